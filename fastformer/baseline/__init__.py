@@ -1,0 +1,1 @@
+"""The un-accelerated models that benchmarks compare with. Imports torch alone."""

@@ -1,0 +1,1 @@
+"""Decoding: one search, engines behind it, and the Translator for text."""

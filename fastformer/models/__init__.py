@@ -1,0 +1,1 @@
+"""Whole models with a configuration: Transformer (encoder-decoder) and GPT (decoder-only)."""

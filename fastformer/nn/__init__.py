@@ -1,0 +1,1 @@
+"""Modules: parameters plus one call into ops. torch.nn's names, signatures and state_dict keys."""

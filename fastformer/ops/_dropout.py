@@ -1,0 +1,88 @@
+"""Dropout by counter: every backend drops the same elements, in forward and backward, and stores no mask.
+
+Philox4x32 with 7 rounds (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"; 7 rounds pass BigCrush).
+One call gives four 32-bit words, that is eight 16-bit decisions, for eight neighbouring columns:
+
+    key     = (seed low 32 bits, seed high 32 bits)
+    counter = (column // 8, row, plane, offset low 32 bits)      plane = batch * num_heads + head for attention, else 0
+    decision(column) = word[(column % 8) // 2] >> (16 * (column % 2)) & 0xFFFF
+    kept            <=> decision >= round(p * 65536)
+
+The scale of what is kept uses the rounded p, so that the expectation is exact.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_MASK32 = 0xFFFFFFFF
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_WEYL = (0x9E3779B9, 0xBB67AE85)
+_ROUNDS = 7
+
+
+def draw_seed(device: torch.device | str) -> Tensor:
+    """A fresh (seed, offset) for one dropout: int64, shape (2,), from the device's default generator.
+
+    Drawn on the device, so that activation checkpointing, torch.compile and CUDA graphs replay it without a host sync.
+    """
+    return torch.randint(0, 2**62, (2,), dtype=torch.int64, device=device)
+
+
+def threshold(dropout_p: float) -> int:
+    """The smallest 16-bit decision that is kept: round(p * 65536)."""
+    return round(dropout_p * 65536)
+
+
+def keep_scale(dropout_p: float) -> float:
+    """What a kept element is multiplied by: 1 / (1 - p) with p as rounded by `threshold`; 0 when nothing is kept."""
+    dropped = threshold(dropout_p)
+    return 0.0 if dropped >= 65536 else 65536 / (65536 - dropped)
+
+
+def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
+    """Philox4x32-7 on int64 tensors that hold 32-bit values; the shapes broadcast. Returns the four words."""
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(_ROUNDS):
+        # An int64 product wraps modulo 2**64, which keeps all 64 bits of the 32 x 32 product.
+        product0, product1 = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
+        c0, c1, c2, c3 = (
+            ((product1 >> 32) & _MASK32) ^ c1 ^ k0,
+            product1 & _MASK32,
+            ((product0 >> 32) & _MASK32) ^ c3 ^ k1,
+            product0 & _MASK32,
+        )
+        k0, k1 = (k0 + _WEYL[0]) & _MASK32, (k1 + _WEYL[1]) & _MASK32
+    return c0, c1, c2, c3
+
+
+def keep_mask(dropout_seed: Tensor, dropout_p: float, rows: int, columns: int, planes: int = 1) -> Tensor:
+    """Which elements dropout keeps.
+
+    Args:
+        dropout_seed: int64 (2,): seed and offset.
+        dropout_p: the probability of being dropped.
+        rows: number of rows (query positions, or flattened rows).
+        columns: number of columns (key positions, or features).
+        planes: number of planes (batch * num_heads for attention).
+
+    Returns:
+        bool (planes, rows, columns), True = kept.
+    """
+    device = dropout_seed.device
+    seed, offset = dropout_seed[0], dropout_seed[1]
+    blocks = (columns + 7) // 8
+    words = philox(
+        (
+            torch.arange(blocks, device=device).view(1, 1, blocks),
+            torch.arange(rows, device=device).view(1, rows, 1),
+            torch.arange(planes, device=device).view(planes, 1, 1),
+            offset & _MASK32,
+        ),
+        (seed & _MASK32, (seed >> 32) & _MASK32),
+    )
+    halves = [half for word in words for half in (word & 0xFFFF, word >> 16)]
+    decisions = torch.stack(torch.broadcast_tensors(*halves), dim=-1)  # (planes, rows, blocks, 8)
+    return decisions.flatten(-2)[..., :columns] >= threshold(dropout_p)

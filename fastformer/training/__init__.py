@@ -1,0 +1,1 @@
+"""The trainer: schedules, loop, checkpoints."""
