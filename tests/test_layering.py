@@ -1,0 +1,61 @@
+"""Imports go one way; this reads every import statement of the tree and holds it."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+MODULES = [*sorted((ROOT / "fastformer").rglob("*.py")), *sorted((ROOT / "kernels").glob("*.py"))]
+MODULES = [path for path in MODULES if not path.is_relative_to(ROOT / "fastformer" / "kernels")]
+
+# A room may import what stands in its row, and itself.
+ALLOWED = {
+    "kernels": set(),
+    "baseline": set(),
+    "ops": {"kernels"},
+    "nn": {"ops"},
+    "models": {"nn", "ops"},
+    "generation": {"models", "nn", "ops"},
+    "data": {"models", "nn", "ops"},
+    "training": {"data", "generation", "models", "nn", "ops"},
+    "integrations": {"training", "data", "generation", "models", "nn", "ops"},
+}
+# Rooms that the table leaves out (cli, demo, doctor, the package itself) stand on top and may import any.
+
+
+def room(path: Path) -> str:
+    parts = path.relative_to(ROOT).parts
+    return "kernels" if parts[0] == "kernels" else parts[1].removesuffix(".py")
+
+
+def imported(path: Path) -> list[str]:
+    names = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}:{node.lineno}: relative import; write the full name"
+            names += [f"{node.module}.{alias.name}" for alias in node.names]
+    return names
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_imports_go_one_way(path: Path) -> None:
+    here = room(path)
+    for name in imported(path):
+        parts = name.split(".")
+        assert parts[0] not in ("tests", "benchmarks"), f"{path} imports {name}"
+        if here == "baseline":
+            assert parts[0] not in ("triton", "numpy"), f"the baseline imports torch alone, {path} imports {name}"
+        if parts[0] == "fastformer" and len(parts) > 1 and here in ALLOWED:
+            assert parts[1] in ALLOWED[here] | {here}, f"{path} ({here}) imports {name}"
+        if parts[0] == "triton":
+            assert here == "kernels", f"{path} imports triton; only kernels/ may"
+
+
+def test_hugging_face_kernels_is_not_shadowed() -> None:
+    assert not (ROOT / "kernels" / "__init__.py").exists()
+    assert (ROOT / "fastformer" / "kernels").is_symlink()
