@@ -1,0 +1,227 @@
+// Dropout, residual add and LayerNorm (or RMSNorm) in one pass over the rows.
+//
+//   s = dropout(x) + residual,   y = (s - mean) * rstd * weight + bias
+//
+// A row is read once and stays in the cache between the sum, the two-step variance and the output: forward moves
+// x, residual, s, y once each; backward reads dy, ds, s once and writes dx, dresidual once. Statistics are fp32 (fp64 for
+// fp64). dweight and dbias are summed in blocks of rows whose number does not depend on the number of threads, so the
+// result is the same whatever the machine runs them with.
+
+#include <ATen/Parallel.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <torch/library.h>
+
+#include <optional>
+#include <vector>
+
+#include "philox.h"
+#include "simd.h"
+
+namespace fastformer {
+namespace {
+
+using at::Tensor;
+
+constexpr int64_t kSerialElements = 1 << 15;  // below this much work a second thread costs more than it gives
+
+int64_t grain(int64_t dim) { return std::max<int64_t>(1, kSerialElements / std::max<int64_t>(dim, 1)); }
+
+// The vector of a parameter in the accumulation type; empty where there is none.
+template <typename acc>
+std::vector<acc> widened(const std::optional<Tensor>& parameter) {
+  if (!parameter.has_value()) return {};
+  const Tensor flat = parameter->to(c10::CppTypeToScalarType<acc>::value).contiguous();
+  return {flat.const_data_ptr<acc>(), flat.const_data_ptr<acc>() + flat.numel()};
+}
+
+Dropout make_dropout(double p, const std::optional<Tensor>& seed) {
+  return Dropout(p, seed.has_value() ? seed->const_data_ptr<int64_t>() : nullptr);
+}
+
+template <typename T, typename R>
+void forward(const Tensor& x, const std::optional<Tensor>& residual, const std::optional<Tensor>& weight,
+             const std::optional<Tensor>& bias, double eps, const Dropout& dropout, bool rms_norm, Tensor& y, Tensor& s,
+             Tensor& mean, Tensor& rstd) {
+  using acc = acc_t<T>;
+  using V = Vec<acc>;
+  const int64_t dim = x.size(-1), rows = dim == 0 ? 0 : x.numel() / dim;
+  const std::vector<acc> w = widened<acc>(weight), b = widened<acc>(bias);
+  const T* xp = x.const_data_ptr<T>();
+  const R* rp = residual.has_value() ? residual->const_data_ptr<R>() : nullptr;
+  R* sp = s.numel() ? s.mutable_data_ptr<R>() : nullptr;
+  T* yp = y.mutable_data_ptr<T>();
+  acc* mp = rms_norm ? nullptr : mean.mutable_data_ptr<acc>();
+  acc* rstdp = rstd.mutable_data_ptr<acc>();
+
+  at::parallel_for(0, rows, grain(dim), [&](int64_t begin, int64_t end) {
+    std::vector<acc> row(dim + V::size), keep(dropout.on ? dim + Dropout::kDecisions : 0);
+    for (int64_t r = begin; r < end; ++r) {
+      const T* xr = xp + r * dim;
+      if (dropout.on) dropout.multipliers(r, 0, 0, dim, keep.data());
+      V sum(acc(0));
+      for_each_vec<acc>(dim, [&](int64_t c, int64_t n) {
+        V v = V::load(xr + c, n);
+        if (dropout.on) v = v * V::load(keep.data() + c, n);
+        if (rp) v = v + V::load(rp + r * dim + c, n);
+        if (sp) {
+          v.store(sp + r * dim + c, n);
+          v = V::load(sp + r * dim + c, n);  // normalise what is kept, rounded as it is kept
+        }
+        v.store(row.data() + c, n);
+        sum = sum + v;
+      });
+      const acc mu = rms_norm ? acc(0) : sum.sum() / static_cast<acc>(dim);
+      V square(acc(0));
+      for_each_vec<acc>(dim, [&](int64_t c, int64_t n) {
+        const V d = (V::load(row.data() + c, n) - V(mu)).first_lanes(n);
+        square = fmadd(d, d, square);
+      });
+      const acc inverse = acc(1) / std::sqrt(square.sum() / static_cast<acc>(dim) + static_cast<acc>(eps));
+      if (mp) mp[r] = mu;
+      rstdp[r] = inverse;
+      for_each_vec<acc>(dim, [&](int64_t c, int64_t n) {
+        V v = (V::load(row.data() + c, n) - V(mu)) * V(inverse);
+        if (!w.empty()) v = v * V::load(w.data() + c, n);
+        if (!b.empty()) v = v + V::load(b.data() + c, n);
+        v.store(yp + r * dim + c, n);
+      });
+    }
+  });
+}
+
+template <typename T, typename R>
+void backward(const Tensor& dy, const std::optional<Tensor>& dresidual_out, const Tensor& s,
+              const std::optional<Tensor>& weight, const Tensor& mean, const Tensor& rstd, const Dropout& dropout,
+              bool rms_norm, Tensor& dx, Tensor& dresidual, Tensor& dweight, Tensor& dbias) {
+  using acc = acc_t<T>;
+  using V = Vec<acc>;
+  const int64_t dim = s.size(-1), rows = dim == 0 ? 0 : s.numel() / dim;
+  const std::vector<acc> w = widened<acc>(weight);
+  const T* dyp = dy.const_data_ptr<T>();
+  const R* dsp = dresidual_out.has_value() ? dresidual_out->const_data_ptr<R>() : nullptr;
+  const R* sp = s.const_data_ptr<R>();
+  const acc* mp = rms_norm ? nullptr : mean.const_data_ptr<acc>();
+  const acc* rstdp = rstd.const_data_ptr<acc>();
+  T* dxp = dx.mutable_data_ptr<T>();
+  R* drp = dresidual.numel() ? dresidual.mutable_data_ptr<R>() : nullptr;
+  const bool with_weight = dweight.numel() > 0, with_bias = dbias.numel() > 0;
+
+  // Blocks of rows, as many whatever the number of threads: their partial sums are added in order below.
+  const int64_t block = std::max<int64_t>(64, (rows + 63) / 64), blocks = (rows + block - 1) / block;
+  std::vector<acc> partial(with_weight || with_bias ? blocks * 2 * dim : 0, acc(0));
+  at::parallel_for(0, blocks, std::max<int64_t>(1, grain(dim) / block), [&](int64_t begin, int64_t end) {
+    std::vector<acc> normal(dim + V::size), gradient(dim + V::size), keep(dropout.on ? dim + Dropout::kDecisions : 0);
+    for (int64_t i = begin; i < end; ++i) {
+      acc* pw = partial.data() + i * 2 * dim;
+      acc* pb = pw + dim;
+      for (int64_t r = i * block; r < std::min(rows, (i + 1) * block); ++r) {
+        const V mu(mp ? mp[r] : acc(0)), inverse(rstdp[r]);
+        V sum(acc(0)), dot(acc(0));
+        for_each_vec<acc>(dim, [&](int64_t c, int64_t n) {
+          const V d = V::load(dyp + r * dim + c, n);
+          const V xhat = (V::load(sp + r * dim + c, n) - mu) * inverse;
+          const V g = w.empty() ? d : d * V::load(w.data() + c, n);
+          if (with_weight) fmadd(d, xhat, V::load(pw + c, n)).store(pw + c, n);
+          if (with_bias) (d + V::load(pb + c, n)).store(pb + c, n);
+          xhat.store(normal.data() + c, n);
+          g.store(gradient.data() + c, n);
+          sum = sum + g;  // lanes beyond the row are zero: d and w read as zero there
+          dot = fmadd(g, xhat, dot);
+        });
+        const V mean_g(rms_norm ? acc(0) : sum.sum() / static_cast<acc>(dim)), mean_dot(dot.sum() / static_cast<acc>(dim));
+        if (dropout.on) dropout.multipliers(r, 0, 0, dim, keep.data());
+        for_each_vec<acc>(dim, [&](int64_t c, int64_t n) {
+          const V g = V::load(gradient.data() + c, n), xhat = V::load(normal.data() + c, n);
+          V ds = (g - mean_g - xhat * mean_dot) * inverse;
+          if (dsp) ds = ds + V::load(dsp + r * dim + c, n);
+          if (drp) ds.store(drp + r * dim + c, n);
+          if (dropout.on) ds = ds * V::load(keep.data() + c, n);
+          ds.store(dxp + r * dim + c, n);
+        });
+      }
+    }
+  });
+  for (int64_t i = 1; i < blocks; ++i)
+    for (int64_t c = 0; c < static_cast<int64_t>(partial.size() / blocks); ++c) partial[c] += partial[i * 2 * dim + c];
+  const auto finish = [&](Tensor& to, int64_t from) {
+    if (to.numel() == 0) return;
+    Tensor sum = at::empty({dim}, to.options().dtype(c10::CppTypeToScalarType<acc>::value));
+    for (int64_t c = 0; c < dim; ++c) sum.mutable_data_ptr<acc>()[c] = blocks ? partial[from + c] : acc(0);
+    to.copy_(sum);
+  };
+  finish(dweight, 0);
+  finish(dbias, dim);
+}
+
+// Calls f<T, R>() for the dtypes of x and of the residual stream.
+template <typename F>
+void dispatch(at::ScalarType x, at::ScalarType stream, F&& f) {
+  if (x == at::kDouble && stream == at::kDouble) return f.template operator()<double, double>();
+  if (x == at::kFloat && stream == at::kFloat) return f.template operator()<float, float>();
+  if (x == at::kBFloat16 && stream == at::kBFloat16) return f.template operator()<bfloat16, bfloat16>();
+  if (x == at::kBFloat16 && stream == at::kFloat) return f.template operator()<bfloat16, float>();
+  TORCH_CHECK(false, "add_layer_norm: no C++ code for x ", x, " with residual ", stream);
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> add_layer_norm_fwd(
+    const Tensor& x_in, const std::optional<Tensor>& residual_in, const std::optional<Tensor>& weight,
+    const std::optional<Tensor>& bias, double eps, double dropout_p, const std::optional<Tensor>& dropout_seed,
+    bool rms_norm) {
+  const Tensor x = x_in.contiguous();
+  const std::optional<Tensor> residual =
+      residual_in.has_value() ? std::make_optional(residual_in->contiguous()) : std::nullopt;
+  TORCH_CHECK(!residual || residual->sizes() == x.sizes(), "residual and x differ in shape");
+  const Dropout dropout = make_dropout(dropout_p, dropout_seed);
+  const at::ScalarType stream = residual ? residual->scalar_type() : x.scalar_type();
+  const auto statistics = x.options().dtype(x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat);
+  const int64_t rows = x.size(-1) == 0 ? 0 : x.numel() / x.size(-1);
+  Tensor y = at::empty(x.sizes(), x.options());
+  Tensor s = residual || dropout.on ? at::empty(x.sizes(), x.options().dtype(stream)) : at::empty({0}, x.options());
+  Tensor mean = at::empty({rms_norm ? 0 : rows}, statistics), rstd = at::empty({rows}, statistics);
+  dispatch(x.scalar_type(), stream, [&]<typename T, typename R>() {
+    forward<T, R>(x, residual, weight, bias, eps, dropout, rms_norm, y, s, mean, rstd);
+  });
+  return {y, s, mean, rstd};
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> add_layer_norm_bwd(
+    const Tensor& dy_in, const std::optional<Tensor>& dresidual_out_in, const Tensor& s_in,
+    const std::optional<Tensor>& weight, const Tensor& mean, const Tensor& rstd, double dropout_p,
+    const std::optional<Tensor>& dropout_seed, bool rms_norm, bool has_bias, at::ScalarType x_dtype) {
+  const Tensor dy = dy_in.contiguous(), s = s_in.contiguous();
+  const std::optional<Tensor> dresidual_out =
+      dresidual_out_in.has_value() ? std::make_optional(dresidual_out_in->contiguous()) : std::nullopt;
+  TORCH_CHECK(dy.sizes() == s.sizes(), "dy and s differ in shape");
+  const Dropout dropout = make_dropout(dropout_p, dropout_seed);
+  const bool same = !dropout.on && x_dtype == s.scalar_type();
+  const int64_t dim = s.size(-1);
+  const auto parameter = weight.has_value() ? weight->options() : s.options();
+  Tensor dx = at::empty(s.sizes(), s.options().dtype(x_dtype));
+  Tensor dresidual = same ? at::empty({0}, s.options()) : at::empty(s.sizes(), s.options());
+  Tensor dweight = at::empty({weight.has_value() ? dim : 0}, parameter), dbias = at::empty({has_bias ? dim : 0}, parameter);
+  dispatch(x_dtype, s.scalar_type(), [&]<typename T, typename R>() {
+    backward<T, R>(dy, dresidual_out, s, weight, mean, rstd, dropout, rms_norm, dx, dresidual, dweight, dbias);
+  });
+  return {dx, dresidual, dweight, dbias};
+}
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(fastformer_cpp, m) {
+  m.def(
+      "add_layer_norm_fwd(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, float eps, float dropout_p, "
+      "Tensor? dropout_seed, bool rms_norm) -> (Tensor, Tensor, Tensor, Tensor)");
+  m.def(
+      "add_layer_norm_bwd(Tensor dy, Tensor? dresidual_out, Tensor s, Tensor? weight, Tensor mean, Tensor rstd, "
+      "float dropout_p, Tensor? dropout_seed, bool rms_norm, bool has_bias, ScalarType x_dtype) "
+      "-> (Tensor, Tensor, Tensor, Tensor)");
+}
+
+TORCH_LIBRARY_IMPL(fastformer_cpp, CPU, m) {
+  m.impl("add_layer_norm_fwd", add_layer_norm_fwd);
+  m.impl("add_layer_norm_bwd", add_layer_norm_bwd);
+}
+
+}  // namespace fastformer

@@ -1,0 +1,220 @@
+// One vector type for all kernels: 16 floats with AVX-512, 8 with AVX2, and a "vector" of one double, which lets the same
+// code run in fp64 for gradcheck. Half dtypes live in memory only: they are widened on load and rounded on store.
+//
+// A tail is loaded and stored with a count; the lanes beyond it read as zero and are never written.
+
+#pragma once
+
+#include <c10/util/BFloat16.h>
+#include <immintrin.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <type_traits>
+
+namespace fastformer {
+
+using bfloat16 = c10::BFloat16;
+
+// What a value of type T is computed in.
+template <typename T>
+using acc_t = std::conditional_t<std::is_same_v<T, double>, double, float>;
+
+template <typename T>
+struct Vec;
+
+template <>
+struct Vec<double> {
+  static constexpr int64_t size = 1;
+  double v;
+
+  Vec() = default;
+  Vec(double x) : v(x) {}
+  static Vec load(const double* p) { return *p; }
+  static Vec load(const double* p, int64_t) { return *p; }
+  static Vec load(const float* p) { return double(*p); }
+  static Vec load(const float* p, int64_t) { return double(*p); }
+  void store(double* p) const { *p = v; }
+  void store(double* p, int64_t) const { *p = v; }
+
+  friend Vec operator+(Vec a, Vec b) { return a.v + b.v; }
+  friend Vec operator-(Vec a, Vec b) { return a.v - b.v; }
+  friend Vec operator*(Vec a, Vec b) { return a.v * b.v; }
+  friend Vec operator/(Vec a, Vec b) { return a.v / b.v; }
+  friend Vec fmadd(Vec a, Vec b, Vec c) { return a.v * b.v + c.v; }
+  friend Vec max(Vec a, Vec b) { return std::max(a.v, b.v); }
+  friend Vec exp2(Vec a) { return std::exp2(a.v); }
+  // x where condition > 0, else y.
+  friend Vec where_positive(Vec condition, Vec x, Vec y) { return condition.v > 0 ? x : y; }
+  Vec first_lanes(int64_t) const { return v; }
+  double sum() const { return v; }
+  double max() const { return v; }
+};
+
+#if defined(CPU_CAPABILITY_AVX512)
+
+template <>
+struct Vec<float> {
+  static constexpr int64_t size = 16;
+  __m512 v;
+
+  Vec() = default;
+  Vec(__m512 x) : v(x) {}
+  Vec(float x) : v(_mm512_set1_ps(x)) {}
+  static __mmask16 first(int64_t n) { return n >= 16 ? 0xFFFF : static_cast<__mmask16>((1u << n) - 1); }
+  static __m512 widen(__m256i x) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(x), 16)); }
+  static __m256i narrow(__m512 x) {  // round to nearest even; NaN stays NaN
+    const __m512i bits = _mm512_castps_si512(x);
+    const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+    __m512i r = _mm512_srli_epi32(_mm512_add_epi32(_mm512_add_epi32(bits, odd), _mm512_set1_epi32(0x7FFF)), 16);
+    r = _mm512_mask_mov_epi32(r, _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q), _mm512_set1_epi32(0x7FC0));
+    return _mm512_cvtepi32_epi16(r);
+  }
+
+  static Vec load(const float* p) { return _mm512_loadu_ps(p); }
+  static Vec load(const float* p, int64_t n) { return _mm512_maskz_loadu_ps(first(n), p); }
+  static Vec load(const bfloat16* p) { return widen(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))); }
+  static Vec load(const bfloat16* p, int64_t n) { return widen(_mm256_maskz_loadu_epi16(first(n), p)); }
+  void store(float* p) const { _mm512_storeu_ps(p, v); }
+  void store(float* p, int64_t n) const { _mm512_mask_storeu_ps(p, first(n), v); }
+  void store(bfloat16* p) const { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), narrow(v)); }
+  void store(bfloat16* p, int64_t n) const { _mm256_mask_storeu_epi16(p, first(n), narrow(v)); }
+
+  friend Vec operator+(Vec a, Vec b) { return _mm512_add_ps(a.v, b.v); }
+  friend Vec operator-(Vec a, Vec b) { return _mm512_sub_ps(a.v, b.v); }
+  friend Vec operator*(Vec a, Vec b) { return _mm512_mul_ps(a.v, b.v); }
+  friend Vec operator/(Vec a, Vec b) { return _mm512_div_ps(a.v, b.v); }
+  friend Vec fmadd(Vec a, Vec b, Vec c) { return _mm512_fmadd_ps(a.v, b.v, c.v); }
+  friend Vec max(Vec a, Vec b) { return _mm512_max_ps(a.v, b.v); }
+  friend Vec where_positive(Vec condition, Vec x, Vec y) {
+    return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(condition.v, _mm512_setzero_ps(), _CMP_GT_OQ), y.v, x.v);
+  }
+  friend Vec round(Vec a) { return _mm512_roundscale_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+  // a * 2**n for an integral n; goes to 0 and inf at the ends, as it should.
+  friend Vec scale_by_power(Vec a, Vec n) { return _mm512_scalef_ps(a.v, n.v); }
+  Vec first_lanes(int64_t n) const { return _mm512_maskz_mov_ps(first(n), v); }  // zero beyond
+  float sum() const { return _mm512_reduce_add_ps(v); }
+  float max() const { return _mm512_reduce_max_ps(v); }
+};
+
+#else
+
+template <>
+struct Vec<float> {
+  static constexpr int64_t size = 8;
+  __m256 v;
+
+  Vec() = default;
+  Vec(__m256 x) : v(x) {}
+  Vec(float x) : v(_mm256_set1_ps(x)) {}
+  static __m256i first(int64_t n) {
+    return _mm256_cmpgt_epi32(_mm256_set1_epi32(static_cast<int>(std::min<int64_t>(n, 8))),
+                              _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
+  }
+  static __m256 widen(__m128i x) { return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(x), 16)); }
+  static __m128i narrow(__m256 x) {  // round to nearest even; NaN stays NaN
+    const __m256i bits = _mm256_castps_si256(x);
+    const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+    __m256i r = _mm256_srli_epi32(_mm256_add_epi32(_mm256_add_epi32(bits, odd), _mm256_set1_epi32(0x7FFF)), 16);
+    r = _mm256_blendv_epi8(r, _mm256_set1_epi32(0x7FC0), _mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_UNORD_Q)));
+    return _mm_packus_epi32(_mm256_castsi256_si128(r), _mm256_extracti128_si256(r, 1));
+  }
+
+  static Vec load(const float* p) { return _mm256_loadu_ps(p); }
+  static Vec load(const float* p, int64_t n) { return _mm256_maskload_ps(p, first(n)); }
+  static Vec load(const bfloat16* p) { return widen(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))); }
+  static Vec load(const bfloat16* p, int64_t n) {
+    alignas(16) uint16_t lanes[8] = {};
+    std::memcpy(lanes, p, std::min<int64_t>(n, 8) * 2);
+    return widen(_mm_load_si128(reinterpret_cast<const __m128i*>(lanes)));
+  }
+  void store(float* p) const { _mm256_storeu_ps(p, v); }
+  void store(float* p, int64_t n) const { _mm256_maskstore_ps(p, first(n), v); }
+  void store(bfloat16* p) const { _mm_storeu_si128(reinterpret_cast<__m128i*>(p), narrow(v)); }
+  void store(bfloat16* p, int64_t n) const {
+    alignas(16) uint16_t lanes[8];
+    _mm_store_si128(reinterpret_cast<__m128i*>(lanes), narrow(v));
+    std::memcpy(static_cast<void*>(p), lanes, std::min<int64_t>(n, 8) * 2);
+  }
+
+  friend Vec operator+(Vec a, Vec b) { return _mm256_add_ps(a.v, b.v); }
+  friend Vec operator-(Vec a, Vec b) { return _mm256_sub_ps(a.v, b.v); }
+  friend Vec operator*(Vec a, Vec b) { return _mm256_mul_ps(a.v, b.v); }
+  friend Vec operator/(Vec a, Vec b) { return _mm256_div_ps(a.v, b.v); }
+  friend Vec fmadd(Vec a, Vec b, Vec c) { return _mm256_fmadd_ps(a.v, b.v, c.v); }
+  friend Vec max(Vec a, Vec b) { return _mm256_max_ps(a.v, b.v); }
+  friend Vec where_positive(Vec condition, Vec x, Vec y) {
+    return _mm256_blendv_ps(y.v, x.v, _mm256_cmp_ps(condition.v, _mm256_setzero_ps(), _CMP_GT_OQ));
+  }
+  friend Vec round(Vec a) { return _mm256_round_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+  // a * 2**n for an integral n, in two halves so that the exponent field never overflows; 0 below 2**-126.
+  friend Vec scale_by_power(Vec a, Vec n) {
+    const __m256 clamped = _mm256_min_ps(_mm256_max_ps(n.v, _mm256_set1_ps(-252.f)), _mm256_set1_ps(252.f));
+    const __m256i whole = _mm256_cvtps_epi32(clamped);
+    const __m256i half = _mm256_srai_epi32(whole, 1), rest = _mm256_sub_epi32(whole, half);
+    const auto power = [](__m256i e) {
+      return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(e, _mm256_set1_epi32(127)), 23));
+    };
+    return _mm256_mul_ps(_mm256_mul_ps(a.v, power(half)), power(rest));
+  }
+  Vec first_lanes(int64_t n) const { return _mm256_and_ps(v, _mm256_castsi256_ps(first(n))); }  // zero beyond
+  float sum() const {
+    __m128 x = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+    x = _mm_add_ps(x, _mm_movehl_ps(x, x));
+    return _mm_cvtss_f32(_mm_add_ss(x, _mm_movehdup_ps(x)));
+  }
+  float max() const {
+    __m128 x = _mm_max_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+    x = _mm_max_ps(x, _mm_movehl_ps(x, x));
+    return _mm_cvtss_f32(_mm_max_ss(x, _mm_movehdup_ps(x)));
+  }
+};
+
+#endif
+
+// 2**x to about 1 ulp: x = n + f with |f| <= 1/2, and a polynomial of degree 6 (Taylor, f ln 2) for 2**f. -inf gives 0.
+inline Vec<float> exp2(Vec<float> x) {
+  x = max(x, Vec<float>(-160.f));  // keeps -inf out of the subtraction below; 2**-160 is 0 in fp32
+  const Vec<float> n = round(x), f = x - n;
+  Vec<float> p = 1.5403530e-4f;
+  p = fmadd(p, f, 1.3333558e-3f);
+  p = fmadd(p, f, 9.6181291e-3f);
+  p = fmadd(p, f, 5.5504109e-2f);
+  p = fmadd(p, f, 2.4022651e-1f);
+  p = fmadd(p, f, 6.9314718e-1f);
+  p = fmadd(p, f, 1.f);
+  return scale_by_power(p, n);
+}
+
+// e**x. The product with log2(e) is split in two so that a large |x| keeps its last bits.
+inline Vec<float> exp(Vec<float> x) {
+  constexpr float log2e = 1.44269504f;
+  constexpr float ln2_high = 0.693359375f, ln2_low = -2.12194440e-4f;
+  x = max(x, Vec<float>(-110.f));
+  const Vec<float> n = round(x * Vec<float>(log2e));
+  Vec<float> r = fmadd(n, Vec<float>(-ln2_high), x);
+  r = fmadd(n, Vec<float>(-ln2_low), r);
+  Vec<float> p = 1.3888889e-3f;
+  p = fmadd(p, r, 8.3333338e-3f);
+  p = fmadd(p, r, 4.1666667e-2f);
+  p = fmadd(p, r, 1.6666667e-1f);
+  p = fmadd(p, r, 0.5f);
+  p = fmadd(p, r, 1.f);
+  p = fmadd(p, r, 1.f);
+  return scale_by_power(p, n);
+}
+inline Vec<double> exp(Vec<double> x) { return std::exp(x.v); }
+
+// Runs f(column, count) over [0, n) in steps of one vector; count < size only in the last step.
+template <typename acc, typename F>
+inline void for_each_vec(int64_t n, F&& f) {
+  constexpr int64_t W = Vec<acc>::size;
+  int64_t c = 0;
+  for (; c + W <= n; c += W) f(c, W);
+  if (c < n) f(c, n - c);
+}
+
+}  // namespace fastformer
