@@ -1,0 +1,95 @@
+"""Dropout by counter inside Triton kernels: the keep mask of a tile, bit for bit that of `fastformer.ops._dropout`.
+
+Philox4x32-7, one call for eight neighbouring columns (the definition stands in ops/_dropout.py). The tile's mask is a
+function of its coordinates alone, so forward and backward may cut the matrix into different tiles.
+
+The counter's four words depend on a column, a row, and two scalars. They are kept unbroadcast, (BLOCK_M, 1) and
+(1, BLOCK_N // 8), until the rounds mix them: the first two of the seven rounds cost next to nothing. The eight decisions
+of a call are packed into one byte before they spread over the columns, so that a change of layout (from the one in which
+Philox runs to the one in which a matrix product left its tile) moves one word for eight elements.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def load_dropout_key(seed_ptr):
+    """The key and the offset out of the int64 tensor (seed, offset): three uint32 scalars (key0, key1, offset)."""
+    seed = tl.load(seed_ptr)
+    offset = tl.load(seed_ptr + 1)
+    return (
+        (seed & 0xFFFFFFFF).to(tl.uint32),
+        ((seed >> 32) & 0xFFFFFFFF).to(tl.uint32),
+        (offset & 0xFFFFFFFF).to(tl.uint32),
+    )
+
+
+@triton.jit
+def _philox(c0, c1, c2, c3, k0, k1):
+    # Not triton.language.philox, which wants all four words in one shape and so pays for full rounds from the first on.
+    for _ in tl.static_range(7):
+        low0 = tl.mul(c0, 0xD2511F53, sanitize_overflow=False)
+        low1 = tl.mul(c2, 0xCD9E8D57, sanitize_overflow=False)
+        high0 = tl.umulhi(c0, 0xD2511F53)
+        high1 = tl.umulhi(c2, 0xCD9E8D57)
+        c0 = high1 ^ c1 ^ k0
+        c1 = low1
+        c2 = high0 ^ c3 ^ k1
+        c3 = low0
+        k0 = tl.add(k0, 0x9E3779B9, sanitize_overflow=False)
+        k1 = tl.add(k1, 0xBB67AE85, sanitize_overflow=False)
+    return c0, c1, c2, c3
+
+
+@triton.jit
+def _keep_bits(blocks, rows, plane, key0, key1, offset, threshold):
+    """One byte (in a uint32) a Philox call: bit c says whether column 8 * block + c is kept. `blocks`, `rows` broadcast."""
+    w0, w1, w2, w3 = _philox(blocks.to(tl.uint32), rows.to(tl.uint32), plane, offset, key0, key1)
+    bits = ((w0 & 0xFFFF) >= threshold).to(tl.uint32)
+    bits |= ((w0 >> 16) >= threshold).to(tl.uint32) << 1
+    bits |= ((w1 & 0xFFFF) >= threshold).to(tl.uint32) << 2
+    bits |= ((w1 >> 16) >= threshold).to(tl.uint32) << 3
+    bits |= ((w2 & 0xFFFF) >= threshold).to(tl.uint32) << 4
+    bits |= ((w2 >> 16) >= threshold).to(tl.uint32) << 5
+    bits |= ((w3 & 0xFFFF) >= threshold).to(tl.uint32) << 6
+    bits |= ((w3 >> 16) >= threshold).to(tl.uint32) << 7
+    return bits
+
+
+@triton.jit
+def keep_mask_tile(
+    rows, first_column, plane, key0, key1, offset, threshold, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    """Which elements of the tile rows x [first_column, first_column + BLOCK_N) are kept.
+
+    Args:
+        rows: (BLOCK_M,) integers: the rows' indices.
+        first_column: a multiple of 8.
+        plane: batch * num_heads + head for attention, else 0.
+        key0, key1, offset: from `load_dropout_key`.
+        threshold: `fastformer.ops._dropout.threshold(dropout_p)`.
+        BLOCK_N: a multiple of 8.
+
+    Returns:
+        bool (BLOCK_M, BLOCK_N), True = kept.
+    """
+    blocks = first_column // 8 + tl.arange(0, BLOCK_N // 8)
+    plane = tl.to_tensor(plane).to(tl.uint32)
+    threshold = tl.to_tensor(threshold).to(tl.uint32)
+    bits = _keep_bits(blocks[None, :], rows[:, None], plane, key0, key1, offset, threshold)  # (BLOCK_M, BLOCK_N // 8)
+    spread = (bits[:, :, None] >> tl.arange(0, 8).to(tl.uint32)[None, None, :]) & 1
+    return tl.reshape(spread, (BLOCK_M, BLOCK_N)) != 0
+
+
+@triton.jit
+def keep_mask_tile_transposed(
+    rows, first_column, plane, key0, key1, offset, threshold, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    """The transpose of `keep_mask_tile`, (BLOCK_N, BLOCK_M), drawn in that shape: no tile is transposed."""
+    blocks = first_column // 8 + tl.arange(0, BLOCK_N // 8)
+    plane = tl.to_tensor(plane).to(tl.uint32)
+    threshold = tl.to_tensor(threshold).to(tl.uint32)
+    bits = _keep_bits(blocks[:, None], rows[None, :], plane, key0, key1, offset, threshold)  # (BLOCK_N // 8, BLOCK_M)
+    spread = (bits[:, None, :] >> tl.arange(0, 8).to(tl.uint32)[None, :, None]) & 1
+    return tl.reshape(spread, (BLOCK_N, BLOCK_M)) != 0

@@ -1,0 +1,43 @@
+"""The Triton keep mask is the reference's, bit for bit, whatever the tile."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton")
+import triton.language as tl  # noqa: E402
+
+from fastformer.kernels._dropout import keep_mask_tile, keep_mask_tile_transposed, load_dropout_key  # noqa: E402
+from fastformer.ops._dropout import keep_mask, threshold  # noqa: E402
+
+
+@triton.jit
+def _mask_kernel(
+    out_ptr, seed_ptr, threshold, rows, columns, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TRANSPOSED: tl.constexpr
+):
+    key0, key1, offset = load_dropout_key(seed_ptr)
+    row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    first_column = tl.program_id(1) * BLOCK_N
+    plane = tl.program_id(2)
+    column = first_column + tl.arange(0, BLOCK_N)
+    if TRANSPOSED:
+        keep = keep_mask_tile_transposed(row, first_column, plane, key0, key1, offset, threshold, BLOCK_M, BLOCK_N)
+        keep = tl.trans(keep.to(tl.int32)) != 0
+    else:
+        keep = keep_mask_tile(row, first_column, plane, key0, key1, offset, threshold, BLOCK_M, BLOCK_N)
+    inside = (row < rows)[:, None] & (column < columns)[None, :]
+    tl.store(out_ptr + (plane * rows + row[:, None]) * columns + column[None, :], keep.to(tl.int8), mask=inside)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("block_m, block_n", [(16, 32), (32, 8), (1, 64)])
+@pytest.mark.parametrize("dropout_p", [0.1, 0.5, 1.0])
+def test_tile_is_the_reference(block_m: int, block_n: int, dropout_p: float, transposed: bool, device: str) -> None:
+    rows, columns, planes = 37, 85, 3
+    # Both halves of the seed and an offset beyond 32 bits: each word of key and counter matters.
+    seed = torch.tensor([0x1234567_89ABCDEF, 0x0FEDCBA9_F7654321], device=device)
+    out = torch.full((planes, rows, columns), -1, dtype=torch.int8, device=device)
+    grid = (triton.cdiv(rows, block_m), triton.cdiv(columns, block_n), planes)
+    _mask_kernel[grid](out, seed, threshold(dropout_p), rows, columns, block_m, block_n, transposed)
+    assert torch.equal(out, keep_mask(seed, dropout_p, rows, columns, planes).to(torch.int8))
