@@ -46,7 +46,7 @@ def cpp_extensions() -> dict:
             f"fastformer._C_{isa}",
             sources,
             extra_compile_args=["-O3", "-g0", "-std=c++20", "-fopenmp", "-fno-math-errno", "-fno-trapping-math",
-                                "-Wall", "-Wno-unknown-pragmas", f'-DFASTFORMER_ISA="{isa}"', *flags,
+                                "-Wall", "-Wno-unknown-pragmas", "-Wno-uninitialized", "-Wno-maybe-uninitialized", f'-DFASTFORMER_ISA="{isa}"', *flags,
                                 *os.environ.get("FASTFORMER_CXXFLAGS", "").split()],
             extra_link_args=["-fopenmp", *os.environ.get("FASTFORMER_LDFLAGS", "").split()],
         )

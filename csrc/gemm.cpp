@@ -1,0 +1,331 @@
+// Packing and micro-kernels behind gemm.h.
+
+#include "gemm.h"
+
+#include <ATen/native/CPUBlas.h>
+
+#include <array>
+#include <cstdlib>
+#include <utility>
+
+namespace fastformer {
+namespace {
+
+#if defined(CPU_CAPABILITY_AVX512)
+constexpr int kMaxRows = 14;  // 28 accumulators, two vectors of B, the broadcasts come from memory
+using Lanes = __m512i;
+constexpr int64_t kBlock = 16;  // 32-bit elements of a vector
+
+inline Lanes load_lanes(const void* p) { return _mm512_loadu_si512(p); }
+inline void store_lanes(void* p, Lanes x) { _mm512_storeu_si512(p, x); }
+
+// The bf16 in the lower or upper half of every 32 bits, as floats.
+inline Vec<float> lower_halves(Lanes x) { return _mm512_castsi512_ps(_mm512_slli_epi32(x, 16)); }
+inline Vec<float> upper_halves(Lanes x) {
+  return _mm512_castsi512_ps(_mm512_and_si512(x, _mm512_set1_epi32(static_cast<int>(0xFFFF0000u))));
+}
+
+// Transposes 16 x 16 elements of 32 bits.
+inline void transpose_block(const uint32_t* from, int64_t from_stride, uint32_t* to, int64_t to_stride) {
+  __m512i r[16], t[16];
+  for (int i = 0; i < 16; ++i) r[i] = _mm512_loadu_si512(from + i * from_stride);
+  for (int i = 0; i < 16; i += 2) {
+    t[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]);
+    t[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
+  }
+  for (int i = 0; i < 16; i += 4) {
+    r[i] = _mm512_unpacklo_epi64(t[i], t[i + 2]);
+    r[i + 1] = _mm512_unpackhi_epi64(t[i], t[i + 2]);
+    r[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]);
+    r[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
+  }
+  // r[4g + j], lane L: element 4L + j of rows 4g .. 4g + 3. Gather the lanes of the four groups.
+  for (int j = 0; j < 4; ++j) {
+    const __m512i a = _mm512_shuffle_i32x4(r[j], r[4 + j], 0x88), b = _mm512_shuffle_i32x4(r[j], r[4 + j], 0xDD);
+    const __m512i c = _mm512_shuffle_i32x4(r[8 + j], r[12 + j], 0x88), d = _mm512_shuffle_i32x4(r[8 + j], r[12 + j], 0xDD);
+    _mm512_storeu_si512(to + j * to_stride, _mm512_shuffle_i32x4(a, c, 0x88));
+    _mm512_storeu_si512(to + (4 + j) * to_stride, _mm512_shuffle_i32x4(b, d, 0x88));
+    _mm512_storeu_si512(to + (8 + j) * to_stride, _mm512_shuffle_i32x4(a, c, 0xDD));
+    _mm512_storeu_si512(to + (12 + j) * to_stride, _mm512_shuffle_i32x4(b, d, 0xDD));
+  }
+}
+
+// Rows a and b of 2 * kBlock 16-bit elements, side by side: (a0, b0), (a1, b1), ...
+inline void interleave(const bfloat16* a, const bfloat16* b, bfloat16* to) {
+  const __m512i x = load_lanes(a), y = load_lanes(b);
+  const __m512i low = _mm512_unpacklo_epi16(x, y), high = _mm512_unpackhi_epi16(x, y);
+  const __m512i first = _mm512_setr_epi64(0, 1, 8, 9, 2, 3, 10, 11), second = _mm512_setr_epi64(4, 5, 12, 13, 6, 7, 14, 15);
+  store_lanes(to, _mm512_permutex2var_epi64(low, first, high));
+  store_lanes(to + 32, _mm512_permutex2var_epi64(low, second, high));
+}
+#else
+constexpr int kMaxRows = 6;  // 12 accumulators of 16
+using Lanes = __m256i;
+constexpr int64_t kBlock = 8;
+
+inline Lanes load_lanes(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
+inline void store_lanes(void* p, Lanes x) { _mm256_storeu_si256(static_cast<__m256i*>(p), x); }
+
+inline Vec<float> lower_halves(Lanes x) { return _mm256_castsi256_ps(_mm256_slli_epi32(x, 16)); }
+inline Vec<float> upper_halves(Lanes x) {
+  return _mm256_castsi256_ps(_mm256_and_si256(x, _mm256_set1_epi32(static_cast<int>(0xFFFF0000u))));
+}
+
+// Transposes 8 x 8 elements of 32 bits.
+inline void transpose_block(const uint32_t* from, int64_t from_stride, uint32_t* to, int64_t to_stride) {
+  __m256i r[8], t[8];
+  for (int i = 0; i < 8; ++i) r[i] = load_lanes(from + i * from_stride);
+  for (int i = 0; i < 8; i += 2) {
+    t[i] = _mm256_unpacklo_epi32(r[i], r[i + 1]);
+    t[i + 1] = _mm256_unpackhi_epi32(r[i], r[i + 1]);
+  }
+  for (int i = 0; i < 8; i += 4) {
+    r[i] = _mm256_unpacklo_epi64(t[i], t[i + 2]);
+    r[i + 1] = _mm256_unpackhi_epi64(t[i], t[i + 2]);
+    r[i + 2] = _mm256_unpacklo_epi64(t[i + 1], t[i + 3]);
+    r[i + 3] = _mm256_unpackhi_epi64(t[i + 1], t[i + 3]);
+  }
+  for (int j = 0; j < 4; ++j) {
+    store_lanes(to + j * to_stride, _mm256_permute2x128_si256(r[j], r[4 + j], 0x20));
+    store_lanes(to + (4 + j) * to_stride, _mm256_permute2x128_si256(r[j], r[4 + j], 0x31));
+  }
+}
+
+inline void interleave(const bfloat16* a, const bfloat16* b, bfloat16* to) {
+  const __m256i x = load_lanes(a), y = load_lanes(b);
+  const __m256i low = _mm256_unpacklo_epi16(x, y), high = _mm256_unpackhi_epi16(x, y);
+  store_lanes(to, _mm256_permute2x128_si256(low, high, 0x20));
+  store_lanes(to + 16, _mm256_permute2x128_si256(low, high, 0x31));
+}
+#endif
+
+// One panel, whatever the strides.
+template <typename T>
+void pack_panel_slowly(const T* b, int64_t stride_k, int64_t stride_n, int64_t k_first, int64_t k, int64_t columns, T* panel) {
+  constexpr int64_t P = kPair<T>;
+  for (int64_t i = k_first; i < round_up(k, P); ++i)
+    for (int64_t j = 0; j < kPanel; ++j)
+      panel[(i / P * kPanel + j) * P + i % P] = i < k && j < columns ? b[i * stride_k + j * stride_n] : T(0);
+}
+
+template <typename T>
+void pack_panel(const T* b, int64_t stride_k, int64_t stride_n, int64_t k, int64_t columns, T* panel) {
+  constexpr int64_t P = kPair<T>;
+  int64_t done = 0;
+  if constexpr (!std::is_same_v<T, double>) {
+    if (columns == kPanel && stride_n == 1) {
+      if constexpr (P == 1) {
+        for (; done < k; ++done)
+          for (int64_t j = 0; j < kPanel; j += kBlock) store_lanes(panel + done * kPanel + j, load_lanes(b + done * stride_k + j));
+      } else {
+        for (; done + 2 <= k; done += 2) interleave(b + done * stride_k, b + (done + 1) * stride_k, panel + done * kPanel);
+      }
+    } else if (columns == kPanel && stride_k == 1 && stride_n % P == 0) {
+      // 32-bit units: one float, or the two neighbours in k that bf16 keeps together.
+      const auto* from = reinterpret_cast<const uint32_t*>(b);
+      auto* to = reinterpret_cast<uint32_t*>(panel);
+      for (; done + kBlock * P <= k; done += kBlock * P)
+        for (int64_t j = 0; j < kPanel; j += kBlock)
+          transpose_block(from + done / P + j * (stride_n / P), stride_n / P, to + done / P * kPanel + j, kPanel);
+    }
+  }
+  pack_panel_slowly(b, stride_k, stride_n, done, k, columns, panel);
+}
+
+// The micro-kernels: kRows rows of A against one panel. `columns` of the result are written.
+
+template <int kRows>
+void rows_times_panel(const float* a, int64_t lda, const float* b, int64_t k, float* c, int64_t ldc, int64_t columns,
+                      bool accumulate) {
+  using V = Vec<float>;
+  constexpr int kVecs = kPanel / V::size;
+  V sum[kRows][kVecs];
+  for (int i = 0; i < kRows; ++i)
+    for (int j = 0; j < kVecs; ++j) sum[i][j] = V(0.f);
+  for (int64_t p = 0; p < k; ++p, b += kPanel) {
+    V right[kVecs];
+    for (int j = 0; j < kVecs; ++j) right[j] = V::load(b + j * V::size);
+#pragma GCC unroll 16
+    for (int i = 0; i < kRows; ++i) {
+      const V left(a[i * lda + p]);
+      for (int j = 0; j < kVecs; ++j) sum[i][j] = fmadd(left, right[j], sum[i][j]);
+    }
+  }
+  for (int i = 0; i < kRows; ++i)
+    for (int j = 0; j < kVecs; ++j) {
+      const int64_t n = columns - j * V::size;
+      if (n <= 0) continue;
+      float* to = c + i * ldc + j * V::size;
+      (accumulate ? sum[i][j] + V::load(to, n) : sum[i][j]).store(to, n);
+    }
+}
+
+#if defined(CPU_CAPABILITY_AVX512)
+template <int kRows>
+__attribute__((target("avx512bf16"))) void rows_times_panel_bf16(const bfloat16* a, int64_t lda, const bfloat16* b,
+                                                                 int64_t k, float* c, int64_t ldc, int64_t columns,
+                                                                 bool accumulate) {
+  __m512 sum[kRows][2];
+  for (int i = 0; i < kRows; ++i) sum[i][0] = sum[i][1] = _mm512_setzero_ps();
+  for (int64_t p = 0; p < k; p += 2, b += 2 * kPanel) {
+    const __m512bh right0 = (__m512bh)load_lanes(b), right1 = (__m512bh)load_lanes(b + kPanel);
+    const bool whole = p + 2 <= k;
+#pragma GCC unroll 16
+    for (int i = 0; i < kRows; ++i) {
+      uint32_t both;  // two neighbours in k; the second is zero beyond an odd k
+      if (whole) std::memcpy(&both, a + i * lda + p, 4);
+      else both = a[i * lda + p].x;
+      const __m512bh left = (__m512bh)_mm512_set1_epi32(static_cast<int>(both));
+      sum[i][0] = _mm512_dpbf16_ps(sum[i][0], left, right0);
+      sum[i][1] = _mm512_dpbf16_ps(sum[i][1], left, right1);
+    }
+  }
+  for (int i = 0; i < kRows; ++i)
+    for (int j = 0; j < 2; ++j) {
+      const int64_t n = columns - j * 16;
+      if (n <= 0) continue;
+      const __mmask16 mask = Vec<float>::first(n);
+      float* to = c + i * ldc + j * 16;
+      const __m512 old = accumulate ? _mm512_maskz_loadu_ps(mask, to) : _mm512_setzero_ps();
+      _mm512_mask_storeu_ps(to, mask, _mm512_add_ps(sum[i][j], old));
+    }
+}
+#endif
+
+// bf16 by widening: the low half of a 32-bit unit is the even row of k, the high half the odd one.
+template <int kRows>
+void rows_times_panel_widened(const bfloat16* a, int64_t lda, const bfloat16* b, int64_t k, float* c, int64_t ldc,
+                              int64_t columns, bool accumulate) {
+  using V = Vec<float>;
+  constexpr int kVecs = kPanel / V::size;
+  V sum[kRows][kVecs];
+  for (int i = 0; i < kRows; ++i)
+    for (int j = 0; j < kVecs; ++j) sum[i][j] = V(0.f);
+  for (int64_t p = 0; p < k; p += 2, b += 2 * kPanel) {
+    const bool whole = p + 2 <= k;
+    // The even rows of k, then the odd ones: both at once would not fit the registers of AVX2.
+    for (int odd = 0; odd < (whole ? 2 : 1); ++odd) {
+      V right[kVecs];
+      for (int j = 0; j < kVecs; ++j) {
+        const Lanes x = load_lanes(b + j * 2 * V::size);
+        right[j] = odd ? upper_halves(x) : lower_halves(x);
+      }
+#pragma GCC unroll 16
+      for (int i = 0; i < kRows; ++i) {
+        const V left(static_cast<float>(a[i * lda + p + odd]));
+        for (int j = 0; j < kVecs; ++j) sum[i][j] = fmadd(left, right[j], sum[i][j]);
+      }
+    }
+  }
+  for (int i = 0; i < kRows; ++i)
+    for (int j = 0; j < kVecs; ++j) {
+      const int64_t n = columns - j * V::size;
+      if (n <= 0) continue;
+      float* to = c + i * ldc + j * V::size;
+      (accumulate ? sum[i][j] + V::load(to, n) : sum[i][j]).store(to, n);
+    }
+}
+
+template <int kRows>
+void rows_times_panel_double(const double* a, int64_t lda, const double* b, int64_t k, double* c, int64_t ldc,
+                             int64_t columns, bool accumulate) {
+  for (int i = 0; i < kRows; ++i) {
+    double sum[kPanel] = {};
+    for (int64_t p = 0; p < k; ++p)
+      for (int64_t j = 0; j < kPanel; ++j) sum[j] += a[i * lda + p] * b[p * kPanel + j];
+    for (int64_t j = 0; j < columns; ++j) c[i * ldc + j] = accumulate ? c[i * ldc + j] + sum[j] : sum[j];
+  }
+}
+
+template <typename T>
+using Kernel = void (*)(const T*, int64_t, const T*, int64_t, acc_t<T>*, int64_t, int64_t, bool);
+
+template <typename T>
+using Kernels = std::array<Kernel<T>, kMaxRows>;
+
+template <int... i>
+Kernels<float> float_kernels(std::integer_sequence<int, i...>) {
+  return {rows_times_panel<i + 1>...};
+}
+template <int... i>
+Kernels<double> double_kernels(std::integer_sequence<int, i...>) {
+  return {rows_times_panel_double<i + 1>...};
+}
+template <int... i>
+Kernels<bfloat16> bfloat16_kernels(std::integer_sequence<int, i...>) {
+#if defined(CPU_CAPABILITY_AVX512)
+  if (__builtin_cpu_supports("avx512bf16")) return {rows_times_panel_bf16<i + 1>...};
+#endif
+  return {rows_times_panel_widened<i + 1>...};
+}
+
+template <typename T>
+const Kernels<T>& kernels() {
+  constexpr auto rows = std::make_integer_sequence<int, kMaxRows>{};
+  static const Kernels<T> table = [&] {
+    if constexpr (std::is_same_v<T, float>) return float_kernels(rows);
+    else if constexpr (std::is_same_v<T, double>) return double_kernels(rows);
+    else return bfloat16_kernels(rows);
+  }();
+  return table;
+}
+
+// AMX is reached through oneDNN's brgemm, which also runs on AVX512_BF16: FASTFORMER_BRGEMM=1 takes it there for tests.
+bool use_brgemm() {
+#if defined(CPU_CAPABILITY_AVX512)
+  static const bool wanted = [] {
+    const char* asked = std::getenv("FASTFORMER_BRGEMM");
+    const bool amx = __builtin_cpu_supports("amx-bf16") && __builtin_cpu_supports("amx-tile");
+    const bool on = asked ? asked[0] == '1' : amx;
+    return on && at::native::cpublas::could_pack(at::kBFloat16);
+  }();
+  return wanted;
+#else
+  return false;
+#endif
+}
+
+}  // namespace
+
+template <typename T>
+void pack(const T* b, int64_t stride_k, int64_t stride_n, int64_t k, int64_t n, T* packed) {
+  const int64_t panel_size = round_up(k, kPair<T>) * kPanel;
+  for (int64_t j = 0; j < n; j += kPanel, packed += panel_size)
+    pack_panel(b + j * stride_n, stride_k, stride_n, k, std::min(kPanel, n - j), packed);
+}
+
+template <typename T>
+void gemm(int64_t m, int64_t n, int64_t k, const T* a, int64_t lda, const T* packed, acc_t<T>* c, int64_t ldc,
+          bool accumulate) {
+  if (m <= 0 || n <= 0) return;
+  const int64_t panel_size = round_up(k, kPair<T>) * kPanel;
+  if constexpr (std::is_same_v<T, bfloat16>) {
+    if (use_brgemm() && k % 2 == 0 && n % kPanel == 0) {
+      for (int64_t j = 0; j < n; j += kPanel, packed += panel_size)
+        at::native::cpublas::brgemm(m, kPanel, k, lda, kPanel, ldc, accumulate, a, packed, c + j, true);
+      return;
+    }
+  }
+  const Kernels<T>& table = kernels<T>();
+  const int64_t groups = (m + kMaxRows - 1) / kMaxRows;  // of nearly the same number of rows each
+  for (int64_t j = 0; j < n; j += kPanel, packed += panel_size)
+    for (int64_t g = 0, first = 0; g < groups; ++g) {
+      const int64_t rows = (m - first) / (groups - g);
+      table[rows - 1](a + first * lda, lda, packed, k, c + first * ldc + j, ldc, std::min(kPanel, n - j), accumulate);
+      first += rows;
+    }
+}
+
+void gemm_release() {
+  if (use_brgemm()) at::native::cpublas::brgemm_release();
+}
+
+#define FASTFORMER_INSTANTIATE(T)                                                        \
+  template void pack<T>(const T*, int64_t, int64_t, int64_t, int64_t, T*);               \
+  template void gemm<T>(int64_t, int64_t, int64_t, const T*, int64_t, const T*, acc_t<T>*, int64_t, bool);
+FASTFORMER_INSTANTIATE(float)
+FASTFORMER_INSTANTIATE(double)
+FASTFORMER_INSTANTIATE(bfloat16)
+#undef FASTFORMER_INSTANTIATE
+
+}  // namespace fastformer

@@ -1,0 +1,49 @@
+// The matrix product inside the kernels: C (m, n) (+)= A (m, k) * B (k, n), A row-major, B packed, C in the accumulation type.
+//
+// B is packed once and used by many row blocks. It lies in panels of kPanel columns, rows of k inside a panel; bf16 keeps
+// two rows of k side by side (VNNI), which is what vdpbf16ps and AMX read. Columns beyond n and an odd last row of bf16
+// are zero. A is read where it lies, by broadcast.
+//
+//   float     6 to 14 rows by two vectors of accumulators, FMA
+//   bfloat16  oneDNN's brgemm where the CPU has AMX; else vdpbf16ps where it has AVX512_BF16; else widened to FMA
+//   double    plain loops, for gradcheck
+
+#pragma once
+
+#include <cstdint>
+
+#include "simd.h"
+
+namespace fastformer {
+
+#if defined(CPU_CAPABILITY_AVX512)
+constexpr int64_t kPanel = 32;
+#else
+constexpr int64_t kPanel = 16;
+#endif
+
+// Rows of k that are stored side by side.
+template <typename T>
+constexpr int64_t kPair = std::is_same_v<T, bfloat16> ? 2 : 1;
+
+inline int64_t round_up(int64_t x, int64_t multiple) { return (x + multiple - 1) / multiple * multiple; }
+
+// How many elements pack() writes for a (k, n) matrix.
+template <typename T>
+int64_t packed_size(int64_t k, int64_t n) {
+  return round_up(k, kPair<T>) * round_up(n, kPanel);
+}
+
+// Packs the (k, n) matrix whose element (i, j) is b[i * stride_k + j * stride_n]. One of the strides should be 1.
+template <typename T>
+void pack(const T* b, int64_t stride_k, int64_t stride_n, int64_t k, int64_t n, T* packed);
+
+// C = A * B, or C += A * B with `accumulate`. lda and ldc are row strides in elements.
+template <typename T>
+void gemm(int64_t m, int64_t n, int64_t k, const T* a, int64_t lda, const T* packed, acc_t<T>* c, int64_t ldc,
+          bool accumulate);
+
+// brgemm keeps the AMX tiles configured between calls; a thread calls this when it is done with its products.
+void gemm_release();
+
+}  // namespace fastformer
