@@ -4,9 +4,9 @@ Philox4x32-7, one call for eight neighbouring columns (the definition stands in 
 function of its coordinates alone, so forward and backward may cut the matrix into different tiles.
 
 The counter's four words depend on a column, a row, and two scalars. They are kept unbroadcast, (BLOCK_M, 1) and
-(1, BLOCK_N // 8), until the rounds mix them: the first two of the seven rounds cost next to nothing. The eight decisions
-of a call are packed into one byte before they spread over the columns, so that a change of layout (from the one in which
-Philox runs to the one in which a matrix product left its tile) moves one word for eight elements.
+(1, BLOCK_N // 8), until the rounds mix them: the first two of the seven rounds cost next to nothing. The eight
+decisions of a call are packed into one byte before they spread over the columns, so that a change of layout (from the
+one in which Philox runs to the one in which a matrix product left its tile) moves one word for eight elements.
 """
 
 import triton
@@ -44,17 +44,19 @@ def _philox(c0, c1, c2, c3, k0, k1):
 
 @triton.jit
 def _keep_bits(blocks, rows, plane, key0, key1, offset, threshold):
-    """One byte (in a uint32) a Philox call: bit c says whether column 8 * block + c is kept. `blocks`, `rows` broadcast."""
+    """One byte (in a uint32) a Philox call; `blocks` and `rows` broadcast. Bit c: is column 8 * block + c kept?"""
     w0, w1, w2, w3 = _philox(blocks.to(tl.uint32), rows.to(tl.uint32), plane, offset, key0, key1)
-    bits = ((w0 & 0xFFFF) >= threshold).to(tl.uint32)
-    bits |= ((w0 >> 16) >= threshold).to(tl.uint32) << 1
-    bits |= ((w1 & 0xFFFF) >= threshold).to(tl.uint32) << 2
-    bits |= ((w1 >> 16) >= threshold).to(tl.uint32) << 3
-    bits |= ((w2 & 0xFFFF) >= threshold).to(tl.uint32) << 4
-    bits |= ((w2 >> 16) >= threshold).to(tl.uint32) << 5
-    bits |= ((w3 & 0xFFFF) >= threshold).to(tl.uint32) << 6
-    bits |= ((w3 >> 16) >= threshold).to(tl.uint32) << 7
-    return bits
+    low = ((w0 & 0xFFFF) >= threshold).to(tl.uint32)
+    low |= ((w0 >> 16) >= threshold).to(tl.uint32) << 1
+    low |= ((w1 & 0xFFFF) >= threshold).to(tl.uint32) << 2
+    low |= ((w1 >> 16) >= threshold).to(tl.uint32) << 3
+    high = ((w2 & 0xFFFF) >= threshold).to(tl.uint32) << 4
+    high |= ((w2 >> 16) >= threshold).to(tl.uint32) << 5
+    high |= ((w3 & 0xFFFF) >= threshold).to(tl.uint32) << 6
+    high |= ((w3 >> 16) >= threshold).to(tl.uint32) << 7
+    # low + high, spelled as a sum over a leading axis: the compiler moves changes of layout back through elementwise
+    # code and would run Philox once in each of the four threads that share eight columns; a reduction stops it.
+    return tl.sum(tl.permute(tl.join(low, high), (2, 0, 1)), axis=0)
 
 
 @triton.jit
