@@ -296,9 +296,9 @@ void pack(const T* b, int64_t stride_k, int64_t stride_n, int64_t k, int64_t n, 
 
 template <typename T>
 void gemm(int64_t m, int64_t n, int64_t k, const T* a, int64_t lda, const T* packed, acc_t<T>* c, int64_t ldc,
-          bool accumulate) {
+          bool accumulate, int64_t packed_k) {
   if (m <= 0 || n <= 0) return;
-  const int64_t panel_size = round_up(k, kPair<T>) * kPanel;
+  const int64_t panel_size = round_up(packed_k, kPair<T>) * kPanel;
   if constexpr (std::is_same_v<T, bfloat16>) {
     if (use_brgemm() && k % 2 == 0 && n % kPanel == 0) {
       for (int64_t j = 0; j < n; j += kPanel, packed += panel_size)
@@ -322,7 +322,7 @@ void gemm_release() {
 
 #define FASTFORMER_INSTANTIATE(T)                                                        \
   template void pack<T>(const T*, int64_t, int64_t, int64_t, int64_t, T*);               \
-  template void gemm<T>(int64_t, int64_t, int64_t, const T*, int64_t, const T*, acc_t<T>*, int64_t, bool);
+  template void gemm<T>(int64_t, int64_t, int64_t, const T*, int64_t, const T*, acc_t<T>*, int64_t, bool, int64_t);
 FASTFORMER_INSTANTIATE(float)
 FASTFORMER_INSTANTIATE(double)
 FASTFORMER_INSTANTIATE(bfloat16)

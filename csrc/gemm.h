@@ -38,10 +38,17 @@ int64_t packed_size(int64_t k, int64_t n) {
 template <typename T>
 void pack(const T* b, int64_t stride_k, int64_t stride_n, int64_t k, int64_t n, T* packed);
 
-// C = A * B, or C += A * B with `accumulate`. lda and ldc are row strides in elements.
+// C = A * B, or C += A * B with `accumulate`. lda and ldc are row strides in elements. To multiply by rows [i, i + k) of a
+// B that was packed with packed_k rows, pass packed + i * kPanel (i a multiple of kPair) and packed_k.
 template <typename T>
 void gemm(int64_t m, int64_t n, int64_t k, const T* a, int64_t lda, const T* packed, acc_t<T>* c, int64_t ldc,
-          bool accumulate);
+          bool accumulate, int64_t packed_k);
+
+template <typename T>
+void gemm(int64_t m, int64_t n, int64_t k, const T* a, int64_t lda, const T* packed, acc_t<T>* c, int64_t ldc,
+          bool accumulate) {
+  gemm<T>(m, n, k, a, lda, packed, c, ldc, accumulate, k);
+}
 
 // brgemm keeps the AMX tiles configured between calls; a thread calls this when it is done with its products.
 void gemm_release();

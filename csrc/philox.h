@@ -21,7 +21,7 @@ namespace fastformer {
 struct Dropout {
   uint32_t key0 = 0, key1 = 0, offset = 0;
   uint32_t threshold = 0;  // decisions below it are dropped
-  float scale = 1.f;       // of what is kept
+  double scale = 1.0;      // of what is kept
   bool on = false;
 
   Dropout() = default;
@@ -32,7 +32,7 @@ struct Dropout {
     key0 = static_cast<uint32_t>(seed_and_offset[0]);
     key1 = static_cast<uint32_t>(static_cast<uint64_t>(seed_and_offset[0]) >> 32);
     offset = static_cast<uint32_t>(seed_and_offset[1]);
-    scale = threshold >= 65536 ? 0.f : 65536.f / static_cast<float>(65536 - threshold);
+    scale = threshold >= 65536 ? 0.0 : 65536.0 / (65536 - static_cast<int64_t>(threshold));
   }
 
   // Writes the multiplier (scale or 0) of columns [first_column, first_column + n) of a row. first_column % 8 == 0.
@@ -42,7 +42,7 @@ struct Dropout {
     for (int64_t c = 0; c < n; c += kDecisions) {
       alignas(64) uint16_t decisions[kDecisions];
       decide(static_cast<uint32_t>(row), static_cast<uint32_t>(plane), static_cast<uint32_t>((first_column + c) / 8), decisions);
-      const acc kept = scale;
+      const acc kept = static_cast<acc>(scale);
       const uint32_t limit = threshold;
       for (int64_t i = 0; i < kDecisions; ++i) out[c + i] = decisions[i] >= limit ? kept : acc(0);
     }

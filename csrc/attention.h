@@ -1,0 +1,126 @@
+// What forward and backward of attention share: where the sequences lie, and which keys a query sees.
+
+#pragma once
+
+#include <ATen/Parallel.h>
+#include <ATen/core/Tensor.h>
+
+#include <atomic>
+#include <optional>
+#include <vector>
+
+#include "gemm.h"
+#include "philox.h"
+#include "simd.h"
+
+namespace fastformer {
+
+using at::Tensor;
+using OptionalTensor = std::optional<Tensor>;
+
+// One sequence of the batch. Rows are counted in the tensor's own row stride from its own start.
+struct Sequence {
+  int64_t q_start, k_start;  // first row, in (batch, row) flattened for packed tensors, 0 for dense ones
+  int64_t seqlen_q, keys;    // queries, and keys that may be seen at all
+  int64_t diagonal;          // seqlen_k - seqlen_q: query i is aligned with key i + diagonal
+  int64_t lse_start;
+};
+
+struct Interval {
+  int64_t begin, end;
+  bool empty() const { return begin >= end; }
+};
+
+// A (batch, seqlen, heads, head_dim) or (total, heads, head_dim) tensor as pointers.
+template <typename T>
+struct Rows {
+  T* data;
+  int64_t batch_stride, stride, head_stride;
+
+  explicit Rows(const Tensor& t)
+      : data(static_cast<T*>(t.data_ptr())),
+        batch_stride(t.dim() == 4 ? t.stride(0) : 0),
+        stride(t.stride(-3)),
+        head_stride(t.stride(-2)) {}
+  T* at(int64_t batch, int64_t row, int64_t head) const {
+    return data + batch * batch_stride + row * stride + head * head_stride;
+  }
+};
+
+// The mask of a call, added to the scores in base 2; strides are 0 where it is broadcast.
+struct Mask {
+  const bool* allowed = nullptr;
+  Tensor additive;  // in the accumulation type
+  int64_t strides[4] = {0, 0, 0, 0};
+  bool on = false;
+
+  Mask(const OptionalTensor& mask, at::ScalarType acc);
+
+  int64_t offset(int64_t b, int64_t h, int64_t i, int64_t j) const {
+    return b * strides[0] + h * strides[1] + i * strides[2] + j * strides[3];
+  }
+  // What is added to score (i, j), times log2(e).
+  template <typename acc>
+  acc operator()(int64_t at) const {
+    if (allowed) return allowed[at] ? acc(0) : -std::numeric_limits<acc>::infinity();
+    return static_cast<const acc*>(additive.const_data_ptr())[at] * acc(1.4426950408889634);
+  }
+};
+
+struct Problem {
+  int64_t batch, num_heads, num_kv_heads, head_dim, lse_head_stride;
+  std::vector<Sequence> sequences;
+  std::optional<int64_t> window_left, window_right;
+  double softmax_scale;
+  Dropout dropout;
+  bool ragged = false;  // packed rows may lie beyond the last sequence
+
+  static Problem dense(const Tensor& q, const Tensor& k, const OptionalTensor& seqlens_k);
+  static Problem packed(const Tensor& q, const Tensor& k, const Tensor& cu_seqlens_q, const Tensor& cu_seqlens_k);
+
+  void set_options(double scale, std::optional<int64_t> left, std::optional<int64_t> right, double dropout_p,
+                   const OptionalTensor& dropout_seed) {
+    softmax_scale = scale, window_left = left, window_right = right;
+    dropout = Dropout(dropout_p, dropout_seed ? dropout_seed->const_data_ptr<int64_t>() : nullptr);
+  }
+
+  // Score units of the kernels: base 2.
+  template <typename acc>
+  acc scale2() const {
+    return static_cast<acc>(softmax_scale * 1.4426950408889634);
+  }
+  int64_t kv_head(int64_t head) const { return head / (num_heads / num_kv_heads); }
+
+  // The keys that query i sees.
+  Interval keys_of(const Sequence& s, int64_t i) const {
+    Interval keys{0, s.keys};
+    if (window_left) keys.begin = std::max<int64_t>(0, i + s.diagonal - *window_left);
+    if (window_right) keys.end = std::min(s.keys, i + s.diagonal + *window_right + 1);
+    return keys;
+  }
+  // The queries that see key j (a key beyond s.keys is seen by none; the caller stays below).
+  Interval queries_of(const Sequence& s, int64_t j) const {
+    Interval queries{0, s.seqlen_q};
+    if (window_right) queries.begin = std::max<int64_t>(0, j - s.diagonal - *window_right);
+    if (window_left) queries.end = std::min(s.seqlen_q, j - s.diagonal + *window_left + 1);
+    return queries;
+  }
+};
+
+// Runs work(0), ..., work(n - 1), each once, handed out one by one: causal tasks differ in length.
+template <typename F>
+void run_tasks(int64_t n, bool parallel, F&& work) {
+  if (!parallel || n <= 1) {
+    for (int64_t i = 0; i < n; ++i) work(i);
+    gemm_release();
+    return;
+  }
+  std::atomic<int64_t> next{0};
+  const int64_t threads = std::min<int64_t>(n, at::get_num_threads());
+  at::parallel_for(0, threads, 1, [&](int64_t, int64_t) {
+    for (int64_t i = next.fetch_add(1); i < n; i = next.fetch_add(1)) work(i);
+    gemm_release();
+  });
+}
+
+}  // namespace fastformer
