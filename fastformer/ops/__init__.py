@@ -1,4 +1,11 @@
-"""The ops: documented functions over fused kernels, with plain PyTorch as the reference. The only layer that knows backends."""
+"""The ops: documented functions over fused kernels, plain PyTorch as their reference. The only layer that knows backends."""
 
 from fastformer.ops._dropout import draw_seed as draw_seed
 from fastformer.ops._library import use_backend as use_backend
+from fastformer.ops.add_layer_norm import add_layer_norm as add_layer_norm
+from fastformer.ops.embedding import embedding as embedding
+from fastformer.ops.embedding import sinusoidal_positions as sinusoidal_positions
+from fastformer.ops.feed_forward import feed_forward as feed_forward
+from fastformer.ops.linear_cross_entropy import linear_cross_entropy as linear_cross_entropy
+from fastformer.ops.rotary import rotary as rotary
+from fastformer.ops.rotary import rotary_tables as rotary_tables

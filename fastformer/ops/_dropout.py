@@ -30,6 +30,24 @@ def draw_seed(device: torch.device | str) -> Tensor:
     return torch.randint(0, 2**62, (2,), dtype=torch.int64, device=device)
 
 
+def resolve_dropout(dropout_p: float, dropout_seed: Tensor | None, device: torch.device) -> tuple[float, Tensor | None]:
+    """The checked (dropout_p, dropout_seed) of an op: a seed is drawn where it is needed and none came.
+
+    Raises:
+        ValueError: dropout_p outside [0, 1], or a seed that is not int64 of shape (2,).
+    """
+    if not 0.0 <= dropout_p <= 1.0:
+        raise ValueError(f"expected dropout_p in [0, 1], got {dropout_p}")
+    if dropout_p == 0.0:
+        return 0.0, None
+    if dropout_seed is None:
+        return dropout_p, draw_seed(device)
+    if dropout_seed.dtype != torch.int64 or dropout_seed.shape != (2,):
+        shape = tuple(dropout_seed.shape)
+        raise ValueError(f"expected dropout_seed int64 of shape (2,), got {dropout_seed.dtype} of shape {shape}")
+    return dropout_p, dropout_seed
+
+
 def threshold(dropout_p: float) -> int:
     """The smallest 16-bit decision that is kept: round(p * 65536)."""
     return round(dropout_p * 65536)

@@ -67,7 +67,9 @@ def cpp_kernel(op_name: str) -> Callable[..., Any] | None:
     return _extension.function(op_name)
 
 
-def why_not(op_name: str, stem: str, backend: str, cpp_unsupported: Callable[..., str | None] | None, args: tuple) -> str | None:
+def why_not(
+    op_name: str, stem: str, backend: str, cpp_unsupported: Callable[..., str | None] | None, args: tuple
+) -> str | None:
     """Why `backend` can't take this call, in words; None if it can."""
     if backend == "triton":
         kernel = triton_kernel(stem)
@@ -102,15 +104,21 @@ def define_op(
     """
     name = schema[: schema.index("(")]
     LIBRARY.define(schema)
-    LIBRARY.impl(name, reference, "CompositeExplicitAutograd")
+
+    def plain(*args: Any) -> Any:
+        # The public function has cast already; inside, autocast would take the fp32 statistics down again.
+        with torch._C._DisableAutocast():
+            return reference(*args)
+
+    LIBRARY.impl(name, plain, "CompositeExplicitAutograd")
 
     def run(preferred: str, args: tuple) -> Any:
         forced = _forced_backend.get()
         backend = forced or preferred
         if backend == "reference":
-            return reference(*args)
+            return plain(*args)
         if forced is None and not _has_kernel(name, stem, backend):
-            return reference(*args)
+            return plain(*args)
         reason = why_not(name, stem, backend, cpp_unsupported, args)
         if reason is not None:
             if is_strict() or forced is not None:
@@ -118,7 +126,7 @@ def define_op(
             if (name, reason) not in _told:
                 _told.add((name, reason))
                 logger.warning("%s runs on the reference, not on %s: %s", name, backend, reason)
-            return reference(*args)
+            return plain(*args)
         if backend == "triton":
             kernel = triton_kernel(stem)
             with _device_guard(args):

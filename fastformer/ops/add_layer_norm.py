@@ -1,0 +1,244 @@
+"""Dropout, residual add and LayerNorm or RMSNorm in one op: what stands between the sub-layers of a Transformer.
+
+    s = dropout(x) + residual,    y = norm(s) * weight + bias
+
+Ba et al. 2016, "Layer Normalization": biased variance, eps inside the square root. Zhang and Sennrich 2019, "Root Mean
+Square Layer Normalization": no mean is subtracted.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastformer.ops._dropout import keep_mask, keep_scale, resolve_dropout
+from fastformer.ops._library import autocast, define_op, forbid_double_backward, register_autograd
+
+
+def _statistics_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _dropout(values: Tensor, dropout_p: float, dropout_seed: Tensor | None) -> Tensor:
+    if dropout_p == 0.0:
+        return values
+    assert dropout_seed is not None
+    dim = values.shape[-1]
+    keep = keep_mask(dropout_seed, dropout_p, values.numel() // dim, dim)[0]
+    return values * keep.view(values.shape) * keep_scale(dropout_p)
+
+
+def add_layer_norm_reference(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    dropout_p: float,
+    dropout_seed: Tensor | None,
+    rms_norm: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(y, residual_out, mean, rstd); see `add_layer_norm`. residual_out is (0,) when it would be x, mean when rms_norm."""
+    dtype = _statistics_dtype(x.dtype)
+    if residual is None and dropout_p == 0.0:
+        s, residual_out = x, x.new_empty(0)
+    else:
+        s = _dropout(x.to(dtype), dropout_p, dropout_seed)
+        if residual is not None:
+            s = s + residual
+        s = residual_out = s.to(x.dtype if residual is None else residual.dtype).contiguous()
+    # What is normalised is what is kept, rounded as it is kept: backward sees nothing else.
+    s = s.to(dtype)
+    mean = s.mean(-1, keepdim=True)
+    centred = s if rms_norm else s - mean
+    rstd = (centred.square().mean(-1, keepdim=True) + eps).rsqrt()
+    y = centred * rstd
+    if weight is not None:
+        y = y * weight
+    if bias is not None:
+        y = y + bias
+    return y.to(x.dtype).contiguous(), residual_out, mean.new_empty(0) if rms_norm else mean.flatten(), rstd.flatten()
+
+
+def _fwd_fake(x, residual, weight, bias, eps, dropout_p, dropout_seed, rms_norm):
+    stream = x.dtype if residual is None else residual.dtype
+    kept = residual is not None or dropout_p > 0.0
+    rows = x.numel() // x.shape[-1]
+    statistics = _statistics_dtype(x.dtype)
+    return (
+        x.new_empty(x.shape),
+        x.new_empty(x.shape if kept else 0, dtype=stream),
+        x.new_empty(0 if rms_norm else rows, dtype=statistics),
+        x.new_empty(rows, dtype=statistics),
+    )
+
+
+def add_layer_norm_backward_reference(
+    dy: Tensor,
+    dresidual_out: Tensor | None,
+    s: Tensor,
+    weight: Tensor | None,
+    mean: Tensor,
+    rstd: Tensor,
+    dropout_p: float,
+    dropout_seed: Tensor | None,
+    rms_norm: bool,
+    has_bias: bool,
+    x_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(dx, dresidual, dweight, dbias); dresidual is (0,) when it equals dx, dweight and dbias where there is none."""
+    dtype = rstd.dtype
+    per_row = s.shape[:-1] + (1,)
+    rows = tuple(range(s.dim() - 1))
+    dy, rstd = dy.to(dtype), rstd.view(per_row)
+    normal = (s.to(dtype) if rms_norm else s.to(dtype) - mean.view(per_row)) * rstd
+    parameter_dtype = s.dtype if weight is None else weight.dtype
+    dweight = (
+        s.new_empty(0, dtype=parameter_dtype) if weight is None else _column_sums(dy * normal, rows, parameter_dtype)
+    )
+    dbias = _column_sums(dy, rows, parameter_dtype) if has_bias else s.new_empty(0, dtype=parameter_dtype)
+
+    dnormal = dy if weight is None else dy * weight
+    ds = dnormal - normal * (dnormal * normal).mean(-1, keepdim=True)
+    if not rms_norm:
+        ds = ds - dnormal.mean(-1, keepdim=True)
+    ds = ds * rstd
+    if dresidual_out is not None:
+        ds = ds + dresidual_out
+    dx = _dropout(ds, dropout_p, dropout_seed).to(x_dtype).contiguous()
+    same = dropout_p == 0.0 and x_dtype == s.dtype
+    return dx, s.new_empty(0) if same else ds.to(s.dtype).contiguous(), dweight, dbias
+
+
+def _column_sums(values: Tensor, rows: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    # An empty `rows` (a 1-d tensor: one row) would mean "over everything" to torch.sum.
+    return (values.sum(rows) if rows else values.clone()).to(dtype)
+
+
+def _bwd_fake(dy, dresidual_out, s, weight, mean, rstd, dropout_p, dropout_seed, rms_norm, has_bias, x_dtype):
+    same = dropout_p == 0.0 and x_dtype == s.dtype
+    parameter_dtype = s.dtype if weight is None else weight.dtype
+    dim = s.shape[-1]
+    return (
+        s.new_empty(s.shape, dtype=x_dtype),
+        s.new_empty(0 if same else s.shape),
+        s.new_empty(0 if weight is None else dim, dtype=parameter_dtype),
+        s.new_empty(dim if has_bias else 0, dtype=parameter_dtype),
+    )
+
+
+def _cpp_unsupported(op_name: str, *args: Any) -> str | None:
+    if op_name == "add_layer_norm_fwd":
+        x, residual = args[:2]
+        x_dtype, stream = x.dtype, x.dtype if residual is None else residual.dtype
+    else:
+        x_dtype, stream = args[-1], args[2].dtype
+    if x_dtype == stream and x_dtype in (torch.float32, torch.float64, torch.bfloat16):
+        return None
+    if (x_dtype, stream) == (torch.bfloat16, torch.float32):
+        return None
+    return f"no C++ code for x {x_dtype} with a residual stream of {stream}"
+
+
+_fwd = define_op(
+    "add_layer_norm_fwd(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, float eps, float dropout_p, "
+    "Tensor? dropout_seed, bool rms_norm) -> (Tensor y, Tensor residual_out, Tensor mean, Tensor rstd)",
+    add_layer_norm_reference,
+    stem="add_layer_norm",
+    fake=_fwd_fake,
+    cpp_unsupported=_cpp_unsupported,
+)
+_bwd = define_op(
+    "add_layer_norm_bwd(Tensor dy, Tensor? dresidual_out, Tensor s, Tensor? weight, Tensor mean, Tensor rstd, "
+    "float dropout_p, Tensor? dropout_seed, bool rms_norm, bool has_bias, ScalarType x_dtype) "
+    "-> (Tensor dx, Tensor dresidual, Tensor dweight, Tensor dbias)",
+    add_layer_norm_backward_reference,
+    stem="add_layer_norm",
+    fake=_bwd_fake,
+    cpp_unsupported=_cpp_unsupported,
+)
+
+
+def _setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
+    x, residual, weight, bias, _, dropout_p, dropout_seed, rms_norm = inputs
+    _, residual_out, mean, rstd = output
+    kept = residual is not None or dropout_p > 0.0
+    ctx.save_for_backward(residual_out if kept else x, weight, mean, rstd, dropout_seed)
+    ctx.mark_non_differentiable(mean, rstd)
+    ctx.set_materialize_grads(False)
+    ctx.dropout_p, ctx.rms_norm, ctx.x_dtype = dropout_p, rms_norm, x.dtype
+    ctx.bias_dtype = None if bias is None else bias.dtype
+
+
+def _backward(ctx: Any, dy: Tensor | None, dresidual_out: Tensor | None, *_: Any) -> tuple:
+    s, weight, mean, rstd, dropout_seed = ctx.saved_tensors
+    if dy is None:
+        dy = s.new_zeros(s.shape, dtype=ctx.x_dtype)
+    has_bias = ctx.bias_dtype is not None
+    dx, dresidual, dweight, dbias = _bwd(
+        dy, dresidual_out, s, weight, mean, rstd, ctx.dropout_p, dropout_seed, ctx.rms_norm, has_bias, ctx.x_dtype
+    )
+    if ctx.dropout_p == 0.0 and ctx.x_dtype == s.dtype:
+        dresidual = dx
+    return (
+        dx,
+        dresidual if ctx.needs_input_grad[1] else None,
+        None if weight is None else dweight,
+        dbias.to(ctx.bias_dtype) if has_bias else None,
+        *(None,) * 4,
+    )
+
+
+register_autograd("add_layer_norm_fwd", _backward, setup_context=_setup_context)
+forbid_double_backward("add_layer_norm_bwd")
+
+
+def add_layer_norm(
+    x: Tensor,
+    residual: Tensor | None = None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    eps: float = 1e-5,
+    dropout_p: float = 0.0,
+    dropout_seed: Tensor | None = None,
+    rms_norm: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Normalises dropout(x) + residual over the last dimension.
+
+    Pre-norm reads both results (`residual_out` is the residual stream), post-norm only `y`.
+
+    Args:
+        x: (..., dim), floating point: the output of a sub-layer.
+        residual: as x, in its own dtype (an fp32 stream beside bf16 sub-layers is usual); None = no residual.
+        weight, bias: (dim,), in x's dtype or wider; None = ones, zeros.
+        eps: added to the variance (tensor2tensor: 1e-6).
+        dropout_p: the probability that an element of x is dropped. Modules pass 0 in evaluation.
+        dropout_seed: int64 (2,); drawn from the default generator when None. Row = flattened row, column = feature.
+        rms_norm: RMSNorm instead of LayerNorm.
+
+    Returns:
+        y: (..., dim), x's dtype. Statistics are fp32 (fp64 for fp64), and autocast changes nothing.
+        residual_out: (..., dim): dropout(x) + residual in the residual's dtype (x's where there is none).
+
+    Raises:
+        ValueError: shapes that do not agree, an integer x, dropout_p outside [0, 1].
+    """
+    if x.dim() == 0 or x.shape[-1] == 0 or not x.is_floating_point():
+        raise ValueError(
+            f"expected a floating-point x (..., dim) with dim >= 1, got {x.dtype} of shape {tuple(x.shape)}"
+        )
+    if residual is not None and (residual.shape != x.shape or not residual.is_floating_point()):
+        raise ValueError(
+            f"expected a floating-point residual of x's shape {tuple(x.shape)}, "
+            f"got {residual.dtype} of shape {tuple(residual.shape)}"
+        )
+    for name, parameter in (("weight", weight), ("bias", bias)):
+        if parameter is not None and parameter.shape != x.shape[-1:]:
+            raise ValueError(f"expected {name} of shape ({x.shape[-1]},), got {tuple(parameter.shape)}")
+    dropout_p, dropout_seed = resolve_dropout(dropout_p, dropout_seed, x.device)
+    x, residual, weight, bias = autocast("add_layer_norm", x, residual, weight, bias)  # type: ignore[assignment]
+    y, residual_out, _, _ = _fwd(x, residual, weight, bias, eps, dropout_p, dropout_seed, rms_norm)
+    return y, x if residual is None and dropout_p == 0.0 else residual_out

@@ -1,0 +1,263 @@
+"""Token embedding, its scale, the positions and dropout in one op.
+
+    out = dropout(weight[id] * scale + position_table[position])        (a padding id counts as a row of zeros)
+
+Vaswani et al. 2017, sections 3.4 (the scale sqrt(d_model)) and 3.5 (positions); padding rows that give zeros are
+tensor2tensor's.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from fastformer.ops._dropout import keep_mask, keep_scale, resolve_dropout
+from fastformer.ops._library import autocast, define_op, forbid_double_backward, register_autograd
+
+
+def _check_range(indices: Tensor, size: int, what: str) -> None:
+    # On a GPU this would be a host sync; there the lookup itself asserts on the device.
+    if indices.device.type != "cpu" or indices.numel() == 0:
+        return
+    low, high = (int(bound) for bound in torch.aminmax(indices))
+    if low < 0 or high >= size:
+        raise IndexError(f"expected {what} in [0, {size}), got {low if low < 0 else high}")
+
+
+def _widened(values: Tensor) -> Tensor:
+    return values.float() if values.dtype in (torch.float16, torch.bfloat16) else values
+
+
+def _dropout_(values: Tensor, dropout_p: float, dropout_seed: Tensor | None) -> Tensor:
+    if dropout_p == 0.0:
+        return values
+    assert dropout_seed is not None
+    dim = values.shape[-1]
+    keep = keep_mask(dropout_seed, dropout_p, values.numel() // dim, dim)[0]
+    return values.mul_(keep.view(values.shape)).mul_(keep_scale(dropout_p))
+
+
+def embedding_reference(
+    ids: Tensor,
+    weight: Tensor,
+    position_table: Tensor | None,
+    positions: Tensor | None,
+    scale: float,
+    padding_idx: int,
+    dropout_p: float,
+    dropout_seed: Tensor | None,
+) -> Tensor:
+    """See `embedding`; padding_idx is -1 for none."""
+    _check_range(ids, weight.shape[0], "token ids")
+    out = _widened(F.embedding(ids, weight))
+    if scale != 1.0:
+        out.mul_(scale)
+    if padding_idx >= 0:
+        out.masked_fill_((ids == padding_idx).unsqueeze(-1), 0.0)
+    if position_table is not None:
+        if positions is None:
+            out.add_(position_table[: ids.shape[-1]])
+        else:
+            _check_range(positions, position_table.shape[0], "positions")
+            out.add_(F.embedding(positions, position_table))
+    return _dropout_(out, dropout_p, dropout_seed).to(weight.dtype)
+
+
+def _fwd_fake(ids, weight, position_table, positions, scale, padding_idx, dropout_p, dropout_seed):
+    return weight.new_empty(*ids.shape, weight.shape[1])
+
+
+def embedding_backward_reference(
+    dout: Tensor,
+    ids: Tensor,
+    positions: Tensor | None,
+    num_embeddings: int,
+    num_positions: int,
+    scale: float,
+    padding_idx: int,
+    dropout_p: float,
+    dropout_seed: Tensor | None,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    """(dweight, dposition_table), the latter (0,) when num_positions is 0."""
+    dim = dout.shape[-1]
+    dsum = _widened(dout)
+    if dropout_p > 0.0:
+        dsum = _dropout_(dsum.clone() if dsum is dout else dsum, dropout_p, dropout_seed)
+    # The rows of the padding id are left out by this call.
+    dweight = torch.ops.aten.embedding_dense_backward(dsum, ids, num_embeddings, padding_idx, False)
+    dweight = dweight.mul_(scale).to(dtype)
+    if num_positions == 0:
+        return dweight, dout.new_empty(0, dtype=dtype)
+    dtable = dsum.new_zeros(num_positions, dim)
+    if positions is None:
+        seqlen = ids.shape[-1]
+        dtable[:seqlen] = dsum.reshape(ids.numel() // max(seqlen, 1), seqlen, dim).sum(0)
+    else:
+        dtable.index_add_(0, positions.reshape(-1), dsum.reshape(-1, dim))
+    return dweight, dtable.to(dtype)
+
+
+def _bwd_fake(dout, ids, positions, num_embeddings, num_positions, scale, padding_idx, dropout_p, dropout_seed, dtype):
+    dim = dout.shape[-1]
+    return (
+        dout.new_empty(num_embeddings, dim, dtype=dtype),
+        dout.new_empty(*((num_positions, dim) if num_positions else (0,)), dtype=dtype),
+    )
+
+
+_fwd = define_op(
+    "embedding_fwd(Tensor ids, Tensor weight, Tensor? position_table, Tensor? positions, float scale, int padding_idx, "
+    "float dropout_p, Tensor? dropout_seed) -> Tensor",
+    embedding_reference,
+    stem="embedding",
+    fake=_fwd_fake,
+)
+_bwd = define_op(
+    "embedding_bwd(Tensor dout, Tensor ids, Tensor? positions, SymInt num_embeddings, SymInt num_positions, "
+    "float scale, int padding_idx, float dropout_p, Tensor? dropout_seed, ScalarType dtype) "
+    "-> (Tensor dweight, Tensor dposition_table)",
+    embedding_backward_reference,
+    stem="embedding",
+    fake=_bwd_fake,
+)
+
+
+def _setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
+    ids, weight, position_table, positions, ctx.scale, ctx.padding_idx, ctx.dropout_p, dropout_seed = inputs
+    ctx.save_for_backward(ids, positions, dropout_seed)
+    ctx.num_embeddings, ctx.dtype = weight.shape[0], weight.dtype
+    table_learns = ctx.needs_input_grad[2]
+    ctx.num_positions = position_table.shape[0] if table_learns else 0
+    ctx.table_dtype = position_table.dtype if table_learns else None
+
+
+def _backward(ctx: Any, dout: Tensor) -> tuple:
+    ids, positions, dropout_seed = ctx.saved_tensors
+    dweight, dtable = _bwd(
+        dout,
+        ids,
+        positions,
+        ctx.num_embeddings,
+        ctx.num_positions,
+        ctx.scale,
+        ctx.padding_idx,
+        ctx.dropout_p,
+        dropout_seed,
+        ctx.dtype,
+    )
+    return None, dweight, None if ctx.table_dtype is None else dtable.to(ctx.table_dtype), *(None,) * 5
+
+
+register_autograd("embedding_fwd", _backward, setup_context=_setup_context)
+forbid_double_backward("embedding_bwd")
+
+
+def embedding(
+    ids: Tensor,
+    weight: Tensor,
+    *,
+    position_table: Tensor | None = None,
+    positions: Tensor | None = None,
+    scale: float = 1.0,
+    padding_idx: int | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: Tensor | None = None,
+) -> Tensor:
+    """Looks tokens up, scales them, adds positions and drops elements.
+
+    Args:
+        ids: (..., seqlen) int64 or int32.
+        weight: (num_embeddings, dim), floating point.
+        position_table: (num_positions, dim), fixed (`sinusoidal_positions`) or learned; None = no positions.
+        positions: as ids: the row of the table for each token; None = the index along the last dimension of ids.
+        scale: what the token's row is multiplied by: sqrt(dim) in a Transformer. The positions are not scaled.
+        padding_idx: the id that counts as a row of zeros and gets no gradient (its position is added all the same);
+            a negative one counts from the end, as in torch.nn; None = no such id.
+        dropout_p: the probability that an element of the sum is dropped. Modules pass 0 in evaluation.
+        dropout_seed: int64 (2,); drawn from the default generator when None. Row = flattened token, column = feature.
+
+    Returns:
+        (..., seqlen, dim), weight's dtype.
+
+    Raises:
+        ValueError: shapes or dtypes that do not agree, more tokens than positions, dropout_p outside [0, 1].
+        IndexError: an id or a position outside its table (on a CPU; a GPU asserts on the device).
+    """
+    if ids.dtype not in (torch.int64, torch.int32) or ids.dim() == 0:
+        raise ValueError(f"expected ids (..., seqlen) in int64 or int32, got {ids.dtype} of shape {tuple(ids.shape)}")
+    if weight.dim() != 2 or 0 in weight.shape or not weight.is_floating_point():
+        raise ValueError(
+            f"expected a floating-point weight (num_embeddings, dim), got {weight.dtype} of shape {tuple(weight.shape)}"
+        )
+    num_embeddings, dim = weight.shape
+    if position_table is not None:
+        if position_table.dim() != 2 or position_table.shape[1] != dim:
+            raise ValueError(f"expected position_table (num_positions, {dim}), got shape {tuple(position_table.shape)}")
+        if positions is None and ids.shape[-1] > position_table.shape[0]:
+            raise ValueError(f"expected at most {position_table.shape[0]} tokens (position_table), got {ids.shape[-1]}")
+    if positions is not None:
+        if position_table is None:
+            raise ValueError("expected a position_table with positions, got None")
+        if positions.shape != ids.shape or positions.dtype not in (torch.int64, torch.int32):
+            raise ValueError(
+                f"expected integer positions of ids' shape {tuple(ids.shape)}, "
+                f"got {positions.dtype} of shape {tuple(positions.shape)}"
+            )
+    if padding_idx is None:
+        padding_idx = -1
+    elif not -num_embeddings <= padding_idx < num_embeddings:
+        raise ValueError(f"expected padding_idx in [{-num_embeddings}, {num_embeddings}), got {padding_idx}")
+    elif padding_idx < 0:
+        padding_idx += num_embeddings
+    dropout_p, dropout_seed = resolve_dropout(dropout_p, dropout_seed, weight.device)
+    weight, position_table = autocast("embedding", weight, position_table)  # type: ignore[assignment]
+    return _fwd(ids, weight, position_table, positions, scale, padding_idx, dropout_p, dropout_seed)
+
+
+def sinusoidal_positions(
+    num_positions: int,
+    dim: int,
+    layout: str = "interleaved",
+    *,
+    max_timescale: float = 10000.0,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """The fixed position table.
+
+    Args:
+        num_positions: number of rows.
+        dim: number of columns.
+        layout: "interleaved" as in the paper (Vaswani et al. 2017, section 3.5): column 2i is sin(p / T^(2i / dim)),
+            column 2i + 1 is cos of the same. "concatenated" as in tensor2tensor (`get_timing_signal_1d`): all sines, then
+            all cosines, of p / T^(i / (dim // 2 - 1)), and a zero column where dim is odd.
+        max_timescale: T.
+
+    Returns:
+        (num_positions, dim), computed in fp64.
+
+    Raises:
+        ValueError: another layout, a negative num_positions, dim < 1.
+    """
+    if layout not in ("interleaved", "concatenated"):
+        raise ValueError(f'expected layout "interleaved" or "concatenated", got {layout!r}')
+    if num_positions < 0 or dim < 1:
+        raise ValueError(f"expected num_positions >= 0 and dim >= 1, got {num_positions} and {dim}")
+    position = torch.arange(num_positions, dtype=torch.float64, device=device)[:, None]
+    if layout == "interleaved":
+        exponent = torch.arange(0, dim, 2, dtype=torch.float64, device=device) / dim
+    else:
+        exponent = torch.arange(dim // 2, dtype=torch.float64, device=device) / max(dim // 2 - 1, 1)
+    angle = position * torch.exp(-math.log(max_timescale) * exponent)
+    table = torch.zeros(num_positions, dim, dtype=torch.float64, device=device)
+    if layout == "interleaved":
+        table[:, 0::2], table[:, 1::2] = angle.sin(), angle.cos()[:, : dim // 2]
+    else:
+        half = dim // 2
+        table[:, :half], table[:, half : 2 * half] = angle.sin(), angle.cos()
+    return table.to(dtype)

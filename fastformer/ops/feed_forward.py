@@ -1,0 +1,216 @@
+"""The position-wise feed-forward network: two linear maps with an activation and dropout between them.
+
+    out = dropout(activation(x weight1^T + bias1)) weight2^T + bias2
+
+Vaswani et al. 2017, section 3.3 (ReLU); Hendrycks and Gimpel 2016 (GELU); Shazeer 2020, "GLU Variants Improve
+Transformer" (SwiGLU: silu(gate) * up). The dropout after the activation is tensor2tensor's.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from fastformer.ops._dropout import keep_mask, keep_scale, resolve_dropout
+from fastformer.ops._library import autocast, define_op, forbid_double_backward, register_autograd
+
+ACTIVATIONS = ("relu", "gelu", "gelu_tanh", "swiglu")
+_GELU_APPROXIMATION = {"gelu": "none", "gelu_tanh": "tanh"}
+
+
+def _widened(values: Tensor) -> Tensor:
+    return values.float() if values.dtype in (torch.float16, torch.bfloat16) else values
+
+
+def _activate(pre: Tensor, activation: str) -> Tensor:
+    if activation == "relu":
+        return pre.relu()
+    if activation == "swiglu":
+        gate, up = pre.chunk(2, dim=-1)
+        return F.silu(gate) * up
+    return F.gelu(pre, approximate=_GELU_APPROXIMATION[activation])
+
+
+def _activate_backward(dhidden: Tensor, pre: Tensor, activation: str) -> Tensor:
+    if activation == "swiglu":
+        gate, up = pre.chunk(2, dim=-1)
+        sigmoid = gate.sigmoid()
+        dgate = dhidden * up * sigmoid * (1 + gate * (1 - sigmoid))
+        return torch.cat((dgate, dhidden * gate * sigmoid), dim=-1)
+    return torch.ops.aten.gelu_backward(dhidden, pre, approximate=_GELU_APPROXIMATION[activation])
+
+
+def _dropout(hidden: Tensor, dropout_p: float, dropout_seed: Tensor | None) -> Tensor:
+    if dropout_p == 0.0:
+        return hidden
+    assert dropout_seed is not None
+    return hidden * keep_mask(dropout_seed, dropout_p, *hidden.shape)[0] * keep_scale(dropout_p)
+
+
+def feed_forward_reference(
+    x: Tensor,
+    weight1: Tensor,
+    bias1: Tensor | None,
+    weight2: Tensor,
+    bias2: Tensor | None,
+    activation: str,
+    dropout_p: float,
+    dropout_seed: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """(out, saved). saved, what backward needs: for relu the hidden after dropout, else the pre-activation; in rows."""
+    pre = F.linear(x.reshape(-1, x.shape[-1]), weight1, bias1)
+    hidden = _dropout(_activate(_widened(pre), activation), dropout_p, dropout_seed).to(x.dtype)
+    out = F.linear(hidden, weight2, bias2).view(*x.shape[:-1], weight2.shape[0])
+    return out, hidden if activation == "relu" else pre
+
+
+def _fwd_fake(x, weight1, bias1, weight2, bias2, activation, dropout_p, dropout_seed):
+    rows = x.numel() // x.shape[-1]
+    return x.new_empty(*x.shape[:-1], weight2.shape[0]), x.new_empty(rows, weight1.shape[0])
+
+
+def feed_forward_backward_reference(
+    dout: Tensor,
+    x: Tensor,
+    weight1: Tensor,
+    bias1: Tensor | None,
+    weight2: Tensor,
+    saved: Tensor,
+    activation: str,
+    dropout_p: float,
+    dropout_seed: Tensor | None,
+    has_bias2: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """(dx, dweight1, dbias1, dweight2, dbias2); a bias that there is not has a gradient of shape (0,)."""
+    rows, drows = x.reshape(-1, x.shape[-1]), dout.reshape(-1, dout.shape[-1])
+    dhidden = drows @ weight2
+    if activation == "relu":
+        # Positive after dropout means positive before and kept, so no mask is drawn again.
+        hidden = saved
+        dpre = dhidden * (saved > 0) * keep_scale(dropout_p)
+    else:
+        pre = _widened(saved)
+        hidden = _dropout(_activate(pre, activation), dropout_p, dropout_seed).to(x.dtype)
+        dpre = _activate_backward(_dropout(_widened(dhidden), dropout_p, dropout_seed), pre, activation).to(x.dtype)
+    return (
+        (dpre @ weight1).view(x.shape),
+        dpre.T @ rows,
+        x.new_empty(0) if bias1 is None else dpre.sum(0),
+        drows.T @ hidden,
+        drows.sum(0) if has_bias2 else x.new_empty(0),
+    )
+
+
+def _bwd_fake(dout, x, weight1, bias1, weight2, saved, activation, dropout_p, dropout_seed, has_bias2):
+    return (
+        x.new_empty(x.shape),
+        weight1.new_empty(weight1.shape),
+        x.new_empty(0 if bias1 is None else weight1.shape[0]),
+        weight2.new_empty(weight2.shape),
+        x.new_empty(weight2.shape[0] if has_bias2 else 0),
+    )
+
+
+_fwd = define_op(
+    "feed_forward_fwd(Tensor x, Tensor weight1, Tensor? bias1, Tensor weight2, Tensor? bias2, str activation, "
+    "float dropout_p, Tensor? dropout_seed) -> (Tensor out, Tensor saved)",
+    feed_forward_reference,
+    stem="feed_forward",
+    fake=_fwd_fake,
+)
+_bwd = define_op(
+    "feed_forward_bwd(Tensor dout, Tensor x, Tensor weight1, Tensor? bias1, Tensor weight2, Tensor saved, "
+    "str activation, float dropout_p, Tensor? dropout_seed, bool has_bias2) "
+    "-> (Tensor dx, Tensor dweight1, Tensor dbias1, Tensor dweight2, Tensor dbias2)",
+    feed_forward_backward_reference,
+    stem="feed_forward",
+    fake=_bwd_fake,
+)
+
+
+def _setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
+    x, weight1, bias1, weight2, bias2, activation, dropout_p, dropout_seed = inputs
+    saved = output[1]
+    ctx.save_for_backward(x, weight1, bias1, weight2, saved, dropout_seed)
+    ctx.mark_non_differentiable(saved)
+    ctx.set_materialize_grads(False)
+    ctx.activation, ctx.dropout_p, ctx.has_bias2 = activation, dropout_p, bias2 is not None
+
+
+def _backward(ctx: Any, dout: Tensor | None, _: Any) -> tuple:
+    if dout is None:
+        return (None,) * 8
+    x, weight1, bias1, weight2, saved, dropout_seed = ctx.saved_tensors
+    dx, dweight1, dbias1, dweight2, dbias2 = _bwd(
+        dout, x, weight1, bias1, weight2, saved, ctx.activation, ctx.dropout_p, dropout_seed, ctx.has_bias2
+    )
+    return (
+        dx,
+        dweight1,
+        None if bias1 is None else dbias1,
+        dweight2,
+        dbias2 if ctx.has_bias2 else None,
+        *(None,) * 3,
+    )
+
+
+register_autograd("feed_forward_fwd", _backward, setup_context=_setup_context)
+forbid_double_backward("feed_forward_bwd")
+
+
+def feed_forward(
+    x: Tensor,
+    weight1: Tensor,
+    bias1: Tensor | None,
+    weight2: Tensor,
+    bias2: Tensor | None,
+    *,
+    activation: str = "relu",
+    dropout_p: float = 0.0,
+    dropout_seed: Tensor | None = None,
+) -> Tensor:
+    """linear, activation, dropout, linear.
+
+    Args:
+        x: (..., dim), floating point.
+        weight1: (hidden_dim, dim) as in nn.Linear; for swiglu (2 * hidden_dim, dim), the gate's half first, then up's.
+        bias1: (hidden_dim,) or (2 * hidden_dim,), or None.
+        weight2: (out_dim, hidden_dim); out_dim is dim in a Transformer.
+        bias2: (out_dim,) or None.
+        activation: "relu", "gelu" (erf), "gelu_tanh" or "swiglu".
+        dropout_p: the probability that a hidden element is dropped. Modules pass 0 in evaluation.
+        dropout_seed: int64 (2,); drawn from the default generator when None. Row = flattened row, column = hidden index.
+
+    Returns:
+        (..., out_dim), x's dtype; under autocast the autocast dtype.
+
+    Raises:
+        ValueError: shapes or dtypes that do not agree, an unknown activation, dropout_p outside [0, 1].
+    """
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"expected an activation out of {ACTIVATIONS}, got {activation!r}")
+    x, weight1, bias1, weight2, bias2 = autocast("feed_forward", x, weight1, bias1, weight2, bias2)  # type: ignore
+    if x.dim() == 0 or x.shape[-1] == 0 or not x.is_floating_point():
+        raise ValueError(
+            f"expected a floating-point x (..., dim) with dim >= 1, got {x.dtype} of shape {tuple(x.shape)}"
+        )
+    if weight1.dim() != 2 or weight1.shape[1] != x.shape[-1]:
+        raise ValueError(f"expected weight1 (hidden_dim, {x.shape[-1]}), got shape {tuple(weight1.shape)}")
+    if activation == "swiglu" and weight1.shape[0] % 2:
+        raise ValueError(f"expected an even number of rows in weight1 (gate and up) for swiglu, got {weight1.shape[0]}")
+    hidden_dim = weight1.shape[0] // 2 if activation == "swiglu" else weight1.shape[0]
+    if weight2.dim() != 2 or weight2.shape[1] != hidden_dim:
+        raise ValueError(f"expected weight2 (out_dim, {hidden_dim}), got shape {tuple(weight2.shape)}")
+    for name, bias, size in (("bias1", bias1, weight1.shape[0]), ("bias2", bias2, weight2.shape[0])):
+        if bias is not None and bias.shape != (size,):
+            raise ValueError(f"expected {name} of shape ({size},), got {tuple(bias.shape)}")
+    for name, parameter in (("weight1", weight1), ("bias1", bias1), ("weight2", weight2), ("bias2", bias2)):
+        if parameter is not None and parameter.dtype != x.dtype:
+            raise ValueError(f"expected {name} in x's dtype {x.dtype}, got {parameter.dtype}")
+    dropout_p, dropout_seed = resolve_dropout(dropout_p, dropout_seed, x.device)
+    rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+    out, _ = _fwd(rows, weight1, bias1, weight2, bias2, activation, dropout_p, dropout_seed)
+    return out if x.dim() == 2 else out.view(*x.shape[:-1], weight2.shape[0])

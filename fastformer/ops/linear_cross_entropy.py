@@ -1,0 +1,329 @@
+"""The last linear map and the cross-entropy in one op, by chunks of rows: the logits never exist as a whole.
+
+For a row with logits z = x weight^T + bias, a target y and V classes
+
+    loss = lse(z) - a z_y - b sum(z) + z_loss lse(z)^2        dz = (1 + 2 z_loss lse(z)) softmax(z) - b - a [j = y]
+
+with b = e / V, a = 1 - e (Szegedy et al. 2016 and torch: smoothing e over all classes) or b = e / (V - 1), a = 1 - e - b
+(tensor2tensor, `padded_cross_entropy`: over the others; its constant, the entropy of the smoothed target, is left out).
+The z-loss is PaLM's (Chowdhery et al. 2022, section 5).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from fastformer.ops._library import autocast, define_op, forbid_double_backward, register_autograd
+
+# Enough rows for the matrix products to run at full rate; few enough for one chunk of logits to be small.
+CHUNK_ROWS = 2048
+
+
+def _loss_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _smoothing(label_smoothing: float, smooth_others: bool, vocab_size: int) -> tuple[float, float]:
+    """(a, b): the weights of the target's logit and of the sum of all logits."""
+    if label_smoothing == 0.0:
+        return 1.0, 0.0
+    if smooth_others:
+        each = label_smoothing / (vocab_size - 1)
+        return 1.0 - label_smoothing - each, each
+    return 1.0 - label_smoothing, label_smoothing / vocab_size
+
+
+def _targets(target: Tensor, ignore_index: int, vocab_size: int) -> tuple[Tensor, Tensor]:
+    """(target with 0 for ignored rows, which rows count), both (rows,)."""
+    valid = target != ignore_index
+    target = target.long().masked_fill(~valid, 0)
+    # On a GPU this would be a host sync; there the gather asserts on the device.
+    if target.device.type == "cpu" and target.numel():
+        low, high = (int(bound) for bound in torch.aminmax(target))
+        if low < 0 or high >= vocab_size:
+            raise IndexError(
+                f"expected targets in [0, {vocab_size}) or {ignore_index} (ignored), got {low if low < 0 else high}"
+            )
+    return target, valid
+
+
+def _chunks(rows: int) -> Iterator[slice]:
+    return (slice(start, start + CHUNK_ROWS) for start in range(0, rows, CHUNK_ROWS))
+
+
+def _chunk_losses(
+    logits: Tensor, lse: Tensor, target: Tensor, valid: Tensor, smoothing: tuple[float, float], z_loss: float
+) -> Tensor:
+    on_target, on_all = smoothing
+    losses = lse - on_target * logits.gather(1, target[:, None]).squeeze(1)
+    if on_all:
+        losses = losses - on_all * logits.sum(-1)
+    if z_loss:
+        losses = losses + z_loss * lse.square()
+    return losses.masked_fill(~valid, 0.0)
+
+
+def _chunk_dlogits_(
+    logits: Tensor, lse: Tensor, target: Tensor, row_scale: Tensor, smoothing: tuple[float, float], z_loss: float
+) -> Tensor:
+    """Overwrites the logits of a chunk with their gradient, each row times its row_scale."""
+    on_target, on_all = smoothing
+    dlogits = logits.sub_(lse[:, None]).exp_()
+    if z_loss:
+        dlogits.mul_((1.0 + 2.0 * z_loss * lse)[:, None])
+    if on_all:
+        dlogits.sub_(on_all)
+    dlogits.scatter_add_(1, target[:, None], dlogits.new_full((1, 1), -on_target).expand(len(target), 1))
+    # Not a product alone: an ignored row of infinite logits must give zeros, not NaN.
+    return dlogits.mul_(row_scale[:, None]).masked_fill_((row_scale == 0)[:, None], 0.0)
+
+
+class _Gradients:
+    """dx, dweight and dbias, filled chunk by chunk; the sums over rows are fp32 (fp64 for fp64)."""
+
+    def __init__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+        dtype = _loss_dtype(x.dtype)
+        self.x, self.weight = x, weight
+        self.dx = torch.empty_like(x, memory_format=torch.contiguous_format)
+        self.dweight = torch.zeros(weight.shape, dtype=dtype, device=x.device)
+        self.dbias = self.dweight.new_zeros(0 if bias is None else len(bias))
+
+    def add(self, chunk: slice, dlogits: Tensor) -> None:
+        if len(self.dbias):
+            self.dbias += dlogits.sum(0)
+        dlogits = dlogits.to(self.x.dtype)
+        torch.mm(dlogits, self.weight, out=self.dx[chunk])
+        if self.dweight.dtype == self.x.dtype:
+            self.dweight.addmm_(dlogits.T, self.x[chunk])
+        else:
+            self.dweight += dlogits.T @ self.x[chunk]
+
+    def result(self) -> tuple[Tensor, Tensor, Tensor]:
+        dtype = self.x.dtype
+        return self.dx, self.dweight.to(dtype), self.dbias.to(dtype)
+
+
+def linear_cross_entropy_reference(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    ignore_index: int,
+    label_smoothing: float,
+    smooth_others: bool,
+    z_loss: float,
+) -> tuple[Tensor, Tensor]:
+    """(losses, lse), both fp32 (rows,) (fp64 for fp64); the loss of an ignored row is 0."""
+    smoothing = _smoothing(label_smoothing, smooth_others, weight.shape[0])
+    target, valid = _targets(target, ignore_index, weight.shape[0])
+    losses = x.new_empty(len(x), dtype=_loss_dtype(x.dtype))
+    lse = torch.empty_like(losses)
+    for chunk in _chunks(len(x)):
+        logits = F.linear(x[chunk], weight, bias).to(losses.dtype)
+        lse[chunk] = logits.logsumexp(-1)
+        losses[chunk] = _chunk_losses(logits, lse[chunk], target[chunk], valid[chunk], smoothing, z_loss)
+    return losses, lse
+
+
+def _fwd_fake(x, weight, bias, target, ignore_index, label_smoothing, smooth_others, z_loss):
+    losses = x.new_empty(x.shape[0], dtype=_loss_dtype(x.dtype))
+    return losses, torch.empty_like(losses)
+
+
+def linear_cross_entropy_backward_reference(
+    dlosses: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    lse: Tensor,
+    ignore_index: int,
+    label_smoothing: float,
+    smooth_others: bool,
+    z_loss: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dx, dweight, dbias); dbias is (0,) without a bias. Computes the logits again, chunk by chunk."""
+    smoothing = _smoothing(label_smoothing, smooth_others, weight.shape[0])
+    target, valid = _targets(target, ignore_index, weight.shape[0])
+    row_scale = dlosses.masked_fill(~valid, 0.0)
+    gradients = _Gradients(x, weight, bias)
+    for chunk in _chunks(len(x)):
+        logits = F.linear(x[chunk], weight, bias).to(lse.dtype)
+        gradients.add(chunk, _chunk_dlogits_(logits, lse[chunk], target[chunk], row_scale[chunk], smoothing, z_loss))
+    return gradients.result()
+
+
+def _gradients_fake(x, weight, bias):
+    return x.new_empty(x.shape), weight.new_empty(weight.shape), x.new_empty(0 if bias is None else bias.shape[0])
+
+
+def _bwd_fake(dlosses, x, weight, bias, target, lse, ignore_index, label_smoothing, smooth_others, z_loss):
+    return _gradients_fake(x, weight, bias)
+
+
+def linear_cross_entropy_with_gradients_reference(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    ignore_index: int,
+    label_smoothing: float,
+    smooth_others: bool,
+    z_loss: float,
+    mean: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(loss, dx, dweight, dbias): the sum or the mean over the rows that count, and its gradients, in one pass."""
+    smoothing = _smoothing(label_smoothing, smooth_others, weight.shape[0])
+    target, valid = _targets(target, ignore_index, weight.shape[0])
+    row_scale = valid.to(_loss_dtype(x.dtype))
+    if mean:
+        row_scale = row_scale / valid.sum().clamp(min=1)
+    loss = row_scale.new_zeros(())
+    gradients = _Gradients(x, weight, bias)
+    for chunk in _chunks(len(x)):
+        logits = F.linear(x[chunk], weight, bias).to(row_scale.dtype)
+        lse = logits.logsumexp(-1)
+        losses = _chunk_losses(logits, lse, target[chunk], valid[chunk], smoothing, z_loss)
+        loss += (losses * row_scale[chunk]).sum()
+        gradients.add(chunk, _chunk_dlogits_(logits, lse, target[chunk], row_scale[chunk], smoothing, z_loss))
+    return loss, *gradients.result()
+
+
+def _fwd_bwd_fake(x, weight, bias, target, ignore_index, label_smoothing, smooth_others, z_loss, mean):
+    return x.new_empty((), dtype=_loss_dtype(x.dtype)), *_gradients_fake(x, weight, bias)
+
+
+_OPTIONS = "int ignore_index, float label_smoothing, bool smooth_others, float z_loss"
+_fwd = define_op(
+    f"linear_cross_entropy_fwd(Tensor x, Tensor weight, Tensor? bias, Tensor target, {_OPTIONS}) "
+    "-> (Tensor losses, Tensor lse)",
+    linear_cross_entropy_reference,
+    stem="linear_cross_entropy",
+    fake=_fwd_fake,
+)
+_bwd = define_op(
+    "linear_cross_entropy_bwd(Tensor dlosses, Tensor x, Tensor weight, Tensor? bias, Tensor target, Tensor lse, "
+    f"{_OPTIONS}) -> (Tensor dx, Tensor dweight, Tensor dbias)",
+    linear_cross_entropy_backward_reference,
+    stem="linear_cross_entropy",
+    fake=_bwd_fake,
+)
+_fwd_bwd = define_op(
+    f"linear_cross_entropy_fwd_bwd(Tensor x, Tensor weight, Tensor? bias, Tensor target, {_OPTIONS}, bool mean) "
+    "-> (Tensor loss, Tensor dx, Tensor dweight, Tensor dbias)",
+    linear_cross_entropy_with_gradients_reference,
+    stem="linear_cross_entropy",
+    fake=_fwd_bwd_fake,
+)
+
+
+def _setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
+    x, weight, bias, target, *ctx.options = inputs
+    ctx.save_for_backward(x, weight, bias, target, output[1])
+    ctx.mark_non_differentiable(output[1])
+
+
+def _backward(ctx: Any, dlosses: Tensor, _: Any) -> tuple:
+    x, weight, bias, target, lse = ctx.saved_tensors
+    dx, dweight, dbias = _bwd(dlosses, x, weight, bias, target, lse, *ctx.options)
+    return dx, dweight, None if bias is None else dbias, *(None,) * 5
+
+
+def _setup_context_with_gradients(ctx: Any, inputs: tuple, output: tuple) -> None:
+    ctx.has_bias = inputs[2] is not None
+    ctx.save_for_backward(*output[1:])
+    ctx.mark_non_differentiable(*output[1:])
+
+
+def _backward_with_gradients(ctx: Any, dloss: Tensor, *_: Any) -> tuple:
+    # dloss is fp32 and has no dimension, so the products keep each gradient's dtype.
+    dx, dweight, dbias = (gradient * dloss for gradient in ctx.saved_tensors)
+    return dx, dweight, dbias if ctx.has_bias else None, *(None,) * 6
+
+
+register_autograd("linear_cross_entropy_fwd", _backward, setup_context=_setup_context)
+register_autograd("linear_cross_entropy_fwd_bwd", _backward_with_gradients, setup_context=_setup_context_with_gradients)
+forbid_double_backward("linear_cross_entropy_bwd")
+
+
+def linear_cross_entropy(
+    x: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None = None,
+    *,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    smooth_others: bool = False,
+    reduction: str = "mean",
+    z_loss: float = 0.0,
+) -> Tensor:
+    """cross_entropy(x @ weight.T + bias, target) that never holds the (rows, vocab_size) logits.
+
+    With reduction "mean" or "sum", and where a gradient is wanted, the gradients are computed along with the loss: the
+    backward pass only scales them.
+
+    Args:
+        x: (..., dim), floating point.
+        weight: (vocab_size, dim) as in nn.Linear, x's dtype.
+        target: (...,) int64 or int32, in [0, vocab_size) or ignore_index.
+        bias: (vocab_size,), x's dtype, or None.
+        ignore_index: the target whose row counts for nothing. Where all do, the loss and the gradients are 0.
+        label_smoothing: e: the target gets 1 - e.
+        smooth_others: spread e over the other vocab_size - 1 classes (tensor2tensor) instead of over all (torch).
+        reduction: "mean" over the rows that count, "sum", or "none".
+        z_loss: adds z_loss * lse^2 to each row's loss, which keeps the logits from drifting.
+
+    Returns:
+        fp32 (fp64 for fp64): a scalar, or target's shape for "none". Under autocast the matrix products run in the
+        autocast dtype and the loss stays fp32.
+
+    Raises:
+        ValueError: shapes or dtypes that do not agree, an unknown reduction, label_smoothing outside [0, 1].
+        IndexError: a target outside the vocabulary (on a CPU; a GPU asserts on the device).
+    """
+    if reduction not in ("mean", "sum", "none"):
+        raise ValueError(f'expected reduction "mean", "sum" or "none", got {reduction!r}')
+    if not 0.0 <= label_smoothing <= 1.0:
+        raise ValueError(f"expected label_smoothing in [0, 1], got {label_smoothing}")
+    x, weight, bias = autocast("linear_cross_entropy", x, weight, bias)  # type: ignore[assignment]
+    if x.dim() == 0 or x.shape[-1] == 0 or not x.is_floating_point():
+        raise ValueError(
+            f"expected a floating-point x (..., dim) with dim >= 1, got {x.dtype} of shape {tuple(x.shape)}"
+        )
+    if weight.dim() != 2 or weight.shape[1] != x.shape[-1] or weight.shape[0] == 0:
+        raise ValueError(f"expected weight (vocab_size, {x.shape[-1]}), got shape {tuple(weight.shape)}")
+    if target.shape != x.shape[:-1] or target.dtype not in (torch.int64, torch.int32):
+        raise ValueError(
+            f"expected an integer target of shape {tuple(x.shape[:-1])}, "
+            f"got {target.dtype} of shape {tuple(target.shape)}"
+        )
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(f"expected bias of shape ({weight.shape[0]},), got {tuple(bias.shape)}")
+    for name, parameter in (("weight", weight), ("bias", bias)):
+        if parameter is not None and parameter.dtype != x.dtype:
+            raise ValueError(f"expected {name} in x's dtype {x.dtype}, got {parameter.dtype}")
+    if smooth_others and label_smoothing > 0.0 and weight.shape[0] == 1:
+        raise ValueError("expected at least 2 classes to smooth over the others, got 1")
+
+    rows, flat_target = x.reshape(-1, x.shape[-1]), target.reshape(-1)
+    options = (ignore_index, label_smoothing, smooth_others, z_loss)
+    learns = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, bias))
+    if reduction == "none" or not learns:
+        losses = _fwd(rows, weight, bias, flat_target, *options)[0]
+        if reduction == "none":
+            return losses.view(target.shape)
+        loss = losses.sum()
+    else:
+        # fp16 gradients of a mean over thousands of rows would fall below its smallest number before a gradient scaler
+        # could lift them, so for fp16 the count divides the sum's loss, and thereby scales the gradients in backward.
+        mean = reduction == "mean" and x.dtype != torch.float16
+        loss = _fwd_bwd(rows, weight, bias, flat_target, *options, mean)[0]
+        if mean:
+            return loss
+    return loss if reduction == "sum" else loss / (flat_target != ignore_index).sum().clamp(min=1)

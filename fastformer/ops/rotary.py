@@ -1,0 +1,129 @@
+"""Rotary position embedding: each pair of features is turned by an angle that grows with the position.
+
+Su et al. 2021, "RoFormer", section 3.2.2. A pair is (i, i + rotary_dim / 2), or (2i, 2i + 1) when interleaved; what lies
+beyond rotary_dim passes through. A rotation's gradient is the rotation back.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastformer.ops._library import autocast, define_op, register_autograd
+
+
+def rotary_reference(
+    x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, interleaved: bool, inverse: bool
+) -> Tensor:
+    """See `rotary`; inverse turns the other way."""
+    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    if positions is None:
+        cos, sin = cos[: x.shape[-3]], sin[: x.shape[-3]]
+    else:
+        if positions.device.type == "cpu" and positions.numel():
+            low, high = (int(bound) for bound in torch.aminmax(positions))
+            if low < 0 or high >= cos.shape[0]:
+                raise IndexError(f"expected positions in [0, {cos.shape[0]}), got {low if low < 0 else high}")
+        cos, sin = cos[positions], sin[positions]
+    # One rotation for all heads of a token.
+    cos, sin = cos.to(dtype).unsqueeze(-2), sin.to(dtype).unsqueeze(-2)
+    if inverse:
+        sin = -sin
+    half = cos.shape[-1]
+    even, odd = (slice(0, 2 * half, 2), slice(1, 2 * half, 2)) if interleaved else (slice(half), slice(half, 2 * half))
+    first, second = x[..., even].to(dtype), x[..., odd].to(dtype)
+    out = x.new_empty(x.shape)
+    out[..., even] = first * cos - second * sin
+    out[..., odd] = second * cos + first * sin
+    out[..., 2 * half :] = x[..., 2 * half :]
+    return out
+
+
+def _fake(x, cos, sin, positions, interleaved, inverse):
+    return x.new_empty(x.shape)
+
+
+_fwd = define_op(
+    "rotary_fwd(Tensor x, Tensor cos, Tensor sin, Tensor? positions, bool interleaved, bool inverse) -> Tensor",
+    rotary_reference,
+    stem="rotary",
+    fake=_fake,
+)
+
+
+def _setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
+    _, cos, sin, positions, ctx.interleaved, ctx.inverse = inputs
+    ctx.save_for_backward(cos, sin, positions)
+
+
+def _backward(ctx: Any, dout: Tensor) -> tuple:
+    cos, sin, positions = ctx.saved_tensors
+    return _fwd(dout, cos, sin, positions, ctx.interleaved, not ctx.inverse), *(None,) * 5
+
+
+register_autograd("rotary_fwd", _backward, setup_context=_setup_context)
+
+
+def rotary(
+    x: Tensor, cos: Tensor, sin: Tensor, *, positions: Tensor | None = None, interleaved: bool = False
+) -> Tensor:
+    """Turns queries or keys by their positions.
+
+    Args:
+        x: (..., seqlen, num_heads, head_dim), or (total, num_heads, head_dim) with positions; floating point.
+        cos, sin: (num_positions, rotary_dim // 2), from `rotary_tables`; no gradient flows to them.
+        positions: integers of shape x.shape[:-2], the row of the tables for each token; None = the index along seqlen.
+        interleaved: pairs (2i, 2i + 1) as in RoFormer, instead of (i, i + rotary_dim / 2) as in GPT-NeoX and Llama.
+
+    Returns:
+        As x; computed in fp32 (fp64 for fp64), and autocast changes nothing.
+
+    Raises:
+        ValueError: shapes that do not agree, a sequence longer than the tables.
+        IndexError: a position outside the tables (on a CPU; a GPU asserts on the device).
+    """
+    if x.dim() < 3 or not x.is_floating_point():
+        raise ValueError(
+            f"expected a floating-point x (..., seqlen, num_heads, head_dim), got {x.dtype} of shape {tuple(x.shape)}"
+        )
+    if cos.dim() != 2 or cos.shape != sin.shape or 2 * cos.shape[1] > x.shape[-1]:
+        raise ValueError(
+            f"expected cos and sin (num_positions, at most {x.shape[-1] // 2}), "
+            f"got shapes {tuple(cos.shape)} and {tuple(sin.shape)}"
+        )
+    if positions is None:
+        if x.shape[-3] > cos.shape[0]:
+            raise ValueError(f"expected at most {cos.shape[0]} positions (cos, sin), got a sequence of {x.shape[-3]}")
+    elif positions.shape != x.shape[:-2] or positions.dtype not in (torch.int64, torch.int32):
+        raise ValueError(
+            f"expected integer positions of shape {tuple(x.shape[:-2])}, "
+            f"got {positions.dtype} of shape {tuple(positions.shape)}"
+        )
+    (x,) = autocast("rotary", x)  # type: ignore[assignment]
+    return _fwd(x, cos, sin, positions, interleaved, False)
+
+
+def rotary_tables(
+    num_positions: int,
+    rotary_dim: int,
+    base: float = 10000.0,
+    *,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> tuple[Tensor, Tensor]:
+    """cos and sin of position * base^(-2i / rotary_dim), each (num_positions, rotary_dim // 2), computed in fp64.
+
+    Raises:
+        ValueError: an odd or non-positive rotary_dim, a negative num_positions.
+    """
+    if rotary_dim < 2 or rotary_dim % 2 or num_positions < 0:
+        raise ValueError(
+            f"expected an even rotary_dim >= 2 and num_positions >= 0, got {rotary_dim} and {num_positions}"
+        )
+    exponent = torch.arange(0, rotary_dim, 2, dtype=torch.float64, device=device) / rotary_dim
+    position = torch.arange(num_positions, dtype=torch.float64, device=device)[:, None]
+    angle = position * torch.exp(-math.log(base) * exponent)
+    return angle.cos().to(dtype), angle.sin().to(dtype)
