@@ -228,8 +228,9 @@ void forward(const Problem& p, const OptionalTensor& attn_mask, const Tensor& q,
   });
 }
 
-std::tuple<Tensor, Tensor> run(Problem& p, const OptionalTensor& attn_mask, const Tensor& q, const Tensor& k, const Tensor& v,
-                               at::IntArrayRef lse_shape) {
+std::tuple<Tensor, Tensor> run(const Problem& p, const OptionalTensor& attn_mask, const Tensor& q_in, const Tensor& k_in,
+                               const Tensor& v_in, at::IntArrayRef lse_shape) {
+  const Tensor q = rows_of(q_in), k = rows_of(k_in), v = rows_of(v_in);
   const auto statistics = q.options().dtype(q.scalar_type() == at::kDouble ? at::kDouble : at::kFloat);
   Tensor out = p.ragged ? at::zeros(q.sizes(), q.options()) : at::empty(q.sizes(), q.options());
   Tensor lse = p.ragged ? at::full(lse_shape, -std::numeric_limits<double>::infinity(), statistics)

@@ -47,6 +47,9 @@ struct Rows {
   }
 };
 
+// The tensor itself when its rows are contiguous in head_dim, as the products read them; else a copy.
+inline Tensor rows_of(const Tensor& t) { return t.stride(-1) == 1 || t.numel() == 0 ? t : t.contiguous(); }
+
 // The mask of a call, added to the scores in base 2; strides are 0 where it is broadcast.
 struct Mask {
   const bool* allowed = nullptr;
