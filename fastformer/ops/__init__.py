@@ -1,4 +1,4 @@
-"""The ops: documented functions over fused kernels, plain PyTorch as their reference. The only layer that knows backends."""
+"""The ops: documented functions over fused kernels, plain PyTorch as the reference. The only layer to know backends."""
 
 from fastformer.ops._dropout import draw_seed as draw_seed
 from fastformer.ops._library import use_backend as use_backend

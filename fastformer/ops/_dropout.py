@@ -59,6 +59,16 @@ def keep_scale(dropout_p: float) -> float:
     return 0.0 if dropped >= 65536 else 65536 / (65536 - dropped)
 
 
+def drop(values: Tensor, dropout_p: float, dropout_seed: Tensor | None) -> Tensor:
+    """Dropout on rows: row = flattened leading dimensions, column = last dimension. `values` itself where p is 0."""
+    if dropout_p == 0.0:
+        return values
+    assert dropout_seed is not None
+    columns = values.shape[-1]
+    keep = keep_mask(dropout_seed, dropout_p, values.numel() // columns, columns)[0].view(values.shape)
+    return (values * keep_scale(dropout_p)).masked_fill_(~keep, 0.0)
+
+
 def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
     """Philox4x32-7 on int64 tensors that hold 32-bit values; the shapes broadcast. Returns the four words."""
     c0, c1, c2, c3 = counter

@@ -20,12 +20,14 @@ _MODULES = {"avx512": ("AVX512",), "avx2": ("AVX512", "AVX2")}
 
 @cache
 def load() -> str | None:
-    """Loads the extension that fits this CPU. Returns its instruction set ("avx512", "avx2"), or None if there is none."""
+    """Loads the extension that fits this CPU. Returns its instruction set ("avx512", "avx2"), or None without one."""
     capability = torch.backends.cpu.get_cpu_capability()
     for isa, capabilities in _MODULES.items():
         if capability in capabilities and importlib.util.find_spec(f"fastformer._C_{isa}") is not None:
             return importlib.import_module(f"fastformer._C_{isa}").instruction_set
-    logger.info("no C++ extension for this CPU (%s): the ops run on plain PyTorch. See `fastformer doctor`.", capability)
+    logger.info(
+        "no C++ extension for this CPU (%s): the ops run on plain PyTorch. See `fastformer doctor`.", capability
+    )
     return None
 
 

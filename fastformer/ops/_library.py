@@ -92,8 +92,8 @@ def define_op(
     """Defines `fastformer::<name>` with its reference, its fake and the choice of a backend on CUDA and CPU.
 
     Args:
-        schema: "name(Tensor x, ...) -> ...". The Triton launcher `fastformer.kernels.<stem>.<name>` and the C++ function
-            `torch.ops.fastformer_cpp.<name>` take the same positional arguments.
+        schema: "name(Tensor x, ...) -> ...". The Triton launcher `fastformer.kernels.<stem>.<name>` and the C++
+            function `torch.ops.fastformer_cpp.<name>` take the same positional arguments.
         reference: plain PyTorch, right in every dtype up to fp64.
         stem: the file name that the op has in kernels/, csrc/, ops/, tests/ops/ and benchmarks/.
         fake: shapes, dtypes and strides of the outputs; reads no data.
@@ -140,7 +140,7 @@ def define_op(
 
 
 def register_autograd(name: str, backward: Callable[..., Any], *, setup_context: Callable[..., None]) -> None:
-    """Gives `fastformer::<name>` its gradient. `backward` calls the op's own `_bwd`, whose second derivative is an error."""
+    """Gives `fastformer::<name>` its gradient. `backward` calls the `_bwd` op, whose own gradient is an error."""
     torch.library.register_autograd(f"fastformer::{name}", backward, setup_context=setup_context, lib=LIBRARY)
 
 

@@ -13,21 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastformer.ops._dropout import keep_mask, keep_scale, resolve_dropout
+from fastformer.ops._common import accumulation_dtype, check_features, check_vector, described
+from fastformer.ops._dropout import drop, resolve_dropout
 from fastformer.ops._library import autocast, define_op, forbid_double_backward, register_autograd
-
-
-def _statistics_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-def _dropout(values: Tensor, dropout_p: float, dropout_seed: Tensor | None) -> Tensor:
-    if dropout_p == 0.0:
-        return values
-    assert dropout_seed is not None
-    dim = values.shape[-1]
-    keep = keep_mask(dropout_seed, dropout_p, values.numel() // dim, dim)[0]
-    return values * keep.view(values.shape) * keep_scale(dropout_p)
 
 
 def add_layer_norm_reference(
@@ -40,12 +28,12 @@ def add_layer_norm_reference(
     dropout_seed: Tensor | None,
     rms_norm: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(y, residual_out, mean, rstd); see `add_layer_norm`. residual_out is (0,) when it would be x, mean when rms_norm."""
-    dtype = _statistics_dtype(x.dtype)
+    """(y, residual_out, mean, rstd); see `add_layer_norm`. residual_out is (0,) if it is x, mean if rms_norm."""
+    dtype = accumulation_dtype(x.dtype)
     if residual is None and dropout_p == 0.0:
         s, residual_out = x, x.new_empty(0)
     else:
-        s = _dropout(x.to(dtype), dropout_p, dropout_seed)
+        s = drop(x.to(dtype), dropout_p, dropout_seed)
         if residual is not None:
             s = s + residual
         s = residual_out = s.to(x.dtype if residual is None else residual.dtype).contiguous()
@@ -66,7 +54,7 @@ def _fwd_fake(x, residual, weight, bias, eps, dropout_p, dropout_seed, rms_norm)
     stream = x.dtype if residual is None else residual.dtype
     kept = residual is not None or dropout_p > 0.0
     rows = x.numel() // x.shape[-1]
-    statistics = _statistics_dtype(x.dtype)
+    statistics = accumulation_dtype(x.dtype)
     return (
         x.new_empty(x.shape),
         x.new_empty(x.shape if kept else 0, dtype=stream),
@@ -91,14 +79,14 @@ def add_layer_norm_backward_reference(
     """(dx, dresidual, dweight, dbias); dresidual is (0,) when it equals dx, dweight and dbias where there is none."""
     dtype = rstd.dtype
     per_row = s.shape[:-1] + (1,)
-    rows = tuple(range(s.dim() - 1))
     dy, rstd = dy.to(dtype), rstd.view(per_row)
     normal = (s.to(dtype) if rms_norm else s.to(dtype) - mean.view(per_row)) * rstd
     parameter_dtype = s.dtype if weight is None else weight.dtype
-    dweight = (
-        s.new_empty(0, dtype=parameter_dtype) if weight is None else _column_sums(dy * normal, rows, parameter_dtype)
-    )
-    dbias = _column_sums(dy, rows, parameter_dtype) if has_bias else s.new_empty(0, dtype=parameter_dtype)
+    dweight = dbias = s.new_empty(0, dtype=parameter_dtype)
+    if weight is not None:
+        dweight = _column_sums(dy * normal).to(parameter_dtype)
+    if has_bias:
+        dbias = _column_sums(dy).to(parameter_dtype)
 
     dnormal = dy if weight is None else dy * weight
     ds = dnormal - normal * (dnormal * normal).mean(-1, keepdim=True)
@@ -107,14 +95,13 @@ def add_layer_norm_backward_reference(
     ds = ds * rstd
     if dresidual_out is not None:
         ds = ds + dresidual_out
-    dx = _dropout(ds, dropout_p, dropout_seed).to(x_dtype).contiguous()
+    dx = drop(ds, dropout_p, dropout_seed).to(x_dtype).contiguous()
     same = dropout_p == 0.0 and x_dtype == s.dtype
     return dx, s.new_empty(0) if same else ds.to(s.dtype).contiguous(), dweight, dbias
 
 
-def _column_sums(values: Tensor, rows: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    # An empty `rows` (a 1-d tensor: one row) would mean "over everything" to torch.sum.
-    return (values.sum(rows) if rows else values.clone()).to(dtype)
+def _column_sums(values: Tensor) -> Tensor:
+    return values.reshape(-1, values.shape[-1]).sum(0)
 
 
 def _bwd_fake(dy, dresidual_out, s, weight, mean, rstd, dropout_p, dropout_seed, rms_norm, has_bias, x_dtype):
@@ -226,18 +213,11 @@ def add_layer_norm(
     Raises:
         ValueError: shapes that do not agree, an integer x, dropout_p outside [0, 1].
     """
-    if x.dim() == 0 or x.shape[-1] == 0 or not x.is_floating_point():
-        raise ValueError(
-            f"expected a floating-point x (..., dim) with dim >= 1, got {x.dtype} of shape {tuple(x.shape)}"
-        )
+    check_features(x)
     if residual is not None and (residual.shape != x.shape or not residual.is_floating_point()):
-        raise ValueError(
-            f"expected a floating-point residual of x's shape {tuple(x.shape)}, "
-            f"got {residual.dtype} of shape {tuple(residual.shape)}"
-        )
-    for name, parameter in (("weight", weight), ("bias", bias)):
-        if parameter is not None and parameter.shape != x.shape[-1:]:
-            raise ValueError(f"expected {name} of shape ({x.shape[-1]},), got {tuple(parameter.shape)}")
+        raise ValueError(f"expected a floating-point residual of x's shape {tuple(x.shape)}, got {described(residual)}")
+    check_vector("weight", weight, x.shape[-1])
+    check_vector("bias", bias, x.shape[-1])
     dropout_p, dropout_seed = resolve_dropout(dropout_p, dropout_seed, x.device)
     x, residual, weight, bias = autocast("add_layer_norm", x, residual, weight, bias)  # type: ignore[assignment]
     y, residual_out, _, _ = _fwd(x, residual, weight, bias, eps, dropout_p, dropout_seed, rms_norm)

@@ -15,30 +15,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fastformer.ops._dropout import keep_mask, keep_scale, resolve_dropout
+from fastformer.ops._common import INTEGERS, accumulation_dtype, check_range, described
+from fastformer.ops._dropout import drop, resolve_dropout
 from fastformer.ops._library import autocast, define_op, forbid_double_backward, register_autograd
-
-
-def _check_range(indices: Tensor, size: int, what: str) -> None:
-    # On a GPU this would be a host sync; there the lookup itself asserts on the device.
-    if indices.device.type != "cpu" or indices.numel() == 0:
-        return
-    low, high = (int(bound) for bound in torch.aminmax(indices))
-    if low < 0 or high >= size:
-        raise IndexError(f"expected {what} in [0, {size}), got {low if low < 0 else high}")
-
-
-def _widened(values: Tensor) -> Tensor:
-    return values.float() if values.dtype in (torch.float16, torch.bfloat16) else values
-
-
-def _dropout_(values: Tensor, dropout_p: float, dropout_seed: Tensor | None) -> Tensor:
-    if dropout_p == 0.0:
-        return values
-    assert dropout_seed is not None
-    dim = values.shape[-1]
-    keep = keep_mask(dropout_seed, dropout_p, values.numel() // dim, dim)[0]
-    return values.mul_(keep.view(values.shape)).mul_(keep_scale(dropout_p))
 
 
 def embedding_reference(
@@ -52,8 +31,8 @@ def embedding_reference(
     dropout_seed: Tensor | None,
 ) -> Tensor:
     """See `embedding`; padding_idx is -1 for none."""
-    _check_range(ids, weight.shape[0], "token ids")
-    out = _widened(F.embedding(ids, weight))
+    check_range(ids, weight.shape[0], f"token ids in [0, {weight.shape[0]})")
+    out = F.embedding(ids, weight).to(accumulation_dtype(weight.dtype))
     if scale != 1.0:
         out.mul_(scale)
     if padding_idx >= 0:
@@ -62,9 +41,9 @@ def embedding_reference(
         if positions is None:
             out.add_(position_table[: ids.shape[-1]])
         else:
-            _check_range(positions, position_table.shape[0], "positions")
+            check_range(positions, position_table.shape[0], f"positions in [0, {position_table.shape[0]})")
             out.add_(F.embedding(positions, position_table))
-    return _dropout_(out, dropout_p, dropout_seed).to(weight.dtype)
+    return drop(out, dropout_p, dropout_seed).to(weight.dtype)
 
 
 def _fwd_fake(ids, weight, position_table, positions, scale, padding_idx, dropout_p, dropout_seed):
@@ -85,9 +64,7 @@ def embedding_backward_reference(
 ) -> tuple[Tensor, Tensor]:
     """(dweight, dposition_table), the latter (0,) when num_positions is 0."""
     dim = dout.shape[-1]
-    dsum = _widened(dout)
-    if dropout_p > 0.0:
-        dsum = _dropout_(dsum.clone() if dsum is dout else dsum, dropout_p, dropout_seed)
+    dsum = drop(dout.to(accumulation_dtype(dout.dtype)), dropout_p, dropout_seed)
     # The rows of the padding id are left out by this call.
     dweight = torch.ops.aten.embedding_dense_backward(dsum, ids, num_embeddings, padding_idx, False)
     dweight = dweight.mul_(scale).to(dtype)
@@ -188,12 +165,10 @@ def embedding(
         ValueError: shapes or dtypes that do not agree, more tokens than positions, dropout_p outside [0, 1].
         IndexError: an id or a position outside its table (on a CPU; a GPU asserts on the device).
     """
-    if ids.dtype not in (torch.int64, torch.int32) or ids.dim() == 0:
-        raise ValueError(f"expected ids (..., seqlen) in int64 or int32, got {ids.dtype} of shape {tuple(ids.shape)}")
+    if ids.dtype not in INTEGERS or ids.dim() == 0:
+        raise ValueError(f"expected ids (..., seqlen) in int64 or int32, got {described(ids)}")
     if weight.dim() != 2 or 0 in weight.shape or not weight.is_floating_point():
-        raise ValueError(
-            f"expected a floating-point weight (num_embeddings, dim), got {weight.dtype} of shape {tuple(weight.shape)}"
-        )
+        raise ValueError(f"expected a floating-point weight (num_embeddings, dim), got {described(weight)}")
     num_embeddings, dim = weight.shape
     if position_table is not None:
         if position_table.dim() != 2 or position_table.shape[1] != dim:
@@ -203,11 +178,8 @@ def embedding(
     if positions is not None:
         if position_table is None:
             raise ValueError("expected a position_table with positions, got None")
-        if positions.shape != ids.shape or positions.dtype not in (torch.int64, torch.int32):
-            raise ValueError(
-                f"expected integer positions of ids' shape {tuple(ids.shape)}, "
-                f"got {positions.dtype} of shape {tuple(positions.shape)}"
-            )
+        if positions.shape != ids.shape or positions.dtype not in INTEGERS:
+            raise ValueError(f"expected integer positions of shape {tuple(ids.shape)}, got {described(positions)}")
     if padding_idx is None:
         padding_idx = -1
     elif not -num_embeddings <= padding_idx < num_embeddings:
@@ -234,8 +206,8 @@ def sinusoidal_positions(
         num_positions: number of rows.
         dim: number of columns.
         layout: "interleaved" as in the paper (Vaswani et al. 2017, section 3.5): column 2i is sin(p / T^(2i / dim)),
-            column 2i + 1 is cos of the same. "concatenated" as in tensor2tensor (`get_timing_signal_1d`): all sines, then
-            all cosines, of p / T^(i / (dim // 2 - 1)), and a zero column where dim is odd.
+            column 2i + 1 is cos of the same. "concatenated" as in tensor2tensor (`get_timing_signal_1d`): all sines,
+            then all cosines, of p / T^(i / (dim // 2 - 1)), and a zero column where dim is odd.
         max_timescale: T.
 
     Returns:

@@ -14,15 +14,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fastformer.ops._dropout import keep_mask, keep_scale, resolve_dropout
+from fastformer.ops._common import accumulation_dtype, check_dtype, check_features, check_vector
+from fastformer.ops._dropout import drop, keep_scale, resolve_dropout
 from fastformer.ops._library import autocast, define_op, forbid_double_backward, register_autograd
 
 ACTIVATIONS = ("relu", "gelu", "gelu_tanh", "swiglu")
 _GELU_APPROXIMATION = {"gelu": "none", "gelu_tanh": "tanh"}
-
-
-def _widened(values: Tensor) -> Tensor:
-    return values.float() if values.dtype in (torch.float16, torch.bfloat16) else values
 
 
 def _activate(pre: Tensor, activation: str) -> Tensor:
@@ -43,13 +40,6 @@ def _activate_backward(dhidden: Tensor, pre: Tensor, activation: str) -> Tensor:
     return torch.ops.aten.gelu_backward(dhidden, pre, approximate=_GELU_APPROXIMATION[activation])
 
 
-def _dropout(hidden: Tensor, dropout_p: float, dropout_seed: Tensor | None) -> Tensor:
-    if dropout_p == 0.0:
-        return hidden
-    assert dropout_seed is not None
-    return hidden * keep_mask(dropout_seed, dropout_p, *hidden.shape)[0] * keep_scale(dropout_p)
-
-
 def feed_forward_reference(
     x: Tensor,
     weight1: Tensor,
@@ -62,7 +52,7 @@ def feed_forward_reference(
 ) -> tuple[Tensor, Tensor]:
     """(out, saved). saved, what backward needs: for relu the hidden after dropout, else the pre-activation; in rows."""
     pre = F.linear(x.reshape(-1, x.shape[-1]), weight1, bias1)
-    hidden = _dropout(_activate(_widened(pre), activation), dropout_p, dropout_seed).to(x.dtype)
+    hidden = drop(_activate(pre.to(accumulation_dtype(x.dtype)), activation), dropout_p, dropout_seed).to(x.dtype)
     out = F.linear(hidden, weight2, bias2).view(*x.shape[:-1], weight2.shape[0])
     return out, hidden if activation == "relu" else pre
 
@@ -92,9 +82,9 @@ def feed_forward_backward_reference(
         hidden = saved
         dpre = dhidden * (saved > 0) * keep_scale(dropout_p)
     else:
-        pre = _widened(saved)
-        hidden = _dropout(_activate(pre, activation), dropout_p, dropout_seed).to(x.dtype)
-        dpre = _activate_backward(_dropout(_widened(dhidden), dropout_p, dropout_seed), pre, activation).to(x.dtype)
+        pre = saved.to(accumulation_dtype(x.dtype))
+        hidden = drop(_activate(pre, activation), dropout_p, dropout_seed).to(x.dtype)
+        dpre = _activate_backward(drop(dhidden.to(pre.dtype), dropout_p, dropout_seed), pre, activation).to(x.dtype)
     return (
         (dpre @ weight1).view(x.shape),
         dpre.T @ rows,
@@ -182,7 +172,7 @@ def feed_forward(
         bias2: (out_dim,) or None.
         activation: "relu", "gelu" (erf), "gelu_tanh" or "swiglu".
         dropout_p: the probability that a hidden element is dropped. Modules pass 0 in evaluation.
-        dropout_seed: int64 (2,); drawn from the default generator when None. Row = flattened row, column = hidden index.
+        dropout_seed: int64 (2,); drawn from the default generator when None. Row = flattened row.
 
     Returns:
         (..., out_dim), x's dtype; under autocast the autocast dtype.
@@ -193,10 +183,7 @@ def feed_forward(
     if activation not in ACTIVATIONS:
         raise ValueError(f"expected an activation out of {ACTIVATIONS}, got {activation!r}")
     x, weight1, bias1, weight2, bias2 = autocast("feed_forward", x, weight1, bias1, weight2, bias2)  # type: ignore
-    if x.dim() == 0 or x.shape[-1] == 0 or not x.is_floating_point():
-        raise ValueError(
-            f"expected a floating-point x (..., dim) with dim >= 1, got {x.dtype} of shape {tuple(x.shape)}"
-        )
+    check_features(x)
     if weight1.dim() != 2 or weight1.shape[1] != x.shape[-1]:
         raise ValueError(f"expected weight1 (hidden_dim, {x.shape[-1]}), got shape {tuple(weight1.shape)}")
     if activation == "swiglu" and weight1.shape[0] % 2:
@@ -204,12 +191,10 @@ def feed_forward(
     hidden_dim = weight1.shape[0] // 2 if activation == "swiglu" else weight1.shape[0]
     if weight2.dim() != 2 or weight2.shape[1] != hidden_dim:
         raise ValueError(f"expected weight2 (out_dim, {hidden_dim}), got shape {tuple(weight2.shape)}")
-    for name, bias, size in (("bias1", bias1, weight1.shape[0]), ("bias2", bias2, weight2.shape[0])):
-        if bias is not None and bias.shape != (size,):
-            raise ValueError(f"expected {name} of shape ({size},), got {tuple(bias.shape)}")
+    check_vector("bias1", bias1, weight1.shape[0])
+    check_vector("bias2", bias2, weight2.shape[0])
     for name, parameter in (("weight1", weight1), ("bias1", bias1), ("weight2", weight2), ("bias2", bias2)):
-        if parameter is not None and parameter.dtype != x.dtype:
-            raise ValueError(f"expected {name} in x's dtype {x.dtype}, got {parameter.dtype}")
+        check_dtype(name, parameter, x.dtype)
     dropout_p, dropout_seed = resolve_dropout(dropout_p, dropout_seed, x.device)
     rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
     out, _ = _fwd(rows, weight1, bias1, weight2, bias2, activation, dropout_p, dropout_seed)

@@ -4,9 +4,9 @@ For a row with logits z = x weight^T + bias, a target y and V classes
 
     loss = lse(z) - a z_y - b sum(z) + z_loss lse(z)^2        dz = (1 + 2 z_loss lse(z)) softmax(z) - b - a [j = y]
 
-with b = e / V, a = 1 - e (Szegedy et al. 2016 and torch: smoothing e over all classes) or b = e / (V - 1), a = 1 - e - b
-(tensor2tensor, `padded_cross_entropy`: over the others; its constant, the entropy of the smoothed target, is left out).
-The z-loss is PaLM's (Chowdhery et al. 2022, section 5).
+with b = e / V, a = 1 - e (Szegedy et al. 2016 and torch: smoothing e over all classes) or with b = e / (V - 1),
+a = 1 - e - b (tensor2tensor, `padded_cross_entropy`: over the others; its constant, the entropy of the smoothed
+target, is left out). The z-loss is PaLM's (Chowdhery et al. 2022, section 5).
 """
 
 from __future__ import annotations
@@ -18,14 +18,19 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from fastformer.ops._common import (
+    INTEGERS,
+    accumulation_dtype,
+    check_dtype,
+    check_features,
+    check_range,
+    check_vector,
+    described,
+)
 from fastformer.ops._library import autocast, define_op, forbid_double_backward, register_autograd
 
 # Enough rows for the matrix products to run at full rate; few enough for one chunk of logits to be small.
 CHUNK_ROWS = 2048
-
-
-def _loss_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def _smoothing(label_smoothing: float, smooth_others: bool, vocab_size: int) -> tuple[float, float]:
@@ -42,13 +47,7 @@ def _targets(target: Tensor, ignore_index: int, vocab_size: int) -> tuple[Tensor
     """(target with 0 for ignored rows, which rows count), both (rows,)."""
     valid = target != ignore_index
     target = target.long().masked_fill(~valid, 0)
-    # On a GPU this would be a host sync; there the gather asserts on the device.
-    if target.device.type == "cpu" and target.numel():
-        low, high = (int(bound) for bound in torch.aminmax(target))
-        if low < 0 or high >= vocab_size:
-            raise IndexError(
-                f"expected targets in [0, {vocab_size}) or {ignore_index} (ignored), got {low if low < 0 else high}"
-            )
+    check_range(target, vocab_size, f"targets in [0, {vocab_size}) or {ignore_index} (ignored)")
     return target, valid
 
 
@@ -87,7 +86,7 @@ class _Gradients:
     """dx, dweight and dbias, filled chunk by chunk; the sums over rows are fp32 (fp64 for fp64)."""
 
     def __init__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-        dtype = _loss_dtype(x.dtype)
+        dtype = accumulation_dtype(x.dtype)
         self.x, self.weight = x, weight
         self.dx = torch.empty_like(x, memory_format=torch.contiguous_format)
         self.dweight = torch.zeros(weight.shape, dtype=dtype, device=x.device)
@@ -121,7 +120,7 @@ def linear_cross_entropy_reference(
     """(losses, lse), both fp32 (rows,) (fp64 for fp64); the loss of an ignored row is 0."""
     smoothing = _smoothing(label_smoothing, smooth_others, weight.shape[0])
     target, valid = _targets(target, ignore_index, weight.shape[0])
-    losses = x.new_empty(len(x), dtype=_loss_dtype(x.dtype))
+    losses = x.new_empty(len(x), dtype=accumulation_dtype(x.dtype))
     lse = torch.empty_like(losses)
     for chunk in _chunks(len(x)):
         logits = F.linear(x[chunk], weight, bias).to(losses.dtype)
@@ -131,7 +130,7 @@ def linear_cross_entropy_reference(
 
 
 def _fwd_fake(x, weight, bias, target, ignore_index, label_smoothing, smooth_others, z_loss):
-    losses = x.new_empty(x.shape[0], dtype=_loss_dtype(x.dtype))
+    losses = x.new_empty(x.shape[0], dtype=accumulation_dtype(x.dtype))
     return losses, torch.empty_like(losses)
 
 
@@ -180,7 +179,7 @@ def linear_cross_entropy_with_gradients_reference(
     """(loss, dx, dweight, dbias): the sum or the mean over the rows that count, and its gradients, in one pass."""
     smoothing = _smoothing(label_smoothing, smooth_others, weight.shape[0])
     target, valid = _targets(target, ignore_index, weight.shape[0])
-    row_scale = valid.to(_loss_dtype(x.dtype))
+    row_scale = valid.to(accumulation_dtype(x.dtype))
     if mean:
         row_scale = row_scale / valid.sum().clamp(min=1)
     loss = row_scale.new_zeros(())
@@ -195,7 +194,7 @@ def linear_cross_entropy_with_gradients_reference(
 
 
 def _fwd_bwd_fake(x, weight, bias, target, ignore_index, label_smoothing, smooth_others, z_loss, mean):
-    return x.new_empty((), dtype=_loss_dtype(x.dtype)), *_gradients_fake(x, weight, bias)
+    return x.new_empty((), dtype=accumulation_dtype(x.dtype)), *_gradients_fake(x, weight, bias)
 
 
 _OPTIONS = "int ignore_index, float label_smoothing, bool smooth_others, float z_loss"
@@ -292,22 +291,14 @@ def linear_cross_entropy(
     if not 0.0 <= label_smoothing <= 1.0:
         raise ValueError(f"expected label_smoothing in [0, 1], got {label_smoothing}")
     x, weight, bias = autocast("linear_cross_entropy", x, weight, bias)  # type: ignore[assignment]
-    if x.dim() == 0 or x.shape[-1] == 0 or not x.is_floating_point():
-        raise ValueError(
-            f"expected a floating-point x (..., dim) with dim >= 1, got {x.dtype} of shape {tuple(x.shape)}"
-        )
+    check_features(x)
     if weight.dim() != 2 or weight.shape[1] != x.shape[-1] or weight.shape[0] == 0:
         raise ValueError(f"expected weight (vocab_size, {x.shape[-1]}), got shape {tuple(weight.shape)}")
-    if target.shape != x.shape[:-1] or target.dtype not in (torch.int64, torch.int32):
-        raise ValueError(
-            f"expected an integer target of shape {tuple(x.shape[:-1])}, "
-            f"got {target.dtype} of shape {tuple(target.shape)}"
-        )
-    if bias is not None and bias.shape != weight.shape[:1]:
-        raise ValueError(f"expected bias of shape ({weight.shape[0]},), got {tuple(bias.shape)}")
-    for name, parameter in (("weight", weight), ("bias", bias)):
-        if parameter is not None and parameter.dtype != x.dtype:
-            raise ValueError(f"expected {name} in x's dtype {x.dtype}, got {parameter.dtype}")
+    if target.shape != x.shape[:-1] or target.dtype not in INTEGERS:
+        raise ValueError(f"expected an integer target of shape {tuple(x.shape[:-1])}, got {described(target)}")
+    check_vector("bias", bias, weight.shape[0])
+    check_dtype("weight", weight, x.dtype)
+    check_dtype("bias", bias, x.dtype)
     if smooth_others and label_smoothing > 0.0 and weight.shape[0] == 1:
         raise ValueError("expected at least 2 classes to smooth over the others, got 1")
 

@@ -1,7 +1,7 @@
 """Rotary position embedding: each pair of features is turned by an angle that grows with the position.
 
-Su et al. 2021, "RoFormer", section 3.2.2. A pair is (i, i + rotary_dim / 2), or (2i, 2i + 1) when interleaved; what lies
-beyond rotary_dim passes through. A rotation's gradient is the rotation back.
+Su et al. 2021, "RoFormer", section 3.2.2. A pair is (i, i + rotary_dim / 2), or (2i, 2i + 1) when interleaved; what
+lies beyond rotary_dim passes through. A rotation's gradient is the rotation back.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastformer.ops._common import INTEGERS, accumulation_dtype, check_range, described
 from fastformer.ops._library import autocast, define_op, register_autograd
 
 
@@ -19,14 +20,11 @@ def rotary_reference(
     x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, interleaved: bool, inverse: bool
 ) -> Tensor:
     """See `rotary`; inverse turns the other way."""
-    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    dtype = accumulation_dtype(x.dtype)
     if positions is None:
         cos, sin = cos[: x.shape[-3]], sin[: x.shape[-3]]
     else:
-        if positions.device.type == "cpu" and positions.numel():
-            low, high = (int(bound) for bound in torch.aminmax(positions))
-            if low < 0 or high >= cos.shape[0]:
-                raise IndexError(f"expected positions in [0, {cos.shape[0]}), got {low if low < 0 else high}")
+        check_range(positions, cos.shape[0], f"positions in [0, {cos.shape[0]})")
         cos, sin = cos[positions], sin[positions]
     # One rotation for all heads of a token.
     cos, sin = cos.to(dtype).unsqueeze(-2), sin.to(dtype).unsqueeze(-2)
@@ -86,9 +84,7 @@ def rotary(
         IndexError: a position outside the tables (on a CPU; a GPU asserts on the device).
     """
     if x.dim() < 3 or not x.is_floating_point():
-        raise ValueError(
-            f"expected a floating-point x (..., seqlen, num_heads, head_dim), got {x.dtype} of shape {tuple(x.shape)}"
-        )
+        raise ValueError(f"expected a floating-point x (..., seqlen, num_heads, head_dim), got {described(x)}")
     if cos.dim() != 2 or cos.shape != sin.shape or 2 * cos.shape[1] > x.shape[-1]:
         raise ValueError(
             f"expected cos and sin (num_positions, at most {x.shape[-1] // 2}), "
@@ -97,11 +93,8 @@ def rotary(
     if positions is None:
         if x.shape[-3] > cos.shape[0]:
             raise ValueError(f"expected at most {cos.shape[0]} positions (cos, sin), got a sequence of {x.shape[-3]}")
-    elif positions.shape != x.shape[:-2] or positions.dtype not in (torch.int64, torch.int32):
-        raise ValueError(
-            f"expected integer positions of shape {tuple(x.shape[:-2])}, "
-            f"got {positions.dtype} of shape {tuple(positions.shape)}"
-        )
+    elif positions.shape != x.shape[:-2] or positions.dtype not in INTEGERS:
+        raise ValueError(f"expected integer positions of shape {tuple(x.shape[:-2])}, got {described(positions)}")
     (x,) = autocast("rotary", x)  # type: ignore[assignment]
     return _fwd(x, cos, sin, positions, interleaved, False)
 

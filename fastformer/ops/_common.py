@@ -1,0 +1,48 @@
+"""Small things that several references and documented functions share."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+INTEGERS = (torch.int64, torch.int32)
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What statistics, losses and sums over rows are computed in: fp32, and fp64 for fp64."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def described(tensor: Tensor) -> str:
+    """A tensor in an error message: its dtype and shape."""
+    return f"{tensor.dtype} of shape {tuple(tensor.shape)}"
+
+
+def check_features(x: Tensor) -> None:
+    """Raises ValueError unless x is (..., dim), floating point, dim >= 1."""
+    if x.dim() == 0 or x.shape[-1] == 0 or not x.is_floating_point():
+        raise ValueError(f"expected a floating-point x (..., dim) with dim >= 1, got {described(x)}")
+
+
+def check_vector(name: str, vector: Tensor | None, size: int) -> None:
+    """Raises ValueError unless the vector is None or of shape (size,)."""
+    if vector is not None and vector.shape != (size,):
+        raise ValueError(f"expected {name} of shape ({size},), got {tuple(vector.shape)}")
+
+
+def check_dtype(name: str, parameter: Tensor | None, dtype: torch.dtype) -> None:
+    """Raises ValueError unless the parameter is None or of that dtype."""
+    if parameter is not None and parameter.dtype != dtype:
+        raise ValueError(f"expected {name} in x's dtype {dtype}, got {parameter.dtype}")
+
+
+def check_range(indices: Tensor, size: int, expected: str) -> None:
+    """Raises IndexError, naming the first bound that is broken, unless all indices lie in [0, size).
+
+    Only on a CPU: on a GPU the answer would cost a host sync, and the lookup itself asserts on the device.
+    """
+    if indices.device.type != "cpu" or indices.numel() == 0:
+        return
+    low, high = (int(bound) for bound in torch.aminmax(indices))
+    if low < 0 or high >= size:
+        raise IndexError(f"expected {expected}, got {low if low < 0 else high}")
