@@ -38,7 +38,7 @@ Problem Problem::dense(const Tensor& q, const Tensor& k, const OptionalTensor& s
   for (int64_t b = 0; b < p.batch; ++b) {
     const int64_t keys = seqlens_k ? seqlens_k->const_data_ptr<int32_t>()[b] : k.size(1);
     p.sequences.push_back({0, 0, q.size(1), std::clamp<int64_t>(keys, 0, k.size(1)), k.size(1) - q.size(1),
-                           b * p.num_heads * q.size(1)});
+                           b * p.num_heads * q.size(1), b});
   }
   return p;
 }
@@ -55,7 +55,7 @@ Problem Problem::packed(const Tensor& q, const Tensor& k, const Tensor& cu_seqle
     TORCH_CHECK(seqlen_q >= 0 && seqlen_k >= 0 && cu_q[b] >= 0 && cu_k[b] >= 0 && cu_q[b + 1] <= q.size(0) &&
                     cu_k[b + 1] <= k.size(0),
                 "cu_seqlens must rise from 0 to at most the number of rows; sequence ", b, " breaks that");
-    p.sequences.push_back({cu_q[b], cu_k[b], seqlen_q, seqlen_k, seqlen_k - seqlen_q, cu_q[b]});
+    p.sequences.push_back({cu_q[b], cu_k[b], seqlen_q, seqlen_k, seqlen_k - seqlen_q, cu_q[b], 0});
   }
   p.ragged = p.batch == 0 || cu_q[p.batch] < q.size(0);
   return p;
@@ -88,8 +88,8 @@ struct PackedKV {
       const int64_t b = task / num_kv_heads, h = task % num_kv_heads;
       const Sequence& s = p.sequences[b];
       T* to = storage.data() + start[task];
-      pack<T>(k.at(b, s.k_start, h), 1, k.stride, head_dim, s.keys, to);
-      pack<T>(v.at(b, s.k_start, h), v.stride, 1, s.keys, head_dim, to + packed_size<T>(head_dim, s.keys));
+      pack<T>(k.at(s.k_batch, s.k_start, h), 1, k.stride, head_dim, s.keys, to);
+      pack<T>(v.at(s.k_batch, s.k_start, h), v.stride, 1, s.keys, head_dim, to + packed_size<T>(head_dim, s.keys));
     });
   }
   const T* keys(int64_t b, int64_t h, int64_t j) const {  // j a multiple of kPanel
@@ -228,6 +228,20 @@ void forward(const Problem& p, const OptionalTensor& attn_mask, const Tensor& q,
   });
 }
 
+}  // namespace
+
+void attention_forward(const Problem& p, const OptionalTensor& attn_mask, const Tensor& q, const Tensor& k, const Tensor& v,
+                       Tensor& out, Tensor& lse) {
+  switch (q.scalar_type()) {
+    case at::kDouble: forward<double>(p, attn_mask, q, k, v, out, lse); break;
+    case at::kFloat: forward<float>(p, attn_mask, q, k, v, out, lse); break;
+    case at::kBFloat16: forward<bfloat16>(p, attn_mask, q, k, v, out, lse); break;
+    default: TORCH_CHECK(false, "attention: no C++ code for ", q.scalar_type());
+  }
+}
+
+namespace {
+
 std::tuple<Tensor, Tensor> run(const Problem& p, const OptionalTensor& attn_mask, const Tensor& q_in, const Tensor& k_in,
                                const Tensor& v_in, at::IntArrayRef lse_shape) {
   const Tensor q = rows_of(q_in), k = rows_of(k_in), v = rows_of(v_in);
@@ -235,12 +249,7 @@ std::tuple<Tensor, Tensor> run(const Problem& p, const OptionalTensor& attn_mask
   Tensor out = p.ragged ? at::zeros(q.sizes(), q.options()) : at::empty(q.sizes(), q.options());
   Tensor lse = p.ragged ? at::full(lse_shape, -std::numeric_limits<double>::infinity(), statistics)
                         : at::empty(lse_shape, statistics);
-  switch (q.scalar_type()) {
-    case at::kDouble: forward<double>(p, attn_mask, q, k, v, out, lse); break;
-    case at::kFloat: forward<float>(p, attn_mask, q, k, v, out, lse); break;
-    case at::kBFloat16: forward<bfloat16>(p, attn_mask, q, k, v, out, lse); break;
-    default: TORCH_CHECK(false, "attention: no C++ code for ", q.scalar_type());
-  }
+  attention_forward(p, attn_mask, q, k, v, out, lse);
   return {out, lse};
 }
 

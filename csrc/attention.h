@@ -24,6 +24,7 @@ struct Sequence {
   int64_t seqlen_q, keys;    // queries, and keys that may be seen at all
   int64_t diagonal;          // seqlen_k - seqlen_q: query i is aligned with key i + diagonal
   int64_t lse_start;
+  int64_t k_batch;  // batch index of its keys and values
 };
 
 struct Interval {
@@ -109,6 +110,10 @@ struct Problem {
     return queries;
   }
 };
+
+// The forward pass over a problem; lse (fp32, or fp64 for fp64) and out are written. In attention.cpp.
+void attention_forward(const Problem& p, const OptionalTensor& attn_mask, const Tensor& q, const Tensor& k, const Tensor& v,
+                       Tensor& out, Tensor& lse);
 
 // Runs work(0), ..., work(n - 1), each once, handed out one by one: causal tasks differ in length.
 template <typename F>

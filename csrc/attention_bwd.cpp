@@ -147,7 +147,7 @@ void attend_backward(const Problem& p, const Mask& mask, const Inputs<T>& in, in
   const int64_t dim = p.head_dim, group = p.num_heads / p.num_kv_heads;
   std::vector<acc> dk(s.keys * dim, acc(0)), dv(s.keys * dim, acc(0));
   std::vector<T> keys_packed(packed_size<T>(s.keys, dim));
-  pack<T>(in.k.at(b, s.k_start, kv_head), in.k.stride, 1, s.keys, dim, keys_packed.data());
+  pack<T>(in.k.at(s.k_batch, s.k_start, kv_head), in.k.stride, 1, s.keys, dim, keys_packed.data());
   static thread_local Tile<T> tile;
 
   for (int64_t h = kv_head * group; h < (kv_head + 1) * group; ++h) {
@@ -157,9 +157,9 @@ void attend_backward(const Problem& p, const Mask& mask, const Inputs<T>& in, in
       const Interval seen{p.queries_of(s, j).begin, p.queries_of(s, j + keys - 1).end};
       for (int64_t i = seen.begin / kPanel * kPanel; i < seen.end; i += kPanel) {
         const int64_t queries = std::min(kPanel, s.seqlen_q - i), column = i * round_up(dim, kPair<T>);
-        gemm<T>(keys, kPanel, dim, in.k.at(b, s.k_start + j, kv_head), in.k.stride, head.q_t.data() + column, tile.scores,
+        gemm<T>(keys, kPanel, dim, in.k.at(s.k_batch, s.k_start + j, kv_head), in.k.stride, head.q_t.data() + column, tile.scores,
                 kPanel, false);
-        gemm<T>(keys, kPanel, dim, in.v.at(b, s.k_start + j, kv_head), in.v.stride, head.dout_t.data() + column,
+        gemm<T>(keys, kPanel, dim, in.v.at(s.k_batch, s.k_start + j, kv_head), in.v.stride, head.dout_t.data() + column,
                 tile.dprobabilities, kPanel, false);
         if (p.dropout.on) transposed_keep<T>(p, b * p.num_heads + h, i, j, keys, tile);
         tile_gradients<T>(p, mask, s, head, b, h, i, j, keys, tile);
@@ -187,7 +187,7 @@ void attend_backward(const Problem& p, const Mask& mask, const Inputs<T>& in, in
   }
   const int64_t seqlen_k = s.seqlen_q + s.diagonal;
   for (int64_t j = 0; j < seqlen_k; ++j) {
-    T *dk_to = in.dk.at(b, s.k_start + j, kv_head), *dv_to = in.dv.at(b, s.k_start + j, kv_head);
+    T *dk_to = in.dk.at(s.k_batch, s.k_start + j, kv_head), *dv_to = in.dv.at(s.k_batch, s.k_start + j, kv_head);
     if (j >= s.keys) {  // padding
       std::fill(dk_to, dk_to + dim, T(0)), std::fill(dv_to, dv_to + dim, T(0));
       continue;
