@@ -132,11 +132,17 @@ void pack_panel(const T* b, int64_t stride_k, int64_t stride_n, int64_t k, int64
   pack_panel_slowly(b, stride_k, stride_n, done, k, columns, panel);
 }
 
+// Where a micro-kernel finds A: element (i, p) at data[i * row + p / kPair * step + p % kPair].
+template <typename T>
+struct Left {
+  const T* data;
+  int64_t row, step;
+};
+
 // The micro-kernels: kRows rows of A against one panel. `columns` of the result are written.
 
 template <int kRows>
-void rows_times_panel(const float* a, int64_t lda, const float* b, int64_t k, float* c, int64_t ldc, int64_t columns,
-                      bool accumulate) {
+void rows_times_panel(Left<float> a, const float* b, int64_t k, float* c, int64_t ldc, int64_t columns, bool accumulate) {
   using V = Vec<float>;
   constexpr int kVecs = kPanel / V::size;
   V sum[kRows][kVecs];
@@ -147,7 +153,7 @@ void rows_times_panel(const float* a, int64_t lda, const float* b, int64_t k, fl
     for (int j = 0; j < kVecs; ++j) right[j] = V::load(b + j * V::size);
 #pragma GCC unroll 16
     for (int i = 0; i < kRows; ++i) {
-      const V left(a[i * lda + p]);
+      const V left(a.data[i * a.row + p * a.step]);
       for (int j = 0; j < kVecs; ++j) sum[i][j] = fmadd(left, right[j], sum[i][j]);
     }
   }
@@ -162,9 +168,8 @@ void rows_times_panel(const float* a, int64_t lda, const float* b, int64_t k, fl
 
 #if defined(CPU_CAPABILITY_AVX512)
 template <int kRows>
-__attribute__((target("avx512bf16"))) void rows_times_panel_bf16(const bfloat16* a, int64_t lda, const bfloat16* b,
-                                                                 int64_t k, float* c, int64_t ldc, int64_t columns,
-                                                                 bool accumulate) {
+__attribute__((target("avx512bf16"))) void rows_times_panel_bf16(Left<bfloat16> a, const bfloat16* b, int64_t k,
+                                                                 float* c, int64_t ldc, int64_t columns, bool accumulate) {
   __m512 sum[kRows][2];
   for (int i = 0; i < kRows; ++i) sum[i][0] = sum[i][1] = _mm512_setzero_ps();
   for (int64_t p = 0; p < k; p += 2, b += 2 * kPanel) {
@@ -172,9 +177,10 @@ __attribute__((target("avx512bf16"))) void rows_times_panel_bf16(const bfloat16*
     const bool whole = p + 2 <= k;
 #pragma GCC unroll 16
     for (int i = 0; i < kRows; ++i) {
+      const bfloat16* pair = a.data + i * a.row + p / 2 * a.step;
       uint32_t both;  // two neighbours in k; the second is zero beyond an odd k
-      if (whole) std::memcpy(&both, a + i * lda + p, 4);
-      else both = a[i * lda + p].x;
+      if (whole) std::memcpy(&both, pair, 4);
+      else both = pair->x;
       const __m512bh left = (__m512bh)_mm512_set1_epi32(static_cast<int>(both));
       sum[i][0] = _mm512_dpbf16_ps(sum[i][0], left, right0);
       sum[i][1] = _mm512_dpbf16_ps(sum[i][1], left, right1);
@@ -194,8 +200,8 @@ __attribute__((target("avx512bf16"))) void rows_times_panel_bf16(const bfloat16*
 
 // bf16 by widening: the low half of a 32-bit unit is the even row of k, the high half the odd one.
 template <int kRows>
-void rows_times_panel_widened(const bfloat16* a, int64_t lda, const bfloat16* b, int64_t k, float* c, int64_t ldc,
-                              int64_t columns, bool accumulate) {
+void rows_times_panel_widened(Left<bfloat16> a, const bfloat16* b, int64_t k, float* c, int64_t ldc, int64_t columns,
+                              bool accumulate) {
   using V = Vec<float>;
   constexpr int kVecs = kPanel / V::size;
   V sum[kRows][kVecs];
@@ -212,7 +218,7 @@ void rows_times_panel_widened(const bfloat16* a, int64_t lda, const bfloat16* b,
       }
 #pragma GCC unroll 16
       for (int i = 0; i < kRows; ++i) {
-        const V left(static_cast<float>(a[i * lda + p + odd]));
+        const V left(static_cast<float>(a.data[i * a.row + p / 2 * a.step + odd]));
         for (int j = 0; j < kVecs; ++j) sum[i][j] = fmadd(left, right[j], sum[i][j]);
       }
     }
@@ -227,18 +233,18 @@ void rows_times_panel_widened(const bfloat16* a, int64_t lda, const bfloat16* b,
 }
 
 template <int kRows>
-void rows_times_panel_double(const double* a, int64_t lda, const double* b, int64_t k, double* c, int64_t ldc,
-                             int64_t columns, bool accumulate) {
+void rows_times_panel_double(Left<double> a, const double* b, int64_t k, double* c, int64_t ldc, int64_t columns,
+                             bool accumulate) {
   for (int i = 0; i < kRows; ++i) {
     double sum[kPanel] = {};
     for (int64_t p = 0; p < k; ++p)
-      for (int64_t j = 0; j < kPanel; ++j) sum[j] += a[i * lda + p] * b[p * kPanel + j];
+      for (int64_t j = 0; j < kPanel; ++j) sum[j] += a.data[i * a.row + p * a.step] * b[p * kPanel + j];
     for (int64_t j = 0; j < columns; ++j) c[i * ldc + j] = accumulate ? c[i * ldc + j] + sum[j] : sum[j];
   }
 }
 
 template <typename T>
-using Kernel = void (*)(const T*, int64_t, const T*, int64_t, acc_t<T>*, int64_t, int64_t, bool);
+using Kernel = void (*)(Left<T>, const T*, int64_t, acc_t<T>*, int64_t, int64_t, bool);
 
 template <typename T>
 using Kernels = std::array<Kernel<T>, kMaxRows>;
@@ -270,7 +276,9 @@ const Kernels<T>& kernels() {
   return table;
 }
 
-// AMX is reached through oneDNN's brgemm, which also runs on AVX512_BF16: FASTFORMER_BRGEMM=1 takes it there for tests.
+}  // namespace
+
+// brgemm runs on AVX512_BF16 too: FASTFORMER_BRGEMM=1 takes it there for tests.
 bool use_brgemm() {
 #if defined(CPU_CAPABILITY_AVX512)
   static const bool wanted = [] {
@@ -283,6 +291,22 @@ bool use_brgemm() {
 #else
   return false;
 #endif
+}
+
+namespace {
+
+constexpr int64_t kDepth = 512;
+
+// Some rows of A against one panel, in groups of nearly the same number of rows.
+template <typename T>
+void rows_of_panel(int64_t m, Left<T> a, const T* panel, int64_t k, acc_t<T>* c, int64_t ldc, int64_t columns, bool accumulate) {
+  const Kernels<T>& table = kernels<T>();
+  const int64_t groups = (m + kMaxRows - 1) / kMaxRows;
+  for (int64_t g = 0, first = 0; g < groups; ++g) {
+    const int64_t rows = (m - first) / (groups - g);
+    table[rows - 1]({a.data + first * a.row, a.row, a.step}, panel, k, c + first * ldc, ldc, columns, accumulate);
+    first += rows;
+  }
 }
 
 }  // namespace
@@ -306,14 +330,24 @@ void gemm(int64_t m, int64_t n, int64_t k, const T* a, int64_t lda, const T* pac
       return;
     }
   }
-  const Kernels<T>& table = kernels<T>();
-  const int64_t groups = (m + kMaxRows - 1) / kMaxRows;  // of nearly the same number of rows each
-  for (int64_t j = 0; j < n; j += kPanel, packed += panel_size)
-    for (int64_t g = 0, first = 0; g < groups; ++g) {
-      const int64_t rows = (m - first) / (groups - g);
-      table[rows - 1](a + first * lda, lda, packed, k, c + first * ldc + j, ldc, std::min(kPanel, n - j), accumulate);
-      first += rows;
-    }
+  // Long products are cut so that a panel's slice and the rows' slice stay in the second-level cache.
+  for (int64_t p = 0; p < k; p += kDepth) {
+    const int64_t depth = std::min(kDepth, k - p);
+    const T* panel = packed + p * kPanel;
+    for (int64_t j = 0; j < n; j += kPanel, panel += panel_size)
+      rows_of_panel<T>(m, {a + p, lda, kPair<T>}, panel, depth, c + j, ldc, std::min(kPanel, n - j), accumulate || p > 0);
+  }
+}
+
+template <typename T>
+void gemm_transposed(int64_t m, int64_t n, int64_t k, const T* packed_a, const T* packed_b, acc_t<T>* c, int64_t ldc) {
+  const int64_t panel_size = round_up(k, kPair<T>) * kPanel;
+  for (int64_t p = 0; p < k; p += kDepth)
+    for (int64_t i = 0; i < m; i += kPanel)
+      for (int64_t j = 0; j < n; j += kPanel)
+        rows_of_panel<T>(std::min(kPanel, m - i), {packed_a + i / kPanel * panel_size + p * kPanel, kPair<T>, kPanel * kPair<T>},
+                         packed_b + j / kPanel * panel_size + p * kPanel, std::min(kDepth, k - p), c + i * ldc + j, ldc,
+                         std::min(kPanel, n - j), p > 0);
 }
 
 void gemm_release() {
@@ -322,7 +356,8 @@ void gemm_release() {
 
 #define FASTFORMER_INSTANTIATE(T)                                                        \
   template void pack<T>(const T*, int64_t, int64_t, int64_t, int64_t, T*);               \
-  template void gemm<T>(int64_t, int64_t, int64_t, const T*, int64_t, const T*, acc_t<T>*, int64_t, bool, int64_t);
+  template void gemm<T>(int64_t, int64_t, int64_t, const T*, int64_t, const T*, acc_t<T>*, int64_t, bool, int64_t); \
+  template void gemm_transposed<T>(int64_t, int64_t, int64_t, const T*, const T*, acc_t<T>*, int64_t);
 FASTFORMER_INSTANTIATE(float)
 FASTFORMER_INSTANTIATE(double)
 FASTFORMER_INSTANTIATE(bfloat16)

@@ -50,6 +50,13 @@ void gemm(int64_t m, int64_t n, int64_t k, const T* a, int64_t lda, const T* pac
   gemm<T>(m, n, k, a, lda, packed, c, ldc, accumulate, k);
 }
 
+// C = A^T * B for a packed (k, m) A and a packed (k, n) B: the gradient of a weight. Never on AMX; see use_brgemm.
+template <typename T>
+void gemm_transposed(int64_t m, int64_t n, int64_t k, const T* packed_a, const T* packed_b, acc_t<T>* c, int64_t ldc);
+
+// Whether bf16 products go through oneDNN's brgemm: where the CPU has AMX, which is reached in no other way here.
+bool use_brgemm();
+
 // brgemm keeps the AMX tiles configured between calls; a thread calls this when it is done with its products.
 void gemm_release();
 
