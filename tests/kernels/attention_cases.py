@@ -1,0 +1,214 @@
+"""Attention calls for the Triton kernels' tests: one case, plain PyTorch's answer in any dtype, and the comparison."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from fastformer.ops._dropout import keep_mask, keep_scale
+from tests.checks import assert_accurate
+
+SEED = (0x1234567_89ABCDEF, 0x0FEDCBA9_87654321)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call. `mask` is "none", "bool" or "additive", `mask_shape` which of its four dims are not broadcast."""
+
+    batch: int = 2
+    heads: int = 2
+    kv_heads: int = 2
+    head_dim: int = 16
+    seqlen_q: int = 40
+    seqlen_k: int = 56
+    window: tuple[int | None, int | None] = (None, None)
+    lengths: tuple[int, ...] | None = None
+    packed: bool = False
+    lengths_q: tuple[int, ...] | None = None
+    mask: str = "none"
+    mask_shape: tuple[bool, bool, bool, bool] = (True, True, True, True)
+    dropout_p: float = 0.0
+    softmax_scale: float | None = None
+    options: tuple[str, ...] = field(default=())
+
+    @property
+    def scale(self) -> float:
+        return self.softmax_scale or self.head_dim**-0.5
+
+
+OPTIONS: dict[str, dict] = {
+    "causal": {"window": (None, 0)},
+    "window": {"window": (9, 5)},
+    "left": {"window": (12, None)},
+    "before": {"window": (20, -3)},
+    "seqlens_k": {"lengths": (37, 5)},
+    "packed": {"packed": True, "lengths_q": (33, 17), "lengths": (37, 48)},
+    "bool": {"mask": "bool", "mask_shape": (True, False, True, True)},
+    "bool_keys": {"mask": "bool", "mask_shape": (True, False, False, True)},
+    "additive": {"mask": "additive"},
+    "bias": {"mask": "additive", "mask_shape": (False, True, True, True)},
+    "additive_keys": {"mask": "additive", "mask_shape": (True, False, False, True)},
+    "gqa": {"heads": 4},
+    "mqa": {"heads": 3, "kv_heads": 1},
+    "dropout": {"dropout_p": 0.3},
+    "head_dim": {"head_dim": 40},
+    "one_block": {"seqlen_k": 27, "lengths": None},
+}
+
+
+def case_of(*names: str) -> Case | None:
+    """The case with these options, or None where they exclude each other."""
+    case = Case(options=names)
+    seen: set[str] = set()
+    for name in names:
+        changes = OPTIONS[name]
+        clash = seen & set(changes)
+        if clash:
+            return None
+        seen |= set(changes)
+        case = replace(case, **changes)
+    if case.packed and case.mask != "none":
+        return None
+    return case
+
+
+def make_inputs(case: Case, dtype: torch.dtype, device: str = "cpu") -> dict[str, Tensor | None]:
+    """Random tensors of a case, in fp64 rounded to `dtype`, so that every form starts from the same numbers."""
+    generator = torch.Generator().manual_seed(len(repr(case)))
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype).to(device)
+
+    inputs: dict[str, Tensor | None] = {
+        "q": draw(case.batch, case.seqlen_q, case.heads, case.head_dim),
+        "k": draw(case.batch, case.seqlen_k, case.kv_heads, case.head_dim),
+        "v": draw(case.batch, case.seqlen_k, case.kv_heads, case.head_dim),
+        "dout": draw(case.batch, case.seqlen_q, case.heads, case.head_dim),
+        "mask": None,
+    }
+    sizes = (case.batch, case.heads, case.seqlen_q, case.seqlen_k)
+    shape = [size if kept else 1 for size, kept in zip(sizes, case.mask_shape, strict=True)]
+    if case.mask == "bool":
+        mask = torch.rand(shape, generator=generator) < 0.7
+        mask[0, 0, 0] = False  # at least one row sees nothing
+        inputs["mask"] = mask.to(device)
+    elif case.mask == "additive":
+        mask = draw(*shape)
+        mask[0, 0, 0, : shape[3] // 2] = float("-inf")
+        inputs["mask"] = mask
+    return inputs
+
+
+def lengths_of(case: Case) -> tuple[list[int], list[int]]:
+    """Each sequence's number of queries and keys."""
+    return (
+        list(case.lengths_q or [case.seqlen_q] * case.batch),
+        list(case.lengths or [case.seqlen_k] * case.batch),
+    )
+
+
+def visible(case: Case, device: str = "cpu") -> Tensor:
+    """bool (batch, 1, seqlen_q, seqlen_k): what lengths and windows leave, straight from the definition."""
+    lengths_q, lengths_k = lengths_of(case)
+    i = torch.arange(case.seqlen_q, device=device)[None, None, :, None]
+    j = torch.arange(case.seqlen_k, device=device)[None, None, None, :]
+    len_q = torch.tensor(lengths_q, device=device)[:, None, None, None]
+    len_k = torch.tensor(lengths_k, device=device)[:, None, None, None]
+    diagonal = len_k - len_q if case.packed else case.seqlen_k - case.seqlen_q
+    seen = (j < len_k) & (i < len_q)
+    left, right = case.window
+    if left is not None:
+        seen = seen & (j >= i + diagonal - left)
+    if right is not None:
+        seen = seen & (j <= i + diagonal + right)
+    return seen
+
+
+def plain(case: Case, inputs: dict[str, Tensor | None], dtype: torch.dtype) -> dict[str, Tensor]:
+    """Eager PyTorch with the materialised softmax, gradients by autograd, in `dtype`; padded layout."""
+    leaves = {name: inputs[name].to(dtype).requires_grad_() for name in ("q", "k", "v")}
+    mask = inputs["mask"]
+    group = case.heads // case.kv_heads
+    q = leaves["q"].transpose(1, 2)
+    k, v = (leaves[name].transpose(1, 2).repeat_interleave(group, dim=1) for name in ("k", "v"))
+    scores = q @ k.transpose(-1, -2) * case.scale
+    seen = visible(case, str(q.device))
+    if case.mask == "bool":
+        seen = seen & mask
+    elif case.mask == "additive":
+        leaves["mask"] = mask.to(dtype).requires_grad_()
+        scores = scores + leaves["mask"]
+        seen = seen & (mask != float("-inf"))
+    seen = seen.expand(scores.shape)
+    nothing = ~seen.any(-1, keepdim=True)
+    # A finite stand-in where a row sees nothing keeps NaN out of autograd; the row is zeroed below.
+    scores = scores.masked_fill(~seen, float("-inf")).masked_fill(nothing, 0.0)
+    weights = torch.softmax(scores, -1).masked_fill(nothing, 0.0)
+    lse = torch.logsumexp(scores.detach(), -1).masked_fill(nothing[..., 0], float("-inf"))
+    if case.dropout_p:
+        seed = torch.tensor(SEED, device=q.device)
+        keep = keep_mask(seed, case.dropout_p, case.seqlen_q, case.seqlen_k, case.batch * case.heads)
+        weights = weights * keep.view(weights.shape) * keep_scale(case.dropout_p)
+    out = (weights @ v).transpose(1, 2)
+    out.backward(inputs["dout"].to(dtype))
+    results = {"out": out.detach(), "lse": lse}
+    return results | {f"d{name}": leaf.grad for name, leaf in leaves.items()}
+
+
+def pack(x: Tensor, lengths: list[int]) -> Tensor:
+    return torch.cat([row[:length] for row, length in zip(x, lengths, strict=True)])
+
+
+def packed_results(case: Case, results: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Padded results in the packed layout."""
+    lengths_q, lengths_k = lengths_of(case)
+    packed = {name: pack(results[name], lengths_q) for name in ("out", "dq")}
+    packed |= {name: pack(results[name], lengths_k) for name in ("dk", "dv")}
+    return packed | {"lse": pack(results["lse"].transpose(1, 2), lengths_q).T}
+
+
+def cumulative(lengths: list[int], device: str) -> Tensor:
+    return torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32, device=device)
+
+
+def triton(case: Case, inputs: dict[str, Tensor | None]) -> dict[str, Tensor]:
+    """The kernels' results for a case, through the launchers that the op calls."""
+    from fastformer.kernels import attention as kernels
+
+    q, k, v, dout, mask = (inputs[name] for name in ("q", "k", "v", "dout", "mask"))
+    device = str(q.device)
+    seed = torch.tensor(SEED, device=device) if case.dropout_p else None
+    if case.packed:
+        lengths_q, lengths_k = lengths_of(case)
+        q, dout, k, v = pack(q, lengths_q), pack(dout, lengths_q), pack(k, lengths_k), pack(v, lengths_k)
+        rest = (
+            cumulative(lengths_q, device), cumulative(lengths_k, device), max(lengths_q), max(lengths_k),
+            case.scale, *case.window, case.dropout_p, seed,
+        )  # fmt: skip
+        assert kernels.why_unsupported("varlen_attention_fwd", q, k, v, *rest) is None
+        out, lse = kernels.varlen_attention_fwd(q, k, v, *rest)
+        dq, dk, dv = kernels.varlen_attention_bwd(dout, q, k, v, out, lse, *rest)
+        return {"out": out, "lse": lse, "dq": dq, "dk": dk, "dv": dv}
+    lengths = None if case.lengths is None else torch.tensor(case.lengths, dtype=torch.int32, device=device)
+    rest = (mask, lengths, case.scale, *case.window, case.dropout_p, seed)
+    additive = case.mask == "additive"
+    assert kernels.why_unsupported("attention_fwd", q, k, v, *rest) is None
+    out, lse = kernels.attention_fwd(q, k, v, *rest)
+    dq, dk, dv, dmask = kernels.attention_bwd(dout, q, k, v, out, lse, *rest, additive)
+    results = {"out": out, "lse": lse, "dq": dq, "dk": dk, "dv": dv}
+    return results | ({"dmask": dmask} if additive else {})
+
+
+def check(case: Case, dtype: torch.dtype, device: str = "cpu", inputs: dict[str, Tensor | None] | None = None) -> None:
+    """The test rule for out, lse and every gradient of a case."""
+    inputs = inputs or make_inputs(case, dtype, device)
+    ours = triton(case, inputs)
+    exact = plain(case, inputs, torch.float64)
+    eager = plain(case, inputs, dtype)
+    if case.packed:
+        exact, eager = packed_results(case, exact), packed_results(case, eager)
+    for name, value in ours.items():
+        rival = eager[name].to(torch.float32) if name == "lse" else eager[name]
+        assert_accurate(value, rival, exact[name], name)
