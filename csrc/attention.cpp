@@ -71,7 +71,7 @@ constexpr int64_t kSerialElements = 1 << 16;  // below this much work a second t
 // K^T and V of every (batch, kv head), packed.
 template <typename T>
 struct PackedKV {
-  std::vector<T> storage;
+  Buffer<T> storage;
   std::vector<int64_t> start;  // of each (sequence, kv head)
   int64_t num_kv_heads, head_dim;
 
@@ -83,7 +83,7 @@ struct PackedKV {
         start.push_back(total);
         total += packed_size<T>(head_dim, s.keys) + packed_size<T>(s.keys, head_dim);
       }
-    storage.resize(total);
+    storage = Buffer<T>(total);
     run_tasks(p.batch * num_kv_heads, total > kSerialElements, [&](int64_t task) {
       const int64_t b = task / num_kv_heads, h = task % num_kv_heads;
       const Sequence& s = p.sequences[b];

@@ -35,14 +35,14 @@ struct Inputs {
 template <typename T>
 struct QueryHead {
   using acc = acc_t<T>;
-  std::vector<T> q_t, dout_t;  // (head_dim, queries), packed: right operands of the scores
-  std::vector<T> q, dout;      // (queries, head_dim), packed: right operands of dK and dV
+  Buffer<T> q_t, dout_t;  // (head_dim, queries), packed: right operands of the scores
+  Buffer<T> q, dout;      // (queries, head_dim), packed: right operands of dK and dV
   std::vector<acc> lse2, delta, dq;
 
   QueryHead(const Problem& p, const Sequence& s, const Inputs<T>& in, int64_t b, int64_t h) {
     const int64_t n = s.seqlen_q, dim = p.head_dim, padded = round_up(n, kPanel);
-    q_t.resize(packed_size<T>(dim, n)), dout_t.resize(q_t.size());
-    q.resize(packed_size<T>(n, dim)), dout.resize(q.size());
+    q_t = Buffer<T>(packed_size<T>(dim, n)), dout_t = Buffer<T>(packed_size<T>(dim, n));
+    q = Buffer<T>(packed_size<T>(n, dim)), dout = Buffer<T>(packed_size<T>(n, dim));
     const T* qp = in.q.at(b, s.q_start, h);
     const T* dop = in.dout.at(b, s.q_start, h);
     pack<T>(qp, 1, in.q.stride, dim, n, q_t.data());
@@ -146,7 +146,7 @@ void attend_backward(const Problem& p, const Mask& mask, const Inputs<T>& in, in
   const Sequence& s = p.sequences[b];
   const int64_t dim = p.head_dim, group = p.num_heads / p.num_kv_heads;
   std::vector<acc> dk(s.keys * dim, acc(0)), dv(s.keys * dim, acc(0));
-  std::vector<T> keys_packed(packed_size<T>(s.keys, dim));
+  Buffer<T> keys_packed(packed_size<T>(s.keys, dim));
   pack<T>(in.k.at(s.k_batch, s.k_start, kv_head), in.k.stride, 1, s.keys, dim, keys_packed.data());
   static thread_local Tile<T> tile;
 

@@ -13,6 +13,7 @@
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#include <memory>
 #include <type_traits>
 
 namespace fastformer {
@@ -207,6 +208,19 @@ inline Vec<float> exp(Vec<float> x) {
   return scale_by_power(p, n);
 }
 inline Vec<double> exp(Vec<double> x) { return std::exp(x.v); }
+
+// n elements that nobody has written yet: std::vector would spend a pass on zeros.
+template <typename T>
+class Buffer {
+ public:
+  Buffer() = default;
+  explicit Buffer(int64_t n) : data_(new T[n]) {}
+  T* data() { return data_.get(); }
+  const T* data() const { return data_.get(); }
+
+ private:
+  std::unique_ptr<T[]> data_;
+};
 
 // Runs f(column, count) over [0, n) in steps of one vector; count < size only in the last step.
 template <typename acc, typename F>
