@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 # Gradients that may err by 3x instead of 2x, each with its reason. Anything not listed is held to 2x.
-_RECOMPUTED = "P is recomputed from lse: in fp32 the rounding of lse and of a second QK^T shifts whole rows, which eager's don't"
+_RECOMPUTED = (
+    "P is recomputed from lse: in fp32 the rounding of lse and of a second QK^T shifts whole rows, which eager's don't"
+)
 RELAXED: dict[str, str] = dict.fromkeys(("dq", "dk", "dv", "dmask"), _RECOMPUTED)
 
 
@@ -42,7 +44,8 @@ def assert_accurate(ours: Tensor, plain: Tensor, exact: Tensor, name: str = "out
     err_ours, err_plain = error(ours, exact), error(plain, exact)
     allowed = factor * err_plain + ulp
     assert err_ours <= allowed, (
-        f"{name}: error {err_ours:.3e} > {factor:g} x plain's {err_plain:.3e} + 1 ulp {ulp:.3e} (max |exact| {largest:.3e})"
+        f"{name}: error {err_ours:.3e} > {factor:g} x plain's {err_plain:.3e} + 1 ulp {ulp:.3e} "
+        f"(max |exact| {largest:.3e})"
     )
 
 
@@ -74,9 +77,10 @@ def assert_op_accurate(
     exact_outputs, exact_leaves = _call(plain, wide)
     dys = []
     for i, output in enumerate(our_outputs):
-        plain_output = plain_outputs[i].to(output.dtype)
-        assert_accurate(output, plain_output, exact_outputs[i], f"output {i}")
-        dy = torch.randn(*output.shape, 2, dtype=output.dtype, device=output.device)[..., 0]
+        # A loss is fp32 where plain PyTorch gives bf16: the rule is about the dtype that both have.
+        assert_accurate(output.to(plain_outputs[i].dtype), plain_outputs[i], exact_outputs[i], f"output {i}")
+        # Values that both dtypes hold: a loss may come in fp32 where plain PyTorch gives bf16.
+        dy = torch.randn(*output.shape, 2, device=output.device).to(plain_outputs[i].dtype).to(output.dtype)[..., 0]
         dys.append(dy if strided_dy else dy.contiguous())
     torch.autograd.backward(our_outputs, dys)
     torch.autograd.backward(plain_outputs, [dy.to(o.dtype) for dy, o in zip(dys, plain_outputs, strict=True)])
@@ -96,3 +100,22 @@ def _call(function: Callable, inputs: dict[str, Tensor | None]) -> tuple[tuple[T
     outputs = function(**arguments)
     leaves = {name: value for name, value in arguments.items() if value is not None and value.is_floating_point()}
     return outputs if isinstance(outputs, tuple) else (outputs,), leaves
+
+
+def peak_bytes(function: Callable[[], object], device: str) -> int:
+    """The most memory that was allocated at once while the function ran, beyond what was there before."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        function()
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() - before
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        function()
+    held = peak = 0
+    events = profile.profiler.kineto_results.events()
+    for event in sorted((e for e in events if e.name() == "[memory]"), key=lambda e: e.start_ns()):
+        held += event.nbytes()
+        peak = max(peak, held)
+    return peak

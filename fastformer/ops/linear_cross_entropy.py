@@ -56,30 +56,35 @@ def _chunks(rows: int) -> Iterator[slice]:
 
 
 def _chunk_losses(
-    logits: Tensor, lse: Tensor, target: Tensor, valid: Tensor, smoothing: tuple[float, float], z_loss: float
+    log_probs: Tensor, lse: Tensor | None, target: Tensor, valid: Tensor, smoothing: tuple[float, float], z_loss: float
 ) -> Tensor:
+    # From log-probabilities, not from lse(z) - a z_y - b sum(z): large logits would cancel there. (a + b V = 1.)
     on_target, on_all = smoothing
-    losses = lse - on_target * logits.gather(1, target[:, None]).squeeze(1)
+    losses = -on_target * log_probs.gather(1, target[:, None]).squeeze(1)
     if on_all:
-        losses = losses - on_all * logits.sum(-1)
-    if z_loss:
+        losses = losses - on_all * log_probs.sum(-1)
+    if lse is not None:
         losses = losses + z_loss * lse.square()
     return losses.masked_fill(~valid, 0.0)
 
 
 def _chunk_dlogits_(
-    logits: Tensor, lse: Tensor, target: Tensor, row_scale: Tensor, smoothing: tuple[float, float], z_loss: float
+    log_probs: Tensor,
+    lse: Tensor | None,
+    target: Tensor,
+    row_scale: Tensor,
+    smoothing: tuple[float, float],
+    z_loss: float,
 ) -> Tensor:
-    """Overwrites the logits of a chunk with their gradient, each row times its row_scale."""
+    """Overwrites the log-probabilities of a chunk with the logits' gradient, each row times its row_scale."""
     on_target, on_all = smoothing
-    dlogits = logits.sub_(lse[:, None]).exp_()
-    if z_loss:
+    dlogits = log_probs.exp_()
+    if lse is not None:
         dlogits.mul_((1.0 + 2.0 * z_loss * lse)[:, None])
     if on_all:
         dlogits.sub_(on_all)
     dlogits.scatter_add_(1, target[:, None], dlogits.new_full((1, 1), -on_target).expand(len(target), 1))
-    # Not a product alone: an ignored row of infinite logits must give zeros, not NaN.
-    return dlogits.mul_(row_scale[:, None]).masked_fill_((row_scale == 0)[:, None], 0.0)
+    return dlogits.mul_(row_scale[:, None])
 
 
 class _Gradients:
@@ -125,7 +130,8 @@ def linear_cross_entropy_reference(
     for chunk in _chunks(len(x)):
         logits = F.linear(x[chunk], weight, bias).to(losses.dtype)
         lse[chunk] = logits.logsumexp(-1)
-        losses[chunk] = _chunk_losses(logits, lse[chunk], target[chunk], valid[chunk], smoothing, z_loss)
+        log_probs, lse_or_none = logits.log_softmax(-1), lse[chunk] if z_loss else None
+        losses[chunk] = _chunk_losses(log_probs, lse_or_none, target[chunk], valid[chunk], smoothing, z_loss)
     return losses, lse
 
 
@@ -152,8 +158,12 @@ def linear_cross_entropy_backward_reference(
     row_scale = dlosses.masked_fill(~valid, 0.0)
     gradients = _Gradients(x, weight, bias)
     for chunk in _chunks(len(x)):
-        logits = F.linear(x[chunk], weight, bias).to(lse.dtype)
-        gradients.add(chunk, _chunk_dlogits_(logits, lse[chunk], target[chunk], row_scale[chunk], smoothing, z_loss))
+        # exp(z - lse) would do, but a large lse holds few digits of its fraction.
+        log_probs = F.linear(x[chunk], weight, bias).to(lse.dtype).log_softmax(-1)
+        lse_or_none = lse[chunk] if z_loss else None
+        gradients.add(
+            chunk, _chunk_dlogits_(log_probs, lse_or_none, target[chunk], row_scale[chunk], smoothing, z_loss)
+        )
     return gradients.result()
 
 
@@ -186,10 +196,11 @@ def linear_cross_entropy_with_gradients_reference(
     gradients = _Gradients(x, weight, bias)
     for chunk in _chunks(len(x)):
         logits = F.linear(x[chunk], weight, bias).to(row_scale.dtype)
-        lse = logits.logsumexp(-1)
-        losses = _chunk_losses(logits, lse, target[chunk], valid[chunk], smoothing, z_loss)
+        lse = logits.logsumexp(-1) if z_loss else None
+        log_probs = logits.log_softmax(-1)
+        losses = _chunk_losses(log_probs, lse, target[chunk], valid[chunk], smoothing, z_loss)
         loss += (losses * row_scale[chunk]).sum()
-        gradients.add(chunk, _chunk_dlogits_(logits, lse, target[chunk], row_scale[chunk], smoothing, z_loss))
+        gradients.add(chunk, _chunk_dlogits_(log_probs, lse, target[chunk], row_scale[chunk], smoothing, z_loss))
     return loss, *gradients.result()
 
 

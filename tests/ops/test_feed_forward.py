@@ -1,0 +1,259 @@
+"""feed_forward against F.linear, the activation, dropout's formula and F.linear."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from fastformer.ops import feed_forward
+from fastformer.ops._dropout import draw_seed, keep_mask, keep_scale
+from tests.checks import assert_op_accurate
+from tests.conftest import HAS_GPU
+
+ACTIVATIONS = ["relu", "gelu", "gelu_tanh", "swiglu"]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+OP = torch.ops.fastformer
+
+
+def activate(pre: Tensor, activation: str) -> Tensor:
+    if activation == "swiglu":
+        gate, up = pre.chunk(2, dim=-1)
+        return F.silu(gate) * up
+    if activation == "relu":
+        return F.relu(pre)
+    return F.gelu(pre, approximate="tanh" if activation == "gelu_tanh" else "none")
+
+
+def plain(
+    x: Tensor,
+    weight1: Tensor,
+    bias1: Tensor | None,
+    weight2: Tensor,
+    bias2: Tensor | None,
+    *,
+    activation: str = "relu",
+    keep: Tensor | None = None,
+    dropout_p: float = 0.0,
+) -> Tensor:
+    hidden = activate(F.linear(x, weight1, bias1), activation)
+    if keep is not None:
+        hidden = hidden * keep * keep_scale(dropout_p)
+    return F.linear(hidden, weight2, bias2)
+
+
+def make_inputs(
+    shape: tuple[int, ...],
+    hidden_dim: int,
+    activation: str,
+    device: str,
+    dtype: torch.dtype = torch.float32,
+    *,
+    out_dim: int | None = None,
+    bias1: bool = True,
+    bias2: bool = True,
+) -> dict[str, Tensor | None]:
+    dim, columns = shape[-1], 2 * hidden_dim if activation == "swiglu" else hidden_dim
+    out_dim = out_dim or dim
+    random = partial(torch.randn, device=device)
+    return {
+        "x": random(*shape).to(dtype),
+        "weight1": (random(columns, dim) * dim**-0.5).to(dtype),
+        "bias1": random(columns).to(dtype) if bias1 else None,
+        "weight2": (random(out_dim, hidden_dim) * hidden_dim**-0.5).to(dtype),
+        "bias2": random(out_dim).to(dtype) if bias2 else None,
+    }
+
+
+def skip_broken_interpreter(backend: str, dtype: torch.dtype) -> None:
+    if backend == "triton" and not HAS_GPU and dtype == torch.bfloat16:
+        pytest.skip("tl.dot of bf16 is wrong in Triton's interpreter")
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_accuracy(dtype: torch.dtype, activation: str, backend: str, device: str) -> None:
+    skip_broken_interpreter(backend, dtype)
+    inputs = make_inputs((3, 11, 48), 80, activation, device, dtype)
+    assert_op_accurate(partial(feed_forward, activation=activation), partial(plain, activation=activation), inputs)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("bias1, bias2", [(False, False), (True, False), (False, True)])
+def test_biases_are_optional(bias1: bool, bias2: bool, activation: str, backend: str, device: str) -> None:
+    inputs = make_inputs((9, 24), 40, activation, device, bias1=bias1, bias2=bias2)
+    assert_op_accurate(partial(feed_forward, activation=activation), partial(plain, activation=activation), inputs)
+
+
+@pytest.mark.parametrize("activation", ["relu", "swiglu"])
+@pytest.mark.parametrize(
+    "shape, hidden_dim, out_dim",
+    [
+        ((1, 32), 64, 32),
+        ((5, 1), 1, 1),
+        ((7, 17), 33, 17),
+        ((2, 3, 2, 40), 8, 24),
+        ((20,), 12, 20),
+        ((70, 100), 130, 3),
+    ],
+)
+def test_shapes(
+    shape: tuple[int, ...], hidden_dim: int, out_dim: int, activation: str, backend: str, device: str
+) -> None:
+    inputs = make_inputs(shape, hidden_dim, activation, device, out_dim=out_dim)
+    assert_op_accurate(
+        partial(feed_forward, activation=activation), partial(plain, activation=activation), inputs, strided_dy=True
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("dim", [512, 1024])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_model_sizes(dim: int, dtype: torch.dtype, activation: str, backend: str, device: str) -> None:
+    skip_broken_interpreter(backend, dtype)
+    inputs = make_inputs((150, dim), 4 * dim, activation, device, dtype)
+    assert_op_accurate(partial(feed_forward, activation=activation), partial(plain, activation=activation), inputs)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_no_rows(activation: str, backend: str, device: str) -> None:
+    inputs = make_inputs((2, 0, 12), 20, activation, device)
+    assert_op_accurate(partial(feed_forward, activation=activation), partial(plain, activation=activation), inputs)
+
+
+@pytest.mark.parametrize("activation", ["relu", "gelu"])
+def test_not_contiguous(activation: str, backend: str, device: str) -> None:
+    inputs = make_inputs((5, 6, 16), 24, activation, device)
+    inputs["x"] = inputs["x"].transpose(0, 1)
+    inputs["weight1"] = torch.randn(16, 24, device=device).T
+    inputs["bias1"] = torch.randn(48, device=device)[::2]
+    inputs["weight2"] = torch.randn(16, 48, device=device)[:, ::2]
+    assert feed_forward(**inputs, activation=activation).is_contiguous()
+    assert_op_accurate(partial(feed_forward, activation=activation), partial(plain, activation=activation), inputs)
+
+
+@pytest.mark.parametrize("dropout_p", [0.1, 1.0])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_dropout_is_the_formula(
+    dtype: torch.dtype, activation: str, dropout_p: float, backend: str, device: str
+) -> None:
+    skip_broken_interpreter(backend, dtype)
+    seed = torch.tensor([2**61 + 12345, 2**33 + 77], device=device)
+    hidden_dim = 43
+    inputs = make_inputs((3, 5, 20), hidden_dim, activation, device, dtype)
+    keep = keep_mask(seed, dropout_p, 15, hidden_dim)[0].view(3, 5, hidden_dim)
+    assert_op_accurate(
+        partial(feed_forward, activation=activation, dropout_p=dropout_p, dropout_seed=seed),
+        partial(plain, activation=activation, keep=keep, dropout_p=dropout_p),
+        inputs,
+    )
+
+
+def test_dropout_drops_exactly_those_elements(backend: str, device: str) -> None:
+    """With identity maps the output is the hidden layer itself."""
+    dim = 29
+    seed = draw_seed(device)
+    eye = torch.eye(dim, device=device)
+    x = torch.rand(12, dim, device=device) + 1
+    out = feed_forward(x, eye, None, eye, None, dropout_p=0.5, dropout_seed=seed)
+    assert torch.equal(out != 0, keep_mask(seed, 0.5, 12, dim)[0])
+    assert torch.equal(out[out != 0], 2 * x[out != 0])
+
+
+def test_relu_keeps_only_the_hidden_layer(device: str) -> None:
+    """What backward keeps of the hidden width: one tensor; for relu it is the activation, no pre-activation beside."""
+    for activation, columns in (("relu", 40), ("gelu", 40), ("swiglu", 80)):
+        inputs = make_inputs((6, 24), 40, activation, device)
+        weights = {name: value for name, value in inputs.items() if name != "x"}
+        x = inputs["x"].requires_grad_()
+        kept: list[Tensor] = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t, kept=kept: (kept.append(t), t)[1], lambda t: t):
+            feed_forward(x, **weights, activation=activation)
+        own = [t for t in kept if t.numel() and all(t.data_ptr() != given.data_ptr() for given in inputs.values())]
+        assert [tuple(t.shape) for t in own] == [(6, columns)]
+
+
+@pytest.mark.parametrize("dropout_p", [0.0, 0.3])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_gradcheck(activation: str, dropout_p: float, backend: str) -> None:
+    if backend == "triton":
+        pytest.skip("gradcheck is for the backends that compute in fp64: reference and C++")
+    seed = draw_seed("cpu")
+    inputs = make_inputs((2, 3, 5), 4, activation, "cpu", torch.float64, out_dim=3)
+    tensors = [t.requires_grad_() for t in inputs.values()]
+    assert torch.autograd.gradcheck(
+        partial(feed_forward, activation=activation, dropout_p=dropout_p, dropout_seed=seed), tensors
+    )
+
+
+@pytest.mark.parametrize(
+    "activation, dropout_p, biases", [("relu", 0.3, True), ("gelu", 0.0, False), ("swiglu", 0.3, True)]
+)
+def test_opcheck(activation: str, dropout_p: float, biases: bool, backend: str, device: str) -> None:
+    inputs = make_inputs((4, 16), 24, activation, device, bias1=biases, bias2=biases)
+    x, weight1, bias1, weight2, bias2 = (t if t is None else t.requires_grad_() for t in inputs.values())
+    seed = draw_seed(device) if dropout_p else None
+    args = (x, weight1, bias1, weight2, bias2, activation, dropout_p, seed)
+    torch.library.opcheck(OP.feed_forward_fwd.default, args)
+
+    out, saved = (t.detach() for t in OP.feed_forward_fwd(*args))
+    x, weight1, bias1, weight2 = (t if t is None else t.detach() for t in (x, weight1, bias1, weight2))
+    args = (torch.randn_like(out), x, weight1, bias1, weight2, saved, activation, dropout_p, seed, biases)
+    torch.library.opcheck(OP.feed_forward_bwd.default, args)
+
+
+def test_compile(backend: str, device: str) -> None:
+    compiled = torch.compile(feed_forward, fullgraph=True, dynamic=True)
+    for shape in ((3, 5, 24), (2, 9, 32)):
+        assert_op_accurate(compiled, plain, make_inputs(shape, 40, "relu", device))
+
+
+def test_autocast_runs_the_products_in_its_dtype(device: str) -> None:
+    inputs = make_inputs((5, 16), 24, "gelu", device)
+    leaves = {name: value.requires_grad_() for name, value in inputs.items()}
+    with torch.autocast(device, torch.bfloat16):
+        out = feed_forward(**leaves, activation="gelu")
+    expected = feed_forward(**{name: value.bfloat16() for name, value in inputs.items()}, activation="gelu")
+    assert out.dtype == torch.bfloat16
+    assert torch.equal(out, expected)
+    out.backward(torch.randn_like(out))
+    assert all(leaf.grad.dtype == torch.float32 for leaf in leaves.values())
+
+
+def test_double_backward_is_refused(device: str) -> None:
+    inputs = make_inputs((3, 8), 8, "gelu", device)
+    x = inputs["x"].requires_grad_()
+    (dx,) = torch.autograd.grad(feed_forward(**inputs, activation="gelu").square().sum(), x, create_graph=True)
+    with pytest.raises(NotImplementedError, match="feed_forward_bwd has no double backward"):
+        torch.autograd.grad(dx.square().sum(), x)
+
+
+def test_wrong_calls() -> None:
+    inputs = make_inputs((3, 8), 12, "relu", "cpu")
+
+    def call(activation: str = "relu", dropout_p: float = 0.0, **changes: Tensor) -> None:
+        feed_forward(**{**inputs, **changes}, activation=activation, dropout_p=dropout_p)
+
+    with pytest.raises(ValueError, match="activation out of .*'swiglu'.*got 'tanh'"):
+        call(activation="tanh")
+    with pytest.raises(ValueError, match=r"floating-point x.*got torch.int64 of shape \(3, 8\)"):
+        call(x=torch.ones(3, 8, dtype=torch.int64))
+    with pytest.raises(ValueError, match=r"expected weight1 \(hidden_dim, 8\), got shape \(12, 7\)"):
+        call(weight1=torch.ones(12, 7))
+    with pytest.raises(ValueError, match=r"even number of rows in weight1 \(gate and up\) for swiglu, got 13"):
+        call(activation="swiglu", weight1=torch.ones(13, 8))
+    with pytest.raises(ValueError, match=r"expected weight2 \(out_dim, 6\), got shape \(8, 12\)"):
+        call(activation="swiglu")
+    with pytest.raises(ValueError, match=r"expected bias1 of shape \(12,\), got \(8,\)"):
+        call(bias1=torch.ones(8))
+    with pytest.raises(ValueError, match=r"expected bias2 of shape \(8,\), got \(12,\)"):
+        call(bias2=torch.ones(12))
+    with pytest.raises(ValueError, match=r"expected weight2 in x's dtype torch.float32, got torch.bfloat16"):
+        call(weight2=inputs["weight2"].bfloat16())
+    with pytest.raises(ValueError, match=r"dropout_p in \[0, 1\], got -0.1"):
+        call(dropout_p=-0.1)

@@ -1,0 +1,332 @@
+"""linear_cross_entropy against F.linear and F.cross_entropy on the whole matrix of logits."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from fastformer.ops import linear_cross_entropy
+from tests.checks import assert_op_accurate, peak_bytes
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+OP = torch.ops.fastformer
+OPTIONS = [
+    {},
+    {"label_smoothing": 0.1},
+    {"label_smoothing": 0.1, "smooth_others": True},
+    {"z_loss": 0.01},
+    {"label_smoothing": 0.3, "smooth_others": True, "z_loss": 0.02, "ignore_index": 3},
+]
+
+
+def plain(
+    x: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None,
+    *,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    smooth_others: bool = False,
+    reduction: str = "mean",
+    z_loss: float = 0.0,
+) -> Tensor:
+    logits = F.linear(x, weight, bias).view(-1, len(weight))
+    target = target.flatten().long()
+    valid = target != ignore_index
+    if smooth_others:
+        # tensor2tensor: a soft target with 1 - e on the right class and e / (V - 1) on each of the others.
+        soft = torch.full_like(logits, label_smoothing / (logits.shape[1] - 1)).detach()
+        soft.scatter_(1, target.masked_fill(~valid, 0)[:, None], 1 - label_smoothing)
+        losses = F.cross_entropy(logits, soft, reduction="none").masked_fill(~valid, 0)
+    else:
+        losses = F.cross_entropy(
+            logits, target, ignore_index=ignore_index, label_smoothing=label_smoothing, reduction="none"
+        )
+    if z_loss:
+        losses = losses + (z_loss * logits.logsumexp(-1).square()).masked_fill(~valid, 0)
+    if reduction == "none":
+        return losses.view(x.shape[:-1])
+    return losses.sum() / valid.sum() if reduction == "mean" else losses.sum()
+
+
+def make_inputs(
+    shape: tuple[int, ...],
+    vocab_size: int,
+    device: str,
+    dtype: torch.dtype = torch.float32,
+    *,
+    bias: bool = True,
+    ignored: int = -100,
+) -> dict[str, Tensor | None]:
+    random = partial(torch.randn, device=device)
+    target = torch.randint(vocab_size, shape[:-1], device=device)
+    target[torch.rand(shape[:-1], device=device) < 0.3] = ignored
+    target.flatten()[:1] = vocab_size - 1  # the last class, and one row that counts
+    return {
+        "x": random(*shape).to(dtype),
+        "weight": (2 * random(vocab_size, shape[-1]) * shape[-1] ** -0.5).to(dtype),
+        "target": target,
+        "bias": random(vocab_size).to(dtype) if bias else None,
+    }
+
+
+def compare(inputs: dict[str, Tensor | None], *, strided_dy: bool = False, **options) -> None:
+    assert_op_accurate(
+        partial(linear_cross_entropy, **options), partial(plain, **options), inputs, strided_dy=strided_dy
+    )
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_accuracy(dtype: torch.dtype, options: dict, reduction: str, backend: str, device: str) -> None:
+    inputs = make_inputs((3, 13, 24), 50, device, dtype, ignored=options.get("ignore_index", -100))
+    compare(inputs, reduction=reduction, **options)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize(
+    "shape, vocab_size", [((1, 16), 32), ((6, 1), 7), ((9, 17), 2), ((2, 3, 2, 20), 100), ((12,), 9), ((33, 40), 1000)]
+)
+def test_shapes(shape: tuple[int, ...], vocab_size: int, reduction: str, backend: str, device: str) -> None:
+    inputs = make_inputs(shape, vocab_size, device, bias=False)
+    compare(inputs, reduction=reduction, label_smoothing=0.1, strided_dy=True)
+
+
+def test_one_class(backend: str, device: str) -> None:
+    compare(make_inputs((4, 8), 1, device), z_loss=0.1, label_smoothing=0.1)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_more_rows_than_a_chunk(reduction: str, backend: str, device: str) -> None:
+    compare(make_inputs((4100, 16), 40, device), reduction=reduction, label_smoothing=0.1)
+
+
+@pytest.mark.parametrize("vocab_size", [32000, 50257])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_large_vocabularies(vocab_size: int, dtype: torch.dtype, backend: str, device: str) -> None:
+    compare(make_inputs((5, 8), vocab_size, device, dtype), label_smoothing=0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("vocab_size", [32000, 50257])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_model_sizes(vocab_size: int, dtype: torch.dtype, backend: str, device: str) -> None:
+    compare(make_inputs((300, 512), vocab_size, device, dtype), label_smoothing=0.1)
+
+
+def test_large_logits(backend: str, device: str) -> None:
+    """Logits of some hundreds: exp of one alone would overflow."""
+    inputs = make_inputs((8, 16), 40, device)
+    inputs["weight"] = 300 * inputs["weight"]
+    compare(inputs, label_smoothing=0.1)
+
+
+def test_not_contiguous(backend: str, device: str) -> None:
+    inputs = make_inputs((6, 5, 16), 24, device)
+    inputs["x"] = inputs["x"].transpose(0, 1)
+    inputs["target"] = inputs["target"].T
+    inputs["weight"] = torch.randn(16, 24, device=device).T
+    inputs["bias"] = torch.randn(48, device=device)[::2]
+    for reduction in ("sum", "none"):
+        compare(inputs, reduction=reduction)
+
+
+def test_int32_targets(backend: str, device: str) -> None:
+    inputs = make_inputs((6, 16), 24, device)
+    inputs["target"] = inputs["target"].int()
+    compare(inputs)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_no_rows(reduction: str, backend: str, device: str) -> None:
+    inputs = make_inputs((2, 0, 8), 12, device)
+    leaves = {name: inputs[name].requires_grad_() for name in ("x", "weight", "bias")}
+    loss = linear_cross_entropy(**inputs, reduction=reduction)
+    assert loss.shape == ((2, 0) if reduction == "none" else ())
+    assert torch.equal(loss, torch.zeros_like(loss))
+    loss.sum().backward()
+    for name, leaf in leaves.items():
+        assert torch.equal(leaf.grad, torch.zeros_like(leaf)), name
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_all_rows_ignored(dtype: torch.dtype, reduction: str, backend: str, device: str) -> None:
+    """0 and zero gradients, where torch's mean is NaN."""
+    inputs = make_inputs((2, 5, 8), 12, device, dtype)
+    inputs["target"].fill_(-100)
+    leaves = {name: inputs[name].requires_grad_() for name in ("x", "weight", "bias")}
+    try:
+        loss = linear_cross_entropy(**inputs, reduction=reduction, label_smoothing=0.1, z_loss=0.1)
+    except NotImplementedError as refusal:
+        pytest.skip(str(refusal))
+    assert torch.equal(loss, torch.zeros_like(loss))
+    loss.sum().backward()
+    for name, leaf in leaves.items():
+        assert torch.equal(leaf.grad, torch.zeros_like(leaf)), name
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("options", OPTIONS)
+def test_same_loss_without_gradients(options: dict, reduction: str, backend: str, device: str) -> None:
+    """Without a gradient another op runs, one that computes the loss alone."""
+    inputs = make_inputs((5, 8), 12, device, torch.float64 if backend != "triton" else torch.float32)
+    without = linear_cross_entropy(**inputs, reduction=reduction, **options)
+    inputs["weight"].requires_grad_()
+    learning = linear_cross_entropy(**inputs, reduction=reduction, **options)
+    assert learning.requires_grad and not without.requires_grad
+    torch.testing.assert_close(without, learning.detach())
+    with torch.no_grad():
+        assert torch.equal(linear_cross_entropy(**inputs, reduction=reduction, **options), without)
+
+
+@pytest.mark.parametrize("learns", ["x", "weight", "bias"])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_each_input_may_learn_alone(reduction: str, learns: str, backend: str, device: str) -> None:
+    inputs = make_inputs((5, 8), 12, device)
+    frozen = {name: value for name, value in inputs.items() if name != learns}
+    assert_op_accurate(
+        lambda **a: linear_cross_entropy(**frozen, **a, reduction=reduction),
+        lambda **a: plain(
+            **{k: v.to(a[learns].dtype) if k != "target" else v for k, v in frozen.items()}, **a, reduction=reduction
+        ),
+        {learns: inputs[learns]},
+    )
+
+
+def test_fp16_gradients_under_a_gradient_scaler(backend: str, device: str) -> None:
+    """A mean over thousands of rows has gradients below fp16's smallest number; the scaled loss must have them."""
+    inputs = make_inputs((4096, 6), 8, device, torch.float16)
+    assert_op_accurate(
+        lambda **a: linear_cross_entropy(**a).float() * 2**16, lambda **a: plain(**a).float() * 2**16, inputs
+    )
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_never_holds_all_logits(reduction: str, backend: str, device: str) -> None:
+    if backend == "triton" and device == "cpu":
+        pytest.skip("too slow in Triton's interpreter")
+    rows, vocab_size = 16384, 500
+    inputs = make_inputs((rows, 4), vocab_size, device)
+    x = inputs.pop("x").requires_grad_()
+
+    def step() -> None:
+        linear_cross_entropy(x, **inputs, label_smoothing=0.1, reduction=reduction).sum().backward()
+
+    assert peak_bytes(step, device) < rows * vocab_size * 4 / 2
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_gradcheck(reduction: str, options: dict, backend: str) -> None:
+    if backend == "triton":
+        pytest.skip("gradcheck is for the backends that compute in fp64: reference and C++")
+    inputs = make_inputs((2, 4, 3), 6, "cpu", torch.float64, ignored=options.get("ignore_index", -100))
+    target = inputs.pop("target")
+    tensors = [t.requires_grad_() for t in inputs.values()]
+    assert torch.autograd.gradcheck(
+        lambda x, weight, bias: linear_cross_entropy(x, weight, target, bias, reduction=reduction, **options), tensors
+    )
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_opcheck(bias: bool, backend: str, device: str) -> None:
+    inputs = make_inputs((6, 8), 12, device, bias=bias)
+    x, weight, target, bias_ = inputs.values()
+    options = (-100, 0.1, False, 0.01)
+    losses, lse = OP.linear_cross_entropy_fwd(x, weight, bias_, target, *options)
+    backward_args = (torch.randn_like(losses), x, weight, bias_, target, lse, *options)
+    torch.library.opcheck(OP.linear_cross_entropy_bwd.default, backward_args)
+
+    x, weight, bias_ = (t if t is None else t.requires_grad_() for t in (x, weight, bias_))
+    torch.library.opcheck(OP.linear_cross_entropy_fwd.default, (x, weight, bias_, target, *options))
+    torch.library.opcheck(OP.linear_cross_entropy_fwd_bwd.default, (x, weight, bias_, target, *options, True))
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_compile(reduction: str, backend: str, device: str) -> None:
+    compiled = torch.compile(linear_cross_entropy, fullgraph=True, dynamic=True)
+    for shape in ((3, 5, 24), (2, 9, 24)):
+        inputs = make_inputs(shape, 40, device)
+        assert_op_accurate(partial(compiled, reduction=reduction), partial(plain, reduction=reduction), inputs)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_autocast_keeps_the_loss_wide(reduction: str, device: str) -> None:
+    inputs = make_inputs((6, 16), 24, device)
+    leaves = {name: inputs[name].requires_grad_() for name in ("x", "weight", "bias")}
+    with torch.autocast(device, torch.bfloat16):
+        loss = linear_cross_entropy(**inputs, reduction=reduction)
+    narrow = {name: value.detach().bfloat16().requires_grad_() for name, value in leaves.items()}
+    expected = linear_cross_entropy(**narrow, target=inputs["target"], reduction=reduction)
+    assert loss.dtype == torch.float32
+    assert torch.equal(loss, expected)
+    loss.sum().backward()
+    expected.sum().backward()
+    for name, leaf in leaves.items():
+        assert torch.equal(leaf.grad, narrow[name].grad.float()), name
+
+
+def test_double_backward_is_refused(device: str) -> None:
+    inputs = make_inputs((3, 8), 8, device)
+    x = inputs["x"].requires_grad_()
+    (dx,) = torch.autograd.grad(linear_cross_entropy(**inputs, reduction="none").sum(), x, create_graph=True)
+    with pytest.raises(NotImplementedError, match="linear_cross_entropy_bwd has no double backward"):
+        torch.autograd.grad(dx.square().sum(), x)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_no_host_sync(reduction: str) -> None:
+    inputs = make_inputs((300, 64), 1000, "cuda")
+    x = inputs.pop("x").requires_grad_()
+    linear_cross_entropy(x, **inputs, reduction=reduction).sum().backward()  # compiled by now
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        linear_cross_entropy(x, **inputs, reduction=reduction).sum().backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("bad", [12, -1])
+def test_target_outside_the_vocabulary(bad: int, reduction: str, backend: str) -> None:
+    if backend == "triton":
+        pytest.skip("a GPU asserts on the device")
+    inputs = make_inputs((4, 8), 12, "cpu")
+    inputs["target"][2] = bad
+    inputs["weight"].requires_grad_()
+    with pytest.raises(IndexError, match=rf"expected targets in \[0, 12\) or -100 \(ignored\), got {bad}"):
+        linear_cross_entropy(**inputs, reduction=reduction)
+
+
+def test_wrong_calls() -> None:
+    inputs = make_inputs((3, 8), 12, "cpu")
+
+    def call(changes: dict | None = None, **options) -> None:
+        linear_cross_entropy(**{**inputs, **(changes or {})}, **options)
+
+    with pytest.raises(ValueError, match='"mean", "sum" or "none", got \'average\''):
+        call(reduction="average")
+    with pytest.raises(ValueError, match=r"label_smoothing in \[0, 1\], got 1.1"):
+        call(label_smoothing=1.1)
+    with pytest.raises(ValueError, match=r"floating-point x.*got torch.int64 of shape \(3, 8\)"):
+        call({"x": torch.ones(3, 8, dtype=torch.int64)})
+    with pytest.raises(ValueError, match=r"expected weight \(vocab_size, 8\), got shape \(12, 7\)"):
+        call({"weight": torch.ones(12, 7)})
+    with pytest.raises(ValueError, match=r"integer target of shape \(3,\), got torch.int64 of shape \(4,\)"):
+        call({"target": torch.zeros(4, dtype=torch.int64)})
+    with pytest.raises(ValueError, match=r"integer target of shape \(3,\), got torch.float32 of shape \(3,\)"):
+        call({"target": torch.zeros(3)})
+    with pytest.raises(ValueError, match=r"expected bias of shape \(12,\), got \(8,\)"):
+        call({"bias": torch.ones(8)})
+    with pytest.raises(ValueError, match=r"expected weight in x's dtype torch.float32, got torch.bfloat16"):
+        call({"weight": inputs["weight"].bfloat16()})
+    with pytest.raises(ValueError, match="at least 2 classes to smooth over the others, got 1"):
+        call({"weight": torch.ones(1, 8), "bias": None}, label_smoothing=0.1, smooth_others=True)
