@@ -3,9 +3,13 @@
 from fastformer.ops._dropout import draw_seed as draw_seed
 from fastformer.ops._library import use_backend as use_backend
 from fastformer.ops.add_layer_norm import add_layer_norm as add_layer_norm
+from fastformer.ops.attention import attention as attention
+from fastformer.ops.attention_weights import attention_weights as attention_weights
+from fastformer.ops.decode_attention import decode_attention as decode_attention
 from fastformer.ops.embedding import embedding as embedding
 from fastformer.ops.embedding import sinusoidal_positions as sinusoidal_positions
 from fastformer.ops.feed_forward import feed_forward as feed_forward
 from fastformer.ops.linear_cross_entropy import linear_cross_entropy as linear_cross_entropy
 from fastformer.ops.rotary import rotary as rotary
 from fastformer.ops.rotary import rotary_tables as rotary_tables
+from fastformer.ops.varlen_attention import varlen_attention as varlen_attention

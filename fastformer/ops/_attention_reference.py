@@ -1,0 +1,153 @@
+"""Attention in plain PyTorch, with the scores materialised: what the kernels are held to, for every attention op.
+
+Dense, packed and cached attention differ in where the diagonal lies and how many keys and queries a sequence has; here
+each of these may be one number or one per sequence.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fastformer.ops._common import accumulation_dtype
+from fastformer.ops._dropout import keep_mask, keep_scale
+
+
+@dataclass
+class Scores:
+    """Which scores exist and how they are made: everything about attention but q, k and v.
+
+    Attributes:
+        softmax_scale: factor of the products.
+        diagonal: key position that query 0 is aligned with; int, or (batch,).
+        window_left, window_right: keys before and after the aligned one that are visible; None = open.
+        keys: (batch,) number of visible keys, or None for all.
+        queries: (batch,) number of queries that are real, or None for all.
+        attn_mask: boolean (True = attend) or floating (added), broadcastable to (batch, num_heads, seqlen_q, seqlen_k).
+        dropout_p, dropout_seed: of the attention weights.
+    """
+
+    softmax_scale: float
+    diagonal: int | Tensor = 0
+    window_left: int | None = None
+    window_right: int | None = None
+    keys: Tensor | None = None
+    queries: Tensor | None = None
+    attn_mask: Tensor | None = None
+    dropout_p: float = 0.0
+    dropout_seed: Tensor | None = None
+
+    def visible(self, seqlen_q: int, seqlen_k: int, device: torch.device) -> Tensor | None:
+        """bool, broadcastable to (batch, num_heads, seqlen_q, seqlen_k); None where everything is visible."""
+        query = torch.arange(seqlen_q, device=device).view(1, 1, -1, 1)
+        key = torch.arange(seqlen_k, device=device).view(1, 1, 1, -1)
+        aligned = query + _per_sequence(self.diagonal)
+        conditions = []
+        if self.window_left is not None:
+            conditions.append(key >= aligned - self.window_left)
+        if self.window_right is not None:
+            conditions.append(key <= aligned + self.window_right)
+        if self.keys is not None:
+            conditions.append(key < _per_sequence(self.keys))
+        if self.queries is not None:
+            conditions.append(query < _per_sequence(self.queries))
+        if self.attn_mask is not None and self.attn_mask.dtype == torch.bool:
+            conditions.append(self.attn_mask)
+        visible = None
+        for condition in conditions:
+            visible = condition if visible is None else visible & condition
+        return visible
+
+    def __call__(self, q: Tensor, k: Tensor) -> Tensor:
+        """(batch, num_heads, seqlen_q, seqlen_k) scaled and masked scores; -inf where nothing is to be seen."""
+        scores = grouped_matmul(q, k.permute(0, 2, 3, 1), k.shape[2]).mul_(self.softmax_scale)
+        if self.attn_mask is not None and self.attn_mask.dtype != torch.bool:
+            scores += self.attn_mask
+        visible = self.visible(q.shape[1], k.shape[1], q.device)
+        return scores if visible is None else scores.masked_fill_(~visible, -torch.inf)
+
+    def keep(self, weights: Tensor) -> Tensor | None:
+        """The dropout multipliers of weights (batch, num_heads, seqlen_q, seqlen_k); None without dropout."""
+        if self.dropout_p == 0.0:
+            return None
+        assert self.dropout_seed is not None
+        batch, num_heads, seqlen_q, seqlen_k = weights.shape
+        kept = keep_mask(self.dropout_seed, self.dropout_p, seqlen_q, seqlen_k, batch * num_heads)
+        return kept.view(weights.shape).to(weights.dtype).mul_(keep_scale(self.dropout_p))
+
+
+def _per_sequence(value: int | Tensor) -> int | Tensor:
+    return value.view(-1, 1, 1, 1) if isinstance(value, Tensor) else value
+
+
+def grouped_matmul(x: Tensor, kv: Tensor, num_kv_heads: int) -> Tensor:
+    """x (batch, seqlen_q, num_heads, n) times kv (batch, num_kv_heads, n, m): (batch, num_heads, seqlen_q, m).
+
+    The query heads of a group are rows of one product: keys and values are not repeated.
+    """
+    batch, seqlen_q, num_heads, n = x.shape
+    rows = x.transpose(1, 2).reshape(batch, num_kv_heads, num_heads // num_kv_heads * seqlen_q, n)
+    return (rows @ kv).view(batch, num_heads, seqlen_q, kv.shape[-1])
+
+
+def group_sum(weights: Tensor, rows: Tensor, num_kv_heads: int) -> Tensor:
+    """weights (batch, num_heads, seqlen_q, seqlen_k)^T times rows (batch, seqlen_q, num_heads, n), summed over a group.
+
+    Returns (batch, seqlen_k, num_kv_heads, n).
+    """
+    batch, num_heads, seqlen_q, seqlen_k = weights.shape
+    grouped = weights.reshape(batch, num_kv_heads, num_heads // num_kv_heads * seqlen_q, seqlen_k)
+    right = rows.transpose(1, 2).reshape(batch, num_kv_heads, num_heads // num_kv_heads * seqlen_q, rows.shape[-1])
+    return (grouped.transpose(-2, -1) @ right).transpose(1, 2)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
+    """(out, lse) of q (batch, seqlen_q, num_heads, head_dim) over k, v (batch, seqlen_k, num_kv_heads, head_dim).
+
+    out has q's dtype; lse, (batch, num_heads, seqlen_q), is fp32 (fp64 for fp64), -inf for a row that sees nothing.
+    """
+    acc = accumulation_dtype(q.dtype)
+    batch, seqlen_q, num_heads, _ = q.shape
+    seqlen_k = k.shape[1]
+    if seqlen_k == 0:
+        lse = torch.full((batch, num_heads, seqlen_q), -torch.inf, dtype=acc, device=q.device)
+        return torch.zeros_like(q, memory_format=torch.contiguous_format), lse
+    weights = scores(q.to(acc), k.to(acc))
+    largest = weights.amax(-1, keepdim=True)
+    largest = largest.masked_fill(largest == -torch.inf, 0.0)
+    weights.sub_(largest).exp_()
+    total = weights.sum(-1, keepdim=True)
+    lse = (total.log() + largest).squeeze(-1)
+    keep = scores.keep(weights)
+    if keep is not None:
+        weights *= keep
+    out = grouped_matmul(weights.transpose(1, 2), v.to(acc).transpose(1, 2), v.shape[2])
+    out = out / total.masked_fill(total == 0, 1.0)
+    return out.transpose(1, 2).to(q.dtype).contiguous(), lse
+
+
+def probabilities(q: Tensor, k: Tensor, lse: Tensor, scores: Scores) -> Tensor:
+    """exp(scores - lse), before dropout, in the accumulation type; rows that see nothing are 0."""
+    return scores(q, k).sub_(lse.masked_fill(lse == -torch.inf, 0.0).unsqueeze(-1)).exp_()
+
+
+def attend_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scores: Scores
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(dq, dk, dv, dscores); dscores, (batch, num_heads, seqlen_q, seqlen_k), is the gradient of the masked scores."""
+    acc = accumulation_dtype(q.dtype)
+    dtype, heads = q.dtype, k.shape[2]
+    dout, q, k, v, out = (t.to(acc) for t in (dout, q, k, v, out))
+    weights = probabilities(q, k, lse, scores)
+    dweights = grouped_matmul(dout, v.permute(0, 2, 3, 1), heads)
+    keep = scores.keep(weights)
+    if keep is not None:
+        dweights *= keep
+    delta = (dout * out).sum(-1).transpose(1, 2).unsqueeze(-1)
+    dscores = dweights.sub_(delta).mul_(weights)
+    dq = grouped_matmul(dscores.transpose(1, 2), k.transpose(1, 2), heads).transpose(1, 2) * scores.softmax_scale
+    dk = group_sum(dscores, q, heads) * scores.softmax_scale
+    dv = group_sum(weights if keep is None else weights * keep, dout, heads)
+    return dq.to(dtype).contiguous(), dk.to(dtype).contiguous(), dv.to(dtype).contiguous(), dscores

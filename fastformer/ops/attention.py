@@ -1,0 +1,214 @@
+"""Scaled dot-product attention: softmax(q k^T * softmax_scale + mask) v.
+
+Vaswani et al. 2017, section 3.2.1; the dropout on the attention weights is tensor2tensor's. No backend but the reference
+keeps anything of size seqlen_q * seqlen_k; the backward pass recomputes the weights from lse.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastformer.ops._attention_reference import Scores, attend, attend_backward
+from fastformer.ops._common import accumulation_dtype, described
+from fastformer.ops._dropout import resolve_dropout
+from fastformer.ops._library import autocast, define_op, forbid_double_backward, register_autograd
+
+
+def _scores(q, k, attn_mask, seqlens_k, softmax_scale, window_left, window_right, dropout_p, dropout_seed) -> Scores:
+    return Scores(
+        softmax_scale=softmax_scale,
+        diagonal=k.shape[1] - q.shape[1],
+        window_left=window_left,
+        window_right=window_right,
+        keys=seqlens_k,
+        attn_mask=attn_mask,
+        dropout_p=dropout_p,
+        dropout_seed=dropout_seed,
+    )
+
+
+def attention_reference(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+    """(out, lse); the arguments are the schema's."""
+    return attend(q, k, v, _scores(q, k, *options))
+
+
+def attention_backward_reference(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, attn_mask: Tensor | None, *options: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(dq, dk, dv, dmask); dmask is (0,) unless it is wanted."""
+    *options_of_scores, needs_mask_grad = options
+    dq, dk, dv, dscores = attend_backward(dout, q, k, v, out, lse, _scores(q, k, attn_mask, *options_of_scores))
+    if not needs_mask_grad or attn_mask is None:
+        return dq, dk, dv, q.new_empty(0)
+    return dq, dk, dv, dscores.sum_to_size(attn_mask.shape).to(attn_mask.dtype)
+
+
+def _fwd_fake(q, k, v, *options):
+    lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=accumulation_dtype(q.dtype))
+    return q.new_empty(q.shape), lse
+
+
+def _bwd_fake(dout, q, k, v, out, lse, attn_mask, *options):
+    dmask = attn_mask.new_empty(attn_mask.shape) if options[-1] else q.new_empty(0)
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dmask
+
+
+def cpp_unsupported(op_name: str, *args: Any) -> str | None:
+    """What the C++ attention kernels can't take, for dense, packed and cached attention alike."""
+    q = args[1] if op_name.endswith("_bwd") else args[0]
+    if q.dtype not in (torch.float32, torch.bfloat16, torch.float64):
+        return f"it computes in fp32, bf16 and fp64, not {q.dtype}"
+    softmax_scale = next(a for a in args if isinstance(a, float))
+    return None if softmax_scale > 0 else f"it needs a positive softmax_scale, not {softmax_scale}"
+
+
+_fwd = define_op(
+    "attention_fwd(Tensor q, Tensor k, Tensor v, Tensor? attn_mask, Tensor? seqlens_k, float softmax_scale, "
+    "int? window_left, int? window_right, float dropout_p, Tensor? dropout_seed) -> (Tensor out, Tensor lse)",
+    attention_reference,
+    stem="attention",
+    fake=_fwd_fake,
+    cpp_unsupported=cpp_unsupported,
+)
+_bwd = define_op(
+    "attention_bwd(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? attn_mask, "
+    "Tensor? seqlens_k, float softmax_scale, int? window_left, int? window_right, float dropout_p, "
+    "Tensor? dropout_seed, bool needs_mask_grad) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dmask)",
+    attention_backward_reference,
+    stem="attention",
+    fake=_bwd_fake,
+    cpp_unsupported=cpp_unsupported,
+)
+
+
+def _setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
+    q, k, v, attn_mask, seqlens_k, *options, dropout_seed = inputs
+    out, lse = output
+    ctx.save_for_backward(q, k, v, out, lse, attn_mask, seqlens_k, dropout_seed)
+    ctx.mark_non_differentiable(lse)
+    ctx.set_materialize_grads(False)
+    ctx.options = options
+
+
+def _backward(ctx: Any, dout: Tensor | None, _: Any) -> tuple:
+    if dout is None:
+        return (None,) * 10
+    *tensors, attn_mask, seqlens_k, dropout_seed = ctx.saved_tensors
+    needs_mask_grad = attn_mask is not None and attn_mask.is_floating_point() and ctx.needs_input_grad[3]
+    dq, dk, dv, dmask = _bwd(dout, *tensors, attn_mask, seqlens_k, *ctx.options, dropout_seed, needs_mask_grad)
+    return dq, dk, dv, dmask if needs_mask_grad else None, *(None,) * 6
+
+
+register_autograd("attention_fwd", _backward, setup_context=_setup_context)
+forbid_double_backward("attention_bwd")
+
+
+def check_heads(q: Tensor, k: Tensor, v: Tensor, dims: int, layout: str) -> None:
+    """Raises ValueError unless q, k and v fit together: ranks, dtypes, head_dim, and heads that divide."""
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if tensor.dim() != dims or not tensor.is_floating_point():
+            raise ValueError(f"expected a floating-point {name} {layout}, got {described(tensor)}")
+    if not q.dtype == k.dtype == v.dtype:
+        raise ValueError(f"expected q, k and v of one dtype, got {q.dtype}, {k.dtype} and {v.dtype}")
+    if k.shape != v.shape:
+        raise ValueError(f"expected k and v of one shape, got {tuple(k.shape)} and {tuple(v.shape)}")
+    if q.shape[-1] != k.shape[-1] or q.shape[-1] == 0:
+        raise ValueError(f"expected q and k of one head_dim >= 1, got {q.shape[-1]} and {k.shape[-1]}")
+    if k.shape[-2] == 0 or q.shape[-2] % k.shape[-2]:
+        raise ValueError(
+            f"expected num_heads to be a multiple of num_kv_heads, got {q.shape[-2]} heads and {k.shape[-2]} kv heads"
+        )
+
+
+def resolve_window(is_causal: bool, window_size: tuple[int | None, int | None]) -> tuple[int | None, int | None]:
+    """(left, right) with is_causal folded in: causal means nothing to the right of the diagonal.
+
+    Raises:
+        ValueError: window_size is not a pair of integers or None.
+    """
+    if len(window_size) != 2 or not all(bound is None or isinstance(bound, int) for bound in window_size):
+        raise ValueError(f"expected window_size (left, right) of integers or None, got {window_size!r}")
+    left, right = window_size
+    if is_causal:
+        right = 0 if right is None else min(right, 0)
+    return left, right
+
+
+def check_seqlens_k(seqlens_k: Tensor | None, batch: int) -> None:
+    """Raises ValueError unless seqlens_k is None or int32 (batch,)."""
+    if seqlens_k is not None and (seqlens_k.shape != (batch,) or seqlens_k.dtype != torch.int32):
+        raise ValueError(f"expected seqlens_k int32 of shape ({batch},), got {described(seqlens_k)}")
+
+
+def expand_mask(attn_mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
+    """The mask in four dimensions, of size 1 where it is broadcast.
+
+    Raises:
+        ValueError: neither boolean nor floating point, or it does not broadcast.
+    """
+    if attn_mask is None:
+        return None
+    shape = (q.shape[0], q.shape[2], q.shape[1], k.shape[1])
+    if attn_mask.dtype != torch.bool and not attn_mask.is_floating_point():
+        raise ValueError(f"expected a boolean or floating-point attn_mask, got {attn_mask.dtype}")
+    sizes = (1,) * (4 - attn_mask.dim()) + tuple(attn_mask.shape)
+    if attn_mask.dim() > 4 or any(size not in (1, full) for size, full in zip(sizes, shape, strict=True)):
+        raise ValueError(f"expected attn_mask broadcastable to {shape}, got shape {tuple(attn_mask.shape)}")
+    return attn_mask.view(sizes) if attn_mask.is_contiguous() else attn_mask.reshape(sizes)
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    attn_mask: Tensor | None = None,
+    seqlens_k: Tensor | None = None,
+    is_causal: bool = False,
+    window_size: tuple[int | None, int | None] = (None, None),
+    softmax_scale: float | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: Tensor | None = None,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention of every query over the keys that it sees. A query that sees none gives zeros and zero gradients.
+
+    Query i is aligned with key i + seqlen_k - seqlen_q (the bottom-right diagonal of the tensors, whatever seqlens_k).
+
+    Args:
+        q: (batch, seqlen_q, num_heads, head_dim), floating point.
+        k: (batch, seqlen_k, num_kv_heads, head_dim), q's dtype; num_heads is a multiple of num_kv_heads, and query
+            head h uses kv head h // (num_heads // num_kv_heads).
+        v: as k.
+        attn_mask: broadcastable to (batch, num_heads, seqlen_q, seqlen_k). Boolean: True = attend. Floating point:
+            added to the scaled scores; it may require a gradient.
+        seqlens_k: (batch,) int32, the number of real keys of each right-padded sequence.
+        is_causal: no key to the right of the diagonal.
+        window_size: (left, right), how many keys before and after the aligned one are visible; None = all; may be
+            negative.
+        softmax_scale: factor of the scores; head_dim ** -0.5 by default.
+        dropout_p: the probability that an attention weight is dropped. Modules pass 0 in evaluation.
+        dropout_seed: int64 (2,); drawn from the default generator when None.
+        return_lse: also return lse. It carries no gradient.
+
+    Returns:
+        (batch, seqlen_q, num_heads, head_dim) in q's dtype (the autocast dtype under autocast). With return_lse also
+        lse, (batch, num_heads, seqlen_q) fp32 (fp64 for fp64): the natural log of the sum of exponentials of the
+        masked scores, -inf for a query that sees nothing.
+
+    Raises:
+        ValueError: shapes or dtypes that do not agree, a mask that does not broadcast, dropout_p outside [0, 1].
+    """
+    q, k, v = autocast("attention", q, k, v)  # type: ignore[assignment]
+    check_heads(q, k, v, 4, "(batch, seqlen, num_heads, head_dim)")
+    if q.shape[0] != k.shape[0]:
+        raise ValueError(f"expected q and k of one batch size, got {q.shape[0]} and {k.shape[0]}")
+    check_seqlens_k(seqlens_k, q.shape[0])
+    left, right = resolve_window(is_causal, window_size)
+    dropout_p, dropout_seed = resolve_dropout(dropout_p, dropout_seed, q.device)
+    scale = q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale)
+    out, lse = _fwd(q, k, v, expand_mask(attn_mask, q, k), seqlens_k, scale, left, right, dropout_p, dropout_seed)
+    return (out, lse) if return_lse else out

@@ -1,0 +1,104 @@
+"""The attention distribution, for those who ask: which keys each query looked at.
+
+weights = exp(q k^T * softmax_scale + mask - lse), from the lse that `attention` returned. It is of size
+seqlen_q * seqlen_k by nature, so it has no kernel: the reference is the op.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from fastformer.ops._attention_reference import Scores, group_sum, grouped_matmul, probabilities
+from fastformer.ops._common import accumulation_dtype, described
+from fastformer.ops._library import autocast, define_op, forbid_double_backward, register_autograd
+from fastformer.ops.attention import check_heads, check_seqlens_k, expand_mask, resolve_window
+
+
+def _scores(q, k, attn_mask, seqlens_k, softmax_scale, window_left, window_right) -> Scores:
+    return Scores(softmax_scale, k.shape[1] - q.shape[1], window_left, window_right, seqlens_k, attn_mask=attn_mask)
+
+
+def attention_weights_reference(q: Tensor, k: Tensor, lse: Tensor, *options: Any) -> Tensor:
+    """(batch, num_heads, seqlen_q, seqlen_k) in q's dtype."""
+    acc = accumulation_dtype(q.dtype)
+    return probabilities(q.to(acc), k.to(acc), lse, _scores(q, k, *options)).to(q.dtype)
+
+
+def attention_weights_backward_reference(
+    dweights: Tensor, weights: Tensor, q: Tensor, k: Tensor, softmax_scale: float
+) -> tuple[Tensor, Tensor]:
+    """(dq, dk) of the whole softmax: lse is a function of q and k."""
+    acc = accumulation_dtype(q.dtype)
+    weights, dweights = weights.to(acc), dweights.to(acc)
+    dscores = weights * (dweights - (weights * dweights).sum(-1, keepdim=True)) * softmax_scale
+    dq = grouped_matmul(dscores.transpose(1, 2), k.to(acc).transpose(1, 2), k.shape[2]).transpose(1, 2)
+    return dq.to(q.dtype).contiguous(), group_sum(dscores, q.to(acc), k.shape[2]).to(k.dtype).contiguous()
+
+
+_fwd = define_op(
+    "attention_weights_fwd(Tensor q, Tensor k, Tensor lse, Tensor? attn_mask, Tensor? seqlens_k, float softmax_scale, "
+    "int? window_left, int? window_right) -> Tensor",
+    attention_weights_reference,
+    stem="attention_weights",
+    fake=lambda q, k, lse, *options: q.new_empty((q.shape[0], q.shape[2], q.shape[1], k.shape[1])),
+)
+_bwd = define_op(
+    "attention_weights_bwd(Tensor dweights, Tensor weights, Tensor q, Tensor k, float softmax_scale) "
+    "-> (Tensor dq, Tensor dk)",
+    attention_weights_backward_reference,
+    stem="attention_weights",
+    fake=lambda dweights, weights, q, k, softmax_scale: (q.new_empty(q.shape), k.new_empty(k.shape)),
+)
+
+
+def _setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
+    q, k, _, _, _, softmax_scale, _, _ = inputs
+    ctx.save_for_backward(output, q, k)
+    ctx.softmax_scale = softmax_scale
+
+
+def _backward(ctx: Any, dweights: Tensor) -> tuple:
+    return *_bwd(dweights, *ctx.saved_tensors, ctx.softmax_scale), *(None,) * 6
+
+
+register_autograd("attention_weights_fwd", _backward, setup_context=_setup_context)
+forbid_double_backward("attention_weights_bwd")
+
+
+def attention_weights(
+    q: Tensor,
+    k: Tensor,
+    lse: Tensor,
+    *,
+    attn_mask: Tensor | None = None,
+    seqlens_k: Tensor | None = None,
+    is_causal: bool = False,
+    window_size: tuple[int | None, int | None] = (None, None),
+    softmax_scale: float | None = None,
+) -> Tensor:
+    """The weights that `attention` gave to the values, before dropout. Rows that see nothing are 0.
+
+    Args:
+        q: (batch, seqlen_q, num_heads, head_dim), floating point.
+        k: (batch, seqlen_k, num_kv_heads, head_dim).
+        lse: (batch, num_heads, seqlen_q), as `attention(..., return_lse=True)` gave it for the same options.
+        attn_mask, seqlens_k, is_causal, window_size, softmax_scale: as in `attention`. A boolean mask is True = attend.
+            No gradient flows to attn_mask from here.
+
+    Returns:
+        (batch, num_heads, seqlen_q, seqlen_k), q's dtype.
+
+    Raises:
+        ValueError: shapes or dtypes that do not agree.
+    """
+    q, k = autocast("attention_weights", q, k)  # type: ignore[assignment]
+    check_heads(q, k, k, 4, "(batch, seqlen, num_heads, head_dim)")
+    check_seqlens_k(seqlens_k, q.shape[0])
+    expected = (q.shape[0], q.shape[2], q.shape[1])
+    if tuple(lse.shape) != expected:
+        raise ValueError(f"expected lse of shape {expected}, got {described(lse)}")
+    left, right = resolve_window(is_causal, window_size)
+    scale = q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale)
+    return _fwd(q, k, lse, expand_mask(attn_mask, q, k), seqlens_k, scale, left, right)

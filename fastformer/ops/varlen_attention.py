@@ -1,0 +1,189 @@
+"""Attention over packed sequences: rows of many lengths in one tensor, nothing padded, nothing computed for padding.
+
+The same function as `attention`, sequence by sequence; queries and keys are packed apart, so it serves cross-attention too.
+Kernels live with the dense ones, under the stem `attention`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastformer.ops._attention_reference import Scores, attend, attend_backward
+from fastformer.ops._common import accumulation_dtype, described
+from fastformer.ops._dropout import resolve_dropout
+from fastformer.ops._library import autocast, define_op, forbid_double_backward, register_autograd
+from fastformer.ops.attention import check_heads, cpp_unsupported, resolve_window
+
+
+class _Packing:
+    """Moves rows between the packed tensor (total, ...) and a padded one (batch, max_seqlen, ...), without a host sync."""
+
+    def __init__(self, cu_seqlens: Tensor, max_seqlen: int, total: int) -> None:
+        starts = cu_seqlens[:-1].long()
+        self.seqlens = cu_seqlens.diff()
+        position = torch.arange(max_seqlen, device=cu_seqlens.device)
+        self.rows = (starts[:, None] + position).clamp_(max=max(total - 1, 0))  # (batch, max_seqlen)
+        row = torch.arange(total, device=cu_seqlens.device)
+        self.sequence = torch.searchsorted(cu_seqlens[1:].long(), row, right=True)  # (total,)
+        self.real = self.sequence < starts.numel()
+        self.sequence.clamp_(max=starts.numel() - 1)
+        self.position = (row - starts[self.sequence]).clamp_(max=max_seqlen - 1)
+
+    def pad(self, x: Tensor) -> Tensor:
+        """(total, ...) -> (batch, max_seqlen, ...); rows beyond a sequence hold anything finite."""
+        return x[self.rows]
+
+    def pack(self, padded: Tensor, fill: float = 0.0) -> Tensor:
+        """(batch, max_seqlen, ...) -> (total, ...); rows beyond the last sequence are `fill`."""
+        rows = padded[self.sequence, self.position]
+        return rows.masked_fill(~self.real.view(-1, *(1,) * (rows.dim() - 1)), fill)
+
+
+def _prepare(q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale, left, right, dropout_p, dropout_seed):
+    queries = _Packing(cu_seqlens_q, max_seqlen_q, q.shape[0])
+    keys = _Packing(cu_seqlens_k, max_seqlen_k, k.shape[0])
+    scores = Scores(
+        softmax_scale=scale,
+        diagonal=keys.seqlens - queries.seqlens,
+        window_left=left,
+        window_right=right,
+        keys=keys.seqlens,
+        queries=queries.seqlens,
+        dropout_p=dropout_p,
+        dropout_seed=dropout_seed,
+    )
+    return queries, keys, scores
+
+
+def _is_empty(q: Tensor, k: Tensor, cu_seqlens_q: Tensor, max_seqlen_q: int) -> bool:
+    return q.shape[0] == 0 or k.shape[0] == 0 or cu_seqlens_q.numel() == 1 or max_seqlen_q == 0
+
+
+def varlen_attention_reference(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+    """(out, lse); the arguments are the schema's."""
+    if _is_empty(q, k, options[0], options[2]):
+        lse = torch.full((q.shape[1], q.shape[0]), -torch.inf, dtype=accumulation_dtype(q.dtype), device=q.device)
+        return q.new_zeros(q.shape), lse
+    queries, keys, scores = _prepare(q, k, *options)
+    out, lse = attend(queries.pad(q), keys.pad(k), keys.pad(v), scores)
+    return queries.pack(out), queries.pack(lse.transpose(1, 2), -torch.inf).T.contiguous()
+
+
+def varlen_attention_backward_reference(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *options: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dq, dk, dv)."""
+    if _is_empty(q, k, options[0], options[2]):
+        return q.new_zeros(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)
+    queries, keys, scores = _prepare(q, k, *options)
+    padded_lse = queries.pad(lse.T).transpose(1, 2)
+    dq, dk, dv, _ = attend_backward(
+        queries.pad(dout), queries.pad(q), keys.pad(k), keys.pad(v), queries.pad(out), padded_lse, scores
+    )
+    return queries.pack(dq), keys.pack(dk), keys.pack(dv)
+
+
+def _fwd_fake(q, k, v, *options):
+    return q.new_empty(q.shape), q.new_empty((q.shape[1], q.shape[0]), dtype=accumulation_dtype(q.dtype))
+
+
+def _bwd_fake(dout, q, k, v, *options):
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+_fwd = define_op(
+    "varlen_attention_fwd(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt max_seqlen_q, "
+    "SymInt max_seqlen_k, float softmax_scale, int? window_left, int? window_right, float dropout_p, "
+    "Tensor? dropout_seed) -> (Tensor out, Tensor lse)",
+    varlen_attention_reference,
+    stem="attention",
+    fake=_fwd_fake,
+    cpp_unsupported=cpp_unsupported,
+)
+_bwd = define_op(
+    "varlen_attention_bwd(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor cu_seqlens_q, "
+    "Tensor cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k, float softmax_scale, int? window_left, "
+    "int? window_right, float dropout_p, Tensor? dropout_seed) -> (Tensor dq, Tensor dk, Tensor dv)",
+    varlen_attention_backward_reference,
+    stem="attention",
+    fake=_bwd_fake,
+    cpp_unsupported=cpp_unsupported,
+)
+
+
+def _setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
+    q, k, v, cu_seqlens_q, cu_seqlens_k, *options, dropout_seed = inputs
+    out, lse = output
+    ctx.save_for_backward(q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, dropout_seed)
+    ctx.mark_non_differentiable(lse)
+    ctx.set_materialize_grads(False)
+    ctx.options = options
+
+
+def _backward(ctx: Any, dout: Tensor | None, _: Any) -> tuple:
+    if dout is None:
+        return (None,) * 12
+    *tensors, dropout_seed = ctx.saved_tensors
+    return *_bwd(dout, *tensors, *ctx.options, dropout_seed), *(None,) * 9
+
+
+register_autograd("varlen_attention_fwd", _backward, setup_context=_setup_context)
+forbid_double_backward("varlen_attention_bwd")
+
+
+def varlen_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    is_causal: bool = False,
+    window_size: tuple[int | None, int | None] = (None, None),
+    softmax_scale: float | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: Tensor | None = None,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention inside each of the sequences that lie one after the other in q and in k, v.
+
+    Sequence b has rows [cu_seqlens_q[b], cu_seqlens_q[b + 1]) of q and [cu_seqlens_k[b], cu_seqlens_k[b + 1]) of k; its
+    query i is aligned with its key i + seqlen_k - seqlen_q. Dropout drops what the padded batch would drop.
+
+    Args:
+        q: (total_q, num_heads, head_dim), floating point.
+        k: (total_k, num_kv_heads, head_dim), q's dtype.
+        v: as k.
+        cu_seqlens_q: (batch + 1,) int32, rising from 0. Rows beyond the last entry give zeros.
+        cu_seqlens_k: (batch + 1,) int32.
+        max_seqlen_q: the longest sequence of q, or more.
+        max_seqlen_k: the longest sequence of k, or more.
+        is_causal, window_size, softmax_scale, dropout_p, dropout_seed, return_lse: as in `attention`.
+
+    Returns:
+        (total_q, num_heads, head_dim) in q's dtype; with return_lse also lse, (num_heads, total_q).
+
+    Raises:
+        ValueError: shapes or dtypes that do not agree, dropout_p outside [0, 1].
+    """
+    q, k, v = autocast("varlen_attention", q, k, v)  # type: ignore[assignment]
+    check_heads(q, k, v, 3, "(total, num_heads, head_dim)")
+    for name, cu_seqlens in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
+        if cu_seqlens.dim() != 1 or cu_seqlens.dtype != torch.int32 or cu_seqlens.numel() == 0:
+            raise ValueError(f"expected {name} int32 of shape (batch + 1,), got {described(cu_seqlens)}")
+    if cu_seqlens_q.shape != cu_seqlens_k.shape:
+        raise ValueError(
+            f"expected as many sequences in q as in k, got {cu_seqlens_q.numel() - 1} and {cu_seqlens_k.numel() - 1}"
+        )
+    left, right = resolve_window(is_causal, window_size)
+    dropout_p, dropout_seed = resolve_dropout(dropout_p, dropout_seed, q.device)
+    scale = q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale)
+    out, lse = _fwd(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale, left, right, dropout_p, dropout_seed
+    )
+    return (out, lse) if return_lse else out
