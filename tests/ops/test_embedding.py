@@ -1,0 +1,297 @@
+"""embedding against F.embedding, a product, a sum and dropout's formula; the sinusoidal tables against theirs."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from fastformer.ops import embedding, sinusoidal_positions
+from fastformer.ops._dropout import draw_seed, keep_mask, keep_scale
+from tests.checks import assert_op_accurate
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+OP = torch.ops.fastformer
+
+
+def plain(
+    ids: Tensor,
+    weight: Tensor,
+    position_table: Tensor | None,
+    positions: Tensor | None,
+    *,
+    scale: float = 1.0,
+    padding_idx: int | None = None,
+    keep: Tensor | None = None,
+    dropout_p: float = 0.0,
+) -> Tensor:
+    out = F.embedding(ids, weight) * scale
+    if padding_idx is not None:
+        out = out.masked_fill((ids == padding_idx % len(weight))[..., None], 0.0)
+    if position_table is not None:
+        rows = position_table[: ids.shape[-1]] if positions is None else F.embedding(positions, position_table)
+        out = (out + rows).to(weight.dtype)
+    return out if keep is None else out * keep * keep_scale(dropout_p)
+
+
+def make_inputs(
+    shape: tuple[int, ...],
+    num_embeddings: int,
+    dim: int,
+    device: str,
+    dtype: torch.dtype = torch.float32,
+    *,
+    table: torch.dtype | None = None,
+    positions: bool = False,
+) -> dict[str, Tensor | None]:
+    """`table` is the dtype of a position table of 19 rows; None = no table."""
+    return {
+        "ids": torch.randint(num_embeddings, shape, device=device),
+        "weight": torch.randn(num_embeddings, dim, device=device).to(dtype),
+        "position_table": torch.randn(19, dim, device=device).to(table) if table else None,
+        "positions": torch.randint(19, shape, device=device) if positions else None,
+    }
+
+
+@pytest.mark.parametrize("scale, padding_idx", [(1.0, None), (5.0, 0), (0.3, -2)])
+@pytest.mark.parametrize("positions", ["none", "in order", "given"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_accuracy(
+    dtype: torch.dtype, positions: str, scale: float, padding_idx: int | None, backend: str, device: str
+) -> None:
+    table = None if positions == "none" else dtype
+    inputs = make_inputs((3, 17), 11, 24, device, dtype, table=table, positions=positions == "given")
+    options = {"scale": scale, "padding_idx": padding_idx}
+    assert_op_accurate(partial(embedding, **options), partial(plain, **options), inputs)
+
+
+@pytest.mark.parametrize(
+    "shape, num_embeddings, dim", [((1, 1), 1, 1), ((5,), 7, 17), ((2, 3, 4), 30, 33), ((2, 9), 1000, 1000)]
+)
+@pytest.mark.parametrize("positions", [False, True])
+def test_shapes(
+    shape: tuple[int, ...], num_embeddings: int, dim: int, positions: bool, backend: str, device: str
+) -> None:
+    inputs = make_inputs(shape, num_embeddings, dim, device, table=torch.float32, positions=positions)
+    assert_op_accurate(partial(embedding, scale=2.0), partial(plain, scale=2.0), inputs, strided_dy=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_one_token_many_times(dtype: torch.dtype, backend: str, device: str) -> None:
+    """A row's gradient is a sum over all its tokens; in bf16 a sum of a thousand stops growing, in fp32 it does not."""
+    inputs = make_inputs((4, 300), 2, 16, device, dtype)
+    assert_op_accurate(partial(embedding, scale=3.0), partial(plain, scale=3.0), inputs)
+
+
+def test_fixed_table_in_another_dtype(backend: str, device: str) -> None:
+    inputs = make_inputs((2, 9), 11, 24, device, torch.bfloat16)
+    table = sinusoidal_positions(9, 24, device=device)
+    del inputs["position_table"]
+    assert_op_accurate(partial(embedding, position_table=table), partial(plain, position_table=table), inputs)
+
+
+@pytest.mark.parametrize("shape", [(2, 0), (0, 5)])
+def test_no_tokens(shape: tuple[int, ...], backend: str, device: str) -> None:
+    assert_op_accurate(embedding, plain, make_inputs(shape, 7, 8, device, table=torch.float32))
+
+
+def test_not_contiguous(backend: str, device: str) -> None:
+    inputs = make_inputs((6, 5), 13, 16, device, table=torch.float32, positions=True)
+    inputs["ids"], inputs["positions"] = inputs["ids"].T, inputs["positions"].T
+    inputs["weight"] = torch.randn(16, 13, device=device).T
+    inputs["position_table"] = torch.randn(19, 32, device=device)[:, ::2]
+    assert embedding(**inputs).is_contiguous()
+    assert_op_accurate(partial(embedding, padding_idx=1), partial(plain, padding_idx=1), inputs)
+
+
+def test_int32_ids(backend: str, device: str) -> None:
+    inputs = make_inputs((3, 8), 13, 16, device, table=torch.float32, positions=True)
+    inputs["ids"], inputs["positions"] = inputs["ids"].int(), inputs["positions"].int()
+    assert_op_accurate(embedding, plain, inputs)
+
+
+def test_padding_gives_zeros_and_learns_nothing(backend: str, device: str) -> None:
+    weight = torch.randn(5, 8, device=device, requires_grad=True)
+    table = torch.randn(3, 8, device=device)
+    ids = torch.tensor([[4, 2, 2]], device=device)
+    assert torch.equal(embedding(ids, weight, padding_idx=2)[0, 1:], torch.zeros(2, 8, device=device))
+    out = embedding(ids, weight, position_table=table, padding_idx=2)
+    assert torch.equal(out[0, 1:], table[1:])  # the position is added all the same
+    out.backward(torch.randn_like(out))
+    assert torch.equal(weight.grad[2], torch.zeros(8, device=device))
+    assert weight.grad[4].abs().min() > 0
+
+
+@pytest.mark.parametrize("positions", [False, True])
+@pytest.mark.parametrize("dropout_p", [0.1, 1.0])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_dropout_is_the_formula(
+    dtype: torch.dtype, dropout_p: float, positions: bool, backend: str, device: str
+) -> None:
+    seed = torch.tensor([2**61 + 12345, 2**33 + 77], device=device)
+    inputs = make_inputs((3, 7), 11, 29, device, dtype, table=dtype, positions=positions)
+    keep = keep_mask(seed, dropout_p, 21, 29)[0].view(3, 7, 29)
+    options = {"scale": 3.0, "padding_idx": 0, "dropout_p": dropout_p}
+    assert_op_accurate(partial(embedding, **options, dropout_seed=seed), partial(plain, **options, keep=keep), inputs)
+
+
+def test_dropout_drops_exactly_those_elements(backend: str, device: str) -> None:
+    seed = draw_seed(device)
+    inputs = make_inputs((4, 6), 9, 21, device)
+    out, kept = embedding(**inputs, dropout_p=0.5, dropout_seed=seed), keep_mask(seed, 0.5, 24, 21)[0].view(4, 6, 21)
+    assert torch.equal(out, torch.where(kept, 2 * embedding(**inputs), 0.0))
+
+
+@pytest.mark.parametrize("positions", [False, True])
+@pytest.mark.parametrize("dropout_p", [0.0, 0.3])
+def test_gradcheck(dropout_p: float, positions: bool, backend: str) -> None:
+    if backend == "triton":
+        pytest.skip("gradcheck is for the backends that compute in fp64: reference and C++")
+    seed = draw_seed("cpu")
+    inputs = make_inputs((2, 5), 6, 3, "cpu", torch.float64, table=torch.float64, positions=positions)
+    assert torch.autograd.gradcheck(
+        lambda weight, table: embedding(
+            inputs["ids"],
+            weight,
+            position_table=table,
+            positions=inputs["positions"],
+            scale=3.0,
+            padding_idx=1,
+            dropout_p=dropout_p,
+            dropout_seed=seed,
+        ),
+        (inputs["weight"].requires_grad_(), inputs["position_table"].requires_grad_()),
+    )
+
+
+@pytest.mark.parametrize("positions", ["none", "in order", "given"])
+def test_opcheck(positions: str, backend: str, device: str) -> None:
+    table = None if positions == "none" else torch.float32
+    inputs = make_inputs((2, 5), 11, 16, device, table=table, positions=positions == "given")
+    ids, weight, table_, positions_ = inputs.values()
+    seed = draw_seed(device)
+    dout = torch.randn(2, 5, 16, device=device)
+    args = (dout, ids, positions_, 11, 19 if table else 0, 2.0, 0, 0.2, seed, torch.float32)
+    torch.library.opcheck(OP.embedding_bwd.default, args)
+    for tensor in (weight, table_):
+        if tensor is not None:
+            tensor.requires_grad_()
+    torch.library.opcheck(OP.embedding_fwd.default, (ids, weight, table_, positions_, 2.0, 0, 0.2, seed))
+
+
+def test_compile(backend: str, device: str) -> None:
+    compiled = torch.compile(embedding, fullgraph=True, dynamic=True)
+    for shape in ((3, 5), (2, 9)):
+        assert_op_accurate(compiled, plain, make_inputs(shape, 11, 24, device, table=torch.float32))
+
+
+def test_autocast_changes_nothing(device: str) -> None:
+    inputs = make_inputs((3, 5), 11, 24, device, table=torch.float32)
+    with torch.autocast(device, torch.bfloat16):
+        out = embedding(**inputs, scale=2.0)
+    assert out.dtype == torch.float32
+    assert torch.equal(out, embedding(**inputs, scale=2.0))
+
+
+def test_double_backward_is_refused(device: str) -> None:
+    weight = torch.randn(5, 8, device=device, requires_grad=True)
+    dout = torch.randn(3, 8, device=device, requires_grad=True)
+    out = embedding(torch.tensor([0, 1, 1], device=device), weight)
+    (dweight,) = torch.autograd.grad(out, weight, dout, create_graph=True)
+    with pytest.raises(NotImplementedError, match="embedding_bwd has no double backward"):
+        torch.autograd.grad(dweight.square().sum(), dout)
+
+
+@pytest.mark.gpu
+def test_no_host_sync() -> None:
+    inputs = make_inputs((3, 17), 11, 24, "cuda", table=torch.float32, positions=True)
+    weight = inputs.pop("weight").requires_grad_()
+    call = partial(embedding, weight=weight, **inputs, padding_idx=0, dropout_p=0.1)
+    call().sum().backward()  # compiled by now
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        call().sum().backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("bad", [11, -1])
+def test_outside_the_tables(bad: int, backend: str) -> None:
+    if backend == "triton":
+        pytest.skip("a GPU asserts on the device")
+    inputs = make_inputs((2, 3), 11, 8, "cpu", table=torch.float32, positions=True)
+    ids, positions = inputs["ids"].clone(), inputs["positions"].clone()
+    inputs["ids"][1, 1] = bad
+    with pytest.raises(IndexError, match=rf"expected token ids in \[0, 11\), got {bad}"):
+        embedding(**inputs)
+    positions[0, 2] = 19
+    with pytest.raises(IndexError, match=r"expected positions in \[0, 19\), got 19"):
+        embedding(**{**inputs, "ids": ids, "positions": positions})
+
+
+def test_wrong_calls() -> None:
+    inputs = make_inputs((2, 3), 11, 8, "cpu", table=torch.float32, positions=True)
+
+    def call(**changes) -> None:
+        embedding(**{**inputs, **changes})
+
+    with pytest.raises(
+        ValueError, match=r"ids \(\.\.\., seqlen\) in int64 or int32, got torch.float32 of shape \(2,\)"
+    ):
+        call(ids=torch.ones(2))
+    with pytest.raises(ValueError, match=r"floating-point weight \(num_embeddings, dim\), got .* of shape \(8,\)"):
+        call(weight=torch.ones(8))
+    with pytest.raises(ValueError, match=r"expected position_table \(num_positions, 8\), got shape \(19, 7\)"):
+        call(position_table=torch.ones(19, 7))
+    with pytest.raises(ValueError, match=r"at most 2 tokens \(position_table\), got 3"):
+        call(position_table=torch.ones(2, 8), positions=None)
+    with pytest.raises(ValueError, match="expected a position_table with positions, got None"):
+        call(position_table=None)
+    with pytest.raises(ValueError, match=r"integer positions of shape \(2, 3\), got torch.int64 of shape \(3,\)"):
+        call(positions=torch.arange(3))
+    with pytest.raises(ValueError, match=r"padding_idx in \[-11, 11\), got 11"):
+        call(padding_idx=11)
+    with pytest.raises(ValueError, match=r"dropout_p in \[0, 1\], got 2"):
+        call(dropout_p=2)
+
+
+@pytest.mark.parametrize("dim", [1, 2, 3, 8, 9])
+def test_sinusoidal_positions_of_the_paper(dim: int) -> None:
+    table = sinusoidal_positions(50, dim, dtype=torch.float64)
+    for position in (0, 1, 7, 49):
+        for column in range(dim):
+            angle = position / 10000 ** (2 * (column // 2) / dim)
+            expected = math.sin(angle) if column % 2 == 0 else math.cos(angle)
+            assert table[position, column] == pytest.approx(expected, abs=1e-14)
+
+
+@pytest.mark.parametrize("dim", [1, 2, 3, 8, 9])
+def test_sinusoidal_positions_of_tensor2tensor(dim: int) -> None:
+    table = sinusoidal_positions(50, dim, "concatenated", dtype=torch.float64)
+    half = dim // 2
+    for position in (0, 1, 7, 49):
+        for column in range(half):
+            angle = position / 10000 ** (column / max(half - 1, 1))
+            assert table[position, column] == pytest.approx(math.sin(angle), abs=1e-14)
+            assert table[position, half + column] == pytest.approx(math.cos(angle), abs=1e-14)
+        if dim % 2:
+            assert table[position, -1] == 0.0
+
+
+@pytest.mark.parametrize("layout, column, angle", [("interleaved", 2, 1e5 / 1e4 ** (2 / 6)), ("concatenated", 1, 1e3)])
+def test_sinusoidal_positions_are_rounded_last(layout: str, column: int, angle: float, device: str) -> None:
+    """An angle of thousands of radians is off by 1e-4 in fp32; it is fp64, and only the result is rounded."""
+    table = sinusoidal_positions(100_001, 6, layout, device=device)
+    assert table.dtype == torch.float32 and table.device.type == device
+    assert float(table[100_000, column]) == pytest.approx(math.sin(angle), abs=1e-7)
+
+
+def test_sinusoidal_positions_wrong_calls() -> None:
+    with pytest.raises(ValueError, match='"interleaved" or "concatenated", got \'paper\''):
+        sinusoidal_positions(4, 8, "paper")
+    with pytest.raises(ValueError, match="num_positions >= 0 and dim >= 1, got 4 and 0"):
+        sinusoidal_positions(4, 0)

@@ -1,0 +1,173 @@
+"""rotary against the rotation written with complex numbers."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+
+from fastformer.ops import rotary, rotary_tables
+from tests.checks import assert_op_accurate
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+OP = torch.ops.fastformer
+
+
+def plain(x: Tensor, cos: Tensor, sin: Tensor, *, positions: Tensor | None = None, interleaved: bool = False) -> Tensor:
+    """Su et al. 2021: each pair is a complex number, times exp(i * angle); in fp32 for half dtypes, as models do it."""
+    if positions is None:
+        positions = torch.arange(x.shape[-3], device=x.device)
+    wide = x.double() if x.dtype == torch.float64 else x.float()
+    turn = torch.complex(cos, sin)[positions].unsqueeze(-2)
+    rotated, rest = wide[..., : 2 * cos.shape[1]], x[..., 2 * cos.shape[1] :]
+    if interleaved:
+        pairs = rotated.unflatten(-1, (-1, 2))
+        turned = torch.complex(pairs[..., 0], pairs[..., 1]) * turn
+        rotated = torch.stack((turned.real, turned.imag), dim=-1).flatten(-2)
+    else:
+        first, second = rotated.chunk(2, dim=-1)
+        turned = torch.complex(first, second) * turn
+        rotated = torch.cat((turned.real, turned.imag), dim=-1)
+    return torch.cat((rotated.to(x.dtype), rest), dim=-1)
+
+
+def compare(x: Tensor, tables: tuple[Tensor, Tensor], *, strided_dy: bool = False, **options) -> None:
+    cos, sin = tables
+    assert_op_accurate(
+        lambda x: rotary(x, cos, sin, **options),
+        lambda x: plain(x, cos, sin, **options),
+        {"x": x},
+        strided_dy=strided_dy,
+    )
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("rotary_dim", [32, 20])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_accuracy(dtype: torch.dtype, rotary_dim: int, interleaved: bool, backend: str, device: str) -> None:
+    x = torch.randn(2, 13, 3, 32, device=device).to(dtype)
+    compare(x, rotary_tables(50, rotary_dim, device=device), interleaved=interleaved)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("integer", [torch.int64, torch.int32])
+@pytest.mark.parametrize("shape", [(2, 13, 3, 16), (29, 3, 16)])
+def test_positions(shape: tuple[int, ...], integer: torch.dtype, interleaved: bool, backend: str, device: str) -> None:
+    """Of a padded batch, and of packed tokens."""
+    positions = torch.randint(50, shape[:-2], device=device, dtype=integer)
+    x = torch.randn(*shape, device=device)
+    compare(x, rotary_tables(50, 16, device=device), positions=positions, interleaved=interleaved)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize(
+    "shape, rotary_dim",
+    [((1, 1, 1, 2), 2), ((7, 2, 17), 16), ((2, 2, 5, 3, 6), 6), ((3, 4, 1, 128), 128), ((2, 0, 3, 8), 8)],
+)
+def test_shapes(shape: tuple[int, ...], rotary_dim: int, interleaved: bool, backend: str, device: str) -> None:
+    x = torch.randn(*shape, device=device)
+    compare(x, rotary_tables(9, rotary_dim, device=device), interleaved=interleaved, strided_dy=True)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_not_contiguous(interleaved: bool, backend: str, device: str) -> None:
+    x = torch.randn(2, 3, 9, 40, device=device).transpose(1, 2)[..., ::2]
+    cos, sin = (t.T.contiguous().T for t in rotary_tables(9, 20, device=device))
+    assert rotary(x, cos, sin, interleaved=interleaved).is_contiguous()
+    compare(x, (cos, sin), interleaved=interleaved)
+    positions = torch.randint(9, (9, 2), device=device).T
+    compare(x, (cos, sin), interleaved=interleaved, positions=positions)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_scores_depend_on_distance_alone(interleaved: bool, backend: str, device: str) -> None:
+    """What rotary is for: <R_m q, R_n k> is a function of m - n."""
+    cos, sin = rotary_tables(40, 16, device=device)
+    q, k = (torch.randn(1, 1, 16, device=device) for _ in range(2))
+
+    def score(m: int, n: int) -> Tensor:
+        turn = partial(rotary, cos=cos, sin=sin, interleaved=interleaved)
+        turned_q = turn(q, positions=torch.tensor([m], device=device))
+        return (turned_q * turn(k, positions=torch.tensor([n], device=device))).sum()
+
+    torch.testing.assert_close(score(3, 10), score(30, 37))
+    assert (score(3, 10) - score(3, 11)).abs() > 1e-3
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("with_positions", [False, True])
+def test_gradcheck(with_positions: bool, interleaved: bool, backend: str) -> None:
+    if backend == "triton":
+        pytest.skip("gradcheck is for the backends that compute in fp64: reference and C++")
+    cos, sin = rotary_tables(9, 4, dtype=torch.float64)
+    positions = torch.randint(9, (2, 3)) if with_positions else None
+    x = torch.randn(2, 3, 2, 5, dtype=torch.float64, requires_grad=True)
+    call = partial(rotary, cos=cos, sin=sin, positions=positions, interleaved=interleaved)
+    assert torch.autograd.gradcheck(call, x)
+    assert torch.autograd.gradgradcheck(call, x)  # linear, so it has a double backward
+
+
+@pytest.mark.parametrize("with_positions", [False, True])
+def test_opcheck(with_positions: bool, backend: str, device: str) -> None:
+    cos, sin = rotary_tables(9, 8, device=device)
+    positions = torch.randint(9, (2, 5), device=device) if with_positions else None
+    for x in (torch.randn(2, 5, 3, 12, device=device), torch.randn(2, 3, 5, 12, device=device).transpose(1, 2)):
+        args = (x.requires_grad_(), cos, sin, positions, with_positions, False)
+        torch.library.opcheck(OP.rotary_fwd.default, args)
+
+
+def test_compile(backend: str, device: str) -> None:
+    compiled = torch.compile(rotary, fullgraph=True, dynamic=True)
+    cos, sin = rotary_tables(20, 16, device=device)
+    for shape in ((2, 9, 3, 24), (4, 5, 3, 24)):
+        x = torch.randn(*shape, device=device)
+        assert_op_accurate(lambda x: compiled(x, cos, sin), lambda x: plain(x, cos, sin), {"x": x})
+
+
+def test_autocast_changes_nothing(device: str) -> None:
+    cos, sin = rotary_tables(20, 16, device=device)
+    x = torch.randn(2, 9, 3, 24, device=device)
+    with torch.autocast(device, torch.bfloat16):
+        out = rotary(x, cos, sin)
+    assert out.dtype == torch.float32
+    assert torch.equal(out, rotary(x, cos, sin))
+
+
+def test_tables() -> None:
+    cos, sin = rotary_tables(30, 6, base=500.0, dtype=torch.float64)
+    assert cos.shape == sin.shape == (30, 3)
+    for position in (0, 1, 29):
+        for i in range(3):
+            angle = torch.tensor(position * 500.0 ** (-2 * i / 6), dtype=torch.float64)
+            torch.testing.assert_close(cos[position, i], angle.cos(), atol=1e-14, rtol=0)
+            torch.testing.assert_close(sin[position, i], angle.sin(), atol=1e-14, rtol=0)
+    assert rotary_tables(3, 4)[0].dtype == torch.float32
+
+
+@pytest.mark.parametrize("bad", [9, -1])
+def test_outside_the_tables(bad: int, backend: str) -> None:
+    if backend == "triton":
+        pytest.skip("a GPU asserts on the device")
+    cos, sin = rotary_tables(9, 8)
+    with pytest.raises(IndexError, match=rf"expected positions in \[0, 9\), got {bad}"):
+        rotary(torch.randn(2, 3, 8), cos, sin, positions=torch.tensor([0, bad]))
+
+
+def test_wrong_calls() -> None:
+    cos, sin = rotary_tables(9, 8)
+    with pytest.raises(
+        ValueError, match=r"x \(\.\.\., seqlen, num_heads, head_dim\), got torch.float32 of shape \(3, 8\)"
+    ):
+        rotary(torch.randn(3, 8), cos, sin)
+    with pytest.raises(ValueError, match=r"at most 3\), got shapes \(9, 4\) and \(9, 4\)"):
+        rotary(torch.randn(2, 3, 7), cos, sin)
+    with pytest.raises(ValueError, match=r"got shapes \(9, 4\) and \(8, 4\)"):
+        rotary(torch.randn(2, 3, 8), cos, sin[:8])
+    with pytest.raises(ValueError, match=r"at most 9 positions \(cos, sin\), got a sequence of 10"):
+        rotary(torch.randn(10, 3, 8), cos, sin)
+    with pytest.raises(ValueError, match=r"integer positions of shape \(2,\), got torch.int64 of shape \(3,\)"):
+        rotary(torch.randn(2, 3, 8), cos, sin, positions=torch.arange(3))
+    with pytest.raises(ValueError, match="even rotary_dim >= 2 and num_positions >= 0, got 7 and 4"):
+        rotary_tables(4, 7)
