@@ -1,7 +1,7 @@
 """Scaled dot-product attention: softmax(q k^T * softmax_scale + mask) v.
 
-Vaswani et al. 2017, section 3.2.1; the dropout on the attention weights is tensor2tensor's. No backend but the reference
-keeps anything of size seqlen_q * seqlen_k; the backward pass recomputes the weights from lse.
+Vaswani et al. 2017, section 3.2.1; the dropout on the attention weights is tensor2tensor's. Only the reference keeps
+anything of size seqlen_q * seqlen_k; the kernels recompute the weights from lse in the backward pass.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Attention of one or a few new queries against a key-value cache, which their own keys and values enter first.
 
-The cache has a fixed size and the lengths live on the device, so a decoding step has fixed shapes and no host sync. Beams
-that decode one source share the row of its cross-attention cache through cache_batch_idx.
+The cache has a fixed size and the lengths live on the device, so a decoding step has fixed shapes and no host sync.
+Beams that decode one source share the row of its cross-attention cache through cache_batch_idx.
 """
 
 from __future__ import annotations

@@ -104,12 +104,20 @@ def _bwd_fake(dout, x, weight1, bias1, weight2, saved, activation, dropout_p, dr
     )
 
 
+def _cpp_unsupported(op_name: str, *args: Any) -> str | None:
+    dtype = args[0].dtype
+    if dtype in (torch.float32, torch.float64, torch.bfloat16):
+        return None
+    return f"it computes in fp32, bf16 and fp64, not {dtype}"
+
+
 _fwd = define_op(
     "feed_forward_fwd(Tensor x, Tensor weight1, Tensor? bias1, Tensor weight2, Tensor? bias2, str activation, "
     "float dropout_p, Tensor? dropout_seed) -> (Tensor out, Tensor saved)",
     feed_forward_reference,
     stem="feed_forward",
     fake=_fwd_fake,
+    cpp_unsupported=_cpp_unsupported,
 )
 _bwd = define_op(
     "feed_forward_bwd(Tensor dout, Tensor x, Tensor weight1, Tensor? bias1, Tensor weight2, Tensor saved, "
@@ -118,6 +126,7 @@ _bwd = define_op(
     feed_forward_backward_reference,
     stem="feed_forward",
     fake=_bwd_fake,
+    cpp_unsupported=_cpp_unsupported,
 )
 
 

@@ -1,7 +1,7 @@
 """Attention over packed sequences: rows of many lengths in one tensor, nothing padded, nothing computed for padding.
 
-The same function as `attention`, sequence by sequence; queries and keys are packed apart, so it serves cross-attention too.
-Kernels live with the dense ones, under the stem `attention`.
+The same function as `attention`, sequence by sequence; queries and keys are packed apart, so it serves cross-attention
+too. Kernels live with the dense ones, under the stem `attention`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from fastformer.ops.attention import check_heads, cpp_unsupported, resolve_windo
 
 
 class _Packing:
-    """Moves rows between the packed tensor (total, ...) and a padded one (batch, max_seqlen, ...), without a host sync."""
+    """Moves rows between packed (total, ...) and padded (batch, max_seqlen, ...) tensors, without a host sync."""
 
     def __init__(self, cu_seqlens: Tensor, max_seqlen: int, total: int) -> None:
         starts = cu_seqlens[:-1].long()
