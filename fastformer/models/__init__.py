@@ -1,1 +1,7 @@
 """Whole models with a configuration: Transformer (encoder-decoder) and GPT (decoder-only)."""
+
+from fastformer.models.gpt import GPT as GPT
+from fastformer.models.gpt import GPTConfig as GPTConfig
+from fastformer.models.pretrained import read_architecture as read_architecture
+from fastformer.models.transformer import Transformer as Transformer
+from fastformer.models.transformer import TransformerConfig as TransformerConfig

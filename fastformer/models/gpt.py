@@ -1,0 +1,253 @@
+"""The decoder-only Transformer: a language model, with loss and decoding."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fastformer.models.inputs import check_ids
+from fastformer.models.pretrained import PretrainedModel
+from fastformer.models.transformer import IGNORE_INDEX, cache_dtype
+from fastformer.nn.attention import MultiheadAttention
+from fastformer.nn.cache import KVCache
+from fastformer.nn.embedding import Embedding, PositionalEncoding, RotaryEmbedding
+from fastformer.nn.layers import TransformerEncoderLayer
+from fastformer.nn.layout import SequenceLayout
+from fastformer.nn.norm import AddLayerNorm
+from fastformer.nn.transformer import TransformerEncoder
+from fastformer.ops.linear_cross_entropy import linear_cross_entropy
+
+POSITIONS = ("learned", "sinusoidal", "rotary")
+
+
+@dataclass
+class GPTConfig:
+    """The settings of `GPT`.
+
+    Attributes:
+        vocab_size: number of tokens.
+        d_model: size of a token's vector.
+        num_heads: attention heads.
+        num_kv_heads: heads of keys and values; None: as many as num_heads.
+        num_layers: the depth.
+        d_ff: inner size of the feed-forward network; None: 4 * d_model; for swiglu, which has three matrices
+            instead of two, two thirds of that, rounded up to a multiple of 64.
+        norm: "layer" or "rms".
+        layer_norm_eps: added to the variance.
+        activation: "relu", "gelu", "gelu_tanh" or "swiglu".
+        dropout: on the embeddings and on each sub-layer's output.
+        attention_dropout: on the attention weights.
+        activation_dropout: after the activation.
+        positions: "learned", "sinusoidal" or "rotary".
+        rotary_base: the slowest rotation is near 1 / base.
+        tie_embeddings: one matrix for the tokens and the projection before the softmax.
+        bias: whether projections and norms have a bias.
+        window_size: a token sees this many tokens before itself; None: all.
+        max_len: the longest sequence.
+    """
+
+    vocab_size: int
+    d_model: int = 384
+    num_heads: int = 6
+    num_kv_heads: int | None = None
+    num_layers: int = 6
+    d_ff: int | None = None
+    norm: str = "layer"
+    layer_norm_eps: float = 1e-5
+    activation: str = "gelu"
+    dropout: float = 0.0
+    attention_dropout: float = 0.0
+    activation_dropout: float = 0.0
+    positions: str = "learned"
+    rotary_base: float = 10000.0
+    tie_embeddings: bool = True
+    bias: bool = True
+    window_size: int | None = None
+    max_len: int = 1024
+
+    def __post_init__(self) -> None:
+        if self.vocab_size < 2 or self.max_len < 1:
+            raise ValueError(f"expected vocab_size >= 2 and max_len >= 1, got {self.vocab_size} and {self.max_len}")
+        if self.positions not in POSITIONS:
+            raise ValueError(f"expected positions out of {POSITIONS}, got {self.positions!r}")
+        if self.d_ff is None:
+            wide = 4 * self.d_model
+            self.d_ff = math.ceil(wide * 2 / 3 / 64) * 64 if self.activation == "swiglu" else wide
+
+
+class GPT(PretrainedModel):
+    """A pre-norm decoder-only Transformer from token ids to logits (Radford et al. 2019; options as in Llama).
+
+    Inputs are padded on the right (batch, seqlen), or packed (total,) with a `SequenceLayout.packed`, where each
+    sequence has positions of its own and sees itself alone. Right padding needs no layout: attention is causal, and the
+    loss skips targets of -100.
+
+    Parameters: `embedding.weight`, `position.table` (learned), `decoder.*` as in `torch.nn.TransformerEncoder`, and
+    `output.weight` where it isn't tied.
+
+    Args:
+        config: the settings; `GPT.from_preset("tiny", vocab_size=...)` knows "tiny", "small", "gpt2" and "llama-small".
+        device, dtype: of the parameters.
+    """
+
+    config_class = GPTConfig
+    presets: dict[str, dict[str, Any]] = {
+        "tiny": {"d_model": 128, "num_heads": 4, "num_layers": 4, "max_len": 256},
+        # The size that nanoGPT trains on characters of Shakespeare.
+        "small": {"dropout": 0.2, "attention_dropout": 0.2, "max_len": 256},
+        "gpt2": {
+            "d_model": 768,
+            "num_heads": 12,
+            "num_layers": 12,
+            "activation": "gelu_tanh",
+            "dropout": 0.1,
+            "attention_dropout": 0.1,
+        },
+        "llama-small": {"norm": "rms", "activation": "swiglu", "positions": "rotary", "num_kv_heads": 2, "bias": False},
+    }
+    config: GPTConfig
+
+    def __init__(self, config: GPTConfig, *, device: Any = None, dtype: Any = None) -> None:
+        super().__init__()
+        self.config = config
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        position: PositionalEncoding | None = None
+        self.rotary: RotaryEmbedding | None = None
+        if config.positions == "rotary":
+            head_dim = config.d_model // config.num_heads
+            self.rotary = RotaryEmbedding(head_dim, config.max_len, config.rotary_base, **factory)
+        else:
+            layout = "learned" if config.positions == "learned" else "interleaved"
+            position = PositionalEncoding(config.d_model, config.max_len, layout=layout, batch_first=True, **factory)
+        self.embedding = Embedding(
+            config.vocab_size, config.d_model, dropout=config.dropout, position=position, **factory
+        )
+        layer = TransformerEncoderLayer(
+            config.d_model,
+            config.num_heads,
+            config.d_ff or 4 * config.d_model,
+            config.dropout,
+            config.activation,
+            config.layer_norm_eps,
+            batch_first=True,
+            norm_first=True,
+            bias=config.bias,
+            attention_dropout=config.attention_dropout,
+            activation_dropout=config.activation_dropout,
+            num_kv_heads=config.num_kv_heads,
+            norm=config.norm,
+            window_size=(config.window_size, None if config.window_size is None else 0),
+            **factory,
+        )
+        norm = AddLayerNorm(
+            config.d_model, config.layer_norm_eps, bias=config.bias, rms_norm=config.norm == "rms", **factory
+        )
+        self.decoder = TransformerEncoder(layer, config.num_layers, norm)
+        self.output = None
+        if not config.tie_embeddings:
+            self.output = nn.Linear(config.d_model, config.vocab_size, bias=False, **factory)
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """N(0, 0.02), the projections back into the residual stream divided by sqrt(2 * num_layers), as GPT-2."""
+        into_residual = 0.02 / math.sqrt(2 * self.config.num_layers)
+        for name, module in self.named_modules():
+            if isinstance(module, nn.Linear):
+                nn.init.normal_(module.weight, std=into_residual if name.endswith(("out_proj", "linear2")) else 0.02)
+                if module.bias is not None:
+                    nn.init.zeros_(module.bias)
+            elif isinstance(module, MultiheadAttention):
+                nn.init.normal_(module.in_proj_weight, std=0.02)
+                if module.in_proj_bias is not None:
+                    nn.init.zeros_(module.in_proj_bias)
+            elif isinstance(module, nn.Embedding):
+                nn.init.normal_(module.weight, std=0.02)
+            elif isinstance(module, nn.LayerNorm | PositionalEncoding):
+                module.reset_parameters()
+
+    @property
+    def output_weight(self) -> Tensor:
+        """The projection before the softmax: (vocab_size, d_model)."""
+        return self.embedding.weight if self.output is None else self.output.weight
+
+    def decode(self, tokens: Tensor, *, layout: SequenceLayout | None = None, cache: KVCache | None = None) -> Tensor:
+        """Runs the layers over tokens, or over the next tokens when there is a cache.
+
+        Args:
+            tokens: (batch, seqlen) ids, or (total,) with a packed layout.
+            layout: right-padded batches need one along with a cache only: the lengths of the prompts.
+            cache: from `new_cache`: tokens follow those in the cache, to which their keys and values are appended. For
+                inference.
+
+        Returns:
+            Hidden states, (batch, seqlen, d_model) or (total, d_model), for `logits`.
+
+        Raises:
+            ValueError: ids out of the vocabulary, a sequence longer than max_len, a full cache.
+        """
+        before = 0 if cache is None else cache.length_bound
+        check_ids(tokens, self.config.vocab_size, self.config.max_len, layout, "token", before)
+        positions = None if layout is None else layout.positions
+        if cache is not None:
+            positions = cache.positions(tokens.shape[1])
+        rotary = None if self.rotary is None else self.rotary(positions)
+        x = self.embedding(tokens, positions)
+        return self.decoder(x, is_causal=True, layout=layout, cache=cache, rotary=rotary)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden (..., d_model) -> (..., vocab_size)."""
+        return F.linear(hidden, self.output_weight)
+
+    def forward(self, tokens: Tensor, *, layout: SequenceLayout | None = None) -> Tensor:
+        """The logits of the next token at each position: (batch, seqlen, vocab_size) or (total, vocab_size)."""
+        return self.logits(self.decode(tokens, layout=layout))
+
+    def loss(
+        self,
+        tokens_in: Tensor,
+        tokens_out: Tensor,
+        *,
+        layout: SequenceLayout | None = None,
+        label_smoothing: float = 0.0,
+        smooth_others: bool = False,
+        reduction: str = "sum",
+    ) -> Tensor:
+        """The cross-entropy of the next tokens, without ever holding the logits.
+
+        Args:
+            tokens_in: (batch, seqlen) ids, or (total,) with a packed layout.
+            tokens_out: the token that follows each; -100 counts nothing.
+            layout: see `decode`.
+            label_smoothing, smooth_others, reduction: as in `Transformer.loss`.
+
+        Returns:
+            A scalar, or tokens_out's shape for reduction "none"; fp32.
+        """
+        return linear_cross_entropy(
+            self.decode(tokens_in, layout=layout),
+            self.output_weight,
+            tokens_out,
+            ignore_index=IGNORE_INDEX,
+            label_smoothing=label_smoothing,
+            smooth_others=smooth_others,
+            reduction=reduction,
+        )
+
+    def new_cache(self, batch_size: int, max_seqlen: int) -> KVCache:
+        """An empty cache of max_seqlen tokens a row for `decode`, in the dtype that autocast or the weights say."""
+        attention, weight = self.decoder.layers[0].self_attn, self.output_weight
+        return KVCache(
+            self.config.num_layers,
+            batch_size,
+            max_seqlen,
+            attention.num_kv_heads,
+            attention.head_dim,
+            device=weight.device,
+            dtype=cache_dtype(weight),
+        )

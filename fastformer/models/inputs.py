@@ -1,0 +1,50 @@
+"""What the models check of the ids that they are given."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fastformer.nn.layout import SequenceLayout
+
+
+def check_ids(
+    ids: Tensor, vocab_size: int, max_len: int, layout: SequenceLayout | None, name: str, before: int = 0
+) -> None:
+    """Holds ids against the vocabulary and the positions that a model has.
+
+    The values are read on a CPU only: on a GPU that would be a host sync, and there the loader has looked already.
+
+    Args:
+        ids: (batch, seqlen), or (total,) with a packed layout.
+        vocab_size: ids are below it.
+        max_len: the longest sequence.
+        layout: of the ids.
+        name: what the ids are, for the message.
+        before: tokens that a cache already holds.
+
+    Raises:
+        ValueError: another shape or dtype, ids out of the vocabulary, a sequence that is too long.
+    """
+    packed = layout is not None and layout.is_packed
+    if ids.dim() != (1 if packed else 2):
+        shape = "(total,) with a packed layout" if packed else "(batch, seqlen), or a packed layout"
+        raise ValueError(f"expected {name} ids of shape {shape}, got {tuple(ids.shape)}")
+    if ids.dtype not in (torch.int64, torch.int32):
+        raise ValueError(f"expected {name} ids of int64 or int32, got {ids.dtype}")
+    if layout is not None and layout.positions is not None and layout.positions.shape != ids.shape:
+        total = layout.positions.shape[0]
+        raise ValueError(f"expected {total} packed {name} ids, as the layout has, got {ids.shape[0]}")
+    longest = layout.max_seqlen if packed and layout is not None else ids.shape[1]
+    if longest + before > max_len:
+        raise ValueError(
+            f"expected {name} sequences of at most max_len = {max_len} tokens, got {longest + before}: "
+            "cut them, or configure the model with a larger max_len"
+        )
+    if ids.numel() and ids.device.type == "cpu" and not torch.compiler.is_compiling():
+        low, high = ids.aminmax()
+        if low < 0 or high >= vocab_size:
+            raise ValueError(
+                f"expected {name} ids from 0 to {vocab_size - 1}, got {int(low)} to {int(high)}: "
+                "was another tokenizer used?"
+            )

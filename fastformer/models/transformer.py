@@ -1,0 +1,419 @@
+"""The encoder-decoder Transformer ("Attention Is All You Need", variants as in tensor2tensor), loss and decoding."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fastformer.models.inputs import check_ids
+from fastformer.models.pretrained import PretrainedModel
+from fastformer.nn.attention import MultiheadAttention
+from fastformer.nn.cache import KVCache
+from fastformer.nn.embedding import POSITION_LAYOUTS, Embedding, PositionalEncoding
+from fastformer.nn.layers import TransformerDecoderLayer, TransformerEncoderLayer
+from fastformer.nn.layout import SequenceLayout
+from fastformer.nn.norm import AddLayerNorm
+from fastformer.nn.transformer import TransformerDecoder, TransformerEncoder
+from fastformer.ops.linear_cross_entropy import linear_cross_entropy
+
+PAD_ID = 0
+IGNORE_INDEX = -100
+
+
+@dataclass
+class TransformerConfig:
+    """The settings of `Transformer`, under the paper's names; the defaults are tensor2tensor's transformer_base_v3.
+
+    Attributes:
+        vocab_size: tokens of the target, and of the source unless source_vocab_size says otherwise.
+        source_vocab_size: tokens of the source; None: the same.
+        d_model: size of a token's vector.
+        num_heads: attention heads.
+        num_kv_heads: heads of keys and values; None: as many as num_heads.
+        d_ff: inner size of the feed-forward network.
+        num_encoder_layers, num_decoder_layers: the depth of the stacks.
+        norm_first: pre-norm with a final norm on each stack (tensor2tensor today) or post-norm (the paper).
+        norm: "layer" or "rms".
+        layer_norm_eps: added to the variance.
+        activation: "relu", "gelu", "gelu_tanh" or "swiglu".
+        dropout: on the embeddings and on each sub-layer's output.
+        attention_dropout: on the attention weights.
+        activation_dropout: after the activation.
+        positions: "concatenated" (tensor2tensor) or "interleaved" (the paper).
+        tie_embeddings: one matrix for source, target and the projection before the softmax.
+        attention_bias: whether the attention's projections have a bias.
+        window_size: a token sees this many neighbours to each side in self-attention; None: all.
+        max_len: the longest sequence.
+    """
+
+    vocab_size: int
+    source_vocab_size: int | None = None
+    d_model: int = 512
+    num_heads: int = 8
+    num_kv_heads: int | None = None
+    d_ff: int = 2048
+    num_encoder_layers: int = 6
+    num_decoder_layers: int = 6
+    norm_first: bool = True
+    norm: str = "layer"
+    layer_norm_eps: float = 1e-6
+    activation: str = "relu"
+    dropout: float = 0.1
+    attention_dropout: float = 0.1
+    activation_dropout: float = 0.1
+    positions: str = "concatenated"
+    tie_embeddings: bool = True
+    attention_bias: bool = False
+    window_size: int | None = None
+    max_len: int = 1024
+
+    def __post_init__(self) -> None:
+        if self.vocab_size < 2 or self.max_len < 1:
+            raise ValueError(f"expected vocab_size >= 2 and max_len >= 1, got {self.vocab_size} and {self.max_len}")
+        if self.positions not in POSITION_LAYOUTS:
+            raise ValueError(f"expected positions out of {POSITION_LAYOUTS}, got {self.positions!r}")
+        if self.tie_embeddings and self.source_vocab_size not in (None, self.vocab_size):
+            raise ValueError("tie_embeddings needs one vocabulary for source and target: leave out source_vocab_size")
+
+
+class Transformer(PretrainedModel):
+    """Encoder and decoder from token ids to logits.
+
+    Ids: PAD 0, EOS 1, UNK 2, and no BOS: the decoder's input is the target shifted right behind an id 0, whose
+    embedding is the zero vector (tensor2tensor's shift_right). Inputs are padded (batch, seqlen), or packed (total,)
+    with a `SequenceLayout.packed`; weights and results are the same. Without a source layout, trailing zeros of a
+    source are padding; a target needs none, since attention is causal and the loss skips targets of -100.
+
+    Parameters: `embedding.weight` (tied) or `source_embedding.weight`, `target_embedding.weight`, `output.weight`;
+    `encoder.*` and `decoder.*` as in `torch.nn.TransformerEncoder` and `TransformerDecoder`.
+
+    Args:
+        config: the settings. `Transformer.from_preset("base", vocab_size=...)` knows "base", "base-paper", "big" and
+            "tiny".
+        device, dtype: of the parameters.
+    """
+
+    config_class = TransformerConfig
+    presets: dict[str, dict[str, Any]] = {
+        # tensor2tensor's transformer_base_v3.
+        "base": {},
+        # The paper: post-norm, alternating sines, dropout on the residual alone.
+        "base-paper": {
+            "norm_first": False,
+            "positions": "interleaved",
+            "attention_dropout": 0.0,
+            "activation_dropout": 0.0,
+        },
+        # tensor2tensor's transformer_big.
+        "big": {"d_model": 1024, "d_ff": 4096, "num_heads": 16, "dropout": 0.3},
+        # tensor2tensor's transformer_tiny.
+        "tiny": {"d_model": 128, "d_ff": 512, "num_heads": 4, "num_encoder_layers": 2, "num_decoder_layers": 2},
+    }
+    config: TransformerConfig
+
+    def __init__(self, config: TransformerConfig, *, device: Any = None, dtype: Any = None) -> None:
+        super().__init__()
+        self.config = config
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.position = PositionalEncoding(
+            config.d_model, config.max_len, layout=config.positions, batch_first=True, **factory
+        )
+
+        def embedding(vocab_size: int) -> Embedding:
+            return Embedding(
+                vocab_size,
+                config.d_model,
+                padding_idx=PAD_ID,
+                scale=math.sqrt(config.d_model),
+                dropout=config.dropout,
+                position=self.position,
+                **factory,
+            )
+
+        # The other names stay unregistered when tied, so that no weight is saved or counted twice.
+        if config.tie_embeddings:
+            self.embedding = embedding(config.vocab_size)
+        else:
+            self.source_embedding = embedding(config.source_vocab_size or config.vocab_size)
+            self.target_embedding = embedding(config.vocab_size)
+            self.output = nn.Linear(config.d_model, config.vocab_size, bias=False, **factory)
+
+        window = config.window_size
+        layer: dict[str, Any] = {
+            "d_model": config.d_model,
+            "nhead": config.num_heads,
+            "dim_feedforward": config.d_ff,
+            "dropout": config.dropout,
+            "activation": config.activation,
+            "layer_norm_eps": config.layer_norm_eps,
+            "batch_first": True,
+            "norm_first": config.norm_first,
+            "attention_bias": config.attention_bias,
+            "attention_dropout": config.attention_dropout,
+            "activation_dropout": config.activation_dropout,
+            "num_kv_heads": config.num_kv_heads,
+            "norm": config.norm,
+            **factory,
+        }
+
+        def final_norm() -> AddLayerNorm | None:
+            # Post-norm layers end with a norm of their own.
+            if not config.norm_first:
+                return None
+            return AddLayerNorm(config.d_model, config.layer_norm_eps, rms_norm=config.norm == "rms", **factory)
+
+        self.encoder = TransformerEncoder(
+            TransformerEncoderLayer(window_size=(window, window), **layer), config.num_encoder_layers, final_norm()
+        )
+        self.decoder = TransformerDecoder(
+            TransformerDecoderLayer(window_size=(window, None if window is None else 0), **layer),
+            config.num_decoder_layers,
+            final_norm(),
+        )
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Xavier uniform for every projection, N(0, d_model^-0.5) for embeddings, 0 for biases, 1 for norms."""
+        for module in self.modules():
+            if isinstance(module, MultiheadAttention):
+                # Query, key and value are matrices of their own (tensor2tensor); the fused one's fan would shrink them.
+                for block in module.in_proj_weight.split([module.embed_dim, module.kv_dim, module.kv_dim]):
+                    nn.init.xavier_uniform_(block)
+                if module.in_proj_bias is not None:
+                    nn.init.zeros_(module.in_proj_bias)
+            elif isinstance(module, nn.Linear):
+                nn.init.xavier_uniform_(module.weight)
+                if module.bias is not None:
+                    nn.init.zeros_(module.bias)
+            elif isinstance(module, nn.Embedding):
+                nn.init.normal_(module.weight, std=self.config.d_model**-0.5)
+            elif isinstance(module, nn.LayerNorm):
+                module.reset_parameters()
+
+    @property
+    def output_weight(self) -> Tensor:
+        """The projection before the softmax: (vocab_size, d_model)."""
+        return self.embedding.weight if self.config.tie_embeddings else self.output.weight
+
+    def encode(self, source: Tensor, layout: SequenceLayout | None = None) -> Tensor:
+        """Encodes the source.
+
+        Args:
+            source: (batch, seqlen) ids, or (total,) with a packed layout.
+            layout: None: trailing PADs are left out.
+
+        Returns:
+            The memory: (batch, seqlen, d_model) or (total, d_model). Pass the same layout on as `memory_layout`
+            (`SequenceLayout.from_ids(source)` where there was none).
+
+        Raises:
+            ValueError: ids out of the vocabulary, a sequence longer than max_len.
+        """
+        config = self.config
+        check_ids(source, config.source_vocab_size or config.vocab_size, config.max_len, layout, "source")
+        layout = SequenceLayout.from_ids(source, PAD_ID) if layout is None else layout
+        embed = self.embedding if config.tie_embeddings else self.source_embedding
+        return self.encoder(embed(source, layout.positions), layout=layout)
+
+    def decode(
+        self,
+        target: Tensor,
+        memory: Tensor | None,
+        *,
+        layout: SequenceLayout | None = None,
+        memory_layout: SequenceLayout | None = None,
+        cache: KVCache | None = None,
+    ) -> Tensor:
+        """Decodes the (shifted) target, or its next tokens when there is a cache.
+
+        Args:
+            target: (batch, seqlen) ids, or (total,) with a packed layout.
+            memory: from `encode`; None where the cache holds it.
+            layout: of the target. Padded ones need none.
+            memory_layout: of the memory; None: nothing in it is padding.
+            cache: from `new_cache`: target holds the tokens that follow those in the cache, whose keys and values are
+                appended. For inference.
+
+        Returns:
+            Hidden states, (batch, seqlen, d_model) or (total, d_model), for `logits`.
+
+        Raises:
+            ValueError: ids out of the vocabulary, a sequence longer than max_len, a full cache.
+        """
+        before = 0 if cache is None else cache.length_bound
+        check_ids(target, self.config.vocab_size, self.config.max_len, layout, "target", before)
+        positions = None if layout is None else layout.positions
+        if cache is not None:
+            positions = cache.positions(target.shape[1])
+        embed = self.embedding if self.config.tie_embeddings else self.target_embedding
+        return self.decoder(
+            embed(target, positions),
+            memory,
+            tgt_is_causal=True,
+            layout=layout,
+            memory_layout=memory_layout,
+            cache=cache,
+        )
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden (..., d_model) -> (..., vocab_size): no bias, no scale."""
+        return F.linear(hidden, self.output_weight)
+
+    def forward(
+        self,
+        source: Tensor,
+        target: Tensor,
+        *,
+        source_layout: SequenceLayout | None = None,
+        target_layout: SequenceLayout | None = None,
+    ) -> Tensor:
+        """The logits of the next token at each position of the (shifted) target.
+
+        Args:
+            source, target: ids, (batch, seqlen), or (total,) with packed layouts.
+            source_layout, target_layout: see `encode` and `decode`.
+
+        Returns:
+            (batch, seqlen, vocab_size) or (total, vocab_size).
+        """
+        return self.logits(self._hidden(source, target, source_layout, target_layout))
+
+    def loss(
+        self,
+        source: Tensor,
+        target_in: Tensor,
+        target_out: Tensor,
+        *,
+        source_layout: SequenceLayout | None = None,
+        target_layout: SequenceLayout | None = None,
+        label_smoothing: float = 0.0,
+        smooth_others: bool = False,
+        reduction: str = "sum",
+    ) -> Tensor:
+        """The cross-entropy of the target, without ever holding the logits.
+
+        Args:
+            source: ids, (batch, seqlen), or (total,) with packed layouts.
+            target_in: the target shifted right behind an id 0.
+            target_out: the target; -100 (padding) counts nothing.
+            source_layout, target_layout: see `encode` and `decode`.
+            label_smoothing: the probability taken from the target and spread over all classes,
+            smooth_others: or over the other classes (tensor2tensor).
+            reduction: "sum" (divide by the tokens of the whole update), "mean" or "none".
+
+        Returns:
+            A scalar, or target_out's shape for "none"; fp32.
+        """
+        hidden = self._hidden(source, target_in, source_layout, target_layout)
+        return linear_cross_entropy(
+            hidden,
+            self.output_weight,
+            target_out,
+            ignore_index=IGNORE_INDEX,
+            label_smoothing=label_smoothing,
+            smooth_others=smooth_others,
+            reduction=reduction,
+        )
+
+    def new_cache(
+        self,
+        batch_size: int,
+        max_seqlen: int,
+        memory: Tensor | None = None,
+        *,
+        memory_layout: SequenceLayout | None = None,
+        source_index: Tensor | None = None,
+    ) -> KVCache:
+        """An empty cache for `decode`, in the dtype that autocast or the weights say.
+
+        Args:
+            batch_size: rows that decode together: sources times beams.
+            max_seqlen: tokens a row.
+            memory: from `encode`: its keys and values are computed here and stored once per source, and `decode` needs
+                no memory any more. None: the first `decode` does it.
+            memory_layout: of the memory.
+            source_index: (batch_size,) which source each row reads; None: the beams of a source stand side by side.
+        """
+        layer, weight = self.decoder.layers[0].self_attn, self.output_weight
+        cache = KVCache(
+            self.config.num_decoder_layers,
+            batch_size,
+            max_seqlen,
+            layer.num_kv_heads,
+            layer.head_dim,
+            device=weight.device,
+            dtype=cache_dtype(weight),
+        )
+        if memory is not None:
+            self.decoder.store_memory(cache, memory, memory_layout, source_index=source_index)
+        return cache
+
+    @torch.no_grad()
+    def attention_maps(
+        self,
+        source: Tensor,
+        target: Tensor,
+        *,
+        source_layout: SequenceLayout | None = None,
+        average_heads: bool = False,
+    ) -> dict[str, Tensor]:
+        """What every layer and head looks at: materialises the distributions, for pictures.
+
+        Args:
+            source: (batch, source_seqlen) ids.
+            target: (batch, target_seqlen) ids, the decoder's input.
+            source_layout: padded; None: trailing PADs are left out.
+            average_heads: average over the heads.
+
+        Returns:
+            "encoder" (num_layers, batch, num_heads, source_seqlen, source_seqlen), "decoder" (..., target_seqlen,
+            target_seqlen) and "cross" (..., target_seqlen, source_seqlen); without num_heads when averaged. A row sums
+            to 1 over what it may see; the row of a padding token means nothing.
+        """
+        groups = {
+            "encoder": [layer.self_attn for layer in self.encoder.layers],
+            "decoder": [layer.self_attn for layer in self.decoder.layers],
+            "cross": [layer.multihead_attn for layer in self.decoder.layers],
+        }
+        found: dict[str, list[Tensor]] = {name: [] for name in groups}
+
+        def ask(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+            return args, {**kwargs, "need_weights": True, "average_attn_weights": average_heads}
+
+        handles: list[Any] = []
+        training = self.training
+        try:
+            self.eval()
+            for name, attentions in groups.items():
+                for module in attentions:
+                    handles.append(module.register_forward_pre_hook(ask, with_kwargs=True))
+                    handles.append(
+                        module.register_forward_hook(lambda _m, _i, output, name=name: found[name].append(output[1]))
+                    )
+            self._hidden(source, target, source_layout, None)
+        finally:
+            self.train(training)
+            for handle in handles:
+                handle.remove()
+        return {name: torch.stack(weights) for name, weights in found.items()}
+
+    def _hidden(
+        self, source: Tensor, target: Tensor, source_layout: SequenceLayout | None, target_layout: SequenceLayout | None
+    ) -> Tensor:
+        if source_layout is None and source.dim() == 2:
+            source_layout = SequenceLayout.from_ids(source, PAD_ID)
+        memory = self.encode(source, source_layout)
+        return self.decode(target, memory, layout=target_layout, memory_layout=source_layout)
+
+
+def cache_dtype(weight: Tensor) -> torch.dtype:
+    """The dtype that keys come in: autocast's where it is on, else the weights'."""
+    if weight.dtype != torch.float64 and torch.is_autocast_enabled(weight.device.type):
+        return torch.get_autocast_dtype(weight.device.type)
+    return weight.dtype

@@ -1,0 +1,376 @@
+"""Multi-head attention under torch.nn's name and signature."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fastformer.nn.cache import AttentionCache
+from fastformer.nn.dropout import dropout_seed
+from fastformer.nn.embedding import RotaryPositions
+from fastformer.nn.layout import SequenceLayout
+from fastformer.nn.masks import merge_masks
+from fastformer.ops.attention import attention
+from fastformer.ops.attention_weights import attention_weights
+from fastformer.ops.decode_attention import decode_attention
+from fastformer.ops.rotary import rotary as rotate
+from fastformer.ops.varlen_attention import varlen_attention
+
+Window = tuple[int | None, int | None]
+
+
+class MultiheadAttention(nn.Module):
+    """`torch.nn.MultiheadAttention` on the fused attention ops ("Attention Is All You Need", section 3.2).
+
+    Same constructor, forward signature and state_dict keys; boolean masks are True = ignore, as in torch.nn. It differs
+    where torch.nn is inconsistent: a query with nothing to attend to gives zeros (before the output projection) in
+    every mode, never NaN, and the distribution that `need_weights` returns is the one before dropout.
+
+    Args:
+        embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first, device, dtype: as in
+            `torch.nn.MultiheadAttention`.
+        num_kv_heads: heads of keys and values, each shared by num_heads / num_kv_heads query heads (Ainslie et al.
+            2023). The rows of `in_proj_weight` are then embed_dim + 2 * num_kv_heads * head_dim.
+        window_size: (left, right): how many keys before and after its own position a query sees; None = all.
+
+    Raises:
+        ValueError: sizes that don't divide.
+    """
+
+    in_proj_weight: Tensor
+    q_proj_weight: Tensor
+    k_proj_weight: Tensor
+    v_proj_weight: Tensor
+    in_proj_bias: Tensor | None
+    bias_k: Tensor | None
+    bias_v: Tensor | None
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        dropout: float = 0.0,
+        bias: bool = True,
+        add_bias_kv: bool = False,
+        add_zero_attn: bool = False,
+        kdim: int | None = None,
+        vdim: int | None = None,
+        batch_first: bool = False,
+        device: Any = None,
+        dtype: Any = None,
+        *,
+        num_kv_heads: int | None = None,
+        window_size: Window = (None, None),
+    ) -> None:
+        super().__init__()
+        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        if embed_dim < 1 or num_heads < 1 or embed_dim % num_heads != 0:
+            raise ValueError(f"expected embed_dim to be a multiple of num_heads, got {embed_dim} and {num_heads}")
+        if num_kv_heads < 1 or num_heads % num_kv_heads != 0:
+            raise ValueError(f"expected num_heads to be a multiple of num_kv_heads, got {num_heads} and {num_kv_heads}")
+        self.embed_dim, self.num_heads, self.num_kv_heads = embed_dim, num_heads, num_kv_heads
+        self.head_dim = embed_dim // num_heads
+        self.kv_dim = num_kv_heads * self.head_dim
+        self.kdim = embed_dim if kdim is None else kdim
+        self.vdim = embed_dim if vdim is None else vdim
+        self._qkv_same_embed_dim = self.kdim == embed_dim and self.vdim == embed_dim
+        self.dropout, self.batch_first = dropout, batch_first
+        self.add_zero_attn = add_zero_attn
+        self.window_size: Window = (window_size[0], window_size[1])
+
+        def parameter(*shape: int) -> nn.Parameter:
+            return nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+
+        separate = not self._qkv_same_embed_dim
+        self.register_parameter("q_proj_weight", parameter(embed_dim, embed_dim) if separate else None)
+        self.register_parameter("k_proj_weight", parameter(self.kv_dim, self.kdim) if separate else None)
+        self.register_parameter("v_proj_weight", parameter(self.kv_dim, self.vdim) if separate else None)
+        fused_rows = embed_dim + 2 * self.kv_dim
+        self.register_parameter("in_proj_weight", None if separate else parameter(fused_rows, embed_dim))
+        self.register_parameter("in_proj_bias", parameter(fused_rows) if bias else None)
+        self.out_proj = nn.Linear(embed_dim, embed_dim, bias=bias, device=device, dtype=dtype)
+        self.register_parameter("bias_k", parameter(1, 1, self.kv_dim) if add_bias_kv else None)
+        self.register_parameter("bias_v", parameter(1, 1, self.kv_dim) if add_bias_kv else None)
+        self._reset_parameters()
+
+    def _reset_parameters(self) -> None:
+        # torch.nn's initialisation, in its order, so that the same seed gives the same weights.
+        for weight in (self.in_proj_weight, self.q_proj_weight, self.k_proj_weight, self.v_proj_weight):
+            if weight is not None:
+                nn.init.xavier_uniform_(weight)
+        if self.in_proj_bias is not None:
+            nn.init.zeros_(self.in_proj_bias)
+            nn.init.zeros_(self.out_proj.bias)
+        for bias in (self.bias_k, self.bias_v):
+            if bias is not None:
+                nn.init.xavier_normal_(bias)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+        *,
+        layout: SequenceLayout | None = None,
+        memory_layout: SequenceLayout | None = None,
+        cache: AttentionCache | None = None,
+        rotary: RotaryPositions | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attends.
+
+        Args:
+            query: (seqlen_q, batch, embed_dim), or (batch, seqlen_q, embed_dim) with batch_first, or (seqlen_q,
+                embed_dim), or packed (total_q, embed_dim) with a packed layout.
+            key, value: likewise, with kdim and vdim. None where a static cache holds them.
+            key_padding_mask: (batch, seqlen_k), bool (True = ignore) or added to the scores.
+            need_weights: also return the distribution, for which it has to be materialised.
+            attn_mask: (seqlen_q, seqlen_k) or (batch * num_heads, seqlen_q, seqlen_k), bool (True = ignore) or added.
+            average_attn_weights: average the distribution over the heads.
+            is_causal: query i sees keys 0 to i. An attn_mask given along with it is taken to be the causal one and is
+                not read.
+            layout: how query lies in memory (and key, if it is the same tensor).
+            memory_layout: how key and value lie, where they are another sequence.
+            cache: keys and values of earlier tokens; query's own are appended (the caller advances the lengths), unless
+                the cache is static.
+            rotary: rotates query and key.
+
+        Returns:
+            (the output in query's shape, the distribution or None). The distribution: (batch, seqlen_q, seqlen_k), or
+            (batch, num_heads, seqlen_q, seqlen_k) when not averaged, without batch for unbatched input.
+
+        Raises:
+            ValueError: shapes that don't fit; options that exclude each other.
+        """
+        if cache is not None:
+            if need_weights or attn_mask is not None or key_padding_mask is not None:
+                raise ValueError("expected need_weights=False and no mask along with a cache")
+            return self._cached(query, key, value, cache, layout, rotary), None
+        if key is None or value is None:
+            raise ValueError("expected key and value; only a static cache takes their place")
+        same = key is query
+        memory_layout = layout if same and memory_layout is None else memory_layout
+        if layout is not None and layout.is_packed:
+            if need_weights or attn_mask is not None or key_padding_mask is not None:
+                raise ValueError("expected need_weights=False and no mask along with a packed layout")
+            return self._packed(query, key, value, is_causal, layout, memory_layout, rotary), None
+
+        is_batched = query.dim() == 3
+        q, k, v = self._project(query, key, value)
+        if not is_batched:
+            q, k, v = q[None], k[None], v[None]
+            key_padding_mask = None if key_padding_mask is None else key_padding_mask[None]
+        elif not self.batch_first:
+            q, k, v = q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1)
+        if q.shape[0] != k.shape[0] or k.shape[:2] != v.shape[:2]:
+            raise ValueError(
+                f"expected query, key and value of one batch, key and value of one length; got {tuple(query.shape)}, "
+                f"{tuple(key.shape)} and {tuple(value.shape)}"
+            )
+        q, k = self._rotate(q, k, rotary)
+        batch, seqlen_q, seqlen_k = q.shape[0], q.shape[1], k.shape[1]
+        if is_causal:
+            attn_mask = None
+        if self.bias_k is not None or self.add_zero_attn:
+            k, v, attn_mask, key_padding_mask = self._extra_keys(k, v, attn_mask, key_padding_mask, is_causal, seqlen_q)
+            is_causal, seqlen_k = False, k.shape[1]
+            if memory_layout is not None or self.window_size != (None, None):
+                raise ValueError("add_bias_kv and add_zero_attn go with neither a layout nor a window")
+        options: dict[str, Any] = {
+            "attn_mask": merge_masks(attn_mask, key_padding_mask, batch, self.num_heads, seqlen_q, seqlen_k),
+            "seqlens_k": None if memory_layout is None else memory_layout.seqlens,
+            "window_size": self._window(is_causal, seqlen_q, seqlen_k),
+        }
+        dropout_p, seed = self._dropout(q)
+        out: Any = attention(q, k, v, dropout_p=dropout_p, dropout_seed=seed, return_lse=need_weights, **options)
+        weights = None
+        if need_weights:
+            out, lse = out
+            weights = attention_weights(q, k, lse, **options)
+            weights = weights.mean(1) if average_attn_weights else weights
+        out = out.flatten(-2)
+        if not is_batched:
+            return self.out_proj(out[0]), None if weights is None else weights[0]
+        return self.out_proj(out if self.batch_first else out.transpose(0, 1)), weights
+
+    def project_memory(self, key: Tensor, value: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Projects keys and values alone, for a cache.
+
+        Args:
+            key: (seqlen_k, batch, kdim), or (batch, seqlen_k, kdim) with batch_first, or packed (total_k, kdim).
+            value: likewise; None: the same tensor as key.
+
+        Returns:
+            k and v: (batch, seqlen_k, num_kv_heads, head_dim), or (total_k, num_kv_heads, head_dim).
+        """
+        k, v = self._project_kv(key, key if value is None else value)
+        k, v = self._heads(k), self._heads(v)
+        if key.dim() == 3 and not self.batch_first:
+            k, v = k.transpose(0, 1), v.transpose(0, 1)
+        return k, v
+
+    def _packed(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        is_causal: bool,
+        layout: SequenceLayout,
+        memory_layout: SequenceLayout | None,
+        rotary: RotaryPositions | None,
+    ) -> Tensor:
+        cu_seqlens_q = layout.cu_seqlens
+        cu_seqlens_k = None if memory_layout is None else memory_layout.cu_seqlens
+        if memory_layout is None or cu_seqlens_q is None or cu_seqlens_k is None:
+            raise ValueError("expected a packed memory_layout along with a packed layout")
+        if self.bias_k is not None or self.add_zero_attn:
+            raise ValueError("add_bias_kv and add_zero_attn don't go with a packed layout")
+        if is_causal and memory_layout is not layout:
+            raise ValueError("expected is_causal with a packed layout in self-attention only")
+        q, k, v = self._project(query, key, value)
+        q, k = self._rotate(q, k, rotary)
+        dropout_p, seed = self._dropout(q)
+        out: Any = varlen_attention(
+            q,
+            k,
+            v,
+            cu_seqlens_q,
+            cu_seqlens_k,
+            layout.max_seqlen,
+            memory_layout.max_seqlen,
+            is_causal=is_causal,
+            window_size=self.window_size,
+            dropout_p=dropout_p,
+            dropout_seed=seed,
+        )
+        return self.out_proj(out.flatten(-2))
+
+    def _cached(
+        self,
+        query: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
+        cache: AttentionCache,
+        layout: SequenceLayout | None,
+        rotary: RotaryPositions | None,
+    ) -> Tensor:
+        out: Any
+        if query.dim() != 3 or (layout is not None and layout.is_packed):
+            raise ValueError(f"expected a padded batch along with a cache, got query of shape {tuple(query.shape)}")
+        if self.bias_k is not None or self.add_zero_attn:
+            raise ValueError("add_bias_kv and add_zero_attn don't go with a cache")
+        if cache.is_static:
+            q = self._heads(F.linear(query, *self._q_weights()))
+            q = q if self.batch_first else q.transpose(0, 1)
+            out = decode_attention(
+                q, cache.k, cache.v, cache.seqlens, cache_batch_idx=cache.batch_index, is_causal=False
+            )
+        else:
+            if key is None or value is None:
+                raise ValueError("expected key and value; only a static cache takes their place")
+            q, k, v = self._project(query, key, value)
+            if not self.batch_first:
+                q, k, v = q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1)
+            q, k = self._rotate(q, k, rotary)
+            left, seqlen = self.window_size[0], q.shape[1]
+            if cache.is_empty and seqlen > 1:
+                # The first tokens see each other alone: the kernel that skips the triangle, then one copy.
+                out = attention(q, k, v, is_causal=True, window_size=(left, 0))
+                cache.k[:, :seqlen].copy_(k.detach())
+                cache.v[:, :seqlen].copy_(v.detach())
+            else:
+                out = decode_attention(q, cache.k, cache.v, cache.seqlens, k=k, v=v, is_causal=True, window_left=left)
+        out = out.flatten(-2)
+        return self.out_proj(out if self.batch_first else out.transpose(0, 1))
+
+    def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        # One product for self-attention, one for the query and one for the memory in cross-attention.
+        if query.shape[-1] != self.embed_dim or key.shape[-1] != self.kdim or value.shape[-1] != self.vdim:
+            raise ValueError(
+                f"expected query, key and value of size {self.embed_dim}, {self.kdim} and {self.vdim} in the last "
+                f"dimension, got {query.shape[-1]}, {key.shape[-1]} and {value.shape[-1]}"
+            )
+        if self._qkv_same_embed_dim and key is query and value is query:
+            qkv = F.linear(query, self.in_proj_weight, self.in_proj_bias)
+            q, k, v = qkv.split([self.embed_dim, self.kv_dim, self.kv_dim], dim=-1)
+        else:
+            q = F.linear(query, *self._q_weights())
+            k, v = self._project_kv(key, value)
+        return self._heads(q), self._heads(k), self._heads(v)
+
+    def _q_weights(self) -> tuple[Tensor, Tensor | None]:
+        bias = None if self.in_proj_bias is None else self.in_proj_bias[: self.embed_dim]
+        return (self.in_proj_weight[: self.embed_dim] if self._qkv_same_embed_dim else self.q_proj_weight), bias
+
+    def _project_kv(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        sizes = [self.kv_dim, self.kv_dim]
+        bias = None if self.in_proj_bias is None else self.in_proj_bias[self.embed_dim :]
+        if self._qkv_same_embed_dim:
+            weight = self.in_proj_weight[self.embed_dim :]
+            if key is value:
+                k, v = F.linear(key, weight, bias).split(sizes, dim=-1)
+                return k, v
+            k_weight, v_weight = weight.split(sizes)
+        else:
+            k_weight, v_weight = self.k_proj_weight, self.v_proj_weight
+        k_bias, v_bias = (None, None) if bias is None else bias.split(sizes)
+        return F.linear(key, k_weight, k_bias), F.linear(value, v_weight, v_bias)
+
+    def _heads(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (-1, self.head_dim))
+
+    def _rotate(self, q: Tensor, k: Tensor, rotary: RotaryPositions | None) -> tuple[Tensor, Tensor]:
+        if rotary is None:
+            return q, k
+        cos, sin, positions, interleaved = rotary
+        q = rotate(q, cos, sin, positions=positions, interleaved=interleaved)
+        return q, rotate(k, cos, sin, positions=positions, interleaved=interleaved)
+
+    def _dropout(self, q: Tensor) -> tuple[float, Tensor | None]:
+        dropout_p = self.dropout if self.training else 0.0
+        return dropout_p, dropout_seed(dropout_p, q.device)
+
+    def _window(self, is_causal: bool, seqlen_q: int, seqlen_k: int) -> Window:
+        left, right = self.window_size
+        if is_causal:
+            # torch.nn's triangle starts at the top left corner, the op's window at the bottom right one.
+            diagonal = seqlen_q - seqlen_k
+            right = diagonal if right is None else min(right, diagonal)
+        return left, right
+
+    def _extra_keys(
+        self,
+        k: Tensor,
+        v: Tensor,
+        attn_mask: Tensor | None,
+        key_padding_mask: Tensor | None,
+        is_causal: bool,
+        seqlen_q: int,
+    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        # Appends the learned and the zero key, which every query sees.
+        if is_causal:
+            attn_mask = torch.ones(seqlen_q, k.shape[1], dtype=torch.bool, device=k.device).triu(1)
+        batch, extra = k.shape[0], 0
+        if self.bias_k is not None and self.bias_v is not None:
+            k = torch.cat([k, self._heads(self.bias_k).expand(batch, -1, -1, -1).to(k.dtype)], dim=1)
+            v = torch.cat([v, self._heads(self.bias_v).expand(batch, -1, -1, -1).to(v.dtype)], dim=1)
+            extra += 1
+        if self.add_zero_attn:
+            k, v = F.pad(k, (0, 0, 0, 0, 0, 1)), F.pad(v, (0, 0, 0, 0, 0, 1))
+            extra += 1
+        # Padding adds False to a bool mask and 0 to an additive one: attend.
+        attn_mask = None if attn_mask is None else F.pad(attn_mask, (0, extra))
+        key_padding_mask = None if key_padding_mask is None else F.pad(key_padding_mask, (0, extra))
+        return k, v, attn_mask, key_padding_mask
+
+    def extra_repr(self) -> str:
+        """What print shows."""
+        heads = f"{self.num_heads}" if self.num_kv_heads == self.num_heads else f"{self.num_heads}/{self.num_kv_heads}"
+        return f"{self.embed_dim}, heads={heads}, dropout={self.dropout}, batch_first={self.batch_first}"

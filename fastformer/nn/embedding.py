@@ -1,0 +1,199 @@
+"""Token embeddings and positions: absolute (sinusoidal, learned) and rotary."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from fastformer.nn.dropout import dropout_seed
+from fastformer.ops.embedding import embedding, sinusoidal_positions
+from fastformer.ops.rotary import rotary_tables
+
+POSITION_LAYOUTS = ("interleaved", "concatenated")
+
+
+class PositionalEncoding(nn.Module):
+    """Adds positions to embeddings, then drops out.
+
+    Args:
+        dim: size of an embedding.
+        max_len: number of positions.
+        dropout: probability while training.
+        layout: "interleaved" (sin and cos alternate; the paper, section 3.5), "concatenated" (all sines, then all
+            cosines, and a slightly different divisor; tensor2tensor), or "learned" (a parameter `table`).
+        batch_first: True for (batch, seqlen, dim), False for (seqlen, batch, dim), as in torch.nn.
+        device, dtype: of the table.
+
+    Raises:
+        ValueError: an unknown layout; a sequence longer than max_len.
+    """
+
+    table: Tensor
+
+    def __init__(
+        self,
+        dim: int,
+        max_len: int = 5000,
+        dropout: float = 0.0,
+        layout: str = "interleaved",
+        batch_first: bool = False,
+        device: Any = None,
+        dtype: Any = None,
+    ) -> None:
+        super().__init__()
+        if layout not in (*POSITION_LAYOUTS, "learned"):
+            raise ValueError(f"expected a layout out of {(*POSITION_LAYOUTS, 'learned')}, got {layout!r}")
+        self.dim, self.max_len, self.dropout, self.layout, self.batch_first = dim, max_len, dropout, layout, batch_first
+        if layout == "learned":
+            self.table = nn.Parameter(torch.empty(max_len, dim, device=device, dtype=dtype))
+        else:
+            dtype = dtype or torch.get_default_dtype()
+            table = sinusoidal_positions(max_len, dim, layout, device=device, dtype=dtype)
+            self.register_buffer("table", table, persistent=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """N(0, 0.02) for a learned table, as GPT-2."""
+        if isinstance(self.table, nn.Parameter):
+            nn.init.normal_(self.table, std=0.02)
+
+    def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
+        """dropout(x + table[positions]).
+
+        Args:
+            x: (batch, seqlen, dim) or, without batch_first, (seqlen, batch, dim); packed (total, dim) with positions.
+            positions: x's shape without dim; None: the index along the sequence.
+        """
+        if positions is None:
+            seqlen = x.shape[-2] if self.batch_first or x.dim() == 2 else x.shape[0]
+            if seqlen > self.max_len:
+                raise ValueError(f"expected at most max_len = {self.max_len} positions, got a sequence of {seqlen}")
+            added = self.table[:seqlen]
+            if not self.batch_first and x.dim() == 3:
+                added = added[:, None]
+        else:
+            added = self.table[positions]
+        return nn.functional.dropout(x + added, self.dropout, self.training)
+
+    def extra_repr(self) -> str:
+        """What print shows."""
+        return f"{self.dim}, max_len={self.max_len}, dropout={self.dropout}, layout={self.layout!r}"
+
+
+class Embedding(nn.Embedding):
+    """`torch.nn.Embedding` with the scale, the positions and the dropout of a Transformer's input in the same pass.
+
+    Parameters: `weight`, as in torch.nn, and whatever `position` holds. A row of `padding_idx` gives zeros (plus its
+    position), whatever the weight holds there: with a matrix that is also the softmax's, that row is trained.
+
+    Args:
+        num_embeddings, embedding_dim, padding_idx, device, dtype: as in `torch.nn.Embedding`.
+        max_norm, norm_type, scale_grad_by_freq, sparse: not supported, there for the signature.
+        scale: what an embedding is multiplied by, sqrt(d_model) in the paper (section 3.4).
+        dropout: probability while training, after the positions.
+        position: a `PositionalEncoding` whose table is added; its own dropout is not used.
+
+    Raises:
+        ValueError: an option that isn't supported; a sequence longer than the position table.
+    """
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        padding_idx: int | None = None,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False,
+        sparse: bool = False,
+        _weight: Tensor | None = None,
+        _freeze: bool = False,
+        device: Any = None,
+        dtype: Any = None,
+        *,
+        scale: float = 1.0,
+        dropout: float = 0.0,
+        position: PositionalEncoding | None = None,
+    ) -> None:
+        if max_norm is not None or scale_grad_by_freq or sparse:
+            raise ValueError(
+                "max_norm, scale_grad_by_freq and sparse are not supported: use torch.nn.Embedding for them"
+            )
+        super().__init__(
+            num_embeddings, embedding_dim, padding_idx, _weight=_weight, _freeze=_freeze, device=device, dtype=dtype
+        )
+        self.scale = scale
+        self.dropout = dropout
+        self.position = position
+
+    def forward(self, input: Tensor, positions: Tensor | None = None) -> Tensor:  # noqa: A002 (torch.nn's name)
+        """dropout(weight[input] * scale + position.table[positions]).
+
+        Args:
+            input: (..., seqlen) integer ids.
+            positions: input's shape; None: the index along the last dimension.
+
+        Returns:
+            (..., seqlen, embedding_dim).
+        """
+        table = None if self.position is None else self.position.table
+        if table is not None and positions is None and input.shape[-1] > table.shape[0]:
+            raise ValueError(f"expected at most {table.shape[0]} positions, got a sequence of {input.shape[-1]}")
+        dropout_p = self.dropout if self.training else 0.0
+        return embedding(
+            input,
+            self.weight,
+            position_table=table,
+            positions=positions,
+            scale=self.scale,
+            padding_idx=self.padding_idx,
+            dropout_p=dropout_p,
+            dropout_seed=dropout_seed(dropout_p, input.device),
+        )
+
+
+class RotaryPositions(NamedTuple):
+    """What an attention needs to rotate queries and keys: `RotaryEmbedding` makes it, modules take it as `rotary=`."""
+
+    cos: Tensor
+    sin: Tensor
+    positions: Tensor | None
+    interleaved: bool
+
+
+class RotaryEmbedding(nn.Module):
+    """Rotary positions (Su et al. 2021): queries and keys are rotated by an angle that grows with the position.
+
+    Args:
+        head_dim: size of a head; all of it is rotated.
+        max_len: number of positions.
+        base: the slowest of the angular speeds is near 1 / base.
+        interleaved: rotate neighbouring pairs (the paper) instead of the two halves (GPT-NeoX, Llama).
+        device, dtype: of the tables.
+    """
+
+    cos: Tensor
+    sin: Tensor
+
+    def __init__(
+        self,
+        head_dim: int,
+        max_len: int = 5000,
+        base: float = 10000.0,
+        interleaved: bool = False,
+        device: Any = None,
+        dtype: Any = None,
+    ) -> None:
+        super().__init__()
+        self.max_len = max_len
+        self.interleaved = interleaved
+        dtype = dtype or torch.get_default_dtype()
+        cos, sin = rotary_tables(max_len, head_dim, base, device=device, dtype=dtype)
+        self.register_buffer("cos", cos, persistent=False)
+        self.register_buffer("sin", sin, persistent=False)
+
+    def forward(self, positions: Tensor | None = None) -> RotaryPositions:
+        """Binds the tables to positions: (batch, seqlen) or (total,) integers; None: the index along the sequence."""
+        return RotaryPositions(self.cos, self.sin, positions, self.interleaved)

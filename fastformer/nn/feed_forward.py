@@ -1,0 +1,116 @@
+"""The position-wise feed-forward network."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fastformer.nn.dropout import dropout_seed, present_p
+from fastformer.ops.feed_forward import feed_forward
+
+Activation = str | Callable[[Tensor], Tensor]
+
+_FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu": F.relu, "gelu": F.gelu}
+_NAMES = ("relu", "gelu", "gelu_tanh", "swiglu")
+
+
+def resolve_activation(activation: Activation) -> Activation:
+    """The activation as a layer keeps it: torch.nn's functions for "relu" and "gelu", a name, or the caller's callable.
+
+    Raises:
+        ValueError: a name that isn't known.
+    """
+    if isinstance(activation, str):
+        if activation not in _NAMES:
+            raise ValueError(f"expected an activation out of {_NAMES} or a callable, got {activation!r}")
+        return _FUNCTIONS.get(activation, activation)
+    return activation
+
+
+def fused_name(activation: Activation) -> str | None:
+    """What the op calls this activation, or None where it has to be called as it is."""
+    if isinstance(activation, str):
+        return activation
+    if activation is F.relu or activation is torch.relu or type(activation) is nn.ReLU:
+        return "relu"
+    if activation is F.gelu:
+        return "gelu"
+    if type(activation) is nn.GELU:
+        return "gelu" if activation.approximate == "none" else "gelu_tanh"
+    return None
+
+
+def apply_feed_forward(x: Tensor, linear1: Any, linear2: Any, activation: Activation, dropout: nn.Dropout) -> Tensor:
+    """linear2(dropout(activation(linear1(x)))), in one op where the pieces are ones that it knows.
+
+    A linear that somebody replaced (an adapter, a quantised one) or hooked is called as the module that it is.
+    """
+    name = fused_name(activation)
+    if name is not None and _is_plain(linear1) and _is_plain(linear2):
+        dropout_p = present_p(dropout)
+        return feed_forward(
+            x,
+            linear1.weight,
+            linear1.bias,
+            linear2.weight,
+            linear2.bias,
+            activation=name,
+            dropout_p=dropout_p,
+            dropout_seed=dropout_seed(dropout_p, x.device),
+        )
+    return linear2(dropout(_call(activation, linear1(x))))
+
+
+def _is_plain(linear: nn.Module) -> bool:
+    return type(linear) is nn.Linear and not linear._forward_hooks and not linear._forward_pre_hooks
+
+
+def _call(activation: Activation, x: Tensor) -> Tensor:
+    if activation == "swiglu":
+        gate, up = x.chunk(2, dim=-1)
+        return F.silu(gate) * up
+    if activation == "gelu_tanh":
+        return F.gelu(x, approximate="tanh")
+    assert not isinstance(activation, str)
+    return activation(x)
+
+
+class FeedForward(nn.Module):
+    """`linear2(dropout(activation(linear1(x))))` ("Attention Is All You Need", section 3.3) as one op.
+
+    Parameters: `linear1.weight` (hidden_dim, dim), or (2 * hidden_dim, dim) for swiglu, gate first; `linear2.weight`
+    (dim, hidden_dim); their biases.
+
+    Args:
+        dim: input and output size.
+        hidden_dim: the size between.
+        activation: "relu", "gelu" (exact), "gelu_tanh", "swiglu" (Shazeer 2020), or a callable, which isn't fused.
+        dropout: probability after the activation while training.
+        bias: whether both linears have one.
+        device, dtype: of the parameters.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        hidden_dim: int,
+        activation: Activation = "relu",
+        dropout: float = 0.0,
+        bias: bool = True,
+        device: Any = None,
+        dtype: Any = None,
+    ) -> None:
+        super().__init__()
+        self.activation = resolve_activation(activation)
+        inner = 2 * hidden_dim if self.activation == "swiglu" else hidden_dim
+        self.linear1 = nn.Linear(dim, inner, bias=bias, device=device, dtype=dtype)
+        self.dropout = nn.Dropout(dropout)
+        self.linear2 = nn.Linear(hidden_dim, dim, bias=bias, device=device, dtype=dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (..., dim) -> (..., dim)."""
+        return apply_feed_forward(x, self.linear1, self.linear2, self.activation, self.dropout)

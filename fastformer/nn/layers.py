@@ -1,0 +1,337 @@
+"""The encoder and the decoder layer under torch.nn's names and signatures."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fastformer.nn.attention import MultiheadAttention, Window
+from fastformer.nn.cache import LayerCache
+from fastformer.nn.dropout import present_p
+from fastformer.nn.embedding import RotaryPositions
+from fastformer.nn.feed_forward import Activation, apply_feed_forward, resolve_activation
+from fastformer.nn.layout import SequenceLayout
+from fastformer.nn.norm import AddLayerNorm
+
+
+class ResidualStream(NamedTuple):
+    """A pre-norm residual stream whose last addition hasn't been done: the value is dropout(delta) + residual.
+
+    A stack hands it from layer to layer, so that the addition joins the next layer's normalisation.
+    """
+
+    delta: Tensor | None
+    residual: Tensor
+    dropout_p: float = 0.0
+
+    def value(self) -> Tensor:
+        """The sum itself."""
+        return self.residual if self.delta is None else self.residual + F.dropout(self.delta, self.dropout_p)
+
+    def normalise(self, norm: AddLayerNorm) -> tuple[Tensor, Tensor]:
+        """(norm(value), value)."""
+        if self.delta is None:
+            return norm(self.residual, dropout_p=0.0), self.residual
+        return norm(self.delta, self.residual, dropout_p=self.dropout_p)
+
+
+class _Layer(nn.Module):
+    """What both layers have: self-attention first, a feed-forward network last, norms and residuals around each."""
+
+    def __init__(
+        self,
+        num_norms: int,
+        d_model: int,
+        nhead: int,
+        dim_feedforward: int,
+        dropout: float,
+        activation: Activation,
+        layer_norm_eps: float,
+        batch_first: bool,
+        norm_first: bool,
+        bias: bool,
+        device: Any,
+        dtype: Any,
+        attention_bias: bool | None,
+        attention_dropout: float | None,
+        activation_dropout: float | None,
+        num_kv_heads: int | None,
+        norm: str,
+        window_size: Window,
+    ) -> None:
+        super().__init__()
+        if norm not in ("layer", "rms"):
+            raise ValueError(f"expected norm 'layer' or 'rms', got {norm!r}")
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        attention: dict[str, Any] = {
+            "dropout": dropout if attention_dropout is None else attention_dropout,
+            "bias": bias if attention_bias is None else attention_bias,
+            "batch_first": batch_first,
+            "num_kv_heads": num_kv_heads,
+            **factory,
+        }
+        # The order of construction is torch.nn's, so that the same seed gives the same weights.
+        self.self_attn = MultiheadAttention(d_model, nhead, window_size=window_size, **attention)
+        if num_norms == 3:
+            self.multihead_attn = MultiheadAttention(d_model, nhead, **attention)
+        self.activation = resolve_activation(activation)
+        inner = 2 * dim_feedforward if self.activation == "swiglu" else dim_feedforward
+        self.linear1 = nn.Linear(d_model, inner, bias=bias, **factory)
+        self.dropout = nn.Dropout(dropout if activation_dropout is None else activation_dropout)
+        self.linear2 = nn.Linear(dim_feedforward, d_model, bias=bias, **factory)
+        self.norm_first = norm_first
+        for i in range(1, num_norms + 1):
+            # Each norm takes in the dropout and the addition of the sub-layer before it; that dropout's probability
+            # stays where torch.nn has it, in dropout1 to dropout3.
+            norm_module = AddLayerNorm(d_model, layer_norm_eps, bias=bias, rms_norm=norm == "rms", **factory)
+            setattr(self, f"norm{i}", norm_module)
+        for i in range(1, num_norms + 1):
+            setattr(self, f"dropout{i}", nn.Dropout(dropout))
+
+    def _feed_forward(self, x: Tensor) -> Tensor:
+        return apply_feed_forward(x, self.linear1, self.linear2, self.activation, self.dropout)
+
+
+class TransformerEncoderLayer(_Layer):
+    """`torch.nn.TransformerEncoderLayer`: self-attention and feed-forward network, in fused ops.
+
+    Same constructor, forward signature and state_dict keys; boolean masks are True = ignore, as in torch.nn. With
+    `is_causal=True` and a `cache` it is the layer of a decoder-only model.
+
+    Args:
+        d_model, nhead, dim_feedforward, dropout, activation, layer_norm_eps, batch_first, norm_first, bias, device,
+            dtype: as in `torch.nn.TransformerEncoderLayer`; activation may also be "gelu_tanh" or "swiglu".
+        attention_bias: whether the attention's projections have a bias; None: as bias says.
+        attention_dropout: on the attention weights; None: as dropout says.
+        activation_dropout: after the activation; None: as dropout says.
+        num_kv_heads, window_size: as in `MultiheadAttention`.
+        norm: "layer" or "rms".
+    """
+
+    norm1: AddLayerNorm
+    norm2: AddLayerNorm
+    dropout1: nn.Dropout
+    dropout2: nn.Dropout
+
+    def __init__(
+        self,
+        d_model: int,
+        nhead: int,
+        dim_feedforward: int = 2048,
+        dropout: float = 0.1,
+        activation: Activation = F.relu,
+        layer_norm_eps: float = 1e-5,
+        batch_first: bool = False,
+        norm_first: bool = False,
+        bias: bool = True,
+        device: Any = None,
+        dtype: Any = None,
+        *,
+        attention_bias: bool | None = None,
+        attention_dropout: float | None = None,
+        activation_dropout: float | None = None,
+        num_kv_heads: int | None = None,
+        norm: str = "layer",
+        window_size: Window = (None, None),
+    ) -> None:
+        super().__init__(
+            2,
+            d_model,
+            nhead,
+            dim_feedforward,
+            dropout,
+            activation,
+            layer_norm_eps,
+            batch_first,
+            norm_first,
+            bias,
+            device,
+            dtype,
+            attention_bias,
+            attention_dropout,
+            activation_dropout,
+            num_kv_heads,
+            norm,
+            window_size,
+        )
+
+    def forward(
+        self,
+        src: Tensor | ResidualStream,
+        src_mask: Tensor | None = None,
+        src_key_padding_mask: Tensor | None = None,
+        is_causal: bool = False,
+        *,
+        layout: SequenceLayout | None = None,
+        cache: LayerCache | None = None,
+        rotary: RotaryPositions | None = None,
+    ) -> Any:
+        """Passes the input through the layer.
+
+        Args:
+            src: (seqlen, batch, d_model), or (batch, seqlen, d_model) with batch_first, or (seqlen, d_model), or packed
+                (total, d_model); a stack passes a `ResidualStream`.
+            src_mask, src_key_padding_mask, is_causal: as in torch.nn; see `MultiheadAttention`.
+            layout: how src lies in memory.
+            cache: keys and values of earlier tokens; src's own are appended, the caller advances the lengths.
+            rotary: rotates queries and keys.
+
+        Returns:
+            src's shape; a `ResidualStream` for a `ResidualStream`.
+        """
+
+        def self_attention(x: Any) -> Tensor:
+            return self.self_attn(
+                x,
+                x,
+                x,
+                key_padding_mask=src_key_padding_mask,
+                need_weights=False,
+                attn_mask=src_mask,
+                is_causal=is_causal,
+                layout=layout,
+                cache=None if cache is None else cache.self_attention,
+                rotary=rotary,
+            )[0]
+
+        if not self.norm_first:
+            x, _ = self.norm1(self_attention(src), src, dropout_p=present_p(self.dropout1))
+            return self.norm2(self._feed_forward(x), x, dropout_p=present_p(self.dropout2))[0]
+        stream = src if isinstance(src, ResidualStream) else ResidualStream(None, src)
+        y, residual = stream.normalise(self.norm1)
+        y, residual = self.norm2(self_attention(y), residual, dropout_p=present_p(self.dropout1))
+        stream = ResidualStream(self._feed_forward(y), residual, present_p(self.dropout2))
+        return stream if isinstance(src, ResidualStream) else stream.value()
+
+
+class TransformerDecoderLayer(_Layer):
+    """`torch.nn.TransformerDecoderLayer`: self-attention, cross-attention, feed-forward network, in fused ops.
+
+    Same constructor, forward signature and state_dict keys; boolean masks are True = ignore, as in torch.nn. The
+    further arguments are those of `TransformerEncoderLayer`; window_size restricts the self-attention.
+    """
+
+    norm1: AddLayerNorm
+    norm2: AddLayerNorm
+    norm3: AddLayerNorm
+    dropout1: nn.Dropout
+    dropout2: nn.Dropout
+    dropout3: nn.Dropout
+
+    def __init__(
+        self,
+        d_model: int,
+        nhead: int,
+        dim_feedforward: int = 2048,
+        dropout: float = 0.1,
+        activation: Activation = F.relu,
+        layer_norm_eps: float = 1e-5,
+        batch_first: bool = False,
+        norm_first: bool = False,
+        bias: bool = True,
+        device: Any = None,
+        dtype: Any = None,
+        *,
+        attention_bias: bool | None = None,
+        attention_dropout: float | None = None,
+        activation_dropout: float | None = None,
+        num_kv_heads: int | None = None,
+        norm: str = "layer",
+        window_size: Window = (None, None),
+    ) -> None:
+        super().__init__(
+            3,
+            d_model,
+            nhead,
+            dim_feedforward,
+            dropout,
+            activation,
+            layer_norm_eps,
+            batch_first,
+            norm_first,
+            bias,
+            device,
+            dtype,
+            attention_bias,
+            attention_dropout,
+            activation_dropout,
+            num_kv_heads,
+            norm,
+            window_size,
+        )
+
+    def forward(
+        self,
+        tgt: Tensor | ResidualStream,
+        memory: Tensor | None,
+        tgt_mask: Tensor | None = None,
+        memory_mask: Tensor | None = None,
+        tgt_key_padding_mask: Tensor | None = None,
+        memory_key_padding_mask: Tensor | None = None,
+        tgt_is_causal: bool = False,
+        memory_is_causal: bool = False,
+        *,
+        layout: SequenceLayout | None = None,
+        memory_layout: SequenceLayout | None = None,
+        cache: LayerCache | None = None,
+        rotary: RotaryPositions | None = None,
+    ) -> Any:
+        """Passes the inputs through the layer.
+
+        Args:
+            tgt: (seqlen_q, batch, d_model), or (batch, seqlen_q, d_model) with batch_first, or (seqlen_q, d_model), or
+                packed (total_q, d_model); a stack passes a `ResidualStream`.
+            memory: the encoder's output, likewise; not needed where the cache holds its keys and values.
+            tgt_mask, memory_mask, tgt_key_padding_mask, memory_key_padding_mask, tgt_is_causal, memory_is_causal: as in
+                torch.nn; see `MultiheadAttention`.
+            layout, memory_layout: how tgt and memory lie in memory.
+            cache: one layer of a `KVCache` whose memory is set. tgt's keys and values are appended to it; the caller
+                advances the lengths.
+            rotary: rotates queries and keys of the self-attention.
+
+        Returns:
+            tgt's shape; a `ResidualStream` for a `ResidualStream`.
+        """
+
+        def self_attention(x: Any) -> Tensor:
+            return self.self_attn(
+                x,
+                x,
+                x,
+                key_padding_mask=tgt_key_padding_mask,
+                need_weights=False,
+                attn_mask=tgt_mask,
+                is_causal=tgt_is_causal,
+                layout=layout,
+                cache=None if cache is None else cache.self_attention,
+                rotary=rotary,
+            )[0]
+
+        def cross_attention(x: Tensor) -> Tensor:
+            if cache is not None and cache.cross_attention is None:
+                raise ValueError("expected a cache whose memory is set (KVCache.set_memory)")
+            return self.multihead_attn(
+                x,
+                memory,
+                memory,
+                key_padding_mask=memory_key_padding_mask,
+                need_weights=False,
+                attn_mask=memory_mask,
+                is_causal=memory_is_causal,
+                layout=layout,
+                memory_layout=memory_layout,
+                cache=None if cache is None else cache.cross_attention,
+            )[0]
+
+        if not self.norm_first:
+            x, _ = self.norm1(self_attention(tgt), tgt, dropout_p=present_p(self.dropout1))
+            x, _ = self.norm2(cross_attention(x), x, dropout_p=present_p(self.dropout2))
+            return self.norm3(self._feed_forward(x), x, dropout_p=present_p(self.dropout3))[0]
+        stream = tgt if isinstance(tgt, ResidualStream) else ResidualStream(None, tgt)
+        y, residual = stream.normalise(self.norm1)
+        y, residual = self.norm2(self_attention(y), residual, dropout_p=present_p(self.dropout1))
+        y, residual = self.norm3(cross_attention(y), residual, dropout_p=present_p(self.dropout2))
+        stream = ResidualStream(self._feed_forward(y), residual, present_p(self.dropout3))
+        return stream if isinstance(tgt, ResidualStream) else stream.value()

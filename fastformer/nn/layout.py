@@ -1,0 +1,127 @@
+"""How a batch of sequences lies in memory: padded rows, or all tokens one after another."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class SequenceLayout:
+    """The lengths of a batch and whether it is padded (batch, max_seqlen, ...) or packed (total, ...).
+
+    Build one with `padded`, `packed` or `from_ids`, not by hand. Modules take it as `layout=` (their own sequence) and
+    `memory_layout=` (the other sequence of cross-attention); the weights and the mathematics are the same either way.
+
+    Attributes:
+        seqlens: (batch,) int32, the real tokens of each sequence.
+        max_seqlen: the longest sequence (packed) or the width of the batch (padded).
+        cu_seqlens: (batch + 1,) int32, where each packed sequence begins, and the end; None for a padded batch.
+        positions: (total,) int64, each packed token's index in its own sequence; None for a padded batch, where the
+            position is the index along the row.
+    """
+
+    seqlens: Tensor
+    max_seqlen: int
+    cu_seqlens: Tensor | None = None
+    positions: Tensor | None = None
+
+    @classmethod
+    def padded(cls, seqlens: Tensor, max_seqlen: int) -> SequenceLayout:
+        """Rows of equal width, real tokens first.
+
+        Args:
+            seqlens: (batch,) integers, the real tokens of each row.
+            max_seqlen: the width of a row.
+        """
+        return cls(_lengths(seqlens), int(max_seqlen))
+
+    @classmethod
+    def packed(cls, seqlens: Tensor, max_seqlen: int, *, total: int | None = None) -> SequenceLayout:
+        """Sequences one after another, nothing between them.
+
+        Args:
+            seqlens: (batch,) integers, the tokens of each sequence.
+            max_seqlen: the longest of them.
+            total: rows of the packed tensors. None: the sum of seqlens, which is read on the host (build layouts on
+                the CPU and move them with `to`). More than the sum: the rest, at the end, attends to nothing.
+        """
+        seqlens = _lengths(seqlens)
+        cu_seqlens = torch.nn.functional.pad(seqlens.cumsum(0, dtype=torch.int32), (1, 0))
+        if total is None:
+            total = int(cu_seqlens[-1])
+        token = torch.arange(total, device=seqlens.device)
+        row = torch.searchsorted(cu_seqlens[1:].contiguous(), token, right=True).clamp_(max=len(seqlens) - 1)
+        # A padding token past the end would count on beyond max_seqlen and out of any position table.
+        positions = (token - cu_seqlens[row]).clamp_(max=max(int(max_seqlen) - 1, 0))
+        return cls(seqlens, int(max_seqlen), cu_seqlens, positions)
+
+    @classmethod
+    def from_ids(cls, ids: Tensor, pad_id: int = 0) -> SequenceLayout:
+        """The padded layout of right-padded ids (batch, seqlen): counts what isn't `pad_id`, without a host sync."""
+        return cls.padded((ids != pad_id).sum(-1), ids.shape[-1])
+
+    @property
+    def is_packed(self) -> bool:
+        """True for (total, ...) tensors, False for (batch, max_seqlen, ...)."""
+        return self.cu_seqlens is not None
+
+    @property
+    def batch_size(self) -> int:
+        """The number of sequences."""
+        return self.seqlens.shape[0]
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> SequenceLayout:
+        """The same layout on another device."""
+
+        def move(tensor: Tensor | None) -> Tensor | None:
+            return None if tensor is None else tensor.to(device, non_blocking=non_blocking)
+
+        seqlens = self.seqlens.to(device, non_blocking=non_blocking)
+        return SequenceLayout(seqlens, self.max_seqlen, move(self.cu_seqlens), move(self.positions))
+
+    def pin_memory(self) -> SequenceLayout:
+        """The same layout in page-locked memory."""
+
+        def pin(tensor: Tensor | None) -> Tensor | None:
+            return None if tensor is None else tensor.pin_memory()
+
+        return SequenceLayout(self.seqlens.pin_memory(), self.max_seqlen, pin(self.cu_seqlens), pin(self.positions))
+
+    def pack(self, x: Tensor) -> Tensor:
+        """Padded (batch, max_seqlen, ...) to packed (total, ...). The layout must be packed."""
+        return x.flatten(0, 1).index_select(0, self._padded_index())
+
+    def unpack(self, x: Tensor) -> Tensor:
+        """Packed (total, ...) to padded (batch, max_seqlen, ...) with zeros behind. The layout must be packed."""
+        rows = self.batch_size * self.max_seqlen
+        index = self._padded_index()
+        if x.shape[0] != index.shape[0]:
+            raise ValueError(f"expected {index.shape[0]} packed rows, as the layout has, got {x.shape[0]}")
+        # One row more than needed takes the padding tokens at the end of the packed tensor.
+        real = torch.arange(x.shape[0], device=x.device) < self._cu_seqlens()[-1]
+        out = x.new_zeros((rows + 1, *x.shape[1:])).index_copy(0, torch.where(real, index, rows), x)
+        return out[:rows].unflatten(0, (self.batch_size, self.max_seqlen))
+
+    def _cu_seqlens(self) -> Tensor:
+        if self.cu_seqlens is None:
+            raise ValueError("expected a packed layout, got a padded one")
+        return self.cu_seqlens
+
+    def _padded_index(self) -> Tensor:
+        # Where each packed token stands in the flattened padded batch.
+        cu_seqlens = self._cu_seqlens()
+        assert self.positions is not None
+        token = torch.arange(self.positions.shape[0], device=cu_seqlens.device)
+        row = torch.searchsorted(cu_seqlens[1:].contiguous(), token, right=True).clamp_(max=self.batch_size - 1)
+        return row * self.max_seqlen + self.positions
+
+
+def _lengths(seqlens: Tensor) -> Tensor:
+    if seqlens.dim() != 1 or seqlens.is_floating_point() or seqlens.dtype == torch.bool:
+        raise ValueError(
+            f"expected seqlens of shape (batch,) with integers, got {seqlens.dtype} {tuple(seqlens.shape)}"
+        )
+    return seqlens.to(torch.int32)

@@ -1,0 +1,99 @@
+"""torch.nn's masks (True = ignore, or additive) as the ops take them (True = attend, or additive)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+# mask -> (its version, whether it was causal). A mask is read once, not once a step.
+_causal_masks = WeakTensorKeyDictionary()
+
+
+def square_subsequent_mask(
+    size: int, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+) -> Tensor:
+    """The causal mask as torch.nn writes it: (size, size), -inf above the diagonal, 0 elsewhere."""
+    return torch.full((size, size), float("-inf"), device=device, dtype=dtype).triu(1)
+
+
+def is_causal_mask(mask: Tensor | None) -> bool:
+    """Whether a mask is exactly the causal one, so that the triangle can be skipped instead of masked.
+
+    Reads the mask, which on a GPU is a host sync: once per mask tensor, not at all while compiling or capturing a graph
+    (the mask is then applied as it is). Pass `is_causal=True` along with the mask to spare it.
+    """
+    if mask is None or mask.dim() != 2 or mask.shape[0] != mask.shape[1] or mask.requires_grad:
+        return False
+    if torch.compiler.is_compiling() or (mask.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return False
+    # An inference tensor has no version counter; it is read each time.
+    version = None if mask.is_inference() else mask._version
+    seen = _causal_masks.get(mask)
+    if version is not None and seen is not None and seen[0] == version:
+        return seen[1]
+    if mask.dtype == torch.bool:
+        expected = torch.ones_like(mask).triu(1)
+    else:
+        expected = square_subsequent_mask(mask.shape[0], mask.device, mask.dtype)
+    answer = torch.equal(mask, expected)
+    if version is not None:
+        _causal_masks[mask] = (version, answer)
+    return answer
+
+
+def merge_masks(
+    attn_mask: Tensor | None, key_padding_mask: Tensor | None, batch: int, num_heads: int, seqlen_q: int, seqlen_k: int
+) -> Tensor | None:
+    """Both of torch.nn's masks as one mask for the ops.
+
+    Args:
+        attn_mask: (seqlen_q, seqlen_k) or (batch * num_heads, seqlen_q, seqlen_k); bool (True = ignore) or additive.
+        key_padding_mask: (batch, seqlen_k); bool (True = ignore) or additive.
+
+    Returns:
+        4-d and broadcastable to (batch, num_heads, seqlen_q, seqlen_k); bool (True = attend) if both are bool, else
+        additive; None if there is neither.
+
+    Raises:
+        ValueError: another dtype or shape.
+    """
+    parts = []
+    if attn_mask is not None:
+        _check_dtype(attn_mask, "attn_mask")
+        if attn_mask.shape == (seqlen_q, seqlen_k):
+            parts.append(attn_mask[None, None])
+        elif attn_mask.shape == (batch * num_heads, seqlen_q, seqlen_k):
+            parts.append(attn_mask.view(batch, num_heads, seqlen_q, seqlen_k))
+        else:
+            raise ValueError(
+                f"expected an attn_mask of shape {(seqlen_q, seqlen_k)} or {(batch * num_heads, seqlen_q, seqlen_k)}, "
+                f"got {tuple(attn_mask.shape)}"
+            )
+    if key_padding_mask is not None:
+        _check_dtype(key_padding_mask, "key_padding_mask")
+        if key_padding_mask.shape != (batch, seqlen_k):
+            raise ValueError(
+                f"expected a key_padding_mask of shape {(batch, seqlen_k)}, got {tuple(key_padding_mask.shape)}"
+            )
+        parts.append(key_padding_mask[:, None, None])
+    if not parts:
+        return None
+    if all(part.dtype == torch.bool for part in parts):
+        merged = parts[0] if len(parts) == 1 else parts[0] | parts[1]
+        return ~merged
+    dtype = next(part.dtype for part in parts if part.dtype != torch.bool)
+    added = [as_additive(part, dtype) for part in parts]
+    return added[0] if len(added) == 1 else added[0] + added[1]
+
+
+def as_additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """A bool mask (True = ignore) as 0 and -inf; a floating one as it is."""
+    if mask.dtype != torch.bool:
+        return mask
+    return torch.zeros_like(mask, dtype=dtype).masked_fill(mask, float("-inf"))
+
+
+def _check_dtype(mask: Tensor, name: str) -> None:
+    if mask.dtype != torch.bool and not mask.is_floating_point():
+        raise ValueError(f"expected a bool (True = ignore) or floating {name}, got {mask.dtype}")

@@ -1,0 +1,83 @@
+"""Dropout, residual addition and normalisation in one module."""
+
+from __future__ import annotations
+
+from typing import Any, overload
+
+import torch
+from torch import Tensor, nn
+
+from fastformer.nn.dropout import dropout_seed
+from fastformer.ops.add_layer_norm import add_layer_norm
+
+
+class AddLayerNorm(nn.LayerNorm):
+    """A LayerNorm (or RMSNorm) that can take in the preceding sub-layer's dropout and residual addition.
+
+    `norm(x)` is `torch.nn.LayerNorm`. `norm(x, residual)` returns both `norm(dropout(x) + residual)` and
+    `dropout(x) + residual`, reading and writing each once: a pre-norm block goes on with both, a post-norm block with
+    the first. Parameters: `weight` and `bias`, as in torch.nn.
+
+    Args:
+        normalized_shape: the size of the last dimension.
+        eps: added to the variance.
+        elementwise_affine: whether there is a weight (and a bias).
+        bias: whether there is a bias; never with rms_norm.
+        device, dtype: of the parameters.
+        dropout: probability for x while training.
+        rms_norm: divide by the root mean square instead of subtracting the mean (Zhang and Sennrich 2019).
+
+    Raises:
+        ValueError: normalized_shape of more than one dimension.
+    """
+
+    def __init__(
+        self,
+        normalized_shape: int | list[int] | torch.Size,
+        eps: float = 1e-5,
+        elementwise_affine: bool = True,
+        bias: bool = True,
+        device: Any = None,
+        dtype: Any = None,
+        *,
+        dropout: float = 0.0,
+        rms_norm: bool = False,
+    ) -> None:
+        super().__init__(normalized_shape, eps, elementwise_affine, bias and not rms_norm, device, dtype)
+        if len(self.normalized_shape) != 1:
+            raise ValueError(f"expected one normalised dimension, got normalized_shape {tuple(self.normalized_shape)}")
+        self.dropout = dropout
+        self.rms_norm = rms_norm
+
+    @overload  # type: ignore[override]
+    def forward(self, x: Tensor, residual: None = None, *, dropout_p: float | None = None) -> Tensor: ...
+    @overload
+    def forward(self, x: Tensor, residual: Tensor, *, dropout_p: float | None = None) -> tuple[Tensor, Tensor]: ...
+    def forward(self, x, residual=None, *, dropout_p=None):
+        """Normalises x, or dropout(x) + residual.
+
+        Args:
+            x: (..., dim).
+            residual: x's shape; may be of a wider dtype than x.
+            dropout_p: takes the place of the module's own dropout, whatever the mode.
+
+        Returns:
+            Without a residual: the normalised x. With one: (the normalised sum in x's dtype, the sum in residual's).
+        """
+        if dropout_p is None:
+            dropout_p = self.dropout if self.training else 0.0
+        y, total = add_layer_norm(
+            x,
+            residual,
+            self.weight,
+            self.bias,
+            eps=self.eps,
+            dropout_p=dropout_p,
+            dropout_seed=dropout_seed(dropout_p, x.device),
+            rms_norm=self.rms_norm,
+        )
+        return y if residual is None else (y, total)
+
+    def extra_repr(self) -> str:
+        """What print shows."""
+        return f"{super().extra_repr()}, dropout={self.dropout}, rms_norm={self.rms_norm}"

@@ -1,0 +1,395 @@
+"""The stacks under torch.nn's names and signatures: encoder, decoder, and both."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from fastformer.nn.cache import KVCache
+from fastformer.nn.embedding import RotaryPositions
+from fastformer.nn.feed_forward import Activation
+from fastformer.nn.layers import ResidualStream, TransformerDecoderLayer, TransformerEncoderLayer
+from fastformer.nn.layout import SequenceLayout
+from fastformer.nn.masks import is_causal_mask, square_subsequent_mask
+from fastformer.nn.norm import AddLayerNorm
+from fastformer.ops.add_layer_norm import add_layer_norm
+
+
+class _Stack(nn.Module):
+    """Layers in turn, then an optional norm; additions join the following norm wherever the layers allow it."""
+
+    layers: Any
+    norm: Any
+
+    def __init__(self, layer: nn.Module, num_layers: int, norm: nn.Module | None) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([copy.deepcopy(layer) for _ in range(num_layers)])
+        self.num_layers = num_layers
+        self.norm = norm
+        # Recomputes each layer in the backward pass instead of keeping what it computed.
+        self.gradient_checkpointing = False
+
+    def _run(self, x: Tensor, call: Callable[[nn.Module, int, Any], Any]) -> Tensor:
+        saving = self.gradient_checkpointing and self.training and torch.is_grad_enabled()
+        fused = all(_takes_stream(layer) for layer in self.layers)
+        state: Any = ResidualStream(None, x) if fused else x
+        for i, layer in enumerate(self.layers):
+            state = checkpoint(call, layer, i, state, use_reentrant=False) if saving else call(layer, i, state)
+        if not fused:
+            return state if self.norm is None else self.norm(state)
+        return state.value() if self.norm is None else _final_norm(self.norm, state)
+
+
+def _takes_stream(layer: Any) -> bool:
+    # A subclass with a forward of its own, torch.nn's layer, or one with hooks gets and gives plain tensors.
+    known = type(layer).forward in (TransformerEncoderLayer.forward, TransformerDecoderLayer.forward)
+    return known and bool(layer.norm_first) and not layer._forward_hooks and not layer._forward_pre_hooks
+
+
+def _final_norm(norm: nn.Module, stream: ResidualStream) -> Tensor:
+    if stream.delta is None:
+        return norm(stream.residual)
+    if isinstance(norm, AddLayerNorm):
+        return norm(stream.delta, stream.residual, dropout_p=stream.dropout_p)[0]
+    if type(norm) is nn.LayerNorm and len(norm.normalized_shape) == 1 and stream.dropout_p == 0.0:
+        return add_layer_norm(stream.delta, stream.residual, norm.weight, norm.bias, eps=norm.eps)[0]
+    return norm(stream.value())
+
+
+def _given(**options: Any) -> dict[str, Any]:
+    # Only what was given is passed on, so that layers with torch.nn's signature alone fit into our stacks.
+    return {name: value for name, value in options.items() if value is not None}
+
+
+class TransformerEncoder(_Stack):
+    """`torch.nn.TransformerEncoder`: a stack of encoder layers, and, with a cache, of a decoder-only model's.
+
+    Args:
+        encoder_layer: a `TransformerEncoderLayer` (ours or torch.nn's), copied num_layers times.
+        num_layers: number of layers.
+        norm: applied to the output.
+        enable_nested_tensor, mask_check: there for the signature; `layout=` is how padding is left out here.
+
+    Attributes:
+        gradient_checkpointing: recompute each layer in the backward pass, to save memory while training.
+    """
+
+    def __init__(
+        self,
+        encoder_layer: nn.Module,
+        num_layers: int,
+        norm: nn.Module | None = None,
+        enable_nested_tensor: bool = True,
+        mask_check: bool = True,
+    ) -> None:
+        super().__init__(encoder_layer, num_layers, norm)
+        self.enable_nested_tensor = enable_nested_tensor
+        self.mask_check = mask_check
+
+    def forward(
+        self,
+        src: Tensor,
+        mask: Tensor | None = None,
+        src_key_padding_mask: Tensor | None = None,
+        is_causal: bool | None = None,
+        *,
+        layout: SequenceLayout | None = None,
+        cache: KVCache | None = None,
+        rotary: RotaryPositions | None = None,
+    ) -> Tensor:
+        """Passes the input through the layers.
+
+        Args:
+            src: (seqlen, batch, d_model), or (batch, seqlen, d_model) with batch_first, or (seqlen, d_model), or packed
+                (total, d_model).
+            mask, src_key_padding_mask: bool (True = ignore) or additive; see `MultiheadAttention`.
+            is_causal: the mask is the causal one (and needn't be given); None: look at the mask, see `is_causal_mask`.
+            layout: how src lies in memory.
+            cache: keys and values of earlier tokens. src's own are appended and the lengths advanced (by the layout's
+                seqlens where it is given); attention is causal.
+            rotary: rotates queries and keys.
+
+        Returns:
+            src's shape.
+
+        Raises:
+            ValueError: masks along with a cache; a full cache.
+        """
+        is_causal = is_causal_mask(mask) if is_causal is None else is_causal
+        if cache is not None:
+            _check_cached_masks(mask, src_key_padding_mask, is_causal)
+            mask = None
+            seqlen = _seqlen(src, self.layers[0])
+            cache.check_room(seqlen)
+
+        def call(layer: nn.Module, i: int, state: Any) -> Any:
+            options = _given(layout=layout, cache=None if cache is None else cache[i], rotary=rotary)
+            return layer(
+                state, src_mask=mask, src_key_padding_mask=src_key_padding_mask, is_causal=is_causal, **options
+            )
+
+        out = self._run(src, call)
+        if cache is not None:
+            cache.advance(seqlen, None if layout is None else layout.seqlens)
+        return out
+
+
+class TransformerDecoder(_Stack):
+    """`torch.nn.TransformerDecoder`: a stack of decoder layers, with a KV cache for decoding.
+
+    Args:
+        decoder_layer: a `TransformerDecoderLayer` (ours or torch.nn's), copied num_layers times.
+        num_layers: number of layers.
+        norm: applied to the output.
+
+    Attributes:
+        gradient_checkpointing: recompute each layer in the backward pass, to save memory while training.
+    """
+
+    def __init__(self, decoder_layer: nn.Module, num_layers: int, norm: nn.Module | None = None) -> None:
+        super().__init__(decoder_layer, num_layers, norm)
+
+    def forward(
+        self,
+        tgt: Tensor,
+        memory: Tensor | None,
+        tgt_mask: Tensor | None = None,
+        memory_mask: Tensor | None = None,
+        tgt_key_padding_mask: Tensor | None = None,
+        memory_key_padding_mask: Tensor | None = None,
+        tgt_is_causal: bool | None = None,
+        memory_is_causal: bool = False,
+        *,
+        layout: SequenceLayout | None = None,
+        memory_layout: SequenceLayout | None = None,
+        cache: KVCache | None = None,
+        rotary: RotaryPositions | None = None,
+    ) -> Tensor:
+        """Passes the inputs through the layers.
+
+        Args:
+            tgt: (seqlen_q, batch, d_model), or (batch, seqlen_q, d_model) with batch_first, or (seqlen_q, d_model), or
+                packed (total_q, d_model).
+            memory: the encoder's output, likewise; None where the cache already holds its keys and values.
+            tgt_mask, memory_mask, tgt_key_padding_mask, memory_key_padding_mask: bool (True = ignore) or additive.
+            tgt_is_causal: tgt_mask is the causal one (and needn't be given); None: look at it, see `is_causal_mask`.
+            memory_is_causal: memory_mask is the causal one.
+            layout, memory_layout: how tgt and memory lie in memory.
+            cache: keys and values of earlier tokens. The first call stores the memory's; every call appends tgt's and
+                advances the lengths (by the layout's seqlens where it is given); self-attention is causal. For
+                inference. Of masks, the first call may bring memory_key_padding_mask.
+            rotary: rotates queries and keys of the self-attention.
+
+        Returns:
+            tgt's shape.
+
+        Raises:
+            ValueError: other masks along with a cache; a full cache; neither memory nor its keys and values.
+        """
+        tgt_is_causal = is_causal_mask(tgt_mask) if tgt_is_causal is None else tgt_is_causal
+        if cache is not None:
+            _check_cached_masks(tgt_mask, tgt_key_padding_mask, tgt_is_causal)
+            tgt_mask = None
+            if memory_mask is not None:
+                raise ValueError("expected no memory_mask along with a cache")
+            seqlen = _seqlen(tgt, self.layers[0])
+            cache.check_room(seqlen)
+            if not cache.has_memory:
+                if memory is None:
+                    raise ValueError("expected a memory: the cache holds none yet")
+                self.store_memory(cache, memory, memory_layout, memory_key_padding_mask)
+            # From here on the cache speaks for the memory.
+            memory = memory_layout = memory_key_padding_mask = None
+
+        def call(layer: nn.Module, i: int, state: Any) -> Any:
+            options = _given(
+                layout=layout, memory_layout=memory_layout, cache=None if cache is None else cache[i], rotary=rotary
+            )
+            return layer(
+                state,
+                memory,
+                tgt_mask=tgt_mask,
+                memory_mask=memory_mask,
+                tgt_key_padding_mask=tgt_key_padding_mask,
+                memory_key_padding_mask=memory_key_padding_mask,
+                tgt_is_causal=tgt_is_causal,
+                memory_is_causal=memory_is_causal,
+                **options,
+            )
+
+        out = self._run(tgt, call)
+        if cache is not None:
+            cache.advance(seqlen, None if layout is None else layout.seqlens)
+        return out
+
+    def store_memory(
+        self,
+        cache: KVCache,
+        memory: Tensor,
+        memory_layout: SequenceLayout | None = None,
+        memory_key_padding_mask: Tensor | None = None,
+        source_index: Tensor | None = None,
+    ) -> None:
+        """Computes the cross-attention's keys and values of every layer once, into the cache.
+
+        Args:
+            cache: of as many layers as the stack.
+            memory: the encoder's output; one row a source, however many beams.
+            memory_layout: how it lies in memory, padded or packed.
+            memory_key_padding_mask: (num_sources, source_seqlen) bool, True = ignore; anywhere in a row.
+            source_index: which source each row of the cache reads; see `KVCache.set_memory`.
+        """
+        pairs = [layer.multihead_attn.project_memory(memory) for layer in self.layers]
+        seqlens = None if memory_layout is None else memory_layout.seqlens
+        if memory_layout is not None and memory_layout.is_packed:
+            pairs = [(memory_layout.unpack(k), memory_layout.unpack(v)) for k, v in pairs]
+        if memory_key_padding_mask is not None:
+            mask = memory_key_padding_mask
+            if mask.dtype != torch.bool or memory_layout is not None:
+                raise ValueError("expected a bool memory_key_padding_mask and no memory_layout along with a cache")
+            # The order of keys means nothing to attention: the real ones move to the front, and a length says the rest.
+            order = mask.to(torch.uint8).argsort(dim=1, stable=True)[:, :, None, None]
+            pairs = [(k.take_along_dim(order, 1), v.take_along_dim(order, 1)) for k, v in pairs]
+            seqlens = (~mask).sum(1)
+        cache.set_memory([k for k, _ in pairs], [v for _, v in pairs], seqlens, source_index)
+
+
+def _seqlen(x: Tensor, layer: Any) -> int:
+    if x.dim() != 3:
+        raise ValueError(f"expected a padded batch along with a cache, got a tensor of shape {tuple(x.shape)}")
+    return x.shape[1] if layer.self_attn.batch_first else x.shape[0]
+
+
+def _check_cached_masks(mask: Tensor | None, key_padding_mask: Tensor | None, is_causal: bool) -> None:
+    # Cached attention is causal; a mask that says just that is accepted and not needed.
+    if key_padding_mask is not None or (mask is not None and not is_causal):
+        raise ValueError("expected no mask but the causal one along with a cache; `layout=` says what is padding")
+
+
+class Transformer(nn.Module):
+    """`torch.nn.Transformer`: encoder and decoder ("Attention Is All You Need", figure 1), without embeddings.
+
+    Same constructor, forward signature and state_dict keys; boolean masks are True = ignore, as in torch.nn. For a
+    model with embeddings, positions, loss and decoding see `fastformer.models.Transformer`.
+
+    Args:
+        d_model, nhead, num_encoder_layers, num_decoder_layers, dim_feedforward, dropout, activation, custom_encoder,
+            custom_decoder, layer_norm_eps, batch_first, norm_first, bias, device, dtype: as in `torch.nn.Transformer`.
+    """
+
+    def __init__(
+        self,
+        d_model: int = 512,
+        nhead: int = 8,
+        num_encoder_layers: int = 6,
+        num_decoder_layers: int = 6,
+        dim_feedforward: int = 2048,
+        dropout: float = 0.1,
+        activation: Activation = F.relu,
+        custom_encoder: Any | None = None,
+        custom_decoder: Any | None = None,
+        layer_norm_eps: float = 1e-5,
+        batch_first: bool = False,
+        norm_first: bool = False,
+        bias: bool = True,
+        device: Any = None,
+        dtype: Any = None,
+    ) -> None:
+        super().__init__()
+        sizes = (d_model, nhead, dim_feedforward, dropout, activation, layer_norm_eps, batch_first, norm_first, bias)
+
+        def norm() -> AddLayerNorm:
+            return AddLayerNorm(d_model, layer_norm_eps, bias=bias, device=device, dtype=dtype)
+
+        if custom_encoder is not None:
+            self.encoder = custom_encoder
+        else:
+            layer = TransformerEncoderLayer(*sizes, device, dtype)
+            self.encoder = TransformerEncoder(layer, num_encoder_layers, norm())
+        if custom_decoder is not None:
+            self.decoder = custom_decoder
+        else:
+            self.decoder = TransformerDecoder(
+                TransformerDecoderLayer(*sizes, device, dtype), num_decoder_layers, norm()
+            )
+        self._reset_parameters()
+        self.d_model, self.nhead, self.batch_first = d_model, nhead, batch_first
+
+    def forward(
+        self,
+        src: Tensor,
+        tgt: Tensor,
+        src_mask: Tensor | None = None,
+        tgt_mask: Tensor | None = None,
+        memory_mask: Tensor | None = None,
+        src_key_padding_mask: Tensor | None = None,
+        tgt_key_padding_mask: Tensor | None = None,
+        memory_key_padding_mask: Tensor | None = None,
+        src_is_causal: bool | None = None,
+        tgt_is_causal: bool | None = None,
+        memory_is_causal: bool = False,
+        *,
+        layout: SequenceLayout | None = None,
+        memory_layout: SequenceLayout | None = None,
+    ) -> Tensor:
+        """Encodes src, decodes tgt.
+
+        Args:
+            src, tgt: (seqlen, batch, d_model), or (batch, seqlen, d_model) with batch_first, or (seqlen, d_model), or
+                packed (total, d_model).
+            src_mask ... memory_is_causal: as in `torch.nn.Transformer`.
+            layout: how tgt lies in memory.
+            memory_layout: how src lies in memory.
+
+        Returns:
+            tgt's shape.
+
+        Raises:
+            ValueError: another feature size than d_model, or batches of different sizes.
+        """
+        if src.shape[-1] != self.d_model or tgt.shape[-1] != self.d_model:
+            raise ValueError(
+                f"expected src and tgt of d_model = {self.d_model} in the last dimension, got {src.shape[-1]} and "
+                f"{tgt.shape[-1]}"
+            )
+        batch_dim = 0 if self.batch_first else 1
+        if src.dim() == 3 and src.shape[batch_dim] != tgt.shape[batch_dim]:
+            raise ValueError(
+                f"expected src and tgt of one batch size, got {src.shape[batch_dim]}, {tgt.shape[batch_dim]}"
+            )
+        memory = self.encoder(
+            src,
+            mask=src_mask,
+            src_key_padding_mask=src_key_padding_mask,
+            is_causal=src_is_causal,
+            **_given(layout=memory_layout),
+        )
+        return self.decoder(
+            tgt,
+            memory,
+            tgt_mask=tgt_mask,
+            memory_mask=memory_mask,
+            tgt_key_padding_mask=tgt_key_padding_mask,
+            memory_key_padding_mask=memory_key_padding_mask,
+            tgt_is_causal=tgt_is_causal,
+            memory_is_causal=memory_is_causal,
+            **_given(layout=layout, memory_layout=memory_layout),
+        )
+
+    @staticmethod
+    def generate_square_subsequent_mask(
+        sz: int, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> Tensor:
+        """The causal mask: (sz, sz), -inf above the diagonal, 0 elsewhere."""
+        return square_subsequent_mask(sz, device, dtype)
+
+    def _reset_parameters(self) -> None:
+        for parameter in self.parameters():
+            if parameter.dim() > 1:
+                nn.init.xavier_uniform_(parameter)
