@@ -1,1 +1,11 @@
-"""Text in, batches out: tokenizers, batching, the built-in task."""
+"""Text in, batches out: reading, tokenizers, batching, the built-in task."""
+
+from fastformer.data.batching import Batch as Batch
+from fastformer.data.batching import Example as Example
+from fastformer.data.batching import collate as collate
+from fastformer.data.batching import plan_epoch as plan_epoch
+from fastformer.data.tokenizer import BPETokenizer as BPETokenizer
+from fastformer.data.tokenizer import ByteTokenizer as ByteTokenizer
+from fastformer.data.tokenizer import Tokenizer as Tokenizer
+from fastformer.data.tokenizer import load_tokenizer as load_tokenizer
+from fastformer.data.tokenizer import train_bpe as train_bpe

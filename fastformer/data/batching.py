@@ -1,0 +1,181 @@
+"""From encoded examples to batches: which examples go together, and how they lie in memory.
+
+Which go together is a pure function of (lengths, settings, seed, epoch): to resume, one remembers how many batches were
+done. Three ways:
+
+- random: examples in random order, padded to the longest of the batch; the baseline that most code uses.
+- bucketed: a shuffled pool of many batches is sorted by length and cut by a budget of padded tokens.
+- packed: random order, tokens one after another with no padding at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fastformer.data.tokenizer import EOS_ID, PAD_ID
+from fastformer.nn import SequenceLayout
+
+IGNORE_INDEX = -100
+BATCHINGS = ("random", "bucketed", "packed")
+_POOL = 128  # batches that are sorted together: more lowers the padding by little and sorts the epoch
+
+
+@dataclass(frozen=True)
+class Example:
+    """One training example: source ids (empty for a language model) and target ids, both ending in EOS."""
+
+    source: list[int]
+    target: list[int]
+
+
+@dataclass
+class Batch:
+    """What a model's `loss` takes, and what was in it.
+
+    Attributes:
+        source: ids, (batch, source_seqlen) or, packed, (total,); None for a language model.
+        target_in: the decoder's input, the target shifted right behind PAD.
+        target_out: the target; -100 where there is padding.
+        source_layout, target_layout: where the sequences lie.
+    """
+
+    source: Tensor | None
+    target_in: Tensor
+    target_out: Tensor
+    source_layout: SequenceLayout | None
+    target_layout: SequenceLayout
+    num_source_tokens: int
+    num_target_tokens: int
+
+    @property
+    def num_tokens(self) -> int:
+        """Real tokens, source and target."""
+        return self.num_source_tokens + self.num_target_tokens
+
+    @property
+    def num_slots(self) -> int:
+        """Tokens that are computed, padding included."""
+        return self.target_in.numel() + (0 if self.source is None else self.source.numel())
+
+    def to(self, device: torch.device | str) -> Batch:
+        """The same batch on another device."""
+        return Batch(
+            None if self.source is None else self.source.to(device),
+            self.target_in.to(device),
+            self.target_out.to(device),
+            None if self.source_layout is None else self.source_layout.to(device),
+            self.target_layout.to(device),
+            self.num_source_tokens,
+            self.num_target_tokens,
+        )
+
+
+def plan_epoch(lengths: Tensor, *, max_tokens: int, batching: str, seed: int, epoch: int) -> list[list[int]]:
+    """Which examples form the batches of an epoch, in order.
+
+    Args:
+        lengths: (examples, 2) source and target lengths.
+        max_tokens: of a batch and side: padded tokens for "random" and "bucketed", real ones for "packed".
+        batching: one of BATCHINGS.
+        seed, epoch: the order is a function of them.
+
+    Returns:
+        Lists of indices; every example is in exactly one.
+
+    Raises:
+        ValueError: an unknown batching, or an example longer than max_tokens.
+    """
+    if batching not in BATCHINGS:
+        raise ValueError(f"expected a batching out of {BATCHINGS}, got {batching!r}")
+    longest = lengths.max(dim=1).values
+    if len(longest) and int(longest.max()) > max_tokens:
+        raise ValueError(
+            f"expected max_tokens of at least the longest example, {int(longest.max())} tokens, got {max_tokens}"
+        )
+    generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
+    order = torch.randperm(len(lengths), generator=generator)
+    if batching == "bucketed":
+        return _bucketed(order, longest, max_tokens, generator)
+    return _cut(order.tolist(), lengths.tolist(), max_tokens, padded=batching == "random")
+
+
+def _cut(order: list[int], lengths: list[list[int]], max_tokens: int, *, padded: bool) -> list[list[int]]:
+    """Fills batches in order; a side is full when its padded (or real) tokens would pass max_tokens."""
+    batches: list[list[int]] = []
+    batch: list[int] = []
+    sides = [0, 0]  # the longest example of a side, or its tokens
+    for index in order:
+        grown = [max(s, n) if padded else s + n for s, n in zip(sides, lengths[index], strict=True)]
+        if batch and max(grown) * (len(batch) + 1 if padded else 1) > max_tokens:
+            batches.append(batch)
+            batch, grown = [], list(lengths[index])
+        batch.append(index)
+        sides = grown
+    if batch:
+        batches.append(batch)
+    return batches
+
+
+def _bucketed(order: Tensor, longest: Tensor, max_tokens: int, generator: torch.Generator) -> list[list[int]]:
+    # Sorting by the longer side matters: by the target alone, a fifth of a translation batch is still padding.
+    mean = max(float(longest.float().mean()), 1.0) if len(longest) else 1.0
+    pool_size = max(1, int(_POOL * max_tokens / mean))
+    batches: list[list[int]] = []
+    for pool in order.split(pool_size):
+        ranked = pool[torch.argsort(longest[pool], stable=True)].tolist()  # ties stay in random order
+        batches += _cut(ranked, [[n, n] for n in longest.tolist()], max_tokens, padded=True)
+    return [batches[i] for i in torch.randperm(len(batches), generator=generator).tolist()]
+
+
+def collate(examples: Sequence[Example], *, packed: bool) -> Batch:
+    """The tensors of a batch, padded to the longest example or packed."""
+    sources = [example.source for example in examples]
+    targets = [example.target for example in examples]
+    shifted = [[PAD_ID, *target[:-1]] for target in targets]
+    has_source = bool(sources[0])
+    target_layout = layout_of(targets, packed=packed)
+    return Batch(
+        source=_join(sources, PAD_ID, packed) if has_source else None,
+        target_in=_join(shifted, PAD_ID, packed),
+        target_out=_join(targets, IGNORE_INDEX, packed),
+        source_layout=layout_of(sources, packed=packed) if has_source else None,
+        target_layout=target_layout,
+        num_source_tokens=sum(map(len, sources)),
+        num_target_tokens=sum(map(len, targets)),
+    )
+
+
+def layout_of(sequences: Sequence[Sequence[int]], *, packed: bool) -> SequenceLayout:
+    """The layout of sequences padded to the longest, or packed."""
+    seqlens = torch.tensor([len(sequence) for sequence in sequences], dtype=torch.int32)
+    make = SequenceLayout.packed if packed else SequenceLayout.padded
+    return make(seqlens, int(seqlens.max()))
+
+
+def _join(sequences: Sequence[Sequence[int]], fill: int, packed: bool) -> Tensor:
+    if packed:
+        return torch.tensor([token for sequence in sequences for token in sequence])
+    width = max(len(sequence) for sequence in sequences)
+    return torch.tensor([[*sequence, *[fill] * (width - len(sequence))] for sequence in sequences])
+
+
+def padding_ratio(lengths: Tensor, batches: Sequence[Sequence[int]], *, packed: bool) -> float:
+    """The share of padding among all computed tokens of an epoch, over both sides: 1 - real / computed."""
+    if packed:
+        return 0.0
+    computed = sum(len(batch) * int(lengths[batch].max(dim=0).values.sum()) for batch in batches)
+    return 1.0 - int(lengths.sum()) / computed if computed else 0.0
+
+
+def encode_pair(source: list[int], target: list[int]) -> Example:
+    """An example of a translator: EOS ends both sides."""
+    return Example([*source, EOS_ID], [*target, EOS_ID])
+
+
+def windows(ids: Sequence[int], seqlen: int) -> list[Example]:
+    """A long text as the examples of a language model: consecutive windows of seqlen tokens. No EOS is added."""
+    return [Example([], list(ids[i : i + seqlen])) for i in range(0, len(ids) - 1, seqlen)]
