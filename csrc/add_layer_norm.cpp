@@ -25,6 +25,7 @@ namespace {
 using at::Tensor;
 
 constexpr int64_t kSerialElements = 1 << 15;  // below this much work a second thread costs more than it gives
+constexpr int64_t kGroup = 16;  // rows summed before the sum is added to the block's: long fp32 sums lose digits
 
 int64_t grain(int64_t dim) { return std::max<int64_t>(1, kSerialElements / std::max<int64_t>(dim, 1)); }
 
@@ -113,18 +114,21 @@ void backward(const Tensor& dy, const std::optional<Tensor>& dresidual_out, cons
   std::vector<acc> partial(with_weight || with_bias ? blocks * 2 * dim : 0, acc(0));
   at::parallel_for(0, blocks, std::max<int64_t>(1, grain(dim) / block), [&](int64_t begin, int64_t end) {
     std::vector<acc> normal(dim + V::size), gradient(dim + V::size), keep(dropout.on ? dim + Dropout::kDecisions : 0);
+    std::vector<acc> group(partial.empty() ? 0 : 2 * dim, acc(0));
+    acc* gw = group.data();
+    acc* gb = gw + dim;
     for (int64_t i = begin; i < end; ++i) {
-      acc* pw = partial.data() + i * 2 * dim;
-      acc* pb = pw + dim;
-      for (int64_t r = i * block; r < std::min(rows, (i + 1) * block); ++r) {
+      acc* sums = partial.data() + i * 2 * dim;
+      const int64_t first = i * block, last = std::min(rows, first + block);
+      for (int64_t r = first; r < last; ++r) {
         const V mu(mp ? mp[r] : acc(0)), inverse(rstdp[r]);
         V sum(acc(0)), dot(acc(0));
         for_each_vec<acc>(dim, [&](int64_t c, int64_t n) {
           const V d = V::load(dyp + r * dim + c, n);
           const V xhat = (V::load(sp + r * dim + c, n) - mu) * inverse;
           const V g = w.empty() ? d : d * V::load(w.data() + c, n);
-          if (with_weight) fmadd(d, xhat, V::load(pw + c, n)).store(pw + c, n);
-          if (with_bias) (d + V::load(pb + c, n)).store(pb + c, n);
+          if (with_weight) fmadd(d, xhat, V::load(gw + c, n)).store(gw + c, n);
+          if (with_bias) (d + V::load(gb + c, n)).store(gb + c, n);
           xhat.store(normal.data() + c, n);
           g.store(gradient.data() + c, n);
           sum = sum + g;  // lanes beyond the row are zero: d and w read as zero there
@@ -140,6 +144,12 @@ void backward(const Tensor& dy, const std::optional<Tensor>& dresidual_out, cons
           if (dropout.on) ds = ds * V::load(keep.data() + c, n);
           ds.store(dxp + r * dim + c, n);
         });
+        if (!group.empty() && ((r - first) % kGroup == kGroup - 1 || r == last - 1)) {
+          for (int64_t c = 0; c < 2 * dim; ++c) {
+            sums[c] += group[c];
+            group[c] = acc(0);
+          }
+        }
       }
     }
   });
