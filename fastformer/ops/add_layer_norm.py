@@ -155,7 +155,7 @@ def _setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
     ctx.save_for_backward(residual_out if kept else x, weight, mean, rstd, dropout_seed)
     ctx.mark_non_differentiable(mean, rstd, *(() if kept else (residual_out,)))
     ctx.set_materialize_grads(False)
-    ctx.kept, ctx.dropout_p, ctx.rms_norm, ctx.x_dtype = kept, dropout_p, rms_norm, x.dtype
+    ctx.dropout_p, ctx.rms_norm, ctx.x_dtype = dropout_p, rms_norm, x.dtype
     ctx.bias_dtype = None if bias is None else bias.dtype
 
 
@@ -163,8 +163,6 @@ def _backward(ctx: Any, dy: Tensor | None, dresidual_out: Tensor | None, *_: Any
     s, weight, mean, rstd, dropout_seed = ctx.saved_tensors
     if dy is None:
         dy = s.new_zeros(s.shape, dtype=ctx.x_dtype)
-    if not ctx.kept:
-        dresidual_out = None
     has_bias = ctx.bias_dtype is not None
     dx, dresidual, dweight, dbias = _bwd(
         dy, dresidual_out, s, weight, mean, rstd, ctx.dropout_p, dropout_seed, ctx.rms_norm, has_bias, ctx.x_dtype

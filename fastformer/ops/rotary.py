@@ -32,7 +32,7 @@ def rotary_reference(
         sin = -sin
     half = cos.shape[-1]
     even, odd = (slice(0, 2 * half, 2), slice(1, 2 * half, 2)) if interleaved else (slice(half), slice(half, 2 * half))
-    first, second = x[..., even].to(dtype), x[..., odd].to(dtype)
+    first, second = x[..., even], x[..., odd]  # the products with cos and sin are as wide as these
     out = x.new_empty(x.shape)
     out[..., even] = first * cos - second * sin
     out[..., odd] = second * cos + first * sin

@@ -113,6 +113,7 @@ def test_not_contiguous(dtype: torch.dtype, backend: str, device: str) -> None:
     inputs["weight"] = torch.randn(48, device=device).to(dtype)[::2]
     y, residual_out = add_layer_norm(**inputs)
     assert y.is_contiguous() and residual_out.is_contiguous()
+    assert add_layer_norm(inputs["x"])[0].is_contiguous()
     assert_op_accurate(add_layer_norm, plain, inputs)
 
 

@@ -225,6 +225,17 @@ def test_autocast_runs_the_products_in_its_dtype(device: str) -> None:
     assert all(leaf.grad.dtype == torch.float32 for leaf in leaves.values())
 
 
+def test_backward_inside_autocast_keeps_the_dtype(device: str) -> None:
+    """The products of an fp32 forward pass are differentiated in fp32, wherever backward() is called."""
+    inputs = make_inputs((5, 16), 24, "relu", device)
+    x, dout = inputs["x"].requires_grad_(), torch.randn(5, 16, device=device)
+    (expected,) = torch.autograd.grad(feed_forward(**inputs), x, dout)
+    out = feed_forward(**inputs)
+    with torch.autocast(device, torch.bfloat16):
+        (dx,) = torch.autograd.grad(out, x, dout)
+    assert torch.equal(dx, expected)
+
+
 def test_double_backward_is_refused(device: str) -> None:
     inputs = make_inputs((3, 8), 8, "gelu", device)
     x = inputs["x"].requires_grad_()
