@@ -361,7 +361,7 @@ class Transformer(nn.Module):
         batch_dim = 0 if self.batch_first else 1
         if src.dim() == 3 and src.shape[batch_dim] != tgt.shape[batch_dim]:
             raise ValueError(
-                f"expected src and tgt of one batch size, got {src.shape[batch_dim]}, {tgt.shape[batch_dim]}"
+                f"expected src and tgt of one batch size, got {src.shape[batch_dim]} and {tgt.shape[batch_dim]}"
             )
         memory = self.encoder(
             src,

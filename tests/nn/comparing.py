@@ -1,0 +1,78 @@
+"""Comparing modules with their torch.nn counterparts in fp64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+TOLERANCE = 1e-10
+
+
+def assert_same(ours: Tensor, theirs: Tensor, name: str, tolerance: float = TOLERANCE) -> None:
+    """|ours - theirs| <= tolerance * max|theirs|, and theirs is not all zero (else nothing was compared)."""
+    assert ours.shape == theirs.shape, f"{name}: {tuple(ours.shape)} instead of {tuple(theirs.shape)}"
+    largest = theirs.abs().max()
+    assert largest > 0, f"{name}: the reference is all zero, so nothing was compared"
+    worst = (ours - theirs).abs().max()
+    assert worst <= tolerance * largest, f"{name}: differs by {worst:.3e} where the largest value is {largest:.3e}"
+
+
+def randomised(module: nn.Module) -> nn.Module:
+    """Every parameter random: biases of 0 and norms of 1 would hide what is done with them."""
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.copy_(torch.randn_like(parameter) * 0.3 + (0.5 if parameter.dim() == 1 else 0.0))
+    return module
+
+
+def compare(
+    ours: nn.Module,
+    theirs: nn.Module,
+    run_ours: Callable[..., Tensor],
+    run_theirs: Callable[..., Tensor],
+    inputs: Sequence[Tensor],
+    real: Tensor | None = None,
+) -> None:
+    """Same weights, same inputs: outputs and all gradients are the same at real positions.
+
+    Args:
+        ours, theirs: modules; ours gets theirs' state_dict.
+        run_ours, run_theirs: (*inputs) -> output.
+        inputs: tensors that get a gradient.
+        real: bool, broadcastable to the output: which positions count.
+    """
+    ours.load_state_dict(theirs.state_dict())
+    a = [x.detach().clone().requires_grad_() for x in inputs]
+    b = [x.detach().clone().requires_grad_() for x in inputs]
+    out_a, out_b = run_ours(*a), run_theirs(*b)
+    dy = torch.randn_like(out_b)
+    if real is not None:
+        dy = dy * real
+        assert_same(out_a * real, out_b * real, "output")
+    else:
+        assert_same(out_a, out_b, "output")
+    out_a.backward(dy)
+    out_b.backward(dy)
+    for i, (x, y) in enumerate(zip(a, b, strict=True)):
+        assert_same(x.grad, y.grad, f"gradient of input {i}")
+    expected = dict(theirs.named_parameters())
+    for name, parameter in ours.named_parameters():
+        assert_same(parameter.grad, expected[name].grad, f"gradient of {name}")
+
+
+def padding_mask(lengths: Sequence[int], width: int) -> Tensor:
+    """(batch, width) bool, True = padding, as torch.nn has it."""
+    return torch.arange(width)[None] >= torch.tensor(lengths)[:, None]
+
+
+def banded(seqlen: int, left: int | None, right: int | None) -> Tensor:
+    """(seqlen, seqlen) bool, True = ignore: what a window leaves out."""
+    distance = torch.arange(seqlen)[None] - torch.arange(seqlen)[:, None]
+    ignored = torch.zeros(seqlen, seqlen, dtype=torch.bool)
+    if left is not None:
+        ignored |= distance < -left
+    if right is not None:
+        ignored |= distance > right
+    return ignored

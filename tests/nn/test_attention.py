@@ -1,0 +1,308 @@
+"""MultiheadAttention against torch.nn.MultiheadAttention, and what it has beyond."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import fastformer.nn as fnn
+import fastformer.nn.attention as module_under_test
+from fastformer.nn import SequenceLayout
+from tests.nn.comparing import assert_same, banded, compare, padding_mask, randomised
+
+N, L, S, E, H = 3, 5, 6, 12, 3
+DOUBLE = {"dtype": torch.float64}
+
+
+def pair(batch_first=True, **options):
+    theirs = randomised(nn.MultiheadAttention(E, H, batch_first=batch_first, **options, **DOUBLE))
+    return fnn.MultiheadAttention(E, H, batch_first=batch_first, **options, **DOUBLE), theirs
+
+
+def inputs(batch_first=True, kdim=E, vdim=E):
+    shapes = [(N, L, E), (N, S, kdim), (N, S, vdim)]
+    if not batch_first:
+        shapes = [(b, a, c) for a, b, c in shapes]
+    return [torch.randn(*shape, **DOUBLE) for shape in shapes]
+
+
+def masks(kind):
+    """(attn_mask, key_padding_mask) of each kind; every query keeps at least one key."""
+    padding = padding_mask([6, 4, 2], S)
+    pattern = torch.rand(L, S) < 0.4
+    pattern[:, :2] = False
+    per_head = torch.rand(N * H, L, S) < 0.4
+    per_head[:, :, :2] = False
+    return {
+        "none": (None, None),
+        "bool padding": (None, padding),
+        "float padding": (None, torch.zeros(N, S, **DOUBLE).masked_fill(padding, float("-inf")) + 0.1),
+        "bool": (pattern, None),
+        "bool per head": (per_head, None),
+        "additive": (torch.randn(L, S, **DOUBLE), None),
+        "additive per head": (torch.randn(N * H, L, S, **DOUBLE), None),
+        "bool and bool padding": (pattern, padding),
+        "per head and bool padding": (per_head, padding),
+        "additive and float padding": (
+            torch.randn(L, S, **DOUBLE),
+            torch.zeros(N, S, **DOUBLE).masked_fill(padding, float("-inf")),
+        ),
+    }[kind]
+
+
+MASKS = [
+    "none",
+    "bool padding",
+    "float padding",
+    "bool",
+    "bool per head",
+    "additive",
+    "additive per head",
+    "bool and bool padding",
+    "per head and bool padding",
+    "additive and float padding",
+]
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+@pytest.mark.parametrize("kind", MASKS)
+def test_equals_torch(kind, batch_first):
+    ours, theirs = pair(batch_first)
+    attn_mask, key_padding_mask = masks(kind)
+
+    def run(module, need_weights):
+        return lambda q, k, v: module(q, k, v, key_padding_mask, need_weights, attn_mask)[0]
+
+    compare(ours, theirs, run(ours, False), run(theirs, False), inputs(batch_first))
+    ours.zero_grad(), theirs.zero_grad()
+    compare(ours, theirs, run(ours, True), run(theirs, True), inputs(batch_first))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"bias": False},
+        {"kdim": 7, "vdim": 10},
+        {"kdim": 7, "bias": False},
+        {"add_bias_kv": True},
+        {"add_zero_attn": True},
+        {"add_bias_kv": True, "add_zero_attn": True},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("kind", ["none", "bool and bool padding", "additive and float padding"])
+def test_constructor_options_equal_torch(options, kind):
+    ours, theirs = pair(batch_first=False, **options)
+    attn_mask, key_padding_mask = masks(kind)
+    tensors = inputs(False, options.get("kdim", E), options.get("vdim", E))
+
+    def run(module):
+        return lambda q, k, v: module(q, k, v, key_padding_mask, False, attn_mask)[0]
+
+    compare(ours, theirs, run(ours), run(theirs), tensors)
+
+
+@pytest.mark.parametrize("same", ["all", "key and value", "query and key"])
+def test_shared_inputs_equal_torch(same):
+    ours, theirs = pair()
+    x, y = torch.randn(N, L, E, **DOUBLE), torch.randn(N, L, E, **DOUBLE)
+
+    def run(module):
+        def call(x, y):
+            triple = {"all": (x + y,) * 3, "key and value": (x, y, y), "query and key": (x, x, y)}[same]
+            return module(*triple, need_weights=False)[0]
+
+        return call
+
+    compare(ours, theirs, run(ours), run(theirs), [x, y])
+
+
+@pytest.mark.parametrize("average", [True, False])
+@pytest.mark.parametrize("kind", ["none", "bool and bool padding", "additive per head"])
+def test_weights_equal_torch_with_their_gradient(kind, average):
+    ours, theirs = pair()
+    ours.load_state_dict(theirs.state_dict())
+    attn_mask, key_padding_mask = masks(kind)
+    q, k, v = inputs()
+    results = []
+    for module in (ours, theirs):
+        query = q.clone().requires_grad_()
+        _, weights = module(query, k, v, key_padding_mask, True, attn_mask, average)
+        results.append((weights, query))
+    dy = torch.randn_like(results[0][0])
+    assert_same(results[0][0], results[1][0], "weights")
+    for weights, _ in results:
+        weights.backward(dy)
+    assert_same(results[0][1].grad, results[1][1].grad, "query gradient through the weights")
+
+
+def test_unbatched_equals_torch():
+    for batch_first in (True, False):
+        ours, theirs = pair(batch_first)
+        ours.load_state_dict(theirs.state_dict())
+        q, k = torch.randn(L, E, **DOUBLE), torch.randn(S, E, **DOUBLE)
+        padding = padding_mask([4], S)[0]
+        for average in (True, False):
+            out, weights = ours(q, k, k, padding, average_attn_weights=average)
+            expected, expected_weights = theirs(q, k, k, padding, average_attn_weights=average)
+            assert_same(out, expected, "output")
+            assert_same(weights, expected_weights, "weights")
+
+
+def test_causal_hint_takes_the_path_without_a_mask(monkeypatch):
+    ours, theirs = pair()
+    ours.load_state_dict(theirs.state_dict())
+    seen = []
+    real = module_under_test.attention
+    monkeypatch.setattr(module_under_test, "attention", lambda *a, **o: (seen.append(o), real(*a, **o))[1])
+    x = torch.randn(N, L, E, **DOUBLE)
+    for mask in (nn.Transformer.generate_square_subsequent_mask(L, dtype=torch.float64), banded(L, None, 0)):
+        out, _ = ours(x, x, x, need_weights=False, attn_mask=mask, is_causal=True)
+        assert_same(out, theirs(x, x, x, need_weights=False, attn_mask=mask)[0], "output")
+        assert seen[-1]["attn_mask"] is None and seen[-1]["window_size"] == (None, 0)
+    # Padding along with it costs a (batch, 1, 1, seqlen) mask, no triangle.
+    padding = padding_mask([5, 3, 2], L)
+    out, _ = ours(x, x, x, padding, need_weights=False, attn_mask=banded(L, None, 0), is_causal=True)
+    expected, _ = theirs(x, x, x, padding, need_weights=False, attn_mask=banded(L, None, 0))
+    assert_same(out, expected, "output")
+    assert seen[-1]["attn_mask"].shape == (N, 1, 1, L)
+
+
+def test_causal_between_two_lengths_starts_at_the_top_left():
+    ours, theirs = pair()
+    ours.load_state_dict(theirs.state_dict())
+    q, k, v = inputs()
+    mask = torch.ones(L, S, dtype=torch.bool).triu(1)
+    expected, _ = theirs(q, k, v, need_weights=False, attn_mask=mask)
+    assert_same(ours(q, k, v, need_weights=False, attn_mask=mask, is_causal=True)[0], expected, "output")
+
+
+def test_a_query_with_nothing_to_attend_to_gives_zeros():
+    ours = fnn.MultiheadAttention(E, H, batch_first=True, bias=False, **DOUBLE)
+    x = torch.randn(2, L, E, **DOUBLE, requires_grad=True)
+    padding = padding_mask([0, 3], L)
+    for need_weights in (False, True):
+        out, weights = ours(x, x, x, padding, need_weights)
+        assert (out[0] == 0).all() and (out[1] != 0).all()
+        assert weights is None or (weights[0] == 0).all()
+        (grad,) = torch.autograd.grad(out, x, torch.randn_like(out))
+        assert grad.isfinite().all() and (grad[0] == 0).all() and (grad[1] != 0).any()
+
+
+def test_shared_kv_heads_equal_repeated_ones():
+    ours = randomised(fnn.MultiheadAttention(E, 6, num_kv_heads=2, batch_first=True, **DOUBLE))
+    theirs = fnn.MultiheadAttention(E, 6, batch_first=True, **DOUBLE)
+    assert ours.in_proj_weight.shape == (E + 2 * 4, E)
+    with torch.no_grad():
+        for name in ("in_proj_weight", "in_proj_bias"):
+            fused = getattr(ours, name)
+            q, k, v = fused.split([E, 4, 4])
+            # Query head h reads kv head h // 3: each kv head three times in a row.
+            k, v = (x.unflatten(0, (2, 2)).repeat_interleave(3, 0).flatten(0, 1) for x in (k, v))
+            getattr(theirs, name).copy_(torch.cat([q, k, v]))
+        theirs.out_proj.load_state_dict(ours.out_proj.state_dict())
+    x = torch.randn(N, L, E, **DOUBLE)
+    assert_same(ours(x, x, x, need_weights=False)[0], theirs(x, x, x, need_weights=False)[0], "self-attention")
+    y = torch.randn(N, S, E, **DOUBLE)
+    assert_same(ours(x, y, y, need_weights=False)[0], theirs(x, y, y, need_weights=False)[0], "cross-attention")
+
+
+@pytest.mark.parametrize("window", [(1, 1), (2, 0), (0, None), (None, 1)])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_window_equals_a_banded_mask(window, is_causal):
+    ours = randomised(fnn.MultiheadAttention(E, H, window_size=window, batch_first=True, **DOUBLE))
+    plain = nn.MultiheadAttention(E, H, batch_first=True, **DOUBLE)
+    plain.load_state_dict(ours.state_dict())
+    x = torch.randn(N, 9, E, **DOUBLE)
+    mask = banded(9, *window) | (banded(9, None, 0) if is_causal else False)
+    out, _ = ours(x, x, x, need_weights=False, is_causal=is_causal)
+    assert_same(out, plain(x, x, x, attn_mask=mask, need_weights=False)[0], "output")
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("options", [{}, {"num_kv_heads": 1}, {"window_size": (2, 1)}], ids=str)
+def test_packed_equals_padded(is_causal, options):
+    module = randomised(fnn.MultiheadAttention(E, H, batch_first=True, **options, **DOUBLE))
+    lengths = torch.tensor([4, 1, 7])
+    packed, padded = SequenceLayout.packed(lengths, 7), SequenceLayout.padded(lengths, 7)
+    x = torch.randn(12, E, **DOUBLE)
+    a, b = x.clone().requires_grad_(), x.clone().requires_grad_()
+    out_a, _ = module(a, a, a, need_weights=False, is_causal=is_causal, layout=packed)
+    full = packed.unpack(b)
+    out_b = packed.pack(module(full, full, full, need_weights=False, is_causal=is_causal, layout=padded)[0])
+    assert_same(out_a, out_b, "output")
+    dy = torch.randn_like(out_a)
+    grads = []
+    for out, leaf in ((out_a, a), (out_b, b)):
+        module.zero_grad()
+        out.backward(dy)
+        grads.append({"x": leaf.grad, **{n: p.grad.clone() for n, p in module.named_parameters()}})
+    for name in grads[0]:
+        assert_same(grads[0][name], grads[1][name], f"gradient of {name}")
+
+
+def test_packed_cross_attention_equals_padded():
+    module = randomised(fnn.MultiheadAttention(E, H, batch_first=True, **DOUBLE))
+    q_layout = SequenceLayout.packed(torch.tensor([2, 5, 1]), 5)
+    k_layout = SequenceLayout.packed(torch.tensor([6, 1, 3]), 6)
+    q, k = torch.randn(8, E, **DOUBLE), torch.randn(10, E, **DOUBLE)
+    out, _ = module(q, k, k, need_weights=False, layout=q_layout, memory_layout=k_layout)
+    keys = k_layout.unpack(k)
+    padded = SequenceLayout.padded(k_layout.seqlens, 6)
+    expected, _ = module(q_layout.unpack(q), keys, keys, need_weights=False, memory_layout=padded)
+    assert_same(out, q_layout.pack(expected), "output")
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_rotary_scores_depend_on_the_distance_alone(interleaved):
+    module = randomised(fnn.MultiheadAttention(E, H, batch_first=True, bias=False, **DOUBLE))
+    table = fnn.RotaryEmbedding(E // H, 50, interleaved=interleaved, **DOUBLE)
+    x = torch.randn(2, 6, E, **DOUBLE)
+    plain = module(x, x, x, need_weights=False, is_causal=True)[0]
+    here = module(x, x, x, need_weights=False, is_causal=True, rotary=table())[0]
+    positions = torch.arange(6).repeat(2, 1)
+    same = module(x, x, x, need_weights=False, is_causal=True, rotary=table(positions))[0]
+    later = module(x, x, x, need_weights=False, is_causal=True, rotary=table(positions + 17))[0]
+    stretched = module(x, x, x, need_weights=False, is_causal=True, rotary=table(positions * 2))[0]
+    assert_same(same, here, "given positions")
+    assert_same(later, here, "shifted positions")
+    assert (here - plain).abs().max() > 1e-3 and (stretched - here).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("options", [{}, {"bias": False}, {"kdim": 7, "vdim": 9}, {"add_bias_kv": True}], ids=str)
+def test_same_seed_gives_torchs_weights(options):
+    torch.manual_seed(3)
+    theirs = nn.MultiheadAttention(E, H, **options)
+    torch.manual_seed(3)
+    ours = fnn.MultiheadAttention(E, H, **options)
+    assert list(ours.state_dict()) == list(theirs.state_dict())
+    for name, weight in theirs.state_dict().items():
+        assert torch.equal(ours.state_dict()[name], weight), name
+
+
+def test_errors():
+    with pytest.raises(ValueError, match="embed_dim to be a multiple of num_heads, got 12 and 5"):
+        fnn.MultiheadAttention(12, 5)
+    with pytest.raises(ValueError, match="multiple of num_kv_heads, got 6 and 4"):
+        fnn.MultiheadAttention(12, 6, num_kv_heads=4)
+    module = fnn.MultiheadAttention(E, H, batch_first=True)
+    x = torch.randn(N, L, E)
+    with pytest.raises(ValueError, match=r"attn_mask of shape \(5, 5\) or \(9, 5, 5\), got \(5, 4\)"):
+        module(x, x, x, attn_mask=torch.zeros(5, 4))
+    with pytest.raises(ValueError, match=r"key_padding_mask of shape \(3, 5\), got \(3, 4\)"):
+        module(x, x, x, torch.zeros(3, 4))
+    with pytest.raises(ValueError, match="bool .True = ignore. or floating attn_mask, got torch.int64"):
+        module(x, x, x, attn_mask=torch.zeros(5, 5, dtype=torch.int64))
+    with pytest.raises(ValueError, match="of size 12, 12 and 12 in the last dimension, got 12, 11 and 11"):
+        module(x, x[..., :11], x[..., :11])
+    with pytest.raises(ValueError, match="of one batch"):
+        module(x, x[:2], x[:2])
+    with pytest.raises(ValueError, match="only a static cache"):
+        module(x, None, None)
+    layout = SequenceLayout.packed(torch.tensor([5, 5, 5]), 5)
+    with pytest.raises(ValueError, match="need_weights=False and no mask along with a packed layout"):
+        module(x.flatten(0, 1), x.flatten(0, 1), x.flatten(0, 1), layout=layout)
+    flat = x.flatten(0, 1)
+    with pytest.raises(ValueError, match="packed memory_layout"):
+        module(flat, flat.clone(), flat, need_weights=False, layout=layout)
