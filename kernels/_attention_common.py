@@ -9,7 +9,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# One group of heads keeps its K and V (or Q and dO) in the L2 cache while all of its blocks run: half of Hopper's 50 MB.
+# Arguments whose value must not make another binary: Triton compiles apart for 1 and for multiples of 16.
+COUNTS = ["seqlen_q", "seqlen_k", "num_planes", "num_heads", "group", "together", "window_left", "window_right"]
+COUNTS += ["threshold", "num_blocks"]
+# One group of heads keeps its K and V (or Q and dO) in L2 while all of its blocks run: half of Hopper's 50 MB.
 L2_BYTES = 24 * 2**20
 # Windows and lengths stay far from int32's end, so that row + diagonal + window can't wrap.
 FAR = 2**29
@@ -17,7 +20,7 @@ FAR = 2**29
 
 @triton.jit
 def which_block(num_blocks, num_planes, planes_together, LAST_FIRST: tl.constexpr):
-    """(block, plane) of this program: `planes_together` planes (batch x head) at a time, all of their first blocks first.
+    """(block, plane) of this program: `planes_together` planes (batch x head) at a time, their first blocks first.
 
     Blocks go in one order over a whole group of planes, so that with causal masks the heaviest start first and the
     lightest fill the gaps at the end. LAST_FIRST: the last block is the heaviest.
@@ -73,8 +76,8 @@ def key_range(
 ):
     """Which keys the rows [first_row, first_row + BLOCK_M) see: (first, full_first, full_last, last).
 
-    [first, last) is what any row sees, `first` cut down to a block; in between, [full_first, full_last) are whole blocks
-    that every row sees, so that they need no mask. Sums stay non-negative before they are divided.
+    [first, last) is what any row sees, `first` cut down to a block; in between, [full_first, full_last) are whole
+    blocks that every row sees, so that they need no mask. Sums stay non-negative before they are divided.
     """
     last_row = tl.minimum(first_row + BLOCK_M, len_q) - 1
     first = first_row * 0
@@ -107,7 +110,7 @@ def row_range(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Which rows see the keys [first_key, first_key + BLOCK_N): as `key_range`, (first, full_first, full_last, last)."""
+    """Which rows see the keys [first_key, first_key + BLOCK_N): (first, full_first, full_last, last), as key_range."""
     last_key = tl.minimum(first_key + BLOCK_N, len_k) - 1
     first = first_key * 0
     full_first = first
@@ -130,10 +133,22 @@ def row_range(
 
 
 @triton.jit
+def block_start(step, first, left_blocks, second, BLOCK: tl.constexpr, TWO_ENDS: tl.constexpr):
+    """Where the step-th block of a loop starts: from `first` on and, after `left_blocks` of them, from `second` on.
+
+    So one loop with masks serves both ends of a range around its unmasked middle: two copies of the loop's body
+    in the kernel, not three.
+    """
+    if TWO_ENDS:
+        return tl.where(step < left_blocks, first + step * BLOCK, second + (step - left_blocks) * BLOCK)
+    return first + step * BLOCK
+
+
+@triton.jit
 def load_tile(
     ptr, start, length, stride, BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, CHECK: tl.constexpr
 ):
-    """Rows [start, start + BLOCK) of a head, (BLOCK, BLOCK_D); zeros beyond HEAD_DIM and, with CHECK, beyond `length`."""
+    """Rows [start, start + BLOCK) of a head, (BLOCK, BLOCK_D); zeros beyond HEAD_DIM and, with CHECK, `length`."""
     inside = tl.arange(0, BLOCK)
     dims = tl.arange(0, BLOCK_D)
     # int64 before the product: rows * stride passes 2**31 in long batches. Inside the tile 32 bits do.
@@ -241,7 +256,7 @@ def describe(
         threshold=dropped if dropped > 0 else -1,
         dropout_seed=dropout_seed,
         # Three TF32 products carry about 21 bits of fp32's 24; plain TF32 would carry 10. The interpreter is exact.
-        precision="tf32x3" if q.is_cuda else "ieee",
+        precision="tf32x3" if q.device.type == "cuda" else "ieee",
     )
 
 
@@ -261,7 +276,7 @@ def planes_together(num_planes: int, bytes_each: int) -> int:
 
 def architecture(x: Tensor) -> int:
     """The device's compute capability as in sm_90 -> 90; 0 under the interpreter."""
-    if not x.is_cuda:
+    if x.device.type != "cuda":
         return 0
     major, minor = torch.cuda.get_device_capability(x.device)
     return major * 10 + minor

@@ -1,7 +1,10 @@
-"""Tile sizes of the attention kernels: one static table per kernel, so that no first call waits for a tuner.
+"""Tile sizes of the attention kernels: static tables, so that no first call waits for a tuner.
 
-No row has been measured on a device yet: each was chosen by what it compiles to (no spills, shared memory within the
-architecture's limit, the matrix instructions that `MMA` names) and by the shapes that published kernels use.
+No row has been measured on a device yet. Each was chosen by what it compiles to (`benchmarks/compile_report.py`: no
+spills, shared memory within the architecture's limit, wgmma or tcgen05 where the tile has 64 rows) and by the tiles that
+published kernels use. A file of measured rows overrides them (`_tuning.py`).
+
+`load` says how much the loop carries beside the products: 0 nothing, 1 a mask or dropout, 2 both. Each takes registers.
 """
 
 from __future__ import annotations
@@ -10,38 +13,148 @@ from typing import NamedTuple
 
 import torch
 
+from fastformer.kernels import _tuning
+
 
 class Config(NamedTuple):
     block_m: int
     block_n: int
     num_warps: int
     num_stages: int
+    split: bool = False  # backward: dq by a kernel of its own (see attention_backward.py)
 
 
-# Architectures that share a row. 86 stands for all with 99 KB of shared memory (RTX 30, 40 and 50), 80 has 163 KB,
-# 90 and 100 have 227 KB.
-def table_architecture(capability: int) -> int:
-    """The table's row for a compute capability (sm_90 -> 90); 0 under the interpreter stays 0."""
-    if capability in (0, 80):
-        return capability
-    if capability < 90 or capability >= 110:
-        return 86
-    return 90 if capability < 100 else 100
+class Call(NamedTuple):
+    """What a config depends on."""
+
+    capability: int  # sm_90 -> 90; 0 under the interpreter
+    is_fp32: bool
+    block_d: int  # head_dim rounded up to a power of two, 16 or more
+    load: int
+    is_causal: bool
+    bucket: str  # "short": up to 256 rows and keys; "long"
 
 
-def forward_config(capability: int, problem, dtype: torch.dtype, masked: bool) -> Config:
-    if capability == 0:
-        return Config(32, 16, 4, 1)
-    return Config(64, 64, 4, 2)
+def call_of(capability: int, problem, dtype: torch.dtype, masked: bool) -> Call:
+    """The key of a described call."""
+    return Call(
+        capability,
+        dtype == torch.float32,
+        problem.block_d,
+        int(masked) + int(problem.threshold >= 0),
+        problem.window_right is not None,
+        "short" if max(problem.seqlen_q, problem.seqlen_k) <= 256 else "long",
+    )
 
 
-def backward_config(capability: int, problem, dtype: torch.dtype, masked: bool) -> Config:
-    if capability == 0:
-        return Config(16, 32, 4, 1)
-    return Config(64, 64, 4, 2)
+# (architecture's row, block_d up to) -> the config for load 0, 1, 2. Rows: 80 for all whose products are mma.sync
+# (sm_80 to 89, and 120: they fit 99 KB of shared memory), 90 for wgmma, 100 for tcgen05.
+FORWARD = {
+    (80, 32): (Config(128, 64, 4, 2), Config(64, 64, 4, 2), Config(64, 64, 4, 2)),
+    (80, 64): (Config(128, 64, 8, 2),) * 3,
+    (80, 128): (Config(128, 32, 8, 2),) * 3,
+    (80, 256): (Config(64, 32, 8, 2),) * 3,
+    (90, 32): (Config(128, 64, 4, 3), Config(64, 64, 4, 3), Config(64, 64, 4, 3)),
+    (90, 64): (Config(128, 64, 8, 3),) * 3,
+    (90, 128): (Config(128, 64, 8, 3), Config(128, 64, 8, 3), Config(128, 32, 8, 3)),
+    (90, 256): (Config(128, 64, 8, 2), Config(128, 32, 8, 2), Config(128, 32, 8, 2)),
+    (100, 32): (Config(128, 64, 8, 3),) * 3,
+    (100, 64): (Config(128, 64, 8, 3),) * 3,
+    (100, 128): (Config(128, 64, 8, 3),) * 3,
+    (100, 256): (Config(128, 32, 8, 2),) * 3,
+}
+# With few rows a tile of 64 makes twice the programs.
+FORWARD_SHORT = {
+    (80, 64): (Config(64, 64, 4, 2),) * 3,
+    (90, 64): (Config(64, 64, 4, 3),) * 3,
+    (90, 128): (Config(64, 64, 8, 2),) * 3,
+    (100, 64): (Config(64, 64, 4, 3),) * 3,
+}
+FORWARD_FP32 = {
+    (80, 64): (Config(64, 32, 8, 1),) * 3,
+    (80, 128): (Config(16, 32, 8, 1),) * 3,
+    (90, 64): (Config(64, 32, 4, 2),) * 3,
+    (90, 128): (Config(16, 32, 8, 1),) * 3,
+    (100, 64): (Config(64, 32, 8, 2),) * 3,
+    (100, 128): (Config(16, 32, 8, 2),) * 3,
+}
+BACKWARD = {
+    (80, 64): (Config(32, 64, 4, 1), Config(32, 64, 8, 1), Config(32, 64, 8, 1)),
+    (80, 128): (Config(32, 64, 8, 2),) * 3,
+    (80, 256): (Config(16, 32, 8, 1, split=True),) * 3,
+    (90, 64): (Config(64, 128, 8, 2), Config(32, 128, 8, 2), Config(32, 128, 8, 2)),
+    (90, 128): (Config(32, 128, 8, 2), Config(32, 64, 8, 2), Config(16, 128, 8, 2)),
+    (90, 256): (Config(32, 32, 8, 2, split=True),) * 3,
+    (100, 64): (Config(32, 128, 8, 2),) * 3,
+    (100, 128): (Config(32, 128, 8, 2),) * 3,
+    (100, 256): (Config(32, 32, 8, 2, split=True),) * 3,
+}
+BACKWARD_FP32 = {
+    (80, 64): (Config(32, 32, 8, 1), Config(16, 32, 8, 1), Config(16, 32, 8, 1)),
+    (80, 128): (Config(32, 16, 8, 1),) * 3,
+    (90, 64): (Config(32, 32, 8, 1), Config(16, 32, 8, 1), Config(16, 32, 8, 1)),
+    (90, 128): (Config(32, 16, 8, 1),) * 3,
+    (100, 64): (Config(32, 32, 8, 2), Config(16, 32, 8, 2), Config(16, 32, 8, 2)),
+    (100, 128): (Config(32, 16, 8, 2),) * 3,
+}
+DQ = {
+    (80, 64): (Config(64, 64, 8, 1),) * 3,
+    (80, 128): (Config(64, 32, 8, 1),) * 3,
+    (80, 256): (Config(32, 32, 8, 1),) * 3,
+    (90, 64): (Config(128, 64, 8, 2),) * 3,
+    (90, 128): (Config(128, 64, 8, 2),) * 3,
+    (90, 256): (Config(64, 16, 8, 2),) * 3,
+    (100, 64): (Config(128, 64, 8, 2),) * 3,
+    (100, 128): (Config(128, 32, 8, 2),) * 3,
+    (100, 256): (Config(32, 32, 8, 2),) * 3,
+}
+DQ_FP32 = {
+    (80, 64): (Config(32, 32, 8, 1),) * 3,
+    (80, 128): (Config(16, 32, 8, 1),) * 3,
+    (90, 64): (Config(32, 32, 8, 1),) * 3,
+    (90, 128): (Config(16, 32, 8, 1),) * 3,
+    (100, 64): (Config(32, 32, 8, 2),) * 3,
+    (100, 128): (Config(16, 32, 8, 2),) * 3,
+}
+# fp32's three products an operand pair spill in every tile of a larger head.
+LARGEST_FP32_HEAD_DIM = 128
+
+_INTERPRETED = Config(32, 32, 4, 1)
 
 
-def choose_dq_config(capability: int, problem, dtype: torch.dtype, masked: bool) -> Config:
-    if capability == 0:
-        return Config(32, 16, 4, 1)
-    return Config(64, 64, 4, 2)
+def _row(capability: int) -> int:
+    return capability // 10 * 10 if capability in range(90, 110) else 80
+
+
+def _look_up(kernel: str, call: Call, *tables: dict[tuple[int, int], tuple[Config, ...]]) -> Config:
+    """The measured config of a call if a tuning file has one, else the first table's that covers it."""
+    if call.capability == 0:
+        return _INTERPRETED
+    measured = _tuning.measured(kernel, call)
+    if measured is not None:
+        return Config(*measured)
+    for table in tables:
+        for (row, largest), configs in table.items():
+            if row == _row(call.capability) and call.block_d <= largest:
+                return configs[call.load]
+    raise AssertionError(f"no config for {call}")
+
+
+def forward_config(call: Call) -> Config:
+    """The tile of `_attention_fwd_kernel`."""
+    if call.is_fp32:
+        return _look_up("attention_fwd", call, FORWARD_FP32)
+    short = {
+        key: configs for key, configs in FORWARD_SHORT.items() if call.bucket == "short" and call.block_d <= key[1]
+    }
+    return _look_up("attention_fwd", call, short, FORWARD)
+
+
+def backward_config(call: Call) -> Config:
+    """The tile of `_dkdv_kernel`."""
+    return _look_up("attention_bwd", call, BACKWARD_FP32 if call.is_fp32 else BACKWARD)
+
+
+def choose_dq_config(call: Call) -> Config:
+    """The tile of `_dq_kernel`."""
+    return _look_up("attention_dq", call, DQ_FP32 if call.is_fp32 else DQ)

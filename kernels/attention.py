@@ -1,13 +1,13 @@
 """Attention, forward: softmax(scale * Q K^T + mask) V without the matrix in between, dense or packed.
 
-One program owns BLOCK_M rows of one head and walks over the keys that they may see, with the online softmax of Dao et al.
-2022 ("FlashAttention") in base 2. What a bound can skip is skipped by the loop's bounds (causal, windows, lengths): blocks
+One program owns BLOCK_M rows of one head and walks over the keys that they may see, with the online softmax of Dao
+et al. 2022 ("FlashAttention"). What a bound can skip is skipped by the loop's bounds (causal, windows, lengths): blocks
 that every row sees in full run without a mask, the diagonal's and the tail's with one, the others are not loaded.
 
 Fused: scale, mask (boolean or additive, broadcast by stride 0), windows, lengths, dropout, grouped K/V heads.
-Work: 4 * seqlen_q * seqlen_k * head_dim FLOPs a head (half of it when causal); memory: Q, K, V, out once, lse 4 bytes a row.
-fp32: scores, softmax statistics, the accumulator, lse. P is rounded to V's dtype for the second product. fp32 inputs are
-multiplied as three TF32 products each (relative error about 2**-21 a product).
+Work: 4 * seqlen_q * seqlen_k * head_dim FLOPs a head (half of it when causal); memory: Q, K, V, out once, lse 4 bytes
+a row. fp32: scores, softmax statistics, the accumulator, lse. P is rounded to V's dtype for the second product. fp32
+inputs are multiplied as three TF32 products each (relative error about 2**-21 a product).
 """
 
 from __future__ import annotations
@@ -18,8 +18,10 @@ import triton.language as tl
 from torch import Tensor
 
 from fastformer.kernels._attention_common import (
+    COUNTS,
     Problem,
     architecture,
+    block_start,
     describe,
     key_range,
     last_dim_contiguous,
@@ -34,9 +36,12 @@ from fastformer.kernels._attention_common import (
     visible_tile,
     which_block,
 )
-from fastformer.kernels._attention_configs import Config, forward_config
+from fastformer.kernels._attention_configs import LARGEST_FP32_HEAD_DIM, Config, call_of, forward_config
 from fastformer.kernels._dropout import keep_mask_tile, load_dropout_key
 from fastformer.kernels.attention_backward import launch_backward
+
+# The rows of each product's result, for the two copies of the loop: Q K^T and P V.
+PRODUCTS = {"_attention_fwd_kernel": lambda arguments: [arguments["BLOCK_M"]] * 4}
 
 
 @triton.jit
@@ -50,7 +55,9 @@ def _attend_blocks(
     mask_ptrs,
     rows,
     first,
-    last,
+    left_blocks,
+    second,
+    blocks,
     len_q,
     len_k,
     diagonal,
@@ -78,8 +85,9 @@ def _attend_blocks(
     BLOCK_D: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """The online softmax over the key blocks of [first, last). CHECK: columns may be beyond the length or the window."""
-    for start in range(first, last, BLOCK_N):
+    """The online softmax over key blocks (see block_start). CHECK: a column may be beyond the length or the window."""
+    for step in range(0, blocks):
+        start = block_start(step, first, left_blocks, second, BLOCK_N, CHECK and HAS_LEFT)
         columns = start + tl.arange(0, BLOCK_N)
         if COUNT_WORK:
             tl.atomic_add(work_ptr, 1)
@@ -117,20 +125,7 @@ def _attend_blocks(
     return acc, total, peak
 
 
-@triton.jit(
-    do_not_specialize=[
-        "seqlen_q",
-        "seqlen_k",
-        "num_planes",
-        "num_heads",
-        "group",
-        "together",
-        "window_left",
-        "window_right",
-        "threshold",
-        "num_blocks",
-    ]
-)
+@triton.jit(do_not_specialize=COUNTS)
 def _attention_fwd_kernel(
     q_ptr,
     k_ptr,
@@ -217,22 +212,21 @@ def _attention_fwd_kernel(
     first, full_first, full_last, last = key_range(
         first_row, len_q, len_k, diagonal, window_left, window_right, HAS_LEFT, HAS_RIGHT, BLOCK_M, BLOCK_N
     )
-    if HAS_LEFT:
-        acc, total, peak = _attend_blocks(
-            acc, total, peak, q, k_ptr, v_ptr, mask_ptrs, rows, first, full_first, len_q, len_k, diagonal,
-            window_left, window_right, stride_kn, stride_vn, stride_mask_n, softmax_scale, plane, key0, key1, offset,
-            threshold, work_ptr, HAS_LEFT, HAS_RIGHT, MASK, DROPOUT, True, COUNT_WORK, HEAD_DIM, BLOCK_M, BLOCK_N,
-            BLOCK_D, PRECISION,
-        )  # fmt: skip
+    full_blocks = (full_last - full_first) // BLOCK_N
     acc, total, peak = _attend_blocks(
-        acc, total, peak, q, k_ptr, v_ptr, mask_ptrs, rows, full_first, full_last, len_q, len_k, diagonal,
+        acc, total, peak, q, k_ptr, v_ptr, mask_ptrs, rows, full_first, 0, 0, full_blocks, len_q, len_k, diagonal,
         window_left, window_right, stride_kn, stride_vn, stride_mask_n, softmax_scale, plane, key0, key1, offset,
         threshold, work_ptr, HAS_LEFT, HAS_RIGHT, MASK, DROPOUT, False, COUNT_WORK, HEAD_DIM, BLOCK_M, BLOCK_N,
         BLOCK_D, PRECISION,
     )  # fmt: skip
+    left_blocks = (full_first - first) // BLOCK_N
+    edge_blocks = left_blocks + (last - full_last + BLOCK_N - 1) // BLOCK_N
+    edge = first
+    if not HAS_LEFT:
+        edge = full_last
     acc, total, peak = _attend_blocks(
-        acc, total, peak, q, k_ptr, v_ptr, mask_ptrs, rows, full_last, last, len_q, len_k, diagonal,
-        window_left, window_right, stride_kn, stride_vn, stride_mask_n, softmax_scale, plane, key0, key1, offset,
+        acc, total, peak, q, k_ptr, v_ptr, mask_ptrs, rows, edge, left_blocks, full_last, edge_blocks, len_q, len_k,
+        diagonal, window_left, window_right, stride_kn, stride_vn, stride_mask_n, softmax_scale, plane, key0, key1, offset,
         threshold, work_ptr, HAS_LEFT, HAS_RIGHT, MASK, DROPOUT, True, COUNT_WORK, HEAD_DIM, BLOCK_M, BLOCK_N,
         BLOCK_D, PRECISION,
     )  # fmt: skip
@@ -260,7 +254,7 @@ def launch_forward(
     config: Config | None = None,
     work_counter: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Runs the forward kernel on a described call. Tests pass `config` and `work_counter` (int32, counts block products)."""
+    """Runs the forward kernel on a described call. Tests pass `config` and `work_counter` (int32: block products)."""
     packed = problem.lengths == "packed"
     q, k, v = last_dim_contiguous(q), last_dim_contiguous(k), last_dim_contiguous(v)
     if packed:
@@ -273,7 +267,7 @@ def launch_forward(
         lse = torch.empty(shape, dtype=torch.float32, device=q.device)
     if q.numel() == 0 or problem.seqlen_q == 0:
         return out, lse
-    config = config or forward_config(architecture(q), problem, q.dtype, attn_mask is not None)
+    config = config or forward_config(call_of(architecture(q), problem, q.dtype, attn_mask is not None))
     num_blocks = triton.cdiv(problem.seqlen_q, config.block_m)
     num_planes = problem.batch * problem.num_heads
     kv_bytes = 2 * problem.seqlen_k * problem.head_dim * q.element_size() // problem.group
@@ -306,7 +300,7 @@ def launch_forward(
 
 
 def why_unsupported(op_name: str, *args: object) -> str | None:
-    """Why the kernels can't take a call of attention_fwd, attention_bwd, varlen_attention_fwd or varlen_attention_bwd."""
+    """Why the kernels can't take a call of (varlen_)attention_fwd or _bwd; None if they can."""
     backward = op_name.endswith("_bwd")
     q, k, v = args[1:4] if backward else args[:3]
     rest = args[6:] if backward else args[3:]
@@ -318,13 +312,15 @@ def why_unsupported(op_name: str, *args: object) -> str | None:
         return "q, k and v differ in dtype"
     if q.shape[-1] > 256:
         return f"head_dim {q.shape[-1]} is greater than 256"
+    if q.dtype == torch.float32 and q.shape[-1] > LARGEST_FP32_HEAD_DIM and q.device.type == "cuda":
+        return f"head_dim {q.shape[-1]} in float32 is greater than {LARGEST_FP32_HEAD_DIM}"
     if v.shape[-1] != q.shape[-1]:
         return "v's head_dim is not q's"
     if not softmax_scale > 0:
         return f"softmax_scale {softmax_scale} is not positive"
     if attn_mask is not None and attn_mask.dtype not in (torch.bool, torch.float16, torch.bfloat16, torch.float32):
         return f"attn_mask is {attn_mask.dtype}"
-    if q.is_cuda:
+    if q.device.type == "cuda":
         if architecture(q) < 80:
             return "the GPU is older than compute capability 8.0, where tl.dot has no tensor cores"
     elif isinstance(_attention_fwd_kernel, triton.runtime.JITFunction):

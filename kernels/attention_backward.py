@@ -5,10 +5,11 @@
     dK = scale * dS^T Q                             dQ = scale * dS K
 
 `_rows_kernel` goes first: delta, and lse with +inf for an empty row (so that its P is 0).
-`_dkdv_kernel` owns BLOCK_N keys of one K/V head and walks over the rows that see them, for each query head of its group:
-five products when it also adds dS K into an fp32 dQ with atomics, four when it does not. It works on transposed tiles, so
-that P^T and dS^T enter the next products from registers. One key block in all: dQ is stored, not added.
-`_dq_kernel` is the other half of the deterministic form, 4 + 3 = 7 products, nothing added in an order of chance.
+`_dkdv_kernel` owns BLOCK_N keys of one K/V head and walks over the rows that see them, for each query head of its
+group: five products when it also adds dS K into an fp32 dQ with atomics, four when it does not. It works on transposed
+tiles, so that P^T and dS^T enter the next products from registers. One key block in all: dQ is stored, not added.
+`_dq_kernel` (its own file) is the other half of the deterministic form: 4 + 3 = 7 products, nothing added in an order
+of chance. Configs marked `split` take that form too, where five products' registers would spill.
 fp32: scores, P, dP, dS, delta and all accumulators; P and dS are rounded to the inputs' dtype for the products.
 """
 
@@ -20,9 +21,10 @@ import triton.language as tl
 from torch import Tensor
 
 from fastformer.kernels._attention_common import (
+    COUNTS,
     Problem,
     architecture,
-    key_range,
+    block_start,
     last_dim_contiguous,
     load_tile,
     mask_bytes,
@@ -36,11 +38,18 @@ from fastformer.kernels._attention_common import (
     visible_tile,
     which_block,
 )
-from fastformer.kernels._attention_configs import Config, backward_config, choose_dq_config
-from fastformer.kernels._dropout import keep_mask_tile, keep_mask_tile_transposed, load_dropout_key
+from fastformer.kernels._attention_configs import Config, backward_config, call_of, choose_dq_config
+from fastformer.kernels._attention_dq import _dq_kernel
+from fastformer.kernels._dropout import keep_mask_tile_transposed, load_dropout_key
 
-_COUNTS = ["seqlen_q", "seqlen_k", "num_planes", "num_heads", "group", "together", "window_left", "window_right"]
-_COUNTS += ["threshold", "num_blocks"]
+
+def _dkdv_products(arguments: dict) -> list[int]:
+    """The rows of each product's result, for the two copies of the loop: K Q^T, V dO^T, P^T dO, dS^T Q and dS K."""
+    dq = [] if arguments["DQ"] == "none" else [arguments["BLOCK_M"]]
+    return 2 * ([arguments["BLOCK_N"]] * 4 + dq)
+
+
+PRODUCTS = {"_dkdv_kernel": _dkdv_products}
 
 
 @triton.jit(do_not_specialize=["num_heads", "seqlen_q", "num_blocks"])
@@ -96,7 +105,9 @@ def _dkdv_blocks(
     columns,
     first_key,
     first,
-    last,
+    left_blocks,
+    second,
+    blocks,
     len_q,
     len_k,
     diagonal,
@@ -122,6 +133,7 @@ def _dkdv_blocks(
     DQ: tl.constexpr,
     DMASK: tl.constexpr,
     CHECK: tl.constexpr,
+    TWO_ENDS: tl.constexpr,
     COUNT_WORK: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -129,7 +141,8 @@ def _dkdv_blocks(
     BLOCK_D: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    for start in range(first, last, BLOCK_M):
+    for step in range(0, blocks):
+        start = block_start(step, first, left_blocks, second, BLOCK_M, CHECK and TWO_ENDS)
         rows = start + tl.arange(0, BLOCK_M)
         if COUNT_WORK:
             tl.atomic_add(work_ptr, 1)
@@ -186,7 +199,7 @@ def _dkdv_blocks(
     return dk, dv
 
 
-@triton.jit(do_not_specialize=_COUNTS)
+@triton.jit(do_not_specialize=COUNTS)
 def _dkdv_kernel(
     q_ptr,
     k_ptr,
@@ -296,6 +309,13 @@ def _dkdv_kernel(
         # The one key block writes dq of every row, also of those that see no key.
         first = first * 0
         last = len_q
+    full_blocks = (full_last - full_first) // BLOCK_M
+    left_blocks = (full_first - first) // BLOCK_M
+    edge_blocks = left_blocks + (last - full_last + BLOCK_M - 1) // BLOCK_M
+    TWO_ENDS: tl.constexpr = HAS_RIGHT or DQ == "store"
+    edge = first
+    if not TWO_ENDS:
+        edge = full_last
     heads = 1
     if GROUPED:
         heads = group
@@ -317,27 +337,19 @@ def _dkdv_kernel(
         if DMASK != "none":
             at_dmask = dmask_ptr + batch64 * stride_dmask_b + head64 * stride_dmask_h
             at_dmask = at_dmask + columns.to(tl.int64)[:, None] * stride_dmask_n
-        if HAS_RIGHT or DQ == "store":
-            dk, dv = _dkdv_blocks(
-                dk, dv, k, v, at_q, at_dout, delta_ptr + at_row, row_lse_ptr + at_row, at_dq, at_mask, at_dmask, columns,
-                first_key, first, full_first, len_q, len_k, diagonal, window_left, window_right, stride_qm, stride_dm,
-                stride_dqm, stride_mask_m, stride_dmask_m, softmax_scale, keep_scale, head_plane, key0, key1, offset,
-                threshold, work_ptr, HAS_LEFT, HAS_RIGHT, MASK, DROPOUT, DQ, DMASK, True, COUNT_WORK, HEAD_DIM,
-                BLOCK_M, BLOCK_N, BLOCK_D, PRECISION,
-            )  # fmt: skip
         dk, dv = _dkdv_blocks(
             dk, dv, k, v, at_q, at_dout, delta_ptr + at_row, row_lse_ptr + at_row, at_dq, at_mask, at_dmask, columns,
-            first_key, full_first, full_last, len_q, len_k, diagonal, window_left, window_right, stride_qm, stride_dm,
-            stride_dqm, stride_mask_m, stride_dmask_m, softmax_scale, keep_scale, head_plane, key0, key1, offset,
-            threshold, work_ptr, HAS_LEFT, HAS_RIGHT, MASK, DROPOUT, DQ, DMASK, False, COUNT_WORK, HEAD_DIM,
-            BLOCK_M, BLOCK_N, BLOCK_D, PRECISION,
+            first_key, full_first, 0, 0, full_blocks, len_q, len_k, diagonal, window_left, window_right,
+            stride_qm, stride_dm, stride_dqm, stride_mask_m, stride_dmask_m, softmax_scale, keep_scale, head_plane,
+            key0, key1, offset, threshold, work_ptr, HAS_LEFT, HAS_RIGHT, MASK, DROPOUT, DQ, DMASK, False, TWO_ENDS,
+            COUNT_WORK, HEAD_DIM, BLOCK_M, BLOCK_N, BLOCK_D, PRECISION,
         )  # fmt: skip
         dk, dv = _dkdv_blocks(
             dk, dv, k, v, at_q, at_dout, delta_ptr + at_row, row_lse_ptr + at_row, at_dq, at_mask, at_dmask, columns,
-            first_key, full_last, last, len_q, len_k, diagonal, window_left, window_right, stride_qm, stride_dm,
-            stride_dqm, stride_mask_m, stride_dmask_m, softmax_scale, keep_scale, head_plane, key0, key1, offset,
-            threshold, work_ptr, HAS_LEFT, HAS_RIGHT, MASK, DROPOUT, DQ, DMASK, True, COUNT_WORK, HEAD_DIM,
-            BLOCK_M, BLOCK_N, BLOCK_D, PRECISION,
+            first_key, edge, left_blocks, full_last, edge_blocks, len_q, len_k, diagonal, window_left, window_right,
+            stride_qm, stride_dm, stride_dqm, stride_mask_m, stride_dmask_m, softmax_scale, keep_scale, head_plane,
+            key0, key1, offset, threshold, work_ptr, HAS_LEFT, HAS_RIGHT, MASK, DROPOUT, DQ, DMASK, True, TWO_ENDS,
+            COUNT_WORK, HEAD_DIM, BLOCK_M, BLOCK_N, BLOCK_D, PRECISION,
         )  # fmt: skip
 
     here = (columns < stored_k)[:, None] & (dims < HEAD_DIM)[None, :]
@@ -345,199 +357,6 @@ def _dkdv_kernel(
     inside = tl.arange(0, BLOCK_N)[:, None] * stride_dkn + dims[None, :]
     tl.store(dk_ptr + at + inside, (dk * softmax_scale).to(dk_ptr.dtype.element_ty), mask=here)
     tl.store(dv_ptr + at + inside, dv.to(dv_ptr.dtype.element_ty), mask=here)
-
-
-@triton.jit
-def _dq_blocks(
-    dq,
-    q,
-    dout,
-    row_lse,
-    delta,
-    k_ptr,
-    v_ptr,
-    mask_ptrs,
-    rows,
-    first,
-    last,
-    len_q,
-    len_k,
-    diagonal,
-    window_left,
-    window_right,
-    stride_kn,
-    stride_vn,
-    stride_mask_n,
-    softmax_scale,
-    keep_scale,
-    plane,
-    key0,
-    key1,
-    offset,
-    threshold,
-    work_ptr,
-    HAS_LEFT: tl.constexpr,
-    HAS_RIGHT: tl.constexpr,
-    MASK: tl.constexpr,
-    DROPOUT: tl.constexpr,
-    CHECK: tl.constexpr,
-    COUNT_WORK: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    for start in range(first, last, BLOCK_N):
-        columns = start + tl.arange(0, BLOCK_N)
-        if COUNT_WORK:
-            tl.atomic_add(work_ptr, 1)
-        k = load_tile(k_ptr, start, len_k, stride_kn, BLOCK_N, HEAD_DIM, BLOCK_D, CHECK)
-        s = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # (BLOCK_M, BLOCK_N)
-        scale = softmax_scale
-        if MASK != "none":
-            here = (rows < len_q)[:, None] & (columns < len_k)[None, :]
-            bias = tl.load(mask_ptrs + columns.to(tl.int64)[None, :] * stride_mask_n, mask=here, other=0)
-            if MASK == "bool":
-                s = tl.where(bias != 0, s, float("-inf"))
-            else:
-                s = s * softmax_scale + bias.to(tl.float32)
-                scale = 1.0
-        if CHECK:
-            visible = visible_tile(
-                rows[:, None], columns[None, :], len_k, diagonal, window_left, window_right, HAS_LEFT, HAS_RIGHT
-            )
-            s = tl.where(visible, s, float("-inf"))
-        p = softmax_weights(s, scale, row_lse[:, None], q.dtype == tl.float32)
-        v = load_tile(v_ptr, start, len_k, stride_vn, BLOCK_N, HEAD_DIM, BLOCK_D, CHECK)
-        dp = tl.dot(dout, tl.trans(v), input_precision=PRECISION)  # (BLOCK_M, BLOCK_N)
-        if DROPOUT:
-            keep = keep_mask_tile(rows, start, plane, key0, key1, offset, threshold, BLOCK_M, BLOCK_N)
-            dp = tl.where(keep, dp * keep_scale, 0.0)
-        ds = p * (dp - delta[:, None])
-        dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
-    return dq
-
-
-@triton.jit(do_not_specialize=_COUNTS)
-def _dq_kernel(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    dout_ptr,
-    delta_ptr,
-    row_lse_ptr,
-    dq_ptr,
-    mask_ptr,
-    seqlens_q_ptr,
-    seqlens_k_ptr,
-    seed_ptr,
-    work_ptr,
-    softmax_scale,
-    keep_scale,
-    threshold,
-    seqlen_q,
-    seqlen_k,
-    window_left,
-    window_right,
-    num_heads,
-    group,
-    num_planes,
-    num_blocks,
-    together,
-    stride_qb,
-    stride_qm,
-    stride_qh,
-    stride_kb,
-    stride_kn,
-    stride_kh,
-    stride_vb,
-    stride_vn,
-    stride_vh,
-    stride_db,
-    stride_dm,
-    stride_dh,
-    stride_dqb,
-    stride_dqm,
-    stride_dqh,
-    stride_lb,
-    stride_lh,
-    stride_mask_b,
-    stride_mask_h,
-    stride_mask_m,
-    stride_mask_n,
-    LENGTHS: tl.constexpr,
-    HAS_LEFT: tl.constexpr,
-    HAS_RIGHT: tl.constexpr,
-    MASK: tl.constexpr,
-    DROPOUT: tl.constexpr,
-    COUNT_WORK: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    block, plane = which_block(num_blocks, num_planes, together, HAS_RIGHT)
-    batch = plane // num_heads
-    head = plane % num_heads
-    start_q, start_k, len_q, len_k, diagonal = sequence_bounds(
-        batch, seqlen_q, seqlen_k, seqlens_q_ptr, seqlens_k_ptr, LENGTHS
-    )
-    first_row = block * BLOCK_M
-    if first_row >= len_q:
-        return
-    rows = first_row + tl.arange(0, BLOCK_M)
-    dims = tl.arange(0, BLOCK_D)
-    batch64 = batch.to(tl.int64)
-    head64 = head.to(tl.int64)
-    kv_head = (head // group).to(tl.int64)
-    q_ptr += batch64 * stride_qb + start_q * stride_qm + head64 * stride_qh
-    k_ptr += batch64 * stride_kb + start_k * stride_kn + kv_head * stride_kh
-    v_ptr += batch64 * stride_vb + start_k * stride_vn + kv_head * stride_vh
-    dout_ptr += batch64 * stride_db + start_q * stride_dm + head64 * stride_dh
-    mask_ptrs = mask_ptr
-    if MASK != "none":
-        mask_ptrs = mask_ptr + batch64 * stride_mask_b + head64 * stride_mask_h
-        mask_ptrs = mask_ptrs + rows.to(tl.int64)[:, None] * stride_mask_m
-    key0 = 0
-    key1 = 0
-    offset = 0
-    if DROPOUT:
-        key0, key1, offset = load_dropout_key(seed_ptr)
-
-    q = load_tile(q_ptr, first_row, len_q, stride_qm, BLOCK_M, HEAD_DIM, BLOCK_D, True)
-    dout = load_tile(dout_ptr, first_row, len_q, stride_dm, BLOCK_M, HEAD_DIM, BLOCK_D, True)
-    at_row = batch64 * stride_lb + head64 * stride_lh + start_q
-    row_lse = tl.load(row_lse_ptr + at_row + rows, mask=rows < len_q, other=float("inf"))
-    delta = tl.load(delta_ptr + at_row + rows, mask=rows < len_q, other=0.0)
-    dq = tl.zeros((BLOCK_M, BLOCK_D), dtype=tl.float32)
-    first, full_first, full_last, last = key_range(
-        first_row, len_q, len_k, diagonal, window_left, window_right, HAS_LEFT, HAS_RIGHT, BLOCK_M, BLOCK_N
-    )
-    if HAS_LEFT:
-        dq = _dq_blocks(
-            dq, q, dout, row_lse, delta, k_ptr, v_ptr, mask_ptrs, rows, first, full_first, len_q, len_k, diagonal,
-            window_left, window_right, stride_kn, stride_vn, stride_mask_n, softmax_scale, keep_scale, plane, key0, key1,
-            offset, threshold, work_ptr, HAS_LEFT, HAS_RIGHT, MASK, DROPOUT, True, COUNT_WORK, HEAD_DIM, BLOCK_M,
-            BLOCK_N, BLOCK_D, PRECISION,
-        )  # fmt: skip
-    dq = _dq_blocks(
-        dq, q, dout, row_lse, delta, k_ptr, v_ptr, mask_ptrs, rows, full_first, full_last, len_q, len_k, diagonal,
-        window_left, window_right, stride_kn, stride_vn, stride_mask_n, softmax_scale, keep_scale, plane, key0, key1,
-        offset, threshold, work_ptr, HAS_LEFT, HAS_RIGHT, MASK, DROPOUT, False, COUNT_WORK, HEAD_DIM, BLOCK_M,
-        BLOCK_N, BLOCK_D, PRECISION,
-    )  # fmt: skip
-    dq = _dq_blocks(
-        dq, q, dout, row_lse, delta, k_ptr, v_ptr, mask_ptrs, rows, full_last, last, len_q, len_k, diagonal,
-        window_left, window_right, stride_kn, stride_vn, stride_mask_n, softmax_scale, keep_scale, plane, key0, key1,
-        offset, threshold, work_ptr, HAS_LEFT, HAS_RIGHT, MASK, DROPOUT, True, COUNT_WORK, HEAD_DIM, BLOCK_M,
-        BLOCK_N, BLOCK_D, PRECISION,
-    )  # fmt: skip
-    dq_ptr += batch64 * stride_dqb + (start_q + first_row) * stride_dqm + head64 * stride_dqh
-    here = (rows < len_q)[:, None] & (dims < HEAD_DIM)[None, :]
-    dq_ptrs = dq_ptr + tl.arange(0, BLOCK_M)[:, None] * stride_dqm + dims[None, :]
-    tl.store(dq_ptrs, (dq * softmax_scale).to(dq_ptr.dtype.element_ty), mask=here)
 
 
 def launch_backward(
@@ -555,7 +374,7 @@ def launch_backward(
     dq_config: Config | None = None,
     work_counter: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Runs the backward kernels on a described call. Tests pass the configs and `work_counter`, as in `launch_forward`."""
+    """Runs the backward kernels on a described call. Tests pass configs and `work_counter` as to `launch_forward`."""
     packed = problem.lengths == "packed"
     q, k, v, dout, out = (last_dim_contiguous(x) for x in (q, k, v, dout, out))
     new = torch.Tensor.new_zeros if packed or q.numel() == 0 or k.numel() == 0 else torch.Tensor.new_empty
@@ -566,13 +385,12 @@ def launch_backward(
             dmask = torch.zeros(attn_mask.shape, dtype=attn_mask.dtype, device=q.device)
         return new(q, q.shape), dk, dv, dmask
 
-    capability = architecture(q)
-    masked = attn_mask is not None
-    config = config or backward_config(capability, problem, q.dtype, masked)
+    call = call_of(architecture(q), problem, q.dtype, attn_mask is not None)
+    config = config or backward_config(call)
     deterministic = torch.are_deterministic_algorithms_enabled()
     if problem.seqlen_k <= config.block_n:
         dq_mode, dq = "store", new(q, q.shape)
-    elif deterministic:
+    elif deterministic or config.split:
         dq_mode, dq = "none", new(q, q.shape)
     else:
         dq_mode, dq = "atomic", torch.zeros(q.shape, dtype=torch.float32, device=q.device)
@@ -626,7 +444,7 @@ def launch_backward(
     )  # fmt: skip
 
     if dq_mode == "none":
-        config = dq_config or choose_dq_config(capability, problem, q.dtype, masked)
+        config = dq_config or choose_dq_config(call)
         num_blocks = triton.cdiv(problem.seqlen_q, config.block_m)
         num_planes = problem.batch * problem.num_heads
         kv_bytes = 2 * problem.seqlen_k * problem.head_dim * q.element_size() // problem.group

@@ -2,30 +2,322 @@
 
 from __future__ import annotations
 
-from itertools import combinations
+from itertools import combinations, product
 
 import pytest
 import torch
+from torch import Tensor
 
 pytest.importorskip("triton")
 
-from tests.kernels.attention_cases import OPTIONS, Case, case_of, check  # noqa: E402
+import triton.language as tl  # noqa: E402
+from triton import jit  # noqa: E402
+
+from fastformer.kernels import attention as kernels  # noqa: E402
+from fastformer.kernels import attention_backward as backward_kernels  # noqa: E402
+from fastformer.kernels._attention_common import which_block  # noqa: E402
+from fastformer.kernels._attention_configs import Config  # noqa: E402
+from fastformer.ops._dropout import keep_mask, keep_scale  # noqa: E402
+from tests.kernels.attention_cases import (  # noqa: E402
+    OPTIONS,
+    SEED,
+    Case,
+    case_of,
+    check,
+    cumulative,
+    make_inputs,
+    pack,
+    run_triton,
+)
 
 DTYPES = [torch.float32, torch.float16]
+# Variants of another option: alone always, in pairs only among the slow tests.
+VARIANTS = {"left", "before", "bool_keys", "bias", "additive_keys", "mqa"}
 PAIRS = [case for names in combinations(OPTIONS, 2) if (case := case_of(*names)) is not None]
+TRIPLES = [case for names in combinations(OPTIONS, 3) if (case := case_of(*names)) is not None]
 
 
-def name(case: Case) -> str:
-    return "-".join(case.options) or "plain"
+def name(value: object) -> str:
+    return "-".join(value.options) or "plain" if isinstance(value, Case) else str(value).removeprefix("torch.")
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@jit
+def _order_kernel(out_ptr, num_blocks, num_planes, together, LAST_FIRST: tl.constexpr):
+    block, plane = which_block(num_blocks, num_planes, together, LAST_FIRST)
+    tl.atomic_add(out_ptr + plane * num_blocks + block, 1)
+
+
+@pytest.fixture
+def deterministic():
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def forward_problem(q: Tensor, k: Tensor, window: tuple[int | None, int | None], seqlens_k: Tensor | None = None):
+    return kernels._dense(q, k, seqlens_k, q.shape[-1] ** -0.5, *window, 0.0, None)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=name)
 @pytest.mark.parametrize("case", [case_of(), *(case_of(option) for option in OPTIONS)], ids=name)
 def test_option(case: Case, dtype: torch.dtype, device: str) -> None:
     check(case, dtype, device)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("case", PAIRS, ids=name)
+@pytest.mark.parametrize("dtype", DTYPES, ids=name)
+@pytest.mark.parametrize("case", [case for case in PAIRS if not VARIANTS & set(case.options)], ids=name)
 def test_pair(case: Case, dtype: torch.dtype, device: str) -> None:
     check(case, dtype, device)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", DTYPES, ids=name)
+@pytest.mark.parametrize("case", [*(case for case in PAIRS if VARIANTS & set(case.options)), *TRIPLES], ids=name)
+def test_cross_product(case: Case, dtype: torch.dtype, device: str) -> None:
+    check(case, dtype, device)
+
+
+@pytest.mark.parametrize(
+    "options", [(), ("causal",), ("window", "dropout"), ("packed", "causal"), ("bias", "gqa")], ids=str
+)
+def test_deterministic(options: tuple[str, ...], deterministic: None, device: str) -> None:
+    """The seven-product form: the same rule, dq from its own kernel, and a bias shared by batches summed in order."""
+    case = case_of(*options)
+    inputs = make_inputs(case, torch.float32, device)
+    check(case, torch.float32, device, inputs)
+    first, second = run_triton(case, inputs), run_triton(case, inputs)
+    assert all(torch.equal(first[key], second[key]) for key in first)
+
+
+@pytest.mark.parametrize("forward, backward", [((32, 16), (16, 32)), ((16, 32), (32, 16)), ((64, 16), (64, 16))])
+@pytest.mark.parametrize("options", [("window",), ("causal", "bias"), ("before", "dropout")], ids=str)
+def test_tiles(options: tuple[str, ...], forward: tuple, backward: tuple, monkeypatch: pytest.MonkeyPatch, device: str):
+    """Rows and keys are never taken for each other, whatever the tile."""
+    monkeypatch.setattr(kernels, "forward_config", lambda *_: Config(*forward, 4, 1))
+    monkeypatch.setattr(backward_kernels, "backward_config", lambda *_: Config(*backward, 4, 1))
+    check(case_of(*options), torch.float32, device)
+
+
+@pytest.mark.parametrize("head_dim", [8, 16, 40, 80, 96, 256])
+def test_head_dims(head_dim: int, device: str) -> None:
+    check(Case(batch=1, head_dim=head_dim, window=(None, 0)), torch.float32, device)
+
+
+@pytest.mark.parametrize("seqlen_q, seqlen_k", [(1, 70), (70, 2), (64, 32), (33, 65)])
+def test_lengths(seqlen_q: int, seqlen_k: int, device: str) -> None:
+    for window in ((None, None), (None, 0), (3, 2)):
+        check(Case(batch=1, seqlen_q=seqlen_q, seqlen_k=seqlen_k, window=window), torch.float32, device)
+
+
+@pytest.mark.parametrize(
+    "seqlen_q, seqlen_k", [(64, 64), (192, 192), pytest.param(704, 704, marks=pytest.mark.slow), (1, 64), (72, 40)]
+)
+@pytest.mark.parametrize("dtype", DTYPES, ids=name)
+def test_logits_near_minus_120(seqlen_q: int, seqlen_k: int, dtype: torch.dtype, device: str) -> None:
+    """A padded tail scored 0 beside lse < -88 gave cuDNN NaN gradients: exp(0 - lse) overflows."""
+    case = Case(
+        batch=1, heads=1, kv_heads=1, head_dim=16, seqlen_q=seqlen_q, seqlen_k=seqlen_k, lengths=(seqlen_k - 5,),
+        softmax_scale=1.0,
+    )  # fmt: skip
+    inputs = make_inputs(case, dtype, device)
+    inputs["q"] = torch.full_like(inputs["q"], 3.0)
+    inputs["k"] = (inputs["k"] * 0.01 - 2.5).to(dtype)  # 16 * 3 * -2.5 = -120
+    results = run_triton(case, inputs)
+    assert -125 < float(results["lse"].min()) < -88
+    for key, value in results.items():
+        assert torch.isfinite(value).all(), key
+    # In fp32 lse near -120 is rounded by 4e-6, which P inherits and eager's softmax does not.
+    if seqlen_q < 100 and dtype == torch.float16:
+        check(case, dtype, device, inputs)
+
+
+def test_one_key(device: str) -> None:
+    """P is 1: out is v and dv sums dout exactly; dS is 0 but for the rounding of dP - delta, a few ulps of their terms."""
+    for seqlen_q in (1, 70):
+        case = Case(batch=1, heads=1, kv_heads=1, head_dim=16, seqlen_q=seqlen_q, seqlen_k=1)
+        inputs = make_inputs(case, torch.float32, device)
+        results = run_triton(case, inputs)
+        assert torch.equal(results["out"], inputs["v"].expand_as(results["out"]))
+        terms = (inputs["dout"] * inputs["v"]).abs().sum(-1).max() * case.scale * 2**-23
+        assert float(results["dq"].abs().max()) <= 4 * float(terms * inputs["k"].abs().max())
+        assert float(results["dk"].abs().max()) <= 4 * float(terms * inputs["q"].abs().sum())
+        torch.testing.assert_close(results["dv"], inputs["dout"].sum(1, keepdim=True), rtol=1e-5, atol=1e-6)
+
+
+def test_strided_inputs(device: str) -> None:
+    """SDPA's layout (heads before rows), a packed projection's views, and a last dim with a stride."""
+    case = case_of("causal", "gqa")
+    inputs = make_inputs(case, torch.float32, device)
+    straight = run_triton(case, inputs)
+    heads_first = {key: None if value is None else value.transpose(1, 2).contiguous().transpose(1, 2)
+                   for key, value in inputs.items()}  # fmt: skip
+    spread = {key: None if value is None else value.repeat_interleave(2, -1)[..., ::2] for key, value in inputs.items()}
+    for other in (heads_first, spread):
+        assert not other["q"].is_contiguous()
+        results = run_triton(case, other)
+        assert all(torch.equal(straight[key], results[key]) for key in straight)
+
+
+def test_packed_rows_beyond_the_last_sequence(device: str) -> None:
+    """A padded total, an empty sequence, one with queries and no keys: zeros, and -inf in lse."""
+    q = torch.randn(40, 2, 16, device=device)
+    k, v, dout = torch.randn(50, 2, 16, device=device), torch.randn(50, 2, 16, device=device), torch.randn_like(q)
+    cu_q, cu_k = cumulative([20, 0, 7], device), cumulative([33, 4, 0], device)
+    rest = (cu_q, cu_k, 20, 33, 0.25, None, 0, 0.0, None)
+    out, lse = kernels.varlen_attention_fwd(q, k, v, *rest)
+    gradients = kernels.varlen_attention_bwd(dout, q, k, v, out, lse, *rest)
+    assert torch.equal(out[20:], torch.zeros_like(out[20:])) and (lse[:, 20:] == float("-inf")).all()
+    assert [bool(x[:20].any()) and not x[end:].any() for x, end in zip(gradients, (20, 33, 33), strict=True)] == [
+        True
+    ] * 3
+    alone, _ = kernels.attention_fwd(q[None, :20], k[None, :33], v[None, :33], None, None, 0.25, None, 0, 0.0, None)
+    assert torch.equal(alone[0], out[:20])
+
+
+def test_nothing_at_all(device: str) -> None:
+    some, none = torch.randn(2, 3, 2, 16, device=device), torch.randn(2, 0, 2, 16, device=device)
+    rest = (None, None, 1.0, None, None, 0.0, None)
+    for q, k in ((some, none), (some[:0], some[:0]), (some[:, :0], some)):
+        out, lse = kernels.attention_fwd(q, k, k, *rest)
+        dq, dk, dv, _ = kernels.attention_bwd(torch.ones_like(q), q, k, k, out, lse, *rest, False)
+        assert not out.any() and (lse == float("-inf")).all() and lse.shape == (q.shape[0], 2, q.shape[1])
+        assert dq.shape == q.shape and dk.shape == k.shape and not (dq.any() or dk.any() or dv.any())
+
+
+def test_poison_beyond_each_length(device: str) -> None:
+    """NaN in K and V beyond each length, and beyond the packed total in q and dout too, changes nothing."""
+    nan = float("nan")
+    for options in (("seqlens_k",), ("seqlens_k", "causal"), ("seqlens_k", "window", "dropout")):
+        case = case_of(*options)
+        inputs = make_inputs(case, torch.float32, device)
+        clean = run_triton(case, inputs)
+        for row, length in enumerate(case.lengths):
+            inputs["k"][row, length:] = nan
+            inputs["v"][row, length:] = nan
+        poisoned = run_triton(case, inputs)
+        assert all(torch.equal(clean[key], poisoned[key]) for key in clean), options
+    case = case_of("packed", "causal")
+    inputs = make_inputs(case, torch.float32, device)
+    q, dout = (pack(inputs[key], case.lengths_q) for key in ("q", "dout"))
+    k, v = (pack(inputs[key], case.lengths) for key in ("k", "v"))
+    rest = (cumulative(case.lengths_q, device), cumulative(case.lengths, device), 33, 48, 0.125, None, 0, 0.0, None)
+    tail = torch.full((9, 2, 64), nan, device=device)
+    results = []
+    for end in (tail[:0], tail):
+        padded = [torch.cat([x, end]) for x in (q, k, v)]
+        out, lse = kernels.varlen_attention_fwd(*padded, *rest)
+        # The op's own out is 0 in the tail; NaN there must not be read either.
+        grads = kernels.varlen_attention_bwd(torch.cat([dout, end]), *padded, out, lse, *rest)
+        results.append([out[:50], *(x[:n] for x, n in zip(grads, (50, 85, 85), strict=True))])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("deterministic_form", [False, True])
+def test_poison_beyond_the_bound(deterministic_form: bool, device: str) -> None:
+    """NaN in key blocks from J on: rows before J don't feel it. NaN in rows before J: dk, dv from J on don't."""
+    case = Case(batch=1, heads=1, kv_heads=1, head_dim=16, seqlen_q=128, seqlen_k=128, window=(None, 0))
+    inputs = make_inputs(case, torch.float32, device)
+    torch.use_deterministic_algorithms(deterministic_form)
+    try:
+        clean = run_triton(case, inputs)
+        for edge in (32, 64, 96):
+            poisoned = dict(inputs) | {key: inputs[key].clone() for key in ("k", "v")}
+            poisoned["k"][:, edge:] = poisoned["v"][:, edge:] = float("nan")
+            results = run_triton(case, poisoned)
+            assert torch.equal(results["out"][:, :edge], clean["out"][:, :edge])
+            assert torch.equal(results["lse"][..., :edge], clean["lse"][..., :edge])
+            assert results["out"][:, edge:].isnan().all()
+            assert torch.equal(results["dq"][:, :edge], clean["dq"][:, :edge])
+            poisoned = dict(inputs) | {key: inputs[key].clone() for key in ("q", "dout")}
+            poisoned["q"][:, :edge] = poisoned["dout"][:, :edge] = float("nan")
+            results = run_triton(case, poisoned)
+            for key in ("dk", "dv"):
+                assert torch.equal(results[key][:, edge:], clean[key][:, edge:])
+                assert results[key][:, :edge].isnan().all()
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def count_work(window: tuple[int | None, int | None], n: int, tile: tuple[int, int], device: str) -> tuple[int, int]:
+    """Block products that the forward and the backward kernel ran, one head of n x n."""
+    q = torch.zeros(1, n, 1, 16, device=device)
+    problem = forward_problem(q, q, window)
+    counters = [torch.zeros(1, dtype=torch.int32, device=device) for _ in range(2)]
+    config = Config(*tile, 4, 1)
+    out, lse = kernels.launch_forward(q, q, q, None, problem, config=config, work_counter=counters[0])
+    backward_kernels.launch_backward(
+        q, q, q, q, out, lse, None, problem, False, config=config, dq_config=config, work_counter=counters[1]
+    )
+    return int(counters[0]), int(counters[1])
+
+
+@pytest.mark.parametrize("n, tile", [(1024, (128, 64)), pytest.param(4096, (128, 64), marks=pytest.mark.slow),
+                                     pytest.param(4096, (64, 128), marks=pytest.mark.slow)])  # fmt: skip
+def test_causal_work_is_half(n: int, tile: tuple[int, int], device: str) -> None:
+    full = count_work((None, None), n, tile, device)
+    causal = count_work((None, 0), n, tile, device)
+    assert full == (n // tile[0] * (n // tile[1]),) * 2
+    for part, whole in zip(causal, full, strict=True):
+        assert 0.5 < part / whole <= 0.5 + max(tile) / (2 * n) + 0.001
+
+
+def test_window_work_is_linear(device: str) -> None:
+    """A window of r keys costs O(r n): at most the blocks that r + a tile's rows span, whatever n."""
+    tile, reach = (64, 32), 96
+    for n in (512, 1024):
+        work = count_work((reach, 0), n, tile, device)
+        blocks = n // tile[0] * ((reach + 1 + tile[0]) / tile[1] + 1)
+        assert all(n // tile[0] < part <= blocks for part in work)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_dropped_elements_are_the_references(packed: bool, device: str) -> None:
+    """Equal scores and V = identity show P itself: out[i, j] is 0 exactly where the reference drops (i, j)."""
+    n, heads, dropout_p = 64, 2, 0.4
+    seed = torch.tensor(SEED, device=device)
+    zero = torch.zeros(2, n, heads, n, device=device)
+    eye = torch.eye(n, device=device)[None, :, None].expand(2, n, heads, n).contiguous()
+    keep = keep_mask(seed, dropout_p, n, n, 2 * heads).view(2, heads, n, n)
+    if packed:
+        cu = cumulative([n, n], device)
+        rest = (cu, cu, n, n, 1.0, None, None, dropout_p, seed)
+        zero, eye = zero.flatten(0, 1), eye.flatten(0, 1)
+        out, lse = kernels.varlen_attention_fwd(zero, zero, eye, *rest)
+        _, _, dv = kernels.varlen_attention_bwd(eye, zero, zero, eye, out, lse, *rest)
+        out, dv = out.view(2, n, heads, n), dv.view(2, n, heads, n)
+    else:
+        rest = (None, None, 1.0, None, None, dropout_p, seed)
+        out, lse = kernels.attention_fwd(zero, zero, eye, *rest)
+        _, _, dv, _ = kernels.attention_bwd(eye, zero, zero, eye, out, lse, *rest, False)
+    assert torch.equal(out.transpose(1, 2) != 0, keep)
+    assert torch.equal(dv.permute(0, 2, 3, 1) != 0, keep)  # dV = P^T dO, and dO is the identity
+    torch.testing.assert_close(out.max(), torch.tensor(keep_scale(dropout_p) / n, device=device), rtol=1e-6, atol=0)
+
+
+def test_blocks_cover_every_plane_once(device: str) -> None:
+    """The order of work is a permutation, also where the last group of heads is short."""
+    for num_blocks, num_planes, together in product((1, 3), (1, 7), (1, 2, 7)):
+        seen = torch.zeros(num_planes, num_blocks, dtype=torch.int32, device=device)
+        for last_first in (False, True):
+            _order_kernel[(num_blocks * num_planes,)](seen, num_blocks, num_planes, together, last_first)
+        assert (seen == 2).all()
+
+
+def test_why_unsupported() -> None:
+    q = torch.zeros(1, 4, 2, 16)
+    rest = (None, None, 1.0, None, None, 0.0, None)
+
+    def reason(q: Tensor, v: Tensor | None = None, rest: tuple = rest) -> str | None:
+        return kernels.why_unsupported("attention_fwd", q, q, q if v is None else v, *rest)
+
+    assert "float64" in reason(q.double())
+    assert "differ in dtype" in reason(q, q.half())
+    assert "greater than 256" in reason(torch.zeros(1, 4, 2, 264))
+    assert "v's head_dim" in reason(q, q[..., :8])
+    assert "not positive" in reason(q, rest=(None, None, 0.0, *rest[3:]))
+    assert "attn_mask is torch.float64" in reason(q, rest=(torch.zeros(1, 1, 4, 4).double(), *rest[1:]))
+    cu = torch.tensor([0, 4])
+    backward = kernels.why_unsupported(
+        "varlen_attention_bwd", *[q[0]] * 5, q, cu, cu, 4, 4, -1.0, None, None, 0.0, None
+    )
+    assert "softmax_scale -1.0" in backward
