@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fastformer.ops import add_layer_norm
+from fastformer.ops import add_layer_norm, use_backend
 from fastformer.ops._dropout import draw_seed, keep_mask, keep_scale
 from tests.checks import assert_op_accurate
+from tests.conftest import missing_backend
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 OP = torch.ops.fastformer
@@ -233,6 +234,22 @@ def test_autocast_changes_nothing(stream: torch.dtype, device: str) -> None:
         y, residual_out = add_layer_norm(**inputs)
     assert (y.dtype, residual_out.dtype) == (torch.bfloat16, stream)
     assert torch.equal(y, expected[0]) and torch.equal(residual_out, expected[1])
+
+
+def test_what_cpp_takes() -> None:
+    """The tests above skip what a backend refuses; this one says what it may refuse."""
+    reason = missing_backend("cpp", "add_layer_norm")
+    if reason is not None:
+        pytest.skip(reason)
+    x = torch.randn(3, 8)
+    taken = [(torch.float32,) * 2, (torch.float64,) * 2, (torch.bfloat16,) * 2, (torch.bfloat16, torch.float32)]
+    with use_backend("cpp"):
+        for dtype, stream in taken:
+            leaf = x.to(dtype).requires_grad_()
+            y, residual_out = add_layer_norm(leaf, x.to(stream))
+            (y.double() * residual_out.double()).sum().backward()
+        with pytest.raises(NotImplementedError, match="no C.. code for x torch.float16 with a residual stream"):
+            add_layer_norm(x.half())
 
 
 def test_double_backward_is_refused(device: str) -> None:

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fastformer.ops import feed_forward
+from fastformer.ops import feed_forward, use_backend
 from fastformer.ops._dropout import draw_seed, keep_mask, keep_scale
 from tests.checks import assert_op_accurate
-from tests.conftest import HAS_GPU
+from tests.conftest import HAS_GPU, missing_backend
 
 ACTIVATIONS = ["relu", "gelu", "gelu_tanh", "swiglu"]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -93,7 +93,7 @@ def test_biases_are_optional(bias1: bool, bias2: bool, activation: str, backend:
     "shape, hidden_dim, out_dim",
     [
         ((1, 32), 64, 32),
-        ((5, 1), 1, 1),
+        ((5, 1), 1, 16),
         ((7, 17), 33, 17),
         ((2, 3, 2, 40), 8, 24),
         ((20,), 12, 20),
@@ -234,6 +234,20 @@ def test_backward_inside_autocast_keeps_the_dtype(device: str) -> None:
     with torch.autocast(device, torch.bfloat16):
         (dx,) = torch.autograd.grad(out, x, dout)
     assert torch.equal(dx, expected)
+
+
+def test_what_cpp_takes() -> None:
+    """The tests above skip what a backend refuses; this one says what it may refuse."""
+    reason = missing_backend("cpp", "feed_forward")
+    if reason is not None:
+        pytest.skip(reason)
+    inputs = make_inputs((3, 8), 12, "relu", "cpu")
+    with use_backend("cpp"):
+        for dtype in (torch.float32, torch.float64, torch.bfloat16):
+            leaves = {name: value.to(dtype).requires_grad_() for name, value in inputs.items()}
+            feed_forward(**leaves).sum().backward()
+        with pytest.raises(NotImplementedError, match="computes in fp32, bf16 and fp64, not torch.float16"):
+            feed_forward(**{name: value.half() for name, value in inputs.items()})
 
 
 def test_double_backward_is_refused(device: str) -> None:
