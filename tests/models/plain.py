@@ -1,0 +1,90 @@
+"""The Transformer once more, from the paper and from tensor2tensor, over a model's weights: no code is shared."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+
+def position_table(length: int, dim: int, layout: str) -> Tensor:
+    """(length, dim) fp64."""
+    table = torch.zeros(length, dim, dtype=torch.float64)
+    for position in range(length):
+        for i in range(dim // 2):
+            if layout == "interleaved":  # the paper, section 3.5
+                angle = position / 10000 ** (2 * i / dim)
+                table[position, 2 * i], table[position, 2 * i + 1] = math.sin(angle), math.cos(angle)
+            else:  # tensor2tensor, get_timing_signal_1d
+                angle = position * math.exp(-i * math.log(10000.0) / (dim // 2 - 1))
+                table[position, i], table[position, dim // 2 + i] = math.sin(angle), math.cos(angle)
+    return table
+
+
+class Plain:
+    """Computes a model's logits one sequence at a time, without padding, from its state_dict and config."""
+
+    def __init__(self, state: dict[str, Tensor], config) -> None:
+        self.w, self.config = state, config
+        self.dim, self.heads = config.d_model, config.num_heads
+
+    def norm(self, x: Tensor, name: str) -> Tensor:
+        mean = x.mean(-1, keepdim=True)
+        variance = ((x - mean) ** 2).mean(-1, keepdim=True)
+        weight, bias = self.w[f"{name}.weight"], self.w.get(f"{name}.bias", 0.0)
+        return (x - mean) / torch.sqrt(variance + self.config.layer_norm_eps) * weight + bias
+
+    def attend(self, x: Tensor, memory: Tensor, name: str, causal: bool = False, window: int | None = None) -> Tensor:
+        size, rows = self.dim // self.heads, []
+        wq, wk, wv = self.w[f"{name}.in_proj_weight"].split(self.dim)
+        zero = torch.zeros(3 * self.dim, dtype=x.dtype)
+        bq, bk, bv = self.w.get(f"{name}.in_proj_bias", zero).split(self.dim)
+        q, k, v = x @ wq.T + bq, memory @ wk.T + bk, memory @ wv.T + bv
+        for i in range(len(x)):
+            last = i + 1 if causal else len(memory)
+            first = 0
+            if window is not None:
+                first, last = max(0, i - window), min(last, i + window + 1)
+            heads = []
+            for h in range(self.heads):
+                part = slice(h * size, (h + 1) * size)
+                scores = k[first:last, part] @ q[i, part] / math.sqrt(size)
+                weights = scores.exp() / scores.exp().sum()
+                heads.append(weights @ v[first:last, part])
+            rows.append(torch.cat(heads))
+        return torch.stack(rows) @ self.w[f"{name}.out_proj.weight"].T + self.w.get(f"{name}.out_proj.bias", 0.0)
+
+    def feed_forward(self, x: Tensor, name: str) -> Tensor:
+        hidden = (x @ self.w[f"{name}.linear1.weight"].T + self.w.get(f"{name}.linear1.bias", 0.0)).clamp(min=0)
+        return hidden @ self.w[f"{name}.linear2.weight"].T + self.w.get(f"{name}.linear2.bias", 0.0)
+
+    def layer(self, x: Tensor, name: str, blocks: list) -> Tensor:
+        for i, block in enumerate(blocks, 1):
+            if self.config.norm_first:
+                x = x + block(self.norm(x, f"{name}.norm{i}"))
+            else:
+                x = self.norm(x + block(x), f"{name}.norm{i}")
+        return x
+
+    def embed(self, ids: Tensor, name: str) -> Tensor:
+        name = "embedding" if self.config.tie_embeddings else name
+        vectors = self.w[f"{name}.weight"][ids] * math.sqrt(self.dim)
+        vectors = torch.where((ids == 0)[:, None], 0.0, vectors)
+        return vectors + position_table(len(ids), self.dim, self.config.positions)
+
+    def __call__(self, source: Tensor, target: Tensor) -> Tensor:
+        """source (seqlen,), target (seqlen,) ids -> (seqlen, vocab_size) logits."""
+        c, memory, x = self.config, self.embed(source, "source_embedding"), self.embed(target, "target_embedding")
+        for i in range(c.num_encoder_layers):
+            name = f"encoder.layers.{i}"
+            attend = lambda y, n=name: self.attend(y, y, f"{n}.self_attn", window=c.window_size)  # noqa: E731
+            memory = self.layer(memory, name, [attend, lambda y, n=name: self.feed_forward(y, n)])
+        memory = self.norm(memory, "encoder.norm") if c.norm_first else memory
+        for i in range(c.num_decoder_layers):
+            name = f"decoder.layers.{i}"
+            attend = lambda y, n=name: self.attend(y, y, f"{n}.self_attn", True, c.window_size)  # noqa: E731
+            cross = lambda y, n=name: self.attend(y, memory, f"{n}.multihead_attn")  # noqa: E731
+            x = self.layer(x, name, [attend, cross, lambda y, n=name: self.feed_forward(y, n)])
+        x = self.norm(x, "decoder.norm") if c.norm_first else x
+        return x @ self.w["embedding.weight" if c.tie_embeddings else "output.weight"].T

@@ -1,0 +1,332 @@
+"""models.Transformer against the same model written plainly, packed against padded, cached against uncached."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from fastformer.models import Transformer, TransformerConfig
+from fastformer.nn import AddLayerNorm, MultiheadAttention, SequenceLayout
+from tests.models.plain import Plain
+from tests.nn.comparing import assert_same, randomised
+
+V, SOURCE_LENGTHS, TARGET_LENGTHS = 23, [5, 2, 7], [4, 6, 1]
+SMALL = {
+    "vocab_size": V,
+    "d_model": 16,
+    "num_heads": 4,
+    "d_ff": 24,
+    "num_encoder_layers": 2,
+    "num_decoder_layers": 2,
+    "max_len": 12,
+    "dropout": 0.0,
+    "attention_dropout": 0.0,
+    "activation_dropout": 0.0,
+}
+VARIANTS = {
+    "pre-norm": {},
+    "post-norm": {"norm_first": False},
+    "interleaved positions": {"positions": "interleaved"},
+    "untied": {"tie_embeddings": False, "source_vocab_size": 19},
+    "attention bias": {"attention_bias": True},
+    "window": {"window_size": 2},
+}
+variants = pytest.mark.parametrize("options", VARIANTS.values(), ids=VARIANTS.keys())
+
+
+def model_of(**options):
+    model = Transformer(TransformerConfig(**{**SMALL, **options}), dtype=torch.float64)
+    for module in model.modules():
+        if isinstance(module, AddLayerNorm):
+            randomised(module)
+    return model
+
+
+def batch():
+    """(source, target_in, target_out) padded: target_in starts with 0, target_out is padded with -100."""
+    source, target = torch.randint(3, 19, (3, 7)), torch.randint(3, 19, (3, 6))
+    source[torch.arange(7)[None] >= torch.tensor(SOURCE_LENGTHS)[:, None]] = 0
+    padding = torch.arange(6)[None] >= torch.tensor(TARGET_LENGTHS)[:, None]
+    shifted = F.pad(target[:, :-1], (1, 0)).masked_fill(padding, 0)
+    return source, shifted, target.masked_fill(padding, -100)
+
+
+def plain_logits(model, source, shifted):
+    plain = Plain(dict(model.named_parameters()), model.config)
+    return [
+        plain(source[row, :s], shifted[row, :t])
+        for row, (s, t) in enumerate(zip(SOURCE_LENGTHS, TARGET_LENGTHS, strict=True))
+    ]
+
+
+@variants
+def test_equals_the_plain_model(options):
+    model = model_of(**options)
+    source, shifted, target = batch()
+    logits = model(source, shifted)
+    loss = model.loss(source, shifted, target, label_smoothing=0.1)
+    expected = plain_logits(model, source, shifted)
+    for row, length in enumerate(TARGET_LENGTHS):
+        assert_same(logits[row, :length], expected[row], f"logits of row {row}")
+    real = torch.cat([target[row, :length] for row, length in enumerate(TARGET_LENGTHS)])
+    expected_loss = F.cross_entropy(torch.cat(expected), real, label_smoothing=0.1, reduction="sum")
+    assert_same(loss, expected_loss, "loss")
+    parameters = dict(model.named_parameters())
+    ours = torch.autograd.grad(loss, list(parameters.values()))
+    theirs = torch.autograd.grad(expected_loss, list(parameters.values()))
+    for name, a, b in zip(parameters, ours, theirs, strict=True):
+        assert_same(a, b, f"gradient of {name}")
+
+
+@variants
+def test_packed_equals_padded(options):
+    model = model_of(**options)
+    source, shifted, target = batch()
+    source_layout = SequenceLayout.packed(torch.tensor(SOURCE_LENGTHS), 7)
+    target_layout = SequenceLayout.packed(torch.tensor(TARGET_LENGTHS), 6)
+    layouts = {"source_layout": source_layout, "target_layout": target_layout}
+    flat = source_layout.pack(source), target_layout.pack(shifted), target_layout.pack(target)
+    assert_same(model(*flat[:2], **layouts), target_layout.pack(model(source, shifted)), "logits")
+    options = {"label_smoothing": 0.1, "smooth_others": True, "reduction": "mean"}
+    packed, padded = model.loss(*flat, **layouts, **options), model.loss(source, shifted, target, **options)
+    assert_same(packed, padded, "loss")
+    parameters = dict(model.named_parameters())
+    ours = torch.autograd.grad(packed, list(parameters.values()))
+    theirs = torch.autograd.grad(padded, list(parameters.values()))
+    for name, a, b in zip(parameters, ours, theirs, strict=True):
+        assert_same(a, b, f"gradient of {name}")
+    none = {"reduction": "none"}
+    assert_same(
+        model.loss(*flat, **layouts, **none), target_layout.pack(model.loss(source, shifted, target, **none)), "none"
+    )
+
+
+def test_rows_behind_a_packed_batch_change_nothing():
+    model = model_of()
+    source, shifted, target = batch()
+    lengths = torch.tensor(SOURCE_LENGTHS), torch.tensor(TARGET_LENGTHS)
+    exact = [SequenceLayout.packed(lengths[0], 7), SequenceLayout.packed(lengths[1], 6)]
+    wide = [SequenceLayout.packed(lengths[0], 7, total=16), SequenceLayout.packed(lengths[1], 6, total=16)]
+    losses = []
+    for source_layout, target_layout in (exact, wide):
+        flat = [source_layout.pack(source), target_layout.pack(shifted), target_layout.pack(target)]
+        flat[2][11:] = -100
+        losses.append(model.loss(*flat, source_layout=source_layout, target_layout=target_layout))
+    assert_same(losses[1], losses[0], "loss")
+    assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("chunks", [[1] * 6, [3, 1, 2]], ids=str)
+@pytest.mark.parametrize(
+    "options", [*VARIANTS.values(), {"num_kv_heads": 2, "norm": "rms", "activation": "swiglu"}], ids=str
+)
+def test_cached_decoding_equals_uncached(options, chunks):
+    model = model_of(**options).eval()
+    source, shifted, _ = batch()
+    layout = SequenceLayout.from_ids(source)
+    memory = model.encode(source)
+    expected = model.decode(shifted, memory, memory_layout=layout)
+    for early in (True, False):
+        # The memory's keys are computed with the cache, or by the first step.
+        given = (None, None) if early else (memory, layout)
+        cache = model.new_cache(3, 6, memory if early else None, memory_layout=layout if early else None)
+        parts = []
+        for start, size in zip(torch.tensor([0, *chunks]).cumsum(0).tolist(), chunks, strict=False):
+            tokens = shifted[:, start : start + size]
+            parts.append(model.decode(tokens, given[0], memory_layout=given[1], cache=cache))
+        assert_same(torch.cat(parts, 1), expected, "hidden states")
+
+
+@torch.inference_mode()
+def test_beams_decode_over_one_memory():
+    model = model_of().eval()
+    source, _, _ = batch()
+    layout, memory = SequenceLayout.from_ids(source), model.encode(source)
+    tokens = torch.randint(0, V, (6, 4))
+    cache = model.new_cache(6, 5, memory, memory_layout=layout)
+    assert cache.cross_k.shape[1] == 3
+    first = model.decode(tokens[:, :3], None, cache=cache)
+    order = torch.tensor([1, 0, 3, 3, 5, 4])
+    cache.reorder(order)
+    last = model.decode(tokens[:, 3:], None, cache=cache)
+    twice = memory.repeat_interleave(2, 0)
+    wide = SequenceLayout.padded(layout.seqlens.repeat_interleave(2), 7)
+    whole = torch.cat([tokens[order, :3], tokens[:, 3:]], 1)
+    expected = model.decode(whole, twice, memory_layout=wide)
+    assert_same(first[order], expected[:, :3], "first")
+    assert_same(last, expected[:, 3:], "after reordering")
+
+
+def test_the_layout_of_the_source_is_found_and_respected():
+    model = model_of()
+    source, shifted, _ = batch()
+    found = model(source, shifted)
+    given = model(source, shifted, source_layout=SequenceLayout.padded(torch.tensor(SOURCE_LENGTHS), 7))
+    assert torch.equal(found, given)
+    wider = F.pad(source, (0, 4))
+    assert_same(model(wider, shifted), found, "more padding")
+    everything = model(source, shifted, source_layout=SequenceLayout.padded(torch.tensor([7, 7, 7]), 7))
+    assert (everything - found).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("average", [True, False])
+def test_attention_maps(average):
+    model = model_of(dropout=0.5)
+    model.train()
+    source, shifted, _ = batch()
+    maps = model.attention_maps(source, shifted, average_heads=average)
+    heads = () if average else (4,)
+    assert {name: tuple(value.shape) for name, value in maps.items()} == {
+        "encoder": (2, 3, *heads, 7, 7),
+        "decoder": (2, 3, *heads, 6, 6),
+        "cross": (2, 3, *heads, 6, 7),
+    }
+    assert model.training and not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+    for value in maps.values():
+        assert_same(value.sum(-1), torch.ones_like(value[..., 0]), "sum over the keys")
+    assert (maps["decoder"].triu(1) == 0).all()
+    for row, length in enumerate(SOURCE_LENGTHS):
+        assert (maps["cross"][:, row, ..., length:] == 0).all() and (maps["encoder"][:, row, ..., length:] == 0).all()
+    # The first layer's map, by hand.
+    attention = model.encoder.layers[0].self_attn
+    y = model.encoder.layers[0].norm1(model.eval().embedding(source))[2]
+    q, k = (F.linear(y, w).unflatten(-1, (4, 4)).transpose(0, 1) for w in attention.in_proj_weight.split(16)[:2])
+    expected = (q @ k.mT / 2).softmax(-1)
+    assert_same(maps["encoder"][0, 2], expected.mean(0) if average else expected, "weights")
+
+
+@pytest.mark.parametrize("options", [{}, {"num_kv_heads": 2}, {"tie_embeddings": False}], ids=str)
+def test_initialisation(options):
+    model = Transformer(TransformerConfig(**{**SMALL, "d_model": 64, "d_ff": 96, **options}))
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            assert (parameter == 0).all(), name
+        elif "norm" in name:
+            assert (parameter == 1).all(), name
+        elif "embedding" in name:
+            assert abs(parameter.std() - 64**-0.5) < 0.1 * 64**-0.5 and parameter.abs().max() > 2 * 64**-0.5, name
+        else:
+            kv = 16 * model.config.num_kv_heads if options.get("num_kv_heads") else 64
+            blocks = parameter.split([64, kv, kv]) if name.endswith("in_proj_weight") else [parameter]
+            for block in blocks:
+                # Uniform in +-sqrt(6 / (fan_in + fan_out)).
+                bound = math.sqrt(6 / sum(block.shape))
+                assert 0.95 * bound < block.abs().max() <= bound, name
+                assert abs(block.std() - bound / math.sqrt(3)) < 0.1 * bound, name
+
+
+def test_presets():
+    base = Transformer.from_preset("base", vocab_size=100, device="meta")
+    c = base.config
+    assert (c.d_model, c.d_ff, c.num_heads, c.num_encoder_layers, c.num_decoder_layers) == (512, 2048, 8, 6, 6)
+    assert (c.dropout, c.attention_dropout, c.activation_dropout) == (0.1, 0.1, 0.1)
+    assert c.norm_first and c.positions == "concatenated" and c.layer_norm_eps == 1e-6 and c.tie_embeddings
+    assert base.encoder.norm is not None and base.decoder.norm is not None
+    assert all(m.in_proj_bias is None for m in base.modules() if isinstance(m, MultiheadAttention))
+    assert base.encoder.layers[0].linear1.bias is not None
+    # 6 layers of (4 d^2 + FFN + 2 norms), 6 of (8 d^2 + FFN + 3 norms), 2 final norms, one embedding.
+    ffn = 2 * 512 * 2048 + 2048 + 512
+    expected = 6 * (4 * 512**2 + ffn + 4 * 512) + 6 * (8 * 512**2 + ffn + 6 * 512) + 2 * 1024 + 100 * 512
+    assert sum(p.numel() for p in base.parameters()) == expected
+    paper = Transformer.from_preset("base-paper", vocab_size=100, device="meta")
+    c = paper.config
+    assert (
+        not c.norm_first and c.positions == "interleaved" and paper.encoder.norm is None and paper.decoder.norm is None
+    )
+    assert (c.dropout, c.attention_dropout, c.activation_dropout) == (0.1, 0.0, 0.0)
+    big = Transformer.from_preset("big", vocab_size=100, device="meta").config
+    assert (big.d_model, big.d_ff, big.num_heads, big.dropout) == (1024, 4096, 16, 0.3)
+    tiny = Transformer.from_preset("tiny", vocab_size=100, dropout=0.0).config
+    assert (tiny.d_model, tiny.d_ff, tiny.num_heads, tiny.num_encoder_layers, tiny.dropout) == (128, 512, 4, 2, 0.0)
+
+
+def test_dropouts_of_the_config_arrive():
+    model = model_of(dropout=0.1, attention_dropout=0.2, activation_dropout=0.3)
+    for layer in (*model.encoder.layers, *model.decoder.layers):
+        assert (layer.dropout1.p, layer.self_attn.dropout, layer.dropout.p) == (0.1, 0.2, 0.3)
+    assert model.embedding.dropout == 0.1
+    source, shifted, _ = batch()
+    assert not torch.equal(model(source, shifted), model(source, shifted))
+    model.eval()
+    assert torch.equal(model(source, shifted), model(source, shifted))
+
+
+@pytest.mark.parametrize("options", [{}, {"norm_first": False}], ids=["pre-norm", "post-norm"])
+@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
+def test_compiles_in_one_graph(options, packed):
+    model = model_of(**options, dropout=0.1)
+    source, shifted, target = batch()
+    layouts = {}
+    if packed:
+        source_layout = SequenceLayout.packed(torch.tensor(SOURCE_LENGTHS), 7)
+        target_layout = SequenceLayout.packed(torch.tensor(TARGET_LENGTHS), 6)
+        source, shifted, target = source_layout.pack(source), target_layout.pack(shifted), target_layout.pack(target)
+        layouts = {"source_layout": source_layout, "target_layout": target_layout}
+    compiled = torch.compile(model.loss, backend="aot_eager", fullgraph=True)
+    results = []
+    for loss in (model.loss, compiled):
+        torch.manual_seed(3)
+        value = loss(source, shifted, target, **layouts)
+        results.append([value, *torch.autograd.grad(value, list(model.parameters()))])
+    for name, a, b in zip(["loss", *dict(model.named_parameters())], *results, strict=True):
+        assert_same(b, a, name)
+
+
+def test_bfloat16_autocast_and_cache():
+    model = model_of().float()
+    source, shifted, target = batch()
+    exact = model.loss(source, shifted, target)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model.loss(source, shifted, target)
+        loss.backward()
+        assert loss.dtype == torch.float32 and abs(loss - exact) < 0.02 * exact
+        assert all(p.grad.dtype == torch.float32 and p.grad.isfinite().all() for p in model.parameters())
+        with torch.inference_mode():
+            memory = model.encode(source)
+            cache = model.new_cache(3, 6, memory, memory_layout=SequenceLayout.from_ids(source))
+            assert cache.k.dtype == torch.bfloat16 and cache.cross_k.dtype == torch.bfloat16
+            hidden = torch.cat([model.decode(shifted[:, i : i + 2], None, cache=cache) for i in (0, 2, 4)], 1)
+            whole = model.decode(shifted, memory, memory_layout=SequenceLayout.from_ids(source))
+    assert (hidden - whole).abs().max() < 0.1 * whole.abs().max()
+
+
+def test_bad_input():
+    model = model_of()
+    source, shifted, _ = batch()
+    with pytest.raises(ValueError, match="source ids from 0 to 22, got 0 to 23: was another tokenizer used"):
+        model(source.masked_fill(source == source.max(), 23), shifted)
+    with pytest.raises(ValueError, match="target ids from 0 to 22, got -1 to"):
+        model(source, shifted - 1)
+    with pytest.raises(ValueError, match="source sequences of at most max_len = 12 tokens, got 13"):
+        model(torch.ones(1, 13, dtype=torch.int64), shifted[:1])
+    with pytest.raises(ValueError, match="target sequences of at most max_len = 12 tokens, got 14"):
+        model(source[:1], torch.ones(1, 14, dtype=torch.int64))
+    with pytest.raises(ValueError, match=r"source ids of shape \(batch, seqlen\), or a packed layout, got \(7,\)"):
+        model(source[0], shifted[0])
+    with pytest.raises(ValueError, match="source ids of int64 or int32, got torch.float32"):
+        model(source.float(), shifted)
+    layout = SequenceLayout.packed(torch.tensor([3, 2]), 3)
+    with pytest.raises(ValueError, match="expected 5 packed source ids, as the layout has, got 7"):
+        model.encode(source[2], layout)
+    with torch.inference_mode():
+        cache = model.new_cache(3, 20, model.encode(source))
+        model.decode(torch.ones(3, 10, dtype=torch.int64), None, cache=cache)
+        with pytest.raises(ValueError, match="target sequences of at most max_len = 12 tokens, got 13"):
+            model.decode(torch.ones(3, 3, dtype=torch.int64), None, cache=cache)
+
+
+def test_bad_settings():
+    with pytest.raises(ValueError, match="a preset out of .*'tiny'.*, got 'huge'"):
+        Transformer.from_preset("huge", vocab_size=5)
+    with pytest.raises(ValueError, match="TransformerConfig has no setting 'd_modle'; did you mean 'd_model'"):
+        Transformer.from_preset("tiny", vocab_size=5, d_modle=3)
+    with pytest.raises(ValueError, match="expected positions out of .* got 'rotary'"):
+        TransformerConfig(5, positions="rotary")
+    with pytest.raises(ValueError, match="vocab_size >= 2 and max_len >= 1, got 1 and 1024"):
+        TransformerConfig(1)
+    with pytest.raises(ValueError, match="tie_embeddings needs one vocabulary"):
+        TransformerConfig(5, source_vocab_size=6)
