@@ -1,0 +1,42 @@
+"""A picture of what a translation looked at."""
+
+from __future__ import annotations
+
+import os
+
+from torch import Tensor
+
+
+def draw_attention(
+    source: list[str], target: list[str], weights: Tensor, path: str | os.PathLike, title: str = ""
+) -> None:
+    """Draws cross-attention as a source-target heatmap, one panel a layer, heads averaged.
+
+    Args:
+        source, target: the tokens, as `Translator.attention` gives them.
+        weights: (num_layers, num_heads, len(target), len(source)).
+        path: of the PNG (or another format of matplotlib's).
+        title: above the panels.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError("drawing needs matplotlib: pip install 'fastformer[plot]'") from error
+    layers = weights.mean(1)
+    width, height = max(2.5, 0.32 * len(source) + 1.0), max(2.5, 0.3 * len(target) + 1.4)
+    figure = Figure(figsize=(width * len(layers) + 0.6, height), layout="constrained")
+    panels = figure.subplots(1, len(layers), squeeze=False)[0]
+    for number, (panel, layer) in enumerate(zip(panels, layers, strict=True), 1):
+        image = panel.imshow(layer, cmap="viridis", vmin=0.0, vmax=1.0, aspect="auto")
+        panel.set_xticks(range(len(source)), source, rotation=60, ha="right", rotation_mode="anchor")
+        panel.set_yticks(range(len(target)), target)
+        panel.set_title(f"decoder layer {number}")
+        panel.set_xlabel("source token")
+    panels[0].set_ylabel("target token")
+    figure.colorbar(image, ax=list(panels), label="attention weight, mean of the heads")
+    if title:
+        figure.suptitle(title)
+    figure.savefig(path, dpi=150)

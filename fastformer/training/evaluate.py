@@ -1,0 +1,95 @@
+"""What validation says of a model: the plain negative log-likelihood, and for translators exact match, BLEU and chrF."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from fastformer.data import Batch, Example, collate, plan_epoch
+from fastformer.generation import Translator
+
+
+@dataclass
+class Scores:
+    """The result of a validation.
+
+    Attributes:
+        nll: mean negative log-likelihood of a real target token, in nats, without label smoothing.
+        exact_match: share of translations equal to the reference; None when nothing was translated.
+        bleu, chrf: sacreBLEU's scores of the corpus, None without the library; signatures say how.
+        samples: (source, translation, reference).
+    """
+
+    nll: float
+    exact_match: float | None = None
+    bleu: float | None = None
+    chrf: float | None = None
+    signatures: dict[str, str] = field(default_factory=dict)
+    samples: list[tuple[str, str, str]] = field(default_factory=list)
+
+    @property
+    def best(self) -> float:
+        """What "better" means: BLEU where there is one, else exact match, else the likelihood; higher is better."""
+        if self.bleu is not None:
+            return self.bleu
+        return -self.nll if self.exact_match is None else self.exact_match
+
+
+def model_loss(model: nn.Module, batch: Batch, **options: Any) -> torch.Tensor:
+    """The summed loss of a batch, whichever model it is."""
+    if batch.source is None:
+        return model.loss(batch.target_in, batch.target_out, layout=batch.target_layout, **options)  # type: ignore
+    return model.loss(  # type: ignore[operator]
+        batch.source,
+        batch.target_in,
+        batch.target_out,
+        source_layout=batch.source_layout,
+        target_layout=batch.target_layout,
+        **options,
+    )
+
+
+def lengths_of(examples: list[Example]) -> torch.Tensor:
+    """(examples, 2): source and target lengths."""
+    return torch.tensor([[len(example.source), len(example.target)] for example in examples])
+
+
+@torch.inference_mode()
+def negative_log_likelihood(
+    model: nn.Module, examples: list[Example], *, max_tokens: int, packed: bool, device: torch.device
+) -> float:
+    """Mean NLL of a real target token, in nats."""
+    was_training = model.training
+    model.eval()
+    plan = plan_epoch(
+        lengths_of(examples), max_tokens=max_tokens, batching="packed" if packed else "bucketed", seed=0, epoch=0
+    )
+    total, tokens = 0.0, 0
+    for indices in plan:
+        batch = collate([examples[i] for i in indices], packed=packed).to(device)
+        total += float(model_loss(model, batch))
+        tokens += batch.num_target_tokens
+    model.train(was_training)
+    return total / max(tokens, 1)
+
+
+def translate_and_score(
+    translator: Translator, pairs: list[tuple[str, str]], nll: float, num_samples: int, **options: Any
+) -> Scores:
+    """Translates the sources and compares with the references."""
+    sources, references = [source for source, _ in pairs], [target for _, target in pairs]
+    found = translator.translate(sources, **options)
+    scores = Scores(nll, exact_match=sum(a == b for a, b in zip(found, references, strict=True)) / len(pairs))
+    scores.samples = list(zip(sources, found, references, strict=True))[:num_samples]
+    try:
+        from sacrebleu.metrics import BLEU, CHRF
+    except ImportError:
+        return scores  # exact match is there
+    bleu, chrf = BLEU(), CHRF()
+    scores.bleu = bleu.corpus_score(found, [references]).score
+    scores.chrf = chrf.corpus_score(found, [references]).score
+    scores.signatures = {"bleu": str(bleu.get_signature()), "chrf": str(chrf.get_signature())}
+    return scores
