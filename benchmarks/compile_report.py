@@ -3,7 +3,7 @@
     python -m benchmarks.compile_report [--arch 90 ...] [--only attention] [--quick] [--out FILE]
 
 The launchers themselves are called, on fake CUDA tensors, with Triton's launch replaced by a recorder; what they would
-have launched is compiled for each architecture. So the report sees the tiles, the types and the specialisation that ship.
+have launched is compiled for each architecture. So the report sees the tiles, types and specialisation that ship.
 Exit status 1 on a violation: a compile error, spilled registers, more shared memory than the architecture has, or fewer
 matrix instructions than the kernel has products.
 """

@@ -264,9 +264,19 @@ def last_dim_contiguous(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def strides(x: Tensor, packed: bool) -> tuple[int, int, int]:
-    """(batch, row, head) strides; a packed tensor has no batch stride."""
-    return (0, x.stride(0), x.stride(1)) if packed else (x.stride(0), x.stride(1), x.stride(2))
+def stride_unit(*tensors: Tensor) -> int:
+    """8 where every stride is a multiple of 8, else 1: kernels take strides in this unit.
+
+    They multiply by it, so that the compiler sees that rows can be read 16 bytes at a time also where a stride is no
+    multiple of 16 (head_dim 40), which is all that Triton tells it about an integer.
+    """
+    return 8 if all(stride % 8 == 0 for x in tensors for stride in x.stride()[:-1]) else 1
+
+
+def strides(x: Tensor, packed: bool, unit: int) -> tuple[int, int, int]:
+    """(batch, row, head) strides in `unit`s; a packed tensor has no batch stride."""
+    batch, row, head = (0, *x.stride()[:2]) if packed else x.stride()[:3]
+    return batch // unit, row // unit, head // unit
 
 
 def planes_together(num_planes: int, bytes_each: int) -> int:

@@ -1,10 +1,11 @@
 """Tile sizes of the attention kernels: static tables, so that no first call waits for a tuner.
 
 No row has been measured on a device yet. Each was chosen by what it compiles to (`benchmarks/compile_report.py`: no
-spills, shared memory within the architecture's limit, wgmma or tcgen05 where the tile has 64 rows) and by the tiles that
-published kernels use. A file of measured rows overrides them (`_tuning.py`).
+spills, shared memory within the architecture's limit, wgmma or tcgen05 where the tile has 64 rows) and by the tiles
+that published kernels use. A file of measured rows overrides them (`_tuning.py`).
 
-`load` says how much the loop carries beside the products: 0 nothing, 1 a mask or dropout, 2 both. Each takes registers.
+`load` counts what the loop carries beside the products: a mask, dropout and, backward, the loop over a group's heads.
+Each takes registers. A row names the config for load 0, 1, ..., the last for all greater.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import NamedTuple
 import torch
 
 from fastformer.kernels import _tuning
+from fastformer.kernels._attention_common import Problem
 
 
 class Config(NamedTuple):
@@ -35,86 +37,91 @@ class Call(NamedTuple):
     bucket: str  # "short": up to 256 rows and keys; "long"
 
 
-def call_of(capability: int, problem, dtype: torch.dtype, masked: bool) -> Call:
+def call_of(capability: int, problem: Problem, dtype: torch.dtype, masked: bool, *, backward: bool) -> Call:
     """The key of a described call."""
     return Call(
         capability,
         dtype == torch.float32,
         problem.block_d,
-        int(masked) + int(problem.threshold >= 0),
+        int(masked) + int(problem.threshold >= 0) + int(backward and problem.group > 1),
         problem.window_right is not None,
         "short" if max(problem.seqlen_q, problem.seqlen_k) <= 256 else "long",
     )
 
 
-# (architecture's row, block_d up to) -> the config for load 0, 1, 2. Rows: 80 for all whose products are mma.sync
+# (architecture's row, block_d up to) -> configs by load. Rows: 80 for all whose products are mma.sync
 # (sm_80 to 89, and 120: they fit 99 KB of shared memory), 90 for wgmma, 100 for tcgen05.
 FORWARD = {
-    (80, 32): (Config(128, 64, 4, 2), Config(64, 64, 4, 2), Config(64, 64, 4, 2)),
-    (80, 64): (Config(128, 64, 8, 2),) * 3,
-    (80, 128): (Config(128, 32, 8, 2),) * 3,
-    (80, 256): (Config(64, 32, 8, 2),) * 3,
-    (90, 32): (Config(128, 64, 4, 3), Config(64, 64, 4, 3), Config(64, 64, 4, 3)),
-    (90, 64): (Config(128, 64, 8, 3),) * 3,
+    (80, 32): (Config(128, 64, 4, 2), Config(64, 64, 4, 2)),
+    (80, 64): (Config(128, 64, 8, 2),),
+    (80, 128): (Config(128, 32, 8, 2),),
+    (80, 256): (Config(64, 32, 8, 2),),
+    (90, 32): (Config(128, 64, 4, 3), Config(64, 64, 4, 3)),
+    (90, 64): (Config(128, 64, 8, 3),),
     (90, 128): (Config(128, 64, 8, 3), Config(128, 64, 8, 3), Config(128, 32, 8, 3)),
-    (90, 256): (Config(128, 64, 8, 2), Config(128, 32, 8, 2), Config(128, 32, 8, 2)),
-    (100, 32): (Config(128, 64, 8, 3),) * 3,
-    (100, 64): (Config(128, 64, 8, 3),) * 3,
-    (100, 128): (Config(128, 64, 8, 3),) * 3,
-    (100, 256): (Config(128, 32, 8, 2),) * 3,
+    (90, 256): (Config(128, 32, 8, 2),),
+    (100, 32): (Config(128, 64, 8, 3),),
+    (100, 64): (Config(128, 64, 8, 3),),
+    (100, 128): (Config(128, 64, 8, 3),),
+    (100, 256): (Config(128, 32, 8, 2),),
 }
 # With few rows a tile of 64 makes twice the programs.
 FORWARD_SHORT = {
-    (80, 64): (Config(64, 64, 4, 2),) * 3,
-    (90, 64): (Config(64, 64, 4, 3),) * 3,
-    (90, 128): (Config(64, 64, 8, 2),) * 3,
-    (100, 64): (Config(64, 64, 4, 3),) * 3,
+    (80, 64): (Config(64, 64, 4, 2),),
+    (90, 64): (Config(64, 64, 4, 3),),
+    (90, 128): (Config(64, 64, 8, 2),),
+    (100, 64): (Config(64, 64, 4, 3),),
 }
 FORWARD_FP32 = {
-    (80, 64): (Config(64, 32, 8, 1),) * 3,
-    (80, 128): (Config(16, 32, 8, 1),) * 3,
-    (90, 64): (Config(64, 32, 4, 2),) * 3,
-    (90, 128): (Config(16, 32, 8, 1),) * 3,
-    (100, 64): (Config(64, 32, 8, 2),) * 3,
-    (100, 128): (Config(16, 32, 8, 2),) * 3,
+    (80, 64): (Config(64, 32, 8, 1),),
+    (80, 128): (Config(16, 32, 8, 1),),
+    (90, 64): (Config(64, 32, 4, 2),),
+    (90, 128): (Config(16, 32, 8, 1),),
+    (100, 64): (Config(64, 32, 8, 2),),
+    (100, 128): (Config(16, 32, 8, 2),),
 }
 BACKWARD = {
-    (80, 64): (Config(32, 64, 4, 1), Config(32, 64, 8, 1), Config(32, 64, 8, 1)),
-    (80, 128): (Config(32, 64, 8, 2),) * 3,
-    (80, 256): (Config(16, 32, 8, 1, split=True),) * 3,
-    (90, 64): (Config(64, 128, 8, 2), Config(32, 128, 8, 2), Config(32, 128, 8, 2)),
-    (90, 128): (Config(32, 128, 8, 2), Config(32, 64, 8, 2), Config(16, 128, 8, 2)),
-    (90, 256): (Config(32, 32, 8, 2, split=True),) * 3,
-    (100, 64): (Config(32, 128, 8, 2),) * 3,
-    (100, 128): (Config(32, 128, 8, 2),) * 3,
-    (100, 256): (Config(32, 32, 8, 2, split=True),) * 3,
+    (80, 64): (Config(32, 64, 4, 1), Config(32, 64, 8, 1)),
+    (80, 128): (Config(32, 64, 8, 2),),
+    (80, 256): (Config(16, 32, 8, 1, split=True),),
+    (90, 64): (Config(64, 128, 8, 2), Config(32, 128, 8, 2), Config(32, 128, 8, 2), Config(16, 128, 8, 2)),
+    (90, 128): (
+        Config(32, 128, 8, 2),
+        Config(16, 128, 8, 2),
+        Config(16, 64, 8, 2),
+        Config(16, 64, 8, 2, split=True),
+    ),
+    (90, 256): (Config(32, 32, 8, 2, split=True),),
+    (100, 64): (Config(32, 128, 8, 2),),
+    (100, 128): (Config(32, 128, 8, 2),),
+    (100, 256): (Config(32, 32, 8, 2, split=True),),
 }
 BACKWARD_FP32 = {
-    (80, 64): (Config(32, 32, 8, 1), Config(16, 32, 8, 1), Config(16, 32, 8, 1)),
-    (80, 128): (Config(32, 16, 8, 1),) * 3,
-    (90, 64): (Config(32, 32, 8, 1), Config(16, 32, 8, 1), Config(16, 32, 8, 1)),
-    (90, 128): (Config(32, 16, 8, 1),) * 3,
-    (100, 64): (Config(32, 32, 8, 2), Config(16, 32, 8, 2), Config(16, 32, 8, 2)),
-    (100, 128): (Config(32, 16, 8, 2),) * 3,
+    (80, 64): (Config(32, 32, 8, 1), Config(16, 32, 8, 1)),
+    (80, 128): (Config(16, 16, 8, 1), Config(16, 16, 8, 1, split=True)),
+    (90, 64): (Config(32, 32, 8, 1), Config(16, 32, 8, 1)),
+    (90, 128): (Config(32, 16, 8, 1),),
+    (100, 64): (Config(32, 32, 8, 2), Config(16, 32, 8, 2)),
+    (100, 128): (Config(32, 16, 8, 2),),
 }
 DQ = {
-    (80, 64): (Config(64, 64, 8, 1),) * 3,
-    (80, 128): (Config(64, 32, 8, 1),) * 3,
-    (80, 256): (Config(32, 32, 8, 1),) * 3,
-    (90, 64): (Config(128, 64, 8, 2),) * 3,
-    (90, 128): (Config(128, 64, 8, 2),) * 3,
-    (90, 256): (Config(64, 16, 8, 2),) * 3,
-    (100, 64): (Config(128, 64, 8, 2),) * 3,
-    (100, 128): (Config(128, 32, 8, 2),) * 3,
-    (100, 256): (Config(32, 32, 8, 2),) * 3,
+    (80, 64): (Config(64, 64, 8, 1),),
+    (80, 128): (Config(64, 32, 8, 1),),
+    (80, 256): (Config(32, 32, 8, 1),),
+    (90, 64): (Config(128, 64, 8, 2),),
+    (90, 128): (Config(128, 64, 8, 2),),
+    (90, 256): (Config(64, 16, 8, 2),),
+    (100, 64): (Config(128, 64, 8, 2),),
+    (100, 128): (Config(128, 32, 8, 2),),
+    (100, 256): (Config(32, 32, 8, 2),),
 }
 DQ_FP32 = {
-    (80, 64): (Config(32, 32, 8, 1),) * 3,
-    (80, 128): (Config(16, 32, 8, 1),) * 3,
-    (90, 64): (Config(32, 32, 8, 1),) * 3,
-    (90, 128): (Config(16, 32, 8, 1),) * 3,
-    (100, 64): (Config(32, 32, 8, 2),) * 3,
-    (100, 128): (Config(16, 32, 8, 2),) * 3,
+    (80, 64): (Config(32, 32, 8, 1),),
+    (80, 128): (Config(16, 16, 8, 1),),
+    (90, 64): (Config(32, 32, 8, 1),),
+    (90, 128): (Config(16, 16, 8, 1),),
+    (100, 64): (Config(32, 32, 8, 2),),
+    (100, 128): (Config(16, 16, 8, 2),),
 }
 # fp32's three products an operand pair spill in every tile of a larger head.
 LARGEST_FP32_HEAD_DIM = 128
@@ -136,7 +143,7 @@ def _look_up(kernel: str, call: Call, *tables: dict[tuple[int, int], tuple[Confi
     for table in tables:
         for (row, largest), configs in table.items():
             if row == _row(call.capability) and call.block_d <= largest:
-                return configs[call.load]
+                return configs[min(call.load, len(configs) - 1)]
     raise AssertionError(f"no config for {call}")
 
 

@@ -150,11 +150,27 @@ def _dq_kernel(
     DROPOUT: tl.constexpr,
     COUNT_WORK: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    UNIT: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
+    stride_qb *= UNIT
+    stride_qm *= UNIT
+    stride_qh *= UNIT
+    stride_kb *= UNIT
+    stride_kn *= UNIT
+    stride_kh *= UNIT
+    stride_vb *= UNIT
+    stride_vn *= UNIT
+    stride_vh *= UNIT
+    stride_db *= UNIT
+    stride_dm *= UNIT
+    stride_dh *= UNIT
+    stride_dqb *= UNIT
+    stride_dqm *= UNIT
+    stride_dqh *= UNIT
     block, plane = which_block(num_blocks, num_planes, together, HAS_RIGHT)
     batch = plane // num_heads
     head = plane % num_heads

@@ -1,7 +1,7 @@
-"""Measured tile sizes that persist: read once a process, written by an explicit tuning run, never by an ordinary call.
+"""Measured tile sizes that persist: read once a process, written by a tuning run, never by an ordinary call.
 
-The file is JSON, {kernel: {key: [config fields]}}, at FASTFORMER_TUNING_FILE or ~/.cache/fastformer/tuning.json. The key
-names the call and Triton's version, since another compiler may spill where this one does not.
+The file is JSON, {kernel: {key: [config fields]}}, at FASTFORMER_TUNING_FILE or ~/.cache/fastformer/tuning.json. The
+key names the call and Triton's version, since another compiler may spill where this one does not.
 """
 
 from __future__ import annotations

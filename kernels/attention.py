@@ -32,6 +32,7 @@ from fastformer.kernels._attention_common import (
     planes_together,
     sequence_bounds,
     softmax_weights,
+    stride_unit,
     strides,
     visible_tile,
     which_block,
@@ -174,11 +175,24 @@ def _attention_fwd_kernel(
     DROPOUT: tl.constexpr,
     COUNT_WORK: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    UNIT: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
+    stride_qb *= UNIT
+    stride_qm *= UNIT
+    stride_qh *= UNIT
+    stride_kb *= UNIT
+    stride_kn *= UNIT
+    stride_kh *= UNIT
+    stride_vb *= UNIT
+    stride_vn *= UNIT
+    stride_vh *= UNIT
+    stride_ob *= UNIT
+    stride_om *= UNIT
+    stride_oh *= UNIT
     block, plane = which_block(num_blocks, num_planes, together, HAS_RIGHT)
     batch = plane // num_heads
     head = plane % num_heads
@@ -226,8 +240,8 @@ def _attention_fwd_kernel(
         edge = full_last
     acc, total, peak = _attend_blocks(
         acc, total, peak, q, k_ptr, v_ptr, mask_ptrs, rows, edge, left_blocks, full_last, edge_blocks, len_q, len_k,
-        diagonal, window_left, window_right, stride_kn, stride_vn, stride_mask_n, softmax_scale, plane, key0, key1, offset,
-        threshold, work_ptr, HAS_LEFT, HAS_RIGHT, MASK, DROPOUT, True, COUNT_WORK, HEAD_DIM, BLOCK_M, BLOCK_N,
+        diagonal, window_left, window_right, stride_kn, stride_vn, stride_mask_n, softmax_scale, plane, key0, key1,
+        offset, threshold, work_ptr, HAS_LEFT, HAS_RIGHT, MASK, DROPOUT, True, COUNT_WORK, HEAD_DIM, BLOCK_M, BLOCK_N,
         BLOCK_D, PRECISION,
     )  # fmt: skip
 
@@ -267,7 +281,8 @@ def launch_forward(
         lse = torch.empty(shape, dtype=torch.float32, device=q.device)
     if q.numel() == 0 or problem.seqlen_q == 0:
         return out, lse
-    config = config or forward_config(call_of(architecture(q), problem, q.dtype, attn_mask is not None))
+    config = config or forward_config(call_of(architecture(q), problem, q.dtype, attn_mask is not None, backward=False))
+    unit = stride_unit(q, k, v, out)
     num_blocks = triton.cdiv(problem.seqlen_q, config.block_m)
     num_planes = problem.batch * problem.num_heads
     kv_bytes = 2 * problem.seqlen_k * problem.head_dim * q.element_size() // problem.group
@@ -279,7 +294,7 @@ def launch_forward(
         problem.softmax_scale, 65536 / (65536 - dropped) if dropped < 65536 else 0.0, dropped,
         problem.seqlen_q, problem.seqlen_k, problem.window_left or 0, problem.window_right or 0,
         problem.num_heads, problem.group, num_planes, num_blocks, planes_together(num_planes, kv_bytes),
-        *strides(q, packed), *strides(k, packed), *strides(v, packed), *strides(out, packed),
+        *strides(q, packed, unit), *strides(k, packed, unit), *strides(v, packed, unit), *strides(out, packed, unit),
         0 if packed else lse.stride(0), lse.stride(-2),
         *mask_strides(attn_mask),
         LENGTHS=problem.lengths,
@@ -289,6 +304,7 @@ def launch_forward(
         DROPOUT=problem.threshold >= 0,
         COUNT_WORK=work_counter is not None,
         HEAD_DIM=problem.head_dim,
+        UNIT=unit,
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
         BLOCK_D=problem.block_d,

@@ -34,6 +34,7 @@ from fastformer.kernels._attention_common import (
     row_range,
     sequence_bounds,
     softmax_weights,
+    stride_unit,
     strides,
     visible_tile,
     which_block,
@@ -69,10 +70,17 @@ def _rows_kernel(
     stride_dm,
     stride_dh,
     HEAD_DIM: tl.constexpr,
+    UNIT: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
     """delta = rowsum(out * dout), and lse with +inf for empty rows, for BLOCK_M rows of one plane of lse."""
+    stride_ob *= UNIT
+    stride_om *= UNIT
+    stride_oh *= UNIT
+    stride_db *= UNIT
+    stride_dm *= UNIT
+    stride_dh *= UNIT
     plane = tl.program_id(0) // num_blocks
     first_row = (tl.program_id(0) % num_blocks) * BLOCK_M
     batch = (plane // num_heads).to(tl.int64)
@@ -266,11 +274,30 @@ def _dkdv_kernel(
     GROUPED: tl.constexpr,
     COUNT_WORK: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    UNIT: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
+    stride_qb *= UNIT
+    stride_qm *= UNIT
+    stride_qh *= UNIT
+    stride_kb *= UNIT
+    stride_kn *= UNIT
+    stride_kh *= UNIT
+    stride_vb *= UNIT
+    stride_vn *= UNIT
+    stride_vh *= UNIT
+    stride_db *= UNIT
+    stride_dm *= UNIT
+    stride_dh *= UNIT
+    stride_dqb *= UNIT
+    stride_dqm *= UNIT
+    stride_dqh *= UNIT
+    stride_dkb *= UNIT
+    stride_dkn *= UNIT
+    stride_dkh *= UNIT
     # The first keys of a causal matrix have the most rows, so their blocks start first.
     block, plane = which_block(num_blocks, num_planes, together, HAS_LEFT and not HAS_RIGHT)
     num_kv_heads = num_heads // group
@@ -385,7 +412,7 @@ def launch_backward(
             dmask = torch.zeros(attn_mask.shape, dtype=attn_mask.dtype, device=q.device)
         return new(q, q.shape), dk, dv, dmask
 
-    call = call_of(architecture(q), problem, q.dtype, attn_mask is not None)
+    call = call_of(architecture(q), problem, q.dtype, attn_mask is not None, backward=True)
     config = config or backward_config(call)
     deterministic = torch.are_deterministic_algorithms_enabled()
     if problem.seqlen_k <= config.block_n:
@@ -398,14 +425,15 @@ def launch_backward(
     if needs_mask_grad:
         dmask_mode, dmask = _dmask_buffer(attn_mask, problem, deterministic)
 
+    unit = stride_unit(q, k, v, dout, out, dq, dk)
     delta, row_lse = torch.empty_like(lse), torch.empty_like(lse)
     rows = lse.shape[-1]
     rows_block = max(1, min(64, 4096 // problem.block_d))
     rows_blocks = triton.cdiv(rows, rows_block)
     _rows_kernel[(rows_blocks * (lse.numel() // rows),)](
         out, dout, lse, delta, row_lse, problem.num_heads, rows, rows_blocks,
-        *strides(out, packed), *strides(dout, packed),
-        HEAD_DIM=problem.head_dim, BLOCK_M=rows_block, BLOCK_D=problem.block_d, num_warps=4,
+        *strides(out, packed, unit), *strides(dout, packed, unit),
+        HEAD_DIM=problem.head_dim, UNIT=unit, BLOCK_M=rows_block, BLOCK_D=problem.block_d, num_warps=4,
     )  # fmt: skip
 
     dropped = max(problem.threshold, 0)
@@ -419,6 +447,7 @@ def launch_backward(
         "DROPOUT": problem.threshold >= 0,
         "COUNT_WORK": work_counter is not None,
         "HEAD_DIM": problem.head_dim,
+        "UNIT": unit,
         "BLOCK_D": problem.block_d,
         "PRECISION": problem.precision,
     }
@@ -435,8 +464,8 @@ def launch_backward(
         mask_bytes(attn_mask), dmask if dmask_mode != "none" else None,
         problem.seqlens_q, problem.seqlens_k, problem.dropout_seed, work_counter,
         *sizes, num_planes, num_blocks, planes_together(num_planes, q_bytes),
-        *strides(q, packed), *strides(k, packed), *strides(v, packed), *strides(dout, packed),
-        *strides(dq, packed), *strides(dk, packed), *lse_strides,
+        *strides(q, packed, unit), *strides(k, packed, unit), *strides(v, packed, unit), *strides(dout, packed, unit),
+        *strides(dq, packed, unit), *strides(dk, packed, unit), *lse_strides,
         *mask_strides(attn_mask), *mask_strides(dmask if dmask_mode != "none" else None),
         **shared,
         DQ=dq_mode, DMASK=dmask_mode, GROUPED=problem.group > 1,
@@ -452,8 +481,8 @@ def launch_backward(
             q, k, v, dout, delta, row_lse, dq, mask_bytes(attn_mask),
             problem.seqlens_q, problem.seqlens_k, problem.dropout_seed, work_counter,
             *sizes, num_planes, num_blocks, planes_together(num_planes, kv_bytes),
-            *strides(q, packed), *strides(k, packed), *strides(v, packed), *strides(dout, packed),
-            *strides(dq, packed), *lse_strides, *mask_strides(attn_mask),
+            *strides(q, packed, unit), *strides(k, packed, unit), *strides(v, packed, unit),
+            *strides(dout, packed, unit), *strides(dq, packed, unit), *lse_strides, *mask_strides(attn_mask),
             **shared,
             BLOCK_M=config.block_m, BLOCK_N=config.block_n, num_warps=config.num_warps, num_stages=config.num_stages,
         )  # fmt: skip

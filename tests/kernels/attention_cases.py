@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fastformer.ops._dropout import keep_mask, keep_scale
-from tests.checks import assert_accurate
+from tests.checks import assert_accurate, error
 
 SEED = (0x1234567_89ABCDEF, 0x0FEDCBA9_87654321)
 
@@ -211,5 +211,12 @@ def check(case: Case, dtype: torch.dtype, device: str = "cpu", inputs: dict[str,
     if case.packed:
         exact, eager = packed_results(case, exact), packed_results(case, eager)
     for name, value in ours.items():
+        if dtype == torch.float32 and value.is_cuda:
+            # Three TF32 products carry 2**-21 or so each, not eager's 2**-24: the bound that the docs state.
+            finite = exact[name][exact[name].isfinite()]
+            assert error(value, exact[name]) <= 2**-18 * float(finite.abs().max()) + 2 * error(
+                eager[name], exact[name]
+            ), name
+            continue
         rival = eager[name].to(torch.float32) if name == "lse" else eager[name]
         assert_accurate(value, rival, exact[name], name)

@@ -54,6 +54,22 @@ def deterministic():
     torch.use_deterministic_algorithms(False)
 
 
+@pytest.fixture
+def repeatable(device: str):
+    """Sums in one order, where a test compares bits: on a GPU atomics add in any."""
+    torch.use_deterministic_algorithms(device == "cuda")
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """32 x 32 everywhere, on a GPU too."""
+    monkeypatch.setattr(kernels, "forward_config", lambda *_: Config(32, 32, 4, 1))
+    for chooser in ("backward_config", "choose_dq_config"):
+        monkeypatch.setattr(backward_kernels, chooser, lambda *_: Config(32, 32, 4, 1))
+
+
 def forward_problem(q: Tensor, k: Tensor, window: tuple[int | None, int | None], seqlens_k: Tensor | None = None):
     return kernels._dense(q, k, seqlens_k, q.shape[-1] ** -0.5, *window, 0.0, None)
 
@@ -132,7 +148,7 @@ def test_logits_near_minus_120(seqlen_q: int, seqlen_k: int, dtype: torch.dtype,
 
 
 def test_one_key(device: str) -> None:
-    """P is 1: out is v and dv sums dout exactly; dS is 0 but for the rounding of dP - delta, a few ulps of their terms."""
+    """P is 1: out is v, dv sums dout; dS is 0 but for the rounding of dP - delta, a few ulps of their terms."""
     for seqlen_q in (1, 70):
         case = Case(batch=1, heads=1, kv_heads=1, head_dim=16, seqlen_q=seqlen_q, seqlen_k=1)
         inputs = make_inputs(case, torch.float32, device)
@@ -144,7 +160,7 @@ def test_one_key(device: str) -> None:
         torch.testing.assert_close(results["dv"], inputs["dout"].sum(1, keepdim=True), rtol=1e-5, atol=1e-6)
 
 
-def test_strided_inputs(device: str) -> None:
+def test_strided_inputs(repeatable: None, device: str) -> None:
     """SDPA's layout (heads before rows), a packed projection's views, and a last dim with a stride."""
     case = case_of("causal", "gqa")
     inputs = make_inputs(case, torch.float32, device)
@@ -184,7 +200,7 @@ def test_nothing_at_all(device: str) -> None:
         assert dq.shape == q.shape and dk.shape == k.shape and not (dq.any() or dk.any() or dv.any())
 
 
-def test_poison_beyond_each_length(device: str) -> None:
+def test_poison_beyond_each_length(repeatable: None, device: str) -> None:
     """NaN in K and V beyond each length, and beyond the packed total in q and dout too, changes nothing."""
     nan = float("nan")
     for options in (("seqlens_k",), ("seqlens_k", "causal"), ("seqlens_k", "window", "dropout")):
@@ -213,7 +229,7 @@ def test_poison_beyond_each_length(device: str) -> None:
 
 
 @pytest.mark.parametrize("deterministic_form", [False, True])
-def test_poison_beyond_the_bound(deterministic_form: bool, device: str) -> None:
+def test_poison_beyond_the_bound(deterministic_form: bool, small_tiles: None, device: str) -> None:
     """NaN in key blocks from J on: rows before J don't feel it. NaN in rows before J: dk, dv from J on don't."""
     case = Case(batch=1, heads=1, kv_heads=1, head_dim=16, seqlen_q=128, seqlen_k=128, window=(None, 0))
     inputs = make_inputs(case, torch.float32, device)
@@ -227,7 +243,7 @@ def test_poison_beyond_the_bound(deterministic_form: bool, device: str) -> None:
             assert torch.equal(results["out"][:, :edge], clean["out"][:, :edge])
             assert torch.equal(results["lse"][..., :edge], clean["lse"][..., :edge])
             assert results["out"][:, edge:].isnan().all()
-            assert torch.equal(results["dq"][:, :edge], clean["dq"][:, :edge])
+            torch.testing.assert_close(results["dq"][:, :edge], clean["dq"][:, :edge], rtol=1e-5, atol=1e-6)
             poisoned = dict(inputs) | {key: inputs[key].clone() for key in ("q", "dout")}
             poisoned["q"][:, :edge] = poisoned["dout"][:, :edge] = float("nan")
             results = run_triton(case, poisoned)

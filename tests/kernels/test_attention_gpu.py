@@ -1,0 +1,106 @@
+"""What only a GPU can show of the attention kernels: bf16, the shipped tiles, torch.compile, CUDA graphs."""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from tests.kernels.attention_cases import OPTIONS, Case, case_of, check, make_inputs, run_triton  # noqa: E402
+
+pytestmark = pytest.mark.gpu
+
+CASES = [
+    case_of(),
+    *(case for n in (1, 2) for names in combinations(OPTIONS, n) if (case := case_of(*names)) is not None),
+]
+
+
+@pytest.fixture(autouse=True)
+def _needs_gpu() -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("no GPU")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(case.options) or "plain")
+def test_option_and_pair(case: Case, dtype: torch.dtype) -> None:
+    check(case, dtype, "cuda")
+
+
+@pytest.mark.parametrize("head_dim", [16, 32, 40, 64, 80, 96, 128, 256])
+@pytest.mark.parametrize("dropout_p", [0.0, 0.1])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_shipped_tiles(head_dim: int, dropout_p: float, deterministic: bool) -> None:
+    """Lengths beyond every tile, with tails: each config of the tables runs, both forms of the backward."""
+    torch.use_deterministic_algorithms(deterministic)
+    try:
+        for seqlen_q, seqlen_k, window in ((513, 777, (None, 0)), (777, 513, (None, None)), (300, 300, (70, 11))):
+            case = Case(
+                batch=1, heads=4, kv_heads=2, head_dim=head_dim, seqlen_q=seqlen_q, seqlen_k=seqlen_k, window=window,
+                dropout_p=dropout_p,
+            )  # fmt: skip
+            check(case, torch.bfloat16, "cuda")
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_beyond_32_bits() -> None:
+    """More than 2**31 elements in q: offsets are 64 bits wide. The last batch equals itself alone."""
+    from fastformer.kernels import attention as kernels
+
+    q = torch.randn(5, 16384, 32, 1024 // 8, device="cuda", dtype=torch.bfloat16)
+    q = q.expand(5, 16384, 32, 128)
+    big = torch.cat([q, q, q, q, q, q, q])  # 35 x 16384 x 32 x 128 = 2.3e9 elements
+    rest = (None, None, 128**-0.5, 64, 0, 0.0, None)
+    out, lse = kernels.attention_fwd(big, big, big, *rest)
+    alone, lse_alone = kernels.attention_fwd(big[-1:], big[-1:], big[-1:], *rest)
+    assert torch.equal(out[-1:], alone) and torch.equal(lse[-1:], lse_alone)
+
+
+def test_deterministic_form_repeats() -> None:
+    case = Case(batch=2, heads=4, kv_heads=2, head_dim=64, seqlen_q=700, seqlen_k=700, window=(None, 0), dropout_p=0.1)
+    inputs = make_inputs(case, torch.bfloat16, "cuda")
+    torch.use_deterministic_algorithms(True)
+    try:
+        runs = [run_triton(case, inputs) for _ in range(3)]
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for key in runs[0]:
+        assert torch.equal(runs[0][key], runs[1][key]) and torch.equal(runs[0][key], runs[2][key]), key
+
+
+def test_compile_and_cuda_graph() -> None:
+    """fullgraph and dynamic through forward and backward; a captured call replays on new data, its dropout included."""
+    from fastformer.ops import attention
+
+    def step(q, k, v, seed):
+        return attention(q, k, v, is_causal=True, dropout_p=0.1, dropout_seed=seed)
+
+    seed = torch.tensor([3, 4], device="cuda")
+    compiled = torch.compile(step, fullgraph=True, dynamic=True)
+    for n in (128, 200):
+        leaves = [torch.randn(2, n, 4, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
+        dout = torch.randn(2, n, 4, 64, device="cuda", dtype=torch.bfloat16)
+        eager_out = step(*leaves, seed)
+        eager = torch.autograd.grad(eager_out, leaves, dout)
+        out = compiled(*leaves, seed)
+        grads = torch.autograd.grad(out, leaves, dout)
+        assert torch.equal(out, eager_out)
+        for ours, theirs in zip(grads, eager, strict=True):  # dq adds up by atomics
+            torch.testing.assert_close(ours, theirs, rtol=2e-2, atol=2e-3)
+
+    static = [torch.randn(2, 200, 4, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
+    step(*static, seed)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step(*static, seed)
+    for x in static:
+        x.copy_(torch.randn_like(x))
+    seed.copy_(torch.tensor([5, 6], device="cuda"))
+    graph.replay()
+    assert torch.equal(captured, step(*static, seed))
