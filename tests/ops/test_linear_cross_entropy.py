@@ -103,8 +103,9 @@ def test_one_class(backend: str, device: str) -> None:
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_more_rows_than_a_chunk(reduction: str, backend: str, device: str) -> None:
-    compare(make_inputs((4100, 16), 40, device), reduction=reduction, label_smoothing=0.1)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_more_rows_than_a_chunk(dtype: torch.dtype, reduction: str, backend: str, device: str) -> None:
+    compare(make_inputs((4100, 16), 40, device, dtype), reduction=reduction, label_smoothing=0.1)
 
 
 @pytest.mark.parametrize("vocab_size", [32000, 50257])
@@ -206,7 +207,7 @@ def test_fp16_gradients_under_a_gradient_scaler(backend: str, device: str) -> No
     inputs = make_inputs((4096, 6), 8, device, torch.float16)
     inputs["weight"] = inputs["weight"] * 0.01
     assert_op_accurate(
-        lambda **a: linear_cross_entropy(**a).float() * 2**16, lambda **a: plain(**a).float() * 2**16, inputs
+        lambda **a: linear_cross_entropy(**a).float() * 2**12, lambda **a: plain(**a).float() * 2**12, inputs
     )
 
 
