@@ -1,0 +1,185 @@
+"""The classic that the Transformer replaced: an LSTM encoder-decoder with attention.
+
+Score functions of Luong et al. 2015, "Effective Approaches to Attention-based Neural Machine Translation", section 3.1
+(dot, general) and Bahdanau et al. 2015 (concat, v^T tanh(W [q; k])). The attentional state is
+tanh(W_c [context; hidden]), fed to the next step with the next token (input feeding is left out, as in Luong's base).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+
+PAD_ID, EOS_ID = 0, 1
+IGNORE_INDEX = -100
+SCORES = ("dot", "general", "concat")
+
+
+@dataclass
+class LSTMConfig:
+    """Settings of `LSTMSeq2Seq`; d_model is the size of embeddings and states."""
+
+    vocab_size: int
+    d_model: int = 128
+    num_layers: int = 1
+    score: str = "general"
+    dropout: float = 0.0
+    max_len: int = 256
+
+    def __post_init__(self) -> None:
+        if self.score not in SCORES:
+            raise ValueError(f"expected a score out of {SCORES}, got {self.score!r}")
+        if self.d_model % 2:
+            raise ValueError(f"expected an even d_model (two directions), got {self.d_model}")
+
+
+class Attention(nn.Module):
+    """Scores queries against keys: dot q^T k, general q^T W k, concat v^T tanh(W [q; k])."""
+
+    def __init__(self, dim: int, score: str) -> None:
+        super().__init__()
+        self.score = score
+        if score == "general":
+            self.weight = nn.Linear(dim, dim, bias=False)
+        elif score == "concat":
+            self.query = nn.Linear(dim, dim, bias=False)
+            self.key = nn.Linear(dim, dim, bias=False)
+            self.vector = nn.Linear(dim, 1, bias=False)
+
+    def forward(self, query: Tensor, keys: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        """query (batch, m, dim), keys (batch, n, dim), mask (batch, 1, n) True = attend -> context, weights (batch, m, n)."""
+        if self.score == "dot":
+            scores = query @ keys.transpose(1, 2)
+        elif self.score == "general":
+            scores = query @ self.weight(keys).transpose(1, 2)
+        else:
+            # W [q; k] = W_q q + W_k k
+            scores = self.vector(torch.tanh(self.query(query)[:, :, None] + self.key(keys)[:, None])).squeeze(-1)
+        weights = scores.masked_fill(~mask, -torch.inf).softmax(dim=-1)
+        return weights @ keys, weights
+
+
+class LSTMSeq2Seq(nn.Module):
+    """Bidirectional LSTM encoder, LSTM decoder with attention.
+
+    Padded batches only. `loss` has the signature of the Transformer's, so that the same trainer trains it.
+
+    Args:
+        settings: the fields of `LSTMConfig`.
+    """
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__()
+        self.config = config = LSTMConfig(**settings)
+        dim = config.d_model
+        self.embedding = nn.Embedding(config.vocab_size, dim, padding_idx=PAD_ID)
+        dropout = config.dropout if config.num_layers > 1 else 0.0
+        self.encoder = nn.LSTM(dim, dim // 2, config.num_layers, batch_first=True, bidirectional=True, dropout=dropout)
+        self.decoder = nn.LSTM(dim, dim, config.num_layers, batch_first=True, dropout=dropout)
+        self.attention = Attention(dim, config.score)
+        self.combine = nn.Linear(2 * dim, dim, bias=False)
+        self.output = nn.Linear(dim, config.vocab_size)
+
+    def encode(self, source: Tensor, layout: Any = None) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """source (batch, n) ids, right-padded -> outputs (batch, n, d_model), and the decoder's first state."""
+        seqlens = _seqlens(source, layout)
+        x = F.dropout(self.embedding(source), self.config.dropout, self.training)
+        packed = pack_padded_sequence(x, seqlens.cpu(), batch_first=True, enforce_sorted=False)
+        outputs, (hidden, cell) = self.encoder(packed)
+        memory, _ = pad_packed_sequence(outputs, batch_first=True, total_length=source.shape[1])
+
+        def both_directions(state: Tensor) -> Tensor:  # (2 * layers, batch, dim / 2) -> (layers, batch, dim)
+            return state.unflatten(0, (-1, 2)).transpose(1, 2).flatten(2).contiguous()
+
+        return memory, (both_directions(hidden), both_directions(cell))
+
+    def decode(
+        self, target: Tensor, memory: Tensor, mask: Tensor, state: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
+        """target (batch, m) ids -> attentional states (batch, m, d_model), weights (batch, m, n), the new state."""
+        x = F.dropout(self.embedding(target), self.config.dropout, self.training)
+        hidden, state = self.decoder(x, state)
+        context, weights = self.attention(hidden, memory, mask)
+        return torch.tanh(self.combine(torch.cat((context, hidden), dim=-1))), weights, state
+
+    def forward(self, source: Tensor, target: Tensor, source_layout: Any = None) -> tuple[Tensor, Tensor]:
+        """Logits (batch, m, vocab_size) and attention weights (batch, m, n)."""
+        memory, state = self.encode(source, source_layout)
+        hidden, weights, _ = self.decode(target, memory, _mask(source, source_layout), state)
+        return self.output(F.dropout(hidden, self.config.dropout, self.training)), weights
+
+    def loss(
+        self,
+        source: Tensor,
+        target_in: Tensor,
+        target_out: Tensor,
+        *,
+        source_layout: Any = None,
+        target_layout: Any = None,
+        label_smoothing: float = 0.0,
+        smooth_others: bool = False,
+        reduction: str = "sum",
+    ) -> Tensor:
+        """Cross-entropy over real target tokens; target_out is -100 where there is padding.
+
+        Raises:
+            ValueError: a packed batch, which an LSTM can't read: use batching bucketed or random.
+        """
+        if source.dim() != 2:
+            raise ValueError("expected a padded batch (batch, seqlen) for the LSTM: set batching to bucketed or random")
+        logits, _ = self(source, target_in, source_layout)
+        if smooth_others:  # torch spreads over all classes: the same with a factor of V / (V - 1)
+            label_smoothing *= self.config.vocab_size / (self.config.vocab_size - 1)
+        return F.cross_entropy(
+            logits.float().flatten(0, 1),
+            target_out.flatten(),
+            ignore_index=IGNORE_INDEX,
+            label_smoothing=label_smoothing,
+            reduction=reduction,
+        )
+
+    @torch.no_grad()
+    def greedy(self, source: Tensor, max_new_tokens: int) -> Tensor:
+        """Greedy decoding. (batch, <= max_new_tokens) ids ending in EOS and then PAD."""
+        memory, state = self.encode(source)
+        mask = _mask(source, None)
+        token = torch.full((len(source), 1), PAD_ID, dtype=torch.long, device=source.device)
+        done = torch.zeros(len(source), dtype=torch.bool, device=source.device)
+        out = []
+        for _ in range(max_new_tokens):
+            hidden, _, state = self.decode(token, memory, mask, state)
+            token = self.output(hidden).argmax(-1).masked_fill(done[:, None], PAD_ID)
+            out.append(token)
+            done |= token[:, 0] == EOS_ID
+            if bool(done.all()):
+                break
+        return torch.cat(out, dim=1)
+
+    def save_pretrained(self, folder: str | os.PathLike, tokenizer: Any = None) -> None:
+        """Writes model.safetensors, config.json and tokenizer.json."""
+        from safetensors.torch import save_file
+
+        path = Path(folder)
+        path.mkdir(parents=True, exist_ok=True)
+        save_file({name: tensor.detach().cpu().contiguous() for name, tensor in self.state_dict().items()}, path / "model.safetensors")
+        config = {"architecture": type(self).__name__, **asdict(self.config)}
+        (path / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        if tokenizer is not None:
+            tokenizer.save(path)
+
+
+def _seqlens(source: Tensor, layout: Any) -> Tensor:
+    return (source != PAD_ID).sum(1) if layout is None else layout.seqlens.long()
+
+
+def _mask(source: Tensor, layout: Any) -> Tensor:
+    position = torch.arange(source.shape[1], device=source.device)
+    return (position < _seqlens(source, layout)[:, None])[:, None]
