@@ -141,6 +141,8 @@ def load_tokenizer(path: str | os.PathLike) -> Tokenizer:
         ValueError: no such file, or one that is damaged.
     """
     file = Path(path)
+    if not file.exists():
+        raise ValueError(f"expected a run folder or a {TOKENIZER}, but there is no {file}")
     file = file / TOKENIZER if file.is_dir() else file
     if not file.is_file():
         raise ValueError(f"expected the file {file}, which isn't there: was the run saved completely?")

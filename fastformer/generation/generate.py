@@ -30,7 +30,6 @@ class GenerateOutput:
     scores: Tensor
 
 
-@torch.inference_mode()
 def generate(
     model: nn.Module,
     input_ids: Tensor,
@@ -84,50 +83,60 @@ def generate(
         ValueError: settings that contradict each other, an empty prompt, no room for a token.
     """
     _check(locals())
-    decoder_only = not hasattr(model, "encode")
-    inputs, layout = _right_padded(input_ids, attention_mask, pad_token_id)
-    max_len = model.config.max_len  # type: ignore[union-attr]
-    longest = inputs.shape[1]
-    room = max_len - longest if decoder_only else max_len
-    if max_new_tokens is None:
-        max_new_tokens = room if decoder_only else min(longest + EXTRA_LENGTH, room)
-    if max_new_tokens > room or room < 1:
-        raise ValueError(
-            f"expected at most {max(room, 0)} new tokens behind {longest}, for the model's max_len is {max_len}; "
-            f"got max_new_tokens {max_new_tokens}"
-        )
     rung = rung or ("cached" if use_cache else "naive")
-    if num_beams == 1:  # each sample decodes an input of its own
-        inputs = inputs.repeat_interleave(num_return_sequences, 0)
-        layout = SequenceLayout.padded(layout.seqlens.repeat_interleave(num_return_sequences), layout.max_seqlen)
-    make: Any = GPTEngine if decoder_only else TransformerEngine
-    engine = make(model, inputs, layout, num_beams, max_new_tokens, rung)
-    processing = Processing(min_new_tokens, repetition_penalty, no_repeat_ngram_size)
-    if num_beams > 1:
-        found, scores = beam_search(
-            engine,
-            num_beams,
-            max_new_tokens,
-            eos_token_id,
-            pad_token_id,
-            processing,
-            length_penalty,
-            num_return_sequences,
-            early_stopping,
-        )
-        sequences, scores = found.flatten(0, 1), scores.flatten()
-    else:
-        sampling = None
-        if do_sample:
-            generator = None if seed is None else torch.Generator(input_ids.device).manual_seed(seed)
-            sampling = Sampling(temperature, top_k, top_p, generator)
-        sequences, scores = choose_rows(engine, max_new_tokens, eos_token_id, pad_token_id, processing, sampling)
-    if decoder_only:
-        prompts = _left_padded(inputs, layout, pad_token_id)
+    with torch.inference_mode():
+        inputs, layout = _right_padded(input_ids, attention_mask, pad_token_id)
+        decoder_only = not hasattr(model, "encode")
+        max_new_tokens = _room(model, inputs.shape[1], decoder_only, max_new_tokens)
+        if num_beams == 1:  # each sample decodes an input of its own
+            inputs = inputs.repeat_interleave(num_return_sequences, 0)
+            layout = SequenceLayout.padded(layout.seqlens.repeat_interleave(num_return_sequences), layout.max_seqlen)
+        make: Any = GPTEngine if decoder_only else TransformerEngine
+        engine = make(model, inputs, layout, num_beams, max_new_tokens, rung)
+        processing = Processing(min_new_tokens, repetition_penalty, no_repeat_ngram_size)
         if num_beams > 1:
-            prompts = prompts.repeat_interleave(num_return_sequences, 0)
-        sequences = torch.cat((prompts, sequences), 1)
+            found, found_scores = beam_search(
+                engine,
+                num_beams,
+                max_new_tokens,
+                eos_token_id,
+                pad_token_id,
+                processing,
+                length_penalty,
+                num_return_sequences,
+                early_stopping,
+            )
+            sequences, scores = found.flatten(0, 1), found_scores.flatten()
+        else:
+            sampling = None
+            if do_sample:
+                generator = None if seed is None else torch.Generator(input_ids.device).manual_seed(seed)
+                sampling = Sampling(temperature, top_k, top_p, generator)
+            sequences, scores = choose_rows(
+                engine, max_new_tokens, eos_token_id, pad_token_id, processing, sampling
+            )
+        if decoder_only:
+            prompts = _left_padded(inputs, layout, pad_token_id)
+            if num_beams > 1:
+                prompts = prompts.repeat_interleave(num_return_sequences, 0)
+            sequences = torch.cat((prompts, sequences), 1)
+    # Tensors of inference mode can't enter a graph; copies made outside of it can.
+    sequences, scores = sequences.clone(), scores.clone()
     return GenerateOutput(sequences, scores) if return_dict_in_generate else sequences
+
+
+def _room(model: nn.Module, seqlen: int, decoder_only: bool, wanted: int | None) -> int:
+    """How many tokens may be made: what is wanted, or by default as much as makes sense, within the model's max_len."""
+    max_len = model.config.max_len  # type: ignore[union-attr]
+    room = max_len - seqlen if decoder_only else max_len
+    if wanted is None:
+        wanted = room if decoder_only else min(seqlen + EXTRA_LENGTH, room)
+    if wanted > room or room < 1:
+        raise ValueError(
+            f"expected at most {max(room, 0)} new tokens behind {seqlen}, for the model's max_len is {max_len}; "
+            f"got max_new_tokens {wanted}"
+        )
+    return wanted
 
 
 def _right_padded(ids: Tensor, attention_mask: Tensor | None, pad_id: int) -> tuple[Tensor, SequenceLayout]:

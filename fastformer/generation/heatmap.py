@@ -30,7 +30,7 @@ def draw_attention(
     figure = Figure(figsize=(width * len(layers) + 0.6, height), layout="constrained")
     panels = figure.subplots(1, len(layers), squeeze=False)[0]
     for number, (panel, layer) in enumerate(zip(panels, layers, strict=True), 1):
-        image = panel.imshow(layer, cmap="viridis", vmin=0.0, vmax=1.0, aspect="auto")
+        image = panel.imshow(layer.numpy(), cmap="viridis", vmin=0.0, vmax=1.0, aspect="auto")
         panel.set_xticks(range(len(source)), source, rotation=60, ha="right", rotation_mode="anchor")
         panel.set_yticks(range(len(target)), target)
         panel.set_title(f"decoder layer {number}")
