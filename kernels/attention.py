@@ -359,7 +359,7 @@ def attention_fwd(
     dropout_seed: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """`fastformer::attention_fwd`: (out, lse)."""
-    problem = _dense(q, k, seqlens_k, softmax_scale, window_left, window_right, dropout_p, dropout_seed)
+    problem = describe_dense(q, k, seqlens_k, softmax_scale, window_left, window_right, dropout_p, dropout_seed)
     return launch_forward(q, k, v, attn_mask, problem)
 
 
@@ -380,7 +380,7 @@ def attention_bwd(
     needs_mask_grad: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`fastformer::attention_bwd`: (dq, dk, dv, dmask)."""
-    problem = _dense(q, k, seqlens_k, softmax_scale, window_left, window_right, dropout_p, dropout_seed)
+    problem = describe_dense(q, k, seqlens_k, softmax_scale, window_left, window_right, dropout_p, dropout_seed)
     return launch_backward(dout, q, k, v, out, lse, attn_mask, problem, needs_mask_grad)
 
 
@@ -433,7 +433,7 @@ def varlen_attention_bwd(
     return launch_backward(dout, q, k, v, out, lse, None, problem, False)[:3]
 
 
-def _dense(
+def describe_dense(
     q: Tensor,
     k: Tensor,
     seqlens_k: Tensor | None,
@@ -443,6 +443,7 @@ def _dense(
     dropout_p: float,
     dropout_seed: Tensor | None,
 ) -> Problem:
+    """A dense call's facts, from its op's arguments."""
     return describe(
         q, k, lengths="dense" if seqlens_k is None else "seqlens_k", seqlens_q=None, seqlens_k=seqlens_k,
         seqlen_q=q.shape[1], seqlen_k=k.shape[1], softmax_scale=softmax_scale, window_left=window_left,

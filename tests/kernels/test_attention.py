@@ -71,7 +71,7 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def forward_problem(q: Tensor, k: Tensor, window: tuple[int | None, int | None], seqlens_k: Tensor | None = None):
-    return kernels._dense(q, k, seqlens_k, q.shape[-1] ** -0.5, *window, 0.0, None)
+    return kernels.describe_dense(q, k, seqlens_k, q.shape[-1] ** -0.5, *window, 0.0, None)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=name)
