@@ -152,7 +152,7 @@ def load_tile(
     inside = tl.arange(0, BLOCK)
     dims = tl.arange(0, BLOCK_D)
     # int64 before the product: rows * stride passes 2**31 in long batches. Inside the tile 32 bits do.
-    ptrs = ptr + tl.to_tensor(start).to(tl.int64) * stride + inside[:, None] * stride + dims[None, :]
+    ptrs = ptr + tl.cast(start, tl.int64) * stride + inside[:, None] * stride + dims[None, :]
     if CHECK:
         here = (start + inside < length)[:, None]
         if HEAD_DIM != BLOCK_D:

@@ -77,8 +77,8 @@ def keep_mask_tile(
         bool (BLOCK_M, BLOCK_N), True = kept.
     """
     blocks = first_column // 8 + tl.arange(0, BLOCK_N // 8)
-    plane = tl.to_tensor(plane).to(tl.uint32)
-    threshold = tl.to_tensor(threshold).to(tl.uint32)
+    plane = tl.cast(plane, tl.uint32)
+    threshold = tl.cast(threshold, tl.uint32)
     bits = _keep_bits(blocks[None, :], rows[:, None], plane, key0, key1, offset, threshold)  # (BLOCK_M, BLOCK_N // 8)
     spread = (bits[:, :, None] >> tl.arange(0, 8).to(tl.uint32)[None, None, :]) & 1
     return tl.reshape(spread, (BLOCK_M, BLOCK_N)) != 0
@@ -90,8 +90,8 @@ def keep_mask_tile_transposed(
 ):
     """The transpose of `keep_mask_tile`, (BLOCK_N, BLOCK_M), drawn in that shape: no tile is transposed."""
     blocks = first_column // 8 + tl.arange(0, BLOCK_N // 8)
-    plane = tl.to_tensor(plane).to(tl.uint32)
-    threshold = tl.to_tensor(threshold).to(tl.uint32)
+    plane = tl.cast(plane, tl.uint32)
+    threshold = tl.cast(threshold, tl.uint32)
     bits = _keep_bits(blocks[:, None], rows[None, :], plane, key0, key1, offset, threshold)  # (BLOCK_N // 8, BLOCK_M)
     spread = (bits[:, None, :] >> tl.arange(0, 8).to(tl.uint32)[None, :, None]) & 1
     return tl.reshape(spread, (BLOCK_N, BLOCK_M)) != 0

@@ -197,7 +197,7 @@ def _dkdv_blocks(
         if DQ != "none":
             dq = tl.dot(tl.trans(ds), k, input_precision=PRECISION) * softmax_scale  # (BLOCK_M, BLOCK_D)
             dims = tl.arange(0, BLOCK_D)
-            dq_at = dq_ptr + tl.to_tensor(start).to(tl.int64) * stride_dqm
+            dq_at = dq_ptr + tl.cast(start, tl.int64) * stride_dqm
             dq_at = dq_at + tl.arange(0, BLOCK_M)[:, None] * stride_dqm + dims[None, :]
             inside = (rows < len_q)[:, None] & (dims < HEAD_DIM)[None, :]
             if DQ == "atomic":
