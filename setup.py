@@ -1,10 +1,10 @@
 """Packages and the C++ extension of fastformer; everything static lives in pyproject.toml.
 
-`kernels/` stays at the root of the repository and is installed as `fastformer.kernels`. It has no __init__.py: with one,
-a checkout on sys.path would shadow Hugging Face's `kernels` package, which transformers probes by importing it.
+`kernels/` stays at the root of the repository and is installed as `fastformer.kernels`. It has no __init__.py: with
+one, a checkout on sys.path would shadow Hugging Face's `kernels` package, which transformers probes by importing it.
 
-The sources in `csrc/` are compiled once per instruction set, into `fastformer._C_<isa>`; the import picks what the CPU can
-run. No -march=native: a wheel built here runs elsewhere. A broken compiler fails the build with its own message;
+The sources in `csrc/` are compiled once per instruction set, into `fastformer._C_<isa>`; the import picks what the CPU
+can run. No -march=native: a wheel built here runs elsewhere. A broken compiler fails the build with its own message;
 FASTFORMER_BUILD_CPP=0 leaves the extension out.
 """
 
@@ -41,17 +41,19 @@ def cpp_extensions() -> dict:
             super().build_extension(ext)
             self.build_temp = shared
 
+    common = ["-O3", "-g0", "-std=c++20", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-Wall"]
+    # GCC 12 warns of its own AVX-512 headers, whose "undefined" vectors are meant.
+    common += ["-Wno-unknown-pragmas", "-Wno-uninitialized", "-Wno-maybe-uninitialized"]
+    common += os.environ.get("FASTFORMER_CXXFLAGS", "").split()
     modules = [
         CppExtension(
             f"fastformer._C_{isa}",
             sources,
-            extra_compile_args=["-O3", "-g0", "-std=c++20", "-fopenmp", "-fno-math-errno", "-fno-trapping-math",
-                                "-Wall", "-Wno-unknown-pragmas", "-Wno-uninitialized", "-Wno-maybe-uninitialized", f'-DFASTFORMER_ISA="{isa}"', *flags,
-                                *os.environ.get("FASTFORMER_CXXFLAGS", "").split()],
+            extra_compile_args=[*common, f'-DFASTFORMER_ISA="{isa}"', *flags],
             extra_link_args=["-fopenmp", *os.environ.get("FASTFORMER_LDFLAGS", "").split()],
         )
         for isa, flags in INSTRUCTION_SETS.items()
-    ]  # fmt: skip
+    ]
     return {"ext_modules": modules, "cmdclass": {"build_ext": BuildPerInstructionSet.with_options(use_ninja=True)}}
 
 

@@ -122,7 +122,9 @@ def _train(args: Any) -> int:
     trainer.train()
     if trainer.interrupted:
         return 130
-    print(f"the model is in {args.run}: fastformer {'generate' if config.model == 'gpt' else 'translate'} {args.run} ...")
+    print(
+        f"the model is in {args.run}: fastformer {'generate' if config.model == 'gpt' else 'translate'} {args.run} ..."
+    )
     return 0
 
 
@@ -198,7 +200,8 @@ def _average(args: Any) -> int:
     from fastformer.training.checkpoint import average_weights, checkpoints
 
     found = checkpoints(Path(args.run))[-args.last :]
-    model = {"GPT": GPT, "Transformer": Transformer}[read_architecture(args.run)].from_pretrained(args.run)
+    architectures: dict[str, Any] = {"GPT": GPT, "Transformer": Transformer}
+    model = architectures[read_architecture(args.run)].from_pretrained(args.run)
     model.load_state_dict(average_weights(found))
     model.save_pretrained(args.run, load_tokenizer(args.run))
     print(f"averaged {', '.join(path.stem for path in found)} into {args.run}")

@@ -87,4 +87,3 @@ def decoding_speeds(translator: Translator, sources: list[str], rounds: int = 3)
             translator.translate(sources, rung=rung)
             times.append(time.perf_counter() - began)
     return {rung: len(sources) / sorted(times)[rounds // 2] for rung, times in seconds.items()}
-

@@ -23,7 +23,17 @@ OPS = (
     ("embedding_fwd", "embedding"),
     ("rotary_fwd", "rotary"),
 )
-PACKAGES = ("torch", "triton", "numpy", "tokenizers", "safetensors", "sacrebleu", "jsonargparse", "matplotlib", "transformers")
+PACKAGES = (
+    "torch",
+    "triton",
+    "numpy",
+    "tokenizers",
+    "safetensors",
+    "sacrebleu",
+    "jsonargparse",
+    "matplotlib",
+    "transformers",
+)
 
 
 def versions() -> Iterator[str]:
@@ -47,7 +57,8 @@ def machine() -> Iterator[str]:
     if torch.cuda.is_available():
         for index in range(torch.cuda.device_count()):
             properties = torch.cuda.get_device_properties(index)
-            yield f"GPU {index}: {properties.name}, sm_{properties.major}{properties.minor}, {properties.total_memory >> 30} GiB"
+            arch = f"sm_{properties.major}{properties.minor}"
+            yield f"GPU {index}: {properties.name}, {arch}, {properties.total_memory >> 30} GiB"
     else:
         yield "GPU: none that this PyTorch can use"
 

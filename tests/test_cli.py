@@ -17,7 +17,8 @@ def run(tmp_path_factory) -> str:
     folder = tmp_path_factory.mktemp("cli")
     (folder / "train.tsv").write_text("".join(f"word {i}\twort {i}\n" for i in range(60)))
     (folder / "settings.yaml").write_text(
-        f"train_tsv: {folder / 'train.tsv'}\ntokenizer: bytes\nsettings: {SMALL}\nsteps: 3\nmax_len: 40\nval_examples: 2\n"
+        f"train_tsv: {folder / 'train.tsv'}\ntokenizer: bytes\nsettings: {SMALL}\n"
+        "steps: 3\nmax_len: 40\nval_examples: 2\n"
     )
     assert main(["train", str(folder / "run"), "--config", str(folder / "settings.yaml"), "--max_tokens", "256"]) == 0
     return str(folder / "run")

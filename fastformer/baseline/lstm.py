@@ -55,7 +55,7 @@ class Attention(nn.Module):
             self.vector = nn.Linear(dim, 1, bias=False)
 
     def forward(self, query: Tensor, keys: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-        """query (batch, m, dim), keys (batch, n, dim), mask (batch, 1, n) True = attend -> context, weights (batch, m, n)."""
+        """query (batch, m, dim), keys (batch, n, dim), mask (batch, 1, n) True = attend -> context, weights."""
         if self.score == "dot":
             scores = query @ keys.transpose(1, 2)
         elif self.score == "general":
@@ -169,7 +169,10 @@ class LSTMSeq2Seq(nn.Module):
 
         path = Path(folder)
         path.mkdir(parents=True, exist_ok=True)
-        save_file({name: tensor.detach().cpu().contiguous() for name, tensor in self.state_dict().items()}, path / "model.safetensors")
+        save_file(
+            {name: tensor.detach().cpu().contiguous() for name, tensor in self.state_dict().items()},
+            path / "model.safetensors",
+        )
         config = {"architecture": type(self).__name__, **asdict(self.config)}
         (path / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         if tokenizer is not None:

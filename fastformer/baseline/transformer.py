@@ -1,7 +1,7 @@
 """The Transformer without any acceleration, as the sources write it: every benchmark's baseline.
 
-Vaswani et al. 2017, with tensor2tensor's pre-norm order as the other choice. Scores and masks are materialised, including
-the zero upper triangle; LayerNorm, residual and dropout are steps of their own; batches are padded and padding is
+Vaswani et al. 2017, with tensor2tensor's pre-norm order as the other choice. Scores and masks are materialised, with the
+zero upper triangle; LayerNorm, residual and dropout are steps of their own; batches are padded and padding is
 computed; the loss sees the logits of the whole vocabulary; decoding recomputes everything for each token. It imports
 torch alone and shares nothing with the fast path but the names of its parameters, so that weights can be exchanged.
 """
@@ -43,7 +43,7 @@ class MultiHeadAttention(nn.Module):
         self.out_proj = nn.Linear(dim, dim, bias=False)
 
     def forward(self, query: Tensor, memory: Tensor, mask: Tensor) -> Tensor:
-        """query (batch, n, dim), memory (batch, m, dim), mask bool broadcastable to (batch, heads, n, m), True = attend."""
+        """query (batch, n, dim), memory (batch, m, dim), mask (batch or 1, 1, n or 1, m), True = attend."""
         query_weight, key_weight, value_weight = self.in_proj_weight.chunk(3)
         q, k, v = (
             F.linear(x, weight).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
@@ -82,7 +82,9 @@ class Layer(nn.Module):
         if cross:
             self.norm3 = nn.LayerNorm(dim, eps)
 
-    def forward(self, x: Tensor, mask: Tensor, memory: Tensor | None = None, memory_mask: Tensor | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, mask: Tensor, memory: Tensor | None = None, memory_mask: Tensor | None = None
+    ) -> Tensor:
         """x (batch, n, dim)."""
         x = self._add(x, self.norm1, lambda y: self.self_attn(y, y, mask))
         if memory is not None and memory_mask is not None:
@@ -171,6 +173,8 @@ class Transformer(nn.Module):
                     nn.init.zeros_(module.bias)
         nn.init.normal_(self.embedding.weight, std=self.d_model**-0.5)
 
+    positions: Tensor
+
     def embed(self, ids: Tensor) -> Tensor:
         """Scaled embedding (PAD is the zero vector), position, dropout."""
         x = self.embedding(ids) * math.sqrt(self.d_model) * (ids != PAD_ID)[..., None]
@@ -203,7 +207,11 @@ class Transformer(nn.Module):
         """Cross-entropy over real target tokens; target_out is -100 where there is padding."""
         logits = self(source, target_in).float().flatten(0, 1)
         return F.cross_entropy(
-            logits, target_out.flatten(), ignore_index=IGNORE_INDEX, label_smoothing=label_smoothing, reduction=reduction
+            logits,
+            target_out.flatten(),
+            ignore_index=IGNORE_INDEX,
+            label_smoothing=label_smoothing,
+            reduction=reduction,
         )
 
     @torch.no_grad()

@@ -1,7 +1,7 @@
 """The built-in task: English number words to German number words, 0 to 999,999,999.
 
-It has real grammar (units before tens, one long compound, eine Million but einhunderteintausend), is unlimited, readable,
-and can be checked by exact match.
+It has real grammar (units before tens, one long compound, eine Million but einhunderteintausend), is unlimited and
+readable, and can be checked by exact match.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ import random
 LIMIT = 10**9
 
 _ENGLISH_SMALL = (
-    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen "
-    "eighteen nineteen"
-).split()
-_ENGLISH_TENS = "- - twenty thirty forty fifty sixty seventy eighty ninety".split()
+    "zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve",
+    "thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen",
+)  # fmt: skip
+_ENGLISH_TENS = ("", "", "twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety")
 _GERMAN_SMALL = (
-    "null eins zwei drei vier fünf sechs sieben acht neun zehn elf zwölf dreizehn vierzehn fünfzehn sechzehn siebzehn "
-    "achtzehn neunzehn"
-).split()
-_GERMAN_TENS = "- - zwanzig dreißig vierzig fünfzig sechzig siebzig achtzig neunzig".split()
+    "null", "eins", "zwei", "drei", "vier", "fünf", "sechs", "sieben", "acht", "neun", "zehn", "elf", "zwölf",
+    "dreizehn", "vierzehn", "fünfzehn", "sechzehn", "siebzehn", "achtzehn", "neunzehn",
+)  # fmt: skip
+_GERMAN_TENS = ("", "", "zwanzig", "dreißig", "vierzig", "fünfzig", "sechzig", "siebzig", "achtzig", "neunzig")
 
 
 def english(number: int) -> str:
@@ -66,7 +66,7 @@ def german(number: int) -> str:
 def number_pairs(count: int, *, seed: int, max_digits: int = 9, exclude: set[int] | None = None) -> list[int]:
     """Different random numbers with a uniform number of digits, so that short ones are not rare.
 
-    One in five has a group of three digits set to zero, so that forms such as "one million and one" are not rare either.
+    One in five has a group of three digits set to zero: forms such as "one million and one" are not rare either.
 
     Args:
         count: how many.

@@ -1,6 +1,6 @@
 """What a search drives: tokens in, scores of the next ones out, and a cache that follows the rows.
 
-The rungs of the ladder are one engine with four memories; each gives the same scores, and costs less than the one before:
+The rungs of the ladder are one engine with four memories; each gives the same scores and costs less than the one before:
 
     naive         encoder and decoder run over everything for each new token
     encoder_once  the encoder runs once
@@ -65,6 +65,7 @@ class TransformerEngine:
         else:
             if self.rung == "naive":
                 self.memory = self.model.encode(self.source, self.layout)
+            assert self.memory is not None
             memory = self.memory.repeat_interleave(self.beams, 0)
             seqlens = self.layout.seqlens.repeat_interleave(self.beams, 0)
             layout = SequenceLayout.padded(seqlens, self.layout.max_seqlen)
@@ -113,7 +114,9 @@ class GPTEngine:
         at = (layout.seqlens.long() - 1)[:, None]
         self._first = prompt.gather(1, at).flatten().repeat_interleave(beams)
         width = prompt.shape[1]
-        self.tokens = torch.cat((prompt, prompt.new_zeros((len(prompt), max_new_tokens))), 1).repeat_interleave(beams, 0)
+        self.tokens = torch.cat((prompt, prompt.new_zeros((len(prompt), max_new_tokens))), 1).repeat_interleave(
+            beams, 0
+        )
         self.seqlens -= 1
         if rung == "cached":
             self.cache = model.new_cache(self.rows, width + max_new_tokens)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fastformer.generation.engine import GPTEngine, TransformerEngine
 from fastformer.generation.processors import Processing
@@ -31,7 +31,7 @@ class GenerateOutput:
 
 
 def generate(
-    model: nn.Module,
+    model: Any,
     input_ids: Tensor,
     *,
     attention_mask: Tensor | None = None,
@@ -112,9 +112,7 @@ def generate(
             if do_sample:
                 generator = None if seed is None else torch.Generator(input_ids.device).manual_seed(seed)
                 sampling = Sampling(temperature, top_k, top_p, generator)
-            sequences, scores = choose_rows(
-                engine, max_new_tokens, eos_token_id, pad_token_id, processing, sampling
-            )
+            sequences, scores = choose_rows(engine, max_new_tokens, eos_token_id, pad_token_id, processing, sampling)
         if decoder_only:
             prompts = _left_padded(inputs, layout, pad_token_id)
             if num_beams > 1:
@@ -125,9 +123,9 @@ def generate(
     return GenerateOutput(sequences, scores) if return_dict_in_generate else sequences
 
 
-def _room(model: nn.Module, seqlen: int, decoder_only: bool, wanted: int | None) -> int:
+def _room(model: Any, seqlen: int, decoder_only: bool, wanted: int | None) -> int:
     """How many tokens may be made: what is wanted, or by default as much as makes sense, within the model's max_len."""
-    max_len = model.config.max_len  # type: ignore[union-attr]
+    max_len = model.config.max_len
     room = max_len - seqlen if decoder_only else max_len
     if wanted is None:
         wanted = room if decoder_only else min(seqlen + EXTRA_LENGTH, room)
@@ -166,7 +164,9 @@ def _left_padded(ids: Tensor, layout: SequenceLayout, pad_id: int) -> Tensor:
 def _check(given: dict[str, Any]) -> None:
     input_ids, beams, returned = given["input_ids"], given["num_beams"], given["num_return_sequences"]
     if input_ids.dim() != 2 or input_ids.is_floating_point() or input_ids.shape[0] == 0:
-        raise ValueError(f"expected input_ids (batch, seqlen) of integers, got {input_ids.dtype} {tuple(input_ids.shape)}")
+        raise ValueError(
+            f"expected input_ids (batch, seqlen) of integers, got {input_ids.dtype} {tuple(input_ids.shape)}"
+        )
     if beams < 1 or returned < 1:
         raise ValueError(f"expected num_beams and num_return_sequences of at least 1, got {beams} and {returned}")
     if given["do_sample"] and beams > 1:

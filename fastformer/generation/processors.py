@@ -57,7 +57,7 @@ def forbid_repeated_ngrams(logits: Tensor, history: Tensor, size: int) -> Tensor
 
 
 def warp(logits: Tensor, temperature: float, top_k: int, top_p: float) -> Tensor:
-    """Temperature, then the top_k best, then the smallest set that holds top_p of the probability (Holtzman et al. 2020).
+    """Temperature, then the top_k best, then the smallest set that holds top_p (Holtzman et al. 2020).
 
     Args:
         logits: (rows, vocab_size).

@@ -1,7 +1,7 @@
 """The one search: greedy, sampling and beam, over any engine.
 
-The tensors of a step have fixed shapes and no step waits for the device; whether all rows are done is asked each step on
-a CPU and every few steps on a GPU (rows that are done go on with PAD meanwhile). Finished sources leave the batch.
+The tensors of a step have fixed shapes and no step waits for the device; whether all rows are done is asked each step
+on a CPU and every few steps on a GPU (rows that are done go on with PAD meanwhile). Finished sources leave the batch.
 """
 
 from __future__ import annotations

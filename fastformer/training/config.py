@@ -104,7 +104,16 @@ class TrainConfig:
         ):
             if value not in allowed:
                 raise ValueError(f"expected {name} out of {allowed}, got {value!r}{suggestion(value, allowed)}")
-        for name in ("steps", "accumulate", "max_tokens", "max_len", "seqlen", "keep_last", "average_last", "log_every"):
+        for name in (
+            "steps",
+            "accumulate",
+            "max_tokens",
+            "max_len",
+            "seqlen",
+            "keep_last",
+            "average_last",
+            "log_every",
+        ):
             if getattr(self, name) < 1:
                 raise ValueError(f"expected {name} of at least 1, got {getattr(self, name)}")
         if not 0.0 <= self.label_smoothing < 1.0:
@@ -133,6 +142,6 @@ class TrainConfig:
 
 
 def suggestion(word: str, known: Any) -> str:
-    """"; did you mean 'x'?" for the nearest known word, or nothing."""
+    """ "; did you mean 'x'?" for the nearest known word, or nothing."""
     near = difflib.get_close_matches(str(word), list(known), n=1)
     return f"; did you mean {near[0]!r}?" if near else ""

@@ -1,4 +1,4 @@
-"""What validation says of a model: the plain negative log-likelihood, and for translators exact match, BLEU and chrF."""
+"""What validation says of a model: its plain negative log-likelihood; of translators exact match, BLEU, chrF."""
 
 from __future__ import annotations
 

@@ -121,7 +121,9 @@ def _load_text(config: TrainConfig, tokenizer: Tokenizer | None) -> Data:
         tokenizer = make_tokenizer(config, text.splitlines())
     if isinstance(tokenizer, BPETokenizer):
         # A BPE has no line ends: lines are joined by EOS.
-        train_ids, val_ids = ([i for line in t.splitlines() for i in (*tokenizer.encode(line), 1)] for t in (text, val_text))
+        train_ids, val_ids = (
+            [i for line in t.splitlines() for i in (*tokenizer.encode(line), 1)] for t in (text, val_text)
+        )
     else:
         train_ids, val_ids = tokenizer.encode(text), tokenizer.encode(val_text)
     return Data(tokenizer, windows(train_ids, config.seqlen), windows(val_ids, config.seqlen), [], 0)

@@ -44,7 +44,7 @@ class Meter:
 
 
 class Progress:
-    """The progress bar (a line now and then where there is no terminal), metrics.jsonl, and TensorBoard if installed."""
+    """The progress bar (a line now and then without a terminal), metrics.jsonl, and TensorBoard if installed."""
 
     def __init__(self, steps: int, done: int, run: Path) -> None:
         from tqdm import tqdm

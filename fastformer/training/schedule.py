@@ -13,7 +13,7 @@ def learning_rate(step: int, *, schedule: str, lr: float, warmup: int, steps: in
     Args:
         step: the update, from 1.
         schedule: noam: lr * d_model^-0.5 * min(step^-0.5, step * warmup^-1.5) (Vaswani et al. 2017, section 5.3);
-            t2t: the same as tensor2tensor writes it, lr * min(1, step / warmup) * max(step, warmup)^-0.5 * d_model^-0.5,
+            t2t: the same as tensor2tensor has it, lr * min(1, step / warmup) * max(step, warmup)^-0.5 * d_model^-0.5,
             where lr is 2 for its `transformer_base`; linear, cosine: to FLOOR of the peak at the last step; constant.
         lr: the peak, or the factor of noam and t2t.
         warmup: updates of linear growth.

@@ -207,8 +207,9 @@ class Trainer:
         found = checkpoints(self.run)
         kept = f"the last good checkpoint is {found[-1]}" if found else "no checkpoint was saved yet"
         return (
-            f"the loss became {loss} at update {self.step}: training stopped and {kept}. Lower lr (now {self.config.lr}), "
-            "lengthen warmup, set clip, or train in fp32 or bf16; then go on with --resume"
+            f"the loss became {loss} at update {self.step}: training stopped and {kept}. "
+            f"Lower lr (now {self.config.lr}), lengthen warmup, set clip, or train in fp32 or bf16; "
+            "then go on with --resume"
         )
 
     @contextlib.contextmanager

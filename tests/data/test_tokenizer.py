@@ -31,7 +31,7 @@ def test_eos_ends_and_pad_is_skipped(tokenizer) -> None:
 
 
 def test_unknown_text() -> None:
-    assert train_bpe(TEXTS, 200).encode("漢") == [train_bpe(TEXTS, 200).unk_id] or 2 in train_bpe(TEXTS, 200).encode("漢")
+    assert 2 in train_bpe(TEXTS, 200).encode("漢")
     assert ByteTokenizer().decode(ByteTokenizer().encode("漢 \n")) == "漢 \n"
 
 

@@ -202,7 +202,8 @@ def test_no_repeat_ngram() -> None:
     assert found[0].isneginf().nonzero().flatten().tolist() == [7] and not found[1].isneginf().any()
     found = forbid_repeated_ngrams(torch.zeros(2, 10), history, 2)
     assert found[1].isneginf().nonzero().flatten().tolist() == [5]
-    assert forbid_repeated_ngrams(torch.zeros(2, 10), history, 1)[0].isneginf().nonzero().flatten().tolist() == [5, 6, 7]
+    found = forbid_repeated_ngrams(torch.zeros(2, 10), history, 1)
+    assert found[0].isneginf().nonzero().flatten().tolist() == [5, 6, 7]
 
 
 def test_no_repeat_ngram_holds_in_the_output(model) -> None:
