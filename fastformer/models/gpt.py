@@ -87,8 +87,8 @@ class GPT(PretrainedModel):
     sequence has positions of its own and sees itself alone. Right padding needs no layout: attention is causal, and the
     loss skips targets of -100.
 
-    Parameters: `embedding.weight`, `position.table` (learned), `decoder.*` as in `torch.nn.TransformerEncoder`, and
-    `output.weight` where it isn't tied.
+    Parameters: `embedding.weight`, `embedding.position.table` (learned), `decoder.*` as in
+    `torch.nn.TransformerEncoder`, and `output.weight` where it isn't tied.
 
     Args:
         config: the settings; `GPT.from_preset("tiny", vocab_size=...)` knows "tiny", "small", "gpt2" and "llama-small".

@@ -6,6 +6,7 @@ import dataclasses
 import difflib
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -72,12 +73,8 @@ class PretrainedModel(nn.Module):
         path.mkdir(parents=True, exist_ok=True)
         config = {"architecture": type(self).__name__, **dataclasses.asdict(self.config)}
         state = {name: tensor.detach().cpu().contiguous() for name, tensor in self.state_dict().items()}
-        temporary = path / f".{WEIGHTS}.tmp"
-        safetensors.save_file(state, temporary, metadata={"format": "pt"})
-        os.replace(temporary, path / WEIGHTS)
-        temporary = path / f".{CONFIG}.tmp"
-        temporary.write_text(json.dumps(config, indent=2) + "\n")
-        os.replace(temporary, path / CONFIG)
+        _replace(path / WEIGHTS, lambda file: safetensors.save_file(state, file, metadata={"format": "pt"}))
+        _replace(path / CONFIG, lambda file: file.write_text(json.dumps(config, indent=2) + "\n"))
         if tokenizer is not None:
             tokenizer.save(path)
 
@@ -143,6 +140,16 @@ def read_architecture(folder: str | os.PathLike) -> str:
         return str(json.loads(file.read_text())["architecture"])
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{file} is cut short or names no 'architecture' ({error!r})") from error
+
+
+def _replace(file: Path, write: Callable[[Path], Any]) -> None:
+    # A reader sees the old file or the new one, and a full disk leaves the old one.
+    temporary = file.with_name(f".{file.name}.tmp")
+    try:
+        write(temporary)
+        os.replace(temporary, file)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def _check_state(file: Path, state: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:

@@ -120,7 +120,7 @@ class Transformer(PretrainedModel):
         super().__init__()
         self.config = config
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
-        self.position = PositionalEncoding(
+        position = PositionalEncoding(
             config.d_model, config.max_len, layout=config.positions, batch_first=True, **factory
         )
 
@@ -131,7 +131,7 @@ class Transformer(PretrainedModel):
                 padding_idx=PAD_ID,
                 scale=math.sqrt(config.d_model),
                 dropout=config.dropout,
-                position=self.position,
+                position=position,
                 **factory,
             )
 

@@ -133,7 +133,7 @@ class Embedding(nn.Embedding):
 
         Args:
             input: (..., seqlen) integer ids.
-            positions: input's shape; None: the index along the last dimension.
+            positions: input's shape; None: the index along the last dimension. Not used without a `position`.
 
         Returns:
             (..., seqlen, embedding_dim).
@@ -146,7 +146,7 @@ class Embedding(nn.Embedding):
             input,
             self.weight,
             position_table=table,
-            positions=positions,
+            positions=None if table is None else positions,
             scale=self.scale,
             padding_idx=self.padding_idx,
             dropout_p=dropout_p,

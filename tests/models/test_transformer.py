@@ -72,6 +72,9 @@ def test_equals_the_plain_model(options):
     for row, length in enumerate(TARGET_LENGTHS):
         assert_same(logits[row, :length], expected[row], f"logits of row {row}")
     real = torch.cat([target[row, :length] for row, length in enumerate(TARGET_LENGTHS)])
+    # tensor2tensor's smoothing over the others is torch's with a larger share.
+    others = model.loss(source, shifted, target, label_smoothing=0.1, smooth_others=True, reduction="mean")
+    assert_same(others, F.cross_entropy(torch.cat(expected), real, label_smoothing=0.1 * V / (V - 1)), "others")
     expected_loss = F.cross_entropy(torch.cat(expected), real, label_smoothing=0.1, reduction="sum")
     assert_same(loss, expected_loss, "loss")
     parameters = dict(model.named_parameters())

@@ -127,6 +127,22 @@ def test_reorder_and_select(beams):
 
 
 @torch.inference_mode()
+@pytest.mark.parametrize("change", ["reorder", "select"])
+def test_reorder_and_select_take_the_lengths_along(change):
+    layer = fnn.TransformerEncoderLayer(E, H, FF, batch_first=True, **DOUBLE)
+    stack = randomised(fnn.TransformerEncoder(layer, LAYERS)).eval()
+    lengths, index = torch.tensor([4, 1, 3]), torch.tensor([1, 2, 0])
+    prompts, further = torch.randn(N, 4, E, **DOUBLE), torch.randn(N, 1, E, **DOUBLE)
+    cache = new_cache()
+    stack(prompts, cache=cache, layout=SequenceLayout.padded(lengths, 4))
+    getattr(cache, change)(index)
+    out = stack(further, cache=cache)
+    for row, old in enumerate(index.tolist()):
+        whole = torch.cat([prompts[old, : lengths[old]], further[row]])[None]
+        assert_same(out[row, 0], stack(whole, is_causal=True)[0, -1], change)
+
+
+@torch.inference_mode()
 def test_a_padding_mask_may_leave_out_any_key():
     stack = decoder()
     x, memory = torch.randn(N, T, E, **DOUBLE), torch.randn(N, S, E, **DOUBLE)

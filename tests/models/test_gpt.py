@@ -1,0 +1,195 @@
+"""GPT against a decoder-only model written plainly; packed, cached and compiled."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from fastformer.models import GPT, GPTConfig
+from fastformer.nn import AddLayerNorm, SequenceLayout
+from tests.nn.comparing import assert_same, randomised
+
+V, LENGTHS = 23, [4, 7, 1]
+SMALL = {"vocab_size": V, "d_model": 16, "num_heads": 4, "num_layers": 2, "d_ff": 24, "max_len": 12}
+VARIANTS = {
+    "learned": {},
+    "sinusoidal": {"positions": "sinusoidal"},
+    "rotary": {"positions": "rotary"},
+    "llama": {
+        "positions": "rotary",
+        "rotary_base": 100.0,
+        "norm": "rms",
+        "activation": "swiglu",
+        "num_kv_heads": 2,
+        "bias": False,
+    },
+    "untied": {"tie_embeddings": False, "activation": "gelu_tanh"},
+    "window": {"window_size": 2},
+}
+variants = pytest.mark.parametrize("options", VARIANTS.values(), ids=VARIANTS.keys())
+
+
+def model_of(**options):
+    model = GPT(GPTConfig(**{**SMALL, **options}), dtype=torch.float64)
+    # The initial weights are so small that attention would be flat.
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(10 if parameter.dim() > 1 else 1)
+    for module in model.modules():
+        if isinstance(module, AddLayerNorm):
+            randomised(module)
+    return model
+
+
+def plain(model, tokens):
+    """The logits of one sequence (seqlen,), from the weights alone."""
+    c, w, n = model.config, dict(model.named_parameters()), len(tokens)
+    size, kv = c.d_model // c.num_heads, c.num_kv_heads or c.num_heads
+
+    def norm(x, name):
+        weight, bias = w[f"{name}.weight"], w.get(f"{name}.bias", 0.0)
+        x = x if c.norm == "rms" else x - x.mean(-1, keepdim=True)
+        return x / torch.sqrt((x**2).mean(-1, keepdim=True) + c.layer_norm_eps) * weight + bias
+
+    def turn(x):
+        # As complex numbers: the first half of a head is real, the second imaginary.
+        if c.positions != "rotary":
+            return x
+        speed = c.rotary_base ** (-torch.arange(size // 2, dtype=torch.float64) * 2 / size)
+        angle = torch.arange(n, dtype=torch.float64)[:, None, None] * speed
+        z = torch.complex(x[..., : size // 2], x[..., size // 2 :]) * torch.polar(torch.ones_like(angle), angle)
+        return torch.cat([z.real, z.imag], -1)
+
+    x = w["embedding.weight"][tokens]
+    if c.positions == "learned":
+        x = x + w["embedding.position.table"][:n]
+    elif c.positions == "sinusoidal":
+        i = torch.arange(0, c.d_model, 2, dtype=torch.float64)
+        angle = torch.arange(n, dtype=torch.float64)[:, None] / 10000 ** (i / c.d_model)
+        x = x + torch.stack([angle.sin(), angle.cos()], -1).flatten(-2)
+    distance = torch.arange(n)[:, None] - torch.arange(n)[None]
+    hidden = (distance < 0) | (distance > (n if c.window_size is None else c.window_size))
+    for i in range(c.num_layers):
+        name = f"decoder.layers.{i}"
+        y = norm(x, f"{name}.norm1")
+        qkv = y @ w[f"{name}.self_attn.in_proj_weight"].T + w.get(f"{name}.self_attn.in_proj_bias", 0.0)
+        q, k, v = qkv.split([c.d_model, kv * size, kv * size], -1)
+        q, k, v = turn(q.view(n, -1, size)), turn(k.view(n, -1, size)), v.view(n, -1, size)
+        k, v = (t.repeat_interleave(c.num_heads // kv, 1) for t in (k, v))
+        scores = torch.einsum("ihd,jhd->hij", q, k) / math.sqrt(size)
+        weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
+        out = torch.einsum("hij,jhd->ihd", weights, v).flatten(1)
+        x = x + out @ w[f"{name}.self_attn.out_proj.weight"].T + w.get(f"{name}.self_attn.out_proj.bias", 0.0)
+        y = norm(x, f"{name}.norm2") @ w[f"{name}.linear1.weight"].T + w.get(f"{name}.linear1.bias", 0.0)
+        if c.activation == "swiglu":
+            y = F.silu(y[:, : c.d_ff]) * y[:, c.d_ff :]
+        else:
+            y = F.gelu(y, approximate="tanh" if c.activation == "gelu_tanh" else "none")
+        x = x + y @ w[f"{name}.linear2.weight"].T + w.get(f"{name}.linear2.bias", 0.0)
+    return norm(x, "decoder.norm") @ w.get("output.weight", w["embedding.weight"]).T
+
+
+def batch():
+    tokens, following = torch.randint(0, V, (3, 7)), torch.randint(0, V, (3, 7))
+    return tokens, following.masked_fill(torch.arange(7)[None] >= torch.tensor(LENGTHS)[:, None], -100)
+
+
+@variants
+def test_equals_the_plain_model(options):
+    model = model_of(**options)
+    tokens, following = batch()
+    logits, loss = model(tokens), model.loss(tokens, following, reduction="mean")
+    expected = [plain(model, tokens[row, :length]) for row, length in enumerate(LENGTHS)]
+    for row, length in enumerate(LENGTHS):
+        assert_same(logits[row, :length], expected[row], f"logits of row {row}")
+    real = torch.cat([following[row, :length] for row, length in enumerate(LENGTHS)])
+    expected_loss = F.cross_entropy(torch.cat(expected), real)
+    assert_same(loss, expected_loss, "loss")
+    parameters = dict(model.named_parameters())
+    ours = torch.autograd.grad(loss, list(parameters.values()))
+    theirs = torch.autograd.grad(expected_loss, list(parameters.values()))
+    for name, a, b in zip(parameters, ours, theirs, strict=True):
+        assert_same(a, b, f"gradient of {name}")
+
+
+@variants
+def test_packed_equals_padded(options):
+    model = model_of(**options)
+    tokens, following = batch()
+    layout = SequenceLayout.packed(torch.tensor(LENGTHS), 7)
+    packed = model.loss(layout.pack(tokens), layout.pack(following), layout=layout)
+    padded = model.loss(tokens, following)
+    assert_same(packed, padded, "loss")
+    parameters = dict(model.named_parameters())
+    ours = torch.autograd.grad(packed, list(parameters.values()))
+    theirs = torch.autograd.grad(padded, list(parameters.values()))
+    for name, a, b in zip(parameters, ours, theirs, strict=True):
+        assert_same(a, b, f"gradient of {name}")
+    with_layout = model(tokens, layout=SequenceLayout.padded(torch.tensor(LENGTHS), 7))
+    assert_same(layout.pack(with_layout), layout.pack(model(tokens)), "with a padded layout")
+
+
+@variants
+@torch.inference_mode()
+def test_cached_decoding_equals_uncached(options):
+    model = model_of(**options).eval()
+    tokens, further = torch.randint(0, V, (3, 7)), torch.randint(0, V, (3, 3))
+    cache = model.new_cache(3, 10)
+    prompts = model.decode(tokens, layout=SequenceLayout.padded(torch.tensor(LENGTHS), 7), cache=cache)
+    steps = torch.cat([model.decode(further[:, i : i + 1], cache=cache) for i in range(3)], 1)
+    for row, length in enumerate(LENGTHS):
+        expected = model.decode(torch.cat([tokens[row, :length], further[row]])[None])[0]
+        assert_same(prompts[row, :length], expected[:length], "prompt")
+        assert_same(steps[row], expected[length:], "steps")
+
+
+def test_initialisation_and_presets():
+    model = GPT.from_preset("tiny", vocab_size=200)
+    # The projections into the residual stream are narrower.
+    layer = model.decoder.layers[0]
+    for parameter, std in (
+        (layer.self_attn.in_proj_weight, 0.02),
+        (layer.linear1.weight, 0.02),
+        (layer.linear2.weight, 0.02 / math.sqrt(8)),
+        (layer.self_attn.out_proj.weight, 0.02 / math.sqrt(8)),
+        (model.embedding.weight, 0.02),
+        (model.embedding.position.table, 0.02),
+    ):
+        assert abs(parameter.std() - std) < 0.1 * std
+    gpt2 = GPT.from_preset("gpt2", vocab_size=50257, device="meta")
+    assert sum(p.numel() for p in gpt2.parameters()) == 124_439_808  # as published
+    llama = GPT.from_preset("llama-small", vocab_size=100)
+    assert llama.config.d_ff == 1024 and llama.decoder.layers[0].linear1.weight.shape == (2048, 384)
+    assert not any(name.endswith("bias") for name, _ in llama.named_parameters())
+    assert GPT.from_preset("small", vocab_size=65).config.max_len == 256
+    names = [name for name, _ in GPT.from_preset("tiny", vocab_size=9).named_parameters()]
+    assert len(names) == len(set(names)) and "output.weight" not in names
+
+
+@pytest.mark.parametrize("options", [{}, VARIANTS["llama"]], ids=["learned", "llama"])
+def test_compiles_in_one_graph(options):
+    model = model_of(**options, dropout=0.1, attention_dropout=0.1)
+    tokens, following = batch()
+    compiled = torch.compile(model.loss, backend="aot_eager", fullgraph=True)
+    results = []
+    for loss in (model.loss, compiled):
+        torch.manual_seed(3)
+        value = loss(tokens, following)
+        results.append([value, *torch.autograd.grad(value, list(model.parameters()))])
+    for name, a, b in zip(["loss", *dict(model.named_parameters())], *results, strict=True):
+        assert_same(b, a, name)
+
+
+def test_bad_input():
+    model = model_of()
+    with pytest.raises(ValueError, match="token ids from 0 to 22, got 1 to 30"):
+        model(torch.tensor([[1, 30]]))
+    with pytest.raises(ValueError, match="token sequences of at most max_len = 12 tokens, got 13"):
+        model(torch.zeros(1, 13, dtype=torch.int64))
+    with pytest.raises(ValueError, match="expected positions out of .* got 'alibi'"):
+        GPTConfig(5, positions="alibi")
+    with pytest.raises(ValueError, match="vocab_size >= 2"):
+        GPTConfig(0)

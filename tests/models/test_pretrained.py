@@ -1,0 +1,135 @@
+"""Saving and loading, and what is said about folders that can't be loaded."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import safetensors.torch
+import torch
+
+from fastformer.models import GPT, Transformer, read_architecture
+
+CONFIG = {"vocab_size": 20, "d_model": 16, "num_heads": 2, "d_ff": 24, "max_len": 9}
+
+
+@pytest.fixture
+def model():
+    return Transformer.from_preset("tiny", **CONFIG)
+
+
+@pytest.fixture
+def folder(model, tmp_path):
+    model.save_pretrained(tmp_path / "run")
+    return tmp_path / "run"
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_round_trip(tmp_path, dtype, tied):
+    model = Transformer.from_preset("tiny", **CONFIG, tie_embeddings=tied, positions="interleaved", dtype=dtype)
+    model.save_pretrained(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
+    loaded = Transformer.from_pretrained(tmp_path)
+    assert loaded.config == model.config and not loaded.training
+    assert loaded.state_dict().keys() == model.state_dict().keys()
+    for name, value in model.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], value) and loaded.state_dict()[name].dtype == dtype
+    ids = torch.randint(1, 20, (2, 5))
+    assert torch.equal(loaded(ids, ids), model.eval()(ids, ids))
+    assert Transformer.from_pretrained(tmp_path, dtype=torch.float64)(ids, ids).dtype == torch.float64
+
+
+def test_gpt_round_trip(tmp_path):
+    model = GPT.from_preset("llama-small", vocab_size=20, d_model=24, num_layers=2)
+    model.save_pretrained(tmp_path)
+    loaded = GPT.from_pretrained(tmp_path)
+    assert loaded.config == model.config and read_architecture(tmp_path) == "GPT"
+    ids = torch.randint(1, 20, (2, 5))
+    assert torch.equal(loaded(ids), model.eval()(ids))
+
+
+def test_the_tokenizer_is_saved_along(model, tmp_path):
+    class Tokenizer:
+        def save(self, folder):
+            (folder / "tokenizer.json").write_text("{}")
+
+    model.save_pretrained(tmp_path, Tokenizer())
+    assert (tmp_path / "tokenizer.json").is_file()
+
+
+def test_a_failed_save_keeps_the_old_model(model, folder, monkeypatch):
+    def full(state, path, metadata):
+        path.write_bytes(b"half")
+        raise OSError("No space left on device")
+
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    monkeypatch.setattr(safetensors.torch, "save_file", full)
+    with pytest.raises(OSError, match="No space left"):
+        model.save_pretrained(folder)
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+
+
+def test_missing_folder_and_files(folder, tmp_path):
+    with pytest.raises(ValueError, match="there is no folder .*nowhere"):
+        Transformer.from_pretrained(tmp_path / "nowhere")
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match="model.safetensors, which isn't there: was the model saved completely"):
+        Transformer.from_pretrained(folder)
+    (folder / "config.json").unlink()
+    with pytest.raises(ValueError, match="config.json, which isn't there: is .* a model's folder"):
+        Transformer.from_pretrained(folder)
+    with pytest.raises(ValueError, match="config.json, which isn't there"):
+        read_architecture(folder)
+
+
+def test_another_architecture(folder):
+    assert read_architecture(folder) == "Transformer"
+    with pytest.raises(ValueError, match="expected a folder of GPT, got one of 'Transformer'"):
+        GPT.from_pretrained(folder)
+    (folder / "config.json").write_text('{"hidden_size": 3}')
+    with pytest.raises(ValueError, match="to name an 'architecture': it wasn't written by fastformer"):
+        Transformer.from_pretrained(folder)
+    with pytest.raises(ValueError, match="names no 'architecture'"):
+        read_architecture(folder)
+
+
+def test_truncated_anywhere(folder):
+    weights = folder / "model.safetensors"
+    whole = weights.read_bytes()
+    for length in (0, 1, 7, 8, 9, 100, len(whole) // 2, len(whole) - 1):
+        weights.write_bytes(whole[:length])
+        with pytest.raises(ValueError, match="model.safetensors is damaged or cut short"):
+            Transformer.from_pretrained(folder)
+    weights.write_bytes(whole)
+    text = (folder / "config.json").read_text()
+    for length in (0, 1, len(text) // 2):
+        (folder / "config.json").write_text(text[:length])
+        with pytest.raises(ValueError, match="config.json is no JSON or cut short"):
+            Transformer.from_pretrained(folder)
+
+
+def test_tensors_that_dont_fit(folder):
+    weights = folder / "model.safetensors"
+    state = safetensors.torch.load_file(weights)
+    changed = dict(state)
+    del changed["encoder.norm.weight"]
+    changed["encoder.norm.extra"] = torch.zeros(1)
+    changed["embedding.weight"] = torch.zeros(21, 16)
+    safetensors.torch.save_file(changed, weights)
+    with pytest.raises(ValueError) as caught:
+        Transformer.from_pretrained(folder)
+    message = str(caught.value)
+    assert "missing tensors: encoder.norm.weight" in message
+    assert "unexpected tensors: encoder.norm.extra" in message
+    assert "embedding.weight: expected (20, 16), got (21, 16)" in message
+    safetensors.torch.save_file({"embedding.weight": state["embedding.weight"]}, weights)
+    with pytest.raises(ValueError, match="missing tensors: .* and [0-9]+ more"):
+        Transformer.from_pretrained(folder)
+
+
+def test_an_unknown_setting(folder):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "num_head": 3}))
+    with pytest.raises(ValueError, match="no setting 'num_head'; did you mean 'num_heads'"):
+        Transformer.from_pretrained(folder)
