@@ -26,10 +26,16 @@ _POOL = 128  # batches that are sorted together: more lowers the padding by litt
 
 @dataclass(frozen=True)
 class Example:
-    """One training example: source ids (empty for a language model) and target ids, both ending in EOS."""
+    """One training example: source and target ids, both ending in EOS; for a language model no source and a window of
+    text, whose last token is only predicted."""
 
     source: list[int]
     target: list[int]
+
+    @property
+    def lengths(self) -> tuple[int, int]:
+        """Source and target tokens that a model computes."""
+        return len(self.source), len(self.target) if self.source else len(self.target) - 1
 
 
 @dataclass
@@ -38,7 +44,7 @@ class Batch:
 
     Attributes:
         source: ids, (batch, source_seqlen) or, packed, (total,); None for a language model.
-        target_in: the decoder's input, the target shifted right behind PAD.
+        target_in: the decoder's input, the target shifted right behind PAD; for a language model the text itself.
         target_out: the target; -100 where there is padding.
         source_layout, target_layout: where the sequences lie.
     """
@@ -124,10 +130,11 @@ def _bucketed(order: Tensor, longest: Tensor, max_tokens: int, generator: torch.
     # Sorting by the longer side matters: by the target alone, a fifth of a translation batch is still padding.
     mean = max(float(longest.float().mean()), 1.0) if len(longest) else 1.0
     pool_size = max(1, int(_POOL * max_tokens / mean))
+    sides = [[n, n] for n in longest.tolist()]
     batches: list[list[int]] = []
     for pool in order.split(pool_size):
         ranked = pool[torch.argsort(longest[pool], stable=True)].tolist()  # ties stay in random order
-        batches += _cut(ranked, [[n, n] for n in longest.tolist()], max_tokens, padded=True)
+        batches += _cut(ranked, sides, max_tokens, padded=True)
     return [batches[i] for i in torch.randperm(len(batches), generator=generator).tolist()]
 
 
@@ -135,8 +142,11 @@ def collate(examples: Sequence[Example], *, packed: bool) -> Batch:
     """The tensors of a batch, padded to the longest example or packed."""
     sources = [example.source for example in examples]
     targets = [example.target for example in examples]
-    shifted = [[PAD_ID, *target[:-1]] for target in targets]
     has_source = bool(sources[0])
+    if has_source:
+        shifted = [[PAD_ID, *target[:-1]] for target in targets]
+    else:  # a language model continues text, so it never meets a PAD in front
+        shifted, targets = [target[:-1] for target in targets], [target[1:] for target in targets]
     target_layout = layout_of(targets, packed=packed)
     return Batch(
         source=_join(sources, PAD_ID, packed) if has_source else None,
@@ -177,5 +187,11 @@ def encode_pair(source: list[int], target: list[int]) -> Example:
 
 
 def windows(ids: Sequence[int], seqlen: int) -> list[Example]:
-    """A long text as the examples of a language model: consecutive windows of seqlen tokens. No EOS is added."""
-    return [Example([], list(ids[i : i + seqlen])) for i in range(0, len(ids) - 1, seqlen)]
+    """A long text as the examples of a language model: consecutive windows in which each token but the text's first is
+    predicted once. Neighbours share a token. No EOS is added.
+
+    Args:
+        ids: the text.
+        seqlen: tokens that a window predicts; the last one may have fewer.
+    """
+    return [Example([], list(ids[i : i + seqlen + 1])) for i in range(0, len(ids) - 1, seqlen)]

@@ -54,7 +54,7 @@ def model_loss(model: nn.Module, batch: Batch, **options: Any) -> torch.Tensor:
 
 def lengths_of(examples: list[Example]) -> torch.Tensor:
     """(examples, 2): source and target lengths."""
-    return torch.tensor([[len(example.source), len(example.target)] for example in examples])
+    return torch.tensor([example.lengths for example in examples])
 
 
 @torch.inference_mode()

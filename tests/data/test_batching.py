@@ -66,9 +66,14 @@ def test_collate_shifts_the_target_and_marks_padding() -> None:
 
 def test_language_model_windows() -> None:
     examples = windows(list(range(10, 20)), 4)
-    assert [example.target for example in examples] == [[10, 11, 12, 13], [14, 15, 16, 17], [18, 19]]
-    batch = collate(examples, packed=False)
-    assert batch.source is None and batch.target_in[0].tolist() == [0, 10, 11, 12]
+    assert [example.target for example in examples] == [[10, 11, 12, 13, 14], [14, 15, 16, 17, 18], [18, 19]]
+    for packed in (False, True):
+        batch = collate(examples, packed=packed)
+        assert batch.source is None and batch.num_tokens == batch.num_target_tokens == 9
+        real = batch.target_out != -100
+        # No PAD in front: a language model is asked to continue text as it stands.
+        assert batch.target_in[real].tolist() == list(range(10, 19))
+        assert batch.target_out[real].tolist() == list(range(11, 20))
 
 
 def test_errors() -> None:
