@@ -37,7 +37,7 @@ struct QueryHead {
   using acc = acc_t<T>;
   Buffer<T> q_t, dout_t;  // (head_dim, queries), packed: right operands of the scores
   Buffer<T> q, dout;      // (queries, head_dim), packed: right operands of dK and dV
-  std::vector<acc> lse2, delta, dq;
+  std::vector<acc> lse, delta, dq;
 
   QueryHead(const Problem& p, const Sequence& s, const Inputs<T>& in, int64_t b, int64_t h) {
     const int64_t n = s.seqlen_q, dim = p.head_dim, padded = round_up(n, kPanel);
@@ -51,10 +51,10 @@ struct QueryHead {
     pack<T>(dop, in.dout.stride, 1, n, dim, dout.data());
     dq.assign(n * dim, acc(0));
     // An infinite lse makes every probability of the row 0: rows that see nothing, and the padding of the last panel.
-    lse2.assign(padded, std::numeric_limits<acc>::infinity()), delta.assign(padded, acc(0));
+    lse.assign(padded, std::numeric_limits<acc>::infinity()), delta.assign(padded, acc(0));
     for (int64_t i = 0; i < n; ++i) {
-      const acc lse = in.lse[s.lse_start + h * p.lse_head_stride + i];
-      if (lse != -std::numeric_limits<acc>::infinity()) lse2[i] = lse * static_cast<acc>(kLog2e);
+      const acc given = in.lse[s.lse_start + h * p.lse_head_stride + i];
+      if (given != -std::numeric_limits<acc>::infinity()) lse[i] = given;
       const T *o = in.out.at(b, s.q_start + i, h), *d = dop + i * in.dout.stride;
       Vec<acc> sum(acc(0));
       for_each_vec<acc>(dim, [&](int64_t c, int64_t m) { sum = fmadd(Vec<acc>::load(o + c, m), Vec<acc>::load(d + c, m), sum); });
@@ -96,8 +96,9 @@ void tile_gradients(const Problem& p, const Mask& mask, const Sequence& s, const
                     int64_t i, int64_t j, int64_t keys, Tile<T>& tile) {
   using acc = acc_t<T>;
   using V = Vec<acc>;
-  const V scale(p.scale2<acc>());
-  const acc* lse2 = head.lse2.data() + i;
+  // In base e: a factor of log2(e) would round the exponent once more, and nothing cancels that here.
+  const V scale(static_cast<acc>(p.softmax_scale));
+  const acc* lse = head.lse.data() + i;
   const acc* delta = head.delta.data() + i;
   for (int64_t r = 0; r < keys; ++r) {
     acc* x = tile.scores + r * kPanel;
@@ -107,11 +108,11 @@ void tile_gradients(const Problem& p, const Mask& mask, const Sequence& s, const
     const Interval seen = p.queries_of(s, j + r);
     const int64_t begin = std::clamp<int64_t>(seen.begin - i, 0, kPanel), end = std::clamp<int64_t>(seen.end - i, begin, kPanel);
     if (mask.on) {  // added before the scale is applied below
-      const acc inverse = acc(1) / p.scale2<acc>();
+      const acc inverse = static_cast<acc>(1.0 / (p.softmax_scale * kLog2e));
       for (int64_t c = begin; c < end; ++c) x[c] += mask.operator()<acc>(mask.offset(b, h, i + c, j + r)) * inverse;
     }
     for (int64_t c = 0; c < kPanel; c += V::size) {
-      V probability = exp2(fmadd(V::load(x + c), scale, V(acc(0)) - V::load(lse2 + c)));
+      V probability = exp(fmadd(V::load(x + c), scale, V(acc(0)) - V::load(lse + c)));
       V gradient = V::load(dp + c);
       V kept = probability;
       if (p.dropout.on) {

@@ -1,6 +1,6 @@
 """The Transformer without any acceleration, as the sources write it: every benchmark's baseline.
 
-Vaswani et al. 2017, with tensor2tensor's pre-norm order as the other choice. Scores and masks are materialised, with the
+Vaswani et al. 2017, with the pre-norm order of tensor2tensor as a choice. Scores and masks are materialised, with the
 zero upper triangle; LayerNorm, residual and dropout are steps of their own; batches are padded and padding is
 computed; the loss sees the logits of the whole vocabulary; decoding recomputes everything for each token. It imports
 torch alone and shares nothing with the fast path but the names of its parameters, so that weights can be exchanged.

@@ -1,6 +1,6 @@
 """What a search drives: tokens in, scores of the next ones out, and a cache that follows the rows.
 
-The rungs of the ladder are one engine with four memories; each gives the same scores and costs less than the one before:
+The rungs of the ladder are one engine with four memories; all give the same scores, each at less cost than the last:
 
     naive         encoder and decoder run over everything for each new token
     encoder_once  the encoder runs once

@@ -1,0 +1,233 @@
+"""Attention on every backend against materialised attention: outputs, lse, every gradient."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fastformer.ops import attention, use_backend
+from tests.checks import assert_accurate
+from tests.ops.attention_cases import CASES, Case, make_inputs, plain_attention
+
+# On a single draw of a small shape plain PyTorch may be lucky; what counts is the worst of a few.
+DRAWS = 8
+BY_NAME = {case.name: case for case in CASES}
+
+
+def run(case: Case, inputs, dtype: torch.dtype, device: str, plain: bool):
+    """(out, lse, gradients by name)."""
+    q, k, v, mask = inputs.cast(dtype, device)
+    seqlens_k = None if inputs.seqlens_k is None else inputs.seqlens_k.to(device)
+    seed = inputs.dropout_seed.to(device)
+    if plain:
+        out, lse = plain_attention(q, k, v, mask, seqlens_k, case, seed)
+    else:
+        out, lse = attention(
+            q,
+            k,
+            v,
+            attn_mask=mask,
+            seqlens_k=seqlens_k,
+            is_causal=case.is_causal,
+            window_size=case.window_size,
+            softmax_scale=case.softmax_scale,
+            dropout_p=case.dropout_p,
+            dropout_seed=seed,
+            return_lse=True,
+        )
+    leaves = {"dq": q, "dk": k, "dv": v}
+    if mask is not None and mask.requires_grad:
+        leaves["dmask"] = mask
+    gradients = torch.autograd.grad(out, list(leaves.values()), inputs.dout.to(device, dtype))
+    return out, lse, dict(zip(leaves, gradients, strict=True))
+
+
+def skip_unless_supported(backend: str, dtype: torch.dtype, device: str) -> None:
+    if backend == "cpp" and dtype == torch.float16:
+        pytest.skip("the C++ kernels have no fp16")
+    if backend == "triton" and device == "cpp" or (backend, dtype, device) == ("triton", torch.bfloat16, "cpu"):
+        pytest.skip("tl.dot on bf16 is broken in Triton's interpreter")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_forward_and_backward(case, dtype, backend, device) -> None:
+    skip_unless_supported(backend, dtype, device)
+    if backend == "triton" and device == "cpu" and dtype == torch.float16:
+        pytest.skip("the interpreter runs fp16 in tests/kernels, where every pair of options is")
+    ours, plain, exact = {}, {}, {}
+    for _ in range(DRAWS):
+        inputs = make_inputs(case, dtype)
+        for results, kind, of_plain in ((ours, dtype, False), (plain, dtype, True), (exact, torch.float64, True)):
+            out, lse, gradients = run(case, inputs, kind, device, of_plain)
+            for name, value in {"out": out, "lse": lse, **gradients}.items():
+                results.setdefault(name, []).append(value.detach())
+    ours, plain, exact = ({name: torch.stack(draws) for name, draws in r.items()} for r in (ours, plain, exact))
+    assert ours["lse"].dtype == torch.float32
+    assert torch.equal(ours["lse"].isneginf(), exact["lse"].isneginf())
+    plain["lse"] = plain["lse"].float()
+    for name, value in ours.items():
+        assert_accurate(value, plain[name], exact[name], name)
+
+
+@pytest.mark.parametrize("seqlen", [64, 70, 192])
+def test_far_negative_logits_beside_a_padded_tail(seqlen, backend, device) -> None:
+    # Padding scored as 0 against an lse near -120 would overflow in the backward pass and give inf * 0 = NaN.
+    case = Case("far", seqlen_q=seqlen, seqlen_k=seqlen, num_heads=1, num_kv_heads=1, seqlens_k=(seqlen - 1, 37))
+    inputs = make_inputs(case, torch.float32)
+    inputs.q, inputs.k = -inputs.q.abs() * 10, inputs.k.abs() * 10
+    out, lse, gradients = run(case, inputs, torch.float32, device, plain=False)
+    exact_out, exact_lse, exact = run(case, inputs, torch.float64, device, plain=True)
+    assert (lse < -88).float().mean() > 0.5 and out.isfinite().all()
+    # lse is kept in fp32: its rounding is a relative error of every recomputed weight.
+    relative = 4 * torch.finfo(torch.float32).eps * exact_lse.abs().max().item()
+    for name, value in {"out": out, **gradients}.items():
+        expected = exact_out if name == "out" else exact[name]
+        assert (value - expected).abs().max() <= relative * expected.abs().max(), name
+
+
+def test_rows_that_see_nothing_are_zero(backend, device) -> None:
+    case = BY_NAME["window-nothing"]
+    out, lse, gradients = run(case, make_inputs(case, torch.float32), torch.float32, device, plain=False)
+    empty = lse.isneginf()
+    assert empty.any() and (out.transpose(1, 2)[empty] == 0).all()
+    assert (gradients["dq"].transpose(1, 2)[empty] == 0).all()
+
+
+def test_non_contiguous_inputs(backend, device) -> None:
+    q, k, v = (torch.randn(2, 3, 20, 16, device=device).transpose(1, 2) for _ in range(3))
+    strided = torch.randn(2, 20, 3, 32, device=device)[..., ::2]
+    for a in (q, strided):
+        expected = attention(a.contiguous(), k.contiguous(), v.contiguous(), is_causal=True)
+        assert torch.equal(attention(a, k, v, is_causal=True), expected)
+
+
+@pytest.mark.parametrize(("seqlen_q", "seqlen_k", "batch"), [(0, 4, 2), (4, 0, 2), (4, 4, 0)])
+def test_empty(seqlen_q, seqlen_k, batch, backend, device) -> None:
+    q = torch.randn(batch, seqlen_q, 2, 8, device=device, requires_grad=True)
+    k = torch.randn(batch, seqlen_k, 2, 8, device=device, requires_grad=True)
+    out = attention(q, k, k)
+    assert out.shape == q.shape and (out == 0).all()
+    out.sum().backward()
+    assert (q.grad == 0).all() and (k.grad == 0).all()
+
+
+def test_dropout_drops_what_the_definition_drops(backend, device) -> None:
+    # With v the identity the output is the weights themselves.
+    n = 40
+    q, k = torch.randn(1, n, 1, n, device=device), torch.randn(1, n, 1, n, device=device)
+    v = torch.eye(n, device=device).view(1, n, 1, n)
+    seed = torch.tensor([99, 3], device=device)
+    from fastformer.ops._dropout import keep_mask
+
+    dropped = attention(q, k, v, dropout_p=0.5, dropout_seed=seed)[0, :, 0] == 0
+    assert torch.equal(~dropped, keep_mask(seed, 0.5, n, n)[0])
+
+
+@pytest.mark.parametrize("name", ["causal", "float-mask", "gqa", "dropout", "lengths", "window-negative"])
+def test_gradcheck(name, device) -> None:
+    case = BY_NAME[name]
+    small = Case(**{**case.__dict__, "seqlen_q": 5, "seqlen_k": 6, "head_dim": 4})
+    small = Case(**{**small.__dict__, "seqlens_k": None if case.seqlens_k is None else (6, 2)})
+    inputs = make_inputs(small, torch.float64)
+    for backend in ("reference", "cpp"):
+        if backend == "cpp" and device != "cpu":
+            continue
+        q, k, v, mask = inputs.cast(torch.float64, device)
+        leaves = (q, k, v) if mask is None else (q, k, v, mask)
+
+        def call(q, k, v, mask=None):
+            return attention(
+                q,
+                k,
+                v,
+                attn_mask=mask,
+                seqlens_k=inputs.seqlens_k,
+                is_causal=small.is_causal,
+                window_size=small.window_size,
+                dropout_p=small.dropout_p,
+                dropout_seed=inputs.dropout_seed,
+            )
+
+        from tests.conftest import missing_backend
+
+        if missing_backend(backend, "attention") is None:
+            with use_backend(backend):
+                assert torch.autograd.gradcheck(call, leaves)
+
+
+def test_opcheck(device) -> None:
+    q, k, v, mask = make_inputs(BY_NAME["float-mask"], torch.float32).cast(torch.float32, device)
+    op = torch.ops.fastformer.attention_fwd.default
+    torch.library.opcheck(op, (q, k, v, mask, None, 0.25, None, 0, 0.0, None))
+    permuted = [t.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for t in (q, k, v)]
+    seed = torch.tensor([1, 2], device=device)
+    torch.library.opcheck(op, (*permuted, None, None, 0.25, 5, None, 0.1, seed))
+
+
+def test_compile(device) -> None:
+    @torch.compile(fullgraph=True, dynamic=True, backend="aot_eager")
+    def call(q, k):
+        return attention(q, k, k, is_causal=True)
+
+    for n in (12, 20):
+        q, k = (torch.randn(2, n, 2, 8, device=device, requires_grad=True) for _ in range(2))
+        out = call(q, k)
+        dout = torch.randn_like(out)
+        found = torch.autograd.grad(out, (q, k), dout)
+        expected_out = attention(q, k, k, is_causal=True)
+        expected = torch.autograd.grad(expected_out, (q, k), dout)
+        assert torch.allclose(out, expected_out)
+        assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(found, expected, strict=True))
+
+
+def test_autocast_casts_and_keeps_lse_in_fp32(device) -> None:
+    q = torch.randn(1, 5, 2, 8, device=device)
+    with torch.autocast(torch.device(device).type, torch.bfloat16):
+        out, lse = attention(q, q, q, return_lse=True)
+        assert attention(q.double(), q.double(), q.double()).dtype == torch.float64
+    assert out.dtype == torch.bfloat16 and lse.dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"q": torch.randn(2, 4, 8)}, r"expected a floating-point q \(batch, seqlen, num_heads, head_dim\)"),
+        ({"k": torch.randn(2, 4, 3, 8), "v": torch.randn(2, 4, 3, 8)}, "multiple of num_kv_heads, got 2 heads and 3"),
+        ({"v": torch.randn(2, 5, 2, 8)}, "expected k and v of one shape"),
+        ({"k": torch.randn(2, 4, 2, 9), "v": torch.randn(2, 4, 2, 9)}, "one head_dim >= 1, got 8 and 9"),
+        ({"q": torch.randn(2, 4, 2, 8).double()}, "expected q, k and v of one dtype"),
+        ({"k": torch.randn(3, 4, 2, 8), "v": torch.randn(3, 4, 2, 8)}, "one batch size, got 2 and 3"),
+        ({"attn_mask": torch.zeros(4, 4, dtype=torch.long)}, "boolean or floating-point attn_mask, got torch.int64"),
+        ({"attn_mask": torch.zeros(4, 5)}, r"attn_mask broadcastable to \(2, 2, 4, 4\), got shape \(4, 5\)"),
+        ({"seqlens_k": torch.tensor([4, 4])}, r"expected seqlens_k int32 of shape \(2,\)"),
+        ({"window_size": (1.5, None)}, r"expected window_size \(left, right\)"),
+        ({"dropout_p": 1.5}, r"expected dropout_p in \[0, 1\], got 1.5"),
+        ({"dropout_p": 0.5, "dropout_seed": torch.tensor([1])}, "expected dropout_seed int64 of shape"),
+    ],
+)
+def test_errors(change, message) -> None:
+    arguments = {name: torch.randn(2, 4, 2, 8) for name in ("q", "k", "v")} | change
+    q, k, v = (arguments.pop(name) for name in ("q", "k", "v"))
+    with pytest.raises(ValueError, match=message):
+        attention(q, k, v, **arguments)
+
+
+def test_cpp_says_what_it_can_not_take() -> None:
+    from tests.conftest import missing_backend
+
+    if reason := missing_backend("cpp", "attention"):
+        pytest.skip(reason)
+    q = torch.randn(1, 4, 1, 8)
+    with use_backend("cpp"):
+        with pytest.raises(NotImplementedError, match="it computes in fp32, bf16 and fp64, not torch.float16"):
+            attention(q.half(), q.half(), q.half())
+        with pytest.raises(NotImplementedError, match="it needs a positive softmax_scale, not -1"):
+            attention(q, q, q, softmax_scale=-1.0)
+
+
+def test_double_backward_says_no() -> None:
+    q = torch.randn(1, 4, 1, 8, requires_grad=True)
+    (dq,) = torch.autograd.grad(attention(q, q, q).sum(), q, create_graph=True)
+    with pytest.raises(NotImplementedError, match="attention_bwd has no double backward"):
+        dq.sum().backward()
