@@ -252,6 +252,7 @@ class MultiheadAttention(nn.Module):
         )
         return self.out_proj(out.flatten(-2))
 
+    @torch.no_grad()
     def _cached(
         self,
         query: Tensor,
@@ -283,8 +284,8 @@ class MultiheadAttention(nn.Module):
             if cache.is_empty and seqlen > 1:
                 # The first tokens see each other alone: the kernel that skips the triangle, then one copy.
                 out = attention(q, k, v, is_causal=True, window_size=(left, 0))
-                cache.k[:, :seqlen].copy_(k.detach())
-                cache.v[:, :seqlen].copy_(v.detach())
+                cache.k[:, :seqlen].copy_(k)
+                cache.v[:, :seqlen].copy_(v)
             else:
                 out = decode_attention(q, cache.k, cache.v, cache.seqlens, k=k, v=v, is_causal=True, window_left=left)
         out = out.flatten(-2)

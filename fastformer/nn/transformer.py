@@ -134,7 +134,9 @@ class TransformerEncoder(_Stack):
                 state, src_mask=mask, src_key_padding_mask=src_key_padding_mask, is_causal=is_causal, **options
             )
 
-        out = self._run(src, call)
+        # A cache keeps no graph, so gradients would be wrong: there are none.
+        with torch.set_grad_enabled(torch.is_grad_enabled() and cache is None):
+            out = self._run(src, call)
         if cache is not None:
             cache.advance(seqlen, None if layout is None else layout.seqlens)
         return out
@@ -223,11 +225,14 @@ class TransformerDecoder(_Stack):
                 **options,
             )
 
-        out = self._run(tgt, call)
+        # A cache keeps no graph, so gradients would be wrong: there are none.
+        with torch.set_grad_enabled(torch.is_grad_enabled() and cache is None):
+            out = self._run(tgt, call)
         if cache is not None:
             cache.advance(seqlen, None if layout is None else layout.seqlens)
         return out
 
+    @torch.no_grad()
     def store_memory(
         self,
         cache: KVCache,

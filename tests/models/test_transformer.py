@@ -279,6 +279,61 @@ def test_compiles_in_one_graph(options, packed):
         assert_same(b, a, name)
 
 
+@torch.inference_mode()
+def test_a_cached_step_compiles_in_one_graph():
+    model = model_of().eval()
+    source, shifted, _ = batch()
+    memory, layout = model.encode(source), SequenceLayout.from_ids(source)
+    cache = model.new_cache(3, 6, memory, memory_layout=layout)
+
+    def step(tokens):
+        return model.decode(tokens, None, cache=cache)
+
+    compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
+    before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    hidden = torch.cat([compiled(shifted[:, i : i + 1]) for i in range(6)], 1)
+    assert_same(hidden, model.decode(shifted, memory, memory_layout=layout), "hidden states")
+    # One graph for the first token, one for any later one: the length is no constant in it.
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] - before <= 2
+
+
+@pytest.mark.gpu
+def test_no_host_sync_in_training_and_decoding():
+    model = model_of(dropout=0.1, attention_dropout=0.1).float().cuda()
+    tensors = [tensor.cuda() for tensor in batch()]
+    layouts = {
+        "source_layout": SequenceLayout.padded(torch.tensor(SOURCE_LENGTHS), 7).to("cuda"),
+        "target_layout": SequenceLayout.padded(torch.tensor(TARGET_LENGTHS), 6).to("cuda"),
+    }
+    flat_layouts = {
+        "source_layout": SequenceLayout.packed(torch.tensor(SOURCE_LENGTHS), 7).to("cuda"),
+        "target_layout": SequenceLayout.packed(torch.tensor(TARGET_LENGTHS), 6).to("cuda"),
+    }
+    flat = [flat_layouts["source_layout"].pack(tensors[0])]
+    flat += [flat_layouts["target_layout"].pack(tensor) for tensor in tensors[1:]]
+
+    def work():
+        model.train()
+        model.loss(*tensors, **layouts).backward()
+        model.loss(*flat, **flat_layouts).backward()
+        model.eval()
+        with torch.inference_mode():
+            memory = model.encode(tensors[0])
+            cache = model.new_cache(6, 6, memory, memory_layout=layouts["source_layout"])
+            tokens = tensors[1].repeat_interleave(2, 0)
+            model.decode(tokens[:, :3], None, cache=cache)
+            cache.reorder(order)
+            model.decode(tokens[:, 3:4], None, cache=cache)
+
+    order = torch.tensor([1, 0, 3, 3, 5, 4], device="cuda")
+    work()  # compiles the kernels
+    try:
+        torch.cuda.set_sync_debug_mode("error")
+        work()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
 def test_bfloat16_autocast_and_cache():
     model = model_of().float()
     source, shifted, target = batch()

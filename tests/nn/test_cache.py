@@ -178,6 +178,15 @@ def test_a_lone_layer():
     assert_same(torch.cat(outputs, 1), layer(x, is_causal=True), "hidden states")
 
 
+def test_no_gradient_flows_through_a_cache():
+    stack, memory = decoder(), torch.randn(N, S, E, **DOUBLE, requires_grad=True)
+    cache = new_cache()
+    for size in (3, 1):
+        x = torch.randn(N, size, E, **DOUBLE, requires_grad=True)
+        assert not stack(x, memory, cache=cache).requires_grad
+    assert not cache.k.requires_grad and not cache.cross_k.requires_grad
+
+
 def test_errors():
     stack, x, memory = decoder(), torch.randn(N, T, E, **DOUBLE), torch.randn(N, S, E, **DOUBLE)
     with pytest.raises(ValueError, match="expected num_layers, .* of at least 1, got 0, 3, 7, 3, 4"):

@@ -109,7 +109,7 @@ def test_norm_takes_in_dropout_and_addition(rms_norm, fixed_seed):
         fnn.AddLayerNorm([3, 6])
 
 
-@pytest.mark.parametrize("activation", ["relu", "gelu", "gelu_tanh", "swiglu", F.silu], ids=str)
+@pytest.mark.parametrize("activation", ["relu", "gelu", "gelu_tanh", "swiglu", pytest.param(F.silu, id="callable")])
 def test_feed_forward(activation, fixed_seed):
     module = randomised(fnn.FeedForward(6, 10, activation, dropout=0.25, **DOUBLE))
     x = torch.randn(2, 3, 6, **DOUBLE)
