@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fastformer.models.attention_maps import record_attention
 from fastformer.models.inputs import check_ids
 from fastformer.models.pretrained import PretrainedModel
 from fastformer.nn.attention import MultiheadAttention
@@ -381,27 +382,12 @@ class Transformer(PretrainedModel):
             "decoder": [layer.self_attn for layer in self.decoder.layers],
             "cross": [layer.multihead_attn for layer in self.decoder.layers],
         }
-        found: dict[str, list[Tensor]] = {name: [] for name in groups}
-
-        def ask(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-            return args, {**kwargs, "need_weights": True, "average_attn_weights": average_heads}
-
-        handles: list[Any] = []
         training = self.training
+        self.eval()
         try:
-            self.eval()
-            for name, attentions in groups.items():
-                for module in attentions:
-                    handles.append(module.register_forward_pre_hook(ask, with_kwargs=True))
-                    handles.append(
-                        module.register_forward_hook(lambda _m, _i, output, name=name: found[name].append(output[1]))
-                    )
-            self._hidden(source, target, source_layout, None)
+            return record_attention(groups, lambda: self._hidden(source, target, source_layout, None), average_heads)
         finally:
             self.train(training)
-            for handle in handles:
-                handle.remove()
-        return {name: torch.stack(weights) for name, weights in found.items()}
 
     def _hidden(
         self, source: Tensor, target: Tensor, source_layout: SequenceLayout | None, target_layout: SequenceLayout | None
