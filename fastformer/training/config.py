@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import difflib
+import math
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
+
+from fastformer.data.batching import BATCHINGS
 
 MODELS = ("transformer", "gpt", "lstm")
 SCHEDULES = ("noam", "t2t", "linear", "cosine", "constant")
 PRECISIONS = ("fp32", "bf16", "fp16")
+AT_LEAST_ONE = "steps accumulate max_tokens max_len seqlen vocab_size keep_last average_last log_every"
+AT_LEAST_ZERO = (
+    "max_minutes lr warmup eps weight_decay clip val_every save_every patience val_examples samples seed"  # 0 = off
+)
 
 
 @dataclass
@@ -30,19 +37,22 @@ class TrainConfig:
         batching: "packed" (no padding), "bucketed" or "random" (padded).
         max_tokens: of a batch, on the longer side.
         accumulate: batches per update; gradients are weighted by tokens.
-        steps: updates; max_minutes ends earlier.
+        steps: updates.
+        max_minutes: ends the training earlier; 0 = no limit.
         schedule: "noam" (the paper), "t2t" (tensor2tensor), "linear", "cosine", "constant"; all with warmup.
-        lr: the peak; for noam and t2t the factor in front of the formula.
+        lr: the peak; for noam and t2t the factor in front of the formula (the paper 1, tensor2tensor 2).
+        warmup: updates until the peak.
         beta1, beta2, eps, weight_decay: of AdamW.
         clip: the largest gradient norm; 0 = off.
         label_smoothing: in training; validation reports the plain NLL.
         smooth_others: spread it over the other classes, as tensor2tensor does.
         precision: "fp32", or autocast in "bf16" or "fp16".
         checkpointing: recompute the layers in backward instead of keeping what is inside.
-        ema: decay of an average of the weights that validation and the result use; 0 = off.
+        ema: decay of a running average of the weights, which validation and the result then use; 0 = off.
         average_last: the result averages the weights of the last checkpoints; 1 = off.
-        val_every, save_every, log_every: in updates; 0 = at the end only.
-        keep_last: checkpoints that stay, besides the best.
+        val_every, save_every: in updates; 0 = at the end only.
+        log_every: in updates.
+        keep_last: checkpoints that stay, besides the best model.
         patience: stop after so many validations without a better one; 0 = never.
         val_examples: decoded for exact match and BLEU; 0 = none.
         samples: translations in the log.
@@ -85,8 +95,8 @@ class TrainConfig:
     checkpointing: bool = False
     ema: float = 0.0
     average_last: int = 1
-    val_every: int = 0
-    save_every: int = 0
+    val_every: int = 500
+    save_every: int = 500
     log_every: int = 50
     keep_last: int = 3
     patience: int = 0
@@ -96,32 +106,31 @@ class TrainConfig:
     device: str = "auto"
 
     def __post_init__(self) -> None:
-        for name, value, allowed in (
-            ("model", self.model, MODELS),
-            ("schedule", self.schedule, SCHEDULES),
-            ("precision", self.precision, PRECISIONS),
-            ("batching", self.batching, ("random", "bucketed", "packed")),
+        for f in fields(self):
+            setattr(self, f.name, _typed(f.name, getattr(self, f.name), str(f.type)))
+        for name, allowed in (
+            ("model", MODELS),
+            ("task", (None, "numbers")),
+            ("schedule", SCHEDULES),
+            ("precision", PRECISIONS),
+            ("batching", BATCHINGS),
         ):
+            value = getattr(self, name)
             if value not in allowed:
                 raise ValueError(f"expected {name} out of {allowed}, got {value!r}{suggestion(value, allowed)}")
-        for name in (
-            "steps",
-            "accumulate",
-            "max_tokens",
-            "max_len",
-            "seqlen",
-            "keep_last",
-            "average_last",
-            "log_every",
-        ):
-            if getattr(self, name) < 1:
-                raise ValueError(f"expected {name} of at least 1, got {getattr(self, name)}")
-        if not 0.0 <= self.label_smoothing < 1.0:
-            raise ValueError(f"expected label_smoothing in [0, 1), got {self.label_smoothing}")
-        if not 0.0 <= self.ema < 1.0:
-            raise ValueError(f"expected ema in [0, 1), got {self.ema}")
-        if self.task not in (None, "numbers"):
-            raise ValueError(f'expected task "numbers" or none, got {self.task!r}')
+        for names, least in ((AT_LEAST_ONE, 1), (AT_LEAST_ZERO, 0)):
+            for name in names.split():
+                if getattr(self, name) < least:
+                    raise ValueError(f"expected {name} of at least {least}, got {getattr(self, name)}")
+        for name in ("label_smoothing", "ema", "beta1", "beta2"):
+            if not 0.0 <= getattr(self, name) < 1.0:
+                raise ValueError(f"expected {name} in [0, 1), got {getattr(self, name)}")
+        if self.model == "lstm" and self.batching == "packed":
+            raise ValueError(
+                "expected batching bucketed or random for the LSTM, which reads padded batches, got packed"
+            )
+        if self.average_last > 1 and not self.save_every:
+            raise ValueError(f"expected save_every above 0, for average_last {self.average_last} needs checkpoints")
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> TrainConfig:
@@ -141,7 +150,45 @@ class TrainConfig:
         return asdict(self)
 
 
+def _typed(name: str, value: Any, kind: str) -> Any:
+    """The value as its field's type. YAML reads 2e-3 (no point) as text, and a person means the number.
+
+    Raises:
+        ValueError: it is nothing of the kind.
+    """
+    kind = kind.partition("[")[0]
+    if kind == "dict" and isinstance(value, dict):
+        return {key: _plain_number(entry) for key, entry in value.items()}
+    if kind == "str | None" and (value is None or isinstance(value, str)):
+        return value
+    if kind == "str" and isinstance(value, str):
+        return value
+    if kind == "bool" and isinstance(value, bool):
+        return value
+    number = _plain_number(value)
+    if kind == "float" and isinstance(number, int | float) and not isinstance(number, bool) and math.isfinite(number):
+        return float(number)
+    if kind == "int" and isinstance(number, int) and not isinstance(number, bool):
+        return number
+    expected = {
+        "dict": "a mapping such as {d_model: 256}",
+        "bool": "true or false",
+        "float": "a number",
+        "int": "an integer",
+    }
+    raise ValueError(f"expected {name} to be {expected.get(kind, 'text')}, got {value!r}")
+
+
+def _plain_number(value: Any) -> Any:
+    """The number that a text such as "2e-3" spells, whole ones as int; anything else as it is."""
+    try:
+        number = float(value) if isinstance(value, str) else value
+    except ValueError:
+        return value
+    return int(number) if isinstance(number, float) and number.is_integer() else number
+
+
 def suggestion(word: str, known: Any) -> str:
     """ "; did you mean 'x'?" for the nearest known word, or nothing."""
-    near = difflib.get_close_matches(str(word), list(known), n=1)
+    near = difflib.get_close_matches(str(word), [name for name in known if name], n=1)
     return f"; did you mean {near[0]!r}?" if near else ""

@@ -257,13 +257,30 @@ def test_schedules() -> None:
         ({"modle": "gpt"}, "unknown setting 'modle'; did you mean 'model'"),
         ({"schedule": "linar"}, "expected schedule out of .*did you mean 'linear'"),
         ({"steps": 0}, "expected steps of at least 1, got 0"),
+        ({"steps": 1.5}, "expected steps to be an integer, got 1.5"),
+        ({"lr": "fast"}, "expected lr to be a number, got 'fast'"),
+        ({"lr": float("nan")}, "expected lr to be a number, got nan"),
+        ({"clip": -1.0}, "expected clip of at least 0"),
+        ({"checkpointing": "yes"}, "expected checkpointing to be true or false"),
+        ({"train_tsv": 3}, "expected train_tsv to be text, got 3"),
+        ({"settings": "d_model"}, "expected settings to be a mapping"),
+        ({"model": "lstm"}, "expected batching bucketed or random for the LSTM"),
+        ({"average_last": 5, "save_every": 0}, "expected save_every above 0"),
         ({"label_smoothing": 1.0}, r"label_smoothing in \[0, 1\)"),
-        ({"task": "letters"}, 'expected task "numbers"'),
+        ({"task": "letters"}, r"expected task out of \(None, 'numbers'\), got 'letters'"),
     ],
 )
 def test_config_errors(changes, message) -> None:
     with pytest.raises(ValueError, match=message):
         TrainConfig.from_dict(changes)
+
+
+def test_settings_take_the_numbers_that_yaml_reads_as_text() -> None:
+    config = TrainConfig.from_dict(
+        {"lr": "2e-3", "steps": 5.0, "clip": 1, "settings": {"dropout": "1e-1", "norm": "rms"}}
+    )
+    assert (config.lr, config.steps, config.clip) == (2e-3, 5, 1.0) and isinstance(config.clip, float)
+    assert config.settings == {"dropout": 0.1, "norm": "rms"} and isinstance(config.steps, int)
 
 
 def test_run_errors(config, tmp_path) -> None:
