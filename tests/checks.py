@@ -68,45 +68,41 @@ def assert_op_accurate(
         strided_dy: the output gradients are not contiguous.
     """
     wide = {name: _map_floating(value, Tensor.double) for name, value in inputs.items()}
-    try:
-        our_outputs, leaves = _call(ours, inputs)
-    except NotImplementedError as refusal:
-        if "can't run on" in str(refusal):
-            pytest.skip(str(refusal))
-        raise
-    plain_outputs, plain_leaves = _call(plain, inputs)
-    exact_outputs, exact_leaves = _call(plain, wide)
-    for i, (output, plain_output) in enumerate(zip(our_outputs, plain_outputs, strict=True)):
-        # A loss is fp32 where plain PyTorch gives bf16: the rule is about the dtype that both have.
-        assert_accurate(output.to(plain_output.dtype), plain_output, exact_outputs[i], f"output {i}")
+    names = [name for name, value in inputs.items() if value is not None and value.is_floating_point()]
     # The largest error of a handful of numbers is a matter of luck: few of them are drawn several times.
-    draws = 8 if min(leaf.numel() for leaf in leaves.values()) < 32 else 1
-    drawn: list[tuple[list[Tensor], list[Tensor], list[Tensor]]] = [([], [], []) for _ in leaves]
+    draws = 8 if min(inputs[name].numel() for name in names) < 32 else 1
+    drawn: dict[str, tuple[list[Tensor], ...]] = {name: ([], [], []) for name in names}
     for _ in range(draws):
-        # Values that both dtypes hold.
-        dys = [torch.randn(*o.shape, 2, device=o.device).to(o.dtype)[..., 0] for o in plain_outputs]
-        if not strided_dy:
-            dys = [dy.contiguous() for dy in dys]
-        for which, (outputs, tensors) in enumerate(
-            ((our_outputs, leaves), (plain_outputs, plain_leaves), (exact_outputs, exact_leaves))
-        ):
+        try:
+            called = [_call(ours, inputs)]
+        except NotImplementedError as refusal:
+            if "can't run on" in str(refusal):
+                pytest.skip(str(refusal))
+            raise
+        called += [_call(plain, inputs), _call(plain, wide)]
+        # Both are drawn in plain PyTorch's dtype: a loss is fp32 where plain PyTorch gives bf16.
+        dys = []
+        for i, (output, plain_output, exact_output) in enumerate(zip(*(outputs for outputs, _ in called), strict=True)):
+            assert_accurate(output.to(plain_output.dtype), plain_output, exact_output, f"output {i}")
+            dy = torch.randn(*output.shape, 2, device=output.device).to(plain_output.dtype)[..., 0]
+            dys.append(dy if strided_dy else dy.contiguous())
+        for which, (outputs, leaves) in enumerate(called):
             given = [dy.to(output.dtype) for dy, output in zip(dys, outputs, strict=True)]
-            gradients = torch.autograd.grad(outputs, list(tensors.values()), given, retain_graph=True)
-            for lists, gradient in zip(drawn, gradients, strict=True):
-                lists[which].append(gradient)
-    for name, lists in zip(leaves, drawn, strict=True):
-        assert_accurate(*(torch.stack(gradients) for gradients in lists), f"d{name}")
+            for name, gradient in zip(names, torch.autograd.grad(outputs, leaves, given), strict=True):
+                drawn[name][which].append(gradient)
+    for name, gradients in drawn.items():
+        assert_accurate(*(torch.stack(each) for each in gradients), f"d{name}")
 
 
 def _map_floating(value: Tensor | None, function: Callable[[Tensor], Tensor]) -> Tensor | None:
     return function(value) if value is not None and value.is_floating_point() else value
 
 
-def _call(function: Callable, inputs: dict[str, Tensor | None]) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
+def _call(function: Callable, inputs: dict[str, Tensor | None]) -> tuple[tuple[Tensor, ...], list[Tensor]]:
     """The outputs as a tuple, and the leaves (of the same memory: a stride is part of an input)."""
-    arguments = {name: _map_floating(v, lambda t: t.detach().requires_grad_()) for name, v in inputs.items()}
+    arguments = {name: _map_floating(value, lambda t: t.detach().requires_grad_()) for name, value in inputs.items()}
     outputs = function(**arguments)
-    leaves = {name: value for name, value in arguments.items() if value is not None and value.is_floating_point()}
+    leaves = [value for value in arguments.values() if value is not None and value.requires_grad]
     return outputs if isinstance(outputs, tuple) else (outputs,), leaves
 
 
