@@ -14,10 +14,6 @@ if not HAS_GPU:
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import pytest  # noqa: E402
-import torch._functorch.config  # noqa: E402
-
-# The checks draw several gradients from one graph; a compiled graph that donates its buffers has only one to give.
-torch._functorch.config.donated_buffer = False
 
 DEVICE = "cuda" if HAS_GPU else "cpu"
 

@@ -51,6 +51,15 @@ def test_accuracy(dtype: torch.dtype, rotary_dim: int, interleaved: bool, backen
     compare(x, rotary_tables(50, rotary_dim, device=device), interleaved=interleaved)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_dtypes_are_rounded_once(dtype: torch.dtype, backend: str, device: str) -> None:
+    """Angles in bf16 would move about half of all elements by an ulp; a fused multiply-add moves a few."""
+    x = torch.randn(2, 13, 3, 32, device=device).to(dtype)
+    cos, sin = rotary_tables(13, 32, device=device)
+    once = plain(x.double(), cos, sin).to(dtype)
+    assert float((rotary(x, cos, sin) != once).double().mean()) < 0.01
+
+
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("integer", [torch.int64, torch.int32])
 @pytest.mark.parametrize("shape", [(2, 13, 3, 16), (29, 3, 16)])
