@@ -66,7 +66,7 @@ def german(number: int) -> str:
 def number_pairs(count: int, *, seed: int, max_digits: int = 9, exclude: set[int] | None = None) -> list[int]:
     """Different random numbers with a uniform number of digits, so that short ones are not rare.
 
-    One in five has a group of three digits set to zero: forms such as "one million and one" are not rare either.
+    A group of three digits is often zero or small, so that forms such as "one million and one" are not rare either.
 
     Args:
         count: how many.
@@ -89,9 +89,9 @@ def number_pairs(count: int, *, seed: int, max_digits: int = 9, exclude: set[int
     numbers: list[int] = []
     while len(numbers) < count:
         number = chooser.randrange(10 ** chooser.randint(1, max_digits))
-        if chooser.random() < 0.2:
-            group = 1000 ** chooser.randint(0, 2)
-            number -= number // group % 1000 * group
+        for group in (1, 1000):
+            if number >= 1000 * group and chooser.random() < 0.25:
+                number += (chooser.randrange(chooser.choice((1, 20, 100))) - number // group % 1000) * group
         if number not in taken:
             taken.add(number)
             numbers.append(number)
