@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
+import functools
 import logging
 import os
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 SEARCH_FLAGS = (
     ("--num_beams", int, 1, "hypotheses that are followed; 1 is greedy"),
@@ -25,11 +27,19 @@ SAMPLING_FLAGS = (
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs a command. Returns the exit code: 0, 1 for a user's error, 130 after Ctrl-C."""
+    """Runs a command. Returns the exit code: 0, 1 for a user's error, 2 for a wrong flag, 130 after Ctrl-C."""
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    words = [_underscored(word) for word in (sys.argv[1:] if arguments is None else arguments)]
     try:
-        args = _parser().parse_args(arguments)
+        parser, parsers = _parsers()
+        try:
+            args = parser.parse_args(words)
+        except argparse.ArgumentError as error:
+            print(f"fastformer: {_explained(str(error), words, parsers)}", file=sys.stderr)
+            return 2
         command = args.subcommand
+        if command == "train":  # a flag that is given, be it as its default, wins over the YAML file
+            args[command].given = parser.parse_args(words, defaults=False)[command]
         return COMMANDS[command](args[command])
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
@@ -42,50 +52,72 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
 
 
-def _parser() -> Any:
+def _underscored(word: str) -> str:
+    """--max-steps is --max_steps."""
+    name, equals, value = word.partition("=")
+    return "--" + name[2:].replace("-", "_") + equals + value if word.startswith("--") else word
+
+
+def _explained(message: str, words: Sequence[str], parsers: dict[str, Any]) -> str:
+    """What is wrong with the flags, with the nearest one that exists."""
+    from fastformer.training.config import suggestion
+
+    command = next((word for word in words if word in parsers), None)
+    if command is None:
+        return f"{message}{suggestion(words[0], parsers) if words else ''}; see `fastformer --help`"
+    wrong = next((word for word in message.split() if word.startswith("--")), None)
+    known = [option for action in parsers[command]._actions for option in action.option_strings]
+    hint = suggestion(wrong.partition("=")[0], known) if wrong else ""
+    return f"{message}{hint}; see `fastformer {command} --help`"
+
+
+def _parsers() -> tuple[Any, dict[str, Any]]:
+    """The parser, and that of each command."""
     try:
         from jsonargparse import ArgumentParser
     except ImportError as error:
         raise ImportError("the command needs jsonargparse: pip install 'fastformer[train]'") from error
-    from fastformer.training.config import TrainConfig
+    from fastformer.training.config import TrainConfig, descriptions
 
-    parser = ArgumentParser(prog="fastformer", description="Train, translate and measure fast Transformers.")
-    commands = parser.add_subcommands()
-
-    train = ArgumentParser(description="Trains on text files or on the built-in task; writes a run folder.")
+    make = functools.partial(ArgumentParser, exit_on_error=False)
+    train = make(description="Trains on text files or on the built-in task; writes a run folder.")
     train.add_argument("run", type=str, help="the run folder")
     train.add_argument("--config", type=str, default=None, help="a YAML file with settings; flags override it")
     train.add_argument("--resume", action="store_true", help="go on with the run in the folder")
-    train.add_class_arguments(TrainConfig)
-    commands.add_subcommand("train", train)
+    types, texts = get_type_hints(TrainConfig), descriptions()
+    for name, default in TrainConfig().to_dict().items():
+        train.add_argument(f"--{name}", type=types[name], default=default, help=texts[name])
 
-    translate = ArgumentParser(description="Translates a text, a file, or standard input line by line.")
+    translate = make(description="Translates a text, a file, or standard input line by line.")
     translate.add_argument("run", type=str, help="the run folder")
     translate.add_argument("text", type=str, nargs="?", default=None, help="what to translate")
     translate.add_argument("--file", type=str, default=None, help="a UTF-8 file, one sentence a line")
+    translate.add_argument("--reference", type=str, default=None, help="its right translations: prints BLEU and chrF")
     translate.add_argument("--attention", type=str, default=None, help="draw what the translation looked at, as a PNG")
     _add(translate, SEARCH_FLAGS)
-    commands.add_subcommand("translate", translate)
 
-    generate = ArgumentParser(description="Continues a prompt with a language model.")
+    generate = make(description="Continues a prompt with a language model.")
     generate.add_argument("run", type=str, help="the run folder")
     generate.add_argument("prompt", type=str, help="the text to continue")
     generate.add_argument("--greedy", action="store_true", help="the best token always, no sampling")
     _add(generate, SEARCH_FLAGS + SAMPLING_FLAGS)
-    commands.add_subcommand("generate", generate)
 
-    average = ArgumentParser(description="Averages the weights of a run's last checkpoints into its model.")
+    average = make(description="Averages the weights of a run's last checkpoints into its model.")
     average.add_argument("run", type=str, help="the run folder")
     average.add_argument("--last", type=int, default=5, help="how many checkpoints")
-    commands.add_subcommand("average", average)
 
-    demo = ArgumentParser(description="Trains a number translator on this machine and shows it.")
+    demo = make(description="Trains a number translator on this machine and shows it.")
     demo.add_argument("--out", type=str, default="demo", help="the run folder; replaced if it is there")
     demo.add_argument("--seed", type=int, default=0, help="of data, weights and order")
-    commands.add_subcommand("demo", demo)
 
-    commands.add_subcommand("doctor", ArgumentParser(description="Versions, and which backend each op gets and why."))
-    return parser
+    doctor = make(description="Versions, and which backend each op gets and why.")
+
+    parsers = dict(zip(COMMANDS, (train, translate, generate, average, demo, doctor), strict=True))
+    parser = make(prog="fastformer", description="Train, translate and measure fast Transformers.")
+    commands = parser.add_subcommands()
+    for name, command in parsers.items():
+        commands.add_subcommand(name, command, help=command.description)
+    return parser, parsers
 
 
 def _add(parser: Any, flags: tuple) -> None:
@@ -98,26 +130,15 @@ def _chosen(args: Any, flags: tuple) -> dict[str, Any]:
 
 
 def _train(args: Any) -> int:
-    import dataclasses
-
-    from fastformer.training.build import load_config, start
+    from fastformer.training.build import changed_config, read_yaml, start
     from fastformer.training.config import TrainConfig
 
-    names = [field.name for field in dataclasses.fields(TrainConfig)]
-    flags = {name: args[name] for name in names}
-    if isinstance(flags["settings"], str):
-        raise ValueError(f"expected settings as a mapping such as '{{d_model: 256}}', got {flags['settings']!r}")
-    if args.resume:
-        config = load_config(args.run)
-        # A run goes on as it was; how long and how it is watched may change.
-        for name in ("steps", "max_minutes", "log_every", "val_every", "save_every", "patience"):
-            if flags[name] != getattr(TrainConfig(), name):
-                setattr(config, name, flags[name])
-    else:
-        defaults = TrainConfig().to_dict()
-        values = _yaml(args.config) if args.config else {}
-        TrainConfig.from_dict(values)
-        config = TrainConfig.from_dict(values | {k: v for k, v in flags.items() if v != defaults[k]})
+    values = read_yaml(args.config) if args.config else {}
+    TrainConfig.from_dict(values)  # its mistakes are the file's, before flags hide them
+    flags = {name: value for name, value in vars(args.given).items() if name in TrainConfig().to_dict()}
+    if "settings" in flags:
+        flags["settings"] = {**values.get("settings", {}), **flags["settings"]}
+    config = changed_config(args.run, values | flags) if args.resume else TrainConfig.from_dict(values | flags)
     trainer = start(config, args.run, resume=args.resume)
     trainer.train()
     if trainer.interrupted:
@@ -128,60 +149,59 @@ def _train(args: Any) -> int:
     return 0
 
 
-def _yaml(path: str) -> dict[str, Any]:
-    import yaml
-
-    if not Path(path).is_file():
-        raise ValueError(f"expected a YAML file with settings, but there is no file {path}")
-    try:
-        values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except yaml.YAMLError as error:
-        raise ValueError(f"{path} is no YAML: {error}") from error
-    if not isinstance(values, dict):
-        raise ValueError(f"expected {path} to hold settings, one `name: value` a line, got {type(values).__name__}")
-    return values
-
-
 def _translate(args: Any) -> int:
-    from fastformer.data import load_tokenizer
-    from fastformer.data.text import read_lines
+    from fastformer.data.text import read_lines, read_pairs
     from fastformer.generation import Translator, draw_attention
+    from fastformer.training.build import load_model
 
-    translator = Translator.from_pretrained(args.run, load_tokenizer(args.run))
-    options = _chosen(args, SEARCH_FLAGS)
+    if args.attention and args.text is None:
+        raise ValueError("expected a text to draw the attention of: fastformer translate RUN 'text' --attention F")
+    if args.reference and args.file is None:
+        raise ValueError("expected --file with --reference: its translations are compared with the reference")
+    model, tokenizer = load_model(args.run, ("Transformer", "LSTMSeq2Seq"))
+    translator, options = Translator(model, tokenizer), _chosen(args, SEARCH_FLAGS)
     if args.attention:
-        if args.text is None:
-            raise ValueError("expected a text to draw the attention of: fastformer translate RUN 'text' --attention F")
         source, target, weights = translator.attention(args.text)
         draw_attention(source, target, weights, args.attention, title=args.text)
         print(f"drew {args.attention}", file=sys.stderr)
     if args.text is not None:
-        lines: Iterator[str] = iter([args.text])
-    elif args.file is not None:
-        lines = iter(read_lines(args.file))
+        print(translator.translate([args.text], **options)[0])
+    elif args.reference:
+        pairs = read_pairs(args.file, args.reference)
+        found = translator.translate([source for source, _ in pairs], **options)
+        print("\n".join(found))
+        _print_scores(found, [target for _, target in pairs])
     else:
-        lines = _standard_input()
-    for translation in translator.stream(lines, **options):
-        print(translation, flush=True)
+        lines = _standard_input() if args.file is None else read_lines(args.file, allow_empty=True)
+        # A person at a terminal gets each answer at once.
+        read_ahead = 1 if args.file is None and sys.stdin.isatty() else 1000
+        for translation in translator.stream(lines, read_ahead=read_ahead, **options):
+            print(translation, flush=True)
     return 0
 
 
+def _print_scores(found: list[str], references: list[str]) -> None:
+    from fastformer.training.evaluate import corpus_scores
+
+    for name, (score, signature) in corpus_scores(found, references).items():
+        print(f"{name} {score:.2f}  {signature}", file=sys.stderr)
+
+
 def _standard_input() -> Iterator[str]:
-    """The lines of standard input; a person at a terminal gets each answer at once, so nothing is read ahead there."""
+    """The lines of standard input, as they come."""
     from fastformer.data.text import split_lines
 
     for number, line in enumerate(sys.stdin.buffer, 1):
-        yield from split_lines(line, f"standard input (line {number})")
+        yield from split_lines(line, "standard input", allow_empty=True, first=number)
 
 
 def _generate(args: Any) -> int:
     import torch
 
-    from fastformer.data import load_tokenizer
     from fastformer.generation import generate
-    from fastformer.models import GPT
+    from fastformer.training.build import load_model
 
-    tokenizer, model = load_tokenizer(args.run), GPT.from_pretrained(args.run)
+    model, tokenizer = load_model(args.run, ("GPT",))
     ids = tokenizer.encode(args.prompt)
     if not ids:
         raise ValueError("expected a prompt of at least one token, got an empty one")
@@ -195,15 +215,15 @@ def _generate(args: Any) -> int:
 
 
 def _average(args: Any) -> int:
-    from fastformer.data import load_tokenizer
-    from fastformer.models import GPT, Transformer, read_architecture
+    from fastformer.training.build import load_model
     from fastformer.training.checkpoint import average_weights, checkpoints
 
+    if args.last < 1:
+        raise ValueError(f"expected --last of at least 1, got {args.last}")
     found = checkpoints(Path(args.run))[-args.last :]
-    architectures: dict[str, Any] = {"GPT": GPT, "Transformer": Transformer}
-    model = architectures[read_architecture(args.run)].from_pretrained(args.run)
+    model, tokenizer = load_model(args.run)
     model.load_state_dict(average_weights(found))
-    model.save_pretrained(args.run, load_tokenizer(args.run))
+    model.save_pretrained(args.run, tokenizer)
     print(f"averaged {', '.join(path.stem for path in found)} into {args.run}")
     return 0
 

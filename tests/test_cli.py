@@ -47,6 +47,48 @@ def test_translate_text_file_and_stdin(run, tmp_path, capsys, monkeypatch) -> No
     assert main(["translate", run, "--max_new_tokens", "5", "--num_beams", "2"]) == 0
 
 
+def test_empty_lines_stay_and_errors_count_them(run, tmp_path, capsys) -> None:
+    (tmp_path / "in.txt").write_text("word 7\n\nword 8\n")
+    assert main(["translate", run, "--file", str(tmp_path / "in.txt"), "--max-new-tokens", "1"]) == 0
+    assert capsys.readouterr().out.split("\n")[1] == ""
+    (tmp_path / "long.txt").write_text("word 7\n\n" + "x" * 3000 + "\n")
+    assert main(["translate", run, "--file", str(tmp_path / "long.txt")]) == 1
+    assert "text 3: expected at most" in capsys.readouterr().err
+
+
+def test_reference_prints_scores_with_signatures(run, tmp_path, capsys) -> None:
+    (tmp_path / "in.txt").write_text("word 7\nword 8\n")
+    arguments = ["translate", run, "--file", str(tmp_path / "in.txt"), "--max_new_tokens", "4"]
+    assert main([*arguments, "--reference", str(tmp_path / "in.txt")]) == 0
+    captured = capsys.readouterr()
+    assert captured.out.count("\n") == 2 and "tok:13a" in captured.err and "chrF" in captured.err
+    assert main(["translate", run, "x", "--reference", "y"]) == 1
+    assert "expected --file with --reference" in capsys.readouterr().err
+
+
+def test_a_flag_wins_over_the_file_even_as_the_default(run, tmp_path) -> None:
+    from fastformer.training.build import load_config
+
+    (tmp_path / "settings.yaml").write_text("steps: 3\nbatching: random\nsettings: {d_model: 64, d_ff: 32}\nlr: 1e-3\n")
+    (tmp_path / "data.tsv").write_text("a\tb\nc\td\ne\tf\n")
+    flags = ["--train-tsv", str(tmp_path / "data.tsv"), "--tokenizer=bytes", "--max-steps", "1"]
+    arguments = ["train", str(tmp_path / "run"), "--config", str(tmp_path / "settings.yaml"), *flags]
+    assert main(arguments) == 2  # there is no --max-steps
+    flags[-2:] = ["--steps", "1", "--batching", "packed", "--settings.d_model", "32"]
+    arguments[4:] = flags
+    assert main(arguments) == 0
+    config = load_config(tmp_path / "run")
+    assert (config.steps, config.batching, config.lr) == (1, "packed", 1e-3)
+    assert config.settings == {"d_model": 32, "d_ff": 32}
+
+
+def test_help_says_what_each_setting_means(capsys) -> None:
+    with pytest.raises(SystemExit):
+        main(["train", "--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert "longer examples are left out, and counted" in text and "two UTF-8 files, aligned line by line" in text
+
+
 def test_attention_picture(run, tmp_path) -> None:
     pytest.importorskip("matplotlib", reason="drawing needs matplotlib")
     assert main(["translate", run, "word 7", "--attention", str(tmp_path / "a.png"), "--max_new_tokens", "4"]) == 0
@@ -88,6 +130,16 @@ def test_errors_are_messages(run, tmp_path, capsys) -> None:
         (["translate", run, "x" * 3000], "expected at most 140 tokens, got 3001"),
         (["translate", run, "--file", str(broken)], "broken.txt, line 2: expected UTF-8"),
         (["generate", run, "x"], "expected a folder of GPT, got one of 'Transformer'"),
+        (["train", run, "--resume", "--seed", "3"], "a run that goes on keeps its seed"),
+        (["average", run, "--last", "0"], "expected --last of at least 1"),
     ):
         assert main(arguments) == 1, arguments
+        assert message in capsys.readouterr().err, arguments
+    for arguments, message in (
+        (["train", "r", "--stepz", "3"], "unrecognized arguments: --stepz 3; did you mean '--steps'?"),
+        (["train", "r", "--steps", "many"], "many"),
+        (["trian", "r"], "did you mean 'train'?"),
+        (["train"], "required"),
+    ):
+        assert main(arguments) == 2, arguments
         assert message in capsys.readouterr().err, arguments

@@ -28,10 +28,10 @@ def read_lines(path: str | os.PathLike, *, allow_empty: bool = False) -> list[st
     return split_lines(data, str(file), allow_empty=allow_empty)
 
 
-def split_lines(data: bytes, name: str, *, allow_empty: bool = False) -> list[str]:
-    """The lines of some bytes, as `read_lines`; `name` stands for the file in messages."""
+def split_lines(data: bytes, name: str, *, allow_empty: bool = False, first: int = 1) -> list[str]:
+    """The lines of some bytes, as `read_lines`; messages name the file `name` and count lines from `first`."""
     lines = []
-    for number, line in enumerate(data.removesuffix(b"\n").split(b"\n"), 1):
+    for number, line in enumerate(data.removesuffix(b"\n").split(b"\n"), first):
         try:
             text = line.removesuffix(b"\r").decode("utf-8")
         except UnicodeDecodeError as error:

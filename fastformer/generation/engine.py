@@ -89,6 +89,50 @@ class TransformerEngine:
             self.cache.select(rows)
 
 
+class RecurrentEngine:
+    """Steps a recurrent encoder-decoder such as `baseline.LSTMSeq2Seq`; its state is the cache.
+
+    Args:
+        model: with `encode(source, layout) -> (memory, state)`, `decode(target, memory, mask, state)` and `output`.
+        source: (num_sources, source_seqlen) ids, right-padded.
+        layout: of the source.
+        beams: rows per source.
+        max_new_tokens: not needed.
+        rung: "cached"; there is no other way.
+    """
+
+    def __init__(
+        self, model: Any, source: Tensor, layout: SequenceLayout, beams: int, max_new_tokens: int, rung: str = "cached"
+    ) -> None:
+        if rung != "cached":
+            raise ValueError(f"expected rung cached for a recurrent model, which keeps a state, got {rung!r}")
+        self.model, self.beams = model, beams
+        memory, state = model.encode(source, layout)
+        seen = torch.arange(source.shape[1], device=source.device) < layout.seqlens[:, None]
+        self.memory = memory.repeat_interleave(beams, 0)
+        self.mask = seen[:, None].repeat_interleave(beams, 0)
+        self.state = tuple(part.repeat_interleave(beams, 1) for part in state)  # (num_layers, rows, dim)
+
+    def first_tokens(self) -> Tensor:
+        """(rows,) what decoding begins with."""
+        return torch.full((len(self.memory),), PAD_ID, dtype=torch.long, device=self.memory.device)
+
+    def step(self, tokens: Tensor) -> Tensor:
+        """Appends a token to each row. (rows,) ids -> (rows, vocab_size) fp32 logits of the next one."""
+        hidden, _, self.state = self.model.decode(tokens[:, None], self.memory, self.mask, self.state)
+        return self.model.output(hidden[:, -1]).float()
+
+    def reorder(self, index: Tensor) -> None:
+        """Row i goes on from what row index[i] was; both belong to one source, whose memory stays where it is."""
+        self.state = tuple(part[:, index] for part in self.state)
+
+    def select(self, sources: Tensor) -> None:
+        """Keeps some sources and their rows: what is finished leaves the batch."""
+        rows = (sources[:, None] * self.beams + torch.arange(self.beams, device=sources.device)).flatten()
+        self.memory, self.mask = self.memory[rows], self.mask[rows]
+        self.reorder(rows)
+
+
 class GPTEngine:
     """Steps a decoder-only model behind its prompts.
 

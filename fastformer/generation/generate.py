@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastformer.generation.engine import GPTEngine, TransformerEngine
+from fastformer.generation.engine import GPTEngine, RecurrentEngine, TransformerEngine
 from fastformer.generation.processors import Processing
 from fastformer.generation.search import Sampling, beam_search, choose_rows
 from fastformer.nn import SequenceLayout
@@ -91,7 +91,8 @@ def generate(
         if num_beams == 1:  # each sample decodes an input of its own
             inputs = inputs.repeat_interleave(num_return_sequences, 0)
             layout = SequenceLayout.padded(layout.seqlens.repeat_interleave(num_return_sequences), layout.max_seqlen)
-        make: Any = GPTEngine if decoder_only else TransformerEngine
+        has_cache = hasattr(model, "new_cache")
+        make: Any = GPTEngine if decoder_only else TransformerEngine if has_cache else RecurrentEngine
         engine = make(model, inputs, layout, num_beams, max_new_tokens, rung)
         processing = Processing(min_new_tokens, repetition_penalty, no_repeat_ngram_size)
         if num_beams > 1:

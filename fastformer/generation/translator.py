@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol
@@ -60,17 +61,19 @@ class Translator:
         """
         return cls(Transformer.from_pretrained(run, device=device), tokenizer, max_tokens=max_tokens)
 
-    def translate(self, texts: Sequence[str], **options: Any) -> list[str]:
+    def translate(self, texts: Sequence[str], *, numbers: Sequence[int] | None = None, **options: Any) -> list[str]:
         """Translates; the order is kept.
 
         Args:
             texts: one sentence each.
+            numbers: of the texts, for messages; None: from 1.
             options: of `generate`: num_beams, length_penalty, do_sample, max_new_tokens, use_cache, ...
 
         Raises:
             ValueError: an empty text, or one longer than the model's max_len; the text is named by its number.
         """
-        encoded = [self.encode(text, number) for number, text in enumerate(texts, 1)]
+        numbers = numbers or range(1, len(texts) + 1)
+        encoded = [self.encode(text, number) for text, number in zip(texts, numbers, strict=True)]
         found: list[str] = [""] * len(encoded)
         was_training = self.model.training
         self.model.eval()
@@ -85,15 +88,19 @@ class Translator:
             self.model.train(was_training)
         return found
 
-    def stream(self, texts: Iterable[str], **options: Any) -> Iterator[str]:
-        """Translates as texts come, without reading them all: a thousand at a time, in order."""
-        waiting: list[str] = []
-        for text in texts:
-            waiting.append(text)
-            if len(waiting) == _READ_AHEAD:
-                yield from self.translate(waiting, **options)
-                waiting = []
-        yield from self.translate(waiting, **options)
+    def stream(self, texts: Iterable[str], *, read_ahead: int = _READ_AHEAD, **options: Any) -> Iterator[str]:
+        """Translates as texts come, in order; an empty text stays empty.
+
+        Args:
+            texts: one sentence each.
+            read_ahead: how many are read before the first is translated; those are batched by length together.
+            options: of `generate`.
+        """
+        numbered = enumerate(texts, 1)
+        while group := list(itertools.islice(numbered, read_ahead)):
+            full = {number: text for number, text in group if text.strip()}
+            found = dict(zip(full, self.translate(list(full.values()), numbers=list(full), **options), strict=True))
+            yield from (found.get(number, "") for number, _ in group)
 
     def encode(self, text: str, number: int = 1) -> list[int]:
         """The source ids of a text, EOS at the end.

@@ -148,6 +148,9 @@ def _replace(file: Path, write: Callable[[Path], Any]) -> None:
     try:
         write(temporary)
         os.replace(temporary, file)
+    except Exception as error:  # safetensors raises a type of its own
+        message = f"could not write {file} ({error}): free some space; what was saved before is whole"
+        raise OSError(message) from error
     finally:
         temporary.unlink(missing_ok=True)
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import inspect
 import math
+import re
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
@@ -27,8 +29,9 @@ class TrainConfig:
         preset: of the model's sizes: "tiny", "base", "base-paper", "big" (transformer).
         settings: fields of the model's config, over the preset's: {"d_model": 256, "dropout": 0.2}.
         task: "numbers", the built-in task; leave it out to train on files.
-        train_source, train_target: two UTF-8 files aligned line by line; val_source, val_target likewise.
-        train_tsv, val_tsv: source<TAB>target lines.
+        train_source, train_target: two UTF-8 files, aligned line by line.
+        val_source, val_target: likewise; without them the last hundredth of the training data is held out.
+        train_tsv, val_tsv: a file of source<TAB>target lines instead.
         train_text, val_text: plain text, for "gpt"; without val_text the last tenth is held out.
         tokenizer: "bpe" (trained on the training text), "bytes", or the path of a tokenizer.json.
         vocab_size: of a BPE, both languages together.
@@ -148,6 +151,15 @@ class TrainConfig:
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for YAML and JSON."""
         return asdict(self)
+
+
+def descriptions() -> dict[str, str]:
+    """What each setting means, from the docstring of TrainConfig."""
+    found: dict[str, str] = {}
+    text = inspect.cleandoc(TrainConfig.__doc__ or "")
+    for names, meaning in re.findall(r"^    ([a-z0-9_, ]+): (.*)$", text, re.MULTILINE):
+        found |= dict.fromkeys(names.split(", "), meaning)
+    return found
 
 
 def _typed(name: str, value: Any, kind: str) -> Any:

@@ -18,12 +18,14 @@ class Scores:
 
     Attributes:
         nll: mean negative log-likelihood of a real target token, in nats, without label smoothing.
+        nll_per_character: of a language model, the same for a character of the text, whatever the tokens.
         exact_match: share of translations equal to the reference; None when nothing was translated.
         bleu, chrf: sacreBLEU's scores of the corpus, None without the library; signatures say how.
         samples: (source, translation, reference).
     """
 
     nll: float
+    nll_per_character: float | None = None
     exact_match: float | None = None
     bleu: float | None = None
     chrf: float | None = None
@@ -85,11 +87,25 @@ def translate_and_score(
     scores = Scores(nll, exact_match=sum(a == b for a, b in zip(found, references, strict=True)) / len(pairs))
     scores.samples = list(zip(sources, found, references, strict=True))[:num_samples]
     try:
-        from sacrebleu.metrics import BLEU, CHRF
+        (scores.bleu, bleu), (scores.chrf, chrf) = corpus_scores(found, references).values()
+        scores.signatures = {"bleu_signature": bleu, "chrf_signature": chrf}
     except ImportError:
-        return scores  # exact match is there
-    bleu, chrf = BLEU(), CHRF()
-    scores.bleu = bleu.corpus_score(found, [references]).score
-    scores.chrf = chrf.corpus_score(found, [references]).score
-    scores.signatures = {"bleu": str(bleu.get_signature()), "chrf": str(chrf.get_signature())}
+        pass  # exact match is there
     return scores
+
+
+def corpus_scores(found: list[str], references: list[str]) -> dict[str, tuple[float, str]]:
+    """sacreBLEU's BLEU and chrF of translations, each with the signature that says how it was computed.
+
+    Raises:
+        ImportError: sacrebleu is not installed.
+    """
+    try:
+        from sacrebleu.metrics import BLEU, CHRF
+    except ImportError as error:
+        raise ImportError("BLEU and chrF need sacrebleu: pip install 'fastformer[train]'") from error
+    metrics = {"BLEU": BLEU(), "chrF": CHRF()}
+    return {
+        name: (metric.corpus_score(found, [references]).score, str(metric.get_signature()))
+        for name, metric in metrics.items()
+    }

@@ -9,6 +9,7 @@ from fastformer.data import BPETokenizer, ByteTokenizer, Example, Tokenizer, loa
 from fastformer.data.batching import encode_pair, windows
 from fastformer.data.number_words import english, german, number_pairs
 from fastformer.data.text import read_pairs, read_text, read_tsv
+from fastformer.data.tokenizer import EOS_ID
 from fastformer.training.config import TrainConfig
 
 logger = logging.getLogger("fastformer")
@@ -26,6 +27,7 @@ class Data:
         train, val: encoded examples.
         val_texts: the validation pairs as text, for scores; empty for a language model.
         dropped: training examples longer than max_len.
+        val_characters: of a language model's validation text.
     """
 
     tokenizer: Tokenizer
@@ -33,6 +35,7 @@ class Data:
     val: list[Example]
     val_texts: Pairs
     dropped: int
+    val_characters: int = 0
 
 
 def load_data(config: TrainConfig, tokenizer: Tokenizer | None = None) -> Data:
@@ -62,6 +65,8 @@ def load_data(config: TrainConfig, tokenizer: Tokenizer | None = None) -> Data:
         if max(len(example.source), len(example.target)) <= config.max_len:
             val_examples.append(example)
             val_texts.append((source, target))
+    if not val_examples:
+        raise ValueError(f"every validation example is longer than max_len {config.max_len}: raise max_len")
     return Data(tokenizer, kept, val_examples, val_texts, len(encoded) - len(kept))
 
 
@@ -75,6 +80,12 @@ def make_tokenizer(config: TrainConfig, texts: list[str]) -> Tokenizer:
 
 
 def _pairs(config: TrainConfig) -> tuple[Pairs, Pairs]:
+    for one, other in (("train_source", "train_target"), ("val_source", "val_target")):
+        given = [name for name in (one, other) if getattr(config, name)]
+        if len(given) == 1:
+            raise ValueError(f"expected {one} and {other} together, got {given[0]} alone")
+    if config.train_text:
+        raise ValueError(f"expected pairs of texts for model {config.model}, got train_text; did you mean gpt?")
     if config.task == "numbers":
         return number_texts(config.seed)
     if config.train_tsv:
@@ -119,11 +130,14 @@ def _load_text(config: TrainConfig, tokenizer: Tokenizer | None) -> Data:
         text, val_text = text[:cut], text[cut:]
     if tokenizer is None:
         tokenizer = make_tokenizer(config, text.splitlines())
-    if isinstance(tokenizer, BPETokenizer):
-        # A BPE has no line ends: lines are joined by EOS.
-        train_ids, val_ids = (
-            [i for line in t.splitlines() for i in (*tokenizer.encode(line), 1)] for t in (text, val_text)
-        )
-    else:
-        train_ids, val_ids = tokenizer.encode(text), tokenizer.encode(val_text)
-    return Data(tokenizer, windows(train_ids, config.seqlen), windows(val_ids, config.seqlen), [], 0)
+    train, val = (windows(_text_ids(tokenizer, part), config.seqlen) for part in (text, val_text))
+    if not train or not val:
+        raise ValueError(f"expected a text of many tokens in {config.train_text}, got {len(text):,} characters")
+    return Data(tokenizer, train, val, [], 0, len(val_text))
+
+
+def _text_ids(tokenizer: Tokenizer, text: str) -> list[int]:
+    """A text as ids. A BPE has no line ends: EOS stands for them."""
+    if not isinstance(tokenizer, BPETokenizer):
+        return tokenizer.encode(text)
+    return [i for line in text.splitlines() for i in (*tokenizer.encode(line), EOS_ID)]

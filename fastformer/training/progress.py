@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from fastformer.data import Batch
+from fastformer.training.checkpoint import write_atomically
 from fastformer.training.evaluate import Scores
 
 
@@ -19,54 +20,81 @@ class Meter:
 
     def __init__(self) -> None:
         self._started = time.perf_counter()
-        self._losses: list[torch.Tensor] = []
-        self._tokens = self._slots = 0
+        self._loss: torch.Tensor | float = 0.0
+        self._updates = self._tokens = self._slots = 0
 
     def add(self, loss: torch.Tensor, batches: list[Batch]) -> None:
         """Counts one update."""
-        self._losses.append(loss)
+        self._loss = self._loss + loss
+        self._updates += 1
         self._tokens += sum(batch.num_tokens for batch in batches)
         self._slots += sum(batch.num_slots for batch in batches)
 
     def mean_loss(self) -> float:
         """Mean loss of the updates so far."""
-        return float(torch.stack(self._losses).mean())
+        return float(self._loss) / max(self._updates, 1)
 
-    def report(self, lr: float) -> dict[str, float]:
+    def report(self) -> dict[str, float]:
         """The numbers of a log line."""
         seconds = max(time.perf_counter() - self._started, 1e-9)
         return {
             "loss": self.mean_loss(),
-            "lr": lr,
             "tokens_per_second": self._tokens / seconds,
             "padding": 1.0 - self._tokens / max(self._slots, 1),
         }
 
+    def state_dict(self) -> dict[str, float]:
+        """What a checkpoint between two lines has to keep."""
+        return {
+            "loss": float(self._loss),
+            "updates": self._updates,
+            "tokens": self._tokens,
+            "slots": self._slots,
+            "seconds": time.perf_counter() - self._started,
+        }
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Goes on from `state_dict`."""
+        self._loss, self._updates = state["loss"], int(state["updates"])
+        self._tokens, self._slots = int(state["tokens"]), int(state["slots"])
+        self._started = time.perf_counter() - state["seconds"]
+
 
 class Progress:
-    """The progress bar (a line now and then without a terminal), metrics.jsonl, and TensorBoard if installed."""
+    """The progress bar (a line now and then where there is no terminal), metrics.jsonl, and TensorBoard if installed.
+
+    Args:
+        steps: updates in all.
+        done: updates done before; what metrics.jsonl says of later ones is dropped, for they come again.
+        run: the run folder.
+    """
 
     def __init__(self, steps: int, done: int, run: Path) -> None:
-        from tqdm import tqdm
-
-        self._bar = tqdm(
-            total=steps, initial=done, unit="update", dynamic_ncols=True, disable=not sys.stderr.isatty(), leave=False
-        )
+        self._bar = _progress_bar(steps, done)
         self._metrics = run / "metrics.jsonl"
-        self._board = _tensorboard(run)
-        self._steps = steps
+        self._board = _tensorboard(run, done)
+        self._steps, self._done = steps, done
+        self._started = time.perf_counter()
+        if self._metrics.is_file():
+            kept = [line for line in self._metrics.read_bytes().splitlines(keepends=True) if _step(line) <= done]
+            write_atomically(self._metrics, b"".join(kept))
 
     def advance(self, step: int) -> None:
         """Moves the bar."""
-        self._bar.update(step - self._bar.n)
+        if self._bar is not None:
+            self._bar.update(step - self._bar.n)
 
     def log(self, step: int, values: dict[str, float]) -> None:
-        """A line with the loss, the speed in real tokens and the padding."""
+        """A line with the loss, the speed in real tokens, the padding, and the time that is left."""
         self.advance(step)
-        self._bar.set_postfix(loss=f"{values['loss']:.3f}", tokens=f"{values['tokens_per_second']:,.0f}/s")
+        speed, padding = f"{values['tokens_per_second']:,.0f}", f"{100 * values['padding']:.1f} %"
+        if self._bar is not None:
+            self._bar.set_postfix_str(f"loss {values['loss']:.3f}, {speed} real tokens/s, padding {padding}")
+        seconds = (time.perf_counter() - self._started) / max(step - self._done, 1) * (self._steps - step)
         self._say(
             f"update {step:>6}/{self._steps}  loss {values['loss']:.4f}  lr {values['lr']:.2e}  "
-            f"{values['tokens_per_second']:>8,.0f} real tokens/s  padding {100 * values['padding']:.1f} %"
+            f"grad norm {values['grad_norm']:.2f}  {speed:>8} real tokens/s  padding {padding}  "
+            f"left {duration(seconds)}"
         )
         self._write(step, "train", values)
 
@@ -74,6 +102,9 @@ class Progress:
         """Scores and a few samples."""
         parts = [f"nll {scores.nll:.4f}"]
         values: dict[str, Any] = {"nll": scores.nll}
+        if scores.nll_per_character is not None:
+            parts.append(f"({scores.nll_per_character:.4f} a character)")
+            values["nll_per_character"] = scores.nll_per_character
         if scores.exact_match is not None:
             parts.append(f"exact match {scores.exact_match:.4f}")
             values["exact_match"] = scores.exact_match
@@ -86,11 +117,17 @@ class Progress:
         self._write(step, "validation", values | scores.signatures)
 
     def close(self) -> None:
-        """Removes the bar."""
-        self._bar.close()
+        """Removes the bar; finishes the TensorBoard file."""
+        if self._bar is not None:
+            self._bar.close()
+        if self._board is not None:
+            self._board.close()
 
     def _say(self, line: str) -> None:
-        self._bar.write(line, file=sys.stdout)
+        if self._bar is not None:
+            self._bar.write(line, file=sys.stdout)
+        else:
+            print(line)
         sys.stdout.flush()
 
     def _write(self, step: int, kind: str, values: dict[str, Any]) -> None:
@@ -102,9 +139,35 @@ class Progress:
                     self._board.add_scalar(f"{kind}/{name}", value, step)
 
 
-def _tensorboard(run: Path) -> Any:
+def duration(seconds: float) -> str:
+    """ "1:02:03", or "2:03" under an hour."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def _step(line: bytes) -> float:
+    """The update that a line of metrics.jsonl is about; infinite for a line that a crash cut off."""
+    try:
+        return json.loads(line)["step"] if line.endswith(b"\n") else float("inf")
+    except (ValueError, KeyError, TypeError):
+        return float("inf")
+
+
+def _progress_bar(steps: int, done: int) -> Any:
+    """The bar; None without a terminal or without tqdm."""
+    if not sys.stderr.isatty():
+        return None
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        return None
+    return tqdm(total=steps, initial=done, unit="update", dynamic_ncols=True, leave=False)
+
+
+def _tensorboard(run: Path, done: int) -> Any:
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
         return None
-    return SummaryWriter(str(run))
+    return SummaryWriter(str(run), purge_step=done + 1 if done else None)

@@ -7,16 +7,21 @@ import logging
 import math
 import os
 import signal
+import subprocess
+import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
 import torch
 
-from fastformer.data import collate, plan_epoch
+from fastformer.data import collate, plan_epoch, train_bpe
+from fastformer.generation import Translator
+from fastformer.generation.translator import _padded
 from fastformer.training import TrainConfig, start
 from fastformer.training import checkpoint as checkpointing
-from fastformer.training.build import build_model, load_config
+from fastformer.training.build import build_model, changed_config, load_config, load_model
 from fastformer.training.checkpoint import average_weights, checkpoints, latest_checkpoint, load_checkpoint
 from fastformer.training.evaluate import lengths_of, model_loss
 from fastformer.training.schedule import FLOOR, learning_rate
@@ -64,6 +69,65 @@ def test_resume_equals_an_uninterrupted_run(config, tmp_path) -> None:
     assert torch.equal(whole.ema.module.output_weight, resumed.ema.module.output_weight)
 
 
+class Crash(Exception):
+    pass
+
+
+def test_resume_after_a_crash_between_lines_and_checkpoints(config, tmp_path) -> None:
+    config.log_every, config.save_every, config.ema = 3, 5, 0.9
+    start(config, tmp_path / "whole").train()
+    trainer = start(config, tmp_path / "parts")
+    update = trainer._update
+
+    def crash(batches):
+        if trainer.step == 9:
+            raise Crash
+        return update(batches)
+
+    trainer._update = crash
+    with pytest.raises(Crash):
+        trainer.train()
+    with open(tmp_path / "parts" / "metrics.jsonl", "a") as file:
+        file.write('{"step": 4, "ki')  # what a crash leaves of a line
+    resumed = start(config, tmp_path / "parts", resume=True)
+    assert resumed.step == 5
+    resumed.train()
+    whole, parts = (
+        [json.loads(line) for line in (tmp_path / run / "metrics.jsonl").read_text().splitlines()]
+        for run in ("whole", "parts")
+    )
+    assert [line["step"] for line in parts] == [3, 6, 9, 12, 12]
+    for key in ("step", "loss", "nll", "lr", "grad_norm", "padding"):
+        assert [line.get(key) for line in whole] == [line.get(key) for line in parts], key
+
+
+def test_a_finished_run_makes_no_further_update(config, tmp_path) -> None:
+    config.steps = 2
+    start(config, tmp_path / "run").train()
+    trainer = start(config, tmp_path / "run", resume=True)
+    trainer.train()
+    assert trainer.step == 2 and losses(tmp_path / "run") == [loss for _, loss in trainer.losses]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("batching", ["packed", "bucketed"])
+def test_kill_9_and_resume_equal_an_uninterrupted_run(config, tmp_path, batching) -> None:
+    config.steps, config.save_every, config.batching = 100, 10, batching
+    start(config, tmp_path / "whole").train()
+    (tmp_path / "settings.yaml").write_text(json.dumps(config.to_dict()))
+    command = [sys.executable, "-m", "fastformer.cli", "train", str(tmp_path / "killed")]
+    process = subprocess.Popen([*command, "--config", str(tmp_path / "settings.yaml")], stdout=subprocess.DEVNULL)
+    while not (tmp_path / "killed" / "checkpoints" / "step-00000050.pt").exists():
+        assert process.poll() is None
+        time.sleep(0.001)
+    process.kill()
+    process.wait()
+    done = latest_checkpoint(tmp_path / "killed")[1]["counters"]["step"]
+    assert 40 <= done < 100
+    subprocess.run([*command, "--resume"], check=True, stdout=subprocess.DEVNULL)
+    assert losses(tmp_path / "killed") == losses(tmp_path / "whole") and len(losses(tmp_path / "whole")) == 100
+
+
 def _with(config: TrainConfig, **changes) -> TrainConfig:
     return TrainConfig.from_dict(config.to_dict() | changes)
 
@@ -97,16 +161,18 @@ def test_gradient_checkpointing_changes_nothing(config, tmp_path) -> None:
         assert abs(a - b) < 1e-5
 
 
-@pytest.mark.parametrize("cut", [0, 10, 60, 1000, -1])
-def test_a_cut_checkpoint_falls_back_to_the_one_before(config, tmp_path, cut, caplog) -> None:
+def test_a_checkpoint_cut_anywhere_falls_back_to_the_one_before(config, tmp_path, caplog) -> None:
     config.save_every, config.steps = 2, 4
     start(config, tmp_path / "run").train()
     newest = checkpoints(tmp_path / "run")[-1]
-    newest.write_bytes(newest.read_bytes()[:cut])
-    with caplog.at_level(logging.WARNING):
-        path, state = latest_checkpoint(tmp_path / "run")
-    assert state["counters"]["step"] == 2 and path != newest
-    assert "is damaged or cut short" in caplog.text and "going back to the checkpoint before" in caplog.text
+    data = newest.read_bytes()
+    for cut in [*range(70), *torch.randint(len(data), (30,)).tolist(), len(data) - 1]:
+        newest.write_bytes(data[:cut])
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            path, state = latest_checkpoint(tmp_path / "run")
+        assert state["counters"]["step"] == 2 and path != newest
+        assert "is damaged or cut short" in caplog.text and "going back to the checkpoint before" in caplog.text
     resumed = start(config, tmp_path / "run", resume=True)
     assert resumed.step == 2
 
@@ -140,6 +206,30 @@ def test_a_full_disk_keeps_what_was_there(config, tmp_path, monkeypatch) -> None
     assert not list((tmp_path / "run" / "checkpoints").glob(".*"))
 
 
+@pytest.mark.skipif(os.name != "posix", reason="file size limits are POSIX")
+def test_a_write_that_ends_midway_keeps_what_was_there(config, tmp_path) -> None:
+    import resource
+
+    config.steps = 2
+    trainer = start(config, tmp_path / "run")
+    trainer.train()
+    files = [*(tmp_path / "run" / "checkpoints").iterdir(), tmp_path / "run" / "model.safetensors"]
+    before = [file.read_bytes() for file in files]
+    with torch.no_grad():
+        trainer.model.output_weight.zero_()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:  # the system refuses the rest of a file, as it does when the disk is full
+        resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, limits[1]))
+        with pytest.raises(OSError, match="could not write"):
+            trainer.save()
+        with pytest.raises(OSError, match="could not write"):
+            trainer.model.save_pretrained(tmp_path / "run")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert [file.read_bytes() for file in files] == before
+    assert not list((tmp_path / "run").glob("**/.*"))
+
+
 def test_nan_stops_and_keeps_the_last_good_checkpoint(config, tmp_path) -> None:
     config.save_every = 2
     trainer = start(config, tmp_path / "run")
@@ -152,10 +242,31 @@ def test_nan_stops_and_keeps_the_last_good_checkpoint(config, tmp_path) -> None:
         return update(batches)
 
     trainer._update = broken
-    with pytest.raises(RuntimeError, match="the loss became nan at update 6.*step-00000004.*Lower lr"):
+    with pytest.raises(RuntimeError, match="the loss became nan at update 6.*step-00000004.*--resume and a lower --lr"):
         trainer.train()
     _, state = latest_checkpoint(tmp_path / "run")
     assert all(weight.isfinite().all() for weight in state["model"].values())
+
+
+def test_an_infinite_gradient_is_never_saved(config, tmp_path) -> None:
+    # The loss of that update is still finite, and its checkpoint would be the last one.
+    config.save_every = 2
+    trainer = start(config, tmp_path / "run")
+    update = trainer._update
+
+    def broken(batches):
+        loss, norm = update(batches)
+        if trainer.step == 5:
+            with torch.no_grad():
+                trainer.model.output_weight.fill_(math.nan)
+            norm = torch.tensor(math.inf)
+        return loss, norm
+
+    trainer._update = broken
+    with pytest.raises(RuntimeError, match="the gradient's norm became inf at update 6.*step-00000004"):
+        trainer.train()
+    path, state = latest_checkpoint(tmp_path / "run")
+    assert path.stem == "step-00000004" and all(weight.isfinite().all() for weight in state["model"].values())
 
 
 @pytest.mark.skipif(os.name != "posix", reason="signals are POSIX")
@@ -165,6 +276,26 @@ def test_interrupt_saves_and_ends(config, tmp_path) -> None:
     trainer.train()
     assert trainer.interrupted and 0 < trainer.step < 100_000
     assert latest_checkpoint(tmp_path / "run")[1]["counters"]["step"] == trainer.step
+
+
+def test_ema_forgets_the_random_weights(config, tmp_path) -> None:
+    config.ema, config.steps, config.schedule = 0.999, 4, "constant"
+    trainer = start(config, tmp_path / "run")
+    expected = trainer.model.output_weight.detach().clone()
+    move = trainer.ema.update_parameters
+
+    def follow(model):
+        move(model)
+        if trainer.step == 0:
+            expected.copy_(model.output_weight)
+        else:  # decays of 2/11, 3/12, ... instead of 0.999
+            decay = (1 + trainer.step) / (10 + trainer.step)
+            expected.mul_(decay).add_(model.output_weight.detach() * (1 - decay))
+
+    trainer.ema.update_parameters = follow
+    trainer.train()
+    assert torch.allclose(trainer.ema.module.output_weight, expected, atol=1e-7, rtol=1e-5)
+    assert not torch.equal(expected, trainer.model.output_weight)
 
 
 def test_keep_last_and_average(config, tmp_path) -> None:
@@ -180,7 +311,6 @@ def test_keep_last_and_average(config, tmp_path) -> None:
 
 def test_validation_improves_and_the_result_loads(config, tmp_path) -> None:
     from fastformer.data import load_tokenizer
-    from fastformer.generation import Translator
 
     config.steps, config.val_every, config.val_examples = 30, 15, 5
     trainer = start(config, tmp_path / "run")
@@ -188,7 +318,7 @@ def test_validation_improves_and_the_result_loads(config, tmp_path) -> None:
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     nll = [line["nll"] for line in lines if line["kind"] == "validation"]
     assert len(nll) == 2 and nll[1] < nll[0] < math.log(259)
-    assert scores.bleu is None or "tok:13a" in scores.signatures["bleu"]
+    assert "tok:13a" in scores.signatures["bleu_signature"] and "nc:6" in scores.signatures["chrf_signature"]
     assert load_config(tmp_path / "run").to_dict() == config.to_dict()
     Translator.from_pretrained(tmp_path / "run", load_tokenizer(tmp_path / "run")).translate(["aa 3"], max_new_tokens=4)
 
@@ -201,7 +331,7 @@ def test_batchings_train(config, tmp_path, batching) -> None:
     assert (line["padding"] == 0.0) == (batching == "packed")
 
 
-def test_gpt_and_lstm_train(config, tmp_path) -> None:
+def test_gpt_trains(config, tmp_path) -> None:
     (tmp_path / "text").write_text("to be or not to be that is the question\n" * 40)
     gpt = TrainConfig(
         model="gpt",
@@ -217,8 +347,23 @@ def test_gpt_and_lstm_train(config, tmp_path) -> None:
     )
     scores = start(gpt, tmp_path / "gpt").train()
     assert scores.nll < 3.0 < math.log(259)
-    lstm = _with(config, model="lstm", batching="bucketed", settings={"d_model": 16}, steps=2)
-    start(lstm, tmp_path / "lstm").train()
+    assert scores.nll_per_character == pytest.approx(scores.nll, rel=1e-2)  # a byte is a character here
+
+
+@pytest.mark.parametrize("score", ["dot", "general", "concat"])
+def test_lstm_trains_and_translates(config, tmp_path, score) -> None:
+    settings = {"d_model": 16, "score": score}
+    config = _with(config, model="lstm", batching="bucketed", settings=settings, steps=2, val_examples=3)
+    scores = start(config, tmp_path / "lstm").train()
+    assert scores.bleu is not None
+    model, tokenizer = load_model(tmp_path / "lstm")
+    translator = Translator(model, tokenizer)
+    texts = ["aa 3", "a 1", "aaaa 7"]
+    greedy = model.greedy(_padded([translator.encode(text) for text in texts]), 12)
+    assert translator.translate(texts, max_new_tokens=12) == [tokenizer.decode(row) for row in greedy.tolist()]
+    assert len(translator.translate(texts, max_new_tokens=12, num_beams=3)) == 3
+    source, target, weights = translator.attention("aa 3")
+    assert weights.shape == (1, 1, len(target), len(source)) and (weights.sum(-1) - 1).abs().max() < 1e-5
 
 
 def test_bf16_autocast_trains(config, tmp_path) -> None:
@@ -292,12 +437,47 @@ def test_run_errors(config, tmp_path) -> None:
     start(config, tmp_path / "run").train()
     with pytest.raises(ValueError, match="holds a run already: give --resume"):
         start(config, tmp_path / "run")
+    tsv = Path(config.train_tsv)
+    tsv.write_text(tsv.read_text() + "one more\tline\n")
+    with pytest.raises(ValueError, match=r"200 examples of .*, got 201 examples of .*give the same files"):
+        start(config, tmp_path / "run", resume=True)
+    tsv.write_text("".join(f"{s}\t{t}\n" for s, t in PAIRS))
+    assert changed_config(tmp_path / "run", {"lr": 1e-4, "steps": 7}).lr == 1e-4
+    with pytest.raises(ValueError, match="a run that goes on keeps its seed: expected 0, got 3"):
+        changed_config(tmp_path / "run", {"seed": 3})
     with pytest.raises(ValueError, match="of another model than the settings describe"):
         start(_with(config, settings=SMALL | {"d_model": 64}), tmp_path / "run", resume=True)
     with pytest.raises(ValueError, match="did you mean 'd_model'"):
         build_model(_with(config, settings={"dmodel": 3}), 10)
     with pytest.raises(ValueError, match="every training example is longer than max_len 2"):
         start(_with(config, max_len=2), tmp_path / "c")
+    (tmp_path / "long.tsv").write_text("x" * 100 + "\ty\n")
+    with pytest.raises(ValueError, match="every validation example is longer than max_len 64"):
+        start(_with(config, val_tsv=str(tmp_path / "long.tsv")), tmp_path / "d")
+    with pytest.raises(ValueError, match="expected train_source and train_target together, got train_source alone"):
+        start(_with(config, train_tsv=None, train_source="a"), tmp_path / "e")
+    with pytest.raises(ValueError, match="expected checkpointing off for model lstm"):
+        start(_with(config, model="lstm", batching="random", settings={}, checkpointing=True), tmp_path / "f")
+    with pytest.raises(ValueError, match="expected a device that this PyTorch can use, got 'gpu7'"):
+        start(_with(config, device="gpu7"), tmp_path / "g")
+
+
+def test_run_folders_of_another_kind_or_cut_short(config, tmp_path) -> None:
+    config.steps = 1
+    start(config, tmp_path / "run").train()
+    with pytest.raises(ValueError, match=r"expected a folder of GPT, got one of 'Transformer'.*fastformer translate"):
+        load_model(tmp_path / "run", ("GPT",))
+    for name in ("model.safetensors", "config.json", "tokenizer.json", "config.yaml"):
+        file = tmp_path / "run" / name
+        data = file.read_bytes()
+        for cut in (0, len(data) // 2):
+            file.write_bytes(data[:cut])
+            with pytest.raises(ValueError, match=name):
+                load_model(tmp_path / "run") if name != "config.yaml" else load_config(tmp_path / "run")
+        file.write_bytes(data)
+    train_bpe(["one two three"], 20).save(tmp_path / "run")
+    with pytest.raises(ValueError, match="expected a tokenizer of 259 ids beside the model"):
+        load_model(tmp_path / "run")
 
 
 def test_long_examples_are_left_out_and_counted(config, tmp_path, caplog) -> None:
