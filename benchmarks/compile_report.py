@@ -220,7 +220,8 @@ def attention_call(
 
 ATTENTION_OPTIONS: tuple[tuple[str, ...], ...] = (
     (), ("causal",), ("causal", "seqlens_k", "gqa"), ("causal", "packed"), ("causal", "dropout"), ("window",),
-    ("packed", "dropout"), ("bool",), ("additive",), ("window", "additive", "dropout", "seqlens_k", "gqa"),
+    ("packed", "dropout"), ("bool",), ("additive",), ("causal", "bool", "dropout"),
+    ("window", "additive", "dropout", "seqlens_k", "gqa"),
 )  # fmt: skip
 
 

@@ -4,8 +4,8 @@ No row has been measured on a device yet. Each was chosen by what it compiles to
 spills, shared memory within the architecture's limit, wgmma or tcgen05 where the tile has 64 rows) and by the tiles
 that published kernels use. A file of measured rows overrides them (`_tuning.py`).
 
-`load` counts what the loop carries beside the products: a mask, dropout and, backward, the loop over a group's heads.
-Each takes registers. A row names the config for load 0, 1, ..., the last for all greater.
+`load` counts what the loop carries beside the products: a mask, dropout. Each takes registers. A row names the configs
+for load 0, 1 and 2, the last for all greater.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ class Call(NamedTuple):
     bucket: str  # "short": up to 256 rows and keys; "long"
 
 
-def call_of(capability: int, problem: Problem, dtype: torch.dtype, masked: bool, *, backward: bool) -> Call:
+def call_of(capability: int, problem: Problem, dtype: torch.dtype, masked: bool) -> Call:
     """The key of a described call."""
     return Call(
         capability,
         dtype == torch.float32,
         problem.block_d,
-        int(masked) + int(problem.threshold >= 0) + int(backward and problem.group > 1),
+        int(masked) + int(problem.threshold >= 0),
         problem.window_right is not None,
         "short" if max(problem.seqlen_q, problem.seqlen_k) <= 256 else "long",
     )

@@ -281,7 +281,7 @@ def launch_forward(
         lse = torch.empty(shape, dtype=torch.float32, device=q.device)
     if q.numel() == 0 or problem.seqlen_q == 0:
         return out, lse
-    config = config or forward_config(call_of(architecture(q), problem, q.dtype, attn_mask is not None, backward=False))
+    config = config or forward_config(call_of(architecture(q), problem, q.dtype, attn_mask is not None))
     unit = stride_unit(q, k, v, out)
     num_blocks = triton.cdiv(problem.seqlen_q, config.block_m)
     num_planes = problem.batch * problem.num_heads

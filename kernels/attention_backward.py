@@ -5,9 +5,9 @@
     dK = scale * dS^T Q                             dQ = scale * dS K
 
 `_rows_kernel` goes first: delta, and lse with +inf for an empty row (so that its P is 0).
-`_dkdv_kernel` owns BLOCK_N keys of one K/V head and walks over the rows that see them, for each query head of its
-group: five products when it also adds dS K into an fp32 dQ with atomics, four when it does not. It works on transposed
-tiles, so that P^T and dS^T enter the next products from registers. One key block in all: dQ is stored, not added.
+`_dkdv_kernel` owns BLOCK_N keys of one query head and walks over the rows that see them: five products when it also
+adds dS K into an fp32 dQ with atomics, four when it does not. It works on transposed tiles, so that P^T and dS^T enter
+the next products from registers. One key block in all: dQ is stored, not added.
 `_dq_kernel` (its own file) is the other half of the deterministic form: 4 + 3 = 7 products, nothing added in an order
 of chance. Configs marked `split` take that form too, where five products' registers would spill.
 fp32: scores, P, dP, dS, delta and all accumulators; P and dS are rounded to the inputs' dtype for the products.
@@ -271,7 +271,6 @@ def _dkdv_kernel(
     DROPOUT: tl.constexpr,
     DQ: tl.constexpr,
     DMASK: tl.constexpr,
-    GROUPED: tl.constexpr,
     COUNT_WORK: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     UNIT: tl.constexpr,
@@ -300,9 +299,8 @@ def _dkdv_kernel(
     stride_dkh *= UNIT
     # The first keys of a causal matrix have the most rows, so their blocks start first.
     block, plane = which_block(num_blocks, num_planes, together, HAS_LEFT and not HAS_RIGHT)
-    num_kv_heads = num_heads // group
-    batch = plane // num_kv_heads
-    kv_head = plane % num_kv_heads
+    batch = plane // num_heads
+    head = plane % num_heads
     start_q, start_k, len_q, len_k, diagonal = sequence_bounds(
         batch, seqlen_q, seqlen_k, seqlens_q_ptr, seqlens_k_ptr, LENGTHS
     )
@@ -316,7 +314,8 @@ def _dkdv_kernel(
     columns = first_key + tl.arange(0, BLOCK_N)
     dims = tl.arange(0, BLOCK_D)
     batch64 = batch.to(tl.int64)
-    kv_head64 = kv_head.to(tl.int64)
+    head64 = head.to(tl.int64)
+    kv_head64 = (head // group).to(tl.int64)
     k_ptr += batch64 * stride_kb + start_k * stride_kn + kv_head64 * stride_kh
     v_ptr += batch64 * stride_vb + start_k * stride_vn + kv_head64 * stride_vh
     key0 = 0
@@ -343,44 +342,37 @@ def _dkdv_kernel(
     edge = first
     if not TWO_ENDS:
         edge = full_last
-    heads = 1
-    if GROUPED:
-        heads = group
-    for member in range(heads):
-        head = kv_head * group + member
-        head64 = head.to(tl.int64)
-        head_plane = batch * num_heads + head
-        at_q = q_ptr + batch64 * stride_qb + start_q * stride_qm + head64 * stride_qh
-        at_dout = dout_ptr + batch64 * stride_db + start_q * stride_dm + head64 * stride_dh
-        at_dq = dq_ptr
-        if DQ != "none":
-            at_dq = dq_ptr + batch64 * stride_dqb + start_q * stride_dqm + head64 * stride_dqh
-        at_row = batch64 * stride_lb + head64 * stride_lh + start_q
-        at_mask = mask_ptr
-        at_dmask = dmask_ptr
-        if MASK != "none":
-            at_mask = mask_ptr + batch64 * stride_mask_b + head64 * stride_mask_h
-            at_mask = at_mask + columns.to(tl.int64)[:, None] * stride_mask_n
-        if DMASK != "none":
-            at_dmask = dmask_ptr + batch64 * stride_dmask_b + head64 * stride_dmask_h
-            at_dmask = at_dmask + columns.to(tl.int64)[:, None] * stride_dmask_n
-        dk, dv = _dkdv_blocks(
-            dk, dv, k, v, at_q, at_dout, delta_ptr + at_row, row_lse_ptr + at_row, at_dq, at_mask, at_dmask, columns,
-            first_key, full_first, 0, 0, full_blocks, len_q, len_k, diagonal, window_left, window_right,
-            stride_qm, stride_dm, stride_dqm, stride_mask_m, stride_dmask_m, softmax_scale, keep_scale, head_plane,
-            key0, key1, offset, threshold, work_ptr, HAS_LEFT, HAS_RIGHT, MASK, DROPOUT, DQ, DMASK, False, TWO_ENDS,
-            COUNT_WORK, HEAD_DIM, BLOCK_M, BLOCK_N, BLOCK_D, PRECISION,
-        )  # fmt: skip
-        dk, dv = _dkdv_blocks(
-            dk, dv, k, v, at_q, at_dout, delta_ptr + at_row, row_lse_ptr + at_row, at_dq, at_mask, at_dmask, columns,
-            first_key, edge, left_blocks, full_last, edge_blocks, len_q, len_k, diagonal, window_left, window_right,
-            stride_qm, stride_dm, stride_dqm, stride_mask_m, stride_dmask_m, softmax_scale, keep_scale, head_plane,
-            key0, key1, offset, threshold, work_ptr, HAS_LEFT, HAS_RIGHT, MASK, DROPOUT, DQ, DMASK, True, TWO_ENDS,
-            COUNT_WORK, HEAD_DIM, BLOCK_M, BLOCK_N, BLOCK_D, PRECISION,
-        )  # fmt: skip
+    at_q = q_ptr + batch64 * stride_qb + start_q * stride_qm + head64 * stride_qh
+    at_dout = dout_ptr + batch64 * stride_db + start_q * stride_dm + head64 * stride_dh
+    at_dq = dq_ptr
+    if DQ != "none":
+        at_dq = dq_ptr + batch64 * stride_dqb + start_q * stride_dqm + head64 * stride_dqh
+    at_row = batch64 * stride_lb + head64 * stride_lh + start_q
+    at_mask = mask_ptr
+    at_dmask = dmask_ptr
+    if MASK != "none":
+        at_mask = mask_ptr + batch64 * stride_mask_b + head64 * stride_mask_h
+        at_mask = at_mask + columns.to(tl.int64)[:, None] * stride_mask_n
+    if DMASK != "none":
+        at_dmask = dmask_ptr + batch64 * stride_dmask_b + head64 * stride_dmask_h
+        at_dmask = at_dmask + columns.to(tl.int64)[:, None] * stride_dmask_n
+    dk, dv = _dkdv_blocks(
+        dk, dv, k, v, at_q, at_dout, delta_ptr + at_row, row_lse_ptr + at_row, at_dq, at_mask, at_dmask, columns,
+        first_key, full_first, 0, 0, full_blocks, len_q, len_k, diagonal, window_left, window_right,
+        stride_qm, stride_dm, stride_dqm, stride_mask_m, stride_dmask_m, softmax_scale, keep_scale, plane,
+        key0, key1, offset, threshold, work_ptr, HAS_LEFT, HAS_RIGHT, MASK, DROPOUT, DQ, DMASK, False, TWO_ENDS,
+        COUNT_WORK, HEAD_DIM, BLOCK_M, BLOCK_N, BLOCK_D, PRECISION,
+    )  # fmt: skip
+    dk, dv = _dkdv_blocks(
+        dk, dv, k, v, at_q, at_dout, delta_ptr + at_row, row_lse_ptr + at_row, at_dq, at_mask, at_dmask, columns,
+        first_key, edge, left_blocks, full_last, edge_blocks, len_q, len_k, diagonal, window_left, window_right,
+        stride_qm, stride_dm, stride_dqm, stride_mask_m, stride_dmask_m, softmax_scale, keep_scale, plane,
+        key0, key1, offset, threshold, work_ptr, HAS_LEFT, HAS_RIGHT, MASK, DROPOUT, DQ, DMASK, True, TWO_ENDS,
+        COUNT_WORK, HEAD_DIM, BLOCK_M, BLOCK_N, BLOCK_D, PRECISION,
+    )  # fmt: skip
 
     here = (columns < stored_k)[:, None] & (dims < HEAD_DIM)[None, :]
-    at = batch64 * stride_dkb + (start_k + first_key) * stride_dkn + kv_head64 * stride_dkh
+    at = batch64 * stride_dkb + (start_k + first_key) * stride_dkn + head64 * stride_dkh
     inside = tl.arange(0, BLOCK_N)[:, None] * stride_dkn + dims[None, :]
     tl.store(dk_ptr + at + inside, (dk * softmax_scale).to(dk_ptr.dtype.element_ty), mask=here)
     tl.store(dv_ptr + at + inside, dv.to(dv_ptr.dtype.element_ty), mask=here)
@@ -405,14 +397,18 @@ def launch_backward(
     packed = problem.lengths == "packed"
     q, k, v, dout, out = (last_dim_contiguous(x) for x in (q, k, v, dout, out))
     new = torch.Tensor.new_zeros if packed or q.numel() == 0 or k.numel() == 0 else torch.Tensor.new_empty
-    dk, dv = new(k, k.shape), new(v, v.shape)
+    # Each query head has programs of its own, and a group's shares of dk and dv are added up afterwards.
+    shared_heads = problem.group > 1
+    per_head = (*k.shape[:-2], problem.num_heads, problem.head_dim)
+    grad_dtype = torch.float32 if shared_heads else k.dtype
+    dk, dv = new(k, per_head, dtype=grad_dtype), new(v, per_head, dtype=grad_dtype)
     dmask = q.new_empty(0)
     if q.numel() == 0 or k.numel() == 0:
         if needs_mask_grad:
             dmask = torch.zeros(attn_mask.shape, dtype=attn_mask.dtype, device=q.device)
-        return new(q, q.shape), dk, dv, dmask
+        return new(q, q.shape), new(k, k.shape), new(v, v.shape), dmask
 
-    call = call_of(architecture(q), problem, q.dtype, attn_mask is not None, backward=True)
+    call = call_of(architecture(q), problem, q.dtype, attn_mask is not None)
     config = config or backward_config(call)
     deterministic = torch.are_deterministic_algorithms_enabled()
     if problem.seqlen_k <= config.block_n:
@@ -457,8 +453,8 @@ def launch_backward(
     )  # fmt: skip
 
     num_blocks = triton.cdiv(problem.seqlen_k, config.block_n)
-    num_planes = problem.batch * problem.num_kv_heads
-    q_bytes = 2 * problem.seqlen_q * problem.head_dim * q.element_size() * problem.group
+    num_planes = problem.batch * problem.num_heads
+    q_bytes = 2 * problem.seqlen_q * problem.head_dim * q.element_size()
     _dkdv_kernel[(num_blocks * num_planes,)](
         q, k, v, dout, delta, row_lse, None if dq_mode == "none" else dq, dk, dv,
         mask_bytes(attn_mask), dmask if dmask_mode != "none" else None,
@@ -468,7 +464,7 @@ def launch_backward(
         *strides(dq, packed, unit), *strides(dk, packed, unit), *lse_strides,
         *mask_strides(attn_mask), *mask_strides(dmask if dmask_mode != "none" else None),
         **shared,
-        DQ=dq_mode, DMASK=dmask_mode, GROUPED=problem.group > 1,
+        DQ=dq_mode, DMASK=dmask_mode,
         BLOCK_M=config.block_m, BLOCK_N=config.block_n, num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
 
@@ -489,6 +485,8 @@ def launch_backward(
     if dmask_mode != "none":
         broadcast = [dim for dim in range(4) if attn_mask.shape[dim] == 1 and dmask.shape[dim] != 1]
         dmask = (dmask.sum(broadcast, keepdim=True) if broadcast else dmask).to(attn_mask.dtype)
+    if shared_heads:
+        dk, dv = (x.unflatten(-2, (problem.num_kv_heads, problem.group)).sum(-2).to(k.dtype) for x in (dk, dv))
     return dq.to(q.dtype), dk, dv, dmask
 
 

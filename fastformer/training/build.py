@@ -87,7 +87,7 @@ def start(config: TrainConfig, run: str | os.PathLike, *, resume: bool = False) 
         raise ValueError(f"every checkpoint in {folder} is damaged: train anew in another folder")
     folder.mkdir(parents=True, exist_ok=True)
     data.tokenizer.save(folder)
-    write_atomically(folder / CONFIG, _yaml().safe_dump(config.to_dict(), sort_keys=False).encode())
+    write_atomically(folder / CONFIG, _yaml().safe_dump(config.to_dict(), sort_keys=False, explicit_end=True).encode())
     parameters = sum(parameter.numel() for parameter in model.parameters())
     logger.info(
         "%s: %s parameters, %s training examples, vocabulary %d, %s",
@@ -106,7 +106,12 @@ def load_config(run: str | os.PathLike) -> TrainConfig:
     Raises:
         ValueError: no such file, or one that is damaged.
     """
-    return TrainConfig.from_dict(read_yaml(Path(run) / CONFIG))
+    file = Path(run) / CONFIG
+    values = read_yaml(file)
+    # Half of a YAML file is often valid YAML, so the document's end mark is asked for.
+    if not file.read_text(encoding="utf-8").rstrip().endswith("\n..."):
+        raise ValueError(f"expected {file} to end with a line of three dots, as it was written: is it cut short?")
+    return TrainConfig.from_dict(values)
 
 
 def read_yaml(path: str | os.PathLike) -> dict[str, Any]:
