@@ -1,6 +1,6 @@
 """What each shipped kernel compiles to, without a GPU: registers, spills, shared memory, matrix instructions.
 
-    python -m benchmarks.compile_report [--arch 90 ...] [--only attention] [--quick] [--out FILE]
+    python -m benchmarks.compile_report [--arch 90 ...] [--only attention ...] [--quick] [--out FILE]
 
 The launchers themselves are called, on fake CUDA tensors, with Triton's launch replaced by a recorder; what they would
 have launched is compiled for each architecture. So the report sees the tiles, types and specialisation that ship.
@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
+import itertools
 import json
 import os
 import re
@@ -29,6 +31,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 # Shared memory that one program may have, in bytes.
 SHARED_LIMIT = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
 ARCHITECTURES = tuple(SHARED_LIMIT)
+STEMS = sorted(path.stem for path in (Path(__file__).parent / "compile_cases").glob("[a-z]*.py"))
 # The matrix instruction of a product whose result has 64 rows or more; smaller ones are mma.sync everywhere.
 WIDE = {80: "mma.sync", 86: "mma.sync", 89: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma", 120: "mma.sync"}
 
@@ -178,91 +181,16 @@ def products_of(launch: Launch) -> list[int]:
     return declared(launch.arguments) if declared else []
 
 
-def attention_call(
-    dtype: torch.dtype, head_dim: int, options: tuple[str, ...], seqlen: int, deterministic: bool = False
-) -> Callable[[], object]:
-    """A forward and a backward call of the attention launchers with these options."""
-    from fastformer.kernels import attention as kernels
-
-    def call() -> None:
-        batch, heads, kv_heads = 2, 8, 4 if "gqa" in options else 8
-
-        def new(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
-            return torch.empty(shape, dtype=dtype, device="cuda")
-
-        window = (100 if "window" in options else None, 0 if {"causal", "window"} & set(options) else None)
-        dropout = (0.1, new(2, dtype=torch.int64)) if "dropout" in options else (0.0, None)
-        was = torch.are_deterministic_algorithms_enabled()
-        torch.use_deterministic_algorithms(deterministic)
-        try:
-            if "packed" in options:
-                q, k = new(batch * seqlen, heads, head_dim), new(batch * seqlen, kv_heads, head_dim)
-                cu = new(batch + 1, dtype=torch.int32)
-                rest: tuple = (cu, cu, seqlen, seqlen, head_dim**-0.5, *window, *dropout)
-                out, lse = kernels.varlen_attention_fwd(q, k, k, *rest)
-                kernels.varlen_attention_bwd(out, q, k, k, out, lse, *rest)
-                return
-            q, k = new(batch, seqlen, heads, head_dim), new(batch, seqlen, kv_heads, head_dim)
-            mask = None
-            if "additive" in options:
-                mask = new(1, heads, seqlen, seqlen)
-            elif "bool" in options:
-                mask = new(batch, 1, 1, seqlen, dtype=torch.bool)
-            lengths = new(batch, dtype=torch.int32) if "seqlens_k" in options else None
-            rest = (mask, lengths, head_dim**-0.5, *window, *dropout)
-            out, lse = kernels.attention_fwd(q, k, k, *rest)
-            kernels.attention_bwd(out, q, k, k, out, lse, *rest, "additive" in options)
-        finally:
-            torch.use_deterministic_algorithms(was)
-
-    return call
+def cases(stem: str, quick: bool) -> Iterator[tuple[str, Callable[[], object]]]:
+    """(title, call) of a stem's launches; quick: what `make test` has time for."""
+    return importlib.import_module(f"benchmarks.compile_cases.{stem}").cases(quick)
 
 
-ATTENTION_OPTIONS: tuple[tuple[str, ...], ...] = (
-    (), ("causal",), ("causal", "seqlens_k", "gqa"), ("causal", "packed"), ("causal", "dropout"), ("window",),
-    ("packed", "dropout"), ("bool",), ("additive",), ("causal", "bool", "dropout"),
-    ("window", "additive", "dropout", "seqlens_k", "gqa"),
-)  # fmt: skip
-
-
-def cases(quick: bool) -> Iterator[tuple[str, str, Callable[[], object]]]:
-    """(stem, case, call) of everything to compile. Quick: what `make test` has time for."""
-    bf16, fp32 = torch.bfloat16, torch.float32
-    dims = (64, 128) if quick else (16, 32, 40, 64, 80, 128, 256)
-    option_sets = (("causal",), ("causal", "dropout")) if quick else ATTENTION_OPTIONS
-    for head_dim in dims:
-        for options in option_sets:
-            title = f"bf16 d{head_dim} " + "+".join(options or ("full",))
-            yield "attention", title, attention_call(bf16, head_dim, options, 4096)
-    if quick:
-        return
-    for head_dim in (32, 64, 128, 256):
-        for seqlen in (128, 512):
-            for options in ((), ("causal", "dropout")):
-                title = f"bf16 d{head_dim} n{seqlen} " + "+".join(options or ("full",))
-                yield "attention", title, attention_call(bf16, head_dim, options, seqlen)
-        for options in (("causal",), ("window", "additive", "dropout", "seqlens_k", "gqa")):
-            title = f"bf16 d{head_dim} deterministic " + "+".join(options)
-            yield "attention", title, attention_call(bf16, head_dim, options, 4096, deterministic=True)
-    yield "attention", "fp16 d64 causal", attention_call(torch.float16, 64, ("causal",), 4096)
-    for head_dim in (32, 64, 128):
-        for options in (("causal",), ("window", "additive", "dropout", "seqlens_k", "gqa")):
-            title = f"fp32 d{head_dim} " + "+".join(options)
-            yield "attention", title, attention_call(fp32, head_dim, options, 4096)
-            yield (
-                "attention",
-                title + " deterministic",
-                attention_call(fp32, head_dim, options, 4096, deterministic=True),
-            )
-
-
-def report(archs: list[int], only: str | None, quick: bool) -> Iterator[Row]:
+def report(archs: list[int], stems: list[str], quick: bool) -> Iterator[Row]:
     """Compiles every distinct launch of every case once an architecture."""
-    for arch in archs:
+    for arch, stem in itertools.product(archs, stems):
         seen = set()
-        for stem, title, call in cases(quick):
-            if only is not None and stem != only:
-                continue
+        for title, call in cases(stem, quick):
             for launch in launches_of(call, arch):
                 key = (launch.kernel.fn.__name__, repr(_signature(launch)), repr(launch.options))
                 if key not in seen:
@@ -273,8 +201,8 @@ def report(archs: list[int], only: str | None, quick: bool) -> Iterator[Row]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--arch", type=int, nargs="+", default=list(ARCHITECTURES), choices=ARCHITECTURES)
-    parser.add_argument("--only", help="one stem, such as attention")
-    parser.add_argument("--quick", action="store_true", help="head_dim 64 and 128 with the usual options alone")
+    parser.add_argument("--only", nargs="+", default=STEMS, choices=STEMS, help="some of the stems")
+    parser.add_argument("--quick", action="store_true", help="the usual options and sizes alone")
     parser.add_argument("--out", type=Path, help="JSON lines, one a row")
     args = parser.parse_args()
     if os.environ.get("TRITON_INTERPRET", "0") == "1":

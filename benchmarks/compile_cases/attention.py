@@ -1,0 +1,81 @@
+"""Calls of the attention launchers that the compile report records: every option, each head_dim, both lengths."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+
+
+def attention_call(
+    dtype: torch.dtype, head_dim: int, options: tuple[str, ...], seqlen: int, deterministic: bool = False
+) -> Callable[[], object]:
+    """A forward and a backward call of the attention launchers with these options."""
+    from fastformer.kernels import attention as kernels
+
+    def call() -> None:
+        batch, heads, kv_heads = 2, 8, 4 if "gqa" in options else 8
+
+        def new(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
+            return torch.empty(shape, dtype=dtype, device="cuda")
+
+        window = (100 if "window" in options else None, 0 if {"causal", "window"} & set(options) else None)
+        dropout = (0.1, new(2, dtype=torch.int64)) if "dropout" in options else (0.0, None)
+        was = torch.are_deterministic_algorithms_enabled()
+        torch.use_deterministic_algorithms(deterministic)
+        try:
+            if "packed" in options:
+                q, k = new(batch * seqlen, heads, head_dim), new(batch * seqlen, kv_heads, head_dim)
+                cu = new(batch + 1, dtype=torch.int32)
+                rest: tuple = (cu, cu, seqlen, seqlen, head_dim**-0.5, *window, *dropout)
+                out, lse = kernels.varlen_attention_fwd(q, k, k, *rest)
+                kernels.varlen_attention_bwd(out, q, k, k, out, lse, *rest)
+                return
+            q, k = new(batch, seqlen, heads, head_dim), new(batch, seqlen, kv_heads, head_dim)
+            mask = None
+            if "additive" in options:
+                mask = new(1, heads, seqlen, seqlen)
+            elif "bool" in options:
+                mask = new(batch, 1, 1, seqlen, dtype=torch.bool)
+            lengths = new(batch, dtype=torch.int32) if "seqlens_k" in options else None
+            rest = (mask, lengths, head_dim**-0.5, *window, *dropout)
+            out, lse = kernels.attention_fwd(q, k, k, *rest)
+            kernels.attention_bwd(out, q, k, k, out, lse, *rest, "additive" in options)
+        finally:
+            torch.use_deterministic_algorithms(was)
+
+    return call
+
+
+OPTIONS: tuple[tuple[str, ...], ...] = (
+    (), ("causal",), ("causal", "seqlens_k", "gqa"), ("causal", "packed"), ("causal", "dropout"), ("window",),
+    ("packed", "dropout"), ("bool",), ("additive",), ("causal", "bool", "dropout"),
+    ("window", "additive", "dropout", "seqlens_k", "gqa"),
+)  # fmt: skip
+
+
+def cases(quick: bool) -> Iterator[tuple[str, Callable[[], object]]]:
+    """(title, call) of everything to compile. Quick: what `make test` has time for."""
+    bf16, fp32 = torch.bfloat16, torch.float32
+    dims = (64, 128) if quick else (16, 32, 40, 64, 80, 128, 256)
+    option_sets = (("causal",), ("causal", "dropout")) if quick else OPTIONS
+    for head_dim in dims:
+        for options in option_sets:
+            title = f"bf16 d{head_dim} " + "+".join(options or ("full",))
+            yield title, attention_call(bf16, head_dim, options, 4096)
+    if quick:
+        return
+    for head_dim in (32, 64, 128, 256):
+        for seqlen in (128, 512):
+            for options in ((), ("causal", "dropout")):
+                title = f"bf16 d{head_dim} n{seqlen} " + "+".join(options or ("full",))
+                yield title, attention_call(bf16, head_dim, options, seqlen)
+        for options in (("causal",), ("window", "additive", "dropout", "seqlens_k", "gqa")):
+            title = f"bf16 d{head_dim} deterministic " + "+".join(options)
+            yield title, attention_call(bf16, head_dim, options, 4096, deterministic=True)
+    yield "fp16 d64 causal", attention_call(torch.float16, 64, ("causal",), 4096)
+    for head_dim in (32, 64, 128):
+        for options in (("causal",), ("window", "additive", "dropout", "seqlens_k", "gqa")):
+            title = f"fp32 d{head_dim} " + "+".join(options)
+            yield title, attention_call(fp32, head_dim, options, 4096)
+            yield title + " deterministic", attention_call(fp32, head_dim, options, 4096, deterministic=True)
