@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.timing import peak_bytes  # noqa: F401 (tests take it from here)
+
 # Gradients that may err by 3x instead of 2x, each with its reason. Anything not listed is held to 2x.
 _RECOMPUTED = (
     "P is recomputed from lse: in fp32 the rounding of lse and of a second QK^T shifts whole rows, which eager's don't"
@@ -104,22 +106,3 @@ def _call(function: Callable, inputs: dict[str, Tensor | None]) -> tuple[tuple[T
     outputs = function(**arguments)
     leaves = [value for value in arguments.values() if value is not None and value.requires_grad]
     return outputs if isinstance(outputs, tuple) else (outputs,), leaves
-
-
-def peak_bytes(function: Callable[[], object], device: str) -> int:
-    """The most memory that was allocated at once while the function ran, beyond what was there before."""
-    if device == "cuda":
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        function()
-        torch.cuda.synchronize()
-        return torch.cuda.max_memory_allocated() - before
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        function()
-    held = peak = 0
-    events = profile.profiler.kineto_results.events()
-    for event in sorted((e for e in events if e.name() == "[memory]"), key=lambda e: e.start_ns()):
-        held += event.nbytes()
-        peak = max(peak, held)
-    return peak

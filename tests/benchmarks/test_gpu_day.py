@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from benchmarks.gpu_day import Shape, Step, steps, work_through
+from benchmarks.gpu_day import Step, steps, work_through
+from benchmarks.run import benchmarks
 
 
 class Clock:
@@ -42,16 +43,20 @@ def test_chunks_resume_and_go_on_after_a_failure(tmp_path: Path) -> None:
     assert lines[2]["ok"] is False and "broken" in lines[2]["error"]
 
 
-def test_steps_fit_a_chunk_and_have_keys_of_their_own() -> None:
-    day = list(steps())
+def test_steps_fit_a_chunk_and_have_keys_of_their_own(tmp_path: Path) -> None:
+    day = list(steps(tmp_path))
     assert len({step.key for step in day}) == len(day)
     assert all(step.seconds <= 9 * 60 for step in day)
     assert [step.key for step in day[:2]] == ["environment", "tests attention"]
 
 
 def test_flops_of_the_published_charts() -> None:
-    """16k tokens, 2048 = heads x head_dim, n = 8192: 4 * 2 * 16 * 8192^2 * 128 FLOPs, 2.5 times as many backward."""
-    full = Shape(8192, 128, False)
-    assert full.size == (2, 8192, 16, 128)
-    assert full.tflops(1.0, backward=False) == 4 * 2 * 16 * 8192**2 * 128 / 1e9
-    assert Shape(8192, 128, True).tflops(1.0, backward=True) == full.tflops(1.0, backward=False) * 1.25
+    """16k tokens, 2048 = heads * head_dim, n = 8192: 4 * 2 * 16 * 8192^2 * 128 FLOPs, 2.5 times as many backward."""
+    attention = benchmarks()["attention"]
+    causal, full = (
+        next(s for s in attention.shapes["cuda"] if (s["seqlen"], s["head_dim"], s["causal"]) == (8192, 128, causal))
+        for causal in (True, False)
+    )
+    assert (full["batch"], full["heads"]) == (2, 16)
+    assert attention.flops(full, "fwd") == 4 * 2 * 16 * 8192**2 * 128
+    assert attention.flops(causal, "bwd") == attention.flops(full, "fwd") * 1.25

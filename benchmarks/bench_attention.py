@@ -1,0 +1,142 @@
+"""Attention against the materialised softmax and against PyTorch's fused one."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable
+
+import torch
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+from benchmarks.case import Benchmark, Inputs, Provider, Shape
+from fastformer.ops import attention
+
+
+def make_inputs(shape: Shape, device: str) -> Inputs:
+    """q, k, v (batch, seqlen, heads, head_dim)."""
+    size = (shape["batch"], shape["seqlen"], shape["heads"], shape["head_dim"])
+    inputs = {name: torch.randn(size, device=device, requires_grad=True) for name in ("q", "k", "v")}
+    return inputs | {"seed": torch.tensor([1, 2], device=device)}
+
+
+def ours(x: Inputs, shape: Shape) -> torch.Tensor:
+    """fastformer.ops.attention."""
+    return attention(
+        x["q"], x["k"], x["v"], is_causal=shape["causal"], dropout_p=shape["dropout_p"], dropout_seed=x["seed"]
+    )
+
+
+def eager(x: Inputs, shape: Shape) -> torch.Tensor:
+    """Scores, mask, softmax and dropout, each in memory."""
+    q, k, v = (x[name].transpose(1, 2) for name in "qkv")
+    scores = q @ k.transpose(-2, -1) * q.shape[-1] ** -0.5
+    if shape["causal"]:
+        n = q.shape[2]
+        scores = scores.masked_fill(torch.ones(n, n, dtype=torch.bool, device=q.device).triu(1), -torch.inf)
+    return (F.dropout(scores.softmax(-1), shape["dropout_p"]) @ v).transpose(1, 2)
+
+
+def sdpa(backend: str | None = None) -> Provider:
+    """torch's scaled_dot_product_attention: one of its backends, or (None) the one that it picks."""
+
+    def run(x: Inputs, shape: Shape) -> torch.Tensor:
+        q, k, v = (x[name].transpose(1, 2) for name in "qkv")
+        with contextlib.nullcontext() if backend is None else sdpa_kernel(getattr(SDPBackend, backend)):
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=shape["causal"], dropout_p=shape["dropout_p"])
+        return out.transpose(1, 2)
+
+    return run
+
+
+@functools.cache
+def _flex(seqlen: int, causal: bool) -> Callable[..., torch.Tensor]:
+    mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, seqlen, seqlen) if causal else None
+    return functools.partial(torch.compile(flex_attention, dynamic=False), block_mask=mask)
+
+
+def flex(x: Inputs, shape: Shape) -> torch.Tensor:
+    """torch's flex attention, compiled."""
+    if shape["dropout_p"]:
+        raise NotImplementedError("flex attention has no dropout")
+    q, k, v = (x[name].transpose(1, 2) for name in "qkv")
+    return _flex(shape["seqlen"], shape["causal"])(q, k, v).transpose(1, 2)
+
+
+def varlen(x: Inputs, shape: Shape) -> torch.Tensor:
+    """torch.nn.attention.varlen, where this PyTorch has it: the batch as one packed sequence of sequences."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    if shape["dropout_p"]:
+        raise NotImplementedError("torch's varlen attention has no dropout")
+    batch, seqlen = shape["batch"], shape["seqlen"]
+    cu_seqlens = torch.arange(0, (batch + 1) * seqlen, seqlen, dtype=torch.int32, device=x["q"].device)
+    window = {"window_size": (-1, 0)} if shape["causal"] else {}
+    q, k, v = (x[name].flatten(0, 1) for name in "qkv")
+    return varlen_attn(q, k, v, cu_seqlens, cu_seqlens, seqlen, seqlen, **window).unflatten(0, (batch, seqlen))
+
+
+def flops(shape: Shape, mode: str) -> float:
+    """Two products forward and five backward over the visible scores."""
+    scores = shape["batch"] * shape["heads"] * shape["seqlen"] ** 2 * (0.5 if shape["causal"] else 1.0)
+    return scores * shape["head_dim"] * {"fwd": 4, "bwd": 10, "fwdbwd": 14}[mode]
+
+
+def moved(shape: Shape, mode: str, itemsize: int) -> float:
+    """q, k, v and out once; backward reads them and dout and writes three gradients."""
+    tensor = shape["batch"] * shape["heads"] * shape["seqlen"] * shape["head_dim"] * itemsize
+    return tensor * {"fwd": 4, "bwd": 8, "fwdbwd": 12}[mode]
+
+
+def _shapes(*sizes: tuple[int, int, int, int], causal: tuple[bool, ...] = (True, False), dropout_p: float = 0.0):
+    return [
+        {"batch": b, "seqlen": n, "heads": h, "head_dim": d, "causal": causal_, "dropout_p": dropout_p}
+        for b, n, h, d in sizes
+        for causal_ in causal
+    ]
+
+
+def _charts(*seqlens: int, head_dim: int) -> list[tuple[int, int, int, int]]:
+    """As the published charts have it: 16k tokens, heads * head_dim = 2048."""
+    return [(16384 // seqlen, seqlen, 2048 // head_dim, head_dim) for seqlen in seqlens]
+
+
+CUDA_ONLY = ("sdpa flash", "sdpa cudnn", "sdpa efficient", "flex", "torch varlen")
+
+BENCHMARKS = [
+    Benchmark(
+        name="attention",
+        shapes={
+            "cpu": [
+                *_shapes((4, 512, 8, 64), (32, 64, 8, 64), (2, 2048, 8, 64)),
+                *_shapes((4, 512, 8, 64), dropout_p=0.1),
+            ],
+            # Most important first: a GPU may be lent for minutes.
+            "cuda": [
+                *_shapes(*_charts(8192, 2048, 512, head_dim=64), *_charts(8192, 2048, 512, head_dim=128)),
+                *_shapes(*_charts(2048, head_dim=64), *_charts(2048, head_dim=128), causal=(True,), dropout_p=0.1),
+                *_shapes(*_charts(64, 128, 256, head_dim=64)),
+                *_shapes(*_charts(64, 256, head_dim=64), dropout_p=0.1),
+            ],
+        },
+        make_inputs=make_inputs,
+        providers={
+            "fastformer": ours,
+            "sdpa": sdpa(),
+            "eager": eager,
+            "sdpa flash": sdpa("FLASH_ATTENTION"),
+            "sdpa cudnn": sdpa("CUDNN_ATTENTION"),
+            "sdpa efficient": sdpa("EFFICIENT_ATTENTION"),
+            "flex": flex,
+            "torch varlen": varlen,
+        },
+        baseline="eager",
+        modes=("fwd", "bwd", "fwdbwd"),
+        quick=2,
+        flops=flops,
+        moved=moved,
+        only_on=dict.fromkeys(CUDA_ONLY, "cuda"),
+    )
+]

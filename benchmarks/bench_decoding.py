@@ -1,0 +1,66 @@
+"""The decoding ladder: each rung against the one below, and all against the first. The same tokens come out of each."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from benchmarks.case import Benchmark, Inputs, Shape
+from fastformer.generation import generate
+from fastformer.generation.engine import RUNGS
+from fastformer.models import Transformer
+
+
+@functools.cache
+def model(preset: str, device: str) -> Transformer:
+    """A model with random weights; it never says EOS early enough to matter, and all rungs decode the same."""
+    torch.manual_seed(0)
+    return Transformer.from_preset(preset, vocab_size=8000, device=device).eval()
+
+
+def make_inputs(shape: Shape, device: str) -> Inputs:
+    """Sources of mixed lengths, padded."""
+    source = torch.randint(3, 8000, (shape["batch"], shape["source"]), device=device)
+    for row in range(shape["batch"]):
+        source[row, shape["source"] // 2 + row % (shape["source"] // 2) + 1 :] = 0
+    return {"source": source}
+
+
+def rung(name: str):
+    """The provider of a rung."""
+
+    def provider(x: Inputs, shape: Shape) -> torch.Tensor:
+        return generate(
+            model(shape["preset"], str(x["source"].device)),
+            x["source"],
+            max_new_tokens=shape["new_tokens"],
+            min_new_tokens=shape["new_tokens"],
+            num_beams=shape["num_beams"],
+            rung=name,
+        )
+
+    return provider
+
+
+BENCHMARKS = [
+    Benchmark(
+        name="decoding",
+        shapes={
+            device: [
+                {"preset": preset, "batch": batch, "source": 24, "new_tokens": 24, "num_beams": beams}
+                for preset, batch, beams in sizes
+            ]
+            for device, sizes in {
+                "cpu": (("tiny", 16, 1), ("tiny", 16, 4), ("base", 8, 1)),
+                "cuda": (("base", 64, 1), ("base", 64, 4)),
+            }.items()
+        },
+        make_inputs=make_inputs,
+        providers={name: rung(name) for name in reversed(RUNGS)},
+        baseline="naive",
+        modes=("fwd",),
+        dtypes=("float32",),
+        tokens=lambda shape: shape["batch"] * shape["new_tokens"],
+    )
+]

@@ -1,0 +1,101 @@
+"""What a benchmark declares: shapes, inputs, providers, and what the work costs. The runner does the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Shape = Mapping[str, Any]
+Inputs = dict[str, Tensor]  # those that require a gradient are differentiated
+Provider = Callable[[Inputs, Shape], Any]
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """One op, or one job, as data.
+
+    Attributes:
+        name: the op's stem, or the job's name.
+        shapes: by device, "cpu" and "cuda". Where a shape has a dropout_p, ours is checked against its reference
+            backend with the same seed; the rivals draw masks of their own and can't be.
+        make_inputs: (shape, device) -> fp32 or integer tensors; floating ones are cast to the dtype.
+        providers: by name; the first is ours.
+        baseline: the provider that ratios are against, and that is right in fp64.
+        modes: "fwd", "bwd" (the graph of one forward pass, differentiated again and again) and "fwdbwd".
+        dtypes: names of torch dtypes.
+        quick: how many of the shapes `--quick` runs.
+        flops: (shape, mode) -> arithmetic of the useful work.
+        moved: (shape, mode, itemsize) -> bytes read and written at least.
+        tokens: (shape) -> tokens of a call, for a speed in tokens per second; None where it means nothing.
+        only_on: provider -> the one device that it is for.
+    """
+
+    name: str
+    shapes: Mapping[str, list[dict[str, Any]]]
+    make_inputs: Callable[[Shape, str], Inputs]
+    providers: Mapping[str, Provider]
+    baseline: str
+    modes: tuple[str, ...] = ("fwd", "fwdbwd")
+    dtypes: tuple[str, ...] = ("float32", "bfloat16")
+    quick: int = 1
+    flops: Callable[[Shape, str], float] = lambda shape, mode: 0.0
+    moved: Callable[[Shape, str, int], float] = lambda shape, mode, itemsize: 0.0
+    tokens: Callable[[Shape], int] | None = None
+    only_on: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def ours(self) -> str:
+        """The name of the provider that is this library."""
+        return next(iter(self.providers))
+
+    def offered(self, device: str) -> dict[str, Provider]:
+        """The providers of a device."""
+        return {name: call for name, call in self.providers.items() if self.only_on.get(name, device) == device}
+
+
+def cast(inputs: Inputs, dtype: torch.dtype) -> Inputs:
+    """Fresh leaves in a dtype; what needed a gradient needs one again."""
+    return {
+        name: t.detach().to(dtype).clone().requires_grad_(t.requires_grad) if t.is_floating_point() else t
+        for name, t in inputs.items()
+    }
+
+
+def outputs_of(result: Any) -> list[Tensor]:
+    """What a provider returned, as a list of tensors."""
+    return [result] if isinstance(result, Tensor) else [t for t in result if isinstance(t, Tensor)]
+
+
+def gradients(outputs: list[Tensor], inputs: Inputs, douts: list[Tensor] | None, **options: bool) -> list[Tensor]:
+    """Those of the inputs that require one, for the given output gradients (None: ones)."""
+    outputs = [output for output in outputs if output.requires_grad]
+    douts = (
+        [torch.ones_like(o) for o in outputs]
+        if douts is None
+        else [d.to(o) for d, o in zip(douts, outputs, strict=True)]
+    )
+    return list(torch.autograd.grad(outputs, [t for t in inputs.values() if t.requires_grad], douts, **options))
+
+
+def results(call: Provider, inputs: Inputs, shape: Shape, mode: str, douts: list[Tensor] | None) -> list[Tensor]:
+    """Outputs and, unless only they are asked for, gradients."""
+    if mode == "fwd":
+        with torch.no_grad():
+            return outputs_of(call(inputs, shape))
+    outputs = outputs_of(call(inputs, shape))
+    return [*outputs, *gradients(outputs, inputs, douts)]
+
+
+def timed_call(call: Provider, inputs: Inputs, shape: Shape, mode: str) -> Callable[[], object]:
+    """What a mode times. The output gradients are there beforehand, as they are in training."""
+    if mode == "fwd":
+        return lambda: results(call, inputs, shape, "fwd", None)
+    outputs = outputs_of(call(inputs, shape))
+    douts = [torch.randn_like(output) for output in outputs if output.requires_grad]
+    if mode == "bwd":
+        return lambda: gradients(outputs, inputs, douts, retain_graph=True)
+    return lambda: gradients(outputs_of(call(inputs, shape)), inputs, douts)
