@@ -1,0 +1,44 @@
+"""Calls of the linear_cross_entropy launchers that the compile report records: options, vocabularies, dtypes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+
+
+def linear_cross_entropy_call(
+    dtype: torch.dtype, vocab_size: int, options: tuple[str, ...], rows: int = 2048, dim: int = 512
+) -> Callable[[], object]:
+    """The loss alone, the loss with its gradients, and the backward pass of reduction "none"."""
+    from fastformer.kernels import linear_cross_entropy as kernels
+
+    def call() -> None:
+        def new(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
+            return torch.empty(shape, dtype=dtype, device="cuda")
+
+        x, weight, target = new(rows, dim), new(vocab_size, dim), new(rows, dtype=torch.int64)
+        bias = new(vocab_size) if "bias" in options else None
+        smoothing = (0.1 if "smooth" in options else 0.0, False)
+        rest = (x, weight, bias, target, -100, *smoothing, 1e-4 if "z_loss" in options else 0.0)
+        losses, lse = kernels.linear_cross_entropy_fwd(*rest)
+        kernels.linear_cross_entropy_bwd(losses, *rest[:4], lse, *rest[4:])
+        for mean in (True, False):
+            kernels.linear_cross_entropy_fwd_bwd(*rest, mean)
+
+    return call
+
+
+def cases(quick: bool) -> Iterator[tuple[str, Callable[[], object]]]:
+    """(title, call) of everything to compile. Quick: what `make test` has time for."""
+    bf16 = torch.bfloat16
+    option_sets = (("smooth",),) if quick else ((), ("smooth",), ("z_loss",), ("bias", "smooth", "z_loss"))
+    for options in option_sets:
+        yield "bf16 v32000 " + "+".join(options or ("plain",)), linear_cross_entropy_call(bf16, 32000, options)
+    if quick:
+        return
+    for vocab_size in (7, 256, 1000, 4096, 50257, 256000):
+        yield f"bf16 v{vocab_size} smooth", linear_cross_entropy_call(bf16, vocab_size, ("smooth",))
+    for dtype, name in ((torch.float16, "fp16"), (torch.float32, "fp32")):
+        for options in (("smooth",), ("bias", "smooth", "z_loss")):
+            yield f"{name} v32000 " + "+".join(options), linear_cross_entropy_call(dtype, 32000, options)

@@ -1,0 +1,360 @@
+"""The last linear map and the cross-entropy by chunks of rows: cuBLAS for the products, one kernel for the loss.
+
+A chunk of 2k to 4k rows of logits lies in one buffer that every chunk uses again. The kernel reads each row, keeps a
+running maximum, sum of exponentials and (for smoothed labels) sum of logits, and, where gradients are wanted, reads
+it once more, from L2, to overwrite the logits with their gradient. Two products turn that into the chunk's part of dx
+and of dweight; dweight is summed over the chunks in fp32.
+
+FLOPs: 2 * rows * vocab * dim forward, 6 * rows * vocab * dim with gradients (8 where the loss of each row is wanted:
+its backward computes the logits again). Bytes of device memory, beyond x, weight and their gradients: rows * vocab
+logits written and read, and their gradient written and read twice, 2 bytes each in half dtypes; for each chunk after
+the first vocab * dim * 8 of fp32 dweight. Memory held: one chunk of logits, at most the larger of CHUNK_BYTES and
+SMALLEST_CHUNK rows, and dweight in fp32. fp32: statistics, losses, the exponentials; dlogits are rounded to x's
+dtype. The number of rows that count never leaves the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+SMALLEST_CHUNK, LARGEST_CHUNK = 2048, 4096
+CHUNK_BYTES = 512 * 2**20
+# Elements of one tile: 32 a thread with 8 warps, enough loads in flight to hide the memory's latency.
+TILE = 8192
+# The buffer's rows are padded to this many elements, so that each row can be read 16 bytes at a time in any dtype and
+# cuBLAS finds an aligned leading dimension in any vocabulary.
+PADDING = 64
+
+# Arguments whose value must not make another binary: Triton compiles apart for 1 and for multiples of 16.
+_COUNTS = ["num_rows", "vocab_size", "ignore_index", "stride_scale"]
+
+
+@triton.jit
+def _load_logits(row_ptrs, here, start, vocab_size, padded_size, bias_ptr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr):
+    """(logits, in fp32 and -inf beyond the vocabulary; pointers; which pointers lie in the buffer)."""
+    columns = start + tl.arange(0, BLOCK)
+    ptrs = row_ptrs[:, None] + columns[None, :]
+    # Up to the padding and not to the vocabulary: a mask that changes at any column would cost the wide loads.
+    inside = here[:, None] & (columns < padded_size)[None, :]
+    logits = tl.load(ptrs, mask=inside, other=0.0).to(tl.float32)
+    if HAS_BIAS:
+        logits += tl.load(bias_ptr + columns, mask=columns < vocab_size, other=0.0).to(tl.float32)[None, :]
+    return tl.where((columns < vocab_size)[None, :], logits, float("-inf")), ptrs, inside
+
+
+@triton.jit(do_not_specialize=_COUNTS)
+def _cross_entropy_kernel(
+    logits_ptr,
+    bias_ptr,
+    target_ptr,
+    scale_ptr,
+    losses_ptr,
+    lse_ptr,
+    num_rows,
+    vocab_size,
+    padded_size,
+    ignore_index,
+    stride_scale,
+    on_target,
+    on_all,
+    z_loss,
+    LOSSES: tl.constexpr,
+    GRADIENT: tl.constexpr,
+    LSE: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    SMOOTH: tl.constexpr,
+    Z_LOSS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Losses and, with GRADIENT, dlogits in the logits' place, of BLOCK_M rows of a chunk.
+
+    LSE: "none"; "store"; "load" (a forward pass has left it: no pass over the row for the statistics).
+    scale_ptr: what a row's loss and gradient are multiplied by, with stride 0 one for all; None is 1.
+    """
+    rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    real = rows < num_rows
+    target = tl.load(target_ptr + rows, mask=real, other=ignore_index)
+    counts = real & (target != ignore_index)
+    in_vocabulary = (target >= 0) & (target < vocab_size)
+    tl.device_assert(in_vocabulary | (target == ignore_index), "a target is outside the vocabulary")
+    # A target that is outside, where nothing asserts, must not reach other memory.
+    counts = counts & in_vocabulary
+    target = tl.where(counts, target, 0)
+    row_ptrs = logits_ptr + rows * padded_size
+    scale = tl.full((BLOCK_M,), 1.0, dtype=tl.float32)
+    if scale_ptr is not None:
+        scale = tl.load(scale_ptr + rows * stride_scale, mask=real, other=0.0).to(tl.float32)
+    # Rows that don't count are not read.
+    width = tl.where(tl.max(counts.to(tl.int32), 0) > 0, vocab_size, 0)
+
+    peak = tl.zeros((BLOCK_M,), dtype=tl.float32)
+    log_total = peak
+    if LSE == "load":
+        peak = tl.load(lse_ptr + rows, mask=counts, other=0.0)
+    else:
+        target_logit = tl.load(row_ptrs + target, mask=counts, other=0.0).to(tl.float32)
+        if HAS_BIAS:
+            target_logit += tl.load(bias_ptr + target, mask=counts, other=0.0).to(tl.float32)
+        peak = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
+        # Kept as tiles and added up at the end: one reduction a step, the maximum's, and short chains of roundings.
+        totals = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+        sums = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+        for start in range(0, width, BLOCK_N):
+            logits, _, _ = _load_logits(row_ptrs, counts, start, vocab_size, padded_size, bias_ptr, HAS_BIAS, BLOCK_N)
+            new_peak = tl.maximum(peak, tl.max(logits, 1))
+            # Where all is -inf so far, -inf - -inf would be NaN.
+            base = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+            totals = totals * tl.exp(peak - base)[:, None] + tl.exp(logits - base[:, None])
+            if SMOOTH:
+                # Relative to the target's logit, not to 0: logits that share a large offset would cancel.
+                inside = (start + tl.arange(0, BLOCK_N) < vocab_size)[None, :]
+                sums += tl.where(inside, logits - target_logit[:, None], 0.0)
+            peak = new_peak
+        peak = tl.where(counts, peak, 0.0)
+        log_total = tl.log(tl.where(counts, tl.sum(totals, 1), 1.0))
+        if LOSSES:
+            # With a + b V = 1, loss = -log p_y - b sum(z - z_y). (z - max) - log(total), not z - lse: lse holds few
+            # digits of its fraction where it is large.
+            losses = -on_target * ((target_logit - peak) - log_total)
+            if SMOOTH:
+                losses = log_total - (target_logit - peak) - on_all * tl.sum(sums, 1)
+            if Z_LOSS:
+                losses += z_loss * (peak + log_total) * (peak + log_total)
+            losses = tl.where(counts, losses * scale, 0.0)
+            tl.store(losses_ptr + rows, losses, mask=real)
+        if LSE == "store":
+            tl.store(lse_ptr + rows, tl.where(counts, peak + log_total, 0.0), mask=real)
+
+    if GRADIENT:
+        factor = tl.full((BLOCK_M,), 1.0, dtype=tl.float32)
+        if Z_LOSS:
+            factor += 2.0 * z_loss * (peak + log_total)
+        factor *= scale
+        for start in range(0, vocab_size, BLOCK_N):
+            logits, ptrs, inside = _load_logits(
+                row_ptrs, counts, start, vocab_size, padded_size, bias_ptr, HAS_BIAS, BLOCK_N
+            )
+            columns = start + tl.arange(0, BLOCK_N)
+            dlogits = factor[:, None] * tl.exp(logits - peak[:, None] - log_total[:, None])
+            if SMOOTH:
+                dlogits -= (on_all * scale)[:, None]
+            dlogits -= tl.where(columns[None, :] == target[:, None], (on_target * scale)[:, None], 0.0)
+            # Also the rows that don't count are written: the products read them.
+            dlogits = tl.where(counts[:, None], dlogits, 0.0)
+            inside = real[:, None] & (columns < padded_size)[None, :]
+            tl.store(ptrs, dlogits.to(logits_ptr.dtype.element_ty), mask=inside)
+
+
+def _weights(label_smoothing: float, smooth_others: bool, vocab_size: int) -> tuple[float, float]:
+    """(a, b) of the loss lse(z) - a z_y - b sum(z)."""
+    if label_smoothing == 0.0:
+        return 1.0, 0.0
+    each = label_smoothing / (vocab_size - 1 if smooth_others else vocab_size)
+    return 1.0 - label_smoothing - (each if smooth_others else 0.0), each
+
+
+def chunk_rows(rows: int, row_bytes: int) -> int:
+    """How many rows of logits are held at once: about CHUNK_BYTES, and chunks of about the same size."""
+    largest = min(max(CHUNK_BYTES // row_bytes, SMALLEST_CHUNK), LARGEST_CHUNK)
+    chunks = max(1, triton.cdiv(rows, largest))
+    return min(largest, triton.cdiv(triton.cdiv(rows, chunks), 128) * 128)
+
+
+class Chunk(NamedTuple):
+    """Rows [start, start + rows)."""
+
+    start: int
+    rows: int
+
+    def of(self, tensor: Tensor) -> Tensor:
+        return tensor.narrow(0, self.start, self.rows)
+
+
+class _Chunks:
+    """The chunk buffer, and what is done with it."""
+
+    def __init__(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, ignore_index: int, label_smoothing: float,
+        smooth_others: bool, z_loss: float,
+    ) -> None:  # fmt: skip
+        self.x, self.weight = x, weight
+        self.bias = None if bias is None else bias.contiguous()
+        self.target = target.contiguous()
+        self.ignore_index, self.z_loss = ignore_index, z_loss
+        rows, self.vocab_size = len(x), len(weight)
+        self.weights = _weights(label_smoothing, smooth_others, self.vocab_size)
+        self.padded_size = triton.cdiv(self.vocab_size, PADDING) * PADDING
+        self.step = max(1, min(rows, chunk_rows(rows, self.padded_size * x.element_size())))
+        self.buffer = x.new_empty(self.step, self.padded_size)
+
+    def __iter__(self) -> Iterator[tuple[Chunk, Tensor]]:
+        """Each chunk and its logits without the bias, which the kernel adds."""
+        for start in range(0, len(self.x), self.step):
+            chunk = Chunk(start, min(self.step, len(self.x) - start))
+            logits = self.buffer.narrow(0, 0, chunk.rows).narrow(1, 0, self.vocab_size)
+            torch.mm(chunk.of(self.x), self.weight.T, out=logits)
+            yield chunk, logits
+
+    def launch(
+        self,
+        chunk: Chunk,
+        *,
+        losses: Tensor | None = None,
+        lse: Tensor | None = None,
+        load_lse: bool = False,
+        scale: Tensor | None = None,
+        gradient: bool = False,
+    ) -> None:
+        """The kernel over one chunk. `scale` is a number on the device, or one a row; the tensors are of all rows."""
+        rows = chunk.rows
+        block_n = min(TILE, triton.next_power_of_2(self.padded_size))
+        # A small vocabulary shares a program among several rows.
+        block_m = max(1, min(TILE // block_n, triton.next_power_of_2(rows)))
+        if scale is not None and scale.dim() == 1:
+            scale = chunk.of(scale)
+        _cross_entropy_kernel[(triton.cdiv(rows, block_m),)](
+            self.buffer,
+            self.bias,
+            chunk.of(self.target),
+            scale,
+            None if losses is None else chunk.of(losses),
+            None if lse is None else chunk.of(lse),
+            rows,
+            self.vocab_size,
+            self.padded_size,
+            self.ignore_index,
+            scale.stride(0) if scale is not None and scale.dim() == 1 else 0,
+            *self.weights,
+            self.z_loss,
+            LOSSES=losses is not None,
+            GRADIENT=gradient,
+            LSE="none" if lse is None else "load" if load_lse else "store",
+            HAS_BIAS=self.bias is not None,
+            SMOOTH=self.weights[1] != 0.0,
+            Z_LOSS=self.z_loss != 0.0,
+            BLOCK_M=block_m,
+            BLOCK_N=block_n,
+            num_warps=8,
+        )
+
+
+class _Gradients:
+    """dx, dweight and dbias, filled chunk by chunk; the sums over chunks are fp32."""
+
+    def __init__(self, chunks: _Chunks) -> None:
+        self.x, self.weight = chunks.x, chunks.weight
+        self.dx = self.x.new_empty(self.x.shape)
+        self.dweight: Tensor | None = None
+        self.dbias: Tensor | None = None
+        self.has_bias = chunks.bias is not None
+        self.alone = chunks.step >= len(self.x)
+
+    def add(self, chunk: Chunk, dlogits: Tensor) -> None:
+        x = chunk.of(self.x)
+        torch.mm(dlogits, self.weight, out=chunk.of(self.dx))
+        if self.has_bias:
+            dbias = dlogits.sum(0, dtype=torch.float32)
+            self.dbias = dbias if self.dbias is None else self.dbias.add_(dbias)
+        if self.alone:
+            self.dweight = torch.mm(dlogits.T, x)
+        elif x.dtype == torch.float32 or x.device.type != "cuda":
+            # On a CPU, that is in tests, no product of half dtypes has an fp32 result.
+            if self.dweight is None:
+                self.dweight = torch.mm(dlogits.T.float(), x.float())
+            else:
+                self.dweight.addmm_(dlogits.T.float(), x.float())
+        elif self.dweight is None:
+            self.dweight = torch.mm(dlogits.T, x, out_dtype=torch.float32)
+        else:
+            torch.addmm(self.dweight, dlogits.T, x, out_dtype=torch.float32, out=self.dweight)
+
+    def result(self) -> tuple[Tensor, Tensor, Tensor]:
+        dtype = self.x.dtype
+        dweight = self.weight.new_zeros(self.weight.shape) if self.dweight is None else self.dweight.to(dtype)
+        if not self.has_bias:
+            return self.dx, dweight, self.x.new_empty(0)
+        dbias = self.x.new_zeros(len(self.weight)) if self.dbias is None else self.dbias.to(dtype)
+        return self.dx, dweight, dbias
+
+
+def why_unsupported(op_name: str, *args: object) -> str | None:
+    """Why the kernels can't take a call of linear_cross_entropy_fwd, _bwd or _fwd_bwd; None if they can."""
+    x, weight, bias = args[1:4] if op_name.endswith("_entropy_bwd") else args[:3]
+    if x.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        return f"the inputs are {x.dtype}, not float16, bfloat16 or float32"
+    if weight.dtype != x.dtype or (bias is not None and bias.dtype != x.dtype):
+        return "x, weight and bias differ in dtype"
+    if x.device.type != "cuda" and isinstance(_cross_entropy_kernel, triton.runtime.JITFunction):
+        return "the tensors are on the CPU and TRITON_INTERPRET=1 was not set before the kernels were imported"
+    return None
+
+
+def linear_cross_entropy_fwd(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    ignore_index: int,
+    label_smoothing: float,
+    smooth_others: bool,
+    z_loss: float,
+) -> tuple[Tensor, Tensor]:
+    """`fastformer::linear_cross_entropy_fwd`: (losses, lse); both are 0 in rows that don't count."""
+    chunks = _Chunks(x, weight, bias, target, ignore_index, label_smoothing, smooth_others, z_loss)
+    losses = x.new_empty(len(x), dtype=torch.float32)
+    lse = torch.empty_like(losses)
+    for chunk, _ in chunks:
+        chunks.launch(chunk, losses=losses, lse=lse)
+    return losses, lse
+
+
+def linear_cross_entropy_bwd(
+    dlosses: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    lse: Tensor,
+    ignore_index: int,
+    label_smoothing: float,
+    smooth_others: bool,
+    z_loss: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`fastformer::linear_cross_entropy_bwd`: (dx, dweight, dbias)."""
+    chunks = _Chunks(x, weight, bias, target, ignore_index, label_smoothing, smooth_others, z_loss)
+    gradients = _Gradients(chunks)
+    # A large lse holds few digits of its fraction. Half dtypes hold fewer still of their logits; fp32 counts anew.
+    known = None if x.dtype == torch.float32 else lse
+    for chunk, logits in chunks:
+        chunks.launch(chunk, lse=known, load_lse=True, scale=dlosses, gradient=True)
+        gradients.add(chunk, logits)
+    return gradients.result()
+
+
+def linear_cross_entropy_fwd_bwd(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    ignore_index: int,
+    label_smoothing: float,
+    smooth_others: bool,
+    z_loss: float,
+    mean: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`fastformer::linear_cross_entropy_fwd_bwd`: (loss, dx, dweight, dbias)."""
+    chunks = _Chunks(x, weight, bias, target, ignore_index, label_smoothing, smooth_others, z_loss)
+    gradients = _Gradients(chunks)
+    losses = x.new_empty(len(x), dtype=torch.float32)
+    scale = (target != ignore_index).sum().clamp(min=1).float().reciprocal() if mean else None
+    for chunk, logits in chunks:
+        chunks.launch(chunk, losses=losses, scale=scale, gradient=True)
+        gradients.add(chunk, logits)
+    return losses.sum(), *gradients.result()
