@@ -46,7 +46,8 @@ def missing_backend(name: str, stem: str) -> str | None:
     """Why a backend can't be tested for the op `stem` on this machine, or None."""
     from fastformer.ops import _extension, _library
 
-    if name == "triton" and _library.triton_kernel(stem) is None:
+    # The packed form shares attention's kernels.
+    if name == "triton" and _library.triton_kernel(stem.removeprefix("varlen_")) is None:
         return f"no Triton kernel for {stem} (or no triton)"
     if name == "cpp" and (HAS_GPU or _extension.load() is None):
         return "the C++ extension is not built" if not HAS_GPU else "the C++ ops are tested on a CPU"

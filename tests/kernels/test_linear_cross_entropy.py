@@ -1,0 +1,159 @@
+"""What only the Triton backend of linear_cross_entropy has: tiles, padded rows, chunks of a buffer, an assertion."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from fastformer.kernels import linear_cross_entropy as kernels  # noqa: E402
+from fastformer.ops import linear_cross_entropy, use_backend  # noqa: E402
+from tests.checks import assert_op_accurate, peak_bytes  # noqa: E402
+from tests.conftest import HAS_GPU  # noqa: E402
+from tests.ops.test_linear_cross_entropy import compare, make_inputs, plain  # noqa: E402
+
+ALL_OPTIONS = {"label_smoothing": 0.1, "smooth_others": True, "z_loss": 0.01}
+
+
+@pytest.fixture(autouse=True)
+def _triton():
+    with use_backend("triton"):
+        yield
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("vocab_size", [7, 1000, 32000, 50257])
+def test_vocabularies(vocab_size: int, dtype: torch.dtype, reduction: str, device: str) -> None:
+    """Several rows a program, a vocabulary that fills no tile, several tiles a row, rows that need padding."""
+    compare(make_inputs((19 if vocab_size < 1000 else 5, 16), vocab_size, device, dtype), reduction=reduction)
+    compare(make_inputs((3, 16), vocab_size, device, dtype, bias=False), reduction=reduction, **ALL_OPTIONS)
+
+
+@pytest.mark.parametrize("dim", [1, 17, 512, 1000])
+def test_dims(dim: int, device: str) -> None:
+    compare(make_inputs((6, dim), 130, device), **ALL_OPTIONS)
+
+
+@pytest.mark.parametrize("rows", [64, 65, 150])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_chunks(dtype: torch.dtype, reduction: str, rows: int, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "chunk_rows", lambda *_: 64)
+    compare(make_inputs((rows, 16), 40, device, dtype), reduction=reduction, **ALL_OPTIONS)
+
+
+def test_chunk_rows() -> None:
+    """About CHUNK_BYTES, within bounds, of about the same size."""
+    assert kernels.chunk_rows(100_000, 64_000) == kernels.LARGEST_CHUNK
+    assert kernels.chunk_rows(100_000, 512_000) == kernels.SMALLEST_CHUNK
+    assert kernels.chunk_rows(4100, 64_000) == 2176
+    assert kernels.chunk_rows(100, 64_000) == 128
+    assert kernels.chunk_rows(0, 64_000) >= 0
+
+
+def test_chunks_sum_in_fp32(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many chunks of a half dtype err no more than one: what is summed over them is rounded once."""
+    inputs = make_inputs((512, 8), 12, device, torch.bfloat16)
+    leaves = {name: inputs[name].requires_grad_() for name in ("x", "weight", "bias")}
+
+    def gradients(step: int) -> tuple[Tensor, ...]:
+        monkeypatch.setattr(kernels, "chunk_rows", lambda *_: step)
+        return torch.autograd.grad(linear_cross_entropy(**inputs, reduction="sum"), list(leaves.values()))
+
+    for one, many in zip(gradients(512), gradients(8), strict=True):
+        torch.testing.assert_close(one, many, rtol=2**-7, atol=0)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_ignored_rows_are_not_read(reduction: str, device: str) -> None:
+    """NaN logits of a row that doesn't count reach neither the loss nor a gradient of what other rows share."""
+    inputs = make_inputs((9, 8), 5000, device)
+    inputs["x"][3] = float("nan")
+    inputs["target"][3] = -100
+    leaves = {name: inputs[name].requires_grad_() for name in ("x", "weight")}
+    loss = linear_cross_entropy(**inputs, reduction=reduction, **ALL_OPTIONS)
+    assert loss.isfinite().all()
+    loss.sum().backward()
+    assert torch.equal(leaves["x"].grad[3], torch.zeros(8, device=device))
+
+
+def test_logits_of_minus_infinity(device: str) -> None:
+    """A class that a bias of -inf rules out, and a whole tile of them before the first that counts."""
+    inputs = make_inputs((4, 8), 9000, device)
+    inputs["target"].fill_(8999)
+    inputs["bias"][:5000] = float("-inf")
+    compare({name: value for name, value in inputs.items() if name != "bias"} | {"bias": inputs["bias"]})
+
+
+def test_large_offsets(device: str) -> None:
+    """Logits that share an offset of 1e4 keep their differences, in the loss and in the sum over all classes."""
+    inputs = make_inputs((6, 8), 300, device)
+    inputs["bias"] += 1e4
+    for reduction in ("mean", "none"):
+        compare(inputs, reduction=reduction, label_smoothing=0.3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_all_targets_ignored(reduction: str, dtype: torch.dtype, device: str) -> None:
+    inputs = make_inputs((5, 8), 5000, device, dtype)
+    inputs["target"].fill_(-100)
+    leaves = {name: inputs[name].requires_grad_() for name in ("x", "weight", "bias")}
+    loss = linear_cross_entropy(**inputs, reduction=reduction, **ALL_OPTIONS)
+    assert torch.equal(loss, torch.zeros_like(loss))
+    loss.sum().backward()
+    for name, leaf in leaves.items():
+        assert torch.equal(leaf.grad, torch.zeros_like(leaf)), name
+
+
+def test_compiled_with_ignored_targets(device: str) -> None:
+    """One compiled function, more and fewer ignored rows: the count is data, not a constant."""
+    compiled = torch.compile(partial(linear_cross_entropy, ignore_index=0, label_smoothing=0.1), fullgraph=True)
+    for ignored in (0, 3, 6):
+        inputs = make_inputs((6, 8), 40, device)
+        inputs["target"] = inputs["target"].clamp(min=1)
+        inputs["target"][:ignored] = 0
+        if ignored == 6:
+            assert compiled(**inputs) == 0
+        else:
+            assert_op_accurate(compiled, partial(plain, ignore_index=0, label_smoothing=0.1), inputs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_peak_memory(reduction: str, dtype: torch.dtype, device: str) -> None:
+    """One chunk of logits and the gradients, whatever the number of rows."""
+    rows, vocab_size, dim = 3 * kernels.LARGEST_CHUNK, 128, 4
+    inputs = make_inputs((rows, dim), vocab_size, device, dtype, bias=False)
+    x = inputs.pop("x").requires_grad_()
+    inputs["weight"].requires_grad_()
+
+    def step() -> None:
+        linear_cross_entropy(x, **inputs, label_smoothing=0.1, reduction=reduction).sum().backward()
+
+    chunk = kernels.LARGEST_CHUNK * vocab_size * x.element_size()
+    # The fp32 copy of a chunk of half dtypes is the CPU's, which has no product with an fp32 result.
+    copy = 2 * chunk if x.dtype == torch.bfloat16 and not HAS_GPU else 0
+    small = 8 * rows * (dim + 4) + 8 * 4 * vocab_size * dim
+    assert chunk <= peak_bytes(step, device) <= chunk + copy + small
+    assert chunk + copy + small < rows * vocab_size * x.element_size() * 1.7
+
+
+@pytest.mark.skipif(HAS_GPU, reason="a failed assertion ends the CUDA context")
+@pytest.mark.parametrize("bad", [12, -1])
+def test_target_outside_the_vocabulary(bad: int, device: str) -> None:
+    inputs = make_inputs((4, 8), 12, device)
+    inputs["target"][2] = bad
+    with pytest.raises(Exception, match="a target is outside the vocabulary"):
+        linear_cross_entropy(**inputs)
+
+
+def test_what_is_unsupported() -> None:
+    inputs = make_inputs((4, 8), 12, "cpu", torch.float64)
+    with pytest.raises(NotImplementedError, match="the inputs are torch.float64, not float16, bfloat16 or float32"):
+        linear_cross_entropy(**inputs)

@@ -1,0 +1,204 @@
+"""varlen_attention on every backend against materialised attention of each sequence alone."""
+
+from __future__ import annotations
+
+import dataclasses
+from itertools import accumulate
+
+import pytest
+import torch
+from torch import Tensor
+
+from fastformer.ops import attention, use_backend, varlen_attention
+from fastformer.ops._dropout import keep_mask, keep_scale
+from tests.checks import assert_accurate
+from tests.ops.attention_cases import Case, make_inputs, plain_attention
+from tests.ops.test_attention import skip_unless_supported
+
+DRAWS = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Packed:
+    """Lengths of each sequence's queries and keys, and the options of all."""
+
+    name: str
+    lengths_q: tuple[int, ...]
+    lengths_k: tuple[int, ...]
+    options: Case = Case("")
+    slack: tuple[int, int] = (0, 0)  # rows beyond the last sequence, of q and k
+
+    def __str__(self) -> str:
+        return self.name
+
+
+SELF, CROSS = ((33, 1, 17), (33, 1, 17)), ((5, 20, 9), (40, 3, 16))
+GQA = {"num_heads": 4, "num_kv_heads": 2}
+CASES = [
+    Packed("self", *SELF),
+    Packed("self-causal", *SELF, Case("", is_causal=True)),
+    Packed("cross", *CROSS),
+    Packed("cross-causal", *CROSS, Case("", is_causal=True)),
+    Packed("window", *SELF, Case("", window_size=(4, 2))),
+    Packed("window-causal-gqa", *CROSS, Case("", window_size=(6, None), is_causal=True, **GQA)),
+    Packed("mqa", *CROSS, Case("", num_heads=4, num_kv_heads=1)),
+    Packed("dropout-causal", *SELF, Case("", dropout_p=0.2, is_causal=True)),
+    Packed("dropout-cross-gqa", *CROSS, Case("", dropout_p=0.3, **GQA)),
+    Packed("no-keys", (5, 7, 3), (4, 0, 9)),
+    Packed("no-queries", (5, 0, 3), (4, 6, 9), Case("", is_causal=True)),
+    Packed("slack", *CROSS, slack=(6, 11)),
+    Packed("head-dim-40", *SELF, Case("", head_dim=40, is_causal=True)),
+    Packed("scale", *SELF, Case("", softmax_scale=0.3)),
+    Packed("several-blocks", (150, 70), (150, 130), Case("", is_causal=True, num_heads=1, num_kv_heads=1)),
+]
+
+
+def make_packed(case: Packed, dtype: torch.dtype) -> dict[str, Tensor]:
+    """q, k, v, dout in fp64 (of values that dtype holds), cu_seqlens and the seed."""
+    total_q, total_k = (sum(n) + extra for n, extra in zip((case.lengths_q, case.lengths_k), case.slack, strict=True))
+    inputs = make_inputs(dataclasses.replace(case.options, batch=1, seqlen_q=total_q, seqlen_k=total_k), dtype)
+    packed = {name: getattr(inputs, name)[0] for name in ("q", "k", "v", "dout")}
+    for name, lengths in (("cu_seqlens_q", case.lengths_q), ("cu_seqlens_k", case.lengths_k)):
+        packed[name] = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+    return packed | {"seed": inputs.dropout_seed}
+
+
+def plain_varlen(q: Tensor, k: Tensor, v: Tensor, case: Packed, seed: Tensor) -> tuple[Tensor, Tensor]:
+    """Sequence by sequence; what lies beyond them is 0. Dropout is drawn as for the padded batch."""
+    out = torch.zeros_like(q)
+    lse = torch.full((q.shape[1], q.shape[0]), -torch.inf, dtype=q.dtype, device=q.device)
+    options = case.options
+    longest_q, longest_k = max(case.lengths_q), max(case.lengths_k)
+    start_q = start_k = 0
+    pieces = []
+    for index, (n, m) in enumerate(zip(case.lengths_q, case.lengths_k, strict=True)):
+        one = dataclasses.replace(options, batch=1, seqlen_q=n, seqlen_k=m, dropout_p=0.0)
+        sequence = [q[start_q : start_q + n], k[start_k : start_k + m], v[start_k : start_k + m]]
+        if n and m and options.dropout_p:
+            planes = len(case.lengths_q) * options.num_heads
+            keep = keep_mask(seed, options.dropout_p, longest_q, longest_k, planes)
+            keep = keep.view(-1, options.num_heads, longest_q, longest_k)[index, :, :n, :m]
+            # One value vector a key and a unit one: attention's weights, dropped and applied by hand.
+            weights = plain_weights(*sequence[:2], one) * keep.to(q.dtype) * keep_scale(options.dropout_p)
+            values = sequence[2].repeat_interleave(options.num_heads // options.num_kv_heads, 1)
+            pieces.append((start_q, n, torch.einsum("hqk,khd->qhd", weights, values)))
+        elif n and m:
+            piece, _ = plain_attention(*(x[None] for x in sequence), None, None, one, seed)
+            pieces.append((start_q, n, piece[0]))
+        if n and m:
+            _, piece_lse = plain_attention(*(x[None].detach() for x in sequence), None, None, one, seed)
+            lse[:, start_q : start_q + n] = piece_lse[0]
+        start_q, start_k = start_q + n, start_k + m
+    for start, n, piece in pieces:
+        out = torch.cat([out[:start], piece, out[start + n :]])
+    return out, lse
+
+
+def plain_weights(q: Tensor, k: Tensor, case: Case) -> Tensor:
+    """(num_heads, seqlen_q, seqlen_k), differentiable: attention to the unit vectors gives its weights."""
+    units = torch.eye(len(k), dtype=q.dtype, device=q.device)[:, None].expand(-1, k.shape[1], -1)
+    out, _ = plain_attention(q[None], k[None], units[None], None, None, case, torch.zeros(2, dtype=torch.int64))
+    return out[0].transpose(0, 1)
+
+
+def run(case: Packed, packed: dict[str, Tensor], dtype: torch.dtype, device: str, plain: bool) -> dict[str, Tensor]:
+    q, k, v = (packed[name].to(device, dtype).requires_grad_() for name in ("q", "k", "v"))
+    seed, options = packed["seed"].to(device), case.options
+    if plain:
+        out, lse = plain_varlen(q, k, v, case, seed)
+    else:
+        out, lse = varlen_attention(
+            q, k, v, packed["cu_seqlens_q"].to(device), packed["cu_seqlens_k"].to(device),
+            max(case.lengths_q), max(case.lengths_k), is_causal=options.is_causal, window_size=options.window_size,
+            softmax_scale=options.softmax_scale, dropout_p=options.dropout_p, dropout_seed=seed, return_lse=True,
+        )  # fmt: skip
+    gradients = torch.autograd.grad(out, (q, k, v), packed["dout"].to(device, dtype))
+    return {"out": out.detach(), "lse": lse.detach(), **dict(zip(("dq", "dk", "dv"), gradients, strict=True))}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_forward_and_backward(case: Packed, dtype: torch.dtype, backend: str, device: str) -> None:
+    skip_unless_supported(backend, dtype, device)
+    if backend == "triton" and device == "cpu" and dtype == torch.float16:
+        pytest.skip("the interpreter runs fp16 in tests/kernels, where every pair of options is")
+    runs: dict[str, list[dict[str, Tensor]]] = {"ours": [], "plain": [], "exact": []}
+    for _ in range(DRAWS):
+        packed = make_packed(case, dtype)
+        runs["ours"].append(run(case, packed, dtype, device, plain=False))
+        runs["plain"].append(run(case, packed, dtype, device, plain=True))
+        runs["exact"].append(run(case, packed, torch.float64, device, plain=True))
+    for name in ("out", "lse", "dq", "dk", "dv"):
+        ours, plain, exact = (torch.stack([draw[name] for draw in runs[kind]]) for kind in runs)
+        if name == "lse":
+            assert ours.dtype == torch.float32 and torch.equal(ours.isneginf(), exact.isneginf())
+            plain = plain.float()
+        assert_accurate(ours, plain, exact, name)
+
+
+def test_equals_the_padded_batch(backend: str, device: str) -> None:
+    """The same numbers as attention with seqlens_k, dropout and all."""
+    case = Packed("", (17, 5), (17, 5), Case("", dropout_p=0.25))
+    packed = make_packed(case, torch.float32)
+    ours = run(case, packed, torch.float32, device, plain=False)["out"]
+    padded = torch.zeros(3, 2, 17, 2, 16, device=device)
+    for which, name in enumerate(("q", "k", "v")):
+        padded[which, 0], padded[which, 1, :5] = packed[name][:17].float(), packed[name][17:].float()
+    lengths = torch.tensor([17, 5], dtype=torch.int32, device=device)
+    seed = packed["seed"].to(device)
+    out = attention(*padded, seqlens_k=lengths, dropout_p=0.25, dropout_seed=seed)
+    torch.testing.assert_close(ours, torch.cat([out[0], out[1, :5]]), rtol=1e-5, atol=1e-6)
+
+
+def test_no_sequences_and_no_tokens(backend: str, device: str) -> None:
+    cu = torch.zeros(1, dtype=torch.int32, device=device)
+    q = torch.randn(3, 2, 16, device=device, requires_grad=True)
+    out = varlen_attention(q, q, q, cu, cu, 0, 0)
+    assert not out.any() and not torch.autograd.grad(out.sum(), q)[0].any()
+    q = torch.randn(0, 2, 16, device=device, requires_grad=True)
+    cu = torch.zeros(3, dtype=torch.int32, device=device)
+    out = varlen_attention(q, q, q, cu, cu, 0, 0)
+    assert out.shape == (0, 2, 16) and torch.autograd.grad(out.sum(), q)[0].shape == q.shape
+
+
+def test_opcheck(device: str) -> None:
+    packed = make_packed(CASES[3], torch.float32)
+    q, k, v = (packed[name].to(device, torch.float32).requires_grad_() for name in ("q", "k", "v"))
+    cu_q, cu_k = packed["cu_seqlens_q"].to(device), packed["cu_seqlens_k"].to(device)
+    with use_backend("reference"):
+        torch.library.opcheck(
+            torch.ops.fastformer.varlen_attention_fwd.default,
+            (q, k, v, cu_q, cu_k, 20, 40, 0.25, None, 0, 0.0, None),
+        )
+
+
+def test_compile_with_other_lengths_recompiles_nothing(device: str) -> None:
+    def step(q: Tensor, cu: Tensor, longest: int) -> Tensor:
+        return varlen_attention(q, q, q, cu, cu, longest, longest, is_causal=True).sin()
+
+    compiled = torch.compile(step, fullgraph=True, dynamic=True, backend="aot_eager")
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for lengths in ((9, 4), (20, 3), (7, 7)):
+            cu = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
+            q = torch.randn(sum(lengths), 2, 16, device=device, requires_grad=True)
+            ours, plain = compiled(q, cu, max(lengths)), step(q, cu, max(lengths))
+            torch.testing.assert_close(ours, plain)
+            gradients = [torch.autograd.grad(out.sum(), q)[0] for out in (ours, plain)]
+            torch.testing.assert_close(*gradients)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"cu_seqlens_q": torch.tensor([0, 4])}, r"expected cu_seqlens_q int32 of shape \(batch \+ 1,\)"),
+        ({"cu_seqlens_k": torch.tensor([0, 2, 4], dtype=torch.int32)}, "as many sequences in q as in k, got 1 and 2"),
+        ({"k": torch.randn(4, 3, 8)}, r"expected k and v of one shape, got \(4, 3, 8\) and \(4, 2, 8\)"),
+        ({"dropout_p": 1.5}, r"dropout_p in \[0, 1\]"),
+    ],
+)
+def test_errors(change: dict, message: str) -> None:
+    cu = torch.tensor([0, 4], dtype=torch.int32)
+    x = torch.randn(4, 2, 8)
+    arguments = {"q": x, "k": x, "v": x, "cu_seqlens_q": cu, "cu_seqlens_k": cu} | change
+    with pytest.raises(ValueError, match=message):
+        varlen_attention(**arguments, max_seqlen_q=4, max_seqlen_k=4)
