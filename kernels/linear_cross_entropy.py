@@ -25,8 +25,8 @@ from torch import Tensor
 
 SMALLEST_CHUNK, LARGEST_CHUNK = 2048, 4096
 CHUNK_BYTES = 512 * 2**20
-# Elements of one tile: 32 a thread with 8 warps, enough loads in flight to hide the memory's latency.
-TILE = 8192
+# Elements of one tile: 16 a thread with 8 warps, enough loads in flight to hide the memory's latency.
+TILE = 4096
 # The buffer's rows are padded to this many elements, so that each row can be read 16 bytes at a time in any dtype and
 # cuBLAS finds an aligned leading dimension in any vocabulary.
 PADDING = 64
@@ -242,6 +242,8 @@ class _Chunks:
             BLOCK_M=block_m,
             BLOCK_N=block_n,
             num_warps=8,
+            debug=True,
+            sanitize_overflow=False,
         )
 
 
