@@ -1,0 +1,55 @@
+"""Calls of the feed_forward launchers that the compile report records: activations, widths, dtypes, both paths."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from unittest import mock
+
+import torch
+
+
+def feed_forward_call(
+    dtype: torch.dtype, dim: int, activation: str, options: tuple[str, ...] = (), rows: int = 16384
+) -> Callable[[], object]:
+    """A forward and a backward call. Options: "dropout", "no bias", "fused" or "cublas" against the table."""
+    from fastformer.kernels import feed_forward as kernels
+
+    def call() -> None:
+        def new(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
+            return torch.empty(shape, dtype=dtype, device="cuda")
+
+        hidden_dim = 4 * dim
+        columns = 2 * hidden_dim if activation == "swiglu" else hidden_dim
+        bias = "no bias" not in options
+        weights = (new(columns, dim), new(columns) if bias else None, new(dim, hidden_dim))
+        dropout = (0.1, new(2, dtype=torch.int64)) if "dropout" in options else (0.0, None)
+        choice = {"fused": lambda *_: True, "cublas": lambda *_: False}
+        forced = next((choice[option] for option in options if option in choice), kernels.fuses)
+        x = new(rows, dim)
+        with mock.patch.object(kernels, "fuses", forced):
+            out, saved = kernels.feed_forward_fwd(x, *weights, new(dim) if bias else None, activation, *dropout)
+            kernels.feed_forward_bwd(out, x, *weights, saved, activation, *dropout, bias)
+
+    return call
+
+
+ACTIVATIONS = ("relu", "gelu", "gelu_tanh", "swiglu")
+
+
+def cases(quick: bool) -> Iterator[tuple[str, Callable[[], object]]]:
+    """(title, call) of everything to compile. Quick: what `make test` has time for."""
+    bf16 = torch.bfloat16
+    for activation in ("relu", "swiglu") if quick else ACTIVATIONS:
+        yield f"bf16 d512 {activation}", feed_forward_call(bf16, 512, activation, ("dropout", "fused"))
+    if quick:
+        return
+    for activation in ACTIVATIONS:
+        yield f"bf16 d512 {activation} no dropout", feed_forward_call(bf16, 512, activation, ("fused",))
+        yield f"bf16 d512 n1024 {activation}", feed_forward_call(bf16, 512, activation, ("dropout", "fused"), 1024)
+        yield f"bf16 d512 {activation} cublas", feed_forward_call(bf16, 512, activation, ("dropout", "cublas"))
+        yield f"fp32 d512 {activation} cublas", feed_forward_call(torch.float32, 512, activation, ("dropout", "cublas"))
+        # No table takes it, but it must stay right: d40 is no multiple of a step.
+        yield f"fp32 d512 {activation} fused", feed_forward_call(torch.float32, 512, activation, ("dropout", "fused"))
+        yield f"bf16 d40 {activation}", feed_forward_call(bf16, 40, activation, ("dropout", "fused"))
+    yield "fp16 d512 relu", feed_forward_call(torch.float16, 512, "relu", ("dropout", "fused"))
+    yield "bf16 d512 relu no bias", feed_forward_call(bf16, 512, "relu", ("no bias", "fused"))

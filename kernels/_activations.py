@@ -1,0 +1,59 @@
+"""The activations of the feed-forward network and their derivatives inside Triton kernels, in fp32 on a tile."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _sigmoid(x):
+    return 1.0 / (1.0 + tl.exp(-x))
+
+
+@triton.jit
+def _normal_cdf(x):
+    return 0.5 * (1.0 + tl.erf(x * 0.7071067811865476))
+
+
+@triton.jit
+def _tanh_gelu_weight(x):
+    # 0.5 (1 + tanh(u)) = sigmoid(2 u), u = sqrt(2 / pi) (x + 0.044715 x^3)
+    return _sigmoid(1.5957691216057308 * x * (1.0 + 0.044715 * x * x))
+
+
+@triton.jit
+def activate(pre, up, ACTIVATION: tl.constexpr):
+    """The activation of a tile; `up` is what swiglu's gate `pre` multiplies, unused by the others."""
+    if ACTIVATION == "relu":
+        # Not a maximum with 0, which would hide a NaN.
+        return tl.where(pre < 0.0, 0.0, pre)
+    elif ACTIVATION == "gelu":
+        return pre * _normal_cdf(pre)
+    elif ACTIVATION == "gelu_tanh":
+        return pre * _tanh_gelu_weight(pre)
+    else:
+        return pre * _sigmoid(pre) * up
+
+
+@triton.jit
+def differentiate(dhidden, pre, up, ACTIVATION: tl.constexpr):
+    """(the activation, dpre, dup) of a tile from the gradient of the activation; dup only means something for swiglu.
+
+    For relu `pre` may be the activation after dropout: both are positive in the same places, those that were kept.
+    """
+    if ACTIVATION == "relu":
+        dpre = tl.where(pre > 0.0, dhidden, 0.0)
+        return pre, dpre, dpre
+    elif ACTIVATION == "gelu":
+        weight = _normal_cdf(pre)
+        dpre = dhidden * (weight + pre * 0.3989422804014327 * tl.exp(-0.5 * pre * pre))
+        return pre * weight, dpre, dpre
+    elif ACTIVATION == "gelu_tanh":
+        weight = _tanh_gelu_weight(pre)
+        slope = 1.5957691216057308 * (1.0 + 0.134145 * pre * pre)
+        dpre = dhidden * (weight + pre * slope * weight * (1.0 - weight))
+        return pre * weight, dpre, dpre
+    else:
+        sigmoid = _sigmoid(pre)
+        silu = pre * sigmoid
+        dgate = dhidden * up * sigmoid * (1.0 + pre * (1.0 - sigmoid))
+        return silu * up, dgate, dhidden * silu

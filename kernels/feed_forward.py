@@ -1,0 +1,565 @@
+"""The feed-forward network: two products that stay apart, each with what surrounds it fused to it.
+
+Forward, hidden = dropout(activation(x weight1^T + bias1)) is one kernel: the product's epilogue adds the bias,
+activates and drops. Backward, the product dhidden = dout weight2 has an epilogue that differentiates the activation,
+drops the same elements, sums dbias1 over its rows and, where forward kept the pre-activation, makes hidden again for
+dweight2. The other four products (hidden weight2^T + bias2, dx, dweight1, dweight2) have nothing to fuse and are cuBLAS's.
+
+Where cuBLAS is that much faster that a pass over the hidden layer costs less than it gains, it carries those two
+products as well, and one elementwise kernel does the rest (_FUSED_GEMM decides).
+
+FLOPs: 4 * rows * dim * hidden forward, 8 * rows * dim * hidden backward (one and a half times that for swiglu). Bytes
+of the hidden layer in device memory, a element of rows * hidden in half dtypes: fused, forward writes hidden and reads
+it once (4), plus 2 for the pre-activation of gelu and 4 of swiglu; backward reads what was saved (2, 2 or 4), writes
+dpre and reads it twice (6, 6 or 12), and writes and reads hidden again (relu: reads the saved one, 2; others 4). The
+cuBLAS path adds 4 (swiglu: 6) forward and 4 backward. Saved for backward: relu's hidden layer, from which a positive
+element tells that it was kept; else the pre-activation alone. fp32: accumulators, activations, dbias1.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.nn import functional as F
+
+from fastformer.kernels._activations import activate, differentiate
+from fastformer.kernels._attention_common import architecture
+from fastformer.kernels._dropout import keep_mask_tile, load_dropout_key
+
+# The rows of each product's result.
+PRODUCTS = {
+    "_linear_activation_kernel": lambda a: [a["BLOCK_M"]] * (2 if a["ACTIVATION"] == "swiglu" else 1),
+    "_linear_activation_backward_kernel": lambda a: [a["BLOCK_M"]],
+}
+
+# Arguments whose value must not make another binary: Triton compiles apart for 1 and for multiples of 16.
+_COUNTS = ["num_rows", "threshold", "row_step"]
+
+
+class Config(NamedTuple):
+    """A tile of the result, the depth of a step, and how a program runs."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+
+
+class Row(NamedTuple):
+    """Where the fused product is taken: its depth (dim, or out_dim in backward) at most this, rows at least that."""
+
+    most_depth: int
+    fewest_rows: int
+
+
+# Who carries the product, by (compute capability, bytes of an element); what is not listed is cuBLAS's. No row has been
+# measured yet. They follow from bytes and FLOPs: a pass over the hidden layer costs as much as a product of depth 300
+# to 400 does at 700 TFLOP/s and 4.8 TB/s, and Triton's product is taken to run at 80 % of cuBLAS's rate. fp32 is
+# cuBLAS's, which follows torch.backends.cuda.matmul.allow_tf32. Under the interpreter (0) both are tested.
+_FUSED_GEMM = {
+    (0, 4): Row(2**31, 0),
+    (0, 2): Row(2**31, 0),
+    (80, 2): Row(1024, 256),
+    (86, 2): Row(512, 256),
+    (89, 2): Row(512, 256),
+    (90, 2): Row(1024, 256),
+    (100, 2): Row(512, 256),
+    (120, 2): Row(512, 256),
+}
+
+
+def fuses(x: Tensor, depth: int, rows: int) -> bool:
+    """Whether the fused product is taken."""
+    arch = architecture(x)
+    row = _FUSED_GEMM.get((arch, x.element_size()))
+    if arch == 0 and x.dtype == torch.bfloat16:
+        return False  # Triton's interpreter multiplies bfloat16 wrongly
+    return row is not None and depth <= row.most_depth and rows >= row.fewest_rows
+
+
+def _config(x: Tensor, rows: int, backward: bool, activation: str, dropout: bool) -> Config:
+    arch = architecture(x)
+    if arch == 0:
+        return Config(32, 64, 32, 4, 1)
+    if x.element_size() == 4:
+        return Config(64, 64, 32, 4, 2)
+    small = 64 if rows <= 2048 else 128
+    if arch in (90, 100):
+        return Config(small, 128, 64, 4 if small == 64 else 8, 3)
+    return Config(small, 64 if activation == "swiglu" else 128, 32, 4, 3)
+
+
+@triton.jit
+def _which_tile(num_rows, num_columns, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """(row block, column block): eight row blocks at a time, so that neighbours find both operands in L2."""
+    pid = tl.program_id(0)
+    row_blocks = tl.cdiv(num_rows, BLOCK_M)
+    column_blocks = tl.cdiv(num_columns, BLOCK_N)
+    group = pid // (8 * column_blocks)
+    first = group * 8
+    height = tl.minimum(row_blocks - first, 8)
+    inside = pid % (8 * column_blocks)
+    return first + inside % height, inside // height
+
+
+@triton.jit
+def _inside(indices, size, BLOCK: tl.constexpr):
+    """Indices to load by, without a mask: what lies beyond the matrix reads its first entry and is never stored."""
+    return tl.max_contiguous(tl.multiple_of(tl.where(indices < size, indices, 0), BLOCK), BLOCK)
+
+
+@triton.jit
+def _product(
+    a_ptr, b_ptr, rows, columns, depth, stride_am, stride_ak, stride_bk, stride_bn, second_half, EVEN_K: tl.constexpr,
+    TWO: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """A tile of a b in fp32; with TWO also the tile `second_half` columns further on (else the first one again)."""
+    ks = tl.arange(0, BLOCK_K)
+    # int64: rows * stride passes 2**31 in long batches.
+    a_ptrs = a_ptr + rows.to(tl.int64)[:, None] * stride_am + ks[None, :] * stride_ak
+    b_ptrs = b_ptr + ks[:, None] * stride_bk + columns.to(tl.int64)[None, :] * stride_bn
+    second_offset = tl.cast(second_half, tl.int64) * stride_bn
+    acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    second = acc
+    for start in range(0, depth, BLOCK_K):
+        if EVEN_K:
+            a = tl.load(a_ptrs)
+            b = tl.load(b_ptrs)
+        else:
+            a = tl.load(a_ptrs, mask=(ks < depth - start)[None, :], other=0.0)
+            b = tl.load(b_ptrs, mask=(ks < depth - start)[:, None], other=0.0)
+        acc = tl.dot(a, b, acc, input_precision=PRECISION)
+        if TWO:
+            if EVEN_K:
+                c = tl.load(b_ptrs + second_offset)
+            else:
+                c = tl.load(b_ptrs + second_offset, mask=(ks < depth - start)[:, None], other=0.0)
+            second = tl.dot(a, c, second, input_precision=PRECISION)
+        a_ptrs += BLOCK_K * stride_ak
+        b_ptrs += BLOCK_K * stride_bk
+    if not TWO:
+        second = acc
+    return acc, second
+
+
+@triton.jit
+def _drop(tile, rows, first_column, seed_ptr, threshold, keep_scale, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    key0, key1, offset = load_dropout_key(seed_ptr)
+    keep = keep_mask_tile(rows, first_column, 0, key0, key1, offset, threshold, BLOCK_M, BLOCK_N)
+    return tl.where(keep, tile * keep_scale, 0.0)
+
+
+@triton.jit(do_not_specialize=_COUNTS)
+def _linear_activation_kernel(
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    pre_ptr,
+    hidden_ptr,
+    seed_ptr,
+    threshold,
+    keep_scale,
+    num_rows,
+    hidden_dim,
+    depth,
+    stride_xm,
+    stride_xk,
+    stride_wn,
+    stride_wk,
+    ACTIVATION: tl.constexpr,
+    DROPOUT: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """A tile of hidden = dropout(activation(x weight^T + bias)); the pre-activation too where backward needs it."""
+    GATED: tl.constexpr = ACTIVATION == "swiglu"
+    row_block, column_block = _which_tile(num_rows, hidden_dim, BLOCK_M, BLOCK_N)
+    rows = row_block * BLOCK_M + tl.arange(0, BLOCK_M)
+    columns = column_block * BLOCK_N + tl.arange(0, BLOCK_N)
+    pre, up = _product(
+        x_ptr, weight_ptr, _inside(rows, num_rows, BLOCK_M), _inside(columns, hidden_dim, BLOCK_N), depth,
+        stride_xm, stride_xk, stride_wk, stride_wn, hidden_dim, EVEN_K, GATED, BLOCK_M, BLOCK_N, BLOCK_K, PRECISION,
+    )  # fmt: skip
+    here = (rows < num_rows)[:, None] & (columns < hidden_dim)[None, :]
+    dtype = hidden_ptr.dtype.element_ty
+    if bias_ptr is not None:
+        pre += tl.load(bias_ptr + columns, mask=columns < hidden_dim, other=0.0).to(tl.float32)[None, :]
+        if GATED:
+            up += tl.load(bias_ptr + hidden_dim + columns, mask=columns < hidden_dim, other=0.0).to(tl.float32)[None, :]
+    rows64 = rows.to(tl.int64)
+    if ACTIVATION != "relu":
+        width = hidden_dim
+        if GATED:
+            width = 2 * hidden_dim
+        pre_ptrs = pre_ptr + rows64[:, None] * width + columns[None, :]
+        # Backward activates what is stored, so forward does too.
+        rounded = pre.to(dtype)
+        tl.store(pre_ptrs, rounded, mask=here)
+        pre = rounded.to(tl.float32)
+        if GATED:
+            rounded = up.to(dtype)
+            tl.store(pre_ptrs + hidden_dim, rounded, mask=here)
+            up = rounded.to(tl.float32)
+    hidden = activate(pre, up, ACTIVATION)
+    if DROPOUT:
+        hidden = _drop(hidden, rows, column_block * BLOCK_N, seed_ptr, threshold, keep_scale, BLOCK_M, BLOCK_N)
+    tl.store(hidden_ptr + rows64[:, None] * hidden_dim + columns[None, :], hidden.to(dtype), mask=here)
+
+
+@triton.jit
+def _load_saved(saved_ptr, rows64, columns, here, hidden_dim, ACTIVATION: tl.constexpr):
+    """(pre, up) of a tile in fp32; for relu the hidden layer instead of pre; up is pre again without a gate."""
+    if ACTIVATION == "swiglu":
+        ptrs = saved_ptr + rows64[:, None] * (2 * hidden_dim) + columns[None, :]
+        pre = tl.load(ptrs, mask=here, other=0.0).to(tl.float32)
+        return pre, tl.load(ptrs + hidden_dim, mask=here, other=0.0).to(tl.float32)
+    else:
+        ptrs = saved_ptr + rows64[:, None] * hidden_dim + columns[None, :]
+        pre = tl.load(ptrs, mask=here, other=0.0).to(tl.float32)
+        return pre, pre
+
+
+@triton.jit
+def _differentiate_tile(
+    dhidden,
+    pre,
+    up,
+    dpre_ptr,
+    hidden_ptr,
+    seed_ptr,
+    threshold,
+    keep_scale,
+    rows,
+    first_column,
+    columns,
+    here,
+    hidden_dim,
+    ACTIVATION: tl.constexpr,
+    DROPOUT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Stores dpre and, except for relu, hidden of a tile; returns (dpre, dup) in fp32, zero outside the matrix."""
+    dtype = dpre_ptr.dtype.element_ty
+    rows64 = rows.to(tl.int64)
+    if ACTIVATION == "relu":
+        # Positive after dropout means positive before and kept: no mask is drawn again.
+        _, dpre, dup = differentiate(dhidden * keep_scale, pre, up, ACTIVATION)
+    else:
+        hidden, dpre, dup = differentiate(dhidden, pre, up, ACTIVATION)
+        if DROPOUT:
+            key0, key1, offset = load_dropout_key(seed_ptr)
+            keep = keep_mask_tile(rows, first_column, 0, key0, key1, offset, threshold, BLOCK_M, BLOCK_N)
+            hidden = tl.where(keep, hidden * keep_scale, 0.0)
+            dpre = tl.where(keep, dpre * keep_scale, 0.0)
+            dup = tl.where(keep, dup * keep_scale, 0.0)
+        tl.store(hidden_ptr + rows64[:, None] * hidden_dim + columns[None, :], hidden.to(dtype), mask=here)
+    if ACTIVATION == "swiglu":
+        ptrs = dpre_ptr + rows64[:, None] * (2 * hidden_dim) + columns[None, :]
+        tl.store(ptrs + hidden_dim, dup.to(dtype), mask=here)
+    else:
+        ptrs = dpre_ptr + rows64[:, None] * hidden_dim + columns[None, :]
+    tl.store(ptrs, dpre.to(dtype), mask=here)
+    return tl.where(here, dpre, 0.0), tl.where(here, dup, 0.0)
+
+
+@triton.jit(do_not_specialize=_COUNTS)
+def _linear_activation_backward_kernel(
+    dout_ptr,
+    weight_ptr,
+    saved_ptr,
+    dpre_ptr,
+    hidden_ptr,
+    dbias_ptr,
+    seed_ptr,
+    threshold,
+    keep_scale,
+    num_rows,
+    hidden_dim,
+    depth,
+    stride_dm,
+    stride_dk,
+    stride_wk,
+    stride_wn,
+    ACTIVATION: tl.constexpr,
+    DROPOUT: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """A tile of dhidden = dout weight, turned into dpre (and hidden); its sum over rows goes into a row of dbias."""
+    row_block, column_block = _which_tile(num_rows, hidden_dim, BLOCK_M, BLOCK_N)
+    rows = row_block * BLOCK_M + tl.arange(0, BLOCK_M)
+    columns = column_block * BLOCK_N + tl.arange(0, BLOCK_N)
+    dhidden, _ = _product(
+        dout_ptr, weight_ptr, _inside(rows, num_rows, BLOCK_M), _inside(columns, hidden_dim, BLOCK_N), depth,
+        stride_dm, stride_dk, stride_wk, stride_wn, 0, EVEN_K, False, BLOCK_M, BLOCK_N, BLOCK_K, PRECISION,
+    )  # fmt: skip
+    here = (rows < num_rows)[:, None] & (columns < hidden_dim)[None, :]
+    pre, up = _load_saved(saved_ptr, rows.to(tl.int64), columns, here, hidden_dim, ACTIVATION)
+    dpre, dup = _differentiate_tile(
+        dhidden, pre, up, dpre_ptr, hidden_ptr, seed_ptr, threshold, keep_scale, rows, column_block * BLOCK_N, columns,
+        here, hidden_dim, ACTIVATION, DROPOUT, BLOCK_M, BLOCK_N,
+    )  # fmt: skip
+    if dbias_ptr is not None:
+        if ACTIVATION == "swiglu":
+            ptrs = dbias_ptr + row_block.to(tl.int64) * (2 * hidden_dim) + columns
+            tl.store(ptrs + hidden_dim, tl.sum(dup, 0), mask=columns < hidden_dim)
+        else:
+            ptrs = dbias_ptr + row_block.to(tl.int64) * hidden_dim + columns
+        tl.store(ptrs, tl.sum(dpre, 0), mask=columns < hidden_dim)
+
+
+@triton.jit(do_not_specialize=_COUNTS)
+def _activation_kernel(
+    pre_ptr,
+    hidden_ptr,
+    seed_ptr,
+    threshold,
+    keep_scale,
+    num_rows,
+    hidden_dim,
+    ACTIVATION: tl.constexpr,
+    DROPOUT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """hidden = dropout(activation(pre)) after a product of cuBLAS's; hidden_ptr may be pre_ptr."""
+    rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    first_column = tl.program_id(1) * BLOCK_N
+    columns = first_column + tl.arange(0, BLOCK_N)
+    here = (rows < num_rows)[:, None] & (columns < hidden_dim)[None, :]
+    rows64 = rows.to(tl.int64)
+    pre, up = _load_saved(pre_ptr, rows64, columns, here, hidden_dim, ACTIVATION)
+    hidden = activate(pre, up, ACTIVATION)
+    if DROPOUT:
+        hidden = _drop(hidden, rows, first_column, seed_ptr, threshold, keep_scale, BLOCK_M, BLOCK_N)
+    ptrs = hidden_ptr + rows64[:, None] * hidden_dim + columns[None, :]
+    tl.store(ptrs, hidden.to(hidden_ptr.dtype.element_ty), mask=here)
+
+
+@triton.jit(do_not_specialize=_COUNTS)
+def _activation_backward_kernel(
+    dhidden_ptr,
+    saved_ptr,
+    dpre_ptr,
+    hidden_ptr,
+    dbias_ptr,
+    seed_ptr,
+    threshold,
+    keep_scale,
+    num_rows,
+    row_step,
+    hidden_dim,
+    ACTIVATION: tl.constexpr,
+    DROPOUT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """dpre (and hidden) of row_step rows after a product of cuBLAS's, their sum over rows into a row of dbias.
+
+    dpre_ptr or hidden_ptr may be dhidden_ptr: each element is read before it is written, by the same thread.
+    """
+    first_column = tl.program_id(1) * BLOCK_N
+    columns = first_column + tl.arange(0, BLOCK_N)
+    first = tl.program_id(0) * row_step
+    last = tl.minimum(first + row_step, num_rows)
+    dbias = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    dbias_up = dbias
+    for start in range(first, last, BLOCK_M):
+        rows = start + tl.arange(0, BLOCK_M)
+        here = (rows < last)[:, None] & (columns < hidden_dim)[None, :]
+        rows64 = rows.to(tl.int64)
+        pre, up = _load_saved(saved_ptr, rows64, columns, here, hidden_dim, ACTIVATION)
+        ptrs = dhidden_ptr + rows64[:, None] * hidden_dim + columns[None, :]
+        dhidden = tl.load(ptrs, mask=here, other=0.0).to(tl.float32)
+        dpre, dup = _differentiate_tile(
+            dhidden, pre, up, dpre_ptr, hidden_ptr, seed_ptr, threshold, keep_scale, rows, first_column, columns, here,
+            hidden_dim, ACTIVATION, DROPOUT, BLOCK_M, BLOCK_N,
+        )  # fmt: skip
+        dbias += dpre
+        if ACTIVATION == "swiglu":
+            dbias_up += dup
+    if dbias_ptr is not None:
+        if ACTIVATION == "swiglu":
+            ptrs = dbias_ptr + tl.program_id(0).to(tl.int64) * (2 * hidden_dim) + columns
+            tl.store(ptrs + hidden_dim, tl.sum(dbias_up, 0), mask=columns < hidden_dim)
+        else:
+            ptrs = dbias_ptr + tl.program_id(0).to(tl.int64) * hidden_dim + columns
+        tl.store(ptrs, tl.sum(dbias, 0), mask=columns < hidden_dim)
+
+
+def _dropout_arguments(dropout_p: float, dropout_seed: Tensor | None) -> tuple[Tensor | None, int, float]:
+    """(seed, threshold, keep_scale) as the kernels take them."""
+    dropped = round(dropout_p * 65536)
+    return dropout_seed, dropped, 65536 / (65536 - dropped) if dropped < 65536 else 0.0
+
+
+def _elementwise_block(hidden_dim: int) -> tuple[int, int]:
+    block_n = min(256, max(16, triton.next_power_of_2(hidden_dim)))
+    return 2048 // block_n, block_n
+
+
+def _precision(x: Tensor) -> str:
+    # Three TF32 products carry about 21 bits of fp32's 24; plain TF32 would carry 10. The interpreter is exact.
+    return "tf32x3" if x.device.type == "cuda" else "ieee"
+
+
+def _activated(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str,
+    dropout_p: float,
+    dropout_seed: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """(hidden, saved): dropout(activation(x weight^T + bias)) and what backward needs of it."""
+    num_rows, depth = x.shape
+    hidden_dim = weight.shape[0] // 2 if activation == "swiglu" else weight.shape[0]
+    dropout = _dropout_arguments(dropout_p, dropout_seed)
+    if not fuses(x, depth, num_rows):
+        pre = F.linear(x, weight, bias)
+        hidden = pre if activation == "relu" else x.new_empty(num_rows, hidden_dim)
+        block_m, block_n = _elementwise_block(hidden_dim)
+        if num_rows:
+            _activation_kernel[(triton.cdiv(num_rows, block_m), triton.cdiv(hidden_dim, block_n))](
+                pre, hidden, *dropout, num_rows, hidden_dim,
+                ACTIVATION=activation, DROPOUT=dropout_p > 0.0, BLOCK_M=block_m, BLOCK_N=block_n, num_warps=4,
+            )  # fmt: skip
+        return hidden, pre
+    hidden = x.new_empty(num_rows, hidden_dim)
+    pre = hidden if activation == "relu" else x.new_empty(num_rows, weight.shape[0])
+    config = _config(x, num_rows, False, activation, dropout_p > 0.0)
+    programs = triton.cdiv(num_rows, config.block_m) * triton.cdiv(hidden_dim, config.block_n)
+    if num_rows:
+        _linear_activation_kernel[(programs,)](
+            x, weight, None if bias is None else bias.contiguous(), None if activation == "relu" else pre, hidden,
+            *dropout, num_rows, hidden_dim, depth, *x.stride(), *weight.stride(),
+            ACTIVATION=activation,
+            DROPOUT=dropout_p > 0.0,
+            EVEN_K=depth % config.block_k == 0,
+            BLOCK_M=config.block_m,
+            BLOCK_N=config.block_n,
+            BLOCK_K=config.block_k,
+            PRECISION=_precision(x),
+            num_warps=config.num_warps,
+            num_stages=config.num_stages,
+        )  # fmt: skip
+    return hidden, pre
+
+
+def _activated_backward(
+    dout: Tensor,
+    weight: Tensor,
+    saved: Tensor,
+    activation: str,
+    dropout_p: float,
+    dropout_seed: Tensor | None,
+    has_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dpre, hidden, dbias) from dhidden = dout weight; dbias is (0,) without a bias."""
+    num_rows, depth = dout.shape
+    hidden_dim, columns = weight.shape[1], saved.shape[1]
+    dropout = _dropout_arguments(dropout_p, dropout_seed)
+    fused = fuses(dout, depth, num_rows)
+    config = _config(dout, num_rows, True, activation, dropout_p > 0.0)
+    if fused:
+        row_step = config.block_m
+        dhidden = None
+    else:
+        block_m, block_n = _elementwise_block(hidden_dim)
+        # Enough programs for every SM to hold several, few enough for the rows of partial sums to be short work.
+        parts = max(1, min(triton.cdiv(num_rows, block_m), 2048 // triton.cdiv(hidden_dim, block_n)))
+        row_step = max(block_m, triton.cdiv(triton.cdiv(num_rows, parts), block_m) * block_m)
+        dhidden = torch.mm(dout, weight)
+    parts = triton.cdiv(num_rows, row_step)
+    dbias = dout.new_empty((parts, columns), dtype=torch.float32) if has_bias else None
+    # Where cuBLAS has left dhidden, dpre (or for swiglu, where dpre is twice as wide, hidden) takes its place.
+    dpre = dout.new_empty(num_rows, columns) if dhidden is None or activation == "swiglu" else dhidden
+    hidden = saved
+    if activation != "relu":
+        hidden = dhidden if dhidden is not None and activation == "swiglu" else dout.new_empty(num_rows, hidden_dim)
+    outputs = (dpre, None if activation == "relu" else hidden, dbias)
+    if num_rows and fused:
+        _linear_activation_backward_kernel[(parts * triton.cdiv(hidden_dim, config.block_n),)](
+            dout, weight, saved, *outputs, *dropout, num_rows, hidden_dim, depth, *dout.stride(), *weight.stride(),
+            ACTIVATION=activation,
+            DROPOUT=dropout_p > 0.0,
+            EVEN_K=depth % config.block_k == 0,
+            BLOCK_M=config.block_m,
+            BLOCK_N=config.block_n,
+            BLOCK_K=config.block_k,
+            PRECISION=_precision(dout),
+            num_warps=config.num_warps,
+            num_stages=config.num_stages,
+        )  # fmt: skip
+    elif num_rows:
+        _activation_backward_kernel[(parts, triton.cdiv(hidden_dim, block_n))](
+            dhidden, saved, *outputs, *dropout, num_rows, row_step, hidden_dim,
+            ACTIVATION=activation, DROPOUT=dropout_p > 0.0, BLOCK_M=block_m, BLOCK_N=block_n, num_warps=4,
+        )  # fmt: skip
+    return dpre, hidden, dout.new_empty(0) if dbias is None else dbias.sum(0).to(dout.dtype)
+
+
+def why_unsupported(op_name: str, *args: object) -> str | None:
+    """Why the kernels can't take a call of feed_forward_fwd or _bwd; None if they can."""
+    x, weight1 = args[1:3] if op_name.endswith("_bwd") else args[:2]
+    if x.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        return f"the inputs are {x.dtype}, not float16, bfloat16 or float32"
+    if any(isinstance(a, Tensor) and a.is_floating_point() and a.dtype != x.dtype for a in args):
+        return "the inputs differ in dtype"
+    if x.device.type != "cuda" and isinstance(_activation_kernel, triton.runtime.JITFunction):
+        return "the tensors are on the CPU and TRITON_INTERPRET=1 was not set before the kernels were imported"
+    return None
+
+
+def feed_forward_fwd(
+    x: Tensor,
+    weight1: Tensor,
+    bias1: Tensor | None,
+    weight2: Tensor,
+    bias2: Tensor | None,
+    activation: str,
+    dropout_p: float,
+    dropout_seed: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """`fastformer::feed_forward_fwd`: (out, saved)."""
+    rows = x.reshape(-1, x.shape[-1])
+    hidden, saved = _activated(rows, weight1, bias1, activation, dropout_p, dropout_seed)
+    return F.linear(hidden, weight2, bias2).view(*x.shape[:-1], weight2.shape[0]), saved
+
+
+def feed_forward_bwd(
+    dout: Tensor,
+    x: Tensor,
+    weight1: Tensor,
+    bias1: Tensor | None,
+    weight2: Tensor,
+    saved: Tensor,
+    activation: str,
+    dropout_p: float,
+    dropout_seed: Tensor | None,
+    has_bias2: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """`fastformer::feed_forward_bwd`: (dx, dweight1, dbias1, dweight2, dbias2)."""
+    rows, drows = x.reshape(-1, x.shape[-1]), dout.reshape(-1, dout.shape[-1])
+    dpre, hidden, dbias1 = _activated_backward(
+        drows, weight2, saved, activation, dropout_p, dropout_seed, bias1 is not None
+    )
+    return (
+        torch.mm(dpre, weight1).view(x.shape),
+        torch.mm(dpre.T, rows),
+        dbias1,
+        torch.mm(drows.T, hidden),
+        drows.sum(0) if has_bias2 else x.new_empty(0),
+    )
