@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test lint bench format clean
+.PHONY: demo test lint bench sanitize format clean
 
 demo: $(INSTALLED)
 	$(BIN)/fastformer demo --out demo
@@ -20,6 +20,19 @@ lint: $(INSTALLED)
 
 bench: $(INSTALLED)
 	$(BIN)/python -m benchmarks.run --quick
+
+# The C++ ops under AddressSanitizer and UBSan, built in a copy of the sources: the installed extension stays as it is.
+SANITIZED := build/sanitize
+SANITIZERS := -fsanitize=address,undefined
+sanitize: $(INSTALLED)
+	rm -rf $(SANITIZED) && mkdir -p $(SANITIZED)
+	tar cf - --exclude='*.so' --exclude=__pycache__ csrc fastformer kernels benchmarks tests setup.py pyproject.toml \
+		README.md LICENSE | tar xf - -C $(SANITIZED)
+	cd $(SANITIZED) && FASTFORMER_LDFLAGS="$(SANITIZERS)" \
+		FASTFORMER_CXXFLAGS="-O1 -g $(SANITIZERS) -fno-sanitize-recover=undefined -fno-omit-frame-pointer" \
+		../../$(BIN)/python setup.py -q build_ext --inplace
+	cd $(SANITIZED) && LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" \
+		ASAN_OPTIONS=detect_leaks=0 ../../$(BIN)/pytest tests/ops -k cpp
 
 format: $(INSTALLED)
 	$(BIN)/ruff check --fix .

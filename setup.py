@@ -4,12 +4,13 @@
 one, a checkout on sys.path would shadow Hugging Face's `kernels` package, which transformers probes by importing it.
 
 The sources in `csrc/` are compiled once per instruction set, into `fastformer._C_<isa>`; the import picks what the CPU
-can run. No -march=native: a wheel built here runs elsewhere. A broken compiler fails the build with its own message;
-FASTFORMER_BUILD_CPP=0 leaves the extension out.
+can run. No -march=native: a wheel built here runs elsewhere. A broken compiler fails the build with its own message; no
+compiler, another architecture, or FASTFORMER_BUILD_CPP=0 leaves the extension out.
 """
 
 import os
 import platform
+import shutil
 from pathlib import Path
 
 from setuptools import find_packages, setup
@@ -28,6 +29,10 @@ INSTRUCTION_SETS = {
 def cpp_extensions() -> dict:
     """ext_modules and cmdclass for setup(), empty where there is nothing to build."""
     wanted = os.environ.get("FASTFORMER_BUILD_CPP", "1") != "0" and platform.machine() in ("x86_64", "AMD64")
+    compiler = os.environ.get("CXX", "c++")
+    if wanted and shutil.which(compiler) is None:
+        print(f"no C++ compiler ({compiler}): fastformer is installed without its CPU kernels and runs on plain PyTorch")
+        return {}
     sources = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "csrc").glob("*.cpp"))
     if not wanted or not sources:
         return {}

@@ -25,7 +25,8 @@ class Benchmark:
         make_inputs: (shape, device) -> fp32 or integer tensors; floating ones are cast to the dtype.
         providers: by name; the first is ours.
         baseline: the provider that ratios are against, and that is right in fp64.
-        modes: "fwd", "bwd" (the graph of one forward pass, differentiated again and again) and "fwdbwd".
+        modes: "fwd", "bwd" (the graph of one forward pass, differentiated again and again), "fwdbwd", and "step" (the
+            provider does all by itself).
         dtypes: names of torch dtypes.
         quick: how many of the shapes `--quick` runs.
         flops: (shape, mode) -> arithmetic of the useful work.
@@ -83,6 +84,8 @@ def gradients(outputs: list[Tensor], inputs: Inputs, douts: list[Tensor] | None,
 
 def results(call: Provider, inputs: Inputs, shape: Shape, mode: str, douts: list[Tensor] | None) -> list[Tensor]:
     """Outputs and, unless only they are asked for, gradients."""
+    if mode == "step":
+        return outputs_of(call(inputs, shape))
     if mode == "fwd":
         with torch.no_grad():
             return outputs_of(call(inputs, shape))
@@ -92,8 +95,8 @@ def results(call: Provider, inputs: Inputs, shape: Shape, mode: str, douts: list
 
 def timed_call(call: Provider, inputs: Inputs, shape: Shape, mode: str) -> Callable[[], object]:
     """What a mode times. The output gradients are there beforehand, as they are in training."""
-    if mode == "fwd":
-        return lambda: results(call, inputs, shape, "fwd", None)
+    if mode in ("fwd", "step"):
+        return lambda: results(call, inputs, shape, mode, None)
     outputs = outputs_of(call(inputs, shape))
     douts = [torch.randn_like(output) for output in outputs if output.requires_grad]
     if mode == "bwd":

@@ -195,7 +195,7 @@ def main(arguments: list[str] | None = None) -> int:
     known = benchmarks()
     parser = argparse.ArgumentParser(prog="python -m benchmarks.run", description=__doc__.splitlines()[0])
     parser.add_argument("--op", nargs="+", choices=sorted(known), help="which benchmarks (all)")
-    parser.add_argument("--mode", nargs="+", choices=("fwd", "bwd", "fwdbwd"), help="which passes (all)")
+    parser.add_argument("--mode", nargs="+", choices=("fwd", "bwd", "fwdbwd", "step"), help="which passes (all)")
     parser.add_argument("--dtype", nargs="+", help="which dtypes, such as float32 (all)")
     parser.add_argument("--shape", nargs="+", type=key_value, default=[], help="such as seqlen=2048 (all)")
     parser.add_argument("--provider", nargs="+", help="which providers, besides ours and the baseline (all)")

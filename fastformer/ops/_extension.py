@@ -25,7 +25,7 @@ def load() -> str | None:
     for isa, capabilities in _MODULES.items():
         if capability in capabilities and importlib.util.find_spec(f"fastformer._C_{isa}") is not None:
             return importlib.import_module(f"fastformer._C_{isa}").instruction_set
-    logger.info(
+    logger.warning(
         "no C++ extension for this CPU (%s): the ops run on plain PyTorch. See `fastformer doctor`.", capability
     )
     return None

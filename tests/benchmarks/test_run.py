@@ -50,7 +50,7 @@ def run(benchmark: Benchmark, mode: str = "fwdbwd"):
     return run_case(benchmark, SHAPE, mode, torch.float32, "cpu", rounds=3, memory=True)
 
 
-@pytest.mark.parametrize("mode", ["fwd", "bwd", "fwdbwd"])
+@pytest.mark.parametrize("mode", ["fwd", "bwd", "fwdbwd", "step"])
 def test_rows(mode: str) -> None:
     outcome = run(TOY, mode)
     assert not outcome.wrong and not outcome.refused
