@@ -3,7 +3,8 @@
 Forward, hidden = dropout(activation(x weight1^T + bias1)) is one kernel: the product's epilogue adds the bias,
 activates and drops. Backward, the product dhidden = dout weight2 has an epilogue that differentiates the activation,
 drops the same elements, sums dbias1 over its rows and, where forward kept the pre-activation, makes hidden again for
-dweight2. The other four products (hidden weight2^T + bias2, dx, dweight1, dweight2) have nothing to fuse and are cuBLAS's.
+dweight2. The other four products (hidden weight2^T + bias2, dx, dweight1, dweight2) have nothing to fuse and are
+cuBLAS's.
 
 Where cuBLAS is that much faster that a pass over the hidden layer costs less than it gains, it carries those two
 products as well, and one elementwise kernel does the rest (_FUSED_GEMM decides).
@@ -82,16 +83,17 @@ def fuses(x: Tensor, depth: int, rows: int) -> bool:
     return row is not None and depth <= row.most_depth and rows >= row.fewest_rows
 
 
-def _config(x: Tensor, rows: int, backward: bool, activation: str, dropout: bool) -> Config:
+def _config(x: Tensor, depth: int, rows: int, backward: bool, activation: str) -> Config:
     arch = architecture(x)
     if arch == 0:
         return Config(32, 64, 32, 4, 1)
-    if x.element_size() == 4:
-        return Config(64, 64, 32, 4, 2)
-    small = 64 if rows <= 2048 else 128
+    if x.element_size() == 4 or depth % 64:
+        return Config(64, 64, 32, 4, 2)  # three products for one, or masks and narrow loads: small tiles keep registers
+    block_m = 64 if rows <= 2048 else 128  # enough tiles for every SM
     if arch in (90, 100):
-        return Config(small, 128, 64, 4 if small == 64 else 8, 3)
-    return Config(small, 64 if activation == "swiglu" else 128, 32, 4, 3)
+        return Config(block_m, 128, 64, block_m // 16, 3)
+    # Forward, swiglu has the tiles of two products.
+    return Config(block_m, 64 if activation == "swiglu" and not backward else 128, 32, block_m // 16, 3)
 
 
 @triton.jit
@@ -250,25 +252,79 @@ def _differentiate_tile(
     """Stores dpre and, except for relu, hidden of a tile; returns (dpre, dup) in fp32, zero outside the matrix."""
     dtype = dpre_ptr.dtype.element_ty
     rows64 = rows.to(tl.int64)
-    if ACTIVATION == "relu":
-        # Positive after dropout means positive before and kept: no mask is drawn again.
-        _, dpre, dup = differentiate(dhidden * keep_scale, pre, up, ACTIVATION)
-    else:
-        hidden, dpre, dup = differentiate(dhidden, pre, up, ACTIVATION)
-        if DROPOUT:
+    if DROPOUT:
+        if ACTIVATION == "relu":
+            # Positive after dropout means positive before and kept: no mask is drawn again.
+            dhidden *= keep_scale
+        else:
             key0, key1, offset = load_dropout_key(seed_ptr)
             keep = keep_mask_tile(rows, first_column, 0, key0, key1, offset, threshold, BLOCK_M, BLOCK_N)
-            hidden = tl.where(keep, hidden * keep_scale, 0.0)
-            dpre = tl.where(keep, dpre * keep_scale, 0.0)
-            dup = tl.where(keep, dup * keep_scale, 0.0)
-        tl.store(hidden_ptr + rows64[:, None] * hidden_dim + columns[None, :], hidden.to(dtype), mask=here)
+            dhidden = tl.where(keep, dhidden * keep_scale, 0.0)
+    hidden, dpre, dup = differentiate(dhidden, pre, up, ACTIVATION)
+    dpre = tl.where(here, dpre, 0.0)
+    width = hidden_dim
     if ACTIVATION == "swiglu":
-        ptrs = dpre_ptr + rows64[:, None] * (2 * hidden_dim) + columns[None, :]
-        tl.store(ptrs + hidden_dim, dup.to(dtype), mask=here)
-    else:
-        ptrs = dpre_ptr + rows64[:, None] * hidden_dim + columns[None, :]
+        width = 2 * hidden_dim
+    ptrs = dpre_ptr + rows64[:, None] * width + columns[None, :]
     tl.store(ptrs, dpre.to(dtype), mask=here)
-    return tl.where(here, dpre, 0.0), tl.where(here, dup, 0.0)
+    if ACTIVATION == "swiglu":
+        dup = tl.where(here, dup, 0.0)
+        tl.store(ptrs + hidden_dim, dup.to(dtype), mask=here)
+    if ACTIVATION != "relu":
+        if DROPOUT:
+            hidden = tl.where(keep, hidden * keep_scale, 0.0)
+        tl.store(hidden_ptr + rows64[:, None] * hidden_dim + columns[None, :], hidden.to(dtype), mask=here)
+    return dpre, dup
+
+
+@triton.jit
+def _store_dbias(dbias_ptr, part, dbias, dbias_up, columns, hidden_dim, ACTIVATION: tl.constexpr):
+    """Writes sums over some rows into row `part` of the partial sums."""
+    width = hidden_dim
+    if ACTIVATION == "swiglu":
+        width = 2 * hidden_dim
+    ptrs = dbias_ptr + tl.cast(part, tl.int64) * width + columns
+    tl.store(ptrs, dbias, mask=columns < hidden_dim)
+    if ACTIVATION == "swiglu":
+        tl.store(ptrs + hidden_dim, dbias_up, mask=columns < hidden_dim)
+
+
+@triton.jit
+def _backward_epilogue(
+    dhidden,
+    saved_ptr,
+    dpre_ptr,
+    hidden_ptr,
+    dbias_ptr,
+    seed_ptr,
+    threshold,
+    keep_scale,
+    row_block,
+    first_column,
+    num_rows,
+    hidden_dim,
+    ACTIVATION: tl.constexpr,
+    DROPOUT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """What follows the product in a tile of dhidden: dpre, hidden, and the sum of dpre over the tile's rows."""
+    rows = row_block * BLOCK_M + tl.arange(0, BLOCK_M)
+    columns = first_column + tl.arange(0, BLOCK_N)
+    here = (rows < num_rows)[:, None] & (columns < hidden_dim)[None, :]
+    pre, up = _load_saved(saved_ptr, rows.to(tl.int64), columns, here, hidden_dim, ACTIVATION)
+    dpre, dup = _differentiate_tile(
+        dhidden, pre, up, dpre_ptr, hidden_ptr, seed_ptr, threshold, keep_scale, rows, first_column, columns, here,
+        hidden_dim, ACTIVATION, DROPOUT, BLOCK_M, BLOCK_N,
+    )  # fmt: skip
+    if dbias_ptr is not None:
+        _store_dbias(dbias_ptr, row_block, tl.sum(dpre, 0), tl.sum(dup, 0), columns, hidden_dim, ACTIVATION)
+
+
+@triton.jit
+def _halves(tile, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The left and the right half of a tile's columns; no element leaves its thread."""
+    return tl.split(tl.permute(tl.reshape(tile, (BLOCK_M, 2, BLOCK_N // 2)), (0, 2, 1)))
 
 
 @triton.jit(do_not_specialize=_COUNTS)
@@ -291,6 +347,7 @@ def _linear_activation_backward_kernel(
     stride_wn,
     ACTIVATION: tl.constexpr,
     DROPOUT: tl.constexpr,
+    IN_QUARTERS: tl.constexpr,
     EVEN_K: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -305,19 +362,35 @@ def _linear_activation_backward_kernel(
         dout_ptr, weight_ptr, _inside(rows, num_rows, BLOCK_M), _inside(columns, hidden_dim, BLOCK_N), depth,
         stride_dm, stride_dk, stride_wk, stride_wn, 0, EVEN_K, False, BLOCK_M, BLOCK_N, BLOCK_K, PRECISION,
     )  # fmt: skip
-    here = (rows < num_rows)[:, None] & (columns < hidden_dim)[None, :]
-    pre, up = _load_saved(saved_ptr, rows.to(tl.int64), columns, here, hidden_dim, ACTIVATION)
-    dpre, dup = _differentiate_tile(
-        dhidden, pre, up, dpre_ptr, hidden_ptr, seed_ptr, threshold, keep_scale, rows, column_block * BLOCK_N, columns,
-        here, hidden_dim, ACTIVATION, DROPOUT, BLOCK_M, BLOCK_N,
-    )  # fmt: skip
-    if dbias_ptr is not None:
-        if ACTIVATION == "swiglu":
-            ptrs = dbias_ptr + row_block.to(tl.int64) * (2 * hidden_dim) + columns
-            tl.store(ptrs + hidden_dim, tl.sum(dup, 0), mask=columns < hidden_dim)
-        else:
-            ptrs = dbias_ptr + row_block.to(tl.int64) * hidden_dim + columns
-        tl.store(ptrs, tl.sum(dpre, 0), mask=columns < hidden_dim)
+    first = column_block * BLOCK_N
+    if IN_QUARTERS:
+        # All at once, the tiles of fp32 beside the product's would not fit the registers.
+        HALF: tl.constexpr = BLOCK_N // 2
+        QUARTER: tl.constexpr = BLOCK_N // 4
+        left, right = _halves(dhidden, BLOCK_M, BLOCK_N)
+        left0, left1 = _halves(left, BLOCK_M, HALF)
+        right0, right1 = _halves(right, BLOCK_M, HALF)
+        _backward_epilogue(
+            left0, saved_ptr, dpre_ptr, hidden_ptr, dbias_ptr, seed_ptr, threshold, keep_scale, row_block,
+            first, num_rows, hidden_dim, ACTIVATION, DROPOUT, BLOCK_M, QUARTER,
+        )  # fmt: skip
+        _backward_epilogue(
+            left1, saved_ptr, dpre_ptr, hidden_ptr, dbias_ptr, seed_ptr, threshold, keep_scale, row_block,
+            first + QUARTER, num_rows, hidden_dim, ACTIVATION, DROPOUT, BLOCK_M, QUARTER,
+        )  # fmt: skip
+        _backward_epilogue(
+            right0, saved_ptr, dpre_ptr, hidden_ptr, dbias_ptr, seed_ptr, threshold, keep_scale, row_block,
+            first + HALF, num_rows, hidden_dim, ACTIVATION, DROPOUT, BLOCK_M, QUARTER,
+        )  # fmt: skip
+        _backward_epilogue(
+            right1, saved_ptr, dpre_ptr, hidden_ptr, dbias_ptr, seed_ptr, threshold, keep_scale, row_block,
+            first + HALF + QUARTER, num_rows, hidden_dim, ACTIVATION, DROPOUT, BLOCK_M, QUARTER,
+        )  # fmt: skip
+    else:
+        _backward_epilogue(
+            dhidden, saved_ptr, dpre_ptr, hidden_ptr, dbias_ptr, seed_ptr, threshold, keep_scale, row_block, first,
+            num_rows, hidden_dim, ACTIVATION, DROPOUT, BLOCK_M, BLOCK_N,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=_COUNTS)
@@ -391,12 +464,8 @@ def _activation_backward_kernel(
         if ACTIVATION == "swiglu":
             dbias_up += dup
     if dbias_ptr is not None:
-        if ACTIVATION == "swiglu":
-            ptrs = dbias_ptr + tl.program_id(0).to(tl.int64) * (2 * hidden_dim) + columns
-            tl.store(ptrs + hidden_dim, tl.sum(dbias_up, 0), mask=columns < hidden_dim)
-        else:
-            ptrs = dbias_ptr + tl.program_id(0).to(tl.int64) * hidden_dim + columns
-        tl.store(ptrs, tl.sum(dbias, 0), mask=columns < hidden_dim)
+        part = tl.program_id(0)
+        _store_dbias(dbias_ptr, part, tl.sum(dbias, 0), tl.sum(dbias_up, 0), columns, hidden_dim, ACTIVATION)
 
 
 def _dropout_arguments(dropout_p: float, dropout_seed: Tensor | None) -> tuple[Tensor | None, int, float]:
@@ -439,7 +508,7 @@ def _activated(
         return hidden, pre
     hidden = x.new_empty(num_rows, hidden_dim)
     pre = hidden if activation == "relu" else x.new_empty(num_rows, weight.shape[0])
-    config = _config(x, num_rows, False, activation, dropout_p > 0.0)
+    config = _config(x, depth, num_rows, False, activation)
     programs = triton.cdiv(num_rows, config.block_m) * triton.cdiv(hidden_dim, config.block_n)
     if num_rows:
         _linear_activation_kernel[(programs,)](
@@ -472,15 +541,15 @@ def _activated_backward(
     hidden_dim, columns = weight.shape[1], saved.shape[1]
     dropout = _dropout_arguments(dropout_p, dropout_seed)
     fused = fuses(dout, depth, num_rows)
-    config = _config(dout, num_rows, True, activation, dropout_p > 0.0)
+    config = _config(dout, depth, num_rows, True, activation)
     if fused:
         row_step = config.block_m
         dhidden = None
     else:
         block_m, block_n = _elementwise_block(hidden_dim)
         # Enough programs for every SM to hold several, few enough for the rows of partial sums to be short work.
-        parts = max(1, min(triton.cdiv(num_rows, block_m), 2048 // triton.cdiv(hidden_dim, block_n)))
-        row_step = max(block_m, triton.cdiv(triton.cdiv(num_rows, parts), block_m) * block_m)
+        most = max(1, min(triton.cdiv(num_rows, block_m), 2048 // triton.cdiv(hidden_dim, block_n)))
+        row_step = max(block_m, triton.cdiv(triton.cdiv(num_rows, most), block_m) * block_m)
         dhidden = torch.mm(dout, weight)
     parts = triton.cdiv(num_rows, row_step)
     dbias = dout.new_empty((parts, columns), dtype=torch.float32) if has_bias else None
@@ -495,6 +564,7 @@ def _activated_backward(
             dout, weight, saved, *outputs, *dropout, num_rows, hidden_dim, depth, *dout.stride(), *weight.stride(),
             ACTIVATION=activation,
             DROPOUT=dropout_p > 0.0,
+            IN_QUARTERS=activation != "relu",
             EVEN_K=depth % config.block_k == 0,
             BLOCK_M=config.block_m,
             BLOCK_N=config.block_n,
