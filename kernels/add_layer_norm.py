@@ -1,0 +1,498 @@
+"""Dropout, residual add and LayerNorm or RMSNorm: one pass over the rows forward, one backward.
+
+Forward, a program holds whole rows in registers: it reads x and the residual, draws dropout, writes the new residual
+stream, takes the mean and then the variance of what is centred on it (E[s^2] - E[s]^2 would cancel), and writes y. What
+is normalised is the stream rounded as it is kept, since backward sees nothing else.
+
+Backward, a fixed number of programs (two an SM, as many as its registers hold) stride over the rows and write both
+input gradients. Each keeps its sums for dweight and dbias in fp32 registers and writes them once; a second kernel adds
+them up for both parameters, in one order always, so that gradients repeat to the last bit. Rows above
+WIDEST_SUMMED leave no registers for the sums: there a third kernel reads dy and the stream again, by columns.
+
+Bytes an element in half dtypes: forward 4 (x, y), with a residual or dropout 8 (residual, stream); backward 6 (dy,
+stream, dx), plus 2 for the stream's own gradient, plus 2 for dresidual where dropout or dtypes tell it from dx; above
+WIDEST_SUMMED 4 more. Partial sums: 8 bytes * dim * programs, written and read once, 1 MB at dim 512 on 132 SMs. FLOPs
+an element: about 8 forward and 14 backward, 12 more for dropout: memory decides. Kept for backward: the stream (which
+is the next op's input) and two fp32 numbers a row. fp32: all arithmetic, statistics, sums.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fastformer.kernels._attention_common import architecture, stride_unit
+from fastformer.kernels._dropout import keep_mask_tile, load_dropout_key
+
+WIDEST = 16384  # 32 elements a thread with 16 warps
+WIDEST_SUMMED = 8192
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+# Arguments whose value must not make another binary. Strides come in units of 8 elements where that divides them, which
+# says all that 16-byte loads need.
+_COUNTS = ["num_rows", "num_tiles", "num_partials", "threshold", "split"]
+_COUNTS += ["x_stride", "residual_stride", "dy_stride", "dresidual_out_stride", "s_stride"]
+
+
+@triton.jit
+def _row_ptrs(ptr, rows, stride, UNIT: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Pointers to (rows, BLOCK_N) elements. int64: rows * stride passes 2**31 in long batches."""
+    return ptr + (rows.to(tl.int64) * stride * UNIT)[:, None] + tl.arange(0, BLOCK_N)[None, :]
+
+
+@triton.jit
+def _here(rows, num_rows, DIM: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Which elements of a tile exist, (BLOCK_M, 1) or (BLOCK_M, BLOCK_N)."""
+    here = (rows < num_rows)[:, None]
+    if DIM != BLOCK_N:
+        here = here & (tl.arange(0, BLOCK_N) < DIM)[None, :]
+    return here
+
+
+@triton.jit
+def _drop(values, rows, seed_ptr, threshold, keep_scale, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    key0, key1, offset = load_dropout_key(seed_ptr)
+    keep = keep_mask_tile(rows, 0, 0, key0, key1, offset, threshold, BLOCK_M, BLOCK_N)
+    return tl.where(keep, values * keep_scale, 0.0)
+
+
+@triton.jit
+def _load_vector(ptr, DIM: tl.constexpr, BLOCK_N: tl.constexpr):
+    """A parameter in fp32, (1, BLOCK_N)."""
+    columns = tl.arange(0, BLOCK_N)
+    if DIM == BLOCK_N:
+        vector = tl.load(ptr + columns)
+    else:
+        vector = tl.load(ptr + columns, mask=columns < DIM, other=0.0)
+    return vector.to(tl.float32)[None, :]
+
+
+@triton.jit(do_not_specialize=_COUNTS)
+def _forward_kernel(
+    x_ptr,
+    residual_ptr,
+    weight_ptr,
+    bias_ptr,
+    seed_ptr,
+    y_ptr,
+    residual_out_ptr,
+    mean_ptr,
+    rstd_ptr,
+    num_rows,
+    x_stride,
+    residual_stride,
+    eps,
+    threshold,
+    keep_scale,
+    RMS_NORM: tl.constexpr,
+    UNIT: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """y, the stream and the statistics of BLOCK_M rows. Without seed_ptr nothing is dropped."""
+    rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    here = _here(rows, num_rows, DIM, BLOCK_N)
+    s = tl.load(_row_ptrs(x_ptr, rows, x_stride, UNIT, BLOCK_N), mask=here, other=0.0).to(tl.float32)
+    if residual_ptr is not None:
+        residual = tl.load(_row_ptrs(residual_ptr, rows, residual_stride, UNIT, BLOCK_N), mask=here, other=0.0)
+    if seed_ptr is not None:
+        s = _drop(s, rows, seed_ptr, threshold, keep_scale, BLOCK_M, BLOCK_N)
+    if residual_ptr is not None:
+        s += residual.to(tl.float32)
+    if residual_out_ptr is not None:
+        kept = tl.cast(s, residual_out_ptr.dtype.element_ty)
+        tl.store(_row_ptrs(residual_out_ptr, rows, DIM, 1, BLOCK_N), kept, mask=here)
+        s = kept.to(tl.float32)
+    centred = s
+    if not RMS_NORM:
+        mean = tl.div_rn(tl.sum(s, 1), tl.full((BLOCK_M,), DIM, dtype=tl.float32))
+        centred = s - mean[:, None]
+        if DIM != BLOCK_N:
+            centred = tl.where(here, centred, 0.0)
+        tl.store(mean_ptr + rows, mean, mask=rows < num_rows)
+    variance = tl.div_rn(tl.sum(centred * centred, 1), tl.full((BLOCK_M,), DIM, dtype=tl.float32))
+    rstd = tl.rsqrt(variance + eps)
+    tl.store(rstd_ptr + rows, rstd, mask=rows < num_rows)
+    y = centred * rstd[:, None]
+    if weight_ptr is not None:
+        y *= _load_vector(weight_ptr, DIM, BLOCK_N)
+    if bias_ptr is not None:
+        y += _load_vector(bias_ptr, DIM, BLOCK_N)
+    tl.store(_row_ptrs(y_ptr, rows, DIM, 1, BLOCK_N), tl.cast(y, y_ptr.dtype.element_ty), mask=here)
+
+
+@triton.jit(do_not_specialize=_COUNTS)
+def _backward_kernel(
+    dy_ptr,
+    dresidual_out_ptr,
+    s_ptr,
+    weight_ptr,
+    mean_ptr,
+    rstd_ptr,
+    seed_ptr,
+    dx_ptr,
+    dresidual_ptr,
+    partial_ptr,
+    num_rows,
+    num_tiles,
+    dy_stride,
+    dresidual_out_stride,
+    s_stride,
+    threshold,
+    keep_scale,
+    RMS_NORM: tl.constexpr,
+    SUM_WEIGHT: tl.constexpr,
+    SUM_BIAS: tl.constexpr,
+    UNIT: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Both input gradients of every num_programs-th tile of BLOCK_M rows, and this program's sums for the parameters.
+
+    partial_ptr: (kinds, num_programs, DIM), the sums for dweight (SUM_WEIGHT) before those for dbias (SUM_BIAS).
+    """
+    program, num_programs = tl.program_id(0), tl.num_programs(0)
+    if weight_ptr is not None:
+        weight = _load_vector(weight_ptr, DIM, BLOCK_N)
+    # Kept as tiles, so that rows are added up across threads once and not every step.
+    dweight = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    dbias = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    for tile in tl.range(program, num_tiles, num_programs, num_stages=STAGES):
+        rows = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+        here = _here(rows, num_rows, DIM, BLOCK_N)
+        dy = tl.load(_row_ptrs(dy_ptr, rows, dy_stride, UNIT, BLOCK_N), mask=here, other=0.0).to(tl.float32)
+        normal = tl.load(_row_ptrs(s_ptr, rows, s_stride, UNIT, BLOCK_N), mask=here, other=0.0).to(tl.float32)
+        if dresidual_out_ptr is not None:
+            dresidual_out_ptrs = _row_ptrs(dresidual_out_ptr, rows, dresidual_out_stride, UNIT, BLOCK_N)
+            dresidual_out = tl.load(dresidual_out_ptrs, mask=here, other=0.0)
+        rstd = tl.load(rstd_ptr + rows, mask=rows < num_rows, other=0.0)[:, None]
+        if not RMS_NORM:
+            normal -= tl.load(mean_ptr + rows, mask=rows < num_rows, other=0.0)[:, None]
+        # Columns that don't exist are -mean * rstd here: what they meet, dy, is 0, and ds is not stored there.
+        normal *= rstd
+        if SUM_WEIGHT:
+            dweight += dy * normal
+        if SUM_BIAS:
+            dbias += dy
+        if weight_ptr is not None:
+            dy *= weight
+        ds = dy - normal * (tl.sum(dy * normal, 1) * (1.0 / DIM))[:, None]
+        if not RMS_NORM:
+            ds -= (tl.sum(dy, 1) * (1.0 / DIM))[:, None]
+        ds *= rstd
+        if dresidual_out_ptr is not None:
+            ds += dresidual_out.to(tl.float32)
+        if dresidual_ptr is not None:
+            dresidual = tl.cast(ds, dresidual_ptr.dtype.element_ty)
+            tl.store(_row_ptrs(dresidual_ptr, rows, DIM, 1, BLOCK_N), dresidual, mask=here)
+        if seed_ptr is not None:
+            ds = _drop(ds, rows, seed_ptr, threshold, keep_scale, BLOCK_M, BLOCK_N)
+        tl.store(_row_ptrs(dx_ptr, rows, DIM, 1, BLOCK_N), tl.cast(ds, dx_ptr.dtype.element_ty), mask=here)
+
+    columns = tl.arange(0, BLOCK_N)
+    if SUM_WEIGHT:
+        tl.store(partial_ptr + program * DIM + columns, tl.sum(dweight, 0), mask=columns < DIM)
+        program += num_programs
+    if SUM_BIAS:
+        tl.store(partial_ptr + program * DIM + columns, tl.sum(dbias, 0), mask=columns < DIM)
+
+
+@triton.jit(do_not_specialize=_COUNTS)
+def _column_sums_kernel(
+    dy_ptr,
+    s_ptr,
+    mean_ptr,
+    rstd_ptr,
+    partial_ptr,
+    num_rows,
+    dy_stride,
+    s_stride,
+    split,
+    RMS_NORM: tl.constexpr,
+    SUM_WEIGHT: tl.constexpr,
+    SUM_BIAS: tl.constexpr,
+    UNIT: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """What the rows [split * program, split * (program + 1)) add to BLOCK_N columns of dweight and dbias."""
+    columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    part, num_parts = tl.program_id(1), tl.num_programs(1)
+    last = tl.minimum((part + 1) * split, num_rows)
+    dweight = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    dbias = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    for start in range(part * split, last, BLOCK_M):
+        rows = start + tl.arange(0, BLOCK_M)
+        here = (rows < last)[:, None] & (columns < DIM)[None, :]
+        wide = rows.to(tl.int64)
+        dy_ptrs = dy_ptr + (wide * dy_stride * UNIT)[:, None] + columns[None, :]
+        dy = tl.load(dy_ptrs, mask=here, other=0.0).to(tl.float32)
+        if SUM_BIAS:
+            dbias += dy
+        if SUM_WEIGHT:
+            s_ptrs = s_ptr + (wide * s_stride * UNIT)[:, None] + columns[None, :]
+            normal = tl.load(s_ptrs, mask=here, other=0.0).to(tl.float32)
+            if not RMS_NORM:
+                normal -= tl.load(mean_ptr + rows, mask=rows < last, other=0.0)[:, None]
+            dweight += dy * (normal * tl.load(rstd_ptr + rows, mask=rows < last, other=0.0)[:, None])
+    if SUM_WEIGHT:
+        tl.store(partial_ptr + part * DIM + columns, tl.sum(dweight, 0), mask=columns < DIM)
+        part += num_parts
+    if SUM_BIAS:
+        tl.store(partial_ptr + part * DIM + columns, tl.sum(dbias, 0), mask=columns < DIM)
+
+
+@triton.jit(do_not_specialize=_COUNTS)
+def _sum_partials_kernel(
+    partial_ptr,
+    dweight_ptr,
+    dbias_ptr,
+    num_partials,
+    DIM: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """BLOCK_N columns of one parameter's gradient out of the partial sums; the grid's second axis is the parameter."""
+    columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    kind = tl.program_id(1)
+    total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    for start in range(0, num_partials, BLOCK_M):
+        partials = start + tl.arange(0, BLOCK_M)
+        here = (partials < num_partials)[:, None] & (columns < DIM)[None, :]
+        total += tl.load(
+            partial_ptr + (kind * num_partials + partials)[:, None] * DIM + columns[None, :], mask=here, other=0.0
+        )
+    gradient = tl.sum(total, 0)
+    if dweight_ptr is not None and dbias_ptr is not None:
+        if kind == 0:
+            tl.store(dweight_ptr + columns, tl.cast(gradient, dweight_ptr.dtype.element_ty), mask=columns < DIM)
+        else:
+            tl.store(dbias_ptr + columns, tl.cast(gradient, dbias_ptr.dtype.element_ty), mask=columns < DIM)
+    elif dweight_ptr is not None:
+        tl.store(dweight_ptr + columns, tl.cast(gradient, dweight_ptr.dtype.element_ty), mask=columns < DIM)
+    else:
+        tl.store(dbias_ptr + columns, tl.cast(gradient, dbias_ptr.dtype.element_ty), mask=columns < DIM)
+
+
+class Tile(NamedTuple):
+    """Rows and columns of what a program holds at once, and its warps."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+
+
+def row_tile(dim: int, num_rows: int, elements: int) -> Tile:
+    """Whole rows, about `elements` of them together, 16 elements a thread (32 in the widest rows)."""
+    block_n = max(8, triton.next_power_of_2(dim))
+    block_m = max(1, min(elements // block_n, triton.next_power_of_2(num_rows)))
+    return Tile(block_m, block_n, max(1, min(16, block_m * block_n // 512)))
+
+
+@functools.cache
+def num_sms(device: torch.device) -> int:
+    """How many programs run at once, one an SM; an H200's where a launch is only compiled, two in the interpreter."""
+    if device.type != "cuda":
+        return 2
+    return torch.cuda.get_device_properties(device).multi_processor_count if torch.cuda.is_available() else 132
+
+
+def as_rows(x: Tensor) -> Tensor:
+    """(rows, dim) with neighbouring columns side by side; a view where one exists."""
+    rows = x.numel() // x.shape[-1]
+    # The size is spelled out: -1 is ambiguous where there are no rows.
+    x = x.reshape(rows, x.shape[-1])
+    return x if x.stride(1) == 1 or x.shape[1] == 1 and x.stride(0) != 0 else x.contiguous()
+
+
+def dropout_arguments(dropout_p: float) -> tuple[int, float]:
+    """(threshold, keep_scale) as in fastformer.ops._dropout."""
+    dropped = round(dropout_p * 65536)
+    return dropped, 65536 / (65536 - dropped) if dropped < 65536 else 0.0
+
+
+def interpreted() -> bool:
+    """Whether the kernels were imported under TRITON_INTERPRET=1, that is, whether they take CPU tensors."""
+    return not isinstance(_forward_kernel, triton.runtime.JITFunction)
+
+
+def why_unsupported(op_name: str, *args: object) -> str | None:
+    """Why the kernels can't take a call of add_layer_norm_fwd or _bwd; None if they can."""
+    x = args[0]
+    tensors = args[:4]
+    for tensor in tensors:
+        if tensor is not None and tensor.dtype not in DTYPES:
+            return f"the inputs are {tensor.dtype}, not float16, bfloat16 or float32"
+    if x.shape[-1] > WIDEST:
+        return f"rows of {x.shape[-1]} elements, more than {WIDEST}, don't fit a program's registers"
+    if x.device.type != "cuda" and not interpreted():
+        return "the tensors are on the CPU and TRITON_INTERPRET=1 was not set before the kernels were imported"
+    return None
+
+
+def add_layer_norm_fwd(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    dropout_p: float,
+    dropout_seed: Tensor | None,
+    rms_norm: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`fastformer::add_layer_norm_fwd`: (y, residual_out, mean, rstd)."""
+    dim = x.shape[-1]
+    num_rows = x.numel() // dim
+    kept = residual is not None or dropout_p > 0.0
+    y = x.new_empty(x.shape)
+    residual_out = x.new_empty(x.shape if kept else 0, dtype=x.dtype if residual is None else residual.dtype)
+    mean = x.new_empty(0 if rms_norm else num_rows, dtype=torch.float32)
+    rstd = x.new_empty(num_rows, dtype=torch.float32)
+    if num_rows == 0:
+        return y, residual_out, mean, rstd
+    x = as_rows(x)
+    residual = None if residual is None else as_rows(residual)
+    unit = stride_unit(x, *([] if residual is None else [residual]))
+    tile = row_tile(dim, num_rows, 2048)
+    threshold, keep_scale = dropout_arguments(dropout_p)
+    _forward_kernel[(triton.cdiv(num_rows, tile.block_m),)](
+        x,
+        residual,
+        None if weight is None else weight.contiguous(),
+        None if bias is None else bias.contiguous(),
+        dropout_seed if dropout_p > 0.0 else None,
+        y,
+        residual_out if kept else None,
+        None if rms_norm else mean,
+        rstd,
+        num_rows,
+        x.stride(0) // unit,
+        0 if residual is None else residual.stride(0) // unit,
+        eps,
+        threshold,
+        keep_scale,
+        RMS_NORM=rms_norm,
+        UNIT=unit,
+        DIM=dim,
+        BLOCK_M=tile.block_m,
+        BLOCK_N=tile.block_n,
+        num_warps=tile.num_warps,
+    )
+    return y, residual_out, mean, rstd
+
+
+def add_layer_norm_bwd(
+    dy: Tensor,
+    dresidual_out: Tensor | None,
+    s: Tensor,
+    weight: Tensor | None,
+    mean: Tensor,
+    rstd: Tensor,
+    dropout_p: float,
+    dropout_seed: Tensor | None,
+    rms_norm: bool,
+    has_bias: bool,
+    x_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`fastformer::add_layer_norm_bwd`: (dx, dresidual, dweight, dbias)."""
+    dim = s.shape[-1]
+    num_rows = s.numel() // dim
+    same = dropout_p == 0.0 and x_dtype == s.dtype
+    parameter_dtype = s.dtype if weight is None else weight.dtype
+    dx = s.new_empty(s.shape, dtype=x_dtype)
+    dresidual = s.new_empty(0 if same else s.shape)
+    sums_weight = weight is not None
+    new = s.new_empty if num_rows else s.new_zeros
+    dweight = new(dim if sums_weight else 0, dtype=parameter_dtype)
+    dbias = new(dim if has_bias else 0, dtype=parameter_dtype)
+    if num_rows == 0:
+        return dx, dresidual, dweight, dbias
+
+    dy, s = as_rows(dy), as_rows(s)
+    dresidual_out = None if dresidual_out is None else as_rows(dresidual_out)
+    unit = stride_unit(dy, s, *([] if dresidual_out is None else [dresidual_out]))
+    tile = row_tile(dim, num_rows, 4096)
+    num_tiles = triton.cdiv(num_rows, tile.block_m)
+    threshold, keep_scale = dropout_arguments(dropout_p)
+    kinds = sums_weight + has_bias
+    together = kinds > 0 and dim <= WIDEST_SUMMED
+    if kinds > 0 and not together:
+        num_programs = num_tiles
+    else:
+        num_programs = min(num_tiles, num_sms(s.device) * (2 if tile.block_n <= 4096 else 1))
+    partial = s.new_empty(kinds, num_programs, dim, dtype=torch.float32) if together else None
+    _backward_kernel[(num_programs,)](
+        dy,
+        dresidual_out,
+        s,
+        None if weight is None else weight.contiguous(),
+        None if rms_norm else mean,
+        rstd,
+        dropout_seed if dropout_p > 0.0 else None,
+        dx,
+        None if same else dresidual,
+        partial,
+        num_rows,
+        num_tiles,
+        dy.stride(0) // unit,
+        0 if dresidual_out is None else dresidual_out.stride(0) // unit,
+        s.stride(0) // unit,
+        threshold,
+        keep_scale,
+        RMS_NORM=rms_norm,
+        SUM_WEIGHT=together and sums_weight,
+        SUM_BIAS=together and has_bias,
+        UNIT=unit,
+        DIM=dim,
+        BLOCK_M=tile.block_m,
+        BLOCK_N=tile.block_n,
+        STAGES=1 if architecture(s) == 0 else 2,
+        num_warps=tile.num_warps,
+    )
+    if kinds == 0:
+        return dx, dresidual, dweight, dbias
+    if not together:
+        block_m, block_n = 16, 128
+        blocks = triton.cdiv(dim, block_n)
+        # Four programs an SM, and no fewer than two steps each.
+        parts = max(1, min(4 * num_sms(s.device) // blocks, triton.cdiv(num_rows, 2 * block_m)))
+        partial = s.new_empty(kinds, parts, dim, dtype=torch.float32)
+        _column_sums_kernel[(blocks, parts)](
+            dy,
+            s,
+            None if rms_norm else mean,
+            rstd,
+            partial,
+            num_rows,
+            dy.stride(0) // unit,
+            s.stride(0) // unit,
+            triton.cdiv(num_rows, parts),
+            RMS_NORM=rms_norm,
+            SUM_WEIGHT=sums_weight,
+            SUM_BIAS=has_bias,
+            UNIT=unit,
+            DIM=dim,
+            BLOCK_M=block_m,
+            BLOCK_N=block_n,
+            num_warps=4,
+        )
+    _sum_partials_kernel[(triton.cdiv(dim, 32), kinds)](
+        partial,
+        dweight if sums_weight else None,
+        dbias if has_bias else None,
+        partial.shape[1],
+        DIM=dim,
+        BLOCK_M=64,
+        BLOCK_N=32,
+        num_warps=4,
+    )
+    return dx, dresidual, dweight, dbias
