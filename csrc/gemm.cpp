@@ -139,6 +139,22 @@ struct Left {
   int64_t row, step;
 };
 
+// Walks down the rows of A with a pointer for every fourth: x86 adds up to three times a stride in the address itself,
+// so that a step in k moves few pointers and computes no others.
+template <typename T, int kRows>
+struct Rows {
+  const T* base[(kRows + 3) / 4];
+  int64_t row, step;
+
+  explicit Rows(Left<T> a) : row(a.row), step(a.step) {
+    for (int g = 0; g < (kRows + 3) / 4; ++g) base[g] = a.data + 4 * g * a.row;
+  }
+  const T* operator[](int i) const { return base[i / 4] + i % 4 * row; }
+  void advance() {
+    for (auto& pointer : base) pointer += step;
+  }
+};
+
 // The micro-kernels: kRows rows of A against one panel. `columns` of the result are written.
 
 template <int kRows>
@@ -148,12 +164,13 @@ void rows_times_panel(Left<float> a, const float* b, int64_t k, float* c, int64_
   V sum[kRows][kVecs];
   for (int i = 0; i < kRows; ++i)
     for (int j = 0; j < kVecs; ++j) sum[i][j] = V(0.f);
-  for (int64_t p = 0; p < k; ++p, b += kPanel) {
+  Rows<float, kRows> rows(a);
+  for (int64_t p = 0; p < k; ++p, b += kPanel, rows.advance()) {
     V right[kVecs];
     for (int j = 0; j < kVecs; ++j) right[j] = V::load(b + j * V::size);
 #pragma GCC unroll 16
     for (int i = 0; i < kRows; ++i) {
-      const V left(a.data[i * a.row + p * a.step]);
+      const V left(*rows[i]);
       for (int j = 0; j < kVecs; ++j) sum[i][j] = fmadd(left, right[j], sum[i][j]);
     }
   }
@@ -167,25 +184,30 @@ void rows_times_panel(Left<float> a, const float* b, int64_t k, float* c, int64_
 }
 
 #if defined(CPU_CAPABILITY_AVX512)
+// Two neighbours in k at once; beyond an odd k the second one is zero.
+template <int kRows, bool kWhole>
+__attribute__((target("avx512bf16"), always_inline)) inline void add_pair(const Rows<bfloat16, kRows>& rows, const bfloat16* b,
+                                                                          __m512 (&sum)[kRows][2]) {
+  const __m512bh right0 = (__m512bh)load_lanes(b), right1 = (__m512bh)load_lanes(b + kPanel);
+#pragma GCC unroll 16
+  for (int i = 0; i < kRows; ++i) {
+    uint32_t both;
+    if (kWhole) std::memcpy(&both, rows[i], 4);
+    else both = rows[i]->x;
+    const __m512bh left = (__m512bh)_mm512_set1_epi32(static_cast<int>(both));
+    sum[i][0] = _mm512_dpbf16_ps(sum[i][0], left, right0);
+    sum[i][1] = _mm512_dpbf16_ps(sum[i][1], left, right1);
+  }
+}
+
 template <int kRows>
 __attribute__((target("avx512bf16"))) void rows_times_panel_bf16(Left<bfloat16> a, const bfloat16* b, int64_t k,
                                                                  float* c, int64_t ldc, int64_t columns, bool accumulate) {
   __m512 sum[kRows][2];
   for (int i = 0; i < kRows; ++i) sum[i][0] = sum[i][1] = _mm512_setzero_ps();
-  for (int64_t p = 0; p < k; p += 2, b += 2 * kPanel) {
-    const __m512bh right0 = (__m512bh)load_lanes(b), right1 = (__m512bh)load_lanes(b + kPanel);
-    const bool whole = p + 2 <= k;
-#pragma GCC unroll 16
-    for (int i = 0; i < kRows; ++i) {
-      const bfloat16* pair = a.data + i * a.row + p / 2 * a.step;
-      uint32_t both;  // two neighbours in k; the second is zero beyond an odd k
-      if (whole) std::memcpy(&both, pair, 4);
-      else both = pair->x;
-      const __m512bh left = (__m512bh)_mm512_set1_epi32(static_cast<int>(both));
-      sum[i][0] = _mm512_dpbf16_ps(sum[i][0], left, right0);
-      sum[i][1] = _mm512_dpbf16_ps(sum[i][1], left, right1);
-    }
-  }
+  Rows<bfloat16, kRows> rows(a);
+  for (int64_t p = 0; p + 2 <= k; p += 2, b += 2 * kPanel, rows.advance()) add_pair<kRows, true>(rows, b, sum);
+  if (k % 2) add_pair<kRows, false>(rows, b, sum);
   for (int i = 0; i < kRows; ++i)
     for (int j = 0; j < 2; ++j) {
       const int64_t n = columns - j * 16;
