@@ -16,8 +16,15 @@ def _normal_cdf(x):
 
 @triton.jit
 def _tanh_gelu_weight(x):
-    # 0.5 (1 + tanh(u)) = sigmoid(2 u), u = sqrt(2 / pi) (x + 0.044715 x^3)
-    return _sigmoid(1.5957691216057308 * x * (1.0 + 0.044715 * x * x))
+    """0.5 (1 + tanh(u)) = sigmoid(2 u), u = sqrt(2 / pi) (x + 0.044715 x^3), and the sigmoid's derivative.
+
+    From exp(-|2 u|), which neither overflows nor leaves 1 - sigmoid to cancel.
+    """
+    argument = 1.5957691216057308 * x * (1.0 + 0.044715 * x * x)
+    small = tl.exp(-tl.abs(argument))
+    weight = 1.0 / (1.0 + small)
+    derivative = small * weight * weight
+    return tl.where(argument < 0.0, small * weight, weight), derivative
 
 
 @triton.jit
@@ -29,7 +36,7 @@ def activate(pre, up, ACTIVATION: tl.constexpr):
     elif ACTIVATION == "gelu":
         return pre * _normal_cdf(pre)
     elif ACTIVATION == "gelu_tanh":
-        return pre * _tanh_gelu_weight(pre)
+        return pre * _tanh_gelu_weight(pre)[0]
     else:
         return pre * _sigmoid(pre) * up
 
@@ -48,9 +55,9 @@ def differentiate(dhidden, pre, up, ACTIVATION: tl.constexpr):
         dpre = dhidden * (weight + pre * 0.3989422804014327 * tl.exp(-0.5 * pre * pre))
         return pre * weight, dpre, dpre
     elif ACTIVATION == "gelu_tanh":
-        weight = _tanh_gelu_weight(pre)
+        weight, derivative = _tanh_gelu_weight(pre)
         slope = 1.5957691216057308 * (1.0 + 0.134145 * pre * pre)
-        dpre = dhidden * (weight + pre * slope * weight * (1.0 - weight))
+        dpre = dhidden * (weight + pre * slope * derivative)
         return pre * weight, dpre, dpre
     else:
         sigmoid = _sigmoid(pre)

@@ -87,13 +87,14 @@ def _config(x: Tensor, depth: int, rows: int, backward: bool, activation: str) -
     arch = architecture(x)
     if arch == 0:
         return Config(32, 64, 32, 4, 1)
+    two_products = activation == "swiglu" and not backward
     if x.element_size() == 4 or depth % 64:
-        return Config(64, 64, 32, 4, 2)  # three products for one, or masks and narrow loads: small tiles keep registers
+        # Three products for one, or masks and narrow loads: small tiles, or the registers overflow.
+        return Config(64, 32 if two_products else 64, 32, 4, 2)
     block_m = 64 if rows <= 2048 else 128  # enough tiles for every SM
     if arch in (90, 100):
         return Config(block_m, 128, 64, block_m // 16, 3)
-    # Forward, swiglu has the tiles of two products.
-    return Config(block_m, 64 if activation == "swiglu" and not backward else 128, 32, block_m // 16, 3)
+    return Config(block_m, 64 if two_products else 128, 32, block_m // 16, 3)
 
 
 @triton.jit
@@ -347,7 +348,6 @@ def _linear_activation_backward_kernel(
     stride_wn,
     ACTIVATION: tl.constexpr,
     DROPOUT: tl.constexpr,
-    IN_QUARTERS: tl.constexpr,
     EVEN_K: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -363,34 +363,28 @@ def _linear_activation_backward_kernel(
         stride_dm, stride_dk, stride_wk, stride_wn, 0, EVEN_K, False, BLOCK_M, BLOCK_N, BLOCK_K, PRECISION,
     )  # fmt: skip
     first = column_block * BLOCK_N
-    if IN_QUARTERS:
-        # All at once, the tiles of fp32 beside the product's would not fit the registers.
-        HALF: tl.constexpr = BLOCK_N // 2
-        QUARTER: tl.constexpr = BLOCK_N // 4
-        left, right = _halves(dhidden, BLOCK_M, BLOCK_N)
-        left0, left1 = _halves(left, BLOCK_M, HALF)
-        right0, right1 = _halves(right, BLOCK_M, HALF)
-        _backward_epilogue(
-            left0, saved_ptr, dpre_ptr, hidden_ptr, dbias_ptr, seed_ptr, threshold, keep_scale, row_block,
-            first, num_rows, hidden_dim, ACTIVATION, DROPOUT, BLOCK_M, QUARTER,
-        )  # fmt: skip
-        _backward_epilogue(
-            left1, saved_ptr, dpre_ptr, hidden_ptr, dbias_ptr, seed_ptr, threshold, keep_scale, row_block,
-            first + QUARTER, num_rows, hidden_dim, ACTIVATION, DROPOUT, BLOCK_M, QUARTER,
-        )  # fmt: skip
-        _backward_epilogue(
-            right0, saved_ptr, dpre_ptr, hidden_ptr, dbias_ptr, seed_ptr, threshold, keep_scale, row_block,
-            first + HALF, num_rows, hidden_dim, ACTIVATION, DROPOUT, BLOCK_M, QUARTER,
-        )  # fmt: skip
-        _backward_epilogue(
-            right1, saved_ptr, dpre_ptr, hidden_ptr, dbias_ptr, seed_ptr, threshold, keep_scale, row_block,
-            first + HALF + QUARTER, num_rows, hidden_dim, ACTIVATION, DROPOUT, BLOCK_M, QUARTER,
-        )  # fmt: skip
-    else:
-        _backward_epilogue(
-            dhidden, saved_ptr, dpre_ptr, hidden_ptr, dbias_ptr, seed_ptr, threshold, keep_scale, row_block, first,
-            num_rows, hidden_dim, ACTIVATION, DROPOUT, BLOCK_M, BLOCK_N,
-        )  # fmt: skip
+    # All at once, the tiles of fp32 beside the product's would not fit the registers.
+    HALF: tl.constexpr = BLOCK_N // 2
+    QUARTER: tl.constexpr = BLOCK_N // 4
+    left, right = _halves(dhidden, BLOCK_M, BLOCK_N)
+    left0, left1 = _halves(left, BLOCK_M, HALF)
+    right0, right1 = _halves(right, BLOCK_M, HALF)
+    _backward_epilogue(
+        left0, saved_ptr, dpre_ptr, hidden_ptr, dbias_ptr, seed_ptr, threshold, keep_scale, row_block,
+        first, num_rows, hidden_dim, ACTIVATION, DROPOUT, BLOCK_M, QUARTER,
+    )  # fmt: skip
+    _backward_epilogue(
+        left1, saved_ptr, dpre_ptr, hidden_ptr, dbias_ptr, seed_ptr, threshold, keep_scale, row_block,
+        first + QUARTER, num_rows, hidden_dim, ACTIVATION, DROPOUT, BLOCK_M, QUARTER,
+    )  # fmt: skip
+    _backward_epilogue(
+        right0, saved_ptr, dpre_ptr, hidden_ptr, dbias_ptr, seed_ptr, threshold, keep_scale, row_block,
+        first + HALF, num_rows, hidden_dim, ACTIVATION, DROPOUT, BLOCK_M, QUARTER,
+    )  # fmt: skip
+    _backward_epilogue(
+        right1, saved_ptr, dpre_ptr, hidden_ptr, dbias_ptr, seed_ptr, threshold, keep_scale, row_block,
+        first + HALF + QUARTER, num_rows, hidden_dim, ACTIVATION, DROPOUT, BLOCK_M, QUARTER,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=_COUNTS)
@@ -479,6 +473,10 @@ def _elementwise_block(hidden_dim: int) -> tuple[int, int]:
     return 2048 // block_n, block_n
 
 
+# Of the elementwise backward kernel: several for every SM, yet few rows of partial sums for dbias.
+ELEMENTWISE_PROGRAMS = 2048
+
+
 def _precision(x: Tensor) -> str:
     # Three TF32 products carry about 21 bits of fp32's 24; plain TF32 would carry 10. The interpreter is exact.
     return "tf32x3" if x.device.type == "cuda" else "ieee"
@@ -547,8 +545,7 @@ def _activated_backward(
         dhidden = None
     else:
         block_m, block_n = _elementwise_block(hidden_dim)
-        # Enough programs for every SM to hold several, few enough for the rows of partial sums to be short work.
-        most = max(1, min(triton.cdiv(num_rows, block_m), 2048 // triton.cdiv(hidden_dim, block_n)))
+        most = max(1, min(triton.cdiv(num_rows, block_m), ELEMENTWISE_PROGRAMS // triton.cdiv(hidden_dim, block_n)))
         row_step = max(block_m, triton.cdiv(triton.cdiv(num_rows, most), block_m) * block_m)
         dhidden = torch.mm(dout, weight)
     parts = triton.cdiv(num_rows, row_step)
@@ -564,7 +561,6 @@ def _activated_backward(
             dout, weight, saved, *outputs, *dropout, num_rows, hidden_dim, depth, *dout.stride(), *weight.stride(),
             ACTIVATION=activation,
             DROPOUT=dropout_p > 0.0,
-            IN_QUARTERS=activation != "relu",
             EVEN_K=depth % config.block_k == 0,
             BLOCK_M=config.block_m,
             BLOCK_N=config.block_n,

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from fastformer.ops import feed_forward, use_backend
 from fastformer.ops._dropout import draw_seed, keep_mask, keep_scale
 from tests.checks import assert_op_accurate
-from tests.conftest import HAS_GPU, missing_backend
+from tests.conftest import missing_backend
 
 ACTIVATIONS = ["relu", "gelu", "gelu_tanh", "swiglu"]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -68,15 +68,9 @@ def make_inputs(
     }
 
 
-def skip_broken_interpreter(backend: str, dtype: torch.dtype) -> None:
-    if backend == "triton" and not HAS_GPU and dtype == torch.bfloat16:
-        pytest.skip("tl.dot of bf16 is wrong in Triton's interpreter")
-
-
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_accuracy(dtype: torch.dtype, activation: str, backend: str, device: str) -> None:
-    skip_broken_interpreter(backend, dtype)
     inputs = make_inputs((3, 11, 48), 80, activation, device, dtype)
     assert_op_accurate(partial(feed_forward, activation=activation), partial(plain, activation=activation), inputs)
 
@@ -114,7 +108,6 @@ def test_shapes(
 @pytest.mark.parametrize("dim", [512, 1024])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_model_sizes(dim: int, dtype: torch.dtype, activation: str, backend: str, device: str) -> None:
-    skip_broken_interpreter(backend, dtype)
     inputs = make_inputs((150, dim), 4 * dim, activation, device, dtype)
     assert_op_accurate(partial(feed_forward, activation=activation), partial(plain, activation=activation), inputs)
 
@@ -142,7 +135,6 @@ def test_not_contiguous(activation: str, backend: str, device: str) -> None:
 def test_dropout_is_the_formula(
     dtype: torch.dtype, activation: str, dropout_p: float, backend: str, device: str
 ) -> None:
-    skip_broken_interpreter(backend, dtype)
     seed = torch.tensor([2**61 + 12345, 2**33 + 77], device=device)
     hidden_dim = 43
     inputs = make_inputs((3, 5, 20), hidden_dim, activation, device, dtype)

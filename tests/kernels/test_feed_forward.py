@@ -1,0 +1,167 @@
+"""What only the Triton backend of feed_forward has: two ways to a product, tiles and their edges, sums in parts."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from fastformer.kernels import feed_forward as kernels  # noqa: E402
+from fastformer.ops import feed_forward, use_backend  # noqa: E402
+from fastformer.ops._dropout import keep_mask  # noqa: E402
+from tests.checks import assert_op_accurate, peak_bytes  # noqa: E402
+from tests.conftest import HAS_GPU  # noqa: E402
+from tests.ops.test_feed_forward import ACTIVATIONS, make_inputs, plain  # noqa: E402
+
+SEED = (2**61 + 12345, 2**33 + 77)
+PATHS = ["fused", "cublas"]
+
+
+@pytest.fixture(autouse=True)
+def _triton():
+    with use_backend("triton"):
+        yield
+
+
+@pytest.fixture(params=PATHS)
+def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Both ways, whatever the table says."""
+    monkeypatch.setattr(kernels, "fuses", lambda *_: request.param == "fused")
+    return request.param
+
+
+def compare(inputs: dict[str, Tensor | None], activation: str, dropout_p: float = 0.0, **options) -> None:
+    x, weight2 = inputs["x"], inputs["weight2"]
+    keep = seed = None
+    if dropout_p:
+        seed = torch.tensor(SEED, device=x.device)
+        keep = keep_mask(seed, dropout_p, x.numel() // x.shape[-1], weight2.shape[1])[0].view(*x.shape[:-1], -1)
+    assert_op_accurate(
+        partial(feed_forward, activation=activation, dropout_p=dropout_p, dropout_seed=seed),
+        partial(plain, activation=activation, keep=keep, dropout_p=dropout_p),
+        inputs,
+        **options,
+    )
+
+
+@pytest.mark.parametrize("dropout_p", [0.0, 0.2, 1.0])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_paths(dtype: torch.dtype, activation: str, dropout_p: float, path: str, device: str) -> None:
+    """Rows and columns that end inside a tile."""
+    if dtype == torch.bfloat16 and path == "fused" and not HAS_GPU:
+        pytest.skip("tl.dot of bf16 is wrong in Triton's interpreter")
+    compare(make_inputs((5, 9, 48), 72, activation, device, dtype), activation, dropout_p)
+
+
+@pytest.mark.parametrize("activation", ["relu", "swiglu"])
+@pytest.mark.parametrize("dim, hidden_dim", [(1, 3), (17, 5), (512, 24), (1000, 8)])
+def test_dims(dim: int, hidden_dim: int, activation: str, path: str, device: str) -> None:
+    compare(make_inputs((7, dim), hidden_dim, activation, device), activation, 0.1)
+
+
+@pytest.mark.parametrize("bias1, bias2", [(False, True), (True, False)])
+def test_biases_are_optional(bias1: bool, bias2: bool, path: str, device: str) -> None:
+    for activation in ("relu", "swiglu"):
+        compare(make_inputs((9, 24), 40, activation, device, bias1=bias1, bias2=bias2), activation)
+
+
+def test_many_blocks_of_rows(path: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More row blocks than run side by side, and programs of the elementwise kernel that take several."""
+    monkeypatch.setattr(kernels, "ELEMENTWISE_PROGRAMS", 4)
+    compare(make_inputs((290, 16), 16, "relu", device), "relu", 0.1)
+    compare(make_inputs((40, 16), 136, "swiglu", device), "swiglu")
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_not_contiguous(activation: str, path: str, device: str) -> None:
+    inputs = make_inputs((5, 6, 16), 24, activation, device)
+    inputs["x"] = inputs["x"].transpose(0, 1)
+    for name in ("weight1", "weight2"):
+        inputs[name] = torch.randn(inputs[name].shape[::-1], device=device).T
+    inputs["bias1"] = torch.randn(2 * len(inputs["bias1"]), device=device)[::2]
+    compare(inputs, activation, strided_dy=True)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_both_paths_drop_the_same(activation: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = make_inputs((40, 16), 72, activation, device)
+    leaves = {name: value.requires_grad_() for name, value in inputs.items()}
+    dout = torch.randn(40, 16, device=device)
+    results = []
+    for fused in (True, False):
+        monkeypatch.setattr(kernels, "fuses", lambda *_, fused=fused: fused)
+        seed = torch.tensor(SEED, device=device)
+        out = feed_forward(**leaves, activation=activation, dropout_p=0.3, dropout_seed=seed)
+        results.append((out, *torch.autograd.grad(out, list(leaves.values()), dout)))
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_infinities_and_nan(activation: str, path: str, device: str) -> None:
+    """A row of NaN stays NaN and among itself; large numbers saturate as they do in PyTorch."""
+    x = torch.tensor([[float("nan")], [1e4], [-1e4], [0.0]], device=device)
+    weight1 = torch.ones(2 if activation == "swiglu" else 1, 1, device=device)
+    weight2 = torch.ones(1, 1, device=device)
+    out = feed_forward(x, weight1, None, weight2, None, activation=activation)
+    torch.testing.assert_close(out, plain(x, weight1, None, weight2, None, activation=activation), equal_nan=True)
+
+
+def test_relu_keeps_no_pre_activation(path: str, device: str) -> None:
+    """What forward leaves of the hidden width is the hidden layer after dropout: zero where backward must be."""
+    inputs = make_inputs((6, 24), 40, "relu", device)
+    x = inputs.pop("x").requires_grad_()
+    kept: list[Tensor] = []
+    seed = torch.tensor(SEED, device=device)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: (kept.append(t), t)[1], lambda t: t):
+        feed_forward(x, **inputs, dropout_p=0.5, dropout_seed=seed)
+    (hidden,) = [t for t in kept if t.shape == (6, 40)]
+    pre = torch.nn.functional.linear(x, inputs["weight1"], inputs["bias1"]).detach()
+    assert torch.equal(hidden > 0, (pre > 0) & keep_mask(seed, 0.5, 6, 40)[0])
+
+
+@pytest.mark.parametrize("activation, forward, backward", [("relu", 1, 2), ("gelu", 2, 3), ("swiglu", 3, 6)])
+def test_peak_memory(activation: str, forward: int, backward: int, path: str, device: str) -> None:
+    """How many tensors of rows * hidden there are at once: neither an activation nor a mask lies beside them."""
+    rows, dim, hidden_dim = 128, 2, 128
+    inputs = make_inputs((rows, dim), hidden_dim, activation, device)
+    leaves = {name: value.requires_grad_() for name, value in inputs.items()}
+    seed = torch.tensor(SEED, device=device)
+    tensor = 4 * rows * hidden_dim
+    small = tensor // 3  # gradients of weights and biases, partial sums, what has the width dim
+    outs: list[Tensor] = []
+
+    def run() -> None:
+        outs.append(feed_forward(**leaves, activation=activation, dropout_p=0.1, dropout_seed=seed))
+
+    assert forward * tensor <= peak_bytes(run, device) <= forward * tensor + small
+    # While backward runs, what forward has saved is still there.
+    saved = 2 if activation == "swiglu" else 1
+    peak = saved * tensor + peak_bytes(lambda: outs[-1].sum().backward(), device)
+    assert peak <= backward * tensor + small
+
+
+def test_which_path(device: str) -> None:
+    """The table's bounds, and no fused fp32 on a GPU."""
+    row = kernels.Row(1024, 256)
+    half = torch.empty(0, dtype=torch.float16, device="meta")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernels, "architecture", lambda _: 90)
+        patch.setitem(kernels._FUSED_GEMM, (90, 2), row)
+        assert kernels.fuses(half, 1024, 256)
+        assert not kernels.fuses(half, 1025, 256)
+        assert not kernels.fuses(half, 1024, 255)
+        assert not kernels.fuses(half.float(), 512, 4096)
+        patch.setattr(kernels, "architecture", lambda _: 75)
+        assert not kernels.fuses(half, 512, 4096)
+
+
+def test_what_is_unsupported(device: str) -> None:
+    inputs = make_inputs((4, 8), 12, "relu", device, torch.float64)
+    with pytest.raises(NotImplementedError, match="the inputs are torch.float64, not float16, bfloat16 or float32"):
+        feed_forward(**inputs)
