@@ -7,11 +7,12 @@ is normalised is the stream rounded as it is kept, since backward sees nothing e
 Backward, a fixed number of programs (two an SM, as many as its registers hold) stride over the rows and write both
 input gradients. Each keeps its sums for dweight and dbias in fp32 registers and writes them once; a second kernel adds
 them up for both parameters, in one order always, so that gradients repeat to the last bit. Rows above
-WIDEST_SUMMED leave no registers for the sums: there a third kernel reads dy and the stream again, by columns.
+WIDEST_SUMMED leave no registers for the sums: there one kernel takes each row's means and another, by columns, does the
+rest.
 
 Bytes an element in half dtypes: forward 4 (x, y), with a residual or dropout 8 (residual, stream); backward 6 (dy,
 stream, dx), plus 2 for the stream's own gradient, plus 2 for dresidual where dropout or dtypes tell it from dx; above
-WIDEST_SUMMED 4 more. Partial sums: 8 bytes * dim * programs, written and read once, 1 MB at dim 512 on 132 SMs. FLOPs
+WIDEST_SUMMED 4 (dy and stream again). Partial sums: 8 bytes * dim * programs, written and read once, 1 MB at dim 512 on 132 SMs. FLOPs
 an element: about 8 forward and 14 backward, 12 more for dropout: memory decides. Kept for backward: the stream (which
 is the next op's input) and two fp32 numbers a row. fp32: all arithmetic, statistics, sums.
 """
@@ -26,7 +27,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastformer.kernels._attention_common import architecture, stride_unit
+from fastformer.kernels._attention_common import stride_unit
 from fastformer.kernels._dropout import keep_mask_tile, load_dropout_key
 
 WIDEST = 16384  # 32 elements a thread with 16 warps
@@ -160,7 +161,9 @@ def _backward_kernel(
     partial_ptr: (kinds, num_programs, DIM), the sums for dweight (SUM_WEIGHT) before those for dbias (SUM_BIAS).
     """
     program, num_programs = tl.program_id(0), tl.num_programs(0)
-    if weight_ptr is not None:
+    # In wider rows it would hold registers that the sums need; it is in L1 then.
+    HOIST: tl.constexpr = BLOCK_N <= 2048
+    if weight_ptr is not None and HOIST:
         weight = _load_vector(weight_ptr, DIM, BLOCK_N)
     # Kept as tiles, so that rows are added up across threads once and not every step.
     dweight = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
@@ -183,6 +186,8 @@ def _backward_kernel(
         if SUM_BIAS:
             dbias += dy
         if weight_ptr is not None:
+            if not HOIST:
+                weight = _load_vector(weight_ptr, DIM, BLOCK_N)
             dy *= weight
         ds = dy - normal * (tl.sum(dy * normal, 1) * (1.0 / DIM))[:, None]
         if not RMS_NORM:
@@ -206,16 +211,63 @@ def _backward_kernel(
 
 
 @triton.jit(do_not_specialize=_COUNTS)
-def _column_sums_kernel(
+def _row_means_kernel(
     dy_ptr,
     s_ptr,
+    weight_ptr,
     mean_ptr,
     rstd_ptr,
-    partial_ptr,
+    means_ptr,
     num_rows,
     dy_stride,
     s_stride,
+    RMS_NORM: tl.constexpr,
+    UNIT: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Of one wide row the means of dnormal * normal and of dnormal, into means_ptr (2, num_rows)."""
+    row = tl.program_id(0)
+    dy_ptr += row.to(tl.int64) * dy_stride * UNIT
+    s_ptr += row.to(tl.int64) * s_stride * UNIT
+    rstd = tl.load(rstd_ptr + row)
+    products = tl.zeros((BLOCK_N,), dtype=tl.float32)
+    sums = tl.zeros((BLOCK_N,), dtype=tl.float32)
+    for start in range(0, DIM, BLOCK_N):
+        columns = start + tl.arange(0, BLOCK_N)
+        dy = tl.load(dy_ptr + columns, mask=columns < DIM, other=0.0).to(tl.float32)
+        normal = tl.load(s_ptr + columns, mask=columns < DIM, other=0.0).to(tl.float32)
+        if not RMS_NORM:
+            normal -= tl.load(mean_ptr + row)
+        if weight_ptr is not None:
+            dy *= tl.load(weight_ptr + columns, mask=columns < DIM, other=0.0).to(tl.float32)
+        products += dy * (normal * rstd)
+        sums += dy
+    tl.store(means_ptr + row, tl.sum(products, 0) * (1.0 / DIM))
+    if not RMS_NORM:
+        tl.store(means_ptr + num_rows + row, tl.sum(sums, 0) * (1.0 / DIM))
+
+
+@triton.jit(do_not_specialize=_COUNTS)
+def _wide_backward_kernel(
+    dy_ptr,
+    dresidual_out_ptr,
+    s_ptr,
+    weight_ptr,
+    mean_ptr,
+    rstd_ptr,
+    means_ptr,
+    seed_ptr,
+    dx_ptr,
+    dresidual_ptr,
+    partial_ptr,
+    num_rows,
     split,
+    dy_stride,
+    dresidual_out_stride,
+    s_stride,
+    threshold,
+    keep_scale,
     RMS_NORM: tl.constexpr,
     SUM_WEIGHT: tl.constexpr,
     SUM_BIAS: tl.constexpr,
@@ -224,26 +276,51 @@ def _column_sums_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """What the rows [split * program, split * (program + 1)) add to BLOCK_N columns of dweight and dbias."""
+    """As _backward_kernel, of BLOCK_N columns of `split` rows whose means are known."""
     columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     part, num_parts = tl.program_id(1), tl.num_programs(1)
     last = tl.minimum((part + 1) * split, num_rows)
+    inside = (columns < DIM)[None, :]
+    if weight_ptr is not None:
+        weight = tl.load(weight_ptr + columns, mask=columns < DIM, other=0.0).to(tl.float32)[None, :]
     dweight = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     dbias = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     for start in range(part * split, last, BLOCK_M):
         rows = start + tl.arange(0, BLOCK_M)
-        here = (rows < last)[:, None] & (columns < DIM)[None, :]
+        here = (rows < last)[:, None] & inside
         wide = rows.to(tl.int64)
         dy_ptrs = dy_ptr + (wide * dy_stride * UNIT)[:, None] + columns[None, :]
+        s_ptrs = s_ptr + (wide * s_stride * UNIT)[:, None] + columns[None, :]
         dy = tl.load(dy_ptrs, mask=here, other=0.0).to(tl.float32)
+        normal = tl.load(s_ptrs, mask=here, other=0.0).to(tl.float32)
+        if dresidual_out_ptr is not None:
+            dresidual_out_ptrs = dresidual_out_ptr + (wide * dresidual_out_stride * UNIT)[:, None] + columns[None, :]
+            dresidual_out = tl.load(dresidual_out_ptrs, mask=here, other=0.0)
+        rstd = tl.load(rstd_ptr + rows, mask=rows < last, other=0.0)[:, None]
+        if not RMS_NORM:
+            normal -= tl.load(mean_ptr + rows, mask=rows < last, other=0.0)[:, None]
+        normal *= rstd
+        if SUM_WEIGHT:
+            dweight += dy * normal
         if SUM_BIAS:
             dbias += dy
-        if SUM_WEIGHT:
-            s_ptrs = s_ptr + (wide * s_stride * UNIT)[:, None] + columns[None, :]
-            normal = tl.load(s_ptrs, mask=here, other=0.0).to(tl.float32)
-            if not RMS_NORM:
-                normal -= tl.load(mean_ptr + rows, mask=rows < last, other=0.0)[:, None]
-            dweight += dy * (normal * tl.load(rstd_ptr + rows, mask=rows < last, other=0.0)[:, None])
+        if weight_ptr is not None:
+            dy *= weight
+        ds = dy - normal * tl.load(means_ptr + rows, mask=rows < last, other=0.0)[:, None]
+        if not RMS_NORM:
+            ds -= tl.load(means_ptr + num_rows + rows, mask=rows < last, other=0.0)[:, None]
+        ds *= rstd
+        if dresidual_out_ptr is not None:
+            ds += dresidual_out.to(tl.float32)
+        out = (wide * DIM)[:, None] + columns[None, :]
+        if dresidual_ptr is not None:
+            tl.store(dresidual_ptr + out, tl.cast(ds, dresidual_ptr.dtype.element_ty), mask=here)
+        if seed_ptr is not None:
+            key0, key1, offset = load_dropout_key(seed_ptr)
+            first_column = tl.program_id(0) * BLOCK_N
+            keep = keep_mask_tile(rows, first_column, 0, key0, key1, offset, threshold, BLOCK_M, BLOCK_N)
+            ds = tl.where(keep, ds * keep_scale, 0.0)
+        tl.store(dx_ptr + out, tl.cast(ds, dx_ptr.dtype.element_ty), mask=here)
     if SUM_WEIGHT:
         tl.store(partial_ptr + part * DIM + columns, tl.sum(dweight, 0), mask=columns < DIM)
         part += num_parts
@@ -291,11 +368,18 @@ class Tile(NamedTuple):
     num_warps: int
 
 
-def row_tile(dim: int, num_rows: int, elements: int) -> Tile:
-    """Whole rows, about `elements` of them together, 16 elements a thread (32 in the widest rows)."""
+def row_tile(dim: int, num_rows: int) -> Tile:
+    """Whole rows, about 2048 elements, 16 of them a thread (in the widest rows more)."""
     block_n = max(8, triton.next_power_of_2(dim))
-    block_m = max(1, min(elements // block_n, triton.next_power_of_2(num_rows)))
+    block_m = max(1, min(2048 // block_n, triton.next_power_of_2(num_rows)))
     return Tile(block_m, block_n, max(1, min(16, block_m * block_n // 512)))
+
+
+def backward_tile(dim: int, num_rows: int, bytes_each: int) -> Tile:
+    """As row_tile with 8 elements a thread, or 16 where few bytes are loaded of each: beside them it holds two sums and a weight of each."""
+    tile = row_tile(dim, num_rows)
+    each = 16 if 2048 < dim and tile.block_n * bytes_each <= 32768 else 8
+    return tile._replace(num_warps=max(1, min(16, tile.block_m * tile.block_n // (32 * each))))
 
 
 @functools.cache
@@ -362,7 +446,7 @@ def add_layer_norm_fwd(
     x = as_rows(x)
     residual = None if residual is None else as_rows(residual)
     unit = stride_unit(x, *([] if residual is None else [residual]))
-    tile = row_tile(dim, num_rows, 2048)
+    tile = row_tile(dim, num_rows)
     threshold, keep_scale = dropout_arguments(dropout_p)
     _forward_kernel[(triton.cdiv(num_rows, tile.block_m),)](
         x,
@@ -410,9 +494,8 @@ def add_layer_norm_bwd(
     parameter_dtype = s.dtype if weight is None else weight.dtype
     dx = s.new_empty(s.shape, dtype=x_dtype)
     dresidual = s.new_empty(0 if same else s.shape)
-    sums_weight = weight is not None
     new = s.new_empty if num_rows else s.new_zeros
-    dweight = new(dim if sums_weight else 0, dtype=parameter_dtype)
+    dweight = new(0 if weight is None else dim, dtype=parameter_dtype)
     dbias = new(dim if has_bias else 0, dtype=parameter_dtype)
     if num_rows == 0:
         return dx, dresidual, dweight, dbias
@@ -420,79 +503,48 @@ def add_layer_norm_bwd(
     dy, s = as_rows(dy), as_rows(s)
     dresidual_out = None if dresidual_out is None else as_rows(dresidual_out)
     unit = stride_unit(dy, s, *([] if dresidual_out is None else [dresidual_out]))
-    tile = row_tile(dim, num_rows, 4096)
-    num_tiles = triton.cdiv(num_rows, tile.block_m)
     threshold, keep_scale = dropout_arguments(dropout_p)
+    sums_weight = weight is not None
     kinds = sums_weight + has_bias
-    together = kinds > 0 and dim <= WIDEST_SUMMED
-    if kinds > 0 and not together:
-        num_programs = num_tiles
+    weight = None if weight is None else weight.contiguous()
+    mean_or_none = None if rms_norm else mean
+    strides = [0 if t is None else t.stride(0) // unit for t in (dy, dresidual_out, s)]
+    outputs = (dropout_seed if dropout_p > 0.0 else None, dx, None if same else dresidual)
+    flags = {
+        "RMS_NORM": rms_norm, "SUM_WEIGHT": sums_weight, "SUM_BIAS": has_bias, "UNIT": unit, "DIM": dim,
+    }  # fmt: skip
+    bytes_each = sum(t.element_size() for t in (dy, s, dresidual_out) if t is not None)
+    tile = backward_tile(dim, num_rows, bytes_each)
+    loaded = bytes_each * tile.block_m * tile.block_n
+    if dim <= WIDEST_SUMMED and loaded <= 65536:
+        num_tiles = triton.cdiv(num_rows, tile.block_m)
+        num_partials = min(num_tiles, num_sms(s.device) * (2 if tile.num_warps <= 8 else 1))
+        partial = s.new_empty(kinds, num_partials, dim, dtype=torch.float32) if kinds else None
+        # Two stages: the next rows come into shared memory meanwhile, where that is enough on every architecture.
+        _backward_kernel[(num_partials,)](
+            dy, dresidual_out, s, weight, mean_or_none, rstd, *outputs, partial, num_rows, num_tiles, *strides,
+            threshold, keep_scale, **flags, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
+            STAGES=2 if num_partials < num_tiles and loaded <= 49152 else 1, num_warps=tile.num_warps, maxnreg=128,
+        )  # fmt: skip
     else:
-        num_programs = min(num_tiles, num_sms(s.device) * (2 if tile.block_n <= 4096 else 1))
-    partial = s.new_empty(kinds, num_programs, dim, dtype=torch.float32) if together else None
-    _backward_kernel[(num_programs,)](
-        dy,
-        dresidual_out,
-        s,
-        None if weight is None else weight.contiguous(),
-        None if rms_norm else mean,
-        rstd,
-        dropout_seed if dropout_p > 0.0 else None,
-        dx,
-        None if same else dresidual,
-        partial,
-        num_rows,
-        num_tiles,
-        dy.stride(0) // unit,
-        0 if dresidual_out is None else dresidual_out.stride(0) // unit,
-        s.stride(0) // unit,
-        threshold,
-        keep_scale,
-        RMS_NORM=rms_norm,
-        SUM_WEIGHT=together and sums_weight,
-        SUM_BIAS=together and has_bias,
-        UNIT=unit,
-        DIM=dim,
-        BLOCK_M=tile.block_m,
-        BLOCK_N=tile.block_n,
-        STAGES=1 if architecture(s) == 0 else 2,
-        num_warps=tile.num_warps,
-    )
-    if kinds == 0:
-        return dx, dresidual, dweight, dbias
-    if not together:
-        block_m, block_n = 16, 128
+        means = s.new_empty(2, num_rows, dtype=torch.float32)
+        _row_means_kernel[(num_rows,)](
+            dy, s, weight, mean_or_none, rstd, means, num_rows, strides[0], strides[2],
+            RMS_NORM=rms_norm, UNIT=unit, DIM=dim, BLOCK_N=4096, num_warps=8,
+        )  # fmt: skip
+        block_m, block_n = 8, 256
         blocks = triton.cdiv(dim, block_n)
-        # Four programs an SM, and no fewer than two steps each.
-        parts = max(1, min(4 * num_sms(s.device) // blocks, triton.cdiv(num_rows, 2 * block_m)))
-        partial = s.new_empty(kinds, parts, dim, dtype=torch.float32)
-        _column_sums_kernel[(blocks, parts)](
-            dy,
-            s,
-            None if rms_norm else mean,
-            rstd,
-            partial,
-            num_rows,
-            dy.stride(0) // unit,
-            s.stride(0) // unit,
-            triton.cdiv(num_rows, parts),
-            RMS_NORM=rms_norm,
-            SUM_WEIGHT=sums_weight,
-            SUM_BIAS=has_bias,
-            UNIT=unit,
-            DIM=dim,
-            BLOCK_M=block_m,
-            BLOCK_N=block_n,
-            num_warps=4,
-        )
-    _sum_partials_kernel[(triton.cdiv(dim, 32), kinds)](
-        partial,
-        dweight if sums_weight else None,
-        dbias if has_bias else None,
-        partial.shape[1],
-        DIM=dim,
-        BLOCK_M=64,
-        BLOCK_N=32,
-        num_warps=4,
-    )
+        # About four programs an SM, and no fewer than two steps each.
+        num_partials = max(1, min(4 * num_sms(s.device) // blocks, triton.cdiv(num_rows, 2 * block_m)))
+        partial = s.new_empty(kinds, num_partials, dim, dtype=torch.float32) if kinds else None
+        _wide_backward_kernel[(blocks, num_partials)](
+            dy, dresidual_out, s, weight, mean_or_none, rstd, means, *outputs, partial, num_rows,
+            triton.cdiv(num_rows, num_partials), *strides, threshold, keep_scale, **flags,
+            BLOCK_M=block_m, BLOCK_N=block_n, num_warps=8,
+        )  # fmt: skip
+    if kinds:
+        _sum_partials_kernel[(triton.cdiv(dim, 32), kinds)](
+            partial, dweight if sums_weight else None, dbias if has_bias else None, num_partials,
+            DIM=dim, BLOCK_M=64, BLOCK_N=32, num_warps=4,
+        )  # fmt: skip
     return dx, dresidual, dweight, dbias
