@@ -1,0 +1,58 @@
+"""Calls of the add_layer_norm launchers that the compile report records: widths, dtypes, every option."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+
+
+def add_layer_norm_call(
+    dtype: torch.dtype, dim: int, options: tuple[str, ...] = ("residual", "affine"), rows: int = 16384
+) -> Callable[[], object]:
+    """A forward and a backward call. Options: "residual" or "fp32 residual", "affine", "dropout", "rms norm"."""
+    from fastformer.kernels import add_layer_norm as kernels
+
+    def call() -> None:
+        def new(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
+            return torch.empty(shape, dtype=dtype, device="cuda")
+
+        x, affine, rms_norm = new(rows, dim), "affine" in options, "rms norm" in options
+        has_bias = affine and not rms_norm
+        stream = torch.float32 if "fp32 residual" in options else dtype
+        residual = new(rows, dim, dtype=stream) if {"residual", "fp32 residual"} & set(options) else None
+        weight = new(dim, dtype=stream) if affine else None
+        bias = new(dim, dtype=stream) if has_bias else None
+        dropout = (0.1, new(2, dtype=torch.int64)) if "dropout" in options else (0.0, None)
+        y, s, mean, rstd = kernels.add_layer_norm_fwd(x, residual, weight, bias, 1e-5, *dropout, rms_norm)
+        kept = s.numel() > 0
+        rest = (s if kept else x, weight, mean, rstd, *dropout, rms_norm, has_bias, dtype)
+        kernels.add_layer_norm_bwd(y, s if kept else None, *rest)
+        if kept:
+            kernels.add_layer_norm_bwd(y, None, *rest)  # post-norm: the stream is not read again
+
+    return call
+
+
+ALL = ("residual", "affine", "dropout")
+OPTIONS: tuple[tuple[str, ...], ...] = (
+    (), ("affine",), ("residual", "affine"), ALL, ("residual", "affine", "rms norm"), ("fp32 residual", "affine"),
+    ("fp32 residual", "affine", "dropout"), ("residual", "dropout", "rms norm"),
+)  # fmt: skip
+
+
+def cases(quick: bool) -> Iterator[tuple[str, Callable[[], object]]]:
+    """(title, call) of everything to compile. Quick: what `make test` has time for."""
+    bf16 = torch.bfloat16
+    yield "bf16 d512 " + "+".join(ALL), add_layer_norm_call(bf16, 512, ALL)
+    if quick:
+        return
+    for options in OPTIONS:
+        yield "bf16 d512 " + "+".join(options or ("plain",)), add_layer_norm_call(bf16, 512, options)
+    for dim in (17, 64, 256, 768, 1000, 1024, 2048, 4096, 5120, 8192, 16384):
+        yield f"bf16 d{dim} " + "+".join(ALL), add_layer_norm_call(bf16, dim, ALL)
+    for dim in (512, 1024, 4096, 8192, 16384):
+        yield f"bf16 d{dim} fp32 residual", add_layer_norm_call(bf16, dim, ("fp32 residual", "affine", "dropout"))
+        yield f"fp32 d{dim} " + "+".join(ALL), add_layer_norm_call(torch.float32, dim, ALL)
+    yield "fp16 d512 " + "+".join(ALL), add_layer_norm_call(torch.float16, 512, ALL)
+    yield "bf16 d512 n3 " + "+".join(ALL), add_layer_norm_call(bf16, 512, ALL, 3)
