@@ -208,6 +208,13 @@ def _fwd_bwd_fake(x, weight, bias, target, ignore_index, label_smoothing, smooth
     return x.new_empty((), dtype=accumulation_dtype(x.dtype)), *_gradients_fake(x, weight, bias)
 
 
+def _cpp_unsupported(op_name: str, *args: Any) -> str | None:
+    x = args[1] if op_name == "linear_cross_entropy_bwd" else args[0]
+    if x.dtype in (torch.float32, torch.float64, torch.bfloat16):
+        return None
+    return f"no C++ code for {x.dtype}"
+
+
 _OPTIONS = "int ignore_index, float label_smoothing, bool smooth_others, float z_loss"
 _fwd = define_op(
     f"linear_cross_entropy_fwd(Tensor x, Tensor weight, Tensor? bias, Tensor target, {_OPTIONS}) "
@@ -215,6 +222,7 @@ _fwd = define_op(
     linear_cross_entropy_reference,
     stem="linear_cross_entropy",
     fake=_fwd_fake,
+    cpp_unsupported=_cpp_unsupported,
 )
 _bwd = define_op(
     "linear_cross_entropy_bwd(Tensor dlosses, Tensor x, Tensor weight, Tensor? bias, Tensor target, Tensor lse, "
@@ -222,6 +230,7 @@ _bwd = define_op(
     linear_cross_entropy_backward_reference,
     stem="linear_cross_entropy",
     fake=_bwd_fake,
+    cpp_unsupported=_cpp_unsupported,
 )
 _fwd_bwd = define_op(
     f"linear_cross_entropy_fwd_bwd(Tensor x, Tensor weight, Tensor? bias, Tensor target, {_OPTIONS}, bool mean) "
@@ -229,6 +238,7 @@ _fwd_bwd = define_op(
     linear_cross_entropy_with_gradients_reference,
     stem="linear_cross_entropy",
     fake=_fwd_bwd_fake,
+    cpp_unsupported=_cpp_unsupported,
 )
 
 
