@@ -12,9 +12,9 @@ rest.
 
 Bytes an element in half dtypes: forward 4 (x, y), with a residual or dropout 8 (residual, stream); backward 6 (dy,
 stream, dx), plus 2 for the stream's own gradient, plus 2 for dresidual where dropout or dtypes tell it from dx; above
-WIDEST_SUMMED 4 (dy and stream again). Partial sums: 8 bytes * dim * programs, written and read once, 1 MB at dim 512 on 132 SMs. FLOPs
-an element: about 8 forward and 14 backward, 12 more for dropout: memory decides. Kept for backward: the stream (which
-is the next op's input) and two fp32 numbers a row. fp32: all arithmetic, statistics, sums.
+WIDEST_SUMMED 4 more (dy and stream again). Partial sums: 8 bytes * dim * programs, written and read once, 1 MB at dim
+512 on 132 SMs. FLOPs an element: about 8 forward and 14 backward, 12 more for dropout: memory decides. Kept for
+backward: the stream (which is the next op's input) and two fp32 numbers a row. fp32: all arithmetic, statistics, sums.
 """
 
 from __future__ import annotations
@@ -376,9 +376,9 @@ def row_tile(dim: int, num_rows: int) -> Tile:
 
 
 def backward_tile(dim: int, num_rows: int, bytes_each: int) -> Tile:
-    """As row_tile with 8 elements a thread, or 16 where few bytes are loaded of each: beside them it holds two sums and a weight of each."""
+    """As row_tile with 8 elements a thread, or 16 of few bytes: beside them lie two sums and a weight of each."""
     tile = row_tile(dim, num_rows)
-    each = 16 if 2048 < dim and tile.block_n * bytes_each <= 32768 else 8
+    each = 16 if dim > 2048 and tile.block_n * bytes_each <= 32768 else 8
     return tile._replace(num_warps=max(1, min(16, tile.block_m * tile.block_n // (32 * each))))
 
 

@@ -54,6 +54,8 @@ def test_accuracy(dtype: torch.dtype, rotary_dim: int, interleaved: bool, backen
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_dtypes_are_rounded_once(dtype: torch.dtype, backend: str, device: str) -> None:
     """Angles in bf16 would move about half of all elements by an ulp; a fused multiply-add moves a few."""
+    if backend == "triton" and device == "cpu" and dtype == torch.bfloat16:
+        pytest.skip("Triton's interpreter truncates to bfloat16 where a GPU rounds to the nearest")
     x = torch.randn(2, 13, 3, 32, device=device).to(dtype)
     cos, sin = rotary_tables(13, 32, device=device)
     once = plain(x.double(), cos, sin).to(dtype)

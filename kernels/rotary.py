@@ -1,0 +1,161 @@
+"""Rotary position embedding, one pass: each pair is read, turned and written once; backward turns the other way.
+
+A program takes whole heads of some tokens. Of the half layout it reads both halves of a head as two tiles; of the
+interleaved one a single tile, taken apart and put together again in registers, so that both read 16 bytes at a time.
+The tables' rows of a token serve all of its heads from L1.
+
+Bytes an element in half dtypes: 4 (x, out), and the tables once: num_positions * rotary_dim * 4 in fp32. FLOPs: 3 an
+element of rotary_dim. Kept for backward: the tables and positions, nothing of x. fp32: the rotation, rounded once.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fastformer.kernels._attention_common import stride_unit
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+# Elements of one tile: 8 of each half a thread.
+TILE = 2048
+
+# Arguments whose value must not make another binary.
+_COUNTS = ["num_rows", "num_heads", "seqlen", "num_positions", "x_batch", "x_token", "x_head", "cos_row", "sin_row"]
+
+
+@triton.jit(do_not_specialize=_COUNTS)
+def _rotary_kernel(
+    x_ptr,
+    cos_ptr,
+    sin_ptr,
+    positions_ptr,
+    out_ptr,
+    num_rows,
+    num_heads,
+    seqlen,
+    num_positions,
+    x_batch,
+    x_token,
+    x_head,
+    cos_row,
+    sin_row,
+    INTERLEAVED: tl.constexpr,
+    INVERSE: tl.constexpr,
+    UNIT: tl.constexpr,
+    TABLE_UNIT: tl.constexpr,
+    DIM: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    REST: tl.constexpr,
+):
+    """BLOCK_M rows, a row being one head of one token. BLOCK_N: HALF, REST: what lies beyond both halves, padded."""
+    rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    real = rows < num_rows
+    token = rows // num_heads
+    if positions_ptr is not None:
+        position = tl.load(positions_ptr + token, mask=real, other=0).to(tl.int64)
+        inside = (position >= 0) & (position < num_positions)
+        tl.device_assert(inside, "a position is outside the tables")
+        # One that is outside, where nothing asserts, must not reach other memory.
+        position = tl.where(inside, position, 0)
+    else:
+        position = (token % seqlen).to(tl.int64)
+    # Divisions in 32 bits, products in 64: offsets pass 2**31 in long batches.
+    x_rows = (token // seqlen).to(tl.int64) * x_batch + (token % seqlen).to(tl.int64) * x_token
+    x_rows += (rows % num_heads).to(tl.int64) * x_head
+    x_rows = x_ptr + (x_rows * UNIT)[:, None]
+    out_rows = out_ptr + (rows.to(tl.int64) * DIM)[:, None]
+
+    pairs = tl.arange(0, BLOCK_N)[None, :]
+    here = real[:, None]
+    if HALF != BLOCK_N:
+        here = here & (pairs < HALF)
+    cos = tl.load(cos_ptr + (position * cos_row * TABLE_UNIT)[:, None] + pairs, mask=here, other=0.0).to(tl.float32)
+    sin = tl.load(sin_ptr + (position * sin_row * TABLE_UNIT)[:, None] + pairs, mask=here, other=0.0).to(tl.float32)
+    if INVERSE:
+        sin = -sin
+    if INTERLEAVED:
+        columns = tl.arange(0, 2 * BLOCK_N)[None, :]
+        both = real[:, None]
+        if HALF != BLOCK_N:
+            both = both & (columns < 2 * HALF)
+        x = tl.load(x_rows + columns, mask=both, other=0.0).to(tl.float32)
+        first, second = tl.split(tl.reshape(x, (BLOCK_M, BLOCK_N, 2)))
+        turned = tl.join(first * cos - second * sin, second * cos + first * sin)
+        out = tl.reshape(turned, (BLOCK_M, 2 * BLOCK_N))
+        tl.store(out_rows + columns, tl.cast(out, out_ptr.dtype.element_ty), mask=both)
+    else:
+        first = tl.load(x_rows + pairs, mask=here, other=0.0).to(tl.float32)
+        second = tl.load(x_rows + HALF + pairs, mask=here, other=0.0).to(tl.float32)
+        tl.store(out_rows + pairs, tl.cast(first * cos - second * sin, out_ptr.dtype.element_ty), mask=here)
+        tl.store(out_rows + HALF + pairs, tl.cast(second * cos + first * sin, out_ptr.dtype.element_ty), mask=here)
+    if REST > 0:
+        columns = 2 * HALF + tl.arange(0, REST)[None, :]
+        beyond = real[:, None] & (columns < DIM)
+        tl.store(out_rows + columns, tl.load(x_rows + columns, mask=beyond, other=0.0), mask=beyond)
+
+
+def why_unsupported(op_name: str, *args: object) -> str | None:
+    """Why the kernel can't take a call of rotary_fwd; None if it can."""
+    x, cos, sin = args[:3]
+    for tensor in (x, cos, sin):
+        if tensor.dtype not in DTYPES:
+            return f"the inputs are {tensor.dtype}, not float16, bfloat16 or float32"
+    if x.shape[-1] > 2048:
+        return f"heads of {x.shape[-1]} elements, more than 2048, don't fit a program's registers"
+    if x.device.type != "cuda" and isinstance(_rotary_kernel, triton.runtime.JITFunction):
+        return "the tensors are on the CPU and TRITON_INTERPRET=1 was not set before the kernels were imported"
+    return None
+
+
+def rotary_fwd(
+    x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, interleaved: bool, inverse: bool
+) -> Tensor:
+    """`fastformer::rotary_fwd`; `inverse` makes it its own backward."""
+    out = x.new_empty(x.shape)
+    if x.numel() == 0:
+        return out
+    half = cos.shape[1]
+    if half == 0:
+        return out.copy_(x)
+    seqlen, num_heads, dim = x.shape[-3:]
+    num_rows = x.numel() // dim
+    # (batch, seqlen, heads, dim), a view for whatever projections and transpositions give.
+    x = x.reshape(num_rows // (seqlen * num_heads), seqlen, num_heads, dim)
+    x, cos, sin = (t if t.stride(-1) == 1 else t.contiguous() for t in (x, cos, sin))
+    unit, table_unit = stride_unit(x), stride_unit(cos, sin)
+    block_n = triton.next_power_of_2(half)
+    block_m = max(1, min(TILE // (2 * block_n), triton.next_power_of_2(num_rows)))
+    rest = dim - 2 * half
+    _rotary_kernel[(triton.cdiv(num_rows, block_m),)](
+        x,
+        cos,
+        sin,
+        None if positions is None else positions.contiguous(),
+        out,
+        num_rows,
+        num_heads,
+        seqlen,
+        cos.shape[0],
+        x.stride(0) // unit,
+        x.stride(1) // unit,
+        x.stride(2) // unit,
+        cos.stride(0) // table_unit,
+        sin.stride(0) // table_unit,
+        INTERLEAVED=interleaved,
+        INVERSE=inverse,
+        UNIT=unit,
+        TABLE_UNIT=table_unit,
+        DIM=dim,
+        HALF=half,
+        BLOCK_M=block_m,
+        BLOCK_N=block_n,
+        REST=triton.next_power_of_2(rest) if rest else 0,
+        num_warps=max(1, min(4, block_m * block_n // 256)),
+        debug=positions is not None,
+        sanitize_overflow=False,
+    )
+    return out
