@@ -9,11 +9,11 @@ cuBLAS's.
 Where cuBLAS is that much faster that a pass over the hidden layer costs less than it gains, it carries those two
 products as well, and one elementwise kernel does the rest (_FUSED_GEMM decides).
 
-FLOPs: 4 * rows * dim * hidden forward, 8 * rows * dim * hidden backward (one and a half times that for swiglu). Bytes
-of the hidden layer in device memory, a element of rows * hidden in half dtypes: fused, forward writes hidden and reads
-it once (4), plus 2 for the pre-activation of gelu and 4 of swiglu; backward reads what was saved (2, 2 or 4), writes
+FLOPs: 4 * rows * dim * hidden forward, 8 * rows * dim * hidden backward (one and a half times that for swiglu).
+Bytes of the hidden layer in device memory, per element of rows * hidden in half dtypes: fused, forward writes hidden
+and reads it once (4), plus 2 for the pre-activation of gelu and 4 of swiglu; backward reads what was saved (2, 2 or 4), writes
 dpre and reads it twice (6, 6 or 12), and writes and reads hidden again (relu: reads the saved one, 2; others 4). The
-cuBLAS path adds 4 (swiglu: 6) forward and 4 backward. Saved for backward: relu's hidden layer, from which a positive
+cuBLAS path adds 4 (gelu: 2) forward and 4 backward. Saved for backward: relu's hidden layer, from which a positive
 element tells that it was kept; else the pre-activation alone. fp32: accumulators, activations, dbias1.
 """
 
@@ -60,8 +60,8 @@ class Row(NamedTuple):
 
 # Who carries the product, by (compute capability, bytes of an element); what is not listed is cuBLAS's. No row has been
 # measured yet. They follow from bytes and FLOPs: a pass over the hidden layer costs as much as a product of depth 300
-# to 400 does at 700 TFLOP/s and 4.8 TB/s, and Triton's product is taken to run at 80 % of cuBLAS's rate. fp32 is
-# cuBLAS's, which follows torch.backends.cuda.matmul.allow_tf32. Under the interpreter (0) both are tested.
+# does (at 700 TFLOP/s and 4.8 TB/s), and that is what Triton's product loses to cuBLAS's at depth 1200 if it runs at
+# 80 % of its rate. fp32 is cuBLAS's, which follows torch.backends.cuda.matmul.allow_tf32. The interpreter is (0, ...).
 _FUSED_GEMM = {
     (0, 4): Row(2**31, 0),
     (0, 2): Row(2**31, 0),

@@ -103,9 +103,9 @@ def _cross_entropy_kernel(
         if HAS_BIAS:
             target_logit += tl.load(bias_ptr + target, mask=counts, other=0.0).to(tl.float32)
         peak = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
-        # Kept as tiles and added up at the end: one reduction a step, the maximum's, and short chains of roundings.
+        # Kept as a tile and added up at the end: one reduction less a step, and short chains of roundings.
         totals = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-        sums = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+        sums = tl.zeros((BLOCK_M,), dtype=tl.float32)
         for start in range(0, width, BLOCK_N):
             logits, _, _ = _load_logits(row_ptrs, counts, start, vocab_size, padded_size, bias_ptr, HAS_BIAS, BLOCK_N)
             new_peak = tl.maximum(peak, tl.max(logits, 1))
@@ -115,7 +115,7 @@ def _cross_entropy_kernel(
             if SMOOTH:
                 # Relative to the target's logit, not to 0: logits that share a large offset would cancel.
                 inside = (start + tl.arange(0, BLOCK_N) < vocab_size)[None, :]
-                sums += tl.where(inside, logits - target_logit[:, None], 0.0)
+                sums += tl.sum(tl.where(inside, logits - target_logit[:, None], 0.0), 1)
             peak = new_peak
         peak = tl.where(counts, peak, 0.0)
         log_total = tl.log(tl.where(counts, tl.sum(totals, 1), 1.0))
@@ -124,7 +124,7 @@ def _cross_entropy_kernel(
             # digits of its fraction where it is large.
             losses = -on_target * ((target_logit - peak) - log_total)
             if SMOOTH:
-                losses = log_total - (target_logit - peak) - on_all * tl.sum(sums, 1)
+                losses = log_total - (target_logit - peak) - on_all * sums
             if Z_LOSS:
                 losses += z_loss * (peak + log_total) * (peak + log_total)
             losses = tl.where(counts, losses * scale, 0.0)
@@ -133,6 +133,8 @@ def _cross_entropy_kernel(
             tl.store(lse_ptr + rows, tl.where(counts, peak + log_total, 0.0), mask=real)
 
     if GRADIENT:
+        # Every warp has read its targets' logits before any warp overwrites them.
+        tl.debug_barrier()
         factor = tl.full((BLOCK_M,), 1.0, dtype=tl.float32)
         if Z_LOSS:
             factor += 2.0 * z_loss * (peak + log_total)

@@ -60,14 +60,14 @@ def test_chunk_rows() -> None:
 
 def test_chunks_sum_in_fp32(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Many chunks of a half dtype err no more than one: what is summed over them is rounded once."""
-    inputs = make_inputs((512, 8), 12, device, torch.bfloat16)
+    inputs = make_inputs((256, 8), 12, device, torch.bfloat16)
     leaves = {name: inputs[name].requires_grad_() for name in ("x", "weight", "bias")}
 
     def gradients(step: int) -> tuple[Tensor, ...]:
         monkeypatch.setattr(kernels, "chunk_rows", lambda *_: step)
         return torch.autograd.grad(linear_cross_entropy(**inputs, reduction="sum"), list(leaves.values()))
 
-    for one, many in zip(gradients(512), gradients(8), strict=True):
+    for one, many in zip(gradients(256), gradients(16), strict=True):
         torch.testing.assert_close(one, many, rtol=2**-7, atol=0)
 
 
@@ -130,9 +130,9 @@ def test_compiled_with_ignored_targets(device: str) -> None:
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_peak_memory(reduction: str, dtype: torch.dtype, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One chunk of logits and the gradients, whatever the number of rows."""
-    monkeypatch.setattr(kernels, "SMALLEST_CHUNK", 256)
-    monkeypatch.setattr(kernels, "LARGEST_CHUNK", 256)
-    rows, vocab_size, dim = 2048, 512, 4
+    monkeypatch.setattr(kernels, "SMALLEST_CHUNK", 128)
+    monkeypatch.setattr(kernels, "LARGEST_CHUNK", 128)
+    rows, vocab_size, dim = 1024, 256, 2
     inputs = make_inputs((rows, dim), vocab_size, device, dtype, bias=False)
     x = inputs.pop("x").requires_grad_()
     inputs["weight"].requires_grad_()
@@ -140,7 +140,7 @@ def test_peak_memory(reduction: str, dtype: torch.dtype, device: str, monkeypatc
     def step() -> None:
         linear_cross_entropy(x, **inputs, label_smoothing=0.1, reduction=reduction).sum().backward()
 
-    chunk = 256 * vocab_size * x.element_size()
+    chunk = 128 * vocab_size * x.element_size()
     copies = 0
     if not HAS_GPU:
         # The CPU has no product of half dtypes with an fp32 result, and the interpreter lets go of its arguments late.
