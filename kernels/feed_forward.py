@@ -9,11 +9,11 @@ cuBLAS's.
 Where cuBLAS is that much faster that a pass over the hidden layer costs less than it gains, it carries those two
 products as well, and one elementwise kernel does the rest (_FUSED_GEMM decides).
 
-FLOPs: 4 * rows * dim * hidden forward, 8 * rows * dim * hidden backward (one and a half times that for swiglu).
-Bytes of the hidden layer in device memory, per element of rows * hidden in half dtypes: fused, forward writes hidden
-and reads it once (4), plus 2 for the pre-activation of gelu and 4 of swiglu; backward reads what was saved (2, 2 or 4), writes
-dpre and reads it twice (6, 6 or 12), and writes and reads hidden again (relu: reads the saved one, 2; others 4). The
-cuBLAS path adds 4 (gelu: 2) forward and 4 backward. Saved for backward: relu's hidden layer, from which a positive
+FLOPs: 4 * rows * dim * hidden forward, 8 * rows * dim * hidden backward (one and a half times that for swiglu). Bytes
+of the hidden layer in device memory, per element of rows * hidden in half dtypes: fused, forward writes hidden and
+reads it once (4), plus 2 for the pre-activation of gelu and 4 of swiglu; backward reads what was saved (2, 2 or 4),
+writes dpre and reads it twice (6, 6 or 12), and writes and reads hidden again (relu: reads the saved one, 2; others 4).
+The cuBLAS path adds 4 (gelu: 2) forward and 4 backward. Saved for backward: relu's hidden layer, from which a positive
 element tells that it was kept; else the pre-activation alone. fp32: accumulators, activations, dbias1.
 """
 

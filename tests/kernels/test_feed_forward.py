@@ -125,6 +125,7 @@ def test_relu_keeps_no_pre_activation(path: str, device: str) -> None:
     assert torch.equal(hidden > 0, (pre > 0) & keep_mask(seed, 0.5, 6, 40)[0])
 
 
+@pytest.mark.skipif(HAS_GPU, reason="cuBLAS's workspace is larger than these tensors")
 @pytest.mark.parametrize("activation, forward, backward", [("relu", 1, 2), ("gelu", 2, 3), ("swiglu", 3, 6)])
 def test_peak_memory(activation: str, forward: int, backward: int, path: str, device: str) -> None:
     """How many tensors of rows * hidden there are at once: neither an activation nor a mask lies beside them."""
