@@ -520,11 +520,13 @@ def add_layer_norm_bwd(
         num_tiles = triton.cdiv(num_rows, tile.block_m)
         num_partials = min(num_tiles, num_sms(s.device) * (2 if tile.num_warps <= 8 else 1))
         partial = s.new_empty(kinds, num_partials, dim, dtype=torch.float32) if kinds else None
-        # Two stages: the next rows come into shared memory meanwhile, where that is enough on every architecture.
+        # Two stages: the next rows come into shared memory meanwhile, where it is large enough on every architecture
+        # and the masks of 8192 padded columns leave the registers.
+        ahead = num_partials < num_tiles and loaded <= 49152 and (tile.block_n < 8192 or dim == tile.block_n)
         _backward_kernel[(num_partials,)](
             dy, dresidual_out, s, weight, mean_or_none, rstd, *outputs, partial, num_rows, num_tiles, *strides,
             threshold, keep_scale, **flags, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
-            STAGES=2 if num_partials < num_tiles and loaded <= 49152 else 1, num_warps=tile.num_warps, maxnreg=128,
+            STAGES=2 if ahead else 1, num_warps=tile.num_warps, maxnreg=128,
         )  # fmt: skip
     else:
         means = s.new_empty(2, num_rows, dtype=torch.float32)

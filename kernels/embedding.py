@@ -344,5 +344,10 @@ def embedding_bwd(
     else:
         seqlen = ids.shape[-1]
         order = torch.arange(num_tokens, device=ids.device).view(-1, seqlen).T.reshape(-1)
-        keys = torch.arange(seqlen, device=ids.device)[:, None].expand(seqlen, num_tokens // seqlen).reshape(-1)
+        keys = (
+            torch.arange(seqlen, dtype=torch.int32, device=ids.device)
+            .view(-1, 1)
+            .expand(-1, num_tokens // seqlen)
+            .reshape(-1)
+        )
     return dweight, _sum_by_key(keys, order, dout, num_positions, 1.0, -1, *dropout, dtype)

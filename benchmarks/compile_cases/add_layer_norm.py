@@ -49,9 +49,9 @@ def cases(quick: bool) -> Iterator[tuple[str, Callable[[], object]]]:
         return
     for options in OPTIONS:
         yield "bf16 d512 " + "+".join(options or ("plain",)), add_layer_norm_call(bf16, 512, options)
-    for dim in (17, 64, 256, 768, 1000, 1024, 2048, 4096, 5120, 8192, 16384):
+    for dim in (17, 256, 768, 1024, 2048, 4096, 5120, 8192, 16384):
         yield f"bf16 d{dim} " + "+".join(ALL), add_layer_norm_call(bf16, dim, ALL)
-    for dim in (512, 1024, 4096, 8192, 16384):
+    for dim in (1024, 4096, 8192, 16384):
         yield f"bf16 d{dim} fp32 residual", add_layer_norm_call(bf16, dim, ("fp32 residual", "affine", "dropout"))
         yield f"fp32 d{dim} " + "+".join(ALL), add_layer_norm_call(torch.float32, dim, ALL)
     yield "fp16 d512 " + "+".join(ALL), add_layer_norm_call(torch.float16, 512, ALL)

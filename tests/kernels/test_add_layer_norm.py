@@ -1,0 +1,165 @@
+"""What only the Triton backend of add_layer_norm has: tiles, programs that share the rows, two-stage sums, strides."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from fastformer.kernels import add_layer_norm as kernels  # noqa: E402
+from fastformer.ops import add_layer_norm, use_backend  # noqa: E402
+from fastformer.ops._dropout import draw_seed, keep_mask  # noqa: E402
+from tests.checks import assert_op_accurate  # noqa: E402
+from tests.ops.test_add_layer_norm import make_inputs, plain  # noqa: E402
+
+GUARD = 64  # elements on both sides of an output
+
+
+@pytest.fixture(autouse=True)
+def _triton():
+    with use_backend("triton"):
+        yield
+
+
+@pytest.fixture
+def guarded(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    """Whatever `new_empty` gives lies between guards; `assert_untouched(guarded)` says that nobody wrote there."""
+    buffers: list[Tensor] = []
+    usual = torch.Tensor.new_empty
+
+    def new_empty(self: Tensor, *size, dtype: torch.dtype | None = None, **options) -> Tensor:
+        if options:
+            return usual(self, *size, dtype=dtype, **options)  # the interpreter's own
+        size = torch.Size(size[0] if len(size) == 1 and not isinstance(size[0], int) else size)
+        buffer = torch.full((size.numel() + 2 * GUARD,), 7.0, dtype=dtype or self.dtype, device=self.device)
+        buffers.append(buffer)
+        return buffer[GUARD : GUARD + size.numel()].view(size)
+
+    monkeypatch.setattr(torch.Tensor, "new_empty", new_empty)
+    return buffers
+
+
+def assert_untouched(buffers: list[Tensor]) -> None:
+    assert buffers
+    for buffer in buffers:
+        assert (buffer[:GUARD] == 7).all() and (buffer[-GUARD:] == 7).all()
+
+
+def among_nans(x: Tensor) -> Tensor:
+    """The same values with NaN before, behind and between the rows."""
+    rows, dim = x.shape
+    buffer = torch.full((rows + 2, dim + 24), float("nan"), dtype=x.dtype, device=x.device)
+    view = buffer[1:-1, 8 : 8 + dim]
+    return view.copy_(x)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dim", [1, 17, 512, 1000, 1024, 4096, 5000])
+def test_dims(dim: int, dtype: torch.dtype, device: str) -> None:
+    """Several rows a program and one, columns that fill no tile."""
+    seed = draw_seed(device)
+    inputs = make_inputs((3, dim), device, dtype)
+    keep = keep_mask(seed, 0.2, 3, dim)[0]
+    assert_op_accurate(
+        partial(add_layer_norm, dropout_p=0.2, dropout_seed=seed), partial(plain, keep=keep, dropout_p=0.2), inputs
+    )
+
+
+@pytest.mark.parametrize("parts", [("residual", "weight", "bias"), ("weight",), ("residual", "bias"), ()])
+@pytest.mark.parametrize("rms_norm", [False, True])
+def test_wide_rows_go_by_columns(
+    rms_norm: bool, parts: tuple[str, ...], device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels, "WIDEST_SUMMED", 64)
+    inputs = make_inputs((37, 300), device, **{part: part in parts for part in ("residual", "weight", "bias")})
+    assert_op_accurate(partial(add_layer_norm, rms_norm=rms_norm), partial(plain, rms_norm=rms_norm), inputs)
+
+
+def test_rows_wider_than_the_sums(device: str) -> None:
+    seed = draw_seed(device)
+    dim = kernels.WIDEST_SUMMED + 9
+    inputs = make_inputs((2, dim), device)
+    keep = keep_mask(seed, 0.2, 2, dim)[0]
+    assert_op_accurate(
+        partial(add_layer_norm, dropout_p=0.2, dropout_seed=seed), partial(plain, keep=keep, dropout_p=0.2), inputs
+    )
+
+
+@pytest.mark.parametrize("rows", [1, 3, 33, 70])
+def test_programs_share_the_rows(rows: int, device: str) -> None:
+    """Fewer tiles than programs, a last tile with one row, several rounds of tiles."""
+    inputs = make_inputs((rows, 384), device)
+    assert_op_accurate(add_layer_norm, plain, inputs)
+
+
+def gradients(inputs: dict[str, Tensor], dy: Tensor, ds: Tensor) -> tuple[Tensor, ...]:
+    leaves = {name: value.detach().requires_grad_() for name, value in inputs.items()}
+    return torch.autograd.grad(add_layer_norm(**leaves), list(leaves.values()), (dy, ds))
+
+
+def test_sums_repeat(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the last bit on one device; another number of programs only rounds elsewhere."""
+    inputs = make_inputs((70, 96), device)
+    dy, ds = torch.randn(70, 96, device=device), torch.randn(70, 96, device=device)
+    first, again = (gradients(inputs, dy, ds) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    monkeypatch.setattr(kernels, "num_sms", lambda _: 1)
+    for one, other in zip(first, gradients(inputs, dy, ds), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("widest_summed", [16, 8192])
+@pytest.mark.parametrize("dim", [40, 17])
+def test_nothing_beyond_the_rows(
+    dim: int, widest_summed: int, device: str, guarded: list[Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NaN between the rows is not read, and what lies around the outputs is not written."""
+    monkeypatch.setattr(kernels, "WIDEST_SUMMED", widest_summed)
+    x, residual, dy, ds = (torch.randn(11, dim, device=device) for _ in range(4))
+    weight, bias = torch.randn(2, dim, device=device)
+    options = (0.3, draw_seed(device))
+    expected = kernels.add_layer_norm_fwd(x, residual, weight, bias, 1e-5, *options, False)
+    got = kernels.add_layer_norm_fwd(among_nans(x), among_nans(residual), weight, bias, 1e-5, *options, False)
+    assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
+    s, mean, rstd = expected[1:]
+    rest = (weight, mean, rstd, *options, False, True, torch.float32)
+    expected = kernels.add_layer_norm_bwd(dy, ds, s, *rest)
+    got = kernels.add_layer_norm_bwd(among_nans(dy), among_nans(ds), among_nans(s), *rest)
+    assert all(torch.equal(a, b) and a.isfinite().all() for a, b in zip(expected, got, strict=True))
+    assert_untouched(guarded)
+
+
+@pytest.mark.parametrize("dropout_p", [0.0, 0.1])
+def test_saved_for_backward(dropout_p: float, device: str) -> None:
+    """The stream, which the caller holds anyway, the weight, and two numbers a row."""
+    leaves = {name: t.requires_grad_() for name, t in make_inputs((6, 40), device, torch.bfloat16).items()}
+    saved: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        _, residual_out = add_layer_norm(**leaves, dropout_p=dropout_p)
+    wide = [t for t in saved if t.numel() == 240]
+    assert [t.data_ptr() for t in wide] == [residual_out.data_ptr()]
+    vectors = sorted(t.numel() for t in saved if t.numel() != 240)
+    assert vectors == ([2] if dropout_p else []) + [6, 6, 40]
+
+
+def test_tiles() -> None:
+    """Whole rows, about 2048 elements; backward holds 8 or 16 elements a thread."""
+    assert kernels.row_tile(512, 4096) == kernels.Tile(4, 512, 4)
+    assert kernels.row_tile(1000, 4096) == kernels.Tile(2, 1024, 4)
+    assert kernels.row_tile(1, 4096) == kernels.Tile(256, 8, 4)
+    assert kernels.row_tile(512, 1) == kernels.Tile(1, 512, 1)
+    assert kernels.row_tile(16384, 4096) == kernels.Tile(1, 16384, 16)
+    assert kernels.backward_tile(512, 4096, 6) == kernels.Tile(4, 512, 8)
+    assert kernels.backward_tile(4096, 4096, 6) == kernels.Tile(1, 4096, 8)
+    assert kernels.backward_tile(4096, 4096, 12) == kernels.Tile(1, 4096, 16)
+
+
+def test_what_the_kernels_refuse(device: str) -> None:
+    with pytest.raises(NotImplementedError, match="the inputs are torch.float64"):
+        add_layer_norm(torch.ones(2, 8, dtype=torch.float64, device=device))
+    with pytest.raises(NotImplementedError, match="rows of 16385 elements, more than 16384"):
+        add_layer_norm(torch.ones(1, 16385, device=device))

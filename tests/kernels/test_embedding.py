@@ -1,0 +1,131 @@
+"""What only the Triton backend of embedding has: column blocks, runs of equal ids across chunks, strides, edges."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from fastformer.kernels import embedding as kernels  # noqa: E402
+from fastformer.ops import embedding, use_backend  # noqa: E402
+from fastformer.ops._dropout import draw_seed, keep_mask  # noqa: E402
+from tests.checks import assert_op_accurate  # noqa: E402
+from tests.kernels.test_add_layer_norm import among_nans, assert_untouched, guarded  # noqa: E402, F401
+from tests.ops.test_embedding import make_inputs, plain  # noqa: E402
+
+
+@pytest.fixture(autouse=True)
+def _triton():
+    with use_backend("triton"):
+        yield
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dim", [1, 17, 512, 1000, 1024, 4096, 5000])
+def test_dims(dim: int, dtype: torch.dtype, device: str) -> None:
+    """Several tokens a program, columns that fill no tile, several tiles a row, each with its own dropout."""
+    seed = draw_seed(device)
+    inputs = make_inputs((2, 2), 5, dim, device, dtype, table=dtype)
+    options = {"scale": dim**0.5, "padding_idx": 0, "dropout_p": 0.2}
+    keep = keep_mask(seed, 0.2, 4, dim)[0].view(2, 2, dim)
+    assert_op_accurate(partial(embedding, **options, dropout_seed=seed), partial(plain, **options, keep=keep), inputs)
+
+
+# Runs of equal ids, in chunks of 4: alone, up to a chunk's end, from its start, over one and over many, to the end.
+RUNS = {
+    "one": [1],
+    "all": [13],
+    "within": [2, 1, 1, 3, 1],
+    "aligned": [4, 4, 4],
+    "across": [3, 2, 6, 1, 4, 3],
+    "many chunks": [1, 37, 2, 13, 3],
+    "from a start": [4, 9, 3, 8],
+}
+
+
+@pytest.mark.parametrize("dropout_p", [0.0, 0.3])
+@pytest.mark.parametrize("runs", RUNS.values(), ids=RUNS)
+def test_runs(runs: list[int], dropout_p: float, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "CHUNK", 4)
+    ids = torch.arange(len(runs)).repeat_interleave(torch.tensor(runs))
+    ids = ids[torch.randperm(len(ids))].to(device)
+    weight = torch.randn(len(runs) + 1, 16, device=device)
+    seed = draw_seed(device)
+    keep = keep_mask(seed, dropout_p, len(ids), 16)[0]
+    inputs = {"ids": ids, "weight": weight, "position_table": None, "positions": None}
+    assert_op_accurate(
+        partial(embedding, scale=3.0, dropout_p=dropout_p, dropout_seed=seed),
+        partial(plain, scale=3.0, keep=keep, dropout_p=dropout_p),
+        inputs,
+    )
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_positions_across_chunks(given: bool, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each position comes once a sequence: runs as long as the batch is large."""
+    monkeypatch.setattr(kernels, "CHUNK", 4)
+    inputs = make_inputs((11, 3), 5, 8, device, table=torch.float32, positions=given)
+    assert_op_accurate(partial(embedding, padding_idx=1), partial(plain, padding_idx=1), inputs)
+
+
+def test_gradients_repeat(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "CHUNK", 4)
+    inputs = make_inputs((4, 15), 3, 24, device, table=torch.float32, positions=True)
+    leaves = [inputs[name].requires_grad_() for name in ("weight", "position_table")]
+    dout = torch.randn(4, 15, 24, device=device)
+    first, again = (torch.autograd.grad(embedding(**inputs), leaves, dout) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+
+def test_nothing_beyond_the_rows(device: str, guarded: list[Tensor]) -> None:  # noqa: F811
+    """NaN between the rows is not read, nor is the padding id's row; around the outputs nothing is written."""
+    weight, table, dout = (torch.randn(rows, 17, device=device) for rows in (5, 6, 12))
+    weight[2] = float("nan")
+    ids = torch.tensor([[0, 4, 4, 2, 0, 1], [4, 4, 3, 2, 2, 4]], device=device)
+    dropout = (0.3, draw_seed(device))
+    expected = kernels.embedding_fwd(ids, weight, table, None, 2.0, 2, *dropout)
+    got = kernels.embedding_fwd(ids, among_nans(weight), among_nans(table), None, 2.0, 2, *dropout)
+    assert torch.equal(got, expected) and got.isfinite().all()
+    expected = kernels.embedding_bwd(dout, ids, None, 5, 6, 2.0, 2, *dropout, torch.float32)
+    got = kernels.embedding_bwd(among_nans(dout), ids, None, 5, 6, 2.0, 2, *dropout, torch.float32)
+    assert all(torch.equal(a, b) and a.isfinite().all() for a, b in zip(got, expected, strict=True))
+    assert_untouched(guarded)
+
+
+def test_saved_for_backward(device: str) -> None:
+    """Nothing as large as the output."""
+    inputs = make_inputs((3, 7), 5, 16, device, table=torch.float32)
+    inputs["weight"].requires_grad_()
+    saved: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        embedding(**inputs, dropout_p=0.1)
+    assert sorted(t.numel() for t in saved) == [2, 21]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("bad", ["ids[1] = 12", "ids[1] = -1", "positions[0] = 3", "positions[0] = -1"])
+def test_outside_the_tables(bad: str) -> None:
+    """The device asserts, which ends the CUDA context: in a process of its own."""
+    script = f"""
+import torch
+from fastformer.ops import embedding
+ids, positions = (torch.zeros(4, dtype=torch.int64, device="cuda") for _ in range(2))
+{bad}
+weight, table = torch.randn(12, 8, device="cuda"), torch.randn(3, 8, device="cuda")
+print(embedding(ids, weight, position_table=table, positions=positions))
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode != 0
+    assert "is outside the" in done.stdout + done.stderr
+
+
+def test_what_the_kernels_refuse(device: str) -> None:
+    weight = torch.ones(3, 8, dtype=torch.float64, device=device)
+    with pytest.raises(NotImplementedError, match="the inputs are torch.float64"):
+        embedding(torch.tensor([0, 2], device=device), weight)

@@ -1,0 +1,91 @@
+"""What only the Triton backend of rotary has: views of a fused projection, heads that fill no tile, edges."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from fastformer.kernels import rotary as kernels  # noqa: E402
+from fastformer.ops import rotary, rotary_tables, use_backend  # noqa: E402
+from tests.kernels.test_add_layer_norm import assert_untouched, guarded  # noqa: E402, F401
+from tests.ops.test_rotary import compare  # noqa: E402
+
+
+@pytest.fixture(autouse=True)
+def _triton():
+    with use_backend("triton"):
+        yield
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("head_dim, rotary_dim", [(2, 2), (17, 6), (40, 40), (64, 64), (100, 64), (512, 500)])
+def test_head_dims(head_dim: int, rotary_dim: int, dtype: torch.dtype, interleaved: bool, device: str) -> None:
+    x = torch.randn(2, 7, 3, head_dim, device=device).to(dtype)
+    compare(x, rotary_tables(9, rotary_dim, device=device), interleaved=interleaved)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_nothing_beyond_the_heads(interleaved: bool, device: str, guarded: list[Tensor]) -> None:  # noqa: F811
+    """q out of a fused projection whose other parts are NaN; the output's surroundings stay as they were."""
+    cos, sin = rotary_tables(9, 16, device=device)
+    fused = torch.full((2, 9, 3, 4, 20), float("nan"), device=device)
+    x = fused[:, :, 1]
+    x.normal_()
+    tables = torch.full((9, 24), float("nan"), device=device)
+    narrow_cos = tables[:, 8:16].copy_(cos)
+    for inverse in (False, True):
+        expected = kernels.rotary_fwd(x.contiguous(), cos, sin, None, interleaved, inverse)
+        assert torch.equal(kernels.rotary_fwd(x, narrow_cos, sin, None, interleaved, inverse), expected)
+        assert expected.isfinite().all()
+    assert_untouched(guarded)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_head_major_memory(interleaved: bool, device: str) -> None:
+    """(batch, heads, seqlen, dim) in memory is read as it lies: no copy."""
+    x = torch.randn(2, 3, 9, 16, device=device).transpose(1, 2)
+    cos, sin = rotary_tables(9, 16, device=device)
+    seen = []
+    usual = torch.Tensor.contiguous
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.Tensor, "contiguous", lambda t, *a: seen.append(t) or usual(t, *a))
+        out = kernels.rotary_fwd(x, cos, sin, None, interleaved, False)
+    assert not seen
+    assert torch.equal(out, kernels.rotary_fwd(x.contiguous(), cos, sin, None, interleaved, False))
+
+
+def test_nothing_of_x_is_saved(device: str) -> None:
+    x = torch.randn(2, 5, 3, 16, device=device, requires_grad=True)
+    cos, sin = rotary_tables(9, 16, device=device)
+    saved: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        rotary(x, cos, sin)
+    assert {t.data_ptr() for t in saved} == {cos.data_ptr(), sin.data_ptr()}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("bad", [9, -1])
+def test_position_outside_the_tables(bad: int) -> None:
+    """The device asserts, which ends the CUDA context: in a process of its own."""
+    script = f"""
+import torch
+from fastformer.ops import rotary, rotary_tables
+cos, sin = rotary_tables(9, 8, device="cuda")
+print(rotary(torch.randn(2, 3, 8, device="cuda"), cos, sin, positions=torch.tensor([0, {bad}], device="cuda")))
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode != 0
+    assert "a position is outside the tables" in done.stdout + done.stderr
+
+
+def test_what_the_kernel_refuses(device: str) -> None:
+    cos, sin = rotary_tables(9, 8, device=device)
+    with pytest.raises(NotImplementedError, match="the inputs are torch.float64"):
+        rotary(torch.ones(2, 3, 8, dtype=torch.float64, device=device), cos, sin)
