@@ -59,7 +59,7 @@ def test_paths(dtype: torch.dtype, activation: str, dropout_p: float, path: str,
 
 
 @pytest.mark.parametrize("activation", ["relu", "swiglu"])
-@pytest.mark.parametrize("dim, hidden_dim", [(1, 3), (17, 5), (512, 24), (1000, 8)])
+@pytest.mark.parametrize("dim, hidden_dim", [(1, 3), (17, 5), (512, 40), (1000, 33)])
 def test_dims(dim: int, hidden_dim: int, activation: str, path: str, device: str) -> None:
     compare(make_inputs((7, dim), hidden_dim, activation, device), activation, 0.1)
 
@@ -67,19 +67,19 @@ def test_dims(dim: int, hidden_dim: int, activation: str, path: str, device: str
 @pytest.mark.parametrize("bias1, bias2", [(False, True), (True, False)])
 def test_biases_are_optional(bias1: bool, bias2: bool, path: str, device: str) -> None:
     for activation in ("relu", "swiglu"):
-        compare(make_inputs((9, 24), 40, activation, device, bias1=bias1, bias2=bias2), activation)
+        compare(make_inputs((9, 32), 40, activation, device, bias1=bias1, bias2=bias2), activation)
 
 
 def test_many_blocks_of_rows(path: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """More row blocks than run side by side, and programs of the elementwise kernel that take several."""
     monkeypatch.setattr(kernels, "ELEMENTWISE_PROGRAMS", 4)
-    compare(make_inputs((290, 16), 16, "relu", device), "relu", 0.1)
-    compare(make_inputs((40, 16), 136, "swiglu", device), "swiglu")
+    compare(make_inputs((290, 32), 32, "relu", device), "relu", 0.1)
+    compare(make_inputs((40, 32), 136, "swiglu", device), "swiglu")
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_not_contiguous(activation: str, path: str, device: str) -> None:
-    inputs = make_inputs((5, 6, 16), 24, activation, device)
+    inputs = make_inputs((5, 6, 32), 40, activation, device)
     inputs["x"] = inputs["x"].transpose(0, 1)
     for name in ("weight1", "weight2"):
         inputs[name] = torch.randn(inputs[name].shape[::-1], device=device).T
