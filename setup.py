@@ -31,7 +31,7 @@ def cpp_extensions() -> dict:
     wanted = os.environ.get("FASTFORMER_BUILD_CPP", "1") != "0" and platform.machine() in ("x86_64", "AMD64")
     compiler = os.environ.get("CXX", "c++")
     if wanted and shutil.which(compiler) is None:
-        print(f"no C++ compiler ({compiler}): fastformer is installed without its CPU kernels and runs on plain PyTorch")
+        print(f"no C++ compiler ({compiler}): installing without the CPU kernels, so the ops run on plain PyTorch")
         return {}
     sources = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "csrc").glob("*.cpp"))
     if not wanted or not sources:
