@@ -93,6 +93,7 @@ struct Vec<float> {
   friend Vec where_positive(Vec condition, Vec x, Vec y) {
     return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(condition.v, _mm512_setzero_ps(), _CMP_GT_OQ), y.v, x.v);
   }
+  friend Vec swap_neighbours(Vec a) { return _mm512_permute_ps(a.v, 0xB1); }  // 1, 0, 3, 2, ...
   friend Vec round(Vec a) { return _mm512_roundscale_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
   // a * 2**n for an integral n; goes to 0 and inf at the ends, as it should.
   friend Vec scale_by_power(Vec a, Vec n) { return _mm512_scalef_ps(a.v, n.v); }
@@ -150,6 +151,7 @@ struct Vec<float> {
   friend Vec where_positive(Vec condition, Vec x, Vec y) {
     return _mm256_blendv_ps(y.v, x.v, _mm256_cmp_ps(condition.v, _mm256_setzero_ps(), _CMP_GT_OQ));
   }
+  friend Vec swap_neighbours(Vec a) { return _mm256_permute_ps(a.v, 0xB1); }  // 1, 0, 3, 2, ...
   friend Vec round(Vec a) { return _mm256_round_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
   // a * 2**n for an integral n, in two halves so that the exponent field never overflows; 0 below 2**-126.
   friend Vec scale_by_power(Vec a, Vec n) {

@@ -44,11 +44,16 @@ def _fake(x, cos, sin, positions, interleaved, inverse):
     return x.new_empty(x.shape)
 
 
+def _cpp_unsupported(op_name: str, x: Tensor, *_: Any) -> str | None:
+    return None if x.dtype in (torch.float32, torch.float64, torch.bfloat16) else f"no C++ code for {x.dtype}"
+
+
 _fwd = define_op(
     "rotary_fwd(Tensor x, Tensor cos, Tensor sin, Tensor? positions, bool interleaved, bool inverse) -> Tensor",
     rotary_reference,
     stem="rotary",
     fake=_fake,
+    cpp_unsupported=_cpp_unsupported,
 )
 
 
