@@ -87,12 +87,20 @@ def _bwd_fake(dout, ids, positions, num_embeddings, num_positions, scale, paddin
     )
 
 
+def _cpp_unsupported(op_name: str, *args: Any) -> str | None:
+    dtype, dout_dtype = (args[1].dtype,) * 2 if op_name == "embedding_fwd" else (args[-1], args[0].dtype)
+    if dtype != dout_dtype:
+        return f"no C++ code for a gradient in {dout_dtype} of a weight in {dtype}"
+    return None if dtype in (torch.float32, torch.float64, torch.bfloat16) else f"no C++ code for {dtype}"
+
+
 _fwd = define_op(
     "embedding_fwd(Tensor ids, Tensor weight, Tensor? position_table, Tensor? positions, float scale, int padding_idx, "
     "float dropout_p, Tensor? dropout_seed) -> Tensor",
     embedding_reference,
     stem="embedding",
     fake=_fwd_fake,
+    cpp_unsupported=_cpp_unsupported,
 )
 _bwd = define_op(
     "embedding_bwd(Tensor dout, Tensor ids, Tensor? positions, SymInt num_embeddings, SymInt num_positions, "
@@ -101,6 +109,7 @@ _bwd = define_op(
     embedding_backward_reference,
     stem="embedding",
     fake=_bwd_fake,
+    cpp_unsupported=_cpp_unsupported,
 )
 
 
