@@ -7,7 +7,7 @@ dweight2. The other four products (hidden weight2^T + bias2, dx, dweight1, dweig
 cuBLAS's.
 
 Where cuBLAS is that much faster that a pass over the hidden layer costs less than it gains, it carries those two
-products as well, and one elementwise kernel does the rest (_FUSED_GEMM decides).
+products as well, and one elementwise kernel does the rest (FUSED_GEMM decides).
 
 FLOPs: 4 * rows * dim * hidden forward, 8 * rows * dim * hidden backward (one and a half times that for swiglu). Bytes
 of the hidden layer in device memory, per element of rows * hidden in half dtypes: fused, forward writes hidden and
@@ -19,8 +19,6 @@ element tells that it was kept; else the pre-activation alone. fp32: accumulator
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
@@ -28,8 +26,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fastformer.kernels._activations import activate, differentiate
-from fastformer.kernels._attention_common import architecture
 from fastformer.kernels._dropout import keep_mask_tile, load_dropout_key
+from fastformer.kernels._feed_forward_configs import config_of, fuses
 
 # The rows of each product's result.
 PRODUCTS = {
@@ -39,62 +37,6 @@ PRODUCTS = {
 
 # Arguments whose value must not make another binary: Triton compiles apart for 1 and for multiples of 16.
 _COUNTS = ["num_rows", "threshold", "row_step"]
-
-
-class Config(NamedTuple):
-    """A tile of the result, the depth of a step, and how a program runs."""
-
-    block_m: int
-    block_n: int
-    block_k: int
-    num_warps: int
-    num_stages: int
-
-
-class Row(NamedTuple):
-    """Where the fused product is taken: its depth (dim, or out_dim in backward) at most this, rows at least that."""
-
-    most_depth: int
-    fewest_rows: int
-
-
-# Who carries the product, by (compute capability, bytes of an element); what is not listed is cuBLAS's. No row has been
-# measured yet. They follow from bytes and FLOPs: a pass over the hidden layer costs as much as a product of depth 300
-# does (at 700 TFLOP/s and 4.8 TB/s), and that is what Triton's product loses to cuBLAS's at depth 1200 if it runs at
-# 80 % of its rate. fp32 is cuBLAS's, which follows torch.backends.cuda.matmul.allow_tf32. The interpreter is (0, ...).
-_FUSED_GEMM = {
-    (0, 4): Row(2**31, 0),
-    (0, 2): Row(2**31, 0),
-    (80, 2): Row(1024, 256),
-    (86, 2): Row(512, 256),
-    (89, 2): Row(512, 256),
-    (90, 2): Row(1024, 256),
-    (100, 2): Row(512, 256),
-    (120, 2): Row(512, 256),
-}
-
-
-def fuses(x: Tensor, depth: int, rows: int) -> bool:
-    """Whether the fused product is taken."""
-    arch = architecture(x)
-    row = _FUSED_GEMM.get((arch, x.element_size()))
-    if arch == 0 and x.dtype == torch.bfloat16:
-        return False  # Triton's interpreter multiplies bfloat16 wrongly
-    return row is not None and depth <= row.most_depth and rows >= row.fewest_rows
-
-
-def _config(x: Tensor, depth: int, rows: int, backward: bool, activation: str) -> Config:
-    arch = architecture(x)
-    if arch == 0:
-        return Config(32, 64, 32, 4, 1)
-    two_products = activation == "swiglu" and not backward
-    if x.element_size() == 4 or depth % 64:
-        # Three products for one, or masks and narrow loads: small tiles, or the registers overflow.
-        return Config(64, 32 if two_products else 64, 32, 4, 2)
-    block_m = 64 if rows <= 2048 else 128  # enough tiles for every SM
-    if arch in (90, 100):
-        return Config(block_m, 128, 64, block_m // 16, 3)
-    return Config(block_m, 64 if two_products else 128, 32, block_m // 16, 3)
 
 
 @triton.jit
@@ -506,7 +448,7 @@ def _activated(
         return hidden, pre
     hidden = x.new_empty(num_rows, hidden_dim)
     pre = hidden if activation == "relu" else x.new_empty(num_rows, weight.shape[0])
-    config = _config(x, depth, num_rows, False, activation)
+    config = config_of(x, depth, num_rows, False, activation)
     programs = triton.cdiv(num_rows, config.block_m) * triton.cdiv(hidden_dim, config.block_n)
     if num_rows:
         _linear_activation_kernel[(programs,)](
@@ -539,7 +481,7 @@ def _activated_backward(
     hidden_dim, columns = weight.shape[1], saved.shape[1]
     dropout = _dropout_arguments(dropout_p, dropout_seed)
     fused = fuses(dout, depth, num_rows)
-    config = _config(dout, depth, num_rows, True, activation)
+    config = config_of(dout, depth, num_rows, True, activation)
     if fused:
         row_step = config.block_m
         dhidden = None

@@ -10,6 +10,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
+from fastformer.kernels import _feed_forward_configs as configs  # noqa: E402
 from fastformer.kernels import feed_forward as kernels  # noqa: E402
 from fastformer.ops import feed_forward, use_backend  # noqa: E402
 from fastformer.ops._dropout import keep_mask  # noqa: E402
@@ -149,17 +150,17 @@ def test_peak_memory(activation: str, forward: int, backward: int, path: str, de
 
 def test_which_path(device: str) -> None:
     """The table's bounds, and no fused fp32 on a GPU."""
-    row = kernels.Row(1024, 256)
+    row = configs.Row(1024, 256)
     half = torch.empty(0, dtype=torch.float16, device="meta")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kernels, "architecture", lambda _: 90)
-        patch.setitem(kernels._FUSED_GEMM, (90, 2), row)
-        assert kernels.fuses(half, 1024, 256)
-        assert not kernels.fuses(half, 1025, 256)
-        assert not kernels.fuses(half, 1024, 255)
-        assert not kernels.fuses(half.float(), 512, 4096)
-        patch.setattr(kernels, "architecture", lambda _: 75)
-        assert not kernels.fuses(half, 512, 4096)
+        patch.setattr(configs, "architecture", lambda _: 90)
+        patch.setitem(configs.FUSED_GEMM, (90, 2), row)
+        assert configs.fuses(half, 1024, 256)
+        assert not configs.fuses(half, 1025, 256)
+        assert not configs.fuses(half, 1024, 255)
+        assert not configs.fuses(half.float(), 512, 4096)
+        patch.setattr(configs, "architecture", lambda _: 75)
+        assert not configs.fuses(half, 512, 4096)
 
 
 def test_what_is_unsupported(device: str) -> None:

@@ -1,0 +1,67 @@
+"""Who carries the feed-forward network's first product, and in which tiles: static tables, as for attention."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fastformer.kernels._attention_common import architecture
+
+
+class Config(NamedTuple):
+    """A tile of the result, the depth of a step, and how a program runs."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+
+
+class Row(NamedTuple):
+    """Where the fused product is taken: its depth (dim, or out_dim in backward) at most this, rows at least that."""
+
+    most_depth: int
+    fewest_rows: int
+
+
+# Who carries the product, by (compute capability, bytes of an element); what is not listed is cuBLAS's. No row has been
+# measured yet. They follow from bytes and FLOPs: a pass over the hidden layer costs as much as a product of depth 300
+# does (at 700 TFLOP/s and 4.8 TB/s), and that is what Triton's product loses to cuBLAS's at depth 1200 if it runs at
+# 80 % of its rate. fp32 is cuBLAS's, which follows torch.backends.cuda.matmul.allow_tf32. The interpreter is (0, ...).
+FUSED_GEMM = {
+    (0, 4): Row(2**31, 0),
+    (0, 2): Row(2**31, 0),
+    (80, 2): Row(1024, 256),
+    (86, 2): Row(512, 256),
+    (89, 2): Row(512, 256),
+    (90, 2): Row(1024, 256),
+    (100, 2): Row(512, 256),
+    (120, 2): Row(512, 256),
+}
+
+
+def fuses(x: Tensor, depth: int, rows: int) -> bool:
+    """Whether the fused product is taken."""
+    arch = architecture(x)
+    row = FUSED_GEMM.get((arch, x.element_size()))
+    if arch == 0 and x.dtype == torch.bfloat16:
+        return False  # Triton's interpreter multiplies bfloat16 wrongly
+    return row is not None and depth <= row.most_depth and rows >= row.fewest_rows
+
+
+def config_of(x: Tensor, depth: int, rows: int, backward: bool, activation: str) -> Config:
+    """The tile of the fused product."""
+    arch = architecture(x)
+    if arch == 0:
+        return Config(32, 64, 32, 4, 1)
+    two_products = activation == "swiglu" and not backward
+    if x.element_size() == 4 or depth % 64:
+        # Three products for one, or masks and narrow loads: small tiles, or the registers overflow.
+        return Config(64, 32 if two_products else 64, 32, 4, 2)
+    block_m = 64 if rows <= 2048 else 128  # enough tiles for every SM
+    if arch in (90, 100):
+        return Config(block_m, 128, 64, block_m // 16, 3)
+    return Config(block_m, 64 if two_products else 128, 32, block_m // 16, 3)
