@@ -189,9 +189,12 @@ def _backward_kernel(
             if not HOIST:
                 weight = _load_vector(weight_ptr, DIM, BLOCK_N)
             dy *= weight
-        ds = dy - normal * (tl.sum(dy * normal, 1) * (1.0 / DIM))[:, None]
-        if not RMS_NORM:
-            ds -= (tl.sum(dy, 1) * (1.0 / DIM))[:, None]
+        if RMS_NORM:
+            ds = dy - normal * (tl.sum(dy * normal, 1) * (1.0 / DIM))[:, None]
+        else:
+            # One reduction of pairs: half the barriers of two.
+            products, sums = tl.split(tl.sum(tl.join(dy * normal, dy), 1) * (1.0 / DIM))
+            ds = dy - normal * products[:, None] - sums[:, None]
         ds *= rstd
         if dresidual_out_ptr is not None:
             ds += dresidual_out.to(tl.float32)
