@@ -13,6 +13,7 @@
 
 #include <torch/library.h>
 
+#include <atomic>
 #include <limits>
 #include <optional>
 
@@ -98,6 +99,18 @@ TileSums<acc> sum_up(acc* z, int64_t n, const T* bias) {
   return {largest, exps.sum(), shifted.sum()};
 }
 
+// Calls worker(next) once per thread; next() gives out 0, 1, ... until it reaches n. A thread that the machine holds up
+// takes less of the work; which one does what is of no consequence here.
+template <typename F>
+void share_out(int64_t n, int64_t flops, F&& worker) {
+  std::atomic<int64_t> taken{0};
+  const int64_t workers = flops < kSerialFlops ? 1 : std::min<int64_t>(n, at::get_num_threads());
+  at::parallel_for(0, workers, 1, [&](int64_t, int64_t) {
+    worker([&] { return taken.fetch_add(1, std::memory_order_relaxed); });
+    gemm_release();
+  });
+}
+
 template <typename T>
 struct LinearCrossEntropy {
   using acc = acc_t<T>;
@@ -124,10 +137,10 @@ struct LinearCrossEntropy {
   Chunk forward(int64_t first, int64_t count, acc* logits, acc* losses, acc* lse) const {
     Chunk chunk{first, count, Buffer<TileSums<acc>>(tiles() * count), Buffer<acc>(count), Buffer<RowSums<acc>>(count)};
     const int64_t flops = 2 * count * vocab_size * dim;
-    at::parallel_for(0, tiles(), flops < kSerialFlops ? tiles() : 1, [&](int64_t begin, int64_t end) {
+    share_out(tiles(), flops, [&](auto next) {
       Buffer<T> right(packed_size<T>(dim, kTileColumns));
       Buffer<acc> scratch(logits ? 0 : kRowBlock * kTileColumns);
-      for (int64_t tile = begin; tile < end; ++tile) {
+      for (int64_t tile = next(); tile < tiles(); tile = next()) {
         const int64_t column = tile * kTileColumns, n = columns(tile);
         pack<T>(weight + column * dim, 1, dim, dim, n, right.data());
         for (int64_t block = 0; block < count; block += kRowBlock) {
@@ -142,7 +155,6 @@ struct LinearCrossEntropy {
           }
         }
       }
-      gemm_release();
     });
     at::parallel_for(0, count, flops < kSerialFlops ? count : 64, [&](int64_t begin, int64_t end) {
       for (int64_t r = begin; r < end; ++r) finish_row(chunk, r, losses, lse);
@@ -221,10 +233,10 @@ struct LinearCrossEntropy {
       parallel_tasks((dim + kPanel - 1) / kPanel, flops, [&](int64_t j) {
         pack<T>(x + first * dim + j * kPanel, dim, 1, count, std::min(kPanel, dim - j * kPanel), x_packed.data() + j * panel);
       });
-      at::parallel_for(0, groups, flops < kSerialFlops ? groups : 1, [&](int64_t begin, int64_t end) {
+      share_out(groups, flops, [&](auto next) {
         Buffer<T> right(packed_size<T>(kTileColumns, dim)), left(packed_size<T>(count, kTileColumns));
         Buffer<T> dlogits(count * kTileColumns);
-        for (int64_t group = begin; group < end; ++group) {
+        for (int64_t group = next(); group < groups; group = next()) {
           const int64_t from = group * tiles() / groups, to = (group + 1) * tiles() / groups;
           acc* sums = dx_sums.data() + group * count * dim;
           for (int64_t tile = from; tile < to; ++tile) {
@@ -247,7 +259,6 @@ struct LinearCrossEntropy {
                       sums + block * dim, dim, tile > from);
           }
         }
-        gemm_release();
       });
       at::parallel_for(0, count, count * dim * groups < (1 << 16) ? count : 16, [&](int64_t begin, int64_t end) {
         for (int64_t r = begin; r < end; ++r)
