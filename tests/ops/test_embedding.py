@@ -100,6 +100,21 @@ def test_gradient_of_a_frequent_token(dtype: torch.dtype, backend: str, device: 
     assert torch.equal(table.grad, torch.full_like(table, 2304))
 
 
+def test_gradient_is_the_same_whatever_the_threads(backend: str) -> None:
+    if backend != "cpp":
+        pytest.skip("of the C++ code")
+    ids, dout, seed = torch.randint(40, (20, 100)), torch.randn(20, 100, 64), draw_seed("cpu")
+    threads, results = torch.get_num_threads(), []
+    try:
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            results.append(OP.embedding_bwd(dout, ids, None, 50, 120, 2.0, 7, 0.1, seed, torch.float32))
+    finally:
+        torch.set_num_threads(threads)
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+
 def test_fixed_table_in_another_dtype(backend: str, device: str) -> None:
     inputs = make_inputs((2, 9), 11, 24, device, torch.bfloat16)
     table = sinusoidal_positions(9, 24, device=device)

@@ -128,6 +128,30 @@ def test_large_logits(backend: str, device: str) -> None:
     compare(inputs, label_smoothing=0.1)
 
 
+def test_classes_that_can_not_be(backend: str, device: str) -> None:
+    """A bias of -inf, over more classes than a kernel takes at once: their probability is 0."""
+    inputs = make_inputs((8, 16), 1000, device)
+    inputs["bias"][200:900] = float("-inf")
+    inputs["target"] = torch.randint(200, (8,), device=device)
+    compare(inputs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_same_whatever_the_threads(dtype: torch.dtype, backend: str) -> None:
+    if backend != "cpp":
+        pytest.skip("of the C++ code")
+    x, weight, target, bias = make_inputs((600, 48), 3000, "cpu", dtype).values()
+    threads, results = torch.get_num_threads(), []
+    try:
+        for count in (1, 2, 3, 2):
+            torch.set_num_threads(count)
+            results.append(OP.linear_cross_entropy_fwd_bwd(x, weight, bias, target, -100, 0.1, False, 0.01, True))
+    finally:
+        torch.set_num_threads(threads)
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+
 def test_not_contiguous(backend: str, device: str) -> None:
     inputs = make_inputs((6, 5, 16), 24, device)
     inputs["x"] = inputs["x"].transpose(0, 1)
