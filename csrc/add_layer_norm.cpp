@@ -56,38 +56,48 @@ void forward(const Tensor& x, const std::optional<Tensor>& residual, const std::
   acc* mp = rms_norm ? nullptr : mean.mutable_data_ptr<acc>();
   acc* rstdp = rstd.mutable_data_ptr<acc>();
 
-  at::parallel_for(0, rows, grain(dim), [&](int64_t begin, int64_t end) {
-    std::vector<acc> row(dim + V::size), keep(dropout.on ? dim + Dropout::kDecisions : 0);
+  const acc *wp = w.empty() ? nullptr : w.data(), *bp = b.empty() ? nullptr : b.data();
+
+  // Compiled once for each way to read a row: a test in the inner loop costs as much as the arithmetic there.
+  const auto normalise_rows = [&]<bool kDropout, bool kResidual>(int64_t begin, int64_t end) {
+    std::vector<acc> row(dim + V::size), keep(kDropout ? dim + Dropout::kDecisions : 0);
     for (int64_t r = begin; r < end; ++r) {
       const T* xr = xp + r * dim;
-      if (dropout.on) dropout.multipliers(r, 0, 0, dim, keep.data());
-      V sum(acc(0));
-      for_each_vec<acc>(dim, [&](int64_t c, int64_t n) {
+      if constexpr (kDropout) dropout.multipliers(r, 0, 0, dim, keep.data());
+      const V sum = sum_vecs<acc>(dim, [&](int64_t c, int64_t n) {
         V v = V::load(xr + c, n);
-        if (dropout.on) v = v * V::load(keep.data() + c, n);
-        if (rp) v = v + V::load(rp + r * dim + c, n);
-        if (sp) {
+        if constexpr (kDropout) v = v * V::load(keep.data() + c, n);
+        if constexpr (kResidual) v = v + V::load(rp + r * dim + c, n);
+        if constexpr (kDropout || kResidual) {
           v.store(sp + r * dim + c, n);
           v = V::load(sp + r * dim + c, n);  // normalise what is kept, rounded as it is kept
         }
         v.store(row.data() + c, n);
-        sum = sum + v;
+        return v;
       });
       const acc mu = rms_norm ? acc(0) : sum.sum() / static_cast<acc>(dim);
-      V square(acc(0));
-      for_each_vec<acc>(dim, [&](int64_t c, int64_t n) {
+      const V square = sum_vecs<acc>(dim, [&](int64_t c, int64_t n) {
         const V d = (V::load(row.data() + c, n) - V(mu)).first_lanes(n);
-        square = fmadd(d, d, square);
+        return d * d;
       });
       const acc inverse = acc(1) / std::sqrt(square.sum() / static_cast<acc>(dim) + static_cast<acc>(eps));
       if (mp) mp[r] = mu;
       rstdp[r] = inverse;
       for_each_vec<acc>(dim, [&](int64_t c, int64_t n) {
         V v = (V::load(row.data() + c, n) - V(mu)) * V(inverse);
-        if (!w.empty()) v = v * V::load(w.data() + c, n);
-        if (!b.empty()) v = v + V::load(b.data() + c, n);
+        if (wp) v = v * V::load(wp + c, n);
+        if (bp) v = v + V::load(bp + c, n);
         v.store(yp + r * dim + c, n);
       });
+    }
+  };
+  at::parallel_for(0, rows, grain(dim), [&](int64_t begin, int64_t end) {
+    if (dropout.on) {
+      if (rp) normalise_rows.template operator()<true, true>(begin, end);
+      else normalise_rows.template operator()<true, false>(begin, end);
+    } else {
+      if (rp) normalise_rows.template operator()<false, true>(begin, end);
+      else normalise_rows.template operator()<false, false>(begin, end);
     }
   });
 }
@@ -107,13 +117,14 @@ void backward(const Tensor& dy, const std::optional<Tensor>& dresidual_out, cons
   const acc* rstdp = rstd.const_data_ptr<acc>();
   T* dxp = dx.mutable_data_ptr<T>();
   R* drp = dresidual.numel() ? dresidual.mutable_data_ptr<R>() : nullptr;
+  const acc* wp = w.empty() ? nullptr : w.data();
   const bool with_weight = dweight.numel() > 0, with_bias = dbias.numel() > 0;
 
   // Blocks of rows, as many whatever the number of threads: their partial sums are added in order below.
   const int64_t block = std::max<int64_t>(64, (rows + 63) / 64), blocks = (rows + block - 1) / block;
   std::vector<acc> partial(with_weight || with_bias ? blocks * 2 * dim : 0, acc(0));
   at::parallel_for(0, blocks, std::max<int64_t>(1, grain(dim) / block), [&](int64_t begin, int64_t end) {
-    std::vector<acc> normal(dim + V::size), gradient(dim + V::size), keep(dropout.on ? dim + Dropout::kDecisions : 0);
+    std::vector<acc> keep(dropout.on ? dim + Dropout::kDecisions : 0);
     std::vector<acc> group(partial.empty() ? 0 : 2 * dim, acc(0));
     acc* gw = group.data();
     acc* gb = gw + dim;
@@ -126,18 +137,18 @@ void backward(const Tensor& dy, const std::optional<Tensor>& dresidual_out, cons
         for_each_vec<acc>(dim, [&](int64_t c, int64_t n) {
           const V d = V::load(dyp + r * dim + c, n);
           const V xhat = (V::load(sp + r * dim + c, n) - mu) * inverse;
-          const V g = w.empty() ? d : d * V::load(w.data() + c, n);
+          const V g = wp ? d * V::load(wp + c, n) : d;
           if (with_weight) fmadd(d, xhat, V::load(gw + c, n)).store(gw + c, n);
           if (with_bias) (d + V::load(gb + c, n)).store(gb + c, n);
-          xhat.store(normal.data() + c, n);
-          g.store(gradient.data() + c, n);
           sum = sum + g;  // lanes beyond the row are zero: d and w read as zero there
           dot = fmadd(g, xhat, dot);
         });
         const V mean_g(rms_norm ? acc(0) : sum.sum() / static_cast<acc>(dim)), mean_dot(dot.sum() / static_cast<acc>(dim));
         if (dropout.on) dropout.multipliers(r, 0, 0, dim, keep.data());
         for_each_vec<acc>(dim, [&](int64_t c, int64_t n) {
-          const V g = V::load(gradient.data() + c, n), xhat = V::load(normal.data() + c, n);
+          // Made again from what the first-level cache still holds: two loads and no store.
+          const V d = V::load(dyp + r * dim + c, n), g = wp ? d * V::load(wp + c, n) : d;
+          const V xhat = (V::load(sp + r * dim + c, n) - mu) * inverse;
           V ds = (g - mean_g - xhat * mean_dot) * inverse;
           if (dsp) ds = ds + V::load(dsp + r * dim + c, n);
           if (drp) ds.store(drp + r * dim + c, n);

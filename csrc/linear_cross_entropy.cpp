@@ -29,9 +29,13 @@ constexpr int64_t kRowBlock = 128;  // rows of x that stay in the second-level c
 constexpr int64_t kSumRows = 16;    // rows of dbias summed in fp32 before the sum goes to fp64: long fp32 sums lose digits
 constexpr int64_t kForwardRows = 4096;
 
-// Rows of a chunk whose logits are kept: half as many where eager's logits, too, take half the memory.
+// Rows of a chunk whose logits are kept. A large vocabulary gets few, for memory's sake (half as many where eager's logits,
+// too, take half); a small one gets more, since every chunk packs the weight anew.
 template <typename T>
-constexpr int64_t kChunkRows = std::is_same_v<T, bfloat16> ? 256 : 512;
+int64_t chunk_rows(int64_t vocab_size) {
+  constexpr int64_t kFewest = std::is_same_v<T, bfloat16> ? 256 : 512, kMost = 1024, kLogits = kFewest << 15;
+  return std::clamp(kLogits / vocab_size / kRowBlock * kRowBlock, kFewest, kMost);
+}
 
 struct Options {
   int64_t ignore_index;
@@ -218,7 +222,8 @@ struct LinearCrossEntropy {
 
   // Loss and gradients, or, where `losses` is null, gradients alone. row_scale: (rows,), 0 for ignored rows.
   void with_gradients(const acc* row_scale, acc* losses, Tensor& dx, Tensor& dweight, Tensor& dbias) const {
-    const int64_t chunks = std::max<int64_t>(1, (rows + kChunkRows<T> - 1) / kChunkRows<T>), most = (rows + chunks - 1) / chunks;
+    const int64_t largest = chunk_rows<T>(vocab_size), chunks = std::max<int64_t>(1, (rows + largest - 1) / largest);
+    const int64_t most = (rows + chunks - 1) / chunks;
     const int64_t groups = std::min(tiles(), std::max<int64_t>(kGroups, at::get_num_threads()));
     Buffer<acc> logits(tiles() * most * kTileColumns), dx_sums(groups * most * dim);
     Buffer<double> dbias_sums(bias ? vocab_size : 0);

@@ -233,4 +233,22 @@ inline void for_each_vec(int64_t n, F&& f) {
   if (c < n) f(c, n - c);
 }
 
+// The sum of f(column, count) over [0, n) in steps of one vector; lanes of f beyond count are zero. Four chains, so that an
+// addition does not wait for the one before.
+template <typename acc, typename F>
+inline Vec<acc> sum_vecs(int64_t n, F&& f) {
+  constexpr int64_t W = Vec<acc>::size;
+  Vec<acc> a(acc(0)), b(acc(0)), c(acc(0)), d(acc(0));
+  int64_t i = 0;
+  for (; i + 4 * W <= n; i += 4 * W) {
+    a = a + f(i, W);
+    b = b + f(i + W, W);
+    c = c + f(i + 2 * W, W);
+    d = d + f(i + 3 * W, W);
+  }
+  for (; i + W <= n; i += W) a = a + f(i, W);
+  if (i < n) b = b + f(i, n - i);
+  return (a + b) + (c + d);
+}
+
 }  // namespace fastformer
