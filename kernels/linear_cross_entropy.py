@@ -217,8 +217,8 @@ class _Chunks:
         """The kernel over one chunk. `scale` is a number on the device, or one a row; the tensors are of all rows."""
         rows = chunk.rows
         block_n = min(TILE, triton.next_power_of_2(self.padded_size))
-        # A small vocabulary shares a program among several rows.
-        block_m = max(1, min(TILE // block_n, triton.next_power_of_2(rows)))
+        # A small vocabulary shares a program among several rows; a whole tile of them would spill on sm_100.
+        block_m = max(1, min(TILE // 2 // block_n, triton.next_power_of_2(rows)))
         if scale is not None and scale.dim() == 1:
             scale = chunk.of(scale)
         _cross_entropy_kernel[(triton.cdiv(rows, block_m),)](
