@@ -175,7 +175,9 @@ def launches_of(call: Callable[[], object], arch: int) -> list[Launch]:
 
 
 def products_of(launch: Launch) -> list[int]:
-    """The rows of each matrix product in a launch's source, as its module declares in PRODUCTS, or []."""
+    """The rows of each product in a launch's source for the matrix units, as its module declares in PRODUCTS, or []."""
+    if launch.arguments.get("PRECISION") == "ieee":
+        return []  # fp32 by FMA
     module = sys.modules[launch.kernel.fn.__module__]
     declared = getattr(module, "PRODUCTS", {}).get(launch.kernel.fn.__name__)
     return declared(launch.arguments) if declared else []

@@ -24,6 +24,7 @@ class Config(NamedTuple):
     num_warps: int
     num_stages: int
     split: bool = False  # backward: dq by a kernel of its own (see attention_backward.py)
+    exact: bool = False  # fp32 products by FMA: the three tf32 ones would spill
 
 
 class Call(NamedTuple):
@@ -49,13 +50,13 @@ def call_of(capability: int, problem: Problem, dtype: torch.dtype, masked: bool)
     )
 
 
-# (architecture's row, block_d up to) -> configs by load. Rows: 80 for all whose products are mma.sync
-# (sm_80 to 89, and 120: they fit 99 KB of shared memory), 90 for wgmma, 100 for tcgen05.
+# (architecture's row, block_d up to) -> configs by load. Rows: 80 for all whose products are mma.sync (sm_80 to 89, and
+# 120 where it has no row of its own: they fit 99 KB of shared memory), 90 for wgmma, 100 for tcgen05.
 FORWARD = {
     (80, 32): (Config(128, 64, 4, 2), Config(64, 64, 4, 2)),
     (80, 64): (Config(128, 64, 8, 2),),
-    (80, 128): (Config(128, 32, 8, 2),),
-    (80, 256): (Config(64, 32, 8, 2),),
+    (80, 128): (Config(128, 32, 8, 3),),
+    (80, 256): (Config(64, 32, 8, 2), Config(64, 16, 8, 2)),
     (90, 32): (Config(128, 64, 4, 3), Config(64, 64, 4, 3)),
     (90, 64): (Config(128, 64, 8, 3),),
     (90, 128): (Config(128, 64, 8, 3), Config(128, 64, 8, 3), Config(128, 32, 8, 3)),
@@ -73,7 +74,7 @@ FORWARD_SHORT = {
     (100, 64): (Config(64, 64, 4, 3),),
 }
 FORWARD_FP32 = {
-    (80, 64): (Config(64, 32, 8, 1),),
+    (80, 64): (Config(64, 32, 8, 1), Config(64, 32, 8, 1), Config(32, 32, 8, 1)),
     (80, 128): (Config(16, 32, 8, 1),),
     (90, 64): (Config(64, 32, 4, 2),),
     (90, 128): (Config(16, 32, 8, 1),),
@@ -82,42 +83,47 @@ FORWARD_FP32 = {
 }
 BACKWARD = {
     (80, 64): (Config(32, 64, 4, 1), Config(32, 64, 8, 1)),
-    (80, 128): (Config(32, 64, 8, 2),),
-    (80, 256): (Config(16, 32, 8, 1, split=True),),
+    (80, 128): (Config(32, 64, 8, 2), Config(32, 32, 8, 2), Config(32, 32, 8, 1)),
+    (80, 256): (Config(16, 32, 8, 1, split=True), Config(16, 32, 8, 1, split=True), Config(32, 16, 8, 1, split=True)),
     (90, 64): (Config(64, 128, 8, 2), Config(32, 128, 8, 2)),
     (90, 128): (Config(32, 128, 8, 2), Config(16, 128, 8, 2), Config(16, 64, 8, 2)),
     (90, 256): (Config(32, 32, 8, 2, split=True), Config(16, 32, 8, 2, split=True)),
     (100, 64): (Config(32, 128, 8, 2),),
     (100, 128): (Config(32, 128, 8, 2),),
-    (100, 256): (Config(32, 32, 8, 2, split=True),),
+    (100, 256): (Config(32, 32, 8, 2, split=True), Config(32, 16, 8, 2, split=True)),
 }
 BACKWARD_FP32 = {
-    (80, 64): (Config(32, 32, 8, 1), Config(16, 32, 8, 1)),
-    (80, 128): (Config(16, 16, 8, 1), Config(16, 16, 8, 1, split=True)),
+    (80, 32): (Config(16, 32, 8, 1),),
+    (80, 64): (Config(32, 32, 8, 1), Config(16, 32, 8, 1), Config(16, 16, 8, 1)),
+    (80, 128): (Config(16, 16, 8, 1), Config(16, 16, 8, 1, exact=True)),
     (90, 32): (Config(16, 32, 8, 1),),
     (90, 64): (Config(32, 32, 8, 1), Config(16, 32, 8, 1)),
     (90, 128): (Config(32, 16, 8, 1), Config(16, 16, 8, 1)),
-    (100, 64): (Config(32, 32, 8, 2), Config(16, 32, 8, 2)),
-    (100, 128): (Config(32, 16, 8, 2),),
+    (100, 32): (Config(16, 32, 8, 1),),
+    (100, 64): (Config(16, 32, 8, 1),),
+    (100, 128): (Config(16, 16, 8, 1),),
+    (120, 128): (Config(16, 16, 8, 1, exact=True),),
 }
 DQ = {
     (80, 64): (Config(64, 64, 8, 1),),
     (80, 128): (Config(64, 32, 8, 1),),
-    (80, 256): (Config(32, 32, 8, 1),),
+    (80, 256): (Config(64, 16, 8, 1),),
     (90, 64): (Config(128, 64, 8, 2),),
     (90, 128): (Config(128, 64, 8, 2),),
     (90, 256): (Config(64, 16, 8, 2),),
     (100, 64): (Config(128, 64, 8, 2),),
     (100, 128): (Config(128, 32, 8, 2),),
-    (100, 256): (Config(32, 32, 8, 2),),
+    (100, 256): (Config(64, 16, 8, 2),),
+    (120, 256): (Config(32, 16, 8, 1),),
 }
 DQ_FP32 = {
     (80, 64): (Config(32, 32, 8, 1),),
     (80, 128): (Config(16, 16, 8, 1),),
     (90, 64): (Config(32, 32, 8, 1),),
     (90, 128): (Config(16, 16, 8, 1),),
-    (100, 64): (Config(32, 32, 8, 2),),
-    (100, 128): (Config(16, 16, 8, 2),),
+    (100, 64): (Config(16, 32, 8, 1),),
+    (100, 128): (Config(16, 16, 8, 2, exact=True),),
+    (120, 128): (Config(16, 16, 8, 2, exact=True),),
 }
 # fp32's three products an operand pair spill in every tile of a larger head.
 LARGEST_FP32_HEAD_DIM = 128
@@ -125,21 +131,26 @@ LARGEST_FP32_HEAD_DIM = 128
 _INTERPRETED = Config(32, 32, 4, 1)
 
 
-def _row(capability: int) -> int:
-    return capability // 10 * 10 if capability in range(90, 110) else 80
+def _rows(capability: int) -> tuple[int, ...]:
+    """The architecture's row, and whose it shares where it has none of its own."""
+    family = capability // 10 * 10
+    return (family,) if family in (90, 100) else (family, 80)
 
 
 def _look_up(kernel: str, call: Call, *tables: dict[tuple[int, int], tuple[Config, ...]]) -> Config:
-    """The measured config of a call if a tuning file has one, else the first table's that covers it."""
+    """The measured config of a call if a tuning file has one, else the first table's that covers it most closely."""
     if call.capability == 0:
         return _INTERPRETED
     measured = _tuning.measured(kernel, call)
     if measured is not None:
         return Config(*measured)
+    rows = _rows(call.capability)
     for table in tables:
-        for (row, largest), configs in table.items():
-            if row == _row(call.capability) and call.block_d <= largest:
-                return configs[min(call.load, len(configs) - 1)]
+        covering = [(largest, rows.index(row)) for row, largest in table if row in rows and call.block_d <= largest]
+        if covering:
+            largest, rank = min(covering)
+            configs = table[rows[rank], largest]
+            return configs[min(call.load, len(configs) - 1)]
     raise AssertionError(f"no config for {call}")
 
 

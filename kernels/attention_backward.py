@@ -445,7 +445,6 @@ def launch_backward(
         "HEAD_DIM": problem.head_dim,
         "UNIT": unit,
         "BLOCK_D": problem.block_d,
-        "PRECISION": problem.precision,
     }
     sizes = (
         problem.softmax_scale, keep_scale, dropped, problem.seqlen_q, problem.seqlen_k,
@@ -465,7 +464,8 @@ def launch_backward(
         *mask_strides(attn_mask), *mask_strides(dmask if dmask_mode != "none" else None),
         **shared,
         DQ=dq_mode, DMASK=dmask_mode,
-        BLOCK_M=config.block_m, BLOCK_N=config.block_n, num_warps=config.num_warps, num_stages=config.num_stages,
+        BLOCK_M=config.block_m, BLOCK_N=config.block_n, PRECISION="ieee" if config.exact else problem.precision,
+        num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
 
     if dq_mode == "none":
@@ -480,7 +480,8 @@ def launch_backward(
             *strides(q, packed, unit), *strides(k, packed, unit), *strides(v, packed, unit),
             *strides(dout, packed, unit), *strides(dq, packed, unit), *lse_strides, *mask_strides(attn_mask),
             **shared,
-            BLOCK_M=config.block_m, BLOCK_N=config.block_n, num_warps=config.num_warps, num_stages=config.num_stages,
+            BLOCK_M=config.block_m, BLOCK_N=config.block_n, PRECISION="ieee" if config.exact else problem.precision,
+            num_warps=config.num_warps, num_stages=config.num_stages,
         )  # fmt: skip
     if dmask_mode != "none":
         broadcast = [dim for dim in range(4) if attn_mask.shape[dim] == 1 and dmask.shape[dim] != 1]
