@@ -14,6 +14,7 @@
 #include <torch/library.h>
 
 #include <optional>
+#include <utility>
 #include <vector>
 
 #include "philox.h"
@@ -29,10 +30,10 @@ constexpr int64_t kGroup = 16;  // rows summed before the sum is added to the bl
 
 int64_t grain(int64_t dim) { return std::max<int64_t>(1, kSerialElements / std::max<int64_t>(dim, 1)); }
 
-// The vector of a parameter in the accumulation type; empty where there is none.
+// The vector of a parameter in the accumulation type; `absent` throughout where there is none.
 template <typename acc>
-std::vector<acc> widened(const std::optional<Tensor>& parameter) {
-  if (!parameter.has_value()) return {};
+std::vector<acc> widened(const std::optional<Tensor>& parameter, int64_t dim, acc absent) {
+  if (!parameter.has_value()) return std::vector<acc>(dim, absent);
   const Tensor flat = parameter->to(c10::CppTypeToScalarType<acc>::value).contiguous();
   return {flat.const_data_ptr<acc>(), flat.const_data_ptr<acc>() + flat.numel()};
 }
@@ -41,14 +42,48 @@ Dropout make_dropout(double p, const std::optional<Tensor>& seed) {
   return Dropout(p, seed.has_value() ? seed->const_data_ptr<int64_t>() : nullptr);
 }
 
+// The rows are functions of their own, not closures: vectors are stored through pointers that may alias anything, so what a
+// closure holds would be read again after each store.
+
+// x, residual -> s, y of one row; returns mean and rstd. Compiled once for each way to read a row: a test in the inner loop
+// costs as much as the arithmetic there.
+template <bool kDropout, bool kResidual, typename T, typename R, typename acc>
+std::pair<acc, acc> forward_row(const T* x, const R* residual, const acc* keep, const acc* w, const acc* b, acc eps,
+                                bool rms_norm, int64_t dim, R* s, T* y) {
+  using V = Vec<acc>;
+  constexpr bool kSum = kDropout || kResidual;
+  // What is normalised, as it is kept: rounded, and in the first-level cache by then.
+  const auto kept = [=](int64_t c, int64_t n) {
+    if constexpr (kSum) return V::load(s + c, n);
+    else return V::load(x + c, n);
+  };
+  const V sum = sum_vecs<acc>(dim, [=](int64_t c, int64_t n) {
+    V v = V::load(x + c, n);
+    if constexpr (kDropout) v = v * V::load(keep + c, n);
+    if constexpr (kResidual) v = v + V::load(residual + c, n);
+    if constexpr (kSum) v.store(s + c, n);
+    if constexpr (kSum && !std::is_same_v<R, acc>) v = kept(c, n);
+    return v;
+  });
+  const acc mean = rms_norm ? acc(0) : sum.sum() / static_cast<acc>(dim);
+  const V square = sum_vecs<acc>(dim, [=](int64_t c, int64_t n) {
+    const V d = (kept(c, n) - V(mean)).first_lanes(n);
+    return d * d;
+  });
+  const acc rstd = acc(1) / std::sqrt(square.sum() / static_cast<acc>(dim) + eps);
+  for_each_vec<acc>(dim, [=](int64_t c, int64_t n) {
+    fmadd((kept(c, n) - V(mean)) * V(rstd), V::load(w + c, n), V::load(b + c, n)).store(y + c, n);
+  });
+  return {mean, rstd};
+}
+
 template <typename T, typename R>
 void forward(const Tensor& x, const std::optional<Tensor>& residual, const std::optional<Tensor>& weight,
              const std::optional<Tensor>& bias, double eps, const Dropout& dropout, bool rms_norm, Tensor& y, Tensor& s,
              Tensor& mean, Tensor& rstd) {
   using acc = acc_t<T>;
-  using V = Vec<acc>;
   const int64_t dim = x.size(-1), rows = dim == 0 ? 0 : x.numel() / dim;
-  const std::vector<acc> w = widened<acc>(weight), b = widened<acc>(bias);
+  const std::vector<acc> w = widened<acc>(weight, dim, 1), b = widened<acc>(bias, dim, 0);
   const T* xp = x.const_data_ptr<T>();
   const R* rp = residual.has_value() ? residual->const_data_ptr<R>() : nullptr;
   R* sp = s.numel() ? s.mutable_data_ptr<R>() : nullptr;
@@ -56,39 +91,15 @@ void forward(const Tensor& x, const std::optional<Tensor>& residual, const std::
   acc* mp = rms_norm ? nullptr : mean.mutable_data_ptr<acc>();
   acc* rstdp = rstd.mutable_data_ptr<acc>();
 
-  const acc *wp = w.empty() ? nullptr : w.data(), *bp = b.empty() ? nullptr : b.data();
-
-  // Compiled once for each way to read a row: a test in the inner loop costs as much as the arithmetic there.
   const auto normalise_rows = [&]<bool kDropout, bool kResidual>(int64_t begin, int64_t end) {
-    std::vector<acc> row(dim + V::size), keep(kDropout ? dim + Dropout::kDecisions : 0);
+    std::vector<acc> keep(kDropout ? dim + Dropout::kDecisions : 0);
     for (int64_t r = begin; r < end; ++r) {
-      const T* xr = xp + r * dim;
       if constexpr (kDropout) dropout.multipliers(r, 0, 0, dim, keep.data());
-      const V sum = sum_vecs<acc>(dim, [&](int64_t c, int64_t n) {
-        V v = V::load(xr + c, n);
-        if constexpr (kDropout) v = v * V::load(keep.data() + c, n);
-        if constexpr (kResidual) v = v + V::load(rp + r * dim + c, n);
-        if constexpr (kDropout || kResidual) {
-          v.store(sp + r * dim + c, n);
-          v = V::load(sp + r * dim + c, n);  // normalise what is kept, rounded as it is kept
-        }
-        v.store(row.data() + c, n);
-        return v;
-      });
-      const acc mu = rms_norm ? acc(0) : sum.sum() / static_cast<acc>(dim);
-      const V square = sum_vecs<acc>(dim, [&](int64_t c, int64_t n) {
-        const V d = (V::load(row.data() + c, n) - V(mu)).first_lanes(n);
-        return d * d;
-      });
-      const acc inverse = acc(1) / std::sqrt(square.sum() / static_cast<acc>(dim) + static_cast<acc>(eps));
+      const auto [mu, inverse] = forward_row<kDropout, kResidual>(
+          xp + r * dim, rp + (kResidual ? r * dim : 0), keep.data(), w.data(), b.data(), static_cast<acc>(eps), rms_norm,
+          dim, sp + (kDropout || kResidual ? r * dim : 0), yp + r * dim);
       if (mp) mp[r] = mu;
       rstdp[r] = inverse;
-      for_each_vec<acc>(dim, [&](int64_t c, int64_t n) {
-        V v = (V::load(row.data() + c, n) - V(mu)) * V(inverse);
-        if (wp) v = v * V::load(wp + c, n);
-        if (bp) v = v + V::load(bp + c, n);
-        v.store(yp + r * dim + c, n);
-      });
     }
   };
   at::parallel_for(0, rows, grain(dim), [&](int64_t begin, int64_t end) {
@@ -102,14 +113,43 @@ void forward(const Tensor& x, const std::optional<Tensor>& residual, const std::
   });
 }
 
+// dy, ds, s -> dx (and dresidual, where it is not the same) of one row; adds the row to dw and db. `keep` and ds are null
+// where there are none.
+template <bool kDropout, bool kStream, typename T, typename R, typename acc>
+void backward_row(const T* dy, const R* ds, const R* s, const acc* keep, const acc* w, acc mean, acc rstd, bool rms_norm,
+                  int64_t dim, acc* dw, acc* db, T* dx, R* dresidual) {
+  using V = Vec<acc>;
+  const V mu(mean), inverse(rstd);
+  V sum(acc(0)), dot(acc(0));
+  for_each_vec<acc>(dim, [=, &sum, &dot](int64_t c, int64_t n) {
+    const V d = V::load(dy + c, n);
+    const V xhat = (V::load(s + c, n) - mu) * inverse;
+    const V g = d * V::load(w + c, n);
+    fmadd(d, xhat, V::load(dw + c, n)).store(dw + c, n);
+    (d + V::load(db + c, n)).store(db + c, n);
+    sum = sum + g;  // lanes beyond the row are zero: d and w read as zero there
+    dot = fmadd(g, xhat, dot);
+  });
+  const V mean_g(rms_norm ? acc(0) : sum.sum() / static_cast<acc>(dim)), mean_dot(dot.sum() / static_cast<acc>(dim));
+  for_each_vec<acc>(dim, [=](int64_t c, int64_t n) {
+    // Made again from what the first-level cache still holds: three loads and no store.
+    const V g = V::load(dy + c, n) * V::load(w + c, n);
+    const V xhat = (V::load(s + c, n) - mu) * inverse;
+    V d = (g - mean_g - xhat * mean_dot) * inverse;
+    if constexpr (kStream) d = d + V::load(ds + c, n);
+    if (dresidual) d.store(dresidual + c, n);
+    if constexpr (kDropout) d = d * V::load(keep + c, n);
+    d.store(dx + c, n);
+  });
+}
+
 template <typename T, typename R>
 void backward(const Tensor& dy, const std::optional<Tensor>& dresidual_out, const Tensor& s,
               const std::optional<Tensor>& weight, const Tensor& mean, const Tensor& rstd, const Dropout& dropout,
               bool rms_norm, Tensor& dx, Tensor& dresidual, Tensor& dweight, Tensor& dbias) {
   using acc = acc_t<T>;
-  using V = Vec<acc>;
   const int64_t dim = s.size(-1), rows = dim == 0 ? 0 : s.numel() / dim;
-  const std::vector<acc> w = widened<acc>(weight);
+  const std::vector<acc> w = widened<acc>(weight, dim, 1);
   const T* dyp = dy.const_data_ptr<T>();
   const R* dsp = dresidual_out.has_value() ? dresidual_out->const_data_ptr<R>() : nullptr;
   const R* sp = s.const_data_ptr<R>();
@@ -117,45 +157,21 @@ void backward(const Tensor& dy, const std::optional<Tensor>& dresidual_out, cons
   const acc* rstdp = rstd.const_data_ptr<acc>();
   T* dxp = dx.mutable_data_ptr<T>();
   R* drp = dresidual.numel() ? dresidual.mutable_data_ptr<R>() : nullptr;
-  const acc* wp = w.empty() ? nullptr : w.data();
-  const bool with_weight = dweight.numel() > 0, with_bias = dbias.numel() > 0;
 
   // Blocks of rows, as many whatever the number of threads: their partial sums are added in order below.
   const int64_t block = std::max<int64_t>(64, (rows + 63) / 64), blocks = (rows + block - 1) / block;
-  std::vector<acc> partial(with_weight || with_bias ? blocks * 2 * dim : 0, acc(0));
-  at::parallel_for(0, blocks, std::max<int64_t>(1, grain(dim) / block), [&](int64_t begin, int64_t end) {
-    std::vector<acc> keep(dropout.on ? dim + Dropout::kDecisions : 0);
-    std::vector<acc> group(partial.empty() ? 0 : 2 * dim, acc(0));
-    acc* gw = group.data();
-    acc* gb = gw + dim;
+  std::vector<acc> partial(blocks * 2 * dim, acc(0));
+  const auto differentiate_blocks = [&]<bool kDropout, bool kStream>(int64_t begin, int64_t end) {
+    std::vector<acc> keep(kDropout ? dim + Dropout::kDecisions : 0), group(2 * dim, acc(0));
     for (int64_t i = begin; i < end; ++i) {
       acc* sums = partial.data() + i * 2 * dim;
       const int64_t first = i * block, last = std::min(rows, first + block);
       for (int64_t r = first; r < last; ++r) {
-        const V mu(mp ? mp[r] : acc(0)), inverse(rstdp[r]);
-        V sum(acc(0)), dot(acc(0));
-        for_each_vec<acc>(dim, [&](int64_t c, int64_t n) {
-          const V d = V::load(dyp + r * dim + c, n);
-          const V xhat = (V::load(sp + r * dim + c, n) - mu) * inverse;
-          const V g = wp ? d * V::load(wp + c, n) : d;
-          if (with_weight) fmadd(d, xhat, V::load(gw + c, n)).store(gw + c, n);
-          if (with_bias) (d + V::load(gb + c, n)).store(gb + c, n);
-          sum = sum + g;  // lanes beyond the row are zero: d and w read as zero there
-          dot = fmadd(g, xhat, dot);
-        });
-        const V mean_g(rms_norm ? acc(0) : sum.sum() / static_cast<acc>(dim)), mean_dot(dot.sum() / static_cast<acc>(dim));
-        if (dropout.on) dropout.multipliers(r, 0, 0, dim, keep.data());
-        for_each_vec<acc>(dim, [&](int64_t c, int64_t n) {
-          // Made again from what the first-level cache still holds: two loads and no store.
-          const V d = V::load(dyp + r * dim + c, n), g = wp ? d * V::load(wp + c, n) : d;
-          const V xhat = (V::load(sp + r * dim + c, n) - mu) * inverse;
-          V ds = (g - mean_g - xhat * mean_dot) * inverse;
-          if (dsp) ds = ds + V::load(dsp + r * dim + c, n);
-          if (drp) ds.store(drp + r * dim + c, n);
-          if (dropout.on) ds = ds * V::load(keep.data() + c, n);
-          ds.store(dxp + r * dim + c, n);
-        });
-        if (!group.empty() && ((r - first) % kGroup == kGroup - 1 || r == last - 1)) {
+        if constexpr (kDropout) dropout.multipliers(r, 0, 0, dim, keep.data());
+        backward_row<kDropout, kStream>(dyp + r * dim, dsp + (kStream ? r * dim : 0), sp + r * dim, keep.data(), w.data(),
+                                        mp ? mp[r] : acc(0), rstdp[r], rms_norm, dim, group.data(), group.data() + dim,
+                                        dxp + r * dim, drp ? drp + r * dim : nullptr);
+        if ((r - first) % kGroup == kGroup - 1 || r == last - 1) {
           for (int64_t c = 0; c < 2 * dim; ++c) {
             sums[c] += group[c];
             group[c] = acc(0);
@@ -163,9 +179,18 @@ void backward(const Tensor& dy, const std::optional<Tensor>& dresidual_out, cons
         }
       }
     }
+  };
+  at::parallel_for(0, blocks, std::max<int64_t>(1, grain(dim) / block), [&](int64_t begin, int64_t end) {
+    if (dropout.on) {
+      if (dsp) differentiate_blocks.template operator()<true, true>(begin, end);
+      else differentiate_blocks.template operator()<true, false>(begin, end);
+    } else {
+      if (dsp) differentiate_blocks.template operator()<false, true>(begin, end);
+      else differentiate_blocks.template operator()<false, false>(begin, end);
+    }
   });
   for (int64_t i = 1; i < blocks; ++i)
-    for (int64_t c = 0; c < static_cast<int64_t>(partial.size() / blocks); ++c) partial[c] += partial[i * 2 * dim + c];
+    for (int64_t c = 0; c < 2 * dim; ++c) partial[c] += partial[i * 2 * dim + c];
   const auto finish = [&](Tensor& to, int64_t from) {
     if (to.numel() == 0) return;
     Tensor sum = at::empty({dim}, to.options().dtype(c10::CppTypeToScalarType<acc>::value));

@@ -46,31 +46,38 @@ Tensor checked(const Tensor& indices, int64_t size, const char* what) {
   return wide;
 }
 
+// One row of the output. A function of its own, not a closure: vectors are stored through pointers that may alias anything,
+// so what a closure holds would be read again after each store. `token`, `place` and `keep` are null where there is none.
+template <typename T, typename P, typename acc = acc_t<T>>
+void forward_row(const T* token, const P* place, acc scale, const acc* keep, int64_t dim, T* to) {
+  using V = Vec<acc>;
+  for_each_vec<acc>(dim, [=](int64_t c, int64_t n) {
+    V v = token ? V::load(token + c, n) * V(scale) : V(acc(0));
+    if (place) v = v + V::load(place + c, n);
+    if (keep) v = v * V::load(keep + c, n);
+    v.store(to + c, n);
+  });
+}
+
 // P: the dtype of the position table.
 template <typename T, typename P>
 void forward(const Tensor& ids, const Tensor& weight, const OptionalTensor& table, const OptionalTensor& positions, double scale,
              int64_t padding_idx, const Dropout& dropout, Tensor& out) {
   using acc = acc_t<T>;
-  using V = Vec<acc>;
   const int64_t dim = weight.size(1), seqlen = ids.size(-1);
   const int64_t* id = ids.const_data_ptr<int64_t>();
   const int64_t* position = positions ? positions->const_data_ptr<int64_t>() : nullptr;
   const T* w = weight.const_data_ptr<T>();
   const P* p = table ? table->const_data_ptr<P>() : nullptr;
   T* to = out.mutable_data_ptr<T>();
-  const V factor(static_cast<acc>(scale));
+  const acc factor = static_cast<acc>(scale);
   at::parallel_for(0, ids.numel(), grain(dim), [&](int64_t begin, int64_t end) {
     std::vector<acc> keep(dropout.on ? dim + Dropout::kDecisions : 0);
     for (int64_t i = begin; i < end; ++i) {
       const T* token = id[i] == padding_idx ? nullptr : w + id[i] * dim;
       const P* place = p ? p + (position ? position[i] : i % seqlen) * dim : nullptr;
       if (dropout.on) dropout.multipliers(i, 0, 0, dim, keep.data());
-      for_each_vec<acc>(dim, [&](int64_t c, int64_t n) {
-        V v = token ? V::load(token + c, n) * factor : V(acc(0));
-        if (place) v = v + V::load(place + c, n);
-        if (dropout.on) v = v * V::load(keep.data() + c, n);
-        v.store(to + i * dim + c, n);
-      });
+      forward_row(token, place, factor, dropout.on ? keep.data() : nullptr, dim, to + i * dim);
     }
   });
 }
@@ -88,13 +95,25 @@ struct ByRow {
   }
 };
 
+// to = scale * (keep * from + group + total), of one row; each but `from` may be null, and then counts for nothing.
+template <typename T, typename O, typename acc>
+void add_row(const T* from, const acc* keep, const acc* group, const acc* total, acc scale, int64_t dim, O* to) {
+  using V = Vec<acc>;
+  for_each_vec<acc>(dim, [=](int64_t c, int64_t n) {
+    V v = V::load(from + c, n);
+    if (keep) v = v * V::load(keep + c, n);
+    if (group) v = v + V::load(group + c, n);
+    if (total) v = v + V::load(total + c, n);
+    (v * V(scale)).store(to + c, n);
+  });
+}
+
 // to (rows, dim): scale times the sum of a row's tokens in dropout(dout). Row `skipped` is zeros.
 template <typename T>
 void sum_rows(const T* dout, int64_t dim, const ByRow& tokens, int64_t skipped, double scale, const Dropout& dropout, T* to) {
   using acc = acc_t<T>;
-  using V = Vec<acc>;
   const int64_t rows = static_cast<int64_t>(tokens.start.size()) - 1, all = static_cast<int64_t>(tokens.order.size());
-  const V factor(static_cast<acc>(scale));
+  const acc factor = static_cast<acc>(scale);
   // A share ends where its part of (tokens + rows) does, so that one thread does not get all the frequent tokens.
   const auto first_row = [&](int64_t share) {
     const int64_t work = share * (all + rows) / kShares;
@@ -119,14 +138,10 @@ void sum_rows(const T* dout, int64_t dim, const ByRow& tokens, int64_t skipped, 
         const int64_t token = tokens.order[from + i];
         const bool starts = i % kGroup == 0, finishes = i % kGroup == kGroup - 1 || i == count - 1;
         if (dropout.on) dropout.multipliers(token, 0, 0, dim, keep.data());
-        for_each_vec<acc>(dim, [&](int64_t c, int64_t n) {
-          V v = V::load(dout + token * dim + c, n);
-          if (dropout.on) v = v * V::load(keep.data() + c, n);
-          if (!starts) v = v + V::load(group.data() + c, n);
-          if (finishes && i >= kGroup) v = v + V::load(total.data() + c, n);
-          if (i == count - 1) (v * factor).store(to + r * dim + c, n);
-          else v.store((finishes ? total : group).data() + c, n);
-        });
+        const acc *kept = dropout.on ? keep.data() : nullptr, *of_group = starts ? nullptr : group.data();
+        const acc* of_row = finishes && i >= kGroup ? total.data() : nullptr;
+        if (i == count - 1) add_row(dout + token * dim, kept, of_group, of_row, factor, dim, to + r * dim);
+        else add_row(dout + token * dim, kept, of_group, of_row, acc(1), dim, (finishes ? total : group).data());
       }
     }
   });

@@ -105,25 +105,30 @@ struct Forward {
     const bool gated = activation == Activation::swiglu;
     T* pre_to = saved + r * (gated ? 2 * hidden : hidden) + column;
     T* hidden_to = hidden_rows + r * hidden + column;
-    for_each_vec<acc>(columns, [&](int64_t c, int64_t n) {
+    // Copies: what *this holds would be read again after every store, which may alias anything.
+    const Activation a = activation;
+    const bool drops = dropout.on;
+    const int64_t width = hidden;
+    const T* bias = bias1 ? bias1 + column : nullptr;
+    for_each_vec<acc>(columns, [=, &keep](int64_t c, int64_t n) {
       V x = V::load(gate + c, n);
-      if (bias1) x = x + V::load(bias1 + column + c, n);
+      if (bias) x = x + V::load(bias + c, n);
       V h;
-      if (activation == Activation::relu) {
-        h = activate<acc>(activation, x);
+      if (a == Activation::relu) {
+        h = activate<acc>(a, x);
       } else {
         x.store(pre_to + c, n);
         x = V::load(pre_to + c, n);  // as backward will see it
         if (gated) {
           V y = V::load(up + c, n);
-          if (bias1) y = y + V::load(bias1 + hidden + column + c, n);
-          y.store(pre_to + hidden + c, n);
-          h = x * sigmoid(x) * V::load(pre_to + hidden + c, n);
+          if (bias) y = y + V::load(bias + width + c, n);
+          y.store(pre_to + width + c, n);
+          h = x * sigmoid(x) * V::load(pre_to + width + c, n);
         } else {
-          h = activate<acc>(activation, x);
+          h = activate<acc>(a, x);
         }
       }
-      if (dropout.on) h = h * V::load(keep + c, n);
+      if (drops) h = h * V::load(keep + c, n);
       h.store(hidden_to + c, n);
     });
   }
@@ -182,7 +187,8 @@ void backward_row(Activation activation, const Dropout& dropout, int64_t hidden,
   acc keep[kTileColumns + Dropout::kDecisions];
   if (dropout.on && activation != Activation::relu) dropout.multipliers(r, 0, column, columns, keep);
   const V scale(static_cast<acc>(dropout.scale));
-  for_each_vec<acc>(columns, [&](int64_t c, int64_t n) {
+  const bool drops = dropout.on;
+  for_each_vec<acc>(columns, [=, &keep](int64_t c, int64_t n) {
     V dh = V::load(dhidden + c, n);
     const V x = V::load(saved + at + c, n);
     if (activation == Activation::relu) {
@@ -190,7 +196,7 @@ void backward_row(Activation activation, const Dropout& dropout, int64_t hidden,
       return;
     }
     V multiplier(acc(1));
-    if (dropout.on) multiplier = V::load(keep + c, n);
+    if (drops) multiplier = V::load(keep + c, n);
     dh = dh * multiplier;
     V h;
     if (gated) {
