@@ -25,7 +25,7 @@ import torch  # noqa: E402
 
 from benchmarks import record  # noqa: E402
 from benchmarks.case import Benchmark, Provider, cast, outputs_of, results, timed_call  # noqa: E402
-from benchmarks.timing import measure_machine, peak_bytes, time_interleaved  # noqa: E402
+from benchmarks.timing import keep_freed_memory, measure_machine, peak_bytes, time_interleaved  # noqa: E402
 from fastformer.ops import use_backend  # noqa: E402
 
 ROOT = Path(__file__).parents[1]
@@ -213,6 +213,7 @@ def main(arguments: list[str] | None = None) -> int:
     if options.quick:
         options.rounds, options.seconds = 5, 4.0
 
+    keep_freed_memory()
     shared = record.environment(options.device)
     print(f"{shared['device']}, {shared['threads']} threads, torch {shared['torch']}, commit {shared['commit']}")
     failed = False

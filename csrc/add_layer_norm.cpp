@@ -58,6 +58,8 @@ std::pair<acc, acc> forward_row(const T* x, const R* residual, const acc* keep, 
     else return V::load(x + c, n);
   };
   const V sum = sum_vecs<acc>(dim, [=](int64_t c, int64_t n) {
+    __builtin_prefetch(x + dim + c);  // the next row, while there is arithmetic to do; a store would wait for its line, too
+    if constexpr (kResidual) __builtin_prefetch(residual + dim + c);
     V v = V::load(x + c, n);
     if constexpr (kDropout) v = v * V::load(keep + c, n);
     if constexpr (kResidual) v = v + V::load(residual + c, n);
@@ -67,6 +69,8 @@ std::pair<acc, acc> forward_row(const T* x, const R* residual, const acc* keep, 
   });
   const acc mean = rms_norm ? acc(0) : sum.sum() / static_cast<acc>(dim);
   const V square = sum_vecs<acc>(dim, [=](int64_t c, int64_t n) {
+    if constexpr (kSum) __builtin_prefetch(s + dim + c, 1);
+    __builtin_prefetch(y + dim + c, 1);
     const V d = (kept(c, n) - V(mean)).first_lanes(n);
     return d * d;
   });

@@ -8,6 +8,7 @@ can take the call and, if not, runs the reference and says so once with the kern
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import importlib.util
 import logging
@@ -53,6 +54,7 @@ def is_strict() -> bool:
     return os.environ.get("FASTFORMER_STRICT", "0") == "1"
 
 
+@functools.cache
 def triton_kernel(stem: str) -> ModuleType | None:
     """The module `fastformer.kernels.<stem>`, or None where there is none or no triton. Imported on first use only."""
     if importlib.util.find_spec("triton") is None or importlib.util.find_spec(f"fastformer.kernels.{stem}") is None:
