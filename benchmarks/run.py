@@ -203,6 +203,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="one small shape an op, few rounds")
     parser.add_argument("--rounds", type=int, default=15, help="turns of each provider")
     parser.add_argument("--seconds", type=float, default=60.0, help="about how long one shape may take")
+    parser.add_argument("--warm-malloc", action="store_true", help="no page faults: malloc keeps what is freed (glibc)")
     parser.add_argument("--memory", action="store_true", help="measure peak memory too")
     parser.add_argument("--out", type=Path, help="append JSON lines to this file")
     parser.add_argument("--compare", nargs=2, type=Path, metavar=("OLD", "NEW"), help="compare two files of results")
@@ -213,7 +214,8 @@ def main(arguments: list[str] | None = None) -> int:
     if options.quick:
         options.rounds, options.seconds = 5, 4.0
 
-    keep_freed_memory()
+    if options.warm_malloc:
+        keep_freed_memory()
     shared = record.environment(options.device)
     print(f"{shared['device']}, {shared['threads']} threads, torch {shared['torch']}, commit {shared['commit']}")
     failed = False
