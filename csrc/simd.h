@@ -7,6 +7,7 @@
 
 #pragma once
 
+#include <c10/core/CPUAllocator.h>
 #include <c10/util/BFloat16.h>
 #include <immintrin.h>
 
@@ -15,7 +16,6 @@
 #include <cstdint>
 #include <cstring>
 #include <limits>
-#include <memory>
 #include <type_traits>
 
 namespace fastformer {
@@ -221,17 +221,18 @@ inline Vec<float> exp(Vec<float> x) {
 }
 inline Vec<double> exp(Vec<double> x) { return std::exp(x.v); }
 
-// n elements that nobody has written yet: std::vector would spend a pass on zeros.
+// n elements that nobody has written yet (std::vector would spend a pass on zeros), aligned to a cache line, from the
+// allocator that tensors come from: what measures their memory measures this, too.
 template <typename T>
 class Buffer {
  public:
   Buffer() = default;
-  explicit Buffer(int64_t n) : data_(new T[n]) {}
-  T* data() { return data_.get(); }
-  const T* data() const { return data_.get(); }
+  explicit Buffer(int64_t n) : data_(c10::GetCPUAllocator()->allocate(static_cast<size_t>(n) * sizeof(T))) {}
+  T* data() { return static_cast<T*>(data_.get()); }
+  const T* data() const { return static_cast<const T*>(data_.get()); }
 
  private:
-  std::unique_ptr<T[]> data_;
+  c10::DataPtr data_;
 };
 
 // Runs f(column, count) over [0, n) in steps of one vector; count < size only in the last step.
