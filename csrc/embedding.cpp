@@ -156,7 +156,7 @@ void dispatch(at::ScalarType dtype, F&& f) {
 }
 
 Tensor embedding_fwd(const Tensor& ids_in, const Tensor& weight_in, const OptionalTensor& table_in, const OptionalTensor& positions_in,
-                     double scale, int64_t padding_idx, double dropout_p, const OptionalTensor& dropout_seed) {
+                     double scale, int64_t padding_idx, double dropout_p, const OptionalTensor& dropout_seed, bool /* atomics */) {
   const Tensor ids = checked(ids_in, weight_in.size(0), "token ids"), weight = weight_in.contiguous();
   OptionalTensor table, positions;
   if (positions_in) positions = checked(*positions_in, table_in->size(0), "positions");
@@ -177,7 +177,8 @@ Tensor embedding_fwd(const Tensor& ids_in, const Tensor& weight_in, const Option
 
 std::tuple<Tensor, Tensor> embedding_bwd(const Tensor& dout_in, const Tensor& ids_in, const OptionalTensor& positions_in,
                                          int64_t num_embeddings, int64_t num_positions, double scale, int64_t padding_idx,
-                                         double dropout_p, const OptionalTensor& dropout_seed, at::ScalarType dtype) {
+                                         double dropout_p, const OptionalTensor& dropout_seed, at::ScalarType dtype,
+                                         bool /* atomics: these sums need none to be fast */) {
   const Tensor dout = dout_in.contiguous(), ids = checked(ids_in, num_embeddings, "token ids");
   const int64_t dim = dout.size(-1), seqlen = ids.size(-1), tokens = ids.numel();
   Tensor dweight = at::empty({num_embeddings, dim}, dout.options().dtype(dtype));
@@ -202,10 +203,10 @@ std::tuple<Tensor, Tensor> embedding_bwd(const Tensor& dout_in, const Tensor& id
 TORCH_LIBRARY_FRAGMENT(fastformer_cpp, m) {
   m.def(
       "embedding_fwd(Tensor ids, Tensor weight, Tensor? position_table, Tensor? positions, float scale, int padding_idx, "
-      "float dropout_p, Tensor? dropout_seed) -> Tensor");
+      "float dropout_p, Tensor? dropout_seed, bool atomics) -> Tensor");
   m.def(
       "embedding_bwd(Tensor dout, Tensor ids, Tensor? positions, int num_embeddings, int num_positions, float scale, "
-      "int padding_idx, float dropout_p, Tensor? dropout_seed, ScalarType dtype) -> (Tensor, Tensor)");
+      "int padding_idx, float dropout_p, Tensor? dropout_seed, ScalarType dtype, bool atomics) -> (Tensor, Tensor)");
 }
 
 TORCH_LIBRARY_IMPL(fastformer_cpp, CPU, m) {

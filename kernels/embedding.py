@@ -1,4 +1,4 @@
-"""Token embedding: gather, scale, position and dropout in one pass; gradients summed without atomics.
+"""Token embedding: gather, scale, position and dropout in one pass; gradients summed in one order always.
 
 Forward, a program takes some tokens and up to 1024 columns: it reads the token's row and the position's, and writes
 their sum. Rows of the padding id are not read.
@@ -8,7 +8,8 @@ sorted tokens are cut into chunks of CHUNK. Within a chunk the first token of ea
 rows of dout; a run that lies in one chunk goes straight to its row of dweight, one that goes on leaves an fp32 sum for
 each chunk, and a second kernel adds these. So a word that makes up a tenth of the batch is summed by many programs.
 The gradient of a learned position table is the same sum with positions in the place of ids (in order they need no
-sort). Nothing depends on a number that the host would have to wait for.
+sort). Nothing depends on a number that the host would have to wait for. On request atomics add the tokens up as they
+come, in fp32: no sort, but no order either.
 
 Bytes an element of tokens * dim in half dtypes: forward 6 (the token's and the position's row, out; the table stays
 in L2: 4), backward 2 of dout for each table that learns, and the gradient of the whole table once, zeros included: 4
@@ -199,12 +200,47 @@ def _sum_chunks_kernel(
         tl.store(sums_ptrs, tl.cast(total, sums_ptr.dtype.element_ty), mask=columns < DIM)
 
 
+@triton.jit(do_not_specialize=_COUNTS)
+def _scatter_kernel(
+    keys_ptr,
+    dout_ptr,
+    seed_ptr,
+    sums_ptr,
+    num_tokens,
+    num_rows,
+    skipped,
+    dout_row,
+    scale,
+    threshold,
+    keep_scale,
+    UNIT: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Adds BLOCK_N columns of BLOCK_M tokens of dropout(dout) to the fp32 rows of their keys, by atomics."""
+    tokens = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    first_column = tl.program_id(1) * BLOCK_N
+    columns = first_column + tl.arange(0, BLOCK_N)
+    keys = tl.load(keys_ptr + tokens, mask=tokens < num_tokens, other=-1).to(tl.int64)
+    here = ((keys >= 0) & (keys < num_rows) & (keys != skipped))[:, None]
+    if DIM % BLOCK_N != 0:
+        here = here & (columns < DIM)[None, :]
+    rows = dout_ptr + (tokens.to(tl.int64) * dout_row * UNIT)[:, None] + columns[None, :]
+    dout = tl.load(rows, mask=here, other=0.0).to(tl.float32)
+    if seed_ptr is not None:
+        key0, key1, offset = load_dropout_key(seed_ptr)
+        keep = keep_mask_tile(tokens, first_column, 0, key0, key1, offset, threshold, BLOCK_M, BLOCK_N)
+        dout = tl.where(keep, dout * keep_scale, 0.0)
+    tl.atomic_add(sums_ptr + (keys * DIM)[:, None] + columns[None, :], dout * scale, mask=here, sem="relaxed")
+
+
 def why_unsupported(op_name: str, *args: object) -> str | None:
     """Why the kernels can't take a call of embedding_fwd or _bwd; None if they can."""
     if op_name == "embedding_fwd":
         device, dtypes = args[0].device, [t.dtype for t in args[1:3] if t is not None]
     else:
-        device, dtypes = args[0].device, [args[0].dtype, args[-1]]
+        device, dtypes = args[0].device, [args[0].dtype, args[-2]]
     for dtype in dtypes:
         if dtype not in DTYPES:
             return f"the inputs are {dtype}, not float16, bfloat16 or float32"
@@ -222,8 +258,9 @@ def embedding_fwd(
     padding_idx: int,
     dropout_p: float,
     dropout_seed: Tensor | None,
+    atomics: bool,
 ) -> Tensor:
-    """`fastformer::embedding_fwd`: the sum, dropped."""
+    """`fastformer::embedding_fwd`: the sum, dropped. `atomics` waits for backward."""
     num_tokens, dim = ids.numel(), weight.shape[1]
     out = weight.new_empty(*ids.shape, dim)
     if num_tokens == 0:
@@ -312,6 +349,44 @@ def _sum_by_key(
     return sums
 
 
+def _sum_by_atomics(
+    keys: Tensor,
+    dout: Tensor,
+    num_rows: int,
+    scale: float,
+    skipped: int,
+    dropout_p: float,
+    dropout_seed: Tensor | None,
+    dtype: torch.dtype,
+) -> Tensor:
+    """What `_sum_by_key` gives, of keys in any order."""
+    num_tokens, dim = dout.shape
+    sums = dout.new_zeros(num_rows, dim, dtype=torch.float32)
+    unit = stride_unit(dout)
+    block_n = min(1024, max(8, triton.next_power_of_2(dim)))
+    block_m = max(1, min(2048 // block_n, triton.next_power_of_2(num_tokens)))
+    threshold, keep_scale = dropout_arguments(dropout_p)
+    _scatter_kernel[(triton.cdiv(num_tokens, block_m), triton.cdiv(dim, block_n))](
+        keys.contiguous(),
+        dout,
+        dropout_seed if dropout_p > 0.0 else None,
+        sums,
+        num_tokens,
+        num_rows,
+        skipped,
+        dout.stride(0) // unit,
+        scale,
+        threshold,
+        keep_scale,
+        UNIT=unit,
+        DIM=dim,
+        BLOCK_M=block_m,
+        BLOCK_N=block_n,
+        num_warps=max(1, min(4, block_m * block_n // 512)),
+    )
+    return sums.to(dtype)
+
+
 def _sorted(indices: Tensor) -> tuple[Tensor, Tensor]:
     """(keys, order). As int32, which a radix sort passes over half as often; stable, so that sums repeat."""
     return torch.sort(indices.reshape(-1).to(torch.int32), stable=True)
@@ -328,6 +403,7 @@ def embedding_bwd(
     dropout_p: float,
     dropout_seed: Tensor | None,
     dtype: torch.dtype,
+    atomics: bool,
 ) -> tuple[Tensor, Tensor]:
     """`fastformer::embedding_bwd`: (dweight, dposition_table)."""
     num_tokens, dim = ids.numel(), dout.shape[-1]
@@ -336,10 +412,15 @@ def embedding_bwd(
         return dout.new_zeros(num_embeddings, dim, dtype=dtype), empty
     dout = as_rows(dout)
     dropout = (dropout_p, dropout_seed)
-    dweight = _sum_by_key(*_sorted(ids), dout, num_embeddings, scale, padding_idx, *dropout, dtype)
+    if atomics:
+        dweight = _sum_by_atomics(ids, dout, num_embeddings, scale, padding_idx, *dropout, dtype)
+    else:
+        dweight = _sum_by_key(*_sorted(ids), dout, num_embeddings, scale, padding_idx, *dropout, dtype)
     if num_positions == 0:
         return dweight, dout.new_empty(0, dtype=dtype)
     if positions is not None:
+        if atomics:
+            return dweight, _sum_by_atomics(positions, dout, num_positions, 1.0, -1, *dropout, dtype)
         keys, order = _sorted(positions)
     else:
         seqlen = ids.shape[-1]

@@ -21,9 +21,10 @@ def embedding_call(dtype: torch.dtype, dim: int, options: tuple[str, ...] = ALL)
         table = torch.empty(1024, dim, device="cuda") if set(options) - {"dropout"} else None
         seed = torch.empty(2, dtype=torch.int64, device="cuda")
         dropout = (0.1, seed) if "dropout" in options else (0.0, None)
-        out = kernels.embedding_fwd(ids, weight, table, positions, dim**0.5, 0, *dropout)
+        out = kernels.embedding_fwd(ids, weight, table, positions, dim**0.5, 0, *dropout, False)
         num_positions = 0 if table is None else 1024
-        kernels.embedding_bwd(out, ids, positions, vocab_size, num_positions, dim**0.5, 0, *dropout, dtype)
+        for atomics in (False, True):
+            kernels.embedding_bwd(out, ids, positions, vocab_size, num_positions, dim**0.5, 0, *dropout, dtype, atomics)
 
     return call
 

@@ -29,8 +29,9 @@ def embedding_reference(
     padding_idx: int,
     dropout_p: float,
     dropout_seed: Tensor | None,
+    atomics: bool,
 ) -> Tensor:
-    """See `embedding`; padding_idx is -1 for none."""
+    """See `embedding`; padding_idx is -1 for none. `atomics` waits for backward."""
     check_range(ids, weight.shape[0], f"token ids in [0, {weight.shape[0]})")
     out = F.embedding(ids, weight).to(accumulation_dtype(weight.dtype))
     if scale != 1.0:
@@ -46,7 +47,7 @@ def embedding_reference(
     return drop(out, dropout_p, dropout_seed).to(weight.dtype)
 
 
-def _fwd_fake(ids, weight, position_table, positions, scale, padding_idx, dropout_p, dropout_seed):
+def _fwd_fake(ids, weight, position_table, positions, scale, padding_idx, dropout_p, dropout_seed, atomics):
     return weight.new_empty(*ids.shape, weight.shape[1])
 
 
@@ -61,8 +62,9 @@ def embedding_backward_reference(
     dropout_p: float,
     dropout_seed: Tensor | None,
     dtype: torch.dtype,
+    atomics: bool,
 ) -> tuple[Tensor, Tensor]:
-    """(dweight, dposition_table), the latter (0,) when num_positions is 0."""
+    """(dweight, dposition_table), the latter (0,) when num_positions is 0. `atomics` is the kernels' business."""
     dim = dout.shape[-1]
     dsum = drop(dout.to(accumulation_dtype(dout.dtype)), dropout_p, dropout_seed)
     # The rows of the padding id are left out by this call.
@@ -79,7 +81,7 @@ def embedding_backward_reference(
     return dweight, dtable.to(dtype)
 
 
-def _bwd_fake(dout, ids, positions, num_embeddings, num_positions, scale, padding_idx, dropout_p, dropout_seed, dtype):
+def _bwd_fake(dout, ids, positions, num_embeddings, num_positions, scale, padding_idx, dropout_p, seed, dtype, atomics):
     dim = dout.shape[-1]
     return (
         dout.new_empty(num_embeddings, dim, dtype=dtype),
@@ -88,7 +90,7 @@ def _bwd_fake(dout, ids, positions, num_embeddings, num_positions, scale, paddin
 
 
 def _cpp_unsupported(op_name: str, *args: Any) -> str | None:
-    dtype, dout_dtype = (args[1].dtype,) * 2 if op_name == "embedding_fwd" else (args[-1], args[0].dtype)
+    dtype, dout_dtype = (args[1].dtype,) * 2 if op_name == "embedding_fwd" else (args[-2], args[0].dtype)
     if dtype != dout_dtype:
         return f"no C++ code for a gradient in {dout_dtype} of a weight in {dtype}"
     return None if dtype in (torch.float32, torch.float64, torch.bfloat16) else f"no C++ code for {dtype}"
@@ -96,7 +98,7 @@ def _cpp_unsupported(op_name: str, *args: Any) -> str | None:
 
 _fwd = define_op(
     "embedding_fwd(Tensor ids, Tensor weight, Tensor? position_table, Tensor? positions, float scale, int padding_idx, "
-    "float dropout_p, Tensor? dropout_seed) -> Tensor",
+    "float dropout_p, Tensor? dropout_seed, bool atomics) -> Tensor",
     embedding_reference,
     stem="embedding",
     fake=_fwd_fake,
@@ -104,7 +106,8 @@ _fwd = define_op(
 )
 _bwd = define_op(
     "embedding_bwd(Tensor dout, Tensor ids, Tensor? positions, SymInt num_embeddings, SymInt num_positions, "
-    "float scale, int padding_idx, float dropout_p, Tensor? dropout_seed, ScalarType dtype) "
+    "float scale, int padding_idx, float dropout_p, Tensor? dropout_seed, ScalarType dtype, "
+    "bool atomics) "
     "-> (Tensor dweight, Tensor dposition_table)",
     embedding_backward_reference,
     stem="embedding",
@@ -114,7 +117,8 @@ _bwd = define_op(
 
 
 def _setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
-    ids, weight, position_table, positions, ctx.scale, ctx.padding_idx, ctx.dropout_p, dropout_seed = inputs
+    ids, weight, position_table, positions, ctx.scale, ctx.padding_idx, ctx.dropout_p, dropout_seed, _ = inputs
+    ctx.atomics = inputs[-1]
     ctx.save_for_backward(ids, positions, dropout_seed)
     ctx.num_embeddings, ctx.dtype = weight.shape[0], weight.dtype
     table_learns = ctx.needs_input_grad[2]
@@ -135,8 +139,9 @@ def _backward(ctx: Any, dout: Tensor) -> tuple:
         ctx.dropout_p,
         dropout_seed,
         ctx.dtype,
+        ctx.atomics and not torch.are_deterministic_algorithms_enabled(),
     )
-    return None, dweight, None if ctx.table_dtype is None else dtable.to(ctx.table_dtype), *(None,) * 5
+    return None, dweight, None if ctx.table_dtype is None else dtable.to(ctx.table_dtype), *(None,) * 6
 
 
 register_autograd("embedding_fwd", _backward, setup_context=_setup_context)
@@ -153,6 +158,7 @@ def embedding(
     padding_idx: int | None = None,
     dropout_p: float = 0.0,
     dropout_seed: Tensor | None = None,
+    atomics: bool = False,
 ) -> Tensor:
     """Looks tokens up, scales them, adds positions and drops elements.
 
@@ -166,6 +172,8 @@ def embedding(
             a negative one counts from the end, as in torch.nn; None = no such id.
         dropout_p: the probability that an element of the sum is dropped. Modules pass 0 in evaluation.
         dropout_seed: int64 (2,); drawn from the default generator when None. Row = flattened token, column = feature.
+        atomics: on a GPU, add gradients up by fp32 atomics instead of sorting the ids first. Faster where few tokens
+            share an id; the last bits then differ from run to run, so torch.use_deterministic_algorithms overrules it.
 
     Returns:
         (..., seqlen, dim), weight's dtype.
@@ -197,7 +205,7 @@ def embedding(
         padding_idx += num_embeddings
     dropout_p, dropout_seed = resolve_dropout(dropout_p, dropout_seed, weight.device)
     weight, position_table = autocast("embedding", weight, position_table)  # type: ignore[assignment]
-    return _fwd(ids, weight, position_table, positions, scale, padding_idx, dropout_p, dropout_seed)
+    return _fwd(ids, weight, position_table, positions, scale, padding_idx, dropout_p, dropout_seed, atomics)
 
 
 def sinusoidal_positions(

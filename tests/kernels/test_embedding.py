@@ -83,17 +83,34 @@ def test_gradients_repeat(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
 
 
+@pytest.mark.parametrize("given", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_atomics(dtype: torch.dtype, given: bool, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same gradients without a sort; where determinism is asked for, the sort is back."""
+    inputs = make_inputs((5, 9), 7, 40, device, dtype, table=dtype, positions=given)
+    seed = draw_seed(device)
+    keep = keep_mask(seed, 0.2, 45, 40)[0].view(5, 9, 40)
+    options = {"scale": 3.0, "padding_idx": 2, "dropout_p": 0.2}
+    run = partial(embedding, **options, dropout_seed=seed, atomics=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(kernels, "_sorted", None)
+        assert_op_accurate(run, partial(plain, **options, keep=keep), inputs)
+    monkeypatch.setattr(kernels, "_sum_by_atomics", None)
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    assert_op_accurate(run, partial(plain, **options, keep=keep), inputs)
+
+
 def test_nothing_beyond_the_rows(device: str, guarded: list[Tensor]) -> None:  # noqa: F811
     """NaN between the rows is not read, nor is the padding id's row; around the outputs nothing is written."""
     weight, table, dout = (torch.randn(rows, 17, device=device) for rows in (5, 6, 12))
     weight[2] = float("nan")
     ids = torch.tensor([[0, 4, 4, 2, 0, 1], [4, 4, 3, 2, 2, 4]], device=device)
     dropout = (0.3, draw_seed(device))
-    expected = kernels.embedding_fwd(ids, weight, table, None, 2.0, 2, *dropout)
-    got = kernels.embedding_fwd(ids, among_nans(weight), among_nans(table), None, 2.0, 2, *dropout)
+    expected = kernels.embedding_fwd(ids, weight, table, None, 2.0, 2, *dropout, False)
+    got = kernels.embedding_fwd(ids, among_nans(weight), among_nans(table), None, 2.0, 2, *dropout, False)
     assert torch.equal(got, expected) and got.isfinite().all()
-    expected = kernels.embedding_bwd(dout, ids, None, 5, 6, 2.0, 2, *dropout, torch.float32)
-    got = kernels.embedding_bwd(among_nans(dout), ids, None, 5, 6, 2.0, 2, *dropout, torch.float32)
+    expected = kernels.embedding_bwd(dout, ids, None, 5, 6, 2.0, 2, *dropout, torch.float32, False)
+    got = kernels.embedding_bwd(among_nans(dout), ids, None, 5, 6, 2.0, 2, *dropout, torch.float32, False)
     assert all(torch.equal(a, b) and a.isfinite().all() for a, b in zip(got, expected, strict=True))
     assert_untouched(guarded)
 

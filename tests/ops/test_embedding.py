@@ -108,7 +108,7 @@ def test_gradient_is_the_same_whatever_the_threads(backend: str) -> None:
     try:
         for count in (1, 2, 3):
             torch.set_num_threads(count)
-            results.append(OP.embedding_bwd(dout, ids, None, 50, 120, 2.0, 7, 0.1, seed, torch.float32))
+            results.append(OP.embedding_bwd(dout, ids, None, 50, 120, 2.0, 7, 0.1, seed, torch.float32, False))
     finally:
         torch.set_num_threads(threads)
     for other in results[1:]:
@@ -203,12 +203,12 @@ def test_opcheck(positions: str, backend: str, device: str) -> None:
     ids, weight, table_, positions_ = inputs.values()
     seed = draw_seed(device)
     dout = torch.randn(2, 5, 16, device=device)
-    args = (dout, ids, positions_, 11, 19 if table else 0, 2.0, 0, 0.2, seed, torch.float32)
+    args = (dout, ids, positions_, 11, 19 if table else 0, 2.0, 0, 0.2, seed, torch.float32, False)
     torch.library.opcheck(OP.embedding_bwd.default, args)
     for tensor in (weight, table_):
         if tensor is not None:
             tensor.requires_grad_()
-    torch.library.opcheck(OP.embedding_fwd.default, (ids, weight, table_, positions_, 2.0, 0, 0.2, seed))
+    torch.library.opcheck(OP.embedding_fwd.default, (ids, weight, table_, positions_, 2.0, 0, 0.2, seed, False))
 
 
 def test_compile(backend: str, device: str) -> None:
