@@ -38,10 +38,6 @@ std::vector<acc> widened(const std::optional<Tensor>& parameter, int64_t dim, ac
   return {flat.const_data_ptr<acc>(), flat.const_data_ptr<acc>() + flat.numel()};
 }
 
-Dropout make_dropout(double p, const std::optional<Tensor>& seed) {
-  return Dropout(p, seed.has_value() ? seed->const_data_ptr<int64_t>() : nullptr);
-}
-
 // The rows are functions of their own, not closures: vectors are stored through pointers that may alias anything, so what a
 // closure holds would be read again after each store.
 
@@ -223,7 +219,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> add_layer_norm_fwd(
   const std::optional<Tensor> residual =
       residual_in.has_value() ? std::make_optional(residual_in->contiguous()) : std::nullopt;
   TORCH_CHECK(!residual || residual->sizes() == x.sizes(), "residual and x differ in shape");
-  const Dropout dropout = make_dropout(dropout_p, dropout_seed);
+  const Dropout dropout(dropout_p, dropout_seed);
   const at::ScalarType stream = residual ? residual->scalar_type() : x.scalar_type();
   const auto statistics = x.options().dtype(x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat);
   const int64_t rows = x.size(-1) == 0 ? 0 : x.numel() / x.size(-1);
@@ -244,7 +240,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> add_layer_norm_bwd(
   const std::optional<Tensor> dresidual_out =
       dresidual_out_in.has_value() ? std::make_optional(dresidual_out_in->contiguous()) : std::nullopt;
   TORCH_CHECK(dy.sizes() == s.sizes(), "dy and s differ in shape");
-  const Dropout dropout = make_dropout(dropout_p, dropout_seed);
+  const Dropout dropout(dropout_p, dropout_seed);
   const bool same = !dropout.on && x_dtype == s.scalar_type();
   const int64_t dim = s.size(-1);
   const auto parameter = weight.has_value() ? weight->options() : s.options();

@@ -85,7 +85,7 @@ struct Problem {
   void set_options(double scale, std::optional<int64_t> left, std::optional<int64_t> right, double dropout_p,
                    const OptionalTensor& dropout_seed) {
     softmax_scale = scale, window_left = left, window_right = right;
-    dropout = Dropout(dropout_p, dropout_seed ? dropout_seed->const_data_ptr<int64_t>() : nullptr);
+    dropout = Dropout(dropout_p, dropout_seed);
   }
 
   // Score units of the kernels: base 2.

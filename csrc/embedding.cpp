@@ -29,10 +29,6 @@ constexpr int64_t kShares = 64;               // parts of a gradient, of about t
 
 int64_t grain(int64_t dim) { return std::max<int64_t>(1, kSerialElements / std::max<int64_t>(dim, 1)); }
 
-Dropout make_dropout(double p, const OptionalTensor& seed) {
-  return Dropout(p, seed ? seed->const_data_ptr<int64_t>() : nullptr);
-}
-
 // Row numbers as int64, all in [0, size).
 Tensor checked(const Tensor& indices, int64_t size, const char* what) {
   const Tensor wide = indices.to(at::kLong).contiguous();
@@ -163,7 +159,7 @@ Tensor embedding_fwd(const Tensor& ids_in, const Tensor& weight_in, const Option
   std::vector<int64_t> shape = ids.sizes().vec();
   shape.push_back(weight.size(1));
   Tensor out = at::empty(shape, weight.options());
-  const Dropout dropout = make_dropout(dropout_p, dropout_seed);
+  const Dropout dropout(dropout_p, dropout_seed);
   dispatch(weight.scalar_type(), [&]<typename T>() {
     using acc = acc_t<T>;
     // A table in another dtype than the weight's is read in what the sum is computed in.
@@ -183,7 +179,7 @@ std::tuple<Tensor, Tensor> embedding_bwd(const Tensor& dout_in, const Tensor& id
   const int64_t dim = dout.size(-1), seqlen = ids.size(-1), tokens = ids.numel();
   Tensor dweight = at::empty({num_embeddings, dim}, dout.options().dtype(dtype));
   Tensor dtable = num_positions ? at::empty({num_positions, dim}, dweight.options()) : at::empty({0}, dweight.options());
-  const Dropout dropout = make_dropout(dropout_p, dropout_seed);
+  const Dropout dropout(dropout_p, dropout_seed);
   dispatch(dtype, [&]<typename T>() {
     const int64_t* id = ids.const_data_ptr<int64_t>();
     const T* from = dout.const_data_ptr<T>();

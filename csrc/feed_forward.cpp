@@ -235,10 +235,6 @@ Gradients backward(const Tensor& dout, const Tensor& x, const Tensor& weight1, b
           has_bias2 ? column_sums<T>(dout) : at::empty({0}, x.options())};
 }
 
-Dropout make_dropout(double p, const OptionalTensor& seed) {
-  return Dropout(p, seed ? seed->const_data_ptr<int64_t>() : nullptr);
-}
-
 Tensor as_rows(const Tensor& t) { return t.reshape({-1, t.size(-1)}).contiguous(); }
 
 OptionalTensor contiguous(const OptionalTensor& t) { return t ? OptionalTensor(t->contiguous()) : t; }
@@ -260,7 +256,7 @@ std::tuple<Tensor, Tensor> feed_forward_fwd(const Tensor& x, const Tensor& weigh
   Tensor out = at::empty({rows.size(0), weight2.size(0)}, x.options()), saved = at::empty({rows.size(0), weight1.size(0)}, x.options());
   dispatch(x.scalar_type(), [&]<typename T>() {
     forward<T>(rows, weight1.contiguous(), contiguous(bias1), weight2.contiguous(), contiguous(bias2), activation_named(activation),
-               make_dropout(dropout_p, dropout_seed), out, saved);
+               Dropout(dropout_p, dropout_seed), out, saved);
   });
   return {out.view(shape), saved};
 }
@@ -270,7 +266,7 @@ Gradients feed_forward_bwd(const Tensor& dout, const Tensor& x, const Tensor& we
                            bool has_bias2) {
   Gradients gradients = dispatch(x.scalar_type(), [&]<typename T>() {
     return backward<T>(as_rows(dout), as_rows(x), weight1.contiguous(), bias1.has_value(), weight2.contiguous(), saved.contiguous(),
-                       activation_named(activation), make_dropout(dropout_p, dropout_seed), has_bias2);
+                       activation_named(activation), Dropout(dropout_p, dropout_seed), has_bias2);
   });
   std::get<0>(gradients) = std::get<0>(gradients).view(x.sizes());
   return gradients;

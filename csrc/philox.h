@@ -8,10 +8,12 @@
 
 #pragma once
 
+#include <ATen/core/Tensor.h>
 #include <immintrin.h>
 
 #include <cmath>
 #include <cstdint>
+#include <optional>
 
 #include "simd.h"
 
@@ -25,10 +27,12 @@ struct Dropout {
   bool on = false;
 
   Dropout() = default;
-  Dropout(double p, const int64_t* seed_and_offset) {
+  // seed: int64 (2,), the key and the offset; none where p is 0.
+  Dropout(double p, const std::optional<at::Tensor>& seed) {
     threshold = static_cast<uint32_t>(std::nearbyint(p * 65536.0));
-    on = p > 0 && seed_and_offset != nullptr;
+    on = p > 0 && seed.has_value();
     if (!on) return;
+    const int64_t* seed_and_offset = seed->const_data_ptr<int64_t>();
     key0 = static_cast<uint32_t>(seed_and_offset[0]);
     key1 = static_cast<uint32_t>(static_cast<uint64_t>(seed_and_offset[0]) >> 32);
     offset = static_cast<uint32_t>(seed_and_offset[1]);
