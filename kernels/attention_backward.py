@@ -177,6 +177,10 @@ def _dkdv_blocks(
             )
             s = tl.where(visible, s, float("-inf"))
         p = softmax_weights(s, scale, row_lse[None, :], q.dtype == tl.float32)
+        if DQ == "store":
+            # All keys of a row are here, so that neither its lse nor its output, rounded both, need be relied upon.
+            total = tl.sum(p, 0)
+            p = p / tl.where(total > 0.0, total, 1.0)[None, :]
         dout = load_tile(dout_ptr, start, len_q, stride_dm, BLOCK_M, HEAD_DIM, BLOCK_D, CHECK)
         dp = tl.dot(v, tl.trans(dout), input_precision=PRECISION)  # (BLOCK_N, BLOCK_M)
         kept = p
@@ -185,6 +189,8 @@ def _dkdv_blocks(
             kept = tl.where(keep, p * keep_scale, 0.0)
             dp = tl.where(keep, dp * keep_scale, 0.0)
         dv = tl.dot(kept.to(dout.dtype), dout, dv, input_precision=PRECISION)
+        if DQ == "store":
+            delta = tl.sum(p * dp, 0)
         ds = p * (dp - delta[None, :])
         if DMASK != "none":
             dmask_at = dmask_ptrs + rows.to(tl.int64)[None, :] * stride_dmask_m
