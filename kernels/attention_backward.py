@@ -7,7 +7,8 @@
 `_rows_kernel` goes first: delta, and lse with +inf for an empty row (so that its P is 0).
 `_dkdv_kernel` owns BLOCK_N keys of one query head and walks over the rows that see them: five products when it also
 adds dS K into an fp32 dQ with atomics, four when it does not. It works on transposed tiles, so that P^T and dS^T enter
-the next products from registers. One key block in all: dQ is stored, not added.
+the next products from registers. One key block in all: dQ is stored, not added, and each row's P and delta are summed
+anew instead of taken from lse and out.
 `_dq_kernel` (its own file) is the other half of the deterministic form: 4 + 3 = 7 products, nothing added in an order
 of chance. Configs marked `split` take that form too, where five products' registers would spill.
 fp32: scores, P, dP, dS, delta and all accumulators; P and dS are rounded to the inputs' dtype for the products.
