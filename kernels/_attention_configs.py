@@ -24,7 +24,7 @@ class Config(NamedTuple):
     num_warps: int
     num_stages: int
     split: bool = False  # backward: dq by a kernel of its own (see attention_backward.py)
-    exact: bool = False  # fp32 products by FMA: the three tf32 ones would spill
+    exact: bool = False  # backward: fp32 products by FMA, where three tf32 ones would spill
 
 
 class Call(NamedTuple):

@@ -1,4 +1,4 @@
-"""Token embedding: gather, scale, position and dropout in one pass; gradients summed in one order always.
+"""Token embedding: gather, scale, position and dropout in one pass; gradients summed in one order.
 
 Forward, a program takes some tokens and up to 1024 columns: it reads the token's row and the position's, and writes
 their sum. Rows of the padding id are not read.
@@ -93,6 +93,31 @@ def _forward_kernel(
     tl.store(out_ptrs, tl.cast(out, out_ptr.dtype.element_ty), mask=here)
 
 
+@triton.jit
+def _load_dout(
+    dout_ptr,
+    seed_ptr,
+    tokens,
+    here,
+    first_column,
+    dout_row,
+    threshold,
+    keep_scale,
+    UNIT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """BLOCK_N columns of dropout(dout) of some tokens, fp32; 0 where not `here`."""
+    columns = first_column + tl.arange(0, BLOCK_N)
+    rows = dout_ptr + (tokens.to(tl.int64) * dout_row * UNIT)[:, None] + columns[None, :]
+    dout = tl.load(rows, mask=here, other=0.0).to(tl.float32)
+    if seed_ptr is not None:
+        key0, key1, offset = load_dropout_key(seed_ptr)
+        keep = keep_mask_tile(tokens, first_column, 0, key0, key1, offset, threshold, BLOCK_M, BLOCK_N)
+        dout = tl.where(keep, dout * keep_scale, 0.0)
+    return dout
+
+
 @triton.jit(do_not_specialize=_COUNTS)
 def _sum_runs_kernel(
     keys_ptr,
@@ -137,13 +162,9 @@ def _sum_runs_kernel(
             here = (inside < run)[:, None]
             if DIM % BLOCK_N != 0:
                 here = here & (columns < DIM)[None, :]
-            rows = dout_ptr + (tokens.to(tl.int64) * dout_row * UNIT)[:, None] + columns[None, :]
-            dout = tl.load(rows, mask=here, other=0.0).to(tl.float32)
-            if seed_ptr is not None:
-                key0, key1, offset = load_dropout_key(seed_ptr)
-                keep = keep_mask_tile(tokens, first_column, 0, key0, key1, offset, threshold, BLOCK_M, BLOCK_N)
-                dout = tl.where(keep, dout * keep_scale, 0.0)
-            total += dout
+            total += _load_dout(
+                dout_ptr, seed_ptr, tokens, here, first_column, dout_row, threshold, keep_scale, UNIT, BLOCK_M, BLOCK_N
+            )
         total = tl.sum(total, 0) * scale
         end = start + run
         after = tl.load(keys_ptr + tl.minimum(end, num_tokens - 1))
@@ -226,12 +247,9 @@ def _scatter_kernel(
     here = ((keys >= 0) & (keys < num_rows) & (keys != skipped))[:, None]
     if DIM % BLOCK_N != 0:
         here = here & (columns < DIM)[None, :]
-    rows = dout_ptr + (tokens.to(tl.int64) * dout_row * UNIT)[:, None] + columns[None, :]
-    dout = tl.load(rows, mask=here, other=0.0).to(tl.float32)
-    if seed_ptr is not None:
-        key0, key1, offset = load_dropout_key(seed_ptr)
-        keep = keep_mask_tile(tokens, first_column, 0, key0, key1, offset, threshold, BLOCK_M, BLOCK_N)
-        dout = tl.where(keep, dout * keep_scale, 0.0)
+    dout = _load_dout(
+        dout_ptr, seed_ptr, tokens, here, first_column, dout_row, threshold, keep_scale, UNIT, BLOCK_M, BLOCK_N
+    )
     tl.atomic_add(sums_ptr + (keys * DIM)[:, None] + columns[None, :], dout * scale, mask=here, sem="relaxed")
 
 
@@ -247,6 +265,13 @@ def why_unsupported(op_name: str, *args: object) -> str | None:
     if device.type != "cuda" and isinstance(_forward_kernel, triton.runtime.JITFunction):
         return "the tensors are on the CPU and TRITON_INTERPRET=1 was not set before the kernels were imported"
     return None
+
+
+def _token_tile(num_tokens: int, dim: int) -> tuple[int, int, int]:
+    """(BLOCK_M, BLOCK_N, num_warps) of a kernel that takes tokens in their order."""
+    block_n = min(1024, max(8, triton.next_power_of_2(dim)))
+    block_m = max(1, min(2048 // block_n, triton.next_power_of_2(num_tokens)))
+    return block_m, block_n, max(1, min(4, block_m * block_n // 512))
 
 
 def embedding_fwd(
@@ -268,8 +293,7 @@ def embedding_fwd(
     weight = as_rows(weight)
     table = None if position_table is None else as_rows(position_table)
     unit = stride_unit(weight, *([] if table is None else [table]))
-    block_n = min(1024, max(8, triton.next_power_of_2(dim)))
-    block_m = max(1, min(2048 // block_n, triton.next_power_of_2(num_tokens)))
+    block_m, block_n, num_warps = _token_tile(num_tokens, dim)
     threshold, keep_scale = dropout_arguments(dropout_p)
     _forward_kernel[(triton.cdiv(num_tokens, block_m), triton.cdiv(dim, block_n))](
         ids.contiguous(),
@@ -292,7 +316,7 @@ def embedding_fwd(
         DIM=dim,
         BLOCK_M=block_m,
         BLOCK_N=block_n,
-        num_warps=max(1, min(4, block_m * block_n // 512)),
+        num_warps=num_warps,
         debug=True,
         sanitize_overflow=False,
     )
@@ -363,8 +387,7 @@ def _sum_by_atomics(
     num_tokens, dim = dout.shape
     sums = dout.new_zeros(num_rows, dim, dtype=torch.float32)
     unit = stride_unit(dout)
-    block_n = min(1024, max(8, triton.next_power_of_2(dim)))
-    block_m = max(1, min(2048 // block_n, triton.next_power_of_2(num_tokens)))
+    block_m, block_n, num_warps = _token_tile(num_tokens, dim)
     threshold, keep_scale = dropout_arguments(dropout_p)
     _scatter_kernel[(triton.cdiv(num_tokens, block_m), triton.cdiv(dim, block_n))](
         keys.contiguous(),
@@ -382,7 +405,7 @@ def _sum_by_atomics(
         DIM=dim,
         BLOCK_M=block_m,
         BLOCK_N=block_n,
-        num_warps=max(1, min(4, block_m * block_n // 512)),
+        num_warps=num_warps,
     )
     return sums.to(dtype)
 

@@ -172,8 +172,8 @@ def embedding(
             a negative one counts from the end, as in torch.nn; None = no such id.
         dropout_p: the probability that an element of the sum is dropped. Modules pass 0 in evaluation.
         dropout_seed: int64 (2,); drawn from the default generator when None. Row = flattened token, column = feature.
-        atomics: on a GPU, add gradients up by fp32 atomics instead of sorting the ids first. Faster where few tokens
-            share an id; the last bits then differ from run to run, so torch.use_deterministic_algorithms overrules it.
+        atomics: on a GPU, add gradients up by fp32 atomics instead of sorting the ids first. The last bits then differ
+            from run to run, so torch.use_deterministic_algorithms overrules it.
 
     Returns:
         (..., seqlen, dim), weight's dtype.

@@ -86,6 +86,12 @@ def test_pair(case: Case, dtype: torch.dtype, device: str) -> None:
     check(case, dtype, device)
 
 
+def test_one_block_rounds_as_eager_does(device: str) -> None:
+    """With P from lse and delta from out, this case erred by over three times eager's error."""
+    (case,) = (case for case in TRIPLES if name(case) == "causal-bias-one_block")
+    check(case, torch.float32, device)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES, ids=name)
 @pytest.mark.parametrize("case", [*(case for case in PAIRS if VARIANTS & set(case.options)), *TRIPLES], ids=name)
