@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import io
+import subprocess
 import sys
 
 import pytest
 
+from fastformer import cli
 from fastformer.cli import main
 
 SMALL = "{d_model: 32, d_ff: 64, num_heads: 4, num_encoder_layers: 1, num_decoder_layers: 1}"
@@ -22,6 +25,26 @@ def run(tmp_path_factory) -> str:
     )
     assert main(["train", str(folder / "run"), "--config", str(folder / "settings.yaml"), "--max_tokens", "256"]) == 0
     return str(folder / "run")
+
+
+def test_help_and_version_load_nothing_heavy() -> None:
+    for flag in ("--help", "--version"):
+        code = (
+            "import sys; from fastformer.cli import main\n"
+            f"try: main(['{flag}'])\n"
+            "except SystemExit as end: assert not end.code\n"
+            "heavy = {'torch', 'numpy', 'jsonargparse', 'fastformer.commands.train'} & set(sys.modules)\n"
+            "assert not heavy, heavy"
+        )
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        assert "fastformer" in done.stdout
+
+
+def test_summaries_are_the_first_lines_of_the_docstrings() -> None:
+    for name, summary in cli.COMMANDS.items():
+        function = getattr(importlib.import_module(f"fastformer.commands.{name}"), name)
+        assert function.__doc__.partition("\n")[0] == summary
 
 
 def test_train_saved_the_resolved_settings(run) -> None:

@@ -23,7 +23,7 @@ ALLOWED = {
     "training": {"baseline", "data", "generation", "models", "nn", "ops"},
     "integrations": {"training", "data", "generation", "models", "nn", "ops"},
 }
-# Rooms that the table leaves out (cli, demo, doctor, the package itself) stand on top and may import any.
+# Rooms that the table leaves out (cli, commands, demo, doctor, the package itself) stand on top and may import any.
 
 
 def room(path: Path) -> str:

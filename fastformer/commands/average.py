@@ -1,0 +1,24 @@
+"""`fastformer average`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+def average(run: str, *, last: int = 5) -> None:
+    """Averages the weights of a run's last checkpoints into its model.
+
+    Args:
+        run: the run folder
+        last: how many checkpoints
+    """
+    from fastformer.training.build import load_model
+    from fastformer.training.checkpoint import average_weights, checkpoints
+
+    if last < 1:
+        raise ValueError(f"expected --last of at least 1, got {last}")
+    found = checkpoints(Path(run))[-last:]
+    model, tokenizer = load_model(run)
+    model.load_state_dict(average_weights(found))
+    model.save_pretrained(run, tokenizer)
+    print(f"averaged {', '.join(path.stem for path in found)} into {run}")
