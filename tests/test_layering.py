@@ -17,11 +17,13 @@ ALLOWED = {
     "baseline": set(),
     "ops": {"kernels"},
     "nn": {"ops"},
-    "models": {"nn", "ops"},
-    "generation": {"models", "nn", "ops"},
-    "data": {"models", "nn", "ops"},
-    "training": {"baseline", "data", "generation", "models", "nn", "ops"},
-    "integrations": {"training", "data", "generation", "models", "nn", "ops"},
+    "files": set(),
+    "models": {"files", "nn", "ops"},
+    "data": {"files", "models", "nn", "ops"},
+    "run_folder": {"baseline", "data", "files", "models"},
+    "generation": {"models", "nn", "ops", "run_folder"},
+    "training": {"baseline", "data", "files", "generation", "models", "nn", "ops", "run_folder"},
+    "integrations": {"training", "run_folder", "data", "generation", "models", "nn", "ops"},
 }
 # Rooms that the table leaves out (cli, commands, demo, doctor, the package itself) stand on top and may import any.
 

@@ -7,10 +7,7 @@ tanh(W_c [context; hidden]), fed to the next step with the next token (input fee
 
 from __future__ import annotations
 
-import json
-import os
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -167,41 +164,6 @@ class LSTMSeq2Seq(nn.Module):
     def attention_maps(self, source: Tensor, target: Tensor) -> dict[str, Tensor]:
         """Which source tokens each target position looks at: {"cross": (1, batch, 1, m, n)}, as the Transformer's."""
         return {"cross": self(source, target)[1][None, :, None]}
-
-    def save_pretrained(self, folder: str | os.PathLike, tokenizer: Any = None) -> None:
-        """Writes model.safetensors, config.json and tokenizer.json."""
-        from safetensors.torch import save_file
-
-        path = Path(folder)
-        path.mkdir(parents=True, exist_ok=True)
-        save_file(
-            {name: tensor.detach().cpu().contiguous() for name, tensor in self.state_dict().items()},
-            path / "model.safetensors",
-        )
-        config = {"architecture": type(self).__name__, **asdict(self.config)}
-        (path / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-        if tokenizer is not None:
-            tokenizer.save(path)
-
-    @classmethod
-    def from_pretrained(cls, folder: str | os.PathLike, *, device: Any = None) -> LSTMSeq2Seq:
-        """Loads what `save_pretrained` wrote, in evaluation mode.
-
-        Raises:
-            ValueError: another architecture, or a folder that is incomplete or damaged.
-        """
-        from safetensors.torch import load_file
-
-        path = Path(folder)
-        try:
-            config = json.loads((path / "config.json").read_text())
-            if config.pop("architecture") != cls.__name__:
-                raise ValueError("it is of another architecture")
-            model = cls(**config)
-            model.load_state_dict(load_file(path / "model.safetensors"))
-        except Exception as error:  # safetensors raises a type of its own
-            raise ValueError(f"{path} holds no whole {cls.__name__} ({error}): save or copy it again") from error
-        return model.to(device).eval()
 
 
 def _seqlens(source: Tensor, layout: Any) -> Tensor:

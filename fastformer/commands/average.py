@@ -12,7 +12,8 @@ def average(run: str, *, last: int = 5) -> None:
         run: the run folder
         last: how many checkpoints
     """
-    from fastformer.training.build import load_model
+    from fastformer.models.pretrained import save_model
+    from fastformer.run_folder import load_model
     from fastformer.training.checkpoint import average_weights, checkpoints
 
     if last < 1:
@@ -20,5 +21,5 @@ def average(run: str, *, last: int = 5) -> None:
     found = checkpoints(Path(run))[-last:]
     model, tokenizer = load_model(run)
     model.load_state_dict(average_weights(found))
-    model.save_pretrained(run, tokenizer)
+    save_model(model, run, tokenizer)
     print(f"averaged {', '.join(path.stem for path in found)} into {run}")

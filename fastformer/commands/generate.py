@@ -39,7 +39,7 @@ def generate(
     import torch
 
     from fastformer.generation import generate as search
-    from fastformer.training.build import load_model
+    from fastformer.run_folder import load_model
 
     model, tokenizer = load_model(run, ("GPT",))
     ids = tokenizer.encode(prompt)

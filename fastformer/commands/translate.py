@@ -36,7 +36,7 @@ def translate(
     """
     from fastformer.data.text import read_lines, read_pairs
     from fastformer.generation import Translator, draw_attention
-    from fastformer.training.build import load_model
+    from fastformer.run_folder import load_model
 
     if attention and text is None:
         raise ValueError("expected a text to draw the attention of: fastformer translate RUN 'text' --attention F")

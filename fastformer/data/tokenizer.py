@@ -11,6 +11,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from fastformer.files import write_atomically
+
 PAD_ID, EOS_ID, UNK_ID = 0, 1, 2
 SPECIAL_TOKENS = ("<pad>", "</s>", "<unk>")
 TOKENIZER = "tokenizer.json"
@@ -77,7 +79,7 @@ class ByteTokenizer:
 
     def save(self, folder: str | os.PathLike) -> None:
         """Writes tokenizer.json."""
-        Path(folder, TOKENIZER).write_text(json.dumps({"type": "bytes"}) + "\n", encoding="utf-8")
+        write_atomically(Path(folder, TOKENIZER), (json.dumps({"type": "bytes"}) + "\n").encode())
 
 
 class BPETokenizer:
@@ -114,7 +116,7 @@ class BPETokenizer:
 
     def save(self, folder: str | os.PathLike) -> None:
         """Writes tokenizer.json, which the tokenizers and transformers libraries read too."""
-        self._backend.save(str(Path(folder, TOKENIZER)))
+        write_atomically(Path(folder, TOKENIZER), self._backend.to_str(pretty=True).encode())
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> BPETokenizer:

@@ -1,25 +1,42 @@
-"""Saving and loading a model: a folder with model.safetensors, config.json and, if there is one, tokenizer.json."""
+"""Saving and loading a model: a folder with model.safetensors, config.json and, if there is one, tokenizer.json.
+
+The metadata of model.safetensors holds the SHA-256 of the file (taken with 64 zeros in its own place), so that a
+changed bit is noticed. A file without one, as other programs write it, loads all the same.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
+import hashlib
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import nn
 
+from fastformer.files import write_atomically
+
 WEIGHTS = "model.safetensors"
 CONFIG = "config.json"
+_NO_DIGEST = "0" * 64
 
 Model = TypeVar("Model", bound="PretrainedModel")
+AnyModel = TypeVar("AnyModel", bound=nn.Module)
 
 
-def config_from_dict(config_class: type, values: dict[str, Any]) -> Any:
+class Saved(Protocol):
+    """What `save_pretrained` asks of a tokenizer."""
+
+    def save(self, folder: str | os.PathLike[str]) -> None:
+        """Writes tokenizer.json."""
+        ...
+
+
+def config_from_dict(config_class: type[Any], values: dict[str, Any]) -> Any:
     """A config dataclass from plain values.
 
     Raises:
@@ -40,12 +57,19 @@ class PretrainedModel(nn.Module):
     A model sets `config_class` and `presets`, and is built from its config alone.
     """
 
-    config_class: type
+    config_class: type[Any]
     presets: dict[str, dict[str, Any]]
     config: Any
 
     @classmethod
-    def from_preset(cls: type[Model], name: str, *, device: Any = None, dtype: Any = None, **settings: Any) -> Model:
+    def from_preset(
+        cls: type[Model],
+        name: str,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        **settings: Any,
+    ) -> Model:
         """A freshly initialised model.
 
         Args:
@@ -61,25 +85,26 @@ class PretrainedModel(nn.Module):
         config = config_from_dict(cls.config_class, {**cls.presets[name], **settings})
         return cls(config, device=device, dtype=dtype)  # type: ignore[call-arg]
 
-    def save_pretrained(self, folder: str | os.PathLike, tokenizer: Any = None) -> None:
+    def save_pretrained(self, folder: str | os.PathLike[str], tokenizer: Saved | None = None) -> None:
         """Writes the model for `from_pretrained`. No pickle; each file is replaced as a whole or not at all.
 
         Args:
             folder: made if it isn't there.
             tokenizer: something with `save(folder)`, which writes tokenizer.json.
+
+        Raises:
+            OSError: a file could not be written; the one that was there before still is.
         """
-        safetensors = _safetensors()
-        path = Path(folder)
-        path.mkdir(parents=True, exist_ok=True)
-        config = {"architecture": type(self).__name__, **dataclasses.asdict(self.config)}
-        state = {name: tensor.detach().cpu().contiguous() for name, tensor in self.state_dict().items()}
-        _replace(path / WEIGHTS, lambda file: safetensors.save_file(state, file, metadata={"format": "pt"}))
-        _replace(path / CONFIG, lambda file: file.write_text(json.dumps(config, indent=2) + "\n"))
-        if tokenizer is not None:
-            tokenizer.save(path)
+        save_model(self, folder, tokenizer)
 
     @classmethod
-    def from_pretrained(cls: type[Model], folder: str | os.PathLike, *, device: Any = None, dtype: Any = None) -> Model:
+    def from_pretrained(
+        cls: type[Model],
+        folder: str | os.PathLike[str],
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> Model:
         """Loads what `save_pretrained` wrote, in evaluation mode.
 
         Args:
@@ -89,45 +114,157 @@ class PretrainedModel(nn.Module):
 
         Raises:
             ValueError: no such folder or file, a damaged or truncated one, another architecture, an unknown setting,
-                missing, unexpected or misshapen tensors.
+                missing, unexpected or misshapen tensors, or weights that are NaN or infinite.
         """
-        safetensors = _safetensors()
-        path = Path(folder)
-        config = config_from_dict(cls.config_class, cls._read_config(path))
-        weights = path / WEIGHTS
-        if not weights.is_file():
-            raise ValueError(f"expected the file {weights}, which isn't there: was the model saved completely?")
-        try:
-            state = safetensors.load_file(weights)
-        except Exception as error:  # safetensors raises a type of its own, and OSError for an empty file
-            raise ValueError(f"{weights} is damaged or cut short ({error}): save or copy the model again") from error
-        saved = {tensor.dtype for tensor in state.values() if tensor.is_floating_point()}
-        dtype = dtype or (saved.pop() if len(saved) == 1 else None)
-        model = cls(config, device=device, dtype=dtype)  # type: ignore[call-arg]
-        _check_state(weights, state, model.state_dict())
-        model.load_state_dict(state)
-        return model.eval()
 
-    @classmethod
-    def _read_config(cls, path: Path) -> dict[str, Any]:
-        if not path.is_dir():
-            raise ValueError(f"expected a folder with {WEIGHTS} and {CONFIG}, but there is no folder {path}")
-        file = path / CONFIG
-        if not file.is_file():
-            raise ValueError(f"expected the file {file}, which isn't there: is {path} a model's folder?")
-        try:
-            values = json.loads(file.read_text())
-        except ValueError as error:
-            raise ValueError(f"{file} is no JSON or cut short ({error}): save or copy the model again") from error
-        if not isinstance(values, dict) or "architecture" not in values:
-            raise ValueError(f"expected {file} to name an 'architecture': it wasn't written by fastformer")
-        architecture = values.pop("architecture")
-        if architecture != cls.__name__:
-            raise ValueError(f"expected a folder of {cls.__name__}, got one of {architecture!r}: {path}")
-        return values
+        def make(values: dict[str, Any], dtype: torch.dtype | None) -> Model:
+            config = config_from_dict(cls.config_class, values)
+            return cls(config, device=device, dtype=dtype)  # type: ignore[call-arg]
+
+        return load_saved(folder, cls.__name__, make, dtype=dtype)
 
 
-def read_architecture(folder: str | os.PathLike) -> str:
+def save_model(
+    model: nn.Module,
+    folder: str | os.PathLike[str],
+    tokenizer: Saved | None = None,
+    *,
+    notes: Mapping[str, str] | None = None,
+) -> None:
+    """Writes any model whose `config` is a dataclass; `PretrainedModel.save_pretrained` says the rest.
+
+    Args:
+        model: its class's name becomes the architecture.
+        folder: made if it isn't there.
+        tokenizer: is saved along.
+        notes: what `read_notes` is to give back; they are in the file of the weights, so that they fit them always.
+    """
+    path = Path(folder)
+    path.mkdir(parents=True, exist_ok=True)
+    config = {"architecture": type(model).__name__, **dataclasses.asdict(model.config)}  # type: ignore[call-overload]
+    state = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
+    metadata = {"format": "pt", **(notes or {}), "sha256": _NO_DIGEST}
+    data = bytearray(_safetensors().save(state, metadata))
+    place = data.index(f'"sha256":"{_NO_DIGEST}"'.encode()) + len('"sha256":"')
+    data[place : place + len(_NO_DIGEST)] = hashlib.sha256(data).hexdigest().encode()
+    write_atomically(path / WEIGHTS, data)
+    write_atomically(path / CONFIG, (json.dumps(config, indent=2) + "\n").encode())
+    if tokenizer is not None:
+        tokenizer.save(path)
+
+
+def load_saved(
+    folder: str | os.PathLike[str],
+    architecture: str,
+    make: Callable[[dict[str, Any], torch.dtype | None], AnyModel],
+    *,
+    dtype: torch.dtype | None = None,
+) -> AnyModel:
+    """What `save_model` wrote, in evaluation mode.
+
+    Args:
+        folder: of the model.
+        architecture: the one that it has to be.
+        make: builds the model from its settings, in a dtype.
+        dtype: of the parameters; None: what they were saved as.
+
+    Raises:
+        ValueError: as `PretrainedModel.from_pretrained`.
+    """
+    path = Path(folder)
+    values = _read_config(path, architecture)
+    weights = path / WEIGHTS
+    state = _read_weights(weights)
+    saved = {tensor.dtype for tensor in state.values() if tensor.is_floating_point()}
+    try:
+        model = make(values, dtype or (saved.pop() if len(saved) == 1 else None))
+    except (TypeError, RuntimeError) as error:
+        raise ValueError(f"{path / CONFIG} has settings that no {architecture} can have ({error})") from error
+    _check_state(weights, state, model.state_dict())
+    model.load_state_dict(state)
+    return model.eval()
+
+
+def read_notes(folder: str | os.PathLike[str]) -> dict[str, str]:
+    """The notes that `save_model` got; empty where there is no model.
+
+    Raises:
+        ValueError: a damaged file.
+    """
+    file = Path(folder) / WEIGHTS
+    if not file.is_file():
+        return {}
+    metadata, _ = _read_metadata(file)
+    return {name: value for name, value in metadata.items() if name not in ("format", "sha256")}
+
+
+def _read_config(path: Path, architecture: str) -> dict[str, Any]:
+    if not path.is_dir():
+        raise ValueError(f"expected a folder with {WEIGHTS} and {CONFIG}, but there is no folder {path}")
+    file = path / CONFIG
+    if not file.is_file():
+        raise ValueError(f"expected the file {file}, which isn't there: is {path} a model's folder?")
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{file} is no JSON or cut short ({error}): save or copy the model again") from error
+    if not isinstance(values, dict) or "architecture" not in values:
+        raise ValueError(f"expected {file} to name an 'architecture': it wasn't written by fastformer")
+    found = values.pop("architecture")
+    if found != architecture:
+        raise ValueError(f"expected a folder of {architecture}, got one of {found!r}: {path}")
+    return values
+
+
+def _read_weights(file: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a file, after a look at its checksum and for weights that are no numbers."""
+    if not file.is_file():
+        raise ValueError(f"expected the file {file}, which isn't there: was the model saved completely?")
+    _check_digest(file)
+    try:
+        state: dict[str, torch.Tensor] = _safetensors().load_file(file)
+    except Exception as error:  # safetensors raises a type of its own, and OSError for an empty file
+        raise ValueError(_damaged(file, error)) from error
+    for name, tensor in state.items():
+        if tensor.is_floating_point() and not tensor.isfinite().all():
+            raise ValueError(f"{file} holds NaN or infinite weights in {name}: its training went wrong; train anew")
+    return state
+
+
+def _read_metadata(file: Path) -> tuple[dict[str, str], bytes]:
+    """The metadata of a safetensors file and its first bytes: the header's length and the header."""
+    try:
+        with open(file, "rb") as data:
+            start = data.read(8)
+            size = int.from_bytes(start, "little")
+            if len(start) < 8 or size > file.stat().st_size:
+                raise ValueError("the header is cut short")
+            start += data.read(size)
+        metadata = json.loads(start[8:]).get("__metadata__", {})
+        return {str(name): str(value) for name, value in metadata.items()}, start
+    except (ValueError, AttributeError) as error:
+        raise ValueError(_damaged(file, error)) from error
+
+
+def _check_digest(file: Path) -> None:
+    metadata, start = _read_metadata(file)
+    expected = metadata.get("sha256")
+    if expected is None:
+        return
+    digest = hashlib.sha256(start.replace(f'"sha256":"{expected}"'.encode(), f'"sha256":"{_NO_DIGEST}"'.encode(), 1))
+    with open(file, "rb") as data:
+        data.seek(len(start))
+        while block := data.read(1 << 22):
+            digest.update(block)
+    if digest.hexdigest() != expected:
+        raise ValueError(_damaged(file, "its checksum is another"))
+
+
+def _damaged(file: Path, why: object) -> str:
+    return f"{file} is damaged or cut short ({why}): save or copy the model again"
+
+
+def read_architecture(folder: str | os.PathLike[str]) -> str:
     """The architecture that a folder's config.json names, such as "Transformer" or "GPT".
 
     Raises:
@@ -137,22 +274,9 @@ def read_architecture(folder: str | os.PathLike) -> str:
     if not file.is_file():
         raise ValueError(f"expected the file {file}, which isn't there: is {folder} a model's folder?")
     try:
-        return str(json.loads(file.read_text())["architecture"])
+        return str(json.loads(file.read_text(encoding="utf-8"))["architecture"])
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{file} is cut short or names no 'architecture' ({error!r})") from error
-
-
-def _replace(file: Path, write: Callable[[Path], Any]) -> None:
-    # A reader sees the old file or the new one, and a full disk leaves the old one.
-    temporary = file.with_name(f".{file.name}.tmp")
-    try:
-        write(temporary)
-        os.replace(temporary, file)
-    except Exception as error:  # safetensors raises a type of its own
-        message = f"could not write {file} ({error}): free some space; what was saved before is whole"
-        raise OSError(message) from error
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def _check_state(file: Path, state: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:

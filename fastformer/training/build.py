@@ -12,12 +12,13 @@ import torch
 from torch import nn
 
 from fastformer.baseline import LSTMSeq2Seq
-from fastformer.data import Tokenizer, load_tokenizer
+from fastformer.data import load_tokenizer
 from fastformer.data.tokenizer import TOKENIZER
+from fastformer.files import write_atomically
 from fastformer.generation.generate import EXTRA_LENGTH
-from fastformer.models import GPT, Transformer, read_architecture
+from fastformer.models import GPT, Transformer
 from fastformer.models.pretrained import WEIGHTS
-from fastformer.training.checkpoint import checkpoints, write_atomically
+from fastformer.training.checkpoint import checkpoints
 from fastformer.training.config import TrainConfig
 from fastformer.training.examples import load_data
 from fastformer.training.trainer import Trainer
@@ -149,33 +150,6 @@ def changed_config(run: str | os.PathLike, changes: dict[str, Any]) -> TrainConf
                 "another folder"
             )
     return after
-
-
-def load_model(run: str | os.PathLike, expected: tuple[str, ...] = ()) -> tuple[Any, Tokenizer]:
-    """The model and the tokenizer of a run folder.
-
-    Args:
-        run: the folder.
-        expected: the architectures that will do; empty: any.
-
-    Raises:
-        ValueError: another architecture, or a folder that is damaged or whose files don't belong together.
-    """
-    tokenizer, architecture = load_tokenizer(run), read_architecture(run)
-    kinds: dict[str, Any] = {"Transformer": Transformer, "GPT": GPT, "LSTMSeq2Seq": LSTMSeq2Seq}
-    if architecture not in (expected or kinds):
-        hint = "fastformer generate" if architecture == "GPT" else "fastformer translate"
-        raise ValueError(
-            f"expected a folder of {' or '.join(expected or kinds)}, got one of {architecture!r}: {run}"
-            + (f"; see `{hint}`" if architecture in kinds else "")
-        )
-    model = kinds[architecture].from_pretrained(run)
-    if tokenizer.vocab_size != model.config.vocab_size:
-        raise ValueError(
-            f"expected a tokenizer of {model.config.vocab_size} ids beside the model in {run}, got one of "
-            f"{tokenizer.vocab_size}: {TOKENIZER} is of another run"
-        )
-    return model, tokenizer
 
 
 def _yaml() -> Any:

@@ -9,11 +9,12 @@ from __future__ import annotations
 import hashlib
 import io
 import logging
-import os
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from fastformer.files import write_atomically
 
 logger = logging.getLogger("fastformer")
 
@@ -37,26 +38,6 @@ def save_checkpoint(run: Path, step: int, state: dict[str, Any], *, keep_last: i
     for old in checkpoints(run)[:-keep_last]:
         old.unlink()
     return path
-
-
-def write_atomically(path: Path, data: bytes) -> None:
-    """The whole file or none of it.
-
-    Raises:
-        OSError: it could not be written; nothing is left behind.
-    """
-    temporary = path.with_name(f".{path.name}.tmp")
-    try:
-        with open(temporary, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise OSError(
-            error.errno, f"could not write {path} ({error.strerror}): free some space; what was saved before is whole"
-        ) from error
 
 
 def checkpoints(run: Path) -> list[Path]:

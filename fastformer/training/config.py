@@ -14,9 +14,10 @@ from fastformer.data.batching import BATCHINGS
 MODELS = ("transformer", "gpt", "lstm")
 SCHEDULES = ("noam", "t2t", "linear", "cosine", "constant")
 PRECISIONS = ("fp32", "bf16", "fp16")
+BEST_BY = ("auto", "nll", "bleu", "chrf", "exact_match")
 AT_LEAST_ONE = "steps accumulate max_tokens max_len seqlen vocab_size keep_last average_last log_every"
-AT_LEAST_ZERO = (
-    "max_minutes lr warmup eps weight_decay clip val_every save_every patience val_examples samples seed"  # 0 = off
+AT_LEAST_ZERO = (  # 0 = off
+    "epochs max_minutes lr warmup eps weight_decay clip val_every save_every patience val_examples samples seed"
 )
 
 
@@ -41,6 +42,7 @@ class TrainConfig:
         max_tokens: of a batch, on the longer side.
         accumulate: batches per update; gradients are weighted by tokens.
         steps: updates.
+        epochs: passes over the training data instead of a number of updates; 0 = as steps says.
         max_minutes: ends the training earlier; 0 = no limit.
         schedule: "noam" (the paper), "t2t" (tensor2tensor), "linear", "cosine", "constant"; all with warmup.
         lr: the peak; for noam and t2t the factor in front of the formula (the paper 1, tensor2tensor 2).
@@ -59,6 +61,8 @@ class TrainConfig:
         patience: stop after so many validations without a better one; 0 = never.
         val_examples: decoded for exact match and BLEU; 0 = none.
         samples: translations in the log.
+        best_by: what "the best model" means: "nll", "bleu", "chrf", "exact_match", or "auto", which fits the task.
+        init_from: a run folder whose model and tokenizer the training begins with (fine-tuning).
         seed: of the weights, the data order and dropout.
         device: "auto", "cpu", "cuda".
     """
@@ -83,6 +87,7 @@ class TrainConfig:
     max_tokens: int = 4096
     accumulate: int = 1
     steps: int = 1000
+    epochs: float = 0.0
     max_minutes: float = 0.0
     schedule: str = "linear"
     lr: float = 2e-3
@@ -105,6 +110,8 @@ class TrainConfig:
     patience: int = 0
     val_examples: int = 200
     samples: int = 3
+    best_by: str = "auto"
+    init_from: str | None = None
     seed: int = 0
     device: str = "auto"
 
@@ -117,6 +124,7 @@ class TrainConfig:
             ("schedule", SCHEDULES),
             ("precision", PRECISIONS),
             ("batching", BATCHINGS),
+            ("best_by", BEST_BY),
         ):
             value = getattr(self, name)
             if value not in allowed:

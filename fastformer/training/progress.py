@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from fastformer.data import Batch
-from fastformer.training.checkpoint import write_atomically
+from fastformer.files import write_atomically
 from fastformer.training.evaluate import Scores
 
 

@@ -24,6 +24,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from fastformer.data import Batch, collate, plan_epoch
 from fastformer.generation import Translator
+from fastformer.models.pretrained import save_model
 from fastformer.training.checkpoint import average_weights, checkpoints, latest_checkpoint, save_checkpoint
 from fastformer.training.config import TrainConfig
 from fastformer.training.evaluate import Scores, lengths_of, model_loss, negative_log_likelihood, translate_and_score
@@ -211,7 +212,7 @@ class Trainer:
         progress.validation(self.step, scores)
         if scores.best > self.best:
             self.best, self.bad_validations = scores.best, 0
-            model.save_pretrained(self.run, self.data.tokenizer)  # type: ignore[operator]
+            save_model(model, self.run, self.data.tokenizer)
         else:
             self.bad_validations += 1
         return scores

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import math
 
 import pytest
 import safetensors.torch
 import torch
 
+from fastformer import files
 from fastformer.models import GPT, Transformer, read_architecture
+from fastformer.models.pretrained import read_notes, save_model
 
 CONFIG = {"vocab_size": 20, "d_model": 16, "num_heads": 2, "d_ff": 24, "max_len": 9}
 
@@ -59,15 +62,57 @@ def test_the_tokenizer_is_saved_along(model, tmp_path):
 
 
 def test_a_failed_save_keeps_the_old_model(model, folder, monkeypatch):
-    def full(state, path, metadata):
-        path.write_bytes(b"half")
-        raise OSError("No space left on device")
+    def full(source, target):
+        raise OSError(28, "No space left on device")
 
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
-    monkeypatch.setattr(safetensors.torch, "save_file", full)
-    with pytest.raises(OSError, match="No space left"):
+    monkeypatch.setattr(files.os, "replace", full)
+    with pytest.raises(OSError, match="could not write .*model.safetensors .No space left.*saved before is whole"):
         model.save_pretrained(folder)
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+
+
+def test_a_flipped_bit_is_noticed_wherever_it_is(folder):
+    weights = folder / "model.safetensors"
+    whole = weights.read_bytes()
+    key = whole.index(b'"sha256":"')  # the name of the checksum is the one place where nothing depends on it
+    places = {*range(0, key, 7), *range(key + 10, len(whole), 97), len(whole) - 1} - set(range(key, key + 10))
+    for place in sorted(places):
+        damaged = bytearray(whole)
+        damaged[place] ^= 1 << place % 8
+        weights.write_bytes(damaged)
+        with pytest.raises(ValueError, match="model.safetensors is damaged or cut short"):
+            Transformer.from_pretrained(folder)
+
+
+def test_a_file_without_a_checksum_loads(model, folder):
+    safetensors.torch.save_file(model.state_dict(), folder / "model.safetensors")
+    loaded = Transformer.from_pretrained(folder)
+    assert all(torch.equal(loaded.state_dict()[name], value) for name, value in model.state_dict().items())
+    assert read_notes(folder) == {}
+
+
+def test_notes_come_back(model, folder):
+    save_model(model, folder, notes={"model": 'update 3: "best"'})
+    assert read_notes(folder) == {"model": 'update 3: "best"'}
+    Transformer.from_pretrained(folder)
+    assert read_notes(folder / "nowhere") == {}
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_weights_that_are_no_numbers(model, folder, bad):
+    with torch.no_grad():
+        model.encoder.norm.weight[3] = bad
+    model.save_pretrained(folder)
+    with pytest.raises(ValueError, match="NaN or infinite weights in encoder.norm.weight"):
+        Transformer.from_pretrained(folder)
+
+
+def test_settings_of_a_wrong_type(folder):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "num_encoder_layers": "two"}))
+    with pytest.raises(ValueError, match="config.json has settings|num_encoder_layers"):
+        Transformer.from_pretrained(folder)
 
 
 def test_missing_folder_and_files(folder, tmp_path):

@@ -16,12 +16,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from fastformer import files
 from fastformer.data import collate, plan_epoch, train_bpe
 from fastformer.generation import Translator
 from fastformer.generation.translator import _padded
+from fastformer.run_folder import load_model
 from fastformer.training import TrainConfig, start
-from fastformer.training import checkpoint as checkpointing
-from fastformer.training.build import build_model, changed_config, load_config, load_model
+from fastformer.training.build import build_model, changed_config, load_config
 from fastformer.training.checkpoint import average_weights, checkpoints, latest_checkpoint, load_checkpoint
 from fastformer.training.evaluate import lengths_of, model_loss
 from fastformer.training.schedule import FLOOR, learning_rate
@@ -199,7 +200,7 @@ def test_a_full_disk_keeps_what_was_there(config, tmp_path, monkeypatch) -> None
     def full(fd: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(checkpointing.os, "fsync", full)
+    monkeypatch.setattr(files.os, "fsync", full)
     with pytest.raises(OSError, match="could not write .*No space left.*what was saved before is whole"):
         trainer.save()
     assert checkpoints(tmp_path / "run")[-1].read_bytes() == before

@@ -1,0 +1,76 @@
+"""A run folder: what a trained model is on disk, for training and for translating alike.
+
+RUN/config.json, model.safetensors   the model (`fastformer.models.pretrained`)
+RUN/tokenizer.json                   its tokenizer
+RUN/config.yaml                      the settings of the training
+RUN/checkpoints/step-*.pt            what training goes on from
+RUN/metrics.jsonl                    losses and scores
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import nn
+
+from fastformer.baseline import LSTMSeq2Seq
+from fastformer.baseline.lstm import LSTMConfig
+from fastformer.data.tokenizer import TOKENIZER, Tokenizer, load_tokenizer
+from fastformer.models import GPT, Transformer, read_architecture
+from fastformer.models.pretrained import config_from_dict, load_saved
+
+ARCHITECTURES = ("Transformer", "GPT", "LSTMSeq2Seq")
+
+
+def load_model(
+    run: str | os.PathLike[str],
+    expected: tuple[str, ...] = (),
+    *,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+) -> tuple[Any, Tokenizer]:
+    """The model and the tokenizer of a run folder.
+
+    Args:
+        run: the folder.
+        expected: the architectures that will do, such as "Transformer"; empty: any.
+        device: where the parameters go; None: the CPU.
+        dtype: what they become; None: what they were saved as.
+
+    Raises:
+        ValueError: another architecture, or a folder that is damaged or whose files don't belong together.
+    """
+    tokenizer, architecture = load_tokenizer(run), read_architecture(run)
+    if architecture not in (expected or ARCHITECTURES):
+        hint = "fastformer generate" if architecture == "GPT" else "fastformer translate"
+        raise ValueError(
+            f"expected a folder of {' or '.join(expected or ARCHITECTURES)}, got one of {architecture!r}: {run}"
+            + (f"; see `{hint}`" if architecture in ARCHITECTURES else "")
+        )
+    model: Any = _load(architecture, run, device, dtype)
+    if tokenizer.vocab_size != model.config.vocab_size:
+        raise ValueError(
+            f"expected a tokenizer of {model.config.vocab_size} ids beside the model in {run}, got one of "
+            f"{tokenizer.vocab_size}: {TOKENIZER} is of another run"
+        )
+    return model, tokenizer
+
+
+def _load(
+    architecture: str,
+    run: str | os.PathLike[str],
+    device: torch.device | str | None,
+    dtype: torch.dtype | None,
+) -> nn.Module:
+    if architecture == "Transformer":
+        return Transformer.from_pretrained(run, device=device, dtype=dtype)
+    if architecture == "GPT":
+        return GPT.from_pretrained(run, device=device, dtype=dtype)
+
+    def make(values: dict[str, Any], dtype: torch.dtype | None) -> LSTMSeq2Seq:
+        return LSTMSeq2Seq(**asdict(config_from_dict(LSTMConfig, values))).to(device=device, dtype=dtype)
+
+    return load_saved(run, architecture, make, dtype=dtype)

@@ -1,0 +1,58 @@
+"""A file is written whole or not at all, and nothing else is touched."""
+
+from __future__ import annotations
+
+import os
+import stat
+
+import pytest
+
+from fastformer import files
+from fastformer.files import remove_left_overs, write_atomically
+
+
+def test_the_mode_is_what_the_umask_leaves(tmp_path) -> None:
+    for mask, mode in ((0o022, 0o644), (0o077, 0o600), (0o002, 0o664)):
+        before = os.umask(mask)
+        try:
+            write_atomically(tmp_path / f"{mask}", b"x")
+        finally:
+            os.umask(before)
+        assert stat.S_IMODE((tmp_path / f"{mask}").stat().st_mode) == mode
+
+
+def test_a_planted_link_is_never_followed(tmp_path, monkeypatch) -> None:
+    (tmp_path / "victim").write_bytes(b"precious")
+    monkeypatch.setattr(files.secrets, "token_hex", lambda count: "00" * count)  # an attacker who guesses it
+    (tmp_path / f".file.{'00' * 8}.tmp").symlink_to(tmp_path / "victim")
+    with pytest.raises(OSError, match="could not write .*file"):
+        write_atomically(tmp_path / "file", b"new")
+    assert (tmp_path / "victim").read_bytes() == b"precious" and not (tmp_path / "file").exists()
+    monkeypatch.undo()
+    (tmp_path / ".file.tmp").symlink_to(tmp_path / "victim")  # a name that doesn't vary
+    (tmp_path / "link").symlink_to(tmp_path / "victim")
+    write_atomically(tmp_path / "file", b"new")
+    write_atomically(tmp_path / "link", b"new")
+    assert (tmp_path / "victim").read_bytes() == b"precious"
+    assert (tmp_path / "link").read_bytes() == b"new" and not (tmp_path / "link").is_symlink()
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()])
+def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatch, error) -> None:
+    write_atomically(tmp_path / "file", b"old")
+
+    def fail(descriptor: int) -> None:
+        raise error
+
+    monkeypatch.setattr(files.os, "fsync", fail)
+    with pytest.raises(type(error), match="could not write .*No space left" if isinstance(error, OSError) else None):
+        write_atomically(tmp_path / "file", b"new")
+    assert [path.name for path in tmp_path.iterdir()] == ["file"] and (tmp_path / "file").read_bytes() == b"old"
+
+
+def test_left_overs_of_a_kill_are_removed_and_nothing_else(tmp_path) -> None:
+    kept = [".mine.tmp", ".a.0123456789abcde.tmp", "a.0123456789abcdef.tmp", ".hidden"]
+    for name in (*kept, ".a.pt.0123456789abcdef.tmp"):
+        (tmp_path / name).touch()
+    remove_left_overs(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(kept)
