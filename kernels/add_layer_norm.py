@@ -412,11 +412,11 @@ def interpreted() -> bool:
     return not isinstance(_forward_kernel, triton.runtime.JITFunction)
 
 
-def why_unsupported(op_name: str, *args: object) -> str | None:
+def why_unsupported(op_name: str, **arguments: Tensor | None) -> str | None:
     """Why the kernels can't take a call of add_layer_norm_fwd or _bwd; None if they can."""
-    x = args[0]
-    tensors = args[:4]
-    for tensor in tensors:
+    names = ("dy", "dresidual_out", "s", "weight") if op_name.endswith("_bwd") else ("x", "residual", "weight", "bias")
+    x = arguments[names[0]]
+    for tensor in map(arguments.__getitem__, names):
         if tensor is not None and tensor.dtype not in DTYPES:
             return f"the inputs are {tensor.dtype}, not float16, bfloat16 or float32"
     if x.shape[-1] > WIDEST:

@@ -315,13 +315,17 @@ def launch_forward(
     return out, lse
 
 
-def why_unsupported(op_name: str, *args: object) -> str | None:
+def why_unsupported(
+    op_name: str,
+    *,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    softmax_scale: float,
+    attn_mask: Tensor | None = None,
+    **_: object,
+) -> str | None:
     """Why the kernels can't take a call of (varlen_)attention_fwd or _bwd; None if they can."""
-    backward = op_name.endswith("_bwd")
-    q, k, v = args[1:4] if backward else args[:3]
-    rest = args[6:] if backward else args[3:]
-    softmax_scale = rest[4] if op_name.startswith("varlen") else rest[2]
-    attn_mask = None if op_name.startswith("varlen") else rest[0]
     if q.dtype not in (torch.float16, torch.bfloat16, torch.float32):
         return f"the inputs are {q.dtype}, not float16, bfloat16 or float32"
     if k.dtype != q.dtype or v.dtype != q.dtype:

@@ -19,6 +19,8 @@ fp32: sums and products, rounded once.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -253,16 +255,17 @@ def _scatter_kernel(
     tl.atomic_add(sums_ptr + (keys * DIM)[:, None] + columns[None, :], dout * scale, mask=here, sem="relaxed")
 
 
-def why_unsupported(op_name: str, *args: object) -> str | None:
+def why_unsupported(op_name: str, *, ids: Tensor, **arguments: Any) -> str | None:
     """Why the kernels can't take a call of embedding_fwd or _bwd; None if they can."""
     if op_name == "embedding_fwd":
-        device, dtypes = args[0].device, [t.dtype for t in args[1:3] if t is not None]
+        weight, table = arguments["weight"], arguments["position_table"]
+        dtypes = [weight.dtype] if table is None else [weight.dtype, table.dtype]
     else:
-        device, dtypes = args[0].device, [args[0].dtype, args[-2]]
+        dtypes = [arguments["dout"].dtype, arguments["dtype"]]
     for dtype in dtypes:
         if dtype not in DTYPES:
             return f"the inputs are {dtype}, not float16, bfloat16 or float32"
-    if device.type != "cuda" and isinstance(_forward_kernel, triton.runtime.JITFunction):
+    if ids.device.type != "cuda" and isinstance(_forward_kernel, triton.runtime.JITFunction):
         return "the tensors are on the CPU and TRITON_INTERPRET=1 was not set before the kernels were imported"
     return None
 

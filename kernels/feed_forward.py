@@ -519,12 +519,11 @@ def _activated_backward(
     return dpre, hidden, dout.new_empty(0) if dbias is None else dbias.sum(0).to(dout.dtype)
 
 
-def why_unsupported(op_name: str, *args: object) -> str | None:
+def why_unsupported(op_name: str, *, x: Tensor, **arguments: object) -> str | None:
     """Why the kernels can't take a call of feed_forward_fwd or _bwd; None if they can."""
-    x, weight1 = args[1:3] if op_name.endswith("_bwd") else args[:2]
     if x.dtype not in (torch.float16, torch.bfloat16, torch.float32):
         return f"the inputs are {x.dtype}, not float16, bfloat16 or float32"
-    if any(isinstance(a, Tensor) and a.is_floating_point() and a.dtype != x.dtype for a in args):
+    if any(isinstance(a, Tensor) and a.is_floating_point() and a.dtype != x.dtype for a in arguments.values()):
         return "the inputs differ in dtype"
     if x.device.type != "cuda" and isinstance(_activation_kernel, triton.runtime.JITFunction):
         return "the tensors are on the CPU and TRITON_INTERPRET=1 was not set before the kernels were imported"

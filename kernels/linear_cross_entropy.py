@@ -288,9 +288,8 @@ class _Gradients:
         return self.dx, dweight, dbias
 
 
-def why_unsupported(op_name: str, *args: object) -> str | None:
+def why_unsupported(op_name: str, *, x: Tensor, weight: Tensor, bias: Tensor | None, **_: object) -> str | None:
     """Why the kernels can't take a call of linear_cross_entropy_fwd, _bwd or _fwd_bwd; None if they can."""
-    x, weight, bias = args[1:4] if op_name.endswith("_entropy_bwd") else args[:3]
     if x.dtype not in (torch.float16, torch.bfloat16, torch.float32):
         return f"the inputs are {x.dtype}, not float16, bfloat16 or float32"
     if weight.dtype != x.dtype or (bias is not None and bias.dtype != x.dtype):

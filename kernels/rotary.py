@@ -98,9 +98,8 @@ def _rotary_kernel(
         tl.store(out_rows + columns, tl.load(x_rows + columns, mask=beyond, other=0.0), mask=beyond)
 
 
-def why_unsupported(op_name: str, *args: object) -> str | None:
+def why_unsupported(op_name: str, *, x: Tensor, cos: Tensor, sin: Tensor, **_: object) -> str | None:
     """Why the kernel can't take a call of rotary_fwd; None if it can."""
-    x, cos, sin = args[:3]
     for tensor in (x, cos, sin):
         if tensor.dtype not in DTYPES:
             return f"the inputs are {tensor.dtype}, not float16, bfloat16 or float32"

@@ -24,7 +24,8 @@ def load() -> str | None:
     capability = torch.backends.cpu.get_cpu_capability()
     for isa, capabilities in _MODULES.items():
         if capability in capabilities and importlib.util.find_spec(f"fastformer._C_{isa}") is not None:
-            return importlib.import_module(f"fastformer._C_{isa}").instruction_set
+            module = importlib.import_module(f"fastformer._C_{isa}")
+            return str(module.instruction_set)
     logger.warning(
         "no C++ extension for this CPU (%s): the ops run on plain PyTorch. See `fastformer doctor`.", capability
     )

@@ -2,7 +2,8 @@
 
 PyTorch's own dispatcher is the registry. The schema lives in Python, so that every op exists without the C++ extension;
 the reference serves every device that has no kernel; on CUDA and CPU a small implementation asks the kernel whether it
-can take the call and, if not, runs the reference and says so once with the kernel's own reason.
+can take the call and, if not, runs the reference and says so once with the kernel's own reason. An op that has no
+kernel for a backend by design says so where it is defined; any other missing kernel is a refusal like the rest.
 """
 
 from __future__ import annotations
@@ -15,11 +16,19 @@ import logging
 import os
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
+from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
+from typing import Any, ParamSpec, TypeVar, cast, overload
 
 import torch
 from torch import Tensor
+
+from fastformer.ops import _extension
+
+P = ParamSpec("P")
+T = TypeVar("T")
+# (op_name, **the arguments by the schema's names) -> why a kernel can't take the call, or None.
+WhyUnsupported = Callable[..., str | None]
 
 logger = logging.getLogger("fastformer")
 
@@ -27,12 +36,43 @@ LIBRARY = torch.library.Library("fastformer", "DEF")
 BACKENDS = ("triton", "cpp", "reference")
 
 _forced_backend: ContextVar[str | None] = ContextVar("fastformer_backend", default=None)
+# Seen by all threads: on a GPU the backward pass runs in a thread of autograd's.
+_recorders: list[set[tuple[str, str]]] = []
 _told: set[tuple[str, str]] = set()
+
+
+@dataclass(frozen=True)
+class Definition:
+    """What `define_op` was told about one op.
+
+    Attributes:
+        name: the schema's name, `torch.ops.fastformer.<name>`.
+        stem: the file name that the op has in kernels/, csrc/, ops/, tests/ops/ and benchmarks/.
+        arguments: the names of the schema's arguments, in order.
+        reference_only: the backends that have no kernel for it by design.
+        cpp_unsupported: why the C++ function can't take a call.
+    """
+
+    name: str
+    stem: str
+    arguments: tuple[str, ...]
+    reference_only: tuple[str, ...]
+    cpp_unsupported: WhyUnsupported | None
+
+    def bind(self, *args: Any) -> dict[str, Any]:
+        """The arguments of a call by the schema's names."""
+        return dict(zip(self.arguments, args, strict=True))
+
+
+# Every op, by its schema's name.
+OPS: dict[str, Definition] = {}
 
 
 @contextlib.contextmanager
 def use_backend(name: str | None) -> Iterator[None]:
     """Runs every op of the block on one backend, whatever the device suggests. For tests and benchmarks.
+
+    The backward pass of an op runs where its forward pass was forced to run, in whichever thread and whenever.
 
     Args:
         name: "triton" (on CPU tensors: through Triton's interpreter), "cpp", "reference", or None for the usual choice.
@@ -47,6 +87,21 @@ def use_backend(name: str | None) -> Iterator[None]:
         yield
     finally:
         _forced_backend.reset(token)
+
+
+@contextlib.contextmanager
+def record_backends() -> Iterator[set[tuple[str, str]]]:
+    """Collects (op, backend) of every call that really ran in the block, backward passes and other threads included.
+
+    For benchmarks and tests, which have to know what they measured.
+    """
+    ran: set[tuple[str, str]] = set()
+    _recorders.append(ran)
+    try:
+        yield ran
+    finally:
+        # By identity: two sets of the same pairs are equal.
+        _recorders[:] = [recorder for recorder in _recorders if recorder is not ran]
 
 
 def is_strict() -> bool:
@@ -64,86 +119,127 @@ def triton_kernel(stem: str) -> ModuleType | None:
 
 def cpp_kernel(op_name: str) -> Callable[..., Any] | None:
     """The C++ function of an op (`torch.ops.fastformer_cpp.<op_name>`), or None where it was not built."""
-    from fastformer.ops import _extension
-
     return _extension.function(op_name)
 
 
-def why_not(
-    op_name: str, stem: str, backend: str, cpp_unsupported: Callable[..., str | None] | None, args: tuple
-) -> str | None:
-    """Why `backend` can't take this call, in words; None if it can."""
+def missing_kernel(op: Definition, backend: str) -> str | None:
+    """Why there is nothing on `backend` that could take any call of this op; None if there is a kernel."""
     if backend == "triton":
-        kernel = triton_kernel(stem)
-        return "there is no Triton kernel here" if kernel is None else kernel.why_unsupported(op_name, *args)
-    if backend == "cpp":
-        if cpp_kernel(op_name) is None:
-            return "the C++ extension is not built or lacks this op"
-        return None if cpp_unsupported is None else cpp_unsupported(op_name, *args)
+        kernel = triton_kernel(op.stem)
+        if kernel is not None and hasattr(kernel, op.name):
+            return None
+        if importlib.util.find_spec("triton") is None:
+            return "triton is not installed"
+        return "there is no Triton kernel for it"
+    if backend == "cpp" and cpp_kernel(op.name) is None:
+        if _extension.load() is None:
+            return "the C++ extension is not built for this CPU; `fastformer doctor` says how"
+        return "the C++ extension lacks this op"
+    return None
+
+
+def why_not(op: Definition, backend: str, args: tuple[Any, ...]) -> str | None:
+    """Why `backend` can't take this call, in words; None if it can."""
+    if (missing := missing_kernel(op, backend)) is not None:
+        return missing
+    if backend == "triton":
+        return cast(str | None, cast(Any, triton_kernel(op.stem)).why_unsupported(op.name, **op.bind(*args)))
+    if backend == "cpp" and op.cpp_unsupported is not None:
+        return op.cpp_unsupported(op.name, **op.bind(*args))
     return None
 
 
 def define_op(
     schema: str,
-    reference: Callable[..., Any],
+    reference: Callable[P, T],
     *,
     stem: str,
-    fake: Callable[..., Any],
-    cpp_unsupported: Callable[..., str | None] | None = None,
-) -> Any:
+    fake: Callable[..., object],
+    cpp_unsupported: WhyUnsupported | None = None,
+    reference_only: tuple[str, ...] = (),
+) -> Callable[P, T]:
     """Defines `fastformer::<name>` with its reference, its fake and the choice of a backend on CUDA and CPU.
 
     Args:
         schema: "name(Tensor x, ...) -> ...". The Triton launcher `fastformer.kernels.<stem>.<name>` and the C++
-            function `torch.ops.fastformer_cpp.<name>` take the same positional arguments.
+            function `torch.ops.fastformer_cpp.<name>` take the same positional arguments; what asks whether they can
+            take a call (`why_unsupported` of the Triton module, `cpp_unsupported`) gets them by the schema's names.
         reference: plain PyTorch, right in every dtype up to fp64.
         stem: the file name that the op has in kernels/, csrc/, ops/, tests/ops/ and benchmarks/.
         fake: shapes, dtypes and strides of the outputs; reads no data.
-        cpp_unsupported: (op_name, *args) -> why the C++ function can't take the call, or None.
+        cpp_unsupported: (op_name, **arguments) -> why the C++ function can't take the call, or None.
+        reference_only: "triton", "cpp": the backends that have no kernel for this op by design. There the reference
+            is the op, and nothing is logged or forbidden.
 
     Returns:
         The overload to call, `torch.ops.fastformer.<name>.default`.
     """
     name = schema[: schema.index("(")]
     LIBRARY.define(schema)
+    overload_ = getattr(torch.ops.fastformer, name).default
+    arguments = tuple(argument.name for argument in overload_._schema.arguments)
+    op = OPS[name] = Definition(name, stem, arguments, reference_only, cpp_unsupported)
 
-    def plain(*args: Any) -> Any:
-        # The public function has cast already; inside, autocast would take the fp32 statistics down again.
-        with torch._C._DisableAutocast():
-            return reference(*args)
-
-    LIBRARY.impl(name, plain, "CompositeExplicitAutograd")
-
-    def run(preferred: str, args: tuple) -> Any:
-        forced = _forced_backend.get()
-        backend = forced or preferred
-        if backend == "reference":
-            return plain(*args)
-        if forced is None and not _has_kernel(name, stem, backend):
-            return plain(*args)
-        reason = why_not(name, stem, backend, cpp_unsupported, args)
-        if reason is not None:
-            if is_strict() or forced is not None:
-                raise NotImplementedError(f"fastformer::{name} can't run on {backend}: {reason}")
-            if (name, reason) not in _told:
-                _told.add((name, reason))
-                logger.warning("%s runs on the reference, not on %s: %s", name, backend, reason)
-            return plain(*args)
+    def run(preferred: str, args: tuple[Any, ...]) -> Any:
+        device = next(a.device for a in args if isinstance(a, Tensor))
+        if torch.is_autocast_enabled(device.type):
+            # The public function has cast already. Inside any backend, autocast would take fp32 products down again.
+            with torch.autocast(device.type, enabled=False):
+                return run(preferred, args)
+        backend = _choose(op, preferred, args)
+        for recorder in _recorders:
+            recorder.add((name, backend))
         if backend == "triton":
-            kernel = triton_kernel(stem)
-            with _device_guard(args):
-                return getattr(kernel, name)(*args)
-        return cpp_kernel(name)(*args)  # type: ignore[misc]
+            # Triton launches on the current device, which need not be the tensors'.
+            with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+                return getattr(triton_kernel(stem), name)(*args)
+        if backend == "cpp":
+            return cast(Callable[..., Any], cpp_kernel(name))(*args)
+        return reference(*args)  # type: ignore[call-arg]
 
+    LIBRARY.impl(name, lambda *args: run("reference", args), "CompositeExplicitAutograd")
     LIBRARY.impl(name, lambda *args: run("triton", args), "CUDA")
     LIBRARY.impl(name, lambda *args: run("cpp", args), "CPU")
     torch.library.register_fake(f"fastformer::{name}", fake, lib=LIBRARY)
-    return getattr(torch.ops.fastformer, name).default
+    return cast(Callable[P, T], overload_)
+
+
+def _choose(op: Definition, preferred: str, args: tuple[Any, ...]) -> str:
+    """The backend that runs this call.
+
+    Raises:
+        NotImplementedError: the backend can't, and it was forced or FASTFORMER_STRICT=1 forbids the reference.
+    """
+    forced = _forced_backend.get()
+    backend = preferred if forced is None else forced
+    if backend == "reference" or (forced is None and backend in op.reference_only):
+        return "reference"
+    reason = why_not(op, backend, args)
+    if reason is None:
+        return backend
+    if is_strict() or forced is not None:
+        raise NotImplementedError(f"fastformer::{op.name} can't run on {backend}: {reason}")
+    if (op.name, reason) not in _told:
+        _told.add((op.name, reason))
+        logger.warning("%s runs on the reference, not on %s: %s", op.name, backend, reason)
+    return "reference"
 
 
 def register_autograd(name: str, backward: Callable[..., Any], *, setup_context: Callable[..., None]) -> None:
     """Gives `fastformer::<name>` its gradient. `backward` calls the `_bwd` op, whose own gradient is an error."""
-    torch.library.register_autograd(f"fastformer::{name}", backward, setup_context=setup_context, lib=LIBRARY)
+
+    def setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        # A context variable does not reach the thread in which autograd runs a GPU's backward pass.
+        ctx.forced_backend = _forced_backend.get()
+        setup_context(ctx, inputs, output)
+
+    def run(ctx: Any, *grads: Tensor | None) -> Any:
+        if ctx.forced_backend is None:
+            return backward(ctx, *grads)
+        with use_backend(ctx.forced_backend):
+            return backward(ctx, *grads)
+
+    torch.library.register_autograd(f"fastformer::{name}", run, setup_context=setup, lib=LIBRARY)
 
 
 def forbid_double_backward(name: str) -> None:
@@ -155,21 +251,8 @@ def forbid_double_backward(name: str) -> None:
     torch.library.register_autograd(f"fastformer::{name}", backward, lib=LIBRARY)
 
 
-def _has_kernel(name: str, stem: str, backend: str) -> bool:
-    if backend == "triton":
-        kernel = triton_kernel(stem)
-        return kernel is not None and hasattr(kernel, name)
-    return cpp_kernel(name) is not None
-
-
-def _device_guard(args: tuple) -> contextlib.AbstractContextManager:
-    # Triton launches on the current device, which need not be the tensors'.
-    device = next(a.device for a in args if isinstance(a, Tensor))
-    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
-
-
 # The one autocast table. "cast": matrix products run in the autocast dtype (their softmax and loss stay fp32 inside).
-# "keep": inputs stay as they come; statistics are fp32 inside whatever the dtype.
+# "keep": inputs stay as they come; statistics are fp32 inside whatever the dtype. Inside an op autocast is off.
 AUTOCAST = {
     "attention": "cast",
     "varlen_attention": "cast",
@@ -183,15 +266,18 @@ AUTOCAST = {
 }
 
 
+@overload
+def autocast(op: str, *tensors: Tensor) -> tuple[Tensor, ...]: ...
+@overload
+def autocast(op: str, *tensors: Tensor | None) -> tuple[Tensor | None, ...]: ...
 def autocast(op: str, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
-    """The op's floating-point inputs as autocast wants them: cast if it is on and AUTOCAST says so, else unchanged.
+    """The floating-point inputs of an op that AUTOCAST says to cast, in the autocast dtype where it is on.
 
-    fp64 is never cast, as in PyTorch. Integer and boolean tensors and None pass through.
+    fp64 is never cast, as in PyTorch. Integer and boolean tensors and None pass through. An op of the rule "keep" has
+    no need to call this.
     """
-    if AUTOCAST[op] == "keep":
-        return tensors
-    device_type = next(t.device.type for t in tensors if t is not None)
-    if not torch.is_autocast_enabled(device_type):
+    device_type = next((t.device.type for t in tensors if t is not None), None)
+    if AUTOCAST[op] == "keep" or device_type is None or not torch.is_autocast_enabled(device_type):
         return tensors
     dtype = torch.get_autocast_dtype(device_type)
     return tuple(

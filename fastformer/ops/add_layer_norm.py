@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fastformer.ops._common import accumulation_dtype, check_features, check_vector, described
 from fastformer.ops._dropout import drop, resolve_dropout
-from fastformer.ops._library import autocast, define_op, forbid_double_backward, register_autograd
+from fastformer.ops._library import define_op, forbid_double_backward, register_autograd
 
 
 def add_layer_norm_reference(
@@ -50,7 +50,16 @@ def add_layer_norm_reference(
     return y.to(x.dtype).contiguous(), residual_out, mean.new_empty(0) if rms_norm else mean.flatten(), rstd.flatten()
 
 
-def _fwd_fake(x, residual, weight, bias, eps, dropout_p, dropout_seed, rms_norm):
+def _fwd_fake(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    dropout_p: float,
+    dropout_seed: Tensor | None,
+    rms_norm: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     stream = x.dtype if residual is None else residual.dtype
     kept = residual is not None or dropout_p > 0.0
     rows = x.numel() // x.shape[-1]
@@ -104,7 +113,19 @@ def _column_sums(values: Tensor) -> Tensor:
     return values.reshape(-1, values.shape[-1]).sum(0)
 
 
-def _bwd_fake(dy, dresidual_out, s, weight, mean, rstd, dropout_p, dropout_seed, rms_norm, has_bias, x_dtype):
+def _bwd_fake(
+    dy: Tensor,
+    dresidual_out: Tensor | None,
+    s: Tensor,
+    weight: Tensor | None,
+    mean: Tensor,
+    rstd: Tensor,
+    dropout_p: float,
+    dropout_seed: Tensor | None,
+    rms_norm: bool,
+    has_bias: bool,
+    x_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     same = dropout_p == 0.0 and x_dtype == s.dtype
     parameter_dtype = s.dtype if weight is None else weight.dtype
     dim = s.shape[-1]
@@ -116,12 +137,15 @@ def _bwd_fake(dy, dresidual_out, s, weight, mean, rstd, dropout_p, dropout_seed,
     )
 
 
-def _cpp_unsupported(op_name: str, *args: Any) -> str | None:
-    if op_name == "add_layer_norm_fwd":
-        x, residual = args[:2]
-        x_dtype, stream = x.dtype, x.dtype if residual is None else residual.dtype
-    else:
-        x_dtype, stream = args[-1], args[2].dtype
+def _fwd_cpp_unsupported(op_name: str, *, x: Tensor, residual: Tensor | None, **_: object) -> str | None:
+    return _no_cpp_code(x.dtype, x.dtype if residual is None else residual.dtype)
+
+
+def _bwd_cpp_unsupported(op_name: str, *, s: Tensor, x_dtype: torch.dtype, **_: object) -> str | None:
+    return _no_cpp_code(x_dtype, s.dtype)
+
+
+def _no_cpp_code(x_dtype: torch.dtype, stream: torch.dtype) -> str | None:
     if x_dtype == stream and x_dtype in (torch.float32, torch.float64, torch.bfloat16):
         return None
     if (x_dtype, stream) == (torch.bfloat16, torch.float32):
@@ -135,7 +159,7 @@ _fwd = define_op(
     add_layer_norm_reference,
     stem="add_layer_norm",
     fake=_fwd_fake,
-    cpp_unsupported=_cpp_unsupported,
+    cpp_unsupported=_fwd_cpp_unsupported,
 )
 _bwd = define_op(
     "add_layer_norm_bwd(Tensor dy, Tensor? dresidual_out, Tensor s, Tensor? weight, Tensor mean, Tensor rstd, "
@@ -144,11 +168,11 @@ _bwd = define_op(
     add_layer_norm_backward_reference,
     stem="add_layer_norm",
     fake=_bwd_fake,
-    cpp_unsupported=_cpp_unsupported,
+    cpp_unsupported=_bwd_cpp_unsupported,
 )
 
 
-def _setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     x, residual, weight, bias, _, dropout_p, dropout_seed, rms_norm = inputs
     _, residual_out, mean, rstd = output
     kept = residual is not None or dropout_p > 0.0
@@ -159,7 +183,7 @@ def _setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
     ctx.bias_dtype = None if bias is None else bias.dtype
 
 
-def _backward(ctx: Any, dy: Tensor | None, dresidual_out: Tensor | None, *_: Any) -> tuple:
+def _backward(ctx: Any, dy: Tensor | None, dresidual_out: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
     s, weight, mean, rstd, dropout_seed = ctx.saved_tensors
     if dy is None:
         dy = s.new_zeros(s.shape, dtype=ctx.x_dtype)
@@ -219,6 +243,5 @@ def add_layer_norm(
     check_vector("weight", weight, x.shape[-1])
     check_vector("bias", bias, x.shape[-1])
     dropout_p, dropout_seed = resolve_dropout(dropout_p, dropout_seed, x.device)
-    x, residual, weight, bias = autocast("add_layer_norm", x, residual, weight, bias)  # type: ignore[assignment]
     y, residual_out, _, _ = _fwd(x, residual, weight, bias, eps, dropout_p, dropout_seed, rms_norm)
     return y, x if residual is None and dropout_p == 0.0 else residual_out

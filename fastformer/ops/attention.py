@@ -6,7 +6,7 @@ anything of size seqlen_q * seqlen_k; the kernels recompute the weights from lse
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -17,7 +17,17 @@ from fastformer.ops._dropout import resolve_dropout
 from fastformer.ops._library import autocast, define_op, forbid_double_backward, register_autograd
 
 
-def _scores(q, k, attn_mask, seqlens_k, softmax_scale, window_left, window_right, dropout_p, dropout_seed) -> Scores:
+def _scores(
+    q: Tensor,
+    k: Tensor,
+    attn_mask: Tensor | None,
+    seqlens_k: Tensor | None,
+    softmax_scale: float,
+    window_left: int | None,
+    window_right: int | None,
+    dropout_p: float,
+    dropout_seed: Tensor | None,
+) -> Scores:
     return Scores(
         softmax_scale=softmax_scale,
         diagonal=k.shape[1] - q.shape[1],
@@ -31,7 +41,7 @@ def _scores(q, k, attn_mask, seqlens_k, softmax_scale, window_left, window_right
 
 
 def attention_reference(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
-    """(out, lse); the arguments are the schema's."""
+    """(out, lse); the arguments are the schema's, and from attn_mask on those of `_scores`."""
     return attend(q, k, v, _scores(q, k, *options))
 
 
@@ -46,22 +56,23 @@ def attention_backward_reference(
     return dq, dk, dv, dscores.sum_to_size(attn_mask.shape).to(attn_mask.dtype)
 
 
-def _fwd_fake(q, k, v, *options):
+def _fwd_fake(q: Tensor, k: Tensor, v: Tensor, *options: object) -> tuple[Tensor, Tensor]:
     lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=accumulation_dtype(q.dtype))
     return q.new_empty(q.shape), lse
 
 
-def _bwd_fake(dout, q, k, v, out, lse, attn_mask, *options):
-    dmask = attn_mask.new_empty(attn_mask.shape) if options[-1] else q.new_empty(0)
+def _bwd_fake(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, attn_mask: Tensor | None, *options: object
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    needs_mask_grad = options[-1]
+    dmask = attn_mask.new_empty(attn_mask.shape) if attn_mask is not None and needs_mask_grad else q.new_empty(0)
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dmask
 
 
-def cpp_unsupported(op_name: str, *args: Any) -> str | None:
+def cpp_unsupported(op_name: str, *, q: Tensor, softmax_scale: float, **_: object) -> str | None:
     """What the C++ attention kernels can't take, for dense, packed and cached attention alike."""
-    q = args[1] if op_name.endswith("_bwd") else args[0]
     if q.dtype not in (torch.float32, torch.bfloat16, torch.float64):
         return f"it computes in fp32, bf16 and fp64, not {q.dtype}"
-    softmax_scale = next(a for a in args if isinstance(a, float))
     return None if softmax_scale > 0 else f"it needs a positive softmax_scale, not {softmax_scale}"
 
 
@@ -84,7 +95,7 @@ _bwd = define_op(
 )
 
 
-def _setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     q, k, v, attn_mask, seqlens_k, *options, dropout_seed = inputs
     out, lse = output
     ctx.save_for_backward(q, k, v, out, lse, attn_mask, seqlens_k, dropout_seed)
@@ -93,7 +104,7 @@ def _setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
     ctx.options = options
 
 
-def _backward(ctx: Any, dout: Tensor | None, _: Any) -> tuple:
+def _backward(ctx: Any, dout: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
     if dout is None:
         return (None,) * 10
     *tensors, attn_mask, seqlens_k, dropout_seed = ctx.saved_tensors
@@ -160,6 +171,51 @@ def expand_mask(attn_mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None
     return attn_mask.view(sizes) if attn_mask.is_contiguous() else attn_mask.reshape(sizes)
 
 
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    attn_mask: Tensor | None = None,
+    seqlens_k: Tensor | None = None,
+    is_causal: bool = False,
+    window_size: tuple[int | None, int | None] = (None, None),
+    softmax_scale: float | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: Tensor | None = None,
+    return_lse: Literal[False] = False,
+) -> Tensor: ...
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    attn_mask: Tensor | None = None,
+    seqlens_k: Tensor | None = None,
+    is_causal: bool = False,
+    window_size: tuple[int | None, int | None] = (None, None),
+    softmax_scale: float | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: Tensor | None = None,
+    return_lse: Literal[True],
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    attn_mask: Tensor | None = None,
+    seqlens_k: Tensor | None = None,
+    is_causal: bool = False,
+    window_size: tuple[int | None, int | None] = (None, None),
+    softmax_scale: float | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: Tensor | None = None,
+    return_lse: bool,
+) -> Tensor | tuple[Tensor, Tensor]: ...
 def attention(
     q: Tensor,
     k: Tensor,
@@ -202,7 +258,7 @@ def attention(
     Raises:
         ValueError: shapes or dtypes that do not agree, a mask that does not broadcast, dropout_p outside [0, 1].
     """
-    q, k, v = autocast("attention", q, k, v)  # type: ignore[assignment]
+    q, k, v = autocast("attention", q, k, v)
     check_heads(q, k, v, 4, "(batch, seqlen, num_heads, head_dim)")
     if q.shape[0] != k.shape[0]:
         raise ValueError(f"expected q and k of one batch size, got {q.shape[0]} and {k.shape[0]}")

@@ -16,7 +16,15 @@ from fastformer.ops._library import autocast, define_op, forbid_double_backward,
 from fastformer.ops.attention import check_heads, check_seqlens_k, expand_mask, resolve_window
 
 
-def _scores(q, k, attn_mask, seqlens_k, softmax_scale, window_left, window_right) -> Scores:
+def _scores(
+    q: Tensor,
+    k: Tensor,
+    attn_mask: Tensor | None,
+    seqlens_k: Tensor | None,
+    softmax_scale: float,
+    window_left: int | None,
+    window_right: int | None,
+) -> Scores:
     return Scores(softmax_scale, k.shape[1] - q.shape[1], window_left, window_right, seqlens_k, attn_mask=attn_mask)
 
 
@@ -43,6 +51,7 @@ _fwd = define_op(
     attention_weights_reference,
     stem="attention_weights",
     fake=lambda q, k, lse, *options: q.new_empty((q.shape[0], q.shape[2], q.shape[1], k.shape[1])),
+    reference_only=("triton", "cpp"),
 )
 _bwd = define_op(
     "attention_weights_bwd(Tensor dweights, Tensor weights, Tensor q, Tensor k, float softmax_scale) "
@@ -50,17 +59,19 @@ _bwd = define_op(
     attention_weights_backward_reference,
     stem="attention_weights",
     fake=lambda dweights, weights, q, k, softmax_scale: (q.new_empty(q.shape), k.new_empty(k.shape)),
+    reference_only=("triton", "cpp"),
 )
 
 
-def _setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     q, k, _, _, _, softmax_scale, _, _ = inputs
     ctx.save_for_backward(output, q, k)
     ctx.softmax_scale = softmax_scale
 
 
-def _backward(ctx: Any, dweights: Tensor) -> tuple:
-    return *_bwd(dweights, *ctx.saved_tensors, ctx.softmax_scale), *(None,) * 6
+def _backward(ctx: Any, dweights: Tensor) -> tuple[Tensor | None, ...]:
+    weights, q, k = ctx.saved_tensors
+    return *_bwd(dweights, weights, q, k, ctx.softmax_scale), *(None,) * 6
 
 
 register_autograd("attention_weights_fwd", _backward, setup_context=_setup_context)
@@ -93,7 +104,7 @@ def attention_weights(
     Raises:
         ValueError: shapes or dtypes that do not agree.
     """
-    q, k = autocast("attention_weights", q, k)  # type: ignore[assignment]
+    q, k = autocast("attention_weights", q, k)
     check_heads(q, k, k, 4, "(batch, seqlen, num_heads, head_dim)")
     check_seqlens_k(seqlens_k, q.shape[0])
     expected = (q.shape[0], q.shape[2], q.shape[1])

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from fastformer.ops._common import INTEGERS, accumulation_dtype, check_range, described
 from fastformer.ops._dropout import drop, resolve_dropout
-from fastformer.ops._library import autocast, define_op, forbid_double_backward, register_autograd
+from fastformer.ops._library import define_op, forbid_double_backward, register_autograd
 
 
 def embedding_reference(
@@ -47,7 +47,7 @@ def embedding_reference(
     return drop(out, dropout_p, dropout_seed).to(weight.dtype)
 
 
-def _fwd_fake(ids, weight, position_table, positions, scale, padding_idx, dropout_p, dropout_seed, atomics):
+def _fwd_fake(ids: Tensor, weight: Tensor, *options: object) -> Tensor:
     return weight.new_empty(*ids.shape, weight.shape[1])
 
 
@@ -81,7 +81,19 @@ def embedding_backward_reference(
     return dweight, dtable.to(dtype)
 
 
-def _bwd_fake(dout, ids, positions, num_embeddings, num_positions, scale, padding_idx, dropout_p, seed, dtype, atomics):
+def _bwd_fake(
+    dout: Tensor,
+    ids: Tensor,
+    positions: Tensor | None,
+    num_embeddings: int,
+    num_positions: int,
+    scale: float,
+    padding_idx: int,
+    dropout_p: float,
+    dropout_seed: Tensor | None,
+    dtype: torch.dtype,
+    atomics: bool,
+) -> tuple[Tensor, Tensor]:
     dim = dout.shape[-1]
     return (
         dout.new_empty(num_embeddings, dim, dtype=dtype),
@@ -89,10 +101,17 @@ def _bwd_fake(dout, ids, positions, num_embeddings, num_positions, scale, paddin
     )
 
 
-def _cpp_unsupported(op_name: str, *args: Any) -> str | None:
-    dtype, dout_dtype = (args[1].dtype,) * 2 if op_name == "embedding_fwd" else (args[-2], args[0].dtype)
-    if dtype != dout_dtype:
-        return f"no C++ code for a gradient in {dout_dtype} of a weight in {dtype}"
+def _fwd_cpp_unsupported(op_name: str, *, weight: Tensor, **_: object) -> str | None:
+    return _no_cpp_code(weight.dtype)
+
+
+def _bwd_cpp_unsupported(op_name: str, *, dout: Tensor, dtype: torch.dtype, **_: object) -> str | None:
+    if dtype != dout.dtype:
+        return f"no C++ code for a gradient in {dout.dtype} of a weight in {dtype}"
+    return _no_cpp_code(dtype)
+
+
+def _no_cpp_code(dtype: torch.dtype) -> str | None:
     return None if dtype in (torch.float32, torch.float64, torch.bfloat16) else f"no C++ code for {dtype}"
 
 
@@ -102,23 +121,22 @@ _fwd = define_op(
     embedding_reference,
     stem="embedding",
     fake=_fwd_fake,
-    cpp_unsupported=_cpp_unsupported,
+    cpp_unsupported=_fwd_cpp_unsupported,
 )
 _bwd = define_op(
     "embedding_bwd(Tensor dout, Tensor ids, Tensor? positions, SymInt num_embeddings, SymInt num_positions, "
-    "float scale, int padding_idx, float dropout_p, Tensor? dropout_seed, ScalarType dtype, "
-    "bool atomics) "
+    "float scale, int padding_idx, float dropout_p, Tensor? dropout_seed, ScalarType dtype, bool atomics) "
     "-> (Tensor dweight, Tensor dposition_table)",
     embedding_backward_reference,
     stem="embedding",
     fake=_bwd_fake,
-    cpp_unsupported=_cpp_unsupported,
+    cpp_unsupported=_bwd_cpp_unsupported,
 )
 
 
-def _setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
-    ids, weight, position_table, positions, ctx.scale, ctx.padding_idx, ctx.dropout_p, dropout_seed, _ = inputs
-    ctx.atomics = inputs[-1]
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ids, weight, position_table, positions, ctx.scale, ctx.padding_idx, ctx.dropout_p, dropout_seed, atomics = inputs
+    ctx.atomics = atomics
     ctx.save_for_backward(ids, positions, dropout_seed)
     ctx.num_embeddings, ctx.dtype = weight.shape[0], weight.dtype
     table_learns = ctx.needs_input_grad[2]
@@ -126,7 +144,7 @@ def _setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
     ctx.table_dtype = position_table.dtype if table_learns else None
 
 
-def _backward(ctx: Any, dout: Tensor) -> tuple:
+def _backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
     ids, positions, dropout_seed = ctx.saved_tensors
     dweight, dtable = _bwd(
         dout,
@@ -204,7 +222,6 @@ def embedding(
     elif padding_idx < 0:
         padding_idx += num_embeddings
     dropout_p, dropout_seed = resolve_dropout(dropout_p, dropout_seed, weight.device)
-    weight, position_table = autocast("embedding", weight, position_table)  # type: ignore[assignment]
     return _fwd(ids, weight, position_table, positions, scale, padding_idx, dropout_p, dropout_seed, atomics)
 
 

@@ -37,7 +37,8 @@ def _activate_backward(dhidden: Tensor, pre: Tensor, activation: str) -> Tensor:
         sigmoid = gate.sigmoid()
         dgate = dhidden * up * sigmoid * (1 + gate * (1 - sigmoid))
         return torch.cat((dgate, dhidden * gate * sigmoid), dim=-1)
-    return torch.ops.aten.gelu_backward(dhidden, pre, approximate=_GELU_APPROXIMATION[activation])
+    dpre: Tensor = torch.ops.aten.gelu_backward(dhidden, pre, approximate=_GELU_APPROXIMATION[activation])
+    return dpre
 
 
 def feed_forward_reference(
@@ -57,7 +58,9 @@ def feed_forward_reference(
     return out, hidden if activation == "relu" else pre
 
 
-def _fwd_fake(x, weight1, bias1, weight2, bias2, activation, dropout_p, dropout_seed):
+def _fwd_fake(
+    x: Tensor, weight1: Tensor, bias1: Tensor | None, weight2: Tensor, *options: object
+) -> tuple[Tensor, Tensor]:
     rows = x.numel() // x.shape[-1]
     return x.new_empty(*x.shape[:-1], weight2.shape[0]), x.new_empty(rows, weight1.shape[0])
 
@@ -94,7 +97,18 @@ def feed_forward_backward_reference(
     )
 
 
-def _bwd_fake(dout, x, weight1, bias1, weight2, saved, activation, dropout_p, dropout_seed, has_bias2):
+def _bwd_fake(
+    dout: Tensor,
+    x: Tensor,
+    weight1: Tensor,
+    bias1: Tensor | None,
+    weight2: Tensor,
+    saved: Tensor,
+    activation: str,
+    dropout_p: float,
+    dropout_seed: Tensor | None,
+    has_bias2: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     return (
         x.new_empty(x.shape),
         weight1.new_empty(weight1.shape),
@@ -104,11 +118,10 @@ def _bwd_fake(dout, x, weight1, bias1, weight2, saved, activation, dropout_p, dr
     )
 
 
-def _cpp_unsupported(op_name: str, *args: Any) -> str | None:
-    dtype = args[0].dtype
-    if dtype in (torch.float32, torch.float64, torch.bfloat16):
+def _cpp_unsupported(op_name: str, *, x: Tensor, **_: object) -> str | None:
+    if x.dtype in (torch.float32, torch.float64, torch.bfloat16):
         return None
-    return f"it computes in fp32, bf16 and fp64, not {dtype}"
+    return f"it computes in fp32, bf16 and fp64, not {x.dtype}"
 
 
 _fwd = define_op(
@@ -130,7 +143,7 @@ _bwd = define_op(
 )
 
 
-def _setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     x, weight1, bias1, weight2, bias2, activation, dropout_p, dropout_seed = inputs
     saved = output[1]
     ctx.save_for_backward(x, weight1, bias1, weight2, saved, dropout_seed)
@@ -139,7 +152,7 @@ def _setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
     ctx.activation, ctx.dropout_p, ctx.has_bias2 = activation, dropout_p, bias2 is not None
 
 
-def _backward(ctx: Any, dout: Tensor | None, _: Any) -> tuple:
+def _backward(ctx: Any, dout: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
     if dout is None:
         return (None,) * 8
     x, weight1, bias1, weight2, saved, dropout_seed = ctx.saved_tensors
@@ -191,7 +204,8 @@ def feed_forward(
     """
     if activation not in ACTIVATIONS:
         raise ValueError(f"expected an activation out of {ACTIVATIONS}, got {activation!r}")
-    x, weight1, bias1, weight2, bias2 = autocast("feed_forward", x, weight1, bias1, weight2, bias2)  # type: ignore
+    x, weight1, weight2 = autocast("feed_forward", x, weight1, weight2)
+    bias1, bias2 = autocast("feed_forward", bias1, bias2)
     check_features(x)
     if weight1.dim() != 2 or weight1.shape[1] != x.shape[-1]:
         raise ValueError(f"expected weight1 (hidden_dim, {x.shape[-1]}), got shape {tuple(weight1.shape)}")

@@ -135,7 +135,7 @@ def linear_cross_entropy_reference(
     return losses, lse
 
 
-def _fwd_fake(x, weight, bias, target, ignore_index, label_smoothing, smooth_others, z_loss):
+def _fwd_fake(x: Tensor, *options: object) -> tuple[Tensor, Tensor]:
     losses = x.new_empty(x.shape[0], dtype=accumulation_dtype(x.dtype))
     return losses, torch.empty_like(losses)
 
@@ -167,11 +167,13 @@ def linear_cross_entropy_backward_reference(
     return gradients.result()
 
 
-def _gradients_fake(x, weight, bias):
+def _gradients_fake(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     return x.new_empty(x.shape), weight.new_empty(weight.shape), x.new_empty(0 if bias is None else bias.shape[0])
 
 
-def _bwd_fake(dlosses, x, weight, bias, target, lse, ignore_index, label_smoothing, smooth_others, z_loss):
+def _bwd_fake(
+    dlosses: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, *options: object
+) -> tuple[Tensor, Tensor, Tensor]:
     return _gradients_fake(x, weight, bias)
 
 
@@ -204,12 +206,13 @@ def linear_cross_entropy_with_gradients_reference(
     return loss, *gradients.result()
 
 
-def _fwd_bwd_fake(x, weight, bias, target, ignore_index, label_smoothing, smooth_others, z_loss, mean):
+def _fwd_bwd_fake(
+    x: Tensor, weight: Tensor, bias: Tensor | None, *options: object
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return x.new_empty((), dtype=accumulation_dtype(x.dtype)), *_gradients_fake(x, weight, bias)
 
 
-def _cpp_unsupported(op_name: str, *args: Any) -> str | None:
-    x = args[1] if op_name == "linear_cross_entropy_bwd" else args[0]
+def _cpp_unsupported(op_name: str, *, x: Tensor, **_: object) -> str | None:
     if x.dtype in (torch.float32, torch.float64, torch.bfloat16):
         return None
     return f"no C++ code for {x.dtype}"
@@ -242,25 +245,25 @@ _fwd_bwd = define_op(
 )
 
 
-def _setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     x, weight, bias, target, *ctx.options = inputs
     ctx.save_for_backward(x, weight, bias, target, output[1])
     ctx.mark_non_differentiable(output[1])
 
 
-def _backward(ctx: Any, dlosses: Tensor, _: Any) -> tuple:
+def _backward(ctx: Any, dlosses: Tensor, _: None) -> tuple[Tensor | None, ...]:
     x, weight, bias, target, lse = ctx.saved_tensors
     dx, dweight, dbias = _bwd(dlosses, x, weight, bias, target, lse, *ctx.options)
     return dx, dweight, None if bias is None else dbias, *(None,) * 5
 
 
-def _setup_context_with_gradients(ctx: Any, inputs: tuple, output: tuple) -> None:
+def _setup_context_with_gradients(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     ctx.has_bias = inputs[2] is not None
     ctx.save_for_backward(*output[1:])
     ctx.mark_non_differentiable(*output[1:])
 
 
-def _backward_with_gradients(ctx: Any, dloss: Tensor, *_: Any) -> tuple:
+def _backward_with_gradients(ctx: Any, dloss: Tensor, *_: None) -> tuple[Tensor | None, ...]:
     # dloss is fp32 and has no dimension, so the products keep each gradient's dtype.
     dx, dweight, dbias = (gradient * dloss for gradient in ctx.saved_tensors)
     return dx, dweight, dbias if ctx.has_bias else None, *(None,) * 6
@@ -311,7 +314,8 @@ def linear_cross_entropy(
         raise ValueError(f'expected reduction "mean", "sum" or "none", got {reduction!r}')
     if not 0.0 <= label_smoothing <= 1.0:
         raise ValueError(f"expected label_smoothing in [0, 1], got {label_smoothing}")
-    x, weight, bias = autocast("linear_cross_entropy", x, weight, bias)  # type: ignore[assignment]
+    x, weight = autocast("linear_cross_entropy", x, weight)
+    (bias,) = autocast("linear_cross_entropy", bias)
     check_features(x)
     if weight.dim() != 2 or weight.shape[1] != x.shape[-1] or weight.shape[0] == 0:
         raise ValueError(f"expected weight (vocab_size, {x.shape[-1]}), got shape {tuple(weight.shape)}")

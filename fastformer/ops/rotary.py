@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fastformer.ops._common import INTEGERS, accumulation_dtype, check_range, described
-from fastformer.ops._library import autocast, define_op, register_autograd
+from fastformer.ops._library import define_op, register_autograd
 
 
 def rotary_reference(
@@ -40,11 +40,11 @@ def rotary_reference(
     return out
 
 
-def _fake(x, cos, sin, positions, interleaved, inverse):
+def _fake(x: Tensor, *options: object) -> Tensor:
     return x.new_empty(x.shape)
 
 
-def _cpp_unsupported(op_name: str, x: Tensor, *_: Any) -> str | None:
+def _cpp_unsupported(op_name: str, *, x: Tensor, **_: object) -> str | None:
     return None if x.dtype in (torch.float32, torch.float64, torch.bfloat16) else f"no C++ code for {x.dtype}"
 
 
@@ -57,12 +57,12 @@ _fwd = define_op(
 )
 
 
-def _setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     _, cos, sin, positions, ctx.interleaved, ctx.inverse = inputs
     ctx.save_for_backward(cos, sin, positions)
 
 
-def _backward(ctx: Any, dout: Tensor) -> tuple:
+def _backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
     cos, sin, positions = ctx.saved_tensors
     return _fwd(dout, cos, sin, positions, ctx.interleaved, not ctx.inverse), *(None,) * 5
 
@@ -100,7 +100,6 @@ def rotary(
             raise ValueError(f"expected at most {cos.shape[0]} positions (cos, sin), got a sequence of {x.shape[-3]}")
     elif positions.shape != x.shape[:-2] or positions.dtype not in INTEGERS:
         raise ValueError(f"expected integer positions of shape {tuple(x.shape[:-2])}, got {described(positions)}")
-    (x,) = autocast("rotary", x)  # type: ignore[assignment]
     return _fwd(x, cos, sin, positions, interleaved, False)
 
 

@@ -6,7 +6,7 @@ too. Kernels live with the dense ones, under the stem `attention`.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -42,14 +42,26 @@ class _Packing:
         return rows.masked_fill(~self.real.view(-1, *(1,) * (rows.dim() - 1)), fill)
 
 
-def _prepare(q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale, left, right, dropout_p, dropout_seed):
+def _prepare(
+    q: Tensor,
+    k: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    softmax_scale: float,
+    window_left: int | None,
+    window_right: int | None,
+    dropout_p: float,
+    dropout_seed: Tensor | None,
+) -> tuple[_Packing, _Packing, Scores]:
     queries = _Packing(cu_seqlens_q, max_seqlen_q, q.shape[0])
     keys = _Packing(cu_seqlens_k, max_seqlen_k, k.shape[0])
     scores = Scores(
-        softmax_scale=scale,
+        softmax_scale=softmax_scale,
         diagonal=keys.seqlens - queries.seqlens,
-        window_left=left,
-        window_right=right,
+        window_left=window_left,
+        window_right=window_right,
         keys=keys.seqlens,
         queries=queries.seqlens,
         dropout_p=dropout_p,
@@ -86,11 +98,11 @@ def varlen_attention_backward_reference(
     return queries.pack(dq), keys.pack(dk), keys.pack(dv)
 
 
-def _fwd_fake(q, k, v, *options):
+def _fwd_fake(q: Tensor, k: Tensor, v: Tensor, *options: object) -> tuple[Tensor, Tensor]:
     return q.new_empty(q.shape), q.new_empty((q.shape[1], q.shape[0]), dtype=accumulation_dtype(q.dtype))
 
 
-def _bwd_fake(dout, q, k, v, *options):
+def _bwd_fake(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *options: object) -> tuple[Tensor, Tensor, Tensor]:
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
@@ -114,7 +126,7 @@ _bwd = define_op(
 )
 
 
-def _setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     q, k, v, cu_seqlens_q, cu_seqlens_k, *options, dropout_seed = inputs
     out, lse = output
     ctx.save_for_backward(q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, dropout_seed)
@@ -123,7 +135,7 @@ def _setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
     ctx.options = options
 
 
-def _backward(ctx: Any, dout: Tensor | None, _: Any) -> tuple:
+def _backward(ctx: Any, dout: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
     if dout is None:
         return (None,) * 12
     *tensors, dropout_seed = ctx.saved_tensors
@@ -134,6 +146,57 @@ register_autograd("varlen_attention_fwd", _backward, setup_context=_setup_contex
 forbid_double_backward("varlen_attention_bwd")
 
 
+@overload
+def varlen_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    is_causal: bool = False,
+    window_size: tuple[int | None, int | None] = (None, None),
+    softmax_scale: float | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: Tensor | None = None,
+    return_lse: Literal[False] = False,
+) -> Tensor: ...
+@overload
+def varlen_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    is_causal: bool = False,
+    window_size: tuple[int | None, int | None] = (None, None),
+    softmax_scale: float | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: Tensor | None = None,
+    return_lse: Literal[True],
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def varlen_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    is_causal: bool = False,
+    window_size: tuple[int | None, int | None] = (None, None),
+    softmax_scale: float | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: Tensor | None = None,
+    return_lse: bool,
+) -> Tensor | tuple[Tensor, Tensor]: ...
 def varlen_attention(
     q: Tensor,
     k: Tensor,
@@ -171,7 +234,7 @@ def varlen_attention(
     Raises:
         ValueError: shapes or dtypes that do not agree, dropout_p outside [0, 1].
     """
-    q, k, v = autocast("varlen_attention", q, k, v)  # type: ignore[assignment]
+    q, k, v = autocast("varlen_attention", q, k, v)
     check_heads(q, k, v, 3, "(total, num_heads, head_dim)")
     for name, cu_seqlens in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
         if cu_seqlens.dim() != 1 or cu_seqlens.dtype != torch.int32 or cu_seqlens.numel() == 0:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from fastformer.ops._dropout import keep_mask, keep_scale
+from fastformer.ops._library import OPS
 from tests.checks import assert_accurate, error
 
 SEED = (0x1234567_89ABCDEF, 0x0FEDCBA9_87654321)
@@ -188,18 +189,25 @@ def run_triton(case: Case, inputs: dict[str, Tensor | None]) -> dict[str, Tensor
             cumulative(lengths_q, device), cumulative(lengths_k, device), max(lengths_q), max(lengths_k),
             case.scale, *case.window, case.dropout_p, seed,
         )  # fmt: skip
-        assert kernels.why_unsupported("varlen_attention_fwd", q, k, v, *rest) is None
+        assert why_unsupported("varlen_attention_fwd", q, k, v, *rest) is None
         out, lse = kernels.varlen_attention_fwd(q, k, v, *rest)
         dq, dk, dv = kernels.varlen_attention_bwd(dout, q, k, v, out, lse, *rest)
         return {"out": out, "lse": lse, "dq": dq, "dk": dk, "dv": dv}
     lengths = None if case.lengths is None else torch.tensor(case.lengths, dtype=torch.int32, device=device)
     rest = (mask, lengths, case.scale, *case.window, case.dropout_p, seed)
     additive = case.mask == "additive"
-    assert kernels.why_unsupported("attention_fwd", q, k, v, *rest) is None
+    assert why_unsupported("attention_fwd", q, k, v, *rest) is None
     out, lse = kernels.attention_fwd(q, k, v, *rest)
     dq, dk, dv, dmask = kernels.attention_bwd(dout, q, k, v, out, lse, *rest, additive)
     results = {"out": out, "lse": lse, "dq": dq, "dk": dk, "dv": dv}
     return results | ({"dmask": dmask} if additive else {})
+
+
+def why_unsupported(op_name: str, *args: object) -> str | None:
+    """What the kernels say to a call of an op, by the schema's order of arguments."""
+    from fastformer.kernels import attention as kernels
+
+    return kernels.why_unsupported(op_name, **OPS[op_name].bind(*args))
 
 
 def check(case: Case, dtype: torch.dtype, device: str = "cpu", inputs: dict[str, Tensor | None] | None = None) -> None:

@@ -28,6 +28,7 @@ from tests.kernels.attention_cases import (  # noqa: E402
     make_inputs,
     pack,
     run_triton,
+    why_unsupported,
 )
 
 DTYPES = [torch.float32, torch.float16]
@@ -330,7 +331,7 @@ def test_why_unsupported() -> None:
     rest = (None, None, 1.0, None, None, 0.0, None)
 
     def reason(q: Tensor, v: Tensor | None = None, rest: tuple = rest) -> str | None:
-        return kernels.why_unsupported("attention_fwd", q, q, q if v is None else v, *rest)
+        return why_unsupported("attention_fwd", q, q, q if v is None else v, *rest)
 
     assert "float64" in reason(q.double())
     assert "differ in dtype" in reason(q, q.half())
@@ -339,7 +340,5 @@ def test_why_unsupported() -> None:
     assert "not positive" in reason(q, rest=(None, None, 0.0, *rest[3:]))
     assert "attn_mask is torch.float64" in reason(q, rest=(torch.zeros(1, 1, 4, 4).double(), *rest[1:]))
     cu = torch.tensor([0, 4])
-    backward = kernels.why_unsupported(
-        "varlen_attention_bwd", *[q[0]] * 5, q, cu, cu, 4, 4, -1.0, None, None, 0.0, None
-    )
+    backward = why_unsupported("varlen_attention_bwd", *[q[0]] * 5, q, cu, cu, 4, 4, -1.0, None, None, 0.0, None)
     assert "softmax_scale -1.0" in backward

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import logging
+import re
+import threading
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor
 
-from fastformer.ops import _library, use_backend
-from fastformer.ops._library import define_op
+from fastformer import ops
+from fastformer.ops import _extension, _library, use_backend
+from fastformer.ops._library import define_op, record_backends
 
 
 def toy_reference(x: Tensor) -> Tensor:
@@ -23,18 +27,118 @@ toy = define_op(
     fake=lambda x: torch.empty_like(x),
     cpp_unsupported=lambda name, x: "only squares of two" if x.shape[0] != 2 else None,
 )
+# Has no kernel and wants none.
+plain_toy = define_op(
+    "plain_toy(Tensor x) -> Tensor",
+    toy_reference,
+    stem="toy",
+    fake=lambda x: torch.empty_like(x),
+    reference_only=("cpp", "triton"),
+)
+# An op with a gradient, whose backward is an op too.
+doubled = define_op("doubled_fwd(Tensor x) -> Tensor", lambda x: 2 * x, stem="toy", fake=lambda x: x.new_empty(x.shape))
+doubled_bwd = define_op(
+    "doubled_bwd(Tensor dy) -> Tensor", lambda dy: 2 * dy, stem="toy", fake=lambda dy: dy.new_empty(dy.shape)
+)
+_library.register_autograd(
+    "doubled_fwd", lambda ctx, dy: doubled_bwd(dy), setup_context=lambda ctx, inputs, output: None
+)
+# Named arguments in an order that no position gives away.
+named = define_op(
+    "named(Tensor x, float first, Tensor? y, float softmax_scale, int? left) -> Tensor",
+    lambda x, first, y, softmax_scale, left: x.clone(),
+    stem="toy",
+    fake=lambda x, *options: x.new_empty(x.shape),
+    cpp_unsupported=lambda name, *, softmax_scale, left, **_: f"{name} {softmax_scale} {left}",
+)
 
 
 @pytest.fixture
 def cpp_toy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A C++ function that can be told from the reference: it gives zeros."""
-    monkeypatch.setattr(_library, "cpp_kernel", lambda name: torch.zeros_like if name == "toy" else None)
+    """C++ functions that can be told from the reference: they give zeros."""
+    names = ("toy", "named", "doubled_fwd", "doubled_bwd")
+    monkeypatch.setattr(_library, "cpp_kernel", lambda name: torch.zeros_like if name in names else None)
     monkeypatch.setattr(_library, "_told", set())
 
 
-def test_reference_where_there_is_no_kernel() -> None:
+def test_a_missing_kernel_is_logged_once_and_strict_forbids_it(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     x = torch.randn(2, 2)
-    assert torch.equal(toy(x), x @ x)
+    monkeypatch.setattr(_library, "_told", set())
+    monkeypatch.setattr(_extension, "load", lambda: "avx2")
+    with pytest.raises(NotImplementedError, match=r"fastformer::toy can't run on cpp: .*lacks this op"):
+        toy(x)
+    monkeypatch.setattr(_extension, "load", lambda: None)
+    with pytest.raises(NotImplementedError, match=r"can't run on cpp: the C\+\+ extension is not built.*doctor"):
+        toy(x)
+    monkeypatch.setenv("FASTFORMER_STRICT", "0")
+    with caplog.at_level(logging.WARNING, "fastformer"):
+        for _ in range(2):
+            assert torch.equal(toy(x), x @ x)
+    (message,) = (record.message for record in caplog.records)
+    assert message.startswith("toy runs on the reference, not on cpp: the C++ extension is not built")
+
+
+def test_an_op_that_is_the_reference_by_design_is_no_fallback(caplog: pytest.LogCaptureFixture) -> None:
+    x = torch.randn(2, 2)
+    assert torch.equal(plain_toy(x), x @ x) and not caplog.records
+    with use_backend("cpp"), pytest.raises(NotImplementedError, match="can't run on cpp"):
+        plain_toy(x)
+
+
+def test_which_ops_are_the_reference_by_design() -> None:
+    """Whoever adds an op without a kernel has to say so here; every other op has one on each backend."""
+    ops = {name: op for name, op in _library.OPS.items() if op.stem != "toy"}
+    assert {name: op.reference_only for name, op in ops.items() if op.reference_only} == {
+        "attention_weights_fwd": ("triton", "cpp"),
+        "attention_weights_bwd": ("triton", "cpp"),
+        "decode_attention": ("triton",),
+    }
+    for backend in ("cpp", "triton"):
+        for name, op in ops.items():
+            missing = _library.missing_kernel(op, backend)
+            if missing is None or "not built" in missing or "not installed" in missing:
+                continue
+            assert backend in op.reference_only, f"{name} on {backend}: {missing}"
+
+
+def test_what_ran_is_recorded(cpp_toy: None) -> None:
+    x = torch.randn(2, 2)
+    with record_backends() as outer:
+        toy(x)
+        with use_backend("reference"), record_backends() as inner:
+            toy(x)
+            plain_toy(x)
+    toy(x)
+    assert inner == {("toy", "reference"), ("plain_toy", "reference")}
+    assert outer == inner | {("toy", "cpp")}
+
+
+@pytest.mark.parametrize("forced", [None, "reference", "cpp"])
+def test_backward_runs_where_forward_was_forced_to_run(cpp_toy: None, forced: str | None) -> None:
+    """Also in another thread, such as the one in which autograd runs a GPU's backward pass, and after the block."""
+    x = torch.randn(2, 2, requires_grad=True)
+    with use_backend(forced):
+        y = doubled(x)
+    gradients: list[Tensor] = []
+
+    def differentiate() -> None:
+        gradients.extend(torch.autograd.grad(y, x, torch.ones(2, 2)))
+
+    with record_backends() as ran:
+        thread = threading.Thread(target=differentiate)
+        thread.start()
+        thread.join()
+    # The C++ function gives zeros and is what an unforced call gets.
+    assert gradients[0].eq(2.0 if forced == "reference" else 0.0).all()
+    assert ran == {("doubled_bwd", forced or "cpp")}
+
+
+def test_a_kernel_is_asked_by_the_names_of_the_schema(cpp_toy: None) -> None:
+    with pytest.raises(NotImplementedError, match="can't run on cpp: named 0.5 7"):
+        named(torch.zeros(1), 2.0, None, 0.5, 7)
+    assert _library.OPS["named"].arguments == ("x", "first", "y", "softmax_scale", "left")
 
 
 def test_cpp_on_a_cpu_and_the_override(cpp_toy: None) -> None:
@@ -66,7 +170,10 @@ def test_a_refusal_is_logged_once_and_strict_forbids_it(
 
 
 def test_a_forced_backend_that_is_missing_is_an_error() -> None:
-    with use_backend("triton"), pytest.raises(NotImplementedError, match="can't run on triton: there is no Triton"):
+    with (
+        use_backend("triton"),
+        pytest.raises(NotImplementedError, match="can't run on triton: .*riton"),
+    ):
         toy(torch.randn(2, 2))
     with use_backend("cpp"), pytest.raises(NotImplementedError, match=r"can't run on cpp: the C\+\+ extension"):
         toy(torch.randn(2, 2))
@@ -77,16 +184,58 @@ def test_unknown_backend() -> None:
         pass
 
 
-def test_autocast_stays_out_of_a_reference() -> None:
-    with torch.autocast("cpu", torch.bfloat16):
-        assert toy(torch.randn(2, 2)).dtype == torch.float32
+def test_autocast_stays_out_of_an_op(cpp_toy: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever runs it. A backward pass under autocast meets fp32 tensors that nobody has cast."""
+    x = torch.randn(2, 2)
+    monkeypatch.setattr(_library, "cpp_kernel", lambda name: lambda x: x @ x)
+    for backend in ("reference", "cpp"):
+        with torch.autocast("cpu", torch.bfloat16), use_backend(backend):
+            assert toy(x).dtype == torch.float32, backend
+            assert (x @ x).dtype == torch.bfloat16, "autocast is on again behind the op"
 
 
-def test_every_public_op_has_an_autocast_rule() -> None:
-    x = torch.randn(2, dtype=torch.float64)
+def _calls(dtype: torch.dtype) -> dict[str, Callable[[], Tensor]]:
+    """A small call of every public op."""
+    q, ids = torch.randn(1, 4, 2, 8, dtype=dtype), torch.tensor([1, 2, 0])
+    cu_seqlens, lse = torch.tensor([0, 4], dtype=torch.int32), torch.zeros(1, 2, 4)
+    x, weight, bias = torch.randn(3, 8, dtype=dtype), torch.randn(8, 8, dtype=dtype), torch.randn(8, dtype=dtype)
+
+    def decode() -> Tensor:
+        # The cache comes in the dtype that autocast says, as the models make it.
+        cast = torch.is_autocast_enabled("cpu") and dtype != torch.float64
+        cache = torch.zeros(1, 6, 2, 8, dtype=torch.get_autocast_dtype("cpu") if cast else dtype)
+        return ops.decode_attention(q, cache, cache.clone(), torch.zeros(1, dtype=torch.int32), k=q, v=q)
+
+    return {
+        "attention": lambda: ops.attention(q, q, q),
+        "varlen_attention": lambda: ops.varlen_attention(q[0], q[0], q[0], cu_seqlens, cu_seqlens, 4, 4),
+        "attention_weights": lambda: ops.attention_weights(q, q, lse),
+        "decode_attention": decode,
+        "feed_forward": lambda: ops.feed_forward(x, weight, bias, weight, bias),
+        "linear_cross_entropy": lambda: ops.linear_cross_entropy(x, weight, ids, bias),
+        "add_layer_norm": lambda: ops.add_layer_norm(x, x, bias, bias)[0],
+        "embedding": lambda: ops.embedding(ids, weight),
+        "rotary": lambda: ops.rotary(q, *ops.rotary_tables(4, 8)),
+    }
+
+
+def test_every_public_op_has_an_autocast_rule_and_keeps_it() -> None:
+    public = {re.sub("_(fwd|bwd|fwd_bwd)$", "", name) for name, op in _library.OPS.items() if op.stem != "toy"}
+    public = {re.sub("_fwd$", "", name) for name in public}
+    assert public == _library.AUTOCAST.keys() == _calls(torch.float32).keys()
     for name, rule in _library.AUTOCAST.items():
         with torch.autocast("cpu", torch.bfloat16):
-            wide, single, integer, none = _library.autocast(name, x, x.float(), x.long(), None)
-        assert wide is not None and single is not None and integer is not None and none is None
-        assert wide.dtype == torch.float64 and integer.dtype == torch.int64
-        assert single.dtype == (torch.bfloat16 if rule == "cast" else torch.float32)
+            single, double = _calls(torch.float32)[name](), _calls(torch.float64)[name]()
+        # Losses are fp32 whatever the products are in; whether these were cast shows in their last bits.
+        assert double.dtype == torch.float64, name
+        if name == "linear_cross_entropy":
+            loss = _calls(torch.float32)[name]
+            with torch.autocast("cpu", torch.bfloat16):
+                assert single.dtype == torch.float32 and loss() != _without_autocast(loss), name
+        else:
+            assert single.dtype == (torch.bfloat16 if rule == "cast" else torch.float32), name
+
+
+def _without_autocast(function: Callable[[], Tensor]) -> Tensor:
+    with torch.autocast("cpu", enabled=False):
+        return function()
