@@ -86,27 +86,41 @@ def recorded(arch: int) -> Iterator[list[Launch]]:
         yield launches
 
 
-def _signature(launch: Launch) -> tuple[dict[str, str], dict[tuple[int], Any], dict[tuple[int], list]]:
-    """What Triton's own launch would specialise on: types, constants, which arguments are multiples of 16."""
-    signature: dict[str, str] = {}
-    constants: dict[tuple[int], Any] = {}
-    attributes: dict[tuple[int], list] = {}
+# A parameter by its index; an element of a tuple by the indices on the way to it.
+Place = tuple[int, ...]
+
+
+class Signature(NamedTuple):
+    """What Triton's own launch would specialise on."""
+
+    types: dict[str, Any]  # of each parameter; of a tuple the types of its elements
+    constants: dict[Place, Any]
+    attributes: dict[Place, list[list[Any]]]  # which arguments are multiples of 16
+
+
+def _signature(launch: Launch) -> Signature:
+    signature = Signature({}, {}, {})
+
+    def describe(value: Any, path: Place, is_constexpr: bool, free: bool) -> Any:
+        if isinstance(value, tuple) and not is_constexpr:
+            return tuple(describe(each, (*path, i), False, free) for i, each in enumerate(value))
+        if is_constexpr or value is None or (type(value) is int and value == 1 and not free):
+            signature.constants[path] = value
+            return "constexpr"
+        if isinstance(value, torch.Tensor):
+            if not free:
+                signature.attributes[path] = [["tt.divisibility", 16]]
+            return "*" + _TYPES[value.dtype]
+        if isinstance(value, float):
+            return "fp32"
+        if value % 16 == 0 and not free:
+            signature.attributes[path] = [["tt.divisibility", 16]]
+        return "i32" if -(2**31) <= value < 2**31 else "i64"
+
     for index, param in enumerate(launch.kernel.params):
         value = launch.arguments[param.name]
-        free = param.do_not_specialize
-        if param.is_constexpr or value is None or (type(value) is int and value == 1 and not free):
-            signature[param.name] = "constexpr"
-            constants[(index,)] = value
-        elif isinstance(value, torch.Tensor):
-            signature[param.name] = "*" + _TYPES[value.dtype]
-            attributes[(index,)] = [["tt.divisibility", 16]]
-        elif isinstance(value, float):
-            signature[param.name] = "fp32"
-        else:
-            signature[param.name] = "i32" if -(2**31) <= value < 2**31 else "i64"
-            if value % 16 == 0 and not free:
-                attributes[(index,)] = [["tt.divisibility", 16]]
-    return signature, constants, attributes
+        signature.types[param.name] = describe(value, (index,), param.is_constexpr, param.do_not_specialize)
+    return signature
 
 
 def compile_launch(launch: Launch, arch: int, case: str) -> Row:
@@ -115,13 +129,14 @@ def compile_launch(launch: Launch, arch: int, case: str) -> Row:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    signature, constants, attributes = _signature(launch)
-    names = [param.name for param in launch.kernel.params]
-    blocks = {names[index]: value for (index,), value in constants.items() if names[index].startswith("BLOCK_")}
+    signature = _signature(launch)
+    blocks = launch.arguments
     tile = "x".join(str(blocks[name]) for name in ("BLOCK_M", "BLOCK_N") if name in blocks)
     tile += f" w{launch.options.get('num_warps', 4)} s{launch.options.get('num_stages', 3)}"
     kernel_name = launch.kernel.fn.__name__
-    source = ASTSource(fn=launch.kernel, signature=signature, constexprs=constants, attrs=attributes)
+    source = ASTSource(
+        fn=launch.kernel, signature=signature.types, constexprs=signature.constants, attrs=signature.attributes
+    )
     try:
         compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=launch.options)
     except Exception as error:  # any failure of any pass is a row of the report

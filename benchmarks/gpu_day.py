@@ -83,7 +83,7 @@ def tune_attention(shape: dict[str, Any], kernel: str) -> Callable[[], Result]:
         from fastformer.kernels import _tuning
         from fastformer.kernels import attention as kernels
         from fastformer.kernels import attention_backward as backward_kernels
-        from fastformer.kernels._attention_common import architecture
+        from fastformer.kernels._launch import architecture
 
         size = tuple(shape[name] for name in ("batch", "seqlen", "heads", "head_dim"))
         q, k, v, dout = (torch.randn(size, device="cuda", dtype=torch.bfloat16) for _ in range(4))

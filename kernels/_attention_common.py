@@ -9,9 +9,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# Arguments whose value must not make another binary: Triton compiles apart for 1 and for multiples of 16.
-COUNTS = ["seqlen_q", "seqlen_k", "num_planes", "num_heads", "group", "together", "window_left", "window_right"]
-COUNTS += ["threshold", "num_blocks"]
+from fastformer.kernels._launch import Dropout, contiguous, dot_precision, dropout_arguments
+
+# Arguments whose values must not make another binary: Triton compiles apart for 1 and for multiples of 16.
+COUNTS = ["planes", "lengths", "window", "dropout"]
 # One group of heads keeps its K and V (or Q and dO) in L2 while all of its blocks run: half of Hopper's 50 MB.
 L2_BYTES = 24 * 2**20
 # Windows and lengths stay far from int32's end, so that row + diagonal + window can't wrap.
@@ -38,12 +39,23 @@ def which_block(num_blocks, num_planes, planes_together, LAST_FIRST: tl.constexp
 
 
 @triton.jit
-def sequence_bounds(batch, seqlen_q, seqlen_k, seqlens_q_ptr, seqlens_k_ptr, LENGTHS: tl.constexpr):
-    """(first row of q, first row of k, len_q, len_k, diagonal) of one sequence.
+def locate(planes, lengths, LENGTHS: tl.constexpr, LAST_FIRST: tl.constexpr):
+    """Whose work this program does: (block, plane, (batch, head, kv_head), (start_q, start_k), bounds).
 
-    LENGTHS: "dense"; "seqlens_k" (seqlens_k_ptr holds each sequence's number of keys, the diagonal stays the tensor's);
-    "packed" (both pointers hold cumulative lengths, and each sequence has its own diagonal).
+    Args:
+        planes: (num_heads, group, num_planes, num_blocks, together), `together` for `which_block`.
+        lengths: (seqlens_q_ptr, seqlens_k_ptr, seqlen_q, seqlen_k).
+        LENGTHS: "dense"; "seqlens_k" (seqlens_k_ptr holds each sequence's number of keys, the diagonal stays the
+            tensor's); "packed" (both pointers hold cumulative lengths, and each sequence has its own diagonal).
+
+    Returns:
+        Indices and starts (rows of q and of k) as int64; bounds = (len_q, len_k, diagonal) of the one sequence.
     """
+    num_heads, group, num_planes, num_blocks, together = planes
+    seqlens_q_ptr, seqlens_k_ptr, seqlen_q, seqlen_k = lengths
+    block, plane = which_block(num_blocks, num_planes, together, LAST_FIRST)
+    batch = plane // num_heads
+    head = plane % num_heads
     if LENGTHS == "packed":
         start_q = tl.load(seqlens_q_ptr + batch)
         start_k = tl.load(seqlens_k_ptr + batch)
@@ -58,38 +70,36 @@ def sequence_bounds(batch, seqlen_q, seqlen_k, seqlens_q_ptr, seqlens_k_ptr, LEN
         diagonal = len_k - len_q
         if LENGTHS == "seqlens_k":
             len_k = tl.minimum(tl.load(seqlens_k_ptr + batch).to(tl.int32), len_k)
-    return start_q.to(tl.int64), start_k.to(tl.int64), len_q, len_k, diagonal
+    where = (batch.to(tl.int64), head.to(tl.int64), (head // group).to(tl.int64))
+    return block, plane, where, (start_q.to(tl.int64), start_k.to(tl.int64)), (len_q, len_k, diagonal)
 
 
 @triton.jit
-def key_range(
-    first_row,
-    len_q,
-    len_k,
-    diagonal,
-    window_left,
-    window_right,
-    HAS_LEFT: tl.constexpr,
-    HAS_RIGHT: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+def plane_ptr(ptr, strides, batch, row, head, UNIT: tl.constexpr):
+    """Where row `row` of (batch, head) starts; all int64, since a batch's offset passes 2**31, also in UNITs."""
+    return ptr + (batch * strides[0] + row * strides[1] + head * strides[2]) * UNIT
+
+
+@triton.jit
+def key_range(first_row, bounds, window, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """Which keys the rows [first_row, first_row + BLOCK_M) see: (first, full_first, full_last, last).
 
     [first, last) is what any row sees, `first` cut down to a block; in between, [full_first, full_last) are whole
     blocks that every row sees, so that they need no mask. Sums stay non-negative before they are divided.
     """
+    len_q, len_k, diagonal = bounds
+    left, right = window
     last_row = tl.minimum(first_row + BLOCK_M, len_q) - 1
     first = first_row * 0
     full_first = first
     last = len_k
     full_last = len_k
-    if HAS_LEFT:
-        first = tl.maximum(first_row + diagonal - window_left, 0) // BLOCK_N * BLOCK_N
-        full_first = (tl.maximum(last_row + diagonal - window_left, 0) + BLOCK_N - 1) // BLOCK_N * BLOCK_N
-    if HAS_RIGHT:
-        last = tl.minimum(last, last_row + diagonal + window_right + 1)
-        full_last = tl.minimum(full_last, first_row + diagonal + window_right + 1)
+    if left is not None:
+        first = tl.maximum(first_row + diagonal - left, 0) // BLOCK_N * BLOCK_N
+        full_first = (tl.maximum(last_row + diagonal - left, 0) + BLOCK_N - 1) // BLOCK_N * BLOCK_N
+    if right is not None:
+        last = tl.minimum(last, last_row + diagonal + right + 1)
+        full_last = tl.minimum(full_last, first_row + diagonal + right + 1)
     full_last = tl.maximum(full_last, 0) // BLOCK_N * BLOCK_N
     last = tl.maximum(last, first)
     full_first = tl.minimum(full_first, last) // BLOCK_N * BLOCK_N
@@ -98,30 +108,21 @@ def key_range(
 
 
 @triton.jit
-def row_range(
-    first_key,
-    len_q,
-    len_k,
-    diagonal,
-    window_left,
-    window_right,
-    HAS_LEFT: tl.constexpr,
-    HAS_RIGHT: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+def row_range(first_key, bounds, window, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """Which rows see the keys [first_key, first_key + BLOCK_N): (first, full_first, full_last, last), as key_range."""
+    len_q, len_k, diagonal = bounds
+    left, right = window
     last_key = tl.minimum(first_key + BLOCK_N, len_k) - 1
     first = first_key * 0
     full_first = first
     last = len_q
     full_last = len_q
-    if HAS_RIGHT:
-        first = tl.maximum(first_key - diagonal - window_right, 0) // BLOCK_M * BLOCK_M
-        full_first = (tl.maximum(last_key - diagonal - window_right, 0) + BLOCK_M - 1) // BLOCK_M * BLOCK_M
-    if HAS_LEFT:
-        last = tl.minimum(last, last_key - diagonal + window_left + 1)
-        full_last = tl.minimum(full_last, first_key - diagonal + window_left + 1)
+    if right is not None:
+        first = tl.maximum(first_key - diagonal - right, 0) // BLOCK_M * BLOCK_M
+        full_first = (tl.maximum(last_key - diagonal - right, 0) + BLOCK_M - 1) // BLOCK_M * BLOCK_M
+    if left is not None:
+        last = tl.minimum(last, last_key - diagonal + left + 1)
+        full_last = tl.minimum(full_last, first_key - diagonal + left + 1)
     # Keys beyond the length must be masked in every block of rows: scored 0, exp2(0 - lse) overflows where lse < -88.
     full_last = tl.where(first_key + BLOCK_N <= len_k, full_last, 0)
     last = tl.where(first_key < len_k, last, 0)
@@ -133,15 +134,27 @@ def row_range(
 
 
 @triton.jit
-def block_start(step, first, left_blocks, second, BLOCK: tl.constexpr, TWO_ENDS: tl.constexpr):
-    """Where the step-th block of a loop starts: from `first` on and, after `left_blocks` of them, from `second` on.
+def spans_of(first, full_first, full_last, last, BLOCK: tl.constexpr, TWO_ENDS: tl.constexpr):
+    """The loops over a range, (start, left_blocks, second, blocks) each: its middle, free of masks, then its ends.
 
-    So one loop with masks serves both ends of a range around its unmasked middle: two copies of the loop's body
-    in the kernel, not three.
+    One loop with masks serves both ends around the middle (see `block_start`): two copies of the loop's body in the
+    kernel, not three. TWO_ENDS: whether there may be blocks before the middle.
     """
+    left_blocks = (full_first - first) // BLOCK
+    edge_blocks = left_blocks + (last - full_last + BLOCK - 1) // BLOCK
+    edge = first
+    if not TWO_ENDS:
+        edge = full_last
+    return (full_first, 0, 0, (full_last - full_first) // BLOCK), (edge, left_blocks, full_last, edge_blocks)
+
+
+@triton.jit
+def block_start(step, span, BLOCK: tl.constexpr, TWO_ENDS: tl.constexpr):
+    """Where the step-th block of a span starts: from `start` on and, after `left_blocks` of them, from `second` on."""
+    start, left_blocks, second, _ = span
     if TWO_ENDS:
-        return tl.where(step < left_blocks, first + step * BLOCK, second + (step - left_blocks) * BLOCK)
-    return first + step * BLOCK
+        return tl.where(step < left_blocks, start + step * BLOCK, second + (step - left_blocks) * BLOCK)
+    return start + step * BLOCK
 
 
 @triton.jit
@@ -164,23 +177,54 @@ def load_tile(
 
 
 @triton.jit
-def visible_tile(
+def mask_ptrs(ptr, strides, rows, columns):
+    """Where a mask's elements lie; `rows` and `columns` broadcast against each other."""
+    return ptr + rows.to(tl.int64) * strides[2] + columns.to(tl.int64) * strides[3]
+
+
+@triton.jit
+def score_tile(
+    a,
+    b,
     rows,
     columns,
-    len_k,
-    diagonal,
-    window_left,
-    window_right,
-    HAS_LEFT: tl.constexpr,
-    HAS_RIGHT: tl.constexpr,
+    mask_ptr,
+    mask_strides,
+    bounds,
+    window,
+    softmax_scale,
+    MASK: tl.constexpr,
+    CHECK: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
-    """Which keys a row sees by length and window; `rows` and `columns` broadcast against each other."""
-    visible = (columns < len_k) & (rows >= 0)
-    if HAS_RIGHT:
-        visible = visible & (columns <= rows + (diagonal + window_right))
-    if HAS_LEFT:
-        visible = visible & (columns >= rows + (diagonal - window_left))
-    return visible
+    """A tile of scores after masks, length and window: (s, scale), and the softmax is that of scale * s.
+
+    Args:
+        a, b: a b^T is Q K^T, or its transpose.
+        rows, columns: of the tile, (BLOCK_M, 1) and (1, BLOCK_N), or the transpose's (1, BLOCK_M) and (BLOCK_N, 1).
+        mask_ptr: where the mask of this batch and head starts.
+        MASK: "none", "bool" or "additive".
+        CHECK: whether keys may be beyond the length or the window.
+    """
+    len_q, len_k, diagonal = bounds
+    s = tl.dot(a, tl.trans(b), input_precision=PRECISION)
+    scale = softmax_scale
+    if MASK != "none":
+        here = (rows < len_q) & (columns < len_k)
+        bias = tl.load(mask_ptrs(mask_ptr, mask_strides, rows, columns), mask=here, other=0)
+        if MASK == "bool":
+            s = tl.where(bias != 0, s, float("-inf"))
+        else:
+            s = s * softmax_scale + bias.to(tl.float32)
+            scale = 1.0
+    if CHECK:
+        visible = (columns < len_k) & (rows >= 0)
+        if window[1] is not None:
+            visible = visible & (columns <= rows + (diagonal + window[1]))
+        if window[0] is not None:
+            visible = visible & (columns >= rows + (diagonal - window[0]))
+        s = tl.where(visible, s, float("-inf"))
+    return s, scale
 
 
 @triton.jit
@@ -200,14 +244,12 @@ class Problem(NamedTuple):
     head_dim: int
     seqlen_q: int  # the longest, when packed
     seqlen_k: int
-    lengths: str  # see sequence_bounds
+    lengths: str  # see locate
     seqlens_q: Tensor | None
     seqlens_k: Tensor | None
-    window_left: int | None
-    window_right: int | None
+    window: tuple[int | None, int | None]
     softmax_scale: float
-    threshold: int  # dropout; -1 = none
-    dropout_seed: Tensor | None
+    dropout: Dropout
     precision: str
 
     @property
@@ -239,7 +281,6 @@ def describe(
         window_right = None
     if window_left is not None and window_left >= seqlen_k - 1:
         window_left = None
-    dropped = round(dropout_p * 65536)
     return Problem(
         batch=q.shape[0] if lengths != "packed" else seqlens_q.numel() - 1,
         num_heads=q.shape[-2],
@@ -248,48 +289,38 @@ def describe(
         seqlen_q=seqlen_q,
         seqlen_k=seqlen_k,
         lengths=lengths,
-        seqlens_q=seqlens_q,
-        seqlens_k=seqlens_k,
-        window_left=None if window_left is None else max(window_left, -FAR),
-        window_right=None if window_right is None else max(window_right, -FAR),
+        seqlens_q=contiguous(seqlens_q),
+        seqlens_k=contiguous(seqlens_k),
+        window=(
+            None if window_left is None else max(window_left, -FAR),
+            None if window_right is None else max(window_right, -FAR),
+        ),
         softmax_scale=softmax_scale,
-        threshold=dropped if dropped > 0 else -1,
-        dropout_seed=dropout_seed,
-        # Three TF32 products carry about 21 bits of fp32's 24; plain TF32 would carry 10. The interpreter is exact.
-        precision="tf32x3" if q.device.type == "cuda" else "ieee",
+        dropout=dropout_arguments(dropout_p, dropout_seed),
+        precision=dot_precision(q),
     )
 
 
-def last_dim_contiguous(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()
+# A tile's rows are told apart in 32 bits (see load_tile): 256 of them, the largest tile has 128.
+LARGEST_ROW_STRIDE = 2**31 // 256
 
 
-def stride_unit(*tensors: Tensor) -> int:
-    """8 where every stride is a multiple of 8, else 1: kernels take strides in this unit.
-
-    They multiply by it, so that the compiler sees that rows can be read 16 bytes at a time also where a stride is no
-    multiple of 16 (head_dim 40), which is all that Triton tells it about an integer.
-    """
-    return 8 if all(stride % 8 == 0 for x in tensors for stride in x.stride()[:-1]) else 1
+def readable(x: Tensor) -> Tensor:
+    """`x` as the kernels read it: elements of a row side by side, rows not too far apart; a copy where it is not so."""
+    return x if x.stride(-1) == 1 and x.stride(-3) < LARGEST_ROW_STRIDE else x.contiguous()
 
 
-def strides(x: Tensor, packed: bool, unit: int) -> tuple[int, int, int]:
+def plane_strides(x: Tensor, packed: bool, unit: int) -> tuple[int, int, int]:
     """(batch, row, head) strides in `unit`s; a packed tensor has no batch stride."""
     batch, row, head = (0, *x.stride()[:2]) if packed else x.stride()[:3]
     return batch // unit, row // unit, head // unit
 
 
-def planes_together(num_planes: int, bytes_each: int) -> int:
-    """How many planes run side by side, so that what they share stays in L2."""
-    return max(1, min(num_planes, L2_BYTES // max(bytes_each, 1)))
-
-
-def architecture(x: Tensor) -> int:
-    """The device's compute capability as in sm_90 -> 90; 0 under the interpreter."""
-    if x.device.type != "cuda":
-        return 0
-    major, minor = torch.cuda.get_device_capability(x.device)
-    return major * 10 + minor
+def planes_of(problem: Problem, num_blocks: int, bytes_each: int) -> tuple[int, int, int, int, int]:
+    """The argument `planes` of `locate`; bytes_each: what the blocks of a plane share and should find in L2."""
+    num_planes = problem.batch * problem.num_heads
+    together = max(1, min(num_planes, L2_BYTES // max(bytes_each, 1)))
+    return problem.num_heads, problem.group, num_planes, num_blocks, together
 
 
 def mask_kind(attn_mask: Tensor | None) -> str:

@@ -44,8 +44,8 @@ def call_of(capability: int, problem: Problem, dtype: torch.dtype, masked: bool)
         capability,
         dtype == torch.float32,
         problem.block_d,
-        int(masked) + int(problem.threshold >= 0),
-        problem.window_right is not None,
+        int(masked) + int(problem.dropout[0] is not None),
+        problem.window[1] is not None,
         "short" if max(problem.seqlen_q, problem.seqlen_k) <= 256 else "long",
     )
 
@@ -172,3 +172,11 @@ def backward_config(call: Call) -> Config:
 def choose_dq_config(call: Call) -> Config:
     """The tile of `_dq_kernel`."""
     return _look_up("attention_dq", call, DQ_FP32 if call.is_fp32 else DQ)
+
+
+def tile_of(config: Config, problem: Problem) -> dict[str, object]:
+    """A config as a kernel's keywords."""
+    return {
+        "BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "num_warps": config.num_warps,
+        "num_stages": config.num_stages, "PRECISION": "ieee" if config.exact else problem.precision,
+    }  # fmt: skip

@@ -14,15 +14,22 @@ import triton.language as tl
 
 
 @triton.jit
-def load_dropout_key(seed_ptr):
-    """The key and the offset out of the int64 tensor (seed, offset): three uint32 scalars (key0, key1, offset)."""
-    seed = tl.load(seed_ptr)
-    offset = tl.load(seed_ptr + 1)
-    return (
-        (seed & 0xFFFFFFFF).to(tl.uint32),
-        ((seed >> 32) & 0xFFFFFFFF).to(tl.uint32),
-        (offset & 0xFFFFFFFF).to(tl.uint32),
-    )
+def load_dropout(dropout):
+    """What `keep_mask_tile` and `drop_tile` draw by: (key0, key1, offset, threshold, keep_scale).
+
+    Args:
+        dropout: (seed_ptr, threshold, keep_scale) as `_launch.dropout_arguments` gives it to a kernel; the int64 tensor
+            holds the seed and the offset. Without seed_ptr, which is the kernel's sign that nothing is dropped, zeros.
+    """
+    seed_ptr, threshold, keep_scale = dropout
+    if seed_ptr is None:
+        return 0, 0, 0, 0, 1.0
+    else:
+        seed = tl.load(seed_ptr)
+        offset = tl.load(seed_ptr + 1)
+        key0 = (seed & 0xFFFFFFFF).to(tl.uint32)
+        key1 = ((seed >> 32) & 0xFFFFFFFF).to(tl.uint32)
+        return key0, key1, (offset & 0xFFFFFFFF).to(tl.uint32), tl.cast(threshold, tl.uint32), keep_scale
 
 
 @triton.jit
@@ -61,7 +68,7 @@ def _keep_bits(blocks, rows, plane, key0, key1, offset, threshold):
 
 @triton.jit
 def keep_mask_tile(
-    rows, first_column, plane, key0, key1, offset, threshold, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+    rows, first_column, plane, drawn, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TRANSPOSED: tl.constexpr = False
 ):
     """Which elements of the tile rows x [first_column, first_column + BLOCK_N) are kept.
 
@@ -69,29 +76,32 @@ def keep_mask_tile(
         rows: (BLOCK_M,) integers: the rows' indices.
         first_column: a multiple of 8.
         plane: batch * num_heads + head for attention, else 0.
-        key0, key1, offset: from `load_dropout_key`.
-        threshold: `fastformer.ops._dropout.threshold(dropout_p)`.
+        drawn: from `load_dropout`.
         BLOCK_N: a multiple of 8.
+        TRANSPOSED: the tile is drawn in its transpose's shape, so that none is transposed.
 
     Returns:
-        bool (BLOCK_M, BLOCK_N), True = kept.
+        bool (BLOCK_M, BLOCK_N), or TRANSPOSED (BLOCK_N, BLOCK_M); True = kept.
     """
+    key0, key1, offset, threshold, _ = drawn
     blocks = first_column // 8 + tl.arange(0, BLOCK_N // 8)
     plane = tl.cast(plane, tl.uint32)
-    threshold = tl.cast(threshold, tl.uint32)
-    bits = _keep_bits(blocks[None, :], rows[:, None], plane, key0, key1, offset, threshold)  # (BLOCK_M, BLOCK_N // 8)
-    spread = (bits[:, :, None] >> tl.arange(0, 8).to(tl.uint32)[None, None, :]) & 1
-    return tl.reshape(spread, (BLOCK_M, BLOCK_N)) != 0
+    which = tl.arange(0, 8).to(tl.uint32)
+    if TRANSPOSED:
+        bits = _keep_bits(blocks[:, None], rows[None, :], plane, key0, key1, offset, threshold)
+        keep = tl.reshape((bits[:, None, :] >> which[None, :, None]) & 1, (BLOCK_N, BLOCK_M)) != 0
+    else:
+        bits = _keep_bits(blocks[None, :], rows[:, None], plane, key0, key1, offset, threshold)
+        keep = tl.reshape((bits[:, :, None] >> which[None, None, :]) & 1, (BLOCK_M, BLOCK_N)) != 0
+    return keep
 
 
 @triton.jit
-def keep_mask_tile_transposed(
-    rows, first_column, plane, key0, key1, offset, threshold, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
-):
-    """The transpose of `keep_mask_tile`, (BLOCK_N, BLOCK_M), drawn in that shape: no tile is transposed."""
-    blocks = first_column // 8 + tl.arange(0, BLOCK_N // 8)
-    plane = tl.cast(plane, tl.uint32)
-    threshold = tl.cast(threshold, tl.uint32)
-    bits = _keep_bits(blocks[:, None], rows[None, :], plane, key0, key1, offset, threshold)  # (BLOCK_N // 8, BLOCK_M)
-    spread = (bits[:, None, :] >> tl.arange(0, 8).to(tl.uint32)[None, :, None]) & 1
-    return tl.reshape(spread, (BLOCK_N, BLOCK_M)) != 0
+def drop_tile(values, rows, first_column, dropout, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """A tile of rows after dropout, `values` itself where `dropout` (the kernel's argument) has no seed."""
+    if dropout[0] is None:
+        return values
+    else:
+        drawn = load_dropout(dropout)
+        keep = keep_mask_tile(rows, first_column, 0, drawn, BLOCK_M, BLOCK_N)
+        return tl.where(keep, values * drawn[4], 0.0)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fastformer.kernels._attention_common import architecture
+from fastformer.kernels._launch import architecture
 
 
 class Config(NamedTuple):

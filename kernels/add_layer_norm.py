@@ -27,88 +27,52 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastformer.kernels._attention_common import stride_unit
-from fastformer.kernels._dropout import keep_mask_tile, load_dropout_key
+from fastformer.kernels._dropout import drop_tile
+from fastformer.kernels._launch import contiguous, dropout_arguments, stride_unit, unsupported_device, unsupported_dtype
+from fastformer.kernels._rows import as_rows, existing, load_rows, load_vector, row_ptrs, store_rows
 
 WIDEST = 16384  # 32 elements a thread with 16 warps
 WIDEST_SUMMED = 8192
-DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 # Arguments whose value must not make another binary. Strides come in units of 8 elements where that divides them, which
 # says all that 16-byte loads need.
-_COUNTS = ["num_rows", "num_tiles", "num_partials", "threshold", "split"]
-_COUNTS += ["x_stride", "residual_stride", "dy_stride", "dresidual_out_stride", "s_stride"]
-
-
-@triton.jit
-def _row_ptrs(ptr, rows, stride, UNIT: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Pointers to (rows, BLOCK_N) elements. int64: rows * stride passes 2**31 in long batches."""
-    return ptr + (rows.to(tl.int64) * stride * UNIT)[:, None] + tl.arange(0, BLOCK_N)[None, :]
-
-
-@triton.jit
-def _here(rows, num_rows, DIM: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Which elements of a tile exist, (BLOCK_M, 1) or (BLOCK_M, BLOCK_N)."""
-    here = (rows < num_rows)[:, None]
-    if DIM != BLOCK_N:
-        here = here & (tl.arange(0, BLOCK_N) < DIM)[None, :]
-    return here
-
-
-@triton.jit
-def _drop(values, rows, seed_ptr, threshold, keep_scale, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    key0, key1, offset = load_dropout_key(seed_ptr)
-    keep = keep_mask_tile(rows, 0, 0, key0, key1, offset, threshold, BLOCK_M, BLOCK_N)
-    return tl.where(keep, values * keep_scale, 0.0)
-
-
-@triton.jit
-def _load_vector(ptr, DIM: tl.constexpr, BLOCK_N: tl.constexpr):
-    """A parameter in fp32, (1, BLOCK_N)."""
-    columns = tl.arange(0, BLOCK_N)
-    if DIM == BLOCK_N:
-        vector = tl.load(ptr + columns)
-    else:
-        vector = tl.load(ptr + columns, mask=columns < DIM, other=0.0)
-    return vector.to(tl.float32)[None, :]
+_COUNTS = ["num_rows", "num_tiles", "num_partials", "split", "strides", "dropout"]
 
 
 @triton.jit(do_not_specialize=_COUNTS)
-def _forward_kernel(
+def _add_layer_norm_fwd_kernel(
     x_ptr,
     residual_ptr,
     weight_ptr,
     bias_ptr,
-    seed_ptr,
     y_ptr,
     residual_out_ptr,
     mean_ptr,
     rstd_ptr,
     num_rows,
-    x_stride,
-    residual_stride,
+    strides,
     eps,
-    threshold,
-    keep_scale,
+    dropout,
     RMS_NORM: tl.constexpr,
     UNIT: tl.constexpr,
     DIM: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """y, the stream and the statistics of BLOCK_M rows. Without seed_ptr nothing is dropped."""
+    """y, the stream and the statistics of BLOCK_M rows. strides: x's and the residual's."""
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    here = _here(rows, num_rows, DIM, BLOCK_N)
-    s = tl.load(_row_ptrs(x_ptr, rows, x_stride, UNIT, BLOCK_N), mask=here, other=0.0).to(tl.float32)
+    columns = tl.arange(0, BLOCK_N)
+    real = rows < num_rows
+    here = existing(real, columns, DIM, BLOCK_N)
+    s = load_rows(x_ptr, rows, strides[0], columns, here, UNIT)
     if residual_ptr is not None:
-        residual = tl.load(_row_ptrs(residual_ptr, rows, residual_stride, UNIT, BLOCK_N), mask=here, other=0.0)
-    if seed_ptr is not None:
-        s = _drop(s, rows, seed_ptr, threshold, keep_scale, BLOCK_M, BLOCK_N)
+        residual = tl.load(row_ptrs(residual_ptr, rows, strides[1], columns, UNIT), mask=here, other=0.0)
+    s = drop_tile(s, rows, 0, dropout, BLOCK_M, BLOCK_N)
     if residual_ptr is not None:
         s += residual.to(tl.float32)
     if residual_out_ptr is not None:
         kept = tl.cast(s, residual_out_ptr.dtype.element_ty)
-        tl.store(_row_ptrs(residual_out_ptr, rows, DIM, 1, BLOCK_N), kept, mask=here)
+        tl.store(row_ptrs(residual_out_ptr, rows, DIM, columns, 1), kept, mask=here)
         s = kept.to(tl.float32)
     centred = s
     if not RMS_NORM:
@@ -116,37 +80,78 @@ def _forward_kernel(
         centred = s - mean[:, None]
         if DIM != BLOCK_N:
             centred = tl.where(here, centred, 0.0)
-        tl.store(mean_ptr + rows, mean, mask=rows < num_rows)
+        tl.store(mean_ptr + rows, mean, mask=real)
     variance = tl.div_rn(tl.sum(centred * centred, 1), tl.full((BLOCK_M,), DIM, dtype=tl.float32))
     rstd = tl.rsqrt(variance + eps)
-    tl.store(rstd_ptr + rows, rstd, mask=rows < num_rows)
+    tl.store(rstd_ptr + rows, rstd, mask=real)
     y = centred * rstd[:, None]
     if weight_ptr is not None:
-        y *= _load_vector(weight_ptr, DIM, BLOCK_N)
+        y *= load_vector(weight_ptr, columns, DIM, BLOCK_N)
     if bias_ptr is not None:
-        y += _load_vector(bias_ptr, DIM, BLOCK_N)
-    tl.store(_row_ptrs(y_ptr, rows, DIM, 1, BLOCK_N), tl.cast(y, y_ptr.dtype.element_ty), mask=here)
+        y += load_vector(bias_ptr, columns, DIM, BLOCK_N)
+    store_rows(y_ptr, rows, DIM, columns, y, here)
+
+
+@triton.jit
+def _load_step(
+    dy_ptr, dresidual_out_ptr, s_ptr, mean_ptr, rstd_ptr, rows, real, columns, here, strides, RMS_NORM: tl.constexpr,
+    UNIT: tl.constexpr,
+):  # fmt: skip
+    """(dy, the normalised stream, rstd, the stream's own gradient as it is stored or None) of a tile."""
+    dy = load_rows(dy_ptr, rows, strides[0], columns, here, UNIT)
+    normal = load_rows(s_ptr, rows, strides[2], columns, here, UNIT)
+    dresidual_out = None
+    if dresidual_out_ptr is not None:
+        dresidual_out = tl.load(row_ptrs(dresidual_out_ptr, rows, strides[1], columns, UNIT), mask=here, other=0.0)
+    rstd = tl.load(rstd_ptr + rows, mask=real, other=0.0)[:, None]
+    if not RMS_NORM:
+        normal -= tl.load(mean_ptr + rows, mask=real, other=0.0)[:, None]
+    # Columns that don't exist are -mean * rstd here: what they meet, dy, is 0, and ds is not stored there.
+    return dy, normal * rstd, rstd, dresidual_out
+
+
+@triton.jit
+def _store_step(
+    ds, dresidual_out, dx_ptr, dresidual_ptr, rows, first_column, columns, here, dropout, DIM: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Writes a tile of both input gradients, `ds` being the norm's share of the stream's."""
+    if dresidual_out is not None:
+        ds += dresidual_out.to(tl.float32)
+    if dresidual_ptr is not None:
+        store_rows(dresidual_ptr, rows, DIM, columns, ds, here)
+    ds = drop_tile(ds, rows, first_column, dropout, BLOCK_M, BLOCK_N)
+    store_rows(dx_ptr, rows, DIM, columns, ds, here)
+
+
+@triton.jit
+def _store_partials(
+    partial_ptr, dweight, dbias, part, num_parts, columns, SUM_WEIGHT: tl.constexpr, SUM_BIAS: tl.constexpr,
+    DIM: tl.constexpr,
+):  # fmt: skip
+    """Sums over the tiles' rows into partial_ptr (kinds, num_parts, DIM): those for dweight before those for dbias."""
+    if SUM_WEIGHT:
+        tl.store(partial_ptr + part * DIM + columns, tl.sum(dweight, 0), mask=columns < DIM)
+        part += num_parts
+    if SUM_BIAS:
+        tl.store(partial_ptr + part * DIM + columns, tl.sum(dbias, 0), mask=columns < DIM)
 
 
 @triton.jit(do_not_specialize=_COUNTS)
-def _backward_kernel(
+def _add_layer_norm_bwd_kernel(
     dy_ptr,
     dresidual_out_ptr,
     s_ptr,
     weight_ptr,
     mean_ptr,
     rstd_ptr,
-    seed_ptr,
     dx_ptr,
     dresidual_ptr,
     partial_ptr,
     num_rows,
     num_tiles,
-    dy_stride,
-    dresidual_out_stride,
-    s_stride,
-    threshold,
-    keep_scale,
+    strides,
+    dropout,
     RMS_NORM: tl.constexpr,
     SUM_WEIGHT: tl.constexpr,
     SUM_BIAS: tl.constexpr,
@@ -158,36 +163,31 @@ def _backward_kernel(
 ):
     """Both input gradients of every num_programs-th tile of BLOCK_M rows, and this program's sums for the parameters.
 
-    partial_ptr: (kinds, num_programs, DIM), the sums for dweight (SUM_WEIGHT) before those for dbias (SUM_BIAS).
+    strides: of dy, dresidual_out and s.
     """
     program, num_programs = tl.program_id(0), tl.num_programs(0)
+    columns = tl.arange(0, BLOCK_N)
     # In wider rows it would hold registers that the sums need; it is in L1 then.
     HOIST: tl.constexpr = BLOCK_N <= 2048
     if weight_ptr is not None and HOIST:
-        weight = _load_vector(weight_ptr, DIM, BLOCK_N)
+        weight = load_vector(weight_ptr, columns, DIM, BLOCK_N)
     # Kept as tiles, so that rows are added up across threads once and not every step.
     dweight = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     dbias = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     for tile in tl.range(program, num_tiles, num_programs, num_stages=STAGES):
         rows = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-        here = _here(rows, num_rows, DIM, BLOCK_N)
-        dy = tl.load(_row_ptrs(dy_ptr, rows, dy_stride, UNIT, BLOCK_N), mask=here, other=0.0).to(tl.float32)
-        normal = tl.load(_row_ptrs(s_ptr, rows, s_stride, UNIT, BLOCK_N), mask=here, other=0.0).to(tl.float32)
-        if dresidual_out_ptr is not None:
-            dresidual_out_ptrs = _row_ptrs(dresidual_out_ptr, rows, dresidual_out_stride, UNIT, BLOCK_N)
-            dresidual_out = tl.load(dresidual_out_ptrs, mask=here, other=0.0)
-        rstd = tl.load(rstd_ptr + rows, mask=rows < num_rows, other=0.0)[:, None]
-        if not RMS_NORM:
-            normal -= tl.load(mean_ptr + rows, mask=rows < num_rows, other=0.0)[:, None]
-        # Columns that don't exist are -mean * rstd here: what they meet, dy, is 0, and ds is not stored there.
-        normal *= rstd
+        real = rows < num_rows
+        here = existing(real, columns, DIM, BLOCK_N)
+        dy, normal, rstd, dresidual_out = _load_step(
+            dy_ptr, dresidual_out_ptr, s_ptr, mean_ptr, rstd_ptr, rows, real, columns, here, strides, RMS_NORM, UNIT
+        )
         if SUM_WEIGHT:
             dweight += dy * normal
         if SUM_BIAS:
             dbias += dy
         if weight_ptr is not None:
             if not HOIST:
-                weight = _load_vector(weight_ptr, DIM, BLOCK_N)
+                weight = load_vector(weight_ptr, columns, DIM, BLOCK_N)
             dy *= weight
         if RMS_NORM:
             ds = dy - normal * (tl.sum(dy * normal, 1) * (1.0 / DIM))[:, None]
@@ -195,22 +195,10 @@ def _backward_kernel(
             # One reduction of pairs: half the barriers of two.
             products, sums = tl.split(tl.sum(tl.join(dy * normal, dy), 1) * (1.0 / DIM))
             ds = dy - normal * products[:, None] - sums[:, None]
-        ds *= rstd
-        if dresidual_out_ptr is not None:
-            ds += dresidual_out.to(tl.float32)
-        if dresidual_ptr is not None:
-            dresidual = tl.cast(ds, dresidual_ptr.dtype.element_ty)
-            tl.store(_row_ptrs(dresidual_ptr, rows, DIM, 1, BLOCK_N), dresidual, mask=here)
-        if seed_ptr is not None:
-            ds = _drop(ds, rows, seed_ptr, threshold, keep_scale, BLOCK_M, BLOCK_N)
-        tl.store(_row_ptrs(dx_ptr, rows, DIM, 1, BLOCK_N), tl.cast(ds, dx_ptr.dtype.element_ty), mask=here)
-
-    columns = tl.arange(0, BLOCK_N)
-    if SUM_WEIGHT:
-        tl.store(partial_ptr + program * DIM + columns, tl.sum(dweight, 0), mask=columns < DIM)
-        program += num_programs
-    if SUM_BIAS:
-        tl.store(partial_ptr + program * DIM + columns, tl.sum(dbias, 0), mask=columns < DIM)
+        _store_step(
+            ds * rstd, dresidual_out, dx_ptr, dresidual_ptr, rows, 0, columns, here, dropout, DIM, BLOCK_M, BLOCK_N
+        )
+    _store_partials(partial_ptr, dweight, dbias, program, num_programs, columns, SUM_WEIGHT, SUM_BIAS, DIM)
 
 
 @triton.jit(do_not_specialize=_COUNTS)
@@ -222,8 +210,7 @@ def _row_means_kernel(
     rstd_ptr,
     means_ptr,
     num_rows,
-    dy_stride,
-    s_stride,
+    strides,
     RMS_NORM: tl.constexpr,
     UNIT: tl.constexpr,
     DIM: tl.constexpr,
@@ -231,8 +218,8 @@ def _row_means_kernel(
 ):
     """Of one wide row the means of dnormal * normal and of dnormal, into means_ptr (2, num_rows)."""
     row = tl.program_id(0)
-    dy_ptr += row.to(tl.int64) * dy_stride * UNIT
-    s_ptr += row.to(tl.int64) * s_stride * UNIT
+    dy_ptr += row.to(tl.int64) * strides[0] * UNIT
+    s_ptr += row.to(tl.int64) * strides[2] * UNIT
     rstd = tl.load(rstd_ptr + row)
     products = tl.zeros((BLOCK_N,), dtype=tl.float32)
     sums = tl.zeros((BLOCK_N,), dtype=tl.float32)
@@ -260,17 +247,13 @@ def _wide_backward_kernel(
     mean_ptr,
     rstd_ptr,
     means_ptr,
-    seed_ptr,
     dx_ptr,
     dresidual_ptr,
     partial_ptr,
     num_rows,
     split,
-    dy_stride,
-    dresidual_out_stride,
-    s_stride,
-    threshold,
-    keep_scale,
+    strides,
+    dropout,
     RMS_NORM: tl.constexpr,
     SUM_WEIGHT: tl.constexpr,
     SUM_BIAS: tl.constexpr,
@@ -279,56 +262,36 @@ def _wide_backward_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """As _backward_kernel, of BLOCK_N columns of `split` rows whose means are known."""
-    columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    """As _add_layer_norm_bwd_kernel, of BLOCK_N columns of `split` rows whose means are known."""
+    first_column = tl.program_id(0) * BLOCK_N
+    columns = first_column + tl.arange(0, BLOCK_N)
     part, num_parts = tl.program_id(1), tl.num_programs(1)
     last = tl.minimum((part + 1) * split, num_rows)
-    inside = (columns < DIM)[None, :]
     if weight_ptr is not None:
-        weight = tl.load(weight_ptr + columns, mask=columns < DIM, other=0.0).to(tl.float32)[None, :]
+        weight = load_vector(weight_ptr, columns, DIM, BLOCK_N)
     dweight = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     dbias = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     for start in range(part * split, last, BLOCK_M):
         rows = start + tl.arange(0, BLOCK_M)
-        here = (rows < last)[:, None] & inside
-        wide = rows.to(tl.int64)
-        dy_ptrs = dy_ptr + (wide * dy_stride * UNIT)[:, None] + columns[None, :]
-        s_ptrs = s_ptr + (wide * s_stride * UNIT)[:, None] + columns[None, :]
-        dy = tl.load(dy_ptrs, mask=here, other=0.0).to(tl.float32)
-        normal = tl.load(s_ptrs, mask=here, other=0.0).to(tl.float32)
-        if dresidual_out_ptr is not None:
-            dresidual_out_ptrs = dresidual_out_ptr + (wide * dresidual_out_stride * UNIT)[:, None] + columns[None, :]
-            dresidual_out = tl.load(dresidual_out_ptrs, mask=here, other=0.0)
-        rstd = tl.load(rstd_ptr + rows, mask=rows < last, other=0.0)[:, None]
-        if not RMS_NORM:
-            normal -= tl.load(mean_ptr + rows, mask=rows < last, other=0.0)[:, None]
-        normal *= rstd
+        real = rows < last
+        here = existing(real, columns, DIM, BLOCK_N)
+        dy, normal, rstd, dresidual_out = _load_step(
+            dy_ptr, dresidual_out_ptr, s_ptr, mean_ptr, rstd_ptr, rows, real, columns, here, strides, RMS_NORM, UNIT
+        )
         if SUM_WEIGHT:
             dweight += dy * normal
         if SUM_BIAS:
             dbias += dy
         if weight_ptr is not None:
             dy *= weight
-        ds = dy - normal * tl.load(means_ptr + rows, mask=rows < last, other=0.0)[:, None]
+        ds = dy - normal * tl.load(means_ptr + rows, mask=real, other=0.0)[:, None]
         if not RMS_NORM:
-            ds -= tl.load(means_ptr + num_rows + rows, mask=rows < last, other=0.0)[:, None]
-        ds *= rstd
-        if dresidual_out_ptr is not None:
-            ds += dresidual_out.to(tl.float32)
-        out = (wide * DIM)[:, None] + columns[None, :]
-        if dresidual_ptr is not None:
-            tl.store(dresidual_ptr + out, tl.cast(ds, dresidual_ptr.dtype.element_ty), mask=here)
-        if seed_ptr is not None:
-            key0, key1, offset = load_dropout_key(seed_ptr)
-            first_column = tl.program_id(0) * BLOCK_N
-            keep = keep_mask_tile(rows, first_column, 0, key0, key1, offset, threshold, BLOCK_M, BLOCK_N)
-            ds = tl.where(keep, ds * keep_scale, 0.0)
-        tl.store(dx_ptr + out, tl.cast(ds, dx_ptr.dtype.element_ty), mask=here)
-    if SUM_WEIGHT:
-        tl.store(partial_ptr + part * DIM + columns, tl.sum(dweight, 0), mask=columns < DIM)
-        part += num_parts
-    if SUM_BIAS:
-        tl.store(partial_ptr + part * DIM + columns, tl.sum(dbias, 0), mask=columns < DIM)
+            ds -= tl.load(means_ptr + num_rows + rows, mask=real, other=0.0)[:, None]
+        _store_step(
+            ds * rstd, dresidual_out, dx_ptr, dresidual_ptr, rows, first_column, columns, here, dropout, DIM, BLOCK_M,
+            BLOCK_N,
+        )  # fmt: skip
+    _store_partials(partial_ptr, dweight, dbias, part, num_parts, columns, SUM_WEIGHT, SUM_BIAS, DIM)
 
 
 @triton.jit(do_not_specialize=_COUNTS)
@@ -393,37 +356,20 @@ def num_sms(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if torch.cuda.is_available() else 132
 
 
-def as_rows(x: Tensor) -> Tensor:
-    """(rows, dim) with neighbouring columns side by side; a view where one exists."""
-    rows = x.numel() // x.shape[-1]
-    # The size is spelled out: -1 is ambiguous where there are no rows.
-    x = x.reshape(rows, x.shape[-1])
-    return x if x.stride(1) == 1 or x.shape[1] == 1 and x.stride(0) != 0 else x.contiguous()
-
-
-def dropout_arguments(dropout_p: float) -> tuple[int, float]:
-    """(threshold, keep_scale) as in fastformer.ops._dropout."""
-    dropped = round(dropout_p * 65536)
-    return dropped, 65536 / (65536 - dropped) if dropped < 65536 else 0.0
-
-
-def interpreted() -> bool:
-    """Whether the kernels were imported under TRITON_INTERPRET=1, that is, whether they take CPU tensors."""
-    return not isinstance(_forward_kernel, triton.runtime.JITFunction)
-
-
 def why_unsupported(op_name: str, **arguments: Tensor | None) -> str | None:
     """Why the kernels can't take a call of add_layer_norm_fwd or _bwd; None if they can."""
     names = ("dy", "dresidual_out", "s", "weight") if op_name.endswith("_bwd") else ("x", "residual", "weight", "bias")
     x = arguments[names[0]]
-    for tensor in map(arguments.__getitem__, names):
-        if tensor is not None and tensor.dtype not in DTYPES:
-            return f"the inputs are {tensor.dtype}, not float16, bfloat16 or float32"
+    if (reason := unsupported_dtype(*(t.dtype for t in map(arguments.get, names) if t is not None))) is not None:
+        return reason
     if x.shape[-1] > WIDEST:
         return f"rows of {x.shape[-1]} elements, more than {WIDEST}, don't fit a program's registers"
-    if x.device.type != "cuda" and not interpreted():
-        return "the tensors are on the CPU and TRITON_INTERPRET=1 was not set before the kernels were imported"
-    return None
+    return unsupported_device(x)
+
+
+def _strides(unit: int, *tensors: Tensor | None) -> tuple[int, ...]:
+    """The rows' strides in `unit`s."""
+    return tuple(0 if t is None else t.stride(0) // unit for t in tensors)
 
 
 def add_layer_norm_fwd(
@@ -448,32 +394,14 @@ def add_layer_norm_fwd(
         return y, residual_out, mean, rstd
     x = as_rows(x)
     residual = None if residual is None else as_rows(residual)
-    unit = stride_unit(x, *([] if residual is None else [residual]))
+    unit = stride_unit(x, residual)
     tile = row_tile(dim, num_rows)
-    threshold, keep_scale = dropout_arguments(dropout_p)
-    _forward_kernel[(triton.cdiv(num_rows, tile.block_m),)](
-        x,
-        residual,
-        None if weight is None else weight.contiguous(),
-        None if bias is None else bias.contiguous(),
-        dropout_seed if dropout_p > 0.0 else None,
-        y,
-        residual_out if kept else None,
-        None if rms_norm else mean,
-        rstd,
-        num_rows,
-        x.stride(0) // unit,
-        0 if residual is None else residual.stride(0) // unit,
-        eps,
-        threshold,
-        keep_scale,
-        RMS_NORM=rms_norm,
-        UNIT=unit,
-        DIM=dim,
-        BLOCK_M=tile.block_m,
-        BLOCK_N=tile.block_n,
-        num_warps=tile.num_warps,
-    )
+    _add_layer_norm_fwd_kernel[(triton.cdiv(num_rows, tile.block_m),)](
+        x, residual, contiguous(weight), contiguous(bias), y, residual_out if kept else None,
+        None if rms_norm else mean, rstd, num_rows, _strides(unit, x, residual), eps,
+        dropout_arguments(dropout_p, dropout_seed),
+        RMS_NORM=rms_norm, UNIT=unit, DIM=dim, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, num_warps=tile.num_warps,
+    )  # fmt: skip
     return y, residual_out, mean, rstd
 
 
@@ -505,14 +433,13 @@ def add_layer_norm_bwd(
 
     dy, s = as_rows(dy), as_rows(s)
     dresidual_out = None if dresidual_out is None else as_rows(dresidual_out)
-    unit = stride_unit(dy, s, *([] if dresidual_out is None else [dresidual_out]))
-    threshold, keep_scale = dropout_arguments(dropout_p)
+    unit = stride_unit(dy, s, dresidual_out)
     sums_weight = weight is not None
     kinds = sums_weight + has_bias
-    weight = None if weight is None else weight.contiguous()
-    mean_or_none = None if rms_norm else mean
-    strides = [0 if t is None else t.stride(0) // unit for t in (dy, dresidual_out, s)]
-    outputs = (dropout_seed if dropout_p > 0.0 else None, dx, None if same else dresidual)
+    inputs = (dy, dresidual_out, s, contiguous(weight), None if rms_norm else mean, rstd)
+    strides = _strides(unit, dy, dresidual_out, s)
+    dropout = dropout_arguments(dropout_p, dropout_seed)
+    outputs = (dx, None if same else dresidual)
     flags = {
         "RMS_NORM": rms_norm, "SUM_WEIGHT": sums_weight, "SUM_BIAS": has_bias, "UNIT": unit, "DIM": dim,
     }  # fmt: skip
@@ -526,15 +453,14 @@ def add_layer_norm_bwd(
         # Two stages: the next rows come into shared memory meanwhile, where it is large enough on every architecture
         # and the masks of 8192 padded columns leave the registers.
         ahead = num_partials < num_tiles and loaded <= 49152 and (tile.block_n < 8192 or dim == tile.block_n)
-        _backward_kernel[(num_partials,)](
-            dy, dresidual_out, s, weight, mean_or_none, rstd, *outputs, partial, num_rows, num_tiles, *strides,
-            threshold, keep_scale, **flags, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
-            STAGES=2 if ahead else 1, num_warps=tile.num_warps, maxnreg=128,
+        _add_layer_norm_bwd_kernel[(num_partials,)](
+            *inputs, *outputs, partial, num_rows, num_tiles, strides, dropout, **flags,
+            BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, STAGES=2 if ahead else 1, num_warps=tile.num_warps, maxnreg=128,
         )  # fmt: skip
     else:
         means = s.new_empty(2, num_rows, dtype=torch.float32)
         _row_means_kernel[(num_rows,)](
-            dy, s, weight, mean_or_none, rstd, means, num_rows, strides[0], strides[2],
+            dy, *inputs[2:], means, num_rows, strides,
             RMS_NORM=rms_norm, UNIT=unit, DIM=dim, BLOCK_N=4096, num_warps=8,
         )  # fmt: skip
         block_m, block_n = 8, 256
@@ -543,8 +469,7 @@ def add_layer_norm_bwd(
         num_partials = max(1, min(4 * num_sms(s.device) // blocks, triton.cdiv(num_rows, 2 * block_m)))
         partial = s.new_empty(kinds, num_partials, dim, dtype=torch.float32) if kinds else None
         _wide_backward_kernel[(blocks, num_partials)](
-            dy, dresidual_out, s, weight, mean_or_none, rstd, means, *outputs, partial, num_rows,
-            triton.cdiv(num_rows, num_partials), *strides, threshold, keep_scale, **flags,
+            *inputs, means, *outputs, partial, num_rows, triton.cdiv(num_rows, num_partials), strides, dropout, **flags,
             BLOCK_M=block_m, BLOCK_N=block_n, num_warps=8,
         )  # fmt: skip
     if kinds:

@@ -20,110 +20,36 @@ from torch import Tensor
 from fastformer.kernels._attention_common import (
     COUNTS,
     Problem,
-    architecture,
     block_start,
     describe,
     key_range,
-    last_dim_contiguous,
     load_tile,
+    locate,
     mask_bytes,
     mask_kind,
     mask_strides,
-    planes_together,
-    sequence_bounds,
+    plane_ptr,
+    plane_strides,
+    planes_of,
+    readable,
+    score_tile,
     softmax_weights,
-    stride_unit,
-    strides,
-    visible_tile,
-    which_block,
+    spans_of,
 )
-from fastformer.kernels._attention_configs import LARGEST_FP32_HEAD_DIM, Config, call_of, forward_config
-from fastformer.kernels._dropout import keep_mask_tile, load_dropout_key
+from fastformer.kernels._attention_configs import LARGEST_FP32_HEAD_DIM, Config, call_of, forward_config, tile_of
+from fastformer.kernels._dropout import keep_mask_tile, load_dropout
+from fastformer.kernels._launch import (
+    DTYPES,
+    INTERPRETED,
+    architecture,
+    stride_unit,
+    unsupported_device,
+    unsupported_dtype,
+)
 from fastformer.kernels.attention_backward import launch_backward
 
 # The rows of each product's result, for the two copies of the loop: Q K^T and P V.
 PRODUCTS = {"_attention_fwd_kernel": lambda arguments: [arguments["BLOCK_M"]] * 4}
-
-
-@triton.jit
-def _attend_blocks(
-    acc,
-    total,
-    peak,
-    q,
-    k_ptr,
-    v_ptr,
-    mask_ptrs,
-    rows,
-    first,
-    left_blocks,
-    second,
-    blocks,
-    len_q,
-    len_k,
-    diagonal,
-    window_left,
-    window_right,
-    stride_kn,
-    stride_vn,
-    stride_mask_n,
-    softmax_scale,
-    plane,
-    key0,
-    key1,
-    offset,
-    threshold,
-    work_ptr,
-    HAS_LEFT: tl.constexpr,
-    HAS_RIGHT: tl.constexpr,
-    MASK: tl.constexpr,
-    DROPOUT: tl.constexpr,
-    CHECK: tl.constexpr,
-    COUNT_WORK: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """The online softmax over key blocks (see block_start). CHECK: a column may be beyond the length or the window."""
-    for step in range(0, blocks):
-        start = block_start(step, first, left_blocks, second, BLOCK_N, CHECK and HAS_LEFT)
-        columns = start + tl.arange(0, BLOCK_N)
-        if COUNT_WORK:
-            tl.atomic_add(work_ptr, 1)
-        k = load_tile(k_ptr, start, len_k, stride_kn, BLOCK_N, HEAD_DIM, BLOCK_D, CHECK)
-        s = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # (BLOCK_M, BLOCK_N)
-        scale = softmax_scale
-        if MASK != "none":
-            here = (rows < len_q)[:, None] & (columns < len_k)[None, :]
-            bias = tl.load(mask_ptrs + columns.to(tl.int64)[None, :] * stride_mask_n, mask=here, other=0)
-            if MASK == "bool":
-                s = tl.where(bias != 0, s, float("-inf"))
-            else:
-                s = s * softmax_scale + bias.to(tl.float32)
-                scale = 1.0
-        if CHECK:
-            visible = visible_tile(
-                rows[:, None], columns[None, :], len_k, diagonal, window_left, window_right, HAS_LEFT, HAS_RIGHT
-            )
-            s = tl.where(visible, s, float("-inf"))
-        # The peak is in natural units, as lse is: fp32 gradients feel each rounding of lse.
-        new_peak = tl.maximum(peak, tl.max(s, 1) * scale)
-        # A row that has seen nothing yet has peak -inf, and -inf - -inf is NaN.
-        base = new_peak
-        if CHECK or MASK != "none":
-            base = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-        p = softmax_weights(s, scale, base[:, None], q.dtype == tl.float32)
-        fade = tl.exp2((peak - base) * 1.4426950408889634)
-        total = total * fade + tl.sum(p, 1)
-        if DROPOUT:
-            keep = keep_mask_tile(rows, start, plane, key0, key1, offset, threshold, BLOCK_M, BLOCK_N)
-            p = tl.where(keep, p, 0.0)
-        v = load_tile(v_ptr, start, len_k, stride_vn, BLOCK_N, HEAD_DIM, BLOCK_D, CHECK)
-        acc = tl.dot(p.to(v.dtype), v, acc * fade[:, None], input_precision=PRECISION)
-        peak = new_peak
-    return acc, total, peak
 
 
 @triton.jit(do_not_specialize=COUNTS)
@@ -134,46 +60,20 @@ def _attention_fwd_kernel(
     out_ptr,
     lse_ptr,
     mask_ptr,
-    seqlens_q_ptr,
-    seqlens_k_ptr,
-    seed_ptr,
     work_ptr,
+    planes,
+    lengths,
+    window,
+    dropout,
     softmax_scale,
-    keep_scale,
-    threshold,
-    seqlen_q,
-    seqlen_k,
-    window_left,
-    window_right,
-    num_heads,
-    group,
-    num_planes,
-    num_blocks,
-    together,
-    stride_qb,
-    stride_qm,
-    stride_qh,
-    stride_kb,
-    stride_kn,
-    stride_kh,
-    stride_vb,
-    stride_vn,
-    stride_vh,
-    stride_ob,
-    stride_om,
-    stride_oh,
-    stride_lb,
-    stride_lh,
-    stride_mask_b,
-    stride_mask_h,
-    stride_mask_m,
-    stride_mask_n,
+    q_strides,
+    k_strides,
+    v_strides,
+    out_strides,
+    lse_strides,
+    mask_strides,
     LENGTHS: tl.constexpr,
-    HAS_LEFT: tl.constexpr,
-    HAS_RIGHT: tl.constexpr,
     MASK: tl.constexpr,
-    DROPOUT: tl.constexpr,
-    COUNT_WORK: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     UNIT: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -181,79 +81,68 @@ def _attention_fwd_kernel(
     BLOCK_D: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    stride_qb *= UNIT
-    stride_qm *= UNIT
-    stride_qh *= UNIT
-    stride_kb *= UNIT
-    stride_kn *= UNIT
-    stride_kh *= UNIT
-    stride_vb *= UNIT
-    stride_vn *= UNIT
-    stride_vh *= UNIT
-    stride_ob *= UNIT
-    stride_om *= UNIT
-    stride_oh *= UNIT
-    block, plane = which_block(num_blocks, num_planes, together, HAS_RIGHT)
-    batch = plane // num_heads
-    head = plane % num_heads
-    start_q, start_k, len_q, len_k, diagonal = sequence_bounds(
-        batch, seqlen_q, seqlen_k, seqlens_q_ptr, seqlens_k_ptr, LENGTHS
-    )
+    """out and lse of BLOCK_M rows of one head.
+
+    planes, lengths: see `locate`; window: (left, right); dropout: see `load_dropout`; strides: (batch, row, head) in
+    UNITs, of lse (batch, head), of the mask all four; work_ptr: a counter of block products, or None.
+    """
+    block, plane, where, starts, bounds = locate(planes, lengths, LENGTHS, window[1] is not None)
+    batch, head, kv_head = where
+    start_q, start_k = starts
+    len_q, len_k, _ = bounds
     first_row = block * BLOCK_M
     if first_row >= len_q:
         return
     rows = first_row + tl.arange(0, BLOCK_M)
-    batch64 = batch.to(tl.int64)
-    head64 = head.to(tl.int64)
-    kv_head = (head // group).to(tl.int64)
-    q_ptr += batch64 * stride_qb + start_q * stride_qm + head64 * stride_qh
-    k_ptr += batch64 * stride_kb + start_k * stride_kn + kv_head * stride_kh
-    v_ptr += batch64 * stride_vb + start_k * stride_vn + kv_head * stride_vh
-    mask_ptrs = mask_ptr
+    q_ptr = plane_ptr(q_ptr, q_strides, batch, start_q, head, UNIT)
+    k_ptr = plane_ptr(k_ptr, k_strides, batch, start_k, kv_head, UNIT)
+    v_ptr = plane_ptr(v_ptr, v_strides, batch, start_k, kv_head, UNIT)
     if MASK != "none":
-        mask_ptrs = mask_ptr + batch64 * stride_mask_b + head64 * stride_mask_h
-        mask_ptrs = mask_ptrs + rows.to(tl.int64)[:, None] * stride_mask_m
-    key0 = 0
-    key1 = 0
-    offset = 0
-    if DROPOUT:
-        key0, key1, offset = load_dropout_key(seed_ptr)
+        mask_ptr += batch * mask_strides[0] + head * mask_strides[1]
+    drawn = load_dropout(dropout)
 
-    q = load_tile(q_ptr, first_row, len_q, stride_qm, BLOCK_M, HEAD_DIM, BLOCK_D, True)
+    q = load_tile(q_ptr, first_row, len_q, q_strides[1] * UNIT, BLOCK_M, HEAD_DIM, BLOCK_D, True)
     acc = tl.zeros((BLOCK_M, BLOCK_D), dtype=tl.float32)
     total = tl.zeros((BLOCK_M,), dtype=tl.float32)
     peak = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
-    first, full_first, full_last, last = key_range(
-        first_row, len_q, len_k, diagonal, window_left, window_right, HAS_LEFT, HAS_RIGHT, BLOCK_M, BLOCK_N
-    )
-    full_blocks = (full_last - full_first) // BLOCK_N
-    acc, total, peak = _attend_blocks(
-        acc, total, peak, q, k_ptr, v_ptr, mask_ptrs, rows, full_first, 0, 0, full_blocks, len_q, len_k, diagonal,
-        window_left, window_right, stride_kn, stride_vn, stride_mask_n, softmax_scale, plane, key0, key1, offset,
-        threshold, work_ptr, HAS_LEFT, HAS_RIGHT, MASK, DROPOUT, False, COUNT_WORK, HEAD_DIM, BLOCK_M, BLOCK_N,
-        BLOCK_D, PRECISION,
-    )  # fmt: skip
-    left_blocks = (full_first - first) // BLOCK_N
-    edge_blocks = left_blocks + (last - full_last + BLOCK_N - 1) // BLOCK_N
-    edge = first
-    if not HAS_LEFT:
-        edge = full_last
-    acc, total, peak = _attend_blocks(
-        acc, total, peak, q, k_ptr, v_ptr, mask_ptrs, rows, edge, left_blocks, full_last, edge_blocks, len_q, len_k,
-        diagonal, window_left, window_right, stride_kn, stride_vn, stride_mask_n, softmax_scale, plane, key0, key1,
-        offset, threshold, work_ptr, HAS_LEFT, HAS_RIGHT, MASK, DROPOUT, True, COUNT_WORK, HEAD_DIM, BLOCK_M, BLOCK_N,
-        BLOCK_D, PRECISION,
-    )  # fmt: skip
+    first, full_first, full_last, last = key_range(first_row, bounds, window, BLOCK_M, BLOCK_N)
+    spans = spans_of(first, full_first, full_last, last, BLOCK_N, window[0] is not None)
+    # The online softmax, first over blocks that all rows see. CHECK: a key may be beyond the length or the window.
+    for CHECK in tl.static_range(2):
+        for step in range(0, spans[CHECK][3]):
+            start = block_start(step, spans[CHECK], BLOCK_N, CHECK and window[0] is not None)
+            columns = start + tl.arange(0, BLOCK_N)
+            if work_ptr is not None:
+                tl.atomic_add(work_ptr, 1)
+            k = load_tile(k_ptr, start, len_k, k_strides[1] * UNIT, BLOCK_N, HEAD_DIM, BLOCK_D, CHECK)
+            s, scale = score_tile(
+                q, k, rows[:, None], columns[None, :], mask_ptr, mask_strides, bounds, window, softmax_scale, MASK,
+                CHECK, PRECISION,
+            )  # fmt: skip
+            # The peak is in natural units, as lse is: fp32 gradients feel each rounding of lse.
+            new_peak = tl.maximum(peak, tl.max(s, 1) * scale)
+            # A row that has seen nothing yet has peak -inf, and -inf - -inf is NaN.
+            base = new_peak
+            if CHECK or MASK != "none":
+                base = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+            p = softmax_weights(s, scale, base[:, None], q.dtype == tl.float32)
+            fade = tl.exp2((peak - base) * 1.4426950408889634)
+            total = total * fade + tl.sum(p, 1)
+            if dropout[0] is not None:
+                p = tl.where(keep_mask_tile(rows, start, plane, drawn, BLOCK_M, BLOCK_N), p, 0.0)
+            v = load_tile(v_ptr, start, len_k, v_strides[1] * UNIT, BLOCK_N, HEAD_DIM, BLOCK_D, CHECK)
+            acc = tl.dot(p.to(v.dtype), v, acc * fade[:, None], input_precision=PRECISION)
+            peak = new_peak
 
     # A row with nothing to attend to: total 0, out 0, lse -inf.
     lse = peak + tl.log2(total) * 0.6931471805599453
     lse = tl.where(total > 0, lse, tl.where(total == 0, float("-inf"), total))
-    acc = acc * (keep_scale / tl.where(total == 0, 1.0, total))[:, None]
-    lse_ptrs = lse_ptr + batch64 * stride_lb + head64 * stride_lh + start_q + rows
+    acc = acc * (drawn[4] / tl.where(total == 0, 1.0, total))[:, None]
+    lse_ptrs = lse_ptr + batch * lse_strides[0] + head * lse_strides[1] + start_q + rows
     tl.store(lse_ptrs, lse, mask=rows < len_q)
     dims = tl.arange(0, BLOCK_D)
-    out_ptr += batch64 * stride_ob + (start_q + first_row) * stride_om + head64 * stride_oh
-    out_ptrs = out_ptr + tl.arange(0, BLOCK_M)[:, None] * stride_om + dims[None, :]
+    out_ptr = plane_ptr(out_ptr, out_strides, batch, start_q + first_row, head, UNIT)
+    out_ptrs = out_ptr + tl.arange(0, BLOCK_M)[:, None] * (out_strides[1] * UNIT) + dims[None, :]
     here = (rows < len_q)[:, None] & (dims < HEAD_DIM)[None, :]
     tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=here)
 
@@ -270,7 +159,7 @@ def launch_forward(
 ) -> tuple[Tensor, Tensor]:
     """Runs the forward kernel on a described call. Tests pass `config` and `work_counter` (int32: block products)."""
     packed = problem.lengths == "packed"
-    q, k, v = last_dim_contiguous(q), last_dim_contiguous(k), last_dim_contiguous(v)
+    q, k, v = readable(q), readable(k), readable(v)
     if packed:
         # Rows beyond the last sequence belong to no program.
         out = q.new_zeros(q.shape)
@@ -283,34 +172,16 @@ def launch_forward(
         return out, lse
     config = config or forward_config(call_of(architecture(q), problem, q.dtype, attn_mask is not None))
     unit = stride_unit(q, k, v, out)
-    num_blocks = triton.cdiv(problem.seqlen_q, config.block_m)
-    num_planes = problem.batch * problem.num_heads
     kv_bytes = 2 * problem.seqlen_k * problem.head_dim * q.element_size() // problem.group
-    dropped = max(problem.threshold, 0)
-    _attention_fwd_kernel[(num_blocks * num_planes,)](
-        q, k, v, out, lse,
-        mask_bytes(attn_mask),
-        problem.seqlens_q, problem.seqlens_k, problem.dropout_seed, work_counter,
-        problem.softmax_scale, 65536 / (65536 - dropped) if dropped < 65536 else 0.0, dropped,
-        problem.seqlen_q, problem.seqlen_k, problem.window_left or 0, problem.window_right or 0,
-        problem.num_heads, problem.group, num_planes, num_blocks, planes_together(num_planes, kv_bytes),
-        *strides(q, packed, unit), *strides(k, packed, unit), *strides(v, packed, unit), *strides(out, packed, unit),
-        0 if packed else lse.stride(0), lse.stride(-2),
-        *mask_strides(attn_mask),
-        LENGTHS=problem.lengths,
-        HAS_LEFT=problem.window_left is not None,
-        HAS_RIGHT=problem.window_right is not None,
-        MASK=mask_kind(attn_mask),
-        DROPOUT=problem.threshold >= 0,
-        COUNT_WORK=work_counter is not None,
-        HEAD_DIM=problem.head_dim,
-        UNIT=unit,
-        BLOCK_M=config.block_m,
-        BLOCK_N=config.block_n,
-        BLOCK_D=problem.block_d,
-        PRECISION=problem.precision,
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
+    planes = planes_of(problem, triton.cdiv(problem.seqlen_q, config.block_m), kv_bytes)
+    _attention_fwd_kernel[(planes[2] * planes[3],)](
+        q, k, v, out, lse, mask_bytes(attn_mask), work_counter, planes,
+        (problem.seqlens_q, problem.seqlens_k, problem.seqlen_q, problem.seqlen_k),
+        problem.window, problem.dropout, problem.softmax_scale,
+        *(plane_strides(x, packed, unit) for x in (q, k, v, out)),
+        (0 if packed else lse.stride(0), lse.stride(-2)), mask_strides(attn_mask),
+        LENGTHS=problem.lengths, MASK=mask_kind(attn_mask), HEAD_DIM=problem.head_dim, UNIT=unit,
+        BLOCK_D=problem.block_d, **tile_of(config, problem),
     )  # fmt: skip
     return out, lse
 
@@ -326,8 +197,8 @@ def why_unsupported(
     **_: object,
 ) -> str | None:
     """Why the kernels can't take a call of (varlen_)attention_fwd or _bwd; None if they can."""
-    if q.dtype not in (torch.float16, torch.bfloat16, torch.float32):
-        return f"the inputs are {q.dtype}, not float16, bfloat16 or float32"
+    if (reason := unsupported_dtype(q.dtype)) is not None:
+        return reason
     if k.dtype != q.dtype or v.dtype != q.dtype:
         return "q, k and v differ in dtype"
     if q.shape[-1] > 256:
@@ -338,16 +209,13 @@ def why_unsupported(
         return "v's head_dim is not q's"
     if not softmax_scale > 0:
         return f"softmax_scale {softmax_scale} is not positive"
-    if attn_mask is not None and attn_mask.dtype not in (torch.bool, torch.float16, torch.bfloat16, torch.float32):
+    if attn_mask is not None and attn_mask.dtype not in (torch.bool, *DTYPES):
         return f"attn_mask is {attn_mask.dtype}"
-    if q.device.type == "cuda":
-        if architecture(q) < 80:
-            return "the GPU is older than compute capability 8.0, where tl.dot has no tensor cores"
-    elif isinstance(_attention_fwd_kernel, triton.runtime.JITFunction):
-        return "the tensors are on the CPU and TRITON_INTERPRET=1 was not set before the kernels were imported"
-    elif q.dtype == torch.bfloat16:
+    if q.device.type == "cuda" and architecture(q) < 80:
+        return "the GPU is older than compute capability 8.0, where tl.dot has no tensor cores"
+    if q.dtype == torch.bfloat16 and q.device.type != "cuda" and INTERPRETED:
         return "Triton's interpreter multiplies bfloat16 wrongly"
-    return None
+    return unsupported_device(q)
 
 
 def attention_fwd(

@@ -24,25 +24,26 @@ from torch import Tensor
 from fastformer.kernels._attention_common import (
     COUNTS,
     Problem,
-    architecture,
     block_start,
-    last_dim_contiguous,
     load_tile,
+    locate,
     mask_bytes,
     mask_kind,
+    mask_ptrs,
     mask_strides,
-    planes_together,
+    plane_ptr,
+    plane_strides,
+    planes_of,
+    readable,
     row_range,
-    sequence_bounds,
+    score_tile,
     softmax_weights,
-    stride_unit,
-    strides,
-    visible_tile,
-    which_block,
+    spans_of,
 )
-from fastformer.kernels._attention_configs import Config, backward_config, call_of, choose_dq_config
+from fastformer.kernels._attention_configs import Config, backward_config, call_of, choose_dq_config, tile_of
 from fastformer.kernels._attention_dq import _dq_kernel
-from fastformer.kernels._dropout import keep_mask_tile_transposed, load_dropout_key
+from fastformer.kernels._dropout import keep_mask_tile, load_dropout
+from fastformer.kernels._launch import architecture, stride_unit
 
 
 def _dkdv_products(arguments: dict) -> list[int]:
@@ -64,154 +65,28 @@ def _rows_kernel(
     num_heads,
     seqlen_q,
     num_blocks,
-    stride_ob,
-    stride_om,
-    stride_oh,
-    stride_db,
-    stride_dm,
-    stride_dh,
+    out_strides,
+    dout_strides,
     HEAD_DIM: tl.constexpr,
     UNIT: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
     """delta = rowsum(out * dout), and lse with +inf for empty rows, for BLOCK_M rows of one plane of lse."""
-    stride_ob *= UNIT
-    stride_om *= UNIT
-    stride_oh *= UNIT
-    stride_db *= UNIT
-    stride_dm *= UNIT
-    stride_dh *= UNIT
     plane = tl.program_id(0) // num_blocks
     first_row = (tl.program_id(0) % num_blocks) * BLOCK_M
     batch = (plane // num_heads).to(tl.int64)
     head = (plane % num_heads).to(tl.int64)
     rows = first_row + tl.arange(0, BLOCK_M)
-    out_ptr += batch * stride_ob + head * stride_oh
-    dout_ptr += batch * stride_db + head * stride_dh
-    out = load_tile(out_ptr, first_row, seqlen_q, stride_om, BLOCK_M, HEAD_DIM, BLOCK_D, True).to(tl.float32)
-    dout = load_tile(dout_ptr, first_row, seqlen_q, stride_dm, BLOCK_M, HEAD_DIM, BLOCK_D, True).to(tl.float32)
+    out_ptr = plane_ptr(out_ptr, out_strides, batch, 0, head, UNIT)
+    dout_ptr = plane_ptr(dout_ptr, dout_strides, batch, 0, head, UNIT)
+    out = load_tile(out_ptr, first_row, seqlen_q, out_strides[1] * UNIT, BLOCK_M, HEAD_DIM, BLOCK_D, True)
+    dout = load_tile(dout_ptr, first_row, seqlen_q, dout_strides[1] * UNIT, BLOCK_M, HEAD_DIM, BLOCK_D, True)
     at = plane.to(tl.int64) * seqlen_q + rows
     lse = tl.load(lse_ptr + at, mask=rows < seqlen_q, other=0.0)
     row_lse = tl.where(lse == float("-inf"), float("inf"), lse)
-    tl.store(delta_ptr + at, tl.sum(out * dout, 1), mask=rows < seqlen_q)
+    tl.store(delta_ptr + at, tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1), mask=rows < seqlen_q)
     tl.store(row_lse_ptr + at, row_lse, mask=rows < seqlen_q)
-
-
-@triton.jit
-def _dkdv_blocks(
-    dk,
-    dv,
-    k,
-    v,
-    q_ptr,
-    dout_ptr,
-    delta_ptr,
-    row_lse_ptr,
-    dq_ptr,
-    mask_ptrs,
-    dmask_ptrs,
-    columns,
-    first_key,
-    first,
-    left_blocks,
-    second,
-    blocks,
-    len_q,
-    len_k,
-    diagonal,
-    window_left,
-    window_right,
-    stride_qm,
-    stride_dm,
-    stride_dqm,
-    stride_mask_m,
-    stride_dmask_m,
-    softmax_scale,
-    keep_scale,
-    plane,
-    key0,
-    key1,
-    offset,
-    threshold,
-    work_ptr,
-    HAS_LEFT: tl.constexpr,
-    HAS_RIGHT: tl.constexpr,
-    MASK: tl.constexpr,
-    DROPOUT: tl.constexpr,
-    DQ: tl.constexpr,
-    DMASK: tl.constexpr,
-    CHECK: tl.constexpr,
-    TWO_ENDS: tl.constexpr,
-    COUNT_WORK: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    for step in range(0, blocks):
-        start = block_start(step, first, left_blocks, second, BLOCK_M, CHECK and TWO_ENDS)
-        rows = start + tl.arange(0, BLOCK_M)
-        if COUNT_WORK:
-            tl.atomic_add(work_ptr, 1)
-        q = load_tile(q_ptr, start, len_q, stride_qm, BLOCK_M, HEAD_DIM, BLOCK_D, CHECK)
-        s = tl.dot(k, tl.trans(q), input_precision=PRECISION)  # (BLOCK_N, BLOCK_M)
-        scale = softmax_scale
-        if CHECK:
-            row_lse = tl.load(row_lse_ptr + rows, mask=rows < len_q, other=float("inf"))
-            delta = tl.load(delta_ptr + rows, mask=rows < len_q, other=0.0)
-        else:
-            row_lse = tl.load(row_lse_ptr + rows)
-            delta = tl.load(delta_ptr + rows)
-        here = (columns < len_k)[:, None] & (rows < len_q)[None, :]
-        if MASK != "none":
-            bias = tl.load(mask_ptrs + rows.to(tl.int64)[None, :] * stride_mask_m, mask=here, other=0)
-            if MASK == "bool":
-                s = tl.where(bias != 0, s, float("-inf"))
-            else:
-                s = s * softmax_scale + bias.to(tl.float32)
-                scale = 1.0
-        if CHECK:
-            visible = visible_tile(
-                rows[None, :], columns[:, None], len_k, diagonal, window_left, window_right, HAS_LEFT, HAS_RIGHT
-            )
-            s = tl.where(visible, s, float("-inf"))
-        p = softmax_weights(s, scale, row_lse[None, :], q.dtype == tl.float32)
-        if DQ == "store":
-            # All keys of a row are here, so that neither its lse nor its output, rounded both, need be relied upon.
-            total = tl.sum(p, 0)
-            p = p / tl.where(total > 0.0, total, 1.0)[None, :]
-        dout = load_tile(dout_ptr, start, len_q, stride_dm, BLOCK_M, HEAD_DIM, BLOCK_D, CHECK)
-        dp = tl.dot(v, tl.trans(dout), input_precision=PRECISION)  # (BLOCK_N, BLOCK_M)
-        kept = p
-        if DROPOUT:
-            keep = keep_mask_tile_transposed(rows, first_key, plane, key0, key1, offset, threshold, BLOCK_M, BLOCK_N)
-            kept = tl.where(keep, p * keep_scale, 0.0)
-            dp = tl.where(keep, dp * keep_scale, 0.0)
-        dv = tl.dot(kept.to(dout.dtype), dout, dv, input_precision=PRECISION)
-        if DQ == "store":
-            delta = tl.sum(p * dp, 0)
-        ds = p * (dp - delta[None, :])
-        if DMASK != "none":
-            dmask_at = dmask_ptrs + rows.to(tl.int64)[None, :] * stride_dmask_m
-            if DMASK == "store":
-                tl.store(dmask_at, ds.to(dmask_ptrs.dtype.element_ty), mask=here)
-            else:
-                tl.atomic_add(dmask_at, ds, mask=here, sem="relaxed")
-        ds = ds.to(q.dtype)
-        dk = tl.dot(ds, q, dk, input_precision=PRECISION)
-        if DQ != "none":
-            dq = tl.dot(tl.trans(ds), k, input_precision=PRECISION) * softmax_scale  # (BLOCK_M, BLOCK_D)
-            dims = tl.arange(0, BLOCK_D)
-            dq_at = dq_ptr + tl.cast(start, tl.int64) * stride_dqm
-            dq_at = dq_at + tl.arange(0, BLOCK_M)[:, None] * stride_dqm + dims[None, :]
-            inside = (rows < len_q)[:, None] & (dims < HEAD_DIM)[None, :]
-            if DQ == "atomic":
-                tl.atomic_add(dq_at, dq, mask=inside, sem="relaxed")
-            else:
-                tl.store(dq_at, dq.to(dq_ptr.dtype.element_ty), mask=inside)
-    return dk, dv
 
 
 @triton.jit(do_not_specialize=COUNTS)
@@ -227,58 +102,25 @@ def _dkdv_kernel(
     dv_ptr,
     mask_ptr,
     dmask_ptr,
-    seqlens_q_ptr,
-    seqlens_k_ptr,
-    seed_ptr,
     work_ptr,
+    planes,
+    lengths,
+    window,
+    dropout,
     softmax_scale,
-    keep_scale,
-    threshold,
-    seqlen_q,
-    seqlen_k,
-    window_left,
-    window_right,
-    num_heads,
-    group,
-    num_planes,
-    num_blocks,
-    together,
-    stride_qb,
-    stride_qm,
-    stride_qh,
-    stride_kb,
-    stride_kn,
-    stride_kh,
-    stride_vb,
-    stride_vn,
-    stride_vh,
-    stride_db,
-    stride_dm,
-    stride_dh,
-    stride_dqb,
-    stride_dqm,
-    stride_dqh,
-    stride_dkb,
-    stride_dkn,
-    stride_dkh,
-    stride_lb,
-    stride_lh,
-    stride_mask_b,
-    stride_mask_h,
-    stride_mask_m,
-    stride_mask_n,
-    stride_dmask_b,
-    stride_dmask_h,
-    stride_dmask_m,
-    stride_dmask_n,
+    q_strides,
+    k_strides,
+    v_strides,
+    dout_strides,
+    dq_strides,
+    dk_strides,
+    lse_strides,
+    mask_strides,
+    dmask_strides,
     LENGTHS: tl.constexpr,
-    HAS_LEFT: tl.constexpr,
-    HAS_RIGHT: tl.constexpr,
     MASK: tl.constexpr,
-    DROPOUT: tl.constexpr,
     DQ: tl.constexpr,
     DMASK: tl.constexpr,
-    COUNT_WORK: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     UNIT: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -286,103 +128,109 @@ def _dkdv_kernel(
     BLOCK_D: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    stride_qb *= UNIT
-    stride_qm *= UNIT
-    stride_qh *= UNIT
-    stride_kb *= UNIT
-    stride_kn *= UNIT
-    stride_kh *= UNIT
-    stride_vb *= UNIT
-    stride_vn *= UNIT
-    stride_vh *= UNIT
-    stride_db *= UNIT
-    stride_dm *= UNIT
-    stride_dh *= UNIT
-    stride_dqb *= UNIT
-    stride_dqm *= UNIT
-    stride_dqh *= UNIT
-    stride_dkb *= UNIT
-    stride_dkn *= UNIT
-    stride_dkh *= UNIT
+    """dk and dv of BLOCK_N keys of one query head, and their share of dq and dmask; arguments as forward's.
+
+    DQ: "atomic", "store" (this is the one key block of its head) or "none"; DMASK: "atomic", "store" or "none".
+    """
     # The first keys of a causal matrix have the most rows, so their blocks start first.
-    block, plane = which_block(num_blocks, num_planes, together, HAS_LEFT and not HAS_RIGHT)
-    batch = plane // num_heads
-    head = plane % num_heads
-    start_q, start_k, len_q, len_k, diagonal = sequence_bounds(
-        batch, seqlen_q, seqlen_k, seqlens_q_ptr, seqlens_k_ptr, LENGTHS
-    )
+    block, plane, where, starts, bounds = locate(planes, lengths, LENGTHS, window[0] is not None and window[1] is None)
+    batch, head, kv_head = where
+    start_q, start_k = starts
+    len_q, len_k, _ = bounds
     # Rows of dk and dv that exist: those beyond seqlens_k get zeros.
     stored_k = len_k
     if LENGTHS == "seqlens_k":
-        stored_k = len_k * 0 + seqlen_k
+        stored_k = len_k * 0 + lengths[3]
     first_key = block * BLOCK_N
     if first_key >= stored_k:
         return
     columns = first_key + tl.arange(0, BLOCK_N)
     dims = tl.arange(0, BLOCK_D)
-    batch64 = batch.to(tl.int64)
-    head64 = head.to(tl.int64)
-    kv_head64 = (head // group).to(tl.int64)
-    k_ptr += batch64 * stride_kb + start_k * stride_kn + kv_head64 * stride_kh
-    v_ptr += batch64 * stride_vb + start_k * stride_vn + kv_head64 * stride_vh
-    key0 = 0
-    key1 = 0
-    offset = 0
-    if DROPOUT:
-        key0, key1, offset = load_dropout_key(seed_ptr)
+    q_ptr = plane_ptr(q_ptr, q_strides, batch, start_q, head, UNIT)
+    k_ptr = plane_ptr(k_ptr, k_strides, batch, start_k, kv_head, UNIT)
+    v_ptr = plane_ptr(v_ptr, v_strides, batch, start_k, kv_head, UNIT)
+    dout_ptr = plane_ptr(dout_ptr, dout_strides, batch, start_q, head, UNIT)
+    if DQ != "none":
+        dq_ptr = plane_ptr(dq_ptr, dq_strides, batch, start_q, head, UNIT)
+    at_row = batch * lse_strides[0] + head * lse_strides[1] + start_q
+    delta_ptr += at_row
+    row_lse_ptr += at_row
+    if MASK != "none":
+        mask_ptr += batch * mask_strides[0] + head * mask_strides[1]
+    if DMASK != "none":
+        dmask_ptr += batch * dmask_strides[0] + head * dmask_strides[1]
+    drawn = load_dropout(dropout)
 
-    k = load_tile(k_ptr, first_key, len_k, stride_kn, BLOCK_N, HEAD_DIM, BLOCK_D, True)
-    v = load_tile(v_ptr, first_key, len_k, stride_vn, BLOCK_N, HEAD_DIM, BLOCK_D, True)
+    k = load_tile(k_ptr, first_key, len_k, k_strides[1] * UNIT, BLOCK_N, HEAD_DIM, BLOCK_D, True)
+    v = load_tile(v_ptr, first_key, len_k, v_strides[1] * UNIT, BLOCK_N, HEAD_DIM, BLOCK_D, True)
     dk = tl.zeros((BLOCK_N, BLOCK_D), dtype=tl.float32)
     dv = tl.zeros((BLOCK_N, BLOCK_D), dtype=tl.float32)
-    first, full_first, full_last, last = row_range(
-        first_key, len_q, len_k, diagonal, window_left, window_right, HAS_LEFT, HAS_RIGHT, BLOCK_M, BLOCK_N
-    )
+    first, full_first, full_last, last = row_range(first_key, bounds, window, BLOCK_M, BLOCK_N)
     if DQ == "store":
         # The one key block writes dq of every row, also of those that see no key.
         first = first * 0
         last = len_q
-    full_blocks = (full_last - full_first) // BLOCK_M
-    left_blocks = (full_first - first) // BLOCK_M
-    edge_blocks = left_blocks + (last - full_last + BLOCK_M - 1) // BLOCK_M
-    TWO_ENDS: tl.constexpr = HAS_RIGHT or DQ == "store"
-    edge = first
-    if not TWO_ENDS:
-        edge = full_last
-    at_q = q_ptr + batch64 * stride_qb + start_q * stride_qm + head64 * stride_qh
-    at_dout = dout_ptr + batch64 * stride_db + start_q * stride_dm + head64 * stride_dh
-    at_dq = dq_ptr
-    if DQ != "none":
-        at_dq = dq_ptr + batch64 * stride_dqb + start_q * stride_dqm + head64 * stride_dqh
-    at_row = batch64 * stride_lb + head64 * stride_lh + start_q
-    at_mask = mask_ptr
-    at_dmask = dmask_ptr
-    if MASK != "none":
-        at_mask = mask_ptr + batch64 * stride_mask_b + head64 * stride_mask_h
-        at_mask = at_mask + columns.to(tl.int64)[:, None] * stride_mask_n
-    if DMASK != "none":
-        at_dmask = dmask_ptr + batch64 * stride_dmask_b + head64 * stride_dmask_h
-        at_dmask = at_dmask + columns.to(tl.int64)[:, None] * stride_dmask_n
-    dk, dv = _dkdv_blocks(
-        dk, dv, k, v, at_q, at_dout, delta_ptr + at_row, row_lse_ptr + at_row, at_dq, at_mask, at_dmask, columns,
-        first_key, full_first, 0, 0, full_blocks, len_q, len_k, diagonal, window_left, window_right,
-        stride_qm, stride_dm, stride_dqm, stride_mask_m, stride_dmask_m, softmax_scale, keep_scale, plane,
-        key0, key1, offset, threshold, work_ptr, HAS_LEFT, HAS_RIGHT, MASK, DROPOUT, DQ, DMASK, False, TWO_ENDS,
-        COUNT_WORK, HEAD_DIM, BLOCK_M, BLOCK_N, BLOCK_D, PRECISION,
-    )  # fmt: skip
-    dk, dv = _dkdv_blocks(
-        dk, dv, k, v, at_q, at_dout, delta_ptr + at_row, row_lse_ptr + at_row, at_dq, at_mask, at_dmask, columns,
-        first_key, edge, left_blocks, full_last, edge_blocks, len_q, len_k, diagonal, window_left, window_right,
-        stride_qm, stride_dm, stride_dqm, stride_mask_m, stride_dmask_m, softmax_scale, keep_scale, plane,
-        key0, key1, offset, threshold, work_ptr, HAS_LEFT, HAS_RIGHT, MASK, DROPOUT, DQ, DMASK, True, TWO_ENDS,
-        COUNT_WORK, HEAD_DIM, BLOCK_M, BLOCK_N, BLOCK_D, PRECISION,
-    )  # fmt: skip
+    TWO_ENDS: tl.constexpr = window[1] is not None or DQ == "store"
+    spans = spans_of(first, full_first, full_last, last, BLOCK_M, TWO_ENDS)
+    for CHECK in tl.static_range(2):
+        for step in range(0, spans[CHECK][3]):
+            start = block_start(step, spans[CHECK], BLOCK_M, CHECK and TWO_ENDS)
+            rows = start + tl.arange(0, BLOCK_M)
+            if work_ptr is not None:
+                tl.atomic_add(work_ptr, 1)
+            q = load_tile(q_ptr, start, len_q, q_strides[1] * UNIT, BLOCK_M, HEAD_DIM, BLOCK_D, CHECK)
+            s, scale = score_tile(
+                k, q, rows[None, :], columns[:, None], mask_ptr, mask_strides, bounds, window, softmax_scale, MASK,
+                CHECK, PRECISION,
+            )  # fmt: skip
+            if CHECK:
+                row_lse = tl.load(row_lse_ptr + rows, mask=rows < len_q, other=float("inf"))
+                delta = tl.load(delta_ptr + rows, mask=rows < len_q, other=0.0)
+            else:
+                row_lse = tl.load(row_lse_ptr + rows)
+                delta = tl.load(delta_ptr + rows)
+            p = softmax_weights(s, scale, row_lse[None, :], q.dtype == tl.float32)  # (BLOCK_N, BLOCK_M)
+            if DQ == "store":
+                # All keys of a row are here, so that neither its lse nor its output, rounded both, need be relied upon.
+                total = tl.sum(p, 0)
+                p = p / tl.where(total > 0.0, total, 1.0)[None, :]
+            dout = load_tile(dout_ptr, start, len_q, dout_strides[1] * UNIT, BLOCK_M, HEAD_DIM, BLOCK_D, CHECK)
+            dp = tl.dot(v, tl.trans(dout), input_precision=PRECISION)  # (BLOCK_N, BLOCK_M)
+            kept = p
+            if dropout[0] is not None:
+                keep = keep_mask_tile(rows, first_key, plane, drawn, BLOCK_M, BLOCK_N, TRANSPOSED=True)
+                kept = tl.where(keep, p * drawn[4], 0.0)
+                dp = tl.where(keep, dp * drawn[4], 0.0)
+            dv = tl.dot(kept.to(dout.dtype), dout, dv, input_precision=PRECISION)
+            if DQ == "store":
+                delta = tl.sum(p * dp, 0)
+            ds = p * (dp - delta[None, :])
+            if DMASK != "none":
+                dmask_at = mask_ptrs(dmask_ptr, dmask_strides, rows[None, :], columns[:, None])
+                here = (columns < len_k)[:, None] & (rows < len_q)[None, :]
+                if DMASK == "store":
+                    tl.store(dmask_at, ds.to(dmask_ptr.dtype.element_ty), mask=here)
+                else:
+                    tl.atomic_add(dmask_at, ds, mask=here, sem="relaxed")
+            ds = ds.to(q.dtype)
+            dk = tl.dot(ds, q, dk, input_precision=PRECISION)
+            if DQ != "none":
+                dq = tl.dot(tl.trans(ds), k, input_precision=PRECISION) * softmax_scale  # (BLOCK_M, BLOCK_D)
+                dq_row = dq_strides[1] * UNIT
+                dq_at = dq_ptr + tl.cast(start, tl.int64) * dq_row
+                dq_at = dq_at + tl.arange(0, BLOCK_M)[:, None] * dq_row + dims[None, :]
+                inside = (rows < len_q)[:, None] & (dims < HEAD_DIM)[None, :]
+                if DQ == "atomic":
+                    tl.atomic_add(dq_at, dq, mask=inside, sem="relaxed")
+                else:
+                    tl.store(dq_at, dq.to(dq_ptr.dtype.element_ty), mask=inside)
 
     here = (columns < stored_k)[:, None] & (dims < HEAD_DIM)[None, :]
-    at = batch64 * stride_dkb + (start_k + first_key) * stride_dkn + head64 * stride_dkh
-    inside = tl.arange(0, BLOCK_N)[:, None] * stride_dkn + dims[None, :]
-    tl.store(dk_ptr + at + inside, (dk * softmax_scale).to(dk_ptr.dtype.element_ty), mask=here)
-    tl.store(dv_ptr + at + inside, dv.to(dv_ptr.dtype.element_ty), mask=here)
+    inside = tl.arange(0, BLOCK_N)[:, None] * (dk_strides[1] * UNIT) + dims[None, :]
+    dk_ptrs = plane_ptr(dk_ptr, dk_strides, batch, start_k + first_key, head, UNIT) + inside
+    dv_ptrs = plane_ptr(dv_ptr, dk_strides, batch, start_k + first_key, head, UNIT) + inside
+    tl.store(dk_ptrs, (dk * softmax_scale).to(dk_ptr.dtype.element_ty), mask=here)
+    tl.store(dv_ptrs, dv.to(dv_ptr.dtype.element_ty), mask=here)
 
 
 def launch_backward(
@@ -402,7 +250,7 @@ def launch_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Runs the backward kernels on a described call. Tests pass configs and `work_counter` as to `launch_forward`."""
     packed = problem.lengths == "packed"
-    q, k, v, dout, out = (last_dim_contiguous(x) for x in (q, k, v, dout, out))
+    q, k, v, dout, out = (readable(x) for x in (q, k, v, dout, out))
     new = torch.Tensor.new_zeros if packed or q.numel() == 0 or k.numel() == 0 else torch.Tensor.new_empty
     # Each query head has programs of its own, and a group's shares of dk and dv are added up afterwards.
     shared_heads = problem.group > 1
@@ -435,60 +283,36 @@ def launch_backward(
     rows_blocks = triton.cdiv(rows, rows_block)
     _rows_kernel[(rows_blocks * (lse.numel() // rows),)](
         out, dout, lse, delta, row_lse, problem.num_heads, rows, rows_blocks,
-        *strides(out, packed, unit), *strides(dout, packed, unit),
+        plane_strides(out, packed, unit), plane_strides(dout, packed, unit),
         HEAD_DIM=problem.head_dim, UNIT=unit, BLOCK_M=rows_block, BLOCK_D=problem.block_d, num_warps=4,
     )  # fmt: skip
 
-    dropped = max(problem.threshold, 0)
-    keep_scale = 65536 / (65536 - dropped) if dropped < 65536 else 0.0
-    lse_strides = (0 if packed else lse.stride(0), lse.stride(-2))
-    shared = {
-        "LENGTHS": problem.lengths,
-        "HAS_LEFT": problem.window_left is not None,
-        "HAS_RIGHT": problem.window_right is not None,
-        "MASK": mask_kind(attn_mask),
-        "DROPOUT": problem.threshold >= 0,
-        "COUNT_WORK": work_counter is not None,
-        "HEAD_DIM": problem.head_dim,
-        "UNIT": unit,
-        "BLOCK_D": problem.block_d,
-    }
     sizes = (
-        problem.softmax_scale, keep_scale, dropped, problem.seqlen_q, problem.seqlen_k,
-        problem.window_left or 0, problem.window_right or 0, problem.num_heads, problem.group,
+        (problem.seqlens_q, problem.seqlens_k, problem.seqlen_q, problem.seqlen_k), problem.window, problem.dropout,
+        problem.softmax_scale,
     )  # fmt: skip
-
-    num_blocks = triton.cdiv(problem.seqlen_k, config.block_n)
-    num_planes = problem.batch * problem.num_heads
+    strides = tuple(plane_strides(x, packed, unit) for x in (q, k, v, dout, dq))
+    mask, lse_strides = mask_bytes(attn_mask), (0 if packed else lse.stride(0), lse.stride(-2))
+    shared = {
+        "LENGTHS": problem.lengths, "MASK": mask_kind(attn_mask), "HEAD_DIM": problem.head_dim, "UNIT": unit,
+        "BLOCK_D": problem.block_d,
+    }  # fmt: skip
     q_bytes = 2 * problem.seqlen_q * problem.head_dim * q.element_size()
-    _dkdv_kernel[(num_blocks * num_planes,)](
-        q, k, v, dout, delta, row_lse, None if dq_mode == "none" else dq, dk, dv,
-        mask_bytes(attn_mask), dmask if dmask_mode != "none" else None,
-        problem.seqlens_q, problem.seqlens_k, problem.dropout_seed, work_counter,
-        *sizes, num_planes, num_blocks, planes_together(num_planes, q_bytes),
-        *strides(q, packed, unit), *strides(k, packed, unit), *strides(v, packed, unit), *strides(dout, packed, unit),
-        *strides(dq, packed, unit), *strides(dk, packed, unit), *lse_strides,
-        *mask_strides(attn_mask), *mask_strides(dmask if dmask_mode != "none" else None),
-        **shared,
-        DQ=dq_mode, DMASK=dmask_mode,
-        BLOCK_M=config.block_m, BLOCK_N=config.block_n, PRECISION="ieee" if config.exact else problem.precision,
-        num_warps=config.num_warps, num_stages=config.num_stages,
+    planes = planes_of(problem, triton.cdiv(problem.seqlen_k, config.block_n), q_bytes)
+    written_mask = None if dmask_mode == "none" else dmask
+    _dkdv_kernel[(planes[2] * planes[3],)](
+        q, k, v, dout, delta, row_lse, None if dq_mode == "none" else dq, dk, dv, mask, written_mask, work_counter,
+        planes, *sizes, *strides, plane_strides(dk, packed, unit), lse_strides, mask_strides(attn_mask),
+        mask_strides(written_mask), **shared, DQ=dq_mode, DMASK=dmask_mode, **tile_of(config, problem),
     )  # fmt: skip
 
     if dq_mode == "none":
         config = dq_config or choose_dq_config(call)
-        num_blocks = triton.cdiv(problem.seqlen_q, config.block_m)
-        num_planes = problem.batch * problem.num_heads
         kv_bytes = 2 * problem.seqlen_k * problem.head_dim * q.element_size() // problem.group
-        _dq_kernel[(num_blocks * num_planes,)](
-            q, k, v, dout, delta, row_lse, dq, mask_bytes(attn_mask),
-            problem.seqlens_q, problem.seqlens_k, problem.dropout_seed, work_counter,
-            *sizes, num_planes, num_blocks, planes_together(num_planes, kv_bytes),
-            *strides(q, packed, unit), *strides(k, packed, unit), *strides(v, packed, unit),
-            *strides(dout, packed, unit), *strides(dq, packed, unit), *lse_strides, *mask_strides(attn_mask),
-            **shared,
-            BLOCK_M=config.block_m, BLOCK_N=config.block_n, PRECISION="ieee" if config.exact else problem.precision,
-            num_warps=config.num_warps, num_stages=config.num_stages,
+        planes = planes_of(problem, triton.cdiv(problem.seqlen_q, config.block_m), kv_bytes)
+        _dq_kernel[(planes[2] * planes[3],)](
+            q, k, v, dout, delta, row_lse, dq, mask, work_counter,
+            planes, *sizes, *strides, lse_strides, mask_strides(attn_mask), **shared, **tile_of(config, problem),
         )  # fmt: skip
     if dmask_mode != "none":
         broadcast = [dim for dim in range(4) if attn_mask.shape[dim] == 1 and dmask.shape[dim] != 1]

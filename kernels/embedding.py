@@ -26,25 +26,23 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastformer.kernels._attention_common import stride_unit
-from fastformer.kernels._dropout import keep_mask_tile, load_dropout_key
-from fastformer.kernels.add_layer_norm import as_rows, dropout_arguments
+from fastformer.kernels._dropout import drop_tile
+from fastformer.kernels._launch import contiguous, dropout_arguments, stride_unit, unsupported_device, unsupported_dtype
+from fastformer.kernels._rows import as_rows, existing, load_rows, row_ptrs, store_rows
 
-DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 CHUNK = 64
 
 # Arguments whose value must not make another binary.
-_COUNTS = ["num_tokens", "seqlen", "num_embeddings", "num_positions", "padding_idx", "skipped", "threshold"]
+_COUNTS = ["num_tokens", "seqlen", "num_embeddings", "num_positions", "padding_idx", "skipped", "dropout"]
 _COUNTS += ["weight_row", "table_row", "dout_row", "num_chunks", "num_rows"]
 
 
 @triton.jit(do_not_specialize=_COUNTS)
-def _forward_kernel(
+def _embedding_fwd_kernel(
     ids_ptr,
     weight_ptr,
     table_ptr,
     positions_ptr,
-    seed_ptr,
     out_ptr,
     num_tokens,
     seqlen,
@@ -54,28 +52,24 @@ def _forward_kernel(
     table_row,
     scale,
     padding_idx,
-    threshold,
-    keep_scale,
+    dropout,
     UNIT: tl.constexpr,
     DIM: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """BLOCK_N columns of BLOCK_M tokens. Without table_ptr no positions, without seed_ptr no dropout."""
+    """BLOCK_N columns of BLOCK_M tokens. Without table_ptr no positions."""
     tokens = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     first_column = tl.program_id(1) * BLOCK_N
     columns = first_column + tl.arange(0, BLOCK_N)
     real = tokens < num_tokens
-    here = real[:, None]
-    if DIM % BLOCK_N != 0:
-        here = here & (columns < DIM)[None, :]
+    here = existing(real, columns, DIM, BLOCK_N)
     ids = tl.load(ids_ptr + tokens, mask=real, other=0).to(tl.int64)
     known = (ids >= 0) & (ids < num_embeddings)
     tl.device_assert(known, "a token id is outside the vocabulary")
     # One that is outside, where nothing asserts, must not reach other memory.
     reads = here & (known & (ids != padding_idx))[:, None]
-    out = tl.load(weight_ptr + (ids * weight_row * UNIT)[:, None] + columns[None, :], mask=reads, other=0.0)
-    out = out.to(tl.float32) * scale
+    out = load_rows(weight_ptr, ids, weight_row, columns, reads, UNIT) * scale
     if table_ptr is not None:
         if positions_ptr is not None:
             positions = tl.load(positions_ptr + tokens, mask=real, other=0).to(tl.int64)
@@ -85,39 +79,27 @@ def _forward_kernel(
         else:
             positions = (tokens % seqlen).to(tl.int64)
             reads = here
-        rows = table_ptr + (positions * table_row * UNIT)[:, None] + columns[None, :]
-        out += tl.load(rows, mask=reads, other=0.0).to(tl.float32)
-    if seed_ptr is not None:
-        key0, key1, offset = load_dropout_key(seed_ptr)
-        keep = keep_mask_tile(tokens, first_column, 0, key0, key1, offset, threshold, BLOCK_M, BLOCK_N)
-        out = tl.where(keep, out * keep_scale, 0.0)
-    out_ptrs = out_ptr + (tokens.to(tl.int64) * DIM)[:, None] + columns[None, :]
-    tl.store(out_ptrs, tl.cast(out, out_ptr.dtype.element_ty), mask=here)
+        out += load_rows(table_ptr, positions, table_row, columns, reads, UNIT)
+    out = drop_tile(out, tokens, first_column, dropout, BLOCK_M, BLOCK_N)
+    store_rows(out_ptr, tokens, DIM, columns, out, here)
 
 
 @triton.jit
 def _load_dout(
     dout_ptr,
-    seed_ptr,
     tokens,
     here,
     first_column,
     dout_row,
-    threshold,
-    keep_scale,
+    dropout,
     UNIT: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
     """BLOCK_N columns of dropout(dout) of some tokens, fp32; 0 where not `here`."""
     columns = first_column + tl.arange(0, BLOCK_N)
-    rows = dout_ptr + (tokens.to(tl.int64) * dout_row * UNIT)[:, None] + columns[None, :]
-    dout = tl.load(rows, mask=here, other=0.0).to(tl.float32)
-    if seed_ptr is not None:
-        key0, key1, offset = load_dropout_key(seed_ptr)
-        keep = keep_mask_tile(tokens, first_column, 0, key0, key1, offset, threshold, BLOCK_M, BLOCK_N)
-        dout = tl.where(keep, dout * keep_scale, 0.0)
-    return dout
+    dout = load_rows(dout_ptr, tokens, dout_row, columns, here, UNIT)
+    return drop_tile(dout, tokens, first_column, dropout, BLOCK_M, BLOCK_N)
 
 
 @triton.jit(do_not_specialize=_COUNTS)
@@ -125,7 +107,6 @@ def _sum_runs_kernel(
     keys_ptr,
     order_ptr,
     dout_ptr,
-    seed_ptr,
     sums_ptr,
     partial_ptr,
     num_tokens,
@@ -133,8 +114,7 @@ def _sum_runs_kernel(
     skipped,
     dout_row,
     scale,
-    threshold,
-    keep_scale,
+    dropout,
     UNIT: tl.constexpr,
     DIM: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -161,12 +141,8 @@ def _sum_runs_kernel(
         for step in range(0, run, BLOCK_M):
             inside = step + tl.arange(0, BLOCK_M)
             tokens = tl.load(order_ptr + start + inside, mask=inside < run, other=0)
-            here = (inside < run)[:, None]
-            if DIM % BLOCK_N != 0:
-                here = here & (columns < DIM)[None, :]
-            total += _load_dout(
-                dout_ptr, seed_ptr, tokens, here, first_column, dout_row, threshold, keep_scale, UNIT, BLOCK_M, BLOCK_N
-            )
+            here = existing(inside < run, columns, DIM, BLOCK_N)
+            total += _load_dout(dout_ptr, tokens, here, first_column, dout_row, dropout, UNIT, BLOCK_M, BLOCK_N)
         total = tl.sum(total, 0) * scale
         end = start + run
         after = tl.load(keys_ptr + tl.minimum(end, num_tokens - 1))
@@ -227,15 +203,13 @@ def _sum_chunks_kernel(
 def _scatter_kernel(
     keys_ptr,
     dout_ptr,
-    seed_ptr,
     sums_ptr,
     num_tokens,
     num_rows,
     skipped,
     dout_row,
     scale,
-    threshold,
-    keep_scale,
+    dropout,
     UNIT: tl.constexpr,
     DIM: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -246,13 +220,9 @@ def _scatter_kernel(
     first_column = tl.program_id(1) * BLOCK_N
     columns = first_column + tl.arange(0, BLOCK_N)
     keys = tl.load(keys_ptr + tokens, mask=tokens < num_tokens, other=-1).to(tl.int64)
-    here = ((keys >= 0) & (keys < num_rows) & (keys != skipped))[:, None]
-    if DIM % BLOCK_N != 0:
-        here = here & (columns < DIM)[None, :]
-    dout = _load_dout(
-        dout_ptr, seed_ptr, tokens, here, first_column, dout_row, threshold, keep_scale, UNIT, BLOCK_M, BLOCK_N
-    )
-    tl.atomic_add(sums_ptr + (keys * DIM)[:, None] + columns[None, :], dout * scale, mask=here, sem="relaxed")
+    here = existing((keys >= 0) & (keys < num_rows) & (keys != skipped), columns, DIM, BLOCK_N)
+    dout = _load_dout(dout_ptr, tokens, here, first_column, dout_row, dropout, UNIT, BLOCK_M, BLOCK_N)
+    tl.atomic_add(row_ptrs(sums_ptr, keys, DIM, columns, 1), dout * scale, mask=here, sem="relaxed")
 
 
 def why_unsupported(op_name: str, *, ids: Tensor, **arguments: Any) -> str | None:
@@ -262,12 +232,7 @@ def why_unsupported(op_name: str, *, ids: Tensor, **arguments: Any) -> str | Non
         dtypes = [weight.dtype] if table is None else [weight.dtype, table.dtype]
     else:
         dtypes = [arguments["dout"].dtype, arguments["dtype"]]
-    for dtype in dtypes:
-        if dtype not in DTYPES:
-            return f"the inputs are {dtype}, not float16, bfloat16 or float32"
-    if ids.device.type != "cuda" and isinstance(_forward_kernel, triton.runtime.JITFunction):
-        return "the tensors are on the CPU and TRITON_INTERPRET=1 was not set before the kernels were imported"
-    return None
+    return unsupported_dtype(*dtypes) or unsupported_device(ids)
 
 
 def _token_tile(num_tokens: int, dim: int) -> tuple[int, int, int]:
@@ -295,15 +260,13 @@ def embedding_fwd(
         return out
     weight = as_rows(weight)
     table = None if position_table is None else as_rows(position_table)
-    unit = stride_unit(weight, *([] if table is None else [table]))
+    unit = stride_unit(weight, table)
     block_m, block_n, num_warps = _token_tile(num_tokens, dim)
-    threshold, keep_scale = dropout_arguments(dropout_p)
-    _forward_kernel[(triton.cdiv(num_tokens, block_m), triton.cdiv(dim, block_n))](
+    _embedding_fwd_kernel[(triton.cdiv(num_tokens, block_m), triton.cdiv(dim, block_n))](
         ids.contiguous(),
         weight,
         table,
-        None if positions is None else positions.contiguous(),
-        dropout_seed if dropout_p > 0.0 else None,
+        contiguous(positions),
         out,
         num_tokens,
         ids.shape[-1],
@@ -313,8 +276,7 @@ def embedding_fwd(
         0 if table is None else table.stride(0) // unit,
         scale,
         padding_idx,
-        threshold,
-        keep_scale,
+        dropout_arguments(dropout_p, dropout_seed),
         UNIT=unit,
         DIM=dim,
         BLOCK_M=block_m,
@@ -346,12 +308,10 @@ def _sum_by_key(
     block_n = min(512, max(8, triton.next_power_of_2(dim)))
     block_m = max(2, min(2048 // block_n, 16))
     column_blocks = triton.cdiv(dim, block_n)
-    threshold, keep_scale = dropout_arguments(dropout_p)
     _sum_runs_kernel[(num_tokens, column_blocks)](
         keys,
         order,
         dout,
-        dropout_seed if dropout_p > 0.0 else None,
         sums,
         partial,
         num_tokens,
@@ -359,8 +319,7 @@ def _sum_by_key(
         skipped,
         dout.stride(0) // unit,
         scale,
-        threshold,
-        keep_scale,
+        dropout_arguments(dropout_p, dropout_seed),
         UNIT=unit,
         DIM=dim,
         CHUNK=CHUNK,
@@ -391,19 +350,16 @@ def _sum_by_atomics(
     sums = dout.new_zeros(num_rows, dim, dtype=torch.float32)
     unit = stride_unit(dout)
     block_m, block_n, num_warps = _token_tile(num_tokens, dim)
-    threshold, keep_scale = dropout_arguments(dropout_p)
     _scatter_kernel[(triton.cdiv(num_tokens, block_m), triton.cdiv(dim, block_n))](
         keys.contiguous(),
         dout,
-        dropout_seed if dropout_p > 0.0 else None,
         sums,
         num_tokens,
         num_rows,
         skipped,
         dout.stride(0) // unit,
         scale,
-        threshold,
-        keep_scale,
+        dropout_arguments(dropout_p, dropout_seed),
         UNIT=unit,
         DIM=dim,
         BLOCK_M=block_m,

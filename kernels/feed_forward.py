@@ -26,8 +26,16 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fastformer.kernels._activations import activate, differentiate
-from fastformer.kernels._dropout import keep_mask_tile, load_dropout_key
-from fastformer.kernels._feed_forward_configs import config_of, fuses
+from fastformer.kernels._dropout import drop_tile, keep_mask_tile, load_dropout
+from fastformer.kernels._feed_forward_configs import Config, config_of, fuses
+from fastformer.kernels._launch import (
+    Dropout,
+    contiguous,
+    dot_precision,
+    dropout_arguments,
+    unsupported_device,
+    unsupported_dtype,
+)
 
 # The rows of each product's result.
 PRODUCTS = {
@@ -36,7 +44,7 @@ PRODUCTS = {
 }
 
 # Arguments whose value must not make another binary: Triton compiles apart for 1 and for multiples of 16.
-_COUNTS = ["num_rows", "threshold", "row_step"]
+_COUNTS = ["num_rows", "row_step", "dropout"]
 
 
 @triton.jit
@@ -60,15 +68,15 @@ def _inside(indices, size, BLOCK: tl.constexpr):
 
 @triton.jit
 def _product(
-    a_ptr, b_ptr, rows, columns, depth, stride_am, stride_ak, stride_bk, stride_bn, second_half, EVEN_K: tl.constexpr,
+    a_ptr, b_ptr, rows, columns, depth, a_strides, b_strides, second_half, EVEN_K: tl.constexpr,
     TWO: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """A tile of a b in fp32; with TWO also the tile `second_half` columns further on (else the first one again)."""
     ks = tl.arange(0, BLOCK_K)
     # int64: rows * stride passes 2**31 in long batches.
-    a_ptrs = a_ptr + rows.to(tl.int64)[:, None] * stride_am + ks[None, :] * stride_ak
-    b_ptrs = b_ptr + ks[:, None] * stride_bk + columns.to(tl.int64)[None, :] * stride_bn
-    second_offset = tl.cast(second_half, tl.int64) * stride_bn
+    a_ptrs = a_ptr + rows.to(tl.int64)[:, None] * a_strides[0] + ks[None, :] * a_strides[1]
+    b_ptrs = b_ptr + ks[:, None] * b_strides[0] + columns.to(tl.int64)[None, :] * b_strides[1]
+    second_offset = tl.cast(second_half, tl.int64) * b_strides[1]
     acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     second = acc
     for start in range(0, depth, BLOCK_K):
@@ -85,18 +93,11 @@ def _product(
             else:
                 c = tl.load(b_ptrs + second_offset, mask=(ks < depth - start)[:, None], other=0.0)
             second = tl.dot(a, c, second, input_precision=PRECISION)
-        a_ptrs += BLOCK_K * stride_ak
-        b_ptrs += BLOCK_K * stride_bk
+        a_ptrs += BLOCK_K * a_strides[1]
+        b_ptrs += BLOCK_K * b_strides[0]
     if not TWO:
         second = acc
     return acc, second
-
-
-@triton.jit
-def _drop(tile, rows, first_column, seed_ptr, threshold, keep_scale, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    key0, key1, offset = load_dropout_key(seed_ptr)
-    keep = keep_mask_tile(rows, first_column, 0, key0, key1, offset, threshold, BLOCK_M, BLOCK_N)
-    return tl.where(keep, tile * keep_scale, 0.0)
 
 
 @triton.jit(do_not_specialize=_COUNTS)
@@ -106,18 +107,13 @@ def _linear_activation_kernel(
     bias_ptr,
     pre_ptr,
     hidden_ptr,
-    seed_ptr,
-    threshold,
-    keep_scale,
+    dropout,
     num_rows,
     hidden_dim,
     depth,
-    stride_xm,
-    stride_xk,
-    stride_wn,
-    stride_wk,
+    x_strides,
+    weight_strides,
     ACTIVATION: tl.constexpr,
-    DROPOUT: tl.constexpr,
     EVEN_K: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -131,7 +127,8 @@ def _linear_activation_kernel(
     columns = column_block * BLOCK_N + tl.arange(0, BLOCK_N)
     pre, up = _product(
         x_ptr, weight_ptr, _inside(rows, num_rows, BLOCK_M), _inside(columns, hidden_dim, BLOCK_N), depth,
-        stride_xm, stride_xk, stride_wk, stride_wn, hidden_dim, EVEN_K, GATED, BLOCK_M, BLOCK_N, BLOCK_K, PRECISION,
+        x_strides, (weight_strides[1], weight_strides[0]), hidden_dim, EVEN_K, GATED, BLOCK_M, BLOCK_N, BLOCK_K,
+        PRECISION,
     )  # fmt: skip
     here = (rows < num_rows)[:, None] & (columns < hidden_dim)[None, :]
     dtype = hidden_ptr.dtype.element_ty
@@ -154,8 +151,7 @@ def _linear_activation_kernel(
             tl.store(pre_ptrs + hidden_dim, rounded, mask=here)
             up = rounded.to(tl.float32)
     hidden = activate(pre, up, ACTIVATION)
-    if DROPOUT:
-        hidden = _drop(hidden, rows, column_block * BLOCK_N, seed_ptr, threshold, keep_scale, BLOCK_M, BLOCK_N)
+    hidden = drop_tile(hidden, rows, column_block * BLOCK_N, dropout, BLOCK_M, BLOCK_N)
     tl.store(hidden_ptr + rows64[:, None] * hidden_dim + columns[None, :], hidden.to(dtype), mask=here)
 
 
@@ -179,30 +175,27 @@ def _differentiate_tile(
     up,
     dpre_ptr,
     hidden_ptr,
-    seed_ptr,
-    threshold,
-    keep_scale,
+    dropout,
     rows,
     first_column,
     columns,
     here,
     hidden_dim,
     ACTIVATION: tl.constexpr,
-    DROPOUT: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
     """Stores dpre and, except for relu, hidden of a tile; returns (dpre, dup) in fp32, zero outside the matrix."""
     dtype = dpre_ptr.dtype.element_ty
     rows64 = rows.to(tl.int64)
-    if DROPOUT:
+    drawn = load_dropout(dropout)
+    if dropout[0] is not None:
         if ACTIVATION == "relu":
             # Positive after dropout means positive before and kept: no mask is drawn again.
-            dhidden *= keep_scale
+            dhidden *= drawn[4]
         else:
-            key0, key1, offset = load_dropout_key(seed_ptr)
-            keep = keep_mask_tile(rows, first_column, 0, key0, key1, offset, threshold, BLOCK_M, BLOCK_N)
-            dhidden = tl.where(keep, dhidden * keep_scale, 0.0)
+            keep = keep_mask_tile(rows, first_column, 0, drawn, BLOCK_M, BLOCK_N)
+            dhidden = tl.where(keep, dhidden * drawn[4], 0.0)
     hidden, dpre, dup = differentiate(dhidden, pre, up, ACTIVATION)
     dpre = tl.where(here, dpre, 0.0)
     width = hidden_dim
@@ -214,8 +207,8 @@ def _differentiate_tile(
         dup = tl.where(here, dup, 0.0)
         tl.store(ptrs + hidden_dim, dup.to(dtype), mask=here)
     if ACTIVATION != "relu":
-        if DROPOUT:
-            hidden = tl.where(keep, hidden * keep_scale, 0.0)
+        if dropout[0] is not None:
+            hidden = tl.where(keep, hidden * drawn[4], 0.0)
         tl.store(hidden_ptr + rows64[:, None] * hidden_dim + columns[None, :], hidden.to(dtype), mask=here)
     return dpre, dup
 
@@ -239,15 +232,12 @@ def _backward_epilogue(
     dpre_ptr,
     hidden_ptr,
     dbias_ptr,
-    seed_ptr,
-    threshold,
-    keep_scale,
+    dropout,
     row_block,
     first_column,
     num_rows,
     hidden_dim,
     ACTIVATION: tl.constexpr,
-    DROPOUT: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
@@ -257,8 +247,8 @@ def _backward_epilogue(
     here = (rows < num_rows)[:, None] & (columns < hidden_dim)[None, :]
     pre, up = _load_saved(saved_ptr, rows.to(tl.int64), columns, here, hidden_dim, ACTIVATION)
     dpre, dup = _differentiate_tile(
-        dhidden, pre, up, dpre_ptr, hidden_ptr, seed_ptr, threshold, keep_scale, rows, first_column, columns, here,
-        hidden_dim, ACTIVATION, DROPOUT, BLOCK_M, BLOCK_N,
+        dhidden, pre, up, dpre_ptr, hidden_ptr, dropout, rows, first_column, columns, here,
+        hidden_dim, ACTIVATION, BLOCK_M, BLOCK_N,
     )  # fmt: skip
     if dbias_ptr is not None:
         _store_dbias(dbias_ptr, row_block, tl.sum(dpre, 0), tl.sum(dup, 0), columns, hidden_dim, ACTIVATION)
@@ -278,18 +268,13 @@ def _linear_activation_backward_kernel(
     dpre_ptr,
     hidden_ptr,
     dbias_ptr,
-    seed_ptr,
-    threshold,
-    keep_scale,
+    dropout,
     num_rows,
     hidden_dim,
     depth,
-    stride_dm,
-    stride_dk,
-    stride_wk,
-    stride_wn,
+    dout_strides,
+    weight_strides,
     ACTIVATION: tl.constexpr,
-    DROPOUT: tl.constexpr,
     EVEN_K: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -302,7 +287,7 @@ def _linear_activation_backward_kernel(
     columns = column_block * BLOCK_N + tl.arange(0, BLOCK_N)
     dhidden, _ = _product(
         dout_ptr, weight_ptr, _inside(rows, num_rows, BLOCK_M), _inside(columns, hidden_dim, BLOCK_N), depth,
-        stride_dm, stride_dk, stride_wk, stride_wn, 0, EVEN_K, False, BLOCK_M, BLOCK_N, BLOCK_K, PRECISION,
+        dout_strides, weight_strides, 0, EVEN_K, False, BLOCK_M, BLOCK_N, BLOCK_K, PRECISION,
     )  # fmt: skip
     first = column_block * BLOCK_N
     # All at once, the tiles of fp32 beside the product's would not fit the registers.
@@ -311,35 +296,22 @@ def _linear_activation_backward_kernel(
     left, right = _halves(dhidden, BLOCK_M, BLOCK_N)
     left0, left1 = _halves(left, BLOCK_M, HALF)
     right0, right1 = _halves(right, BLOCK_M, HALF)
-    _backward_epilogue(
-        left0, saved_ptr, dpre_ptr, hidden_ptr, dbias_ptr, seed_ptr, threshold, keep_scale, row_block,
-        first, num_rows, hidden_dim, ACTIVATION, DROPOUT, BLOCK_M, QUARTER,
-    )  # fmt: skip
-    _backward_epilogue(
-        left1, saved_ptr, dpre_ptr, hidden_ptr, dbias_ptr, seed_ptr, threshold, keep_scale, row_block,
-        first + QUARTER, num_rows, hidden_dim, ACTIVATION, DROPOUT, BLOCK_M, QUARTER,
-    )  # fmt: skip
-    _backward_epilogue(
-        right0, saved_ptr, dpre_ptr, hidden_ptr, dbias_ptr, seed_ptr, threshold, keep_scale, row_block,
-        first + HALF, num_rows, hidden_dim, ACTIVATION, DROPOUT, BLOCK_M, QUARTER,
-    )  # fmt: skip
-    _backward_epilogue(
-        right1, saved_ptr, dpre_ptr, hidden_ptr, dbias_ptr, seed_ptr, threshold, keep_scale, row_block,
-        first + HALF + QUARTER, num_rows, hidden_dim, ACTIVATION, DROPOUT, BLOCK_M, QUARTER,
-    )  # fmt: skip
+    quarters = (left0, left1, right0, right1)
+    for part in tl.static_range(4):
+        _backward_epilogue(
+            quarters[part], saved_ptr, dpre_ptr, hidden_ptr, dbias_ptr, dropout, row_block, first + part * QUARTER,
+            num_rows, hidden_dim, ACTIVATION, BLOCK_M, QUARTER,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=_COUNTS)
 def _activation_kernel(
     pre_ptr,
     hidden_ptr,
-    seed_ptr,
-    threshold,
-    keep_scale,
+    dropout,
     num_rows,
     hidden_dim,
     ACTIVATION: tl.constexpr,
-    DROPOUT: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
@@ -351,8 +323,7 @@ def _activation_kernel(
     rows64 = rows.to(tl.int64)
     pre, up = _load_saved(pre_ptr, rows64, columns, here, hidden_dim, ACTIVATION)
     hidden = activate(pre, up, ACTIVATION)
-    if DROPOUT:
-        hidden = _drop(hidden, rows, first_column, seed_ptr, threshold, keep_scale, BLOCK_M, BLOCK_N)
+    hidden = drop_tile(hidden, rows, first_column, dropout, BLOCK_M, BLOCK_N)
     ptrs = hidden_ptr + rows64[:, None] * hidden_dim + columns[None, :]
     tl.store(ptrs, hidden.to(hidden_ptr.dtype.element_ty), mask=here)
 
@@ -364,14 +335,11 @@ def _activation_backward_kernel(
     dpre_ptr,
     hidden_ptr,
     dbias_ptr,
-    seed_ptr,
-    threshold,
-    keep_scale,
+    dropout,
     num_rows,
     row_step,
     hidden_dim,
     ACTIVATION: tl.constexpr,
-    DROPOUT: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
@@ -393,8 +361,8 @@ def _activation_backward_kernel(
         ptrs = dhidden_ptr + rows64[:, None] * hidden_dim + columns[None, :]
         dhidden = tl.load(ptrs, mask=here, other=0.0).to(tl.float32)
         dpre, dup = _differentiate_tile(
-            dhidden, pre, up, dpre_ptr, hidden_ptr, seed_ptr, threshold, keep_scale, rows, first_column, columns, here,
-            hidden_dim, ACTIVATION, DROPOUT, BLOCK_M, BLOCK_N,
+            dhidden, pre, up, dpre_ptr, hidden_ptr, dropout, rows, first_column, columns, here,
+            hidden_dim, ACTIVATION, BLOCK_M, BLOCK_N,
         )  # fmt: skip
         dbias += dpre
         if ACTIVATION == "swiglu":
@@ -402,12 +370,6 @@ def _activation_backward_kernel(
     if dbias_ptr is not None:
         part = tl.program_id(0)
         _store_dbias(dbias_ptr, part, tl.sum(dbias, 0), tl.sum(dbias_up, 0), columns, hidden_dim, ACTIVATION)
-
-
-def _dropout_arguments(dropout_p: float, dropout_seed: Tensor | None) -> tuple[Tensor | None, int, float]:
-    """(seed, threshold, keep_scale) as the kernels take them."""
-    dropped = round(dropout_p * 65536)
-    return dropout_seed, dropped, 65536 / (65536 - dropped) if dropped < 65536 else 0.0
 
 
 def _elementwise_block(hidden_dim: int) -> tuple[int, int]:
@@ -419,9 +381,13 @@ def _elementwise_block(hidden_dim: int) -> tuple[int, int]:
 ELEMENTWISE_PROGRAMS = 2048
 
 
-def _precision(x: Tensor) -> str:
-    # Three TF32 products carry about 21 bits of fp32's 24; plain TF32 would carry 10. The interpreter is exact.
-    return "tf32x3" if x.device.type == "cuda" else "ieee"
+def _tile_of(config: Config, x: Tensor, depth: int) -> dict[str, object]:
+    """A config as the keywords of the kernels with a product."""
+    return {
+        "EVEN_K": depth % config.block_k == 0, "BLOCK_M": config.block_m, "BLOCK_N": config.block_n,
+        "BLOCK_K": config.block_k, "PRECISION": dot_precision(x), "num_warps": config.num_warps,
+        "num_stages": config.num_stages,
+    }  # fmt: skip
 
 
 def _activated(
@@ -429,21 +395,19 @@ def _activated(
     weight: Tensor,
     bias: Tensor | None,
     activation: str,
-    dropout_p: float,
-    dropout_seed: Tensor | None,
+    dropout: Dropout,
 ) -> tuple[Tensor, Tensor]:
     """(hidden, saved): dropout(activation(x weight^T + bias)) and what backward needs of it."""
     num_rows, depth = x.shape
     hidden_dim = weight.shape[0] // 2 if activation == "swiglu" else weight.shape[0]
-    dropout = _dropout_arguments(dropout_p, dropout_seed)
     if not fuses(x, depth, num_rows):
         pre = F.linear(x, weight, bias)
         hidden = pre if activation == "relu" else x.new_empty(num_rows, hidden_dim)
         block_m, block_n = _elementwise_block(hidden_dim)
         if num_rows:
             _activation_kernel[(triton.cdiv(num_rows, block_m), triton.cdiv(hidden_dim, block_n))](
-                pre, hidden, *dropout, num_rows, hidden_dim,
-                ACTIVATION=activation, DROPOUT=dropout_p > 0.0, BLOCK_M=block_m, BLOCK_N=block_n, num_warps=4,
+                pre, hidden, dropout, num_rows, hidden_dim,
+                ACTIVATION=activation, BLOCK_M=block_m, BLOCK_N=block_n, num_warps=4,
             )  # fmt: skip
         return hidden, pre
     hidden = x.new_empty(num_rows, hidden_dim)
@@ -452,17 +416,9 @@ def _activated(
     programs = triton.cdiv(num_rows, config.block_m) * triton.cdiv(hidden_dim, config.block_n)
     if num_rows:
         _linear_activation_kernel[(programs,)](
-            x, weight, None if bias is None else bias.contiguous(), None if activation == "relu" else pre, hidden,
-            *dropout, num_rows, hidden_dim, depth, *x.stride(), *weight.stride(),
-            ACTIVATION=activation,
-            DROPOUT=dropout_p > 0.0,
-            EVEN_K=depth % config.block_k == 0,
-            BLOCK_M=config.block_m,
-            BLOCK_N=config.block_n,
-            BLOCK_K=config.block_k,
-            PRECISION=_precision(x),
-            num_warps=config.num_warps,
-            num_stages=config.num_stages,
+            x, weight, contiguous(bias), None if activation == "relu" else pre, hidden,
+            dropout, num_rows, hidden_dim, depth, x.stride(), weight.stride(),
+            ACTIVATION=activation, **_tile_of(config, x, depth),
         )  # fmt: skip
     return hidden, pre
 
@@ -472,14 +428,12 @@ def _activated_backward(
     weight: Tensor,
     saved: Tensor,
     activation: str,
-    dropout_p: float,
-    dropout_seed: Tensor | None,
+    dropout: Dropout,
     has_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dpre, hidden, dbias) from dhidden = dout weight; dbias is (0,) without a bias."""
     num_rows, depth = dout.shape
     hidden_dim, columns = weight.shape[1], saved.shape[1]
-    dropout = _dropout_arguments(dropout_p, dropout_seed)
     fused = fuses(dout, depth, num_rows)
     config = config_of(dout, depth, num_rows, True, activation)
     if fused:
@@ -500,34 +454,24 @@ def _activated_backward(
     outputs = (dpre, None if activation == "relu" else hidden, dbias)
     if num_rows and fused:
         _linear_activation_backward_kernel[(parts * triton.cdiv(hidden_dim, config.block_n),)](
-            dout, weight, saved, *outputs, *dropout, num_rows, hidden_dim, depth, *dout.stride(), *weight.stride(),
-            ACTIVATION=activation,
-            DROPOUT=dropout_p > 0.0,
-            EVEN_K=depth % config.block_k == 0,
-            BLOCK_M=config.block_m,
-            BLOCK_N=config.block_n,
-            BLOCK_K=config.block_k,
-            PRECISION=_precision(dout),
-            num_warps=config.num_warps,
-            num_stages=config.num_stages,
+            dout, weight, saved, *outputs, dropout, num_rows, hidden_dim, depth, dout.stride(), weight.stride(),
+            ACTIVATION=activation, **_tile_of(config, dout, depth),
         )  # fmt: skip
     elif num_rows:
         _activation_backward_kernel[(parts, triton.cdiv(hidden_dim, block_n))](
-            dhidden, saved, *outputs, *dropout, num_rows, row_step, hidden_dim,
-            ACTIVATION=activation, DROPOUT=dropout_p > 0.0, BLOCK_M=block_m, BLOCK_N=block_n, num_warps=4,
+            dhidden, saved, *outputs, dropout, num_rows, row_step, hidden_dim,
+            ACTIVATION=activation, BLOCK_M=block_m, BLOCK_N=block_n, num_warps=4,
         )  # fmt: skip
     return dpre, hidden, dout.new_empty(0) if dbias is None else dbias.sum(0).to(dout.dtype)
 
 
 def why_unsupported(op_name: str, *, x: Tensor, **arguments: object) -> str | None:
     """Why the kernels can't take a call of feed_forward_fwd or _bwd; None if they can."""
-    if x.dtype not in (torch.float16, torch.bfloat16, torch.float32):
-        return f"the inputs are {x.dtype}, not float16, bfloat16 or float32"
+    if (reason := unsupported_dtype(x.dtype)) is not None:
+        return reason
     if any(isinstance(a, Tensor) and a.is_floating_point() and a.dtype != x.dtype for a in arguments.values()):
         return "the inputs differ in dtype"
-    if x.device.type != "cuda" and isinstance(_activation_kernel, triton.runtime.JITFunction):
-        return "the tensors are on the CPU and TRITON_INTERPRET=1 was not set before the kernels were imported"
-    return None
+    return unsupported_device(x)
 
 
 def feed_forward_fwd(
@@ -542,7 +486,8 @@ def feed_forward_fwd(
 ) -> tuple[Tensor, Tensor]:
     """`fastformer::feed_forward_fwd`: (out, saved)."""
     rows = x.reshape(-1, x.shape[-1])
-    hidden, saved = _activated(rows, weight1, bias1, activation, dropout_p, dropout_seed)
+    dropout = dropout_arguments(dropout_p, dropout_seed)
+    hidden, saved = _activated(rows, weight1, bias1, activation, dropout)
     return F.linear(hidden, weight2, bias2).view(*x.shape[:-1], weight2.shape[0]), saved
 
 
@@ -560,9 +505,8 @@ def feed_forward_bwd(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """`fastformer::feed_forward_bwd`: (dx, dweight1, dbias1, dweight2, dbias2)."""
     rows, drows = x.reshape(-1, x.shape[-1]), dout.reshape(-1, dout.shape[-1])
-    dpre, hidden, dbias1 = _activated_backward(
-        drows, weight2, saved, activation, dropout_p, dropout_seed, bias1 is not None
-    )
+    dropout = dropout_arguments(dropout_p, dropout_seed)
+    dpre, hidden, dbias1 = _activated_backward(drows, weight2, saved, activation, dropout, bias1 is not None)
     return (
         torch.mm(dpre, weight1).view(x.shape),
         torch.mm(dpre.T, rows),

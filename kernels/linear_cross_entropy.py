@@ -23,6 +23,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fastformer.kernels._launch import unsupported_device, unsupported_dtype
+
 SMALLEST_CHUNK, LARGEST_CHUNK = 2048, 4096
 CHUNK_BYTES = 512 * 2**20
 # Elements of one tile: 16 a thread with 8 warps, enough loads in flight to hide the memory's latency.
@@ -290,13 +292,11 @@ class _Gradients:
 
 def why_unsupported(op_name: str, *, x: Tensor, weight: Tensor, bias: Tensor | None, **_: object) -> str | None:
     """Why the kernels can't take a call of linear_cross_entropy_fwd, _bwd or _fwd_bwd; None if they can."""
-    if x.dtype not in (torch.float16, torch.bfloat16, torch.float32):
-        return f"the inputs are {x.dtype}, not float16, bfloat16 or float32"
+    if (reason := unsupported_dtype(x.dtype)) is not None:
+        return reason
     if weight.dtype != x.dtype or (bias is not None and bias.dtype != x.dtype):
         return "x, weight and bias differ in dtype"
-    if x.device.type != "cuda" and isinstance(_cross_entropy_kernel, triton.runtime.JITFunction):
-        return "the tensors are on the CPU and TRITON_INTERPRET=1 was not set before the kernels were imported"
-    return None
+    return unsupported_device(x)
 
 
 def linear_cross_entropy_fwd(

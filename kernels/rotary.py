@@ -10,19 +10,18 @@ element of rotary_dim. Kept for backward: the tables and positions, nothing of x
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastformer.kernels._attention_common import stride_unit
+from fastformer.kernels._launch import contiguous, stride_unit, unsupported_device, unsupported_dtype
+from fastformer.kernels._rows import load_rows
 
-DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 # Elements of one tile: 8 of each half a thread.
 TILE = 2048
 
 # Arguments whose value must not make another binary.
-_COUNTS = ["num_rows", "num_heads", "seqlen", "num_positions", "x_batch", "x_token", "x_head", "cos_row", "sin_row"]
+_COUNTS = ["num_rows", "num_heads", "seqlen", "num_positions", "x_strides", "table_strides"]
 
 
 @triton.jit(do_not_specialize=_COUNTS)
@@ -36,11 +35,8 @@ def _rotary_kernel(
     num_heads,
     seqlen,
     num_positions,
-    x_batch,
-    x_token,
-    x_head,
-    cos_row,
-    sin_row,
+    x_strides,
+    table_strides,
     INTERLEAVED: tl.constexpr,
     INVERSE: tl.constexpr,
     UNIT: tl.constexpr,
@@ -51,7 +47,10 @@ def _rotary_kernel(
     BLOCK_N: tl.constexpr,
     REST: tl.constexpr,
 ):
-    """BLOCK_M rows, a row being one head of one token. BLOCK_N: HALF, REST: what lies beyond both halves, padded."""
+    """BLOCK_M rows, a row being one head of one token. BLOCK_N: HALF, REST: what lies beyond both halves, padded.
+
+    x_strides: (batch, token, head) in UNITs; table_strides: cos's and sin's rows in TABLE_UNITs.
+    """
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     real = rows < num_rows
     token = rows // num_heads
@@ -64,8 +63,8 @@ def _rotary_kernel(
     else:
         position = (token % seqlen).to(tl.int64)
     # Divisions in 32 bits, products in 64: offsets pass 2**31 in long batches.
-    x_rows = (token // seqlen).to(tl.int64) * x_batch + (token % seqlen).to(tl.int64) * x_token
-    x_rows += (rows % num_heads).to(tl.int64) * x_head
+    x_rows = (token // seqlen).to(tl.int64) * x_strides[0] + (token % seqlen).to(tl.int64) * x_strides[1]
+    x_rows += (rows % num_heads).to(tl.int64) * x_strides[2]
     x_rows = x_ptr + (x_rows * UNIT)[:, None]
     out_rows = out_ptr + (rows.to(tl.int64) * DIM)[:, None]
 
@@ -73,8 +72,8 @@ def _rotary_kernel(
     here = real[:, None]
     if HALF != BLOCK_N:
         here = here & (pairs < HALF)
-    cos = tl.load(cos_ptr + (position * cos_row * TABLE_UNIT)[:, None] + pairs, mask=here, other=0.0).to(tl.float32)
-    sin = tl.load(sin_ptr + (position * sin_row * TABLE_UNIT)[:, None] + pairs, mask=here, other=0.0).to(tl.float32)
+    cos = load_rows(cos_ptr, position, table_strides[0], tl.arange(0, BLOCK_N), here, TABLE_UNIT)
+    sin = load_rows(sin_ptr, position, table_strides[1], tl.arange(0, BLOCK_N), here, TABLE_UNIT)
     if INVERSE:
         sin = -sin
     if INTERLEAVED:
@@ -100,14 +99,11 @@ def _rotary_kernel(
 
 def why_unsupported(op_name: str, *, x: Tensor, cos: Tensor, sin: Tensor, **_: object) -> str | None:
     """Why the kernel can't take a call of rotary_fwd; None if it can."""
-    for tensor in (x, cos, sin):
-        if tensor.dtype not in DTYPES:
-            return f"the inputs are {tensor.dtype}, not float16, bfloat16 or float32"
+    if (reason := unsupported_dtype(x.dtype, cos.dtype, sin.dtype)) is not None:
+        return reason
     if x.shape[-1] > 2048:
         return f"heads of {x.shape[-1]} elements, more than 2048, don't fit a program's registers"
-    if x.device.type != "cuda" and isinstance(_rotary_kernel, triton.runtime.JITFunction):
-        return "the tensors are on the CPU and TRITON_INTERPRET=1 was not set before the kernels were imported"
-    return None
+    return unsupported_device(x)
 
 
 def rotary_fwd(
@@ -133,17 +129,14 @@ def rotary_fwd(
         x,
         cos,
         sin,
-        None if positions is None else positions.contiguous(),
+        contiguous(positions),
         out,
         num_rows,
         num_heads,
         seqlen,
         cos.shape[0],
-        x.stride(0) // unit,
-        x.stride(1) // unit,
-        x.stride(2) // unit,
-        cos.stride(0) // table_unit,
-        sin.stride(0) // table_unit,
+        tuple(stride // unit for stride in x.stride()[:3]),
+        (cos.stride(0) // table_unit, sin.stride(0) // table_unit),
         INTERLEAVED=interleaved,
         INVERSE=inverse,
         UNIT=unit,

@@ -8,24 +8,23 @@ import torch
 triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402
 
-from fastformer.kernels._dropout import keep_mask_tile, keep_mask_tile_transposed, load_dropout_key  # noqa: E402
-from fastformer.ops._dropout import keep_mask, threshold  # noqa: E402
+from fastformer.kernels._dropout import keep_mask_tile, load_dropout  # noqa: E402
+from fastformer.kernels._launch import dropout_arguments  # noqa: E402
+from fastformer.ops._dropout import keep_mask, keep_scale, threshold  # noqa: E402
 
 
 @triton.jit
 def _mask_kernel(
-    out_ptr, seed_ptr, threshold, rows, columns, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TRANSPOSED: tl.constexpr
+    out_ptr, dropout, rows, columns, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TRANSPOSED: tl.constexpr
 ):
-    key0, key1, offset = load_dropout_key(seed_ptr)
+    drawn = load_dropout(dropout)
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     first_column = tl.program_id(1) * BLOCK_N
     plane = tl.program_id(2)
     column = first_column + tl.arange(0, BLOCK_N)
+    keep = keep_mask_tile(row, first_column, plane, drawn, BLOCK_M, BLOCK_N, TRANSPOSED)
     if TRANSPOSED:
-        keep = keep_mask_tile_transposed(row, first_column, plane, key0, key1, offset, threshold, BLOCK_M, BLOCK_N)
         keep = tl.trans(keep.to(tl.int32)) != 0
-    else:
-        keep = keep_mask_tile(row, first_column, plane, key0, key1, offset, threshold, BLOCK_M, BLOCK_N)
     inside = (row < rows)[:, None] & (column < columns)[None, :]
     tl.store(out_ptr + (plane * rows + row[:, None]) * columns + column[None, :], keep.to(tl.int8), mask=inside)
 
@@ -39,5 +38,18 @@ def test_tile_is_the_reference(block_m: int, block_n: int, dropout_p: float, tra
     seed = torch.tensor([0x1234567_89ABCDEF, 0x0FEDCBA9_F7654321], device=device)
     out = torch.full((planes, rows, columns), -1, dtype=torch.int8, device=device)
     grid = (triton.cdiv(rows, block_m), triton.cdiv(columns, block_n), planes)
-    _mask_kernel[grid](out, seed, threshold(dropout_p), rows, columns, block_m, block_n, transposed)
+    _mask_kernel[grid](out, dropout_arguments(dropout_p, seed), rows, columns, block_m, block_n, transposed)
     assert torch.equal(out, keep_mask(seed, dropout_p, rows, columns, planes).to(torch.int8))
+
+
+@pytest.mark.parametrize("dropout_p", [0.1, 0.5, 2**-18, 1.0])
+def test_arguments_are_the_references(dropout_p: float, device: str) -> None:
+    """One rounding of p for all backends; a p that rounds to 0 drops nothing; a seed's elements may lie apart."""
+    seed = torch.tensor([[3, 0], [4, 0]], device=device)[:, 0]
+    given, dropped, scale = dropout_arguments(dropout_p, seed)
+    assert (dropped, scale) == (threshold(dropout_p), keep_scale(dropout_p))
+    if dropped:
+        assert given.is_contiguous() and given.tolist() == [3, 4]
+    else:
+        assert given is None
+    assert dropout_arguments(0.0, seed) == (None, 0, 1.0)
