@@ -14,8 +14,6 @@
 #include "attention.h"
 
 #include <ATen/ops/empty.h>
-#include <ATen/ops/full.h>
-#include <ATen/ops/zeros.h>
 #include <torch/library.h>
 
 namespace fastformer {
@@ -35,8 +33,10 @@ Problem Problem::dense(const Tensor& q, const Tensor& k, const OptionalTensor& s
   p.batch = q.size(0);
   p.num_heads = q.size(2), p.num_kv_heads = k.size(2), p.head_dim = q.size(3);
   p.lse_head_stride = q.size(1);
+  p.used_q = q.size(0), p.used_k = k.size(0);
+  const std::vector<int32_t> lengths = seqlens_k ? integers<int32_t>(*seqlens_k) : std::vector<int32_t>();
   for (int64_t b = 0; b < p.batch; ++b) {
-    const int64_t keys = seqlens_k ? seqlens_k->const_data_ptr<int32_t>()[b] : k.size(1);
+    const int64_t keys = seqlens_k ? lengths[b] : k.size(1);
     p.sequences.push_back({0, 0, q.size(1), std::clamp<int64_t>(keys, 0, k.size(1)), k.size(1) - q.size(1),
                            b * p.num_heads * q.size(1), b});
   }
@@ -48,16 +48,15 @@ Problem Problem::packed(const Tensor& q, const Tensor& k, const Tensor& cu_seqle
   p.batch = cu_seqlens_q.numel() - 1;
   p.num_heads = q.size(1), p.num_kv_heads = k.size(1), p.head_dim = q.size(2);
   p.lse_head_stride = q.size(0);
-  const int32_t* cu_q = cu_seqlens_q.const_data_ptr<int32_t>();
-  const int32_t* cu_k = cu_seqlens_k.const_data_ptr<int32_t>();
+  const std::vector<int32_t> cu_q = integers<int32_t>(cu_seqlens_q), cu_k = integers<int32_t>(cu_seqlens_k);
+  TORCH_CHECK(cu_q[0] == 0 && cu_k[0] == 0, "cu_seqlens must begin with 0, got ", cu_q[0], " and ", cu_k[0]);
   for (int64_t b = 0; b < p.batch; ++b) {
     const int64_t seqlen_q = cu_q[b + 1] - cu_q[b], seqlen_k = cu_k[b + 1] - cu_k[b];
-    TORCH_CHECK(seqlen_q >= 0 && seqlen_k >= 0 && cu_q[b] >= 0 && cu_k[b] >= 0 && cu_q[b + 1] <= q.size(0) &&
-                    cu_k[b + 1] <= k.size(0),
+    TORCH_CHECK(seqlen_q >= 0 && seqlen_k >= 0 && cu_q[b + 1] <= q.size(0) && cu_k[b + 1] <= k.size(0),
                 "cu_seqlens must rise from 0 to at most the number of rows; sequence ", b, " breaks that");
     p.sequences.push_back({cu_q[b], cu_k[b], seqlen_q, seqlen_k, seqlen_k - seqlen_q, cu_q[b], 0});
   }
-  p.ragged = p.batch == 0 || cu_q[p.batch] < q.size(0);
+  p.used_q = cu_q[p.batch], p.used_k = cu_k[p.batch];
   return p;
 }
 
@@ -124,7 +123,7 @@ acc_t<T> softmax_row(const Problem& p, const Mask& mask, const Sequence& s, int6
   acc largest = -std::numeric_limits<acc>::infinity();
   if (mask.on) {
     for (int64_t c = begin; c < end; ++c) {
-      x[c] = x[c] * scale + mask.operator()<acc>(mask.offset(b, h, i, j + c));
+      x[c] = mask.applied(x[c], scale, acc(1.4426950408889634), mask.offset(b, h, i, j + c));
       largest = std::max(largest, x[c]);
     }
   } else {
@@ -190,11 +189,11 @@ void attend(const Problem& p, const Mask& mask, const Rows<const T>& q, const Pa
   }
   for (int64_t r = 0; r < rows; ++r) {
     const acc sum = tile.row_sum[r];
-    const V inverse(sum > 0 ? acc(1) / sum : acc(0));
+    const V inverse(sum == 0 ? acc(0) : acc(1) / sum);  // 0: a row that sees nothing; a NaN stays
     T* to = out.at(b, s.q_start + first + r, h);
     for_each_vec<acc>(dim, [&](int64_t c, int64_t n) { (V::load(tile.out.data() + r * dim + c, n) * inverse).store(to + c, n); });
     lse[s.lse_start + h * p.lse_head_stride + first + r] =
-        sum > 0 ? (tile.row_max[r] + std::log2(sum)) * static_cast<acc>(kLn2) : -std::numeric_limits<acc>::infinity();
+        sum == 0 ? -std::numeric_limits<acc>::infinity() : (tile.row_max[r] + std::log2(sum)) * static_cast<acc>(kLn2);
   }
 }
 
@@ -246,9 +245,8 @@ std::tuple<Tensor, Tensor> run(const Problem& p, const OptionalTensor& attn_mask
                                const Tensor& v_in, at::IntArrayRef lse_shape) {
   const Tensor q = rows_of(q_in), k = rows_of(k_in), v = rows_of(v_in);
   const auto statistics = q.options().dtype(q.scalar_type() == at::kDouble ? at::kDouble : at::kFloat);
-  Tensor out = p.ragged ? at::zeros(q.sizes(), q.options()) : at::empty(q.sizes(), q.options());
-  Tensor lse = p.ragged ? at::full(lse_shape, -std::numeric_limits<double>::infinity(), statistics)
-                        : at::empty(lse_shape, statistics);
+  Tensor out = empty_rows(q, p.used_q), lse = at::empty(lse_shape, statistics);
+  if (p.used_q < q.size(0)) lse.narrow(-1, p.used_q, q.size(0) - p.used_q).fill_(-std::numeric_limits<double>::infinity());
   attention_forward(p, attn_mask, q, k, v, out, lse);
   return {out, lse};
 }

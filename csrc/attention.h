@@ -4,6 +4,7 @@
 
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
 
 #include <atomic>
 #include <optional>
@@ -48,6 +49,22 @@ struct Rows {
   }
 };
 
+// The elements of a small vector of integers, whatever its stride: lengths may be a column of something larger.
+template <typename I>
+std::vector<I> integers(const Tensor& t) {
+  std::vector<I> elements(t.numel());
+  const I* from = t.const_data_ptr<I>();
+  for (int64_t i = 0; i < t.numel(); ++i) elements[i] = from[i * t.stride(0)];
+  return elements;
+}
+
+// A tensor shaped like t that a kernel writes up to row `used` of the first dimension; what lies beyond is zero.
+inline Tensor empty_rows(const Tensor& t, int64_t used) {
+  Tensor rows = at::empty(t.sizes(), t.options());
+  if (used < t.size(0)) rows.narrow(0, used, t.size(0) - used).zero_();
+  return rows;
+}
+
 // The tensor itself when its rows are contiguous in head_dim, as the products read them; else a copy.
 inline Tensor rows_of(const Tensor& t) { return t.stride(-1) == 1 || t.numel() == 0 ? t : t.contiguous(); }
 
@@ -63,11 +80,11 @@ struct Mask {
   int64_t offset(int64_t b, int64_t h, int64_t i, int64_t j) const {
     return b * strides[0] + h * strides[1] + i * strides[2] + j * strides[3];
   }
-  // What is added to score (i, j), times log2(e).
+  // x * factor under the mask, where the result is in units of 1 / unit. What is not allowed is -inf whatever x is, NaN too.
   template <typename acc>
-  acc operator()(int64_t at) const {
-    if (allowed) return allowed[at] ? acc(0) : -std::numeric_limits<acc>::infinity();
-    return static_cast<const acc*>(additive.const_data_ptr())[at] * acc(1.4426950408889634);
+  acc applied(acc x, acc factor, acc unit, int64_t at) const {
+    if (allowed) return allowed[at] ? x * factor : -std::numeric_limits<acc>::infinity();
+    return x * factor + static_cast<const acc*>(additive.const_data_ptr())[at] * unit;
   }
 };
 
@@ -77,7 +94,8 @@ struct Problem {
   std::optional<int64_t> window_left, window_right;
   double softmax_scale;
   Dropout dropout;
-  bool ragged = false;  // packed rows may lie beyond the last sequence
+  // Along the first dimension, what the sequences take up: packed rows may lie beyond the last one.
+  int64_t used_q = 0, used_k = 0;
 
   static Problem dense(const Tensor& q, const Tensor& k, const OptionalTensor& seqlens_k);
   static Problem packed(const Tensor& q, const Tensor& k, const Tensor& cu_seqlens_q, const Tensor& cu_seqlens_k);

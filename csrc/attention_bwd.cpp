@@ -20,7 +20,6 @@ namespace fastformer {
 namespace {
 
 constexpr int64_t kKeys = 64;
-constexpr double kLog2e = 1.4426950408889634;
 constexpr int64_t kSerialElements = 1 << 14;  // scores; below this much work a second thread costs more than it gives
 
 template <typename T>
@@ -108,8 +107,8 @@ void tile_gradients(const Problem& p, const Mask& mask, const Sequence& s, const
     const Interval seen = p.queries_of(s, j + r);
     const int64_t begin = std::clamp<int64_t>(seen.begin - i, 0, kPanel), end = std::clamp<int64_t>(seen.end - i, begin, kPanel);
     if (mask.on) {  // added before the scale is applied below
-      const acc inverse = static_cast<acc>(1.0 / (p.softmax_scale * kLog2e));
-      for (int64_t c = begin; c < end; ++c) x[c] += mask.operator()<acc>(mask.offset(b, h, i + c, j + r)) * inverse;
+      const acc unit = static_cast<acc>(1.0 / p.softmax_scale);
+      for (int64_t c = begin; c < end; ++c) x[c] = mask.applied(x[c], acc(1), unit, mask.offset(b, h, i + c, j + r));
     }
     for (int64_t c = 0; c < kPanel; c += V::size) {
       V probability = exp(fmadd(V::load(x + c), scale, V(acc(0)) - V::load(lse + c)));
@@ -220,12 +219,9 @@ void backward(const Problem& p, const OptionalTensor& attn_mask, const Tensor& d
 Gradients run(const Problem& p, const OptionalTensor& attn_mask, bool needs_mask_grad, const Tensor& dout, const Tensor& q_in,
               const Tensor& k_in, const Tensor& v_in, const Tensor& out, const Tensor& lse) {
   const Tensor q = rows_of(q_in), k = rows_of(k_in), v = rows_of(v_in);
-  const auto allocate = [&](const Tensor& t) {
-    return p.ragged ? at::zeros(t.sizes(), t.options()) : at::empty(t.sizes(), t.options());
-  };
   Tensor dmask, dmask_out = at::empty({0}, attn_mask ? attn_mask->options() : q.options());
   if (needs_mask_grad) dmask = at::zeros(attn_mask->sizes(), lse.options());
-  Gradients gradients{allocate(q), allocate(k), allocate(v), dmask_out};
+  Gradients gradients{empty_rows(q, p.used_q), empty_rows(k, p.used_k), empty_rows(v, p.used_k), dmask_out};
   switch (q.scalar_type()) {
     case at::kDouble: backward<double>(p, attn_mask, rows_of(dout), q, k, v, rows_of(out), lse.contiguous(), dmask, gradients); break;
     case at::kFloat: backward<float>(p, attn_mask, rows_of(dout), q, k, v, rows_of(out), lse.contiguous(), dmask, gradients); break;

@@ -18,7 +18,7 @@ constexpr int64_t kBlocked = 16;
 constexpr int64_t kSerialElements = 1 << 15;  // of K read; below this a second thread costs more than it gives
 
 template <typename T>
-void append(const Tensor& cache, const Tensor& fresh, const int32_t* seqlens) {
+void append(const Tensor& cache, const Tensor& fresh, const std::vector<int32_t>& seqlens) {
   const Rows<T> to(cache);
   const Rows<const T> from(fresh);
   for (int64_t b = 0; b < fresh.size(0); ++b)
@@ -64,16 +64,17 @@ void attend_row(const T* q, const T* k, const T* v, int64_t k_stride, int64_t v_
     scores[j] = sum.sum() * scale2;
     largest = std::max(largest, scores[j]);
   }
+  const V shift(largest == -std::numeric_limits<acc>::infinity() ? acc(0) : largest);
   V total(acc(0));
   for_each_vec<acc>(keys, [&](int64_t j, int64_t n) {
-    const V e = exp2(V::load(scores.data() + j, n) - V(largest)).first_lanes(n);
+    const V e = exp2(V::load(scores.data() + j, n) - shift).first_lanes(n);
     e.store(scores.data() + j, n);
     total = total + e;
   });
   std::fill(sum_out, sum_out + dim, acc(0));
   weighted_sum<T>(scores.data(), v + seen.begin * v_stride, v_stride, keys, dim, sum_out);
   const acc sum = total.sum();
-  const V inverse(keys > 0 ? acc(1) / sum : acc(0));
+  const V inverse(sum == 0 ? acc(0) : acc(1) / sum);  // 0: a row that sees nothing; a NaN stays
   for_each_vec<acc>(dim, [&](int64_t c, int64_t n) { (V::load(sum_out + c, n) * inverse).store(out + c, n); });
 }
 
@@ -102,15 +103,16 @@ Tensor decode_attention(const Tensor& q_in, Tensor k_cache, Tensor v_cache, cons
                         std::optional<int64_t> window_left) {
   const Tensor q = rows_of(q_in);
   TORCH_CHECK(k_cache.stride(-1) == 1 && v_cache.stride(-1) == 1, "the caches must be contiguous in head_dim");
-  const int32_t* seqlens = cache_seqlens.const_data_ptr<int32_t>();
-  const int32_t* rows = cache_batch_idx ? cache_batch_idx->const_data_ptr<int32_t>() : nullptr;
+  const std::vector<int32_t> seqlens = integers<int32_t>(cache_seqlens);
+  const std::vector<int32_t> rows = cache_batch_idx ? integers<int32_t>(*cache_batch_idx) : std::vector<int32_t>();
   const int64_t fresh = k ? k->size(1) : 0;
   Problem p;
   p.batch = q.size(0);
   p.num_heads = q.size(2), p.num_kv_heads = k_cache.size(2), p.head_dim = q.size(3);
   p.lse_head_stride = q.size(1);
+  p.used_q = q.size(0), p.used_k = k_cache.size(0);
   for (int64_t b = 0; b < p.batch; ++b) {
-    const int64_t row = rows ? rows[b] : b;
+    const int64_t row = cache_batch_idx ? rows[b] : b;
     TORCH_CHECK(row >= 0 && row < k_cache.size(0), "cache_batch_idx ", row, " is outside of a cache of ", k_cache.size(0), " rows");
     const int64_t keys = seqlens[row] + fresh;
     TORCH_CHECK(seqlens[row] >= 0 && keys <= k_cache.size(1), "a cache of ", k_cache.size(1), " positions can't hold ", keys);

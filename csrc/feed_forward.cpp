@@ -83,7 +83,7 @@ struct Gelu {
 // A row of up to kTileColumns: hidden = dropout(act(pre)) for the activations of one input.
 template <typename acc>
 Vec<acc> activate(Activation a, Vec<acc> pre) {
-  if (a == Activation::relu) return max(pre, Vec<acc>(acc(0)));
+  if (a == Activation::relu) return max(Vec<acc>(acc(0)), pre);
   return Gelu<Vec<acc>>::value(pre, a == Activation::gelu_tanh);
 }
 

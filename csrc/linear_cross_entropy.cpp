@@ -174,7 +174,7 @@ struct LinearCrossEntropy {
     for (int64_t tile = 0; tile < tiles(); ++tile) {
       const TileSums<acc>& p = part[tile * chunk.rows];
       const acc down = p.max - largest;
-      if (p.max > -std::numeric_limits<acc>::infinity()) exps += p.exps * std::exp(down);
+      if (p.exps != 0) exps += p.exps * std::exp(down);  // 0: a tile of -inf alone; a NaN counts
       shifted += p.shifted + static_cast<double>(columns(tile)) * down;
     }
     const double log = std::log(exps);

@@ -32,10 +32,10 @@ struct Dropout {
     threshold = static_cast<uint32_t>(std::nearbyint(p * 65536.0));
     on = p > 0 && seed.has_value();
     if (!on) return;
-    const int64_t* seed_and_offset = seed->const_data_ptr<int64_t>();
-    key0 = static_cast<uint32_t>(seed_and_offset[0]);
-    key1 = static_cast<uint32_t>(static_cast<uint64_t>(seed_and_offset[0]) >> 32);
-    offset = static_cast<uint32_t>(seed_and_offset[1]);
+    const int64_t* pair = seed->const_data_ptr<int64_t>();
+    key0 = static_cast<uint32_t>(pair[0]);
+    key1 = static_cast<uint32_t>(static_cast<uint64_t>(pair[0]) >> 32);
+    offset = static_cast<uint32_t>(pair[seed->stride(0)]);  // the pair may be a column of something larger
     scale = threshold >= 65536 ? 0.0 : 65536.0 / (65536 - static_cast<int64_t>(threshold));
   }
 

@@ -1,6 +1,9 @@
 // One vector type for all kernels: 16 floats with AVX-512, 8 with AVX2, and a "vector" of one double, which lets the same
 // code run in fp64 for gradcheck. Half dtypes live in memory only: they are widened on load and rounded on store.
 //
+// max(a, b) is b where either is NaN, as the instruction has it, so a bound stands on the left: max(bound, x) keeps the
+// NaN of x. A running maximum may lose one: it serves as a shift alone, and the NaN then comes out of the exponentials.
+//
 // A tail is loaded and stored with a count; the lanes beyond it read as zero and are never written. A count of a whole
 // vector takes the plain instruction: the compiler sees it where the count is constant, and a masked store of AVX2 costs
 // some AMD cores tens of cycles.
@@ -48,10 +51,10 @@ struct Vec<double> {
   friend Vec operator*(Vec a, Vec b) { return a.v * b.v; }
   friend Vec operator/(Vec a, Vec b) { return a.v / b.v; }
   friend Vec fmadd(Vec a, Vec b, Vec c) { return a.v * b.v + c.v; }
-  friend Vec max(Vec a, Vec b) { return std::max(a.v, b.v); }
+  friend Vec max(Vec a, Vec b) { return a.v > b.v ? a.v : b.v; }
   friend Vec exp2(Vec a) { return std::exp2(a.v); }
-  // x where condition > 0, else y.
-  friend Vec where_positive(Vec condition, Vec x, Vec y) { return condition.v > 0 ? x : y; }
+  // x where condition > 0 or NaN, else y.
+  friend Vec where_positive(Vec condition, Vec x, Vec y) { return condition.v <= 0 ? y : x; }
   Vec first_lanes(int64_t) const { return v; }
   double sum() const { return v; }
   double max() const { return v; }
@@ -97,7 +100,7 @@ struct Vec<float> {
   friend Vec fmadd(Vec a, Vec b, Vec c) { return _mm512_fmadd_ps(a.v, b.v, c.v); }
   friend Vec max(Vec a, Vec b) { return _mm512_max_ps(a.v, b.v); }
   friend Vec where_positive(Vec condition, Vec x, Vec y) {
-    return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(condition.v, _mm512_setzero_ps(), _CMP_GT_OQ), y.v, x.v);
+    return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(condition.v, _mm512_setzero_ps(), _CMP_NLE_UQ), y.v, x.v);
   }
   friend Vec swap_neighbours(Vec a) { return _mm512_permute_ps(a.v, 0xB1); }  // 1, 0, 3, 2, ...
   friend Vec round(Vec a) { return _mm512_roundscale_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
@@ -157,7 +160,7 @@ struct Vec<float> {
   friend Vec fmadd(Vec a, Vec b, Vec c) { return _mm256_fmadd_ps(a.v, b.v, c.v); }
   friend Vec max(Vec a, Vec b) { return _mm256_max_ps(a.v, b.v); }
   friend Vec where_positive(Vec condition, Vec x, Vec y) {
-    return _mm256_blendv_ps(y.v, x.v, _mm256_cmp_ps(condition.v, _mm256_setzero_ps(), _CMP_GT_OQ));
+    return _mm256_blendv_ps(y.v, x.v, _mm256_cmp_ps(condition.v, _mm256_setzero_ps(), _CMP_NLE_UQ));
   }
   friend Vec swap_neighbours(Vec a) { return _mm256_permute_ps(a.v, 0xB1); }  // 1, 0, 3, 2, ...
   friend Vec round(Vec a) { return _mm256_round_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
@@ -188,9 +191,10 @@ struct Vec<float> {
 
 #endif
 
-// 2**x to about 1 ulp: x = n + f with |f| <= 1/2, and a polynomial of degree 6 (Taylor, f ln 2) for 2**f. -inf gives 0.
+// 2**x to about 1 ulp: x = n + f with |f| <= 1/2, and a polynomial of degree 6 (Taylor, f ln 2) for 2**f. -inf gives 0,
+// NaN and +inf give NaN (as inf - inf does, what a softmax makes of a score of inf).
 inline Vec<float> exp2(Vec<float> x) {
-  x = max(x, Vec<float>(-160.f));  // keeps -inf out of the subtraction below; 2**-160 is 0 in fp32
+  x = max(Vec<float>(-160.f), x);  // keeps -inf out of the subtraction below; 2**-160 is 0 in fp32
   const Vec<float> n = round(x), f = x - n;
   Vec<float> p = 1.5403530e-4f;
   p = fmadd(p, f, 1.3333558e-3f);
@@ -202,11 +206,11 @@ inline Vec<float> exp2(Vec<float> x) {
   return scale_by_power(p, n);
 }
 
-// e**x. The product with log2(e) is split in two so that a large |x| keeps its last bits.
+// e**x. The product with log2(e) is split in two so that a large |x| keeps its last bits. Ends as above.
 inline Vec<float> exp(Vec<float> x) {
   constexpr float log2e = 1.44269504f;
   constexpr float ln2_high = 0.693359375f, ln2_low = -2.12194440e-4f;
-  x = max(x, Vec<float>(-110.f));
+  x = max(Vec<float>(-110.f), x);
   const Vec<float> n = round(x * Vec<float>(log2e));
   Vec<float> r = fmadd(n, Vec<float>(-ln2_high), x);
   r = fmadd(n, Vec<float>(-ln2_low), r);

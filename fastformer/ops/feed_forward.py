@@ -83,7 +83,7 @@ def feed_forward_backward_reference(
     if activation == "relu":
         # Positive after dropout means positive before and kept, so no mask is drawn again.
         hidden = saved
-        dpre = dhidden * (saved > 0) * keep_scale(dropout_p)
+        dpre = (dhidden * keep_scale(dropout_p)).masked_fill(saved <= 0, 0.0)
     else:
         pre = saved.to(accumulation_dtype(x.dtype))
         hidden = drop(_activate(pre, activation), dropout_p, dropout_seed).to(x.dtype)

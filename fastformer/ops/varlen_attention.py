@@ -26,6 +26,7 @@ class _Packing:
         self.seqlens = cu_seqlens.diff()
         position = torch.arange(max_seqlen, device=cu_seqlens.device)
         self.rows = (starts[:, None] + position).clamp_(max=max(total - 1, 0))  # (batch, max_seqlen)
+        self.padding = position >= self.seqlens[:, None]
         row = torch.arange(total, device=cu_seqlens.device)
         self.sequence = torch.searchsorted(cu_seqlens[1:].long(), row, right=True)  # (total,)
         self.real = self.sequence < starts.numel()
@@ -33,8 +34,8 @@ class _Packing:
         self.position = (row - starts[self.sequence]).clamp_(max=max_seqlen - 1)
 
     def pad(self, x: Tensor) -> Tensor:
-        """(total, ...) -> (batch, max_seqlen, ...); rows beyond a sequence hold anything finite."""
-        return x[self.rows]
+        """(total, ...) -> (batch, max_seqlen, ...); rows beyond a sequence are 0, whatever the next one holds."""
+        return x[self.rows].masked_fill_(self.padding.view(*self.padding.shape, *(1,) * (x.dim() - 1)), 0.0)
 
     def pack(self, padded: Tensor, fill: float = 0.0) -> Tensor:
         """(batch, max_seqlen, ...) -> (total, ...); rows beyond the last sequence are `fill`."""

@@ -107,19 +107,22 @@ def test_packed_equals_padded(options):
     )
 
 
-def test_rows_behind_a_packed_batch_change_nothing():
+@pytest.mark.parametrize("totals", [(None, 16), (16, None), (16, 16)], ids=["target", "source", "both"])
+def test_rows_behind_a_packed_batch_change_nothing(totals):
     model = model_of()
     source, shifted, target = batch()
     lengths = torch.tensor(SOURCE_LENGTHS), torch.tensor(TARGET_LENGTHS)
     exact = [SequenceLayout.packed(lengths[0], 7), SequenceLayout.packed(lengths[1], 6)]
-    wide = [SequenceLayout.packed(lengths[0], 7, total=16), SequenceLayout.packed(lengths[1], 6, total=16)]
-    losses = []
+    wide = [SequenceLayout.packed(n, m, total=t) for n, m, t in zip(lengths, (7, 6), totals, strict=True)]
+    losses, gradients = [], []
     for source_layout, target_layout in (exact, wide):
         flat = [source_layout.pack(source), target_layout.pack(shifted), target_layout.pack(target)]
         flat[2][11:] = -100
         losses.append(model.loss(*flat, source_layout=source_layout, target_layout=target_layout))
+        gradients.append(torch.autograd.grad(losses[-1], list(model.parameters())))
     assert_same(losses[1], losses[0], "loss")
-    assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
+    for (name, _), wide_gradient, gradient in zip(model.named_parameters(), *gradients[::-1], strict=True):
+        assert_same(wide_gradient, gradient, f"gradient of {name}")
 
 
 @torch.inference_mode()

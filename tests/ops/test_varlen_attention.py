@@ -47,6 +47,7 @@ CASES = [
     Packed("no-keys", (5, 7, 3), (4, 0, 9)),
     Packed("no-queries", (5, 0, 3), (4, 6, 9), Case("", is_causal=True)),
     Packed("slack", *CROSS, slack=(6, 11)),
+    Packed("slack-of-keys", *CROSS, slack=(0, 11)),
     Packed("head-dim-40", *SELF, Case("", head_dim=40, is_causal=True)),
     Packed("scale", *SELF, Case("", softmax_scale=0.3)),
     Packed("several-blocks", (150, 70), (150, 130), Case("", is_causal=True, num_heads=1, num_kv_heads=1)),
@@ -134,6 +135,35 @@ def test_forward_and_backward(case: Packed, dtype: torch.dtype, backend: str, de
             assert ours.dtype == torch.float32 and torch.equal(ours.isneginf(), exact.isneginf())
             plain = plain.float()
         assert_accurate(ours, plain, exact, name)
+
+
+@pytest.fixture
+def nan_in_new_memory():
+    """What nobody has written holds NaN, so that it can't pass for zeros by chance."""
+    assert torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("slack", [(0, 5), (5, 0), (3, 9)], ids=["of k", "of q", "of both"])
+@pytest.mark.parametrize("lengths", [((6, 9), (8, 7)), ((0,), (0,)), ((), ())], ids=["two", "empty", "none"])
+def test_rows_beyond_the_sequences_are_zero(
+    slack: tuple[int, int], lengths: tuple, backend: str, device: str, nan_in_new_memory: None
+) -> None:
+    (cu_q, cu_k), used = zip(*(((0, *accumulate(n)), sum(n)) for n in lengths), strict=True)
+    cu_q, cu_k = (torch.tensor(cu, dtype=torch.int32, device=device) for cu in (cu_q, cu_k))
+    q, k, v = (
+        torch.randn(n + extra, 2, 16, device=device, requires_grad=True)
+        for n, extra in zip((used[0], used[1], used[1]), (slack[0], slack[1], slack[1]), strict=True)
+    )
+    longest = [max(n, default=0) for n in lengths]
+    out, lse = varlen_attention(q, k, v, cu_q, cu_k, *longest, return_lse=True)
+    dq, dk, dv = torch.autograd.grad(out, (q, k, v), torch.randn_like(out))
+    for tensor, rows in ((out, used[0]), (dq, used[0]), (dk, used[1]), (dv, used[1])):
+        assert torch.equal(tensor[rows:], torch.zeros_like(tensor[rows:])) and tensor.isfinite().all()
+        assert rows == 0 or (tensor[:rows] != 0).any()
+    assert lse[:, used[0] :].isneginf().all() and lse[:, : used[0]].isfinite().all()
 
 
 def test_equals_the_padded_batch(backend: str, device: str) -> None:

@@ -1,0 +1,266 @@
+"""NaN and infinities go through every op as they go through plain PyTorch: none is swallowed, none spreads further.
+
+A NaN that a kernel turns into a number is an error that nobody sees: the loss stays finite while a weight is broken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+
+from fastformer.ops import (
+    add_layer_norm,
+    attention,
+    decode_attention,
+    embedding,
+    feed_forward,
+    linear_cross_entropy,
+    rotary,
+    rotary_tables,
+    use_backend,
+    varlen_attention,
+)
+from tests.conftest import missing_backend
+from tests.ops import (
+    test_add_layer_norm,
+    test_embedding,
+    test_feed_forward,
+    test_linear_cross_entropy,
+    test_rotary,
+)
+from tests.ops.attention_cases import Case, plain_attention
+
+Tensors = dict[str, Tensor]
+VALUES = {"nan": torch.nan, "inf": torch.inf, "-inf": -torch.inf}
+SEED = torch.zeros(2, dtype=torch.int64)
+
+
+@dataclass(frozen=True)
+class Op:
+    """An op, the same in plain PyTorch, and the floating-point inputs that both are called with."""
+
+    name: str
+    stem: str
+    ours: Callable[..., Tensor]
+    plain: Callable[..., Tensor]
+    inputs: Callable[[], Tensors]
+    learns: bool = True
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def _attention_inputs(seqlen_k: int = 37, heads: int = 2, mask: bool = False) -> Tensors:
+    # Two vectors of AVX-512 and a tail; a second tile of keys where seqlen_k is above 128.
+    tensors = {"q": torch.randn(1, 5, 2, 16), "k": torch.randn(1, seqlen_k, heads, 16)}
+    tensors["v"] = torch.randn_like(tensors["k"])
+    return tensors | ({"attn_mask": torch.randn(1, 1, 5, seqlen_k)} if mask else {})
+
+
+def _plain_attention(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None) -> Tensor:
+    return plain_attention(q, k, v, attn_mask, None, Case(""), SEED)[0]
+
+
+def _varlen(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    cu_seqlens_q, cu_seqlens_k = (torch.tensor([0, n, len(x)], dtype=torch.int32) for n, x in ((2, q), (20, k)))
+    return varlen_attention(q, k, v, cu_seqlens_q, cu_seqlens_k, 3, 20)
+
+
+def _plain_varlen(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    parts = ((slice(0, 2), slice(0, 20)), (slice(2, None), slice(20, None)))
+    return torch.cat([_plain_attention(q[None, i], k[None, j], v[None, j])[0] for i, j in parts])
+
+
+def _decode(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    lengths = torch.full((len(k),), k.shape[1], dtype=torch.int32)
+    return decode_attention(q, k.clone(), v.clone(), lengths, is_causal=False)
+
+
+def _loss_inputs() -> Tensors:
+    inputs = test_linear_cross_entropy.make_inputs((6, 5), 300, "cpu")  # a whole tile of classes and a part of one
+    return {name: inputs[name] for name in ("x", "weight", "bias")}
+
+
+TARGET = torch.tensor([299, 0, 4, 7, 255, 256])
+_IDS = torch.tensor([[2, 0, 2, 1], [4, 2, 0, 0]])
+_TABLES = rotary_tables(4, 12)
+OPS = [
+    Op("attention", "attention", attention, _plain_attention, _attention_inputs),
+    Op("attention-gqa", "attention", attention, _plain_attention, partial(_attention_inputs, heads=1)),
+    Op("attention-two-tiles", "attention", attention, _plain_attention, partial(_attention_inputs, 150)),
+    Op("attention-mask", "attention", attention, _plain_attention, partial(_attention_inputs, mask=True)),
+    Op(
+        "varlen_attention",
+        "attention",
+        _varlen,
+        _plain_varlen,
+        lambda: {name: value[0] for name, value in _attention_inputs().items()},
+    ),
+    Op("decode_attention", "decode_attention", _decode, _plain_attention, _attention_inputs, learns=False),
+    *(
+        Op(
+            f"add_layer_norm-{'rms' if rms_norm else 'layer'}",
+            "add_layer_norm",
+            lambda rms_norm=rms_norm, **inputs: add_layer_norm(**inputs, rms_norm=rms_norm)[0],
+            lambda rms_norm=rms_norm, **inputs: test_add_layer_norm.plain(**inputs, rms_norm=rms_norm)[0],
+            lambda: test_add_layer_norm.make_inputs((5, 37), "cpu"),
+        )
+        for rms_norm in (False, True)
+    ),
+    *(
+        Op(
+            f"feed_forward-{activation}-{rows}",
+            "feed_forward",
+            partial(feed_forward, activation=activation),
+            partial(test_feed_forward.plain, activation=activation),
+            partial(test_feed_forward.make_inputs, (rows, 12), 37, activation, "cpu"),
+        )
+        for activation in test_feed_forward.ACTIVATIONS
+        for rows in (5, 40)  # few rows take another way
+    ),
+    *(
+        Op(
+            f"linear_cross_entropy-{reduction}",
+            "linear_cross_entropy",
+            partial(linear_cross_entropy, target=TARGET, reduction=reduction, **options),
+            partial(test_linear_cross_entropy.plain, target=TARGET, reduction=reduction, **options),
+            _loss_inputs,
+        )
+        for reduction, options in (("mean", {}), ("none", {}), ("sum", {"label_smoothing": 0.1, "z_loss": 0.01}))
+    ),
+    Op(
+        "embedding",
+        "embedding",
+        partial(embedding, _IDS, scale=3.0, padding_idx=0),
+        lambda weight, position_table: test_embedding.plain(
+            _IDS, weight, position_table, None, scale=3.0, padding_idx=0
+        ),
+        lambda: {"weight": torch.randn(5, 37), "position_table": torch.randn(4, 37)},
+    ),
+    *(
+        Op(
+            f"rotary-{interleaved}",
+            "rotary",
+            partial(rotary, cos=_TABLES[0], sin=_TABLES[1], interleaved=interleaved),
+            partial(test_rotary.plain, cos=_TABLES[0], sin=_TABLES[1], interleaved=interleaved),
+            lambda: {"x": torch.randn(1, 4, 2, 15)},
+        )
+        for interleaved in (False, True)
+    ),
+]
+
+INTERPRETED = (
+    "attention",
+    "varlen_attention",
+    "add_layer_norm-layer",
+    "feed_forward-relu-5",
+    "feed_forward-gelu-5",
+    "linear_cross_entropy-mean",
+    "embedding",
+    "rotary-False",
+)
+
+
+def _results(op: Op, function: Callable, tensors: Tensors, dout: Tensor) -> Tensors:
+    """The output and the gradients by name."""
+    leaves = {name: value.detach().requires_grad_(op.learns) for name, value in tensors.items()}
+    output = function(**leaves)
+    if not op.learns:
+        return {"output": output}
+    gradients = torch.autograd.grad(output, list(leaves.values()), dout.to(output.dtype))
+    return {"output": output.detach()} | {f"d{name}": g for name, g in zip(leaves, gradients, strict=True)}
+
+
+def _poisoned(tensors: Tensors, name: str, position: int, value: float) -> Tensors:
+    bad = tensors[name].clone(memory_format=torch.contiguous_format)
+    bad.view(-1)[position] = value
+    return tensors | {name: bad}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=["fp32", "bf16", "fp64"])
+@pytest.mark.parametrize("backend", ["reference", "cpp", "triton"])
+@pytest.mark.parametrize("op", OPS, ids=str)
+def test_as_in_plain_pytorch(op: Op, backend: str, dtype: torch.dtype, device: str) -> None:
+    if reason := missing_backend(backend, op.stem):
+        pytest.skip(reason)
+    if backend == "triton" and (device != "cpu" or dtype != torch.float32):
+        pytest.skip("Triton's kernels are checked in fp32, through the interpreter")
+    if backend == "triton" and op.name not in INTERPRETED:
+        pytest.skip("the interpreter is slow: one of each kind runs on it")
+    tensors = {name: value.to(dtype) for name, value in op.inputs().items()}
+    with torch.no_grad():
+        dout = torch.randn_like(op.plain(**tensors), dtype=dtype) if op.learns else torch.zeros(())
+    given = tensors | ({"dout": dout} if op.learns else {})
+
+    def run(function: Callable, given: Tensors) -> Tensors:
+        return _results(op, function, {name: given[name] for name in tensors}, given.get("dout", dout))
+
+    def run_ours(given: Tensors) -> Tensors:
+        with use_backend(backend):
+            return run(op.ours, given)
+
+    clean, plain_clean = run_ours(given), run(op.plain, given)
+    for name, tensor in given.items():
+        last = tensor.numel() - 1
+        for position in (last // 2,) if backend == "triton" else (0, last // 2, last):
+            for value in ("nan",) if backend == "triton" else VALUES:
+                bad = _poisoned(given, name, position, VALUES[value])
+                ours, plain = run_ours(bad), run(op.plain, bad)
+                for result, expected in plain.items():
+                    message = f"{result} with {value} at {position} of {name}"
+                    found, finite = ours[result].to(expected.dtype), expected.isfinite()
+                    # What inf - inf or 0 * inf meets is a matter of the order: NaN and inf count as the same there.
+                    assert torch.equal(found.isfinite(), finite), message
+                    if value == "nan":
+                        assert torch.equal(found.isnan(), expected.isnan()), message
+                        untouched = expected == plain_clean[result]
+                        assert torch.equal(ours[result][untouched], clean[result][untouched]), message
+                    else:
+                        tolerance = 0.1 if dtype == torch.bfloat16 else 1e-4
+                        torch.testing.assert_close(
+                            found[finite], expected[finite], rtol=tolerance, atol=tolerance, msg=message
+                        )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=["fp32", "bf16", "fp64"])
+@pytest.mark.parametrize("backend", ["reference", "cpp", "triton"])
+def test_what_no_query_sees_may_hold_anything(backend: str, dtype: torch.dtype, device: str) -> None:
+    """NaN keys that a mask or a length hides change nothing in the output."""
+    if reason := missing_backend(backend, "attention"):
+        pytest.skip(reason)
+    if backend == "triton" and (device != "cpu" or dtype != torch.float32):
+        pytest.skip("Triton's kernels are checked in fp32, through the interpreter")
+    q, k, v = (value.to(dtype) for value in _attention_inputs().values())
+    seen = torch.ones(1, 1, 5, 37, dtype=torch.bool)
+    seen[..., 20] = seen[..., 36] = False
+    bad = k.masked_fill(~seen[0, 0, 0].view(1, -1, 1, 1), torch.nan)
+    with use_backend(backend):
+        assert torch.equal(attention(q, bad, v, attn_mask=seen), attention(q, k, v, attn_mask=seen))
+        lengths = torch.tensor([36], dtype=torch.int32)
+        bad = k.index_fill(1, torch.tensor([36]), torch.nan)
+        assert torch.equal(attention(q, bad, v, seqlens_k=lengths), attention(q, k, v, seqlens_k=lengths))
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("backend", ["reference", "cpp", "triton"])
+def test_an_ignored_row_may_hold_anything(backend: str, reduction: str, device: str) -> None:
+    """A NaN in a row of padding leaves the loss and the other rows' gradients alone."""
+    if reason := missing_backend(backend, "linear_cross_entropy"):
+        pytest.skip(reason)
+    inputs = {name: value.to(device) for name, value in _loss_inputs().items()}
+    target = TARGET.to(device).index_fill(0, torch.tensor([2], device=device), -100)
+    results = []
+    for row in (inputs["x"][2], torch.nan):
+        x = inputs["x"].clone()
+        x[2] = row
+        x.requires_grad_()
+        with use_backend(backend):
+            loss = linear_cross_entropy(x, inputs["weight"], target, inputs["bias"], reduction=reduction)
+            (dx,) = torch.autograd.grad(loss.sum(), x)
+        results.append((loss, dx[target != -100]))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
