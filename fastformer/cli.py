@@ -12,9 +12,10 @@ import importlib.util
 import inspect
 import logging
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 from fastformer import __version__
 
@@ -30,7 +31,8 @@ COMMANDS = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs a command. Returns the exit code: 0, 1 for a user's error, 2 for a wrong flag, 130 after Ctrl-C."""
+    """Runs a command. Returns the exit code: 0, 1 for a user's error, 2 for a wrong flag, and after a signal 128
+    plus its number: 130 for Ctrl-C."""
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     words = list(sys.argv[1:] if arguments is None else arguments)
     try:
@@ -38,9 +40,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except argparse.ArgumentError as error:
         print(f"fastformer: {error}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as error:  # or another signal, as training/interrupts.py catches them
         print("interrupted", file=sys.stderr)
-        return 130
+        return 128 + getattr(error, "signum", signal.SIGINT)
     except BrokenPipeError:  # `fastformer translate | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
@@ -82,6 +84,7 @@ def _call(name: str, function: Callable[..., int | None], words: list[str]) -> i
         parser.parse_args(words)
         return function() or 0
     parser = _parser(name, function)
+    words = _with_values(words, function)
     try:
         values = vars(parser.parse_args(words))
         given = vars(parser.parse_args(words, defaults=False)) if name == "train" else {}
@@ -123,6 +126,20 @@ def _parser(name: str, function: Callable[..., int | None]) -> Any:
         for key, default in TrainConfig().to_dict().items():
             parser.add_argument(f"--{key}", type=types[key], default=default, help=texts[key])
     return parser
+
+
+def _with_values(words: list[str], function: Callable[..., int | None]) -> list[str]:
+    """A flag that is a switch and takes a word too (`--resume`, `--resume auto`) gets its value: true, if alone."""
+    words = list(words)
+    for name, kind in get_type_hints(function).items():
+        choices = [word for part in get_args(kind) for word in get_args(part)]
+        if bool not in get_args(kind) or not choices:
+            continue
+        for i, word in enumerate(words):
+            if word == f"--{name}":
+                alone = i + 1 == len(words) or words[i + 1] not in (*choices, "true", "false")
+                words[i] = f"{word}=true" if alone else f"{word}={words.pop(i + 1)}"
+    return words
 
 
 def _underscored(word: str) -> str:

@@ -48,7 +48,7 @@ def test_summaries_are_the_first_lines_of_the_docstrings() -> None:
 
 
 def test_train_saved_the_resolved_settings(run) -> None:
-    from fastformer.training.build import load_config
+    from fastformer.training.settings import load_config
 
     config = load_config(run)
     assert config.steps == 3 and config.max_tokens == 256 and config.settings["d_model"] == 32
@@ -90,7 +90,7 @@ def test_reference_prints_scores_with_signatures(run, tmp_path, capsys) -> None:
 
 
 def test_a_flag_wins_over_the_file_even_as_the_default(run, tmp_path) -> None:
-    from fastformer.training.build import load_config
+    from fastformer.training.settings import load_config
 
     (tmp_path / "settings.yaml").write_text("steps: 3\nbatching: random\nsettings: {d_model: 64, d_ff: 32}\nlr: 1e-3\n")
     (tmp_path / "data.tsv").write_text("a\tb\nc\td\ne\tf\n")

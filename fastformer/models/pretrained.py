@@ -83,7 +83,7 @@ class PretrainedModel(nn.Module):
         if name not in cls.presets:
             raise ValueError(f"expected a preset out of {sorted(cls.presets)}, got {name!r}")
         config = config_from_dict(cls.config_class, {**cls.presets[name], **settings})
-        return cls(config, device=device, dtype=dtype)  # type: ignore[call-arg]
+        return cls(config, device=device, dtype=dtype)
 
     def save_pretrained(self, folder: str | os.PathLike[str], tokenizer: Saved | None = None) -> None:
         """Writes the model for `from_pretrained`. No pickle; each file is replaced as a whole or not at all.
@@ -119,7 +119,7 @@ class PretrainedModel(nn.Module):
 
         def make(values: dict[str, Any], dtype: torch.dtype | None) -> Model:
             config = config_from_dict(cls.config_class, values)
-            return cls(config, device=device, dtype=dtype)  # type: ignore[call-arg]
+            return cls(config, device=device, dtype=dtype)
 
         return load_saved(folder, cls.__name__, make, dtype=dtype)
 

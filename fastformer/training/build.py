@@ -1,36 +1,37 @@
-"""A run from its settings: data, model, trainer; new, or going on."""
+"""A run from its settings: data, model, trainer; new, fine-tuning another run's model, or going on."""
 
 from __future__ import annotations
 
 import json
 import logging
+import math
 import os
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fastformer.baseline import LSTMSeq2Seq
-from fastformer.data import load_tokenizer
-from fastformer.data.tokenizer import TOKENIZER
-from fastformer.files import write_atomically
+from fastformer.data import Tokenizer, load_tokenizer, plan_epoch
+from fastformer.data.tokenizer import TOKENIZER, ByteTokenizer
+from fastformer.files import remove_left_overs
 from fastformer.generation.generate import EXTRA_LENGTH
 from fastformer.models import GPT, Transformer
 from fastformer.models.pretrained import WEIGHTS
-from fastformer.training.checkpoint import checkpoints
-from fastformer.training.config import TrainConfig
+from fastformer.run_folder import load_model
+from fastformer.training.checkpoint import FOLDER, checkpoints, latest_checkpoint
+from fastformer.training.config import TrainConfig, suggestion
 from fastformer.training.examples import load_data
+from fastformer.training.interrupts import Interrupts
+from fastformer.training.lock import LOCK, RunLock
+from fastformer.training.settings import absolute_paths, check_unchanged, save_config
 from fastformer.training.trainer import Trainer
 
 logger = logging.getLogger("fastformer")
 
-CONFIG = "config.yaml"
-# The weights, the data and their order: a run that goes on can't change them.
-FIXED = (
-    "model preset settings task train_source train_target train_tsv train_text tokenizer vocab_size seqlen max_len "
-    "batching max_tokens accumulate ema seed"
-)
+KINDS = {"Transformer": "transformer", "GPT": "gpt", "LSTMSeq2Seq": "lstm"}
 
 
 def build_model(config: TrainConfig, vocab_size: int) -> nn.Module:
@@ -43,9 +44,9 @@ def build_model(config: TrainConfig, vocab_size: int) -> nn.Module:
     settings = dict(config.settings)
     if config.model == "gpt":
         return GPT.from_preset(config.preset, vocab_size=vocab_size, **{"max_len": config.seqlen, **settings})
-    if config.model == "lstm":
-        return LSTMSeq2Seq(vocab_size=vocab_size, max_len=config.max_len + EXTRA_LENGTH, **settings)
     settings = {"max_len": config.max_len + EXTRA_LENGTH, **settings}
+    if config.model == "lstm":
+        return LSTMSeq2Seq(vocab_size=vocab_size, **settings)
     return Transformer.from_preset(config.preset, vocab_size=vocab_size, **settings)
 
 
@@ -64,31 +65,83 @@ def choose_device(name: str) -> torch.device:
     return torch.device(name)
 
 
-def start(config: TrainConfig, run: str | os.PathLike, *, resume: bool = False) -> Trainer:
+def start(
+    config: TrainConfig,
+    run: str | os.PathLike[str],
+    *,
+    resume: bool | str = False,
+    interrupts: Interrupts | None = None,
+) -> Trainer:
     """A trainer at its first update, or at the one after the last checkpoint.
 
+    The folder is locked from here until training ends or the trainer is gone.
+
     Args:
-        config: the settings; to resume, those of the run.
+        config: the settings; to resume, those of the run (`run_config`), some of them changed perhaps.
         run: the folder. It must be new, unless resuming.
-        resume: go on with what is in it.
+        resume: go on with what is in it; "auto": go on if there is something, else begin.
+        interrupts: who catches signals from now on; by default the trainer does while it trains.
 
     Raises:
-        ValueError: a folder that holds a run already, or, to resume, none; broken data.
+        ValueError: a folder that holds a run already, or, to resume, none, or one of other settings or data; a folder
+            that another process trains in; broken data; a measure that best_by can't have.
     """
+    if not os.fspath(run):
+        raise ValueError("expected a run folder, got an empty name")
+    if resume not in (False, True, "auto"):
+        raise ValueError(f"expected resume to be true, false or 'auto', got {resume!r}")
     folder, device = Path(run), choose_device(config.device)
-    if not resume and (checkpoints(folder) or (folder / WEIGHTS).exists()):
-        raise ValueError(f"{folder} holds a run already: give --resume to go on with it, or another folder")
-    if resume and not checkpoints(folder):
+    going_on = bool(checkpoints(folder)) and bool(resume)
+    if not going_on and resume is True:
         raise ValueError(f"expected a run to go on with, but {folder} has no checkpoints")
-    saved = folder / TOKENIZER
-    data = load_data(config, load_tokenizer(saved) if resume and saved.is_file() else None)
-    model = build_model(config, data.tokenizer.vocab_size)
-    trainer = Trainer(config, folder, model, data, device)
-    if resume and not trainer.resume():
-        raise ValueError(f"every checkpoint in {folder} is damaged: train anew in another folder")
+    if not going_on and (checkpoints(folder) or (folder / WEIGHTS).exists()):
+        raise ValueError(f"{folder} holds a run already: give --resume to go on with it, or another folder")
+    made = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
-    data.tokenizer.save(folder)
-    write_atomically(folder / CONFIG, _yaml().safe_dump(config.to_dict(), sort_keys=False, explicit_end=True).encode())
+    lock = RunLock(folder)
+    try:
+        lock.acquire()
+        return _start(absolute_paths(config), folder, device, lock, going_on, interrupts)
+    except BaseException:
+        lock.release()
+        if made:  # a mistake leaves no folder behind
+            (folder / LOCK).unlink(missing_ok=True)
+            if not any(folder.iterdir()):
+                folder.rmdir()
+        raise
+
+
+def _start(
+    config: TrainConfig, folder: Path, device: torch.device, lock: RunLock, resume: bool, interrupts: Interrupts | None
+) -> Trainer:
+    for place in (folder, folder / FOLDER):
+        remove_left_overs(place)
+    found, tokenizer, weights = None, None, None
+    if resume:
+        found = latest_checkpoint(folder)
+        if found is None:
+            raise ValueError(f"every checkpoint in {folder} is damaged: train anew in another folder")
+        check_unchanged(config, found[1]["config"], found[0])
+        tokenizer = load_tokenizer(folder) if (folder / TOKENIZER).is_file() else None
+    elif config.init_from:
+        config, source, tokenizer = take_over(config)
+        weights = source.state_dict()
+    data = load_data(config, tokenizer)
+    model = build_model(config, data.tokenizer.vocab_size)
+    if weights is not None:
+        model.load_state_dict(weights)
+    trainer = Trainer(config, folder, model, data, device, lock=lock, interrupts=interrupts)
+    if config.epochs:
+        steps = count_updates(config, trainer.lengths)
+        logger.info("%g epochs are %d updates", config.epochs, steps)
+        config = trainer.config = replace(config, steps=steps, epochs=0.0)
+    if found is not None:
+        path, state = found
+        trainer.load_state_dict(state, path)
+        logger.info("going on from %s", path)
+    else:
+        data.tokenizer.save(folder)
+    save_config(folder, config)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     logger.info(
         "%s: %s parameters, %s training examples, vocabulary %d, %s",
@@ -96,65 +149,74 @@ def start(config: TrainConfig, run: str | os.PathLike, *, resume: bool = False) 
         f"{parameters:,}",
         f"{len(data.train):,}",
         data.tokenizer.vocab_size,
-        json.dumps({"device": str(trainer.device), "batching": config.batching, "precision": config.precision}),
+        json.dumps(
+            {
+                "device": str(trainer.device),
+                "batching": config.batching,
+                "precision": config.precision,
+                "best_by": trainer.best.measure,
+            }
+        ),
     )
     return trainer
 
 
-def load_config(run: str | os.PathLike) -> TrainConfig:
-    """The settings of a run.
+def count_updates(config: TrainConfig, lengths: Tensor) -> int:
+    """How many updates `epochs` passes over the data are, at least one.
+
+    Args:
+        config: the settings.
+        lengths: (examples, 2) source and target lengths of the training data.
+    """
+    batches = 0.0
+    for epoch in range(math.ceil(config.epochs)):
+        plan = plan_epoch(
+            lengths, max_tokens=config.max_tokens, batching=config.batching, seed=config.seed, epoch=epoch
+        )
+        batches += len(plan) * min(1.0, config.epochs - epoch)
+    # The batches of an update may come from two epochs, so that only the very last ones can be too few.
+    return max(1, math.floor(batches / config.accumulate + 1e-9))
+
+
+def take_over(config: TrainConfig) -> tuple[TrainConfig, Any, Tokenizer]:
+    """The model that `init_from` names, its tokenizer, and the settings with the sizes that it has.
+
+    Rates of dropout may be given anew, for no weight depends on them.
 
     Raises:
-        ValueError: no such file, or one that is damaged.
+        ValueError: no such run, or a setting that contradicts it.
     """
-    file = Path(run) / CONFIG
-    values = read_yaml(file)
-    # Half of a YAML file is often valid YAML, so the document's end mark is asked for.
-    if not file.read_text(encoding="utf-8").rstrip().endswith("\n..."):
-        raise ValueError(f"expected {file} to end with a line of three dots, as it was written: is it cut short?")
-    return TrainConfig.from_dict(values)
+    run = config.init_from
+    assert run is not None
+    model, tokenizer = load_model(run)
+    kind, sizes, plain = KINDS[type(model).__name__], asdict(model.config), TrainConfig()
+    del sizes["vocab_size"]
 
+    def refuse(name: str, given: object, has: object) -> None:
+        raise ValueError(f"init_from {run} has {name} {has!r}, got {given!r}: leave {name} out")
 
-def read_yaml(path: str | os.PathLike) -> dict[str, Any]:
-    """The settings that a YAML file holds.
-
-    Raises:
-        ValueError: no such file, no YAML, or no settings in it.
-    """
-    yaml, file = _yaml(), Path(path)
-    if not file.is_file():
-        raise ValueError(f"expected a YAML file with settings, but there is no file {file}")
-    try:
-        values = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"{file} is no YAML: {error}") from error
-    if not isinstance(values, dict):
-        found = "nothing" if values is None else type(values).__name__
-        raise ValueError(f"expected settings in {file}, one `name: value` a line, got {found}: is it cut short?")
-    return values
-
-
-def changed_config(run: str | os.PathLike, changes: dict[str, Any]) -> TrainConfig:
-    """The settings of a run that goes on, with some of them changed.
-
-    Raises:
-        ValueError: a setting that what was done so far depends on.
-    """
-    before = load_config(run)
-    after = TrainConfig.from_dict(before.to_dict() | changes)
-    for name in FIXED.split():
-        old, new = getattr(before, name), getattr(after, name)
-        if old != new:
-            raise ValueError(
-                f"a run that goes on keeps its {name}: expected {old!r}, got {new!r}; leave it out, or train anew in "
-                "another folder"
-            )
-    return after
-
-
-def _yaml() -> Any:
-    try:
-        import yaml
-    except ImportError as error:
-        raise ImportError("training writes its settings as YAML: pip install 'fastformer[train]'") from error
-    return yaml
+    # A setting at its default was not given, as far as one can see.
+    if config.model not in (kind, plain.model):
+        refuse("model", config.model, kind)
+    if config.vocab_size not in (tokenizer.vocab_size, plain.vocab_size):
+        refuse("vocab_size", config.vocab_size, tokenizer.vocab_size)
+    has = "bytes" if isinstance(tokenizer, ByteTokenizer) else "bpe"
+    if config.tokenizer not in (has, plain.tokenizer):
+        refuse("tokenizer", config.tokenizer, has)
+    given = dict(config.settings)
+    if config.preset != plain.preset and kind != "lstm":
+        presets = type(model).presets
+        if config.preset not in presets:
+            raise ValueError(f"expected a preset out of {sorted(presets)}, got {config.preset!r}")
+        given = {**presets[config.preset], **given}
+    for name, value in given.items():
+        if name not in sizes:
+            raise ValueError(f"model {kind} has no setting {name!r}{suggestion(name, sizes)}")
+        if value != sizes[name] and not name.endswith("dropout"):
+            refuse(name, value, sizes[name])
+    longest = "seqlen" if kind == "gpt" else "max_len"
+    if getattr(config, longest) > sizes["max_len"]:
+        logger.info("%s is %d, for %s has no more positions", longest, sizes["max_len"], run)
+        config = replace(config, **{longest: sizes["max_len"]})
+    dropout = {name: value for name, value in config.settings.items() if name.endswith("dropout")}
+    return replace(config, model=kind, settings={**sizes, **dropout}), model, tokenizer

@@ -154,6 +154,8 @@ class TrainConfig:
         for key in values:
             if key not in known:
                 raise ValueError(f"unknown setting {key!r}{suggestion(key, known)}")
+        if values.get("epochs") and "steps" in values:
+            raise ValueError(f"expected steps or epochs, got both: {values['steps']!r} and {values['epochs']!r}")
         return cls(**values)
 
     def to_dict(self) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,19 +33,13 @@ class Scores:
     signatures: dict[str, str] = field(default_factory=dict)
     samples: list[tuple[str, str, str]] = field(default_factory=list)
 
-    @property
-    def best(self) -> float:
-        """What "better" means: BLEU where there is one, else exact match, else the likelihood; higher is better."""
-        if self.bleu is not None:
-            return self.bleu
-        return -self.nll if self.exact_match is None else self.exact_match
-
 
 def model_loss(model: nn.Module, batch: Batch, **options: Any) -> torch.Tensor:
     """The summed loss of a batch, whichever model it is."""
+    loss: Callable[..., torch.Tensor] = model.loss  # type: ignore[assignment]
     if batch.source is None:
-        return model.loss(batch.target_in, batch.target_out, layout=batch.target_layout, **options)  # type: ignore
-    return model.loss(  # type: ignore[operator]
+        return loss(batch.target_in, batch.target_out, layout=batch.target_layout, **options)
+    return loss(
         batch.source,
         batch.target_in,
         batch.target_out,
@@ -70,11 +65,13 @@ def negative_log_likelihood(
         lengths_of(examples), max_tokens=max_tokens, batching="packed" if packed else "bucketed", seed=0, epoch=0
     )
     total, tokens = 0.0, 0
-    for indices in plan:
-        batch = collate([examples[i] for i in indices], packed=packed).to(device)
-        total += float(model_loss(model, batch))
-        tokens += batch.num_target_tokens
-    model.train(was_training)
+    try:
+        for indices in plan:
+            batch = collate([examples[i] for i in indices], packed=packed).to(device)
+            total += float(model_loss(model, batch))
+            tokens += batch.num_target_tokens
+    finally:
+        model.train(was_training)
     return total / max(tokens, 1)
 
 
@@ -101,7 +98,8 @@ def corpus_scores(found: list[str], references: list[str]) -> dict[str, tuple[fl
         ImportError: sacrebleu is not installed.
     """
     try:
-        from sacrebleu.metrics import BLEU, CHRF
+        from sacrebleu.metrics.bleu import BLEU
+        from sacrebleu.metrics.chrf import CHRF
     except ImportError as error:
         raise ImportError("BLEU and chrF need sacrebleu: pip install 'fastformer[train]'") from error
     metrics = {"BLEU": BLEU(), "chrF": CHRF()}

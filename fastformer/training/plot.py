@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 
-def draw_losses(losses: list[tuple[int, float]], path: str | os.PathLike) -> None:
+def draw_losses(losses: list[tuple[int, float]], path: str | os.PathLike[str]) -> None:
     """Draws (update, loss) pairs, the loss in nats a target token on a logarithmic axis.
 
     Raises:

@@ -66,18 +66,21 @@ class Progress:
     Args:
         steps: updates in all.
         done: updates done before; what metrics.jsonl says of later ones is dropped, for they come again.
+        validated: the last validation done before; likewise.
         run: the run folder.
     """
 
-    def __init__(self, steps: int, done: int, run: Path) -> None:
+    def __init__(self, steps: int, done: int, validated: int, run: Path) -> None:
         self._bar = _progress_bar(steps, done)
         self._metrics = run / "metrics.jsonl"
         self._board = _tensorboard(run, done)
         self._steps, self._done = steps, done
         self._started = time.perf_counter()
         if self._metrics.is_file():
-            kept = [line for line in self._metrics.read_bytes().splitlines(keepends=True) if _step(line) <= done]
-            write_atomically(self._metrics, b"".join(kept))
+            lines = self._metrics.read_bytes().splitlines(keepends=True)
+            kept = [line for line in lines if _comes_before(line, done, validated)]
+            if kept != lines:
+                write_atomically(self._metrics, b"".join(kept))
 
     def advance(self, step: int) -> None:
         """Moves the bar."""
@@ -91,15 +94,22 @@ class Progress:
         if self._bar is not None:
             self._bar.set_postfix_str(f"loss {values['loss']:.3f}, {speed} real tokens/s, padding {padding}")
         seconds = (time.perf_counter() - self._started) / max(step - self._done, 1) * (self._steps - step)
-        self._say(
+        self.say(
             f"update {step:>6}/{self._steps}  loss {values['loss']:.4f}  lr {values['lr']:.2e}  "
             f"grad norm {values['grad_norm']:.2f}  {speed:>8} real tokens/s  padding {padding}  "
             f"left {duration(seconds)}"
         )
         self._write(step, "train", values)
 
-    def validation(self, step: int, scores: Scores) -> None:
-        """Scores and a few samples."""
+    def validation(self, step: int, scores: Scores, *, kept: bool, average: bool = False) -> None:
+        """Scores and a few samples.
+
+        Args:
+            step: the update.
+            scores: of its model, or of the average that ends with it.
+            kept: whether this is the model that the run folder holds from now on.
+            average: it is an average of several updates.
+        """
         parts = [f"nll {scores.nll:.4f}"]
         values: dict[str, Any] = {"nll": scores.nll}
         if scores.nll_per_character is not None:
@@ -111,10 +121,10 @@ class Progress:
         if scores.bleu is not None and scores.chrf is not None:
             parts.append(f"BLEU {scores.bleu:.2f}  chrF {scores.chrf:.2f}")
             values |= {"bleu": scores.bleu, "chrf": scores.chrf}
-        self._say(f"validation at {step}: " + "  ".join(parts))
+        self.say(f"validation {'of the average ' if average else ''}at {step}: " + "  ".join(parts))
         for source, found, reference in scores.samples:
-            self._say(f"  {source}\n    -> {found}" + ("" if found == reference else f"\n    ({reference})"))
-        self._write(step, "validation", values | scores.signatures)
+            self.say(f"  {source}\n    -> {found}" + ("" if found == reference else f"\n    ({reference})"))
+        self._write(step, "average" if average else "validation", values | {"kept": kept} | scores.signatures)
 
     def close(self) -> None:
         """Removes the bar; finishes the TensorBoard file."""
@@ -123,7 +133,8 @@ class Progress:
         if self._board is not None:
             self._board.close()
 
-    def _say(self, line: str) -> None:
+    def say(self, line: str) -> None:
+        """A line for people."""
         if self._bar is not None:
             self._bar.write(line, file=sys.stdout)
         else:
@@ -146,12 +157,16 @@ def duration(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
-def _step(line: bytes) -> float:
-    """The update that a line of metrics.jsonl is about; infinite for a line that a crash cut off."""
+def _comes_before(line: bytes, done: int, validated: int) -> bool:
+    """Whether a line of metrics.jsonl tells of something that is not done again; not so one that a crash cut off."""
     try:
-        return json.loads(line)["step"] if line.endswith(b"\n") else float("inf")
-    except (ValueError, KeyError, TypeError):
-        return float("inf")
+        values = json.loads(line) if line.endswith(b"\n") else {}
+    except ValueError:
+        return False
+    step = values.get("step") if isinstance(values, dict) else None
+    if not isinstance(step, int):
+        return False
+    return step <= (done if values.get("kind") == "train" else min(done, validated))
 
 
 def _progress_bar(steps: int, done: int) -> Any:

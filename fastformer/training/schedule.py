@@ -22,7 +22,7 @@ def learning_rate(step: int, *, schedule: str, lr: float, warmup: int, steps: in
     """
     warmup = max(warmup, 1)
     if schedule in ("noam", "t2t"):
-        return lr * d_model**-0.5 * min(step**-0.5, step * warmup**-1.5)
+        return float(lr * d_model**-0.5 * min(step**-0.5, step * warmup**-1.5))
     if step <= warmup:
         return lr * step / warmup
     if schedule == "constant":

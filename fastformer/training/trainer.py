@@ -1,9 +1,4 @@
-"""The training loop: batches in, a run folder out.
-
-RUN/ holds model.safetensors, config.json and tokenizer.json (the result, loadable alone), config.yaml (the settings),
-metrics.jsonl, and checkpoints/ to go on from. A run goes on as if it had never stopped: the order of the data is a
-function of the seed, the learning rate one of the update, and the checkpoint has the rest.
-"""
+"""The training loop: updates, validations, checkpoints, from top to bottom."""
 
 from __future__ import annotations
 
@@ -12,7 +7,6 @@ import copy
 import json
 import logging
 import math
-import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,11 +18,15 @@ from torch.optim.swa_utils import AveragedModel
 
 from fastformer.data import Batch, collate, plan_epoch
 from fastformer.generation import Translator
-from fastformer.models.pretrained import save_model
-from fastformer.training.checkpoint import average_weights, checkpoints, latest_checkpoint, save_checkpoint
+from fastformer.models.pretrained import WEIGHTS, save_model
+from fastformer.training.best import Best, choose_measure
+from fastformer.training.checkpoint import average_weights, checkpoints, save_checkpoint, step_of
 from fastformer.training.config import TrainConfig
 from fastformer.training.evaluate import Scores, lengths_of, model_loss, negative_log_likelihood, translate_and_score
 from fastformer.training.examples import Data
+from fastformer.training.fingerprint import check_same, fingerprint
+from fastformer.training.interrupts import Interrupted, Interrupts
+from fastformer.training.lock import RunLock
 from fastformer.training.progress import Meter, Progress
 from fastformer.training.schedule import learning_rate
 
@@ -42,14 +40,30 @@ class Trainer:
 
     Args:
         config: the settings.
-        run: the folder; made if it isn't there.
-        model: what to train, freshly initialised; it has `loss` and `save_pretrained`.
+        run: the folder, which is there.
+        model: what to train, freshly initialised; it has `loss` and a `config`.
         data: what to train on.
         device: where.
+        lock: of the run folder; by default one that is taken when training starts.
+        interrupts: who catches signals; by default this trainer, while it trains.
+
+    Raises:
+        ValueError: settings that this model can't take.
     """
 
-    def __init__(self, config: TrainConfig, run: Path, model: nn.Module, data: Data, device: torch.device) -> None:
+    def __init__(
+        self,
+        config: TrainConfig,
+        run: Path,
+        model: nn.Module,
+        data: Data,
+        device: torch.device,
+        *,
+        lock: RunLock | None = None,
+        interrupts: Interrupts | None = None,
+    ) -> None:
         self.config, self.run, self.data, self.device = config, run, data, device
+        self.lock, self.interrupts = lock or RunLock(run), interrupts or Interrupts()
         self.model = model.to(device)
         self.packed = config.batching == "packed"
         self.optimizer = torch.optim.AdamW(
@@ -62,13 +76,15 @@ class Trainer:
         )
         self.ema = AveragedModel(model, multi_avg_fn=self._move_average) if config.ema else None
         self.scaler = torch.amp.GradScaler(device.type, enabled=config.precision == "fp16")
-        self.lengths = lengths_of(data.train)
-        self.step, self.epoch, self.batch = 0, 0, 0
-        self.best, self.bad_validations = float("-inf"), 0
+        self.lengths, self.fingerprint = lengths_of(data.train), fingerprint(data.train)
+        self.pairs = data.val_texts[: config.val_examples]
+        self.best = Best(choose_measure(config), str(fingerprint(data.val)["sha256"]), len(self.pairs))
+        self.step, self.epoch, self.batch = 0, 0, 0  # of the epoch, batches done
+        self.validated = 0  # the update of the last validation
+        self.finished = False  # nothing is left to do, with the settings as they are
         self.trained_seconds = 0.0
         self.losses: list[tuple[int, float]] = []  # (update, mean loss since the last entry)
         self.meter = Meter()
-        self._interrupted = False
         if config.checkpointing:
             stacks = [m for m in model.modules() if hasattr(m, "gradient_checkpointing")]
             if not stacks:
@@ -76,41 +92,50 @@ class Trainer:
             for stack in stacks:
                 stack.gradient_checkpointing = True  # type: ignore[assignment]
 
-    def train(self) -> Scores:
-        """Runs until the last update, the time limit, the end of patience, or Ctrl-C; saves, and says what came out.
+    def train(self) -> Scores | None:
+        """Runs until the last update, the time limit, the end of patience, or a signal; saves, and says what came out.
+
+        Returns:
+            The last validation's scores; None if there was none, as after a signal, or where nothing was left to do.
 
         Raises:
             RuntimeError: a loss or gradient that is NaN or infinite; the last good checkpoint stays.
+            ValueError: another process trains in the folder.
+            Interrupted: a second signal.
         """
-        with contextlib.closing(Progress(self.config.steps, self.step, self.run)) as progress:
-            with self._catch_interrupt():
-                scores = self._run_updates(progress)
-            self.save()
-            if self._interrupted:
-                logger.warning("interrupted: saved at update %d; go on with --resume", self.step)
-            if scores is None or not self._interrupted:
-                scores = self._validate_and_keep(progress, final=True)
-                self.save()  # with the score to beat
-        return scores
+        if self.finished and (end := self._end()):
+            logger.info("nothing is left to do in %s: %s", self.run, end)
+            return None
+        self.finished = False
+        with self.lock, self.interrupts, self.interrupts.held(), contextlib.ExitStack() as stack:
+            progress = Progress(self.config.steps, self.step, self.validated, self.run)
+            stack.callback(progress.close)
+            scores = self._run_updates(progress)
+            return self._finish(progress, scores)
 
     def _run_updates(self, progress: Progress) -> Scores | None:
         """The loop. Returns the scores of the last validation in it, if there was one."""
         config, scores = self.config, None
         began = time.perf_counter() - self.trained_seconds
-        self.model.train()
         # Asking whether all is finite waits for the device; a GPU is asked only before something is shown or saved.
         finite = torch.ones((), dtype=torch.bool, device=self.device)
+        if self.step < config.steps and due(self.step, config.val_every) and self.validated != self.step:
+            scores = self._validate_and_keep(progress)  # the run was ended before this one
+        if self._end():
+            return scores
+        self.model.train()
         for batches in self._updates():
             loss, norm = self._update(batches)
             self.step += 1
+            self.trained_seconds = time.perf_counter() - began
             # An overflow of fp16 is the scaler's business: it skips the update and lowers the scale.
             finite &= torch.isfinite(loss) & (torch.isfinite(norm) | self.scaler.is_enabled())
             self.meter.add(loss, batches)
-            last = self.step >= config.steps or self._interrupted or self._out_of_time()
-            showing, saving = last or self.step % config.log_every == 0, due(self.step, config.save_every)
-            if (self.device.type == "cpu" or showing or saving) and not finite:
+            last = self._end() is not None
+            showing, saving = last or due(self.step, config.log_every), due(self.step, config.save_every)
+            validating = due(self.step, config.val_every) and not last
+            if (self.device.type == "cpu" or showing or saving or validating) and not finite:
                 raise RuntimeError(self._not_finite(float(loss), float(norm)))
-            self.trained_seconds = time.perf_counter() - began
             if showing:
                 self.losses.append((self.step, self.meter.mean_loss()))
                 rate = self.optimizer.param_groups[0]["lr"]
@@ -118,13 +143,34 @@ class Trainer:
                 self.meter = Meter()
             else:
                 progress.advance(self.step)
-            if due(self.step, config.val_every) and not last:
-                scores = self._validate_and_keep(progress)
+            if validating:
+                if not checkpoints(self.run):  # a model that is kept belongs to a run that can go on
+                    self.save()
+                scores = self._validate_and_keep(progress) or scores
                 self.model.train()
             if saving and not last:
                 self.save()
-            if last or self._out_of_patience():
+            if last or self._end():
                 break
+        return scores
+
+    def _finish(self, progress: Progress, scores: Scores | None) -> Scores | None:
+        """Saves; then, unless a signal ended the run, validates what was not yet, and averages."""
+        self.save()
+        if self.interrupts.signum is None and self.validated != self.step:
+            scores = self._validate_and_keep(progress)
+        if self.interrupts.signum is None and self.config.average_last > 1:
+            scores = self._average(progress) or scores
+        if self.interrupts.signum is not None:
+            if not (self.run / WEIGHTS).exists():
+                save_model(self._model(), self.run, self.data.tokenizer, notes=self._notes("not validated"))
+            logger.warning("%s: saved at update %d; go on with --resume", self.interrupts.name, self.step)
+            return scores
+        self.finished = True
+        self.save()  # with the score to beat
+        best = self.best.record
+        if best is not None and (self.config.average_last == 1 or len(checkpoints(self.run)) == 1):
+            progress.say(f"the model in {self.run} is update {best.step}: {best.show(self.best.measure)}")
         return scores
 
     def _updates(self) -> Iterator[list[Batch]]:
@@ -159,7 +205,7 @@ class Trainer:
                     self.model, batch, label_smoothing=config.label_smoothing, smooth_others=config.smooth_others
                 )
                 loss = loss / tokens
-            self.scaler.scale(loss).backward()
+            torch.autograd.backward(self.scaler.scale(loss))
             total += loss.detach()
         rate = learning_rate(
             self.step + 1,
@@ -184,9 +230,14 @@ class Trainer:
     def _move_average(self, averages: Any, weights: Any, _: Any) -> None:
         # The decay grows with the run, or the random weights of the beginning would stay in a short run's average.
         decay = min(self.config.ema, (1 + self.step) / (10 + self.step))
-        torch._foreach_lerp_(averages, weights, 1 - decay)
+        for average, weight in zip(averages, weights, strict=True):
+            average.lerp_(weight, 1 - decay)
 
-    def _autocast(self) -> contextlib.AbstractContextManager:
+    def _model(self) -> nn.Module:
+        """The model that counts: the running average if there is one."""
+        return self.model if self.ema is None else self.ema.module
+
+    def _autocast(self) -> contextlib.AbstractContextManager[Any]:
         dtype = AUTOCAST_DTYPES.get(self.config.precision)
         return contextlib.nullcontext() if dtype is None else torch.autocast(self.device.type, dtype)
 
@@ -196,134 +247,153 @@ class Trainer:
             nll = negative_log_likelihood(
                 model, self.data.val, max_tokens=self.config.max_tokens, packed=self.packed, device=self.device
             )
-        pairs = self.data.val_texts[: self.config.val_examples]
-        if not pairs:
+        if not self.pairs:
             characters, tokens = self.data.val_characters, int(lengths_of(self.data.val)[:, 1].sum())
             return Scores(nll, nll_per_character=nll * tokens / characters if characters else None)
-        return translate_and_score(Translator(model, self.data.tokenizer), pairs, nll, self.config.samples)
+        return translate_and_score(Translator(model, self.data.tokenizer), self.pairs, nll, self.config.samples)
 
-    def _validate_and_keep(self, progress: Progress, final: bool = False) -> Scores:
-        """Validates; the run folder gets the weights if they are the best so far."""
-        model = self.ema.module if self.ema is not None else self.model
-        if final and self.config.average_last > 1:
-            model = copy.deepcopy(self.model)
-            model.load_state_dict(average_weights(checkpoints(self.run)[-self.config.average_last :]))
-        scores = self.validate(model)
-        progress.validation(self.step, scores)
-        if scores.best > self.best:
-            self.best, self.bad_validations = scores.best, 0
-            save_model(model, self.run, self.data.tokenizer)
+    def _validate_and_keep(self, progress: Progress) -> Scores | None:
+        """Validates; the run folder gets the weights if they are the best so far. None if a signal broke it off."""
+        scores = self._validate_unless_interrupted(self._model())
+        if scores is None:
+            return None
+        self.validated = self.step
+        kept = self.best.add(self.step, scores)
+        progress.validation(self.step, scores, kept=kept)
+        record, measure = self.best.record, self.best.measure
+        assert record is not None
+        if kept:
+            save_model(self._model(), self.run, self.data.tokenizer, notes=self._notes(record.show(measure)))
+            progress.say(f"kept update {self.step}: {record.show(measure)}; best so far")
         else:
-            self.bad_validations += 1
+            progress.say(f"not kept: update {record.step} is better ({record.show(measure)})")
         return scores
 
-    def _out_of_time(self) -> bool:
-        return bool(self.config.max_minutes) and self.trained_seconds > 60 * self.config.max_minutes
+    def _average(self, progress: Progress) -> Scores | None:
+        """The run folder gets the mean of the last checkpoints, for that is what was asked for, better or not."""
+        paths = checkpoints(self.run)[-self.config.average_last :]
+        if len(paths) == 1:
+            logger.warning("average_last %d: there is one checkpoint alone to average", self.config.average_last)
+            return None
+        model = copy.deepcopy(self.model)
+        model.load_state_dict(average_weights(paths))
+        scores = self._validate_unless_interrupted(model)
+        if scores is None:
+            return None
+        progress.validation(self.step, scores, kept=True, average=True)
+        best, shown = self.best.record, self.best.of(self.step, scores).show(self.best.measure)
+        what = f"the average of updates {', '.join(str(step_of(path)) for path in paths)}"
+        save_model(model, self.run, self.data.tokenizer, notes={"model": what, "scores": shown})
+        single = f"; the best single update, {best.step}: {best.show(self.best.measure)}" if best else ""
+        progress.say(f"the model in {self.run} is {what}: {shown}{single}")
+        return scores
 
-    def _out_of_patience(self) -> bool:
-        return bool(self.config.patience) and self.bad_validations >= self.config.patience
+    def _validate_unless_interrupted(self, model: nn.Module) -> Scores | None:
+        # It may take minutes and can be done again, so that a signal need not wait for its end.
+        try:
+            with self.interrupts.at_once():
+                return self.validate(model)
+        except Interrupted:
+            return None
+
+    def _notes(self, scores: str) -> dict[str, str]:
+        return {"model": f"update {self.step}", "scores": scores}
+
+    def _end(self) -> str | None:
+        """Why no further update is to be made; None if one is."""
+        if self.interrupts.signum is not None:
+            return self.interrupts.name
+        if self.step >= self.config.steps:
+            return f"update {self.step} of {self.config.steps} is done; give more --steps to go on"
+        if self.config.max_minutes and self.trained_seconds > 60 * self.config.max_minutes:
+            return f"it trained for its {self.config.max_minutes:g} minutes; give more --max_minutes to go on"
+        if self.config.patience and self.best.bad_validations >= self.config.patience:
+            return f"{self.best.bad_validations} validations brought nothing better; give more --patience to go on"
+        return None
 
     def _not_finite(self, loss: float, norm: float) -> str:
         what = "gradient's norm" if math.isfinite(loss) and not math.isfinite(norm) else "loss"
         found = checkpoints(self.run)
         kept = f"the last good checkpoint is {found[-1]}" if found else "no checkpoint was saved yet"
+        again = "Go on with --resume and" if found else "Train again with"
         return (
             f"the {what} became {loss if what == 'loss' else norm} at update {self.step}: training stopped and {kept}. "
-            f"Go on with --resume and a lower --lr (now {self.config.lr}), a longer --warmup, a lower --clip, or "
-            "--precision fp32"
+            f"{again} a lower --lr (now {self.config.lr}), a longer --warmup, a lower --clip, or --precision fp32"
         )
-
-    @contextlib.contextmanager
-    def _catch_interrupt(self) -> Iterator[None]:
-        """Ctrl-C ends training after the update at work instead of in the middle of it; a second one ends at once."""
-
-        def interrupt(signum: int, frame: Any) -> None:
-            if self._interrupted:
-                raise KeyboardInterrupt
-            self._interrupted = True
-
-        try:
-            previous = signal.signal(signal.SIGINT, interrupt)
-        except ValueError:  # not the main thread: nobody sends signals there
-            yield
-            return
-        try:
-            yield
-        finally:
-            signal.signal(signal.SIGINT, previous)
 
     @property
     def interrupted(self) -> bool:
-        """Whether Ctrl-C ended the training."""
-        return self._interrupted
+        """Whether a signal ended the training."""
+        return self.interrupts.signum is not None
 
     def save(self) -> None:
-        """Writes a checkpoint that `resume` goes on from."""
-        state: dict[str, Any] = {
+        """Writes a checkpoint that training goes on from."""
+        save_checkpoint(
+            self.run,
+            self.step,
+            self.state_dict(),
+            keep_last=max(self.config.keep_last, self.config.average_last),
+            regular=lambda step: due(step, self.config.save_every) or not self.config.save_every,
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that training needs to go on as if it had never stopped: tensors and plain values."""
+        return {
             "config": json.dumps(self.config.to_dict()),
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "scaler": self.scaler.state_dict(),
             "ema": None if self.ema is None else self.ema.state_dict(),
-            "counters": {"step": self.step, "epoch": self.epoch, "batch": self.batch},
-            "best": self.best,
-            "bad_validations": self.bad_validations,
+            "counters": {
+                "step": self.step,
+                "epoch": self.epoch,
+                "batch": self.batch,
+                "validated": self.validated,
+                "finished": self.finished,
+            },
+            "best": self.best.state_dict(),
             "trained_seconds": self.trained_seconds,
             "losses": [list(entry) for entry in self.losses],
             "meter": self.meter.state_dict(),
-            "data": self._data_fingerprint(),
+            "data": self.fingerprint,
             "rng": torch.get_rng_state(),
             "cuda_rng": torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else None,
         }
-        save_checkpoint(self.run, self.step, state, keep_last=max(self.config.keep_last, self.config.average_last))
 
-    def resume(self) -> bool:
-        """Takes up the newest whole checkpoint of the run. False if there is none.
+    def load_state_dict(self, state: dict[str, Any], origin: object = "the checkpoint") -> None:
+        """Goes on from `state_dict`.
+
+        Args:
+            state: of a run with the same model, data and order.
+            origin: where it is from, for messages.
 
         Raises:
-            ValueError: the checkpoint is of another model.
+            ValueError: it is of other data or of another model, or incomplete.
         """
-        found = latest_checkpoint(self.run)
-        if found is None:
-            return False
-        path, state = found
-        expected, got = (describe(fingerprint) for fingerprint in (state["data"], self._data_fingerprint()))
-        if expected != got:
-            raise ValueError(
-                f"expected the training data that {path} is about, {expected}, got {got}: give the same files, or "
-                "train anew in another folder"
-            )
         try:
+            check_same(state["data"], self.fingerprint, origin)
             self.model.load_state_dict(state["model"])
-        except RuntimeError as error:
-            raise ValueError(f"{path} is of another model than the settings describe: {error}") from error
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.scaler.load_state_dict(state["scaler"])
-        if self.ema is not None and state["ema"] is not None:
-            self.ema.load_state_dict(state["ema"])
-        counters = state["counters"]
-        self.step, self.epoch, self.batch = counters["step"], counters["epoch"], counters["batch"]
-        self.best, self.bad_validations = state["best"], state["bad_validations"]
-        self.trained_seconds = state["trained_seconds"]
-        self.losses = [(int(step), float(loss)) for step, loss in state["losses"]]
-        self.meter.load_state_dict(state["meter"])
-        torch.set_rng_state(state["rng"])
-        if state["cuda_rng"] is not None and self.device.type == "cuda":
-            torch.cuda.set_rng_state(state["cuda_rng"], self.device)
-        logger.info("going on from %s", path)
-        return True
-
-    def _data_fingerprint(self) -> list[int]:
-        """Examples, and tokens of both sides: what the place in the data means something for."""
-        return [len(self.lengths), *self.lengths.sum(0).tolist()]
+            self.optimizer.load_state_dict(state["optimizer"])
+            if state["scaler"] and self.scaler.is_enabled():
+                self.scaler.load_state_dict(state["scaler"])
+            if self.ema is not None:
+                self.ema.load_state_dict(state["ema"])
+            counters = {name: int(value) for name, value in state["counters"].items()}
+            self.step, self.epoch, self.batch = counters["step"], counters["epoch"], counters["batch"]
+            self.validated, self.finished = counters["validated"], bool(counters["finished"])
+            self.best.load_state_dict(state["best"])
+            self.trained_seconds = float(state["trained_seconds"])
+            self.losses = [(int(step), float(loss)) for step, loss in state["losses"]]
+            self.meter.load_state_dict(state["meter"])
+            torch.set_rng_state(state["rng"])
+            if state["cuda_rng"] is not None and self.device.type == "cuda":
+                torch.cuda.set_rng_state(state["cuda_rng"], self.device)
+        except (AttributeError, IndexError, KeyError, RuntimeError, TypeError) as error:
+            raise ValueError(
+                f"{origin} is of another model than the settings describe, or incomplete: {error}"
+            ) from error
 
 
 def due(step: int, every: int) -> bool:
     """Whether something that happens every so many updates (0 = never) happens at this one."""
     return every > 0 and step % every == 0
-
-
-def describe(fingerprint: list[int]) -> str:
-    """ "20,000 examples of 180,000 and 120,000 tokens"."""
-    examples, source, target = fingerprint
-    return f"{examples:,} examples of {source:,} and {target:,} tokens"

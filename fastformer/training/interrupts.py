@@ -1,0 +1,102 @@
+"""The signals with which people and schedulers end a training: caught, so that what was learned is saved first.
+
+Ctrl-C (SIGINT), SIGTERM (a container or a scheduler ends the job), SIGHUP (the terminal went away) and SIGUSR1 (the
+notice that a scheduler gives before it takes the machine back) all mean the same: save and end. The exit code is then
+128 plus the signal's number, as shells have it: 130, 143, 129, 138.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+from collections.abc import Iterator
+from types import FrameType, TracebackType
+
+_NAMES = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1")  # Windows lacks the last two
+SIGNALS = tuple(getattr(signal, name) for name in _NAMES if hasattr(signal, name))
+
+
+class Interrupted(KeyboardInterrupt):
+    """A signal ended the work at once.
+
+    Args:
+        signum: the signal's number.
+    """
+
+    def __init__(self, signum: int) -> None:
+        super().__init__(signal.Signals(signum).name)
+        self.signum = signum
+
+
+class Interrupts:
+    """Catches the signals while it is entered; may be entered again inside.
+
+    A signal raises `Interrupted` where the work is. Inside `held` the first one is only remembered, for there the work
+    asks at good moments; a second one raises all the same. A signal that the process was told to ignore (nohup) stays
+    ignored. Only the main thread can catch signals; elsewhere nothing is caught.
+
+    Attributes:
+        signum: the first signal that came; None if none did.
+    """
+
+    def __init__(self) -> None:
+        self.signum: int | None = None
+        self._depth = 0
+        self._held = False
+        self._previous: dict[int, signal._HANDLER] = {}
+
+    @property
+    def exit_code(self) -> int:
+        """What the process should end with: 128 + the signal's number, or 0."""
+        return 0 if self.signum is None else 128 + self.signum
+
+    @property
+    def name(self) -> str:
+        """The signal, such as "SIGTERM"; empty if none came."""
+        return "" if self.signum is None else signal.Signals(self.signum).name
+
+    def __enter__(self) -> Interrupts:
+        self._depth += 1
+        if self._depth == 1 and threading.current_thread() is threading.main_thread():
+            for signum in SIGNALS:
+                # None: a handler that no Python set, and that couldn't be put back.
+                if signal.getsignal(signum) not in (signal.SIG_IGN, None):
+                    self._previous[signum] = signal.signal(signum, self._on_signal)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._depth -= 1
+        if self._depth == 0:
+            while self._previous:
+                signum, handler = self._previous.popitem()
+                signal.signal(signum, handler)
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """The first signal is remembered, and the work ends when it asks."""
+        before, self._held = self._held, True
+        try:
+            yield
+        finally:
+            self._held = before
+
+    @contextlib.contextmanager
+    def at_once(self) -> Iterator[None]:
+        """Inside `held`: work that may be broken off anywhere. A signal, also one that came before, raises."""
+        before, self._held = self._held, False
+        try:
+            if self.signum is not None:
+                raise Interrupted(self.signum)
+            yield
+        finally:
+            self._held = before
+
+    def _on_signal(self, signum: int, frame: FrameType | None) -> None:
+        first = self.signum is None
+        if first:
+            self.signum = signum
+        if not (first and self._held):
+            raise Interrupted(signum)

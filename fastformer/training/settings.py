@@ -1,0 +1,129 @@
+"""The settings of a run on disk: written, read back, and held against those of its last checkpoint."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from fastformer.files import write_atomically
+from fastformer.training.checkpoint import checkpoints
+from fastformer.training.config import TrainConfig
+
+logger = logging.getLogger("fastformer")
+
+CONFIG = "config.yaml"
+# The weights, the data and their order: a run that goes on can't change them.
+FIXED = (
+    "model preset settings task train_source train_target train_tsv train_text tokenizer vocab_size seqlen max_len "
+    "batching max_tokens accumulate ema init_from seed"
+)
+PATHS = "train_source train_target val_source val_target train_tsv val_tsv train_text val_text init_from"
+
+
+def run_config(run: str | os.PathLike[str], given: dict[str, Any], resume: bool | str = False) -> TrainConfig:
+    """The settings to train with: those that are given; for a run that goes on, over its own.
+
+    Args:
+        run: the run folder.
+        given: settings from flags and files.
+        resume: as `start` has it.
+
+    Raises:
+        ValueError: an unknown setting or a value that is not allowed; a run whose settings can't be read.
+    """
+    if not resume or (resume == "auto" and not checkpoints(Path(run))):
+        return TrainConfig.from_dict(given)
+    before = load_config(run).to_dict()
+    if "epochs" in given and "steps" not in given:
+        del before["steps"]
+    return TrainConfig.from_dict(before | given)
+
+
+def save_config(run: Path, config: TrainConfig) -> None:
+    """Writes config.yaml, unless that is what it says already."""
+    data = _yaml().safe_dump(config.to_dict(), sort_keys=False, explicit_end=True).encode()
+    file = run / CONFIG
+    if not file.is_file() or file.read_bytes() != data:
+        write_atomically(file, data)
+
+
+def load_config(run: str | os.PathLike[str]) -> TrainConfig:
+    """The settings of a run.
+
+    Raises:
+        ValueError: no such file, or one that is damaged.
+    """
+    file = Path(run) / CONFIG
+    if not file.is_file() and not checkpoints(Path(run)):
+        raise ValueError(f"expected a run to go on with, but {run} has no checkpoints")
+    values = read_yaml(file)
+    # Half of a YAML file is often valid YAML, so the document's end mark is asked for.
+    if not file.read_text(encoding="utf-8").rstrip().endswith("\n..."):
+        raise ValueError(f"expected {file} to end with a line of three dots, as it was written: is it cut short?")
+    return TrainConfig.from_dict(values)
+
+
+def read_yaml(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The settings that a YAML file holds.
+
+    Raises:
+        ValueError: no such file, no YAML, or no settings in it.
+    """
+    yaml, file = _yaml(), Path(path)
+    if not file.is_file():
+        raise ValueError(f"expected a YAML file with settings, but there is no file {file}")
+    try:
+        values = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"{file} is no YAML: {error}") from error
+    if not isinstance(values, dict):
+        found = "nothing" if values is None else type(values).__name__
+        raise ValueError(f"expected settings in {file}, one `name: value` a line, got {found}: is it cut short?")
+    return values
+
+
+def check_unchanged(config: TrainConfig, saved: str, origin: object) -> None:
+    """Holds the settings of a run that goes on against those in its checkpoint, which are the ones that count.
+
+    Args:
+        config: the settings from config.yaml and flags.
+        saved: the settings in the checkpoint, as JSON.
+        origin: the checkpoint.
+
+    Raises:
+        ValueError: another value of a setting that what was done so far depends on.
+    """
+    try:
+        before = TrainConfig.from_dict(json.loads(saved)).to_dict()
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{origin} holds no settings that can be read ({error}): train anew") from error
+    after = config.to_dict()
+    for name in FIXED.split():
+        if before[name] != after[name]:
+            raise ValueError(
+                f"a run that goes on keeps its {name}: expected {before[name]!r}, got {after[name]!r}; leave it out "
+                f"(and as it was in {CONFIG}), or train anew in another folder"
+            )
+    for name, value in after.items():
+        if before[name] != value:
+            logger.info("from here on %s is %s (it was %s)", name, value, before[name])
+
+
+def absolute_paths(config: TrainConfig) -> TrainConfig:
+    """The same settings with paths that mean the same from any folder."""
+    found = {name: getattr(config, name) for name in PATHS.split()}
+    if config.tokenizer not in ("bpe", "bytes"):
+        found["tokenizer"] = config.tokenizer
+    return replace(config, **{name: os.path.abspath(path) for name, path in found.items() if path})
+
+
+def _yaml() -> Any:
+    try:
+        import yaml
+    except ImportError as error:
+        raise ImportError("training writes its settings as YAML: pip install 'fastformer[train]'") from error
+    return yaml
