@@ -160,6 +160,12 @@ class LSTMSeq2Seq(nn.Module):
                 break
         return torch.cat(out, dim=1)
 
+    def generate(self, input_ids: Any, **options: Any) -> Any:
+        """Decodes sources: `fastformer.generate(self, input_ids, **options)`, which says the rest."""
+        import fastformer  # needed here alone; the model stands by itself
+
+        return fastformer.generate(self, input_ids, **options)
+
     @torch.no_grad()
     def attention_maps(self, source: Tensor, target: Tensor) -> dict[str, Tensor]:
         """Which source tokens each target position looks at: {"cross": (1, batch, 1, m, n)}, as the Transformer's."""
@@ -167,7 +173,12 @@ class LSTMSeq2Seq(nn.Module):
 
 
 def _seqlens(source: Tensor, layout: Any) -> Tensor:
-    return (source != PAD_ID).sum(1) if layout is None else layout.seqlens.long()
+    if layout is not None:
+        return layout.seqlens.long()
+    real = source != PAD_ID
+    if source.device.type == "cpu" and bool((real[:, 1:] & ~real[:, :-1]).any()):
+        raise ValueError("expected source ids padded on the right, got PAD (id 0) before a token; or give a layout")
+    return real.sum(1)
 
 
 def _mask(source: Tensor, layout: Any) -> Tensor:

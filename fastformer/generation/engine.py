@@ -10,22 +10,233 @@ The rungs of the ladder are one engine with four memories; all give the same sco
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Protocol, TypeAlias, TypeGuard, cast
 
 import torch
 from torch import Tensor
 
+from fastformer.generation.settings import RUNGS
 from fastformer.nn import KVCache, SequenceLayout
 
-RUNGS = ("naive", "encoder_once", "cross_cached", "cached")
 PAD_ID = 0
+
+
+class Engine(Protocol):
+    """A model in the middle of decoding; the rows of a source stand side by side."""
+
+    def first_tokens(self) -> Tensor:
+        """(rows,) what decoding begins with."""
+        ...
+
+    def step(self, tokens: Tensor) -> Tensor:
+        """Appends a token to each row. (rows,) ids -> (rows, vocab_size) fp32 logits of the next one."""
+        ...
+
+    def reorder(self, index: Tensor) -> None:
+        """Row i goes on from what row index[i] was; both belong to one source."""
+        ...
+
+    def select(self, sources: Tensor) -> None:
+        """Keeps some sources, in ascending order, and their rows."""
+        ...
+
+
+class Sizes(Protocol):
+    """What decoding asks of a model's config."""
+
+    @property
+    def vocab_size(self) -> int:
+        """The number of ids."""
+        ...
+
+    @property
+    def d_model(self) -> int:
+        """The size of a token's vector."""
+        ...
+
+    @property
+    def max_len(self) -> int:
+        """The longest sequence."""
+        ...
+
+
+class EncoderDecoder(Protocol):
+    """A `models.Transformer`, or what decodes like one."""
+
+    @property
+    def config(self) -> Sizes:
+        """Its sizes."""
+        ...
+
+    def encode(self, source: Tensor, layout: SequenceLayout | None = None) -> Tensor:
+        """See `models.Transformer.encode`."""
+        ...
+
+    def decode(
+        self,
+        target: Tensor,
+        memory: Tensor | None,
+        *,
+        memory_layout: SequenceLayout | None = None,
+        cache: KVCache | None = None,
+    ) -> Tensor:
+        """See `models.Transformer.decode`."""
+        ...
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """See `models.Transformer.logits`."""
+        ...
+
+    def new_cache(
+        self,
+        batch_size: int,
+        max_seqlen: int,
+        memory: Tensor | None = None,
+        *,
+        memory_layout: SequenceLayout | None = None,
+    ) -> KVCache:
+        """See `models.Transformer.new_cache`."""
+        ...
+
+
+class DecoderOnly(Protocol):
+    """A `models.GPT`, or what decodes like one."""
+
+    @property
+    def config(self) -> Sizes:
+        """Its sizes."""
+        ...
+
+    def decode(self, tokens: Tensor, *, layout: SequenceLayout | None = None, cache: KVCache | None = None) -> Tensor:
+        """See `models.GPT.decode`."""
+        ...
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """See `models.GPT.logits`."""
+        ...
+
+    def new_cache(self, batch_size: int, max_seqlen: int) -> KVCache:
+        """See `models.GPT.new_cache`."""
+        ...
+
+
+State: TypeAlias = tuple[Tensor, Tensor]  # hidden and cell, (num_layers, rows, dim) each
+
+
+class Recurrent(Protocol):
+    """A `baseline.LSTMSeq2Seq`, or what decodes like one."""
+
+    @property
+    def config(self) -> Sizes:
+        """Its sizes."""
+        ...
+
+    @property
+    def output(self) -> Callable[[Tensor], Tensor]:
+        """(rows, d_model) -> (rows, vocab_size)."""
+        ...
+
+    def encode(self, source: Tensor, layout: SequenceLayout | None = None) -> tuple[Tensor, State]:
+        """See `baseline.LSTMSeq2Seq.encode`."""
+        ...
+
+    def decode(self, target: Tensor, memory: Tensor, mask: Tensor, state: State) -> tuple[Tensor, Tensor, State]:
+        """See `baseline.LSTMSeq2Seq.decode`."""
+        ...
+
+
+Model: TypeAlias = EncoderDecoder | DecoderOnly | Recurrent
+
+
+def as_model(model: object) -> Model:
+    """The model, of which is known that it decodes in one of the three ways.
+
+    Raises:
+        ValueError: it lacks the methods of each.
+    """
+    if _has(model, "config", "decode") and (_has(model, "logits", "new_cache") or _has(model, "encode", "output")):
+        return cast(Model, model)
+    raise ValueError(
+        "expected a fastformer.models.Transformer or GPT, a baseline.LSTMSeq2Seq, or a model with their methods, got "
+        f"{type(model).__name__}"
+    )
+
+
+def is_decoder_only(model: Model) -> TypeGuard[DecoderOnly]:
+    """True for a language model, whose inputs are prompts; False for what reads a source."""
+    return not _has(model, "encode")
+
+
+def is_recurrent(model: Model) -> TypeGuard[Recurrent]:
+    """True for what keeps a state and no cache."""
+    return not _has(model, "new_cache")
+
+
+def is_encoder_decoder(model: Model) -> TypeGuard[EncoderDecoder]:
+    """True for what reads a source and keeps a cache."""
+    return _has(model, "encode", "new_cache")
+
+
+def _has(model: object, *names: str) -> bool:
+    return all(hasattr(model, name) for name in names)
+
+
+def make_engine(
+    model: Model, inputs: Tensor, layout: SequenceLayout, beams: int, max_new_tokens: int, rung: str
+) -> Engine:
+    """The engine that steps a model.
+
+    Args:
+        model: what decodes.
+        inputs: (num_sources, seqlen) ids, right-padded: sources, or prompts.
+        layout: of the inputs.
+        beams: rows per source.
+        max_new_tokens: the most that a row may get.
+        rung: one of RUNGS.
+
+    Raises:
+        ValueError: a rung that this kind of model doesn't have.
+    """
+    if is_decoder_only(model):
+        return GPTEngine(model, inputs, layout, beams, max_new_tokens, rung)
+    if is_recurrent(model):
+        return RecurrentEngine(model, inputs, layout, beams, rung)
+    assert is_encoder_decoder(model)
+    return TransformerEngine(model, inputs, layout, beams, max_new_tokens, rung)
+
+
+def bytes_per_source(model: Model, source_seqlen: int, beams: int, max_new_tokens: int) -> int:
+    """About how much memory decoding needs for one more source in a batch, beside the model and its encoder.
+
+    Counted are the caches, the copy that a reordering makes of them, the scores and the hypotheses.
+
+    Args:
+        model: what decodes.
+        source_seqlen: the width of the batch.
+        beams: rows per source.
+        max_new_tokens: the most that a row may get.
+    """
+    scores = 4 * 4 * model.config.vocab_size  # logits, their softmax, totals and a temporary, fp32
+    hypotheses = 8 * 8 * max_new_tokens
+    if is_recurrent(model):
+        states = 4 * 3 * source_seqlen * model.config.d_model  # the memory, and what scoring it makes
+        return beams * (states + scores + hypotheses)
+    assert is_decoder_only(model) or is_encoder_decoder(model)
+    token = model.new_cache(1, 1)
+    token_bytes = 2 * token.k.numel() * token.k.element_size()
+    if is_decoder_only(model):
+        return beams * (scores + hypotheses + (source_seqlen + max_new_tokens) * token_bytes * 3 // 2)
+    # The source's keys and values are computed layer by layer and then stacked: twice there for a moment.
+    cross = 2 * source_seqlen * token_bytes
+    return cross + beams * (scores + hypotheses + max_new_tokens * token_bytes * 3 // 2)
 
 
 class TransformerEngine:
     """Steps an encoder-decoder model.
 
     Args:
-        model: a `models.Transformer`, or anything with its `encode`, `decode`, `logits`, `new_cache`.
+        model: a `models.Transformer`, or what decodes like one.
         source: (num_sources, source_seqlen) ids, right-padded.
         layout: of the source.
         beams: rows per source; row r decodes source r // beams.
@@ -34,7 +245,13 @@ class TransformerEngine:
     """
 
     def __init__(
-        self, model: Any, source: Tensor, layout: SequenceLayout, beams: int, max_new_tokens: int, rung: str = "cached"
+        self,
+        model: EncoderDecoder,
+        source: Tensor,
+        layout: SequenceLayout,
+        beams: int,
+        max_new_tokens: int,
+        rung: str = "cached",
     ) -> None:
         if rung not in RUNGS:
             raise ValueError(f"expected a rung out of {RUNGS}, got {rung!r}")
@@ -93,16 +310,15 @@ class RecurrentEngine:
     """Steps a recurrent encoder-decoder such as `baseline.LSTMSeq2Seq`; its state is the cache.
 
     Args:
-        model: with `encode(source, layout) -> (memory, state)`, `decode(target, memory, mask, state)` and `output`.
+        model: a `baseline.LSTMSeq2Seq`, or what decodes like one.
         source: (num_sources, source_seqlen) ids, right-padded.
         layout: of the source.
         beams: rows per source.
-        max_new_tokens: not needed.
         rung: "cached"; there is no other way.
     """
 
     def __init__(
-        self, model: Any, source: Tensor, layout: SequenceLayout, beams: int, max_new_tokens: int, rung: str = "cached"
+        self, model: Recurrent, source: Tensor, layout: SequenceLayout, beams: int, rung: str = "cached"
     ) -> None:
         if rung != "cached":
             raise ValueError(f"expected rung cached for a recurrent model, which keeps a state, got {rung!r}")
@@ -111,7 +327,8 @@ class RecurrentEngine:
         seen = torch.arange(source.shape[1], device=source.device) < layout.seqlens[:, None]
         self.memory = memory.repeat_interleave(beams, 0)
         self.mask = seen[:, None].repeat_interleave(beams, 0)
-        self.state = tuple(part.repeat_interleave(beams, 1) for part in state)  # (num_layers, rows, dim)
+        hidden, cell = state
+        self.state: State = (hidden.repeat_interleave(beams, 1), cell.repeat_interleave(beams, 1))
 
     def first_tokens(self) -> Tensor:
         """(rows,) what decoding begins with."""
@@ -124,7 +341,8 @@ class RecurrentEngine:
 
     def reorder(self, index: Tensor) -> None:
         """Row i goes on from what row index[i] was; both belong to one source, whose memory stays where it is."""
-        self.state = tuple(part[:, index] for part in self.state)
+        hidden, cell = self.state
+        self.state = (hidden[:, index], cell[:, index])
 
     def select(self, sources: Tensor) -> None:
         """Keeps some sources and their rows: what is finished leaves the batch."""
@@ -137,7 +355,7 @@ class GPTEngine:
     """Steps a decoder-only model behind its prompts.
 
     Args:
-        model: a `models.GPT`, or anything with its `decode`, `logits`, `new_cache`.
+        model: a `models.GPT`, or what decodes like one.
         prompt: (num_prompts, prompt_seqlen) ids, right-padded, none empty.
         layout: of the prompts.
         beams: rows per prompt.
@@ -146,7 +364,13 @@ class GPTEngine:
     """
 
     def __init__(
-        self, model: Any, prompt: Tensor, layout: SequenceLayout, beams: int, max_new_tokens: int, rung: str = "cached"
+        self,
+        model: DecoderOnly,
+        prompt: Tensor,
+        layout: SequenceLayout,
+        beams: int,
+        max_new_tokens: int,
+        rung: str = "cached",
     ) -> None:
         if rung not in ("naive", "cached"):
             raise ValueError(f"expected rung naive or cached for a decoder-only model, got {rung!r}")

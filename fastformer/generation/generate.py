@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from fastformer.generation.engine import GPTEngine, RecurrentEngine, TransformerEngine
+from fastformer.generation.engine import Model, as_model, is_decoder_only, make_engine
+from fastformer.generation.inputs import TokenIds, as_batch, left_padded, right_padded
 from fastformer.generation.processors import Processing
 from fastformer.generation.search import Sampling, beam_search, choose_rows
+from fastformer.generation.settings import GenerationSettings
 from fastformer.nn import SequenceLayout
 
 EXTRA_LENGTH = 100  # a translation may be this much longer than its source (tensor2tensor)
@@ -23,7 +24,7 @@ class GenerateOutput:
     Attributes:
         sequences: (batch * num_return_sequences, length) ids; see `generate`.
         scores: (batch * num_return_sequences,) fp32: the log-probability of each sequence, for beams divided by the
-            length penalty.
+            length penalty; -inf for a row that is no hypothesis, see `generate`.
     """
 
     sequences: Tensor
@@ -31,8 +32,8 @@ class GenerateOutput:
 
 
 def generate(
-    model: Any,
-    input_ids: Tensor,
+    model: Model | nn.Module,
+    input_ids: TokenIds,
     *,
     attention_mask: Tensor | None = None,
     max_new_tokens: int | None = None,
@@ -57,18 +58,26 @@ def generate(
     """Decodes a batch: greedy by default, beam search with num_beams > 1, sampling with do_sample.
 
     Args:
-        model: a `models.Transformer` (input_ids are sources) or `models.GPT` (input_ids are prompts). It runs as it
-            is: call `model.eval()` first, or dropout is on.
-        input_ids: (batch, seqlen) ids, padded on either side.
+        model: a `models.Transformer` or `baseline.LSTMSeq2Seq` (input_ids are sources), or a `models.GPT` (input_ids
+            are prompts). It runs as it is: call `model.eval()` first, or dropout is on.
+        input_ids: (batch, seqlen) integers, padded on either side, as a tensor or an array; (seqlen,) is a batch of
+            one. Or a list of ids, or a list of such lists, which may differ in length. They are moved to the model's
+            device.
         attention_mask: (batch, seqlen), 1 = keep, 0 = padding; None: ids equal to pad_token_id are padding.
-        max_new_tokens: None: for a translation the source's length + 100, for a prompt what max_len leaves.
+        max_new_tokens: None: for a source its own length + 100, at most the model's max_len; for prompts what max_len
+            leaves behind the longest.
         min_new_tokens: no EOS before so many.
         num_beams: hypotheses that are followed.
         length_penalty: alpha of ((5 + length) / 6) ** alpha, which divides a beam's score (tensor2tensor).
         early_stopping: stop a beam search when num_beams hypotheses are finished, better ones possible or not.
         do_sample: draw from the distribution, after temperature, top_k and top_p.
+        temperature: below 1 sharpens the distribution.
+        top_k: draw from so many best tokens; 0 = all.
+        top_p: draw from the smallest set of tokens that holds this probability; 1 = all.
         repetition_penalty, no_repeat_ngram_size: see `Processing`; they look at generated tokens.
-        num_return_sequences: at most num_beams for a beam search.
+        num_return_sequences: at most num_beams for a beam search: its best hypotheses, the finished ones first, then
+            those cut at max_new_tokens, each group best first. Where fewer exist, the rest is PAD alone with score
+            -inf. With do_sample: draws for each input.
         eos_token_id, pad_token_id: the ids.
         use_cache: False recomputes everything for each token.
         rung: the memory to decode with, see `generation.engine`; overrides use_cache.
@@ -76,115 +85,135 @@ def generate(
         return_dict_in_generate: return a `GenerateOutput`.
 
     Returns:
-        (batch * num_return_sequences, length) ids: for a Transformer the new tokens, ending in EOS and then PAD; for a
-        GPT the prompts (padded on the left) and the new tokens.
+        (batch * num_return_sequences, length) ids on the model's device: for a source the new tokens, ending in EOS and
+        then PAD; for a prompt the prompt (padded on the left) and the new tokens.
 
     Raises:
-        ValueError: settings that contradict each other, an empty prompt, no room for a token.
+        ValueError: a model that doesn't decode, ids that make no batch, settings that are out of range or contradict
+            each other, an empty input, no room for a token, a model that gives NaN.
     """
-    _check(locals())
-    rung = rung or ("cached" if use_cache else "naive")
+    settings = GenerationSettings(
+        max_new_tokens=max_new_tokens,
+        min_new_tokens=min_new_tokens,
+        num_beams=num_beams,
+        length_penalty=length_penalty,
+        early_stopping=early_stopping,
+        do_sample=do_sample,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        repetition_penalty=repetition_penalty,
+        no_repeat_ngram_size=no_repeat_ngram_size,
+        num_return_sequences=num_return_sequences,
+        eos_token_id=eos_token_id,
+        pad_token_id=pad_token_id,
+        use_cache=use_cache,
+        rung=rung,
+        seed=seed,
+    )
+    decoder = as_model(model)
+    device = device_of(decoder)
     with torch.inference_mode():
-        inputs, layout = _right_padded(input_ids, attention_mask, pad_token_id)
-        decoder_only = not hasattr(model, "encode")
-        max_new_tokens = _room(model, inputs.shape[1], decoder_only, max_new_tokens)
-        if num_beams == 1:  # each sample decodes an input of its own
-            inputs = inputs.repeat_interleave(num_return_sequences, 0)
-            layout = SequenceLayout.padded(layout.seqlens.repeat_interleave(num_return_sequences), layout.max_seqlen)
-        has_cache = hasattr(model, "new_cache")
-        make: Any = GPTEngine if decoder_only else TransformerEngine if has_cache else RecurrentEngine
-        engine = make(model, inputs, layout, num_beams, max_new_tokens, rung)
-        processing = Processing(min_new_tokens, repetition_penalty, no_repeat_ngram_size)
-        if num_beams > 1:
-            found, found_scores = beam_search(
-                engine,
-                num_beams,
-                max_new_tokens,
-                eos_token_id,
-                pad_token_id,
-                processing,
-                length_penalty,
-                num_return_sequences,
-                early_stopping,
-            )
-            sequences, scores = found.flatten(0, 1), found_scores.flatten()
-        else:
-            sampling = None
-            if do_sample:
-                generator = None if seed is None else torch.Generator(input_ids.device).manual_seed(seed)
-                sampling = Sampling(temperature, top_k, top_p, generator)
-            sequences, scores = choose_rows(engine, max_new_tokens, eos_token_id, pad_token_id, processing, sampling)
-        if decoder_only:
-            prompts = _left_padded(inputs, layout, pad_token_id)
-            if num_beams > 1:
-                prompts = prompts.repeat_interleave(num_return_sequences, 0)
-            sequences = torch.cat((prompts, sequences), 1)
+        inputs, layout = right_padded(as_batch(input_ids, pad_token_id, device), attention_mask, pad_token_id)
+        out = search(decoder, inputs, layout, settings, new_generator(settings, device))
+        if is_decoder_only(decoder):
+            prompts = left_padded(inputs, layout, pad_token_id).repeat_interleave(num_return_sequences, 0)
+            out.sequences = torch.cat((prompts, out.sequences), 1)
     # Tensors of inference mode can't enter a graph; copies made outside of it can.
-    sequences, scores = sequences.clone(), scores.clone()
-    return GenerateOutput(sequences, scores) if return_dict_in_generate else sequences
+    out = GenerateOutput(out.sequences.clone(), out.scores.clone())
+    return out if return_dict_in_generate else out.sequences
 
 
-def _room(model: Any, seqlen: int, decoder_only: bool, wanted: int | None) -> int:
-    """How many tokens may be made: what is wanted, or by default as much as makes sense, within the model's max_len."""
-    max_len = model.config.max_len
-    room = max_len - seqlen if decoder_only else max_len
-    if wanted is None:
-        wanted = room if decoder_only else min(seqlen + EXTRA_LENGTH, room)
-    if wanted > room or room < 1:
-        raise ValueError(
-            f"expected at most {max(room, 0)} new tokens behind {seqlen}, for the model's max_len is {max_len}; "
-            f"got max_new_tokens {wanted}"
+def search(
+    model: Model,
+    inputs: Tensor,
+    layout: SequenceLayout,
+    settings: GenerationSettings,
+    generator: torch.Generator | None = None,
+) -> GenerateOutput:
+    """Runs the search that the settings ask for.
+
+    Args:
+        model: what decodes.
+        inputs: (batch, seqlen) ids, right-padded, none empty, on the model's device.
+        layout: of the inputs.
+        settings: what to do.
+        generator: what sampling draws from; None: the default one.
+
+    Returns:
+        The new tokens alone, (batch * num_return_sequences, length), and their scores.
+
+    Raises:
+        ValueError: no room for a token, ids that the vocabulary doesn't have, a model that gives NaN.
+    """
+    settings.check_model(model.config.vocab_size)
+    lengths = layout.seqlens.tolist()
+    limits = [most_new_tokens(model, length, settings, inputs.shape[1]) for length in lengths]
+    eos_id, pad_id = settings.eos_token_id, settings.pad_token_id
+    processing = Processing(settings.min_new_tokens, settings.repetition_penalty, settings.no_repeat_ngram_size)
+    if settings.num_beams == 1 and settings.num_return_sequences > 1:  # each sample decodes an input of its own
+        copies = settings.num_return_sequences
+        inputs = inputs.repeat_interleave(copies, 0)
+        layout = SequenceLayout.padded(layout.seqlens.repeat_interleave(copies), layout.max_seqlen)
+        limits = [limit for limit in limits for _ in range(copies)]
+    engine = make_engine(model, inputs, layout, settings.num_beams, max(limits), settings.memory_rung)
+    if settings.num_beams > 1:
+        sequences, scores = beam_search(
+            engine,
+            limits,
+            eos_id,
+            pad_id,
+            processing,
+            settings.num_beams,
+            settings.length_penalty,
+            settings.num_return_sequences,
+            settings.early_stopping,
         )
-    return wanted
+        return GenerateOutput(sequences.flatten(0, 1), scores.flatten())
+    sampling = None
+    if settings.do_sample:
+        sampling = Sampling(settings.temperature, settings.top_k, settings.top_p, generator)
+    return GenerateOutput(*choose_rows(engine, limits, eos_id, pad_id, processing, sampling))
 
 
-def _right_padded(ids: Tensor, attention_mask: Tensor | None, pad_id: int) -> tuple[Tensor, SequenceLayout]:
-    """The ids with their padding moved to the right, and their layout."""
-    if attention_mask is None:
-        keep = ids != pad_id
+def most_new_tokens(model: Model, seqlen: int, settings: GenerationSettings, width: int | None = None) -> int:
+    """How many tokens an input may get: what was asked for, or by default as much as makes sense.
+
+    Args:
+        model: what decodes.
+        seqlen: of the input.
+        settings: what was asked for.
+        width: of the batch; None: seqlen.
+
+    Raises:
+        ValueError: the model's max_len leaves too little room.
+    """
+    max_len, width = model.config.max_len, seqlen if width is None else width
+    if not is_decoder_only(model):
+        room, default, behind = max_len, min(seqlen + EXTRA_LENGTH, max_len), ""
     else:
-        if attention_mask.shape != ids.shape:
+        room = default = max_len - width
+        behind = f" behind a prompt of {width}"
+        if room < 1:
             raise ValueError(
-                f"expected attention_mask of input_ids' shape {tuple(ids.shape)}, got {tuple(attention_mask.shape)}"
+                f"expected prompts of fewer tokens than the model's max_len {max_len}, got {width}: there is no room "
+                "for a new one"
             )
-        keep = attention_mask.bool()
-    seqlens = keep.sum(1)
-    if bool((seqlens == 0).any()):
-        raise ValueError("expected at least one token in each input, got an empty one")
-    order = (~keep).long().argsort(dim=1, stable=True)
-    width = int(seqlens.max())
-    return ids.gather(1, order)[:, :width], SequenceLayout.padded(seqlens, width)
+    wanted, least = settings.max_new_tokens, settings.min_new_tokens
+    for name, value in (("max_new_tokens", wanted or 0), ("min_new_tokens", least)):
+        if value > room:
+            raise ValueError(
+                f"expected {name} of at most {room}{behind}, for the model's max_len is {max_len}; got {value}"
+            )
+    return wanted or max(default, least)
 
 
-def _left_padded(ids: Tensor, layout: SequenceLayout, pad_id: int) -> Tensor:
-    width = ids.shape[1]
-    position = torch.arange(width, device=ids.device) - (width - layout.seqlens[:, None])
-    return torch.where(position >= 0, ids.gather(1, position.clamp(min=0).long()), pad_id)
+def device_of(model: Model) -> torch.device:
+    """Where a model's first parameter is; the CPU where there is none."""
+    parameter = next(model.parameters(), None) if isinstance(model, nn.Module) else None
+    return torch.device("cpu") if parameter is None else parameter.device
 
 
-def _check(given: dict[str, Any]) -> None:
-    input_ids, beams, returned = given["input_ids"], given["num_beams"], given["num_return_sequences"]
-    if input_ids.dim() != 2 or input_ids.is_floating_point() or input_ids.shape[0] == 0:
-        raise ValueError(
-            f"expected input_ids (batch, seqlen) of integers, got {input_ids.dtype} {tuple(input_ids.shape)}"
-        )
-    if beams < 1 or returned < 1:
-        raise ValueError(f"expected num_beams and num_return_sequences of at least 1, got {beams} and {returned}")
-    if given["do_sample"] and beams > 1:
-        raise ValueError("expected do_sample or num_beams > 1, got both")
-    if beams > 1 and returned > beams:
-        raise ValueError(f"expected num_return_sequences of at most num_beams {beams}, got {returned}")
-    if beams == 1 and returned > 1 and not given["do_sample"]:
-        raise ValueError("expected num_return_sequences 1 for greedy decoding; use num_beams or do_sample for more")
-    if given["temperature"] <= 0 or not 0 < given["top_p"] <= 1 or given["top_k"] < 0:
-        raise ValueError(
-            "expected temperature > 0, top_p in (0, 1] and top_k >= 0, got "
-            f"{given['temperature']}, {given['top_p']} and {given['top_k']}"
-        )
-    if given["repetition_penalty"] <= 0 or given["no_repeat_ngram_size"] < 0:
-        raise ValueError(
-            "expected repetition_penalty > 0 and no_repeat_ngram_size >= 0, got "
-            f"{given['repetition_penalty']} and {given['no_repeat_ngram_size']}"
-        )
-    if given["max_new_tokens"] is not None and given["max_new_tokens"] < 1:
-        raise ValueError(f"expected max_new_tokens of at least 1, got {given['max_new_tokens']}")
+def new_generator(settings: GenerationSettings, device: torch.device) -> torch.Generator | None:
+    """The generator that a seed asks for."""
+    return None if settings.seed is None else torch.Generator(device).manual_seed(settings.seed)

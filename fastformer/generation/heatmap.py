@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 def draw_attention(
-    source: list[str], target: list[str], weights: Tensor, path: str | os.PathLike, title: str = ""
+    source: list[str], target: list[str], weights: Tensor, path: str | os.PathLike[str], title: str = ""
 ) -> None:
     """Draws cross-attention as a source-target heatmap, one panel a layer, heads averaged.
 

@@ -16,7 +16,7 @@ class Processing:
         min_new_tokens: no EOS before so many tokens.
         repetition_penalty: logits of tokens that were there are divided (positive) or multiplied (negative) by it
             (Keskar et al. 2019, "CTRL", section 4.1).
-        no_repeat_ngram_size: no n-gram comes twice; 0 = off.
+        no_repeat_ngram_size: no n-gram comes twice; 0 = off. A row that has nothing else left to say ends.
     """
 
     min_new_tokens: int = 0
@@ -39,6 +39,10 @@ class Processing:
         if length < self.min_new_tokens:
             logits = logits.clone()
             logits[:, eos_id] = -torch.inf
+        if self.no_repeat_ngram_size:
+            mute = (logits == -torch.inf).all(-1)
+            ending = torch.arange(logits.shape[-1], device=logits.device) == eos_id
+            logits = logits.masked_fill(mute[:, None] & ending, 0.0)
         return logits
 
 

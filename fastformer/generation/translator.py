@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import logging
+import math
 import os
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Protocol
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, Protocol, overload
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from fastformer.generation.generate import generate
-from fastformer.models import Transformer
+from fastformer.generation.engine import Model, as_model, bytes_per_source
+from fastformer.generation.generate import device_of, most_new_tokens, new_generator, search
+from fastformer.generation.inputs import pad
+from fastformer.generation.settings import GenerationSettings
+from fastformer.nn import SequenceLayout
 
-_READ_AHEAD = 1000  # lines of a stream that are sorted by length together
+logger = logging.getLogger("fastformer")
+
+PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+READ_AHEAD = 1000  # texts of a stream that are sorted by length together
+_CPU_BATCH_BYTES = 512 * 2**20
+_SHOWN_SKIPS = 10  # warnings; a file of another encoding would fill the screen
 
 
 class TextCodec(Protocol):
@@ -32,89 +43,291 @@ class TextCodec(Protocol):
         ...
 
 
+class Scored(NamedTuple):
+    """A translation and its score: the log-probability, for beams divided by the length penalty."""
+
+    text: str
+    score: float
+
+
+class TextError(ValueError):
+    """A text that can't be translated.
+
+    Attributes:
+        is_long: whether the reason is its length.
+    """
+
+    def __init__(self, message: str, *, is_long: bool = False) -> None:
+        super().__init__(message)
+        self.is_long = is_long
+
+
+class BadTexts:
+    """What becomes of texts that can't be translated.
+
+    Args:
+        on_error: "stop" raises the first error; "skip" logs a warning and leaves the answer empty.
+        skip_long: skip what is only too long, whatever on_error says.
+
+    Attributes:
+        skipped: how many were skipped.
+    """
+
+    def __init__(self, on_error: str = "stop", skip_long: bool = False) -> None:
+        if on_error not in ("stop", "skip"):
+            raise ValueError(f"expected on_error to be 'stop' or 'skip', got {on_error!r}")
+        self.on_error, self.skip_long, self.skipped = on_error, skip_long, 0
+
+    def meet(self, error: TextError) -> None:
+        """Raises the error, or skips its text."""
+        if self.on_error != "skip" and not (self.skip_long and error.is_long):
+            advice = "skip_long or on_error skip leaves" if error.is_long else "on_error skip leaves"
+            raise TextError(f"{error}; {advice} its translation empty", is_long=error.is_long) from error
+        self.skipped += 1
+        if self.skipped <= _SHOWN_SKIPS:
+            logger.warning("skipped %s", error)
+
+    def report(self, total: int) -> None:
+        """Says at the end how many were skipped, if any were."""
+        if self.skipped:
+            logger.warning("skipped %s of %s texts; their translations are empty", f"{self.skipped:,}", f"{total:,}")
+
+
 class Translator:
     """Translates texts with a trained model.
 
     Args:
-        model: a `models.Transformer`, or another model with its `encode`, `decode` and `config`. Set to evaluation.
+        model: a `models.Transformer`, a `baseline.LSTMSeq2Seq`, or a model with the methods of one of them. It is set
+            to evaluation while it translates.
         tokenizer: of both sides.
         max_tokens: of a batch of sources, padding included.
+        max_batch_bytes: what the caches, scores and hypotheses of a batch may take, about; the more beams and new
+            tokens, the fewer texts at a time. One text is translated whatever it takes. None: 512 MiB on a CPU, a
+            quarter of the free memory on a GPU.
     """
 
-    def __init__(self, model: Any, tokenizer: TextCodec, *, max_tokens: int = 8192) -> None:
-        self.model, self.tokenizer, self.max_tokens = model, tokenizer, max_tokens
+    def __init__(
+        self,
+        model: Model | nn.Module,
+        tokenizer: TextCodec,
+        *,
+        max_tokens: int = 8192,
+        max_batch_bytes: int | None = None,
+    ) -> None:
+        if max_tokens < 1 or (max_batch_bytes is not None and max_batch_bytes < 1):
+            raise ValueError(
+                f"expected max_tokens and max_batch_bytes of at least 1, got {max_tokens} and {max_batch_bytes}"
+            )
+        self.model, self.tokenizer = as_model(model), tokenizer
+        self.max_tokens, self.max_batch_bytes = max_tokens, max_batch_bytes
 
     @classmethod
     def from_pretrained(
-        cls, run: str | os.PathLike, tokenizer: TextCodec, *, device: Any = None, max_tokens: int = 8192
+        cls,
+        run: str | os.PathLike[str],
+        tokenizer: TextCodec | None = None,
+        *,
+        device: torch.device | str | None = None,
+        precision: str | None = None,
+        max_tokens: int = 8192,
+        max_batch_bytes: int | None = None,
     ) -> Translator:
-        """The translator of a run folder.
+        """The translator of a run folder, whichever architecture it holds.
 
         Args:
-            run: a folder that `save_pretrained` wrote.
-            tokenizer: `fastformer.data.load_tokenizer(run)`.
-            device: where it runs.
-            max_tokens: of a batch.
+            run: the folder.
+            tokenizer: None: the folder's own.
+            device: where it runs; None: the CPU.
+            precision: the dtype that the weights are loaded as, which the caches follow: "fp32", "bf16" or "fp16";
+                None: as they were saved. Logits and scores are fp32 always.
+            max_tokens, max_batch_bytes: of a batch, see the class.
 
         Raises:
-            ValueError: the folder is no Transformer's, or damaged.
+            ValueError: a folder that holds no translator, or is damaged; no such device or precision.
         """
-        return cls(Transformer.from_pretrained(run, device=device), tokenizer, max_tokens=max_tokens)
+        from fastformer.run_folder import load_model
 
-    def translate(self, texts: Sequence[str], *, numbers: Sequence[int] | None = None, **options: Any) -> list[str]:
-        """Translates; the order is kept.
+        if precision is not None and precision not in PRECISIONS:
+            raise ValueError(f"expected precision fp32, bf16 or fp16, got {precision!r}")
+        dtype = None if precision is None else PRECISIONS[precision]
+        model, own = load_model(run, ("Transformer", "LSTMSeq2Seq"), device=device, dtype=dtype)
+        return cls(model, tokenizer or own, max_tokens=max_tokens, max_batch_bytes=max_batch_bytes)
+
+    @overload  # a str is an iterable of str as well: the first that fits counts
+    def translate(  # type: ignore[overload-overlap]
+        self, texts: str, *, on_error: str = ..., skip_long: bool = ..., return_scores: Literal[False] = ...
+    ) -> str: ...
+
+    @overload
+    def translate(
+        self, texts: Iterable[str], *, on_error: str = ..., skip_long: bool = ..., return_scores: Literal[False] = ...
+    ) -> list[str]: ...
+
+    @overload
+    def translate(
+        self,
+        texts: str | Iterable[str],
+        *,
+        on_error: str = ...,
+        skip_long: bool = ...,
+        return_scores: bool = ...,
+        **options: Any,
+    ) -> Any: ...
+
+    def translate(
+        self,
+        texts: str | Iterable[str],
+        *,
+        on_error: str = "stop",
+        skip_long: bool = False,
+        return_scores: bool = False,
+        **options: Any,
+    ) -> Any:
+        """Translates a text or many; the order is kept.
 
         Args:
-            texts: one sentence each.
-            numbers: of the texts, for messages; None: from 1.
-            options: of `generate`: num_beams, length_penalty, do_sample, max_new_tokens, use_cache, ...
+            texts: a text, or texts: a list, an array, a column, a generator, ...
+            on_error: "stop", or "skip": a text that can't be translated (empty, or longer than the model's max_len)
+                gets an empty translation and a warning that names it by its number.
+            skip_long: skip what is only too long.
+            return_scores: give `Scored(text, score)` in place of each translation.
+            options: of `generate`: num_beams, length_penalty, do_sample, max_new_tokens, num_return_sequences, ...
+
+        Returns:
+            A str for a str, else a list with an item for each text. With num_return_sequences > 1 each item is a list:
+            the n best of a beam search, best first, or so many samples; it is shorter where fewer hypotheses exist, and
+            empty for a text that was skipped.
 
         Raises:
-            ValueError: an empty text, or one longer than the model's max_len; the text is named by its number.
+            ValueError: an unknown option (the nearest is suggested), something that is no text, a text that can't be
+                translated (named by its number, from 1).
         """
-        numbers = numbers or range(1, len(texts) + 1)
-        encoded = [self.encode(text, number) for text, number in zip(texts, numbers, strict=True)]
-        found: list[str] = [""] * len(encoded)
-        was_training = self.model.training
-        self.model.eval()
-        try:
-            for batch in self._batches(encoded):
-                ids = _padded([encoded[i] for i in batch]).to(next(self.model.parameters()).device)
-                out = generate(self.model, ids, **options)
-                assert isinstance(out, Tensor)
-                for i, row in zip(batch, out[:: len(out) // len(batch)].tolist(), strict=True):
-                    found[i] = self.tokenizer.decode(row)
-        finally:
-            self.model.train(was_training)
-        return found
+        settings, bad = self.settings(options), BadTexts(on_error, skip_long)
+        items = [texts] if isinstance(texts, str) else _listed(texts)
+        for number, text in enumerate(items, 1):
+            if not _text(text, number).strip():
+                bad.meet(TextError(f"text {number}: expected something to translate, got an empty text"))
+        found = [answer for group in self.translate_groups([items], settings, bad) for answer in group]
+        bad.report(len(items))
+        answers = [_shaped(answer, settings, return_scores) for answer in found]
+        return answers[0] if isinstance(texts, str) else answers
 
-    def stream(self, texts: Iterable[str], *, read_ahead: int = _READ_AHEAD, **options: Any) -> Iterator[str]:
+    @overload
+    def stream(
+        self,
+        texts: Iterable[str],
+        *,
+        read_ahead: int = ...,
+        on_error: str = ...,
+        skip_long: bool = ...,
+        return_scores: Literal[False] = ...,
+    ) -> Iterator[str]: ...
+
+    @overload
+    def stream(
+        self,
+        texts: Iterable[str],
+        *,
+        read_ahead: int = ...,
+        on_error: str = ...,
+        skip_long: bool = ...,
+        return_scores: bool = ...,
+        **options: Any,
+    ) -> Iterator[Any]: ...
+
+    def stream(
+        self,
+        texts: Iterable[str],
+        *,
+        read_ahead: int = READ_AHEAD,
+        on_error: str = "stop",
+        skip_long: bool = False,
+        return_scores: bool = False,
+        **options: Any,
+    ) -> Iterator[Any]:
         """Translates as texts come, in order; an empty text stays empty.
 
         Args:
-            texts: one sentence each.
+            texts: what to translate.
             read_ahead: how many are read before the first is translated; those are batched by length together.
-            options: of `generate`.
+            on_error, skip_long, return_scores, options: see `translate`.
+
+        Raises:
+            ValueError: see `translate`; a read_ahead below 1.
         """
-        numbered = enumerate(texts, 1)
-        while group := list(itertools.islice(numbered, read_ahead)):
-            full = {number: text for number, text in group if text.strip()}
-            found = dict(zip(full, self.translate(list(full.values()), numbers=list(full), **options), strict=True))
-            yield from (found.get(number, "") for number, _ in group)
+        settings, bad = self.settings(options), BadTexts(on_error, skip_long)
+        if not isinstance(read_ahead, int) or read_ahead < 1:
+            raise ValueError(f"expected read_ahead of at least 1, got {read_ahead!r}")
+        if isinstance(texts, str):
+            raise ValueError("expected texts to stream, got one str: give it to translate")
+        rest = iter(texts)
+        groups = iter(lambda: list(itertools.islice(rest, read_ahead)), [])
+
+        def answers() -> Iterator[Any]:
+            total = 0
+            for group in self.translate_groups(groups, settings, bad):
+                total += len(group)
+                yield from (_shaped(answer, settings, return_scores) for answer in group)
+            bad.report(total)
+
+        return answers()
+
+    def translate_groups(
+        self, groups: Iterable[Sequence[str]], settings: GenerationSettings, bad: BadTexts
+    ) -> Iterator[list[list[Scored]]]:
+        """Translates group by group: what `translate` and `stream` are made of.
+
+        Args:
+            groups: texts that are batched by length together.
+            settings: of the search, from `settings`.
+            bad: what becomes of texts that can't be translated.
+
+        Yields:
+            For each group, for each of its texts, the hypotheses, best first; none for an empty or skipped text.
+        """
+        generator = new_generator(settings, device_of(self.model))
+        first = 1
+        for group in groups:
+            encoded: list[list[int]] = []
+            for number, text in enumerate(group, first):
+                try:
+                    encoded.append(self.encode(text, number) if _text(text, number).strip() else [])
+                except TextError as error:
+                    bad.meet(error)
+                    encoded.append([])
+            yield self._translate(encoded, settings, generator)
+            first += len(group)
+
+    def settings(self, options: Mapping[str, Any]) -> GenerationSettings:
+        """The settings that options of `generate` ask for, held against the model.
+
+        Raises:
+            ValueError: an unknown option, or one that is out of its range.
+        """
+        if "return_dict_in_generate" in options:
+            raise ValueError("a Translator returns texts: give return_scores=True instead of return_dict_in_generate")
+        settings = GenerationSettings.from_options(options)
+        settings.check_model(self.model.config.vocab_size)
+        most_new_tokens(self.model, 1, settings)
+        return settings
 
     def encode(self, text: str, number: int = 1) -> list[int]:
         """The source ids of a text, EOS at the end.
 
         Raises:
-            ValueError: an empty text, or one longer than the model's max_len.
+            TextError: an empty text, one longer than the model's max_len, or one that the tokenizer can't encode.
         """
         if not text.strip():
-            raise ValueError(f"text {number}: expected something to translate, got an empty text")
-        ids = [*self.tokenizer.encode(text), 1]
+            raise TextError(f"text {number}: expected something to translate, got an empty text")
+        try:
+            ids = [*self.tokenizer.encode(text), 1]
+        except UnicodeError as error:  # half of a surrogate pair
+            raise TextError(f"text {number}: expected text that is valid Unicode ({error})") from error
         max_len = self.model.config.max_len
         if len(ids) > max_len:
-            raise ValueError(
-                f"text {number}: expected at most {max_len} tokens, got {len(ids)}; split it into sentences"
+            raise TextError(
+                f"text {number}: expected at most {max_len} tokens, got {len(ids)}: split it into sentences",
+                is_long=True,
             )
         return ids
 
@@ -122,27 +335,87 @@ class Translator:
         """Which source tokens each token of the translation looked at.
 
         Returns:
-            Source tokens, target tokens, and (num_layers, num_heads, target, source) weights of cross-attention.
-        """
-        source = self.encode(text)
-        ids = torch.tensor([source], device=next(self.model.parameters()).device)
-        out = generate(self.model, ids)
-        assert isinstance(out, Tensor)
-        target = out[0].tolist()
-        shifted = torch.tensor([[0, *target[:-1]]], device=ids.device)
-        weights = self.model.attention_maps(ids, shifted)["cross"][:, 0]
-        return self.tokenizer.tokens(source), self.tokenizer.tokens(target), weights.cpu()
+            Source tokens, target tokens, and (num_layers, num_heads, target, source) fp32 weights of cross-attention.
 
-    def _batches(self, encoded: list[list[int]]) -> Iterator[list[int]]:
+        Raises:
+            ValueError: a text that can't be translated, or a model without `attention_maps`.
+        """
+        attention_maps = getattr(self.model, "attention_maps", None)
+        if attention_maps is None:
+            raise ValueError(f"expected a model with attention_maps, which {type(self.model).__name__} doesn't have")
+        source = self.encode(_text(text, 1))
+        with evaluating(self.model), torch.inference_mode():
+            ids = pad([source]).to(device_of(self.model))
+            target = search(self.model, ids, SequenceLayout.from_ids(ids), GenerationSettings()).sequences
+            shifted = torch.nn.functional.pad(target[:, :-1], (1, 0))
+            weights: Tensor = attention_maps(ids, shifted)["cross"][:, 0]
+        return self.tokenizer.tokens(source), self.tokenizer.tokens(target[0].tolist()), weights.float().cpu().clone()
+
+    def _translate(
+        self, encoded: list[list[int]], settings: GenerationSettings, generator: torch.Generator | None
+    ) -> list[list[Scored]]:
+        """The hypotheses of each text; none for one without ids."""
+        found: list[list[Scored]] = [[] for _ in encoded]
+        device, returned = device_of(self.model), settings.num_return_sequences
+        with evaluating(self.model), torch.inference_mode():
+            for batch in self._batches(encoded, settings):
+                ids = pad([encoded[i] for i in batch])
+                seqlens = torch.tensor([len(encoded[i]) for i in batch])
+                layout = SequenceLayout.padded(seqlens, ids.shape[1]).to(device)
+                out = search(self.model, ids.to(device), layout, settings, generator)
+                rows, scores = out.sequences.tolist(), out.scores.tolist()
+                for place, i in enumerate(batch):
+                    for row in range(place * returned, (place + 1) * returned):
+                        if scores[row] > -math.inf:
+                            found[i].append(Scored(self.tokenizer.decode(rows[row]), scores[row]))
+        return found
+
+    def _batches(self, encoded: list[list[int]], settings: GenerationSettings) -> Iterator[list[int]]:
         """Indices in batches of similar length, the longest first: what doesn't fit in memory fails at once."""
-        order = sorted(range(len(encoded)), key=lambda i: -len(encoded[i]))
+        order = sorted((i for i in range(len(encoded)) if encoded[i]), key=lambda i: -len(encoded[i]))
+        budget = self.max_batch_bytes or _batch_bytes(device_of(self.model))
         start = 0
         while start < len(order):
-            size = max(1, self.max_tokens // len(encoded[order[start]]))
+            width = len(encoded[order[start]])
+            new_tokens = most_new_tokens(self.model, width, settings)
+            one = bytes_per_source(self.model, width, settings.rows_per_source, new_tokens)
+            size = max(1, min(self.max_tokens // width, budget // one))
             yield order[start : start + size]
             start += size
 
 
-def _padded(sequences: list[list[int]]) -> Tensor:
-    width = max(map(len, sequences))
-    return torch.tensor([[*sequence, *[0] * (width - len(sequence))] for sequence in sequences])
+@contextlib.contextmanager
+def evaluating(model: Model) -> Iterator[None]:
+    """Sets a model to evaluation; behind it each of its modules is as it was."""
+    training = [module for module in model.modules() if module.training] if isinstance(model, nn.Module) else []
+    for module in training:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+def _batch_bytes(device: torch.device) -> int:
+    return torch.cuda.mem_get_info(device)[0] // 4 if device.type == "cuda" else _CPU_BATCH_BYTES
+
+
+def _listed(texts: Iterable[str]) -> list[str]:
+    if isinstance(texts, bytes | bytearray | Mapping) or not isinstance(texts, Iterable):
+        raise ValueError(f"expected a text, or a list of texts, got {type(texts).__name__}")
+    return list(texts)
+
+
+def _text(text: object, number: int) -> str:
+    if not isinstance(text, str):
+        raise ValueError(f"texts[{number - 1}]: expected a str, got {type(text).__name__} {text!r:.40}")
+    return text
+
+
+def _shaped(answer: list[Scored], settings: GenerationSettings, return_scores: bool) -> Any:
+    """An answer as the caller wants it: one or several, with its score or without."""
+    if settings.num_return_sequences == 1:
+        best = answer[0] if answer else Scored("", -math.inf)
+        return best if return_scores else best.text
+    return answer if return_scores else [hypothesis.text for hypothesis in answer]

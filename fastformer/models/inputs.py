@@ -48,3 +48,22 @@ def check_ids(
                 f"expected {name} ids from 0 to {vocab_size - 1}, got {int(low)} to {int(high)}: "
                 "was another tokenizer used?"
             )
+
+
+def trailing_padding(ids: Tensor, pad_id: int, name: str) -> SequenceLayout:
+    """The layout of (batch, seqlen) ids where trailing PADs are padding, and nothing else may be.
+
+    As in `check_ids`, the values are read on a CPU only.
+
+    Raises:
+        ValueError: a PAD before a real token.
+    """
+    if ids.dim() == 2 and ids.device.type == "cpu" and not torch.compiler.is_compiling():
+        real = ids != pad_id
+        rows = (real[:, 1:] & ~real[:, :-1]).any(1)
+        if bool(rows.any()):
+            raise ValueError(
+                f"expected {name} ids padded on the right, got id {pad_id} (PAD) before a token in row "
+                f"{int(rows.nonzero()[0])}: move the padding behind the tokens, or give a layout"
+            )
+    return SequenceLayout.from_ids(ids, pad_id)

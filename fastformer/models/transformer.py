@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastformer.models.attention_maps import record_attention
-from fastformer.models.inputs import check_ids
+from fastformer.models.inputs import check_ids, trailing_padding
 from fastformer.models.pretrained import PretrainedModel
 from fastformer.nn.attention import MultiheadAttention
 from fastformer.nn.cache import KVCache
@@ -214,11 +214,11 @@ class Transformer(PretrainedModel):
             (`SequenceLayout.from_ids(source)` where there was none).
 
         Raises:
-            ValueError: ids out of the vocabulary, a sequence longer than max_len.
+            ValueError: ids out of the vocabulary, a sequence longer than max_len, PADs before a token and no layout.
         """
         config = self.config
         check_ids(source, config.source_vocab_size or config.vocab_size, config.max_len, layout, "source")
-        layout = SequenceLayout.from_ids(source, PAD_ID) if layout is None else layout
+        layout = trailing_padding(source, PAD_ID, "source") if layout is None else layout
         embed = self.embedding if config.tie_embeddings else self.source_embedding
         return self.encoder(embed(source, layout.positions), layout=layout)
 
@@ -393,7 +393,7 @@ class Transformer(PretrainedModel):
         self, source: Tensor, target: Tensor, source_layout: SequenceLayout | None, target_layout: SequenceLayout | None
     ) -> Tensor:
         if source_layout is None and source.dim() == 2:
-            source_layout = SequenceLayout.from_ids(source, PAD_ID)
+            source_layout = trailing_padding(source, PAD_ID, "source")
         memory = self.encode(source, source_layout)
         return self.decode(target, memory, layout=target_layout, memory_layout=source_layout)
 

@@ -39,9 +39,9 @@ class LayerCache:
 class KVCache:
     """Static key and value tensors for all layers of a decoder. For inference: no gradient flows through it.
 
-    The tensors are allocated once and updated in place, and the lengths live on the device, so that a decoding step
-    needs no host sync. A stack given `cache=` appends the new tokens' keys and values and advances the lengths itself.
-    The keys and values of a source are stored once, however many beams read them.
+    The keys and values of the tokens are allocated once and updated in place, and the lengths live on the device, so
+    that a decoding step needs no host sync. A stack given `cache=` appends the new tokens' keys and values and advances
+    the lengths itself. The keys and values of a source are stored once, however many beams read them.
 
     Attributes:
         k, v: (num_layers, batch, max_seqlen, num_kv_heads, head_dim).
@@ -187,12 +187,23 @@ class KVCache:
             self.source_index = index.to(torch.int32)
 
     def select(self, rows: Tensor) -> None:
-        """Keeps some rows, in new and smaller tensors: finished sequences leave the batch.
+        """Keeps some rows: finished sequences leave the batch.
+
+        What is filled moves to the front, and `k` and `v` become views of those rows: a copy of the whole width, most
+        of it empty, would cost more than the decoding.
 
         Args:
-            rows: (new_batch,) integers, the rows that stay, in their new order.
+            rows: (new_batch,) integers, the rows that stay, in their new order; no more than there are.
+
+        Raises:
+            ValueError: more rows than the cache has.
         """
-        self.k, self.v = self.k.index_select(1, rows), self.v.index_select(1, rows)
+        if len(rows) > self.batch_size:
+            raise ValueError(f"expected at most the {self.batch_size} rows of the cache, got {len(rows)}")
+        for cache in (self.k, self.v):
+            for layer in cache[:, :, : self.length_bound]:
+                layer[: len(rows)].copy_(layer.index_select(0, rows))
+        self.k, self.v = self.k[:, : len(rows)], self.v[:, : len(rows)]
         self.seqlens = self.seqlens.index_select(0, rows)
         if self.source_index is not None:
             self.source_index = self.source_index.index_select(0, rows)

@@ -83,7 +83,7 @@ def test_wide_beam_finds_what_brute_force_finds(alpha) -> None:
     # A beam as wide as all prefixes misses nothing.
     length, beams = 4, 64
     engine = ToyEngine(3, beams)
-    found, scores = beam_search(engine, beams, length, EOS, -1, Processing(), alpha, 5, False)
+    found, scores = beam_search(engine, [length] * 3, EOS, -1, Processing(), beams, alpha, 5, False)
     for source in range(3):
         expected = every_hypothesis(ToyEngine(3, 1), source, length, alpha)[:5]
         for i, (score, sequence) in enumerate(expected):
@@ -93,7 +93,7 @@ def test_wide_beam_finds_what_brute_force_finds(alpha) -> None:
 
 def test_beam_four_agrees_with_brute_force_where_the_beam_keeps_the_best() -> None:
     alpha, length = 0.6, 5
-    found, scores = beam_search(ToyEngine(20, 4), 4, length, EOS, -1, Processing(), alpha, 1, False)
+    found, scores = beam_search(ToyEngine(20, 4), [length] * 20, EOS, -1, Processing(), 4, alpha, 1, False)
     hits = 0
     for source in range(20):
         best, sequence = every_hypothesis(ToyEngine(20, 1), source, length, alpha)[0]

@@ -1,0 +1,101 @@
+"""Ids as people hold them, made into right-padded batches and back."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any, SupportsIndex, TypeAlias
+
+import torch
+from torch import Tensor
+
+from fastformer.nn import SequenceLayout
+
+TokenIds: TypeAlias = Tensor | Sequence[SupportsIndex] | Sequence[Sequence[SupportsIndex]]
+_WANTED = "expected input_ids (batch, seqlen) of integers: a tensor, an array, or lists of ids"
+
+
+def as_batch(ids: Any, pad_id: int, device: torch.device) -> Tensor:
+    """Ids as (batch, seqlen) int64 on a device.
+
+    Args:
+        ids: (batch, seqlen) or (seqlen,), a tensor or an array of integers; a list of ids; a list of such lists, which
+            may differ in length.
+        pad_id: what shorter lists get behind them.
+        device: where the batch goes.
+
+    Raises:
+        ValueError: other shapes, other types, nothing at all.
+    """
+    if not isinstance(ids, Tensor) and hasattr(ids, "__array__"):
+        try:
+            ids = torch.as_tensor(ids)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{_WANTED}; got {type(ids).__name__} ({error})") from error
+    if not isinstance(ids, Tensor):
+        ids = _from_lists(ids, pad_id)
+    ids = ids[None] if ids.dim() == 1 else ids
+    if ids.dim() != 2 or ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool or ids.shape[0] == 0:
+        raise ValueError(f"{_WANTED}; got {ids.dtype} {tuple(ids.shape)}")
+    batch: Tensor = ids.to(device=device, dtype=torch.long)
+    return batch
+
+
+def _from_lists(ids: Any, pad_id: int) -> Tensor:
+    if isinstance(ids, str | bytes | dict) or not hasattr(ids, "__iter__"):
+        raise ValueError(f"{_WANTED}; got {type(ids).__name__}: turn text into ids with a tokenizer first")
+    rows = list(ids)
+    if not rows or not _is_list(rows[0]):
+        rows = [rows]
+    padded: list[list[int]] = []
+    for number, row in enumerate(rows):
+        if not _is_list(row):
+            raise ValueError(f"{_WANTED}; input_ids[{number}] is {row!r}, where others are lists")
+        values = row.tolist() if hasattr(row, "tolist") else list(row)
+        try:
+            if any(isinstance(value, bool) for value in values):
+                raise TypeError("True and False are no ids")
+            padded.append([operator.index(value) for value in values])
+        except TypeError as error:
+            raise ValueError(f"{_WANTED}; input_ids[{number}] holds something else: {error}") from error
+    return pad(padded, pad_id)
+
+
+def _is_list(value: Any) -> bool:
+    return hasattr(value, "__iter__") and getattr(value, "ndim", 1) > 0 and not isinstance(value, str | bytes)
+
+
+def pad(sequences: Sequence[Sequence[int]], pad_id: int = 0) -> Tensor:
+    """Lists of ids as (batch, seqlen) int64, padded on the right."""
+    width = max(map(len, sequences))
+    return torch.tensor([[*row, *[pad_id] * (width - len(row))] for row in sequences], dtype=torch.long)
+
+
+def right_padded(ids: Tensor, attention_mask: Any, pad_id: int) -> tuple[Tensor, SequenceLayout]:
+    """The ids with their padding moved to the right, and their layout.
+
+    Raises:
+        ValueError: a mask of another shape, or an input with nothing to keep.
+    """
+    if attention_mask is None:
+        keep = ids != pad_id
+    else:
+        keep = torch.as_tensor(attention_mask, device=ids.device).bool()
+        keep = keep[None] if keep.dim() == 1 else keep
+        if keep.shape != ids.shape:
+            raise ValueError(f"expected attention_mask of input_ids' shape {tuple(ids.shape)}, got {tuple(keep.shape)}")
+    seqlens = keep.sum(1)
+    if bool((seqlens == 0).any()):
+        raise ValueError("expected at least one token in each input, got an empty one")
+    order = (~keep).long().argsort(dim=1, stable=True)
+    width = int(seqlens.max())
+    # What a mask leaves out may be any id: behind a row stands PAD alone.
+    real = torch.arange(width, device=ids.device) < seqlens[:, None]
+    return ids.gather(1, order)[:, :width].masked_fill(~real, pad_id), SequenceLayout.padded(seqlens, width)
+
+
+def left_padded(ids: Tensor, layout: SequenceLayout, pad_id: int) -> Tensor:
+    """Right-padded ids with their padding moved to the left."""
+    width = ids.shape[1]
+    position = torch.arange(width, device=ids.device) - (width - layout.seqlens[:, None])
+    return torch.where(position >= 0, ids.gather(1, position.clamp(min=0).long()), pad_id)
