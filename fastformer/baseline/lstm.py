@@ -161,7 +161,7 @@ class LSTMSeq2Seq(nn.Module):
         return torch.cat(out, dim=1)
 
     def generate(self, input_ids: Any, **options: Any) -> Any:
-        """Decodes sources: `fastformer.generate(self, input_ids, **options)`, which says the rest."""
+        """Decodes sources: `fastformer.generate(self, input_ids, **options)` says the rest."""
         import fastformer  # needed here alone; the model stands by itself
 
         return fastformer.generate(self, input_ids, **options)

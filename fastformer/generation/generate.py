@@ -151,11 +151,10 @@ def search(
     limits = [most_new_tokens(model, length, settings, inputs.shape[1]) for length in lengths]
     eos_id, pad_id = settings.eos_token_id, settings.pad_token_id
     processing = Processing(settings.min_new_tokens, settings.repetition_penalty, settings.no_repeat_ngram_size)
-    if settings.num_beams == 1 and settings.num_return_sequences > 1:  # each sample decodes an input of its own
-        copies = settings.num_return_sequences
-        inputs = inputs.repeat_interleave(copies, 0)
-        layout = SequenceLayout.padded(layout.seqlens.repeat_interleave(copies), layout.max_seqlen)
-        limits = [limit for limit in limits for _ in range(copies)]
+    if settings.copies > 1:
+        inputs = inputs.repeat_interleave(settings.copies, 0)
+        layout = SequenceLayout.padded(layout.seqlens.repeat_interleave(settings.copies), layout.max_seqlen)
+        limits = [limit for limit in limits for _ in range(settings.copies)]
     engine = make_engine(model, inputs, layout, settings.num_beams, max(limits), settings.memory_rung)
     if settings.num_beams > 1:
         sequences, scores = beam_search(

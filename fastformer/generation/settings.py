@@ -75,9 +75,9 @@ class GenerationSettings:
         self._check_combinations()
 
     @property
-    def rows_per_source(self) -> int:
-        """The rows that decode one input: its beams, or its samples."""
-        return self.num_beams if self.num_beams > 1 else self.num_return_sequences
+    def copies(self) -> int:
+        """How often an input is decoded: once for each sample. The beams of a search share theirs."""
+        return self.num_return_sequences if self.num_beams == 1 else 1
 
     @property
     def memory_rung(self) -> str:

@@ -378,8 +378,8 @@ class Translator:
         while start < len(order):
             width = len(encoded[order[start]])
             new_tokens = most_new_tokens(self.model, width, settings)
-            one = bytes_per_source(self.model, width, settings.rows_per_source, new_tokens)
-            size = max(1, min(self.max_tokens // width, budget // one))
+            one = bytes_per_source(self.model, width, settings.num_beams, new_tokens)
+            size = max(1, min(self.max_tokens // width, budget // one) // settings.copies)
             yield order[start : start + size]
             start += size
 

@@ -98,7 +98,7 @@ class PretrainedModel(nn.Module):
         save_model(self, folder, tokenizer)
 
     def generate(self, input_ids: Any, **options: Any) -> Any:
-        """Decodes sources, or behind prompts: `fastformer.generate(self, input_ids, **options)`, which says the rest."""
+        """Decodes sources, or goes on from prompts: `fastformer.generate(self, input_ids, **options)` says the rest."""
         import fastformer  # its front door: decoding stands above the models
 
         return fastformer.generate(self, input_ids, **options)

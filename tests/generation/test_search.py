@@ -1,251 +1,157 @@
-"""The search against brute force, the rungs against each other, the processors against their formulas."""
+"""The search against searches written the plain way, and against all that there is to find."""
 
 from __future__ import annotations
 
-import itertools
 import math
 
 import pytest
 import torch
 
-from fastformer.generation import generate
-from fastformer.generation.processors import forbid_repeated_ngrams, penalise_repetition, warp
-from fastformer.generation.search import Processing, beam_search
-from fastformer.models import GPT, Transformer
+from fastformer.generation import search
+from fastformer.generation.processors import Processing
+from fastformer.generation.search import Sampling, beam_search, choose_rows
+from tests.generation.toy import EOS, VOCAB, Hypothesis, ToyEngine, every_hypothesis, plain_beam_search
 
-VOCAB, EOS = 5, 1
-NEAR_TIE = 1e-4
-
-
-@pytest.fixture(scope="module")
-def model() -> Transformer:
-    torch.manual_seed(1)
-    return Transformer.from_preset("tiny", vocab_size=40, d_model=32, d_ff=64, num_heads=4).eval()
+PAD = -1
 
 
-@pytest.fixture(scope="module")
-def gpt() -> GPT:
-    torch.manual_seed(1)
-    return GPT.from_preset("tiny", vocab_size=40, d_model=32, num_layers=2, num_heads=4).eval()
+def find(engine: ToyEngine, limits: list[int], beams: int, alpha: float, returned: int, early=False, **settings):
+    return beam_search(engine, limits, EOS, PAD, Processing(**settings), beams, alpha, returned, early)
 
 
-def mixed_sources(count: int, longest: int = 12) -> torch.Tensor:
-    source = torch.randint(3, 40, (count, longest))
-    for i in range(count):
-        source[i, 2 + i % (longest - 1) :] = 0
-    return source
+def assert_found(found: torch.Tensor, scores: torch.Tensor, expected: list[Hypothesis]) -> None:
+    """One source's hypotheses: the same tokens in the same order, the same scores, and nothing where there is none."""
+    assert len(found) >= len(expected)
+    for i, row in enumerate(found.tolist()):
+        tokens = tuple(token for token in row if token != PAD)
+        if i < len(expected):
+            assert tokens == expected[i][1] and row[: len(tokens)] == list(tokens)
+            assert abs(scores[i].item() - expected[i][0]) < 1e-5
+        else:
+            assert tokens == () and scores[i] == -math.inf
 
 
-class ToyEngine:
-    """A language of five tokens whose probabilities depend on the last two: small enough to enumerate."""
-
-    def __init__(self, sources: int, beams: int) -> None:
-        generator = torch.Generator().manual_seed(sources)
-        self.table = torch.randn(sources, VOCAB, VOCAB, VOCAB, generator=generator) * 1.5
-        self.beams, self.sources = beams, torch.arange(sources)
-        self.previous = torch.zeros(sources * beams, dtype=torch.long)
-
-    def first_tokens(self) -> torch.Tensor:
-        return torch.zeros(len(self.previous), dtype=torch.long)
-
-    def logits(self, source: int, before: int, last: int) -> torch.Tensor:
-        return self.table[source, before, last]
-
-    def step(self, tokens: torch.Tensor) -> torch.Tensor:
-        rows = self.sources.repeat_interleave(self.beams)
-        logits = self.table[rows, self.previous, tokens]
-        self.previous = tokens
-        return logits
-
-    def reorder(self, index: torch.Tensor) -> None:
-        self.previous = self.previous[index]
-
-    def select(self, sources: torch.Tensor) -> None:
-        self.previous = self.previous.view(-1, self.beams)[sources].flatten()
-        self.sources = self.sources[sources]
-
-
-def every_hypothesis(engine: ToyEngine, source: int, length: int, alpha: float) -> list[tuple[float, tuple[int, ...]]]:
-    """All finished sequences of up to `length` tokens with their penalised scores, best first."""
-    found = []
-    for size in range(1, length + 1):
-        for body in itertools.product([t for t in range(VOCAB) if t != EOS], repeat=size - 1):
-            sequence, score, before, last = (*body, EOS), 0.0, 0, 0
-            for token in sequence:
-                score += float(engine.logits(source, before, last).log_softmax(-1)[token])
-                before, last = last, token
-            found.append((score / ((5 + size) / 6) ** alpha, sequence))
-    return sorted(found, reverse=True)
+@pytest.fixture(params=[1, 3], ids=["looks each step", "looks every third step"])
+def looks(request, monkeypatch):
+    """On a GPU the search looks now and then only; what it finds is the same."""
+    monkeypatch.setattr(search, "_look", lambda step, device: step % request.param == request.param - 1)
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.6, 1.0])
-def test_wide_beam_finds_what_brute_force_finds(alpha) -> None:
-    # A beam as wide as all prefixes misses nothing.
-    length, beams = 4, 64
-    engine = ToyEngine(3, beams)
-    found, scores = beam_search(engine, [length] * 3, EOS, -1, Processing(), beams, alpha, 5, False)
+def test_wide_beam_finds_what_brute_force_finds(alpha, looks) -> None:
+    # A beam as wide as all that there is misses nothing: 21 hypotheses that finish, and 43 of those that are cut.
+    found, scores = find(ToyEngine(3, 64), [3] * 3, 64, alpha, 64)
     for source in range(3):
-        expected = every_hypothesis(ToyEngine(3, 1), source, length, alpha)[:5]
-        for i, (score, sequence) in enumerate(expected):
-            assert tuple(t for t in found[source, i].tolist() if t != -1) == sequence
-            assert abs(scores[source, i].item() - score) < 1e-5
+        assert_found(found[source], scores[source], every_hypothesis(ToyEngine(3), source, 3, alpha)[:64])
 
 
-def test_beam_four_agrees_with_brute_force_where_the_beam_keeps_the_best() -> None:
-    alpha, length = 0.6, 5
-    found, scores = beam_search(ToyEngine(20, 4), [length] * 20, EOS, -1, Processing(), 4, alpha, 1, False)
+def test_cut_hypotheses_stand_behind_the_finished_with_their_scores() -> None:
+    # EOS may follow the token 3 alone: five hypotheses finish, and the best of those cut fill the rest.
+    def engine(beams: int) -> ToyEngine:
+        toy = ToyEngine(2, beams)
+        toy.table[..., EOS] = -math.inf
+        toy.table[:, :, 3, EOS] = -1.0
+        return toy
+
+    found, scores = find(engine(64), [3] * 2, 64, 0.6, 30)
+    for source in range(2):
+        expected = every_hypothesis(engine(1), source, 3, 0.6)
+        assert sum(tokens[-1] == EOS for _, tokens in expected) == 5
+        assert max(score for score, _ in expected[5:]) > expected[4][0]  # by its score it would stand before
+        assert_found(found[source], scores[source], expected[:30])
+
+
+def test_missing_hypotheses_are_said_to_be_missing() -> None:
+    # Each row says 2, 3 and EOS, and nothing else: one hypothesis exists.
+    engine = ToyEngine(1, 3)
+    engine.table[:] = torch.tensor([-math.inf, 0.0, -math.inf, -math.inf, -math.inf])
+    engine.table[0, 0, 0] = torch.tensor([-math.inf, -math.inf, 0.0, -math.inf, -math.inf])
+    engine.table[0, 0, 2] = torch.tensor([-math.inf, -math.inf, -math.inf, 0.0, -math.inf])
+    found, scores = find(engine, [6], 3, 0.6, 3)
+    assert found[0].tolist() == [[2, 3, EOS], [PAD] * 3, [PAD] * 3]
+    assert scores[0].tolist() == [0.0, -math.inf, -math.inf]
+
+
+@pytest.mark.parametrize("early_stopping", [False, True])
+@pytest.mark.parametrize(("beams", "returned"), [(2, 1), (2, 2), (3, 1), (4, 3)])
+@pytest.mark.parametrize("alpha", [0.0, 0.6, 2.0])
+def test_beam_search_is_the_plain_one(beams, returned, early_stopping, alpha, looks) -> None:
+    # Likely ends and unlikely ones, and limits that differ between the sources.
+    for eos in (-1.0, 1.0):
+        limits = [3 + source % 5 for source in range(12)]
+        found, scores = find(ToyEngine(12, beams, eos=eos), limits, beams, alpha, returned, early_stopping)
+        for source, limit in enumerate(limits):
+            expected = plain_beam_search(ToyEngine(12, eos=eos), source, limit, beams, alpha, returned, early_stopping)
+            assert_found(found[source], scores[source], expected)
+
+
+def test_a_beam_of_four_finds_the_best_where_it_keeps_it() -> None:
+    found, scores = find(ToyEngine(8, 4), [5] * 8, 4, 0.6, 1)
     hits = 0
-    for source in range(20):
-        best, sequence = every_hypothesis(ToyEngine(20, 1), source, length, alpha)[0]
+    for source in range(8):
+        best, sequence = every_hypothesis(ToyEngine(8), source, 5, 0.6)[0]
         assert scores[source, 0].item() <= best + 1e-5  # never better than the best there is
-        hits += tuple(t for t in found[source, 0].tolist() if t != -1) == sequence
-    assert hits >= 18
+        hits += tuple(token for token in found[source, 0].tolist() if token != PAD) == sequence
+    assert hits >= 7
 
 
-def test_beam_scores_are_the_models(model) -> None:
-    source = mixed_sources(4)
-    out = generate(model, source, num_beams=4, max_new_tokens=10, length_penalty=0.6, return_dict_in_generate=True)
-    target_in = torch.nn.functional.pad(out.sequences[:, :-1], (1, 0))
-    log_probabilities = model(source, target_in).log_softmax(-1).gather(2, out.sequences[:, :, None])[:, :, 0]
-    for i, row in enumerate(out.sequences.tolist()):
-        length = row.index(EOS) + 1 if EOS in row else len(row)
-        expected = log_probabilities[i, :length].sum() / ((5 + length) / 6) ** 0.6
-        assert abs(out.scores[i].item() - expected.item()) < 1e-4
+def test_greedy_takes_the_best_and_sums_its_scores(looks) -> None:
+    limits = [1 + source % 7 for source in range(20)]
+    found, scores = choose_rows(ToyEngine(20), limits, EOS, 0, Processing(), None)
+    toy = ToyEngine(20)
+    longest = 0
+    for source, limit in enumerate(limits):
+        tokens: tuple[int, ...] = ()
+        while len(tokens) < limit and EOS not in tokens:
+            gained = toy.continuations(source, tokens)
+            tokens = (*tokens, gained.index(max(gained)))
+        assert found[source].tolist() == [*tokens, *[0] * (found.shape[1] - len(tokens))]
+        assert abs(scores[source].item() - toy.score(source, tokens)) < 1e-5
+        longest = max(longest, len(tokens))
+    assert found.shape[1] == longest
 
 
-def check_rungs(model, source: torch.Tensor, **options) -> int:
-    """All rungs give the tokens of the first; a difference is allowed where the scores are near ties. Counts them."""
-    outs = [
-        generate(model, source, rung=rung, return_dict_in_generate=True, **options)
-        for rung in ("naive", "encoder_once", "cross_cached", "cached")
-    ]
-    ties = 0
-    for out in outs[1:]:
-        for row in range(len(source)):
-            a, b = outs[0].sequences[row].tolist(), out.sequences[row].tolist()
-            width = max(len(a), len(b))
-            if a + [0] * (width - len(a)) != b + [0] * (width - len(b)):
-                assert abs(outs[0].scores[row].item() - out.scores[row].item()) < NEAR_TIE
-                ties += 1
-    return ties
+def test_samples_have_the_scores_of_their_tokens(looks) -> None:
+    generator = torch.Generator().manual_seed(0)
+    sampling = Sampling(0.7, 3, 0.9, generator)
+    found, scores = choose_rows(ToyEngine(20), [6] * 20, EOS, PAD % VOCAB, Processing(), sampling)
+    toy = ToyEngine(20)
+    for source, row in enumerate(found.tolist()):
+        tokens = tuple(row[: row.index(EOS) + 1] if EOS in row else row)
+        assert abs(scores[source].item() - toy.score(source, tokens)) < 1e-5
 
 
-@pytest.mark.parametrize("num_beams", [1, 4])
-def test_rungs_agree(model, num_beams) -> None:
-    assert check_rungs(model, mixed_sources(12), num_beams=num_beams, max_new_tokens=16) <= 1
+@pytest.mark.parametrize("least", [0, 1, 2, 4])
+@pytest.mark.parametrize("beams", [1, 3])
+def test_min_new_tokens_is_kept_exactly(least, beams) -> None:
+    # A language that wants to end at once ends as soon as it may.
+    if beams == 1:
+        found, _ = choose_rows(ToyEngine(6, eos=20.0), [6] * 6, EOS, 0, Processing(min_new_tokens=least), None)
+    else:
+        found = find(ToyEngine(6, beams, eos=20.0), [6] * 6, beams, 0.6, 1, min_new_tokens=least)[0][:, 0]
+    assert found.shape[1] == least + 1
+    assert (found[:, least] == EOS).all() and (found[:, :least] != EOS).all()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("num_beams", [1, 4])
-def test_rungs_agree_on_200_sources(model, num_beams) -> None:
-    ties = check_rungs(model, mixed_sources(200, 24), num_beams=num_beams, max_new_tokens=30)
-    print(f"{ties} near ties among 600 comparisons")
-    assert ties <= 6
+def test_nothing_left_to_say_ends_the_row() -> None:
+    # Without repeating a token there are four to say; then even min_new_tokens can't keep it from ending.
+    settings = Processing(min_new_tokens=8, no_repeat_ngram_size=1)
+    for found in (
+        choose_rows(ToyEngine(4), [8] * 4, EOS, 0, settings, None)[0],
+        find(ToyEngine(4, 2), [8] * 4, 2, 0.6, 1, min_new_tokens=8, no_repeat_ngram_size=1)[0][:, 0],
+    ):
+        for row in found.tolist():
+            assert sorted(row[:4]) == [0, 2, 3, 4] and row[4] == EOS
 
 
-@pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"do_sample": True, "seed": 3, "num_return_sequences": 2}])
-def test_gpt_cached_equals_naive_and_padding_side_is_free(gpt, options) -> None:
-    prompts = mixed_sources(6, 8)
-    cached = generate(gpt, prompts, max_new_tokens=10, **options)
-    assert torch.equal(cached, generate(gpt, prompts, max_new_tokens=10, use_cache=False, **options))
-    left = torch.stack([row.roll(int((row == 0).sum())) for row in prompts])
-    mask = (left != 0).long()
-    assert torch.equal(cached, generate(gpt, left, attention_mask=mask, max_new_tokens=10, **options))
-
-
-def test_rows_do_not_depend_on_their_batch(model) -> None:
-    source = mixed_sources(8)
-    for options in ({}, {"num_beams": 4}):
-        together = generate(model, source, max_new_tokens=12, **options)
-        for i in range(8):
-            alone = generate(model, source[i : i + 1], max_new_tokens=12, **options)[0].tolist()
-            row = together[i].tolist()
-            assert row[: len(alone)] == alone and not any(row[len(alone) :])
-
-
-def test_greedy_follows_the_argmax(model) -> None:
-    source = mixed_sources(3)
-    out = generate(model, source, max_new_tokens=8)
-    target_in = torch.nn.functional.pad(out[:, :-1], (1, 0))
-    best = model(source, target_in).argmax(-1)
-    real = (out != 0) | ((out == 0) & (best == 0))
-    assert torch.equal(best[real], out[real])
-
-
-def test_sampling_is_seeded_and_follows_the_distribution(model) -> None:
-    source = mixed_sources(1).repeat(2000, 1)
-    one = generate(model, source, do_sample=True, seed=5, max_new_tokens=1)
-    assert torch.equal(one, generate(model, source, do_sample=True, seed=5, max_new_tokens=1))
-    assert not torch.equal(one, generate(model, source, do_sample=True, seed=6, max_new_tokens=1))
-    expected = model(source[:1], torch.zeros(1, 1, dtype=torch.long))[0, 0].softmax(-1)
-    counted = torch.bincount(one.flatten(), minlength=40) / 2000
-    assert (counted - expected).abs().max() < 5 * math.sqrt(0.25 / 2000)
-
-
-def test_warp() -> None:
-    logits = torch.tensor([[1.0, 3.0, 2.0, 0.0]])
-    assert warp(logits, 2.0, 0, 1.0).tolist() == [[0.5, 1.5, 1.0, 0.0]]
-    assert warp(logits, 1.0, 2, 1.0).tolist() == [[-math.inf, 3.0, 2.0, -math.inf]]
-    # softmax is .087 .644 .237 .032: .6 needs one token, .65 two, .9 three
-    for top_p, kept in ((0.6, [1]), (0.65, [1, 2]), (0.9, [0, 1, 2])):
-        assert warp(logits, 1.0, 0, top_p).isfinite()[0].nonzero().flatten().tolist() == kept
-
-
-def test_repetition_penalty() -> None:
-    logits = torch.tensor([[2.0, -2.0, 1.0, 0.5]])
-    assert penalise_repetition(logits, torch.tensor([[0, 1, 1]]), 2.0).tolist() == [[1.0, -4.0, 1.0, 0.5]]
-
-
-def test_no_repeat_ngram() -> None:
-    history = torch.tensor([[5, 6, 7, 5, 6], [5, 6, 5, 7, 6]])
-    found = forbid_repeated_ngrams(torch.zeros(2, 10), history, 3)
-    assert found[0].isneginf().nonzero().flatten().tolist() == [7] and not found[1].isneginf().any()
-    found = forbid_repeated_ngrams(torch.zeros(2, 10), history, 2)
-    assert found[1].isneginf().nonzero().flatten().tolist() == [5]
-    found = forbid_repeated_ngrams(torch.zeros(2, 10), history, 1)
-    assert found[0].isneginf().nonzero().flatten().tolist() == [5, 6, 7]
-
-
-def test_no_repeat_ngram_holds_in_the_output(model) -> None:
-    for options in ({}, {"num_beams": 3}):
-        for row in generate(model, mixed_sources(6), max_new_tokens=20, no_repeat_ngram_size=2, **options).tolist():
-            row = row[: row.index(EOS)] if EOS in row else [t for t in row if t]
-            grams = list(zip(row, row[1:], strict=False))
-            assert len(grams) == len(set(grams))
-
-
-def test_min_new_tokens(model) -> None:
-    out = generate(model, mixed_sources(6), max_new_tokens=12, min_new_tokens=9)
-    assert not (out[:, :9] == EOS).any()
-
-
-def test_num_return_sequences(model) -> None:
-    out = generate(
-        model, mixed_sources(3), num_beams=4, num_return_sequences=3, max_new_tokens=8, return_dict_in_generate=True
-    )
-    assert out.sequences.shape[0] == 9
-    scores = out.scores.view(3, 3)
-    assert (scores[:, :-1] >= scores[:, 1:]).all()
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"num_beams": 2, "do_sample": True}, "expected do_sample or num_beams > 1, got both"),
-        ({"num_beams": 2, "num_return_sequences": 3}, "at most num_beams 2, got 3"),
-        ({"num_return_sequences": 2}, "expected num_return_sequences 1 for greedy"),
-        ({"temperature": 0.0}, "expected temperature > 0"),
-        ({"max_new_tokens": 100_000}, "max_len is"),
-        ({"max_new_tokens": 0}, "max_new_tokens of at least 1"),
-        ({"rung": "fast"}, "expected a rung out of"),
-        ({"attention_mask": torch.ones(1, 1)}, "expected attention_mask of input_ids' shape"),
-    ],
-)
-def test_errors(model, options, message) -> None:
-    with pytest.raises(ValueError, match=message):
-        generate(model, mixed_sources(2), **options)
-
-
-def test_empty_input(model) -> None:
-    with pytest.raises(ValueError, match="at least one token in each input"):
-        generate(model, torch.zeros(1, 3, dtype=torch.long))
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_model_that_gives_nan_is_named(value, looks) -> None:
+    for beams in (1, 2):
+        for sampling in (None, Sampling()):
+            engine = ToyEngine(3, beams, eos=-5.0)
+            engine.table[1, :, :, 3] = value
+            with pytest.raises(ValueError, match="the model gives NaN or infinite logits"):
+                if beams == 1:
+                    choose_rows(engine, [4] * 3, EOS, 0, Processing(), sampling)
+                else:
+                    find(engine, [4] * 3, beams, 0.6, 1)

@@ -1,36 +1,200 @@
-"""Texts keep their order and are checked; pictures are drawn."""
+"""Texts as people hold them keep their order, bad ones are named, batches fit in memory; pictures are drawn."""
 
 from __future__ import annotations
 
+import logging
+import math
+
+import numpy as np
 import pytest
 import torch
 
+from fastformer.baseline import LSTMSeq2Seq
 from fastformer.data import ByteTokenizer
-from fastformer.generation import Translator, draw_attention
-from fastformer.models import Transformer
+from fastformer.generation import Translator, draw_attention, generate
+from fastformer.generation.engine import bytes_per_source
+from fastformer.generation.translator import Scored
+from fastformer.models import GPT, Transformer
+from fastformer.models.pretrained import save_model
+from fastformer.nn import KVCache
+
+TEXTS = ["a", "a longer text", "mid size", "b" * 40, "x"]
+FEW = {"max_new_tokens": 8}
 
 
 @pytest.fixture(scope="module")
-def translator() -> Translator:
+def model() -> Transformer:
     torch.manual_seed(0)
-    model = Transformer.from_preset("tiny", vocab_size=259, d_model=32, d_ff=64, num_heads=4, max_len=64)
+    return Transformer.from_preset("tiny", vocab_size=259, d_model=32, d_ff=64, num_heads=4, max_len=64)
+
+
+@pytest.fixture(scope="module")
+def translator(model) -> Translator:
     return Translator(model, ByteTokenizer(), max_tokens=64)
 
 
 def test_order_is_kept_whatever_the_batches(translator) -> None:
-    texts = ["a", "a longer text", "mid size", "b" * 40, "x"]
-    together = translator.translate(texts, max_new_tokens=8)
-    assert together == [translator.translate([text], max_new_tokens=8)[0] for text in texts]
-    assert list(translator.stream(iter(texts), max_new_tokens=8)) == together
+    together = translator.translate(TEXTS, **FEW)
+    assert together == [translator.translate(text, **FEW) for text in TEXTS]
+    for read_ahead in (1, 2, 1000):
+        assert list(translator.stream(iter(TEXTS), read_ahead=read_ahead, **FEW)) == together
     assert len(set(together)) > 1
-    assert translator.model.training  # as it was before
+
+
+def test_a_text_gives_a_text_and_texts_give_a_list(translator) -> None:
+    together = translator.translate(TEXTS, **FEW)
+    assert translator.translate(TEXTS[1], **FEW) == together[1]
+    for texts in (
+        tuple(TEXTS),
+        iter(TEXTS),
+        np.array(TEXTS),
+        np.array(TEXTS, dtype=object),
+        dict.fromkeys(TEXTS).keys(),
+    ):
+        assert translator.translate(texts, **FEW) == together
+    assert translator.translate([]) == [] and list(translator.stream([])) == []
+
+
+def test_what_is_no_text_is_named(translator) -> None:
+    for wrong in (b"bytes", {"a": "b"}, None, 7):
+        with pytest.raises(ValueError, match=f"expected a text, or a list of texts, got {type(wrong).__name__}"):
+            translator.translate(wrong)
+    for wrong in (7, None, b"x", ["y"]):
+        for translate in (translator.translate, lambda texts: list(translator.stream(texts))):
+            with pytest.raises(ValueError, match=rf"texts\[1\]: expected a str, got {type(wrong).__name__}"):
+                translate(["a", wrong])
+    with pytest.raises(ValueError, match="expected texts to stream, got one str"):
+        translator.stream("a text")
+
+
+def test_options_are_checked_before_anything_is_read(translator) -> None:
+    for options, message in (
+        ({"num_beam": 2}, "no option 'num_beam' here; did you mean 'num_beams'?"),
+        ({"return_dict_in_generate": True}, "give return_scores=True instead of return_dict_in_generate"),
+        ({"num_beams": 300}, "num_beams of at most the vocabulary's 259"),
+        ({"max_new_tokens": 65}, "expected max_new_tokens of at most 64"),
+        ({"on_error": "ignore"}, "expected on_error to be 'stop' or 'skip', got 'ignore'"),
+    ):
+        for translate in (translator.translate, translator.stream):
+            with pytest.raises(ValueError, match=message):
+                translate([], **options)
+    for read_ahead in (0, -1, 1.5):
+        with pytest.raises(ValueError, match="expected read_ahead of at least 1"):
+            translator.stream(["a"], read_ahead=read_ahead)
+    for sizes in ({"max_tokens": 0}, {"max_batch_bytes": 0}):
+        with pytest.raises(ValueError, match="expected max_tokens and max_batch_bytes of at least 1"):
+            Translator(translator.model, ByteTokenizer(), **sizes)
+    with pytest.raises(ValueError, match="expected a fastformer.models.Transformer"):
+        Translator(torch.nn.Linear(2, 2), ByteTokenizer())
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_beams": 4, "num_return_sequences": 3},
+        {"do_sample": True, "num_return_sequences": 3, "top_k": 1},
+    ],
+    ids=["beams", "samples"],
+)
+def test_n_best_belongs_to_its_text(model, options) -> None:
+    # Two texts a batch, the longest first: each text gets its own rows back, in order.
+    translator = Translator(model.eval(), ByteTokenizer(), max_tokens=30)
+    tokenizer, device = ByteTokenizer(), torch.device("cpu")
+    found = translator.translate(TEXTS, return_scores=True, **FEW, **options)
+    for text, answers in zip(TEXTS, found, strict=True):
+        ids = torch.tensor([[*tokenizer.encode(text), 1]], device=device)
+        out = generate(model, ids, return_dict_in_generate=True, **FEW, **options)
+        expected = [tokenizer.decode(row) for row in out.sequences.tolist()]
+        assert [answer.text for answer in answers] == expected
+        assert max(abs(answer.score - score) for answer, score in zip(answers, out.scores.tolist(), strict=True)) < 1e-4
+    assert translator.translate(TEXTS, **FEW, **options) == [[answer.text for answer in row] for row in found]
+    assert translator.translate(TEXTS[1], **FEW, **options) == [answer.text for answer in found[1]]
+    assert list(translator.stream(["a", ""], **FEW, **options)) == [[answer.text for answer in found[0]], []]
+
+
+def test_scores_on_request(translator) -> None:
+    text, score = translator.translate("a", return_scores=True, **FEW)
+    assert text == translator.translate("a", **FEW) and score < 0
+    assert list(translator.stream(["a", " "], return_scores=True, **FEW)) == [
+        Scored(text, score),
+        Scored("", -math.inf),
+    ]
+
+
+def test_sampling_is_seeded_once_for_all_batches(model) -> None:
+    # The same text in two batches: other draws, and the same ones again with the same seed.
+    translator = Translator(model, ByteTokenizer(), max_tokens=1)
+    options = {"do_sample": True, "seed": 3, **FEW}
+    found = translator.translate(["same text"] * 4, **options)
+    assert len(set(found)) > 1 and found == translator.translate(["same text"] * 4, **options)
 
 
 def test_errors_name_the_text(translator) -> None:
-    with pytest.raises(ValueError, match="text 2: expected something to translate"):
+    with pytest.raises(ValueError, match="text 2: expected something to translate, got an empty text; on_error skip"):
         translator.translate(["a", " "])
-    with pytest.raises(ValueError, match="text 1: expected at most 64 tokens, got 101"):
+    with pytest.raises(
+        ValueError, match="text 1: expected at most 64 tokens, got 101: split it.*; skip_long or on_error"
+    ):
         translator.translate(["x" * 100])
+    with pytest.raises(ValueError, match="text 3: expected text that is valid Unicode"):
+        list(translator.stream(["a", "", "\ud800"], read_ahead=2))
+    assert len(translator.encode("x" * 63)) == 64
+    with pytest.raises(ValueError, match="at most 64 tokens, got 65"):
+        translator.encode("x" * 64)
+
+
+@pytest.mark.parametrize("read_ahead", [2, 100])
+def test_bad_texts_are_skipped_in_their_place(translator, caplog, read_ahead) -> None:
+    texts = ["a", "x" * 100, "", "x", "\ud800"]
+    a, x = translator.translate(["a", "x"], **FEW)
+    with caplog.at_level(logging.WARNING, "fastformer"):
+        found = list(translator.stream(texts, read_ahead=read_ahead, on_error="skip", **FEW))
+    assert found == [a, "", "", x, ""]
+    said = [record.getMessage() for record in caplog.records]
+    assert said[0].startswith("skipped text 2: expected at most 64 tokens, got 101")
+    assert said[1].startswith("skipped text 5: expected text that is valid Unicode")
+    assert said[2:] == ["skipped 2 of 5 texts; their translations are empty"]
+    assert translator.translate(texts, on_error="skip", **FEW) == found
+    assert translator.translate(texts[:2], skip_long=True, **FEW) == found[:2]
+    with pytest.raises(ValueError, match="text 5: expected text that is valid Unicode"):
+        list(translator.stream(texts, skip_long=True, **FEW))
+    with pytest.raises(ValueError, match=r"texts\[0\]: expected a str, got int"):  # a mistake of the program
+        translator.translate([7], on_error="skip")
+
+
+def test_many_skipped_texts_do_not_flood_the_log(translator, caplog) -> None:
+    assert translator.translate(["x" * 100] * 50, skip_long=True) == [""] * 50
+    assert len(caplog.records) == 11 and caplog.records[-1].getMessage().startswith("skipped 50 of 50 texts")
+
+
+def test_each_module_is_left_in_its_mode(model) -> None:
+    translator = Translator(model.train(), ByteTokenizer())
+    model.encoder.eval()
+    modes = [module.training for module in model.modules()]
+    for run in (
+        lambda: translator.translate(["a"], **FEW),
+        lambda: translator.attention("a"),
+        lambda: next(translator.stream(["a", "b"], read_ahead=1, **FEW)),
+        lambda: pytest.raises(ValueError, translator.translate, ["x" * 100]),
+    ):
+        run()
+        assert [module.training for module in model.modules()] == modes
+    model.eval()
+
+
+@pytest.mark.parametrize("kind", [Transformer, LSTMSeq2Seq])
+def test_attention_is_that_of_evaluation(kind) -> None:
+    # With dropout on, no two calls would agree.
+    if kind is Transformer:
+        model = Transformer.from_preset("tiny", vocab_size=259, d_model=32, d_ff=64, num_heads=4, dropout=0.5)
+    else:
+        model = LSTMSeq2Seq(vocab_size=259, d_model=32, dropout=0.5)
+    translator = Translator(model.eval(), ByteTokenizer())
+    expected = translator.attention("abc")
+    model.train()
+    source, target, weights = translator.attention("abc")
+    assert (source, target) == expected[:2] and torch.equal(weights, expected[2])
+    assert model.training
 
 
 def test_attention_and_its_picture(translator, tmp_path) -> None:
@@ -40,3 +204,73 @@ def test_attention_and_its_picture(translator, tmp_path) -> None:
     pytest.importorskip("matplotlib", reason="drawing needs matplotlib")
     draw_attention(source, target, weights, tmp_path / "a.png", title="zwölf")
     assert (tmp_path / "a.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def cache_bytes(cache: KVCache) -> int:
+    tensors = (cache.k, cache.v, cache.cross_k, cache.cross_v)
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors if tensor is not None)
+
+
+@pytest.mark.parametrize("options", [{}, {"num_beams": 4}, {"do_sample": True, "num_return_sequences": 4}], ids=str)
+def test_batches_keep_to_their_memory(model, options, monkeypatch) -> None:
+    # What beams, samples and new tokens need counts; and nothing is wasted by guessing too much.
+    taken: list[tuple[int, int]] = []
+    new_cache = Transformer.new_cache
+
+    def counted(self, batch_size, max_seqlen, memory=None, **given):
+        cache = new_cache(self, batch_size, max_seqlen, memory, **given)
+        if memory is not None:
+            taken.append((memory.shape[0], cache_bytes(cache)))
+        return cache
+
+    monkeypatch.setattr(Transformer, "new_cache", counted)
+    texts = ["x" * (5 + i % 3) for i in range(40)]
+    budget = 600_000
+    Translator(model, ByteTokenizer(), max_batch_bytes=budget).translate(texts, max_new_tokens=30, **options)
+    copies = options.get("num_return_sequences", 1)  # each sample has a source of its own
+    sizes = [size // copies for size, _ in taken]
+    assert sum(sizes) == 40 and max(sizes) < 40
+    assert max(size for _, size in taken) <= budget and max(size for _, size in taken) > budget / 3
+    taken.clear()
+    Translator(model, ByteTokenizer(), max_batch_bytes=1).translate(texts[:3], max_new_tokens=2, **options)
+    assert [size for size, _ in taken] == [copies] * 3
+    taken.clear()
+    Translator(model, ByteTokenizer(), max_tokens=16).translate(texts[:6], max_new_tokens=2, **options)
+    assert [size for size, _ in taken] == ([2] * 3 if copies == 1 else [copies] * 6)
+
+
+def test_the_estimate_grows_with_what_is_asked(model) -> None:
+    one = bytes_per_source(model, 10, 1, 20)
+    large = Transformer.from_preset("tiny", vocab_size=3000)
+    cache = large.new_cache(4, 130, torch.zeros(1, 30, 128))
+    assert 3 * cache_bytes(cache) > bytes_per_source(large, 30, 4, 130) > cache_bytes(cache) + 4 * 4 * 3000
+    assert bytes_per_source(model, 20, 1, 20) > one < bytes_per_source(model, 10, 1, 40)
+    assert bytes_per_source(model, 10, 4, 20) > 2 * one
+    for other in (LSTMSeq2Seq(vocab_size=259, d_model=32), GPT.from_preset("tiny", vocab_size=259)):
+        assert bytes_per_source(other, 10, 4, 20) == 4 * bytes_per_source(other, 10, 1, 20)
+
+
+@pytest.mark.parametrize("precision", [None, "fp32", "bf16"])
+@pytest.mark.parametrize("kind", [Transformer, LSTMSeq2Seq])
+def test_from_pretrained_needs_the_folder_alone(kind, precision, tmp_path) -> None:
+    if kind is Transformer:
+        model = Transformer.from_preset("tiny", vocab_size=259, d_model=32, d_ff=64, num_heads=4)
+    else:
+        model = LSTMSeq2Seq(vocab_size=259, d_model=32)
+    save_model(model, tmp_path, ByteTokenizer())
+    translator = Translator.from_pretrained(tmp_path, precision=precision, device="cpu")
+    assert {p.dtype for p in translator.model.parameters()} == {
+        torch.bfloat16 if precision == "bf16" else torch.float32
+    }
+    found = translator.translate(TEXTS, num_beams=2, **FEW)
+    if precision != "bf16":
+        assert found == Translator(model, ByteTokenizer()).translate(TEXTS, num_beams=2, **FEW)
+    assert translator.attention("a")[2].dtype == torch.float32
+
+
+def test_from_pretrained_says_what_is_wrong(tmp_path) -> None:
+    GPT.from_preset("tiny", vocab_size=259).save_pretrained(tmp_path, ByteTokenizer())
+    with pytest.raises(ValueError, match=r"expected a folder of Transformer or LSTMSeq2Seq, got one of 'GPT'"):
+        Translator.from_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="expected precision fp32, bf16 or fp16, got 'int8'"):
+        Translator.from_pretrained(tmp_path, precision="int8")

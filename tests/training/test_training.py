@@ -19,7 +19,7 @@ import torch
 from fastformer import files
 from fastformer.data import collate, plan_epoch, train_bpe
 from fastformer.generation import Translator
-from fastformer.generation.translator import _padded
+from fastformer.generation.inputs import pad
 from fastformer.run_folder import load_model
 from fastformer.training import TrainConfig, start
 from fastformer.training.build import build_model
@@ -361,7 +361,7 @@ def test_lstm_trains_and_translates(config, tmp_path, score) -> None:
     model, tokenizer = load_model(tmp_path / "lstm")
     translator = Translator(model, tokenizer)
     texts = ["aa 3", "a 1", "aaaa 7"]
-    greedy = model.greedy(_padded([translator.encode(text) for text in texts]), 12)
+    greedy = model.greedy(pad([translator.encode(text) for text in texts]), 12)
     assert translator.translate(texts, max_new_tokens=12) == [tokenizer.decode(row) for row in greedy.tolist()]
     assert len(translator.translate(texts, max_new_tokens=12, num_beams=3)) == 3
     source, target, weights = translator.attention("aa 3")

@@ -1,0 +1,335 @@
+"""Decoding real models: against teacher forcing, a plain loop, the rungs, and each row alone."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from fastformer.baseline import LSTMSeq2Seq
+from fastformer.generation import generate
+from fastformer.generation.generate import GenerateOutput
+from fastformer.models import GPT, Transformer
+from fastformer.nn import SequenceLayout
+
+EOS, VOCAB = 1, 40
+NEAR_TIE = 1e-4
+
+
+@pytest.fixture(scope="module")
+def model() -> Transformer:
+    torch.manual_seed(1)
+    return Transformer.from_preset("tiny", vocab_size=VOCAB, d_model=32, d_ff=64, num_heads=4, max_len=128).eval()
+
+
+@pytest.fixture(scope="module")
+def gpt() -> GPT:
+    torch.manual_seed(1)
+    model = GPT.from_preset("tiny", vocab_size=VOCAB, d_model=32, num_layers=2, num_heads=4, max_len=128).eval()
+    model.embedding.weight.data *= 20  # a fresh GPT is nearly uniform, and what it says the same everywhere
+    return model
+
+
+@pytest.fixture(scope="module")
+def lstm() -> LSTMSeq2Seq:
+    torch.manual_seed(1)
+    model = LSTMSeq2Seq(vocab_size=VOCAB, d_model=32, num_layers=2).eval()
+    for parameter in model.parameters():
+        parameter.data *= 3
+    return model
+
+
+@pytest.fixture(params=["model", "gpt", "lstm"])
+def any_model(request) -> Any:
+    return request.getfixturevalue(request.param)
+
+
+def mixed_sources(count: int, longest: int = 12) -> torch.Tensor:
+    source = torch.randint(3, VOCAB, (count, longest))
+    for i in range(count):
+        source[i, 2 + i % (longest - 1) :] = 0
+    return source
+
+
+def new_tokens(model: Any, prompts: torch.Tensor, sequences: torch.Tensor) -> list[list[int]]:
+    """What was generated, EOS included, without PAD behind it."""
+    if isinstance(model, GPT):
+        sequences = sequences[:, int((prompts != 0).sum(1).max()) :]
+    return [row[: row.index(EOS) + 1] if EOS in row else row for row in sequences.tolist()]
+
+
+@torch.no_grad()
+def next_logits(model: Any, source: list[int], tokens: list[int]) -> torch.Tensor:
+    """(len(tokens) + 1, vocab_size): the logits before each token and behind the last, without any cache."""
+    if isinstance(model, GPT):
+        return model(torch.tensor([[*source, *tokens]]))[0, len(source) - 1 :]
+    logits = model(torch.tensor([source]), torch.tensor([[0, *tokens]]))
+    return (logits[0] if isinstance(model, LSTMSeq2Seq) else logits)[0]
+
+
+def real(row: torch.Tensor) -> list[int]:
+    return row[row != 0].tolist()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"num_beams": 4, "num_return_sequences": 4},
+        {"num_beams": 3, "num_return_sequences": 2, "length_penalty": 1.5, "early_stopping": True},
+        {"do_sample": True, "num_return_sequences": 2, "seed": 1, "temperature": 0.7},
+    ],
+    ids=["greedy", "beams", "early", "samples"],
+)
+def test_scores_are_those_of_teacher_forcing(any_model, options) -> None:
+    # A beam whose state belongs to another hypothesis, or row, has the score of neither.
+    sources = mixed_sources(5, 6)
+    out = generate(any_model, sources, max_new_tokens=10, return_dict_in_generate=True, **options)
+    returned = options.get("num_return_sequences", 1)
+    alpha = options.get("length_penalty", 0.6) if "num_beams" in options else 0.0
+    assert len(out.sequences) == len(out.scores) == 5 * returned
+    assert out.scores.dtype == torch.float32
+    found = new_tokens(any_model, sources, out.sequences)
+    for i, tokens in enumerate(found):
+        forced = next_logits(any_model, real(sources[i // returned]), tokens)[:-1].log_softmax(-1)
+        expected = forced.gather(1, torch.tensor(tokens)[:, None]).sum() / ((5 + len(tokens)) / 6) ** alpha
+        assert abs(out.scores[i].item() - expected.item()) < 1e-4
+    if "num_beams" in options:
+        for source in range(5):
+            group = range(source * returned, (source + 1) * returned)
+            assert len({tuple(found[i]) for i in group}) == returned  # n different hypotheses
+            for ended in (True, False):
+                scores = [out.scores[i].item() for i in group if (found[i][-1] == EOS) == ended]
+                assert scores == sorted(scores, reverse=True)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"repetition_penalty": 1.7}, {"no_repeat_ngram_size": 2}, {"min_new_tokens": 6}], ids=str
+)
+def test_greedy_is_the_plain_loop(any_model, options) -> None:
+    sources = mixed_sources(5, 6)
+    found = new_tokens(any_model, sources, generate(any_model, sources, max_new_tokens=12, **options))
+    for source, tokens in zip(sources, found, strict=True):
+        said: list[int] = []
+        while len(said) < 12 and EOS not in said:
+            logits = next_logits(any_model, real(source), said)[-1].tolist()
+            factor = options.get("repetition_penalty", 1.0)
+            size = options.get("no_repeat_ngram_size", 0)
+            grams = {tuple(said[i : i + size]) for i in range(len(said) - size + 1)} if size else set()
+            for token in range(VOCAB):
+                if token in said:
+                    logits[token] = logits[token] / factor if logits[token] > 0 else logits[token] * factor
+                if size and (*said[len(said) - size + 1 :], token) in grams:
+                    logits[token] = -math.inf
+            if len(said) < options.get("min_new_tokens", 0):
+                logits[EOS] = -math.inf
+            said.append(logits.index(max(logits)))
+        assert tokens == said
+
+
+@pytest.mark.parametrize("options", [{}, {"num_beams": 4, "num_return_sequences": 2}], ids=str)
+def test_rows_do_not_depend_on_their_batch(any_model, options) -> None:
+    # Their limits neither: a source gets its own length + 100, whatever stands beside it.
+    sources = mixed_sources(6, 7)
+    limit = {"max_new_tokens": 12} if isinstance(any_model, GPT) else {}
+    together = new_tokens(any_model, sources, generate(any_model, sources, **options, **limit))
+    returned = options.get("num_return_sequences", 1)
+    for i in range(6):
+        alone = sources[i : i + 1, : len(real(sources[i]))]
+        found = new_tokens(any_model, alone, generate(any_model, alone, **options, **limit))
+        for row, tokens in zip(together[i * returned : (i + 1) * returned], found, strict=True):
+            assert row[: len(tokens)] == tokens and not any(row[len(tokens) :])
+            assert limit or len(tokens) <= min(len(real(sources[i])) + 100, any_model.config.max_len)
+
+
+def test_padding_side_is_free_and_the_mask_is_read(any_model) -> None:
+    sources = mixed_sources(5, 6)
+    left = torch.stack([row.roll(int((row == 0).sum())) for row in sources])
+    for options in ({}, {"num_beams": 3}, {"do_sample": True, "seed": 3, "num_return_sequences": 2}):
+        expected = generate(any_model, sources, max_new_tokens=8, **options)
+        for ids in (sources, left):
+            assert torch.equal(generate(any_model, ids, max_new_tokens=8, **options), expected)
+            mask = (ids != 0).long()
+            filled = ids.masked_fill(ids == 0, 7)  # what the mask leaves out may be any id
+            found = generate(any_model, filled, attention_mask=mask, max_new_tokens=8, **options)
+            assert torch.equal(found, expected)
+
+
+def test_a_mask_may_keep_an_id_of_pad(model) -> None:
+    source = torch.tensor([[5, 0, 9]])
+    out = generate(model, source, attention_mask=torch.ones(1, 3), max_new_tokens=6, return_dict_in_generate=True)
+    with torch.no_grad():
+        layout = SequenceLayout.padded(torch.tensor([3]), 3)
+        target_in = torch.nn.functional.pad(out.sequences[:, :-1], (1, 0))
+        forced = model(source, target_in, source_layout=layout).log_softmax(-1)
+    tokens = new_tokens(model, source, out.sequences)[0]
+    expected = sum(forced[0, i, token].item() for i, token in enumerate(tokens))
+    assert abs(out.scores.item() - expected) < 1e-4
+    dropped = generate(model, source, max_new_tokens=6, return_dict_in_generate=True)
+    assert abs(dropped.scores.item() - expected) > 1e-3
+
+
+def check_rungs(model, source: torch.Tensor, **options) -> int:
+    """All rungs give the tokens of the first; a difference is allowed where the scores are near ties. Counts them."""
+    outs = [
+        generate(model, source, rung=rung, return_dict_in_generate=True, **options)
+        for rung in ("naive", "encoder_once", "cross_cached", "cached")
+    ]
+    ties = 0
+    for out in outs[1:]:
+        for row in range(len(source)):
+            a, b = outs[0].sequences[row].tolist(), out.sequences[row].tolist()
+            width = max(len(a), len(b))
+            if a + [0] * (width - len(a)) != b + [0] * (width - len(b)):
+                assert abs(outs[0].scores[row].item() - out.scores[row].item()) < NEAR_TIE
+                ties += 1
+    return ties
+
+
+@pytest.mark.parametrize("num_beams", [1, 4])
+def test_rungs_agree(model, num_beams) -> None:
+    assert check_rungs(model, mixed_sources(12), num_beams=num_beams, max_new_tokens=16) <= 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_beams", [1, 4])
+def test_rungs_agree_on_200_sources(model, num_beams) -> None:
+    ties = check_rungs(model, mixed_sources(200, 24), num_beams=num_beams, max_new_tokens=30)
+    print(f"{ties} near ties among 600 comparisons")
+    assert ties <= 6
+
+
+@pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"do_sample": True, "seed": 3, "num_return_sequences": 2}])
+def test_gpt_cached_equals_naive(gpt, options) -> None:
+    prompts = mixed_sources(6, 8)
+    cached = generate(gpt, prompts, max_new_tokens=10, **options)
+    assert torch.equal(cached, generate(gpt, prompts, max_new_tokens=10, use_cache=False, **options))
+
+
+def test_gpt_gives_its_prompts_back(gpt) -> None:
+    prompts = mixed_sources(4, 6)
+    for returned in (1, 2):
+        out = generate(gpt, prompts, num_beams=2, num_return_sequences=returned, max_new_tokens=3)
+        width = int((prompts != 0).sum(1).max())
+        for i, row in enumerate(out.tolist()):
+            prompt = real(prompts[i // returned])
+            assert row[:width] == [0] * (width - len(prompt)) + prompt
+
+
+def test_other_ids_for_eos_and_pad(model) -> None:
+    # What ends a row is the id that was named, and behind it stands the id that was named.
+    sources = mixed_sources(6)
+    plain = generate(model, sources, max_new_tokens=12, eos_token_id=39, pad_token_id=0)
+    eos = next(token for row in plain.tolist() for token in row[2:6])
+    out = generate(model, sources, attention_mask=sources != 0, max_new_tokens=12, eos_token_id=eos, pad_token_id=2)
+    assert any(eos in row for row in out.tolist())
+    for row, whole in zip(out.tolist(), plain.tolist(), strict=True):
+        end = whole.index(eos) + 1 if eos in whole else 12
+        assert row == whole[:end] + [2] * (out.shape[1] - end)
+
+
+def test_sampling_is_seeded_and_follows_the_distribution(model) -> None:
+    source = mixed_sources(1).repeat(2000, 1)
+    one = generate(model, source, do_sample=True, seed=5, max_new_tokens=1)
+    assert torch.equal(one, generate(model, source, do_sample=True, seed=5, max_new_tokens=1))
+    assert not torch.equal(one, generate(model, source, do_sample=True, seed=6, max_new_tokens=1))
+    torch.manual_seed(3)
+    unseeded = [generate(model, source, do_sample=True, max_new_tokens=1) for _ in range(2)]
+    assert not torch.equal(*unseeded)
+    logits = next_logits(model, real(source[0]), [])[0]
+    for temperature in (1.0, 0.5, 3.0):
+        found = generate(model, source, do_sample=True, seed=5, max_new_tokens=1, temperature=temperature)
+        counted = torch.bincount(found.flatten(), minlength=VOCAB) / 2000
+        assert (counted - (logits / temperature).softmax(-1)).abs().max() < 5 * math.sqrt(0.25 / 2000)
+        assert found.unique().numel() > 1
+
+
+@pytest.mark.parametrize("options", [{"top_k": 1}, {"top_p": 1e-6}, {"temperature": 1e-4}], ids=str)
+def test_sampling_from_one_token_is_greedy(any_model, options) -> None:
+    sources = mixed_sources(5, 6)
+    greedy = generate(any_model, sources, max_new_tokens=8)
+    assert torch.equal(generate(any_model, sources, max_new_tokens=8, do_sample=True, **options), greedy)
+    assert not torch.equal(generate(any_model, sources, max_new_tokens=8, do_sample=True), greedy)
+
+
+def test_top_k_draws_from_k_tokens(model) -> None:
+    source = mixed_sources(1).repeat(500, 1)
+    best = next_logits(model, real(source[0]), [])[0].topk(3).indices
+    found = generate(model, source, do_sample=True, top_k=3, temperature=3.0, max_new_tokens=1, seed=0)
+    assert set(found.flatten().tolist()) == set(best.tolist())
+
+
+def test_samples_of_one_input_differ_and_stand_side_by_side(model) -> None:
+    sources = mixed_sources(3)
+    out = generate(model, sources, do_sample=True, num_return_sequences=8, max_new_tokens=6, seed=0, top_k=2)
+    assert out.shape[0] == 24 and len({tuple(row) for row in out[:8].tolist()}) > 1
+    for i, row in enumerate(out.tolist()):
+        allowed = next_logits(model, real(sources[i // 8]), row)[:-1].topk(2).indices
+        end = row.index(EOS) + 1 if EOS in row else len(row)
+        assert all(row[t] in allowed[t].tolist() for t in range(end))
+
+
+def test_generate_is_a_method_too(any_model) -> None:
+    sources = mixed_sources(2, 4)
+    assert torch.equal(
+        any_model.generate(sources, max_new_tokens=4, num_beams=2),
+        generate(any_model, sources, max_new_tokens=4, num_beams=2),
+    )
+    out = any_model.generate(sources, max_new_tokens=4, return_dict_in_generate=True)
+    assert isinstance(out, GenerateOutput) and out.scores.shape == (2,)
+
+
+def test_the_result_can_enter_a_graph(model) -> None:
+    out = generate(model, mixed_sources(2), max_new_tokens=4, return_dict_in_generate=True)
+    assert not out.sequences.is_inference() and not out.scores.is_inference()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_new_tokens": 100_000}, "expected max_new_tokens of at most 128, for the model's max_len is 128; got"),
+        ({"min_new_tokens": 129}, "expected min_new_tokens of at most 128, for the model's max_len is 128; got 129"),
+        ({"eos_token_id": 40}, "expected eos_token_id from 0 to 39, as the model's vocabulary has, got 40"),
+        ({"pad_token_id": -1}, "expected pad_token_id from 0 to 39"),
+        ({"num_beams": 41}, "expected num_beams of at most the vocabulary's 40, got 41"),
+        ({"attention_mask": torch.ones(1, 1)}, "expected attention_mask of input_ids' shape"),
+        ({"attention_mask": torch.zeros(2, 12)}, "at least one token in each input"),
+    ],
+)
+def test_errors(model, options, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        generate(model, mixed_sources(2), **options)
+
+
+def test_what_does_not_fit(model, gpt) -> None:
+    with pytest.raises(ValueError, match="expected source sequences of at most max_len = 128 tokens, got 129"):
+        generate(model, torch.full((1, 129), 5))
+    with pytest.raises(ValueError, match="prompts of fewer tokens than the model's max_len 128, got 5000: there is no"):
+        generate(gpt, torch.full((1, 5000), 5))
+    with pytest.raises(ValueError, match="max_new_tokens of at most 8 behind a prompt of 120, for .* max_len is 128"):
+        generate(gpt, torch.full((1, 120), 5), max_new_tokens=9)
+    assert generate(gpt, torch.full((1, 120), 5), max_new_tokens=8, min_new_tokens=8).shape == (1, 128)
+    assert generate(model, [[5, 6]], min_new_tokens=120).shape[1] == 120  # more than the default limit
+
+
+def test_no_model_and_broken_weights(gpt) -> None:
+    with pytest.raises(ValueError, match=r"expected a fastformer.models.Transformer or GPT, .* got Linear"):
+        generate(torch.nn.Linear(2, 2), [[5]])
+    broken = Transformer.from_preset("tiny", vocab_size=VOCAB, d_model=32, d_ff=64, num_heads=4).eval()
+    broken.embedding.weight.data[7] = math.nan
+    for options in ({}, {"num_beams": 2}, {"do_sample": True}):
+        with pytest.raises(ValueError, match="the model gives NaN"):
+            generate(broken, [[7, 7]], max_new_tokens=4, **options)
+    with pytest.raises(ValueError, match="expected rung naive or cached for a decoder-only model, got 'cross_cached'"):
+        generate(gpt, [[5]], rung="cross_cached")
+
+
+@pytest.mark.parametrize("reads", [lambda m, s: m.encode(s), lambda m, s: m(s, s)], ids=["encode", "forward"])
+def test_padding_in_front_is_said_and_not_read_wrongly(reads, model, lstm) -> None:
+    for which in (model, lstm):
+        for row in ([0, 5, 6], [5, 0, 6]):
+            with pytest.raises(ValueError, match="expected source ids padded on the right, got .*PAD"):
+                reads(which, torch.tensor([[5, 6, 7], row]))
+        reads(which, torch.tensor([[5, 6, 7], [5, 0, 0]]))
