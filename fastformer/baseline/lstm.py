@@ -164,7 +164,8 @@ class LSTMSeq2Seq(nn.Module):
         """Decodes sources: `fastformer.generate(self, input_ids, **options)` says the rest."""
         import fastformer  # needed here alone; the model stands by itself
 
-        return fastformer.generate(self, input_ids, **options)
+        generate: Any = fastformer.generate
+        return generate(self, input_ids, **options)
 
     @torch.no_grad()
     def attention_maps(self, source: Tensor, target: Tensor) -> dict[str, Tensor]:

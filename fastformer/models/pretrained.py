@@ -101,7 +101,8 @@ class PretrainedModel(nn.Module):
         """Decodes sources, or goes on from prompts: `fastformer.generate(self, input_ids, **options)` says the rest."""
         import fastformer  # its front door: decoding stands above the models
 
-        return fastformer.generate(self, input_ids, **options)
+        generate: Any = fastformer.generate
+        return generate(self, input_ids, **options)
 
     @classmethod
     def from_pretrained(
