@@ -97,10 +97,10 @@ def _load_step(
     dy_ptr, dresidual_out_ptr, s_ptr, mean_ptr, rstd_ptr, rows, real, columns, here, strides, RMS_NORM: tl.constexpr,
     UNIT: tl.constexpr,
 ):  # fmt: skip
-    """(dy, the normalised stream, rstd, the stream's own gradient as it is stored or None) of a tile."""
+    """(dy, the normalised stream, rstd, the stream's own gradient as it is stored, or anything) of a tile."""
     dy = load_rows(dy_ptr, rows, strides[0], columns, here, UNIT)
     normal = load_rows(s_ptr, rows, strides[2], columns, here, UNIT)
-    dresidual_out = None
+    dresidual_out = dy
     if dresidual_out_ptr is not None:
         dresidual_out = tl.load(row_ptrs(dresidual_out_ptr, rows, strides[1], columns, UNIT), mask=here, other=0.0)
     rstd = tl.load(rstd_ptr + rows, mask=real, other=0.0)[:, None]
@@ -112,11 +112,11 @@ def _load_step(
 
 @triton.jit
 def _store_step(
-    ds, dresidual_out, dx_ptr, dresidual_ptr, rows, first_column, columns, here, dropout, DIM: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    ds, dresidual_out, dresidual_out_ptr, dx_ptr, dresidual_ptr, rows, first_column, columns, here, dropout,
+    DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Writes a tile of both input gradients, `ds` being the norm's share of the stream's."""
-    if dresidual_out is not None:
+    if dresidual_out_ptr is not None:
         ds += dresidual_out.to(tl.float32)
     if dresidual_ptr is not None:
         store_rows(dresidual_ptr, rows, DIM, columns, ds, here)
@@ -196,8 +196,9 @@ def _add_layer_norm_bwd_kernel(
             products, sums = tl.split(tl.sum(tl.join(dy * normal, dy), 1) * (1.0 / DIM))
             ds = dy - normal * products[:, None] - sums[:, None]
         _store_step(
-            ds * rstd, dresidual_out, dx_ptr, dresidual_ptr, rows, 0, columns, here, dropout, DIM, BLOCK_M, BLOCK_N
-        )
+            ds * rstd, dresidual_out, dresidual_out_ptr, dx_ptr, dresidual_ptr, rows, 0, columns, here, dropout, DIM,
+            BLOCK_M, BLOCK_N,
+        )  # fmt: skip
     _store_partials(partial_ptr, dweight, dbias, program, num_programs, columns, SUM_WEIGHT, SUM_BIAS, DIM)
 
 
@@ -288,8 +289,8 @@ def _wide_backward_kernel(
         if not RMS_NORM:
             ds -= tl.load(means_ptr + num_rows + rows, mask=real, other=0.0)[:, None]
         _store_step(
-            ds * rstd, dresidual_out, dx_ptr, dresidual_ptr, rows, first_column, columns, here, dropout, DIM, BLOCK_M,
-            BLOCK_N,
+            ds * rstd, dresidual_out, dresidual_out_ptr, dx_ptr, dresidual_ptr, rows, first_column, columns, here,
+            dropout, DIM, BLOCK_M, BLOCK_N,
         )  # fmt: skip
     _store_partials(partial_ptr, dweight, dbias, part, num_parts, columns, SUM_WEIGHT, SUM_BIAS, DIM)
 
