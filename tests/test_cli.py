@@ -20,8 +20,7 @@ def run(tmp_path_factory) -> str:
     folder = tmp_path_factory.mktemp("cli")
     (folder / "train.tsv").write_text("".join(f"word {i}\twort {i}\n" for i in range(60)))
     (folder / "settings.yaml").write_text(
-        f"train_tsv: {folder / 'train.tsv'}\ntokenizer: bytes\nsettings: {SMALL}\n"
-        "steps: 3\nmax_len: 40\nval_examples: 2\n"
+        f"train_tsv: {folder / 'train.tsv'}\ntokenizer: bytes\nmodel: {SMALL}\nsteps: 3\nmax_len: 40\nval_examples: 2\n"
     )
     assert main(["train", str(folder / "run"), "--config", str(folder / "settings.yaml"), "--max_tokens", "256"]) == 0
     return str(folder / "run")
@@ -92,12 +91,12 @@ def test_reference_prints_scores_with_signatures(run, tmp_path, capsys) -> None:
 def test_a_flag_wins_over_the_file_even_as_the_default(run, tmp_path) -> None:
     from fastformer.training.settings import load_config
 
-    (tmp_path / "settings.yaml").write_text("steps: 3\nbatching: random\nsettings: {d_model: 64, d_ff: 32}\nlr: 1e-3\n")
+    (tmp_path / "settings.yaml").write_text("steps: 3\nbatching: random\nmodel: {d_model: 64, d_ff: 32}\nlr: 1e-3\n")
     (tmp_path / "data.tsv").write_text("a\tb\nc\td\ne\tf\n")
     flags = ["--train-tsv", str(tmp_path / "data.tsv"), "--tokenizer=bytes", "--max-steps", "1"]
     arguments = ["train", str(tmp_path / "run"), "--config", str(tmp_path / "settings.yaml"), *flags]
     assert main(arguments) == 2  # there is no --max-steps
-    flags[-2:] = ["--steps", "1", "--batching", "packed", "--settings.d_model", "32"]
+    flags[-2:] = ["--steps", "1", "--batching", "packed", "--model.d_model", "32"]
     arguments[4:] = flags
     assert main(arguments) == 0
     config = load_config(tmp_path / "run")
@@ -109,7 +108,7 @@ def test_help_says_what_each_setting_means(capsys) -> None:
     with pytest.raises(SystemExit):
         main(["train", "--help"])
     text = " ".join(capsys.readouterr().out.split())
-    assert "longer examples are left out, and counted" in text and "two UTF-8 files, aligned line by line" in text
+    assert "longer examples are left out, and counted" in text and "Validating and saving" in text
 
 
 def test_attention_picture(run, tmp_path) -> None:
@@ -126,7 +125,7 @@ def test_average(run, capsys) -> None:
 def test_gpt(tmp_path, capsys) -> None:
     (tmp_path / "text").write_text("to be or not to be\n" * 30)
     flags = ["--model", "gpt", "--train_text", str(tmp_path / "text"), "--tokenizer", "bytes", "--steps", "2"]
-    flags += ["--settings", "{d_model: 32, num_layers: 1, num_heads: 4}", "--seqlen", "32", "--max_tokens", "256"]
+    flags += ["--model.d_model", "32", "--model.num_layers", "1", "--seqlen", "32", "--max_tokens", "256"]
     assert main(["train", str(tmp_path / "run"), *flags]) == 0
     capsys.readouterr()
     assert main(["generate", str(tmp_path / "run"), "to be", "--max_new_tokens", "5", "--seed", "1"]) == 0

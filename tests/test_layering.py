@@ -18,11 +18,12 @@ ALLOWED = {
     "ops": {"kernels"},
     "nn": {"ops"},
     "files": set(),
-    "models": {"files", "nn", "ops"},
+    "settings": set(),
+    "models": {"files", "nn", "ops", "settings"},
     "data": {"files", "models", "nn", "ops"},
     "run_folder": {"baseline", "data", "files", "models"},
     "generation": {"models", "nn", "ops", "run_folder"},
-    "training": {"baseline", "data", "files", "generation", "models", "nn", "ops", "run_folder"},
+    "training": {"baseline", "data", "files", "generation", "models", "nn", "ops", "run_folder", "settings"},
     "integrations": {"training", "run_folder", "data", "generation", "models", "nn", "ops"},
 }
 # Rooms that the table leaves out (cli, commands, demo, doctor, the package itself) stand on top and may import any.

@@ -8,7 +8,7 @@ tanh(W_c [context; hidden]), fed to the next step with the next token (input fee
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -22,18 +22,33 @@ SCORES = ("dot", "general", "concat")
 
 @dataclass
 class LSTMConfig:
-    """Settings of `LSTMSeq2Seq`; d_model is the size of embeddings and states."""
+    """The settings of `LSTMSeq2Seq`.
+
+    Attributes:
+        vocab_size: tokens of source and target together.
+        d_model: size of the embeddings and of the states; even, for the encoder reads in two directions.
+        num_layers: the depth of encoder and decoder.
+        score: how a target state is compared with the source: "dot", "general" or "concat".
+        dropout: on embeddings and outputs.
+        max_len: the longest sequence.
+    """
 
     vocab_size: int
     d_model: int = 128
     num_layers: int = 1
-    score: str = "general"
+    score: Literal["dot", "general", "concat"] = "general"
     dropout: float = 0.0
     max_len: int = 256
 
     def __post_init__(self) -> None:
+        for name, least in (("vocab_size", 2), ("d_model", 2), ("num_layers", 1), ("max_len", 1)):
+            value = getattr(self, name)
+            if type(value) is not int or value < least:
+                raise ValueError(f"expected {name} to be an integer of at least {least}, got {value!r}")
         if self.score not in SCORES:
             raise ValueError(f"expected a score out of {SCORES}, got {self.score!r}")
+        if type(self.dropout) not in (int, float) or not 0 <= self.dropout < 1:
+            raise ValueError(f"expected dropout in [0, 1), got {self.dropout!r}")
         if self.d_model % 2:
             raise ValueError(f"expected an even d_model (two directions), got {self.d_model}")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fastformer.models.inputs import check_ids
 from fastformer.models.pretrained import PretrainedModel
-from fastformer.models.transformer import IGNORE_INDEX, cache_dtype
+from fastformer.models.transformer import IGNORE_INDEX, Activation, Norm, cache_dtype, check_heads
 from fastformer.nn.attention import MultiheadAttention
 from fastformer.nn.cache import KVCache
 from fastformer.nn.embedding import Embedding, PositionalEncoding, RotaryEmbedding
@@ -21,8 +21,7 @@ from fastformer.nn.layout import SequenceLayout
 from fastformer.nn.norm import AddLayerNorm
 from fastformer.nn.transformer import TransformerEncoder
 from fastformer.ops.linear_cross_entropy import linear_cross_entropy
-
-POSITIONS = ("learned", "sinusoidal", "rotary")
+from fastformer.settings import Amount, Count, Positive, Probability, Range, check_settings
 
 
 @dataclass
@@ -51,30 +50,35 @@ class GPTConfig:
         max_len: the longest sequence.
     """
 
-    vocab_size: int
-    d_model: int = 384
-    num_heads: int = 6
-    num_kv_heads: int | None = None
-    num_layers: int = 6
-    d_ff: int | None = None
-    norm: str = "layer"
-    layer_norm_eps: float = 1e-5
-    activation: str = "gelu"
-    dropout: float = 0.0
-    attention_dropout: float = 0.0
-    activation_dropout: float = 0.0
-    positions: str = "learned"
-    rotary_base: float = 10000.0
+    vocab_size: Annotated[int, Range(2)]
+    d_model: Positive = 384
+    num_heads: Positive = 6
+    num_kv_heads: Positive | None = None
+    num_layers: Positive = 6
+    d_ff: Positive | None = None
+    norm: Norm = "layer"
+    layer_norm_eps: Amount = 1e-5
+    activation: Activation = "gelu"
+    dropout: Probability = 0.0
+    attention_dropout: Probability = 0.0
+    activation_dropout: Probability = 0.0
+    positions: Literal["learned", "sinusoidal", "rotary"] = "learned"
+    rotary_base: Annotated[float, Range(1)] = 10000.0
     tie_embeddings: bool = True
     bias: bool = True
-    window_size: int | None = None
-    max_len: int = 1024
+    window_size: Count | None = None
+    max_len: Positive = 1024
 
     def __post_init__(self) -> None:
-        if self.vocab_size < 2 or self.max_len < 1:
-            raise ValueError(f"expected vocab_size >= 2 and max_len >= 1, got {self.vocab_size} and {self.max_len}")
-        if self.positions not in POSITIONS:
-            raise ValueError(f"expected positions out of {POSITIONS}, got {self.positions!r}")
+        check_settings(self)
+        check_heads(self.d_model, self.num_heads, self.num_kv_heads)
+        if self.positions == "sinusoidal" and self.d_model % 2:
+            raise ValueError(f"expected an even d_model (sines and cosines in pairs), got {self.d_model}")
+        if self.positions == "rotary" and self.d_model // self.num_heads % 2:
+            raise ValueError(
+                f"expected heads of an even size (rotary turns pairs), got d_model {self.d_model} and num_heads "
+                f"{self.num_heads}"
+            )
         if self.d_ff is None:
             wide = 4 * self.d_model
             self.d_ff = math.ceil(wide * 2 / 3 / 64) * 64 if self.activation == "swiglu" else wide

@@ -7,7 +7,6 @@ changed bit is noticed. A file without one, as other programs write it, loads al
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import hashlib
 import json
 import os
@@ -19,6 +18,7 @@ import torch
 from torch import nn
 
 from fastformer.files import write_atomically
+from fastformer.settings import suggestion
 
 WEIGHTS = "model.safetensors"
 CONFIG = "config.json"
@@ -40,14 +40,15 @@ def config_from_dict(config_class: type[Any], values: dict[str, Any]) -> Any:
     """A config dataclass from plain values.
 
     Raises:
-        ValueError: a key that the config doesn't have; the nearest one is suggested.
+        ValueError: a key that the config doesn't have (the nearest one is suggested), one that is missing, or a value
+            that is not allowed.
     """
     known = [field.name for field in dataclasses.fields(config_class)]
     for key in values:
         if key not in known:
-            near = difflib.get_close_matches(key, known, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise ValueError(f"{config_class.__name__} has no setting {key!r}{hint}")
+            raise ValueError(f"{config_class.__name__} has no setting {key!r}{suggestion(key, known)}")
+    if "vocab_size" not in values:  # the one that has no default
+        raise ValueError(f"expected {config_class.__name__} to have a vocab_size, got {values}")
     return config_class(**values)
 
 
@@ -81,7 +82,8 @@ class PretrainedModel(nn.Module):
             ValueError: an unknown preset or setting.
         """
         if name not in cls.presets:
-            raise ValueError(f"expected a preset out of {sorted(cls.presets)}, got {name!r}")
+            hint = suggestion(name, cls.presets)
+            raise ValueError(f"expected a preset out of {sorted(cls.presets)}, got {name!r}{hint}")
         config = config_from_dict(cls.config_class, {**cls.presets[name], **settings})
         return cls(config, device=device, dtype=dtype)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -15,15 +15,31 @@ from fastformer.models.inputs import check_ids, trailing_padding
 from fastformer.models.pretrained import PretrainedModel
 from fastformer.nn.attention import MultiheadAttention
 from fastformer.nn.cache import KVCache
-from fastformer.nn.embedding import POSITION_LAYOUTS, Embedding, PositionalEncoding
+from fastformer.nn.embedding import Embedding, PositionalEncoding
 from fastformer.nn.layers import TransformerDecoderLayer, TransformerEncoderLayer
 from fastformer.nn.layout import SequenceLayout
 from fastformer.nn.norm import AddLayerNorm
 from fastformer.nn.transformer import TransformerDecoder, TransformerEncoder
 from fastformer.ops.linear_cross_entropy import linear_cross_entropy
+from fastformer.settings import Amount, Count, Positive, Probability, Range, check_settings
 
 PAD_ID = 0
 IGNORE_INDEX = -100
+
+Norm = Literal["layer", "rms"]
+Activation = Literal["relu", "gelu", "gelu_tanh", "swiglu"]
+
+
+def check_heads(d_model: int, num_heads: int, num_kv_heads: int | None) -> None:
+    """Whether the heads share the model's size evenly.
+
+    Raises:
+        ValueError: they do not.
+    """
+    if d_model % num_heads:
+        raise ValueError(f"expected d_model to be a multiple of num_heads, got {d_model} and {num_heads}")
+    if num_kv_heads is not None and num_heads % num_kv_heads:
+        raise ValueError(f"expected num_heads to be a multiple of num_kv_heads, got {num_heads} and {num_kv_heads}")
 
 
 @dataclass
@@ -37,7 +53,8 @@ class TransformerConfig:
         num_heads: attention heads.
         num_kv_heads: heads of keys and values; None: as many as num_heads.
         d_ff: inner size of the feed-forward network.
-        num_encoder_layers, num_decoder_layers: the depth of the stacks.
+        num_encoder_layers: the depth of the encoder.
+        num_decoder_layers: the depth of the decoder.
         norm_first: pre-norm with a final norm on each stack (tensor2tensor today) or post-norm (the paper).
         norm: "layer" or "rms".
         layer_norm_eps: added to the variance.
@@ -52,32 +69,32 @@ class TransformerConfig:
         max_len: the longest sequence.
     """
 
-    vocab_size: int
-    source_vocab_size: int | None = None
-    d_model: int = 512
-    num_heads: int = 8
-    num_kv_heads: int | None = None
-    d_ff: int = 2048
-    num_encoder_layers: int = 6
-    num_decoder_layers: int = 6
+    vocab_size: Annotated[int, Range(2)]
+    source_vocab_size: Annotated[int, Range(2)] | None = None
+    d_model: Positive = 512
+    num_heads: Positive = 8
+    num_kv_heads: Positive | None = None
+    d_ff: Positive = 2048
+    num_encoder_layers: Positive = 6
+    num_decoder_layers: Positive = 6
     norm_first: bool = True
-    norm: str = "layer"
-    layer_norm_eps: float = 1e-6
-    activation: str = "relu"
-    dropout: float = 0.1
-    attention_dropout: float = 0.1
-    activation_dropout: float = 0.1
-    positions: str = "concatenated"
+    norm: Norm = "layer"
+    layer_norm_eps: Amount = 1e-6
+    activation: Activation = "relu"
+    dropout: Probability = 0.1
+    attention_dropout: Probability = 0.1
+    activation_dropout: Probability = 0.1
+    positions: Literal["concatenated", "interleaved"] = "concatenated"
     tie_embeddings: bool = True
     attention_bias: bool = False
-    window_size: int | None = None
-    max_len: int = 1024
+    window_size: Count | None = None
+    max_len: Positive = 1024
 
     def __post_init__(self) -> None:
-        if self.vocab_size < 2 or self.max_len < 1:
-            raise ValueError(f"expected vocab_size >= 2 and max_len >= 1, got {self.vocab_size} and {self.max_len}")
-        if self.positions not in POSITION_LAYOUTS:
-            raise ValueError(f"expected positions out of {POSITION_LAYOUTS}, got {self.positions!r}")
+        check_settings(self)
+        check_heads(self.d_model, self.num_heads, self.num_kv_heads)
+        if self.d_model % 2:
+            raise ValueError(f"expected an even d_model (sines and cosines in pairs), got {self.d_model}")
         if self.tie_embeddings and self.source_vocab_size not in (None, self.vocab_size):
             raise ValueError("tie_embeddings needs one vocabulary for source and target: leave out source_vocab_size")
 

@@ -21,8 +21,9 @@ from fastformer.generation.generate import EXTRA_LENGTH
 from fastformer.models import GPT, Transformer
 from fastformer.models.pretrained import WEIGHTS
 from fastformer.run_folder import load_model
+from fastformer.settings import suggestion
 from fastformer.training.checkpoint import FOLDER, checkpoints, latest_checkpoint
-from fastformer.training.config import TrainConfig, suggestion
+from fastformer.training.config import Architecture, TrainConfig
 from fastformer.training.examples import load_data
 from fastformer.training.interrupts import Interrupts
 from fastformer.training.lock import LOCK, RunLock
@@ -31,7 +32,7 @@ from fastformer.training.trainer import Trainer
 
 logger = logging.getLogger("fastformer")
 
-KINDS = {"Transformer": "transformer", "GPT": "gpt", "LSTMSeq2Seq": "lstm"}
+KINDS: dict[str, Architecture] = {"Transformer": "transformer", "GPT": "gpt", "LSTMSeq2Seq": "lstm"}
 
 
 def build_model(config: TrainConfig, vocab_size: int) -> nn.Module:
@@ -41,13 +42,11 @@ def build_model(config: TrainConfig, vocab_size: int) -> nn.Module:
         ValueError: an unknown preset or setting (the nearest one is suggested).
     """
     torch.manual_seed(config.seed)
-    settings = dict(config.settings)
-    if config.model == "gpt":
-        return GPT.from_preset(config.preset, vocab_size=vocab_size, **{"max_len": config.seqlen, **settings})
-    settings = {"max_len": config.max_len + EXTRA_LENGTH, **settings}
+    longest = config.seqlen if config.model == "gpt" else config.max_len + EXTRA_LENGTH
+    settings = config.model_config(vocab_size, longest)
     if config.model == "lstm":
-        return LSTMSeq2Seq(vocab_size=vocab_size, **settings)
-    return Transformer.from_preset(config.preset, vocab_size=vocab_size, **settings)
+        return LSTMSeq2Seq(**asdict(settings))
+    return GPT(settings) if config.model == "gpt" else Transformer(settings)
 
 
 def choose_device(name: str) -> torch.device:

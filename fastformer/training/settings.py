@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import logging
 import os
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from fastformer.files import write_atomically
 from fastformer.training.checkpoint import checkpoints
-from fastformer.training.config import TrainConfig
+from fastformer.training.config import TrainConfig, merged
 
 logger = logging.getLogger("fastformer")
 
@@ -40,7 +40,7 @@ def run_config(run: str | os.PathLike[str], given: dict[str, Any], resume: bool 
     before = load_config(run).to_dict()
     if "epochs" in given and "steps" not in given:
         del before["steps"]
-    return TrainConfig.from_dict(before | given)
+    return TrainConfig.from_dict(merged(before, given))
 
 
 def save_config(run: Path, config: TrainConfig) -> None:
@@ -98,10 +98,10 @@ def check_unchanged(config: TrainConfig, saved: str, origin: object) -> None:
         ValueError: another value of a setting that what was done so far depends on.
     """
     try:
-        before = TrainConfig.from_dict(json.loads(saved)).to_dict()
+        before = asdict(TrainConfig.from_dict(json.loads(saved)))
     except (TypeError, ValueError) as error:
         raise ValueError(f"{origin} holds no settings that can be read ({error}): train anew") from error
-    after = config.to_dict()
+    after = asdict(config)
     for name in FIXED.split():
         if before[name] != after[name]:
             raise ValueError(

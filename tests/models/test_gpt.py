@@ -189,7 +189,7 @@ def test_bad_input():
         model(torch.tensor([[1, 30]]))
     with pytest.raises(ValueError, match="token sequences of at most max_len = 12 tokens, got 13"):
         model(torch.zeros(1, 13, dtype=torch.int64))
-    with pytest.raises(ValueError, match="expected positions out of .* got 'alibi'"):
+    with pytest.raises(ValueError, match="expected positions to be .* got 'alibi'"):
         GPTConfig(5, positions="alibi")
-    with pytest.raises(ValueError, match="vocab_size >= 2"):
+    with pytest.raises(ValueError, match="vocab_size of at least 2, got 0"):
         GPTConfig(0)

@@ -385,9 +385,9 @@ def test_bad_settings():
         Transformer.from_preset("huge", vocab_size=5)
     with pytest.raises(ValueError, match="TransformerConfig has no setting 'd_modle'; did you mean 'd_model'"):
         Transformer.from_preset("tiny", vocab_size=5, d_modle=3)
-    with pytest.raises(ValueError, match="expected positions out of .* got 'rotary'"):
+    with pytest.raises(ValueError, match="expected positions to be .* got 'rotary'"):
         TransformerConfig(5, positions="rotary")
-    with pytest.raises(ValueError, match="vocab_size >= 2 and max_len >= 1, got 1 and 1024"):
+    with pytest.raises(ValueError, match="vocab_size of at least 2, got 1"):
         TransformerConfig(1)
     with pytest.raises(ValueError, match="tie_embeddings needs one vocabulary"):
         TransformerConfig(5, source_vocab_size=6)

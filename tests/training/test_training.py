@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import math
@@ -131,7 +132,7 @@ def test_kill_9_and_resume_equal_an_uninterrupted_run(config, tmp_path, batching
 
 
 def _with(config: TrainConfig, **changes) -> TrainConfig:
-    return TrainConfig.from_dict(config.to_dict() | changes)
+    return dataclasses.replace(config, **changes)
 
 
 def gradient(model, examples, plan, packed: bool) -> torch.Tensor:
@@ -402,19 +403,23 @@ def test_schedules() -> None:
     ("changes", "message"),
     [
         ({"modle": "gpt"}, "unknown setting 'modle'; did you mean 'model'"),
-        ({"schedule": "linar"}, "expected schedule out of .*did you mean 'linear'"),
+        ({"schedule": "linar"}, "expected schedule to be 'noam', .*, got 'linar'; did you mean 'linear'"),
         ({"steps": 0}, "expected steps of at least 1, got 0"),
         ({"steps": 1.5}, "expected steps to be an integer, got 1.5"),
         ({"lr": "fast"}, "expected lr to be a number, got 'fast'"),
         ({"lr": float("nan")}, "expected lr to be a number, got nan"),
         ({"clip": -1.0}, "expected clip of at least 0"),
         ({"checkpointing": "yes"}, "expected checkpointing to be true or false"),
-        ({"train_tsv": 3}, "expected train_tsv to be text, got 3"),
-        ({"settings": "d_model"}, "expected settings to be a mapping"),
+        ({"train_tsv": 3}, "expected train_tsv to be text or null, got 3"),
+        ({"settings": {"d_model": 3}}, "unknown setting 'settings'"),
+        ({"d_model": 64}, "it belongs to the model"),
+        ({"model": {"d_modle": 64}}, "unknown setting 'd_modle' of the model; did you mean 'd_model'"),
+        ({"model": {"name": "gpt", "num_encoder_layers": 3}}, "GPTConfig has no setting 'num_encoder_layers'"),
+        ({"preset": "bsae"}, "expected a preset of transformer out of .* did you mean 'base'"),
         ({"model": "lstm"}, "expected batching bucketed or random for the LSTM"),
         ({"average_last": 5, "save_every": 0}, "expected save_every above 0"),
         ({"label_smoothing": 1.0}, r"label_smoothing in \[0, 1\)"),
-        ({"task": "letters"}, r"expected task out of \(None, 'numbers'\), got 'letters'"),
+        ({"task": "letters"}, "expected task to be 'numbers' or null, got 'letters'"),
     ],
 )
 def test_config_errors(changes, message) -> None:
@@ -422,12 +427,12 @@ def test_config_errors(changes, message) -> None:
         TrainConfig.from_dict(changes)
 
 
-def test_settings_take_the_numbers_that_yaml_reads_as_text() -> None:
-    config = TrainConfig.from_dict(
-        {"lr": "2e-3", "steps": 5.0, "clip": 1, "settings": {"dropout": "1e-1", "norm": "rms"}}
-    )
-    assert (config.lr, config.steps, config.clip) == (2e-3, 5, 1.0) and isinstance(config.clip, float)
-    assert config.settings == {"dropout": 0.1, "norm": "rms"} and isinstance(config.steps, int)
+def test_a_config_is_what_its_dict_says() -> None:
+    config = TrainConfig(model="gpt", preset="small", settings={"dropout": 0.1}, lr=1)
+    assert isinstance(config.lr, float)
+    assert config.to_dict()["model"] == {"name": "gpt", "preset": "small", "dropout": 0.1}
+    assert TrainConfig.from_dict(config.to_dict()) == config
+    assert TrainConfig.from_dict({"model": "gpt", "preset": "small"}).preset == "small"
 
 
 def test_run_errors(config, tmp_path) -> None:

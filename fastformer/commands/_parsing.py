@@ -1,0 +1,110 @@
+"""From the signature of a command to its parser, and from jsonargparse's messages to one line."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import re
+from collections.abc import Callable, Mapping, Sequence
+from types import ModuleType
+from typing import Any, get_args, get_type_hints
+
+from docstring_parser import parse as parse_docstring
+from jsonargparse import ArgumentParser
+
+from fastformer.settings import choices, describe, suggestion, why_not
+
+
+def parse(module: ModuleType, name: str, words: Sequence[str]) -> dict[str, Any]:
+    """What the words give to the function of a command: only what they name, so that its own defaults stay.
+
+    Args:
+        module: of the command. `add_settings(parser)`, if it has one, adds flags beyond the function's signature,
+            `SHORT` says what is short for which flag, and `USAGE` is the first line of the help.
+        name: of the command and of its function.
+        words: of the command line, behind the command.
+
+    Raises:
+        argparse.ArgumentError: flags that don't exist or don't fit, in one line.
+    """
+    function = getattr(module, name)
+    parser = ArgumentParser(
+        prog=f"fastformer {name}",
+        usage=getattr(module, "USAGE", None),
+        description=inspect.getdoc(function).partition("\n")[0],  # type: ignore[union-attr]
+        exit_on_error=False,
+        allow_abbrev=False,
+    )
+    hints = _add_signature(parser, function)
+    hints |= module.add_settings(parser) if hasattr(module, "add_settings") else {}
+    words = _with_values(_spelled_out(words, getattr(module, "SHORT", {})), hints)
+    try:
+        return dict(parser.parse_args(words, defaults=False).as_dict())
+    except argparse.ArgumentError as error:
+        message = explain(str(error), hints)
+        raise argparse.ArgumentError(None, f"{message}; see `fastformer {name} --help`") from error
+
+
+def explain(message: str, hints: Mapping[str, Any], flag: str = "--") -> str:
+    """jsonargparse's message in one line: what was expected, what came, the nearest name.
+
+    Args:
+        message: of the error.
+        hints: the type of each setting.
+        flag: stands before the name of a setting.
+    """
+    key = re.match(r'Parser key "([^"]+)"', message)
+    value = re.search(r"(?:Got|Given) value: (.*)$", message, re.DOTALL)
+    if key and value and key[1] in hints:
+        hint, given = hints[key[1]], value[1].strip()
+        problem = why_not(given, hint) or f"to be {describe(hint)}"
+        return f"expected {flag}{key[1]} {problem}, got {given!r}{suggestion(given, choices(hint))}"
+    message = " ".join(message.split())
+    wrong = re.search(r"unrecognized arguments: (--[^\s=]*)", message)
+    return message + (_nearest_flag(wrong[1], hints) if wrong else "")
+
+
+def _nearest_flag(wrong: str, hints: Mapping[str, Any]) -> str:
+    inner = f"model.{wrong.removeprefix('--')}"
+    return f"; did you mean '--{inner}'?" if inner in hints else suggestion(wrong, [f"--{name}" for name in hints])
+
+
+def _add_signature(parser: ArgumentParser, function: Callable[..., Any]) -> dict[str, Any]:
+    """A positional parameter is an argument, a keyword-only one is a flag. Returns the type of each."""
+    hints = get_type_hints(function)
+    texts = {p.arg_name: p.description or "" for p in parse_docstring(function.__doc__ or "").params}
+    parameters = [p for p in inspect.signature(function).parameters.values() if p.kind is not p.VAR_KEYWORD]
+    # jsonargparse itself makes neither arguments that may be missing nor switches without a value.
+    optional = {p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD and p.default is not p.empty}
+    switches = {p.name for p in parameters if hints[p.name] is bool}
+    parser.add_function_arguments(function, as_group=False, as_positional=True, skip={*optional, *switches})
+    for p in parameters:
+        if p.name in optional:
+            parser.add_argument(p.name, type=hints[p.name], nargs="?", default=p.default, help=texts[p.name])
+        elif p.name in switches:
+            parser.add_argument(f"--{p.name}", action="store_true", help=texts[p.name])
+    return {p.name: hints[p.name] for p in parameters}
+
+
+def _spelled_out(words: Sequence[str], short: Mapping[str, str]) -> list[str]:
+    """--max-steps is --max_steps, and what is short for a flag becomes that flag; behind `--` all stays as it is."""
+    end = list(words).index("--") if "--" in words else len(words)
+    spelled = []
+    for word in words[:end]:
+        name, equals, value = word.partition("=")
+        name = "--" + name[2:].replace("-", "_") if name.startswith("--") else name
+        spelled.append(short.get(name, name) + equals + value)
+    return spelled + list(words[end:])
+
+
+def _with_values(words: Sequence[str], hints: Mapping[str, Any]) -> list[str]:
+    """A flag that is a switch and takes a word too (`--resume`, `--resume auto`) gets its value: true, if alone."""
+    words = list(words)
+    for name, hint in hints.items():
+        if bool not in get_args(hint) or not choices(hint):
+            continue
+        for i, word in enumerate(words):
+            if word == f"--{name}":
+                alone = i + 1 == len(words) or words[i + 1] not in (*choices(hint), "true", "false")
+                words[i] = f"{word}=true" if alone else f"{word}={words.pop(i + 1)}"
+    return words
