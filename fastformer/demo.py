@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
-import shutil
 import time
 from pathlib import Path
 
 import torch
 
+from fastformer.commands import command_line
 from fastformer.data.number_words import english, german, number_pairs
+from fastformer.files import write_atomically
 from fastformer.generation import Translator, draw_attention
-from fastformer.training import TrainConfig, start
+from fastformer.training import TrainConfig, Trainer, start
 from fastformer.training.checkpoint import FOLDER
 from fastformer.training.examples import number_texts
+from fastformer.training.interrupts import Interrupted, Interrupts
+from fastformer.training.lock import RunLock
 from fastformer.training.plot import draw_losses
 
 UNSEEN = 1000
+# The demo's own files: what its training writes into a run folder, its pictures, and the mark that it was here.
+MARK = ".fastformer-demo"
+OWN_FILES = (
+    "config.json", "config.yaml", "model.safetensors", "tokenizer.json", "metrics.jsonl", "events.out.tfevents.*",
+    "loss.png", "attention.png",
+)  # fmt: skip
+OWN_CHECKPOINTS = ("step-" + "[0-9]" * 8 + ".pt",)
 SAMPLES = (21, 101_000, 1_000_001, 345_678_901)
 
 
@@ -44,14 +54,59 @@ def run_demo(folder: Path, *, seed: int = 0) -> float:
     """Trains, translates unseen numbers, times decoding without and with the cache, draws. Returns the exact match.
 
     Args:
-        folder: the run folder; what an earlier demo left there is removed.
+        folder: the run folder: a new or empty one, or that of an earlier demo, whose own files are replaced.
         seed: of data, weights and order.
+
+    Raises:
+        ValueError: a folder that holds anything else.
     """
-    if (folder / FOLDER).is_dir():
-        shutil.rmtree(folder)
-    trainer = start(demo_config(seed), folder)
+    with Interrupts() as interrupts:
+        clear(folder)
+        trainer = start(demo_config(seed), folder, interrupts=interrupts)
+        return _train_and_show(trainer, folder, seed)
+
+
+def clear(folder: Path) -> None:
+    """Makes room for a demo: a new folder, an empty one, or one where a demo was before, whose own files go.
+
+    Every other file stays where it is: the demo removes what it wrote, by name, and nothing else.
+
+    Raises:
+        ValueError: a folder with files of others and no demo's mark, or one in which something trains.
+    """
+    if not folder.parts:
+        raise ValueError("expected a folder to write the demo to that is not the current one: give --out demo")
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"expected a folder for the demo, got the file {folder}")
+    mark = folder / MARK
+    if not mark.is_file():
+        if folder.is_dir() and any(folder.iterdir()):
+            raise ValueError(
+                f"{folder} holds files that no demo wrote: expected a new or an empty folder, or that of an earlier "
+                "demo; give another --out"
+            )
+        folder.mkdir(parents=True, exist_ok=True)
+        write_atomically(
+            mark, b"`fastformer demo` wrote this folder. When it runs again, it replaces its own files here.\n"
+        )
+        return
+    with RunLock(folder):
+        saved = folder / FOLDER
+        if saved.is_symlink():
+            raise ValueError(f"expected {saved} to be a folder, got a link: give another --out")
+        for place, names in ((folder, OWN_FILES), (saved, OWN_CHECKPOINTS)):
+            for path in place.iterdir() if place.is_dir() else ():
+                if (path.is_file() or path.is_symlink()) and any(path.match(name) for name in names):
+                    path.unlink()
+        if saved.is_dir() and not any(saved.iterdir()):
+            saved.rmdir()
+
+
+def _train_and_show(trainer: Trainer, folder: Path, seed: int) -> float:
     began = time.perf_counter()
     trainer.train()
+    if trainer.interrupted and trainer.interrupts.signum is not None:
+        raise Interrupted(trainer.interrupts.signum)
     print(f"trained for {time.perf_counter() - began:.0f} s on {torch.get_num_threads()} threads, {trainer.device}")
 
     translator = Translator.from_pretrained(folder, trainer.data.tokenizer, device=trainer.device)
@@ -74,7 +129,7 @@ def run_demo(folder: Path, *, seed: int = 0) -> float:
     source, target, weights = translator.attention(english(SAMPLES[-1]))
     draw_attention(source, target, weights, heatmap, title=english(SAMPLES[-1]))
     print(f"drew the loss curve: {loss}\ndrew what a translation looks at: {heatmap}")
-    print(f'try it: fastformer translate {folder} "forty-two thousand and seven"')
+    print(f"try it: {command_line('translate', folder, 'forty-two thousand and seven')}")
     return exact_match
 
 

@@ -9,6 +9,7 @@ from typing import Any, Literal, get_type_hints
 from docstring_parser import parse as parse_docstring
 from jsonargparse import ArgumentParser
 
+from fastformer.commands import command_line
 from fastformer.commands._parsing import explain
 from fastformer.training.build import start
 from fastformer.training.config import ARCHITECTURES, SECTIONS, Model, check_names, merged
@@ -38,7 +39,7 @@ def train(run: str, *, config: str | None = None, resume: bool | Literal["auto"]
     if trainer.interrupted:
         return interrupts.exit_code
     command = "generate" if trainer.config.model == "gpt" else "translate"
-    print(f"the model is in {run}: fastformer {command} {run} ...")
+    print(f"the model is in {run}: {command_line(command, run)} 'some text'")
     return 0
 
 

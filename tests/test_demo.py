@@ -1,0 +1,99 @@
+"""The demo deletes nothing that it did not write."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fastformer import demo
+from fastformer.cli import main
+from fastformer.training.config import TrainConfig
+
+
+def contents(folder: Path) -> dict[str, bytes | None]:
+    return {str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None for path in folder.rglob("*")}
+
+
+def small(seed: int) -> TrainConfig:
+    settings = {"d_model": 16, "d_ff": 16, "num_heads": 2, "num_encoder_layers": 1, "num_decoder_layers": 1}
+    return TrainConfig(
+        task="numbers", settings=settings, tokenizer="bytes", max_len=140, steps=1, val_examples=0, seed=seed
+    )
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    """A person's folder, with names as a run has them."""
+    folder = tmp_path / "project"
+    (folder / "checkpoints").mkdir(parents=True)
+    for name in ("thesis.tex", "config.yaml", "model.safetensors", "checkpoints/step-00000001.pt", "checkpoints/mine"):
+        (folder / name).write_text(f"my {name}")
+    return folder
+
+
+@pytest.mark.parametrize("out", [".", "", "../project", "absolute"])
+def test_a_persons_folder_stays_as_it_is(project, out, monkeypatch, capsys) -> None:
+    before = contents(project)
+    monkeypatch.chdir(project)
+    assert main(["demo", "--out", str(project) if out == "absolute" else out]) == 1
+    assert "--out" in capsys.readouterr().err
+    assert contents(project) == before
+
+
+def test_a_file_is_no_folder(tmp_path, capsys) -> None:
+    (tmp_path / "file").write_text("mine")
+    assert main(["demo", "--out", str(tmp_path / "file")]) == 1
+    assert "got the file" in capsys.readouterr().err
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_a_second_demo_replaces_its_own_files_alone(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(demo, "demo_config", small)
+    monkeypatch.setattr(demo, "_train_and_show", lambda trainer, folder, seed: trainer.train() and 0.0)
+    folder = tmp_path / "demo"
+    demo.run_demo(folder)
+    written = set(contents(folder))
+    demo.clear(folder)
+    assert {path.name for path in folder.iterdir()} <= {demo.MARK, ".lock"}, "the demo leaves some of its own files"
+    (folder / "checkpoints").mkdir()
+    for name in written & {"model.safetensors", "metrics.jsonl", "checkpoints/step-00000001.pt"}:
+        (folder / name).write_text("of a demo")
+    mine = {"notes.txt": "my notes", "checkpoints/best.pt": "my model", "checkpoints/step-1.pt": "mine", "sub/x": "x"}
+    for name, text in mine.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(text)
+    demo.clear(folder)
+    for name, text in mine.items():
+        assert (folder / name).read_text() == text
+    assert "model.safetensors" in written and not written & {"notes.txt", "checkpoints/best.pt"}
+    assert set(contents(folder)) == {demo.MARK, ".lock", "checkpoints", "sub", *mine}
+
+
+def test_links_are_not_followed(tmp_path, project) -> None:
+    before = contents(project)
+    folder = tmp_path / "demo"
+    demo.clear(folder)
+    (folder / "checkpoints").symlink_to(project / "checkpoints")
+    with pytest.raises(ValueError, match="got a link"):
+        demo.clear(folder)
+    (folder / "checkpoints").unlink()
+    (folder / "config.yaml").symlink_to(project / "config.yaml")
+    demo.clear(folder)
+    assert contents(project) == before and not (folder / "config.yaml").exists()
+
+
+def test_commands_work_as_pasted(tmp_path, monkeypatch) -> None:
+    from fastformer.commands import command_line
+
+    script = tmp_path / "bin" / "fastformer"
+    script.parent.mkdir()
+    script.write_text("#!/bin/sh\n")
+    script.chmod(0o755)
+    monkeypatch.setattr("sys.argv", [str(script), "demo"])
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert command_line("translate", "run", "two words") == f"{script} translate run 'two words'"
+    monkeypatch.setenv("PATH", str(script.parent))
+    assert command_line("translate", "a b") == "fastformer translate 'a b'"
+    monkeypatch.setattr("sys.argv", ["/somewhere/fastformer/cli.py"])
+    assert command_line("doctor").endswith(" -m fastformer.cli doctor")
