@@ -16,7 +16,8 @@ from pathlib import Path
 import torch
 
 from benchmarks import record
-from fastformer.data.batching import BATCHINGS, collate, encode_pair, padding_ratio, plan_epoch
+from fastformer.data.batching import BATCHINGS, collate, padding_ratio, plan_epoch
+from fastformer.data.examples import encode_pair
 from fastformer.data.text import read_pairs
 from fastformer.data.tokenizer import train_bpe
 from fastformer.models import Transformer

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from benchmarks.case import Benchmark, Inputs, Shape
 from fastformer import baseline
-from fastformer.data.batching import Batch, Example, collate
+from fastformer.data import Batch, Example, collate
 from fastformer.models import Transformer
 from fastformer.ops import sinusoidal_positions
 

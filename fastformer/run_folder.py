@@ -18,7 +18,8 @@ from torch import nn
 
 from fastformer.baseline import LSTMSeq2Seq
 from fastformer.baseline.lstm import LSTMConfig
-from fastformer.data.tokenizer import TOKENIZER, Tokenizer, load_tokenizer
+from fastformer.data import Tokenizer, load_tokenizer
+from fastformer.data.tokenizer import TOKENIZER
 from fastformer.models import GPT, Transformer, read_architecture
 from fastformer.models.pretrained import config_from_dict, load_saved
 

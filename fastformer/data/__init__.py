@@ -1,11 +1,12 @@
 """Text in, batches out: reading, tokenizers, batching, the built-in task."""
 
 from fastformer.data.batching import Batch as Batch
-from fastformer.data.batching import Example as Example
 from fastformer.data.batching import collate as collate
 from fastformer.data.batching import plan_epoch as plan_epoch
+from fastformer.data.examples import Example as Example
+from fastformer.data.examples import Examples as Examples
 from fastformer.data.tokenizer import BPETokenizer as BPETokenizer
 from fastformer.data.tokenizer import ByteTokenizer as ByteTokenizer
 from fastformer.data.tokenizer import Tokenizer as Tokenizer
-from fastformer.data.tokenizer import load_tokenizer as load_tokenizer
 from fastformer.data.tokenizer import train_bpe as train_bpe
+from fastformer.data.tokenizer_files import load_tokenizer as load_tokenizer

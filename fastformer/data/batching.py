@@ -16,26 +16,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fastformer.data.tokenizer import EOS_ID, PAD_ID
+from fastformer.data.examples import Example
+from fastformer.data.tokenizer import PAD_ID
 from fastformer.nn import SequenceLayout
 
 IGNORE_INDEX = -100
 BATCHINGS = ("random", "bucketed", "packed")
 _POOL = 128  # batches that are sorted together: more lowers the padding by little and sorts the epoch
-
-
-@dataclass(frozen=True)
-class Example:
-    """One training example: source and target ids, both ending in EOS; for a language model no source and a window of
-    text, whose last token is only predicted."""
-
-    source: list[int]
-    target: list[int]
-
-    @property
-    def lengths(self) -> tuple[int, int]:
-        """Source and target tokens that a model computes."""
-        return len(self.source), len(self.target) if self.source else len(self.target) - 1
 
 
 @dataclass
@@ -102,7 +89,8 @@ def plan_epoch(lengths: Tensor, *, max_tokens: int, batching: str, seed: int, ep
         raise ValueError(
             f"expected max_tokens of at least the longest example, {int(longest.max())} tokens, got {max_tokens}"
         )
-    generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
+    # Neighbouring seeds must not share epochs; a generator takes 64 bits.
+    generator = torch.Generator().manual_seed((seed * 1_000_003 + epoch) % 2**63)
     order = torch.randperm(len(lengths), generator=generator)
     if batching == "bucketed":
         return _bucketed(order, longest, max_tokens, generator)
@@ -132,7 +120,7 @@ def _bucketed(order: Tensor, longest: Tensor, max_tokens: int, generator: torch.
     pool_size = max(1, int(_POOL * max_tokens / mean))
     sides = [[n, n] for n in longest.tolist()]
     batches: list[list[int]] = []
-    for pool in order.split(pool_size):
+    for pool in torch.split(order, pool_size):
         ranked = pool[torch.argsort(longest[pool], stable=True)].tolist()  # ties stay in random order
         batches += _cut(ranked, sides, max_tokens, padded=True)
     return [batches[i] for i in torch.randperm(len(batches), generator=generator).tolist()]
@@ -179,19 +167,3 @@ def padding_ratio(lengths: Tensor, batches: Sequence[Sequence[int]], *, packed: 
         return 0.0
     computed = sum(len(batch) * int(lengths[batch].max(dim=0).values.sum()) for batch in batches)
     return 1.0 - int(lengths.sum()) / computed if computed else 0.0
-
-
-def encode_pair(source: list[int], target: list[int]) -> Example:
-    """An example of a translator: EOS ends both sides."""
-    return Example([*source, EOS_ID], [*target, EOS_ID])
-
-
-def windows(ids: Sequence[int], seqlen: int) -> list[Example]:
-    """A long text as the examples of a language model: consecutive windows in which each token but the text's first is
-    predicted once. Neighbours share a token. No EOS is added.
-
-    Args:
-        ids: the text.
-        seqlen: tokens that a window predicts; the last one may have fewer.
-    """
-    return [Example([], list(ids[i : i + seqlen + 1])) for i in range(0, len(ids) - 1, seqlen)]

@@ -1,21 +1,30 @@
 """Text to ids and back: bytes with no dependency, or a byte-pair encoding trained by the `tokenizers` library.
 
-Ids of both: PAD 0, EOS 1, UNK 2. There is no BOS; a decoder begins with PAD.
+Both know every text. Ids of all tokenizers, foreign ones included (`tokenizer_files`): PAD 0, EOS 1, UNK 2. There is no
+BOS; a decoder begins with PAD.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import unicodedata
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from types import ModuleType
+from typing import TYPE_CHECKING, Protocol
 
 from fastformer.files import write_atomically
+
+if TYPE_CHECKING:
+    import tokenizers
 
 PAD_ID, EOS_ID, UNK_ID = 0, 1, 2
 SPECIAL_TOKENS = ("<pad>", "</s>", "<unk>")
 TOKENIZER = "tokenizer.json"
+NUM_BYTES = 256
+_PIECE = 50_000  # characters of a long text that are encoded at a time
 
 
 class Tokenizer(Protocol):
@@ -31,7 +40,19 @@ class Tokenizer(Protocol):
         ...
 
     def encode(self, text: str) -> list[int]:
-        """The ids of a text, without EOS."""
+        """The ids of a text, without EOS. A special token that is spelled in the text is text.
+
+        Raises:
+            ValueError: a lone surrogate, which is no character.
+        """
+        ...
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """`encode` of many texts, on all cores where the library can."""
+        ...
+
+    def pieces(self, text: str) -> list[str]:
+        """Cuts a long text where the ids of the pieces, one after another, are those of the text."""
         ...
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -42,8 +63,8 @@ class Tokenizer(Protocol):
         """Each id as a short readable string, for pictures and messages."""
         ...
 
-    def save(self, folder: str | os.PathLike) -> None:
-        """Writes tokenizer.json."""
+    def save(self, folder: str | os.PathLike[str]) -> None:
+        """Writes tokenizer.json, which needs no other file."""
         ...
 
 
@@ -56,11 +77,20 @@ class ByteTokenizer:
     @property
     def vocab_size(self) -> int:
         """256 bytes and the special tokens."""
-        return 256 + self._first
+        return NUM_BYTES + self._first
 
     def encode(self, text: str) -> list[int]:
         """The ids of a text, without EOS."""
+        check_text(text)
         return [byte + self._first for byte in text.encode("utf-8")]
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """`encode` of many texts."""
+        return [self.encode(text) for text in texts]
+
+    def pieces(self, text: str) -> list[str]:
+        """Cuts a long text, anywhere."""
+        return [text[start : start + _PIECE] for start in range(0, len(text), _PIECE)]
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of ids: PAD and UNK are skipped, EOS ends it; broken UTF-8 becomes U+FFFD."""
@@ -77,7 +107,7 @@ class ByteTokenizer:
             for i in ids
         ]
 
-    def save(self, folder: str | os.PathLike) -> None:
+    def save(self, folder: str | os.PathLike[str]) -> None:
         """Writes tokenizer.json."""
         write_atomically(Path(folder, TOKENIZER), (json.dumps({"type": "bytes"}) + "\n").encode())
 
@@ -85,81 +115,185 @@ class ByteTokenizer:
 class BPETokenizer:
     """A byte-pair encoding of the `tokenizers` library; `train_bpe` makes one.
 
+    It knows every text: `decode(encode(text))` is the text's NFKC normal form, spaces and line ends included. Words
+    begin with their space, and the first word of each line is given one (decoding takes it off again), so that a word
+    is the same token wherever it stands. What no token spells is spelled in bytes, ids 3 to 258.
+
     Args:
-        backend: a `tokenizers.Tokenizer` whose first ids are PAD, EOS and UNK.
+        backend: a `tokenizers.Tokenizer` that `train_bpe` made, or that was read from a file which it wrote.
     """
 
     pad_id, eos_id, unk_id = PAD_ID, EOS_ID, UNK_ID
 
-    def __init__(self, backend: Any) -> None:
-        found = tuple(backend.id_to_token(i) for i in range(len(SPECIAL_TOKENS)))
-        if found != SPECIAL_TOKENS:
-            raise ValueError(f"expected a tokenizer whose first ids are {SPECIAL_TOKENS}, got {found}")
+    def __init__(self, backend: tokenizers.Tokenizer) -> None:
+        if not is_our_bpe(backend):
+            raise ValueError("expected a tokenizer that train_bpe made; load_tokenizer reads those of other programs")
+        backend.encode_special_tokens = True  # "</s>" in a text is text; the file can't say so
         self._backend = backend
 
     @property
     def vocab_size(self) -> int:
-        """The number of ids, special ones included."""
+        """The number of ids, special ones and bytes included."""
         return self._backend.get_vocab_size()
 
     def encode(self, text: str) -> list[int]:
         """The ids of a text, without EOS."""
-        return self._backend.encode(text).ids
+        return [i for ids in self.encode_batch(self.pieces(text)) for i in ids]
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """`encode` of many texts, on all cores."""
+        return encode_batch(self._backend, texts)
+
+    def pieces(self, text: str) -> list[str]:
+        """Cuts a long text behind line ends."""
+        return line_pieces(text)
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of ids: special tokens are skipped, EOS ends it."""
-        return self._backend.decode(list(until_eos(ids)), skip_special_tokens=True)
+        """The text of ids: special tokens are skipped, EOS ends it; broken UTF-8 becomes U+FFFD."""
+        return str(self._backend.decode(until_eos(ids), skip_special_tokens=True))
 
     def tokens(self, ids: Iterable[int]) -> list[str]:
-        """Each id as its piece of text."""
-        return [self._backend.id_to_token(i) or SPECIAL_TOKENS[UNK_ID] for i in ids]
+        """Each id as its piece of text, with visible spaces and line ends."""
+        return [visible(self._backend.id_to_token(i)) for i in ids]
 
-    def save(self, folder: str | os.PathLike) -> None:
+    def save(self, folder: str | os.PathLike[str]) -> None:
         """Writes tokenizer.json, which the tokenizers and transformers libraries read too."""
         write_atomically(Path(folder, TOKENIZER), self._backend.to_str(pretty=True).encode())
 
 
-def train_bpe(texts: Iterable[str], vocab_size: int) -> BPETokenizer:
-    """A byte-pair encoding with at most `vocab_size` ids, learned from texts (for a translator: both languages).
+def line_pieces(text: str) -> list[str]:
+    """Cuts a long text behind line ends, but not before another one: a BPE may have a token for two."""
+    found, start = [], 0
+    while len(text) - start > _PIECE:
+        end = text.find("\n", start + _PIECE)
+        while end >= 0 and text[end + 1 : end + 2] == "\n":
+            end += 1
+        if end < 0 or end + 1 == len(text):
+            break
+        found.append(text[start : end + 1])
+        start = end + 1
+    return [*found, text[start:]]
+
+
+def train_bpe(texts: Sequence[str], vocab_size: int) -> BPETokenizer:
+    """A byte-pair encoding learned from texts (for a translator: of both languages).
+
+    Args:
+        texts: lines, or pieces of documents with the line ends in them.
+        vocab_size: the most ids it may have, special tokens included, beside the 256 bytes: they come on top, so that a
+            small vocabulary has as much room for words as before. At most half of it goes to single characters, the
+            most frequent ones; the others are spelled in bytes.
 
     Raises:
         ImportError: the tokenizers library is not installed.
+        ValueError: a vocab_size that leaves no room beside the special tokens, or text with a lone surrogate.
     """
-    tokenizers = _library()
-    backend = tokenizers.Tokenizer(tokenizers.models.BPE(unk_token=SPECIAL_TOKENS[UNK_ID]))
-    backend.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace()
-    backend.decoder = tokenizers.decoders.Metaspace()
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=vocab_size, special_tokens=list(SPECIAL_TOKENS), show_progress=False
+    library = tokenizers_library()
+    if vocab_size <= len(SPECIAL_TOKENS):
+        raise ValueError(f"expected vocab_size of more than the {len(SPECIAL_TOKENS)} special tokens, got {vocab_size}")
+    for text in texts:
+        check_text(text)
+    fallback = [f"<0x{byte:02X}>" for byte in range(NUM_BYTES)]
+    alphabet = _alphabet(texts, vocab_size // 2)
+    learner = _pipeline(library.models.BPE(unk_token=SPECIAL_TOKENS[UNK_ID], byte_fallback=True))
+    trainer = library.trainers.BpeTrainer(
+        vocab_size=vocab_size + NUM_BYTES,
+        special_tokens=[*SPECIAL_TOKENS, *fallback],
+        show_progress=False,
+        **({} if alphabet is None else {"initial_alphabet": alphabet, "limit_alphabet": len(alphabet)}),
     )
-    backend.train_from_iterator(texts, trainer)
+    learner.train_from_iterator(texts, trainer)
+    # The bytes were special for the trainer, to get their ids; now they are ordinary tokens that text never spells.
+    model = json.loads(learner.to_str())["model"]
+    backend = _pipeline(
+        library.models.BPE(
+            vocab=model["vocab"],
+            merges=[(left, right) for left, right in model["merges"]],
+            unk_token=SPECIAL_TOKENS[UNK_ID],
+            byte_fallback=True,
+        )
+    )
+    backend.add_special_tokens(list(SPECIAL_TOKENS))
     return BPETokenizer(backend)
 
 
-def load_tokenizer(path: str | os.PathLike) -> Tokenizer:
-    """Loads a tokenizer from a run folder or from a tokenizer.json.
+def _alphabet(texts: Sequence[str], limit: int) -> list[str] | None:
+    """The most frequent characters of some texts; None where there are no more than the limit."""
+    if len(set().union(*texts)) < limit:
+        return None
+    counts = Counter({" ": len(texts)})
+    for text in texts:
+        counts.update(unicodedata.normalize("NFKC", text))
+    return sorted(counts, key=lambda character: (-counts[character], character))[:limit]
+
+
+def _pipeline(model: tokenizers.models.BPE) -> tokenizers.Tokenizer:
+    """A model between what prepares a text for it and what undoes that."""
+    library = tokenizers_library()
+    normalizers, splits, decoders = library.normalizers, library.pre_tokenizers, library.decoders
+    backend: tokenizers.Tokenizer = library.Tokenizer(model)
+    backend.normalizer = normalizers.Sequence(
+        [
+            normalizers.NFKC(),
+            normalizers.Prepend(" "),  # to the text
+            normalizers.Replace(library.Regex(r"\n(?=[^\n])"), "\n "),  # and to each later line that has something
+        ]
+    )
+    backend.pre_tokenizer = splits.Sequence(
+        [
+            # No token may be spelled like a special token or a byte.
+            splits.Split(library.Regex(r"<(?=(?:pad|/s|unk|0x[0-9A-F]{2})>)"), "isolated"),
+            # Words with their space; further spaces; line ends.
+            splits.Split(library.Regex(r" ?[^ \n]+| +(?![^ \n])|\n+"), "isolated"),
+        ]
+    )
+    backend.decoder = decoders.Sequence(
+        [
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Replace("\n ", "\n"),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    return backend
+
+
+def is_our_bpe(backend: tokenizers.Tokenizer) -> bool:
+    """Whether `train_bpe` made this tokenizer: its special ids and all that is around the model are as there."""
+    if tuple(backend.id_to_token(i) for i in range(len(SPECIAL_TOKENS))) != SPECIAL_TOKENS:
+        return False
+    ours = json.loads(_pipeline(tokenizers_library().models.BPE()).to_str())
+    theirs = json.loads(backend.to_str())
+    around = ("truncation", "padding", "normalizer", "pre_tokenizer", "post_processor", "decoder")
+    return bool(theirs["model"].get("byte_fallback")) and all(ours[name] == theirs[name] for name in around)
+
+
+def encode_batch(backend: tokenizers.Tokenizer, texts: Sequence[str]) -> list[list[int]]:
+    """The ids of many texts by a `tokenizers.Tokenizer`, with nothing around them, on all cores.
 
     Raises:
-        ValueError: no such file, or one that is damaged.
+        ValueError: a lone surrogate, or a text that the tokenizer can't spell and has no unknown token for.
     """
-    file = Path(path)
-    if not file.exists():
-        raise ValueError(f"expected a run folder or a {TOKENIZER}, but there is no {file}")
-    file = file / TOKENIZER if file.is_dir() else file
-    if not file.is_file():
-        raise ValueError(f"expected the file {file}, which isn't there: was the run saved completely?")
     try:
-        values = json.loads(file.read_text(encoding="utf-8"))
-        if values.get("type") == "bytes":
-            return ByteTokenizer()
-        return BPETokenizer(_library().Tokenizer.from_file(str(file)))
-    except ImportError:
-        raise
-    except Exception as error:  # the library raises a bare Exception
-        raise ValueError(f"{file} is damaged or no tokenizer ({error}): copy it again or train anew") from error
+        return [encoding.ids for encoding in backend.encode_batch_fast(texts, add_special_tokens=False)]
+    except Exception as error:  # TypeError for a surrogate; what the model refuses is a bare Exception
+        for text in texts:
+            check_text(text)
+        raise ValueError(f"the tokenizer can't encode this text: {error}") from error
 
 
-def until_eos(ids: Iterable[int]) -> Sequence[int]:
+def check_text(text: str) -> None:
+    """Raises a ValueError for a lone surrogate, which stands for a byte that was no UTF-8 and is no character."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"expected text, got the lone surrogate U+{ord(text[error.start]):04X} at position {error.start}: "
+            "what was read is no UTF-8"
+        ) from error
+
+
+def until_eos(ids: Iterable[int]) -> list[int]:
     """The ids before the first EOS, without PAD."""
     kept = []
     for i in ids:
@@ -170,7 +304,17 @@ def until_eos(ids: Iterable[int]) -> Sequence[int]:
     return kept
 
 
-def _library() -> Any:
+def visible(token: str | None) -> str:
+    """A token with its spaces and line ends made visible; of an id that has none, that of UNK."""
+    return SPECIAL_TOKENS[UNK_ID] if token is None else token.replace(" ", "▁").replace("\n", "↵")
+
+
+def tokenizers_library() -> ModuleType:
+    """The tokenizers library.
+
+    Raises:
+        ImportError: it is not installed.
+    """
     try:
         import tokenizers
     except ImportError as error:

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from fastformer.baseline import LSTMSeq2Seq
-from fastformer.data import Tokenizer, load_tokenizer, plan_epoch
-from fastformer.data.tokenizer import TOKENIZER, ByteTokenizer
+from fastformer.data import BPETokenizer, ByteTokenizer, Tokenizer, load_tokenizer, plan_epoch
+from fastformer.data.tokenizer import NUM_BYTES, TOKENIZER
 from fastformer.files import remove_left_overs
 from fastformer.generation.generate import EXTRA_LENGTH
 from fastformer.models import GPT, Transformer
@@ -197,8 +197,11 @@ def take_over(config: TrainConfig) -> tuple[TrainConfig, Any, Tokenizer]:
     # A setting at its default was not given, as far as one can see.
     if config.model not in (kind, plain.model):
         refuse("model", config.model, kind)
-    if config.vocab_size not in (tokenizer.vocab_size, plain.vocab_size):
-        refuse("vocab_size", config.vocab_size, tokenizer.vocab_size)
+    vocab_size = tokenizer.vocab_size - (
+        NUM_BYTES if isinstance(tokenizer, BPETokenizer) else 0
+    )  # as the setting counts
+    if config.vocab_size not in (vocab_size, plain.vocab_size):
+        refuse("vocab_size", config.vocab_size, vocab_size)
     has = "bytes" if isinstance(tokenizer, ByteTokenizer) else "bpe"
     if config.tokenizer not in (has, plain.tokenizer):
         refuse("tokenizer", config.tokenizer, has)

@@ -51,10 +51,12 @@ class Data:
         val_target: the translations of val_source.
         train_tsv: a file of source<TAB>target lines instead.
         val_tsv: likewise for validation.
-        train_text: plain text, for a gpt.
+        train_text: plain text, for a gpt: a file, or a folder of *.txt files, each of which is a document.
         val_text: likewise for validation; without it the last tenth of train_text is held out.
-        tokenizer: "bpe" (trained on the training text), "bytes", or the path of a tokenizer.json.
-        vocab_size: of a BPE, both languages together.
+        skip_bad_lines: leave out lines that are empty, too long or no UTF-8, and count them, instead of stopping.
+        tokenizer: "bpe" (trained on the training text), "bytes", or the path of a tokenizer: a tokenizer.json, a
+            SentencePiece .model, a folder with one of them, a run.
+        vocab_size: of a BPE, both languages together; 256 bytes, which spell what no token does, come on top.
         seqlen: window of a language model.
         max_len: longer examples are left out, and counted.
     """
@@ -68,6 +70,7 @@ class Data:
     val_tsv: str | None = None
     train_text: str | None = None
     val_text: str | None = None
+    skip_bad_lines: bool = False
     tokenizer: str = "bpe"
     vocab_size: Positive = 8000
     seqlen: Positive = 128

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
-from fastformer.data import Batch, Example, collate, plan_epoch
+from fastformer.data import Batch, Example, Examples, collate, plan_epoch
 from fastformer.generation import Translator
 
 
@@ -49,14 +49,16 @@ def model_loss(model: nn.Module, batch: Batch, **options: Any) -> torch.Tensor:
     )
 
 
-def lengths_of(examples: list[Example]) -> torch.Tensor:
+def lengths_of(examples: Sequence[Example]) -> torch.Tensor:
     """(examples, 2): source and target lengths."""
+    if isinstance(examples, Examples):
+        return examples.lengths
     return torch.tensor([example.lengths for example in examples])
 
 
 @torch.inference_mode()
 def negative_log_likelihood(
-    model: nn.Module, examples: list[Example], *, max_tokens: int, packed: bool, device: torch.device
+    model: nn.Module, examples: Sequence[Example], *, max_tokens: int, packed: bool, device: torch.device
 ) -> float:
     """Mean NLL of a real target token, in nats."""
     was_training = model.training

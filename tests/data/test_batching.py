@@ -5,15 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fastformer.data.batching import (
-    BATCHINGS,
-    Example,
-    collate,
-    encode_pair,
-    padding_ratio,
-    plan_epoch,
-    windows,
-)
+from fastformer.data.batching import BATCHINGS, collate, padding_ratio, plan_epoch
+from fastformer.data.examples import Example, encode_pair, windows
 
 LENGTHS = torch.randint(1, 40, (700, 2), generator=torch.Generator().manual_seed(0))
 
@@ -37,6 +30,63 @@ def test_pure_function_of_seed_and_epoch(batching) -> None:
     assert plan(batching) == plan(batching)
     assert plan(batching) != plan(batching, epoch=1)
     assert plan(batching) != plan(batching, seed=1)
+
+
+@pytest.mark.parametrize("batching", BATCHINGS)
+def test_neighbouring_seeds_and_epochs_share_no_order(batching) -> None:
+    # With seed + epoch for a seed, the second epoch of a run would be the first of the next run.
+    plans = [plan(batching, seed=seed, epoch=epoch) for seed in range(4) for epoch in range(4)]
+    assert all(one != other for i, one in enumerate(plans) for other in plans[:i])
+    # Not the same batches in another order either: examples meet others in each epoch.
+    assert {tuple(batch) for batch in plans[0]}.isdisjoint(tuple(batch) for batch in plans[1] if len(batch) > 3)
+    plan(batching, seed=10**18)
+
+
+@pytest.mark.parametrize("batching", BATCHINGS)
+def test_the_order_of_batches_says_nothing_of_their_length(batching) -> None:
+    lengths = torch.arange(1, 801)[:, None].expand(-1, 2)  # sorted, as some corpora are
+    for epoch in range(2):
+        batches = plan_epoch(lengths, max_tokens=1000, batching=batching, seed=0, epoch=epoch)
+        means = torch.tensor([float(lengths[batch, 0].float().mean()) for batch in batches])
+        place = torch.arange(len(means)).float()
+        assert len(means) > 100 and abs(float(torch.corrcoef(torch.stack([place, means]))[0, 1])) < 0.3
+        rises = int((means.diff() > 0).sum())
+        assert 0.3 * len(means) < rises < 0.7 * len(means)
+
+
+def test_bucketed_batches_hold_neighbours_in_length() -> None:
+    spread = [int(LENGTHS[b].max(1).values.max() - LENGTHS[b].max(1).values.min()) for b in plan("bucketed")]
+    random = [int(LENGTHS[b].max(1).values.max() - LENGTHS[b].max(1).values.min()) for b in plan("random")]
+    assert sum(spread) < 0.2 * sum(random)
+
+
+@pytest.mark.parametrize("batching", BATCHINGS)
+@pytest.mark.parametrize("max_tokens", [16, 19])
+def test_batches_are_filled_to_the_last_token(batching, max_tokens) -> None:
+    # 4 tokens each: four examples make 16 exactly, and a fifth would be too many for 19.
+    lengths = torch.full((42, 2), 4)
+    sizes = [len(b) for b in plan_epoch(lengths, max_tokens=max_tokens, batching=batching, seed=0, epoch=0)]
+    assert sorted(sizes) == [2] + [4] * 10
+
+
+@pytest.mark.parametrize(("batching", "fits"), [("random", False), ("packed", True)])
+@pytest.mark.parametrize("side", [0, 1])
+def test_budgets_count_padding_where_there_is_padding(batching, fits, side) -> None:
+    # 6 + 2 + 2 real tokens, 18 padded ones, on one side; the other has next to nothing.
+    lengths = torch.ones(3, 2, dtype=torch.long)
+    lengths[:, side] = torch.tensor([6, 2, 2])
+    for epoch in range(4):
+        batches = plan_epoch(lengths, max_tokens=10, batching=batching, seed=0, epoch=epoch)
+        assert (len(batches) == 1) == fits
+    assert len(plan_epoch(lengths, max_tokens=9, batching=batching, seed=0, epoch=0)) > 1
+
+
+@pytest.mark.parametrize("batching", BATCHINGS)
+@pytest.mark.parametrize("count", [0, 1, 2, 3])
+def test_few_examples(batching, count) -> None:
+    lengths = torch.full((count, 2), 5)
+    batches = plan_epoch(lengths, max_tokens=5, batching=batching, seed=0, epoch=0)
+    assert sorted(batches) == [[i] for i in range(count)]
 
 
 def test_padding_falls_from_random_to_bucketed_to_packed() -> None:
@@ -74,6 +124,17 @@ def test_language_model_windows() -> None:
         # No PAD in front: a language model is asked to continue text as it stands.
         assert batch.target_in[real].tolist() == list(range(10, 19))
         assert batch.target_out[real].tolist() == list(range(11, 20))
+
+
+def test_windows_lose_and_repeat_nothing() -> None:
+    for length in range(2, 30):
+        for seqlen in range(1, 12):
+            examples = windows(list(range(length)), seqlen)
+            inputs = [i for example in examples for i in example.target[:-1]]
+            predicted = [i for example in examples for i in example.target[1:]]
+            assert inputs == list(range(length - 1)) and predicted == list(range(1, length))
+            assert [len(example.target) for example in examples[:-1]] == [seqlen + 1] * (len(examples) - 1)
+    assert len(windows([7], 4)) == len(windows([], 4)) == 0
 
 
 def test_errors() -> None:

@@ -27,6 +27,51 @@ WORDS = {
         "eine Million dreihundertneunundachtzigtausendeinhundertsiebenundfünfzig",
     ),
     21_000_000: ("twenty-one million", "einundzwanzig Millionen"),
+    2: ("two", "zwei"),
+    7: ("seven", "sieben"),
+    10: ("ten", "zehn"),
+    11: ("eleven", "elf"),
+    13: ("thirteen", "dreizehn"),
+    14: ("fourteen", "vierzehn"),
+    15: ("fifteen", "fünfzehn"),
+    18: ("eighteen", "achtzehn"),
+    19: ("nineteen", "neunzehn"),
+    20: ("twenty", "zwanzig"),
+    36: ("thirty-six", "sechsunddreißig"),
+    40: ("forty", "vierzig"),
+    50: ("fifty", "fünfzig"),
+    61: ("sixty-one", "einundsechzig"),
+    77: ("seventy-seven", "siebenundsiebzig"),
+    80: ("eighty", "achtzig"),
+    99: ("ninety-nine", "neunundneunzig"),
+    110: ("one hundred and ten", "einhundertzehn"),
+    121: ("one hundred and twenty-one", "einhunderteinundzwanzig"),
+    200: ("two hundred", "zweihundert"),
+    201: ("two hundred and one", "zweihunderteins"),
+    999: ("nine hundred and ninety-nine", "neunhundertneunundneunzig"),
+    1000: ("one thousand", "eintausend"),
+    1020: ("one thousand and twenty", "eintausendzwanzig"),
+    1099: ("one thousand and ninety-nine", "eintausendneunundneunzig"),
+    1100: ("one thousand, one hundred", "eintausendeinhundert"),
+    2001: ("two thousand and one", "zweitausendeins"),
+    11_011: ("eleven thousand and eleven", "elftausendelf"),
+    21_021: ("twenty-one thousand and twenty-one", "einundzwanzigtausendeinundzwanzig"),
+    100_000: ("one hundred thousand", "einhunderttausend"),
+    201_001: ("two hundred and one thousand and one", "zweihunderteintausendeins"),
+    1_000_100: ("one million, one hundred", "eine Million einhundert"),
+    1_001_000: ("one million, one thousand", "eine Million eintausend"),
+    1_001_001: ("one million, one thousand and one", "eine Million eintausendeins"),
+    2_000_021: ("two million and twenty-one", "zwei Millionen einundzwanzig"),
+    12_345_678: (
+        "twelve million, three hundred and forty-five thousand, six hundred and seventy-eight",
+        "zwölf Millionen dreihundertfünfundvierzigtausendsechshundertachtundsiebzig",
+    ),
+    100_000_000: ("one hundred million", "einhundert Millionen"),
+    201_000_001: ("two hundred and one million and one", "zweihunderteine Millionen eins"),
+    999_999_999: (
+        "nine hundred and ninety-nine million, nine hundred and ninety-nine thousand, nine hundred and ninety-nine",
+        "neunhundertneunundneunzig Millionen neunhundertneunundneunzigtausendneunhundertneunundneunzig",
+    ),
     101_000_000: ("one hundred and one million", "einhunderteine Millionen"),
 }
 
@@ -47,6 +92,16 @@ def test_numbers_differ_between_splits_and_depend_on_the_seed() -> None:
     assert len(set(train)) == 2000 and not set(train) & set(val)
     assert number_pairs(100, seed=3) == number_pairs(100, seed=3) != number_pairs(100, seed=4)
     assert max(number_pairs(200, seed=0, max_digits=3)) < 1000
+    # The other split's numbers would come, were they not kept out.
+    assert set(number_pairs(2000, seed=0)) & set(number_pairs(2000, seed=0, max_digits=9)[:500])
+    assert not set(number_pairs(500, seed=0, exclude=set(number_pairs(500, seed=0)))) & set(number_pairs(500, seed=0))
+
+
+def test_all_lengths_and_round_forms_are_common() -> None:
+    numbers = number_pairs(3000, seed=0)
+    digits = [sum(len(str(n)) == count for n in numbers) for count in range(1, 10)]
+    assert digits[0] == 10 and min(digits[2:]) > 150
+    assert sum(n % 1000 < 100 for n in numbers if n >= 10**6) > 0.2 * sum(n >= 10**6 for n in numbers)
 
 
 @pytest.mark.parametrize("call", [lambda: english(-1), lambda: german(10**9)])

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 import pytest
 
-from fastformer.data.text import MAX_LINE, read_lines, read_pairs, read_text, read_tsv
+from fastformer.data.text import MAX_LINE, read_documents, read_lines, read_pairs, read_text, read_tsv, split_lines
 
 
 def write(path: Path, data: bytes) -> Path:
@@ -58,3 +59,81 @@ def test_text(tmp_path) -> None:
     assert read_text(write(tmp_path / "a", b"one\r\n\r\ntwo")) == "one\n\ntwo"
     with pytest.raises(ValueError, match="line 3: expected UTF-8, got byte 0xfe"):
         read_text(write(tmp_path / "a", b"one\ntwo\n\xfe"))
+
+
+STRANGE = "a\x00b\x0bc\x0cd\x1ce\x1df\x85g\u2028h\u2029i\rj"  # str.splitlines would make ten lines of it
+
+
+def test_lines_end_at_line_feeds_alone(tmp_path) -> None:
+    data = f"{STRANGE}\nend\r\n".encode()
+    file = write(tmp_path / "a", data)
+    assert read_lines(file) == split_lines(data, "a") == [STRANGE, "end"]
+    assert read_pairs(file, file) == [(STRANGE, STRANGE), ("end", "end")]
+    assert read_text(file) == f"{STRANGE}\nend\n"
+    assert read_tsv(write(tmp_path / "b", f"{STRANGE}\t{STRANGE}\n".encode())) == [(STRANGE, STRANGE)]
+    assert read_pairs(write(tmp_path / "c", b"one\ttwo\n"), write(tmp_path / "d", b"x\n")) == [("one\ttwo", "x")]
+
+
+BAD = b"ok\n\nb\xff\nok\n \n" + b"x" * (MAX_LINE + 1) + b"\n\n\nok\n" + b"y" * MAX_LINE + b"\n"  # 10 lines
+
+
+def test_all_bad_lines_are_named_at_once(tmp_path) -> None:
+    file = write(tmp_path / "a", BAD)
+    message = (
+        r"a, line 2: expected text, got an empty line.*; 6 of 10 lines are bad: also 3 \(not UTF-8\), 5 \(empty\), "
+    )
+    message += r"6 \(too long\), 7 \(empty\), \.\.\."
+    with pytest.raises(ValueError, match=message + "$"):
+        read_lines(file)
+    with pytest.raises(ValueError, match=message + ".*--skip_bad_lines"):
+        read_pairs(file, write(tmp_path / "b", b"ok\n" * 10))
+    # Empty lines allowed, the others still are what they were; numbers begin where the caller says.
+    with pytest.raises(ValueError, match=r"a, line 13: expected UTF-8.*; 2 of 10 lines are bad: also 16 \(too long\)$"):
+        split_lines(BAD, "a", allow_empty=True, first=11)
+
+
+def test_bad_lines_are_left_out_on_both_sides_and_counted(tmp_path, caplog) -> None:
+    good = "".join(f"{i}\n" for i in range(1, 11)).encode()
+    source = write(tmp_path / "s", BAD)
+    target = write(tmp_path / "t", good.replace(b"4\n", b"\n").replace(b"5\n", b"\n"))
+    with caplog.at_level(logging.WARNING):
+        assert read_pairs(source, target, skip_bad=True) == [("ok", "1"), ("ok", "9"), ("y" * MAX_LINE, "10")]
+    assert len(caplog.messages) == 1 and caplog.messages[0].endswith(
+        f"left out 7 of 10 lines of {source} and {target}: "
+        "5 empty (lines 2, 4, 5, 7, 8), 1 not UTF-8 (line 3), 1 too long (line 6)"
+    )
+    with pytest.raises(ValueError, match="as many lines in .*, got 9 and 10"):  # no guess which line is missing
+        read_pairs(source, write(tmp_path / "u", good.removeprefix(b"1\n")), skip_bad=True)
+    with pytest.raises(ValueError, match=r"every line of .* is bad: 1 not UTF-8 \(line 1\), 1 empty \(line 2\)"):
+        read_pairs(write(tmp_path / "v", b"\xff\nx\n"), write(tmp_path / "w", b"x\n\n"), skip_bad=True)
+
+
+def test_bad_lines_of_a_tsv(tmp_path, caplog) -> None:
+    file = write(tmp_path / "a", b"one\teins\ntwo\na\tb\tc\n\xfe\tx\nx\t \n\ttwo\nsix\tsechs\n")
+    with pytest.raises(ValueError, match=r"line 2: expected source<TAB>target, got a line of 1 field; 5 of 7 .*--skip"):
+        read_tsv(file)
+    with caplog.at_level(logging.WARNING):
+        assert read_tsv(file, skip_bad=True) == [("one", "eins"), ("six", "sechs")]
+    assert caplog.messages[0].endswith(
+        "1 of 1 field (line 2), 1 of 3 fields (line 3), 1 not UTF-8 (line 4), 2 with an empty side (lines 5, 6)"
+    )
+
+
+def test_bad_lines_of_a_text(tmp_path, caplog) -> None:
+    long = "x" * (MAX_LINE + 1)
+    file = write(tmp_path / "a", f"one\r\n\n{long}\n".encode() + b"\xfe\nend")
+    with pytest.raises(ValueError, match="line 4: expected UTF-8.*--skip_bad_lines"):
+        read_text(file)
+    with caplog.at_level(logging.WARNING):
+        assert read_text(file, skip_bad=True) == f"one\n\n{long}\nend"
+    assert "1 of 5 lines" in caplog.text and "1 not UTF-8 (line 4)" in caplog.text
+
+
+def test_a_folder_holds_a_document_a_file(tmp_path) -> None:
+    for name, text in (("b.txt", "two\n"), ("a.txt", "one\n\nx"), ("c.md", "no")):
+        write(tmp_path / name, text.encode())
+    assert read_documents(tmp_path) == ["one\n\nx", "two\n"]
+    assert read_documents(tmp_path / "c.md") == ["no"]
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match=r"a folder of \*.txt files, but there are none in"):
+        read_documents(tmp_path / "empty")

@@ -1,0 +1,91 @@
+"""Encoded examples, kept compactly."""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import overload
+
+import torch
+from torch import Tensor
+
+from fastformer.data.tokenizer import EOS_ID
+
+
+@dataclass(frozen=True)
+class Example:
+    """One training example: source and target ids, both ending in EOS; for a language model no source and a window of
+    text, whose last token is only predicted."""
+
+    source: list[int]
+    target: list[int]
+
+    @property
+    def lengths(self) -> tuple[int, int]:
+        """Source and target tokens that a model computes."""
+        return len(self.source), len(self.target) if self.source else len(self.target) - 1
+
+
+class Examples(Sequence[Example]):
+    """A sequence of `Example` that takes 4 bytes a token and 16 an example, where lists take tens of bytes a token."""
+
+    def __init__(self, examples: Iterable[Example] = ()) -> None:
+        self._ids = array("i")  # source, target, source, target, ...
+        self._ends = array("q", [0])  # where each of them ends
+        for example in examples:
+            self.append(example.source, example.target)
+
+    def append(self, source: Iterable[int], target: Iterable[int]) -> None:
+        """Adds one example."""
+        for side in (source, target):
+            self._ids.extend(side)
+            self._ends.append(len(self._ids))
+
+    def __len__(self) -> int:
+        return len(self._ends) // 2
+
+    @overload
+    def __getitem__(self, index: int) -> Example: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Example]: ...
+    def __getitem__(self, index: int | slice) -> Example | list[Example]:
+        places = range(len(self))[index]  # negative ones and what is out of range as in a list
+        return self._example(places) if isinstance(places, int) else [self._example(place) for place in places]
+
+    def _example(self, place: int) -> Example:
+        begin, middle, end = self._ends[2 * place : 2 * place + 3]
+        return Example(self._ids[begin:middle].tolist(), self._ids[middle:end].tolist())
+
+    @property
+    def lengths(self) -> Tensor:
+        """(examples, 2) int64: `Example.lengths` of each."""
+        found = torch.frombuffer(self._ends, dtype=torch.int64).diff().view(-1, 2)
+        found[:, 1] -= (found[:, 0] == 0).long()  # the last token of a window is only predicted
+        return found
+
+    def fingerprint(self) -> str:
+        """A SHA-256 over all ids in their order: equal for equal examples alone."""
+        digest = hashlib.sha256(self._ids)
+        digest.update(self._ends)
+        return digest.hexdigest()
+
+
+def encode_pair(source: list[int], target: list[int]) -> Example:
+    """An example of a translator: EOS ends both sides."""
+    return Example([*source, EOS_ID], [*target, EOS_ID])
+
+
+def windows(ids: Sequence[int], seqlen: int) -> Examples:
+    """A long text as the examples of a language model: consecutive windows in which each token but the text's first is
+    predicted once. Neighbours share a token. No EOS is added.
+
+    Args:
+        ids: the text.
+        seqlen: tokens that a window predicts; the last one may have fewer.
+    """
+    examples = Examples()
+    for begin in range(0, len(ids) - 1, seqlen):
+        examples.append((), ids[begin : begin + seqlen + 1])
+    return examples

@@ -1,0 +1,354 @@
+"""Tokenizers from files: those of our runs, Hugging Face's tokenizer.json, SentencePiece's models.
+
+A foreign tokenizer keeps its tokens but not its ids: PAD, EOS and UNK come first, as everywhere in this library, and
+its other tokens follow in their order. A special token that the file lacks gets an id of its own. `save` writes the
+foreign model and the three ids into one tokenizer.json, so that a run needs no other file.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from fastformer.data.tokenizer import (
+    EOS_ID,
+    PAD_ID,
+    SPECIAL_TOKENS,
+    TOKENIZER,
+    UNK_ID,
+    BPETokenizer,
+    ByteTokenizer,
+    Tokenizer,
+    check_text,
+    encode_batch,
+    is_our_bpe,
+    tokenizers_library,
+    until_eos,
+    visible,
+)
+from fastformer.files import write_atomically
+
+if TYPE_CHECKING:
+    import sentencepiece
+    import tokenizers
+
+# What files call them, if nothing beside the file says so.
+_USUAL_NAMES = {
+    "pad": ("<pad>", "[PAD]", "<|pad|>"),
+    "eos": ("</s>", "<eos>", "<|end_of_text|>", "<|endoftext|>", "[EOS]", "[SEP]", "<|im_end|>"),
+    "unk": ("<unk>", "[UNK]", "<|unk|>"),
+}
+
+
+@dataclass(frozen=True)
+class ForeignIds:
+    """The special ids as the foreign file has them; None: it has none, or means another token by the same id."""
+
+    pad: int | None
+    eos: int | None
+    unk: int | None
+
+    @classmethod
+    def distinct(cls, *, pad: int | None, eos: int | None, unk: int | None) -> ForeignIds:
+        """Ids of which none stands for two things: files often name one token for padding and for another purpose."""
+        unk = None if unk == eos else unk
+        return cls(None if pad in (eos, unk) else pad, eos, unk)
+
+
+class ForeignModel(Protocol):
+    """What `ForeignTokenizer` asks of another library, in that library's ids."""
+
+    def size(self) -> int:
+        """One more than the largest id."""
+        ...
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """The ids of texts, with nothing added."""
+        ...
+
+    def decode(self, ids: list[int]) -> str:
+        """The text of ids."""
+        ...
+
+    def token(self, id: int) -> str | None:
+        """The token of an id."""
+        ...
+
+    def unknown(self, text: str, unk: int) -> list[str]:
+        """The parts of a text that became `unk`."""
+        ...
+
+    def to_json(self) -> dict[str, Any]:
+        """All there is to save."""
+        ...
+
+
+class ForeignTokenizer:
+    """A tokenizer of another library under our ids.
+
+    Args:
+        model: the tokenizer.
+        ids: what it calls PAD, EOS and UNK.
+    """
+
+    pad_id, eos_id, unk_id = PAD_ID, EOS_ID, UNK_ID
+
+    def __init__(self, model: ForeignModel, ids: ForeignIds) -> None:
+        self._model, self._ids = model, ids
+        special, size = (ids.pad, ids.eos, ids.unk), model.size()
+        given = [i for i in special if i is not None]
+        if len(set(given)) < len(given) or any(not 0 <= i < size for i in given):
+            raise ValueError(f"expected different special ids below {size}, got {special}")
+        self._theirs = [*special, *(i for i in range(size) if i not in special)]
+        self._ours = {theirs: ours for ours, theirs in enumerate(self._theirs) if theirs is not None}
+        self._spelled: set[str] = set()  # characters known to have tokens
+        self._lost: set[str] = set()  # and to have none
+
+    @property
+    def vocab_size(self) -> int:
+        """The number of ids, special ones included."""
+        return len(self._theirs)
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of a text, without EOS or anything else that the file would put around it."""
+        return self.encode_batch([text])[0]
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """`encode` of many texts."""
+        ours = self._ours
+        return [[ours[i] for i in ids] for ids in self._model.encode_batch(texts)]
+
+    def pieces(self, text: str) -> list[str]:
+        """The text as it is: where another library's ids don't depend on what is around is not known."""
+        return [text]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of ids: special tokens are skipped, EOS ends it."""
+        theirs = [self._theirs[i] for i in until_eos(ids) if i != UNK_ID]
+        return self._model.decode([i for i in theirs if i is not None])
+
+    def tokens(self, ids: Iterable[int]) -> list[str]:
+        """Each id as its piece of text."""
+        return [
+            SPECIAL_TOKENS[i] if i < len(SPECIAL_TOKENS) else visible(self._model.token(self._theirs[i] or 0))
+            for i in ids
+        ]
+
+    def unknown(self, text: str, ids: Sequence[int]) -> list[str]:
+        """The parts of a text that no token stands for; `ids` is the text encoded."""
+        if UNK_ID in ids and self._ids.unk is not None:
+            return self._model.unknown(text, self._ids.unk)
+        if self._ids.unk is not None:
+            return []
+        # Without an unknown token some libraries leave out what they don't know.
+        for character in set(text) - self._spelled - self._lost:
+            spelled = character.isspace() or bool(self.encode(character))
+            (self._spelled if spelled else self._lost).add(character)
+        return [character for character in text if character in self._lost] if self._lost else []
+
+    def save(self, folder: str | os.PathLike[str]) -> None:
+        """Writes tokenizer.json."""
+        values = {"type": "foreign", "special_ids": asdict(self._ids), **self._model.to_json()}
+        write_atomically(Path(folder, TOKENIZER), json.dumps(values, ensure_ascii=False).encode() + b"\n")
+
+
+class HuggingFaceModel:
+    """A tokenizer of the `tokenizers` library. The padding and truncation that a file may hold are switched off."""
+
+    def __init__(self, backend: tokenizers.Tokenizer) -> None:
+        backend.no_padding()
+        backend.no_truncation()
+        backend.encode_special_tokens = True  # "</s>" in a text is text
+        self._backend = backend
+
+    def size(self) -> int:
+        """One more than the largest id."""
+        return 1 + max(self._backend.get_vocab().values(), default=-1)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """The ids of texts, on all cores."""
+        return encode_batch(self._backend, texts)
+
+    def decode(self, ids: list[int]) -> str:
+        """The text of ids, without special tokens."""
+        return str(self._backend.decode(ids, skip_special_tokens=True))
+
+    def token(self, id: int) -> str | None:
+        """The token of an id."""
+        return self._backend.id_to_token(id)
+
+    def unknown(self, text: str, unk: int) -> list[str]:
+        """The parts of a text that became `unk`."""
+        encoding = self._backend.encode(text, add_special_tokens=False)
+        return [text[start:end] for i, (start, end) in zip(encoding.ids, encoding.offsets, strict=True) if i == unk]
+
+    def to_json(self) -> dict[str, Any]:
+        """The tokenizer.json as it was."""
+        return {"library": "tokenizers", "model": json.loads(self._backend.to_str())}
+
+
+class SentencePieceModel:
+    """A model of the `sentencepiece` library."""
+
+    def __init__(self, processor: sentencepiece.SentencePieceProcessor) -> None:
+        self._processor = processor
+
+    def size(self) -> int:
+        """The number of pieces."""
+        return int(self._processor.get_piece_size())
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """The ids of texts, on all cores."""
+        for text in texts:
+            check_text(text)
+        return [list(ids) for ids in self._processor.encode(list(texts))]
+
+    def decode(self, ids: list[int]) -> str:
+        """The text of ids."""
+        return str(self._processor.decode(ids))
+
+    def token(self, id: int) -> str | None:
+        """The piece of an id."""
+        return str(self._processor.id_to_piece(id))
+
+    def unknown(self, text: str, unk: int) -> list[str]:
+        """The parts of a text that became `unk`."""
+        pieces, ids = self._processor.encode(text, out_type=str), self._processor.encode(text)
+        return [piece.removeprefix("▁") for piece, i in zip(pieces, ids, strict=True) if i == unk]
+
+    def to_json(self) -> dict[str, Any]:
+        """The model file, as text."""
+        return {
+            "library": "sentencepiece",
+            "model": base64.b64encode(self._processor.serialized_model_proto()).decode("ascii"),
+        }
+
+
+def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
+    """Loads a tokenizer.
+
+    Args:
+        path: a run folder; a tokenizer.json, or a folder with one as Hugging Face's libraries save it (the files beside
+            it name the special tokens); a SentencePiece model, or a folder with one.
+
+    Raises:
+        ImportError: the library that the file needs is not installed.
+        ValueError: no such file, or one that is damaged or no tokenizer.
+    """
+    file = Path(path)
+    if not file.exists():
+        raise ValueError(f"expected a run folder or a {TOKENIZER}, but there is no {file}")
+    if file.is_dir():
+        file = _in_folder(file)
+    return _sentencepiece(file) if file.suffix == ".model" else _tokenizer_json(file)
+
+
+def _in_folder(folder: Path) -> Path:
+    if (folder / TOKENIZER).is_file():
+        return folder / TOKENIZER
+    models = sorted(folder.glob("*.model"))
+    if len(models) == 1:
+        return models[0]
+    if models:
+        raise ValueError(f"expected one SentencePiece model in {folder}, got {len(models)}: name the file")
+    advice = "was the run saved completely?"
+    if (folder / "vocab.json").is_file() or (folder / "vocab.txt").is_file():
+        advice = "transformers writes it: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
+    raise ValueError(f"expected the file {folder / TOKENIZER}, which isn't there: {advice}")
+
+
+def _tokenizer_json(file: Path) -> Tokenizer:
+    values = _read_json(file)
+    if values.get("type") == "bytes":
+        return ByteTokenizer()
+    if values.get("type") == "foreign":
+        return _saved(file, values)
+    if not isinstance(values.get("model"), dict):
+        keys = ", ".join(map(repr, list(values)[:5])) or "nothing"
+        raise ValueError(
+            f"expected {file} to hold a 'model', as every {TOKENIZER} does, got {keys}: is it another file?"
+        )
+    backend = _backend(file, values)
+    if is_our_bpe(backend):
+        return BPETokenizer(backend)
+    return ForeignTokenizer(HuggingFaceModel(backend), _huggingface_ids(file.parent, backend, values["model"]))
+
+
+def _saved(file: Path, values: dict[str, Any]) -> Tokenizer:
+    """What `ForeignTokenizer.save` wrote."""
+    try:
+        ids = ForeignIds(**values["special_ids"])
+        if values["library"] == "sentencepiece":
+            model: ForeignModel = _processor(file, base64.b64decode(values["model"], validate=True))
+        else:
+            model = HuggingFaceModel(_backend(file, values["model"]))
+        return ForeignTokenizer(model, ids)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{file} is damaged or no tokenizer ({error}): copy it again or train anew") from error
+
+
+def _backend(file: Path, values: dict[str, Any]) -> tokenizers.Tokenizer:
+    library = tokenizers_library()
+    try:
+        backend: tokenizers.Tokenizer = library.Tokenizer.from_str(json.dumps(values))
+    except Exception as error:  # the library raises a bare Exception
+        raise ValueError(
+            f"tokenizers {library.__version__} can't read {file}: {error}; was it written by a newer version?"
+        ) from error
+    return backend
+
+
+def _huggingface_ids(folder: Path, backend: tokenizers.Tokenizer, model: dict[str, Any]) -> ForeignIds:
+    """The special ids: by the files beside tokenizer.json, else by the model, else by the usual names."""
+    named: dict[str, Any] = {}
+    for name in ("special_tokens_map.json", "tokenizer_config.json"):
+        if (folder / name).is_file():
+            named |= _read_json(folder / name)
+
+    def find(kind: str, *others: str) -> int | None:
+        for key in (f"{kind}_token", *others):
+            token = named.get(key)
+            token = token.get("content") if isinstance(token, dict) else token  # with its options
+            if isinstance(token, str) and (found := backend.token_to_id(token)) is not None:
+                return found
+        if kind == "unk" and isinstance(model.get("unk_token"), str):
+            return backend.token_to_id(model["unk_token"])
+        if kind == "unk" and isinstance(model.get("unk_id"), int):
+            return int(model["unk_id"])
+        ids = (backend.token_to_id(name) for name in _USUAL_NAMES[kind])
+        return next((i for i in ids if i is not None), None)
+
+    return ForeignIds.distinct(pad=find("pad"), eos=find("eos", "sep_token"), unk=find("unk"))
+
+
+def _sentencepiece(file: Path) -> Tokenizer:
+    model = _processor(file, file.read_bytes())
+    processor = model._processor
+    pad, eos, unk = (i if i >= 0 else None for i in (processor.pad_id(), processor.eos_id(), processor.unk_id()))
+    return ForeignTokenizer(model, ForeignIds.distinct(pad=pad, eos=eos, unk=unk))
+
+
+def _processor(file: Path, model: bytes) -> SentencePieceModel:
+    try:
+        import sentencepiece
+    except ImportError as error:
+        raise ImportError(f"{file} needs the sentencepiece library: pip install sentencepiece") from error
+    try:
+        return SentencePieceModel(sentencepiece.SentencePieceProcessor(model_proto=model))
+    except RuntimeError as error:
+        raise ValueError(f"expected a SentencePiece model in {file}, got something else ({error})") from error
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{file} is damaged or no tokenizer ({error}): copy it again or train anew") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"{file} is damaged or no tokenizer (a JSON {type(values).__name__}): copy it again")
+    return values

@@ -1,0 +1,240 @@
+"""Tokenizers of other programs work as they are, under our special ids, and a run needs no other file."""
+
+from __future__ import annotations
+
+import io
+import json
+import random
+from pathlib import Path
+
+import pytest
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, processors, trainers
+
+from fastformer.data import load_tokenizer, train_bpe
+from fastformer.data.tokenizer_files import ForeignIds, ForeignTokenizer, HuggingFaceModel
+
+TEXTS = ["a man walks a dog", "two men walk two dogs", "the dog walks the man </s> [PAD]"] * 20
+
+
+def byte_level(special: list[str]) -> tokenizers.Tokenizer:
+    """As GPT-2 and its heirs are, with the special tokens last."""
+    backend = tokenizers.Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet, show_progress=False)
+    backend.train_from_iterator(TEXTS, trainer)
+    backend.add_special_tokens(special)
+    return backend
+
+
+def word_piece() -> tokenizers.Tokenizer:
+    """As BERT is: lower case is left out here, [CLS] and [SEP] around the text, padding and truncation saved."""
+    backend = tokenizers.Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    backend.decoder = decoders.WordPiece()
+    special = ["[UNK]", "[CLS]", "[SEP]", "[PAD]"]
+    backend.train_from_iterator(
+        TEXTS[:2], trainers.WordPieceTrainer(vocab_size=60, special_tokens=special, show_progress=False)
+    )
+    backend.post_processor = processors.TemplateProcessing(
+        "[CLS] $A [SEP]", special_tokens=[("[CLS]", 1), ("[SEP]", 2)]
+    )
+    backend.enable_padding(length=12, pad_id=3, pad_token="[PAD]")
+    backend.enable_truncation(4)
+    return backend
+
+
+def saved(folder: Path, backend: tokenizers.Tokenizer, **config: object) -> Path:
+    folder.mkdir(exist_ok=True)
+    backend.save(str(folder / "tokenizer.json"))
+    if config:
+        (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder
+
+
+def test_special_ids_come_first_and_nothing_else_moves(tmp_path) -> None:
+    backend = word_piece()
+    tokenizer = load_tokenizer(saved(tmp_path, backend))
+    assert isinstance(tokenizer, ForeignTokenizer) and tokenizer.vocab_size == backend.get_vocab_size()
+    # theirs: UNK 0, CLS 1, SEP 2, PAD 3, and then the rest; ours: PAD, SEP (the end), UNK, CLS, the rest
+    text = "a dog walks two men"
+    theirs = tokenizers.Tokenizer.from_str(backend.to_str())
+    theirs.no_truncation()
+    theirs.no_padding()
+    expected = theirs.encode(text, add_special_tokens=False).ids
+    assert len(expected) > 4 and min(expected) > 3
+    assert tokenizer.encode(text) == expected  # untouched by truncation, padding and [CLS] ... [SEP]
+    assert tokenizer.decode([0, *expected, 1, *expected]) == text
+    assert tokenizer.tokens([0, 1, 2, 3]) == ["<pad>", "</s>", "<unk>", "[CLS]"]
+    assert 1 not in tokenizer.encode("a [SEP] dog") and 0 not in tokenizer.encode("a [PAD] dog")
+
+
+def test_special_ids_that_the_file_lacks_get_ids_of_their_own(tmp_path) -> None:
+    backend = byte_level(["<|endoftext|>"])
+    end = backend.token_to_id("<|endoftext|>")
+    # As GPT-2's files are: one token is beginning, end, unknown and, after a common recipe, padding too.
+    names = dict.fromkeys(("bos_token", "eos_token", "unk_token", "pad_token"), "<|endoftext|>")
+    tokenizer = load_tokenizer(saved(tmp_path, backend, **names))
+    assert tokenizer.vocab_size == backend.get_vocab_size() + 2
+    for text in ("two dogs\n\n  漢😀", "x<|endoftext|>y", "</s><pad>"):
+        theirs = backend.encode(text.replace("<|", "<\0|")).ids  # they would read the special token
+        ids = tokenizer.encode(text)
+        assert tokenizer.decode(ids) == text and not {0, 1, 2} & set(ids)
+        if "<|" not in text:
+            # PAD and UNK are new, the end moved to 1, and the others follow in their order.
+            assert ids == [i + 3 - (i > end) for i in theirs]
+
+
+@pytest.mark.parametrize(
+    ("config", "pad", "eos", "unk"),
+    [
+        ({}, None, "</s>", "<unk>"),
+        ({"eos_token": "<end>", "pad_token": {"content": "<fill>", "special": True}}, "<fill>", "<end>", "<unk>"),
+        ({"sep_token": "<end>"}, None, "<end>", "<unk>"),
+        ({"eos_token": "not there"}, None, "</s>", "<unk>"),
+        ({"pad_token": "<unk>"}, None, "</s>", "<unk>"),
+        ({"unk_token": "<fill>", "pad_token": "<end>", "eos_token": "<end>"}, None, "<end>", "<fill>"),
+    ],
+)
+def test_names_of_special_tokens(tmp_path, config, pad, eos, unk) -> None:
+    backend = byte_level(["<unk>", "<fill>", "<end>", "</s>"])
+    tokenizer = load_tokenizer(saved(tmp_path, backend, **config))
+    theirs = [None if name is None else backend.token_to_id(name) for name in (pad, eos, unk)]
+    assert tokenizer._theirs[:3] == theirs
+    rest = [i for i in range(backend.get_vocab_size()) if i not in theirs]
+    assert tokenizer._theirs[3:] == rest
+
+
+def test_the_map_of_special_tokens_is_read_too(tmp_path) -> None:
+    backend = byte_level(["<unk>", "<fill>", "<end>", "</s>"])
+    saved(tmp_path, backend, eos_token="<end>")
+    (tmp_path / "special_tokens_map.json").write_text('{"pad_token": "<fill>", "eos_token": "</s>"}')
+    ids = [backend.token_to_id(name) for name in ("<fill>", "<end>", "<unk>")]
+    assert load_tokenizer(tmp_path / "tokenizer.json")._theirs[:3] == ids
+
+
+def test_a_run_needs_no_other_file(tmp_path) -> None:
+    for place, backend in enumerate((byte_level(["<end>"]), word_piece())):
+        original = saved(tmp_path / f"original{place}", backend, eos_token="<end>")
+        tokenizer, run = load_tokenizer(original), tmp_path / f"run{place}"
+        run.mkdir()
+        tokenizer.save(run)
+        for file in original.iterdir():
+            file.unlink()
+        loaded = load_tokenizer(run)
+        assert loaded.vocab_size == tokenizer.vocab_size and loaded._theirs == tokenizer._theirs
+        text = "two dogs walk a man 漢"
+        assert loaded.encode(text) == tokenizer.encode(text)
+        assert loaded.decode(loaded.encode(text)) == tokenizer.decode(tokenizer.encode(text))
+
+
+def test_unknown_parts_are_named(tmp_path) -> None:
+    tokenizer = load_tokenizer(saved(tmp_path, word_piece()))
+    text = "a 漢字 dog 😀"
+    assert tokenizer.unknown(text, tokenizer.encode(text)) == ["漢字", "😀"]
+    assert tokenizer.unknown("a dog", tokenizer.encode("a dog")) == []
+    # Without an unknown token this library leaves out what it doesn't know.
+    silent = ForeignTokenizer(
+        HuggingFaceModel(tokenizers.Tokenizer(models.BPE({"a": 0, "b": 1}, []))), ForeignIds(None, None, None)
+    )
+    assert silent.unknown("ab xa x", silent.encode("ab xa x")) == ["x", "x"]
+
+
+def test_older_runs(tmp_path) -> None:
+    # A BPE without bytes, whose first ids are ours already.
+    backend = tokenizers.Tokenizer(models.BPE(unk_token="<unk>"))
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    special = ["<pad>", "</s>", "<unk>"]
+    backend.train_from_iterator(
+        TEXTS[:2], trainers.BpeTrainer(vocab_size=60, special_tokens=special, show_progress=False)
+    )
+    tokenizer = load_tokenizer(saved(tmp_path, backend))
+    assert tokenizer.encode("two dogs") == backend.encode("two dogs").ids and 2 in tokenizer.encode("漢")
+    assert tokenizer.decode(tokenizer.encode("two dogs")) == "two dogs"
+
+
+@pytest.fixture(scope="module")
+def sentencepiece_model() -> bytes:
+    sentencepiece = pytest.importorskip("sentencepiece", reason="the sentencepiece library is not installed")
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(TEXTS), model_writer=model, vocab_size=24, minloglevel=2
+    )
+    return model.getvalue()
+
+
+def test_sentencepiece(tmp_path, sentencepiece_model) -> None:
+    import sentencepiece
+
+    file = tmp_path / "spiece.model"
+    file.write_bytes(sentencepiece_model)
+    processor = sentencepiece.SentencePieceProcessor(model_proto=sentencepiece_model)
+    assert (processor.unk_id(), processor.bos_id(), processor.eos_id(), processor.pad_id()) == (0, 1, 2, -1)
+    tokenizer = load_tokenizer(file)
+    assert tokenizer.vocab_size == 25  # with a PAD
+    text = "two men walk the dog"
+    # theirs: UNK 0, BOS 1, EOS 2, the rest from 3; ours: PAD, EOS, UNK, BOS, the rest from 4
+    assert tokenizer.encode(text) == [i + 1 for i in processor.encode(text)]
+    assert tokenizer.encode_batch([text, "a"]) == [tokenizer.encode(text), tokenizer.encode("a")]
+    assert tokenizer.decode([0, *tokenizer.encode(text), 1, 9]) == text
+    assert tokenizer.tokens([3, *tokenizer.encode("dog")[:1]])[0] == "<s>"
+    strange = "a 漢字 man"
+    assert tokenizer.unknown(strange, tokenizer.encode(strange)) == ["漢字"]
+    assert tokenizer.decode(tokenizer.encode(strange)).split() == ["a", "man"]
+    run = tmp_path / "run"
+    run.mkdir()
+    tokenizer.save(run)
+    assert load_tokenizer(tmp_path).encode(text) == tokenizer.encode(text)  # a folder with the one model
+    file.unlink()
+    loaded = load_tokenizer(run)
+    assert loaded.encode(text) == tokenizer.encode(text) and loaded.vocab_size == 25
+    with pytest.raises(ValueError, match="lone surrogate"):
+        tokenizer.encode("\udcff")
+
+
+def test_what_is_missing_is_named(tmp_path, sentencepiece_model) -> None:
+    with pytest.raises(ValueError, match="but there is no"):
+        load_tokenizer(tmp_path / "nothing")
+    with pytest.raises(ValueError, match="tokenizer.json, which isn't there: was the run saved completely"):
+        load_tokenizer(tmp_path)
+    (tmp_path / "vocab.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"tokenizer.json, which isn't there: .*AutoTokenizer.*save_pretrained"):
+        load_tokenizer(tmp_path)
+    for name in ("a.model", "b.model"):
+        (tmp_path / name).write_bytes(b"no model")
+    with pytest.raises(ValueError, match="expected one SentencePiece model in .*, got 2"):
+        load_tokenizer(tmp_path)
+    with pytest.raises(ValueError, match="expected a SentencePiece model in .*a.model, got something else"):
+        load_tokenizer(tmp_path / "a.model")
+    file = tmp_path / "tokenizer.json"
+    for text, message in (
+        ('{"model_type": "bert"}', "expected .* to hold a 'model', .*got 'model_type': is it another file"),
+        ("[1]", "is damaged or no tokenizer"),
+        ("[" * 100_000, "is damaged or no tokenizer"),
+        ('{"version": "1.0", "model": {"type": "Foo"}}', "tokenizers .* can't read .*newer version"),
+        ('{"type": "foreign", "library": "tokenizers", "model": {}}', "is damaged or no tokenizer"),
+        ('{"type": "foreign", "library": "sentencepiece", "special_ids": {}, "model": "!"}', "is damaged"),
+    ):
+        file.write_text(text)
+        with pytest.raises(ValueError, match=message):
+            load_tokenizer(tmp_path)
+    whole = train_bpe(TEXTS, 60)._backend.to_str(pretty=True)
+    for cut in (0, 500, len(whole) - 5):
+        file.write_text(whole[:cut])
+        with pytest.raises(ValueError, match="is damaged or no tokenizer"):
+            load_tokenizer(tmp_path)
+
+
+def test_ids_that_cannot_be(tmp_path) -> None:
+    model = HuggingFaceModel(byte_level([]))
+    size = model.size()
+    for ids in (ForeignIds(1, 1, None), ForeignIds(None, size, None), ForeignIds(-1, None, None)):
+        with pytest.raises(ValueError, match=f"expected different special ids below {size}"):
+            ForeignTokenizer(model, ids)
+    chooser = random.Random(0)
+    for _ in range(20):
+        pad, eos, unk = chooser.sample(range(size), 3)
+        tokenizer = ForeignTokenizer(model, ForeignIds(pad, eos, unk))
+        assert sorted(tokenizer._theirs) == list(range(size))

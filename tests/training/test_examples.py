@@ -1,0 +1,163 @@
+"""From files and settings to what a run trains on."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from pathlib import Path
+
+import pytest
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from fastformer.data import BPETokenizer, ByteTokenizer
+from fastformer.data.number_words import english, german
+from fastformer.training import TrainConfig, examples
+from fastformer.training.examples import Data, load_data
+
+POEM = "Roses are red,\n\n  violets\x0bare blue\u2028;\nsugar is sweet\n"
+
+
+def lines(path: Path, texts: list[str]) -> str:
+    path.write_text("".join(f"{text}\n" for text in texts), encoding="utf-8", newline="")
+    return str(path)
+
+
+def texts_of(data: Data, part: str) -> list[tuple[str, str]]:
+    decode = data.tokenizer.decode
+    return [(decode(example.source), decode(example.target)) for example in getattr(data, part)]
+
+
+def test_what_is_held_out_is_not_trained_on(tmp_path) -> None:
+    pairs = [(f"s{i}", f"t{i}") for i in range(250)]
+    config = TrainConfig(train_tsv=lines(tmp_path / "a", ["\t".join(pair) for pair in pairs]), tokenizer="bytes")
+    data = load_data(config)
+    assert texts_of(data, "train") == pairs[:-2] and texts_of(data, "val") == data.val_texts == pairs[-2:]
+    source, target = (lines(tmp_path / name, [pair[i] for pair in pairs]) for i, name in enumerate("st"))
+    again = load_data(TrainConfig(train_source=source, train_target=target, tokenizer="bytes"))
+    assert texts_of(again, "train") == pairs[:-2] and again.val_texts == pairs[-2:]
+
+
+def test_numbers_of_validation_are_not_trained_on() -> None:
+    data = load_data(TrainConfig(task="numbers", tokenizer="bytes", max_len=1000))
+    train, val = texts_of(data, "train"), texts_of(data, "val")
+    assert (len(train), len(val)) == (20_000, 1000) and val == data.val_texts
+    assert not {source for source, _ in train} & {source for source, _ in val}
+    assert not {target for _, target in train} & {target for _, target in val}
+    known = {english(n): german(n) for n in range(1000)}
+    assert [known[source] for source, _ in train if source in known] == [t for source, t in train if source in known]
+
+
+def test_examples_of_exactly_max_len_stay(tmp_path, caplog) -> None:
+    file = lines(tmp_path / "a", ["1234567\tx", "12345678\tx", "x\t1234567", "x\t12345678"])
+    config = TrainConfig(train_tsv=file, val_tsv=file, tokenizer="bytes", max_len=8)
+    with caplog.at_level(logging.WARNING):
+        data = load_data(config)
+    assert texts_of(data, "train") == data.val_texts == [("1234567", "x"), ("x", "1234567")]
+    assert [m for m in caplog.messages if m.startswith("left out 2 ")] == [
+        "left out 2 training examples of more than max_len 8 tokens",
+        "left out 2 validation examples of more than max_len 8 tokens",
+    ]
+
+
+def test_bad_lines_stop_or_are_left_out(tmp_path, caplog) -> None:
+    file = tmp_path / "a"
+    file.write_bytes(b"one\teins\n\ntwo\tzw\xff\n" + b"x\ty\n" * 5)
+    config = TrainConfig(train_tsv=str(file), val_tsv=str(file), tokenizer="bytes")
+    with pytest.raises(ValueError, match=r"a, line 2: .*2 of 8 lines are bad: also 3 \(not UTF-8\).*--skip_bad_lines"):
+        load_data(config)
+    with caplog.at_level(logging.WARNING):
+        data = load_data(dataclasses.replace(config, skip_bad_lines=True))
+    assert len(data.train) == len(data.val) == 6
+    assert caplog.text.count("left out 2 of 8 lines") == 2
+
+
+@pytest.mark.parametrize("tokenizer", ["bpe", "bytes"])
+def test_line_ends_are_text_and_eos_ends_documents(tmp_path, tokenizer, monkeypatch) -> None:
+    monkeypatch.setattr("fastformer.data.tokenizer._PIECE", 50)  # documents are cut into pieces
+    folder = tmp_path / "poems"
+    folder.mkdir()
+    for i in range(3):
+        (folder / f"{i}.txt").write_text(f"{i} {POEM * 4}", newline="")
+    val = lines(tmp_path / "val", ["one", "", "two"])
+    config = TrainConfig(
+        model="gpt", train_text=str(folder), val_text=val, tokenizer=tokenizer, vocab_size=80, seqlen=7
+    )
+    data = load_data(config)
+    assert isinstance(data.tokenizer, BPETokenizer if tokenizer == "bpe" else ByteTokenizer)
+    ids = [i for example in data.train for i in example.target[:-1]] + data.train[-1].target[-1:]
+    ends = [place for place, i in enumerate(ids) if i == 1]
+    assert len(ends) == 3 and ends[-1] == len(ids) - 1
+    begins = [0, *(end + 1 for end in ends)]
+    found = [data.tokenizer.decode(ids[begin:end]) for begin, end in zip(begins, ends, strict=False)]
+    assert found == [f"{i} {POEM * 4}" for i in range(3)]
+    assert data.val_characters == len("one\n\ntwo\n")
+    # What a prompt gives goes on where training left off: the same ids, line ends included.
+    prompt = data.tokenizer.encode(f"0 {POEM}")
+    assert prompt == ids[: len(prompt)] and 1 not in prompt and 2 not in prompt
+
+
+def test_the_last_tenth_of_a_text_is_held_out(tmp_path) -> None:
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for name, length in (("a", 50), ("b", 45), ("c", 5)):
+        (folder / f"{name}.txt").write_text("".join(chr(65 + i % 26) for i in range(length)))
+    config = TrainConfig(model="gpt", train_text=str(folder), tokenizer="bytes", seqlen=1000)
+    data = load_data(config)
+    texts = {
+        part: [bytes(i - 3 if i > 2 else 0x7C for i in example.target).decode() for example in getattr(data, part)]
+        for part in ("train", "val")
+    }
+    whole = [(folder / f"{name}.txt").read_text() for name in "abc"]
+    assert texts == {"train": [f"{whole[0]}|{whole[1][:40]}|"], "val": [f"{whole[1][40:]}|{whole[2]}|"]}
+    assert data.val_characters == 10
+    (tmp_path / "short").write_text("x")
+    with pytest.raises(ValueError, match="expected a text of many tokens in .*short, or val_text, got 1 char"):
+        load_data(dataclasses.replace(config, train_text=str(tmp_path / "short")))
+
+
+def foreign(folder: Path, texts: list[str]) -> str:
+    backend = tokenizers.Tokenizer(models.BPE(unk_token="[UNK]"))
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    trainer = trainers.BpeTrainer(vocab_size=60, special_tokens=["[UNK]", "</s>"], show_progress=False)
+    backend.train_from_iterator(texts, trainer)
+    folder.mkdir()
+    backend.save(str(folder / "tokenizer.json"))
+    return str(folder)
+
+
+def test_what_a_foreign_tokenizer_does_not_know_is_counted(tmp_path, caplog, monkeypatch) -> None:
+    monkeypatch.setattr(examples, "_ENCODED_AT_ONCE", 3)  # counts go on from batch to batch
+    texts = [f"one {word}\tone" for word in ("one", "漢字", "漢", "one", "😀")]
+    config = TrainConfig(
+        train_tsv=lines(tmp_path / "a", texts),
+        val_tsv=lines(tmp_path / "b", ["one\tone"]),
+        tokenizer=foreign(tmp_path / "foreign", ["one one"]),
+    )
+    with caplog.at_level(logging.WARNING):
+        data = load_data(config)
+    total = sum(len(text) - 1 for text in texts)
+    expected = f"4 characters of {total} in the training text are unknown to the tokenizer, e.g. '漢' '字' '😀': "
+    assert [message for message in caplog.messages if "unknown" in message] == [expected + "the model never sees them"]
+    assert data.train[2].source.count(2) == 1 and data.tokenizer.vocab_size < 60
+    caplog.clear()
+    with caplog.at_level(logging.WARNING):
+        load_data(dataclasses.replace(config, tokenizer="bpe", vocab_size=30))
+    assert not caplog.messages
+
+
+def test_a_tokenizer_without_line_ends_is_noticed(tmp_path, caplog) -> None:
+    text = lines(tmp_path / "a", ["one one"] * 30)
+    config = TrainConfig(model="gpt", train_text=text, tokenizer=foreign(tmp_path / "foreign", ["one one"]))
+    for tokenizer, warned in ((config.tokenizer, True), ("bpe", False), ("bytes", False)):
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            load_data(dataclasses.replace(config, tokenizer=tokenizer, vocab_size=20))
+        assert ("drops line ends" in caplog.text) == warned
+
+
+def test_reading_says_what_it_came_to(tmp_path, caplog) -> None:
+    file = lines(tmp_path / "a", ["abc\tde", "f\tg"])
+    with caplog.at_level(logging.INFO):
+        load_data(TrainConfig(train_tsv=file, val_tsv=file, tokenizer="bytes"))
+    assert "training text: 7 characters in 7 tokens (" in caplog.text and "validation text: 7 characters" in caplog.text
