@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Any
+import logging
+from typing import Literal
+
+logger = logging.getLogger("fastformer")
 
 
 def generate(
     run: str,
     prompt: str,
     *,
+    device: str = "auto",
+    precision: Literal["fp32", "bf16", "fp16"] | None = None,
     greedy: bool = False,
     num_beams: int = 1,
+    num_return_sequences: int = 1,
     length_penalty: float = 0.6,
+    early_stopping: bool = False,
+    min_new_tokens: int = 0,
     max_new_tokens: int | None = None,
     repetition_penalty: float = 1.0,
     no_repeat_ngram_size: int = 0,
@@ -22,38 +30,73 @@ def generate(
 ) -> None:
     """Continues a prompt with a language model.
 
+    It samples, if no flag says otherwise.
+
     Args:
         run: the run folder
         prompt: the text to continue
+        device: auto (a GPU if there is one), cpu, cuda, cuda:1, ...
+        precision: what the weights become; without it they stay as they were saved
         greedy: take the best token always, without sampling
         num_beams: above 1, search with so many beams instead of sampling
+        num_return_sequences: so many continuations, with a line of --- between them
         length_penalty: alpha of ((5 + length) / 6) ** alpha, for beams
+        early_stopping: stop when num_beams hypotheses are finished, better ones possible or not
+        min_new_tokens: the shortest continuation
         max_new_tokens: the longest continuation; by default as much as the model's positions allow
         repetition_penalty: above 1 discourages tokens that were there
         no_repeat_ngram_size: no n-gram of this length comes twice; 0 is off
-        temperature: below 1 sharpens the distribution
+        temperature: of the sampling; below 1 sharpens the distribution
         top_k: draw from the k best tokens; 0 is all
         top_p: draw from the smallest set of tokens that holds this probability
         seed: of the sampling
     """
-    import torch
-
+    from fastformer.generation import GenerateOutput
     from fastformer.generation import generate as search
-    from fastformer.run_folder import load_model
+    from fastformer.generation.translator import PRECISIONS
+    from fastformer.run_folder import choose_device, load_model
 
-    model, tokenizer = load_model(run, ("GPT",))
+    if greedy and num_beams > 1:
+        raise ValueError(f"expected --greedy or --num_beams {num_beams}, got both")
+    if greedy and num_return_sequences > 1:
+        raise ValueError(
+            f"expected --greedy or --num_return_sequences {num_return_sequences}, got both: "
+            "the best token always makes one continuation"
+        )
+    for name, value, neutral in (("temperature", temperature, 1.0), ("top_k", top_k, 0), ("top_p", top_p, 1.0)):
+        if value != neutral and (greedy or num_beams > 1):
+            other = "--greedy" if greedy else f"--num_beams {num_beams}"
+            raise ValueError(f"expected {other} or --{name} {value}, got both: it is sampling that a {name} changes")
+    dtype = None if precision is None else PRECISIONS[precision]
+    model, tokenizer = load_model(run, ("GPT",), device=choose_device(device), dtype=dtype)
     ids = tokenizer.encode(prompt)
     if not ids:
         raise ValueError("expected a prompt of at least one token, got an empty one")
-    options: dict[str, Any] = {
-        "num_beams": num_beams,
-        "length_penalty": length_penalty,
-        "max_new_tokens": max_new_tokens,
-        "repetition_penalty": repetition_penalty,
-        "no_repeat_ngram_size": no_repeat_ngram_size,
-    }
-    if not greedy and num_beams == 1:
-        options |= {"do_sample": True, "temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
-    out = search(model, torch.tensor([ids]), **options)
-    assert isinstance(out, torch.Tensor)
-    print(tokenizer.decode(out[0].tolist()))
+    unknown = ids.count(tokenizer.unk_id)
+    if unknown:
+        logger.warning("the tokenizer doesn't know %d of the prompt's %d tokens", unknown, len(ids))
+    out = search(
+        model,
+        [ids],
+        num_beams=num_beams,
+        num_return_sequences=num_return_sequences,
+        length_penalty=length_penalty,
+        early_stopping=early_stopping,
+        min_new_tokens=min_new_tokens,
+        max_new_tokens=max_new_tokens,
+        repetition_penalty=repetition_penalty,
+        no_repeat_ngram_size=no_repeat_ngram_size,
+        do_sample=not greedy and num_beams == 1,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        seed=seed,
+        return_dict_in_generate=True,
+    )
+    assert isinstance(out, GenerateOutput)
+    texts = []
+    for row in out.sequences.tolist():
+        # A tokenizer may give back a prompt that it doesn't hold quite as it was, a line end say.
+        said, again = tokenizer.decode(row), tokenizer.decode(ids)
+        texts.append(prompt + said[len(again) :] if said.startswith(again) else said)
+    print("\n---\n".join(texts))

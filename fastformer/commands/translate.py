@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+import os
+import select
 import sys
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, BinaryIO, Literal
+
+if TYPE_CHECKING:
+    from fastformer.generation.translator import BadTexts, Scored
+
+_AT_ONCE = 1000  # lines that are batched by length together
+_QUIET = 0.02  # seconds without a further line after which those that came are translated
 
 
 def translate(
@@ -14,60 +25,242 @@ def translate(
     file: str | None = None,
     reference: str | None = None,
     attention: str | None = None,
+    device: str = "auto",
+    precision: Literal["fp32", "bf16", "fp16"] | None = None,
+    on_error: Literal["stop", "skip"] = "stop",
+    skip_long: bool = False,
+    n_best: int = 1,
     num_beams: int = 1,
     length_penalty: float = 0.6,
+    early_stopping: bool = False,
+    min_new_tokens: int = 0,
     max_new_tokens: int | None = None,
     repetition_penalty: float = 1.0,
     no_repeat_ngram_size: int = 0,
+    do_sample: bool = False,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    seed: int | None = None,
+    max_tokens: int = 8192,
+    max_batch_bytes: int | None = None,
 ) -> None:
     """Translates a text, a file, or standard input line by line.
 
+    A line of output for each line of input, in order; empty lines stay empty.
+
     Args:
         run: the run folder
-        text: what to translate; without it and without --file, the lines of standard input
+        text: what to translate; without it and without --file, the lines of standard input, answered as they come
         file: a UTF-8 file, one sentence a line
         reference: the right translations of --file, a line each: prints BLEU and chrF
         attention: draw what the translation looked at into this PNG
+        device: auto (a GPU if there is one), cpu, cuda, cuda:1, ...
+        precision: what the weights become; without it they stay as they were saved
+        on_error: at a line that is too long or no UTF-8, stop, or skip it with an empty line in its place and a warning
+        skip_long: skip what is only too long
+        n_best: above 1, so many translations of each line, from --num_beams or --do_sample, each on a line of
+            its own: number of the input line, tab, score (log-probability, for beams with the length penalty), tab,
+            translation
         num_beams: hypotheses that are followed; 1 is greedy
         length_penalty: alpha of ((5 + length) / 6) ** alpha, for beams
+        early_stopping: stop when num_beams hypotheses are finished, better ones possible or not
+        min_new_tokens: the shortest output
         max_new_tokens: the longest output; by default the source's length + 100
         repetition_penalty: above 1 discourages tokens that were there
         no_repeat_ngram_size: no n-gram of this length comes twice; 0 is off
+        do_sample: draw from the distribution instead of taking the best
+        temperature: of the sampling; below 1 sharpens the distribution
+        top_k: draw from the k best tokens; 0 is all
+        top_p: draw from the smallest set of tokens that holds this probability
+        seed: of the sampling
+        max_tokens: source tokens of a batch, padding included
+        max_batch_bytes: what caches and scores of a batch may take; by default 512 MiB, on a GPU a quarter of what
+            is free
     """
-    from fastformer.data.text import read_lines, read_pairs
     from fastformer.generation import Translator, draw_attention
-    from fastformer.run_folder import load_model
+    from fastformer.generation.translator import BadTexts
+    from fastformer.run_folder import choose_device
 
-    if attention and text is None:
-        raise ValueError("expected a text to draw the attention of: fastformer translate RUN 'text' --attention F")
-    if reference and file is None:
-        raise ValueError("expected --file with --reference: its translations are compared with the reference")
-    model, tokenizer = load_model(run, ("Transformer", "LSTMSeq2Seq"))
-    translator = Translator(model, tokenizer)
-    options: dict[str, Any] = {
-        "num_beams": num_beams,
-        "length_penalty": length_penalty,
-        "max_new_tokens": max_new_tokens,
-        "repetition_penalty": repetition_penalty,
-        "no_repeat_ngram_size": no_repeat_ngram_size,
-    }
-    if attention and text is not None:
-        source, target, weights = translator.attention(text)
-        draw_attention(source, target, weights, attention, title=text)
-        print(f"drew {attention}", file=sys.stderr)
+    _check_inputs(text, file, reference, attention, n_best, num_beams, do_sample)
+    translator = Translator.from_pretrained(
+        run, device=choose_device(device), precision=precision, max_tokens=max_tokens, max_batch_bytes=max_batch_bytes
+    )
+    settings = translator.settings(
+        {
+            "num_beams": num_beams,
+            "length_penalty": length_penalty,
+            "early_stopping": early_stopping,
+            "min_new_tokens": min_new_tokens,
+            "max_new_tokens": max_new_tokens,
+            "repetition_penalty": repetition_penalty,
+            "no_repeat_ngram_size": no_repeat_ngram_size,
+            "do_sample": do_sample,
+            "temperature": temperature,
+            "top_k": top_k,
+            "top_p": top_p,
+            "seed": seed,
+            "num_return_sequences": n_best,
+        }
+    )
+    bad, references = BadTexts(on_error, skip_long), None
     if text is not None:
-        print(translator.translate([text], **options)[0])
-    elif reference and file is not None:
+        if not text.strip():
+            raise ValueError("expected something to translate, got an empty text")
+        if attention is not None:
+            source, target, weights = translator.attention(text)
+            draw_attention(source, target, weights, attention, title=text)
+            print(f"drew {attention}", file=sys.stderr)
+        groups: Iterable[Sequence[str]] = [[text]]
+    elif reference is not None and file is not None:
+        from fastformer.data.text import read_pairs
+
         pairs = read_pairs(file, reference)
-        found = translator.translate([source for source, _ in pairs], **options)
-        print("\n".join(found))
-        _print_scores(found, [target for _, target in pairs])
+        references = [target for _, target in pairs]
+        sources = [source for source, _ in pairs]
+        groups = (sources[start : start + _AT_ONCE] for start in range(0, len(sources), _AT_ONCE))
+    elif file is not None:
+        groups = _texts(_file_lines(Path(file)), file, bad)
+    elif sys.stdin is None:
+        raise ValueError("expected a text, --file, or lines on standard input, which is closed")
     else:
-        lines = _standard_input() if file is None else read_lines(file, allow_empty=True)
-        # A person at a terminal gets each answer at once.
-        read_ahead = 1 if file is None and sys.stdin.isatty() else 1000
-        for translation in translator.stream(lines, read_ahead=read_ahead, **options):
-            print(translation, flush=True)
+        groups = _texts(_arriving_lines(sys.stdin.buffer), "standard input", bad)
+
+    found: list[str] = []
+    total = 0
+    with _progress(file) as advance:
+        for answers in translator.translate_groups(groups, settings, bad):
+            _print_answers(answers, n_best, total + 1)
+            if references is not None:
+                found += [_best(answer) for answer in answers]
+            total += len(answers)
+            advance(len(answers))
+    bad.report(total)
+    if references is not None:
+        _print_scores(found, references)
+
+
+def _check_inputs(
+    text: str | None,
+    file: str | None,
+    reference: str | None,
+    attention: str | None,
+    n_best: int,
+    num_beams: int,
+    do_sample: bool,
+) -> None:
+    if text is not None and file is not None:
+        raise ValueError(f"expected a text or --file, got both: {text!r:.60} and {file}")
+    if attention is not None and text is None:
+        raise ValueError("expected a text to draw the attention of: fastformer translate RUN 'text' --attention F")
+    if reference is not None and file is None:
+        raise ValueError("expected --file with --reference: its translations are compared with the reference")
+    if n_best < 1:
+        raise ValueError(f"expected --n_best of at least 1, got {n_best}")
+    if n_best > 1 and reference is not None:
+        raise ValueError("expected --n_best or --reference, got both: one translation of a line is compared")
+    if n_best > num_beams and not do_sample:
+        raise ValueError(
+            f"expected --num_beams of at least --n_best {n_best}, or --do_sample; got --num_beams {num_beams}"
+        )
+
+
+def _texts(groups: Iterable[list[bytes]], name: str, bad: BadTexts) -> Iterator[list[str]]:
+    """Lines as texts. One that is no UTF-8 is a bad text, which becomes an empty one when it is skipped."""
+    from fastformer.generation.translator import TextError
+
+    number = 0
+    for group in groups:
+        texts = []
+        for line in group:
+            number += 1
+            line = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
+            try:
+                texts.append(line.removesuffix(b"\r").decode("utf-8"))
+            except UnicodeDecodeError as error:
+                bad.meet(
+                    TextError(
+                        f"{name}, line {number}: expected UTF-8, got byte 0x{line[error.start]:02x} at position "
+                        f"{error.start}; convert the file, for example with iconv"
+                    )
+                )
+                texts.append("")
+        yield texts
+
+
+def _file_lines(path: Path) -> Iterator[list[bytes]]:
+    if not path.exists() or path.is_dir():
+        raise ValueError(f"expected a text file, but there is no file {path}")
+    if path.is_file() and path.stat().st_size == 0:
+        raise ValueError(f"{path} is empty: expected at least one line of text")
+    with path.open("rb") as file:
+        yield from _grouped(file)
+
+
+def _grouped(lines: Iterable[bytes]) -> Iterator[list[bytes]]:
+    rest = (line.removesuffix(b"\n") for line in lines)
+    while group := list(itertools.islice(rest, _AT_ONCE)):
+        yield group
+
+
+def _arriving_lines(stream: BinaryIO) -> Iterator[list[bytes]]:
+    """Lines in groups as they come: who writes one and waits gets its answer, and a fast pipe fills a group."""
+    try:
+        descriptor = stream.fileno()
+    except OSError:  # no file of the system's: all of it is there
+        yield from _grouped(stream)
+        return
+    rest, is_open = b"", True
+    lines: list[bytes] = []
+    while is_open or lines:
+        # Without a line there is nothing to do but wait; with one, only a moment for the next.
+        while is_open and len(lines) < _AT_ONCE and select.select([descriptor], [], [], _QUIET if lines else None)[0]:
+            chunk = os.read(descriptor, 1 << 16)
+            *whole, rest = (rest + chunk).split(b"\n")
+            lines += whole
+            if not chunk:
+                is_open = False
+                lines += [rest] if rest else []
+        if lines:
+            yield lines[:_AT_ONCE]
+        lines = lines[_AT_ONCE:]
+
+
+def _best(answer: list[Scored]) -> str:
+    return answer[0].text if answer else ""
+
+
+def _print_answers(answers: list[list[Scored]], n_best: int, first: int) -> None:
+    """A line for each text, or for each of its n best; what is printed is out at once."""
+    lines = []
+    for number, answer in enumerate(answers, first):
+        if n_best == 1:
+            lines.append(_one_line(_best(answer)))
+        else:
+            lines += [f"{number}\t{score:.6f}\t{_one_line(text)}" for text, score in answer] or [f"{number}\t-inf\t"]
+    print("\n".join(lines), flush=True)
+
+
+def _one_line(text: str) -> str:
+    # A model of bytes may say a line end, and lines are counted.
+    return text.replace("\r", " ").replace("\n", " ")
+
+
+@contextlib.contextmanager
+def _progress(file: str | None) -> Iterator[Callable[[int], object]]:
+    """Counts lines on a bar on standard error, for a file whose answers a person doesn't see go by."""
+    if file is None or not Path(file).is_file() or not sys.stderr.isatty() or sys.stdout.isatty():
+        yield lambda lines: None
+        return
+    try:
+        from tqdm import tqdm
+    except ImportError:  # a bar is no reason to stop
+        yield lambda lines: None
+        return
+    with Path(file).open("rb") as lines:
+        total = sum(1 for _ in lines)
+    with tqdm(total=total, unit="line", file=sys.stderr) as bar:
+        yield bar.update
 
 
 def _print_scores(found: list[str], references: list[str]) -> None:
@@ -75,11 +268,3 @@ def _print_scores(found: list[str], references: list[str]) -> None:
 
     for name, (score, signature) in corpus_scores(found, references).items():
         print(f"{name} {score:.2f}  {signature}", file=sys.stderr)
-
-
-def _standard_input() -> Iterator[str]:
-    """The lines of standard input, as they come."""
-    from fastformer.data.text import split_lines
-
-    for number, line in enumerate(sys.stdin.buffer, 1):
-        yield from split_lines(line, "standard input", allow_empty=True, first=number)

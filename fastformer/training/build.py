@@ -20,7 +20,7 @@ from fastformer.files import remove_left_overs
 from fastformer.generation.generate import EXTRA_LENGTH
 from fastformer.models import GPT, Transformer
 from fastformer.models.pretrained import WEIGHTS
-from fastformer.run_folder import load_model
+from fastformer.run_folder import choose_device, load_model
 from fastformer.settings import suggestion
 from fastformer.training.checkpoint import FOLDER, checkpoints, latest_checkpoint
 from fastformer.training.config import Architecture, TrainConfig
@@ -47,21 +47,6 @@ def build_model(config: TrainConfig, vocab_size: int) -> nn.Module:
     if config.model == "lstm":
         return LSTMSeq2Seq(**asdict(settings))
     return GPT(settings) if config.model == "gpt" else Transformer(settings)
-
-
-def choose_device(name: str) -> torch.device:
-    """ "auto" is the GPU if there is one.
-
-    Raises:
-        ValueError: no such device here.
-    """
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        torch.empty(0, device=name)
-    except (RuntimeError, AssertionError) as error:  # what a build without CUDA raises is an AssertionError
-        raise ValueError(f"expected a device that this PyTorch can use, got {name!r}: give cpu or auto") from error
-    return torch.device(name)
 
 
 def start(

@@ -1,0 +1,101 @@
+"""`fastformer generate`: samples by default, keeps the prompt as it was typed, and says what contradicts."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fastformer.cli import main
+from fastformer.data import ByteTokenizer
+from fastformer.generation import generate
+from fastformer.models import GPT
+
+FEW = ["--max_new_tokens", "6"]
+
+
+@pytest.fixture(scope="module")
+def model() -> GPT:
+    torch.manual_seed(0)
+    settings = {"d_model": 32, "num_layers": 2, "num_heads": 4, "max_len": 40, "tie_embeddings": False}
+    model = GPT.from_preset("tiny", vocab_size=259, **settings).eval()
+    model.output.weight.data *= 20  # a fresh model is nearly uniform
+    return model
+
+
+@pytest.fixture(scope="module")
+def run(model, tmp_path_factory) -> str:
+    folder = tmp_path_factory.mktemp("generate") / "run"
+    model.save_pretrained(folder, ByteTokenizer())
+    return str(folder)
+
+
+def expected(model: GPT, prompt: str, **options) -> list[str]:
+    tokenizer = ByteTokenizer()
+    out = generate(model, [tokenizer.encode(prompt)], max_new_tokens=6, **options)
+    return [tokenizer.decode(row) for row in out.tolist()]
+
+
+@pytest.mark.parametrize(
+    ("flags", "options"),
+    [
+        (["--seed", "3"], {"do_sample": True, "seed": 3}),
+        (["--seed", "3", "--top_k", "2"], {"do_sample": True, "seed": 3, "top_k": 2}),
+        (["--greedy"], {}),
+        (["--num_beams", "3"], {"num_beams": 3}),
+        (["--num_beams", "3", "--num_return_sequences", "2"], {"num_beams": 3, "num_return_sequences": 2}),
+        (["--greedy", "--min_new_tokens", "6", "--device", "cpu", "--precision", "fp32"], {"min_new_tokens": 6}),
+    ],
+    ids=str,
+)
+def test_it_says_what_the_library_says(run, model, flags, options, capsys) -> None:
+    prompt = "two lines\nof a prompt "
+    assert main(["generate", run, prompt, *flags, *FEW]) == 0
+    out = capsys.readouterr().out
+    assert out == "\n---\n".join(expected(model, prompt, **options)) + "\n"
+    assert out.startswith(prompt)
+
+
+def test_sampling_is_the_default_and_the_help_says_so(run, capsys) -> None:
+    found = set()
+    for seed in range(3):
+        assert main(["generate", run, "a", "--seed", str(seed), *FEW]) == 0
+        found.add(capsys.readouterr().out)
+    assert len(found) > 1
+    with pytest.raises(SystemExit):
+        main(["generate", "--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert "1 is greedy" not in text and "search with so many beams instead of sampling" in text
+
+
+def test_a_prompt_that_the_tokenizer_does_not_hold_is_kept_and_said(tmp_path, capsys, caplog) -> None:
+    tokenizers = pytest.importorskip("tokenizers", reason="a BPE needs the tokenizers library")
+    from fastformer.data.tokenizer import SPECIAL_TOKENS, BPETokenizer
+
+    vocabulary = {token: i for i, token in enumerate((*SPECIAL_TOKENS, *"abc"))}
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, [], unk_token="<unk>"))
+    backend.decoder = tokenizers.decoders.Fuse()
+    model = GPT.from_preset("tiny", vocab_size=6, d_model=32, num_layers=1, num_heads=4)
+    model.save_pretrained(tmp_path / "run", BPETokenizer(backend))
+    assert main(["generate", str(tmp_path / "run"), "a\nb", *FEW]) == 0
+    assert capsys.readouterr().out.startswith("a\nb")
+    assert "the tokenizer doesn't know 1 of the prompt's 3 tokens" in caplog.text
+
+
+def test_contradictions(run, capsys) -> None:
+    for flags, message in (
+        (["--greedy", "--temperature", "3"], "expected --greedy or --temperature 3.0, got both"),
+        (["--greedy", "--top_k", "3"], "expected --greedy or --top_k 3, got both"),
+        (["--num_beams", "4", "--top_p", "0.5"], "expected --num_beams 4 or --top_p 0.5, got both"),
+        (["--greedy", "--num_beams", "4"], "expected --greedy or --num_beams 4, got both"),
+        (["--greedy", "--num_return_sequences", "2"], "expected --greedy or --num_return_sequences 2, got both"),
+        (["--temperature", "0"], "expected temperature > 0"),
+        (["--max_new_tokens", "40"], "expected max_new_tokens of at most 39 behind a prompt of 1"),
+        (["--device", "toaster"], "expected a device that this PyTorch can use"),
+        (["--seed", str(2**70)], "expected a seed from"),
+    ):
+        assert main(["generate", run, "a", *flags]) == 1, flags
+        assert message in capsys.readouterr().err, flags
+    assert main(["generate", run, "x" * 5000]) == 1
+    assert "prompts of fewer tokens than the model's max_len 40, got 5000" in capsys.readouterr().err
+    assert main(["generate", run, ""]) == 1
+    assert "expected a prompt of at least one token" in capsys.readouterr().err

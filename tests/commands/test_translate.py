@@ -1,0 +1,195 @@
+"""`fastformer translate`: a line out for each line in, at once where somebody waits, and contradictions are said."""
+
+from __future__ import annotations
+
+import io
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from fastformer.cli import main
+from fastformer.commands import translate
+from fastformer.data import ByteTokenizer
+from fastformer.generation import Translator
+from fastformer.models import Transformer
+
+FEW = ["--max_new_tokens", "6"]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> str:
+    folder = tmp_path_factory.mktemp("translate") / "run"
+    torch.manual_seed(0)
+    settings = {"d_model": 32, "d_ff": 64, "num_heads": 4, "max_len": 40}
+    model = Transformer.from_preset("tiny", vocab_size=259, **settings)
+    model.embedding.weight.data[:3] = 0  # never EOS for long, so that lines say something
+    model.save_pretrained(folder, ByteTokenizer())
+    return str(folder)
+
+
+@pytest.fixture
+def expected(run):
+    """What the library says of a text."""
+    translator = Translator.from_pretrained(run)
+    return lambda text, **options: translator.translate(text, max_new_tokens=6, **options)
+
+
+def lines_of(text: str) -> list[str]:
+    assert text.endswith("\n")
+    return text.removesuffix("\n").split("\n")
+
+
+def shown(text: str) -> str:
+    return text.replace("\n", " ").replace("\r", " ")
+
+
+def test_a_line_for_each_line(run, expected, tmp_path, capsys, monkeypatch) -> None:
+    monkeypatch.setattr(translate, "_AT_ONCE", 2)  # several groups
+    texts = ["one", "", "two", "a longer line", "three"]
+    file = tmp_path / "in.txt"
+    file.write_bytes(b"\xef\xbb\xbf" + "\r\n".join(texts).encode())
+    assert main(["translate", run, "--file", str(file), *FEW]) == 0
+    answers = [shown(expected(text)) if text else "" for text in texts]
+    assert len(set(answers)) > 2
+    assert lines_of(capsys.readouterr().out) == answers
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(file.read_bytes())))
+    assert main(["translate", run, *FEW]) == 0
+    assert lines_of(capsys.readouterr().out) == answers
+    with open(file, "rb") as stream:
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(stream))
+        assert main(["translate", run, *FEW]) == 0
+    assert lines_of(capsys.readouterr().out) == answers
+    assert main(["translate", run, "two", *FEW]) == 0
+    assert lines_of(capsys.readouterr().out) == [answers[2]]
+
+
+def test_who_writes_a_line_and_waits_gets_the_answer(run, expected) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(Path(translate.__file__).parents[2]), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "fastformer.cli", "translate", run, *FEW]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment) as process:
+        assert process.stdin is not None and process.stdout is not None
+        killer = threading.Timer(60, process.kill)  # or a program that waits would wait for ever
+        killer.start()
+        for text in ("one", "two"):
+            process.stdin.write(text.encode() + b"\n")
+            process.stdin.flush()
+            answer = process.stdout.readline().decode()
+            assert answer == shown(expected(text)) + "\n"
+        # The reader goes away: the next line finds a closed pipe, and that is no error.
+        process.stdout.close()
+        process.stdin.write(b"three\n" * 3)
+        process.stdin.close()
+        assert process.wait() == 0
+        killer.cancel()
+
+
+def test_lines_that_are_there_come_together_and_others_are_not_waited_for() -> None:
+    reading, writing = os.pipe()
+    with os.fdopen(reading, "rb") as stream, os.fdopen(writing, "wb", buffering=0) as sink:
+        groups = translate._arriving_lines(stream)
+        sink.write(b"a\nb\nc\nhalf")
+        assert next(groups) == [b"a", b"b", b"c"]
+        sink.write(b" of it\n" + b"x\n" * 2500)
+        first, second, third = next(groups), next(groups), next(groups)
+        assert first[:2] == [b"half of it", b"x"] and [len(first), len(second), len(third)] == [1000, 1000, 501]
+        sink.write(b"the last has no end")
+        sink.close()
+        assert list(groups) == [[b"the last has no end"]]
+
+
+def test_n_best_with_scores(run, expected, tmp_path, capsys) -> None:
+    (tmp_path / "in.txt").write_text("one\n\ntwo\n")
+    assert main(["translate", run, "--file", str(tmp_path / "in.txt"), "--n_best", "2", "--num_beams", "3", *FEW]) == 0
+    rows = [line.split("\t") for line in lines_of(capsys.readouterr().out)]
+    assert [row[0] for row in rows] == ["1", "1", "2", "3", "3"] and rows[2] == ["2", "-inf", ""]
+    for text, found in (("one", rows[:2]), ("two", rows[3:])):
+        best = expected(text, num_beams=3, num_return_sequences=2, return_scores=True)
+        assert [row[2] for row in found] == [shown(answer.text) for answer in best]
+        assert [float(row[1]) for row in found] == pytest.approx([answer.score for answer in best], abs=1e-4)
+
+
+def test_sampling(run, expected, capsys) -> None:
+    flags = ["--do_sample", "--temperature", "2", "--top_k", "50", "--top_p", "0.9", "--seed", "4"]
+    assert main(["translate", run, "one", *flags, *FEW]) == 0
+    options = {"do_sample": True, "temperature": 2.0, "top_k": 50, "top_p": 0.9, "seed": 4}
+    assert capsys.readouterr().out == shown(expected("one", **options)) + "\n"
+    assert expected("one", **options) != expected("one")
+
+
+def test_device_and_precision(run, capsys) -> None:
+    for flags in (["--device", "cpu", "--precision", "bf16"], ["--device", "auto", "--precision", "fp32"]):
+        assert main(["translate", run, "one", *flags, *FEW]) == 0
+    capsys.readouterr()
+    for device in ("cuda:77", "meta", "toaster"):
+        assert main(["translate", run, "one", "--device", device]) == 1
+        assert f"expected a device that this PyTorch can use, got '{device}'" in capsys.readouterr().err
+
+
+def test_a_bad_line_is_named_or_skipped(run, expected, tmp_path, capsys, caplog) -> None:
+    file = tmp_path / "in.txt"
+    file.write_bytes(b"one\n" + b"x" * 60 + b"\nno\xff\n\ntwo\n")
+    arguments = ["translate", run, "--file", str(file), *FEW]
+    assert main(arguments) == 1
+    assert "in.txt, line 3: expected UTF-8, got byte 0xff at position 2" in capsys.readouterr().err
+    assert main([*arguments, "--skip_long"]) == 1
+    capsys.readouterr()
+    caplog.clear()
+    assert main([*arguments, "--on_error", "skip"]) == 0
+    assert lines_of(capsys.readouterr().out) == [shown(expected("one")), "", "", "", shown(expected("two"))]
+    said = [record.getMessage() for record in caplog.records]
+    assert any("line 3: expected UTF-8" in line for line in said)
+    assert any("skipped text 2: expected at most 40 tokens, got 61" in line for line in said)
+    assert said[-1] == "skipped 2 of 5 texts; their translations are empty"
+    file.write_bytes(b"one\n" + b"x" * 60 + b"\n")
+    assert main(arguments) == 1
+    assert "text 2: expected at most 40 tokens, got 61: split it into sentences; skip_long" in capsys.readouterr().err
+    assert main([*arguments, "--skip_long"]) == 0
+    assert lines_of(capsys.readouterr().out) == [shown(expected("one")), ""]
+
+
+def test_memory_of_a_batch(run, expected, tmp_path, capsys) -> None:
+    (tmp_path / "in.txt").write_text("one\ntwo\n")
+    flags = ["--max_batch_bytes", "1", "--max_tokens", "10"]
+    assert main(["translate", run, "--file", str(tmp_path / "in.txt"), *flags, *FEW]) == 0
+    assert lines_of(capsys.readouterr().out) == [shown(expected("one")), shown(expected("two"))]
+    assert main(["translate", run, "x", "--max_batch_bytes", "0"]) == 1
+    assert "max_batch_bytes of at least 1" in capsys.readouterr().err
+
+
+def test_a_line_stays_a_line() -> None:
+    assert translate._one_line("a\nb\r\nc\u2028d") == "a b  c\u2028d"
+
+
+def test_contradictions(run, tmp_path, capsys) -> None:
+    (tmp_path / "in.txt").write_text("one\n")
+    (tmp_path / "empty").write_text("")
+    file = ["--file", str(tmp_path / "in.txt")]
+    for flags, message in (
+        (["x", *file], "expected a text or --file, got both: 'x' and "),
+        (["x", "--reference", "y"], "expected --file with --reference"),
+        ([*file, "--attention", "a.png"], "expected a text to draw the attention of"),
+        (["x", "--n_best", "3"], "expected --num_beams of at least --n_best 3, or --do_sample; got --num_beams 1"),
+        (["x", "--n_best", "0"], "expected --n_best of at least 1, got 0"),
+        (
+            [*file, "--reference", "y", "--n_best", "2", "--num_beams", "2"],
+            "expected --n_best or --reference, got both",
+        ),
+        (["x", "--do_sample", "--num_beams", "2"], "expected do_sample or num_beams > 1, got both"),
+        (["x", "--temperature", "2"], "expected do_sample=True with temperature 2.0"),
+        (["x", "--min_new_tokens", "7", *FEW], "min_new_tokens of at most max_new_tokens 6, got 7"),
+        (["x", "--repetition_penalty", "-1"], "expected repetition_penalty > 0"),
+        (["x", "--max_new_tokens", "41"], "expected max_new_tokens of at most 40"),
+        ([" "], "expected something to translate"),
+        (["--file", str(tmp_path)], "there is no file"),
+        (["--file", str(tmp_path / "empty")], "is empty: expected at least one line"),
+    ):
+        assert main(["translate", run, *flags]) == 1, flags
+        assert message in capsys.readouterr().err, flags
+    assert main(["translate", run, "x", "--on_error", "ignore"]) == 2
+    assert main(["translate", run, "x", "--precision", "int8"]) == 2
+    assert main(["translate", run, "x", "--repetition_penalty", "nan"]) == 2
