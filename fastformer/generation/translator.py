@@ -321,8 +321,8 @@ class Translator:
             raise TextError(f"text {number}: expected something to translate, got an empty text")
         try:
             ids = [*self.tokenizer.encode(text), 1]
-        except UnicodeError as error:  # half of a surrogate pair
-            raise TextError(f"text {number}: expected text that is valid Unicode ({error})") from error
+        except ValueError as error:  # a lone surrogate, or what a foreign tokenizer has no token for
+            raise TextError(f"text {number}: {error}") from error
         max_len = self.model.config.max_len
         if len(ids) > max_len:
             raise TextError(

@@ -136,7 +136,7 @@ def test_errors_name_the_text(translator) -> None:
         ValueError, match="text 1: expected at most 64 tokens, got 101: split it.*; skip_long or on_error"
     ):
         translator.translate(["x" * 100])
-    with pytest.raises(ValueError, match="text 3: expected text that is valid Unicode"):
+    with pytest.raises(ValueError, match="text 3: expected text, got the lone surrogate"):
         list(translator.stream(["a", "", "\ud800"], read_ahead=2))
     assert len(translator.encode("x" * 63)) == 64
     with pytest.raises(ValueError, match="at most 64 tokens, got 65"):
@@ -152,11 +152,11 @@ def test_bad_texts_are_skipped_in_their_place(translator, caplog, read_ahead) ->
     assert found == [a, "", "", x, ""]
     said = [record.getMessage() for record in caplog.records]
     assert said[0].startswith("skipped text 2: expected at most 64 tokens, got 101")
-    assert said[1].startswith("skipped text 5: expected text that is valid Unicode")
+    assert said[1].startswith("skipped text 5: expected text, got the lone surrogate")
     assert said[2:] == ["skipped 2 of 5 texts; their translations are empty"]
     assert translator.translate(texts, on_error="skip", **FEW) == found
     assert translator.translate(texts[:2], skip_long=True, **FEW) == found[:2]
-    with pytest.raises(ValueError, match="text 5: expected text that is valid Unicode"):
+    with pytest.raises(ValueError, match="text 5: expected text, got the lone surrogate"):
         list(translator.stream(texts, skip_long=True, **FEW))
     with pytest.raises(ValueError, match=r"texts\[0\]: expected a str, got int"):  # a mistake of the program
         translator.translate([7], on_error="skip")
