@@ -1,14 +1,36 @@
-"""fastformer: Transformers made fast, under the names that PyTorch users know."""
+"""fastformer: Transformers made fast, under the names that PyTorch users know.
 
-from typing import Any
+`fastformer.nn` has the modules of torch.nn; `Transformer` and `GPT` are whole models, `generate` decodes with them, and
+a `Translator` reads and writes text. These four are loaded on first use: importing the package alone stays cheap.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from fastformer.generation import Translator as Translator
+    from fastformer.generation.generate import generate as generate
+    from fastformer.models import GPT as GPT
+    from fastformer.models import Transformer as Transformer
 
 __version__ = "0.1.0"
+__all__ = ["GPT", "Transformer", "Translator", "__version__", "generate"]
+
+_HOMES = {
+    "GPT": "fastformer.models",
+    "Transformer": "fastformer.models",
+    "Translator": "fastformer.generation",
+    "generate": "fastformer.generation",
+}
 
 
-def __getattr__(name: str) -> Any:
-    """`fastformer.generate`, loaded on first use: importing the package alone stays cheap."""
-    if name == "generate":
-        from fastformer.generation import generate
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'fastformer' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)
 
-        return generate
-    raise AttributeError(f"module 'fastformer' has no attribute {name!r}")
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -9,8 +9,11 @@ import argparse
 import importlib
 import logging
 import os
+import re
 import signal
 import sys
+import traceback
+import warnings
 from collections.abc import Callable, Sequence
 
 from fastformer import __version__
@@ -26,33 +29,83 @@ COMMANDS = {
     "doctor": "Says which versions are installed, and which backend each op gets here and why.",
 }
 
+# Which extra of the installation has a package; the others are in "train".
+EXTRAS = {"matplotlib": "plot", "transformers": "hf"}
+OUT_OF_MEMORY = re.compile("out of memory|not enough memory|can't allocate memory", re.IGNORECASE)
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs a command. Returns the exit code: 0, 1 for a user's error, 2 for a wrong flag, and after a signal 128
-    plus its number: 130 for Ctrl-C."""
-    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    """Runs a command.
+
+    Args:
+        arguments: the words of the command line; by default those of this process.
+
+    Returns:
+        The exit code: 0; 1 for a mistake of the user or of this program; 2 for flags that don't exist or don't fit;
+        after a signal 128 plus its number, so 130 for Ctrl-C.
+    """
     words = list(sys.argv[1:] if arguments is None else arguments)
-    try:
-        return _run(words)
-    except argparse.ArgumentError as error:
-        print(f"fastformer: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt as error:  # or another signal, as training/interrupts.py catches them
-        print("interrupted", file=sys.stderr)
-        return 128 + getattr(error, "signum", signal.SIGINT)
-    except BrokenPipeError:  # `fastformer translate | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
-    except (ValueError, OSError, RuntimeError, ImportError) as error:
-        print(f"fastformer: {error}", file=sys.stderr)
-        return 1
+    own = words[: words.index("--")] if "--" in words else words
+    debug = "--debug" in own
+    if debug:
+        words.remove("--debug")
+    with warnings.catch_warnings():
+        _quieten(debug)
+        try:
+            return _run(words)
+        except BrokenPipeError:  # `fastformer translate | head`
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 0
+        except (Exception, KeyboardInterrupt) as error:
+            if debug:
+                traceback.print_exc()
+            code, message = _explained(error)
+            print(f"fastformer: {message}" if code < 128 else message, file=sys.stderr)
+            return code
+
+
+def _quieten(debug: bool) -> None:
+    """Shows what this program says, and of the libraries under it what is an error."""
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
+    logging.getLogger("fastformer").setLevel(logging.INFO)
+    if not debug:
+        logging.getLogger("torch").setLevel(logging.ERROR)
+        logging.getLogger("matplotlib").setLevel(logging.ERROR)
+        if not sys.warnoptions:  # python -W asks for them
+            warnings.simplefilter("ignore")
+
+
+def _explained(error: BaseException) -> tuple[int, str]:
+    """The exit code of an error, and what to say of it in one line."""
+    if isinstance(error, argparse.ArgumentError):
+        return 2, str(error)
+    if isinstance(error, KeyboardInterrupt):  # or another signal, as training/interrupts.py catches them
+        return 128 + getattr(error, "signum", signal.SIGINT), "interrupted"
+    text = " ".join(str(error).split())
+    if isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] != "fastformer":
+        package = (error.name or "a package").partition(".")[0]
+        return (
+            1,
+            f"this needs {package}, which is not installed: pip install 'fastformer[{EXTRAS.get(package, 'train')}]'",
+        )
+    if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and OUT_OF_MEMORY.search(text)):
+        return 1, f"out of memory: take smaller batches (--max_tokens) or a smaller model ({text})"
+    # What this program raises on purpose is a ValueError or a type of its own; strict mode alone uses another.
+    strict = isinstance(error, NotImplementedError) and text.startswith("fastformer::")
+    if (
+        isinstance(error, ValueError | OSError | ImportError)
+        or type(error).__module__.startswith("fastformer.")
+        or strict
+    ):
+        return 1, text
+    return 1, f"this is a bug, not your mistake: {type(error).__name__}: {text}; --debug shows the traceback"
 
 
 def _run(words: list[str]) -> int:
     """Runs the command that the words name."""
     top = argparse.ArgumentParser(
         prog="fastformer",
-        usage="fastformer [--version] COMMAND ...",
+        usage="fastformer [--version] [--debug] COMMAND ...",
         description="Train, translate and measure fast Transformers.",
         epilog="commands:\n" + "".join(f"  {name:<10} {summary}\n" for name, summary in COMMANDS.items())
         + "\n`fastformer COMMAND --help` shows the flags of a command.",
@@ -61,6 +114,7 @@ def _run(words: list[str]) -> int:
         allow_abbrev=False,
     )  # fmt: skip
     top.add_argument("--version", action="version", version=f"fastformer {__version__}")
+    top.add_argument("--debug", action="store_true", help="show the traceback of an error")
     top.add_argument("command", nargs="?", help=argparse.SUPPRESS)
     before = next((i for i, word in enumerate(words) if not word.startswith("-")), len(words))
     known, unknown = top.parse_known_args(words[: before + 1])
@@ -76,17 +130,14 @@ def _call(name: str, words: list[str]) -> int:
     """Parses the words by the signature of the command's function, and calls it."""
     if name == "doctor":  # it has to work where nothing else does
         parser = argparse.ArgumentParser(prog="fastformer doctor", description=COMMANDS[name], exit_on_error=False)
-        parser.parse_args(words)
+        _, unknown = parser.parse_known_args(words)
+        if unknown:
+            raise argparse.ArgumentError(None, f"unrecognized arguments: {' '.join(unknown)}")
         values: dict[str, object] = {}
         module = importlib.import_module("fastformer.commands.doctor")
     else:
-        try:
-            module = importlib.import_module(f"fastformer.commands.{name}")
-            parsing = importlib.import_module("fastformer.commands._parsing")
-        except ModuleNotFoundError as error:
-            if error.name is None or error.name.partition(".")[0] == "fastformer":
-                raise
-            raise ImportError(f"`fastformer {name}` needs {error.name}: pip install 'fastformer[train]'") from error
+        module = importlib.import_module(f"fastformer.commands.{name}")
+        parsing = importlib.import_module("fastformer.commands._parsing")
         values = parsing.parse(module, name, words)
     function: Callable[..., int | None] = getattr(module, name)
     return function(**values) or 0

@@ -3,26 +3,14 @@
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
 import platform
 from collections.abc import Iterator
 
 import torch
 
+import fastformer.ops  # noqa: F401  (defines them)
 from fastformer.ops import _extension, _library
 
-# (op, stem of its kernel file); decode_attention has no backward and is its own schema.
-OPS = (
-    ("attention_fwd", "attention"),
-    ("varlen_attention_fwd", "attention"),
-    ("attention_weights_fwd", "attention_weights"),
-    ("decode_attention", "decode_attention"),
-    ("add_layer_norm_fwd", "add_layer_norm"),
-    ("feed_forward_fwd", "feed_forward"),
-    ("linear_cross_entropy_fwd", "linear_cross_entropy"),
-    ("embedding_fwd", "embedding"),
-    ("rotary_fwd", "rotary"),
-)
 PACKAGES = (
     "torch",
     "triton",
@@ -31,12 +19,15 @@ PACKAGES = (
     "safetensors",
     "sacrebleu",
     "jsonargparse",
+    "docstring-parser",
+    "tqdm",
     "matplotlib",
     "transformers",
 )
 
 
 def versions() -> Iterator[str]:
+    """A line for Python and one for each package that matters here."""
     yield f"python {platform.python_version()} on {platform.system()} {platform.machine()}"
     for package in PACKAGES:
         try:
@@ -46,6 +37,7 @@ def versions() -> Iterator[str]:
 
 
 def machine() -> Iterator[str]:
+    """Lines about the CPU, the C++ extension and the GPUs."""
     yield f"CPU capability {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"
     isa = _extension.load()
     if isa is not None:
@@ -63,20 +55,26 @@ def machine() -> Iterator[str]:
         yield "GPU: none that this PyTorch can use"
 
 
-def choice(op_name: str, stem: str, device_type: str) -> tuple[str, str]:
-    """(backend, why) for an op on "cpu" or "cuda", before its arguments are known."""
-    if device_type == "cuda":
-        if importlib.util.find_spec("triton") is None:
-            return "reference", "triton is not installed"
-        kernel = _library.triton_kernel(stem)
-        if kernel is None or not hasattr(kernel, op_name):
-            return "reference", "there is no Triton kernel for it yet"
-        return "triton", f"kernels/{stem}.py"
-    if _extension.load() is None:
-        return "reference", "the C++ extension is not there"
-    if _extension.function(op_name) is None:
-        return "reference", "there is no C++ function for it yet"
-    return "cpp", f"csrc/{stem}.cpp"
+def forward_ops() -> list[_library.Definition]:
+    """The ops that a user calls; their backward passes have kernels of the same files."""
+    return [op for name, op in _library.OPS.items() if "_bwd" not in name]
+
+
+def choice(op: _library.Definition, device_type: str) -> tuple[str, str]:
+    """Where an op runs, as far as that can be said before its arguments are known.
+
+    Args:
+        op: one of `forward_ops`.
+        device_type: "cpu" or "cuda".
+
+    Returns:
+        The backend ("triton", "cpp" or "reference"), and the file of its kernel, or why there is none.
+    """
+    backend, file = ("triton", f"kernels/{op.stem}.py") if device_type == "cuda" else ("cpp", f"csrc/{op.stem}.cpp")
+    if backend in op.reference_only:
+        return "reference", "by design: a kernel has nothing to win"
+    missing = _library.missing_kernel(op, backend)
+    return (backend, file) if missing is None else ("reference", missing)
 
 
 def report() -> str:
@@ -85,9 +83,9 @@ def report() -> str:
     lines = ["versions", *(f"  {line}" for line in versions()), "", "machine", *(f"  {line}" for line in machine())]
     for device_type in device_types:
         lines += ["", f"backends on {device_type}"]
-        for op_name, stem in OPS:
-            backend, why = choice(op_name, stem, device_type)
-            lines.append(f"  {op_name.removesuffix('_fwd'):<22} {backend:<10} {why}")
+        for op in forward_ops():
+            backend, why = choice(op, device_type)
+            lines.append(f"  {op.name.removesuffix('_fwd'):<22} {backend:<10} {why}")
     lines += ["", "A call that a kernel can't take runs on the reference and is logged once with the kernel's reason;"]
     lines += ["FASTFORMER_STRICT=1 makes that an error."]
     return "\n".join(lines)

@@ -1,28 +1,105 @@
-"""The doctor tells the truth about what runs."""
+"""The doctor tells the truth about what runs, and runs where little is installed."""
 
 from __future__ import annotations
 
-from pathlib import Path
+import importlib.metadata
+import re
+import subprocess
+import sys
+from collections.abc import Callable
 
+import pytest
 import torch
 
 from fastformer import doctor, ops
-from fastformer.ops import _extension
+from fastformer.ops import _extension, _library
+
+# What the extras add; a bare `pip install` has none of it.
+ADDED = ("jsonargparse", "docstring_parser", "yaml", "numpy", "tokenizers", "safetensors", "sacrebleu", "tqdm")
+HIDE = f"import sys; sys.modules.update(dict.fromkeys({(*ADDED, 'matplotlib', 'tensorboard')!r}))\n"
 
 
-def test_report_names_every_op_and_its_backend() -> None:
-    text = doctor.report()
-    for op_name, stem in doctor.OPS:
-        assert hasattr(torch.ops.fastformer, op_name), f"doctor lists {op_name}, which does not exist"
-        backend, why = doctor.choice(op_name, stem, "cpu")
-        assert f"{op_name.removesuffix('_fwd'):<22} {backend:<10} {why}" in text
+def calls() -> dict[str, Callable[[], object]]:
+    """A plain call of each op, by its name in the report."""
+    x, heads = torch.randn(4, 16), torch.randn(2, 5, 2, 8)
+    packed, ends = torch.randn(10, 2, 8), torch.tensor([0, 5, 10], dtype=torch.int32)
+    square, ids = torch.randn(16, 16), torch.tensor([[1, 2, 3]])
+    lengths = torch.tensor([4, 4], dtype=torch.int32)
+    return {
+        "attention": lambda: ops.attention(heads, heads, heads),
+        "varlen_attention": lambda: ops.varlen_attention(packed, packed, packed, ends, ends, 5, 5),
+        "attention_weights": lambda: ops.attention_weights(heads, heads, torch.zeros(2, 2, 5)),
+        "decode_attention": lambda: ops.decode_attention(heads[:, :1], heads, heads, lengths),
+        "add_layer_norm": lambda: ops.add_layer_norm(x, x, torch.ones(16), torch.zeros(16)),
+        "feed_forward": lambda: ops.feed_forward(x, square, None, square, None),
+        "linear_cross_entropy": lambda: ops.linear_cross_entropy(x, square, torch.tensor([0, 1, 2, 3])),
+        "embedding": lambda: ops.embedding(ids, square),
+        "rotary": lambda: ops.rotary(heads, *ops.rotary_tables(5, 8)),
+    }
 
 
-def test_choice_follows_the_extension(monkeypatch) -> None:
+def table(device_type: str) -> dict[str, str]:
+    """Backend by op, as the report shows it."""
+    _, _, text = doctor.report().partition(f"backends on {device_type}\n")
+    return dict(re.findall(r"^  (\w+) +(\w+) ", text.partition("\n\n")[0], re.MULTILINE))
+
+
+def test_every_op_runs_where_the_report_says() -> None:
+    shown = table("cpu")
+    assert set(shown) == set(calls())
+    for name, call in calls().items():
+        with _library.record_backends() as ran:
+            call()
+        backends = {backend for op, backend in ran if op.removesuffix("_fwd") == name}
+        assert backends == {shown[name]}, name
+
+
+def test_without_the_extension_the_reference_runs_and_says_why(monkeypatch) -> None:
     monkeypatch.setattr(_extension, "load", lambda: None)
-    assert doctor.choice("attention_fwd", "attention", "cpu") == ("reference", "the C++ extension is not there")
+    monkeypatch.setattr(_extension, "function", lambda name: None)
+    monkeypatch.setenv("FASTFORMER_STRICT", "0")
+    assert set(table("cpu").values()) == {"reference"}
+    with _library.record_backends() as ran:
+        calls()["attention"]()
+    assert ran == {("attention_fwd", "reference")}
+    assert "the C++ extension is not built" in doctor.report()
 
 
-def test_every_op_file_is_listed() -> None:
-    files = {path.stem for path in Path(ops.__file__).parent.glob("[!_]*.py")}
-    assert {op_name.removesuffix("_fwd") for op_name, _ in doctor.OPS} == files
+def test_versions_are_those_that_are_installed() -> None:
+    lines = list(doctor.versions())
+    assert f"torch {torch.__version__}" in lines
+    for package in doctor.PACKAGES:
+        try:
+            assert f"{package} {importlib.metadata.version(package)}" in lines
+        except importlib.metadata.PackageNotFoundError:
+            assert f"{package} is not installed" in lines
+
+
+def test_a_bare_installation_is_enough(tmp_path) -> None:
+    """The doctor runs in full; the other commands say what to install, in one line."""
+    code = HIDE + (
+        "from fastformer.cli import main\n"
+        "assert main(['doctor']) == 0\n"
+        "for words in (['train', 'r'], ['translate', 'r', 'x'], ['generate', 'r', 'x'], ['average', 'r'], ['demo']):\n"
+        "    assert main(words) == 1, words\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "backends on cpu" in done.stdout and "linear_cross_entropy" in done.stdout
+    lines = done.stderr.splitlines()
+    assert len(lines) == 5 and all("pip install 'fastformer[train]'" in line for line in lines), done.stderr
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("flag", ["--help", "--version"])
+def test_help_and_version_need_and_load_nothing(flag) -> None:
+    code = (
+        "import sys; from fastformer.cli import main\n"
+        f"try: main(['{flag}'])\n"
+        "except SystemExit as end: assert not end.code\n"
+        "heavy = {'torch', 'fastformer.training', 'fastformer.commands.train'} & set(sys.modules)\n"
+        "assert not heavy, heavy"
+    )
+    done = subprocess.run([sys.executable, "-c", HIDE + code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "fastformer" in done.stdout

@@ -35,6 +35,10 @@ logger = logging.getLogger("fastformer")
 AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
+class DivergedError(RuntimeError):
+    """The loss or a gradient is no number any more; the message says what may help."""
+
+
 class Trainer:
     """Trains one model on one run folder.
 
@@ -99,7 +103,7 @@ class Trainer:
             The last validation's scores; None if there was none, as after a signal, or where nothing was left to do.
 
         Raises:
-            RuntimeError: a loss or gradient that is NaN or infinite; the last good checkpoint stays.
+            DivergedError: a loss or gradient that is NaN or infinite; the last good checkpoint stays.
             ValueError: another process trains in the folder.
             Interrupted: a second signal.
         """
@@ -135,7 +139,7 @@ class Trainer:
             showing, saving = last or due(self.step, config.log_every), due(self.step, config.save_every)
             validating = due(self.step, config.val_every) and not last
             if (self.device.type == "cpu" or showing or saving or validating) and not finite:
-                raise RuntimeError(self._not_finite(float(loss), float(norm)))
+                raise DivergedError(self._not_finite(float(loss), float(norm)))
             if showing:
                 self.losses.append((self.step, self.meter.mean_loss()))
                 rate = self.optimizer.param_groups[0]["lr"]

@@ -1,0 +1,50 @@
+"""The package as a whole: what its root offers, and what an installation holds."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import fastformer
+
+ROOT = Path(__file__).parent.parent
+
+
+def test_the_root_offers_its_names_lazily() -> None:
+    code = (
+        "import sys, fastformer\n"
+        "assert 'torch' not in sys.modules\n"
+        "assert {'GPT', 'Transformer', 'Translator', 'generate'} <= set(dir(fastformer))\n"
+        "from fastformer.models import GPT, Transformer\n"
+        "from fastformer.generation import Translator, generate\n"
+        "assert fastformer.GPT is GPT and fastformer.Transformer is Transformer\n"
+        "assert fastformer.Translator is Translator and fastformer.generate is generate"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_every_exported_name_is_there() -> None:
+    for name in fastformer.__all__:
+        assert getattr(fastformer, name) is not None
+    with pytest.raises(AttributeError, match="no attribute 'Tranformer'"):
+        fastformer.Tranformer  # noqa: B018
+
+
+def test_an_installation_is_typed(tmp_path) -> None:
+    pytest.importorskip("setuptools", reason="building the package needs setuptools")
+    commands = ["egg_info", "--egg-base", str(tmp_path), "build_py", "--build-lib", str(tmp_path / "lib")]
+    done = subprocess.run(
+        [sys.executable, "setup.py", "-q", *commands],
+        cwd=ROOT,
+        env={**os.environ, "FASTFORMER_BUILD_CPP": "0"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "lib" / "fastformer" / "py.typed").is_file()
+    assert (tmp_path / "lib" / "fastformer" / "commands" / "train.py").is_file()
