@@ -337,7 +337,7 @@ def _processor(file: Path, model: bytes) -> SentencePieceModel:
     try:
         import sentencepiece
     except ImportError as error:
-        raise ImportError(f"{file} needs the sentencepiece library: pip install sentencepiece") from error
+        raise ImportError(f"{file} needs the sentencepiece library: pip install 'fastformer[sentencepiece]'") from error
     try:
         return SentencePieceModel(sentencepiece.SentencePieceProcessor(model_proto=model))
     except RuntimeError as error:

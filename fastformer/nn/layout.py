@@ -82,14 +82,6 @@ class SequenceLayout:
         seqlens = self.seqlens.to(device, non_blocking=non_blocking)
         return SequenceLayout(seqlens, self.max_seqlen, move(self.cu_seqlens), move(self.positions))
 
-    def pin_memory(self) -> SequenceLayout:
-        """The same layout in page-locked memory."""
-
-        def pin(tensor: Tensor | None) -> Tensor | None:
-            return None if tensor is None else tensor.pin_memory()
-
-        return SequenceLayout(self.seqlens.pin_memory(), self.max_seqlen, pin(self.cu_seqlens), pin(self.positions))
-
     def pack(self, x: Tensor) -> Tensor:
         """Padded (batch, max_seqlen, ...) to packed (total, ...). The layout must be packed."""
         return x.flatten(0, 1).index_select(0, self._padded_index())

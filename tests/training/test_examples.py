@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import sys
 from pathlib import Path
 
 import pytest
 import tokenizers
+import torch
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from fastformer.data import BPETokenizer, ByteTokenizer
+import fastformer
+from fastformer.data import BPETokenizer, ByteTokenizer, collate
 from fastformer.data.number_words import english, german
+from fastformer.models import GPT
 from fastformer.training import TrainConfig, examples
-from fastformer.training.examples import Data, load_data
+from fastformer.training.examples import Data, encode_all, load_data
 
 POEM = "Roses are red,\n\n  violets\x0bare blue\u2028;\nsugar is sweet\n"
 
@@ -97,6 +101,26 @@ def test_line_ends_are_text_and_eos_ends_documents(tmp_path, tokenizer, monkeypa
     assert prompt == ids[: len(prompt)] and 1 not in prompt and 2 not in prompt
 
 
+def test_a_language_model_writes_line_ends(tmp_path) -> None:
+    text = "one\n\n  two\nthree\n"
+    file = tmp_path / "text"
+    file.write_text(text * 60)
+    config = TrainConfig(
+        model="gpt", train_text=str(file), val_text=str(file), tokenizer="bpe", vocab_size=40, seqlen=32
+    )
+    data = load_data(config)
+    model = GPT.from_preset("tiny", vocab_size=data.tokenizer.vocab_size, d_model=64, num_layers=1, dropout=0.0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
+    batch = collate(data.train[:6], packed=True)
+    for _ in range(60):
+        (model.loss(batch.target_in, batch.target_out, layout=batch.target_layout) / batch.num_tokens).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    prompt = torch.tensor([data.tokenizer.encode(text)])
+    out = fastformer.generate(model.eval(), prompt, max_new_tokens=2 * prompt.shape[1])
+    assert data.tokenizer.decode(out[0].tolist()).startswith(f"{text}one\n\n  two\n")
+
+
 def test_the_last_tenth_of_a_text_is_held_out(tmp_path) -> None:
     folder = tmp_path / "texts"
     folder.mkdir()
@@ -154,6 +178,13 @@ def test_a_tokenizer_without_line_ends_is_noticed(tmp_path, caplog) -> None:
         with caplog.at_level(logging.WARNING):
             load_data(dataclasses.replace(config, tokenizer=tokenizer, vocab_size=20))
         assert ("drops line ends" in caplog.text) == warned
+
+
+def test_a_bar_on_a_terminal(capsys, monkeypatch) -> None:
+    for terminal in (False, True):
+        monkeypatch.setattr(sys.stderr, "isatty", lambda terminal=terminal: terminal)
+        assert list(encode_all(ByteTokenizer(), ["a"] * 9000, "training")) == [[100]] * 9000
+        assert ("tokenizing training text" in capsys.readouterr().err) == terminal
 
 
 def test_reading_says_what_it_came_to(tmp_path, caplog) -> None:
