@@ -122,7 +122,9 @@ def _run(words: list[str]) -> int:
         raise argparse.ArgumentError(None, f"unrecognized arguments: {' '.join(unknown)}; see `fastformer --help`")
     if known.command not in COMMANDS:
         wrong = "expected a command" if known.command is None else f"unknown command {known.command!r}"
-        raise argparse.ArgumentError(None, f"{wrong}{suggestion(known.command, COMMANDS)}; see `fastformer --help`")
+        raise argparse.ArgumentError(
+            None, f"{wrong}{suggestion(known.command or '', COMMANDS)}; see `fastformer --help`"
+        )
     return _call(known.command, words[before + 1 :])
 
 

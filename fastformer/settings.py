@@ -60,7 +60,8 @@ def check_settings(settings: Any) -> None:
         value = getattr(settings, name)
         problem = why_not(value, hint)
         if problem:
-            raise ValueError(f"expected {name} {problem}, got {value!r}{suggestion(value, choices(hint))}")
+            nearest = suggestion(value, choices(hint)) if isinstance(value, str) else ""
+            raise ValueError(f"expected {name} {problem}, got {value!r}{nearest}")
         if isinstance(value, int) and not isinstance(value, bool) and _float_alone(hint):
             setattr(settings, name, float(value))
 
@@ -115,9 +116,9 @@ def choices(hint: Any) -> list[str]:
     return [word for option in get_args(hint) for word in choices(option)]
 
 
-def suggestion(word: object, known: Iterable[str]) -> str:
+def suggestion(word: str, known: Iterable[str]) -> str:
     """ "; did you mean 'x'?" for the nearest known word, or nothing."""
-    near = difflib.get_close_matches(str(word), list(known), n=1)
+    near = difflib.get_close_matches(word, list(known), n=1)
     return f"; did you mean {near[0]!r}?" if near else ""
 
 

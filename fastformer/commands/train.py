@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 from collections.abc import Sequence
 from typing import Any, Literal, get_type_hints
 
@@ -12,9 +13,11 @@ from jsonargparse import ArgumentParser
 from fastformer.commands import command_line
 from fastformer.commands._parsing import explain
 from fastformer.training.build import start
-from fastformer.training.config import ARCHITECTURES, SECTIONS, Model, check_names, merged
+from fastformer.training.config import ARCHITECTURES, SECTIONS, Model, check_names, merged, unused
 from fastformer.training.interrupts import Interrupts
 from fastformer.training.settings import read_yaml, run_config
+
+logger = logging.getLogger("fastformer")
 
 # What is short to type, and what it stands for.
 SHORT = {"--model": "--model.name", "--preset": "--model.preset"}
@@ -35,6 +38,8 @@ def train(run: str, *, config: str | None = None, resume: bool | Literal["auto"]
     with Interrupts() as interrupts:
         given = merged(read_settings(config), settings) if config else settings
         trainer = start(run_config(run, given, resume), run, resume=resume, interrupts=interrupts)
+        for sentence in unused(trainer.config, given):
+            logger.warning(sentence)
         trainer.train()
     if trainer.interrupted:
         return interrupts.exit_code

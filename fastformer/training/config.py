@@ -6,6 +6,7 @@ its help, the check of its type and bounds and the key of the YAML file follow f
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal
 
@@ -166,6 +167,19 @@ class Machine:
     device: str = "auto"
 
 
+# The settings that name data, by kind, and what validates which.
+SOURCES = {
+    "task": ("task",),
+    "pairs": ("train_source", "train_target", "val_source", "val_target"),
+    "tsv": ("train_tsv", "val_tsv"),
+    "text": ("train_text", "val_text"),
+}
+VALIDATED_BY = {
+    "train_source": "val_source and val_target",
+    "train_tsv": "val_tsv",
+    "train_text": "val_text",
+}
+
 # In the order in which `fastformer train --help` shows them.
 SECTIONS = (Model, Data, Optimisation, Validation, Machine)
 
@@ -176,13 +190,39 @@ class TrainConfig(Machine, Validation, Optimisation, Data, Model):
 
     def __post_init__(self) -> None:
         check_settings(self)
-        self.model_config(vocab_size=max(self.vocab_size, 2))
+        for name in (*(name for names in SOURCES.values() for name in names), "tokenizer", "init_from"):
+            if getattr(self, name) == "":
+                raise ValueError(f"expected {name} to name a file, got an empty text")
+        self._check_sources()
+        if self.init_from is None:  # else the run that it names decides
+            self.model_config(vocab_size=max(self.vocab_size, 2))
         if self.model == "lstm" and self.batching == "packed":
             raise ValueError(
                 "expected batching bucketed or random for the LSTM, which reads padded batches, got packed"
             )
         if self.average_last > 1 and not self.save_every:
             raise ValueError(f"expected save_every above 0, for average_last {self.average_last} needs checkpoints")
+
+    def _check_sources(self) -> None:
+        """Holds the named data against each other and the model: what is given is used, or the settings are wrong."""
+        for pair in (("train_source", "train_target"), ("val_source", "val_target")):
+            alone = [name for name in pair if getattr(self, name)]
+            if len(alone) == 1:
+                raise ValueError(f"expected {pair[0]} and {pair[1]} together, got {alone[0]} alone")
+        given = {kind: [name for name in names if getattr(self, name)] for kind, names in SOURCES.items()}
+        trained = [names[0] for names in given.values() if names and not names[0].startswith("val_")]
+        if len(trained) > 1:
+            raise ValueError(f"expected one kind of training data, got {trained[0]} and {trained[1]}: leave one out")
+        for kind, names in given.items():
+            if names and names[0].startswith("val_") and trained:
+                expected = VALIDATED_BY.get(trained[0], "none")
+                raise ValueError(
+                    f"expected validation data as {trained[0]} has it ({expected}), got {names[0]}: leave it out"
+                )
+            if names and self.init_from is None and (kind == "text") != (self.model == "gpt"):
+                hint = "; did you mean --model gpt?" if kind == "text" else ""
+                wanted = "train_text" if self.model == "gpt" else "pairs of texts"
+                raise ValueError(f"expected {wanted} for model {self.model}, got {names[0]}{hint}")
 
     def model_config(self, vocab_size: int, max_len: int | None = None) -> Any:
         """The settings of the model: the preset's, and over them those that were given.
@@ -231,6 +271,27 @@ def merged(values: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
     before, after = _nested(values), _nested(changes)
     model = {**before.get("model", {}), **after.get("model", {})}
     return {**before, **after, **({"model": model} if model else {})}
+
+
+def unused(config: TrainConfig, given: Iterable[str]) -> list[str]:
+    """What was asked for and changes nothing, each with the reason.
+
+    Args:
+        config: the settings of the training.
+        given: the names of those that a person gave.
+    """
+    gpt, trained_bpe = config.model == "gpt", config.tokenizer == "bpe" and config.init_from is None
+    reasons = {
+        "seqlen": "" if gpt else "it is the window of a gpt; max_len bounds the examples of a translator",
+        "max_len": "it bounds the examples of a translator; seqlen is the window of a gpt" if gpt else "",
+        "vocab_size": "" if trained_bpe else "only a BPE that this run trains has a size to choose",
+        "val_examples": "only translations are compared with references" if gpt else "",
+        "samples": "nothing is translated in validation" if gpt or not config.val_examples else "",
+        "smooth_others": "" if config.label_smoothing else "label_smoothing is 0",
+        "patience": "" if config.val_every else "val_every is 0, so that nothing is validated before the end",
+        "skip_bad_lines": "the built-in task has none" if config.task else "",
+    }
+    return [f"{name} is not used: {reasons[name]}" for name in given if reasons.get(name) and getattr(config, name)]
 
 
 def check_names(values: dict[str, Any]) -> None:

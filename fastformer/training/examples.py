@@ -130,10 +130,6 @@ def make_tokenizer(config: TrainConfig, texts: Sequence[str]) -> Tokenizer:
 
 
 def _pairs(config: TrainConfig) -> tuple[Pairs, Pairs]:
-    for one, other in (("train_source", "train_target"), ("val_source", "val_target")):
-        given = [name for name in (one, other) if getattr(config, name)]
-        if len(given) == 1:
-            raise ValueError(f"expected {one} and {other} together, got {given[0]} alone")
     if config.train_text:
         raise ValueError(f"expected pairs of texts for model {config.model}, got train_text; did you mean gpt?")
     if config.task == "numbers":

@@ -1,0 +1,158 @@
+"""Settings hold their types and bounds, whoever makes them."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict, dataclass, fields
+from typing import Annotated, Literal, get_type_hints
+
+import pytest
+
+from fastformer.baseline.lstm import LSTMConfig
+from fastformer.models import GPT, GPTConfig, Transformer, TransformerConfig
+from fastformer.settings import Range, check_settings, describe, suggestion, why_not
+from fastformer.training.config import ARCHITECTURES, SECTIONS, TrainConfig
+
+CONFIGS = (TransformerConfig, GPTConfig, LSTMConfig)
+
+
+@dataclass
+class Example:
+    count: Annotated[int, Range(1)] = 1
+    share: Annotated[float, Range(0, below=1)] = 0.5
+    part: Annotated[float, Range(0, most=1)] = 0.5
+    kind: Literal["one", "two"] = "one"
+    on: bool = True
+    size: Annotated[int, Range(0)] | None = None
+    path: str | None = None
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"count": 0}, "expected count of at least 1, got 0"),
+        ({"count": 1.0}, "expected count to be an integer, got 1.0"),
+        ({"count": "1"}, "expected count to be an integer, got '1'"),
+        ({"count": True}, "expected count to be an integer, got True"),
+        ({"count": None}, "expected count to be an integer, got None"),
+        ({"share": 1}, "expected share in [0, 1), got 1"),
+        ({"share": -1e-9}, "expected share in [0, 1), got -1e-09"),
+        ({"share": math.nan}, "expected share to be a number, got nan"),
+        ({"share": math.inf}, "expected share to be a number, got inf"),
+        ({"share": False}, "expected share to be a number, got False"),
+        ({"part": 1.0000001}, "expected part in [0, 1], got 1.0000001"),
+        ({"kind": "tow"}, "expected kind to be 'one' or 'two', got 'tow'; did you mean 'two'?"),
+        ({"kind": None}, "expected kind to be 'one' or 'two', got None"),
+        ({"on": "no"}, "expected on to be true or false, got 'no'"),
+        ({"on": 1}, "expected on to be true or false, got 1"),
+        ({"size": -1}, "expected size of at least 0, got -1"),
+        ({"size": "x"}, "expected size to be an integer or null, got 'x'"),
+        ({"path": 3}, "expected path to be text or null, got 3"),
+    ],
+)
+def test_what_does_not_fit_is_refused(values, message) -> None:
+    with pytest.raises(ValueError) as refused:
+        check_settings(Example(**values))
+    assert str(refused.value) == message
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"count": 1, "share": 0, "part": 1, "size": 0, "path": "x"},
+        {"share": math.nextafter(1, 0), "part": 0, "size": None, "kind": "two", "on": False},
+    ],
+)
+def test_what_fits_is_taken_up_to_the_bounds(values) -> None:
+    example = Example(**values)
+    check_settings(example)
+    assert {name: getattr(example, name) for name in values} == values
+    assert isinstance(example.share, float) and isinstance(example.part, float)
+
+
+def test_words_for_types() -> None:
+    assert describe(Annotated[int, Range(3)] | None) == "an integer or null"
+    assert describe(Literal["a", "b"]) == "'a' or 'b'" and describe(Literal["a"]) == "'a'"
+    assert describe(Annotated[int, Range(3)] | int) == "an integer"
+    assert why_not({"a": 1}, dict[str, int]) is None and why_not(3, dict[str, int]) == "to be a mapping"
+    assert suggestion("droput", ["dropout", "d_ff"]) == "; did you mean 'dropout'?"
+    assert suggestion("zzz", ["dropout"]) == ""
+
+
+WRONG = [
+    (TransformerConfig, {"num_encoder_layers": -1}, "num_encoder_layers"),
+    (TransformerConfig, {"num_decoder_layers": 0}, "num_decoder_layers"),
+    (TransformerConfig, {"window_size": -1}, "window_size"),
+    (TransformerConfig, {"norm_first": "no"}, "norm_first"),
+    (TransformerConfig, {"norm": "batch"}, "norm"),
+    (TransformerConfig, {"activation": "rleu"}, "did you mean 'relu'"),
+    (TransformerConfig, {"dropout": math.nan}, "dropout"),
+    (TransformerConfig, {"dropout": -1.0}, "dropout"),
+    (TransformerConfig, {"attention_dropout": 2}, "attention_dropout"),
+    (TransformerConfig, {"activation_dropout": 1}, "activation_dropout"),
+    (TransformerConfig, {"d_model": "x"}, "d_model"),
+    (TransformerConfig, {"d_model": 12, "num_heads": 8}, "d_model to be a multiple of num_heads"),
+    (TransformerConfig, {"num_heads": 6, "d_model": 12, "num_kv_heads": 4}, "multiple of num_kv_heads"),
+    (TransformerConfig, {"d_model": 9, "num_heads": 3}, "even d_model"),
+    (TransformerConfig, {"vocab_size": 1}, "vocab_size of at least 2"),
+    (TransformerConfig, {"max_len": 0}, "max_len"),
+    (TransformerConfig, {"layer_norm_eps": -1e-9}, "layer_norm_eps"),
+    (TransformerConfig, {"source_vocab_size": 7}, "tie_embeddings needs one vocabulary"),
+    (GPTConfig, {"num_layers": 0}, "num_layers"),
+    (GPTConfig, {"num_kv_heads": 0}, "num_kv_heads"),
+    (GPTConfig, {"num_kv_heads": 4}, "multiple of num_kv_heads"),
+    (GPTConfig, {"d_ff": 0}, "d_ff"),
+    (GPTConfig, {"dropout": "0.1"}, "dropout"),
+    (GPTConfig, {"bias": None}, "bias"),
+    (GPTConfig, {"rotary_base": 0}, "rotary_base"),
+    (GPTConfig, {"window_size": -1}, "window_size"),
+    (GPTConfig, {"positions": "rotary", "d_model": 12, "num_heads": 4}, "heads of an even size"),
+    (GPTConfig, {"positions": "sinusoidal", "d_model": 9, "num_heads": 3}, "even d_model"),
+    (LSTMConfig, {"d_model": 15}, "even d_model"),
+    (LSTMConfig, {"d_model": "16"}, "d_model to be an integer"),
+    (LSTMConfig, {"num_layers": 0}, "num_layers"),
+    (LSTMConfig, {"num_layers": True}, "num_layers"),
+    (LSTMConfig, {"vocab_size": 1}, "vocab_size"),
+    (LSTMConfig, {"score": "dots"}, "score"),
+    (LSTMConfig, {"dropout": math.nan}, "dropout"),
+    (LSTMConfig, {"dropout": 1.0}, "dropout"),
+    (LSTMConfig, {"max_len": 0}, "max_len"),
+]
+
+
+@pytest.mark.parametrize(("config", "values", "message"), WRONG, ids=lambda part: getattr(part, "__name__", str(part)))
+def test_a_model_refuses_settings_that_it_cannot_have(config, values, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        config(**{"vocab_size": 9, **values})
+
+
+def test_settings_in_a_saved_model_are_held_too(tmp_path) -> None:
+    GPT(GPTConfig(9, d_model=8, num_heads=2, num_layers=1)).save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    saved = json.loads(file.read_text())
+    for name, value in (("dropout", 2), ("window_size", -1), ("bias", "no"), ("d_model", None), ("num_heads", 3)):
+        file.write_text(json.dumps(saved | {name: value}))
+        with pytest.raises(ValueError, match=name):
+            GPT.from_pretrained(tmp_path)
+    del saved["vocab_size"]
+    file.write_text(json.dumps(saved))
+    with pytest.raises(ValueError, match="vocab_size"):
+        GPT.from_pretrained(tmp_path)
+
+
+def test_every_preset_is_a_config() -> None:
+    for model, config in ((Transformer, TransformerConfig), (GPT, GPTConfig)):
+        for name, settings in model.presets.items():
+            assert asdict(config(5, **settings)).items() >= settings.items(), name
+
+
+def test_every_setting_is_documented_and_has_a_checked_type() -> None:
+    from docstring_parser import parse
+
+    for config in (*CONFIGS, *SECTIONS):
+        texts = {p.arg_name for p in parse(config.__doc__ or "").params if p.description}
+        assert texts == {f.name for f in fields(config)}, config
+        assert set(get_type_hints(config)) == texts
+    assert {config for config, _ in ARCHITECTURES.values()} == set(CONFIGS)
+    assert {f.name for f in fields(TrainConfig)} == {f.name for section in SECTIONS for f in fields(section)}

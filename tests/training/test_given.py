@@ -1,0 +1,79 @@
+"""What a person gives is used, or refused, or said to be unused; nothing is silently ignored."""
+
+from __future__ import annotations
+
+import pytest
+
+from fastformer.training.config import TrainConfig, unused
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ({"task": "numbers", "train_source": "a", "train_target": "b"}, ("task", "train_source")),
+        ({"task": "numbers", "train_tsv": "a"}, ("task", "train_tsv")),
+        ({"train_source": "a", "train_target": "b", "train_tsv": "c"}, ("train_source", "train_tsv")),
+        ({"train_target": "b"}, ("train_source and train_target together", "train_target alone")),
+        ({"train_source": "b"}, ("train_source and train_target together", "train_source alone")),
+        ({"train_tsv": "a", "val_source": "b"}, ("val_source and val_target together", "val_source alone")),
+        ({"train_source": "a", "train_target": "b", "val_tsv": "c"}, ("train_source", "val_source", "val_tsv")),
+        ({"train_tsv": "a", "val_source": "c", "val_target": "d"}, ("train_tsv", "val_tsv", "val_source")),
+        ({"train_source": "a", "train_target": "b", "val_text": "c"}, ("train_source", "val_text")),
+        ({"task": "numbers", "val_source": "a", "val_target": "b"}, ("task", "val_source")),
+        ({"task": "numbers", "val_text": "a"}, ("task", "val_text")),
+        ({"model": "gpt", "train_text": "a", "val_tsv": "b"}, ("train_text", "val_tsv")),
+        ({"model": "gpt", "train_text": "a", "task": "numbers"}, ("task", "train_text")),
+        ({"model": "gpt", "train_tsv": "a"}, ("model gpt", "train_text", "train_tsv")),
+        ({"model": "gpt", "task": "numbers"}, ("model gpt", "train_text", "task")),
+        ({"model": "gpt", "val_tsv": "a"}, ("model gpt", "val_tsv")),
+        ({"train_text": "a"}, ("model transformer", "pairs", "train_text", "did you mean --model gpt")),
+        ({"val_text": "a"}, ("model transformer", "val_text")),
+        ({"model": "lstm", "batching": "bucketed", "train_text": "a"}, ("model lstm", "train_text")),
+        ({"train_tsv": ""}, ("train_tsv", "an empty text")),
+        ({"init_from": ""}, ("init_from", "an empty text")),
+    ],
+)
+def test_contradicting_data_is_refused_and_named(given, named) -> None:
+    with pytest.raises(ValueError) as refused:
+        TrainConfig(**given)
+    for name in named:
+        assert name in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"task": "numbers"},
+        {"train_source": "a", "train_target": "b", "val_source": "c", "val_target": "d"},
+        {"train_tsv": "a", "val_tsv": "b"},
+        {"model": "gpt", "train_text": "a", "val_text": "b"},
+        {"model": "lstm", "batching": "random", "train_tsv": "a"},
+        {"init_from": "run", "train_text": "a"},  # the run says which model it is
+        {"init_from": "run", "train_tsv": "a"},
+    ],
+)
+def test_data_that_fits_is_taken(given) -> None:
+    TrainConfig(**given)
+
+
+@pytest.mark.parametrize(
+    ("config", "given", "said"),
+    [
+        ({}, {"seqlen": 64}, ["seqlen"]),
+        ({"model": "gpt"}, {"seqlen": 64}, []),
+        ({"model": "gpt"}, {"max_len": 64, "val_examples": 5, "samples": 2}, ["max_len", "val_examples", "samples"]),
+        ({}, {"max_len": 64, "val_examples": 5, "samples": 2}, []),
+        ({"tokenizer": "bytes"}, {"vocab_size": 500}, ["vocab_size"]),
+        ({"tokenizer": "bpe"}, {"vocab_size": 500}, []),
+        ({}, {"smooth_others": True}, ["smooth_others"]),
+        ({"label_smoothing": 0.1}, {"smooth_others": True}, []),
+        ({"val_examples": 0}, {"samples": 3}, ["samples"]),
+        ({"val_every": 0}, {"patience": 3}, ["patience"]),
+        ({"val_every": 0}, {"patience": 0}, []),
+        ({"task": "numbers"}, {"skip_bad_lines": True}, ["skip_bad_lines"]),
+    ],
+)
+def test_what_changes_nothing_is_said(config, given, said) -> None:
+    sentences = unused(TrainConfig(**config, **given), given)
+    assert [sentence.partition(" ")[0] for sentence in sentences] == said
+    assert all("is not used: " in sentence and not sentence.endswith(": ") for sentence in sentences)
