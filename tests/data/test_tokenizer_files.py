@@ -107,6 +107,19 @@ def test_names_of_special_tokens(tmp_path, config, pad, eos, unk) -> None:
     assert tokenizer._theirs[3:] == rest
 
 
+@pytest.mark.parametrize(
+    "model",
+    [
+        models.WordLevel({"a": 0, "<what>": 1, "b": 2}, unk_token="<what>"),
+        models.Unigram([("a", -1.0), ("<what>", 0.0), ("b", -1.0)], unk_id=1),
+    ],
+)
+def test_the_model_names_its_unknown_token(tmp_path, model) -> None:
+    tokenizer = load_tokenizer(saved(tmp_path, tokenizers.Tokenizer(model)))
+    assert tokenizer._theirs == [None, None, 1, 0, 2]
+    assert [tokenizer.encode(text) for text in ("a", "b", "x")] == [[3], [4], [2]]
+
+
 def test_the_map_of_special_tokens_is_read_too(tmp_path) -> None:
     backend = byte_level(["<unk>", "<fill>", "<end>", "</s>"])
     saved(tmp_path, backend, eos_token="<end>")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import shutil
 import sys
 from pathlib import Path
 
@@ -13,10 +14,10 @@ import torch
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 import fastformer
-from fastformer.data import BPETokenizer, ByteTokenizer, collate
+from fastformer.data import BPETokenizer, ByteTokenizer, collate, load_tokenizer
 from fastformer.data.number_words import english, german
 from fastformer.models import GPT
-from fastformer.training import TrainConfig, examples
+from fastformer.training import TrainConfig, examples, start
 from fastformer.training.examples import Data, encode_all, load_data
 
 POEM = "Roses are red,\n\n  violets\x0bare blue\u2028;\nsugar is sweet\n"
@@ -168,6 +169,21 @@ def test_what_a_foreign_tokenizer_does_not_know_is_counted(tmp_path, caplog, mon
     with caplog.at_level(logging.WARNING):
         load_data(dataclasses.replace(config, tokenizer="bpe", vocab_size=30))
     assert not caplog.messages
+
+
+def test_a_run_keeps_a_foreign_tokenizer(tmp_path) -> None:
+    original = foreign(tmp_path / "foreign", ["one two three"])
+    file = lines(tmp_path / "a", ["one two\tthree"] * 3)
+    small = {"d_model": 16, "d_ff": 16, "num_heads": 1, "num_encoder_layers": 1, "num_decoder_layers": 1}
+    config = TrainConfig(train_tsv=file, val_tsv=file, tokenizer=original, settings=small, device="cpu")
+    trainer = start(config, tmp_path / "run")
+    shutil.rmtree(original)
+    loaded = load_tokenizer(tmp_path / "run")
+    assert loaded.vocab_size == trainer.data.tokenizer.vocab_size == trainer.model.config.vocab_size
+    assert [*loaded.encode("one two"), 1] == trainer.data.train[0].source
+    assert loaded.decode(trainer.data.train[0].target) == "three"
+    again = load_data(dataclasses.replace(config, tokenizer=str(tmp_path / "run")))  # another run's tokenizer
+    assert again.train.fingerprint() == trainer.data.train.fingerprint()
 
 
 def test_a_tokenizer_without_line_ends_is_noticed(tmp_path, caplog) -> None:
