@@ -48,7 +48,8 @@ def differentiate(dhidden, pre, up, ACTIVATION: tl.constexpr):
     For relu `pre` may be the activation after dropout: both are positive in the same places, those that were kept.
     """
     if ACTIVATION == "relu":
-        dpre = tl.where(pre > 0.0, dhidden, 0.0)
+        # Not pre > 0.0, which would stop the gradient at a NaN: eager PyTorch lets it pass.
+        dpre = tl.where(pre <= 0.0, 0.0, dhidden)
         return pre, dpre, dpre
     elif ACTIVATION == "gelu":
         weight = _normal_cdf(pre)

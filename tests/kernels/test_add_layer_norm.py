@@ -58,7 +58,7 @@ def among_nans(x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("dim", [1, 17, 512, 1000, 1024, 4096, 5000])
+@pytest.mark.parametrize("dim", [1, 17, 512, 1000, 5000])
 def test_dims(dim: int, dtype: torch.dtype, device: str) -> None:
     """Several rows a program and one, columns that fill no tile."""
     seed = draw_seed(device)

@@ -27,7 +27,7 @@ def _triton():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("dim", [1, 17, 512, 1000, 1024, 4096, 5000])
+@pytest.mark.parametrize("dim", [1, 17, 512, 1000, 2500])
 def test_dims(dim: int, dtype: torch.dtype, device: str) -> None:
     """Several tokens a program, columns that fill no tile, several tiles a row, each with its own dropout."""
     seed = draw_seed(device)

@@ -29,7 +29,7 @@ def _triton():
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("vocab_size", [7, 1000, 32000, 50257])
+@pytest.mark.parametrize("vocab_size", [7, 1000, 8192, 9001])
 def test_vocabularies(vocab_size: int, dtype: torch.dtype, reduction: str, device: str) -> None:
     """Several rows a program, a vocabulary that fills no tile, several tiles a row, rows that need padding."""
     compare(make_inputs((19 if vocab_size < 1000 else 5, 16), vocab_size, device, dtype), reduction=reduction)
@@ -115,7 +115,9 @@ def test_all_targets_ignored(reduction: str, dtype: torch.dtype, device: str) ->
 
 def test_compiled_with_ignored_targets(device: str) -> None:
     """One compiled function, more and fewer ignored rows: the count is data, not a constant."""
-    compiled = torch.compile(partial(linear_cross_entropy, ignore_index=0, label_smoothing=0.1), fullgraph=True)
+    compiled = torch.compile(
+        partial(linear_cross_entropy, ignore_index=0, label_smoothing=0.1), fullgraph=True, backend="aot_eager"
+    )
     for ignored in (0, 3, 6):
         inputs = make_inputs((6, 8), 40, device)
         inputs["target"] = inputs["target"].clamp(min=1)
