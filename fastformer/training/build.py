@@ -191,11 +191,9 @@ def take_over(config: TrainConfig) -> tuple[TrainConfig, Any, Tokenizer]:
     if config.tokenizer not in (has, plain.tokenizer):
         refuse("tokenizer", config.tokenizer, has)
     given = dict(config.settings)
-    if config.preset != plain.preset and kind != "lstm":
-        presets = type(model).presets
-        if config.preset not in presets:
-            raise ValueError(f"expected a preset out of {sorted(presets)}, got {config.preset!r}")
-        given = {**presets[config.preset], **given}
+    if config.preset != plain.preset:
+        asked = asdict(config.model_config(max(config.vocab_size, 2)))
+        given = {name: asked[name] for name in sizes if name in asked and name != "max_len"} | given
     for name, value in given.items():
         if name not in sizes:
             raise ValueError(f"model {kind} has no setting {name!r}{suggestion(name, sizes)}")

@@ -1,0 +1,84 @@
+"""A run folder is loaded whole, or it is said what is wrong with it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fastformer.baseline import LSTMSeq2Seq
+from fastformer.data import ByteTokenizer, train_bpe
+from fastformer.models import GPT, Transformer
+from fastformer.models.pretrained import save_model
+from fastformer.run_folder import load_model
+
+SIZES = {"vocab_size": 259, "d_model": 16}
+MODELS = {
+    "Transformer": lambda: Transformer.from_preset("tiny", **SIZES, num_heads=2, d_ff=24),
+    "GPT": lambda: GPT.from_preset("tiny", **SIZES, num_heads=2, num_layers=1),
+    "LSTMSeq2Seq": lambda: LSTMSeq2Seq(**SIZES, score="concat"),
+}
+
+
+@pytest.fixture(params=MODELS)
+def architecture(request) -> str:
+    return request.param
+
+
+def test_what_was_saved_comes_back(tmp_path, architecture) -> None:
+    model = MODELS[architecture]()
+    save_model(model, tmp_path, ByteTokenizer())
+    loaded, tokenizer = load_model(tmp_path)
+    assert type(loaded) is type(model) and loaded.config == model.config and not loaded.training
+    assert tokenizer.encode("a") == ByteTokenizer().encode("a")
+    assert loaded.state_dict().keys() == model.state_dict().keys()
+    assert all(torch.equal(loaded.state_dict()[name], weight) for name, weight in model.state_dict().items())
+    half, _ = load_model(tmp_path, (architecture,), device="cpu", dtype=torch.bfloat16)
+    assert {weight.dtype for weight in half.parameters()} == {torch.bfloat16}
+
+
+def test_files_that_are_cut_short(tmp_path, architecture) -> None:
+    save_model(MODELS[architecture](), tmp_path, ByteTokenizer())
+    for name in ("model.safetensors", "config.json", "tokenizer.json"):
+        file = tmp_path / name
+        data = file.read_bytes()
+        for cut in (0, len(data) // 2, len(data) - 5):
+            file.write_bytes(data[:cut])
+            with pytest.raises(ValueError, match=name):
+                load_model(tmp_path)
+        file.unlink()
+        with pytest.raises(ValueError, match=name):
+            load_model(tmp_path)
+        file.write_bytes(data)
+
+
+def test_another_architecture(tmp_path) -> None:
+    save_model(MODELS["Transformer"](), tmp_path, ByteTokenizer())
+    with pytest.raises(ValueError, match=r"expected a folder of GPT, got one of 'Transformer'.*fastformer translate"):
+        load_model(tmp_path, ("GPT",))
+    (tmp_path / "config.json").write_text('{"architecture": "Mamba"}')
+    with pytest.raises(ValueError, match="expected a folder of Transformer or GPT or LSTMSeq2Seq, got one of 'Mamba'"):
+        load_model(tmp_path)
+
+
+def test_a_tokenizer_of_another_run(tmp_path) -> None:
+    save_model(MODELS["Transformer"](), tmp_path, train_bpe(["one two three"], 20))
+    with pytest.raises(ValueError, match="expected a tokenizer of 259 ids beside the model"):
+        load_model(tmp_path)
+
+
+def test_settings_that_an_lstm_does_not_have(tmp_path) -> None:
+    save_model(MODELS["LSTMSeq2Seq"](), tmp_path, ByteTokenizer())
+    config = (tmp_path / "config.json").read_text()
+    for old, new in (
+        ('"d_model": 16', '"d_mode": 16'),
+        ('"concat"', '"con"'),
+        ('"num_layers": 1', '"num_layers": "1"'),
+    ):
+        (tmp_path / "config.json").write_text(config.replace(old, new))
+        with pytest.raises(
+            ValueError, match="did you mean 'd_model'|expected a? ?score|expected num_layers to be an integer"
+        ):
+            load_model(tmp_path)
+    (tmp_path / "config.json").write_text(config.replace('"d_model": 16', '"d_model": 18'))
+    with pytest.raises(ValueError, match="model.safetensors doesn't fit its config.json"):
+        load_model(tmp_path)

@@ -1,0 +1,32 @@
+"""The settings of a tiny training."""
+
+from __future__ import annotations
+
+import pytest
+
+from fastformer.training import TrainConfig
+from fastformer.training import progress as progress_module
+from tests.training.tiny import PAIRS, SIZES, write_pairs
+
+
+@pytest.fixture
+def config(tmp_path) -> TrainConfig:
+    return TrainConfig(
+        train_tsv=write_pairs(tmp_path / "train.tsv"),
+        val_tsv=write_pairs(tmp_path / "val.tsv", PAIRS[:8]),
+        settings=dict(SIZES),
+        tokenizer="bytes",
+        max_tokens=64,
+        steps=12,
+        warmup=4,
+        log_every=1,
+        val_examples=0,
+        max_len=64,
+        device="cpu",
+    )
+
+
+@pytest.fixture(autouse=True)
+def no_tensorboard(monkeypatch) -> None:
+    """Its import and its event files are most of a tiny run's time."""
+    monkeypatch.setattr(progress_module, "_tensorboard", lambda run, done: None)

@@ -1,0 +1,94 @@
+"""Which model is the best: the measure, and what is compared with what."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from fastformer.training import TrainConfig
+from fastformer.training import best as module
+from fastformer.training.best import Best, Record, choose_measure
+from fastformer.training.evaluate import Scores
+
+
+@pytest.mark.parametrize(
+    ("settings", "measure"),
+    [
+        ({"task": "numbers"}, "exact_match"),
+        ({"task": "numbers", "best_by": "bleu"}, "bleu"),
+        ({"train_tsv": "x"}, "bleu"),
+        ({"train_tsv": "x", "best_by": "chrf"}, "chrf"),
+        ({"train_tsv": "x", "best_by": "nll"}, "nll"),
+        ({"train_tsv": "x", "val_examples": 0}, "nll"),
+        ({"task": "numbers", "val_examples": 0}, "nll"),
+        ({"model": "gpt", "train_text": "x"}, "nll"),
+        ({"model": "lstm", "batching": "random", "train_tsv": "x"}, "bleu"),
+    ],
+)
+def test_the_measure_fits_the_task(settings, measure) -> None:
+    assert choose_measure(TrainConfig(**settings)) == measure
+
+
+def test_without_sacrebleu(monkeypatch) -> None:
+    monkeypatch.setattr(module.importlib.util, "find_spec", lambda name: None)
+    assert choose_measure(TrainConfig(train_tsv="x")) == "nll"
+    assert choose_measure(TrainConfig(task="numbers")) == "exact_match"
+    with pytest.raises(ValueError, match="best_by bleu needs sacrebleu: pip install"):
+        choose_measure(TrainConfig(train_tsv="x", best_by="bleu"))
+
+
+def test_a_measure_that_was_asked_for_and_cannot_be() -> None:
+    with pytest.raises(ValueError, match="best_by chrf needs val_examples above 0; give --best_by nll or auto"):
+        choose_measure(TrainConfig(train_tsv="x", best_by="chrf", val_examples=0))
+    with pytest.raises(ValueError, match="best_by exact_match needs translations, and model gpt makes none"):
+        choose_measure(TrainConfig(model="gpt", train_text="x", best_by="exact_match"))
+
+
+def record(nll: float, bleu: float | None = None, data: str = "x", translated: int = 5, **more: float) -> Record:
+    return Record(1, data, translated, nll, bleu, more.get("chrf"), more.get("exact_match"))
+
+
+@pytest.mark.parametrize(
+    ("better", "worse"),
+    [
+        (record(2.0, 30.0), record(1.0, 29.9)),  # the measure counts
+        (record(1.0, 0.0), record(2.0, 0.0)),  # single words: BLEU is 0 on both
+        (record(1.0, 30.0), record(2.0, 30.0)),  # a tie
+        (record(3.0, 0.1), record(1.0, 0.0)),
+        (record(1.0), record(2.0, 30.0)),  # nothing translated now: a likelihood is no BLEU
+        (record(1.0, 10.0), record(2.0)),
+        (record(1.0, 10.0, translated=9), record(2.0, 30.0)),  # of other sentences
+        (record(9.0, 1.0, data="other"), record(1.0, 30.0)),  # nothing is known of the other here
+        (record(1.0, 5.0), record(1.0, math.nan)),
+        (record(1.0), record(math.nan)),
+    ],
+)
+def test_better(better, worse) -> None:
+    assert better.beats(worse, "bleu")
+    if better.data == worse.data:
+        assert not worse.beats(better, "bleu")
+    assert not worse.beats(worse, "bleu")
+
+
+def test_each_measure_looks_at_its_own_score() -> None:
+    one = record(1.0, 10.0, chrf=50.0, exact_match=0.1)
+    other = record(2.0, 9.0, chrf=51.0, exact_match=0.1)
+    assert one.beats(other, "bleu") and other.beats(one, "chrf")
+    assert one.beats(other, "nll") and one.beats(other, "exact_match")
+    assert (one.show("bleu"), one.show("nll")) == ("BLEU 10.00, nll 1.0000", "nll 1.0000")
+    assert record(1.0).show("bleu") == "nll 1.0000"
+
+
+def test_bad_validations_in_a_row() -> None:
+    best = Best("nll", "x", 0)
+    assert [best.add(step, Scores(nll)) for step, nll in enumerate((3.0, 2.0, 2.0, 2.5, 1.0, 1.5), 1)] == [
+        True, True, False, False, True, False,
+    ]  # fmt: skip
+    assert best.bad_validations == 1 and best.record.step == 5
+    other = Best("nll", "x", 0)
+    other.load_state_dict(best.state_dict())
+    assert other.bad_validations == 1 and other.record == best.record
+    assert not other.add(7, Scores(1.0)) and other.bad_validations == 2
+    other.load_state_dict(Best("nll", "x", 0).state_dict())
+    assert other.record is None and other.bad_validations == 0

@@ -1,0 +1,228 @@
+"""A run begins, goes on, or takes over another's model; or it is said why it can't."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+
+import pytest
+import torch
+
+from fastformer.data import plan_epoch, train_bpe
+from fastformer.run_folder import load_model
+from fastformer.training import TrainConfig, start
+from fastformer.training.build import build_model, count_updates
+from fastformer.training.checkpoint import checkpoints
+from fastformer.training.settings import load_config
+from tests.training.tiny import PAIRS, changed, contents, losses, write_pairs
+
+
+def test_errors(config, tmp_path) -> None:
+    for changes, message in (
+        ({"train_tsv": None}, "expected data to train on, got none"),
+        ({"max_len": 2}, "every training example is longer than max_len 2"),
+        ({"device": "gpu7"}, "expected a device that this PyTorch can use, got 'gpu7'"),
+        ({"best_by": "bleu"}, "best_by bleu needs val_examples above 0"),
+        ({"settings": {"dmodel": 3}}, "did you mean 'd_model'"),
+        (
+            {"model": "lstm", "batching": "random", "settings": {}, "checkpointing": True},
+            "expected checkpointing off for model lstm",
+        ),
+    ):
+        with pytest.raises(ValueError, match=message):
+            start(changed(config, **changes), tmp_path / "run")
+        assert not (tmp_path / "run").exists()  # a mistake leaves nothing that is in the way
+    with pytest.raises(ValueError, match="has no checkpoints"):
+        start(config, tmp_path / "run", resume=True)
+    with pytest.raises(ValueError, match="expected a run folder, got an empty name"):
+        start(config, "")
+    with pytest.raises(ValueError, match="expected resume to be true, false or 'auto', got 'maybe'"):
+        start(config, tmp_path / "run", resume="maybe")
+
+
+def test_a_folder_with_a_run_is_not_begun_anew(config, tmp_path) -> None:
+    run = tmp_path / "run"
+    start(changed(config, steps=1), run).train()
+    with pytest.raises(ValueError, match="holds a run already: give --resume"):
+        start(config, run)
+    shutil.rmtree(run / "checkpoints")
+    for resume in (False, "auto"):  # a model that somebody keeps is not overwritten either
+        with pytest.raises(ValueError, match="holds a run already: give --resume"):
+            start(config, run, resume=resume)
+
+
+def test_other_data(config, tmp_path) -> None:
+    run, tsv = tmp_path / "run", tmp_path / "train.tsv"
+    start(changed(config, steps=1), run).train()
+    write_pairs(tsv, [*PAIRS, ("one more", "line")])
+    with pytest.raises(ValueError, match=r"40 examples of .*, got 41 examples of .*give the same files"):
+        start(config, run, resume=True)
+    write_pairs(tsv, PAIRS[::-1])
+    with pytest.raises(ValueError, match="got as many of other content or in another order"):
+        start(config, run, resume=True)
+    write_pairs(tsv)
+    start(config, run, resume=True)
+
+
+def test_all_checkpoints_damaged(config, tmp_path) -> None:
+    run = tmp_path / "run"
+    start(changed(config, steps=1), run).train()
+    checkpoints(run)[0].write_bytes(b"")
+    for resume in (True, "auto"):
+        with pytest.raises(ValueError, match="every checkpoint in .* is damaged"):
+            start(config, run, resume=resume)
+
+
+def test_resume_auto_begins_and_goes_on(config, tmp_path) -> None:
+    start(changed(config, steps=6, schedule="constant"), tmp_path / "whole").train()
+    for steps in (3, 6):
+        trainer = start(changed(config, steps=steps, schedule="constant"), tmp_path / "run", resume="auto")
+        assert trainer.step == steps - 3
+        trainer.train()
+    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
+
+
+def test_going_on_from_another_folder(config, tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    start(changed(config, steps=1, train_tsv="train.tsv", val_tsv="val.tsv"), "run").train()
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    start(changed(load_config("../run"), steps=2), "../run", resume=True).train()
+
+
+def test_what_a_kill_left_of_a_write_is_removed(config, tmp_path) -> None:
+    run = tmp_path / "run"
+    start(changed(config, steps=1), run).train()
+    left = [run / ".model.safetensors.0123456789abcdef.tmp", run / "checkpoints" / ".step-2.pt.0123456789abcdef.tmp"]
+    for file in left:
+        file.touch()
+    start(config, run, resume=True)
+    assert not any(file.exists() for file in left)
+
+
+# Epochs.
+
+
+@pytest.mark.parametrize("epochs", [0.5, 1, 2.5])
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_epochs_are_passes_over_the_data(config, tmp_path, caplog, epochs, accumulate) -> None:
+    config = changed(config, accumulate=accumulate)
+    del (values := config.to_dict())["steps"]
+    with caplog.at_level(logging.INFO):
+        trainer = start(TrainConfig.from_dict(values | {"epochs": epochs}), tmp_path / "run")
+    lengths = trainer.lengths
+    plans = [plan_epoch(lengths, max_tokens=64, batching="packed", seed=0, epoch=epoch) for epoch in range(3)]
+    batches = sum(len(plan) for plan in plans[: int(epochs)]) + len(plans[int(epochs)]) * (epochs % 1)
+    assert trainer.config.steps == max(1, int(batches / accumulate))
+    assert f"{epochs:g} epochs are {trainer.config.steps} updates" in caplog.text
+    saved = load_config(tmp_path / "run")
+    assert (saved.steps, saved.epochs) == (trainer.config.steps, 0)
+
+
+def test_a_whole_number_of_epochs_sees_every_example_as_often(config, tmp_path) -> None:
+    trainer = start(changed(config, epochs=2.0), tmp_path / "run")
+    seen = 0
+    update = trainer._update
+
+    def count(batches):
+        nonlocal seen
+        seen += sum(batch.num_tokens for batch in batches)
+        return update(batches)
+
+    trainer._update = count
+    trainer.train()
+    assert seen == 2 * int(trainer.lengths.sum())
+
+
+def test_less_than_an_update_is_one(config) -> None:
+    lengths = torch.tensor([[3, 3]])
+    assert count_updates(changed(config, epochs=0.1), lengths) == 1
+
+
+# Fine-tuning.
+
+
+@pytest.fixture
+def source(config, tmp_path):
+    """A run with a BPE and sizes of its own."""
+    config = changed(config, tokenizer="bpe", vocab_size=40, steps=2, preset="tiny")
+    start(config, tmp_path / "source").train()
+    return tmp_path / "source"
+
+
+def plain(config: TrainConfig, **changes) -> TrainConfig:
+    """Settings that say nothing of sizes and tokenizer."""
+    return changed(config, settings={}, tokenizer="bpe", **changes)
+
+
+def test_init_from_begins_with_the_other_model_on_other_data(config, tmp_path, source) -> None:
+    config = plain(config, train_tsv=write_pairs(tmp_path / "other.tsv", PAIRS[5:30]), init_from=str(source))
+    trainer = start(config, tmp_path / "run")
+    model, tokenizer = load_model(source)
+    assert trainer.model.config == model.config and trainer.model.training
+    for name, weight in model.state_dict().items():
+        assert torch.equal(trainer.model.state_dict()[name], weight), name
+    assert trainer.data.tokenizer.encode("aaa 3") == tokenizer.encode("aaa 3")
+    assert trainer.step == 0 and not trainer.optimizer.state and trainer.best.record is None
+    trainer.train()
+    assert not torch.equal(trainer.model.output_weight, model.output_weight)
+    shutil.rmtree(source)  # it goes on without
+    resumed = start(changed(load_config(tmp_path / "run"), steps=13), tmp_path / "run", resume=True)
+    assert resumed.step == 12 and resumed.model.config == model.config
+    resumed.train()
+
+
+def test_init_from_takes_dropout_anew_and_refuses_other_sizes(config, tmp_path, source) -> None:
+    trainer = start(
+        changed(plain(config, init_from=str(source)), settings={"dropout": 0.25, "d_model": 16}), tmp_path / "a"
+    )
+    assert trainer.model.config.dropout == 0.25 and trainer.config.settings["d_ff"] == 32
+    for changes, message in (
+        ({"settings": {"d_model": 64}}, "has d_model 16, got 64: leave d_model out"),
+        ({"settings": {"d_modle": 64}}, "has no setting 'd_modle'; did you mean 'd_model'"),
+        ({"preset": "base"}, "has d_model 16, got 512"),
+        ({"preset": "huge"}, "expected a preset of transformer out of"),
+        ({"model": "lstm", "batching": "random", "settings": {}}, "has model 'transformer', got 'lstm'"),
+        ({"tokenizer": "bytes"}, "has tokenizer 'bpe', got 'bytes'"),
+        ({"vocab_size": 41}, "has vocab_size [0-9]+, got 41"),
+        ({"init_from": str(tmp_path / "nowhere")}, "nowhere"),
+    ):
+        before = contents(source)
+        with pytest.raises(ValueError, match=message):
+            start(changed(plain(config, init_from=str(source)), **changes), tmp_path / "b")
+        assert contents(source) == before and not (tmp_path / "b").exists()
+
+
+def test_init_from_keeps_to_the_positions_that_are_there(config, tmp_path, source, caplog) -> None:
+    longest = load_model(source)[0].config.max_len
+    with caplog.at_level(logging.INFO):
+        trainer = start(plain(config, init_from=str(source), max_len=longest + 5), tmp_path / "run")
+    assert trainer.config.max_len == longest and f"max_len is {longest}, for" in caplog.text
+
+
+@pytest.mark.parametrize("kind", ["gpt", "lstm"])
+def test_init_from_the_other_architectures(config, tmp_path, kind) -> None:
+    (tmp_path / "text").write_text("to be or not to be that is the question\n" * 10)
+    if kind == "gpt":
+        data = {"train_tsv": None, "val_tsv": None, "train_text": str(tmp_path / "text"), "seqlen": 16}
+        sizes = {"d_model": 16, "num_layers": 1, "num_heads": 2}
+    else:
+        data, sizes = {"batching": "random"}, {"d_model": 16, "score": "dot"}
+    config = changed(config, model=kind, settings=sizes, **data, steps=1)
+    start(config, tmp_path / "a").train()
+    trainer = start(changed(config, settings={}, init_from=str(tmp_path / "a")), tmp_path / "b")
+    model, _ = load_model(tmp_path / "a")
+    assert all(torch.equal(trainer.model.state_dict()[name], weight) for name, weight in model.state_dict().items())
+    trainer.train()
+    start(changed(load_config(tmp_path / "b"), steps=2), tmp_path / "b", resume=True).train()
+
+
+def test_the_seed_draws_the_weights(config) -> None:
+    one, same, other = (build_model(changed(config, seed=seed), 259).output_weight for seed in (1, 1, 2))
+    assert torch.equal(one, same) and not torch.equal(one, other)
+
+
+def test_a_tokenizer_of_a_file(config, tmp_path) -> None:
+    train_bpe([text for pair in PAIRS for text in pair], 30).save(tmp_path)
+    trainer = start(changed(config, tokenizer=str(tmp_path / "tokenizer.json")), tmp_path / "run")
+    assert trainer.data.tokenizer.vocab_size <= 30 + 256

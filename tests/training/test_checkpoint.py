@@ -1,0 +1,170 @@
+"""Checkpoints: whole or noticed, no code in them, and the right ones stay."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import logging
+import pickle
+import zipfile
+
+import pytest
+import torch
+
+from fastformer import files
+from fastformer.training.checkpoint import (
+    _COMMENT_LENGTH,
+    average_weights,
+    checkpoints,
+    latest_checkpoint,
+    load_checkpoint,
+    save_checkpoint,
+    step_of,
+)
+
+
+def state(step: int, scale: float = 1.0, **more) -> dict:
+    weights = {"a": torch.arange(6.0).reshape(2, 3) * scale, "b": torch.tensor([scale], dtype=torch.bfloat16)}
+    return {"config": "{}", "model": weights, "counters": {"step": step}, "ema": None, **more}
+
+
+def stems(run) -> list[int]:
+    return [step_of(path) for path in checkpoints(run)]
+
+
+def test_plain_torch_opens_it_and_so_does_any_archiver(tmp_path) -> None:
+    path = save_checkpoint(tmp_path, 3, state(3), keep_last=1)
+    assert path.name == "step-00000003.pt"
+    for found in (torch.load(path, weights_only=True), load_checkpoint(path), latest_checkpoint(tmp_path)[1]):
+        assert found["counters"] == {"step": 3} and torch.equal(found["model"]["a"], state(3)["model"]["a"])
+    with zipfile.ZipFile(path) as archive:
+        assert archive.testzip() is None and archive.comment.startswith(b"sha256:")
+
+
+def test_a_cut_or_flipped_byte_anywhere_is_noticed(tmp_path, caplog) -> None:
+    before = save_checkpoint(tmp_path, 2, state(2), keep_last=2)
+    newest = save_checkpoint(tmp_path, 4, state(4), keep_last=2)
+    data = newest.read_bytes()
+    for cut in (0, 1, 4, 30, len(data) // 2, len(data) - _COMMENT_LENGTH, len(data) - 1):
+        newest.write_bytes(data[:cut])
+        with pytest.raises(ValueError, match="step-00000004.pt is damaged or cut short"):
+            load_checkpoint(newest)
+    for place in [*range(0, len(data), 41), len(data) - 1, len(data) - _COMMENT_LENGTH - 1]:
+        newest.write_bytes(data[:place] + bytes([data[place] ^ 1 << place % 8]) + data[place + 1 :])
+        with pytest.raises(ValueError, match="is damaged or cut short"):
+            load_checkpoint(newest)
+    with caplog.at_level(logging.WARNING):
+        assert latest_checkpoint(tmp_path)[0] == before
+    assert "going back to the checkpoint before it" in caplog.text
+    before.write_bytes(b"")
+    assert latest_checkpoint(tmp_path) is None and latest_checkpoint(tmp_path / "nowhere") is None
+
+
+class Hostile:
+    def __reduce__(self):
+        return print, ("code ran",)
+
+
+def sealed(data: bytes) -> bytes:
+    """Bytes with a checksum that is right."""
+    return data + b"sha256:" + hashlib.sha256(data).hexdigest().encode()
+
+
+def archive_of(value: object) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (archive_of(Hostile()), "no checkpoint of plain tensors and values"),
+        (pickle.dumps(Hostile()), "no checkpoint of plain tensors and values"),
+        (b"", "no checkpoint of plain tensors and values"),
+        (b"hello", "no checkpoint of plain tensors and values"),
+        (archive_of([1, 2]), "to hold a dict, got list"),
+        (archive_of({}), "to hold 'config' as str, got None"),
+        (archive_of({"config": "{}", "model": 3}), "to hold 'model' as dict, got 3"),
+        (archive_of({"config": "{}", "model": {}, "counters": None}), "to hold 'counters' as dict, got None"),
+    ],
+    ids=["code", "pickle", "empty", "text", "list", "nothing", "model", "counters"],
+)
+def test_odd_files_run_no_code_and_are_named(tmp_path, capsys, data, message) -> None:
+    (tmp_path / "checkpoints").mkdir()
+    file = tmp_path / "checkpoints" / "step-00000001.pt"
+    file.write_bytes(sealed(data))
+    with pytest.raises(ValueError, match=f"step-00000001.pt.*{message}"):
+        load_checkpoint(file)
+    assert latest_checkpoint(tmp_path) is None
+    assert "code ran" not in capsys.readouterr().out
+
+
+def test_which_checkpoints_stay(tmp_path) -> None:
+    for step in (2, 4, 6, 8):
+        save_checkpoint(tmp_path, step, state(step), keep_last=3)
+    assert stems(tmp_path) == [4, 6, 8]
+    (tmp_path / "checkpoints" / "step-best.pt").touch()  # somebody's own
+    save_checkpoint(tmp_path, 10, state(10), keep_last=1)
+    assert stems(tmp_path) == [10] and (tmp_path / "checkpoints" / "step-best.pt").exists()
+
+
+def test_those_of_an_interruption_go_with_the_next(tmp_path) -> None:
+    def regular(step: int) -> bool:
+        return step % 5 == 0
+
+    for step, expected in ((3, [3]), (5, [5]), (7, [5, 7]), (10, [5, 10]), (12, [5, 10, 12]), (15, [5, 10, 15])):
+        save_checkpoint(tmp_path, step, state(step), keep_last=3, regular=regular)
+        assert stems(tmp_path) == expected
+
+
+def test_a_run_that_went_back_drops_what_came_later(tmp_path) -> None:
+    for step in (2, 4, 6):
+        save_checkpoint(tmp_path, step, state(step), keep_last=3)
+    checkpoints(tmp_path)[-1].write_bytes(b"damaged")
+    save_checkpoint(tmp_path, 5, state(5), keep_last=3)
+    assert stems(tmp_path) == [2, 4, 5]
+
+
+def test_numbers_of_more_than_eight_digits_are_sorted_as_numbers(tmp_path) -> None:
+    for step in (99_999_999, 100_000_000):
+        save_checkpoint(tmp_path, step, state(step), keep_last=2)
+    assert stems(tmp_path) == [99_999_999, 100_000_000]
+
+
+def test_a_full_disk_keeps_what_was_there(tmp_path, monkeypatch) -> None:
+    path = save_checkpoint(tmp_path, 2, state(2), keep_last=1)
+    before = path.read_bytes()
+
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(files.os, "fsync", full)
+    for step in (2, 3):
+        with pytest.raises(OSError, match="could not write .*No space left.*what was saved before is whole"):
+            save_checkpoint(tmp_path, step, state(step), keep_last=1)
+    assert [file.name for file in path.parent.iterdir()] == [path.name] and path.read_bytes() == before
+
+
+def test_the_average_is_the_mean_in_each_dtype(tmp_path) -> None:
+    scales = {1: 1.0, 2: 2.0, 3: 6.0}
+    paths = [save_checkpoint(tmp_path, step, state(step, scale), keep_last=9) for step, scale in scales.items()]
+    found = average_weights(paths)
+    assert torch.equal(found["a"], torch.arange(6.0).reshape(2, 3) * 3)
+    assert found["b"].dtype == torch.bfloat16 and found["b"].item() == 3.0
+    assert average_weights(paths[:1])["a"].tolist() == state(1)["model"]["a"].tolist()
+    with pytest.raises(ValueError, match="expected at least one checkpoint to average"):
+        average_weights([])
+    other = save_checkpoint(tmp_path, 4, state(4) | {"model": {"a": torch.zeros(3)}}, keep_last=9)
+    with pytest.raises(ValueError, match="expected checkpoints of one model, but .*step-00000004.pt differs"):
+        average_weights([*paths, other])
+
+
+def test_the_average_of_running_averages(tmp_path) -> None:
+    paths = []
+    for step, scale in ((1, 1.0), (2, 3.0)):
+        ema = {"n_averaged": torch.tensor(step)} | {
+            f"module.{k}": v * 10 for k, v in state(step, scale)["model"].items()
+        }
+        paths.append(save_checkpoint(tmp_path, step, state(step, scale, ema=ema), keep_last=2))
+    assert torch.equal(average_weights(paths)["a"], torch.arange(6.0).reshape(2, 3) * 20)

@@ -1,0 +1,46 @@
+"""Settings: what is refused, and how values of YAML are read."""
+
+from __future__ import annotations
+
+import pytest
+
+from fastformer.training import TrainConfig
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"modle": "gpt"}, "unknown setting 'modle'; did you mean 'model'"),
+        ({"schedule": "linar"}, "expected schedule to be 'noam', .*, got 'linar'; did you mean 'linear'"),
+        ({"steps": 0}, "expected steps of at least 1, got 0"),
+        ({"steps": 1.5}, "expected steps to be an integer, got 1.5"),
+        ({"lr": "fast"}, "expected lr to be a number, got 'fast'"),
+        ({"lr": float("nan")}, "expected lr to be a number, got nan"),
+        ({"clip": -1.0}, "expected clip of at least 0"),
+        ({"checkpointing": "yes"}, "expected checkpointing to be true or false"),
+        ({"train_tsv": 3}, "expected train_tsv to be text or null, got 3"),
+        ({"settings": {"d_model": 3}}, "unknown setting 'settings'"),
+        ({"d_model": 64}, "it belongs to the model"),
+        ({"model": {"d_modle": 64}}, "unknown setting 'd_modle' of the model; did you mean 'd_model'"),
+        ({"model": {"name": "gpt", "num_encoder_layers": 3}}, "GPTConfig has no setting 'num_encoder_layers'"),
+        ({"preset": "bsae"}, "expected a preset of transformer out of .* did you mean 'base'"),
+        ({"model": "lstm"}, "expected batching bucketed or random for the LSTM"),
+        ({"average_last": 5, "save_every": 0}, "expected save_every above 0"),
+        ({"label_smoothing": 1.0}, r"label_smoothing in \[0, 1\)"),
+        ({"best_by": "blue"}, "expected best_by to be .*did you mean 'bleu'"),
+        ({"epochs": -1}, "expected epochs of at least 0, got -1"),
+        ({"epochs": 2, "steps": 5}, "expected steps or epochs, got both: 5 and 2"),
+        ({"task": "letters"}, "expected task to be 'numbers' or null, got 'letters'"),
+    ],
+)
+def test_config_errors(changes, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        TrainConfig.from_dict(changes)
+
+
+def test_a_config_is_what_its_dict_says() -> None:
+    config = TrainConfig(model="gpt", preset="small", settings={"dropout": 0.1}, lr=1)
+    assert isinstance(config.lr, float)
+    assert config.to_dict()["model"] == {"name": "gpt", "preset": "small", "dropout": 0.1}
+    assert TrainConfig.from_dict(config.to_dict()) == config
+    assert TrainConfig.from_dict({"model": "gpt", "preset": "small"}).preset == "small"

@@ -1,0 +1,82 @@
+"""The scores of a validation against the same computed by hand."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from fastformer.baseline import LSTMSeq2Seq
+from fastformer.data import ByteTokenizer, Example
+from fastformer.models import GPT, Transformer
+from fastformer.training.evaluate import corpus_scores, lengths_of, negative_log_likelihood, translate_and_score
+
+EXAMPLES = [Example([5, 6, 7, 1], [8, 9, 1]), Example([5, 1], [6, 1]), Example([7, 8, 1], [9, 9, 9, 5, 1])]
+CPU = torch.device("cpu")
+SIZES = {"vocab_size": 12, "d_model": 16, "num_heads": 2, "d_ff": 24, "num_encoder_layers": 1, "num_decoder_layers": 1}
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_nll_is_the_mean_over_all_target_tokens_and_eos(packed) -> None:
+    model = Transformer.from_preset("tiny", **SIZES, dropout=0.5).double()  # training: dropout has to go
+    total, tokens = 0.0, 0
+    model.eval()
+    for example in EXAMPLES:  # one at a time: nothing to pad, nothing to mask
+        logits = model(torch.tensor([example.source]), torch.tensor([[0, *example.target[:-1]]]))
+        total += F.cross_entropy(logits[0], torch.tensor(example.target), reduction="sum").item()
+        tokens += len(example.target)
+    model.train()
+    for max_tokens in (5, 100):  # several batches, unlike in size, and one
+        found = negative_log_likelihood(model, EXAMPLES, max_tokens=max_tokens, packed=packed, device=CPU)
+        assert found == pytest.approx(total / tokens, rel=1e-6)
+        assert model.training  # as it was
+
+
+def test_nll_of_a_language_model_predicts_each_token_but_the_first() -> None:
+    model = GPT.from_preset("tiny", vocab_size=12, d_model=16, num_heads=2, num_layers=1).double().eval()
+    example = Example([], [4, 5, 6, 7, 8])
+    logits = model(torch.tensor([example.target[:-1]]))
+    expected = F.cross_entropy(logits[0], torch.tensor(example.target[1:])).item()
+    found = negative_log_likelihood(model, [example, example], max_tokens=20, packed=True, device=CPU)
+    assert found == pytest.approx(expected, rel=1e-6) and not model.training
+
+
+def test_nll_of_the_lstm() -> None:
+    model = LSTMSeq2Seq(vocab_size=12, d_model=16).double().eval()
+    total = 0.0
+    for example in EXAMPLES:
+        logits, _ = model(torch.tensor([example.source]), torch.tensor([[0, *example.target[:-1]]]))
+        total += F.cross_entropy(logits[0], torch.tensor(example.target), reduction="sum").item()
+    found = negative_log_likelihood(model, EXAMPLES, max_tokens=20, packed=False, device=CPU)
+    assert found == pytest.approx(total / sum(len(example.target) for example in EXAMPLES), rel=1e-6)
+
+
+def test_lengths() -> None:
+    assert lengths_of(EXAMPLES).tolist() == [[4, 3], [2, 2], [3, 5]]
+    assert lengths_of([Example([], [4, 5, 6])]).tolist() == [[0, 2]]
+
+
+class Fixed:
+    """A translator that knows its answers."""
+
+    tokenizer = ByteTokenizer()
+
+    def __init__(self, answers: list[str]) -> None:
+        self.answers = answers
+
+    def translate(self, sources: list[str], **options) -> list[str]:
+        assert sources == ["a", "b", "c", "d"]
+        return self.answers
+
+
+def test_scores_of_translations() -> None:
+    pairs = [("a", "the cat sat on the mat"), ("b", "a dog ran home"), ("c", "yes"), ("d", "no")]
+    answers = ["the cat sat on the mat", "a dog ran away", "yes", "No"]
+    scores = translate_and_score(Fixed(answers), pairs, 1.25, 2)
+    assert scores.nll == 1.25 and scores.exact_match == 0.5
+    expected = corpus_scores(answers, [target for _, target in pairs])
+    assert (scores.bleu, scores.chrf) == (expected["BLEU"][0], expected["chrF"][0])
+    assert 50 < scores.bleu < 100 and 50 < scores.chrf < 100
+    assert "tok:13a" in scores.signatures["bleu_signature"] and "nc:6" in scores.signatures["chrf_signature"]
+    assert scores.samples == [(s, f, r) for (s, r), f in zip(pairs[:2], answers[:2], strict=True)]
+    assert translate_and_score(Fixed([r for _, r in pairs]), pairs, 0.0, 0).bleu == pytest.approx(100)

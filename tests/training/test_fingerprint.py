@@ -1,0 +1,36 @@
+"""Every change of the examples is noticed, and named."""
+
+from __future__ import annotations
+
+import pytest
+
+from fastformer.data import Example, Examples
+from fastformer.training.fingerprint import check_same, fingerprint
+
+EXAMPLES = [Example([5, 6, 1], [7, 1]), Example([8, 1], [9, 9, 1]), Example([], [3, 4])]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        [EXAMPLES[1], EXAMPLES[0], EXAMPLES[2]],  # another order
+        [Example([5, 6, 1], [7, 2]), *EXAMPLES[1:]],  # an edited line
+        [Example([5, 6], [1, 7, 1]), *EXAMPLES[1:]],
+        [Example([5], [7, 1]), Example([6, 1, 8, 1], [9, 9, 1]), EXAMPLES[2]],  # the same ids, cut elsewhere
+        EXAMPLES[:2],
+    ],
+)
+def test_a_change_is_noticed(other) -> None:
+    with pytest.raises(ValueError, match="expected the training data that run is about, 3 examples of 5 and 6 tokens"):
+        check_same(fingerprint(Examples(EXAMPLES)), fingerprint(Examples(other)), "run")
+
+
+def test_the_same_examples_are_the_same() -> None:
+    whole = fingerprint(Examples(EXAMPLES))
+    check_same(whole, fingerprint(Examples([Example(list(e.source), list(e.target)) for e in EXAMPLES])), "run")
+    assert (whole["examples"], whole["source_tokens"], whole["target_tokens"]) == (3, 5, 6)
+
+
+def test_other_content_of_the_same_size_is_called_so() -> None:
+    with pytest.raises(ValueError, match="as many of other content or in another order: give the same files"):
+        check_same(fingerprint(Examples(EXAMPLES)), fingerprint(Examples(EXAMPLES[::-1])), "run")

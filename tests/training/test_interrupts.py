@@ -1,0 +1,176 @@
+"""Signals end a training with everything saved, and are never lost."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+import torch
+
+from fastformer.models.pretrained import read_notes
+from fastformer.run_folder import load_model
+from fastformer.training import start
+from fastformer.training.checkpoint import checkpoints, latest_checkpoint
+from fastformer.training.interrupts import SIGNALS, Interrupted, Interrupts
+from tests.training.tiny import changed, lines, losses
+
+pytestmark = pytest.mark.skipif(os.name != "posix", reason="these signals are POSIX")
+
+
+def send(signum: int) -> None:
+    os.kill(os.getpid(), signum)
+
+
+def at_step(trainer, step: int, *signals: int) -> None:
+    """Signals come in the middle of the update after `step`."""
+    update = trainer._update
+
+    def update_and_signal(batches):
+        if trainer.step == step:
+            for signum in signals:
+                send(signum)
+        return update(batches)
+
+    trainer._update = update_and_signal
+
+
+@pytest.mark.parametrize(
+    ("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGUSR1, 138)]
+)
+def test_each_signal_ends_after_the_update_at_work(config, tmp_path, signum, code, caplog) -> None:
+    before = [signal.getsignal(s) for s in SIGNALS]
+    trainer = start(config, tmp_path / "run")
+    at_step(trainer, 3, signum)
+    trainer.train()
+    assert trainer.step == 4 and trainer.interrupted and trainer.interrupts.exit_code == code
+    assert latest_checkpoint(tmp_path / "run")[1]["counters"]["step"] == 4
+    assert f"{signal.Signals(signum).name}: saved at update 4; go on with --resume" in caplog.text
+    assert [signal.getsignal(s) for s in SIGNALS] == before
+    assert lines(tmp_path / "run", "validation") == []  # the time that is left may be short
+    model, _ = load_model(tmp_path / "run")  # there is a model all the same
+    assert torch.equal(model.output_weight, trainer.model.output_weight)
+
+
+def test_an_interrupted_run_ends_as_if_it_had_not_been(config, tmp_path) -> None:
+    config = changed(config, val_every=4, save_every=5, average_last=2, keep_last=2)
+    whole = start(config, tmp_path / "whole")
+    whole.train()
+    first = start(config, tmp_path / "parts")
+    at_step(first, 3, signal.SIGTERM)  # where a validation is due too
+    first.train()
+    second = start(config, tmp_path / "parts", resume=True)
+    validate = second.validate
+
+    def interrupted(model):
+        if second.step == 8:
+            send(signal.SIGUSR1)
+        return validate(model)
+
+    second.validate = interrupted
+    assert second.train() is not None and second.step == 8 and second.validated == 4
+    third = start(config, tmp_path / "parts", resume=True)
+    third.train()
+    for kind in ("train", "validation", "average"):
+        for key in ("step", "loss", "nll", "lr", "kept"):
+            assert [a.get(key) for a in lines(tmp_path / "whole", kind)] == [
+                b.get(key) for b in lines(tmp_path / "parts", kind)
+            ]
+    names = [[path.name for path in checkpoints(tmp_path / run)] for run in ("whole", "parts")]
+    assert names[0] == names[1]
+    one, other = (load_model(tmp_path / run)[0].state_dict() for run in ("whole", "parts"))
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    assert read_notes(tmp_path / "whole") == read_notes(tmp_path / "parts")
+
+
+def test_a_signal_before_the_first_update_is_not_lost(config, tmp_path) -> None:
+    start(config, tmp_path / "whole").train()
+    trainer = start(config, tmp_path / "run")
+    with trainer.interrupts, trainer.interrupts.held():
+        send(signal.SIGTERM)
+        trainer.train()
+    assert trainer.step == 0 and trainer.interrupts.exit_code == 143
+    start(config, tmp_path / "run", resume=True).train()
+    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
+
+
+def test_a_signal_while_data_is_read_ends_at_once() -> None:
+    with Interrupts() as interrupts, pytest.raises(Interrupted) as caught:
+        send(signal.SIGHUP)
+    assert caught.value.signum == signal.SIGHUP and interrupts.exit_code == 129
+    assert isinstance(caught.value, KeyboardInterrupt)
+
+
+def test_a_second_signal_ends_at_once_and_what_was_saved_stays(config, tmp_path) -> None:
+    trainer = start(changed(config, save_every=2), tmp_path / "run")
+    at_step(trainer, 5, signal.SIGINT, signal.SIGINT)
+    with pytest.raises(Interrupted):
+        trainer.train()
+    assert latest_checkpoint(tmp_path / "run")[1]["counters"]["step"] == 4
+    assert not list((tmp_path / "run").rglob("*.tmp"))
+    start(config, tmp_path / "run", resume=True).train()  # nothing is locked any more
+
+
+def test_what_the_process_was_told_to_ignore_stays_ignored() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # nohup
+    try:
+        with Interrupts() as interrupts:
+            send(signal.SIGHUP)
+        assert interrupts.signum is None and signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_entered_again_inside() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    interrupts = Interrupts()
+    with interrupts:
+        with interrupts:
+            pass
+        with interrupts.held():
+            send(signal.SIGTERM)
+            assert (interrupts.signum, interrupts.name) == (signal.SIGTERM, "SIGTERM")
+            with pytest.raises(Interrupted), interrupts.at_once():
+                raise AssertionError("it had come before")
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_another_thread_trains_without(config, tmp_path) -> None:
+    trainer = start(changed(config, steps=2), tmp_path / "run")
+    thread = threading.Thread(target=trainer.train)
+    thread.start()
+    thread.join()
+    assert trainer.finished
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGTERM, 143), (signal.SIGUSR1, 138), (signal.SIGINT, 130)])
+def test_the_command_ends_with_the_signals_code(config, tmp_path, signum, code) -> None:
+    run = tmp_path / "run"
+    flags = ["--train_tsv", config.train_tsv, "--tokenizer", "bytes", "--max_tokens", "64", "--steps", "1000000"]
+    command = [
+        sys.executable,
+        "-m",
+        "fastformer.cli",
+        "train",
+        str(run),
+        *flags,
+        "--val_every",
+        "0",
+        "--resume",
+        "auto",
+    ]
+    for _ in range(2):  # begins, and goes on
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        before = len(losses(run)) if (run / "metrics.jsonl").exists() else 0
+        while not (run / "metrics.jsonl").exists() or len(losses(run)) <= before:
+            assert process.poll() is None
+            time.sleep(0.05)
+        process.send_signal(signum)
+        _, error = process.communicate(timeout=60)
+        assert process.returncode == code and "go on with --resume" in error and "Traceback" not in error
+    assert latest_checkpoint(run)[1]["counters"]["step"] > 50

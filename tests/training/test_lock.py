@@ -1,0 +1,78 @@
+"""Two trainings never share a folder, and a dead one holds nothing."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import signal
+
+import pytest
+
+from fastformer.training import lock as module
+from fastformer.training import start
+from fastformer.training.lock import LOCK, RunLock
+from tests.training.tiny import contents
+
+pytest.importorskip("fcntl", reason="locks of this kind are POSIX")
+
+
+def test_a_second_one_is_told_who_trains(tmp_path) -> None:
+    with RunLock(tmp_path), pytest.raises(ValueError, match=f"is being trained by process {os.getpid()} on .*another"):
+        RunLock(tmp_path).acquire()
+    with RunLock(tmp_path) as again:
+        again.acquire()  # held already
+    RunLock(tmp_path).acquire()
+
+
+def test_a_killed_process_holds_nothing(tmp_path) -> None:
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:  # nothing but system calls from here to its end
+        RunLock(tmp_path).acquire()
+        lock = RunLock(tmp_path / "sub")
+        (tmp_path / "sub").mkdir()
+        lock.acquire()
+        os.write(writing, b"x")
+        signal.pause()
+    os.read(reading, 1)
+    with pytest.raises(ValueError, match=f"trained by process {child} "):
+        RunLock(tmp_path / "sub").acquire()
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    with RunLock(tmp_path / "sub"):
+        assert (tmp_path / "sub" / LOCK).read_text().startswith(f"process {os.getpid()} on ")
+
+
+def test_a_file_system_without_locks_gets_a_warning(tmp_path, monkeypatch, caplog) -> None:
+    def none(descriptor: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(module.fcntl, "flock", none)
+    with caplog.at_level(logging.WARNING), RunLock(tmp_path):
+        pass
+    assert "can't be locked" in caplog.text and "take care that nothing else trains there" in caplog.text
+
+
+def test_a_planted_link_is_not_followed(tmp_path) -> None:
+    (tmp_path / "victim").write_text("precious")
+    (tmp_path / LOCK).symlink_to(tmp_path / "victim")
+    with pytest.raises(OSError):
+        RunLock(tmp_path).acquire()
+    assert (tmp_path / "victim").read_text() == "precious"
+
+
+def test_two_trainers_in_a_folder(config, tmp_path) -> None:
+    run = tmp_path / "run"
+    first = start(config, run)
+    before = contents(run)
+    for resume in (False, "auto"):
+        with pytest.raises(ValueError, match=f"is being trained by process {os.getpid()}"):
+            start(config, run, resume=resume)
+    assert contents(run) == before
+    first.train()
+    second = start(config, run, resume=True)
+    with pytest.raises(ValueError, match="is being trained by"):
+        start(config, run, resume=True)
+    del second  # a trainer that is gone holds nothing
+    start(config, run, resume=True)

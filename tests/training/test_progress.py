@@ -1,0 +1,71 @@
+"""metrics.jsonl: what is written, and what a run that goes on keeps of it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from fastformer.data import Example, collate
+from fastformer.training.evaluate import Scores
+from fastformer.training.progress import Meter, Progress, duration
+
+
+def test_lines_that_come_again_are_dropped_and_damaged_ones_too(tmp_path) -> None:
+    kept = [
+        '{"step": 1, "kind": "train", "loss": 3.0}',
+        '{"step": 2, "kind": "validation", "nll": 3.0}',
+        '{"step": 4, "kind": "train", "loss": 2.0}',
+    ]
+    dropped = [
+        '{"step": 4, "kind": "validation", "nll": 2.0}',  # it was begun and has to be done again
+        '{"step": 5, "kind": "train", "loss": 1.0}',
+        '{"step": null, "kind": "train"}',
+        '{"step": "4", "kind": "train"}',
+        '{"kind": "train"}',
+        "[1, 2]",
+        "null",
+        '{"step": 4, "ki',
+    ]
+    file = tmp_path / "metrics.jsonl"
+    file.write_text("\n".join([*kept, *dropped]))
+    Progress(10, 4, 2, tmp_path).close()
+    assert file.read_text().splitlines() == kept
+    Progress(10, 4, 4, tmp_path).close()
+    assert file.read_text().splitlines() == kept
+
+
+def test_a_validation_in_words_and_in_numbers(tmp_path, capsys) -> None:
+    progress = Progress(10, 0, 0, tmp_path)
+    scores = Scores(1.5, exact_match=0.25, bleu=30.125, chrf=50.0, signatures={"bleu_signature": "x"})
+    scores.samples = [("a", "b", "b"), ("c", "d", "e")]
+    progress.validation(3, scores, kept=True)
+    progress.validation(3, Scores(2.0, nll_per_character=0.5), kept=False, average=True)
+    progress.close()
+    first, second = (json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines())
+    assert first == {
+        "step": 3, "kind": "validation", "nll": 1.5, "kept": True, "exact_match": 0.25, "bleu": 30.125, "chrf": 50.0,
+        "bleu_signature": "x",
+    }  # fmt: skip
+    assert second == {"step": 3, "kind": "average", "nll": 2.0, "nll_per_character": 0.5, "kept": False}
+    out = capsys.readouterr().out
+    assert "validation at 3: nll 1.5000  exact match 0.2500  BLEU 30.12  chrF 50.00\n" in out
+    assert "  a\n    -> b\n" in out and "  c\n    -> d\n    (e)\n" in out
+    assert "validation of the average at 3: nll 2.0000  (0.5000 a character)" in out
+
+
+def test_meter_counts_real_tokens_and_goes_on_after_a_checkpoint() -> None:
+    batch = collate([Example([5, 6, 1], [7, 1]), Example([8, 1], [9, 9, 9, 1])], packed=False)
+    meter = Meter()
+    meter.add(torch.tensor(2.0), [batch])
+    other = Meter()
+    other.load_state_dict(meter.state_dict())
+    for m in (meter, other):
+        m.add(torch.tensor(4.0), [batch, batch])
+        assert m.mean_loss() == 3.0
+        assert m.report()["padding"] == pytest.approx(1 - 11 / 14)  # 5 + 6 of 2 * (3 + 4)
+
+
+def test_duration() -> None:
+    assert [duration(s) for s in (0, 59.6, 61, 3599.7, 3723)] == ["0:00", "1:00", "1:01", "1:00:00", "1:02:03"]

@@ -1,0 +1,129 @@
+"""A run's settings on disk, and which of them a run that goes on may change."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+
+import pytest
+
+from fastformer.training import TrainConfig, start
+from fastformer.training.settings import (
+    FIXED,
+    absolute_paths,
+    check_unchanged,
+    load_config,
+    read_yaml,
+    run_config,
+    save_config,
+)
+from tests.training.tiny import changed, contents
+
+OTHER = {
+    "model": "gpt",
+    "preset": "base",
+    "settings": {"d_model": 32},
+    "task": "numbers",
+    "train_source": "/x",
+    "train_target": "/x",
+    "train_tsv": "/x",
+    "train_text": "/x",
+    "tokenizer": "bpe",
+    "vocab_size": 5,
+    "seqlen": 5,
+    "max_len": 5,
+    "batching": "random",
+    "max_tokens": 5,
+    "accumulate": 5,
+    "ema": 0.5,
+    "init_from": "/x",
+    "seed": 5,
+}
+
+
+@pytest.mark.parametrize("name", FIXED.split())
+def test_what_the_weights_and_the_order_depend_on_is_kept(config, name) -> None:
+    saved = json.dumps(config.to_dict())
+    with pytest.raises(ValueError, match=f"a run that goes on keeps its {name}: expected .*, got .*; leave it out"):
+        other = {name: OTHER[name]} | ({"settings": {}} if name == "model" else {})
+        check_unchanged(changed(config, **other), saved, "step-1.pt")
+
+
+def test_what_may_change_is_said(config, caplog) -> None:
+    with caplog.at_level(logging.INFO):
+        check_unchanged(changed(config, lr=1e-4, steps=40), json.dumps(config.to_dict()), "step-1.pt")
+    assert "from here on lr is 0.0001 (it was 0.002)" in caplog.text and "steps is 40 (it was 12)" in caplog.text
+    assert caplog.text.count("from here on") == 2
+
+
+@pytest.mark.parametrize("saved", ["", "[]", "3", "null", '{"lr": "x"}', '{"no": 1}'])
+def test_settings_in_a_checkpoint_that_are_none(config, saved) -> None:
+    with pytest.raises(ValueError, match="step-1.pt holds no settings that can be read"):
+        check_unchanged(config, saved, "step-1.pt")
+
+
+def test_an_edited_file_is_held_against_the_checkpoint(config, tmp_path, caplog) -> None:
+    run = tmp_path / "run"
+    start(changed(config, steps=2), run).train()
+    file = run / "config.yaml"
+    text = file.read_text()
+    for old, new, name in (
+        ("seed: 0", "seed: 1", "seed"),
+        ("max_tokens: 64", "max_tokens: 65", "max_tokens"),
+        ("accumulate: 1", "accumulate: 2", "accumulate"),
+        ("ema: 0.0", "ema: 0.9", "ema"),
+        ("batching: packed", "batching: random", "batching"),
+        ("vocab_size: 8000", "vocab_size: 7999", "vocab_size"),
+    ):
+        assert old in text
+        file.write_text(text.replace(old, new))
+        before = contents(run)
+        with pytest.raises(ValueError, match=f"a run that goes on keeps its {name}: "):
+            start(load_config(run), run, resume=True)
+        assert contents(run) == before
+    file.write_text(text.replace("steps: 2", "steps: 3").replace("lr: 0.002", "lr: 0.001"))
+    with caplog.at_level(logging.INFO):
+        trainer = start(load_config(run), run, resume=True)
+    assert "steps is 3 (it was 2)" in caplog.text and "lr is 0.001 (it was 0.002)" in caplog.text
+    trainer.train()
+    assert trainer.step == 3 and trainer.optimizer.param_groups[0]["lr"] <= 0.001
+
+
+def test_settings_of_a_run(config, tmp_path) -> None:
+    run = tmp_path / "run"
+    with pytest.raises(ValueError, match="expected a run to go on with, but .*run has no checkpoints"):
+        run_config(run, {}, True)
+    assert run_config(run, {"steps": 3}, "auto").steps == 3
+    start(changed(config, steps=1), run).train()
+    assert run_config(run, {"steps": 3}) == TrainConfig(steps=3)
+    for resume in (True, "auto"):
+        found = run_config(run, {"lr": 1e-4, "steps": 7}, resume)
+        assert found == changed(config, lr=1e-4, steps=7)
+        assert run_config(run, {"epochs": 3}, resume).epochs == 3
+    with pytest.raises(ValueError, match="unknown setting 'step'; did you mean 'steps'"):
+        run_config(run, {"step": 3}, True)
+
+
+def test_a_file_that_is_cut_short(config, tmp_path) -> None:
+    save_config(tmp_path, config)
+    assert load_config(tmp_path) == config
+    file = tmp_path / "config.yaml"
+    data = file.read_bytes()
+    for cut in (0, len(data) // 2, len(data) - 5):
+        file.write_bytes(data[:cut])
+        with pytest.raises(ValueError, match="config.yaml"):
+            load_config(tmp_path)
+    file.write_text("a: [")
+    with pytest.raises(ValueError, match="config.yaml is no YAML"):
+        read_yaml(file)
+    with pytest.raises(ValueError, match="there is no file"):
+        read_yaml(tmp_path / "none.yaml")
+
+
+def test_paths_mean_the_same_from_anywhere(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    found = absolute_paths(TrainConfig(train_tsv="a.tsv", val_tsv="/b.tsv", tokenizer="sub/tokenizer.json"))
+    assert (found.train_tsv, found.val_tsv) == (os.path.join(os.getcwd(), "a.tsv"), "/b.tsv")
+    assert found.tokenizer == os.path.join(os.getcwd(), "sub", "tokenizer.json") and found.train_text is None
+    assert absolute_paths(TrainConfig(tokenizer="bytes")).tokenizer == "bytes"

@@ -1,0 +1,45 @@
+"""A training of a second: forty pairs, a model of a few thousand weights, and what is read off a run."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+from fastformer.training import TrainConfig
+
+SIZES = {"d_model": 16, "d_ff": 32, "num_heads": 2, "num_encoder_layers": 1, "num_decoder_layers": 1}
+PAIRS = [(f"{'a' * (i % 7 + 1)} {i % 10}", f"{i % 10} {'b' * (i % 5 + 1)}") for i in range(40)]
+
+
+class Crash(Exception):
+    """What ends a process in the middle of something, as far as a test can do that."""
+
+
+def write_pairs(file: Path, pairs: list[tuple[str, str]] = PAIRS) -> str:
+    file.write_text("".join(f"{source}\t{target}\n" for source, target in pairs))
+    return str(file)
+
+
+def changed(config: TrainConfig, **changes: Any) -> TrainConfig:
+    return dataclasses.replace(config, **changes)
+
+
+def lines(run: Path, kind: str | None = None) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl, of one kind."""
+    found = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in found if kind in (None, line["kind"])]
+
+
+def losses(run: Path) -> list[float]:
+    return [line["loss"] for line in lines(run, "train")]
+
+
+def contents(run: Path) -> dict[str, tuple[bytes, int]]:
+    """What a run holds, and when it was written."""
+    return {
+        str(path.relative_to(run)): (path.read_bytes(), path.stat().st_mtime_ns)
+        for path in run.rglob("*")
+        if path.is_file() and path.name != ".lock"
+    }
