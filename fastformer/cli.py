@@ -82,6 +82,8 @@ def _explained(error: BaseException) -> tuple[int, str]:
     if isinstance(error, KeyboardInterrupt):  # or another signal, as training/interrupts.py catches them
         return 128 + getattr(error, "signum", signal.SIGINT), "interrupted"
     text = " ".join(str(error).split())
+    if isinstance(error, OSError) and error.filename is not None and error.strerror is not None:
+        text = f"{error.filename}: {error.strerror}"  # without the number
     if isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] != "fastformer":
         package = (error.name or "a package").partition(".")[0]
         return (

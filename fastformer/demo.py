@@ -60,9 +60,10 @@ def run_demo(folder: Path, *, seed: int = 0) -> float:
     Raises:
         ValueError: a folder that holds anything else.
     """
+    config = demo_config(seed)
     with Interrupts() as interrupts:
         clear(folder)
-        trainer = start(demo_config(seed), folder, interrupts=interrupts)
+        trainer = start(config, folder, interrupts=interrupts)
         return _train_and_show(trainer, folder, seed)
 
 

@@ -165,7 +165,7 @@ def raising(error: BaseException):
     ("error", "code", "message"),
     [
         (ValueError("expected this, got\nthat"), 1, "fastformer: expected this, got that"),
-        (FileNotFoundError(2, "No such file", "x.txt"), 1, "fastformer: [Errno 2] No such file: 'x.txt'"),
+        (FileNotFoundError(2, "No such file", "x.txt"), 1, "fastformer: x.txt: No such file"),
         (ImportError("drawing needs matplotlib"), 1, "fastformer: drawing needs matplotlib"),
         (ModuleNotFoundError("No module named 'yaml'", name="yaml"), 1, "pip install 'fastformer[train]'"),
         (ModuleNotFoundError("No module named 'matplotlib'", name="matplotlib.figure"), 1, "fastformer[plot]'"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import inspect
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import ModuleType
 from typing import Any, get_args, get_type_hints
 
@@ -37,20 +37,22 @@ def parse(module: ModuleType, name: str, words: Sequence[str]) -> dict[str, Any]
     )
     hints = _add_signature(parser, function)
     hints |= module.add_settings(parser) if hasattr(module, "add_settings") else {}
-    words = _with_values(_spelled_out(words, getattr(module, "SHORT", {})), hints)
+    short = getattr(module, "SHORT", {})
+    words = _with_values(_spelled_out(words, short), hints)
     try:
         return dict(parser.parse_args(words, defaults=False).as_dict())
     except argparse.ArgumentError as error:
-        message = explain(str(error), hints)
+        message = explain(str(error), hints, short)
         raise argparse.ArgumentError(None, f"{message}; see `fastformer {name} --help`") from error
 
 
-def explain(message: str, hints: Mapping[str, Any], flag: str = "--") -> str:
+def explain(message: str, hints: Mapping[str, Any], short: Iterable[str] = (), flag: str = "--") -> str:
     """jsonargparse's message in one line: what was expected, what came, the nearest name.
 
     Args:
         message: of the error.
         hints: the type of each setting.
+        short: further flags that exist.
         flag: stands before the name of a setting.
     """
     key = re.match(r'Parser key "([^"]+)"', message)
@@ -61,12 +63,14 @@ def explain(message: str, hints: Mapping[str, Any], flag: str = "--") -> str:
         return f"expected {flag}{key[1]} {problem}, got {given!r}{suggestion(given, choices(hint))}"
     message = " ".join(message.split())
     wrong = re.search(r"unrecognized arguments: (--[^\s=]*)", message)
-    return message + (_nearest_flag(wrong[1], hints) if wrong else "")
+    return message + (_nearest_flag(wrong[1], hints, short) if wrong else "")
 
 
-def _nearest_flag(wrong: str, hints: Mapping[str, Any]) -> str:
+def _nearest_flag(wrong: str, hints: Mapping[str, Any], short: Iterable[str]) -> str:
     inner = f"model.{wrong.removeprefix('--')}"
-    return f"; did you mean '--{inner}'?" if inner in hints else suggestion(wrong, [f"--{name}" for name in hints])
+    if inner in hints:
+        return f"; did you mean '--{inner}'?"
+    return suggestion(wrong, [*short, *(f"--{name}" for name in hints)])
 
 
 def _add_signature(parser: ArgumentParser, function: Callable[..., Any]) -> dict[str, Any]:

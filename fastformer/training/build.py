@@ -72,6 +72,8 @@ def start(
     """
     if not os.fspath(run):
         raise ValueError("expected a run folder, got an empty name")
+    if os.path.exists(run) and not os.path.isdir(run):
+        raise ValueError(f"expected a run folder, got the file {os.fspath(run)}")
     if resume not in (False, True, "auto"):
         raise ValueError(f"expected resume to be true, false or 'auto', got {resume!r}")
     folder, device = Path(run), choose_device(config.device)

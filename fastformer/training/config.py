@@ -196,6 +196,10 @@ class TrainConfig(Machine, Validation, Optimisation, Data, Model):
         self._check_sources()
         if self.init_from is None:  # else the run that it names decides
             self.model_config(vocab_size=max(self.vocab_size, 2))
+            bound, longest = ("seqlen", self.seqlen) if self.model == "gpt" else ("max_len", self.max_len)
+            positions = self.settings.get("max_len", longest)
+            if positions < longest:
+                raise ValueError(f"expected model.max_len of at least {bound}, which is {longest}, got {positions}")
         if self.model == "lstm" and self.batching == "packed":
             raise ValueError(
                 "expected batching bucketed or random for the LSTM, which reads padded batches, got packed"

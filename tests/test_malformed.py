@@ -1,0 +1,282 @@
+"""Malformed commands: each ends with its exit code and one line that says what is wrong, and changes nothing."""
+
+from __future__ import annotations
+
+import json
+import random
+import shlex
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from fastformer.cli import main
+from fastformer.training.config import TrainConfig
+
+TINY = {"d_model": 16, "d_ff": 16, "num_heads": 2, "num_encoder_layers": 1, "num_decoder_layers": 1}
+
+
+@pytest.fixture(scope="module")
+def origin(tmp_path_factory) -> Path:
+    """A folder with a run, a language model's run, and files to give to commands."""
+    folder = tmp_path_factory.mktemp("malformed")
+    (folder / "pairs.tsv").write_text("".join(f"word {i}\twort {i}\n" for i in range(30)))
+    (folder / "text.txt").write_text("to be or not to be\n" * 20)
+    (folder / "broken.txt").write_bytes(b"fine\nno\xff\n")
+    (folder / "empty.txt").write_text("")
+    (folder / "uneven.tsv").write_text("a\tb\nno tab here\n")
+    for name, text in {
+        "unknown.yaml": "stepz: 3\n",
+        "unknown_model.yaml": "model: {dropuot: 0.1}\n",
+        "misplaced.yaml": "d_model: 64\n",
+        "old.yaml": "settings: {d_model: 64}\n",
+        "type.yaml": "steps: many\n",
+        "model_type.yaml": "model: {d_model: wide}\n",
+        "choice.yaml": "schedule: cosin\n",
+        "bound.yaml": "task: numbers\ndropout: 0.1\n",
+        "list.yaml": "- steps\n- 3\n",
+        "broken.yaml": "steps: [3\n",
+        "cut.yaml": "",
+        "word.yaml": "steps\n",
+    }.items():
+        (folder / name).write_text(text)
+    run = ["train", str(folder / "run"), "--train_tsv", str(folder / "pairs.tsv"), "--tokenizer", "bytes"]
+    run += [word for name, value in TINY.items() for word in (f"--model.{name}", str(value))]
+    assert main([*run, "--steps", "2", "--max_len", "40", "--val_examples", "2"]) == 0
+    gpt = ["train", str(folder / "gpt"), "--model", "gpt", "--train_text", str(folder / "text.txt"), "--tokenizer"]
+    gpt += ["bytes", "--model.d_model", "16", "--model.num_layers", "1", "--seqlen", "16", "--steps", "1"]
+    assert main(gpt) == 0
+    return folder
+
+
+@pytest.fixture
+def folder(origin, tmp_path, monkeypatch) -> Path:
+    monkeypatch.chdir(shutil.copytree(origin, tmp_path / "work"))
+    return tmp_path / "work"
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    # The lock names the process that trained last, and refused ones lock too.
+    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file() and p.name != ".lock"}
+
+
+def refused(words: list[str], code: int, said: tuple[str, ...], folder: Path, capsys) -> None:
+    before = files(folder)
+    capsys.readouterr()
+    assert main(words) == code
+    error = capsys.readouterr().err
+    last = error.splitlines()[-1]
+    assert last.startswith("fastformer: "), error
+    assert error.count("fastformer: ") == 1 and "Traceback" not in error and "a bug" not in error, error
+    for word in said:
+        assert word in last, f"{words} should say {word!r}: {error}"
+    assert files(folder) == before, "a refused command wrote something"
+
+
+FLAGS: list[tuple[str, tuple[str, ...]]] = [
+    # No such command, flag or choice; the nearest one is named.
+    ("", ("expected a command", "fastformer --help")),
+    ("trian new", ("unknown command 'trian'", "'train'")),
+    ("--verison", ("unrecognized", "--verison")),
+    ("train", ("required", "run")),
+    ("train new --stepz 3", ("--stepz", "did you mean '--steps'?", "fastformer train --help")),
+    ("train new --train-surce a", ("--train_surce", "did you mean '--train_source'?")),
+    ("train new --mode gpt", ("--mode", "did you mean '--model'?")),
+    ("train new --d_model 64", ("--d_model", "did you mean '--model.d_model'?")),
+    ("train new --model.dropuot 0.1", ("did you mean '--model.dropout'?",)),
+    ("train new --settings {}", ("unrecognized arguments: --settings",)),
+    ("train new another", ("unrecognized arguments: another",)),
+    ("train new --model gtp", ("'transformer', 'gpt' or 'lstm'", "got 'gtp'", "did you mean 'gpt'?")),
+    ("train new --model.name", ("--model.name", "expected one argument")),
+    ("train new --model.help lstmm", ("lstmm", "'lstm'")),
+    ("train new --schedule cosin", ("--schedule", "got 'cosin'", "did you mean 'cosine'?")),
+    ("train new --task letters", ("--task", "'numbers' or null", "got 'letters'")),
+    ("train new --precision fp8", ("--precision", "'bf16'", "got 'fp8'")),
+    ("train new --batching bucketted", ("did you mean 'bucketed'?",)),
+    ("train new --best_by blue", ("did you mean 'bleu'?",)),
+    ("train new --model.norm batch", ("--model.norm", "'layer' or 'rms'", "got 'batch'")),
+    ("translate run x --beams 4", ("--beams", "did you mean '--num_beams'?")),
+    ("translate run two words", ("unrecognized arguments: words",)),
+    ("generate gpt", ("required", "prompt")),
+    ("generate gpt x --tempratur 1", ("did you mean '--temperature'?",)),
+    ("average run 3", ("unrecognized arguments: 3",)),
+    ("demo folder", ("unrecognized arguments: folder",)),
+    ("doctor --all", ("unrecognized arguments: --all",)),
+    # Values of another type.
+    ("train new --steps many", ("--steps", "an integer", "got 'many'")),
+    ("train new --steps 1.5", ("--steps", "an integer", "got '1.5'")),
+    ("train new --steps=", ("--steps", "an integer", "got ''")),
+    ("train new --steps", ("--steps", "expected one argument")),
+    ("train new --lr fast", ("--lr", "a number", "got 'fast'")),
+    ("train new --lr nan", ("--lr", "a number", "got 'nan'")),
+    ("train new --checkpointing maybe", ("--checkpointing", "true or false", "got 'maybe'")),
+    ("train new --model.d_model wide", ("--model.d_model", "an integer", "got 'wide'")),
+    ("train new --model.norm_first pre", ("--model.norm_first", "true or false", "got 'pre'")),
+    ("train new --model.window_size all", ("--model.window_size", "an integer or null", "got 'all'")),
+    ("train run --resume=maybe", ("--resume", "'auto'", "got 'maybe'")),
+    ("translate run x --num_beams two", ("--num_beams", "an integer", "got 'two'")),
+    ("average run --last x", ("--last", "an integer", "got 'x'")),
+    ("demo --seed x", ("--seed", "an integer", "got 'x'")),
+]
+
+VALUES: list[tuple[str, tuple[str, ...]]] = [
+    # Out of bounds, or contradicting each other.
+    ("train new --task numbers --steps 0", ("steps of at least 1", "got 0")),
+    ("train new --task numbers --lr -1", ("lr of at least 0", "got -1")),
+    ("train new --task numbers --ema 1", ("ema in [0, 1)", "got 1.0")),
+    ("train new --task numbers --label_smoothing 1", ("label_smoothing in [0, 1)",)),
+    ("train new --task numbers --seed -1", ("seed in [0, 9223372036854775807]", "got -1")),
+    ("train new --task numbers --seed 9223372036854775808", ("seed in [0, 9223372036854775807]",)),
+    ("train new --task numbers --epochs 2 --steps 5", ("steps or epochs, got both",)),
+    ("train new --task numbers --average_last 5 --save_every 0", ("save_every above 0",)),
+    ("train new --train_tsv pairs.tsv --tokenizer bytes --best_by bleu --val_examples 0", ("best_by", "val_examples")),
+    ("train new --task numbers --model.dropout 2", ("dropout in [0, 1)", "got 2.0")),
+    ("train new --task numbers --model.window_size -1", ("window_size of at least 0", "got -1")),
+    ("train new --task numbers --model.num_encoder_layers 0", ("num_encoder_layers of at least 1",)),
+    ("train new --task numbers --model.num_heads 3", ("d_model to be a multiple of num_heads", "128 and 3")),
+    ("train new --task numbers --model.max_len 8", ("model.max_len of at least max_len", "256", "got 8")),
+    ("train new --task numbers --model.num_layers 3", ("TransformerConfig", "num_layers", "num_encoder_layers")),
+    ("train new --task numbers --model.positions rotary", ("positions", "'concatenated'", "got 'rotary'")),
+    ("train new --task numbers --preset small", ("preset of transformer", "'tiny'", "got 'small'")),
+    ("train new --task numbers --preset bsae", ("did you mean 'base'?",)),
+    ("train new --task numbers --model lstm", ("bucketed", "LSTM")),
+    ("train new --task numbers --model lstm --batching random --preset base", ("preset of lstm",)),
+    ("train new --task numbers --device gpu7", ("device", "'gpu7'")),
+    # Data that is missing, broken, or given twice.
+    ("train new", ("expected data to train on",)),
+    ("train new --task numbers --train_tsv pairs.tsv", ("task and train_tsv",)),
+    ("train new --train_tsv pairs.tsv --train_source a --train_target b", ("train_source and train_tsv",)),
+    ("train new --train_source text.txt --train_target text.txt --val_tsv pairs.tsv", ("train_source", "val_tsv")),
+    ("train new --train_tsv pairs.tsv --val_text text.txt", ("train_tsv", "val_text")),
+    ("train new --model gpt --train_tsv pairs.tsv", ("train_text", "train_tsv")),
+    ("train new --train_text text.txt", ("train_text", "did you mean --model gpt?")),
+    ("train new --train_source text.txt", ("train_source and train_target together",)),
+    ("train new --train_tsv nothing.tsv", ("nothing.tsv",)),
+    ("train new --train_tsv empty.txt", ("empty.txt",)),
+    ("train new --train_tsv uneven.tsv", ("uneven.tsv", "line 2")),
+    ("train new --train_source broken.txt --train_target broken.txt", ("broken.txt", "line 2", "UTF-8")),
+    ("train new --train_tsv pairs.tsv --tokenizer nothing.json", ("nothing.json",)),
+    ("train new --train_tsv pairs.tsv --tokenizer bytes --max_len 2", ("max_len",)),
+    ("train new --train_tsv pairs.tsv --init_from nothing", ("nothing",)),
+    # Run folders.
+    ("train '' --task numbers", ("expected a run folder", "empty")),
+    ("train pairs.tsv --task numbers", ("expected a run folder", "pairs.tsv")),
+    ("train run --task numbers", ("holds a run already", "--resume")),
+    ("train new --resume", ("no checkpoints",)),
+    ("train run --resume --seed 3", ("keeps its seed", "3")),
+    ("train run --resume --model.d_model 32", ("keeps its settings", "32")),
+    ("train run --resume --tokenizer bpe", ("keeps its tokenizer",)),
+    ("translate nothing x", ("nothing",)),
+    ("translate gpt x", ("Transformer", "'GPT'", "fastformer generate")),
+    ("generate run x", ("GPT", "'Transformer'", "fastformer translate")),
+    ("average nothing", ("nothing",)),
+    ("average run --last 0", ("--last of at least 1", "got 0")),
+    ("demo --out run", ("run", "--out")),
+    ("demo --out pairs.tsv", ("pairs.tsv",)),
+    # What is asked of a model.
+    ("translate run ' '", ("expected something to translate",)),
+    ("translate run x --file pairs.tsv", ("--file", "'x'")),
+    ("translate run x --reference text.txt", ("--reference", "--file")),
+    ("translate run --attention a.png", ("--attention",)),
+    ("translate run --file nothing.txt", ("nothing.txt",)),
+    ("translate run --file broken.txt", ("broken.txt", "line 2", "UTF-8")),
+    ("translate run x --max_new_tokens 0", ("max_new_tokens of at least 1", "got 0")),
+    ("translate run x --num_beams 0", ("num_beams", "0")),
+    ("translate run x --attention nowhere/a.png --max_new_tokens 2", ("nowhere/a.png",)),
+    ("generate gpt ''", ("prompt", "empty")),
+    ("generate gpt x --top_p 2", ("top_p",)),
+    # YAML.
+    ("train new --config nothing.yaml", ("nothing.yaml",)),
+    ("train new --config unknown.yaml", ("unknown.yaml", "'stepz'", "did you mean 'steps'?")),
+    ("train new --config unknown_model.yaml", ("'dropuot' of the model", "did you mean 'dropout'?")),
+    ("train new --config misplaced.yaml", ("'d_model'", "model: {d_model: ...}")),
+    ("train new --config old.yaml", ("unknown setting 'settings'",)),
+    ("train new --config type.yaml", ("type.yaml", "steps to be an integer", "got 'many'")),
+    ("train new --config model_type.yaml", ("model.d_model to be an integer", "got 'wide'")),
+    ("train new --config choice.yaml", ("schedule", "did you mean 'cosine'?")),
+    ("train new --config bound.yaml", ("'dropout'", "model: {dropout: ...}")),
+    ("train new --config list.yaml", ("list.yaml", "name: value")),
+    ("train new --config broken.yaml", ("broken.yaml", "YAML")),
+    ("train new --config cut.yaml", ("cut.yaml", "nothing")),
+    ("train new --config word.yaml", ("word.yaml", "str")),
+]
+
+
+@pytest.mark.parametrize(("command", "said"), FLAGS, ids=[command for command, _ in FLAGS])
+def test_flags_that_do_not_fit(command, said, tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    refused(shlex.split(command), 2, said, tmp_path, capsys)
+
+
+@pytest.mark.parametrize(("command", "said"), VALUES, ids=[command for command, _ in VALUES])
+def test_values_that_cannot_be(command, said, folder, capsys) -> None:
+    refused(shlex.split(command), 1, said, folder, capsys)
+
+
+def cut(file: Path) -> None:
+    data = file.read_bytes()
+    file.write_bytes(data[: len(data) * 2 // 3])
+
+
+def flipped(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[len(data) - 9] ^= 4
+    file.write_bytes(data)
+
+
+def changed(**changes: object) -> Callable[[Path], None]:
+    return lambda file: file.write_text(json.dumps(json.loads(file.read_text()) | changes)) and None
+
+
+DAMAGE: list[tuple[str, Callable[[Path], None], tuple[str, ...]]] = [
+    ("model.safetensors", Path.unlink, ("model.safetensors",)),
+    ("model.safetensors", cut, ("model.safetensors", "damaged")),
+    ("model.safetensors", flipped, ("model.safetensors", "damaged")),
+    ("config.json", Path.unlink, ("config.json",)),
+    ("config.json", cut, ("config.json",)),
+    ("config.json", changed(architecture="Tranformer"), ("'Tranformer'",)),
+    ("config.json", changed(dropout=2), ("dropout in [0, 1)",)),
+    ("config.json", changed(d_model="wide"), ("d_model to be an integer",)),
+    ("config.json", changed(d_model=32), ("model.safetensors", "misshapen")),
+    ("config.json", changed(depth=3), ("no setting 'depth'",)),
+    ("config.json", lambda file: file.write_text("[]") and None, ("config.json",)),
+    ("tokenizer.json", Path.unlink, ("tokenizer.json",)),
+    ("tokenizer.json", cut, ("tokenizer.json",)),
+    ("tokenizer.json", lambda file: file.write_text("{}") and None, ("tokenizer.json",)),
+]
+
+
+@pytest.mark.parametrize(("name", "damage", "said"), DAMAGE)
+def test_damaged_models(name, damage, said, folder, capsys) -> None:
+    damage(folder / "run" / name)
+    refused(["translate", "run", "x"], 1, said, folder, capsys)
+
+
+@pytest.mark.parametrize(
+    ("name", "damage", "said"),
+    [
+        ("config.yaml", Path.unlink, ("config.yaml",)),
+        ("config.yaml", cut, ("config.yaml",)),
+        ("config.yaml", lambda file: file.write_text("steps: x\n...\n") and None, ("steps to be an integer",)),
+        ("checkpoints/step-00000002.pt", cut, ("damaged",)),
+        ("checkpoints/step-00000002.pt", flipped, ("damaged",)),
+    ],
+)
+def test_damaged_runs_do_not_go_on(name, damage, said, folder, capsys) -> None:
+    damage(folder / "run" / name)
+    refused(["train", "run", "--resume"], 1, said, folder, capsys)
+
+
+def test_a_slip_of_the_finger_is_recognised(tmp_path, monkeypatch, capsys) -> None:
+    """Any flag with one letter doubled, dropped or swapped is refused, and the one that was meant is named."""
+    monkeypatch.chdir(tmp_path)
+    slips, names = random.Random(0), [name for name in TrainConfig().to_dict() if len(name) > 5]
+    for name in slips.sample(names, 12):
+        place, kind = slips.randrange(1, len(name) - 1), slips.choice("+-x")
+        letters = {"+": 2 * name[place], "-": "", "x": name[place + 1] + name[place]}[kind]
+        slip = name[:place] + letters + name[place + (2 if kind == "x" else 1) :]
+        if slip in TrainConfig().to_dict():
+            continue
+        assert main(["train", "new", f"--{slip}", "1"]) == 2
+        assert f"did you mean '--{name}'?" in capsys.readouterr().err, (slip, name)
