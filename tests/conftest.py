@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import shutil
+import tempfile
+from collections.abc import Iterator
 
 import torch
 
 HAS_GPU = torch.cuda.is_available()
 
-# Both are read when kernels are imported, so they are set before anything else.
+# All are read when kernels are imported or first compiled, so they are set before anything else.
 os.environ.setdefault("FASTFORMER_STRICT", "1")
 if not HAS_GPU:
     os.environ.setdefault("TRITON_INTERPRET", "1")
+# Compilers cache in a folder of this process: two test processes that share one find each other's half-written files.
+CACHE = tempfile.mkdtemp(prefix="fastformer-tests-")
+atexit.register(shutil.rmtree, CACHE, ignore_errors=True)
+os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.path.join(CACHE, "inductor")
+os.environ["TRITON_CACHE_DIR"] = os.path.join(CACHE, "triton")
+
+from typing import Any  # noqa: E402
 
 import pytest  # noqa: E402
+import torch.utils.deterministic  # noqa: E402
 
 DEVICE = "cuda" if HAS_GPU else "cpu"
 
@@ -25,8 +37,51 @@ if os.environ.get("ATEN_CPU_CAPABILITY") == "avx2":
 
 
 @pytest.fixture(autouse=True)
-def _seed() -> None:
+def _surroundings(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A seed, memory that shows when it was never written, and settings that a test has to leave as it found them."""
     torch.manual_seed(0)
+    backend = getattr(request.node, "callspec", None) and request.node.callspec.params.get("backend")
+    if HAS_GPU or backend == "triton" or request.node.path.parent.name == "kernels":
+        _poison_empty(monkeypatch)
+    else:
+        # This reaches the C++ extension too. Under Triton it would choose other kernels than people run.
+        torch.use_deterministic_algorithms(True, warn_only=True)
+    settings = _settings()
+    yield
+    left = _settings()
+    torch.use_deterministic_algorithms(False)
+    torch.set_num_threads(settings["threads"])
+    torch.set_default_dtype(settings["default dtype"])
+    torch.set_grad_enabled(settings["gradients"])
+    assert left == settings, "the test left torch with other settings"
+
+
+def _poison_empty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch.empty and its like give NaN where Python calls them: an output that a kernel forgets to write shows.
+
+    Fresh memory is often zeros, which many a wrong result can pass for.
+    """
+    empties: list[tuple[Any, str]] = [(torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")]
+    for owner, name in empties:
+        original = getattr(owner, name)
+
+        def poisoned(*args: Any, original: Any = original, **options: Any) -> torch.Tensor:
+            tensor: torch.Tensor = original(*args, **options)
+            if type(tensor) is torch.Tensor and tensor.is_floating_point() and tensor.device.type != "meta":
+                with torch.no_grad():
+                    tensor.fill_(torch.nan)
+            return tensor
+
+        monkeypatch.setattr(owner, name, poisoned)
+
+
+def _settings() -> dict[str, Any]:
+    return {
+        "threads": torch.get_num_threads(),
+        "default dtype": torch.get_default_dtype(),
+        "gradients": torch.is_grad_enabled(),
+        "autocast": torch.is_autocast_enabled("cpu"),
+    }
 
 
 @pytest.fixture

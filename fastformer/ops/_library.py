@@ -89,6 +89,11 @@ def use_backend(name: str | None) -> Iterator[None]:
         _forced_backend.reset(token)
 
 
+def forced_backend() -> str | None:
+    """What `use_backend` says here, or None."""
+    return _forced_backend.get()
+
+
 @contextlib.contextmanager
 def record_backends() -> Iterator[set[tuple[str, str]]]:
     """Collects (op, backend) of every call that really ran in the block, backward passes and other threads included.

@@ -6,11 +6,9 @@ import pytest
 import torch
 
 from fastformer.ops import attention, use_backend
-from tests.checks import assert_accurate
+from tests.checks import assert_accurate, small_draws
 from tests.ops.attention_cases import CASES, Case, make_inputs, plain_attention
 
-# On a single draw of a small shape plain PyTorch may be lucky; what counts is the worst of a few.
-DRAWS = 8
 BY_NAME = {case.name: case for case in CASES}
 
 
@@ -56,7 +54,7 @@ def test_forward_and_backward(case, dtype, backend, device) -> None:
     if backend == "triton" and device == "cpu" and dtype == torch.float16:
         pytest.skip("the interpreter runs fp16 in tests/kernels, where every pair of options is")
     ours, plain, exact = {}, {}, {}
-    for _ in range(DRAWS):
+    for _ in range(small_draws()):
         inputs = make_inputs(case, dtype)
         for results, kind, of_plain in ((ours, dtype, False), (plain, dtype, True), (exact, torch.float64, True)):
             out, lse, gradients = run(case, inputs, kind, device, of_plain)

@@ -228,8 +228,9 @@ def test_each_input_may_learn_alone(reduction: str, learns: str, backend: str, d
 
 def test_fp16_gradients_under_a_gradient_scaler(backend: str, device: str) -> None:
     """A mean over thousands of rows has gradients below fp16's smallest number; the scaled loss must have them."""
-    inputs = make_inputs((4096, 6), 8, device, torch.float16)
-    inputs["weight"] = inputs["weight"] * 0.01
+    # 512 rows of small weights give the gradients of thousands, and Triton's interpreter takes a program for each row.
+    inputs = make_inputs((512, 6), 8, device, torch.float16)
+    inputs["weight"] = inputs["weight"] * 0.00125
     assert_op_accurate(
         lambda **a: linear_cross_entropy(**a).float() * 2**12, lambda **a: plain(**a).float() * 2**12, inputs
     )

@@ -11,11 +11,9 @@ from torch import Tensor
 
 from fastformer.ops import attention, use_backend, varlen_attention
 from fastformer.ops._dropout import keep_mask, keep_scale
-from tests.checks import assert_accurate
+from tests.checks import assert_accurate, small_draws
 from tests.ops.attention_cases import Case, make_inputs, plain_attention
 from tests.ops.test_attention import skip_unless_supported
-
-DRAWS = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,7 +122,7 @@ def test_forward_and_backward(case: Packed, dtype: torch.dtype, backend: str, de
     if backend == "triton" and device == "cpu" and dtype == torch.float16:
         pytest.skip("the interpreter runs fp16 in tests/kernels, where every pair of options is")
     runs: dict[str, list[dict[str, Tensor]]] = {"ours": [], "plain": [], "exact": []}
-    for _ in range(DRAWS):
+    for _ in range(small_draws()):
         packed = make_packed(case, dtype)
         runs["ours"].append(run(case, packed, dtype, device, plain=False))
         runs["plain"].append(run(case, packed, dtype, device, plain=True))
