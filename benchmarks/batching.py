@@ -2,7 +2,7 @@
 
     python -m benchmarks.batching train.en train.de [--precision bf16] [--rounds 10] [--out FILE]
 
-One model trains on all three, batch by batch in turn, so that they meet the same weather.
+One model trains on all three, batch by batch in turn, so that they meet the same conditions.
 """
 
 from __future__ import annotations
@@ -59,6 +59,7 @@ def main(arguments: list[str] | None = None) -> int:
             batch = collate([examples[i] for i in plan[turn]], packed=packed).to(device)
             began = time.perf_counter()
             with context:
+                assert batch.source is not None  # of pairs, each has one
                 loss = model.loss(
                     batch.source, batch.target_in, batch.target_out,
                     source_layout=batch.source_layout, target_layout=batch.target_layout,

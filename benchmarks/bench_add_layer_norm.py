@@ -17,14 +17,14 @@ def make_inputs(shape: Shape, device: str) -> Inputs:
     return inputs | {"seed": torch.tensor([1, 2], device=device)}
 
 
-def ours(x: Inputs, shape: Shape) -> tuple:
+def ours(x: Inputs, shape: Shape) -> tuple[torch.Tensor, torch.Tensor]:
     """fastformer.ops.add_layer_norm: (y, the new residual)."""
     return add_layer_norm(
         x["x"], x["residual"], x["weight"], x["bias"], dropout_p=shape["dropout_p"], dropout_seed=x["seed"]
     )
 
 
-def eager(x: Inputs, shape: Shape) -> tuple:
+def eager(x: Inputs, shape: Shape) -> tuple[torch.Tensor, torch.Tensor]:
     """Dropout, sum, F.layer_norm."""
     s = x["residual"] + F.dropout(x["x"], shape["dropout_p"])
     return F.layer_norm(s, s.shape[-1:], x["weight"], x["bias"]), s
@@ -57,5 +57,6 @@ BENCHMARKS = [
         quick=2,
         moved=moved,
         only_on={"torch.compile": "cuda"},
+        compiled=("torch.compile",),
     )
 ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch.nn import functional as F
@@ -73,9 +74,11 @@ def varlen(x: Inputs, shape: Shape) -> torch.Tensor:
         raise NotImplementedError("torch's varlen attention has no dropout")
     batch, seqlen = shape["batch"], shape["seqlen"]
     cu_seqlens = torch.arange(0, (batch + 1) * seqlen, seqlen, dtype=torch.int32, device=x["q"].device)
-    window = {"window_size": (-1, 0)} if shape["causal"] else {}
+    window: dict[str, Any] = {"window_size": (-1, 0)} if shape["causal"] else {}
     q, k, v = (x[name].flatten(0, 1) for name in "qkv")
-    return varlen_attn(q, k, v, cu_seqlens, cu_seqlens, seqlen, seqlen, **window).unflatten(0, (batch, seqlen))
+    out = varlen_attn(q, k, v, cu_seqlens, cu_seqlens, seqlen, seqlen, **window)
+    assert isinstance(out, torch.Tensor)
+    return out.unflatten(0, (batch, seqlen))
 
 
 def flops(shape: Shape, mode: str) -> float:
@@ -90,7 +93,9 @@ def moved(shape: Shape, mode: str, itemsize: int) -> float:
     return tensor * {"fwd": 4, "bwd": 8, "fwdbwd": 12}[mode]
 
 
-def _shapes(*sizes: tuple[int, int, int, int], causal: tuple[bool, ...] = (True, False), dropout_p: float = 0.0):
+def _shapes(
+    *sizes: tuple[int, int, int, int], causal: tuple[bool, ...] = (True, False), dropout_p: float = 0.0
+) -> list[dict[str, Any]]:
     return [
         {"batch": b, "seqlen": n, "heads": h, "head_dim": d, "causal": causal_, "dropout_p": dropout_p}
         for b, n, h, d in sizes
@@ -138,5 +143,6 @@ BENCHMARKS = [
         flops=flops,
         moved=moved,
         only_on=dict.fromkeys(CUDA_ONLY, "cuda"),
+        compiled=("flex",),
     )
 ]

@@ -1,4 +1,4 @@
-"""The decoding ladder: each rung against the one below, and all against the first. The same tokens come out of each."""
+"""The ways to decode, from the plainest to the fastest, against the plainest. The same tokens come out of each."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import functools
 
 import torch
 
-from benchmarks.case import Benchmark, Inputs, Shape
+from benchmarks.case import Benchmark, Inputs, Provider, Shape
 from fastformer.generation import generate
-from fastformer.generation.engine import RUNGS
+from fastformer.generation.settings import RUNGS
 from fastformer.models import Transformer
 
 
@@ -27,11 +27,11 @@ def make_inputs(shape: Shape, device: str) -> Inputs:
     return {"source": source}
 
 
-def rung(name: str):
+def rung(name: str) -> Provider:
     """The provider of a rung."""
 
     def provider(x: Inputs, shape: Shape) -> torch.Tensor:
-        return generate(
+        tokens = generate(
             model(shape["preset"], str(x["source"].device)),
             x["source"],
             max_new_tokens=shape["new_tokens"],
@@ -39,6 +39,8 @@ def rung(name: str):
             num_beams=shape["num_beams"],
             rung=name,
         )
+        assert isinstance(tokens, torch.Tensor)
+        return tokens
 
     return provider
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch.nn import functional as F
 
@@ -40,7 +42,7 @@ def eager(x: Inputs, shape: Shape) -> torch.Tensor:
 compiled = torch.compile(eager, dynamic=False)
 
 
-def _shapes(rows: int, *dims: int) -> list[dict]:
+def _shapes(rows: int, *dims: int) -> list[dict[str, Any]]:
     return [
         {"rows": rows, "dim": dim, "hidden_dim": 4 * dim, "activation": activation, "dropout_p": dropout_p}
         for dim in dims
@@ -62,5 +64,6 @@ BENCHMARKS = [
         quick=2,
         flops=lambda s, mode: (4 if mode == "fwd" else 12) * s["rows"] * s["dim"] * s["hidden_dim"],
         only_on={"torch.compile": "cuda"},
+        compiled=("torch.compile",),
     )
 ]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from benchmarks.case import Benchmark, Inputs, Shape
+from benchmarks.case import Benchmark, Inputs, Provider, Shape
 from fastformer import baseline
 from fastformer.data import Batch, Example, collate
 from fastformer.models import Transformer
@@ -30,6 +30,8 @@ MULTI30K = (
 
 class TorchTransformer(nn.Module):
     """torch.nn.Transformer, which uses scaled_dot_product_attention, between embeddings and a tied projection."""
+
+    positions: Tensor
 
     def __init__(self, d_model: int = 512, dropout: float = 0.1) -> None:
         super().__init__()
@@ -91,7 +93,7 @@ def _batch(lengths: str, packed: bool, device: str) -> Batch:
     return collate(_examples(lengths), packed=packed).to(device)
 
 
-def step(kind: str):
+def step(kind: str) -> Provider:
     """The provider of one model."""
 
     def run(x: Inputs, shape: Shape) -> Tensor:
@@ -133,6 +135,7 @@ BENCHMARKS = [
         make_inputs=make_inputs,
         providers={"fastformer": step("fastformer"), "baseline": step("baseline"), "torch.nn": step("torch.nn")},
         baseline="baseline",
+        compiled=("torch.nn",),
         modes=("step",),
         quick=0,
         flops=flops,

@@ -33,6 +33,7 @@ class Benchmark:
         moved: (shape, mode, itemsize) -> bytes read and written at least.
         tokens: (shape) -> tokens of a call, for a speed in tokens per second; None where it means nothing.
         only_on: provider -> the one device that it is for.
+        compiled: the providers that torch.compile makes, which have to prove that they were compiled.
     """
 
     name: str
@@ -47,6 +48,7 @@ class Benchmark:
     moved: Callable[[Shape, str, int], float] = lambda shape, mode, itemsize: 0.0
     tokens: Callable[[Shape], int] | None = None
     only_on: Mapping[str, str] = field(default_factory=dict)
+    compiled: tuple[str, ...] = ()
 
     @property
     def ours(self) -> str:

@@ -62,7 +62,7 @@ def time_op(op: str, shape: dict[str, Any], results: Path) -> Callable[[], Resul
         benchmark = benchmarks()[op]
         line: Result = {"ok": True, "wrong": {}, "refused": {}, "speedup": {}}
         for mode in benchmark.modes:
-            outcome = run_case(benchmark, shape, mode, torch.bfloat16, "cuda", rounds=20, memory=True)
+            outcome = run_case(benchmark, shape, mode, torch.bfloat16, "cuda", rounds=20)
             for row in outcome.rows:
                 record.append(results, row | record.environment("cuda"))
                 line["speedup"][f"{mode} {row['provider']}"] = round(row["speedup"], 3)

@@ -23,9 +23,10 @@ def environment(device: str) -> dict[str, Any]:
         triton = importlib.metadata.version("triton")
     except importlib.metadata.PackageNotFoundError:
         triton = None
+    changes = _git("status", "--porcelain", "--untracked-files=no")
     return {
-        "commit": _git("rev-parse", "--short", "HEAD"),
-        "dirty": bool(_git("status", "--porcelain", "--untracked-files=no")),
+        "commit": _git("rev-parse", "--short", "HEAD") or "unknown",
+        "dirty": None if changes is None else bool(changes),  # None: nobody knows
         "device": torch.cuda.get_device_name() if device == "cuda" else _cpu_name(),
         "capability": torch.backends.cpu.get_cpu_capability()
         if device == "cpu"
@@ -51,28 +52,51 @@ def read(path: Path) -> list[dict[str, Any]]:
     """The lines of a file.
 
     Raises:
-        ValueError: no such file, or a line that is no JSON; it is named.
+        ValueError: no such file, or a line that is not a JSON object; it is named.
     """
     if not path.is_file():
         raise ValueError(f"expected a file of results, but there is no file {path}")
     rows = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         try:
-            rows.append(json.loads(line))
-        except ValueError as error:
-            raise ValueError(f"{path}, line {number}: expected JSON, got {line[:40]!r}") from error
+            row = json.loads(line)
+        except ValueError:
+            row = None
+        if not isinstance(row, dict):
+            raise ValueError(f"{path}, line {number}: expected a JSON object, got {line[:40]!r}")
+        rows.append(row)
     return rows
 
 
+# What was measured, as against what came out and on what: a line has some of these, whichever program wrote it.
+_IDENTITY = ("op", "mode", "dtype", "precision", "shape", "batching", "model", "data", "provider")
+
+
 def key(row: dict[str, Any]) -> tuple[str, ...]:
-    """What makes two lines comparable."""
-    shape = " ".join(f"{name}={value}" for name, value in row["shape"].items())
-    return row["op"], row["mode"], row["dtype"], shape, row["provider"]
+    """What makes two lines comparable: two of the same kind, about the same thing."""
+    parts = []
+    for name in _IDENTITY:
+        value = row.get(name)
+        if isinstance(value, dict):
+            value = " ".join(f"{inner}={each}" for inner, each in value.items())
+        if value is not None:
+            parts.append(str(value))
+    return tuple(parts)
 
 
-def _git(*arguments: str) -> str:
-    done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True)
-    return done.stdout.strip() if done.returncode == 0 else "unknown"
+def seconds(row: dict[str, Any]) -> float | None:
+    """What a line says about time: of a call, or of a token where it has that alone; None where it says nothing."""
+    if row.get("ms_p50"):
+        return float(row["ms_p50"]) / 1e3
+    return 1 / float(row["tokens_s"]) if row.get("tokens_s") else None
+
+
+def _git(*arguments: str) -> str | None:
+    try:
+        done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True)
+    except OSError:  # no git here
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
 
 
 def _cpu_name() -> str:

@@ -1,8 +1,8 @@
 """How a time is taken: everything interleaved in one process, medians with their spread, never a lone number.
 
 A shared machine is faster and slower by the minute. Round after round each function runs once, so that all of them meet
-the same weather; on a CPU a function that is too short for the clock runs several times within its turn, on a GPU the
-L2 cache is flushed before each turn.
+the same conditions; on a CPU a function that is too short for the clock runs several times within its turn, on a GPU
+the L2 cache is flushed before each turn.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -32,13 +32,13 @@ class Timing:
     @classmethod
     def of(cls, seconds: list[float]) -> Timing:
         """The percentiles of some measurements."""
-        ranked = sorted(seconds)
-        at = [ranked[round(share * (len(ranked) - 1))] for share in (0.5, 0.2, 0.8)]
-        return cls(*at)
+        shares = torch.tensor([0.5, 0.2, 0.8], dtype=torch.float64)
+        p50, p20, p80 = torch.tensor(seconds, dtype=torch.float64).quantile(shares).tolist()
+        return cls(p50, p20, p80)
 
 
 def time_interleaved(
-    functions: dict[str, Callable[[], object]], *, rounds: int, device: str, seconds: float = 60.0
+    functions: Mapping[str, Callable[[], object]], *, rounds: int, device: str, seconds: float = 60.0
 ) -> dict[str, Timing]:
     """Times functions side by side.
 
@@ -63,7 +63,7 @@ def time_interleaved(
     return {name: Timing.of(times) for name, times in measured.items()}
 
 
-def _warm_up(function: Callable[[], object], turn: Callable) -> int:
+def _warm_up(function: Callable[[], object], turn: Callable[[Callable[[], object], int], float]) -> int:
     """Runs the function thrice; how often it fits into a turn."""
     return max(1, round(_TURN / max(min(turn(function, 1) for _ in range(3)), 1e-7)))
 

@@ -9,6 +9,7 @@ torch alone and shares nothing with the fast path but the names of its parameter
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -92,7 +93,7 @@ class Layer(nn.Module):
             return self._add(x, self.norm3, self._feed_forward)
         return self._add(x, self.norm2, self._feed_forward)
 
-    def _add(self, x: Tensor, norm: nn.Module, sublayer) -> Tensor:
+    def _add(self, x: Tensor, norm: nn.Module, sublayer: Callable[[Tensor], Tensor]) -> Tensor:
         if self.norm_first:
             return x + F.dropout(sublayer(norm(x)), self.dropout, self.training)
         return norm(x + F.dropout(sublayer(x), self.dropout, self.training))

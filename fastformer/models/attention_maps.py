@@ -6,13 +6,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from fastformer.nn.attention import MultiheadAttention
 
 
 def record_attention(
-    groups: dict[str, list[MultiheadAttention]], run: Callable[[], Any], average_heads: bool
+    groups: dict[str, list[MultiheadAttention]], run: Callable[[], object], average_heads: bool
 ) -> dict[str, Tensor]:
     """Runs a model and keeps what its attentions looked at.
 
@@ -27,10 +28,10 @@ def record_attention(
     """
     found: dict[str, list[Tensor]] = {name: [] for name in groups}
 
-    def ask(module: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    def ask(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return args, {**kwargs, "need_weights": True, "average_attn_weights": average_heads}
 
-    handles: list[Any] = []
+    handles: list[RemovableHandle] = []
     try:
         for name, attentions in groups.items():
             for module in attentions:

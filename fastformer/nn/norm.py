@@ -49,11 +49,13 @@ class AddLayerNorm(nn.LayerNorm):
         self.dropout = dropout
         self.rms_norm = rms_norm
 
-    @overload  # type: ignore[override]
+    @overload
     def forward(self, x: Tensor, residual: None = None, *, dropout_p: float | None = None) -> Tensor: ...
     @overload
     def forward(self, x: Tensor, residual: Tensor, *, dropout_p: float | None = None) -> tuple[Tensor, Tensor]: ...
-    def forward(self, x, residual=None, *, dropout_p=None):
+    def forward(
+        self, x: Tensor, residual: Tensor | None = None, *, dropout_p: float | None = None
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """Normalises x, or dropout(x) + residual.
 
         Args:

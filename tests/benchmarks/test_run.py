@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import subprocess
+import runpy
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,8 @@ import torch
 
 from benchmarks import record, timing
 from benchmarks.case import Benchmark, Inputs, Shape
-from benchmarks.run import ROOT, benchmarks, compare, run_case
+from benchmarks.run import ROOT, benchmarks, compare, main, run_case, table
+from fastformer.ops import add_layer_norm, use_backend
 
 SHAPE = {"rows": 64}
 
@@ -47,7 +49,7 @@ TOY = Benchmark(
 
 
 def run(benchmark: Benchmark, mode: str = "fwdbwd"):
-    return run_case(benchmark, SHAPE, mode, torch.float32, "cpu", rounds=3, memory=True)
+    return run_case(benchmark, SHAPE, mode, torch.float32, "cpu", rounds=3)
 
 
 @pytest.mark.parametrize("mode", ["fwd", "bwd", "fwdbwd", "step"])
@@ -59,7 +61,7 @@ def test_rows(mode: str) -> None:
         assert (row["op"], row["mode"], row["dtype"], row["shape"]) == ("toy", mode, "float32", SHAPE)
         assert 0 < row["ms_p20"] <= row["ms_p50"] <= row["ms_p80"]
         assert row["tflop_s"] > 0 and row["gb_s"] > 0 and row["tokens_s"] > 0 and row["floor_ms"] > 0
-        assert row["peak_mib"] * 2**20 >= 64 * 8 * 4
+        assert row["peak_mib"] * 2**20 >= 64 * 8 * 4 and row["backends"] == {}
     assert outcome.rows[1]["speedup"] == 1.0
 
 
@@ -89,6 +91,58 @@ def test_a_rival_may_refuse_and_ours_may_not() -> None:
         run(dataclasses.replace(TOY, providers={"fastformer": refuses, "power": square}))
 
 
+def test_a_row_names_the_backends_that_ran() -> None:
+    def normed(x: Inputs, shape: Shape) -> torch.Tensor:
+        return add_layer_norm(x["x"])[0]
+
+    def plain(x: Inputs, shape: Shape) -> torch.Tensor:
+        return torch.nn.functional.layer_norm(x["x"], (8,))
+
+    layer_norm = dataclasses.replace(TOY, providers={"fastformer": normed, "power": plain})
+    ours, base = run(layer_norm).rows
+    assert ours["backends"] == {"add_layer_norm_fwd": "cpp", "add_layer_norm_bwd": "cpp"} and base["backends"] == {}
+    assert "on cpp" in table(ours) and "on" not in table(base).split()
+    assert run(layer_norm, "fwd").rows[0]["backends"] == {"add_layer_norm_fwd": "cpp"}
+
+    # Ours on the reference is reported and has no time, and nothing is left to compare.
+    with use_backend("reference"):
+        outcome = run(layer_norm)
+    assert outcome.rows == [] and "only the reference of add_layer_norm_bwd" in outcome.refused["fastformer"]
+
+
+def test_a_rival_without_dropout_is_left_out_where_there_is_some() -> None:
+    """Rivals draw masks of their own and are not checked then, but they may still refuse."""
+    shape = {"rows": 64, "dropout_p": 0.1}
+    rival = dataclasses.replace(TOY, providers={**TOY.providers, "rival": refuses})
+    outcome = run_case(rival, shape, "fwd", torch.float32, "cpu", rounds=1, seconds=0.0)
+    assert "not this shape" in outcome.refused["rival"]
+    assert [row["provider"] for row in outcome.rows] == ["fastformer", "power"]
+
+
+def test_what_torch_compile_makes_is_compiled_on_every_shape() -> None:
+    graphs: list[object] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., object]:
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(square, dynamic=False, backend=backend)
+    providers = {**TOY.providers, "compiled": compiled, "left alone": square}
+    rival = dataclasses.replace(TOY, providers=providers, compiled=("compiled", "left alone"))
+    for rows in range(20, 30):  # dynamo gives a function up after eight recompilations
+        graphs.clear()
+        outcome = run_case(rival, {"rows": rows}, "fwd", torch.float32, "cpu", rounds=1, seconds=0.0)
+        assert graphs, f"{rows} rows ran eagerly"
+        assert [row["provider"] for row in outcome.rows] == ["fastformer", "power", "compiled"]
+        assert outcome.refused == {"left alone": "torch.compile did not compile it"}
+
+
+def test_percentiles() -> None:
+    timing_ = timing.Timing.of([0.4, 0.1, 0.3, 0.2])
+    assert (timing_.p20, timing_.p50, timing_.p80) == pytest.approx((0.16, 0.25, 0.34))
+    assert timing.Timing.of([2.0]) == timing.Timing(2.0, 2.0, 2.0)
+
+
 def test_turns_are_interleaved(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timing, "_TURN", 0.0)
     order: list[str] = []
@@ -100,37 +154,80 @@ def test_turns_are_interleaved(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_every_benchmark_knows_its_providers_and_shapes() -> None:
     stems = {path.stem.removeprefix("bench_") for path in (ROOT / "benchmarks").glob("bench_*.py")}
     known = benchmarks()
-    assert stems <= known.keys() and {"attention", "decoding"} <= stems
+    ops = {"attention", "add_layer_norm", "embedding", "feed_forward", "linear_cross_entropy", "rotary"}
+    assert stems <= known.keys() and ops | {"decoding"} <= stems
     for benchmark in known.values():
         assert benchmark.baseline in benchmark.offered("cpu") and benchmark.shapes["cpu"]
-        assert benchmark.only_on.keys() <= benchmark.providers.keys()
+        assert benchmark.only_on.keys() | set(benchmark.compiled) <= benchmark.providers.keys()
+        assert {name for name in benchmark.providers if name == "torch.compile"} <= set(benchmark.compiled)
 
 
-def test_command_and_compare(tmp_path: Path) -> None:
+def test_command_and_compare(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "new.jsonl"
-    command = [
-        "--op",
-        "embedding",
-        "--quick",
-        "--mode",
-        "fwd",
-        "--dtype",
-        "float32",
-        "--device",
-        "cpu",
-        "--out",
-        str(out),
-    ]
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.run", *command], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    command = "--op embedding --quick --mode fwd --dtype float32 --device cpu --seconds 0 --out"
+    assert main([*command.split(), str(out)]) == 0
+    assert "on cpp" in capsys.readouterr().out
     rows = record.read(out)
-    assert {"commit", "dirty", "device", "threads", "torch", "command", "time"} <= rows[0].keys()
-    assert rows[0]["command"].startswith("python -m benchmarks.run --op embedding")
+    assert {"commit", "dirty", "device", "threads", "torch", "command", "time", "backends"} <= rows[0].keys()
     old = tmp_path / "old.jsonl"
     old.write_text("".join(json.dumps(row | {"ms_p50": 2 * row["ms_p50"]}) + "\n" for row in rows))
     assert compare(old, out).count("2.00x  (against eager") == len(rows)
-    old.write_text("{\n")
-    with pytest.raises(ValueError, match="old.jsonl, line 1: expected JSON"):
-        compare(old, out)
+    for line in ("{", "[]", "3"):
+        old.write_text(line + "\n")
+        with pytest.raises(ValueError, match="old.jsonl, line 1: expected a JSON object"):
+            compare(old, out)
+    with pytest.raises(SystemExit, match="2"):
+        main(["--compare", str(old), str(tmp_path / "missing.jsonl")])
+    assert "line 1: expected a JSON object" in capsys.readouterr().err
+
+
+def test_the_module_runs_as_a_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["benchmarks.run", "--help"])
+    with pytest.warns(RuntimeWarning, match="found in sys.modules"), pytest.raises(SystemExit, match="0"):
+        runpy.run_module("benchmarks.run", run_name="__main__")
+    assert "--compare" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "benchmarks" / "results").glob("*.jsonl")), ids=lambda path: path.stem)
+def test_every_committed_file_compares_with_itself(path: Path) -> None:
+    timed = [row for row in record.read(path) if record.seconds(row) is not None]
+    assert len({record.key(row) for row in record.read(path)}) == len(record.read(path)), "two lines about one thing"
+    lines = compare(path, path).splitlines()
+    assert len(lines) == max(len(timed), 1)
+    assert all(line.startswith("  1.00x") for line in lines) or not timed
+
+
+def test_compare_of_rows_without_times_or_shapes(tmp_path: Path) -> None:
+    old, new = tmp_path / "old.jsonl", tmp_path / "new.jsonl"
+    tokens = {"op": "batching", "batching": "packed", "precision": "fp32", "tokens_s": 100.0, "speedup": 2.0}
+    other = {"op": "train", "model": "gpt", "nats_per_character": 1.5}
+    old.write_text("".join(json.dumps(row) + "\n" for row in (tokens, other)))
+    rows = (tokens | {"tokens_s": 150.0, "speedup": 2.5}, tokens | {"batching": "random"}, other)
+    new.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert compare(old, new) == "  1.50x  (2.00x -> 2.50x)  batching fp32 packed"
+
+
+@pytest.mark.parametrize(
+    "command, says",
+    [
+        ("--op attention --shape seqlen=2049", "seqlen=2048|512|64"),
+        ("--op attention --shape seqlength=2048", "seqlen=2048|512|64"),
+        ("--op attention --mode step", "modes ['bwd', 'fwd', 'fwdbwd']"),
+        ("--op rotary --dtype float8", "dtypes ['bfloat16', 'float32']"),
+        ("--op rotary --provider flash", "expected providers out of ['eager', 'fastformer'], got ['flash']"),
+        ("--op training_step --quick", "--quick leaves out training_step"),
+        ("--op attenshun", "invalid choice: 'attenshun'"),
+    ],
+)
+def test_a_filter_that_matches_nothing_says_what_there_is(
+    command: str, says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main([*command.split(), "--device", "cpu"])
+    assert says in capsys.readouterr().err
+
+
+def test_environment_without_git(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    environment = record.environment("cpu")
+    assert environment["commit"] == "unknown" and environment["dirty"] is None
