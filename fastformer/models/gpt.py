@@ -126,8 +126,8 @@ class GPT(PretrainedModel):
             head_dim = config.d_model // config.num_heads
             self.rotary = RotaryEmbedding(head_dim, config.max_len, config.rotary_base, **factory)
         else:
-            layout = "learned" if config.positions == "learned" else "interleaved"
-            position = PositionalEncoding(config.d_model, config.max_len, layout=layout, batch_first=True, **factory)
+            kind = "learned" if config.positions == "learned" else "interleaved"
+            position = PositionalEncoding(config.d_model, config.max_len, kind=kind, batch_first=True, **factory)
         self.embedding = Embedding(
             config.vocab_size, config.d_model, dropout=config.dropout, position=position, **factory
         )

@@ -139,7 +139,7 @@ class Transformer(PretrainedModel):
         self.config = config
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         position = PositionalEncoding(
-            config.d_model, config.max_len, layout=config.positions, batch_first=True, **factory
+            config.d_model, config.max_len, kind=config.positions, batch_first=True, **factory
         )
 
         def embedding(vocab_size: int) -> Embedding:

@@ -1,4 +1,4 @@
-"""What the modules share about dropout: its present probability, and a seed for it."""
+"""What the modules share about dropout: how much of it acts now, and a seed for it."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from fastformer.ops import draw_seed
 
 
-def present_p(dropout: nn.Dropout) -> float:
-    """The probability in the module's present mode. The layers keep `nn.Dropout`s, as torch.nn's do, but fuse them."""
+def active_dropout(dropout: nn.Dropout) -> float:
+    """The probability in the module's mode: 0 in evaluation. Layers keep `nn.Dropout`s and fuse them."""
     return dropout.p if dropout.training else 0.0
 
 

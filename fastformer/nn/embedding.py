@@ -11,7 +11,7 @@ from fastformer.nn.dropout import dropout_seed
 from fastformer.ops.embedding import embedding, sinusoidal_positions
 from fastformer.ops.rotary import rotary_tables
 
-POSITION_LAYOUTS = ("interleaved", "concatenated")
+SINUSOIDS = ("interleaved", "concatenated")
 
 
 class PositionalEncoding(nn.Module):
@@ -21,13 +21,13 @@ class PositionalEncoding(nn.Module):
         dim: size of an embedding.
         max_len: number of positions.
         dropout: probability while training.
-        layout: "interleaved" (sin and cos alternate; the paper, section 3.5), "concatenated" (all sines, then all
+        kind: "interleaved" (sin and cos alternate; the paper, section 3.5), "concatenated" (all sines, then all
             cosines, and a slightly different divisor; tensor2tensor), or "learned" (a parameter `table`).
         batch_first: True for (batch, seqlen, dim), False for (seqlen, batch, dim), as in torch.nn.
         device, dtype: of the table.
 
     Raises:
-        ValueError: an unknown layout; a sequence longer than max_len.
+        ValueError: an unknown kind; a sequence longer than max_len.
     """
 
     table: Tensor
@@ -37,20 +37,20 @@ class PositionalEncoding(nn.Module):
         dim: int,
         max_len: int = 5000,
         dropout: float = 0.0,
-        layout: str = "interleaved",
+        kind: str = "interleaved",
         batch_first: bool = False,
         device: Any = None,
         dtype: Any = None,
     ) -> None:
         super().__init__()
-        if layout not in (*POSITION_LAYOUTS, "learned"):
-            raise ValueError(f"expected a layout out of {(*POSITION_LAYOUTS, 'learned')}, got {layout!r}")
-        self.dim, self.max_len, self.dropout, self.layout, self.batch_first = dim, max_len, dropout, layout, batch_first
-        if layout == "learned":
+        if kind not in (*SINUSOIDS, "learned"):
+            raise ValueError(f"expected a kind out of {(*SINUSOIDS, 'learned')}, got {kind!r}")
+        self.dim, self.max_len, self.dropout, self.kind, self.batch_first = dim, max_len, dropout, kind, batch_first
+        if kind == "learned":
             self.table = nn.Parameter(torch.empty(max_len, dim, device=device, dtype=dtype))
         else:
             dtype = dtype or torch.get_default_dtype()
-            table = sinusoidal_positions(max_len, dim, layout, device=device, dtype=dtype)
+            table = sinusoidal_positions(max_len, dim, kind, device=device, dtype=dtype)
             self.register_buffer("table", table, persistent=False)
         self.reset_parameters()
 
@@ -79,7 +79,7 @@ class PositionalEncoding(nn.Module):
 
     def extra_repr(self) -> str:
         """What print shows."""
-        return f"{self.dim}, max_len={self.max_len}, dropout={self.dropout}, layout={self.layout!r}"
+        return f"{self.dim}, max_len={self.max_len}, dropout={self.dropout}, kind={self.kind!r}"
 
 
 class Embedding(nn.Embedding):
@@ -94,6 +94,7 @@ class Embedding(nn.Embedding):
         scale: what an embedding is multiplied by, sqrt(d_model) in the paper (section 3.4).
         dropout: probability while training, after the positions.
         position: a `PositionalEncoding` whose table is added; its own dropout is not used.
+        atomics: on a GPU, add gradients up by atomics instead of sorting the ids first; see `fastformer.ops.embedding`.
 
     Raises:
         ValueError: an option that isn't supported; a sequence longer than the position table.
@@ -116,6 +117,7 @@ class Embedding(nn.Embedding):
         scale: float = 1.0,
         dropout: float = 0.0,
         position: PositionalEncoding | None = None,
+        atomics: bool = False,
     ) -> None:
         if max_norm is not None or scale_grad_by_freq or sparse:
             raise ValueError(
@@ -127,6 +129,7 @@ class Embedding(nn.Embedding):
         self.scale = scale
         self.dropout = dropout
         self.position = position
+        self.atomics = atomics
 
     def forward(self, input: Tensor, positions: Tensor | None = None) -> Tensor:  # noqa: A002 (torch.nn's name)
         """dropout(weight[input] * scale + position.table[positions]).
@@ -151,6 +154,7 @@ class Embedding(nn.Embedding):
             padding_idx=self.padding_idx,
             dropout_p=dropout_p,
             dropout_seed=dropout_seed(dropout_p, input.device),
+            atomics=self.atomics,
         )
 
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fastformer.nn.dropout import dropout_seed, present_p
+from fastformer.nn.dropout import active_dropout, dropout_seed
 from fastformer.ops.feed_forward import feed_forward
 
 Activation = str | Callable[[Tensor], Tensor]
@@ -51,7 +51,7 @@ def apply_feed_forward(x: Tensor, linear1: Any, linear2: Any, activation: Activa
     """
     name = fused_name(activation)
     if name is not None and _is_plain(linear1) and _is_plain(linear2):
-        dropout_p = present_p(dropout)
+        dropout_p = active_dropout(dropout)
         return feed_forward(
             x,
             linear1.weight,

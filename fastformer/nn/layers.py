@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from fastformer.nn.attention import MultiheadAttention, Window
 from fastformer.nn.cache import LayerCache
-from fastformer.nn.dropout import present_p
+from fastformer.nn.dropout import active_dropout
 from fastformer.nn.embedding import RotaryPositions
 from fastformer.nn.feed_forward import Activation, apply_feed_forward, resolve_activation
 from fastformer.nn.layout import SequenceLayout
@@ -40,80 +40,7 @@ class ResidualStream(NamedTuple):
 class _Layer(nn.Module):
     """What both layers have: self-attention first, a feed-forward network last, norms and residuals around each."""
 
-    def __init__(
-        self,
-        num_norms: int,
-        d_model: int,
-        nhead: int,
-        dim_feedforward: int,
-        dropout: float,
-        activation: Activation,
-        layer_norm_eps: float,
-        batch_first: bool,
-        norm_first: bool,
-        bias: bool,
-        device: Any,
-        dtype: Any,
-        attention_bias: bool | None,
-        attention_dropout: float | None,
-        activation_dropout: float | None,
-        num_kv_heads: int | None,
-        norm: str,
-        window_size: Window,
-    ) -> None:
-        super().__init__()
-        if norm not in ("layer", "rms"):
-            raise ValueError(f"expected norm 'layer' or 'rms', got {norm!r}")
-        factory: dict[str, Any] = {"device": device, "dtype": dtype}
-        attention: dict[str, Any] = {
-            "dropout": dropout if attention_dropout is None else attention_dropout,
-            "bias": bias if attention_bias is None else attention_bias,
-            "batch_first": batch_first,
-            "num_kv_heads": num_kv_heads,
-            **factory,
-        }
-        # The order of construction is torch.nn's, so that the same seed gives the same weights.
-        self.self_attn = MultiheadAttention(d_model, nhead, window_size=window_size, **attention)
-        if num_norms == 3:
-            self.multihead_attn = MultiheadAttention(d_model, nhead, **attention)
-        self.activation = resolve_activation(activation)
-        inner = 2 * dim_feedforward if self.activation == "swiglu" else dim_feedforward
-        self.linear1 = nn.Linear(d_model, inner, bias=bias, **factory)
-        self.dropout = nn.Dropout(dropout if activation_dropout is None else activation_dropout)
-        self.linear2 = nn.Linear(dim_feedforward, d_model, bias=bias, **factory)
-        self.norm_first = norm_first
-        for i in range(1, num_norms + 1):
-            # Each norm takes in the dropout and the addition of the sub-layer before it; that dropout's probability
-            # stays where torch.nn has it, in dropout1 to dropout3.
-            norm_module = AddLayerNorm(d_model, layer_norm_eps, bias=bias, rms_norm=norm == "rms", **factory)
-            setattr(self, f"norm{i}", norm_module)
-        for i in range(1, num_norms + 1):
-            setattr(self, f"dropout{i}", nn.Dropout(dropout))
-
-    def _feed_forward(self, x: Tensor) -> Tensor:
-        return apply_feed_forward(x, self.linear1, self.linear2, self.activation, self.dropout)
-
-
-class TransformerEncoderLayer(_Layer):
-    """`torch.nn.TransformerEncoderLayer`: self-attention and feed-forward network, in fused ops.
-
-    Same constructor, forward signature and state_dict keys; boolean masks are True = ignore, as in torch.nn. With
-    `is_causal=True` and a `cache` it is the layer of a decoder-only model.
-
-    Args:
-        d_model, nhead, dim_feedforward, dropout, activation, layer_norm_eps, batch_first, norm_first, bias, device,
-            dtype: as in `torch.nn.TransformerEncoderLayer`; activation may also be "gelu_tanh" or "swiglu".
-        attention_bias: whether the attention's projections have a bias; None: as bias says.
-        attention_dropout: on the attention weights; None: as dropout says.
-        activation_dropout: after the activation; None: as dropout says.
-        num_kv_heads, window_size: as in `MultiheadAttention`.
-        norm: "layer" or "rms".
-    """
-
-    norm1: AddLayerNorm
-    norm2: AddLayerNorm
-    dropout1: nn.Dropout
-    dropout2: nn.Dropout
+    has_cross_attention: bool
 
     def __init__(
         self,
@@ -136,26 +63,85 @@ class TransformerEncoderLayer(_Layer):
         norm: str = "layer",
         window_size: Window = (None, None),
     ) -> None:
-        super().__init__(
-            2,
-            d_model,
-            nhead,
-            dim_feedforward,
-            dropout,
-            activation,
-            layer_norm_eps,
-            batch_first,
-            norm_first,
-            bias,
-            device,
-            dtype,
-            attention_bias,
-            attention_dropout,
-            activation_dropout,
-            num_kv_heads,
-            norm,
-            window_size,
+        super().__init__()
+        if norm not in ("layer", "rms"):
+            raise ValueError(f"expected norm 'layer' or 'rms', got {norm!r}")
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        attention: dict[str, Any] = {
+            "dropout": dropout if attention_dropout is None else attention_dropout,
+            "bias": bias if attention_bias is None else attention_bias,
+            "batch_first": batch_first,
+            "num_kv_heads": num_kv_heads,
+            **factory,
+        }
+        # The order of construction is torch.nn's, so that the same seed gives the same weights.
+        self.self_attn = MultiheadAttention(d_model, nhead, window_size=window_size, **attention)
+        if self.has_cross_attention:
+            self.multihead_attn = MultiheadAttention(d_model, nhead, **attention)
+        self.activation = resolve_activation(activation)
+        inner = 2 * dim_feedforward if self.activation == "swiglu" else dim_feedforward
+        self.linear1 = nn.Linear(d_model, inner, bias=bias, **factory)
+        self.dropout = nn.Dropout(dropout if activation_dropout is None else activation_dropout)
+        self.linear2 = nn.Linear(dim_feedforward, d_model, bias=bias, **factory)
+        self.norm_first = norm_first
+        sub_layers = range(1, 4 if self.has_cross_attention else 3)
+        for i in sub_layers:
+            # Each norm takes in the dropout and the addition of the sub-layer before it; that dropout's probability
+            # stays where torch.nn has it, in dropout1 to dropout3.
+            norm_module = AddLayerNorm(d_model, layer_norm_eps, bias=bias, rms_norm=norm == "rms", **factory)
+            setattr(self, f"norm{i}", norm_module)
+        for i in sub_layers:
+            setattr(self, f"dropout{i}", nn.Dropout(dropout))
+
+    def _self_attention(
+        self,
+        x: Tensor,
+        attn_mask: Tensor | None,
+        key_padding_mask: Tensor | None,
+        is_causal: bool,
+        layout: SequenceLayout | None,
+        cache: LayerCache | None,
+        rotary: RotaryPositions | None,
+    ) -> Tensor:
+        out, _ = self.self_attn(
+            x,
+            x,
+            x,
+            key_padding_mask=key_padding_mask,
+            need_weights=False,
+            attn_mask=attn_mask,
+            is_causal=is_causal,
+            layout=layout,
+            cache=None if cache is None else cache.self_attention,
+            rotary=rotary,
         )
+        return out
+
+    def _feed_forward(self, x: Tensor) -> Tensor:
+        return apply_feed_forward(x, self.linear1, self.linear2, self.activation, self.dropout)
+
+
+class TransformerEncoderLayer(_Layer):
+    """`torch.nn.TransformerEncoderLayer`: self-attention and feed-forward network, in fused ops.
+
+    Same constructor, forward signature and state_dict keys; boolean masks are True = ignore, as in torch.nn. With
+    `is_causal=True` and a `cache` it is the layer of a decoder-only model.
+
+    Args:
+        d_model, nhead, dim_feedforward, dropout, activation, layer_norm_eps, batch_first, norm_first, bias, device,
+            dtype: as in `torch.nn.TransformerEncoderLayer`; activation may also be "gelu_tanh" or "swiglu".
+        attention_bias: whether the attention's projections have a bias; None: as bias says.
+        attention_dropout: on the attention weights; None: as dropout says.
+        activation_dropout: after the activation; None: as dropout says.
+        num_kv_heads, window_size: as in `MultiheadAttention`.
+        norm: "layer" or "rms".
+    """
+
+    has_cross_attention = False
+    norm1: AddLayerNorm
+    norm2: AddLayerNorm
+    dropout1: nn.Dropout
+    dropout2: nn.Dropout
 
     def forward(
         self,
@@ -182,27 +168,15 @@ class TransformerEncoderLayer(_Layer):
             src's shape; a `ResidualStream` for a `ResidualStream`.
         """
 
-        def self_attention(x: Any) -> Tensor:
-            return self.self_attn(
-                x,
-                x,
-                x,
-                key_padding_mask=src_key_padding_mask,
-                need_weights=False,
-                attn_mask=src_mask,
-                is_causal=is_causal,
-                layout=layout,
-                cache=None if cache is None else cache.self_attention,
-                rotary=rotary,
-            )[0]
-
+        attend = (src_mask, src_key_padding_mask, is_causal, layout, cache, rotary)
         if not self.norm_first:
-            x, _ = self.norm1(self_attention(src), src, dropout_p=present_p(self.dropout1))
-            return self.norm2(self._feed_forward(x), x, dropout_p=present_p(self.dropout2))[0]
+            assert isinstance(src, Tensor)
+            x, _ = self.norm1(self._self_attention(src, *attend), src, dropout_p=active_dropout(self.dropout1))
+            return self.norm2(self._feed_forward(x), x, dropout_p=active_dropout(self.dropout2))[0]
         stream = src if isinstance(src, ResidualStream) else ResidualStream(None, src)
         y, residual = stream.normalise(self.norm1)
-        y, residual = self.norm2(self_attention(y), residual, dropout_p=present_p(self.dropout1))
-        stream = ResidualStream(self._feed_forward(y), residual, present_p(self.dropout2))
+        y, residual = self.norm2(self._self_attention(y, *attend), residual, dropout_p=active_dropout(self.dropout1))
+        stream = ResidualStream(self._feed_forward(y), residual, active_dropout(self.dropout2))
         return stream if isinstance(src, ResidualStream) else stream.value()
 
 
@@ -213,54 +187,13 @@ class TransformerDecoderLayer(_Layer):
     further arguments are those of `TransformerEncoderLayer`; window_size restricts the self-attention.
     """
 
+    has_cross_attention = True
     norm1: AddLayerNorm
     norm2: AddLayerNorm
     norm3: AddLayerNorm
     dropout1: nn.Dropout
     dropout2: nn.Dropout
     dropout3: nn.Dropout
-
-    def __init__(
-        self,
-        d_model: int,
-        nhead: int,
-        dim_feedforward: int = 2048,
-        dropout: float = 0.1,
-        activation: Activation = F.relu,
-        layer_norm_eps: float = 1e-5,
-        batch_first: bool = False,
-        norm_first: bool = False,
-        bias: bool = True,
-        device: Any = None,
-        dtype: Any = None,
-        *,
-        attention_bias: bool | None = None,
-        attention_dropout: float | None = None,
-        activation_dropout: float | None = None,
-        num_kv_heads: int | None = None,
-        norm: str = "layer",
-        window_size: Window = (None, None),
-    ) -> None:
-        super().__init__(
-            3,
-            d_model,
-            nhead,
-            dim_feedforward,
-            dropout,
-            activation,
-            layer_norm_eps,
-            batch_first,
-            norm_first,
-            bias,
-            device,
-            dtype,
-            attention_bias,
-            attention_dropout,
-            activation_dropout,
-            num_kv_heads,
-            norm,
-            window_size,
-        )
 
     def forward(
         self,
@@ -295,19 +228,7 @@ class TransformerDecoderLayer(_Layer):
             tgt's shape; a `ResidualStream` for a `ResidualStream`.
         """
 
-        def self_attention(x: Any) -> Tensor:
-            return self.self_attn(
-                x,
-                x,
-                x,
-                key_padding_mask=tgt_key_padding_mask,
-                need_weights=False,
-                attn_mask=tgt_mask,
-                is_causal=tgt_is_causal,
-                layout=layout,
-                cache=None if cache is None else cache.self_attention,
-                rotary=rotary,
-            )[0]
+        attend = (tgt_mask, tgt_key_padding_mask, tgt_is_causal, layout, cache, rotary)
 
         def cross_attention(x: Tensor) -> Tensor:
             if cache is not None and cache.cross_attention is None:
@@ -326,12 +247,13 @@ class TransformerDecoderLayer(_Layer):
             )[0]
 
         if not self.norm_first:
-            x, _ = self.norm1(self_attention(tgt), tgt, dropout_p=present_p(self.dropout1))
-            x, _ = self.norm2(cross_attention(x), x, dropout_p=present_p(self.dropout2))
-            return self.norm3(self._feed_forward(x), x, dropout_p=present_p(self.dropout3))[0]
+            assert isinstance(tgt, Tensor)
+            x, _ = self.norm1(self._self_attention(tgt, *attend), tgt, dropout_p=active_dropout(self.dropout1))
+            x, _ = self.norm2(cross_attention(x), x, dropout_p=active_dropout(self.dropout2))
+            return self.norm3(self._feed_forward(x), x, dropout_p=active_dropout(self.dropout3))[0]
         stream = tgt if isinstance(tgt, ResidualStream) else ResidualStream(None, tgt)
         y, residual = stream.normalise(self.norm1)
-        y, residual = self.norm2(self_attention(y), residual, dropout_p=present_p(self.dropout1))
-        y, residual = self.norm3(cross_attention(y), residual, dropout_p=present_p(self.dropout2))
-        stream = ResidualStream(self._feed_forward(y), residual, present_p(self.dropout3))
+        y, residual = self.norm2(self._self_attention(y, *attend), residual, dropout_p=active_dropout(self.dropout1))
+        y, residual = self.norm3(cross_attention(y), residual, dropout_p=active_dropout(self.dropout2))
+        stream = ResidualStream(self._feed_forward(y), residual, active_dropout(self.dropout3))
         return stream if isinstance(tgt, ResidualStream) else stream.value()

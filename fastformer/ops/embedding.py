@@ -228,7 +228,7 @@ def embedding(
 def sinusoidal_positions(
     num_positions: int,
     dim: int,
-    layout: str = "interleaved",
+    kind: str = "interleaved",
     *,
     max_timescale: float = 10000.0,
     device: torch.device | str | None = None,
@@ -239,7 +239,7 @@ def sinusoidal_positions(
     Args:
         num_positions: number of rows.
         dim: number of columns.
-        layout: "interleaved" as in the paper (Vaswani et al. 2017, section 3.5): column 2i is sin(p / T^(2i / dim)),
+        kind: "interleaved" as in the paper (Vaswani et al. 2017, section 3.5): column 2i is sin(p / T^(2i / dim)),
             column 2i + 1 is cos of the same. "concatenated" as in tensor2tensor (`get_timing_signal_1d`): all sines,
             then all cosines, of p / T^(i / (dim // 2 - 1)), and a zero column where dim is odd.
         max_timescale: T.
@@ -248,20 +248,20 @@ def sinusoidal_positions(
         (num_positions, dim), computed in fp64.
 
     Raises:
-        ValueError: another layout, a negative num_positions, dim < 1.
+        ValueError: another kind, a negative num_positions, dim < 1.
     """
-    if layout not in ("interleaved", "concatenated"):
-        raise ValueError(f'expected layout "interleaved" or "concatenated", got {layout!r}')
+    if kind not in ("interleaved", "concatenated"):
+        raise ValueError(f'expected kind "interleaved" or "concatenated", got {kind!r}')
     if num_positions < 0 or dim < 1:
         raise ValueError(f"expected num_positions >= 0 and dim >= 1, got {num_positions} and {dim}")
     position = torch.arange(num_positions, dtype=torch.float64, device=device)[:, None]
-    if layout == "interleaved":
+    if kind == "interleaved":
         exponent = torch.arange(0, dim, 2, dtype=torch.float64, device=device) / dim
     else:
         exponent = torch.arange(dim // 2, dtype=torch.float64, device=device) / max(dim // 2 - 1, 1)
     angle = position * torch.exp(-math.log(max_timescale) * exponent)
     table = torch.zeros(num_positions, dim, dtype=torch.float64, device=device)
-    if layout == "interleaved":
+    if kind == "interleaved":
         table[:, 0::2], table[:, 1::2] = angle.sin(), angle.cos()[:, : dim // 2]
     else:
         half = dim // 2

@@ -34,7 +34,7 @@ def test_embedding_equals_torch():
 
 
 def test_embedding_in_one_pass(fixed_seed):
-    position = fnn.PositionalEncoding(6, 5, layout="learned", **DOUBLE)
+    position = fnn.PositionalEncoding(6, 5, kind="learned", **DOUBLE)
     module = randomised(fnn.Embedding(9, 6, padding_idx=2, scale=3.0, dropout=0.25, position=position, **DOUBLE))
     ids, positions = torch.tensor([[1, 2, 8], [2, 1, 1]]), torch.tensor([[4, 0, 1], [3, 3, 2]])
     for given in (None, positions):
@@ -50,11 +50,18 @@ def test_embedding_in_one_pass(fixed_seed):
         fnn.Embedding(9, 6, sparse=True)
 
 
-def test_sinusoidal_layouts_by_their_formulas():
+def test_atomics_are_passed_on(monkeypatch):
+    seen = []
+    monkeypatch.setattr("fastformer.nn.embedding.embedding", lambda *args, **options: seen.append(options["atomics"]))
+    fnn.Embedding(9, 6)(torch.tensor([1])), fnn.Embedding(9, 6, atomics=True)(torch.tensor([1]))
+    assert seen == [False, True]
+
+
+def test_sinusoids_by_their_formulas():
     """Sines and cosines stand where each source puts them."""
     dim, length = 8, 11
-    interleaved = fnn.PositionalEncoding(dim, length, layout="interleaved", **DOUBLE).table
-    concatenated = fnn.PositionalEncoding(dim, length, layout="concatenated", **DOUBLE).table
+    interleaved = fnn.PositionalEncoding(dim, length, kind="interleaved", **DOUBLE).table
+    concatenated = fnn.PositionalEncoding(dim, length, kind="concatenated", **DOUBLE).table
     for position in range(length):
         for i in range(dim // 2):
             angle = position / 10000 ** (2 * i / dim)
@@ -65,9 +72,9 @@ def test_sinusoidal_layouts_by_their_formulas():
             assert abs(concatenated[position, dim // 2 + i] - math.cos(angle)) < 1e-12
 
 
-@pytest.mark.parametrize("layout", ["interleaved", "concatenated", "learned"])
-def test_positional_encoding_adds_its_table(layout):
-    module = fnn.PositionalEncoding(6, 5, layout=layout, batch_first=True, **DOUBLE)
+@pytest.mark.parametrize("kind", ["interleaved", "concatenated", "learned"])
+def test_positional_encoding_adds_its_table(kind):
+    module = fnn.PositionalEncoding(6, 5, kind=kind, batch_first=True, **DOUBLE)
     x = torch.randn(2, 4, 6, **DOUBLE)
     assert_same(module(x), x + module.table[:4], "batch first")
     positions = torch.tensor([[3, 0, 1, 2], [1, 1, 4, 0]])
@@ -75,11 +82,11 @@ def test_positional_encoding_adds_its_table(layout):
     assert_same(module(x[0]), x[0] + module.table[:4], "unbatched")
     module.batch_first = False
     assert_same(module(x.transpose(0, 1)), (x + module.table[:4]).transpose(0, 1), "sequence first")
-    assert bool(list(module.parameters())) == (layout == "learned") == ("table" in module.state_dict())
+    assert bool(list(module.parameters())) == (kind == "learned") == ("table" in module.state_dict())
     with pytest.raises(ValueError, match="max_len = 5 positions, got a sequence of 6"):
         module(torch.zeros(6, 1, 6))
-    with pytest.raises(ValueError, match="expected a layout out of .* got 'sine'"):
-        fnn.PositionalEncoding(6, layout="sine")
+    with pytest.raises(ValueError, match="expected a kind out of .* got 'sine'"):
+        fnn.PositionalEncoding(6, kind="sine")
 
 
 @pytest.mark.parametrize("options", [{}, {"bias": False}, {"elementwise_affine": False}], ids=str)

@@ -211,6 +211,44 @@ def test_dropout_falls_where_torch_has_it(monkeypatch):
     assert_same(layer(x, memory, tgt_is_causal=True), y, "post-norm with dropout")
 
 
+def layer_of(kind, norm_first, **options):
+    make = fnn.TransformerEncoderLayer if kind == "encoder" else fnn.TransformerDecoderLayer
+    return randomised(make(E, H, FF, batch_first=True, norm_first=norm_first, **SIZES, **options))
+
+
+FINAL_NORMS = {
+    "no norm": lambda: None,
+    "AddLayerNorm": lambda: fnn.AddLayerNorm(E, **DOUBLE),
+    "nn.LayerNorm": lambda: nn.LayerNorm(E, **DOUBLE),
+    "nn.RMSNorm": lambda: nn.RMSNorm(E, **DOUBLE),
+}
+
+
+@both_orders
+@pytest.mark.parametrize("where", ["a lone layer", *FINAL_NORMS])
+@pytest.mark.parametrize("kind", ["encoder", "decoder"])
+def test_what_is_dropped_whole_adds_nothing(kind, where, norm_first):
+    """Each dropout of p = 1, in a lone layer and in the last of a stack, is its sub-layer's output set to zero."""
+    memory = () if kind == "encoder" else (torch.randn(N, S, E, **DOUBLE),)
+    x = torch.randn(N, L, E, **DOUBLE)
+    module = layer_of(kind, norm_first)
+    if where != "a lone layer":
+        stack = fnn.TransformerEncoder if kind == "encoder" else fnn.TransformerDecoder
+        module = randomised(stack(module, 2, FINAL_NORMS[where]()))
+    sub_layers = ["self_attn.out_proj", *(["multihead_attn.out_proj"] if kind == "decoder" else []), "linear2"]
+    whole = module(x, *memory)
+    for i, name in enumerate(sub_layers, 1):
+        dropped, silent = copy.deepcopy(module), copy.deepcopy(module)
+        last = lambda m: m if where == "a lone layer" else m.layers[-1]  # noqa: E731
+        getattr(last(dropped), f"dropout{i}").p = 1.0
+        for parameter in last(silent).get_submodule(name).parameters():
+            nn.init.zeros_(parameter)
+        expected = silent(x, *memory)
+        assert_same(dropped(x, *memory), expected, f"dropout{i}")
+        assert (expected - whole).abs().max() > 1e-3, f"{name} made no difference"
+        assert_same(dropped.eval()(x, *memory), whole, f"dropout{i} in evaluation")
+
+
 def test_the_constructors_dropouts_arrive():
     layer = fnn.TransformerDecoderLayer(E, H, FF, 0.3, attention_dropout=0.1, activation_dropout=0.2)
     assert (layer.self_attn.dropout, layer.multihead_attn.dropout, layer.dropout.p) == (0.1, 0.1, 0.2)

@@ -310,10 +310,10 @@ def test_sinusoidal_positions_of_tensor2tensor(dim: int) -> None:
             assert table[position, -1] == 0.0
 
 
-@pytest.mark.parametrize("layout, column, angle", [("interleaved", 2, 1e5 / 1e4 ** (2 / 6)), ("concatenated", 1, 1e3)])
-def test_sinusoidal_positions_are_rounded_last(layout: str, column: int, angle: float, device: str) -> None:
+@pytest.mark.parametrize("kind, column, angle", [("interleaved", 2, 1e5 / 1e4 ** (2 / 6)), ("concatenated", 1, 1e3)])
+def test_sinusoidal_positions_are_rounded_last(kind: str, column: int, angle: float, device: str) -> None:
     """An angle of thousands of radians is off by 1e-4 in fp32; it is fp64, and only the result is rounded."""
-    table = sinusoidal_positions(100_001, 6, layout, device=device)
+    table = sinusoidal_positions(100_001, 6, kind, device=device)
     assert table.dtype == torch.float32 and table.device.type == device
     assert float(table[100_000, column]) == pytest.approx(math.sin(angle), abs=1e-7)
 
