@@ -16,11 +16,10 @@ HAS_GPU = torch.cuda.is_available()
 os.environ.setdefault("FASTFORMER_STRICT", "1")
 if not HAS_GPU:
     os.environ.setdefault("TRITON_INTERPRET", "1")
-# Compilers cache in a folder of this process: two test processes that share one find each other's half-written files.
-CACHE = tempfile.mkdtemp(prefix="fastformer-tests-")
-atexit.register(shutil.rmtree, CACHE, ignore_errors=True)
-os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.path.join(CACHE, "inductor")
-os.environ["TRITON_CACHE_DIR"] = os.path.join(CACHE, "triton")
+# Inductor caches in a folder of this process: two that share one have found each other's half-written files. (Triton
+# renames what it has written into its cache, so that one is shared, from run to run too.)
+os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="fastformer-tests-")
+atexit.register(shutil.rmtree, os.environ["TORCHINDUCTOR_CACHE_DIR"], ignore_errors=True)
 
 from typing import Any  # noqa: E402
 
