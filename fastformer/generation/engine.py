@@ -263,6 +263,7 @@ class TransformerEngine:
         self.cache: KVCache | None = None
         if rung in ("cross_cached", "cached"):
             self.cache = model.new_cache(self.rows, max_new_tokens, self.memory, memory_layout=layout)
+            self.memory = None  # its keys and values are all that is asked for from here on
 
     def first_tokens(self) -> Tensor:
         """(rows,) what decoding begins with."""

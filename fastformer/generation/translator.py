@@ -203,7 +203,7 @@ class Translator:
                 translated (named by its number, from 1).
         """
         settings, bad = self.settings(options), BadTexts(on_error, skip_long)
-        items = [texts] if isinstance(texts, str) else _listed(texts)
+        items = [texts] if isinstance(texts, str) else list(_checked(texts))
         for number, text in enumerate(items, 1):
             if not _text(text, number).strip():
                 bad.meet(TextError(f"text {number}: expected something to translate, got an empty text"))
@@ -260,7 +260,7 @@ class Translator:
             raise ValueError(f"expected read_ahead of at least 1, got {read_ahead!r}")
         if isinstance(texts, str):
             raise ValueError("expected texts to stream, got one str: give it to translate")
-        rest = iter(texts)
+        rest = iter(_checked(texts))
         groups = iter(lambda: list(itertools.islice(rest, read_ahead)), [])
 
         def answers() -> Iterator[Any]:
@@ -401,10 +401,10 @@ def _batch_bytes(device: torch.device) -> int:
     return torch.cuda.mem_get_info(device)[0] // 4 if device.type == "cuda" else _CPU_BATCH_BYTES
 
 
-def _listed(texts: Iterable[str]) -> list[str]:
+def _checked(texts: Iterable[str]) -> Iterable[str]:
     if isinstance(texts, bytes | bytearray | Mapping) or not isinstance(texts, Iterable):
         raise ValueError(f"expected a text, or a list of texts, got {type(texts).__name__}")
-    return list(texts)
+    return texts
 
 
 def _text(text: object, number: int) -> str:

@@ -161,6 +161,24 @@ def test_memory_of_a_batch(run, expected, tmp_path, capsys) -> None:
     assert "max_batch_bytes of at least 1" in capsys.readouterr().err
 
 
+def test_a_bar_where_a_person_watches(run, tmp_path, capsys, monkeypatch) -> None:
+    pytest.importorskip("tqdm", reason="the bar is tqdm's")
+
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    (tmp_path / "in.txt").write_text("one\n\ntwo\n")
+    arguments = ["translate", run, "--file", str(tmp_path / "in.txt"), *FEW]
+    screen = Terminal()
+    monkeypatch.setattr(sys, "stderr", screen)
+    assert main(arguments) == 0
+    assert "3/3" in screen.getvalue() and len(lines_of(capsys.readouterr().out)) == 3
+    monkeypatch.setattr(sys, "stderr", quiet := io.StringIO())
+    assert main(arguments) == 0
+    assert quiet.getvalue() == ""
+
+
 def test_a_line_stays_a_line() -> None:
     assert translate._one_line("a\nb\r\nc\u2028d") == "a b  c\u2028d"
 

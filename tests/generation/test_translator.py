@@ -59,6 +59,8 @@ def test_what_is_no_text_is_named(translator) -> None:
     for wrong in (b"bytes", {"a": "b"}, None, 7):
         with pytest.raises(ValueError, match=f"expected a text, or a list of texts, got {type(wrong).__name__}"):
             translator.translate(wrong)
+        with pytest.raises(ValueError, match=f"expected a text, or a list of texts, got {type(wrong).__name__}"):
+            translator.stream(wrong)
     for wrong in (7, None, b"x", ["y"]):
         for translate in (translator.translate, lambda texts: list(translator.stream(texts))):
             with pytest.raises(ValueError, match=rf"texts\[1\]: expected a str, got {type(wrong).__name__}"):
