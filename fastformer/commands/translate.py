@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, Literal
 
 if TYPE_CHECKING:
-    from fastformer.generation.translator import BadTexts, Scored
+    from fastformer.generation.bad_texts import BadTexts
+    from fastformer.generation.translator import Scored
 
 _AT_ONCE = 1000  # lines that are batched by length together
 _QUIET = 0.02  # seconds without a further line after which those that came are translated
@@ -79,7 +80,7 @@ def translate(
             is free
     """
     from fastformer.generation import Translator, draw_attention
-    from fastformer.generation.translator import BadTexts
+    from fastformer.generation.bad_texts import BadTexts
     from fastformer.run_folder import choose_device
 
     _check_inputs(text, file, reference, attention, n_best, num_beams, do_sample)
@@ -167,7 +168,7 @@ def _check_inputs(
 
 def _texts(groups: Iterable[list[bytes]], name: str, bad: BadTexts) -> Iterator[list[str]]:
     """Lines as texts. One that is no UTF-8 is a bad text, which becomes an empty one when it is skipped."""
-    from fastformer.generation.translator import TextError
+    from fastformer.generation.bad_texts import TextError
 
     number = 0
     for group in groups:

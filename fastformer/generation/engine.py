@@ -10,12 +10,21 @@ The rungs of the ladder are one engine with four memories; all give the same sco
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Protocol, TypeAlias, TypeGuard, cast
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from fastformer.generation.decoders import (
+    DecoderOnly,
+    EncoderDecoder,
+    Model,
+    Recurrent,
+    State,
+    is_decoder_only,
+    is_encoder_decoder,
+    is_recurrent,
+)
 from fastformer.generation.settings import RUNGS
 from fastformer.nn import KVCache, SequenceLayout
 
@@ -40,146 +49,6 @@ class Engine(Protocol):
     def select(self, sources: Tensor) -> None:
         """Keeps some sources, in ascending order, and their rows."""
         ...
-
-
-class Sizes(Protocol):
-    """What decoding asks of a model's config."""
-
-    @property
-    def vocab_size(self) -> int:
-        """The number of ids."""
-        ...
-
-    @property
-    def d_model(self) -> int:
-        """The size of a token's vector."""
-        ...
-
-    @property
-    def max_len(self) -> int:
-        """The longest sequence."""
-        ...
-
-
-class EncoderDecoder(Protocol):
-    """A `models.Transformer`, or what decodes like one."""
-
-    @property
-    def config(self) -> Sizes:
-        """Its sizes."""
-        ...
-
-    def encode(self, source: Tensor, layout: SequenceLayout | None = None) -> Tensor:
-        """See `models.Transformer.encode`."""
-        ...
-
-    def decode(
-        self,
-        target: Tensor,
-        memory: Tensor | None,
-        *,
-        memory_layout: SequenceLayout | None = None,
-        cache: KVCache | None = None,
-    ) -> Tensor:
-        """See `models.Transformer.decode`."""
-        ...
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """See `models.Transformer.logits`."""
-        ...
-
-    def new_cache(
-        self,
-        batch_size: int,
-        max_seqlen: int,
-        memory: Tensor | None = None,
-        *,
-        memory_layout: SequenceLayout | None = None,
-    ) -> KVCache:
-        """See `models.Transformer.new_cache`."""
-        ...
-
-
-class DecoderOnly(Protocol):
-    """A `models.GPT`, or what decodes like one."""
-
-    @property
-    def config(self) -> Sizes:
-        """Its sizes."""
-        ...
-
-    def decode(self, tokens: Tensor, *, layout: SequenceLayout | None = None, cache: KVCache | None = None) -> Tensor:
-        """See `models.GPT.decode`."""
-        ...
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """See `models.GPT.logits`."""
-        ...
-
-    def new_cache(self, batch_size: int, max_seqlen: int) -> KVCache:
-        """See `models.GPT.new_cache`."""
-        ...
-
-
-State: TypeAlias = tuple[Tensor, Tensor]  # hidden and cell, (num_layers, rows, dim) each
-
-
-class Recurrent(Protocol):
-    """A `baseline.LSTMSeq2Seq`, or what decodes like one."""
-
-    @property
-    def config(self) -> Sizes:
-        """Its sizes."""
-        ...
-
-    @property
-    def output(self) -> Callable[[Tensor], Tensor]:
-        """(rows, d_model) -> (rows, vocab_size)."""
-        ...
-
-    def encode(self, source: Tensor, layout: SequenceLayout | None = None) -> tuple[Tensor, State]:
-        """See `baseline.LSTMSeq2Seq.encode`."""
-        ...
-
-    def decode(self, target: Tensor, memory: Tensor, mask: Tensor, state: State) -> tuple[Tensor, Tensor, State]:
-        """See `baseline.LSTMSeq2Seq.decode`."""
-        ...
-
-
-Model: TypeAlias = EncoderDecoder | DecoderOnly | Recurrent
-
-
-def as_model(model: object) -> Model:
-    """The model, of which is known that it decodes in one of the three ways.
-
-    Raises:
-        ValueError: it lacks the methods of each.
-    """
-    if _has(model, "config", "decode") and (_has(model, "logits", "new_cache") or _has(model, "encode", "output")):
-        return cast(Model, model)
-    raise ValueError(
-        "expected a fastformer.models.Transformer or GPT, a baseline.LSTMSeq2Seq, or a model with their methods, got "
-        f"{type(model).__name__}"
-    )
-
-
-def is_decoder_only(model: Model) -> TypeGuard[DecoderOnly]:
-    """True for a language model, whose inputs are prompts; False for what reads a source."""
-    return not _has(model, "encode")
-
-
-def is_recurrent(model: Model) -> TypeGuard[Recurrent]:
-    """True for what keeps a state and no cache."""
-    return not _has(model, "new_cache")
-
-
-def is_encoder_decoder(model: Model) -> TypeGuard[EncoderDecoder]:
-    """True for what reads a source and keeps a cache."""
-    return _has(model, "encode", "new_cache")
-
-
-def _has(model: object, *names: str) -> bool:
-    return all(hasattr(model, name) for name in names)
 
 
 def make_engine(

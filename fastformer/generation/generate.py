@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from fastformer.generation.engine import Model, as_model, is_decoder_only, make_engine
+from fastformer.generation.decoders import Model, as_model, device_of, is_decoder_only
+from fastformer.generation.engine import make_engine
 from fastformer.generation.inputs import TokenIds, as_batch, left_padded, right_padded
 from fastformer.generation.processors import Processing
 from fastformer.generation.search import Sampling, beam_search, choose_rows
@@ -205,12 +206,6 @@ def most_new_tokens(model: Model, seqlen: int, settings: GenerationSettings, wid
                 f"expected {name} of at most {room}{behind}, for the model's max_len is {max_len}; got {value}"
             )
     return wanted or max(default, least)
-
-
-def device_of(model: Model) -> torch.device:
-    """Where a model's first parameter is; the CPU where there is none."""
-    parameter = next(model.parameters(), None) if isinstance(model, nn.Module) else None
-    return torch.device("cpu") if parameter is None else parameter.device
 
 
 def new_generator(settings: GenerationSettings, device: torch.device) -> torch.Generator | None:

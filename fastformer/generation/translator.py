@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import logging
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -13,18 +12,17 @@ from typing import Any, Literal, NamedTuple, Protocol, overload
 import torch
 from torch import Tensor, nn
 
-from fastformer.generation.engine import Model, as_model, bytes_per_source
-from fastformer.generation.generate import device_of, most_new_tokens, new_generator, search
+from fastformer.generation.bad_texts import BadTexts, TextError
+from fastformer.generation.decoders import Model, as_model, device_of
+from fastformer.generation.engine import bytes_per_source
+from fastformer.generation.generate import most_new_tokens, new_generator, search
 from fastformer.generation.inputs import pad
 from fastformer.generation.settings import GenerationSettings
 from fastformer.nn import SequenceLayout
 
-logger = logging.getLogger("fastformer")
-
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 READ_AHEAD = 1000  # texts of a stream that are sorted by length together
 _CPU_BATCH_BYTES = 512 * 2**20
-_SHOWN_SKIPS = 10  # warnings; a file of another encoding would fill the screen
 
 
 class TextCodec(Protocol):
@@ -48,49 +46,6 @@ class Scored(NamedTuple):
 
     text: str
     score: float
-
-
-class TextError(ValueError):
-    """A text that can't be translated.
-
-    Attributes:
-        is_long: whether the reason is its length.
-    """
-
-    def __init__(self, message: str, *, is_long: bool = False) -> None:
-        super().__init__(message)
-        self.is_long = is_long
-
-
-class BadTexts:
-    """What becomes of texts that can't be translated.
-
-    Args:
-        on_error: "stop" raises the first error; "skip" logs a warning and leaves the answer empty.
-        skip_long: skip what is only too long, whatever on_error says.
-
-    Attributes:
-        skipped: how many were skipped.
-    """
-
-    def __init__(self, on_error: str = "stop", skip_long: bool = False) -> None:
-        if on_error not in ("stop", "skip"):
-            raise ValueError(f"expected on_error to be 'stop' or 'skip', got {on_error!r}")
-        self.on_error, self.skip_long, self.skipped = on_error, skip_long, 0
-
-    def meet(self, error: TextError) -> None:
-        """Raises the error, or skips its text."""
-        if self.on_error != "skip" and not (self.skip_long and error.is_long):
-            advice = "skip_long or on_error skip leaves" if error.is_long else "on_error skip leaves"
-            raise TextError(f"{error}; {advice} its translation empty", is_long=error.is_long) from error
-        self.skipped += 1
-        if self.skipped <= _SHOWN_SKIPS:
-            logger.warning("skipped %s", error)
-
-    def report(self, total: int) -> None:
-        """Says at the end how many were skipped, if any were."""
-        if self.skipped:
-            logger.warning("skipped %s of %s texts; their translations are empty", f"{self.skipped:,}", f"{total:,}")
 
 
 class Translator:
