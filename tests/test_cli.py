@@ -207,3 +207,19 @@ def test_libraries_are_quiet_and_our_own_words_are_not(monkeypatch, capsys) -> N
     monkeypatch.setattr(logging.getLogger(), "level", logging.WARNING)
     assert main(["doctor"]) == 0
     assert capsys.readouterr().err == "left out 3 examples\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "given"),
+    [
+        (["--skip-bad-lines", "--steps", "3"], {"skip_bad_lines": True, "steps": 3}),
+        (["--steps", "3", "--skip_bad_lines"], {"skip_bad_lines": True, "steps": 3}),
+        (["--skip_bad_lines", "false"], {"skip_bad_lines": False}),
+        (["--skip_bad_lines=true"], {"skip_bad_lines": True}),
+    ],
+)
+def test_a_setting_that_is_a_switch_may_stand_alone(words, given) -> None:
+    from fastformer.commands import train
+    from fastformer.commands._parsing import parse
+
+    assert parse(train, "train", ["run", *words]) == {"run": "run", **given}

@@ -87,7 +87,7 @@ def _add_signature(parser: ArgumentParser, function: Callable[..., Any]) -> dict
             parser.add_argument(p.name, type=hints[p.name], nargs="?", default=p.default, help=texts[p.name])
         elif p.name in switches:
             parser.add_argument(f"--{p.name}", action="store_true", help=texts[p.name])
-    return {p.name: hints[p.name] for p in parameters}
+    return {p.name: None if p.name in switches else hints[p.name] for p in parameters}  # a switch takes no value
 
 
 def _spelled_out(words: Sequence[str], short: Mapping[str, str]) -> list[str]:
@@ -102,10 +102,11 @@ def _spelled_out(words: Sequence[str], short: Mapping[str, str]) -> list[str]:
 
 
 def _with_values(words: Sequence[str], hints: Mapping[str, Any]) -> list[str]:
-    """A flag that is a switch and takes a word too (`--resume`, `--resume auto`) gets its value: true, if alone."""
+    """A flag that may stand alone or before a word (`--resume`, `--resume auto`, `--skip_bad_lines`, `--skip_bad_lines
+    false`) gets its value: true, if alone."""
     words = list(words)
     for name, hint in hints.items():
-        if bool not in get_args(hint) or not choices(hint):
+        if hint is not bool and (bool not in get_args(hint) or not choices(hint)):
             continue
         for i, word in enumerate(words):
             if word == f"--{name}":
