@@ -3,32 +3,29 @@
 //   s = dropout(x) + residual,   y = (s - mean) * rstd * weight + bias
 //
 // A row is read once and stays in the cache between the sum, the two-step variance and the output: forward moves
-// x, residual, s, y once each; backward reads dy, ds, s once and writes dx, dresidual once. Statistics are fp32 (fp64 for
-// fp64). dweight and dbias are summed in blocks of rows whose number does not depend on the number of threads, so the
-// result is the same whatever the machine runs them with.
+// x, residual, s, y once each; backward reads dy, ds, s once and writes dx, dresidual once. Statistics are fp32 (fp64
+// for fp64). dweight and dbias are summed in blocks of rows whose number does not depend on the number of threads, so
+// the result is the same whatever the machine runs them with.
 
-#include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <torch/library.h>
 
 #include <optional>
-#include <utility>
 #include <vector>
 
+#include "dispatch.h"
+#include "parallel.h"
 #include "philox.h"
-#include "simd.h"
+#include "rows.h"
 
 namespace fastformer {
 namespace {
 
 using at::Tensor;
 
-constexpr int64_t kSerialElements = 1 << 15;  // below this much work a second thread costs more than it gives
 constexpr int64_t kGroup = 16;  // rows summed before the sum is added to the block's: long fp32 sums lose digits
-
-int64_t grain(int64_t dim) { return std::max<int64_t>(1, kSerialElements / std::max<int64_t>(dim, 1)); }
 
 // The vector of a parameter in the accumulation type; `absent` throughout where there is none.
 template <typename acc>
@@ -36,45 +33,6 @@ std::vector<acc> widened(const std::optional<Tensor>& parameter, int64_t dim, ac
   if (!parameter.has_value()) return std::vector<acc>(dim, absent);
   const Tensor flat = parameter->to(c10::CppTypeToScalarType<acc>::value).contiguous();
   return {flat.const_data_ptr<acc>(), flat.const_data_ptr<acc>() + flat.numel()};
-}
-
-// The rows are functions of their own, not closures: vectors are stored through pointers that may alias anything, so what a
-// closure holds would be read again after each store.
-
-// x, residual -> s, y of one row; returns mean and rstd. Compiled once for each way to read a row: a test in the inner loop
-// costs as much as the arithmetic there.
-template <bool kDropout, bool kResidual, typename T, typename R, typename acc>
-std::pair<acc, acc> forward_row(const T* x, const R* residual, const acc* keep, const acc* w, const acc* b, acc eps,
-                                bool rms_norm, int64_t dim, R* s, T* y) {
-  using V = Vec<acc>;
-  constexpr bool kSum = kDropout || kResidual;
-  // What is normalised, as it is kept: rounded, and in the first-level cache by then.
-  const auto kept = [=](int64_t c, int64_t n) {
-    if constexpr (kSum) return V::load(s + c, n);
-    else return V::load(x + c, n);
-  };
-  const V sum = sum_vecs<acc>(dim, [=](int64_t c, int64_t n) {
-    __builtin_prefetch(x + dim + c);  // the next row, while there is arithmetic to do; a store would wait for its line, too
-    if constexpr (kResidual) __builtin_prefetch(residual + dim + c);
-    V v = V::load(x + c, n);
-    if constexpr (kDropout) v = v * V::load(keep + c, n);
-    if constexpr (kResidual) v = v + V::load(residual + c, n);
-    if constexpr (kSum) v.store(s + c, n);
-    if constexpr (kSum && !std::is_same_v<R, acc>) v = kept(c, n);
-    return v;
-  });
-  const acc mean = rms_norm ? acc(0) : sum.sum() / static_cast<acc>(dim);
-  const V square = sum_vecs<acc>(dim, [=](int64_t c, int64_t n) {
-    if constexpr (kSum) __builtin_prefetch(s + dim + c, 1);
-    __builtin_prefetch(y + dim + c, 1);
-    const V d = (kept(c, n) - V(mean)).first_lanes(n);
-    return d * d;
-  });
-  const acc rstd = acc(1) / std::sqrt(square.sum() / static_cast<acc>(dim) + eps);
-  for_each_vec<acc>(dim, [=](int64_t c, int64_t n) {
-    fmadd((kept(c, n) - V(mean)) * V(rstd), V::load(w + c, n), V::load(b + c, n)).store(y + c, n);
-  });
-  return {mean, rstd};
 }
 
 template <typename T, typename R>
@@ -95,14 +53,14 @@ void forward(const Tensor& x, const std::optional<Tensor>& residual, const std::
     std::vector<acc> keep(kDropout ? dim + Dropout::kDecisions : 0);
     for (int64_t r = begin; r < end; ++r) {
       if constexpr (kDropout) dropout.multipliers(r, 0, 0, dim, keep.data());
-      const auto [mu, inverse] = forward_row<kDropout, kResidual>(
-          xp + r * dim, rp + (kResidual ? r * dim : 0), keep.data(), w.data(), b.data(), static_cast<acc>(eps), rms_norm,
-          dim, sp + (kDropout || kResidual ? r * dim : 0), yp + r * dim);
+      const auto [mu, inverse] = normalise_row<kDropout, kResidual>(
+          xp + r * dim, rp + (kResidual ? r * dim : 0), keep.data(), w.data(), b.data(), static_cast<acc>(eps),
+          rms_norm, dim, sp + (kDropout || kResidual ? r * dim : 0), yp + r * dim);
       if (mp) mp[r] = mu;
       rstdp[r] = inverse;
     }
   };
-  at::parallel_for(0, rows, grain(dim), [&](int64_t begin, int64_t end) {
+  for_row_ranges(rows, dim, [&](int64_t begin, int64_t end) {
     if (dropout.on) {
       if (rp) normalise_rows.template operator()<true, true>(begin, end);
       else normalise_rows.template operator()<true, false>(begin, end);
@@ -113,11 +71,11 @@ void forward(const Tensor& x, const std::optional<Tensor>& residual, const std::
   });
 }
 
-// dy, ds, s -> dx (and dresidual, where it is not the same) of one row; adds the row to dw and db. `keep` and ds are null
-// where there are none.
+// dy, ds, s -> dx (and dresidual, where it is not the same) of one row; adds the row to dw and db. `keep` and ds are
+// null where there are none.
 template <bool kDropout, bool kStream, typename T, typename R, typename acc>
-void backward_row(const T* dy, const R* ds, const R* s, const acc* keep, const acc* w, acc mean, acc rstd, bool rms_norm,
-                  int64_t dim, acc* dw, acc* db, T* dx, R* dresidual) {
+void backward_row(const T* dy, const R* ds, const R* s, const acc* keep, const acc* w, acc mean, acc rstd,
+                  bool rms_norm, int64_t dim, acc* dw, acc* db, T* dx, R* dresidual) {
   using V = Vec<acc>;
   const V mu(mean), inverse(rstd);
   V sum(acc(0)), dot(acc(0));
@@ -161,16 +119,16 @@ void backward(const Tensor& dy, const std::optional<Tensor>& dresidual_out, cons
   // Blocks of rows, as many whatever the number of threads: their partial sums are added in order below.
   const int64_t block = std::max<int64_t>(64, (rows + 63) / 64), blocks = (rows + block - 1) / block;
   std::vector<acc> partial(blocks * 2 * dim, acc(0));
-  const auto differentiate_blocks = [&]<bool kDropout, bool kStream>(int64_t begin, int64_t end) {
+  const auto differentiate_blocks = [&]<bool kDropout, bool kStream>(auto next) {
     std::vector<acc> keep(kDropout ? dim + Dropout::kDecisions : 0), group(2 * dim, acc(0));
-    for (int64_t i = begin; i < end; ++i) {
+    for (int64_t i = next(); i < blocks; i = next()) {
       acc* sums = partial.data() + i * 2 * dim;
       const int64_t first = i * block, last = std::min(rows, first + block);
       for (int64_t r = first; r < last; ++r) {
         if constexpr (kDropout) dropout.multipliers(r, 0, 0, dim, keep.data());
-        backward_row<kDropout, kStream>(dyp + r * dim, dsp + (kStream ? r * dim : 0), sp + r * dim, keep.data(), w.data(),
-                                        mp ? mp[r] : acc(0), rstdp[r], rms_norm, dim, group.data(), group.data() + dim,
-                                        dxp + r * dim, drp ? drp + r * dim : nullptr);
+        backward_row<kDropout, kStream>(dyp + r * dim, dsp + (kStream ? r * dim : 0), sp + r * dim, keep.data(),
+                                        w.data(), mp ? mp[r] : acc(0), rstdp[r], rms_norm, dim, group.data(),
+                                        group.data() + dim, dxp + r * dim, drp ? drp + r * dim : nullptr);
         if ((r - first) % kGroup == kGroup - 1 || r == last - 1) {
           for (int64_t c = 0; c < 2 * dim; ++c) {
             sums[c] += group[c];
@@ -180,13 +138,13 @@ void backward(const Tensor& dy, const std::optional<Tensor>& dresidual_out, cons
       }
     }
   };
-  at::parallel_for(0, blocks, std::max<int64_t>(1, grain(dim) / block), [&](int64_t begin, int64_t end) {
+  for_each_worker(blocks, rows * dim > kSerialElements, [&](auto next) {
     if (dropout.on) {
-      if (dsp) differentiate_blocks.template operator()<true, true>(begin, end);
-      else differentiate_blocks.template operator()<true, false>(begin, end);
+      if (dsp) differentiate_blocks.template operator()<true, true>(next);
+      else differentiate_blocks.template operator()<true, false>(next);
     } else {
-      if (dsp) differentiate_blocks.template operator()<false, true>(begin, end);
-      else differentiate_blocks.template operator()<false, false>(begin, end);
+      if (dsp) differentiate_blocks.template operator()<false, true>(next);
+      else differentiate_blocks.template operator()<false, false>(next);
     }
   });
   for (int64_t i = 1; i < blocks; ++i)
@@ -201,14 +159,12 @@ void backward(const Tensor& dy, const std::optional<Tensor>& dresidual_out, cons
   finish(dbias, dim);
 }
 
-// Calls f<T, R>() for the dtypes of x and of the residual stream.
+// f.operator()<T, R>() for the dtypes of x and of the residual stream: the same one, or an fp32 stream beside bf16.
 template <typename F>
-void dispatch(at::ScalarType x, at::ScalarType stream, F&& f) {
-  if (x == at::kDouble && stream == at::kDouble) return f.template operator()<double, double>();
-  if (x == at::kFloat && stream == at::kFloat) return f.template operator()<float, float>();
-  if (x == at::kBFloat16 && stream == at::kBFloat16) return f.template operator()<bfloat16, bfloat16>();
+void dispatch_with_stream(at::ScalarType x, at::ScalarType stream, F&& f) {
   if (x == at::kBFloat16 && stream == at::kFloat) return f.template operator()<bfloat16, float>();
-  TORCH_CHECK(false, "add_layer_norm: no C++ code for x ", x, " with residual ", stream);
+  TORCH_CHECK(x == stream, "add_layer_norm: no C++ code for x ", x, " with residual ", stream);
+  dispatch(x, "add_layer_norm", [&]<typename T>() { f.template operator()<T, T>(); });
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> add_layer_norm_fwd(
@@ -221,21 +177,23 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> add_layer_norm_fwd(
   TORCH_CHECK(!residual || residual->sizes() == x.sizes(), "residual and x differ in shape");
   const Dropout dropout(dropout_p, dropout_seed);
   const at::ScalarType stream = residual ? residual->scalar_type() : x.scalar_type();
-  const auto statistics = x.options().dtype(x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat);
+  const auto statistics = x.options().dtype(accumulation_dtype(x.scalar_type()));
   const int64_t rows = x.size(-1) == 0 ? 0 : x.numel() / x.size(-1);
   Tensor y = at::empty(x.sizes(), x.options());
   Tensor s = residual || dropout.on ? at::empty(x.sizes(), x.options().dtype(stream)) : at::empty({0}, x.options());
   Tensor mean = at::empty({rms_norm ? 0 : rows}, statistics), rstd = at::empty({rows}, statistics);
-  dispatch(x.scalar_type(), stream, [&]<typename T, typename R>() {
+  dispatch_with_stream(x.scalar_type(), stream, [&]<typename T, typename R>() {
     forward<T, R>(x, residual, weight, bias, eps, dropout, rms_norm, y, s, mean, rstd);
   });
   return {y, s, mean, rstd};
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> add_layer_norm_bwd(
-    const Tensor& dy_in, const std::optional<Tensor>& dresidual_out_in, const Tensor& s_in,
-    const std::optional<Tensor>& weight, const Tensor& mean, const Tensor& rstd, double dropout_p,
-    const std::optional<Tensor>& dropout_seed, bool rms_norm, bool has_bias, at::ScalarType x_dtype) {
+std::tuple<Tensor, Tensor, Tensor, Tensor> add_layer_norm_bwd(const Tensor& dy_in,
+                                                              const std::optional<Tensor>& dresidual_out_in,
+                                                              const Tensor& s_in, const std::optional<Tensor>& weight,
+                                                              const Tensor& mean, const Tensor& rstd, double dropout_p,
+                                                              const std::optional<Tensor>& dropout_seed, bool rms_norm,
+                                                              bool has_bias, at::ScalarType x_dtype) {
   const Tensor dy = dy_in.contiguous(), s = s_in.contiguous();
   const std::optional<Tensor> dresidual_out =
       dresidual_out_in.has_value() ? std::make_optional(dresidual_out_in->contiguous()) : std::nullopt;
@@ -246,8 +204,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> add_layer_norm_bwd(
   const auto parameter = weight.has_value() ? weight->options() : s.options();
   Tensor dx = at::empty(s.sizes(), s.options().dtype(x_dtype));
   Tensor dresidual = same ? at::empty({0}, s.options()) : at::empty(s.sizes(), s.options());
-  Tensor dweight = at::empty({weight.has_value() ? dim : 0}, parameter), dbias = at::empty({has_bias ? dim : 0}, parameter);
-  dispatch(x_dtype, s.scalar_type(), [&]<typename T, typename R>() {
+  Tensor dweight = at::empty({weight.has_value() ? dim : 0}, parameter),
+         dbias = at::empty({has_bias ? dim : 0}, parameter);
+  dispatch_with_stream(x_dtype, s.scalar_type(), [&]<typename T, typename R>() {
     backward<T, R>(dy, dresidual_out, s, weight, mean, rstd, dropout, rms_norm, dx, dresidual, dweight, dbias);
   });
   return {dx, dresidual, dweight, dbias};

@@ -3,9 +3,9 @@
 //   out = softmax(q k^T * scale + mask) v,   lse = log sum exp of the scores
 //
 // A task is a block of queries of one head. It walks the key blocks that its rows can see and no others: the loop bound
-// is the mask, so causal attention does half the work and a window of r does O(r n). Inside a block a row's visible keys
-// are an interval, and nothing outside of it is exponentiated. Keys and values of a head are packed once (O(n d) scratch)
-// for all its query blocks and, with grouped heads, for all heads of the group.
+// is the mask, so causal attention does half the work and a window of r does O(r n). Inside a block a row's visible
+// keys are an interval, and nothing outside of it is exponentiated. Keys and values of a head are packed once (O(n d)
+// scratch) for all its query blocks and, with grouped heads, for all heads of the group.
 //
 // Per block of (m, n) scores: 4 m n head_dim FLOPs in two products, about 12 vector instructions per 16 scores for the
 // softmax. Scores, statistics and the output accumulate in fp32 (fp64 for fp64); bf16 probabilities are rounded for the
@@ -62,10 +62,9 @@ Problem Problem::packed(const Tensor& q, const Tensor& k, const Tensor& cu_seqle
 
 namespace {
 
-constexpr int64_t kQueries = 64;   // rows of a task
-constexpr int64_t kKeys = 128;     // columns of a block of scores: 64 x 128 floats stay in the first-level cache
+constexpr int64_t kQueries = 64;  // rows of a task
+constexpr int64_t kKeys = 128;    // columns of a block of scores: 64 x 128 floats stay in the first-level cache
 constexpr double kLn2 = 0.6931471805599453;
-constexpr int64_t kSerialElements = 1 << 16;  // below this much work a second thread costs more than it gives
 
 // K^T and V of every (batch, kv head), packed.
 template <typename T>
@@ -83,7 +82,7 @@ struct PackedKV {
         total += packed_size<T>(head_dim, s.keys) + packed_size<T>(s.keys, head_dim);
       }
     storage = Buffer<T>(total);
-    run_tasks(p.batch * num_kv_heads, total > kSerialElements, [&](int64_t task) {
+    for_each_task(p.batch * num_kv_heads, total > 2 * kSerialElements, [&](int64_t task) {
       const int64_t b = task / num_kv_heads, h = task % num_kv_heads;
       const Sequence& s = p.sequences[b];
       T* to = storage.data() + start[task];
@@ -107,8 +106,12 @@ struct Tile {
   std::vector<T> probabilities;  // of bf16; other types use `scores` itself
 
   explicit Tile(int64_t head_dim)
-      : scores(kQueries * kKeys), out(kQueries * head_dim), keep(kKeys + Dropout::kDecisions), row_max(kQueries),
-        row_sum(kQueries), probabilities(std::is_same_v<T, acc> ? 0 : kQueries * kKeys) {}
+      : scores(kQueries * kKeys),
+        out(kQueries * head_dim),
+        keep(kKeys + Dropout::kDecisions),
+        row_max(kQueries),
+        row_sum(kQueries),
+        probabilities(std::is_same_v<T, acc> ? 0 : kQueries * kKeys) {}
 };
 
 // Turns a row's scores into probabilities relative to its running maximum. Returns the factor for what came before.
@@ -118,7 +121,8 @@ acc_t<T> softmax_row(const Problem& p, const Mask& mask, const Sequence& s, int6
   using acc = acc_t<T>;
   using V = Vec<acc>;
   Interval seen = p.keys_of(s, i);
-  const int64_t begin = std::clamp<int64_t>(seen.begin - j, 0, width), end = std::clamp<int64_t>(seen.end - j, begin, width);
+  const int64_t begin = std::clamp<int64_t>(seen.begin - j, 0, width),
+                end = std::clamp<int64_t>(seen.end - j, begin, width);
   const acc scale = p.scale2<acc>();
   acc largest = -std::numeric_limits<acc>::infinity();
   if (mask.on) {
@@ -170,36 +174,37 @@ void attend(const Problem& p, const Mask& mask, const Rows<const T>& q, const Pa
   for (int64_t j = seen.begin / kPanel * kPanel; j < seen.end; j += kKeys) {
     const int64_t width = std::min(kKeys, seen.end - j);
     acc* scores = tile.scores.data();
-    gemm<T>(rows, round_up(width, kPanel), dim, q.at(b, s.q_start + first, h), q.stride, kv.keys(b, kv_head, j), scores, kKeys,
-            false);
+    gemm<T>(rows, round_up(width, kPanel), dim, q.at(b, s.q_start + first, h), q.stride, kv.keys(b, kv_head, j), scores,
+            kKeys, false);
     T* probabilities;
     if constexpr (std::is_same_v<T, acc>) probabilities = scores;
     else probabilities = tile.probabilities.data();
     for (int64_t r = 0; r < rows; ++r) {
-      const acc rescale = softmax_row<T>(p, mask, s, b, h, first + r, j, width, scores + r * kKeys, probabilities + r * kKeys,
-                                         tile.keep.data(), tile.row_max[r], tile.row_sum[r]);
+      const acc rescale = softmax_row<T>(p, mask, s, b, h, first + r, j, width, scores + r * kKeys,
+                                         probabilities + r * kKeys, tile.keep.data(), tile.row_max[r], tile.row_sum[r]);
       if (rescale != acc(1))
         for_each_vec<acc>(dim, [&](int64_t c, int64_t n) {
           acc* to = tile.out.data() + r * dim + c;
           (V::load(to, n) * V(rescale)).store(to, n);
         });
     }
-    gemm<T>(rows, dim, round_up(width, kPair<T>), probabilities, kKeys, kv.values(s, b, kv_head, j), tile.out.data(), dim, true,
-            s.keys);
+    gemm<T>(rows, dim, round_up(width, kPair<T>), probabilities, kKeys, kv.values(s, b, kv_head, j), tile.out.data(),
+            dim, true, s.keys);
   }
   for (int64_t r = 0; r < rows; ++r) {
     const acc sum = tile.row_sum[r];
     const V inverse(sum == 0 ? acc(0) : acc(1) / sum);  // 0: a row that sees nothing; a NaN stays
     T* to = out.at(b, s.q_start + first + r, h);
-    for_each_vec<acc>(dim, [&](int64_t c, int64_t n) { (V::load(tile.out.data() + r * dim + c, n) * inverse).store(to + c, n); });
+    for_each_vec<acc>(
+        dim, [&](int64_t c, int64_t n) { (V::load(tile.out.data() + r * dim + c, n) * inverse).store(to + c, n); });
     lse[s.lse_start + h * p.lse_head_stride + first + r] =
         sum == 0 ? -std::numeric_limits<acc>::infinity() : (tile.row_max[r] + std::log2(sum)) * static_cast<acc>(kLn2);
   }
 }
 
 template <typename T>
-void forward(const Problem& p, const OptionalTensor& attn_mask, const Tensor& q, const Tensor& k, const Tensor& v, Tensor& out,
-             Tensor& lse) {
+void forward(const Problem& p, const OptionalTensor& attn_mask, const Tensor& q, const Tensor& k, const Tensor& v,
+             Tensor& out, Tensor& lse) {
   const Mask mask(attn_mask, lse.scalar_type());
   const Rows<const T> q_rows(q);
   const Rows<T> out_rows(out);
@@ -219,7 +224,7 @@ void forward(const Problem& p, const OptionalTensor& attn_mask, const Tensor& q,
       for (int64_t first = (s.seqlen_q - 1) / kQueries * kQueries; first >= 0 && s.seqlen_q > 0; first -= kQueries)
         tasks.push_back({b, h, first});
     }
-  run_tasks(static_cast<int64_t>(tasks.size()), scores > kSerialElements / 4, [&](int64_t task) {
+  for_each_task(static_cast<int64_t>(tasks.size()), scores > kSerialScores, [&](int64_t task) {
     thread_local std::optional<Tile<T>> tile;
     if (!tile || static_cast<int64_t>(tile->out.size()) != kQueries * p.head_dim) tile.emplace(p.head_dim);
     const auto [b, h, first] = tasks[task];
@@ -229,41 +234,39 @@ void forward(const Problem& p, const OptionalTensor& attn_mask, const Tensor& q,
 
 }  // namespace
 
-void attention_forward(const Problem& p, const OptionalTensor& attn_mask, const Tensor& q, const Tensor& k, const Tensor& v,
-                       Tensor& out, Tensor& lse) {
-  switch (q.scalar_type()) {
-    case at::kDouble: forward<double>(p, attn_mask, q, k, v, out, lse); break;
-    case at::kFloat: forward<float>(p, attn_mask, q, k, v, out, lse); break;
-    case at::kBFloat16: forward<bfloat16>(p, attn_mask, q, k, v, out, lse); break;
-    default: TORCH_CHECK(false, "attention: no C++ code for ", q.scalar_type());
-  }
+void attention_forward(const Problem& p, const OptionalTensor& attn_mask, const Tensor& q, const Tensor& k,
+                       const Tensor& v, Tensor& out, Tensor& lse) {
+  dispatch(q.scalar_type(), "attention", [&]<typename T>() { forward<T>(p, attn_mask, q, k, v, out, lse); });
 }
 
 namespace {
 
-std::tuple<Tensor, Tensor> run(const Problem& p, const OptionalTensor& attn_mask, const Tensor& q_in, const Tensor& k_in,
-                               const Tensor& v_in, at::IntArrayRef lse_shape) {
+std::tuple<Tensor, Tensor> run(const Problem& p, const OptionalTensor& attn_mask, const Tensor& q_in,
+                               const Tensor& k_in, const Tensor& v_in, at::IntArrayRef lse_shape) {
   const Tensor q = rows_of(q_in), k = rows_of(k_in), v = rows_of(v_in);
-  const auto statistics = q.options().dtype(q.scalar_type() == at::kDouble ? at::kDouble : at::kFloat);
+  const auto statistics = q.options().dtype(accumulation_dtype(q.scalar_type()));
   Tensor out = empty_rows(q, p.used_q), lse = at::empty(lse_shape, statistics);
-  if (p.used_q < q.size(0)) lse.narrow(-1, p.used_q, q.size(0) - p.used_q).fill_(-std::numeric_limits<double>::infinity());
+  if (p.used_q < q.size(0))
+    lse.narrow(-1, p.used_q, q.size(0) - p.used_q).fill_(-std::numeric_limits<double>::infinity());
   attention_forward(p, attn_mask, q, k, v, out, lse);
   return {out, lse};
 }
 
-std::tuple<Tensor, Tensor> attention_fwd(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& attn_mask,
-                                         const OptionalTensor& seqlens_k, double softmax_scale,
-                                         std::optional<int64_t> window_left, std::optional<int64_t> window_right,
-                                         double dropout_p, const OptionalTensor& dropout_seed) {
+std::tuple<Tensor, Tensor> attention_fwd(const Tensor& q, const Tensor& k, const Tensor& v,
+                                         const OptionalTensor& attn_mask, const OptionalTensor& seqlens_k,
+                                         double softmax_scale, std::optional<int64_t> window_left,
+                                         std::optional<int64_t> window_right, double dropout_p,
+                                         const OptionalTensor& dropout_seed) {
   Problem p = Problem::dense(q, k, seqlens_k);
   p.set_options(softmax_scale, window_left, window_right, dropout_p, dropout_seed);
   return run(p, attn_mask, q, k, v, {q.size(0), q.size(2), q.size(1)});
 }
 
-std::tuple<Tensor, Tensor> varlen_attention_fwd(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& cu_seqlens_q,
-                                                const Tensor& cu_seqlens_k, int64_t, int64_t, double softmax_scale,
-                                                std::optional<int64_t> window_left, std::optional<int64_t> window_right,
-                                                double dropout_p, const OptionalTensor& dropout_seed) {
+std::tuple<Tensor, Tensor> varlen_attention_fwd(const Tensor& q, const Tensor& k, const Tensor& v,
+                                                const Tensor& cu_seqlens_q, const Tensor& cu_seqlens_k, int64_t,
+                                                int64_t, double softmax_scale, std::optional<int64_t> window_left,
+                                                std::optional<int64_t> window_right, double dropout_p,
+                                                const OptionalTensor& dropout_seed) {
   Problem p = Problem::packed(q, k, cu_seqlens_q, cu_seqlens_k);
   p.set_options(softmax_scale, window_left, window_right, dropout_p, dropout_seed);
   return run(p, std::nullopt, q, k, v, {q.size(1), q.size(0)});
@@ -277,7 +280,8 @@ TORCH_LIBRARY_FRAGMENT(fastformer_cpp, m) {
       "int? window_left, int? window_right, float dropout_p, Tensor? dropout_seed) -> (Tensor, Tensor)");
   m.def(
       "varlen_attention_fwd(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, int max_seqlen_q, "
-      "int max_seqlen_k, float softmax_scale, int? window_left, int? window_right, float dropout_p, Tensor? dropout_seed) "
+      "int max_seqlen_k, float softmax_scale, int? window_left, int? window_right, float dropout_p, Tensor? "
+      "dropout_seed) "
       "-> (Tensor, Tensor)");
 }
 

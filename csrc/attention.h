@@ -2,15 +2,17 @@
 
 #pragma once
 
-#include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 
-#include <atomic>
 #include <optional>
 #include <vector>
 
+#include "buffer.h"
+#include "dispatch.h"
 #include "gemm.h"
+#include "indices.h"
+#include "parallel.h"
 #include "philox.h"
 #include "simd.h"
 
@@ -18,6 +20,8 @@ namespace fastformer {
 
 using at::Tensor;
 using OptionalTensor = std::optional<Tensor>;
+
+constexpr int64_t kSerialScores = 1 << 14;  // below this many a second thread costs more than it gives
 
 // One sequence of the batch. Rows are counted in the tensor's own row stride from its own start.
 struct Sequence {
@@ -49,15 +53,6 @@ struct Rows {
   }
 };
 
-// The elements of a small vector of integers, whatever its stride: lengths may be a column of something larger.
-template <typename I>
-std::vector<I> integers(const Tensor& t) {
-  std::vector<I> elements(t.numel());
-  const I* from = t.const_data_ptr<I>();
-  for (int64_t i = 0; i < t.numel(); ++i) elements[i] = from[i * t.stride(0)];
-  return elements;
-}
-
 // A tensor shaped like t that a kernel writes up to row `used` of the first dimension; what lies beyond is zero.
 inline Tensor empty_rows(const Tensor& t, int64_t used) {
   Tensor rows = at::empty(t.sizes(), t.options());
@@ -80,7 +75,8 @@ struct Mask {
   int64_t offset(int64_t b, int64_t h, int64_t i, int64_t j) const {
     return b * strides[0] + h * strides[1] + i * strides[2] + j * strides[3];
   }
-  // x * factor under the mask, where the result is in units of 1 / unit. What is not allowed is -inf whatever x is, NaN too.
+  // x * factor under the mask, where the result is in units of 1 / unit. What is not allowed is -inf whatever x is, NaN
+  // too.
   template <typename acc>
   acc applied(acc x, acc factor, acc unit, int64_t at) const {
     if (allowed) return allowed[at] ? x * factor : -std::numeric_limits<acc>::infinity();
@@ -130,23 +126,7 @@ struct Problem {
 };
 
 // The forward pass over a problem; lse (fp32, or fp64 for fp64) and out are written. In attention.cpp.
-void attention_forward(const Problem& p, const OptionalTensor& attn_mask, const Tensor& q, const Tensor& k, const Tensor& v,
-                       Tensor& out, Tensor& lse);
-
-// Runs work(0), ..., work(n - 1), each once, handed out one by one: causal tasks differ in length.
-template <typename F>
-void run_tasks(int64_t n, bool parallel, F&& work) {
-  if (!parallel || n <= 1) {
-    for (int64_t i = 0; i < n; ++i) work(i);
-    gemm_release();
-    return;
-  }
-  std::atomic<int64_t> next{0};
-  const int64_t threads = std::min<int64_t>(n, at::get_num_threads());
-  at::parallel_for(0, threads, 1, [&](int64_t, int64_t) {
-    for (int64_t i = next.fetch_add(1); i < n; i = next.fetch_add(1)) work(i);
-    gemm_release();
-  });
-}
+void attention_forward(const Problem& p, const OptionalTensor& attn_mask, const Tensor& q, const Tensor& k,
+                       const Tensor& v, Tensor& out, Tensor& lse);
 
 }  // namespace fastformer

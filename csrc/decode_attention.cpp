@@ -6,16 +6,16 @@
 // its group, as dot products, and the values once as a weighted sum. Statistics and sums are fp32 (fp64 for fp64). From
 // kBlocked queries on the products decide, and the blocked kernel of attention.cpp does the work.
 
-#include "attention.h"
-
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
+
+#include "attention.h"
+#include "rows.h"
 
 namespace fastformer {
 namespace {
 
 constexpr int64_t kBlocked = 16;
-constexpr int64_t kSerialElements = 1 << 15;  // of K read; below this a second thread costs more than it gives
 
 template <typename T>
 void append(const Tensor& cache, const Tensor& fresh, const std::vector<int32_t>& seqlens) {
@@ -27,57 +27,6 @@ void append(const Tensor& cache, const Tensor& fresh, const std::vector<int32_t>
         std::memcpy(static_cast<void*>(to.at(b, seqlens[b] + i, h)), from.at(b, i, h), fresh.size(3) * sizeof(T));
 }
 
-// out += sum_j weight[j] * v[j], a few vectors of columns at a time so that the sums stay in registers.
-template <typename T>
-void weighted_sum(const acc_t<T>* weight, const T* v, int64_t stride, int64_t keys, int64_t dim, acc_t<T>* out) {
-  using V = Vec<acc_t<T>>;
-  constexpr int kVecs = 4;
-  int64_t c = 0;
-  for (; c + kVecs * V::size <= dim; c += kVecs * V::size) {
-    V sum[kVecs];
-    for (int u = 0; u < kVecs; ++u) sum[u] = V::load(out + c + u * V::size);
-    for (int64_t j = 0; j < keys; ++j)
-      for (int u = 0; u < kVecs; ++u) sum[u] = fmadd(V(weight[j]), V::load(v + j * stride + c + u * V::size), sum[u]);
-    for (int u = 0; u < kVecs; ++u) sum[u].store(out + c + u * V::size);
-  }
-  for (; c < dim; c += V::size) {
-    const int64_t n = std::min<int64_t>(V::size, dim - c);
-    V sum = V::load(out + c, n);
-    for (int64_t j = 0; j < keys; ++j) sum = fmadd(V(weight[j]), V::load(v + j * stride + c, n), sum);
-    sum.store(out + c, n);
-  }
-}
-
-// One query row against the keys [seen.begin, seen.end) of its kv head.
-template <typename T>
-void attend_row(const T* q, const T* k, const T* v, int64_t k_stride, int64_t v_stride, Interval seen, int64_t dim,
-                acc_t<T> scale2, std::vector<acc_t<T>>& scores, acc_t<T>* sum_out, T* out) {
-  using acc = acc_t<T>;
-  using V = Vec<acc>;
-  const int64_t keys = std::max<int64_t>(0, seen.end - seen.begin);
-  scores.resize(keys);
-  acc largest = -std::numeric_limits<acc>::infinity();
-  for (int64_t j = 0; j < keys; ++j) {
-    const T* row = k + (seen.begin + j) * k_stride;
-    V sum(acc(0));
-    for_each_vec<acc>(dim, [&](int64_t c, int64_t n) { sum = fmadd(V::load(q + c, n), V::load(row + c, n), sum); });
-    scores[j] = sum.sum() * scale2;
-    largest = std::max(largest, scores[j]);
-  }
-  const V shift(largest == -std::numeric_limits<acc>::infinity() ? acc(0) : largest);
-  V total(acc(0));
-  for_each_vec<acc>(keys, [&](int64_t j, int64_t n) {
-    const V e = exp2(V::load(scores.data() + j, n) - shift).first_lanes(n);
-    e.store(scores.data() + j, n);
-    total = total + e;
-  });
-  std::fill(sum_out, sum_out + dim, acc(0));
-  weighted_sum<T>(scores.data(), v + seen.begin * v_stride, v_stride, keys, dim, sum_out);
-  const acc sum = total.sum();
-  const V inverse(sum == 0 ? acc(0) : acc(1) / sum);  // 0: a row that sees nothing; a NaN stays
-  for_each_vec<acc>(dim, [&](int64_t c, int64_t n) { (V::load(sum_out + c, n) * inverse).store(out + c, n); });
-}
-
 template <typename T>
 void decode(const Problem& p, const Tensor& q, const Tensor& k_cache, const Tensor& v_cache, Tensor& out) {
   using acc = acc_t<T>;
@@ -86,21 +35,25 @@ void decode(const Problem& p, const Tensor& q, const Tensor& k_cache, const Tens
   const int64_t group = p.num_heads / p.num_kv_heads;
   int64_t elements = 0;
   for (const Sequence& s : p.sequences) elements += s.keys * p.num_kv_heads * p.head_dim;
-  run_tasks(p.batch * p.num_kv_heads, elements > kSerialElements, [&](int64_t task) {
+  for_each_task(p.batch * p.num_kv_heads, elements > kSerialElements, [&](int64_t task) {
     static thread_local std::vector<acc> scores, sum;
     const int64_t b = task / p.num_kv_heads, kv_head = task % p.num_kv_heads;
     const Sequence& s = p.sequences[b];
-    sum.resize(p.head_dim);
+    scores.resize(s.keys), sum.resize(p.head_dim);
     for (int64_t h = kv_head * group; h < (kv_head + 1) * group; ++h)
-      for (int64_t i = 0; i < s.seqlen_q; ++i)
-        attend_row<T>(q_rows.at(b, i, h), k_rows.at(s.k_batch, 0, kv_head), v_rows.at(s.k_batch, 0, kv_head), k_rows.stride,
-                      v_rows.stride, p.keys_of(s, i), p.head_dim, p.scale2<acc>(), scores, sum.data(), out_rows.at(b, i, h));
+      for (int64_t i = 0; i < s.seqlen_q; ++i) {
+        const Interval seen = p.keys_of(s, i);
+        attend_row<T>(q_rows.at(b, i, h), k_rows.at(s.k_batch, seen.begin, kv_head),
+                      v_rows.at(s.k_batch, seen.begin, kv_head), k_rows.stride, v_rows.stride,
+                      std::max<int64_t>(0, seen.end - seen.begin), p.head_dim, p.scale2<acc>(), scores.data(),
+                      sum.data(), out_rows.at(b, i, h));
+      }
   });
 }
 
-Tensor decode_attention(const Tensor& q_in, Tensor k_cache, Tensor v_cache, const Tensor& cache_seqlens, const OptionalTensor& k,
-                        const OptionalTensor& v, const OptionalTensor& cache_batch_idx, double softmax_scale, bool is_causal,
-                        std::optional<int64_t> window_left) {
+Tensor decode_attention(const Tensor& q_in, Tensor k_cache, Tensor v_cache, const Tensor& cache_seqlens,
+                        const OptionalTensor& k, const OptionalTensor& v, const OptionalTensor& cache_batch_idx,
+                        double softmax_scale, bool is_causal, std::optional<int64_t> window_left) {
   const Tensor q = rows_of(q_in);
   TORCH_CHECK(k_cache.stride(-1) == 1 && v_cache.stride(-1) == 1, "the caches must be contiguous in head_dim");
   const std::vector<int32_t> seqlens = integers<int32_t>(cache_seqlens);
@@ -113,25 +66,24 @@ Tensor decode_attention(const Tensor& q_in, Tensor k_cache, Tensor v_cache, cons
   p.used_q = q.size(0), p.used_k = k_cache.size(0);
   for (int64_t b = 0; b < p.batch; ++b) {
     const int64_t row = cache_batch_idx ? rows[b] : b;
-    TORCH_CHECK(row >= 0 && row < k_cache.size(0), "cache_batch_idx ", row, " is outside of a cache of ", k_cache.size(0), " rows");
+    TORCH_CHECK(row >= 0 && row < k_cache.size(0), "cache_batch_idx ", row, " is outside of a cache of ",
+                k_cache.size(0), " rows");
     const int64_t keys = seqlens[row] + fresh;
-    TORCH_CHECK(seqlens[row] >= 0 && keys <= k_cache.size(1), "a cache of ", k_cache.size(1), " positions can't hold ", keys);
+    TORCH_CHECK(seqlens[row] >= 0 && keys <= k_cache.size(1), "a cache of ", k_cache.size(1), " positions can't hold ",
+                keys);
     p.sequences.push_back({0, 0, q.size(1), keys, keys - q.size(1), b * p.num_heads * q.size(1), row});
   }
-  p.set_options(softmax_scale, window_left, is_causal ? std::make_optional<int64_t>(0) : std::nullopt, 0.0, std::nullopt);
+  p.set_options(softmax_scale, window_left, is_causal ? std::make_optional<int64_t>(0) : std::nullopt, 0.0,
+                std::nullopt);
   Tensor out = at::empty(q.sizes(), q.options());
   const auto run = [&]<typename T>() {
     if (k) append<T>(k_cache, rows_of(*k), seqlens), append<T>(v_cache, rows_of(*v), seqlens);
     if (q.size(1) < kBlocked) return decode<T>(p, q, k_cache, v_cache, out);
-    Tensor lse = at::empty({p.batch, p.num_heads, q.size(1)}, q.options().dtype(c10::CppTypeToScalarType<acc_t<T>>::value));
+    Tensor lse =
+        at::empty({p.batch, p.num_heads, q.size(1)}, q.options().dtype(c10::CppTypeToScalarType<acc_t<T>>::value));
     attention_forward(p, std::nullopt, q, k_cache, v_cache, out, lse);
   };
-  switch (q.scalar_type()) {
-    case at::kDouble: run.template operator()<double>(); break;
-    case at::kFloat: run.template operator()<float>(); break;
-    case at::kBFloat16: run.template operator()<bfloat16>(); break;
-    default: TORCH_CHECK(false, "decode_attention: no C++ code for ", q.scalar_type());
-  }
+  dispatch(q.scalar_type(), "decode_attention", run);
   return out;
 }
 

@@ -2,11 +2,10 @@
 //
 //   out = dropout(weight[id] * scale + position_table[position])        (a padding id counts as a row of zeros)
 //
-// Forward reads each row it needs and writes the output, nothing else. Backward sorts the tokens by the row they came from
-// and then writes every row of the gradient once: zeros, or the sum over its tokens in their order, whatever the threads.
-// Sums are fp32 (fp64 for fp64), in groups.
+// Forward reads each row it needs and writes the output, nothing else. Backward sorts the tokens by the row they came
+// from and then writes every row of the gradient once: zeros, or the sum over its tokens in their order, whatever the
+// threads. Sums are fp32 (fp64 for fp64), in groups.
 
-#include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
@@ -14,8 +13,11 @@
 #include <optional>
 #include <vector>
 
+#include "dispatch.h"
+#include "indices.h"
+#include "parallel.h"
 #include "philox.h"
-#include "simd.h"
+#include "rows.h"
 
 namespace fastformer {
 namespace {
@@ -23,42 +25,13 @@ namespace {
 using at::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 
-constexpr int64_t kSerialElements = 1 << 15;  // below this much work a second thread costs more than it gives
-constexpr int64_t kGroup = 16;                // tokens summed before the sum is added to the row's: long fp32 sums lose digits
-constexpr int64_t kShares = 64;               // parts of a gradient, of about the same work, for the threads to share
-
-int64_t grain(int64_t dim) { return std::max<int64_t>(1, kSerialElements / std::max<int64_t>(dim, 1)); }
-
-// Row numbers as int64, all in [0, size).
-Tensor checked(const Tensor& indices, int64_t size, const char* what) {
-  const Tensor wide = indices.to(at::kLong).contiguous();
-  const int64_t* at = wide.const_data_ptr<int64_t>();
-  int64_t low = 0, high = 0;
-  for (int64_t i = 0; i < wide.numel(); ++i) {
-    low = std::min(low, at[i]);
-    high = std::max(high, at[i]);
-  }
-  TORCH_CHECK_INDEX(wide.numel() == 0 || (low >= 0 && high < size), "expected ", what, " in [0, ", size, "), got ", low < 0 ? low : high);
-  return wide;
-}
-
-// One row of the output. A function of its own, not a closure: vectors are stored through pointers that may alias anything,
-// so what a closure holds would be read again after each store. `token`, `place` and `keep` are null where there is none.
-template <typename T, typename P, typename acc = acc_t<T>>
-void forward_row(const T* token, const P* place, acc scale, const acc* keep, int64_t dim, T* to) {
-  using V = Vec<acc>;
-  for_each_vec<acc>(dim, [=](int64_t c, int64_t n) {
-    V v = token ? V::load(token + c, n) * V(scale) : V(acc(0));
-    if (place) v = v + V::load(place + c, n);
-    if (keep) v = v * V::load(keep + c, n);
-    v.store(to + c, n);
-  });
-}
+constexpr int64_t kGroup = 16;   // tokens summed before the sum is added to the row's: long fp32 sums lose digits
+constexpr int64_t kShares = 64;  // parts of a gradient, of about the same work, for the threads to share
 
 // P: the dtype of the position table.
 template <typename T, typename P>
-void forward(const Tensor& ids, const Tensor& weight, const OptionalTensor& table, const OptionalTensor& positions, double scale,
-             int64_t padding_idx, const Dropout& dropout, Tensor& out) {
+void forward(const Tensor& ids, const Tensor& weight, const OptionalTensor& table, const OptionalTensor& positions,
+             double scale, int64_t padding_idx, const Dropout& dropout, Tensor& out) {
   using acc = acc_t<T>;
   const int64_t dim = weight.size(1), seqlen = ids.size(-1);
   const int64_t* id = ids.const_data_ptr<int64_t>();
@@ -67,13 +40,13 @@ void forward(const Tensor& ids, const Tensor& weight, const OptionalTensor& tabl
   const P* p = table ? table->const_data_ptr<P>() : nullptr;
   T* to = out.mutable_data_ptr<T>();
   const acc factor = static_cast<acc>(scale);
-  at::parallel_for(0, ids.numel(), grain(dim), [&](int64_t begin, int64_t end) {
+  for_row_ranges(ids.numel(), dim, [&](int64_t begin, int64_t end) {
     std::vector<acc> keep(dropout.on ? dim + Dropout::kDecisions : 0);
     for (int64_t i = begin; i < end; ++i) {
       const T* token = id[i] == padding_idx ? nullptr : w + id[i] * dim;
       const P* place = p ? p + (position ? position[i] : i % seqlen) * dim : nullptr;
       if (dropout.on) dropout.multipliers(i, 0, 0, dim, keep.data());
-      forward_row(token, place, factor, dropout.on ? keep.data() : nullptr, dim, to + i * dim);
+      embed_row(token, place, factor, dropout.on ? keep.data() : nullptr, dim, to + i * dim);
     }
   });
 }
@@ -106,7 +79,8 @@ void add_row(const T* from, const acc* keep, const acc* group, const acc* total,
 
 // to (rows, dim): scale times the sum of a row's tokens in dropout(dout). Row `skipped` is zeros.
 template <typename T>
-void sum_rows(const T* dout, int64_t dim, const ByRow& tokens, int64_t skipped, double scale, const Dropout& dropout, T* to) {
+void sum_rows(const T* dout, int64_t dim, const ByRow& tokens, int64_t skipped, double scale, const Dropout& dropout,
+              T* to) {
   using acc = acc_t<T>;
   const int64_t rows = static_cast<int64_t>(tokens.start.size()) - 1, all = static_cast<int64_t>(tokens.order.size());
   const acc factor = static_cast<acc>(scale);
@@ -121,14 +95,13 @@ void sum_rows(const T* dout, int64_t dim, const ByRow& tokens, int64_t skipped, 
     }
     return low;
   };
-  const int64_t shares_each = (all + rows) * dim < kSerialElements ? kShares : 1;
-  at::parallel_for(0, kShares, shares_each, [&](int64_t begin, int64_t end) {
+  for_each_worker(kShares, (all + rows) * dim >= kSerialElements, [&](auto next) {
     std::vector<acc> total(dim), group(dim), keep(dropout.on ? dim + Dropout::kDecisions : 0);
-    for (int64_t r = first_row(begin); r < (end == kShares ? rows : first_row(end)); ++r) {
+    const auto sum_row = [&](int64_t r) {
       const int64_t from = tokens.start[r], count = r == skipped ? 0 : tokens.start[r + 1] - from;
       if (count == 0) {
         std::fill_n(to + r * dim, dim, T(0));
-        continue;
+        return;
       }
       for (int64_t i = 0; i < count; ++i) {
         const int64_t token = tokens.order[from + i];
@@ -139,28 +112,23 @@ void sum_rows(const T* dout, int64_t dim, const ByRow& tokens, int64_t skipped, 
         if (i == count - 1) add_row(dout + token * dim, kept, of_group, of_row, factor, dim, to + r * dim);
         else add_row(dout + token * dim, kept, of_group, of_row, acc(1), dim, (finishes ? total : group).data());
       }
-    }
+    };
+    for (int64_t share = next(); share < kShares; share = next())
+      for (int64_t r = first_row(share); r < (share + 1 == kShares ? rows : first_row(share + 1)); ++r) sum_row(r);
   });
 }
 
-template <typename F>
-void dispatch(at::ScalarType dtype, F&& f) {
-  if (dtype == at::kDouble) return f.template operator()<double>();
-  if (dtype == at::kFloat) return f.template operator()<float>();
-  TORCH_CHECK(dtype == at::kBFloat16, "embedding: no C++ code for ", dtype);
-  f.template operator()<bfloat16>();
-}
-
-Tensor embedding_fwd(const Tensor& ids_in, const Tensor& weight_in, const OptionalTensor& table_in, const OptionalTensor& positions_in,
-                     double scale, int64_t padding_idx, double dropout_p, const OptionalTensor& dropout_seed, bool /* atomics */) {
-  const Tensor ids = checked(ids_in, weight_in.size(0), "token ids"), weight = weight_in.contiguous();
+Tensor embedding_fwd(const Tensor& ids_in, const Tensor& weight_in, const OptionalTensor& table_in,
+                     const OptionalTensor& positions_in, double scale, int64_t padding_idx, double dropout_p,
+                     const OptionalTensor& dropout_seed, bool /* atomics */) {
+  const Tensor ids = checked_indices(ids_in, weight_in.size(0), "token ids"), weight = weight_in.contiguous();
   OptionalTensor table, positions;
-  if (positions_in) positions = checked(*positions_in, table_in->size(0), "positions");
+  if (positions_in) positions = checked_indices(*positions_in, table_in->size(0), "positions");
   std::vector<int64_t> shape = ids.sizes().vec();
   shape.push_back(weight.size(1));
   Tensor out = at::empty(shape, weight.options());
   const Dropout dropout(dropout_p, dropout_seed);
-  dispatch(weight.scalar_type(), [&]<typename T>() {
+  dispatch(weight.scalar_type(), "embedding", [&]<typename T>() {
     using acc = acc_t<T>;
     // A table in another dtype than the weight's is read in what the sum is computed in.
     const bool same = !table_in || table_in->scalar_type() == weight.scalar_type();
@@ -171,22 +139,24 @@ Tensor embedding_fwd(const Tensor& ids_in, const Tensor& weight_in, const Option
   return out;
 }
 
-std::tuple<Tensor, Tensor> embedding_bwd(const Tensor& dout_in, const Tensor& ids_in, const OptionalTensor& positions_in,
-                                         int64_t num_embeddings, int64_t num_positions, double scale, int64_t padding_idx,
-                                         double dropout_p, const OptionalTensor& dropout_seed, at::ScalarType dtype,
+std::tuple<Tensor, Tensor> embedding_bwd(const Tensor& dout_in, const Tensor& ids_in,
+                                         const OptionalTensor& positions_in, int64_t num_embeddings,
+                                         int64_t num_positions, double scale, int64_t padding_idx, double dropout_p,
+                                         const OptionalTensor& dropout_seed, at::ScalarType dtype,
                                          bool /* atomics: these sums need none to be fast */) {
-  const Tensor dout = dout_in.contiguous(), ids = checked(ids_in, num_embeddings, "token ids");
+  const Tensor dout = dout_in.contiguous(), ids = checked_indices(ids_in, num_embeddings, "token ids");
   const int64_t dim = dout.size(-1), seqlen = ids.size(-1), tokens = ids.numel();
   Tensor dweight = at::empty({num_embeddings, dim}, dout.options().dtype(dtype));
-  Tensor dtable = num_positions ? at::empty({num_positions, dim}, dweight.options()) : at::empty({0}, dweight.options());
+  Tensor dtable =
+      num_positions ? at::empty({num_positions, dim}, dweight.options()) : at::empty({0}, dweight.options());
   const Dropout dropout(dropout_p, dropout_seed);
-  dispatch(dtype, [&]<typename T>() {
+  dispatch(dtype, "embedding", [&]<typename T>() {
     const int64_t* id = ids.const_data_ptr<int64_t>();
     const T* from = dout.const_data_ptr<T>();
     sum_rows<T>(from, dim, ByRow(tokens, num_embeddings, [&](int64_t i) { return id[i]; }), padding_idx, scale, dropout,
                 dweight.mutable_data_ptr<T>());
     if (num_positions == 0) return;
-    const Tensor positions = positions_in ? checked(*positions_in, num_positions, "positions") : Tensor();
+    const Tensor positions = positions_in ? checked_indices(*positions_in, num_positions, "positions") : Tensor();
     const int64_t* position = positions_in ? positions.const_data_ptr<int64_t>() : nullptr;
     const ByRow by_position(tokens, num_positions, [&](int64_t i) { return position ? position[i] : i % seqlen; });
     sum_rows<T>(from, dim, by_position, -1, 1.0, dropout, dtable.mutable_data_ptr<T>());
@@ -198,7 +168,8 @@ std::tuple<Tensor, Tensor> embedding_bwd(const Tensor& dout_in, const Tensor& id
 
 TORCH_LIBRARY_FRAGMENT(fastformer_cpp, m) {
   m.def(
-      "embedding_fwd(Tensor ids, Tensor weight, Tensor? position_table, Tensor? positions, float scale, int padding_idx, "
+      "embedding_fwd(Tensor ids, Tensor weight, Tensor? position_table, Tensor? positions, float scale, int "
+      "padding_idx, "
       "float dropout_p, Tensor? dropout_seed, bool atomics) -> Tensor");
   m.def(
       "embedding_bwd(Tensor dout, Tensor ids, Tensor? positions, int num_embeddings, int num_positions, float scale, "

@@ -1,5 +1,5 @@
-// The feed-forward network: two products, with bias, activation and dropout applied to a tile of the first one before it
-// leaves the cache.
+// The feed-forward network: two products, with bias, activation and dropout applied to a tile of the first one before
+// it leaves the cache.
 //
 //   pre = x W1^T + b1,   hidden = dropout(act(pre)),   out = hidden W2^T + b2
 //
@@ -14,6 +14,8 @@
 #include <optional>
 #include <string_view>
 
+#include "activation.h"
+#include "dispatch.h"
 #include "linear.h"
 #include "philox.h"
 
@@ -23,69 +25,6 @@ namespace {
 using OptionalTensor = std::optional<Tensor>;
 
 constexpr int64_t kFewRows = 32;
-
-enum class Activation { relu, gelu, gelu_tanh, swiglu };
-
-Activation activation_named(std::string_view name) {
-  if (name == "relu") return Activation::relu;
-  if (name == "gelu") return Activation::gelu;
-  if (name == "gelu_tanh") return Activation::gelu_tanh;
-  TORCH_CHECK(name == "swiglu", "unknown activation ", name);
-  return Activation::swiglu;
-}
-
-Vec<double> erf(Vec<double> x) { return std::erf(x.v); }
-Vec<double> tanh(Vec<double> x) { return std::tanh(x.v); }
-
-// A rational approximation on [-4, 4], where fp32's erf becomes 1 (the one that XLA and Eigen use); a few ulp.
-Vec<float> erf(Vec<float> x) {
-  using V = Vec<float>;
-  x = max(V(-4.f), V(0.f) - max(V(-4.f), V(0.f) - x));
-  const V s = x * x;
-  V p = -2.72614225801306e-10f;
-  for (const float c : {2.77068142495902e-08f, -2.10102402082508e-06f, -5.69250639462346e-05f, -7.34990630326855e-04f,
-                        -2.95459980854025e-03f, -1.60960333262415e-02f})
-    p = fmadd(p, s, V(c));
-  V q = -1.45660718464996e-05f;
-  for (const float c : {-2.13374055278905e-04f, -1.68282697438203e-03f, -7.37332916720468e-03f, -1.42647390514189e-02f})
-    q = fmadd(q, s, V(c));
-  return x * p / q;
-}
-Vec<float> tanh(Vec<float> x) {
-  using V = Vec<float>;
-  x = V(0.f) - max(V(-20.f), V(0.f) - x);  // e**(2x) stays finite
-  return V(1.f) - V(2.f) / (exp(x + x) + V(1.f));
-}
-
-template <typename V>
-V sigmoid(V x) {
-  return V(1) / (V(1) + exp(V(0) - x));
-}
-
-// act(x) and its derivative.
-template <typename V>
-struct Gelu {
-  static V value(V x, bool tanh_form) {
-    if (tanh_form) return V(0.5) * x * (V(1) + tanh(inner(x)));
-    return V(0.5) * x * (V(1) + erf(x * V(0.7071067811865476)));
-  }
-  static V derivative(V x, bool tanh_form) {
-    if (tanh_form) {
-      const V t = tanh(inner(x));
-      return V(0.5) * (V(1) + t) + V(0.5) * x * (V(1) - t * t) * V(0.7978845608028654) * (V(1) + V(3 * 0.044715) * x * x);
-    }
-    const V density = exp(V(-0.5) * x * x) * V(0.3989422804014327);
-    return V(0.5) * (V(1) + erf(x * V(0.7071067811865476))) + x * density;
-  }
-  static V inner(V x) { return V(0.7978845608028654) * (x + V(0.044715) * x * x * x); }
-};
-
-// A row of up to kTileColumns: hidden = dropout(act(pre)) for the activations of one input.
-template <typename acc>
-Vec<acc> activate(Activation a, Vec<acc> pre) {
-  if (a == Activation::relu) return max(Vec<acc>(acc(0)), pre);
-  return Gelu<Vec<acc>>::value(pre, a == Activation::gelu_tanh);
-}
 
 template <typename T>
 struct Forward {
@@ -135,13 +74,17 @@ struct Forward {
 };
 
 template <typename T>
-void forward(const Tensor& x, const Tensor& weight1, const OptionalTensor& bias1, const Tensor& weight2, const OptionalTensor& bias2,
-             Activation activation, const Dropout& dropout, Tensor& out, Tensor& saved) {
+void forward(const Tensor& x, const Tensor& weight1, const OptionalTensor& bias1, const Tensor& weight2,
+             const OptionalTensor& bias2, Activation activation, const Dropout& dropout, Tensor& out, Tensor& saved) {
   using acc = acc_t<T>;
   const int64_t rows = x.size(0), dim = x.size(1), hidden = weight2.size(1);
   const bool gated = activation == Activation::swiglu;
   const Tensor hidden_rows = activation == Activation::relu ? saved : at::empty({rows, hidden}, x.options());
-  const Forward<T> epilogue{activation, dropout, hidden, bias1 ? bias1->const_data_ptr<T>() : nullptr, saved.mutable_data_ptr<T>(),
+  const Forward<T> epilogue{activation,
+                            dropout,
+                            hidden,
+                            bias1 ? bias1->const_data_ptr<T>() : nullptr,
+                            saved.mutable_data_ptr<T>(),
                             hidden_rows.mutable_data_ptr<T>()};
   if (rows < kFewRows) {
     const Tensor product = at::linear(x, weight1);
@@ -178,8 +121,8 @@ using Gradients = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
 
 // dpre and, where it was not kept, the hidden, from a tile of dhidden = dout W2.
 template <typename T>
-void backward_row(Activation activation, const Dropout& dropout, int64_t hidden, int64_t r, int64_t column, int64_t columns,
-                  const acc_t<T>* dhidden, const T* saved, T* dpre, T* hidden_rows) {
+void backward_row(Activation activation, const Dropout& dropout, int64_t hidden, int64_t r, int64_t column,
+                  int64_t columns, const acc_t<T>* dhidden, const T* saved, T* dpre, T* hidden_rows) {
   using acc = acc_t<T>;
   using V = Vec<acc>;
   const bool gated = activation == Activation::swiglu;
@@ -216,7 +159,8 @@ template <typename T>
 Gradients backward(const Tensor& dout, const Tensor& x, const Tensor& weight1, bool has_bias1, const Tensor& weight2,
                    const Tensor& saved, Activation activation, const Dropout& dropout, bool has_bias2) {
   using acc = acc_t<T>;
-  const int64_t rows = x.size(0), dim = x.size(1), dim_out = weight2.size(0), hidden = weight2.size(1), wide = weight1.size(0);
+  const int64_t rows = x.size(0), dim = x.size(1), dim_out = weight2.size(0), hidden = weight2.size(1),
+                wide = weight1.size(0);
   Tensor dpre = at::empty({rows, wide}, x.options());
   const Tensor hidden_rows = activation == Activation::relu ? saved : at::empty({rows, hidden}, x.options());
   const T* doutp = dout.const_data_ptr<T>();
@@ -225,48 +169,42 @@ Gradients backward(const Tensor& dout, const Tensor& x, const Tensor& weight1, b
     acc dhidden[kTileRows * kTileColumns];
     multiply_tile<T>(t, dim_out, doutp, dim_out, w2, 0, dhidden);
     for (int64_t r = 0; r < t.rows; ++r)
-      backward_row<T>(activation, dropout, hidden, t.row + r, t.column, t.columns, dhidden + r * kTileColumns, saved.const_data_ptr<T>(),
-                      dpre.mutable_data_ptr<T>(), hidden_rows.mutable_data_ptr<T>());
+      backward_row<T>(activation, dropout, hidden, t.row + r, t.column, t.columns, dhidden + r * kTileColumns,
+                      saved.const_data_ptr<T>(), dpre.mutable_data_ptr<T>(), hidden_rows.mutable_data_ptr<T>());
   });
   Tensor dx = at::empty(x.sizes(), x.options());
   multiply<T>(rows, dim, wide, dpre.const_data_ptr<T>(), packed_as_is<T>(weight1), nullptr, dx.mutable_data_ptr<T>());
   const Tensor none = at::empty({0}, x.options());
-  return {dx, weight_gradient<T>(dpre, x), has_bias1 ? column_sums<T>(dpre) : none, weight_gradient<T>(dout, hidden_rows),
-          has_bias2 ? column_sums<T>(dout) : at::empty({0}, x.options())};
+  return {dx, weight_gradient<T>(dpre, x), has_bias1 ? column_sums<T>(dpre) : none,
+          weight_gradient<T>(dout, hidden_rows), has_bias2 ? column_sums<T>(dout) : at::empty({0}, x.options())};
 }
 
 Tensor as_rows(const Tensor& t) { return t.reshape({-1, t.size(-1)}).contiguous(); }
 
 OptionalTensor contiguous(const OptionalTensor& t) { return t ? OptionalTensor(t->contiguous()) : t; }
 
-template <typename F>
-auto dispatch(at::ScalarType dtype, F&& f) {
-  if (dtype == at::kDouble) return f.template operator()<double>();
-  if (dtype == at::kFloat) return f.template operator()<float>();
-  TORCH_CHECK(dtype == at::kBFloat16, "feed_forward: no C++ code for ", dtype);
-  return f.template operator()<bfloat16>();
-}
-
-std::tuple<Tensor, Tensor> feed_forward_fwd(const Tensor& x, const Tensor& weight1, const OptionalTensor& bias1, const Tensor& weight2,
-                                            const OptionalTensor& bias2, std::string_view activation, double dropout_p,
+std::tuple<Tensor, Tensor> feed_forward_fwd(const Tensor& x, const Tensor& weight1, const OptionalTensor& bias1,
+                                            const Tensor& weight2, const OptionalTensor& bias2,
+                                            std::string_view activation, double dropout_p,
                                             const OptionalTensor& dropout_seed) {
   const Tensor rows = as_rows(x);
   std::vector<int64_t> shape = x.sizes().vec();
   shape.back() = weight2.size(0);
-  Tensor out = at::empty({rows.size(0), weight2.size(0)}, x.options()), saved = at::empty({rows.size(0), weight1.size(0)}, x.options());
-  dispatch(x.scalar_type(), [&]<typename T>() {
-    forward<T>(rows, weight1.contiguous(), contiguous(bias1), weight2.contiguous(), contiguous(bias2), activation_named(activation),
-               Dropout(dropout_p, dropout_seed), out, saved);
+  Tensor out = at::empty({rows.size(0), weight2.size(0)}, x.options()),
+         saved = at::empty({rows.size(0), weight1.size(0)}, x.options());
+  dispatch(x.scalar_type(), "feed_forward", [&]<typename T>() {
+    forward<T>(rows, weight1.contiguous(), contiguous(bias1), weight2.contiguous(), contiguous(bias2),
+               activation_named(activation), Dropout(dropout_p, dropout_seed), out, saved);
   });
   return {out.view(shape), saved};
 }
 
-Gradients feed_forward_bwd(const Tensor& dout, const Tensor& x, const Tensor& weight1, const OptionalTensor& bias1, const Tensor& weight2,
-                           const Tensor& saved, std::string_view activation, double dropout_p, const OptionalTensor& dropout_seed,
-                           bool has_bias2) {
-  Gradients gradients = dispatch(x.scalar_type(), [&]<typename T>() {
-    return backward<T>(as_rows(dout), as_rows(x), weight1.contiguous(), bias1.has_value(), weight2.contiguous(), saved.contiguous(),
-                       activation_named(activation), Dropout(dropout_p, dropout_seed), has_bias2);
+Gradients feed_forward_bwd(const Tensor& dout, const Tensor& x, const Tensor& weight1, const OptionalTensor& bias1,
+                           const Tensor& weight2, const Tensor& saved, std::string_view activation, double dropout_p,
+                           const OptionalTensor& dropout_seed, bool has_bias2) {
+  Gradients gradients = dispatch(x.scalar_type(), "feed_forward", [&]<typename T>() {
+    return backward<T>(as_rows(dout), as_rows(x), weight1.contiguous(), bias1.has_value(), weight2.contiguous(),
+                       saved.contiguous(), activation_named(activation), Dropout(dropout_p, dropout_seed), has_bias2);
   });
   std::get<0>(gradients) = std::get<0>(gradients).view(x.sizes());
   return gradients;
@@ -276,10 +214,12 @@ Gradients feed_forward_bwd(const Tensor& dout, const Tensor& x, const Tensor& we
 
 TORCH_LIBRARY_FRAGMENT(fastformer_cpp, m) {
   m.def(
-      "feed_forward_fwd(Tensor x, Tensor weight1, Tensor? bias1, Tensor weight2, Tensor? bias2, str activation, float dropout_p, "
+      "feed_forward_fwd(Tensor x, Tensor weight1, Tensor? bias1, Tensor weight2, Tensor? bias2, str activation, float "
+      "dropout_p, "
       "Tensor? dropout_seed) -> (Tensor, Tensor)");
   m.def(
-      "feed_forward_bwd(Tensor dout, Tensor x, Tensor weight1, Tensor? bias1, Tensor weight2, Tensor saved, str activation, "
+      "feed_forward_bwd(Tensor dout, Tensor x, Tensor weight1, Tensor? bias1, Tensor weight2, Tensor saved, str "
+      "activation, "
       "float dropout_p, Tensor? dropout_seed, bool has_bias2) -> (Tensor, Tensor, Tensor, Tensor, Tensor)");
 }
 

@@ -42,7 +42,8 @@ inline void transpose_block(const uint32_t* from, int64_t from_stride, uint32_t*
   // r[4g + j], lane L: element 4L + j of rows 4g .. 4g + 3. Gather the lanes of the four groups.
   for (int j = 0; j < 4; ++j) {
     const __m512i a = _mm512_shuffle_i32x4(r[j], r[4 + j], 0x88), b = _mm512_shuffle_i32x4(r[j], r[4 + j], 0xDD);
-    const __m512i c = _mm512_shuffle_i32x4(r[8 + j], r[12 + j], 0x88), d = _mm512_shuffle_i32x4(r[8 + j], r[12 + j], 0xDD);
+    const __m512i c = _mm512_shuffle_i32x4(r[8 + j], r[12 + j], 0x88),
+                  d = _mm512_shuffle_i32x4(r[8 + j], r[12 + j], 0xDD);
     _mm512_storeu_si512(to + j * to_stride, _mm512_shuffle_i32x4(a, c, 0x88));
     _mm512_storeu_si512(to + (4 + j) * to_stride, _mm512_shuffle_i32x4(b, d, 0x88));
     _mm512_storeu_si512(to + (8 + j) * to_stride, _mm512_shuffle_i32x4(a, c, 0xDD));
@@ -54,7 +55,8 @@ inline void transpose_block(const uint32_t* from, int64_t from_stride, uint32_t*
 inline void interleave(const bfloat16* a, const bfloat16* b, bfloat16* to) {
   const __m512i x = load_lanes(a), y = load_lanes(b);
   const __m512i low = _mm512_unpacklo_epi16(x, y), high = _mm512_unpackhi_epi16(x, y);
-  const __m512i first = _mm512_setr_epi64(0, 1, 8, 9, 2, 3, 10, 11), second = _mm512_setr_epi64(4, 5, 12, 13, 6, 7, 14, 15);
+  const __m512i first = _mm512_setr_epi64(0, 1, 8, 9, 2, 3, 10, 11),
+                second = _mm512_setr_epi64(4, 5, 12, 13, 6, 7, 14, 15);
   store_lanes(to, _mm512_permutex2var_epi64(low, first, high));
   store_lanes(to + 32, _mm512_permutex2var_epi64(low, second, high));
 }
@@ -101,7 +103,8 @@ inline void interleave(const bfloat16* a, const bfloat16* b, bfloat16* to) {
 
 // One panel, whatever the strides.
 template <typename T>
-void pack_panel_slowly(const T* b, int64_t stride_k, int64_t stride_n, int64_t k_first, int64_t k, int64_t columns, T* panel) {
+void pack_panel_slowly(const T* b, int64_t stride_k, int64_t stride_n, int64_t k_first, int64_t k, int64_t columns,
+                       T* panel) {
   constexpr int64_t P = kPair<T>;
   for (int64_t i = k_first; i < round_up(k, P); ++i)
     for (int64_t j = 0; j < kPanel; ++j)
@@ -116,9 +119,11 @@ void pack_panel(const T* b, int64_t stride_k, int64_t stride_n, int64_t k, int64
     if (columns == kPanel && stride_n == 1) {
       if constexpr (P == 1) {
         for (; done < k; ++done)
-          for (int64_t j = 0; j < kPanel; j += kBlock) store_lanes(panel + done * kPanel + j, load_lanes(b + done * stride_k + j));
+          for (int64_t j = 0; j < kPanel; j += kBlock)
+            store_lanes(panel + done * kPanel + j, load_lanes(b + done * stride_k + j));
       } else {
-        for (; done + 2 <= k; done += 2) interleave(b + done * stride_k, b + (done + 1) * stride_k, panel + done * kPanel);
+        for (; done + 2 <= k; done += 2)
+          interleave(b + done * stride_k, b + (done + 1) * stride_k, panel + done * kPanel);
       }
     } else if (columns == kPanel && stride_k == 1 && stride_n % P == 0) {
       // 32-bit units: one float, or the two neighbours in k that bf16 keeps together.
@@ -155,10 +160,24 @@ struct Rows {
   }
 };
 
+// Sums of kRows rows, stored or added where they belong; `columns` of them exist.
+template <int kRows, int kVecs>
+inline void store_sums(const Vec<float> (&sum)[kRows][kVecs], float* c, int64_t ldc, int64_t columns, bool accumulate) {
+  using V = Vec<float>;
+  for (int i = 0; i < kRows; ++i)
+    for (int j = 0; j < kVecs; ++j) {
+      const int64_t n = columns - j * V::size;
+      if (n <= 0) continue;
+      float* to = c + i * ldc + j * V::size;
+      (accumulate ? sum[i][j] + V::load(to, n) : sum[i][j]).store(to, n);
+    }
+}
+
 // The micro-kernels: kRows rows of A against one panel. `columns` of the result are written.
 
 template <int kRows>
-void rows_times_panel(Left<float> a, const float* b, int64_t k, float* c, int64_t ldc, int64_t columns, bool accumulate) {
+void rows_times_panel(Left<float> a, const float* b, int64_t k, float* c, int64_t ldc, int64_t columns,
+                      bool accumulate) {
   using V = Vec<float>;
   constexpr int kVecs = kPanel / V::size;
   V sum[kRows][kVecs];
@@ -174,20 +193,14 @@ void rows_times_panel(Left<float> a, const float* b, int64_t k, float* c, int64_
       for (int j = 0; j < kVecs; ++j) sum[i][j] = fmadd(left, right[j], sum[i][j]);
     }
   }
-  for (int i = 0; i < kRows; ++i)
-    for (int j = 0; j < kVecs; ++j) {
-      const int64_t n = columns - j * V::size;
-      if (n <= 0) continue;
-      float* to = c + i * ldc + j * V::size;
-      (accumulate ? sum[i][j] + V::load(to, n) : sum[i][j]).store(to, n);
-    }
+  store_sums(sum, c, ldc, columns, accumulate);
 }
 
 #if defined(CPU_CAPABILITY_AVX512)
 // Two neighbours in k at once; beyond an odd k the second one is zero.
 template <int kRows, bool kWhole>
-__attribute__((target("avx512bf16"), always_inline)) inline void add_pair(const Rows<bfloat16, kRows>& rows, const bfloat16* b,
-                                                                          __m512 (&sum)[kRows][2]) {
+__attribute__((target("avx512bf16"), always_inline)) inline void add_pair(const Rows<bfloat16, kRows>& rows,
+                                                                          const bfloat16* b, __m512 (&sum)[kRows][2]) {
   const __m512bh right0 = (__m512bh)load_lanes(b), right1 = (__m512bh)load_lanes(b + kPanel);
 #pragma GCC unroll 16
   for (int i = 0; i < kRows; ++i) {
@@ -202,7 +215,8 @@ __attribute__((target("avx512bf16"), always_inline)) inline void add_pair(const 
 
 template <int kRows>
 __attribute__((target("avx512bf16"))) void rows_times_panel_bf16(Left<bfloat16> a, const bfloat16* b, int64_t k,
-                                                                 float* c, int64_t ldc, int64_t columns, bool accumulate) {
+                                                                 float* c, int64_t ldc, int64_t columns,
+                                                                 bool accumulate) {
   __m512 sum[kRows][2];
   for (int i = 0; i < kRows; ++i) sum[i][0] = sum[i][1] = _mm512_setzero_ps();
   Rows<bfloat16, kRows> rows(a);
@@ -245,13 +259,7 @@ void rows_times_panel_widened(Left<bfloat16> a, const bfloat16* b, int64_t k, fl
       }
     }
   }
-  for (int i = 0; i < kRows; ++i)
-    for (int j = 0; j < kVecs; ++j) {
-      const int64_t n = columns - j * V::size;
-      if (n <= 0) continue;
-      float* to = c + i * ldc + j * V::size;
-      (accumulate ? sum[i][j] + V::load(to, n) : sum[i][j]).store(to, n);
-    }
+  store_sums(sum, c, ldc, columns, accumulate);
 }
 
 template <int kRows>
@@ -321,7 +329,8 @@ constexpr int64_t kDepth = 512;
 
 // Some rows of A against one panel, in groups of nearly the same number of rows.
 template <typename T>
-void rows_of_panel(int64_t m, Left<T> a, const T* panel, int64_t k, acc_t<T>* c, int64_t ldc, int64_t columns, bool accumulate) {
+void rows_of_panel(int64_t m, Left<T> a, const T* panel, int64_t k, acc_t<T>* c, int64_t ldc, int64_t columns,
+                   bool accumulate) {
   const Kernels<T>& table = kernels<T>();
   const int64_t groups = (m + kMaxRows - 1) / kMaxRows;
   for (int64_t g = 0, first = 0; g < groups; ++g) {
@@ -357,7 +366,8 @@ void gemm(int64_t m, int64_t n, int64_t k, const T* a, int64_t lda, const T* pac
     const int64_t depth = std::min(kDepth, k - p);
     const T* panel = packed + p * kPanel;
     for (int64_t j = 0; j < n; j += kPanel, panel += panel_size)
-      rows_of_panel<T>(m, {a + p, lda, kPair<T>}, panel, depth, c + j, ldc, std::min(kPanel, n - j), accumulate || p > 0);
+      rows_of_panel<T>(m, {a + p, lda, kPair<T>}, panel, depth, c + j, ldc, std::min(kPanel, n - j),
+                       accumulate || p > 0);
   }
 }
 
@@ -367,7 +377,8 @@ void gemm_transposed(int64_t m, int64_t n, int64_t k, const T* packed_a, const T
   for (int64_t p = 0; p < k; p += kDepth)
     for (int64_t i = 0; i < m; i += kPanel)
       for (int64_t j = 0; j < n; j += kPanel)
-        rows_of_panel<T>(std::min(kPanel, m - i), {packed_a + i / kPanel * panel_size + p * kPanel, kPair<T>, kPanel * kPair<T>},
+        rows_of_panel<T>(std::min(kPanel, m - i),
+                         {packed_a + i / kPanel * panel_size + p * kPanel, kPair<T>, kPanel * kPair<T>},
                          packed_b + j / kPanel * panel_size + p * kPanel, std::min(kDepth, k - p), c + i * ldc + j, ldc,
                          std::min(kPanel, n - j), p > 0);
 }
@@ -376,8 +387,8 @@ void gemm_release() {
   if (use_brgemm()) at::native::cpublas::brgemm_release();
 }
 
-#define FASTFORMER_INSTANTIATE(T)                                                        \
-  template void pack<T>(const T*, int64_t, int64_t, int64_t, int64_t, T*);               \
+#define FASTFORMER_INSTANTIATE(T)                                                                                   \
+  template void pack<T>(const T*, int64_t, int64_t, int64_t, int64_t, T*);                                          \
   template void gemm<T>(int64_t, int64_t, int64_t, const T*, int64_t, const T*, acc_t<T>*, int64_t, bool, int64_t); \
   template void gemm_transposed<T>(int64_t, int64_t, int64_t, const T*, const T*, acc_t<T>*, int64_t);
 FASTFORMER_INSTANTIATE(float)

@@ -1,8 +1,9 @@
-// The matrix product inside the kernels: C (m, n) (+)= A (m, k) * B (k, n), A row-major, B packed, C in the accumulation type.
+// The matrix product inside the kernels: C (m, n) (+)= A (m, k) * B (k, n), A row-major, B packed, C in the
+// accumulation type.
 //
-// B is packed once and used by many row blocks. It lies in panels of kPanel columns, rows of k inside a panel; bf16 keeps
-// two rows of k side by side (VNNI), which is what vdpbf16ps and AMX read. Columns beyond n and an odd last row of bf16
-// are zero. A is read where it lies, by broadcast.
+// B is packed once and used by many row blocks. It lies in panels of kPanel columns, rows of k inside a panel; bf16
+// keeps two rows of k side by side (VNNI), which is what vdpbf16ps and AMX read. Columns beyond n and an odd last row
+// of bf16 are zero. A is read where it lies, by broadcast.
 //
 //   float     6 to 14 rows by two vectors of accumulators, FMA
 //   bfloat16  oneDNN's brgemm where the CPU has AMX; else vdpbf16ps where it has AVX512_BF16; else widened to FMA
@@ -38,8 +39,8 @@ int64_t packed_size(int64_t k, int64_t n) {
 template <typename T>
 void pack(const T* b, int64_t stride_k, int64_t stride_n, int64_t k, int64_t n, T* packed);
 
-// C = A * B, or C += A * B with `accumulate`. lda and ldc are row strides in elements. To multiply by rows [i, i + k) of a
-// B that was packed with packed_k rows, pass packed + i * kPanel (i a multiple of kPair) and packed_k.
+// C = A * B, or C += A * B with `accumulate`. lda and ldc are row strides in elements. To multiply by rows [i, i + k)
+// of a B that was packed with packed_k rows, pass packed + i * kPanel (i a multiple of kPair) and packed_k.
 template <typename T>
 void gemm(int64_t m, int64_t n, int64_t k, const T* a, int64_t lda, const T* packed, acc_t<T>* c, int64_t ldc,
           bool accumulate, int64_t packed_k);

@@ -3,12 +3,13 @@
 
 #pragma once
 
-#include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/mm.h>
 
+#include "buffer.h"
 #include "gemm.h"
+#include "parallel.h"
 
 namespace fastformer {
 
@@ -16,24 +17,12 @@ using at::Tensor;
 
 constexpr int64_t kTileRows = 64;
 constexpr int64_t kTileColumns = 256;
-constexpr int64_t kSerialFlops = 1 << 20;  // below this much work a second thread costs more than it gives
-
-// Runs f(0), ..., f(n - 1) on the threads when `flops` is worth it.
-template <typename F>
-void parallel_tasks(int64_t n, int64_t flops, F&& f) {
-  const int64_t grain = flops < kSerialFlops ? std::max<int64_t>(n, 1) : 1;
-  at::parallel_for(0, n, grain, [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) f(i);
-    gemm_release();
-  });
-}
-
 // pack() of gemm.h, panels shared out among the threads.
 template <typename T>
 Buffer<T> packed(const T* b, int64_t stride_k, int64_t stride_n, int64_t k, int64_t n) {
   Buffer<T> to(packed_size<T>(k, n));
   const int64_t panel = packed_size<T>(k, kPanel);
-  parallel_tasks((n + kPanel - 1) / kPanel, k * n * 16, [&](int64_t i) {
+  for_each_task((n + kPanel - 1) / kPanel, k * n * 16 >= kSerialFlops, [&](int64_t i) {
     pack<T>(b + i * kPanel * stride_n, stride_k, stride_n, k, std::min(kPanel, n - i * kPanel), to.data() + i * panel);
   });
   return to;
@@ -59,7 +48,7 @@ struct TileOf {
 template <typename F>
 void for_each_tile(int64_t m, int64_t n, int64_t k, F&& f) {
   const int64_t down = (m + kTileRows - 1) / kTileRows, across = (n + kTileColumns - 1) / kTileColumns;
-  parallel_tasks(down * across, 2 * m * n * k, [&](int64_t i) {
+  for_each_task(down * across, 2 * m * n * k >= kSerialFlops, [&](int64_t i) {
     const int64_t row = i / across * kTileRows, column = i % across * kTileColumns;
     f(TileOf{row, std::min(kTileRows, m - row), column, std::min(kTileColumns, n - column)});
   });
@@ -69,23 +58,29 @@ void for_each_tile(int64_t m, int64_t n, int64_t k, F&& f) {
 template <typename T>
 void multiply_tile(const TileOf& t, int64_t k, const T* x, int64_t ldx, const Buffer<T>& b, int64_t first_column,
                    acc_t<T>* to) {
-  gemm<T>(t.rows, t.columns, k, x + t.row * ldx, ldx, b.data() + (first_column + t.column) / kPanel * packed_size<T>(k, kPanel), to,
-          kTileColumns, false);
+  gemm<T>(t.rows, t.columns, k, x + t.row * ldx, ldx,
+          b.data() + (first_column + t.column) / kPanel * packed_size<T>(k, kPanel), to, kTileColumns, false);
+}
+
+// A tile of results (+ bias), rounded into its place in y, which has ldy elements a row.
+template <typename T>
+void store_tile(const TileOf& t, const acc_t<T>* result, const T* bias, T* y, int64_t ldy) {
+  using V = Vec<acc_t<T>>;
+  for (int64_t r = 0; r < t.rows; ++r)
+    for_each_vec<acc_t<T>>(t.columns, [&](int64_t c, int64_t w) {
+      V v = V::load(result + r * kTileColumns + c, w);
+      if (bias) v = v + V::load(bias + t.column + c, w);
+      v.store(y + (t.row + r) * ldy + t.column + c, w);
+    });
 }
 
 // y (m, n) = x (m, k) * B (+ bias), rounded once.
 template <typename T>
 void multiply(int64_t m, int64_t n, int64_t k, const T* x, const Buffer<T>& b, const T* bias, T* y) {
-  using V = Vec<acc_t<T>>;
   for_each_tile(m, n, k, [&](const TileOf& t) {
     acc_t<T> result[kTileRows * kTileColumns];
     multiply_tile<T>(t, k, x, k, b, 0, result);
-    for (int64_t r = 0; r < t.rows; ++r)
-      for_each_vec<acc_t<T>>(t.columns, [&](int64_t c, int64_t w) {
-        V v = V::load(result + r * kTileColumns + c, w);
-        if (bias) v = v + V::load(bias + t.column + c, w);
-        v.store(y + (t.row + r) * n + t.column + c, w);
-      });
+    store_tile<T>(t, result, bias, y, n);
   });
 }
 
@@ -98,21 +93,17 @@ Tensor weight_gradient(const Tensor& dy, const Tensor& x) {
   const Buffer<T> left = packed_as_is<T>(dy), right = packed_as_is<T>(x);
   T* to = dweight.mutable_data_ptr<T>();
   for_each_tile(n, k, m, [&](const TileOf& t) {
-    using V = Vec<acc_t<T>>;
     acc_t<T> result[kTileRows * kTileColumns] = {};
     const int64_t panel = packed_size<T>(m, kPanel);
-    gemm_transposed<T>(t.rows, t.columns, m, left.data() + t.row / kPanel * panel, right.data() + t.column / kPanel * panel, result,
-                       kTileColumns);
-    for (int64_t r = 0; r < t.rows; ++r)
-      for_each_vec<acc_t<T>>(t.columns, [&](int64_t c, int64_t w) {
-        V::load(result + r * kTileColumns + c, w).store(to + (t.row + r) * k + t.column + c, w);
-      });
+    gemm_transposed<T>(t.rows, t.columns, m, left.data() + t.row / kPanel * panel,
+                       right.data() + t.column / kPanel * panel, result, kTileColumns);
+    store_tile<T>(t, result, nullptr, to, k);
   });
   return dweight;
 }
 
-// The sums of the columns of y (m, n), a block of rows at a time: rounding grows with the number of blocks and the length
-// of one, not with the number of rows.
+// The sums of the columns of y (m, n), a block of rows at a time: rounding grows with the number of blocks and the
+// length of one, not with the number of rows.
 template <typename T>
 Tensor column_sums(const Tensor& y) {
   using V = Vec<acc_t<T>>;
@@ -121,7 +112,7 @@ Tensor column_sums(const Tensor& y) {
   const T* from = y.const_data_ptr<T>();
   T* to = sums.mutable_data_ptr<T>();
   constexpr int64_t kColumns = 4 * V::size, kBlock = 32;
-  parallel_tasks((n + kColumns - 1) / kColumns, m * n * 8, [&](int64_t i) {
+  for_each_task((n + kColumns - 1) / kColumns, m * n * 8 >= kSerialFlops, [&](int64_t i) {
     for (int64_t c = i * kColumns; c < std::min(n, (i + 1) * kColumns); c += V::size) {
       const int64_t w = std::min<int64_t>(V::size, n - c);
       V sum(acc_t<T>(0));

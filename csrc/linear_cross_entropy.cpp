@@ -2,21 +2,22 @@
 //
 // The vocabulary is cut into tiles of kTileColumns. For each chunk of rows, and on all threads,
 //
-//   1. tile by tile: logits = x W^T + bias, and of each row its maximum, sum of exp and sum, while the tile is in the cache
+//   1. tile by tile: logits = x W^T + bias, and of each row its maximum, sum of exp and sum, while it is in the cache
 //   2. row by row: the tiles' numbers become the row's maximum, lse and loss
 //   3. tile by tile: dlogits; dW of the tile += dlogits^T x; the rows' dx += dlogits W
 //
-// 6 rows dim vocab_size FLOPs where gradients are wanted, 2 rows dim vocab_size else (then a tile of logits is not kept at
-// all). W is packed tile by tile as it is read: no second copy of it exists. Tiles belong to groups, each with dx sums of
-// its own which are added in order, so a result depends on no thread's timing. Sums are fp32 (fp64 for fp64); those of a
-// bf16 dW lie in two bf16 numbers, the result's own and a correction, 16 bits in all.
+// 6 rows dim vocab_size FLOPs where gradients are wanted, 2 rows dim vocab_size else (then a tile of logits is not kept
+// at all). W is packed tile by tile as it is read: no second copy of it exists. Tiles belong to groups, each with dx
+// sums of its own which are added in order, so a result depends on no thread's timing. Sums are fp32 (fp64 for fp64);
+// those of a bf16 dW lie in two bf16 numbers, the result's own and a correction, 16 bits in all.
 
 #include <torch/library.h>
 
-#include <atomic>
 #include <limits>
 #include <optional>
 
+#include "dispatch.h"
+#include "indices.h"
 #include "linear.h"
 
 namespace fastformer {
@@ -24,13 +25,14 @@ namespace {
 
 using OptionalTensor = std::optional<Tensor>;
 
-constexpr int64_t kGroups = 16;    // of tiles, for the sums of dx; more only on more threads than that
+constexpr int64_t kGroups = 16;     // of tiles, for the sums of dx; more only on more threads than that
 constexpr int64_t kRowBlock = 128;  // rows of x that stay in the second-level cache together with a tile of W
-constexpr int64_t kSumRows = 16;    // rows of dbias summed in fp32 before the sum goes to fp64: long fp32 sums lose digits
+constexpr int64_t kSumRows =
+    16;  // rows of dbias summed in fp32 before the sum goes to fp64: long fp32 sums lose digits
 constexpr int64_t kForwardRows = 4096;
 
-// Rows of a chunk whose logits are kept. A large vocabulary gets few, for memory's sake (half as many where eager's logits,
-// too, take half); a small one gets more, since every chunk packs the weight anew.
+// Rows of a chunk whose logits are kept. A large vocabulary gets few, for memory's sake (half as many where eager's
+// logits, too, take half); a small one gets more, since every chunk packs the weight anew.
 template <typename T>
 int64_t chunk_rows(int64_t vocab_size) {
   constexpr int64_t kFewest = std::is_same_v<T, bfloat16> ? 256 : 512, kMost = 1024, kLogits = kFewest << 15;
@@ -43,25 +45,11 @@ struct Options {
   double z_loss;
 };
 
-Options make_options(int64_t ignore_index, double label_smoothing, bool smooth_others, double z_loss, int64_t vocab_size) {
+Options make_options(int64_t ignore_index, double label_smoothing, bool smooth_others, double z_loss,
+                     int64_t vocab_size) {
   if (label_smoothing == 0.0) return {ignore_index, 1.0, 0.0, z_loss};
   const double each = label_smoothing / static_cast<double>(smooth_others ? vocab_size - 1 : vocab_size);
   return {ignore_index, smooth_others ? 1.0 - label_smoothing - each : 1.0 - label_smoothing, each, z_loss};
-}
-
-// int64 targets, all in the vocabulary or ignored.
-Tensor checked_targets(const Tensor& target, int64_t ignore_index, int64_t vocab_size) {
-  const Tensor wide = target.to(at::kLong).contiguous();
-  const int64_t* t = wide.const_data_ptr<int64_t>();
-  int64_t low = 0, high = 0;
-  for (int64_t i = 0; i < wide.numel(); ++i) {
-    if (t[i] == ignore_index) continue;
-    low = std::min(low, t[i]);
-    high = std::max(high, t[i]);
-  }
-  TORCH_CHECK_INDEX(low >= 0 && high < vocab_size, "expected targets in [0, ", vocab_size, ") or ", ignore_index,
-                    " (ignored), got ", low < 0 ? low : high);
-  return wide;
 }
 
 // A row within one tile of logits: max, sum of exp(z - max), sum of z - max.
@@ -90,7 +78,8 @@ TileSums<acc> sum_up(acc* z, int64_t n, const T* bias) {
       v.store(z + c, w);
     }
     if (w == V::size) top = max(top, v);
-    else for (int64_t i = c; i < c + w; ++i) tail = std::max(tail, z[i]);
+    else
+      for (int64_t i = c; i < c + w; ++i) tail = std::max(tail, z[i]);
   });
   const acc largest = std::max(top.max(), tail);
   const V shift(largest == kNone ? acc(0) : largest);
@@ -101,18 +90,6 @@ TileSums<acc> sum_up(acc* z, int64_t n, const T* bias) {
     shifted = shifted + v.first_lanes(w);
   });
   return {largest, exps.sum(), shifted.sum()};
-}
-
-// Calls worker(next) once per thread; next() gives out 0, 1, ... until it reaches n. A thread that the machine holds up
-// takes less of the work; which one does what is of no consequence here.
-template <typename F>
-void share_out(int64_t n, int64_t flops, F&& worker) {
-  std::atomic<int64_t> taken{0};
-  const int64_t workers = flops < kSerialFlops ? 1 : std::min<int64_t>(n, at::get_num_threads());
-  at::parallel_for(0, workers, 1, [&](int64_t, int64_t) {
-    worker([&] { return taken.fetch_add(1, std::memory_order_relaxed); });
-    gemm_release();
-  });
 }
 
 template <typename T>
@@ -141,7 +118,7 @@ struct LinearCrossEntropy {
   Chunk forward(int64_t first, int64_t count, acc* logits, acc* losses, acc* lse) const {
     Chunk chunk{first, count, Buffer<TileSums<acc>>(tiles() * count), Buffer<acc>(count), Buffer<RowSums<acc>>(count)};
     const int64_t flops = 2 * count * vocab_size * dim;
-    share_out(tiles(), flops, [&](auto next) {
+    for_each_worker(tiles(), flops >= kSerialFlops, [&](auto next) {
       Buffer<T> right(packed_size<T>(dim, kTileColumns));
       Buffer<acc> scratch(logits ? 0 : kRowBlock * kTileColumns);
       for (int64_t tile = next(); tile < tiles(); tile = next()) {
@@ -160,7 +137,7 @@ struct LinearCrossEntropy {
         }
       }
     });
-    at::parallel_for(0, count, flops < kSerialFlops ? count : 64, [&](int64_t begin, int64_t end) {
+    for_row_ranges(count, 2 * kTileColumns + tiles() * 4, [&](int64_t begin, int64_t end) {
       for (int64_t r = begin; r < end; ++r) finish_row(chunk, r, losses, lse);
     });
     return chunk;
@@ -193,7 +170,8 @@ struct LinearCrossEntropy {
   }
 
   // A row of a tile: dlogits from logits, in `to`.
-  void dlogits_row(const Chunk& chunk, int64_t r, int64_t column, int64_t n, acc row_scale, const acc* z, acc* to) const {
+  void dlogits_row(const Chunk& chunk, int64_t r, int64_t column, int64_t n, acc row_scale, const acc* z,
+                   acc* to) const {
     const RowSums<acc>& sums = chunk.of_row.data()[r];
     const double lse = static_cast<double>(sums.max) + sums.log;
     const V shift(sums.max), scale(row_scale), on_all(static_cast<acc>(options.on_all));
@@ -227,7 +205,8 @@ struct LinearCrossEntropy {
     const int64_t groups = std::min(tiles(), std::max<int64_t>(kGroups, at::get_num_threads()));
     Buffer<acc> logits(tiles() * most * kTileColumns), dx_sums(groups * most * dim);
     Buffer<double> dbias_sums(bias ? vocab_size : 0);
-    Buffer<T> correction(std::is_same_v<T, acc> || chunks == 1 ? 0 : vocab_size * dim), x_packed(packed_size<T>(most, dim));
+    Buffer<T> correction(std::is_same_v<T, acc> || chunks == 1 ? 0 : vocab_size * dim),
+        x_packed(packed_size<T>(most, dim));
     T *dxp = dx.mutable_data_ptr<T>(), *dweightp = dweight.mutable_data_ptr<T>();
     for (int64_t i = 0; i < chunks; ++i) {
       const int64_t first = i * most, count = std::min(most, rows - first);
@@ -235,10 +214,11 @@ struct LinearCrossEntropy {
       const bool begins = i == 0, ends = first + count == rows;
       const Chunk chunk = forward(first, count, logits.data(), losses, nullptr);
       const int64_t panel = packed_size<T>(count, kPanel), flops = 4 * count * vocab_size * dim;
-      parallel_tasks((dim + kPanel - 1) / kPanel, flops, [&](int64_t j) {
-        pack<T>(x + first * dim + j * kPanel, dim, 1, count, std::min(kPanel, dim - j * kPanel), x_packed.data() + j * panel);
+      for_each_task((dim + kPanel - 1) / kPanel, flops >= kSerialFlops, [&](int64_t j) {
+        pack<T>(x + first * dim + j * kPanel, dim, 1, count, std::min(kPanel, dim - j * kPanel),
+                x_packed.data() + j * panel);
       });
-      share_out(groups, flops, [&](auto next) {
+      for_each_worker(groups, flops >= kSerialFlops, [&](auto next) {
         Buffer<T> right(packed_size<T>(kTileColumns, dim)), left(packed_size<T>(count, kTileColumns));
         Buffer<T> dlogits(count * kTileColumns);
         for (int64_t group = next(); group < groups; group = next()) {
@@ -260,16 +240,17 @@ struct LinearCrossEntropy {
             }
             pack<T>(weight + column * dim, dim, 1, n, dim, right.data());
             for (int64_t block = 0; block < count; block += kRowBlock)
-              gemm<T>(std::min(kRowBlock, count - block), dim, n, dlogits.data() + block * kTileColumns, kTileColumns, right.data(),
-                      sums + block * dim, dim, tile > from);
+              gemm<T>(std::min(kRowBlock, count - block), dim, n, dlogits.data() + block * kTileColumns, kTileColumns,
+                      right.data(), sums + block * dim, dim, tile > from);
           }
         }
       });
-      at::parallel_for(0, count, count * dim * groups < (1 << 16) ? count : 16, [&](int64_t begin, int64_t end) {
+      for_row_ranges(count, dim * groups, [&](int64_t begin, int64_t end) {
         for (int64_t r = begin; r < end; ++r)
           for_each_vec<acc>(dim, [&](int64_t c, int64_t w) {
             V sum(acc(0));
-            for (int64_t group = 0; group < groups; ++group) sum = sum + V::load(dx_sums.data() + (group * count + r) * dim + c, w);
+            for (int64_t group = 0; group < groups; ++group)
+              sum = sum + V::load(dx_sums.data() + (group * count + r) * dim + c, w);
             sum.store(dxp + (first + r) * dim + c, w);
           });
       });
@@ -278,8 +259,8 @@ struct LinearCrossEntropy {
   }
 
   // A tile of dlogits (rows of the chunk, kTileColumns), rounded as the products read it; its column sums, not rounded.
-  void make_dlogits(const Chunk& chunk, int64_t column, int64_t n, const acc* row_scale, const acc* z, T* to, double* dbias,
-                    bool begins) const {
+  void make_dlogits(const Chunk& chunk, int64_t column, int64_t n, const acc* row_scale, const acc* z, T* to,
+                    double* dbias, bool begins) const {
     acc group[kTileColumns] = {};
     if (dbias && begins) std::fill_n(dbias, n, 0.0);
     for (int64_t r = 0; r < chunk.rows; ++r) {
@@ -301,33 +282,32 @@ struct LinearCrossEntropy {
   }
 };
 
-template <typename F>
-auto dispatch(at::ScalarType dtype, F&& f) {
-  if (dtype == at::kDouble) return f.template operator()<double>();
-  if (dtype == at::kFloat) return f.template operator()<float>();
-  TORCH_CHECK(dtype == at::kBFloat16, "linear_cross_entropy: no C++ code for ", dtype);
-  return f.template operator()<bfloat16>();
-}
-
 // The inputs, contiguous, for as long as the pointers into them are used.
 struct Inputs {
   Tensor x, weight, target;
   OptionalTensor bias;
   Options options;
 
-  Inputs(const Tensor& x, const Tensor& weight, const OptionalTensor& bias, const Tensor& target, const Options& options)
+  Inputs(const Tensor& x, const Tensor& weight, const OptionalTensor& bias, const Tensor& target,
+         const Options& options)
       : x(x.contiguous()),
         weight(weight.contiguous()),
-        target(checked_targets(target, options.ignore_index, weight.size(0))),
+        target(checked_indices(target, weight.size(0), "targets", options.ignore_index)),
         bias(bias ? OptionalTensor(bias->contiguous()) : bias),
         options(options) {}
 
   template <typename T>
   LinearCrossEntropy<T> of() const {
-    return {x.const_data_ptr<T>(), weight.const_data_ptr<T>(), bias ? bias->const_data_ptr<T>() : nullptr,
-            target.const_data_ptr<int64_t>(), x.size(0), x.size(1), weight.size(0), options};
+    return {x.const_data_ptr<T>(),
+            weight.const_data_ptr<T>(),
+            bias ? bias->const_data_ptr<T>() : nullptr,
+            target.const_data_ptr<int64_t>(),
+            x.size(0),
+            x.size(1),
+            weight.size(0),
+            options};
   }
-  at::TensorOptions wide() const { return x.options().dtype(x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat); }
+  at::TensorOptions wide() const { return x.options().dtype(accumulation_dtype(x.scalar_type())); }
 };
 
 struct Gradients {
@@ -342,41 +322,50 @@ struct Gradients {
   }
 };
 
-std::tuple<Tensor, Tensor> linear_cross_entropy_fwd(const Tensor& x, const Tensor& weight, const OptionalTensor& bias, const Tensor& target,
-                                                    int64_t ignore_index, double label_smoothing, bool smooth_others, double z_loss) {
-  const Inputs in(x, weight, bias, target, make_options(ignore_index, label_smoothing, smooth_others, z_loss, weight.size(0)));
+std::tuple<Tensor, Tensor> linear_cross_entropy_fwd(const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
+                                                    const Tensor& target, int64_t ignore_index, double label_smoothing,
+                                                    bool smooth_others, double z_loss) {
+  const Inputs in(x, weight, bias, target,
+                  make_options(ignore_index, label_smoothing, smooth_others, z_loss, weight.size(0)));
   Tensor losses = at::empty({x.size(0)}, in.wide()), lse = at::empty({x.size(0)}, in.wide());
-  dispatch(x.scalar_type(), [&]<typename T>() {
+  dispatch(x.scalar_type(), "linear_cross_entropy", [&]<typename T>() {
     using acc = acc_t<T>;
     const LinearCrossEntropy<T> op = in.of<T>();
     for (int64_t first = 0; first < op.rows; first += kForwardRows)
-      op.forward(first, std::min(kForwardRows, op.rows - first), nullptr, losses.mutable_data_ptr<acc>(), lse.mutable_data_ptr<acc>());
+      op.forward(first, std::min(kForwardRows, op.rows - first), nullptr, losses.mutable_data_ptr<acc>(),
+                 lse.mutable_data_ptr<acc>());
   });
   return {losses, lse};
 }
 
-std::tuple<Tensor, Tensor, Tensor> linear_cross_entropy_bwd(const Tensor& dlosses, const Tensor& x, const Tensor& weight,
-                                                            const OptionalTensor& bias, const Tensor& target, const Tensor& /* lse */,
-                                                            int64_t ignore_index, double label_smoothing, bool smooth_others,
-                                                            double z_loss) {
-  const Inputs in(x, weight, bias, target, make_options(ignore_index, label_smoothing, smooth_others, z_loss, weight.size(0)));
+std::tuple<Tensor, Tensor, Tensor> linear_cross_entropy_bwd(const Tensor& dlosses, const Tensor& x,
+                                                            const Tensor& weight, const OptionalTensor& bias,
+                                                            const Tensor& target, const Tensor& /* lse */,
+                                                            int64_t ignore_index, double label_smoothing,
+                                                            bool smooth_others, double z_loss) {
+  const Inputs in(x, weight, bias, target,
+                  make_options(ignore_index, label_smoothing, smooth_others, z_loss, weight.size(0)));
   Gradients gradients(in);
   const Tensor scale = dlosses.to(in.wide().dtype()).masked_fill(in.target.eq(ignore_index), 0).contiguous();
   if (x.size(0) > 0)
-    dispatch(x.scalar_type(), [&]<typename T>() {
-      in.of<T>().with_gradients(scale.const_data_ptr<acc_t<T>>(), nullptr, gradients.dx, gradients.dweight, gradients.dbias);
+    dispatch(x.scalar_type(), "linear_cross_entropy", [&]<typename T>() {
+      in.of<T>().with_gradients(scale.const_data_ptr<acc_t<T>>(), nullptr, gradients.dx, gradients.dweight,
+                                gradients.dbias);
     });
   return {gradients.dx, gradients.dweight, gradients.dbias};
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> linear_cross_entropy_fwd_bwd(const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
+std::tuple<Tensor, Tensor, Tensor, Tensor> linear_cross_entropy_fwd_bwd(const Tensor& x, const Tensor& weight,
+                                                                        const OptionalTensor& bias,
                                                                         const Tensor& target, int64_t ignore_index,
-                                                                        double label_smoothing, bool smooth_others, double z_loss,
-                                                                        bool mean) {
-  const Inputs in(x, weight, bias, target, make_options(ignore_index, label_smoothing, smooth_others, z_loss, weight.size(0)));
+                                                                        double label_smoothing, bool smooth_others,
+                                                                        double z_loss, bool mean) {
+  const Inputs in(x, weight, bias, target,
+                  make_options(ignore_index, label_smoothing, smooth_others, z_loss, weight.size(0)));
   Gradients gradients(in);
-  Tensor loss = at::empty({}, in.wide()), losses = at::empty({x.size(0)}, in.wide()), scale = at::empty({x.size(0)}, in.wide());
-  dispatch(x.scalar_type(), [&]<typename T>() {
+  Tensor loss = at::empty({}, in.wide()), losses = at::empty({x.size(0)}, in.wide()),
+         scale = at::empty({x.size(0)}, in.wide());
+  dispatch(x.scalar_type(), "linear_cross_entropy", [&]<typename T>() {
     using acc = acc_t<T>;
     const LinearCrossEntropy<T> op = in.of<T>();
     int64_t counted = 0;
@@ -396,13 +385,16 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> linear_cross_entropy_fwd_bwd(const Te
 
 TORCH_LIBRARY_FRAGMENT(fastformer_cpp, m) {
   m.def(
-      "linear_cross_entropy_fwd(Tensor x, Tensor weight, Tensor? bias, Tensor target, int ignore_index, float label_smoothing, "
+      "linear_cross_entropy_fwd(Tensor x, Tensor weight, Tensor? bias, Tensor target, int ignore_index, float "
+      "label_smoothing, "
       "bool smooth_others, float z_loss) -> (Tensor, Tensor)");
   m.def(
-      "linear_cross_entropy_bwd(Tensor dlosses, Tensor x, Tensor weight, Tensor? bias, Tensor target, Tensor lse, int ignore_index, "
+      "linear_cross_entropy_bwd(Tensor dlosses, Tensor x, Tensor weight, Tensor? bias, Tensor target, Tensor lse, int "
+      "ignore_index, "
       "float label_smoothing, bool smooth_others, float z_loss) -> (Tensor, Tensor, Tensor)");
   m.def(
-      "linear_cross_entropy_fwd_bwd(Tensor x, Tensor weight, Tensor? bias, Tensor target, int ignore_index, float label_smoothing, "
+      "linear_cross_entropy_fwd_bwd(Tensor x, Tensor weight, Tensor? bias, Tensor target, int ignore_index, float "
+      "label_smoothing, "
       "bool smooth_others, float z_loss, bool mean) -> (Tensor, Tensor, Tensor, Tensor)");
 }
 

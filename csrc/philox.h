@@ -4,7 +4,8 @@
 //   counter = (column / 8, row, plane, offset)
 //   an element is kept when its 16-bit decision >= threshold
 //
-// The four words of a call lie in memory as the eight decisions in column order, so nothing is shuffled but the vectors.
+// The four words of a call lie in memory as the eight decisions in column order, so nothing is shuffled but the
+// vectors.
 
 #pragma once
 
@@ -45,7 +46,8 @@ struct Dropout {
   void multipliers(int64_t row, int64_t plane, int64_t first_column, int64_t n, acc* out) const {
     for (int64_t c = 0; c < n; c += kDecisions) {
       alignas(64) uint16_t decisions[kDecisions];
-      decide(static_cast<uint32_t>(row), static_cast<uint32_t>(plane), static_cast<uint32_t>((first_column + c) / 8), decisions);
+      decide(static_cast<uint32_t>(row), static_cast<uint32_t>(plane), static_cast<uint32_t>((first_column + c) / 8),
+             decisions);
       const acc kept = static_cast<acc>(scale);
       const uint32_t limit = threshold;
       for (int64_t i = 0; i < kDecisions; ++i) out[c + i] = decisions[i] >= limit ? kept : acc(0);
@@ -63,7 +65,8 @@ struct Dropout {
     __m512i c1 = _mm512_set1_epi32(static_cast<int>(row));
     __m512i c2 = _mm512_set1_epi32(static_cast<int>(plane));
     __m512i c3 = _mm512_set1_epi32(static_cast<int>(offset));
-    const __m512i m0 = _mm512_set1_epi32(static_cast<int>(0xD2511F53u)), m1 = _mm512_set1_epi32(static_cast<int>(0xCD9E8D57u));
+    const __m512i m0 = _mm512_set1_epi32(static_cast<int>(0xD2511F53u)),
+                  m1 = _mm512_set1_epi32(static_cast<int>(0xCD9E8D57u));
     uint32_t k0 = key0, k1 = key1;
     const auto multiply = [](__m512i a, __m512i m, __m512i& low, __m512i& high) {
       const __m512i even = _mm512_mul_epu32(a, m);
@@ -99,7 +102,8 @@ struct Dropout {
     __m256i c1 = _mm256_set1_epi32(static_cast<int>(row));
     __m256i c2 = _mm256_set1_epi32(static_cast<int>(plane));
     __m256i c3 = _mm256_set1_epi32(static_cast<int>(offset));
-    const __m256i m0 = _mm256_set1_epi32(static_cast<int>(0xD2511F53u)), m1 = _mm256_set1_epi32(static_cast<int>(0xCD9E8D57u));
+    const __m256i m0 = _mm256_set1_epi32(static_cast<int>(0xD2511F53u)),
+                  m1 = _mm256_set1_epi32(static_cast<int>(0xCD9E8D57u));
     uint32_t k0 = key0, k1 = key1;
     const auto multiply = [](__m256i a, __m256i m, __m256i& low, __m256i& high) {
       const __m256i even = _mm256_mul_epu32(a, m);

@@ -5,7 +5,6 @@
 // One pass: x is read where it lies (any strides but the last), computed in fp32 (fp64 for fp64) and rounded once. The
 // gradient is the turn back, `inverse`.
 
-#include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
@@ -13,7 +12,10 @@
 #include <optional>
 #include <vector>
 
-#include "simd.h"
+#include "dispatch.h"
+#include "indices.h"
+#include "parallel.h"
+#include "rows.h"
 
 namespace fastformer {
 namespace {
@@ -21,44 +23,16 @@ namespace {
 using at::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 
-constexpr int64_t kSerialElements = 1 << 15;  // below this much work a second thread costs more than it gives
-
-// Features i and i + half of one head.
-template <typename T, typename acc = acc_t<T>>
-void turn_halves(const T* x, const acc* cos, const acc* sin, int64_t half, T* out) {
-  using V = Vec<acc>;
-  for_each_vec<acc>(half, [&](int64_t c, int64_t n) {
-    const V a = V::load(x + c, n), b = V::load(x + half + c, n), cosine = V::load(cos + c, n), sine = V::load(sin + c, n);
-    (a * cosine - b * sine).store(out + c, n);
-    (b * cosine + a * sine).store(out + half + c, n);
-  });
-}
-
-// Features 2i and 2i + 1; every cosine stands there twice, and the sine as -sin, sin.
-template <typename T, typename acc = acc_t<T>>
-void turn_neighbours(const T* x, const acc* cos, const acc* sin, int64_t half, T* out) {
-  if constexpr (std::is_same_v<T, double>) {
-    for (int64_t c = 0; c < 2 * half; ++c) out[c] = x[c] * cos[c] + x[c ^ 1] * sin[c];
-  } else {
-    using V = Vec<acc>;
-    for_each_vec<acc>(2 * half, [&](int64_t c, int64_t n) {
-      const V v = V::load(x + c, n);
-      (v * V::load(cos + c, n) + swap_neighbours(v) * V::load(sin + c, n)).store(out + c, n);
-    });
-  }
-}
-
 // x: (batch, seqlen, num_heads, head_dim), the last dimension dense; out: the same, contiguous.
 template <typename T>
-void turn(const Tensor& x, const Tensor& cos_table, const Tensor& sin_table, const int64_t* positions, bool interleaved, bool inverse,
-          Tensor& out) {
+void turn(const Tensor& x, const Tensor& cos_table, const Tensor& sin_table, const int64_t* positions, bool interleaved,
+          bool inverse, Tensor& out) {
   using acc = acc_t<T>;
   const int64_t seqlen = x.size(1), heads = x.size(2), dim = x.size(3), half = cos_table.size(1), rest = dim - 2 * half;
   const T* from = x.const_data_ptr<T>();
   T* to = out.mutable_data_ptr<T>();
   const int64_t tokens = x.size(0) * seqlen;
-  const int64_t grain = std::max<int64_t>(1, kSerialElements / std::max<int64_t>(heads * dim, 1));
-  at::parallel_for(0, tokens, grain, [&](int64_t begin, int64_t end) {
+  for_row_ranges(tokens, heads * dim, [&](int64_t begin, int64_t end) {
     std::vector<acc> cos(2 * half), sin(2 * half);
     for (int64_t token = begin; token < end; ++token) {
       const int64_t position = positions ? positions[token] : token % seqlen;
@@ -86,36 +60,18 @@ void turn(const Tensor& x, const Tensor& cos_table, const Tensor& sin_table, con
   });
 }
 
-template <typename F>
-void dispatch(at::ScalarType dtype, F&& f) {
-  if (dtype == at::kDouble) return f.template operator()<double>();
-  if (dtype == at::kFloat) return f.template operator()<float>();
-  TORCH_CHECK(dtype == at::kBFloat16, "rotary: no C++ code for ", dtype);
-  f.template operator()<bfloat16>();
-}
-
-Tensor checked(const Tensor& positions, int64_t size) {
-  const Tensor wide = positions.to(at::kLong).contiguous();
-  const int64_t* at = wide.const_data_ptr<int64_t>();
-  int64_t low = 0, high = 0;
-  for (int64_t i = 0; i < wide.numel(); ++i) {
-    low = std::min(low, at[i]);
-    high = std::max(high, at[i]);
-  }
-  TORCH_CHECK_INDEX(wide.numel() == 0 || (low >= 0 && high < size), "expected positions in [0, ", size, "), got ", low < 0 ? low : high);
-  return wide;
-}
-
-Tensor rotary_fwd(const Tensor& x, const Tensor& cos, const Tensor& sin, const OptionalTensor& positions, bool interleaved, bool inverse) {
+Tensor rotary_fwd(const Tensor& x, const Tensor& cos, const Tensor& sin, const OptionalTensor& positions,
+                  bool interleaved, bool inverse) {
   Tensor out = at::empty(x.sizes(), x.options());
-  const Tensor rows = positions ? checked(*positions, cos.size(0)) : Tensor();
+  const Tensor rows = positions ? checked_indices(*positions, cos.size(0), "positions") : Tensor();
   if (x.numel() == 0) return out;
   const int64_t seqlen = x.size(-3), tabled = positions ? cos.size(0) : seqlen;
   Tensor view = x.dim() == 4 ? x : x.reshape({-1, seqlen, x.size(-2), x.size(-1)});
   if (view.stride(3) != 1) view = view.contiguous();
-  const at::ScalarType wide = x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
-  const Tensor cosines = cos.narrow(0, 0, tabled).to(wide).contiguous(), sines = sin.narrow(0, 0, tabled).to(wide).contiguous();
-  dispatch(x.scalar_type(), [&]<typename T>() {
+  const at::ScalarType wide = accumulation_dtype(x.scalar_type());
+  const Tensor cosines = cos.narrow(0, 0, tabled).to(wide).contiguous(),
+               sines = sin.narrow(0, 0, tabled).to(wide).contiguous();
+  dispatch(x.scalar_type(), "rotary", [&]<typename T>() {
     turn<T>(view, cosines, sines, positions ? rows.const_data_ptr<int64_t>() : nullptr, interleaved, inverse, out);
   });
   return out;

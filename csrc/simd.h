@@ -1,16 +1,15 @@
-// One vector type for all kernels: 16 floats with AVX-512, 8 with AVX2, and a "vector" of one double, which lets the same
-// code run in fp64 for gradcheck. Half dtypes live in memory only: they are widened on load and rounded on store.
+// One vector type for all kernels: 16 floats with AVX-512, 8 with AVX2, and a "vector" of one double, which lets the
+// same code run in fp64 for gradcheck. Half dtypes live in memory only: they are widened on load and rounded on store.
 //
 // max(a, b) is b where either is NaN, as the instruction has it, so a bound stands on the left: max(bound, x) keeps the
 // NaN of x. A running maximum may lose one: it serves as a shift alone, and the NaN then comes out of the exponentials.
 //
 // A tail is loaded and stored with a count; the lanes beyond it read as zero and are never written. A count of a whole
-// vector takes the plain instruction: the compiler sees it where the count is constant, and a masked store of AVX2 costs
-// some AMD cores tens of cycles.
+// vector takes the plain instruction: the compiler sees it where the count is constant, and a masked store of AVX2
+// costs some AMD cores tens of cycles.
 
 #pragma once
 
-#include <c10/core/CPUAllocator.h>
 #include <c10/util/BFloat16.h>
 #include <immintrin.h>
 
@@ -89,9 +88,7 @@ struct Vec<float> {
   void store(float* p) const { _mm512_storeu_ps(p, v); }
   void store(float* p, int64_t n) const { n >= size ? store(p) : _mm512_mask_storeu_ps(p, first(n), v); }
   void store(bfloat16* p) const { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), narrow(v)); }
-  void store(bfloat16* p, int64_t n) const {
-    n >= size ? store(p) : _mm256_mask_storeu_epi16(p, first(n), narrow(v));
-  }
+  void store(bfloat16* p, int64_t n) const { n >= size ? store(p) : _mm256_mask_storeu_epi16(p, first(n), narrow(v)); }
 
   friend Vec operator+(Vec a, Vec b) { return _mm512_add_ps(a.v, b.v); }
   friend Vec operator-(Vec a, Vec b) { return _mm512_sub_ps(a.v, b.v); }
@@ -225,20 +222,6 @@ inline Vec<float> exp(Vec<float> x) {
 }
 inline Vec<double> exp(Vec<double> x) { return std::exp(x.v); }
 
-// n elements that nobody has written yet (std::vector would spend a pass on zeros), aligned to a cache line, from the
-// allocator that tensors come from: what measures their memory measures this, too.
-template <typename T>
-class Buffer {
- public:
-  Buffer() = default;
-  explicit Buffer(int64_t n) : data_(c10::GetCPUAllocator()->allocate(static_cast<size_t>(n) * sizeof(T))) {}
-  T* data() { return static_cast<T*>(data_.get()); }
-  const T* data() const { return static_cast<const T*>(data_.get()); }
-
- private:
-  c10::DataPtr data_;
-};
-
 // Runs f(column, count) over [0, n) in steps of one vector; count < size only in the last step.
 template <typename acc, typename F>
 inline void for_each_vec(int64_t n, F&& f) {
@@ -248,8 +231,8 @@ inline void for_each_vec(int64_t n, F&& f) {
   if (c < n) f(c, n - c);
 }
 
-// The sum of f(column, count) over [0, n) in steps of one vector; lanes of f beyond count are zero. Four chains, so that an
-// addition does not wait for the one before.
+// The sum of f(column, count) over [0, n) in steps of one vector; lanes of f beyond count are zero. Four chains, so
+// that an addition does not wait for the one before.
 template <typename acc, typename F>
 inline Vec<acc> sum_vecs(int64_t n, F&& f) {
   constexpr int64_t W = Vec<acc>::size;

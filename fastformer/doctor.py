@@ -42,6 +42,9 @@ def machine() -> Iterator[str]:
     isa = _extension.load()
     if isa is not None:
         yield f"C++ extension: {isa}"
+    elif _extension.failures:
+        for name, failure in _extension.failures.items():
+            yield f"C++ extension: {name} does not load ({failure}); run `pip install -e . --no-build-isolation` again"
     elif platform.machine() not in ("x86_64", "AMD64"):
         yield f"C++ extension: none; it is written for x86-64 and this is {platform.machine()}"
     else:

@@ -17,15 +17,27 @@ logger = logging.getLogger("fastformer")
 # ATEN_CPU_CAPABILITY, so that the lesser module can be tested on a better CPU.
 _MODULES = {"avx512": ("AVX512",), "avx2": ("AVX512", "AVX2")}
 
+# Why a module that is there could not be loaded, by its instruction set.
+failures: dict[str, str] = {}
+
 
 @cache
 def load() -> str | None:
-    """Loads the extension that fits this CPU. Returns its instruction set ("avx512", "avx2"), or None without one."""
+    """Loads the extension that fits this CPU. Returns its instruction set ("avx512", "avx2"), or None without one.
+
+    A module that does not load (built against another torch, say) is passed over with a warning: the ops run on plain
+    PyTorch then. FASTFORMER_STRICT=1 makes the missing kernels errors.
+    """
     capability = torch.backends.cpu.get_cpu_capability()
     for isa, capabilities in _MODULES.items():
-        if capability in capabilities and importlib.util.find_spec(f"fastformer._C_{isa}") is not None:
-            module = importlib.import_module(f"fastformer._C_{isa}")
-            return str(module.instruction_set)
+        name = f"fastformer._C_{isa}"
+        if capability not in capabilities or importlib.util.find_spec(name) is None:
+            continue
+        try:
+            return str(importlib.import_module(name).instruction_set)
+        except (ImportError, OSError, RuntimeError) as failure:
+            failures[isa] = str(failure)
+            logger.warning("%s does not load and has to be built again for this PyTorch: %s", name, failure)
     logger.warning(
         "no C++ extension for this CPU (%s): the ops run on plain PyTorch. See `fastformer doctor`.", capability
     )

@@ -126,6 +126,21 @@ def test_far_from_zero(rms_norm: bool, backend: str, device: str) -> None:
     assert_op_accurate(partial(add_layer_norm, rms_norm=rms_norm), partial(plain, rms_norm=rms_norm), inputs)
 
 
+@pytest.mark.parametrize("dropout_p", [0.0, 0.25])
+@pytest.mark.parametrize("dim", [19, 256])
+def test_statistics_are_of_the_rounded_stream(dim: int, dropout_p: float, backend: str, device: str) -> None:
+    """Each sum is 0.9 above a number of bf16, which it is rounded to: a mean of the sums would be 0.9 off as well."""
+    x = torch.full((5, dim), 0.9 * (1 - dropout_p), dtype=torch.bfloat16, device=device)
+    even = (256 + 2 * torch.randint(2, x.shape, device=device)).bfloat16()  # neighbours in bf16
+    seed = draw_seed(device) if dropout_p else None
+    y, residual_out, mean, rstd = OP.add_layer_norm_fwd(x, even, None, None, 1e-5, dropout_p, seed, False)
+    kept = residual_out.double()
+    assert torch.equal(residual_out, even)
+    torch.testing.assert_close(mean.double(), kept.mean(-1), rtol=1e-6, atol=0)
+    torch.testing.assert_close(rstd.double(), (kept.var(-1, correction=0) + 1e-5).rsqrt(), rtol=1e-5, atol=0)
+    torch.testing.assert_close(y, F.layer_norm(kept, (dim,)).bfloat16(), rtol=0.01, atol=0)
+
+
 @pytest.mark.parametrize("used", [0, 1])
 @pytest.mark.parametrize("dropout_p", [0.0, 0.25])
 def test_one_output_used(used: int, dropout_p: float, backend: str, device: str) -> None:

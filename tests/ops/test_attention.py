@@ -53,8 +53,13 @@ def test_forward_and_backward(case, dtype, backend, device) -> None:
     skip_unless_supported(backend, dtype, device)
     if backend == "triton" and device == "cpu" and dtype == torch.float16:
         pytest.skip("the interpreter runs fp16 in tests/kernels, where every pair of options is")
+    assert_case_accurate(case, dtype, device, small_draws())
+
+
+def assert_case_accurate(case: Case, dtype: torch.dtype, device: str, draws: int) -> None:
+    """Holds every result of a case to the rule, over as many draws."""
     ours, plain, exact = {}, {}, {}
-    for _ in range(small_draws()):
+    for _ in range(draws):
         inputs = make_inputs(case, dtype)
         for results, kind, of_plain in ((ours, dtype, False), (plain, dtype, True), (exact, torch.float64, True)):
             out, lse, gradients = run(case, inputs, kind, device, of_plain)
@@ -66,6 +71,25 @@ def test_forward_and_backward(case, dtype, backend, device) -> None:
     plain["lse"] = plain["lse"].float()
     for name, value in ours.items():
         assert_accurate(value, plain[name], exact[name], name)
+
+
+# Where a query's first or last key lies beside the edge of a tile or of a pair of bf16, and tiles of every part.
+EDGES = [
+    *((n, m, (None, 0)) for n, m in ((140, 151), (129, 128), (63, 65), (65, 64), (31, 160), (128, 257), (2, 129))),
+    *(
+        (130, 195, window)
+        for window in ((63, 0), (64, 0), (65, -1), (None, 1), (127, None), (128, 64), (1, 0), (-64, 65))
+    ),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(("seqlen_q", "seqlen_k", "window_size"), EDGES)
+def test_edges_of_tiles_and_windows(seqlen_q, seqlen_k, window_size, dtype, backend, device) -> None:
+    if backend == "triton" and device == "cpu":
+        pytest.skip("tests/kernels has the edges of its tiles")
+    shapes = {"seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "num_heads": 1, "num_kv_heads": 1, "head_dim": 8, "batch": 1}
+    assert_case_accurate(Case("", **shapes, window_size=window_size), dtype, device, draws=3)
 
 
 @pytest.mark.parametrize("seqlen", [64, 70, 192])

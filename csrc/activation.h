@@ -1,0 +1,77 @@
+// The activations of the feed-forward network, on vectors.
+
+#pragma once
+
+#include <c10/util/Exception.h>
+
+#include <string_view>
+
+#include "simd.h"
+
+namespace fastformer {
+
+enum class Activation { relu, gelu, gelu_tanh, swiglu };
+
+inline Activation activation_named(std::string_view name) {
+  if (name == "relu") return Activation::relu;
+  if (name == "gelu") return Activation::gelu;
+  if (name == "gelu_tanh") return Activation::gelu_tanh;
+  TORCH_CHECK(name == "swiglu", "unknown activation ", name);
+  return Activation::swiglu;
+}
+
+inline Vec<double> erf(Vec<double> x) { return std::erf(x.v); }
+inline Vec<double> tanh(Vec<double> x) { return std::tanh(x.v); }
+
+// A rational approximation on [-4, 4], where fp32's erf becomes 1 (the one that XLA and Eigen use); a few ulp.
+inline Vec<float> erf(Vec<float> x) {
+  using V = Vec<float>;
+  x = max(V(-4.f), V(0.f) - max(V(-4.f), V(0.f) - x));
+  const V s = x * x;
+  V p = -2.72614225801306e-10f;
+  for (const float c : {2.77068142495902e-08f, -2.10102402082508e-06f, -5.69250639462346e-05f, -7.34990630326855e-04f,
+                        -2.95459980854025e-03f, -1.60960333262415e-02f})
+    p = fmadd(p, s, V(c));
+  V q = -1.45660718464996e-05f;
+  for (const float c : {-2.13374055278905e-04f, -1.68282697438203e-03f, -7.37332916720468e-03f, -1.42647390514189e-02f})
+    q = fmadd(q, s, V(c));
+  return x * p / q;
+}
+inline Vec<float> tanh(Vec<float> x) {
+  using V = Vec<float>;
+  x = V(0.f) - max(V(-20.f), V(0.f) - x);  // e**(2x) stays finite
+  return V(1.f) - V(2.f) / (exp(x + x) + V(1.f));
+}
+
+template <typename V>
+V sigmoid(V x) {
+  return V(1) / (V(1) + exp(V(0) - x));
+}
+
+// act(x) and its derivative.
+template <typename V>
+struct Gelu {
+  static V value(V x, bool tanh_form) {
+    if (tanh_form) return V(0.5) * x * (V(1) + tanh(inner(x)));
+    return V(0.5) * x * (V(1) + erf(x * V(0.7071067811865476)));
+  }
+  static V derivative(V x, bool tanh_form) {
+    if (tanh_form) {
+      const V t = tanh(inner(x));
+      return V(0.5) * (V(1) + t) +
+             V(0.5) * x * (V(1) - t * t) * V(0.7978845608028654) * (V(1) + V(3 * 0.044715) * x * x);
+    }
+    const V density = exp(V(-0.5) * x * x) * V(0.3989422804014327);
+    return V(0.5) * (V(1) + erf(x * V(0.7071067811865476))) + x * density;
+  }
+  static V inner(V x) { return V(0.7978845608028654) * (x + V(0.044715) * x * x * x); }
+};
+
+// The activations of one input.
+template <typename acc>
+Vec<acc> activate(Activation a, Vec<acc> pre) {
+  if (a == Activation::relu) return max(Vec<acc>(acc(0)), pre);
+  return Gelu<Vec<acc>>::value(pre, a == Activation::gelu_tanh);
+}
+
+}  // namespace fastformer

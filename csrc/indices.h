@@ -1,0 +1,40 @@
+// Tensors of integers: rows of tables, lengths, offsets.
+
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <algorithm>
+#include <optional>
+#include <vector>
+
+namespace fastformer {
+
+// Contiguous int64 indices, all of them in [0, size) or `ignored`; `what` names them in the message.
+inline at::Tensor checked_indices(const at::Tensor& indices, int64_t size, const char* what,
+                                  std::optional<int64_t> ignored = std::nullopt) {
+  const at::Tensor wide = indices.to(at::kLong).contiguous();
+  const int64_t* index = wide.const_data_ptr<int64_t>();
+  int64_t low = 0, high = 0;
+  for (int64_t i = 0; i < wide.numel(); ++i) {
+    if (ignored && index[i] == *ignored) continue;
+    low = std::min(low, index[i]);
+    high = std::max(high, index[i]);
+  }
+  if (wide.numel() == 0 || (low >= 0 && high < size)) return wide;
+  const int64_t bad = low < 0 ? low : high;
+  if (ignored)
+    TORCH_CHECK_INDEX(false, "expected ", what, " in [0, ", size, ") or ", *ignored, " (ignored), got ", bad);
+  TORCH_CHECK_INDEX(false, "expected ", what, " in [0, ", size, "), got ", bad);
+}
+
+// The elements of a small vector of integers, whatever its stride: lengths may be a column of something larger.
+template <typename I>
+std::vector<I> integers(const at::Tensor& t) {
+  std::vector<I> elements(t.numel());
+  const I* from = t.const_data_ptr<I>();
+  for (int64_t i = 0; i < t.numel(); ++i) elements[i] = from[i * t.stride(0)];
+  return elements;
+}
+
+}  // namespace fastformer

@@ -1,0 +1,70 @@
+"""Finding the C++ extension: a module that does not load costs speed and a warning, never the import."""
+
+from __future__ import annotations
+
+import importlib.machinery
+import logging
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import fastformer
+from fastformer import doctor
+from fastformer.ops import _extension
+
+SUFFIX = importlib.machinery.EXTENSION_SUFFIXES[0]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An empty folder where modules of fastformer are looked for, instead of the package's own."""
+    monkeypatch.setattr(fastformer, "__path__", [str(tmp_path)])
+    # An editable install finds the package's modules whatever its path says; loading them twice ends the process.
+    finders = [importlib.machinery.BuiltinImporter, importlib.machinery.FrozenImporter, importlib.machinery.PathFinder]
+    monkeypatch.setattr(sys, "meta_path", finders)
+    monkeypatch.setattr(_extension, "failures", {})
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
+    for isa in ("avx512", "avx2"):
+        monkeypatch.delitem(sys.modules, f"fastformer._C_{isa}", raising=False)
+    _extension.load.cache_clear()
+    yield tmp_path
+    _extension.load.cache_clear()
+
+
+def _warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    with caplog.at_level(logging.WARNING, "fastformer"):
+        assert _extension.load() is None and _extension.load() is None
+    return [record.getMessage() for record in caplog.records]
+
+
+def test_none_is_there(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (warning,) = _warnings(caplog)
+    assert warning.startswith("no C++ extension for this CPU (AVX512)")
+
+
+def test_one_that_does_not_load_is_passed_over(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (folder / f"_C_avx512{SUFFIX}").write_bytes(b"no library")
+    broken, none = _warnings(caplog)
+    assert broken.startswith("fastformer._C_avx512 does not load") and "_C_avx512" in broken.partition(": ")[2]
+    assert none.startswith("no C++ extension for this CPU (AVX512)")
+    assert any("avx512 does not load" in line for line in doctor.machine())
+
+
+def test_the_next_best_is_taken(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (folder / f"_C_avx512{SUFFIX}").write_bytes(b"no library")
+    (folder / "_C_avx2.py").write_text("instruction_set = 'avx2'\n")
+    with caplog.at_level(logging.WARNING, "fastformer"):
+        assert _extension.load() == "avx2"
+    assert [record.getMessage().partition(" does")[0] for record in caplog.records] == ["fastformer._C_avx512"]
+    assert set(_extension.failures) == {"avx512"}
+
+
+def test_one_that_is_too_much_for_the_cpu_is_left_alone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / "_C_avx512.py").write_text("raise AssertionError('AVX-512 code on a CPU without')\n")
+    (folder / "_C_avx2.py").write_text("instruction_set = 'avx2'\n")
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
+    assert _extension.load() == "avx2"
+    assert not _extension.failures

@@ -1,0 +1,62 @@
+"""The C++ functions take and give what the ops of the same names do: arguments are handed over by position."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+import fastformer.ops  # noqa: F401 (defines the ops)
+from fastformer.ops import _extension
+
+if _extension.load() is None:
+    pytest.skip("the C++ extension is not built", allow_module_level=True)
+
+
+def _schemas(namespace: str) -> dict[str, torch.FunctionSchema]:
+    names = {schema.name for schema in torch._C._jit_get_all_schemas() if schema.name.startswith(f"{namespace}::")}
+    return {
+        name.partition("::")[2]: getattr(getattr(torch.ops, namespace), name.partition("::")[2]).default._schema
+        for name in names
+    }
+
+
+def _described(schema: torch.FunctionSchema) -> tuple[list[tuple[str, str, str, bool]], list[str]]:
+    """(name, type, what it aliases, whether it is written) of each argument, and the types of the results."""
+    arguments = []
+    for argument in schema.arguments:
+        alias = argument.alias_info
+        # A symbolic size is an integer by the time that a kernel runs.
+        kind = str(argument.real_type).replace("SymInt", "int")
+        arguments.append(
+            (
+                argument.name,
+                kind,
+                "" if alias is None else str(sorted(alias.before_set)),
+                bool(alias and alias.is_write),
+            )
+        )
+    return arguments, [str(result.real_type) for result in schema.returns]
+
+
+CPP = _schemas("fastformer_cpp")
+PYTHON = _schemas("fastformer")
+
+
+@pytest.mark.parametrize("name", sorted(CPP))
+def test_equals_the_op(name: str) -> None:
+    assert name in PYTHON, f"torch.ops.fastformer has no {name}"
+    assert _described(CPP[name]) == _described(PYTHON[name])
+
+
+def test_every_op_with_sources_is_there() -> None:
+    """A function that is not registered would be a silent fallback."""
+    from pathlib import Path
+
+    sources = Path(__file__).parents[2] / "csrc"
+    defined = set()
+    for path in sources.glob("*.cpp"):
+        text = path.read_text()
+        defined |= set(re.findall(r'm\.impl\("(\w+)"', text))
+    assert defined == set(CPP)

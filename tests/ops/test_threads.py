@@ -1,0 +1,129 @@
+"""The C++ ops give the same bits on one, two and three threads: no race, no sum whose order depends on the threads.
+
+The tests run with OMP_NUM_THREADS=1; here the number is set, and the sizes are large enough for the work to be split.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.conftest import missing_backend
+
+CPP = torch.ops.fastformer_cpp
+SEED = torch.tensor([2**40 + 5, 99])
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+Run = Callable[[torch.dtype], tuple[Tensor, ...]]
+
+
+@pytest.fixture(autouse=True)
+def _threads_as_before() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+def _heads(dtype: torch.dtype, *shapes: tuple[int, ...]) -> list[Tensor]:
+    return [torch.randn(shape).to(dtype) for shape in shapes]
+
+
+def _attention(
+    dtype: torch.dtype, mask: Tensor | None, window: tuple[int | None, int | None], dropout_p: float
+) -> tuple:
+    query, key = (2, 150, 4, 32), (2, 170, 2, 32)
+    q, k, v, dout = _heads(dtype, query, key, key, query)
+    options = (torch.tensor([170, 101], dtype=torch.int32), 0.2, *window, dropout_p, SEED)
+    out, lse = CPP.attention_fwd(q, k, v, mask, *options)
+    return out, lse, *CPP.attention_bwd(dout, q, k, v, out, lse, mask, *options, mask is not None)
+
+
+def _varlen(dtype: torch.dtype) -> tuple[Tensor, ...]:
+    q, k, v, dout = _heads(dtype, (300, 4, 32), (310, 2, 32), (310, 2, 32), (300, 4, 32))
+    cu_q, cu_k = (torch.tensor(cu, dtype=torch.int32) for cu in ((0, 10, 200, 290), (0, 150, 300, 300)))
+    options = (cu_q, cu_k, 190, 150, 0.2, None, 0, 0.1, SEED)
+    out, lse = CPP.varlen_attention_fwd(q, k, v, *options)
+    return out, lse, *CPP.varlen_attention_bwd(dout, q, k, v, out, lse, *options)
+
+
+def _decode(dtype: torch.dtype, seqlen_q: int) -> tuple[Tensor, ...]:
+    new = (3, seqlen_q, 2, 64)
+    q, k, v, k_cache, v_cache = _heads(dtype, (3, seqlen_q, 4, 64), new, new, (3, 440, 2, 64), (3, 440, 2, 64))
+    lengths = torch.tensor([400, 11, 300], dtype=torch.int32)
+    out = CPP.decode_attention(q, k_cache, v_cache, lengths, k, v, None, 0.2, True, 350)
+    return out, k_cache, v_cache
+
+
+def _add_layer_norm(dtype: torch.dtype, rms_norm: bool) -> tuple[Tensor, ...]:
+    x, residual, dy, ds, weight, bias = _heads(dtype, *[(400, 300)] * 4, (300,), (300,))
+    y, s, mean, rstd = CPP.add_layer_norm_fwd(x, residual, weight, bias, 1e-5, 0.1, SEED, rms_norm)
+    return y, s, rstd, *CPP.add_layer_norm_bwd(dy, ds, s, weight, mean, rstd, 0.1, SEED, rms_norm, True, dtype)
+
+
+def _embedding(dtype: torch.dtype) -> tuple[Tensor, ...]:
+    weight, table, dout = _heads(dtype, (50, 64), (120, 64), (20, 100, 64))
+    ids, positions = torch.randint(40, (20, 100)), torch.randint(120, (20, 100))
+    options = (2.0, 7, 0.1, SEED)
+    out = CPP.embedding_fwd(ids, weight, table, positions, *options, False)
+    return out, *CPP.embedding_bwd(dout, ids, positions, 50, 120, *options, dtype, False)
+
+
+def _feed_forward(dtype: torch.dtype, activation: str) -> tuple[Tensor, ...]:
+    wide = 600 if activation == "swiglu" else 300
+    x, w1, b1, w2, b2, dout = _heads(dtype, (200, 64), (wide, 64), (wide,), (70, 300), (70,), (200, 70))
+    w1, w2 = w1 * 0.1, w2 * 0.1
+    out, saved = CPP.feed_forward_fwd(x, w1, b1, w2, b2, activation, 0.1, SEED)
+    return out, saved, *CPP.feed_forward_bwd(dout, x, w1, b1, w2, saved, activation, 0.1, SEED, True)
+
+
+def _linear_cross_entropy(dtype: torch.dtype) -> tuple[Tensor, ...]:
+    x, weight, bias = _heads(dtype, (600, 48), (3000, 48), (3000,))
+    target = torch.randint(3000, (600,)).masked_fill_(torch.rand(600) < 0.2, -100)
+    options = (-100, 0.1, False, 0.01)
+    losses, lse = CPP.linear_cross_entropy_fwd(x, weight, bias, target, *options)
+    gradients = CPP.linear_cross_entropy_bwd(torch.randn(600), x, weight, bias, target, lse, *options)
+    return losses, lse, *gradients, *CPP.linear_cross_entropy_fwd_bwd(x, weight, bias, target, *options, True)
+
+
+def _rotary(dtype: torch.dtype, interleaved: bool) -> tuple[Tensor, ...]:
+    (x,) = _heads(dtype, (3, 200, 4, 70))
+    cos, sin = torch.randn(2, 300, 32)
+    return (CPP.rotary_fwd(x, cos, sin, torch.randint(300, (3, 200)), interleaved, False),)
+
+
+CASES: dict[str, Run] = {
+    "attention-causal-dropout": lambda dtype: _attention(dtype, None, (None, 20), 0.1),
+    "attention-mask": lambda dtype: _attention(dtype, torch.randn(2, 4, 150, 170).to(dtype), (30, None), 0.0),
+    # One gradient, to which the tasks of every sequence and head add.
+    "attention-shared-mask": lambda dtype: _attention(dtype, torch.randn(1, 1, 150, 170).to(dtype), (None, None), 0.0),
+    "attention-mask-of-heads": lambda dtype: _attention(dtype, torch.randn(1, 4, 1, 170).to(dtype), (None, None), 0.0),
+    "varlen_attention": _varlen,
+    "decode_attention": lambda dtype: _decode(dtype, 1),
+    "decode_attention-blocked": lambda dtype: _decode(dtype, 20),
+    "add_layer_norm": lambda dtype: _add_layer_norm(dtype, False),
+    "add_layer_norm-rms": lambda dtype: _add_layer_norm(dtype, True),
+    "embedding": _embedding,
+    "feed_forward-relu": lambda dtype: _feed_forward(dtype, "relu"),
+    "feed_forward-gelu": lambda dtype: _feed_forward(dtype, "gelu"),
+    "feed_forward-swiglu": lambda dtype: _feed_forward(dtype, "swiglu"),
+    "linear_cross_entropy": _linear_cross_entropy,
+    "rotary": lambda dtype: _rotary(dtype, False),
+    "rotary-interleaved": lambda dtype: _rotary(dtype, True),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+@pytest.mark.parametrize("case", CASES)
+def test_same_bits(case: str, dtype: torch.dtype) -> None:
+    if reason := missing_backend("cpp", "attention"):
+        pytest.skip(reason)
+    results = []
+    # A race shows by chance: a mask's gradient gets several.
+    for threads in (1, 2, 3, *((2, 3, 2) if "mask" in case else ())):
+        torch.set_num_threads(threads)
+        torch.manual_seed(0)
+        results.append(CASES[case](dtype))
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
