@@ -185,12 +185,7 @@ def _poisoned(tensors: Tensors, name: str, position: int, value: float) -> Tenso
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=["fp32", "bf16", "fp64"])
 @pytest.mark.parametrize("backend", ["reference", "cpp", "triton"])
 @pytest.mark.parametrize("op", OPS, ids=str)
-def test_as_in_plain_pytorch(
-    op: Op, backend: str, dtype: torch.dtype, device: str, request: pytest.FixtureRequest
-) -> None:
-    if backend == "triton" and op.name == "feed_forward-relu-5":
-        reason = "Triton's backward gives a hidden unit of NaN no gradient; plain PyTorch lets it pass"
-        request.applymarker(pytest.mark.xfail(reason=reason, strict=True))
+def test_as_in_plain_pytorch(op: Op, backend: str, dtype: torch.dtype, device: str) -> None:
     if reason := missing_backend(backend, op.stem):
         pytest.skip(reason)
     if backend == "triton" and (device != "cpu" or dtype != torch.float32):
