@@ -175,7 +175,7 @@ def line_pieces(text: str) -> list[str]:
     return [*found, text[start:]]
 
 
-def train_bpe(texts: Sequence[str], vocab_size: int) -> BPETokenizer:
+def train_bpe(texts: Iterable[str], vocab_size: int) -> BPETokenizer:
     """A byte-pair encoding learned from texts (for a translator: of both languages).
 
     Args:
@@ -191,6 +191,7 @@ def train_bpe(texts: Sequence[str], vocab_size: int) -> BPETokenizer:
     library = tokenizers_library()
     if vocab_size <= len(SPECIAL_TOKENS):
         raise ValueError(f"expected vocab_size of more than the {len(SPECIAL_TOKENS)} special tokens, got {vocab_size}")
+    texts = list(texts)  # they are read more than once
     for text in texts:
         check_text(text)
     fallback = [f"<0x{byte:02X}>" for byte in range(NUM_BYTES)]
@@ -275,7 +276,7 @@ def encode_batch(backend: tokenizers.Tokenizer, texts: Sequence[str]) -> list[li
         ValueError: a lone surrogate, or a text that the tokenizer can't spell and has no unknown token for.
     """
     try:
-        return [encoding.ids for encoding in backend.encode_batch_fast(texts, add_special_tokens=False)]
+        return [encoding.ids for encoding in backend.encode_batch_fast(list(texts), add_special_tokens=False)]
     except Exception as error:  # TypeError for a surrogate; what the model refuses is a bare Exception
         for text in texts:
             check_text(text)

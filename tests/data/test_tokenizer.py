@@ -121,6 +121,13 @@ def test_pieces_of_a_long_text(tokenizer, monkeypatch) -> None:
         assert [i for piece in pieces for i in tokenizer.encode_batch([piece])[0]] == whole == tokenizer.encode(text)
 
 
+def test_texts_may_come_as_any_iterable(tokenizer) -> None:
+    trained, again = train_bpe(TEXTS, 200), train_bpe((text for text in TEXTS), 200)
+    assert trained.tokens(range(456)) == again.tokens(range(456))
+    assert tokenizer.encode_batch(("one", "two")) == [tokenizer.encode("one"), tokenizer.encode("two")]
+    assert tokenizer.encode_batch([]) == []
+
+
 def test_lone_surrogates_are_refused(tokenizer) -> None:
     for call in (tokenizer.encode, lambda text: tokenizer.encode_batch(["a", text]), lambda text: train_bpe([text], 9)):
         with pytest.raises(ValueError, match=r"expected text, got the lone surrogate U\+DCFF at position 2"):
