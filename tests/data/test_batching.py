@@ -60,6 +60,16 @@ def test_bucketed_batches_hold_neighbours_in_length() -> None:
     assert sum(spread) < 0.2 * sum(random)
 
 
+def test_bucketed_examples_meet_others_in_each_epoch() -> None:
+    # No two lengths are alike: sorted as one pool, every epoch would consist of the same batches.
+    lengths = torch.randperm(2000, generator=torch.Generator().manual_seed(0))[:, None].expand(-1, 2) + 1
+    first, second = (
+        {tuple(sorted(b)) for b in plan_epoch(lengths, max_tokens=4000, batching="bucketed", seed=0, epoch=epoch)}
+        for epoch in range(2)
+    )
+    assert len(first & second) < 0.1 * len(first)
+
+
 @pytest.mark.parametrize("batching", BATCHINGS)
 @pytest.mark.parametrize("max_tokens", [16, 19])
 def test_batches_are_filled_to_the_last_token(batching, max_tokens) -> None:
