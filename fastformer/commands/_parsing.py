@@ -78,16 +78,13 @@ def _add_signature(parser: ArgumentParser, function: Callable[..., Any]) -> dict
     hints = get_type_hints(function)
     texts = {p.arg_name: p.description or "" for p in parse_docstring(function.__doc__ or "").params}
     parameters = [p for p in inspect.signature(function).parameters.values() if p.kind is not p.VAR_KEYWORD]
-    # jsonargparse itself makes neither arguments that may be missing nor switches without a value.
+    # jsonargparse itself makes no arguments that may be missing.
     optional = {p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD and p.default is not p.empty}
-    switches = {p.name for p in parameters if hints[p.name] is bool}
-    parser.add_function_arguments(function, as_group=False, as_positional=True, skip={*optional, *switches})
+    parser.add_function_arguments(function, as_group=False, as_positional=True, skip={*optional})
     for p in parameters:
         if p.name in optional:
             parser.add_argument(p.name, type=hints[p.name], nargs="?", default=p.default, help=texts[p.name])
-        elif p.name in switches:
-            parser.add_argument(f"--{p.name}", action="store_true", help=texts[p.name])
-    return {p.name: None if p.name in switches else hints[p.name] for p in parameters}  # a switch takes no value
+    return {p.name: hints[p.name] for p in parameters}
 
 
 def _spelled_out(words: Sequence[str], short: Mapping[str, str]) -> list[str]:
@@ -102,14 +99,39 @@ def _spelled_out(words: Sequence[str], short: Mapping[str, str]) -> list[str]:
 
 
 def _with_values(words: Sequence[str], hints: Mapping[str, Any]) -> list[str]:
-    """A flag that may stand alone or before a word (`--resume`, `--resume auto`, `--skip_bad_lines`, `--skip_bad_lines
-    false`) gets its value: true, if alone."""
-    words = list(words)
-    for name, hint in hints.items():
-        if hint is not bool and (bool not in get_args(hint) or not choices(hint)):
+    """The arguments, then each flag in one word with its value.
+
+    `--greedy` alone becomes `--greedy=true`; so does `--resume`, which takes a word of its own too: `--resume auto`.
+    argparse itself fails on an argument that may be missing where flags stand before it (`RUN --num_beams 4 TEXT`), and
+    takes `-1e-3` behind `--lr` for a flag.
+    """
+    rest = list(words)
+    flags: list[str] = []
+    arguments: list[str] = []
+    while rest and rest[0] != "--":
+        word = rest.pop(0)
+        if not _is_flag(word):
+            arguments.append(word)
             continue
-        for i, word in enumerate(words):
-            if word == f"--{name}":
-                alone = i + 1 == len(words) or words[i + 1] not in (*choices(hint), "true", "false")
-                words[i] = f"{word}=true" if alone else f"{word}={words.pop(i + 1)}"
-    return words
+        hint = hints.get(word.removeprefix("--"))
+        if hint is bool or bool in get_args(hint):
+            taken = bool(rest) and rest[0] in ("true", "false", "yes", "no", *choices(hint))
+            word = f"{word}={rest.pop(0) if taken else 'true'}"
+        elif word not in ("-h", "--help") and "=" not in word and rest and not _is_flag(rest[0]):
+            word = f"{word}={rest.pop(0)}"
+        flags.append(word)
+    arguments += rest[1:]
+    if any(word.startswith("-") for word in arguments):
+        return [*flags, "--", *arguments]
+    return arguments + flags
+
+
+def _is_flag(word: str) -> bool:
+    """Whether a word is a flag, as argparse sees it: neither a number nor a text with spaces."""
+    if not word.startswith("-") or word == "-" or " " in word.partition("=")[0]:
+        return False
+    try:
+        float(word)
+    except ValueError:
+        return True
+    return False

@@ -88,7 +88,7 @@ def _add_model(parser: ArgumentParser) -> dict[str, Any]:
     group.add_argument("--model.help", action=_ModelHelp, metavar="NAME", help="show an architecture and its presets")
     kinds = get_type_hints(Model)
     texts = {"model.name": "the architecture, also --model", "model.preset": "the sizes to begin from, also --preset"}
-    hints = {"model.name": kinds["model"], "model.preset": kinds["preset"]}
+    hints = {"model.help": kinds["model"], "model.name": kinds["model"], "model.preset": kinds["preset"]}
     for name, default in (("model.name", Model.model), ("model.preset", Model.preset)):
         group.add_argument(f"--{name}", type=hints[name], default=default, help=texts[name])
     # An architecture may have other choices for a setting than another one has: the flag takes all of them, and the
@@ -105,7 +105,7 @@ def _add_model(parser: ArgumentParser) -> dict[str, Any]:
                     texts[key] if text in texts.get(key, "") else "; or ".join(filter(None, (texts.get(key), text)))
                 )
     for key, hint in hints.items():
-        if key not in ("model.name", "model.preset"):
+        if key not in ("model.help", "model.name", "model.preset"):
             group.add_argument(f"--{key}", type=hint, default=argparse.SUPPRESS, help=texts[key])
     return hints
 

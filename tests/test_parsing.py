@@ -1,0 +1,183 @@
+"""From words to what a command gets, by a command of our own and by the real ones."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+from types import ModuleType
+from typing import Any, Literal
+
+import pytest
+
+from fastformer.cli import main
+from fastformer.commands import train
+from fastformer.commands._parsing import parse
+from fastformer.training.config import TrainConfig, merged
+
+
+@pytest.fixture
+def module() -> ModuleType:
+    found = ModuleType("sample")
+
+    def sample(
+        run: str,
+        text: str | None = None,
+        *,
+        count: int = 1,
+        share: float = 0.5,
+        greedy: bool = False,
+        resume: bool | Literal["auto"] = False,
+        max_len: int | None = None,
+    ) -> None:
+        """Does nothing.
+
+        Args:
+            run: the folder
+            text: a text
+            count: how many
+            share: how much
+            greedy: at once
+            resume: go on
+            max_len: how long
+        """
+
+    found.sample = sample  # type: ignore[attr-defined]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("words", "values"),
+    [
+        ("r", {"run": "r"}),
+        ("r t", {"run": "r", "text": "t"}),
+        ("r --count 1", {"run": "r", "count": 1}),  # what is given is there, be it the default
+        ("--count=3 r --share 2e-1", {"run": "r", "count": 3, "share": 0.2}),
+        ("--share 1 r", {"run": "r", "share": 1.0}),
+        ("--max-len 5 r", {"run": "r", "max_len": 5}),
+        ("--max-len=5 r", {"run": "r", "max_len": 5}),
+        ("--max_len null r", {"run": "r", "max_len": None}),
+        ("--greedy r", {"run": "r", "greedy": True}),
+        ("r --greedy", {"run": "r", "greedy": True}),
+        ("r t --greedy --count 2", {"run": "r", "text": "t", "greedy": True, "count": 2}),
+        ("r --greedy false", {"run": "r", "greedy": False}),
+        ("r --greedy=false", {"run": "r", "greedy": False}),
+        ("--resume r", {"run": "r", "resume": True}),
+        ("r --resume auto", {"run": "r", "resume": "auto"}),
+        ("r --resume=auto", {"run": "r", "resume": "auto"}),
+        ("r --resume true t", {"run": "r", "text": "t", "resume": True}),
+        ("r --count 2 t", {"run": "r", "text": "t", "count": 2}),
+        ("--count 2 r --share 1 t", {"run": "r", "text": "t", "count": 2, "share": 1.0}),
+        ("r --share -1e-3", {"run": "r", "share": -1e-3}),
+        ("r -3", {"run": "r", "text": "-3"}),
+        ("r --count 2 -- --share", {"run": "r", "text": "--share", "count": 2}),
+        ("r - --greedy", {"run": "r", "text": "-", "greedy": True}),
+        ("-- r --max-len", {"run": "r", "text": "--max-len"}),
+    ],
+)
+def test_words_become_values(module, words, values) -> None:
+    got = parse(module, "sample", words.split())
+    assert {name: value for name, value in got.items() if name != "text" or value is not None} == values
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("", "required: run"),
+        ("r t u", "unrecognized arguments: u"),
+        ("r --coutn 3", "unrecognized arguments: --coutn=3; did you mean '--count'?; see `fastformer sample --help`"),
+        ("r --cou 3", "did you mean '--count'"),  # no abbreviations: they would change with each new flag
+        ("r --count 1.5", "expected --count to be an integer, got '1.5'"),
+        ("r --resume=never", "expected --resume to be true or false or 'auto', got 'never'"),
+    ],
+)
+def test_wrong_words_are_refused(module, words, message) -> None:
+    with pytest.raises(argparse.ArgumentError) as refused:
+        parse(module, "sample", words.split())
+    assert message in str(refused.value) and "\n" not in str(refused.value)
+
+
+def settings(*words: str) -> dict[str, Any]:
+    values = parse(train, "train", ["run", *words])
+    del values["run"]
+    return values
+
+
+def test_the_models_settings_are_nested_flags() -> None:
+    given = settings("--model", "gpt", "--preset=small", "--model.dropout", "0.1", "--model.positions", "rotary")
+    assert given == {"model": {"name": "gpt", "preset": "small", "dropout": 0.1, "positions": "rotary"}}
+    config = TrainConfig.from_dict(given)
+    assert (config.model, config.preset, config.settings) == ("gpt", "small", {"dropout": 0.1, "positions": "rotary"})
+    made = config.model_config(vocab_size=50)
+    # What was given, then the preset, then the default.
+    assert (made.dropout, made.attention_dropout, made.d_model, made.vocab_size) == (0.1, 0.2, 384, 50)
+    assert settings("--model.window_size", "null") == {"model": {"window_size": None}}
+
+
+@pytest.mark.parametrize("config_first", [True, False])
+def test_flags_win_over_the_file_wherever_they_stand(tmp_path, monkeypatch, config_first) -> None:
+    (tmp_path / "a.yaml").write_text(
+        "model: {name: gpt, preset: small, d_model: 48, num_heads: 4}\nlr: 2e-3\nsteps: 5\nclip: 1\nprecision: bf16\n"
+    )
+    got: list[TrainConfig] = []
+
+    def start(config: TrainConfig, *_: object, **__: object) -> None:
+        got.append(config)
+        raise ValueError("far enough")
+
+    monkeypatch.setattr(train, "start", start)
+    file, flags = ["--config", str(tmp_path / "a.yaml")], ["--model.d_model", "384", "--steps", "1000", "--seed=7"]
+    words = [*file, *flags] if config_first else [*flags, *file]
+    assert main(["train", str(tmp_path / "run"), *words]) == 1
+    (config,) = got
+    assert (config.model, config.preset, config.settings) == ("gpt", "small", {"d_model": 384, "num_heads": 4})
+    assert (config.steps, config.lr, config.clip, config.precision, config.seed) == (1000, 2e-3, 1.0, "bf16", 7)
+
+
+def test_a_file_may_name_the_model_alone(tmp_path) -> None:
+    (tmp_path / "a.yaml").write_text("model: lstm\npreset: tiny\nbatching: random\nsmooth_others: yes\nval_tsv: null\n")
+    assert train.read_settings(str(tmp_path / "a.yaml")) == {
+        "model": {"name": "lstm", "preset": "tiny"},
+        "batching": "random",
+        "smooth_others": True,
+        "val_tsv": None,
+    }
+    before = {"model": "gpt", "steps": 3}
+    assert merged(before, {"preset": "small"}) == {"model": {"name": "gpt", "preset": "small"}, "steps": 3}
+    assert before == {"model": "gpt", "steps": 3}
+
+
+def test_what_a_run_wrote_down_can_be_given_again(tmp_path) -> None:
+    import yaml
+
+    config = TrainConfig(model="gpt", preset="small", settings={"dropout": 0.1}, lr=3e-4, eps=1e-9, train_text="a")
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config.to_dict()))
+    assert TrainConfig.from_dict(train.read_settings(str(tmp_path / "config.yaml"))) == config
+
+
+def test_the_help_of_a_model_shows_its_settings_and_presets(capsys) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["train", "--model.help", "gpt"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert not end.value.code
+    assert "--model.rotary_base" in text and "the slowest rotation is near 1 / base" in text and "default: 384" in text
+    assert "llama-small norm rms, activation swiglu" in text
+    assert "num_encoder_layers" not in text and "--model.vocab_size" not in text
+
+
+@pytest.mark.parametrize("name", ["train", "translate", "generate", "average", "demo"])
+def test_every_flag_is_explained(name, capsys) -> None:
+    with pytest.raises(SystemExit):
+        main([name, "--help"])
+    text = capsys.readouterr().out
+    function = getattr(importlib.import_module(f"fastformer.commands.{name}"), name)
+    assert function.__doc__.partition("\n")[0] in text
+    blank = [line for line in " ".join(text.split()).split(" --") if line.split(" ")[-1].endswith("(type:")]
+    assert not blank
+    for section in ("The model:", "The data:", "Batches and optimisation:", "Validating and saving:", "The machine:"):
+        assert (section[:-1] in text) == (name == "train")
+
+
+def test_a_text_may_begin_with_dashes(module) -> None:
+    for text in ("--count is a flag", "- a list", "-5 degrees"):
+        assert parse(module, "sample", ["r", text, "--count", "2"])["text"] == text
+        assert parse(module, "sample", ["r", "--count", "2", text])["text"] == text
