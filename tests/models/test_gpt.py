@@ -169,6 +169,32 @@ def test_initialisation_and_presets():
     assert len(names) == len(set(names)) and "output.weight" not in names
 
 
+@pytest.mark.parametrize("d_model, d_ff", [(384, 1024), (96, 256), (100, 320), (512, 1408), (24, 64)])
+def test_swiglus_width_is_rounded_up(d_model, d_ff):
+    """Two thirds of 4 * d_model, up to a multiple of 64."""
+    assert GPTConfig(9, d_model=d_model, num_heads=2, activation="swiglu").d_ff == d_ff
+    assert GPTConfig(9, d_model=d_model, num_heads=2).d_ff == 4 * d_model
+    assert GPTConfig(9, d_model=d_model, num_heads=2, activation="swiglu", d_ff=7).d_ff == 7
+
+
+@pytest.mark.parametrize("positions", ["learned", "rotary"])
+def test_a_cache_may_have_room_beyond_max_len_and_the_model_has_not(positions):
+    model = model_of(positions=positions).eval()
+    with torch.inference_mode():
+        cache = model.new_cache(2, 20)
+        model.decode(torch.ones(2, 9, dtype=torch.int64), cache=cache)
+        model.decode(torch.ones(2, 3, dtype=torch.int64), cache=cache)
+        with pytest.raises(ValueError, match="token sequences of at most max_len = 12 tokens, got 13"):
+            model.decode(torch.ones(2, 1, dtype=torch.int64), cache=cache)
+
+
+def test_dropouts_of_the_config_arrive():
+    model = GPT(GPTConfig(**SMALL, dropout=0.1, attention_dropout=0.2, activation_dropout=0.3))
+    assert model.embedding.dropout == 0.1
+    for layer in model.decoder.layers:
+        assert (layer.dropout1.p, layer.dropout2.p, layer.self_attn.dropout, layer.dropout.p) == (0.1, 0.1, 0.2, 0.3)
+
+
 @pytest.mark.parametrize("options", [{}, VARIANTS["llama"]], ids=["learned", "llama"])
 def test_compiles_in_one_graph(options):
     model = model_of(**options, dropout=0.1, attention_dropout=0.1)

@@ -194,6 +194,20 @@ def test_autocast_stays_out_of_an_op(cpp_toy: None, monkeypatch: pytest.MonkeyPa
             assert (x @ x).dtype == torch.bfloat16, "autocast is on again behind the op"
 
 
+@pytest.mark.parametrize("name", ["reference", "cpp"])
+def test_a_backward_pass_under_autocast_is_the_one_without(name: str) -> None:
+    """The tensors that forward kept are fp32, and products of them stay fp32."""
+    x, weight = (torch.randn(8, 8).requires_grad_() for _ in range(2))
+    gradients = []
+    for enabled in (False, True):
+        with use_backend(name):
+            out = ops.feed_forward(x, weight, None, weight, None, activation="gelu")
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            gradients.append(torch.autograd.grad(out, (x, weight), torch.ones_like(out)))
+    for without, under in zip(*gradients, strict=True):
+        assert torch.equal(without, under)
+
+
 def _calls(dtype: torch.dtype) -> dict[str, Callable[[], Tensor]]:
     """A small call of every public op."""
     q, ids = torch.randn(1, 4, 2, 8, dtype=dtype), torch.tensor([1, 2, 0])
