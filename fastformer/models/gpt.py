@@ -116,7 +116,9 @@ class GPT(PretrainedModel):
     }
     config: GPTConfig
 
-    def __init__(self, config: GPTConfig, *, device: Any = None, dtype: Any = None) -> None:
+    def __init__(
+        self, config: GPTConfig, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> None:
         super().__init__()
         self.config = config
         factory: dict[str, Any] = {"device": device, "dtype": dtype}

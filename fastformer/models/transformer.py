@@ -134,7 +134,9 @@ class Transformer(PretrainedModel):
     }
     config: TransformerConfig
 
-    def __init__(self, config: TransformerConfig, *, device: Any = None, dtype: Any = None) -> None:
+    def __init__(
+        self, config: TransformerConfig, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> None:
         super().__init__()
         self.config = config
         factory: dict[str, Any] = {"device": device, "dtype": dtype}

@@ -59,8 +59,8 @@ class MultiheadAttention(nn.Module):
         kdim: int | None = None,
         vdim: int | None = None,
         batch_first: bool = False,
-        device: Any = None,
-        dtype: Any = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
         *,
         num_kv_heads: int | None = None,
         window_size: Window = (None, None),
@@ -189,12 +189,13 @@ class MultiheadAttention(nn.Module):
             "window_size": self._window(is_causal, seqlen_q, seqlen_k),
         }
         dropout_p, seed = self._dropout(q)
-        out: Any = attention(q, k, v, dropout_p=dropout_p, dropout_seed=seed, return_lse=need_weights, **options)
         weights = None
         if need_weights:
-            out, lse = out
+            out, lse = attention(q, k, v, dropout_p=dropout_p, dropout_seed=seed, return_lse=True, **options)
             weights = attention_weights(q, k, lse, **options)
             weights = weights.mean(1) if average_attn_weights else weights
+        else:
+            out = attention(q, k, v, dropout_p=dropout_p, dropout_seed=seed, **options)
         out = out.flatten(-2)
         if not is_batched:
             return self.out_proj(out[0]), None if weights is None else weights[0]
@@ -237,7 +238,7 @@ class MultiheadAttention(nn.Module):
         q, k, v = self._project(query, key, value)
         q, k = self._rotate(q, k, rotary)
         dropout_p, seed = self._dropout(q)
-        out: Any = varlen_attention(
+        out = varlen_attention(
             q,
             k,
             v,
@@ -262,7 +263,6 @@ class MultiheadAttention(nn.Module):
         layout: SequenceLayout | None,
         rotary: RotaryPositions | None,
     ) -> Tensor:
-        out: Any
         if query.dim() != 3 or (layout is not None and layout.is_packed):
             raise ValueError(f"expected a padded batch along with a cache, got query of shape {tuple(query.shape)}")
         if self.bias_k is not None or self.add_zero_attn:

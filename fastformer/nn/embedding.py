@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -39,8 +39,8 @@ class PositionalEncoding(nn.Module):
         dropout: float = 0.0,
         kind: str = "interleaved",
         batch_first: bool = False,
-        device: Any = None,
-        dtype: Any = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         if kind not in (*SINUSOIDS, "learned"):
@@ -111,8 +111,8 @@ class Embedding(nn.Embedding):
         sparse: bool = False,
         _weight: Tensor | None = None,
         _freeze: bool = False,
-        device: Any = None,
-        dtype: Any = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
         *,
         scale: float = 1.0,
         dropout: float = 0.0,
@@ -187,8 +187,8 @@ class RotaryEmbedding(nn.Module):
         max_len: int = 5000,
         base: float = 10000.0,
         interleaved: bool = False,
-        device: Any = None,
-        dtype: Any = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         self.max_len = max_len

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TypeGuard
 
 import torch
 import torch.nn.functional as F
@@ -44,7 +44,9 @@ def fused_name(activation: Activation) -> str | None:
     return None
 
 
-def apply_feed_forward(x: Tensor, linear1: Any, linear2: Any, activation: Activation, dropout: nn.Dropout) -> Tensor:
+def apply_feed_forward(
+    x: Tensor, linear1: nn.Module, linear2: nn.Module, activation: Activation, dropout: nn.Dropout
+) -> Tensor:
     """linear2(dropout(activation(linear1(x)))), in one op where the pieces are ones that it knows.
 
     A linear that somebody replaced (an adapter, a quantised one) or hooked is called as the module that it is.
@@ -65,7 +67,7 @@ def apply_feed_forward(x: Tensor, linear1: Any, linear2: Any, activation: Activa
     return linear2(dropout(_call(activation, linear1(x))))
 
 
-def _is_plain(linear: nn.Module) -> bool:
+def _is_plain(linear: nn.Module) -> TypeGuard[nn.Linear]:
     return type(linear) is nn.Linear and not linear._forward_hooks and not linear._forward_pre_hooks
 
 
@@ -101,8 +103,8 @@ class FeedForward(nn.Module):
         activation: Activation = "relu",
         dropout: float = 0.0,
         bias: bool = True,
-        device: Any = None,
-        dtype: Any = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         self.activation = resolve_activation(activation)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -53,8 +54,8 @@ class _Layer(nn.Module):
         batch_first: bool = False,
         norm_first: bool = False,
         bias: bool = True,
-        device: Any = None,
-        dtype: Any = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
         *,
         attention_bias: bool | None = None,
         attention_dropout: float | None = None,
@@ -153,7 +154,7 @@ class TransformerEncoderLayer(_Layer):
         layout: SequenceLayout | None = None,
         cache: LayerCache | None = None,
         rotary: RotaryPositions | None = None,
-    ) -> Any:
+    ) -> Tensor | ResidualStream:
         """Passes the input through the layer.
 
         Args:
@@ -210,7 +211,7 @@ class TransformerDecoderLayer(_Layer):
         memory_layout: SequenceLayout | None = None,
         cache: LayerCache | None = None,
         rotary: RotaryPositions | None = None,
-    ) -> Any:
+    ) -> Tensor | ResidualStream:
         """Passes the inputs through the layer.
 
         Args:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
+import torch
 from torch import Tensor, nn
 
 from fastformer.ops.linear_cross_entropy import linear_cross_entropy
@@ -30,8 +29,8 @@ class LinearCrossEntropy(nn.Linear):
         in_features: int,
         out_features: int,
         bias: bool = True,
-        device: Any = None,
-        dtype: Any = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
         *,
         ignore_index: int = -100,
         label_smoothing: float = 0.0,

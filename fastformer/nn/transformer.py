@@ -20,12 +20,15 @@ from fastformer.nn.masks import is_causal_mask, square_subsequent_mask
 from fastformer.nn.norm import AddLayerNorm
 from fastformer.ops.add_layer_norm import add_layer_norm
 
+# What goes from layer to layer.
+State = Tensor | ResidualStream
+
 
 class _Stack(nn.Module):
     """Layers in turn, then an optional norm; additions join the following norm wherever the layers allow it."""
 
-    layers: Any
-    norm: Any
+    layers: Any  # an nn.ModuleList of layers: ours, torch.nn's or the caller's
+    norm: nn.Module | None
 
     def __init__(self, layer: nn.Module, num_layers: int, norm: nn.Module | None) -> None:
         super().__init__()
@@ -35,18 +38,18 @@ class _Stack(nn.Module):
         # Recomputes each layer in the backward pass instead of keeping what it computed.
         self.gradient_checkpointing = False
 
-    def _run(self, x: Tensor, call: Callable[[nn.Module, int, Any], Any]) -> Tensor:
+    def _run(self, x: Tensor, call: Callable[[nn.Module, int, State], State]) -> Tensor:
         saving = self.gradient_checkpointing and self.training and torch.is_grad_enabled()
         fused = all(_takes_stream(layer) for layer in self.layers)
-        state: Any = ResidualStream(None, x) if fused else x
+        state: State = ResidualStream(None, x) if fused else x
         for i, layer in enumerate(self.layers):
             state = checkpoint(call, layer, i, state, use_reentrant=False) if saving else call(layer, i, state)
-        if not fused:
+        if not isinstance(state, ResidualStream):
             return state if self.norm is None else self.norm(state)
         return state.value() if self.norm is None else _final_norm(self.norm, state)
 
 
-def _takes_stream(layer: Any) -> bool:
+def _takes_stream(layer: nn.Module) -> bool:
     # A subclass with a forward of its own, torch.nn's layer, or one with hooks gets and gives plain tensors.
     known = type(layer).forward in (TransformerEncoderLayer.forward, TransformerDecoderLayer.forward)
     return known and bool(layer.norm_first) and not layer._forward_hooks and not layer._forward_pre_hooks
@@ -128,7 +131,7 @@ class TransformerEncoder(_Stack):
             seqlen = _seqlen(src, self.layers[0])
             cache.check_room(seqlen)
 
-        def call(layer: nn.Module, i: int, state: Any) -> Any:
+        def call(layer: nn.Module, i: int, state: State) -> State:
             options = _given(layout=layout, cache=None if cache is None else cache[i], rotary=rotary)
             return layer(
                 state, src_mask=mask, src_key_padding_mask=src_key_padding_mask, is_causal=is_causal, **options
@@ -209,7 +212,7 @@ class TransformerDecoder(_Stack):
             # From here on the cache speaks for the memory.
             memory = memory_layout = memory_key_padding_mask = None
 
-        def call(layer: nn.Module, i: int, state: Any) -> Any:
+        def call(layer: nn.Module, i: int, state: State) -> State:
             options = _given(
                 layout=layout, memory_layout=memory_layout, cache=None if cache is None else cache[i], rotary=rotary
             )
@@ -297,14 +300,14 @@ class Transformer(nn.Module):
         dim_feedforward: int = 2048,
         dropout: float = 0.1,
         activation: Activation = F.relu,
-        custom_encoder: Any | None = None,
-        custom_decoder: Any | None = None,
+        custom_encoder: nn.Module | None = None,
+        custom_decoder: nn.Module | None = None,
         layer_norm_eps: float = 1e-5,
         batch_first: bool = False,
         norm_first: bool = False,
         bias: bool = True,
-        device: Any = None,
-        dtype: Any = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         sizes = (d_model, nhead, dim_feedforward, dropout, activation, layer_norm_eps, batch_first, norm_first, bias)

@@ -53,6 +53,12 @@ named = define_op(
 )
 
 
+@pytest.fixture(autouse=True)
+def strict(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the whole run is not."""
+    monkeypatch.setenv("FASTFORMER_STRICT", "1")
+
+
 @pytest.fixture
 def cpp_toy(monkeypatch: pytest.MonkeyPatch) -> None:
     """C++ functions that can be told from the reference: they give zeros."""
