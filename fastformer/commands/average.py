@@ -14,12 +14,14 @@ def average(run: str, *, last: int = 5) -> None:
     """
     from fastformer.models.pretrained import save_model
     from fastformer.run_folder import load_model
-    from fastformer.training.checkpoint import average_weights, checkpoints
+    from fastformer.training.checkpoint import average_weights, checkpoints, describe_average
+    from fastformer.training.lock import RunLock
 
     if last < 1:
         raise ValueError(f"expected --last of at least 1, got {last}")
-    found = checkpoints(Path(run))[-last:]
     model, tokenizer = load_model(run)
-    model.load_state_dict(average_weights(found))
-    save_model(model, run, tokenizer)
+    with RunLock(Path(run)):
+        found = checkpoints(Path(run))[-last:]
+        model.load_state_dict(average_weights(found))
+        save_model(model, run, tokenizer, notes={"model": describe_average(found)})
     print(f"averaged {', '.join(path.stem for path in found)} into {run}")

@@ -127,6 +127,11 @@ def average_weights(paths: list[Path]) -> dict[str, torch.Tensor]:
     return {name: (total / len(paths)).to(dtypes[name]) for name, total in sums.items()}
 
 
+def describe_average(paths: list[Path]) -> str:
+    """ "the average of updates 800, 900, 1000"."""
+    return f"the average of updates {', '.join(str(step_of(path)) for path in paths)}"
+
+
 def _validated_weights(state: dict[str, Any]) -> dict[str, torch.Tensor]:
     averaged: dict[str, torch.Tensor] | None = state.get("ema")
     weights: dict[str, torch.Tensor] = state["model"]

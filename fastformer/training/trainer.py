@@ -20,7 +20,7 @@ from fastformer.data import Batch, collate, plan_epoch
 from fastformer.generation import Translator
 from fastformer.models.pretrained import WEIGHTS, save_model
 from fastformer.training.best import Best, choose_measure
-from fastformer.training.checkpoint import average_weights, checkpoints, save_checkpoint, step_of
+from fastformer.training.checkpoint import average_weights, checkpoints, describe_average, save_checkpoint
 from fastformer.training.config import TrainConfig
 from fastformer.training.evaluate import Scores, lengths_of, model_loss, negative_log_likelihood, translate_and_score
 from fastformer.training.examples import Data
@@ -286,7 +286,7 @@ class Trainer:
             return None
         progress.validation(self.step, scores, kept=True, average=True)
         best, shown = self.best.record, self.best.of(self.step, scores).show(self.best.measure)
-        what = f"the average of updates {', '.join(str(step_of(path)) for path in paths)}"
+        what = describe_average(paths)
         save_model(model, self.run, self.data.tokenizer, notes={"model": what, "scores": shown})
         single = f"; the best single update, {best.step}: {best.show(self.best.measure)}" if best else ""
         progress.say(f"the model in {self.run} is {what}: {shown}{single}")

@@ -67,5 +67,18 @@ def test_meter_counts_real_tokens_and_goes_on_after_a_checkpoint() -> None:
         assert m.report()["padding"] == pytest.approx(1 - 11 / 14)  # 5 + 6 of 2 * (3 + 4)
 
 
+@pytest.mark.slow
+def test_tensorboard_gets_the_numbers(tmp_path, monkeypatch) -> None:
+    pytest.importorskip("tensorboard", reason="the curves are for TensorBoard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    monkeypatch.undo()  # the other tests do without
+    progress = Progress(10, 0, 0, tmp_path)
+    progress.validation(3, Scores(1.5), kept=True)
+    progress.close()
+    found = EventAccumulator(str(tmp_path)).Reload()
+    assert [(event.step, event.value) for event in found.Scalars("validation/nll")] == [(3, 1.5)]
+
+
 def test_duration() -> None:
     assert [duration(s) for s in (0, 59.6, 61, 3599.7, 3723)] == ["0:00", "1:00", "1:01", "1:00:00", "1:02:03"]

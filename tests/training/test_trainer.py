@@ -294,13 +294,14 @@ def test_a_better_likelihood_is_kept_after_a_run_with_bleu(config, tmp_path) -> 
     assert kept(run) == [1, 2]
 
 
-def test_average_last_is_what_the_folder_holds(config, tmp_path, capsys) -> None:
+@pytest.mark.parametrize("keep_last", [1, 5])
+def test_average_last_is_what_the_folder_holds(config, tmp_path, capsys, keep_last) -> None:
     run = tmp_path / "run"
-    trainer = start(changed(config, save_every=2, val_every=4, keep_last=1, average_last=3), run)
+    trainer = start(changed(config, save_every=2, val_every=4, keep_last=keep_last, average_last=3), run)
     nll = {4: 1.0, 8: 2.0, 12: 3.0}  # the best single update is an early one: the average was asked for all the same
     scripted(trainer, nll).train()
-    paths = checkpoints(run)
-    assert [step_of(path) for path in paths] == [8, 10, 12]
+    assert [step_of(path) for path in checkpoints(run)] == [4, 6, 8, 10, 12][-max(keep_last, 3) :]
+    paths = checkpoints(run)[-3:]
     states = [load_checkpoint(path)["model"] for path in paths]
     saved = load_file(run / "model.safetensors")
     for name, weight in saved.items():

@@ -1,0 +1,126 @@
+"""`fastformer train` as a person or a scheduler runs it: going on, signals, what is refused."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from fastformer.cli import main
+from fastformer.models.pretrained import read_notes
+from fastformer.training import Trainer
+from fastformer.training.checkpoint import latest_checkpoint
+from fastformer.training.lock import RunLock
+from fastformer.training.settings import load_config
+
+FLAGS = [
+    "--tokenizer",
+    "bytes",
+    "--max_tokens",
+    "64",
+    "--val_examples",
+    "0",
+    "--max_len",
+    "40",
+    "--log_every",
+    "1",
+    "--model.d_model",
+    "16",
+    "--model.num_heads",
+    "2",
+    "--model.d_ff",
+    "32",
+    "--model.num_encoder_layers",
+    "1",
+    "--model.num_decoder_layers",
+    "1",
+]
+
+
+@pytest.fixture
+def command(tmp_path) -> list[str]:
+    (tmp_path / "train.tsv").write_text("".join(f"word {i}\twort {i}\n" for i in range(30)))
+    return ["train", str(tmp_path / "run"), "--train_tsv", str(tmp_path / "train.tsv"), *FLAGS]
+
+
+def step(run: str) -> int:
+    found = latest_checkpoint(Path(run))
+    assert found is not None
+    return int(found[1]["counters"]["step"])
+
+
+@pytest.mark.skipif(os.name != "posix", reason="these signals are POSIX")
+def test_a_preempted_job_that_is_started_again_by_the_same_line(command, monkeypatch, capsys, caplog) -> None:
+    line = [*command, "--steps", "6", "--resume", "auto"]
+    update = Trainer._update
+
+    def preempted(trainer, batches):
+        os.kill(os.getpid(), signal.SIGUSR1)
+        return update(trainer, batches)
+
+    monkeypatch.setattr(Trainer, "_update", preempted)
+    for expected in (1, 2):
+        assert main(line) == 128 + signal.SIGUSR1
+        assert step(command[1]) == expected
+    monkeypatch.undo()
+    assert main(line) == 0 and step(command[1]) == 6
+    capsys.readouterr()
+    with caplog.at_level(logging.INFO):
+        assert main(line) == 0
+    assert "nothing is left to do" in caplog.text and "update 6 of 6 is done" in caplog.text
+    assert "validation" not in capsys.readouterr().out
+
+
+@pytest.mark.skipif(os.name != "posix", reason="these signals are POSIX")
+def test_a_signal_while_data_is_read(command, monkeypatch, capsys) -> None:
+    def terminated(*args: object) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr("fastformer.training.build.load_data", terminated)
+    before = signal.getsignal(signal.SIGTERM)
+    assert main(command) == 128 + signal.SIGTERM
+    assert "interrupted" in capsys.readouterr().err
+    assert signal.getsignal(signal.SIGTERM) is before and not Path(command[1]).exists()
+
+
+def test_resume_alone_before_another_flag(command) -> None:
+    assert main([*command, "--steps", "1"]) == 0
+    assert main(["train", "--resume", command[1], "--steps", "2"]) == 0
+    assert main(["train", command[1], "--resume", "--steps", "3"]) == 0
+    assert step(command[1]) == 3
+
+
+def test_epochs_instead_of_steps(command, capsys) -> None:
+    assert main([*command, "--epochs", "1", "--steps", "3"]) == 1
+    assert "expected steps or epochs, got both" in capsys.readouterr().err
+    assert main([*command, "--epochs", "1"]) == 0
+    steps = load_config(command[1]).steps
+    assert 1 < steps == step(command[1])
+    assert main([*command[:2], "--resume", "--epochs", "2"]) == 0
+    assert load_config(command[1]).steps > steps
+
+
+def test_fine_tuning(command, tmp_path, capsys) -> None:
+    assert main([*command, "--steps", "1"]) == 0
+    other = ["train", str(tmp_path / "other"), "--train_tsv", str(tmp_path / "train.tsv"), "--steps", "1"]
+    assert main([*other, "--val_examples", "0", "--init_from", command[1]]) == 0
+    assert load_config(other[1]).settings["d_model"] == 16
+    capsys.readouterr()
+    bad = ["train", str(tmp_path / "bad"), *other[2:]]
+    assert main([*bad, "--init_from", str(tmp_path / "nowhere")]) == 1
+    assert "nowhere" in capsys.readouterr().err
+    assert main([*bad, "--init_from", command[1], "--model.d_model", "32"]) == 1
+    assert "has d_model 16, got 32: leave d_model out" in capsys.readouterr().err
+
+
+def test_average_says_what_the_model_is_and_leaves_a_training_alone(command, capsys) -> None:
+    assert main([*command, "--steps", "4", "--save_every", "1"]) == 0
+    with RunLock(Path(command[1])):
+        assert main(["average", command[1], "--last", "2"]) == 1
+    assert "is being trained by process" in capsys.readouterr().err
+    assert read_notes(command[1])["model"] == "update 4"
+    assert main(["average", command[1], "--last", "2"]) == 0
+    assert read_notes(command[1])["model"] == "the average of updates 3, 4"
