@@ -15,6 +15,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
+import signal
 import subprocess
 import sys
 import time
@@ -30,6 +32,19 @@ from benchmarks.timing import time_interleaved
 
 ROOT = Path(__file__).parents[1]
 Result = dict[str, Any]
+SHARDS = min(8, os.cpu_count() or 1)
+
+
+# The files whose tests a step runs: first what only a GPU can show, in sizes of many tiles, then each op's own.
+TESTS = {
+    "attention": "tests/kernels/test_attention_gpu.py",
+    "rows": "tests/kernels/test_rows_gpu.py",
+    **{
+        stem: f"tests/kernels/test_{stem}.py tests/ops/test_{stem}.py"
+        for stem in ("add_layer_norm", "feed_forward", "linear_cross_entropy", "embedding", "rotary")
+    },
+}
+OTHER_TESTS = "tests/kernels/test_attention.py tests/kernels/test_dropout.py tests/kernels/test_nonfinite.py tests/ops"
 
 
 class Step(NamedTuple):
@@ -40,19 +55,44 @@ class Step(NamedTuple):
     seconds: float = 15.0
 
 
-def command(*arguments: str, limit: float) -> Callable[[], Result]:
-    """A step that is another process; right when it exits 0."""
+def tests(files: str, log: Path, limit: float, shards: int = SHARDS) -> Callable[[], Result]:
+    """A step: the GPU tests of some files (space between), in processes side by side, since most of it is compiling.
 
-    def run() -> Result:
-        try:
-            done = subprocess.run(
-                [sys.executable, "-m", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=limit, check=False
+    What each prints is in LOG.0, LOG.1, ... from the first line on, and what failed by the limit is in the step's line.
+    """
+    arguments = [sys.executable, "-m", "pytest", "-m", "gpu and not slow", "-q", "-rfE", "--tb=short", *files.split()]
+    commands = [
+        (arguments, os.environ | {"FASTFORMER_TEST_SHARD": f"{shard}/{shards}"}, log.with_name(f"{log.name}.{shard}"))
+        for shard in range(shards)
+    ]
+    return lambda: run_side_by_side(commands, limit)
+
+
+def run_side_by_side(commands: list[tuple[list[str], dict[str, str], Path]], limit: float) -> Result:
+    """Runs (arguments, environment, log) all at once; right when all exit 0 (or 5: a shard without tests) in time."""
+    end = time.monotonic() + limit
+    running = []
+    for arguments, environment, log in commands:
+        with log.open("w") as file:
+            process = subprocess.Popen(
+                arguments, cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
             )
+        running.append((process, log))
+    result: Result = {"ok": True, "failed": [], "tails": {}}
+    for process, log in running:
+        try:
+            status = process.wait(max(0.0, end - time.monotonic()))
         except subprocess.TimeoutExpired:
-            return {"ok": False, "error": f"took longer than {limit:.0f} s"}
-        return {"ok": done.returncode == 0, "tail": (done.stdout + done.stderr)[-2000:]}
-
-    return run
+            os.killpg(process.pid, signal.SIGKILL)  # also what it has started
+            process.wait()
+            status = None
+        text = log.read_text(errors="replace")
+        result["failed"] += re.findall(r"^(?:FAILED|ERROR) (\S+)", text, re.MULTILINE)
+        if status not in (0, 5):
+            result["ok"] = False
+            reason = f"took longer than {limit:.0f} s" if status is None else f"exit status {status}"
+            result["tails"][log.name] = f"{reason}\n{text[-1500:]}"
+    return result
 
 
 def time_op(op: str, shape: dict[str, Any], results: Path) -> Callable[[], Result]:
@@ -110,9 +150,9 @@ def tune_attention(shape: dict[str, Any], kernel: str) -> Callable[[], Result]:
             for warps in (4, 8)
             for stages in (2, 3)
         ]
-        timed = _tuning.tune(kernel, call, candidates, launch, milliseconds)
+        timed, failed = _tuning.tune(kernel, call, candidates, launch, milliseconds)
         fastest = [{"config": list(config), "milliseconds": value} for value, config in timed[:6]]
-        return {"ok": bool(timed), "shape": shape, "call": list(call), "fastest": fastest}
+        return {"ok": bool(timed), "shape": shape, "call": list(call), "fastest": fastest, "failed": failed}
 
     return run
 
@@ -121,11 +161,12 @@ def steps(out: Path) -> Iterator[Step]:
     """The day, most important first. Rows of the runner go to OUT/cuda.jsonl."""
     results = out / "cuda.jsonl"
     yield Step("environment", lambda: record.environment("cuda") | {"ok": True}, 5)
-    tests = ("pytest", "-m", "gpu", "-q", "-x", "tests/kernels/test_attention_gpu.py")
-    yield Step("tests attention", command(*tests, limit=480), 240)
+    yield Step("tests attention", tests(TESTS["attention"], out / "tests_attention.log", 480), 240)
     shapes = benchmarks()["attention"].shapes["cuda"]
     for shape in shapes:
         yield Step(f"time attention {name_of(shape)}", time_op("attention", shape, results), 30)
+    for stem in list(TESTS)[1:]:
+        yield Step(f"tests {stem}", tests(TESTS[stem], out / f"tests_{stem}.log", 480), 120)
     for op in ("linear_cross_entropy", "add_layer_norm", "feed_forward", "embedding", "decoding"):
         for shape in benchmarks()[op].shapes["cuda"]:
             yield Step(f"time {op} {name_of(shape)}", time_op(op, shape, results), 20)
@@ -136,7 +177,7 @@ def steps(out: Path) -> Iterator[Step]:
             # With the tiles that the tuning found: OUT/tuning.json, which main() makes the tuning file.
             step = time_op("attention", shape, out / "cuda_tuned.jsonl")
             yield Step(f"time tuned attention {name_of(shape)}", step, 30)
-    yield Step("tests all", command("pytest", "-m", "gpu", "-q", limit=500), 300)
+    yield Step("tests others", tests(OTHER_TESTS, out / "tests_others.log", 480), 300)
 
 
 def name_of(shape: dict[str, Any]) -> str:

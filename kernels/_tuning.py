@@ -51,20 +51,26 @@ def record(kernel: str, call: tuple, config: tuple) -> None:
 
 def tune(
     kernel: str, call: tuple, configs: Iterable[tuple], run: Callable[[Any], object], time: Callable[[Callable], float]
-) -> list[tuple[float, tuple]]:
-    """Times `run(config)` for each config, records the fastest, returns (milliseconds, config) from fast to slow.
+) -> tuple[list[tuple[float, tuple]], dict[str, str]]:
+    """Times `run(config)` for each config and records the fastest as it goes: what is found outlives an interruption.
 
     Args:
-        run: launches the kernel with a config; one that does not compile or fit is left out.
+        run: launches the kernel with a config; one that fails, in whichever pass or tool of the compiler, is left out.
         time: (function) -> milliseconds.
+
+    Returns:
+        (milliseconds, config) from fast to slow, and why each of the others failed.
     """
-    results = []
+    results: list[tuple[float, tuple]] = []
+    failed: dict[str, str] = {}
     for config in configs:
         try:
             run(config)
-            results.append((time(functools.partial(run, config)), config))
-        except (triton.CompilationError, triton.runtime.errors.OutOfResources):
+            took = time(functools.partial(run, config))
+        except Exception as error:  # PTXASError, OutOfResources, and a failed pass is a plain RuntimeError
+            failed[str(tuple(config))] = f"{type(error).__name__}: {str(error)[:200]}"
             continue
-    if results:
-        record(kernel, call, min(results)[1])
-    return sorted(results)
+        if not results or took < min(results)[0]:
+            record(kernel, call, config)
+        results.append((took, config))
+    return sorted(results), failed

@@ -35,6 +35,20 @@ if os.environ.get("ATEN_CPU_CAPABILITY") == "avx2":
     torch._inductor.config.cpp.simdlen = 256
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m looks at the markers
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """On a GPU all tests of ops and kernels run on it, so that `pytest -m gpu` covers each of them.
+
+    FASTFORMER_TEST_SHARD="1/8" keeps every eighth test from the second on, for processes that share the work.
+    """
+    if HAS_GPU:
+        for item in items:
+            if item.path.parent.name in ("ops", "kernels") and "device" in getattr(item, "fixturenames", ()):
+                item.add_marker(pytest.mark.gpu)
+    index, _, count = os.environ.get("FASTFORMER_TEST_SHARD", "0/1").partition("/")
+    items[:] = items[int(index) :: int(count)]
+
+
 @pytest.fixture(autouse=True)
 def _surroundings(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A seed, memory that shows when it was never written, and settings that a test has to leave as it found them."""

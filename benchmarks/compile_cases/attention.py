@@ -75,6 +75,8 @@ def cases(quick: bool) -> Iterator[tuple[str, Callable[[], object]]]:
             yield title, attention_call(bf16, head_dim, options, 4096, deterministic=True)
     yield "fp16 d64 causal", attention_call(torch.float16, 64, ("causal",), 4096)
     for head_dim in (32, 64, 128):
+        for options in (("causal", "bool"), ("causal", "dropout"), ("causal", "bool", "dropout")):
+            yield f"fp32 d{head_dim} " + "+".join(options), attention_call(fp32, head_dim, options, 4096)
         for options in (("causal",), ("window", "additive", "dropout", "seqlens_k", "gqa")):
             title = f"fp32 d{head_dim} " + "+".join(options)
             yield title, attention_call(fp32, head_dim, options, 4096)

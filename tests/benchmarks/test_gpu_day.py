@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
-from benchmarks.gpu_day import Step, steps, work_through
+import pytest
+
+from benchmarks.gpu_day import OTHER_TESTS, ROOT, TESTS, Step, run_side_by_side, steps, work_through
 from benchmarks.run import benchmarks
+from tests import conftest
 
 
 class Clock:
@@ -60,3 +67,49 @@ def test_flops_of_the_published_charts() -> None:
     assert (full["batch"], full["heads"]) == (2, 16)
     assert attention.flops(full, "fwd") == 4 * 2 * 16 * 8192**2 * 128
     assert attention.flops(causal, "bwd") == attention.flops(full, "fwd") * 1.25
+
+
+def test_side_by_side(tmp_path: Path) -> None:
+    """A hanging process is ended with its children, and what each printed is kept, as are the names of what failed."""
+    scripts = {
+        "right": "print('3 passed')",
+        "nothing to do": "raise SystemExit(5)",
+        "wrong": "print('FAILED tests/a.py::b[1] - AssertionError'); raise SystemExit(1)",
+        "hangs": "import time; print('ERROR tests/c.py - x', flush=True); time.sleep(60)",
+    }
+    began = time.monotonic()
+    commands = [([sys.executable, "-c", code], dict(os.environ), tmp_path / name) for name, code in scripts.items()]
+    result = run_side_by_side(commands, 3.0)
+    assert time.monotonic() - began < 30
+    assert not result["ok"] and sorted(result["failed"]) == ["tests/a.py::b[1]", "tests/c.py"]
+    assert list(result["tails"]) == ["wrong", "hangs"]
+    assert "exit status 1" in result["tails"]["wrong"]
+    assert "took longer than 3 s" in result["tails"]["hangs"] and "tests/c.py" in result["tails"]["hangs"]
+    assert (tmp_path / "right").read_text() == "3 passed\n"
+    assert run_side_by_side(commands[:2], 30.0) == {"ok": True, "failed": [], "tails": {}}
+
+
+def test_the_tests_of_a_step_exist_and_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every file is there; the shards of a run are a partition; on a GPU the ops' tests are marked, others are not."""
+    for files in (*TESTS.values(), OTHER_TESTS):
+        assert all((ROOT / path).exists() for path in files.split())
+    seen = []
+    for shard in range(3):
+        monkeypatch.setenv("FASTFORMER_TEST_SHARD", f"{shard}/3")
+        items = [SimpleNamespace(path=Path(f"tests/nn/{i}")) for i in range(7)]
+        conftest.pytest_collection_modifyitems(items)
+        seen += [int(item.path.name) for item in items]
+    assert sorted(seen) == list(range(7))
+    monkeypatch.delenv("FASTFORMER_TEST_SHARD")
+    for has_gpu in (False, True):
+        monkeypatch.setattr(conftest, "HAS_GPU", has_gpu)
+        marked: list[str] = []
+        items = [
+            SimpleNamespace(path=ROOT / path, fixturenames=names, add_marker=lambda _, path=path, to=marked: to.append(path))
+            for path, names in (
+                ("tests/ops/a.py", ["device"]), ("tests/kernels/b.py", ["device"]), ("tests/ops/c.py", []),
+                ("tests/nn/d.py", ["device"]),
+            )
+        ]  # fmt: skip
+        conftest.pytest_collection_modifyitems(items)
+        assert marked == (["tests/ops/a.py", "tests/kernels/b.py"] if has_gpu else [])

@@ -34,6 +34,21 @@ class Case:
     softmax_scale: float | None = None
     options: tuple[str, ...] = field(default=())
 
+    def times(self, factor: int) -> Case:
+        """The same options over sequences, lengths and windows that are `factor` times as long."""
+
+        def longer(sizes: tuple) -> tuple:
+            return tuple(None if size is None else size * factor for size in sizes)
+
+        return replace(
+            self,
+            seqlen_q=self.seqlen_q * factor,
+            seqlen_k=self.seqlen_k * factor,
+            window=longer(self.window),
+            lengths=None if self.lengths is None else longer(self.lengths),
+            lengths_q=None if self.lengths_q is None else longer(self.lengths_q),
+        )
+
     @property
     def scale(self) -> float:
         return self.softmax_scale or self.head_dim**-0.5

@@ -31,6 +31,26 @@ def test_option_and_pair(case: Case, dtype: torch.dtype) -> None:
     check(case, dtype, "cuda")
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(case.options) or "plain")
+def test_several_blocks(case: Case, dtype: torch.dtype) -> None:
+    """Every option and pair over several tiles of rows and of keys: pipelined steps, atomics, both ends of a range."""
+    check(case.times(11), dtype, "cuda")
+
+
+@pytest.mark.parametrize("options", [("bias",), ("additive_keys",), ("bias", "gqa")], ids=str)
+def test_gradients_of_a_mask_repeat(options: tuple[str, ...]) -> None:
+    """In the deterministic form also what a bias's sharers add up."""
+    case = case_of(*options).times(11)
+    inputs = make_inputs(case, torch.bfloat16, "cuda")
+    torch.use_deterministic_algorithms(True)
+    try:
+        first, second = run_triton(case, inputs), run_triton(case, inputs)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(torch.equal(first[key], second[key]) for key in first)
+
+
 @pytest.mark.parametrize("head_dim", [16, 32, 40, 64, 80, 96, 128, 256])
 @pytest.mark.parametrize("dropout_p", [0.0, 0.1])
 @pytest.mark.parametrize("deterministic", [False, True])
