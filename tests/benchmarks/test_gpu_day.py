@@ -6,6 +6,7 @@ import json
 import os
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -101,11 +102,15 @@ def test_the_tests_of_a_step_exist_and_take_turns(monkeypatch: pytest.MonkeyPatc
         seen += [int(item.path.name) for item in items]
     assert sorted(seen) == list(range(7))
     monkeypatch.delenv("FASTFORMER_TEST_SHARD")
+
+    def note(_: object, *, to: list[str], path: str) -> None:
+        to.append(path)
+
     for has_gpu in (False, True):
         monkeypatch.setattr(conftest, "HAS_GPU", has_gpu)
         marked: list[str] = []
         items = [
-            SimpleNamespace(path=ROOT / path, fixturenames=names, add_marker=lambda _, path=path, to=marked: to.append(path))
+            SimpleNamespace(path=ROOT / path, fixturenames=names, add_marker=partial(note, to=marked, path=path))
             for path, names in (
                 ("tests/ops/a.py", ["device"]), ("tests/kernels/b.py", ["device"]), ("tests/ops/c.py", []),
                 ("tests/nn/d.py", ["device"]),
