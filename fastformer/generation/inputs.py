@@ -89,9 +89,7 @@ def right_padded(ids: Tensor, attention_mask: Any, pad_id: int) -> tuple[Tensor,
         raise ValueError("expected at least one token in each input, got an empty one")
     order = (~keep).long().argsort(dim=1, stable=True)
     width = int(seqlens.max())
-    # What a mask leaves out may be any id: behind a row stands PAD alone.
-    real = torch.arange(width, device=ids.device) < seqlens[:, None]
-    return ids.gather(1, order)[:, :width].masked_fill(~real, pad_id), SequenceLayout.padded(seqlens, width)
+    return ids.gather(1, order)[:, :width], SequenceLayout.padded(seqlens, width)
 
 
 def left_padded(ids: Tensor, layout: SequenceLayout, pad_id: int) -> Tensor:

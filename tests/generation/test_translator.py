@@ -216,29 +216,31 @@ def cache_bytes(cache: KVCache) -> int:
 @pytest.mark.parametrize("options", [{}, {"num_beams": 4}, {"do_sample": True, "num_return_sequences": 4}], ids=str)
 def test_batches_keep_to_their_memory(model, options, monkeypatch) -> None:
     # What beams, samples and new tokens need counts; and nothing is wasted by guessing too much.
-    taken: list[tuple[int, int]] = []
+    taken: list[tuple[int, int, int]] = []
     new_cache = Transformer.new_cache
 
     def counted(self, batch_size, max_seqlen, memory=None, **given):
         cache = new_cache(self, batch_size, max_seqlen, memory, **given)
         if memory is not None:
-            taken.append((memory.shape[0], cache_bytes(cache)))
+            taken.append((memory.shape[0], memory.shape[1], cache_bytes(cache)))
         return cache
 
     monkeypatch.setattr(Transformer, "new_cache", counted)
-    texts = ["x" * (5 + i % 3) for i in range(40)]
+    texts = ["x" * (5 + i * 7 % 30) for i in range(40)]
+    copies = options.get("num_return_sequences", 1)  # each sample has a source of its own
     budget = 600_000
     Translator(model, ByteTokenizer(), max_batch_bytes=budget).translate(texts, max_new_tokens=30, **options)
-    copies = options.get("num_return_sequences", 1)  # each sample has a source of its own
-    sizes = [size // copies for size, _ in taken]
+    sizes = [size // copies for size, _, _ in taken]
     assert sum(sizes) == 40 and max(sizes) < 40
-    assert max(size for _, size in taken) <= budget and max(size for _, size in taken) > budget / 3
+    assert max(size for _, _, size in taken) <= budget and max(size for _, _, size in taken) > budget / 3
     taken.clear()
     Translator(model, ByteTokenizer(), max_batch_bytes=1).translate(texts[:3], max_new_tokens=2, **options)
-    assert [size for size, _ in taken] == [copies] * 3
+    assert [size for size, _, _ in taken] == [copies] * 3
     taken.clear()
-    Translator(model, ByteTokenizer(), max_tokens=16).translate(texts[:6], max_new_tokens=2, **options)
-    assert [size for size, _ in taken] == ([2] * 3 if copies == 1 else [copies] * 6)
+    Translator(model, ByteTokenizer(), max_tokens=150).translate(texts, max_new_tokens=2, **options)
+    assert max(size * width for size, width, _ in taken) <= 150
+    assert [width for _, width, _ in taken] == sorted((width for _, width, _ in taken), reverse=True)
+    assert len(taken) < 40
 
 
 def test_the_estimate_grows_with_what_is_asked(model) -> None:
