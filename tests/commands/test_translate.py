@@ -73,7 +73,7 @@ def test_who_writes_a_line_and_waits_gets_the_answer(run, expected) -> None:
     command = [sys.executable, "-m", "fastformer.cli", "translate", run, *FEW]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment) as process:
         assert process.stdin is not None and process.stdout is not None
-        killer = threading.Timer(60, process.kill)  # or a program that waits would wait for ever
+        killer = threading.Timer(200, process.kill)  # or a program that waits would wait for ever
         killer.start()
         for text in ("one", "two"):
             process.stdin.write(text.encode() + b"\n")

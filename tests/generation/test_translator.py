@@ -203,6 +203,11 @@ def test_attention_and_its_picture(translator, tmp_path) -> None:
     source, target, weights = translator.attention("zwölf")
     assert weights.shape == (2, 4, len(target), len(source)) and source[-1] == "</s>"
     assert (weights.sum(-1) - 1).abs().max() < 1e-5
+    ids = torch.tensor([translator.encode("zwölf")])
+    found = generate(translator.model.eval(), ids)
+    assert target == translator.tokenizer.tokens(found[0].tolist())
+    expected = translator.model.attention_maps(ids, torch.tensor([[0, *found[0].tolist()[:-1]]]))["cross"][:, 0]
+    assert (weights - expected).abs().max() < 1e-6
     pytest.importorskip("matplotlib", reason="drawing needs matplotlib")
     draw_attention(source, target, weights, tmp_path / "a.png", title="zwölf")
     assert (tmp_path / "a.png").read_bytes()[:4] == b"\x89PNG"
