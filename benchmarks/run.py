@@ -29,8 +29,7 @@ from torch._dynamo.utils import counters  # noqa: E402
 from benchmarks import record  # noqa: E402
 from benchmarks.case import Benchmark, Inputs, Provider, Shape, cast, outputs_of, results, timed_call  # noqa: E402
 from benchmarks.timing import keep_freed_memory, measure_machine, peak_bytes, time_interleaved  # noqa: E402
-from fastformer.ops import use_backend  # noqa: E402
-from fastformer.ops._library import record_backends  # noqa: E402
+from fastformer.ops import record_backends, use_backend  # noqa: E402
 
 ROOT = Path(__file__).parents[1]
 

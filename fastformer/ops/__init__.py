@@ -1,6 +1,7 @@
 """The ops: documented functions over fused kernels, plain PyTorch as the reference. The only layer to know backends."""
 
 from fastformer.ops._dropout import draw_seed as draw_seed
+from fastformer.ops._library import record_backends as record_backends
 from fastformer.ops._library import use_backend as use_backend
 from fastformer.ops.add_layer_norm import add_layer_norm as add_layer_norm
 from fastformer.ops.attention import attention as attention

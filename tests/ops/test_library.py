@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from fastformer import ops
-from fastformer.ops import _extension, _library, use_backend
-from fastformer.ops._library import define_op, record_backends
+from fastformer.ops import _extension, _library, record_backends, use_backend
+from fastformer.ops._library import define_op
 
 
 def toy_reference(x: Tensor) -> Tensor:
@@ -203,6 +203,8 @@ def test_autocast_stays_out_of_an_op(cpp_toy: None, monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("name", ["reference", "cpp"])
 def test_a_backward_pass_under_autocast_is_the_one_without(name: str) -> None:
     """The tensors that forward kept are fp32, and products of them stay fp32."""
+    if name == "cpp" and _extension.load() is None:
+        pytest.skip("the C++ extension is not built")
     x, weight = (torch.randn(8, 8).requires_grad_() for _ in range(2))
     gradients = []
     for enabled in (False, True):
@@ -239,7 +241,8 @@ def _calls(dtype: torch.dtype) -> dict[str, Callable[[], Tensor]]:
     }
 
 
-def test_every_public_op_has_an_autocast_rule_and_keeps_it() -> None:
+def test_every_public_op_has_an_autocast_rule_and_keeps_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FASTFORMER_STRICT", "0")  # on whatever backend there is
     public = {re.sub("_(fwd|bwd|fwd_bwd)$", "", name) for name, op in _library.OPS.items() if op.stem != "toy"}
     public = {re.sub("_fwd$", "", name) for name in public}
     assert public == _library.AUTOCAST.keys() == _calls(torch.float32).keys()
