@@ -36,19 +36,9 @@ void turn(const Tensor& x, const Tensor& cos_table, const Tensor& sin_table, con
     std::vector<acc> cos(2 * half), sin(2 * half);
     for (int64_t token = begin; token < end; ++token) {
       const int64_t position = positions ? positions[token] : token % seqlen;
-      const acc* cosines = cos_table.const_data_ptr<acc>() + position * half;
-      const acc* sines = sin_table.const_data_ptr<acc>() + position * half;
-      for (int64_t i = 0; i < half; ++i) {
-        const acc sine = inverse ? -sines[i] : sines[i];
-        if (interleaved) {
-          cos[2 * i] = cos[2 * i + 1] = cosines[i];
-          sin[2 * i] = -sine;
-          sin[2 * i + 1] = sine;
-        } else {
-          cos[i] = cosines[i];
-          sin[i] = sine;
-        }
-      }
+      lay_out_angles(cos_table.const_data_ptr<acc>() + position * half,
+                     sin_table.const_data_ptr<acc>() + position * half, half, interleaved, inverse, cos.data(),
+                     sin.data());
       for (int64_t head = 0; head < heads; ++head) {
         const T* features = from + token / seqlen * x.stride(0) + token % seqlen * x.stride(1) + head * x.stride(2);
         T* turned = to + (token * heads + head) * dim;

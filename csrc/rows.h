@@ -65,6 +65,23 @@ void embed_row(const T* token, const P* place, acc scale, const acc* keep, int64
   });
 }
 
+// The cosines and sines of one position as turn_halves reads them, or as turn_neighbours does; `inverse` turns back.
+template <typename acc>
+void lay_out_angles(const acc* cosines, const acc* sines, int64_t half, bool interleaved, bool inverse, acc* cos,
+                    acc* sin) {
+  for (int64_t i = 0; i < half; ++i) {
+    const acc sine = inverse ? -sines[i] : sines[i];
+    if (interleaved) {
+      cos[2 * i] = cos[2 * i + 1] = cosines[i];
+      sin[2 * i] = -sine;
+      sin[2 * i + 1] = sine;
+    } else {
+      cos[i] = cosines[i];
+      sin[i] = sine;
+    }
+  }
+}
+
 // Features i and i + half of one head.
 template <typename T, typename acc = acc_t<T>>
 void turn_halves(const T* x, const acc* cos, const acc* sin, int64_t half, T* out) {

@@ -73,6 +73,21 @@ def assert_case_accurate(case: Case, dtype: torch.dtype, device: str, draws: int
         assert_accurate(value, plain[name], exact[name], name)
 
 
+@pytest.mark.parametrize("key", [0, 15, 16, 31, 36, 127, 128, 149])
+@pytest.mark.parametrize("masked", [False, True])
+def test_one_key_far_above_the_others(key, masked, backend, device) -> None:
+    """Scores of 1000 beside scores near 0: exp of the difference overflows unless the maximum is over every key."""
+    if backend == "triton" and device == "cpu" and key != 149:
+        pytest.skip("the interpreter is slow: one key runs on it")
+    q, v = torch.ones(1, 2, 1, 8, device=device), torch.randn(1, 150, 1, 8, device=device)
+    k = torch.rand(1, 150, 1, 8, device=device)
+    k[:, key] = 125.0
+    attn_mask = torch.zeros(2, 150, device=device) if masked else None
+    out, lse = attention(q, k, v, attn_mask=attn_mask, softmax_scale=1.0, return_lse=True)
+    torch.testing.assert_close(out, v[:, key : key + 1].expand_as(out), rtol=1e-6, atol=0)
+    torch.testing.assert_close(lse, torch.full_like(lse, 1000.0))
+
+
 # Where a query's first or last key lies beside the edge of a tile or of a pair of bf16, and tiles of every part.
 EDGES = [
     *((n, m, (None, 0)) for n, m in ((140, 151), (129, 128), (63, 65), (65, 64), (31, 160), (128, 257), (2, 129))),

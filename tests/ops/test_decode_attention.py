@@ -126,6 +126,16 @@ def test_accuracy_and_cache(step: Step, dtype: torch.dtype, backend: str, device
     assert_accurate(torch.stack(ours), torch.stack(plain), torch.stack(exact))
 
 
+@pytest.mark.parametrize("key", [0, 15, 16, 36])
+def test_one_key_far_above_the_others(key: int, backend: str, device: str) -> None:
+    """Scores of 1000 beside scores near 0: exp of the difference overflows unless the maximum is over every key."""
+    q, lengths = torch.ones(1, 1, 1, 8, device=device), torch.tensor([37], dtype=torch.int32, device=device)
+    k, v = torch.rand(1, 40, 1, 8, device=device), torch.randn(1, 40, 1, 8, device=device)
+    k[:, key] = 125.0
+    out = decode_attention(q, k, v, lengths, softmax_scale=1.0)
+    torch.testing.assert_close(out, v[:, key : key + 1], rtol=1e-6, atol=0)
+
+
 def test_strided_caches_and_queries(backend: str, device: str) -> None:
     """A cache may be a layer of a larger one, and q a slice of a joint projection."""
     step = STEPS[2]

@@ -128,6 +128,16 @@ def test_large_logits(backend: str, device: str) -> None:
     compare(inputs, label_smoothing=0.1)
 
 
+@pytest.mark.parametrize("best", [0, 15, 16, 255, 256, 271, 287, 299])
+def test_one_class_far_above_the_others(best: int, backend: str, device: str) -> None:
+    """A logit of 1000 beside logits near 0, wherever the tiles of classes end."""
+    inputs = make_inputs((3, 8), 300, device)
+    inputs["bias"][best] = 1000.0
+    inputs["target"] = torch.tensor([best, (best + 1) % 300, -100], device=device)
+    compare(inputs, reduction="none")
+    compare(inputs, label_smoothing=0.1)
+
+
 def test_classes_that_can_not_be(backend: str, device: str) -> None:
     """A bias of -inf, over more classes than a kernel takes at once: their probability is 0."""
     inputs = make_inputs((8, 16), 1000, device)
