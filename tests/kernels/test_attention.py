@@ -298,7 +298,7 @@ def test_window_work_is_linear(device: str) -> None:
 
 
 # Windows wider and narrower than a tile, whose edges fall into a tile, onto its border and one beside it.
-WINDOWS = [(None, 0), (40, 0), (70, 0), (64, -10), (33, 31), (31, 34), (32, None), (-5, 40), (None, -33)]
+WINDOWS = [(None, 0), (40, 0), (61, 0), (64, -10), (33, 31), (31, 34), (32, None), (-5, 40), (None, -33)]
 
 
 @pytest.mark.parametrize(
