@@ -46,6 +46,7 @@ def cases(quick: bool) -> Iterator[tuple[str, Callable[[], object]]]:
     bf16 = torch.bfloat16
     yield "bf16 d512 " + "+".join(ALL), add_layer_norm_call(bf16, 512, ALL)
     if quick:
+        yield "bf16 d16384 affine", add_layer_norm_call(bf16, 16384, ("affine",))
         return
     for options in OPTIONS:
         yield "bf16 d512 " + "+".join(options or ("plain",)), add_layer_norm_call(bf16, 512, options)

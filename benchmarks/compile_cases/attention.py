@@ -57,14 +57,14 @@ OPTIONS: tuple[tuple[str, ...], ...] = (
 def cases(quick: bool) -> Iterator[tuple[str, Callable[[], object]]]:
     """(title, call) of everything to compile. Quick: what `make test` has time for."""
     bf16, fp32 = torch.bfloat16, torch.float32
-    dims = (64, 128) if quick else (16, 32, 40, 64, 80, 128, 256)
-    option_sets = (("causal",), ("causal", "dropout")) if quick else OPTIONS
-    for head_dim in dims:
-        for options in option_sets:
+    if quick:
+        yield "bf16 d64 causal+dropout", attention_call(bf16, 64, ("causal", "dropout"), 4096)
+        yield "bf16 d64 deterministic causal", attention_call(bf16, 64, ("causal",), 4096, deterministic=True)
+        return
+    for head_dim in (16, 32, 40, 64, 80, 128, 256):
+        for options in OPTIONS:
             title = f"bf16 d{head_dim} " + "+".join(options or ("full",))
             yield title, attention_call(bf16, head_dim, options, 4096)
-    if quick:
-        return
     for head_dim in (32, 64, 128, 256):
         for seqlen in (128, 512):
             for options in ((), ("causal", "dropout")):

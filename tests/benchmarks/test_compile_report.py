@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -23,13 +24,15 @@ def run(*arguments: str) -> subprocess.CompletedProcess:
 
 
 def test_quick_report_is_green(tmp_path: Path) -> None:
+    """Every kernel that there is compiles, and spills nothing: what the interpreter takes the compiler may not."""
     out = tmp_path / "report.jsonl"
-    result = run("--quick", "--arch", "90", "--only", "attention", "--out", str(out))
+    result = run("--quick", "--arch", "90", "--out", str(out))
     assert result.returncode == 0, result.stdout + result.stderr
     rows = [json.loads(line) for line in out.read_text().splitlines()]
-    attention = [row for row in rows if row["kernel"] == "_attention_fwd_kernel"]
-    assert len(attention) == 4
-    assert all(row["spilled"] == 0 and row["registers"] <= 255 and row["wide"] >= 4 for row in attention)
+    sources = "".join(path.read_text() for path in (ROOT / "kernels").glob("*.py"))
+    assert {row["kernel"] for row in rows} == set(re.findall(r"def (\w+_kernel)\(", sources))
+    assert all(row["spilled"] == 0 and 0 < row["registers"] <= 255 for row in rows)
+    assert all(row["wide"] >= 4 for row in rows if row["kernel"] == "_attention_fwd_kernel")
 
 
 def test_a_violation_is_an_exit_status(tmp_path: Path) -> None:
