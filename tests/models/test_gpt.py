@@ -28,6 +28,7 @@ VARIANTS = {
     },
     "untied": {"tie_embeddings": False, "activation": "gelu_tanh"},
     "window": {"window_size": 2},
+    "eps": {"layer_norm_eps": 0.3},
 }
 variants = pytest.mark.parametrize("options", VARIANTS.values(), ids=VARIANTS.keys())
 
@@ -159,6 +160,8 @@ def test_initialisation_and_presets():
         (model.embedding.position.table, 0.02),
     ):
         assert abs(parameter.std() - std) < 0.1 * std
+    untied = GPT.from_preset("tiny", vocab_size=200, tie_embeddings=False)
+    assert abs(untied.output.weight.std() - 0.02) < 0.002 and untied.output.bias is None
     gpt2 = GPT.from_preset("gpt2", vocab_size=50257, device="meta")
     assert sum(p.numel() for p in gpt2.parameters()) == 124_439_808  # as published
     llama = GPT.from_preset("llama-small", vocab_size=100)

@@ -306,3 +306,16 @@ def test_errors():
     flat = x.flatten(0, 1)
     with pytest.raises(ValueError, match="packed memory_layout"):
         module(flat, flat.clone(), flat, need_weights=False, layout=layout)
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
+def test_dropout_acts_in_training_alone(packed):
+    """Of weights that are all dropped nothing is left but the output projection's bias."""
+    module, plain = (fnn.MultiheadAttention(8, 2, dropout=p, batch_first=True, **DOUBLE) for p in (1.0, 0.0))
+    plain.load_state_dict(randomised(module).state_dict())
+    x, layout = torch.randn(2, 3, 8, **DOUBLE), None
+    if packed:
+        x, layout = x.flatten(0, 1), fnn.SequenceLayout.packed(torch.tensor([3, 3]), 3)
+    run = lambda m: m(x, x, x, need_weights=False, layout=layout)[0]  # noqa: E731
+    assert_same(run(module), module.out_proj.bias.expand_as(x), "training")
+    assert_same(run(module.eval()), run(plain), "evaluation")

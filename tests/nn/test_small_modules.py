@@ -82,6 +82,8 @@ def test_positional_encoding_adds_its_table(kind):
     assert_same(module(x[0]), x[0] + module.table[:4], "unbatched")
     module.batch_first = False
     assert_same(module(x.transpose(0, 1)), (x + module.table[:4]).transpose(0, 1), "sequence first")
+    module.dropout = 1.0
+    assert not module(x.transpose(0, 1)).any() and module.eval()(x.transpose(0, 1)).any(), "dropout is for training"
     assert bool(list(module.parameters())) == (kind == "learned") == ("table" in module.state_dict())
     with pytest.raises(ValueError, match="max_len = 5 positions, got a sequence of 6"):
         module(torch.zeros(6, 1, 6))

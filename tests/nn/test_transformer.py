@@ -211,6 +211,35 @@ def test_dropout_falls_where_torch_has_it(monkeypatch):
     assert_same(layer(x, memory, tgt_is_causal=True), y, "post-norm with dropout")
 
 
+@both_orders
+@pytest.mark.parametrize("options", [{"eps": 0.3}, {"bias": False}, {"elementwise_affine": False}], ids=str)
+@pytest.mark.parametrize("norm", ["ours", "torch.nn"])
+def test_a_final_norm_keeps_its_settings(norm, options, norm_first):
+    args = {"batch_first": True, "norm_first": norm_first, **SIZES}
+    final = fnn.AddLayerNorm if norm == "ours" else nn.LayerNorm
+    ours = fnn.TransformerEncoder(fnn.TransformerEncoderLayer(E, H, FF, **args), 2, final(E, **options, **DOUBLE))
+    theirs = nn.TransformerEncoder(
+        nn.TransformerEncoderLayer(E, H, FF, **args),
+        2,
+        nn.LayerNorm(E, **options, **DOUBLE),
+        enable_nested_tensor=False,
+    )
+    compare(ours, randomised(theirs), ours, theirs, [tensor(L, True)])
+
+
+@both_orders
+def test_causal_cross_attention_equals_torch(norm_first):
+    """memory_is_causal is about the memory alone, tgt_is_causal about the target."""
+    args = {"batch_first": True, "norm_first": norm_first, **SIZES}
+    ours = fnn.TransformerDecoderLayer(E, H, FF, **args)
+    theirs = randomised(nn.TransformerDecoderLayer(E, H, FF, **args))
+    mask = nn.Transformer.generate_square_subsequent_mask(L, dtype=torch.float64)
+    for which in ("tgt", "memory"):
+        options = {f"{which}_mask": mask, f"{which}_is_causal": True}
+        run = lambda module, given=options: lambda x, y: module(x, y, **given)  # noqa: E731
+        compare(ours, theirs, run(ours), run(theirs), [tensor(L, True), tensor(L, True)])
+
+
 def layer_of(kind, norm_first, **options):
     make = fnn.TransformerEncoderLayer if kind == "encoder" else fnn.TransformerDecoderLayer
     return randomised(make(E, H, FF, batch_first=True, norm_first=norm_first, **SIZES, **options))
