@@ -346,19 +346,34 @@ def test_a_replaced_linear_is_called():
     assert_same(hooked(x), shifted(x), "with a hook")
 
 
+def _counting(function, runs):
+    def counted(*args):
+        runs.append(None)
+        return function(*args)
+
+    return counted
+
+
 @both_orders
-def test_checkpointing_changes_nothing(norm_first):
+def test_checkpointing_changes_nothing_but_runs_layers_again(norm_first, monkeypatch):
     torch.manual_seed(0)
     layer = fnn.TransformerDecoderLayer(E, H, FF, 0.2, norm_first=norm_first, batch_first=True, **DOUBLE)
     stack = randomised(fnn.TransformerDecoder(layer, 2, fnn.AddLayerNorm(E, **DOUBLE)))
     x, memory = tensor(L, True).requires_grad_(), tensor(S, True)
     dy = torch.randn_like(x)
-    results = []
+    results, runs = [], []
+    for each in stack.layers:
+        monkeypatch.setattr(each, "_feed_forward", _counting(each._feed_forward, runs))
     for checkpointing in (False, True):
         stack.gradient_checkpointing = checkpointing
         torch.manual_seed(11)
+        runs.clear()
         out = stack(x, memory, tgt_is_causal=True)
         results.append((out, *torch.autograd.grad(out, [x, *stack.parameters()], dy)))
+        assert len(runs) == (4 if checkpointing else 2)
+        runs.clear()
+        stack.eval()(x, memory), stack.train()
+        assert len(runs) == 2, "in evaluation there is no backward pass to save memory for"
     for a, b in zip(*results, strict=True):
         assert torch.equal(a, b)
 
