@@ -30,24 +30,8 @@ SAMPLES = (21, 101_000, 1_000_001, 345_678_901)
 
 
 def demo_config(seed: int) -> TrainConfig:
-    """Settings that reach 0.99 on numbers of up to nine digits within a minute on two cores."""
-    return TrainConfig(
-        task="numbers",
-        preset="tiny",
-        settings={"dropout": 0.0, "attention_dropout": 0.0, "activation_dropout": 0.0},
-        tokenizer="bpe",
-        vocab_size=200,
-        max_len=64,
-        batching="bucketed",
-        max_tokens=2048,
-        steps=700,
-        schedule="linear",
-        lr=3e-3,
-        warmup=100,
-        log_every=100,
-        val_examples=0,
-        seed=seed,
-    )
+    """The built-in task with the settings that suit it; the demo scores the model itself, at the end."""
+    return TrainConfig.from_dict({"task": "numbers", "val_examples": 0, "seed": seed})
 
 
 def run_demo(folder: Path, *, seed: int = 0) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fastformer.training import TrainConfig
+from fastformer.training.config import TASKS
 
 
 @pytest.mark.parametrize(
@@ -44,3 +45,16 @@ def test_a_config_is_what_its_dict_says() -> None:
     assert config.to_dict()["model"] == {"name": "gpt", "preset": "small", "dropout": 0.1}
     assert TrainConfig.from_dict(config.to_dict()) == config
     assert TrainConfig.from_dict({"model": "gpt", "preset": "small"}).preset == "small"
+
+
+def test_a_task_brings_what_suits_it_behind_what_is_given() -> None:
+    numbers = TrainConfig.from_dict({"task": "numbers", "lr": 1e-3, "model": {"dropout": 0.1}})
+    suits = {name: value for name, value in TASKS["numbers"].items() if name not in ("lr", "model")}
+    assert {name: getattr(numbers, name) for name in suits} == suits
+    assert numbers.lr == 1e-3
+    assert numbers.settings == {**TASKS["numbers"]["model"], "dropout": 0.1}
+    assert TrainConfig.from_dict(numbers.to_dict()) == numbers
+    # Another architecture has other settings, and epochs stand in place of steps.
+    assert TrainConfig.from_dict({"task": "numbers", "model": "lstm"}).settings == {}
+    assert TrainConfig.from_dict({"task": "numbers", "epochs": 2}).epochs == 2
+    assert TrainConfig.from_dict({"train_tsv": "x"}) == TrainConfig(train_tsv="x")
