@@ -129,6 +129,19 @@ def test_sampling_is_seeded_once_for_all_batches(model) -> None:
     options = {"do_sample": True, "seed": 3, **FEW}
     found = translator.translate(["same text"] * 4, **options)
     assert len(set(found)) > 1 and found == translator.translate(["same text"] * 4, **options)
+    for read_ahead in (1, 2):  # nor does a stream begin anew with each group
+        assert list(translator.stream(["same text"] * 4, read_ahead=read_ahead, **options)) == found
+
+
+def test_no_more_hypotheses_than_there_are() -> None:
+    # This model says EOS and nothing else.
+    model = LSTMSeq2Seq(vocab_size=259, d_model=32)
+    model.output.weight.data.zero_()
+    model.output.bias.data = torch.full((259,), -math.inf).index_fill(0, torch.tensor([1]), 0.0)
+    found = Translator(model, ByteTokenizer()).translate(
+        ["a", "b"], num_beams=3, num_return_sequences=2, return_scores=True
+    )
+    assert found == [[Scored("", 0.0)]] * 2
 
 
 def test_errors_name_the_text(translator) -> None:
