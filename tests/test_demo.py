@@ -22,6 +22,13 @@ def small(seed: int) -> TrainConfig:
     )
 
 
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch) -> None:
+    """One update of a tiny model, and nothing shown: a demo that starts where it should not is found at once."""
+    monkeypatch.setattr(demo, "demo_config", small)
+    monkeypatch.setattr(demo, "_train_and_show", lambda trainer, folder, seed: trainer.train() and 0.0)
+
+
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
     """A person's folder, with names as a run has them."""
@@ -48,9 +55,7 @@ def test_a_file_is_no_folder(tmp_path, capsys) -> None:
     assert (tmp_path / "file").read_text() == "mine"
 
 
-def test_a_second_demo_replaces_its_own_files_alone(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(demo, "demo_config", small)
-    monkeypatch.setattr(demo, "_train_and_show", lambda trainer, folder, seed: trainer.train() and 0.0)
+def test_a_second_demo_replaces_its_own_files_alone(tmp_path) -> None:
     folder = tmp_path / "demo"
     demo.run_demo(folder)
     written = set(contents(folder))
