@@ -14,10 +14,10 @@ import importlib
 import importlib.util
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 from typing import Any, ParamSpec, TypeVar, cast, overload
 
 import torch
@@ -49,14 +49,14 @@ class Definition:
         name: the schema's name, `torch.ops.fastformer.<name>`.
         stem: the file name that the op has in kernels/, csrc/, ops/, tests/ops/ and benchmarks/.
         arguments: the names of the schema's arguments, in order.
-        reference_only: the backends that have no kernel for it by design.
+        reference_only: the backends that have no kernel for it by design, and why.
         cpp_unsupported: why the C++ function can't take a call.
     """
 
     name: str
     stem: str
     arguments: tuple[str, ...]
-    reference_only: tuple[str, ...]
+    reference_only: Mapping[str, str]
     cpp_unsupported: WhyUnsupported | None
 
     def bind(self, *args: Any) -> dict[str, Any]:
@@ -161,7 +161,7 @@ def define_op(
     stem: str,
     fake: Callable[..., object],
     cpp_unsupported: WhyUnsupported | None = None,
-    reference_only: tuple[str, ...] = (),
+    reference_only: Mapping[str, str] = MappingProxyType({}),
 ) -> Callable[P, T]:
     """Defines `fastformer::<name>` with its reference, its fake and the choice of a backend on CUDA and CPU.
 
@@ -173,8 +173,8 @@ def define_op(
         stem: the file name that the op has in kernels/, csrc/, ops/, tests/ops/ and benchmarks/.
         fake: shapes, dtypes and strides of the outputs; reads no data.
         cpp_unsupported: (op_name, **arguments) -> why the C++ function can't take the call, or None.
-        reference_only: "triton", "cpp": the backends that have no kernel for this op by design. There the reference
-            is the op, and nothing is logged or forbidden.
+        reference_only: "triton", "cpp": the backends that have no kernel for this op by design, and why. There the
+            reference is the op, and nothing is logged or forbidden.
 
     Returns:
         The overload to call, `torch.ops.fastformer.<name>.default`.
