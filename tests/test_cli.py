@@ -199,6 +199,7 @@ def test_libraries_are_quiet_and_our_own_words_are_not(monkeypatch, capsys) -> N
     def noisy() -> None:
         warnings.warn("a glyph is missing", UserWarning, stacklevel=1)
         logging.getLogger("torch._subclasses.fake_tensor").info("FakeTensor cache stats:")
+        logging.getLogger("some.library").info("opened a file")
         logging.getLogger("fastformer").info("left out 3 examples")
 
     monkeypatch.setattr(doctor, "doctor", noisy)
