@@ -102,7 +102,8 @@ def test_lines_that_are_there_come_together_and_others_are_not_waited_for() -> N
         assert list(groups) == [[b"the last has no end"]]
 
 
-def test_n_best_with_scores(run, expected, tmp_path, capsys) -> None:
+def test_n_best_with_scores(run, expected, tmp_path, capsys, monkeypatch) -> None:
+    monkeypatch.setattr(translate, "_AT_ONCE", 2)  # numbers go on from group to group
     (tmp_path / "in.txt").write_text("one\n\ntwo\n")
     assert main(["translate", run, "--file", str(tmp_path / "in.txt"), "--n_best", "2", "--num_beams", "3", *FEW]) == 0
     rows = [line.split("\t") for line in lines_of(capsys.readouterr().out)]
@@ -121,9 +122,15 @@ def test_sampling(run, expected, capsys) -> None:
     assert expected("one", **options) != expected("one")
 
 
-def test_device_and_precision(run, capsys) -> None:
+def test_device_and_precision(run, capsys, monkeypatch) -> None:
+    loaded = []
+    load = Translator.from_pretrained
+    monkeypatch.setattr(
+        Translator, "from_pretrained", lambda *args, **kw: loaded.append(load(*args, **kw)) or loaded[-1]
+    )
     for flags in (["--device", "cpu", "--precision", "bf16"], ["--device", "auto", "--precision", "fp32"]):
         assert main(["translate", run, "one", *flags, *FEW]) == 0
+    assert [next(t.model.parameters()).dtype for t in loaded] == [torch.bfloat16, torch.float32]
     capsys.readouterr()
     for device in ("cuda:77", "meta", "toaster"):
         assert main(["translate", run, "one", "--device", device]) == 1

@@ -59,5 +59,6 @@ def test_ngrams_count_from_the_first_that_can_repeat() -> None:
 def test_processing_leaves_the_logits_as_they_were() -> None:
     logits, history = torch.randn(2, 6), torch.tensor([[2, 3], [3, 3]])
     before = logits.clone()
-    Processing(3, 1.5, 2)(logits, history, 2, 1)
-    assert torch.equal(logits, before)
+    for processing in (Processing(3, 1.5, 2), Processing(3), Processing(0, 1.5), Processing(0, 1.0, 1)):
+        assert not torch.equal(processing(logits, history, 2, 1), before)
+        assert torch.equal(logits, before)
