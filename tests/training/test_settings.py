@@ -43,8 +43,9 @@ OTHER = {
 }
 
 
-@pytest.mark.parametrize("name", FIXED.split())
+@pytest.mark.parametrize("name", OTHER)
 def test_what_the_weights_and_the_order_depend_on_is_kept(config, name) -> None:
+    assert set(FIXED.split()) == OTHER.keys()
     saved = json.dumps(config.to_dict())
     other = copy.copy(config)  # not a new one, which would ask whether the settings fit together
     setattr(other, name, OTHER[name])

@@ -212,6 +212,19 @@ def test_validation_leaves_training_as_it_was(config, tmp_path) -> None:
     assert [line["step"] for line in lines(tmp_path / "without", "validation")] == [12]
 
 
+@pytest.mark.parametrize(("val_examples", "expected"), [(0, None), (3, 3), (99, 8)])
+def test_as_many_are_translated_as_val_examples_says(config, tmp_path, monkeypatch, val_examples, expected) -> None:
+    counts = []
+
+    def count(translator, pairs, nll, num_samples):
+        counts.append(len(pairs))
+        return Scores(nll)
+
+    monkeypatch.setattr(module, "translate_and_score", count)
+    start(changed(config, steps=1, val_examples=val_examples), tmp_path / "run").train()
+    assert counts == ([] if expected is None else [expected])
+
+
 def scripted(trainer: Trainer, nll: dict[int, float], **scores: float) -> Trainer:
     """Validations say what a test wants them to say."""
     trainer.validate = lambda model: Scores(nll[trainer.step], **scores)
