@@ -16,6 +16,7 @@ test: $(INSTALLED)
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/clang-format --dry-run -Werror csrc/*.cpp csrc/*.h
 	$(BIN)/mypy
 
 bench: $(INSTALLED)
@@ -37,6 +38,7 @@ sanitize: $(INSTALLED)
 format: $(INSTALLED)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+	$(BIN)/clang-format -i csrc/*.cpp csrc/*.h
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info fastformer/*.so
