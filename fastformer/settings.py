@@ -59,9 +59,10 @@ def check_settings(settings: Any) -> None:
     for name, hint in get_type_hints(type(settings), include_extras=True).items():
         value = getattr(settings, name)
         problem = why_not(value, hint)
+        if problem is None and isinstance(value, int) and abs(value) > INT64_MAX:
+            problem = "to be an integer of 64 bits"
         if problem:
-            nearest = suggestion(value, choices(hint)) if isinstance(value, str) else ""
-            raise ValueError(f"expected {name} {problem}, got {value!r}{nearest}")
+            raise ValueError(f"expected {name} {problem}, got {value!r}{suggestion(value, choices(hint))}")
         if isinstance(value, int) and not isinstance(value, bool) and _float_alone(hint):
             setattr(settings, name, float(value))
 
@@ -109,6 +110,17 @@ def describe(hint: Any) -> str:
     return names.get(origin or hint, getattr(hint, "__name__", str(hint)))
 
 
+def describe_bounds(hint: Any) -> str:
+    """As `describe`, with the numbers that are allowed: "an integer of at least 1 or null"."""
+    if get_origin(hint) is Annotated:
+        return " ".join([describe(hint), *(str(bound) for bound in get_args(hint)[1:] if isinstance(bound, Range))])
+    if get_origin(hint) not in (Union, types.UnionType):
+        return describe(hint)
+    kinds = dict.fromkeys(describe_bounds(option) for option in get_args(hint))
+    # "an integer of at least 1" of one architecture says enough of "an integer" of another.
+    return " or ".join(kind for kind in kinds if not any(other.startswith(f"{kind} ") for other in kinds))
+
+
 def choices(hint: Any) -> list[str]:
     """The words that a type allows; empty where it is no choice."""
     if get_origin(hint) is Literal:
@@ -116,9 +128,9 @@ def choices(hint: Any) -> list[str]:
     return [word for option in get_args(hint) for word in choices(option)]
 
 
-def suggestion(word: str, known: Iterable[str]) -> str:
-    """ "; did you mean 'x'?" for the nearest known word, or nothing."""
-    near = difflib.get_close_matches(word, list(known), n=1)
+def suggestion(word: object, known: Iterable[str]) -> str:
+    """ "; did you mean 'x'?" for the nearest known word, or nothing, as for a number in place of a word."""
+    near = difflib.get_close_matches(word, list(known), n=1) if isinstance(word, str) else []
     return f"; did you mean {near[0]!r}?" if near else ""
 
 

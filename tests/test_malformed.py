@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import shlex
 import shutil
@@ -25,6 +26,7 @@ def origin(tmp_path_factory) -> Path:
     (folder / "text.txt").write_text("to be or not to be\n" * 20)
     (folder / "broken.txt").write_bytes(b"fine\nno\xff\n")
     (folder / "empty.txt").write_text("")
+    (folder / "folder.png").mkdir()
     (folder / "uneven.tsv").write_text("a\tb\nno tab here\n")
     for name, text in {
         "unknown.yaml": "stepz: 3\n",
@@ -39,6 +41,15 @@ def origin(tmp_path_factory) -> Path:
         "broken.yaml": "steps: [3\n",
         "cut.yaml": "",
         "word.yaml": "steps\n",
+        "number_key.yaml": "1: 2\n",
+        "null_key.yaml": "null: 3\n",
+        "number_model_key.yaml": "model: {1: 2}\n",
+        "deep.yaml": "{" * 2000,
+        "date.yaml": "steps: 2020-13-45\n",
+        "tag.yaml": "!!python/object/apply:os.system ['touch hacked']\n",
+        "two.yaml": "--- {}\n--- {}\n",
+        "tab.yaml": "\tsteps: 3\n",
+        "cycle.yaml": "model: &a [*a]\n",
     }.items():
         (folder / name).write_text(text)
     run = ["train", str(folder / "run"), "--train_tsv", str(folder / "pairs.tsv"), "--tokenizer", "bytes"]
@@ -53,6 +64,7 @@ def origin(tmp_path_factory) -> Path:
 @pytest.fixture
 def folder(origin, tmp_path, monkeypatch) -> Path:
     monkeypatch.chdir(shutil.copytree(origin, tmp_path / "work"))
+    os.mkfifo("pipe")  # to open it would wait for ever
     return tmp_path / "work"
 
 
@@ -201,6 +213,42 @@ VALUES: list[tuple[str, tuple[str, ...]]] = [
     ("train new --config broken.yaml", ("broken.yaml", "YAML")),
     ("train new --config cut.yaml", ("cut.yaml", "nothing")),
     ("train new --config word.yaml", ("word.yaml", "str")),
+    ("train new --config number_key.yaml", ("unknown setting 1",)),
+    ("train new --config null_key.yaml", ("unknown setting None",)),
+    ("train new --config number_model_key.yaml", ("unknown setting 1 of the model",)),
+    ("train new --config deep.yaml", ("deep.yaml", "no YAML")),
+    ("train new --config date.yaml", ("date.yaml", "no YAML")),
+    ("train new --config tag.yaml", ("tag.yaml", "no YAML")),
+    ("train new --config two.yaml", ("two.yaml", "no YAML")),
+    ("train new --config tab.yaml", ("tab.yaml", "no YAML")),
+    ("train new --config cycle.yaml", ("cycle.yaml", "model")),
+    ("train new --config .", ("there is no file .",)),
+    ("train new --config run/model.safetensors", ("model.safetensors", "no YAML")),
+    # Sizes that nothing has.
+    ("train new --train_tsv pairs.tsv --model.window_size 99999999999999999999", ("window_size", "64 bits")),
+    ("train new --train_tsv pairs.tsv --steps 99999999999999999999", ("steps", "64 bits")),
+    ("train new --train_tsv pairs.tsv --tokenizer bytes --max_tokens 3", ("max_tokens", "8 tokens, got 3")),
+    ("train new --train_tsv pairs.tsv --vocab_size 2", ("vocab_size", "got 2")),
+    # Names that are no file's, and files that are none.
+    ("train new --train_tsv .", ("expected a text file", "there is no file")),
+    ("train new --train_tsv pipe", ("expected a text file", "pipe")),
+    ("train new --train_tsv pairs.tsv --tokenizer pipe", ("pipe", "no file")),
+    ("train new --train_tsv pairs.tsv --tokenizer text.txt", ("text.txt", "no tokenizer")),
+    ("train new --train_tsv pairs.tsv --tokenizer .", ("tokenizer.json",)),
+    ("train pairs.tsv/x --train_tsv pairs.tsv --tokenizer bytes", ("pairs.tsv",)),
+    ("train new --train_tsv pairs.tsv --tokenizer bytes --init_from text.txt", ("text.txt",)),
+    ("train new --model gpt --train_text run", ("*.txt", "run")),
+    ("translate text.txt x", ("text.txt",)),
+    ("translate run x --attention /", ("PNG", "'/'")),
+    ("translate run x --attention ''", ("PNG", "''")),
+    ("translate run x --attention text.txt", ("PNG", "'text.txt'")),
+    ("translate run x --attention folder.png", ("PNG", "'folder.png'")),
+    ("translate run --file text.txt --reference pairs.tsv", ("20", "30", "aligned")),
+    ("translate run --file text.txt --reference nothing.txt", ("nothing.txt",)),
+    ("average text.txt", ("text.txt",)),
+    ("demo --out text.txt/x", ("text.txt",)),
+    ("demo --out .", ("not the current one",)),
+    ("demo --out ''", ("--out",)),
 ]
 
 
@@ -226,6 +274,11 @@ def flipped(file: Path) -> None:
     file.write_bytes(data)
 
 
+def piped(file: Path) -> None:
+    file.unlink()
+    os.mkfifo(file)  # to open it would wait for ever
+
+
 def changed(**changes: object) -> Callable[[Path], None]:
     return lambda file: file.write_text(json.dumps(json.loads(file.read_text()) | changes)) and None
 
@@ -242,6 +295,15 @@ DAMAGE: list[tuple[str, Callable[[Path], None], tuple[str, ...]]] = [
     ("config.json", changed(d_model=32), ("model.safetensors", "misshapen")),
     ("config.json", changed(depth=3), ("no setting 'depth'",)),
     ("config.json", lambda file: file.write_text("[]") and None, ("config.json",)),
+    ("config.json", lambda file: file.write_text("[" * 100_000) and None, ("config.json",)),
+    ("config.json", changed(max_len=10**30), ("max_len", "64 bits")),
+    ("config.json", changed(architecture=["Transformer"]), ("Transformer",)),
+    ("config.json", lambda file: file.write_bytes(b"\xff\xfe") and None, ("config.json",)),
+    ("model.safetensors", lambda file: file.write_bytes(b"") and None, ("model.safetensors", "damaged")),
+    ("model.safetensors", lambda file: file.write_bytes(b"\xff" * 99) and None, ("model.safetensors", "damaged")),
+    ("tokenizer.json", lambda file: file.write_text("[" * 100_000) and None, ("tokenizer.json",)),
+    ("tokenizer.json", piped, ("tokenizer.json",)),
+    ("tokenizer.json", lambda file: file.write_text('{"model": {"type": "BPE"}}') and None, ("tokenizer.json",)),
     ("tokenizer.json", Path.unlink, ("tokenizer.json",)),
     ("tokenizer.json", cut, ("tokenizer.json",)),
     ("tokenizer.json", lambda file: file.write_text("{}") and None, ("tokenizer.json",)),
@@ -262,6 +324,10 @@ def test_damaged_models(name, damage, said, folder, capsys) -> None:
         ("config.yaml", lambda file: file.write_text("steps: x\n...\n") and None, ("steps to be an integer",)),
         ("checkpoints/step-00000002.pt", cut, ("damaged",)),
         ("checkpoints/step-00000002.pt", flipped, ("damaged",)),
+        ("checkpoints/step-00000002.pt", piped, ("damaged",)),
+        ("checkpoints/step-00000002.pt", lambda file: file.write_bytes(b"") and None, ("damaged",)),
+        ("config.yaml", lambda file: file.write_text("{" * 2000) and None, ("config.yaml", "no YAML")),
+        ("config.yaml", lambda file: file.write_text("- 1\n...\n") and None, ("config.yaml", "list")),
     ],
 )
 def test_damaged_runs_do_not_go_on(name, damage, said, folder, capsys) -> None:
@@ -281,3 +347,28 @@ def test_a_slip_of_the_finger_is_recognised(tmp_path, monkeypatch, capsys) -> No
             continue
         assert main(["train", "new", f"--{slip}", "1"]) == 2
         assert f"did you mean '--{name}'?" in capsys.readouterr().err, (slip, name)
+
+
+@pytest.mark.parametrize("name", ["config.json", "config.yaml", "tokenizer.json", "metrics.jsonl"])
+def test_a_new_run_overwrites_no_file_of_a_person(name, folder, capsys) -> None:
+    (folder / "new").mkdir()
+    (folder / "new" / name).write_text("mine")
+    command = "train new --train_tsv pairs.tsv --tokenizer bytes"
+    refused(command.split(), 1, (f"new with a {name} that no run wrote",), folder, capsys)
+
+
+def test_metrics_are_written_into_no_other_file(folder, capsys) -> None:
+    (folder / "run" / "metrics.jsonl").rename(folder / "elsewhere.jsonl")
+    for put in (
+        lambda path: path.symlink_to("../elsewhere.jsonl"),
+        lambda path: path.symlink_to("nowhere"),
+        Path.mkdir,
+        os.mkfifo,
+    ):
+        put(folder / "run" / "metrics.jsonl")
+        before = (folder / "elsewhere.jsonl").read_bytes()
+        assert main(["train", "run", "--resume", "--steps", "3"]) == 1
+        assert "metrics.jsonl to be a file" in capsys.readouterr().err
+        assert (folder / "elsewhere.jsonl").read_bytes() == before
+        path = folder / "run" / "metrics.jsonl"
+        path.rmdir() if path.is_dir() else path.unlink()

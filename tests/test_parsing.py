@@ -70,6 +70,8 @@ def module() -> ModuleType:
         ("r --share -1e-3", {"run": "r", "share": -1e-3}),
         ("r -3", {"run": "r", "text": "-3"}),
         ("r --count 2 -- --share", {"run": "r", "text": "--share", "count": 2}),
+        ("r null", {"run": "r", "text": "null"}),
+        ("r \ufeff", {"run": "r", "text": "\ufeff"}),
         ("r - --greedy", {"run": "r", "text": "-", "greedy": True}),
         ("-- r --max-len", {"run": "r", "text": "--max-len"}),
     ],
@@ -181,3 +183,20 @@ def test_a_text_may_begin_with_dashes(module) -> None:
     for text in ("--count is a flag", "- a list", "-5 degrees"):
         assert parse(module, "sample", ["r", text, "--count", "2"])["text"] == text
         assert parse(module, "sample", ["r", "--count", "2", text])["text"] == text
+
+
+@pytest.mark.parametrize("name", ["train", "translate", "generate", "average", "demo"])
+def test_the_help_speaks_plainly(name, capsys) -> None:
+    with pytest.raises(SystemExit):
+        main([name, "--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    for word in ("Annotated", "Union[", "Optional[", "Literal[", "Range(", "NoneType", "type:", "TASKS", "None)"):
+        assert word not in text, word
+    assert f"usage: fastformer {name} " in text
+    if name == "train":
+        assert "--resume [auto] go on" in text
+        assert "--max_tokens MAX_TOKENS of a batch, on the longer side. (an integer; default: 4096)" in text
+        assert "on the attention weights (a number in [0, 1))" in text and "(true or false; default: false)" in text
+    if name == "translate":
+        assert "usage: fastformer translate RUN [TEXT] [--FLAG VALUE ...]" in text
+        assert "--skip_long skip what" in text and "--file FILE a UTF-8 file, one sentence a line --" in text

@@ -10,9 +10,9 @@ from types import ModuleType
 from typing import Any, get_args, get_type_hints
 
 from docstring_parser import parse as parse_docstring
-from jsonargparse import ArgumentParser
+from jsonargparse import ArgumentParser, DefaultHelpFormatter
 
-from fastformer.settings import choices, describe, suggestion, why_not
+from fastformer.settings import choices, describe, describe_bounds, suggestion, why_not
 
 
 def parse(module: ModuleType, name: str, words: Sequence[str]) -> dict[str, Any]:
@@ -20,7 +20,8 @@ def parse(module: ModuleType, name: str, words: Sequence[str]) -> dict[str, Any]
 
     Args:
         module: of the command. `add_settings(parser)`, if it has one, adds flags beyond the function's signature,
-            `SHORT` says what is short for which flag, and `USAGE` is the first line of the help.
+            `SHORT` says what is short for which flag, and `USAGE` is the first line of the help where the signature
+            doesn't say enough.
         name: of the command and of its function.
         words: of the command line, behind the command.
 
@@ -30,8 +31,9 @@ def parse(module: ModuleType, name: str, words: Sequence[str]) -> dict[str, Any]
     function = getattr(module, name)
     parser = ArgumentParser(
         prog=f"fastformer {name}",
-        usage=getattr(module, "USAGE", None),
+        usage=getattr(module, "USAGE", None) or _usage(name, function),
         description=inspect.getdoc(function).partition("\n")[0],  # type: ignore[union-attr]
+        formatter_class=Help,
         exit_on_error=False,
         allow_abbrev=False,
     )
@@ -44,6 +46,44 @@ def parse(module: ModuleType, name: str, words: Sequence[str]) -> dict[str, Any]
     except argparse.ArgumentError as error:
         message = explain(str(error), hints, short)
         raise argparse.ArgumentError(None, f"{message}; see `fastformer {name} --help`") from error
+
+
+class Help(DefaultHelpFormatter):
+    """The help of flags in plain words: what a value may be and what it is by default, not the types of Python."""
+
+    def _get_help_string(self, action: argparse.Action) -> str:
+        if action.dest == "help":
+            return "show this help and exit"
+        hint, default = _hint(action), action.default
+        notes = ["required"] if action.required and action.option_strings else []
+        if hint is not None and not (action.metavar is None and action.choices) and describe(hint) != "text":
+            words = describe_bounds(hint)
+            notes.append(words.removesuffix(" or null") if default is None else words)
+        if default is not None and default != argparse.SUPPRESS:
+            notes.append(f"default: {str(default).lower() if isinstance(default, bool) else default}")
+        notes = [note for note in notes if note != "text"]
+        return (action.help or "") + (f" ({'; '.join(notes)})" if notes else "")
+
+    def _format_args(self, action: argparse.Action, default_metavar: str) -> str:
+        hint = _hint(action)
+        if hint is bool or bool in get_args(hint):  # such a flag may stand alone
+            return "".join(f"[{word}]" for word in choices(hint))
+        return str(super()._format_args(action, default_metavar))
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        return str(super()._format_action_invocation(action)).rstrip()
+
+
+def _hint(action: argparse.Action) -> Any:
+    return getattr(action, "_typehint", None) or action.type
+
+
+def _usage(name: str, function: Callable[..., Any]) -> str:
+    """ "fastformer translate RUN [TEXT] [--FLAG VALUE ...]"."""
+    parameters = inspect.signature(function).parameters.values()
+    arguments = [p for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+    words = [p.name.upper() if p.default is p.empty else f"[{p.name.upper()}]" for p in arguments]
+    return " ".join(["fastformer", name, *words, "[--FLAG VALUE ...]"])
 
 
 def explain(message: str, hints: Mapping[str, Any], short: Iterable[str] = (), flag: str = "--") -> str:
@@ -83,7 +123,9 @@ def _add_signature(parser: ArgumentParser, function: Callable[..., Any]) -> dict
     parser.add_function_arguments(function, as_group=False, as_positional=True, skip={*optional})
     for p in parameters:
         if p.name in optional:
-            parser.add_argument(p.name, type=hints[p.name], nargs="?", default=p.default, help=texts[p.name])
+            # Words are text, "null" and the like too; only one that is missing is None.
+            kind = str if hints[p.name] == str | None else hints[p.name]
+            parser.add_argument(p.name, type=kind, nargs="?", default=p.default, help=texts[p.name])
     return {p.name: hints[p.name] for p in parameters}
 
 

@@ -11,7 +11,7 @@ from docstring_parser import parse as parse_docstring
 from jsonargparse import ArgumentParser
 
 from fastformer.commands import command_line
-from fastformer.commands._parsing import explain
+from fastformer.commands._parsing import Help, explain
 from fastformer.training.build import start
 from fastformer.training.config import ARCHITECTURES, SECTIONS, Model, check_names, merged, unused
 from fastformer.training.interrupts import Interrupts
@@ -127,7 +127,7 @@ class _ModelHelp(argparse.Action):
     ) -> None:
         for name in [values] if values else ARCHITECTURES:
             config_class, presets = ARCHITECTURES[name]
-            shown = ArgumentParser(usage=argparse.SUPPRESS, add_help=False)
+            shown = ArgumentParser(usage=argparse.SUPPRESS, add_help=False, formatter_class=Help)
             shown.add_class_arguments(config_class, "model", as_group=False, skip=NO_FLAGS)
             print(f"--model {name}\n\n{shown.format_help().strip()}\n\npresets (--preset), over the defaults above:")
             for preset, changes in presets.items():

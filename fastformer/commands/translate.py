@@ -81,8 +81,11 @@ def translate(
     """
     from fastformer.generation import Translator, draw_attention
     from fastformer.generation.bad_texts import BadTexts
+    from fastformer.generation.heatmap import check_picture
     from fastformer.run_folder import choose_device
 
+    if attention is not None:
+        check_picture(attention)
     _check_inputs(text, file, reference, attention, n_best, num_beams, do_sample)
     translator = Translator.from_pretrained(
         run, device=choose_device(device), precision=precision, max_tokens=max_tokens, max_batch_bytes=max_batch_bytes

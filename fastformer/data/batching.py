@@ -80,21 +80,41 @@ def plan_epoch(lengths: Tensor, *, max_tokens: int, batching: str, seed: int, ep
         Lists of indices; every example is in exactly one.
 
     Raises:
-        ValueError: an unknown batching, or an example longer than max_tokens.
+        ValueError: an unknown batching, lengths of another shape, or an example longer than max_tokens.
     """
     if batching not in BATCHINGS:
         raise ValueError(f"expected a batching out of {BATCHINGS}, got {batching!r}")
-    longest = lengths.max(dim=1).values
-    if len(longest) and int(longest.max()) > max_tokens:
-        raise ValueError(
-            f"expected max_tokens of at least the longest example, {int(longest.max())} tokens, got {max_tokens}"
-        )
+    for name, value in (("seed", seed), ("epoch", epoch)):
+        if not isinstance(value, int):
+            raise ValueError(f"expected {name} to be an integer, got {value!r}")
+    longest = longest_sides(lengths, max_tokens)
     # Neighbouring seeds must not share epochs; a generator takes 64 bits.
     generator = torch.Generator().manual_seed((seed * 1_000_003 + epoch) % 2**63)
     order = torch.randperm(len(lengths), generator=generator)
     if batching == "bucketed":
         return _bucketed(order, longest, max_tokens, generator)
     return _cut(order.tolist(), lengths.tolist(), max_tokens, padded=batching == "random")
+
+
+def longest_sides(lengths: Tensor, max_tokens: int) -> Tensor:
+    """The longer side of each example, (examples,), none of more than max_tokens.
+
+    Raises:
+        ValueError: lengths of another shape or type, an example longer than max_tokens.
+    """
+    if not isinstance(lengths, Tensor) or lengths.dim() != 2 or lengths.shape[1] != 2 or lengths.is_floating_point():
+        got = f"{lengths.dtype} {tuple(lengths.shape)}" if isinstance(lengths, Tensor) else repr(lengths)
+        raise ValueError(f"expected integer lengths (examples, 2), got {got}")
+    if not isinstance(max_tokens, int) or max_tokens < 1:
+        raise ValueError(f"expected max_tokens to be an integer of at least 1, got {max_tokens!r}")
+    if lengths.numel() and int(lengths.min()) < 0:
+        raise ValueError(f"expected lengths of at least 0, got {int(lengths.min())}")
+    longest = lengths.max(dim=1).values
+    if len(longest) and int(longest.max()) > max_tokens:
+        raise ValueError(
+            f"expected max_tokens of at least the longest example, {int(longest.max())} tokens, got {max_tokens}"
+        )
+    return longest
 
 
 def _cut(order: list[int], lengths: list[list[int]], max_tokens: int, *, padded: bool) -> list[list[int]]:
@@ -127,7 +147,20 @@ def _bucketed(order: Tensor, longest: Tensor, max_tokens: int, generator: torch.
 
 
 def collate(examples: Sequence[Example], *, packed: bool) -> Batch:
-    """The tensors of a batch, padded to the longest example or packed."""
+    """The tensors of a batch, padded to the longest example or packed.
+
+    Raises:
+        ValueError: no examples, something that is none, examples with and without a source, one without a target.
+    """
+    for example in examples:
+        if not isinstance(example, Example):
+            raise ValueError(f"expected examples of type Example, got {type(example).__name__}")
+        if bool(example.source) != bool(examples[0].source):
+            raise ValueError("expected a source in all examples or in none, got both kinds in one batch")
+        if len(example.target) < (1 if example.source else 2):  # a window's last token is only predicted
+            raise ValueError(f"expected examples with something to predict, got {example}")
+    if not examples:
+        raise ValueError("expected at least one example, got none")
     sources = [example.source for example in examples]
     targets = [example.target for example in examples]
     has_source = bool(sources[0])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 from torch import Tensor
 
@@ -15,12 +16,14 @@ def draw_attention(
     Args:
         source, target: the tokens, as `Translator.attention` gives them.
         weights: (num_layers, num_heads, len(target), len(source)).
-        path: of the PNG (or another format of matplotlib's).
+        path: of the PNG.
         title: above the panels.
 
     Raises:
+        ValueError: a path that is no PNG's.
         ImportError: matplotlib is not installed.
     """
+    check_picture(path)
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -39,4 +42,10 @@ def draw_attention(
     figure.colorbar(image, ax=list(panels), label="attention weight, mean of the heads")
     if title:
         figure.suptitle(title)
-    figure.savefig(path, dpi=150)
+    figure.savefig(path, dpi=150, format="png")
+
+
+def check_picture(path: str | os.PathLike[str]) -> None:
+    """Raises ValueError unless a path may become a PNG: matplotlib would write "/" to "/.png", and over any file."""
+    if Path(path).suffix.lower() != ".png" or Path(path).is_dir():
+        raise ValueError(f"expected the name of a PNG file, such as attention.png, got {os.fspath(path)!r}")

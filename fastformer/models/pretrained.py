@@ -215,7 +215,7 @@ def _read_config(path: Path, architecture: str) -> dict[str, Any]:
         raise ValueError(f"expected the file {file}, which isn't there: is {path} a model's folder?")
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{file} is no JSON or cut short ({error}): save or copy the model again") from error
     if not isinstance(values, dict) or "architecture" not in values:
         raise ValueError(f"expected {file} to name an 'architecture': it wasn't written by fastformer")
@@ -251,7 +251,7 @@ def _read_metadata(file: Path) -> tuple[dict[str, str], bytes]:
             start += data.read(size)
         metadata = json.loads(start[8:]).get("__metadata__", {})
         return {str(name): str(value) for name, value in metadata.items()}, start
-    except (ValueError, AttributeError) as error:
+    except (ValueError, AttributeError, RecursionError) as error:
         raise ValueError(_damaged(file, error)) from error
 
 
@@ -284,7 +284,7 @@ def read_architecture(folder: str | os.PathLike[str]) -> str:
         raise ValueError(f"expected the file {file}, which isn't there: is {folder} a model's folder?")
     try:
         return str(json.loads(file.read_text(encoding="utf-8"))["architecture"])
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"{file} is cut short or names no 'architecture' ({error!r})") from error
 
 

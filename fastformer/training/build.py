@@ -19,6 +19,7 @@ from fastformer.data.tokenizer import NUM_BYTES, TOKENIZER
 from fastformer.files import remove_left_overs
 from fastformer.generation.generate import EXTRA_LENGTH
 from fastformer.models import GPT, Transformer
+from fastformer.models.pretrained import CONFIG as MODEL_CONFIG
 from fastformer.models.pretrained import WEIGHTS
 from fastformer.run_folder import choose_device, load_model
 from fastformer.settings import suggestion
@@ -27,7 +28,8 @@ from fastformer.training.config import Architecture, TrainConfig
 from fastformer.training.examples import load_data
 from fastformer.training.interrupts import Interrupts
 from fastformer.training.lock import LOCK, RunLock
-from fastformer.training.settings import absolute_paths, check_unchanged, save_config
+from fastformer.training.progress import METRICS
+from fastformer.training.settings import CONFIG, absolute_paths, check_unchanged, save_config
 from fastformer.training.trainer import Trainer
 
 logger = logging.getLogger("fastformer")
@@ -72,6 +74,10 @@ def start(
     """
     if not os.fspath(run):
         raise ValueError("expected a run folder, got an empty name")
+    try:
+        os.fspath(run).encode("utf-8")
+    except UnicodeEncodeError as error:  # libraries that write into it would fail later
+        raise ValueError(f"expected a run folder with a name in UTF-8, got {os.fspath(run)!r}") from error
     if os.path.exists(run) and not os.path.isdir(run):
         raise ValueError(f"expected a run folder, got the file {os.fspath(run)}")
     if resume not in (False, True, "auto"):
@@ -82,6 +88,12 @@ def start(
         raise ValueError(f"expected a run to go on with, but {folder} has no checkpoints")
     if not going_on and (checkpoints(folder) or (folder / WEIGHTS).exists()):
         raise ValueError(f"{folder} holds a run already: give --resume to go on with it, or another folder")
+    if not going_on and folder.is_dir() and not (folder / LOCK).exists():  # else they are left of a run that was killed
+        found = [name for name in (TOKENIZER, MODEL_CONFIG, CONFIG, METRICS) if os.path.lexists(folder / name)]
+        if found:
+            raise ValueError(
+                f"expected a new run folder, got {folder} with a {found[0]} that no run wrote: give another"
+            )
     made = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
     lock = RunLock(folder)

@@ -79,6 +79,8 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
     Raises:
         ValueError: the file is damaged, cut short, or no checkpoint of a training.
     """
+    if not path.is_file():  # nobody may ever write into a pipe
+        raise ValueError(f"expected the file {path}, got something else of that name")
     data = path.read_bytes()
     body = memoryview(data)[:-_COMMENT_LENGTH]
     if data[len(body) :] != _MARK + hashlib.sha256(body).hexdigest().encode():

@@ -62,7 +62,8 @@ class Data:
     """The data: `task`, or train_source with train_target, or train_tsv, or (for a gpt) train_text.
 
     Attributes:
-        task: "numbers", the built-in task, with settings that suit it (see `TASKS`); leave it out to train on files.
+        task: "numbers", the built-in task, with settings that suit it unless others are given; leave it out to train
+            on files.
         train_source: a UTF-8 file, one sentence a line, aligned line by line with train_target.
         train_target: its translations.
         val_source: likewise for validation; without it the last hundredth of the training data is held out.

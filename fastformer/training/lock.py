@@ -32,8 +32,8 @@ class RunLock:
     """
 
     def __init__(self, run: Path) -> None:
+        self._descriptor: int | None = None  # first of all, for __del__
         self._file = run / LOCK
-        self._descriptor: int | None = None
 
     def acquire(self) -> None:
         """Takes the lock; nothing happens if it is held already.

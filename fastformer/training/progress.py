@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from pathlib import Path
@@ -60,6 +61,9 @@ class Meter:
         self._started = time.perf_counter() - state["seconds"]
 
 
+METRICS = "metrics.jsonl"
+
+
 class Progress:
     """The progress bar (a line now and then where there is no terminal), metrics.jsonl, and TensorBoard if installed.
 
@@ -68,11 +72,16 @@ class Progress:
         done: updates done before; what metrics.jsonl says of later ones is dropped, for they come again.
         validated: the last validation done before; likewise.
         run: the run folder.
+
+    Raises:
+        ValueError: something else stands where metrics.jsonl is to be written.
     """
 
     def __init__(self, steps: int, done: int, validated: int, run: Path) -> None:
+        self._metrics = run / METRICS
+        if os.path.lexists(self._metrics) and (self._metrics.is_symlink() or not self._metrics.is_file()):
+            raise ValueError(f"expected {self._metrics} to be a file, got a link, a folder or a pipe: take it away")
         self._bar = _progress_bar(steps, done)
-        self._metrics = run / "metrics.jsonl"
         self._board = _tensorboard(run, done)
         self._steps, self._done = steps, done
         self._started = time.perf_counter()

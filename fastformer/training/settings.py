@@ -78,7 +78,7 @@ def read_yaml(path: str | os.PathLike[str]) -> dict[str, Any]:
         raise ValueError(f"expected a YAML file with settings, but there is no file {file}")
     try:
         values = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # a date that is none is a ValueError
         raise ValueError(f"{file} is no YAML: {error}") from error
     if not isinstance(values, dict):
         found = "nothing" if values is None else type(values).__name__

@@ -17,6 +17,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from fastformer.data import Batch, collate, plan_epoch
+from fastformer.data.batching import longest_sides
 from fastformer.generation import Translator
 from fastformer.models.pretrained import WEIGHTS, save_model
 from fastformer.training.best import Best, choose_measure
@@ -81,6 +82,7 @@ class Trainer:
         self.ema = AveragedModel(model, multi_avg_fn=self._move_average) if config.ema else None
         self.scaler = torch.amp.GradScaler(device.type, enabled=config.precision == "fp16")
         self.lengths, self.fingerprint = lengths_of(data.train), fingerprint(data.train)
+        longest_sides(self.lengths, config.max_tokens)  # before anything is written
         self.pairs = data.val_texts[: config.val_examples]
         self.best = Best(choose_measure(config), str(fingerprint(data.val)["sha256"]), len(self.pairs))
         self.step, self.epoch, self.batch = 0, 0, 0  # of the epoch, batches done
