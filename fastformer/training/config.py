@@ -32,7 +32,7 @@ TASKS: dict[str, dict[str, Any]] = {
         "max_len": 64,
         "batching": "bucketed",
         "max_tokens": 2048,
-        "steps": 700,
+        "steps": 900,
         "lr": 3e-3,
         "warmup": 100,
         "log_every": 100,

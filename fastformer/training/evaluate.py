@@ -21,7 +21,8 @@ class Scores:
         nll: mean negative log-likelihood of a real target token, in nats, without label smoothing.
         nll_per_character: of a language model, the same for a character of the text, whatever the tokens.
         exact_match: share of translations equal to the reference; None when nothing was translated.
-        bleu, chrf: sacreBLEU's scores of the corpus, None without the library; signatures say how.
+        bleu, chrf: sacreBLEU's scores of the corpus, None without the library, BLEU also where no reference has four
+            words; signatures say how.
         samples: (source, translation, reference).
     """
 
@@ -86,10 +87,14 @@ def translate_and_score(
     scores = Scores(nll, exact_match=sum(a == b for a, b in zip(found, references, strict=True)) / len(pairs))
     scores.samples = list(zip(sources, found, references, strict=True))[:num_samples]
     try:
-        (scores.bleu, bleu), (scores.chrf, chrf) = corpus_scores(found, references).values()
-        scores.signatures = {"bleu_signature": bleu, "chrf_signature": chrf}
+        (bleu, bleu_signature), (scores.chrf, chrf_signature) = corpus_scores(found, references).values()
     except ImportError:
-        pass  # exact match is there
+        return scores  # exact match is there
+    scores.signatures = {"chrf_signature": chrf_signature}
+    # BLEU counts runs of up to four words: where no reference has four, it is 0 whatever was said.
+    if any(len(reference.split()) >= 4 for reference in references):
+        scores.bleu = bleu
+        scores.signatures["bleu_signature"] = bleu_signature
     return scores
 
 

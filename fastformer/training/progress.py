@@ -127,9 +127,10 @@ class Progress:
         if scores.exact_match is not None:
             parts.append(f"exact match {scores.exact_match:.4f}")
             values["exact_match"] = scores.exact_match
-        if scores.bleu is not None and scores.chrf is not None:
-            parts.append(f"BLEU {scores.bleu:.2f}  chrF {scores.chrf:.2f}")
-            values |= {"bleu": scores.bleu, "chrf": scores.chrf}
+        for name, label, score in (("bleu", "BLEU", scores.bleu), ("chrf", "chrF", scores.chrf)):
+            if score is not None:
+                parts.append(f"{label} {score:.2f}")
+                values[name] = score
         self.say(f"validation {'of the average ' if average else ''}at {step}: " + "  ".join(parts))
         for source, found, reference in scores.samples:
             self.say(f"  {source}\n    -> {found}" + ("" if found == reference else f"\n    ({reference})"))

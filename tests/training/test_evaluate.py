@@ -80,3 +80,11 @@ def test_scores_of_translations() -> None:
     assert "tok:13a" in scores.signatures["bleu_signature"] and "nc:6" in scores.signatures["chrf_signature"]
     assert scores.samples == [(s, f, r) for (s, r), f in zip(pairs[:2], answers[:2], strict=True)]
     assert translate_and_score(Fixed([r for _, r in pairs]), pairs, 0.0, 0).bleu == pytest.approx(100)
+
+
+@pytest.mark.parametrize(("reference", "has_bleu"), [("eine Million drei", False), ("eine Million drei mal", True)])
+def test_bleu_is_asked_of_sentences_only(reference, has_bleu) -> None:
+    pairs = [("a", "eins"), ("b", "zwei"), ("c", "drei"), ("d", reference)]
+    scores = translate_and_score(Fixed([target for _, target in pairs]), pairs, 0.0, 0)
+    assert (scores.bleu is not None) == has_bleu == ("bleu_signature" in scores.signatures)
+    assert scores.chrf == pytest.approx(100)
