@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
 from fastformer.cli import main
 from fastformer.data import ByteTokenizer
-from fastformer.generation import generate
+from fastformer.generation import GenerateOutput, generate
+from fastformer.generation.settings import GenerationSettings
 from fastformer.models import GPT
 
 FEW = ["--max_new_tokens", "6"]
@@ -53,6 +56,31 @@ def test_it_says_what_the_library_says(run, model, flags, options, capsys) -> No
     out = capsys.readouterr().out
     assert out == "\n---\n".join(expected(model, prompt, **options)) + "\n"
     assert out.startswith(prompt)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"temperature": 0.5, "top_k": 7, "top_p": 0.9, "seed": 11, "num_return_sequences": 3},
+        {"num_beams": 4, "length_penalty": 1.5, "early_stopping": True, "num_return_sequences": 2},
+        {"min_new_tokens": 2, "max_new_tokens": 5, "repetition_penalty": 1.25, "no_repeat_ngram_size": 3},
+    ],
+    ids=["sampling", "beams", "lengths and repetitions"],
+)
+def test_each_flag_reaches_the_search(run, settings, monkeypatch) -> None:
+    given = {}
+
+    def search(model, input_ids, **options) -> GenerateOutput:
+        given.update(options, dtype=model.output_weight.dtype)
+        return GenerateOutput(torch.tensor([[3]]), torch.zeros(1))
+
+    monkeypatch.setattr("fastformer.generation.generate", search)
+    flags = [part for name, value in settings.items() for part in (f"--{name}", str(value).lower())]
+    assert main(["generate", run, "a", "--precision", "bf16", *flags]) == 0
+    assert given.pop("dtype") == torch.bfloat16
+    neutral = {field.name: field.default for field in dataclasses.fields(GenerationSettings)}
+    expected = neutral | settings | {"do_sample": "num_beams" not in settings}
+    assert {name: given.get(name, neutral[name]) for name in neutral} == expected
 
 
 def test_sampling_is_the_default_and_the_help_says_so(run, capsys) -> None:

@@ -16,6 +16,7 @@ from fastformer.cli import main
 from fastformer.commands import translate
 from fastformer.data import ByteTokenizer
 from fastformer.generation import Translator
+from fastformer.generation.settings import GenerationSettings
 from fastformer.models import Transformer
 
 FEW = ["--max_new_tokens", "6"]
@@ -122,14 +123,39 @@ def test_sampling(run, expected, capsys) -> None:
     assert expected("one", **options) != expected("one")
 
 
-def test_device_and_precision(run, capsys, monkeypatch) -> None:
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"do_sample": True, "temperature": 0.5, "top_k": 7, "top_p": 0.9, "seed": 11, "num_return_sequences": 3},
+        {"num_beams": 4, "length_penalty": 1.5, "early_stopping": True, "num_return_sequences": 2},
+        {"min_new_tokens": 2, "max_new_tokens": 5, "repetition_penalty": 1.25, "no_repeat_ngram_size": 3},
+    ],
+    ids=["sampling", "beams", "lengths and repetitions"],
+)
+def test_each_flag_reaches_the_search(run, settings, monkeypatch) -> None:
+    given = []
+    translate_groups = Translator.translate_groups
+
+    def spy(self, groups, options, bad):
+        given.append(options)
+        return translate_groups(self, groups, options, bad)
+
+    monkeypatch.setattr(Translator, "translate_groups", spy)
+    names = {"num_return_sequences": "n_best"}
+    flags = [part for name, value in settings.items() for part in (f"--{names.get(name, name)}", str(value).lower())]
+    assert main(["translate", run, "one", *flags]) == 0
+    assert given == [GenerationSettings(**settings)]
+
+
+def test_device_precision_and_memory(run, capsys, monkeypatch) -> None:
     loaded = []
     load = Translator.from_pretrained
     monkeypatch.setattr(
         Translator, "from_pretrained", lambda *args, **kw: loaded.append(load(*args, **kw)) or loaded[-1]
     )
     for flags in (["--device", "cpu", "--precision", "bf16"], ["--device", "auto", "--precision", "fp32"]):
-        assert main(["translate", run, "one", *flags, *FEW]) == 0
+        assert main(["translate", run, "one", *flags, *FEW, "--max_tokens", "77", "--max_batch_bytes", "1234567"]) == 0
+    assert [(t.max_tokens, t.max_batch_bytes) for t in loaded] == 2 * [(77, 1234567)]
     assert [next(t.model.parameters()).dtype for t in loaded] == [torch.bfloat16, torch.float32]
     capsys.readouterr()
     for device in ("cuda:77", "meta", "toaster"):

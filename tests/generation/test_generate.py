@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from typing import Any
 
 import pytest
@@ -291,6 +292,25 @@ def test_samples_of_one_input_differ_and_stand_side_by_side(model) -> None:
         allowed = next_logits(model, real(sources[i // 8]), row)[:-1].topk(2).indices
         end = row.index(EOS) + 1 if EOS in row else len(row)
         assert all(row[t] in allowed[t].tolist() for t in range(end))
+
+
+def test_each_copy_of_an_input_has_its_limit(model, monkeypatch) -> None:
+    monkeypatch.setattr(sys.modules[generate.__module__], "EXTRA_LENGTH", 2)
+    sources = [[5, 6, 7, 8, 9, 10], [5], [5, 6, 7]]
+    out = generate(model, sources, do_sample=True, num_return_sequences=2, seed=0, eos_token_id=VOCAB - 1)
+    limits = [8, 8, 3, 3, 5, 5]
+    assert out.shape == (6, 8)
+    for row, limit in zip(out.tolist(), limits, strict=True):
+        assert row[limit:] == [0] * (8 - limit)
+        assert VOCAB - 1 in row or 0 not in row[:limit]
+
+
+def test_lists_are_padded_with_the_id_that_counts_as_padding(any_model) -> None:
+    rows = [[5, 6, 0, 8], [5], [9, 10]]
+    found = generate(any_model, rows, pad_token_id=2, max_new_tokens=4, num_beams=2)
+    for i, row in enumerate(rows):
+        alone = generate(any_model, [row], pad_token_id=2, max_new_tokens=4, num_beams=2)[0].tolist()
+        assert [token for token in found[i].tolist() if token != 2] == [token for token in alone if token != 2]
 
 
 def test_generate_is_a_method_too(any_model) -> None:

@@ -74,7 +74,7 @@ def test_missing_hypotheses_are_said_to_be_missing() -> None:
 
 @pytest.mark.parametrize("early_stopping", [False, True])
 @pytest.mark.parametrize(("beams", "returned"), [(2, 1), (2, 2), (3, 1), (4, 3)])
-@pytest.mark.parametrize("alpha", [0.0, 0.6, 2.0])
+@pytest.mark.parametrize("alpha", [-1.0, 0.0, 0.6, 2.0])
 def test_beam_search_is_the_plain_one(beams, returned, early_stopping, alpha, looks) -> None:
     # Likely ends and unlikely ones, and limits that differ between the sources.
     for eos in (-1.0, 1.0):

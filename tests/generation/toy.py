@@ -91,7 +91,7 @@ def plain_beam_search(
         alive = [hypothesis for hypothesis in candidates if hypothesis[1][-1] != EOS][:beams]
         if early_stopping and len(finished) == beams:
             return finished[:returned]
-        bound = alive[0][0] / penalty(limit, alpha) if alive else -math.inf
+        bound = alive[0][0] / max(penalty(n, alpha) for n in (1, limit)) if alive else -math.inf
         if not early_stopping and len(finished) >= returned and finished[returned - 1][0] >= bound:
             return finished[:returned]
     cut = [(score / penalty(limit, alpha), tokens) for score, tokens in alive]

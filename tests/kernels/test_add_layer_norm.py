@@ -96,6 +96,11 @@ def test_programs_share_the_rows(rows: int, device: str) -> None:
     assert_op_accurate(add_layer_norm, plain, inputs)
 
 
+def test_more_programs_than_sums_are_added_at_once(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "num_sms", lambda device: 132)  # an H200's; the interpreter's is 2
+    assert_op_accurate(add_layer_norm, plain, make_inputs((67, 2048), device))
+
+
 def gradients(inputs: dict[str, Tensor], dy: Tensor, ds: Tensor) -> tuple[Tensor, ...]:
     leaves = {name: value.detach().requires_grad_() for name, value in inputs.items()}
     return torch.autograd.grad(add_layer_norm(**leaves), list(leaves.values()), (dy, ds))

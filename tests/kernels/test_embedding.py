@@ -46,6 +46,7 @@ RUNS = {
     "across": [3, 2, 6, 1, 4, 3],
     "many chunks": [1, 37, 2, 13, 3],
     "from a start": [4, 9, 3, 8],
+    "more chunks than are added at once": [3, 83, 2],
 }
 
 

@@ -116,6 +116,22 @@ def test_equals_the_plain_model(options):
         assert_same(a, b, f"gradient of {name}")
 
 
+def test_each_option_of_the_loss_counts():
+    model = model_of()
+    tokens, following = batch()
+    logits, target = model(tokens).flatten(0, 1), following.flatten()
+    for options, smoothing in (
+        ({}, 0.0),
+        ({"label_smoothing": 0.2}, 0.2),
+        ({"label_smoothing": 0.2, "smooth_others": True}, 0.2 * V / (V - 1)),
+    ):
+        expected = F.cross_entropy(logits, target, label_smoothing=smoothing, reduction="none").view_as(following)
+        assert_same(model.loss(tokens, following, **options), expected.sum(), "sum, the default")
+        mean = model.loss(tokens, following, reduction="mean", **options)
+        assert_same(mean, expected.sum() / (following != -100).sum(), "mean")
+        assert_same(model.loss(tokens, following, reduction="none", **options), expected, "none")
+
+
 @variants
 def test_packed_equals_padded(options):
     model = model_of(**options)

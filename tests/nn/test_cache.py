@@ -162,8 +162,10 @@ def test_packed_memory_and_reset():
         padded = SequenceLayout.padded(layout.seqlens, S)
         expected = stack(x, layout.unpack(memory), tgt_is_causal=True, memory_layout=padded)
         assert_same(run(stack, x, memory, [2, 5], cache, memory_layout=layout), expected, "hidden states")
+        cache.reorder(torch.tensor([1, 0, 2]))  # which rows read which sources is forgotten too
         cache.reset()
         assert not cache.has_memory and cache.length_bound == 0
+        assert cache.source_index is None and cache.source_seqlens is None
 
 
 @torch.inference_mode()

@@ -140,6 +140,16 @@ def test_transformer_equals_torch(batch_first, norm_first, bias):
     compare(ours, randomised(theirs), run(ours), run(theirs), [tensor(S, batch_first), tensor(L, batch_first)])
 
 
+@both_orders
+@pytest.mark.parametrize("kind", ["encoder", "decoder"])
+def test_the_norms_have_the_eps_of_the_layer(kind, norm_first):
+    name = {"encoder": "TransformerEncoderLayer", "decoder": "TransformerDecoderLayer"}[kind]
+    args = {"batch_first": True, "norm_first": norm_first, "layer_norm_eps": 0.3, **SIZES}
+    ours, theirs = getattr(fnn, name)(E, H, FF, **args), randomised(getattr(nn, name)(E, H, FF, **args))
+    inputs = [tensor(L, True)] if kind == "encoder" else [tensor(L, True), tensor(S, True)]
+    compare(ours, theirs, ours, theirs, inputs)
+
+
 def test_unbatched_equals_torch():
     ours, theirs = (module.Transformer(E, H, 1, 1, FF, **SIZES) for module in (fnn, nn))
     compare(ours, randomised(theirs), ours, theirs, [torch.randn(S, E, **DOUBLE), torch.randn(L, E, **DOUBLE)])

@@ -332,3 +332,14 @@ def test_sinusoidal_positions_wrong_calls() -> None:
         sinusoidal_positions(4, 8, "paper")
     with pytest.raises(ValueError, match="num_positions >= 0 and dim >= 1, got 4 and 0"):
         sinusoidal_positions(4, 0)
+
+
+def test_an_element_at_the_threshold_is_kept(backend: str, device: str) -> None:
+    # The published words of Philox4x32-7 for counter and key 0, each two decisions, the low half first.
+    words = (0x5F6FB709, 0x0D893F64, 0x4F121F81, 0x4F730A48)
+    decisions = [half for word in words for half in (word & 0xFFFF, word >> 16)]
+    ids, weight, seed = (torch.zeros(1, 1, dtype=torch.int64), torch.ones(1, 8), torch.zeros(2, dtype=torch.int64))
+    ids, weight, seed = ids.to(device), weight.to(device), seed.to(device)
+    for limit in sorted({edge for decision in decisions for edge in (decision, decision + 1)}):
+        out = embedding(ids, weight, dropout_p=limit / 65536, dropout_seed=seed)
+        assert (out[0, 0] != 0).tolist() == [decision >= limit for decision in decisions]

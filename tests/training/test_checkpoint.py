@@ -160,6 +160,11 @@ def test_the_average_is_the_mean_in_each_dtype(tmp_path) -> None:
         average_weights([*paths, other])
 
 
+def test_the_average_is_summed_in_more_digits_than_it_has(tmp_path) -> None:
+    paths = [save_checkpoint(tmp_path, i, state(i, scale), keep_last=9) for i, scale in enumerate((256.0, 1, 1, 1, 1))]
+    assert average_weights(paths)["b"].item() == 52.0  # in bf16 256 + 1 is 256
+
+
 def test_the_average_of_running_averages(tmp_path) -> None:
     paths = []
     for step, scale in ((1, 1.0), (2, 3.0)):

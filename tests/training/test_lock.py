@@ -6,6 +6,7 @@ import errno
 import logging
 import os
 import signal
+import socket
 
 import pytest
 
@@ -42,6 +43,14 @@ def test_a_killed_process_holds_nothing(tmp_path) -> None:
     os.waitpid(child, 0)
     with RunLock(tmp_path / "sub"):
         assert (tmp_path / "sub" / LOCK).read_text().startswith(f"process {os.getpid()} on ")
+
+
+def test_the_file_names_its_last_holder_alone(tmp_path) -> None:
+    (tmp_path / LOCK).write_text(
+        "process 12345678 on a machine with a name that is longer than ours, whatever that is\n"
+    )
+    with RunLock(tmp_path):
+        assert (tmp_path / LOCK).read_text() == f"process {os.getpid()} on {socket.gethostname()}\n"
 
 
 def test_a_file_system_without_locks_gets_a_warning(tmp_path, monkeypatch, caplog) -> None:

@@ -543,6 +543,37 @@ def test_a_write_that_ends_midway_keeps_what_was_there(config, tmp_path) -> None
     assert contents(tmp_path / "run") == before
 
 
+def test_a_line_of_the_log_is_the_mean_since_the_last_one(config, tmp_path, monkeypatch) -> None:
+    trainer = start(changed(config, steps=7, log_every=3), tmp_path / "run")
+    update, found = trainer._update, []
+
+    def noted(batches):
+        found.append(update(batches))
+        return found[-1]
+
+    monkeypatch.setattr(trainer, "_update", noted)
+    trainer.train()
+    each = [float(loss) for loss, _ in found]
+    assert [step for step, _ in trainer.losses] == [3, 6, 7]
+    means = [sum(each[:3]) / 3, sum(each[3:6]) / 3, each[6]]
+    assert [loss for _, loss in trainer.losses] == pytest.approx(means, rel=1e-6)
+    assert losses(tmp_path / "run") == [loss for _, loss in trainer.losses]
+
+
+def test_every_update_is_made_in_training_mode(config, tmp_path, monkeypatch) -> None:
+    trainer = start(changed(config, steps=4, val_every=2, val_examples=2), tmp_path / "run")
+    trainer.model.eval()  # as one that was loaded from a folder is
+    update, modes = trainer._update, []
+
+    def noted(batches):
+        modes.append({module.training for module in trainer.model.modules()})
+        return update(batches)
+
+    monkeypatch.setattr(trainer, "_update", noted)
+    trainer.train()
+    assert modes == 4 * [{True}]
+
+
 def test_the_time_limit(config, tmp_path) -> None:
     trainer = start(changed(config, max_minutes=1.0), tmp_path / "run")
     trainer.trained_seconds = 59.0
@@ -550,6 +581,13 @@ def test_the_time_limit(config, tmp_path) -> None:
     trainer.trained_seconds = 60.5
     trainer.train()
     assert trainer.step == 0 and trainer.finished
+    del trainer
+    # The minutes before a run was resumed count as well, and go on from there.
+    again = start(changed(config, max_minutes=1.0, steps=2), tmp_path / "run", resume=True)
+    assert again.trained_seconds == 60.5 and again._end() is not None
+    again.config = changed(again.config, max_minutes=2.0)
+    again.train()
+    assert again.step == 2 and 60.5 < again.trained_seconds < 120
 
 
 # The kinds of models.
