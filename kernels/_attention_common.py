@@ -281,8 +281,12 @@ def describe(
         window_right = None
     if window_left is not None and window_left >= seqlen_k - 1:
         window_left = None
+    batch = q.shape[0]
+    if lengths == "packed":
+        assert seqlens_q is not None  # where each sequence begins
+        batch = seqlens_q.numel() - 1
     return Problem(
-        batch=q.shape[0] if lengths != "packed" else seqlens_q.numel() - 1,
+        batch=batch,
         num_heads=q.shape[-2],
         num_kv_heads=k.shape[-2],
         head_dim=q.shape[-1],

@@ -52,7 +52,8 @@ def call_of(capability: int, problem: Problem, dtype: torch.dtype, masked: bool)
 
 # (architecture's row, block_d up to) -> configs by load. Rows: 80 for all whose products are mma.sync (sm_80 to 89, and
 # 120 where it has no row of its own: they fit 99 KB of shared memory), 90 for wgmma, 100 for tcgen05.
-FORWARD = {
+Table = dict[tuple[int, int], tuple[Config, ...]]
+FORWARD: Table = {
     (80, 32): (Config(128, 64, 4, 2), Config(64, 64, 4, 2)),
     (80, 64): (Config(128, 64, 8, 2),),
     (80, 128): (Config(128, 32, 8, 3),),
@@ -67,13 +68,13 @@ FORWARD = {
     (100, 256): (Config(128, 32, 8, 2),),
 }
 # With few rows a tile of 64 makes twice the programs.
-FORWARD_SHORT = {
+FORWARD_SHORT: Table = {
     (80, 64): (Config(64, 64, 4, 2),),
     (90, 64): (Config(64, 64, 4, 3),),
     (90, 128): (Config(64, 64, 8, 2),),
     (100, 64): (Config(64, 64, 4, 3),),
 }
-FORWARD_FP32 = {
+FORWARD_FP32: Table = {
     (80, 64): (Config(64, 32, 8, 1), Config(32, 32, 8, 1)),
     (80, 128): (Config(16, 32, 8, 1),),
     (90, 64): (Config(64, 32, 4, 2),),
@@ -81,7 +82,7 @@ FORWARD_FP32 = {
     (100, 64): (Config(64, 32, 8, 2),),
     (100, 128): (Config(16, 32, 8, 2),),
 }
-BACKWARD = {
+BACKWARD: Table = {
     (80, 64): (Config(32, 64, 4, 1), Config(32, 64, 8, 1)),
     (80, 128): (Config(32, 64, 8, 2), Config(32, 32, 8, 2), Config(32, 32, 8, 1)),
     (80, 256): (Config(16, 32, 8, 1, split=True), Config(16, 32, 8, 1, split=True), Config(32, 16, 8, 1, split=True)),
@@ -92,7 +93,7 @@ BACKWARD = {
     (100, 128): (Config(32, 128, 8, 2),),
     (100, 256): (Config(32, 32, 8, 2, split=True), Config(32, 16, 8, 2, split=True)),
 }
-BACKWARD_FP32 = {
+BACKWARD_FP32: Table = {
     (80, 32): (Config(16, 32, 8, 1),),
     (80, 64): (Config(32, 32, 8, 1), Config(16, 32, 8, 1), Config(16, 16, 8, 1)),
     (80, 128): (Config(16, 16, 8, 1), Config(16, 16, 8, 1, exact=True)),
@@ -104,7 +105,7 @@ BACKWARD_FP32 = {
     (100, 128): (Config(16, 16, 8, 1),),
     (120, 128): (Config(16, 16, 8, 2, exact=True),),
 }
-DQ = {
+DQ: Table = {
     (80, 64): (Config(64, 64, 8, 1),),
     (80, 128): (Config(64, 32, 8, 1),),
     (80, 256): (Config(64, 16, 8, 1),),
@@ -116,7 +117,7 @@ DQ = {
     (100, 256): (Config(64, 16, 8, 2),),
     (120, 256): (Config(32, 16, 8, 1),),
 }
-DQ_FP32 = {
+DQ_FP32: Table = {
     (80, 64): (Config(32, 32, 8, 1),),
     (80, 128): (Config(16, 16, 8, 1),),
     (90, 64): (Config(32, 32, 8, 1),),
@@ -137,7 +138,7 @@ def _rows(capability: int) -> tuple[int, ...]:
     return (family,) if family in (90, 100) else (family, 80)
 
 
-def _look_up(kernel: str, call: Call, *tables: dict[tuple[int, int], tuple[Config, ...]]) -> Config:
+def _look_up(kernel: str, call: Call, *tables: Table) -> Config:
     """The measured config of a call if a tuning file has one, else the first table's that covers it most closely."""
     if call.capability == 0:
         return _INTERPRETED

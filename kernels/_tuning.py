@@ -23,22 +23,22 @@ def path() -> Path:
 
 
 @functools.cache
-def _table() -> dict[str, dict[str, list]]:
+def _table() -> dict[str, dict[str, list[Any]]]:
     return json.loads(path().read_text()) if path().exists() else {}
 
 
-def _key(call: tuple) -> str:
+def _key(call: tuple[Any, ...]) -> str:
     return " ".join([*map(str, call), f"triton{triton.__version__}"])
 
 
 @functools.cache
-def measured(kernel: str, call: tuple) -> tuple | None:
+def measured(kernel: str, call: tuple[Any, ...]) -> tuple[Any, ...] | None:
     """The config's fields that a tuning run found for this call, or None."""
     fields = _table().get(kernel, {}).get(_key(call))
     return None if fields is None else tuple(fields)
 
 
-def record(kernel: str, call: tuple, config: tuple) -> None:
+def record(kernel: str, call: tuple[Any, ...], config: tuple[Any, ...]) -> None:
     """Writes one result; later calls of this process and of others use it."""
     table = _table()
     table.setdefault(kernel, {})[_key(call)] = list(config)
@@ -50,8 +50,12 @@ def record(kernel: str, call: tuple, config: tuple) -> None:
 
 
 def tune(
-    kernel: str, call: tuple, configs: Iterable[tuple], run: Callable[[Any], object], time: Callable[[Callable], float]
-) -> tuple[list[tuple[float, tuple]], dict[str, str]]:
+    kernel: str,
+    call: tuple[Any, ...],
+    configs: Iterable[tuple[Any, ...]],
+    run: Callable[[Any], object],
+    time: Callable[[functools.partial[object]], float],
+) -> tuple[list[tuple[float, tuple[Any, ...]]], dict[str, str]]:
     """Times `run(config)` for each config and records the fastest as it goes: what is found outlives an interruption.
 
     Args:
@@ -61,7 +65,7 @@ def tune(
     Returns:
         (milliseconds, config) from fast to slow, and why each of the others failed.
     """
-    results: list[tuple[float, tuple]] = []
+    results: list[tuple[float, tuple[Any, ...]]] = []
     failed: dict[str, str] = {}
     for config in configs:
         try:

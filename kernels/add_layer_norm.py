@@ -361,6 +361,7 @@ def why_unsupported(op_name: str, **arguments: Tensor | None) -> str | None:
     """Why the kernels can't take a call of add_layer_norm_fwd or _bwd; None if they can."""
     names = ("dy", "dresidual_out", "s", "weight") if op_name.endswith("_bwd") else ("x", "residual", "weight", "bias")
     x = arguments[names[0]]
+    assert x is not None
     if (reason := unsupported_dtype(*(t.dtype for t in map(arguments.get, names) if t is not None))) is not None:
         return reason
     if x.shape[-1] > WIDEST:

@@ -16,6 +16,8 @@ fp32: scores, P, dP, dS, delta and all accumulators; P and dS are rounded to the
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -46,7 +48,7 @@ from fastformer.kernels._dropout import keep_mask_tile, load_dropout
 from fastformer.kernels._launch import architecture, stride_unit
 
 
-def _dkdv_products(arguments: dict) -> list[int]:
+def _dkdv_products(arguments: dict[str, Any]) -> list[int]:
     """The rows of each product's result, for the two copies of the loop: K Q^T, V dO^T, P^T dO, dS^T Q and dS K."""
     dq = [] if arguments["DQ"] == "none" else [arguments["BLOCK_M"]]
     return 2 * ([arguments["BLOCK_N"]] * 4 + dq)
@@ -258,9 +260,10 @@ def launch_backward(
     grad_dtype = torch.float32 if shared_heads else k.dtype
     dk, dv = new(k, per_head, dtype=grad_dtype), new(v, per_head, dtype=grad_dtype)
     dmask = q.new_empty(0)
+    learned_mask = attn_mask if needs_mask_grad else None
     if q.numel() == 0 or k.numel() == 0:
-        if needs_mask_grad:
-            dmask = torch.zeros(attn_mask.shape, dtype=attn_mask.dtype, device=q.device)
+        if learned_mask is not None:
+            dmask = torch.zeros(learned_mask.shape, dtype=learned_mask.dtype, device=q.device)
         return new(q, q.shape), new(k, k.shape), new(v, v.shape), dmask
 
     call = call_of(architecture(q), problem, q.dtype, attn_mask is not None)
@@ -273,8 +276,8 @@ def launch_backward(
     else:
         dq_mode, dq = "atomic", torch.zeros(q.shape, dtype=torch.float32, device=q.device)
     dmask_mode = "none"
-    if needs_mask_grad:
-        dmask_mode, dmask = _dmask_buffer(attn_mask, problem, deterministic)
+    if learned_mask is not None:
+        dmask_mode, dmask = _dmask_buffer(learned_mask, problem, deterministic)
 
     unit = stride_unit(q, k, v, dout, out, dq, dk)
     delta, row_lse = torch.empty_like(lse), torch.empty_like(lse)
@@ -314,9 +317,9 @@ def launch_backward(
             q, k, v, dout, delta, row_lse, dq, mask, work_counter,
             planes, *sizes, *strides, lse_strides, mask_strides(attn_mask), **shared, **tile_of(config, problem),
         )  # fmt: skip
-    if dmask_mode != "none":
-        broadcast = [dim for dim in range(4) if attn_mask.shape[dim] == 1 and dmask.shape[dim] != 1]
-        dmask = (dmask.sum(broadcast, keepdim=True) if broadcast else dmask).to(attn_mask.dtype)
+    if learned_mask is not None:
+        broadcast = [dim for dim in range(4) if learned_mask.shape[dim] == 1 and dmask.shape[dim] != 1]
+        dmask = (dmask.sum(broadcast, keepdim=True) if broadcast else dmask).to(learned_mask.dtype)
     if shared_heads:
         dk, dv = (x.unflatten(-2, (problem.num_kv_heads, problem.group)).sum(-2).to(k.dtype) for x in (dk, dv))
     return dq.to(q.dtype), dk, dv, dmask

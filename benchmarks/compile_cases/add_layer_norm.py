@@ -23,7 +23,9 @@ def add_layer_norm_call(
         residual = new(rows, dim, dtype=stream) if {"residual", "fp32 residual"} & set(options) else None
         weight = new(dim, dtype=stream) if affine else None
         bias = new(dim, dtype=stream) if has_bias else None
-        dropout = (0.1, new(2, dtype=torch.int64)) if "dropout" in options else (0.0, None)
+        dropout: tuple[float, torch.Tensor | None] = (
+            (0.1, new(2, dtype=torch.int64)) if "dropout" in options else (0.0, None)
+        )
         y, s, mean, rstd = kernels.add_layer_norm_fwd(x, residual, weight, bias, 1e-5, *dropout, rms_norm)
         kept = s.numel() > 0
         rest = (s if kept else x, weight, mean, rstd, *dropout, rms_norm, has_bias, dtype)

@@ -20,14 +20,16 @@ def attention_call(
             return torch.empty(shape, dtype=dtype, device="cuda")
 
         window = (100 if "window" in options else None, 0 if {"causal", "window"} & set(options) else None)
-        dropout = (0.1, new(2, dtype=torch.int64)) if "dropout" in options else (0.0, None)
+        dropout: tuple[float, torch.Tensor | None] = (
+            (0.1, new(2, dtype=torch.int64)) if "dropout" in options else (0.0, None)
+        )
         was = torch.are_deterministic_algorithms_enabled()
         torch.use_deterministic_algorithms(deterministic)
         try:
             if "packed" in options:
                 q, k = new(batch * seqlen, heads, head_dim), new(batch * seqlen, kv_heads, head_dim)
                 cu = new(batch + 1, dtype=torch.int32)
-                rest: tuple = (cu, cu, seqlen, seqlen, head_dim**-0.5, *window, *dropout)
+                rest = (cu, cu, seqlen, seqlen, head_dim**-0.5, *window, *dropout)
                 out, lse = kernels.varlen_attention_fwd(q, k, k, *rest)
                 kernels.varlen_attention_bwd(out, q, k, k, out, lse, *rest)
                 return
@@ -38,9 +40,9 @@ def attention_call(
             elif "bool" in options:
                 mask = new(batch, 1, 1, seqlen, dtype=torch.bool)
             lengths = new(batch, dtype=torch.int32) if "seqlens_k" in options else None
-            rest = (mask, lengths, head_dim**-0.5, *window, *dropout)
-            out, lse = kernels.attention_fwd(q, k, k, *rest)
-            kernels.attention_bwd(out, q, k, k, out, lse, *rest, "additive" in options)
+            dense_rest = (mask, lengths, head_dim**-0.5, *window, *dropout)
+            out, lse = kernels.attention_fwd(q, k, k, *dense_rest)
+            kernels.attention_bwd(out, q, k, k, out, lse, *dense_rest, "additive" in options)
         finally:
             torch.use_deterministic_algorithms(was)
 

@@ -20,7 +20,7 @@ def embedding_call(dtype: torch.dtype, dim: int, options: tuple[str, ...] = ALL)
         positions = ids if "given" in options else None
         table = torch.empty(1024, dim, device="cuda") if set(options) - {"dropout"} else None
         seed = torch.empty(2, dtype=torch.int64, device="cuda")
-        dropout = (0.1, seed) if "dropout" in options else (0.0, None)
+        dropout: tuple[float, torch.Tensor | None] = (0.1, seed) if "dropout" in options else (0.0, None)
         out = kernels.embedding_fwd(ids, weight, table, positions, dim**0.5, 0, *dropout, False)
         num_positions = 0 if table is None else 1024
         for atomics in (False, True):

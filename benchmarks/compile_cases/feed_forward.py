@@ -13,6 +13,7 @@ def feed_forward_call(
 ) -> Callable[[], object]:
     """A forward and a backward call. Options: "dropout", "no bias", "fused" or "cublas" against the table."""
     from fastformer.kernels import feed_forward as kernels
+    from fastformer.kernels._feed_forward_configs import fuses
 
     def call() -> None:
         def new(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
@@ -22,9 +23,11 @@ def feed_forward_call(
         columns = 2 * hidden_dim if activation == "swiglu" else hidden_dim
         bias = "no bias" not in options
         weights = (new(columns, dim), new(columns) if bias else None, new(dim, hidden_dim))
-        dropout = (0.1, new(2, dtype=torch.int64)) if "dropout" in options else (0.0, None)
+        dropout: tuple[float, torch.Tensor | None] = (
+            (0.1, new(2, dtype=torch.int64)) if "dropout" in options else (0.0, None)
+        )
         choice = {"fused": lambda *_: True, "cublas": lambda *_: False}
-        forced = next((choice[option] for option in options if option in choice), kernels.fuses)
+        forced = next((choice[option] for option in options if option in choice), fuses)
         x = new(rows, dim)
         with mock.patch.object(kernels, "fuses", forced):
             out, saved = kernels.feed_forward_fwd(x, *weights, new(dim) if bias else None, activation, *dropout)
