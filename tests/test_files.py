@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
+import secrets
 import stat
 
 import pytest
 
-from fastformer import files
 from fastformer.files import remove_left_overs, write_atomically
 
 
@@ -23,7 +23,7 @@ def test_the_mode_is_what_the_umask_leaves(tmp_path) -> None:
 
 def test_a_planted_link_is_never_followed(tmp_path, monkeypatch) -> None:
     (tmp_path / "victim").write_bytes(b"precious")
-    monkeypatch.setattr(files.secrets, "token_hex", lambda count: "00" * count)  # an attacker who guesses it
+    monkeypatch.setattr(secrets, "token_hex", lambda count: "00" * count)  # an attacker who guesses it
     (tmp_path / f".file.{'00' * 8}.tmp").symlink_to(tmp_path / "victim")
     with pytest.raises(OSError, match="could not write .*file"):
         write_atomically(tmp_path / "file", b"new")
@@ -44,7 +44,7 @@ def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(tmp_path, monke
     def fail(descriptor: int) -> None:
         raise error
 
-    monkeypatch.setattr(files.os, "fsync", fail)
+    monkeypatch.setattr(os, "fsync", fail)
     with pytest.raises(type(error), match="could not write .*No space left" if isinstance(error, OSError) else None):
         write_atomically(tmp_path / "file", b"new")
     assert [path.name for path in tmp_path.iterdir()] == ["file"] and (tmp_path / "file").read_bytes() == b"old"

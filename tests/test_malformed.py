@@ -279,11 +279,11 @@ def piped(file: Path) -> None:
     os.mkfifo(file)  # to open it would wait for ever
 
 
-def changed(**changes: object) -> Callable[[Path], None]:
+def changed(**changes: object) -> Callable[[Path], object]:
     return lambda file: file.write_text(json.dumps(json.loads(file.read_text()) | changes)) and None
 
 
-DAMAGE: list[tuple[str, Callable[[Path], None], tuple[str, ...]]] = [
+DAMAGE: list[tuple[str, Callable[[Path], object], tuple[str, ...]]] = [
     ("model.safetensors", Path.unlink, ("model.safetensors",)),
     ("model.safetensors", cut, ("model.safetensors", "damaged")),
     ("model.safetensors", flipped, ("model.safetensors", "damaged")),

@@ -68,7 +68,7 @@ def test_it_says_what_the_library_says(run, model, flags, options, capsys) -> No
     ids=["sampling", "beams", "lengths and repetitions"],
 )
 def test_each_flag_reaches_the_search(run, settings, monkeypatch) -> None:
-    given = {}
+    given: dict[str, object] = {}
 
     def search(model, input_ids, **options) -> GenerateOutput:
         given.update(options, dtype=model.output_weight.dtype)

@@ -150,9 +150,12 @@ def test_each_flag_reaches_the_search(run, settings, monkeypatch) -> None:
 def test_device_precision_and_memory(run, capsys, monkeypatch) -> None:
     loaded = []
     load = Translator.from_pretrained
-    monkeypatch.setattr(
-        Translator, "from_pretrained", lambda *args, **kw: loaded.append(load(*args, **kw)) or loaded[-1]
-    )
+
+    def kept(*args, **options):
+        loaded.append(load(*args, **options))
+        return loaded[-1]
+
+    monkeypatch.setattr(Translator, "from_pretrained", kept)
     for flags in (["--device", "cpu", "--precision", "bf16"], ["--device", "auto", "--precision", "fp32"]):
         assert main(["translate", run, "one", *flags, *FEW, "--max_tokens", "77", "--max_batch_bytes", "1234567"]) == 0
     assert [(t.max_tokens, t.max_batch_bytes) for t in loaded] == 2 * [(77, 1234567)]

@@ -102,7 +102,7 @@ def test_names_of_special_tokens(tmp_path, config, pad, eos, unk) -> None:
     backend = byte_level(["<unk>", "<fill>", "<end>", "</s>"])
     tokenizer = load_tokenizer(saved(tmp_path, backend, **config))
     theirs = [None if name is None else backend.token_to_id(name) for name in (pad, eos, unk)]
-    assert tokenizer._theirs[:3] == theirs
+    assert isinstance(tokenizer, ForeignTokenizer) and tokenizer._theirs[:3] == theirs
     rest = [i for i in range(backend.get_vocab_size()) if i not in theirs]
     assert tokenizer._theirs[3:] == rest
 
@@ -116,7 +116,7 @@ def test_names_of_special_tokens(tmp_path, config, pad, eos, unk) -> None:
 )
 def test_the_model_names_its_unknown_token(tmp_path, model) -> None:
     tokenizer = load_tokenizer(saved(tmp_path, tokenizers.Tokenizer(model)))
-    assert tokenizer._theirs == [None, None, 1, 0, 2]
+    assert isinstance(tokenizer, ForeignTokenizer) and tokenizer._theirs == [None, None, 1, 0, 2]
     assert [tokenizer.encode(text) for text in ("a", "b", "x")] == [[3], [4], [2]]
 
 
@@ -125,7 +125,8 @@ def test_the_map_of_special_tokens_is_read_too(tmp_path) -> None:
     saved(tmp_path, backend, eos_token="<end>")
     (tmp_path / "special_tokens_map.json").write_text('{"pad_token": "<fill>", "eos_token": "</s>"}')
     ids = [backend.token_to_id(name) for name in ("<fill>", "<end>", "<unk>")]
-    assert load_tokenizer(tmp_path / "tokenizer.json")._theirs[:3] == ids
+    tokenizer = load_tokenizer(tmp_path / "tokenizer.json")
+    assert isinstance(tokenizer, ForeignTokenizer) and tokenizer._theirs[:3] == ids
 
 
 def test_a_run_needs_no_other_file(tmp_path) -> None:
@@ -137,6 +138,7 @@ def test_a_run_needs_no_other_file(tmp_path) -> None:
         for file in original.iterdir():
             file.unlink()
         loaded = load_tokenizer(run)
+        assert isinstance(tokenizer, ForeignTokenizer) and isinstance(loaded, ForeignTokenizer)
         assert loaded.vocab_size == tokenizer.vocab_size and loaded._theirs == tokenizer._theirs
         text = "two dogs walk a man 漢"
         assert loaded.encode(text) == tokenizer.encode(text)
@@ -145,6 +147,7 @@ def test_a_run_needs_no_other_file(tmp_path) -> None:
 
 def test_unknown_parts_are_named(tmp_path) -> None:
     tokenizer = load_tokenizer(saved(tmp_path, word_piece()))
+    assert isinstance(tokenizer, ForeignTokenizer)
     text = "a 漢字 dog 😀"
     assert tokenizer.unknown(text, tokenizer.encode(text)) == ["漢字", "😀"]
     assert tokenizer.unknown("a dog", tokenizer.encode("a dog")) == []
@@ -194,6 +197,7 @@ def test_sentencepiece(tmp_path, sentencepiece_model) -> None:
     assert tokenizer.decode([0, *tokenizer.encode(text), 1, 9]) == text
     assert tokenizer.tokens([3, *tokenizer.encode("dog")[:1]])[0] == "<s>"
     strange = "a 漢字 man"
+    assert isinstance(tokenizer, ForeignTokenizer)
     assert tokenizer.unknown(strange, tokenizer.encode(strange)) == ["漢字"]
     assert tokenizer.decode(tokenizer.encode(strange)).split() == ["a", "man"]
     run = tmp_path / "run"
@@ -250,4 +254,4 @@ def test_ids_that_cannot_be(tmp_path) -> None:
     for _ in range(20):
         pad, eos, unk = chooser.sample(range(size), 3)
         tokenizer = ForeignTokenizer(model, ForeignIds(pad, eos, unk))
-        assert sorted(tokenizer._theirs) == list(range(size))
+        assert len(tokenizer._theirs) == size and set(tokenizer._theirs) == set(range(size))

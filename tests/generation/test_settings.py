@@ -110,6 +110,7 @@ def test_what_is_no_batch_of_ids(ids, message) -> None:
 
 
 def test_empty_inputs_are_found() -> None:
-    for ids in ([], [[]], [[5], []], [[0, 0]]):
+    empty: tuple[list, ...] = ([], [[]], [[5], []], [[0, 0]])
+    for ids in empty:
         with pytest.raises(ValueError, match="at least one token in each input, got an empty one"):
             right_padded(as_batch(ids, 0, torch.device("cpu")), None, 0)

@@ -61,10 +61,10 @@ def test_what_is_no_text_is_named(translator) -> None:
             translator.translate(wrong)
         with pytest.raises(ValueError, match=f"expected a text, or a list of texts, got {type(wrong).__name__}"):
             translator.stream(wrong)
-    for wrong in (7, None, b"x", ["y"]):
+    for text in (7, None, b"x", ["y"]):
         for translate in (translator.translate, lambda texts: list(translator.stream(texts))):
-            with pytest.raises(ValueError, match=rf"texts\[1\]: expected a str, got {type(wrong).__name__}"):
-                translate(["a", wrong])
+            with pytest.raises(ValueError, match=rf"texts\[1\]: expected a str, got {type(text).__name__}"):
+                translate(["a", text])
     with pytest.raises(ValueError, match="expected texts to stream, got one str"):
         translator.stream("a text")
 
@@ -200,6 +200,7 @@ def test_each_module_is_left_in_its_mode(model) -> None:
 @pytest.mark.parametrize("kind", [Transformer, LSTMSeq2Seq])
 def test_attention_is_that_of_evaluation(kind) -> None:
     # With dropout on, no two calls would agree.
+    model: Transformer | LSTMSeq2Seq
     if kind is Transformer:
         model = Transformer.from_preset("tiny", vocab_size=259, d_model=32, d_ff=64, num_heads=4, dropout=0.5)
     else:
@@ -275,6 +276,7 @@ def test_the_estimate_grows_with_what_is_asked(model) -> None:
 @pytest.mark.parametrize("precision", [None, "fp32", "bf16"])
 @pytest.mark.parametrize("kind", [Transformer, LSTMSeq2Seq])
 def test_from_pretrained_needs_the_folder_alone(kind, precision, tmp_path) -> None:
+    model: Transformer | LSTMSeq2Seq
     if kind is Transformer:
         model = Transformer.from_preset("tiny", vocab_size=259, d_model=32, d_ff=64, num_heads=4)
     else:

@@ -169,9 +169,9 @@ def plain(case: Case, inputs: dict[str, Tensor | None], dtype: torch.dtype) -> d
         keep = keep_mask(seed, case.dropout_p, case.seqlen_q, case.seqlen_k, case.batch * case.heads)
         weights = weights * keep.view(weights.shape) * keep_scale(case.dropout_p)
     out = (weights @ v).transpose(1, 2)
-    out.backward(inputs["dout"].to(dtype))
+    gradients = torch.autograd.grad(out, list(leaves.values()), inputs["dout"].to(dtype))
     results = {"out": out.detach(), "lse": lse}
-    return results | {f"d{name}": leaf.grad for name, leaf in leaves.items()}
+    return results | {f"d{name}": gradient for name, gradient in zip(leaves, gradients, strict=True)}
 
 
 def pack(x: Tensor, lengths: list[int]) -> Tensor:
@@ -209,11 +209,11 @@ def run_triton(case: Case, inputs: dict[str, Tensor | None]) -> dict[str, Tensor
         dq, dk, dv = kernels.varlen_attention_bwd(dout, q, k, v, out, lse, *rest)
         return {"out": out, "lse": lse, "dq": dq, "dk": dk, "dv": dv}
     lengths = None if case.lengths is None else torch.tensor(case.lengths, dtype=torch.int32, device=device)
-    rest = (mask, lengths, case.scale, *case.window, case.dropout_p, seed)
+    dense_rest = (mask, lengths, case.scale, *case.window, case.dropout_p, seed)
     additive = case.mask == "additive"
-    assert why_unsupported("attention_fwd", q, k, v, *rest) is None
-    out, lse = kernels.attention_fwd(q, k, v, *rest)
-    dq, dk, dv, dmask = kernels.attention_bwd(dout, q, k, v, out, lse, *rest, additive)
+    assert why_unsupported("attention_fwd", q, k, v, *dense_rest) is None
+    out, lse = kernels.attention_fwd(q, k, v, *dense_rest)
+    dq, dk, dv, dmask = kernels.attention_bwd(dout, q, k, v, out, lse, *dense_rest, additive)
     results = {"out": out, "lse": lse, "dq": dq, "dk": dk, "dv": dv}
     return results | ({"dmask": dmask} if additive else {})
 

@@ -143,7 +143,12 @@ def test_saved_for_backward(dropout_p: float, device: str) -> None:
     """The stream, which the caller holds anyway, the weight, and two numbers a row."""
     leaves = {name: t.requires_grad_() for name, t in make_inputs((6, 40), device, torch.bfloat16).items()}
     saved: list[Tensor] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+
+    def keep(t: Tensor) -> Tensor:
+        saved.append(t)
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
         _, residual_out = add_layer_norm(**leaves, dropout_p=dropout_p)
     wide = [t for t in saved if t.numel() == 240]
     assert [t.data_ptr() for t in wide] == [residual_out.data_ptr()]

@@ -118,7 +118,13 @@ def test_deterministic(options: tuple[str, ...], deterministic: None, device: st
 
 @pytest.mark.parametrize("forward, backward", [((32, 16), (16, 32)), ((16, 32), (32, 16)), ((64, 16), (64, 16))])
 @pytest.mark.parametrize("options", [("window",), ("causal", "bias"), ("before", "dropout")], ids=str)
-def test_tiles(options: tuple[str, ...], forward: tuple, backward: tuple, monkeypatch: pytest.MonkeyPatch, device: str):
+def test_tiles(
+    options: tuple[str, ...],
+    forward: tuple[int, int],
+    backward: tuple[int, int],
+    monkeypatch: pytest.MonkeyPatch,
+    device: str,
+):
     """Rows and keys are never taken for each other, whatever the tile."""
     monkeypatch.setattr(kernels, "forward_config", lambda *_: Config(*forward, 4, 1))
     monkeypatch.setattr(backward_kernels, "backward_config", lambda *_: Config(*backward, 4, 1))
@@ -231,10 +237,10 @@ def test_poison_beyond_each_length(repeatable: None, device: str) -> None:
     tail = torch.full((9, 2, 64), nan, device=device)
     results = []
     for end in (tail[:0], tail):
-        padded = [torch.cat([x, end]) for x in (q, k, v)]
-        out, lse = kernels.varlen_attention_fwd(*padded, *rest)
+        long_q, long_k, long_v = (torch.cat([x, end]) for x in (q, k, v))
+        out, lse = kernels.varlen_attention_fwd(long_q, long_k, long_v, *rest)
         # The op's own out is 0 in the tail; NaN there must not be read either.
-        grads = kernels.varlen_attention_bwd(torch.cat([dout, end]), *padded, out, lse, *rest)
+        grads = kernels.varlen_attention_bwd(torch.cat([dout, end]), long_q, long_k, long_v, out, lse, *rest)
         results.append([out[:50], *(x[:n] for x, n in zip(grads, (50, 85, 85), strict=True))])
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
@@ -344,9 +350,16 @@ def test_deterministic_form_has_no_atomics(device: str, monkeypatch: pytest.Monk
     from triton.runtime.interpreter import InterpreterBuilder
 
     usual, added = InterpreterBuilder.create_atomic_rmw, []
-    monkeypatch.setattr(InterpreterBuilder, "create_atomic_rmw", lambda *a: added.append(1) or usual(*a))
+
+    def counted(*args):
+        added.append(1)
+        return usual(*args)
+
+    monkeypatch.setattr(InterpreterBuilder, "create_atomic_rmw", counted)
     for options in ((), ("bias",), ("additive_keys",)):
-        case = replace(case_of(*options), heads=1, kv_heads=1, head_dim=16)
+        case = case_of(*options)
+        assert case is not None
+        case = replace(case, heads=1, kv_heads=1, head_dim=16)
         inputs = make_inputs(case, torch.float16, device)
         added.clear()
         run_triton(case, inputs)
@@ -392,7 +405,7 @@ def test_strided_integers(repeatable: None, device: str) -> None:
     q, k, v, dout = (make_inputs(Case(), torch.float32, device)[key] for key in ("q", "k", "v", "dout"))
     lengths, seed = torch.tensor([37, 5], dtype=torch.int32, device=device), torch.tensor(SEED, device=device)
     cu_q, cu_k = cumulative([40, 40], device), cumulative([37, 50], device)
-    flat = [x.flatten(0, 1) for x in (q, k, v, dout)]
+    flat_q, flat_k, flat_v, flat_dout = (x.flatten(0, 1) for x in (q, k, v, dout))
     results = []
     for given in (lambda x: x, column):
         assert given is not column or not given(seed).is_contiguous()
@@ -400,8 +413,9 @@ def test_strided_integers(repeatable: None, device: str) -> None:
         out, lse = kernels.attention_fwd(q, k, v, *rest)
         dense = (out, *kernels.attention_bwd(dout, q, k, v, out, lse, *rest, False))
         packed_rest = (given(cu_q), given(cu_k), 40, 50, 0.125, None, 0, 0.3, given(seed))
-        out, lse = kernels.varlen_attention_fwd(*flat[:3], *packed_rest)
-        results.append((*dense, out, *kernels.varlen_attention_bwd(flat[3], *flat[:3], out, lse, *packed_rest)))
+        out, lse = kernels.varlen_attention_fwd(flat_q, flat_k, flat_v, *packed_rest)
+        packed = kernels.varlen_attention_bwd(flat_dout, flat_q, flat_k, flat_v, out, lse, *packed_rest)
+        results.append((*dense, out, *packed))
     for straight, strided in zip(*results, strict=True):
         assert torch.equal(straight, strided)
 
@@ -443,9 +457,9 @@ def test_dropped_elements_are_the_references(packed: bool, device: str) -> None:
         _, _, dv = kernels.varlen_attention_bwd(eye, zero, zero, eye, out, lse, *rest)
         out, dv = out.view(2, n, heads, n), dv.view(2, n, heads, n)
     else:
-        rest = (None, None, 1.0, None, None, dropout_p, seed)
-        out, lse = kernels.attention_fwd(zero, zero, eye, *rest)
-        _, _, dv, _ = kernels.attention_bwd(eye, zero, zero, eye, out, lse, *rest, False)
+        dense_rest = (None, None, 1.0, None, None, dropout_p, seed)
+        out, lse = kernels.attention_fwd(zero, zero, eye, *dense_rest)
+        _, _, dv, _ = kernels.attention_bwd(eye, zero, zero, eye, out, lse, *dense_rest, False)
     assert torch.equal(out.transpose(1, 2) != 0, keep)
     assert torch.equal(dv.permute(0, 2, 3, 1) != 0, keep)  # dV = P^T dO, and dO is the identity
     torch.testing.assert_close(out.max(), torch.tensor(keep_scale(dropout_p) / n, device=device), rtol=1e-6, atol=0)

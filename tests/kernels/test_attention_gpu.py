@@ -97,7 +97,7 @@ def test_compile_and_cuda_graph() -> None:
     """fullgraph and dynamic through forward and backward; a captured call replays on new data, its dropout included."""
     from fastformer.ops import attention
 
-    def step(q, k, v, seed):
+    def step(seed, q, k, v):
         return attention(q, k, v, is_causal=True, dropout_p=0.1, dropout_seed=seed)
 
     seed = torch.tensor([3, 4], device="cuda")
@@ -105,22 +105,22 @@ def test_compile_and_cuda_graph() -> None:
     for n in (128, 200):
         leaves = [torch.randn(2, n, 4, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
         dout = torch.randn(2, n, 4, 64, device="cuda", dtype=torch.bfloat16)
-        eager_out = step(*leaves, seed)
+        eager_out = step(seed, *leaves)
         eager = torch.autograd.grad(eager_out, leaves, dout)
-        out = compiled(*leaves, seed)
+        out = compiled(seed, *leaves)
         grads = torch.autograd.grad(out, leaves, dout)
         assert torch.equal(out, eager_out)
         for ours, theirs in zip(grads, eager, strict=True):  # dq adds up by atomics
             torch.testing.assert_close(ours, theirs, rtol=2e-2, atol=2e-3)
 
     static = [torch.randn(2, 200, 4, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
-    step(*static, seed)
+    step(seed, *static)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured = step(*static, seed)
+        captured = step(seed, *static)
     for x in static:
         x.copy_(torch.randn_like(x))
     seed.copy_(torch.tensor([5, 6], device="cuda"))
     graph.replay()
-    assert torch.equal(captured, step(*static, seed))
+    assert torch.equal(captured, step(seed, *static))

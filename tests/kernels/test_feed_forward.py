@@ -10,11 +10,12 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
+from benchmarks.timing import peak_bytes  # noqa: E402
 from fastformer.kernels import _feed_forward_configs as configs  # noqa: E402
 from fastformer.kernels import feed_forward as kernels  # noqa: E402
 from fastformer.ops import feed_forward, use_backend  # noqa: E402
 from fastformer.ops._dropout import keep_mask  # noqa: E402
-from tests.checks import assert_op_accurate, peak_bytes  # noqa: E402
+from tests.checks import assert_op_accurate  # noqa: E402
 from tests.conftest import HAS_GPU  # noqa: E402
 from tests.ops.test_feed_forward import ACTIVATIONS, make_inputs, plain  # noqa: E402
 
@@ -119,7 +120,12 @@ def test_relu_keeps_no_pre_activation(path: str, device: str) -> None:
     x = inputs.pop("x").requires_grad_()
     kept: list[Tensor] = []
     seed = torch.tensor(SEED, device=device)
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: (kept.append(t), t)[1], lambda t: t):
+
+    def keep(t: torch.Tensor) -> torch.Tensor:
+        kept.append(t)
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
         feed_forward(x, **inputs, dropout_p=0.5, dropout_seed=seed)
     (hidden,) = [t for t in kept if t.shape == (6, 40)]
     pre = torch.nn.functional.linear(x, inputs["weight1"], inputs["bias1"]).detach()

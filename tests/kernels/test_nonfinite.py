@@ -66,7 +66,7 @@ def assert_same(ours: dict[str, Tensor], eager: dict[str, Tensor], poison: float
             assert not (value.isfinite() & ~expected.isfinite()).any(), name
         else:
             torch.testing.assert_close(
-                value, expected, rtol=1e-3, atol=1e-3, equal_nan=True, msg=lambda text, name=name: f"{name}: {text}"
+                value, expected, rtol=1e-3, atol=1e-3, equal_nan=True, msg=partial("{}: {}".format, name)
             )
 
 

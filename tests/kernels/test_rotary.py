@@ -54,8 +54,13 @@ def test_head_major_memory(interleaved: bool, device: str) -> None:
     cos, sin = rotary_tables(9, 16, device=device)
     seen = []
     usual = torch.Tensor.contiguous
+
+    def counted(t: Tensor, *args) -> Tensor:
+        seen.append(t)
+        return usual(t, *args)
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.Tensor, "contiguous", lambda t, *a: seen.append(t) or usual(t, *a))
+        patch.setattr(torch.Tensor, "contiguous", counted)
         out = kernels.rotary_fwd(x, cos, sin, None, interleaved, False)
     assert not seen
     assert torch.equal(out, kernels.rotary_fwd(x.contiguous(), cos, sin, None, interleaved, False))
@@ -65,7 +70,12 @@ def test_nothing_of_x_is_saved(device: str) -> None:
     x = torch.randn(2, 5, 3, 16, device=device, requires_grad=True)
     cos, sin = rotary_tables(9, 16, device=device)
     saved: list[Tensor] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+
+    def keep(t: Tensor) -> Tensor:
+        saved.append(t)
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
         rotary(x, cos, sin)
     assert {t.data_ptr() for t in saved} == {cos.data_ptr(), sin.data_ptr()}
 

@@ -68,8 +68,8 @@ def plain(model, tokens):
     if c.positions == "learned":
         x = x + w["embedding.position.table"][:n]
     elif c.positions == "sinusoidal":
-        i = torch.arange(0, c.d_model, 2, dtype=torch.float64)
-        angle = torch.arange(n, dtype=torch.float64)[:, None] / 10000 ** (i / c.d_model)
+        even = torch.arange(0, c.d_model, 2, dtype=torch.float64)
+        angle = torch.arange(n, dtype=torch.float64)[:, None] / 10000 ** (even / c.d_model)
         x = x + torch.stack([angle.sin(), angle.cos()], -1).flatten(-2)
     distance = torch.arange(n)[:, None] - torch.arange(n)[None]
     hidden = (distance < 0) | (distance > (n if c.window_size is None else c.window_size))

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+import os
 
 import pytest
 import safetensors.torch
 import torch
 
-from fastformer import files
 from fastformer.models import GPT, Transformer, read_architecture
 from fastformer.models.pretrained import read_notes, save_model
 
@@ -66,7 +66,7 @@ def test_a_failed_save_keeps_the_old_model(model, folder, monkeypatch):
         raise OSError(28, "No space left on device")
 
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
-    monkeypatch.setattr(files.os, "replace", full)
+    monkeypatch.setattr(os, "replace", full)
     with pytest.raises(OSError, match="could not write .*model.safetensors .No space left.*saved before is whole"):
         model.save_pretrained(folder)
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
 TOLERANCE = 1e-10
+Module = TypeVar("Module", bound=nn.Module)
 
 
 def assert_same(ours: Tensor, theirs: Tensor, name: str, tolerance: float = TOLERANCE) -> None:
@@ -19,7 +21,7 @@ def assert_same(ours: Tensor, theirs: Tensor, name: str, tolerance: float = TOLE
     assert worst <= tolerance * largest, f"{name}: differs by {worst:.3e} where the largest value is {largest:.3e}"
 
 
-def randomised(module: nn.Module) -> nn.Module:
+def randomised(module: Module) -> Module:
     """Every parameter random: biases of 0 and norms of 1 would hide what is done with them."""
     with torch.no_grad():
         for parameter in module.parameters():

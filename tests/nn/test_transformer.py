@@ -110,7 +110,8 @@ def decoder_kwargs(kind):
 @pytest.mark.parametrize("depth", [0, 2], ids=["layer", "stack"])
 def test_decoder_equals_torch(depth, kind, batch_first, norm_first):
     args = {"batch_first": batch_first, "norm_first": norm_first, **SIZES}
-    ours, theirs = fnn.TransformerDecoderLayer(E, H, FF, **args), nn.TransformerDecoderLayer(E, H, FF, **args)
+    ours: nn.Module = fnn.TransformerDecoderLayer(E, H, FF, **args)
+    theirs: nn.Module = nn.TransformerDecoderLayer(E, H, FF, **args)
     if depth:
         ours = fnn.TransformerDecoder(ours, depth, nn.LayerNorm(E, **DOUBLE))
         theirs = nn.TransformerDecoder(theirs, depth, nn.LayerNorm(E, **DOUBLE))
@@ -202,6 +203,7 @@ def test_dropout_falls_where_torch_has_it(monkeypatch):
         out = (weights * kept * keep_scale(module.dropout)) @ v
         return module.out_proj(out.transpose(1, 2).flatten(-2))
 
+    assert stack.norm is not None
     expected = x
     for module in stack.layers:
         y = module.norm1(expected)
@@ -292,9 +294,9 @@ def test_the_constructors_dropouts_arrive():
     layer = fnn.TransformerDecoderLayer(E, H, FF, 0.3, attention_dropout=0.1, activation_dropout=0.2)
     assert (layer.self_attn.dropout, layer.multihead_attn.dropout, layer.dropout.p) == (0.1, 0.1, 0.2)
     assert layer.dropout1.p == layer.dropout2.p == layer.dropout3.p == 0.3
-    layer = fnn.TransformerEncoderLayer(E, H, FF, 0.3, bias=True, attention_bias=False)
-    assert layer.self_attn.in_proj_bias is None and layer.self_attn.out_proj.bias is None
-    assert layer.linear1.bias is not None and layer.self_attn.dropout == layer.dropout.p == 0.3
+    encoder = fnn.TransformerEncoderLayer(E, H, FF, 0.3, bias=True, attention_bias=False)
+    assert encoder.self_attn.in_proj_bias is None and encoder.self_attn.out_proj.bias is None
+    assert encoder.linear1.bias is not None and encoder.self_attn.dropout == encoder.dropout.p == 0.3
 
 
 def test_every_addition_joins_a_norm(monkeypatch):
@@ -324,13 +326,15 @@ def test_layers_with_hooks_or_a_forward_of_their_own_get_plain_tensors():
     handle.remove()
 
     class Doubled(fnn.TransformerEncoderLayer):
-        def forward(self, src, src_mask=None, src_key_padding_mask=None, is_causal=False):
+        # A user's subclass has torch.nn's signature, without what ours adds.
+        def forward(self, src, src_mask=None, src_key_padding_mask=None, is_causal=False):  # type: ignore[override]
             return 2 * super().forward(src, src_mask, src_key_padding_mask, is_causal)
 
     doubled = fnn.TransformerEncoder(Doubled(E, H, FF, **args), 2)
     doubled.load_state_dict(stack.state_dict())
     assert_same(doubled(x), 2 * stack.layers[1](2 * stack.layers[0](x)), "a subclass")
     theirs = fnn.TransformerEncoder(nn.TransformerEncoderLayer(E, H, FF, **args), 2, nn.LayerNorm(E, **DOUBLE))
+    assert theirs.norm is not None
     theirs.load_state_dict({**stack.state_dict(), **{f"norm.{k}": v for k, v in theirs.norm.state_dict().items()}})
     assert_same(theirs(x, MASKS["causal bool"][0]), theirs.norm(stack(x, is_causal=True)), "torch.nn's layers")
 
@@ -348,7 +352,7 @@ def test_a_replaced_linear_is_called():
     adapted.linear1.__class__ = Adapted
     shifted = copy.deepcopy(layer)
     with torch.no_grad():
-        shifted.linear1.bias += 1.0
+        shifted.linear1.bias.add_(1.0)
     assert_same(adapted(x), shifted(x), "with an adapter")
     assert (adapted(x) - expected).abs().max() > 1e-3
     hooked = copy.deepcopy(layer)
@@ -371,7 +375,8 @@ def test_checkpointing_changes_nothing_but_runs_layers_again(norm_first, monkeyp
     stack = randomised(fnn.TransformerDecoder(layer, 2, fnn.AddLayerNorm(E, **DOUBLE)))
     x, memory = tensor(L, True).requires_grad_(), tensor(S, True)
     dy = torch.randn_like(x)
-    results, runs = [], []
+    results: list[tuple[torch.Tensor, ...]] = []
+    runs: list[None] = []
     for each in stack.layers:
         monkeypatch.setattr(each, "_feed_forward", _counting(each._feed_forward, runs))
     for checkpointing in (False, True):

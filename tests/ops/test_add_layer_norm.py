@@ -232,8 +232,8 @@ def test_opcheck(with_residual: bool, dropout_p: float, rms_norm: bool, backend:
     y, residual_out, mean, rstd = (t.detach() for t in OP.add_layer_norm_fwd(*args))
     s = residual_out if residual_out.numel() else x.detach()
     dy, ds = torch.randn_like(y), torch.randn_like(y)
-    args = (dy, ds, s, weight.detach(), mean, rstd, dropout_p, seed, rms_norm, True, torch.float32)
-    torch.library.opcheck(OP.add_layer_norm_bwd.default, args)
+    backward = (dy, ds, s, weight.detach(), mean, rstd, dropout_p, seed, rms_norm, True, torch.float32)
+    torch.library.opcheck(OP.add_layer_norm_bwd.default, backward)
 
 
 def test_compile(backend: str, device: str) -> None:

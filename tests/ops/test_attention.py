@@ -58,14 +58,14 @@ def test_forward_and_backward(case, dtype, backend, device) -> None:
 
 def assert_case_accurate(case: Case, dtype: torch.dtype, device: str, draws: int) -> None:
     """Holds every result of a case to the rule, over as many draws."""
-    ours, plain, exact = {}, {}, {}
+    drawn: list[dict[str, list[torch.Tensor]]] = [{}, {}, {}]  # ours, plain PyTorch's, the exact ones
     for _ in range(draws):
         inputs = make_inputs(case, dtype)
-        for results, kind, of_plain in ((ours, dtype, False), (plain, dtype, True), (exact, torch.float64, True)):
+        for results, kind, of_plain in zip(drawn, (dtype, dtype, torch.float64), (False, True, True), strict=True):
             out, lse, gradients = run(case, inputs, kind, device, of_plain)
             for name, value in {"out": out, "lse": lse, **gradients}.items():
                 results.setdefault(name, []).append(value.detach())
-    ours, plain, exact = ({name: torch.stack(draws) for name, draws in r.items()} for r in (ours, plain, exact))
+    ours, plain, exact = ({name: torch.stack(each) for name, each in results.items()} for results in drawn)
     assert ours["lse"].dtype == torch.float32
     assert torch.equal(ours["lse"].isneginf(), exact["lse"].isneginf())
     plain["lse"] = plain["lse"].float()

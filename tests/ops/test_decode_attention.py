@@ -95,10 +95,11 @@ def plain_step(step: Step, inputs: dict[str, Tensor | None], dtype: torch.dtype)
             held = inputs[f"{name}_cache"][row, : step.seqlens[row]]
             pair.append((held if inputs[name] is None else torch.cat([held, inputs[name][row]]))[None].to(dtype))
         q = inputs["q"][index][None].to(dtype)
-        if pair[0].shape[1] == 0:
+        k, v = pair
+        if k.shape[1] == 0:
             outputs.append(torch.zeros_like(q))
             continue
-        outputs.append(plain_attention(q, *pair, None, None, case, torch.zeros(2, dtype=torch.int64))[0])
+        outputs.append(plain_attention(q, k, v, None, None, case, torch.zeros(2, dtype=torch.int64))[0])
     return torch.cat(outputs)
 
 
@@ -143,9 +144,10 @@ def test_strided_caches_and_queries(backend: str, device: str) -> None:
     exact = plain_step(step, inputs, torch.float64)
     shape = inputs["k_cache"].shape
     both = torch.empty(shape[0], 2, *shape[1:], device=device)
-    both[:, 0], both[:, 1] = inputs["k_cache"], inputs["v_cache"]
+    both[:, 0].copy_(inputs["k_cache"])
+    both[:, 1].copy_(inputs["v_cache"])
     wide = torch.empty(*inputs["q"].shape[:2], 3, *inputs["q"].shape[2:], device=device)
-    wide[:, :, 1] = inputs["q"]
+    wide[:, :, 1].copy_(inputs["q"])
     out = run(step, inputs | {"k_cache": both[:, 0], "v_cache": both[:, 1], "q": wide[:, :, 1]})
     torch.testing.assert_close(out.double(), exact, rtol=1e-5, atol=1e-6)
     assert torch.equal(both[2, 0, 12], inputs["k"][2, 0])

@@ -164,7 +164,12 @@ def test_relu_keeps_only_the_hidden_layer(device: str) -> None:
         weights = {name: value for name, value in inputs.items() if name != "x"}
         x = inputs["x"].requires_grad_()
         kept: list[Tensor] = []
-        with torch.autograd.graph.saved_tensors_hooks(lambda t, kept=kept: (kept.append(t), t)[1], lambda t: t):
+
+        def keep(t: Tensor, kept: list[Tensor] = kept) -> Tensor:
+            kept.append(t)
+            return t
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
             feed_forward(x, **weights, activation=activation)
         own = [t for t in kept if t.numel() and all(t.data_ptr() != given.data_ptr() for given in inputs.values())]
         assert [tuple(t.shape) for t in own] == [(6, columns)]
@@ -195,8 +200,8 @@ def test_opcheck(activation: str, dropout_p: float, biases: bool, backend: str, 
 
     out, saved = (t.detach() for t in OP.feed_forward_fwd(*args))
     x, weight1, bias1, weight2 = (t if t is None else t.detach() for t in (x, weight1, bias1, weight2))
-    args = (torch.randn_like(out), x, weight1, bias1, weight2, saved, activation, dropout_p, seed, biases)
-    torch.library.opcheck(OP.feed_forward_bwd.default, args)
+    backward = (torch.randn_like(out), x, weight1, bias1, weight2, saved, activation, dropout_p, seed, biases)
+    torch.library.opcheck(OP.feed_forward_bwd.default, backward)
 
 
 def test_compile(backend: str, device: str) -> None:

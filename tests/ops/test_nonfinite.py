@@ -35,7 +35,7 @@ from tests.ops import (
 )
 from tests.ops.attention_cases import Case, plain_attention
 
-Tensors = dict[str, Tensor]
+Tensors = dict[str, Tensor | None]
 VALUES = {"nan": torch.nan, "inf": torch.inf, "-inf": -torch.inf}
 SEED = torch.zeros(2, dtype=torch.int64)
 
@@ -57,8 +57,8 @@ class Op:
 
 def _attention_inputs(seqlen_k: int = 37, heads: int = 2, mask: bool = False) -> Tensors:
     # Two vectors of AVX-512 and a tail; a second tile of keys where seqlen_k is above 128.
-    tensors = {"q": torch.randn(1, 5, 2, 16), "k": torch.randn(1, seqlen_k, heads, 16)}
-    tensors["v"] = torch.randn_like(tensors["k"])
+    k = torch.randn(1, seqlen_k, heads, 16)
+    tensors: Tensors = {"q": torch.randn(1, 5, 2, 16), "k": k, "v": torch.randn_like(k)}
     return tensors | ({"attn_mask": torch.randn(1, 1, 5, seqlen_k)} if mask else {})
 
 

@@ -44,9 +44,9 @@ def _varlen(x: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> Tensor:
 
 
 def _decode(x: Tensor, cache_seqlens: Tensor, cache_batch_idx: Tensor | None = None) -> Tensor:
-    caches = [_random(2, 9, 2, 16).detach() for _ in range(2)]
+    k_cache, v_cache = (_random(2, 9, 2, 16).detach() for _ in range(2))
     new = {} if cache_batch_idx is not None else {"k": x.detach(), "v": x.detach()}
-    return decode_attention(x.detach(), *caches, cache_seqlens, cache_batch_idx=cache_batch_idx, **new)
+    return decode_attention(x.detach(), k_cache, v_cache, cache_seqlens, cache_batch_idx=cache_batch_idx, **new)
 
 
 # (stem, shape of x, the op as a function of x and of its integers, the integers)

@@ -72,7 +72,8 @@ def plain_varlen(q: Tensor, k: Tensor, v: Tensor, case: Packed, seed: Tensor) ->
     pieces = []
     for index, (n, m) in enumerate(zip(case.lengths_q, case.lengths_k, strict=True)):
         one = dataclasses.replace(options, batch=1, seqlen_q=n, seqlen_k=m, dropout_p=0.0)
-        sequence = [q[start_q : start_q + n], k[start_k : start_k + m], v[start_k : start_k + m]]
+        sequence = (q[start_q : start_q + n], k[start_k : start_k + m], v[start_k : start_k + m])
+        one_q, one_k, one_v = (x[None] for x in sequence)
         if n and m and options.dropout_p:
             planes = len(case.lengths_q) * options.num_heads
             keep = keep_mask(seed, options.dropout_p, longest_q, longest_k, planes)
@@ -82,10 +83,10 @@ def plain_varlen(q: Tensor, k: Tensor, v: Tensor, case: Packed, seed: Tensor) ->
             values = sequence[2].repeat_interleave(options.num_heads // options.num_kv_heads, 1)
             pieces.append((start_q, n, torch.einsum("hqk,khd->qhd", weights, values)))
         elif n and m:
-            piece, _ = plain_attention(*(x[None] for x in sequence), None, None, one, seed)
+            piece, _ = plain_attention(one_q, one_k, one_v, None, None, one, seed)
             pieces.append((start_q, n, piece[0]))
         if n and m:
-            _, piece_lse = plain_attention(*(x[None].detach() for x in sequence), None, None, one, seed)
+            _, piece_lse = plain_attention(one_q.detach(), one_k.detach(), one_v.detach(), None, None, one, seed)
             lse[:, start_q : start_q + n] = piece_lse[0]
         start_q, start_k = start_q + n, start_k + m
     for start, n, piece in pieces:
@@ -138,7 +139,8 @@ def test_forward_and_backward(case: Packed, dtype: torch.dtype, backend: str, de
 @pytest.fixture
 def nan_in_new_memory():
     """What nobody has written holds NaN, so that it can't pass for zeros by chance."""
-    assert torch.utils.deterministic.fill_uninitialized_memory
+    # A property that PyTorch gives the module as it is imported.
+    assert torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)

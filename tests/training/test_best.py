@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 
 import pytest
 
 from fastformer.training import TrainConfig
-from fastformer.training import best as module
 from fastformer.training.best import Best, Record, choose_measure
 from fastformer.training.evaluate import Scores
 
@@ -31,7 +31,7 @@ def test_the_measure_fits_the_task(settings, measure) -> None:
 
 
 def test_without_sacrebleu(monkeypatch) -> None:
-    monkeypatch.setattr(module.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert choose_measure(TrainConfig(train_tsv="x")) == "nll"
     assert choose_measure(TrainConfig(task="numbers")) == "exact_match"
     with pytest.raises(ValueError, match="best_by bleu needs sacrebleu: pip install"):

@@ -203,11 +203,14 @@ def test_init_from_keeps_to_the_positions_that_are_there(config, tmp_path, sourc
 @pytest.mark.parametrize("kind", ["gpt", "lstm"])
 def test_init_from_the_other_architectures(config, tmp_path, kind) -> None:
     (tmp_path / "text").write_text("to be or not to be that is the question\n" * 10)
+    data: dict[str, object]
+    sizes: dict[str, object]
     if kind == "gpt":
         data = {"train_tsv": None, "val_tsv": None, "train_text": str(tmp_path / "text"), "seqlen": 16}
         sizes = {"d_model": 16, "num_layers": 1, "num_heads": 2}
     else:
-        data, sizes = {"batching": "random"}, {"d_model": 16, "score": "dot"}
+        data = {"batching": "random"}
+        sizes = {"d_model": 16, "score": "dot"}
     config = changed(config, model=kind, settings=sizes, **data, steps=1)
     start(config, tmp_path / "a").train()
     trainer = start(changed(config, settings={}, init_from=str(tmp_path / "a")), tmp_path / "b")

@@ -5,13 +5,13 @@ from __future__ import annotations
 import hashlib
 import io
 import logging
+import os
 import pickle
 import zipfile
 
 import pytest
 import torch
 
-from fastformer import files
 from fastformer.training.checkpoint import (
     _COMMENT_LENGTH,
     average_weights,
@@ -139,7 +139,7 @@ def test_a_full_disk_keeps_what_was_there(tmp_path, monkeypatch) -> None:
     def full(descriptor: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(files.os, "fsync", full)
+    monkeypatch.setattr(os, "fsync", full)
     for step in (2, 3):
         with pytest.raises(OSError, match="could not write .*No space left.*what was saved before is whole"):
             save_checkpoint(tmp_path, step, state(step), keep_last=1)

@@ -36,7 +36,8 @@ def weights(trainer: Trainer) -> torch.Tensor:
 
 def descend(trainer: Trainer, *batches, packed: bool = False) -> tuple[torch.Tensor, float, float]:
     """One update by plain gradient descent. Returns the gradient as it was applied, the loss, and the norm."""
-    trainer.optimizer = torch.optim.SGD(trainer.model.parameters(), lr=1.0)
+    # With SGD at a rate of 1 the step is the gradient; a trainer itself has AdamW.
+    trainer.optimizer = torch.optim.SGD(trainer.model.parameters(), lr=1.0)  # type: ignore[assignment]
     before = weights(trainer)
     examples = [[trainer.data.train[i] for i in batch] for batch in batches]
     loss, norm = trainer._update([collate(batch, packed=packed) for batch in examples])
@@ -93,7 +94,12 @@ def test_each_update_has_the_learning_rate_of_its_number(config, tmp_path, sched
     trainer = start(changed(config, schedule=schedule, lr=0.01), tmp_path / "run")
     used = []
     step = trainer.optimizer.step
-    trainer.optimizer.step = lambda *a, **k: (used.append(trainer.optimizer.param_groups[0]["lr"]), step(*a, **k))[1]
+
+    def counted(*args, **options):
+        used.append(trainer.optimizer.param_groups[0]["lr"])
+        return step(*args, **options)
+
+    trainer.optimizer.step = counted
     trainer.train()
     expected = [learning_rate(n, schedule=schedule, lr=0.01, warmup=4, steps=12, d_model=16) for n in range(1, 13)]
     assert used == expected
@@ -115,7 +121,8 @@ def test_label_smoothing_is_trained_with_and_not_validated_with(config, tmp_path
 def test_batches_of_an_update_and_of_an_epoch(config, tmp_path) -> None:
     # Groups go on across the end of an epoch: nothing is left out, nothing is seen twice.
     trainer = start(changed(config, accumulate=3), tmp_path / "run")
-    tokens, total = [], int(trainer.lengths.sum())
+    tokens: list[int] = []
+    total = int(trainer.lengths.sum())
     update = trainer._update
 
     def count(batches):
@@ -205,7 +212,13 @@ def test_validation_leaves_training_as_it_was(config, tmp_path) -> None:
     trainer = start(changed(config, val_every=1, val_examples=2), tmp_path / "with")
     modes = []
     validate = trainer.validate
-    trainer.validate = lambda model: (validate(model), modes.append(trainer.model.training))[0]
+
+    def counted(model):
+        scores = validate(model)
+        modes.append(trainer.model.training)
+        return scores
+
+    trainer.validate = counted
     trainer.train()
     assert losses(tmp_path / "with") == losses(tmp_path / "without")  # dropout came back each time
     assert [line["step"] for line in lines(tmp_path / "with", "validation")] == list(range(1, 13))
@@ -334,7 +347,12 @@ def test_the_average_with_ema_is_of_the_running_averages(config, tmp_path) -> No
     trainer = start(changed(config, steps=4, save_every=2, average_last=2, ema=0.9), run)
     validated = []
     validate = trainer.validate
-    trainer.validate = lambda model: (validated.append(model), validate(model))[1]
+
+    def counted(model):
+        validated.append(model)
+        return validate(model)
+
+    trainer.validate = counted
     scores = trainer.train()
     states = [load_checkpoint(path)["ema"]["module.embedding.weight"] for path in checkpoints(run)]
     saved = load_file(run / "model.safetensors")["embedding.weight"]
@@ -497,7 +515,9 @@ def test_nan_stops_and_keeps_the_last_good_checkpoint(config, tmp_path) -> None:
         DivergedError, match="the loss became nan at update 6.*step-00000004.*--resume and a lower --lr"
     ):
         trainer.train()
-    _, state = latest_checkpoint(tmp_path / "run")
+    latest = latest_checkpoint(tmp_path / "run")
+    assert latest is not None
+    _, state = latest
     assert all(weight.isfinite().all() for weight in state["model"].values())
 
 
@@ -507,7 +527,9 @@ def test_an_infinite_gradient_is_never_saved(config, tmp_path) -> None:
     broken_from(trainer, 5, norm=math.inf)
     with pytest.raises(DivergedError, match="the gradient's norm became inf at update 6.*step-00000004"):
         trainer.train()
-    path, state = latest_checkpoint(tmp_path / "run")
+    latest = latest_checkpoint(tmp_path / "run")
+    assert latest is not None
+    path, state = latest
     assert path.stem == "step-00000004" and all(weight.isfinite().all() for weight in state["model"].values())
 
 
