@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import pytest
@@ -86,9 +87,19 @@ def test_shapes(shape: tuple[int, ...], rotary_dim: int, interleaved: bool, back
     compare(x, rotary_tables(9, rotary_dim, device=device), interleaved=interleaved, strided_dy=True)
 
 
+# Out of (2, 3, 9, 40), heads before tokens: which strides a backend has to follow, and which it may copy away.
+VIEWS = {
+    "features apart": lambda x: x.transpose(1, 2)[..., ::2],
+    "heads apart": lambda x: x.transpose(1, 2)[..., :20],
+    "part of a projection": lambda x: x.reshape(2, 9, 3, 40)[..., 20:],
+    "one batch for all": lambda x: x[:1, ..., :20].transpose(1, 2).expand(2, -1, -1, -1),
+}
+
+
 @pytest.mark.parametrize("interleaved", [False, True])
-def test_not_contiguous(interleaved: bool, backend: str, device: str) -> None:
-    x = torch.randn(2, 3, 9, 40, device=device).transpose(1, 2)[..., ::2]
+@pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
+def test_not_contiguous(view: Callable[[Tensor], Tensor], interleaved: bool, backend: str, device: str) -> None:
+    x = view(torch.randn(2, 3, 9, 40, device=device))
     cos, sin = (t.T.contiguous().T for t in rotary_tables(9, 20, device=device))
     assert rotary(x, cos, sin, interleaved=interleaved).is_contiguous()
     compare(x, (cos, sin), interleaved=interleaved)
