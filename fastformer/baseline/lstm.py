@@ -102,7 +102,10 @@ class LSTMSeq2Seq(nn.Module):
 
     def encode(self, source: Tensor, layout: Any = None) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """source (batch, n) ids, right-padded -> outputs (batch, n, d_model), and the decoder's first state."""
+        _check_ids(source, self.config.vocab_size, "source")
         seqlens = _seqlens(source, layout)
+        if source.numel() == 0 or bool((seqlens < 1).any()):
+            raise ValueError("expected at least one token in each source, got an empty one")
         x = F.dropout(self.embedding(source), self.config.dropout, self.training)
         packed = pack_padded_sequence(x, seqlens.cpu(), batch_first=True, enforce_sorted=False)
         outputs, (hidden, cell) = self.encoder(packed)
@@ -117,6 +120,9 @@ class LSTMSeq2Seq(nn.Module):
         self, target: Tensor, memory: Tensor, mask: Tensor, state: tuple[Tensor, Tensor]
     ) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
         """target (batch, m) ids -> attentional states (batch, m, d_model), weights (batch, m, n), the new state."""
+        _check_ids(target, self.config.vocab_size, "target")
+        if len(target) != len(memory):
+            raise ValueError(f"expected as many targets as sources, got {len(target)} and {len(memory)}")
         x = F.dropout(self.embedding(target), self.config.dropout, self.training)
         hidden, state = self.decoder(x, state)
         context, weights = self.attention(hidden, memory, mask)
@@ -145,7 +151,7 @@ class LSTMSeq2Seq(nn.Module):
         Raises:
             ValueError: a packed batch, which an LSTM can't read: use batching bucketed or random.
         """
-        if source.dim() != 2:
+        if isinstance(source, Tensor) and source.dim() != 2:
             raise ValueError("expected a padded batch (batch, seqlen) for the LSTM: set batching to bucketed or random")
         logits, _ = self(source, target_in, source_layout)
         if smooth_others:  # torch spreads over all classes: the same with a factor of V / (V - 1)
@@ -186,6 +192,17 @@ class LSTMSeq2Seq(nn.Module):
     def attention_maps(self, source: Tensor, target: Tensor) -> dict[str, Tensor]:
         """Which source tokens each target position looks at: {"cross": (1, batch, 1, m, n)}, as the Transformer's."""
         return {"cross": self(source, target)[1][None, :, None]}
+
+
+def _check_ids(ids: Tensor, vocab_size: int, name: str) -> None:
+    """Raises a ValueError unless these are ids (batch, seqlen); the values are read on a CPU only."""
+    if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.dtype not in (torch.int64, torch.int32):
+        got = f"{ids.dtype} {tuple(ids.shape)}" if isinstance(ids, Tensor) else type(ids).__name__
+        raise ValueError(f"expected {name} ids (batch, seqlen) of int64 or int32, got {got}")
+    if ids.numel() and ids.device.type == "cpu":
+        low, high = (int(bound) for bound in ids.aminmax())
+        if low < 0 or high >= vocab_size:
+            raise ValueError(f"expected {name} ids from 0 to {vocab_size - 1}, got {low} to {high}")
 
 
 def _seqlens(source: Tensor, layout: Any) -> Tensor:

@@ -38,9 +38,18 @@ class Examples(Sequence[Example]):
             self.append(example.source, example.target)
 
     def append(self, source: Iterable[int], target: Iterable[int]) -> None:
-        """Adds one example."""
+        """Adds one example.
+
+        Raises:
+            ValueError: something that is no ids; the examples stay as they were.
+        """
+        whole = len(self._ends)
         for side in (source, target):
-            self._ids.extend(side)
+            try:
+                self._ids.extend(side)
+            except (TypeError, OverflowError) as error:
+                del self._ends[whole:], self._ids[self._ends[whole - 1] :]
+                raise ValueError(f"expected ids, integers of 32 bits, got {side!r:.60}") from error
             self._ends.append(len(self._ids))
 
     def __len__(self) -> int:

@@ -80,6 +80,9 @@ def number_pairs(count: int, *, seed: int, max_digits: int = 9, exclude: set[int
     Raises:
         ValueError: max_digits outside 1 to 9, or more numbers asked for than there are.
     """
+    for name, value in (("count", count), ("seed", seed)):
+        if not isinstance(value, int) or (name == "count" and value < 0):
+            raise ValueError(f"expected {name} to be an integer{' of at least 0' * (name == 'count')}, got {value!r}")
     if not 1 <= max_digits <= 9:
         raise ValueError(f"expected max_digits in 1 to 9, got {max_digits}")
     taken = set(exclude or ())
@@ -99,6 +102,8 @@ def number_pairs(count: int, *, seed: int, max_digits: int = 9, exclude: set[int
 
 
 def _check(number: int) -> None:
+    if not isinstance(number, int) or isinstance(number, bool):
+        raise ValueError(f"expected a number from 0 to {LIMIT - 1:,}, got {number!r}")
     if not 0 <= number < LIMIT:
         raise ValueError(f"expected a number from 0 to {LIMIT - 1:,}, got {number:,}")
 

@@ -7,10 +7,11 @@ BOS; a decoder begins with PAD.
 from __future__ import annotations
 
 import json
+import operator
 import os
 import unicodedata
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Protocol
@@ -24,6 +25,7 @@ PAD_ID, EOS_ID, UNK_ID = 0, 1, 2
 SPECIAL_TOKENS = ("<pad>", "</s>", "<unk>")
 TOKENIZER = "tokenizer.json"
 NUM_BYTES = 256
+_MOST_TOKENS = 2**24  # the library would set memory aside for more than any text has
 _PIECE = 50_000  # characters of a long text that are encoded at a time
 
 
@@ -86,6 +88,7 @@ class ByteTokenizer:
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """`encode` of many texts."""
+        check_texts(texts)
         return [self.encode(text) for text in texts]
 
     def pieces(self, text: str) -> list[str]:
@@ -94,7 +97,10 @@ class ByteTokenizer:
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of ids: PAD and UNK are skipped, EOS ends it; broken UTF-8 becomes U+FFFD."""
-        return bytes(i - self._first for i in until_eos(ids) if i >= self._first).decode("utf-8", errors="replace")
+        kept = until_eos(ids)
+        if max(kept, default=0) >= self.vocab_size:
+            raise ValueError(f"expected ids below {self.vocab_size}, got {max(kept)}: was another tokenizer used?")
+        return bytes(i - self._first for i in kept if i >= self._first).decode("utf-8", errors="replace")
 
     def tokens(self, ids: Iterable[int]) -> list[str]:
         """Each id as a character, or as <0xNN> for a byte that is none by itself."""
@@ -126,7 +132,7 @@ class BPETokenizer:
     pad_id, eos_id, unk_id = PAD_ID, EOS_ID, UNK_ID
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
-        if not is_our_bpe(backend):
+        if not hasattr(backend, "id_to_token") or not is_our_bpe(backend):
             raise ValueError("expected a tokenizer that train_bpe made; load_tokenizer reads those of other programs")
         backend.encode_special_tokens = True  # "</s>" in a text is text; the file can't say so
         self._backend = backend
@@ -138,6 +144,7 @@ class BPETokenizer:
 
     def encode(self, text: str) -> list[int]:
         """The ids of a text, without EOS."""
+        check_text(text)
         return [i for ids in self.encode_batch(self.pieces(text)) for i in ids]
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
@@ -189,8 +196,11 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> BPETokenizer:
         ValueError: a vocab_size that leaves no room beside the special tokens, or text with a lone surrogate.
     """
     library = tokenizers_library()
+    if not isinstance(vocab_size, int) or vocab_size >= _MOST_TOKENS:
+        raise ValueError(f"expected vocab_size to be an integer below {_MOST_TOKENS:,}, got {vocab_size!r}")
     if vocab_size <= len(SPECIAL_TOKENS):
         raise ValueError(f"expected vocab_size of more than the {len(SPECIAL_TOKENS)} special tokens, got {vocab_size}")
+    check_texts(texts)
     texts = list(texts)  # they are read more than once
     for text in texts:
         check_text(text)
@@ -275,6 +285,7 @@ def encode_batch(backend: tokenizers.Tokenizer, texts: Sequence[str]) -> list[li
     Raises:
         ValueError: a lone surrogate, or a text that the tokenizer can't spell and has no unknown token for.
     """
+    check_texts(texts)
     try:
         return [encoding.ids for encoding in backend.encode_batch_fast(list(texts), add_special_tokens=False)]
     except Exception as error:  # TypeError for a surrogate; what the model refuses is a bare Exception
@@ -284,7 +295,9 @@ def encode_batch(backend: tokenizers.Tokenizer, texts: Sequence[str]) -> list[li
 
 
 def check_text(text: str) -> None:
-    """Raises a ValueError for a lone surrogate, which stands for a byte that was no UTF-8 and is no character."""
+    """Raises a ValueError for what is no str, or a lone surrogate, which stands for a byte that was no UTF-8."""
+    if not isinstance(text, str):
+        raise ValueError(f"expected text as a str, got {type(text).__name__}")
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
@@ -294,15 +307,38 @@ def check_text(text: str) -> None:
         ) from error
 
 
+def check_texts(texts: Iterable[str]) -> None:
+    """Raises a ValueError unless it is several texts: a str is an iterable of characters."""
+    if isinstance(texts, str | bytes) or not isinstance(texts, Iterable):
+        raise ValueError(f"expected a list of texts, got {type(texts).__name__}")
+
+
 def until_eos(ids: Iterable[int]) -> list[int]:
-    """The ids before the first EOS, without PAD."""
+    """The ids before the first EOS, without PAD.
+
+    Raises:
+        ValueError: something that is no id.
+    """
     kept = []
-    for i in ids:
+    for i in _each(ids):
         if i == EOS_ID:
             break
         if i != PAD_ID:
-            kept.append(int(i))
+            kept.append(i)
     return kept
+
+
+def _each(ids: Iterable[int]) -> Iterator[int]:
+    if isinstance(ids, str | bytes) or not isinstance(ids, Iterable):
+        raise ValueError(f"expected ids, a list or the like of integers, got {type(ids).__name__}")
+    for i in ids:
+        try:
+            index = operator.index(i)
+        except TypeError as error:
+            raise ValueError(f"expected ids to be integers, got {i!r}") from error
+        if index < 0:
+            raise ValueError(f"expected ids of at least 0, got {index}")
+        yield index
 
 
 def visible(token: str | None) -> str:

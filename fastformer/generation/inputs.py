@@ -37,6 +37,8 @@ def as_batch(ids: Any, pad_id: int, device: torch.device) -> Tensor:
     ids = ids[None] if ids.dim() == 1 else ids
     if ids.dim() != 2 or ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool or ids.shape[0] == 0:
         raise ValueError(f"{_WANTED}; got {ids.dtype} {tuple(ids.shape)}")
+    if ids.device.type == "meta":
+        raise ValueError(f"{_WANTED}; got one on the device meta, which holds no values")
     batch: Tensor = ids.to(device=device, dtype=torch.long)
     return batch
 
@@ -75,12 +77,18 @@ def right_padded(ids: Tensor, attention_mask: Any, pad_id: int) -> tuple[Tensor,
     """The ids with their padding moved to the right, and their layout.
 
     Raises:
-        ValueError: a mask of another shape, or an input with nothing to keep.
+        ValueError: a mask of another shape or other values, or an input with nothing to keep.
     """
     if attention_mask is None:
         keep = ids != pad_id
     else:
-        keep = torch.as_tensor(attention_mask, device=ids.device).bool()
+        try:
+            mask = torch.as_tensor(attention_mask, device=ids.device)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise ValueError(f"expected attention_mask as a tensor of 0 and 1, got {attention_mask!r:.60}") from error
+        if not bool(((mask == 0) | (mask == 1)).all()):
+            raise ValueError("expected attention_mask to hold 0 (padding) and 1 (keep), got other values")
+        keep = mask.bool()
         keep = keep[None] if keep.dim() == 1 else keep
         if keep.shape != ids.shape:
             raise ValueError(f"expected attention_mask of input_ids' shape {tuple(ids.shape)}, got {tuple(keep.shape)}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
+import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -61,10 +62,12 @@ class GenerationSettings:
         Raises:
             ValueError: a name that is no option (the nearest one is suggested), or what the class raises.
         """
+        if not isinstance(options, Mapping):
+            raise ValueError(f"expected options as a mapping of names to values, got {type(options).__name__}")
         known = [field.name for field in dataclasses.fields(cls)]
         for name in options:
             if name not in known:
-                near = difflib.get_close_matches(name, known, n=1)
+                near = difflib.get_close_matches(str(name), known, n=1)
                 hint = f"; did you mean {near[0]!r}?" if near else f"; there are {', '.join(known)}"
                 raise ValueError(f"there is no option {name!r} here{hint}")
         return cls(**options)
@@ -165,4 +168,9 @@ class GenerationSettings:
 
 
 def _is_integer(value: object) -> bool:
-    return hasattr(value, "__index__") and not isinstance(value, bool)
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        return False
+    try:  # a tensor or an array has it, and may hold a float or several numbers
+        return abs(operator.index(value)) < 2**128
+    except TypeError:
+        return False

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from fastformer.generation.bad_texts import BadTexts, TextError
-from fastformer.generation.decoders import Model, as_model, device_of
+from fastformer.generation.decoders import Model, as_model, device_of, is_decoder_only
 from fastformer.generation.engine import bytes_per_source
 from fastformer.generation.generate import most_new_tokens, new_generator, search
 from fastformer.generation.inputs import pad
@@ -69,11 +69,16 @@ class Translator:
         max_tokens: int = 8192,
         max_batch_bytes: int | None = None,
     ) -> None:
-        if max_tokens < 1 or (max_batch_bytes is not None and max_batch_bytes < 1):
-            raise ValueError(
-                f"expected max_tokens and max_batch_bytes of at least 1, got {max_tokens} and {max_batch_bytes}"
-            )
+        for name, value in (("max_tokens", max_tokens), ("max_batch_bytes", max_batch_bytes)):
+            if (not isinstance(value, int) or value < 1) and (value is not None or name == "max_tokens"):
+                raise ValueError(f"expected {name} to be an integer of at least 1, got {value!r}")
+        if not all(callable(getattr(tokenizer, name, None)) for name in ("encode", "decode", "tokens")):
+            raise ValueError(f"expected a tokenizer with encode, decode and tokens, got {type(tokenizer).__name__}")
         self.model, self.tokenizer = as_model(model), tokenizer
+        if is_decoder_only(self.model):
+            raise ValueError(
+                f"expected a model that reads a source, got {type(model).__name__}: see fastformer.generate"
+            )
         self.max_tokens, self.max_batch_bytes = max_tokens, max_batch_bytes
 
     @classmethod
@@ -102,7 +107,7 @@ class Translator:
         """
         from fastformer.run_folder import load_model
 
-        if precision is not None and precision not in PRECISIONS:
+        if precision is not None and (not isinstance(precision, str) or precision not in PRECISIONS):
             raise ValueError(f"expected precision fp32, bf16 or fp16, got {precision!r}")
         dtype = None if precision is None else PRECISIONS[precision]
         model, own = load_model(run, ("Transformer", "LSTMSeq2Seq"), device=device, dtype=dtype)
@@ -272,7 +277,7 @@ class Translator:
         Raises:
             TextError: an empty text, one longer than the model's max_len, or one that the tokenizer can't encode.
         """
-        if not text.strip():
+        if not _text(text, number).strip():
             raise TextError(f"text {number}: expected something to translate, got an empty text")
         try:
             ids = [*self.tokenizer.encode(text), 1]

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastformer.models.inputs import check_ids
-from fastformer.models.pretrained import PretrainedModel
+from fastformer.models.pretrained import PretrainedModel, placement
 from fastformer.models.transformer import IGNORE_INDEX, Activation, Norm, cache_dtype, check_heads
 from fastformer.nn.attention import MultiheadAttention
 from fastformer.nn.cache import KVCache
@@ -120,8 +120,10 @@ class GPT(PretrainedModel):
         self, config: GPTConfig, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> None:
         super().__init__()
+        if not isinstance(config, GPTConfig):
+            raise ValueError(f"expected a GPTConfig, got {type(config).__name__} (see from_preset)")
         self.config = config
-        factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        factory = placement(device, dtype)
         position: PositionalEncoding | None = None
         self.rotary: RotaryEmbedding | None = None
         if config.positions == "rotary":

@@ -26,6 +26,10 @@ def check_ids(
     Raises:
         ValueError: another shape or dtype, ids out of the vocabulary, a sequence that is too long.
     """
+    if not isinstance(ids, Tensor):
+        raise ValueError(f"expected {name} ids as a tensor, got {type(ids).__name__}")
+    if layout is not None and not isinstance(layout, SequenceLayout):
+        raise ValueError(f"expected a SequenceLayout of the {name}, got {type(layout).__name__}")
     packed = layout is not None and layout.is_packed
     if ids.dim() != (1 if packed else 2):
         shape = "(total,) with a packed layout" if packed else "(batch, seqlen), or a packed layout"
@@ -35,6 +39,9 @@ def check_ids(
     if layout is not None and layout.positions is not None and layout.positions.shape != ids.shape:
         total = layout.positions.shape[0]
         raise ValueError(f"expected {total} packed {name} ids, as the layout has, got {ids.shape[0]}")
+    if layout is not None and not packed and (layout.batch_size, layout.max_seqlen) != tuple(ids.shape):
+        expected = (layout.batch_size, layout.max_seqlen)
+        raise ValueError(f"expected {name} ids of shape {expected}, as the layout has, got {tuple(ids.shape)}")
     longest = layout.max_seqlen if packed and layout is not None else ids.shape[1]
     if longest + before > max_len:
         raise ValueError(
@@ -58,7 +65,9 @@ def trailing_padding(ids: Tensor, pad_id: int, name: str) -> SequenceLayout:
     Raises:
         ValueError: a PAD before a real token.
     """
-    if ids.dim() == 2 and ids.device.type == "cpu" and not torch.compiler.is_compiling():
+    if not isinstance(ids, Tensor) or ids.dim() != 2:
+        raise ValueError(f"expected {name} ids of shape (batch, seqlen), got {_got(ids)}")
+    if ids.device.type == "cpu" and not torch.compiler.is_compiling():
         real = ids != pad_id
         rows = (real[:, 1:] & ~real[:, :-1]).any(1)
         if bool(rows.any()):
@@ -67,3 +76,7 @@ def trailing_padding(ids: Tensor, pad_id: int, name: str) -> SequenceLayout:
                 f"{int(rows.nonzero()[0])}: move the padding behind the tokens, or give a layout"
             )
     return SequenceLayout.from_ids(ids, pad_id)
+
+
+def _got(ids: object) -> str:
+    return str(tuple(ids.shape)) if isinstance(ids, Tensor) else type(ids).__name__

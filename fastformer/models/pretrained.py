@@ -52,6 +52,21 @@ def config_from_dict(config_class: type[Any], values: dict[str, Any]) -> Any:
     return config_class(**values)
 
 
+def placement(device: torch.device | str | None, dtype: torch.dtype | None) -> dict[str, Any]:
+    """Where parameters go and what they are, as the factories of torch.nn take it.
+
+    Raises:
+        ValueError: no device that PyTorch knows, or no floating-point dtype.
+    """
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise ValueError(f"expected a floating-point torch.dtype, such as torch.bfloat16, got {dtype!r}")
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, TypeError) as error:
+        raise ValueError(f"expected a device that this PyTorch can use, got {device!r}") from error
+    return {"device": device, "dtype": dtype}
+
+
 class PretrainedModel(nn.Module):
     """What the models share: presets, `save_pretrained`, `from_pretrained`.
 
@@ -81,7 +96,7 @@ class PretrainedModel(nn.Module):
         Raises:
             ValueError: an unknown preset or setting.
         """
-        if name not in cls.presets:
+        if not isinstance(name, str) or name not in cls.presets:
             hint = suggestion(name, cls.presets)
             raise ValueError(f"expected a preset out of {sorted(cls.presets)}, got {name!r}{hint}")
         config = config_from_dict(cls.config_class, {**cls.presets[name], **settings})
@@ -130,6 +145,7 @@ class PretrainedModel(nn.Module):
             config = config_from_dict(cls.config_class, values)
             return cls(config, device=device, dtype=dtype)
 
+        placement(device, dtype)
         return load_saved(folder, cls.__name__, make, dtype=dtype)
 
 
@@ -149,6 +165,8 @@ def save_model(
         notes: what `read_notes` is to give back; they are in the file of the weights, so that they fit them always.
     """
     path = Path(folder)
+    if tokenizer is not None and not hasattr(tokenizer, "save"):
+        raise ValueError(f"expected a tokenizer with save(folder), got {type(tokenizer).__name__}")
     path.mkdir(parents=True, exist_ok=True)
     config = {"architecture": type(model).__name__, **dataclasses.asdict(model.config)}  # type: ignore[call-overload]
     state = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fastformer.models.attention_maps import record_attention
 from fastformer.models.inputs import check_ids, trailing_padding
-from fastformer.models.pretrained import PretrainedModel
+from fastformer.models.pretrained import PretrainedModel, placement
 from fastformer.nn.attention import MultiheadAttention
 from fastformer.nn.cache import KVCache
 from fastformer.nn.embedding import Embedding, PositionalEncoding
@@ -138,8 +138,10 @@ class Transformer(PretrainedModel):
         self, config: TransformerConfig, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> None:
         super().__init__()
+        if not isinstance(config, TransformerConfig):
+            raise ValueError(f"expected a TransformerConfig, got {type(config).__name__} (see from_preset)")
         self.config = config
-        factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        factory = placement(device, dtype)
         position = PositionalEncoding(
             config.d_model, config.max_len, kind=config.positions, batch_first=True, **factory
         )
@@ -411,7 +413,7 @@ class Transformer(PretrainedModel):
     def _hidden(
         self, source: Tensor, target: Tensor, source_layout: SequenceLayout | None, target_layout: SequenceLayout | None
     ) -> Tensor:
-        if source_layout is None and source.dim() == 2:
+        if source_layout is None and isinstance(source, Tensor) and source.dim() == 2:
             source_layout = trailing_padding(source, PAD_ID, "source")
         memory = self.encode(source, source_layout)
         return self.decode(target, memory, layout=target_layout, memory_layout=source_layout)

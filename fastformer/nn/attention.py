@@ -9,11 +9,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastformer.nn.cache import AttentionCache
-from fastformer.nn.dropout import dropout_seed
+from fastformer.nn.dropout import check_dropout, dropout_seed
 from fastformer.nn.embedding import RotaryPositions
 from fastformer.nn.layout import SequenceLayout
 from fastformer.nn.masks import merge_masks
-from fastformer.ops.attention import attention
+from fastformer.ops.attention import attention, resolve_window
 from fastformer.ops.attention_weights import attention_weights
 from fastformer.ops.decode_attention import decode_attention
 from fastformer.ops.rotary import rotary as rotate
@@ -77,9 +77,9 @@ class MultiheadAttention(nn.Module):
         self.kdim = embed_dim if kdim is None else kdim
         self.vdim = embed_dim if vdim is None else vdim
         self._qkv_same_embed_dim = self.kdim == embed_dim and self.vdim == embed_dim
-        self.dropout, self.batch_first = dropout, batch_first
+        self.dropout, self.batch_first = check_dropout(dropout), batch_first
         self.add_zero_attn = add_zero_attn
-        self.window_size: Window = (window_size[0], window_size[1])
+        self.window_size: Window = resolve_window(False, window_size)
 
         def parameter(*shape: int) -> nn.Parameter:
             return nn.Parameter(torch.empty(shape, device=device, dtype=dtype))

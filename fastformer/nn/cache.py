@@ -63,7 +63,8 @@ class KVCache:
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        if min(num_layers, batch_size, max_seqlen, num_kv_heads, head_dim) < 1:
+        sizes = (num_layers, batch_size, max_seqlen, num_kv_heads, head_dim)
+        if not all(isinstance(size, int) for size in sizes) or min(sizes) < 1:
             raise ValueError(
                 "expected num_layers, batch_size, max_seqlen, num_kv_heads and head_dim of at least 1, got "
                 f"{num_layers}, {batch_size}, {max_seqlen}, {num_kv_heads}, {head_dim}"

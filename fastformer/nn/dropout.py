@@ -8,6 +8,17 @@ from torch import Tensor, nn
 from fastformer.ops import draw_seed
 
 
+def check_dropout(dropout: float) -> float:
+    """The probability as it came, as `nn.Dropout` holds its own.
+
+    Raises:
+        ValueError: it is no number in [0, 1].
+    """
+    if not isinstance(dropout, int | float) or not 0.0 <= dropout <= 1.0:
+        raise ValueError(f"expected dropout in [0, 1], got {dropout!r}")
+    return dropout
+
+
 def active_dropout(dropout: nn.Dropout) -> float:
     """The probability in the module's mode: 0 in evaluation. Layers keep `nn.Dropout`s and fuse them."""
     return dropout.p if dropout.training else 0.0

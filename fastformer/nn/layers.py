@@ -67,6 +67,8 @@ class _Layer(nn.Module):
         super().__init__()
         if norm not in ("layer", "rms"):
             raise ValueError(f"expected norm 'layer' or 'rms', got {norm!r}")
+        if not isinstance(norm_first, bool):
+            raise ValueError(f"expected norm_first to be True or False, got {norm_first!r}")
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         attention: dict[str, Any] = {
             "dropout": dropout if attention_dropout is None else attention_dropout,

@@ -35,8 +35,13 @@ class SequenceLayout:
         Args:
             seqlens: (batch,) integers, the real tokens of each row.
             max_seqlen: the width of a row.
+
+        Raises:
+            ValueError: lengths of another shape or dtype; on a CPU also one below 0 or above max_seqlen.
         """
-        return cls(_lengths(seqlens), int(max_seqlen))
+        seqlens = _lengths(seqlens)
+        _check_lengths(seqlens, max_seqlen)
+        return cls(seqlens, int(max_seqlen))
 
     @classmethod
     def packed(cls, seqlens: Tensor, max_seqlen: int, *, total: int | None = None) -> SequenceLayout:
@@ -47,11 +52,17 @@ class SequenceLayout:
             max_seqlen: the longest of them.
             total: rows of the packed tensors. None: the sum of seqlens, which is read on the host (build layouts on
                 the CPU and move them with `to`). More than the sum: the rest, at the end, attends to nothing.
+
+        Raises:
+            ValueError: as `padded`; a total that is below the sum (on a CPU).
         """
         seqlens = _lengths(seqlens)
+        _check_lengths(seqlens, max_seqlen)
         cu_seqlens = torch.nn.functional.pad(seqlens.cumsum(0, dtype=torch.int32), (1, 0))
         if total is None:
             total = int(cu_seqlens[-1])
+        elif _readable(seqlens) and not (isinstance(total, int) and total >= int(cu_seqlens[-1])):
+            raise ValueError(f"expected a total of at least the sum of seqlens, {int(cu_seqlens[-1])}, got {total!r}")
         token = torch.arange(total, device=seqlens.device)
         row = torch.searchsorted(cu_seqlens[1:].contiguous(), token, right=True).clamp_(max=len(seqlens) - 1)
         # A padding token past the end would count on beyond max_seqlen and out of any position table.
@@ -61,6 +72,8 @@ class SequenceLayout:
     @classmethod
     def from_ids(cls, ids: Tensor, pad_id: int = 0) -> SequenceLayout:
         """The padded layout of right-padded ids (batch, seqlen): counts what isn't `pad_id`, without a host sync."""
+        if not isinstance(ids, Tensor) or not isinstance(pad_id, int):
+            raise ValueError(f"expected ids as a tensor and pad_id as an id, got {type(ids).__name__} and {pad_id!r}")
         return cls.padded((ids != pad_id).sum(-1), ids.shape[-1])
 
     @property
@@ -112,8 +125,24 @@ class SequenceLayout:
 
 
 def _lengths(seqlens: Tensor) -> Tensor:
+    if not isinstance(seqlens, Tensor):
+        raise ValueError(f"expected seqlens as a tensor of integers (batch,), got {type(seqlens).__name__}")
     if seqlens.dim() != 1 or seqlens.is_floating_point() or seqlens.dtype == torch.bool:
         raise ValueError(
             f"expected seqlens of shape (batch,) with integers, got {seqlens.dtype} {tuple(seqlens.shape)}"
         )
     return seqlens.to(torch.int32)
+
+
+def _readable(seqlens: Tensor) -> bool:
+    # On a GPU a look at the values would be a host sync; under a tracer there are none.
+    return type(seqlens) is Tensor and seqlens.device.type == "cpu" and not torch.compiler.is_compiling()
+
+
+def _check_lengths(seqlens: Tensor, max_seqlen: int) -> None:
+    if isinstance(max_seqlen, bool | float | str) or max_seqlen is None or max_seqlen < 0:
+        raise ValueError(f"expected max_seqlen to be an integer of at least 0, got {max_seqlen!r}")
+    if _readable(seqlens) and seqlens.numel():
+        low, high = (int(bound) for bound in seqlens.aminmax())
+        if low < 0 or high > max_seqlen:
+            raise ValueError(f"expected seqlens from 0 to max_seqlen {max_seqlen}, got {low} to {high}")

@@ -39,6 +39,10 @@ class LinearCrossEntropy(nn.Linear):
         z_loss: float = 0.0,
     ) -> None:
         super().__init__(in_features, out_features, bias, device, dtype)
+        if reduction not in ("mean", "sum", "none"):
+            raise ValueError(f'expected reduction "mean", "sum" or "none", got {reduction!r}')
+        if not isinstance(label_smoothing, int | float) or not 0.0 <= label_smoothing <= 1.0:
+            raise ValueError(f"expected label_smoothing in [0, 1], got {label_smoothing!r}")
         self.ignore_index = ignore_index
         self.label_smoothing = label_smoothing
         self.smooth_others = smooth_others

@@ -7,7 +7,7 @@ from typing import overload
 import torch
 from torch import Tensor, nn
 
-from fastformer.nn.dropout import dropout_seed
+from fastformer.nn.dropout import check_dropout, dropout_seed
 from fastformer.ops.add_layer_norm import add_layer_norm
 
 
@@ -46,7 +46,7 @@ class AddLayerNorm(nn.LayerNorm):
         super().__init__(normalized_shape, eps, elementwise_affine, bias and not rms_norm, device, dtype)
         if len(self.normalized_shape) != 1:
             raise ValueError(f"expected one normalised dimension, got normalized_shape {tuple(self.normalized_shape)}")
-        self.dropout = dropout
+        self.dropout = check_dropout(dropout)
         self.rms_norm = rms_norm
 
     @overload

@@ -32,6 +32,10 @@ class _Stack(nn.Module):
 
     def __init__(self, layer: nn.Module, num_layers: int, norm: nn.Module | None) -> None:
         super().__init__()
+        if not isinstance(layer, nn.Module) or not isinstance(num_layers, int) or num_layers < 0:
+            raise ValueError(
+                f"expected a layer and num_layers of at least 0, got {type(layer).__name__} and {num_layers!r}"
+            )
         self.layers = nn.ModuleList([copy.deepcopy(layer) for _ in range(num_layers)])
         self.num_layers = num_layers
         self.norm = norm

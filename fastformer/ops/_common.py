@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -13,15 +15,24 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def described(tensor: Tensor) -> str:
-    """A tensor in an error message: its dtype and shape."""
+def described(tensor: object) -> str:
+    """What came in place of a tensor, in an error message: its dtype and shape, or its type."""
+    if not isinstance(tensor, Tensor):
+        return type(tensor).__name__
     return f"{tensor.dtype} of shape {tuple(tensor.shape)}"
 
 
 def check_features(x: Tensor) -> None:
     """Raises ValueError unless x is (..., dim), floating point, dim >= 1."""
-    if x.dim() == 0 or x.shape[-1] == 0 or not x.is_floating_point():
+    if not isinstance(x, Tensor) or x.dim() == 0 or x.shape[-1] == 0 or not x.is_floating_point():
         raise ValueError(f"expected a floating-point x (..., dim) with dim >= 1, got {described(x)}")
+
+
+def check_number(name: str, value: object, least: float = -math.inf) -> None:
+    """Raises ValueError unless the value is a finite number, and not below `least`."""
+    if not isinstance(value, int | float) or not least <= value or not -math.inf < value < math.inf:
+        bound = "" if least == -math.inf else f" of at least {least:g}"
+        raise ValueError(f"expected {name} to be a finite number{bound}, got {value!r}")
 
 
 def check_vector(name: str, vector: Tensor | None, size: int) -> None:

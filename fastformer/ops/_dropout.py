@@ -16,6 +16,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fastformer.ops._common import described
+
 _MASK32 = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
@@ -36,15 +38,14 @@ def resolve_dropout(dropout_p: float, dropout_seed: Tensor | None, device: torch
     Raises:
         ValueError: dropout_p outside [0, 1], or a seed that is not int64 of shape (2,).
     """
-    if not 0.0 <= dropout_p <= 1.0:
-        raise ValueError(f"expected dropout_p in [0, 1], got {dropout_p}")
+    if not isinstance(dropout_p, int | float) or not 0.0 <= dropout_p <= 1.0:
+        raise ValueError(f"expected dropout_p in [0, 1], got {dropout_p!r}")
     if dropout_p == 0.0:
         return 0.0, None
     if dropout_seed is None:
         return dropout_p, draw_seed(device)
-    if dropout_seed.dtype != torch.int64 or dropout_seed.shape != (2,):
-        shape = tuple(dropout_seed.shape)
-        raise ValueError(f"expected dropout_seed int64 of shape (2,), got {dropout_seed.dtype} of shape {shape}")
+    if not isinstance(dropout_seed, Tensor) or dropout_seed.dtype != torch.int64 or dropout_seed.shape != (2,):
+        raise ValueError(f"expected dropout_seed int64 of shape (2,), got {described(dropout_seed)}")
     return dropout_p, dropout_seed
 
 

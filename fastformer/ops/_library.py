@@ -281,10 +281,11 @@ def autocast(op: str, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
     fp64 is never cast, as in PyTorch. Integer and boolean tensors and None pass through. An op of the rule "keep" has
     no need to call this.
     """
-    device_type = next((t.device.type for t in tensors if t is not None), None)
+    device_type = next((t.device.type for t in tensors if isinstance(t, Tensor)), None)
     if AUTOCAST[op] == "keep" or device_type is None or not torch.is_autocast_enabled(device_type):
         return tensors
     dtype = torch.get_autocast_dtype(device_type)
     return tuple(
-        t.to(dtype) if t is not None and t.is_floating_point() and t.dtype != torch.float64 else t for t in tensors
+        t.to(dtype) if isinstance(t, Tensor) and t.is_floating_point() and t.dtype != torch.float64 else t
+        for t in tensors
     )

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastformer.ops._common import accumulation_dtype, check_features, check_vector, described
+from fastformer.ops._common import accumulation_dtype, check_features, check_number, check_vector, described
 from fastformer.ops._dropout import drop, resolve_dropout
 from fastformer.ops._library import define_op, forbid_double_backward, register_autograd
 
@@ -242,6 +242,7 @@ def add_layer_norm(
         raise ValueError(f"expected a floating-point residual of x's shape {tuple(x.shape)}, got {described(residual)}")
     check_vector("weight", weight, x.shape[-1])
     check_vector("bias", bias, x.shape[-1])
+    check_number("eps", eps, 0)
     dropout_p, dropout_seed = resolve_dropout(dropout_p, dropout_seed, x.device)
     y, residual_out, _, _ = _fwd(x, residual, weight, bias, eps, dropout_p, dropout_seed, rms_norm)
     return y, x if residual is None and dropout_p == 0.0 else residual_out

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fastformer.ops._attention_reference import Scores, attend, attend_backward
-from fastformer.ops._common import accumulation_dtype, described
+from fastformer.ops._common import accumulation_dtype, check_number, described
 from fastformer.ops._dropout import resolve_dropout
 from fastformer.ops._library import autocast, define_op, forbid_double_backward, register_autograd
 
@@ -120,7 +120,7 @@ forbid_double_backward("attention_bwd")
 def check_heads(q: Tensor, k: Tensor, v: Tensor, dims: int, layout: str) -> None:
     """Raises ValueError unless q, k and v fit together: ranks, dtypes, head_dim, and heads that divide."""
     for name, tensor in (("q", q), ("k", k), ("v", v)):
-        if tensor.dim() != dims or not tensor.is_floating_point():
+        if not isinstance(tensor, Tensor) or tensor.dim() != dims or not tensor.is_floating_point():
             raise ValueError(f"expected a floating-point {name} {layout}, got {described(tensor)}")
     if not q.dtype == k.dtype == v.dtype:
         raise ValueError(f"expected q, k and v of one dtype, got {q.dtype}, {k.dtype} and {v.dtype}")
@@ -140,7 +140,11 @@ def resolve_window(is_causal: bool, window_size: tuple[int | None, int | None]) 
     Raises:
         ValueError: window_size is not a pair of integers or None.
     """
-    if len(window_size) != 2 or not all(bound is None or isinstance(bound, int) for bound in window_size):
+    if (
+        not isinstance(window_size, tuple | list)
+        or len(window_size) != 2
+        or not all(bound is None or (isinstance(bound, int) and abs(bound) < 2**62) for bound in window_size)
+    ):
         raise ValueError(f"expected window_size (left, right) of integers or None, got {window_size!r}")
     left, right = window_size
     if is_causal:
@@ -150,8 +154,22 @@ def resolve_window(is_causal: bool, window_size: tuple[int | None, int | None]) 
 
 def check_seqlens_k(seqlens_k: Tensor | None, batch: int) -> None:
     """Raises ValueError unless seqlens_k is None or int32 (batch,)."""
-    if seqlens_k is not None and (seqlens_k.shape != (batch,) or seqlens_k.dtype != torch.int32):
+    if seqlens_k is not None and (
+        not isinstance(seqlens_k, Tensor) or seqlens_k.shape != (batch,) or seqlens_k.dtype != torch.int32
+    ):
         raise ValueError(f"expected seqlens_k int32 of shape ({batch},), got {described(seqlens_k)}")
+
+
+def resolve_scale(softmax_scale: float | None, head_dim: int) -> float:
+    """softmax_scale, head_dim ** -0.5 by default.
+
+    Raises:
+        ValueError: it is no finite number.
+    """
+    if softmax_scale is None:
+        return head_dim**-0.5
+    check_number("softmax_scale", softmax_scale)
+    return float(softmax_scale)
 
 
 def expand_mask(attn_mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
@@ -163,8 +181,8 @@ def expand_mask(attn_mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None
     if attn_mask is None:
         return None
     shape = (q.shape[0], q.shape[2], q.shape[1], k.shape[1])
-    if attn_mask.dtype != torch.bool and not attn_mask.is_floating_point():
-        raise ValueError(f"expected a boolean or floating-point attn_mask, got {attn_mask.dtype}")
+    if not isinstance(attn_mask, Tensor) or not (attn_mask.dtype == torch.bool or attn_mask.is_floating_point()):
+        raise ValueError(f"expected a boolean or floating-point attn_mask, got {described(attn_mask)}")
     sizes = (1,) * (4 - attn_mask.dim()) + tuple(attn_mask.shape)
     if attn_mask.dim() > 4 or any(size not in (1, full) for size, full in zip(sizes, shape, strict=True)):
         raise ValueError(f"expected attn_mask broadcastable to {shape}, got shape {tuple(attn_mask.shape)}")
@@ -265,6 +283,6 @@ def attention(
     check_seqlens_k(seqlens_k, q.shape[0])
     left, right = resolve_window(is_causal, window_size)
     dropout_p, dropout_seed = resolve_dropout(dropout_p, dropout_seed, q.device)
-    scale = q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale)
+    scale = resolve_scale(softmax_scale, q.shape[-1])
     out, lse = _fwd(q, k, v, expand_mask(attn_mask, q, k), seqlens_k, scale, left, right, dropout_p, dropout_seed)
     return (out, lse) if return_lse else out

@@ -13,7 +13,7 @@ from torch import Tensor
 from fastformer.ops._attention_reference import Scores, group_sum, grouped_matmul, probabilities
 from fastformer.ops._common import accumulation_dtype, described
 from fastformer.ops._library import autocast, define_op, forbid_double_backward, register_autograd
-from fastformer.ops.attention import check_heads, check_seqlens_k, expand_mask, resolve_window
+from fastformer.ops.attention import check_heads, check_seqlens_k, expand_mask, resolve_scale, resolve_window
 
 
 def _scores(
@@ -112,5 +112,5 @@ def attention_weights(
     if tuple(lse.shape) != expected:
         raise ValueError(f"expected lse of shape {expected}, got {described(lse)}")
     left, right = resolve_window(is_causal, window_size)
-    scale = q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale)
+    scale = resolve_scale(softmax_scale, q.shape[-1])
     return _fwd(q, k, lse, expand_mask(attn_mask, q, k), seqlens_k, scale, left, right)

@@ -12,7 +12,7 @@ from torch import Tensor
 from fastformer.ops._attention_reference import Scores, attend
 from fastformer.ops._common import described
 from fastformer.ops._library import autocast, define_op
-from fastformer.ops.attention import check_heads, cpp_unsupported
+from fastformer.ops.attention import check_heads, cpp_unsupported, resolve_scale
 
 
 def decode_attention_reference(
@@ -97,7 +97,11 @@ def decode_attention(
     k, v = autocast("decode_attention", k, v)
     check_heads(q, k_cache, v_cache, 4, "(batch, seqlen, num_heads, head_dim)")
     cache_batch = k_cache.shape[0]
-    if cache_seqlens.shape != (cache_batch,) or cache_seqlens.dtype != torch.int32:
+    if (
+        not isinstance(cache_seqlens, Tensor)
+        or cache_seqlens.shape != (cache_batch,)
+        or cache_seqlens.dtype != torch.int32
+    ):
         raise ValueError(f"expected cache_seqlens int32 of shape ({cache_batch},), got {described(cache_seqlens)}")
     if (k is None) != (v is None):
         raise ValueError("expected k and v together, got one of them")
@@ -113,5 +117,5 @@ def decode_attention(
         raise ValueError(f"expected as many queries as cache rows, got {q.shape[0]} and {cache_batch}")
     if cache_batch_idx is not None and (cache_batch_idx.shape != (q.shape[0],) or cache_batch_idx.dtype != torch.int32):
         raise ValueError(f"expected cache_batch_idx int32 of shape ({q.shape[0]},), got {described(cache_batch_idx)}")
-    scale = q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale)
+    scale = resolve_scale(softmax_scale, q.shape[-1])
     return _op(q, k_cache, v_cache, cache_seqlens, k, v, cache_batch_idx, scale, is_causal, window_left)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fastformer.ops._common import INTEGERS, accumulation_dtype, check_range, described
+from fastformer.ops._common import INTEGERS, accumulation_dtype, check_number, check_range, described
 from fastformer.ops._dropout import drop, resolve_dropout
 from fastformer.ops._library import define_op, forbid_double_backward, register_autograd
 
@@ -200,9 +200,9 @@ def embedding(
         ValueError: shapes or dtypes that do not agree, more tokens than positions, dropout_p outside [0, 1].
         IndexError: an id or a position outside its table (on a CPU; a GPU asserts on the device).
     """
-    if ids.dtype not in INTEGERS or ids.dim() == 0:
+    if not isinstance(ids, Tensor) or ids.dtype not in INTEGERS or ids.dim() == 0:
         raise ValueError(f"expected ids (..., seqlen) in int64 or int32, got {described(ids)}")
-    if weight.dim() != 2 or 0 in weight.shape or not weight.is_floating_point():
+    if not isinstance(weight, Tensor) or weight.dim() != 2 or 0 in weight.shape or not weight.is_floating_point():
         raise ValueError(f"expected a floating-point weight (num_embeddings, dim), got {described(weight)}")
     num_embeddings, dim = weight.shape
     if position_table is not None:
@@ -215,9 +215,10 @@ def embedding(
             raise ValueError("expected a position_table with positions, got None")
         if positions.shape != ids.shape or positions.dtype not in INTEGERS:
             raise ValueError(f"expected integer positions of shape {tuple(ids.shape)}, got {described(positions)}")
+    check_number("scale", scale)
     if padding_idx is None:
         padding_idx = -1
-    elif not -num_embeddings <= padding_idx < num_embeddings:
+    elif not isinstance(padding_idx, int) or not -num_embeddings <= padding_idx < num_embeddings:
         raise ValueError(f"expected padding_idx in [{-num_embeddings}, {num_embeddings}), got {padding_idx}")
     elif padding_idx < 0:
         padding_idx += num_embeddings

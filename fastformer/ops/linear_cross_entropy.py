@@ -23,6 +23,7 @@ from fastformer.ops._common import (
     accumulation_dtype,
     check_dtype,
     check_features,
+    check_number,
     check_range,
     check_vector,
     described,
@@ -312,14 +313,17 @@ def linear_cross_entropy(
     """
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f'expected reduction "mean", "sum" or "none", got {reduction!r}')
-    if not 0.0 <= label_smoothing <= 1.0:
-        raise ValueError(f"expected label_smoothing in [0, 1], got {label_smoothing}")
+    if not isinstance(label_smoothing, int | float) or not 0.0 <= label_smoothing <= 1.0:
+        raise ValueError(f"expected label_smoothing in [0, 1], got {label_smoothing!r}")
+    if not isinstance(ignore_index, int):
+        raise ValueError(f"expected ignore_index to be an integer, got {ignore_index!r}")
+    check_number("z_loss", z_loss)
     x, weight = autocast("linear_cross_entropy", x, weight)
     (bias,) = autocast("linear_cross_entropy", bias)
     check_features(x)
     if weight.dim() != 2 or weight.shape[1] != x.shape[-1] or weight.shape[0] == 0:
         raise ValueError(f"expected weight (vocab_size, {x.shape[-1]}), got shape {tuple(weight.shape)}")
-    if target.shape != x.shape[:-1] or target.dtype not in INTEGERS:
+    if not isinstance(target, Tensor) or target.shape != x.shape[:-1] or target.dtype not in INTEGERS:
         raise ValueError(f"expected an integer target of shape {tuple(x.shape[:-1])}, got {described(target)}")
     check_vector("bias", bias, weight.shape[0])
     check_dtype("weight", weight, x.dtype)

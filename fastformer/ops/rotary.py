@@ -88,7 +88,7 @@ def rotary(
         ValueError: shapes that do not agree, a sequence longer than the tables.
         IndexError: a position outside the tables (on a CPU; a GPU asserts on the device).
     """
-    if x.dim() < 3 or not x.is_floating_point():
+    if not isinstance(x, Tensor) or x.dim() < 3 or not x.is_floating_point():
         raise ValueError(f"expected a floating-point x (..., seqlen, num_heads, head_dim), got {described(x)}")
     if cos.dim() != 2 or cos.shape != sin.shape or 2 * cos.shape[1] > x.shape[-1]:
         raise ValueError(
@@ -114,12 +114,15 @@ def rotary_tables(
     """cos and sin of position * base^(-2i / rotary_dim), each (num_positions, rotary_dim // 2), computed in fp64.
 
     Raises:
-        ValueError: an odd or non-positive rotary_dim, a negative num_positions.
+        ValueError: an odd or non-positive rotary_dim, a negative num_positions, a base that is none.
     """
-    if rotary_dim < 2 or rotary_dim % 2 or num_positions < 0:
+    whole = isinstance(rotary_dim, int) and isinstance(num_positions, int)
+    if not whole or rotary_dim < 2 or rotary_dim % 2 or num_positions < 0:
         raise ValueError(
-            f"expected an even rotary_dim >= 2 and num_positions >= 0, got {rotary_dim} and {num_positions}"
+            f"expected an even rotary_dim >= 2 and num_positions >= 0, got {rotary_dim!r} and {num_positions!r}"
         )
+    if not isinstance(base, int | float) or not 0 < base < math.inf:
+        raise ValueError(f"expected base above 0, got {base!r}")
     exponent = torch.arange(0, rotary_dim, 2, dtype=torch.float64, device=device) / rotary_dim
     position = torch.arange(num_positions, dtype=torch.float64, device=device)[:, None]
     angle = position * torch.exp(-math.log(base) * exponent)

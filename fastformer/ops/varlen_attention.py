@@ -6,6 +6,7 @@ too. Kernels live with the dense ones, under the stem `attention`.
 
 from __future__ import annotations
 
+import itertools
 from typing import Any, Literal, overload
 
 import torch
@@ -15,7 +16,7 @@ from fastformer.ops._attention_reference import Scores, attend, attend_backward
 from fastformer.ops._common import accumulation_dtype, described
 from fastformer.ops._dropout import resolve_dropout
 from fastformer.ops._library import autocast, define_op, forbid_double_backward, register_autograd
-from fastformer.ops.attention import check_heads, cpp_unsupported, resolve_window
+from fastformer.ops.attention import check_heads, cpp_unsupported, resolve_scale, resolve_window
 
 
 class _Packing:
@@ -233,21 +234,48 @@ def varlen_attention(
         (total_q, num_heads, head_dim) in q's dtype; with return_lse also lse, (num_heads, total_q).
 
     Raises:
-        ValueError: shapes or dtypes that do not agree, dropout_p outside [0, 1].
+        ValueError: shapes or dtypes that do not agree, dropout_p outside [0, 1], sequences that fall, begin elsewhere
+            than at 0, end behind the rows or are longer than the maximum (where cu_seqlens is on a CPU).
     """
     q, k, v = autocast("varlen_attention", q, k, v)
     check_heads(q, k, v, 3, "(total, num_heads, head_dim)")
     for name, cu_seqlens in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
-        if cu_seqlens.dim() != 1 or cu_seqlens.dtype != torch.int32 or cu_seqlens.numel() == 0:
+        if (
+            not isinstance(cu_seqlens, Tensor)
+            or cu_seqlens.dim() != 1
+            or cu_seqlens.dtype != torch.int32
+            or cu_seqlens.numel() == 0
+        ):
             raise ValueError(f"expected {name} int32 of shape (batch + 1,), got {described(cu_seqlens)}")
     if cu_seqlens_q.shape != cu_seqlens_k.shape:
         raise ValueError(
             f"expected as many sequences in q as in k, got {cu_seqlens_q.numel() - 1} and {cu_seqlens_k.numel() - 1}"
         )
+    _check_sequences("q", cu_seqlens_q, max_seqlen_q, q.shape[0])
+    _check_sequences("k", cu_seqlens_k, max_seqlen_k, k.shape[0])
     left, right = resolve_window(is_causal, window_size)
     dropout_p, dropout_seed = resolve_dropout(dropout_p, dropout_seed, q.device)
-    scale = q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale)
+    scale = resolve_scale(softmax_scale, q.shape[-1])
     out, lse = _fwd(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale, left, right, dropout_p, dropout_seed
     )
     return (out, lse) if return_lse else out
+
+
+def _check_sequences(name: str, cu_seqlens: Tensor, max_seqlen: int, rows: int) -> None:
+    """Holds the lengths of q's or k's sequences against each other; the values are read on a CPU alone."""
+    if isinstance(max_seqlen, bool | float | str) or max_seqlen is None or max_seqlen < 0:
+        raise ValueError(f"expected max_seqlen_{name} to be an integer of at least 0, got {max_seqlen!r}")
+    if torch.compiler.is_compiling() or type(cu_seqlens) is not Tensor or cu_seqlens.device.type != "cpu":
+        return
+    ends = cu_seqlens.tolist()
+    longest = max((end - begin for begin, end in itertools.pairwise(ends)), default=0)
+    rises = all(begin <= end for begin, end in itertools.pairwise(ends))
+    if ends[0] != 0 or ends[-1] > rows or not rises:
+        raise ValueError(f"expected cu_seqlens_{name} rising from 0 to at most {rows}, got {_shown(ends)}")
+    if longest > max_seqlen:
+        raise ValueError(f"expected max_seqlen_{name} of at least the longest sequence, {longest}, got {max_seqlen}")
+
+
+def _shown(ends: list[int]) -> str:
+    return str(ends) if len(ends) < 9 else f"{ends[:8]}..."

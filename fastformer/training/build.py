@@ -72,6 +72,8 @@ def start(
         ValueError: a folder that holds a run already, or, to resume, none, or one of other settings or data; a folder
             that another process trains in; broken data; a measure that best_by can't have.
     """
+    if not isinstance(config, TrainConfig):
+        raise ValueError(f"expected a TrainConfig, got {type(config).__name__} (see TrainConfig.from_dict)")
     if not os.fspath(run):
         raise ValueError("expected a run folder, got an empty name")
     try:

@@ -275,6 +275,8 @@ class TrainConfig(Machine, Validation, Optimisation, Data, Model):
         Raises:
             ValueError: an unknown key (the nearest one is suggested) or a value that is not allowed.
         """
+        if not isinstance(values, dict):
+            raise ValueError(f"expected settings as a mapping of names to values, got {type(values).__name__}")
         nested = _nested(values)
         check_names(nested)
         if values.get("epochs") and "steps" in values:

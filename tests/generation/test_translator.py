@@ -84,7 +84,7 @@ def test_options_are_checked_before_anything_is_read(translator) -> None:
         with pytest.raises(ValueError, match="expected read_ahead of at least 1"):
             translator.stream(["a"], read_ahead=read_ahead)
     for sizes in ({"max_tokens": 0}, {"max_batch_bytes": 0}):
-        with pytest.raises(ValueError, match="expected max_tokens and max_batch_bytes of at least 1"):
+        with pytest.raises(ValueError, match=f"expected {next(iter(sizes))} to be an integer of at least 1"):
             Translator(translator.model, ByteTokenizer(), **sizes)
     with pytest.raises(ValueError, match="expected a fastformer.models.Transformer"):
         Translator(torch.nn.Linear(2, 2), ByteTokenizer())
