@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -268,3 +270,20 @@ def test_double_backward_says_no() -> None:
     (dq,) = torch.autograd.grad(attention(q, q, q).sum(), q, create_graph=True)
     with pytest.raises(NotImplementedError, match="attention_bwd has no double backward"):
         dq.sum().backward()
+
+
+@pytest.mark.parametrize("window_size", [(None, 3), (None, 4), (5, None), (6, None), (5, 3)], ids=str)
+def test_a_window_that_hides_one_corner_alone(window_size: Any, backend: str, device: str) -> None:
+    """With 5 queries and 7 keys the widest windows that still hide a key: the last of the first row, or the reverse."""
+    q, k, v = (torch.randn(1, seqlen, 1, 16, device=device) for seqlen in (5, 7, 7))
+    left, right = window_size
+    distance = torch.arange(7, device=device) - torch.arange(5, device=device)[:, None] - 2
+    seen = torch.ones(5, 7, dtype=torch.bool, device=device)
+    if right is not None:
+        seen &= distance <= right
+    if left is not None:
+        seen &= -distance <= left
+    scores = torch.einsum("bqhd,bkhd->bhqk", q, k) / 4
+    weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+    expected = torch.einsum("bhqk,bkhd->bqhd", weights, v)
+    torch.testing.assert_close(attention(q, k, v, window_size=window_size), expected)
