@@ -11,11 +11,11 @@ from fastformer.commands import command_line
 from fastformer.data.number_words import english, german, number_pairs
 from fastformer.files import write_atomically
 from fastformer.generation import Translator, draw_attention
+from fastformer.run_folder.checkpoint import FOLDER
+from fastformer.run_folder.lock import RunLock
 from fastformer.training import TrainConfig, Trainer, start
-from fastformer.training.checkpoint import FOLDER
 from fastformer.training.examples import number_texts
 from fastformer.training.interrupts import Interrupted, Interrupts
-from fastformer.training.lock import RunLock
 from fastformer.training.plot import draw_losses
 
 UNSEEN = 1000

@@ -14,8 +14,8 @@ def average(run: str, *, last: int = 5) -> None:
     """
     from fastformer.models.pretrained import save_model
     from fastformer.run_folder import load_model
-    from fastformer.training.checkpoint import average_weights, checkpoints, describe_average
-    from fastformer.training.lock import RunLock
+    from fastformer.run_folder.checkpoint import average_weights, checkpoints, describe_average
+    from fastformer.run_folder.lock import RunLock
 
     if last < 1:
         raise ValueError(f"expected --last of at least 1, got {last}")

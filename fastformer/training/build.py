@@ -22,12 +22,12 @@ from fastformer.models import GPT, Transformer
 from fastformer.models.pretrained import CONFIG as MODEL_CONFIG
 from fastformer.models.pretrained import WEIGHTS
 from fastformer.run_folder import choose_device, load_model
+from fastformer.run_folder.checkpoint import FOLDER, checkpoints, latest_checkpoint
+from fastformer.run_folder.lock import LOCK, RunLock
 from fastformer.settings import suggestion
-from fastformer.training.checkpoint import FOLDER, checkpoints, latest_checkpoint
 from fastformer.training.config import Architecture, TrainConfig
 from fastformer.training.examples import load_data
 from fastformer.training.interrupts import Interrupts
-from fastformer.training.lock import LOCK, RunLock
 from fastformer.training.progress import METRICS
 from fastformer.training.settings import CONFIG, absolute_paths, check_unchanged, save_config
 from fastformer.training.trainer import Trainer

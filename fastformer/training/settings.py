@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fastformer.files import write_atomically
-from fastformer.training.checkpoint import checkpoints
+from fastformer.run_folder.checkpoint import checkpoints
 from fastformer.training.config import TrainConfig, merged
 
 logger = logging.getLogger("fastformer")

@@ -20,14 +20,14 @@ from fastformer.data import Batch, collate, plan_epoch
 from fastformer.data.batching import longest_sides
 from fastformer.generation import Translator
 from fastformer.models.pretrained import WEIGHTS, save_model
+from fastformer.run_folder.checkpoint import average_weights, checkpoints, describe_average, save_checkpoint
+from fastformer.run_folder.lock import RunLock
 from fastformer.training.best import Best, choose_measure
-from fastformer.training.checkpoint import average_weights, checkpoints, describe_average, save_checkpoint
 from fastformer.training.config import TrainConfig
 from fastformer.training.evaluate import Scores, lengths_of, model_loss, negative_log_likelihood, translate_and_score
 from fastformer.training.examples import Data
 from fastformer.training.fingerprint import check_same, fingerprint
 from fastformer.training.interrupts import Interrupted, Interrupts
-from fastformer.training.lock import RunLock
 from fastformer.training.progress import Meter, Progress
 from fastformer.training.schedule import learning_rate
 

@@ -11,9 +11,9 @@ import pytest
 
 from fastformer.cli import main
 from fastformer.models.pretrained import read_notes
+from fastformer.run_folder.checkpoint import latest_checkpoint
+from fastformer.run_folder.lock import RunLock
 from fastformer.training import Trainer
-from fastformer.training.checkpoint import latest_checkpoint
-from fastformer.training.lock import RunLock
 from fastformer.training.settings import load_config
 
 FLAGS = [

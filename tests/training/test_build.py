@@ -10,9 +10,9 @@ import torch
 
 from fastformer.data import plan_epoch, train_bpe
 from fastformer.run_folder import load_model
+from fastformer.run_folder.checkpoint import checkpoints
 from fastformer.training import TrainConfig, start
 from fastformer.training.build import build_model, count_updates
-from fastformer.training.checkpoint import checkpoints
 from fastformer.training.settings import load_config
 from tests.training.tiny import PAIRS, changed, contents, losses, write_pairs
 

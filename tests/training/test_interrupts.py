@@ -14,8 +14,8 @@ import torch
 
 from fastformer.models.pretrained import read_notes
 from fastformer.run_folder import load_model
+from fastformer.run_folder.checkpoint import checkpoints, latest_checkpoint
 from fastformer.training import start
-from fastformer.training.checkpoint import checkpoints, latest_checkpoint
 from fastformer.training.interrupts import SIGNALS, Interrupted, Interrupts
 from tests.training.tiny import changed, lines, losses
 

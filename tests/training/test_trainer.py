@@ -17,9 +17,9 @@ from fastformer.generation import Translator, generate
 from fastformer.generation.inputs import pad
 from fastformer.models.pretrained import read_notes
 from fastformer.run_folder import load_model
+from fastformer.run_folder.checkpoint import average_weights, checkpoints, latest_checkpoint, load_checkpoint, step_of
 from fastformer.training import Trainer, start
 from fastformer.training import trainer as module
-from fastformer.training.checkpoint import average_weights, checkpoints, latest_checkpoint, load_checkpoint, step_of
 from fastformer.training.config import TrainConfig
 from fastformer.training.evaluate import Scores, negative_log_likelihood
 from fastformer.training.schedule import learning_rate

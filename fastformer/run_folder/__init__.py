@@ -1,9 +1,10 @@
-"""A run folder: what a trained model is on disk, for training and for translating alike.
+"""A run folder: what a trained model is on disk, for training and for translating alike. Loading one stands here.
 
 RUN/config.json, model.safetensors   the model (`fastformer.models.pretrained`)
 RUN/tokenizer.json                   its tokenizer
 RUN/config.yaml                      the settings of the training
-RUN/checkpoints/step-*.pt            what training goes on from
+RUN/checkpoints/step-*.pt            what training goes on from (`checkpoint.py`)
+RUN/.lock                            who trains in it (`lock.py`)
 RUN/metrics.jsonl                    losses and scores
 """
 

@@ -12,7 +12,7 @@ import zipfile
 import pytest
 import torch
 
-from fastformer.training.checkpoint import (
+from fastformer.run_folder.checkpoint import (
     _COMMENT_LENGTH,
     average_weights,
     checkpoints,

@@ -10,9 +10,9 @@ import socket
 
 import pytest
 
-from fastformer.training import lock as module
+from fastformer.run_folder import lock as module
+from fastformer.run_folder.lock import LOCK, RunLock
 from fastformer.training import start
-from fastformer.training.lock import LOCK, RunLock
 from tests.training.tiny import contents
 
 pytest.importorskip("fcntl", reason="locks of this kind are POSIX")
