@@ -1,0 +1,209 @@
+"""Stopping, breaking off and going on: a run ends as if nothing had happened, and loses nothing."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+from fastformer.run_folder.checkpoint import checkpoints, latest_checkpoint, step_of
+from fastformer.training import Trainer, start
+from fastformer.training import trainer as module
+from fastformer.training.settings import load_config
+from fastformer.training.trainer import DivergedError
+from tests.training.tiny import SIZES, Crash, changed, contents, lines, losses, scripted, weights
+
+
+def test_resume_equals_an_uninterrupted_run(config, tmp_path) -> None:
+    # Dropout, EMA and the position within an epoch all have to come back.
+    config = changed(config, ema=0.9, save_every=5, schedule="constant", accumulate=2)
+    whole = start(config, tmp_path / "whole")
+    whole.train()
+    assert whole.epoch >= 2
+    start(changed(config, steps=5), tmp_path / "parts").train()
+    resumed = start(config, tmp_path / "parts", resume=True)
+    assert resumed.step == 5
+    resumed.train()
+    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
+    assert torch.equal(weights(whole), weights(resumed))
+    assert torch.equal(whole.ema.module.output_weight, resumed.ema.module.output_weight)
+    assert (resumed.epoch, resumed.batch, resumed.losses) == (whole.epoch, whole.batch, whole.losses)
+
+
+def test_resume_after_a_crash_between_lines_and_checkpoints(config, tmp_path) -> None:
+    config = changed(config, log_every=3, save_every=5, ema=0.9)
+    start(config, tmp_path / "whole").train()
+    trainer = start(config, tmp_path / "parts")
+    update = trainer._update
+
+    def crash(batches):
+        if trainer.step == 9:
+            raise Crash
+        return update(batches)
+
+    trainer._update = crash
+    with pytest.raises(Crash):
+        trainer.train()
+    with open(tmp_path / "parts" / "metrics.jsonl", "a") as file:
+        file.write('{"step": 4, "ki')  # what a crash leaves of a line
+    resumed = start(config, tmp_path / "parts", resume=True)
+    assert resumed.step == 5
+    resumed.train()
+    assert [line["step"] for line in lines(tmp_path / "parts")] == [3, 6, 9, 12, 12]
+    for key in ("step", "loss", "nll", "lr", "grad_norm", "padding"):
+        assert [line.get(key) for line in lines(tmp_path / "whole")] == [
+            line.get(key) for line in lines(tmp_path / "parts")
+        ], key
+
+
+@pytest.mark.parametrize("where", ["validate", "save_model"])
+def test_a_run_that_ends_in_its_first_validation_goes_on(config, tmp_path, monkeypatch, where) -> None:
+    config = changed(config, val_every=3)
+    start(config, tmp_path / "whole").train()
+    trainer = start(config, tmp_path / "run")
+
+    def crash(*args, **options):
+        raise Crash
+
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer, "validate", crash) if where == "validate" else patch.setattr(module, "save_model", crash)
+        with pytest.raises(Crash):
+            trainer.train()
+    assert [step_of(path) for path in checkpoints(tmp_path / "run")] == [3]
+    start(config, tmp_path / "run", resume=True).train()
+    for key in ("step", "kind", "loss", "nll", "kept"):
+        assert [line.get(key) for line in lines(tmp_path / "run")] == [
+            line.get(key) for line in lines(tmp_path / "whole")
+        ]
+
+
+@pytest.mark.parametrize("changes", [{}, {"average_last": 2, "save_every": 1}, {"patience": 1, "val_every": 1}])
+def test_a_finished_run_adds_nothing(config, tmp_path, caplog, changes) -> None:
+    config = changed(config, steps=3, **changes)
+    run = tmp_path / "run"
+    trainer = start(config, run)
+    if "patience" in changes:
+        scripted(trainer, {1: 1.0, 2: 2.0})
+    trainer.train()
+    before = contents(run)
+    caplog.set_level("INFO")
+    again = start(load_config(run), run, resume=True)
+    assert again.train() is None and again.step == trainer.step
+    assert contents(run) == before
+    assert f"nothing is left to do in {run}" in caplog.text
+
+
+def test_a_checkpoint_without_its_parts(config, tmp_path) -> None:
+    run = tmp_path / "run"
+    trainer = start(changed(config, steps=1), run)
+    trainer.train()
+    for part, value in (("best", None), ("losses", 3), ("meter", {}), ("rng", "x"), ("optimizer", {}), ("data", None)):
+        with pytest.raises(ValueError, match="step-1.pt"):
+            trainer.load_state_dict(trainer.state_dict() | {part: value}, "step-1.pt")
+        state = trainer.state_dict()
+        del state[part]
+        with pytest.raises(ValueError, match="step-1.pt"):
+            trainer.load_state_dict(state, "step-1.pt")
+    other = start(changed(config, settings=SIZES | {"d_ff": 24}), tmp_path / "other")
+    with pytest.raises(ValueError, match="step-1.pt is of another model than the settings describe"):
+        other.load_state_dict(trainer.state_dict(), "step-1.pt")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("batching", ["packed", "bucketed"])
+def test_kill_9_and_resume_equal_an_uninterrupted_run(config, tmp_path, batching) -> None:
+    config = changed(config, steps=100, save_every=10, batching=batching)
+    start(config, tmp_path / "whole").train()
+    (tmp_path / "settings.yaml").write_text(json.dumps(config.to_dict()))
+    command = [sys.executable, "-m", "fastformer.cli", "train", str(tmp_path / "killed"), "--resume", "auto"]
+    command += ["--config", str(tmp_path / "settings.yaml")]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    while not (tmp_path / "killed" / "checkpoints" / "step-00000050.pt").exists():
+        assert process.poll() is None
+        time.sleep(0.001)
+    process.kill()
+    process.wait()
+    done = latest_checkpoint(tmp_path / "killed")[1]["counters"]["step"]
+    assert 40 <= done < 100
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    assert losses(tmp_path / "killed") == losses(tmp_path / "whole") and len(losses(tmp_path / "whole")) == 100
+
+
+# What breaks.
+
+
+def broken_from(trainer: Trainer, step: int, norm: float | None = None) -> None:
+    """From an update on the weights are NaN; with `norm`, after an update whose loss is still a number."""
+    update = trainer._update
+
+    def broken(batches):
+        loss, found = update(batches) if norm is not None else (None, None)
+        if trainer.step == step:
+            with torch.no_grad():
+                trainer.model.output_weight.fill_(math.nan)
+            found = torch.tensor(norm) if norm is not None else None
+        return (loss, found) if norm is not None else update(batches)
+
+    trainer._update = broken
+
+
+def test_nan_stops_and_keeps_the_last_good_checkpoint(config, tmp_path) -> None:
+    trainer = start(changed(config, save_every=2), tmp_path / "run")
+    broken_from(trainer, 5)
+    with pytest.raises(
+        DivergedError, match="the loss became nan at update 6.*step-00000004.*--resume and a lower --lr"
+    ):
+        trainer.train()
+    latest = latest_checkpoint(tmp_path / "run")
+    assert latest is not None
+    _, state = latest
+    assert all(weight.isfinite().all() for weight in state["model"].values())
+
+
+def test_an_infinite_gradient_is_never_saved(config, tmp_path) -> None:
+    # The loss of that update is still finite, and its checkpoint would be the last one.
+    trainer = start(changed(config, save_every=2), tmp_path / "run")
+    broken_from(trainer, 5, norm=math.inf)
+    with pytest.raises(DivergedError, match="the gradient's norm became inf at update 6.*step-00000004"):
+        trainer.train()
+    latest = latest_checkpoint(tmp_path / "run")
+    assert latest is not None
+    path, state = latest
+    assert path.stem == "step-00000004" and all(weight.isfinite().all() for weight in state["model"].values())
+
+
+def test_nan_before_any_checkpoint_does_not_advise_to_resume(config, tmp_path) -> None:
+    trainer = start(config, tmp_path / "run")
+    broken_from(trainer, 1)
+    with pytest.raises(
+        DivergedError, match="update 2: .*no checkpoint was saved yet. Train again with a lower"
+    ) as caught:
+        trainer.train()
+    assert "--resume" not in str(caught.value)
+    start(config, tmp_path / "run").train()  # nothing is in the way
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="file size limits are POSIX")
+def test_a_write_that_ends_midway_keeps_what_was_there(config, tmp_path) -> None:
+    import resource
+
+    trainer = start(changed(config, steps=2), tmp_path / "run")
+    trainer.train()
+    before = contents(tmp_path / "run")
+    with torch.no_grad():
+        trainer.model.output_weight.zero_()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:  # the system refuses the rest of a file, as it does when the disk is full
+        resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limits[1]))
+        with pytest.raises(OSError, match="could not write"):
+            trainer.save()
+        with pytest.raises(OSError, match="could not write"):
+            trainer.model.save_pretrained(tmp_path / "run")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert contents(tmp_path / "run") == before

@@ -1,0 +1,155 @@
+"""Which model a run keeps, which checkpoints stay, and what is averaged."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from fastformer.models.pretrained import read_notes
+from fastformer.run_folder import load_model
+from fastformer.run_folder.checkpoint import average_weights, checkpoints, load_checkpoint, step_of
+from fastformer.training import start
+from fastformer.training.config import TrainConfig
+from fastformer.training.evaluate import Scores
+from tests.training.tiny import SIZES, changed, lines, scripted
+
+
+def kept(run) -> list[int]:
+    return [line["step"] for line in lines(run, "validation") if line["kept"]]
+
+
+def test_the_best_model_is_kept_and_named(config, tmp_path, capsys) -> None:
+    run = tmp_path / "run"
+    trainer = start(changed(config, val_every=3), run)
+    snapshots = {}
+    validate = {3: 3.0, 6: 2.0, 9: 2.0, 12: 2.5}
+
+    def scores(model):
+        snapshots[trainer.step] = {name: weight.clone() for name, weight in model.state_dict().items()}
+        return Scores(validate[trainer.step])
+
+    trainer.validate = scores
+    trainer.train()
+    assert kept(run) == [3, 6]  # what is only as good is not better
+    saved = load_file(run / "model.safetensors")
+    assert all(torch.equal(saved[name], weight) for name, weight in snapshots[6].items())
+    assert read_notes(run) == {"model": "update 6", "scores": "nll 2.0000"}
+    out = capsys.readouterr().out
+    assert "kept update 6: nll 2.0000; best so far" in out
+    assert "not kept: update 6 is better (nll 2.0000)" in out
+    assert f"the model in {run} is update 6: nll 2.0000" in out
+
+
+def test_numbers_are_kept_by_exact_match(tmp_path, monkeypatch) -> None:
+    config = TrainConfig(task="numbers", tokenizer="bytes", settings=SIZES, steps=2, val_every=1, max_tokens=64)
+    monkeypatch.setattr(
+        "fastformer.training.examples.number_texts", lambda seed: ([("a", "b")] * 4, [("a", "b"), ("c", "d")])
+    )
+    trainer = start(config, tmp_path / "run")
+    exact = {1: 0.5, 2: 0.75}
+    trainer.validate = lambda model: Scores(2.0 + trainer.step, exact_match=exact[trainer.step], bleu=0.0, chrf=1.0)
+    trainer.train()
+    assert kept(tmp_path / "run") == [1, 2] and trainer.best.record.step == 2
+
+
+def test_a_bleu_of_zero_leaves_it_to_the_likelihood(config, tmp_path) -> None:
+    trainer = start(changed(config, steps=3, val_every=1, val_examples=2), tmp_path / "run")
+    scripted(trainer, {1: 3.0, 2: 2.0, 3: 2.5}, bleu=0.0, chrf=0.0, exact_match=0.0).train()
+    assert trainer.best.measure == "bleu" and kept(tmp_path / "run") == [1, 2]
+
+
+@pytest.mark.parametrize("patience", [1, 2])
+def test_patience_counts_validations_without_a_better_one(config, tmp_path, patience) -> None:
+    config = changed(config, val_every=1, patience=patience, steps=9)
+    nll = {1: 3.0, 2: 2.0, 3: 2.0} | dict.fromkeys(range(4, 10), 2.5)
+    trainer = scripted(start(config, tmp_path / "run"), nll)
+    trainer.train()
+    assert trainer.step == 2 + patience and trainer.finished
+    assert len(lines(tmp_path / "run", "validation")) == 2 + patience  # none twice
+    again = scripted(start(changed(config, patience=patience + 1), tmp_path / "run", resume=True), nll)
+    again.train()
+    assert again.step == 3 + patience  # those before count
+
+
+def test_a_worse_model_does_not_overwrite_the_best_after_resuming(config, tmp_path) -> None:
+    run = tmp_path / "run"
+    start(changed(config, val_examples=4), run).train()
+    before = (run / "model.safetensors").read_bytes()
+    for changes in ({"lr": 1.0, "schedule": "constant"}, {"lr": 1.0, "schedule": "constant", "val_examples": 0}):
+        trainer = start(changed(config, steps=start(config, run, resume=True).step + 3, **changes), run, resume=True)
+        bad = trainer.best.bad_validations
+        trainer.train()
+        assert trainer.best.bad_validations == bad + 1 and trainer.best.record.step == 12
+    assert (run / "model.safetensors").read_bytes() == before
+
+
+def test_a_better_likelihood_is_kept_after_a_run_with_bleu(config, tmp_path) -> None:
+    run = tmp_path / "run"
+    scripted(start(changed(config, steps=1, val_examples=2), run), {1: 3.0}, bleu=30.0).train()
+    scripted(start(changed(config, steps=2), run, resume=True), {2: 2.0}).train()
+    assert kept(run) == [1, 2]
+
+
+@pytest.mark.parametrize("keep_last", [1, 5])
+def test_average_last_is_what_the_folder_holds(config, tmp_path, capsys, keep_last) -> None:
+    run = tmp_path / "run"
+    trainer = start(changed(config, save_every=2, val_every=4, keep_last=keep_last, average_last=3), run)
+    nll = {4: 1.0, 8: 2.0, 12: 3.0}  # the best single update is an early one: the average was asked for all the same
+    scripted(trainer, nll).train()
+    assert [step_of(path) for path in checkpoints(run)] == [4, 6, 8, 10, 12][-max(keep_last, 3) :]
+    paths = checkpoints(run)[-3:]
+    states = [load_checkpoint(path)["model"] for path in paths]
+    saved = load_file(run / "model.safetensors")
+    for name, weight in saved.items():
+        mean = sum(state[name].double() for state in states) / 3
+        assert torch.allclose(weight.double(), mean, atol=1e-7), name
+    assert read_notes(run)["model"] == "the average of updates 8, 10, 12"
+    assert (
+        f"the model in {run} is the average of updates 8, 10, 12: nll 3.0000; the best single update, 4: nll 1.0000"
+        in capsys.readouterr().out
+    )
+    assert [line["step"] for line in lines(run, "average")] == [12]
+    assert [line["step"] for line in lines(run, "validation")] == [4, 8, 12]
+
+
+def test_the_average_with_ema_is_of_the_running_averages(config, tmp_path) -> None:
+    run = tmp_path / "run"
+    trainer = start(changed(config, steps=4, save_every=2, average_last=2, ema=0.9), run)
+    validated = []
+    validate = trainer.validate
+
+    def counted(model):
+        validated.append(model)
+        return validate(model)
+
+    trainer.validate = counted
+    scores = trainer.train()
+    states = [load_checkpoint(path)["ema"]["module.embedding.weight"] for path in checkpoints(run)]
+    saved = load_file(run / "model.safetensors")["embedding.weight"]
+    assert torch.allclose(saved, (states[0] + states[1]) / 2, atol=1e-7)
+    assert scores.nll == validate(load_model(run)[0]).nll and len(validated) == 2
+
+
+def test_without_average_last_the_best_stays(config, tmp_path) -> None:
+    trainer = start(changed(config, save_every=2, val_every=4), tmp_path / "run")
+    scripted(trainer, {4: 1.0, 8: 2.0, 12: 3.0}).train()
+    assert read_notes(tmp_path / "run")["model"] == "update 4"
+
+
+@pytest.mark.parametrize(("keep_last", "expected"), [(1, [12]), (2, [10, 12]), (3, [5, 10, 12])])
+def test_keep_last(config, tmp_path, keep_last, expected) -> None:
+    start(changed(config, save_every=5, keep_last=keep_last), tmp_path / "run").train()
+    assert [step_of(path) for path in checkpoints(tmp_path / "run")] == expected
+
+
+# Going on.
+
+
+def test_average_of_one_checkpoint_is_itself(config, tmp_path, caplog) -> None:
+    start(changed(config, steps=2, save_every=5, average_last=3), tmp_path / "run").train()
+    assert "there is one checkpoint alone to average" in caplog.text
+    assert read_notes(tmp_path / "run")["model"] == "update 2"
+    state = average_weights(checkpoints(tmp_path / "run"))
+    saved = load_file(tmp_path / "run" / "model.safetensors")
+    assert all(torch.equal(state[name], weight) for name, weight in saved.items())
