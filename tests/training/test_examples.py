@@ -50,6 +50,7 @@ def test_numbers_of_validation_are_not_trained_on() -> None:
     assert not {source for source, _ in train} & {source for source, _ in val}
     assert not {target for _, target in train} & {target for _, target in val}
     known = {english(n): german(n) for n in range(1000)}
+    assert {english(n) for n in range(100)} <= {source for source, _ in train}  # no word is left to be guessed
     assert [known[source] for source, _ in train if source in known] == [t for source, t in train if source in known]
     for part, other in zip(examples.number_texts(0), examples.number_texts(1), strict=True):
         assert len(set(part) & set(other)) < len(part) // 5  # another seed draws other numbers
