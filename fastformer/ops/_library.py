@@ -224,7 +224,8 @@ def _choose(op: Definition, preferred: str, args: tuple[Any, ...]) -> str:
         return backend
     if is_strict() or forced is not None:
         raise NotImplementedError(f"fastformer::{op.name} can't run on {backend}: {reason}")
-    if (op.name, reason) not in _told:
+    # Where there is no extension at all, the loader has said so for all ops together.
+    if (op.name, reason) not in _told and not (backend == "cpp" and _extension.load() is None):
         _told.add((op.name, reason))
         logger.warning("%s runs on the reference, not on %s: %s", op.name, backend, reason)
     return "reference"
