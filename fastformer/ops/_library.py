@@ -205,8 +205,25 @@ def define_op(
     LIBRARY.impl(name, lambda *args: run("reference", args), "CompositeExplicitAutograd")
     LIBRARY.impl(name, lambda *args: run("triton", args), "CUDA")
     LIBRARY.impl(name, lambda *args: run("cpp", args), "CPU")
-    torch.library.register_fake(f"fastformer::{name}", fake, lib=LIBRARY)
+    torch.library.register_fake(f"fastformer::{name}", _without_memory(name, fake), lib=LIBRARY)
     return cast(Callable[P, T], overload_)
+
+
+def _without_memory(name: str, fake: Callable[..., object]) -> Callable[..., object]:
+    """The fake, for calls in which no tensor has memory.
+
+    PyTorch sends a call here as soon as one of its tensors is on "meta", and the fake's outputs hold whatever there was
+    in memory: with real tensors among the arguments somebody takes them for results.
+    """
+
+    @functools.wraps(fake)
+    def checked(*args: Any) -> object:
+        devices = {a.device.type for a in args if isinstance(a, Tensor)}
+        if "meta" in devices and len(devices) > 1:
+            raise ValueError(f"fastformer::{name}: expected tensors on one device, got {sorted(devices)}")
+        return fake(*args)
+
+    return checked
 
 
 def _choose(op: Definition, preferred: str, args: tuple[Any, ...]) -> str:

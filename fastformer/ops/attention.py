@@ -147,17 +147,25 @@ def resolve_window(is_causal: bool, window_size: tuple[int | None, int | None]) 
     ):
         raise ValueError(f"expected window_size (left, right) of integers or None, got {window_size!r}")
     left, right = window_size
+    if not isinstance(is_causal, bool):
+        raise ValueError(f"expected is_causal to be True or False, got {is_causal!r}")
     if is_causal:
         right = 0 if right is None else min(right, 0)
     return left, right
 
 
-def check_seqlens_k(seqlens_k: Tensor | None, batch: int) -> None:
-    """Raises ValueError unless seqlens_k is None or int32 (batch,)."""
-    if seqlens_k is not None and (
-        not isinstance(seqlens_k, Tensor) or seqlens_k.shape != (batch,) or seqlens_k.dtype != torch.int32
-    ):
+def check_seqlens_k(seqlens_k: Tensor | None, k: Tensor) -> None:
+    """Raises ValueError unless seqlens_k is None or int32 (batch,) with lengths that k has, which a CPU alone reads."""
+    batch, seqlen_k = k.shape[:2]
+    if seqlens_k is None:
+        return
+    if not isinstance(seqlens_k, Tensor) or seqlens_k.shape != (batch,) or seqlens_k.dtype != torch.int32:
         raise ValueError(f"expected seqlens_k int32 of shape ({batch},), got {described(seqlens_k)}")
+    if torch.compiler.is_compiling() or type(seqlens_k) is not Tensor or seqlens_k.device.type != "cpu" or not batch:
+        return
+    low, high = (int(bound) for bound in torch.aminmax(seqlens_k))
+    if low < 0 or high > seqlen_k:
+        raise ValueError(f"expected seqlens_k from 0 to {seqlen_k}, the keys of a row, got {low} to {high}")
 
 
 def resolve_scale(softmax_scale: float | None, head_dim: int) -> float:
@@ -280,7 +288,7 @@ def attention(
     check_heads(q, k, v, 4, "(batch, seqlen, num_heads, head_dim)")
     if q.shape[0] != k.shape[0]:
         raise ValueError(f"expected q and k of one batch size, got {q.shape[0]} and {k.shape[0]}")
-    check_seqlens_k(seqlens_k, q.shape[0])
+    check_seqlens_k(seqlens_k, k)
     left, right = resolve_window(is_causal, window_size)
     dropout_p, dropout_seed = resolve_dropout(dropout_p, dropout_seed, q.device)
     scale = resolve_scale(softmax_scale, q.shape[-1])

@@ -107,7 +107,7 @@ def attention_weights(
     """
     q, k = autocast("attention_weights", q, k)
     check_heads(q, k, k, 4, "(batch, seqlen, num_heads, head_dim)")
-    check_seqlens_k(seqlens_k, q.shape[0])
+    check_seqlens_k(seqlens_k, k)
     expected = (q.shape[0], q.shape[2], q.shape[1])
     if tuple(lse.shape) != expected:
         raise ValueError(f"expected lse of shape {expected}, got {described(lse)}")
