@@ -301,6 +301,9 @@ def _suited(nested: dict[str, Any]) -> dict[str, Any]:
     of_model = suits.pop("model", {}) if model.get("name", Model.model) == Model.model else {}
     if nested.get("epochs"):
         suits.pop("steps", None)
+    if nested.get("init_from"):  # sizes, tokenizer and rates of dropout come from that run
+        suits.pop("vocab_size", None)
+        of_model = {}
     return {**suits, **nested, "model": {**of_model, **model}}
 
 

@@ -58,3 +58,5 @@ def test_a_task_brings_what_suits_it_behind_what_is_given() -> None:
     assert TrainConfig.from_dict({"task": "numbers", "model": "lstm"}).settings == {}
     assert TrainConfig.from_dict({"task": "numbers", "epochs": 2}).epochs == 2
     assert TrainConfig.from_dict({"train_tsv": "x"}) == TrainConfig(train_tsv="x")
+    tuned = TrainConfig.from_dict({"task": "numbers", "init_from": "run"})
+    assert (tuned.vocab_size, tuned.settings, tuned.lr) == (TrainConfig().vocab_size, {}, TASKS["numbers"]["lr"])
