@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
-PAD_ID, EOS_ID = 0, 1
 IGNORE_INDEX = -100
 SCORES = ("dot", "general", "concat")
 
@@ -31,6 +30,10 @@ class LSTMConfig:
         score: how a target state is compared with the source: "dot", "general" or "concat".
         dropout: on embeddings and outputs.
         max_len: the longest sequence.
+        pad: the id behind shorter sequences, embedded as the zero vector.
+        eos: the ids that end a sequence; one may be given by itself.
+        unk: the id of what the tokenizer doesn't know; None: there is none. The model treats it as any other.
+        start: the id that a target is shifted right behind.
     """
 
     vocab_size: int
@@ -39,6 +42,10 @@ class LSTMConfig:
     score: Literal["dot", "general", "concat"] = "general"
     dropout: float = 0.0
     max_len: int = 256
+    pad: int = 0
+    eos: tuple[int, ...] = (1,)
+    unk: int | None = 2
+    start: int = 0
 
     def __post_init__(self) -> None:
         for name, least in (("vocab_size", 2), ("d_model", 2), ("num_layers", 1), ("max_len", 1)):
@@ -51,6 +58,16 @@ class LSTMConfig:
             raise ValueError(f"expected dropout in [0, 1), got {self.dropout!r}")
         if self.d_model % 2:
             raise ValueError(f"expected an even d_model (two directions), got {self.d_model}")
+        self.eos = tuple(self.eos) if isinstance(self.eos, list | tuple) else (self.eos,)
+        ids = (self.pad, *self.eos, self.start)
+        if not self.eos or any(type(i) is not int or not 0 <= i < self.vocab_size for i in ids):
+            got = f"pad {self.pad!r}, eos {self.eos!r}, start {self.start!r}"
+            raise ValueError(f"expected pad, eos and start to be ids below vocab_size {self.vocab_size}, got {got}")
+        if self.unk is not None and (type(self.unk) is not int or self.unk < 0):
+            raise ValueError(f"expected unk to be an id or None, got {self.unk!r}")
+        if len({self.pad, self.unk, *self.eos}) < 2 + len(self.eos):
+            got = f"pad {self.pad}, eos {self.eos}, unk {self.unk}"
+            raise ValueError(f"expected pad, eos and unk to be different ids, got {got}")
 
 
 class Attention(nn.Module):
@@ -92,7 +109,7 @@ class LSTMSeq2Seq(nn.Module):
         super().__init__()
         self.config = config = LSTMConfig(**settings)
         dim = config.d_model
-        self.embedding = nn.Embedding(config.vocab_size, dim, padding_idx=PAD_ID)
+        self.embedding = nn.Embedding(config.vocab_size, dim, padding_idx=config.pad)
         dropout = config.dropout if config.num_layers > 1 else 0.0
         self.encoder = nn.LSTM(dim, dim // 2, config.num_layers, batch_first=True, bidirectional=True, dropout=dropout)
         self.decoder = nn.LSTM(dim, dim, config.num_layers, batch_first=True, dropout=dropout)
@@ -103,7 +120,7 @@ class LSTMSeq2Seq(nn.Module):
     def encode(self, source: Tensor, layout: Any = None) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """source (batch, n) ids, right-padded -> outputs (batch, n, d_model), and the decoder's first state."""
         _check_ids(source, self.config.vocab_size, "source")
-        seqlens = _seqlens(source, layout)
+        seqlens = self._seqlens(source, layout)
         if source.numel() == 0 or bool((seqlens < 1).any()):
             raise ValueError("expected at least one token in each source, got an empty one")
         x = F.dropout(self.embedding(source), self.config.dropout, self.training)
@@ -131,7 +148,7 @@ class LSTMSeq2Seq(nn.Module):
     def forward(self, source: Tensor, target: Tensor, source_layout: Any = None) -> tuple[Tensor, Tensor]:
         """Logits (batch, m, vocab_size) and attention weights (batch, m, n)."""
         memory, state = self.encode(source, source_layout)
-        hidden, weights, _ = self.decode(target, memory, _mask(source, source_layout), state)
+        hidden, weights, _ = self.decode(target, memory, self._mask(source, source_layout), state)
         return self.output(F.dropout(hidden, self.config.dropout, self.training)), weights
 
     def loss(
@@ -168,15 +185,16 @@ class LSTMSeq2Seq(nn.Module):
     def greedy(self, source: Tensor, max_new_tokens: int) -> Tensor:
         """Greedy decoding. (batch, <= max_new_tokens) ids ending in EOS and then PAD."""
         memory, state = self.encode(source)
-        mask = _mask(source, None)
-        token = torch.full((len(source), 1), PAD_ID, dtype=torch.long, device=source.device)
+        mask = self._mask(source, None)
+        config, ends = self.config, torch.tensor(self.config.eos, device=source.device)
+        token = torch.full((len(source), 1), config.start, dtype=torch.long, device=source.device)
         done = torch.zeros(len(source), dtype=torch.bool, device=source.device)
         out = []
         for _ in range(max_new_tokens):
             hidden, _, state = self.decode(token, memory, mask, state)
-            token = self.output(hidden).argmax(-1).masked_fill(done[:, None], PAD_ID)
+            token = self.output(hidden).argmax(-1).masked_fill(done[:, None], config.pad)
             out.append(token)
-            done |= token[:, 0] == EOS_ID
+            done |= torch.isin(token[:, 0], ends)
             if bool(done.all()):
                 break
         return torch.cat(out, dim=1)
@@ -193,6 +211,21 @@ class LSTMSeq2Seq(nn.Module):
         """Which source tokens each target position looks at: {"cross": (1, batch, 1, m, n)}, as the Transformer's."""
         return {"cross": self(source, target)[1][None, :, None]}
 
+    def _seqlens(self, source: Tensor, layout: Any) -> Tensor:
+        if layout is not None:
+            return layout.seqlens.long()
+        pad = self.config.pad
+        real = source != pad
+        if source.device.type == "cpu" and bool((real[:, 1:] & ~real[:, :-1]).any()):
+            raise ValueError(
+                f"expected source ids padded on the right, got PAD (id {pad}) before a token; or give a layout"
+            )
+        return real.sum(1)
+
+    def _mask(self, source: Tensor, layout: Any) -> Tensor:
+        position = torch.arange(source.shape[1], device=source.device)
+        return (position < self._seqlens(source, layout)[:, None])[:, None]
+
 
 def _check_ids(ids: Tensor, vocab_size: int, name: str) -> None:
     """Raises a ValueError unless these are ids (batch, seqlen); the values are read on a CPU only."""
@@ -203,17 +236,3 @@ def _check_ids(ids: Tensor, vocab_size: int, name: str) -> None:
         low, high = (int(bound) for bound in ids.aminmax())
         if low < 0 or high >= vocab_size:
             raise ValueError(f"expected {name} ids from 0 to {vocab_size - 1}, got {low} to {high}")
-
-
-def _seqlens(source: Tensor, layout: Any) -> Tensor:
-    if layout is not None:
-        return layout.seqlens.long()
-    real = source != PAD_ID
-    if source.device.type == "cpu" and bool((real[:, 1:] & ~real[:, :-1]).any()):
-        raise ValueError("expected source ids padded on the right, got PAD (id 0) before a token; or give a layout")
-    return real.sum(1)
-
-
-def _mask(source: Tensor, layout: Any) -> Tensor:
-    position = torch.arange(source.shape[1], device=source.device)
-    return (position < _seqlens(source, layout)[:, None])[:, None]

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-PAD_ID, EOS_ID = 0, 1
 IGNORE_INDEX = -100
 
 
@@ -130,6 +129,7 @@ class Transformer(nn.Module):
         dropout, attention_dropout, activation_dropout: probabilities.
         max_len: the longest sequence.
         eps: of LayerNorm.
+        pad, eos, start: the ids of padding, of what ends a sequence (one or several), and of what decoding begins with.
     """
 
     def __init__(
@@ -147,9 +147,13 @@ class Transformer(nn.Module):
         activation_dropout: float = 0.1,
         max_len: int = 512,
         eps: float = 1e-6,
+        pad: int = 0,
+        eos: int | tuple[int, ...] = (1,),
+        start: int = 0,
     ) -> None:
         super().__init__()
         self.d_model, self.dropout, self.max_len = d_model, dropout, max_len
+        self.pad, self.eos, self.start = pad, (eos,) if isinstance(eos, int) else tuple(eos), start
         self.embedding = nn.Embedding(vocab_size, d_model)
         self.register_buffer("positions", sinusoids(max_len, d_model, interleaved), persistent=False)
 
@@ -178,12 +182,12 @@ class Transformer(nn.Module):
 
     def embed(self, ids: Tensor) -> Tensor:
         """Scaled embedding (PAD is the zero vector), position, dropout."""
-        x = self.embedding(ids) * math.sqrt(self.d_model) * (ids != PAD_ID)[..., None]
+        x = self.embedding(ids) * math.sqrt(self.d_model) * (ids != self.pad)[..., None]
         return F.dropout(x + self.positions[: ids.shape[1]].to(x.dtype), self.dropout, self.training)
 
     def encode(self, source: Tensor) -> tuple[Tensor, Tensor]:
         """source (batch, n) ids, PAD behind -> memory (batch, n, d_model) and its mask (batch, 1, 1, n)."""
-        mask = (source != PAD_ID)[:, None, None, :]
+        mask = (source != self.pad)[:, None, None, :]
         return self.encoder(self.embed(source), mask), mask
 
     def decode(self, target: Tensor, memory: Tensor, memory_mask: Tensor) -> Tensor:
@@ -218,12 +222,13 @@ class Transformer(nn.Module):
     @torch.no_grad()
     def greedy(self, source: Tensor, max_new_tokens: int) -> Tensor:
         """Greedy decoding that runs encoder and decoder over everything for each token. (batch, <= max_new_tokens)."""
-        out = torch.full((len(source), 1), PAD_ID, dtype=torch.long, device=source.device)
+        ends = torch.tensor(self.eos, device=source.device)
+        out = torch.full((len(source), 1), self.start, dtype=torch.long, device=source.device)
         done = torch.zeros(len(source), dtype=torch.bool, device=source.device)
         for _ in range(max_new_tokens):
-            token = self(source, out)[:, -1].argmax(-1).masked_fill(done, PAD_ID)
+            token = self(source, out)[:, -1].argmax(-1).masked_fill(done, self.pad)
             out = torch.cat((out, token[:, None]), dim=1)
-            done |= token == EOS_ID
+            done |= torch.isin(token, ends)
             if bool(done.all()):
                 break
         return out[:, 1:]

@@ -72,7 +72,7 @@ def generate(
     ids = tokenizer.encode(prompt)
     if not ids:
         raise ValueError("expected a prompt of at least one token, got an empty one")
-    unknown = ids.count(tokenizer.unk_id)
+    unknown = 0 if tokenizer.special_ids.unk is None else ids.count(tokenizer.special_ids.unk)
     if unknown:
         logger.warning("the tokenizer doesn't know %d of the prompt's %d tokens", unknown, len(ids))
     out = search(

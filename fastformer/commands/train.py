@@ -13,7 +13,7 @@ from jsonargparse import ArgumentParser
 from fastformer.commands import command_line
 from fastformer.commands._parsing import Help, explain
 from fastformer.training.build import start
-from fastformer.training.config import ARCHITECTURES, SECTIONS, Model, check_names, merged, unused
+from fastformer.training.config import ARCHITECTURES, OF_TOKENIZER, SECTIONS, Model, check_names, merged, unused
 from fastformer.training.interrupts import Interrupts
 from fastformer.training.settings import read_yaml, run_config
 
@@ -22,7 +22,7 @@ logger = logging.getLogger("fastformer")
 # What is short to type, and what it stands for.
 SHORT = {"--model": "--model.name", "--preset": "--model.preset"}
 # The tokenizer decides on these.
-NO_FLAGS = {"vocab_size", "source_vocab_size"}
+NO_FLAGS = {*OF_TOKENIZER, "source_vocab_size"}
 USAGE = "fastformer train RUN [--config FILE] [--resume] [--SETTING VALUE ...]"
 
 

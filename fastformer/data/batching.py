@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from fastformer.data.examples import Example
-from fastformer.data.tokenizer import PAD_ID
 from fastformer.nn import SequenceLayout
+from fastformer.special_ids import SpecialIds
 
 IGNORE_INDEX = -100
 BATCHINGS = ("random", "bucketed", "packed")
@@ -31,7 +31,7 @@ class Batch:
 
     Attributes:
         source: ids, (batch, source_seqlen) or, packed, (total,); None for a language model.
-        target_in: the decoder's input, the target shifted right behind PAD; for a language model the text itself.
+        target_in: the decoder's input, the target shifted right behind `start`; for a language model the text itself.
         target_out: the target; -100 where there is padding.
         source_layout, target_layout: where the sequences lie.
     """
@@ -146,8 +146,13 @@ def _bucketed(order: Tensor, longest: Tensor, max_tokens: int, generator: torch.
     return [batches[i] for i in torch.randperm(len(batches), generator=generator).tolist()]
 
 
-def collate(examples: Sequence[Example], *, packed: bool) -> Batch:
+def collate(examples: Sequence[Example], *, packed: bool, special_ids: SpecialIds = SpecialIds()) -> Batch:
     """The tensors of a batch, padded to the longest example or packed.
+
+    Args:
+        examples: of one kind, with sources or without.
+        packed: one after another, with nothing between them.
+        special_ids: of the model: what fills padded rows, and what a target is shifted right behind.
 
     Raises:
         ValueError: no examples, something that is none, examples with and without a source, one without a target.
@@ -165,13 +170,13 @@ def collate(examples: Sequence[Example], *, packed: bool) -> Batch:
     targets = [example.target for example in examples]
     has_source = bool(sources[0])
     if has_source:
-        shifted = [[PAD_ID, *target[:-1]] for target in targets]
-    else:  # a language model continues text, so it never meets a PAD in front
+        shifted = [[special_ids.start, *target[:-1]] for target in targets]
+    else:  # a language model continues text, so it never meets a start in front
         shifted, targets = [target[:-1] for target in targets], [target[1:] for target in targets]
     target_layout = layout_of(targets, packed=packed)
     return Batch(
-        source=_join(sources, PAD_ID, packed) if has_source else None,
-        target_in=_join(shifted, PAD_ID, packed),
+        source=_join(sources, special_ids.pad, packed) if has_source else None,
+        target_in=_join(shifted, special_ids.pad, packed),
         target_out=_join(targets, IGNORE_INDEX, packed),
         source_layout=layout_of(sources, packed=packed) if has_source else None,
         target_layout=target_layout,

@@ -11,7 +11,7 @@ from typing import overload
 import torch
 from torch import Tensor
 
-from fastformer.data.tokenizer import EOS_ID
+from fastformer.special_ids import SpecialIds
 
 
 @dataclass(frozen=True)
@@ -81,9 +81,9 @@ class Examples(Sequence[Example]):
         return digest.hexdigest()
 
 
-def encode_pair(source: list[int], target: list[int]) -> Example:
-    """An example of a translator: EOS ends both sides."""
-    return Example([*source, EOS_ID], [*target, EOS_ID])
+def encode_pair(source: list[int], target: list[int], *, special_ids: SpecialIds = SpecialIds()) -> Example:
+    """An example of a translator: the first EOS ends both sides."""
+    return Example([*source, special_ids.first_eos], [*target, special_ids.first_eos])
 
 
 def windows(ids: Sequence[int], seqlen: int) -> Examples:

@@ -1,7 +1,7 @@
 """Text to ids and back: bytes with no dependency, or a byte-pair encoding trained by the `tokenizers` library.
 
-Both know every text. Ids of all tokenizers, foreign ones included (`tokenizer_files`): PAD 0, EOS 1, UNK 2. There is no
-BOS; a decoder begins with PAD.
+Both know every text. All tokenizers, foreign ones included (`tokenizer_files`), put PAD, EOS and UNK first: their
+special ids are the defaults of `SpecialIds`. There is no BOS; a decoder begins with PAD.
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Protocol
 
 from fastformer.files import write_atomically
+from fastformer.special_ids import SpecialIds
 
 if TYPE_CHECKING:
     import tokenizers
 
-PAD_ID, EOS_ID, UNK_ID = 0, 1, 2
-SPECIAL_TOKENS = ("<pad>", "</s>", "<unk>")
+SPECIAL_TOKENS = ("<pad>", "</s>", "<unk>")  # in the order of their ids
+_UNK = SPECIAL_TOKENS[2]
 TOKENIZER = "tokenizer.json"
 NUM_BYTES = 256
 _MOST_TOKENS = 2**24  # the library would set memory aside for more than any text has
@@ -32,9 +33,10 @@ _PIECE = 50_000  # characters of a long text that are encoded at a time
 class Tokenizer(Protocol):
     """What the library asks of a tokenizer."""
 
-    pad_id: int
-    eos_id: int
-    unk_id: int
+    @property
+    def special_ids(self) -> SpecialIds:
+        """What means something by itself; a model that is trained with the tokenizer takes them over."""
+        ...
 
     @property
     def vocab_size(self) -> int:
@@ -73,7 +75,7 @@ class Tokenizer(Protocol):
 class ByteTokenizer:
     """Every UTF-8 byte is a token: id = byte + 3. Needs nothing and knows every text; sequences are long."""
 
-    pad_id, eos_id, unk_id = PAD_ID, EOS_ID, UNK_ID
+    special_ids = SpecialIds()
     _first = len(SPECIAL_TOKENS)
 
     @property
@@ -97,7 +99,7 @@ class ByteTokenizer:
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of ids: PAD and UNK are skipped, EOS ends it; broken UTF-8 becomes U+FFFD."""
-        kept = until_eos(ids)
+        kept = until_eos(ids, self.special_ids)
         if max(kept, default=0) >= self.vocab_size:
             raise ValueError(f"expected ids below {self.vocab_size}, got {max(kept)}: was another tokenizer used?")
         return bytes(i - self._first for i in kept if i >= self._first).decode("utf-8", errors="replace")
@@ -129,7 +131,7 @@ class BPETokenizer:
         backend: a `tokenizers.Tokenizer` that `train_bpe` made, or that was read from a file which it wrote.
     """
 
-    pad_id, eos_id, unk_id = PAD_ID, EOS_ID, UNK_ID
+    special_ids = SpecialIds()
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
         if not hasattr(backend, "id_to_token") or not is_our_bpe(backend):
@@ -157,7 +159,7 @@ class BPETokenizer:
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of ids: special tokens are skipped, EOS ends it; broken UTF-8 becomes U+FFFD."""
-        return str(self._backend.decode(until_eos(ids), skip_special_tokens=True))
+        return str(self._backend.decode(until_eos(ids, self.special_ids), skip_special_tokens=True))
 
     def tokens(self, ids: Iterable[int]) -> list[str]:
         """Each id as its piece of text, with visible spaces and line ends."""
@@ -206,7 +208,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> BPETokenizer:
         check_text(text)
     fallback = [f"<0x{byte:02X}>" for byte in range(NUM_BYTES)]
     alphabet = _alphabet(texts, vocab_size // 2)
-    learner = _pipeline(library.models.BPE(unk_token=SPECIAL_TOKENS[UNK_ID], byte_fallback=True))
+    learner = _pipeline(library.models.BPE(unk_token=_UNK, byte_fallback=True))
     trainer = library.trainers.BpeTrainer(
         vocab_size=vocab_size + NUM_BYTES,
         special_tokens=[*SPECIAL_TOKENS, *fallback],
@@ -220,7 +222,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> BPETokenizer:
         library.models.BPE(
             vocab=model["vocab"],
             merges=[(left, right) for left, right in model["merges"]],
-            unk_token=SPECIAL_TOKENS[UNK_ID],
+            unk_token=_UNK,
             byte_fallback=True,
         )
     )
@@ -313,17 +315,17 @@ def check_texts(texts: Iterable[str]) -> None:
         raise ValueError(f"expected a list of texts, got {type(texts).__name__}")
 
 
-def until_eos(ids: Iterable[int]) -> list[int]:
-    """The ids before the first EOS, without PAD.
+def until_eos(ids: Iterable[int], special_ids: SpecialIds) -> list[int]:
+    """The ids before the first that is any EOS, without PAD.
 
     Raises:
         ValueError: something that is no id.
     """
     kept = []
     for i in _each(ids):
-        if i == EOS_ID:
+        if i in special_ids.eos:
             break
-        if i != PAD_ID:
+        if i != special_ids.pad:
             kept.append(i)
     return kept
 
@@ -343,7 +345,7 @@ def _each(ids: Iterable[int]) -> Iterator[int]:
 
 def visible(token: str | None) -> str:
     """A token with its spaces and line ends made visible; of an id that has none, that of UNK."""
-    return SPECIAL_TOKENS[UNK_ID] if token is None else token.replace(" ", "▁").replace("\n", "↵")
+    return _UNK if token is None else token.replace(" ", "▁").replace("\n", "↵")
 
 
 def tokenizers_library() -> ModuleType:

@@ -16,11 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from fastformer.data.tokenizer import (
-    EOS_ID,
-    PAD_ID,
     SPECIAL_TOKENS,
     TOKENIZER,
-    UNK_ID,
     BPETokenizer,
     ByteTokenizer,
     Tokenizer,
@@ -32,6 +29,7 @@ from fastformer.data.tokenizer import (
     visible,
 )
 from fastformer.files import write_atomically
+from fastformer.special_ids import SpecialIds
 
 if TYPE_CHECKING:
     import sentencepiece
@@ -96,7 +94,7 @@ class ForeignTokenizer:
         ids: what it calls PAD, EOS and UNK.
     """
 
-    pad_id, eos_id, unk_id = PAD_ID, EOS_ID, UNK_ID
+    special_ids = SpecialIds()
 
     def __init__(self, model: ForeignModel, ids: ForeignIds) -> None:
         self._model, self._ids = model, ids
@@ -129,7 +127,7 @@ class ForeignTokenizer:
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of ids: special tokens are skipped, EOS ends it."""
-        theirs = [self._theirs[i] for i in until_eos(ids) if i != UNK_ID]
+        theirs = [self._theirs[i] for i in until_eos(ids, self.special_ids) if i != self.special_ids.unk]
         return self._model.decode([i for i in theirs if i is not None])
 
     def tokens(self, ids: Iterable[int]) -> list[str]:
@@ -141,7 +139,7 @@ class ForeignTokenizer:
 
     def unknown(self, text: str, ids: Sequence[int]) -> list[str]:
         """The parts of a text that no token stands for; `ids` is the text encoded."""
-        if UNK_ID in ids and self._ids.unk is not None:
+        if self.special_ids.unk in ids and self._ids.unk is not None:
             return self._model.unknown(text, self._ids.unk)
         if self._ids.unk is not None:
             return []

@@ -5,3 +5,4 @@ from fastformer.models.gpt import GPTConfig as GPTConfig
 from fastformer.models.pretrained import read_architecture as read_architecture
 from fastformer.models.transformer import Transformer as Transformer
 from fastformer.models.transformer import TransformerConfig as TransformerConfig
+from fastformer.special_ids import SpecialIds as SpecialIds

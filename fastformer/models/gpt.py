@@ -22,6 +22,7 @@ from fastformer.nn.norm import AddLayerNorm
 from fastformer.nn.transformer import TransformerEncoder
 from fastformer.ops.linear_cross_entropy import linear_cross_entropy
 from fastformer.settings import Amount, Count, Positive, Probability, Range, check_settings
+from fastformer.special_ids import SpecialIds
 
 
 @dataclass
@@ -48,6 +49,7 @@ class GPTConfig:
         bias: whether projections and norms have a bias.
         window_size: a token sees this many tokens before itself; None: all.
         max_len: the longest sequence.
+        special_ids: of the tokens: what pads a batch of prompts, and what ends a text.
     """
 
     vocab_size: Annotated[int, Range(2)]
@@ -68,10 +70,12 @@ class GPTConfig:
     bias: bool = True
     window_size: Count | None = None
     max_len: Positive = 1024
+    special_ids: SpecialIds = SpecialIds()
 
     def __post_init__(self) -> None:
         check_settings(self)
         check_heads(self.d_model, self.num_heads, self.num_kv_heads)
+        self.special_ids.check(self.vocab_size)
         if self.positions == "sinusoidal" and self.d_model % 2:
             raise ValueError(f"expected an even d_model (sines and cosines in pairs), got {self.d_model}")
         if self.positions == "rotary" and self.d_model // self.num_heads % 2:

@@ -19,6 +19,7 @@ from torch import nn
 
 from fastformer.files import write_atomically
 from fastformer.settings import suggestion
+from fastformer.special_ids import SpecialIds
 
 WEIGHTS = "model.safetensors"
 CONFIG = "config.json"
@@ -37,7 +38,7 @@ class Saved(Protocol):
 
 
 def config_from_dict(config_class: type[Any], values: dict[str, Any]) -> Any:
-    """A config dataclass from plain values.
+    """A config dataclass from plain values; `special_ids` may be a mapping, as config.json holds them, or left out.
 
     Raises:
         ValueError: a key that the config doesn't have (the nearest one is suggested), one that is missing, or a value
@@ -49,6 +50,9 @@ def config_from_dict(config_class: type[Any], values: dict[str, Any]) -> Any:
             raise ValueError(f"{config_class.__name__} has no setting {key!r}{suggestion(key, known)}")
     if "vocab_size" not in values:  # the one that has no default
         raise ValueError(f"expected {config_class.__name__} to have a vocab_size, got {values}")
+    special = values.get("special_ids")
+    if isinstance(special, Mapping):
+        values = {**values, "special_ids": SpecialIds.from_dict(special)}
     return config_class(**values)
 
 

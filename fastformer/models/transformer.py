@@ -22,8 +22,8 @@ from fastformer.nn.norm import AddLayerNorm
 from fastformer.nn.transformer import TransformerDecoder, TransformerEncoder
 from fastformer.ops.linear_cross_entropy import linear_cross_entropy
 from fastformer.settings import Amount, Count, Positive, Probability, Range, check_settings
+from fastformer.special_ids import SpecialIds
 
-PAD_ID = 0
 IGNORE_INDEX = -100
 
 Norm = Literal["layer", "rms"]
@@ -67,6 +67,7 @@ class TransformerConfig:
         attention_bias: whether the attention's projections have a bias.
         window_size: a token sees this many neighbours to each side in self-attention; None: all.
         max_len: the longest sequence.
+        special_ids: of the tokens; all lie within both vocabularies.
     """
 
     vocab_size: Annotated[int, Range(2)]
@@ -89,6 +90,7 @@ class TransformerConfig:
     attention_bias: bool = False
     window_size: Count | None = None
     max_len: Positive = 1024
+    special_ids: SpecialIds = SpecialIds()
 
     def __post_init__(self) -> None:
         check_settings(self)
@@ -97,15 +99,18 @@ class TransformerConfig:
             raise ValueError(f"expected an even d_model (sines and cosines in pairs), got {self.d_model}")
         if self.tie_embeddings and self.source_vocab_size not in (None, self.vocab_size):
             raise ValueError("tie_embeddings needs one vocabulary for source and target: leave out source_vocab_size")
+        for size in (self.vocab_size, self.source_vocab_size or self.vocab_size):
+            self.special_ids.check(size)
 
 
 class Transformer(PretrainedModel):
     """Encoder and decoder from token ids to logits.
 
-    Ids: PAD 0, EOS 1, UNK 2, and no BOS: the decoder's input is the target shifted right behind an id 0, whose
-    embedding is the zero vector (tensor2tensor's shift_right). Inputs are padded (batch, seqlen), or packed (total,)
-    with a `SequenceLayout.packed`; weights and results are the same. Without a source layout, trailing zeros of a
-    source are padding; a target needs none, since attention is causal and the loss skips targets of -100.
+    The config's `special_ids` say what PAD, EOS and the decoder's first token are. The decoder's input is the target
+    shifted right behind `start`; by default that is PAD, whose embedding is the zero vector (tensor2tensor's
+    shift_right). Inputs are padded (batch, seqlen), or packed (total,) with a `SequenceLayout.packed`; weights and
+    results are the same. Without a source layout, trailing PADs of a source are padding; a target needs none, since
+    attention is causal and the loss skips targets of -100.
 
     Parameters: `embedding.weight` (tied) or `source_embedding.weight`, `target_embedding.weight`, `output.weight`;
     `encoder.*` and `decoder.*` as in `torch.nn.TransformerEncoder` and `TransformerDecoder`.
@@ -150,7 +155,7 @@ class Transformer(PretrainedModel):
             return Embedding(
                 vocab_size,
                 config.d_model,
-                padding_idx=PAD_ID,
+                padding_idx=config.special_ids.pad,
                 scale=math.sqrt(config.d_model),
                 dropout=config.dropout,
                 position=position,
@@ -232,14 +237,14 @@ class Transformer(PretrainedModel):
 
         Returns:
             The memory: (batch, seqlen, d_model) or (total, d_model). Pass the same layout on as `memory_layout`
-            (`SequenceLayout.from_ids(source)` where there was none).
+            (`SequenceLayout.from_ids(source, config.special_ids.pad)` where there was none).
 
         Raises:
             ValueError: ids out of the vocabulary, a sequence longer than max_len, PADs before a token and no layout.
         """
         config = self.config
         check_ids(source, config.source_vocab_size or config.vocab_size, config.max_len, layout, "source")
-        layout = trailing_padding(source, PAD_ID, "source") if layout is None else layout
+        layout = trailing_padding(source, config.special_ids.pad, "source") if layout is None else layout
         embed = self.embedding if config.tie_embeddings else self.source_embedding
         return self.encoder(embed(source, layout.positions), layout=layout)
 
@@ -322,7 +327,7 @@ class Transformer(PretrainedModel):
 
         Args:
             source: ids, (batch, seqlen), or (total,) with packed layouts.
-            target_in: the target shifted right behind an id 0.
+            target_in: the target shifted right behind the id `start`.
             target_out: the target; -100 (padding) counts nothing.
             source_layout, target_layout: see `encode` and `decode`.
             label_smoothing: the probability taken from the target and spread over all classes,
@@ -414,7 +419,7 @@ class Transformer(PretrainedModel):
         self, source: Tensor, target: Tensor, source_layout: SequenceLayout | None, target_layout: SequenceLayout | None
     ) -> Tensor:
         if source_layout is None and isinstance(source, Tensor) and source.dim() == 2:
-            source_layout = trailing_padding(source, PAD_ID, "source")
+            source_layout = trailing_padding(source, self.config.special_ids.pad, "source")
         memory = self.encode(source, source_layout)
         return self.decode(target, memory, layout=target_layout, memory_layout=source_layout)
 

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fastformer.special_ids import SpecialIds
+
 
 @dataclass(frozen=True, eq=False)
 class SequenceLayout:
@@ -70,7 +72,7 @@ class SequenceLayout:
         return cls(seqlens, int(max_seqlen), cu_seqlens, positions)
 
     @classmethod
-    def from_ids(cls, ids: Tensor, pad_id: int = 0) -> SequenceLayout:
+    def from_ids(cls, ids: Tensor, pad_id: int = SpecialIds.pad) -> SequenceLayout:
         """The padded layout of right-padded ids (batch, seqlen): counts what isn't `pad_id`, without a host sync."""
         if not isinstance(ids, Tensor) or not isinstance(pad_id, int):
             raise ValueError(f"expected ids as a tensor and pad_id as an id, got {type(ids).__name__} and {pad_id!r}")

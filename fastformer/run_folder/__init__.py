@@ -23,6 +23,7 @@ from fastformer.data import Tokenizer, load_tokenizer
 from fastformer.data.tokenizer import TOKENIZER
 from fastformer.models import GPT, Transformer, read_architecture
 from fastformer.models.pretrained import config_from_dict, load_saved
+from fastformer.special_ids import SpecialIds
 
 ARCHITECTURES = ("Transformer", "GPT", "LSTMSeq2Seq")
 
@@ -73,6 +74,7 @@ def load_model(
             f"expected a tokenizer of {model.config.vocab_size} ids beside the model in {run}, got one of "
             f"{tokenizer.vocab_size}: {TOKENIZER} is of another run"
         )
+    SpecialIds.of(model.config).check_tokenizer(tokenizer.special_ids, f"the model in {run}")
     return model, tokenizer
 
 

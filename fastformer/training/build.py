@@ -25,7 +25,8 @@ from fastformer.run_folder import choose_device, load_model
 from fastformer.run_folder.checkpoint import FOLDER, checkpoints, latest_checkpoint
 from fastformer.run_folder.lock import LOCK, RunLock
 from fastformer.settings import suggestion
-from fastformer.training.config import Architecture, TrainConfig
+from fastformer.special_ids import SpecialIds
+from fastformer.training.config import OF_TOKENIZER, Architecture, TrainConfig
 from fastformer.training.examples import load_data
 from fastformer.training.interrupts import Interrupts
 from fastformer.training.progress import METRICS
@@ -37,15 +38,19 @@ logger = logging.getLogger("fastformer")
 KINDS: dict[str, Architecture] = {"Transformer": "transformer", "GPT": "gpt", "LSTMSeq2Seq": "lstm"}
 
 
-def build_model(config: TrainConfig, vocab_size: int) -> nn.Module:
+def build_model(config: TrainConfig, vocab_size: int, special_ids: SpecialIds = SpecialIds()) -> nn.Module:
     """The freshly initialised model of the settings, seeded.
+
+    Args:
+        config: the settings.
+        vocab_size, special_ids: of the tokenizer.
 
     Raises:
         ValueError: an unknown preset or setting (the nearest one is suggested).
     """
     torch.manual_seed(config.seed)
     longest = config.seqlen if config.model == "gpt" else config.max_len + EXTRA_LENGTH
-    settings = config.model_config(vocab_size, longest)
+    settings = config.model_config(vocab_size, longest, special_ids)
     if config.model == "lstm":
         return LSTMSeq2Seq(**asdict(settings))
     return GPT(settings) if config.model == "gpt" else Transformer(settings)
@@ -127,7 +132,7 @@ def _start(
         config, source, tokenizer = take_over(config)
         weights = source.state_dict()
     data = load_data(config, tokenizer)
-    model = build_model(config, data.tokenizer.vocab_size)
+    model = build_model(config, data.tokenizer.vocab_size, data.tokenizer.special_ids)
     if weights is not None:
         model.load_state_dict(weights)
     trainer = Trainer(config, folder, model, data, device, lock=lock, interrupts=interrupts)
@@ -190,7 +195,7 @@ def take_over(config: TrainConfig) -> tuple[TrainConfig, Any, Tokenizer]:
     assert run is not None
     model, tokenizer = load_model(run)
     kind, sizes, plain = KINDS[type(model).__name__], asdict(model.config), TrainConfig()
-    del sizes["vocab_size"]
+    sizes = {name: value for name, value in sizes.items() if name not in OF_TOKENIZER}
 
     def refuse(name: str, given: object, has: object) -> None:
         raise ValueError(f"init_from {run} has {name} {has!r}, got {given!r}: leave {name} out")

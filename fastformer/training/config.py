@@ -14,6 +14,7 @@ from fastformer.baseline.lstm import LSTMConfig
 from fastformer.models import GPT, GPTConfig, Transformer, TransformerConfig
 from fastformer.models.pretrained import config_from_dict
 from fastformer.settings import Amount, Count, Positive, Probability, Seed, check_settings, suggestion
+from fastformer.special_ids import SpecialIds
 
 Architecture = Literal["transformer", "gpt", "lstm"]
 # The settings of each architecture, and its presets.
@@ -22,6 +23,9 @@ ARCHITECTURES: dict[Architecture, tuple[type[Any], dict[str, dict[str, Any]]]] =
     "gpt": (GPTConfig, GPT.presets),
     "lstm": (LSTMConfig, {"tiny": {}}),
 }
+# The settings of a model that its tokenizer decides on. The LSTM has its special ids as fields of its own.
+SPECIAL_IDS = {"special_ids", *(f.name for f in fields(SpecialIds))}
+OF_TOKENIZER = {"vocab_size", *SPECIAL_IDS}
 
 # What suits a built-in task, in place of the defaults; what a person gives goes before both.
 TASKS: dict[str, dict[str, Any]] = {
@@ -212,6 +216,8 @@ class TrainConfig(Machine, Validation, Optimisation, Data, Model):
             if getattr(self, name) == "":
                 raise ValueError(f"expected {name} to name a file, got an empty text")
         self._check_sources()
+        for name in sorted(SPECIAL_IDS & self.settings.keys()):
+            raise ValueError(f"expected no {name} among the model's settings: the tokenizer decides on it")
         if self.init_from is None:  # else the run that it names decides
             self.model_config(vocab_size=max(self.vocab_size, 2))
             bound, longest = ("seqlen", self.seqlen) if self.model == "gpt" else ("max_len", self.max_len)
@@ -246,12 +252,13 @@ class TrainConfig(Machine, Validation, Optimisation, Data, Model):
                 wanted = "train_text" if self.model == "gpt" else "pairs of texts"
                 raise ValueError(f"expected {wanted} for model {self.model}, got {names[0]}{hint}")
 
-    def model_config(self, vocab_size: int, max_len: int | None = None) -> Any:
+    def model_config(self, vocab_size: int, max_len: int | None = None, special_ids: SpecialIds = SpecialIds()) -> Any:
         """The settings of the model: the preset's, and over them those that were given.
 
         Args:
             vocab_size: of the tokenizer.
             max_len: the longest sequence, unless the settings say otherwise.
+            special_ids: of the tokenizer.
 
         Raises:
             ValueError: an unknown preset or setting (the nearest one is suggested), or one that is not allowed.
@@ -263,7 +270,10 @@ class TrainConfig(Machine, Validation, Optimisation, Data, Model):
         if "vocab_size" in self.settings:
             raise ValueError("expected vocab_size beside the model's settings: the tokenizer decides on the model's")
         longest = {} if max_len is None else {"max_len": max_len}
-        values = {**presets[self.preset], **longest, **self.settings, "vocab_size": vocab_size}
+        of_tokenizer = {"vocab_size": vocab_size, "special_ids": special_ids, **asdict(special_ids)}
+        own = {f.name for f in fields(config_class)}
+        of_tokenizer = {name: value for name, value in of_tokenizer.items() if name in own}
+        values = {**presets[self.preset], **longest, **self.settings, **of_tokenizer}
         return config_from_dict(config_class, values)
 
     @classmethod
@@ -345,7 +355,7 @@ def check_names(values: dict[str, Any]) -> None:
     known = [f.name for f in fields(TrainConfig) if f.name not in ("preset", "settings")]
     of_models = {f.name for config_class, _ in ARCHITECTURES.values() for f in fields(config_class)}
     for key in nested:
-        if key in of_models - set(known):
+        if key in of_models - SPECIAL_IDS - set(known):
             raise ValueError(f"unknown setting {key!r}: it belongs to the model; did you mean `model: {{{key}: ...}}`?")
         if key not in known:
             raise ValueError(f"unknown setting {key!r}{suggestion(key, [*known, 'preset'])}")

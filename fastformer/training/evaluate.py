@@ -11,6 +11,7 @@ from torch import nn
 
 from fastformer.data import Batch, Example, Examples, collate, plan_epoch
 from fastformer.generation import Translator
+from fastformer.special_ids import SpecialIds
 
 
 @dataclass
@@ -67,10 +68,11 @@ def negative_log_likelihood(
     plan = plan_epoch(
         lengths_of(examples), max_tokens=max_tokens, batching="packed" if packed else "bucketed", seed=0, epoch=0
     )
+    special_ids = SpecialIds.of(model.config)
     total, tokens = 0.0, 0
     try:
         for indices in plan:
-            batch = collate([examples[i] for i in indices], packed=packed).to(device)
+            batch = collate([examples[i] for i in indices], packed=packed, special_ids=special_ids).to(device)
             total += float(model_loss(model, batch))
             tokens += batch.num_target_tokens
     finally:

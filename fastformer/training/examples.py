@@ -14,7 +14,7 @@ from fastformer.data import ByteTokenizer, Examples, Tokenizer, load_tokenizer, 
 from fastformer.data.examples import encode_pair, windows
 from fastformer.data.number_words import english, german, number_pairs
 from fastformer.data.text import read_documents, read_pairs, read_tsv
-from fastformer.data.tokenizer import EOS_ID, line_pieces
+from fastformer.data.tokenizer import line_pieces
 from fastformer.data.tokenizer_files import ForeignTokenizer
 from fastformer.training.config import TrainConfig
 
@@ -68,7 +68,7 @@ def _encode_pairs(tokenizer: Tokenizer, pairs: Pairs, max_len: int, what: str) -
     examples, kept = Examples(), []
     encoded = encode_all(tokenizer, [text for pair in pairs for text in pair], what)
     for pair, source, target in zip(pairs, encoded, encoded, strict=True):  # one iterator, two steps at a time
-        example = encode_pair(source, target)
+        example = encode_pair(source, target, special_ids=tokenizer.special_ids)
         if max(example.lengths) <= max_len:
             examples.append(example.source, example.target)
             kept.append(pair)
@@ -203,14 +203,14 @@ def _cut_tenth(documents: list[str], path: str) -> tuple[list[str], list[str]]:
 
 
 def _document_ids(tokenizer: Tokenizer, documents: Sequence[str], what: str) -> array[int]:
-    """Documents one after another; EOS ends each. Line ends are text."""
+    """Documents one after another; the first EOS ends each. Line ends are text."""
     pieces = [tokenizer.pieces(document) for document in documents]
     encoded = encode_all(tokenizer, [piece for some in pieces for piece in some], what)
     ids = array("i")
     for some in pieces:
         for _ in some:
             ids.extend(next(encoded))
-        ids.append(EOS_ID)
+        ids.append(tokenizer.special_ids.first_eos)
     for _ in encoded:  # its last words are in the log
         raise AssertionError("more ids than pieces")
     return ids

@@ -9,6 +9,7 @@ import logging
 import math
 import time
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from fastformer.generation import Translator
 from fastformer.models.pretrained import WEIGHTS, save_model
 from fastformer.run_folder.checkpoint import average_weights, checkpoints, describe_average, save_checkpoint
 from fastformer.run_folder.lock import RunLock
+from fastformer.special_ids import SpecialIds
 from fastformer.training.best import Best, choose_measure
 from fastformer.training.config import TrainConfig
 from fastformer.training.evaluate import Scores, lengths_of, model_loss, negative_log_likelihood, translate_and_score
@@ -68,6 +70,8 @@ class Trainer:
         interrupts: Interrupts | None = None,
     ) -> None:
         self.config, self.run, self.data, self.device = config, run, data, device
+        self.special_ids = SpecialIds.of(model.config)
+        self.special_ids.check_tokenizer(data.tokenizer.special_ids, "the model")
         self.lock, self.interrupts = lock or RunLock(run), interrupts or Interrupts()
         self.model = model.to(device)
         self.packed = config.batching == "packed"
@@ -192,7 +196,7 @@ class Trainer:
             )
             while self.batch < len(plan):
                 examples = [self.data.train[i] for i in plan[self.batch]]
-                group.append(collate(examples, packed=self.packed).to(self.device))
+                group.append(collate(examples, packed=self.packed, special_ids=self.special_ids).to(self.device))
                 self.batch += 1
                 if len(group) == self.config.accumulate:
                     yield group
@@ -362,6 +366,7 @@ class Trainer:
             "losses": [list(entry) for entry in self.losses],
             "meter": self.meter.state_dict(),
             "data": self.fingerprint,
+            "special_ids": asdict(self.special_ids),
             "rng": torch.get_rng_state(),
             "cuda_rng": torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else None,
         }
@@ -378,6 +383,8 @@ class Trainer:
         """
         try:
             check_same(state["data"], self.fingerprint, origin)
+            # Checkpoints of earlier versions name no special ids: they had the defaults.
+            SpecialIds.from_dict(state.get("special_ids", {})).check_tokenizer(self.special_ids, str(origin))
             self.model.load_state_dict(state["model"])
             self.optimizer.load_state_dict(state["optimizer"])
             if state["scaler"] and self.scaler.is_enabled():

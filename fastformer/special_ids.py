@@ -1,0 +1,126 @@
+"""The ids that are no text: padding, the ends of a sequence, the unknown, and what a decoder begins with.
+
+They belong to a model, which saves them in its config, and to the tokenizer that it was trained with. Their defaults
+stand here and nowhere else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+
+from fastformer.settings import suggestion
+
+
+@dataclass(frozen=True, init=False)
+class SpecialIds:
+    """Which ids mean something by themselves.
+
+    Args:
+        pad: fills what a batch has behind shorter sequences. An encoder-decoder model embeds it as the zero vector.
+        eos: ends a sequence: one id, or several, each of which ends what is generated. The first of them is the one
+            that is put behind sources, targets and documents.
+        unk: what a tokenizer gives for text that it has no token for; None: it has none.
+        start: what an encoder-decoder model's decoder begins with. The same as pad, it is the zero vector
+            (tensor2tensor); a token of its own has a learned embedding.
+
+    Raises:
+        ValueError: something that is no id, no eos, one twice, or one id for two of pad, eos and unk.
+    """
+
+    pad: int = 0
+    eos: tuple[int, ...] = (1,)
+    unk: int | None = 2
+    start: int = 0
+
+    def __init__(
+        self,
+        pad: int = pad,
+        eos: int | Sequence[int] = eos,
+        unk: int | None = unk,
+        start: int = start,
+    ) -> None:
+        _check_id("pad", pad)
+        if isinstance(eos, str | bytes) or not isinstance(eos, int | Sequence):
+            raise ValueError(f"expected eos to be an id or a sequence of ids, got {eos!r}")
+        ends = (eos,) if isinstance(eos, int) else tuple(eos)
+        if not ends:
+            raise ValueError("expected eos to be at least one id, got none")
+        for end in ends:
+            _check_id("eos", end)
+        if len(set(ends)) < len(ends):
+            raise ValueError(f"expected different ids of eos, got {list(ends)}")
+        if unk is not None:
+            _check_id("unk", unk)
+        _check_id("start", start)
+        if pad in ends:
+            raise ValueError(f"expected pad and eos to be different ids, got {pad} for both")
+        if unk is not None and unk in (pad, *ends):
+            other = "pad" if unk == pad else "eos"
+            raise ValueError(
+                f"expected unk and {other} to be different ids, got {unk} for both: give unk too, None if there is none"
+            )
+        for name, value in (("pad", pad), ("eos", ends), ("unk", unk), ("start", start)):
+            object.__setattr__(self, name, value)
+
+    @property
+    def first_eos(self) -> int:
+        """The end that is put behind sources, targets and documents."""
+        return self.eos[0]
+
+    def check(self, vocab_size: int) -> None:
+        """Holds the ids against a vocabulary.
+
+        The default unk may lie behind a vocabulary of two, for no model reads it.
+
+        Raises:
+            ValueError: an id that the vocabulary doesn't have.
+        """
+        for name, ids in (("pad", (self.pad,)), ("eos", self.eos), ("unk", (self.unk,)), ("start", (self.start,))):
+            size = max(vocab_size, SpecialIds.unk + 1) if name == "unk" else vocab_size  # type: ignore[operator]
+            for i in ids:
+                if i is not None and i >= size:
+                    raise ValueError(f"expected special ids below the vocabulary's size {vocab_size}, got {name} {i}")
+
+    def check_tokenizer(self, theirs: SpecialIds, model: str) -> None:
+        """Holds the ids of a model against those of the tokenizer that it is used with.
+
+        Args:
+            theirs: of the tokenizer.
+            model: what the model is called in the message.
+
+        Raises:
+            ValueError: they differ.
+        """
+        if self != theirs:
+            raise ValueError(f"expected a tokenizer with the special ids of {model}, {self}, got one with {theirs}")
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, object]) -> SpecialIds:
+        """The ids from plain values, as `dataclasses.asdict` gives them; what is left out has its default.
+
+        Raises:
+            ValueError: an unknown name (the nearest one is suggested), or a value that is not allowed.
+        """
+        known = [field.name for field in fields(cls)]
+        for name in values:
+            if name not in known:
+                raise ValueError(f"special_ids has no {name!r}{suggestion(name, known)}")
+        return cls(**values)  # type: ignore[arg-type]
+
+    @classmethod
+    def of(cls, config: object) -> SpecialIds:
+        """The ids that the config of any model says.
+
+        They are its `special_ids`; or its own fields pad, eos, unk and start, as of a model that shares nothing with
+        this library; or, where it says nothing, the defaults.
+        """
+        found = getattr(config, "special_ids", None)
+        if isinstance(found, cls):
+            return found
+        return cls(**{field.name: getattr(config, field.name) for field in fields(cls) if hasattr(config, field.name)})
+
+
+def _check_id(name: str, value: object) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise ValueError(f"expected {name} to be an id, an integer of at least 0, got {value!r}")
