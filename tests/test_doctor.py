@@ -33,6 +33,7 @@ def calls() -> dict[str, Callable[[], object]]:
         "add_layer_norm": lambda: ops.add_layer_norm(x, x, torch.ones(16), torch.zeros(16)),
         "feed_forward": lambda: ops.feed_forward(x, square, None, square, None),
         "linear_cross_entropy": lambda: ops.linear_cross_entropy(x, square, torch.tensor([0, 1, 2, 3])),
+        "linear_topk": lambda: ops.linear_topk(x, square, 2),
         "embedding": lambda: ops.embedding(ids, square),
         "rotary": lambda: ops.rotary(heads, *ops.rotary_tables(5, 8)),
     }

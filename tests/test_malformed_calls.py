@@ -149,6 +149,10 @@ CALLS: list[tuple[str, Callable[[], object], tuple[str, ...]]] = [
     ("no target", lambda: cross_entropy(None), ("integer target", "NoneType")),
     ("smoothing as text", lambda: cross_entropy(IDS[:, 0], label_smoothing="0.1"), ("label_smoothing", "'0.1'")),
     ("no index to ignore", lambda: cross_entropy(IDS[:, 0], ignore_index=None), ("ignore_index", "None")),
+    ("nothing to choose from", lambda: ops.linear_topk(torch.randn(2, 4), None, 1), ("weight", "NoneType")),
+    ("the best of more than all", lambda: ops.linear_topk(ROWS[0], ROWS[0], 6), ("from 1 to vocab_size 2", "got 6")),
+    ("half of the best", lambda: ops.linear_topk(ROWS[0], ROWS[0], 1.5), ("k to be an integer", "got 1.5")),
+    ("logs as text", lambda: ops.linear_topk(ROWS[0], ROWS[0], 1, log_probs="no"), ("log_probs", "'no'")),
     ("a base of 0", lambda: ops.rotary_tables(5, 8, base=0), ("base above 0", "0")),
     ("half a position", lambda: ops.rotary_tables(5.5, 8), ("num_positions", "5.5")),
     # Modules.

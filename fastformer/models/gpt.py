@@ -21,6 +21,7 @@ from fastformer.nn.layout import SequenceLayout
 from fastformer.nn.norm import AddLayerNorm
 from fastformer.nn.transformer import TransformerEncoder
 from fastformer.ops.linear_cross_entropy import linear_cross_entropy
+from fastformer.ops.linear_topk import TopK, best_of_logits, linear_topk
 from fastformer.settings import Amount, Count, Positive, Probability, Range, check_settings
 from fastformer.special_ids import SpecialIds
 
@@ -215,6 +216,12 @@ class GPT(PretrainedModel):
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden (..., d_model) -> (..., vocab_size)."""
         return F.linear(hidden, self.output_weight)
+
+    def top_tokens(self, hidden: Tensor, k: int, *, log_probs: bool = True) -> TopK:
+        """The k best next tokens of each position: see `Transformer.top_tokens`."""
+        if type(self).logits is not GPT.logits or "logits" in self.__dict__:
+            return best_of_logits(self.logits(hidden), k, log_probs=log_probs)
+        return linear_topk(hidden, self.output_weight, k, log_probs=log_probs)
 
     def forward(self, tokens: Tensor, *, layout: SequenceLayout | None = None) -> Tensor:
         """The logits of the next token at each position: (batch, seqlen, vocab_size) or (total, vocab_size)."""

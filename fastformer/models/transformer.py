@@ -21,6 +21,7 @@ from fastformer.nn.layout import SequenceLayout
 from fastformer.nn.norm import AddLayerNorm
 from fastformer.nn.transformer import TransformerDecoder, TransformerEncoder
 from fastformer.ops.linear_cross_entropy import linear_cross_entropy
+from fastformer.ops.linear_topk import TopK, best_of_logits, linear_topk
 from fastformer.settings import Amount, Count, Positive, Probability, Range, check_settings
 from fastformer.special_ids import SpecialIds
 
@@ -291,6 +292,26 @@ class Transformer(PretrainedModel):
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden (..., d_model) -> (..., vocab_size): no bias, no scale."""
         return F.linear(hidden, self.output_weight)
+
+    def top_tokens(self, hidden: Tensor, k: int, *, log_probs: bool = True) -> TopK:
+        """The k best next tokens of each position, with their log-probabilities (or logits), without the logits of all.
+
+        Where a subclass or an instance has `logits` of its own, it chooses among those.
+
+        Args:
+            hidden: (..., d_model), from `decode`.
+            k: how many, from 1 to vocab_size.
+            log_probs: give log-probabilities instead of logits, which are cheaper.
+
+        Returns:
+            (values (..., k), fp32 or fp64, downward; indices (..., k), int64). See `ops.linear_topk`.
+
+        Raises:
+            ValueError: a k that is no integer from 1 to vocab_size.
+        """
+        if type(self).logits is not Transformer.logits or "logits" in self.__dict__:
+            return best_of_logits(self.logits(hidden), k, log_probs=log_probs)
+        return linear_topk(hidden, self.output_weight, k, log_probs=log_probs)
 
     def forward(
         self,

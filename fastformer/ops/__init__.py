@@ -11,6 +11,8 @@ from fastformer.ops.embedding import embedding as embedding
 from fastformer.ops.embedding import sinusoidal_positions as sinusoidal_positions
 from fastformer.ops.feed_forward import feed_forward as feed_forward
 from fastformer.ops.linear_cross_entropy import linear_cross_entropy as linear_cross_entropy
+from fastformer.ops.linear_topk import TopK as TopK
+from fastformer.ops.linear_topk import linear_topk as linear_topk
 from fastformer.ops.rotary import rotary as rotary
 from fastformer.ops.rotary import rotary_tables as rotary_tables
 from fastformer.ops.varlen_attention import varlen_attention as varlen_attention

@@ -283,6 +283,7 @@ AUTOCAST = {
     "decode_attention": "cast",
     "feed_forward": "cast",
     "linear_cross_entropy": "cast",
+    "linear_topk": "cast",
     "add_layer_norm": "keep",
     "embedding": "keep",
     "rotary": "keep",

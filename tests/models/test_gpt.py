@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 from fastformer.models import GPT, GPTConfig
 from fastformer.nn import AddLayerNorm, SequenceLayout
+from tests.models.top_tokens import check_top_tokens
 from tests.nn.comparing import assert_same, randomised
 
 V, LENGTHS = 23, [4, 7, 1]
@@ -161,6 +162,12 @@ def test_cached_decoding_equals_uncached(options):
         expected = model.decode(torch.cat([tokens[row, :length], further[row]])[None])[0]
         assert_same(prompts[row, :length], expected[:length], "prompt")
         assert_same(steps[row], expected[length:], "steps")
+
+
+@pytest.mark.parametrize("options", [{}, {"tie_embeddings": False}], ids=["tied", "untied"])
+@torch.inference_mode()
+def test_top_tokens(options):
+    check_top_tokens(GPT, model_of(**options))
 
 
 def test_initialisation_and_presets():

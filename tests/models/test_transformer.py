@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from fastformer.models import Transformer, TransformerConfig
 from fastformer.nn import AddLayerNorm, MultiheadAttention, SequenceLayout
 from tests.models.plain import Plain
+from tests.models.top_tokens import check_top_tokens
 from tests.nn.comparing import assert_same, randomised
 
 V, SOURCE_LENGTHS, TARGET_LENGTHS = 23, [5, 2, 7], [4, 6, 1]
@@ -280,6 +281,12 @@ def test_compiles_in_one_graph(options, packed):
         results.append([value, *torch.autograd.grad(value, list(model.parameters()))])
     for name, a, b in zip(["loss", *dict(model.named_parameters())], *results, strict=True):
         assert_same(b, a, name)
+
+
+@pytest.mark.parametrize("options", [{}, {"tie_embeddings": False}], ids=["tied", "untied"])
+@torch.inference_mode()
+def test_top_tokens(options):
+    check_top_tokens(Transformer, model_of(**options))
 
 
 @torch.inference_mode()

@@ -105,6 +105,7 @@ def test_which_ops_are_the_reference_by_design() -> None:
         "attention_weights_fwd": ("triton", "cpp"),
         "attention_weights_bwd": ("triton", "cpp"),
         "decode_attention": ("triton",),
+        "linear_topk": ("cpp", "triton"),
     }
     for backend in ("cpp", "triton"):
         for name, op in ops.items():
@@ -240,6 +241,7 @@ def _calls(dtype: torch.dtype) -> dict[str, Callable[[], Tensor]]:
         "decode_attention": decode,
         "feed_forward": lambda: ops.feed_forward(x, weight, bias, weight, bias),
         "linear_cross_entropy": lambda: ops.linear_cross_entropy(x, weight, ids, bias),
+        "linear_topk": lambda: ops.linear_topk(x, weight, 2).values,
         "add_layer_norm": lambda: ops.add_layer_norm(x, x, bias, bias)[0],
         "embedding": lambda: ops.embedding(ids, weight),
         "rotary": lambda: ops.rotary(q, *ops.rotary_tables(4, 8)),
@@ -254,12 +256,12 @@ def test_every_public_op_has_an_autocast_rule_and_keeps_it(monkeypatch: pytest.M
     for name, rule in _library.AUTOCAST.items():
         with torch.autocast("cpu", torch.bfloat16):
             single, double = _calls(torch.float32)[name](), _calls(torch.float64)[name]()
-        # Losses are fp32 whatever the products are in; whether these were cast shows in their last bits.
+        # Losses and scores are fp32 whatever the products are in; whether these were cast shows in their last bits.
         assert double.dtype == torch.float64, name
-        if name == "linear_cross_entropy":
-            loss = _calls(torch.float32)[name]
+        if name in ("linear_cross_entropy", "linear_topk"):
+            call = _calls(torch.float32)[name]
             with torch.autocast("cpu", torch.bfloat16):
-                assert single.dtype == torch.float32 and loss() != _without_autocast(loss), name
+                assert single.dtype == torch.float32 and not torch.equal(call(), _without_autocast(call)), name
         else:
             assert single.dtype == (torch.bfloat16 if rule == "cast" else torch.float32), name
 

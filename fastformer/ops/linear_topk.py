@@ -1,0 +1,122 @@
+"""The last linear map and a choice of its best outputs in one op, for decoding: the logits never exist as a whole.
+
+For a row with logits z = x weight^T, the k largest z_j, downward, and their j; with log_probs z_j - log(sum(exp(z))).
+Products are summed in fp32 (fp64 for fp64) and never rounded to a narrower dtype: in bf16, whose steps near 20 are an
+eighth, many tokens would come out equal, and which of them is best would be a matter of chance.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fastformer.ops._common import accumulation_dtype, check_dtype, check_features
+from fastformer.ops._library import autocast, define_op
+
+# Rows whose logits the reference holds at a time.
+CHUNK_ROWS = 1024
+
+
+class TopK(NamedTuple):
+    """The best k of each row, sorted downward.
+
+    Attributes:
+        values: (..., k) fp32 (fp64 for fp64), log-probabilities or logits.
+        indices: (..., k) int64, where in the vocabulary they are.
+    """
+
+    values: Tensor
+    indices: Tensor
+
+
+def _check_k(k: object, vocab_size: int) -> None:
+    """Raises ValueError unless k is an integer from 1 to vocab_size."""
+    if not isinstance(k, int) or isinstance(k, bool) or not 1 <= k <= vocab_size:
+        raise ValueError(f"expected k to be an integer from 1 to vocab_size {vocab_size}, got {k!r}")
+
+
+def _wide_logits(x: Tensor, weight: Tensor) -> Tensor:
+    """x weight^T in fp32 (fp64 for fp64), never rounded to anything narrower."""
+    dtype = accumulation_dtype(x.dtype)
+    if x.dtype != dtype and x.is_cuda:
+        return torch.mm(x, weight.T, out_dtype=dtype)
+    return x.to(dtype) @ weight.to(dtype).T
+
+
+def best_of_logits(logits: Tensor, k: int, *, log_probs: bool = True) -> TopK:
+    """What `linear_topk` gives, for logits (..., vocab_size) that are there already, in any floating-point dtype.
+
+    Of equal values any may stand first.
+
+    Raises:
+        ValueError: a k that is no integer from 1 to vocab_size.
+    """
+    _check_k(k, logits.shape[-1])
+    logits = logits.to(accumulation_dtype(logits.dtype))
+    values, indices = logits.topk(k, dim=-1)
+    # NaN and +inf count as largest, so that one anywhere in the row stands first.
+    broken = ~(values[..., :1] < torch.inf)
+    if log_probs:
+        # Not minus the lse: a large one holds few digits of its fraction.
+        values = logits.log_softmax(-1).gather(-1, indices)
+    places = torch.arange(k, device=logits.device).expand_as(indices)
+    return TopK(values.masked_fill(broken, torch.nan), torch.where(broken, places, indices))
+
+
+def linear_topk_reference(x: Tensor, weight: Tensor, k: int, log_probs: bool) -> tuple[Tensor, Tensor]:
+    """(values, indices), both (rows, k)."""
+    chunks = [best_of_logits(_wide_logits(chunk, weight), k, log_probs=log_probs) for chunk in x.split(CHUNK_ROWS)]
+    values, indices = zip(*chunks, strict=True)
+    return torch.cat(values), torch.cat(indices)
+
+
+def _fake(x: Tensor, weight: Tensor, k: int, log_probs: bool) -> tuple[Tensor, Tensor]:
+    values = x.new_empty((x.shape[0], k), dtype=accumulation_dtype(x.dtype))
+    return values, values.new_empty(values.shape, dtype=torch.int64)
+
+
+_op = define_op(
+    "linear_topk(Tensor x, Tensor weight, int k, bool log_probs) -> (Tensor values, Tensor indices)",
+    linear_topk_reference,
+    stem="linear_topk",
+    fake=_fake,
+    reference_only=dict.fromkeys(("cpp", "triton"), "there is no kernel for it yet"),
+)
+
+
+def linear_topk(x: Tensor, weight: Tensor, k: int, *, log_probs: bool = True) -> TopK:
+    """The k best of x @ weight.T for each row, with their log-probabilities. For inference: it has no gradients.
+
+    A NaN or +inf among a row's logits makes all values of the row NaN (and its indices 0 ... k-1), whatever log_probs
+    says. -inf is a logit like others; where all are -inf, the log-probabilities are NaN.
+
+    Args:
+        x: (..., dim), floating point.
+        weight: (vocab_size, dim) as in nn.Linear, x's dtype.
+        k: how many, from 1 to vocab_size.
+        log_probs: give the logarithm of the softmax instead of the logits themselves, which are cheaper.
+
+    Returns:
+        values: (..., k), fp32 (fp64 for fp64), downward. Under autocast the products run in the autocast dtype and the
+            values stay fp32.
+        indices: (..., k) int64. Of equal values the lower index stands first on a CPU with the C++ extension;
+            elsewhere any may.
+
+    Raises:
+        ValueError: shapes or dtypes that do not agree, a k that is no integer from 1 to vocab_size.
+    """
+    x, weight = autocast("linear_topk", x, weight)
+    check_features(x)
+    if not isinstance(weight, Tensor) or weight.dim() != 2 or weight.shape[1] != x.shape[-1] or weight.shape[0] == 0:
+        came = f"shape {tuple(weight.shape)}" if isinstance(weight, Tensor) else type(weight).__name__
+        raise ValueError(f"expected weight (vocab_size, {x.shape[-1]}), got {came}")
+    check_dtype("weight", weight, x.dtype)
+    _check_k(k, weight.shape[0])
+    if not isinstance(log_probs, bool):
+        raise ValueError(f"expected log_probs to be True or False, got {log_probs!r}")
+    # Without gradients to the outside, too: what asks for one gets an error, and not zeros.
+    values, indices = _op(x.detach().reshape(-1, x.shape[-1]), weight.detach(), k, log_probs)
+    shape = (*x.shape[:-1], k)
+    return TopK(values.view(shape), indices.view(shape))

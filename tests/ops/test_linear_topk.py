@@ -1,0 +1,260 @@
+"""linear_topk against F.linear, log_softmax and topk on the whole matrix of logits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from benchmarks.timing import peak_bytes
+from fastformer.ops import linear_topk
+from tests.checks import assert_accurate, small_draws
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
+OP = torch.ops.fastformer.linear_topk.default
+dtypes = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+log_probs = pytest.mark.parametrize("log_probs", [True, False], ids=["log_probs", "logits"])
+# Around the places where kernels cut a vocabulary.
+PLACES = [0, 15, 16, 31, 32, 63, 64, 127, 128, 255, 256, 299]
+
+
+def make_inputs(
+    shape: tuple[int, ...], vocab_size: int, device: str, dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, Tensor]:
+    x, weight = torch.randn(shape, device=device), torch.randn(vocab_size, shape[-1], device=device)
+    return x.to(dtype), (2 * weight * shape[-1] ** -0.5).to(dtype)
+
+
+def skip_unless_supported(backend: str, dtype: torch.dtype) -> None:
+    if backend == "cpp" and dtype == torch.float16:
+        pytest.skip("no C++ code for fp16: see test_fp16_falls_back_with_a_reason")
+
+
+def scores(x: Tensor, weight: Tensor, log_probs: bool) -> Tensor:
+    """What the k best are chosen from, in plain PyTorch: fp32 (fp64 for fp64)."""
+    logits = F.linear(x, weight)
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    return logits.log_softmax(-1) if log_probs else logits
+
+
+def compare(x: Tensor, weight: Tensor, k: int, log_probs: bool, clear_at_least: float = 0.5) -> None:
+    """Values by the rule, each the value of its index; indices exactly where the fp64 values lie apart."""
+    values, indices = linear_topk(x, weight, k, log_probs=log_probs)
+    assert indices.dtype == torch.int64 and indices.shape == values.shape == (*x.shape[:-1], k)
+    plain, exact = scores(x, weight, log_probs), scores(x.double(), weight.double(), log_probs)
+    best = exact.sort(-1, descending=True)
+    assert_accurate(values, plain.topk(k, -1).values, best.values[..., :k], "values")
+    assert_accurate(values, plain.gather(-1, indices), exact.gather(-1, indices), "values at the indices")
+    assert (values[..., 1:] <= values[..., :-1]).all(), "expected values that never rise"
+    assert (indices.sort(-1).values.diff(dim=-1) > 0).all(), "expected each index once"
+    # Sums of fp32, whatever the inputs are: a bf16 logit would be another one.
+    apart = best.values.diff(dim=-1).abs() > 1e-5 * exact.abs().max()
+    edge = torch.ones_like(best.indices[..., :1], dtype=torch.bool)
+    clear = (torch.cat((edge, apart), -1) & torch.cat((apart, edge), -1))[..., :k]
+    assert torch.equal(indices[clear], best.indices[..., :k][clear])
+    assert clear.double().mean() >= clear_at_least, "too few places are clear for the test to mean anything"
+
+
+@log_probs
+@dtypes
+@pytest.mark.parametrize(
+    "shape, vocab_size, k",
+    [
+        ((1, 16), 33, 1),
+        ((3, 24), 50, 8),
+        ((5, 1), 7, 7),
+        ((4, 40), 1000, 12),
+        ((2, 3, 20), 100, 5),
+        ((12,), 9, 2),
+        ((9, 17), 1, 1),
+        ((17, 64), 257, 257),
+        ((40, 530), 300, 4),
+        ((300, 8), 520, 3),
+    ],
+)
+def test_accuracy(
+    shape: tuple[int, ...], vocab_size: int, k: int, dtype: torch.dtype, log_probs: bool, backend: str, device: str
+) -> None:
+    skip_unless_supported(backend, dtype)
+    # The largest error of a handful of numbers is a matter of luck.
+    for _ in range(small_draws() if len(shape) == 1 or shape[0] * k < 32 else 1):
+        compare(*make_inputs(shape, vocab_size, device, dtype), k, log_probs)
+
+
+@log_probs
+def test_rows_and_classes_that_are_not_contiguous(log_probs: bool, backend: str, device: str) -> None:
+    x, weight = make_inputs((6, 16), 70, device)
+    wide, spread = torch.randn(2, 6, 40, device=device), torch.randn(70, 3, 32, device=device)
+    for dtype in (torch.float32, torch.bfloat16):
+        for rows in (x, wide[1, :, 3:19], x.T.contiguous().T, x[:1].expand(6, 16), wide[0, :, ::2][:, :16]):
+            compare(rows.to(dtype), weight.to(dtype), 4, log_probs)
+        for classes in (
+            spread[:, 1, 5:21],
+            weight.T.contiguous().T,
+            spread[::2, 0, :16],
+            spread[:, 0, ::2],
+            spread.to(dtype)[:, 0, 1:17],  # at no multiple of four bytes
+            torch.randn(16, 71, device=device).to(dtype).T[:70],  # an odd step between neighbours in dim
+        ):
+            compare(x.to(dtype), classes.to(dtype), 4, log_probs)
+
+
+@log_probs
+@pytest.mark.parametrize("rows", [1, 40])
+def test_equal_values(rows: int, log_probs: bool, backend: str, device: str) -> None:
+    """Small integers make exact logits, many of them equal: of those the lower index comes first."""
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        x = torch.randint(-2, 3, (rows, 6), device=device).to(dtype)
+        weight = torch.randint(-1, 2, (600, 6), device=device).to(dtype)
+        for k in (1, 2, 9, 600):
+            values, indices = linear_topk(x, weight, k, log_probs=log_probs)
+            logits = x.double() @ weight.double().T
+            best = logits.sort(stable=True, dim=-1, descending=True)
+            assert torch.equal(logits.gather(-1, indices), best.values[:, :k])
+            expected = scores(x.double(), weight.double(), log_probs).gather(-1, indices)
+            torch.testing.assert_close(values.double(), expected, rtol=1e-6, atol=1e-6)
+            if backend == "cpp":
+                assert torch.equal(indices, best.indices[:, :k])
+
+
+@log_probs
+def test_large_logits(log_probs: bool, backend: str, device: str) -> None:
+    """Logits of some hundreds: exp of one alone would overflow."""
+    x, weight = make_inputs((8, 16), 600, device)
+    compare(x, 300 * weight, 8, log_probs)
+
+
+@pytest.mark.parametrize("rows", [1, 20])
+def test_one_class_far_above_or_below_the_others(rows: int, backend: str, device: str) -> None:
+    """Wherever it stands it is found first, or not at all, and counts once in the sum of the exponentials."""
+    x = torch.rand(rows, 8, device=device)
+    for place in PLACES:
+        for logit in (1000.0, -1000.0):
+            weight = torch.rand(300, 8, device=device)
+            weight[place] = logit
+            compare(x, weight, 3, True, clear_at_least=0.0)
+            assert bool((linear_topk(x, weight, 1).indices == place).all()) == (logit > 0)
+
+
+@pytest.mark.parametrize("rows", [2, 20])
+def test_classes_that_can_not_be(rows: int, backend: str, device: str) -> None:
+    """-inf is a logit: the last to be chosen, without a share of the sum, and no NaN where a whole stretch has it."""
+    x, weight = torch.rand(rows, 8, device=device) + 0.1, torch.randn(700, 8, device=device)
+    weight[:300] = weight[350:690] = -torch.inf
+    possible = torch.cat((weight[300:350], weight[690:]))
+    expected = linear_topk(x, possible, 60)
+    values, indices = linear_topk(x, weight, 64)
+    torch.testing.assert_close(values[:, :60], expected.values)
+    assert torch.equal(
+        torch.where(indices[:, :60] < 350, indices[:, :60] - 300, indices[:, :60] - 640), expected.indices
+    )
+    assert torch.equal(values[:, 60:], torch.full_like(values[:, 60:], -torch.inf))
+    if backend == "cpp":
+        assert indices[:, 60:].tolist() == [[0, 1, 2, 3]] * rows
+    nothing = torch.full_like(weight, -torch.inf)
+    assert linear_topk(x, nothing, 3).values.isnan().all()  # as log_softmax has it
+    assert linear_topk(x, nothing, 3, log_probs=False).values.isneginf().all()
+
+
+@log_probs
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=["fp32", "bf16", "fp64"])
+@pytest.mark.parametrize("rows", [3, 20])
+def test_nan_and_inf_are_never_silent(
+    rows: int, dtype: torch.dtype, log_probs: bool, backend: str, device: str
+) -> None:
+    """A NaN or +inf among a row's logits, wherever it stands, makes this row NaN and leaves the others alone."""
+    x, weight = make_inputs((rows, 8), 300, device, dtype)
+    x = x.abs() + 0.1
+    x[1] = -x[1]  # turns the sign of an infinity
+    for k in (1, 7):
+        clean = linear_topk(x, weight, k, log_probs=log_probs)
+        for place in PLACES:
+            for bad in (torch.nan, torch.inf):
+                broken = weight.clone()
+                broken[place] = bad
+                values, indices = linear_topk(x, broken, k, log_probs=log_probs)
+                hit = torch.arange(rows, device=device) != (1 if bad == torch.inf else -1)
+                assert values[hit].isnan().all(), f"{bad} at {place}"
+                assert (indices[hit] == torch.arange(k, device=device)).all(), "indices that no lookup refuses"
+                assert values[~hit].isfinite().all(), f"{bad} at {place}"
+        for row in range(0, rows, 2):
+            broken = x.clone()
+            broken[row, 3] = torch.nan
+            values, indices = linear_topk(broken, weight, k, log_probs=log_probs)
+            others = torch.arange(rows, device=device) != row
+            assert values[row].isnan().all()
+            assert torch.equal(values[others], clean.values[others]) and torch.equal(
+                indices[others], clean.indices[others]
+            )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=["fp32", "bf16", "fp64"])
+def test_other_rows_change_no_bit(dtype: torch.dtype, backend: str, device: str) -> None:
+    """A request decodes to the same tokens whoever else is in the batch, however many."""
+    if backend != "cpp":
+        pytest.skip("of the C++ code; PyTorch's products depend on the number of rows")
+    x, weight = make_inputs((140, 600), 300, device, dtype)
+    whole = linear_topk(x, weight, 6)
+    for first, last in ((0, 1), (7, 9), (11, 15), (20, 37), (139, 140), (3, 139)):
+        for part, all_ in zip(linear_topk(x[first:last], weight, 6), whole, strict=True):
+            assert torch.equal(part, all_[first:last]), f"rows {first} to {last}"
+
+
+def test_no_rows(backend: str, device: str) -> None:
+    for shape in ((0, 8), (3, 0, 8)):
+        values, indices = linear_topk(*make_inputs(shape, 20, device), 4)
+        assert values.shape == indices.shape == (*shape[:-1], 4)
+        assert values.dtype == torch.float32 and indices.dtype == torch.int64
+
+
+def test_never_holds_all_logits(backend: str, device: str) -> None:
+    rows, vocab_size = 8192, 600
+    x, weight = make_inputs((rows, 4), vocab_size, device)
+    assert peak_bytes(lambda: linear_topk(x, weight, 2), device) < rows * vocab_size * 4 / 2
+    compare(x, weight, 2, True)
+
+
+def test_has_no_gradient(backend: str, device: str) -> None:
+    x, weight = make_inputs((2, 8), 20, device)
+    assert not linear_topk(x.requires_grad_(), weight.requires_grad_(), 2).values.requires_grad
+
+
+@log_probs
+def test_opcheck(log_probs: bool, backend: str, device: str) -> None:
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        torch.library.opcheck(OP, (*make_inputs((6, 8), 20, device, dtype), 3, log_probs))
+
+
+def test_compile(backend: str, device: str) -> None:
+    compiled = torch.compile(linear_topk, fullgraph=True, dynamic=True)
+    for shape, vocab_size, k in (((3, 5, 24), 40, 4), ((2, 9, 24), 50, 4), ((7, 24), 50, 6)):
+        inputs = make_inputs(shape, vocab_size, device)
+        for ours, expected in zip(compiled(*inputs, k), linear_topk(*inputs, k), strict=True):
+            assert torch.equal(ours, expected)
+
+
+def test_autocast_narrows_the_products_alone(backend: str, device: str) -> None:
+    x, weight = make_inputs((6, 16), 24, device)
+    with torch.autocast(device, torch.bfloat16):
+        ours = linear_topk(x, weight, 3)
+    expected = linear_topk(x.bfloat16(), weight.bfloat16(), 3)
+    assert ours.values.dtype == torch.float32
+    assert torch.equal(ours.values, expected.values) and torch.equal(ours.indices, expected.indices)
+
+
+def test_wrong_calls() -> None:
+    x, weight = make_inputs((3, 8), 12, "cpu")
+    with pytest.raises(ValueError, match=r"floating-point x.*got torch.int64 of shape \(3, 8\)"):
+        linear_topk(x.long(), weight, 2)
+    with pytest.raises(ValueError, match=r"expected weight \(vocab_size, 8\), got shape \(12, 7\)"):
+        linear_topk(x, weight[:, 1:], 2)
+    with pytest.raises(ValueError, match=r"expected weight \(vocab_size, 8\), got shape \(0, 8\)"):
+        linear_topk(x, weight[:0], 1)
+    with pytest.raises(ValueError, match="weight in x's dtype torch.float32, got torch.bfloat16"):
+        linear_topk(x, weight.bfloat16(), 2)
+    for k in (0, -1, 13, 2.0, True, None):
+        with pytest.raises(ValueError, match=f"k to be an integer from 1 to vocab_size 12, got {k}"):
+            linear_topk(x, weight, k)
+    with pytest.raises(ValueError, match="log_probs to be True or False, got 1"):
+        linear_topk(x, weight, 2, log_probs=1)
