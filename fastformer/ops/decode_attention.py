@@ -1,7 +1,8 @@
 """Attention of one or a few new queries against a key-value cache, which their own keys and values enter first.
 
 The cache has a fixed size and the lengths live on the device, so a decoding step has fixed shapes and no host sync.
-Beams that decode one source share the row of its cross-attention cache through cache_batch_idx.
+Beams that decode one source share the row of its cross-attention cache through cache_batch_idx. Where rows take tokens
+from a common store, slot_table says which, and beams that go on from one history share its tokens.
 """
 
 from __future__ import annotations
@@ -23,34 +24,91 @@ def decode_attention_reference(
     k: Tensor | None,
     v: Tensor | None,
     cache_batch_idx: Tensor | None,
+    slot_table: Tensor | None,
     softmax_scale: float,
     is_causal: bool,
     window_left: int | None,
 ) -> Tensor:
     """The arguments are the schema's."""
-    total = cache_seqlens
-    if k is not None and v is not None:
-        position = cache_seqlens[:, None].long() + torch.arange(k.shape[1], device=k.device)
-        row = torch.arange(k.shape[0], device=k.device)[:, None]
-        k_cache[row, position], v_cache[row, position] = k, v
-        total = cache_seqlens + k.shape[1]
+    new = 0 if k is None else k.shape[1]
+    cache_batch, max_seqlen = k_cache.shape[:2] if slot_table is None else slot_table.shape
     if cache_batch_idx is not None:
-        total = total[cache_batch_idx]
-    keys, values = k_cache, v_cache
+        _check_range("cache_batch_idx", cache_batch_idx, cache_batch)
+        cache_seqlens = cache_seqlens[cache_batch_idx]
+    _check_range("cache_seqlens", cache_seqlens, max_seqlen - new + 1)
+    total = cache_seqlens + new
+    used = max_seqlen
     if q.device.type == "cpu" and total.numel():
         # Reading a number costs nothing here, and the cache may be far longer than what is in it.
-        used = max(int(total.max()), 0)
-        keys, values = keys[:, :used], values[:, :used]
-    if cache_batch_idx is not None:
-        keys, values = keys[cache_batch_idx], values[cache_batch_idx]
+        used = int(total.max())
+
+    fresh = cache_seqlens[:, None].long() + torch.arange(new, device=q.device)  # positions of k and v
+    if slot_table is None:
+        at: tuple[Tensor, ...] = torch.arange(len(fresh), device=q.device)[:, None], fresh
+    else:
+        table = slot_table if cache_batch_idx is None else slot_table[cache_batch_idx]
+        position = torch.arange(used, device=q.device)
+        unseen = position >= total[:, None]
+        if window_left is not None:
+            unseen |= position < total[:, None].long() - q.shape[1] - window_left
+        # What no query sees is not looked at: neither the entry of the table nor what it may point to.
+        slots = table[:, :used].long().masked_fill(unseen, 0)
+        at = (table.gather(1, fresh).long(),)
+        k_cache, v_cache = (cache.view(-1, *cache.shape[2:]) for cache in (k_cache, v_cache))
+        for entries in (*at, slots):
+            _check_range("the slots that are written or read", entries, len(k_cache))
+    if k is not None and v is not None:
+        k_cache[at], v_cache[at] = k, v
+    if slot_table is not None:
+        keys, values = (cache[slots].masked_fill_(unseen[:, :, None, None], 0.0) for cache in (k_cache, v_cache))
+    else:
+        keys, values = k_cache[:, :used], v_cache[:, :used]
+        if cache_batch_idx is not None:
+            keys, values = keys[cache_batch_idx], values[cache_batch_idx]
     right = 0 if is_causal else None
     return attend(q, keys, values, Scores(softmax_scale, total - q.shape[1], window_left, right, keys=total))[0]
 
 
+def _check_range(name: str, integers: Tensor, end: int) -> None:
+    """Raises ValueError unless all lie in [0, end); on a CPU alone, for on a GPU it would cost a host sync."""
+    if integers.device.type == "cpu" and bool((outside := (integers < 0) | (integers >= end)).any()):
+        raise ValueError(f"expected {name} in [0, {end}), got {int(integers[outside][0])}")
+
+
+def _without_table(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    cache_seqlens: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
+    cache_batch_idx: Tensor | None,
+    softmax_scale: float,
+    is_causal: bool,
+    window_left: int | None,
+) -> Tensor:
+    return decode_attention_reference(
+        q, k_cache, v_cache, cache_seqlens, k, v, cache_batch_idx, None, softmax_scale, is_causal, window_left
+    )
+
+
+# Until the C++ function reads through a table, the call with one is an op of its own, which is the reference.
+_op_with_table = define_op(
+    "decode_attention_fwd(Tensor q, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor cache_seqlens, Tensor? k, "
+    "Tensor? v, Tensor? cache_batch_idx, Tensor? slot_table, float softmax_scale, bool is_causal, int? window_left) "
+    "-> Tensor",
+    decode_attention_reference,
+    stem="decode_attention",
+    fake=lambda q, *rest: q.new_empty(q.shape),
+    reference_only={
+        "cpp": "the C++ function does not read through a slot table yet",
+        "triton": "there is no Triton kernel for it yet",
+    },
+)
 _op = define_op(
     "decode_attention(Tensor q, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor cache_seqlens, Tensor? k, Tensor? v, "
     "Tensor? cache_batch_idx, float softmax_scale, bool is_causal, int? window_left) -> Tensor",
-    decode_attention_reference,
+    _without_table,
     stem="decode_attention",
     fake=lambda q, *rest: q.new_empty(q.shape),
     cpp_unsupported=cpp_unsupported,
@@ -58,6 +116,7 @@ _op = define_op(
 )
 
 
+@torch.no_grad()
 def decode_attention(
     q: Tensor,
     k_cache: Tensor,
@@ -67,22 +126,30 @@ def decode_attention(
     k: Tensor | None = None,
     v: Tensor | None = None,
     cache_batch_idx: Tensor | None = None,
+    slot_table: Tensor | None = None,
     is_causal: bool = True,
     window_left: int | None = None,
     softmax_scale: float | None = None,
 ) -> Tensor:
-    """Appends k and v to the cache, then attends from q to it. Without gradients; the caller advances cache_seqlens.
+    """Appends k and v to the cache, then attends from q to it; the caller advances cache_seqlens. It has no gradients.
 
     With total = cache_seqlens + seqlen_new, query i is aligned with key total - seqlen_q + i.
 
+    With a slot table the cache is a store of tokens, num_blocks * block_size of them counted through: position p of
+    row b is token slot_table[b, p]. Rows may name the same tokens, except for those that they write. Entries that no
+    query sees (behind a row's length, before its window) are not read, and may be anything.
+
     Args:
         q: (batch, seqlen_q, num_heads, head_dim), floating point.
-        k_cache: (cache_batch, max_seqlen, num_kv_heads, head_dim), q's dtype; written in place when k is given.
+        k_cache: (cache_batch, max_seqlen, num_kv_heads, head_dim), q's dtype; written in place when k is given. With a
+            slot table (num_blocks, block_size, num_kv_heads, head_dim), strided so that the first two are one when
+            flattened.
         v_cache: as k_cache.
         cache_seqlens: (cache_batch,) int32, how many positions of each row are filled, before k and v.
         k: (batch, seqlen_new, num_kv_heads, head_dim) to append, with v; then batch is cache_batch.
         v: as k.
         cache_batch_idx: (batch,) int32, the cache row of each query row; None = the same row.
+        slot_table: (cache_batch, max_seqlen) int32, the token of each position; None = row by row, as they lie.
         is_causal: a query sees no key after its own.
         window_left: how many keys before its own a query sees; None = all.
         softmax_scale: head_dim ** -0.5 by default.
@@ -91,18 +158,17 @@ def decode_attention(
         (batch, seqlen_q, num_heads, head_dim), q's dtype. Queries that see no key give zeros.
 
     Raises:
-        ValueError: shapes or dtypes that do not agree, k without v, k together with cache_batch_idx.
+        ValueError: shapes or dtypes that do not agree, k without v, k together with cache_batch_idx, a cache that does
+            not flatten as a view; on a CPU also lengths, rows and slots that the cache does not have, and then nothing
+            has been written.
     """
     (q,) = autocast("decode_attention", q)
     k, v = autocast("decode_attention", k, v)
     check_heads(q, k_cache, v_cache, 4, "(batch, seqlen, num_heads, head_dim)")
     cache_batch = k_cache.shape[0]
-    if (
-        not isinstance(cache_seqlens, Tensor)
-        or cache_seqlens.shape != (cache_batch,)
-        or cache_seqlens.dtype != torch.int32
-    ):
-        raise ValueError(f"expected cache_seqlens int32 of shape ({cache_batch},), got {described(cache_seqlens)}")
+    if slot_table is not None:
+        cache_batch = _check_slot_table(slot_table, k_cache, v_cache)
+    _check_integers("cache_seqlens", cache_seqlens, cache_batch, q.device)
     if (k is None) != (v is None):
         raise ValueError("expected k and v together, got one of them")
     if k is not None and v is not None:
@@ -113,9 +179,39 @@ def decode_attention(
             raise ValueError(f"expected k and v of shape {expected}, got {tuple(k.shape)} and {tuple(v.shape)}")
         if k.dtype != k_cache.dtype or v.dtype != v_cache.dtype:
             raise ValueError(f"expected k and v in the cache's dtype {k_cache.dtype}, got {k.dtype} and {v.dtype}")
-    if cache_batch_idx is None and q.shape[0] != cache_batch:
+    if cache_batch_idx is not None:
+        _check_integers("cache_batch_idx", cache_batch_idx, q.shape[0], q.device)
+    elif q.shape[0] != cache_batch:
         raise ValueError(f"expected as many queries as cache rows, got {q.shape[0]} and {cache_batch}")
-    if cache_batch_idx is not None and (cache_batch_idx.shape != (q.shape[0],) or cache_batch_idx.dtype != torch.int32):
-        raise ValueError(f"expected cache_batch_idx int32 of shape ({q.shape[0]},), got {described(cache_batch_idx)}")
+    if window_left is not None and (not isinstance(window_left, int) or abs(window_left) >= 2**62):
+        raise ValueError(f"expected window_left to be an integer or None, got {window_left!r}")
     scale = resolve_scale(softmax_scale, q.shape[-1])
-    return _op(q, k_cache, v_cache, cache_seqlens, k, v, cache_batch_idx, scale, is_causal, window_left)
+    if slot_table is None:
+        return _op(q, k_cache, v_cache, cache_seqlens, k, v, cache_batch_idx, scale, is_causal, window_left)
+    return _op_with_table(
+        q, k_cache, v_cache, cache_seqlens, k, v, cache_batch_idx, slot_table, scale, is_causal, window_left
+    )
+
+
+def _check_integers(name: str, integers: Tensor, size: int, device: torch.device) -> None:
+    """Raises ValueError unless this is int32 (size,), where the queries are."""
+    if not isinstance(integers, Tensor) or integers.shape != (size,) or integers.dtype != torch.int32:
+        raise ValueError(f"expected {name} int32 of shape ({size},), got {described(integers)}")
+    if integers.device != device:
+        raise ValueError(f"expected {name} on {device}, where q is, got {integers.device}")
+
+
+def _check_slot_table(slot_table: Tensor, k_cache: Tensor, v_cache: Tensor) -> int:
+    """The number of its rows; raises ValueError unless it is int32 (cache_batch, max_seqlen) and fits the caches."""
+    if not isinstance(slot_table, Tensor) or slot_table.dim() != 2 or slot_table.dtype != torch.int32:
+        raise ValueError(f"expected slot_table int32 of shape (cache_batch, max_seqlen), got {described(slot_table)}")
+    if slot_table.device != k_cache.device:
+        raise ValueError(f"expected slot_table on {k_cache.device}, where the caches are, got {slot_table.device}")
+    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+        num_blocks, block_size = cache.shape[:2]
+        if num_blocks > 1 and block_size > 1 and cache.stride(0) != block_size * cache.stride(1):
+            raise ValueError(
+                f"expected a {name} that flattens to tokens without a copy, got {tuple(cache.shape)} with strides "
+                f"{cache.stride()}: the blocks lie {cache.stride(0)} apart, not {block_size * cache.stride(1)}"
+            )
+    return slot_table.shape[0]

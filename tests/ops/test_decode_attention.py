@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fastformer.ops import decode_attention, use_backend
+from fastformer.ops._library import forced_backend
 from tests.checks import assert_accurate
 from tests.ops.attention_cases import Case, plain_attention
 from tests.ops.test_attention import skip_unless_supported
@@ -153,6 +154,163 @@ def test_strided_caches_and_queries(backend: str, device: str) -> None:
     assert torch.equal(both[2, 0, 12], inputs["k"][2, 0])
 
 
+def through_table(
+    step: Step, inputs: dict[str, Tensor | None], block_size: int = 4, shared: int = 0
+) -> tuple[dict[str, Tensor | None], Tensor]:
+    """The same call with the tokens strewn over blocks, and the slot of each position, which the table has in part.
+
+    Where nothing may look there is NaN in the cache, and no slot at all in the table. The first `shared` positions of
+    a row are those of row 0, as for beams that go on from one history.
+    """
+    if forced_backend() == "cpp":
+        pytest.skip("the C++ function does not read through a slot table yet")
+    rows, length, new = len(step.seqlens), step.max_seqlen, step.seqlen_new or 0
+    k_cache = inputs["k_cache"]
+    device = k_cache.device
+    num_blocks = (rows * length + 5) // block_size + 1
+    slots = torch.randperm(num_blocks * block_size, device=device)[: rows * length].view(rows, length)
+    slots[:, :shared] = slots[0, :shared]
+    table = torch.full((rows, length), -(2**31), dtype=torch.int32, device=device)
+    table[:, ::2] = 2**31 - 1
+    # One layer of a larger cache, its keys and values side by side: neither is contiguous.
+    caches = torch.full((num_blocks, block_size, 2, *k_cache.shape[2:]), torch.nan, device=device).to(k_cache.dtype)
+    for row, filled in enumerate(step.seqlens):
+        first = 0
+        if step.window_left is not None:
+            first = max(0, filled + new - step.seqlen_q - step.window_left)
+        table[row, first : filled + new] = slots[row, first : filled + new].int()
+        for i, name in enumerate(("k_cache", "v_cache")):
+            tokens = caches[:, :, i].view(-1, *k_cache.shape[2:])
+            tokens[slots[row, first:filled]] = inputs[name][row, first:filled]
+    wide = torch.stack((table, torch.zeros_like(table)), -1)
+    strided = {"slot_table": wide[..., 0], "k_cache": caches[:, :, 0], "v_cache": caches[:, :, 1]}
+    return inputs | strided, slots
+
+
+TABLE_STEPS = [
+    *STEPS,
+    Step("table-window-prefill", (0, 40, 7), seqlen_q=20, seqlen_new=20, max_seqlen=70, window_left=6),
+    Step("table-blocked", (30, 0), seqlen_q=20, seqlen_new=20, max_seqlen=64, num_kv_heads=2),
+    Step("table-blocked-cross", (17, 40), seqlen_q=18, seqlen_new=None, is_causal=False, cache_batch_idx=(1, 0, 1)),
+    Step("table-window-cross", (17, 40), seqlen_new=None, window_left=5, cache_batch_idx=(1, 0, 1)),
+    Step("table-empty-row", (0, 0, 3), seqlen_new=None),
+    Step("table-many-rows", tuple(range(3, 30)), num_kv_heads=2, max_seqlen=31),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=["fp32", "bf16", "fp64"])
+@pytest.mark.parametrize("step", TABLE_STEPS, ids=str)
+def test_table_gives_the_bits_of_the_identity(step: Step, dtype: torch.dtype, backend: str, device: str) -> None:
+    skip_unless_supported(backend, dtype, device)
+    inputs = make_inputs(step, dtype, device)
+    tabled, slots = through_table(step, inputs)
+    expected = {name: tabled[name].clone() for name in ("k_cache", "v_cache")}
+    for row, length in enumerate(step.seqlens if step.seqlen_new else ()):
+        for name in ("k", "v"):
+            at = slots[row, length : length + step.seqlen_new]
+            expected[f"{name}_cache"].view(-1, *expected["k_cache"].shape[2:])[at] = inputs[name][row]
+    assert torch.equal(run(step, tabled), run(step, inputs))
+    for name, cache in expected.items():
+        torch.testing.assert_close(tabled[name], cache, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("block_size", [1, 3, 16])
+def test_beams_share_a_history(block_size: int, dtype: torch.dtype, backend: str, device: str) -> None:
+    """Three beams with the first 20 tokens in common, then tokens of their own: each as if it had all for itself."""
+    skip_unless_supported(backend, dtype, device)
+    step = Step("beams", (23, 23, 23), num_kv_heads=2)
+    inputs = make_inputs(step, dtype, device)
+    for name in ("k_cache", "v_cache"):
+        inputs[name][:, :20] = inputs[name][0, :20].clone()
+    tabled, slots = through_table(step, inputs, block_size, shared=20)
+    assert (slots[:, :20] == slots[0, :20]).all() and len(slots[:, 20:24].unique()) == 12
+    assert torch.equal(run(step, tabled), run(step, inputs))
+
+
+def test_a_table_in_order_is_the_identity(backend: str, device: str) -> None:
+    if forced_backend() == "cpp":
+        pytest.skip("the C++ function does not read through a slot table yet")
+    step = STEPS[2]
+    inputs = make_inputs(step, torch.float32, device)
+    copies = {name: inputs[name].clone() for name in ("k_cache", "v_cache")}
+    table = torch.arange(3 * 40, dtype=torch.int32, device=device).view(3, 40)
+    assert torch.equal(run(step, inputs | copies | {"slot_table": table}), run(step, inputs))
+    assert all(torch.equal(copies[name], inputs[name]) for name in copies)
+
+
+INT32 = {"dtype": torch.int32}
+
+
+@pytest.mark.parametrize("with_table", [False, True])
+@pytest.mark.parametrize(
+    "step, change, message",
+    [
+        (STEPS[1], {"cache_seqlens": [7, 40]}, r"expected cache_seqlens in \[0, 40\), got 40"),
+        (STEPS[1], {"cache_seqlens": [-1, 3]}, r"expected cache_seqlens in \[0, 40\), got -1"),
+        (STEPS[9], {"cache_seqlens": [7, 41]}, r"expected cache_seqlens in \[0, 41\), got 41"),
+        (STEPS[4], {"cache_seqlens": [0, 32]}, r"expected cache_seqlens in \[0, 32\), got 32"),
+        (STEPS[10], {"cache_batch_idx": [0, 0, 2, 1, 1, 1]}, r"expected cache_batch_idx in \[0, 2\), got 2"),
+        (STEPS[10], {"cache_batch_idx": [0, 0, 1, 1, 1, -1]}, r"expected cache_batch_idx in \[0, 2\), got -1"),
+    ],
+)
+def test_numbers_that_the_cache_does_not_have(
+    step: Step, change: dict[str, list[int]], message: str, with_table: bool, backend: str
+) -> None:
+    if forced_backend() == "cpp":
+        pytest.skip("the C++ function does not raise ValueError yet")
+    inputs = make_inputs(step, torch.float32, "cpu")
+    if with_table:
+        inputs, _ = through_table(step, inputs)
+    bad = {name: torch.tensor(values, dtype=torch.int32) for name, values in change.items()}
+    before = inputs["k_cache"].clone()
+    with pytest.raises(ValueError, match=message):
+        run(step, inputs | bad)
+    torch.testing.assert_close(inputs["k_cache"], before, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("seqlen", [3, 20])
+@pytest.mark.parametrize("row, position", [(0, 0), (0, 10), (1, 4), (1, 6), (0, 11)])
+@pytest.mark.parametrize("slot", [-1, 90, 2**31 - 1, -(2**31)])
+def test_slots_that_the_cache_does_not_have(row: int, position: int, slot: int, seqlen: int, backend: str) -> None:
+    """Found before anything is written, among those that are read and those that are written."""
+    step = Step("", (11, 4), seqlen_q=seqlen, seqlen_new=seqlen)
+    inputs, _ = through_table(step, make_inputs(step, torch.float32, "cpu"), block_size=6)
+    assert inputs["k_cache"].shape[:2].numel() == 90
+    inputs["slot_table"][row, position] = slot
+    before = inputs["k_cache"].clone(), inputs["v_cache"].clone()
+    with pytest.raises(ValueError, match=rf"expected the slots that are written or read in \[0, 90\), got {slot}"):
+        run(step, inputs)
+    for name, cache in zip(("k_cache", "v_cache"), before, strict=True):
+        torch.testing.assert_close(inputs[name], cache, rtol=0, atol=0, equal_nan=True)
+
+
+def test_the_last_slot_is_one(backend: str) -> None:
+    if forced_backend() == "cpp":
+        pytest.skip("the C++ function does not read through a slot table yet")
+    q, cache = torch.randn(1, 1, 1, 8), torch.randn(2, 3, 1, 8)
+    table, one = torch.tensor([[5]], **INT32), torch.ones(1, **INT32)
+    out = decode_attention(q, cache, cache.clone(), one, slot_table=table)
+    torch.testing.assert_close(out[0, 0], cache[1, 2])
+
+
+def test_compiled_with_a_table(device: str) -> None:
+    step = STEPS[2]
+    inputs, _ = through_table(step, make_inputs(step, torch.float32, device))
+    expected = run(step, inputs | {name: inputs[name].clone() for name in ("k_cache", "v_cache")})
+    compiled = torch.compile(run, fullgraph=True, dynamic=True, backend="aot_eager")
+    assert torch.equal(compiled(step, inputs), expected)
+    at = int(inputs["slot_table"][2, 12])
+    assert torch.equal(inputs["k_cache"].view(-1, 2, 16)[at], inputs["k"][2, 0])
+
+
+def test_without_gradients(backend: str, device: str) -> None:
+    step = STEPS[2]
+    inputs, _ = through_table(step, make_inputs(step, torch.float32, device))
+    inputs["q"].requires_grad_()
+    assert not run(step, inputs).requires_grad
+
+
 def test_opcheck(device: str) -> None:
     inputs = make_inputs(STEPS[1], torch.float32, device)
     with use_backend("reference"):
@@ -167,12 +325,45 @@ def test_opcheck(device: str) -> None:
     [
         ({"cache_seqlens": torch.zeros(2)}, r"expected cache_seqlens int32 of shape \(2,\)"),
         ({"v": None}, "expected k and v together"),
-        ({"cache_batch_idx": torch.zeros(2, dtype=torch.int32)}, "expected no cache_batch_idx with k and v"),
+        ({"cache_batch_idx": torch.zeros(2, **INT32)}, "expected no cache_batch_idx with k and v"),
+        ({"cache_batch_idx": [0, 1], "k": None, "v": None}, r"expected cache_batch_idx int32 of .*, got list"),
         ({"k": torch.zeros(2, 1, 3, 16)}, r"expected k and v of shape \(2, 1, 4, 16\), got \(2, 1, 3, 16\)"),
         ({"k": torch.zeros(2, 1, 4, 16).double()}, "expected k and v in the cache's dtype torch.float32"),
         ({"q": torch.zeros(3, 1, 4, 16), "k": None, "v": None}, "as many queries as cache rows, got 3 and 2"),
+        ({"window_left": 2.0}, r"expected window_left to be an integer or None, got 2\.0"),
+        ({"window_left": 2**62}, "expected window_left to be an integer or None, got 46"),
+        ({"slot_table": torch.zeros(2, 40)}, r"slot_table int32 of shape \(cache_batch, max_seqlen\), got .*float"),
+        ({"slot_table": torch.zeros(2, 40).long()}, r"expected slot_table int32 .* got torch.int64 of shape \(2, 40\)"),
+        ({"slot_table": torch.zeros(80, **INT32)}, r"expected slot_table int32 .* got torch.int32 of shape \(80,\)"),
+        ({"slot_table": [[0, 1]]}, r"expected slot_table int32 .* got list"),
+        ({"slot_table": torch.zeros(3, 40, **INT32)}, r"expected cache_seqlens int32 of shape \(3,\)"),
+        ({"slot_table": torch.zeros(2, 40, **INT32, device="meta")}, "expected slot_table on cpu, .* got meta"),
+        ({"cache_seqlens": torch.zeros(2, **INT32, device="meta")}, "expected cache_seqlens on cpu, .* got meta"),
     ],
-)
+)  # fmt: skip
 def test_errors(change: dict, message: str) -> None:
+    inputs = make_inputs(STEPS[1], torch.float32, "cpu") | change
     with pytest.raises(ValueError, match=message):
-        run(STEPS[1], make_inputs(STEPS[1], torch.float32, "cpu") | change)
+        decode_attention(**inputs)
+
+
+@pytest.mark.parametrize("name", ["k_cache", "v_cache"])
+def test_a_cache_that_does_not_flatten(name: str) -> None:
+    inputs = make_inputs(STEPS[1], torch.float32, "cpu")
+    inputs[name] = torch.zeros(2, 41, 4, 16)[:, :40]
+    table = torch.zeros(2, 40, **INT32)
+    with pytest.raises(ValueError, match=rf"a {name} that flattens .* blocks lie 2624 apart, not 2560"):
+        decode_attention(**inputs, slot_table=table)
+
+
+def test_blocks_that_lie_apart(backend: str, device: str) -> None:
+    """One block, and blocks of one token, flatten whatever the other stride is."""
+    if forced_backend() == "cpp":
+        pytest.skip("the C++ function does not read through a slot table yet")
+    q, lengths = torch.randn(1, 1, 4, 16, device=device), torch.tensor([3], device=device, **INT32)
+    table = torch.tensor([[2, 0, 1]], device=device, **INT32)
+    wide = torch.randn(3, 3, 4, 16, device=device)
+    for cache in (wide[:1], wide[:, :1]):
+        expected = decode_attention(q, *(cache.contiguous().view(1, 3, 4, 16),) * 2, lengths)
+        ours = decode_attention(q, cache, cache.clone(), lengths, slot_table=table)
+        torch.testing.assert_close(ours, expected)
