@@ -382,9 +382,9 @@ class Trainer:
             ValueError: it is of other data or of another model, or incomplete.
         """
         try:
-            check_same(state["data"], self.fingerprint, origin)
             # Checkpoints of earlier versions name no special ids: they had the defaults.
             SpecialIds.from_dict(state.get("special_ids", {})).check_tokenizer(self.special_ids, str(origin))
+            check_same(state["data"], self.fingerprint, origin)
             self.model.load_state_dict(state["model"])
             self.optimizer.load_state_dict(state["optimizer"])
             if state["scaler"] and self.scaler.is_enabled():

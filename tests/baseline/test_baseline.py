@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -48,6 +50,78 @@ def test_baseline_greedy_is_the_fast_models() -> None:
     source, _, _ = ids()
     ours, theirs = generate(fast, source, max_new_tokens=12), plain.greedy(source, 12)
     assert torch.equal(ours, theirs)
+
+
+def renamed(model: torch.nn.Module, twin: torch.nn.Module, names: torch.Tensor) -> torch.nn.Module:
+    """The twin with the weights of a model whose id i it calls names[i]."""
+    weights = model.state_dict()
+    for name in weights:
+        if name.startswith(("embedding", "output")):
+            weights[name] = weights[name][names.argsort()]
+    twin.load_state_dict(weights)
+    return twin.eval()
+
+
+@pytest.mark.parametrize("start", [0, 4])
+@pytest.mark.parametrize("kind", ["transformer", "lstm"])
+def test_renamed_special_ids_change_no_loss(kind, start) -> None:
+    def make(**special):
+        if kind == "lstm":
+            return LSTMSeq2Seq(vocab_size=10, d_model=16, unk=None, **special).double().eval()
+        return Transformer(10, 16, 24, 2, 1, **special).double().eval()
+
+    names = (torch.arange(10) + 3) % 10
+    model = make(start=start)
+    twin = renamed(model, make(pad=3, eos=4, start=int(names[start])), names)
+    source = torch.randint(1, 10, (20, 5))
+    source[::2, 3:] = 0
+    target = torch.nn.functional.pad(source[:, :3], (1, 0), value=start)
+    target_out = torch.nn.functional.pad(source[:, :3], (0, 1), value=1)
+    ours, theirs = model.loss(source, target, target_out), twin.loss(names[source], names[target], names[target_out])
+    assert abs(float(ours) - float(theirs)) < 1e-4  # computed in fp32
+
+
+@pytest.mark.parametrize("kind", ["transformer", "lstm"])
+def test_greedy_begins_with_start_and_stops_at_any_eos(kind) -> None:
+    script = torch.tensor([[12, 0, 1, 7], [7, 11, 11, 11], [11, 9, 11, 11]])
+    special: dict[str, Any] = {"pad": 3, "eos": (7, 9), "start": 5}
+    fed: list[list[int]] = []
+
+    def scripted(tokens: torch.Tensor) -> torch.Tensor:
+        fed.append(tokens[:, -1].tolist())
+        return torch.nn.functional.one_hot(script[:, len(fed) - 1 : len(fed)], 16).float()
+
+    model: Any
+    if kind == "lstm":
+        model = LSTMSeq2Seq(vocab_size=16, d_model=16, **special)
+        model.decode = lambda target, memory, mask, state: (scripted(target), None, state)
+        model.output = torch.nn.Identity()
+    else:
+        model = Transformer(16, 16, 24, 2, 1, **special)
+        model.forward = lambda source, target: scripted(target)
+    found = model.greedy(torch.full((3, 2), 11), 9)
+    assert found.tolist() == [[12, 0, 1, 7], [7, 3, 3, 3], [11, 9, 3, 3]]
+    assert fed == [[5, 5, 5], [12, 7, 11], [0, 3, 9], [1, 3, 3]]
+
+
+def test_lstm_ids_that_cannot_be() -> None:
+    for special, said in (
+        ({"pad": 12}, "ids below vocab_size 12, got pad 12"),
+        ({"pad": -1}, "got pad -1"),
+        ({"eos": ()}, r"got pad 0, eos \(\)"),
+        ({"eos": (1, 12)}, r"eos \(1, 12\)"),
+        ({"eos": None}, r"eos \(None,\)"),
+        ({"start": True}, "start True"),
+        ({"unk": -2}, "unk to be an id or None, got -2"),
+        ({"eos": (1, 0)}, r"different ids, got pad 0, eos \(1, 0\), unk 2"),
+        ({"eos": (1, 1)}, "different ids"),
+        ({"unk": 1}, "different ids.*unk 1"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            LSTMSeq2Seq(vocab_size=12, d_model=8, **special)
+    assert LSTMSeq2Seq(vocab_size=12, d_model=8, eos=3).config.eos == (3,)
+    with pytest.raises(ValueError, match=r"got PAD \(id 3\) before a token"):
+        LSTMSeq2Seq(vocab_size=12, d_model=8, pad=3).encode(torch.tensor([[3, 4]]))
 
 
 @pytest.mark.parametrize("score", ["dot", "general", "concat"])

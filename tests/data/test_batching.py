@@ -7,6 +7,7 @@ import torch
 
 from fastformer.data.batching import BATCHINGS, collate, padding_ratio, plan_epoch
 from fastformer.data.examples import Example, encode_pair, windows
+from fastformer.special_ids import SpecialIds
 
 LENGTHS = torch.randint(1, 40, (700, 2), generator=torch.Generator().manual_seed(0))
 
@@ -122,6 +123,19 @@ def test_collate_shifts_the_target_and_marks_padding() -> None:
     assert packed.source.tolist() == [5, 6, 7, 1, 9, 1]
     assert packed.target_in.tolist() == [0, 8, 0, 10, 11] and packed.target_out.tolist() == [8, 1, 10, 11, 1]
     assert packed.target_layout.cu_seqlens.tolist() == [0, 2, 5] and packed.num_slots == packed.num_tokens == 11
+
+
+def test_collate_with_other_special_ids() -> None:
+    ids = SpecialIds(pad=3, eos=(7, 9), unk=None, start=5)
+    examples = [encode_pair([11, 0, 1], [12], special_ids=ids), encode_pair([13], [14, 15], special_ids=ids)]
+    batch = collate(examples, packed=False, special_ids=ids)
+    assert batch.source.tolist() == [[11, 0, 1, 7], [13, 7, 3, 3]]
+    assert batch.target_in.tolist() == [[5, 12, 3], [5, 14, 15]]
+    assert batch.target_out.tolist() == [[12, 7, -100], [14, 15, 7]]
+    packed = collate(examples, packed=True, special_ids=ids)
+    assert packed.source.tolist() == [11, 0, 1, 7, 13, 7] and packed.target_in.tolist() == [5, 12, 5, 14, 15]
+    windows = collate([Example([], [11, 12, 13]), Example([], [14, 15])], packed=False, special_ids=ids)
+    assert windows.target_in.tolist() == [[11, 12], [14, 3]]
 
 
 def test_language_model_windows() -> None:

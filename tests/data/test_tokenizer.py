@@ -12,6 +12,7 @@ from fastformer.data import BPETokenizer, ByteTokenizer, Tokenizer, load_tokeniz
 from fastformer.data import tokenizer as module
 from fastformer.data.number_words import english, german, number_pairs
 from fastformer.data.tokenizer import SPECIAL_TOKENS
+from fastformer.special_ids import SpecialIds
 
 TEXTS = [words(n) for n in number_pairs(500, seed=0) for words in (english, german)]
 # The tokenizers library normalises by an older Unicode than Python; these characters mean the same in both.
@@ -72,6 +73,14 @@ def test_eos_ends_and_pad_is_skipped(tokenizer) -> None:
     ids = tokenizer.encode("fünf")
     assert tokenizer.decode([0, *ids, 0, 1, *ids]) == "fünf"
     assert tokenizer.decode([2, *ids, 2]) == "fünf"
+
+
+def test_any_eos_ends_and_the_tokenizers_pad_is_skipped(tokenizer) -> None:
+    assert tokenizer.special_ids == SpecialIds()
+    ids = tokenizer.encode("fünf")
+    tokenizer.special_ids = SpecialIds(pad=5, eos=(6, 7))  # in both they are bytes, which would be text
+    for end in (6, 7):
+        assert tokenizer.decode([5, *ids, 5, end, *ids]) == "fünf"
 
 
 def test_special_tokens_spelled_in_a_text_are_text(tokenizer) -> None:

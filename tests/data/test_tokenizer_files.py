@@ -13,6 +13,7 @@ from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
 from fastformer.data import load_tokenizer, train_bpe
 from fastformer.data.tokenizer_files import ForeignIds, ForeignTokenizer, HuggingFaceModel
+from fastformer.special_ids import SpecialIds
 
 TEXTS = ["a man walks a dog", "two men walk two dogs", "the dog walks the man </s> [PAD]"] * 20
 
@@ -68,6 +69,13 @@ def test_special_ids_come_first_and_nothing_else_moves(tmp_path) -> None:
     assert tokenizer.encode(text) == expected  # untouched by truncation, padding and [CLS] ... [SEP]
     assert tokenizer.decode([0, *expected, 1, *expected]) == text
     assert tokenizer.tokens([0, 1, 2, 3]) == ["<pad>", "</s>", "<unk>", "[CLS]"]
+    one, two, three, *_ = expected
+    middle = tokenizer.decode([two])
+    tokenizer.special_ids = SpecialIds(pad=one, eos=(1, three))
+    assert tokenizer.decode(expected) == tokenizer.decode([two, 1, one]) == middle
+    tokenizer.special_ids = SpecialIds(unk=one)
+    assert tokenizer.decode([one, two]) == middle
+    tokenizer.special_ids = SpecialIds()
     assert 1 not in tokenizer.encode("a [SEP] dog") and 0 not in tokenizer.encode("a [PAD] dog")
 
 

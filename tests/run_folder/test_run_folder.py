@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
+from typing import Any
+
 import pytest
 import torch
 
@@ -10,6 +14,7 @@ from fastformer.data import ByteTokenizer
 from fastformer.models import GPT, Transformer
 from fastformer.models.pretrained import save_model
 from fastformer.run_folder import load_model
+from fastformer.special_ids import SpecialIds
 
 SIZES = {"vocab_size": 259, "d_model": 16}
 MODELS = {
@@ -67,6 +72,35 @@ def test_a_tokenizer_of_another_run(tmp_path, vocab_size) -> None:
     save_model(GPT.from_preset("tiny", vocab_size=vocab_size, d_model=16, num_heads=2), tmp_path, ByteTokenizer())
     with pytest.raises(ValueError, match=f"expected a tokenizer of {vocab_size} ids beside the model.*got one of 259"):
         load_model(tmp_path)
+
+
+def special(architecture: str, ids: SpecialIds) -> dict[str, object]:
+    """Special ids as a model's settings: the LSTM has them as fields of its own."""
+    return dataclasses.asdict(ids) if architecture == "LSTMSeq2Seq" else {"special_ids": ids}
+
+
+@pytest.mark.parametrize("changes", [{"pad": 3}, {"eos": (1, 4)}, {"unk": None}, {"start": 3}])
+def test_a_model_and_a_tokenizer_of_other_special_ids(tmp_path, monkeypatch, architecture, changes) -> None:
+    ids = dataclasses.replace(SpecialIds(), **changes)
+    kind: Any = type(MODELS[architecture]())
+    make = kind if architecture == "LSTMSeq2Seq" else lambda **settings: kind.from_preset("tiny", **settings)
+    model = make(vocab_size=259, d_model=16, **special(architecture, ids))
+    save_model(model, tmp_path, ByteTokenizer())
+    with pytest.raises(ValueError, match=r"a tokenizer with the special ids of the model in .*got one with SpecialIds"):
+        load_model(tmp_path)
+    monkeypatch.setattr(ByteTokenizer, "special_ids", ids)
+    loaded, _ = load_model(tmp_path)
+    assert SpecialIds.of(loaded.config) == ids and loaded.config == model.config
+
+
+def test_a_config_from_before_special_ids_has_the_defaults(tmp_path, architecture) -> None:
+    save_model(MODELS[architecture](), tmp_path, ByteTokenizer())
+    values = json.loads((tmp_path / "config.json").read_text())
+    for name in special(architecture, SpecialIds()):
+        del values[name]
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    loaded, _ = load_model(tmp_path)
+    assert SpecialIds.of(loaded.config) == SpecialIds() and loaded.config == MODELS[architecture]().config
 
 
 def test_settings_that_an_lstm_does_not_have(tmp_path) -> None:
