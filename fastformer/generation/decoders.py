@@ -89,6 +89,10 @@ class DecoderOnly(Protocol):
         """See `models.GPT.new_cache`."""
         ...
 
+    def empty_cache(self, max_rows: int, max_seqlen: int) -> KVCache:
+        """See `models.GPT.empty_cache`."""
+        ...
+
 
 State: TypeAlias = tuple[Tensor, Tensor]  # hidden and cell, (num_layers, rows, dim) each
 

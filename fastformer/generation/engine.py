@@ -92,8 +92,8 @@ def bytes_per_source(model: Model, source_seqlen: int, beams: int, max_new_token
         states = 4 * 3 * source_seqlen * model.config.d_model  # the memory, and what scoring it makes
         return beams * (states + scores + hypotheses)
     assert is_decoder_only(model) or is_encoder_decoder(model)
-    token = model.new_cache(1, 1)
-    token_bytes = 2 * token.k.numel() * token.k.element_size()
+    token = model.new_cache(1, 1).k[:, 0, 0]
+    token_bytes = 2 * token.numel() * token.element_size()
     if is_decoder_only(model):
         return beams * (scores + hypotheses + (source_seqlen + max_new_tokens) * token_bytes * 3 // 2)
     # The source's keys and values are computed layer by layer and then stacked: twice there for a moment.
@@ -146,8 +146,7 @@ class TransformerEngine:
         self.tokens = torch.cat((self.tokens, tokens[:, None]), dim=1)
         if self.rung == "cross_cached":
             assert self.cache is not None
-            self.cache.seqlens.zero_()
-            self.cache.length_bound = 0
+            self.cache.rewind()
             hidden = self.model.decode(self.tokens, None, cache=self.cache)
         else:
             if self.rung == "naive":
@@ -163,7 +162,7 @@ class TransformerEngine:
         """Row i goes on from what row index[i] was; both belong to one source, whose memory stays where it is."""
         self.tokens = self.tokens[index]
         if self.cache is not None:
-            self.cache.reorder(index)
+            self.cache.reorder((index.view(-1, self.beams) % self.beams).tolist())
 
     def select(self, sources: Tensor) -> None:
         """Keeps some sources and their rows: what is finished leaves the batch."""
@@ -173,7 +172,7 @@ class TransformerEngine:
         if self.memory is not None:
             self.memory = self.memory[sources]
         if self.cache is not None:
-            self.cache.select(rows)
+            _keep(self.cache, sources)
 
 
 class RecurrentEngine:
@@ -257,7 +256,8 @@ class GPTEngine:
         )
         self.seqlens -= 1
         if rung == "cached":
-            self.cache = model.new_cache(self.rows, width + max_new_tokens)
+            self.cache = model.empty_cache(self.rows, width + max_new_tokens)
+            self.cache.add(len(prompt), beams)
             if width > 1:
                 before = SequenceLayout.padded(self.seqlens, width)
                 model.decode(prompt.repeat_interleave(beams, 0), layout=before, cache=self.cache)
@@ -281,11 +281,16 @@ class GPTEngine:
         """Row i goes on from what row index[i] was."""
         self.tokens, self.seqlens = self.tokens[index], self.seqlens[index]
         if self.cache is not None:
-            self.cache.reorder(index)
+            self.cache.reorder((index.view(-1, self.beams) % self.beams).tolist())
 
     def select(self, sources: Tensor) -> None:
         """Keeps some prompts and their rows: what is finished leaves the batch."""
         rows = (sources[:, None] * self.beams + torch.arange(self.beams, device=sources.device)).flatten()
         self.tokens, self.seqlens, self.rows = self.tokens[rows], self.seqlens[rows], len(rows)
         if self.cache is not None:
-            self.cache.select(rows)
+            _keep(self.cache, sources)
+
+
+def _keep(cache: KVCache, groups: Tensor) -> None:
+    staying = set(groups.tolist())
+    cache.release([group for group in range(cache.num_groups) if group not in staying])

@@ -207,7 +207,7 @@ class GPT(PretrainedModel):
         before = 0 if cache is None else cache.length_bound
         check_ids(tokens, self.config.vocab_size, self.config.max_len, layout, "token", before)
         positions = None if layout is None else layout.positions
-        if cache is not None:
+        if cache is not None and positions is None:
             positions = cache.positions(tokens.shape[1])
         rotary = None if self.rotary is None else self.rotary(positions)
         x = self.embedding(tokens, positions)
@@ -258,15 +258,23 @@ class GPT(PretrainedModel):
             reduction=reduction,
         )
 
-    def new_cache(self, batch_size: int, max_seqlen: int) -> KVCache:
-        """An empty cache of max_seqlen tokens a row for `decode`, in the dtype that autocast or the weights say."""
+    def new_cache(self, batch_size: int, max_seqlen: int, *, num_blocks: int | None = None) -> KVCache:
+        """A cache of batch_size rows without tokens for `decode`, each with room for max_seqlen, a group of its own."""
+        cache = self.empty_cache(batch_size, max_seqlen, num_blocks)
+        cache.add(batch_size)
+        return cache
+
+    def empty_cache(self, max_rows: int, max_seqlen: int, num_blocks: int | None = None) -> KVCache:
+        """A `KVCache` of this model's sizes, in the dtype that autocast or the weights say, without rows."""
         attention, weight = self.decoder.layers[0].self_attn, self.output_weight
         return KVCache(
             self.config.num_layers,
-            batch_size,
+            max_rows,
             max_seqlen,
             attention.num_kv_heads,
             attention.head_dim,
+            max_source_seqlen=0,
+            num_blocks=num_blocks,
             device=weight.device,
             dtype=cache_dtype(weight),
         )

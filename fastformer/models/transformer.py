@@ -14,7 +14,7 @@ from fastformer.models.attention_maps import record_attention
 from fastformer.models.inputs import check_ids, trailing_padding
 from fastformer.models.pretrained import PretrainedModel, placement
 from fastformer.nn.attention import MultiheadAttention
-from fastformer.nn.cache import KVCache
+from fastformer.nn.cache import BLOCK_SIZE, KVCache
 from fastformer.nn.embedding import Embedding, PositionalEncoding
 from fastformer.nn.layers import TransformerDecoderLayer, TransformerEncoderLayer
 from fastformer.nn.layout import SequenceLayout
@@ -261,7 +261,7 @@ class Transformer(PretrainedModel):
         """Decodes the (shifted) target, or its next tokens when there is a cache.
 
         Args:
-            target: (batch, seqlen) ids, or (total,) with a packed layout.
+            target: (batch, seqlen) ids, or (total,) with a packed layout; with a cache that is for rows without tokens.
             memory: from `encode`; None where the cache holds it.
             layout: of the target. Padded ones need none.
             memory_layout: of the memory; None: nothing in it is padding.
@@ -277,7 +277,7 @@ class Transformer(PretrainedModel):
         before = 0 if cache is None else cache.length_bound
         check_ids(target, self.config.vocab_size, self.config.max_len, layout, "target", before)
         positions = None if layout is None else layout.positions
-        if cache is not None:
+        if cache is not None and positions is None:
             positions = cache.positions(target.shape[1])
         embed = self.embedding if self.config.tie_embeddings else self.target_embedding
         return self.decoder(
@@ -374,33 +374,58 @@ class Transformer(PretrainedModel):
         batch_size: int,
         max_seqlen: int,
         memory: Tensor | None = None,
-        *,
         memory_layout: SequenceLayout | None = None,
-        source_index: Tensor | None = None,
+        *,
+        num_blocks: int | None = None,
     ) -> KVCache:
-        """An empty cache for `decode`, in the dtype that autocast or the weights say.
+        """A cache of batch_size rows without tokens for `decode`, in the dtype that autocast or the weights say.
 
         Args:
-            batch_size: rows that decode together: sources times beams.
+            batch_size: rows that decode together: sources times beams; the beams of a source stand side by side.
             max_seqlen: tokens a row.
             memory: from `encode`: its keys and values are computed here and stored once per source, and `decode` needs
-                no memory any more. None: the first `decode` does it.
+                no memory any more. None: the first `decode` does it, for as many sources as rows.
             memory_layout: of the memory.
-            source_index: (batch_size,) which source each row reads; None: the beams of a source stand side by side.
+            num_blocks: see `KVCache`.
+
+        Raises:
+            ValueError: sizes that are no integers of at least 1; sources that don't divide the rows.
         """
+        num_sources = batch_size
+        if memory is not None:
+            num_sources = memory.shape[0] if memory_layout is None else memory_layout.batch_size
+            if not isinstance(batch_size, int) or batch_size < 1 or num_sources < 1 or batch_size % num_sources:
+                raise ValueError(f"expected a batch_size that is a multiple of {num_sources} sources, got {batch_size}")
+        width = None if memory is None else memory.shape[1] if memory_layout is None else memory_layout.max_seqlen
+        if num_blocks is None and width is not None and isinstance(max_seqlen, int):
+            # Fewer sources than rows need fewer blocks.
+            num_blocks = 1 + batch_size * -(-max_seqlen // BLOCK_SIZE) + num_sources * -(-width // BLOCK_SIZE)
+        cache = self.empty_cache(batch_size, max_seqlen, width, num_blocks)
+        cache.add(num_sources, batch_size // num_sources)
+        if memory is not None:
+            self.store_memory(cache, memory, memory_layout)
+        return cache
+
+    def empty_cache(
+        self, max_rows: int, max_seqlen: int, max_source_seqlen: int | None = None, num_blocks: int | None = None
+    ) -> KVCache:
+        """A `KVCache` of this model's sizes and dtype without rows: groups come and go by its methods."""
         layer, weight = self.decoder.layers[0].self_attn, self.output_weight
-        cache = KVCache(
+        return KVCache(
             self.config.num_decoder_layers,
-            batch_size,
+            max_rows,
             max_seqlen,
             layer.num_kv_heads,
             layer.head_dim,
+            max_source_seqlen=max_source_seqlen,
+            num_blocks=num_blocks,
             device=weight.device,
             dtype=cache_dtype(weight),
         )
-        if memory is not None:
-            self.decoder.store_memory(cache, memory, memory_layout, source_index=source_index)
-        return cache
+
+    def store_memory(self, cache: KVCache, memory: Tensor, memory_layout: SequenceLayout | None = None) -> None:
+        """Computes the memory's keys and values into the cache, for its groups that have none, one source each."""
+        self.decoder.store_memory(cache, memory, memory_layout)
 
     @torch.no_grad()
     def attention_maps(

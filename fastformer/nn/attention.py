@@ -263,33 +263,67 @@ class MultiheadAttention(nn.Module):
         layout: SequenceLayout | None,
         rotary: RotaryPositions | None,
     ) -> Tensor:
-        if query.dim() != 3 or (layout is not None and layout.is_packed):
-            raise ValueError(f"expected a padded batch along with a cache, got query of shape {tuple(query.shape)}")
+        packed = layout is not None and layout.is_packed
+        if query.dim() != (2 if packed else 3):
+            expected = "packed tokens (the layout is packed)" if packed else "a padded batch, or a packed layout,"
+            raise ValueError(f"expected {expected} along with a cache, got query of shape {tuple(query.shape)}")
         if self.bias_k is not None or self.add_zero_attn:
             raise ValueError("add_bias_kv and add_zero_attn don't go with a cache")
-        if cache.is_static:
-            q = self._heads(F.linear(query, *self._q_weights()))
-            q = q if self.batch_first else q.transpose(0, 1)
-            out = decode_attention(
-                q, cache.k, cache.v, cache.seqlens, cache_batch_idx=cache.batch_index, is_causal=False
+        if cache.k.shape[-2:] != (self.num_kv_heads, self.head_dim):
+            raise ValueError(
+                f"expected a cache of {self.num_kv_heads} heads of keys and values of size {self.head_dim}, got one of "
+                f"{cache.k.shape[-2]} of size {cache.k.shape[-1]}"
             )
+        transposed = not packed and not self.batch_first
+        if cache.is_static:
+            q, index = self._heads(F.linear(query, *self._q_weights())), cache.batch_index
+            q = q.transpose(0, 1) if transposed else q
+            if packed and index is not None:
+                # Each token reads the source of its own row; those behind the last sequence read any.
+                q, index = q[:, None], F.pad(index, (0, len(q) - len(index)))
+            out = decode_attention(
+                q,
+                cache.k,
+                cache.v,
+                cache.seqlens,
+                cache_batch_idx=index,
+                slot_table=cache.slot_table,
+                is_causal=False,
+            )
+            out = out.flatten(0, 1) if packed else out
         else:
             if key is None or value is None:
                 raise ValueError("expected key and value; only a static cache takes their place")
             q, k, v = self._project(query, key, value)
-            if not self.batch_first:
+            if transposed:
                 q, k, v = q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1)
             q, k = self._rotate(q, k, rotary)
-            left, seqlen = self.window_size[0], q.shape[1]
-            if cache.is_empty and seqlen > 1:
-                # The first tokens see each other alone: the kernel that skips the triangle, then one copy.
-                out = attention(q, k, v, is_causal=True, window_size=(left, 0))
-                cache.k[:, :seqlen].copy_(k)
-                cache.v[:, :seqlen].copy_(v)
-            else:
-                out = decode_attention(q, cache.k, cache.v, cache.seqlens, k=k, v=v, is_causal=True, window_left=left)
+            out = self._append(q, k, v, cache, layout if packed else None)
         out = out.flatten(-2)
-        return self.out_proj(out if self.batch_first else out.transpose(0, 1))
+        return self.out_proj(out.transpose(0, 1) if transposed else out)
+
+    def _append(self, q: Tensor, k: Tensor, v: Tensor, cache: AttentionCache, packed: SequenceLayout | None) -> Tensor:
+        # Stores k and v, and attends to them and to what the rows hold before them.
+        batch, seqlen = q.shape[:2] if packed is None else (packed.batch_size, packed.max_seqlen)
+        if batch != len(cache.seqlens):
+            raise ValueError(f"expected the {len(cache.seqlens)} rows of the cache, got a batch of {batch}")
+        if seqlen > cache.reserved:
+            raise ValueError(f"expected the tokens to be reserved first (KVCache.reserve), got {seqlen} more")
+        window = (self.window_size[0], 0)
+        if packed is not None:
+            if not cache.is_empty or cache.packed_slots is None or packed.cu_seqlens is None:
+                raise ValueError("expected rows that are empty, reserved with their lengths, for packed prompts")
+            cu_seqlens = packed.cu_seqlens
+            out = varlen_attention(q, k, v, cu_seqlens, cu_seqlens, seqlen, seqlen, window_size=window)
+        elif cache.is_empty and seqlen > 1:
+            # The first tokens see each other alone: the kernel that skips the triangle, then one copy.
+            out = attention(q, k, v, window_size=window)
+        else:
+            return decode_attention(
+                q, cache.k, cache.v, cache.seqlens, k=k, v=v, slot_table=cache.slot_table, window_left=window[0]
+            )
+        cache.write_first(k, v)
+        return out
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         # One product for self-attention, one for the query and one for the memory in cross-attention.

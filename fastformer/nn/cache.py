@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
+
+from fastformer.nn.blocks import BlockTables, Ints, spread
+from fastformer.nn.blocks import CacheFullError as CacheFullError
+
+BLOCK_SIZE = 16
 
 
 @dataclass
@@ -13,19 +22,36 @@ class AttentionCache:
     """What one attention of one layer sees of a `KVCache`: views, so that writing into them writes into the cache.
 
     Attributes:
-        k, v: (rows, max_seqlen, num_kv_heads, head_dim).
+        k, v: (num_blocks, block_size, num_kv_heads, head_dim).
+        slot_table: (rows, max_seqlen) int32, which token of `k.flatten(0, 1)` each position of a row is.
         seqlens: (rows,) int32, how much of each row is filled.
-        batch_index: (batch,) int32, the cache row of each query row; None when they are the same.
+        batch_index: of cross-attention, int32: the table's row that each query row (or packed query token) reads.
+        reserved: the next tokens that every row has slots for.
         is_static: True for cross-attention: nothing is appended.
         is_empty: True before the first tokens of a self-attention.
+        packed_slots: (tokens,) int64 slots of the packed prompts that are reserved; None: padded ones are.
     """
 
     k: Tensor
     v: Tensor
+    slot_table: Tensor
     seqlens: Tensor
     batch_index: Tensor | None = None
+    reserved: int = 0
     is_static: bool = False
     is_empty: bool = False
+    packed_slots: Tensor | None = None
+
+    def write_first(self, k: Tensor, v: Tensor) -> None:
+        """Stores the first tokens of empty rows: (rows, seqlen, num_kv_heads, head_dim), or packed (total, ...)."""
+        if self.packed_slots is not None:
+            slots = self.packed_slots
+            k, v = k[: len(slots)], v[: len(slots)]
+        else:
+            slots = self.slot_table[:, : k.shape[1]].flatten().long()
+            k, v = k.flatten(0, 1), v.flatten(0, 1)
+        self.k.flatten(0, 1).index_copy_(0, slots, k.to(self.k.dtype))
+        self.v.flatten(0, 1).index_copy_(0, slots, v.to(self.v.dtype))
 
 
 @dataclass
@@ -37,48 +63,98 @@ class LayerCache:
 
 
 class KVCache:
-    """Static key and value tensors for all layers of a decoder. For inference: no gradient flows through it.
+    """Keys and values of all layers of a decoder, in blocks. For inference: no gradient flows through it.
 
-    The keys and values of the tokens are allocated once and updated in place, and the lengths live on the device, so
-    that a decoding step needs no host sync. A stack given `cache=` appends the new tokens' keys and values and advances
-    the lengths itself. The keys and values of a source are stored once, however many beams read them.
+    Rows decode together. They belong to groups: the beams or samples of one request, side by side, of one length and
+    one source. `add` appends groups, `release` takes them out at any time; both, like `reorder`, move no key and no
+    value. Memory is taken block by block as rows grow: tokens that the rows of a group have in common (a prompt, the
+    stem of their hypotheses) and the source of a group are stored once.
+
+    A step, which the stacks do by themselves when they are given `cache=`: `reserve` the slots of the next tokens, run
+    the layers, which write their keys and values, `advance` the lengths. All bookkeeping is on the host; a GPU gets the
+    tables by one upload a step, into tensors that keep their addresses, and is never waited for. A compiled step holds
+    the tensors' part alone: call `reserve` before each.
+
+    Args:
+        num_layers, num_kv_heads, head_dim: of the decoder.
+        max_rows: rows that decode together.
+        max_seqlen: the longest row, in tokens.
+        max_source_seqlen: the longest source. None: as long as the memory that is set while nothing is stored.
+        num_blocks: what all rows and sources share, besides block 0, which stays zero and stands where a table says
+            nothing. None: enough for max_rows rows and sources of full length, as long as groups don't shrink (what a
+            group with few rows left holds may have been written by many).
+        block_size: tokens in a block.
+        device, dtype: of the keys and values.
 
     Attributes:
-        k, v: (num_layers, batch, max_seqlen, num_kv_heads, head_dim).
-        seqlens: (batch,) int32, the tokens in each row.
-        length_bound: no row is longer than this; kept on the host to catch an overflow without a sync.
-        cross_k, cross_v: (num_layers, num_sources, source_seqlen, num_kv_heads, head_dim), or None before `set_memory`.
-        source_seqlens: (num_sources,) int32, or None.
-        source_index: (batch,) int32, which source each row reads, or None when row i reads source i.
+        k, v: (num_layers, num_blocks, block_size, num_kv_heads, head_dim). Pages that were never written cost nothing
+            on a CPU.
+
+    Raises:
+        ValueError: sizes that are no integers of at least 1.
     """
+
+    k: Tensor
+    v: Tensor
+    _tables: BlockTables
+    _host: Tensor
+    _device: Tensor
 
     def __init__(
         self,
         num_layers: int,
-        batch_size: int,
+        max_rows: int,
         max_seqlen: int,
         num_kv_heads: int,
         head_dim: int,
         *,
+        max_source_seqlen: int | None = None,
+        num_blocks: int | None = None,
+        block_size: int = BLOCK_SIZE,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        sizes = (num_layers, batch_size, max_seqlen, num_kv_heads, head_dim)
+        sizes = (num_layers, max_rows, max_seqlen, num_kv_heads, head_dim)
         if not all(isinstance(size, int) for size in sizes) or min(sizes) < 1:
             raise ValueError(
-                "expected num_layers, batch_size, max_seqlen, num_kv_heads and head_dim of at least 1, got "
-                f"{num_layers}, {batch_size}, {max_seqlen}, {num_kv_heads}, {head_dim}"
+                "expected num_layers, max_rows, max_seqlen, num_kv_heads and head_dim of at least 1, got "
+                f"{num_layers}, {max_rows}, {max_seqlen}, {num_kv_heads}, {head_dim}"
             )
-        shape = (num_layers, batch_size, max_seqlen, num_kv_heads, head_dim)
-        # Zeros: a kernel may load what lies behind a row's length before it masks it, and 0 * NaN would be NaN.
-        self.k = torch.zeros(shape, device=device, dtype=dtype)
-        self.v = torch.zeros(shape, device=device, dtype=dtype)
-        self.seqlens = torch.zeros(batch_size, dtype=torch.int32, device=device)
-        self.length_bound = 0
-        self.cross_k: Tensor | None = None
-        self.cross_v: Tensor | None = None
-        self.source_seqlens: Tensor | None = None
-        self.source_index: Tensor | None = None
+        for name, size, least in (
+            ("max_source_seqlen", max_source_seqlen, 0),
+            ("num_blocks", num_blocks, 2),
+            ("block_size", block_size, 1),
+        ):
+            if size is not None and (not isinstance(size, int) or size < least):
+                raise ValueError(f"expected {name} to be an integer of at least {least}, got {size!r}")
+        self._sizes, self._num_blocks, self._block_size = sizes, num_blocks, block_size
+        self._fits_memory = max_source_seqlen is None
+        self._first = 0
+        self._packed: tuple[Tensor, Tensor] | None = None
+        self._placement = torch.empty(0, device=device, dtype=dtype)
+        self._allocate(max_source_seqlen or 0)
+
+    def _allocate(self, max_source_seqlen: int) -> None:
+        num_layers, max_rows, max_seqlen, num_kv_heads, head_dim = self._sizes
+        size = self._block_size
+        num_blocks = self._num_blocks or 1 + max_rows * (-(-max_seqlen // size) + -(-max_source_seqlen // size))
+        shape = (num_layers, num_blocks, size, num_kv_heads, head_dim)
+        self.k, self.v = self._placement.new_empty(shape), self._placement.new_empty(shape)
+        # A kernel may load what lies behind a row's length before it masks it, and 0 * NaN would be NaN.
+        self.k[:, 0] = 0
+        self.v[:, 0] = 0
+        ends = BlockTables.ends(max_rows, max_seqlen, max_source_seqlen)
+        self._host = torch.zeros(ends[-1], dtype=torch.int32)
+        # On a CPU the ops read the tables where they are kept.
+        on_cpu = self.k.device.type == "cpu"
+        self._device = self._host if on_cpu else torch.zeros(ends[-1], dtype=torch.int32, device=self.k.device)
+        parts = self._device.tensor_split(ends[:-1])
+        self._seqlens, self._keys, slots, self._source_seqlens, sources = parts
+        self._slots, self._source_slots = slots.view(max_rows, max_seqlen), sources.view(max_rows, max_source_seqlen)
+        self._sources_begin = ends[2]
+        self._tables = BlockTables(max_rows, max_seqlen, max_source_seqlen, num_blocks, size, self._host.numpy())
+
+    # What there is.
 
     @property
     def num_layers(self) -> int:
@@ -86,134 +162,316 @@ class KVCache:
         return self.k.shape[0]
 
     @property
-    def batch_size(self) -> int:
-        """The number of rows that decode together (sources times beams)."""
-        return self.k.shape[1]
+    def max_rows(self) -> int:
+        """The rows that there is room for."""
+        return self._tables.max_rows
 
     @property
     def max_seqlen(self) -> int:
-        """The tokens that each row has room for."""
-        return self.k.shape[2]
+        """The tokens that a row has room for."""
+        return self._tables.max_seqlen
+
+    @property
+    def max_source_seqlen(self) -> int:
+        """The tokens that a source has room for."""
+        return self._tables.max_source_seqlen
+
+    @property
+    def num_rows(self) -> int:
+        """The rows of all groups."""
+        return sum(self.group_sizes)
+
+    @property
+    def num_groups(self) -> int:
+        """The number of groups."""
+        return len(self._tables.sizes) - self._first
+
+    @property
+    def group_sizes(self) -> list[int]:
+        """The rows of each group."""
+        return self._tables.sizes[self._first :]
+
+    @property
+    def lengths(self) -> list[int]:
+        """The tokens in the rows of each group, by what the host knows."""
+        tables = self._tables
+        tables.settle()
+        rows = np.cumsum([0, *tables.sizes])[self._first : -1]
+        return tables.seqlens[rows].tolist()
+
+    @property
+    def length_bound(self) -> int:
+        """The tokens in the longest row; in compiled code, no row has more."""
+        if torch.compiler.is_compiling():
+            return self._tables.longest
+        self._tables.settle()
+        return int(self._tables.seqlens[self._rows()].max(initial=0))
 
     @property
     def has_memory(self) -> bool:
-        """Whether the keys and values of the source are there."""
-        return self.cross_k is not None
+        """Whether the keys and values of each group's source are there."""
+        has_source = self._tables.has_source[self._first :]
+        return len(has_source) > 0 and all(has_source)
 
-    def __getitem__(self, layer: int) -> LayerCache:
-        """The part of one layer."""
-        own = AttentionCache(self.k[layer], self.v[layer], self.seqlens, is_empty=self.length_bound == 0)
-        if self.cross_k is None or self.cross_v is None or self.source_seqlens is None:
-            return LayerCache(own)
-        k, v = self.cross_k[layer], self.cross_v[layer]
-        return LayerCache(own, AttentionCache(k, v, self.source_seqlens, self.source_index, is_static=True))
+    @property
+    def num_blocks(self) -> int:
+        """All blocks but block 0."""
+        return self._tables.num_blocks - 1
+
+    @property
+    def free_blocks(self) -> int:
+        """Blocks that nobody has. There may be more: what beams left behind is looked for when blocks run out."""
+        return self._tables.num_free
+
+    def blocks_of(self, num_tokens: int) -> int:
+        """The blocks that num_tokens of a row or of a source fill."""
+        return self._tables.blocks_of(num_tokens)
+
+    def blocks_needed(self, num_tokens: int) -> int:
+        """The blocks that `reserve` would take from the free ones."""
+        return self._tables.blocks_needed(self._first, num_tokens)
+
+    @property
+    def seqlens(self) -> Tensor:
+        """(num_rows,) int32, the tokens in each row, on the cache's device. Not to be written."""
+        self._upload(slots=False)
+        return self._seqlens[self._rows()]
+
+    @property
+    def slot_table(self) -> Tensor:
+        """(num_rows, max_seqlen) int32, for `ops.decode_attention`: which token of the cache each position is."""
+        self._upload()
+        return self._slots[self._rows()]
 
     def positions(self, num_tokens: int) -> Tensor:
-        """The positions of the next tokens of each row: (batch, num_tokens) int64."""
-        return self.seqlens[:, None] + torch.arange(num_tokens, device=self.seqlens.device)
+        """The positions of the next tokens of each row: (num_rows, num_tokens) int64."""
+        return self.seqlens[:, None] + torch.arange(num_tokens, device=self.k.device)
+
+    def __getitem__(self, layer: int) -> LayerCache:
+        """The part of one layer. What is appended to it must have been reserved."""
+        k, v = self.k[layer], self.v[layer]
+        slots, seqlens, is_empty = self.slot_table, self.seqlens, self.length_bound == 0
+        packed_slots, keys = (None, None) if self._packed is None else self._packed
+        reserved = self._tables.reserved
+        own = AttentionCache(k, v, slots, seqlens, None, reserved, is_empty=is_empty, packed_slots=packed_slots)
+        if not self.has_memory:
+            return LayerCache(own)
+        keys = self._keys[self._rows()] if keys is None else keys
+        cross = AttentionCache(k, v, self._source_slots, self._source_seqlens, keys, is_static=True)
+        return LayerCache(own, cross)
+
+    # Groups come and go.
+
+    def add(self, num_groups: int = 1, rows: int = 1) -> None:
+        """Appends empty groups of `rows` rows each.
+
+        Raises:
+            ValueError: more than max_rows rows.
+        """
+        self._tables.add(num_groups, rows)
+
+    def release(self, groups: Sequence[int]) -> None:
+        """Takes groups out, and their blocks back. Later groups move up.
+
+        Raises:
+            ValueError: no such group, or one twice.
+        """
+        self._tables.release([self._first + group if group >= 0 else group for group in groups])
+
+    def reorder(self, parents: Sequence[Sequence[int]]) -> None:
+        """Rows go on from what other rows of their group were: a beam search keeps its survivors. No token is copied.
+
+        Args:
+            parents: one list for each group, at least 1 long: its row i goes on from what its row parents[i] was. As
+                many rows as the list is long are in the group from now on.
+
+        Raises:
+            ValueError: another number of lists than groups, an empty one, an index outside of the group, more than
+                max_rows rows.
+        """
+        self._tables.reorder(self._first, parents)
+
+    def tail(self, first_group: int) -> KVCache:
+        """The groups from first_group on as a cache of their own: runs new prompts while the others wait.
+
+        It shares everything with this one, and holds until groups before first_group leave.
+        """
+        if not 0 <= first_group <= self.num_groups:
+            raise ValueError(f"expected a first_group from 0 to {self.num_groups}, got {first_group}")
+        view = copy.copy(self)
+        view._first, view._packed, view._fits_memory = self._first + first_group, None, False
+        return view
+
+    def rewind(self) -> None:
+        """Forgets the tokens of all groups; their sources stay."""
+        self._tables.rewind(self._first)
+
+    def reset(self) -> None:
+        """Empties the cache: no groups, no tokens, no sources; what was allocated stays."""
+        self.release(range(self.num_groups))
+
+    # Tokens are added.
 
     def check_room(self, num_tokens: int) -> None:
-        """Raises ValueError when `num_tokens` more don't fit, by what the host knows."""
-        if self.length_bound + num_tokens > self.max_seqlen:
+        """Raises ValueError when rows would be longer than max_seqlen with `num_tokens` more."""
+        longest = self.length_bound
+        if num_tokens < 0 or longest + num_tokens > self.max_seqlen:
             raise ValueError(
-                f"the cache has room for {self.max_seqlen} tokens a row and holds up to {self.length_bound}; "
+                f"the cache has room for {self.max_seqlen} tokens a row and holds up to {longest}; "
                 f"{num_tokens} more don't fit: make it with a larger max_seqlen"
             )
 
-    def advance(self, num_tokens: int, seqlens: Tensor | None = None) -> None:
+    def reserve(self, num_tokens: int, seqlens: Sequence[int] | Tensor | None = None) -> None:
+        """Takes the blocks for the next tokens of every row. The stacks call it; a lone layer's caller calls it.
+
+        Args:
+            num_tokens: the most tokens that a row gets. Ahead of need is allowed: what `advance` leaves stays there.
+            seqlens: (num_rows,) the tokens of packed prompts, where every row is empty.
+
+        Raises:
+            CacheFullError: not as many blocks are free. Nothing is taken.
+            ValueError: a row would be longer than max_seqlen. Nothing is taken. In compiled code: nothing is reserved.
+        """
+        tables = self._tables
+        if torch.compiler.is_compiling():
+            if seqlens is not None or tables.pending or tables.reserved < num_tokens or tables.reserved_from:
+                raise ValueError("expected KVCache.reserve before each compiled step, for all its tokens")
+            return
+        counts = None if seqlens is None else _host_lengths(seqlens)
+        self.check_room(num_tokens)
+        tables.reserve(self._first, num_tokens, counts)
+        self._packed = None
+        if counts is not None:
+            begin = tables.row_of(self._first)
+            row, position = spread(counts)
+            row += begin
+            self._packed = self._moved(tables.slots[row, position].astype(np.int64)), self._moved(tables.keys[row])
+        self._upload()
+
+    def advance(self, num_tokens: int, seqlens: Sequence[int] | Tensor | None = None) -> None:
         """Counts tokens that were just appended. The stacks call it; a lone layer's caller calls it.
 
         Args:
             num_tokens: the tokens appended to each row.
-            seqlens: (batch,) the real ones among them where the rows differ (right-padded prompts); what was written
-                behind them is overwritten by the next tokens.
-        """
-        self.check_room(num_tokens)
-        self.seqlens.add_(num_tokens if seqlens is None else seqlens)
-        self.length_bound += num_tokens
+            seqlens: (num_rows,) the real ones among them where groups differ (padded or packed prompts); what was
+                written behind them is overwritten by the next tokens. A tensor on a GPU is waited for.
 
+        Raises:
+            ValueError: more than was reserved; different lengths inside a group.
+        """
+        tables = self._tables
+        if torch.compiler.is_compiling():
+            # The host catches up when it is next asked; rows of different lengths it could not tell apart.
+            if seqlens is not None:
+                raise ValueError("expected prompts of different lengths outside of compiled code")
+            tables.pending += num_tokens
+            tables.longest += num_tokens
+            return
+        current = not tables.rows_changed
+        tables.advance(self._first, num_tokens, None if seqlens is None else _host_lengths(seqlens))
+        self._packed = None
+        if current and seqlens is None and self._device is not self._host:
+            # The tables on the device lack nothing but this.
+            self._seqlens[self._rows()] += num_tokens
+            tables.rows_changed = False
+
+    @torch.no_grad()
     def set_memory(
         self,
-        keys: list[Tensor],
-        values: list[Tensor],
-        seqlens: Tensor | None = None,
-        source_index: Tensor | None = None,
+        keys: Sequence[Tensor],
+        values: Sequence[Tensor],
+        seqlens: Sequence[int] | Tensor | None = None,
     ) -> None:
-        """Stores the cross-attention's keys and values, once per source.
+        """Stores the cross-attention's keys and values of the groups that have none yet, one source for each group.
 
         Args:
-            keys, values: one tensor a layer, (num_sources, source_seqlen, num_kv_heads, head_dim).
-            seqlens: (num_sources,) real tokens of each source; None: all.
-            source_index: (batch,) which source each row reads. None: row i reads source i // (batch / num_sources), so
-                that the beams of one source stand side by side.
+            keys, values: one tensor a layer, padded (sources, source_seqlen, num_kv_heads, head_dim) or packed (total,
+                num_kv_heads, head_dim).
+            seqlens: (sources,) real tokens of each source; None: all (padded only).
 
         Raises:
-            ValueError: another number of layers, or of sources than divides the batch.
+            ValueError: other sizes than the cache has, or another number of sources than groups without one.
+            CacheFullError: not as many blocks are free. Nothing is taken.
         """
-        num_sources, source_seqlen = keys[0].shape[:2]
         if len(keys) != self.num_layers or len(values) != self.num_layers:
             raise ValueError(f"expected keys and values of {self.num_layers} layers, got {len(keys)} and {len(values)}")
-        device = self.k.device
-        if source_index is None and num_sources != self.batch_size:
-            if self.batch_size % num_sources != 0:
-                raise ValueError(
-                    f"expected a batch that is a multiple of the {num_sources} sources, or a source_index; "
-                    f"got a cache of {self.batch_size} rows"
-                )
-            beams = self.batch_size // num_sources
-            source_index = torch.arange(self.batch_size, device=device) // beams
-        self.cross_k = torch.stack([k.to(self.k.dtype) for k in keys])
-        self.cross_v = torch.stack([v.to(self.v.dtype) for v in values])
-        if seqlens is None:
-            seqlens = torch.full((num_sources,), source_seqlen, device=device)
-        self.source_seqlens = seqlens.to(device=device, dtype=torch.int32)
-        self.source_index = None if source_index is None else source_index.to(device=device, dtype=torch.int32)
+        shape, sizes = keys[0].shape, self.k.shape[-2:]
+        if len(shape) not in (3, 4) or shape[-2:] != sizes or any(x.shape != shape for x in (*keys, *values)):
+            raise ValueError(
+                f"expected keys and values of (sources, source_seqlen, {sizes[0]}, {sizes[1]}) or (total, {sizes[0]}, "
+                f"{sizes[1]}), the same for all layers, got {tuple(shape)}"
+            )
+        padded = len(shape) == 4
+        if seqlens is None and not padded:
+            raise ValueError("expected seqlens along with packed keys and values")
+        lengths = np.full(shape[0], shape[1], np.int32) if seqlens is None else _host_lengths(seqlens)
+        most, total = int(lengths.max(initial=0)), int(lengths.sum())
+        if lengths.min(initial=0) < 0 or (most > shape[1] or len(lengths) != shape[0] if padded else total > shape[0]):
+            raise ValueError(f"expected seqlens that keys of shape {tuple(shape)} have, got {lengths.tolist()}")
+        tables = self._tables
+        groups = [self._first + i for i, there in enumerate(tables.has_source[self._first :]) if not there]
+        if len(groups) != len(lengths):
+            raise ValueError(
+                f"expected a source for each of the {len(groups)} groups without one, got {len(lengths)}: rows that "
+                "share a source are one group"
+            )
+        if most > tables.max_source_seqlen:
+            self._widen(most)
+        slots = self._moved(self._tables.set_sources(groups, lengths).astype(np.int64))
+        real: Tensor | None = None
+        if padded and total < shape[0] * shape[1]:
+            source, position = spread(lengths)
+            real = self._moved(source * shape[1] + position)
+        for stored, given in ((self.k, keys), (self.v, values)):
+            for layer, x in zip(stored, given, strict=True):
+                x = x.flatten(0, 1) if padded else x[:total]
+                x = x if real is None else x.index_select(0, real)
+                layer.flatten(0, 1).index_copy_(0, slots, x.to(layer.dtype))
 
-    def reorder(self, index: Tensor) -> None:
-        """Row i becomes what row index[i] was, in place: a beam search keeps its survivors.
+    def _widen(self, source_seqlen: int) -> None:
+        tables = self._tables
+        if not self._fits_memory or self.free_blocks < self.num_blocks:
+            raise ValueError(
+                f"expected sources of at most max_source_seqlen = {tables.max_source_seqlen} tokens, got one of "
+                f"{source_seqlen}: make the cache with a larger one"
+            )
+        self._allocate(source_seqlen)
+        for rows in tables.sizes:
+            self.add(rows=rows)
 
-        Args:
-            index: (batch,) integers.
-        """
-        if index.shape != (self.batch_size,):
-            raise ValueError(f"expected an index of shape ({self.batch_size},), got {tuple(index.shape)}")
-        for cache in (self.k, self.v):
-            filled = cache[:, :, : self.length_bound]
-            filled.copy_(filled.index_select(1, index))
-        self.seqlens.copy_(self.seqlens.index_select(0, index))
-        if self.source_index is not None:
-            self.source_index.copy_(self.source_index.index_select(0, index))
-        elif self.cross_k is not None:
-            # Rows of one beam each: the rows move, the sources stay.
-            self.source_index = index.to(torch.int32)
+    def _rows(self) -> slice:
+        return slice(self._tables.row_of(self._first), self._tables.num_rows)
 
-    def select(self, rows: Tensor) -> None:
-        """Keeps some rows: finished sequences leave the batch.
+    def _upload(self, slots: bool = True) -> None:
+        # Compiled code reads what `reserve` has uploaded before it.
+        if torch.compiler.is_compiling():
+            return
+        tables = self._tables
+        tables.settle()
+        if self._device is self._host:
+            return
+        if tables.rows_changed or (slots and tables.slots_changed):
+            self._copy(0, 2 * tables.max_rows + tables.num_rows * tables.max_seqlen)
+            tables.rows_changed = tables.slots_changed = False
+        if tables.sources_changed:
+            self._copy(self._sources_begin, len(self._host))
+            tables.sources_changed = False
 
-        What is filled moves to the front, and `k` and `v` become views of those rows: a copy of the whole width, most
-        of it empty, would cost more than the decoding.
+    def _copy(self, begin: int, end: int) -> None:
+        # Through a pinned copy, so that the host may write to the tables while the upload is under way: torch gives the
+        # copy's memory to others only when the device is done with it.
+        staged = self._host[begin:end]
+        staged = staged.pin_memory() if self._device.is_cuda else staged
+        self._device[begin:end].copy_(staged, non_blocking=True)
 
-        Args:
-            rows: (new_batch,) integers, the rows that stay, in their new order; no more than there are.
+    def _moved(self, array: npt.NDArray[np.integer]) -> Tensor:
+        tensor = torch.from_numpy(array)
+        tensor = tensor.pin_memory() if self._device.is_cuda else tensor
+        return tensor.to(self._device.device, non_blocking=True)
 
-        Raises:
-            ValueError: more rows than the cache has.
-        """
-        if len(rows) > self.batch_size:
-            raise ValueError(f"expected at most the {self.batch_size} rows of the cache, got {len(rows)}")
-        for cache in (self.k, self.v):
-            for layer in cache[:, :, : self.length_bound]:
-                layer[: len(rows)].copy_(layer.index_select(0, rows))
-        self.k, self.v = self.k[:, : len(rows)], self.v[:, : len(rows)]
-        self.seqlens = self.seqlens.index_select(0, rows)
-        if self.source_index is not None:
-            self.source_index = self.source_index.index_select(0, rows)
-        elif self.cross_k is not None and self.cross_v is not None and self.source_seqlens is not None:
-            self.cross_k, self.cross_v = self.cross_k.index_select(1, rows), self.cross_v.index_select(1, rows)
-            self.source_seqlens = self.source_seqlens.index_select(0, rows)
 
-    def reset(self) -> None:
-        """Forgets the tokens and the source, and keeps the memory for the next batch."""
-        self.seqlens.zero_()
-        self.length_bound = 0
-        self.cross_k = self.cross_v = self.source_seqlens = self.source_index = None
+def _host_lengths(seqlens: Sequence[int] | Tensor) -> Ints:
+    values = seqlens.cpu().numpy() if isinstance(seqlens, Tensor) else np.asarray(seqlens)
+    if values.ndim != 1 or not (values.dtype.kind in "iu" or not len(values)):
+        raise ValueError(f"expected seqlens of shape (rows,) with integers, got {values.dtype} {values.shape}")
+    return values.astype(np.int32)

@@ -23,12 +23,15 @@ class SequenceLayout:
         cu_seqlens: (batch + 1,) int32, where each packed sequence begins, and the end; None for a padded batch.
         positions: (total,) int64, each packed token's index in its own sequence; None for a padded batch, where the
             position is the index along the row.
+        host_seqlens: seqlens on the host, where the layout was built from such; `to` keeps it, so that whoever needs
+            the numbers (a cache does) need not wait for a GPU.
     """
 
     seqlens: Tensor
     max_seqlen: int
     cu_seqlens: Tensor | None = None
     positions: Tensor | None = None
+    host_seqlens: Tensor | None = None
 
     @classmethod
     def padded(cls, seqlens: Tensor, max_seqlen: int) -> SequenceLayout:
@@ -43,7 +46,7 @@ class SequenceLayout:
         """
         seqlens = _lengths(seqlens)
         _check_lengths(seqlens, max_seqlen)
-        return cls(seqlens, int(max_seqlen))
+        return cls(seqlens, int(max_seqlen), host_seqlens=_on_host(seqlens))
 
     @classmethod
     def packed(cls, seqlens: Tensor, max_seqlen: int, *, total: int | None = None) -> SequenceLayout:
@@ -69,7 +72,7 @@ class SequenceLayout:
         row = torch.searchsorted(cu_seqlens[1:].contiguous(), token, right=True).clamp_(max=len(seqlens) - 1)
         # A padding token past the end would count on beyond max_seqlen and out of any position table.
         positions = (token - cu_seqlens[row]).clamp_(max=max(int(max_seqlen) - 1, 0))
-        return cls(seqlens, int(max_seqlen), cu_seqlens, positions)
+        return cls(seqlens, int(max_seqlen), cu_seqlens, positions, _on_host(seqlens))
 
     @classmethod
     def from_ids(cls, ids: Tensor, pad_id: int = SpecialIds.pad) -> SequenceLayout:
@@ -95,7 +98,11 @@ class SequenceLayout:
             return None if tensor is None else tensor.to(device, non_blocking=non_blocking)
 
         seqlens = self.seqlens.to(device, non_blocking=non_blocking)
-        return SequenceLayout(seqlens, self.max_seqlen, move(self.cu_seqlens), move(self.positions))
+        return SequenceLayout(seqlens, self.max_seqlen, move(self.cu_seqlens), move(self.positions), self.host_seqlens)
+
+    def read_seqlens(self) -> Tensor:
+        """seqlens on the host; where the layout was built on a GPU, this waits for it."""
+        return self.seqlens.cpu() if self.host_seqlens is None else self.host_seqlens
 
     def pack(self, x: Tensor) -> Tensor:
         """Padded (batch, max_seqlen, ...) to packed (total, ...). The layout must be packed."""
@@ -134,6 +141,10 @@ def _lengths(seqlens: Tensor) -> Tensor:
             f"expected seqlens of shape (batch,) with integers, got {seqlens.dtype} {tuple(seqlens.shape)}"
         )
     return seqlens.to(torch.int32)
+
+
+def _on_host(seqlens: Tensor) -> Tensor | None:
+    return seqlens if seqlens.device.type == "cpu" else None
 
 
 def _readable(seqlens: Tensor) -> bool:

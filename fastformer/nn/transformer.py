@@ -119,7 +119,7 @@ class TransformerEncoder(_Stack):
             is_causal: the mask is the causal one (and needn't be given); None: look at the mask, see `is_causal_mask`.
             layout: how src lies in memory.
             cache: keys and values of earlier tokens. src's own are appended and the lengths advanced (by the layout's
-                seqlens where it is given); attention is causal.
+                seqlens where it is given); attention is causal. A packed src is the prompts of rows that are empty.
             rotary: rotates queries and keys.
 
         Returns:
@@ -132,8 +132,8 @@ class TransformerEncoder(_Stack):
         if cache is not None:
             _check_cached_masks(mask, src_key_padding_mask, is_causal)
             mask = None
-            seqlen = _seqlen(src, self.layers[0])
-            cache.check_room(seqlen)
+            step = _CachedStep(cache, src, self.layers, layout)
+            step.reserve()
 
         def call(layer: nn.Module, i: int, state: State) -> State:
             options = _given(layout=layout, cache=None if cache is None else cache[i], rotary=rotary)
@@ -145,7 +145,7 @@ class TransformerEncoder(_Stack):
         with torch.set_grad_enabled(torch.is_grad_enabled() and cache is None):
             out = self._run(src, call)
         if cache is not None:
-            cache.advance(seqlen, None if layout is None else layout.seqlens)
+            step.advance()
         return out
 
 
@@ -191,8 +191,9 @@ class TransformerDecoder(_Stack):
             memory_is_causal: memory_mask is the causal one.
             layout, memory_layout: how tgt and memory lie in memory.
             cache: keys and values of earlier tokens. The first call stores the memory's; every call appends tgt's and
-                advances the lengths (by the layout's seqlens where it is given); self-attention is causal. For
-                inference. Of masks, the first call may bring memory_key_padding_mask.
+                advances the lengths (by the layout's seqlens where it is given); self-attention is causal. A packed
+                tgt is the prompts of rows that are empty. For inference. Of masks, the first call may bring
+                memory_key_padding_mask.
             rotary: rotates queries and keys of the self-attention.
 
         Returns:
@@ -207,12 +208,12 @@ class TransformerDecoder(_Stack):
             tgt_mask = None
             if memory_mask is not None:
                 raise ValueError("expected no memory_mask along with a cache")
-            seqlen = _seqlen(tgt, self.layers[0])
-            cache.check_room(seqlen)
+            step = _CachedStep(cache, tgt, self.layers, layout)
             if not cache.has_memory:
                 if memory is None:
                     raise ValueError("expected a memory: the cache holds none yet")
                 self.store_memory(cache, memory, memory_layout, memory_key_padding_mask)
+            step.reserve()
             # From here on the cache speaks for the memory.
             memory = memory_layout = memory_key_padding_mask = None
 
@@ -236,7 +237,7 @@ class TransformerDecoder(_Stack):
         with torch.set_grad_enabled(torch.is_grad_enabled() and cache is None):
             out = self._run(tgt, call)
         if cache is not None:
-            cache.advance(seqlen, None if layout is None else layout.seqlens)
+            step.advance()
         return out
 
     @torch.no_grad()
@@ -246,36 +247,66 @@ class TransformerDecoder(_Stack):
         memory: Tensor,
         memory_layout: SequenceLayout | None = None,
         memory_key_padding_mask: Tensor | None = None,
-        source_index: Tensor | None = None,
     ) -> None:
         """Computes the cross-attention's keys and values of every layer once, into the cache.
+
+        The sources are those of the cache's groups that have none yet, in their order.
 
         Args:
             cache: of as many layers as the stack.
             memory: the encoder's output; one row a source, however many beams.
             memory_layout: how it lies in memory, padded or packed.
             memory_key_padding_mask: (num_sources, source_seqlen) bool, True = ignore; anywhere in a row.
-            source_index: which source each row of the cache reads; see `KVCache.set_memory`.
+
+        Raises:
+            ValueError: see `KVCache.set_memory`; a cache of another number of layers.
         """
+        _check_layers(cache, self.layers)
+        if memory.dim() != (2 if memory_layout is not None and memory_layout.is_packed else 3):
+            raise ValueError(f"expected a padded memory, or a packed memory_layout, got shape {tuple(memory.shape)}")
         pairs = [layer.multihead_attn.project_memory(memory) for layer in self.layers]
-        seqlens = None if memory_layout is None else memory_layout.seqlens
-        if memory_layout is not None and memory_layout.is_packed:
-            pairs = [(memory_layout.unpack(k), memory_layout.unpack(v)) for k, v in pairs]
+        seqlens = None if memory_layout is None else memory_layout.read_seqlens()
         if memory_key_padding_mask is not None:
             mask = memory_key_padding_mask
             if mask.dtype != torch.bool or memory_layout is not None:
                 raise ValueError("expected a bool memory_key_padding_mask and no memory_layout along with a cache")
-            # The order of keys means nothing to attention: the real ones move to the front, and a length says the rest.
-            order = mask.to(torch.uint8).argsort(dim=1, stable=True)[:, :, None, None]
-            pairs = [(k.take_along_dim(order, 1), v.take_along_dim(order, 1)) for k, v in pairs]
+            # What is left, one after another, is packed.
+            pairs = [(k[~mask], v[~mask]) for k, v in pairs]
             seqlens = (~mask).sum(1)
-        cache.set_memory([k for k, _ in pairs], [v for _, v in pairs], seqlens, source_index)
+        cache.set_memory([k for k, _ in pairs], [v for _, v in pairs], seqlens)
 
 
-def _seqlen(x: Tensor, layer: Any) -> int:
-    if x.dim() != 3:
-        raise ValueError(f"expected a padded batch along with a cache, got a tensor of shape {tuple(x.shape)}")
-    return x.shape[1] if layer.self_attn.batch_first else x.shape[0]
+class _CachedStep:
+    """What a stack does with a cache before its layers run, and after."""
+
+    def __init__(self, cache: KVCache, x: Tensor, layers: Any, layout: SequenceLayout | None) -> None:
+        _check_layers(cache, layers)
+        packed = layout is not None and layout.is_packed
+        if x.dim() != (2 if packed else 3):
+            expected = "packed tokens (the layout is packed)" if packed else "a padded batch, or a packed layout,"
+            raise ValueError(f"expected {expected} along with a cache, got a tensor of shape {tuple(x.shape)}")
+        if packed and layout is not None:
+            batch, self.num_tokens = layout.batch_size, layout.max_seqlen
+            if cache.length_bound > 0:
+                raise ValueError("expected packed prompts for rows that are empty, got rows with tokens (KVCache.tail)")
+        else:
+            batch, self.num_tokens = x.shape[:2] if layers[0].self_attn.batch_first else (x.shape[1], x.shape[0])
+        if batch != cache.num_rows:
+            raise ValueError(f"expected the {cache.num_rows} rows of the cache, got a batch of {batch}")
+        cache.check_room(self.num_tokens)
+        self.cache, self.seqlens = cache, None if layout is None else layout.read_seqlens()
+        self.packed_seqlens = self.seqlens if packed else None
+
+    def reserve(self) -> None:
+        self.cache.reserve(self.num_tokens, self.packed_seqlens)
+
+    def advance(self) -> None:
+        self.cache.advance(self.num_tokens, self.seqlens)
+
+
+def _check_layers(cache: KVCache, layers: Any) -> None:
+    if cache.num_layers != len(layers):
+        raise ValueError(f"expected a cache of {len(layers)} layers, got one of {cache.num_layers}")
 
 
 def _check_cached_masks(mask: Tensor | None, key_padding_mask: Tensor | None, is_causal: bool) -> None:

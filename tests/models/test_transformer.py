@@ -155,10 +155,10 @@ def test_beams_decode_over_one_memory():
     layout, memory = SequenceLayout.from_ids(source), model.encode(source)
     tokens = torch.randint(0, V, (6, 4))
     cache = model.new_cache(6, 5, memory, memory_layout=layout)
-    assert cache.cross_k.shape[1] == 3
+    assert cache.group_sizes == [2, 2, 2]
     first = model.decode(tokens[:, :3], None, cache=cache)
     order = torch.tensor([1, 0, 3, 3, 5, 4])
-    cache.reorder(order)
+    cache.reorder([[1, 0], [1, 1], [1, 0]])
     last = model.decode(tokens[:, 3:], None, cache=cache)
     twice = memory.repeat_interleave(2, 0)
     wide = SequenceLayout.padded(layout.seqlens.repeat_interleave(2), 7)
@@ -294,17 +294,24 @@ def test_a_cached_step_compiles_in_one_graph():
     model = model_of().eval()
     source, shifted, _ = batch()
     memory, layout = model.encode(source), SequenceLayout.from_ids(source)
-    cache = model.new_cache(3, 6, memory, memory_layout=layout)
+    cache = model.new_cache(3, 7, memory, memory_layout=layout)
 
     def step(tokens):
         return model.decode(tokens, None, cache=cache)
 
     compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
     before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    hidden = torch.cat([compiled(shifted[:, i : i + 1]) for i in range(6)], 1)
+    outputs = []
+    for i in range(6):
+        cache.reserve(1)  # the host's part
+        outputs.append(compiled(shifted[:, i : i + 1]))
+    hidden = torch.cat(outputs, 1)
     assert_same(hidden, model.decode(shifted, memory, memory_layout=layout), "hidden states")
     # One graph for the first token, one for any later one: the length is no constant in it.
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] - before <= 2
+    assert cache.lengths == [6, 6, 6]
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="KVCache.reserve before each compiled step"):
+        compiled(shifted[:, :1])
 
 
 @pytest.mark.gpu
@@ -332,10 +339,9 @@ def test_no_host_sync_in_training_and_decoding():
             cache = model.new_cache(6, 6, memory, memory_layout=layouts["source_layout"])
             tokens = tensors[1].repeat_interleave(2, 0)
             model.decode(tokens[:, :3], None, cache=cache)
-            cache.reorder(order)
+            cache.reorder([[1, 0], [1, 1], [1, 0]])
             model.decode(tokens[:, 3:4], None, cache=cache)
 
-    order = torch.tensor([1, 0, 3, 3, 5, 4], device="cuda")
     work()  # compiles the kernels
     try:
         torch.cuda.set_sync_debug_mode("error")
@@ -356,7 +362,7 @@ def test_bfloat16_autocast_and_cache():
         with torch.inference_mode():
             memory = model.encode(source)
             cache = model.new_cache(3, 6, memory, memory_layout=SequenceLayout.from_ids(source))
-            assert cache.k.dtype == torch.bfloat16 and cache.cross_k.dtype == torch.bfloat16
+            assert cache.k.dtype == torch.bfloat16
             hidden = torch.cat([model.decode(shifted[:, i : i + 2], None, cache=cache) for i in (0, 2, 4)], 1)
             whole = model.decode(shifted, memory, memory_layout=SequenceLayout.from_ids(source))
     assert (hidden - whole).abs().max() < 0.1 * whole.abs().max()

@@ -20,8 +20,10 @@ def decoder(norm_first=True, batch_first=True, **options):
     return randomised(fnn.TransformerDecoder(layer, LAYERS, fnn.AddLayerNorm(E, **DOUBLE))).eval()
 
 
-def new_cache(rows=N, max_seqlen=T, kv_heads=H):
-    return KVCache(LAYERS, rows, max_seqlen, kv_heads, E // H, **DOUBLE)
+def new_cache(groups=N, rows=1, max_seqlen=T, kv_heads=H):
+    cache = KVCache(LAYERS, 2 * groups * rows, max_seqlen, kv_heads, E // H, block_size=4, **DOUBLE)
+    cache.add(groups, rows)
+    return cache
 
 
 def run(stack, x, memory, chunks, cache, **options):
@@ -44,7 +46,7 @@ def test_cached_equals_uncached(options, chunks):
     expected = stack(x, memory, tgt_is_causal=True, memory_layout=layout)
     cache = new_cache(kv_heads=options.get("num_kv_heads", H))
     assert_same(run(stack, x, memory, chunks, cache, memory_layout=layout), expected, "hidden states")
-    assert cache.length_bound == T and cache.seqlens.tolist() == [T] * N
+    assert cache.lengths == [T] * N and cache.seqlens.tolist() == [T] * N
 
 
 @torch.inference_mode()
@@ -72,7 +74,7 @@ def test_decoder_only_with_prompts_of_different_lengths(rotary):
 
     layout = SequenceLayout.padded(torch.tensor(lengths), 4)
     first = stack(prompts, cache=cache, layout=layout, rotary=bind(cache.positions(4)))
-    assert cache.seqlens.tolist() == lengths and cache.length_bound == 4
+    assert cache.seqlens.tolist() == cache.lengths == lengths
     steps = [stack(further[:, i : i + 1], cache=cache, rotary=bind(cache.positions(1))) for i in range(3)]
     for row, length in enumerate(lengths):
         whole = torch.cat([prompts[row, :length], further[row]])[None]
@@ -86,60 +88,96 @@ def test_beams_share_their_sources_keys():
     stack, beams = decoder(), 2
     x, memory = torch.randn(N * beams, T, E, **DOUBLE), torch.randn(N, S, E, **DOUBLE)
     layout = SequenceLayout.padded(torch.tensor([5, 2, 3]), S)
-    cache = new_cache(N * beams)
+    cache = new_cache(rows=beams)
     out = run(stack, x, memory, [2, 1, 4], cache, memory_layout=layout)
-    assert cache.cross_k.shape == (LAYERS, N, S, H, E // H)
     repeated = SequenceLayout.padded(layout.seqlens.repeat_interleave(beams), S)
     expected = stack(x, memory.repeat_interleave(beams, 0), tgt_is_causal=True, memory_layout=repeated)
     assert_same(out, expected, "hidden states")
-    other = new_cache(N * beams)
-    index = torch.tensor([2, 0, 1, 1, 0, 2])
-    stack.store_memory(other, memory, layout, source_index=index)
-    repeated = SequenceLayout.padded(layout.seqlens[index], S)
-    expected = stack(x, memory[index], tgt_is_causal=True, memory_layout=repeated)
-    assert_same(run(stack, x, None, [3, 4], other), expected, "with an index")
+    # 2 blocks of 4 for each row of 7 tokens, and 2 + 1 + 1 for the sources, whose padding is not stored.
+    assert cache.num_blocks - cache.free_blocks == 2 * N * beams + 4
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("beams", [1, 2])
-def test_reorder_and_select(beams):
-    """The cache after reorder or select decodes as one that had seen the rows in that order."""
-    stack, rows = decoder(), N * beams
-    memory, x = torch.randn(N, S, E, **DOUBLE), torch.randn(rows, T, E, **DOUBLE)
+@pytest.mark.parametrize("change", ["reorder", "release"])
+def test_rows_go_on_from_what_they_were(change):
+    """The cache after reorder or release decodes as one that had seen the rows in that order."""
+    stack, beams = decoder(), 3
+    memory, x = torch.randn(N, S, E, **DOUBLE), torch.randn(N * beams, T, E, **DOUBLE)
     layout = SequenceLayout.padded(torch.tensor([5, 2, 3]), S)
-    sources = torch.arange(rows) // beams
-    for index, change in (
-        (torch.tensor([1, 1, 2, 0, 5, 4])[:rows] % rows, "reorder"),
-        (torch.tensor([2, 0]), "select"),
-        (torch.tensor([rows - 1]), "select"),
-    ):
-        cache = new_cache(rows)
-        storage = cache.k.data_ptr()
-        run(stack, x[:, :4], memory, [3, 1], cache, memory_layout=layout)
-        getattr(cache, change)(index)
-        assert cache.batch_size == len(index)
-        assert change == "select" or cache.k.data_ptr() == storage
-        source = sources[index]
-        after = run(stack, x[index][:, 4:], None, [1, 2], cache)
-        chosen = SequenceLayout.padded(layout.seqlens[source], S)
-        expected = stack(x[index], memory[source], tgt_is_causal=True, memory_layout=chosen)[:, 4:]
-        assert_same(after, expected, change)
+    cache = new_cache(rows=beams)
+    run(stack, x, memory, [3, 1], cache, memory_layout=layout)
+    if change == "reorder":  # one group with other rows, one with fewer, one with more
+        cache.reorder([[2, 0, 2], [1], [0, 0, 2, 1]])
+        index = torch.tensor([2, 0, 2, 4, 6, 6, 8, 7])
+    else:
+        cache.release([0])
+        index = torch.tensor([3, 4, 5, 6, 7, 8])
+    after = run(stack, x[index][:, 4:], None, [1, 2], cache)
+    chosen = SequenceLayout.padded(layout.seqlens[index // beams], S)
+    expected = stack(x[index], memory[index // beams], tgt_is_causal=True, memory_layout=chosen)[:, 4:]
+    assert_same(after, expected, change)
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("change", ["reorder", "select"])
-def test_reorder_and_select_take_the_lengths_along(change):
-    layer = fnn.TransformerEncoderLayer(E, H, FF, batch_first=True, **DOUBLE)
-    stack = randomised(fnn.TransformerEncoder(layer, LAYERS)).eval()
-    lengths, index = torch.tensor([4, 1, 3]), torch.tensor([1, 2, 0])
-    prompts, further = torch.randn(N, 4, E, **DOUBLE), torch.randn(N, 1, E, **DOUBLE)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"norm_first": False}, {"num_kv_heads": 1}, {"window_size": (2, 0)}, {"batch_first": False}],
+    ids=str,
+)
+def test_packed_prompts_join_rows_that_are_decoding(options):
+    stack = decoder(**options)
+    kv_heads = options.get("num_kv_heads", H)
+    lengths, sources = [3, 0, 5], [4, 5, 1]
+    rows = [torch.randn(T, E, **DOUBLE) for _ in range(N + 1)]
+    memories = [torch.randn(length, E, **DOUBLE) for length in (3, *sources)]
+
+    def alone(row):
+        x, memory = rows[row][:, None], memories[row][:, None]
+        if options.get("batch_first", True):
+            x, memory = x.transpose(0, 1), memory.transpose(0, 1)
+        return stack(x, memory, tgt_is_causal=True).view(T, E)
+
+    def step(cache, tokens):
+        x = torch.stack(tokens)[:, None]
+        batched = options.get("batch_first", True)
+        return stack(x if batched else x.transpose(0, 1), None, cache=cache).view(len(tokens), E)
+
+    cache = KVCache(LAYERS, N + 1, T, kv_heads, E // H, max_source_seqlen=S, block_size=2, **DOUBLE)
+    cache.k[:, 1:] = cache.v[:, 1:] = torch.nan
+    cache.add()
+    stack.store_memory(cache, memories[0], SequenceLayout.packed(torch.tensor([3]), 3))
+    first = [step(cache, [rows[0][i]]) for i in range(2)]
+    cache.add(N)
+    new = cache.tail(1)
+    stack.store_memory(new, torch.cat(memories[1:]), SequenceLayout.packed(torch.tensor(sources), S))
+    packed = torch.cat([row[:length] for row, length in zip(rows[1:], lengths, strict=True)])
+    # Two tokens behind the last sequence, which belong to nobody.
+    layout = SequenceLayout.packed(torch.tensor(lengths), 5, total=10)
+    prompts = stack(torch.cat([packed, torch.ones(2, E, **DOUBLE)]), None, layout=layout, cache=new)
+    assert cache.lengths == [2, *lengths]
+    position = [2, *lengths]
+    steps = [step(cache, [row[p + i] for row, p in zip(rows, position, strict=True)]) for i in range(2)]
+    assert_same(torch.cat(first), alone(0)[:2], "before")
+    for row in range(N + 1):
+        expected = alone(row)
+        begin = sum(lengths[: row - 1]) if row else 0
+        if row and lengths[row - 1]:
+            assert_same(prompts[begin : begin + position[row]], expected[: position[row]], "prompt")
+        for i in range(2):
+            assert_same(steps[i][row], expected[position[row] + i], "step")
+
+
+@torch.inference_mode()
+def test_tokens_are_read_again_after_rewinding():
+    stack = decoder()
+    x, memory = torch.randn(N, T, E, **DOUBLE), torch.randn(N, S, E, **DOUBLE)
     cache = new_cache()
-    stack(prompts, cache=cache, layout=SequenceLayout.padded(lengths, 4))
-    getattr(cache, change)(index)
-    out = stack(further, cache=cache)
-    for row, old in enumerate(index.tolist()):
-        whole = torch.cat([prompts[old, : lengths[old]], further[row]])[None]
-        assert_same(out[row, 0], stack(whole, is_causal=True)[0, -1], change)
+    run(stack, torch.randn(N, T, E, **DOUBLE), memory, [6, 1], cache)
+    expected = stack(x, memory, tgt_is_causal=True)
+    for end in (2, 1, 5):
+        cache.rewind()
+        assert cache.lengths == [0, 0, 0] and cache.has_memory
+        assert_same(stack(x[:, :end], None, cache=cache), expected[:, :end], "hidden states")
 
 
 @torch.inference_mode()
@@ -159,13 +197,12 @@ def test_packed_memory_and_reset():
     cache = new_cache()
     for _ in range(2):
         x, memory = torch.randn(N, T, E, **DOUBLE), torch.randn(10, E, **DOUBLE)
+        cache.add(N - cache.num_groups)
         padded = SequenceLayout.padded(layout.seqlens, S)
         expected = stack(x, layout.unpack(memory), tgt_is_causal=True, memory_layout=padded)
         assert_same(run(stack, x, memory, [2, 5], cache, memory_layout=layout), expected, "hidden states")
-        cache.reorder(torch.tensor([1, 0, 2]))  # which rows read which sources is forgotten too
         cache.reset()
-        assert not cache.has_memory and cache.length_bound == 0
-        assert cache.source_index is None and cache.source_seqlens is None
+        assert not cache.has_memory and cache.num_rows == 0 and cache.free_blocks == cache.num_blocks
 
 
 @torch.inference_mode()
@@ -173,11 +210,19 @@ def test_a_lone_layer():
     layer = randomised(fnn.TransformerEncoderLayer(E, H, FF, batch_first=True, **DOUBLE)).eval()
     x = torch.randn(N, 3, E, **DOUBLE)
     cache = KVCache(1, N, 3, H, E // H, **DOUBLE)
+    cache.add(N)
     outputs = []
     for i in range(3):
+        cache.reserve(1)
         outputs.append(layer(x[:, i : i + 1], cache=cache[0]))
         cache.advance(1)
     assert_same(torch.cat(outputs, 1), layer(x, is_causal=True), "hidden states")
+    cache.reset()
+    cache.add(N)
+    cache.reserve(3, [1, 0, 2])
+    layout = SequenceLayout.packed(torch.tensor([1, 0, 2]), 3)
+    packed = layer(layout.pack(x), cache=cache[0], layout=layout)
+    assert_same(packed, layout.pack(layer(x, is_causal=True)), "packed")
 
 
 def test_no_gradient_flows_through_a_cache():
@@ -186,13 +231,14 @@ def test_no_gradient_flows_through_a_cache():
     for size in (3, 1):
         x = torch.randn(N, size, E, **DOUBLE, requires_grad=True)
         assert not stack(x, memory, cache=cache).requires_grad
-    assert not cache.k.requires_grad and not cache.cross_k.requires_grad
+    assert not cache.k.requires_grad and not cache.v.requires_grad
 
 
 def test_errors():
     stack, x, memory = decoder(), torch.randn(N, T, E, **DOUBLE), torch.randn(N, S, E, **DOUBLE)
     with pytest.raises(ValueError, match="expected num_layers, .* of at least 1, got 0, 3, 7, 3, 4"):
         KVCache(0, 3, 7, 3, 4)
+    layout = SequenceLayout.packed(torch.tensor([2, 2, 3]), 3)
     with torch.inference_mode():
         cache = new_cache()
         with pytest.raises(ValueError, match="expected a memory: the cache holds none yet"):
@@ -205,16 +251,40 @@ def test_errors():
             stack(x, memory, memory_mask=torch.zeros(T, S, **DOUBLE), cache=cache)
         with pytest.raises(ValueError, match="a bool memory_key_padding_mask"):
             stack(x, memory, memory_key_padding_mask=torch.zeros(N, S, **DOUBLE), cache=cache)
-        with pytest.raises(ValueError, match=r"a padded batch along with a cache, got a tensor of shape \(7, 12\)"):
+        with pytest.raises(
+            ValueError, match=r"a padded batch, or a packed layout, along with a cache, got .*\(7, 12\)"
+        ):
             stack(x[0], memory, cache=cache)
+        with pytest.raises(
+            ValueError, match=r"packed tokens .* along with a cache, got a tensor of shape \(3, 7, 12\)"
+        ):
+            stack(x, memory, cache=cache, layout=layout)
+        with pytest.raises(ValueError, match="a padded memory, or a packed memory_layout, got shape"):
+            stack(x, memory[0], cache=cache)
+        with pytest.raises(ValueError, match="the 3 rows of the cache, got a batch of 2"):
+            stack(x[:2], memory, cache=cache)
+        with pytest.raises(ValueError, match="a cache of 2 layers, got one of 1"):
+            stack(x, memory, cache=KVCache(1, N, T, H, E // H, **DOUBLE))
+        other = KVCache(LAYERS, N, T, 1, E, **DOUBLE)
+        other.add(N)
+        with pytest.raises(ValueError, match=r"\(sources, source_seqlen, 1, 12\)"):
+            stack(x, memory, cache=other)
+        with pytest.raises(ValueError, match="3 heads of keys and values of size 4, got one of 1 of size 12"):
+            stack.layers[0].self_attn(x, x, x, need_weights=False, cache=other[0].self_attention)
+        assert cache.free_blocks == cache.num_blocks
         stack(x[:, :5], memory, cache=cache)
         with pytest.raises(ValueError, match="room for 7 tokens a row and holds up to 5; 3 more don't fit"):
             stack(x[:, :3], None, cache=cache)
-        with pytest.raises(ValueError, match=r"an index of shape \(3,\), got \(2,\)"):
-            cache.reorder(torch.tensor([0, 1]))
-        with pytest.raises(ValueError, match="a multiple of the 3 sources, or a source_index; got a cache of 4 rows"):
+        assert cache.lengths == [5, 5, 5]
+        with pytest.raises(ValueError, match="packed prompts for rows that are empty, got rows with tokens"):
+            stack(x[0], None, cache=cache, layout=layout)
+        with pytest.raises(ValueError, match="a source for each of the 4 groups without one, got 3"):
             stack(torch.randn(4, 1, E, **DOUBLE), memory, cache=new_cache(4))
+        with pytest.raises(ValueError, match="reserved first .*, got 7 more"):
+            stack.layers[0].self_attn(x, x, x, need_weights=False, cache=new_cache()[0].self_attention)
+        cache = new_cache()
+        cache.reserve(T)
         with pytest.raises(ValueError, match="memory is set"):
-            stack.layers[0](x, memory, cache=new_cache()[0])
+            stack.layers[0](x, memory, cache=cache[0])
     with pytest.raises(ValueError, match="need_weights=False and no mask along with a cache"):
         stack.layers[0].self_attn(x, x, x, cache=new_cache()[0].self_attention)

@@ -1,0 +1,370 @@
+"""Which block of a `KVCache` holds which token: tables and a free list on the host, in numpy, apart from any tensor.
+
+A block is room for a few neighbouring positions of one row. History (the positions before a row's length) may be shared
+by the rows of a group, position by position; what a row writes next goes to a block of its own. So a reordering copies
+table entries and no token, and a block is free again when no row of its group names it any more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate, chain
+
+import numpy as np
+import numpy.typing as npt
+
+Ints = npt.NDArray[np.int32]
+Bools = npt.NDArray[np.bool_]
+
+
+class CacheFullError(ValueError):
+    """A `KVCache` has not as many free blocks as are asked for. Nothing was taken."""
+
+
+class BlockTables:
+    """The tables, lengths and free blocks of all groups. Methods take the first group that they speak of.
+
+    Args:
+        max_rows, max_seqlen, max_source_seqlen, num_blocks, block_size: as in `KVCache`.
+        memory: (at least `size_of`,) int32: where the tables that ops read are kept.
+
+    Attributes:
+        seqlens: (max_rows,) the tokens of each row.
+        keys: (max_rows,) the source that each row reads, a row of `source_slots`; what names its group for life.
+        slots: (max_rows, max_seqlen) the token of the cache at each position of a row; 0 where there is none.
+        source_seqlens: (max_rows,); source_slots: (max_rows, max_source_seqlen) the same of the sources, by key.
+        sizes: the rows of each group. group_keys, has_source: likewise, one entry a group.
+        reserved: the tokens for which every row from `reserved_from` (a group) on has its slots in the table.
+        longest: no row is longer; pending: tokens that compiled code has appended and the host hasn't counted yet.
+        rows_changed, slots_changed, sources_changed: seqlens or keys, slots, or those of sources have been written to
+            since these were last set to False.
+    """
+
+    def __init__(
+        self, max_rows: int, max_seqlen: int, max_source_seqlen: int, num_blocks: int, block_size: int, memory: Ints
+    ) -> None:
+        self.max_rows, self.max_seqlen, self.max_source_seqlen = max_rows, max_seqlen, max_source_seqlen
+        self.num_blocks, self.block_size = num_blocks, block_size
+        memory[:] = 0
+        ends = self.ends(max_rows, max_seqlen, max_source_seqlen)
+        self.seqlens, self.keys, slots, self.source_seqlens, sources = np.split(memory[: ends[-1]], ends[:-1])
+        self.slots = slots.reshape(max_rows, max_seqlen)
+        self.source_slots = sources.reshape(max_rows, max_source_seqlen)
+        self.sizes: list[int] = []
+        self.group_keys: list[int] = []
+        self.has_source: list[bool] = []
+        self._free_keys = list(range(max_rows))[::-1]
+        # Of each row: where its group begins and how many rows it has, the blocks that it writes to (one for each
+        # block_size positions), and how many of them it has been given or will never need.
+        self._start = np.zeros(max_rows, np.int32)
+        self._size = np.zeros(max_rows, np.int32)
+        self._own = np.zeros((max_rows, -(-max_seqlen // block_size)), np.int32)
+        self._given = np.zeros(max_rows, np.int32)
+        # The free blocks, the next one last; block 0 is never given away. Who has a block: a key, max_rows + key for a
+        # source's, or nobody.
+        self._nobody = 2 * max_rows
+        self._owner = np.full(num_blocks, self._nobody, np.int32)
+        self._free = np.arange(num_blocks - 1, -1, -1, dtype=np.int32)
+        self.num_free = num_blocks - 1
+        self._reordered = np.zeros(max_rows, bool)  # by key: dead blocks are possible
+        self._used = 0  # no table entry from here on is set
+        self._ahead = self._scattered = False  # entries behind the lengths: of the last reservation, of earlier ones
+        self.reserved = self.reserved_from = self.longest = self.pending = 0
+        self._counts: Ints | None = None
+        self.rows_changed = self.slots_changed = self.sources_changed = True
+
+    @staticmethod
+    def ends(max_rows: int, max_seqlen: int, max_source_seqlen: int) -> list[int]:
+        """Where seqlens, keys, slots, source_seqlens and source_slots end in the memory."""
+        sizes = (max_rows, max_rows, max_rows * max_seqlen, max_rows, max_rows * max_source_seqlen)
+        return list(accumulate(sizes))
+
+    def blocks_of(self, num_tokens: int) -> int:
+        """The blocks that num_tokens of one row fill, rounded up."""
+        return -(-num_tokens // self.block_size)
+
+    @property
+    def num_rows(self) -> int:
+        """The rows of all groups."""
+        return sum(self.sizes)
+
+    def row_of(self, group: int) -> int:
+        """The first row of a group."""
+        return sum(self.sizes[:group])
+
+    def settle(self) -> None:
+        """Counts what compiled code has appended."""
+        if self.pending:
+            appended, self.pending = self.pending, 0
+            self.advance(self.reserved_from, appended)
+
+    # Groups come and go.
+
+    def add(self, num_groups: int, rows: int) -> None:
+        """Appends empty groups."""
+        self.settle()
+        begin = self.num_rows
+        end = begin + num_groups * rows
+        if num_groups < 0 or rows < 1 or end > self.max_rows:
+            raise ValueError(
+                f"expected to add groups of 1 row or more, {self.max_rows} rows in all; got {num_groups} of {rows} "
+                f"behind {begin}"
+            )
+        keys = [self._free_keys.pop() for _ in range(num_groups)]
+        self.sizes += [rows] * num_groups
+        self.group_keys += keys
+        self.has_source += [False] * num_groups
+        self.seqlens[begin:end] = 0
+        self._given[begin:end] = 0
+        self._describe_rows()
+
+    def release(self, groups: Sequence[int]) -> None:
+        """Takes groups out and their blocks back; later groups move up."""
+        self.settle()
+        leaving = set(groups)
+        if len(leaving) != len(groups) or (leaving and not 0 <= min(leaving) <= max(leaving) < len(self.sizes)):
+            raise ValueError(f"expected different groups out of {len(self.sizes)}, got {list(groups)}")
+        if not leaving:
+            return
+        theirs = np.zeros(self._nobody + 1, bool)
+        for group in leaving:
+            key = self.group_keys[group]
+            theirs[[key, self.max_rows + key]] = True
+            self._reordered[key] = False
+            self.source_seqlens[key] = 0
+            self.source_slots[key] = 0
+            self._free_keys.append(key)
+            self.sources_changed = True
+        self._give_back(np.flatnonzero(theirs[self._owner]))
+        rows = np.flatnonzero(~theirs[self.keys[: self.num_rows]])
+        staying = [group for group in range(len(self.sizes)) if group not in leaving]
+        sizes = [self.sizes[group] for group in staying]
+        self.group_keys = [self.group_keys[group] for group in staying]
+        self.has_source = [self.has_source[group] for group in staying]
+        self._move(rows, rows, sizes)
+
+    def reorder(self, first: int, parents: Sequence[Sequence[int]]) -> None:
+        """Row i of a group goes on from what its row parents[group][i] was."""
+        self.settle()
+        sizes = [len(rows) for rows in parents]
+        if len(sizes) != len(self.sizes) - first or min(sizes, default=1) < 1:
+            raise ValueError(
+                f"expected parents of {len(self.sizes) - first} groups, one or more each, got {[*map(list, parents)]}"
+            )
+        begin, end = self.row_of(first), self.num_rows
+        flat = np.fromiter(chain.from_iterable(parents), np.int32, sum(sizes))
+        same = sizes == self.sizes[first:]
+        limits = self._size[begin:end] if same else np.repeat(self.sizes[first:], sizes)
+        if ((flat < 0) | (flat >= limits)).any():
+            raise ValueError(f"expected parents inside of groups of {self.sizes[first:]}, got {[*map(list, parents)]}")
+        if same:
+            flat += self._start[begin:end]
+            moved = np.flatnonzero(flat != np.arange(begin, end)) + begin
+            if len(moved):
+                self._clear_ahead()
+                history = flat[moved - begin]
+                width = int(self.seqlens[moved].max())
+                self.slots[moved, :width] = self.slots[history, :width]
+                self._reordered[self.keys[moved]] = True
+                self.reserved, self.slots_changed = 0, True
+            return
+        if begin + len(flat) > self.max_rows:
+            raise ValueError(f"expected parents of at most {self.max_rows} rows in all, got {begin + len(flat)}")
+        before = self.sizes[first:]
+        starts = list(accumulate(before, initial=begin))[:-1]
+        flat += np.repeat(starts, sizes).astype(np.int32)
+        places = [
+            start + row if row < size else -1
+            for start, size, new_size in zip(starts, before, sizes, strict=True)
+            for row in range(new_size)
+        ]
+        ahead = np.arange(begin)
+        self._move(np.concatenate((ahead, flat)), np.concatenate((ahead, places)), self.sizes[:first] + sizes)
+        changed = np.zeros(self.max_rows, bool)
+        changed[self.group_keys[first:]] = True
+        self._reordered |= changed
+        self._sweep(changed)
+
+    def _move(self, history: npt.NDArray[np.integer], places: npt.NDArray[np.integer], sizes: list[int]) -> None:
+        # Row i gets the history of row history[i] and the blocks to write to of row places[i], or none yet for -1.
+        self._clear_ahead()
+        before, after, used = self.num_rows, len(history), self._used
+        self.slots[:after, :used] = self.slots[history, :used]
+        self.slots[after:before, :used] = 0
+        self._used = used if after else 0
+        self.seqlens[:after] = self.seqlens[history]
+        fresh = places < 0
+        self._own[:after] = self._own[places]
+        self._own[:after][fresh] = 0
+        self._own[after:before] = 0
+        self._given[:after] = np.where(fresh, self.seqlens[:after] // self.block_size, self._given[places])
+        self.sizes = sizes
+        self._describe_rows()
+
+    def _clear_ahead(self) -> None:
+        # What was reserved and not used: entries that mean nothing name block 0, whose numbers are finite.
+        if self._ahead or self._scattered:
+            rows = slice(0, self.num_rows)
+            self.slots[rows, : self._used][np.arange(self._used) >= self.seqlens[rows, None]] = 0
+            self._ahead = self._scattered = False
+
+    def _describe_rows(self) -> None:
+        rows = self.num_rows
+        sizes = np.array(self.sizes, np.int32)
+        self.keys[:rows] = np.repeat(np.array(self.group_keys, np.int32), sizes)
+        self._size[:rows] = np.repeat(sizes, sizes)
+        self._start[:rows] = np.repeat(np.cumsum(sizes) - sizes, sizes)
+        self.longest = int(self.seqlens[:rows].max(initial=0))
+        self.reserved, self.rows_changed, self.slots_changed = 0, True, True
+
+    # Tokens are added.
+
+    def reserve(self, first: int, num_tokens: int, counts: Ints | None = None) -> None:
+        """Gives the rows of the groups from `first` on slots for num_tokens more each, or for counts (rows,)."""
+        self.settle()
+        if counts is None and self._counts is None and num_tokens <= self.reserved and first >= self.reserved_from:
+            return
+        begin, end = self.row_of(first), self.num_rows
+        lengths = self.seqlens[begin:end]
+        until = lengths + (num_tokens if counts is None else counts)
+        longest = int(until.max(initial=0))
+        if num_tokens < 0 or longest > self.max_seqlen:
+            raise ValueError(
+                f"the cache has room for {self.max_seqlen} tokens a row and holds up to {lengths.max(initial=0)}; "
+                f"{num_tokens} more don't fit: make it with a larger max_seqlen"
+            )
+        due = (until + (self.block_size - 1)) // self.block_size - self._given[begin:end]
+        if due.max(initial=0) > 0:
+            self._give_rows(begin, np.maximum(due, 0))
+        if counts is None and num_tokens == 1:
+            row, position = np.arange(begin, end), lengths
+        else:
+            row, ahead = spread(np.full(end - begin, num_tokens, np.int32) if counts is None else counts)
+            position = lengths[row] + ahead
+            row += begin
+        column = position // self.block_size
+        self.slots[row, position] = self._own[row, column] * self.block_size + (position - column * self.block_size)
+        self._used = max(self._used, longest)
+        self.reserved, self.reserved_from, self._counts, self.slots_changed = num_tokens, first, counts, True
+        self._scattered |= self._ahead
+        self._ahead = True
+
+    def blocks_needed(self, first: int, num_tokens: int) -> int:
+        """The blocks that `reserve` would take from the free ones."""
+        self.settle()
+        rows = slice(self.row_of(first), self.num_rows)
+        due = (self.seqlens[rows] + (num_tokens + self.block_size - 1)) // self.block_size - self._given[rows]
+        return int(np.maximum(due, 0).sum())
+
+    def advance(self, first: int, num_tokens: int, counts: Ints | None = None) -> None:
+        """Counts tokens whose slots were reserved."""
+        self.settle()
+        rows = slice(self.row_of(first), self.num_rows)
+        if num_tokens > self.reserved or first < self.reserved_from or num_tokens < 0:
+            raise ValueError(f"expected at most the {self.reserved} tokens that are reserved, got {num_tokens}")
+        if counts is None and self._counts is not None:
+            counts = np.full(rows.stop - rows.start, num_tokens, np.int32)
+        if counts is None:
+            self.seqlens[rows] += num_tokens
+            self.reserved -= num_tokens
+            self._ahead = self.reserved > 0 or first != self.reserved_from
+        else:
+            begins = self._start[rows] - rows.start
+            if counts.shape != begins.shape or (counts != counts[begins]).any():
+                raise ValueError(f"expected one length for all rows of a group of {self.sizes[first:]}, got {counts}")
+            most = num_tokens if self._counts is None else self._counts
+            if ((counts < 0) | (counts > most)).any():
+                raise ValueError(f"expected from 0 to {num_tokens} tokens a row, as reserved, got {counts}")
+            self.seqlens[rows] += counts
+            self.reserved = 0
+            self._ahead = bool((counts < most).any())
+        self._counts = None
+        self.longest = max(self.longest, int(self.seqlens[rows].max(initial=0)))
+        self.rows_changed = True
+
+    def rewind(self, first: int) -> None:
+        """Takes the tokens out, and their blocks back; sources stay."""
+        self.settle()
+        rows = slice(self.row_of(first), self.num_rows)
+        theirs = np.zeros(self._nobody + 1, bool)
+        theirs[self.group_keys[first:]] = True
+        self._give_back(np.flatnonzero(theirs[self._owner]))
+        self.slots[rows, : self._used] = 0
+        self.seqlens[rows] = 0
+        self._own[rows] = 0
+        self._given[rows] = 0
+        self._describe_rows()
+
+    def set_sources(self, groups: Sequence[int], lengths: Ints) -> Ints:
+        """Gives sources to groups that have none: (sum of lengths,) the slots of their tokens, one after another."""
+        self.settle()
+        blocks = (lengths + (self.block_size - 1)) // self.block_size
+        self._demand(int(blocks.sum()))
+        keys = np.array([self.group_keys[group] for group in groups], np.int32)
+        which, column = spread(blocks)
+        taken = self._take(keys[which] + self.max_rows)
+        first = np.cumsum(blocks) - blocks  # the first block of each source
+        source, position = spread(lengths)
+        slots = taken[first[source] + position // self.block_size] * self.block_size + position % self.block_size
+        self.source_slots[keys[source], position] = slots
+        self.source_seqlens[keys] = lengths
+        for group in groups:
+            self.has_source[group] = True
+        self.sources_changed = True
+        return slots
+
+    # Blocks are taken and given back.
+
+    def _give_rows(self, begin: int, due: Ints) -> None:
+        # due[i] more blocks for row begin + i.
+        which = np.zeros(self.max_rows, bool)
+        which[self.keys[begin + np.flatnonzero(due)]] = True
+        which &= self._reordered
+        if which.any():
+            self._sweep(which)
+        self._demand(int(due.sum()))
+        row, ahead = spread(due)
+        row += begin
+        self._own[row, self._given[row] + ahead] = self._take(self.keys[row])
+        self._given[begin : begin + len(due)] += due
+
+    def _demand(self, blocks: int) -> None:
+        if blocks > self.num_free:
+            self._sweep(self._reordered.copy())
+        if blocks > self.num_free:
+            raise CacheFullError(
+                f"the cache has {self.num_free} free blocks of {self.num_blocks - 1} and {blocks} are needed: make it "
+                "with more num_blocks, or release groups"
+            )
+
+    def _take(self, owners: Ints) -> Ints:
+        self.num_free -= len(owners)
+        blocks = self._free[self.num_free : self.num_free + len(owners)][::-1].copy()
+        self._owner[blocks] = owners
+        return blocks
+
+    def _give_back(self, blocks: npt.NDArray[np.integer]) -> None:
+        self._free[self.num_free : self.num_free + len(blocks)] = blocks
+        self.num_free += len(blocks)
+        self._owner[blocks] = self._nobody
+
+    def _sweep(self, which: Bools) -> None:
+        # Takes back, of the groups with these keys, the blocks that no row names in its history and none writes to.
+        rows = np.flatnonzero(which[self.keys[: self.num_rows]])
+        lengths = self.seqlens[rows][:, None]
+        position = np.arange(int(lengths.max(initial=0)))
+        column = np.arange(self._own.shape[1])
+        live = np.zeros(self.num_blocks, bool)
+        live[self.slots[rows, : len(position)][position < lengths] // self.block_size] = True
+        live[self._own[rows][column >= lengths // self.block_size]] = True
+        theirs = np.zeros(self._nobody + 1, bool)
+        theirs[: self.max_rows] = which
+        self._give_back(np.flatnonzero(theirs[self._owner] & ~live))
+        self._reordered &= ~which
+
+
+def spread(counts: Ints) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.intp]]:
+    """counts (n,) -> for each thing counted, whose it is and which of theirs: [2, 1] -> [0 0 1], [0 1 0]."""
+    ends = np.cumsum(counts)
+    whose = np.repeat(np.arange(len(counts)), counts)
+    return whose, np.arange(len(whose)) - (ends - counts)[whose]
