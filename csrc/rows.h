@@ -108,54 +108,93 @@ void turn_neighbours(const T* x, const acc* cos, const acc* sin, int64_t half, T
   }
 }
 
-// out += sum_j weight[j] * v[j], a few vectors of columns at a time so that the sums stay in registers.
-template <typename T>
-void weighted_sum(const acc_t<T>* weight, const T* v, int64_t stride, int64_t keys, int64_t dim, acc_t<T>* out) {
+// Where the tokens of a row lie in its cache, counted in tokens: one after the other, or where a table says.
+struct InOrder {
+  int64_t first = 0;
+  int64_t operator()(int64_t j) const { return first + j; }
+  InOrder from(int64_t j) const { return {first + j}; }
+};
+struct BySlot {
+  const int32_t* slots;
+  int64_t stride;
+  int64_t operator()(int64_t j) const { return slots[j * stride]; }
+  BySlot from(int64_t j) const { return {slots + j * stride, stride}; }
+};
+
+// out = factor * sum_j weight[j] * v[tokens(j)], a few vectors of columns at a time so that the sums stay in registers,
+// and even and odd keys apart so that an addition waits less for the one before.
+template <int kVecs, typename T, typename Tokens>
+void weighted_columns(const acc_t<T>* weight, const T* v, int64_t stride, Tokens tokens, int64_t keys, int64_t n,
+                      acc_t<T> factor, T* out) {
   using V = Vec<acc_t<T>>;
-  constexpr int kVecs = 4;
-  int64_t c = 0;
-  for (; c + kVecs * V::size <= dim; c += kVecs * V::size) {
-    V sum[kVecs];
-    for (int u = 0; u < kVecs; ++u) sum[u] = V::load(out + c + u * V::size);
-    for (int64_t j = 0; j < keys; ++j)
-      for (int u = 0; u < kVecs; ++u) sum[u] = fmadd(V(weight[j]), V::load(v + j * stride + c + u * V::size), sum[u]);
-    for (int u = 0; u < kVecs; ++u) sum[u].store(out + c + u * V::size);
-  }
-  for (; c < dim; c += V::size) {
-    const int64_t n = std::min<int64_t>(V::size, dim - c);
-    V sum = V::load(out + c, n);
-    for (int64_t j = 0; j < keys; ++j) sum = fmadd(V(weight[j]), V::load(v + j * stride + c, n), sum);
-    sum.store(out + c, n);
-  }
+  V even[kVecs], odd[kVecs];
+  for (int u = 0; u < kVecs; ++u) even[u] = odd[u] = V(acc_t<T>(0));
+  const auto add = [=](int64_t j, V* sum) {
+    const T* row = v + tokens(j) * stride;
+    for (int u = 0; u < kVecs; ++u) sum[u] = fmadd(V(weight[j]), V::load(row + u * V::size, n), sum[u]);
+  };
+  int64_t j = 0;
+  for (; j + 2 <= keys; j += 2) add(j, even), add(j + 1, odd);
+  if (j < keys) add(j, even);
+  for (int u = 0; u < kVecs; ++u) ((even[u] + odd[u]) * V(factor)).store(out + u * V::size, n);
 }
 
-// One query row against `keys` keys and values of its kv head, k_stride and v_stride elements apart. `scores` has room
-// for the keys, `sum_out` for dim. Without keys the result is zeros.
-template <typename T>
-void attend_row(const T* q, const T* k, const T* v, int64_t k_stride, int64_t v_stride, int64_t keys, int64_t dim,
-                acc_t<T> scale2, acc_t<T>* scores, acc_t<T>* sum_out, T* out) {
+template <typename T, typename Tokens>
+void weighted_sum(const acc_t<T>* weight, const T* v, int64_t stride, Tokens tokens, int64_t keys, int64_t dim,
+                  acc_t<T> factor, T* out) {
+  constexpr int kVecs = 4;
+  constexpr int64_t W = Vec<acc_t<T>>::size;
+  int64_t c = 0;
+  for (; c + kVecs * W <= dim; c += kVecs * W)
+    weighted_columns<kVecs>(weight, v + c, stride, tokens, keys, W, factor, out + c);
+  for (; c < dim; c += W)
+    weighted_columns<1>(weight, v + c, stride, tokens, keys, std::min(W, dim - c), factor, out + c);
+}
+
+constexpr int64_t kScoreRoom = 16;  // what attend_row writes beyond the scores of a row
+
+// One query row against the first `keys` of `tokens` in the cache of its kv head, whose keys and values are k_stride
+// and v_stride elements apart. `scores` has room for keys + kScoreRoom. Without keys the result is zeros.
+template <typename T, typename Tokens>
+void attend_row(const T* q, const T* k, const T* v, int64_t k_stride, int64_t v_stride, Tokens tokens, int64_t keys,
+                int64_t dim, acc_t<T> scale2, acc_t<T>* scores, T* out) {
   using acc = acc_t<T>;
   using V = Vec<acc>;
-  acc largest = -std::numeric_limits<acc>::infinity();
-  for (int64_t j = 0; j < keys; ++j) {
-    const T* row = k + j * k_stride;
-    V sum(acc(0));
-    for_each_vec<acc>(dim, [&](int64_t c, int64_t n) { sum = fmadd(V::load(q + c, n), V::load(row + c, n), sum); });
-    scores[j] = sum.sum() * scale2;
-    largest = std::max(largest, scores[j]);
+  constexpr acc kNothing = -std::numeric_limits<acc>::infinity();
+  for (int64_t j = 0; j < keys; j += 4) {
+    const T* row[4];
+    for (int64_t u = 0; u < 4; ++u) {
+      const int64_t token = tokens(std::min(j + u, keys - 1));
+      row[u] = k + token * k_stride;
+      // Tables scatter the values, which no hardware foresees: fetched here, they are there when the scores are.
+      const char* value = reinterpret_cast<const char*>(v + token * v_stride);
+      for (int64_t byte = 0; byte < dim * static_cast<int64_t>(sizeof(T)); byte += 64) __builtin_prefetch(value + byte);
+    }
+    V sum[4] = {V(acc(0)), V(acc(0)), V(acc(0)), V(acc(0))};
+    for_each_vec<acc>(dim, [&](int64_t c, int64_t n) {
+      const V x = V::load(q + c, n);
+      for (int u = 0; u < 4; ++u) sum[u] = fmadd(x, V::load(row[u] + c, n), sum[u]);
+    });
+    store_sums(sum[0], sum[1], sum[2], sum[3], scores + j);
   }
-  const V shift(largest == -std::numeric_limits<acc>::infinity() ? acc(0) : largest);
-  V total(acc(0));
-  for_each_vec<acc>(keys, [&](int64_t j, int64_t n) {
-    const V e = exp2(V::load(scores + j, n) - shift).first_lanes(n);
-    e.store(scores + j, n);
+  // Scores that weigh nothing fill the last vector, so that no step below has a rest.
+  V(kNothing).store(scores + keys);
+  V most(kNothing), total(acc(0));
+  for (int64_t j = 0; j < keys; j += V::size) {
+    const V x = V::load(scores + j) * V(scale2);
+    x.store(scores + j);
+    most = max(most, x);
+  }
+  const acc largest = most.max();
+  const V shift(largest == kNothing ? acc(0) : largest);
+  for (int64_t j = 0; j < keys; j += V::size) {
+    const V e = exp2(V::load(scores + j) - shift);
+    e.store(scores + j);
     total = total + e;
-  });
-  std::fill(sum_out, sum_out + dim, acc(0));
-  weighted_sum<T>(scores, v, v_stride, keys, dim, sum_out);
+  }
   const acc sum = total.sum();
-  const V inverse(sum == 0 ? acc(0) : acc(1) / sum);  // 0: a row that sees nothing; a NaN stays
-  for_each_vec<acc>(dim, [&](int64_t c, int64_t n) { (V::load(sum_out + c, n) * inverse).store(out + c, n); });
+  const acc inverse = sum == 0 ? acc(0) : acc(1) / sum;  // 0: a row that sees nothing; a NaN stays
+  weighted_sum<T>(scores, v, v_stride, tokens, keys, dim, inverse, out);
 }
 
 }  // namespace fastformer

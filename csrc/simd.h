@@ -55,6 +55,7 @@ struct Vec<double> {
   // x where condition > 0 or NaN, else y.
   friend Vec where_positive(Vec condition, Vec x, Vec y) { return condition.v <= 0 ? y : x; }
   Vec first_lanes(int64_t) const { return v; }
+  friend void store_sums(Vec a, Vec b, Vec c, Vec d, double* to) { to[0] = a.v, to[1] = b.v, to[2] = c.v, to[3] = d.v; }
   double sum() const { return v; }
   double max() const { return v; }
 };
@@ -104,6 +105,14 @@ struct Vec<float> {
   // a * 2**n for an integral n; goes to 0 and inf at the ends, as it should.
   friend Vec scale_by_power(Vec a, Vec n) { return _mm512_scalef_ps(a.v, n.v); }
   Vec first_lanes(int64_t n) const { return n >= size ? *this : Vec(_mm512_maskz_mov_ps(first(n), v)); }  // zero beyond
+  // The sums over the lanes of four vectors side by side, for less than four times one sum.
+  friend void store_sums(Vec a, Vec b, Vec c, Vec d, float* to) {
+    const __m512 ab = _mm512_add_ps(_mm512_unpacklo_ps(a.v, b.v), _mm512_unpackhi_ps(a.v, b.v));
+    const __m512 cd = _mm512_add_ps(_mm512_unpacklo_ps(c.v, d.v), _mm512_unpackhi_ps(c.v, d.v));
+    const __m512 abcd = _mm512_add_ps(_mm512_shuffle_ps(ab, cd, 0x44), _mm512_shuffle_ps(ab, cd, 0xEE));
+    const __m256 half = _mm256_add_ps(_mm512_castps512_ps256(abcd), _mm512_extractf32x8_ps(abcd, 1));
+    _mm_storeu_ps(to, _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1)));
+  }
   float sum() const { return _mm512_reduce_add_ps(v); }
   float max() const { return _mm512_reduce_max_ps(v); }
 };
@@ -173,6 +182,11 @@ struct Vec<float> {
   }
   Vec first_lanes(int64_t n) const {  // zero beyond
     return n >= size ? *this : Vec(_mm256_and_ps(v, _mm256_castsi256_ps(first(n))));
+  }
+  // The sums over the lanes of four vectors side by side, for less than four times one sum.
+  friend void store_sums(Vec a, Vec b, Vec c, Vec d, float* to) {
+    const __m256 abcd = _mm256_hadd_ps(_mm256_hadd_ps(a.v, b.v), _mm256_hadd_ps(c.v, d.v));
+    _mm_storeu_ps(to, _mm_add_ps(_mm256_castps256_ps128(abcd), _mm256_extractf128_ps(abcd, 1)));
   }
   float sum() const {
     __m128 x = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));

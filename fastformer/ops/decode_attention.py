@@ -7,6 +7,8 @@ from a common store, slot_table says which, and beams that go on from one histor
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -75,43 +77,19 @@ def _check_range(name: str, integers: Tensor, end: int) -> None:
         raise ValueError(f"expected {name} in [0, {end}), got {int(integers[outside][0])}")
 
 
-def _without_table(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    cache_seqlens: Tensor,
-    k: Tensor | None,
-    v: Tensor | None,
-    cache_batch_idx: Tensor | None,
-    softmax_scale: float,
-    is_causal: bool,
-    window_left: int | None,
-) -> Tensor:
-    return decode_attention_reference(
-        q, k_cache, v_cache, cache_seqlens, k, v, cache_batch_idx, None, softmax_scale, is_causal, window_left
-    )
+def _cpp_unsupported(op_name: str, *, k_cache: Tensor, v_cache: Tensor, **arguments: Any) -> str | None:
+    if k_cache.stride(-1) != 1 or v_cache.stride(-1) != 1:
+        return "it reads caches that are contiguous in head_dim"
+    return cpp_unsupported(op_name, **arguments)
 
 
-# Until the C++ function reads through a table, the call with one is an op of its own, which is the reference.
-_op_with_table = define_op(
-    "decode_attention_fwd(Tensor q, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor cache_seqlens, Tensor? k, "
-    "Tensor? v, Tensor? cache_batch_idx, Tensor? slot_table, float softmax_scale, bool is_causal, int? window_left) "
-    "-> Tensor",
+_op = define_op(
+    "decode_attention(Tensor q, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor cache_seqlens, Tensor? k, Tensor? v, "
+    "Tensor? cache_batch_idx, Tensor? slot_table, float softmax_scale, bool is_causal, int? window_left) -> Tensor",
     decode_attention_reference,
     stem="decode_attention",
     fake=lambda q, *rest: q.new_empty(q.shape),
-    reference_only={
-        "cpp": "the C++ function does not read through a slot table yet",
-        "triton": "there is no Triton kernel for it yet",
-    },
-)
-_op = define_op(
-    "decode_attention(Tensor q, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor cache_seqlens, Tensor? k, Tensor? v, "
-    "Tensor? cache_batch_idx, float softmax_scale, bool is_causal, int? window_left) -> Tensor",
-    _without_table,
-    stem="decode_attention",
-    fake=lambda q, *rest: q.new_empty(q.shape),
-    cpp_unsupported=cpp_unsupported,
+    cpp_unsupported=_cpp_unsupported,
     reference_only={"triton": "there is no Triton kernel for it yet"},
 )
 
@@ -186,11 +164,7 @@ def decode_attention(
     if window_left is not None and (not isinstance(window_left, int) or abs(window_left) >= 2**62):
         raise ValueError(f"expected window_left to be an integer or None, got {window_left!r}")
     scale = resolve_scale(softmax_scale, q.shape[-1])
-    if slot_table is None:
-        return _op(q, k_cache, v_cache, cache_seqlens, k, v, cache_batch_idx, scale, is_causal, window_left)
-    return _op_with_table(
-        q, k_cache, v_cache, cache_seqlens, k, v, cache_batch_idx, slot_table, scale, is_causal, window_left
-    )
+    return _op(q, k_cache, v_cache, cache_seqlens, k, v, cache_batch_idx, slot_table, scale, is_causal, window_left)
 
 
 def _check_integers(name: str, integers: Tensor, size: int, device: torch.device) -> None:

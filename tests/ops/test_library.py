@@ -106,7 +106,6 @@ def test_which_ops_are_the_reference_by_design() -> None:
         "attention_weights_bwd": ("triton", "cpp"),
         "decode_attention": ("triton",),
         "linear_topk": ("cpp", "triton"),
-        "decode_attention_fwd": ("cpp", "triton"),
     }
     for backend in ("cpp", "triton"):
         for name, op in ops.items():

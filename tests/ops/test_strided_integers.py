@@ -43,10 +43,13 @@ def _varlen(x: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> Tensor:
     return varlen_attention(x, x, x, cu_seqlens_q, cu_seqlens_k, 6, 6)
 
 
-def _decode(x: Tensor, cache_seqlens: Tensor, cache_batch_idx: Tensor | None = None) -> Tensor:
+def _decode(
+    x: Tensor, cache_seqlens: Tensor, cache_batch_idx: Tensor | None = None, slot_table: Tensor | None = None
+) -> Tensor:
     k_cache, v_cache = (_random(2, 9, 2, 16).detach() for _ in range(2))
+    indices = {"cache_batch_idx": cache_batch_idx, "slot_table": slot_table}
     new = {} if cache_batch_idx is not None else {"k": x.detach(), "v": x.detach()}
-    return decode_attention(x.detach(), k_cache, v_cache, cache_seqlens, cache_batch_idx=cache_batch_idx, **new)
+    return decode_attention(x.detach(), k_cache, v_cache, cache_seqlens, **indices, **new)
 
 
 # (stem, shape of x, the op as a function of x and of its integers, the integers)
@@ -65,6 +68,12 @@ OPS: dict[str, tuple[str, tuple[int, ...], Callable[..., Tensor], list[Tensor]]]
         (3, 1, 2, 16),
         _decode,
         [_lengths(9, 1), _lengths(1, 0, 1)],
+    ),
+    "decode_attention-table": (
+        "decode_attention",
+        (2, 1, 2, 16),
+        lambda x, lengths, table: _decode(x, lengths, slot_table=table),
+        [_lengths(3, 1), torch.tensor([[9, 4, 6, 17], [0, 5, 2, 1]], dtype=torch.int32)],
     ),
     "add_layer_norm": (
         "add_layer_norm",

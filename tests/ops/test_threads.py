@@ -58,11 +58,12 @@ def _varlen(dtype: torch.dtype) -> tuple[Tensor, ...]:
     return out, lse, *CPP.varlen_attention_bwd(dout, q, k, v, out, lse, *options)
 
 
-def _decode(dtype: torch.dtype, seqlen_q: int) -> tuple[Tensor, ...]:
-    new = (3, seqlen_q, 2, 64)
-    q, k, v, k_cache, v_cache = _heads(dtype, (3, seqlen_q, 4, 64), new, new, (3, 440, 2, 64), (3, 440, 2, 64))
-    lengths = torch.tensor([400, 11, 300], dtype=torch.int32)
-    out = CPP.decode_attention(q, k_cache, v_cache, lengths, k, v, None, 0.2, True, 350)
+def _decode(dtype: torch.dtype, seqlen_q: int, table: bool = False, rows: int = 3) -> tuple[Tensor, ...]:
+    new, cache = (rows, seqlen_q, 2, 64), (rows, 440, 2, 64)
+    q, k, v, k_cache, v_cache = _heads(dtype, (rows, seqlen_q, 4, 64), new, new, cache, cache)
+    lengths = torch.tensor([400, 11, 300] * (rows // 3), dtype=torch.int32)
+    slots = torch.randperm(rows * 440, dtype=torch.int32).view(rows, 440) if table else None
+    out = CPP.decode_attention(q, k_cache, v_cache, lengths, k, v, None, slots, 0.2, True, 350)
     return out, k_cache, v_cache
 
 
@@ -112,7 +113,11 @@ CASES: dict[str, Run] = {
     "attention-shared-mask": lambda dtype: _shared_mask(dtype, (1, 1, 150, 170), (170, 150), 2),
     "varlen_attention": _varlen,
     "decode_attention": lambda dtype: _decode(dtype, 1),
+    "decode_attention-many-rows": lambda dtype: _decode(dtype, 2, rows=15),  # a row as a whole is a task
     "decode_attention-blocked": lambda dtype: _decode(dtype, 20),
+    "decode_attention-table": lambda dtype: _decode(dtype, 1, table=True),
+    "decode_attention-table-many-rows": lambda dtype: _decode(dtype, 2, table=True, rows=15),
+    "decode_attention-table-blocked": lambda dtype: _decode(dtype, 20, table=True),
     "add_layer_norm": lambda dtype: _add_layer_norm(dtype, False),
     "add_layer_norm-rms": lambda dtype: _add_layer_norm(dtype, True),
     "embedding": _embedding,
