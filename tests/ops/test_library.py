@@ -105,6 +105,7 @@ def test_which_ops_are_the_reference_by_design() -> None:
         "attention_weights_fwd": ("triton", "cpp"),
         "attention_weights_bwd": ("triton", "cpp"),
         "decode_attention": ("triton",),
+        "decode_attention_fwd": ("triton",) if _extension.function("decode_attention_fwd") else ("triton", "cpp"),
         "linear_topk": ("cpp", "triton"),
     }
     for backend in ("cpp", "triton"):
