@@ -43,7 +43,7 @@ def translate(
     top_k: int = 0,
     top_p: float = 1.0,
     seed: int | None = None,
-    max_tokens: int = 8192,
+    max_batch_size: int | None = None,
     max_batch_bytes: int | None = None,
 ) -> None:
     """Translates a text, a file, or standard input line by line.
@@ -75,8 +75,8 @@ def translate(
         top_k: draw from the k best tokens; 0 is all
         top_p: draw from the smallest set of tokens that holds this probability
         seed: of the sampling
-        max_tokens: source tokens of a batch, padding included
-        max_batch_bytes: what caches and scores of a batch may take; by default 512 MiB, on a GPU a quarter of what
+        max_batch_size: rows that are decoded together: lines times beams or samples; by default 256, on a GPU 1024
+        max_batch_bytes: what the caches of a batch may take; by default 512 MiB, on a GPU a quarter of what
             is free
     """
     from fastformer.generation import Translator, draw_attention
@@ -88,7 +88,11 @@ def translate(
         check_picture(attention)
     _check_inputs(text, file, reference, attention, n_best, num_beams, do_sample)
     translator = Translator.from_pretrained(
-        run, device=choose_device(device), precision=precision, max_tokens=max_tokens, max_batch_bytes=max_batch_bytes
+        run,
+        device=choose_device(device),
+        precision=precision,
+        max_batch_size=max_batch_size,
+        max_batch_bytes=max_batch_bytes,
     )
     settings = translator.settings(
         {

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fastformer.nn import KVCache, SequenceLayout
+from fastformer.ops.linear_topk import TopK
 
 
 class Sizes(Protocol):
@@ -47,6 +48,7 @@ class EncoderDecoder(Protocol):
         target: Tensor,
         memory: Tensor | None,
         *,
+        layout: SequenceLayout | None = None,
         memory_layout: SequenceLayout | None = None,
         cache: KVCache | None = None,
     ) -> Tensor:
@@ -57,15 +59,18 @@ class EncoderDecoder(Protocol):
         """See `models.Transformer.logits`."""
         ...
 
-    def new_cache(
-        self,
-        batch_size: int,
-        max_seqlen: int,
-        memory: Tensor | None = None,
-        *,
-        memory_layout: SequenceLayout | None = None,
+    def top_tokens(self, hidden: Tensor, k: int, *, log_probs: bool = True) -> TopK:
+        """See `models.Transformer.top_tokens`."""
+        ...
+
+    def empty_cache(
+        self, max_rows: int, max_seqlen: int, max_source_seqlen: int | None = None, num_blocks: int | None = None
     ) -> KVCache:
-        """See `models.Transformer.new_cache`."""
+        """See `models.Transformer.empty_cache`."""
+        ...
+
+    def store_memory(self, cache: KVCache, memory: Tensor, memory_layout: SequenceLayout | None = None) -> None:
+        """See `models.Transformer.store_memory`."""
         ...
 
 
@@ -85,11 +90,11 @@ class DecoderOnly(Protocol):
         """See `models.GPT.logits`."""
         ...
 
-    def new_cache(self, batch_size: int, max_seqlen: int) -> KVCache:
-        """See `models.GPT.new_cache`."""
+    def top_tokens(self, hidden: Tensor, k: int, *, log_probs: bool = True) -> TopK:
+        """See `models.GPT.top_tokens`."""
         ...
 
-    def empty_cache(self, max_rows: int, max_seqlen: int) -> KVCache:
+    def empty_cache(self, max_rows: int, max_seqlen: int, num_blocks: int | None = None) -> KVCache:
         """See `models.GPT.empty_cache`."""
         ...
 
@@ -128,7 +133,8 @@ def as_model(model: object) -> Model:
     Raises:
         ValueError: it lacks the methods of each.
     """
-    if _has(model, "config", "decode") and (_has(model, "logits", "new_cache") or _has(model, "encode", "output")):
+    cached, recurrent = ("logits", "top_tokens", "empty_cache"), ("encode", "output")
+    if _has(model, "config", "decode") and (_has(model, *cached) or _has(model, *recurrent)):
         return cast(Model, model)
     raise ValueError(
         "expected a fastformer.models.Transformer or GPT, a baseline.LSTMSeq2Seq, or a model with their methods, got "
@@ -136,19 +142,19 @@ def as_model(model: object) -> Model:
     )
 
 
-def is_decoder_only(model: Model) -> TypeGuard[DecoderOnly]:
+def is_decoder_only(model: object) -> TypeGuard[DecoderOnly]:
     """True for a language model, whose inputs are prompts; False for what reads a source."""
-    return not _has(model, "encode")
+    return _has(model, "empty_cache") and not _has(model, "encode")
 
 
-def is_recurrent(model: Model) -> TypeGuard[Recurrent]:
+def is_recurrent(model: object) -> TypeGuard[Recurrent]:
     """True for what keeps a state and no cache."""
-    return not _has(model, "new_cache")
+    return _has(model, "output") and not _has(model, "empty_cache")
 
 
-def is_encoder_decoder(model: Model) -> TypeGuard[EncoderDecoder]:
+def is_encoder_decoder(model: object) -> TypeGuard[EncoderDecoder]:
     """True for what reads a source and keeps a cache."""
-    return _has(model, "encode", "new_cache")
+    return _has(model, "encode", "empty_cache", "store_memory")
 
 
 def _has(model: object, *names: str) -> bool:

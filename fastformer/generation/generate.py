@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from fastformer.generation.decoders import Model, as_model, device_of, is_decoder_only
-from fastformer.generation.engine import make_engine
-from fastformer.generation.inputs import TokenIds, as_batch, left_padded, right_padded
-from fastformer.generation.processors import Processing
-from fastformer.generation.search import Sampling, beam_search, choose_rows
+from fastformer.generation.engines import Engine, Prompt, choose_engine
+from fastformer.generation.inputs import TokenIds, as_batch, as_rows, left_padded, pad, right_padded
+from fastformer.generation.processors import Processor, make_processors
+from fastformer.generation.requests import Request
+from fastformer.generation.scheduler import Scheduler, run
+from fastformer.generation.search import NEVER, BeamSearch, RowSearch, Sampling, Search
 from fastformer.generation.settings import GenerationSettings
-from fastformer.nn import SequenceLayout
+from fastformer.special_ids import SpecialIds
 
 EXTRA_LENGTH = 100  # a translation may be this much longer than its source (tensor2tensor)
+_CPU_BYTES, _CPU_ROWS, _GPU_ROWS = 512 * 2**20, 256, 1024
 
 
 @dataclass
@@ -24,12 +30,26 @@ class GenerateOutput:
 
     Attributes:
         sequences: (batch * num_return_sequences, length) ids; see `generate`.
-        scores: (batch * num_return_sequences,) fp32: the log-probability of each sequence, for beams divided by the
-            length penalty; -inf for a row that is no hypothesis, see `generate`.
+        scores: (batch * num_return_sequences,) fp32: the log-probability of each sequence's new tokens, for beams
+            divided by the length penalty; -inf for a row that is no hypothesis, see `generate`.
+        token_log_probs: (batch * num_return_sequences, longest) fp32: that of each new token, 0 behind them.
     """
 
     sequences: Tensor
     scores: Tensor
+    token_log_probs: Tensor
+
+
+class Streamer(Protocol):
+    """Who is told tokens as they come; Hugging Face's `TextStreamer` is one."""
+
+    def put(self, value: Tensor) -> object:
+        """Takes ids: first (1, length) what decoding begins with, then (1,) each new token."""
+        ...
+
+    def end(self) -> object:
+        """There are no more."""
+        ...
 
 
 def generate(
@@ -37,26 +57,39 @@ def generate(
     input_ids: TokenIds,
     *,
     attention_mask: Tensor | None = None,
+    decoder_input_ids: TokenIds | None = None,
     max_new_tokens: int | None = None,
     min_new_tokens: int = 0,
+    max_time: float | None = None,
     num_beams: int = 1,
     length_penalty: float = 0.6,
     early_stopping: bool = False,
+    num_beam_groups: int = 1,
+    diversity_penalty: float = 0.0,
     do_sample: bool = False,
     temperature: float = 1.0,
     top_k: int = 0,
     top_p: float = 1.0,
+    seed: int | None = None,
+    num_return_sequences: int = 1,
     repetition_penalty: float = 1.0,
     no_repeat_ngram_size: int = 0,
-    num_return_sequences: int = 1,
-    eos_token_id: int = 1,
-    pad_token_id: int = 0,
+    suppress_tokens: Sequence[int] = (),
+    bad_words_ids: Sequence[Sequence[int]] = (),
+    forced_bos_token_id: int | None = None,
+    forced_eos_token_id: int | None = None,
+    logits_processor: Processor | Sequence[Processor] = (),
+    eos_token_id: int | Sequence[int] | None = None,
+    pad_token_id: int | None = None,
+    decoder_start_token_id: int | None = None,
     use_cache: bool = True,
-    rung: str | None = None,
-    seed: int | None = None,
+    engine: str | None = None,
+    streamer: Streamer | None = None,
     return_dict_in_generate: bool = False,
 ) -> Tensor | GenerateOutput:
     """Decodes a batch: greedy by default, beam search with num_beams > 1, sampling with do_sample.
+
+    A row's tokens depend neither on its neighbours nor on how many of them are decoded at once.
 
     Args:
         model: a `models.Transformer` or `baseline.LSTMSeq2Seq` (input_ids are sources), or a `models.GPT` (input_ids
@@ -65,29 +98,43 @@ def generate(
             one. Or a list of ids, or a list of such lists, which may differ in length. They are moved to the model's
             device.
         attention_mask: (batch, seqlen), 1 = keep, 0 = padding; None: ids equal to pad_token_id are padding.
+        decoder_input_ids: what each output of a model that reads sources begins with, for example the first words of a
+            translation: one row, or a list, for each input, in the forms of input_ids; the start token may stand in
+            front. The outputs hold them, while lengths and scores count new tokens.
         max_new_tokens: None: for a source its own length + 100, at most the model's max_len; for prompts what max_len
             leaves behind the longest.
         min_new_tokens: no EOS before so many.
+        max_time: seconds after which decoding ends with what there is; inputs that haven't begun then give nothing.
         num_beams: hypotheses that are followed.
         length_penalty: alpha of ((5 + length) / 6) ** alpha, which divides a beam's score (tensor2tensor).
         early_stopping: stop a beam search when num_beams hypotheses are finished, better ones possible or not.
+        num_beam_groups, diversity_penalty: groups of beams that avoid each other's tokens; see `BeamSearch`.
         do_sample: draw from the distribution, after temperature, top_k and top_p.
         temperature: below 1 sharpens the distribution.
         top_k: draw from so many best tokens; 0 = all.
         top_p: draw from the smallest set of tokens that holds this probability; 1 = all.
-        repetition_penalty, no_repeat_ngram_size: see `Processing`; they look at generated tokens.
+        seed: of the sampling; None: one that PyTorch's default generator gives.
         num_return_sequences: at most num_beams for a beam search: its best hypotheses, the finished ones first, then
             those cut at max_new_tokens, each group best first. Where fewer exist, the rest is PAD alone with score
             -inf. With do_sample: draws for each input.
-        eos_token_id, pad_token_id: the ids.
+        repetition_penalty, no_repeat_ngram_size: see `processors`; they look at new tokens.
+        suppress_tokens: ids that are never said.
+        bad_words_ids: sequences of ids that are never said.
+        forced_bos_token_id: the first new token.
+        forced_eos_token_id: the new token at the limit.
+        logits_processor: functions of (input_ids, scores) that give scores, called in turn after all others for each
+            input; see `processors`.
+        eos_token_id: the ids that end a row; None: the model's.
+        pad_token_id: of inputs and outputs; None: the model's.
+        decoder_start_token_id: what outputs of a model that reads sources begin with, unseen; None: the model's.
         use_cache: False recomputes everything for each token.
-        rung: the memory to decode with, see `generation.engine`; overrides use_cache.
-        seed: of the sampling; None: the default generator.
+        engine: how to decode, one of `engines.ENGINES`; None: the fastest that can.
+        streamer: is told tokens as they come, of one input without beams or several samples.
         return_dict_in_generate: return a `GenerateOutput`.
 
     Returns:
-        (batch * num_return_sequences, length) ids on the model's device: for a source the new tokens, ending in EOS and
-        then PAD; for a prompt the prompt (padded on the left) and the new tokens.
+        (batch * num_return_sequences, length) ids on the model's device: for a source the decoder_input_ids and the new
+        tokens, ending in EOS and then PAD; for a prompt the prompt (padded on the left) and the new tokens.
 
     Raises:
         ValueError: a model that doesn't decode, ids that make no batch, settings that are out of range or contradict
@@ -96,87 +143,171 @@ def generate(
     settings = GenerationSettings(
         max_new_tokens=max_new_tokens,
         min_new_tokens=min_new_tokens,
+        max_time=max_time,
         num_beams=num_beams,
         length_penalty=length_penalty,
         early_stopping=early_stopping,
+        num_beam_groups=num_beam_groups,
+        diversity_penalty=diversity_penalty,
         do_sample=do_sample,
         temperature=temperature,
         top_k=top_k,
         top_p=top_p,
+        seed=seed,
+        num_return_sequences=num_return_sequences,
         repetition_penalty=repetition_penalty,
         no_repeat_ngram_size=no_repeat_ngram_size,
-        num_return_sequences=num_return_sequences,
+        suppress_tokens=suppress_tokens,
+        bad_words_ids=bad_words_ids,
+        forced_bos_token_id=forced_bos_token_id,
+        forced_eos_token_id=forced_eos_token_id,
+        logits_processor=logits_processor,
         eos_token_id=eos_token_id,
         pad_token_id=pad_token_id,
+        decoder_start_token_id=decoder_start_token_id,
         use_cache=use_cache,
-        rung=rung,
-        seed=seed,
+        engine=engine,
     )
     decoder = as_model(model)
     device = device_of(decoder)
+    maker = RequestMaker(decoder, settings, log_probs=return_dict_in_generate)
     with torch.inference_mode():
-        inputs, layout = right_padded(as_batch(input_ids, pad_token_id, device), attention_mask, pad_token_id)
-        out = search(decoder, inputs, layout, settings, new_generator(settings, device))
+        pad_id = maker.ids.pad
+        inputs, layout = right_padded(as_batch(input_ids, pad_id, device), attention_mask, pad_id)
+        rows = [row[:length] for row, length in zip(inputs.tolist(), layout.seqlens.tolist(), strict=True)]
+        prefixes = _prefixes(decoder_input_ids, len(rows), decoder, maker)
+        width = inputs.shape[1]
+        requests = [maker.make(row, prefix, width=width) for row, prefix in zip(rows, prefixes, strict=True)]
+        if streamer is not None:
+            if len(requests) > 1 or requests[0].search.peak_rows > 1:
+                raise ValueError("expected one input, without beams or several samples, along with a streamer")
+            requests[0].on_token = _listener(streamer, requests[0].prompt.tokens)
+        run(new_scheduler(maker.engine), requests)
+        if streamer is not None:
+            streamer.end()
+        out = _gathered(requests, prefixes, settings.num_return_sequences, pad_id, device)
         if is_decoder_only(decoder):
-            prompts = left_padded(inputs, layout, pad_token_id).repeat_interleave(num_return_sequences, 0)
+            prompts = left_padded(inputs, layout, pad_id).repeat_interleave(num_return_sequences, 0)
             out.sequences = torch.cat((prompts, out.sequences), 1)
     # Tensors of inference mode can't enter a graph; copies made outside of it can.
-    out = GenerateOutput(out.sequences.clone(), out.scores.clone())
+    out = GenerateOutput(out.sequences.clone(), out.scores.clone(), out.token_log_probs.clone())
     return out if return_dict_in_generate else out.sequences
 
 
-def search(
-    model: Model,
-    inputs: Tensor,
-    layout: SequenceLayout,
-    settings: GenerationSettings,
-    generator: torch.Generator | None = None,
-) -> GenerateOutput:
-    """Runs the search that the settings ask for.
+class RequestMaker:
+    """Makes the requests of one model and one set of settings.
 
     Args:
         model: what decodes.
-        inputs: (batch, seqlen) ids, right-padded, none empty, on the model's device.
-        layout: of the inputs.
-        settings: what to do.
-        generator: what sampling draws from; None: the default one.
+        settings: what was asked for.
+        log_probs: whether scores are wanted.
 
-    Returns:
-        The new tokens alone, (batch * num_return_sequences, length), and their scores.
+    Attributes:
+        engine: what decodes them.
+        ids: the special ids, the model's or those that the settings name.
 
     Raises:
-        ValueError: no room for a token, ids that the vocabulary doesn't have, a model that gives NaN.
+        ValueError: settings that the model can't honour.
     """
-    settings.check_model(model.config.vocab_size)
-    lengths = layout.seqlens.tolist()
-    limits = [most_new_tokens(model, length, settings, inputs.shape[1]) for length in lengths]
-    eos_id, pad_id = settings.eos_token_id, settings.pad_token_id
-    processing = Processing(settings.min_new_tokens, settings.repetition_penalty, settings.no_repeat_ngram_size)
-    if settings.copies > 1:
-        inputs = inputs.repeat_interleave(settings.copies, 0)
-        layout = SequenceLayout.padded(layout.seqlens.repeat_interleave(settings.copies), layout.max_seqlen)
-        limits = [limit for limit in limits for _ in range(settings.copies)]
-    engine = make_engine(model, inputs, layout, settings.num_beams, max(limits), settings.memory_rung)
-    if settings.num_beams > 1:
-        sequences, scores = beam_search(
-            engine,
-            limits,
-            eos_id,
-            pad_id,
-            processing,
-            settings.num_beams,
-            settings.length_penalty,
-            settings.num_return_sequences,
-            settings.early_stopping,
+
+    def __init__(self, model: Model, settings: GenerationSettings, *, log_probs: bool = True) -> None:
+        settings.check_model(model.config.vocab_size)
+        self.model, self.settings = model, settings
+        self.log_probs = log_probs or settings.num_beams > 1
+        self.ids = special_ids(model, settings)
+        name = settings.engine if settings.use_cache else "recompute"
+        self.engine: Engine = choose_engine(model, name)
+        # Each input draws numbers of its own, which depend on the seed and its place alone.
+        self._seed = settings.seed
+        if settings.do_sample and settings.seed is None:
+            self._seed = int(torch.randint(2**62, ()))
+        self._made = 0
+
+    def make(
+        self,
+        row: Sequence[int],
+        prefix: Sequence[int] = (),
+        *,
+        width: int | None = None,
+        on_token: Callable[[int], object] | None = None,
+    ) -> Request:
+        """The request of an input.
+
+        Args:
+            row: the ids of a source, or of a prompt.
+            prefix: what the output of a source begins with, without the start token.
+            width: of the batch that a prompt stands in, which its new tokens stand behind; None: its own.
+            on_token: is told each new token.
+
+        Raises:
+            ValueError: no room for a token.
+        """
+        settings, eos = self.settings, frozenset(self.ids.eos)
+        if is_decoder_only(self.model):
+            prompt = Prompt(None, list(row))
+            limit = most_new_tokens(self.model, len(row), settings, width)
+        else:
+            prompt = Prompt(list(row), [self.ids.start, *prefix])
+            limit = most_new_tokens(self.model, len(row), settings, prefix=len(prefix))
+        seed = random.Random(f"{self._seed} {self._made}").getrandbits(64) if settings.do_sample else 0
+        self._made += 1
+
+        def make_search() -> Search:
+            if settings.num_beams > 1:
+                return BeamSearch(
+                    limit,
+                    eos,
+                    settings.num_beams,
+                    alpha=settings.length_penalty,
+                    num_return=settings.num_return_sequences,
+                    early_stopping=settings.early_stopping,
+                    num_groups=settings.num_beam_groups,
+                    diversity_penalty=settings.diversity_penalty,
+                )
+            sampling = None
+            if settings.do_sample:
+                sampling = Sampling(settings.temperature, settings.top_k, settings.top_p, seed)
+            return RowSearch(limit, eos, settings.samples, sampling)
+
+        return Request(
+            prompt,
+            make_search,
+            processors=make_processors(settings, self.ids.eos, len(prompt.tokens), limit),
+            log_probs=self.log_probs,
+            max_time=settings.max_time,
+            on_token=on_token,
         )
-        return GenerateOutput(sequences.flatten(0, 1), scores.flatten())
-    sampling = None
-    if settings.do_sample:
-        sampling = Sampling(settings.temperature, settings.top_k, settings.top_p, generator)
-    return GenerateOutput(*choose_rows(engine, limits, eos_id, pad_id, processing, sampling))
 
 
-def most_new_tokens(model: Model, seqlen: int, settings: GenerationSettings, width: int | None = None) -> int:
+def special_ids(model: Model, settings: GenerationSettings) -> SpecialIds:
+    """The model's special ids, or those that the settings name instead."""
+    own = SpecialIds.of(model.config)
+    pad_id = own.pad if settings.pad_token_id is None else settings.pad_token_id
+    eos = settings.eos_token_id
+    ends = own.eos if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
+    start = own.start if settings.decoder_start_token_id is None else settings.decoder_start_token_id
+    if pad_id in ends:
+        raise ValueError(f"expected two ids for eos_token_id and pad_token_id, got {pad_id} for both")
+    return SpecialIds(pad_id, ends, None, start)
+
+
+def new_scheduler(engine: Engine, max_rows: int | None = None, max_bytes: int | None = None) -> Scheduler:
+    """A scheduler within the memory that is usual on the engine's device.
+
+    Args:
+        engine: what steps.
+        max_rows: decoded together; None: 256 on a CPU, 1,024 on a GPU.
+        max_bytes: of caches; None: 512 MiB on a CPU, a quarter of the free memory on a GPU.
+    """
+    is_gpu = engine.device.type == "cuda"
+    if max_bytes is None:
+        max_bytes = torch.cuda.mem_get_info(engine.device)[0] // 4 if is_gpu else _CPU_BYTES
+    return Scheduler(engine, max_rows=max_rows or (_GPU_ROWS if is_gpu else _CPU_ROWS), max_bytes=max_bytes)
+
+
+def most_new_tokens(
+    model: Model, seqlen: int, settings: GenerationSettings, width: int | None = None, prefix: int = 0
+) -> int:
     """How many tokens an input may get: what was asked for, or by default as much as makes sense.
 
     Args:
@@ -184,21 +315,24 @@ def most_new_tokens(model: Model, seqlen: int, settings: GenerationSettings, wid
         seqlen: of the input.
         settings: what was asked for.
         width: of the batch; None: seqlen.
+        prefix: tokens that the output of a source begins with.
 
     Raises:
         ValueError: the model's max_len leaves too little room.
     """
     max_len, width = model.config.max_len, seqlen if width is None else width
     if not is_decoder_only(model):
-        room, default, behind = max_len, min(seqlen + EXTRA_LENGTH, max_len), ""
+        room = max_len - prefix
+        default, behind = min(seqlen + EXTRA_LENGTH, room), f" behind a prefix of {prefix}" if prefix else ""
     else:
         room = default = max_len - width
         behind = f" behind a prompt of {width}"
-        if room < 1:
-            raise ValueError(
-                f"expected prompts of fewer tokens than the model's max_len {max_len}, got {width}: there is no room "
-                "for a new one"
-            )
+    if room < 1:
+        what = "a prefix" if not is_decoder_only(model) else "prompts"
+        raise ValueError(
+            f"expected {what} of fewer tokens than the model's max_len {max_len}, got {prefix or width}: there is no "
+            "room for a new one"
+        )
     wanted, least = settings.max_new_tokens, settings.min_new_tokens
     for name, value in (("max_new_tokens", wanted or 0), ("min_new_tokens", least)):
         if value > room:
@@ -208,6 +342,40 @@ def most_new_tokens(model: Model, seqlen: int, settings: GenerationSettings, wid
     return wanted or max(default, least)
 
 
-def new_generator(settings: GenerationSettings, device: torch.device) -> torch.Generator | None:
-    """The generator that a seed asks for."""
-    return None if settings.seed is None else torch.Generator(device).manual_seed(settings.seed)
+def _prefixes(decoder_input_ids: TokenIds | None, count: int, model: Model, maker: RequestMaker) -> list[list[int]]:
+    """What each output begins with, without the start token."""
+    if decoder_input_ids is None:
+        return [[] for _ in range(count)]
+    if is_decoder_only(model):
+        raise ValueError(f"expected no decoder_input_ids for {type(model).__name__}: its input_ids are the beginning")
+    prefixes = as_rows(decoder_input_ids, maker.ids.pad, maker.ids.start, "decoder_input_ids")
+    if len(prefixes) != count:
+        raise ValueError(f"expected decoder_input_ids of {count} rows, as input_ids have, got {len(prefixes)}")
+    return prefixes
+
+
+def _listener(streamer: Streamer, prompt: Sequence[int]) -> Callable[[int], object]:
+    streamer.put(torch.tensor([list(prompt)]))
+    return lambda token: streamer.put(torch.tensor([token]))
+
+
+def _gathered(
+    requests: list[Request], prefixes: list[list[int]], num_return: int, pad_id: int, device: torch.device
+) -> GenerateOutput:
+    """What was found as tensors; rows of PAD where an input has fewer hypotheses than were asked for."""
+    sequences: list[list[int]] = []
+    log_probs: list[list[float]] = []
+    scores: list[float] = []
+    for request, prefix in zip(requests, prefixes, strict=True):
+        found = request.results
+        missing = num_return - len(found)
+        sequences += [[*prefix, *hypothesis.tokens] for hypothesis in found] + [[]] * missing
+        log_probs += [hypothesis.log_probs for hypothesis in found] + [[]] * missing
+        scores += [hypothesis.score for hypothesis in found] + [NEVER] * missing
+    longest = max(map(len, log_probs))
+    padded = [[*row, *[0.0] * (longest - len(row))] for row in log_probs]
+    return GenerateOutput(
+        pad(sequences, pad_id).to(device),
+        torch.tensor(scores, dtype=torch.float32, device=device),
+        torch.tensor(padded, dtype=torch.float32, device=device),
+    )

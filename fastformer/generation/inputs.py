@@ -12,10 +12,10 @@ from torch import Tensor
 from fastformer.nn import SequenceLayout
 
 TokenIds: TypeAlias = Tensor | Sequence[SupportsIndex] | Sequence[Sequence[SupportsIndex]]
-_WANTED = "expected input_ids (batch, seqlen) of integers: a tensor, an array, or lists of ids"
+_WANTED = "(batch, seqlen) of integers: a tensor, an array, or lists of ids"
 
 
-def as_batch(ids: Any, pad_id: int, device: torch.device) -> Tensor:
+def as_batch(ids: Any, pad_id: int, device: torch.device, name: str = "input_ids") -> Tensor:
     """Ids as (batch, seqlen) int64 on a device.
 
     Args:
@@ -23,44 +23,72 @@ def as_batch(ids: Any, pad_id: int, device: torch.device) -> Tensor:
             may differ in length.
         pad_id: what shorter lists get behind them.
         device: where the batch goes.
+        name: of the argument, for messages.
 
     Raises:
         ValueError: other shapes, other types, nothing at all.
     """
+    wanted = f"expected {name} {_WANTED}"
     if not isinstance(ids, Tensor) and hasattr(ids, "__array__"):
         try:
             ids = torch.as_tensor(ids)
         except (TypeError, ValueError) as error:
-            raise ValueError(f"{_WANTED}; got {type(ids).__name__} ({error})") from error
+            raise ValueError(f"{wanted}; got {type(ids).__name__} ({error})") from error
     if not isinstance(ids, Tensor):
-        ids = _from_lists(ids, pad_id)
+        ids = pad(_lists(ids, name), pad_id)
     ids = ids[None] if ids.dim() == 1 else ids
     if ids.dim() != 2 or ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool or ids.shape[0] == 0:
-        raise ValueError(f"{_WANTED}; got {ids.dtype} {tuple(ids.shape)}")
+        raise ValueError(f"{wanted}; got {ids.dtype} {tuple(ids.shape)}")
     if ids.device.type == "meta":
-        raise ValueError(f"{_WANTED}; got one on the device meta, which holds no values")
+        raise ValueError(f"{wanted}; got one on the device meta, which holds no values")
     batch: Tensor = ids.to(device=device, dtype=torch.long)
     return batch
 
 
-def _from_lists(ids: Any, pad_id: int) -> Tensor:
+def _lists(ids: Any, name: str) -> list[list[int]]:
+    wanted = f"expected {name} {_WANTED}"
     if isinstance(ids, str | bytes | dict) or not hasattr(ids, "__iter__"):
-        raise ValueError(f"{_WANTED}; got {type(ids).__name__}: turn text into ids with a tokenizer first")
+        raise ValueError(f"{wanted}; got {type(ids).__name__}: turn text into ids with a tokenizer first")
     rows = list(ids)
     if not rows or not _is_list(rows[0]):
         rows = [rows]
-    padded: list[list[int]] = []
+    found: list[list[int]] = []
     for number, row in enumerate(rows):
         if not _is_list(row):
-            raise ValueError(f"{_WANTED}; input_ids[{number}] is {row!r}, where others are lists")
+            raise ValueError(f"{wanted}; {name}[{number}] is {row!r}, where others are lists")
         values = row.tolist() if hasattr(row, "tolist") else list(row)
         try:
             if any(isinstance(value, bool) for value in values):
                 raise TypeError("True and False are no ids")
-            padded.append([operator.index(value) for value in values])
+            found.append([operator.index(value) for value in values])
         except TypeError as error:
-            raise ValueError(f"{_WANTED}; input_ids[{number}] holds something else: {error}") from error
-    return pad(padded, pad_id)
+            raise ValueError(f"{wanted}; {name}[{number}] holds something else: {error}") from error
+    return found
+
+
+def as_rows(ids: Any, pad_id: int, start_id: int, name: str) -> list[list[int]]:
+    """Ids of several beginnings as lists, without the padding of a tensor and without a start token in front.
+
+    Args:
+        ids: as `as_batch` takes them; a list may be empty.
+        pad_id: what a tensor or an array has around shorter rows.
+        start_id: of a decoder.
+        name: of the argument, for messages.
+
+    Raises:
+        ValueError: see `as_batch`.
+    """
+    rows: list[list[int]]
+    if isinstance(ids, Tensor) or hasattr(ids, "__array__"):
+        rows = as_batch(ids, pad_id, torch.device("cpu"), name).tolist()
+        for row in rows:
+            while row and row[-1] == pad_id:
+                row.pop()
+            while row and row[0] == pad_id:
+                row.pop(0)
+    else:
+        rows = _lists(ids, name)
+    return [row[1:] if row[:1] == [start_id] else row for row in rows]
 
 
 def _is_list(value: Any) -> bool:

@@ -1,83 +1,162 @@
-"""What happens to the logits between the model and the choice. Pure functions of tensors, no host sync."""
+"""What happens to the logits between the model and the choice.
+
+A processor is called as Hugging Face's are: `processor(input_ids, scores) -> scores`, with the ids that the decoder has
+behind it, (rows, length), its start token or prompt included, and the logits of what may follow, (rows, vocab_size)
+fp32. The rows are those of one request: its beams, or its samples. Theirs work here, and so does any function.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from torch import Tensor
 
+if TYPE_CHECKING:
+    from fastformer.generation.settings import GenerationSettings
 
-@dataclass(frozen=True)
-class Processing:
-    """The settings of a search's scores; the defaults change nothing.
-
-    Attributes:
-        min_new_tokens: no EOS before so many tokens.
-        repetition_penalty: logits of tokens that were there are divided (positive) or multiplied (negative) by it
-            (Keskar et al. 2019, "CTRL", section 4.1).
-        no_repeat_ngram_size: no n-gram comes twice; 0 = off. A row that has nothing else left to say ends.
-    """
-
-    min_new_tokens: int = 0
-    repetition_penalty: float = 1.0
-    no_repeat_ngram_size: int = 0
-
-    def __call__(self, logits: Tensor, history: Tensor, length: int, eos_id: int) -> Tensor:
-        """Applies them.
-
-        Args:
-            logits: (rows, vocab_size) fp32.
-            history: (rows, length) the tokens chosen so far.
-            length: how many.
-            eos_id: the id of EOS.
-        """
-        if self.repetition_penalty != 1.0 and length:
-            logits = penalise_repetition(logits, history, self.repetition_penalty)
-        if self.no_repeat_ngram_size and length >= self.no_repeat_ngram_size:
-            logits = forbid_repeated_ngrams(logits, history, self.no_repeat_ngram_size)
-        if length < self.min_new_tokens:
-            logits = logits.clone()
-            logits[:, eos_id] = -torch.inf
-        if self.no_repeat_ngram_size:
-            mute = (logits == -torch.inf).all(-1)
-            ending = torch.arange(logits.shape[-1], device=logits.device) == eos_id
-            logits = logits.masked_fill(mute[:, None] & ending, 0.0)
-        return logits
+Processor: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 
 
-def penalise_repetition(logits: Tensor, history: Tensor, penalty: float) -> Tensor:
-    """Divides the positive and multiplies the negative logits of tokens in the history (rows, length)."""
-    seen = logits.gather(1, history)
-    return logits.scatter(1, history, torch.where(seen > 0, seen / penalty, seen * penalty))
-
-
-def forbid_repeated_ngrams(logits: Tensor, history: Tensor, size: int) -> Tensor:
-    """-inf for each token that would complete an n-gram that the row's history (rows, length) has already."""
-    grams = history.unfold(1, size, 1)  # (rows, count, size)
-    repeats = (grams[:, :, :-1] == history[:, None, history.shape[1] - size + 1 :]).all(-1)
-    banned = torch.zeros_like(logits, dtype=torch.long).scatter_add_(1, grams[:, :, -1], repeats.long())
-    return logits.masked_fill(banned > 0, -torch.inf)
-
-
-def warp(logits: Tensor, temperature: float, top_k: int, top_p: float) -> Tensor:
-    """Temperature, then the top_k best, then the smallest set that holds top_p (Holtzman et al. 2020).
+def make_processors(
+    settings: GenerationSettings, eos: Sequence[int], prompt_length: int, limit: int
+) -> tuple[Processor, ...]:
+    """The processors that the settings ask for, the user's own last.
 
     Args:
-        logits: (rows, vocab_size).
-        temperature: > 0; below 1 sharpens.
-        top_k: 0 = all.
-        top_p: 1 = all; the best token always stays.
+        settings: what was asked for.
+        eos: the ids that end a row.
+        prompt_length: the ids that stand before the first new one.
+        limit: the most new tokens.
     """
-    logits = logits / temperature
-    if 0 < top_k < logits.shape[-1]:
-        kth = logits.topk(top_k, dim=-1).values[:, -1:]
-        logits = logits.masked_fill(logits < kth, -torch.inf)
-    if top_p < 1.0:
-        ranked, order = logits.sort(dim=-1, descending=True)
-        # A token goes when those before it hold top_p already.
-        before = ranked.softmax(-1).cumsum(-1).roll(1, dims=-1)
-        before[:, 0] = 0.0
-        remove = torch.zeros_like(logits, dtype=torch.bool).scatter(1, order, before >= top_p)
-        logits = logits.masked_fill(remove, -torch.inf)
-    return logits
+    found: list[Processor] = []
+    if settings.repetition_penalty != 1.0:
+        found.append(RepetitionPenalty(settings.repetition_penalty, prompt_length))
+    if settings.no_repeat_ngram_size:
+        found.append(NoRepeatNgrams(settings.no_repeat_ngram_size, prompt_length))
+    if settings.bad_words_ids:
+        found.append(BadWords(settings.bad_words_ids))
+    if settings.suppress_tokens:
+        found.append(SuppressTokens(settings.suppress_tokens))
+    if settings.min_new_tokens:
+        found.append(MinNewTokens(settings.min_new_tokens, prompt_length, tuple(eos)))
+    if found:
+        found.append(EndWhereNothingFollows(tuple(eos)))
+    if settings.forced_bos_token_id is not None:
+        found.append(ForcedToken(settings.forced_bos_token_id, prompt_length))
+    if settings.forced_eos_token_id is not None:
+        found.append(ForcedToken(settings.forced_eos_token_id, prompt_length + limit - 1))
+    own = settings.logits_processor
+    return (*found, own) if callable(own) else (*found, *own)
+
+
+@dataclass(frozen=True)
+class RepetitionPenalty:
+    """Divides the positive and multiplies the negative logits of new tokens that were there.
+
+    As Keskar et al. 2019, "CTRL", section 4.1.
+    """
+
+    penalty: float
+    prompt_length: int
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """See the module."""
+        history = input_ids[:, self.prompt_length :]
+        seen = scores.gather(1, history)
+        return scores.scatter(1, history, torch.where(seen > 0, seen / self.penalty, seen * self.penalty))
+
+
+@dataclass(frozen=True)
+class NoRepeatNgrams:
+    """Forbids each token that would complete an n-gram which the new tokens have already."""
+
+    size: int
+    prompt_length: int
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """See the module."""
+        history = input_ids[:, self.prompt_length :]
+        if history.shape[1] < self.size:
+            return scores
+        grams = history.unfold(1, self.size, 1)  # (rows, count, size)
+        repeats = (grams[:, :, :-1] == history[:, None, history.shape[1] - self.size + 1 :]).all(-1)
+        banned = torch.zeros_like(scores, dtype=torch.long).scatter_add_(1, grams[:, :, -1], repeats.long())
+        return scores.masked_fill(banned > 0, -torch.inf)
+
+
+@dataclass(frozen=True)
+class BadWords:
+    """Forbids the last token of each of some sequences where the others stand before it."""
+
+    sequences: Sequence[Sequence[int]]
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """See the module."""
+        scores = scores.clone()
+        for sequence in self.sequences:
+            before = len(sequence) - 1
+            if before > input_ids.shape[1]:
+                continue
+            start = input_ids.new_tensor(sequence[:-1])
+            matches = (input_ids[:, input_ids.shape[1] - before :] == start).all(-1)
+            scores[matches, sequence[-1]] = -torch.inf
+        return scores
+
+
+@dataclass(frozen=True)
+class SuppressTokens:
+    """Forbids tokens."""
+
+    ids: Sequence[int]
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """See the module."""
+        return scores.index_fill(1, torch.tensor(self.ids, device=scores.device), -torch.inf)
+
+
+@dataclass(frozen=True)
+class MinNewTokens:
+    """Forbids the end before so many new tokens."""
+
+    count: int
+    prompt_length: int
+    eos: tuple[int, ...]
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """See the module."""
+        if input_ids.shape[1] - self.prompt_length >= self.count:
+            return scores
+        return scores.index_fill(1, torch.tensor(self.eos, device=scores.device), -torch.inf)
+
+
+@dataclass(frozen=True)
+class EndWhereNothingFollows:
+    """Lets a row end that has nothing else left to say."""
+
+    eos: tuple[int, ...]
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """See the module."""
+        mute = (scores == -torch.inf).all(-1)
+        scores = scores.clone()
+        scores[mute, self.eos[0]] = 0.0
+        return scores
+
+
+@dataclass(frozen=True)
+class ForcedToken:
+    """Allows one token alone where so many ids stand before it."""
+
+    token: int
+    position: int
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """See the module."""
+        if input_ids.shape[1] != self.position:
+            return scores
+        forced = torch.full_like(scores, -torch.inf)
+        forced[:, self.token] = 0.0
+        return forced

@@ -1,32 +1,41 @@
-"""The one search: greedy, sampling and beam, over any engine.
-
-What is chosen grows by a column a step. No step waits for the device except to look whether rows are done: each step on
-a CPU, every few steps on a GPU (rows that are done go on with PAD meanwhile). What is finished leaves the batch.
-"""
+"""What becomes of candidates: greedy decoding and sampling, and beam search. One object a request, on the host."""
 
 from __future__ import annotations
 
+import math
+import random
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-import torch
-from torch import Tensor
+from fastformer.generation.engines.interface import Draw
 
-from fastformer.generation.engine import Engine
-from fastformer.generation.processors import Processing, warp
+NEVER = -math.inf  # the score of what isn't there
 
-_ASK_EVERY = 8  # steps between two looks at a GPU
-_NEVER = -torch.inf  # the score of what isn't there
+
+@dataclass(slots=True)
+class Hypothesis:
+    """Tokens that were found, and how likely they are.
+
+    Attributes:
+        tokens: the new ones, without what the request began with.
+        log_probs: of each token.
+        score: the sum of the log-probabilities; in the results of a beam search divided by the length penalty.
+    """
+
+    tokens: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+    score: float = 0.0
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How `choose_rows` draws; None in its place means the best token."""
+    """How `RowSearch` draws."""
 
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
-    generator: torch.Generator | None = None
+    seed: int = 0
 
 
 def length_penalty(length: int, alpha: float) -> float:
@@ -34,191 +43,261 @@ def length_penalty(length: int, alpha: float) -> float:
     return float(((5.0 + length) / 6.0) ** alpha)
 
 
-def _look(step: int, device: torch.device) -> bool:
-    return device.type == "cpu" or step % _ASK_EVERY == _ASK_EVERY - 1
+class Search(ABC):
+    """The hypotheses of one request.
+
+    Attributes:
+        limit: the most new tokens.
+        num_candidates: how many it wants to see for each row.
+        num_rows: of the next step.
+        peak_rows: the most rows that it ever has.
+    """
+
+    limit: int
+    num_candidates: int
+    num_rows: int
+    peak_rows: int
+
+    @abstractmethod
+    def last_tokens(self) -> list[int]:
+        """The last token of each row; not before the first step."""
+
+    @abstractmethod
+    def tokens(self, row: int) -> list[int]:
+        """The new tokens of a row."""
+
+    def draws(self) -> list[Draw | None] | None:
+        """For each row how its next token is drawn; None where none is."""
+        return None
+
+    @abstractmethod
+    def advance(self, ids: Sequence[Sequence[int]], values: Sequence[Sequence[float]], first: int) -> list[int]:
+        """Takes in what may follow.
+
+        Args:
+            ids, values: a step's candidates for all rows of the batch, each row's best first.
+            first: where this request's rows begin.
+
+        Returns:
+            For each row that goes on, the row that it goes on from; none when the search is done.
+
+        Raises:
+            ValueError: NaN or infinite values.
+        """
+
+    @abstractmethod
+    def results(self) -> list[Hypothesis]:
+        """What was found; before the end, what there is."""
 
 
-def _check_numbers(scores: Tensor) -> None:
-    if bool(scores.isnan().any()):
+def _check_numbers(values: Sequence[float]) -> None:
+    if not values[0] < math.inf:  # NaN too
         raise ValueError(
             "the model gives NaN or infinite logits: its weights are damaged, or too large for this precision "
             "(try fp32)"
         )
 
 
-def choose_rows(
-    engine: Engine,
-    limits: Sequence[int],
-    eos_id: int,
-    pad_id: int,
-    processing: Processing,
-    sampling: Sampling | None,
-) -> tuple[Tensor, Tensor]:
-    """Greedy decoding or sampling, one hypothesis a row.
+class RowSearch(Search):
+    """Greedy decoding or sampling: rows that know nothing of each other.
 
     Args:
-        engine: at its first tokens, one row a source.
-        limits: the most tokens that each row gets.
-        eos_id, pad_id: the ids.
-        processing: of the logits.
+        limit: the most new tokens.
+        eos: the ids that end a row.
+        num_rows: 1, or the number of samples.
         sampling: None: the best token.
-
-    Returns:
-        (rows, length) ids ending in EOS, or cut at the limit, and then PAD, as wide as the longest of them; and (rows,)
-        the sum of their log-probabilities.
-
-    Raises:
-        ValueError: the model gives NaN.
     """
-    tokens = engine.first_tokens()
-    rows, device = len(tokens), tokens.device
-    out = torch.full((rows, max(limits)), pad_id, dtype=torch.long, device=device)
-    scores = torch.zeros(rows, device=device)
-    lengths = torch.zeros(rows, dtype=torch.long, device=device)
-    limit = torch.tensor(limits, device=device)
-    here = torch.arange(rows, device=device)  # which row of `out` each row of the batch is
-    history = torch.empty((rows, 0), dtype=torch.long, device=device)
-    done = torch.zeros(rows, dtype=torch.bool, device=device)
-    for step in range(max(limits)):
-        logits = processing(engine.step(tokens), history, step, eos_id)
-        log_probabilities = logits.log_softmax(-1)
-        if sampling is None:
-            tokens = logits.argmax(-1)
-        else:
-            warped = warp(logits, sampling.temperature, sampling.top_k, sampling.top_p)
-            # Drawing from NaN ends a GPU's context; the scores keep it, and it is said below.
-            probabilities = warped.softmax(-1).nan_to_num(nan=1.0)
-            tokens = torch.multinomial(probabilities, 1, generator=sampling.generator).flatten()
-        tokens = torch.where(done, pad_id, tokens)
-        gained = log_probabilities.gather(1, tokens[:, None]).flatten()
-        scores[here] += torch.where(done, 0.0, gained)
-        lengths[here] += ~done
-        out[here, step] = tokens
-        done = done | (tokens == eos_id) | (limit <= step + 1)
-        history = torch.cat((history, tokens[:, None]), 1)
-        if _look(step, device):
-            _check_numbers(scores)
-            alive = (~done).nonzero().flatten()
-            if len(alive) == 0:
-                break
-            if len(alive) <= 0.75 * len(done):
-                engine.select(alive)
-                tokens, here, done, history = tokens[alive], here[alive], done[alive], history[alive]
-                limit = limit[alive]
-    _check_numbers(scores)
-    return out[:, : int(lengths.max())], scores
+
+    num_candidates = 1
+
+    def __init__(self, limit: int, eos: frozenset[int], num_rows: int = 1, sampling: Sampling | None = None) -> None:
+        self.limit, self.eos, self.sampling = limit, eos, sampling
+        self.num_rows = self.peak_rows = num_rows
+        self._rows = [Hypothesis() for _ in range(num_rows)]
+        self._alive = list(range(num_rows))
+        self._random = random.Random(None if sampling is None else sampling.seed)
+
+    def last_tokens(self) -> list[int]:
+        """The last token of each row that goes on."""
+        return [self._rows[place].tokens[-1] for place in self._alive]
+
+    def tokens(self, row: int) -> list[int]:
+        """The new tokens of a row that goes on."""
+        return self._rows[self._alive[row]].tokens
+
+    def draws(self) -> list[Draw | None] | None:
+        """For each row how its next token is drawn."""
+        if self.sampling is None:
+            return None
+        sampling = self.sampling
+        # Each sample has a number of its own at each step, whichever of its neighbours have ended.
+        numbers = [self._random.random() for _ in self._rows]
+        return [Draw(sampling.temperature, sampling.top_k, sampling.top_p, numbers[place]) for place in self._alive]
+
+    def advance(self, ids: Sequence[Sequence[int]], values: Sequence[Sequence[float]], first: int) -> list[int]:
+        """See `Search.advance`."""
+        parents, alive = [], []
+        for parent, place in enumerate(self._alive):
+            value, row = values[first + parent], self._rows[place]
+            _check_numbers(value)
+            if value[0] == NEVER:  # nothing may follow
+                continue
+            token = ids[first + parent][0]
+            row.tokens.append(token)
+            row.log_probs.append(value[0])
+            if token not in self.eos and len(row.tokens) < self.limit:
+                parents.append(parent)
+                alive.append(place)
+        self._alive, self.num_rows = alive, len(alive)
+        return parents
+
+    def results(self) -> list[Hypothesis]:
+        """Each row, in order."""
+        for row in self._rows:
+            row.score = math.fsum(row.log_probs)
+        return self._rows
 
 
-def beam_search(
-    engine: Engine,
-    limits: Sequence[int],
-    eos_id: int,
-    pad_id: int,
-    processing: Processing,
-    num_beams: int,
-    alpha: float,
-    num_return: int,
-    early_stopping: bool,
-) -> tuple[Tensor, Tensor]:
+class _Beams:
+    """Beams that compete with each other: what goes on, and what is finished."""
+
+    def __init__(self, width: int, num_return: int) -> None:
+        self.width, self.num_return = width, num_return
+        self.alive = [Hypothesis()]  # all begin alike: one is enough
+        self.finished: list[Hypothesis] = []
+
+
+class BeamSearch(Search):
     """Beam search as tensor2tensor does it: 2 * num_beams candidates a step, finished hypotheses kept apart.
 
-    A source is done when no hypothesis alive can still beat the num_return-th finished one: its score can only fall,
-    and is divided at best by the penalty of the longest length. With early_stopping: when num_beams are finished. It is
-    also done at its limit; hypotheses cut there stand behind the finished ones, whatever their scores.
+    It is done when no hypothesis alive can still beat the num_return-th finished one: its score can only fall, and is
+    divided at best by the penalty of the longest length. With early_stopping: when num_beams are finished. It is also
+    done at its limit; hypotheses cut there stand behind the finished ones, whatever their scores.
+
+    With num_groups > 1 it is diverse beam search (Vijayakumar et al. 2018): the groups choose in turn, and a token
+    costs `diversity_penalty` for each time that an earlier group has just chosen it. Scores then include the penalty.
 
     Args:
-        engine: at its first tokens, num_beams rows a source.
-        limits: the most tokens that a hypothesis of each source gets.
-        eos_id, pad_id: the ids.
-        processing: of the logits.
+        limit: the most new tokens.
+        eos: the ids that end a hypothesis.
         num_beams: hypotheses that are followed.
         alpha: of `length_penalty`.
         num_return: at most num_beams.
         early_stopping: see above.
-
-    Returns:
-        (sources, num_return, length) ids, and (sources, num_return) log-probabilities divided by the length penalty:
-        the finished hypotheses, best first, then the cut ones, best first. Where there are fewer hypotheses than
-        num_return, the rest is PAD alone with score -inf.
-
-    Raises:
-        ValueError: the model gives NaN.
+        num_groups: divides num_beams.
+        diversity_penalty: see above.
     """
-    tokens = engine.first_tokens()
-    device, sources, longest = tokens.device, len(limits), max(limits)
-    shape = (sources, num_beams)
-    out = torch.full((sources, num_return, longest), pad_id, dtype=torch.long, device=device)
-    out_scores = torch.full((sources, num_return), _NEVER, device=device)
-    here = torch.arange(sources, device=device)
-    limit = torch.tensor(limits, device=device)
-    stops = set(limits)
-    # The best that dividing by a penalty can still do for a score below zero.
-    best_penalty = torch.tensor([length_penalty(most if alpha > 0 else 1, alpha) for most in limits], device=device)
 
-    alive = torch.zeros((*shape, 0), dtype=torch.long, device=device)
-    # The beams of a source begin alike: only the first may be expanded.
-    alive_scores = torch.full(shape, _NEVER, device=device)
-    alive_scores[:, 0] = 0.0
-    finished = torch.full((*shape, longest), pad_id, dtype=torch.long, device=device)
-    finished_scores = torch.full(shape, _NEVER, device=device)
+    def __init__(
+        self,
+        limit: int,
+        eos: frozenset[int],
+        num_beams: int,
+        *,
+        alpha: float = 0.6,
+        num_return: int = 1,
+        early_stopping: bool = False,
+        num_groups: int = 1,
+        diversity_penalty: float = 0.0,
+    ) -> None:
+        self.limit, self.eos, self.alpha, self.early_stopping = limit, eos, alpha, early_stopping
+        self.num_return, self.diversity_penalty = num_return, diversity_penalty
+        self.num_rows, self.peak_rows = num_groups, num_beams
+        width = num_beams // num_groups
+        self._groups = [_Beams(width, min(num_return, width)) for _ in range(num_groups)]
+        self._alive = [hypothesis for group in self._groups for hypothesis in group.alive]
+        # So many that `width` of them go on, whichever of them end.
+        self._wanted = (1 + len(eos)) * width
+        # The penalty is for tokens of other groups' beams: behind those, enough are left.
+        self.num_candidates = self._wanted + num_beams - width
+        self._length = 0
+        # The best that dividing by a penalty can still do for a score below zero.
+        self._best_penalty = length_penalty(limit if alpha > 0 else 1, alpha)
 
-    def deliver(which: Tensor) -> None:
-        cut = torch.nn.functional.pad(alive[which], (0, longest - alive.shape[-1]), value=pad_id)
-        cut_scores = alive_scores[which] / length_penalty(alive.shape[-1], alpha)
-        hypotheses = torch.cat((finished[which], cut), 1)
-        scores = torch.cat((finished_scores[which], cut_scores), 1)
-        # Both halves are in order, so it is enough to move what isn't there behind them.
-        order = (scores == _NEVER).long().argsort(dim=1, stable=True)[:, :num_return]
-        scores = scores.gather(1, order)
-        hypotheses = hypotheses.gather(1, order[:, :, None].expand(-1, -1, longest))
-        out[here[which]] = hypotheses.masked_fill((scores == _NEVER)[:, :, None], pad_id)
-        out_scores[here[which]] = scores
+    def last_tokens(self) -> list[int]:
+        """The last token of each beam."""
+        return [hypothesis.tokens[-1] for hypothesis in self._alive]
 
-    for step in range(longest):
-        rows = processing(engine.step(tokens), alive.flatten(0, 1), step, eos_id).log_softmax(-1)
-        vocab_size = rows.shape[-1]
-        totals = (rows.view(*alive_scores.shape, vocab_size) + alive_scores[:, :, None]).flatten(1)
-        candidates = totals.topk(min(2 * num_beams, totals.shape[1]), dim=1)
-        parent, token = candidates.indices // vocab_size, candidates.indices % vocab_size
-        ends = token == eos_id
-        grown = torch.cat((alive.gather(1, parent[:, :, None].expand(-1, -1, step)), token[:, :, None]), 2)
+    def tokens(self, row: int) -> list[int]:
+        """The new tokens of a beam."""
+        return self._alive[row].tokens
 
-        ended_scores = torch.where(ends, candidates.values / length_penalty(step + 1, alpha), _NEVER)
-        if early_stopping:  # a GPU is looked at later, and must not find more than a CPU
-            ended_scores = ended_scores.masked_fill((finished_scores[:, -1:] > _NEVER), _NEVER)
-        padded = torch.nn.functional.pad(grown, (0, longest - step - 1), value=pad_id)
-        pool, pool_scores = torch.cat((finished, padded), 1), torch.cat((finished_scores, ended_scores), 1)
-        best = pool_scores.topk(num_beams, dim=1)
-        finished = pool.gather(1, best.indices[:, :, None].expand(-1, -1, longest))
-        finished_scores = best.values
+    def advance(self, ids: Sequence[Sequence[int]], values: Sequence[Sequence[float]], first: int) -> list[int]:
+        """See `Search.advance`."""
+        self._length += 1
+        parents: list[int] = []
+        chosen: dict[int, int] = {}
+        row = first
+        for group in self._groups:
+            before = len(group.alive)
+            origin = self._advance_group(group, ids, values, row, chosen) if before else []
+            parents += [row - first + place for place in origin]
+            if len(self._groups) > 1:
+                for hypothesis in group.alive:
+                    chosen[hypothesis.tokens[-1]] = chosen.get(hypothesis.tokens[-1], 0) + 1
+            row += before
+        if self._length >= self.limit:
+            parents = []
+        self._alive = [hypothesis for group in self._groups for hypothesis in group.alive]
+        self.num_rows = len(parents)
+        return parents
 
-        going = torch.where(ends, _NEVER, candidates.values).topk(num_beams, dim=1)
-        alive_scores = going.values
-        alive = grown.gather(1, going.indices[:, :, None].expand(-1, -1, step + 1))
-        origin = parent.gather(1, going.indices)
-        tokens = alive[:, :, -1].flatten()
+    def _advance_group(
+        self,
+        group: _Beams,
+        ids: Sequence[Sequence[int]],
+        values: Sequence[Sequence[float]],
+        first: int,
+        chosen: dict[int, int],
+    ) -> list[int]:
+        # Negated, so that sorting upward puts the best first, and of equals the first beam's lowest id.
+        pool: list[tuple[float, int, int, float]] = []
+        for beam, hypothesis in enumerate(group.alive):
+            score, tokens, row = hypothesis.score, ids[first + beam], values[first + beam]
+            _check_numbers(row)
+            if not chosen:
+                pool += [(-score - value, beam, token, value) for token, value in zip(tokens, row, strict=True)]
+                continue
+            for token, value in zip(tokens, row, strict=True):
+                cost = self.diversity_penalty * chosen.get(token, 0)
+                pool.append((-score - value + cost, beam, token, value))
+        pool.sort()
+        penalty = length_penalty(self._length, self.alpha)
+        alive: list[Hypothesis] = []
+        origin: list[int] = []
+        ended = False
+        for negative, beam, token, value in pool[: self._wanted]:
+            if negative == math.inf:
+                break
+            parent = group.alive[beam]
+            if token in self.eos:
+                score = -negative / penalty
+                group.finished.append(Hypothesis([*parent.tokens, token], [*parent.log_probs, value], score))
+                ended = True
+            elif len(alive) < group.width:
+                alive.append(Hypothesis([*parent.tokens, token], [*parent.log_probs, value], -negative))
+                origin.append(beam)
+        group.alive = alive
+        if ended:
+            group.finished.sort(key=lambda hypothesis: -hypothesis.score)
+            del group.finished[group.width :]
+        if self._is_done(group):
+            group.alive = []  # what still goes on is worse than what is finished
+            return []
+        return origin
 
-        if step + 1 in stops or _look(step, device):
-            _check_numbers(alive_scores)
-            if early_stopping:
-                done = finished_scores[:, -1] > _NEVER
-            else:
-                done = finished_scores[:, num_return - 1] >= alive_scores[:, 0] / best_penalty
-            done |= limit <= step + 1
-            if bool(done.any()):
-                deliver(done.nonzero().flatten())
-                going_on = (~done).nonzero().flatten()
-                if len(going_on) == 0:
-                    break
-                engine.select(going_on)
-                here, limit, best_penalty = here[going_on], limit[going_on], best_penalty[going_on]
-                alive, alive_scores, origin = alive[going_on], alive_scores[going_on], origin[going_on]
-                finished, finished_scores = finished[going_on], finished_scores[going_on]
-                tokens = alive[:, :, -1].flatten()
-        engine.reorder((origin + torch.arange(len(origin), device=device)[:, None] * num_beams).flatten())
-    return _trim(out, pad_id), out_scores
+    def _is_done(self, group: _Beams) -> bool:
+        if self.early_stopping:
+            return len(group.finished) == group.width
+        if len(group.finished) < group.num_return or not group.alive:
+            return False
+        return group.finished[group.num_return - 1].score >= group.alive[0].score / self._best_penalty
 
-
-def _trim(out: Tensor, pad_id: int) -> Tensor:
-    used = (out != pad_id).flatten(0, 1).any(0).nonzero()
-    return out[..., : int(used.max()) + 1 if len(used) else 1]
+    def results(self) -> list[Hypothesis]:
+        """The finished hypotheses, best first, then the cut ones, best first; at most num_return."""
+        finished = [hypothesis for group in self._groups for hypothesis in group.finished]
+        penalty = length_penalty(self._length, self.alpha)
+        cut = [Hypothesis(h.tokens, h.log_probs, h.score / penalty) for h in self._alive if h.tokens]
+        for part in (finished, cut):
+            part.sort(key=lambda hypothesis: -hypothesis.score)
+        return (finished + cut)[: self.num_return]

@@ -6,11 +6,13 @@ import dataclasses
 import difflib
 import math
 import operator
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-RUNGS = ("naive", "encoder_once", "cross_cached", "cached")
+if TYPE_CHECKING:
+    from fastformer.generation.processors import Processor
+
 _SEEDS = range(-(2**63), 2**64)  # what torch.Generator takes
 
 _INTEGERS = (
@@ -20,13 +22,24 @@ _INTEGERS = (
     "top_k",
     "no_repeat_ngram_size",
     "num_return_sequences",
-    "eos_token_id",
+    "num_beam_groups",
+    "forced_bos_token_id",
+    "forced_eos_token_id",
     "pad_token_id",
+    "decoder_start_token_id",
     "seed",
 )
-_NUMBERS = ("length_penalty", "temperature", "top_p", "repetition_penalty")
+_NUMBERS = ("length_penalty", "temperature", "top_p", "repetition_penalty", "diversity_penalty", "max_time")
 _SWITCHES = ("early_stopping", "do_sample", "use_cache")
-_OPTIONAL = ("max_new_tokens", "seed", "rung")  # None says something
+_OPTIONAL = (  # None says something
+    "max_new_tokens",
+    "max_time",
+    "seed",
+    "forced_bos_token_id",
+    "forced_eos_token_id",
+    "pad_token_id",
+    "decoder_start_token_id",
+)
 
 
 @dataclass(frozen=True)
@@ -49,10 +62,19 @@ class GenerationSettings:
     repetition_penalty: float = 1.0
     no_repeat_ngram_size: int = 0
     num_return_sequences: int = 1
-    eos_token_id: int = 1
-    pad_token_id: int = 0
+    num_beam_groups: int = 1
+    diversity_penalty: float = 0.0
+    suppress_tokens: Sequence[int] = ()
+    bad_words_ids: Sequence[Sequence[int]] = ()
+    forced_bos_token_id: int | None = None
+    forced_eos_token_id: int | None = None
+    logits_processor: Processor | Sequence[Processor] = ()
+    max_time: float | None = None
+    eos_token_id: int | Sequence[int] | None = None
+    pad_token_id: int | None = None
+    decoder_start_token_id: int | None = None
     use_cache: bool = True
-    rung: str | None = None
+    engine: str | None = None
     seed: int | None = None
 
     @classmethod
@@ -73,19 +95,15 @@ class GenerationSettings:
         return cls(**options)
 
     def __post_init__(self) -> None:
+        self._check_lists()
         self._check_types()
         self._check_ranges()
         self._check_combinations()
 
     @property
-    def copies(self) -> int:
-        """How often an input is decoded: once for each sample. The beams of a search share theirs."""
+    def samples(self) -> int:
+        """How many rows an input has that know nothing of each other."""
         return self.num_return_sequences if self.num_beams == 1 else 1
-
-    @property
-    def memory_rung(self) -> str:
-        """One of RUNGS: what `rung` says, else what `use_cache` means."""
-        return self.rung or ("cached" if self.use_cache else "naive")
 
     def check_model(self, vocab_size: int) -> None:
         """Holds the ids and the beams against a model's vocabulary.
@@ -93,14 +111,49 @@ class GenerationSettings:
         Raises:
             ValueError: an id that the vocabulary doesn't have, more beams than tokens.
         """
-        for name in ("eos_token_id", "pad_token_id"):
-            if not 0 <= getattr(self, name) < vocab_size:
-                raise ValueError(
-                    f"expected {name} from 0 to {vocab_size - 1}, as the model's vocabulary has, "
-                    f"got {getattr(self, name)}"
-                )
+        named = {
+            "eos_token_id": self.eos_token_id,
+            "pad_token_id": self.pad_token_id,
+            "decoder_start_token_id": self.decoder_start_token_id,
+            "forced_bos_token_id": self.forced_bos_token_id,
+            "forced_eos_token_id": self.forced_eos_token_id,
+            "suppress_tokens": self.suppress_tokens,
+            "bad_words_ids": [token for word in self.bad_words_ids for token in word],
+        }
+        for name, value in named.items():
+            for token in value if isinstance(value, Sequence) else () if value is None else (value,):
+                if not 0 <= token < vocab_size:
+                    raise ValueError(
+                        f"expected {name} from 0 to {vocab_size - 1}, as the model's vocabulary has, got {token}"
+                    )
         if self.num_beams > vocab_size:
             raise ValueError(f"expected num_beams of at most the vocabulary's {vocab_size}, got {self.num_beams}")
+
+    def _check_lists(self) -> None:
+        """Lists become tuples, so that nobody changes them afterwards."""
+        eos = self.eos_token_id
+        if eos is not None:
+            self._set("eos_token_id", (_id("eos_token_id", eos),) if _is_integer(eos) else _ids("eos_token_id", eos))
+            if not self.eos_token_id:
+                raise ValueError("expected eos_token_id to be an id or some, got none")
+        self._set("suppress_tokens", _ids("suppress_tokens", self.suppress_tokens))
+        words = _listed("bad_words_ids", self.bad_words_ids)
+        self._set("bad_words_ids", tuple(_ids("bad_words_ids", word) for word in words))
+        if not all(self.bad_words_ids):
+            raise ValueError("expected each of bad_words_ids to hold ids, got an empty one")
+        given = self.logits_processor
+        # Hugging Face's list of processors can be called itself; it is a list all the same.
+        is_one = callable(given) and not isinstance(given, list)
+        processors = (given,) if is_one else _listed("logits_processor", given)
+        self._set("logits_processor", processors)
+        for processor in processors:
+            if not callable(processor):
+                raise ValueError(
+                    f"expected logits_processor to hold functions of (input_ids, scores), got {processor!r:.60}"
+                )
+
+    def _set(self, name: str, value: object) -> None:
+        object.__setattr__(self, name, value)
 
     def _check_types(self) -> None:
         for name in (*_INTEGERS, *_NUMBERS, *_SWITCHES):
@@ -118,7 +171,7 @@ class GenerationSettings:
             if not good:
                 raise ValueError(f"expected {name} to be {kind}, got {value!r}")
             if name in _INTEGERS:  # NumPy's become Python's
-                object.__setattr__(self, name, int(value))
+                self._set(name, int(value))
 
     def _check_ranges(self) -> None:
         if self.max_new_tokens is not None and self.max_new_tokens < 1:
@@ -142,19 +195,36 @@ class GenerationSettings:
             )
         if self.seed is not None and self.seed not in _SEEDS:
             raise ValueError(f"expected a seed from -2**63 to 2**64 - 1, got {self.seed}")
-        if self.rung is not None and self.rung not in RUNGS:
-            raise ValueError(f"expected a rung out of {RUNGS}, got {self.rung!r}")
+        if self.engine is not None and not isinstance(self.engine, str):
+            raise ValueError(f"expected engine to be a name, got {self.engine!r}")
+        if self.max_time is not None and self.max_time <= 0:
+            raise ValueError(f"expected max_time in seconds, more than 0, got {self.max_time}")
+        if self.num_beam_groups < 1 or self.diversity_penalty < 0:
+            raise ValueError(
+                "expected num_beam_groups of at least 1 and diversity_penalty of at least 0, got "
+                f"{self.num_beam_groups} and {self.diversity_penalty}"
+            )
 
     def _check_combinations(self) -> None:
         beams, returned = self.num_beams, self.num_return_sequences
-        if self.eos_token_id == self.pad_token_id:
-            raise ValueError(f"expected two ids for eos_token_id and pad_token_id, got {self.eos_token_id} for both")
+        if isinstance(self.eos_token_id, tuple) and self.pad_token_id in self.eos_token_id:
+            raise ValueError(f"expected two ids for eos_token_id and pad_token_id, got {self.pad_token_id} for both")
+        if self.engine is not None and not self.use_cache:
+            raise ValueError(f"expected engine or use_cache=False, got both: engine={self.engine!r}")
         if self.max_new_tokens is not None and self.min_new_tokens > self.max_new_tokens:
             raise ValueError(
                 f"expected min_new_tokens of at most max_new_tokens {self.max_new_tokens}, got {self.min_new_tokens}"
             )
         if self.do_sample and beams > 1:
             raise ValueError("expected do_sample or num_beams > 1, got both")
+        groups = self.num_beam_groups
+        if beams % groups:
+            raise ValueError(f"expected num_beams to be a multiple of num_beam_groups, got {beams} and {groups}")
+        if (groups > 1) != (self.diversity_penalty > 0):
+            raise ValueError(
+                "expected num_beam_groups > 1 together with a diversity_penalty > 0, got "
+                f"{groups} and {self.diversity_penalty}"
+            )
         if beams > 1 and returned > beams:
             raise ValueError(f"expected num_return_sequences of at most num_beams {beams}, got {returned}")
         if beams == 1 and returned > 1 and not self.do_sample:
@@ -174,3 +244,19 @@ def _is_integer(value: object) -> bool:
         return abs(operator.index(value)) < 2**128
     except TypeError:
         return False
+
+
+def _listed(name: str, values: Any) -> tuple[Any, ...]:
+    if isinstance(values, str | bytes | Mapping) or not isinstance(values, Iterable):
+        raise ValueError(f"expected {name} to be a list, got {values!r:.60}")
+    return tuple(values)
+
+
+def _ids(name: str, values: Any) -> tuple[int, ...]:
+    return tuple(_id(name, value) for value in _listed(name, values))
+
+
+def _id(name: str, value: Any) -> int:
+    if not _is_integer(value):
+        raise ValueError(f"expected {name} to hold integers, got {value!r:.60}")
+    return operator.index(value)

@@ -14,15 +14,15 @@ from torch import Tensor, nn
 
 from fastformer.generation.bad_texts import BadTexts, TextError
 from fastformer.generation.decoders import Model, as_model, device_of, is_decoder_only
-from fastformer.generation.engine import bytes_per_source
-from fastformer.generation.generate import most_new_tokens, new_generator, search
+from fastformer.generation.generate import RequestMaker, most_new_tokens, new_scheduler
 from fastformer.generation.inputs import pad
+from fastformer.generation.requests import Request
+from fastformer.generation.scheduler import run
 from fastformer.generation.settings import GenerationSettings
-from fastformer.nn import SequenceLayout
+from fastformer.special_ids import SpecialIds
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 READ_AHEAD = 1000  # texts of a stream that are sorted by length together
-_CPU_BATCH_BYTES = 512 * 2**20
 
 
 class TextCodec(Protocol):
@@ -55,10 +55,10 @@ class Translator:
         model: a `models.Transformer`, a `baseline.LSTMSeq2Seq`, or a model with the methods of one of them. It is set
             to evaluation while it translates.
         tokenizer: of both sides.
-        max_tokens: of a batch of sources, padding included.
-        max_batch_bytes: what the caches, scores and hypotheses of a batch may take, about; the more beams and new
-            tokens, the fewer texts at a time. One text is translated whatever it takes. None: 512 MiB on a CPU, a
-            quarter of the free memory on a GPU.
+        max_batch_size: rows that are decoded together: texts times beams or samples. None: 256 on a CPU, 1,024 on a
+            GPU.
+        max_batch_bytes: what the caches of those may take, about; the more beams and tokens, the fewer texts at a time.
+            One text is translated whatever it takes. None: 512 MiB on a CPU, a quarter of the free memory on a GPU.
     """
 
     def __init__(
@@ -66,11 +66,11 @@ class Translator:
         model: Model | nn.Module,
         tokenizer: TextCodec,
         *,
-        max_tokens: int = 8192,
+        max_batch_size: int | None = None,
         max_batch_bytes: int | None = None,
     ) -> None:
-        for name, value in (("max_tokens", max_tokens), ("max_batch_bytes", max_batch_bytes)):
-            if (not isinstance(value, int) or value < 1) and (value is not None or name == "max_tokens"):
+        for name, value in (("max_batch_size", max_batch_size), ("max_batch_bytes", max_batch_bytes)):
+            if value is not None and (not isinstance(value, int) or value < 1):
                 raise ValueError(f"expected {name} to be an integer of at least 1, got {value!r}")
         if not all(callable(getattr(tokenizer, name, None)) for name in ("encode", "decode", "tokens")):
             raise ValueError(f"expected a tokenizer with encode, decode and tokens, got {type(tokenizer).__name__}")
@@ -79,7 +79,7 @@ class Translator:
             raise ValueError(
                 f"expected a model that reads a source, got {type(model).__name__}: see fastformer.generate"
             )
-        self.max_tokens, self.max_batch_bytes = max_tokens, max_batch_bytes
+        self.max_batch_size, self.max_batch_bytes = max_batch_size, max_batch_bytes
 
     @classmethod
     def from_pretrained(
@@ -89,7 +89,7 @@ class Translator:
         *,
         device: torch.device | str | None = None,
         precision: str | None = None,
-        max_tokens: int = 8192,
+        max_batch_size: int | None = None,
         max_batch_bytes: int | None = None,
     ) -> Translator:
         """The translator of a run folder, whichever architecture it holds.
@@ -100,7 +100,7 @@ class Translator:
             device: where it runs; None: the CPU.
             precision: the dtype that the weights are loaded as, which the caches follow: "fp32", "bf16" or "fp16";
                 None: as they were saved. Logits and scores are fp32 always.
-            max_tokens, max_batch_bytes: of a batch, see the class.
+            max_batch_size, max_batch_bytes: see the class.
 
         Raises:
             ValueError: a folder that holds no translator, or is damaged; no such device or precision.
@@ -111,7 +111,7 @@ class Translator:
             raise ValueError(f"expected precision fp32, bf16 or fp16, got {precision!r}")
         dtype = None if precision is None else PRECISIONS[precision]
         model, own = load_model(run, ("Transformer", "LSTMSeq2Seq"), device=device, dtype=dtype)
-        return cls(model, tokenizer or own, max_tokens=max_tokens, max_batch_bytes=max_batch_bytes)
+        return cls(model, tokenizer or own, max_batch_size=max_batch_size, max_batch_bytes=max_batch_bytes)
 
     @overload  # a str is an iterable of str as well: the first that fits counts
     def translate(  # type: ignore[overload-overlap]
@@ -245,17 +245,26 @@ class Translator:
         Yields:
             For each group, for each of its texts, the hypotheses, best first; none for an empty or skipped text.
         """
-        generator = new_generator(settings, device_of(self.model))
+        maker = RequestMaker(self.model, settings)
+        scheduler = new_scheduler(maker.engine, self.max_batch_size, self.max_batch_bytes)
         first = 1
         for group in groups:
-            encoded: list[list[int]] = []
+            requests: list[Request | None] = []
             for number, text in enumerate(group, first):
                 try:
-                    encoded.append(self.encode(text, number) if _text(text, number).strip() else [])
+                    ids = self.encode(text, number) if _text(text, number).strip() else []
                 except TextError as error:
                     bad.meet(error)
-                    encoded.append([])
-            yield self._translate(encoded, settings, generator)
+                    ids = []
+                requests.append(maker.make(ids) if ids else None)
+            with evaluating(self.model):
+                # The longest first: at the end, few rows are left alone.
+                waiting = [request for request in requests if request is not None]
+                run(scheduler, sorted(waiting, key=lambda request: -len(request.prompt.source or ())))
+            yield [
+                [] if request is None else [Scored(self.tokenizer.decode(h.tokens), h.score) for h in request.results]
+                for request in requests
+            ]
             first += len(group)
 
     def settings(self, options: Mapping[str, Any]) -> GenerationSettings:
@@ -280,7 +289,7 @@ class Translator:
         if not _text(text, number).strip():
             raise TextError(f"text {number}: expected something to translate, got an empty text")
         try:
-            ids = [*self.tokenizer.encode(text), 1]
+            ids = [*self.tokenizer.encode(text), SpecialIds.of(self.model.config).first_eos]
         except ValueError as error:  # a lone surrogate, or what a foreign tokenizer has no token for
             raise TextError(f"text {number}: {error}") from error
         max_len = self.model.config.max_len
@@ -306,42 +315,12 @@ class Translator:
         source = self.encode(_text(text, 1))
         with evaluating(self.model), torch.inference_mode():
             ids = pad([source]).to(device_of(self.model))
-            target = search(self.model, ids, SequenceLayout.from_ids(ids), GenerationSettings()).sequences
-            shifted = torch.nn.functional.pad(target[:, :-1], (1, 0))
+            request = (maker := RequestMaker(self.model, GenerationSettings())).make(source)
+            run(new_scheduler(maker.engine), [request])
+            target = request.results[0].tokens
+            shifted = torch.tensor([[maker.ids.start, *target[:-1]]], device=ids.device)
             weights: Tensor = attention_maps(ids, shifted)["cross"][:, 0]
-        return self.tokenizer.tokens(source), self.tokenizer.tokens(target[0].tolist()), weights.float().cpu().clone()
-
-    def _translate(
-        self, encoded: list[list[int]], settings: GenerationSettings, generator: torch.Generator | None
-    ) -> list[list[Scored]]:
-        """The hypotheses of each text; none for one without ids."""
-        found: list[list[Scored]] = [[] for _ in encoded]
-        device, returned = device_of(self.model), settings.num_return_sequences
-        with evaluating(self.model), torch.inference_mode():
-            for batch in self._batches(encoded, settings):
-                ids = pad([encoded[i] for i in batch])
-                seqlens = torch.tensor([len(encoded[i]) for i in batch])
-                layout = SequenceLayout.padded(seqlens, ids.shape[1]).to(device)
-                out = search(self.model, ids.to(device), layout, settings, generator)
-                rows, scores = out.sequences.tolist(), out.scores.tolist()
-                for place, i in enumerate(batch):
-                    for row in range(place * returned, (place + 1) * returned):
-                        if scores[row] > -math.inf:
-                            found[i].append(Scored(self.tokenizer.decode(rows[row]), scores[row]))
-        return found
-
-    def _batches(self, encoded: list[list[int]], settings: GenerationSettings) -> Iterator[list[int]]:
-        """Indices in batches of similar length, the longest first: what doesn't fit in memory fails at once."""
-        order = sorted((i for i in range(len(encoded)) if encoded[i]), key=lambda i: -len(encoded[i]))
-        budget = self.max_batch_bytes or _batch_bytes(device_of(self.model))
-        start = 0
-        while start < len(order):
-            width = len(encoded[order[start]])
-            new_tokens = most_new_tokens(self.model, width, settings)
-            one = bytes_per_source(self.model, width, settings.num_beams, new_tokens)
-            size = max(1, min(self.max_tokens // width, budget // one) // settings.copies)
-            yield order[start : start + size]
-            start += size
+        return self.tokenizer.tokens(source), self.tokenizer.tokens(target), weights.float().cpu().clone()
 
 
 @contextlib.contextmanager
@@ -355,10 +334,6 @@ def evaluating(model: Model) -> Iterator[None]:
     finally:
         for module in training:
             module.training = True
-
-
-def _batch_bytes(device: torch.device) -> int:
-    return torch.cuda.mem_get_info(device)[0] // 4 if device.type == "cuda" else _CPU_BATCH_BYTES
 
 
 def _checked(texts: Iterable[str]) -> Iterable[str]:

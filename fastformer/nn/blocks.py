@@ -330,12 +330,16 @@ class BlockTables:
 
     def _demand(self, blocks: int) -> None:
         if blocks > self.num_free:
-            self._sweep(self._reordered.copy())
+            self.sweep()
         if blocks > self.num_free:
             raise CacheFullError(
                 f"the cache has {self.num_free} free blocks of {self.num_blocks - 1} and {blocks} are needed: make it "
                 "with more num_blocks, or release groups"
             )
+
+    def sweep(self) -> None:
+        """Takes back what no row names any more."""
+        self._sweep(self._reordered.copy())
 
     def _take(self, owners: Ints) -> Ints:
         self.num_free -= len(owners)

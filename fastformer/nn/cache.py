@@ -219,8 +219,19 @@ class KVCache:
         return self._tables.num_blocks - 1
 
     @property
+    def block_size(self) -> int:
+        """The tokens in a block."""
+        return self._block_size
+
+    @property
+    def token_bytes(self) -> int:
+        """What the keys and values of a token take, in all layers."""
+        num_layers, _, _, num_kv_heads, head_dim = self.k.shape
+        return 2 * num_layers * num_kv_heads * head_dim * self.k.element_size()
+
+    @property
     def free_blocks(self) -> int:
-        """Blocks that nobody has. There may be more: what beams left behind is looked for when blocks run out."""
+        """Blocks that nobody has. There may be more: what beams left behind is looked for by `sweep`."""
         return self._tables.num_free
 
     def blocks_of(self, num_tokens: int) -> int:
@@ -290,6 +301,10 @@ class KVCache:
                 max_rows rows.
         """
         self._tables.reorder(self._first, parents)
+
+    def sweep(self) -> None:
+        """Takes back the blocks that beams left behind; `reserve` does it by itself before blocks run out."""
+        self._tables.sweep()
 
     def tail(self, first_group: int) -> KVCache:
         """The groups from first_group on as a cache of their own: runs new prompts while the others wait.

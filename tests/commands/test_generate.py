@@ -72,7 +72,7 @@ def test_each_flag_reaches_the_search(run, settings, monkeypatch) -> None:
 
     def search(model, input_ids, **options) -> GenerateOutput:
         given.update(options, dtype=model.output_weight.dtype)
-        return GenerateOutput(torch.tensor([[3]]), torch.zeros(1))
+        return GenerateOutput(torch.tensor([[3]]), torch.zeros(1), torch.zeros(1, 1))
 
     monkeypatch.setattr("fastformer.generation.generate", search)
     flags = [part for name, value in settings.items() for part in (f"--{name}", str(value).lower())]

@@ -157,8 +157,10 @@ def test_device_precision_and_memory(run, capsys, monkeypatch) -> None:
 
     monkeypatch.setattr(Translator, "from_pretrained", kept)
     for flags in (["--device", "cpu", "--precision", "bf16"], ["--device", "auto", "--precision", "fp32"]):
-        assert main(["translate", run, "one", *flags, *FEW, "--max_tokens", "77", "--max_batch_bytes", "1234567"]) == 0
-    assert [(t.max_tokens, t.max_batch_bytes) for t in loaded] == 2 * [(77, 1234567)]
+        assert (
+            main(["translate", run, "one", *flags, *FEW, "--max_batch_size", "77", "--max_batch_bytes", "1234567"]) == 0
+        )
+    assert [(t.max_batch_size, t.max_batch_bytes) for t in loaded] == 2 * [(77, 1234567)]
     assert [next(t.model.parameters()).dtype for t in loaded] == [torch.bfloat16, torch.float32]
     capsys.readouterr()
     for device in ("cuda:77", "meta", "toaster"):
@@ -190,7 +192,7 @@ def test_a_bad_line_is_named_or_skipped(run, expected, tmp_path, capsys, caplog)
 
 def test_memory_of_a_batch(run, expected, tmp_path, capsys) -> None:
     (tmp_path / "in.txt").write_text("one\ntwo\n")
-    flags = ["--max_batch_bytes", "1", "--max_tokens", "10"]
+    flags = ["--max_batch_bytes", "1", "--max_batch_size", "1"]
     assert main(["translate", run, "--file", str(tmp_path / "in.txt"), *flags, *FEW]) == 0
     assert lines_of(capsys.readouterr().out) == [shown(expected("one")), shown(expected("two"))]
     assert main(["translate", run, "x", "--max_batch_bytes", "0"]) == 1

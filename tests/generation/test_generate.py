@@ -181,8 +181,8 @@ def test_a_mask_may_keep_an_id_of_pad(model) -> None:
 def check_rungs(model, source: torch.Tensor, **options) -> int:
     """All rungs give the tokens of the first; a difference is allowed where the scores are near ties. Counts them."""
     outs = [
-        generate(model, source, rung=rung, return_dict_in_generate=True, **options)
-        for rung in ("naive", "encoder_once", "cross_cached", "cached")
+        generate(model, source, engine=rung, return_dict_in_generate=True, **options)
+        for rung in ("recompute", "encode_once", "cross_cache", "kv_cache")
     ]
     ties = 0
     for out in outs[1:]:
@@ -212,8 +212,8 @@ def test_rungs_agree_where_sources_leave_one_by_one(kind, num_beams, request) ->
     eos = max((token for token in ends if token > 2), key=lambda token: len(ends[token]))
     assert len(ends[eos]) > 1
     cached = generate(which, sources, eos_token_id=eos, **options)
-    for rung in ("naive", "encoder_once", "cross_cached") if kind == "model" else ("naive",):
-        assert torch.equal(generate(which, sources, eos_token_id=eos, rung=rung, **options), cached)
+    for rung in ("recompute", "encode_once", "cross_cache") if kind == "model" else ("recompute",):
+        assert torch.equal(generate(which, sources, eos_token_id=eos, engine=rung, **options), cached)
 
 
 @pytest.mark.slow
@@ -297,7 +297,7 @@ def test_samples_of_one_input_differ_and_stand_side_by_side(model) -> None:
 def test_each_copy_of_an_input_has_its_limit(model, monkeypatch) -> None:
     monkeypatch.setattr(sys.modules[generate.__module__], "EXTRA_LENGTH", 2)
     sources = [[5, 6, 7, 8, 9, 10], [5], [5, 6, 7]]
-    out = generate(model, sources, do_sample=True, num_return_sequences=2, seed=0, eos_token_id=VOCAB - 1)
+    out = generate(model, sources, do_sample=True, num_return_sequences=2, seed=4, eos_token_id=VOCAB - 1)
     limits = [8, 8, 3, 3, 5, 5]
     assert out.shape == (6, 8)
     for row, limit in zip(out.tolist(), limits, strict=True):
@@ -364,8 +364,8 @@ def test_no_model_and_broken_weights(gpt) -> None:
     for options in ({}, {"num_beams": 2}, {"do_sample": True}):
         with pytest.raises(ValueError, match="the model gives NaN"):
             generate(broken, [[7, 7]], max_new_tokens=4, **options)
-    with pytest.raises(ValueError, match="expected rung naive or cached for a decoder-only model, got 'cross_cached'"):
-        generate(gpt, [[5]], rung="cross_cached")
+    with pytest.raises(ValueError, match="engine 'cross_cache' can't decode a GPT"):
+        generate(gpt, [[5]], engine="cross_cache")
 
 
 @pytest.mark.parametrize("reads", [lambda m, s: m.encode(s), lambda m, s: m(s, s)], ids=["encode", "forward"])

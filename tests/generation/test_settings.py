@@ -41,10 +41,10 @@ from fastformer.generation.settings import GenerationSettings
         ({"min_new_tokens": 5, "max_new_tokens": 4}, "min_new_tokens of at most max_new_tokens 4, got 5"),
         ({"min_new_tokens": -1}, "min_new_tokens of at least 0, got -1"),
         ({"no_repeat_ngram_size": -1}, "no_repeat_ngram_size >= 0"),
-        ({"eos_token_id": 0}, "expected two ids for eos_token_id and pad_token_id, got 0 for both"),
+        ({"eos_token_id": 0, "pad_token_id": 0}, "expected two ids for eos_token_id and pad_token_id, got 0 for both"),
         ({"seed": 2**64}, r"expected a seed from -2\*\*63 to 2\*\*64 - 1, got 18446744073709551616"),
         ({"seed": 1.5}, "expected seed to be an integer"),
-        ({"rung": "fast"}, "expected a rung out of"),
+        ({"engine": 3}, "expected engine to be a name, got 3"),
         ({"num_beam": 2}, "no option 'num_beam' here; did you mean 'num_beams'?"),
         ({"zzz": 2}, "no option 'zzz' here; there are max_new_tokens, min_new_tokens"),
     ],
@@ -58,10 +58,8 @@ def test_what_is_harmless_is_taken() -> None:
     for seed in (0, -(2**63), 2**64 - 1):
         torch.Generator().manual_seed(GenerationSettings(seed=seed, do_sample=True).seed)
     settings = GenerationSettings(num_beams=np.int64(3), top_k=0, length_penalty=1, min_new_tokens=4, max_new_tokens=4)
-    assert settings.num_beams == 3 and settings.copies == 1
-    assert GenerationSettings(do_sample=True, num_return_sequences=5).copies == 5
-    assert GenerationSettings(use_cache=False).memory_rung == "naive"
-    assert GenerationSettings(use_cache=False, rung="cached").memory_rung == "cached"
+    assert settings.num_beams == 3 and settings.samples == 1
+    assert GenerationSettings(do_sample=True, num_return_sequences=5).samples == 5
 
 
 @pytest.mark.parametrize(

@@ -12,11 +12,9 @@ import torch
 from fastformer.baseline import LSTMSeq2Seq
 from fastformer.data import ByteTokenizer
 from fastformer.generation import Translator, draw_attention, generate
-from fastformer.generation.engine import bytes_per_source
 from fastformer.generation.translator import Scored
 from fastformer.models import GPT, Transformer
 from fastformer.models.pretrained import save_model
-from fastformer.nn import KVCache
 
 TEXTS = ["a", "a longer text", "mid size", "b" * 40, "x"]
 FEW = {"max_new_tokens": 8}
@@ -30,7 +28,7 @@ def model() -> Transformer:
 
 @pytest.fixture(scope="module")
 def translator(model) -> Translator:
-    return Translator(model, ByteTokenizer(), max_tokens=64)
+    return Translator(model, ByteTokenizer(), max_batch_size=64)
 
 
 def test_order_is_kept_whatever_the_batches(translator) -> None:
@@ -83,7 +81,7 @@ def test_options_are_checked_before_anything_is_read(translator) -> None:
     for read_ahead in (0, -1, 1.5):
         with pytest.raises(ValueError, match="expected read_ahead of at least 1"):
             translator.stream(["a"], read_ahead=read_ahead)
-    for sizes in ({"max_tokens": 0}, {"max_batch_bytes": 0}):
+    for sizes in ({"max_batch_size": 0}, {"max_batch_bytes": 0}):
         with pytest.raises(ValueError, match=f"expected {next(iter(sizes))} to be an integer of at least 1"):
             Translator(translator.model, ByteTokenizer(), **sizes)
     with pytest.raises(ValueError, match="expected a fastformer.models.Transformer"):
@@ -100,7 +98,7 @@ def test_options_are_checked_before_anything_is_read(translator) -> None:
 )
 def test_n_best_belongs_to_its_text(model, options) -> None:
     # Two texts a batch, the longest first: each text gets its own rows back, in order.
-    translator = Translator(model.eval(), ByteTokenizer(), max_tokens=30)
+    translator = Translator(model.eval(), ByteTokenizer(), max_batch_size=6)
     tokenizer, device = ByteTokenizer(), torch.device("cpu")
     found = translator.translate(TEXTS, return_scores=True, **FEW, **options)
     for text, answers in zip(TEXTS, found, strict=True):
@@ -125,7 +123,7 @@ def test_scores_on_request(translator) -> None:
 
 def test_sampling_is_seeded_once_for_all_batches(model) -> None:
     # The same text in two batches: other draws, and the same ones again with the same seed.
-    translator = Translator(model, ByteTokenizer(), max_tokens=1)
+    translator = Translator(model, ByteTokenizer(), max_batch_size=1)
     options = {"do_sample": True, "seed": 3, **FEW}
     found = translator.translate(["same text"] * 4, **options)
     assert len(set(found)) > 1 and found == translator.translate(["same text"] * 4, **options)
@@ -225,51 +223,6 @@ def test_attention_and_its_picture(translator, tmp_path) -> None:
     pytest.importorskip("matplotlib", reason="drawing needs matplotlib")
     draw_attention(source, target, weights, tmp_path / "a.png", title="zwölf")
     assert (tmp_path / "a.png").read_bytes()[:4] == b"\x89PNG"
-
-
-def cache_bytes(cache: KVCache) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in (cache.k, cache.v))
-
-
-@pytest.mark.parametrize("options", [{}, {"num_beams": 4}, {"do_sample": True, "num_return_sequences": 4}], ids=str)
-def test_batches_keep_to_their_memory(model, options, monkeypatch) -> None:
-    # What beams, samples and new tokens need counts; and nothing is wasted by guessing too much.
-    taken: list[tuple[int, int, int]] = []
-    new_cache = Transformer.new_cache
-
-    def counted(self, batch_size, max_seqlen, memory=None, **given):
-        cache = new_cache(self, batch_size, max_seqlen, memory, **given)
-        if memory is not None:
-            taken.append((memory.shape[0], memory.shape[1], cache_bytes(cache)))
-        return cache
-
-    monkeypatch.setattr(Transformer, "new_cache", counted)
-    texts = ["x" * (5 + i * 7 % 30) for i in range(40)]
-    copies = options.get("num_return_sequences", 1)  # each sample has a source of its own
-    budget = 600_000
-    Translator(model, ByteTokenizer(), max_batch_bytes=budget).translate(texts, max_new_tokens=30, **options)
-    sizes = [size // copies for size, _, _ in taken]
-    assert sum(sizes) == 40 and max(sizes) < 40
-    assert max(size for _, _, size in taken) <= budget and max(size for _, _, size in taken) > budget / 3
-    taken.clear()
-    Translator(model, ByteTokenizer(), max_batch_bytes=1).translate(texts[:3], max_new_tokens=2, **options)
-    assert [size for size, _, _ in taken] == [copies] * 3
-    taken.clear()
-    Translator(model, ByteTokenizer(), max_tokens=150).translate(texts, max_new_tokens=2, **options)
-    assert max(size * width for size, width, _ in taken) <= 150
-    assert [width for _, width, _ in taken] == sorted((width for _, width, _ in taken), reverse=True)
-    assert len(taken) < 40
-
-
-def test_the_estimate_grows_with_what_is_asked(model) -> None:
-    one = bytes_per_source(model, 10, 1, 20)
-    large = Transformer.from_preset("tiny", vocab_size=3000)
-    cache = large.new_cache(4, 130, torch.zeros(1, 30, 128))
-    assert 3 * cache_bytes(cache) > bytes_per_source(large, 30, 4, 130) > cache_bytes(cache) + 4 * 4 * 3000
-    assert bytes_per_source(model, 20, 1, 20) > one < bytes_per_source(model, 10, 1, 40)
-    assert bytes_per_source(model, 10, 4, 20) > 2 * one
-    for other in (LSTMSeq2Seq(vocab_size=259, d_model=32), GPT.from_preset("tiny", vocab_size=259)):
-        assert bytes_per_source(other, 10, 4, 20) == 4 * bytes_per_source(other, 10, 1, 20)
 
 
 @pytest.mark.parametrize("precision", [None, "fp32", "bf16"])

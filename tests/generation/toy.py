@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Sequence
+from typing import ClassVar
 
 import torch
+
+from fastformer.generation.engines import Candidates, Prompt, Selection
+from fastformer.generation.engines.choice import choose
 
 VOCAB, EOS = 5, 1
 
@@ -13,29 +18,47 @@ Hypothesis = tuple[float, tuple[int, ...]]  # score, tokens
 
 
 class ToyEngine:
-    """A language whose probabilities depend on the last two tokens; each source has its own."""
+    """A language whose probabilities depend on the last two tokens; the source [i] has the i-th table."""
 
-    def __init__(self, sources: int, beams: int = 1, *, eos: float = 0.0, seed: int = 0) -> None:
+    name: ClassVar[str] = "toy"
+    token_bytes, device = 0, torch.device("cpu")
+
+    def __init__(self, sources: int, *, eos: float = 0.0, seed: int = 0) -> None:
         generator = torch.Generator().manual_seed(sources + 1000 * seed)
         self.table = torch.randn(sources, VOCAB, VOCAB, VOCAB, generator=generator) * 1.5
         self.table[..., EOS] += eos
-        self.beams, self.sources = beams, torch.arange(sources)
-        self.previous = torch.zeros(sources * beams, dtype=torch.long)
+        self.start(0, 0)
 
-    def first_tokens(self) -> torch.Tensor:
-        return torch.zeros(len(self.previous), dtype=torch.long)
+    @classmethod
+    def why_unsupported(cls, model: object) -> str | None:
+        return None
 
-    def step(self, tokens: torch.Tensor) -> torch.Tensor:
-        logits = self.table[self.sources.repeat_interleave(self.beams), self.previous, tokens]
-        self.previous = tokens
-        return logits
+    def start(self, max_rows: int, num_tokens: int) -> None:
+        self.groups: list[list[list[int]]] = []  # of each row its source, and what was said
 
-    def reorder(self, index: torch.Tensor) -> None:
-        self.previous = self.previous[index]
+    def admit(self, prompts: Sequence[Prompt]) -> None:
+        self.groups += [[[*(prompt.source or ()), 0, *prompt.tokens[:-1]]] for prompt in prompts]
 
-    def select(self, sources: torch.Tensor) -> None:
-        self.previous = self.previous.view(-1, self.beams)[sources].flatten()
-        self.sources = self.sources[sources]
+    def step(self, tokens: Sequence[int], selection: Selection) -> Candidates:
+        rows = [row for group in self.groups for row in group]
+        for row, token in zip(rows, tokens, strict=True):
+            row.append(token)
+        return choose(torch.stack([self.table[row[0], row[-2], row[-1]] for row in rows]), selection)
+
+    def reorder(self, parents: Sequence[Sequence[int]]) -> None:
+        self.groups = [[list(rows[i]) for i in own] for rows, own in zip(self.groups, parents, strict=True)]
+
+    def release(self, groups: Sequence[int]) -> None:
+        self.groups = [rows for i, rows in enumerate(self.groups) if i not in groups]
+
+    def tokens_needed(self, prompt: Prompt, num_rows: int, new_tokens: int) -> int:
+        return 0
+
+    def free_tokens(self) -> int:
+        return 0
+
+    def step_tokens(self) -> int:
+        return 0
 
     def score(self, source: int, sequence: tuple[int, ...]) -> float:
         """The log-probability of a sequence."""

@@ -1,0 +1,131 @@
+"""What decoding drives: an engine steps rows of tokens that come and go, and says what may follow each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+
+class Prompt(NamedTuple):
+    """What a request begins with.
+
+    Attributes:
+        source: the ids that an encoder reads; None for a decoder-only model.
+        tokens: the ids that the decoder has behind it, at least one: the start token and a forced prefix, or the prompt
+            of a language model. The last of them is what the first step is given.
+    """
+
+    source: Sequence[int] | None
+    tokens: Sequence[int]
+
+
+class Draw(NamedTuple):
+    """How a row's next token is drawn: from the warped distribution, at `uniform` in [0, 1) of its cumulative sum."""
+
+    temperature: float
+    top_k: int
+    top_p: float
+    uniform: float
+
+
+@dataclass(frozen=True)
+class Selection:
+    """What a step is to return for each row.
+
+    Attributes:
+        num_candidates: the best so many tokens.
+        log_probs: their log-probabilities; without, their logits will do, which costs no exponentials.
+        process: edits the logits first: (rows, vocab_size) fp32 in and out. An engine that can't show its logits says
+            so in `why_unsupported`.
+        draws: for each row how to draw its token, or None to take the best ones; None: no row draws. A drawn row has
+            one candidate, with its log-probability before warping.
+    """
+
+    num_candidates: int
+    log_probs: bool = True
+    process: Callable[[Tensor], Tensor] | None = None
+    draws: Sequence[Draw | None] | None = None
+
+
+class Candidates(NamedTuple):
+    """What may follow each row, on the host, best first: ids and their log-probabilities (or logits)."""
+
+    ids: list[list[int]]
+    values: list[list[float]]
+
+
+class Engine(Protocol):
+    """A model that decodes many requests at once.
+
+    Its rows 0, 1, 2, ... belong to groups, one a request, which stand side by side in the order of their admission. All
+    rows of a group read one source and have the same length. Whoever drives it keeps the same list.
+
+    Memory is counted in tokens: what a group takes for its source, its prompt and each of its rows.
+
+    Attributes:
+        name: what `generate(..., engine=)` calls it.
+        token_bytes: what a token of memory costs; 0 where memory isn't worth counting.
+    """
+
+    name: ClassVar[str]
+
+    @classmethod
+    def why_unsupported(cls, model: object) -> str | None:
+        """Why it can't decode this model; None when it can."""
+        ...
+
+    @property
+    def token_bytes(self) -> int:
+        """See the class."""
+        ...
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model is."""
+        ...
+
+    def start(self, max_rows: int, num_tokens: int) -> None:
+        """Begins with no rows, and with memory for so many rows and tokens."""
+        ...
+
+    def admit(self, prompts: Sequence[Prompt]) -> None:
+        """Appends a group of one row for each prompt: reads the sources, and the prompts up to their last token."""
+        ...
+
+    def step(self, tokens: Sequence[int], selection: Selection) -> Candidates:
+        """Appends a token to each row, and says what may follow.
+
+        Args:
+            tokens: the next token of each row.
+            selection: what to return.
+        """
+        ...
+
+    def reorder(self, parents: Sequence[Sequence[int]]) -> None:
+        """Gives groups other rows.
+
+        Args:
+            parents: for each group, for each of its new rows, which of its rows it goes on from. A group may grow or
+                shrink; it keeps at least one row.
+        """
+        ...
+
+    def release(self, groups: Sequence[int]) -> None:
+        """Lets groups go, whose memory is free then; later groups move up."""
+        ...
+
+    def tokens_needed(self, prompt: Prompt, num_rows: int, new_tokens: int) -> int:
+        """At most how many tokens of memory a group takes when its rows have so many new tokens."""
+        ...
+
+    def free_tokens(self) -> int:
+        """How many tokens of memory are free."""
+        ...
+
+    def step_tokens(self) -> int:
+        """How many tokens of memory the next step takes."""
+        ...

@@ -1,0 +1,138 @@
+"""Decodes with a `KVCache`: a step computes one token for each row, and nothing twice."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from fastformer.generation.decoders import (
+    DecoderOnly,
+    EncoderDecoder,
+    Model,
+    device_of,
+    is_decoder_only,
+    is_encoder_decoder,
+)
+from fastformer.generation.engines.choice import choose
+from fastformer.generation.engines.interface import Candidates, Prompt, Selection
+from fastformer.nn import KVCache, SequenceLayout
+from fastformer.nn.cache import BLOCK_SIZE
+
+
+class KVCacheEngine:
+    """Steps a `models.Transformer` or a `models.GPT`, or what decodes like one.
+
+    Args:
+        model: see above.
+    """
+
+    name: ClassVar[str] = "kv_cache"
+
+    def __init__(self, model: Model) -> None:
+        assert is_encoder_decoder(model) or is_decoder_only(model)
+        self.model: EncoderDecoder | DecoderOnly = model
+        self.device = device_of(model)
+        # An empty cache of one block knows what a token costs.
+        self._cache = new_cache(self.model, 1, 1)
+
+    @classmethod
+    def why_unsupported(cls, model: object) -> str | None:
+        """See `Engine.why_unsupported`."""
+        if is_encoder_decoder(model) or is_decoder_only(model):
+            return None
+        return "it has no cache of keys and values (new_cache)"
+
+    @property
+    def token_bytes(self) -> int:
+        """The keys and values of a token in all layers."""
+        return self._cache.token_bytes
+
+    def start(self, max_rows: int, num_tokens: int) -> None:
+        """See `Engine.start`."""
+        self._cache = new_cache(self.model, max_rows, num_tokens)
+
+    def admit(self, prompts: Sequence[Prompt]) -> None:
+        """See `Engine.admit`."""
+        model, before = self.model, self._cache.num_groups
+        self._cache.add(len(prompts))
+        new = self._cache.tail(before)
+        if is_encoder_decoder(model):
+            ids, layout = packed([prompt.source or () for prompt in prompts], self.device)
+            model.store_memory(new, model.encode(ids, layout), layout)
+        prefixes = [prompt.tokens[:-1] for prompt in prompts]
+        if not any(prefixes):
+            return
+        ids, layout = packed(prefixes, self.device)
+        if is_encoder_decoder(model):
+            model.decode(ids, None, layout=layout, cache=new)
+        elif is_decoder_only(model):
+            model.decode(ids, layout=layout, cache=new)
+
+    def step(self, tokens: Sequence[int], selection: Selection) -> Candidates:
+        """See `Engine.step`."""
+        ids = torch.tensor(tokens, device=self.device)[:, None]
+        if is_encoder_decoder(self.model):
+            hidden = self.model.decode(ids, None, cache=self._cache)
+        else:
+            assert is_decoder_only(self.model)
+            hidden = self.model.decode(ids, cache=self._cache)
+        return choose_from_hidden(self.model, hidden[:, -1], selection)
+
+    def reorder(self, parents: Sequence[Sequence[int]]) -> None:
+        """See `Engine.reorder`."""
+        self._cache.reorder(parents)
+
+    def release(self, groups: Sequence[int]) -> None:
+        """See `Engine.release`."""
+        self._cache.release(groups)
+
+    def tokens_needed(self, prompt: Prompt, num_rows: int, new_tokens: int) -> int:
+        """See `Engine.tokens_needed`."""
+        # The blocks of a row's own tokens begin where the prompt ends, somewhere in a block.
+        own = num_rows * (-(-new_tokens // BLOCK_SIZE) + 1)
+        source = -(-len(prompt.source or ()) // BLOCK_SIZE)
+        return (source + -(-len(prompt.tokens) // BLOCK_SIZE) + own) * BLOCK_SIZE
+
+    def free_tokens(self) -> int:
+        """See `Engine.free_tokens`."""
+        return self._cache.free_blocks * BLOCK_SIZE
+
+    def step_tokens(self) -> int:
+        """See `Engine.step_tokens`."""
+        blocks = self._cache.blocks_needed(1)
+        if blocks > self._cache.free_blocks:
+            self._cache.sweep()
+        return blocks * BLOCK_SIZE
+
+
+def new_cache(model: EncoderDecoder | DecoderOnly, max_rows: int, num_tokens: int) -> KVCache:
+    """An empty cache for so many rows and, in blocks, so many tokens."""
+    longest = model.config.max_len
+    num_blocks = 2 + num_tokens // BLOCK_SIZE  # block 0 is nobody's, the last may be half needed
+    if is_encoder_decoder(model):
+        return model.empty_cache(max_rows, longest, longest, num_blocks)
+    assert is_decoder_only(model)
+    return model.empty_cache(max_rows, longest, num_blocks)
+
+
+def packed(sequences: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, SequenceLayout]:
+    """Lists of ids one after another, (total,), and their layout."""
+    ids = torch.tensor([token for sequence in sequences for token in sequence], dtype=torch.long)
+    return ids.to(device), packed_layout([len(sequence) for sequence in sequences], device)
+
+
+def packed_layout(lengths: Sequence[int], device: torch.device) -> SequenceLayout:
+    """The layout of sequences of these lengths, one after another."""
+    return SequenceLayout.packed(torch.tensor(lengths), max(lengths)).to(device)
+
+
+def choose_from_hidden(model: EncoderDecoder | DecoderOnly, hidden: Tensor, selection: Selection) -> Candidates:
+    """What a step returns, from hidden states (rows, d_model); the logits are written only where they are asked for."""
+    if selection.process is not None or selection.draws is not None:
+        return choose(model.logits(hidden), selection)
+    count = min(selection.num_candidates, model.config.vocab_size)
+    best = model.top_tokens(hidden, count, log_probs=selection.log_probs)
+    return Candidates(best.indices.tolist(), best.values.tolist())

@@ -1,0 +1,209 @@
+"""The lower rungs of the ladder: engines that keep less, and compute it again for each token.
+
+    recompute     encoder and decoder run over everything for each new token
+    encode_once   the encoder runs once
+    cross_cache   and the keys and values of cross-attention are computed once
+
+They give the same tokens as `kv_cache`, which also keeps those of self-attention. They are there to be compared with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from fastformer.generation.decoders import (
+    DecoderOnly,
+    EncoderDecoder,
+    Model,
+    device_of,
+    is_decoder_only,
+    is_encoder_decoder,
+)
+from fastformer.generation.engines.interface import Candidates, Prompt, Selection
+from fastformer.generation.engines.kv_cache import choose_from_hidden, new_cache, packed, packed_layout
+from fastformer.nn import SequenceLayout
+from fastformer.nn.cache import BLOCK_SIZE
+
+
+class RecomputeEngine:
+    """Runs everything over everything for each token.
+
+    Args:
+        model: a `models.Transformer` or a `models.GPT`, or what decodes like one.
+    """
+
+    name: ClassVar[str] = "recompute"
+    token_bytes = 0
+
+    def __init__(self, model: Model) -> None:
+        assert is_encoder_decoder(model) or is_decoder_only(model)
+        self.model: EncoderDecoder | DecoderOnly = model
+        self.device = device_of(model)
+        self.sources: list[Sequence[int]] = []  # of the groups
+        self.rows: list[list[list[int]]] = []  # of the groups: the tokens of each row, but for the next one
+
+    @classmethod
+    def why_unsupported(cls, model: object) -> str | None:
+        """See `Engine.why_unsupported`."""
+        if is_encoder_decoder(model) or is_decoder_only(model):
+            return None
+        return "it keeps a state, and can't go on without it"
+
+    def start(self, max_rows: int, num_tokens: int) -> None:
+        """See `Engine.start`."""
+        self.sources, self.rows = [], []
+
+    def admit(self, prompts: Sequence[Prompt]) -> None:
+        """See `Engine.admit`."""
+        self.sources += [prompt.source or () for prompt in prompts]
+        self.rows += [[list(prompt.tokens[:-1])] for prompt in prompts]
+
+    def step(self, tokens: Sequence[int], selection: Selection) -> Candidates:
+        """See `Engine.step`."""
+        rows = [row for group in self.rows for row in group]
+        for row, token in zip(rows, tokens, strict=True):
+            row.append(token)
+        ids, layout = packed(rows, self.device)
+        hidden = self._hidden(ids, layout)
+        assert layout.cu_seqlens is not None
+        return choose_from_hidden(self.model, hidden[layout.cu_seqlens[1:].long() - 1], selection)
+
+    def _hidden(self, ids: Tensor, layout: SequenceLayout) -> Tensor:
+        model = self.model
+        if is_decoder_only(model):
+            return model.decode(ids, layout=layout)
+        assert is_encoder_decoder(model)
+        memory, memory_layout = self._memory(model)
+        return model.decode(ids, memory, layout=layout, memory_layout=memory_layout)
+
+    def _memory(self, model: EncoderDecoder) -> tuple[Tensor, SequenceLayout]:
+        """The memory of each row's source, packed."""
+        sources = [source for source, rows in zip(self.sources, self.rows, strict=True) for _ in rows]
+        ids, layout = packed(sources, self.device)
+        return model.encode(ids, layout), layout
+
+    def reorder(self, parents: Sequence[Sequence[int]]) -> None:
+        """See `Engine.reorder`."""
+        self.rows = [[list(rows[i]) for i in places] for rows, places in zip(self.rows, parents, strict=True)]
+
+    def release(self, groups: Sequence[int]) -> None:
+        """See `Engine.release`."""
+        leaving = set(groups)
+        self.sources = [source for i, source in enumerate(self.sources) if i not in leaving]
+        self.rows = [rows for i, rows in enumerate(self.rows) if i not in leaving]
+
+    def tokens_needed(self, prompt: Prompt, num_rows: int, new_tokens: int) -> int:
+        """Nothing that is worth counting."""
+        return 0
+
+    def free_tokens(self) -> int:
+        """See `tokens_needed`."""
+        return 0
+
+    def step_tokens(self) -> int:
+        """See `tokens_needed`."""
+        return 0
+
+
+class EncodeOnceEngine(RecomputeEngine):
+    """Keeps what the encoder gives."""
+
+    name: ClassVar[str] = "encode_once"
+
+    def __init__(self, model: Model) -> None:
+        super().__init__(model)
+        self.memories: list[Tensor] = []  # of the groups: (source_seqlen, d_model)
+
+    @classmethod
+    def why_unsupported(cls, model: object) -> str | None:
+        """See `Engine.why_unsupported`."""
+        return None if is_encoder_decoder(model) else "it has no encoder with a cache behind it"
+
+    def start(self, max_rows: int, num_tokens: int) -> None:
+        """See `Engine.start`."""
+        super().start(max_rows, num_tokens)
+        self.memories = []
+
+    def admit(self, prompts: Sequence[Prompt]) -> None:
+        """See `Engine.admit`."""
+        super().admit(prompts)
+        assert is_encoder_decoder(self.model)
+        sources = [prompt.source or () for prompt in prompts]
+        ids, layout = packed(sources, self.device)
+        self.memories += self.model.encode(ids, layout).split([len(source) for source in sources])
+
+    def _memory(self, model: EncoderDecoder) -> tuple[Tensor, SequenceLayout]:
+        memories = [memory for memory, rows in zip(self.memories, self.rows, strict=True) for _ in rows]
+        return torch.cat(memories), packed_layout([len(memory) for memory in memories], self.device)
+
+    def release(self, groups: Sequence[int]) -> None:
+        """See `Engine.release`."""
+        super().release(groups)
+        leaving = set(groups)
+        self.memories = [memory for i, memory in enumerate(self.memories) if i not in leaving]
+
+
+class CrossCacheEngine(RecomputeEngine):
+    """Keeps the keys and values of cross-attention, and runs the decoder over all tokens again."""
+
+    name: ClassVar[str] = "cross_cache"
+
+    def __init__(self, model: Model) -> None:
+        super().__init__(model)
+        self._cache = new_cache(self.model, 1, 1)
+        self.token_bytes = self._cache.token_bytes
+
+    @classmethod
+    def why_unsupported(cls, model: object) -> str | None:
+        """See `Engine.why_unsupported`."""
+        return EncodeOnceEngine.why_unsupported(model)
+
+    def start(self, max_rows: int, num_tokens: int) -> None:
+        """See `Engine.start`."""
+        super().start(max_rows, num_tokens)
+        self._cache = new_cache(self.model, max_rows, num_tokens)
+
+    def admit(self, prompts: Sequence[Prompt]) -> None:
+        """See `Engine.admit`."""
+        super().admit(prompts)
+        assert is_encoder_decoder(self.model)
+        before = self._cache.num_groups
+        self._cache.add(len(prompts))
+        ids, layout = packed([prompt.source or () for prompt in prompts], self.device)
+        self.model.store_memory(self._cache.tail(before), self.model.encode(ids, layout), layout)
+
+    def _hidden(self, ids: Tensor, layout: SequenceLayout) -> Tensor:
+        assert is_encoder_decoder(self.model)
+        hidden = self.model.decode(ids, None, layout=layout, cache=self._cache)
+        self._cache.rewind()  # the tokens' own keys and values are computed again
+        return hidden
+
+    def reorder(self, parents: Sequence[Sequence[int]]) -> None:
+        """See `Engine.reorder`."""
+        super().reorder(parents)
+        self._cache.reorder(parents)
+
+    def release(self, groups: Sequence[int]) -> None:
+        """See `Engine.release`."""
+        super().release(groups)
+        self._cache.release(groups)
+
+    def tokens_needed(self, prompt: Prompt, num_rows: int, new_tokens: int) -> int:
+        """See `Engine.tokens_needed`."""
+        own = num_rows * self._whole_blocks(len(prompt.tokens) + new_tokens)
+        return self._whole_blocks(len(prompt.source or ())) + own
+
+    def free_tokens(self) -> int:
+        """See `Engine.free_tokens`."""
+        return self._cache.free_blocks * BLOCK_SIZE
+
+    def step_tokens(self) -> int:
+        """See `Engine.step_tokens`."""
+        return sum(self._whole_blocks(len(row) + 1) for rows in self.rows for row in rows)
+
+    def _whole_blocks(self, num_tokens: int) -> int:
+        return -(-num_tokens // BLOCK_SIZE) * BLOCK_SIZE

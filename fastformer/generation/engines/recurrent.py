@@ -1,0 +1,133 @@
+"""Decodes with a recurrent model, whose state is all that it keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fastformer.generation.decoders import Model, Recurrent, State, device_of, is_recurrent
+from fastformer.generation.engines.choice import choose
+from fastformer.generation.engines.interface import Candidates, Prompt, Selection
+from fastformer.generation.inputs import pad
+from fastformer.nn import SequenceLayout
+
+
+class RecurrentEngine:
+    """Steps a `baseline.LSTMSeq2Seq`, or what decodes like one.
+
+    Args:
+        model: see above.
+    """
+
+    name: ClassVar[str] = "recurrent"
+
+    def __init__(self, model: Model) -> None:
+        assert is_recurrent(model)
+        self.model: Recurrent = model
+        self.device = device_of(model)
+        self._forget()
+
+    @classmethod
+    def why_unsupported(cls, model: object) -> str | None:
+        """See `Engine.why_unsupported`."""
+        return None if is_recurrent(model) else "it isn't recurrent"
+
+    @property
+    def token_bytes(self) -> int:
+        """A token of a row's source, and what scoring it makes; and a share of the state."""
+        return 4 * 4 * self.model.config.d_model
+
+    def start(self, max_rows: int, num_tokens: int) -> None:
+        """See `Engine.start`."""
+        self._num_tokens = num_tokens
+        self._forget()
+
+    def _forget(self) -> None:
+        self._rows: list[int] = []  # of each group
+        self._lengths: list[int] = []  # of each group's source
+        self._memory: Tensor | None = None  # (rows, source_seqlen, d_model), zeros behind a source
+        self._mask: Tensor | None = None  # (rows, 1, source_seqlen), True = attend
+        self._state: State | None = None
+
+    def admit(self, prompts: Sequence[Prompt]) -> None:
+        """See `Engine.admit`."""
+        sources = [prompt.source or () for prompt in prompts]
+        ids = pad(sources).to(self.device)
+        seqlens = torch.tensor([len(source) for source in sources], device=self.device)
+        memory, state = self.model.encode(ids, SequenceLayout.padded(seqlens, ids.shape[1]))
+        mask = (torch.arange(ids.shape[1], device=self.device) < seqlens[:, None])[:, None]
+        state = self._read(prompts, memory, mask, state)
+        if self._memory is not None and self._mask is not None and self._state is not None:
+            width = max(memory.shape[1], self._memory.shape[1])
+            memory = torch.cat([F.pad(m, (0, 0, 0, width - m.shape[1])) for m in (self._memory, memory)])
+            mask = torch.cat([F.pad(m, (0, width - m.shape[2])) for m in (self._mask, mask)])
+            state = (torch.cat([self._state[0], state[0]], 1), torch.cat([self._state[1], state[1]], 1))
+        self._memory, self._mask, self._state = memory, mask, state
+        self._rows += [1] * len(prompts)
+        self._lengths += [len(source) for source in sources]
+
+    def _read(self, prompts: Sequence[Prompt], memory: Tensor, mask: Tensor, state: State) -> State:
+        """The state behind all tokens of the prompts but the last."""
+        prefixes = [prompt.tokens[:-1] for prompt in prompts]
+        hidden, cell = state[0].clone(), state[1].clone()
+        for position in range(max(map(len, prefixes))):
+            rows = [row for row, prefix in enumerate(prefixes) if len(prefix) > position]
+            index = torch.tensor(rows, device=self.device)
+            tokens = torch.tensor([[prefixes[row][position]] for row in rows], device=self.device)
+            before = (hidden[:, index], cell[:, index])
+            _, _, (hidden[:, index], cell[:, index]) = self.model.decode(tokens, memory[index], mask[index], before)
+        return hidden, cell
+
+    def step(self, tokens: Sequence[int], selection: Selection) -> Candidates:
+        """See `Engine.step`."""
+        assert self._memory is not None and self._mask is not None and self._state is not None
+        ids = torch.tensor(tokens, device=self.device)[:, None]
+        hidden, _, self._state = self.model.decode(ids, self._memory, self._mask, self._state)
+        return choose(self.model.output(hidden[:, -1]), selection)
+
+    def reorder(self, parents: Sequence[Sequence[int]]) -> None:
+        """See `Engine.reorder`."""
+        first = 0
+        index: list[int] = []
+        for rows, places in zip(self._rows, parents, strict=True):
+            index += [first + place for place in places]
+            first += rows
+        self._rows = [len(places) for places in parents]
+        self._keep(index)
+
+    def release(self, groups: Sequence[int]) -> None:
+        """See `Engine.release`."""
+        leaving, first = set(groups), 0
+        index: list[int] = []
+        for group, rows in enumerate(self._rows):
+            if group not in leaving:
+                index += range(first, first + rows)
+            first += rows
+        self._rows = [rows for group, rows in enumerate(self._rows) if group not in leaving]
+        self._lengths = [length for group, length in enumerate(self._lengths) if group not in leaving]
+        if not index:
+            self._memory = self._mask = self._state = None
+            return
+        self._keep(index)
+
+    def _keep(self, rows: list[int]) -> None:
+        assert self._memory is not None and self._mask is not None and self._state is not None
+        index, width = torch.tensor(rows, device=self.device), max(self._lengths)
+        self._memory, self._mask = self._memory[index, :width], self._mask[index, :, :width]
+        self._state = (self._state[0][:, index], self._state[1][:, index])
+
+    def tokens_needed(self, prompt: Prompt, num_rows: int, new_tokens: int) -> int:
+        """See `Engine.tokens_needed`."""
+        return num_rows * len(prompt.source or ())
+
+    def free_tokens(self) -> int:
+        """See `Engine.free_tokens`."""
+        return self._num_tokens - sum(rows * length for rows, length in zip(self._rows, self._lengths, strict=True))
+
+    def step_tokens(self) -> int:
+        """A step takes nothing that stays."""
+        return 0

@@ -1,0 +1,117 @@
+"""One input on its way: what it begins with, what is searched for, who listens, and when it ends."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+from fastformer.generation.engines.interface import Candidates, Draw, Prompt
+from fastformer.generation.processors import Processor
+from fastformer.generation.search import Hypothesis, Search
+
+_EXPECTED = 32  # new tokens that a request is given memory for when it begins, if its source isn't longer
+
+
+class Request:
+    """A request owns its input, its search and its listener; it shares nothing with its neighbours in a batch.
+
+    Args:
+        prompt: what it begins with.
+        make_search: makes its search; again when it has to begin anew, and then the same one.
+        processors: edit its logits, in this order.
+        log_probs: whether scores are wanted; without, log-probabilities aren't computed, and scores mean nothing.
+        max_time: seconds after which it ends with what there is; None: no such end.
+        on_token: is told each new token, of a request of one row.
+
+    Attributes:
+        results: what was found, best first; empty before the end.
+        error: what went wrong with it, or None.
+        is_done: whether it has ended, well or not.
+        is_cancelled: set by `cancel`.
+    """
+
+    def __init__(
+        self,
+        prompt: Prompt,
+        make_search: Callable[[], Search],
+        *,
+        processors: Sequence[Processor] = (),
+        log_probs: bool = True,
+        max_time: float | None = None,
+        on_token: Callable[[int], object] | None = None,
+    ) -> None:
+        self.prompt, self.processors, self.log_probs, self.on_token = prompt, processors, log_probs, on_token
+        self.deadline = None if max_time is None else time.monotonic() + max_time
+        self.results: list[Hypothesis] = []
+        self.error: Exception | None = None
+        self.is_done = self.is_cancelled = False
+        self._make_search = make_search
+        self._told = 0
+        self.search = make_search()
+        self._has_begun = False
+        if on_token is not None and self.search.peak_rows != 1:
+            raise ValueError("expected one row to stream: beams and samples can't be told token by token")
+
+    @property
+    def num_rows(self) -> int:
+        """The rows of the next step."""
+        return self.search.num_rows
+
+    @property
+    def expected_tokens(self) -> int:
+        """How many new tokens it is likely to get, about."""
+        return min(self.search.limit, max(_EXPECTED, len(self.prompt.source or ())))
+
+    def cancel(self) -> None:
+        """Ends it before the next step, without results. Any thread may call this."""
+        self.is_cancelled = True
+
+    def next_tokens(self) -> list[int]:
+        """What the engine is given for each row."""
+        if self._has_begun:
+            return self.search.last_tokens()
+        return [self.prompt.tokens[-1]] * self.num_rows
+
+    def history(self) -> list[list[int]]:
+        """For each row the ids that the decoder has behind it, the prompt's included."""
+        before = list(self.prompt.tokens)
+        if not self._has_begun:
+            return [before] * self.num_rows
+        return [before + self.search.tokens(row) for row in range(self.num_rows)]
+
+    def draws(self) -> list[Draw | None] | None:
+        """For each row how its next token is drawn; None where none is."""
+        return self.search.draws()
+
+    def advance(self, candidates: Candidates, first: int) -> list[int]:
+        """Takes in a step; see `Search.advance`. What goes wrong is kept in `error`, and ends it."""
+        if self.error is not None:  # of its processors
+            return self.fail(self.error)
+        self._has_begun = True
+        try:
+            parents = self.search.advance(candidates.ids, candidates.values, first)
+            if self.on_token is not None:
+                tokens = self.search.results()[0].tokens
+                while self._told < len(tokens):  # after a new beginning, the first were told already
+                    self._told += 1
+                    self.on_token(tokens[self._told - 1])
+        except Exception as error:  # it is this request's own affair: the others go on
+            return self.fail(error)
+        if parents and self.deadline is not None and time.monotonic() >= self.deadline:
+            parents = []
+        if not parents:
+            self.finish()
+        return parents
+
+    def finish(self) -> None:
+        """Ends it with what there is."""
+        self.results, self.is_done = self.search.results(), True
+
+    def fail(self, error: Exception) -> list[int]:
+        """Ends it with an error."""
+        self.error, self.is_done = error, True
+        return []
+
+    def restart(self) -> None:
+        """Begins anew, for its memory was given to an older request. It will find the same."""
+        self.search, self._has_begun = self._make_search(), False
