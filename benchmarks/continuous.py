@@ -1,0 +1,123 @@
+"""A file translated with a batch that is kept full, and in batches of similar length that run to their end.
+
+    python -m benchmarks.continuous RUN in.txt [--num_beams 4] [--rounds 3] [--out FILE]
+
+Both use the same engine and the same number of rows. The batches are those of a program without continuous batching:
+windows of 1,000 lines are sorted by length and cut into batches, and a batch ends when its longest translation does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+from benchmarks import record
+from fastformer.generation import Translator
+from fastformer.generation.engines import choose_engine
+from fastformer.generation.generate import RequestMaker, new_scheduler
+from fastformer.generation.requests import Request
+from fastformer.generation.scheduler import Scheduler, run
+from fastformer.generation.settings import GenerationSettings
+
+_WINDOW = 1000
+
+
+def continuous(scheduler: Scheduler, requests: Sequence[Request], peak: Callable[[], None]) -> None:
+    """All of them through one batch."""
+    scheduler.submit(requests)
+    while not scheduler.is_idle:
+        scheduler.step()
+        peak()
+
+
+def batches(scheduler: Scheduler, requests: Sequence[Request], peak: Callable[[], None]) -> None:
+    """Batch by batch, each to its end."""
+    for start in range(0, len(requests), _WINDOW):
+        window = sorted(requests[start : start + _WINDOW], key=lambda request: -len(request.prompt.source or ()))
+        size = max(1, scheduler.max_rows // window[0].search.peak_rows)
+        for first in range(0, len(window), size):
+            run(scheduler, window[first : first + size])
+            peak()
+
+
+WAYS = {"continuous": continuous, "batches": batches}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Prints a line for each way."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.continuous", description=__doc__.splitlines()[0])
+    parser.add_argument("run", help="the run folder of a translator")
+    parser.add_argument("file", type=Path, help="a text file, one sentence a line")
+    parser.add_argument("--lines", type=int, default=10_000, help="of the file, at most")
+    parser.add_argument("--num_beams", type=int, default=1, help="1 is greedy")
+    parser.add_argument("--max_batch_size", type=int, help="rows that are decoded together")
+    parser.add_argument("--rounds", type=int, default=3, help="turns of each")
+    parser.add_argument("--out", type=Path, help="append JSON lines to this file")
+    options = parser.parse_args(arguments)
+
+    translator = Translator.from_pretrained(options.run)
+    model = translator.model
+    lines = options.file.read_text(encoding="utf-8").splitlines()[: options.lines]
+    sources = [translator.encode(line, number) for number, line in enumerate(lines, 1) if line.strip()]
+    settings = GenerationSettings(num_beams=options.num_beams)
+    seconds: dict[str, list[float]] = {way: [] for way in WAYS}
+    memory: dict[str, list[int]] = {way: [] for way in WAYS}
+    found: dict[str, list[list[int]]] = {}
+
+    def turn(way: str, count: int) -> tuple[float, list[list[int]], int]:
+        maker = RequestMaker(model, settings, log_probs=False)
+        scheduler = new_scheduler(choose_engine(model), options.max_batch_size)
+        requests = [maker.make(source) for source in sources[:count]]
+        samples: list[int] = []
+        began = time.perf_counter()
+        WAYS[way](scheduler, requests, lambda: samples.append(_resident()))
+        taken = time.perf_counter() - began
+        return taken, [request.results[0].tokens for request in requests], max(samples) - samples[0]
+
+    if isinstance(model, torch.nn.Module):
+        model.eval()
+    for way in WAYS:
+        turn(way, 200)
+    for _ in range(options.rounds):
+        for way in WAYS:
+            taken, found[way], grown = turn(way, len(sources))
+            seconds[way].append(taken)
+            memory[way].append(grown)
+
+    same = sum(a == b for a, b in zip(found["continuous"], found["batches"], strict=True))
+    tokens = sum(map(len, found["continuous"]))
+    slowest = statistics.median(seconds["batches"])
+    shared = record.environment("cuda" if torch.cuda.is_available() else "cpu")
+    for way in WAYS:
+        median = statistics.median(seconds[way])
+        row = {
+            "op": "translate_lines",
+            "provider": way,
+            "shape": {"lines": len(sources), "num_beams": options.num_beams},
+            "tokens_s": tokens / median,
+            "speedup": slowest / median,
+            "resident_growth_mib": max(memory[way]),
+            "same_tokens": same,
+        }
+        print(
+            f"{way:>10}: {row['tokens_s']:,.0f} new tokens/s, {row['speedup']:.2f}x batches, memory grew by "
+            f"{row['resident_growth_mib']} MiB after the first step; {same} of {len(sources)} lines agree"
+        )
+        if options.out:
+            record.append(options.out, row | shared)
+    return 0
+
+
+def _resident() -> int:
+    """MiB that the process has in memory now."""
+    status = Path("/proc/self/statm")
+    return int(status.read_text().split()[1]) * 4096 // 2**20 if status.is_file() else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
