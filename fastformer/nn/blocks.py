@@ -37,7 +37,7 @@ class BlockTables:
         reserved: the tokens for which every row from `reserved_from` (a group) on has its slots in the table.
         longest: no row is longer; pending: tokens that compiled code has appended and the host hasn't counted yet.
         rows_changed, slots_changed, sources_changed: seqlens or keys, slots, or those of sources have been written to
-            since these were last set to False.
+            since these were last set to False. version: how often anything has changed.
     """
 
     def __init__(
@@ -72,6 +72,7 @@ class BlockTables:
         self.reserved = self.reserved_from = self.longest = self.pending = 0
         self._counts: Ints | None = None
         self.rows_changed = self.slots_changed = self.sources_changed = True
+        self.version = 0
 
     @staticmethod
     def ends(max_rows: int, max_seqlen: int, max_source_seqlen: int) -> list[int]:
@@ -167,6 +168,7 @@ class BlockTables:
                 self.slots[moved, :width] = self.slots[history, :width]
                 self._reordered[self.keys[moved]] = True
                 self.reserved, self.slots_changed = 0, True
+                self.version += 1
             return
         if begin + len(flat) > self.max_rows:
             raise ValueError(f"expected parents of at most {self.max_rows} rows in all, got {begin + len(flat)}")
@@ -216,6 +218,7 @@ class BlockTables:
         self._start[:rows] = np.repeat(np.cumsum(sizes) - sizes, sizes)
         self.longest = int(self.seqlens[:rows].max(initial=0))
         self.reserved, self.rows_changed, self.slots_changed = 0, True, True
+        self.version += 1
 
     # Tokens are added.
 
@@ -246,6 +249,7 @@ class BlockTables:
         self.slots[row, position] = self._own[row, column] * self.block_size + (position - column * self.block_size)
         self._used = max(self._used, longest)
         self.reserved, self.reserved_from, self._counts, self.slots_changed = num_tokens, first, counts, True
+        self.version += 1
         self._scattered |= self._ahead
         self._ahead = True
 
@@ -281,6 +285,7 @@ class BlockTables:
         self._counts = None
         self.longest = max(self.longest, int(self.seqlens[rows].max(initial=0)))
         self.rows_changed = True
+        self.version += 1
 
     def rewind(self, first: int) -> None:
         """Takes the tokens out, and their blocks back; sources stay."""
@@ -311,6 +316,7 @@ class BlockTables:
         for group in groups:
             self.has_source[group] = True
         self.sources_changed = True
+        self.version += 1
         return slots
 
     # Blocks are taken and given back.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -131,6 +131,7 @@ class KVCache:
         self._fits_memory = max_source_seqlen is None
         self._first = 0
         self._packed: tuple[Tensor, Tensor] | None = None
+        self._shared: tuple[int, LayerCache] | None = None
         self._placement = torch.empty(0, device=device, dtype=dtype)
         self._allocate(max_source_seqlen or 0)
 
@@ -153,6 +154,7 @@ class KVCache:
         self._slots, self._source_slots = slots.view(max_rows, max_seqlen), sources.view(max_rows, max_source_seqlen)
         self._sources_begin = ends[2]
         self._tables = BlockTables(max_rows, max_seqlen, max_source_seqlen, num_blocks, size, self._host.numpy())
+        self._shared = None
 
     # What there is.
 
@@ -260,16 +262,33 @@ class KVCache:
 
     def __getitem__(self, layer: int) -> LayerCache:
         """The part of one layer. What is appended to it must have been reserved."""
-        k, v = self.k[layer], self.v[layer]
-        slots, seqlens, is_empty = self.slot_table, self.seqlens, self.length_bound == 0
-        packed_slots, keys = (None, None) if self._packed is None else self._packed
-        reserved = self._tables.reserved
-        own = AttentionCache(k, v, slots, seqlens, None, reserved, is_empty=is_empty, packed_slots=packed_slots)
-        if not self.has_memory:
-            return LayerCache(own)
-        keys = self._keys[self._rows()] if keys is None else keys
-        cross = AttentionCache(k, v, self._source_slots, self._source_seqlens, keys, is_static=True)
-        return LayerCache(own, cross)
+        tables, compiling = self._tables, torch.compiler.is_compiling()
+        if not compiling:
+            tables.settle()
+        if compiling or self._shared is None or self._shared[0] != tables.version:
+            # What the layers have in common is found once a step.
+            packed_slots, keys = self._packed or (None, None)
+            own = AttentionCache(
+                self.k,
+                self.v,
+                self.slot_table,
+                self.seqlens,
+                reserved=tables.reserved,
+                is_empty=self.length_bound == 0,
+                packed_slots=packed_slots,
+            )
+            cross = None
+            if self.has_memory:
+                keys = self._keys[self._rows()] if keys is None else keys
+                cross = AttentionCache(self.k, self.v, self._source_slots, self._source_seqlens, keys, is_static=True)
+            shared = (tables.version, LayerCache(own, cross))
+            if not compiling:
+                self._shared = shared
+        else:
+            shared = self._shared
+        k, v, (_, step) = self.k[layer], self.v[layer], shared
+        cross = step.cross_attention
+        return LayerCache(replace(step.self_attention, k=k, v=v), None if cross is None else replace(cross, k=k, v=v))
 
     # Groups come and go.
 
@@ -314,7 +333,8 @@ class KVCache:
         if not 0 <= first_group <= self.num_groups:
             raise ValueError(f"expected a first_group from 0 to {self.num_groups}, got {first_group}")
         view = copy.copy(self)
-        view._first, view._packed, view._fits_memory = self._first + first_group, None, False
+        view._first, view._fits_memory = self._first + first_group, False
+        view._packed = view._shared = None
         return view
 
     def rewind(self) -> None:
