@@ -35,7 +35,7 @@ class BlockTables:
         source_seqlens: (max_rows,); source_slots: (max_rows, max_source_seqlen) the same of the sources, by key.
         sizes: the rows of each group. group_keys, has_source: likewise, one entry a group.
         reserved: the tokens for which every row from `reserved_from` (a group) on has its slots in the table.
-        longest: no row is longer; pending: tokens that compiled code has appended and the host hasn't counted yet.
+        longest: no row has more tokens. pending: those that compiled code has appended and nobody has counted yet.
         rows_changed, slots_changed, sources_changed: seqlens or keys, slots, or those of sources have been written to
             since these were last set to False. version: how often anything has changed.
     """
@@ -111,6 +111,7 @@ class BlockTables:
                 f"expected to add groups of 1 row or more, {self.max_rows} rows in all; got {num_groups} of {rows} "
                 f"behind {begin}"
             )
+        self._clear_ahead()
         keys = [self._free_keys.pop() for _ in range(num_groups)]
         self.sizes += [rows] * num_groups
         self.group_keys += keys
@@ -182,10 +183,9 @@ class BlockTables:
         ]
         ahead = np.arange(begin)
         self._move(np.concatenate((ahead, flat)), np.concatenate((ahead, places)), self.sizes[:first] + sizes)
-        changed = np.zeros(self.max_rows, bool)
-        changed[self.group_keys[first:]] = True
-        self._reordered |= changed
-        self._sweep(changed)
+        which = np.zeros(self.max_rows, bool)
+        which[self.group_keys[first:]] = True
+        self._sweep(which)
 
     def _move(self, history: npt.NDArray[np.integer], places: npt.NDArray[np.integer], sizes: list[int]) -> None:
         # Row i gets the history of row history[i] and the blocks to write to of row places[i], or none yet for -1.

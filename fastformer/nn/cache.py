@@ -400,7 +400,6 @@ class KVCache:
             if seqlens is not None:
                 raise ValueError("expected prompts of different lengths outside of compiled code")
             tables.pending += num_tokens
-            tables.longest += num_tokens
             return
         current = not tables.rows_changed
         tables.advance(self._first, num_tokens, None if seqlens is None else _host_lengths(seqlens))

@@ -251,8 +251,7 @@ def test_a_full_cache_takes_nothing():
     assert cache.free_blocks == 1
     oracle.append(1, 1)
     oracle.append(SIZE - 1, 1)
-    with pytest.raises(CacheFullError):
-        cache.reserve(1)
+    assert cache.free_blocks == 0
     oracle.append(1, 1)
     assert cache.free_blocks == 1
     oracle.check(swept=True)
@@ -274,6 +273,86 @@ def test_tokens_reserved_ahead_stay_with_their_place():
     assert len(set(cache.slot_table[:, 3:6].flatten().tolist())) == 6
 
 
+@pytest.mark.parametrize("change", ["release", "resize", "reorder", "rewind", "add"])
+def test_a_reservation_ends_when_rows_change(change):
+    cache, oracle = (cache := new_cache()), Oracle(cache)
+    oracle.add(3, 2)
+    oracle.append(6, counts=[1, 1, 6, 6, 3, 3])
+    cache.reserve(5)
+    for row in oracle.rows():
+        row.given = max(row.given, -(-(len(row.tokens) + 5) // SIZE))
+    if change == "release":
+        oracle.release([1])
+    elif change == "reorder":
+        oracle.reorder([[1, 0], [1, 1], [0, 0]])
+    elif change == "resize":
+        oracle.reorder([[1], [0, 1], [1, 0, 1]])
+    elif change == "rewind":
+        oracle.rewind()
+    else:
+        oracle.add(1, 2)
+    assert cache[0].self_attention.reserved == 0
+    assert (cache.slot_table[torch.arange(SEQLEN) >= cache.seqlens[:, None]] == 0).all()
+    for _ in range(7):
+        oracle.append(1)
+        oracle.check(swept=False)
+    oracle.reorder([[0]] * cache.num_groups)
+    oracle.check(swept=True)
+
+
+def test_views_of_the_last_groups():
+    cache, oracle = (cache := new_cache()), Oracle(cache)
+    oracle.add(3, 1)
+    oracle.append(5)
+    last = cache.tail(1).tail(1)
+    assert (last.num_groups, last.lengths, last.num_rows) == (1, [5], 1)
+    assert last.slot_table.tolist() == cache.slot_table[2:].tolist()
+    last.reserve(1)
+    with pytest.raises(ValueError, match="at most the 1 tokens that are reserved, got 1"):
+        cache.advance(1)
+    last.advance(1)
+    last.reorder([[0, 0]])
+    assert cache.group_sizes == [1, 1, 2] and cache.lengths == [5, 5, 6]
+    cache.tail(1).release([0])
+    assert cache.lengths == [5, 6]
+    cache.tail(1).rewind()
+    assert cache.lengths == [5, 0] and cache.num_blocks - cache.free_blocks == 2
+    source = torch.zeros(1, 3, 1, 1)
+    cache.tail(1).set_memory([source] * LAYERS, [source] * LAYERS)
+    assert cache.tail(1).has_memory and not cache.has_memory
+    assert cache.tail(1)[0].cross_attention.batch_index.tolist() == [2, 2]
+
+
+def test_a_layers_part_is_never_stale():
+    cache = new_cache()
+    cache.add(2)
+    before = cache[0]
+    assert before.cross_attention is None and before.self_attention.is_empty
+    source = torch.zeros(2, 3, 1, 1)
+    cache.set_memory([source] * LAYERS, [source] * LAYERS)
+    assert cache[0].cross_attention.seqlens[:2].tolist() == [3, 3]
+    cache.reserve(3, [1, 2])
+    assert cache[1].self_attention.packed_slots.tolist() == [4 * 3, 4 * 4, 4 * 4 + 1]
+    cache.reserve(2)
+    assert cache[1].self_attention.packed_slots is None and cache[1].self_attention.reserved == 2
+    assert cache[1].self_attention.slot_table[:, :2].tolist() == [[12, 13], [16, 17]]
+    cache.advance(1)
+    part = cache[1].self_attention
+    assert (part.reserved, part.is_empty, part.seqlens.tolist()) == (1, False, [1, 1])
+    cache.release([0])
+    assert len(cache[1].self_attention.seqlens) == 1
+    # A memory that is wider than what was allocated, before anything is stored.
+    wide = KVCache(LAYERS, 5, SEQLEN, 1, 1, block_size=SIZE)
+    wide.add(2, 2)
+    narrow = wide[0]
+    wide.set_memory([source] * LAYERS, [source] * LAYERS)
+    assert narrow.cross_attention is None and wide.max_source_seqlen == 3 and wide.group_sizes == [2, 2]
+    assert wide[0].cross_attention.slot_table.shape == (5, 3)
+    wide.add()
+    with pytest.raises(ValueError, match="at most max_source_seqlen = 3 tokens, got one of 4"):
+        wide.set_memory([torch.zeros(1, 4, 1, 1)] * LAYERS, [torch.zeros(1, 4, 1, 1)] * LAYERS)
+
+
 def test_entries_that_mean_nothing_name_block_0():
     cache, oracle, rng = (cache := new_cache()), Oracle(cache), random.Random(1)
     oracle.add(2, 2)
@@ -282,6 +361,11 @@ def test_entries_that_mean_nothing_name_block_0():
         step_randomly(oracle, rng.choice(["append", "reorder", "resize", "release", "add"]), rng)
         unused = torch.arange(SEQLEN) >= cache.seqlens[:, None]
         assert (cache.slot_table[unused] == 0).all() and (cache.slot_table[~unused] >= SIZE).all()
+        if cache.has_memory:
+            cross = cache[0].cross_attention
+            unused = torch.arange(SOURCE) >= cross.seqlens[:, None]
+            assert (cross.slot_table[unused] == 0).all() and (cross.slot_table[~unused] >= SIZE).all()
+            assert (cross.seqlens > 0).sum() == sum(len(source) > 0 for source in oracle.sources)
         if max(cache.lengths, default=0) > SEQLEN - 6:
             oracle.rewind()
 

@@ -280,8 +280,19 @@ def test_errors():
             stack(x[0], None, cache=cache, layout=layout)
         with pytest.raises(ValueError, match="a source for each of the 4 groups without one, got 3"):
             stack(torch.randn(4, 1, E, **DOUBLE), memory, cache=new_cache(4))
+        cache = new_cache()
+        with pytest.raises(ValueError, match="room for 7 tokens a row and holds up to 0; 8 more don't fit"):
+            stack(torch.randn(N, T + 1, E, **DOUBLE), memory, cache=cache)
+        assert cache.free_blocks == cache.num_blocks and not cache.has_memory
+        cache.reserve(T - 1)
+        own, attend = cache[0].self_attention, stack.layers[0].self_attn
         with pytest.raises(ValueError, match="reserved first .*, got 7 more"):
-            stack.layers[0].self_attn(x, x, x, need_weights=False, cache=new_cache()[0].self_attention)
+            attend(x, x, x, need_weights=False, cache=own)
+        short = x[:2, : T - 1]
+        with pytest.raises(ValueError, match="the 3 rows of the cache, got a batch of 2"):
+            attend(short, short, short, need_weights=False, cache=own)
+        with pytest.raises(ValueError, match="rows that are empty, reserved with their lengths, for packed"):
+            attend(x[0], x[0], x[0], need_weights=False, cache=own, layout=layout)
         cache = new_cache()
         cache.reserve(T)
         with pytest.raises(ValueError, match="memory is set"):

@@ -51,6 +51,9 @@ def test_to_keeps_everything():
     layout = SequenceLayout.packed(torch.tensor([2, 1]), 2).to("cpu")
     assert layout.positions.tolist() == [0, 1, 0] and layout.max_seqlen == 2
     assert SequenceLayout.padded(torch.tensor([2, 1]), 2).to("meta").seqlens.is_meta
+    for build in (SequenceLayout.padded, SequenceLayout.packed):
+        moved = build(torch.tensor([2, 1]), 2).to("meta").to("meta")
+        assert moved.read_seqlens().tolist() == [2, 1]  # without asking the device
 
 
 def test_errors():
