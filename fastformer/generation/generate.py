@@ -168,6 +168,8 @@ def generate(
         use_cache=use_cache,
         engine=engine,
     )
+    if streamer is not None and not all(callable(getattr(streamer, name, None)) for name in ("put", "end")):
+        raise ValueError(f"expected a streamer with put and end, got {type(streamer).__name__}")
     decoder = as_model(model)
     device = device_of(decoder)
     maker = RequestMaker(decoder, settings, log_probs=return_dict_in_generate)
@@ -212,6 +214,10 @@ class RequestMaker:
 
     def __init__(self, model: Model, settings: GenerationSettings, *, log_probs: bool = True) -> None:
         settings.check_model(model.config.vocab_size)
+        if is_decoder_only(model) and settings.decoder_start_token_id is not None:
+            raise ValueError(
+                f"expected no decoder_start_token_id for {type(model).__name__}: its prompts are the beginning"
+            )
         self.model, self.settings = model, settings
         self.log_probs = log_probs or settings.num_beams > 1
         self.ids = special_ids(model, settings)

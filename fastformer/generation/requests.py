@@ -46,9 +46,9 @@ class Request:
         self.error: Exception | None = None
         self.is_done = self.is_cancelled = False
         self._make_search = make_search
-        self._told = 0
+        self._told = self._steps = self._kept_steps = 0
+        self._kept: list[Hypothesis] = []  # what was there when it had to begin anew
         self.search = make_search()
-        self._has_begun = False
         if on_token is not None and self.search.peak_rows != 1:
             raise ValueError("expected one row to stream: beams and samples can't be told token by token")
 
@@ -62,20 +62,24 @@ class Request:
         """How many new tokens it is likely to get, about."""
         return min(self.search.limit, max(_EXPECTED, len(self.prompt.source or ())))
 
+    def is_late(self, now: float) -> bool:
+        """Whether its time is over."""
+        return self.deadline is not None and now >= self.deadline
+
     def cancel(self) -> None:
         """Ends it before the next step, without results. Any thread may call this."""
         self.is_cancelled = True
 
     def next_tokens(self) -> list[int]:
         """What the engine is given for each row."""
-        if self._has_begun:
+        if self._steps:
             return self.search.last_tokens()
         return [self.prompt.tokens[-1]] * self.num_rows
 
     def history(self) -> list[list[int]]:
         """For each row the ids that the decoder has behind it, the prompt's included."""
         before = list(self.prompt.tokens)
-        if not self._has_begun:
+        if not self._steps:
             return [before] * self.num_rows
         return [before + self.search.tokens(row) for row in range(self.num_rows)]
 
@@ -87,7 +91,7 @@ class Request:
         """Takes in a step; see `Search.advance`. What goes wrong is kept in `error`, and ends it."""
         if self.error is not None:  # of its processors
             return self.fail(self.error)
-        self._has_begun = True
+        self._steps += 1
         try:
             parents = self.search.advance(candidates.ids, candidates.values, first)
             if self.on_token is not None:
@@ -97,7 +101,7 @@ class Request:
                     self.on_token(tokens[self._told - 1])
         except Exception as error:  # it is this request's own affair: the others go on
             return self.fail(error)
-        if parents and self.deadline is not None and time.monotonic() >= self.deadline:
+        if parents and self.is_late(time.monotonic()):
             parents = []
         if not parents:
             self.finish()
@@ -105,7 +109,10 @@ class Request:
 
     def finish(self) -> None:
         """Ends it with what there is."""
-        self.results, self.is_done = self.search.results(), True
+        self.is_done = True
+        if not self.is_cancelled:
+            # Of two beginnings cut off by time the longer one counts: its tokens may have been told.
+            self.results = self.search.results() if self._steps >= self._kept_steps else self._kept
 
     def fail(self, error: Exception) -> list[int]:
         """Ends it with an error."""
@@ -114,4 +121,6 @@ class Request:
 
     def restart(self) -> None:
         """Begins anew, for its memory was given to an older request. It will find the same."""
-        self.search, self._has_begun = self._make_search(), False
+        if self._steps > self._kept_steps:
+            self._kept, self._kept_steps = self.search.results(), self._steps
+        self.search, self._steps = self._make_search(), 0

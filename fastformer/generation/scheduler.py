@@ -63,8 +63,8 @@ class Scheduler:
         Returns:
             The requests that ended with it: done, failed or cancelled.
         """
-        ended = self._drop_cancelled()
-        ended += self._admit()
+        ended = self._drop()
+        self._admit()
         self._make_room()
         if not self.running:
             return ended
@@ -93,6 +93,7 @@ class Scheduler:
         self.running.clear()
         self.waiting.clear()
         self._waiting_rows = self._running_rows = self._promised = 0
+        self._rows = self._tokens = 0  # the engine may have failed halfway: the next batch begins anew
 
     def _release(self, places: list[int]) -> list[Request]:
         if not places:
@@ -106,43 +107,43 @@ class Scheduler:
         self.running = [request for place, request in enumerate(self.running) if place not in leaving]
         return gone
 
-    def _drop_cancelled(self) -> list[Request]:
-        waiting = [request for request in self.waiting if request.is_cancelled]
+    def _drop(self) -> list[Request]:
+        """Lets those go that were cancelled, and those that wait beyond their time."""
+        now = time.monotonic()
+        waiting = [request for request in self.waiting if request.is_cancelled or request.is_late(now)]
         if waiting:
-            self.waiting = deque(request for request in self.waiting if not request.is_cancelled)
+            leaving = set(map(id, waiting))
+            self.waiting = deque(request for request in self.waiting if id(request) not in leaving)
             self._waiting_rows -= sum(request.search.peak_rows for request in waiting)
         running = [place for place, request in enumerate(self.running) if request.is_cancelled]
         ended = waiting + self._release(running)
         for request in ended:
-            request.is_done = True
+            request.finish()
         return ended
 
-    def _admit(self) -> list[Request]:
-        """Admits from the head of the queue what rows and memory allow; returns requests whose time is over."""
+    def _admit(self) -> None:
+        """Admits from the head of the queue what rows and memory allow."""
         if not self.waiting:
-            return []
-        idle = self.max_rows - self._running_rows
-        # Sources are read many at a time: a batch that is nearly full waits until a quarter of it is free.
-        if self.running and idle < min(self.max_rows // 4, self._waiting_rows):
-            return []
+            return
         if not self.running:
             self._start()
-        late: list[Request] = []
+        # Requests that came after the start find no more rows than the engine was started with.
+        max_rows = min(self.max_rows, self._rows)
+        idle = max_rows - self._running_rows
+        # Sources are read many at a time: a batch that is nearly full waits until a quarter of it is free.
+        if self.running and idle < min(max_rows // 4, self._waiting_rows):
+            return
         new: list[Request] = []
         room, reading = min(self._tokens - self._promised, self.engine.free_tokens()), 0
         while self.waiting:
             request = self.waiting[0]
             rows, length = request.search.peak_rows, len(request.prompt.source or ()) + len(request.prompt.tokens)
-            if request.deadline is not None and time.monotonic() >= request.deadline:
-                self._take()
-                request.finish()
-                late.append(request)
-                continue
             needed = self._expected(request)
             reading += length
             if (self.running or new) and (needed > room or rows > idle or reading > _PREFILL_TOKENS):
                 break
-            self._take()
+            self.waiting.popleft()
+            self._waiting_rows -= rows
             new.append(request)
             room, idle = room - needed, idle - rows
         if new:
@@ -154,39 +155,42 @@ class Scheduler:
             for request in new:
                 self._running_rows += request.search.peak_rows
                 self._promised += self._expected(request)
-        return late
 
     def _expected(self, request: Request) -> int:
         return self.engine.tokens_needed(request.prompt, request.search.peak_rows, request.expected_tokens)
 
-    def _take(self) -> None:
-        self._waiting_rows -= self.waiting.popleft().search.peak_rows
+    def _most(self, request: Request) -> int:
+        return self.engine.tokens_needed(request.prompt, request.search.peak_rows, request.search.limit)
 
     def _start(self) -> None:
         """Before the first request of a batch: memory for all that wait, at most the budget; at least for the first."""
 
-        def needed(request: Request) -> int:
-            return self.engine.tokens_needed(request.prompt, request.search.peak_rows, request.search.limit)
-
         first = self.waiting[0]
         tokens = 0
         for request in self.waiting:
-            tokens += needed(request)
+            tokens += self._most(request)
             if tokens > self.max_tokens:
                 break
-        tokens = max(min(tokens, self.max_tokens), needed(first))
+        tokens = max(min(tokens, self.max_tokens), self._most(first))
         rows = max(min(self.max_rows, self._waiting_rows), first.search.peak_rows)
-        if rows > self._rows or tokens > self._tokens:
-            self._rows, self._tokens = max(rows, self._rows), max(tokens, self._tokens)
-            self.engine.start(self._rows, self._tokens)
+        # More than the budget is lent to the one request that needs it, and not kept.
+        kept_rows, kept_tokens = min(self._rows, self.max_rows), min(self._tokens, self.max_tokens)
+        wanted = max(rows, kept_rows), max(tokens, kept_tokens)
+        if wanted != (self._rows, self._tokens):
+            self._rows, self._tokens = wanted
+            self.engine.start(*wanted)
 
     def _make_room(self) -> None:
-        while (needed := self.engine.step_tokens()) > 0 and needed > self.engine.free_tokens():
-            assert len(self.running) > 1, "a request alone has memory for all of its tokens"
-            (request,) = self._release([len(self.running) - 1])
-            request.restart()
-            self.waiting.appendleft(request)
-            self._waiting_rows += request.search.peak_rows
+        while self.running and self.engine.step_tokens() > self.engine.free_tokens():
+            # One that is alone was admitted beside others, into memory that wasn't meant for it: it gets its own.
+            youngest = self.running[-1]
+            assert len(self.running) > 1 or self._tokens < self._most(youngest), "an engine needs more than it said"
+            self._release([len(self.running) - 1])
+            youngest.restart()
+            self.waiting.appendleft(youngest)
+            self._waiting_rows += youngest.search.peak_rows
+            if not self.running:
+                self._admit()
 
     def _selection(self) -> Selection:
         running = self.running
@@ -216,16 +220,19 @@ class Scheduler:
             try:
                 scores = logits[rows]
                 for processor in request.processors:
-                    scores = processor(history, scores)
-                if scores.shape != logits[rows].shape:
-                    raise ValueError(
-                        f"expected a processor to give scores of shape {tuple(logits[rows].shape)}, got "
-                        f"{tuple(scores.shape)} from {type(processor).__name__}"
-                    )
+                    scores = _checked(processor(history, scores), scores, processor)
                 logits[rows] = scores
             except Exception as error:  # it is this request's own affair: the others go on
                 request.error = error
         return logits
+
+
+def _checked(found: object, scores: Tensor, processor: object) -> Tensor:
+    if not isinstance(found, Tensor) or found.shape != scores.shape:
+        what = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
+        name = getattr(processor, "__name__", type(processor).__name__)
+        raise ValueError(f"expected a processor to give scores of shape {tuple(scores.shape)}, got {what} from {name}")
+    return found
 
 
 def run(scheduler: Scheduler, requests: list[Request]) -> None:

@@ -154,7 +154,7 @@ class RowSearch(Search):
     def results(self) -> list[Hypothesis]:
         """Each row, in order."""
         for row in self._rows:
-            row.score = math.fsum(row.log_probs)
+            row.score = math.fsum(row.log_probs) if row.tokens else NEVER
         return self._rows
 
 

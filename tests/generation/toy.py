@@ -1,43 +1,47 @@
-"""A language of five tokens that is small enough to enumerate, and searches over it written the plain way."""
+"""A language that is small enough to enumerate, and searches over it written the plain way."""
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import ClassVar
 
 import torch
 
 from fastformer.generation.engines import Candidates, Prompt, Selection
 from fastformer.generation.engines.choice import choose
+from fastformer.generation.requests import Request
+from fastformer.generation.scheduler import Scheduler, run
+from fastformer.generation.search import Hypothesis as Found
+from fastformer.generation.search import Search
 
-VOCAB, EOS = 5, 1
+VOCAB, EOS, START = 5, 1, 0
 
 Hypothesis = tuple[float, tuple[int, ...]]  # score, tokens
 
 
 class ToyEngine:
-    """A language whose probabilities depend on the last two tokens; the source [i] has the i-th table."""
+    """A language whose probabilities depend on the last two tokens; the source [i, ...] has the i-th table."""
 
     name: ClassVar[str] = "toy"
     token_bytes, device = 0, torch.device("cpu")
 
-    def __init__(self, sources: int, *, eos: float = 0.0, seed: int = 0) -> None:
+    def __init__(self, sources: int, *, eos: float = 0.0, vocab: int = VOCAB, seed: int = 0) -> None:
         generator = torch.Generator().manual_seed(sources + 1000 * seed)
-        self.table = torch.randn(sources, VOCAB, VOCAB, VOCAB, generator=generator) * 1.5
+        self.table = torch.randn(sources, vocab, vocab, vocab, generator=generator) * 1.5
         self.table[..., EOS] += eos
-        self.start(0, 0)
+        self.groups: list[list[list[int]]] = []  # of each row its source, and what was said
 
     @classmethod
     def why_unsupported(cls, model: object) -> str | None:
         return None
 
     def start(self, max_rows: int, num_tokens: int) -> None:
-        self.groups: list[list[list[int]]] = []  # of each row its source, and what was said
+        self.groups = []
 
     def admit(self, prompts: Sequence[Prompt]) -> None:
-        self.groups += [[[*(prompt.source or ()), 0, *prompt.tokens[:-1]]] for prompt in prompts]
+        self.groups += [[[*(prompt.source or ()), START, *prompt.tokens[:-1]]] for prompt in prompts]
 
     def step(self, tokens: Sequence[int], selection: Selection) -> Candidates:
         rows = [row for group in self.groups for row in group]
@@ -60,18 +64,88 @@ class ToyEngine:
     def step_tokens(self) -> int:
         return 0
 
-    def score(self, source: int, sequence: tuple[int, ...]) -> float:
-        """The log-probability of a sequence."""
-        score, before, last = 0.0, 0, 0
-        for token in sequence:
-            score += float(self.table[source, before, last].log_softmax(-1)[token])
-            before, last = last, token
-        return score
-
-    def continuations(self, source: int, sequence: tuple[int, ...]) -> list[float]:
+    def continuations(self, source: int, sequence: Sequence[int]) -> list[float]:
         """The log-probability of each next token."""
-        before, last = (0, 0, *sequence)[-2:]
+        before, last = (START, START, *sequence)[-2:]
         return self.table[source, before, last].log_softmax(-1).tolist()
+
+    def log_probs(self, source: int, sequence: Sequence[int]) -> list[float]:
+        """The log-probability of each token of a sequence."""
+        return [self.continuations(source, sequence[:i])[token] for i, token in enumerate(sequence)]
+
+    def score(self, source: int, sequence: Sequence[int]) -> float:
+        """The log-probability of a sequence."""
+        return sum(self.log_probs(source, sequence))
+
+
+class MeteredEngine(ToyEngine):
+    """The same with memory that is counted: a group's source and prompt once, and each row's new tokens."""
+
+    token_bytes = 1
+
+    def __init__(self, sources: int, **options) -> None:
+        super().__init__(sources, **options)
+        self.max_rows = self.num_tokens = 0
+        self.shared: list[int] = []  # of each group
+        self.starts: list[tuple[int, int]] = []
+        self.admitted: list[int] = []  # the source of each group that was ever admitted
+        self.most_rows = self.most_used = 0
+
+    def start(self, max_rows: int, num_tokens: int) -> None:
+        assert not self.groups, "rows were there"
+        super().start(max_rows, num_tokens)
+        self.max_rows, self.num_tokens, self.shared = max_rows, num_tokens, []
+        self.starts.append((max_rows, num_tokens))
+
+    def _check(self) -> None:
+        rows = sum(map(len, self.groups))
+        self.most_rows, self.most_used = max(self.most_rows, rows), max(self.most_used, self.used())
+        assert rows <= self.max_rows and self.used() <= self.num_tokens, "more than there is"
+
+    def admit(self, prompts: Sequence[Prompt]) -> None:
+        super().admit(prompts)
+        self.admitted += [prompt.source[0] for prompt in prompts if prompt.source]
+        self.shared += [len(prompt.source or ()) + len(prompt.tokens) for prompt in prompts]
+        self._check()
+
+    def step(self, tokens: Sequence[int], selection: Selection) -> Candidates:
+        found = super().step(tokens, selection)
+        self._check()
+        return found
+
+    def reorder(self, parents: Sequence[Sequence[int]]) -> None:
+        assert all(parents), "a group lost all of its rows"
+        super().reorder(parents)
+        self._check()
+
+    def release(self, groups: Sequence[int]) -> None:
+        super().release(groups)
+        self.shared = [size for i, size in enumerate(self.shared) if i not in groups]
+
+    def used(self) -> int:
+        # Behind its source and the prompt's first tokens a row holds what the steps have appended.
+        own = [len(row) - shared for rows, shared in zip(self.groups, self.shared, strict=True) for row in rows]
+        return sum(self.shared) + sum(own)
+
+    def tokens_needed(self, prompt: Prompt, num_rows: int, new_tokens: int) -> int:
+        return len(prompt.source or ()) + len(prompt.tokens) + num_rows * new_tokens
+
+    def free_tokens(self) -> int:
+        return self.num_tokens - self.used()
+
+    def step_tokens(self) -> int:
+        return sum(map(len, self.groups))
+
+
+def ask(source: int, make_search: Callable[[], Search], *, length: int = 1, prefix: Sequence[int] = (), **options):
+    """A request of the toy's language: its table, and how long its source is."""
+    return Request(Prompt([source] * length, [START, *prefix]), make_search, **options)
+
+
+def decode(engine: ToyEngine, requests: list[Request], max_rows: int = 64, max_bytes: int = 10**6) -> list[list[Found]]:
+    """What the requests find, decoded together."""
+    run(Scheduler(engine, max_rows=max_rows, max_bytes=max_bytes), requests)
+    return [request.results for request in requests]
 
 
 def penalty(length: int, alpha: float) -> float:
@@ -96,26 +170,56 @@ def every_hypothesis(engine: ToyEngine, source: int, limit: int, alpha: float) -
 
 
 def plain_beam_search(
-    engine: ToyEngine, source: int, limit: int, beams: int, alpha: float, returned: int, early_stopping: bool
+    engine: ToyEngine,
+    source: int,
+    limit: int,
+    beams: int,
+    alpha: float,
+    returned: int,
+    early_stopping: bool,
+    *,
+    ends: Collection[int] = (EOS,),
+    groups: int = 1,
+    diversity: float = 0.0,
 ) -> list[Hypothesis]:
-    """Beam search with lists: 2 * beams candidates a step, those that end apart from those that go on."""
-    alive: list[Hypothesis] = [(0.0, ())]
-    finished: list[Hypothesis] = []
+    """Beam search with lists: those that end apart from those that go on, each group of beams after the other."""
+    width = beams // groups
+    alive: list[list[Hypothesis]] = [[(0.0, ())] for _ in range(groups)]
+    finished: list[list[Hypothesis]] = [[] for _ in range(groups)]
     for length in range(1, limit + 1):
-        candidates = [
-            (score + gained, (*sequence, token))
-            for score, sequence in alive
-            for token, gained in enumerate(engine.continuations(source, sequence))
-            if gained > -math.inf
-        ]
-        candidates = sorted(candidates, reverse=True)[: 2 * beams]
-        ended = [(score / penalty(length, alpha), tokens) for score, tokens in candidates if tokens[-1] == EOS]
-        finished = sorted(finished + ended, reverse=True)[:beams]
-        alive = [hypothesis for hypothesis in candidates if hypothesis[1][-1] != EOS][:beams]
-        if early_stopping and len(finished) == beams:
-            return finished[:returned]
-        bound = alive[0][0] / max(penalty(n, alpha) for n in (1, limit)) if alive else -math.inf
-        if not early_stopping and len(finished) >= returned and finished[returned - 1][0] >= bound:
-            return finished[:returned]
-    cut = [(score / penalty(limit, alpha), tokens) for score, tokens in alive]
-    return (finished + cut)[:returned]
+        chosen: list[int] = []  # by the groups before, as their next token
+        for g in range(groups):
+            candidates = sorted(
+                (
+                    (score + gained - diversity * chosen.count(token), (*sequence, token))
+                    for score, sequence in alive[g]
+                    for token, gained in enumerate(engine.continuations(source, sequence))
+                    if gained > -math.inf
+                ),
+                reverse=True,
+            )[: (1 + len(ends)) * width]
+            ended = [(score / penalty(length, alpha), tokens) for score, tokens in candidates if tokens[-1] in ends]
+            finished[g] = sorted(finished[g] + ended, reverse=True)[:width]
+            alive[g] = [hypothesis for hypothesis in candidates if hypothesis[1][-1] not in ends][:width]
+            needed = min(returned, width)
+            bound = alive[g][0][0] / max(penalty(n, alpha) for n in (1, limit)) if alive[g] else -math.inf
+            if early_stopping:
+                done = len(finished[g]) == width
+            else:
+                done = len(finished[g]) >= needed and finished[g][needed - 1][0] >= bound
+            alive[g] = [] if done else alive[g]
+            chosen += [sequence[-1] for _, sequence in alive[g]]
+        if not any(alive):
+            break
+    cut = [(score / penalty(limit, alpha), tokens) for group in alive for score, tokens in group]
+    whole = [hypothesis for group in finished for hypothesis in group]
+    return (sorted(whole, reverse=True) + sorted(cut, reverse=True))[:returned]
+
+
+def plain_greedy(engine: ToyEngine, source: int, limit: int, ends: Collection[int] = (EOS,)) -> tuple[int, ...]:
+    """The best token again and again."""
+    tokens: tuple[int, ...] = ()
+    while len(tokens) < limit and not (tokens and tokens[-1] in ends):
+        gained = engine.continuations(source, tokens)
+        tokens = (*tokens, gained.index(max(gained)))
+    return tokens

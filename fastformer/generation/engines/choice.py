@@ -19,8 +19,8 @@ def choose(logits: Tensor, selection: Selection) -> Candidates:
     if selection.process is not None:
         logits = selection.process(logits)
     count = min(selection.num_candidates, logits.shape[-1])
-    best = logits.max(-1, keepdim=True) if count == 1 else logits.topk(count)
-    ids, values = best.indices, best.values
+    ids, values = best_tokens(logits, count)
+    highest = values[:, :1]
     drawn = [] if selection.draws is None else [row for row, d in enumerate(selection.draws) if d is not None]
     if drawn and selection.draws is not None:
         rows = torch.tensor(drawn, device=logits.device)
@@ -32,9 +32,22 @@ def choose(logits: Tensor, selection: Selection) -> Candidates:
         total = logits.logsumexp(-1, keepdim=True)
         # A row of which nothing is allowed has no distribution: its candidates keep their -inf.
         values = values - total.masked_fill(total == -torch.inf, 0.0)
-    elif drawn:
-        values = torch.where(logits.isnan().any(-1, keepdim=True), torch.nan, values)
+    if drawn:  # the best of a row with NaN or +inf is NaN or +inf, and what was drawn may be another
+        values = torch.where(highest < torch.inf, values, torch.nan)
     return Candidates(ids.tolist(), values.tolist())
+
+
+def best_tokens(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The ids and the logits of the best `count` tokens of each row; of equal ones the lower ids, whatever the count."""
+    if count == 1:
+        values, ids = logits.max(-1, keepdim=True)
+        return ids, values
+    values, ids = logits.topk(min(count + 1, logits.shape[-1]))
+    tied = ((values[:, 1:] == values[:, :-1]) & (values[:, 1:] > -torch.inf)).any(-1)
+    if bool(tied.any()):  # in 16 bits that is often so, and topk takes any of them
+        rows = tied.nonzero().flatten()
+        values[rows], ids[rows] = (part[:, : values.shape[1]] for part in logits[rows].sort(descending=True, stable=True))
+    return ids[:, :count], values[:, :count]
 
 
 def draw(logits: Tensor, draws: Sequence[Draw]) -> Tensor:

@@ -1,0 +1,240 @@
+"""The processors against their formulas, their order, and a user's own among the requests of others."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from fastformer.generation.engines.choice import warp
+from fastformer.generation.processors import (
+    BadWords,
+    EndWhereNothingFollows,
+    ForcedToken,
+    MinNewTokens,
+    NoRepeatNgrams,
+    RepetitionPenalty,
+    SuppressTokens,
+    make_processors,
+)
+from fastformer.generation.requests import Request
+from fastformer.generation.scheduler import Scheduler
+from fastformer.generation.search import BeamSearch, RowSearch
+from fastformer.generation.settings import GenerationSettings
+from tests.generation.toy import EOS, START, VOCAB, ToyEngine, ask, decode, plain_greedy
+
+NEVER = -math.inf
+
+
+def forbidden(scores: Tensor) -> list[list[int]]:
+    """The ids of each row that may not follow."""
+    return [row.isneginf().nonzero().flatten().tolist() for row in scores]
+
+
+def test_warp() -> None:
+    logits = torch.tensor([[1.0, 3.0, 2.0, 0.0]])
+    assert warp(logits, 2.0, 0, 1.0).tolist() == [[0.5, 1.5, 1.0, 0.0]]
+    assert warp(logits, 1.0, 2, 1.0).tolist() == [[NEVER, 3.0, 2.0, NEVER]]
+    # softmax is .087 .644 .237 .032: .6 needs one token, .65 two, .9 three
+    for top_p, kept in ((0.6, [1]), (0.65, [1, 2]), (0.9, [0, 1, 2])):
+        assert warp(logits, 1.0, 0, top_p).isfinite()[0].nonzero().flatten().tolist() == kept
+
+
+def test_warp_keeps_k_tokens_and_the_temperature_comes_before_top_p() -> None:
+    logits = torch.randn(7, 30)
+    for k in (1, 2, 29, 30, 31, 0):
+        assert (warp(logits, 1.0, k, 1.0).isfinite().sum(-1) == (k if 0 < k < 30 else 30)).all()
+    for temperature in (0.5, 2.0):
+        probabilities = (logits / temperature).softmax(-1)
+        kept = warp(logits, temperature, 0, 0.7).isfinite()
+        for row in range(7):
+            ranked = probabilities[row].sort(descending=True).values
+            needed = int((ranked.cumsum(0) < 0.7).sum()) + 1
+            assert kept[row].sum() == needed
+            assert torch.equal(probabilities[row][kept[row]].sort(descending=True).values, ranked[:needed])
+
+
+def test_top_p_counts_what_top_k_has_left() -> None:
+    logits = torch.tensor([[0.4, 0.3, 0.2, 0.1]]).log()
+    # Of the two best .4 is 57 %: enough for a half, where of all four it isn't.
+    assert forbidden(warp(logits, 1.0, 2, 0.5)) == [[1, 2, 3]]
+    assert forbidden(warp(logits, 1.0, 0, 0.5)) == [[2, 3]]
+
+
+def test_repetition_penalty() -> None:
+    logits = torch.tensor([[2.0, -2.0, 1.0, 0.5], [2.0, -2.0, 1.0, 0.5]])
+    history = torch.tensor([[3, 2, 0, 1, 1], [3, 2, 2, 2, 2]])
+    found = RepetitionPenalty(2.0, 2)(history, logits)  # what stands in the prompt is no repetition
+    assert found.tolist() == [[1.0, -4.0, 1.0, 0.5], [2.0, -2.0, 0.5, 0.5]]
+    assert torch.equal(RepetitionPenalty(2.0, 5)(history, logits), logits)
+
+
+def test_no_repeat_ngram() -> None:
+    history = torch.tensor([[5, 6, 7, 5, 6], [5, 6, 5, 7, 6]])
+    assert forbidden(NoRepeatNgrams(3, 0)(history, torch.zeros(2, 10))) == [[7], []]
+    assert forbidden(NoRepeatNgrams(2, 0)(history, torch.zeros(2, 10))) == [[7], [5]]
+    assert forbidden(NoRepeatNgrams(1, 0)(history, torch.zeros(2, 10))) == [[5, 6, 7]] * 2
+    assert forbidden(NoRepeatNgrams(2, 2)(history, torch.zeros(2, 10))) == [[], []]
+    assert forbidden(NoRepeatNgrams(1, 3)(history, torch.zeros(2, 10))) == [[5, 6], [6, 7]]
+
+
+def test_ngrams_count_from_the_first_that_can_repeat() -> None:
+    # After n tokens the first n-gram stands, and only then may one repeat.
+    for size in (1, 2, 3):
+        history = torch.full((1, 2 + size), 4)
+        assert forbidden(NoRepeatNgrams(size, 2)(history, torch.zeros(1, 6))) == [[4]]
+        assert forbidden(NoRepeatNgrams(size, 2)(history[:, 1:], torch.zeros(1, 6))) == [[]]
+
+
+def test_bad_words() -> None:
+    history = torch.tensor([[0, 5, 6], [0, 6, 5]])
+    words = BadWords([(3,), (6, 4), (5, 6, 7), (6, 5, 8), (0, 5, 6, 2), (9, 0, 6, 5, 2)])
+    assert forbidden(words(history, torch.zeros(2, 10))) == [[2, 3, 4, 7], [3, 8]]
+
+
+def test_suppressed_tokens_and_the_least_number() -> None:
+    logits = torch.randn(2, 6)
+    found = SuppressTokens((1, 4))(torch.zeros(2, 1, dtype=torch.long), logits)
+    assert forbidden(found) == [[1, 4]] * 2 and torch.equal(found[:, [0, 2, 3, 5]], logits[:, [0, 2, 3, 5]])
+    least = MinNewTokens(2, 3, (1, 5))
+    for length, expected in ((3, [1, 5]), (4, [1, 5]), (5, []), (6, [])):
+        assert forbidden(least(torch.zeros(2, length, dtype=torch.long), logits)) == [expected] * 2
+
+
+def test_an_end_where_nothing_follows() -> None:
+    logits = torch.tensor([[NEVER, NEVER, NEVER], [NEVER, NEVER, 0.5]])
+    found = EndWhereNothingFollows((1, 2))(torch.zeros(2, 1, dtype=torch.long), logits)
+    assert found.tolist() == [[NEVER, 0.0, NEVER], [NEVER, NEVER, 0.5]]
+
+
+def test_a_forced_token_stands_at_its_place_alone() -> None:
+    logits = torch.randn(2, 5)
+    forced = ForcedToken(3, 4)
+    for length in (3, 5):
+        assert torch.equal(forced(torch.zeros(2, length, dtype=torch.long), logits), logits)
+    assert forced(torch.zeros(2, 4, dtype=torch.long), logits).tolist() == [[NEVER, NEVER, NEVER, 0.0, NEVER]] * 2
+
+
+def test_processors_leave_the_logits_as_they_were() -> None:
+    logits, history = torch.randn(2, 6), torch.tensor([[2, 3], [3, 3]])
+    before = logits.clone()
+    for processor in (
+        RepetitionPenalty(1.5, 0),
+        NoRepeatNgrams(1, 0),
+        BadWords([(4,)]),
+        SuppressTokens([2]),
+        MinNewTokens(3, 0, (1,)),
+        ForcedToken(2, 2),
+    ):
+        assert not torch.equal(processor(history, logits), before)
+        assert torch.equal(logits, before)
+    dead = torch.full((1, 3), NEVER)
+    EndWhereNothingFollows((1,))(history, dead)
+    assert dead.isneginf().all()
+
+
+def made(**options) -> tuple:
+    return make_processors(GenerationSettings(**options), (1, 2), 3, 10)
+
+
+def test_settings_make_the_processors_that_they_name() -> None:
+    assert made() == ()
+    ends = EndWhereNothingFollows((1, 2))
+    assert made(repetition_penalty=1.5) == (RepetitionPenalty(1.5, 3), ends)
+    assert made(no_repeat_ngram_size=2) == (NoRepeatNgrams(2, 3), ends)
+    assert made(bad_words_ids=[[4]]) == (BadWords(((4,),)), ends)
+    assert made(suppress_tokens=[4]) == (SuppressTokens((4,)), ends)
+    assert made(min_new_tokens=2) == (MinNewTokens(2, 3, (1, 2)), ends)
+    assert made(forced_bos_token_id=0) == (ForcedToken(0, 3),)
+    assert made(forced_eos_token_id=2) == (ForcedToken(2, 12),)  # the tenth new token has twelve before it
+    own = [lambda ids, scores: scores, lambda ids, scores: scores]
+    assert made(suppress_tokens=[4], logits_processor=own) == (SuppressTokens((4,)), ends, *own)
+    assert made(logits_processor=own[0]) == (own[0],)
+
+
+def greedy(limit: int = 5):
+    return RowSearch(limit, frozenset({EOS}))
+
+
+def test_a_users_own_sees_what_the_decoder_has_behind_it() -> None:
+    # Hugging Face's convention: (rows, length) ids, the start token and the prefix included, and (rows, vocab) scores.
+    engine, seen = ToyEngine(3, eos=-5.0), []
+
+    def watch(input_ids: Tensor, scores: Tensor) -> Tensor:
+        assert input_ids.dtype == torch.long and scores.dtype == torch.float32
+        assert scores.shape == (len(input_ids), VOCAB)
+        for row, values in zip(input_ids.tolist(), scores, strict=True):
+            assert row[:3] == [START, 4, 2]
+            expected = engine.continuations(1, row[1:])
+            assert values.log_softmax(-1).tolist() == pytest.approx(expected, abs=1e-5)
+        seen.append(tuple(input_ids.shape))
+        return scores
+
+    def search():
+        return BeamSearch(3, frozenset({EOS}), 2, alpha=0.0, early_stopping=False)
+
+    requests = [ask(0, greedy), ask(1, search, prefix=(4, 2), processors=[watch]), ask(2, greedy)]
+    found = decode(engine, requests)
+    assert seen[0] == (1, 3) and all(shape[0] <= 2 and shape[1] == 3 + i for i, shape in enumerate(seen))
+    assert len(seen) > 1 and seen[1][0] == 2
+    assert [tuple(found[i][0].tokens) for i in (0, 2)] == [plain_greedy(engine, i, 5) for i in (0, 2)]
+
+
+def test_processors_come_one_after_another_and_the_choice_is_made_of_what_they_give() -> None:
+    def add(input_ids: Tensor, scores: Tensor) -> Tensor:
+        return torch.zeros_like(scores).index_fill(1, torch.tensor([3, 4]), 1.0)
+
+    def double_four(input_ids: Tensor, scores: Tensor) -> Tensor:
+        assert scores[0].tolist() == [0.0, 0.0, 0.0, 1.0, 1.0]
+        scores[:, 4] *= 2  # in place is allowed too
+        return scores
+
+    ((found,), (other,)) = decode(ToyEngine(2), [ask(0, greedy, processors=[add, double_four]), ask(1, greedy)])
+    assert found.tokens == [4] * 5
+    expected = torch.tensor([0.0, 0.0, 0.0, 1.0, 2.0]).log_softmax(-1)[4].item()
+    assert found.log_probs == pytest.approx([expected] * 5)
+    assert tuple(other.tokens) == plain_greedy(ToyEngine(2), 1, 5)
+
+
+def raises(input_ids: Tensor, scores: Tensor) -> Tensor:
+    if input_ids.shape[1] == 3:
+        raise RuntimeError("mine")
+    return scores
+
+
+def forgets(input_ids: Tensor, scores: Tensor) -> None:
+    return None
+
+
+def narrows(input_ids: Tensor, scores: Tensor) -> Tensor:
+    return scores[:, 1:]
+
+
+@pytest.mark.parametrize(
+    ("processor", "kind", "message"),
+    [
+        (raises, RuntimeError, "mine"),
+        (forgets, ValueError, r"processor to give scores of shape \(1, 5\), got NoneType from forgets"),
+        (narrows, ValueError, r"processor to give scores of shape \(1, 5\), got \(1, 4\) from narrows"),
+    ],
+)
+def test_one_that_fails_hits_its_own_request_only(processor, kind, message) -> None:
+    engine = ToyEngine(3, eos=-9.0)
+    requests: list[Request] = [
+        ask(0, greedy),
+        ask(1, greedy, processors=[processor, SuppressTokens([4])]),  # the message names the one that did it
+        ask(2, greedy, processors=[lambda input_ids, scores: scores]),
+    ]
+    scheduler = Scheduler(engine, max_rows=8, max_bytes=0)
+    scheduler.submit(requests)
+    scheduler.run()
+    for source in (0, 2):
+        assert requests[source].error is None
+        assert tuple(requests[source].results[0].tokens) == plain_greedy(engine, source, 5)
+    assert requests[1].is_done and requests[1].results == []
+    with pytest.raises(kind, match=message):
+        raise requests[1].error
+    with pytest.raises(kind, match=message):
+        decode(engine, [ask(0, greedy), ask(1, greedy, processors=[processor])])

@@ -1,0 +1,286 @@
+"""The search against searches written the plain way, and against all that there is to find."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+
+import pytest
+import torch
+
+from fastformer.generation.processors import EndWhereNothingFollows, MinNewTokens, NoRepeatNgrams
+from fastformer.generation.search import BeamSearch, RowSearch, Sampling, length_penalty
+from fastformer.generation.search import Hypothesis as Found
+from tests.generation.toy import (
+    EOS,
+    VOCAB,
+    Hypothesis,
+    ToyEngine,
+    ask,
+    decode,
+    every_hypothesis,
+    plain_beam_search,
+    plain_greedy,
+)
+
+
+def beams_of(engine: ToyEngine, limits: list[int], beams: int, *, ends: Collection[int] = (EOS,), **options):
+    """What a beam search finds for each source, all of them decoded together."""
+    requests = [
+        ask(source, lambda limit=limit: BeamSearch(limit, frozenset(ends), beams, **options))
+        for source, limit in enumerate(limits)
+    ]
+    return decode(engine, requests, max_rows=10_000)
+
+
+def assert_found(found: list[Found], expected: list[Hypothesis]) -> None:
+    """The same tokens in the same order, and the same scores."""
+    assert [tuple(hypothesis.tokens) for hypothesis in found] == [tokens for _, tokens in expected]
+    for hypothesis, (score, _) in zip(found, expected, strict=True):
+        assert abs(hypothesis.score - score) < 1e-5
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.6, 1.0])
+def test_wide_beam_finds_what_brute_force_finds(alpha) -> None:
+    # A beam as wide as all that there is misses nothing: 21 hypotheses that finish, and 43 of those that are cut.
+    engine = ToyEngine(3)
+    for source, found in enumerate(beams_of(engine, [3] * 3, 64, alpha=alpha, num_return=64)):
+        assert_found(found, every_hypothesis(engine, source, 3, alpha)[:64])
+
+
+def test_cut_hypotheses_stand_behind_the_finished_with_their_scores() -> None:
+    # EOS may follow the token 3 alone: five hypotheses finish, and the best of those cut fill the rest.
+    engine = ToyEngine(2)
+    engine.table[..., EOS] = -math.inf
+    engine.table[:, :, 3, EOS] = -1.0
+    for source, found in enumerate(beams_of(engine, [3] * 2, 64, num_return=30)):
+        expected = every_hypothesis(engine, source, 3, 0.6)
+        assert sum(tokens[-1] == EOS for _, tokens in expected) == 5
+        assert max(score for score, _ in expected[5:]) > expected[4][0]  # by its score it would stand before
+        assert_found(found, expected[:30])
+
+
+@pytest.mark.parametrize("groups", [1, 3])
+def test_missing_hypotheses_are_not_made_up(groups) -> None:
+    # Each row says 2, 3 and EOS, and nothing else: one hypothesis exists, for each group.
+    engine = ToyEngine(1)
+    engine.table[:] = torch.tensor([-math.inf, 0.0, -math.inf, -math.inf, -math.inf])
+    engine.table[0, 0, 0] = torch.tensor([-math.inf, -math.inf, 0.0, -math.inf, -math.inf])
+    engine.table[0, 0, 2] = torch.tensor([-math.inf, -math.inf, -math.inf, 0.0, -math.inf])
+    (found,) = beams_of(engine, [6], 6, num_return=6, num_groups=groups)
+    assert [hypothesis.tokens for hypothesis in found] == [[2, 3, EOS]] * groups
+    assert found[0].score == 0.0 and found[0].log_probs == [0.0] * 3
+
+
+@pytest.mark.parametrize("early_stopping", [False, True])
+@pytest.mark.parametrize(("beams", "returned"), [(2, 1), (2, 2), (3, 1), (4, 3)])
+@pytest.mark.parametrize("alpha", [-1.0, 0.0, 0.6, 2.0])
+def test_beam_search_is_the_plain_one(beams, returned, early_stopping, alpha) -> None:
+    # Likely ends and unlikely ones, and limits that differ between the sources.
+    options = {"alpha": alpha, "num_return": returned, "early_stopping": early_stopping}
+    for eos in (-1.0, 1.0):
+        engine = ToyEngine(10, eos=eos)
+        limits = [1 + source % 7 for source in range(10)]
+        for source, found in enumerate(beams_of(engine, limits, beams, **options)):
+            assert_found(found, plain_beam_search(engine, source, limits[source], beams, alpha, returned, early_stopping))
+
+
+@pytest.mark.parametrize("early_stopping", [False, True])
+@pytest.mark.parametrize("ends", [(1,), (1, 2), (3, 5, 7)], ids=str)
+def test_several_ends_and_a_vocabulary_of_which_little_is_seen(ends, early_stopping) -> None:
+    # Where the ends are the best that may follow, the beams still go on with what stands behind them.
+    for lift in (-1.0, 2.0, 6.0):
+        engine = ToyEngine(6, vocab=30)
+        engine.table[..., list(ends)] += lift
+        options = {"num_return": 3, "early_stopping": early_stopping, "ends": ends}
+        for source, found in enumerate(beams_of(engine, [6] * 6, 3, **options)):
+            expected = plain_beam_search(engine, source, 6, 3, 0.6, 3, early_stopping, ends=ends)
+            assert_found(found, expected)
+
+
+@pytest.mark.parametrize("early_stopping", [False, True])
+@pytest.mark.parametrize(("beams", "groups", "returned"), [(4, 2, 1), (4, 4, 4), (6, 3, 6), (6, 2, 4)])
+@pytest.mark.parametrize("diversity", [0.3, 5.0])
+def test_diverse_beam_search_is_the_plain_one(beams, groups, returned, diversity, early_stopping) -> None:
+    options = {"num_return": returned, "num_groups": groups, "diversity_penalty": diversity}
+    for eos in (-1.0, 2.0):
+        engine = ToyEngine(6, vocab=24, eos=eos)
+        limits = [2 + source % 5 for source in range(6)]
+        together = beams_of(engine, limits, beams, early_stopping=early_stopping, **options)
+        for source, found in enumerate(together):
+            plain = {"groups": groups, "diversity": diversity}
+            expected = plain_beam_search(
+                engine, source, limits[source], beams, 0.6, returned, early_stopping, **plain
+            )
+            assert_found(found, expected)
+
+
+def test_groups_that_cost_nothing_find_the_same_and_those_that_cost_avoid_each_other() -> None:
+    engine = ToyEngine(5, vocab=24)
+    same = beams_of(engine, [5] * 5, 4, num_groups=2, num_return=4)
+    for source, found in enumerate(same):
+        half = plain_beam_search(engine, source, 5, 2, 0.6, 2, False)
+        assert_found(found, sorted([*half, *half], reverse=True, key=lambda h: (h[1][-1] == EOS, h[0])))
+    for found in beams_of(engine, [1] * 5, 4, num_groups=4, num_return=4, diversity_penalty=100.0):
+        said = [hypothesis.tokens[0] for hypothesis in found if hypothesis.tokens != [EOS]]
+        assert len(set(said)) == len(said)
+
+
+@pytest.mark.parametrize("options", [{}, {"alpha": 0.0}, {"early_stopping": True}, {"alpha": 2.0}], ids=str)
+def test_scores_are_the_sums_of_the_tokens(options) -> None:
+    engine = ToyEngine(8)
+    for source, found in enumerate(beams_of(engine, [5] * 8, 3, num_return=3, **options)):
+        for hypothesis in found:
+            assert hypothesis.log_probs == pytest.approx(engine.log_probs(source, hypothesis.tokens), abs=1e-5)
+            divisor = length_penalty(len(hypothesis.tokens), options.get("alpha", 0.6))
+            assert hypothesis.score == pytest.approx(sum(hypothesis.log_probs) / divisor, abs=1e-5)
+
+
+def test_the_penalty_of_diversity_is_in_the_scores_and_not_in_the_tokens() -> None:
+    engine = ToyEngine(4, vocab=24)
+    lowered = 0
+    for source, found in enumerate(
+        beams_of(engine, [4] * 4, 4, alpha=0.0, num_return=4, num_groups=2, diversity_penalty=0.7)
+    ):
+        for hypothesis in found:
+            assert hypothesis.log_probs == pytest.approx(engine.log_probs(source, hypothesis.tokens), abs=1e-5)
+            times = (sum(hypothesis.log_probs) - hypothesis.score) / 0.7
+            assert times == pytest.approx(round(times), abs=1e-4) and times > -1e-4
+            lowered += round(times)
+    assert lowered > 0
+
+
+def test_the_length_penalty_is_the_formula() -> None:
+    assert length_penalty(1, 0.6) == 1.0 and length_penalty(7, 1.0) == 2.0
+    assert length_penalty(13, 2.0) == pytest.approx(9.0) and length_penalty(7, -1.0) == 0.5
+
+
+def test_a_beam_of_four_finds_the_best_where_it_keeps_it() -> None:
+    engine, hits = ToyEngine(8), 0
+    for source, (found,) in enumerate(beams_of(engine, [5] * 8, 4)):
+        best, sequence = every_hypothesis(engine, source, 5, 0.6)[0]
+        assert found.score <= best + 1e-5  # never better than the best there is
+        hits += tuple(found.tokens) == sequence
+    assert hits >= 7
+
+
+@pytest.mark.parametrize("ends", [(EOS,), (EOS, 3)], ids=str)
+def test_greedy_takes_the_best_and_sums_its_scores(ends) -> None:
+    engine = ToyEngine(20)
+    limits = [1 + source % 7 for source in range(20)]
+    requests = [ask(i, lambda limit=limit: RowSearch(limit, frozenset(ends))) for i, limit in enumerate(limits)]
+    for source, (found,) in enumerate(decode(engine, requests)):
+        assert tuple(found.tokens) == plain_greedy(engine, source, limits[source], ends)
+        assert found.log_probs == pytest.approx(engine.log_probs(source, found.tokens), abs=1e-5)
+        assert found.score == pytest.approx(sum(found.log_probs), abs=1e-5)
+
+
+def test_without_log_probs_the_tokens_are_the_same() -> None:
+    def requests(**options):
+        sampling = Sampling(1.3, 4, 0.95, seed=3)
+        return [
+            ask(i, lambda s=s: RowSearch(6, frozenset({EOS}), 1, s), **options)
+            for i in range(8)
+            for s in (None, sampling)
+        ]
+
+    with_them, without = (decode(ToyEngine(8), requests(log_probs=wanted)) for wanted in (True, False))
+    assert [f[0].tokens for f in with_them] == [f[0].tokens for f in without]
+    assert any(value > 0 for (found,) in without for value in found.log_probs)  # logits: nothing was computed
+
+
+def test_samples_have_the_scores_of_their_tokens_and_keep_their_order() -> None:
+    engine = ToyEngine(5, eos=0.5)
+    requests = [ask(i, lambda i=i: RowSearch(6, frozenset({EOS}), 6, Sampling(0.7, 3, 0.9, seed=i))) for i in range(5)]
+    for source, found in enumerate(decode(engine, requests)):
+        assert len(found) == 6 and len({tuple(sample.tokens) for sample in found}) > 1
+        assert len({len(sample.tokens) for sample in found}) > 1  # they end at different steps
+        for sample in found:
+            assert sample.score == pytest.approx(engine.score(source, sample.tokens), abs=1e-5)
+            assert sample.log_probs == pytest.approx(engine.log_probs(source, sample.tokens), abs=1e-5)
+            for i, token in enumerate(sample.tokens):
+                ranked = sorted(engine.continuations(source, sample.tokens[:i]), reverse=True)
+                assert engine.continuations(source, sample.tokens[:i])[token] >= ranked[2]
+            assert sample.tokens[-1] == EOS or len(sample.tokens) == 6
+
+
+def test_a_sample_does_not_depend_on_when_its_neighbours_end() -> None:
+    # Sample i of three is sample i of six: each has numbers of its own at each step.
+    engine = ToyEngine(1, vocab=12)
+
+    def sample(ends: set[int]) -> list[tuple[int, ...]]:
+        ((*found,),) = decode(engine, [ask(0, lambda: RowSearch(9, frozenset(ends), 8, Sampling(seed=4)))])
+        return [tuple(one.tokens) for one in found]
+
+    whole, ended = sample({99}), sample({EOS, 2, 3})
+    assert len({len(one) for one in ended}) > 2
+    for long, short in zip(whole, ended, strict=True):
+        assert long[: len(short)] == short
+    assert sample({99}) == whole
+
+
+@pytest.mark.parametrize("least", [0, 1, 2, 4])
+@pytest.mark.parametrize("beams", [1, 3])
+def test_min_new_tokens_is_kept_exactly(least, beams) -> None:
+    # A language that wants to end at once ends as soon as it may.
+    def search():
+        return BeamSearch(6, frozenset({EOS}), beams) if beams > 1 else RowSearch(6, frozenset({EOS}))
+
+    processors = [MinNewTokens(least, 1, (EOS,))]
+    for found in decode(ToyEngine(6, eos=20.0), [ask(i, search, processors=processors) for i in range(6)]):
+        assert len(found[0].tokens) == least + 1
+        assert found[0].tokens.index(EOS) == least
+
+
+@pytest.mark.parametrize("beams", [1, 2])
+def test_nothing_left_to_say_ends_the_row(beams) -> None:
+    # Without repeating a token there are four to say; then even min_new_tokens can't keep it from ending.
+    def search():
+        return BeamSearch(8, frozenset({EOS}), beams) if beams > 1 else RowSearch(8, frozenset({EOS}))
+
+    processors = [NoRepeatNgrams(1, 1), MinNewTokens(8, 1, (EOS,)), EndWhereNothingFollows((EOS,))]
+    for found in decode(ToyEngine(4), [ask(i, search, processors=processors) for i in range(4)]):
+        assert sorted(found[0].tokens[:4]) == [0, 2, 3, 4] and found[0].tokens[4:] == [EOS]
+
+
+def test_where_nothing_may_follow_a_row_ends_with_what_it_has() -> None:
+    engine = ToyEngine(2)
+    engine.table[:, :, 2] = -math.inf  # behind a 2 stands nothing
+    engine.table[0, 0, 0] = torch.tensor([-math.inf, -math.inf, 0.0, -math.inf, -math.inf])
+    engine.table[1, 0, 0] = -math.inf
+    for sampling in (None, Sampling(seed=1)):
+        requests = [ask(i, lambda s=sampling: RowSearch(5, frozenset({EOS}), 1, s)) for i in range(2)]
+        (first,), (second,) = decode(engine, requests)
+        assert (first.tokens, first.score) == ([2], 0.0)
+        assert (second.tokens, second.score) == ([], -math.inf)
+    assert [[h.tokens for h in found] for found in beams_of(engine, [5, 5], 2, num_return=2)] == [[], []]
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("log_probs", [True, False])
+@pytest.mark.parametrize("beams", [1, 2])
+@pytest.mark.parametrize("sampling", [None, Sampling(), Sampling(top_k=2, top_p=0.5)], ids=str)
+def test_a_model_that_gives_nan_is_named(value, log_probs, beams, sampling) -> None:
+    engine = ToyEngine(3, eos=-5.0)
+    engine.table[1, :, :, 3] = value
+
+    def search():
+        eos = frozenset({EOS})
+        return BeamSearch(4, eos, beams) if beams > 1 else RowSearch(4, eos, 1, sampling)
+
+    with pytest.raises(ValueError, match="the model gives NaN or infinite logits"):
+        decode(engine, [ask(source, search, log_probs=log_probs or beams > 1) for source in range(3)])
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, VOCAB])
+def test_of_equal_tokens_the_lowest_comes_first_whoever_else_is_asked_for(count) -> None:
+    # In 16 bits equal logits are common; a neighbour that asks for more candidates changes nothing.
+    from fastformer.generation.engines import Selection
+    from fastformer.generation.engines.choice import choose
+
+    logits = torch.randint(0, 3, (50, 40), generator=torch.Generator().manual_seed(0)).float()
+    logits[::2, 7] = -math.inf
+    found = choose(logits, Selection(count, log_probs=False))
+    for row, ids, values in zip(logits.tolist(), *found, strict=True):
+        assert ids == sorted(range(40), key=lambda token: (-row[token], token))[:count]
+        assert values == [row[token] for token in ids]
