@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 
 import pytest
 import torch
@@ -234,7 +235,6 @@ def test_one_that_fails_hits_its_own_request_only(processor, kind, message) -> N
         assert requests[source].error is None
         assert tuple(requests[source].results[0].tokens) == plain_greedy(engine, source, 5)
     assert requests[1].is_done and requests[1].results == []
-    with pytest.raises(kind, match=message):
-        raise requests[1].error
+    assert isinstance(requests[1].error, kind) and re.search(message, str(requests[1].error))
     with pytest.raises(kind, match=message):
         decode(engine, [ask(0, greedy), ask(1, greedy, processors=[processor])])

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection
+from functools import partial
 
 import pytest
 import torch
 
+from fastformer.generation.engines import Selection
+from fastformer.generation.engines.choice import choose
 from fastformer.generation.processors import EndWhereNothingFollows, MinNewTokens, NoRepeatNgrams
 from fastformer.generation.search import BeamSearch, RowSearch, Sampling, length_penalty
 from fastformer.generation.search import Hypothesis as Found
@@ -27,7 +30,7 @@ from tests.generation.toy import (
 def beams_of(engine: ToyEngine, limits: list[int], beams: int, *, ends: Collection[int] = (EOS,), **options):
     """What a beam search finds for each source, all of them decoded together."""
     requests = [
-        ask(source, lambda limit=limit: BeamSearch(limit, frozenset(ends), beams, **options))
+        ask(source, partial(BeamSearch, limit, frozenset(ends), beams, **options))
         for source, limit in enumerate(limits)
     ]
     return decode(engine, requests, max_rows=10_000)
@@ -82,7 +85,8 @@ def test_beam_search_is_the_plain_one(beams, returned, early_stopping, alpha) ->
         engine = ToyEngine(10, eos=eos)
         limits = [1 + source % 7 for source in range(10)]
         for source, found in enumerate(beams_of(engine, limits, beams, **options)):
-            assert_found(found, plain_beam_search(engine, source, limits[source], beams, alpha, returned, early_stopping))
+            expected = plain_beam_search(engine, source, limits[source], beams, alpha, returned, early_stopping)
+            assert_found(found, expected)
 
 
 @pytest.mark.parametrize("early_stopping", [False, True])
@@ -109,9 +113,7 @@ def test_diverse_beam_search_is_the_plain_one(beams, groups, returned, diversity
         together = beams_of(engine, limits, beams, early_stopping=early_stopping, **options)
         for source, found in enumerate(together):
             plain = {"groups": groups, "diversity": diversity}
-            expected = plain_beam_search(
-                engine, source, limits[source], beams, 0.6, returned, early_stopping, **plain
-            )
+            expected = plain_beam_search(engine, source, limits[source], beams, 0.6, returned, early_stopping, **plain)
             assert_found(found, expected)
 
 
@@ -168,7 +170,7 @@ def test_a_beam_of_four_finds_the_best_where_it_keeps_it() -> None:
 def test_greedy_takes_the_best_and_sums_its_scores(ends) -> None:
     engine = ToyEngine(20)
     limits = [1 + source % 7 for source in range(20)]
-    requests = [ask(i, lambda limit=limit: RowSearch(limit, frozenset(ends))) for i, limit in enumerate(limits)]
+    requests = [ask(i, partial(RowSearch, limit, frozenset(ends))) for i, limit in enumerate(limits)]
     for source, (found,) in enumerate(decode(engine, requests)):
         assert tuple(found.tokens) == plain_greedy(engine, source, limits[source], ends)
         assert found.log_probs == pytest.approx(engine.log_probs(source, found.tokens), abs=1e-5)
@@ -179,9 +181,7 @@ def test_without_log_probs_the_tokens_are_the_same() -> None:
     def requests(**options):
         sampling = Sampling(1.3, 4, 0.95, seed=3)
         return [
-            ask(i, lambda s=s: RowSearch(6, frozenset({EOS}), 1, s), **options)
-            for i in range(8)
-            for s in (None, sampling)
+            ask(i, partial(RowSearch, 6, frozenset({EOS}), 1, s), **options) for i in range(8) for s in (None, sampling)
         ]
 
     with_them, without = (decode(ToyEngine(8), requests(log_probs=wanted)) for wanted in (True, False))
@@ -191,7 +191,7 @@ def test_without_log_probs_the_tokens_are_the_same() -> None:
 
 def test_samples_have_the_scores_of_their_tokens_and_keep_their_order() -> None:
     engine = ToyEngine(5, eos=0.5)
-    requests = [ask(i, lambda i=i: RowSearch(6, frozenset({EOS}), 6, Sampling(0.7, 3, 0.9, seed=i))) for i in range(5)]
+    requests = [ask(i, partial(RowSearch, 6, frozenset({EOS}), 6, Sampling(0.7, 3, 0.9, seed=i))) for i in range(5)]
     for source, found in enumerate(decode(engine, requests)):
         assert len(found) == 6 and len({tuple(sample.tokens) for sample in found}) > 1
         assert len({len(sample.tokens) for sample in found}) > 1  # they end at different steps
@@ -249,7 +249,7 @@ def test_where_nothing_may_follow_a_row_ends_with_what_it_has() -> None:
     engine.table[0, 0, 0] = torch.tensor([-math.inf, -math.inf, 0.0, -math.inf, -math.inf])
     engine.table[1, 0, 0] = -math.inf
     for sampling in (None, Sampling(seed=1)):
-        requests = [ask(i, lambda s=sampling: RowSearch(5, frozenset({EOS}), 1, s)) for i in range(2)]
+        requests = [ask(i, partial(RowSearch, 5, frozenset({EOS}), 1, sampling)) for i in range(2)]
         (first,), (second,) = decode(engine, requests)
         assert (first.tokens, first.score) == ([2], 0.0)
         assert (second.tokens, second.score) == ([], -math.inf)
@@ -275,9 +275,6 @@ def test_a_model_that_gives_nan_is_named(value, log_probs, beams, sampling) -> N
 @pytest.mark.parametrize("count", [1, 2, 3, VOCAB])
 def test_of_equal_tokens_the_lowest_comes_first_whoever_else_is_asked_for(count) -> None:
     # In 16 bits equal logits are common; a neighbour that asks for more candidates changes nothing.
-    from fastformer.generation.engines import Selection
-    from fastformer.generation.engines.choice import choose
-
     logits = torch.randint(0, 3, (50, 40), generator=torch.Generator().manual_seed(0)).float()
     logits[::2, 7] = -math.inf
     found = choose(logits, Selection(count, log_probs=False))

@@ -38,7 +38,7 @@ def choose(logits: Tensor, selection: Selection) -> Candidates:
 
 
 def best_tokens(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The ids and the logits of the best `count` tokens of each row; of equal ones the lower ids, whatever the count."""
+    """The ids and the logits of each row's best tokens; of equal ones the lower ids, whatever the count."""
     if count == 1:
         values, ids = logits.max(-1, keepdim=True)
         return ids, values
@@ -46,7 +46,8 @@ def best_tokens(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
     tied = ((values[:, 1:] == values[:, :-1]) & (values[:, 1:] > -torch.inf)).any(-1)
     if bool(tied.any()):  # in 16 bits that is often so, and topk takes any of them
         rows = tied.nonzero().flatten()
-        values[rows], ids[rows] = (part[:, : values.shape[1]] for part in logits[rows].sort(descending=True, stable=True))
+        ordered = logits[rows].sort(descending=True, stable=True)
+        values[rows], ids[rows] = ordered.values[:, : values.shape[1]], ordered.indices[:, : values.shape[1]]
     return ids[:, :count], values[:, :count]
 
 
