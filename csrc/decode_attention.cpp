@@ -95,11 +95,11 @@ struct Call {
 };
 
 template <typename T>
-void decode(const Call& call, const Tensor& q, const Cache<T>& k_cache, const Cache<T>& v_cache,
-            const OptionalTensor& k, const OptionalTensor& v, Tensor& out) {
+void decode(const Call& call, const Tensor& q, const Cache<T>& k_cache, const Cache<T>& v_cache, const Tensor& k,
+            const Tensor& v, Tensor& out) {
   using acc = acc_t<T>;
   const Problem& p = call.p;
-  const Rows<const T> q_rows(q);
+  const Rows<const T> q_rows(q), k_rows(k), v_rows(v);
   const Rows<T> out_rows(out);
   const int64_t group = p.num_heads / p.num_kv_heads;
   int64_t elements = 0;
@@ -109,23 +109,26 @@ void decode(const Call& call, const Tensor& q, const Cache<T>& k_cache, const Ca
   const int64_t heads = p.batch >= 4 * at::get_num_threads() ? p.num_kv_heads : 1, parts = p.num_kv_heads / heads;
   for_each_task(p.batch * parts, elements > kSerialElements, [&](int64_t task) {
     static thread_local std::vector<acc> scores;
-    const int64_t b = task / parts, begin = task % parts * heads;
+    const int64_t b = task / parts, first_head = task % parts * heads, end_head = first_head + heads;
     const Sequence s = call.sequence(b);
+    const int64_t row = s.k_batch;
     if (static_cast<int64_t>(scores.size()) < s.keys + kScoreRoom) scores.resize(2 * s.keys + kScoreRoom);
-    call.places.with(s.k_batch, [&](auto tokens) {
-      for (int64_t kv_head = begin; kv_head < begin + heads; ++kv_head) {
-        if (k) {
+    call.places.with(row, [&](auto tokens) {
+      for (int64_t kv_head = first_head; kv_head < end_head; ++kv_head) {
+        const T* keys = k_cache.at(row, kv_head);
+        const T* values = v_cache.at(row, kv_head);
+        if (call.fresh) {
           const auto places = tokens.from(s.keys - call.fresh);
-          append<T>(Rows<const T>(*k), k_cache, places, s.k_batch, kv_head, call.fresh, p.head_dim);
-          append<T>(Rows<const T>(*v), v_cache, places, s.k_batch, kv_head, call.fresh, p.head_dim);
+          append<T>(k_rows, k_cache, places, row, kv_head, call.fresh, p.head_dim);
+          append<T>(v_rows, v_cache, places, row, kv_head, call.fresh, p.head_dim);
         }
         for (int64_t h = kv_head * group; h < (kv_head + 1) * group; ++h)
           for (int64_t i = 0; i < s.seqlen_q; ++i) {
             const Interval seen = p.keys_of(s, i);
-            attend_row<T>(q_rows.at(b, i, h), k_cache.at(s.k_batch, kv_head), v_cache.at(s.k_batch, kv_head),
-                          k_cache.stride, v_cache.stride, tokens.from(seen.begin),
+            const bool last = h + 1 == (kv_head + 1) * group && i + 1 == s.seqlen_q;
+            attend_row<T>(q_rows.at(b, i, h), keys, values, k_cache.stride, v_cache.stride, tokens.from(seen.begin),
                           std::max<int64_t>(0, seen.end - seen.begin), p.head_dim, p.scale2<acc>(), scores.data(),
-                          out_rows.at(b, i, h));
+                          out_rows.at(b, i, h), last && kv_head + 1 < end_head ? keys + k_cache.head_stride : nullptr);
           }
       }
     });
@@ -158,18 +161,20 @@ Tensor gathered(const Call& call, const Tensor& cache, const std::vector<Sequenc
 }
 
 template <typename T>
-void decode_blocked(Call& call, const Tensor& q, const Tensor& k_cache, const Tensor& v_cache, const OptionalTensor& k,
-                    const OptionalTensor& v, Tensor& out) {
+void decode_blocked(Call& call, const Tensor& q, const Tensor& k_cache, const Tensor& v_cache, const Tensor& k,
+                    const Tensor& v, Tensor& out) {
   Problem& p = call.p;
+  const Cache<T> k_to(k_cache, call.places), v_to(v_cache, call.places);
+  const Rows<const T> k_rows(k), v_rows(v);
   int64_t tokens = 0;
   for (int64_t b = 0; b < p.batch; ++b) {
     Sequence s = call.sequence(b);
-    if (k)
-      call.places.with(s.k_batch, [&](auto place) {
+    if (call.fresh)
+      call.places.with(s.k_batch, [&](auto tokens) {
         for (int64_t h = 0; h < p.num_kv_heads; ++h) {
-          const auto to = place.from(s.keys - call.fresh);
-          append<T>(Rows<const T>(*k), {k_cache, call.places}, to, s.k_batch, h, call.fresh, p.head_dim);
-          append<T>(Rows<const T>(*v), {v_cache, call.places}, to, s.k_batch, h, call.fresh, p.head_dim);
+          const auto places = tokens.from(s.keys - call.fresh);
+          append<T>(k_rows, k_to, places, s.k_batch, h, call.fresh, p.head_dim);
+          append<T>(v_rows, v_to, places, s.k_batch, h, call.fresh, p.head_dim);
         }
       });
     if (call.places.table) {
@@ -199,12 +204,12 @@ Tensor decode_attention(const Tensor& q_in, Tensor k_cache, Tensor v_cache, cons
         !slot_table || cache.size(0) <= 1 || cache.size(1) <= 1 || cache.stride(0) == cache.size(1) * cache.stride(1),
         "the blocks of the caches must follow each other");
   }
-  const OptionalTensor k = k_in ? OptionalTensor(rows_of(*k_in)) : k_in,
-                       v = v_in ? OptionalTensor(rows_of(*v_in)) : v_in;
+  // Without new tokens the cache stands in their place; none are read from it.
+  const Tensor k = k_in ? rows_of(*k_in) : k_cache, v = v_in ? rows_of(*v_in) : v_cache;
   Call call{{},
             Places(slot_table),
             q.size(1),
-            k ? k->size(1) : 0,
+            k_in ? k.size(1) : 0,
             integers<int32_t>(cache_seqlens),
             cache_batch_idx ? integers<int32_t>(*cache_batch_idx) : std::vector<int32_t>()};
   Problem& p = call.p;

@@ -148,16 +148,21 @@ void weighted_sum(const acc_t<T>* weight, const T* v, int64_t stride, Tokens tok
   for (; c + kVecs * W <= dim; c += kVecs * W)
     weighted_columns<kVecs>(weight, v + c, stride, tokens, keys, W, factor, out + c);
   for (; c < dim; c += W)
-    weighted_columns<1>(weight, v + c, stride, tokens, keys, std::min(W, dim - c), factor, out + c);
+    weighted_columns<1>(weight, v + c, stride, tokens, keys, std::min<int64_t>(W, dim - c), factor, out + c);
 }
 
 constexpr int64_t kScoreRoom = 16;  // what attend_row writes beyond the scores of a row
 
-// One query row against the first `keys` of `tokens` in the cache of its kv head, whose keys and values are k_stride
-// and v_stride elements apart. `scores` has room for keys + kScoreRoom. Without keys the result is zeros.
-template <typename T, typename Tokens>
-void attend_row(const T* q, const T* k, const T* v, int64_t k_stride, int64_t v_stride, Tokens tokens, int64_t keys,
-                int64_t dim, acc_t<T> scale2, acc_t<T>* scores, T* out) {
+// Fetches the n elements at p into the second-level cache: the first has no room for what is wanted so much later.
+template <typename T>
+void prefetch(const T* p, int64_t n) {
+  for (int64_t i = 0; i < n; i += 64 / static_cast<int64_t>(sizeof(T))) __builtin_prefetch(p + i, 0, 2);
+}
+
+// attend_row for a `dim` that is a number, or a std::integral_constant for which the loops are unrolled.
+template <typename T, typename Tokens, typename Dim>
+void attend_row_of(const T* q, const T* k, const T* v, int64_t k_stride, int64_t v_stride, Tokens tokens, int64_t keys,
+                   Dim dim, acc_t<T> scale2, acc_t<T>* scores, T* out, const T* next_k) {
   using acc = acc_t<T>;
   using V = Vec<acc>;
   constexpr acc kNothing = -std::numeric_limits<acc>::infinity();
@@ -166,9 +171,7 @@ void attend_row(const T* q, const T* k, const T* v, int64_t k_stride, int64_t v_
     for (int64_t u = 0; u < 4; ++u) {
       const int64_t token = tokens(std::min(j + u, keys - 1));
       row[u] = k + token * k_stride;
-      // Tables scatter the values, which no hardware foresees: fetched here, they are there when the scores are.
-      const char* value = reinterpret_cast<const char*>(v + token * v_stride);
-      for (int64_t byte = 0; byte < dim * static_cast<int64_t>(sizeof(T)); byte += 64) __builtin_prefetch(value + byte);
+      prefetch(v + token * v_stride, dim);
     }
     V sum[4] = {V(acc(0)), V(acc(0)), V(acc(0)), V(acc(0))};
     for_each_vec<acc>(dim, [&](int64_t c, int64_t n) {
@@ -177,6 +180,8 @@ void attend_row(const T* q, const T* k, const T* v, int64_t k_stride, int64_t v_
     });
     store_sums(sum[0], sum[1], sum[2], sum[3], scores + j);
   }
+  if (next_k)
+    for (int64_t j = 0; j < keys; ++j) prefetch(next_k + tokens(j) * k_stride, dim);
   // Scores that weigh nothing fill the last vector, so that no step below has a rest.
   V(kNothing).store(scores + keys);
   V most(kNothing), total(acc(0));
@@ -195,6 +200,22 @@ void attend_row(const T* q, const T* k, const T* v, int64_t k_stride, int64_t v_
   const acc sum = total.sum();
   const acc inverse = sum == 0 ? acc(0) : acc(1) / sum;  // 0: a row that sees nothing; a NaN stays
   weighted_sum<T>(scores, v, v_stride, tokens, keys, dim, inverse, out);
+}
+
+// One query row against the first `keys` of `tokens` in the cache of its kv head, whose keys and values are k_stride
+// and v_stride elements apart. `scores` has room for keys + kScoreRoom. Without keys the result is zeros.
+//
+// Tables scatter the tokens, which no hardware foresees: the values are fetched while the scores are made, and before
+// the values are summed the keys of the same tokens at next_k, where the next head is given.
+template <typename T, typename Tokens>
+void attend_row(const T* q, const T* k, const T* v, int64_t k_stride, int64_t v_stride, Tokens tokens, int64_t keys,
+                int64_t dim, acc_t<T> scale2, acc_t<T>* scores, T* out, const T* next_k = nullptr) {
+  const auto run = [=](auto size) {
+    attend_row_of<T>(q, k, v, k_stride, v_stride, tokens, keys, size, scale2, scores, out, next_k);
+  };
+  if (dim == 64) return run(std::integral_constant<int64_t, 64>());
+  if (dim == 128) return run(std::integral_constant<int64_t, 128>());
+  run(dim);
 }
 
 }  // namespace fastformer
