@@ -8,14 +8,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fastformer.nn.cache import AttentionCache
 from fastformer.nn.dropout import check_dropout, dropout_seed
 from fastformer.nn.embedding import RotaryPositions
+from fastformer.nn.layer_cache import AttentionCache
 from fastformer.nn.layout import SequenceLayout
 from fastformer.nn.masks import merge_masks
 from fastformer.ops.attention import attention, resolve_window
 from fastformer.ops.attention_weights import attention_weights
-from fastformer.ops.decode_attention import decode_attention
 from fastformer.ops.rotary import rotary as rotate
 from fastformer.ops.varlen_attention import varlen_attention
 
@@ -276,21 +275,8 @@ class MultiheadAttention(nn.Module):
             )
         transposed = not packed and not self.batch_first
         if cache.is_static:
-            q, index = self._heads(F.linear(query, *self._q_weights())), cache.batch_index
-            q = q.transpose(0, 1) if transposed else q
-            if packed and index is not None:
-                # Each token reads the source of its own row; those behind the last sequence read any.
-                q, index = q[:, None], F.pad(index, (0, len(q) - len(index)))
-            out = decode_attention(
-                q,
-                cache.k,
-                cache.v,
-                cache.seqlens,
-                cache_batch_idx=index,
-                slot_table=cache.slot_table,
-                is_causal=False,
-            )
-            out = out.flatten(0, 1) if packed else out
+            q = self._heads(F.linear(query, *self._q_weights()))
+            out = cache.attend(q.transpose(0, 1) if transposed else q)
         else:
             if key is None or value is None:
                 raise ValueError("expected key and value; only a static cache takes their place")
@@ -298,32 +284,9 @@ class MultiheadAttention(nn.Module):
             if transposed:
                 q, k, v = q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1)
             q, k = self._rotate(q, k, rotary)
-            out = self._append(q, k, v, cache, layout if packed else None)
+            out = cache.append(q, k, v, self.window_size[0], layout if packed else None)
         out = out.flatten(-2)
         return self.out_proj(out.transpose(0, 1) if transposed else out)
-
-    def _append(self, q: Tensor, k: Tensor, v: Tensor, cache: AttentionCache, packed: SequenceLayout | None) -> Tensor:
-        # Stores k and v, and attends to them and to what the rows hold before them.
-        batch, seqlen = q.shape[:2] if packed is None else (packed.batch_size, packed.max_seqlen)
-        if batch != len(cache.seqlens):
-            raise ValueError(f"expected the {len(cache.seqlens)} rows of the cache, got a batch of {batch}")
-        if seqlen > cache.reserved:
-            raise ValueError(f"expected the tokens to be reserved first (KVCache.reserve), got {seqlen} more")
-        window = (self.window_size[0], 0)
-        if packed is not None:
-            if not cache.is_empty or cache.packed_slots is None or packed.cu_seqlens is None:
-                raise ValueError("expected rows that are empty, reserved with their lengths, for packed prompts")
-            cu_seqlens = packed.cu_seqlens
-            out = varlen_attention(q, k, v, cu_seqlens, cu_seqlens, seqlen, seqlen, window_size=window)
-        elif cache.is_empty and seqlen > 1:
-            # The first tokens see each other alone: the kernel that skips the triangle, then one copy.
-            out = attention(q, k, v, window_size=window)
-        else:
-            return decode_attention(
-                q, cache.k, cache.v, cache.seqlens, k=k, v=v, slot_table=cache.slot_table, window_left=window[0]
-            )
-        cache.write_first(k, v)
-        return out
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         # One product for self-attention, one for the query and one for the memory in cross-attention.

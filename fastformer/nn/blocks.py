@@ -222,6 +222,14 @@ class BlockTables:
 
     # Tokens are added.
 
+    def check_room(self, length: int, num_tokens: int) -> None:
+        """Raises ValueError where num_tokens more than length are more than max_seqlen."""
+        if num_tokens < 0 or length + num_tokens > self.max_seqlen:
+            raise ValueError(
+                f"the cache has room for {self.max_seqlen} tokens a row and holds up to {length}; {num_tokens} more "
+                "don't fit: make it with a larger max_seqlen"
+            )
+
     def reserve(self, first: int, num_tokens: int, counts: Ints | None = None) -> None:
         """Gives the rows of the groups from `first` on slots for num_tokens more each, or for counts (rows,)."""
         self.settle()
@@ -230,12 +238,7 @@ class BlockTables:
         begin, end = self.row_of(first), self.num_rows
         lengths = self.seqlens[begin:end]
         until = lengths + (num_tokens if counts is None else counts)
-        longest = int(until.max(initial=0))
-        if num_tokens < 0 or longest > self.max_seqlen:
-            raise ValueError(
-                f"the cache has room for {self.max_seqlen} tokens a row and holds up to {lengths.max(initial=0)}; "
-                f"{num_tokens} more don't fit: make it with a larger max_seqlen"
-            )
+        self.check_room(int(lengths.max(initial=0)), num_tokens)
         due = (until + (self.block_size - 1)) // self.block_size - self._given[begin:end]
         if due.max(initial=0) > 0:
             self._give_rows(begin, np.maximum(due, 0))
@@ -247,7 +250,7 @@ class BlockTables:
             row += begin
         column = position // self.block_size
         self.slots[row, position] = self._own[row, column] * self.block_size + (position - column * self.block_size)
-        self._used = max(self._used, longest)
+        self._used = max(self._used, int(until.max(initial=0)))
         self.reserved, self.reserved_from, self._counts, self.slots_changed = num_tokens, first, counts, True
         self.version += 1
         self._scattered |= self._ahead

@@ -4,62 +4,18 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from fastformer.nn.blocks import BlockTables, Ints, spread
 from fastformer.nn.blocks import CacheFullError as CacheFullError
+from fastformer.nn.blocks import spread
+from fastformer.nn.device_tables import DeviceTables
+from fastformer.nn.layer_cache import AttentionCache, LayerCache, host_lengths, memory_lengths
 
 BLOCK_SIZE = 16
-
-
-@dataclass
-class AttentionCache:
-    """What one attention of one layer sees of a `KVCache`: views, so that writing into them writes into the cache.
-
-    Attributes:
-        k, v: (num_blocks, block_size, num_kv_heads, head_dim).
-        slot_table: (rows, max_seqlen) int32, which token of `k.flatten(0, 1)` each position of a row is.
-        seqlens: (rows,) int32, how much of each row is filled.
-        batch_index: of cross-attention, int32: the table's row that each query row (or packed query token) reads.
-        reserved: the next tokens that every row has slots for.
-        is_static: True for cross-attention: nothing is appended.
-        is_empty: True before the first tokens of a self-attention.
-        packed_slots: (tokens,) int64 slots of the packed prompts that are reserved; None: padded ones are.
-    """
-
-    k: Tensor
-    v: Tensor
-    slot_table: Tensor
-    seqlens: Tensor
-    batch_index: Tensor | None = None
-    reserved: int = 0
-    is_static: bool = False
-    is_empty: bool = False
-    packed_slots: Tensor | None = None
-
-    def write_first(self, k: Tensor, v: Tensor) -> None:
-        """Stores the first tokens of empty rows: (rows, seqlen, num_kv_heads, head_dim), or packed (total, ...)."""
-        if self.packed_slots is not None:
-            slots = self.packed_slots
-            k, v = k[: len(slots)], v[: len(slots)]
-        else:
-            slots = self.slot_table[:, : k.shape[1]].flatten().long()
-            k, v = k.flatten(0, 1), v.flatten(0, 1)
-        self.k.flatten(0, 1).index_copy_(0, slots, k.to(self.k.dtype))
-        self.v.flatten(0, 1).index_copy_(0, slots, v.to(self.v.dtype))
-
-
-@dataclass
-class LayerCache:
-    """One layer's part of a `KVCache`, `cache[layer]`: what a lone layer takes as `cache=`."""
-
-    self_attention: AttentionCache
-    cross_attention: AttentionCache | None = None
 
 
 class KVCache:
@@ -93,12 +49,6 @@ class KVCache:
     Raises:
         ValueError: sizes that are no integers of at least 1.
     """
-
-    k: Tensor
-    v: Tensor
-    _tables: BlockTables
-    _host: Tensor
-    _device: Tensor
 
     def __init__(
         self,
@@ -144,16 +94,8 @@ class KVCache:
         # A kernel may load what lies behind a row's length before it masks it, and 0 * NaN would be NaN.
         self.k[:, 0] = 0
         self.v[:, 0] = 0
-        ends = BlockTables.ends(max_rows, max_seqlen, max_source_seqlen)
-        self._host = torch.zeros(ends[-1], dtype=torch.int32)
-        # On a CPU the ops read the tables where they are kept.
-        on_cpu = self.k.device.type == "cpu"
-        self._device = self._host if on_cpu else torch.zeros(ends[-1], dtype=torch.int32, device=self.k.device)
-        parts = self._device.tensor_split(ends[:-1])
-        self._seqlens, self._keys, slots, self._source_seqlens, sources = parts
-        self._slots, self._source_slots = slots.view(max_rows, max_seqlen), sources.view(max_rows, max_source_seqlen)
-        self._sources_begin = ends[2]
-        self._tables = BlockTables(max_rows, max_seqlen, max_source_seqlen, num_blocks, size, self._host.numpy())
+        self._on_device = DeviceTables(max_rows, max_seqlen, max_source_seqlen, num_blocks, size, self.k.device)
+        self._tables = self._on_device.host
         self._shared = None
 
     # What there is.
@@ -248,13 +190,13 @@ class KVCache:
     def seqlens(self) -> Tensor:
         """(num_rows,) int32, the tokens in each row, on the cache's device. Not to be written."""
         self._upload(slots=False)
-        return self._seqlens[self._rows()]
+        return self._on_device.seqlens[self._rows()]
 
     @property
     def slot_table(self) -> Tensor:
         """(num_rows, max_seqlen) int32, for `ops.decode_attention`: which token of the cache each position is."""
         self._upload()
-        return self._slots[self._rows()]
+        return self._on_device.slots[self._rows()]
 
     def positions(self, num_tokens: int) -> Tensor:
         """The positions of the next tokens of each row: (num_rows, num_tokens) int64."""
@@ -262,33 +204,30 @@ class KVCache:
 
     def __getitem__(self, layer: int) -> LayerCache:
         """The part of one layer. What is appended to it must have been reserved."""
-        tables, compiling = self._tables, torch.compiler.is_compiling()
-        if not compiling:
-            tables.settle()
-        if compiling or self._shared is None or self._shared[0] != tables.version:
-            # What the layers have in common is found once a step.
-            packed_slots, keys = self._packed or (None, None)
-            own = AttentionCache(
-                self.k,
-                self.v,
-                self.slot_table,
-                self.seqlens,
-                reserved=tables.reserved,
-                is_empty=self.length_bound == 0,
-                packed_slots=packed_slots,
-            )
-            cross = None
-            if self.has_memory:
-                keys = self._keys[self._rows()] if keys is None else keys
-                cross = AttentionCache(self.k, self.v, self._source_slots, self._source_seqlens, keys, is_static=True)
-            shared = (tables.version, LayerCache(own, cross))
-            if not compiling:
-                self._shared = shared
+        if torch.compiler.is_compiling():
+            step = self._all_layers()
         else:
-            shared = self._shared
-        k, v, (_, step) = self.k[layer], self.v[layer], shared
-        cross = step.cross_attention
+            # What the layers have in common is found once a step.
+            self._tables.settle()
+            if self._shared is None or self._shared[0] != self._tables.version:
+                self._shared = (self._tables.version, self._all_layers())
+            step = self._shared[1]
+        k, v, cross = self.k[layer], self.v[layer], step.cross_attention
         return LayerCache(replace(step.self_attention, k=k, v=v), None if cross is None else replace(cross, k=k, v=v))
+
+    def _all_layers(self) -> LayerCache:
+        packed_slots, keys = self._packed or (None, None)
+        first, reserved = self.length_bound == 0, self._tables.reserved
+        own = AttentionCache(
+            self.k, self.v, self.slot_table, self.seqlens, None, reserved, is_empty=first, packed_slots=packed_slots
+        )
+        if not self.has_memory:
+            return LayerCache(own)
+        tables = self._on_device
+        keys = tables.keys[self._rows()] if keys is None else keys
+        return LayerCache(
+            own, AttentionCache(self.k, self.v, tables.source_slots, tables.source_seqlens, keys, is_static=True)
+        )
 
     # Groups come and go.
 
@@ -349,12 +288,7 @@ class KVCache:
 
     def check_room(self, num_tokens: int) -> None:
         """Raises ValueError when rows would be longer than max_seqlen with `num_tokens` more."""
-        longest = self.length_bound
-        if num_tokens < 0 or longest + num_tokens > self.max_seqlen:
-            raise ValueError(
-                f"the cache has room for {self.max_seqlen} tokens a row and holds up to {longest}; "
-                f"{num_tokens} more don't fit: make it with a larger max_seqlen"
-            )
+        self._tables.check_room(self.length_bound, num_tokens)
 
     def reserve(self, num_tokens: int, seqlens: Sequence[int] | Tensor | None = None) -> None:
         """Takes the blocks for the next tokens of every row. The stacks call it; a lone layer's caller calls it.
@@ -372,15 +306,15 @@ class KVCache:
             if seqlens is not None or tables.pending or tables.reserved < num_tokens or tables.reserved_from:
                 raise ValueError("expected KVCache.reserve before each compiled step, for all its tokens")
             return
-        counts = None if seqlens is None else _host_lengths(seqlens)
-        self.check_room(num_tokens)
+        counts = None if seqlens is None else host_lengths(seqlens)
         tables.reserve(self._first, num_tokens, counts)
         self._packed = None
         if counts is not None:
             begin = tables.row_of(self._first)
             row, position = spread(counts)
             row += begin
-            self._packed = self._moved(tables.slots[row, position].astype(np.int64)), self._moved(tables.keys[row])
+            place = self._on_device.place
+            self._packed = place(tables.slots[row, position].astype(np.int64)), place(tables.keys[row])
         self._upload()
 
     def advance(self, num_tokens: int, seqlens: Sequence[int] | Tensor | None = None) -> None:
@@ -401,13 +335,9 @@ class KVCache:
                 raise ValueError("expected prompts of different lengths outside of compiled code")
             tables.pending += num_tokens
             return
-        current = not tables.rows_changed
-        tables.advance(self._first, num_tokens, None if seqlens is None else _host_lengths(seqlens))
+        counts = None if seqlens is None else host_lengths(seqlens)
+        self._on_device.advance(self._first, num_tokens, counts)
         self._packed = None
-        if current and seqlens is None and self._device is not self._host:
-            # The tables on the device lack nothing but this.
-            self._seqlens[self._rows()] += num_tokens
-            tables.rows_changed = False
 
     @torch.no_grad()
     def set_memory(
@@ -427,21 +357,7 @@ class KVCache:
             ValueError: other sizes than the cache has, or another number of sources than groups without one.
             CacheFullError: not as many blocks are free. Nothing is taken.
         """
-        if len(keys) != self.num_layers or len(values) != self.num_layers:
-            raise ValueError(f"expected keys and values of {self.num_layers} layers, got {len(keys)} and {len(values)}")
-        shape, sizes = keys[0].shape, self.k.shape[-2:]
-        if len(shape) not in (3, 4) or shape[-2:] != sizes or any(x.shape != shape for x in (*keys, *values)):
-            raise ValueError(
-                f"expected keys and values of (sources, source_seqlen, {sizes[0]}, {sizes[1]}) or (total, {sizes[0]}, "
-                f"{sizes[1]}), the same for all layers, got {tuple(shape)}"
-            )
-        padded = len(shape) == 4
-        if seqlens is None and not padded:
-            raise ValueError("expected seqlens along with packed keys and values")
-        lengths = np.full(shape[0], shape[1], np.int32) if seqlens is None else _host_lengths(seqlens)
-        most, total = int(lengths.max(initial=0)), int(lengths.sum())
-        if lengths.min(initial=0) < 0 or (most > shape[1] or len(lengths) != shape[0] if padded else total > shape[0]):
-            raise ValueError(f"expected seqlens that keys of shape {tuple(shape)} have, got {lengths.tolist()}")
+        lengths = memory_lengths(keys, values, seqlens, self.k)
         tables = self._tables
         groups = [self._first + i for i, there in enumerate(tables.has_source[self._first :]) if not there]
         if len(groups) != len(lengths):
@@ -449,17 +365,16 @@ class KVCache:
                 f"expected a source for each of the {len(groups)} groups without one, got {len(lengths)}: rows that "
                 "share a source are one group"
             )
-        if most > tables.max_source_seqlen:
-            self._widen(most)
-        slots = self._moved(self._tables.set_sources(groups, lengths).astype(np.int64))
-        real: Tensor | None = None
-        if padded and total < shape[0] * shape[1]:
+        if lengths.max(initial=0) > tables.max_source_seqlen:
+            self._widen(int(lengths.max()))
+        slots = self._on_device.place(self._tables.set_sources(groups, lengths).astype(np.int64))
+        real = None
+        if keys[0].dim() == 4:
             source, position = spread(lengths)
-            real = self._moved(source * shape[1] + position)
+            real = self._on_device.place(source * keys[0].shape[1] + position)
         for stored, given in ((self.k, keys), (self.v, values)):
             for layer, x in zip(stored, given, strict=True):
-                x = x.flatten(0, 1) if padded else x[:total]
-                x = x if real is None else x.index_select(0, real)
+                x = x[: len(slots)] if real is None else x.flatten(0, 1)[real]
                 layer.flatten(0, 1).index_copy_(0, slots, x.to(layer.dtype))
 
     def _widen(self, source_seqlen: int) -> None:
@@ -478,34 +393,5 @@ class KVCache:
 
     def _upload(self, slots: bool = True) -> None:
         # Compiled code reads what `reserve` has uploaded before it.
-        if torch.compiler.is_compiling():
-            return
-        tables = self._tables
-        tables.settle()
-        if self._device is self._host:
-            return
-        if tables.rows_changed or (slots and tables.slots_changed):
-            self._copy(0, 2 * tables.max_rows + tables.num_rows * tables.max_seqlen)
-            tables.rows_changed = tables.slots_changed = False
-        if tables.sources_changed:
-            self._copy(self._sources_begin, len(self._host))
-            tables.sources_changed = False
-
-    def _copy(self, begin: int, end: int) -> None:
-        # Through a pinned copy, so that the host may write to the tables while the upload is under way: torch gives the
-        # copy's memory to others only when the device is done with it.
-        staged = self._host[begin:end]
-        staged = staged.pin_memory() if self._device.is_cuda else staged
-        self._device[begin:end].copy_(staged, non_blocking=True)
-
-    def _moved(self, array: npt.NDArray[np.integer]) -> Tensor:
-        tensor = torch.from_numpy(array)
-        tensor = tensor.pin_memory() if self._device.is_cuda else tensor
-        return tensor.to(self._device.device, non_blocking=True)
-
-
-def _host_lengths(seqlens: Sequence[int] | Tensor) -> Ints:
-    values = seqlens.cpu().numpy() if isinstance(seqlens, Tensor) else np.asarray(seqlens)
-    if values.ndim != 1 or not (values.dtype.kind in "iu" or not len(values)):
-        raise ValueError(f"expected seqlens of shape (rows,) with integers, got {values.dtype} {values.shape}")
-    return values.astype(np.int32)
+        if not torch.compiler.is_compiling():
+            self._on_device.upload(slots)

@@ -9,10 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastformer.nn.attention import MultiheadAttention, Window
-from fastformer.nn.cache import LayerCache
 from fastformer.nn.dropout import active_dropout
 from fastformer.nn.embedding import RotaryPositions
 from fastformer.nn.feed_forward import Activation, apply_feed_forward, resolve_activation
+from fastformer.nn.layer_cache import LayerCache
 from fastformer.nn.layout import SequenceLayout
 from fastformer.nn.norm import AddLayerNorm
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fastformer.nn.cache import KVCache
+from fastformer.nn.cached_step import CachedStep, check_layers, check_masks
 from fastformer.nn.embedding import RotaryPositions
 from fastformer.nn.feed_forward import Activation
 from fastformer.nn.layers import ResidualStream, TransformerDecoderLayer, TransformerEncoderLayer
@@ -130,9 +131,9 @@ class TransformerEncoder(_Stack):
         """
         is_causal = is_causal_mask(mask) if is_causal is None else is_causal
         if cache is not None:
-            _check_cached_masks(mask, src_key_padding_mask, is_causal)
+            check_masks(mask, src_key_padding_mask, is_causal)
             mask = None
-            step = _CachedStep(cache, src, self.layers, layout)
+            step = CachedStep(cache, src, self.layers, layout)
             step.reserve()
 
         def call(layer: nn.Module, i: int, state: State) -> State:
@@ -204,11 +205,11 @@ class TransformerDecoder(_Stack):
         """
         tgt_is_causal = is_causal_mask(tgt_mask) if tgt_is_causal is None else tgt_is_causal
         if cache is not None:
-            _check_cached_masks(tgt_mask, tgt_key_padding_mask, tgt_is_causal)
+            check_masks(tgt_mask, tgt_key_padding_mask, tgt_is_causal)
             tgt_mask = None
             if memory_mask is not None:
                 raise ValueError("expected no memory_mask along with a cache")
-            step = _CachedStep(cache, tgt, self.layers, layout)
+            step = CachedStep(cache, tgt, self.layers, layout)
             if not cache.has_memory:
                 if memory is None:
                     raise ValueError("expected a memory: the cache holds none yet")
@@ -261,7 +262,7 @@ class TransformerDecoder(_Stack):
         Raises:
             ValueError: see `KVCache.set_memory`; a cache of another number of layers.
         """
-        _check_layers(cache, self.layers)
+        check_layers(cache, self.layers)
         if memory.dim() != (2 if memory_layout is not None and memory_layout.is_packed else 3):
             raise ValueError(f"expected a padded memory, or a packed memory_layout, got shape {tuple(memory.shape)}")
         pairs = [layer.multihead_attn.project_memory(memory) for layer in self.layers]
@@ -274,45 +275,6 @@ class TransformerDecoder(_Stack):
             pairs = [(k[~mask], v[~mask]) for k, v in pairs]
             seqlens = (~mask).sum(1)
         cache.set_memory([k for k, _ in pairs], [v for _, v in pairs], seqlens)
-
-
-class _CachedStep:
-    """What a stack does with a cache before its layers run, and after."""
-
-    def __init__(self, cache: KVCache, x: Tensor, layers: Any, layout: SequenceLayout | None) -> None:
-        _check_layers(cache, layers)
-        packed = layout is not None and layout.is_packed
-        if x.dim() != (2 if packed else 3):
-            expected = "packed tokens (the layout is packed)" if packed else "a padded batch, or a packed layout,"
-            raise ValueError(f"expected {expected} along with a cache, got a tensor of shape {tuple(x.shape)}")
-        if packed and layout is not None:
-            batch, self.num_tokens = layout.batch_size, layout.max_seqlen
-            if cache.length_bound > 0:
-                raise ValueError("expected packed prompts for rows that are empty, got rows with tokens (KVCache.tail)")
-        else:
-            batch, self.num_tokens = x.shape[:2] if layers[0].self_attn.batch_first else (x.shape[1], x.shape[0])
-        if batch != cache.num_rows:
-            raise ValueError(f"expected the {cache.num_rows} rows of the cache, got a batch of {batch}")
-        cache.check_room(self.num_tokens)
-        self.cache, self.seqlens = cache, None if layout is None else layout.read_seqlens()
-        self.packed_seqlens = self.seqlens if packed else None
-
-    def reserve(self) -> None:
-        self.cache.reserve(self.num_tokens, self.packed_seqlens)
-
-    def advance(self) -> None:
-        self.cache.advance(self.num_tokens, self.seqlens)
-
-
-def _check_layers(cache: KVCache, layers: Any) -> None:
-    if cache.num_layers != len(layers):
-        raise ValueError(f"expected a cache of {len(layers)} layers, got one of {cache.num_layers}")
-
-
-def _check_cached_masks(mask: Tensor | None, key_padding_mask: Tensor | None, is_causal: bool) -> None:
-    # Cached attention is causal; a mask that says just that is accepted and not needed.
-    if key_padding_mask is not None or (mask is not None and not is_causal):
-        raise ValueError("expected no mask but the causal one along with a cache; `layout=` says what is padding")
 
 
 class Transformer(nn.Module):

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import random
 
-import numpy as np
 import pytest
 import torch
 
 from fastformer.nn.cache import CacheFullError, KVCache
+from fastformer.nn.device_tables import DeviceTables
 
 LAYERS, ROWS, SEQLEN, SOURCE, SIZE = 2, 9, 23, 7, 4
 
@@ -387,12 +387,8 @@ def test_nothing_moves_and_nothing_is_allocated_in_a_step():
 
 def test_the_device_has_what_the_host_has(monkeypatch):
     """With tables of its own, as on a GPU, the device lacks nothing at any look, and a step is one upload."""
+    monkeypatch.setattr(DeviceTables, "is_host", staticmethod(lambda device: False))
     cache, oracle = (cache := new_cache()), Oracle(cache)
-    cache._device = cache._host.clone()
-    ends = [part.numel() for part in (cache._seqlens, cache._keys, cache._slots, cache._source_seqlens)]
-    parts = cache._device.tensor_split(list(np.cumsum(ends)))
-    cache._seqlens, cache._keys, cache._source_seqlens = parts[0], parts[1], parts[3]
-    cache._slots, cache._source_slots = parts[2].view(ROWS, SEQLEN), parts[4].view(ROWS, SOURCE)
     rng = random.Random(5)
     for _ in range(150):
         longest = max((len(row.tokens) for row in oracle.rows()), default=0)
@@ -404,13 +400,13 @@ def test_the_device_has_what_the_host_has(monkeypatch):
     oracle.set_memory([2, 3])
     oracle.append(6)
     uploads = []
-    copied = cache._copy
+    copied = cache._on_device._copy
 
     def counted(*span):
         uploads.append(span)
         copied(*span)
 
-    monkeypatch.setattr(cache, "_copy", counted)
+    monkeypatch.setattr(cache._on_device, "_copy", counted)
     for _ in range(3):
         assert cache.positions(1).flatten().tolist() == cache.lengths * 2
         cache.reserve(1)

@@ -1,0 +1,63 @@
+"""What a stack does with a cache before its layers run, and after."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from fastformer.nn.cache import KVCache
+from fastformer.nn.layout import SequenceLayout
+
+
+class CachedStep:
+    """A run of a stack's layers that appends to a cache. Making one checks that it can, and takes nothing.
+
+    Args:
+        cache: what is appended to.
+        x: the stack's input, padded, or the packed prompts of rows that are empty.
+        layers: the stack's.
+        layout: of x.
+
+    Raises:
+        ValueError: another number of layers or of rows than the cache has; shapes that don't fit; more tokens than
+            there is room for; packed prompts where rows have tokens.
+    """
+
+    def __init__(self, cache: KVCache, x: Tensor, layers: nn.ModuleList, layout: SequenceLayout | None) -> None:
+        check_layers(cache, layers)
+        packed = layout is not None and layout.is_packed
+        if x.dim() != (2 if packed else 3):
+            expected = "packed tokens (the layout is packed)" if packed else "a padded batch, or a packed layout,"
+            raise ValueError(f"expected {expected} along with a cache, got a tensor of shape {tuple(x.shape)}")
+        if packed and layout is not None:
+            batch, self.num_tokens = layout.batch_size, layout.max_seqlen
+            if cache.length_bound > 0:
+                raise ValueError("expected packed prompts for rows that are empty, got rows with tokens (KVCache.tail)")
+        else:
+            attention = layers[0].self_attn
+            assert isinstance(attention, nn.Module)
+            batch, self.num_tokens = x.shape[:2] if attention.batch_first else (x.shape[1], x.shape[0])
+        if batch != cache.num_rows:
+            raise ValueError(f"expected the {cache.num_rows} rows of the cache, got a batch of {batch}")
+        cache.check_room(self.num_tokens)
+        self.cache, self.seqlens = cache, None if layout is None else layout.read_seqlens()
+        self.packed_seqlens = self.seqlens if packed else None
+
+    def reserve(self) -> None:
+        """Before the layers."""
+        self.cache.reserve(self.num_tokens, self.packed_seqlens)
+
+    def advance(self) -> None:
+        """After them."""
+        self.cache.advance(self.num_tokens, self.seqlens)
+
+
+def check_layers(cache: KVCache, layers: nn.ModuleList) -> None:
+    """Raises ValueError for another number of layers than the cache has."""
+    if cache.num_layers != len(layers):
+        raise ValueError(f"expected a cache of {len(layers)} layers, got one of {cache.num_layers}")
+
+
+def check_masks(mask: Tensor | None, key_padding_mask: Tensor | None, is_causal: bool) -> None:
+    """Raises ValueError for masks: cached attention is causal, and one that says just that is accepted."""
+    if key_padding_mask is not None or (mask is not None and not is_causal):
+        raise ValueError("expected no mask but the causal one along with a cache; `layout=` says what is padding")

@@ -1,0 +1,137 @@
+"""What one layer, and one attention of it, sees of a `KVCache`, and what a cache is handed for all layers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch.nn.functional as F
+from torch import Tensor
+
+from fastformer.nn.blocks import Ints
+from fastformer.nn.layout import SequenceLayout
+from fastformer.ops.attention import attention
+from fastformer.ops.decode_attention import decode_attention
+from fastformer.ops.varlen_attention import varlen_attention
+
+
+@dataclass
+class AttentionCache:
+    """One attention's part of a `KVCache`: views, so that writing into them writes into the cache.
+
+    Attributes:
+        k, v: (num_blocks, block_size, num_kv_heads, head_dim).
+        slot_table: (rows, max_seqlen) int32, which token of `k.flatten(0, 1)` each position of a row is.
+        seqlens: (rows,) int32, how much of each row is filled.
+        batch_index: of cross-attention, int32: the table's row that each query row (or packed query token) reads.
+        reserved: the next tokens that every row has slots for.
+        is_static: True for cross-attention: nothing is appended.
+        is_empty: True before the first tokens of a self-attention.
+        packed_slots: (tokens,) int64 slots of the packed prompts that are reserved; None: padded ones are.
+    """
+
+    k: Tensor
+    v: Tensor
+    slot_table: Tensor
+    seqlens: Tensor
+    batch_index: Tensor | None = None
+    reserved: int = 0
+    is_static: bool = False
+    is_empty: bool = False
+    packed_slots: Tensor | None = None
+
+    def attend(self, q: Tensor) -> Tensor:
+        """Cross-attention of q: (rows, seqlen_q, num_heads, head_dim), or packed (total, num_heads, head_dim)."""
+        packed, index = q.dim() == 3, self.batch_index
+        if packed and index is not None:
+            # Each token reads the source of its own row; those behind the last sequence read any.
+            q, index = q[:, None], F.pad(index, (0, len(q) - len(index)))
+        out = decode_attention(
+            q, self.k, self.v, self.seqlens, cache_batch_idx=index, slot_table=self.slot_table, is_causal=False
+        )
+        return out.flatten(0, 1) if packed else out
+
+    def append(self, q: Tensor, k: Tensor, v: Tensor, window_left: int | None, packed: SequenceLayout | None) -> Tensor:
+        """Stores k and v, and attends from q to them and to what the rows hold before them.
+
+        Args:
+            q: (rows, seqlen, num_heads, head_dim), or packed (total, num_heads, head_dim).
+            k, v: likewise, of num_kv_heads.
+            window_left: how many keys before its own a query sees; None = all.
+            packed: the layout of packed prompts.
+
+        Raises:
+            ValueError: another number of rows than the cache has, tokens that were not reserved.
+        """
+        batch, seqlen = q.shape[:2] if packed is None else (packed.batch_size, packed.max_seqlen)
+        if batch != len(self.seqlens):
+            raise ValueError(f"expected the {len(self.seqlens)} rows of the cache, got a batch of {batch}")
+        if seqlen > self.reserved:
+            raise ValueError(f"expected the tokens to be reserved first (KVCache.reserve), got {seqlen} more")
+        window = (window_left, 0)
+        if packed is not None:
+            if not self.is_empty or self.packed_slots is None or packed.cu_seqlens is None:
+                raise ValueError("expected rows that are empty, reserved with their lengths, for packed prompts")
+            cu_seqlens, slots = packed.cu_seqlens, self.packed_slots
+            out = varlen_attention(q, k, v, cu_seqlens, cu_seqlens, seqlen, seqlen, window_size=window)
+            k, v = k[: len(slots)], v[: len(slots)]
+        elif self.is_empty and seqlen > 1:
+            # The first tokens see each other alone: the kernel that skips the triangle, then one copy.
+            out = attention(q, k, v, window_size=window)
+            slots = self.slot_table[:, :seqlen].flatten().long()
+            k, v = k.flatten(0, 1), v.flatten(0, 1)
+        else:
+            return decode_attention(
+                q, self.k, self.v, self.seqlens, k=k, v=v, slot_table=self.slot_table, window_left=window_left
+            )
+        self.k.flatten(0, 1).index_copy_(0, slots, k.to(self.k.dtype))
+        self.v.flatten(0, 1).index_copy_(0, slots, v.to(self.v.dtype))
+        return out
+
+
+@dataclass
+class LayerCache:
+    """One layer's part of a `KVCache`, `cache[layer]`: what a lone layer takes as `cache=`."""
+
+    self_attention: AttentionCache
+    cross_attention: AttentionCache | None = None
+
+
+def host_lengths(seqlens: Sequence[int] | Tensor) -> Ints:
+    """Lengths as an array on the host. A tensor on a GPU is waited for.
+
+    Raises:
+        ValueError: no one-dimensional integers.
+    """
+    values = seqlens.cpu().numpy() if isinstance(seqlens, Tensor) else np.asarray(seqlens)
+    if values.ndim != 1 or not (values.dtype.kind in "iu" or not len(values)):
+        raise ValueError(f"expected seqlens of shape (rows,) with integers, got {values.dtype} {values.shape}")
+    return values.astype(np.int32)
+
+
+def memory_lengths(
+    keys: Sequence[Tensor], values: Sequence[Tensor], seqlens: Sequence[int] | Tensor | None, cache: Tensor
+) -> Ints:
+    """The lengths of the sources whose keys and values `KVCache.set_memory` is given; see there.
+
+    Args:
+        keys, values, seqlens: its arguments.
+        cache: its k.
+    """
+    if len(keys) != len(cache) or len(values) != len(cache):
+        raise ValueError(f"expected keys and values of {len(cache)} layers, got {len(keys)} and {len(values)}")
+    shape, sizes = keys[0].shape, cache.shape[-2:]
+    if len(shape) not in (3, 4) or shape[-2:] != sizes or any(x.shape != shape for x in (*keys, *values)):
+        raise ValueError(
+            f"expected keys and values of (sources, source_seqlen, {sizes[0]}, {sizes[1]}) or (total, {sizes[0]}, "
+            f"{sizes[1]}), the same for all layers, got {tuple(shape)}"
+        )
+    padded = len(shape) == 4
+    if seqlens is None and not padded:
+        raise ValueError("expected seqlens along with packed keys and values")
+    lengths = np.full(shape[0], shape[1], np.int32) if seqlens is None else host_lengths(seqlens)
+    most, total = lengths.max(initial=0), lengths.sum()
+    if lengths.min(initial=0) < 0 or (most > shape[1] or len(lengths) != shape[0] if padded else total > shape[0]):
+        raise ValueError(f"expected seqlens that keys of shape {tuple(shape)} have, got {lengths.tolist()}")
+    return lengths
