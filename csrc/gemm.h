@@ -27,6 +27,9 @@ constexpr int64_t kPanel = 16;
 template <typename T>
 constexpr int64_t kPair = std::is_same_v<T, bfloat16> ? 2 : 1;
 
+// Products longer than this are sums of sums: so long a slice of a panel stays in the second-level cache.
+constexpr int64_t kDepth = 512;
+
 inline int64_t round_up(int64_t x, int64_t multiple) { return (x + multiple - 1) / multiple * multiple; }
 
 // How many elements pack() writes for a (k, n) matrix.
@@ -50,6 +53,18 @@ void gemm(int64_t m, int64_t n, int64_t k, const T* a, int64_t lda, const T* pac
           bool accumulate) {
   gemm<T>(m, n, k, a, lda, packed, c, ldc, accumulate, k);
 }
+
+// C = A * B^T for at most kFewRows rows of A and a B (n, k) that is not packed, its rows ldb elements apart: packing would
+// cost more than the product. float and bf16. The sums are those of gemm() on the packed B, bit for bit, except where
+// use_brgemm(): there bf16 goes through gemm() alone.
+#if defined(CPU_CAPABILITY_AVX512)
+constexpr int64_t kFewRows = 16;
+#else
+constexpr int64_t kFewRows = 8;
+#endif
+template <typename T>
+void gemm_unpacked(int64_t m, int64_t n, int64_t k, const T* a, int64_t lda, const T* b, int64_t ldb, float* c,
+                   int64_t ldc);
 
 // C = A^T * B for a packed (k, m) A and a packed (k, n) B: the gradient of a weight. Never on AMX; see use_brgemm.
 template <typename T>

@@ -54,6 +54,8 @@ struct Vec<double> {
   friend Vec exp2(Vec a) { return std::exp2(a.v); }
   // x where condition > 0 or NaN, else y.
   friend Vec where_positive(Vec condition, Vec x, Vec y) { return condition.v <= 0 ? y : x; }
+  // A bit for each lane of a that is above b's or NaN.
+  friend uint32_t lanes_above(Vec a, Vec b) { return a.v <= b.v ? 0 : 1; }
   Vec first_lanes(int64_t) const { return v; }
   friend void store_sums(Vec a, Vec b, Vec c, Vec d, double* to) { to[0] = a.v, to[1] = b.v, to[2] = c.v, to[3] = d.v; }
   double sum() const { return v; }
@@ -100,6 +102,7 @@ struct Vec<float> {
   friend Vec where_positive(Vec condition, Vec x, Vec y) {
     return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(condition.v, _mm512_setzero_ps(), _CMP_NLE_UQ), y.v, x.v);
   }
+  friend uint32_t lanes_above(Vec a, Vec b) { return _mm512_cmp_ps_mask(a.v, b.v, _CMP_NLE_UQ); }
   friend Vec swap_neighbours(Vec a) { return _mm512_permute_ps(a.v, 0xB1); }  // 1, 0, 3, 2, ...
   friend Vec round(Vec a) { return _mm512_roundscale_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
   // a * 2**n for an integral n; goes to 0 and inf at the ends, as it should.
@@ -167,6 +170,9 @@ struct Vec<float> {
   friend Vec max(Vec a, Vec b) { return _mm256_max_ps(a.v, b.v); }
   friend Vec where_positive(Vec condition, Vec x, Vec y) {
     return _mm256_blendv_ps(y.v, x.v, _mm256_cmp_ps(condition.v, _mm256_setzero_ps(), _CMP_NLE_UQ));
+  }
+  friend uint32_t lanes_above(Vec a, Vec b) {
+    return static_cast<uint32_t>(_mm256_movemask_ps(_mm256_cmp_ps(a.v, b.v, _CMP_NLE_UQ)));
   }
   friend Vec swap_neighbours(Vec a) { return _mm256_permute_ps(a.v, 0xB1); }  // 1, 0, 3, 2, ...
   friend Vec round(Vec a) { return _mm256_round_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }

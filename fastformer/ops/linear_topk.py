@@ -7,11 +7,13 @@ eighth, many tokens would come out equal, and which of them is best would be a m
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from fastformer.ops import _extension
 from fastformer.ops._common import accumulation_dtype, check_dtype, check_features
 from fastformer.ops._library import autocast, define_op
 
@@ -77,12 +79,38 @@ def _fake(x: Tensor, weight: Tensor, k: int, log_probs: bool) -> tuple[Tensor, T
     return values, values.new_empty(values.shape, dtype=torch.int64)
 
 
+def _cpp_unsupported(op_name: str, *, x: Tensor, **_: object) -> str | None:
+    if x.dtype in (torch.float32, torch.float64, torch.bfloat16):
+        return None
+    return f"no C++ code for {x.dtype}"
+
+
+class _ReferenceOnly(Mapping[str, str]):
+    """No Triton kernel yet, and no C++ in an extension that was built before this op, until it is built again."""
+
+    def _reasons(self) -> dict[str, str]:
+        reasons = {"triton": "there is no Triton kernel for it yet"}
+        if _extension.load() is not None and _extension.function("linear_topk") is None:
+            reasons["cpp"] = "the C++ extension was built before this op; build it again"
+        return reasons
+
+    def __getitem__(self, backend: str) -> str:
+        return self._reasons()[backend]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._reasons())
+
+    def __len__(self) -> int:
+        return len(self._reasons())
+
+
 _op = define_op(
     "linear_topk(Tensor x, Tensor weight, int k, bool log_probs) -> (Tensor values, Tensor indices)",
     linear_topk_reference,
     stem="linear_topk",
     fake=_fake,
-    reference_only=dict.fromkeys(("cpp", "triton"), "there is no kernel for it yet"),
+    cpp_unsupported=_cpp_unsupported,
+    reference_only=_ReferenceOnly(),
 )
 
 
@@ -116,7 +144,12 @@ def linear_topk(x: Tensor, weight: Tensor, k: int, *, log_probs: bool = True) ->
     _check_k(k, weight.shape[0])
     if not isinstance(log_probs, bool):
         raise ValueError(f"expected log_probs to be True or False, got {log_probs!r}")
-    # Without gradients to the outside, too: what asks for one gets an error, and not zeros.
-    values, indices = _op(x.detach().reshape(-1, x.shape[-1]), weight.detach(), k, log_probs)
+    if torch.is_grad_enabled():
+        # What asks for a gradient gets an error, and not zeros.
+        x, weight = x.detach(), weight.detach()
+    # A decoding step takes well under a millisecond: it is spared the views that change nothing.
+    if x.dim() == 2:
+        return TopK(*_op(x, weight, k, log_probs))
+    values, indices = _op(x.reshape(-1, x.shape[-1]), weight, k, log_probs)
     shape = (*x.shape[:-1], k)
     return TopK(values.view(shape), indices.view(shape))

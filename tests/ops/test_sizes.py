@@ -19,6 +19,7 @@ from fastformer.ops import (
     embedding,
     feed_forward,
     linear_cross_entropy,
+    linear_topk,
     rotary,
     rotary_tables,
     use_backend,
@@ -121,6 +122,11 @@ def _loss(rows: int, dim: int, vocab_size: int) -> tuple[Op, Inputs]:
     return op, _random(x=(rows, dim), weight=(vocab_size, dim), bias=(vocab_size,))
 
 
+def _best(rows: int, dim: int, vocab_size: int) -> tuple[Op, Inputs]:
+    # All of them: a logit that is lost, or found twice, moves others.
+    return lambda x, weight: linear_topk(x, weight, vocab_size).values, _random(x=(rows, dim), weight=(vocab_size, dim))
+
+
 CASES: dict[str, Callable[[int], tuple[Op, Inputs]]] = {
     "attention-head_dim": _head_dim,
     "attention-keys": _keys,
@@ -135,6 +141,11 @@ CASES: dict[str, Callable[[int], tuple[Op, Inputs]]] = {
     "linear_cross_entropy-classes": lambda n: _loss(5, 6, n),
     "linear_cross_entropy-features": lambda n: _loss(5, n, 9),
     "linear_cross_entropy-rows": lambda n: _loss(n, 6, 9),
+    "linear_topk-classes": lambda n: _best(9, 6, n),
+    "linear_topk-classes-few-rows": lambda n: _best(5, 6, n),
+    "linear_topk-features": lambda n: _best(9, n, 9),
+    "linear_topk-features-few-rows": lambda n: _best(3, n, 40),
+    "linear_topk-rows": lambda n: _best(n, 6, 9),
 }
 
 
@@ -158,7 +169,7 @@ def test_every_size(case: str, dtype: torch.dtype) -> None:
     for n in SIZES:
         op, inputs = CASES[case](n)
         narrow = {name: value.to(dtype) for name, value in inputs.items()}
-        learns = case != "decode_attention"
+        learns = not case.startswith(("decode_attention", "linear_topk"))
         ours = _results(op, narrow, "cpp", learns)
         exact = _results(op, {name: value.double() for name, value in narrow.items()}, "reference", learns)
         for name, value in ours.items():

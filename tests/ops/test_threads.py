@@ -100,6 +100,12 @@ def _linear_cross_entropy(dtype: torch.dtype) -> tuple[Tensor, ...]:
     return losses, lse, *gradients, *CPP.linear_cross_entropy_fwd_bwd(x, weight, bias, target, *options, True)
 
 
+def _linear_topk(dtype: torch.dtype, rows: int) -> tuple[Tensor, ...]:
+    x, weight = _heads(dtype, (rows, 48), (7000, 48))
+    integers = CPP.linear_topk(x.round(), weight.round(), 20, True)  # many ties
+    return *CPP.linear_topk(x, weight, 8, True), *CPP.linear_topk(x, weight, 1, False), *integers
+
+
 def _rotary(dtype: torch.dtype, interleaved: bool) -> tuple[Tensor, ...]:
     (x,) = _heads(dtype, (3, 200, 4, 70))
     cos, sin = torch.randn(2, 300, 32)
@@ -127,6 +133,8 @@ CASES: dict[str, Run] = {
     "feed_forward-gelu": lambda dtype: _feed_forward(dtype, "gelu"),
     "feed_forward-swiglu": lambda dtype: _feed_forward(dtype, "swiglu"),
     "linear_cross_entropy": _linear_cross_entropy,
+    "linear_topk": lambda dtype: _linear_topk(dtype, 150),
+    "linear_topk-few-rows": lambda dtype: _linear_topk(dtype, 2),
     "rotary": lambda dtype: _rotary(dtype, False),
     "rotary-interleaved": lambda dtype: _rotary(dtype, True),
 }
