@@ -7,7 +7,6 @@ eighth, many tokens would come out equal, and which of them is best would be a m
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 import torch
@@ -85,32 +84,16 @@ def _cpp_unsupported(op_name: str, *, x: Tensor, **_: object) -> str | None:
     return f"no C++ code for {x.dtype}"
 
 
-class _ReferenceOnly(Mapping[str, str]):
-    """No Triton kernel yet, and no C++ in an extension that was built before this op, until it is built again."""
-
-    def _reasons(self) -> dict[str, str]:
-        reasons = {"triton": "there is no Triton kernel for it yet"}
-        if _extension.load() is not None and _extension.function("linear_topk") is None:
-            reasons["cpp"] = "the C++ extension was built before this op; build it again"
-        return reasons
-
-    def __getitem__(self, backend: str) -> str:
-        return self._reasons()[backend]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._reasons())
-
-    def __len__(self) -> int:
-        return len(self._reasons())
-
-
+# For the time until every checkout has built the sources again.
+_OLD = {"cpp": "the C++ extension was built before this op"}
 _op = define_op(
     "linear_topk(Tensor x, Tensor weight, int k, bool log_probs) -> (Tensor values, Tensor indices)",
     linear_topk_reference,
     stem="linear_topk",
     fake=_fake,
     cpp_unsupported=_cpp_unsupported,
-    reference_only=_ReferenceOnly(),
+    reference_only={"triton": "there is no Triton kernel for it yet"}
+    | (_OLD if _extension.function("linear_topk") is None else {}),
 )
 
 
