@@ -79,14 +79,14 @@ class ToyEngine:
 
 
 class MeteredEngine(ToyEngine):
-    """The same with memory that is counted: a group's source and prompt once, and each row's new tokens."""
+    """The same with memory that is counted: a group's source and prompt once, and a token for each row's step."""
 
     token_bytes = 1
 
     def __init__(self, sources: int, **options) -> None:
         super().__init__(sources, **options)
         self.max_rows = self.num_tokens = 0
-        self.shared: list[int] = []  # of each group
+        self.taken: list[int] = []  # by each group
         self.starts: list[tuple[int, int]] = []
         self.admitted: list[int] = []  # the source of each group that was ever admitted
         self.most_rows = self.most_used = 0
@@ -94,7 +94,7 @@ class MeteredEngine(ToyEngine):
     def start(self, max_rows: int, num_tokens: int) -> None:
         assert not self.groups, "rows were there"
         super().start(max_rows, num_tokens)
-        self.max_rows, self.num_tokens, self.shared = max_rows, num_tokens, []
+        self.max_rows, self.num_tokens, self.taken = max_rows, num_tokens, []
         self.starts.append((max_rows, num_tokens))
 
     def _check(self) -> None:
@@ -105,13 +105,13 @@ class MeteredEngine(ToyEngine):
     def admit(self, prompts: Sequence[Prompt]) -> None:
         super().admit(prompts)
         self.admitted += [prompt.source[0] for prompt in prompts if prompt.source]
-        self.shared += [len(prompt.source or ()) + len(prompt.tokens) for prompt in prompts]
+        self.taken += [len(prompt.source or ()) + len(prompt.tokens) for prompt in prompts]
         self._check()
 
     def step(self, tokens: Sequence[int], selection: Selection) -> Candidates:
-        found = super().step(tokens, selection)
+        self.taken = [taken + len(rows) for taken, rows in zip(self.taken, self.groups, strict=True)]
         self._check()
-        return found
+        return super().step(tokens, selection)
 
     def reorder(self, parents: Sequence[Sequence[int]]) -> None:
         assert all(parents), "a group lost all of its rows"
@@ -120,12 +120,10 @@ class MeteredEngine(ToyEngine):
 
     def release(self, groups: Sequence[int]) -> None:
         super().release(groups)
-        self.shared = [size for i, size in enumerate(self.shared) if i not in groups]
+        self.taken = [taken for i, taken in enumerate(self.taken) if i not in groups]
 
     def used(self) -> int:
-        # Behind its source and the prompt's first tokens a row holds what the steps have appended.
-        own = [len(row) - shared for rows, shared in zip(self.groups, self.shared, strict=True) for row in rows]
-        return sum(self.shared) + sum(own)
+        return sum(self.taken)
 
     def tokens_needed(self, prompt: Prompt, num_rows: int, new_tokens: int) -> int:
         return len(prompt.source or ()) + len(prompt.tokens) + num_rows * new_tokens

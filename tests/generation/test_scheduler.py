@@ -1,0 +1,383 @@
+"""Requests that come and go: each finds what it finds alone, in its turn, within the memory, and leaves nothing."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+
+from fastformer.generation import requests as requests_module
+from fastformer.generation import scheduler as scheduler_module
+from fastformer.generation.engines import Prompt
+from fastformer.generation.processors import NoRepeatNgrams, SuppressTokens
+from fastformer.generation.requests import Request
+from fastformer.generation.scheduler import Scheduler, run
+from fastformer.generation.search import BeamSearch, RowSearch, Sampling, Search
+from tests.generation.toy import EOS, MeteredEngine, ToyEngine, ask, decode, plain_greedy
+
+VOCAB = 9
+ENDS = frozenset({EOS})
+
+
+@pytest.fixture
+def few_expected(monkeypatch) -> None:
+    """Requests are given memory for two new tokens when they begin, and need more."""
+    monkeypatch.setattr(requests_module, "_EXPECTED", 2)
+
+
+@pytest.fixture
+def clock(monkeypatch) -> SimpleNamespace:
+    """A clock that stands still until it is moved."""
+    found = SimpleNamespace(now=100.0)
+    for module in (requests_module, scheduler_module):
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: found.now))
+    return found
+
+
+def greedy(limit: int) -> Callable[[], Search]:
+    return partial(RowSearch, limit, ENDS)
+
+
+def samples(limit: int, count: int = 1, seed: int = 3) -> Callable[[], Search]:
+    return partial(RowSearch, limit, ENDS, count, Sampling(1.5, 6, 0.95, seed))
+
+
+def beams(limit: int, width: int = 3, **options) -> Callable[[], Search]:
+    return partial(BeamSearch, limit, ENDS, width, num_return=width, **options)
+
+
+def random_options(dice: random.Random) -> dict:
+    """What a request asks for: a search, a source's length, a prefix, processors."""
+    limit = dice.randint(1, 12)
+    search = dice.choice(
+        [
+            greedy(limit),
+            greedy(limit),
+            samples(limit, seed=dice.random()),
+            samples(limit, dice.randint(2, 4), dice.random()),
+            beams(limit, dice.randint(2, 4), early_stopping=dice.random() < 0.5),
+            beams(limit, 4, num_groups=2, diversity_penalty=0.5),
+        ]
+    )
+    return {
+        "make_search": search,
+        "length": dice.randint(1, 6),
+        "prefix": [dice.randrange(VOCAB) for _ in range(dice.choice([0, 0, 3]))],
+        "processors": dice.choice([(), (), (SuppressTokens([4]),), (NoRepeatNgrams(1, 1),)]),
+        "log_probs": dice.random() < 0.8 or isinstance(search(), BeamSearch),
+    }
+
+
+def assert_same(found: Request, alone: Request, scores: bool) -> None:
+    assert [hypothesis.tokens for hypothesis in found.results] == [hypothesis.tokens for hypothesis in alone.results]
+    if scores:
+        for one, other in zip(found.results, alone.results, strict=True):
+            assert one.score == pytest.approx(other.score, abs=1e-4)
+            assert one.log_probs == pytest.approx(other.log_probs, abs=1e-4)
+
+
+def assert_empty(scheduler: Scheduler, engine: MeteredEngine) -> None:
+    """Nothing is left, and the next requests find all of the room."""
+    assert scheduler.is_idle and engine.groups == [] and engine.used() == 0
+    rows = min(scheduler.max_rows, scheduler.max_tokens // 3)
+    probes = [ask(0, greedy(1)) for _ in range(rows)]  # three tokens each
+    scheduler.submit(probes)
+    engine.most_rows = 0
+    scheduler.step()
+    assert engine.most_rows == rows and all(probe.is_done for probe in probes) and scheduler.is_idle
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_each_request_finds_what_it_finds_alone_whoever_else_is_there(seed, few_expected) -> None:
+    dice = random.Random(seed)
+    count = 12
+    eos = dice.choice([-2.0, 0.5, 2.0])
+    engine = MeteredEngine(count, vocab=VOCAB, eos=eos, seed=seed)
+    wanted = [random_options(dice) for _ in range(count)]
+    requests: list[Request] = []
+    told: dict[int, list[int]] = {}
+    cancelled, failing = set(), set()
+    for i, options in enumerate(wanted):
+        options = dict(options)
+        if options["make_search"]().peak_rows == 1:
+            told[i] = []
+            options["on_token"] = told[i].append
+        if dice.random() < 0.1:
+            failing.add(i)
+            options["processors"] = [lambda input_ids, scores: scores[:0]]
+        requests.append(ask(i, **options))
+    max_rows, max_bytes = dice.randint(1, 12), dice.randint(15, 120)
+    scheduler = Scheduler(engine, max_rows=max_rows, max_bytes=max_bytes)
+    coming, ended, began = list(requests), [], []
+    for _ in range(2000):
+        if coming and (scheduler.is_idle or dice.random() < 0.4):
+            arriving = dice.randint(1, 5)
+            scheduler.submit(coming[:arriving])
+            del coming[:arriving]
+        if dice.random() < 0.05:
+            victim = dice.randrange(count)
+            cancelled.add(victim)
+            requests[victim].cancel()
+        before = list(engine.groups)
+        ended += scheduler.step()
+        began += [request for request in scheduler.running if request not in began]
+        assert engine.groups or not before or not scheduler.running
+        wide = [request for request in scheduler.running if request.search.peak_rows > max_rows]
+        assert not wide or len(scheduler.running) == 1
+        if not coming and scheduler.is_idle:
+            break
+    assert not coming and scheduler.is_idle, "somebody starves"
+    assert sorted(map(requests.index, ended)) == list(range(count))  # each of them once
+    assert began == sorted(began, key=requests.index)  # each in its turn
+    for rows, tokens in engine.starts:
+        assert rows <= max(max_rows, 4) and tokens <= max(max_bytes, 6 + 4 + 4 * 12)
+    for i, request in enumerate(requests):
+        assert request.is_done
+        if request.results or (i not in cancelled and i not in failing):
+            alone = ask(i, **wanted[i])
+            decode(ToyEngine(count, vocab=VOCAB, eos=eos, seed=seed), [alone])
+            assert_same(request, alone, scores=wanted[i]["log_probs"])
+            assert i not in told or told[i] == request.results[0].tokens
+        elif i in failing and not request.is_cancelled:
+            assert "expected a processor to give scores of shape" in str(request.error)
+    assert_empty(scheduler, engine)
+
+
+@pytest.mark.parametrize(
+    "make", [greedy, samples, partial(samples, count=3), beams], ids=["greedy", "one", "n", "beams"]
+)
+def test_who_gives_memory_back_finds_the_same_later_and_is_told_nothing_twice(make, few_expected) -> None:
+    engine = MeteredEngine(5, vocab=VOCAB, eos=-9.0)
+    told: list[list[int]] = [[] for _ in range(5)]
+    rows = make(10)().peak_rows
+    tellers = [{"on_token": told[i].append} if rows == 1 else {} for i in range(5)]
+    requests = [ask(i, make(10), **tellers[i]) for i in range(5)]
+    # Memory for all tokens of one, and the first of others.
+    scheduler = Scheduler(engine, max_rows=64, max_bytes=2 + 12 * rows)
+    run(scheduler, requests)
+    assert len(engine.admitted) > 5, "nobody had to give its memory back"
+    assert len(engine.starts) == 1 and engine.most_used <= engine.num_tokens == 2 + 12 * rows
+    assert list(dict.fromkeys(engine.admitted)) == list(range(5))
+    for i, request in enumerate(requests):
+        alone = ask(i, make(10))
+        decode(ToyEngine(5, vocab=VOCAB, eos=-9.0), [alone])
+        assert_same(request, alone, scores=True)
+        assert len(request.results[0].tokens) > 5
+        assert rows > 1 or told[i] == request.results[0].tokens
+    assert_empty(scheduler, engine)
+
+
+def test_the_youngest_gives_way_and_stands_first_in_the_queue(few_expected) -> None:
+    engine = MeteredEngine(4, vocab=VOCAB, eos=-9.0)
+    requests = [ask(i, greedy(8)) for i in range(4)]
+    scheduler = Scheduler(engine, max_rows=8, max_bytes=14)
+    scheduler.submit(requests)
+    scheduler.step()
+    assert scheduler.running == requests[:3]  # four tokens each
+    scheduler.step()
+    assert scheduler.running == requests[:3]
+    scheduler.step()  # nine, of which three a step
+    assert scheduler.running == requests[:2] and list(scheduler.waiting) == requests[2:]
+    scheduler.run()
+    assert [request.is_done for request in requests] == [True] * 4
+
+
+def test_a_request_larger_than_the_budget_runs_alone_and_its_memory_is_not_kept() -> None:
+    engine = MeteredEngine(6, vocab=VOCAB, eos=-9.0)
+    requests = [ask(i, beams(12) if i == 2 else greedy(4)) for i in range(6)]
+    scheduler = Scheduler(engine, max_rows=2, max_bytes=20)
+    scheduler.submit(requests)
+    while not scheduler.is_idle:
+        scheduler.step()
+        assert requests[2] not in scheduler.running or len(scheduler.running) == 1
+    assert len(requests[2].results) == 3
+    # Two of six tokens each at first; then the one of two and thirty-six, of three rows; then the budget again.
+    assert engine.starts == [(2, 20), (3, 38), (2, 20)]
+    assert_empty(scheduler, engine)
+
+
+def test_one_that_was_let_in_beside_others_gets_its_own_memory_when_it_needs_more(few_expected) -> None:
+    engine = MeteredEngine(2, vocab=VOCAB, eos=-9.0)
+    told: list[int] = []
+    requests = [ask(0, greedy(3)), ask(1, greedy(20), on_token=told.append)]
+    scheduler = Scheduler(engine, max_rows=4, max_bytes=10)
+    run(scheduler, requests)
+    assert engine.admitted == [0, 1, 1] and engine.starts == [(2, 10), (2, 22)]
+    assert told == requests[1].results[0].tokens == list(plain_greedy(engine, 1, 20))
+
+
+def test_an_engine_that_needs_more_than_it_says_is_not_driven_for_ever() -> None:
+    class Liar(MeteredEngine):
+        def tokens_needed(self, prompt: Prompt, num_rows: int, new_tokens: int) -> int:
+            return 4
+
+    with pytest.raises(AssertionError, match="needs more than it said"):
+        decode(Liar(1, vocab=VOCAB, eos=-9.0), [ask(0, greedy(9))])
+
+
+def test_who_comes_later_finds_the_rows_that_are_there() -> None:
+    engine = MeteredEngine(9, vocab=VOCAB, eos=-9.0)
+    requests = [ask(i, greedy(4)) for i in range(9)]
+    scheduler = Scheduler(engine, max_rows=8, max_bytes=1000)
+    scheduler.submit(requests[:1])
+    scheduler.step()
+    scheduler.submit(requests[1:])
+    scheduler.run()
+    assert engine.starts == [(1, 6), (8, 48)] and engine.admitted == list(range(9))
+
+
+def test_a_batch_that_is_nearly_full_waits_for_a_quarter() -> None:
+    # Eight rows that end one by one: those that wait come in twos, and the last, when they are fewer, at once.
+    engine = MeteredEngine(13, vocab=VOCAB, eos=-9.0)
+    limits = [1 + i for i in range(8)] + [20] * 5
+    requests = [ask(i, greedy(limit)) for i, limit in enumerate(limits)]
+    scheduler = Scheduler(engine, max_rows=8, max_bytes=10_000)
+    scheduler.submit(requests)
+    admitted = []
+    while not scheduler.is_idle:
+        before = len(engine.admitted)
+        scheduler.step()
+        admitted.append(len(engine.admitted) - before)
+    assert admitted[:7] == [8, 0, 2, 0, 2, 1, 0]
+    assert sum(admitted) == 13
+
+
+def test_sources_are_read_a_few_thousand_tokens_at_a_time(monkeypatch) -> None:
+    monkeypatch.setattr(scheduler_module, "_PREFILL_TOKENS", 20)
+    engine = MeteredEngine(6, vocab=VOCAB, eos=-9.0)
+    lengths = [9, 9, 1, 30, 3, 3]  # and one of the prompt each
+    requests = [ask(i, greedy(3), length=length) for i, length in enumerate(lengths)]
+    scheduler = Scheduler(engine, max_rows=100, max_bytes=10_000)
+    scheduler.submit(requests)
+    scheduler.step()
+    assert engine.admitted == [0, 1]
+    scheduler.step()
+    assert engine.admitted == [0, 1, 2]  # the next is long, and others are running
+    scheduler.run()
+    assert engine.admitted == [0, 1, 2, 3, 4, 5] and all(request.results for request in requests)
+
+
+def test_cancelled_requests_give_their_room_back_before_the_next_step() -> None:
+    engine = MeteredEngine(5, vocab=VOCAB, eos=-9.0)
+    requests = [ask(i, beams(6) if i == 1 else greedy(6)) for i in range(5)]
+    scheduler = Scheduler(engine, max_rows=5, max_bytes=10_000)
+    scheduler.submit(requests)
+    assert scheduler.step() == [] and scheduler.running == requests[:3] and engine.used() == 3 * 2 + 3
+    requests[1].cancel()
+    requests[4].cancel()
+    ended = scheduler.step()
+    assert ended == [requests[4], requests[1]] and all(r.is_done and not r.results and r.error is None for r in ended)
+    assert scheduler.running == [requests[0], requests[2], requests[3]]
+    scheduler.run()
+    for i in (0, 2, 3):
+        assert tuple(requests[i].results[0].tokens) == plain_greedy(engine, i, 6)
+    assert_empty(scheduler, engine)
+
+
+def test_time_ends_those_that_run_with_what_they_have_and_those_that_wait_with_nothing(clock) -> None:
+    engine = MeteredEngine(6, vocab=VOCAB, eos=-9.0)
+    limit = {"max_time": 5.0}
+    requests = [
+        ask(0, greedy(9), **limit),
+        ask(1, beams(9, 2), **limit),
+        ask(2, greedy(6)),
+        ask(3, greedy(9), **limit),  # waits, and so does the next
+        ask(4, beams(9, 2), **limit),
+        ask(5, greedy(6)),
+    ]
+    scheduler = Scheduler(engine, max_rows=4, max_bytes=10_000)
+    scheduler.submit(requests)
+    for _ in range(3):
+        clock.now += 1.5
+        assert scheduler.step() == []
+    clock.now += 0.5  # exactly five
+    assert set(scheduler.step()) == {requests[0], requests[1], requests[3], requests[4]}
+    assert tuple(requests[0].results[0].tokens) == plain_greedy(engine, 0, 4)
+    found = requests[1].results
+    assert [len(hypothesis.tokens) for hypothesis in found] == [4, 4] and found[0].score > found[1].score
+    assert [(h.tokens, h.score) for h in requests[3].results] == [([], float("-inf"))] and requests[4].results == []
+    scheduler.run()
+    for i in (2, 5):
+        assert tuple(requests[i].results[0].tokens) == plain_greedy(engine, i, 6)
+    assert_empty(scheduler, engine)
+
+
+def test_what_was_told_counts_when_time_ends_a_second_beginning(clock, few_expected) -> None:
+    engine = MeteredEngine(2, vocab=VOCAB, eos=-9.0)
+    told: list[int] = []
+    requests = [ask(0, greedy(9)), ask(1, greedy(9), max_time=10.0, on_token=told.append)]
+    scheduler = Scheduler(engine, max_rows=4, max_bytes=12)
+    scheduler.submit(requests)
+    while requests[1] not in scheduler.running or not told:
+        scheduler.step()
+    while requests[1] in scheduler.running:
+        scheduler.step()
+    assert len(told) > 1 and not requests[1].is_done  # it gave its memory back
+    clock.now += 10.0
+    scheduler.run()
+    assert requests[1].results[0].tokens == told == list(plain_greedy(engine, 1, len(told)))
+    assert tuple(requests[0].results[0].tokens) == plain_greedy(engine, 0, 9)
+
+
+def test_an_error_ends_the_others_and_leaves_nothing_behind() -> None:
+    engine = MeteredEngine(4, vocab=VOCAB, eos=-9.0)
+    told: list[int] = []
+
+    def listen(token: int) -> None:
+        told.append(token)
+        if len(told) == 3:
+            raise RuntimeError("no more, please")
+
+    scheduler = Scheduler(engine, max_rows=2, max_bytes=10_000)
+    with pytest.raises(RuntimeError, match="no more, please"):
+        run(scheduler, [ask(0, greedy(9)), ask(1, greedy(9), on_token=listen), ask(2, greedy(9))])
+    assert tuple(told) == plain_greedy(engine, 1, 3)
+    assert_empty(scheduler, engine)
+
+
+def test_after_an_engine_has_failed_the_next_batch_begins_anew() -> None:
+    class Fails(MeteredEngine):
+        fails = False
+
+        def admit(self, prompts: Sequence[Prompt]) -> None:
+            super().admit(prompts)
+            if self.fails:
+                raise ValueError("no such source")
+
+        def start(self, max_rows: int, num_tokens: int) -> None:
+            self.groups = []  # what was left by the failure
+            super().start(max_rows, num_tokens)
+
+    engine = Fails(4, vocab=VOCAB, eos=-9.0)
+    scheduler = Scheduler(engine, max_rows=4, max_bytes=10_000)
+    scheduler.submit([ask(0, greedy(9)), ask(1, greedy(9))])
+    scheduler.step()
+    engine.fails = True
+    scheduler.submit([ask(2, greedy(9))])
+    with pytest.raises(ValueError, match="no such source"):
+        scheduler.run()
+    engine.fails = False
+    scheduler.clear()
+    (found,) = decode_with(scheduler, [ask(3, greedy(4))])
+    assert tuple(found.results[0].tokens) == plain_greedy(engine, 3, 4)
+    assert_empty(scheduler, engine)
+
+
+def decode_with(scheduler: Scheduler, requests: list[Request]) -> list[Request]:
+    run(scheduler, requests)
+    return requests
+
+
+def test_only_one_row_can_be_told_token_by_token() -> None:
+    for search in (beams(4), samples(4, 2)):
+        with pytest.raises(ValueError, match="expected one row to stream: beams and samples can't be told"):
+            ask(0, search, on_token=print)
+    ask(0, samples(4), on_token=print)
+
+
+@pytest.mark.parametrize(("limit", "length", "expected"), [(5, 1, 5), (100, 1, 32), (100, 40, 40), (36, 40, 36)])
+def test_memory_is_promised_for_what_is_likely(limit, length, expected) -> None:
+    assert ask(0, greedy(limit), length=length).expected_tokens == expected
