@@ -38,6 +38,7 @@ class Scheduler:
         self.running: list[Request] = []
         self._rows = self._tokens = 0  # what the engine was started with
         self._waiting_rows = self._running_rows = 0  # at their peaks
+        self._least = 0  # tokens that the next start is to give
         self._promised = 0  # tokens of memory that the running requests are likely to need, all in all
 
     def submit(self, requests: Iterable[Request]) -> None:
@@ -164,14 +165,14 @@ class Scheduler:
 
     def _start(self) -> None:
         """Before the first request of a batch: memory for all that wait, at most the budget; at least for the first."""
-
         first = self.waiting[0]
         tokens = 0
         for request in self.waiting:
             tokens += self._most(request)
             if tokens > self.max_tokens:
                 break
-        tokens = max(min(tokens, self.max_tokens), self._most(first))
+        tokens = max(min(tokens, self.max_tokens), self._most(first), self._least)
+        self._least = 0
         rows = max(min(self.max_rows, self._waiting_rows), first.search.peak_rows)
         # More than the budget is lent to the one request that needs it, and not kept.
         kept_rows, kept_tokens = min(self._rows, self.max_rows), min(self._tokens, self.max_tokens)
@@ -182,14 +183,14 @@ class Scheduler:
 
     def _make_room(self) -> None:
         while self.running and self.engine.step_tokens() > self.engine.free_tokens():
-            # One that is alone was admitted beside others, into memory that wasn't meant for it: it gets its own.
             youngest = self.running[-1]
-            assert len(self.running) > 1 or self._tokens < self._most(youngest), "an engine needs more than it said"
+            if len(self.running) == 1 and self._most(youngest) <= self._tokens:
+                self._least = 2 * self._tokens  # rows that fall away and come again may need more than was said
             self._release([len(self.running) - 1])
             youngest.restart()
             self.waiting.appendleft(youngest)
             self._waiting_rows += youngest.search.peak_rows
-            if not self.running:
+            if not self.running:  # it began beside others, in memory that wasn't meant for it: now it gets its own
                 self._admit()
 
     def _selection(self) -> Selection:

@@ -119,7 +119,10 @@ class Engine(Protocol):
         ...
 
     def tokens_needed(self, prompt: Prompt, num_rows: int, new_tokens: int) -> int:
-        """At most how many tokens of memory a group takes when its rows have so many new tokens."""
+        """How many tokens of memory a group takes at most when its rows have so many new tokens.
+
+        A group that loses rows and has as many again later may take more.
+        """
         ...
 
     def free_tokens(self) -> int:

@@ -1,0 +1,46 @@
+"""Small models of each kind that say more than one thing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from fastformer.baseline import LSTMSeq2Seq
+from fastformer.models import GPT, Transformer
+from tests.generation.small import VOCAB
+
+
+@pytest.fixture(scope="session")
+def model() -> Transformer:
+    torch.manual_seed(1)
+    settings = {"d_model": 32, "d_ff": 64, "num_heads": 4, "max_len": 128, "tie_embeddings": False}
+    model = Transformer.from_preset("tiny", vocab_size=VOCAB, **settings).eval()
+    for parameter in model.parameters():  # a fresh one says one token again and again
+        parameter.data *= 2 if parameter.dim() == 2 else 1
+    return model
+
+
+@pytest.fixture(scope="session")
+def gpt() -> GPT:
+    torch.manual_seed(1)
+    settings = {"d_model": 32, "num_layers": 2, "num_heads": 4, "max_len": 128, "tie_embeddings": False}
+    model = GPT.from_preset("tiny", vocab_size=VOCAB, **settings).eval()
+    for parameter in model.parameters():  # a fresh GPT is nearly uniform, and looks at nothing in particular
+        parameter.data *= 8 if parameter.dim() == 2 else 1
+    return model
+
+
+@pytest.fixture(scope="session")
+def lstm() -> LSTMSeq2Seq:
+    torch.manual_seed(1)
+    model = LSTMSeq2Seq(vocab_size=VOCAB, d_model=32, num_layers=2).eval()
+    for parameter in model.parameters():
+        parameter.data *= 3
+    return model
+
+
+@pytest.fixture(params=["model", "gpt", "lstm"])
+def any_model(request) -> Any:
+    return request.getfixturevalue(request.param)

@@ -1,0 +1,370 @@
+"""One contract for all engines: each row is as if it were alone, whoever comes, moves and goes."""
+
+from __future__ import annotations
+
+import math
+import random
+from functools import partial
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from fastformer.generation.engines import ENGINES, Draw, Engine, Prompt, Selection, choose_engine
+from fastformer.generation.engines.kv_cache import KVCacheEngine
+from fastformer.generation.engines.recompute import CrossCacheEngine, EncodeOnceEngine, RecomputeEngine
+from fastformer.generation.engines.recurrent import RecurrentEngine
+from fastformer.generation.requests import Request
+from fastformer.generation.scheduler import Scheduler, run
+from fastformer.generation.search import BeamSearch, RowSearch, Sampling
+from tests.generation import toy
+from tests.generation.small import EOS, VOCAB, next_logits
+
+PAIRS = [
+    ("kv_cache", "model"),
+    ("cross_cache", "model"),
+    ("encode_once", "model"),
+    ("recompute", "model"),
+    ("kv_cache", "gpt"),
+    ("recompute", "gpt"),
+    ("recurrent", "lstm"),
+    ("toy", "toy"),
+]
+COUNTED = {"kv_cache", "cross_cache", "recurrent"}
+
+
+class Driven(NamedTuple):
+    """An engine, and what it should say."""
+
+    engine: Engine
+    model: Any  # None: the toy's own
+
+    @property
+    def vocab(self) -> int:
+        return VOCAB if self.model is not None else toy.VOCAB
+
+    def reads_source(self) -> bool:
+        return self.model is None or hasattr(self.model, "encode")
+
+    def prompt(self, dice: random.Random) -> Prompt:
+        def ids(low: int, high: int) -> list[int]:
+            return [dice.randrange(3, self.vocab) for _ in range(dice.randint(low, high))]
+
+        if self.model is None:
+            return Prompt([dice.randrange(3)], [0, *ids(0, 4)])
+        if not self.reads_source():
+            return Prompt(None, ids(1, 20))
+        return Prompt(ids(1, 20), [0, *(ids(1, 18) if dice.random() < 0.4 else [])])
+
+    def expected(self, prompt: Prompt, tokens: list[int]) -> Tensor:
+        """The logits of what may follow; tokens are all that the decoder has, the prompt's included."""
+        if self.model is None:
+            assert isinstance(self.engine, toy.ToyEngine) and prompt.source is not None
+            before, last = (0, *tokens)[-2:]
+            return self.engine.table[prompt.source[0], before, last]
+        if prompt.source is None:
+            return next_logits(self.model, tokens, [])[-1]
+        return next_logits(self.model, prompt.source, tokens[1:], start=tokens[0])[-1]
+
+
+@pytest.fixture(params=PAIRS, ids="-".join)
+def driven(request) -> Driven:
+    name, which = request.param
+    if name == "toy":
+        return Driven(toy.ToyEngine(3), None)
+    model = request.getfixturevalue(which)
+    return Driven(choose_engine(model, name), model)
+
+
+class Group:
+    """A request as the engine's driver knows it: the tokens of each row."""
+
+    def __init__(self, prompt: Prompt) -> None:
+        self.prompt, self.steps = prompt, 0
+        self.rows = [list(prompt.tokens[:-1])]
+
+
+@torch.inference_mode()
+def step(driven: Driven, groups: list[Group], dice: random.Random, selection: Selection):
+    """Steps all rows, at first with the prompts' last tokens; gives the candidates and the logits that were due."""
+    tokens, expected = [], []
+    for group in groups:
+        for row in group.rows:
+            token = dice.randrange(driven.vocab) if group.steps else group.prompt.tokens[-1]
+            row.append(token)
+            tokens.append(token)
+        group.steps += 1
+    found = driven.engine.step(tokens, selection)
+    for group in groups:
+        expected += [driven.expected(group.prompt, row) for row in group.rows]
+    return found, expected
+
+
+def reorder(driven: Driven, groups: list[Group], dice: random.Random, widest: int) -> None:
+    parents = [[dice.randrange(len(group.rows)) for _ in range(dice.randint(1, widest))] for group in groups]
+    driven.engine.reorder(parents)
+    for group, places in zip(groups, parents, strict=True):
+        group.rows = [list(group.rows[place]) for place in places]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_each_row_is_as_if_it_were_alone(driven, seed) -> None:
+    dice = random.Random(seed)
+    engine = driven.engine
+    groups: list[Group] = []
+    engine.start(24, 10_000)
+    room = engine.free_tokens()
+    for turn in range(22):
+        if turn < 2 or (dice.random() < 0.25 and len([row for group in groups for row in group.rows]) < 12):
+            new = [driven.prompt(dice) for _ in range(dice.randint(1, 3))]
+            engine.admit(new)
+            groups += [Group(prompt) for prompt in new]
+        if not groups:
+            continue
+        found, expected = step(driven, groups, dice, Selection(4))
+        for ids, values, logits in zip(*found, expected, strict=True):
+            due = logits.log_softmax(-1)
+            assert values == pytest.approx(due.topk(4).values.tolist(), abs=2e-4)
+            assert values == pytest.approx(due[ids].tolist(), abs=2e-4) and len(set(ids)) == 4
+        if dice.random() < 0.6:
+            reorder(driven, groups, dice, 3 if len(groups) < 5 else 2)
+        if dice.random() < 0.3:
+            leaving = sorted(dice.sample(range(len(groups)), dice.randint(1, len(groups))))
+            engine.release(leaving)
+            groups = [group for i, group in enumerate(groups) if i not in leaving]
+    engine.release(range(len(groups)))
+    assert engine.free_tokens() == room and engine.step_tokens() == 0
+
+
+def test_a_driver_that_forgets_who_came_last_is_noticed_by_the_lengths(driven) -> None:
+    """Groups of very different lengths, stepped for long, across the ends of blocks."""
+    dice = random.Random(7)
+    engine = driven.engine
+    engine.start(8, 10_000)
+    groups: list[Group] = []
+    for turn in range(36):
+        if turn in (0, 15, 31):
+            new = [driven.prompt(dice)]
+            engine.admit(new)
+            groups += [Group(prompt) for prompt in new]
+        found, expected = step(driven, groups, dice, Selection(1))
+        for (value,), logits in zip(found.values, expected, strict=True):
+            assert value == pytest.approx(logits.log_softmax(-1).max().item(), abs=2e-4)
+        if turn == 20:
+            engine.reorder([[0, 0], [0]])
+            groups[0].rows = [list(groups[0].rows[0]) for _ in range(2)]
+        if turn == 33:
+            engine.release([0])
+            groups = groups[1:]
+
+
+@pytest.mark.parametrize("log_probs", [True, False])
+def test_processing_reaches_the_rows_in_their_order_and_draws_are_where_they_point(driven, log_probs) -> None:
+    dice = random.Random(1)
+    engine = driven.engine
+    engine.start(16, 10_000)
+    new = [driven.prompt(dice) for _ in range(3)]
+    engine.admit(new)
+    groups = [Group(prompt) for prompt in new]
+    step(driven, groups, dice, Selection(1))
+    reorder(driven, groups, dice, 3)
+    count = sum(len(group.rows) for group in groups)
+    seen: list[Tensor] = []
+
+    def process(logits: Tensor) -> Tensor:
+        assert logits.shape == (count, driven.vocab) and logits.dtype == torch.float32
+        seen.append(logits.clone())
+        return logits - 3 * torch.arange(driven.vocab) * (torch.arange(count)[:, None] % 2)
+
+    uniform = [dice.random() for _ in range(count)]
+    draws = [Draw(1.3, 3, 0.9, point) if row % 3 else None for row, point in enumerate(uniform)]
+    found, expected = step(driven, groups, dice, Selection(2, log_probs, process, draws))
+    for row, (ids, values, logits) in enumerate(zip(*found, expected, strict=True)):
+        shift = (seen[0][row] - logits).mean()
+        assert (seen[0][row] - logits - shift).abs().max() < 2e-4  # logits, up to a constant
+        due = logits + shift - 3 * torch.arange(driven.vocab) * (row % 2)
+        exact = due.log_softmax(-1) if log_probs else due
+        if draws[row] is None:
+            assert values == pytest.approx(exact.topk(2).values.tolist(), abs=2e-4)
+            assert values == pytest.approx(exact[ids].tolist(), abs=2e-4)
+            continue
+        assert values[0] == pytest.approx(exact[ids[0]].item(), abs=2e-4)
+        # Of the three best, after the temperature, in the order of their ids.
+        kept = sorted((due / 1.3).topk(3).indices.tolist())
+        shares = (due / 1.3)[kept].softmax(-1)
+        ranked = shares.sort(descending=True)
+        shares[ranked.indices[ranked.values.cumsum(0) - ranked.values >= 0.9]] = 0.0
+        ends = (shares / shares.sum()).cumsum(0).tolist()
+        assert ids[0] == kept[next(i for i, end in enumerate(ends) if uniform[row] < end)]
+
+
+@torch.inference_mode()
+def test_the_best_without_log_probs_are_the_same(driven) -> None:
+    dice = random.Random(2)
+    driven.engine.start(8, 10_000)
+    prompts = [driven.prompt(dice) for _ in range(3)]
+    driven.engine.admit(prompts)
+    groups = [Group(prompt) for prompt in prompts]
+    found, expected = step(driven, groups, dice, Selection(3, log_probs=False))
+    for ids, values, logits in zip(*found, expected, strict=True):
+        best = logits.topk(3)
+        assert ids == best.indices.tolist()
+        assert [v - values[0] for v in values] == pytest.approx((best.values - best.values[0]).tolist(), abs=2e-4)
+    more = driven.engine.step([0] * 3, Selection(10**6))
+    assert all(sorted(ids) == list(range(driven.vocab)) for ids in more.ids)  # all there are, when more are asked for
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("pair", [pair for pair in PAIRS if pair[0] in COUNTED], ids="-".join)
+def test_memory_is_counted_and_what_was_said_to_be_enough_is_enough(pair, seed, request) -> None:
+    model = request.getfixturevalue(pair[1])
+    driven, dice = Driven(choose_engine(model, pair[0]), model), random.Random(seed)
+    engine = driven.engine
+    assert engine.token_bytes > 0
+    prompts = [driven.prompt(dice) for _ in range(3)]
+    widest, new_tokens = [dice.randint(1, 4) for _ in prompts], dice.choice([3, 16, 17, 40])
+    needed = [engine.tokens_needed(p, rows, new_tokens) for p, rows in zip(prompts, widest, strict=True)]
+    engine.start(sum(widest), sum(needed))
+    assert engine.free_tokens() >= sum(needed)
+    engine.admit(prompts)
+    sizes = [1] * 3
+    for _ in range(new_tokens):
+        taken = engine.step_tokens()
+        assert 0 <= taken <= engine.free_tokens()
+        free = engine.free_tokens()
+        engine.step([5] * sum(sizes), Selection(1))
+        if pair[0] == "kv_cache":
+            assert free - engine.free_tokens() <= taken  # it also finds blocks that nobody names
+        wanted = [dice.randint(size, most) for size, most in zip(sizes, widest, strict=True)]
+        parents = [[dice.randrange(size) for _ in range(new)] for size, new in zip(sizes, wanted, strict=True)]
+        engine.reorder(parents)
+        sizes = list(map(len, parents))
+    for i in range(3):
+        before = engine.free_tokens()
+        engine.release([0])
+        if pair[0] != "cross_cache":
+            assert engine.free_tokens() > before
+        assert engine.free_tokens() - before <= needed[i]
+    assert engine.free_tokens() >= sum(needed)
+
+
+@pytest.mark.parametrize("name", ["kv_cache", "cross_cache"])
+def test_beams_that_fall_away_and_come_again_get_the_memory_that_they_need(name, model, monkeypatch) -> None:
+    # At every other step only the last beam may go on.
+    def gate(input_ids: Tensor, scores: Tensor) -> Tensor:
+        if input_ids.shape[1] % 2:
+            return scores
+        scores[:-1] = -math.inf
+        scores[-1, 1:] = -math.inf
+        return scores
+
+    def ask() -> Request:
+        return Request(Prompt([5, 6, 7], [0]), partial(BeamSearch, 110, frozenset({VOCAB - 1}), 8), processors=[gate])
+
+    small, large = ask(), ask()
+    starts: list[int] = []
+    engine = choose_engine(model, name)
+    start = engine.start
+
+    def counted(max_rows: int, num_tokens: int) -> None:
+        starts.append(num_tokens)
+        start(max_rows, num_tokens)
+
+    monkeypatch.setattr(engine, "start", counted)
+    run(Scheduler(engine, max_rows=8, max_bytes=1), [small])
+    assert len(starts) == (2 if name == "kv_cache" else 1)
+    run(Scheduler(choose_engine(model, "recompute"), max_rows=8, max_bytes=1), [large])
+    assert small.results[0].tokens == large.results[0].tokens and len(small.results[0].tokens) > 100
+
+
+SEARCHES = {
+    "greedy": partial(RowSearch, 9, frozenset({EOS})),
+    "beams": partial(BeamSearch, 9, frozenset({EOS}), 3, num_return=3),
+    "samples": partial(RowSearch, 9, frozenset({EOS}), 2, Sampling(0.8, 10, 0.95, seed=5)),
+}
+
+
+@pytest.mark.parametrize("search", SEARCHES)
+def test_who_joins_midway_finds_what_it_finds_alone(driven, search) -> None:
+    dice = random.Random(3)
+    prompts = [driven.prompt(dice) for _ in range(4)]
+
+    def ask(prompt: Prompt, kind: str) -> Request:
+        return Request(prompt, SEARCHES[kind])
+
+    alone = []
+    for prompt in prompts:
+        request = ask(prompt, search)
+        run(Scheduler(driven.engine, max_rows=8, max_bytes=2**24), [request])
+        alone.append(request.results)
+    scheduler = Scheduler(driven.engine, max_rows=64, max_bytes=2**24)
+    others = [Request(driven.prompt(dice), SEARCHES[kind]) for kind in ("greedy", "beams", "samples") * 3]
+    requests = [ask(prompt, search) for prompt in prompts]
+    scheduler.submit(others[:4])
+    # The engine begins with rows for all of those that wait: some of them leave again, and others find room.
+    for other in others[4:]:
+        scheduler.submit([other])
+    for request in requests:
+        scheduler.submit([request])
+        for _ in range(2):
+            scheduler.step()
+    scheduler.run()
+    for request, expected in zip(requests, alone, strict=True):
+        assert [found.tokens for found in request.results] == [found.tokens for found in expected]
+        for found, due in zip(request.results, expected, strict=True):
+            assert found.score == pytest.approx(due.score, abs=1e-3)
+    assert driven.engine.step_tokens() == 0
+
+
+CLASSES: dict[str, type[Engine]] = {
+    "kv_cache": KVCacheEngine,
+    "cross_cache": CrossCacheEngine,
+    "encode_once": EncodeOnceEngine,
+    "recompute": RecomputeEngine,
+    "recurrent": RecurrentEngine,
+}
+
+
+def test_each_pair_of_an_engine_and_a_model_works_or_says_why_not(model, gpt, lstm) -> None:
+    assert set(ENGINES) == set(CLASSES)
+    reasons = {
+        "kv_cache": (None, None, "it has no cache of keys and values"),
+        "cross_cache": (None, "it has no encoder with a cache behind it", "it has no encoder with a cache behind it"),
+        "encode_once": (None, "it has no encoder with a cache behind it", "it has no encoder with a cache behind it"),
+        "recompute": (None, None, "it keeps a state, and can't go on without it"),
+        "recurrent": ("it isn't recurrent", "it isn't recurrent", None),
+    }
+    for name, engine in CLASSES.items():
+        assert engine.name == name
+        for which, reason in zip((model, gpt, lstm), reasons[name], strict=True):
+            said = engine.why_unsupported(which)
+            assert (said is None) == (reason is None) and (said is None or said.startswith(reason))
+            if reason is None:
+                assert type(choose_engine(which, name)) is engine
+                continue
+            with pytest.raises(ValueError, match=f"engine '{name}' can't decode a {type(which).__name__}: {reason}"):
+                choose_engine(which, name)
+
+
+def test_without_a_wish_the_fastest_decodes(model, gpt, lstm) -> None:
+    assert [type(choose_engine(which)) for which in (model, gpt, lstm)] == [
+        KVCacheEngine,
+        KVCacheEngine,
+        RecurrentEngine,
+    ]
+    with pytest.raises(ValueError, match="expected an engine out of kv_cache, recurrent, .*, got 'fast'"):
+        choose_engine(model, "fast")
+    with pytest.raises(ValueError, match="engine 'kv_cache' can't decode a Linear: .*; engine 'recurrent' can't"):
+        choose_engine(torch.nn.Linear(2, 2))
+
+
+def test_draws_follow_the_distribution_to_its_ends(driven) -> None:
+    if driven.model is not None:
+        pytest.skip("one engine is enough: all of them draw in the same place")
+    from fastformer.generation.engines.choice import draw
+
+    logits = torch.tensor([[0.0, math.log(2), -math.inf, math.log(5)]]).repeat(6, 1)
+    points = [0.0, 0.1249, 0.1251, 0.3749, 0.3751, 1 - 2**-53]
+    assert draw(logits, [Draw(1.0, 0, 1.0, point) for point in points]).tolist() == [0, 0, 1, 1, 3, 3]
