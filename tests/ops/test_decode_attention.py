@@ -176,19 +176,23 @@ def through_table(
     slots[:, :shared] = slots[0, :shared]
     table = torch.full((rows, length), -(2**31), dtype=torch.int32, device=device)
     table[:, ::2] = 2**31 - 1
-    # One layer of a larger cache, its keys and values side by side: neither is contiguous.
-    caches = torch.full((num_blocks, block_size, 2, *k_cache.shape[2:]), torch.nan, device=device).to(k_cache.dtype)
+    # The caches differ in their strides: the heads of the keys lie apart.
+    shape = num_blocks, block_size, k_cache.shape[2], step.head_dim
+    caches = {
+        "k_cache": k_cache.new_full((*shape[:3], step.head_dim + 8), torch.nan)[..., : step.head_dim],
+        "v_cache": k_cache.new_full(shape, torch.nan),
+    }
     for row, filled in enumerate(step.seqlens):
         first = 0
         if step.window_left is not None:
             first = max(0, filled + new - step.seqlen_q - step.window_left)
-        table[row, first : filled + new] = slots[row, first : filled + new].int()
-        for i, name in enumerate(("k_cache", "v_cache")):
-            tokens = caches[:, :, i].view(-1, *k_cache.shape[2:])
+        used = slice(min(first, filled), filled + new)  # what is read or written
+        table[row, used] = slots[row, used].int()
+        for name, cache in caches.items():
+            tokens = cache.view(-1, *shape[2:])
             tokens[slots[row, first:filled]] = inputs[name][row, first:filled]
     wide = torch.stack((table, torch.zeros_like(table)), -1)
-    strided = {"slot_table": wide[..., 0], "k_cache": caches[:, :, 0], "v_cache": caches[:, :, 1]}
-    return inputs | strided, slots
+    return inputs | caches | {"slot_table": wide[..., 0]}, slots
 
 
 TABLE_STEPS = [
@@ -197,6 +201,7 @@ TABLE_STEPS = [
     Step("table-blocked", (30, 0), seqlen_q=20, seqlen_new=20, max_seqlen=64, num_kv_heads=2),
     Step("table-blocked-cross", (17, 40), seqlen_q=18, seqlen_new=None, is_causal=False, cache_batch_idx=(1, 0, 1)),
     Step("table-window-cross", (17, 40), seqlen_new=None, window_left=5, cache_batch_idx=(1, 0, 1)),
+    Step("table-more-new-than-queries", (11, 4), seqlen_new=5, window_left=1),
     Step("table-empty-row", (0, 0, 3), seqlen_new=None),
     Step("table-many-rows", tuple(range(3, 30)), num_kv_heads=2, max_seqlen=31),
 ]
@@ -273,15 +278,25 @@ def test_numbers_that_the_cache_does_not_have(
     torch.testing.assert_close(inputs["k_cache"], before, rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("seqlen", [3, 20])
+WRITING = [
+    Step("direct", (11, 4), seqlen_q=3, seqlen_new=3),
+    Step("blocked", (11, 4), seqlen_q=20, seqlen_new=20),
+    # Of the 14 and 7 positions only the last two are read; the last three are written.
+    Step("narrow-window", (11, 4), seqlen_q=1, seqlen_new=3, window_left=1),
+]
+
+
+@pytest.mark.parametrize("step", WRITING, ids=str)
 @pytest.mark.parametrize("row, position", [(0, 0), (0, 10), (1, 4), (1, 6), (0, 11)])
 @pytest.mark.parametrize("slot", [-1, 90, 2**31 - 1, -(2**31)])
-def test_slots_that_the_cache_does_not_have(row: int, position: int, slot: int, seqlen: int, backend: str) -> None:
-    """Found before anything is written, among those that are read and those that are written."""
-    step = Step("", (11, 4), seqlen_q=seqlen, seqlen_new=seqlen)
+def test_slots_that_the_cache_does_not_have(row: int, position: int, slot: int, step: Step, backend: str) -> None:
+    """Found before anything is written, among those that are read and those that are written, and nowhere else."""
     inputs, _ = through_table(step, make_inputs(step, torch.float32, "cpu"), block_size=6)
     assert inputs["k_cache"].shape[:2].numel() == 90
     inputs["slot_table"][row, position] = slot
+    if step.window_left is not None and position < step.seqlens[row]:
+        assert run(step, inputs).isfinite().all()
+        return
     before = inputs["k_cache"].clone(), inputs["v_cache"].clone()
     with pytest.raises(ValueError, match=rf"expected the slots that are written or read in \[0, 90\), got {slot}"):
         run(step, inputs)
