@@ -125,7 +125,6 @@ _op = define_op(
 )
 
 
-@torch.no_grad()
 def decode_attention(
     q: Tensor,
     k_cache: Tensor,
@@ -177,7 +176,7 @@ def decode_attention(
     cache_batch = k_cache.shape[0]
     if slot_table is not None:
         cache_batch = _check_slot_table(slot_table, k_cache, v_cache)
-    _check_integers("cache_seqlens", cache_seqlens, cache_batch, q.device)
+    _check_integers("cache_seqlens", cache_seqlens, cache_batch)
     if (k is None) != (v is None):
         raise ValueError("expected k and v together, got one of them")
     if k is not None and v is not None:
@@ -189,34 +188,53 @@ def decode_attention(
         if k.dtype != k_cache.dtype or v.dtype != v_cache.dtype:
             raise ValueError(f"expected k and v in the cache's dtype {k_cache.dtype}, got {k.dtype} and {v.dtype}")
     if cache_batch_idx is not None:
-        _check_integers("cache_batch_idx", cache_batch_idx, q.shape[0], q.device)
+        _check_integers("cache_batch_idx", cache_batch_idx, q.shape[0])
     elif q.shape[0] != cache_batch:
         raise ValueError(f"expected as many queries as cache rows, got {q.shape[0]} and {cache_batch}")
     if window_left is not None and (not isinstance(window_left, int) or abs(window_left) >= 2**62):
         raise ValueError(f"expected window_left to be an integer or None, got {window_left!r}")
     scale = resolve_scale(softmax_scale, q.shape[-1])
+    if torch.is_grad_enabled():
+        with torch.no_grad():
+            return _run(
+                q, k_cache, v_cache, cache_seqlens, k, v, cache_batch_idx, slot_table, scale, is_causal, window_left
+            )
+    return _run(q, k_cache, v_cache, cache_seqlens, k, v, cache_batch_idx, slot_table, scale, is_causal, window_left)
+
+
+def _run(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    cache_seqlens: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
+    cache_batch_idx: Tensor | None,
+    slot_table: Tensor | None,
+    softmax_scale: float,
+    is_causal: bool,
+    window_left: int | None,
+) -> Tensor:
     if slot_table is None:
-        return _op(q, k_cache, v_cache, cache_seqlens, k, v, cache_batch_idx, scale, is_causal, window_left)
+        return _op(q, k_cache, v_cache, cache_seqlens, k, v, cache_batch_idx, softmax_scale, is_causal, window_left)
     return _op_with_table(
-        q, k_cache, v_cache, cache_seqlens, k, v, cache_batch_idx, slot_table, scale, is_causal, window_left
+        q, k_cache, v_cache, cache_seqlens, k, v, cache_batch_idx, slot_table, softmax_scale, is_causal, window_left
     )
 
 
-def _check_integers(name: str, integers: Tensor, size: int, device: torch.device) -> None:
-    """Raises ValueError unless this is int32 (size,), where the queries are."""
+def _check_integers(name: str, integers: Tensor, size: int) -> None:
+    """Raises ValueError unless this is int32 (size,)."""
     if not isinstance(integers, Tensor) or integers.shape != (size,) or integers.dtype != torch.int32:
         raise ValueError(f"expected {name} int32 of shape ({size},), got {described(integers)}")
-    if integers.device != device:
-        raise ValueError(f"expected {name} on {device}, where q is, got {integers.device}")
 
 
 def _check_slot_table(slot_table: Tensor, k_cache: Tensor, v_cache: Tensor) -> int:
     """The number of its rows; raises ValueError unless it is int32 (cache_batch, max_seqlen) and fits the caches."""
     if not isinstance(slot_table, Tensor) or slot_table.dim() != 2 or slot_table.dtype != torch.int32:
         raise ValueError(f"expected slot_table int32 of shape (cache_batch, max_seqlen), got {described(slot_table)}")
-    if slot_table.device != k_cache.device:
-        raise ValueError(f"expected slot_table on {k_cache.device}, where the caches are, got {slot_table.device}")
     for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+        if cache.is_contiguous():
+            continue
         num_blocks, block_size = cache.shape[:2]
         if num_blocks > 1 and block_size > 1 and cache.stride(0) != block_size * cache.stride(1):
             raise ValueError(
