@@ -4,80 +4,17 @@ from __future__ import annotations
 
 import math
 import sys
-from typing import Any
 
 import pytest
 import torch
 
-from fastformer.baseline import LSTMSeq2Seq
 from fastformer.generation import generate
 from fastformer.generation.generate import GenerateOutput
 from fastformer.models import GPT, Transformer
 from fastformer.nn import SequenceLayout
+from tests.generation.small import EOS, VOCAB, mixed_sources, new_tokens, next_logits, real
 
-EOS, VOCAB = 1, 40
 NEAR_TIE = 1e-4
-
-
-@pytest.fixture(scope="module")
-def model() -> Transformer:
-    torch.manual_seed(1)
-    settings = {"d_model": 32, "d_ff": 64, "num_heads": 4, "max_len": 128, "tie_embeddings": False}
-    model = Transformer.from_preset("tiny", vocab_size=VOCAB, **settings).eval()
-    for parameter in model.parameters():  # a fresh one says one token again and again
-        parameter.data *= 2 if parameter.dim() == 2 else 1
-    return model
-
-
-@pytest.fixture(scope="module")
-def gpt() -> GPT:
-    torch.manual_seed(1)
-    settings = {"d_model": 32, "num_layers": 2, "num_heads": 4, "max_len": 128, "tie_embeddings": False}
-    model = GPT.from_preset("tiny", vocab_size=VOCAB, **settings).eval()
-    for parameter in model.parameters():  # a fresh GPT is nearly uniform, and looks at nothing in particular
-        parameter.data *= 8 if parameter.dim() == 2 else 1
-    return model
-
-
-@pytest.fixture(scope="module")
-def lstm() -> LSTMSeq2Seq:
-    torch.manual_seed(1)
-    model = LSTMSeq2Seq(vocab_size=VOCAB, d_model=32, num_layers=2).eval()
-    for parameter in model.parameters():
-        parameter.data *= 3
-    return model
-
-
-@pytest.fixture(params=["model", "gpt", "lstm"])
-def any_model(request) -> Any:
-    return request.getfixturevalue(request.param)
-
-
-def mixed_sources(count: int, longest: int = 12) -> torch.Tensor:
-    source = torch.randint(3, VOCAB, (count, longest))
-    for i in range(count):
-        source[i, 2 + i % (longest - 1) :] = 0
-    return source
-
-
-def new_tokens(model: Any, prompts: torch.Tensor, sequences: torch.Tensor) -> list[list[int]]:
-    """What was generated, EOS included, without PAD behind it."""
-    if isinstance(model, GPT):
-        sequences = sequences[:, int((prompts != 0).sum(1).max()) :]
-    return [row[: row.index(EOS) + 1] if EOS in row else row for row in sequences.tolist()]
-
-
-@torch.no_grad()
-def next_logits(model: Any, source: list[int], tokens: list[int]) -> torch.Tensor:
-    """(len(tokens) + 1, vocab_size): the logits before each token and behind the last, without any cache."""
-    if isinstance(model, GPT):
-        return model(torch.tensor([[*source, *tokens]]))[0, len(source) - 1 :]
-    logits = model(torch.tensor([source]), torch.tensor([[0, *tokens]]))
-    return (logits[0] if isinstance(model, LSTMSeq2Seq) else logits)[0]
-
-
-def real(row: torch.Tensor) -> list[int]:
-    return row[row != 0].tolist()
 
 
 @pytest.mark.parametrize(
@@ -225,7 +162,7 @@ def test_rungs_agree_on_200_sources(model, num_beams) -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"do_sample": True, "seed": 3, "num_return_sequences": 2}])
-def test_gpt_cached_equals_naive(gpt, options) -> None:
+def test_gpt_cached_equals_recomputed(gpt, options) -> None:
     prompts = mixed_sources(6, 8)
     cached = generate(gpt, prompts, max_new_tokens=10, **options)
     assert torch.equal(cached, generate(gpt, prompts, max_new_tokens=10, use_cache=False, **options))

@@ -45,6 +45,50 @@ from fastformer.generation.settings import GenerationSettings
         ({"seed": 2**64}, r"expected a seed from -2\*\*63 to 2\*\*64 - 1, got 18446744073709551616"),
         ({"seed": 1.5}, "expected seed to be an integer"),
         ({"engine": 3}, "expected engine to be a name, got 3"),
+        ({"engine": "kv_cache", "use_cache": False}, "expected engine or use_cache=False, got both: engine='kv_cache'"),
+        ({"use_cache": None}, "expected use_cache to be True or False, got None"),
+        ({"max_time": 0}, "expected max_time in seconds, more than 0, got 0"),
+        ({"max_time": math.inf}, "expected max_time to be a finite number, got inf"),
+        ({"max_time": "1s"}, "expected max_time to be a number, got '1s'"),
+        ({"max_time": True}, "expected max_time to be a number, got True"),
+        ({"repetition_penalty": 0.0}, "expected repetition_penalty > 0"),
+        ({"num_return_sequences": 0}, "of at least 1, got 1 and 0"),
+        (
+            {"num_beams": 4, "num_beam_groups": 3, "diversity_penalty": 1.0},
+            "a multiple of num_beam_groups, got 4 and 3",
+        ),
+        (
+            {"num_beams": 4, "num_beam_groups": 2},
+            "num_beam_groups > 1 together with a diversity_penalty > 0, got 2 and",
+        ),
+        ({"num_beams": 4, "diversity_penalty": 0.5}, "together with a diversity_penalty > 0, got 1 and 0.5"),
+        ({"num_beams": 4, "num_beam_groups": 0}, "num_beam_groups of at least 1 and diversity_penalty of at least 0"),
+        ({"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": -1}, "of at least 0, got 2 and -1"),
+        ({"num_beam_groups": 2.0}, "expected num_beam_groups to be an integer, got 2.0"),
+        ({"diversity_penalty": math.nan}, "expected diversity_penalty to be a finite number, got nan"),
+        ({"eos_token_id": []}, "expected eos_token_id to be an id or some, got none"),
+        ({"eos_token_id": "1"}, "expected eos_token_id to be a list, got '1'"),
+        ({"eos_token_id": [1, 2.0]}, "expected eos_token_id to hold integers, got 2.0"),
+        ({"eos_token_id": [1, True]}, "expected eos_token_id to hold integers, got True"),
+        ({"eos_token_id": 1.0}, "expected eos_token_id to be a list, got 1.0"),
+        ({"eos_token_id": [4, 5], "pad_token_id": 5}, "expected two ids for eos_token_id and pad_token_id, got 5"),
+        ({"pad_token_id": 1.5}, "expected pad_token_id to be an integer, got 1.5"),
+        ({"decoder_start_token_id": "0"}, "expected decoder_start_token_id to be an integer, got '0'"),
+        ({"forced_bos_token_id": 2.0}, "expected forced_bos_token_id to be an integer, got 2.0"),
+        ({"forced_eos_token_id": True}, "expected forced_eos_token_id to be an integer, got True"),
+        ({"suppress_tokens": 3}, "expected suppress_tokens to be a list, got 3"),
+        ({"suppress_tokens": [None]}, "expected suppress_tokens to hold integers, got None"),
+        ({"suppress_tokens": None}, "expected suppress_tokens to be a list, got None"),
+        ({"bad_words_ids": [3]}, "expected bad_words_ids to be a list, got 3"),
+        ({"bad_words_ids": [[3], []]}, "expected each of bad_words_ids to hold ids, got an empty one"),
+        ({"bad_words_ids": [["a"]]}, "expected bad_words_ids to hold integers, got 'a'"),
+        ({"bad_words_ids": {3: 4}}, "expected bad_words_ids to be a list, got {3: 4}"),
+        ({"logits_processor": 3}, "expected logits_processor to be a list, got 3"),
+        ({"logits_processor": None}, "expected logits_processor to be a list, got None"),
+        (
+            {"logits_processor": [len, 3]},
+            r"expected logits_processor to hold functions of \(input_ids, scores\), got 3",
+        ),
         ({"num_beam": 2}, "no option 'num_beam' here; did you mean 'num_beams'?"),
         ({"zzz": 2}, "no option 'zzz' here; there are max_new_tokens, min_new_tokens"),
     ],
@@ -59,7 +103,60 @@ def test_what_is_harmless_is_taken() -> None:
         torch.Generator().manual_seed(GenerationSettings(seed=seed, do_sample=True).seed)
     settings = GenerationSettings(num_beams=np.int64(3), top_k=0, length_penalty=1, min_new_tokens=4, max_new_tokens=4)
     assert settings.num_beams == 3 and settings.samples == 1
+    assert type(settings.num_beams) is int
     assert GenerationSettings(do_sample=True, num_return_sequences=5).samples == 5
+    assert GenerationSettings(num_beams=5, num_return_sequences=5).samples == 1
+    assert GenerationSettings(max_time=2, use_cache=False).max_time == 2
+    groups = GenerationSettings(num_beams=6, num_beam_groups=3, diversity_penalty=1, num_return_sequences=6)
+    assert groups.num_beam_groups == 3
+    assert GenerationSettings(engine="kv_cache").engine == "kv_cache"
+
+
+def test_lists_are_taken_as_people_hold_them_and_kept() -> None:
+    ends = [np.int64(3), torch.tensor(4), 5]
+    settings = GenerationSettings(eos_token_id=ends, suppress_tokens=np.array([6, 7]), bad_words_ids=[range(2), [9]])
+    ends.append(6)
+    assert settings.eos_token_id == (3, 4, 5) and settings.suppress_tokens == (6, 7)
+    assert settings.bad_words_ids == ((0, 1), (9,))
+    ids = (*settings.eos_token_id, *settings.suppress_tokens, *settings.bad_words_ids[0])
+    assert all(type(token) is int for token in ids)
+    assert GenerationSettings(eos_token_id=np.int32(3)).eos_token_id == (3,)
+    assert GenerationSettings(eos_token_id=torch.tensor([3, 4])).eos_token_id == (3, 4)
+    assert GenerationSettings(eos_token_id=0, pad_token_id=1).pad_token_id == 1
+    hash(settings)
+
+
+def test_processors_are_one_or_several() -> None:
+    class Chain(list):  # Hugging Face's list of processors is one
+        def __call__(self, input_ids, scores):
+            raise AssertionError("its members are called")
+
+    def keep(input_ids, scores):
+        return scores
+
+    for given in (keep, [keep], (keep,), Chain([keep])):
+        assert GenerationSettings(logits_processor=given).logits_processor == (keep,)
+    assert GenerationSettings().logits_processor == GenerationSettings(logits_processor=[]).logits_processor == ()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"eos_token_id": 10}, "expected eos_token_id from 0 to 9, .* got 10"),
+        ({"eos_token_id": [9, 10]}, "expected eos_token_id from 0 to 9, .* got 10"),
+        ({"pad_token_id": -1}, "expected pad_token_id from 0 to 9, .* got -1"),
+        ({"decoder_start_token_id": 10}, "expected decoder_start_token_id from 0 to 9"),
+        ({"forced_bos_token_id": 10}, "expected forced_bos_token_id from 0 to 9"),
+        ({"forced_eos_token_id": -2}, "expected forced_eos_token_id from 0 to 9, .* got -2"),
+        ({"suppress_tokens": [3, -1]}, "expected suppress_tokens from 0 to 9, .* got -1"),
+        ({"bad_words_ids": [[3], [4, 11]]}, "expected bad_words_ids from 0 to 9, .* got 11"),
+        ({"num_beams": 11}, "expected num_beams of at most the vocabulary's 10, got 11"),
+    ],
+)
+def test_ids_and_beams_lie_within_the_vocabulary(options, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        GenerationSettings(**options).check_model(10)
+    GenerationSettings(eos_token_id=9, pad_token_id=0, suppress_tokens=[9], num_beams=10).check_model(10)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,437 @@
+"""What `generate` is asked for besides a search: beginnings, time, streams, words, other ids, scores of tokens."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from fastformer.baseline import LSTMSeq2Seq
+from fastformer.generation import generate
+from fastformer.generation import requests as requests_module
+from fastformer.generation import scheduler as scheduler_module
+from fastformer.generation.scheduler import Scheduler
+from fastformer.models import GPT, Transformer
+from fastformer.special_ids import SpecialIds
+from tests.generation.small import EOS, VOCAB, mixed_sources, new_tokens, next_logits, real
+
+OTHER = SpecialIds(pad=3, eos=(7, 9), unk=4, start=5)
+
+
+@pytest.fixture(params=["model", "lstm"])
+def reader(request):
+    """A model that reads sources."""
+    return request.getfixturevalue(request.param)
+
+
+def plain_greedy(which, source, limit: int, *, prefix=(), start: int = 0, ends=(EOS,), change=None) -> list[int]:
+    """The new tokens of a loop without any cache; change edits the logits, a list, knowing the new tokens so far."""
+    said: list[int] = []
+    while len(said) < limit and not (said and said[-1] in ends):
+        logits = next_logits(which, source, [*prefix, *said], start)[-1].tolist()
+        if change is not None:
+            change(logits, said)
+        said.append(logits.index(max(logits)))
+    return said
+
+
+# Beginnings.
+
+
+def test_what_was_said_greedily_is_said_again_behind_its_own_beginning(reader) -> None:
+    sources = mixed_sources(5, 6)
+    whole = generate(reader, sources, max_new_tokens=10, eos_token_id=39)
+    rows = [row[: row.index(39) + 1] if 39 in row else row for row in whole.tolist()]
+    prefixes = [row[: min(i, len(row) - 1)] for i, row in enumerate(rows)]  # of 0 to 4 tokens
+    found = generate(reader, sources, decoder_input_ids=prefixes, max_new_tokens=10, eos_token_id=39)
+    for row, prefix, longer in zip(rows, prefixes, found.tolist(), strict=True):
+        assert longer[: len(row)] == row
+        end = len(row) if row[-1] == 39 else len(prefix) + 10
+        assert not any(longer[end:]) and 39 not in longer[: len(row) - 1]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"num_beams": 3, "num_return_sequences": 2}, {"do_sample": True, "seed": 1, "num_return_sequences": 2}],
+    ids=["greedy", "beams", "samples"],
+)
+@pytest.mark.parametrize("rung", ["kv_cache", "cross_cache", "encode_once", "recompute", "recurrent"])
+def test_scores_behind_a_beginning_are_those_of_the_new_tokens(rung, options, request) -> None:
+    which = request.getfixturevalue("lstm" if rung == "recurrent" else "model")
+    sources, prefixes = mixed_sources(4, 6), [[5, 6, 7], [], [8], list(range(10, 30))]
+    given = {"decoder_input_ids": prefixes, "max_new_tokens": 6, "return_dict_in_generate": True}
+    out = generate(which, sources, engine=rung, **given, **options)
+    returned = options.get("num_return_sequences", 1)
+    assert out.token_log_probs.shape == (4 * returned, 6) and out.sequences.shape == (4 * returned, 26)
+    for i, row in enumerate(out.sequences.tolist()):
+        prefix = prefixes[i // returned]
+        assert row[: len(prefix)] == prefix
+        tokens = row[len(prefix) : len(prefix) + 6]
+        tokens = tokens[: tokens.index(EOS) + 1] if EOS in tokens else tokens
+        assert not any(row[len(prefix) + len(tokens) :])
+        forced = next_logits(which, real(sources[i // returned]), [*prefix, *tokens])[len(prefix) : -1].log_softmax(-1)
+        expected = forced.gather(1, torch.tensor(tokens)[:, None])[:, 0]
+        assert (out.token_log_probs[i, : len(tokens)] - expected).abs().max() < 2e-4
+        assert not out.token_log_probs[i, len(tokens) :].any()
+        divisor = ((5 + len(tokens)) / 6) ** 0.6 if "num_beams" in options else 1.0
+        assert abs(out.scores[i] - expected.sum() / divisor) < 5e-4
+
+
+def test_beginnings_come_in_all_forms(reader) -> None:
+    sources = mixed_sources(3, 6)
+    plain = [[5, 6], [7], [8, 9]]
+    expected = generate(reader, sources, decoder_input_ids=plain, max_new_tokens=5)
+    forms = [
+        [[0, 5, 6], [0, 7], [8, 9]],  # the start token may stand in front
+        torch.tensor([[5, 6], [7, 0], [8, 9]]),
+        torch.tensor([[5, 6], [0, 7], [8, 9]]),  # padded in front
+        torch.tensor([[0, 5, 6], [0, 7, 0], [0, 8, 9]]),
+        np.array([[5, 6], [7, 0], [8, 9]]),
+        [np.array([5, 6]), torch.tensor([7]), (8, 9)],
+    ]
+    for form in forms:
+        assert torch.equal(generate(reader, sources, decoder_input_ids=form, max_new_tokens=5), expected)
+    nothing = generate(reader, sources, max_new_tokens=5)
+    empties: list = [[[], [], []], [[0], [0], [0]], torch.zeros(3, 1).long(), torch.zeros(3, 0).long()]
+    for empty in empties:
+        assert torch.equal(generate(reader, sources, decoder_input_ids=empty, max_new_tokens=5), nothing)
+    one = generate(reader, sources[:1], decoder_input_ids=[5, 6], max_new_tokens=5)
+    assert one[0].tolist() == expected[0, : one.shape[1]].tolist()
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ([[5]], "expected decoder_input_ids of 2 rows, as input_ids have, got 1"),
+        (torch.ones(3, 2).long(), "expected decoder_input_ids of 2 rows, as input_ids have, got 3"),
+        ("text", "expected decoder_input_ids .* got str: turn text into ids"),
+        ([[5], [6.5]], r"decoder_input_ids\[1\] holds something else"),
+        (torch.ones(2, 2), r"expected decoder_input_ids .* got torch.float32"),
+        ([[5], [VOCAB]], f"expected .*target.* ids from 0 to {VOCAB - 1}"),
+        ([[5], [VOCAB, 5]], f"expected .*target.* ids from 0 to {VOCAB - 1}"),
+        ([[5], [-1, 5]], f"expected .*target.* ids from 0 to {VOCAB - 1}"),
+    ],
+)
+def test_beginnings_that_are_none(reader, given, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        generate(reader, mixed_sources(2), decoder_input_ids=given, max_new_tokens=4)
+
+
+def test_beginnings_that_do_not_fit(model, gpt) -> None:
+    with pytest.raises(ValueError, match="expected a prefix of fewer tokens than the model's max_len 128, got 128"):
+        generate(model, [[5]], decoder_input_ids=[5] * 128)
+    with pytest.raises(ValueError, match="max_new_tokens of at most 8 behind a prefix of 120, for .* is 128; got 9"):
+        generate(model, [[5]], decoder_input_ids=[5] * 120, max_new_tokens=9)
+    assert generate(model, [[5]], decoder_input_ids=[5] * 120, min_new_tokens=8).shape == (1, 128)
+    assert generate(model, [[5]], decoder_input_ids=[5] * 127, eos_token_id=39).shape == (1, 128)
+    with pytest.raises(ValueError, match="expected no decoder_input_ids for GPT: its input_ids are the beginning"):
+        generate(gpt, [[5]], decoder_input_ids=[5])
+    with pytest.raises(ValueError, match="expected no decoder_start_token_id for GPT: its prompts are the beginning"):
+        generate(gpt, [[5]], decoder_start_token_id=5)
+
+
+# Time.
+
+
+@pytest.mark.parametrize("options", [{}, {"num_beams": 2, "num_return_sequences": 2}], ids=["greedy", "beams"])
+def test_time_cuts_what_is_found(any_model, options, monkeypatch) -> None:
+    steps = itertools.count()
+    clock = SimpleNamespace(now=0.0)
+    step = Scheduler.step
+
+    def stepped(self: Scheduler):
+        next(steps)
+        clock.now += 1.0
+        return step(self)
+
+    monkeypatch.setattr(Scheduler, "step", stepped)
+    for module in (requests_module, scheduler_module):
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    sources = mixed_sources(3, 6)
+    given = {"max_new_tokens": 30, "eos_token_id": 39, "min_new_tokens": 30, "return_dict_in_generate": True, **options}
+    cut = generate(any_model, sources, max_time=4.0, **given)
+    width = 0 if not isinstance(any_model, GPT) else int((sources != 0).sum(1).max())
+    assert next(steps) == 4 and cut.sequences.shape[1] == width + 4
+    clock.now = 0.0
+    assert generate(any_model, sources, max_time=1000.0, **given).sequences.shape[1] == width + 30
+    if not options:
+        short = generate(any_model, sources, max_new_tokens=4, eos_token_id=39, min_new_tokens=4)
+        assert torch.equal(cut.sequences, short)
+
+
+def test_inputs_that_had_no_time_give_nothing(model, monkeypatch) -> None:
+    monkeypatch.setattr(requests_module, "time", SimpleNamespace(monotonic=lambda: 0.0))
+    monkeypatch.setattr(scheduler_module, "time", SimpleNamespace(monotonic=lambda: 9.0))
+    for options in ({}, {"num_beams": 2}, {"do_sample": True, "num_return_sequences": 2, "seed": 1}):
+        out = generate(model, mixed_sources(2), max_time=9.0, return_dict_in_generate=True, **options)
+        rows = 2 * options.get("num_return_sequences", 1)
+        assert out.sequences.shape == out.token_log_probs.shape == (rows, 0)
+        assert out.scores.tolist() == [-math.inf] * rows
+
+
+# Streams.
+
+
+class Listener:
+    """What a streamer was told."""
+
+    def __init__(self, patience: int = 10**6) -> None:
+        self.told: list[list] = []
+        self.ended, self.patience = 0, patience
+
+    def put(self, value: torch.Tensor) -> None:
+        assert value.dtype == torch.long and not self.ended
+        self.told.append(value.tolist())
+        if len(self.told) > self.patience:
+            raise RuntimeError("enough")
+
+    def end(self) -> None:
+        self.ended += 1
+
+
+@pytest.mark.parametrize("options", [{}, {"do_sample": True, "seed": 4}], ids=str)
+def test_a_streamer_is_told_the_prompt_and_then_each_token(any_model, options) -> None:
+    listener = Listener()
+    prefix = {} if isinstance(any_model, GPT) else {"decoder_input_ids": [8, 9]}
+    out = generate(any_model, [5, 6, 7], streamer=listener, max_new_tokens=7, **prefix, **options)
+    prompt = [5, 6, 7] if isinstance(any_model, GPT) else [0, 8, 9]
+    assert listener.told[0] == [prompt] and listener.ended == 1
+    tokens = [told[0] for told in listener.told[1:]]
+    assert all(len(told) == 1 for told in listener.told[1:])
+    assert out[0].tolist() == [*(prompt if isinstance(any_model, GPT) else [8, 9]), *tokens]
+    assert torch.equal(out, generate(any_model, [5, 6, 7], max_new_tokens=7, **prefix, **options))
+
+
+def test_streams_that_cannot_be_are_refused_and_errors_of_a_streamer_surface(model) -> None:
+    for ids, options in (
+        ([[5], [6]], {}),
+        ([[5]], {"num_beams": 2}),
+        ([[5]], {"do_sample": True, "num_return_sequences": 2}),
+    ):
+        listener = Listener()
+        with pytest.raises(ValueError, match="expected one input, without beams or several samples, along with a str"):
+            generate(model, ids, streamer=listener, **options)
+        assert listener.told == []
+    with pytest.raises(ValueError, match="expected a streamer with put and end, got builtin_function_or_method"):
+        generate(model, [5], streamer=print)
+    for patience in (0, 1, 3):
+        listener = Listener(patience)
+        with pytest.raises(RuntimeError, match="enough"):
+            generate(model, [5], streamer=listener, max_new_tokens=6, eos_token_id=39)
+        assert len(listener.told) == patience + 1 and listener.ended == 0
+
+
+# Words.
+
+
+def test_words_that_must_and_words_that_must_not_be_said(any_model) -> None:
+    sources = mixed_sources(4, 6)
+    free = new_tokens(any_model, sources, generate(any_model, sources, max_new_tokens=8))
+    banned, pair = free[0][0], free[1][:2]
+
+    def change(logits: list[float], said: list[int]) -> None:
+        logits[banned] = logits[EOS] = -math.inf
+        if said[-1:] == pair[:1]:
+            logits[pair[1]] = -math.inf
+        if len(said) in (0, 7):
+            token = 20 if not said else EOS
+            logits[:] = [-math.inf] * VOCAB
+            logits[token] = 0.0
+
+    out = generate(
+        any_model,
+        sources,
+        max_new_tokens=8,
+        min_new_tokens=8,
+        suppress_tokens=[banned],
+        bad_words_ids=[pair],
+        forced_bos_token_id=20,
+        forced_eos_token_id=EOS,
+        return_dict_in_generate=True,
+    )
+    found = new_tokens(any_model, sources, out.sequences)
+    for source, tokens, log_probs in zip(sources, found, out.token_log_probs.tolist(), strict=True):
+        if isinstance(any_model, GPT) and pair[0] == real(source)[-1]:
+            continue  # there the word would begin in the prompt
+        assert tokens == plain_greedy(any_model, real(source), 8, change=change)
+        assert log_probs[0] == log_probs[7] == 0.0
+    with pytest.raises(ValueError, match="expected suppress_tokens from 0 to 39"):
+        generate(any_model, sources, suppress_tokens=[40])
+
+
+@pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"do_sample": True, "seed": 2}], ids=str)
+def test_min_new_tokens_and_the_forced_end(any_model, options) -> None:
+    sources = mixed_sources(4, 6)
+    ends = list(range(3, 20))  # so many that one of them comes soon
+
+    def said(**more) -> list[list[int]]:
+        found = generate(any_model, sources, max_new_tokens=9, eos_token_id=ends, **more, **options)
+        prompts = int((sources != 0).sum(1).max()) if isinstance(any_model, GPT) else 0
+        return found[:, prompts:].tolist()
+
+    assert min(next((i for i, token in enumerate(row) if token in ends), 9) for row in said()) < 5
+    for row in said(min_new_tokens=5):
+        assert not set(row[:5]) & set(ends)
+        assert len(row) == 9 or set(row[5:]) & set(ends)
+    for row in said(forced_eos_token_id=ends[0]):
+        assert set(row) & set(ends)
+
+
+# Other ids.
+
+
+@pytest.fixture(scope="module")
+def others() -> dict[str, torch.nn.Module]:
+    """Models whose special ids are others."""
+    torch.manual_seed(3)
+    sizes = {"vocab_size": VOCAB, "d_model": 32, "num_heads": 4, "max_len": 64, "tie_embeddings": False}
+    models = {
+        "model": Transformer.from_preset("tiny", d_ff=64, special_ids=OTHER, **sizes),
+        "gpt": GPT.from_preset("tiny", num_layers=2, special_ids=OTHER, **sizes),
+        "lstm": LSTMSeq2Seq(vocab_size=VOCAB, d_model=32, pad=3, eos=(7, 9), unk=4, start=5),
+    }
+    for name, factor in (("model", 2), ("gpt", 8), ("lstm", 3)):
+        models[name].eval()
+        for parameter in models[name].parameters():
+            parameter.data *= factor if parameter.dim() == 2 else 1
+    return models
+
+
+@pytest.mark.parametrize("kind", ["model", "gpt", "lstm"])
+def test_the_models_own_ids_are_honoured(others, kind) -> None:
+    which = others[kind]
+    rows = [[10 + (7 * i + j) % 29 for j in range(1 + i % 5)] for i in range(12)]
+    found = generate(which, rows, max_new_tokens=12).tolist()
+    width = max(map(len, rows)) if kind == "gpt" else 0
+    ended = set()
+    for row, source in zip(found, rows, strict=True):
+        if kind == "gpt":
+            assert row[:width] == [3] * (width - len(source)) + source
+        due = plain_greedy(which, source, 12, start=5, ends=(7, 9))
+        ended.add(due[-1])
+        assert row[width:] == due + [3] * (len(row) - width - len(due))
+    # Others may be named, and then those of the model mean nothing.
+    common = next(token for row in found for token in row[width + 1 :] if token not in (0, 3, 7, 9))
+    start = {} if kind == "gpt" else {"decoder_start_token_id": 11}
+    found = generate(which, rows, max_new_tokens=12, eos_token_id=[common, 30], pad_token_id=0, **start).tolist()
+    cut = 0
+    for row, source in zip(found, rows, strict=True):
+        due = plain_greedy(which, source, 12, start=11, ends=(common, 30))
+        cut += due[-1] == common and len(due) < 12
+        assert row[width:] == due + [0] * (len(row) - width - len(due))
+    assert cut > 0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"eos_token_id": [1, 40]}, "expected eos_token_id from 0 to 39, as the model's vocabulary has, got 40"),
+        ({"eos_token_id": 0}, "expected two ids for eos_token_id and pad_token_id, got 0 for both"),
+        ({"pad_token_id": 1}, "expected two ids for eos_token_id and pad_token_id, got 1 for both"),
+        ({"eos_token_id": [6, 6]}, r"expected different ids of eos, got \[6, 6\]"),
+        ({"decoder_start_token_id": 40}, "expected decoder_start_token_id from 0 to 39"),
+        ({"forced_bos_token_id": -1}, "expected forced_bos_token_id from 0 to 39, .* got -1"),
+        ({"forced_eos_token_id": 40}, "expected forced_eos_token_id from 0 to 39, .* got 40"),
+        ({"bad_words_ids": [[5, 40]]}, "expected bad_words_ids from 0 to 39, .* got 40"),
+        ({"engine": "fast"}, "expected an engine out of kv_cache, .*, got 'fast'"),
+        ({"engine": "recurrent"}, "engine 'recurrent' can't decode a Transformer: it isn't recurrent"),
+        ({"logits_processor": lambda ids, scores: scores[:, 1:]}, r"scores of shape \(1, 40\), got \(1, 39\) from <la"),
+    ],
+)
+def test_errors(model, options, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        generate(model, mixed_sources(2), max_new_tokens=3, **options)
+
+
+# Scores, several hypotheses, and who else is there.
+
+
+def test_log_probs_of_tokens_sum_to_the_scores(any_model) -> None:
+    sources = mixed_sources(4, 6)
+    for options in ({}, {"num_beams": 3, "num_return_sequences": 3}, {"do_sample": True, "seed": 1, "top_k": 5}):
+        out = generate(any_model, sources, max_new_tokens=7, return_dict_in_generate=True, **options)
+        found = new_tokens(any_model, sources, out.sequences)
+        for i, tokens in enumerate(found):
+            divisor = ((5 + len(tokens)) / 6) ** 0.6 if "num_beams" in options else 1.0
+            assert abs(out.token_log_probs[i].sum() / divisor - out.scores[i]) < 1e-4
+            assert (out.token_log_probs[i, : len(tokens)] < 0).all() and not out.token_log_probs[i, len(tokens) :].any()
+
+
+def test_hypotheses_that_do_not_exist_are_padding_alone(model) -> None:
+    # Everything but two tokens is forbidden: of a limit of two, two hypotheses of four exist.
+    allowed = [EOS, 5]
+    out = generate(
+        model,
+        mixed_sources(2),
+        num_beams=4,
+        num_return_sequences=4,
+        max_new_tokens=2,
+        suppress_tokens=[token for token in range(VOCAB) if token not in allowed],
+        return_dict_in_generate=True,
+    )
+    for source in range(2):
+        rows = out.sequences[4 * source : 4 * source + 4].tolist()
+        assert sorted(rows[:2]) == [[EOS, 0], [5, EOS]] and rows[2:] == [[5, 5], [0, 0]]
+        scores = out.scores[4 * source : 4 * source + 4]
+        assert scores[:3].isfinite().all() and scores[3] == -math.inf
+        assert not out.token_log_probs[4 * source + 3].any()
+
+
+def test_samples_depend_on_the_seed_and_their_place_alone(any_model) -> None:
+    sources = mixed_sources(6, 6)
+    options = {"do_sample": True, "seed": 9, "max_new_tokens": 6, "num_return_sequences": 2, "eos_token_id": 39}
+    whole = new_tokens(any_model, sources, generate(any_model, sources, **options))
+    some = new_tokens(any_model, sources[:3], generate(any_model, sources[:3], **options))
+    assert [row[:6] for row in whole[:6]] == [row[:6] for row in some]
+    torch.manual_seed(5)
+    unseeded = generate(any_model, sources, **{**options, "seed": None})
+    torch.manual_seed(5)
+    assert torch.equal(generate(any_model, sources, **{**options, "seed": None}), unseeded)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 1.0, "num_return_sequences": 4},
+        {"do_sample": True, "seed": 3, "num_return_sequences": 2, "top_p": 0.9},
+        {"num_beams": 2, "repetition_penalty": 1.3, "no_repeat_ngram_size": 2},
+        {"decoder_input_ids": [[5, 6], [7], [], [8, 9, 10]], "num_beams": 2},
+    ],
+    ids=["groups", "samples", "processors", "beginnings"],
+)
+def test_all_engines_find_the_same(model, options) -> None:
+    sources = mixed_sources(4, 6)
+    outs = [
+        generate(model, sources, engine=name, max_new_tokens=8, **options)
+        for name in ("kv_cache", "cross_cache", "encode_once", "recompute")
+    ]
+    assert all(torch.equal(out, outs[0]) for out in outs[1:])
+    assert torch.equal(generate(model, sources, use_cache=False, max_new_tokens=8, **options), outs[0])
+
+
+def test_groups_of_beams_say_different_things(any_model) -> None:
+    sources = mixed_sources(3, 6)
+    options = {"num_beams": 4, "num_return_sequences": 4, "max_new_tokens": 4, "min_new_tokens": 4}
+    out = generate(any_model, sources, num_beam_groups=4, diversity_penalty=1000.0, **options)
+    for i in range(3):
+        first = [row[-4] for row in out[4 * i : 4 * i + 4].tolist()]
+        assert len(set(first)) == 4
+
+
+def test_scores_are_computed_where_they_are_asked_for(model, monkeypatch) -> None:
+    asked: list[bool] = []
+    best = Transformer.top_tokens
+
+    def watched(self, hidden, k, *, log_probs=True):
+        asked.append(log_probs)
+        return best(self, hidden, k, log_probs=log_probs)
+
+    monkeypatch.setattr(Transformer, "top_tokens", watched)
+    for options, expected in (({}, False), ({"num_beams": 2}, True), ({"return_dict_in_generate": True}, True)):
+        asked.clear()
+        generate(model, [5, 6], max_new_tokens=2, **options)
+        assert set(asked) == {expected}
