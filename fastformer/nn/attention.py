@@ -268,11 +268,6 @@ class MultiheadAttention(nn.Module):
             raise ValueError(f"expected {expected} along with a cache, got query of shape {tuple(query.shape)}")
         if self.bias_k is not None or self.add_zero_attn:
             raise ValueError("add_bias_kv and add_zero_attn don't go with a cache")
-        if cache.k.shape[-2:] != (self.num_kv_heads, self.head_dim):
-            raise ValueError(
-                f"expected a cache of {self.num_kv_heads} heads of keys and values of size {self.head_dim}, got one of "
-                f"{cache.k.shape[-2]} of size {cache.k.shape[-1]}"
-            )
         transposed = not packed and not self.batch_first
         if cache.is_static:
             q = self._heads(F.linear(query, *self._q_weights()))

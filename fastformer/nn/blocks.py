@@ -13,12 +13,7 @@ from itertools import accumulate, chain
 import numpy as np
 import numpy.typing as npt
 
-Ints = npt.NDArray[np.int32]
-Bools = npt.NDArray[np.bool_]
-
-
-class CacheFullError(ValueError):
-    """A `KVCache` has not as many free blocks as are asked for. Nothing was taken."""
+from fastformer.nn.block_pool import BlockPool, Bools, Ints
 
 
 class BlockTables:
@@ -44,7 +39,7 @@ class BlockTables:
         self, max_rows: int, max_seqlen: int, max_source_seqlen: int, num_blocks: int, block_size: int, memory: Ints
     ) -> None:
         self.max_rows, self.max_seqlen, self.max_source_seqlen = max_rows, max_seqlen, max_source_seqlen
-        self.num_blocks, self.block_size = num_blocks, block_size
+        self.block_size = block_size
         memory[:] = 0
         ends = self.ends(max_rows, max_seqlen, max_source_seqlen)
         self.seqlens, self.keys, slots, self.source_seqlens, sources = np.split(memory[: ends[-1]], ends[:-1])
@@ -60,13 +55,14 @@ class BlockTables:
         self._size = np.zeros(max_rows, np.int32)
         self._own = np.zeros((max_rows, -(-max_seqlen // block_size)), np.int32)
         self._given = np.zeros(max_rows, np.int32)
-        # The free blocks, the next one last; block 0 is never given away. Who has a block: a key, max_rows + key for a
-        # source's, or nobody.
-        self._nobody = 2 * max_rows
-        self._owner = np.full(num_blocks, self._nobody, np.int32)
-        self._free = np.arange(num_blocks - 1, -1, -1, dtype=np.int32)
-        self.num_free = num_blocks - 1
+        # A group has the blocks of its tokens by its key, those of its source by max_rows + key.
+        self.pool = BlockPool(num_blocks, 2 * max_rows)
         self._reordered = np.zeros(max_rows, bool)  # by key: dead blocks are possible
+        # While rows take one token at a time inside their blocks: the last slot of each, how many steps more may be
+        # taken like this, and how many when what is reserved has been used.
+        self._next = np.zeros(max_rows, np.int32)
+        self._every = np.arange(max_rows)
+        self._steps = self._steps_left = 0
         self._used = 0  # no table entry from here on is set
         self._ahead = self._scattered = False  # entries behind the lengths: of the last reservation, of earlier ones
         self.reserved = self.reserved_from = self.longest = self.pending = 0
@@ -128,17 +124,14 @@ class BlockTables:
             raise ValueError(f"expected different groups out of {len(self.sizes)}, got {list(groups)}")
         if not leaving:
             return
-        theirs = np.zeros(self._nobody + 1, bool)
-        for group in leaving:
-            key = self.group_keys[group]
-            theirs[[key, self.max_rows + key]] = True
-            self._reordered[key] = False
-            self.source_seqlens[key] = 0
-            self.source_slots[key] = 0
-            self._free_keys.append(key)
-            self.sources_changed = True
-        self._give_back(np.flatnonzero(theirs[self._owner]))
-        rows = np.flatnonzero(~theirs[self.keys[: self.num_rows]])
+        keys = np.array([self.group_keys[group] for group in leaving])
+        self.pool.give_back(np.concatenate((keys, self.max_rows + keys)))
+        self._free_keys += keys.tolist()
+        self._reordered[keys] = False
+        self.source_seqlens[keys] = 0
+        self.source_slots[keys] = 0
+        self.sources_changed = True
+        rows = np.flatnonzero(~np.isin(self.keys[: self.num_rows], keys))
         staying = [group for group in range(len(self.sizes)) if group not in leaving]
         sizes = [self.sizes[group] for group in staying]
         self.group_keys = [self.group_keys[group] for group in staying]
@@ -217,6 +210,7 @@ class BlockTables:
         self._size[:rows] = np.repeat(sizes, sizes)
         self._start[:rows] = np.repeat(np.cumsum(sizes) - sizes, sizes)
         self.longest = int(self.seqlens[:rows].max(initial=0))
+        self._steps = 0
         self.reserved, self.rows_changed, self.slots_changed = 0, True, True
         self.version += 1
 
@@ -235,6 +229,21 @@ class BlockTables:
         self.settle()
         if counts is None and self._counts is None and num_tokens <= self.reserved and first >= self.reserved_from:
             return
+        steps, self._steps, self._steps_left = self._steps, 0, 0
+        if steps > 0 and first == 0 and counts is None and num_tokens == 1:
+            rows = self.num_rows
+            self._next[:rows] += 1
+            self.slots[self._every[:rows], self.seqlens[:rows]] = self._next[:rows]
+            self._used = max(self._used, self.longest + 1)
+            self._steps_left = steps - 1
+        else:
+            self._fill(first, num_tokens, counts)
+        self.reserved, self.reserved_from, self._counts, self.slots_changed = num_tokens, first, counts, True
+        self.version += 1
+        self._scattered |= self._ahead
+        self._ahead = True
+
+    def _fill(self, first: int, num_tokens: int, counts: Ints | None) -> None:
         begin, end = self.row_of(first), self.num_rows
         lengths = self.seqlens[begin:end]
         until = lengths + (num_tokens if counts is None else counts)
@@ -249,12 +258,14 @@ class BlockTables:
             position = lengths[row] + ahead
             row += begin
         column = position // self.block_size
-        self.slots[row, position] = self._own[row, column] * self.block_size + (position - column * self.block_size)
+        ahead = position - column * self.block_size
+        slots = self._own[row, column] * self.block_size + ahead
+        self.slots[row, position] = slots
         self._used = max(self._used, int(until.max(initial=0)))
-        self.reserved, self.reserved_from, self._counts, self.slots_changed = num_tokens, first, counts, True
-        self.version += 1
-        self._scattered |= self._ahead
-        self._ahead = True
+        if counts is None and num_tokens == 1 and end > begin:
+            # What follows in all these blocks needs no looking up.
+            self._next[begin:end] = slots
+            self._steps_left = min(self.block_size - 1 - int(ahead.max()), self.max_seqlen - int(until.max()))
 
     def blocks_needed(self, first: int, num_tokens: int) -> int:
         """The blocks that `reserve` would take from the free ones."""
@@ -273,6 +284,10 @@ class BlockTables:
             counts = np.full(rows.stop - rows.start, num_tokens, np.int32)
         if counts is None:
             self.seqlens[rows] += num_tokens
+            self.longest += num_tokens
+            if first > 0:
+                self.longest = int(self.seqlens[: rows.stop].max(initial=0))
+            self._steps = self._steps_left if first == 0 and num_tokens == 1 else 0
             self.reserved -= num_tokens
             self._ahead = self.reserved > 0 or first != self.reserved_from
         else:
@@ -283,10 +298,10 @@ class BlockTables:
             if ((counts < 0) | (counts > most)).any():
                 raise ValueError(f"expected from 0 to {num_tokens} tokens a row, as reserved, got {counts}")
             self.seqlens[rows] += counts
+            self.longest = max(self.longest, int(self.seqlens[rows].max(initial=0)))
             self.reserved = 0
             self._ahead = bool((counts < most).any())
         self._counts = None
-        self.longest = max(self.longest, int(self.seqlens[rows].max(initial=0)))
         self.rows_changed = True
         self.version += 1
 
@@ -294,9 +309,7 @@ class BlockTables:
         """Takes the tokens out, and their blocks back; sources stay."""
         self.settle()
         rows = slice(self.row_of(first), self.num_rows)
-        theirs = np.zeros(self._nobody + 1, bool)
-        theirs[self.group_keys[first:]] = True
-        self._give_back(np.flatnonzero(theirs[self._owner]))
+        self.pool.give_back(np.array(self.group_keys[first:], np.int32))
         self.slots[rows, : self._used] = 0
         self.seqlens[rows] = 0
         self._own[rows] = 0
@@ -307,9 +320,8 @@ class BlockTables:
         """Gives sources to groups that have none: (sum of lengths,) the slots of their tokens, one after another."""
         self.settle()
         blocks = (lengths + (self.block_size - 1)) // self.block_size
-        self._demand(int(blocks.sum()))
         keys = np.array([self.group_keys[group] for group in groups], np.int32)
-        which, column = spread(blocks)
+        which, _ = spread(blocks)
         taken = self._take(keys[which] + self.max_rows)
         first = np.cumsum(blocks) - blocks  # the first block of each source
         source, position = spread(lengths)
@@ -331,35 +343,19 @@ class BlockTables:
         which &= self._reordered
         if which.any():
             self._sweep(which)
-        self._demand(int(due.sum()))
         row, ahead = spread(due)
         row += begin
         self._own[row, self._given[row] + ahead] = self._take(self.keys[row])
         self._given[begin : begin + len(due)] += due
 
-    def _demand(self, blocks: int) -> None:
-        if blocks > self.num_free:
+    def _take(self, owners: npt.NDArray[np.integer]) -> Ints:
+        if len(owners) > self.pool.num_free:
             self.sweep()
-        if blocks > self.num_free:
-            raise CacheFullError(
-                f"the cache has {self.num_free} free blocks of {self.num_blocks - 1} and {blocks} are needed: make it "
-                "with more num_blocks, or release groups"
-            )
+        return self.pool.take(owners)
 
     def sweep(self) -> None:
         """Takes back what no row names any more."""
         self._sweep(self._reordered.copy())
-
-    def _take(self, owners: Ints) -> Ints:
-        self.num_free -= len(owners)
-        blocks = self._free[self.num_free : self.num_free + len(owners)][::-1].copy()
-        self._owner[blocks] = owners
-        return blocks
-
-    def _give_back(self, blocks: npt.NDArray[np.integer]) -> None:
-        self._free[self.num_free : self.num_free + len(blocks)] = blocks
-        self.num_free += len(blocks)
-        self._owner[blocks] = self._nobody
 
     def _sweep(self, which: Bools) -> None:
         # Takes back, of the groups with these keys, the blocks that no row names in its history and none writes to.
@@ -367,12 +363,9 @@ class BlockTables:
         lengths = self.seqlens[rows][:, None]
         position = np.arange(int(lengths.max(initial=0)))
         column = np.arange(self._own.shape[1])
-        live = np.zeros(self.num_blocks, bool)
-        live[self.slots[rows, : len(position)][position < lengths] // self.block_size] = True
-        live[self._own[rows][column >= lengths // self.block_size]] = True
-        theirs = np.zeros(self._nobody + 1, bool)
-        theirs[: self.max_rows] = which
-        self._give_back(np.flatnonzero(theirs[self._owner] & ~live))
+        history = self.slots[rows, : len(position)][position < lengths] // self.block_size
+        written = self._own[rows][column >= lengths // self.block_size]
+        self.pool.give_back(np.flatnonzero(which), np.concatenate((history, written)))
         self._reordered &= ~which
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fastformer.nn.blocks import CacheFullError as CacheFullError
+from fastformer.nn.block_pool import CacheFullError as CacheFullError
 from fastformer.nn.blocks import spread
 from fastformer.nn.device_tables import DeviceTables
 from fastformer.nn.layer_cache import AttentionCache, LayerCache, host_lengths, memory_lengths
@@ -36,7 +36,7 @@ class KVCache:
         max_rows: rows that decode together.
         max_seqlen: the longest row, in tokens.
         max_source_seqlen: the longest source. None: as long as the memory that is set while nothing is stored.
-        num_blocks: what all rows and sources share, besides block 0, which stays zero and stands where a table says
+        num_blocks: what all rows and sources share. Block 0 is nobody's: it stays zero, and stands where a table says
             nothing. None: enough for max_rows rows and sources of full length, as long as groups don't shrink (what a
             group with few rows left holds may have been written by many).
         block_size: tokens in a block.
@@ -146,9 +146,10 @@ class KVCache:
     @property
     def length_bound(self) -> int:
         """The tokens in the longest row; in compiled code, no row has more."""
-        if torch.compiler.is_compiling():
+        if not torch.compiler.is_compiling():
+            self._tables.settle()
+        if self._first == 0 or torch.compiler.is_compiling():
             return self._tables.longest
-        self._tables.settle()
         return int(self._tables.seqlens[self._rows()].max(initial=0))
 
     @property
@@ -159,8 +160,8 @@ class KVCache:
 
     @property
     def num_blocks(self) -> int:
-        """All blocks but block 0."""
-        return self._tables.num_blocks - 1
+        """All blocks, with block 0."""
+        return self.k.shape[1]
 
     @property
     def block_size(self) -> int:
@@ -176,7 +177,7 @@ class KVCache:
     @property
     def free_blocks(self) -> int:
         """Blocks that nobody has. There may be more: what beams left behind is looked for by `sweep`."""
-        return self._tables.num_free
+        return self._tables.pool.num_free
 
     def blocks_of(self, num_tokens: int) -> int:
         """The blocks that num_tokens of a row or of a source fill."""
@@ -379,7 +380,7 @@ class KVCache:
 
     def _widen(self, source_seqlen: int) -> None:
         tables = self._tables
-        if not self._fits_memory or self.free_blocks < self.num_blocks:
+        if not self._fits_memory or self.free_blocks < self.num_blocks - 1:
             raise ValueError(
                 f"expected sources of at most max_source_seqlen = {tables.max_source_seqlen} tokens, got one of "
                 f"{source_seqlen}: make the cache with a larger one"

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 from torch import Tensor, nn
 
+from fastformer.nn.attention import MultiheadAttention
 from fastformer.nn.cache import KVCache
 from fastformer.nn.layout import SequenceLayout
 
@@ -33,9 +36,7 @@ class CachedStep:
             if cache.length_bound > 0:
                 raise ValueError("expected packed prompts for rows that are empty, got rows with tokens (KVCache.tail)")
         else:
-            attention = layers[0].self_attn
-            assert isinstance(attention, nn.Module)
-            batch, self.num_tokens = x.shape[:2] if attention.batch_first else (x.shape[1], x.shape[0])
+            batch, self.num_tokens = x.shape[:2] if _attention(layers).batch_first else (x.shape[1], x.shape[0])
         if batch != cache.num_rows:
             raise ValueError(f"expected the {cache.num_rows} rows of the cache, got a batch of {batch}")
         cache.check_room(self.num_tokens)
@@ -52,9 +53,18 @@ class CachedStep:
 
 
 def check_layers(cache: KVCache, layers: nn.ModuleList) -> None:
-    """Raises ValueError for another number of layers than the cache has."""
-    if cache.num_layers != len(layers):
-        raise ValueError(f"expected a cache of {len(layers)} layers, got one of {cache.num_layers}")
+    """Raises ValueError for a cache of another model: other layers, other heads."""
+    num_layers, _, _, *heads = cache.k.shape
+    if num_layers != len(layers):
+        raise ValueError(f"expected a cache of {len(layers)} layers, got one of {num_layers}")
+    attention = _attention(layers)
+    expected = [attention.num_kv_heads, attention.head_dim]
+    if heads != expected:
+        raise ValueError(f"expected a cache of num_kv_heads and head_dim {expected}, got one of {heads}")
+
+
+def _attention(layers: nn.ModuleList) -> MultiheadAttention:
+    return cast(MultiheadAttention, layers[0].self_attn)
 
 
 def check_masks(mask: Tensor | None, key_padding_mask: Tensor | None, is_causal: bool) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastformer.nn.blocks import Ints
+from fastformer.nn.block_pool import Ints
 from fastformer.nn.layout import SequenceLayout
 from fastformer.ops.attention import attention
 from fastformer.ops.decode_attention import decode_attention
@@ -65,10 +65,17 @@ class AttentionCache:
             ValueError: another number of rows than the cache has, tokens that were not reserved.
         """
         batch, seqlen = q.shape[:2] if packed is None else (packed.batch_size, packed.max_seqlen)
-        if batch != len(self.seqlens):
-            raise ValueError(f"expected the {len(self.seqlens)} rows of the cache, got a batch of {batch}")
         if seqlen > self.reserved:
             raise ValueError(f"expected the tokens to be reserved first (KVCache.reserve), got {seqlen} more")
+        if packed is None and not (self.is_empty and seqlen > 1):
+            return decode_attention(
+                q, self.k, self.v, self.seqlens, k=k, v=v, slot_table=self.slot_table, window_left=window_left
+            )
+        if batch != len(self.seqlens):
+            raise ValueError(f"expected the {len(self.seqlens)} rows of the cache, got a batch of {batch}")
+        if k.shape[-2:] != self.k.shape[-2:]:
+            expected, got = tuple(self.k.shape[-2:]), tuple(k.shape[-2:])
+            raise ValueError(f"expected num_kv_heads and head_dim {expected}, as the cache has, got {got}")
         window = (window_left, 0)
         if packed is not None:
             if not self.is_empty or self.packed_slots is None or packed.cu_seqlens is None:
@@ -76,15 +83,11 @@ class AttentionCache:
             cu_seqlens, slots = packed.cu_seqlens, self.packed_slots
             out = varlen_attention(q, k, v, cu_seqlens, cu_seqlens, seqlen, seqlen, window_size=window)
             k, v = k[: len(slots)], v[: len(slots)]
-        elif self.is_empty and seqlen > 1:
+        else:
             # The first tokens see each other alone: the kernel that skips the triangle, then one copy.
             out = attention(q, k, v, window_size=window)
             slots = self.slot_table[:, :seqlen].flatten().long()
             k, v = k.flatten(0, 1), v.flatten(0, 1)
-        else:
-            return decode_attention(
-                q, self.k, self.v, self.seqlens, k=k, v=v, slot_table=self.slot_table, window_left=window_left
-            )
         self.k.flatten(0, 1).index_copy_(0, slots, k.to(self.k.dtype))
         self.v.flatten(0, 1).index_copy_(0, slots, v.to(self.v.dtype))
         return out

@@ -8,6 +8,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
+from fastformer.nn import KVCache
+
 TOLERANCE = 1e-10
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -62,6 +64,11 @@ def compare(
     expected = dict(theirs.named_parameters())
     for name, parameter in ours.named_parameters():
         assert_same(parameter.grad, expected[name].grad, f"gradient of {name}")
+
+
+def taken(cache: KVCache) -> int:
+    """The blocks that somebody has; block 0 is nobody's."""
+    return cache.num_blocks - 1 - cache.free_blocks
 
 
 def padding_mask(lengths: Sequence[int], width: int) -> Tensor:

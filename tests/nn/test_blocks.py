@@ -9,6 +9,7 @@ import torch
 
 from fastformer.nn.cache import CacheFullError, KVCache
 from fastformer.nn.device_tables import DeviceTables
+from tests.nn.comparing import taken
 
 LAYERS, ROWS, SEQLEN, SOURCE, SIZE = 2, 9, 23, 7, 4
 
@@ -130,8 +131,8 @@ class Oracle:
                     held = cross.slot_table[key, : len(source)].long()
                     assert k[held].tolist() == source and v[held].tolist() == [-token for token in source]
         assert (cache.k[:, 0] == 0).all() and (cache.v[:, 0] == 0).all()
-        live, taken = self.live_blocks(), cache.num_blocks - cache.free_blocks
-        assert taken == live if swept else taken >= live
+        live = self.live_blocks()
+        assert taken(cache) == live if swept else taken(cache) >= live
 
 
 def step_randomly(oracle, choice, rng):
@@ -179,7 +180,7 @@ def test_random_walks_hold_what_lists_hold(seed):
         oracle.rewind()
         oracle.check(swept=True)
     cache.reset()
-    assert cache.free_blocks == cache.num_blocks and cache.num_rows == 0 and not cache.has_memory
+    assert taken(cache) == 0 and cache.num_rows == 0 and not cache.has_memory
     oracle = Oracle(cache)  # and begins anew
     oracle.add(2, 2)
     oracle.set_memory([3, SOURCE])
@@ -191,12 +192,12 @@ def test_a_prompt_is_stored_once_for_all_rows_of_its_group():
     cache, oracle = (cache := new_cache()), Oracle(cache)
     oracle.add(2, 1)
     oracle.append(10, counts=[10, 6])
-    assert cache.num_blocks - cache.free_blocks == 3 + 2
+    assert taken(cache) == 3 + 2
     oracle.reorder([[0, 0, 0, 0], [0, 0]])
-    assert cache.num_blocks - cache.free_blocks == 3 + 2 and cache.blocks_needed(1) == 3 + 1
+    assert taken(cache) == 3 + 2 and cache.blocks_needed(1) == 3 + 1
     oracle.append(1)
     # One more block for each row but the first of a group, which goes on in the block that it has begun.
-    assert cache.num_blocks - cache.free_blocks == 3 + 3 + 2 + 1
+    assert taken(cache) == 3 + 3 + 2 + 1
     oracle.check(swept=True)
 
 
@@ -204,13 +205,13 @@ def test_dead_beams_give_their_blocks_back():
     cache, oracle = (cache := new_cache(rows=4)), Oracle(cache)
     oracle.add(1, 4)
     oracle.append(8)
-    assert cache.num_blocks - cache.free_blocks == 4 * 2
+    assert taken(cache) == 4 * 2
     oracle.reorder([[2, 2, 2, 2]])
     oracle.append(1)  # which takes new blocks, and looks for dead ones first
-    assert cache.num_blocks - cache.free_blocks == 2 + 4
+    assert taken(cache) == 2 + 4
     oracle.check(swept=True)
     oracle.reorder([[1]])
-    assert cache.num_blocks - cache.free_blocks == 2 + 2  # place 0 has begun a block that its new history doesn't name
+    assert taken(cache) == 2 + 2  # place 0 has begun a block that its new history doesn't name
     oracle.check(swept=True)
 
 
@@ -316,7 +317,7 @@ def test_views_of_the_last_groups():
     cache.tail(1).release([0])
     assert cache.lengths == [5, 6]
     cache.tail(1).rewind()
-    assert cache.lengths == [5, 0] and cache.num_blocks - cache.free_blocks == 2
+    assert cache.lengths == [5, 0] and taken(cache) == 2
     source = torch.zeros(1, 3, 1, 1)
     cache.tail(1).set_memory([source] * LAYERS, [source] * LAYERS)
     assert cache.tail(1).has_memory and not cache.has_memory

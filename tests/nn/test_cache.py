@@ -7,7 +7,7 @@ import torch
 
 import fastformer.nn as fnn
 from fastformer.nn import KVCache, SequenceLayout
-from tests.nn.comparing import assert_same, padding_mask, randomised
+from tests.nn.comparing import assert_same, padding_mask, randomised, taken
 
 N, T, S, E, H, FF, LAYERS = 3, 7, 5, 12, 3, 16, 2
 DOUBLE = {"dtype": torch.float64}
@@ -94,7 +94,7 @@ def test_beams_share_their_sources_keys():
     expected = stack(x, memory.repeat_interleave(beams, 0), tgt_is_causal=True, memory_layout=repeated)
     assert_same(out, expected, "hidden states")
     # 2 blocks of 4 for each row of 7 tokens, and 2 + 1 + 1 for the sources, whose padding is not stored.
-    assert cache.num_blocks - cache.free_blocks == 2 * N * beams + 4
+    assert taken(cache) == 2 * N * beams + 4
 
 
 @torch.inference_mode()
@@ -202,7 +202,7 @@ def test_packed_memory_and_reset():
         expected = stack(x, layout.unpack(memory), tgt_is_causal=True, memory_layout=padded)
         assert_same(run(stack, x, memory, [2, 5], cache, memory_layout=layout), expected, "hidden states")
         cache.reset()
-        assert not cache.has_memory and cache.num_rows == 0 and cache.free_blocks == cache.num_blocks
+        assert not cache.has_memory and cache.num_rows == 0 and taken(cache) == 0
 
 
 @torch.inference_mode()
@@ -267,11 +267,15 @@ def test_errors():
             stack(x, memory, cache=KVCache(1, N, T, H, E // H, **DOUBLE))
         other = KVCache(LAYERS, N, T, 1, E, **DOUBLE)
         other.add(N)
-        with pytest.raises(ValueError, match=r"\(sources, source_seqlen, 1, 12\)"):
+        with pytest.raises(ValueError, match=r"a cache of num_kv_heads and head_dim \[3, 4\], got one of \[1, 12\]"):
             stack(x, memory, cache=other)
-        with pytest.raises(ValueError, match="3 heads of keys and values of size 4, got one of 1 of size 12"):
-            stack.layers[0].self_attn(x, x, x, need_weights=False, cache=other[0].self_attention)
-        assert cache.free_blocks == cache.num_blocks
+        with pytest.raises(ValueError, match=r"a cache of num_kv_heads and head_dim \[3, 4\], got one of \[1, 12\]"):
+            stack.store_memory(other, memory)
+        other.reserve(T)
+        for part in (x[:, :1], x):
+            with pytest.raises(ValueError, match="head"):
+                stack.layers[0].self_attn(part, part, part, need_weights=False, cache=other[0].self_attention)
+        assert taken(cache) == 0
         stack(x[:, :5], memory, cache=cache)
         with pytest.raises(ValueError, match="room for 7 tokens a row and holds up to 5; 3 more don't fit"):
             stack(x[:, :3], None, cache=cache)
@@ -283,7 +287,7 @@ def test_errors():
         cache = new_cache()
         with pytest.raises(ValueError, match="room for 7 tokens a row and holds up to 0; 8 more don't fit"):
             stack(torch.randn(N, T + 1, E, **DOUBLE), memory, cache=cache)
-        assert cache.free_blocks == cache.num_blocks and not cache.has_memory
+        assert taken(cache) == 0 and not cache.has_memory
         cache.reserve(T - 1)
         own, attend = cache[0].self_attention, stack.layers[0].self_attn
         with pytest.raises(ValueError, match="reserved first .*, got 7 more"):
