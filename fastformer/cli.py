@@ -91,7 +91,7 @@ def _explained(error: BaseException) -> tuple[int, str]:
             f"this needs {package}, which is not installed: pip install 'fastformer[{EXTRAS.get(package, 'train')}]'",
         )
     if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and OUT_OF_MEMORY.search(text)):
-        return 1, f"out of memory: take smaller batches (--max_tokens) or a smaller model ({text})"
+        return 1, f"out of memory: take smaller batches (--max_tokens, --max_batch_size) or a smaller model ({text})"
     # What this program raises on purpose is a ValueError or a type of its own; strict mode alone uses another.
     strict = isinstance(error, NotImplementedError) and text.startswith("fastformer::")
     if (

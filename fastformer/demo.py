@@ -106,8 +106,8 @@ def _train_and_show(trainer: Trainer, folder: Path, seed: int) -> float:
 
     speeds = decoding_speeds(translator, sources[:200])
     print(
-        f"decoding 200 numbers: {speeds['naive']:.0f} sentences/s recomputing everything, {speeds['cached']:.0f} with "
-        f"the cache ({speeds['cached'] / speeds['naive']:.1f}x)"
+        f"decoding 200 numbers: {speeds['recompute']:.0f} sentences/s recomputing everything, "
+        f"{speeds['kv_cache']:.0f} with the cache ({speeds['kv_cache'] / speeds['recompute']:.1f}x)"
     )
     loss, heatmap = folder / "loss.png", folder / "attention.png"
     draw_losses(trainer.losses, loss)
@@ -119,11 +119,11 @@ def _train_and_show(trainer: Trainer, folder: Path, seed: int) -> float:
 
 
 def decoding_speeds(translator: Translator, sources: list[str], rounds: int = 3) -> dict[str, float]:
-    """Sentences per second without and with the cache: medians of interleaved rounds."""
-    seconds: dict[str, list[float]] = {"naive": [], "cached": []}
+    """Sentences per second, recomputing everything and with the cache: medians of interleaved rounds."""
+    seconds: dict[str, list[float]] = {"recompute": [], "kv_cache": []}
     for _ in range(rounds):
-        for rung, times in seconds.items():
+        for engine, times in seconds.items():
             began = time.perf_counter()
-            translator.translate(sources, rung=rung)
+            translator.translate(sources, engine=engine)
             times.append(time.perf_counter() - began)
-    return {rung: len(sources) / sorted(times)[rounds // 2] for rung, times in seconds.items()}
+    return {engine: len(sources) / sorted(times)[rounds // 2] for engine, times in seconds.items()}

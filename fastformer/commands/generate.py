@@ -19,8 +19,11 @@ def generate(
     num_return_sequences: int = 1,
     length_penalty: float = 0.6,
     early_stopping: bool = False,
+    num_beam_groups: int = 1,
+    diversity_penalty: float = 0.0,
     min_new_tokens: int = 0,
     max_new_tokens: int | None = None,
+    max_time: float | None = None,
     repetition_penalty: float = 1.0,
     no_repeat_ngram_size: int = 0,
     temperature: float = 1.0,
@@ -30,7 +33,8 @@ def generate(
 ) -> None:
     """Continues a prompt with a language model.
 
-    It samples, if no flag says otherwise.
+    It samples, if no flag says otherwise. One continuation is printed as it is made; several, or those of beams, at the
+    end.
 
     Args:
         run: the run folder
@@ -42,8 +46,11 @@ def generate(
         num_return_sequences: so many continuations, with a line of --- between them
         length_penalty: alpha of ((5 + length) / 6) ** alpha, for beams
         early_stopping: stop when num_beams hypotheses are finished, better ones possible or not
+        num_beam_groups: so many groups of beams, which avoid each other's tokens; with --diversity_penalty
+        diversity_penalty: what a token costs for each time that an earlier group has just chosen it
         min_new_tokens: the shortest continuation
         max_new_tokens: the longest continuation; by default as much as the model's positions allow
+        max_time: seconds after which it ends with what there is
         repetition_penalty: above 1 discourages tokens that were there
         no_repeat_ngram_size: no n-gram of this length comes twice; 0 is off
         temperature: of the sampling; below 1 sharpens the distribution
@@ -51,8 +58,10 @@ def generate(
         top_p: draw from the smallest set of tokens that holds this probability
         seed: of the sampling
     """
-    from fastformer.generation import GenerateOutput
+    from torch import Tensor
+
     from fastformer.generation import generate as search
+    from fastformer.generation.streaming import TextStreamer
     from fastformer.generation.translator import PRECISIONS
     from fastformer.run_folder import choose_device, load_model
 
@@ -75,6 +84,8 @@ def generate(
     unknown = 0 if tokenizer.special_ids.unk is None else ids.count(tokenizer.special_ids.unk)
     if unknown:
         logger.warning("the tokenizer doesn't know %d of the prompt's %d tokens", unknown, len(ids))
+    # What is sampled or greedy comes token by token; beams and several samples are known at the end.
+    streamer = TextStreamer(tokenizer, prompt=prompt) if max(num_beams, num_return_sequences) == 1 else None
     out = search(
         model,
         [ids],
@@ -82,8 +93,11 @@ def generate(
         num_return_sequences=num_return_sequences,
         length_penalty=length_penalty,
         early_stopping=early_stopping,
+        num_beam_groups=num_beam_groups,
+        diversity_penalty=diversity_penalty,
         min_new_tokens=min_new_tokens,
         max_new_tokens=max_new_tokens,
+        max_time=max_time,
         repetition_penalty=repetition_penalty,
         no_repeat_ngram_size=no_repeat_ngram_size,
         do_sample=not greedy and num_beams == 1,
@@ -91,11 +105,13 @@ def generate(
         top_k=top_k,
         top_p=top_p,
         seed=seed,
-        return_dict_in_generate=True,
+        streamer=streamer,
     )
-    assert isinstance(out, GenerateOutput)
+    if streamer is not None:
+        return
+    assert isinstance(out, Tensor)
     texts = []
-    for row in out.sequences.tolist():
+    for row in out.tolist():
         # A tokenizer may give back a prompt that it doesn't hold quite as it was, a line end say.
         said, again = tokenizer.decode(row), tokenizer.decode(ids)
         texts.append(prompt + said[len(again) :] if said.startswith(again) else said)

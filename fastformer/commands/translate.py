@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import select
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, Literal
 
 if TYPE_CHECKING:
     from fastformer.generation.bad_texts import BadTexts
-    from fastformer.generation.translator import Scored
-
-_AT_ONCE = 1000  # lines that are batched by length together
-_QUIET = 0.02  # seconds without a further line after which those that came are translated
+    from fastformer.generation.flow import Source
+    from fastformer.generation.texts import Answer, Item
 
 
 def translate(
@@ -26,6 +24,8 @@ def translate(
     file: str | None = None,
     reference: str | None = None,
     attention: str | None = None,
+    prefix: str | None = None,
+    prefix_file: str | None = None,
     device: str = "auto",
     precision: Literal["fp32", "bf16", "fp16"] | None = None,
     on_error: Literal["stop", "skip"] = "stop",
@@ -34,8 +34,11 @@ def translate(
     num_beams: int = 1,
     length_penalty: float = 0.6,
     early_stopping: bool = False,
+    num_beam_groups: int = 1,
+    diversity_penalty: float = 0.0,
     min_new_tokens: int = 0,
     max_new_tokens: int | None = None,
+    max_time: float | None = None,
     repetition_penalty: float = 1.0,
     no_repeat_ngram_size: int = 0,
     do_sample: bool = False,
@@ -56,6 +59,8 @@ def translate(
         file: a UTF-8 file, one sentence a line
         reference: the right translations of --file, a line each: prints BLEU and chrF
         attention: draw what the translation looked at into this PNG
+        prefix: what the translations begin with; they go on with the next word
+        prefix_file: the same for the lines of --file, one a line; an empty line is none
         device: auto (a GPU if there is one), cpu, cuda, cuda:1, ...
         precision: what the weights become; without it they stay as they were saved
         on_error: at a line that is too long or no UTF-8, stop, or skip it with an empty line in its place and a warning
@@ -66,8 +71,11 @@ def translate(
         num_beams: hypotheses that are followed; 1 is greedy
         length_penalty: alpha of ((5 + length) / 6) ** alpha, for beams
         early_stopping: stop when num_beams hypotheses are finished, better ones possible or not
+        num_beam_groups: so many groups of beams, which avoid each other's tokens; with --diversity_penalty
+        diversity_penalty: what a token costs for each time that an earlier group has just chosen it
         min_new_tokens: the shortest output
         max_new_tokens: the longest output; by default the source's length + 100
+        max_time: seconds after which a line's translation ends with what there is
         repetition_penalty: above 1 discourages tokens that were there
         no_repeat_ngram_size: no n-gram of this length comes twice; 0 is off
         do_sample: draw from the distribution instead of taking the best
@@ -75,18 +83,20 @@ def translate(
         top_k: draw from the k best tokens; 0 is all
         top_p: draw from the smallest set of tokens that holds this probability
         seed: of the sampling
-        max_batch_size: rows that are decoded together: lines times beams or samples; by default 256, on a GPU 1024
-        max_batch_bytes: what the caches of a batch may take; by default 512 MiB, on a GPU a quarter of what
-            is free
+        max_batch_size: rows that are decoded together: lines times beams or samples; by default 256, on a GPU 1,024
+        max_batch_bytes: what the caches of those may take; by default 512 MiB, on a GPU a quarter of what is free
     """
     from fastformer.generation import Translator, draw_attention
     from fastformer.generation.bad_texts import BadTexts
+    from fastformer.generation.flow import IterableSource
     from fastformer.generation.heatmap import check_picture
+    from fastformer.generation.texts import as_items
     from fastformer.run_folder import choose_device
 
     if attention is not None:
         check_picture(attention)
     _check_inputs(text, file, reference, attention, n_best, num_beams, do_sample)
+    _check_prefixes(file, attention, prefix, prefix_file)
     translator = Translator.from_pretrained(
         run,
         device=choose_device(device),
@@ -99,8 +109,11 @@ def translate(
             "num_beams": num_beams,
             "length_penalty": length_penalty,
             "early_stopping": early_stopping,
+            "num_beam_groups": num_beam_groups,
+            "diversity_penalty": diversity_penalty,
             "min_new_tokens": min_new_tokens,
             "max_new_tokens": max_new_tokens,
+            "max_time": max_time,
             "repetition_penalty": repetition_penalty,
             "no_repeat_ngram_size": no_repeat_ngram_size,
             "do_sample": do_sample,
@@ -116,34 +129,37 @@ def translate(
         if not text.strip():
             raise ValueError("expected something to translate, got an empty text")
         if attention is not None:
-            source, target, weights = translator.attention(text)
-            draw_attention(source, target, weights, attention, title=text)
+            draw_attention(*translator.attention(text), attention, title=text)
             print(f"drew {attention}", file=sys.stderr)
-        groups: Iterable[Sequence[str]] = [[text]]
+        source: Source[Item] = IterableSource(as_items(text, prefix))
     elif reference is not None and file is not None:
         from fastformer.data.text import read_pairs
 
         pairs = read_pairs(file, reference)
         references = [target for _, target in pairs]
-        sources = [source for source, _ in pairs]
-        groups = (sources[start : start + _AT_ONCE] for start in range(0, len(sources), _AT_ONCE))
+        prefixes = [prefix] * len(pairs) if prefix_file is None else _prefix_lines(prefix_file)
+        source = IterableSource(as_items([text for text, _ in pairs], prefixes))
     elif file is not None:
-        groups = _texts(_file_lines(Path(file)), file, bad)
+        lines = IterableSource(_file_lines(Path(file)))
+        if prefix_file is None:
+            source = _Texts(lines, file, bad, prefix)
+        else:
+            texts = _Texts(lines, file, bad, None)
+            source = IterableSource(as_items((item.text for item in texts), _prefix_lines(prefix_file)))
     elif sys.stdin is None:
         raise ValueError("expected a text, --file, or lines on standard input, which is closed")
     else:
-        groups = _texts(_arriving_lines(sys.stdin.buffer), "standard input", bad)
+        source = _Texts(_arriving(sys.stdin.buffer), "standard input", bad, prefix)
 
     found: list[str] = []
     total = 0
     with _progress(file) as advance:
-        for answers in translator.translate_groups(groups, settings, bad):
+        for answers in translator.answers(source, settings, bad, log_probs=n_best > 1):
             _print_answers(answers, n_best, total + 1)
             if references is not None:
                 found += [_best(answer) for answer in answers]
             total += len(answers)
             advance(len(answers))
-    bad.report(total)
     if references is not None:
         _print_scores(found, references)
 
@@ -173,79 +189,119 @@ def _check_inputs(
         )
 
 
-def _texts(groups: Iterable[list[bytes]], name: str, bad: BadTexts) -> Iterator[list[str]]:
+def _check_prefixes(file: str | None, attention: str | None, prefix: str | None, prefix_file: str | None) -> None:
+    if prefix is not None and prefix_file is not None:
+        raise ValueError(f"expected --prefix or --prefix_file, got both: {prefix!r:.60} and {prefix_file}")
+    if prefix_file is not None and file is None:
+        raise ValueError("expected --file with --prefix_file: it has a line for each of its lines")
+    if prefix is not None and attention is not None:
+        raise ValueError("expected --prefix or --attention, got both: what a translation itself looks at is drawn")
+
+
+def _prefix_lines(file: str) -> list[str]:
+    """The lines of a file of prefixes."""
+    path = Path(file)
+    if not path.is_file():
+        raise ValueError(f"expected a text file, but there is no file {path}")
+    try:
+        text = path.read_bytes().decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: expected UTF-8, got byte 0x{error.object[error.start]:02x}; convert it") from error
+    lines = text.split("\n")
+    return [line.removesuffix("\r") for line in (lines if lines[-1] else lines[:-1])]
+
+
+class _Texts:
     """Lines as texts. One that is no UTF-8 is a bad text, which becomes an empty one when it is skipped."""
-    from fastformer.generation.bad_texts import TextError
 
-    number = 0
-    for group in groups:
-        texts = []
-        for line in group:
-            number += 1
-            line = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
-            try:
-                texts.append(line.removesuffix(b"\r").decode("utf-8"))
-            except UnicodeDecodeError as error:
-                bad.meet(
-                    TextError(
-                        f"{name}, line {number}: expected UTF-8, got byte 0x{line[error.start]:02x} at position "
-                        f"{error.start}; convert the file, for example with iconv"
-                    )
+    def __init__(self, lines: Source[bytes], name: str, bad: BadTexts, prefix: str | None) -> None:
+        self._lines, self._name, self._bad, self._prefix = lines, name, bad, prefix
+        self._number = 0
+
+    def get(self, wait: bool) -> Item | None:
+        from fastformer.generation.bad_texts import TextError
+        from fastformer.generation.texts import Item
+
+        line = self._lines.get(wait)
+        if line is None:
+            return None
+        self._number += 1
+        line = line.removeprefix(b"\xef\xbb\xbf") if self._number == 1 else line
+        try:
+            return Item(line.removesuffix(b"\r").decode("utf-8"), self._prefix)
+        except UnicodeDecodeError as error:
+            self._bad.meet(
+                TextError(
+                    f"{self._name}, line {self._number}: expected UTF-8, got byte 0x{line[error.start]:02x} at "
+                    f"position {error.start}; convert the file, for example with iconv"
                 )
-                texts.append("")
-        yield texts
+            )
+            return Item("")
+
+    def __iter__(self) -> Iterator[Item]:
+        with contextlib.suppress(EOFError):
+            while (item := self.get(wait=True)) is not None:
+                yield item
 
 
-def _file_lines(path: Path) -> Iterator[list[bytes]]:
+def _file_lines(path: Path) -> Iterator[bytes]:
     if not path.exists() or path.is_dir():
         raise ValueError(f"expected a text file, but there is no file {path}")
     if path.is_file() and path.stat().st_size == 0:
         raise ValueError(f"{path} is empty: expected at least one line of text")
     with path.open("rb") as file:
-        yield from _grouped(file)
+        yield from _without_ends(file)
 
 
-def _grouped(lines: Iterable[bytes]) -> Iterator[list[bytes]]:
-    rest = (line.removesuffix(b"\n") for line in lines)
-    while group := list(itertools.islice(rest, _AT_ONCE)):
-        yield group
+def _without_ends(lines: Iterable[bytes]) -> Iterator[bytes]:
+    return (line.removesuffix(b"\n") for line in lines)
 
 
-def _arriving_lines(stream: BinaryIO) -> Iterator[list[bytes]]:
-    """Lines in groups as they come: who writes one and waits gets its answer, and a fast pipe fills a group."""
+def _arriving(stream: BinaryIO) -> Source[bytes]:
+    from fastformer.generation.flow import IterableSource
+
     try:
-        descriptor = stream.fileno()
+        return _PipeLines(stream.fileno())
     except OSError:  # no file of the system's: all of it is there
-        yield from _grouped(stream)
-        return
-    rest, is_open = b"", True
-    lines: list[bytes] = []
-    while is_open or lines:
-        # Without a line there is nothing to do but wait; with one, only a moment for the next.
-        while is_open and len(lines) < _AT_ONCE and select.select([descriptor], [], [], _QUIET if lines else None)[0]:
-            chunk = os.read(descriptor, 1 << 16)
-            *whole, rest = (rest + chunk).split(b"\n")
-            lines += whole
+        return IterableSource(_without_ends(stream))
+
+
+class _PipeLines:
+    """Lines as somebody writes them: who writes one and waits gets its answer, and a fast pipe fills the batch."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self._lines: deque[bytes] = deque()
+        self._rest, self._is_open = b"", True
+
+    def get(self, wait: bool) -> bytes | None:
+        while not self._lines and self._is_open:
+            if not select.select([self._descriptor], [], [], None if wait else 0)[0]:
+                return None
+            chunk = os.read(self._descriptor, 1 << 16)
+            *whole, self._rest = (self._rest + chunk).split(b"\n")
+            self._lines += whole
             if not chunk:
-                is_open = False
-                lines += [rest] if rest else []
-        if lines:
-            yield lines[:_AT_ONCE]
-        lines = lines[_AT_ONCE:]
+                self._is_open = False
+                self._lines += [self._rest] if self._rest else []
+        if not self._lines:
+            raise EOFError
+        return self._lines.popleft()
 
 
-def _best(answer: list[Scored]) -> str:
-    return answer[0].text if answer else ""
+def _best(answer: Answer) -> str:
+    return next(iter(answer.texts()), "")
 
 
-def _print_answers(answers: list[list[Scored]], n_best: int, first: int) -> None:
+def _print_answers(answers: list[Answer], n_best: int, first: int) -> None:
     """A line for each text, or for each of its n best; what is printed is out at once."""
     lines = []
     for number, answer in enumerate(answers, first):
         if n_best == 1:
             lines.append(_one_line(_best(answer)))
         else:
-            lines += [f"{number}\t{score:.6f}\t{_one_line(text)}" for text, score in answer] or [f"{number}\t-inf\t"]
+            found = [f"{number}\t{score:.6f}\t{_one_line(text)}" for text, score in answer.scored()]
+            lines += found or [f"{number}\t-inf\t"]
     print("\n".join(lines), flush=True)
 
 

@@ -21,6 +21,13 @@ class TextError(ValueError):
         self.is_long = is_long
 
 
+def failure(name: str, error: Exception) -> Exception:
+    """An error that says which text met it: a ValueError for one, else a RuntimeError; raise it from the first."""
+    if isinstance(error, ValueError):
+        return ValueError(f"{name}: {error}")
+    return RuntimeError(f"{name}: {type(error).__name__}: {error}")
+
+
 class BadTexts:
     """What becomes of texts that can't be translated.
 

@@ -203,6 +203,7 @@ class RequestMaker:
         model: what decodes.
         settings: what was asked for.
         log_probs: whether scores are wanted.
+        engine: what decodes them; None: the one that the settings name, or the fastest that can.
 
     Attributes:
         engine: what decodes them.
@@ -212,7 +213,9 @@ class RequestMaker:
         ValueError: settings that the model can't honour.
     """
 
-    def __init__(self, model: Model, settings: GenerationSettings, *, log_probs: bool = True) -> None:
+    def __init__(
+        self, model: Model, settings: GenerationSettings, *, log_probs: bool = True, engine: Engine | None = None
+    ) -> None:
         settings.check_model(model.config.vocab_size)
         if is_decoder_only(model) and settings.decoder_start_token_id is not None:
             raise ValueError(
@@ -222,7 +225,7 @@ class RequestMaker:
         self.log_probs = log_probs or settings.num_beams > 1
         self.ids = special_ids(model, settings)
         name = settings.engine if settings.use_cache else "recompute"
-        self.engine: Engine = choose_engine(model, name)
+        self.engine: Engine = engine or choose_engine(model, name)
         # Each input draws numbers of its own, which depend on the seed and its place alone.
         self._seed = settings.seed
         if settings.do_sample and settings.seed is None:
@@ -235,6 +238,7 @@ class RequestMaker:
         prefix: Sequence[int] = (),
         *,
         width: int | None = None,
+        place: int | None = None,
         on_token: Callable[[int], object] | None = None,
     ) -> Request:
         """The request of an input.
@@ -243,6 +247,7 @@ class RequestMaker:
             row: the ids of a source, or of a prompt.
             prefix: what the output of a source begins with, without the start token.
             width: of the batch that a prompt stands in, which its new tokens stand behind; None: its own.
+            place: of the input among all, which says what it draws; None: behind the last one made.
             on_token: is told each new token.
 
         Raises:
@@ -255,8 +260,9 @@ class RequestMaker:
         else:
             prompt = Prompt(list(row), [self.ids.start, *prefix])
             limit = most_new_tokens(self.model, len(row), settings, prefix=len(prefix))
-        seed = random.Random(f"{self._seed} {self._made}").getrandbits(64) if settings.do_sample else 0
-        self._made += 1
+        place = self._made if place is None else place
+        self._made = place + 1
+        seed = random.Random(f"{self._seed} {place}").getrandbits(64) if settings.do_sample else 0
 
         def make_search() -> Search:
             if settings.num_beams > 1:
@@ -297,18 +303,22 @@ def special_ids(model: Model, settings: GenerationSettings) -> SpecialIds:
     return SpecialIds(pad_id, ends, None, start)
 
 
-def new_scheduler(engine: Engine, max_rows: int | None = None, max_bytes: int | None = None) -> Scheduler:
+def new_scheduler(
+    engine: Engine, max_rows: int | None = None, max_bytes: int | None = None, *, is_endless: bool = False
+) -> Scheduler:
     """A scheduler within the memory that is usual on the engine's device.
 
     Args:
         engine: what steps.
         max_rows: decoded together; None: 256 on a CPU, 1,024 on a GPU.
         max_bytes: of caches; None: 512 MiB on a CPU, a quarter of the free memory on a GPU.
+        is_endless: see `Scheduler`.
     """
     is_gpu = engine.device.type == "cuda"
     if max_bytes is None:
         max_bytes = torch.cuda.mem_get_info(engine.device)[0] // 4 if is_gpu else _CPU_BYTES
-    return Scheduler(engine, max_rows=max_rows or (_GPU_ROWS if is_gpu else _CPU_ROWS), max_bytes=max_bytes)
+    max_rows = max_rows or (_GPU_ROWS if is_gpu else _CPU_ROWS)
+    return Scheduler(engine, max_rows=max_rows, max_bytes=max_bytes, is_endless=is_endless)
 
 
 def most_new_tokens(

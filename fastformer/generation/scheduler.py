@@ -25,14 +25,16 @@ class Scheduler:
         engine: what steps.
         max_rows: decoded together, at most; one request may have more.
         max_bytes: of the engine's memory, about; one request may take more.
+        is_endless: take all of the memory for the first request, because others come while it runs; else as much as the
+            requests that wait when the batch is empty.
 
     Attributes:
         waiting: requests that haven't begun, the next one first.
         running: requests of the batch, in the engine's order.
     """
 
-    def __init__(self, engine: Engine, *, max_rows: int, max_bytes: int) -> None:
-        self.engine, self.max_rows = engine, max_rows
+    def __init__(self, engine: Engine, *, max_rows: int, max_bytes: int, is_endless: bool = False) -> None:
+        self.engine, self.max_rows, self.is_endless = engine, max_rows, is_endless
         self.max_tokens = max_bytes // engine.token_bytes if engine.token_bytes else max_bytes
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
@@ -51,6 +53,11 @@ class Scheduler:
     def is_idle(self) -> bool:
         """True when there is nothing to do."""
         return not self.waiting and not self.running
+
+    @property
+    def wants_more(self) -> bool:
+        """True while fewer rows wait than the next batch has."""
+        return self._waiting_rows < self.max_rows
 
     def run(self) -> None:
         """Steps until all requests are done."""
@@ -166,14 +173,16 @@ class Scheduler:
     def _start(self) -> None:
         """Before the first request of a batch: memory for all that wait, at most the budget; at least for the first."""
         first = self.waiting[0]
-        tokens = 0
-        for request in self.waiting:
-            tokens += self._most(request)
-            if tokens > self.max_tokens:
-                break
-        tokens = max(min(tokens, self.max_tokens), self._most(first), self._least)
+        rows, tokens = self.max_rows, self.max_tokens
+        if not self.is_endless:
+            rows, tokens = min(rows, self._waiting_rows), 0
+            for request in self.waiting:
+                tokens += self._most(request)
+                if tokens > self.max_tokens:
+                    tokens = self.max_tokens
+                    break
+        rows, tokens = max(rows, first.search.peak_rows), max(tokens, self._most(first), self._least)
         self._least = 0
-        rows = max(min(self.max_rows, self._waiting_rows), first.search.peak_rows)
         # More than the budget is lent to the one request that needs it, and not kept.
         kept_rows, kept_tokens = min(self._rows, self.max_rows), min(self._tokens, self.max_tokens)
         wanted = max(rows, kept_rows), max(tokens, kept_tokens)

@@ -115,7 +115,7 @@ class RowSearch(Search):
         self.num_rows = self.peak_rows = num_rows
         self._rows = [Hypothesis() for _ in range(num_rows)]
         self._alive = list(range(num_rows))
-        self._random = random.Random(None if sampling is None else sampling.seed)
+        self._random = None if sampling is None else random.Random(sampling.seed)
 
     def last_tokens(self) -> list[int]:
         """The last token of each row that goes on."""
@@ -127,11 +127,11 @@ class RowSearch(Search):
 
     def draws(self) -> list[Draw | None] | None:
         """For each row how its next token is drawn."""
-        if self.sampling is None:
+        sampling, numbered = self.sampling, self._random
+        if sampling is None or numbered is None:
             return None
-        sampling = self.sampling
         # Each sample has a number of its own at each step, whichever of its neighbours have ended.
-        numbers = [self._random.random() for _ in self._rows]
+        numbers = [numbered.random() for _ in self._rows]
         return [Draw(sampling.temperature, sampling.top_k, sampling.top_p, numbers[place]) for place in self._alive]
 
     def advance(self, ids: Sequence[Sequence[int]], values: Sequence[Sequence[float]], first: int) -> list[int]:

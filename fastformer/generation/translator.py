@@ -1,51 +1,40 @@
-"""Text in, text out: a model, its tokenizer, and batches by length."""
+"""Text in, text out: a model, its tokenizer, and a batch that is kept full."""
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-import math
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, Protocol, overload
+import time
+from array import array
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor, nn
 
-from fastformer.generation.bad_texts import BadTexts, TextError
+from fastformer.generation.bad_texts import BadTexts, TextError, failure
 from fastformer.generation.decoders import Model, as_model, device_of, is_decoder_only
+from fastformer.generation.flow import IterableSource, Source, evaluating, in_turn
 from fastformer.generation.generate import RequestMaker, most_new_tokens, new_scheduler
 from fastformer.generation.inputs import pad
 from fastformer.generation.requests import Request
-from fastformer.generation.scheduler import run
+from fastformer.generation.scheduler import Scheduler, run
 from fastformer.generation.settings import GenerationSettings
+from fastformer.generation.streaming import TextPieces
+from fastformer.generation.texts import Answer, Form, Item, TextCodec, as_items
+from fastformer.generation.texts import Scored as Scored
+from fastformer.generation.texts import TokenScored as TokenScored
 from fastformer.special_ids import SpecialIds
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-READ_AHEAD = 1000  # texts of a stream that are sorted by length together
+READ_AHEAD = 4096  # texts of a stream that are held at a time: several batches, for one may have to wait for its turn
 
-
-class TextCodec(Protocol):
-    """What a translator asks of a tokenizer; those of `fastformer.data` have it."""
-
-    def encode(self, text: str) -> list[int]:
-        """The ids of a text, without EOS."""
-        ...
-
-    def decode(self, ids: Iterable[int]) -> str:
-        """The text of ids."""
-        ...
-
-    def tokens(self, ids: Iterable[int]) -> list[str]:
-        """Each id as a readable string."""
-        ...
-
-
-class Scored(NamedTuple):
-    """A translation and its score: the log-probability, for beams divided by the length penalty."""
-
-    text: str
-    score: float
+# Options of `generate` that are something else here.
+_INSTEAD = {
+    "return_dict_in_generate": "return_scores=True",
+    "streamer": "Translator.stream",
+    "decoder_input_ids": "target_prefix",
+}
 
 
 class Translator:
@@ -115,12 +104,26 @@ class Translator:
 
     @overload  # a str is an iterable of str as well: the first that fits counts
     def translate(  # type: ignore[overload-overlap]
-        self, texts: str, *, on_error: str = ..., skip_long: bool = ..., return_scores: Literal[False] = ...
+        self,
+        texts: str,
+        *,
+        target_prefix: str | None = ...,
+        on_error: str = ...,
+        skip_long: bool = ...,
+        return_scores: Literal[False] = ...,
+        return_token_scores: Literal[False] = ...,
     ) -> str: ...
 
     @overload
     def translate(
-        self, texts: Iterable[str], *, on_error: str = ..., skip_long: bool = ..., return_scores: Literal[False] = ...
+        self,
+        texts: Iterable[str],
+        *,
+        target_prefix: Iterable[str | None] | None = ...,
+        on_error: str = ...,
+        skip_long: bool = ...,
+        return_scores: Literal[False] = ...,
+        return_token_scores: Literal[False] = ...,
     ) -> list[str]: ...
 
     @overload
@@ -128,9 +131,11 @@ class Translator:
         self,
         texts: str | Iterable[str],
         *,
+        target_prefix: str | Iterable[str | None] | None = ...,
         on_error: str = ...,
         skip_long: bool = ...,
         return_scores: bool = ...,
+        return_token_scores: bool = ...,
         **options: Any,
     ) -> Any: ...
 
@@ -138,20 +143,28 @@ class Translator:
         self,
         texts: str | Iterable[str],
         *,
+        target_prefix: str | Iterable[str | None] | None = None,
         on_error: str = "stop",
         skip_long: bool = False,
         return_scores: bool = False,
+        return_token_scores: bool = False,
         **options: Any,
     ) -> Any:
         """Translates a text or many; the order is kept.
 
         Args:
             texts: a text, or texts: a list, an array, a column, a generator, ...
+            target_prefix: what the translation of a text begins with; for texts one for each, "" or None for none. Its
+                end is the end of a token: the translation goes on with the next word rather than within the last one.
+                Scores are those of what follows it.
             on_error: "stop", or "skip": a text that can't be translated (empty, or longer than the model's max_len)
                 gets an empty translation and a warning that names it by its number.
             skip_long: skip what is only too long.
             return_scores: give `Scored(text, score)` in place of each translation.
-            options: of `generate`: num_beams, length_penalty, do_sample, max_new_tokens, num_return_sequences, ...
+            return_token_scores: give `TokenScored(text, score, tokens)`, where tokens are pairs of a new token and its
+                log-probability.
+            options: of `generate`: num_beams, length_penalty, do_sample, max_new_tokens, num_return_sequences, ...;
+                max_time is that of the call.
 
         Returns:
             A str for a str, else a list with an item for each text. With num_return_sequences > 1 each item is a list:
@@ -163,109 +176,193 @@ class Translator:
                 translated (named by its number, from 1).
         """
         settings, bad = self.settings(options), BadTexts(on_error, skip_long)
-        items = [texts] if isinstance(texts, str) else list(_checked(texts))
-        for number, text in enumerate(items, 1):
-            if not _text(text, number).strip():
-                bad.meet(TextError(f"text {number}: expected something to translate, got an empty text"))
-        found = [answer for group in self.translate_groups([items], settings, bad) for answer in group]
-        bad.report(len(items))
-        answers = [_shaped(answer, settings, return_scores) for answer in found]
-        return answers[0] if isinstance(texts, str) else answers
+        form = _form(settings, return_scores, return_token_scores)
+        maker, began = RequestMaker(self.model, settings, log_probs=form.log_probs), time.monotonic()
+        is_one = isinstance(texts, str)
+        # All are read first, so that a bad one is named before the work; held are their ids alone, in few bytes.
+        inputs: list[tuple[array[int], list[int]] | None] = []
+        for number, item in enumerate(as_items(texts, target_prefix), 1):
+            try:
+                ids, prefix = self._encode_item(item, number, settings)
+                inputs.append((array("q", ids), prefix))
+            except TextError as error:
+                bad.meet(error)
+                inputs.append(None)
+
+        def begin(index: int) -> Request | None:
+            found = inputs[index]
+            if found is None:
+                return None
+            request = maker.make(found[0].tolist(), found[1], place=index)
+            if settings.max_time is not None:
+                request.deadline = began + settings.max_time
+            return request
+
+        # The longest first: at the end, few rows are left alone.
+        order = sorted(range(len(inputs)), key=lambda index: -len((inputs[index] or ((), ()))[0]))
+        source = IterableSource(order)
+        answers: list[Any] = [None] * len(inputs)
+        scheduler = self.new_scheduler(maker, is_endless=False)
+        for ready in in_turn(scheduler, source, begin, model=self.model, read_ahead=READ_AHEAD):
+            for index, request in ready:
+                _check(request, index + 1)
+                answers[index] = form.of(Answer(self.tokenizer, request))
+        bad.report(len(inputs))
+        return answers[0] if is_one else answers
 
     @overload
     def stream(
         self,
-        texts: Iterable[str],
+        texts: str | Iterable[str],
         *,
+        target_prefix: str | Iterable[str | None] | None = ...,
         read_ahead: int = ...,
         on_error: str = ...,
         skip_long: bool = ...,
         return_scores: Literal[False] = ...,
+        return_token_scores: Literal[False] = ...,
     ) -> Iterator[str]: ...
 
     @overload
     def stream(
         self,
-        texts: Iterable[str],
+        texts: str | Iterable[str],
         *,
+        target_prefix: str | Iterable[str | None] | None = ...,
         read_ahead: int = ...,
         on_error: str = ...,
         skip_long: bool = ...,
         return_scores: bool = ...,
+        return_token_scores: bool = ...,
         **options: Any,
     ) -> Iterator[Any]: ...
 
     def stream(
         self,
-        texts: Iterable[str],
+        texts: str | Iterable[str],
         *,
+        target_prefix: str | Iterable[str | None] | None = None,
         read_ahead: int = READ_AHEAD,
         on_error: str = "stop",
         skip_long: bool = False,
         return_scores: bool = False,
+        return_token_scores: bool = False,
         **options: Any,
     ) -> Iterator[Any]:
-        """Translates as texts come, in order; an empty text stays empty.
+        """Translates as texts come; or gives one text's translation piece by piece, as it is made.
+
+        Many texts are translated together. They are read as there is room for them, and no faster than their
+        translations are taken; those come in order, and that of an empty text is empty.
 
         Args:
-            texts: what to translate.
-            read_ahead: how many are read before the first is translated; those are batched by length together.
-            on_error, skip_long, return_scores, options: see `translate`.
+            texts: texts, of which whole translations come; or one text, of which pieces come. The pieces, one after
+                another, are what `translate` gives. They can't come from beams or several samples.
+            target_prefix: see `translate`; for texts an iterable as well, which is read along with them.
+            read_ahead: how many texts are read, at most, before the first of them is answered. An iterable can't be
+                asked what has come: where its texts come slowly, 1 answers each before the next is read.
+            on_error, skip_long, return_scores, return_token_scores: see `translate`.
+            options: of `generate`; max_time is that of each text, from when it is read.
 
         Raises:
-            ValueError: see `translate`; a read_ahead below 1.
+            ValueError: see `translate`; a read_ahead below 1. A text that can't be translated stops the stream when the
+                translations before it have been given.
         """
         settings, bad = self.settings(options), BadTexts(on_error, skip_long)
-        if not isinstance(read_ahead, int) or read_ahead < 1:
+        form = _form(settings, return_scores, return_token_scores)
+        if not isinstance(read_ahead, int) or isinstance(read_ahead, bool) or read_ahead < 1:
             raise ValueError(f"expected read_ahead of at least 1, got {read_ahead!r}")
+        items = as_items(texts, target_prefix)
         if isinstance(texts, str):
-            raise ValueError("expected texts to stream, got one str: give it to translate")
-        rest = iter(_checked(texts))
-        groups = iter(lambda: list(itertools.islice(rest, read_ahead)), [])
+            if form.is_list or form.log_probs or settings.num_beams > 1:
+                raise ValueError(
+                    "expected no beams, several samples or scores along with one text to stream: its pieces come "
+                    "before the end is known; translate gives them"
+                )
+            return self._pieces(next(iter(items)), settings, bad)
+        answers = self.answers(IterableSource(items), settings, bad, log_probs=form.log_probs, read_ahead=read_ahead)
+        return (form.of(answer) for ready in answers for answer in ready)
 
-        def answers() -> Iterator[Any]:
+    def answers(
+        self,
+        source: Source[Item],
+        settings: GenerationSettings,
+        bad: BadTexts,
+        *,
+        log_probs: bool,
+        read_ahead: int = READ_AHEAD,
+    ) -> Iterator[list[Answer]]:
+        """Translates what comes from a source, in order: what `stream` and the command are made of.
+
+        Args:
+            source: of texts.
+            settings: of the search, from `settings`.
+            bad: what becomes of texts that can't be translated; it reports at the end.
+            log_probs: whether scores are wanted.
+            read_ahead: see `stream`.
+
+        Yields:
+            The answers whose turn it is.
+        """
+        maker, numbers = RequestMaker(self.model, settings, log_probs=log_probs), itertools.count(1)
+
+        def begin(item: Item) -> Request | None:
+            number = next(numbers)
+            if isinstance(item.text, str) and not item.text.strip():
+                return None
+            try:
+                ids, prefix = self._encode_item(item, number, settings)
+            except TextError as error:
+                bad.meet(error)
+                return None
+            return maker.make(ids, prefix, place=number - 1)
+
+        def answers() -> Iterator[list[Answer]]:
             total = 0
-            for group in self.translate_groups(groups, settings, bad):
-                total += len(group)
-                yield from (_shaped(answer, settings, return_scores) for answer in group)
+            scheduler = self.new_scheduler(maker, is_endless=True)
+            for ready in in_turn(scheduler, source, begin, model=self.model, read_ahead=read_ahead):
+                found: list[Answer] = []
+                for _, request in ready:
+                    total += 1
+                    if found and request is not None and request.error is not None:
+                        yield found  # what comes before it
+                    _check(request, total)
+                    found.append(Answer(self.tokenizer, request))
+                yield found
             bad.report(total)
 
         return answers()
 
-    def translate_groups(
-        self, groups: Iterable[Sequence[str]], settings: GenerationSettings, bad: BadTexts
-    ) -> Iterator[list[list[Scored]]]:
-        """Translates group by group: what `translate` and `stream` are made of.
+    def _pieces(self, item: Item, settings: GenerationSettings, bad: BadTexts) -> Iterator[str]:
+        """The translation of a text, piece by piece."""
+        try:
+            ids, prefix = self._encode_item(item, 1, settings)
+        except TextError as error:
+            bad.meet(error)
+            bad.report(1)
+            return iter(())
+        maker = RequestMaker(self.model, settings, log_probs=False)
 
-        Args:
-            groups: texts that are batched by length together.
-            settings: of the search, from `settings`.
-            bad: what becomes of texts that can't be translated.
+        def pieces() -> Iterator[str]:
+            tokens: list[int] = []
+            request = maker.make(ids, prefix, on_token=tokens.append)
+            found = TextPieces(self.tokenizer, prefix)
+            scheduler = self.new_scheduler(maker, is_endless=False)
+            scheduler.submit([request])
+            while not request.is_done:
+                with evaluating(self.model):
+                    scheduler.step()
+                if piece := found.add(tokens):
+                    yield piece
+                tokens.clear()
+            _check(request, 1)
+            if piece := found.end():
+                yield piece
 
-        Yields:
-            For each group, for each of its texts, the hypotheses, best first; none for an empty or skipped text.
-        """
-        maker = RequestMaker(self.model, settings)
-        scheduler = new_scheduler(maker.engine, self.max_batch_size, self.max_batch_bytes)
-        first = 1
-        for group in groups:
-            requests: list[Request | None] = []
-            for number, text in enumerate(group, first):
-                try:
-                    ids = self.encode(text, number) if _text(text, number).strip() else []
-                except TextError as error:
-                    bad.meet(error)
-                    ids = []
-                requests.append(maker.make(ids) if ids else None)
-            with evaluating(self.model):
-                # The longest first: at the end, few rows are left alone.
-                waiting = [request for request in requests if request is not None]
-                run(scheduler, sorted(waiting, key=lambda request: -len(request.prompt.source or ())))
-            yield [
-                [] if request is None else [Scored(self.tokenizer.decode(h.tokens), h.score) for h in request.results]
-                for request in requests
-            ]
-            first += len(group)
+        return pieces()
+
+    def new_scheduler(self, maker: RequestMaker, *, is_endless: bool) -> Scheduler:
+        """A scheduler within this translator's limits; see `Scheduler`."""
+        return new_scheduler(maker.engine, self.max_batch_size, self.max_batch_bytes, is_endless=is_endless)
 
     def settings(self, options: Mapping[str, Any]) -> GenerationSettings:
         """The settings that options of `generate` ask for, held against the model.
@@ -273,8 +370,9 @@ class Translator:
         Raises:
             ValueError: an unknown option, or one that is out of its range.
         """
-        if "return_dict_in_generate" in options:
-            raise ValueError("a Translator returns texts: give return_scores=True instead of return_dict_in_generate")
+        for name, instead in _INSTEAD.items():
+            if name in options:
+                raise ValueError(f"a Translator returns texts: expected {instead} instead of {name}")
         settings = GenerationSettings.from_options(options)
         settings.check_model(self.model.config.vocab_size)
         most_new_tokens(self.model, 1, settings)
@@ -300,6 +398,32 @@ class Translator:
             )
         return ids
 
+    def encode_prefix(self, prefix: str | None, number: int = 1) -> list[int]:
+        """The ids that a translation is to begin with, without EOS.
+
+        Raises:
+            TextError: a text that the tokenizer can't encode.
+        """
+        if prefix is None or prefix == "":
+            return []
+        if not isinstance(prefix, str):
+            raise ValueError(
+                f"target_prefix[{number - 1}]: expected a str or None, got {type(prefix).__name__} {prefix!r:.40}"
+            )
+        try:
+            return list(self.tokenizer.encode(prefix))
+        except ValueError as error:
+            raise TextError(f"text {number}: its target_prefix: {error}") from error
+
+    def _encode_item(self, item: Item, number: int, settings: GenerationSettings) -> tuple[list[int], list[int]]:
+        """The ids of a text and of its prefix, for which there is room."""
+        ids, prefix = self.encode(item.text, number), self.encode_prefix(item.prefix, number)
+        try:
+            most_new_tokens(self.model, len(ids), settings, prefix=len(prefix))
+        except ValueError as error:
+            raise TextError(f"text {number}: {error}") from error
+        return ids, prefix
+
     def attention(self, text: str) -> tuple[list[str], list[str], Tensor]:
         """Which source tokens each token of the translation looked at.
 
@@ -315,31 +439,12 @@ class Translator:
         source = self.encode(_text(text, 1))
         with evaluating(self.model), torch.inference_mode():
             ids = pad([source]).to(device_of(self.model))
-            request = (maker := RequestMaker(self.model, GenerationSettings())).make(source)
+            request = (maker := RequestMaker(self.model, GenerationSettings(), log_probs=False)).make(source)
             run(new_scheduler(maker.engine), [request])
             target = request.results[0].tokens
             shifted = torch.tensor([[maker.ids.start, *target[:-1]]], device=ids.device)
             weights: Tensor = attention_maps(ids, shifted)["cross"][:, 0]
         return self.tokenizer.tokens(source), self.tokenizer.tokens(target), weights.float().cpu().clone()
-
-
-@contextlib.contextmanager
-def evaluating(model: Model) -> Iterator[None]:
-    """Sets a model to evaluation; behind it each of its modules is as it was."""
-    training = [module for module in model.modules() if module.training] if isinstance(model, nn.Module) else []
-    for module in training:
-        module.training = False
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True
-
-
-def _checked(texts: Iterable[str]) -> Iterable[str]:
-    if isinstance(texts, bytes | bytearray | Mapping) or not isinstance(texts, Iterable):
-        raise ValueError(f"expected a text, or a list of texts, got {type(texts).__name__}")
-    return texts
 
 
 def _text(text: object, number: int) -> str:
@@ -348,9 +453,14 @@ def _text(text: object, number: int) -> str:
     return text
 
 
-def _shaped(answer: list[Scored], settings: GenerationSettings, return_scores: bool) -> Any:
-    """An answer as the caller wants it: one or several, with its score or without."""
-    if settings.num_return_sequences == 1:
-        best = answer[0] if answer else Scored("", -math.inf)
-        return best if return_scores else best.text
-    return answer if return_scores else [hypothesis.text for hypothesis in answer]
+def _form(settings: GenerationSettings, scores: object, token_scores: object) -> Form:
+    for name, value in (("return_scores", scores), ("return_token_scores", token_scores)):
+        if not isinstance(value, bool):
+            raise ValueError(f"expected {name} to be True or False, got {value!r}")
+    return Form(settings.num_return_sequences > 1, bool(scores), bool(token_scores))
+
+
+def _check(request: Request | None, number: int) -> None:
+    """Raises the error of a request, which names its text."""
+    if request is not None and request.error is not None:
+        raise failure(f"text {number}", request.error) from request.error

@@ -9,7 +9,7 @@ import torch
 
 from fastformer.cli import main
 from fastformer.data import ByteTokenizer
-from fastformer.generation import GenerateOutput, generate
+from fastformer.generation import generate
 from fastformer.generation.settings import GenerationSettings
 from fastformer.models import GPT
 
@@ -63,16 +63,17 @@ def test_it_says_what_the_library_says(run, model, flags, options, capsys) -> No
     [
         {"temperature": 0.5, "top_k": 7, "top_p": 0.9, "seed": 11, "num_return_sequences": 3},
         {"num_beams": 4, "length_penalty": 1.5, "early_stopping": True, "num_return_sequences": 2},
+        {"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 0.5, "max_time": 7.5},
         {"min_new_tokens": 2, "max_new_tokens": 5, "repetition_penalty": 1.25, "no_repeat_ngram_size": 3},
     ],
-    ids=["sampling", "beams", "lengths and repetitions"],
+    ids=["sampling", "beams", "groups and time", "lengths and repetitions"],
 )
 def test_each_flag_reaches_the_search(run, settings, monkeypatch) -> None:
     given: dict[str, object] = {}
 
-    def search(model, input_ids, **options) -> GenerateOutput:
+    def search(model, input_ids, **options) -> torch.Tensor:
         given.update(options, dtype=model.output_weight.dtype)
-        return GenerateOutput(torch.tensor([[3]]), torch.zeros(1), torch.zeros(1, 1))
+        return torch.tensor([[3]])
 
     monkeypatch.setattr("fastformer.generation.generate", search)
     flags = [part for name, value in settings.items() for part in (f"--{name}", str(value).lower())]

@@ -50,7 +50,6 @@ def shown(text: str) -> str:
 
 
 def test_a_line_for_each_line(run, expected, tmp_path, capsys, monkeypatch) -> None:
-    monkeypatch.setattr(translate, "_AT_ONCE", 2)  # several groups
     texts = ["one", "", "two", "a longer line", "three"]
     file = tmp_path / "in.txt"
     file.write_bytes(b"\xef\xbb\xbf" + "\r\n".join(texts).encode())
@@ -89,22 +88,33 @@ def test_who_writes_a_line_and_waits_gets_the_answer(run, expected) -> None:
         killer.cancel()
 
 
-def test_lines_that_are_there_come_together_and_others_are_not_waited_for() -> None:
+def test_lines_are_told_as_they_come() -> None:
     reading, writing = os.pipe()
     with os.fdopen(reading, "rb") as stream, os.fdopen(writing, "wb", buffering=0) as sink:
-        groups = translate._arriving_lines(stream)
-        sink.write(b"a\nb\nc\nhalf")
-        assert next(groups) == [b"a", b"b", b"c"]
-        sink.write(b" of it\n" + b"x\n" * 2500)
-        first, second, third = next(groups), next(groups), next(groups)
-        assert first[:2] == [b"half of it", b"x"] and [len(first), len(second), len(third)] == [1000, 1000, 501]
-        sink.write(b"the last has no end")
-        sink.close()
-        assert list(groups) == [[b"the last has no end"]]
+        lines = translate._arriving(stream)
+        assert lines.get(wait=False) is None
+        sink.write(b"a\nb\nhalf")
+        assert [lines.get(wait=False) for _ in range(3)] == [b"a", b"b", None]
+        many = threading.Thread(target=sink.write, args=(b" of it\n\n" + b"x\n" * 50_000,))  # more than is read at once
+        many.start()
+        assert [lines.get(wait=True), lines.get(wait=True)] == [b"half of it", b""]
+        for _ in range(50_000):
+            assert lines.get(wait=True) == b"x"
+        many.join()
+        assert lines.get(wait=False) is None
+
+        def end() -> None:
+            sink.write(b"the last has no end")
+            sink.close()
+
+        threading.Timer(0.05, end).start()
+        assert lines.get(wait=True) == b"the last has no end"
+        for wait in (True, False):
+            with pytest.raises(EOFError):
+                lines.get(wait)
 
 
-def test_n_best_with_scores(run, expected, tmp_path, capsys, monkeypatch) -> None:
-    monkeypatch.setattr(translate, "_AT_ONCE", 2)  # numbers go on from group to group
+def test_n_best_with_scores(run, expected, tmp_path, capsys) -> None:
     (tmp_path / "in.txt").write_text("one\n\ntwo\n")
     assert main(["translate", run, "--file", str(tmp_path / "in.txt"), "--n_best", "2", "--num_beams", "3", *FEW]) == 0
     rows = [line.split("\t") for line in lines_of(capsys.readouterr().out)]
@@ -128,19 +138,20 @@ def test_sampling(run, expected, capsys) -> None:
     [
         {"do_sample": True, "temperature": 0.5, "top_k": 7, "top_p": 0.9, "seed": 11, "num_return_sequences": 3},
         {"num_beams": 4, "length_penalty": 1.5, "early_stopping": True, "num_return_sequences": 2},
+        {"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 0.5, "max_time": 7.5},
         {"min_new_tokens": 2, "max_new_tokens": 5, "repetition_penalty": 1.25, "no_repeat_ngram_size": 3},
     ],
-    ids=["sampling", "beams", "lengths and repetitions"],
+    ids=["sampling", "beams", "groups and time", "lengths and repetitions"],
 )
 def test_each_flag_reaches_the_search(run, settings, monkeypatch) -> None:
     given = []
-    translate_groups = Translator.translate_groups
+    answers = Translator.answers
 
-    def spy(self, groups, options, bad):
+    def spy(self, source, options, bad, **others):
         given.append(options)
-        return translate_groups(self, groups, options, bad)
+        return answers(self, source, options, bad, **others)
 
-    monkeypatch.setattr(Translator, "translate_groups", spy)
+    monkeypatch.setattr(Translator, "answers", spy)
     names = {"num_return_sequences": "n_best"}
     flags = [part for name, value in settings.items() for part in (f"--{names.get(name, name)}", str(value).lower())]
     assert main(["translate", run, "one", *flags]) == 0
@@ -173,9 +184,12 @@ def test_a_bad_line_is_named_or_skipped(run, expected, tmp_path, capsys, caplog)
     file.write_bytes(b"one\n" + b"x" * 60 + b"\nno\xff\n\ntwo\n")
     arguments = ["translate", run, "--file", str(file), *FEW]
     assert main(arguments) == 1
-    assert "in.txt, line 3: expected UTF-8, got byte 0xff at position 2" in capsys.readouterr().err
+    out, err = capsys.readouterr()  # what came before the first bad line is answered
+    assert lines_of(out) == [shown(expected("one"))] and "text 2: expected at most 40 tokens, got 61" in err
     assert main([*arguments, "--skip_long"]) == 1
-    capsys.readouterr()
+    out, err = capsys.readouterr()
+    assert lines_of(out) == [shown(expected("one")), ""]
+    assert "in.txt, line 3: expected UTF-8, got byte 0xff at position 2" in err
     caplog.clear()
     assert main([*arguments, "--on_error", "skip"]) == 0
     assert lines_of(capsys.readouterr().out) == [shown(expected("one")), "", "", "", shown(expected("two"))]
@@ -188,6 +202,23 @@ def test_a_bad_line_is_named_or_skipped(run, expected, tmp_path, capsys, caplog)
     assert "text 2: expected at most 40 tokens, got 61: split it into sentences; skip_long" in capsys.readouterr().err
     assert main([*arguments, "--skip_long"]) == 0
     assert lines_of(capsys.readouterr().out) == [shown(expected("one")), ""]
+
+
+def test_what_translations_begin_with(run, expected, tmp_path, capsys) -> None:
+    assert main(["translate", run, "one", "--prefix", "Ein", *FEW]) == 0
+    assert capsys.readouterr().out == shown(expected("one", target_prefix="Ein")) + "\n"
+    texts, prefixes = tmp_path / "in.txt", tmp_path / "prefixes.txt"
+    texts.write_text("one\n\ntwo\n")
+    prefixes.write_bytes(b"\xef\xbb\xbfE\r\nnone\n\n")
+    flags = ["--file", str(texts), *FEW]
+    assert main(["translate", run, *flags, "--prefix_file", str(prefixes)]) == 0
+    answers = [shown(expected("one", target_prefix="E")), "", shown(expected("two"))]
+    assert lines_of(capsys.readouterr().out) == answers
+    assert main(["translate", run, *flags, "--prefix", "E"]) == 0
+    assert lines_of(capsys.readouterr().out) == [answers[0], "", shown(expected("two", target_prefix="E"))]
+    prefixes.write_text("E\n\n")
+    assert main(["translate", run, *flags, "--prefix_file", str(prefixes)]) == 1
+    assert "expected a target_prefix for each text, got 2 of target_prefix and more of texts" in capsys.readouterr().err
 
 
 def test_memory_of_a_batch(run, expected, tmp_path, capsys) -> None:
@@ -229,6 +260,13 @@ def test_contradictions(run, tmp_path, capsys) -> None:
         (["x", *file], "expected a text or --file, got both: 'x' and "),
         (["x", "--reference", "y"], "expected --file with --reference"),
         ([*file, "--attention", "a.png"], "expected a text to draw the attention of"),
+        ([*file, "--prefix", "y", "--prefix_file", "z"], "expected --prefix or --prefix_file, got both: 'y' and z"),
+        (["x", "--prefix_file", "z"], "expected --file with --prefix_file"),
+        ([*file, "--prefix_file", str(tmp_path / "none")], "there is no file"),
+        (["x", "--prefix", "y", "--attention", "a.png"], "expected --prefix or --attention, got both"),
+        (["x", "--prefix", "y" * 40], "expected a prefix of fewer tokens than the model's max_len 40, got 40"),
+        (["x", "--num_beams", "4", "--num_beam_groups", "2"], "together with a diversity_penalty > 0"),
+        (["x", "--max_time", "0"], "expected max_time in seconds, more than 0"),
         (["x", "--n_best", "3"], "expected --num_beams of at least --n_best 3, or --do_sample; got --num_beams 1"),
         (["x", "--n_best", "0"], "expected --n_best of at least 1, got 0"),
         (

@@ -12,12 +12,16 @@ import torch
 from fastformer.baseline import LSTMSeq2Seq
 from fastformer.data import ByteTokenizer
 from fastformer.generation import Translator, draw_attention, generate
-from fastformer.generation.translator import Scored
+from fastformer.generation.bad_texts import BadTexts
+from fastformer.generation.engines.kv_cache import KVCacheEngine
+from fastformer.generation.texts import Item
+from fastformer.generation.translator import Scored, TokenScored
 from fastformer.models import GPT, Transformer
 from fastformer.models.pretrained import save_model
 
 TEXTS = ["a", "a longer text", "mid size", "b" * 40, "x"]
 FEW = {"max_new_tokens": 8}
+SEED = {"seed": 7}
 
 
 @pytest.fixture(scope="module")
@@ -63,14 +67,12 @@ def test_what_is_no_text_is_named(translator) -> None:
         for translate in (translator.translate, lambda texts: list(translator.stream(texts))):
             with pytest.raises(ValueError, match=rf"texts\[1\]: expected a str, got {type(text).__name__}"):
                 translate(["a", text])
-    with pytest.raises(ValueError, match="expected texts to stream, got one str"):
-        translator.stream("a text")
 
 
 def test_options_are_checked_before_anything_is_read(translator) -> None:
     for options, message in (
         ({"num_beam": 2}, "no option 'num_beam' here; did you mean 'num_beams'?"),
-        ({"return_dict_in_generate": True}, "give return_scores=True instead of return_dict_in_generate"),
+        ({"return_dict_in_generate": True}, "expected return_scores=True instead of return_dict_in_generate"),
         ({"num_beams": 300}, "num_beams of at most the vocabulary's 259"),
         ({"max_new_tokens": 65}, "expected max_new_tokens of at most 64"),
         ({"on_error": "ignore"}, "expected on_error to be 'stop' or 'skip', got 'ignore'"),
@@ -223,6 +225,281 @@ def test_attention_and_its_picture(translator, tmp_path) -> None:
     pytest.importorskip("matplotlib", reason="drawing needs matplotlib")
     draw_attention(source, target, weights, tmp_path / "a.png", title="zwölf")
     assert (tmp_path / "a.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_a_translation_begins_as_it_is_told_to(model, translator) -> None:
+    tokenizer, texts = ByteTokenizer(), ["a", "a longer text", "mid size"]
+    prefixes = ["Ähm", None, "so "]
+    rows = [[0, *tokenizer.encode(prefix or "")] for prefix in prefixes]
+    found = translator.translate(texts, target_prefix=prefixes, return_scores=True, **FEW)
+    for text, row, (answer, score) in zip(texts, rows, found, strict=True):
+        ids = [[*tokenizer.encode(text), 1]]
+        out = generate(model.eval(), ids, decoder_input_ids=[row], return_dict_in_generate=True, **FEW)
+        assert answer == tokenizer.decode(out.sequences[0].tolist()) and abs(score - float(out.scores[0])) < 1e-4
+    answers = [answer for answer, _ in found]
+    assert answers[0].startswith("Ähm") and answers[2].startswith("so ")
+    assert answers[1] == translator.translate(texts[1], **FEW)
+    assert translator.translate(texts[0], target_prefix="Ähm", **FEW) == answers[0]
+    assert list(translator.stream(iter(texts), target_prefix=iter(prefixes), **FEW)) == answers
+    assert "".join(translator.stream(texts[0], target_prefix="Ähm", **FEW)) == answers[0]
+    several = translator.translate(texts, target_prefix=prefixes, num_beams=3, num_return_sequences=2, **FEW)
+    assert all(answer.startswith(p or "") for row, p in zip(several, prefixes, strict=True) for answer in row)
+
+
+def test_prefixes_that_do_not_go_with_the_texts(translator) -> None:
+    for texts, prefix, message in (
+        ("a", ["b"], "expected target_prefix as a str for one text, got list"),
+        (["a"], "b", "expected target_prefix as a list, one for each text, got str"),
+        (["a"], 7, "expected target_prefix as a list, one for each text, got int"),
+        (["a", "b"], ["c"], "got 1 of target_prefix and more of texts"),
+        (["a"], ["b", "c"], "got 1 of texts and more of target_prefix"),
+        (["a", "b"], ["c", 7], r"target_prefix\[1\]: expected a str or None, got int 7"),
+        (["a", "b"], ["c", "\ud800"], "text 2: its target_prefix: expected text, got the lone surrogate"),
+        (["a", "b"], ["c", "x" * 64], "text 2: expected a prefix of fewer tokens than the model's max_len 64, got 64"),
+        (["a", "b"], ["c", "x" * 60], "text 2: expected max_new_tokens of at most 4 behind a prefix of 60"),
+    ):
+        for translate in (translator.translate, lambda texts, **options: list(translator.stream(texts, **options))):
+            with pytest.raises(ValueError, match=message):
+                translate(texts, target_prefix=prefix, **FEW)
+    assert translator.translate(["a", "b"], target_prefix=["x" * 64, "c"], on_error="skip", **FEW)[0] == ""
+
+
+def test_scores_of_tokens(translator) -> None:
+    text, score, tokens = translator.translate("a", target_prefix="z", return_token_scores=True, **FEW)
+    assert (text, score) == translator.translate("a", target_prefix="z", return_scores=True, **FEW)
+    assert len(tokens) == 8 and score == pytest.approx(sum(log_prob for _, log_prob in tokens))
+    new = translator.tokenizer.encode(text)[1:]
+    if "\N{REPLACEMENT CHARACTER}" not in text:
+        assert [token for token, _ in tokens] == translator.tokenizer.tokens(new)
+    found = translator.translate(["a", "b"], num_beams=3, num_return_sequences=2, return_token_scores=True, **FEW)
+    for answer in (answer for row in found for answer in row):
+        penalty = ((5 + len(answer.tokens)) / 6) ** 0.6
+        assert answer.score == pytest.approx(sum(log_prob for _, log_prob in answer.tokens) / penalty)
+    assert list(translator.stream([""], return_token_scores=True)) == [TokenScored("", -math.inf, [])]
+
+
+def test_log_probabilities_are_computed_for_scores_alone(model, monkeypatch) -> None:
+    asked: list[bool] = []
+    step = KVCacheEngine.step
+
+    def spy(self, tokens, selection):
+        asked.append(selection.log_probs)
+        return step(self, tokens, selection)
+
+    monkeypatch.setattr(KVCacheEngine, "step", spy)
+    translator = Translator(model, ByteTokenizer())
+    for options, expected in (
+        ({}, False),
+        ({"do_sample": True, "num_return_sequences": 2}, False),
+        ({"return_scores": True}, True),
+        ({"return_token_scores": True}, True),
+        ({"num_beams": 2}, True),
+    ):
+        asked.clear()
+        translator.translate(["a"], **options, **FEW)
+        assert asked and set(asked) == {expected}, options
+        asked.clear()
+        list(translator.stream(["a"], **options, **FEW))
+        assert asked and set(asked) == {expected}, options
+    asked.clear()
+    list(translator.stream("a", **FEW))
+    translator.attention("a")
+    assert asked and set(asked) == {False}
+
+
+def test_the_batch_is_full_while_there_is_input(model, monkeypatch) -> None:
+    # Translations of many lengths: as one ends, the next begins, and no text is read long before there is room for it.
+    rows: list[int] = []
+    read: list[str] = []
+    step = KVCacheEngine.step
+
+    def spy(self, tokens, selection):
+        rows.append(len(tokens))
+        return step(self, tokens, selection)
+
+    def texts():
+        for number in range(60):
+            read.append("x" * (1 + number * 7 % 30))
+            yield read[-1]
+        read.append("the end")
+
+    monkeypatch.setattr(KVCacheEngine, "step", spy)
+    translator = Translator(model, ByteTokenizer(), max_batch_size=4)
+    options = {
+        "do_sample": True,
+        "seed": 5,
+        "temperature": 0.7,
+        "eos_token_id": list(range(1, 40)),
+        "max_new_tokens": 20,
+    }
+    answers = translator.stream(texts(), **options)
+    assert not read
+    found, full = [], 0
+    for answer in answers:
+        found.append(answer)
+        assert len(read) - len(found) <= 4 * 20
+        if read[-1] != "the end":
+            full = len(rows)
+    assert full > 50 and rows[:full] == [4] * full
+    monkeypatch.undo()
+    assert found == Translator(model, ByteTokenizer(), max_batch_size=100).translate(read[:-1], **options)
+    assert len(set(map(len, found))) > 3
+
+
+@pytest.mark.parametrize("read_ahead", [1, 3, 7])
+def test_no_more_texts_are_held_than_asked_for(translator, read_ahead) -> None:
+    read = 0
+
+    def endless():
+        nonlocal read
+        while True:
+            read += 1
+            yield "x" * (1 + read % 5)
+
+    for given, _ in zip(range(20), translator.stream(endless(), read_ahead=read_ahead, **FEW), strict=False):
+        assert 1 <= read - given <= read_ahead
+
+
+def test_what_has_not_come_is_not_waited_for_while_requests_run(translator) -> None:
+    class Chat:
+        """Says a text, and the next when the first was answered; whoever waits for it before would wait for ever."""
+
+        def __init__(self) -> None:
+            self.texts, self.answered, self.said = iter(TEXTS), 0, 0
+
+        def get(self, wait: bool) -> Item | None:
+            if self.said > self.answered:
+                assert not wait
+                return None
+            if self.said == len(TEXTS):
+                raise EOFError
+            self.said += 1
+            return Item(next(self.texts))
+
+    chat, found = Chat(), []
+    for answers in translator.answers(chat, translator.settings(FEW), BadTexts(), log_probs=False):
+        found += [answer.texts()[0] for answer in answers]
+        assert len(found) == chat.said
+        chat.answered += len(answers)
+    assert found == translator.translate(TEXTS, **FEW)
+
+
+def test_a_stream_answers_what_comes_before_an_error(translator) -> None:
+    def texts():
+        yield from TEXTS
+        raise OSError("the line is dead")
+
+    answers = translator.stream(texts(), **FEW)
+    assert [next(answers) for _ in TEXTS] == translator.translate(TEXTS, **FEW)
+    with pytest.raises(OSError, match="the line is dead"):
+        next(answers)
+    answers = translator.stream([*TEXTS, "x" * 100, "never read"], **FEW)
+    assert [next(answers) for _ in TEXTS] == translator.translate(TEXTS, **FEW)
+    with pytest.raises(ValueError, match="text 6: expected at most 64 tokens, got 101"):
+        next(answers)
+
+
+def test_what_fails_on_its_way_is_named(translator) -> None:
+    def processor(input_ids, scores):
+        if input_ids.shape[1] > 2 and input_ids[0, 1] == ord("z") + 3:
+            raise error
+        return scores
+
+    for error, kind in ((ValueError("no z"), ValueError), (KeyError("no z"), RuntimeError)):
+        options = {"target_prefix": ["a", "z", "b"], "logits_processor": processor, **FEW}
+        with pytest.raises(kind, match="text 2: .*no z") as caught:
+            translator.translate(["1", "2", "3"], **options)
+        assert caught.value.__cause__ is error
+        answers = translator.stream(["1", "2", "3"], **options)
+        assert next(answers).startswith("a")
+        with pytest.raises(kind, match="text 2: .*no z"):
+            next(answers)
+        with pytest.raises(kind, match="text 1: .*no z"):
+            list(translator.stream("1", **options | {"target_prefix": "z"}))
+
+
+@pytest.mark.parametrize("options", [{}, {"do_sample": True, "seed": 1}, {"min_new_tokens": 20}], ids=str)
+def test_the_pieces_of_a_text_are_its_translation(translator, options) -> None:
+    for text in TEXTS:
+        pieces = list(translator.stream(text, max_new_tokens=25, **options))
+        assert "".join(pieces) == translator.translate(text, max_new_tokens=25, **options)
+        assert all(pieces)
+    lone = LSTMSeq2Seq(vocab_size=259, d_model=32)  # says the same byte for ever
+    lone.output.weight.data.zero_()
+    lone.output.bias.data[ord("q") + 3] = 9.0
+    assert list(Translator(lone, ByteTokenizer()).stream("a", max_new_tokens=4)) == ["q"] * 4
+
+
+def test_pieces_come_while_the_rest_is_not_known(model, monkeypatch) -> None:
+    steps = []
+    step = KVCacheEngine.step
+
+    def spy(self, tokens, selection):
+        steps.append(1)
+        return step(self, tokens, selection)
+
+    monkeypatch.setattr(KVCacheEngine, "step", spy)
+    translator = Translator(model, ByteTokenizer())
+    letters = [i for i in range(259) if i not in range(100, 120)]
+    pieces = translator.stream("a", max_new_tokens=9, suppress_tokens=letters)
+    for number, piece in enumerate(pieces, 1):
+        assert len(piece) == 1 and len(steps) == number
+    assert number == 9
+
+
+def test_one_text_that_cannot_be_streamed(translator, caplog) -> None:
+    for options in (
+        {"num_beams": 2},
+        {"do_sample": True, "num_return_sequences": 2},
+        {"return_scores": True},
+        {"return_token_scores": True},
+    ):
+        with pytest.raises(ValueError, match="expected no beams, several samples or scores along with one text"):
+            translator.stream("a", **options)
+    with pytest.raises(ValueError, match="text 1: expected something to translate"):
+        translator.stream(" ")
+    assert list(translator.stream("x" * 100, skip_long=True)) == []
+    assert "skipped text 1: expected at most 64 tokens, got 101" in caplog.text
+    for name, instead in (("streamer", "Translator.stream"), ("decoder_input_ids", "target_prefix")):
+        with pytest.raises(ValueError, match=f"expected {instead} instead of {name}"):
+            translator.translate("a", **{name: None})
+    for name in ("return_scores", "return_token_scores"):
+        with pytest.raises(ValueError, match=f"expected {name} to be True or False, got 'yes'"):
+            translator.translate("a", **{name: "yes"})
+
+
+@pytest.mark.parametrize("options", [{}, {"num_beams": 4}, {"do_sample": True, "num_return_sequences": 4}], ids=str)
+def test_caches_keep_to_their_memory(model, options, monkeypatch) -> None:
+    taken: list[int] = []
+    rows: list[int] = []
+    empty_cache, step = Transformer.empty_cache, KVCacheEngine.step
+
+    def counted(self, *args, **given):
+        cache = empty_cache(self, *args, **given)
+        taken.append(sum(tensor.numel() * tensor.element_size() for tensor in (cache.k, cache.v)))
+        return cache
+
+    def spy(self, tokens, selection):
+        rows.append(len(tokens))
+        return step(self, tokens, selection)
+
+    monkeypatch.setattr(Transformer, "empty_cache", counted)
+    monkeypatch.setattr(KVCacheEngine, "step", spy)
+    texts = ["x" * (5 + i * 7 % 30) for i in range(40)]
+    budget = 600_000
+    translator = Translator(model, ByteTokenizer(), max_batch_bytes=budget)
+    found = translator.translate(texts, max_new_tokens=30, **options, **SEED)
+    block = 16 * KVCacheEngine(model).token_bytes
+    taken.pop()
+    assert budget / 2 < max(taken) <= budget + 2 * block
+    assert 4 <= max(rows) < 160
+    taken.clear()
+    assert list(translator.stream(texts, max_new_tokens=30, **options, **SEED)) == found
+    assert budget / 2 < max(taken) <= budget + 2 * block
+    rows.clear()
+    translator = Translator(model, ByteTokenizer(), max_batch_bytes=1)  # one text is translated whatever it takes
+    assert translator.translate(texts[:3], max_new_tokens=30, **options, **SEED) == found[:3]
+    assert max(rows) <= 4
 
 
 @pytest.mark.parametrize("precision", [None, "fp32", "bf16"])

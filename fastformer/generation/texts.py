@@ -1,0 +1,137 @@
+"""Texts on their way to a translator, and what they become."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple, Protocol
+
+from fastformer.generation.requests import Request
+from fastformer.generation.search import Hypothesis
+
+
+class TextCodec(Protocol):
+    """What a translator asks of a tokenizer; those of `fastformer.data` have it."""
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of a text, without EOS."""
+        ...
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of ids."""
+        ...
+
+    def tokens(self, ids: Iterable[int]) -> list[str]:
+        """Each id as a readable string."""
+        ...
+
+
+class Item(NamedTuple):
+    """A text, and what its translation is to begin with."""
+
+    text: str
+    prefix: str | None = None
+
+
+def as_items(texts: str | Iterable[str], target_prefix: str | Iterable[str | None] | None) -> Iterable[Item]:
+    """Texts with their prefixes.
+
+    Raises:
+        ValueError: something else than texts, or prefixes that don't go with them (of iterables, when they end).
+    """
+    if isinstance(texts, str):
+        if target_prefix is not None and not isinstance(target_prefix, str):
+            raise ValueError(f"expected target_prefix as a str for one text, got {type(target_prefix).__name__}")
+        return [Item(texts, target_prefix)]
+    if isinstance(texts, bytes | bytearray | Mapping) or not isinstance(texts, Iterable):
+        raise ValueError(f"expected a text, or a list of texts, got {type(texts).__name__}")
+    if target_prefix is None:
+        return map(Item, texts)
+    if isinstance(target_prefix, str | bytes | bytearray | Mapping) or not isinstance(target_prefix, Iterable):
+        raise ValueError(f"expected target_prefix as a list, one for each text, got {type(target_prefix).__name__}")
+    return _paired(iter(texts), iter(target_prefix))
+
+
+def _paired(texts: Iterator[str], prefixes: Iterator[str | None]) -> Iterator[Item]:
+    missing = object()
+    for number in itertools.count():
+        text, prefix = next(texts, missing), next(prefixes, missing)
+        if text is missing and prefix is missing:
+            return
+        if text is missing or prefix is missing:
+            more, fewer = ("texts", "target_prefix") if prefix is missing else ("target_prefix", "texts")
+            raise ValueError(f"expected a target_prefix for each text, got {number} of {fewer} and more of {more}")
+        yield Item(text, prefix)  # type: ignore[arg-type]
+
+
+class Scored(NamedTuple):
+    """A translation and its score: the log-probability, for beams divided by the length penalty."""
+
+    text: str
+    score: float
+
+
+class TokenScored(NamedTuple):
+    """A translation, its score, and its new tokens with the log-probability of each, EOS included."""
+
+    text: str
+    score: float
+    tokens: list[tuple[str, float]]
+
+
+class Answer:
+    """What became of a text.
+
+    Args:
+        tokenizer: of the translations.
+        request: what was found; None for an empty or skipped text.
+    """
+
+    def __init__(self, tokenizer: TextCodec, request: Request | None) -> None:
+        self._tokenizer = tokenizer
+        self._found: list[Hypothesis] = [] if request is None else request.results
+        self._prefix = [] if request is None else request.prompt.tokens[1:]  # behind the start token
+
+    def texts(self) -> list[str]:
+        """The translations, best first."""
+        return [self._tokenizer.decode([*self._prefix, *hypothesis.tokens]) for hypothesis in self._found]
+
+    def scored(self) -> list[Scored]:
+        """The translations with their scores, best first."""
+        return [Scored(text, found.score) for text, found in zip(self.texts(), self._found, strict=True)]
+
+    def token_scored(self) -> list[TokenScored]:
+        """The translations with their scores and those of their tokens, best first."""
+        answers = []
+        for text, found in zip(self.texts(), self._found, strict=True):
+            tokens = zip(self._tokenizer.tokens(found.tokens), found.log_probs, strict=True)
+            answers.append(TokenScored(text, found.score, list(tokens)))
+        return answers
+
+
+class Form(NamedTuple):
+    """How a caller wants an answer: one translation or a list of them, with scores or without."""
+
+    is_list: bool
+    scores: bool = False
+    token_scores: bool = False
+
+    @property
+    def log_probs(self) -> bool:
+        """Whether log-probabilities are needed."""
+        return self.scores or self.token_scores
+
+    def of(self, answer: Answer) -> Any:
+        """The answer in this form."""
+        found: list[Any]
+        nothing: Any
+        if self.token_scores:
+            found, nothing = answer.token_scored(), TokenScored("", -math.inf, [])
+        elif self.scores:
+            found, nothing = answer.scored(), Scored("", -math.inf)
+        else:
+            found, nothing = answer.texts(), ""
+        if self.is_list:
+            return found
+        return found[0] if found else nothing
