@@ -7,8 +7,6 @@ from a common store, slot_table says which, and beams that go on from one histor
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -78,10 +76,12 @@ def _check_range(name: str, integers: Tensor, end: int) -> None:
         raise ValueError(f"expected {name} in [0, {end}), got {int(integers[outside][0])}")
 
 
-def _cpp_unsupported(op_name: str, *, k_cache: Tensor, v_cache: Tensor, **arguments: Any) -> str | None:
+def _cpp_unsupported(
+    op_name: str, *, q: Tensor, k_cache: Tensor, v_cache: Tensor, softmax_scale: float, **_: object
+) -> str | None:
     if k_cache.stride(-1) != 1 or v_cache.stride(-1) != 1:
         return "it reads caches that are contiguous in head_dim"
-    return cpp_unsupported(op_name, **arguments)
+    return cpp_unsupported(op_name, q=q, softmax_scale=softmax_scale)
 
 
 def _without_table(
@@ -170,6 +170,22 @@ def decode_attention(
             not flatten as a view; on a CPU also lengths, rows and slots that the cache does not have, and then nothing
             has been written.
     """
+    if torch.is_grad_enabled():
+        # Without this the result would seem to have gradients, though what they need is written over.
+        with torch.no_grad():
+            return decode_attention(
+                q,
+                k_cache,
+                v_cache,
+                cache_seqlens,
+                k=k,
+                v=v,
+                cache_batch_idx=cache_batch_idx,
+                slot_table=slot_table,
+                is_causal=is_causal,
+                window_left=window_left,
+                softmax_scale=softmax_scale,
+            )
     (q,) = autocast("decode_attention", q)
     k, v = autocast("decode_attention", k, v)
     check_heads(q, k_cache, v_cache, 4, "(batch, seqlen, num_heads, head_dim)")
@@ -194,31 +210,10 @@ def decode_attention(
     if window_left is not None and (not isinstance(window_left, int) or abs(window_left) >= 2**62):
         raise ValueError(f"expected window_left to be an integer or None, got {window_left!r}")
     scale = resolve_scale(softmax_scale, q.shape[-1])
-    if torch.is_grad_enabled():
-        with torch.no_grad():
-            return _run(
-                q, k_cache, v_cache, cache_seqlens, k, v, cache_batch_idx, slot_table, scale, is_causal, window_left
-            )
-    return _run(q, k_cache, v_cache, cache_seqlens, k, v, cache_batch_idx, slot_table, scale, is_causal, window_left)
-
-
-def _run(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    cache_seqlens: Tensor,
-    k: Tensor | None,
-    v: Tensor | None,
-    cache_batch_idx: Tensor | None,
-    slot_table: Tensor | None,
-    softmax_scale: float,
-    is_causal: bool,
-    window_left: int | None,
-) -> Tensor:
     if slot_table is None:
-        return _op(q, k_cache, v_cache, cache_seqlens, k, v, cache_batch_idx, softmax_scale, is_causal, window_left)
+        return _op(q, k_cache, v_cache, cache_seqlens, k, v, cache_batch_idx, scale, is_causal, window_left)
     return _op_with_table(
-        q, k_cache, v_cache, cache_seqlens, k, v, cache_batch_idx, slot_table, softmax_scale, is_causal, window_left
+        q, k_cache, v_cache, cache_seqlens, k, v, cache_batch_idx, slot_table, scale, is_causal, window_left
     )
 
 
