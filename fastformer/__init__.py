@@ -1,7 +1,8 @@
 """fastformer: Transformers made fast, under the names that PyTorch users know.
 
-`fastformer.nn` has the modules of torch.nn; `Transformer` and `GPT` are whole models, `generate` decodes with them, and
-a `Translator` reads and writes text. These four are loaded on first use: importing the package alone stays cheap.
+`fastformer.nn` has the modules of torch.nn; `Transformer` and `GPT` are whole models, `generate` decodes with them, a
+`Translator` reads and writes text, and an `AsyncTranslator` does so for many tasks at once. These are loaded on first
+use: importing the package alone stays cheap.
 """
 
 from __future__ import annotations
@@ -10,15 +11,17 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from fastformer.generation import AsyncTranslator as AsyncTranslator
     from fastformer.generation import Translator as Translator
     from fastformer.generation.generate import generate as generate
     from fastformer.models import GPT as GPT
     from fastformer.models import Transformer as Transformer
 
 __version__ = "0.1.0"
-__all__ = ["GPT", "Transformer", "Translator", "__version__", "generate"]
+__all__ = ["GPT", "AsyncTranslator", "Transformer", "Translator", "__version__", "generate"]
 
 _HOMES = {
+    "AsyncTranslator": "fastformer.generation",
     "GPT": "fastformer.models",
     "Transformer": "fastformer.models",
     "Translator": "fastformer.generation",

@@ -1,7 +1,9 @@
 """Decoding: one search, engines behind it, and the Translator for text."""
 
+from fastformer.generation.async_translator import AsyncTranslator as AsyncTranslator
 from fastformer.generation.generate import GenerateOutput as GenerateOutput
 from fastformer.generation.generate import generate as generate
 from fastformer.generation.heatmap import draw_attention as draw_attention
 from fastformer.generation.settings import GenerationSettings as GenerationSettings
+from fastformer.generation.streaming import TextStreamer as TextStreamer
 from fastformer.generation.translator import Translator as Translator

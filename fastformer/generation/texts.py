@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Protocol
 
 from fastformer.generation.requests import Request
 from fastformer.generation.search import Hypothesis
+from fastformer.generation.settings import GenerationSettings
 
 
 class TextCodec(Protocol):
@@ -135,3 +136,15 @@ class Form(NamedTuple):
         if self.is_list:
             return found
         return found[0] if found else nothing
+
+
+def as_form(settings: GenerationSettings, scores: object, token_scores: object) -> Form:
+    """The form that return_scores and return_token_scores ask for.
+
+    Raises:
+        ValueError: neither True nor False.
+    """
+    for name, value in (("return_scores", scores), ("return_token_scores", token_scores)):
+        if not isinstance(value, bool):
+            raise ValueError(f"expected {name} to be True or False, got {value!r}")
+    return Form(settings.num_return_sequences > 1, bool(scores), bool(token_scores))

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from fastformer.generation.bad_texts import BadTexts, TextError, failure
 from fastformer.generation.decoders import Model, as_model, device_of, is_decoder_only
+from fastformer.generation.engines import Engine
 from fastformer.generation.flow import IterableSource, Source, evaluating, in_turn
 from fastformer.generation.generate import RequestMaker, most_new_tokens, new_scheduler
 from fastformer.generation.inputs import pad
@@ -21,7 +22,7 @@ from fastformer.generation.requests import Request
 from fastformer.generation.scheduler import Scheduler, run
 from fastformer.generation.settings import GenerationSettings
 from fastformer.generation.streaming import TextPieces
-from fastformer.generation.texts import Answer, Form, Item, TextCodec, as_items
+from fastformer.generation.texts import Answer, Form, Item, TextCodec, as_form, as_items
 from fastformer.generation.texts import Scored as Scored
 from fastformer.generation.texts import TokenScored as TokenScored
 from fastformer.special_ids import SpecialIds
@@ -176,14 +177,14 @@ class Translator:
                 translated (named by its number, from 1).
         """
         settings, bad = self.settings(options), BadTexts(on_error, skip_long)
-        form = _form(settings, return_scores, return_token_scores)
+        form = as_form(settings, return_scores, return_token_scores)
         maker, began = RequestMaker(self.model, settings, log_probs=form.log_probs), time.monotonic()
         is_one = isinstance(texts, str)
         # All are read first, so that a bad one is named before the work; held are their ids alone, in few bytes.
         inputs: list[tuple[array[int], list[int]] | None] = []
         for number, item in enumerate(as_items(texts, target_prefix), 1):
             try:
-                ids, prefix = self._encode_item(item, number, settings)
+                ids, prefix = self.encode_item(item, number, settings)
                 inputs.append((array("q", ids), prefix))
             except TextError as error:
                 bad.meet(error)
@@ -202,7 +203,7 @@ class Translator:
         order = sorted(range(len(inputs)), key=lambda index: -len((inputs[index] or ((), ()))[0]))
         source = IterableSource(order)
         answers: list[Any] = [None] * len(inputs)
-        scheduler = self.new_scheduler(maker, is_endless=False)
+        scheduler = self.new_scheduler(maker.engine, is_endless=False)
         for ready in in_turn(scheduler, source, begin, model=self.model, read_ahead=READ_AHEAD):
             for index, request in ready:
                 _check(request, index + 1)
@@ -268,16 +269,12 @@ class Translator:
                 translations before it have been given.
         """
         settings, bad = self.settings(options), BadTexts(on_error, skip_long)
-        form = _form(settings, return_scores, return_token_scores)
+        form = as_form(settings, return_scores, return_token_scores)
         if not isinstance(read_ahead, int) or isinstance(read_ahead, bool) or read_ahead < 1:
             raise ValueError(f"expected read_ahead of at least 1, got {read_ahead!r}")
         items = as_items(texts, target_prefix)
         if isinstance(texts, str):
-            if form.is_list or form.log_probs or settings.num_beams > 1:
-                raise ValueError(
-                    "expected no beams, several samples or scores along with one text to stream: its pieces come "
-                    "before the end is known; translate gives them"
-                )
+            check_one_stream(form, settings)
             return self._pieces(next(iter(items)), settings, bad)
         answers = self.answers(IterableSource(items), settings, bad, log_probs=form.log_probs, read_ahead=read_ahead)
         return (form.of(answer) for ready in answers for answer in ready)
@@ -310,7 +307,7 @@ class Translator:
             if isinstance(item.text, str) and not item.text.strip():
                 return None
             try:
-                ids, prefix = self._encode_item(item, number, settings)
+                ids, prefix = self.encode_item(item, number, settings)
             except TextError as error:
                 bad.meet(error)
                 return None
@@ -318,7 +315,7 @@ class Translator:
 
         def answers() -> Iterator[list[Answer]]:
             total = 0
-            scheduler = self.new_scheduler(maker, is_endless=True)
+            scheduler = self.new_scheduler(maker.engine, is_endless=True)
             for ready in in_turn(scheduler, source, begin, model=self.model, read_ahead=read_ahead):
                 found: list[Answer] = []
                 for _, request in ready:
@@ -335,7 +332,7 @@ class Translator:
     def _pieces(self, item: Item, settings: GenerationSettings, bad: BadTexts) -> Iterator[str]:
         """The translation of a text, piece by piece."""
         try:
-            ids, prefix = self._encode_item(item, 1, settings)
+            ids, prefix = self.encode_item(item, 1, settings)
         except TextError as error:
             bad.meet(error)
             bad.report(1)
@@ -346,7 +343,7 @@ class Translator:
             tokens: list[int] = []
             request = maker.make(ids, prefix, on_token=tokens.append)
             found = TextPieces(self.tokenizer, prefix)
-            scheduler = self.new_scheduler(maker, is_endless=False)
+            scheduler = self.new_scheduler(maker.engine, is_endless=False)
             scheduler.submit([request])
             while not request.is_done:
                 with evaluating(self.model):
@@ -360,9 +357,9 @@ class Translator:
 
         return pieces()
 
-    def new_scheduler(self, maker: RequestMaker, *, is_endless: bool) -> Scheduler:
+    def new_scheduler(self, engine: Engine, *, is_endless: bool) -> Scheduler:
         """A scheduler within this translator's limits; see `Scheduler`."""
-        return new_scheduler(maker.engine, self.max_batch_size, self.max_batch_bytes, is_endless=is_endless)
+        return new_scheduler(engine, self.max_batch_size, self.max_batch_bytes, is_endless=is_endless)
 
     def settings(self, options: Mapping[str, Any]) -> GenerationSettings:
         """The settings that options of `generate` ask for, held against the model.
@@ -415,8 +412,12 @@ class Translator:
         except ValueError as error:
             raise TextError(f"text {number}: its target_prefix: {error}") from error
 
-    def _encode_item(self, item: Item, number: int, settings: GenerationSettings) -> tuple[list[int], list[int]]:
-        """The ids of a text and of its prefix, for which there is room."""
+    def encode_item(self, item: Item, number: int, settings: GenerationSettings) -> tuple[list[int], list[int]]:
+        """The ids of a text and of its prefix.
+
+        Raises:
+            TextError: see `encode`, `encode_prefix`; or there is no room for what the settings ask for.
+        """
         ids, prefix = self.encode(item.text, number), self.encode_prefix(item.prefix, number)
         try:
             most_new_tokens(self.model, len(ids), settings, prefix=len(prefix))
@@ -453,11 +454,13 @@ def _text(text: object, number: int) -> str:
     return text
 
 
-def _form(settings: GenerationSettings, scores: object, token_scores: object) -> Form:
-    for name, value in (("return_scores", scores), ("return_token_scores", token_scores)):
-        if not isinstance(value, bool):
-            raise ValueError(f"expected {name} to be True or False, got {value!r}")
-    return Form(settings.num_return_sequences > 1, bool(scores), bool(token_scores))
+def check_one_stream(form: Form, settings: GenerationSettings) -> None:
+    """Raises a ValueError where one text's translation can't come piece by piece."""
+    if form.is_list or form.log_probs or settings.num_beams > 1:
+        raise ValueError(
+            "expected no beams, several samples or scores along with one text to stream: its pieces come before the "
+            "end is known; translate gives them"
+        )
 
 
 def _check(request: Request | None, number: int) -> None:

@@ -1,0 +1,464 @@
+"""Many tasks, one batch: each gets what it would get alone, and whoever leaves gives its memory back."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+
+import fastformer
+from fastformer.data import ByteTokenizer
+from fastformer.generation import AsyncTranslator, Translator
+from fastformer.generation.engines.kv_cache import KVCacheEngine
+from fastformer.models import Transformer
+
+FEW = {"max_new_tokens": 8}
+MANY = 10_000  # steps
+SIZES = {"d_model": 16, "d_ff": 32, "num_heads": 2, "num_encoder_layers": 1, "num_decoder_layers": 1}
+
+
+@pytest.fixture(scope="module")
+def model() -> Transformer:
+    torch.manual_seed(0)
+    model = Transformer.from_preset("tiny", vocab_size=259, max_len=64, **SIZES)
+    model.embedding.weight.data *= 3  # a fresh model is nearly uniform
+    return model.eval()
+
+
+@pytest.fixture(scope="module")
+def translator(model) -> Translator:
+    return Translator(model, ByteTokenizer(), max_batch_size=16, max_batch_bytes=2**20)
+
+
+@pytest.fixture(autouse=True)
+def no_thread_is_left():
+    yield
+    assert not [thread for thread in threading.enumerate() if thread.name == "AsyncTranslator"]
+
+
+def text_of(number: int) -> str:
+    return "x" * (1 + number * 5 % 23) + chr(97 + number % 26)
+
+
+def options_of(number: int) -> dict[str, object]:
+    kinds: list[dict[str, object]] = [
+        {},
+        {"num_beams": 3, "return_scores": True},
+        {"do_sample": True, "seed": number, "temperature": 0.8, "num_return_sequences": 2},
+        {"target_prefix": "ab", "return_token_scores": True},
+        {"num_beams": 4, "num_return_sequences": 2, "repetition_penalty": 1.3},
+        {"min_new_tokens": 3, "no_repeat_ngram_size": 2},
+    ]
+    return {"max_new_tokens": 1 + number % 12 + 3, **kinds[number % len(kinds)]}
+
+
+def rounded(answer):
+    """The answer, its numbers rounded: they depend a little on who else is in the batch."""
+    if isinstance(answer, float):
+        return round(answer, 3)
+    if isinstance(answer, list | tuple):
+        return [rounded(part) for part in answer]
+    return answer
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    for _ in range(2000):
+        if condition():
+            return
+        await asyncio.sleep(0.002)
+    raise AssertionError("it didn't come about")
+
+
+class Watched(KVCacheEngine):
+    """Says how many rows and tokens are in use, and waits or fails where it is told to."""
+
+    rows = 0
+    gate: threading.Semaphore | None = None
+    error: BaseException | None = None
+
+    def start(self, max_rows, num_tokens) -> None:
+        super().start(max_rows, num_tokens)
+        self.all_tokens = self.free_tokens()
+
+    def step(self, tokens, selection):
+        if self.gate is not None:
+            assert self.gate.acquire(timeout=10)
+        if self.error is not None:
+            error, self.error = self.error, None
+            raise error
+        self.rows = max(self.rows, len(tokens))
+        return super().step(tokens, selection)
+
+    @property
+    def is_empty(self) -> bool:
+        return self._cache.num_rows == 0 and self.free_tokens() == self.all_tokens
+
+
+def watched(front: AsyncTranslator) -> Watched:
+    """Puts an engine into a front that can be watched."""
+    engine = Watched(front.translator.model)
+    front._engine = engine
+    return engine
+
+
+def test_it_is_where_people_look_for_it() -> None:
+    assert fastformer.AsyncTranslator is AsyncTranslator
+
+
+def test_many_tasks_get_what_each_would_get_alone(translator) -> None:
+    expected = [translator.translate(text_of(n), **options_of(n)) for n in range(50)]
+
+    async def main() -> None:
+        front = AsyncTranslator(translator)
+        engine = watched(front)
+        async with front:
+
+            async def one(number: int):
+                await asyncio.sleep(random.Random(number).random() * 0.05)
+                return await front.translate(text_of(number), **options_of(number))
+
+            found = await asyncio.gather(*(one(number) for number in range(50)))
+            assert rounded(found) == rounded(expected)
+            assert engine.rows > 8  # together, not one after another
+            await until(lambda: engine.is_empty)
+
+    asyncio.run(main())
+
+
+def test_streams_of_many_tasks(translator) -> None:
+    async def main() -> None:
+        async with AsyncTranslator(translator) as front:
+
+            async def one(number: int) -> list[str]:
+                options = {"do_sample": number % 2 == 0, "seed": number, "target_prefix": "z" * (number % 3)}
+                pieces = [piece async for piece in front.stream(text_of(number), max_new_tokens=20, **options)]
+                assert "".join(pieces) == translator.translate(text_of(number), max_new_tokens=20, **options)
+                return pieces
+
+            found = await asyncio.gather(*(one(number) for number in range(12)))
+            assert max(map(len, found)) > 3
+
+    asyncio.run(main())
+
+
+def test_pieces_come_before_the_end(translator) -> None:
+    async def main() -> None:
+        front = AsyncTranslator(translator)
+        engine = watched(front)
+        engine.gate = threading.Semaphore(3)
+        async with front:
+            letters = [i for i in range(259) if i not in range(100, 120)]
+            pieces = front.stream("a", max_new_tokens=6, suppress_tokens=letters)
+            found = [await anext(pieces) for _ in range(3)]
+            assert all(len(piece) == 1 for piece in found)
+            engine.gate.release(3)
+            found += [piece async for piece in pieces]
+            assert "".join(found) == translator.translate("a", max_new_tokens=6, suppress_tokens=letters)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_cancelled_leave_nothing_behind(translator, seed) -> None:
+    async def main() -> None:
+        front, chance = AsyncTranslator(translator, max_waiting=5), random.Random(seed)
+        engine = watched(front)
+        async with front:
+
+            async def one(number: int):
+                return await front.translate(text_of(number), **options_of(number))
+
+            async def leaves(number: int) -> str:
+                count = chance.randrange(4)
+                with contextlib.suppress(StopAsyncIteration):
+                    stream = front.stream(text_of(number), max_new_tokens=30)
+                    for _ in range(count):
+                        await anext(stream)
+                return "left"
+
+            tasks = [asyncio.create_task((leaves if n % 4 == 0 else one)(n)) for n in range(40)]
+            gone = {n for n in range(40) if n % 4 and chance.random() < 0.6}
+            for number in gone:
+                await asyncio.sleep(chance.random() * 0.01)
+                tasks[number].cancel()
+            found = await asyncio.gather(*tasks, return_exceptions=True)
+            await until(lambda: engine.is_empty)
+            assert front._waiting == front._promised == 0 and not front._parked and not front._inbox
+        cancelled = 0
+        for number, answer in enumerate(found):
+            if isinstance(answer, asyncio.CancelledError):
+                assert number in gone
+                cancelled += 1
+            elif number % 4:
+                expected = translator.translate(text_of(number), **options_of(number))
+                assert rounded(answer) == rounded(expected)
+        assert cancelled > 3
+
+    asyncio.run(main())
+
+
+def test_the_queue_is_bounded_and_fair(translator) -> None:
+    async def main() -> None:
+        front = AsyncTranslator(translator, max_waiting=2)
+        engine = watched(front)
+        engine.gate = threading.Semaphore(0)
+        ended: list[int] = []
+        async with front:
+
+            async def one(number: int) -> None:
+                await front.translate("a", do_sample=True, seed=1, num_return_sequences=16, **FEW)
+                ended.append(number)  # each fills the batch, so they run in turn
+
+            tasks = [asyncio.create_task(one(0))]
+            await until(lambda: front._waiting == 1)
+            tasks += [asyncio.create_task(one(number)) for number in range(1, 8)]
+            await asyncio.sleep(0.01)
+            # One is on its way into the batch and counts until it has begun; of the others one more may wait.
+            assert len(front._inbox) + front._waiting + front._promised == 2 and len(front._parked) == 6
+            tasks[4].cancel()
+            await asyncio.sleep(0.01)
+            assert len(front._parked) == 5
+            engine.gate.release(MANY)
+            await asyncio.gather(*tasks, return_exceptions=True)
+        assert ended == [0, 1, 2, 3, 5, 6, 7]
+
+    asyncio.run(main())
+
+
+def test_an_error_reaches_its_task_alone(translator) -> None:
+    def broken(input_ids, scores):
+        if input_ids.shape[1] > 3:
+            raise KeyError("broken on purpose")
+        return scores
+
+    async def main() -> None:
+        async with AsyncTranslator(translator) as front:
+            good = [front.translate(text_of(n), **FEW) for n in range(6)]
+            bad = front.translate("the bad one", logits_processor=broken, **FEW)
+            stream = front.stream("a bad stream", logits_processor=broken, **FEW)
+
+            async def streamed() -> list[str]:
+                return [piece async for piece in stream]
+
+            *found, error, other = await asyncio.gather(*good, bad, streamed(), return_exceptions=True)
+            assert found == [translator.translate(text_of(n), **FEW) for n in range(6)]
+            for caught, name in ((error, "the bad one"), (other, "a bad stream")):
+                assert type(caught) is RuntimeError and str(caught) == (f"text '{name}': KeyError: 'broken on purpose'")
+                assert isinstance(caught.__cause__, KeyError)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("error", [RuntimeError("no memory"), SystemExit(1)], ids=repr)
+def test_an_error_of_the_model_ends_what_runs_and_nothing_else(translator, error) -> None:
+    async def main() -> None:
+        front = AsyncTranslator(translator)
+        engine = watched(front)
+        engine.gate, engine.error = threading.Semaphore(0), error
+        async with front:
+            big = {"do_sample": True, "num_return_sequences": 16, "seed": 1, **FEW}
+            first = asyncio.create_task(front.translate("first", **big))
+            await until(lambda: front._waiting == 1 and not front._inbox)
+            second = asyncio.create_task(front.translate("second", **big))
+            await until(lambda: len(front._inbox) == 1)
+            engine.gate.release(MANY)
+            with pytest.raises(RuntimeError, match=rf"text 'first': .*the model failed: {type(error).__name__}"):
+                await first
+            assert await second == translator.translate("second", **big)
+            assert await front.translate("third", **FEW) == translator.translate("third", **FEW)
+            await until(lambda: engine.is_empty)
+
+    asyncio.run(main())
+
+
+def test_one_that_cannot_begin_fails_and_lets_others_in(translator) -> None:
+    async def main() -> None:
+        front = AsyncTranslator(translator)
+        engine, begun = watched(front), []
+        start = engine.start
+
+        def failing(max_rows, num_tokens) -> None:
+            begun.append(num_tokens)
+            if len(begun) == 1:
+                raise MemoryError("too much")
+            start(max_rows, num_tokens)
+
+        engine.start = failing
+        async with front:
+            found = await asyncio.gather(*(front.translate(t, **FEW) for t in "abc"), return_exceptions=True)
+            assert isinstance(found[0], RuntimeError) and "MemoryError: too much" in str(found[0])
+            assert found[1:] == [translator.translate(t, **FEW) for t in "bc"]
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("cancel", [False, True])
+def test_closing_waits_or_cancels(translator, cancel) -> None:
+    async def main() -> None:
+        front = AsyncTranslator(translator, max_waiting=2)
+        engine = watched(front)
+        engine.gate = threading.Semaphore(0)
+        await front.__aenter__()
+        big = {"do_sample": True, "num_return_sequences": 16, "seed": 1, **FEW}
+        tasks = [asyncio.create_task(front.translate(t, **big)) for t in "abcdef"]
+        await until(lambda: len(front._parked) == 4)
+        closing = asyncio.create_task(front.close(cancel=cancel))
+        await until(lambda: front._is_closing)
+        with pytest.raises(RuntimeError, match="expected an AsyncTranslator that is open"):
+            await front.translate("late")
+        assert not closing.done()
+        engine.gate.release(MANY)
+        await closing
+        found = await asyncio.gather(*tasks, return_exceptions=True)
+        if not cancel:
+            assert found == [translator.translate(t, **big) for t in "abcdef"]
+        else:
+            assert all(isinstance(error, RuntimeError) and "was closed" in str(error) for error in found)
+            assert any("text 'a'" in str(error) for error in found)
+        assert engine.is_empty
+        await front.close()  # again: nothing happens
+        with pytest.raises(RuntimeError, match="use it inside of `async with`"):
+            await front.translate("late")
+
+    asyncio.run(main())
+
+
+def test_an_error_inside_of_the_block_cancels_what_runs(translator) -> None:
+    async def main() -> None:
+        front = AsyncTranslator(translator)
+        watched(front).gate = gate = threading.Semaphore(0)
+        with pytest.raises(KeyError):
+            async with front:
+                task = asyncio.create_task(front.translate("a", max_new_tokens=60))
+                await until(lambda: front._waiting == 1)
+                threading.Timer(0.02, gate.release, [MANY]).start()
+                raise KeyError
+        with pytest.raises(RuntimeError, match="text 'a': cancelled: the AsyncTranslator was closed"):
+            await task
+
+    asyncio.run(main())
+
+
+def test_a_second_loop_and_two_at_once(translator) -> None:
+    front = AsyncTranslator(translator, max_waiting=1)
+
+    async def main() -> list[str]:
+        async with front:
+            with pytest.raises(RuntimeError, match="got one that is open already"):
+                await front.__aenter__()
+            return list(await asyncio.gather(*(front.translate(t, **FEW) for t in "abcd")))
+
+    expected = translator.translate(list("abcd"), **FEW)
+    assert asyncio.run(main()) == expected == asyncio.run(main())
+
+    async def guest() -> list[str]:
+        return list(await asyncio.gather(*(front.translate(t, **FEW) for t in "abcd")))
+
+    async def host() -> None:
+        async with front:
+            ours, theirs = await asyncio.gather(guest(), asyncio.to_thread(asyncio.run, guest()))
+            assert ours == theirs == expected
+
+    asyncio.run(host())
+
+
+def test_a_loop_that_is_gone_holds_nobody_up(translator) -> None:
+    front = AsyncTranslator(translator)
+    engine, orphans = watched(front), []
+
+    async def leaves() -> None:
+        engine.gate = threading.Semaphore(0)
+        await front.__aenter__()
+        orphans.append(asyncio.ensure_future(front.translate("a", max_new_tokens=50)))
+        await until(lambda: front._waiting == 1)
+
+    asyncio.run(leaves())  # cancels its tasks
+    assert engine.gate is not None
+    engine.gate.release(MANY)
+
+    async def comes() -> str:
+        found = await front.translate("b", **FEW)
+        await front.close()
+        return found
+
+    assert asyncio.run(comes()) == translator.translate("b", **FEW)
+    assert engine.is_empty
+
+
+def test_the_model_is_in_evaluation_while_it_works_and_then_as_it_was(translator) -> None:
+    model, modes = translator.model, []
+
+    def processor(input_ids, scores):
+        modes.append(model.training)
+        return scores
+
+    async def main() -> None:
+        async with AsyncTranslator(translator) as front:
+            await front.translate("a", logits_processor=processor, **FEW)
+
+    model.train()
+    try:
+        asyncio.run(main())
+        assert modes and not any(modes) and model.training
+    finally:
+        model.eval()
+
+
+def test_max_time_counts_from_the_call(translator) -> None:
+    async def main() -> None:
+        front = AsyncTranslator(translator)
+        watched(front).gate = gate = threading.Semaphore(0)
+        async with front:
+            late = asyncio.create_task(front.translate("a", max_time=0.01, max_new_tokens=60))
+            await until(lambda: front._waiting == 1)
+            time.sleep(0.02)
+            gate.release(MANY)
+            assert len(await late) <= 1
+
+    asyncio.run(main())
+
+
+def test_malformed_calls(translator) -> None:
+    for wrong, message in (
+        ({"translator": None}, "expected a Translator, got NoneType"),
+        ({"max_waiting": 0}, "expected max_waiting to be an integer of at least 1, got 0"),
+        ({"max_waiting": True}, "expected max_waiting to be an integer of at least 1, got True"),
+        ({"engine": "steam"}, "expected an engine out of"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            AsyncTranslator(**{"translator": translator, **wrong})
+
+    async def main() -> None:
+        async with AsyncTranslator(translator, engine="encode_once") as front:
+            assert await front.translate("a", engine="encode_once", **FEW) == translator.translate("a", **FEW)
+            for text, options, message in (
+                (7, {}, "expected a str, got int 7"),
+                (["a"], {}, "expected a str, got list"),
+                (" ", {}, "expected something to translate, got an empty text"),
+                ("x" * 100, {}, "expected at most 64 tokens, got 101"),
+                ("a", {"num_beam": 2}, "no option 'num_beam' here; did you mean 'num_beams'?"),
+                ("a", {"on_error": "skip"}, "no option 'on_error' here"),
+                ("a", {"target_prefix": ["b"]}, "expected a str or None, got list"),
+                ("a", {"target_prefix": "x" * 64}, "expected a prefix of fewer tokens"),
+                ("a", {"engine": "kv_cache"}, "expected neither engine nor use_cache"),
+                ("a", {"use_cache": False}, "expected neither engine nor use_cache"),
+                ("a", {"return_scores": 1}, "expected return_scores to be True or False, got 1"),
+            ):
+                with pytest.raises(ValueError, match=message):
+                    await front.translate(text, **options)
+                if "return_scores" not in options:
+                    with pytest.raises(ValueError, match=message):
+                        front.stream(text, **options)
+            for options in ({"num_beams": 2}, {"do_sample": True, "num_return_sequences": 2}):
+                with pytest.raises(ValueError, match="expected no beams, several samples or scores"):
+                    front.stream("a", **options)
+            with pytest.raises(ValueError, match="no option 'return_scores' here"):
+                front.stream("a", return_scores=True)
+
+    asyncio.run(main())
