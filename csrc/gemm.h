@@ -54,9 +54,9 @@ void gemm(int64_t m, int64_t n, int64_t k, const T* a, int64_t lda, const T* pac
   gemm<T>(m, n, k, a, lda, packed, c, ldc, accumulate, k);
 }
 
-// C = A * B^T for at most kFewRows rows of A and a B (n, k) that is not packed, its rows ldb elements apart: packing would
-// cost more than the product. float and bf16. The sums are those of gemm() on the packed B, bit for bit, except where
-// use_brgemm(): there bf16 goes through gemm() alone.
+// C = A * B^T for at most kFewRows rows of A and a B (n, k) that is not packed, its rows ldb elements apart: packing
+// would cost more than the product. float and bf16. The sums are those of gemm() on the packed B, bit for bit, except
+// where use_brgemm(): there bf16 goes through gemm() alone.
 #if defined(CPU_CAPABILITY_AVX512)
 constexpr int64_t kFewRows = 16;
 #else

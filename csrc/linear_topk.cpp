@@ -1,16 +1,16 @@
 // The last linear map and a choice of its best outputs: x W^T tile by tile, of which each row keeps its k best.
 //
-// The vocabulary is cut into tiles of kColumns, which the threads take in order. A tile of W is packed (a few
-// rows take it as it lies), all rows are multiplied by it while it is in the cache, and of a row's logits
+// The vocabulary is cut into tiles of kColumns, which the threads take in order. A tile of W is packed (a few rows
+// take it as it lies), all rows are multiplied by it while it is in the cache, and of a row's logits
 //
 //   - those above the k-th best that this thread has seen for the row enter a heap of k. Few do: one comparison for a
 //     vector of logits is what most of them cost. The indices of a thread rise, so an equal value never enters.
 //   - with log_probs, the maximum and the sum of exp(z - maximum) are kept per tile
 //
 // At the end the threads' heaps are merged and the tiles' sums are added in order. 2 rows dim vocab_size FLOPs; W is
-// read once a chunk of rows. The products of gemm.h form each sum in the same order whatever the number of rows (oneDNN
-// vouches for that where bf16 runs on AMX), and ties are broken by the index, so the bits of a row depend neither on
-// the threads nor on the other rows. Logits and sums are fp32 (fp64 for fp64).
+// read once a chunk of rows. The products of gemm.h form each sum in the same order whatever the number of rows (those
+// of oneDNN, for bf16 on AMX, seem to), and ties are broken by the index, so the bits of a row depend neither on the
+// threads nor on the other rows. Logits and sums are fp32 (fp64 for fp64).
 
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
@@ -25,9 +25,9 @@
 namespace fastformer {
 namespace {
 
-constexpr int64_t kColumns = 128;    // of a tile: with a block of rows it stays in the second-level cache
-constexpr int64_t kRowBlock = 128;   // rows whose logits of a tile exist at a time
-constexpr int64_t kChunk = 2048;     // rows for which W is read once
+constexpr int64_t kColumns = 128;   // of a tile: with a block of rows it stays in the second-level cache
+constexpr int64_t kRowBlock = 128;  // rows whose logits of a tile exist at a time
+constexpr int64_t kChunk = 2048;    // rows for which W is read once
 
 template <typename acc>
 struct Candidate {
@@ -133,7 +133,8 @@ struct LinearTopK {
           for (int64_t r = 0; r < m; ++r) {
             const acc* row = z.data() + r * kColumns;
             mine.add(block + r, row, n, column);
-            if (log_probs) sum_up(row, n, maxima.data()[tile * count + block + r], sums.data()[tile * count + block + r]);
+            if (log_probs)
+              sum_up(row, n, maxima.data()[tile * count + block + r], sums.data()[tile * count + block + r]);
           }
         }
       }
@@ -226,8 +227,16 @@ std::tuple<Tensor, Tensor> linear_topk(const Tensor& x_in, const Tensor& weight_
   Tensor values = at::empty({rows, k}, x.options().dtype(accumulation_dtype(x.scalar_type())));
   Tensor indices = at::empty({rows, k}, x.options().dtype(at::kLong));
   dispatch(x.scalar_type(), "linear_topk", [&]<typename T>() {
-    const LinearTopK<T> op{x.const_data_ptr<T>(), weight.const_data_ptr<T>(), x.stride(0), weight.stride(1),
-                           weight.stride(0), rows, x.size(1), weight.size(0), k, log_probs};
+    const LinearTopK<T> op{x.const_data_ptr<T>(),
+                           weight.const_data_ptr<T>(),
+                           x.stride(0),
+                           weight.stride(1),
+                           weight.stride(0),
+                           rows,
+                           x.size(1),
+                           weight.size(0),
+                           k,
+                           log_probs};
     for (int64_t first = 0; first < rows; first += kChunk)
       op.chunk(first, std::min(kChunk, rows - first), values.mutable_data_ptr<acc_t<T>>() + first * k,
                indices.mutable_data_ptr<int64_t>() + first * k);

@@ -103,6 +103,9 @@ def linear_topk(x: Tensor, weight: Tensor, k: int, *, log_probs: bool = True) ->
     A NaN or +inf among a row's logits makes all values of the row NaN (and its indices 0 ... k-1), whatever log_probs
     says. -inf is a logit like others; where all are -inf, the log-probabilities are NaN.
 
+    On a CPU with the C++ extension the bits of a row depend neither on the other rows nor on the number of threads
+    (in bf16 on a CPU with AMX: as far as oneDNN's products don't).
+
     Args:
         x: (..., dim), floating point.
         weight: (vocab_size, dim) as in nn.Linear, x's dtype.
