@@ -301,6 +301,39 @@ def test_a_reservation_ends_when_rows_change(change):
     oracle.check(swept=True)
 
 
+@pytest.mark.parametrize("between", ["reorder", "tail", "nothing"])
+def test_single_steps_that_are_reserved_and_not_taken(between):
+    """What was reserved for one step, and is reserved again, is the same slot; a view's step is not the others'."""
+    cache, oracle = (cache := new_cache()), Oracle(cache)
+    oracle.add(2, 2)
+    for _ in range(SIZE + 1):
+        oracle.append(1)
+    cache.reserve(1)
+    if between == "reorder":
+        oracle.reorder([[1, 0], [1, 1]])
+    elif between == "nothing":
+        cache.advance(0)
+        oracle.reorder([[1, 0], [1, 1]])
+    else:
+        oracle.append(1, 1)
+    for _ in range(SIZE):
+        oracle.append(1)
+        oracle.check(swept=False)
+    oracle.append(1, 1)
+    oracle.check(swept=False)
+    assert (cache.slot_table[torch.arange(SEQLEN) >= cache.seqlens[:, None]] == 0).all()
+
+
+def test_a_row_can_be_filled_and_not_overfilled():
+    cache, oracle = (cache := new_cache()), Oracle(cache)
+    oracle.add(1, 2)
+    for _ in range(SEQLEN):
+        oracle.append(1)
+    with pytest.raises(ValueError, match="room for 23 tokens a row and holds up to 23; 1 more don't fit"):
+        cache.reserve(1)
+    oracle.check(swept=True)
+
+
 def test_views_of_the_last_groups():
     cache, oracle = (cache := new_cache()), Oracle(cache)
     oracle.add(3, 1)

@@ -297,6 +297,10 @@ def test_errors():
             attend(short, short, short, need_weights=False, cache=own)
         with pytest.raises(ValueError, match="rows that are empty, reserved with their lengths, for packed"):
             attend(x[0], x[0], x[0], need_weights=False, cache=own, layout=layout)
+        cache.advance(1)
+        cache.reserve(3, [2, 2, 3])
+        with pytest.raises(ValueError, match="rows that are empty, reserved with their lengths, for packed"):
+            attend(x[0], x[0], x[0], need_weights=False, cache=cache[0].self_attention, layout=layout)
         cache = new_cache()
         cache.reserve(T)
         with pytest.raises(ValueError, match="memory is set"):
