@@ -188,24 +188,26 @@ class AsyncTranslator:
         job.request = maker.make(ids, prefix, place=0, on_token=job.tell if streams else None)
         if settings.max_time is not None:
             job.request.deadline = began + settings.max_time
-        await self._take_place()
+        if not await self._take_place():
+            raise job.closed()
         with self._changed:  # nothing can come between: the place is taken in the same turn of the loop
             self._promised -= 1
             self._inbox.append(job)
             self._changed.notify()
         return job
 
-    async def _take_place(self) -> None:
+    async def _take_place(self) -> bool:
+        """Waits for a place in the queue; False when there won't be one."""
         with self._changed:
             if self._thread is None or self._is_closing:
                 raise RuntimeError("expected an AsyncTranslator that is open: use it inside of `async with`")
             if not self._parked and self._has_room():
                 self._promised += 1
-                return
+                return True
             ticket = _Ticket()
             self._parked.append(ticket)
         try:
-            is_granted = await ticket.future
+            return await ticket.future
         except asyncio.CancelledError:
             with self._changed:
                 if ticket in self._parked:
@@ -215,8 +217,6 @@ class AsyncTranslator:
                     self._grant()
                 self._changed.notify()
             raise
-        if not is_granted:
-            raise RuntimeError("cancelled: the AsyncTranslator was closed before the text's turn came")
 
     def _has_room(self) -> bool:
         return len(self._inbox) + self._promised + self._waiting < self.max_waiting
@@ -302,7 +302,7 @@ class _Job:
     request: Request
 
     def __init__(self, text: str) -> None:
-        self._text, self._loop = text, asyncio.get_running_loop()
+        self._name, self._loop = f"text {text!r:.{_SHOWN}}", asyncio.get_running_loop()
         self.events: asyncio.Queue[int | None] = asyncio.Queue()
 
     def tell(self, event: int | None) -> None:
@@ -311,12 +311,15 @@ class _Job:
 
     def finished(self) -> Request:
         """The request, which has ended well; otherwise what went wrong is raised."""
-        name = f"text {self._text!r:.{_SHOWN}}"
         if self.request.error is not None:
-            raise failure(name, self.request.error) from self.request.error
+            raise failure(self._name, self.request.error) from self.request.error
         if self.request.is_cancelled:
-            raise RuntimeError(f"{name}: cancelled: the AsyncTranslator was closed")
+            raise self.closed()
         return self.request
+
+    def closed(self) -> RuntimeError:
+        """The error of a request that somebody else has ended."""
+        return RuntimeError(f"{self._name}: cancelled: the AsyncTranslator was closed")
 
 
 class _Ticket:
