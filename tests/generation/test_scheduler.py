@@ -11,7 +11,7 @@ import pytest
 
 from fastformer.generation import requests as requests_module
 from fastformer.generation import scheduler as scheduler_module
-from fastformer.generation.engines import Prompt
+from fastformer.generation.engines import Candidates, Prompt
 from fastformer.generation.processors import NoRepeatNgrams, SuppressTokens
 from fastformer.generation.requests import Request
 from fastformer.generation.scheduler import Scheduler, run
@@ -322,6 +322,20 @@ def test_what_was_told_counts_when_time_ends_a_second_beginning(clock, few_expec
     scheduler.run()
     assert requests[1].results[0].tokens == told == list(plain_greedy(engine, 1, len(told)))
     assert tuple(requests[0].results[0].tokens) == plain_greedy(engine, 0, 9)
+
+
+def test_of_several_beginnings_the_longest_counts() -> None:
+    def begun(*lengths: int) -> list[int]:
+        request = ask(0, greedy(9))
+        for length in lengths:
+            request.restart()
+            for token in range(2, 2 + length):
+                assert request.advance(Candidates([[token]], [[-1.0]]), 0) == [0]
+        request.finish()
+        return request.results[0].tokens
+
+    assert begun(1) == [2] and begun(3, 1) == begun(3, 1, 1) == begun(1, 3, 2) == [2, 3, 4]
+    assert begun(3, 4) == begun(4) == [2, 3, 4, 5]
 
 
 def test_an_error_ends_the_others_and_leaves_nothing_behind() -> None:

@@ -83,7 +83,7 @@ def test_beam_search_is_the_plain_one(beams, returned, early_stopping, alpha) ->
     options = {"alpha": alpha, "num_return": returned, "early_stopping": early_stopping}
     for eos in (-1.0, 1.0):
         engine = ToyEngine(10, eos=eos)
-        limits = [1 + source % 7 for source in range(10)]
+        limits = [1 + 3 * source % 14 for source in range(10)]
         for source, found in enumerate(beams_of(engine, limits, beams, **options)):
             expected = plain_beam_search(engine, source, limits[source], beams, alpha, returned, early_stopping)
             assert_found(found, expected)
@@ -107,9 +107,9 @@ def test_several_ends_and_a_vocabulary_of_which_little_is_seen(ends, early_stopp
 @pytest.mark.parametrize("diversity", [0.3, 5.0])
 def test_diverse_beam_search_is_the_plain_one(beams, groups, returned, diversity, early_stopping) -> None:
     options = {"num_return": returned, "num_groups": groups, "diversity_penalty": diversity}
-    for eos in (-1.0, 2.0):
-        engine = ToyEngine(6, vocab=24, eos=eos)
-        limits = [2 + source % 5 for source in range(6)]
+    for eos in (-1.0, 0.5, 2.0):
+        engine = ToyEngine(12, vocab=24, eos=eos)
+        limits = [2 + source % 5 for source in range(12)]
         together = beams_of(engine, limits, beams, early_stopping=early_stopping, **options)
         for source, found in enumerate(together):
             plain = {"groups": groups, "diversity": diversity}
