@@ -141,3 +141,20 @@ def test_each_row_decodes_as_it_would_alone(kind, options):
             requests.step(rng.choice([1, 1, 1, 3]))
     requests.leave(list(range(len(requests.groups))))
     assert taken(requests.cache) == 0
+
+
+@torch.inference_mode()
+def test_packed_prompts_under_autocast():
+    model = model_of("gpt", positions="rotary", num_kv_heads=2).float()
+    with torch.autocast("cpu", torch.bfloat16):
+        cache = model.empty_cache(3, MAX_LEN)
+        assert cache.k.dtype == torch.bfloat16
+        cache.k[:, 1:] = cache.v[:, 1:] = torch.nan
+        cache.add(2)
+        ids, further = torch.randint(3, V, (7,)), torch.randint(3, V, (3, 1))
+        prompts = model.decode(ids, layout=SequenceLayout.packed(torch.tensor([4, 3]), 4), cache=cache)
+        cache.reorder([[0, 0], [0]])
+        step = model.decode(further, cache=cache)
+        whole = model.decode(torch.cat((ids[:4], further[1]))[None])[0]
+    assert (prompts[:4] - whole[:4]).abs().max() < 0.05 * whole.abs().max()
+    assert (step[1, 0] - whole[4]).abs().max() < 0.05 * whole.abs().max()

@@ -452,6 +452,28 @@ def test_the_device_has_what_the_host_has(monkeypatch):
     assert len(uploads) == 3
 
 
+def test_a_device_without_values_is_never_asked():
+    """On meta nothing can be read back, so this is what holds without a host sync."""
+    cache = new_cache(device="meta", dtype=torch.bfloat16)
+    cache.add(2, 2)
+    source = torch.empty(5, 1, 1, device="meta")
+    cache.set_memory([source] * LAYERS, [source] * LAYERS, [2, 3])
+    cache.reserve(3, [3, 3, 1, 1])
+    part = cache[1]
+    assert part.self_attention.packed_slots.shape == (8,) and part.cross_attention.batch_index.shape == (8,)
+    cache.advance(3, [3, 3, 1, 1])
+    cache.reorder([[1, 1, 0], [0]])
+    cache.reserve(1)
+    part = cache[1]
+    own, cross = part.self_attention, part.cross_attention
+    assert own.slot_table.shape == (4, SEQLEN) and own.seqlens.shape == cross.batch_index.shape == (4,)
+    assert cross.slot_table.shape == (ROWS, SOURCE) and cache.positions(1).shape == (4, 1)
+    assert all(x.is_meta for x in (own.k, own.slot_table, own.seqlens, cross.batch_index, cross.slot_table))
+    cache.advance(1)
+    cache.release([0])
+    assert cache.lengths == [2] and cache.seqlens.is_meta and own.k.dtype == torch.bfloat16
+
+
 def test_errors():
     cache = new_cache()
     with pytest.raises(ValueError, match="groups of 1 row or more, 9 rows in all; got 2 of 5 behind 0"):
