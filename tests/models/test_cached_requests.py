@@ -146,6 +146,7 @@ def test_each_row_decodes_as_it_would_alone(kind, options):
 @torch.inference_mode()
 def test_packed_prompts_under_autocast():
     model = model_of("gpt", positions="rotary", num_kv_heads=2).float()
+    assert isinstance(model, GPT)
     with torch.autocast("cpu", torch.bfloat16):
         cache = model.empty_cache(3, MAX_LEN)
         assert cache.k.dtype == torch.bfloat16
