@@ -229,30 +229,15 @@ Tensor decode_attention(const Tensor& q_in, Tensor k_cache, Tensor v_cache, cons
   return out;
 }
 
-// The call without a table, as extensions had it that know no tables.
-Tensor decode_attention_in_order(const Tensor& q, Tensor k_cache, Tensor v_cache, const Tensor& cache_seqlens,
-                                 const OptionalTensor& k, const OptionalTensor& v,
-                                 const OptionalTensor& cache_batch_idx, double softmax_scale, bool is_causal,
-                                 std::optional<int64_t> window_left) {
-  return decode_attention(q, k_cache, v_cache, cache_seqlens, k, v, cache_batch_idx, std::nullopt, softmax_scale,
-                          is_causal, window_left);
-}
-
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(fastformer_cpp, m) {
   m.def(
-      "decode_attention(Tensor q, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor cache_seqlens, Tensor? k, Tensor? v, "
-      "Tensor? cache_batch_idx, float softmax_scale, bool is_causal, int? window_left) -> Tensor");
-  m.def(
-      "decode_attention_fwd(Tensor q, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor cache_seqlens, Tensor? k, Tensor? "
+      "decode_attention(Tensor q, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor cache_seqlens, Tensor? k, Tensor? "
       "v, "
       "Tensor? cache_batch_idx, Tensor? slot_table, float softmax_scale, bool is_causal, int? window_left) -> Tensor");
 }
 
-TORCH_LIBRARY_IMPL(fastformer_cpp, CPU, m) {
-  m.impl("decode_attention", decode_attention_in_order);
-  m.impl("decode_attention_fwd", decode_attention);
-}
+TORCH_LIBRARY_IMPL(fastformer_cpp, CPU, m) { m.impl("decode_attention", decode_attention); }
 
 }  // namespace fastformer

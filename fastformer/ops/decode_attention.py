@@ -10,7 +10,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fastformer.ops import _extension
 from fastformer.ops._attention_reference import Scores, attend
 from fastformer.ops._common import described
 from fastformer.ops._library import autocast, define_op
@@ -84,44 +83,14 @@ def _cpp_unsupported(
     return cpp_unsupported(op_name, q=q, softmax_scale=softmax_scale)
 
 
-def _without_table(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    cache_seqlens: Tensor,
-    k: Tensor | None,
-    v: Tensor | None,
-    cache_batch_idx: Tensor | None,
-    softmax_scale: float,
-    is_causal: bool,
-    window_left: int | None,
-) -> Tensor:
-    return decode_attention_reference(
-        q, k_cache, v_cache, cache_seqlens, k, v, cache_batch_idx, None, softmax_scale, is_causal, window_left
-    )
-
-
-# Two ops, so that an extension which was built before there were tables goes on with the call that it knows.
-_TRITON = {"triton": "there is no Triton kernel for it yet"}
-_OLD = {"cpp": "the C++ extension was built before there were slot tables"}
-_op_with_table = define_op(
-    "decode_attention_fwd(Tensor q, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor cache_seqlens, Tensor? k, "
-    "Tensor? v, Tensor? cache_batch_idx, Tensor? slot_table, float softmax_scale, bool is_causal, int? window_left) "
-    "-> Tensor",
+_op = define_op(
+    "decode_attention(Tensor q, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor cache_seqlens, Tensor? k, Tensor? v, "
+    "Tensor? cache_batch_idx, Tensor? slot_table, float softmax_scale, bool is_causal, int? window_left) -> Tensor",
     decode_attention_reference,
     stem="decode_attention",
     fake=lambda q, *rest: q.new_empty(q.shape),
     cpp_unsupported=_cpp_unsupported,
-    reference_only=_TRITON | (_OLD if _extension.function("decode_attention_fwd") is None else {}),
-)
-_op = define_op(
-    "decode_attention(Tensor q, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor cache_seqlens, Tensor? k, Tensor? v, "
-    "Tensor? cache_batch_idx, float softmax_scale, bool is_causal, int? window_left) -> Tensor",
-    _without_table,
-    stem="decode_attention",
-    fake=lambda q, *rest: q.new_empty(q.shape),
-    cpp_unsupported=_cpp_unsupported,
-    reference_only=_TRITON,
+    reference_only={"triton": "there is no Triton kernel for it yet"},
 )
 
 
@@ -210,11 +179,7 @@ def decode_attention(
     if window_left is not None and (not isinstance(window_left, int) or abs(window_left) >= 2**62):
         raise ValueError(f"expected window_left to be an integer or None, got {window_left!r}")
     scale = resolve_scale(softmax_scale, q.shape[-1])
-    if slot_table is None:
-        return _op(q, k_cache, v_cache, cache_seqlens, k, v, cache_batch_idx, scale, is_causal, window_left)
-    return _op_with_table(
-        q, k_cache, v_cache, cache_seqlens, k, v, cache_batch_idx, slot_table, scale, is_causal, window_left
-    )
+    return _op(q, k_cache, v_cache, cache_seqlens, k, v, cache_batch_idx, slot_table, scale, is_causal, window_left)
 
 
 def _check_integers(name: str, integers: Tensor, size: int) -> None:

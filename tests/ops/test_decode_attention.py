@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastformer.ops import _extension, decode_attention, use_backend
-from fastformer.ops._library import forced_backend
+from fastformer.ops import decode_attention, use_backend
 from tests.checks import assert_accurate
 from tests.ops.attention_cases import Case, plain_attention
 from tests.ops.test_attention import skip_unless_supported
@@ -154,11 +153,6 @@ def test_strided_caches_and_queries(backend: str, device: str) -> None:
     assert torch.equal(both[2, 0, 12], inputs["k"][2, 0])
 
 
-def skip_an_old_extension() -> None:
-    if forced_backend() == "cpp" and _extension.function("decode_attention_fwd") is None:
-        pytest.skip("the C++ extension was built before there were slot tables")
-
-
 def through_table(
     step: Step, inputs: dict[str, Tensor | None], block_size: int = 4, shared: int = 0
 ) -> tuple[dict[str, Tensor | None], Tensor]:
@@ -167,7 +161,6 @@ def through_table(
     Where nothing may look there is NaN in the cache, and no slot at all in the table. The first `shared` positions of
     a row are those of row 0, as for beams that go on from one history.
     """
-    skip_an_old_extension()
     rows, length, new = len(step.seqlens), step.max_seqlen, step.seqlen_new or 0
     k_cache = inputs["k_cache"]
     device = k_cache.device
@@ -240,7 +233,6 @@ def test_beams_share_a_history(block_size: int, dtype: torch.dtype, backend: str
 
 
 def test_a_table_in_order_is_the_identity(backend: str, device: str) -> None:
-    skip_an_old_extension()
     step = STEPS[2]
     inputs = make_inputs(step, torch.float32, device)
     copies = {name: inputs[name].clone() for name in ("k_cache", "v_cache")}
@@ -267,7 +259,6 @@ INT32 = {"dtype": torch.int32}
 def test_numbers_that_the_cache_does_not_have(
     step: Step, change: dict[str, list[int]], message: str, with_table: bool, backend: str
 ) -> None:
-    skip_an_old_extension()
     inputs = make_inputs(step, torch.float32, "cpu")
     if with_table:
         inputs, _ = through_table(step, inputs)
@@ -305,7 +296,6 @@ def test_slots_that_the_cache_does_not_have(row: int, position: int, slot: int, 
 
 
 def test_the_last_slot_is_one(backend: str) -> None:
-    skip_an_old_extension()
     q, cache = torch.randn(1, 1, 1, 8), torch.randn(2, 3, 1, 8)
     table, one = torch.tensor([[5]], **INT32), torch.ones(1, **INT32)
     out = decode_attention(q, cache, cache.clone(), one, slot_table=table)
@@ -353,7 +343,7 @@ def test_opcheck(step: Step, with_table: bool, device: str) -> None:
         inputs |= {name: tensor.nan_to_num(7.0) for name, tensor in tabled.items() if tensor is not None}
     with use_backend("reference"):
         torch.library.opcheck(
-            torch.ops.fastformer.decode_attention_fwd.default, (*inputs.values(), 0.25, True, None),
+            torch.ops.fastformer.decode_attention.default, (*inputs.values(), 0.25, True, None),
             test_utils=("test_schema", "test_faketensor"),
         )  # fmt: skip
 
@@ -396,7 +386,6 @@ def test_a_cache_that_does_not_flatten(name: str) -> None:
 
 def test_blocks_that_lie_apart(backend: str, device: str) -> None:
     """One block, and blocks of one token, flatten whatever the other stride is."""
-    skip_an_old_extension()
     q, lengths = torch.randn(1, 1, 4, 16, device=device), torch.tensor([3], device=device, **INT32)
     table = torch.tensor([[2, 0, 1]], device=device, **INT32)
     wide = torch.randn(3, 3, 4, 16, device=device)

@@ -105,7 +105,6 @@ def test_which_ops_are_the_reference_by_design() -> None:
         "attention_weights_fwd": ("triton", "cpp"),
         "attention_weights_bwd": ("triton", "cpp"),
         "decode_attention": ("triton",),
-        "decode_attention_fwd": ("triton",) if _extension.function("decode_attention_fwd") else ("triton", "cpp"),
         "linear_topk": ("triton",) if _extension.function("linear_topk") else ("triton", "cpp"),
     }
     for backend in ("cpp", "triton"):

@@ -63,9 +63,7 @@ def _decode(dtype: torch.dtype, seqlen_q: int, table: bool = False, rows: int = 
     q, k, v, k_cache, v_cache = _heads(dtype, (rows, seqlen_q, 4, 64), new, new, cache, cache)
     lengths = torch.tensor([400, 11, 300] * (rows // 3), dtype=torch.int32)
     slots = torch.randperm(rows * 440, dtype=torch.int32).view(rows, 440) if table else None
-    if not hasattr(CPP, "decode_attention_fwd"):
-        pytest.skip("the C++ extension was built before there were slot tables")
-    out = CPP.decode_attention_fwd(q, k_cache, v_cache, lengths, k, v, None, slots, 0.2, True, 350)
+    out = CPP.decode_attention(q, k_cache, v_cache, lengths, k, v, None, slots, 0.2, True, 350)
     return out, k_cache, v_cache
 
 
