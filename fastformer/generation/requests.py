@@ -28,6 +28,7 @@ class Request:
         error: what went wrong with it, or None.
         is_done: whether it has ended, well or not.
         is_cancelled: set by `cancel`.
+        on_cancel: is told of it; who runs the request sets it.
     """
 
     def __init__(
@@ -44,6 +45,7 @@ class Request:
         self.deadline = None if max_time is None else time.monotonic() + max_time
         self.results: list[Hypothesis] = []
         self.error: Exception | None = None
+        self.on_cancel: Callable[[], object] | None = None
         self.is_done = self.is_cancelled = False
         self._make_search = make_search
         self._told = self._steps = self._kept_steps = 0
@@ -69,6 +71,8 @@ class Request:
     def cancel(self) -> None:
         """Ends it before the next step, without results. Any thread may call this."""
         self.is_cancelled = True
+        if self.on_cancel is not None:
+            self.on_cancel()
 
     def next_tokens(self) -> list[int]:
         """What the engine is given for each row."""

@@ -40,6 +40,7 @@ class Scheduler:
         self.running: list[Request] = []
         self._rows = self._tokens = 0  # what the engine was started with
         self._waiting_rows = self._running_rows = 0  # at their peaks
+        self._must_look = self._has_deadlines = False  # whether requests may have to leave the queue
         self._least = 0  # tokens that the next start is to give
         self._promised = 0  # tokens of memory that the running requests are likely to need, all in all
 
@@ -48,6 +49,12 @@ class Scheduler:
         for request in requests:
             self.waiting.append(request)
             self._waiting_rows += request.search.peak_rows
+            request.on_cancel = self._look
+            self._must_look = self._must_look or request.is_cancelled
+            self._has_deadlines = self._has_deadlines or request.deadline is not None
+
+    def _look(self) -> None:
+        self._must_look = True
 
     @property
     def is_idle(self) -> bool:
@@ -117,6 +124,9 @@ class Scheduler:
 
     def _drop(self) -> list[Request]:
         """Lets those go that were cancelled, and those that wait beyond their time."""
+        if not self._must_look and not self._has_deadlines:  # the queue may be long
+            return []
+        self._must_look = False  # before the look: another thread may cancel meanwhile
         now = time.monotonic()
         waiting = [request for request in self.waiting if request.is_cancelled or request.is_late(now)]
         if waiting:

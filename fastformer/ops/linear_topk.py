@@ -12,7 +12,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fastformer.ops import _extension
 from fastformer.ops._common import accumulation_dtype, check_dtype, check_features
 from fastformer.ops._library import autocast, define_op
 
@@ -84,16 +83,13 @@ def _cpp_unsupported(op_name: str, *, x: Tensor, **_: object) -> str | None:
     return f"no C++ code for {x.dtype}"
 
 
-# For the time until every checkout has built the sources again.
-_OLD = {"cpp": "the C++ extension was built before this op"}
 _op = define_op(
     "linear_topk(Tensor x, Tensor weight, int k, bool log_probs) -> (Tensor values, Tensor indices)",
     linear_topk_reference,
     stem="linear_topk",
     fake=_fake,
     cpp_unsupported=_cpp_unsupported,
-    reference_only={"triton": "there is no Triton kernel for it yet"}
-    | (_OLD if _extension.function("linear_topk") is None else {}),
+    reference_only={"triton": "there is no Triton kernel for it yet"},
 )
 
 

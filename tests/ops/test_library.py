@@ -105,7 +105,7 @@ def test_which_ops_are_the_reference_by_design() -> None:
         "attention_weights_fwd": ("triton", "cpp"),
         "attention_weights_bwd": ("triton", "cpp"),
         "decode_attention": ("triton",),
-        "linear_topk": ("triton",) if _extension.function("linear_topk") else ("triton", "cpp"),
+        "linear_topk": ("triton",),
     }
     for backend in ("cpp", "triton"):
         for name, op in ops.items():
