@@ -231,6 +231,44 @@ def test_who_comes_later_finds_the_rows_that_are_there() -> None:
     assert engine.starts == [(1, 6), (8, 48)] and engine.admitted == list(range(9))
 
 
+def test_where_others_will_come_all_of_the_memory_is_there_from_the_first() -> None:
+    engine = MeteredEngine(4, vocab=VOCAB, eos=-9.0)
+    requests = [ask(0, greedy(9)), ask(1, greedy(3)), ask(2, beams(40)), ask(3, greedy(2))]
+    scheduler = Scheduler(engine, max_rows=2, max_bytes=50, is_endless=True)
+    for request in requests[:2]:
+        scheduler.submit([request])
+        scheduler.step()
+    assert engine.starts == [(2, 50)] and scheduler.running == requests[:2]
+    scheduler.submit(requests[2:])  # one that needs more than that, and one behind it
+    scheduler.run()
+    assert engine.starts == [(2, 50), (3, 122), (2, 50)] and engine.admitted == [0, 1, 2, 3]
+
+
+def test_more_is_wanted_while_fewer_rows_wait_than_a_batch_has() -> None:
+    scheduler = Scheduler(MeteredEngine(3, vocab=VOCAB, eos=-9.0), max_rows=5, max_bytes=10_000)
+    assert scheduler.wants_more
+    scheduler.submit([ask(0, beams(4, 4))])
+    assert scheduler.wants_more
+    scheduler.submit([ask(1, greedy(4)), ask(2, greedy(4))])
+    assert not scheduler.wants_more
+    scheduler.step()  # the first two run
+    assert scheduler.wants_more
+
+
+def test_memory_that_is_taken_beyond_what_was_promised_is_not_given_again(few_expected) -> None:
+    engine = MeteredEngine(2, vocab=VOCAB, eos=-9.0)
+    requests = [ask(0, greedy(12)), ask(1, greedy(2))]
+    scheduler = Scheduler(engine, max_rows=2, max_bytes=14, is_endless=True)
+    scheduler.submit(requests[:1])
+    for _ in range(9):
+        scheduler.step()
+    assert engine.free_tokens() == 3  # and the second wants four
+    scheduler.submit(requests[1:])
+    scheduler.run()
+    assert engine.admitted == [0, 1] and all(request.results for request in requests)
+    assert engine.most_used == 14
+
+
 def test_a_batch_that_is_nearly_full_waits_for_a_quarter() -> None:
     # Eight rows that end one by one: those that wait come in twos, and the last, when they are fewer, at once.
     engine = MeteredEngine(13, vocab=VOCAB, eos=-9.0)
