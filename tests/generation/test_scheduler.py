@@ -215,9 +215,12 @@ def test_a_request_that_needs_more_than_was_said_gets_twice_as_much() -> None:
             return 4
 
     engine = Modest(1, vocab=VOCAB, eos=-9.0)
-    ((found,),) = decode(engine, [ask(0, greedy(9))], max_bytes=6)
-    assert tuple(found.tokens) == plain_greedy(engine, 0, 9)
+    scheduler = Scheduler(engine, max_rows=4, max_bytes=6)
+    (found,) = decode_with(scheduler, [ask(0, greedy(9))])
+    assert tuple(found.results[0].tokens) == plain_greedy(engine, 0, 9)
     assert engine.starts == [(1, 4), (1, 8), (1, 16)]
+    decode_with(scheduler, [ask(0, greedy(2))])
+    assert engine.starts[3:] == [(1, 6)]  # the others are content with the budget
 
 
 def test_who_comes_later_finds_the_rows_that_are_there() -> None:
