@@ -228,8 +228,7 @@ class Scheduler:
         )
 
     def _process(self, logits: Tensor) -> Tensor:
-        """Lets each request's processors edit the logits of its rows."""
-        logits = logits.clone()
+        """Lets each request's processors edit the logits of its rows, in place."""
         first = 0
         for request in self.running:
             rows = slice(first, first + request.num_rows)

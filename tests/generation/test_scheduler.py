@@ -256,6 +256,13 @@ def test_more_is_wanted_while_fewer_rows_wait_than_a_batch_has() -> None:
     assert not scheduler.wants_more
     scheduler.step()  # the first two run
     assert scheduler.wants_more
+    late = [ask(0, greedy(4)) for _ in range(4)]
+    scheduler.submit(late)
+    assert not scheduler.wants_more
+    for request in late:
+        request.cancel()
+    scheduler.step()
+    assert scheduler.wants_more
 
 
 def test_memory_that_is_taken_beyond_what_was_promised_is_not_given_again(few_expected) -> None:
