@@ -12,12 +12,14 @@ import torch
 from torch import Tensor
 
 from fastformer.generation.engines import ENGINES, Draw, Engine, Prompt, Selection, choose_engine
+from fastformer.generation.engines.choice import draw
 from fastformer.generation.engines.kv_cache import KVCacheEngine
 from fastformer.generation.engines.recompute import CrossCacheEngine, EncodeOnceEngine, RecomputeEngine
 from fastformer.generation.engines.recurrent import RecurrentEngine
 from fastformer.generation.requests import Request
 from fastformer.generation.scheduler import Scheduler, run
 from fastformer.generation.search import BeamSearch, RowSearch, Sampling
+from fastformer.nn.block_pool import CacheFullError
 from tests.generation import toy
 from tests.generation.small import EOS, VOCAB, next_logits
 
@@ -250,6 +252,26 @@ def test_memory_is_counted_and_what_was_said_to_be_enough_is_enough(pair, seed, 
     assert engine.free_tokens() >= sum(needed)
 
 
+@torch.inference_mode()
+@pytest.mark.parametrize("same", [True, False], ids=["one parent", "each its own"])
+@pytest.mark.parametrize("pair", [("kv_cache", "model"), ("kv_cache", "gpt"), ("cross_cache", "model")], ids="-".join)
+def test_a_step_finds_the_memory_that_it_was_said_to_take_and_no_more(pair, same, request) -> None:
+    engine = choose_engine(request.getfixturevalue(pair[1]), pair[0])
+    engine.start(4, 8 * 16)
+    engine.admit([Prompt(None if pair[1] == "gpt" else [5, 6], [0])])
+    engine.reorder([[0] * 4])
+    steps = 0
+    while engine.step_tokens() <= engine.free_tokens():
+        engine.step([5 + steps % 7] * 4, Selection(1))
+        steps += 1
+        engine.reorder([[0] * 4 if same else [3, 2, 1, 0]])
+    with pytest.raises(CacheFullError):
+        engine.step([5] * 4, Selection(1))
+    # Nine blocks. Rows that all go on from one of them share what lies behind them, and take a new one each.
+    shared, own = (96, 32) if pair[1] == "gpt" else (80, 32)
+    assert steps == (shared if same and pair[0] == "kv_cache" else own)
+
+
 @pytest.mark.parametrize("name", ["kv_cache", "cross_cache"])
 def test_beams_that_fall_away_and_come_again_get_the_memory_that_they_need(name, model, monkeypatch) -> None:
     # At every other step only the last beam may go on.
@@ -360,11 +382,16 @@ def test_without_a_wish_the_fastest_decodes(model, gpt, lstm) -> None:
         choose_engine(torch.nn.Linear(2, 2))
 
 
-def test_draws_follow_the_distribution_to_its_ends(driven) -> None:
-    if driven.model is not None:
-        pytest.skip("one engine is enough: all of them draw in the same place")
-    from fastformer.generation.engines.choice import draw
-
-    logits = torch.tensor([[0.0, math.log(2), -math.inf, math.log(5)]]).repeat(6, 1)
+def test_draws_follow_the_distribution_to_its_ends() -> None:
+    logits = torch.tensor([[-math.inf, 0.0, math.log(2), -math.inf, math.log(5)]]).repeat(6, 1)
     points = [0.0, 0.1249, 0.1251, 0.3749, 0.3751, 1 - 2**-53]
-    assert draw(logits, [Draw(1.0, 0, 1.0, point) for point in points]).tolist() == [0, 0, 1, 1, 3, 3]
+    assert draw(logits, [Draw(1.0, 0, 1.0, point) for point in points]).tolist() == [1, 1, 2, 2, 4, 4]
+
+
+def test_each_row_is_drawn_in_its_own_way() -> None:
+    logits = torch.randn(4, 50).repeat(6, 1)
+    kinds = [(1.0, 0, 1.0), (1.0, 2, 1.0), (1.0, 0, 0.1), (0.01, 0, 1.0), (3.0, 5, 0.5), (1.0, 2, 1.0)]
+    draws = [Draw(*kind, 0.99 - 0.17 * row) for kind in kinds for row in range(4)]
+    together = draw(logits, draws).tolist()
+    assert together == [int(draw(logits[i : i + 1], [one])) for i, one in enumerate(draws)]
+    assert len(set(zip(together[::4], together[1::4], together[2::4], strict=True))) > 3  # it matters

@@ -277,6 +277,10 @@ def test_of_equal_tokens_the_lowest_comes_first_whoever_else_is_asked_for(count)
     # In 16 bits equal logits are common; a neighbour that asks for more candidates changes nothing.
     logits = torch.randint(0, 3, (50, 40), generator=torch.Generator().manual_seed(0)).float()
     logits[::2, 7] = -math.inf
+    logits[25:, 20:] += (
+        3 * torch.rand(25, 20, generator=torch.Generator().manual_seed(1)).round()
+    )  # ties at other places
+    logits = torch.cat((logits, torch.tensor([[0.0] * i + [1.0] + [0.0] * (39 - i) for i in range(40)])))
     found = choose(logits, Selection(count, log_probs=False))
     for row, ids, values in zip(logits.tolist(), *found, strict=True):
         assert ids == sorted(range(40), key=lambda token: (-row[token], token))[:count]

@@ -39,8 +39,8 @@ class Selection:
     Attributes:
         num_candidates: the best so many tokens.
         log_probs: their log-probabilities; without, their logits will do, which costs no exponentials.
-        process: edits the logits first, also in place: (rows, vocab_size) fp32 in and out. An engine that can't show its
-            logits says so in `why_unsupported`.
+        process: edits the logits first, also in place: (rows, vocab_size) fp32 in and out. An engine that can't show
+            its logits says so in `why_unsupported`.
         draws: for each row how to draw its token, or None to take the best ones; None: no row draws. A drawn row has
             one candidate, with its log-probability before warping.
     """
