@@ -201,7 +201,7 @@ class AsyncTranslator:
         with self._changed:
             if self._thread is None or self._is_closing:
                 raise RuntimeError("expected an AsyncTranslator that is open: use it inside of `async with`")
-            if not self._parked and self._has_room():
+            if self._has_room():  # then nobody is parked
                 self._promised += 1
                 return True
             ticket = _Ticket()

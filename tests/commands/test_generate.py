@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import io
+import sys
 
 import pytest
 import torch
@@ -94,6 +96,26 @@ def test_sampling_is_the_default_and_the_help_says_so(run, capsys) -> None:
         main(["generate", "--help"])
     text = " ".join(capsys.readouterr().out.split())
     assert "1 is greedy" not in text and "search with so many beams instead of sampling" in text
+
+
+def test_what_is_drawn_is_printed_as_it_comes(run, monkeypatch) -> None:
+    class Screen(io.StringIO):
+        def __init__(self) -> None:
+            super().__init__()
+            self.seen: list[str] = []
+
+        def flush(self) -> None:
+            self.seen.append(self.getvalue())
+
+    for flags, is_streamed in ((["--seed", "3"], True), (["--greedy"], True), (["--num_beams", "2"], False)):
+        screen = Screen()
+        monkeypatch.setattr(sys, "stdout", screen)
+        assert main(["generate", run, "a prompt", "--min_new_tokens", "12", "--max_new_tokens", "12", *flags]) == 0
+        partial = [text for text in screen.seen if text != screen.getvalue()]
+        assert (len(set(partial)) > 2) == is_streamed
+        if is_streamed:
+            assert partial[0] == "a prompt"
+    monkeypatch.undo()
 
 
 def test_a_prompt_that_the_tokenizer_does_not_hold_is_kept_and_said(tmp_path, capsys, caplog) -> None:

@@ -209,6 +209,71 @@ def test_the_cancelled_leave_nothing_behind(translator, seed) -> None:
     asyncio.run(main())
 
 
+def test_the_cancelled_leave_at_once(translator) -> None:
+    long = {
+        "max_new_tokens": 60,
+        "min_new_tokens": 60,
+        "suppress_tokens": [i for i in range(259) if i < 100 or i > 120],
+    }
+
+    async def main() -> None:
+        front = AsyncTranslator(translator)
+        engine = watched(front)
+        engine.gate = threading.Semaphore(0)
+        async with front:
+            task = asyncio.create_task(front.translate("a", **long))
+            await until(lambda: engine.entered == 1)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            engine.gate.release(3)
+            await until(lambda: engine.is_empty)
+            assert engine.entered == 1
+            async for piece in front.stream("a", **long):
+                assert len(piece) == 1
+                break
+            engine.gate.release(20)
+            await until(lambda: engine.is_empty)
+            assert engine.entered <= 5
+
+    asyncio.run(main())
+
+
+def test_a_place_that_is_given_back_goes_to_the_next(translator) -> None:
+    async def main() -> None:
+        front = AsyncTranslator(translator, max_waiting=1)
+        async with front:
+            assert await front._take_place()
+            second, third = (asyncio.create_task(front.translate(t, **FEW)) for t in "bc")
+            await until(lambda: len(front._parked) == 2)
+            closing = asyncio.create_task(front.close())
+            with front._changed:
+                front._promised -= 1
+                front._grant()
+            second.cancel()  # it has its place, and doesn't know yet
+            assert await asyncio.wait_for(third, 5) == translator.translate("c", **FEW)
+            await asyncio.wait_for(closing, 5)
+            assert front._promised == 0 and second.cancelled()
+
+    asyncio.run(main())
+
+
+def test_closing_waits_for_those_on_their_way(translator) -> None:
+    async def main() -> None:
+        front = AsyncTranslator(translator)
+        async with front:
+            assert await front._take_place()
+            closing = asyncio.create_task(front.close())
+            await asyncio.sleep(0.05)
+            assert not closing.done()
+            with front._changed:
+                front._promised -= 1
+                front._changed.notify()
+            await asyncio.wait_for(closing, 5)
+
+    asyncio.run(main())
+
+
 def test_the_queue_is_bounded_and_fair(translator) -> None:
     async def main() -> None:
         front = AsyncTranslator(translator, max_waiting=2)

@@ -18,6 +18,7 @@ from fastformer.generation.texts import Item
 from fastformer.generation.translator import Scored, TokenScored
 from fastformer.models import GPT, Transformer
 from fastformer.models.pretrained import save_model
+from fastformer.special_ids import SpecialIds
 
 TEXTS = ["a", "a longer text", "mid size", "b" * 40, "x"]
 FEW = {"max_new_tokens": 8}
@@ -244,6 +245,19 @@ def test_a_translation_begins_as_it_is_told_to(model, translator) -> None:
     assert "".join(translator.stream(texts[0], target_prefix="Ähm", **FEW)) == answers[0]
     several = translator.translate(texts, target_prefix=prefixes, num_beams=3, num_return_sequences=2, **FEW)
     assert all(answer.startswith(p or "") for row, p in zip(several, prefixes, strict=True) for answer in row)
+
+
+def test_a_start_token_of_its_own_is_no_part_of_the_translation() -> None:
+    torch.manual_seed(0)
+    start = SpecialIds(start=ord("S") + 3)
+    model = Transformer.from_preset(
+        "tiny", vocab_size=259, d_model=32, d_ff=64, num_heads=4, max_len=64, special_ids=start
+    ).eval()
+    tokenizer = ByteTokenizer()
+    found = Translator(model, tokenizer).translate("a", target_prefix="b", **FEW)
+    out = generate(model, [[*tokenizer.encode("a"), 1]], decoder_input_ids=[tokenizer.encode("b")], **FEW)
+    assert found == tokenizer.decode(out[0].tolist()) and found.startswith("b")
+    assert "".join(Translator(model, tokenizer).stream("a", target_prefix="b", **FEW)) == found
 
 
 def test_prefixes_that_do_not_go_with_the_texts(translator) -> None:
