@@ -90,6 +90,7 @@ def test_beginnings_come_in_all_forms(reader) -> None:
         torch.tensor([[5, 6], [7, 0], [8, 9]]),
         torch.tensor([[5, 6], [0, 7], [8, 9]]),  # padded in front
         torch.tensor([[0, 5, 6], [0, 7, 0], [0, 8, 9]]),
+        torch.tensor([[0, 5, 6], [0, 0, 7], [0, 8, 9]]),
         np.array([[5, 6], [7, 0], [8, 9]]),
         [np.array([5, 6]), torch.tensor([7]), (8, 9)],
     ]

@@ -203,9 +203,9 @@ def test_one_that_was_let_in_beside_others_gets_its_own_memory_when_it_needs_mor
     engine = MeteredEngine(2, vocab=VOCAB, eos=-9.0)
     told: list[int] = []
     requests = [ask(0, greedy(3)), ask(1, greedy(20), on_token=told.append)]
-    scheduler = Scheduler(engine, max_rows=4, max_bytes=10)
+    scheduler = Scheduler(engine, max_rows=4, max_bytes=14)
     run(scheduler, requests)
-    assert engine.admitted == [0, 1, 1] and engine.starts == [(2, 10), (2, 22)]
+    assert engine.admitted == [0, 1, 1] and engine.starts == [(2, 14), (2, 22)]
     assert told == requests[1].results[0].tokens == list(plain_greedy(engine, 1, 20))
 
 
@@ -263,6 +263,18 @@ def test_more_is_wanted_while_fewer_rows_wait_than_a_batch_has() -> None:
         request.cancel()
     scheduler.step()
     assert scheduler.wants_more
+
+
+def test_memory_that_was_promised_is_not_given_to_who_comes_later() -> None:
+    engine = MeteredEngine(3, vocab=VOCAB, eos=-9.0)
+    requests = [ask(i, greedy(10)) for i in range(3)]  # of twelve tokens, of which most are free for now
+    scheduler = Scheduler(engine, max_rows=3, max_bytes=30, is_endless=True)
+    for request in requests:
+        scheduler.submit([request])
+        scheduler.step()
+    assert scheduler.running == requests[:2] and engine.free_tokens() > 12
+    scheduler.run()
+    assert engine.admitted == [0, 1, 2] and all(request.results for request in requests)
 
 
 def test_memory_that_is_taken_beyond_what_was_promised_is_not_given_again(few_expected) -> None:
