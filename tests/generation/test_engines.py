@@ -257,6 +257,24 @@ def test_memory_is_counted_and_what_was_said_to_be_enough_is_enough(pair, seed, 
 
 
 @torch.inference_mode()
+@pytest.mark.parametrize("pair", [pair for pair in PAIRS if pair[0] in COUNTED], ids="-".join)
+def test_a_long_source_or_prompt_is_counted_once_and_not_much_too_high(pair, request) -> None:
+    engine = choose_engine(request.getfixturevalue(pair[1]), pair[0])
+    long = [5 + i % 30 for i in range(100)]
+    prompts = [Prompt(None, long)] if pair[1] == "gpt" else [Prompt(long, [0]), Prompt([5], [0, *long])]
+    for prompt in prompts:
+        engine.start(1, 10_000)
+        before = engine.free_tokens()
+        engine.admit([prompt])
+        for _ in range(3):
+            engine.step([5], Selection(1))
+        used = before - engine.free_tokens() + engine.step_tokens()
+        assert used <= engine.tokens_needed(prompt, 1, 4) <= used + 32
+        more = engine.tokens_needed(prompt, 4, 4) - engine.tokens_needed(prompt, 1, 4)
+        assert more == 3 * 32 or pair[0] != "kv_cache"  # what its rows share is there once
+
+
+@torch.inference_mode()
 @pytest.mark.parametrize("same", [True, False], ids=["one parent", "each its own"])
 @pytest.mark.parametrize("pair", [("kv_cache", "model"), ("kv_cache", "gpt"), ("cross_cache", "model")], ids="-".join)
 def test_a_step_finds_the_memory_that_it_was_said_to_take_and_no_more(pair, same, request) -> None:
