@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import select
 import subprocess
 import sys
 import threading
@@ -86,6 +87,25 @@ def test_who_writes_a_line_and_waits_gets_the_answer(run, expected) -> None:
         process.stdin.close()
         assert process.wait() == 0
         killer.cancel()
+
+
+def test_ctrl_c_ends_in_one_word_behind_the_answers(run, expected, capsys, monkeypatch) -> None:
+    wait_for, waits = select.select, []
+
+    def interrupted(readers, writers, others, timeout):
+        waits.append(timeout)
+        if waits.count(None) == 2:  # the first line is answered: somebody thinks about the next
+            raise KeyboardInterrupt
+        return wait_for(readers, writers, others, timeout)
+
+    reading, writing = os.pipe()
+    with os.fdopen(reading, "rb") as stream, os.fdopen(writing, "wb", buffering=0) as sink:
+        sink.write(b"one\n")
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(stream))
+        monkeypatch.setattr(select, "select", interrupted)
+        assert main(["translate", run, *FEW]) == 130
+        out, err = capsys.readouterr()
+        assert out == shown(expected("one")) + "\n" and err == "interrupted\n"
 
 
 def test_lines_are_told_as_they_come() -> None:
