@@ -83,7 +83,7 @@ def translate(
         top_k: draw from the k best tokens; 0 is all
         top_p: draw from the smallest set of tokens that holds this probability
         seed: of the sampling
-        max_batch_size: rows that are decoded together: lines times beams or samples; by default 256, on a GPU 1,024
+        max_batch_size: rows that are decoded together: lines times beams or samples; by default 512, on a GPU 1,024
         max_batch_bytes: what the caches of those may take; by default 512 MiB, on a GPU a quarter of what is free
     """
     from fastformer.generation import Translator, draw_attention

@@ -21,7 +21,7 @@ from fastformer.generation.settings import GenerationSettings
 from fastformer.special_ids import SpecialIds
 
 EXTRA_LENGTH = 100  # a translation may be this much longer than its source (tensor2tensor)
-_CPU_BYTES, _CPU_ROWS, _GPU_ROWS = 512 * 2**20, 256, 1024
+_CPU_BYTES, _CPU_ROWS, _GPU_ROWS = 512 * 2**20, 512, 1024
 
 
 @dataclass
@@ -310,7 +310,7 @@ def new_scheduler(
 
     Args:
         engine: what steps.
-        max_rows: decoded together; None: 256 on a CPU, 1,024 on a GPU.
+        max_rows: decoded together; None: 512 on a CPU, 1,024 on a GPU.
         max_bytes: of caches; None: 512 MiB on a CPU, a quarter of the free memory on a GPU.
         is_endless: see `Scheduler`.
     """

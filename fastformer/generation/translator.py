@@ -45,7 +45,7 @@ class Translator:
         model: a `models.Transformer`, a `baseline.LSTMSeq2Seq`, or a model with the methods of one of them. It is set
             to evaluation while it translates.
         tokenizer: of both sides.
-        max_batch_size: rows that are decoded together: texts times beams or samples. None: 256 on a CPU, 1,024 on a
+        max_batch_size: rows that are decoded together: texts times beams or samples. None: 512 on a CPU, 1,024 on a
             GPU.
         max_batch_bytes: what the caches of those may take, about; the more beams and tokens, the fewer texts at a time.
             One text is translated whatever it takes. None: 512 MiB on a CPU, a quarter of the free memory on a GPU.
