@@ -208,6 +208,7 @@ class GPT(PretrainedModel):
         check_ids(tokens, self.config.vocab_size, self.config.max_len, layout, "token", before)
         positions = None if layout is None else layout.positions
         if cache is not None and positions is None:
+            cache.check_rows(tokens.shape[0])
             positions = cache.positions(tokens.shape[1])
         rotary = None if self.rotary is None else self.rotary(positions)
         x = self.embedding(tokens, positions)

@@ -14,7 +14,7 @@ from fastformer.models.attention_maps import record_attention
 from fastformer.models.inputs import check_ids, trailing_padding
 from fastformer.models.pretrained import PretrainedModel, placement
 from fastformer.nn.attention import MultiheadAttention
-from fastformer.nn.cache import BLOCK_SIZE, KVCache
+from fastformer.nn.cache import KVCache
 from fastformer.nn.embedding import Embedding, PositionalEncoding
 from fastformer.nn.layers import TransformerDecoderLayer, TransformerEncoderLayer
 from fastformer.nn.layout import SequenceLayout
@@ -278,6 +278,7 @@ class Transformer(PretrainedModel):
         check_ids(target, self.config.vocab_size, self.config.max_len, layout, "target", before)
         positions = None if layout is None else layout.positions
         if cache is not None and positions is None:
+            cache.check_rows(target.shape[0])
             positions = cache.positions(target.shape[1])
         embed = self.embedding if self.config.tie_embeddings else self.target_embedding
         return self.decoder(
@@ -397,17 +398,20 @@ class Transformer(PretrainedModel):
             if not isinstance(batch_size, int) or batch_size < 1 or num_sources < 1 or batch_size % num_sources:
                 raise ValueError(f"expected a batch_size that is a multiple of {num_sources} sources, got {batch_size}")
         width = None if memory is None else memory.shape[1] if memory_layout is None else memory_layout.max_seqlen
-        if num_blocks is None and width is not None and isinstance(max_seqlen, int):
-            # Fewer sources than rows need fewer blocks.
-            num_blocks = 1 + batch_size * -(-max_seqlen // BLOCK_SIZE) + num_sources * -(-width // BLOCK_SIZE)
-        cache = self.empty_cache(batch_size, max_seqlen, width, num_blocks)
+        cache = self.empty_cache(batch_size, max_seqlen, width, num_blocks, num_sources=num_sources)
         cache.add(num_sources, batch_size // num_sources)
         if memory is not None:
             self.store_memory(cache, memory, memory_layout)
         return cache
 
     def empty_cache(
-        self, max_rows: int, max_seqlen: int, max_source_seqlen: int | None = None, num_blocks: int | None = None
+        self,
+        max_rows: int,
+        max_seqlen: int,
+        max_source_seqlen: int | None = None,
+        num_blocks: int | None = None,
+        *,
+        num_sources: int | None = None,
     ) -> KVCache:
         """A `KVCache` of this model's sizes and dtype without rows: groups come and go by its methods."""
         layer, weight = self.decoder.layers[0].self_attn, self.output_weight
@@ -418,6 +422,7 @@ class Transformer(PretrainedModel):
             layer.num_kv_heads,
             layer.head_dim,
             max_source_seqlen=max_source_seqlen,
+            num_sources=num_sources,
             num_blocks=num_blocks,
             device=weight.device,
             dtype=cache_dtype(weight),

@@ -7,13 +7,17 @@ table entries and no token, and a block is free again when no row of its group n
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from itertools import accumulate, chain
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from fastformer.nn.block_pool import BlockPool, Bools, Ints
+
+Count = TypeVar("Count", int, Ints)
 
 
 class BlockTables:
@@ -21,7 +25,7 @@ class BlockTables:
 
     Args:
         max_rows, max_seqlen, max_source_seqlen, num_blocks, block_size: as in `KVCache`.
-        memory: (at least `size_of`,) int32: where the tables that ops read are kept.
+        memory: (at least the last of `ends`,) int32: where the tables that ops read are kept.
 
     Attributes:
         seqlens: (max_rows,) the tokens of each row.
@@ -53,7 +57,7 @@ class BlockTables:
         # block_size positions), and how many of them it has been given or will never need.
         self._start = np.zeros(max_rows, np.int32)
         self._size = np.zeros(max_rows, np.int32)
-        self._own = np.zeros((max_rows, -(-max_seqlen // block_size)), np.int32)
+        self._own = np.zeros((max_rows, blocks_of(max_seqlen, block_size)), np.int32)
         self._given = np.zeros(max_rows, np.int32)
         # A group has the blocks of its tokens by its key, those of its source by max_rows + key.
         self.pool = BlockPool(num_blocks, 2 * max_rows)
@@ -75,10 +79,6 @@ class BlockTables:
         """Where seqlens, keys, slots, source_seqlens and source_slots end in the memory."""
         sizes = (max_rows, max_rows, max_rows * max_seqlen, max_rows, max_rows * max_source_seqlen)
         return list(accumulate(sizes))
-
-    def blocks_of(self, num_tokens: int) -> int:
-        """The blocks that num_tokens of one row fill, rounded up."""
-        return -(-num_tokens // self.block_size)
 
     @property
     def num_rows(self) -> int:
@@ -141,17 +141,20 @@ class BlockTables:
     def reorder(self, first: int, parents: Sequence[Sequence[int]]) -> None:
         """Row i of a group goes on from what its row parents[group][i] was."""
         self.settle()
-        sizes = [len(rows) for rows in parents]
+        wanted = f"expected parents of {len(self.sizes) - first} groups, one or more each, as lists of integers"
+        try:
+            sizes = [len(rows) for rows in parents]
+            # Of what numpy makes arrays, an array of Python's alone refuses floats, and it is the fastest.
+            flat = np.array(array("i", [*chain.from_iterable(parents)]))
+        except (TypeError, OverflowError) as error:
+            raise ValueError(f"{wanted}, got {parents!r:.200}") from error
         if len(sizes) != len(self.sizes) - first or min(sizes, default=1) < 1:
-            raise ValueError(
-                f"expected parents of {len(self.sizes) - first} groups, one or more each, got {[*map(list, parents)]}"
-            )
+            raise ValueError(f"{wanted}, got {parents!r:.200}")
         begin, end = self.row_of(first), self.num_rows
-        flat = np.fromiter(chain.from_iterable(parents), np.int32, sum(sizes))
         same = sizes == self.sizes[first:]
         limits = self._size[begin:end] if same else np.repeat(self.sizes[first:], sizes)
         if ((flat < 0) | (flat >= limits)).any():
-            raise ValueError(f"expected parents inside of groups of {self.sizes[first:]}, got {[*map(list, parents)]}")
+            raise ValueError(f"expected parents inside of groups of {self.sizes[first:]}, got {parents!r:.200}")
         if same:
             flat += self._start[begin:end]
             moved = np.flatnonzero(flat != np.arange(begin, end)) + begin
@@ -248,7 +251,7 @@ class BlockTables:
         lengths = self.seqlens[begin:end]
         until = lengths + (num_tokens if counts is None else counts)
         self.check_room(int(lengths.max(initial=0)), num_tokens)
-        due = (until + (self.block_size - 1)) // self.block_size - self._given[begin:end]
+        due = blocks_of(until, self.block_size) - self._given[begin:end]
         if due.max(initial=0) > 0:
             self._give_rows(begin, np.maximum(due, 0))
         if counts is None and num_tokens == 1:
@@ -271,7 +274,7 @@ class BlockTables:
         """The blocks that `reserve` would take from the free ones."""
         self.settle()
         rows = slice(self.row_of(first), self.num_rows)
-        due = (self.seqlens[rows] + (num_tokens + self.block_size - 1)) // self.block_size - self._given[rows]
+        due = blocks_of(self.seqlens[rows] + num_tokens, self.block_size) - self._given[rows]
         return int(np.maximum(due, 0).sum())
 
     def advance(self, first: int, num_tokens: int, counts: Ints | None = None) -> None:
@@ -319,7 +322,7 @@ class BlockTables:
     def set_sources(self, groups: Sequence[int], lengths: Ints) -> Ints:
         """Gives sources to groups that have none: (sum of lengths,) the slots of their tokens, one after another."""
         self.settle()
-        blocks = (lengths + (self.block_size - 1)) // self.block_size
+        blocks = blocks_of(lengths, self.block_size)
         keys = np.array([self.group_keys[group] for group in groups], np.int32)
         which, _ = spread(blocks)
         taken = self._take(keys[which] + self.max_rows)
@@ -367,6 +370,11 @@ class BlockTables:
         written = self._own[rows][column >= lengths // self.block_size]
         self.pool.give_back(np.flatnonzero(which), np.concatenate((history, written)))
         self._reordered &= ~which
+
+
+def blocks_of(num_tokens: Count, block_size: int) -> Count:
+    """The blocks that num_tokens of a row or of a source fill, rounded up."""
+    return (num_tokens + (block_size - 1)) // block_size
 
 
 def spread(counts: Ints) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.intp]]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fastformer.nn.block_pool import CacheFullError as CacheFullError
-from fastformer.nn.blocks import spread
+from fastformer.nn.blocks import blocks_of, spread
 from fastformer.nn.device_tables import DeviceTables
 from fastformer.nn.layer_cache import AttentionCache, LayerCache, host_lengths, memory_lengths
 
@@ -36,9 +36,10 @@ class KVCache:
         max_rows: rows that decode together.
         max_seqlen: the longest row, in tokens.
         max_source_seqlen: the longest source. None: as long as the memory that is set while nothing is stored.
+        num_sources: the sources that num_blocks None makes room for; None: as many as rows.
         num_blocks: what all rows and sources share. Block 0 is nobody's: it stays zero, and stands where a table says
-            nothing. None: enough for max_rows rows and sources of full length, as long as groups don't shrink (what a
-            group with few rows left holds may have been written by many).
+            nothing. None: enough for max_rows rows and num_sources sources of full length, as long as groups don't
+            shrink (what a group with few rows left holds may have been written by many).
         block_size: tokens in a block.
         device, dtype: of the keys and values.
 
@@ -59,6 +60,7 @@ class KVCache:
         head_dim: int,
         *,
         max_source_seqlen: int | None = None,
+        num_sources: int | None = None,
         num_blocks: int | None = None,
         block_size: int = BLOCK_SIZE,
         device: torch.device | str | None = None,
@@ -72,12 +74,14 @@ class KVCache:
             )
         for name, size, least in (
             ("max_source_seqlen", max_source_seqlen, 0),
+            ("num_sources", num_sources, 0),
             ("num_blocks", num_blocks, 2),
             ("block_size", block_size, 1),
         ):
             if size is not None and (not isinstance(size, int) or size < least):
                 raise ValueError(f"expected {name} to be an integer of at least {least}, got {size!r}")
         self._sizes, self._num_blocks, self._block_size = sizes, num_blocks, block_size
+        self._num_sources = max_rows if num_sources is None else num_sources
         self._fits_memory = max_source_seqlen is None
         self._first = 0
         self._packed: tuple[Tensor, Tensor] | None = None
@@ -88,7 +92,10 @@ class KVCache:
     def _allocate(self, max_source_seqlen: int) -> None:
         num_layers, max_rows, max_seqlen, num_kv_heads, head_dim = self._sizes
         size = self._block_size
-        num_blocks = self._num_blocks or 1 + max_rows * (-(-max_seqlen // size) + -(-max_source_seqlen // size))
+        num_blocks = self._num_blocks
+        if num_blocks is None:
+            sources = self._num_sources * blocks_of(max_source_seqlen, size)
+            num_blocks = 1 + max_rows * blocks_of(max_seqlen, size) + sources
         shape = (num_layers, num_blocks, size, num_kv_heads, head_dim)
         self.k, self.v = self._placement.new_empty(shape), self._placement.new_empty(shape)
         # A kernel may load what lies behind a row's length before it masks it, and 0 * NaN would be NaN.
@@ -181,7 +188,7 @@ class KVCache:
 
     def blocks_of(self, num_tokens: int) -> int:
         """The blocks that num_tokens of a row or of a source fill."""
-        return self._tables.blocks_of(num_tokens)
+        return blocks_of(num_tokens, self._block_size)
 
     def blocks_needed(self, num_tokens: int) -> int:
         """The blocks that `reserve` would take from the free ones."""
@@ -256,8 +263,8 @@ class KVCache:
                 many rows as the list is long are in the group from now on.
 
         Raises:
-            ValueError: another number of lists than groups, an empty one, an index outside of the group, more than
-                max_rows rows.
+            ValueError: anything but as many lists of integers as there are groups, an empty one, an index outside of
+                the group, more than max_rows rows.
         """
         self._tables.reorder(self._first, parents)
 
@@ -286,6 +293,11 @@ class KVCache:
         self.release(range(self.num_groups))
 
     # Tokens are added.
+
+    def check_rows(self, num_rows: int) -> None:
+        """Raises ValueError for a batch of another number of rows than the cache has."""
+        if num_rows != self.num_rows:
+            raise ValueError(f"expected the {self.num_rows} rows of the cache, got a batch of {num_rows}")
 
     def check_room(self, num_tokens: int) -> None:
         """Raises ValueError when rows would be longer than max_seqlen with `num_tokens` more."""

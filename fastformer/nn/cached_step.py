@@ -37,8 +37,7 @@ class CachedStep:
                 raise ValueError("expected packed prompts for rows that are empty, got rows with tokens (KVCache.tail)")
         else:
             batch, self.num_tokens = x.shape[:2] if _attention(layers).batch_first else (x.shape[1], x.shape[0])
-        if batch != cache.num_rows:
-            raise ValueError(f"expected the {cache.num_rows} rows of the cache, got a batch of {batch}")
+        cache.check_rows(batch)
         cache.check_room(self.num_tokens)
         self.cache, self.seqlens = cache, None if layout is None else layout.read_seqlens()
         self.packed_seqlens = self.seqlens if packed else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import weakref
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -19,6 +20,7 @@ from fastformer.generation.engines.recurrent import RecurrentEngine
 from fastformer.generation.requests import Request
 from fastformer.generation.scheduler import Scheduler, run
 from fastformer.generation.search import BeamSearch, RowSearch, Sampling
+from fastformer.nn import KVCache
 from fastformer.nn.block_pool import CacheFullError
 from tests.generation import toy
 from tests.generation.small import EOS, VOCAB, next_logits
@@ -360,6 +362,26 @@ def test_who_joins_midway_finds_what_it_finds_alone(driven, search) -> None:
         for found, due in zip(request.results, expected, strict=True):
             assert found.score == pytest.approx(due.score, abs=1e-3)
     assert driven.engine.step_tokens() == 0
+
+
+@pytest.mark.parametrize("name", ["kv_cache", "cross_cache"])
+def test_a_new_start_lets_go_of_the_old_cache_first(name, model, monkeypatch) -> None:
+    engine = choose_engine(model, name)
+    kept: list[weakref.ref[Tensor]] = []
+    held: list[int] = []  # by all caches, each time that there is a new one
+    empty_cache = type(model).empty_cache
+
+    def watched(*args: Any, **options: Any) -> KVCache:
+        cache = empty_cache(*args, **options)
+        kept.append(weakref.ref(cache.k))
+        held.append(sum(2 * k.numel() * k.element_size() for ref in kept if (k := ref()) is not None))
+        return cache
+
+    monkeypatch.setattr(type(model), "empty_cache", watched)
+    for _ in range(3):
+        engine.start(4, 1000)
+        assert engine.free_tokens() >= 1000 - 16
+    assert 1000 * engine.token_bytes <= max(held) < 1100 * engine.token_bytes
 
 
 CLASSES: dict[str, type[Engine]] = {

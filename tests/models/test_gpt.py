@@ -245,3 +245,14 @@ def test_bad_input():
         GPTConfig(5, positions="alibi")
     with pytest.raises(ValueError, match="vocab_size of at least 2, got 0"):
         GPTConfig(0)
+
+
+@pytest.mark.parametrize("positions", ["rotary", "learned"])
+@torch.inference_mode()
+def test_a_batch_of_other_rows_than_the_cache_has_is_refused(positions):
+    model = model_of(positions=positions).eval()
+    cache = model.new_cache(3, 5)
+    for rows in (1, 2, 4):
+        with pytest.raises(ValueError, match=f"expected the 3 rows of the cache, got a batch of {rows}"):
+            model.decode(torch.ones(rows, 1).long(), cache=cache)
+    assert cache.lengths == [0, 0, 0] and cache.blocks_needed(1) == 3

@@ -404,3 +404,13 @@ def test_bad_settings():
         TransformerConfig(1)
     with pytest.raises(ValueError, match="tie_embeddings needs one vocabulary"):
         TransformerConfig(5, source_vocab_size=6)
+
+
+@torch.inference_mode()
+def test_a_batch_of_other_rows_than_the_cache_has_is_refused():
+    model = model_of().eval()
+    cache = model.new_cache(3, 5, torch.zeros(3, 2, model.config.d_model, dtype=model.output_weight.dtype))
+    for rows in (1, 2, 4):
+        with pytest.raises(ValueError, match=f"expected the 3 rows of the cache, got a batch of {rows}"):
+            model.decode(torch.ones(rows, 1).long(), None, cache=cache)
+    assert cache.lengths == [0, 0, 0] and cache.blocks_needed(1) == 3

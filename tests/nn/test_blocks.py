@@ -474,6 +474,14 @@ def test_a_device_without_values_is_never_asked():
     assert cache.lengths == [2] and cache.seqlens.is_meta and own.k.dtype == torch.bfloat16
 
 
+def test_fewer_sources_than_rows_get_fewer_blocks():
+    sizes = {"max_source_seqlen": SIZE + 1, "block_size": SIZE}
+    assert KVCache(LAYERS, 6, 2 * SIZE, 1, 1, **sizes).num_blocks == 1 + 6 * 2 + 6 * 2
+    assert KVCache(LAYERS, 6, 2 * SIZE + 1, 1, 1, num_sources=2, **sizes).num_blocks == 1 + 6 * 3 + 2 * 2
+    with pytest.raises(ValueError, match="num_sources to be an integer of at least 0, got -1"):
+        KVCache(LAYERS, 6, 2 * SIZE, 1, 1, num_sources=-1, **sizes)
+
+
 def test_errors():
     cache = new_cache()
     with pytest.raises(ValueError, match="groups of 1 row or more, 9 rows in all; got 2 of 5 behind 0"):
@@ -491,6 +499,12 @@ def test_errors():
         ([[0, 1], [-1, 0]], r"inside of groups of \[2, 2\], got"),
         ([[0], [0, 2, 0]], r"inside of groups of \[2, 2\], got"),
         ([[0] * 5, [0] * 5], "at most 9 rows in all, got 10"),
+        ([1, 1, 0, 0], r"parents of 2 groups, .* as lists of integers, got \[1, 1, 0, 0\]"),
+        ([[0, 1], [1.7, 1]], r"parents of 2 groups, .* as lists of integers, got .*1\.7"),
+        ([[0, 1], [1.0, 1]], "parents of 2 groups, .* as lists of integers"),
+        ([[0, 1], "01"], "parents of 2 groups, .* as lists of integers"),
+        ([[0, 1], [0, 2**40]], "parents of 2 groups, .* as lists of integers"),
+        (None, "parents of 2 groups, .* as lists of integers, got None"),
     ):
         with pytest.raises(ValueError, match=message):
             cache.reorder(parents)

@@ -52,6 +52,7 @@ class KVCacheEngine:
 
     def start(self, max_rows: int, num_tokens: int) -> None:
         """See `Engine.start`."""
+        self._cache = new_cache(self.model, 1, 1)  # lets go of the old one: there is no memory for two
         self._cache = new_cache(self.model, max_rows, num_tokens)
 
     def admit(self, prompts: Sequence[Prompt]) -> None:
@@ -92,20 +93,21 @@ class KVCacheEngine:
     def tokens_needed(self, prompt: Prompt, num_rows: int, new_tokens: int) -> int:
         """See `Engine.tokens_needed`."""
         # The blocks of a row's own tokens begin where the prompt ends, somewhere in a block.
-        own = num_rows * (-(-new_tokens // BLOCK_SIZE) + 1)
-        source = -(-len(prompt.source or ()) // BLOCK_SIZE)
-        return (source + -(-len(prompt.tokens) // BLOCK_SIZE) + own) * BLOCK_SIZE
+        cache = self._cache
+        own = num_rows * (cache.blocks_of(new_tokens) + 1)
+        source = cache.blocks_of(len(prompt.source or ()))
+        return (source + cache.blocks_of(len(prompt.tokens)) + own) * cache.block_size
 
     def free_tokens(self) -> int:
         """See `Engine.free_tokens`."""
-        return self._cache.free_blocks * BLOCK_SIZE
+        return self._cache.free_blocks * self._cache.block_size
 
     def step_tokens(self) -> int:
         """See `Engine.step_tokens`."""
         blocks = self._cache.blocks_needed(1)
         if blocks > self._cache.free_blocks:
             self._cache.sweep()
-        return blocks * BLOCK_SIZE
+        return blocks * self._cache.block_size
 
 
 def new_cache(model: EncoderDecoder | DecoderOnly, max_rows: int, num_tokens: int) -> KVCache:

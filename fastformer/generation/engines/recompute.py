@@ -26,7 +26,6 @@ from fastformer.generation.decoders import (
 from fastformer.generation.engines.interface import Candidates, Prompt, Selection
 from fastformer.generation.engines.kv_cache import choose_from_hidden, new_cache, packed, packed_layout
 from fastformer.nn import SequenceLayout
-from fastformer.nn.cache import BLOCK_SIZE
 
 
 class RecomputeEngine:
@@ -165,6 +164,7 @@ class CrossCacheEngine(RecomputeEngine):
     def start(self, max_rows: int, num_tokens: int) -> None:
         """See `Engine.start`."""
         super().start(max_rows, num_tokens)
+        self._cache = new_cache(self.model, 1, 1)  # lets go of the old one: there is no memory for two
         self._cache = new_cache(self.model, max_rows, num_tokens)
 
     def admit(self, prompts: Sequence[Prompt]) -> None:
@@ -194,16 +194,15 @@ class CrossCacheEngine(RecomputeEngine):
 
     def tokens_needed(self, prompt: Prompt, num_rows: int, new_tokens: int) -> int:
         """See `Engine.tokens_needed`."""
-        own = num_rows * self._whole_blocks(len(prompt.tokens) + new_tokens)
-        return self._whole_blocks(len(prompt.source or ())) + own
+        cache = self._cache
+        own = num_rows * cache.blocks_of(len(prompt.tokens) + new_tokens)
+        return (cache.blocks_of(len(prompt.source or ())) + own) * cache.block_size
 
     def free_tokens(self) -> int:
         """See `Engine.free_tokens`."""
-        return self._cache.free_blocks * BLOCK_SIZE
+        return self._cache.free_blocks * self._cache.block_size
 
     def step_tokens(self) -> int:
         """See `Engine.step_tokens`."""
-        return sum(self._whole_blocks(len(row) + 1) for rows in self.rows for row in rows)
-
-    def _whole_blocks(self, num_tokens: int) -> int:
-        return -(-num_tokens // BLOCK_SIZE) * BLOCK_SIZE
+        cache = self._cache
+        return sum(cache.blocks_of(len(row) + 1) for rows in self.rows for row in rows) * cache.block_size
