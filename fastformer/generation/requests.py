@@ -99,7 +99,8 @@ class Request:
         try:
             parents = self.search.advance(candidates.ids, candidates.values, first)
             if self.on_token is not None:
-                tokens = self.search.results()[0].tokens
+                # While it goes on its row says them; the results are for the end.
+                tokens = self.search.tokens(0) if parents else self.search.results()[0].tokens
                 while self._told < len(tokens):  # after a new beginning, the first were told already
                     self._told += 1
                     self.on_token(tokens[self._told - 1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import deque
 from collections.abc import Iterable
@@ -34,7 +35,7 @@ class Scheduler:
     """
 
     def __init__(self, engine: Engine, *, max_rows: int, max_bytes: int, is_endless: bool = False) -> None:
-        self.engine, self.max_rows, self.is_endless = engine, max_rows, is_endless
+        self.engine, self.max_rows, self.max_bytes, self.is_endless = engine, max_rows, max_bytes, is_endless
         self.max_tokens = max_bytes // engine.token_bytes if engine.token_bytes else max_bytes
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
@@ -65,11 +66,6 @@ class Scheduler:
     def wants_more(self) -> bool:
         """True while fewer rows wait than the next batch has."""
         return self._waiting_rows < self.max_rows
-
-    def run(self) -> None:
-        """Steps until all requests are done."""
-        while not self.is_idle:
-            self.step()
 
     @torch.inference_mode()
     def step(self) -> list[Request]:
@@ -137,6 +133,9 @@ class Scheduler:
         ended = waiting + self._release(running)
         for request in ended:
             request.finish()
+        if self._has_deadlines:
+            left = itertools.chain(self.waiting, self.running)  # those that run may have to wait again
+            self._has_deadlines = any(request.deadline is not None for request in left)
         return ended
 
     def _admit(self) -> None:
@@ -153,15 +152,12 @@ class Scheduler:
             return
         new: list[Request] = []
         room, reading = min(self._tokens - self._promised, self.engine.free_tokens()), 0
-        while self.waiting:
-            request = self.waiting[0]
+        for request in self.waiting:
             rows, length = request.search.peak_rows, len(request.prompt.source or ()) + len(request.prompt.tokens)
             needed = self._expected(request)
             reading += length
             if (self.running or new) and (needed > room or rows > idle or reading > _PREFILL_TOKENS):
                 break
-            self.waiting.popleft()
-            self._waiting_rows -= rows
             new.append(request)
             room, idle = room - needed, idle - rows
         if new:
@@ -170,7 +166,9 @@ class Scheduler:
             if any(len(group) > 1 for group in parents):
                 self.engine.reorder([*(list(range(request.num_rows)) for request in self.running), *parents])
             self.running += new
-            for request in new:
+            for request in new:  # they leave the queue when nothing can fail any more
+                self.waiting.popleft()
+                self._waiting_rows -= request.search.peak_rows
                 self._running_rows += request.search.peak_rows
                 self._promised += self._expected(request)
 

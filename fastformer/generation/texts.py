@@ -10,18 +10,11 @@ from typing import Any, NamedTuple, Protocol
 from fastformer.generation.requests import Request
 from fastformer.generation.search import Hypothesis
 from fastformer.generation.settings import GenerationSettings
+from fastformer.generation.streaming import Detokenizer
 
 
-class TextCodec(Protocol):
+class TextCodec(Detokenizer, Protocol):
     """What a translator asks of a tokenizer; those of `fastformer.data` have it."""
-
-    def encode(self, text: str) -> list[int]:
-        """The ids of a text, without EOS."""
-        ...
-
-    def decode(self, ids: Iterable[int]) -> str:
-        """The text of ids."""
-        ...
 
     def tokens(self, ids: Iterable[int]) -> list[str]:
         """Each id as a readable string."""

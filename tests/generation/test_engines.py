@@ -356,7 +356,7 @@ def test_who_joins_midway_finds_what_it_finds_alone(driven, search) -> None:
         scheduler.submit([request])
         for _ in range(2):
             scheduler.step()
-    scheduler.run()
+    run(scheduler, [])
     for request, expected in zip(requests, alone, strict=True):
         assert [found.tokens for found in request.results] == [found.tokens for found in expected]
         for found, due in zip(request.results, expected, strict=True):

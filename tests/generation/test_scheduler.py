@@ -181,7 +181,7 @@ def test_the_youngest_gives_way_and_stands_first_in_the_queue(few_expected) -> N
     assert scheduler.running == requests[:3]
     scheduler.step()  # nine, of which three a step
     assert scheduler.running == requests[:2] and list(scheduler.waiting) == requests[2:]
-    scheduler.run()
+    run(scheduler, [])
     assert [request.is_done for request in requests] == [True] * 4
 
 
@@ -230,7 +230,7 @@ def test_who_comes_later_finds_the_rows_that_are_there() -> None:
     scheduler.submit(requests[:1])
     scheduler.step()
     scheduler.submit(requests[1:])
-    scheduler.run()
+    run(scheduler, [])
     assert engine.starts == [(1, 6), (8, 48)] and engine.admitted == list(range(9))
 
 
@@ -243,7 +243,7 @@ def test_where_others_will_come_all_of_the_memory_is_there_from_the_first() -> N
         scheduler.step()
     assert engine.starts == [(2, 50)] and scheduler.running == requests[:2]
     scheduler.submit(requests[2:])  # one that needs more than that, and one behind it
-    scheduler.run()
+    run(scheduler, [])
     assert engine.starts == [(2, 50), (3, 122), (2, 50)] and engine.admitted == [0, 1, 2, 3]
 
 
@@ -273,7 +273,7 @@ def test_memory_that_was_promised_is_not_given_to_who_comes_later() -> None:
         scheduler.submit([request])
         scheduler.step()
     assert scheduler.running == requests[:2] and engine.free_tokens() > 12
-    scheduler.run()
+    run(scheduler, [])
     assert engine.admitted == [0, 1, 2] and all(request.results for request in requests)
 
 
@@ -286,7 +286,7 @@ def test_memory_that_is_taken_beyond_what_was_promised_is_not_given_again(few_ex
         scheduler.step()
     assert engine.free_tokens() == 3  # and the second wants four
     scheduler.submit(requests[1:])
-    scheduler.run()
+    run(scheduler, [])
     assert engine.admitted == [0, 1] and all(request.results for request in requests)
     assert engine.most_used == 14
 
@@ -318,7 +318,7 @@ def test_sources_are_read_a_few_thousand_tokens_at_a_time(monkeypatch) -> None:
     assert engine.admitted == [0, 1]
     scheduler.step()
     assert engine.admitted == [0, 1, 2]  # the next is long, and others are running
-    scheduler.run()
+    run(scheduler, [])
     assert engine.admitted == [0, 1, 2, 3, 4, 5] and all(request.results for request in requests)
 
 
@@ -333,7 +333,7 @@ def test_cancelled_requests_give_their_room_back_before_the_next_step() -> None:
     ended = scheduler.step()
     assert ended == [requests[4], requests[1]] and all(r.is_done and not r.results and r.error is None for r in ended)
     assert scheduler.running == [requests[0], requests[2], requests[3]]
-    scheduler.run()
+    run(scheduler, [])
     for i in (0, 2, 3):
         assert tuple(requests[i].results[0].tokens) == plain_greedy(engine, i, 6)
     assert_empty(scheduler, engine)
@@ -361,7 +361,7 @@ def test_time_ends_those_that_run_with_what_they_have_and_those_that_wait_with_n
     found = requests[1].results
     assert [len(hypothesis.tokens) for hypothesis in found] == [4, 4] and found[0].score > found[1].score
     assert [(h.tokens, h.score) for h in requests[3].results] == [([], float("-inf"))] and requests[4].results == []
-    scheduler.run()
+    run(scheduler, [])
     for i in (2, 5):
         assert tuple(requests[i].results[0].tokens) == plain_greedy(engine, i, 6)
     assert_empty(scheduler, engine)
@@ -379,7 +379,7 @@ def test_what_was_told_counts_when_time_ends_a_second_beginning(clock, few_expec
         scheduler.step()
     assert len(told) > 1 and not requests[1].is_done  # it gave its memory back
     clock.now += 10.0
-    scheduler.run()
+    run(scheduler, [])
     assert requests[1].results[0].tokens == told == list(plain_greedy(engine, 1, len(told)))
     assert tuple(requests[0].results[0].tokens) == plain_greedy(engine, 0, 9)
 
@@ -434,12 +434,83 @@ def test_after_an_engine_has_failed_the_next_batch_begins_anew() -> None:
     engine.fails = True
     scheduler.submit([ask(2, greedy(9))])
     with pytest.raises(ValueError, match="no such source"):
-        scheduler.run()
+        run(scheduler, [])
     engine.fails = False
     scheduler.clear()
     (found,) = decode_with(scheduler, [ask(3, greedy(4))])
     assert tuple(found.results[0].tokens) == plain_greedy(engine, 3, 4)
     assert_empty(scheduler, engine)
+
+
+def test_what_could_not_be_admitted_still_waits() -> None:
+    class Fails(MeteredEngine):
+        fails = True
+
+        def admit(self, prompts: Sequence[Prompt]) -> None:
+            if self.fails and len(prompts) > 1:
+                raise ValueError("no such source")
+            super().admit(prompts)
+
+    engine = Fails(4, vocab=VOCAB, eos=-9.0)
+    scheduler = Scheduler(engine, max_rows=4, max_bytes=10_000)
+    requests = [ask(i, greedy(9)) for i in range(4)]
+    scheduler.submit(requests[:1])
+    scheduler.step()
+    scheduler.submit(requests[1:])
+    for _ in range(2):
+        with pytest.raises(ValueError, match="no such source"):
+            for _ in range(20):
+                scheduler.step()
+        assert [*scheduler.running, *scheduler.waiting] == [r for r in requests if not r.is_done]
+        assert list(scheduler.waiting) == requests[1:] and scheduler.wants_more
+    engine.fails = False
+    run(scheduler, [])
+    for i, request in enumerate(requests):
+        assert tuple(request.results[0].tokens) == plain_greedy(engine, i, 9)
+    assert_empty(scheduler, engine)
+
+
+def test_the_queue_is_looked_through_while_somebody_has_a_deadline(clock, few_expected, monkeypatch) -> None:
+    looks: list[Request] = []
+    is_late = Request.is_late
+
+    def noted(request: Request, now: float) -> bool:
+        looks.append(request)
+        return is_late(request, now)
+
+    monkeypatch.setattr(Request, "is_late", noted)
+    engine = MeteredEngine(3, vocab=VOCAB, eos=-9.0)
+    requests = [ask(0, greedy(9)), ask(1, greedy(9), max_time=10.0), ask(2, greedy(9))]
+    scheduler = Scheduler(engine, max_rows=4, max_bytes=12)
+    scheduler.submit(requests)
+    while requests[1] not in scheduler.running:
+        scheduler.step()
+    while requests[1] in scheduler.running:  # it gives its memory back, and waits again
+        scheduler.step()
+    clock.now += 10.0
+    assert scheduler.step() == [requests[1]]
+    looks.clear()
+    scheduler.step()
+    assert requests[2] in scheduler.waiting and requests[2] not in looks
+    run(scheduler, [])
+    assert all(request.is_done for request in requests)
+
+
+def test_who_listens_costs_no_results() -> None:
+    class Counting(RowSearch):
+        asked = 0
+
+        def results(self):
+            Counting.asked += 1
+            return super().results()
+
+    engine = MeteredEngine(1, vocab=VOCAB, eos=-9.0)
+    told: list[int] = []
+    (request,) = decode_with(
+        Scheduler(engine, max_rows=1, max_bytes=1000), [ask(0, lambda: Counting(12, ENDS), on_token=told.append)]
+    )
+    assert told == request.results[0].tokens == list(plain_greedy(engine, 0, 12))
+    assert Counting.asked <= 2  # at the end, not at each token
 
 
 def decode_with(scheduler: Scheduler, requests: list[Request]) -> list[Request]:
