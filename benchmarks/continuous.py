@@ -19,7 +19,8 @@ import torch
 from benchmarks import record
 from fastformer.generation import Translator
 from fastformer.generation.engines import choose_engine
-from fastformer.generation.generate import RequestMaker, new_scheduler
+from fastformer.generation.generate import new_scheduler
+from fastformer.generation.request_maker import RequestMaker
 from fastformer.generation.requests import Request
 from fastformer.generation.scheduler import Scheduler, run
 from fastformer.generation.settings import GenerationSettings
@@ -72,7 +73,7 @@ def main(arguments: list[str] | None = None) -> int:
     def turn(way: str, count: int) -> tuple[float, list[list[int]], int]:
         maker = RequestMaker(model, settings, log_probs=False)
         scheduler = new_scheduler(choose_engine(model), options.max_batch_size)
-        requests = [maker.make(source) for source in sources[:count]]
+        requests = [maker.make(maker.check(source)) for source in sources[:count]]
         samples: list[int] = []
         began = time.perf_counter()
         WAYS[way](scheduler, requests, lambda: samples.append(_resident()))

@@ -7,14 +7,14 @@ import contextlib
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from types import TracebackType
 from typing import Any
 
 from fastformer.generation.bad_texts import failure
 from fastformer.generation.engines import choose_engine
 from fastformer.generation.flow import evaluating
-from fastformer.generation.generate import RequestMaker
+from fastformer.generation.request_maker import RequestMaker
 from fastformer.generation.requests import Request
 from fastformer.generation.scheduler import Scheduler
 from fastformer.generation.settings import GenerationSettings
@@ -56,9 +56,10 @@ class AsyncTranslator:
         self._changed = threading.Condition()  # guards all that follows
         self._thread: threading.Thread | None = None
         self._is_closing = self._is_cancelling = False
-        self._inbox: deque[_Job] = deque()
-        self._parked: deque[_Ticket] = deque()
-        self._promised = 0  # places in the queue of tasks that haven't taken them yet
+        self._failure: BaseException | None = None  # what ended the thread before its time
+        self._inbox: deque[_Job] = deque()  # have a place in the queue
+        self._parked: deque[_Job] = deque()  # wait for one
+        self._jobs: dict[Request, _Job] = {}  # what the scheduler holds; the thread's own
         self._waiting = 0  # requests that the scheduler holds and hasn't begun
 
     async def __aenter__(self) -> AsyncTranslator:
@@ -66,6 +67,7 @@ class AsyncTranslator:
             if self._thread is not None:
                 raise RuntimeError("expected an AsyncTranslator that is closed, got one that is open already")
             self._is_closing = self._is_cancelling = False
+            self._failure = None
             # A daemon: a program that forgets to close this may end all the same.
             self._thread = threading.Thread(target=self._work, name="AsyncTranslator", daemon=True)
             self._thread.start()
@@ -90,10 +92,7 @@ class AsyncTranslator:
             if thread is None:
                 return
             self._is_closing = True
-            if cancel:
-                self._is_cancelling = True
-                while self._parked:
-                    self._parked.popleft().tell(is_granted=False)
+            self._is_cancelling = self._is_cancelling or cancel
             self._changed.notify()
         await asyncio.to_thread(thread.join)
         with self._changed:
@@ -121,13 +120,16 @@ class AsyncTranslator:
         """
         settings = self._settings(options)
         form = as_form(settings, return_scores, return_token_scores)
-        ids, prefix = self.translator.encode_item(Item(text, target_prefix), 1, settings)
-        job = await self._submit(text, ids, prefix, settings, log_probs=form.log_probs, streams=False)
+        maker = self._maker(settings, log_probs=form.log_probs)
+        checked = self.translator.encode_item(Item(text, target_prefix), 1, maker)
+        job = _Job(text)
+        job.request = maker.make(checked, place=0)
+        self._submit(job)
         try:
             await job.events.get()
             return form.of(Answer(self.translator.tokenizer, job.finished()))
         finally:
-            job.request.cancel()
+            self._leave(job)
 
     def stream(self, text: str, *, target_prefix: str | None = None, **options: Any) -> AsyncIterator[str]:
         """Gives a text's translation piece by piece, as `Translator.stream` does.
@@ -143,11 +145,14 @@ class AsyncTranslator:
         """
         settings = self._settings(options)
         check_one_stream(as_form(settings, False, False), settings)
-        ids, prefix = self.translator.encode_item(Item(text, target_prefix), 1, settings)
+        maker = self._maker(settings, log_probs=False)
+        checked = self.translator.encode_item(Item(text, target_prefix), 1, maker)
 
         async def pieces() -> AsyncIterator[str]:
-            job = await self._submit(text, ids, prefix, settings, log_probs=False, streams=True)
-            found = TextPieces(self.translator.tokenizer, prefix)
+            job = _Job(text)
+            job.request = maker.make(checked, place=0, on_token=job.tell)
+            found = TextPieces(self.translator.tokenizer, checked.prefix)
+            self._submit(job)
             try:
                 while (token := await job.events.get()) is not None:
                     if piece := found.add([token]):
@@ -156,9 +161,12 @@ class AsyncTranslator:
                 if piece := found.end():
                     yield piece
             finally:
-                job.request.cancel()
+                self._leave(job)
 
         return pieces()
+
+    def _maker(self, settings: GenerationSettings, *, log_probs: bool) -> RequestMaker:
+        return RequestMaker(self.translator.model, settings, log_probs=log_probs, engine=self._engine)
 
     def _settings(self, options: Mapping[str, Any]) -> GenerationSettings:
         settings = self.translator.settings(options)
@@ -171,114 +179,91 @@ class AsyncTranslator:
 
     # What the tasks do
 
-    async def _submit(
-        self,
-        text: str,
-        ids: list[int],
-        prefix: list[int],
-        settings: GenerationSettings,
-        *,
-        log_probs: bool,
-        streams: bool,
-    ) -> _Job:
-        """Hands a request over, as soon as the queue has a place for it."""
-        began = time.monotonic()
-        maker = RequestMaker(self.translator.model, settings, log_probs=log_probs, engine=self._engine)
-        job = _Job(text)
-        job.request = maker.make(ids, prefix, place=0, on_token=job.tell if streams else None)
-        if settings.max_time is not None:
-            job.request.deadline = began + settings.max_time
-        if not await self._take_place():
-            raise job.closed()
-        with self._changed:  # nothing can come between: the place is taken in the same turn of the loop
-            self._promised -= 1
-            self._inbox.append(job)
-            self._changed.notify()
-        return job
-
-    async def _take_place(self) -> bool:
-        """Waits for a place in the queue; False when there won't be one."""
+    def _submit(self, job: _Job) -> None:
+        """Hands a request over; as long as the queue has no place for it, it is parked in front of it."""
         with self._changed:
             if self._thread is None or self._is_closing:
                 raise RuntimeError("expected an AsyncTranslator that is open: use it inside of `async with`")
+            if self._failure is not None:
+                raise _broken(self._failure)
             if self._has_room():  # then nobody is parked
-                self._promised += 1
-                return True
-            ticket = _Ticket()
-            self._parked.append(ticket)
-        try:
-            return await ticket.future
-        except asyncio.CancelledError:
-            with self._changed:
-                if ticket in self._parked:
-                    self._parked.remove(ticket)
-                elif ticket.is_granted:
-                    self._promised -= 1
-                    self._grant()
+                self._inbox.append(job)
                 self._changed.notify()
-            raise
+                return
+            self._parked.append(job)
+        if job.request.deadline is not None:
+            job.end_at(job.request.deadline, lambda: self._unpark(job))
+
+    def _unpark(self, job: _Job) -> None:
+        """Ends a request whose time is over before it has found a place."""
+        with self._changed:
+            if job not in self._parked:
+                return  # who has a place is the scheduler's
+            self._parked.remove(job)
+        job.request.finish()
+        job.events.put_nowait(None)
+
+    def _leave(self, job: _Job) -> None:
+        """The task of a request wants no more of it."""
+        job.forget_end()
+        if job.request.is_done:
+            return
+        job.request.cancel()
+        with self._changed:
+            if job in self._parked:
+                self._parked.remove(job)
 
     def _has_room(self) -> bool:
-        return len(self._inbox) + self._promised + self._waiting < self.max_waiting
-
-    def _grant(self) -> None:
-        """Gives free places to the tasks that have waited longest."""
-        while self._parked and self._has_room():
-            if self._parked.popleft().tell(is_granted=True):
-                self._promised += 1
+        return len(self._inbox) + self._waiting < self.max_waiting
 
     # What the thread does
 
     def _work(self) -> None:
-        scheduler = self._new_scheduler()
+        try:
+            self._serve()
+        except BaseException as error:  # no task may wait for a thread that isn't there
+            self._give_up(error)
+
+    def _serve(self) -> None:
+        scheduler = self.translator.new_scheduler(self._engine, is_endless=True)
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._inbox or self._is_over())
+                self._changed.wait_for(lambda: self._inbox or self._is_closing)
                 if not self._inbox:
                     return
             with evaluating(self.translator.model):
                 scheduler = self._run(scheduler)
 
-    def _is_over(self) -> bool:
-        return self._is_closing and not self._parked and not self._promised
-
-    def _new_scheduler(self) -> Scheduler:
-        return self.translator.new_scheduler(self._engine, is_endless=True)
-
     def _run(self, scheduler: Scheduler) -> Scheduler:
         """Steps until there is nothing to do; the scheduler that it ends with."""
-        jobs: dict[Request, _Job] = {}
         while True:
             with self._changed:
+                self._waiting = len(scheduler.waiting)
+                while self._parked and (self._has_room() or self._is_cancelling):
+                    self._inbox.append(self._parked.popleft())
                 arrived = list(self._inbox)
+                self._jobs |= {job.request: job for job in arrived}
                 self._inbox.clear()
-                self._waiting = len(scheduler.waiting) + len(arrived)
+                self._waiting += len(arrived)
                 is_cancelling = self._is_cancelling
-            jobs |= {job.request: job for job in arrived}
             scheduler.submit(job.request for job in arrived)
             if is_cancelling:
-                for request in jobs:
+                for request in self._jobs:
                     request.cancel()
             if scheduler.is_idle:
                 return scheduler
             try:
                 ended = scheduler.step()
             except BaseException as error:  # of the model: the thread outlives it
-                ended, scheduler = self._recover(error, scheduler, jobs)
-            with self._changed:
-                self._waiting = len(scheduler.waiting)
-                self._grant()
+                ended, scheduler = self._recover(error, scheduler)
             for request in ended:
-                with contextlib.suppress(RuntimeError):  # its loop is closed: nobody waits
-                    jobs.pop(request).tell(None)
+                self._jobs.pop(request).tell(None)
 
-    def _recover(
-        self, error: BaseException, scheduler: Scheduler, jobs: Mapping[Request, _Job]
-    ) -> tuple[list[Request], Scheduler]:
+    def _recover(self, error: BaseException, scheduler: Scheduler) -> tuple[list[Request], Scheduler]:
         """After an error of the model, those that had begun fail; the others begin with an engine that starts anew."""
         waiting = list(scheduler.waiting)
         held = set(waiting)
-        ended = [request for request in jobs if request not in held]
+        ended = [request for request in self._jobs if request not in held]
         if not ended:  # the first one can't even begin
             ended = [waiting.pop(0)]
         for request in ended:
@@ -286,9 +271,34 @@ class AsyncTranslator:
                 wrapped = RuntimeError(f"the model failed: {type(error).__name__}: {error}")
                 wrapped.__cause__ = error
                 request.fail(wrapped)
-        scheduler = self._new_scheduler()
-        scheduler.submit(waiting)
-        return ended, scheduler
+        # The limits that it had: a device that has failed may not even say how much memory is free.
+        anew = Scheduler(
+            self._engine, max_rows=scheduler.max_rows, max_bytes=scheduler.max_bytes, is_endless=scheduler.is_endless
+        )
+        anew.submit(waiting)
+        return ended, anew
+
+    def _give_up(self, error: BaseException) -> None:
+        """The thread can't go on: everybody is told, and nobody may come."""
+        with self._changed:
+            self._failure = error
+            jobs = [*self._jobs.values(), *self._inbox, *self._parked]
+            self._jobs.clear()
+            self._inbox.clear()
+            self._parked.clear()
+            self._waiting = 0
+        for job in jobs:
+            if not job.request.is_done:
+                job.request.fail(_broken(error))
+            job.tell(None)
+
+
+def _broken(error: BaseException) -> RuntimeError:
+    found = RuntimeError(
+        f"the AsyncTranslator can't go on, close it and open it again: {type(error).__name__}: {error}"
+    )
+    found.__cause__ = error
+    return found
 
 
 class _Job:
@@ -303,11 +313,22 @@ class _Job:
 
     def __init__(self, text: str) -> None:
         self._name, self._loop = f"text {text!r:.{_SHOWN}}", asyncio.get_running_loop()
+        self._end: asyncio.TimerHandle | None = None
         self.events: asyncio.Queue[int | None] = asyncio.Queue()
 
     def tell(self, event: int | None) -> None:
-        """From the thread: what comes next. Raises a RuntimeError when the loop is closed."""
-        self._loop.call_soon_threadsafe(self.events.put_nowait, event)
+        """From the thread: what comes next."""
+        with contextlib.suppress(RuntimeError):  # its loop is closed: nobody waits
+            self._loop.call_soon_threadsafe(self.events.put_nowait, event)
+
+    def end_at(self, deadline: float, end: Callable[[], object]) -> None:
+        """Calls `end` at a time of `time.monotonic`."""
+        self._end = self._loop.call_later(deadline - time.monotonic(), end)
+
+    def forget_end(self) -> None:
+        """Calls nothing at that time."""
+        if self._end is not None:
+            self._end.cancel()
 
     def finished(self) -> Request:
         """The request, which has ended well; otherwise what went wrong is raised."""
@@ -320,26 +341,3 @@ class _Job:
     def closed(self) -> RuntimeError:
         """The error of a request that somebody else has ended."""
         return RuntimeError(f"{self._name}: cancelled: the AsyncTranslator was closed")
-
-
-class _Ticket:
-    """A task that waits for a place in the queue."""
-
-    def __init__(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        self.future: asyncio.Future[bool] = self._loop.create_future()
-        self.is_granted = False
-
-    def tell(self, *, is_granted: bool) -> bool:
-        """From any thread: whether there is a place for it. False when its loop is closed."""
-
-        def settle() -> None:
-            if not self.future.done():
-                self.future.set_result(is_granted)
-
-        try:
-            self._loop.call_soon_threadsafe(settle)
-        except RuntimeError:
-            return False
-        self.is_granted = is_granted
-        return True

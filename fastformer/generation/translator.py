@@ -16,8 +16,9 @@ from fastformer.generation.bad_texts import BadTexts, TextError, failure
 from fastformer.generation.decoders import Model, as_model, device_of, is_decoder_only
 from fastformer.generation.engines import Engine
 from fastformer.generation.flow import IterableSource, Source, evaluating, in_turn
-from fastformer.generation.generate import RequestMaker, most_new_tokens, new_scheduler
+from fastformer.generation.generate import new_scheduler
 from fastformer.generation.inputs import pad
+from fastformer.generation.request_maker import CheckedInput, RequestMaker, most_new_tokens
 from fastformer.generation.requests import Request
 from fastformer.generation.scheduler import Scheduler, run
 from fastformer.generation.settings import GenerationSettings
@@ -181,11 +182,11 @@ class Translator:
         maker, began = RequestMaker(self.model, settings, log_probs=form.log_probs), time.monotonic()
         is_one = isinstance(texts, str)
         # All are read first, so that a bad one is named before the work; held are their ids alone, in few bytes.
-        inputs: list[tuple[array[int], list[int]] | None] = []
+        inputs: list[CheckedInput | None] = []
         for number, item in enumerate(as_items(texts, target_prefix), 1):
             try:
-                ids, prefix = self.encode_item(item, number, settings)
-                inputs.append((array("q", ids), prefix))
+                found = self.encode_item(item, number, maker)
+                inputs.append(found._replace(row=array("q", found.row)))
             except TextError as error:
                 bad.meet(error)
                 inputs.append(None)
@@ -194,13 +195,13 @@ class Translator:
             found = inputs[index]
             if found is None:
                 return None
-            request = maker.make(found[0].tolist(), found[1], place=index)
+            request = maker.make(found, place=index)
             if settings.max_time is not None:
                 request.deadline = began + settings.max_time
             return request
 
         # The longest first: at the end, few rows are left alone.
-        order = sorted(range(len(inputs)), key=lambda index: -len((inputs[index] or ((), ()))[0]))
+        order = sorted(range(len(inputs)), key=lambda index: -len((inputs[index] or ((),))[0]))
         source = IterableSource(order)
         answers: list[Any] = [None] * len(inputs)
         scheduler = self.new_scheduler(maker.engine, is_endless=False)
@@ -307,11 +308,10 @@ class Translator:
             if isinstance(item.text, str) and not item.text.strip():
                 return None
             try:
-                ids, prefix = self.encode_item(item, number, settings)
+                return maker.make(self.encode_item(item, number, maker), place=number - 1)
             except TextError as error:
                 bad.meet(error)
                 return None
-            return maker.make(ids, prefix, place=number - 1)
 
         def answers() -> Iterator[list[Answer]]:
             total = 0
@@ -331,18 +331,18 @@ class Translator:
 
     def _pieces(self, item: Item, settings: GenerationSettings, bad: BadTexts) -> Iterator[str]:
         """The translation of a text, piece by piece."""
+        maker = RequestMaker(self.model, settings, log_probs=False)
         try:
-            ids, prefix = self.encode_item(item, 1, settings)
+            checked = self.encode_item(item, 1, maker)
         except TextError as error:
             bad.meet(error)
             bad.report(1)
             return iter(())
-        maker = RequestMaker(self.model, settings, log_probs=False)
 
         def pieces() -> Iterator[str]:
             tokens: list[int] = []
-            request = maker.make(ids, prefix, on_token=tokens.append)
-            found = TextPieces(self.tokenizer, prefix)
+            request = maker.make(checked, on_token=tokens.append)
+            found = TextPieces(self.tokenizer, checked.prefix)
             scheduler = self.new_scheduler(maker.engine, is_endless=False)
             scheduler.submit([request])
             while not request.is_done:
@@ -412,18 +412,17 @@ class Translator:
         except ValueError as error:
             raise TextError(f"text {number}: its target_prefix: {error}") from error
 
-    def encode_item(self, item: Item, number: int, settings: GenerationSettings) -> tuple[list[int], list[int]]:
-        """The ids of a text and of its prefix.
+    def encode_item(self, item: Item, number: int, maker: RequestMaker) -> CheckedInput:
+        """The ids of a text and of its prefix, held against the model.
 
         Raises:
-            TextError: see `encode`, `encode_prefix`; or there is no room for what the settings ask for.
+            TextError: see `encode`, `encode_prefix`, `RequestMaker.check`.
         """
         ids, prefix = self.encode(item.text, number), self.encode_prefix(item.prefix, number)
         try:
-            most_new_tokens(self.model, len(ids), settings, prefix=len(prefix))
+            return maker.check(ids, prefix)
         except ValueError as error:
             raise TextError(f"text {number}: {error}") from error
-        return ids, prefix
 
     def attention(self, text: str) -> tuple[list[str], list[str], Tensor]:
         """Which source tokens each token of the translation looked at.
@@ -440,7 +439,8 @@ class Translator:
         source = self.encode(_text(text, 1))
         with evaluating(self.model), torch.inference_mode():
             ids = pad([source]).to(device_of(self.model))
-            request = (maker := RequestMaker(self.model, GenerationSettings(), log_probs=False)).make(source)
+            maker = RequestMaker(self.model, GenerationSettings(), log_probs=False)
+            request = maker.make(maker.check(source))
             run(new_scheduler(maker.engine), [request])
             target = request.results[0].tokens
             shifted = torch.tensor([[maker.ids.start, *target[:-1]]], device=ids.device)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import random
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from fastformer.generation import AsyncTranslator, Translator
 from fastformer.generation.engines.kv_cache import KVCacheEngine
 from fastformer.models import Transformer
 
+T = TypeVar("T")
 FEW = {"max_new_tokens": 8}
 MANY = 10_000  # steps
 SIZES = {"d_model": 16, "d_ff": 32, "num_heads": 2, "num_encoder_layers": 1, "num_decoder_layers": 1}
@@ -65,6 +68,11 @@ def rounded(answer):
     if isinstance(answer, list | tuple):
         return [rounded(part) for part in answer]
     return answer
+
+
+def play(task: Coroutine[Any, Any, T]) -> T:
+    """asyncio.run, and an error where nothing comes about any more."""
+    return asyncio.run(asyncio.wait_for(task, 60))
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -131,7 +139,7 @@ def test_many_tasks_get_what_each_would_get_alone(translator) -> None:
             assert engine.rows > 8  # together, not one after another
             await until(lambda: engine.is_empty)
 
-    asyncio.run(main())
+    play(main())
 
 
 def test_streams_of_many_tasks(translator) -> None:
@@ -147,7 +155,7 @@ def test_streams_of_many_tasks(translator) -> None:
             found = await asyncio.gather(*(one(number) for number in range(12)))
             assert max(map(len, found)) > 3
 
-    asyncio.run(main())
+    play(main())
 
 
 def test_pieces_come_before_the_end(translator) -> None:
@@ -164,7 +172,7 @@ def test_pieces_come_before_the_end(translator) -> None:
             found += [piece async for piece in pieces]
             assert "".join(found) == translator.translate("a", max_new_tokens=6, suppress_tokens=letters)
 
-    asyncio.run(main())
+    play(main())
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -195,7 +203,7 @@ def test_the_cancelled_leave_nothing_behind(translator, seed) -> None:
             engine.gate.release(MANY)
             found = await asyncio.gather(*tasks, return_exceptions=True)
             await until(lambda: engine.is_empty)
-            assert front._waiting == front._promised == 0 and not front._parked and not front._inbox
+            assert front._waiting == 0 and not front._parked and not front._inbox and not front._jobs
         cancelled = 0
         for number, answer in enumerate(found):
             if isinstance(answer, asyncio.CancelledError):
@@ -206,7 +214,7 @@ def test_the_cancelled_leave_nothing_behind(translator, seed) -> None:
                 assert rounded(answer) == rounded(expected)
         assert cancelled > 3
 
-    asyncio.run(main())
+    play(main())
 
 
 def test_the_cancelled_leave_at_once(translator) -> None:
@@ -236,42 +244,7 @@ def test_the_cancelled_leave_at_once(translator) -> None:
             await until(lambda: engine.is_empty)
             assert engine.entered <= 5
 
-    asyncio.run(main())
-
-
-def test_a_place_that_is_given_back_goes_to_the_next(translator) -> None:
-    async def main() -> None:
-        front = AsyncTranslator(translator, max_waiting=1)
-        async with front:
-            assert await front._take_place()
-            second, third = (asyncio.create_task(front.translate(t, **FEW)) for t in "bc")
-            await until(lambda: len(front._parked) == 2)
-            closing = asyncio.create_task(front.close())
-            with front._changed:
-                front._promised -= 1
-                front._grant()
-            second.cancel()  # it has its place, and doesn't know yet
-            assert await asyncio.wait_for(third, 5) == translator.translate("c", **FEW)
-            await asyncio.wait_for(closing, 5)
-            assert front._promised == 0 and second.cancelled()
-
-    asyncio.run(main())
-
-
-def test_closing_waits_for_those_on_their_way(translator) -> None:
-    async def main() -> None:
-        front = AsyncTranslator(translator)
-        async with front:
-            assert await front._take_place()
-            closing = asyncio.create_task(front.close())
-            await asyncio.sleep(0.05)
-            assert not closing.done()
-            with front._changed:
-                front._promised -= 1
-                front._changed.notify()
-            await asyncio.wait_for(closing, 5)
-
-    asyncio.run(main())
+    play(main())
 
 
 def test_the_queue_is_bounded_and_fair(translator) -> None:
@@ -291,7 +264,7 @@ def test_the_queue_is_bounded_and_fair(translator) -> None:
             tasks += [asyncio.create_task(one(number)) for number in range(1, 8)]
             await asyncio.sleep(0.01)
             # One is on its way into the batch and counts until it has begun; of the others one more may wait.
-            assert len(front._inbox) + front._waiting + front._promised == 2 and len(front._parked) == 6
+            assert len(front._inbox) + front._waiting == 2 and len(front._parked) == 6
             tasks[4].cancel()
             await asyncio.sleep(0.01)
             assert len(front._parked) == 5
@@ -299,7 +272,7 @@ def test_the_queue_is_bounded_and_fair(translator) -> None:
             await asyncio.gather(*tasks, return_exceptions=True)
         assert ended == [0, 1, 2, 3, 5, 6, 7]
 
-    asyncio.run(main())
+    play(main())
 
 
 def test_an_error_reaches_its_task_alone(translator) -> None:
@@ -323,7 +296,7 @@ def test_an_error_reaches_its_task_alone(translator) -> None:
                 assert type(caught) is RuntimeError and str(caught) == (f"text '{name}': KeyError: 'broken on purpose'")
                 assert isinstance(caught.__cause__, KeyError)
 
-    asyncio.run(main())
+    play(main())
 
 
 @pytest.mark.parametrize("error", [RuntimeError("no memory"), SystemExit(1)], ids=repr)
@@ -345,7 +318,7 @@ def test_an_error_of_the_model_ends_what_runs_and_nothing_else(translator, error
             assert await front.translate("third", **FEW) == translator.translate("third", **FEW)
             await until(lambda: engine.is_empty)
 
-    asyncio.run(main())
+    play(main())
 
 
 def test_one_that_cannot_begin_fails_and_lets_others_in(translator) -> None:
@@ -366,7 +339,103 @@ def test_one_that_cannot_begin_fails_and_lets_others_in(translator) -> None:
             assert isinstance(found[0], RuntimeError) and "MemoryError: too much" in str(found[0])
             assert found[1:] == [translator.translate(t, **FEW) for t in "bc"]
 
-    asyncio.run(main())
+    play(main())
+
+
+def test_ids_that_the_model_does_not_have_are_an_error_of_their_own_task(translator) -> None:
+    class Foreign(ByteTokenizer):
+        def encode(self, text: str) -> list[int]:
+            return [9999 if i == ord("!") + 3 else i for i in super().encode(text)]
+
+    async def main() -> None:
+        async with AsyncTranslator(Translator(translator.model, Foreign())) as front:
+            texts = ["a", "b", "wrong!", "c"]
+            *found, prefixed = await asyncio.gather(
+                *(front.translate(text, **FEW) for text in texts),
+                front.translate("d", target_prefix="!", **FEW),
+                return_exceptions=True,
+            )
+            for error, name in ((found.pop(2), "source"), (prefixed, "target")):
+                assert isinstance(error, ValueError) and f"expected {name} ids from 0 to 258, got" in str(error)
+            assert found == [translator.translate(text, **FEW) for text in "abc"]
+            with pytest.raises(ValueError, match="expected source ids from 0 to 258"):
+                front.stream("wrong!")
+
+    play(main())
+
+
+def test_after_an_error_of_the_model_the_device_is_not_asked_again(translator, monkeypatch) -> None:
+    async def main() -> None:
+        front = AsyncTranslator(translator)
+        engine, made = watched(front), []
+        starts: list[tuple[int, int]] = []
+        new_scheduler, start = translator.new_scheduler, engine.start
+
+        def once(*args, **options):
+            made.append(new_scheduler(*args, **options))
+            assert len(made) == 1, "a device that has failed can't say how much memory is free"
+            return made[0]
+
+        def noted(max_rows, num_tokens) -> None:
+            starts.append((max_rows, num_tokens))
+            start(max_rows, num_tokens)
+
+        monkeypatch.setattr(translator, "new_scheduler", once)
+        engine.start, engine.error = noted, RuntimeError("CUDA error")
+        async with front:
+            with pytest.raises(RuntimeError, match="the model failed: RuntimeError: CUDA error"):
+                await front.translate("a", **FEW)
+            assert isinstance(await front.translate("b", **FEW), str)
+        assert len(starts) == 2 and starts[0] == starts[1]
+
+    play(main())
+
+
+def test_when_the_thread_cannot_go_on_nobody_waits_for_it(translator) -> None:
+    def fails(*_):
+        raise SystemExit("nothing works any more")
+
+    async def main() -> None:
+        front = AsyncTranslator(translator, max_waiting=1)
+        engine = watched(front)
+        engine.gate, engine.error = threading.Semaphore(0), RuntimeError("broken")
+        front._recover = fails
+        big = {"do_sample": True, "num_return_sequences": 16, "seed": 1, **FEW}
+        await front.__aenter__()
+        tasks = [asyncio.create_task(front.translate("a", **big))]
+        await until(lambda: engine.entered == 1 and front._waiting == 1)
+        front._waiting = 0  # as if one that had begun before were stepping now
+        tasks += [asyncio.create_task(front.translate(text, **big)) for text in "bc"]
+        await until(lambda: len(front._inbox) == 1 and len(front._parked) == 1)
+        engine.gate.release(MANY)
+        for task, text in zip(tasks, "abc", strict=True):
+            with pytest.raises(RuntimeError, match=f"text '{text}': .*can't go on, .*: SystemExit: nothing works any"):
+                await task
+        with pytest.raises(RuntimeError, match="can't go on, .*: SystemExit: nothing works any more"):
+            await front.translate("late")
+        await front.close()
+        with pytest.raises(RuntimeError, match="expected an AsyncTranslator that is open"):
+            await front.translate("late")
+        del front._recover
+        async with front:
+            assert await front.translate("a", **FEW) == translator.translate("a", **FEW)
+
+    play(main())
+
+
+def test_a_thread_that_cannot_begin_tells_who_comes(translator, monkeypatch) -> None:
+    def fails(*_, **__):
+        raise MemoryError("no device")
+
+    async def main() -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(translator, "new_scheduler", fails)
+            async with AsyncTranslator(translator) as front:
+                for _ in range(2):
+                    with pytest.raises(RuntimeError, match="can't go on, .*: MemoryError: no device"):
+                        await front.translate("a", **FEW)
+
+    play(main())
 
 
 @pytest.mark.parametrize("cancel", [False, True])
@@ -397,7 +466,7 @@ def test_closing_waits_or_cancels(translator, cancel) -> None:
         with pytest.raises(RuntimeError, match="use it inside of `async with`"):
             await front.translate("late")
 
-    asyncio.run(main())
+    play(main())
 
 
 def test_an_error_inside_of_the_block_cancels_what_runs(translator) -> None:
@@ -413,7 +482,7 @@ def test_an_error_inside_of_the_block_cancels_what_runs(translator) -> None:
         with pytest.raises(RuntimeError, match="text 'a': cancelled: the AsyncTranslator was closed"):
             await task
 
-    asyncio.run(main())
+    play(main())
 
 
 def test_a_second_loop_and_two_at_once(translator) -> None:
@@ -426,7 +495,7 @@ def test_a_second_loop_and_two_at_once(translator) -> None:
             return list(await asyncio.gather(*(front.translate(t, **FEW) for t in "abcd")))
 
     expected = translator.translate(list("abcd"), **FEW)
-    assert asyncio.run(main()) == expected == asyncio.run(main())
+    assert play(main()) == expected == play(main())
 
     async def guest() -> list[str]:
         return list(await asyncio.gather(*(front.translate(t, **FEW) for t in "abcd")))
@@ -436,7 +505,7 @@ def test_a_second_loop_and_two_at_once(translator) -> None:
             ours, theirs = await asyncio.gather(guest(), asyncio.to_thread(asyncio.run, guest()))
             assert ours == theirs == expected
 
-    asyncio.run(host())
+    play(host())
 
 
 def test_a_loop_that_is_gone_holds_nobody_up(translator) -> None:
@@ -449,7 +518,7 @@ def test_a_loop_that_is_gone_holds_nobody_up(translator) -> None:
         orphans.append(asyncio.ensure_future(front.translate("a", max_new_tokens=50)))
         await until(lambda: front._waiting == 1)
 
-    asyncio.run(leaves())  # cancels its tasks
+    play(leaves())  # cancels its tasks
     assert engine.gate is not None
     engine.gate.release(MANY)
 
@@ -458,8 +527,39 @@ def test_a_loop_that_is_gone_holds_nobody_up(translator) -> None:
         await front.close()
         return found
 
-    assert asyncio.run(comes()) == translator.translate("b", **FEW)
+    assert play(comes()) == translator.translate("b", **FEW)
     assert engine.is_empty
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of the tasks, when they are deleted
+def test_a_loop_that_is_closed_with_its_tasks_holds_nobody_up(translator) -> None:
+    front = AsyncTranslator(translator, max_waiting=1)
+    engine, orphans = watched(front), []
+    engine.gate = gate = threading.Semaphore(0)
+
+    async def leaves() -> None:
+        await front.__aenter__()
+        orphans.append(asyncio.ensure_future(front.translate("a", **FEW)))
+        await until(lambda: front._waiting == 1)
+        orphans.extend(asyncio.ensure_future(front.translate(text, **FEW)) for text in "bc")
+        await until(lambda: len(front._parked) == 2)
+
+    loop = asyncio.new_event_loop()
+    loop.run_until_complete(asyncio.wait_for(leaves(), 60))
+    loop.close()  # its tasks aren't cancelled, and held by somebody
+
+    async def comes() -> str:
+        found = asyncio.create_task(front.translate("d", **FEW))
+        await until(lambda: len(front._parked) == 3)
+        gate.release(MANY)
+        answer = await found
+        await asyncio.wait_for(front.close(), 20)
+        return answer
+
+    assert play(comes()) == translator.translate("d", **FEW)
+    assert engine.is_empty and len(orphans) == 3
+    orphans.clear()
+    gc.collect()  # here, where what they say is expected
 
 
 def test_the_model_is_in_evaluation_while_it_works_and_then_as_it_was(translator) -> None:
@@ -475,7 +575,7 @@ def test_the_model_is_in_evaluation_while_it_works_and_then_as_it_was(translator
 
     model.train()
     try:
-        asyncio.run(main())
+        play(main())
         assert modes and not any(modes) and model.training
     finally:
         model.eval()
@@ -492,7 +592,26 @@ def test_max_time_counts_from_the_call(translator) -> None:
             gate.release(MANY)
             assert len(await late) <= 1
 
-    asyncio.run(main())
+    play(main())
+
+
+def test_max_time_counts_while_a_task_waits_for_a_place(translator) -> None:
+    async def main() -> None:
+        front = AsyncTranslator(translator, max_waiting=1)
+        engine = watched(front)
+        engine.gate = threading.Semaphore(0)
+        async with front:
+            first = asyncio.create_task(front.translate("a", **FEW))
+            await until(lambda: front._waiting == 1)
+            calls = [front.translate(text, max_time=0.01 * i, **FEW) for i, text in enumerate("bc", 1)]
+            late, later = (asyncio.create_task(call) for call in calls)
+            patient = asyncio.create_task(front.translate("d", max_time=100.0, **FEW))
+            assert [await late, await later] == ["", ""]  # while the first is still held up
+            assert engine.entered == 1 and len(front._parked) == 1 and not patient.done()
+            engine.gate.release(MANY)
+            assert [await first, await patient] == [translator.translate(t, **FEW) for t in "ad"]
+
+    play(main())
 
 
 def test_malformed_calls(translator) -> None:
@@ -532,4 +651,4 @@ def test_malformed_calls(translator) -> None:
             with pytest.raises(ValueError, match="no option 'return_scores' here"):
                 front.stream("a", return_scores=True)
 
-    asyncio.run(main())
+    play(main())

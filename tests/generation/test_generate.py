@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-import sys
 
 import pytest
 import torch
 
-from fastformer.generation import generate
+from fastformer.generation import generate, request_maker
+from fastformer.generation.engines.kv_cache import KVCacheEngine
+from fastformer.generation.engines.recurrent import RecurrentEngine
 from fastformer.generation.generate import GenerateOutput
 from fastformer.models import GPT, Transformer
 from fastformer.nn import SequenceLayout
@@ -232,7 +233,7 @@ def test_samples_of_one_input_differ_and_stand_side_by_side(model) -> None:
 
 
 def test_each_copy_of_an_input_has_its_limit(model, monkeypatch) -> None:
-    monkeypatch.setattr(sys.modules[generate.__module__], "EXTRA_LENGTH", 2)
+    monkeypatch.setattr(request_maker, "EXTRA_LENGTH", 2)
     sources = [[5, 6, 7, 8, 9, 10], [5], [5, 6, 7]]
     out = generate(model, sources, do_sample=True, num_return_sequences=2, seed=4, eos_token_id=VOCAB - 1)
     limits = [8, 8, 3, 3, 5, 5]
@@ -291,6 +292,39 @@ def test_what_does_not_fit(model, gpt) -> None:
         generate(gpt, torch.full((1, 120), 5), max_new_tokens=9)
     assert generate(gpt, torch.full((1, 120), 5), max_new_tokens=8, min_new_tokens=8).shape == (1, 128)
     assert generate(model, [[5, 6]], min_new_tokens=120).shape[1] == 120  # more than the default limit
+
+
+@pytest.mark.parametrize(
+    ("kind", "ids", "options", "message"),
+    [
+        ("model", [[5], [5, VOCAB]], {}, "expected source ids from 0 to 39, got 5 to 40: was another tokenizer used"),
+        ("model", [[5, -1]], {}, "expected source ids from 0 to 39, got -1 to 5"),
+        ("lstm", [[5, VOCAB]], {}, "expected source ids from 0 to 39, got 5 to 40"),
+        ("gpt", [[5, VOCAB]], {}, "expected token ids from 0 to 39, got 5 to 40"),
+        ("model", [[5]], {"decoder_input_ids": [[VOCAB]]}, "expected target ids from 0 to 39, got 40 to 40"),
+        ("model", [[5] * 129], {}, "expected source sequences of at most max_len = 128 tokens, got 129"),
+    ],
+)
+def test_inputs_are_held_against_the_model_before_an_engine_has_them(
+    kind, ids, options, message, request, monkeypatch
+) -> None:
+    def reached(*_: object) -> None:
+        raise AssertionError("an engine had it")  # which on a GPU doesn't look
+
+    for engine in (KVCacheEngine, RecurrentEngine):
+        monkeypatch.setattr(engine, "admit", reached)
+    with pytest.raises(ValueError, match=message):
+        generate(request.getfixturevalue(kind), ids, **options)
+
+
+def test_sources_have_a_vocabulary_of_their_own() -> None:
+    sizes = {"vocab_size": 10, "d_model": 16, "d_ff": 16, "num_heads": 2, "num_decoder_layers": 1}
+    model = Transformer.from_preset("tiny", source_vocab_size=20, tie_embeddings=False, **sizes).eval()
+    assert generate(model, [[19]], decoder_input_ids=[[9]], max_new_tokens=2).shape[1] <= 3
+    with pytest.raises(ValueError, match="expected source ids from 0 to 19, got 20 to 20"):
+        generate(model, [[20]])
+    with pytest.raises(ValueError, match="expected target ids from 0 to 9, got 10 to 10"):
+        generate(model, [[19]], decoder_input_ids=[[10]])
 
 
 def test_no_model_and_broken_weights(gpt) -> None:

@@ -12,7 +12,7 @@ import torch
 from fastformer.baseline import LSTMSeq2Seq
 from fastformer.data import ByteTokenizer
 from fastformer.generation import Translator, draw_attention, generate
-from fastformer.generation.bad_texts import BadTexts
+from fastformer.generation.bad_texts import BadTexts, TextError
 from fastformer.generation.engines.kv_cache import KVCacheEngine
 from fastformer.generation.texts import Item
 from fastformer.generation.translator import Scored, TokenScored
@@ -276,6 +276,25 @@ def test_prefixes_that_do_not_go_with_the_texts(translator) -> None:
             with pytest.raises(ValueError, match=message):
                 translate(texts, target_prefix=prefix, **FEW)
     assert translator.translate(["a", "b"], target_prefix=["x" * 64, "c"], on_error="skip", **FEW)[0] == ""
+
+
+def test_a_text_with_ids_that_the_model_does_not_have_is_a_bad_text(model) -> None:
+    class Foreign(ByteTokenizer):
+        def encode(self, text: str) -> list[int]:
+            return [9999 if i == ord("!") + 3 else i for i in super().encode(text)]
+
+    assert Foreign().encode("!") == [9999]
+    translator = Translator(model, Foreign())
+    for name, texts, prefixes in (("source", ["a", "b!"], None), ("target", ["a", "b"], ["", "!"])):
+        message = f"text 2: expected {name} ids from 0 to 258, got .* to 9999: was another tokenizer used"
+        with pytest.raises(TextError, match=message):
+            translator.translate(texts, target_prefix=prefixes, **FEW)
+        with pytest.raises(TextError, match=message):
+            list(translator.stream(texts, target_prefix=prefixes, **FEW))
+        with pytest.raises(TextError, match=message[8:]):
+            translator.stream(texts[1], target_prefix=prefixes and prefixes[1], **FEW)
+        found = translator.translate(texts, target_prefix=prefixes, on_error="skip", **FEW)
+        assert found == [translator.translate("a", **FEW), ""]
 
 
 def test_scores_of_tokens(translator) -> None:

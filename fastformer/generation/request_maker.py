@@ -1,0 +1,202 @@
+"""From ids and settings to requests, each held against the model before others share a batch with it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+
+from fastformer.generation.decoders import Model, is_decoder_only
+from fastformer.generation.engines import Engine, Prompt, choose_engine
+from fastformer.generation.processors import make_processors
+from fastformer.generation.requests import Request
+from fastformer.generation.search import BeamSearch, RowSearch, Sampling, Search
+from fastformer.generation.settings import GenerationSettings
+from fastformer.special_ids import SpecialIds
+
+EXTRA_LENGTH = 100  # a translation may be this much longer than its source (tensor2tensor)
+
+
+class CheckedInput(NamedTuple):
+    """An input that the model can take; see `RequestMaker.check`.
+
+    Attributes:
+        row: the ids of a source, or of a prompt.
+        prefix: what the output of a source begins with, without the start token.
+        limit: how many new tokens it may get.
+    """
+
+    row: Sequence[int]
+    prefix: Sequence[int]
+    limit: int
+
+
+class RequestMaker:
+    """Makes the requests of one model and one set of settings.
+
+    Args:
+        model: what decodes.
+        settings: what was asked for.
+        log_probs: whether scores are wanted.
+        engine: what decodes them; None: the one that the settings name, or the fastest that can.
+
+    Attributes:
+        engine: what decodes them.
+        ids: the special ids, the model's or those that the settings name.
+
+    Raises:
+        ValueError: settings that the model can't honour.
+    """
+
+    def __init__(
+        self, model: Model, settings: GenerationSettings, *, log_probs: bool = True, engine: Engine | None = None
+    ) -> None:
+        settings.check_model(model.config.vocab_size)
+        if is_decoder_only(model) and settings.decoder_start_token_id is not None:
+            raise ValueError(
+                f"expected no decoder_start_token_id for {type(model).__name__}: its prompts are the beginning"
+            )
+        self.model, self.settings = model, settings
+        self.log_probs = log_probs or settings.num_beams > 1
+        self.ids = special_ids(model, settings)
+        name = settings.engine if settings.use_cache else "recompute"
+        self.engine: Engine = engine or choose_engine(model, name)
+        # Each input draws numbers of its own, which depend on the seed and its place alone.
+        self._seed = settings.seed
+        if settings.do_sample and settings.seed is None:
+            self._seed = int(torch.randint(2**62, ()))
+        self._made = 0
+
+    def check(self, row: Sequence[int], prefix: Sequence[int] = (), *, width: int | None = None) -> CheckedInput:
+        """Holds an input against the model, which may look no more: on a GPU it doesn't, and in a batch of many its
+        error would be everybody's.
+
+        Args:
+            row: the ids of a source, or of a prompt.
+            prefix: what the output of a source begins with, without the start token.
+            width: of the batch that a prompt stands in, which its new tokens stand behind; None: its own.
+
+        Raises:
+            ValueError: ids out of the vocabulary, a source that is too long, no room for a token.
+        """
+        config = self.model.config
+        if is_decoder_only(self.model):
+            limit = most_new_tokens(self.model, len(row), self.settings, width)
+            _check_ids(row, config.vocab_size, "token")
+            return CheckedInput(row, (), limit)
+        if len(row) > config.max_len:
+            raise ValueError(
+                f"expected source sequences of at most max_len = {config.max_len} tokens, got {len(row)}: cut them, or "
+                "configure the model with a larger max_len"
+            )
+        limit = most_new_tokens(self.model, len(row), self.settings, prefix=len(prefix))
+        _check_ids(row, getattr(config, "source_vocab_size", None) or config.vocab_size, "source")
+        _check_ids(prefix, config.vocab_size, "target")
+        return CheckedInput(row, prefix, limit)
+
+    def make(
+        self,
+        checked: CheckedInput,
+        *,
+        place: int | None = None,
+        on_token: Callable[[int], object] | None = None,
+    ) -> Request:
+        """The request of an input.
+
+        Args:
+            checked: what `check` gave.
+            place: of the input among all, which says what it draws; None: behind the last one made.
+            on_token: is told each new token.
+        """
+        settings, eos, limit = self.settings, frozenset(self.ids.eos), checked.limit
+        if is_decoder_only(self.model):
+            prompt = Prompt(None, list(checked.row))
+        else:
+            prompt = Prompt(list(checked.row), [self.ids.start, *checked.prefix])
+        place = self._made if place is None else place
+        self._made = place + 1
+        seed = random.Random(f"{self._seed} {place}").getrandbits(64) if settings.do_sample else 0
+
+        def make_search() -> Search:
+            if settings.num_beams > 1:
+                return BeamSearch(
+                    limit,
+                    eos,
+                    settings.num_beams,
+                    alpha=settings.length_penalty,
+                    num_return=settings.num_return_sequences,
+                    early_stopping=settings.early_stopping,
+                    num_groups=settings.num_beam_groups,
+                    diversity_penalty=settings.diversity_penalty,
+                )
+            sampling = None
+            if settings.do_sample:
+                sampling = Sampling(settings.temperature, settings.top_k, settings.top_p, seed)
+            return RowSearch(limit, eos, settings.samples, sampling)
+
+        return Request(
+            prompt,
+            make_search,
+            processors=make_processors(settings, self.ids.eos, len(prompt.tokens), limit),
+            log_probs=self.log_probs,
+            max_time=settings.max_time,
+            on_token=on_token,
+        )
+
+
+def special_ids(model: Model, settings: GenerationSettings) -> SpecialIds:
+    """The model's special ids, or those that the settings name instead."""
+    own = SpecialIds.of(model.config)
+    pad_id = own.pad if settings.pad_token_id is None else settings.pad_token_id
+    eos = settings.eos_token_id
+    ends = own.eos if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
+    start = own.start if settings.decoder_start_token_id is None else settings.decoder_start_token_id
+    if pad_id in ends:
+        raise ValueError(f"expected two ids for eos_token_id and pad_token_id, got {pad_id} for both")
+    return SpecialIds(pad_id, ends, None, start)
+
+
+def most_new_tokens(
+    model: Model, seqlen: int, settings: GenerationSettings, width: int | None = None, prefix: int = 0
+) -> int:
+    """How many tokens an input may get: what was asked for, or by default as much as makes sense.
+
+    Args:
+        model: what decodes.
+        seqlen: of the input.
+        settings: what was asked for.
+        width: of the batch; None: seqlen.
+        prefix: tokens that the output of a source begins with.
+
+    Raises:
+        ValueError: the model's max_len leaves too little room.
+    """
+    max_len, width = model.config.max_len, seqlen if width is None else width
+    if not is_decoder_only(model):
+        room = max_len - prefix
+        default, behind = min(seqlen + EXTRA_LENGTH, room), f" behind a prefix of {prefix}" if prefix else ""
+    else:
+        room = default = max_len - width
+        behind = f" behind a prompt of {width}"
+    if room < 1:
+        what = "a prefix" if not is_decoder_only(model) else "prompts"
+        raise ValueError(
+            f"expected {what} of fewer tokens than the model's max_len {max_len}, got {prefix or width}: there is no "
+            "room for a new one"
+        )
+    wanted, least = settings.max_new_tokens, settings.min_new_tokens
+    for name, value in (("max_new_tokens", wanted or 0), ("min_new_tokens", least)):
+        if value > room:
+            raise ValueError(
+                f"expected {name} of at most {room}{behind}, for the model's max_len is {max_len}; got {value}"
+            )
+    return wanted or max(default, least)
+
+
+def _check_ids(ids: Sequence[int], vocab_size: int, name: str) -> None:
+    if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
+        raise ValueError(
+            f"expected {name} ids from 0 to {vocab_size - 1}, got {min(ids)} to {max(ids)}: was another tokenizer used?"
+        )
