@@ -15,8 +15,8 @@ from torch import Tensor
 from fastformer.ops._common import accumulation_dtype, check_dtype, check_features
 from fastformer.ops._library import autocast, define_op
 
-# Rows whose logits the reference holds at a time.
-CHUNK_ROWS = 1024
+# Rows whose logits the reference holds at a time, and classes whose weights it widens at a time: these stay in a cache.
+CHUNK_ROWS, CHUNK_CLASSES = 1024, 1024
 
 
 class TopK(NamedTuple):
@@ -40,22 +40,48 @@ def _check_k(k: object, vocab_size: int) -> None:
 def _wide_logits(x: Tensor, weight: Tensor) -> Tensor:
     """x weight^T in fp32 (fp64 for fp64), never rounded to anything narrower."""
     dtype = accumulation_dtype(x.dtype)
-    if x.dtype != dtype and x.is_cuda:
+    if x.dtype == dtype:
+        return x @ weight.T
+    if x.is_cuda:
         return torch.mm(x, weight.T, out_dtype=dtype)
-    return x.to(dtype) @ weight.to(dtype).T
+    x = x.to(dtype)
+    logits = x.new_empty(x.shape[0], weight.shape[0])
+    for classes, part in zip(weight.split(CHUNK_CLASSES), logits.split(CHUNK_CLASSES, 1), strict=True):
+        torch.mm(x, classes.to(dtype).T, out=part)
+    return logits
+
+
+def _best(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The k largest of each row, downward, of equal ones the lower indices first; NaN counts as largest.
+
+    (..., vocab_size) -> values and indices, (..., k) each.
+    """
+    if k == 1:
+        values, indices = logits.max(-1, keepdim=True)
+        return values, indices
+    values, indices = logits.topk(min(k + 1, logits.shape[-1]))
+    tied = (values[..., 1:] == values[..., :-1]).any(-1) & ~values[..., 0].isnan()
+    values, indices = values[..., :k], indices[..., :k]
+    if bool(tied.any()):  # among logits of 16 bits that is often so, and topk takes any of the equal ones
+        rows, last = logits[tied], values[tied][:, -1:]
+        above, equal = rows > last, rows == last
+        room = k - above.sum(-1, keepdim=True)
+        kept = above | (equal & (equal.cumsum(-1) <= room))
+        lowest = kept.nonzero()[:, 1].view(-1, k)  # upward, and a stable sort leaves equal ones so
+        order = rows.gather(-1, lowest).sort(dim=-1, descending=True, stable=True).indices
+        indices = indices.masked_scatter(tied[..., None], lowest.gather(-1, order))
+    return values, indices
 
 
 def best_of_logits(logits: Tensor, k: int, *, log_probs: bool = True) -> TopK:
     """What `linear_topk` gives, for logits (..., vocab_size) that are there already, in any floating-point dtype.
-
-    Of equal values any may stand first.
 
     Raises:
         ValueError: a k that is no integer from 1 to vocab_size.
     """
     _check_k(k, logits.shape[-1])
     logits = logits.to(accumulation_dtype(logits.dtype))
-    values, indices = logits.topk(k, dim=-1)
+    values, indices = _best(logits, k)
     # NaN and +inf count as largest, so that one anywhere in the row stands first.
     broken = ~(values[..., :1] < torch.inf)
     if log_probs:
@@ -102,6 +128,9 @@ def linear_topk(x: Tensor, weight: Tensor, k: int, *, log_probs: bool = True) ->
     On a CPU with the C++ extension the bits of a row depend neither on the other rows nor on the number of threads
     (in bf16 on a CPU with AMX: as far as oneDNN's products don't).
 
+    Under autocast an fp32 weight is cast at each call, for PyTorch shows nobody the copies that its own ops keep: who
+    decodes in 16 bits is faster with a model that is in 16 bits.
+
     Args:
         x: (..., dim), floating point.
         weight: (vocab_size, dim) as in nn.Linear, x's dtype.
@@ -111,8 +140,7 @@ def linear_topk(x: Tensor, weight: Tensor, k: int, *, log_probs: bool = True) ->
     Returns:
         values: (..., k), fp32 (fp64 for fp64), downward. Under autocast the products run in the autocast dtype and the
             values stay fp32.
-        indices: (..., k) int64. Of equal values the lower index stands first on a CPU with the C++ extension;
-            elsewhere any may.
+        indices: (..., k) int64. Of equal values the lower index stands first, so that the best are the same whatever k.
 
     Raises:
         ValueError: shapes or dtypes that do not agree, a k that is no integer from 1 to vocab_size.

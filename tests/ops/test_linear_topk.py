@@ -8,7 +8,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from benchmarks.timing import peak_bytes
-from fastformer.ops import linear_topk, record_backends
+from fastformer.ops import linear_topk, record_backends, use_backend
+from fastformer.ops.linear_topk import best_of_logits
 from tests.checks import assert_accurate, small_draws
 from tests.conftest import missing_backend
 
@@ -84,6 +85,7 @@ def compare(*draws: tuple[Tensor, Tensor], k: int, log_probs: bool, clear_at_lea
         ((17, 64), 257, 257),
         ((40, 530), 300, 4),
         ((300, 8), 520, 3),
+        ((6, 12), 2500, 4),
     ],
 )
 def test_accuracy(
@@ -121,6 +123,7 @@ def test_equal_values(rows: int, log_probs: bool, backend: str, device: str) -> 
     """Small integers make exact logits, many of them equal: of those the lower index comes first."""
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
         x = torch.randint(-2, 3, (rows, 6), device=device).to(dtype)
+        x[0] = 0  # all are equal
         weight = torch.randint(-1, 2, (600, 6), device=device).to(dtype)
         for k in (1, 2, 9, 600):
             values, indices = linear_topk(x, weight, k, log_probs=log_probs)
@@ -129,8 +132,25 @@ def test_equal_values(rows: int, log_probs: bool, backend: str, device: str) -> 
             assert torch.equal(logits.gather(-1, indices), best.values[:, :k])
             expected = scores(x.double(), weight.double(), log_probs).gather(-1, indices)
             torch.testing.assert_close(values.double(), expected, rtol=1e-6, atol=1e-6)
-            if backend == "cpp":
-                assert torch.equal(indices, best.indices[:, :k])
+            assert torch.equal(indices, best.indices[:, :k])
+
+
+@pytest.mark.parametrize("shape", [(40,), (3, 40), (5, 2, 40)], ids=str)
+def test_the_best_of_logits_are_the_same_for_each_k(shape: tuple[int, ...], device: str) -> None:
+    """Logits of 16 bits are often equal, at the edge of the k and elsewhere, and some rows have NaN, or none at all."""
+    logits = torch.randint(0, 4, shape, device=device).bfloat16()
+    logits[..., 5:30] -= 4
+    logits[..., ::7] = -torch.inf
+    if len(shape) > 1:
+        logits[0, ..., 3] = torch.nan
+        logits[1] = -torch.inf
+    every = logits.float().sort(stable=True, dim=-1, descending=True)
+    for k in (1, 2, 3, 17, 39, 40):
+        values, indices = best_of_logits(logits, k, log_probs=False)
+        broken = logits.isnan().any(-1)
+        assert values[broken].isnan().all() and (indices[broken] == torch.arange(k, device=device)).all()
+        assert torch.equal(indices[~broken], every.indices[~broken][..., :k])
+        assert torch.equal(values[~broken], every.values[~broken][..., :k])
 
 
 @log_probs
@@ -165,8 +185,7 @@ def test_classes_that_can_not_be(rows: int, backend: str, device: str) -> None:
         torch.where(indices[:, :60] < 350, indices[:, :60] - 300, indices[:, :60] - 640), expected.indices
     )
     assert torch.equal(values[:, 60:], torch.full_like(values[:, 60:], -torch.inf))
-    if backend == "cpp":
-        assert indices[:, 60:].tolist() == [[0, 1, 2, 3]] * rows
+    assert indices[:, 60:].tolist() == [[0, 1, 2, 3]] * rows
     nothing = torch.full_like(weight, -torch.inf)
     assert linear_topk(x, nothing, 3).values.isnan().all()  # as log_softmax has it
     assert linear_topk(x, nothing, 3, log_probs=False).values.isneginf().all()
@@ -228,6 +247,14 @@ def test_never_holds_all_logits(backend: str, device: str) -> None:
     x, weight = make_inputs((rows, 4), vocab_size, device)
     assert peak_bytes(lambda: linear_topk(x, weight, 2), device) < rows * vocab_size * 4 / 2
     compare((x, weight), k=2, log_probs=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+def test_a_narrow_weight_is_never_widened_as_a_whole(dtype: torch.dtype, device: str) -> None:
+    """Each decoding step would write and read twice the weight's bytes again."""
+    x, weight = make_inputs((2, 64), 20_000, device, dtype)
+    with use_backend("reference"):
+        assert peak_bytes(lambda: linear_topk(x, weight, 2), device) < weight.numel() * 4 / 4
 
 
 def test_has_no_gradient(backend: str, device: str) -> None:
