@@ -3,6 +3,9 @@
 A processor is called as Hugging Face's are: `processor(input_ids, scores) -> scores`, with the ids that the decoder has
 behind it, (rows, length), its start token or prompt included, and the logits of what may follow, (rows, vocab_size)
 fp32. The rows are those of one request: its beams, or its samples. Theirs work here, and so does any function.
+
+The logits of a model in 16 bits are rounded to these, while a request without processors chooses among sums that are
+not: of two nearly equal tokens, a processor that changes nothing may see the other one chosen.
 """
 
 from __future__ import annotations

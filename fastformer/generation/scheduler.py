@@ -6,6 +6,7 @@ import itertools
 import time
 from collections import deque
 from collections.abc import Iterable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -212,36 +213,42 @@ class Scheduler:
 
     def _selection(self) -> Selection:
         running = self.running
-        draws: list[Draw | None] = []
-        has_draws = False
+        logit_rows: list[int] = []
+        draws: list[Draw | None] = []  # for each of them
+        edited: list[tuple[Request, slice]] = []  # which of them are a request's
+        first, has_draws = 0, False
         for request in running:
+            rows = range(first, first + request.num_rows)
+            first = rows.stop
             own = request.draws()
+            if own is None and not request.processors:
+                continue
+            if request.processors:
+                edited.append((request, slice(len(logit_rows), len(logit_rows) + len(rows))))
             has_draws = has_draws or own is not None
-            draws += own if own is not None else [None] * request.num_rows
+            logit_rows += rows
+            draws += own if own is not None else [None] * len(rows)
         return Selection(
             num_candidates=max(request.search.num_candidates for request in running),
             log_probs=any(request.log_probs for request in running),
-            process=self._process if any(request.processors for request in running) else None,
+            logit_rows=logit_rows,
+            process=partial(_process, edited) if edited else None,
             draws=draws if has_draws else None,
         )
 
-    def _process(self, logits: Tensor) -> Tensor:
-        """Lets each request's processors edit the logits of its rows, in place."""
-        first = 0
-        for request in self.running:
-            rows = slice(first, first + request.num_rows)
-            first = rows.stop
-            if not request.processors:
-                continue
-            history = torch.tensor(request.history(), dtype=torch.long, device=logits.device)
-            try:
-                scores = logits[rows]
-                for processor in request.processors:
-                    scores = _checked(processor(history, scores), scores, processor)
-                logits[rows] = scores
-            except Exception as error:  # it is this request's own affair: the others go on
-                request.error = error
-        return logits
+
+def _process(edited: Iterable[tuple[Request, slice]], logits: Tensor) -> Tensor:
+    """Lets each request's processors edit the logits of its rows, in place."""
+    for request, rows in edited:
+        history = torch.tensor(request.history(), dtype=torch.long, device=logits.device)
+        try:
+            scores = logits[rows]
+            for processor in request.processors:
+                scores = _checked(processor(history, scores), scores, processor)
+            logits[rows] = scores
+        except Exception as error:  # it is this request's own affair: the others go on
+            request.error = error
+    return logits
 
 
 def _checked(found: object, scores: Tensor, processor: object) -> Tensor:

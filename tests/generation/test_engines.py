@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import random
 import weakref
@@ -20,6 +21,7 @@ from fastformer.generation.engines.recurrent import RecurrentEngine
 from fastformer.generation.requests import Request
 from fastformer.generation.scheduler import Scheduler, run
 from fastformer.generation.search import BeamSearch, RowSearch, Sampling
+from fastformer.models import GPT, Transformer
 from fastformer.nn import KVCache
 from fastformer.nn.block_pool import CacheFullError
 from tests.generation import toy
@@ -141,8 +143,7 @@ def test_each_row_is_as_if_it_were_alone(driven, seed) -> None:
     assert engine.free_tokens() == room and engine.step_tokens() == 0
 
 
-def test_a_driver_that_forgets_who_came_last_is_noticed_by_the_lengths(driven) -> None:
-    """Groups of very different lengths, stepped for long, across the ends of blocks."""
+def test_rows_of_very_different_lengths_stay_right_across_the_ends_of_blocks(driven) -> None:
     dice = random.Random(7)
     engine = driven.engine
     engine.start(8, 10_000)
@@ -165,8 +166,9 @@ def test_a_driver_that_forgets_who_came_last_is_noticed_by_the_lengths(driven) -
 
 @pytest.mark.parametrize("is_processed", [True, False], ids=["processed", "as they are"])
 @pytest.mark.parametrize("log_probs", [True, False])
+@pytest.mark.parametrize("asks", ["all", "some"])
 def test_processing_reaches_the_rows_in_their_order_and_draws_are_where_they_point(
-    driven, log_probs, is_processed
+    driven, asks, log_probs, is_processed
 ) -> None:
     dice = random.Random(1)
     engine = driven.engine
@@ -177,23 +179,26 @@ def test_processing_reaches_the_rows_in_their_order_and_draws_are_where_they_poi
     step(driven, groups, dice, Selection(1))
     reorder(driven, groups, dice, 3)
     count = sum(len(group.rows) for group in groups)
+    asked = [row for row in range(count) if row % 4 != 1 or asks == "all"]
     seen: list[Tensor] = []
 
     def process(logits: Tensor) -> Tensor:
-        assert logits.shape == (count, driven.vocab) and logits.dtype == torch.float32
+        assert logits.shape == (len(asked), driven.vocab) and logits.dtype == torch.float32
         seen.append(logits.clone())
-        return logits - 3 * torch.arange(driven.vocab) * (torch.arange(count)[:, None] % 2)
+        return logits - 3 * torch.arange(driven.vocab) * (torch.tensor(asked)[:, None] % 2)
 
     uniform = [dice.random() for _ in range(count)]
-    draws = [Draw(1.3, 3, 0.9, point) if row % 3 else None for row, point in enumerate(uniform)]
-    found, expected = step(driven, groups, dice, Selection(2, log_probs, process if is_processed else None, draws))
+    draws = {row: Draw(1.3, 3, 0.9, uniform[row]) if row % 3 else None for row in asked}
+    editing = process if is_processed else None
+    selection = Selection(2, log_probs, asked, editing, list(draws.values()))
+    found, expected = step(driven, groups, dice, selection)
     for row, (ids, values, logits) in enumerate(zip(*found, expected, strict=True)):
         due = logits
-        if is_processed:
-            assert (seen[0][row] - logits).abs().max() < 2e-4
+        if is_processed and row in asked:
+            assert (seen[0][asked.index(row)] - logits).abs().max() < 2e-4
             due = logits - 3 * torch.arange(driven.vocab) * (row % 2)
         exact = due.log_softmax(-1) if log_probs else due
-        if draws[row] is None:
+        if draws.get(row) is None:
             assert values == pytest.approx(exact.topk(2).values.tolist(), abs=2e-4)
             assert values == pytest.approx(exact[ids].tolist(), abs=2e-4)
             continue
@@ -205,6 +210,23 @@ def test_processing_reaches_the_rows_in_their_order_and_draws_are_where_they_poi
         shares[ranked.indices[ranked.values.cumsum(0) - ranked.values >= 0.9]] = 0.0
         ends = (shares / shares.sum()).cumsum(0).tolist()
         assert ids[0] == kept[next(i for i, end in enumerate(ends) if uniform[row] < end)]
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("asked", [[2], [0, 3], [1, 2, 3], [0, 1, 2, 3]], ids=str)
+@pytest.mark.parametrize("pair", [("kv_cache", "model"), ("kv_cache", "gpt"), ("recompute", "gpt")], ids="-".join)
+def test_in_16_bits_a_row_finds_no_other_values_because_its_neighbours_draw(pair, asked, request) -> None:
+    model = copy.deepcopy(request.getfixturevalue(pair[1])).bfloat16()
+    engine, found = choose_engine(model, pair[0]), []
+    draws = [Draw(1.0, 0, 1.0, 0.5)] * len(asked)
+    for selection in (Selection(3), Selection(3, logit_rows=asked, draws=draws, process=lambda logits: logits)):
+        engine.start(4, 10_000)
+        engine.admit([Prompt(None if pair[1] == "gpt" else [5, 6 + i], [3 + i]) for i in range(4)])
+        found.append(engine.step([3, 4, 5, 6], selection))
+    alone, beside = found
+    for row in range(4):
+        same = (alone.ids[row], alone.values[row]) == (beside.ids[row], beside.values[row])
+        assert same == (row not in asked)
 
 
 @torch.inference_mode()
@@ -273,7 +295,10 @@ def test_a_long_source_or_prompt_is_counted_once_and_not_much_too_high(pair, req
         used = before - engine.free_tokens() + engine.step_tokens()
         assert used <= engine.tokens_needed(prompt, 1, 4) <= used + 32
         more = engine.tokens_needed(prompt, 4, 4) - engine.tokens_needed(prompt, 1, 4)
-        assert more == 3 * 32 or pair[0] != "kv_cache"  # what its rows share is there once
+        # What the rows share is there once. A row's own: new tokens; or all that the decoder has; or a source.
+        whole = -(-(len(prompt.tokens) + 4) // 16) * 16
+        own = {"kv_cache": 32, "cross_cache": whole, "recurrent": len(prompt.source or ())}
+        assert more == 3 * own[pair[0]]
 
 
 @torch.inference_mode()
@@ -332,9 +357,43 @@ SEARCHES = {
 }
 
 
+class Coarse(Transformer):
+    """Chooses among logits of its own, of which many are equal."""
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return super().logits(hidden).round()
+
+
+class CoarseGPT(GPT):
+    """The same without a source."""
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return super().logits(hidden).round()
+
+
+# As they are; and where an engine has two ways to the best tokens, in 16 bits and with logits of the model's own.
+VARIED = [
+    *((*pair, "as it is") for pair in PAIRS),
+    *((*pair, how) for pair in PAIRS if pair[1] in ("model", "gpt") for how in ("bf16", "own logits")),
+]
+
+
+@pytest.fixture(params=VARIED, ids="-".join)
+def varied(request) -> Driven:
+    name, which, how = request.param
+    if name == "toy":
+        return Driven(toy.ToyEngine(3), None)
+    model = copy.deepcopy(request.getfixturevalue(which))
+    if how == "bf16":
+        model = model.bfloat16()
+    if how == "own logits":
+        model.__class__ = CoarseGPT if which == "gpt" else Coarse
+    return Driven(choose_engine(model, name), model)
+
+
 @pytest.mark.parametrize("search", SEARCHES)
-def test_who_joins_midway_finds_what_it_finds_alone(driven, search) -> None:
-    dice = random.Random(3)
+def test_who_joins_midway_finds_what_it_finds_alone(varied, search) -> None:
+    driven, dice = varied, random.Random(3)
     prompts = [driven.prompt(dice) for _ in range(4)]
 
     def ask(prompt: Prompt, kind: str) -> Request:
@@ -347,6 +406,7 @@ def test_who_joins_midway_finds_what_it_finds_alone(driven, search) -> None:
         alone.append(request.results)
     scheduler = Scheduler(driven.engine, max_rows=64, max_bytes=2**24)
     others = [Request(driven.prompt(dice), SEARCHES[kind]) for kind in ("greedy", "beams", "samples") * 3]
+    others[0].processors = (lambda input_ids, scores: scores,)
     requests = [ask(prompt, search) for prompt in prompts]
     scheduler.submit(others[:4])
     # The engine begins with rows for all of those that wait: some of them leave again, and others find room.

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastformer.generation.engines.choice import warp
+from fastformer.generation.engines import Draw
+from fastformer.generation.engines.choice import draw, warp
 from fastformer.generation.processors import (
     BadWords,
     EndWhereNothingFollows,
@@ -36,8 +37,8 @@ def forbidden(scores: Tensor) -> list[list[int]]:
 
 def test_warp() -> None:
     logits = torch.tensor([[1.0, 3.0, 2.0, 0.0]])
-    assert warp(logits, 2.0, 0, 1.0).tolist() == [[0.5, 1.5, 1.0, 0.0]]
-    assert warp(logits, 1.0, 2, 1.0).tolist() == [[NEVER, 3.0, 2.0, NEVER]]
+    assert warp(logits, 2.0, 0, 1.0).tolist() == [[-1.0, 0.0, -0.5, -1.5]]
+    assert warp(logits, 1.0, 2, 1.0).tolist() == [[NEVER, 0.0, -1.0, NEVER]]
     # softmax is .087 .644 .237 .032: .6 needs one token, .65 two, .9 three
     for top_p, kept in ((0.6, [1]), (0.65, [1, 2]), (0.9, [0, 1, 2])):
         assert warp(logits, 1.0, 0, top_p).isfinite()[0].nonzero().flatten().tolist() == kept
@@ -55,6 +56,24 @@ def test_warp_keeps_k_tokens_and_the_temperature_comes_before_top_p() -> None:
             needed = int((ranked.cumsum(0) < 0.7).sum()) + 1
             assert kept[row].sum() == needed
             assert torch.equal(probabilities[row][kept[row]].sort(descending=True).values, ranked[:needed])
+
+
+@pytest.mark.parametrize("temperature", [1e-6, 1e-38, 1e-39, 1e-45, 1e-50, 5e-324])
+@pytest.mark.parametrize(("top_k", "top_p"), [(0, 1.0), (3, 1.0), (0, 0.9), (3, 0.5)])
+def test_the_smallest_temperatures_draw_the_best(temperature, top_k, top_p) -> None:
+    logits = torch.tensor([[5.0, 9.0, -20.0, 8.0], [-3.0, -7.0, -1.0, NEVER], [NEVER, 0.0, 3e38, -1.0]])
+    for uniform in (0.0, 0.5, 1 - 2**-53):
+        assert draw(logits, [Draw(temperature, top_k, top_p, uniform)] * 3).tolist() == [1, 2, 2]
+    # Of equal best ones each has its share.
+    tied = torch.tensor([[7.0, 1.0, 7.0, 2.0]])
+    assert [draw(tied, [Draw(temperature, top_k, 1.0, uniform)]).item() for uniform in (0.4, 0.6)] == [0, 2]
+    nothing = torch.full((1, 4), NEVER)
+    assert warp(nothing, temperature, top_k, 1.0).isneginf().all()
+
+
+def test_what_lies_close_together_far_below_the_best_is_told_apart() -> None:
+    logits = torch.tensor([[1e4, 1e-4, 2e-4, 3e-4]])  # less the best they would be equal
+    assert forbidden(warp(logits, 1.0, 2, 1.0)) == [[1, 2]]
 
 
 def test_top_p_counts_what_top_k_has_left() -> None:

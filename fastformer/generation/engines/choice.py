@@ -8,47 +8,40 @@ import torch
 from torch import Tensor
 
 from fastformer.generation.engines.interface import Candidates, Draw, Selection
+from fastformer.ops.linear_topk import best_of_logits
+
+# Sharper than this, temperatures make no difference, and their reciprocals leave fp32.
+_LEAST_TEMPERATURE = 1e-30
 
 
 def choose(logits: Tensor, selection: Selection) -> Candidates:
-    """What a step returns, from logits (rows, vocab_size) of any floating-point dtype.
+    """What a step returns, from the logits of all rows, (rows, vocab_size) of any floating-point dtype.
 
-    NaN among a row's logits makes its values NaN.
+    NaN or +inf among a row's logits makes its values NaN.
     """
     logits = logits.float()
-    if selection.process is not None:
+    if selection.process is not None and len(selection.logit_rows) == len(logits):
         logits = selection.process(logits)
-    count = min(selection.num_candidates, logits.shape[-1])
-    ids, values = best_tokens(logits, count)
-    highest = values[:, :1]
-    drawn = [] if selection.draws is None else [row for row, d in enumerate(selection.draws) if d is not None]
-    if drawn and selection.draws is not None:
-        rows = torch.tensor(drawn, device=logits.device)
-        tokens = draw(logits[rows], [d for d in selection.draws if d is not None])
-        ids, values = ids.clone(), values.clone()
+    elif selection.process is not None and selection.logit_rows:
+        edited = torch.tensor(selection.logit_rows, device=logits.device)
+        logits = logits.index_copy(0, edited, selection.process(logits[edited]))
+    values, ids = best_of_logits(logits, min(selection.num_candidates, logits.shape[-1]), log_probs=False)
+    broken = values[:, :1].isnan()
+    drawn = {}
+    if selection.draws is not None:
+        pairs = zip(selection.logit_rows, selection.draws, strict=True)
+        drawn = {row: how for row, how in pairs if how is not None}
+    if drawn:
+        rows = torch.tensor(list(drawn), device=logits.device)
+        tokens = draw(logits[rows], list(drawn.values()))
         ids[rows, 0] = tokens
         values[rows, 0] = logits[rows, tokens]
     if selection.log_probs:
         total = logits.logsumexp(-1, keepdim=True)
         # A row of which nothing is allowed has no distribution: its candidates keep their -inf.
         values = values - total.masked_fill(total == -torch.inf, 0.0)
-    if drawn:  # the best of a row with NaN or +inf is NaN or +inf, and what was drawn may be another
-        values = torch.where(highest < torch.inf, values, torch.nan)
+    values = values.masked_fill(broken, torch.nan)  # what was drawn may be another than the NaN
     return Candidates(ids.tolist(), values.tolist())
-
-
-def best_tokens(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The ids and the logits of each row's best tokens; of equal ones the lower ids, whatever the count."""
-    if count == 1:
-        values, ids = logits.max(-1, keepdim=True)
-        return ids, values
-    values, ids = logits.topk(min(count + 1, logits.shape[-1]))
-    tied = ((values[:, 1:] == values[:, :-1]) & (values[:, 1:] > -torch.inf)).any(-1)
-    if bool(tied.any()):  # in 16 bits that is often so, and topk takes any of them
-        rows = tied.nonzero().flatten()
-        ordered = logits[rows].sort(descending=True, stable=True)
-        values[rows], ids[rows] = ordered.values[:, : values.shape[1]], ordered.indices[:, : values.shape[1]]
-    return ids[:, :count], values[:, :count]
 
 
 def draw(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
@@ -78,13 +71,19 @@ def warp(logits: Tensor, temperature: float, top_k: int, top_p: float) -> Tensor
         temperature: > 0; below 1 sharpens.
         top_k: 0 = all.
         top_p: 1 = all; the best token always stays.
+
+    Returns:
+        (rows, vocab_size), of which the largest is 0; -inf for what can't be drawn.
     """
-    logits = logits / temperature
+    # No temperature changes the order: the top_k are those of the logits as they came, which nothing has rounded.
     if 0 < top_k < logits.shape[-1]:
         kth = logits.topk(top_k, dim=-1).values[:, -1:]
         logits = logits.masked_fill(logits < kth, -torch.inf)
+    # With the largest at 0, a division by little makes the others -inf at worst, and never NaN of two infinities.
+    highest = logits.amax(-1, keepdim=True)
+    logits = (logits - highest.masked_fill(highest == -torch.inf, 0.0)) / max(temperature, _LEAST_TEMPERATURE)
     if top_p < 1.0:
-        ranked, order = logits.sort(dim=-1, descending=True)
+        ranked, order = logits.sort(dim=-1, descending=True, stable=True)
         # A token goes when those before it hold top_p already.
         before = ranked.softmax(-1).cumsum(-1).roll(1, dims=-1)
         before[:, 0] = 0.0

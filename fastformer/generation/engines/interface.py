@@ -39,14 +39,17 @@ class Selection:
     Attributes:
         num_candidates: the best so many tokens.
         log_probs: their log-probabilities; without, their logits will do, which costs no exponentials.
-        process: edits the logits first, also in place: (rows, vocab_size) fp32 in and out. An engine that can't show
-            its logits says so in `why_unsupported`.
-        draws: for each row how to draw its token, or None to take the best ones; None: no row draws. A drawn row has
-            one candidate, with its log-probability before warping.
+        logit_rows: the rows, upward, that are drawn or whose logits are edited. What is found for the others doesn't
+            depend on whether there are such rows: it need not come from logits that a 16-bit model has rounded.
+        process: edits the logits of logit_rows first, also in place: (len(logit_rows), vocab_size) fp32 in and out. An
+            engine that can't show its logits says so in `why_unsupported`.
+        draws: for each of logit_rows how to draw its token, or None to take the best ones; None: no row draws. A drawn
+            row has one candidate, with its log-probability before warping.
     """
 
     num_candidates: int
     log_probs: bool = True
+    logit_rows: Sequence[int] = ()
     process: Callable[[Tensor], Tensor] | None = None
     draws: Sequence[Draw | None] | None = None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import ClassVar
 
 import torch
@@ -132,9 +133,21 @@ def packed_layout(lengths: Sequence[int], device: torch.device) -> SequenceLayou
 
 
 def choose_from_hidden(model: EncoderDecoder | DecoderOnly, hidden: Tensor, selection: Selection) -> Candidates:
-    """What a step returns, from hidden states (rows, d_model); the logits are written only where they are asked for."""
-    if selection.process is not None or selection.draws is not None:
+    """What a step returns, from hidden states (rows, d_model); the logits are written only where they are asked for.
+
+    In 16 bits the logits are rounded, while `top_tokens` looks at the sums themselves: each row has to go its own way,
+    or its tokens would depend on its neighbours.
+    """
+    num_rows, asked = hidden.shape[0], list(selection.logit_rows)
+    if len(asked) == num_rows:
         return choose(model.logits(hidden), selection)
+    plain = sorted(set(range(num_rows)).difference(asked))
     count = min(selection.num_candidates, model.config.vocab_size)
-    best = model.top_tokens(hidden, count, log_probs=selection.log_probs)
-    return Candidates(best.indices.tolist(), best.values.tolist())
+    best = model.top_tokens(hidden[plain] if asked else hidden, count, log_probs=selection.log_probs)
+    found = Candidates(best.indices.tolist(), best.values.tolist())
+    if not asked:
+        return found
+    shown = choose(model.logits(hidden[asked]), replace(selection, logit_rows=range(len(asked))))
+    places = sorted(range(num_rows), key=(plain + asked).__getitem__)
+    ids, values = found.ids + shown.ids, found.values + shown.values
+    return Candidates([ids[place] for place in places], [values[place] for place in places])
