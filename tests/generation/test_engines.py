@@ -225,8 +225,12 @@ def test_in_16_bits_a_row_finds_no_other_values_because_its_neighbours_draw(pair
         found.append(engine.step([3, 4, 5, 6], selection))
     alone, beside = found
     for row in range(4):
-        same = (alone.ids[row], alone.values[row]) == (beside.ids[row], beside.values[row])
-        assert same == (row not in asked)
+        if row not in asked:
+            assert alone.ids[row] == beside.ids[row] and alone.values[row] == pytest.approx(
+                beside.values[row], abs=1e-5
+            )
+        else:  # it was rounded: this test would notice
+            assert alone.values[row] != pytest.approx(beside.values[row], abs=1e-4)
 
 
 @torch.inference_mode()
@@ -394,6 +398,8 @@ def varied(request) -> Driven:
 @pytest.mark.parametrize("search", SEARCHES)
 def test_who_joins_midway_finds_what_it_finds_alone(varied, search) -> None:
     driven, dice = varied, random.Random(3)
+    # PyTorch's own products in 16 bits may depend on the number of rows, in their last bits.
+    is_narrow = driven.model is not None and next(driven.model.parameters()).dtype == torch.bfloat16
     prompts = [driven.prompt(dice) for _ in range(4)]
 
     def ask(prompt: Prompt, kind: str) -> Request:
@@ -420,7 +426,7 @@ def test_who_joins_midway_finds_what_it_finds_alone(varied, search) -> None:
     for request, expected in zip(requests, alone, strict=True):
         assert [found.tokens for found in request.results] == [found.tokens for found in expected]
         for found, due in zip(request.results, expected, strict=True):
-            assert found.score == pytest.approx(due.score, abs=1e-3)
+            assert found.score == pytest.approx(due.score, abs=5e-3 if is_narrow else 1e-3)
     assert driven.engine.step_tokens() == 0
 
 
