@@ -35,6 +35,7 @@ class BlockTables:
         sizes: the rows of each group. group_keys, has_source: likewise, one entry a group.
         reserved: the tokens for which every row from `reserved_from` (a group) on has its slots in the table.
         longest: no row has more tokens. pending: those that compiled code has appended and nobody has counted yet.
+        used: no row has an entry in the table from here on. longest_source: no source has more tokens.
         rows_changed, slots_changed, sources_changed: seqlens or keys, slots, or those of sources have been written to
             since these were last set to False. version: how often anything has changed.
     """
@@ -67,7 +68,7 @@ class BlockTables:
         self._next = np.zeros(max_rows, np.int32)
         self._every = np.arange(max_rows)
         self._steps = self._steps_left = 0
-        self._used = 0  # no table entry from here on is set
+        self.used = self.longest_source = 0
         self._ahead = self._scattered = False  # entries behind the lengths: of the last reservation, of earlier ones
         self.reserved = self.reserved_from = self.longest = self.pending = 0
         self._counts: Ints | None = None
@@ -129,7 +130,8 @@ class BlockTables:
         self._free_keys += keys.tolist()
         self._reordered[keys] = False
         self.source_seqlens[keys] = 0
-        self.source_slots[keys] = 0
+        self.source_slots[keys, : self.longest_source] = 0
+        self.longest_source = int(self.source_seqlens.max(initial=0))
         self.sources_changed = True
         rows = np.flatnonzero(~np.isin(self.keys[: self.num_rows], keys))
         staying = [group for group in range(len(self.sizes)) if group not in leaving]
@@ -186,10 +188,9 @@ class BlockTables:
     def _move(self, history: npt.NDArray[np.integer], places: npt.NDArray[np.integer], sizes: list[int]) -> None:
         # Row i gets the history of row history[i] and the blocks to write to of row places[i], or none yet for -1.
         self._clear_ahead()
-        before, after, used = self.num_rows, len(history), self._used
+        before, after, used = self.num_rows, len(history), self.used
         self.slots[:after, :used] = self.slots[history, :used]
         self.slots[after:before, :used] = 0
-        self._used = used if after else 0
         self.seqlens[:after] = self.seqlens[history]
         fresh = places < 0
         self._own[:after] = self._own[places]
@@ -198,12 +199,13 @@ class BlockTables:
         self._given[:after] = np.where(fresh, self.seqlens[:after] // self.block_size, self._given[places])
         self.sizes = sizes
         self._describe_rows()
+        self.used = self.longest
 
     def _clear_ahead(self) -> None:
         # What was reserved and not used: entries that mean nothing name block 0, whose numbers are finite.
         if self._ahead or self._scattered:
             rows = slice(0, self.num_rows)
-            self.slots[rows, : self._used][np.arange(self._used) >= self.seqlens[rows, None]] = 0
+            self.slots[rows, : self.used][np.arange(self.used) >= self.seqlens[rows, None]] = 0
             self._ahead = self._scattered = False
 
     def _describe_rows(self) -> None:
@@ -237,7 +239,7 @@ class BlockTables:
             rows = self.num_rows
             self._next[:rows] += 1
             self.slots[self._every[:rows], self.seqlens[:rows]] = self._next[:rows]
-            self._used = max(self._used, self.longest + 1)
+            self.used = max(self.used, self.longest + 1)
             self._steps_left = steps - 1
         else:
             self._fill(first, num_tokens, counts)
@@ -264,7 +266,7 @@ class BlockTables:
         ahead = position - column * self.block_size
         slots = self._own[row, column] * self.block_size + ahead
         self.slots[row, position] = slots
-        self._used = max(self._used, int(until.max(initial=0)))
+        self.used = max(self.used, int(until.max(initial=0)))
         if counts is None and num_tokens == 1 and end > begin:
             # What follows in all these blocks needs no looking up.
             self._next[begin:end] = slots
@@ -313,7 +315,7 @@ class BlockTables:
         self.settle()
         rows = slice(self.row_of(first), self.num_rows)
         self.pool.give_back(np.array(self.group_keys[first:], np.int32))
-        self.slots[rows, : self._used] = 0
+        self.slots[rows, : self.used] = 0
         self.seqlens[rows] = 0
         self._own[rows] = 0
         self._given[rows] = 0
@@ -331,6 +333,7 @@ class BlockTables:
         slots = taken[first[source] + position // self.block_size] * self.block_size + position % self.block_size
         self.source_slots[keys[source], position] = slots
         self.source_seqlens[keys] = lengths
+        self.longest_source = max(self.longest_source, int(lengths.max(initial=0)))
         for group in groups:
             self.has_source[group] = True
         self.sources_changed = True

@@ -27,9 +27,11 @@ class KVCache:
     stem of their hypotheses) and the source of a group are stored once.
 
     A step, which the stacks do by themselves when they are given `cache=`: `reserve` the slots of the next tokens, run
-    the layers, which write their keys and values, `advance` the lengths. All bookkeeping is on the host; a GPU gets the
-    tables by one upload a step, into tensors that keep their addresses, and is never waited for. A compiled step holds
-    the tensors' part alone: call `reserve` before each.
+    the layers, which write their keys and values, `advance` the lengths. All bookkeeping is on the host; a GPU gets
+    what is new in the tables by one upload a step, into tensors that keep their addresses, and is never waited for. The
+    layers see as many columns of the tables as the longest row and the longest source need, in whole blocks. A compiled
+    step, and one that a CUDA graph records, is run again when rows are longer: it sees all columns, and holds the
+    tensors' part alone: call `reserve` before each.
 
     Args:
         num_layers, num_kv_heads, head_dim: of the decoder.
@@ -102,8 +104,9 @@ class KVCache:
         self.k[:, 0] = 0
         self.v[:, 0] = 0
         self._on_device = DeviceTables(max_rows, max_seqlen, max_source_seqlen, num_blocks, size, self.k.device)
-        self._tables = self._on_device.host
+        self._tables, self._is_cuda = self._on_device.host, self.k.is_cuda
         self._shared = None
+        self._cut_at: tuple[tuple[int, ...], tuple[Tensor, ...]] | None = None
 
     # What there is.
 
@@ -212,30 +215,48 @@ class KVCache:
 
     def __getitem__(self, layer: int) -> LayerCache:
         """The part of one layer. What is appended to it must have been reserved."""
-        if torch.compiler.is_compiling():
-            step = self._all_layers()
+        if torch.compiler.is_compiling() or (self._is_cuda and torch.cuda.is_current_stream_capturing()):
+            step = self._all_layers(*self._cut(self._rows(), self.max_seqlen, self.max_source_seqlen))
         else:
             # What the layers have in common is found once a step.
             self._tables.settle()
             if self._shared is None or self._shared[0] != self._tables.version:
-                self._shared = (self._tables.version, self._all_layers())
+                self._shared = (self._tables.version, self._all_layers(*self._used_tables()))
             step = self._shared[1]
         k, v, cross = self.k[layer], self.v[layer], step.cross_attention
         return LayerCache(replace(step.self_attention, k=k, v=v), None if cross is None else replace(cross, k=k, v=v))
 
-    def _all_layers(self) -> LayerCache:
-        packed_slots, keys = self._packed or (None, None)
-        first, reserved = self.length_bound == 0, self._tables.reserved
+    def _used_tables(self) -> tuple[Tensor, ...]:
+        # In whole blocks, so that they are cut anew once a block.
+        size = self._block_size
+        longest = blocks_of(self.length_bound + self._tables.reserved, size) * size
+        longest_source = blocks_of(self._tables.longest_source, size) * size
+        rows = self._rows()
+        cut = (rows.start, rows.stop, longest, longest_source)
+        if self._cut_at is None or self._cut_at[0] != cut:
+            self._cut_at = cut, self._cut(rows, longest, longest_source)
+        return self._cut_at[1]
+
+    def _cut(self, rows: slice, width: int, source_width: int) -> tuple[Tensor, ...]:
+        tables = self._on_device
+        return (
+            tables.slots[rows, :width],
+            tables.seqlens[rows],
+            tables.keys[rows],
+            tables.source_slots[:, :source_width],
+        )
+
+    def _all_layers(self, slots: Tensor, seqlens: Tensor, keys: Tensor, source_slots: Tensor) -> LayerCache:
+        self._upload()
+        packed_slots, keys = self._packed or (None, keys)
+        is_empty, reserved = self.length_bound == 0, self._tables.reserved
         own = AttentionCache(
-            self.k, self.v, self.slot_table, self.seqlens, None, reserved, is_empty=first, packed_slots=packed_slots
+            self.k, self.v, slots, seqlens, None, reserved, is_empty=is_empty, packed_slots=packed_slots
         )
         if not self.has_memory:
             return LayerCache(own)
-        tables = self._on_device
-        keys = tables.keys[self._rows()] if keys is None else keys
-        return LayerCache(
-            own, AttentionCache(self.k, self.v, tables.source_slots, tables.source_seqlens, keys, is_static=True)
-        )
+        source_seqlens = self._on_device.source_seqlens
+        return LayerCache(own, AttentionCache(self.k, self.v, source_slots, source_seqlens, keys, is_static=True))
 
     # Groups come and go.
 
@@ -320,7 +341,7 @@ class KVCache:
                 raise ValueError("expected KVCache.reserve before each compiled step, for all its tokens")
             return
         counts = None if seqlens is None else host_lengths(seqlens)
-        tables.reserve(self._first, num_tokens, counts)
+        self._on_device.reserve(self._first, num_tokens, counts)
         self._packed = None
         if counts is not None:
             begin = tables.row_of(self._first)

@@ -7,7 +7,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from fastformer.nn.blocks import BlockTables
+from fastformer.nn.block_pool import Ints
+from fastformer.nn.blocks import BlockTables, spread
 
 
 class DeviceTables:
@@ -34,12 +35,13 @@ class DeviceTables:
         ends = BlockTables.ends(max_rows, max_seqlen, max_source_seqlen)
         self._memory = torch.zeros(ends[-1], dtype=torch.int32)
         self._sent = self._memory if self.is_host(device) else torch.zeros_like(self._memory, device=device)
-        self._sources_begin = ends[2]
         parts = self._sent.tensor_split(ends[:-1])
         self.seqlens, self.keys, slots, self.source_seqlens, sources = parts
         self.slots, self.source_slots = slots.view(max_rows, max_seqlen), sources.view(max_rows, max_source_seqlen)
         memory = self._memory.numpy()
         self.host = BlockTables(max_rows, max_seqlen, max_source_seqlen, num_blocks, block_size, memory)
+        # The rows and columns of each table outside of which the device has zeros.
+        self._slots_sent = self._sources_sent = (0, 0)
 
     @staticmethod
     def is_host(device: torch.device) -> bool:
@@ -52,14 +54,40 @@ class DeviceTables:
         host.settle()
         if self._sent is self._memory:
             return
-        if host.rows_changed or (slots and host.slots_changed):
-            self._copy(0, 2 * host.max_rows + host.num_rows * host.max_seqlen)
-            host.rows_changed = host.slots_changed = False
+        if host.rows_changed:
+            rows = host.num_rows
+            self._copy(self._sent[: host.max_rows + rows], self._memory[: host.max_rows + rows])
+            host.rows_changed = False
+        if slots and host.slots_changed:
+            self._slots_sent = self._send(self.slots, host.slots, (host.num_rows, host.used), self._slots_sent)
+            host.slots_changed = False
         if host.sources_changed:
-            self._copy(self._sources_begin, len(self._memory))
+            self._copy(self.source_seqlens, torch.from_numpy(host.source_seqlens))
+            used = max(host.group_keys, default=-1) + 1, host.longest_source
+            self._sources_sent = self._send(self.source_slots, host.source_slots, used, self._sources_sent)
             host.sources_changed = False
 
-    def advance(self, first: int, num_tokens: int, counts: npt.NDArray[np.int32] | None) -> None:
+    def reserve(self, first: int, num_tokens: int, counts: Ints | None) -> None:
+        """`BlockTables.reserve`. Where nothing else has changed, the device is sent the new entries alone."""
+        host = self.host
+        if self._sent is self._memory:
+            host.reserve(first, num_tokens, counts)
+            return
+        host.settle()
+        current, version = not host.slots_changed, host.version
+        host.reserve(first, num_tokens, counts)
+        if not current or host.version == version:
+            return
+        begin, rows = host.row_of(first), host.num_rows
+        row, ahead = spread(np.full(rows - begin, num_tokens, np.int32) if counts is None else counts)
+        row += begin
+        position = host.seqlens[row] + ahead
+        entries = self.place(np.stack((row * host.max_seqlen + position, host.slots[row, position])))
+        self.slots.view(-1).index_copy_(0, entries[0], entries[1].int())
+        self._slots_sent = max(rows, self._slots_sent[0]), max(host.used, self._slots_sent[1])
+        host.slots_changed = False
+
+    def advance(self, first: int, num_tokens: int, counts: Ints | None) -> None:
         """`BlockTables.advance`. Where a step ends and nothing else has changed, the device counts along: no upload."""
         current = not self.host.rows_changed
         self.host.advance(first, num_tokens, counts)
@@ -71,8 +99,15 @@ class DeviceTables:
         """Any other array of the host on the device."""
         return self._staged(torch.from_numpy(array)).to(self._sent.device, non_blocking=True)
 
-    def _copy(self, begin: int, end: int) -> None:
-        self._sent[begin:end].copy_(self._staged(self._memory[begin:end]), non_blocking=True)
+    def _send(self, table: Tensor, of_host: Ints, used: tuple[int, int], sent: tuple[int, int]) -> tuple[int, int]:
+        # The rows and columns that are used, and zeros for what is on the device beside them; gives what is there now.
+        rows, width = np.maximum(used, sent).tolist()
+        if rows and width:
+            self._copy(table[:rows, :width], torch.from_numpy(of_host[:rows, :width]))
+        return used
+
+    def _copy(self, target: Tensor, source: Tensor) -> None:
+        target.copy_(self._staged(source.contiguous()), non_blocking=True)
 
     def _staged(self, tensor: Tensor) -> Tensor:
         # A pinned copy, so that the host may go on writing while the upload is under way: torch gives the copy's memory

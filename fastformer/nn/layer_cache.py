@@ -22,7 +22,8 @@ class AttentionCache:
 
     Attributes:
         k, v: (num_blocks, block_size, num_kv_heads, head_dim).
-        slot_table: (rows, max_seqlen) int32, which token of `k.flatten(0, 1)` each position of a row is.
+        slot_table: (rows, width) int32, which token of `k.flatten(0, 1)` each position of a row is; as wide as the
+            longest row with what is reserved, in whole blocks, or as there is room for.
         seqlens: (rows,) int32, how much of each row is filled.
         batch_index: of cross-attention, int32: the table's row that each query row (or packed query token) reads.
         reserved: the next tokens that every row has slots for.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
 import pytest
 import torch
 
@@ -123,8 +124,14 @@ class Oracle:
             for row, table in zip(rows, cache.slot_table, strict=True):
                 held = table[: len(row.tokens)].long()
                 assert k[held].tolist() == row.tokens and v[held].tolist() == [-token for token in row.tokens]
+            own, cross = cache[layer].self_attention, cache[layer].cross_attention
+            # Views of the same memory, as wide as the rows need: what is behind that is not read.
+            width = min(SEQLEN, -(-(cache.length_bound + own.reserved) // SIZE) * SIZE)
+            assert torch.equal(own.slot_table, cache.slot_table[:, :width])
+            assert own.slot_table.data_ptr() == cache.slot_table.data_ptr() or not width * len(rows)
             if rows and cache.has_memory:
-                cross = cache[layer].cross_attention
+                longest = max(len(source) for source in self.sources)
+                assert cross.slot_table.shape[1] == min(SOURCE, -(-longest // SIZE) * SIZE)
                 wanted = [source for group, source in zip(self.groups, self.sources, strict=True) for _ in group]
                 for key, source in zip(cross.batch_index.tolist(), wanted, strict=True):
                     assert cross.seqlens[key] == len(source)
@@ -420,7 +427,7 @@ def test_nothing_moves_and_nothing_is_allocated_in_a_step():
 
 
 def test_the_device_has_what_the_host_has(monkeypatch):
-    """With tables of its own, as on a GPU, the device lacks nothing at any look, and a step is one upload."""
+    """With tables of its own, as on a GPU, the device lacks nothing at any look, and a step is one small upload."""
     monkeypatch.setattr(DeviceTables, "is_host", staticmethod(lambda device: False))
     cache, oracle = (cache := new_cache()), Oracle(cache)
     rng = random.Random(5)
@@ -429,18 +436,34 @@ def test_the_device_has_what_the_host_has(monkeypatch):
         choices = ["append"] * 6 + ["reorder"] * 4 + ["resize", "add", "add", "release", "rewind"]
         step_randomly(oracle, "release" if longest > SEQLEN - 6 else rng.choice(choices), rng)
         oracle.check(swept=False)
+        rows, tables = slice(0, cache.num_rows), cache._on_device
+        assert np.array_equal(cache.slot_table.numpy(), tables.host.slots[rows])
+        assert np.array_equal(tables.source_slots.numpy(), tables.host.source_slots)
     oracle.release(list(range(cache.num_groups)))
     oracle.add(2, 2)
     oracle.set_memory([2, 3])
     oracle.append(6)
     uploads = []
-    copied = cache._on_device._copy
+    staged = DeviceTables._staged
 
-    def counted(*span):
-        uploads.append(span)
-        copied(*span)
+    def counted(self, tensor):
+        uploads.append(tensor.numel())
+        return staged(self, tensor)
 
-    monkeypatch.setattr(cache._on_device, "_copy", counted)
+    monkeypatch.setattr(DeviceTables, "_staged", counted)
+    for _ in range(4):  # which begins a block
+        assert cache.positions(1).flatten().tolist() == cache.lengths * 2
+        cache.reserve(1)
+        assert cache[0].cross_attention is not None and cache[1].self_attention.reserved == 1
+        cache.advance(1)
+        assert np.array_equal(cache.slot_table.numpy(), cache._on_device.host.slots[:4])
+    assert uploads == [4 * 2] * 4  # of each row: where, and which slot
+    cache.reserve(2)
+    cache.advance(1)
+    assert np.array_equal(cache.slot_table.numpy(), cache._on_device.host.slots[:4])
+    assert uploads[4:] == [4 * 2 * 2]
+    cache.reorder([[1, 0], [0, 0]])
+    uploads.clear()
     for _ in range(3):
         assert cache.positions(1).flatten().tolist() == cache.lengths * 2
         cache.reserve(1)
@@ -449,7 +472,20 @@ def test_the_device_has_what_the_host_has(monkeypatch):
         cache.advance(1)
         assert cache.seqlens.tolist() == [cache.lengths[0]] * 4
         cache.reorder([[1, 0], [0, 0]])
-    assert len(uploads) == 3
+    assert len(uploads) == 3 and max(uploads) == 4 * 14
+    # Who comes, with its source, costs what is in use, not what there is room for.
+    uploads.clear()
+    oracle.cache.add(1, 1)
+    cache.set_memory([torch.zeros(1, 2, 1, 1)] * LAYERS, [torch.zeros(1, 2, 1, 1)] * LAYERS, [2])
+    cache.reserve(1)
+    assert cache[0].cross_attention is not None
+    assert max(uploads) <= 5 * 15
+    for _ in range(3):
+        cache.reserve(1)
+        cache.advance(1)
+    cache.reset()
+    cache.add(2, 2)  # where those who left had entries, there are none
+    assert (cache.slot_table == 0).all()
 
 
 def test_a_device_without_values_is_never_asked():
@@ -466,8 +502,8 @@ def test_a_device_without_values_is_never_asked():
     cache.reserve(1)
     part = cache[1]
     own, cross = part.self_attention, part.cross_attention
-    assert own.slot_table.shape == (4, SEQLEN) and own.seqlens.shape == cross.batch_index.shape == (4,)
-    assert cross.slot_table.shape == (ROWS, SOURCE) and cache.positions(1).shape == (4, 1)
+    assert own.slot_table.shape == (4, SIZE) and own.seqlens.shape == cross.batch_index.shape == (4,)
+    assert cross.slot_table.shape == (ROWS, SIZE) and cache.positions(1).shape == (4, 1)
     assert all(x.is_meta for x in (own.k, own.slot_table, own.seqlens, cross.batch_index, cross.slot_table))
     cache.advance(1)
     cache.release([0])
