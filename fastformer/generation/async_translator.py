@@ -239,7 +239,7 @@ class AsyncTranslator:
         while True:
             with self._changed:
                 self._waiting = len(scheduler.waiting)
-                while self._parked and (self._has_room() or self._is_cancelling):
+                while self._parked and self._has_room():
                     self._inbox.append(self._parked.popleft())
                 arrived = list(self._inbox)
                 self._jobs |= {job.request: job for job in arrived}

@@ -72,7 +72,7 @@ def rounded(answer):
 
 def play(task: Coroutine[Any, Any, T]) -> T:
     """asyncio.run, and an error where nothing comes about any more."""
-    return asyncio.run(asyncio.wait_for(task, 60))
+    return asyncio.run(asyncio.wait_for(task, 20))
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -545,7 +545,7 @@ def test_a_loop_that_is_closed_with_its_tasks_holds_nobody_up(translator) -> Non
         await until(lambda: len(front._parked) == 2)
 
     loop = asyncio.new_event_loop()
-    loop.run_until_complete(asyncio.wait_for(leaves(), 60))
+    loop.run_until_complete(asyncio.wait_for(leaves(), 20))
     loop.close()  # its tasks aren't cancelled, and held by somebody
 
     async def comes() -> str:
@@ -610,6 +610,30 @@ def test_max_time_counts_while_a_task_waits_for_a_place(translator) -> None:
             assert engine.entered == 1 and len(front._parked) == 1 and not patient.done()
             engine.gate.release(MANY)
             assert [await first, await patient] == [translator.translate(t, **FEW) for t in "ad"]
+
+    play(main())
+
+
+def test_who_has_found_a_place_is_ended_by_the_scheduler(translator) -> None:
+    async def main() -> None:
+        errors: list[object] = []
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: errors.append(context))
+        front = AsyncTranslator(translator, max_waiting=1)
+        engine = watched(front)
+        engine.gate = threading.Semaphore(0)
+        async with front:
+            first = asyncio.create_task(front.translate("a", **FEW))
+            await until(lambda: front._waiting == 1)
+            second = asyncio.create_task(front.translate("b", max_time=0.1, **FEW))
+            await until(lambda: len(front._parked) == 1)
+            engine.gate.release()
+            await until(lambda: not front._parked)
+            await asyncio.sleep(0.12)
+            assert not second.done()
+            engine.gate.release(MANY)
+            assert await first == translator.translate("a", **FEW)
+            assert len(await second) <= 1
+        assert errors == []
 
     play(main())
 

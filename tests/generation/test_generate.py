@@ -291,6 +291,7 @@ def test_what_does_not_fit(model, gpt) -> None:
     with pytest.raises(ValueError, match="max_new_tokens of at most 8 behind a prompt of 120, for .* max_len is 128"):
         generate(gpt, torch.full((1, 120), 5), max_new_tokens=9)
     assert generate(gpt, torch.full((1, 120), 5), max_new_tokens=8, min_new_tokens=8).shape == (1, 128)
+    assert generate(model, [[5] * 128], max_new_tokens=2).shape[0] == 1
     assert generate(model, [[5, 6]], min_new_tokens=120).shape[1] == 120  # more than the default limit
 
 

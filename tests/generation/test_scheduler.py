@@ -478,8 +478,8 @@ def test_the_queue_is_looked_through_while_somebody_has_a_deadline(clock, few_ex
         return is_late(request, now)
 
     monkeypatch.setattr(Request, "is_late", noted)
-    engine = MeteredEngine(3, vocab=VOCAB, eos=-9.0)
-    requests = [ask(0, greedy(9)), ask(1, greedy(9), max_time=10.0), ask(2, greedy(9))]
+    engine = MeteredEngine(9, vocab=VOCAB, eos=-9.0)
+    requests = [ask(i, greedy(9), max_time=10.0 if i == 1 else None) for i in range(9)]
     scheduler = Scheduler(engine, max_rows=4, max_bytes=12)
     scheduler.submit(requests)
     while requests[1] not in scheduler.running:
@@ -488,9 +488,10 @@ def test_the_queue_is_looked_through_while_somebody_has_a_deadline(clock, few_ex
         scheduler.step()
     clock.now += 10.0
     assert scheduler.step() == [requests[1]]
+    assert requests[8] in looks and requests[8] in scheduler.waiting
     looks.clear()
     scheduler.step()
-    assert requests[2] in scheduler.waiting and requests[2] not in looks
+    assert requests[8] in scheduler.waiting and requests[8] not in looks
     run(scheduler, [])
     assert all(request.is_done for request in requests)
 
