@@ -17,7 +17,8 @@ class SpecialIds:
     """Which ids mean something by themselves.
 
     Args:
-        pad: fills what a batch has behind shorter sequences. An encoder-decoder model embeds it as the zero vector.
+        pad: fills what a batch has behind shorter sequences. An encoder-decoder model embeds it as the zero vector, so
+            it ends nothing; a call of `generate` may name one id for both.
         eos: ends a sequence: one id, or several, each of which ends what is generated. The first of them is the one
             that is put behind sources, targets and documents.
         unk: what a tokenizer gives for text that it has no token for; None: it has none.

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fastformer.generation.decoders import Model, as_model, device_of, is_decoder_only
 from fastformer.generation.engines import Engine
-from fastformer.generation.inputs import TokenIds, as_batch, as_rows, left_padded, pad, right_padded
+from fastformer.generation.inputs import TokenIds, as_inputs, as_rows, left_padded, pad
 from fastformer.generation.processors import Processor
 from fastformer.generation.request_maker import RequestMaker
 from fastformer.generation.requests import Request
@@ -95,7 +95,9 @@ def generate(
         input_ids: (batch, seqlen) integers, padded on either side, as a tensor or an array; (seqlen,) is a batch of
             one. Or a list of ids, or a list of such lists, which may differ in length. They are moved to the model's
             device.
-        attention_mask: (batch, seqlen), 1 = keep, 0 = padding; None: ids equal to pad_token_id are padding.
+        attention_mask: (batch, seqlen), 1 = keep, 0 = padding. None: ids equal to pad_token_id are padding in a tensor
+            or an array. A lone list, and lists that differ in length, are taken as they are; several lists of one
+            length may have been padded by hand, so that ids equal to pad_token_id are padding at their ends.
         decoder_input_ids: what each output of a model that reads sources begins with, for example the first words of a
             translation: one row, or a list, for each input, in the forms of input_ids; the start token may stand in
             front. The outputs hold them, while lengths and scores count new tokens.
@@ -123,7 +125,8 @@ def generate(
         logits_processor: functions of (input_ids, scores) that give scores, called in turn after all others for each
             input; see `processors`.
         eos_token_id: the ids that end a row; None: the model's.
-        pad_token_id: of inputs and outputs; None: the model's.
+        pad_token_id: of inputs and outputs; None: the model's. It may be one that ends a row, as is usual with GPT-2:
+            then it fills the outputs, and without an attention_mask nothing in input_ids is padding.
         decoder_start_token_id: what outputs of a model that reads sources begin with, unseen; None: the model's.
         use_cache: False recomputes everything for each token.
         engine: how to decode, one of `engines.ENGINES`; None: the fastest that can.
@@ -173,7 +176,8 @@ def generate(
     maker = RequestMaker(decoder, settings, log_probs=return_dict_in_generate)
     with torch.inference_mode():
         pad_id = maker.ids.pad
-        inputs, layout = right_padded(as_batch(input_ids, pad_id, device), attention_mask, pad_id)
+        marks = maker.ids.marks_padding
+        inputs, layout = as_inputs(input_ids, attention_mask, pad_id, device, marks_padding=marks)
         rows = [row[:length] for row, length in zip(inputs.tolist(), layout.seqlens.tolist(), strict=True)]
         prefixes = _prefixes(decoder_input_ids, len(rows), decoder, maker)
         width = inputs.shape[1]
@@ -219,7 +223,8 @@ def _prefixes(decoder_input_ids: TokenIds | None, count: int, model: Model, make
         return [[] for _ in range(count)]
     if is_decoder_only(model):
         raise ValueError(f"expected no decoder_input_ids for {type(model).__name__}: its input_ids are the beginning")
-    prefixes = as_rows(decoder_input_ids, maker.ids.pad, maker.ids.start, "decoder_input_ids")
+    pad_id = maker.ids.pad if maker.ids.marks_padding else None
+    prefixes = as_rows(decoder_input_ids, pad_id, maker.ids.start, "decoder_input_ids")
     if len(prefixes) != count:
         raise ValueError(f"expected decoder_input_ids of {count} rows, as input_ids have, got {len(prefixes)}")
     return prefixes

@@ -66,12 +66,12 @@ def _lists(ids: Any, name: str) -> list[list[int]]:
     return found
 
 
-def as_rows(ids: Any, pad_id: int, start_id: int, name: str) -> list[list[int]]:
+def as_rows(ids: Any, pad_id: int | None, start_id: int, name: str) -> list[list[int]]:
     """Ids of several beginnings as lists, without the padding of a tensor and without a start token in front.
 
     Args:
         ids: as `as_batch` takes them; a list may be empty.
-        pad_id: what a tensor or an array has around shorter rows.
+        pad_id: what a tensor or an array has around shorter rows; None: all its ids are tokens.
         start_id: of a decoder.
         name: of the argument, for messages.
 
@@ -80,7 +80,7 @@ def as_rows(ids: Any, pad_id: int, start_id: int, name: str) -> list[list[int]]:
     """
     rows: list[list[int]]
     if isinstance(ids, Tensor) or hasattr(ids, "__array__"):
-        rows = as_batch(ids, pad_id, torch.device("cpu"), name).tolist()
+        rows = as_batch(ids, 0, torch.device("cpu"), name).tolist()
         for row in rows:
             while row and row[-1] == pad_id:
                 row.pop()
@@ -101,31 +101,60 @@ def pad(sequences: Sequence[Sequence[int]], pad_id: int = 0) -> Tensor:
     return torch.tensor([[*row, *[pad_id] * (width - len(row))] for row in sequences], dtype=torch.long)
 
 
-def right_padded(ids: Tensor, attention_mask: Any, pad_id: int) -> tuple[Tensor, SequenceLayout]:
-    """The ids with their padding moved to the right, and their layout.
+def as_inputs(
+    ids: Any, attention_mask: Any, pad_id: int, device: torch.device, *, marks_padding: bool = True
+) -> tuple[Tensor, SequenceLayout]:
+    """Ids as a batch with its padding on the right, and their layout.
+
+    Without a mask, ids equal to pad_id are padding in a tensor or an array. A list knows its length: a lone one, and
+    lists that differ in length, are taken as they are. Several of one length may have been padded by hand: ids equal to
+    pad_id are padding at their ends, and tokens further in.
+
+    Args:
+        ids: as `as_batch` takes them.
+        attention_mask: of their shape (as padded on the right where they differ in length), 1 = keep, 0 = padding.
+        pad_id: of padding.
+        device: where the batch goes.
+        marks_padding: False: ids equal to pad_id are tokens, as where it is also what ends a sequence.
 
     Raises:
-        ValueError: a mask of another shape or other values, or an input with nothing to keep.
+        ValueError: see `as_batch`; a mask of another shape or other values, an input with nothing to keep.
     """
-    if attention_mask is None:
-        keep = ids != pad_id
+    rows: list[list[int]] | None = None
+    if not isinstance(ids, Tensor) and not hasattr(ids, "__array__"):
+        rows = _lists(ids, "input_ids")
+        ids = pad(rows, pad_id)
+    batch = as_batch(ids, pad_id, device)
+    lengths = [batch.shape[1]] * len(batch) if rows is None else [len(row) for row in rows]
+    if attention_mask is not None:
+        keep = _kept(batch, attention_mask)
+    elif marks_padding and rows is None:
+        keep = batch != pad_id
+    elif marks_padding and len(lengths) > 1 and len(set(lengths)) == 1:
+        real = batch != pad_id
+        keep = (real.cumsum(1) > 0) & (real.flip(1).cumsum(1).flip(1) > 0)
     else:
-        try:
-            mask = torch.as_tensor(attention_mask, device=ids.device)
-        except (TypeError, ValueError, RuntimeError) as error:
-            raise ValueError(f"expected attention_mask as a tensor of 0 and 1, got {attention_mask!r:.60}") from error
-        if not bool(((mask == 0) | (mask == 1)).all()):
-            raise ValueError("expected attention_mask to hold 0 (padding) and 1 (keep), got other values")
-        keep = mask.bool()
-        keep = keep[None] if keep.dim() == 1 else keep
-        if keep.shape != ids.shape:
-            raise ValueError(f"expected attention_mask of input_ids' shape {tuple(ids.shape)}, got {tuple(keep.shape)}")
+        keep = torch.arange(batch.shape[1], device=device) < torch.tensor(lengths, device=device)[:, None]
     seqlens = keep.sum(1)
     if bool((seqlens == 0).any()):
         raise ValueError("expected at least one token in each input, got an empty one")
     order = (~keep).long().argsort(dim=1, stable=True)
     width = int(seqlens.max())
-    return ids.gather(1, order)[:, :width], SequenceLayout.padded(seqlens, width)
+    return batch.gather(1, order)[:, :width], SequenceLayout.padded(seqlens, width)
+
+
+def _kept(ids: Tensor, attention_mask: Any) -> Tensor:
+    try:
+        mask = torch.as_tensor(attention_mask, device=ids.device)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(f"expected attention_mask as a tensor of 0 and 1, got {attention_mask!r:.60}") from error
+    if not bool(((mask == 0) | (mask == 1)).all()):
+        raise ValueError("expected attention_mask to hold 0 (padding) and 1 (keep), got other values")
+    keep = mask.bool()
+    keep = keep[None] if keep.dim() == 1 else keep
+    if keep.shape != ids.shape:
+        raise ValueError(f"expected attention_mask of input_ids' shape {tuple(ids.shape)}, got {tuple(keep.shape)}")
+    return keep
 
 
 def left_padded(ids: Tensor, layout: SequenceLayout, pad_id: int) -> Tensor:

@@ -33,6 +33,25 @@ class CheckedInput(NamedTuple):
     limit: int
 
 
+class DecodingIds(NamedTuple):
+    """The ids that mean something to a search.
+
+    Attributes:
+        pad: fills outputs behind their end.
+        eos: each of them ends a row.
+        start: what the outputs of a model that reads sources begin with, unseen.
+    """
+
+    pad: int
+    eos: tuple[int, ...]
+    start: int
+
+    @property
+    def marks_padding(self) -> bool:
+        """Whether pad in an input says that it is padding: not where it may be the end of a sequence."""
+        return self.pad not in self.eos
+
+
 class RequestMaker:
     """Makes the requests of one model and one set of settings.
 
@@ -146,16 +165,21 @@ class RequestMaker:
         )
 
 
-def special_ids(model: Model, settings: GenerationSettings) -> SpecialIds:
+def special_ids(model: Model, settings: GenerationSettings) -> DecodingIds:
     """The model's special ids, or those that the settings name instead."""
     own = SpecialIds.of(model.config)
     pad_id = own.pad if settings.pad_token_id is None else settings.pad_token_id
     eos = settings.eos_token_id
     ends = own.eos if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
     start = own.start if settings.decoder_start_token_id is None else settings.decoder_start_token_id
-    if pad_id in ends:
-        raise ValueError(f"expected two ids for eos_token_id and pad_token_id, got {pad_id} for both")
-    return SpecialIds(pad_id, ends, None, start)
+    if len(set(ends)) < len(ends):
+        raise ValueError(f"expected different ids of eos, got {list(ends)}")
+    if settings.pad_token_id is None and pad_id in ends:
+        raise ValueError(
+            f"expected two ids for eos_token_id and pad_token_id, got {pad_id} for both, which is the model's pad: "
+            f"with pad_token_id={pad_id} too, nothing in an input is padding unless an attention_mask says so"
+        )
+    return DecodingIds(pad_id, ends, start)
 
 
 def most_new_tokens(

@@ -207,8 +207,6 @@ class GenerationSettings:
 
     def _check_combinations(self) -> None:
         beams, returned = self.num_beams, self.num_return_sequences
-        if isinstance(self.eos_token_id, tuple) and self.pad_token_id in self.eos_token_id:
-            raise ValueError(f"expected two ids for eos_token_id and pad_token_id, got {self.pad_token_id} for both")
         if self.engine is not None and not self.use_cache:
             raise ValueError(f"expected engine or use_cache=False, got both: engine={self.engine!r}")
         if self.max_new_tokens is not None and self.min_new_tokens > self.max_new_tokens:

@@ -332,7 +332,7 @@ def test_the_models_own_ids_are_honoured(others, kind) -> None:
     [
         ({"eos_token_id": [1, 40]}, "expected eos_token_id from 0 to 39, as the model's vocabulary has, got 40"),
         ({"eos_token_id": 0}, "expected two ids for eos_token_id and pad_token_id, got 0 for both"),
-        ({"pad_token_id": 1}, "expected two ids for eos_token_id and pad_token_id, got 1 for both"),
+        ({"eos_token_id": [5, 0]}, "got 0 for both, which is the model's pad: with pad_token_id=0 too, nothing in an"),
         ({"eos_token_id": [6, 6]}, r"expected different ids of eos, got \[6, 6\]"),
         ({"decoder_start_token_id": 40}, "expected decoder_start_token_id from 0 to 39"),
         ({"forced_bos_token_id": -1}, "expected forced_bos_token_id from 0 to 39, .* got -1"),
@@ -346,6 +346,37 @@ def test_the_models_own_ids_are_honoured(others, kind) -> None:
 def test_errors(model, options, message) -> None:
     with pytest.raises(ValueError, match=message):
         generate(model, mixed_sources(2), max_new_tokens=3, **options)
+
+
+def test_one_id_may_end_a_row_and_fill_it(any_model) -> None:
+    sources = [[5, 1, 6], [7, 8], [9, 10, 11, 1]]  # 1, the model's eos, is a token of theirs
+    plain = generate(any_model, sources, max_new_tokens=12)
+    width = 4 if isinstance(any_model, GPT) else 0
+    eos = plain[0, width + 3].item()
+    apart = generate(any_model, sources, eos_token_id=eos, max_new_tokens=12)
+    found = generate(any_model, sources, eos_token_id=eos, pad_token_id=eos, max_new_tokens=12)
+    assert (apart == eos).any()
+    ends = (apart[:, width:] == eos).int().argmax(1)
+    for row, other, end in zip(found.tolist(), apart.tolist(), ends.tolist(), strict=True):
+        end = end + width if eos in other[width:] else len(other) - 1
+        assert row[width : end + 1] == other[width : end + 1] and set(row[end + 1 :]) <= {eos}
+    # Of a tensor nothing is padding, not even at its end, unless a mask says so.
+    batch = torch.tensor([[5, eos, 6, eos]])
+    options = {"pad_token_id": eos, "eos_token_id": eos, "max_new_tokens": 5, "return_dict_in_generate": True}
+    whole = generate(any_model, batch, **options)
+    for ids, mask in ((batch.tolist(), None), (batch, torch.ones(1, 4))):
+        same = generate(any_model, ids, attention_mask=mask, **options)
+        assert torch.equal(same.sequences, whole.sequences) and torch.equal(same.scores, whole.scores)
+    masked = generate(any_model, batch, attention_mask=torch.tensor([[1, 1, 1, 0]]), **options)
+    short = generate(any_model, [[5, eos, 6]], **options)
+    assert torch.equal(masked.scores, short.scores) and not torch.equal(masked.scores, whole.scores)
+
+
+def test_a_beginning_may_hold_what_fills_and_ends(reader) -> None:
+    options = {"eos_token_id": 6, "pad_token_id": 6, "max_new_tokens": 3}
+    for form in (torch.tensor([[5, 6]]), [[5, 6]]):
+        out = generate(reader, [[7, 8]], decoder_input_ids=form, **options)
+        assert out[0, :2].tolist() == [5, 6] and out.shape[1] > 2
 
 
 # Scores, several hypotheses, and who else is there.

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from fastformer.generation.inputs import as_batch, right_padded
+from fastformer.generation.inputs import as_batch, as_inputs
 from fastformer.generation.settings import GenerationSettings
 
 
@@ -41,7 +41,6 @@ from fastformer.generation.settings import GenerationSettings
         ({"min_new_tokens": 5, "max_new_tokens": 4}, "min_new_tokens of at most max_new_tokens 4, got 5"),
         ({"min_new_tokens": -1}, "min_new_tokens of at least 0, got -1"),
         ({"no_repeat_ngram_size": -1}, "no_repeat_ngram_size >= 0"),
-        ({"eos_token_id": 0, "pad_token_id": 0}, "expected two ids for eos_token_id and pad_token_id, got 0 for both"),
         ({"seed": 2**64}, r"expected a seed from -2\*\*63 to 2\*\*64 - 1, got 18446744073709551616"),
         ({"seed": 1.5}, "expected seed to be an integer"),
         ({"engine": 3}, "expected engine to be a name, got 3"),
@@ -71,7 +70,6 @@ from fastformer.generation.settings import GenerationSettings
         ({"eos_token_id": [1, 2.0]}, "expected eos_token_id to hold integers, got 2.0"),
         ({"eos_token_id": [1, True]}, "expected eos_token_id to hold integers, got True"),
         ({"eos_token_id": 1.0}, "expected eos_token_id to be a list, got 1.0"),
-        ({"eos_token_id": [4, 5], "pad_token_id": 5}, "expected two ids for eos_token_id and pad_token_id, got 5"),
         ({"pad_token_id": 1.5}, "expected pad_token_id to be an integer, got 1.5"),
         ({"decoder_start_token_id": "0"}, "expected decoder_start_token_id to be an integer, got '0'"),
         ({"forced_bos_token_id": 2.0}, "expected forced_bos_token_id to be an integer, got 2.0"),
@@ -205,7 +203,36 @@ def test_what_is_no_batch_of_ids(ids, message) -> None:
 
 
 def test_empty_inputs_are_found() -> None:
-    empty: tuple[list, ...] = ([], [[]], [[5], []], [[0, 0]])
+    empty: tuple[object, ...] = ([], [[]], [[5], []], [[0, 0], [5, 6]], torch.zeros(1, 2, dtype=torch.long))
     for ids in empty:
         with pytest.raises(ValueError, match="at least one token in each input, got an empty one"):
-            right_padded(as_batch(ids, 0, torch.device("cpu")), None, 0)
+            as_inputs(ids, None, 0, torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("ids", "expected"),
+    [
+        ([5, 0, 6], [[5, 0, 6]]),
+        ([[5, 0, 6]], [[5, 0, 6]]),
+        ([[0, 5, 0]], [[0, 5, 0]]),
+        ([[5, 0, 0], [6], [0, 7]], [[5, 0, 0], [6], [0, 7]]),
+        ([[5, 0, 6], [7, 8]], [[5, 0, 6], [7, 8]]),
+        ([[5, 0, 6], [7, 8, 0], [0, 0, 9]], [[5, 0, 6], [7, 8], [9]]),  # padded by hand
+        (torch.tensor([[5, 0, 6], [7, 8, 0], [0, 0, 9]]), [[5, 6], [7, 8], [9]]),
+        (np.array([[5, 6, 0]]), [[5, 6]]),
+    ],
+    ids=str,
+)
+def test_what_is_padding_without_a_mask(ids, expected) -> None:
+    batch, layout = as_inputs(ids, None, 0, torch.device("cpu"))
+    rows = [row[:length] for row, length in zip(batch.tolist(), layout.seqlens.tolist(), strict=True)]
+    assert rows == expected
+    # Where no id marks padding, what a list or a tensor holds is all there is; a mask has the last word.
+    batch, layout = as_inputs(ids, None, 0, torch.device("cpu"), marks_padding=False)
+    given = ids if isinstance(ids, list) and isinstance(ids[0], list) else np.atleast_2d(np.asarray(ids)).tolist()
+    assert [row[:n] for row, n in zip(batch.tolist(), layout.seqlens.tolist(), strict=True)] == given
+    mask = torch.tensor([[1] * (len(row) - 1) + [0] * (max(map(len, given)) - len(row) + 1) for row in given])
+    mask[:, 0] = 1
+    for marks in (True, False):
+        batch, layout = as_inputs(ids, mask, 0, torch.device("cpu"), marks_padding=marks)
+        assert layout.seqlens.tolist() == [max(1, len(row) - 1) for row in given]
