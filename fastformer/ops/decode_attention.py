@@ -1,6 +1,7 @@
 """Attention of one or a few new queries against a key-value cache, which their own keys and values enter first.
 
-The cache has a fixed size and the lengths live on the device, so a decoding step has fixed shapes and no host sync.
+The cache has a fixed size and the lengths live on the device, so a decoding step needs no host sync, and has fixed
+shapes where its caller hands it whole tables. Where lengths can't be read, all columns of a table cost time.
 Beams that decode one source share the row of its cross-attention cache through cache_batch_idx. Where rows take tokens
 from a common store, slot_table says which, and beams that go on from one history share its tokens.
 """

@@ -676,3 +676,18 @@ def test_malformed_calls(translator) -> None:
                 front.stream("a", return_scores=True)
 
     play(main())
+
+
+def test_the_id_that_ends_may_be_the_one_that_fills(translator) -> None:
+    texts = ["one", "two words", "x" * 20]
+    options = {**FEW, "eos_token_id": [1, 110], "num_beams": 2, "return_scores": True}
+    expected = rounded(translator.translate(texts, **options))
+    for pad in (1, 110):
+        assert rounded(translator.translate(texts, pad_token_id=pad, **options)) == expected
+        assert rounded(list(translator.stream(texts, pad_token_id=pad, **options))) == expected
+
+    async def together() -> list[object]:
+        async with AsyncTranslator(translator) as served:
+            return list(await asyncio.gather(*(served.translate(t, pad_token_id=1, **options) for t in texts)))
+
+    assert rounded(play(together())) == expected

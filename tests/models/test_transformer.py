@@ -341,6 +341,7 @@ def test_no_host_sync_in_training_and_decoding():
             model.decode(tokens[:, :3], None, cache=cache)
             cache.reorder([[1, 0], [1, 1], [1, 0]])
             model.decode(tokens[:, 3:4], None, cache=cache)
+            model.decode(tokens[:, 4:5], None, cache=cache)
 
     work()  # compiles the kernels
     try:

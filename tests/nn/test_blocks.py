@@ -488,6 +488,24 @@ def test_the_device_has_what_the_host_has(monkeypatch):
     assert (cache.slot_table == 0).all()
 
 
+@pytest.mark.parametrize("recorder", ["compiler", "graph"])
+def test_a_step_that_is_run_again_sees_all_columns(recorder, monkeypatch):
+    cache, oracle = (cache := new_cache()), Oracle(cache)
+    oracle.add(2, 2)
+    oracle.set_memory([2, 3])
+    oracle.append(2)
+    cache.reserve(1)
+    assert cache[0].self_attention.slot_table.shape[1] == cache[0].cross_attention.slot_table.shape[1] == SIZE
+    if recorder == "compiler":
+        monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    else:
+        cache._is_cuda = True
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    part = cache[0]
+    assert part.self_attention.slot_table.shape == (4, SEQLEN)
+    assert part.cross_attention.slot_table.shape == (ROWS, SOURCE)
+
+
 def test_a_device_without_values_is_never_asked():
     """On meta nothing can be read back, so this is what holds without a host sync."""
     cache = new_cache(device="meta", dtype=torch.bfloat16)
