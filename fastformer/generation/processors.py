@@ -2,7 +2,8 @@
 
 A processor is called as Hugging Face's are: `processor(input_ids, scores) -> scores`, with the ids that the decoder has
 behind it, (rows, length), its start token or prompt included, and the logits of what may follow, (rows, vocab_size)
-fp32. The rows are those of one request: its beams, or its samples. Theirs work here, and so does any function.
+fp32. The rows are those of one request: its beams, or its samples. Theirs work here, and so does any function. Those of
+this module look at each row alone, and are given the rows of several requests that ask for the same at once.
 
 The logits of a model in 16 bits are rounded to these, while a request without processors chooses among sums that are
 not: of two nearly equal tokens, a processor that changes nothing may see the other one chosen.
@@ -21,6 +22,10 @@ if TYPE_CHECKING:
     from fastformer.generation.settings import GenerationSettings
 
 Processor: TypeAlias = Callable[[Tensor, Tensor], Tensor]
+
+
+class RowWise:
+    """A processor that looks at each row alone; two that are equal do the same."""
 
 
 def make_processors(
@@ -56,7 +61,7 @@ def make_processors(
 
 
 @dataclass(frozen=True)
-class RepetitionPenalty:
+class RepetitionPenalty(RowWise):
     """Divides the positive and multiplies the negative logits of new tokens that were there.
 
     As Keskar et al. 2019, "CTRL", section 4.1.
@@ -73,7 +78,7 @@ class RepetitionPenalty:
 
 
 @dataclass(frozen=True)
-class NoRepeatNgrams:
+class NoRepeatNgrams(RowWise):
     """Forbids each token that would complete an n-gram which the new tokens have already."""
 
     size: int
@@ -91,7 +96,7 @@ class NoRepeatNgrams:
 
 
 @dataclass(frozen=True)
-class BadWords:
+class BadWords(RowWise):
     """Forbids the last token of each of some sequences where the others stand before it."""
 
     sequences: Sequence[Sequence[int]]
@@ -110,7 +115,7 @@ class BadWords:
 
 
 @dataclass(frozen=True)
-class SuppressTokens:
+class SuppressTokens(RowWise):
     """Forbids tokens."""
 
     ids: Sequence[int]
@@ -121,7 +126,7 @@ class SuppressTokens:
 
 
 @dataclass(frozen=True)
-class MinNewTokens:
+class MinNewTokens(RowWise):
     """Forbids the end before so many new tokens."""
 
     count: int
@@ -136,7 +141,7 @@ class MinNewTokens:
 
 
 @dataclass(frozen=True)
-class EndWhereNothingFollows:
+class EndWhereNothingFollows(RowWise):
     """Lets a row end that has nothing else left to say."""
 
     eos: tuple[int, ...]
@@ -150,7 +155,7 @@ class EndWhereNothingFollows:
 
 
 @dataclass(frozen=True)
-class ForcedToken:
+class ForcedToken(RowWise):
     """Allows one token alone where so many ids stand before it."""
 
     token: int

@@ -80,6 +80,11 @@ class Request:
             return self.search.last_tokens()
         return [self.prompt.tokens[-1]] * self.num_rows
 
+    @property
+    def length(self) -> int:
+        """How many ids the decoder has behind it, in each row."""
+        return len(self.prompt.tokens) + self._steps
+
     def history(self) -> list[list[int]]:
         """For each row the ids that the decoder has behind it, the prompt's included."""
         before = list(self.prompt.tokens)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from fastformer.generation.engines.interface import Draw, Engine, Selection
+from fastformer.generation.processors import RowWise
 from fastformer.generation.requests import Request
 
 _PREFILL_TOKENS = 8192  # that one admission reads: its activations are held at once
@@ -215,7 +216,7 @@ class Scheduler:
         running = self.running
         logit_rows: list[int] = []
         draws: list[Draw | None] = []  # for each of them
-        edited: list[tuple[Request, slice]] = []  # which of them are a request's
+        edited: list[tuple[Request, range]] = []  # which of them are a request's
         first, has_draws = 0, False
         for request in running:
             rows = range(first, first + request.num_rows)
@@ -224,7 +225,7 @@ class Scheduler:
             if own is None and not request.processors:
                 continue
             if request.processors:
-                edited.append((request, slice(len(logit_rows), len(logit_rows) + len(rows))))
+                edited.append((request, range(len(logit_rows), len(logit_rows) + len(rows))))
             has_draws = has_draws or own is not None
             logit_rows += rows
             draws += own if own is not None else [None] * len(rows)
@@ -237,18 +238,30 @@ class Scheduler:
         )
 
 
-def _process(edited: Iterable[tuple[Request, slice]], logits: Tensor) -> Tensor:
+def _process(edited: Iterable[tuple[Request, range]], logits: Tensor) -> Tensor:
     """Lets each request's processors edit the logits of its rows, in place."""
-    for request, rows in edited:
-        history = torch.tensor(request.history(), dtype=torch.long, device=logits.device)
+    for _, neighbours in itertools.groupby(edited, key=lambda pair: _kind(pair[0])):
+        alike = list(neighbours)
+        processors = alike[0][0].processors
+        rows = [row for _, own in alike for row in own]  # others that draw may stand between
+        history = [row for request, _ in alike for row in request.history()]
+        input_ids = torch.tensor(history, dtype=torch.long, device=logits.device)
         try:
             scores = logits[rows]
-            for processor in request.processors:
-                scores = _checked(processor(history, scores), scores, processor)
+            for processor in processors:
+                scores = _checked(processor(input_ids, scores), scores, processor)
             logits[rows] = scores
         except Exception as error:  # it is this request's own affair: the others go on
-            request.error = error
+            for request, _ in alike:
+                request.error = error
     return logits
+
+
+def _kind(request: Request) -> tuple[object, ...]:
+    """Requests of one kind are processed together: they ask for the same and are of one length."""
+    if all(isinstance(processor, RowWise) for processor in request.processors):
+        return (request.length, *request.processors)
+    return (id(request),)  # a function of the user's gets the rows of one request
 
 
 def _checked(found: object, scores: Tensor, processor: object) -> Tensor:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import re
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
 
-from fastformer.generation.engines import Draw
+from fastformer.generation.engines import Draw, Prompt
 from fastformer.generation.engines.choice import draw, warp
 from fastformer.generation.processors import (
     BadWords,
@@ -22,8 +23,8 @@ from fastformer.generation.processors import (
     make_processors,
 )
 from fastformer.generation.requests import Request
-from fastformer.generation.scheduler import Scheduler
-from fastformer.generation.search import BeamSearch, RowSearch
+from fastformer.generation.scheduler import Scheduler, run
+from fastformer.generation.search import BeamSearch, RowSearch, Sampling
 from fastformer.generation.settings import GenerationSettings
 from tests.generation.toy import EOS, START, VOCAB, ToyEngine, ask, decode, plain_greedy
 
@@ -258,3 +259,36 @@ def test_one_that_fails_hits_its_own_request_only(processor, kind, message) -> N
     assert isinstance(requests[1].error, kind) and re.search(message, str(requests[1].error))
     with pytest.raises(kind, match=message):
         decode(engine, [ask(0, greedy), ask(1, greedy, processors=[processor])])
+
+
+def test_requests_that_ask_for_the_same_are_processed_at_once(monkeypatch) -> None:
+    # Of three that do, with one between them that only draws, and one that asks for something else.
+    calls: list[tuple[int, ...]] = []
+    plain = MinNewTokens.__call__
+
+    def counted(self, input_ids, scores):
+        calls.append(tuple(scores.shape))
+        return plain(self, input_ids, scores)
+
+    monkeypatch.setattr(MinNewTokens, "__call__", counted)
+
+    def requests() -> list[Request]:
+        kinds = [(4,), (4,), (), (4,), (2,)]
+        eos = frozenset([EOS])
+        return [
+            Request(
+                Prompt([i], [0]),
+                partial(RowSearch, 6, eos, 1, None if kind else Sampling(seed=i)),
+                processors=tuple(MinNewTokens(count, 1, (EOS,)) for count in kind),
+            )
+            for i, kind in enumerate(kinds)
+        ]
+
+    def said(batches: list[list[Request]]) -> list[list[int]]:
+        for batch in batches:
+            run(Scheduler(ToyEngine(5, eos=2.0), max_rows=9, max_bytes=1000), batch)
+        return [request.results[0].tokens for batch in batches for request in batch]
+
+    together = said([requests()])
+    assert calls[:2] == [(3, VOCAB), (1, VOCAB)]
+    assert together == said([[request] for request in requests()])
