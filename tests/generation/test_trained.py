@@ -104,10 +104,11 @@ def test_whoever_else_is_there(trained) -> None:
     while waiting or not scheduler.is_idle:
         for _ in range(min(rng.randrange(4), len(waiting))):
             i, kind = waiting.pop()
-            requests[i, kind] = makers[kind].make(inputs[i])
+            requests[i, kind] = makers[kind].make(makers[kind].check(inputs[i]))
             scheduler.submit([requests[i, kind]])
         if waiting and rng.random() < 0.3:
-            others.append(makers[rng.choice(list(kinds))].make(rng.choice(inputs)))
+            maker = makers[rng.choice(list(kinds))]
+            others.append(maker.make(maker.check(rng.choice(inputs))))
             scheduler.submit(others[-1:])
         if others and rng.random() < 0.1:
             rng.choice(others).cancel()
