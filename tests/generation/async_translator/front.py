@@ -1,0 +1,88 @@
+"""What the tests of AsyncTranslator share."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+from fastformer.generation import AsyncTranslator
+from fastformer.generation.engines.kv_cache import KVCacheEngine
+
+T = TypeVar("T")
+FEW = {"max_new_tokens": 8}
+MANY = 10_000  # steps
+
+
+def text_of(number: int) -> str:
+    return "x" * (1 + number * 5 % 23) + chr(97 + number % 26)
+
+
+def options_of(number: int) -> dict[str, object]:
+    kinds: list[dict[str, object]] = [
+        {},
+        {"num_beams": 3, "return_scores": True},
+        {"do_sample": True, "seed": number, "temperature": 0.8, "num_return_sequences": 2},
+        {"target_prefix": "ab", "return_token_scores": True},
+        {"num_beams": 4, "num_return_sequences": 2, "repetition_penalty": 1.3},
+        {"min_new_tokens": 3, "no_repeat_ngram_size": 2},
+    ]
+    return {"max_new_tokens": 1 + number % 12 + 3, **kinds[number % len(kinds)]}
+
+
+def rounded(answer):
+    """The answer, its numbers rounded: they depend a little on who else is in the batch."""
+    if isinstance(answer, float):
+        return round(answer, 3)
+    if isinstance(answer, list | tuple):
+        return [rounded(part) for part in answer]
+    return answer
+
+
+def play(task: Coroutine[Any, Any, T]) -> T:
+    """asyncio.run, and an error where nothing comes about any more."""
+    return asyncio.run(asyncio.wait_for(task, 20))
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    for _ in range(2000):
+        if condition():
+            return
+        await asyncio.sleep(0.002)
+    raise AssertionError("it didn't come about")
+
+
+class Watched(KVCacheEngine):
+    """Says how many rows and tokens are in use, and waits or fails where it is told to."""
+
+    rows = all_tokens = entered = 0
+    gate: threading.Semaphore | None = None
+    error: BaseException | None = None
+
+    def start(self, max_rows, num_tokens) -> None:
+        super().start(max_rows, num_tokens)
+        self.all_tokens = self.free_tokens()
+
+    def step(self, tokens, selection):
+        self.entered += 1
+        if self.gate is not None:
+            assert self.gate.acquire(timeout=10)
+        if self.error is not None:
+            error, self.error = self.error, None
+            raise error
+        self.rows = max(self.rows, len(tokens))
+        return super().step(tokens, selection)
+
+    @property
+    def is_empty(self) -> bool:
+        if not self.all_tokens:  # it hasn't been started
+            return True
+        return self._cache.num_rows == 0 and self.free_tokens() == self.all_tokens
+
+
+def watched(front: AsyncTranslator) -> Watched:
+    """Puts an engine into a front that can be watched."""
+    engine = Watched(front.translator.model)
+    front._engine = engine
+    return engine

@@ -1,0 +1,299 @@
+"""What goes wrong, in a request, in the model, in the thread or in a loop, is told to those whom it concerns."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import threading
+import time
+
+import pytest
+
+from fastformer.data import ByteTokenizer
+from fastformer.generation import AsyncTranslator, Translator
+from tests.generation.async_translator.front import (
+    FEW,
+    MANY,
+    play,
+    text_of,
+    until,
+    watched,
+)
+
+
+def test_an_error_reaches_its_task_alone(translator) -> None:
+    def broken(input_ids, scores):
+        if input_ids.shape[1] > 3:
+            raise KeyError("broken on purpose")
+        return scores
+
+    async def main() -> None:
+        async with AsyncTranslator(translator) as front:
+            good = [front.translate(text_of(n), **FEW) for n in range(6)]
+            bad = front.translate("the bad one", logits_processor=broken, **FEW)
+            stream = front.stream("a bad stream", logits_processor=broken, **FEW)
+
+            async def streamed() -> list[str]:
+                return [piece async for piece in stream]
+
+            *found, error, other = await asyncio.gather(*good, bad, streamed(), return_exceptions=True)
+            assert found == [translator.translate(text_of(n), **FEW) for n in range(6)]
+            for caught, name in ((error, "the bad one"), (other, "a bad stream")):
+                assert type(caught) is RuntimeError and str(caught) == (f"text '{name}': KeyError: 'broken on purpose'")
+                assert isinstance(caught.__cause__, KeyError)
+
+    play(main())
+
+
+@pytest.mark.parametrize("error", [RuntimeError("no memory"), SystemExit(1)], ids=repr)
+def test_an_error_of_the_model_ends_what_runs_and_nothing_else(translator, error) -> None:
+    async def main() -> None:
+        front = AsyncTranslator(translator)
+        engine = watched(front)
+        engine.gate, engine.error = threading.Semaphore(0), error
+        async with front:
+            big = {"do_sample": True, "num_return_sequences": 16, "seed": 1, **FEW}
+            first = asyncio.create_task(front.translate("first", **big))
+            await until(lambda: front._waiting == 1 and not front._inbox)
+            second = asyncio.create_task(front.translate("second", **big))
+            await until(lambda: len(front._inbox) == 1)
+            engine.gate.release(MANY)
+            with pytest.raises(RuntimeError, match=rf"text 'first': .*the model failed: {type(error).__name__}"):
+                await first
+            assert await second == translator.translate("second", **big)
+            assert await front.translate("third", **FEW) == translator.translate("third", **FEW)
+            await until(lambda: engine.is_empty)
+
+    play(main())
+
+
+def test_one_that_cannot_begin_fails_and_lets_others_in(translator) -> None:
+    async def main() -> None:
+        front = AsyncTranslator(translator)
+        engine, begun = watched(front), []
+        start = engine.start
+
+        def failing(max_rows, num_tokens) -> None:
+            begun.append(num_tokens)
+            if len(begun) == 1:
+                raise MemoryError("too much")
+            start(max_rows, num_tokens)
+
+        engine.start = failing
+        async with front:
+            found = await asyncio.gather(*(front.translate(t, **FEW) for t in "abc"), return_exceptions=True)
+            assert isinstance(found[0], RuntimeError) and "MemoryError: too much" in str(found[0])
+            assert found[1:] == [translator.translate(t, **FEW) for t in "bc"]
+
+    play(main())
+
+
+def test_ids_that_the_model_does_not_have_are_an_error_of_their_own_task(translator) -> None:
+    class Foreign(ByteTokenizer):
+        def encode(self, text: str) -> list[int]:
+            return [9999 if i == ord("!") + 3 else i for i in super().encode(text)]
+
+    async def main() -> None:
+        async with AsyncTranslator(Translator(translator.model, Foreign())) as front:
+            texts = ["a", "b", "wrong!", "c"]
+            *found, prefixed = await asyncio.gather(
+                *(front.translate(text, **FEW) for text in texts),
+                front.translate("d", target_prefix="!", **FEW),
+                return_exceptions=True,
+            )
+            for error, name in ((found.pop(2), "source"), (prefixed, "target")):
+                assert isinstance(error, ValueError) and f"expected {name} ids from 0 to 258, got" in str(error)
+            assert found == [translator.translate(text, **FEW) for text in "abc"]
+            with pytest.raises(ValueError, match="expected source ids from 0 to 258"):
+                front.stream("wrong!")
+
+    play(main())
+
+
+def test_after_an_error_of_the_model_the_device_is_not_asked_again(translator, monkeypatch) -> None:
+    async def main() -> None:
+        front = AsyncTranslator(translator)
+        engine, made = watched(front), []
+        starts: list[tuple[int, int]] = []
+        new_scheduler, start = translator.new_scheduler, engine.start
+
+        def once(*args, **options):
+            made.append(new_scheduler(*args, **options))
+            assert len(made) == 1, "a device that has failed can't say how much memory is free"
+            return made[0]
+
+        def noted(max_rows, num_tokens) -> None:
+            starts.append((max_rows, num_tokens))
+            start(max_rows, num_tokens)
+
+        monkeypatch.setattr(translator, "new_scheduler", once)
+        engine.start, engine.error = noted, RuntimeError("CUDA error")
+        async with front:
+            with pytest.raises(RuntimeError, match="the model failed: RuntimeError: CUDA error"):
+                await front.translate("a", **FEW)
+            assert isinstance(await front.translate("b", **FEW), str)
+        assert len(starts) == 2 and starts[0] == starts[1]
+
+    play(main())
+
+
+def test_when_the_thread_cannot_go_on_nobody_waits_for_it(translator) -> None:
+    def fails(*_):
+        raise SystemExit("nothing works any more")
+
+    async def main() -> None:
+        front = AsyncTranslator(translator, max_waiting=1)
+        engine = watched(front)
+        engine.gate, engine.error = threading.Semaphore(0), RuntimeError("broken")
+        front._recover = fails
+        big = {"do_sample": True, "num_return_sequences": 16, "seed": 1, **FEW}
+        await front.__aenter__()
+        tasks = [asyncio.create_task(front.translate("a", **big))]
+        await until(lambda: engine.entered == 1 and front._waiting == 1)
+        front._waiting = 0  # as if one that had begun before were stepping now
+        tasks += [asyncio.create_task(front.translate(text, **big)) for text in "bc"]
+        await until(lambda: len(front._inbox) == 1 and len(front._parked) == 1)
+        engine.gate.release(MANY)
+        for task, text in zip(tasks, "abc", strict=True):
+            with pytest.raises(RuntimeError, match=f"text '{text}': .*can't go on, .*: SystemExit: nothing works any"):
+                await task
+        with pytest.raises(RuntimeError, match="can't go on, .*: SystemExit: nothing works any more"):
+            await front.translate("late")
+        await front.close()
+        with pytest.raises(RuntimeError, match="expected an AsyncTranslator that is open"):
+            await front.translate("late")
+        del front._recover
+        async with front:
+            assert await front.translate("a", **FEW) == translator.translate("a", **FEW)
+
+    play(main())
+
+
+def test_a_thread_that_cannot_begin_tells_who_comes(translator, monkeypatch) -> None:
+    def fails(*_, **__):
+        raise MemoryError("no device")
+
+    async def main() -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(translator, "new_scheduler", fails)
+            async with AsyncTranslator(translator) as front:
+                for _ in range(2):
+                    with pytest.raises(RuntimeError, match="can't go on, .*: MemoryError: no device"):
+                        await front.translate("a", **FEW)
+
+    play(main())
+
+
+def test_an_error_inside_of_the_block_cancels_what_runs(translator) -> None:
+    async def main() -> None:
+        front = AsyncTranslator(translator)
+        watched(front).gate = gate = threading.Semaphore(0)
+        with pytest.raises(KeyError):
+            async with front:
+                task = asyncio.create_task(front.translate("a", max_new_tokens=60))
+                await until(lambda: front._waiting == 1)
+                threading.Timer(0.02, gate.release, [MANY]).start()
+                raise KeyError
+        with pytest.raises(RuntimeError, match="text 'a': cancelled: the AsyncTranslator was closed"):
+            await task
+
+    play(main())
+
+
+def test_a_loop_that_is_gone_holds_nobody_up(translator) -> None:
+    front = AsyncTranslator(translator)
+    engine, orphans = watched(front), []
+
+    async def leaves() -> None:
+        engine.gate = threading.Semaphore(0)
+        await front.__aenter__()
+        orphans.append(asyncio.ensure_future(front.translate("a", max_new_tokens=50)))
+        await until(lambda: front._waiting == 1)
+
+    play(leaves())  # cancels its tasks
+    assert engine.gate is not None
+    engine.gate.release(MANY)
+
+    async def comes() -> str:
+        found = await front.translate("b", **FEW)
+        await front.close()
+        return found
+
+    assert play(comes()) == translator.translate("b", **FEW)
+    assert engine.is_empty
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of the tasks, when they are deleted
+def test_a_loop_that_is_closed_with_its_tasks_holds_nobody_up(translator) -> None:
+    front = AsyncTranslator(translator, max_waiting=1)
+    engine, orphans = watched(front), []
+    engine.gate = gate = threading.Semaphore(0)
+
+    async def leaves() -> None:
+        await front.__aenter__()
+        orphans.append(asyncio.ensure_future(front.translate("a", **FEW)))
+        await until(lambda: front._waiting == 1)
+        orphans.extend(asyncio.ensure_future(front.translate(text, **FEW)) for text in "bc")
+        await until(lambda: len(front._parked) == 2)
+
+    loop = asyncio.new_event_loop()
+    loop.run_until_complete(asyncio.wait_for(leaves(), 20))
+    gate.release()
+    for _ in range(2000):
+        if len(front._parked) == 1:
+            break
+        time.sleep(0.002)
+    loop.close()  # its tasks aren't cancelled: one runs, one has found a place and can't know it, one waits for one
+
+    async def comes() -> str:
+        found = asyncio.create_task(front.translate("d", **FEW))
+        await until(lambda: len(front._parked) == 2)
+        gate.release(MANY)
+        answer = await found
+        await asyncio.wait_for(front.close(), 20)
+        return answer
+
+    assert play(comes()) == translator.translate("d", **FEW)
+    assert engine.is_empty and len(orphans) == 3
+    orphans.clear()
+    gc.collect()  # here, where what they say is expected
+
+
+def test_malformed_calls(translator) -> None:
+    for wrong, message in (
+        ({"translator": None}, "expected a Translator, got NoneType"),
+        ({"max_waiting": 0}, "expected max_waiting to be an integer of at least 1, got 0"),
+        ({"max_waiting": True}, "expected max_waiting to be an integer of at least 1, got True"),
+        ({"engine": "steam"}, "expected an engine out of"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            AsyncTranslator(**{"translator": translator, **wrong})
+
+    async def main() -> None:
+        async with AsyncTranslator(translator, engine="encode_once") as front:
+            assert await front.translate("a", engine="encode_once", **FEW) == translator.translate("a", **FEW)
+            for text, options, message in (
+                (7, {}, "expected a str, got int 7"),
+                (["a"], {}, "expected a str, got list"),
+                (" ", {}, "expected something to translate, got an empty text"),
+                ("x" * 100, {}, "expected at most 64 tokens, got 101"),
+                ("a", {"num_beam": 2}, "no option 'num_beam' here; did you mean 'num_beams'?"),
+                ("a", {"on_error": "skip"}, "no option 'on_error' here"),
+                ("a", {"target_prefix": ["b"]}, "expected a str or None, got list"),
+                ("a", {"target_prefix": "x" * 64}, "expected a prefix of fewer tokens"),
+                ("a", {"engine": "kv_cache"}, "expected neither engine nor use_cache"),
+                ("a", {"use_cache": False}, "expected neither engine nor use_cache"),
+                ("a", {"return_scores": 1}, "expected return_scores to be True or False, got 1"),
+            ):
+                with pytest.raises(ValueError, match=message):
+                    await front.translate(text, **options)
+                if "return_scores" not in options:
+                    with pytest.raises(ValueError, match=message):
+                        front.stream(text, **options)
+            for options in ({"num_beams": 2}, {"do_sample": True, "num_return_sequences": 2}):
+                with pytest.raises(ValueError, match="expected no beams, several samples or scores"):
+                    front.stream("a", **options)
+            with pytest.raises(ValueError, match="no option 'return_scores' here"):
+                front.stream("a", return_scores=True)
+
+    play(main())
