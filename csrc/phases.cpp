@@ -1,0 +1,235 @@
+#include "phases.h"
+
+#include <immintrin.h>
+#include <pthread.h>
+#include <sched.h>
+#include <signal.h>
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <memory>
+#include <system_error>
+#include <thread>
+
+namespace fastformer {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+using Duration = Clock::duration;
+
+constexpr int kMostThreads = 256;
+constexpr int kSpins = 1000;                                  // of 10 to 50 ns, before a waiting thread yields
+constexpr Duration kIdle = std::chrono::microseconds(300);    // that a helper waits for more before it sleeps
+constexpr Duration kUnfair = std::chrono::microseconds(200);  // more lost than gained, before the caller goes on alone
+constexpr int kLeastRest = 16, kMostRest = 256;               // times what was lost: for so long it does
+
+// Waits for what another thread does within microseconds, or within milliseconds where it has no core just now.
+class Waiting {
+ public:
+  void once() {
+    if (spins_ < kSpins) {
+      ++spins_;
+      _mm_pause();
+    } else {
+      sched_yield();
+    }
+  }
+  bool is_long() const { return spins_ == kSpins; }
+
+ private:
+  int spins_ = 0;
+};
+
+void run_alone(const std::vector<Phase>& phases) {
+  for (const Phase& phase : phases)
+    for (int64_t task = 0; task < phase.tasks; ++task) phase.run(task);
+}
+
+// Helpers, and the one run of phases that they work on.
+//
+// The tasks of all phases that were ever opened are numbered through. `next_` is the first that nobody has taken, `end_`
+// the end of the phase that is open. Who takes task t, by moving next_ from t to t + 1, may read what stands beside them
+// about the phase (phase_, start_): it changes only when all of its tasks are done, and t isn't. A thread that was held
+// up before it has taken its task finds next_ changed, and nothing is lost.
+class Team {
+ public:
+  // The phases on `threads` threads, the caller's included; false, and nothing is done, while others run.
+  bool run(const std::vector<Phase>& phases, int threads) {
+    if (is_busy_.exchange(true, std::memory_order_acquire)) return false;
+    const auto begun = Clock::now();
+    if (begun < rest_until_) {
+      is_busy_.store(false, std::memory_order_release);
+      return false;
+    }
+    const int helpers = grow(std::min(threads, kMostThreads) - 1);
+    phases_ = &phases;
+    place_ = 0;
+    is_finished_.store(false, std::memory_order_relaxed);
+    wanted_.store(helpers, std::memory_order_seq_cst);  // before a look at who sleeps: see sleep()
+    for (int i = 0; i < helpers; ++i) {
+      if (helpers_[i]->is_asleep.load(std::memory_order_seq_cst) == 0) continue;
+      helpers_[i]->is_asleep.store(0, std::memory_order_seq_cst);
+      helpers_[i]->is_asleep.notify_one();
+    }
+    int64_t own = go_on();
+    Duration waited{0};
+    while (!is_finished_.load(std::memory_order_acquire)) {
+      const int64_t worked = work(0);
+      own += worked;
+      if (worked > 0 || is_finished_.load(std::memory_order_acquire)) continue;
+      const auto before = Clock::now();
+      for (Waiting waiting; !is_open() && !is_finished_.load(std::memory_order_acquire);) waiting.once();
+      waited += Clock::now() - before;
+    }
+    wanted_.store(0, std::memory_order_relaxed);
+    judge(Clock::now() - begun, waited, own);
+    is_busy_.store(false, std::memory_order_release);
+    return true;
+  }
+
+ private:
+  struct alignas(64) Helper {
+    std::atomic<uint32_t> is_asleep{0};
+  };
+
+  bool is_open() const { return next_.load(std::memory_order_relaxed) < end_.load(std::memory_order_acquire); }
+
+  // Takes tasks while there are any; how many. A helper of this place takes them only in runs that want so many.
+  int64_t work(int place) {
+    int64_t worked = 0;
+    while (true) {
+      int64_t task = next_.load(std::memory_order_relaxed);
+      // The order matters: wanted_ is what goes with end_, or it is newer, and then the task is taken already.
+      if (task >= end_.load(std::memory_order_acquire)) return worked;
+      if (wanted_.load(std::memory_order_relaxed) < place) return worked;
+      if (!next_.compare_exchange_weak(task, task + 1, std::memory_order_relaxed)) continue;
+      phase_->run(task - start_);
+      ++worked;
+      worked += finish_task();
+    }
+  }
+
+  // A task is done; behind the last one of a phase the next phase comes. How many tasks of it were done here.
+  int64_t finish_task() { return remaining_.fetch_sub(1, std::memory_order_acq_rel) == 1 ? go_on() : 0; }
+
+  // Opens the next phase. Nobody can take a task meanwhile: what stands here is this thread's until end_ moves. Phases
+  // of one task, and the first task of the others, are done at once: it is quicker than to have another thread woken.
+  // How many.
+  int64_t go_on() {
+    int64_t worked = 0;
+    while (place_ < phases_->size()) {
+      const Phase& phase = (*phases_)[place_++];
+      if (phase.tasks <= 0) continue;
+      ++worked;
+      if (phase.tasks == 1) {
+        phase.run(0);
+        continue;
+      }
+      start_ = end_.load(std::memory_order_relaxed);
+      phase_ = &phase;
+      remaining_.store(phase.tasks, std::memory_order_relaxed);
+      next_.store(start_ + 1, std::memory_order_relaxed);
+      end_.store(start_ + phase.tasks, std::memory_order_release);
+      phase.run(0);
+      if (remaining_.fetch_sub(1, std::memory_order_acq_rel) != 1) return worked;
+    }
+    is_finished_.store(true, std::memory_order_release);
+    return worked;
+  }
+
+
+  // What a helper does all its life.
+  void help(Helper& self, int place) {
+    while (true) {
+      work(place);
+      Waiting waiting;
+      while (!is_open() && wanted_.load(std::memory_order_relaxed) >= place) waiting.once();
+      if (wanted_.load(std::memory_order_relaxed) < place) idle(self, place);
+    }
+  }
+
+  void idle(Helper& self, int place) {
+    const auto begun = Clock::now();
+    for (Waiting waiting; wanted_.load(std::memory_order_relaxed) < place;) {
+      waiting.once();
+      if (!waiting.is_long() || Clock::now() - begun < kIdle) continue;
+      // Whoever wants helpers says so first and wakes those that are asleep then: one of both sees the other.
+      self.is_asleep.store(1, std::memory_order_seq_cst);
+      if (wanted_.load(std::memory_order_seq_cst) < place) self.is_asleep.wait(1);
+      self.is_asleep.store(0, std::memory_order_relaxed);
+    }
+  }
+
+  // As many helpers as can be had, up to `count`; how many of those there are now are wanted.
+  int grow(int count) {
+    while (static_cast<int>(helpers_.size()) < count) {
+      auto helper = std::make_unique<Helper>();
+      const int place = static_cast<int>(helpers_.size()) + 1;
+      sigset_t all, before;
+      sigfillset(&all);
+      pthread_sigmask(SIG_SETMASK, &all, &before);  // signals are for the threads of the program
+      try {
+        std::thread([this, self = helper.get(), place] { help(*self, place); }).detach();
+      } catch (const std::system_error&) {
+        count = 0;  // no more threads for this process: those that there are will do
+      }
+      pthread_sigmask(SIG_SETMASK, &before, nullptr);
+      if (count > 0) helpers_.push_back(std::move(helper));
+    }
+    return std::min(static_cast<int>(helpers_.size()), count);
+  }
+
+  // Whether helpers are worth it: on a machine with other work, the caller may wait for one without a core for longer
+  // than all of them have worked. Then it goes on alone for many times as long, and so loses a few per cent at most.
+  void judge(Duration all, Duration waited, int64_t own) {
+    if (waited < kUnfair) return;
+    int64_t tasks = 0;
+    for (const Phase& phase : *phases_) tasks += std::max<int64_t>(phase.tasks, 0);
+    const Duration lost = waited - (all - waited) * (tasks - own) / std::max<int64_t>(own, 1);
+    if (lost < kUnfair) return;
+    const auto now = Clock::now();
+    const bool again = now - rest_until_ < rest_until_ - rested_;
+    rest_ = again ? std::min(2 * rest_, kMostRest) : kLeastRest;
+    rested_ = now;
+    rest_until_ = now + std::min<Duration>(lost * rest_, std::chrono::seconds(1));
+  }
+
+  // What the threads write while tasks are taken. `phase_` and `start_` are written as seldom as end_.
+  alignas(64) std::atomic<int64_t> next_{0};
+  std::atomic<int64_t> end_{0};
+  const Phase* phase_ = nullptr;
+  int64_t start_ = 0;
+  std::atomic<int> wanted_{0};  // helpers, in the run that goes on; 0 between runs
+  std::atomic<bool> is_finished_{false};
+  alignas(64) std::atomic<int64_t> remaining_{0};  // tasks of the open phase that aren't done
+  size_t place_ = 0;                               // of the next phase
+  const std::vector<Phase>* phases_ = nullptr;
+
+  // The caller's, whoever it is.
+  alignas(64) std::atomic<bool> is_busy_{false};
+  std::vector<std::unique_ptr<Helper>> helpers_;
+  Clock::time_point rested_{}, rest_until_{};  // when it last went on alone, and until when
+  int rest_ = kLeastRest;
+};
+
+// Never deleted: helpers stand in it until the process ends. A child of fork has no helpers, and begins with a new one.
+std::atomic<Team*> the_team{nullptr};
+[[maybe_unused]] const int watches_fork =
+    pthread_atfork(nullptr, nullptr, [] { the_team.store(nullptr, std::memory_order_relaxed); });
+
+Team& team() {
+  Team* found = the_team.load(std::memory_order_acquire);
+  if (found != nullptr) return *found;
+  auto made = std::make_unique<Team>();
+  if (the_team.compare_exchange_strong(found, made.get(), std::memory_order_acq_rel)) return *made.release();
+  return *found;
+}
+
+}  // namespace
+
+void run_phases(const std::vector<Phase>& phases, int threads) {
+  if (threads <= 1 || !team().run(phases, threads)) run_alone(phases);
+}
+
+}  // namespace fastformer
