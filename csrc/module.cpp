@@ -3,7 +3,10 @@
 
 #include <pybind11/pybind11.h>
 
+#include "packed_gemm_module.h"
+
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.doc() = "fastformer's ops for the CPU";
   m.attr("instruction_set") = FASTFORMER_ISA;
+  fastformer::bind_packed_gemm(m);
 }

@@ -1,0 +1,22 @@
+// What the CPU can do beyond the instruction set that a module is compiled for, found out once at run time.
+//
+// The environment variable FASTFORMER_CPU_FEATURES, a comma list, names the features that may be used; those that the
+// CPU lacks stay off. It is read once, and serves tests: FASTFORMER_CPU_FEATURES="" takes the plain paths, and
+// "avx512_vnni" the int8 dot product alone. The names are those of the fields.
+
+#pragma once
+
+namespace fastformer {
+
+struct CpuFeatures {
+  bool avx512_vnni = false;  // vpdpbusd on 64 bytes
+  bool avx512_bf16 = false;  // vdpbf16ps
+  bool avx_vnni = false;     // vpdpbusd on 32 bytes, without AVX-512
+  bool amx_int8 = false;
+  bool amx_bf16 = false;
+};
+
+// Throws std::invalid_argument for a name in FASTFORMER_CPU_FEATURES that is none of the above.
+const CpuFeatures& cpu_features();
+
+}  // namespace fastformer

@@ -1,0 +1,249 @@
+// Packing, storing and the order of the work behind packed_gemm.h.
+
+#include "packed_gemm.h"
+
+#include <sys/mman.h>
+
+#include <cstdlib>
+#include <mutex>
+#include <new>
+#include <stdexcept>
+#include <string>
+
+#include "cpu_features.h"
+#include "packed_kernels.h"
+
+namespace fastformer {
+namespace {
+
+constexpr int64_t kHugePage = int64_t(2) << 20;
+constexpr int64_t kMostInt8 = 133144;  // k * 127 * 127 < 2^31
+
+int64_t round_up(int64_t x, int64_t multiple) { return (x + multiple - 1) / multiple * multiple; }
+
+int64_t group(Precision precision) { return precision == Precision::int8 ? 4 : precision == Precision::bf16 ? 2 : 1; }
+
+// Memory for panels: in huge pages where the system gives them (a step of decoding reads all weights, and 4 KiB pages
+// would miss the TLB), one weight after the other, so that what is fetched beyond the end of one is mostly the next.
+// A chunk is freed with the last weight in it.
+std::shared_ptr<char> allocate_panels(int64_t bytes) {
+  constexpr int64_t kChunk = int64_t(32) << 20;  // pages that are never written take no memory
+  static std::mutex mutex;
+  static std::weak_ptr<char> current;
+  static int64_t used = 0, size = 0;
+
+  const std::lock_guard lock(mutex);
+  std::shared_ptr<char> chunk = current.lock();
+  if (!chunk || size - used < bytes) {
+    const int64_t wanted = round_up(std::max(bytes, kChunk), kHugePage);
+    void* memory = std::aligned_alloc(kHugePage, static_cast<size_t>(wanted));
+    if (memory == nullptr) throw std::bad_alloc();
+    madvise(memory, static_cast<size_t>(wanted), MADV_HUGEPAGE);
+    chunk = std::shared_ptr<char>(static_cast<char*>(memory), std::free);
+    current = chunk, size = wanted, used = 0;
+  }
+  char* first = chunk.get() + used;
+  used += bytes;
+  return {std::move(chunk), first};
+}
+
+// How int8 sees some numbers: whole = round(x * inverse), x ~ whole * scale. Both are 0 where all x are (nearly) 0, for
+// 127 / largest would overflow; the scale is NaN where one of them is not finite.
+struct Scale {
+  float scale = 0, inverse = 0;
+
+  explicit Scale(uint32_t largest_bits) {
+    constexpr float kLeast = 0x1p-120f;
+    float largest;
+    std::memcpy(&largest, &largest_bits, 4);
+    if (largest_bits >= 0x7F800000) scale = std::numeric_limits<float>::quiet_NaN();
+    else if (largest >= kLeast) scale = largest / 127, inverse = 127 / largest;
+  }
+};
+
+// The bits of |x|: as integers they are ordered like the magnitudes, infinity and NaN above all others.
+uint32_t magnitude_bits(float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, 4);
+  return bits & 0x7FFFFFFF;
+}
+
+// Rounds to the nearest even, as the vector conversions do.
+int32_t to_whole(float x, const Scale& scale) {
+  return scale.inverse == 0 ? 0 : _mm_cvtss_si32(_mm_set_ss(x * scale.inverse));
+}
+
+#if defined(CPU_CAPABILITY_AVX512)
+uint32_t largest_bits(const float* x, int64_t k) {
+  const __m512i magnitude = _mm512_set1_epi32(0x7FFFFFFF);
+  __m512i top = _mm512_setzero_si512();
+  for_each_vec<float>(k, [&](int64_t c, int64_t count) {
+    top = _mm512_max_epi32(top, _mm512_and_si512(_mm512_castps_si512(V::load(x + c, count).v), magnitude));
+  });
+  return static_cast<uint32_t>(_mm512_reduce_max_epi32(top));
+}
+inline void store_whole(V x, uint8_t* to) {
+  const __m512i whole = _mm512_add_epi32(_mm512_cvtps_epi32(x.v), _mm512_set1_epi32(128));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm512_cvtepi32_epi8(whole));
+}
+#else
+uint32_t largest_bits(const float* x, int64_t k) {
+  const __m256i magnitude = _mm256_set1_epi32(0x7FFFFFFF);
+  __m256i top = _mm256_setzero_si256();
+  for_each_vec<float>(k, [&](int64_t c, int64_t count) {
+    top = _mm256_max_epi32(top, _mm256_and_si256(_mm256_castps_si256(V::load(x + c, count).v), magnitude));
+  });
+  alignas(32) uint32_t lanes[8];
+  _mm256_store_si256(reinterpret_cast<__m256i*>(lanes), top);
+  return *std::max_element(lanes, lanes + 8);
+}
+inline void store_whole(V x, uint8_t* to) {
+  const __m256i whole = _mm256_add_epi32(_mm256_cvtps_epi32(x.v), _mm256_set1_epi32(128));
+  const __m128i words = _mm_packs_epi32(_mm256_castsi256_si128(whole), _mm256_extracti128_si256(whole, 1));
+  _mm_storel_epi64(reinterpret_cast<__m128i*>(to), _mm_packus_epi16(words, words));
+}
+#endif
+
+// The 4 bytes of a column in each step lie 256 apart, from `to` on, and are zero already.
+void pack_column(const Matrix& w, int64_t column, Precision precision, char* to, PanelTail& tail, int64_t lane) {
+  if (precision == Precision::fp32) {
+    for (int64_t i = 0; i < w.k; ++i) {
+      const float x = w.at(column, i);
+      std::memcpy(to + i * kStepBytes, &x, 4);
+    }
+  } else if (precision == Precision::bf16) {
+    for (int64_t i = 0; i < w.k; ++i) {
+      const bfloat16 x(w.at(column, i));
+      std::memcpy(to + i / 2 * kStepBytes + i % 2 * 2, &x, 2);
+    }
+  } else {
+    uint32_t largest = 0;
+    for (int64_t i = 0; i < w.k; ++i) largest = std::max(largest, magnitude_bits(w.at(column, i)));
+    const Scale scale(largest);
+    int32_t sum = 0;
+    for (int64_t i = 0; i < w.k; ++i) {
+      const int32_t whole = to_whole(w.at(column, i), scale);
+      to[i / 4 * kStepBytes + i % 4] = static_cast<char>(whole);
+      sum += whole;
+    }
+    tail.scale[lane] = scale.scale;
+    tail.correction[lane] = -128 * sum;
+  }
+}
+
+const Kernels& kernels(Precision precision) {
+  static const Kernels fp32 = kernels_of<Fma>();
+  static const Kernels bf16 = [] {
+#if defined(CPU_CAPABILITY_AVX512)
+    if (cpu_features().avx512_bf16) return kernels_of<DotBf16>();
+#endif
+    return kernels_of<WidenedBf16>();
+  }();
+  static const Kernels int8 = [] {
+#if defined(CPU_CAPABILITY_AVX512)
+    const bool dot = cpu_features().avx512_vnni;
+#else
+    const bool dot = cpu_features().avx_vnni;
+#endif
+    return dot ? kernels_of<DotInt8>() : kernels_of<MultiplyInt8>();
+  }();
+  return precision == Precision::fp32 ? fp32 : precision == Precision::bf16 ? bf16 : int8;
+}
+
+}  // namespace
+
+Precision precision_named(std::string_view name) {
+  if (name == "fp32") return Precision::fp32;
+  if (name == "bf16") return Precision::bf16;
+  if (name == "int8") return Precision::int8;
+  throw std::invalid_argument("precision: expected 'fp32', 'bf16' or 'int8', got '" + std::string(name) + "'");
+}
+
+PackedWeight::PackedWeight(const Matrix& weight, const float* bias, Precision precision)
+    : n(weight.n), k(weight.k), num_panels(round_up(weight.n, kPanelColumns) / kPanelColumns), precision(precision) {
+  if (precision == Precision::int8 && k > kMostInt8)
+    throw std::invalid_argument("int8: expected a weight of at most " + std::to_string(kMostInt8) +
+                                " inputs, got one of " + std::to_string(k));
+  kernels(precision);  // a wrong FASTFORMER_CPU_FEATURES throws here, and not in a product
+  steps_ = round_up(k, group(precision)) / group(precision);
+  const int64_t tail_bytes = precision == Precision::int8 ? sizeof(PanelTail) : sizeof(PanelTail::bias);
+  panel_bytes_ = steps_ * kStepBytes + tail_bytes;
+  const std::shared_ptr<char> memory = allocate_panels(num_panels * panel_bytes_);
+  for (int64_t p = 0; p < num_panels; ++p) {
+    char* panel = memory.get() + p * panel_bytes_;
+    std::memset(panel, 0, static_cast<size_t>(panel_bytes_));
+    auto& tail = *reinterpret_cast<PanelTail*>(panel + steps_ * kStepBytes);
+    for (int64_t lane = 0; lane < std::min(kPanelColumns, n - p * kPanelColumns); ++lane) {
+      const int64_t column = p * kPanelColumns + lane;
+      pack_column(weight, column, precision, panel + lane * 4, tail, lane);
+      if (bias != nullptr) tail.bias[lane] = bias[column];
+    }
+  }
+  panels_ = memory;
+}
+
+void PackedRows::Free::operator()(char* p) const { std::free(p); }
+
+void PackedRows::resize(int64_t rows, int64_t k, Precision precision) {
+  rows_ = rows, k_ = k, precision_ = precision;
+  // An odd number of cache lines: rows whose distance is a power of two would share few sets of the cache.
+  stride_ = (round_up(k, 16) * 4 / group(precision) + 63) / 64 * 64;
+  if (stride_ / 64 % 2 == 0) stride_ += 64;
+  if (rows * stride_ > capacity_) {
+    capacity_ = rows * stride_;
+    data_.reset(static_cast<char*>(std::aligned_alloc(64, static_cast<size_t>(capacity_))));
+    if (!data_) throw std::bad_alloc();
+  }
+  if (static_cast<int64_t>(scales_.size()) < rows) scales_.resize(static_cast<size_t>(rows));
+}
+
+void PackedRows::store(int64_t row, const float* x) {
+  char* to = data_.get() + row * stride_;
+  if (precision_ == Precision::fp32) {
+    std::memcpy(to, x, static_cast<size_t>(k_) * 4);
+  } else if (precision_ == Precision::bf16) {
+    // Whole vectors are written: beyond k stand zeros, as the weight has them.
+    for_each_vec<float>(k_, [&](int64_t c, int64_t count) {
+      V::load(x + c, count).store(reinterpret_cast<bfloat16*>(to) + c);
+    });
+  } else {
+    const Scale scale(largest_bits(x, k_));
+    scales_[static_cast<size_t>(row)] = scale.scale;
+    for_each_vec<float>(k_, [&](int64_t c, int64_t count) {
+      const V whole = scale.inverse == 0 ? V(0.f) : V::load(x + c, count) * V(scale.inverse);
+      store_whole(whole, reinterpret_cast<uint8_t*>(to) + c);
+    });
+  }
+}
+
+void gemm(const PackedRows& x, int64_t rows, const PackedWeight& w, int64_t begin, int64_t end, float* out,
+          int64_t ld) {
+  if (rows <= 0 || begin >= end) return;
+  const Kernels& all = kernels(w.precision);
+  int shape = 0;
+  while (shape + 1 < all.num_shapes && all.shapes[shape].rows < rows) ++shape;
+  const auto& [vecs, most] = all.shapes[shape];
+  // Groups of nearly the same number of rows, for each slice of the panel. The first passes fetch the next panel.
+  const int64_t groups = (rows + most - 1) / most, slices = kFewest / vecs;
+  const int64_t passes = groups * slices;
+  const int64_t lines = passes >= 4 ? 1 : passes >= 2 ? 2 : 4;
+  const int64_t fetched = w.steps() * 64 * lines;  // bytes, in one pass
+  for (int64_t p = begin; p < end; ++p, out += kPanelColumns) {
+    const char *panel = w.panel(p), *next = panel + w.panel_bytes();
+    const auto* tail = reinterpret_cast<const PanelTail*>(panel + w.steps() * kStepBytes);
+    int64_t pass = 0;
+    for (int64_t slice = 0; slice < slices; ++slice) {
+      const int64_t column = slice * vecs * V::size;
+      for (int64_t g = 0, first = 0; g < groups; ++g, ++pass) {
+        const int64_t count = (rows - first) / (groups - g);
+        const int which = pass * lines >= 4 ? 0 : lines == 4 ? 3 : static_cast<int>(lines);
+        const Tile tile{x.data() + first * x.stride(), x.stride(), x.scales() + first, panel + column * 4, w.steps(),
+                        tail, column, next + pass * fetched, out + first * ld, ld};
+        all.table[shape][count - 1][which](tile);
+        first += count;
+      }
+    }
+  }
+}
+
+}  // namespace fastformer

@@ -1,0 +1,44 @@
+// What Python's tests see of packed_gemm.h.
+
+#include "packed_gemm_module.h"
+
+#include <pybind11/numpy.h>
+#include <pybind11/stl.h>
+
+#include <optional>
+#include <string>
+
+#include "packed_gemm.h"
+
+namespace fastformer {
+namespace {
+
+namespace py = pybind11;
+using Array = py::array_t<float, py::array::c_style | py::array::forcecast>;
+
+// x W^T + b, packed for this one call.
+Array packed_linear(const Array& x, const Array& weight, const std::optional<Array>& bias, const std::string& precision) {
+  if (x.ndim() != 2 || weight.ndim() != 2 || x.shape(1) != weight.shape(1))
+    throw py::value_error("packed_linear: expected x of (rows, k) and a weight of (n, k)");
+  const int64_t rows = x.shape(0), n = weight.shape(0), k = weight.shape(1);
+  if (bias && (bias->ndim() != 1 || bias->shape(0) != n)) throw py::value_error("packed_linear: expected a bias of (n,)");
+  const PackedWeight packed({weight.data(), false, n, k, k}, bias ? bias->data() : nullptr, precision_named(precision));
+  PackedRows left;
+  left.resize(rows, k, packed.precision);
+  for (int64_t r = 0; r < rows; ++r) left.store(r, x.data() + r * k);
+  const int64_t ld = packed.num_panels * kPanelColumns;
+  std::vector<float> padded(static_cast<size_t>(rows * ld));
+  gemm(left, rows, packed, 0, packed.num_panels, padded.data(), ld);
+  Array out({rows, n});
+  for (int64_t r = 0; r < rows; ++r) std::copy_n(padded.data() + r * ld, n, out.mutable_data() + r * n);
+  return out;
+}
+
+}  // namespace
+
+void bind_packed_gemm(py::module_& m) {
+  m.def("packed_linear", &packed_linear, py::arg("x"), py::arg("weight"), py::arg("bias"), py::arg("precision"),
+        "x (rows, k) times weight (n, k) transposed, plus bias (n,) or None, by the products of the decoding engine.");
+}
+
+}  // namespace fastformer

@@ -1,0 +1,269 @@
+// The inner loops behind packed_gemm.h: some rows against some vectors of a panel, for each way of multiplying.
+//
+// A way of multiplying ("path") says what a vector of the weight is (Right), what 4 bytes of a row are once they are
+// broadcast (Left), how they are added to a Sum, and what shapes of accumulators fit the registers.
+//
+// The dot products are inline assembler that takes and returns values: they need no compiler flag, so that one module
+// serves CPUs with and without them, and GCC 12 copies and spills the accumulators around its builtins (PR 94663), which
+// costs half the rate.
+
+#pragma once
+
+#include <array>
+#include <utility>
+
+#include "packed_gemm.h"
+
+namespace fastformer {
+
+constexpr int64_t kStepBytes = 4 * kPanelColumns;
+
+// What follows the steps of a panel.
+struct PanelTail {
+  float bias[kPanelColumns];
+  float scale[kPanelColumns];         // int8
+  int32_t correction[kPanelColumns];  // int8: -128 * sum of the column
+};
+
+// The operands of one call of a kernel. `right` and `tail` are those of its first column.
+struct Tile {
+  const char* left;     // first row
+  int64_t left_stride;  // bytes
+  const float* left_scale;
+  const char* right;
+  int64_t steps;
+  const PanelTail* tail;
+  int64_t column;     // of the first vector, in the panel
+  const char* ahead;  // what to fetch meanwhile
+  float* out;
+  int64_t ld;
+};
+
+using Kernel = void (*)(const Tile&);
+
+// At most `rows` rows by `vecs` vectors of accumulators.
+struct Shape {
+  int vecs, rows;
+};
+
+using V = Vec<float>;
+
+inline uint32_t four_bytes(const char* p) {
+  uint32_t bytes;
+  std::memcpy(&bytes, p, 4);
+  return bytes;
+}
+
+#if defined(CPU_CAPABILITY_AVX512)
+
+using Ints = __m512i;
+constexpr int kFewest = 4;  // vectors for a panel's columns
+inline Ints load_ints(const void* p) { return _mm512_loadu_si512(p); }
+inline Ints broadcast(uint32_t x) { return _mm512_set1_epi32(static_cast<int>(x)); }
+inline Ints add_ints(Ints a, Ints b) { return _mm512_add_epi32(a, b); }
+inline V as_floats(Ints x) { return _mm512_castsi512_ps(x); }
+inline V to_floats(Ints x) { return _mm512_cvtepi32_ps(x); }
+inline V even_bf16(Ints x) { return as_floats(_mm512_slli_epi32(x, 16)); }
+inline V odd_bf16(Ints x) { return as_floats(_mm512_and_si512(x, _mm512_set1_epi32(static_cast<int>(0xFFFF0000)))); }
+
+#else
+
+using Ints = __m256i;
+constexpr int kFewest = 8;
+inline Ints load_ints(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
+inline Ints broadcast(uint32_t x) { return _mm256_set1_epi32(static_cast<int>(x)); }
+inline Ints add_ints(Ints a, Ints b) { return _mm256_add_epi32(a, b); }
+inline V as_floats(Ints x) { return _mm256_castsi256_ps(x); }
+inline V to_floats(Ints x) { return _mm256_cvtepi32_ps(x); }
+inline V even_bf16(Ints x) { return as_floats(_mm256_slli_epi32(x, 16)); }
+inline V odd_bf16(Ints x) { return as_floats(_mm256_and_si256(x, _mm256_set1_epi32(static_cast<int>(0xFFFF0000)))); }
+
+#endif
+
+// What the paths of fp32 sums share.
+struct FloatSums {
+  using Sum = V;
+  static Sum zero() { return V(0.f); }
+  static V finish(Sum sum, const Tile& t, int64_t column, int) { return sum + V::load(t.tail->bias + column); }
+};
+
+// What the paths of int8 share: the same arithmetic of floats, whatever gave the integers.
+struct IntegerSums {
+  using Sum = Ints;
+  static Sum zero() { return broadcast(0); }
+  static V finish(Sum sum, const Tile& t, int64_t column, int row) {
+    const V scale = V::load(t.tail->scale + column) * V(t.left_scale[row]);
+    return fmadd(to_floats(sum), scale, V::load(t.tail->bias + column));
+  }
+};
+
+struct Fma : FloatSums {
+  using Right = V;
+  using Left = V;
+#if defined(CPU_CAPABILITY_AVX512)
+  static constexpr std::array<Shape, 2> kShapes{{{4, 6}, {2, 13}}};
+#else
+  static constexpr std::array<Shape, 3> kShapes{{{8, 1}, {4, 3}, {2, 6}}};
+#endif
+  static Right right(const char* p) { return V::load(reinterpret_cast<const float*>(p)); }
+  static Left left(const char* p) { return as_floats(broadcast(four_bytes(p))); }
+  static Sum add(Sum sum, Right w, Left x) { return fmadd(x, w, sum); }
+};
+
+// bf16 without instructions for it. The low half of a step's 4 bytes is the even k.
+struct WidenedBf16 : FloatSums {
+  struct Pair {
+    V even, odd;
+  };
+  using Right = Pair;
+  using Left = Pair;
+#if defined(CPU_CAPABILITY_AVX512)
+  static constexpr std::array<Shape, 2> kShapes{{{4, 5}, {2, 12}}};
+#else
+  static constexpr std::array<Shape, 3> kShapes{{{8, 1}, {4, 2}, {2, 4}}};
+#endif
+  static Pair widen(Ints x) { return {even_bf16(x), odd_bf16(x)}; }
+  static Right right(const char* p) { return widen(load_ints(p)); }
+  static Left left(const char* p) { return widen(broadcast(four_bytes(p))); }
+  static Sum add(Sum sum, Right w, Left x) { return fmadd(x.odd, w.odd, fmadd(x.even, w.even, sum)); }
+};
+
+#if defined(CPU_CAPABILITY_AVX512)
+
+struct DotBf16 : FloatSums {
+  using Right = Ints;
+  using Left = Ints;
+  static constexpr std::array<Shape, 2> kShapes{{{4, 6}, {2, 13}}};
+  static Right right(const char* p) { return load_ints(p); }
+  static Left left(const char* p) { return broadcast(four_bytes(p)); }
+  static Sum add(Sum sum, Right w, Left x) {
+    asm("vdpbf16ps %2, %1, %0" : "+v"(sum.v) : "v"(w), "v"(x));
+    return sum;
+  }
+};
+
+#endif
+
+// vpdpbusd adds four products of a u8 of x and an s8 of W to each 32-bit sum; x + 128 is put right at the end.
+struct DotInt8 : IntegerSums {
+  using Right = Ints;
+  using Left = Ints;
+#if defined(CPU_CAPABILITY_AVX512)
+  static constexpr std::array<Shape, 2> kShapes{{{4, 6}, {2, 13}}};
+#else
+  static constexpr std::array<Shape, 3> kShapes{{{8, 1}, {4, 3}, {2, 6}}};
+#endif
+  static Right right(const char* p) { return load_ints(p); }
+  static Left left(const char* p) { return broadcast(four_bytes(p)); }
+  static Sum add(Sum sum, Right w, Left x) {
+#if defined(CPU_CAPABILITY_AVX512)
+    asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(x), "v"(w));
+#else
+    asm("%{vex%} vpdpbusd %2, %1, %0" : "+x"(sum) : "x"(x), "x"(w));
+#endif
+    return sum;
+  }
+  static V finish(Sum sum, const Tile& t, int64_t column, int row) {
+    return IntegerSums::finish(add_ints(sum, load_ints(t.tail->correction + column)), t, column, row);
+  }
+};
+
+// int8 without dot products: pmaddubsw multiplies u8 by s8 and adds neighbours in 16 bits. With x + 128 these would
+// saturate; |x| times W with the sign of x can't: 2 * 127 * 127 < 2^15.
+struct MultiplyInt8 : IntegerSums {
+  using Right = Ints;
+#if defined(CPU_CAPABILITY_AVX512)
+  struct Left {
+    Ints magnitude;
+    __mmask64 negative;
+  };
+  static constexpr std::array<Shape, 2> kShapes{{{4, 5}, {2, 11}}};
+  static Left left(const char* p) {
+    const Ints x = broadcast(four_bytes(p) ^ 0x80808080u);
+    return {_mm512_abs_epi8(x), _mm512_movepi8_mask(x)};
+  }
+  static Sum add(Sum sum, Right w, Left x) {
+    const Ints signed_w = _mm512_mask_sub_epi8(w, x.negative, _mm512_setzero_si512(), w);
+    const Ints pairs = _mm512_maddubs_epi16(x.magnitude, signed_w);
+    return add_ints(sum, _mm512_madd_epi16(pairs, _mm512_set1_epi16(1)));
+  }
+#else
+  struct Left {
+    Ints value, magnitude;
+  };
+  static constexpr std::array<Shape, 3> kShapes{{{8, 1}, {4, 2}, {2, 4}}};
+  static Left left(const char* p) {
+    const Ints x = broadcast(four_bytes(p) ^ 0x80808080u);
+    return {x, _mm256_abs_epi8(x)};
+  }
+  static Sum add(Sum sum, Right w, Left x) {
+    const Ints pairs = _mm256_maddubs_epi16(x.magnitude, _mm256_sign_epi8(w, x.value));
+    return add_ints(sum, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+  }
+#endif
+  static Right right(const char* p) { return load_ints(p); }
+};
+
+// kRows rows against kVecs vectors of a panel. Meanwhile kLines cache lines a step are fetched from `ahead`: arithmetic
+// and reading go on together.
+template <typename Path, int kVecs, int kRows, int kLines>
+void rows_times_panel(const Tile& t) {
+  typename Path::Sum sum[kRows][kVecs];
+#pragma GCC unroll 16
+  for (int r = 0; r < kRows; ++r)
+#pragma GCC unroll 8
+    for (int v = 0; v < kVecs; ++v) sum[r][v] = Path::zero();
+  const char *left = t.left, *right = t.right, *ahead = t.ahead;
+  const int64_t stride = t.left_stride;
+#pragma GCC unroll 1
+  for (int64_t step = 0; step < t.steps; ++step, left += 4, right += kStepBytes, ahead += 64 * kLines) {
+    typename Path::Right w[kVecs];
+#pragma GCC unroll 8
+    for (int v = 0; v < kVecs; ++v) w[v] = Path::right(right + v * sizeof(V));
+#pragma GCC unroll 4
+    for (int line = 0; line < kLines; ++line) _mm_prefetch(ahead + line * 64, _MM_HINT_T0);
+#pragma GCC unroll 16
+    for (int r = 0; r < kRows; ++r) {
+      const auto x = Path::left(left + r * stride);
+#pragma GCC unroll 8
+      for (int v = 0; v < kVecs; ++v) sum[r][v] = Path::add(sum[r][v], w[v], x);
+    }
+  }
+#pragma GCC unroll 16
+  for (int r = 0; r < kRows; ++r)
+#pragma GCC unroll 8
+    for (int v = 0; v < kVecs; ++v) {
+      const int64_t column = t.column + v * V::size;
+      Path::finish(sum[r][v], t, column, r).store(t.out + r * t.ld + column);
+    }
+}
+
+// The kernels of a path: by shape, number of rows - 1, and lines that are fetched a step (0, 1, 2; 4 at index 3).
+constexpr int kMostRows = 13;
+struct Kernels {
+  using OfRows = std::array<Kernel, 4>;
+  std::array<Shape, 3> shapes{};
+  int num_shapes = 0;
+  std::array<std::array<OfRows, kMostRows>, 3> table{};
+};
+
+template <typename Path>
+Kernels kernels_of() {
+  constexpr int kNumShapes = Path::kShapes.size();
+  Kernels all;
+  all.num_shapes = kNumShapes;
+  const auto add_shape = [&]<int s, int... r>(std::integral_constant<int, s>, std::integer_sequence<int, r...>) {
+    constexpr int v = Path::kShapes[s].vecs;
+    all.shapes[s] = Path::kShapes[s];
+    ((all.table[s][r] = {rows_times_panel<Path, v, r + 1, 0>, rows_times_panel<Path, v, r + 1, 1>,
+                         rows_times_panel<Path, v, r + 1, 2>, rows_times_panel<Path, v, r + 1, 4>}),
+     ...);
+  };
+  const auto add_shapes = [&]<int... s>(std::integer_sequence<int, s...>) {
+    (add_shape(std::integral_constant<int, s>{}, std::make_integer_sequence<int, Path::kShapes[s].rows>{}), ...);
+  };
+  add_shapes(std::make_integer_sequence<int, kNumShapes>{});
+  return all;
+}
+
+}  // namespace fastformer
