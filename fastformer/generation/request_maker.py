@@ -10,6 +10,8 @@ import torch
 
 from fastformer.generation.decoders import Model, is_decoder_only
 from fastformer.generation.engines import Engine, Prompt, choose_engine
+from fastformer.generation.engines.interface import SearchingEngine
+from fastformer.generation.native_search import NativeSearch
 from fastformer.generation.processors import make_processors
 from fastformer.generation.requests import Request
 from fastformer.generation.search import BeamSearch, RowSearch, Sampling, Search
@@ -82,6 +84,10 @@ class RequestMaker:
         self.ids = special_ids(model, settings)
         name = settings.engine if settings.use_cache else "recompute"
         self.engine: Engine = engine or choose_engine(model, name)
+        # What the searches in C++ don't have, the engine is asked for step by step.
+        self._is_native = (
+            isinstance(self.engine, SearchingEngine) and not settings.do_sample and settings.num_beam_groups == 1
+        )
         # Each input draws numbers of its own, which depend on the seed and its place alone.
         self._seed = settings.seed
         if settings.do_sample and settings.seed is None:
@@ -139,6 +145,17 @@ class RequestMaker:
         seed = random.Random(f"{self._seed} {place}").getrandbits(64) if settings.do_sample else 0
 
         def make_search() -> Search:
+            if self._is_native and settings.num_beams == 1:
+                return NativeSearch.greedy(limit, eos)
+            if self._is_native:
+                return NativeSearch.beams(
+                    limit,
+                    eos,
+                    settings.num_beams,
+                    alpha=settings.length_penalty,
+                    num_return=settings.num_return_sequences,
+                    early_stopping=settings.early_stopping,
+                )
             if settings.num_beams > 1:
                 return BeamSearch(
                     limit,

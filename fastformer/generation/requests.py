@@ -60,6 +60,11 @@ class Request:
         return self.search.num_rows
 
     @property
+    def is_new(self) -> bool:
+        """Whether it has yet to take its first step."""
+        return self._steps == 0
+
+    @property
     def expected_tokens(self) -> int:
         """How many new tokens it is likely to get, about."""
         return min(self.search.limit, max(_EXPECTED, len(self.prompt.source or ())))
@@ -103,19 +108,43 @@ class Request:
         self._steps += 1
         try:
             parents = self.search.advance(candidates.ids, candidates.values, first)
-            if self.on_token is not None:
+        except Exception as error:  # it is this request's own affair: the others go on
+            return self.fail(error)
+        return parents if self._goes_on(not parents) else []
+
+    def take_steps(self, steps: int, error: Exception | None, is_done: bool) -> bool:
+        """Takes in steps for which the engine has advanced its search.
+
+        Args:
+            steps: how many.
+            error: what the search ended with, or None.
+            is_done: whether the search is.
+
+        Returns:
+            Whether it goes on.
+        """
+        self._steps += steps
+        if error is not None:
+            self.fail(error)
+            return False
+        return self._goes_on(is_done)
+
+    def _goes_on(self, is_done: bool) -> bool:
+        """Tells what is new, and ends it when its search is done or its time is over. Whether it goes on."""
+        if self.on_token is not None:
+            try:
                 # While it goes on its row says them; the results are for the end.
-                tokens = self.search.tokens(0) if parents else self.search.results()[0].tokens
+                tokens = self.search.results()[0].tokens if is_done else self.search.tokens(0)
                 while self._told < len(tokens):  # after a new beginning, the first were told already
                     self._told += 1
                     self.on_token(tokens[self._told - 1])
-        except Exception as error:  # it is this request's own affair: the others go on
-            return self.fail(error)
-        if parents and self.is_late(time.monotonic()):
-            parents = []
-        if not parents:
+            except Exception as error:  # as above
+                self.fail(error)
+                return False
+        if is_done or (self.deadline is not None and self.is_late(time.monotonic())):
             self.finish()
-        return parents
+            return False
+        return True
 
     def finish(self) -> None:
         """Ends it with what there is."""

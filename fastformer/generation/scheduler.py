@@ -11,11 +11,17 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from fastformer.generation.engines.interface import Draw, Engine, Selection
+from fastformer.generation.engines.interface import Draw, Engine, SearchingEngine, Selection
+from fastformer.generation.native_search import NativeSearch, last_tokens, places_of_done
 from fastformer.generation.processors import RowWise
 from fastformer.generation.requests import Request
 
 _PREFILL_TOKENS = 8192  # that one admission reads: its activations are held at once
+
+# An engine that searches itself comes back after so long, for those who arrive, cancel or interrupt; and after so many
+# steps, which is longer than any text.
+_RUN_SECONDS = 0.01
+_RUN_STEPS = 1_000_000
 
 
 class Scheduler:
@@ -39,6 +45,7 @@ class Scheduler:
     def __init__(self, engine: Engine, *, max_rows: int, max_bytes: int, is_endless: bool = False) -> None:
         self.engine, self.max_rows, self.max_bytes, self.is_endless = engine, max_rows, max_bytes, is_endless
         self.max_tokens = max_bytes // engine.token_bytes if engine.token_bytes else max_bytes
+        self._searching = engine if isinstance(engine, SearchingEngine) else None
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self._rows = self._tokens = 0  # what the engine was started with
@@ -71,7 +78,7 @@ class Scheduler:
 
     @torch.inference_mode()
     def step(self) -> list[Request]:
-        """Steps the batch once.
+        """Steps the batch once; an engine that searches itself, until something ends, for some milliseconds at most.
 
         Returns:
             The requests that ended with it: done, failed or cancelled.
@@ -81,6 +88,13 @@ class Scheduler:
         self._make_room()
         if not self.running:
             return ended
+        engine = self._searching
+        searches = [] if engine is None else self._native_searches()
+        if engine is not None and searches:
+            return ended + self._run(engine, searches)
+        return ended + self._step()
+
+    def _step(self) -> list[Request]:
         tokens = [token for request in self.running for token in request.next_tokens()]
         candidates = self.engine.step(tokens, self._selection())
         gone: list[int] = []
@@ -95,10 +109,41 @@ class Scheduler:
                 changed = changed or kept != list(range(rows))
             else:
                 gone.append(place)
-        ended += self._release(gone)
+        ended = self._release(gone)
         if changed:
             self.engine.reorder(parents)
         return ended
+
+    def _native_searches(self) -> list[NativeSearch]:
+        """The searches of all that run, where an engine can advance all of them; else none."""
+        searches: list[NativeSearch] = []
+        for request in self.running:
+            if request.processors or not isinstance(request.search, NativeSearch):
+                return []
+            searches.append(request.search)
+        return searches
+
+    def _run(self, engine: SearchingEngine, searches: list[NativeSearch]) -> list[Request]:
+        running = self.running
+        begun = len(running)
+        while begun and running[begun - 1].is_new:  # those that are, were admitted last
+            begun -= 1
+        tokens = last_tokens(searches[:begun])
+        tokens += [token for request in running[begun:] for token in request.next_tokens()]
+        steps = engine.run(
+            searches,
+            tokens,
+            log_probs=any(request.log_probs for request in running),
+            max_steps=1 if any(request.on_token for request in running) else _RUN_STEPS,
+            seconds=_RUN_SECONDS,
+        )
+        done = set(places_of_done(searches))
+        gone: list[int] = []
+        for place, request in enumerate(running):
+            is_done = place in done
+            if not request.take_steps(steps, searches[place].error if is_done else None, is_done):
+                gone.append(place)
+        return self._release(gone)
 
     def clear(self) -> None:
         """Forgets all requests, and gives back what they hold."""

@@ -90,12 +90,16 @@ class Search(ABC):
         """What was found; before the end, what there is."""
 
 
+def bad_numbers() -> ValueError:
+    """The error of a search whose candidates aren't numbers that can be ordered."""
+    return ValueError(
+        "the model gives NaN or infinite logits: its weights are damaged, or too large for this precision (try fp32)"
+    )
+
+
 def _check_numbers(values: Sequence[float]) -> None:
     if not values[0] < math.inf:  # NaN too
-        raise ValueError(
-            "the model gives NaN or infinite logits: its weights are damaged, or too large for this precision "
-            "(try fp32)"
-        )
+        raise bad_numbers()
 
 
 class RowSearch(Search):

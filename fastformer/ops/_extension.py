@@ -7,6 +7,7 @@ import importlib.util
 import logging
 from collections.abc import Callable
 from functools import cache
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -42,6 +43,13 @@ def load() -> str | None:
         "no C++ extension for this CPU (%s): the ops run on plain PyTorch. See `fastformer doctor`.", capability
     )
     return None
+
+
+@cache
+def module() -> ModuleType | None:
+    """The extension as a Python module, for what isn't an op; None where there is none."""
+    isa = load()
+    return None if isa is None else importlib.import_module(f"fastformer._C_{isa}")
 
 
 @cache

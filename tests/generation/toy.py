@@ -11,6 +11,7 @@ import torch
 
 from fastformer.generation.engines import Candidates, Prompt, Selection
 from fastformer.generation.engines.choice import choose
+from fastformer.generation.native_search import NativeSearch, last_tokens, places_of_done
 from fastformer.generation.requests import Request
 from fastformer.generation.scheduler import Scheduler, run
 from fastformer.generation.search import Hypothesis as Found
@@ -133,6 +134,39 @@ class MeteredEngine(ToyEngine):
 
     def step_tokens(self) -> int:
         return sum(map(len, self.groups))
+
+
+class RunningEngine(MeteredEngine):
+    """The same for searches in C++: it takes steps until its time is over, which is a number of steps here."""
+
+    def __init__(self, sources: int, *, patience: int = 10**6, **options) -> None:
+        super().__init__(sources, **options)
+        self.patience = patience
+        self.runs: list[int] = []  # the steps of each call
+
+    def run(
+        self,
+        searches: Sequence[NativeSearch],
+        tokens: Sequence[int],
+        *,
+        log_probs: bool,
+        max_steps: int,
+        seconds: float,
+    ) -> int:
+        assert [search.num_rows for search in searches] == list(map(len, self.groups))
+        assert not places_of_done(searches) and seconds > 0 and max_steps > 0
+        steps, goes_on = 0, True
+        while goes_on:
+            wanted = max(search.num_candidates for search in searches)
+            found = self.step(tokens, Selection(wanted, log_probs))
+            firsts = itertools.accumulate((search.num_rows for search in searches[:-1]), initial=0)
+            kept = [search.handle.advance(*found, first) for search, first in zip(searches, list(firsts), strict=True)]
+            self.reorder([parents or [0] for parents in kept])
+            tokens, steps = last_tokens(searches), steps + 1
+            has_room = self.step_tokens() <= self.free_tokens()
+            goes_on = all(kept) and has_room and steps < min(max_steps, self.patience)
+        self.runs.append(steps)
+        return steps
 
 
 def ask(source: int, make_search: Callable[[], Search], *, length: int = 1, prefix: Sequence[int] = (), **options):

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple, Protocol
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from fastformer.generation.native_search import NativeSearch
 
 
 class Prompt(NamedTuple):
@@ -134,4 +137,36 @@ class Engine(Protocol):
 
     def step_tokens(self) -> int:
         """How many tokens of memory the next step takes."""
+        ...
+
+
+@runtime_checkable
+class SearchingEngine(Engine, Protocol):
+    """An engine that also takes many steps in one call, for requests whose searches live in C++."""
+
+    def run(
+        self,
+        searches: Sequence[NativeSearch],
+        tokens: Sequence[int],
+        *,
+        log_probs: bool,
+        max_steps: int,
+        seconds: float,
+    ) -> int:
+        """Steps its rows, advances the searches, and reorders the rows, again and again.
+
+        It returns behind the step with which a search is done, and earlier: after max_steps, when the time is over, or
+        when the next step would take more memory than there is (`step_tokens`, `free_tokens`). It takes one step at
+        least. The group of a search that is done keeps rows, of which nobody asks anything, until it is released.
+
+        Args:
+            searches: of each group; none of them is done.
+            tokens: the next token of each row.
+            log_probs: see `Selection`.
+            max_steps: at least 1.
+            seconds: after which it begins no further step.
+
+        Returns:
+            How many steps it took.
+        """
         ...

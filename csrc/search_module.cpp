@@ -1,0 +1,106 @@
+// What Python sees of the searches and of the phases; fastformer/generation/native_search.py wraps it.
+
+#include "search_module.h"
+
+#include <pybind11/stl.h>
+
+#include <algorithm>
+#include <limits>
+#include <string>
+
+#include "phases.h"
+#include "search.h"
+
+namespace fastformer {
+namespace {
+
+namespace py = pybind11;
+
+// A step's candidates as the interpreter has them: a row may have more of them than this search wants, because a
+// neighbour does, or fewer, because the vocabulary has.
+std::vector<int32_t> advance(Search& search, const py::sequence& ids, const py::sequence& values, int64_t first) {
+  const int64_t rows = search.num_rows, wanted = search.num_candidates;
+  std::vector<int32_t> flat_ids(rows * wanted, 0);
+  std::vector<float> flat_values(rows * wanted, -std::numeric_limits<float>::infinity());
+  for (int64_t row = 0; row < rows; ++row) {
+    const py::sequence own_ids = ids[first + row], own_values = values[first + row];
+    const int64_t count = std::min<int64_t>({wanted, py::ssize_t(own_ids.size()), py::ssize_t(own_values.size())});
+    for (int64_t i = 0; i < count; ++i) {
+      flat_ids[row * wanted + i] = own_ids[i].cast<int32_t>();
+      flat_values[row * wanted + i] = own_values[i].cast<float>();
+    }
+  }
+  return search.advance(flat_ids.data(), flat_values.data(), wanted);
+}
+
+std::vector<int32_t> last_tokens(const std::vector<const Search*>& searches) {
+  int64_t rows = 0;
+  for (const Search* search : searches) rows += search->num_rows;
+  std::vector<int32_t> all(rows);
+  int32_t* to = all.data();
+  for (const Search* search : searches) {
+    search->last_tokens(to);
+    to += search->num_rows;
+  }
+  return all;
+}
+
+std::vector<int64_t> places_of_done(const std::vector<const Search*>& searches) {
+  std::vector<int64_t> places;
+  for (size_t i = 0; i < searches.size(); ++i)
+    if (searches[i]->is_done) places.push_back(static_cast<int64_t>(i));
+  return places;
+}
+
+// Something to hold the phases against: each phase adds the one before it to its own, in a way that tells tasks that ran
+// twice, not at all, or too early. The numbers of the last one.
+std::vector<uint64_t> phases_check(const std::vector<int64_t>& sizes, int64_t rounds, int threads) {
+  std::vector<std::vector<uint64_t>> written;
+  const std::vector<uint64_t> nothing;  // stands before an only phase
+  for (const int64_t size : sizes) written.emplace_back(size, 0);
+  std::vector<Phase> phases;
+  for (size_t i = 0; i < sizes.size(); ++i) {
+    const std::vector<uint64_t>& before = sizes.size() == 1 ? nothing : written[(i + sizes.size() - 1) % sizes.size()];
+    phases.push_back({sizes[i], [&before, &own = written[i]](int64_t task) {
+                        uint64_t sum = 0;
+                        for (const uint64_t number : before) sum = sum * 31 + number;
+                        own[task] = own[task] * 7 + sum + static_cast<uint64_t>(task) + 1;
+                      }});
+  }
+  const py::gil_scoped_release released;
+  for (int64_t round = 0; round < rounds; ++round) run_phases(phases, threads);
+  return written.empty() ? std::vector<uint64_t>{} : written.back();
+}
+
+}  // namespace
+
+void bind_search(py::module_& m) {
+  // A process may load the modules of two instruction sets.
+  py::class_<Search>(m, "Search", py::module_local())
+      .def_readonly("limit", &Search::limit)
+      .def_readonly("num_candidates", &Search::num_candidates)
+      .def_readonly("num_rows", &Search::num_rows)
+      .def_readonly("peak_rows", &Search::peak_rows)
+      .def_readonly("is_done", &Search::is_done)
+      .def_readonly("is_broken", &Search::is_broken)
+      .def("advance", &advance)
+      .def("tokens",
+           [](const Search& search, int64_t row) {
+             if (row < 0 || row >= search.num_rows)
+               throw py::index_error("expected one of " + std::to_string(search.num_rows) + " rows, got " +
+                                     std::to_string(row));
+             return search.tokens(row);
+           })
+      .def("results", [](const Search& search) {
+        py::list found;
+        for (const Hypothesis& one : search.results()) found.append(py::make_tuple(one.tokens, one.log_probs, one.score));
+        return found;
+      });
+  m.def("greedy_search", &make_greedy_search);
+  m.def("beam_search", &make_beam_search);
+  m.def("last_tokens", &last_tokens);
+  m.def("places_of_done", &places_of_done);
+  m.def("_phases_check", &phases_check);
+}
+
+}  // namespace fastformer

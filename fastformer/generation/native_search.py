@@ -1,0 +1,131 @@
+"""Greedy and beam search in C++ (csrc/search.cpp), for engines that take many steps in one call."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Protocol, cast
+
+from fastformer.generation.search import NEVER, Hypothesis, Search, bad_numbers
+from fastformer.ops import _extension
+
+
+class SearchHandle(Protocol):
+    """The object of the extension; an engine hands it to its own C++ code."""
+
+    limit: int
+    num_candidates: int
+    num_rows: int
+    peak_rows: int
+    is_done: bool
+    is_broken: bool
+
+    def advance(self, ids: Sequence[Sequence[int]], values: Sequence[Sequence[float]], first: int) -> list[int]:
+        """See `Search.advance`; a value that is NaN or infinite sets is_broken."""
+        ...
+
+    def tokens(self, row: int) -> list[int]:
+        """The new tokens of a row that goes on."""
+        ...
+
+    def results(self) -> list[tuple[list[int], list[float], float]]:
+        """What was found: tokens, their log-probabilities, and the score."""
+        ...
+
+
+class _Extension(Protocol):
+    def greedy_search(self, limit: int, eos: Sequence[int]) -> SearchHandle: ...
+
+    def beam_search(
+        self, limit: int, eos: Sequence[int], num_beams: int, alpha: float, num_return: int, early_stopping: bool
+    ) -> SearchHandle: ...
+
+    def last_tokens(self, searches: Sequence[SearchHandle]) -> list[int]: ...
+
+    def places_of_done(self, searches: Sequence[SearchHandle]) -> list[int]: ...
+
+
+def _extension_module() -> _Extension:
+    module = _extension.module()
+    if module is None:
+        raise RuntimeError("no C++ extension for this CPU: see `fastformer doctor`")
+    return cast(_Extension, module)
+
+
+class NativeSearch(Search):
+    """A search that lives in C++: what `RowSearch` (one row, the best token) and `BeamSearch` (without groups) find.
+
+    Args:
+        handle: the search of the extension.
+        is_greedy: its score is the sum of the log-probabilities of its one row.
+
+    Attributes:
+        handle: see above; an engine may advance it too.
+    """
+
+    def __init__(self, handle: SearchHandle, *, is_greedy: bool) -> None:
+        self.handle, self._is_greedy = handle, is_greedy
+        self.limit, self.num_candidates, self.peak_rows = handle.limit, handle.num_candidates, handle.peak_rows
+
+    @classmethod
+    def greedy(cls, limit: int, eos: frozenset[int]) -> NativeSearch:
+        """The like of `RowSearch`."""
+        return cls(_extension_module().greedy_search(limit, sorted(eos)), is_greedy=True)
+
+    @classmethod
+    def beams(
+        cls,
+        limit: int,
+        eos: frozenset[int],
+        num_beams: int,
+        *,
+        alpha: float = 0.6,
+        num_return: int = 1,
+        early_stopping: bool = False,
+    ) -> NativeSearch:
+        """The like of `BeamSearch`."""
+        handle = _extension_module().beam_search(limit, sorted(eos), num_beams, alpha, num_return, early_stopping)
+        return cls(handle, is_greedy=False)
+
+    @property
+    def num_rows(self) -> int:  # type: ignore[override]  # the engine changes it too
+        """Of the next step."""
+        return self.handle.num_rows
+
+    @property
+    def error(self) -> ValueError | None:
+        """What ended it, where that was a value that is NaN or infinite."""
+        return bad_numbers() if self.handle.is_broken else None
+
+    def last_tokens(self) -> list[int]:
+        """See `Search.last_tokens`."""
+        return last_tokens([self])
+
+    def tokens(self, row: int) -> list[int]:
+        """See `Search.tokens`."""
+        return self.handle.tokens(row)
+
+    def advance(self, ids: Sequence[Sequence[int]], values: Sequence[Sequence[float]], first: int) -> list[int]:
+        """See `Search.advance`."""
+        parents = self.handle.advance(ids, values, first)
+        if (error := self.error) is not None:
+            raise error
+        return parents
+
+    def results(self) -> list[Hypothesis]:
+        """See `Search.results`."""
+        found = [Hypothesis(*one) for one in self.handle.results()]
+        if self._is_greedy:
+            for row in found:
+                row.score = math.fsum(row.log_probs) if row.tokens else NEVER
+        return found
+
+
+def last_tokens(searches: Iterable[NativeSearch]) -> list[int]:
+    """The last token of each row of each search; not before the first step."""
+    return _extension_module().last_tokens([search.handle for search in searches])
+
+
+def places_of_done(searches: Iterable[NativeSearch]) -> list[int]:
+    """Which of the searches are done."""
+    return _extension_module().places_of_done([search.handle for search in searches])

@@ -1,0 +1,326 @@
+"""The searches in C++ find what those in Python find, step by step, and a scheduler lets them run."""
+
+from __future__ import annotations
+
+import math
+import random
+import struct
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+
+from fastformer.generation import requests as requests_module
+from fastformer.generation.engines.interface import SearchingEngine
+from fastformer.generation.native_search import NativeSearch, last_tokens, places_of_done
+from fastformer.generation.processors import SuppressTokens
+from fastformer.generation.request_maker import RequestMaker
+from fastformer.generation.requests import Request
+from fastformer.generation.scheduler import Scheduler, run
+from fastformer.generation.search import BeamSearch, Hypothesis, RowSearch, Sampling, Search
+from fastformer.generation.settings import GenerationSettings
+from fastformer.ops import _extension
+from tests.generation.toy import EOS, MeteredEngine, RunningEngine, ToyEngine, ask, decode, plain_greedy
+
+pytestmark = pytest.mark.skipif(_extension.module() is None, reason="no C++ extension for this CPU")
+
+VOCAB = 9
+ENDS = frozenset({EOS})
+
+
+def pair(dice: random.Random, eos: frozenset[int]) -> tuple[Search, NativeSearch]:
+    """The same search in Python and in C++."""
+    limit = dice.randint(1, 7)
+    if dice.random() < 0.25:
+        return RowSearch(limit, eos), NativeSearch.greedy(limit, eos)
+    beams = dice.randint(1, 6)
+    options: dict[str, Any] = {
+        "alpha": dice.choice([-1.0, 0.0, 0.6, 1.3]),
+        "num_return": dice.randint(1, beams),
+        "early_stopping": dice.random() < 0.3,
+    }
+    return BeamSearch(limit, eos, beams, **options), NativeSearch.beams(limit, eos, beams, **options)
+
+
+def candidates(dice: random.Random, vocab: int, count: int, gap: float) -> tuple[list[int], list[float]]:
+    """A row's best, of few different values, so that many are equal: below it too, where rows meet."""
+    values = [dice.choice([-0.25, -0.5, -0.75, -1.5, -1.1, -3.0]) * gap for _ in range(vocab)]
+    if dice.random() < 0.3:
+        values = [value if dice.random() < 0.5 else -math.inf for value in values]
+    if dice.random() < 0.03:
+        values = [-math.inf] * vocab
+    ranked = sorted(range(vocab), key=lambda token: (-values[token], token))[:count]
+    return ranked, [values[token] for token in ranked]
+
+
+def state(search: Search) -> tuple[list[int], list[list[int]], list[Hypothesis]]:
+    tokens = search.last_tokens() if search.num_rows else []
+    return tokens, [search.tokens(row) for row in range(search.num_rows)], search.results()
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_each_step_is_that_of_the_search_in_python(seed: int) -> None:
+    dice = random.Random(seed)
+    steps = 0
+    for _ in range(60):
+        vocab = dice.choice([3, 8, 40])
+        eos = frozenset(dice.sample(range(vocab), dice.randint(1, min(3, vocab - 1))))
+        plain, native = pair(dice, eos)
+        for name in ("limit", "num_candidates", "num_rows", "peak_rows"):
+            assert getattr(native, name) == getattr(plain, name)
+        assert native.results() == plain.results() and native.draws() is None
+        wanted = plain.num_candidates + dice.choice([0, 0, 5])  # a neighbour may want more
+        gap = dice.choice([1.0, 1.0, 0.0])  # all of them equal
+        before = dice.randint(0, 3)  # rows of a neighbour
+        while True:
+            rows = [candidates(dice, vocab, wanted, gap) for _ in range(before + plain.num_rows)]
+            ids, values = (list(column) for column in zip(*rows, strict=True))
+            values = [[single(value) for value in row] for row in values]
+            parents = native.advance(ids, values, before)
+            assert parents == plain.advance(ids, values, before)
+            assert native.num_rows == plain.num_rows == len(parents)
+            if parents:
+                assert state(native) == state(plain)
+            steps += 1
+            assert native.handle.is_done == (not parents) and native.error is None
+            if not parents:
+                break
+        assert native.results() == plain.results()  # tokens, log-probabilities and scores, to the last bit
+        assert native.advance(ids, values, before) == [] and native.results() == plain.results()
+    assert steps > 120
+
+
+def single(value: float) -> float:
+    """As a float of 32 bits holds it."""
+    return float(struct.unpack("f", struct.pack("f", value))[0])
+
+
+def test_the_score_of_greedy_is_the_exact_sum() -> None:
+    plain, native = RowSearch(3, ENDS), NativeSearch.greedy(3, ENDS)
+    for value in (-1e8, -1e-8, -1e8):
+        for search in (plain, native):
+            search.advance([[3]], [[single(value)]], 0)
+    assert native.results() == plain.results()
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("beams", [1, 3])
+@pytest.mark.parametrize("row", [0, 1])
+def test_values_that_are_no_numbers_end_it_with_an_error(value: float, beams: int, row: int) -> None:
+    search = NativeSearch.beams(5, ENDS, beams) if beams > 1 else NativeSearch.greedy(5, ENDS)
+    assert len(search.advance([[4, 3, 2, 5, 6, 7]], [[-1.0] * 6], 0)) == beams
+    values = [[-1.0] * 6 for _ in range(beams)]
+    values[row % beams][0] = value
+    with pytest.raises(ValueError, match="the model gives NaN or infinite logits"):
+        search.advance([[4, 3, 2, 5, 6, 7]] * beams, values, 0)
+    assert search.handle.is_broken and search.handle.is_done and search.num_rows == 0
+    assert places_of_done([search]) == [0]
+
+
+def test_a_nan_behind_the_best_is_seen_too() -> None:
+    search = NativeSearch.beams(5, ENDS, 2)
+    with pytest.raises(ValueError, match="NaN or infinite"):
+        search.advance([[4, 3, 2, 5]], [[-1.0, -2.0, -3.0, math.nan]], 0)
+
+
+def test_rows_that_are_not_there_are_refused() -> None:
+    search = NativeSearch.beams(5, ENDS, 2)
+    search.advance([[4, 3, 2, 5]], [[-1.0, -2.0, -3.0, -4.0]], 0)
+    for row in (2, -1):
+        with pytest.raises(IndexError, match="expected one of 2 rows"):
+            search.tokens(row)
+
+
+def test_several_searches_are_asked_at_once() -> None:
+    three, one = NativeSearch.beams(5, ENDS, 3), NativeSearch.greedy(1, ENDS)
+    three.advance([[4, 3, 2, 5, 6, 7]], [[-1.0, -2.0, -3.0, -4.0, -5.0, -6.0]], 0)
+    assert last_tokens([three]) == [4, 3, 2] and places_of_done([three, one]) == []
+    one.advance([[8]], [[-1.0]], 0)
+    assert places_of_done([three, one, one]) == [1, 2] and last_tokens([one, three]) == [4, 3, 2]
+
+
+# With a scheduler
+
+
+def native_greedy(limit: int) -> Callable[[], Search]:
+    return partial(NativeSearch.greedy, limit, ENDS)
+
+
+def native_beams(limit: int, width: int, **options) -> Callable[[], Search]:
+    return partial(NativeSearch.beams, limit, ENDS, width, num_return=width, **options)
+
+
+def engine_of(sources: int, **options) -> RunningEngine:
+    return RunningEngine(sources, vocab=VOCAB, **{"eos": -1.0, **options})
+
+
+def found(requests: list[Request]) -> list[list[list[int]]]:
+    return [[hypothesis.tokens for hypothesis in request.results] for request in requests]
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_whoever_comes_and_goes_each_finds_what_python_finds_alone(seed: int, monkeypatch) -> None:
+    monkeypatch.setattr(requests_module, "_EXPECTED", 2)  # memory runs out, and some begin anew
+    dice = random.Random(seed)
+    count = 12
+    eos = dice.choice([-2.0, 0.5, 2.0])
+    engine = engine_of(count, eos=eos, seed=seed, patience=dice.choice([1, 3, 10**6]))
+    broken = set(dice.sample(range(count), dice.randint(0, 2)))
+    for i in broken:
+        engine.table[i, :, 3] = math.nan
+    plain, requests = [], []
+    told: dict[int, list[int]] = {}
+    for i in range(count):
+        limit, width = dice.randint(1, 12), dice.randint(2, 4)
+        options: dict[str, Any] = {"length": dice.randint(1, 6)}
+        options["prefix"] = [dice.randrange(VOCAB) for _ in range(dice.choice([0, 0, 3]))]
+        early = {"early_stopping": dice.random() < 0.5}
+        kind = dice.choice(
+            ["greedy", "greedy", "beams", "beams", "sampling", "processed"] if seed % 2 else ["greedy", "beams"]
+        )
+        if kind == "beams":
+            python: Callable[[], Search] = partial(BeamSearch, limit, ENDS, width, num_return=width, **early)
+            native = native_beams(limit, width, **early)
+        elif kind == "sampling":
+            python = native = partial(RowSearch, limit, ENDS, 2, Sampling(1.5, 6, 0.95, seed))
+        else:
+            python, native = partial(RowSearch, limit, ENDS), native_greedy(limit)
+        if kind == "processed":
+            options["processors"] = [SuppressTokens([4])]
+        plain.append(ask(i, python, **options))
+        if kind in ("greedy", "processed") and dice.random() < 0.5:
+            told[i] = []
+            options["on_token"] = told[i].append
+        requests.append(ask(i, native, **options))
+    for request in plain:
+        alone = MeteredEngine(count, vocab=VOCAB, eos=eos, seed=seed)
+        alone.table[sorted(broken), :, 3] = math.nan
+        scheduler = Scheduler(alone, max_rows=9, max_bytes=10_000)
+        scheduler.submit([request])
+        while not scheduler.is_idle:
+            scheduler.step()
+    scheduler = Scheduler(engine, max_rows=dice.randint(4, 12), max_bytes=dice.randint(20, 120))
+    coming, ended = list(requests), []
+    while coming or not scheduler.is_idle:
+        if coming and (scheduler.is_idle or dice.random() < 0.4):
+            arriving = dice.randint(1, 5)
+            scheduler.submit(coming[:arriving])
+            del coming[:arriving]
+        ended += scheduler.step()
+        assert len(engine.groups) == len(scheduler.running)
+    assert sorted(map(requests.index, ended)) == list(range(count)) and engine.used() == 0
+    for i, (request, alone_request) in enumerate(zip(requests, plain, strict=True)):
+        assert str(request.error) == str(alone_request.error)
+        assert found([request]) == found([alone_request])
+        for one, other in zip(request.results, alone_request.results, strict=True):
+            assert one.score == pytest.approx(other.score, abs=1e-4)
+        if i in told and request.error is None:
+            assert told[i] == request.results[0].tokens
+
+
+def test_a_request_alone_takes_one_call() -> None:
+    for search in (native_greedy(20), native_beams(20, 3)):
+        engine = engine_of(1, eos=-9.0)
+        request = ask(0, search)
+        run(Scheduler(engine, max_rows=4, max_bytes=1000), [request])
+        assert engine.runs == [20] and len(request.results[0].tokens) == 20
+
+
+def test_a_call_ends_with_the_first_that_is_done_and_the_next_comes_in() -> None:
+    engine = engine_of(4, eos=-9.0)
+    requests = [ask(i, native_greedy(limit)) for i, limit in enumerate((3, 7, 5, 4))]
+    scheduler = Scheduler(engine, max_rows=2, max_bytes=1000)
+    scheduler.submit(requests)
+    ended = []
+    while not scheduler.is_idle:
+        ended.append([requests.index(request) for request in scheduler.step()])
+    assert engine.runs == [3, 4, 1, 3] and ended == [[0], [1], [2], [3]]
+    for i, request in enumerate(requests):
+        assert tuple(request.results[0].tokens) == plain_greedy(engine, i, request.search.limit)
+
+
+def test_who_listens_is_told_each_token_when_it_comes() -> None:
+    engine = engine_of(2, eos=-9.0)
+    told: list[int] = []
+    scheduler = Scheduler(engine, max_rows=2, max_bytes=1000)
+    scheduler.submit([ask(0, native_greedy(5), on_token=told.append), ask(1, native_greedy(9))])
+    for step in range(1, 6):
+        scheduler.step()
+        assert told == list(plain_greedy(engine, 0, step))
+    scheduler.step()
+    assert engine.runs == [1] * 5 + [4] and scheduler.is_idle
+
+
+def test_a_listener_that_fails_ends_its_own_request() -> None:
+    def refuse(token: int) -> None:
+        raise RuntimeError("no more, please")
+
+    engine = engine_of(2, eos=-9.0)
+    requests = [ask(0, native_greedy(5), on_token=refuse), ask(1, native_greedy(5))]
+    scheduler = Scheduler(engine, max_rows=2, max_bytes=1000)
+    scheduler.submit(requests)
+    while not scheduler.is_idle:
+        scheduler.step()
+    assert str(requests[0].error) == "no more, please" and requests[0].results == []
+    assert tuple(requests[1].results[0].tokens) == plain_greedy(engine, 1, 5)
+
+
+def test_time_and_cancellation_end_those_whose_search_goes_on(monkeypatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    engine = engine_of(3, eos=-9.0, patience=2)
+    requests = [ask(0, native_greedy(9), max_time=5.0), ask(1, native_beams(9, 2)), ask(2, native_greedy(9))]
+    scheduler = Scheduler(engine, max_rows=9, max_bytes=1000)
+    scheduler.submit(requests)
+    assert scheduler.step() == []
+    now[0] += 5.0  # exactly five
+    assert scheduler.step() == [requests[0]]
+    assert tuple(requests[0].results[0].tokens) == plain_greedy(engine, 0, 4)
+    requests[1].cancel()
+    assert scheduler.step() == [requests[1]] and requests[1].results == [] and requests[1].error is None
+    run(scheduler, [])
+    assert tuple(requests[2].results[0].tokens) == plain_greedy(engine, 2, 9)
+
+
+def test_log_probabilities_are_asked_for_where_somebody_wants_them(monkeypatch) -> None:
+    asked: list[bool] = []
+    plain_run = RunningEngine.run
+
+    def noted(self: RunningEngine, *arguments: Any, log_probs: bool, **options: Any) -> int:
+        asked.append(log_probs)
+        return plain_run(self, *arguments, log_probs=log_probs, **options)
+
+    monkeypatch.setattr(RunningEngine, "run", noted)
+    decode(engine_of(2), [ask(i, native_greedy(1), log_probs=False) for i in range(2)])
+    decode(engine_of(2), [ask(i, native_greedy(1), log_probs=i == 1) for i in range(2)])
+    assert asked == [False, True]
+
+
+def test_an_engine_that_searches_is_told_by_its_run() -> None:
+    assert isinstance(RunningEngine(1), SearchingEngine) and not isinstance(MeteredEngine(1), SearchingEngine)
+
+
+@pytest.mark.parametrize(
+    ("settings", "is_native"),
+    [
+        ({}, True),
+        ({"num_beams": 3, "num_return_sequences": 2, "length_penalty": 1.7, "early_stopping": True}, True),
+        ({"num_beams": 4, "eos_token_id": (1, 7)}, True),
+        ({"do_sample": True, "seed": 1}, False),
+        ({"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 0.5}, False),
+    ],
+    ids=str,
+)
+def test_requests_of_such_an_engine_search_in_cpp_where_that_is_known_there(model, settings, is_native) -> None:
+    wanted = GenerationSettings(max_new_tokens=6, **settings)
+    makers = [RequestMaker(model, wanted, engine=engine(1, vocab=40)) for engine in (RunningEngine, ToyEngine)]
+    native, plain = (maker.make(maker.check([5, 6])).search for maker in makers)
+    assert isinstance(native, NativeSearch) == is_native and not isinstance(plain, NativeSearch)
+    dice = random.Random(0)
+    while native.num_rows and not settings.get("do_sample"):
+        rows = [candidates(dice, 40, plain.num_candidates, 0.5) for _ in range(plain.num_rows)]
+        ids, values = (list(column) for column in zip(*rows, strict=True))
+        values = [[single(value) for value in row] for row in values]
+        assert native.advance(ids, values, 0) == plain.advance(ids, values, 0)
+        assert native.results() == plain.results()
