@@ -4,11 +4,9 @@
 //   pre = x W1^T + b1,   hidden = dropout(act(pre)),   out = hidden W2^T + b2
 //
 // ReLU keeps the hidden alone (kept and positive is hidden > 0); the others keep the pre-activation alone and make the
-// hidden again in backward. Forward 4 rows dim hidden FLOPs, backward twice that. Sums are fp32 (fp64 for fp64). For a
-// handful of rows packing a weight would cost more than the product: those go to at::linear, the epilogue is the same.
+// hidden again in backward. Forward 4 rows dim hidden FLOPs, backward twice that. Sums are fp32 (fp64 for fp64) and
+// rounded once, after the bias; a row's result does not depend on how many rows there are.
 
-#include <ATen/ops/addmm.h>
-#include <ATen/ops/linear.h>
 #include <torch/library.h>
 
 #include <optional>
@@ -23,8 +21,6 @@ namespace fastformer {
 namespace {
 
 using OptionalTensor = std::optional<Tensor>;
-
-constexpr int64_t kFewRows = 32;
 
 template <typename T>
 struct Forward {
@@ -86,34 +82,17 @@ void forward(const Tensor& x, const Tensor& weight1, const OptionalTensor& bias1
                             bias1 ? bias1->const_data_ptr<T>() : nullptr,
                             saved.mutable_data_ptr<T>(),
                             hidden_rows.mutable_data_ptr<T>()};
-  if (rows < kFewRows) {
-    const Tensor product = at::linear(x, weight1);
-    const T* from = product.const_data_ptr<T>();
-    for (int64_t r = 0; r < rows; ++r)
-      for (int64_t c = 0; c < hidden; c += kTileColumns) {
-        acc gate[kTileColumns], up[kTileColumns];
-        const int64_t columns = std::min(kTileColumns, hidden - c);
-        for (int64_t i = 0; i < columns; ++i) {
-          gate[i] = from[r * product.size(1) + c + i];
-          if (gated) up[i] = from[r * product.size(1) + hidden + c + i];
-        }
-        epilogue.row(r, c, columns, gate, up);
-      }
-    if (bias2) at::addmm_out(out, *bias2, hidden_rows, weight2.t());
-    else at::mm_out(out, hidden_rows, weight2.t());
-    return;
-  }
   const T* xp = x.const_data_ptr<T>();
-  const Buffer<T> w1 = packed_transposed<T>(weight1.narrow(0, 0, hidden));
-  const Buffer<T> w1_up = gated ? packed_transposed<T>(weight1.narrow(0, hidden, hidden)) : Buffer<T>();
+  const auto w1 = Right<T>::transposed(weight1.narrow(0, 0, hidden), rows);
+  const auto w1_up = Right<T>::transposed(weight1.narrow(0, hidden, gated ? hidden : 0), rows);
   for_each_tile(rows, hidden, gated ? 2 * dim : dim, [&](const TileOf& t) {
     acc gate[kTileRows * kTileColumns], up[kTileRows * kTileColumns];
-    multiply_tile<T>(t, dim, xp, dim, w1, 0, gate);
-    if (gated) multiply_tile<T>(t, dim, xp, dim, w1_up, 0, up);
+    w1.multiply_tile(t, xp, gate);
+    if (gated) w1_up.multiply_tile(t, xp, up);
     for (int64_t r = 0; r < t.rows; ++r)
       epilogue.row(t.row + r, t.column, t.columns, gate + r * kTileColumns, up + r * kTileColumns);
   });
-  multiply<T>(rows, weight2.size(0), hidden, hidden_rows.const_data_ptr<T>(), packed_transposed<T>(weight2),
+  multiply<T>(rows, hidden_rows.const_data_ptr<T>(), Right<T>::transposed(weight2, rows),
               bias2 ? bias2->const_data_ptr<T>() : nullptr, out.mutable_data_ptr<T>());
 }
 
@@ -159,21 +138,20 @@ template <typename T>
 Gradients backward(const Tensor& dout, const Tensor& x, const Tensor& weight1, bool has_bias1, const Tensor& weight2,
                    const Tensor& saved, Activation activation, const Dropout& dropout, bool has_bias2) {
   using acc = acc_t<T>;
-  const int64_t rows = x.size(0), dim = x.size(1), dim_out = weight2.size(0), hidden = weight2.size(1),
-                wide = weight1.size(0);
+  const int64_t rows = x.size(0), dim_out = weight2.size(0), hidden = weight2.size(1), wide = weight1.size(0);
   Tensor dpre = at::empty({rows, wide}, x.options());
   const Tensor hidden_rows = activation == Activation::relu ? saved : at::empty({rows, hidden}, x.options());
   const T* doutp = dout.const_data_ptr<T>();
-  const Buffer<T> w2 = packed_as_is<T>(weight2);
+  const auto w2 = Right<T>::as_is(weight2, rows);
   for_each_tile(rows, hidden, dim_out, [&](const TileOf& t) {
     acc dhidden[kTileRows * kTileColumns];
-    multiply_tile<T>(t, dim_out, doutp, dim_out, w2, 0, dhidden);
+    w2.multiply_tile(t, doutp, dhidden);
     for (int64_t r = 0; r < t.rows; ++r)
       backward_row<T>(activation, dropout, hidden, t.row + r, t.column, t.columns, dhidden + r * kTileColumns,
                       saved.const_data_ptr<T>(), dpre.mutable_data_ptr<T>(), hidden_rows.mutable_data_ptr<T>());
   });
   Tensor dx = at::empty(x.sizes(), x.options());
-  multiply<T>(rows, dim, wide, dpre.const_data_ptr<T>(), packed_as_is<T>(weight1), nullptr, dx.mutable_data_ptr<T>());
+  multiply<T>(rows, dpre.const_data_ptr<T>(), Right<T>::as_is(weight1, rows), nullptr, dx.mutable_data_ptr<T>());
   const Tensor none = at::empty({0}, x.options());
   return {dx, weight_gradient<T>(dpre, x), has_bias1 ? column_sums<T>(dpre) : none,
           weight_gradient<T>(dout, hidden_rows), has_bias2 ? column_sums<T>(dout) : at::empty({0}, x.options())};

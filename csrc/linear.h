@@ -17,6 +17,7 @@ using at::Tensor;
 
 constexpr int64_t kTileRows = 64;
 constexpr int64_t kTileColumns = 256;
+
 // pack() of gemm.h, panels shared out among the threads.
 template <typename T>
 Buffer<T> packed(const T* b, int64_t stride_k, int64_t stride_n, int64_t k, int64_t n) {
@@ -28,13 +29,7 @@ Buffer<T> packed(const T* b, int64_t stride_k, int64_t stride_n, int64_t k, int6
   return to;
 }
 
-// The weight (out_features, in_features) of a linear layer as the right operand of x * weight^T.
-template <typename T>
-Buffer<T> packed_transposed(const Tensor& weight) {
-  return packed<T>(weight.const_data_ptr<T>(), 1, weight.size(1), weight.size(1), weight.size(0));
-}
-
-// The same weight as the right operand of dy * weight.
+// A matrix as the right operand of x * matrix.
 template <typename T>
 Buffer<T> packed_as_is(const Tensor& matrix) {
   return packed<T>(matrix.const_data_ptr<T>(), matrix.size(1), 1, matrix.size(0), matrix.size(1));
@@ -47,20 +42,61 @@ struct TileOf {
 // Runs f(tile) over the tiles of an (m, n) result, 2 * m * n * k FLOPs in all.
 template <typename F>
 void for_each_tile(int64_t m, int64_t n, int64_t k, F&& f) {
-  const int64_t down = (m + kTileRows - 1) / kTileRows, across = (n + kTileColumns - 1) / kTileColumns;
+  // Where one tile holds all rows, narrow ones leave every thread something to do.
+  const int64_t down = (m + kTileRows - 1) / kTileRows, width = down == 1 ? kTileColumns / 4 : kTileColumns,
+                across = (n + width - 1) / width;
   for_each_task(down * across, 2 * m * n * k >= kSerialFlops, [&](int64_t i) {
-    const int64_t row = i / across * kTileRows, column = i % across * kTileColumns;
-    f(TileOf{row, std::min(kTileRows, m - row), column, std::min(kTileColumns, n - column)});
+    const int64_t row = i / across * kTileRows, column = i % across * width;
+    f(TileOf{row, std::min(kTileRows, m - row), column, std::min(width, n - column)});
   });
 }
 
-// The result of a tile: x[rows] * B[:, columns] with B packed with k rows, into `to` with kTileColumns a row.
+// B (k, n) of products x * B with so many rows: packed for all of them, or, where there is one tile of rows, panel by
+// panel on its way through the cache, or not at all for a handful. The sums are the same bit for bit: what a row gives
+// does not depend on the others.
 template <typename T>
-void multiply_tile(const TileOf& t, int64_t k, const T* x, int64_t ldx, const Buffer<T>& b, int64_t first_column,
-                   acc_t<T>* to) {
-  gemm<T>(t.rows, t.columns, k, x + t.row * ldx, ldx,
-          b.data() + (first_column + t.column) / kPanel * packed_size<T>(k, kPanel), to, kTileColumns, false);
-}
+class Right {
+ public:
+  // The matrix whose element (i, j) is b[i * stride_k + j * stride_n].
+  Right(const T* b, int64_t stride_k, int64_t stride_n, int64_t k, int64_t n, int64_t rows)
+      : b_(b), stride_k_(stride_k), stride_n_(stride_n), k_(k), n_(n), packed_(rows > kTileRows) {
+    unpacked_ = rows <= kFewRows / 2 && stride_k == 1 && !std::is_same_v<T, double> &&
+                !(std::is_same_v<T, bfloat16> && use_brgemm());
+    if (packed_) panels_ = packed<T>(b, stride_k, stride_n, k, n);
+  }
+  // The weight (out_features, in_features) of a linear layer for x * weight^T, and for dy * weight.
+  static Right transposed(const Tensor& weight, int64_t rows) {
+    return {weight.const_data_ptr<T>(), 1, weight.size(1), weight.size(1), weight.size(0), rows};
+  }
+  static Right as_is(const Tensor& weight, int64_t rows) {
+    return {weight.const_data_ptr<T>(), weight.size(1), 1, weight.size(0), weight.size(1), rows};
+  }
+  int64_t k() const { return k_; }
+  int64_t n() const { return n_; }
+
+  // x[rows] * B[:, columns] of a tile, into `to` with kTileColumns a row, whole panels of them.
+  void multiply_tile(const TileOf& t, const T* x, acc_t<T>* to) const {
+    const T* left = x + t.row * k_;
+    const T* columns = b_ + t.column * stride_n_;
+    const int64_t panel = packed_size<T>(k_, kPanel);
+    if (packed_)
+      return gemm<T>(t.rows, round_up(t.columns, kPanel), k_, left, k_, panels_.data() + t.column / kPanel * panel, to,
+                     kTileColumns, false);
+    if constexpr (!std::is_same_v<T, double>)
+      if (unpacked_) return gemm_unpacked<T>(t.rows, t.columns, k_, left, k_, columns, stride_n_, to, kTileColumns);
+    Buffer<T> scratch(panel);
+    for (int64_t c = 0; c < t.columns; c += kPanel) {
+      pack<T>(columns + c * stride_n_, stride_k_, stride_n_, k_, std::min(kPanel, t.columns - c), scratch.data());
+      gemm<T>(t.rows, kPanel, k_, left, k_, scratch.data(), to + c, kTileColumns, false);
+    }
+  }
+
+ private:
+  const T* b_;
+  int64_t stride_k_, stride_n_, k_, n_;
+  bool packed_, unpacked_;
+  Buffer<T> panels_;
+};
 
 // A tile of results (+ bias), rounded into its place in y, which has ldy elements a row.
 template <typename T>
@@ -76,11 +112,11 @@ void store_tile(const TileOf& t, const acc_t<T>* result, const T* bias, T* y, in
 
 // y (m, n) = x (m, k) * B (+ bias), rounded once.
 template <typename T>
-void multiply(int64_t m, int64_t n, int64_t k, const T* x, const Buffer<T>& b, const T* bias, T* y) {
-  for_each_tile(m, n, k, [&](const TileOf& t) {
+void multiply(int64_t m, const T* x, const Right<T>& b, const T* bias, T* y) {
+  for_each_tile(m, b.n(), b.k(), [&](const TileOf& t) {
     acc_t<T> result[kTileRows * kTileColumns];
-    multiply_tile<T>(t, k, x, k, b, 0, result);
-    store_tile<T>(t, result, bias, y, n);
+    b.multiply_tile(t, x, result);
+    store_tile<T>(t, result, bias, y, b.n());
   });
 }
 

@@ -233,6 +233,25 @@ def test_backward_inside_autocast_keeps_the_dtype(device: str) -> None:
     assert torch.equal(dx, expected)
 
 
+@pytest.mark.parametrize("activation", ["relu", "swiglu"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=["fp32", "bf16", "fp64"])
+def test_a_row_does_not_depend_on_the_others(dtype: torch.dtype, activation: str) -> None:
+    """The same bits whatever the number of rows: how the weights are read differs, the sums do not."""
+    if reason := missing_backend("cpp", "feed_forward"):
+        pytest.skip(reason)
+    inputs = make_inputs((200, 601), 530, activation, "cpu", dtype, out_dim=70)
+    dout = torch.randn(200, 70).to(dtype)
+    results = []
+    for rows in (1, 2, 4, 5, 8, 9, 16, 17, 31, 33, 64, 65, 200):
+        with use_backend("cpp"):
+            x = inputs["x"][-rows:].clone().requires_grad_()
+            out = feed_forward(**inputs | {"x": x}, activation=activation)
+            (dx,) = torch.autograd.grad(out, x, dout[-rows:])
+        results.append((out[-1].detach(), dx[-1]))
+    for result in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(result, results[0], strict=True))
+
+
 def test_what_cpp_takes() -> None:
     """The tests above skip what a backend refuses; this one says what it may refuse."""
     reason = missing_backend("cpp", "feed_forward")
