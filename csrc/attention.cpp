@@ -22,10 +22,10 @@ Mask::Mask(const OptionalTensor& mask, at::ScalarType acc) {
   if (!mask.has_value()) return;
   on = true;
   TORCH_CHECK(mask->dim() == 4, "attn_mask must be 4-d here, got ", mask->sizes());
-  const bool boolean = mask->scalar_type() == at::kBool;
-  additive = boolean ? *mask : mask->to(acc);
-  if (boolean) allowed = additive.const_data_ptr<bool>();
-  for (int d = 0; d < 4; ++d) strides[d] = mask->size(d) == 1 ? 0 : additive.stride(d);
+  boolean = mask->scalar_type() == at::kBool;
+  const bool as_it_is = boolean || (mask->scalar_type() == at::kBFloat16 && acc == at::kFloat);
+  values = rows_of(as_it_is ? *mask : mask->to(acc));
+  for (int d = 0; d < 4; ++d) strides[d] = values.size(d) == 1 ? 0 : values.stride(d);
 }
 
 Problem Problem::dense(const Tensor& q, const Tensor& k, const OptionalTensor& seqlens_k) {
@@ -114,6 +114,25 @@ struct Tile {
         probabilities(std::is_same_v<T, acc> ? 0 : kQueries * kKeys) {}
 };
 
+// Scales the scores of query i, columns [begin, end) of a block that starts at key j, and puts them under the mask.
+// What is not allowed is -inf whatever the score is, NaN too.
+template <typename acc>
+void apply(const Mask& mask, int64_t b, int64_t h, int64_t i, int64_t j, int64_t begin, int64_t end, acc scale,
+           acc* x) {
+  using V = Vec<acc>;
+  const V factor(scale), log2e(acc(1.4426950408889634)), hidden(-std::numeric_limits<acc>::infinity());
+  const bool boolean = mask.boolean;
+  mask.with_row<acc>(b, h, i, [&](auto load) {
+    for (int64_t c = begin; c < end; c += V::size) {
+      const int64_t n = std::min<int64_t>(V::size, end - c);
+      const V score = V::load(x + c, n), of_mask = load(j + c, n);
+      const V masked =
+          boolean ? where_positive(of_mask, score * factor, hidden) : fmadd(score, factor, of_mask * log2e);
+      masked.store(x + c, n);
+    }
+  });
+}
+
 // Turns a row's scores into probabilities relative to its running maximum. Returns the factor for what came before.
 template <typename T>
 acc_t<T> softmax_row(const Problem& p, const Mask& mask, const Sequence& s, int64_t b, int64_t h, int64_t i, int64_t j,
@@ -125,19 +144,14 @@ acc_t<T> softmax_row(const Problem& p, const Mask& mask, const Sequence& s, int6
                 end = std::clamp<int64_t>(seen.end - j, begin, width);
   const acc scale = p.scale2<acc>();
   acc largest = -std::numeric_limits<acc>::infinity();
-  if (mask.on) {
-    for (int64_t c = begin; c < end; ++c) {
-      x[c] = mask.applied(x[c], scale, acc(1.4426950408889634), mask.offset(b, h, i, j + c));
-      largest = std::max(largest, x[c]);
-    }
-  } else {
-    V most(largest);
-    int64_t c = begin;
-    for (; c + V::size <= end; c += V::size) most = max(most, V::load(x + c));
-    largest = most.max();
-    for (; c < end; ++c) largest = std::max(largest, x[c]);
-    largest = begin < end ? largest * scale : largest;  // softmax_scale < 0 would pick the minimum; see why_unsupported
-  }
+  if (mask.on) apply(mask, b, h, i, j, begin, end, scale, x);
+  V most(largest);
+  int64_t whole = begin;
+  for (; whole + V::size <= end; whole += V::size) most = max(most, V::load(x + whole));
+  largest = most.max();
+  for (; whole < end; ++whole) largest = std::max(largest, x[whole]);
+  // softmax_scale < 0 would pick the minimum; see why_unsupported
+  if (!mask.on && begin < end) largest *= scale;
   const acc before = row_max;
   row_max = std::max(before, largest);
   const acc base = row_max == -std::numeric_limits<acc>::infinity() ? acc(0) : row_max;

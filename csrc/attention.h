@@ -63,24 +63,29 @@ inline Tensor empty_rows(const Tensor& t, int64_t used) {
 // The tensor itself when its rows are contiguous in head_dim, as the products read them; else a copy.
 inline Tensor rows_of(const Tensor& t) { return t.stride(-1) == 1 || t.numel() == 0 ? t : t.contiguous(); }
 
-// The mask of a call, added to the scores in base 2; strides are 0 where it is broadcast.
+// The mask of a call: what may be attended to, or what is added to the scores. Strides are 0 where it is broadcast.
 struct Mask {
-  const bool* allowed = nullptr;
-  Tensor additive;  // in the accumulation type
+  Tensor values;  // boolean, bf16 or in the accumulation type; along the keys they lie side by side
   int64_t strides[4] = {0, 0, 0, 0};
-  bool on = false;
+  bool on = false, boolean = false;
 
   Mask(const OptionalTensor& mask, at::ScalarType acc);
 
-  int64_t offset(int64_t b, int64_t h, int64_t i, int64_t j) const {
-    return b * strides[0] + h * strides[1] + i * strides[2] + j * strides[3];
+  // Calls f(load): load(j, n) are the values of one query for n keys from j on, 1 or 0 where they are boolean.
+  template <typename acc, typename F>
+  void with_row(int64_t b, int64_t h, int64_t i, F&& f) const {
+    if (boolean) return with_row_of<bool, acc>(b, h, i, f);
+    if constexpr (std::is_same_v<acc, float>)
+      if (values.scalar_type() == at::kBFloat16) return with_row_of<bfloat16, acc>(b, h, i, f);
+    with_row_of<acc, acc>(b, h, i, f);
   }
-  // x * factor under the mask, where the result is in units of 1 / unit. What is not allowed is -inf whatever x is, NaN
-  // too.
-  template <typename acc>
-  acc applied(acc x, acc factor, acc unit, int64_t at) const {
-    if (allowed) return allowed[at] ? x * factor : -std::numeric_limits<acc>::infinity();
-    return x * factor + static_cast<const acc*>(additive.const_data_ptr())[at] * unit;
+
+ private:
+  template <typename E, typename acc, typename F>
+  void with_row_of(int64_t b, int64_t h, int64_t i, F&& f) const {
+    const E* row = static_cast<const E*>(values.const_data_ptr()) + b * strides[0] + h * strides[1] + i * strides[2];
+    if (strides[3] == 0) f([=](int64_t, int64_t) { return Vec<acc>(static_cast<acc>(*row)); });
+    else f([=](int64_t j, int64_t n) { return Vec<acc>::load(row + j, n); });
   }
 };
 
@@ -98,7 +103,11 @@ struct Problem {
 
   void set_options(double scale, std::optional<int64_t> left, std::optional<int64_t> right, double dropout_p,
                    const OptionalTensor& dropout_seed) {
+    // Further than any sequence is long, and near enough for sums with positions not to overflow.
+    constexpr int64_t kFar = int64_t(1) << 40;
     softmax_scale = scale, window_left = left, window_right = right;
+    if (left) window_left = std::clamp(*left, -kFar, kFar);
+    if (right) window_right = std::clamp(*right, -kFar, kFar);
     dropout = Dropout(dropout_p, dropout_seed);
   }
 

@@ -5,14 +5,17 @@
 //   dS = P * (dP - delta)    dQ += dS K    dK += dS^T Q
 //
 // A task is one kv head of one sequence with all query heads of its group: it owns its dQ, dK and dV, so sums have one
-// order and the result does not depend on the threads. Tiles are kKeys keys by one panel of queries, scores transposed
-// (keys are rows): then P^T and dS^T are row-major left operands of dV and dK as they come, and lse and delta lie along
-// the vectors. dS is turned once for dQ. Only tiles that some query sees are visited.
+// order and the result does not depend on the threads. Where that makes few tasks a task is one query head, whose dK
+// and dV are added up in the order of the heads afterwards. Tasks that add to one gradient of a mask follow each other
+// in one of a few chains, each with a copy of it. Tiles are kKeys keys by one panel of queries, scores transposed (keys
+// are rows): then P^T and dS^T are row-major left operands of dV and dK as they come, and lse and delta lie along the
+// vectors. dS is turned once for dQ. Only tiles that some query sees are visited.
 //
 // 10 FLOPs per visible score and head_dim. Accumulation is fp32 (fp64 for fp64); bf16 rounds P and dS for the products.
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
+#include <ATen/ops/zeros_like.h>
 #include <torch/library.h>
 
 #include "attention.h"
@@ -21,13 +24,14 @@ namespace fastformer {
 namespace {
 
 constexpr int64_t kKeys = 64;
+constexpr int64_t kManyTasks = 32;  // kv heads from which on a group of query heads stays together
+constexpr int64_t kChains = 8;      // of tasks that share the gradient of a mask
 
 template <typename T>
 struct Inputs {
   Rows<const T> q, k, v, out, dout;
   Rows<T> dq, dk, dv;
   const acc_t<T>* lse;
-  Tensor dmask;  // in the accumulation type, shaped as the mask; empty when nobody wants it
 };
 
 // Everything of one query head that the tiles read.
@@ -68,8 +72,8 @@ template <typename T>
 struct Tile {
   using acc = acc_t<T>;
   acc scores[kKeys * kPanel], dprobabilities[kKeys * kPanel], keep[kKeys * kPanel], dscores[kKeys * kPanel],
-      turned[kKeys * kPanel];
-  acc keep_rows[kPanel * (kKeys + Dropout::kDecisions)];
+      turned[kKeys * kPanel], mask[kKeys * kPanel];
+  acc keep_rows[kPanel * (kKeys + Dropout::kDecisions)], mask_rows[kPanel * kKeys];
   T left[kKeys * kPanel], right[kKeys * kPanel];  // P^T and dS^T, then dS, as operands
 
   // The accumulation type's buffer as an operand of type T: itself, or rounded into `to`.
@@ -92,14 +96,27 @@ void transposed_keep(const Problem& p, int64_t plane, int64_t i, int64_t j, int6
   pack<acc>(tile.keep_rows, 1, stride, keys, kPanel, tile.keep);
 }
 
+// Fills tile.mask, (keys, kPanel): the mask's values for queries [i, i + queries) and keys [j, j + keys), transposed.
+template <typename T>
+void transposed_mask(const Mask& mask, int64_t b, int64_t h, int64_t i, int64_t j, int64_t queries, int64_t keys,
+                     Tile<T>& tile) {
+  using acc = acc_t<T>;
+  for (int64_t c = 0; c < queries; ++c)
+    mask.with_row<acc>(b, h, i + c, [&](auto load) {
+      for_each_vec<acc>(keys, [&](int64_t r, int64_t n) { load(j + r, n).store(tile.mask_rows + c * kKeys + r, n); });
+    });
+  std::fill(tile.mask_rows + queries * kKeys, tile.mask_rows + kPanel * kKeys, acc(0));
+  pack<acc>(tile.mask_rows, 1, kKeys, keys, kPanel, tile.mask);
+}
+
 // From S^T and dP^T to (P * keep)^T in tile.scores and dS^T in tile.dscores.
 template <typename T>
-void tile_gradients(const Problem& p, const Mask& mask, const Sequence& s, const QueryHead<T>& head, int64_t b,
-                    int64_t h, int64_t i, int64_t j, int64_t keys, Tile<T>& tile) {
+void tile_gradients(const Problem& p, const Mask& mask, const Sequence& s, const QueryHead<T>& head, int64_t i,
+                    int64_t j, int64_t keys, Tile<T>& tile) {
   using acc = acc_t<T>;
   using V = Vec<acc>;
   // In base e: a factor of log2(e) would round the exponent once more, and nothing cancels that here.
-  const V scale(static_cast<acc>(p.softmax_scale));
+  const V scale(static_cast<acc>(p.softmax_scale)), hidden(-std::numeric_limits<acc>::infinity());
   const acc* lse = head.lse.data() + i;
   const acc* delta = head.delta.data() + i;
   for (int64_t r = 0; r < keys; ++r) {
@@ -110,12 +127,11 @@ void tile_gradients(const Problem& p, const Mask& mask, const Sequence& s, const
     const Interval seen = p.queries_of(s, j + r);
     const int64_t begin = std::clamp<int64_t>(seen.begin - i, 0, kPanel),
                   end = std::clamp<int64_t>(seen.end - i, begin, kPanel);
-    if (mask.on) {  // added before the scale is applied below
-      const acc unit = static_cast<acc>(1.0 / p.softmax_scale);
-      for (int64_t c = begin; c < end; ++c) x[c] = mask.applied(x[c], acc(1), unit, mask.offset(b, h, i + c, j + r));
-    }
     for (int64_t c = 0; c < kPanel; c += V::size) {
-      V probability = exp(fmadd(V::load(x + c), scale, V(acc(0)) - V::load(lse + c)));
+      V score = V::load(x + c), shift = V(acc(0)) - V::load(lse + c);
+      if (mask.boolean) score = where_positive(V::load(tile.mask + r * kPanel + c), score, hidden);
+      else if (mask.on) shift = V::load(tile.mask + r * kPanel + c) - V::load(lse + c);
+      const V probability = exp(fmadd(score, scale, shift));
       V gradient = V::load(dp + c);
       V kept = probability;
       if (p.dropout.on) {
@@ -133,28 +149,37 @@ void tile_gradients(const Problem& p, const Mask& mask, const Sequence& s, const
 }
 
 template <typename T>
-void add_mask_gradient(const Mask& mask, const Tensor& dmask, const Sequence& s, int64_t b, int64_t h, int64_t i,
-                       int64_t j, int64_t keys, const acc_t<T>* dscores) {
+void add_mask_gradient(const Tensor& dmask, const Sequence& s, int64_t b, int64_t h, int64_t i, int64_t j, int64_t keys,
+                       const acc_t<T>* dscores) {
   auto* to = static_cast<acc_t<T>*>(dmask.data_ptr());
-  const auto stride = [&](int d) { return mask.strides[d] == 0 && dmask.size(d) == 1 ? 0 : dmask.stride(d); };
+  const auto stride = [&](int d) { return dmask.size(d) == 1 ? 0 : dmask.stride(d); };
   const int64_t base = b * stride(0) + h * stride(1), stride_q = stride(2), stride_k = stride(3);
   for (int64_t r = 0; r < keys; ++r)
     for (int64_t c = 0; c < std::min(kPanel, s.seqlen_q - i); ++c)
       to[base + (i + c) * stride_q + (j + r) * stride_k] += dscores[r * kPanel + c];
 }
 
+// dK and dV of one kv head, (keys, head_dim), before the scale: of all heads of its group, or of some.
+template <typename acc>
+struct KeyGradients {
+  std::vector<acc> dk, dv;
+};
+
+// Query heads [first_head, end_head), which share a kv head, of sequence b.
 template <typename T>
-void attend_backward(const Problem& p, const Mask& mask, const Inputs<T>& in, int64_t b, int64_t kv_head) {
+KeyGradients<acc_t<T>> attend_backward(const Problem& p, const Mask& mask, const Inputs<T>& in, const Tensor& dmask,
+                                       int64_t b, int64_t first_head, int64_t end_head) {
   using acc = acc_t<T>;
   using V = Vec<acc>;
   const Sequence& s = p.sequences[b];
-  const int64_t dim = p.head_dim, group = p.num_heads / p.num_kv_heads;
-  std::vector<acc> dk(s.keys * dim, acc(0)), dv(s.keys * dim, acc(0));
+  const int64_t dim = p.head_dim, kv_head = p.kv_head(first_head);
+  KeyGradients<acc> gradients{std::vector<acc>(s.keys * dim, acc(0)), std::vector<acc>(s.keys * dim, acc(0))};
+  auto& [dk, dv] = gradients;
   Buffer<T> keys_packed(packed_size<T>(s.keys, dim));
   pack<T>(in.k.at(s.k_batch, s.k_start, kv_head), in.k.stride, 1, s.keys, dim, keys_packed.data());
   static thread_local Tile<T> tile;
 
-  for (int64_t h = kv_head * group; h < (kv_head + 1) * group; ++h) {
+  for (int64_t h = first_head; h < end_head; ++h) {
     QueryHead<T> head(p, s, in, b, h);
     for (int64_t j = 0; j < s.keys; j += kKeys) {
       const int64_t keys = std::min(kKeys, s.keys - j);
@@ -166,8 +191,9 @@ void attend_backward(const Problem& p, const Mask& mask, const Inputs<T>& in, in
         gemm<T>(keys, kPanel, dim, in.v.at(s.k_batch, s.k_start + j, kv_head), in.v.stride, head.dout_t.data() + column,
                 tile.dprobabilities, kPanel, false);
         if (p.dropout.on) transposed_keep<T>(p, b * p.num_heads + h, i, j, keys, tile);
-        tile_gradients<T>(p, mask, s, head, b, h, i, j, keys, tile);
-        if (in.dmask.defined()) add_mask_gradient<T>(mask, in.dmask, s, b, h, i, j, keys, tile.dscores);
+        if (mask.on) transposed_mask<T>(mask, b, h, i, j, queries, keys, tile);
+        tile_gradients<T>(p, mask, s, head, i, j, keys, tile);
+        if (dmask.defined()) add_mask_gradient<T>(dmask, s, b, h, i, j, keys, tile.dscores);
         const T* probabilities = tile.operand(tile.scores, tile.left, keys * kPanel);
         gemm<T>(keys, dim, round_up(queries, kPair<T>), probabilities, kPanel, head.dout.data() + i * kPanel,
                 dv.data() + j * dim, dim, true, s.seqlen_q);
@@ -189,7 +215,23 @@ void attend_backward(const Problem& p, const Mask& mask, const Inputs<T>& in, in
       });
     }
   }
-  const int64_t seqlen_k = s.seqlen_q + s.diagonal;
+  return gradients;
+}
+
+// The sums of the parts of one kv head into their places in dk and dv, zeros behind the keys that are seen at all.
+template <typename T>
+void store_key_gradients(const Problem& p, const Inputs<T>& in, int64_t b, int64_t kv_head,
+                         KeyGradients<acc_t<T>>* parts, int64_t num_parts) {
+  using acc = acc_t<T>;
+  using V = Vec<acc>;
+  const Sequence& s = p.sequences[b];
+  const int64_t dim = p.head_dim, seqlen_k = s.seqlen_q + s.diagonal;
+  auto& [dk, dv] = parts[0];
+  for (int64_t part = 1; part < num_parts; ++part)
+    for_each_vec<acc>(s.keys * dim, [&](int64_t c, int64_t n) {
+      (V::load(dk.data() + c, n) + V::load(parts[part].dk.data() + c, n)).store(dk.data() + c, n);
+      (V::load(dv.data() + c, n) + V::load(parts[part].dv.data() + c, n)).store(dv.data() + c, n);
+    });
   for (int64_t j = 0; j < seqlen_k; ++j) {
     T *dk_to = in.dk.at(s.k_batch, s.k_start + j, kv_head), *dv_to = in.dv.at(s.k_batch, s.k_start + j, kv_head);
     if (j >= s.keys) {  // padding
@@ -210,22 +252,35 @@ void backward(const Problem& p, const OptionalTensor& attn_mask, const Tensor& d
               const Tensor& v, const Tensor& out, const Tensor& lse, const Tensor& dmask, Gradients& gradients) {
   const Mask mask(attn_mask, lse.scalar_type());
   const auto& [dq, dk, dv, dmask_out] = gradients;
-  const Inputs<T> in{Rows<const T>(q),
-                     Rows<const T>(k),
-                     Rows<const T>(v),
-                     Rows<const T>(out),
-                     Rows<const T>(dout),
-                     Rows<T>(dq),
-                     Rows<T>(dk),
-                     Rows<T>(dv),
-                     static_cast<const acc_t<T>*>(lse.const_data_ptr()),
-                     dmask};
+  using acc = acc_t<T>;
+  const Inputs<T> in{Rows<const T>(q),   Rows<const T>(k),    Rows<const T>(v),
+                     Rows<const T>(out), Rows<const T>(dout), Rows<T>(dq),
+                     Rows<T>(dk),        Rows<T>(dv),         static_cast<const acc*>(lse.const_data_ptr())};
   int64_t scores = 0;
   for (const Sequence& s : p.sequences) scores += s.seqlen_q * s.keys * p.num_heads;
-  // A mask shared by several tasks has one gradient, which they would race for.
+  // Neither the tasks nor the chains depend on the number of threads: the order of the sums would, too.
+  const int64_t group = p.num_heads / p.num_kv_heads, kv_heads = p.batch * p.num_kv_heads;
+  const int64_t parts = kv_heads < kManyTasks ? group : 1, tasks = kv_heads * parts, heads = group / parts;
   const bool shared = dmask.defined() && (dmask.size(0) != p.batch || dmask.size(1) != p.num_heads);
-  for_each_task(p.batch * p.num_kv_heads, scores > kSerialScores && !shared,
-                [&](int64_t task) { attend_backward<T>(p, mask, in, task / p.num_kv_heads, task % p.num_kv_heads); });
+  const int64_t chains = shared ? std::min(tasks, kChains) : tasks;
+  std::vector<Tensor> copies;  // of dmask, for all chains but the first
+  if (shared)
+    for (int64_t chain = 1; chain < chains; ++chain) copies.push_back(at::zeros_like(dmask));
+  std::vector<KeyGradients<acc>> found(parts == 1 ? 0 : tasks);
+  for_each_task(chains, scores > kSerialScores, [&](int64_t chain) {
+    const Tensor& sum = shared && chain > 0 ? copies[chain - 1] : dmask;
+    for (int64_t task = chain; task < tasks; task += chains) {
+      const int64_t kv_head = task / parts, b = kv_head / p.num_kv_heads, h = task * heads % p.num_heads;
+      KeyGradients<acc> of_task = attend_backward<T>(p, mask, in, sum, b, h, h + heads);
+      if (parts == 1) store_key_gradients<T>(p, in, b, kv_head % p.num_kv_heads, &of_task, 1);
+      else found[task] = std::move(of_task);
+    }
+  });
+  for (const Tensor& copy : copies) dmask.add_(copy);
+  if (parts == 1) return;
+  for_each_task(kv_heads, scores > kSerialScores, [&](int64_t i) {
+    store_key_gradients<T>(p, in, i / p.num_kv_heads, i % p.num_kv_heads, found.data() + i * parts, parts);
+  });
 }
 
 Gradients run(const Problem& p, const OptionalTensor& attn_mask, bool needs_mask_grad, const Tensor& dout,

@@ -42,6 +42,7 @@ struct Vec<double> {
   static Vec load(const double* p, int64_t) { return *p; }
   static Vec load(const float* p) { return double(*p); }
   static Vec load(const float* p, int64_t) { return double(*p); }
+  static Vec load(const bool* p, int64_t) { return *p ? 1.0 : 0.0; }
   void store(double* p) const { *p = v; }
   void store(double* p, int64_t) const { *p = v; }
 
@@ -87,6 +88,9 @@ struct Vec<float> {
   static Vec load(const bfloat16* p) { return widen(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))); }
   static Vec load(const bfloat16* p, int64_t n) {
     return n >= size ? load(p) : Vec(widen(_mm256_maskz_loadu_epi16(first(n), p)));
+  }
+  static Vec load(const bool* p, int64_t n) {  // 1 or 0
+    return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_maskz_loadu_epi8(first(n), p)));
   }
   void store(float* p) const { _mm512_storeu_ps(p, v); }
   void store(float* p, int64_t n) const { n >= size ? store(p) : _mm512_mask_storeu_ps(p, first(n), v); }
@@ -151,6 +155,11 @@ struct Vec<float> {
     alignas(16) uint16_t lanes[8] = {};
     std::memcpy(lanes, p, std::min<int64_t>(n, 8) * 2);
     return widen(_mm_load_si128(reinterpret_cast<const __m128i*>(lanes)));
+  }
+  static Vec load(const bool* p, int64_t n) {  // 1 or 0
+    int64_t lanes = 0;
+    std::memcpy(&lanes, p, std::min<int64_t>(n, 8));
+    return _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_cvtsi64_si128(lanes)));
   }
   void store(float* p) const { _mm256_storeu_ps(p, v); }
   void store(float* p, int64_t n) const { n >= size ? store(p) : _mm256_maskstore_ps(p, first(n), v); }

@@ -134,6 +134,15 @@ def check_heads(q: Tensor, k: Tensor, v: Tensor, dims: int, layout: str) -> None
         )
 
 
+# Further than any sequence is long, and near enough for sums with positions to stay in 64 bits.
+_FAR = 2**40
+
+
+def resolve_bound(bound: int | None) -> int | None:
+    """One side of a window: beyond every sequence one number is as good as another."""
+    return None if bound is None else max(-_FAR, min(_FAR, bound))
+
+
 def resolve_window(is_causal: bool, window_size: tuple[int | None, int | None]) -> tuple[int | None, int | None]:
     """(left, right) with is_causal folded in: causal means nothing to the right of the diagonal.
 
@@ -143,10 +152,10 @@ def resolve_window(is_causal: bool, window_size: tuple[int | None, int | None]) 
     if (
         not isinstance(window_size, tuple | list)
         or len(window_size) != 2
-        or not all(bound is None or (isinstance(bound, int) and abs(bound) < 2**62) for bound in window_size)
+        or not all(bound is None or (isinstance(bound, int)) for bound in window_size)
     ):
         raise ValueError(f"expected window_size (left, right) of integers or None, got {window_size!r}")
-    left, right = window_size
+    left, right = (resolve_bound(bound) for bound in window_size)
     if not isinstance(is_causal, bool):
         raise ValueError(f"expected is_causal to be True or False, got {is_causal!r}")
     if is_causal:

@@ -14,7 +14,7 @@ from torch import Tensor
 from fastformer.ops._attention_reference import Scores, attend
 from fastformer.ops._common import described
 from fastformer.ops._library import autocast, define_op
-from fastformer.ops.attention import check_heads, cpp_unsupported, resolve_scale
+from fastformer.ops.attention import check_heads, cpp_unsupported, resolve_bound, resolve_scale
 
 
 def decode_attention_reference(
@@ -177,10 +177,11 @@ def decode_attention(
         _check_integers("cache_batch_idx", cache_batch_idx, q.shape[0])
     elif q.shape[0] != cache_batch:
         raise ValueError(f"expected as many queries as cache rows, got {q.shape[0]} and {cache_batch}")
-    if window_left is not None and (not isinstance(window_left, int) or abs(window_left) >= 2**62):
+    if window_left is not None and not isinstance(window_left, int):
         raise ValueError(f"expected window_left to be an integer or None, got {window_left!r}")
     scale = resolve_scale(softmax_scale, q.shape[-1])
-    return _op(q, k_cache, v_cache, cache_seqlens, k, v, cache_batch_idx, slot_table, scale, is_causal, window_left)
+    left = resolve_bound(window_left)
+    return _op(q, k_cache, v_cache, cache_seqlens, k, v, cache_batch_idx, slot_table, scale, is_causal, left)
 
 
 def _check_integers(name: str, integers: Tensor, size: int) -> None:

@@ -51,6 +51,8 @@ CASES = [
     Case("lengths-causal-empty", seqlens_k=(20, 0), is_causal=True),
     Case("gqa", num_heads=4, num_kv_heads=2, is_causal=True),
     Case("mqa-mask", num_heads=4, num_kv_heads=1, mask="float"),
+    Case("gqa-many-sequences", seqlen_q=9, seqlen_k=12, num_heads=4, num_kv_heads=2, batch=17),
+    Case("gqa-mask-of-many", seqlen_q=9, seqlen_k=12, num_heads=4, num_kv_heads=2, mask="float", batch=5),
     Case("dropout", dropout_p=0.2),
     Case("dropout-causal-gqa", dropout_p=0.3, is_causal=True, num_heads=4, num_kv_heads=2, seqlen_q=20, seqlen_k=37),
     Case("dropout-mask-lengths", dropout_p=0.1, mask="bool", seqlens_k=(30, 11)),

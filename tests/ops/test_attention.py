@@ -228,6 +228,65 @@ def test_autocast_casts_and_keeps_lse_in_fp32(device) -> None:
     assert out.dtype == torch.bfloat16 and lse.dtype == torch.float32
 
 
+@pytest.mark.parametrize("far", [2**62, 2**63 - 1, 2**70])
+def test_windows_beyond_all_numbers(far: int, backend: str, device: str) -> None:
+    """More keys than there are is all of them, on either side; a side that begins behind the last one shows none."""
+    q, k, v = (torch.randn(1, seqlen, 1, 16, device=device) for seqlen in (5, 7, 7))
+    for window, same in (((far, far), (None, None)), ((far, 0), (None, 0)), ((1, far), (1, None))):
+        assert torch.equal(attention(q, k, v, window_size=window), attention(q, k, v, window_size=same))
+    for empty in ((-far, None), (None, -far)):
+        assert not attention(q, k, v, window_size=empty).any()
+
+
+def test_the_ops_themselves_take_windows_of_all_sizes() -> None:
+    from tests.conftest import missing_backend
+
+    if reason := missing_backend("cpp", "attention"):
+        pytest.skip(reason)
+    q, k = torch.randn(1, 5, 1, 16), torch.randn(1, 7, 1, 16)
+    far, options = 2**63 - 1, (0.0, None)
+    expected = torch.ops.fastformer_cpp.attention_fwd(q, k, k, None, None, 0.25, None, None, *options)
+    found = torch.ops.fastformer_cpp.attention_fwd(q, k, k, None, None, 0.25, far, far, *options)
+    gradients = [
+        torch.ops.fastformer_cpp.attention_bwd(q, q, k, k, *found, None, None, 0.25, side, side, *options, False)
+        for side in (far, None)
+    ]
+    for a, b in zip((*found, *gradients[0]), (*expected, *gradients[1]), strict=True):
+        assert torch.equal(a, b)
+
+
+# Broadcast along the keys, the queries or neither, transposed, expanded: where the values of a mask may lie.
+MASKS = {
+    "keys": lambda: torch.randn(2, 1, 1, 150),
+    "queries": lambda: torch.randn(1, 2, 70, 1),
+    "one": lambda: torch.randn(1, 1, 1, 1),
+    "transposed": lambda: torch.randn(1, 2, 150, 70).transpose(2, 3),
+    "expanded": lambda: torch.randn(1, 2, 70, 1).expand(2, 2, 70, 150),
+    "sliced": lambda: torch.randn(2, 2, 70, 300)[..., 1::2],
+    "other-dtype": lambda: torch.randn(2, 1, 70, 150).half().double(),
+}
+
+
+@pytest.mark.parametrize("layout", MASKS)
+@pytest.mark.parametrize("kind", ["bool", "float"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_wherever_the_values_of_a_mask_lie(dtype, kind, layout, backend, device) -> None:
+    """The same bits as of a mask that is written out, in the output and in the gradients."""
+    if backend == "triton" and device == "cpu":
+        pytest.skip("tests/kernels has the masks")
+    tensors = [torch.randn(2, seqlen, 2, 16, device=device).to(dtype) for seqlen in (70, 150, 150, 70)]
+    mask = MASKS[layout]().to(device)
+    mask = mask > -0.5 if kind == "bool" else mask if layout == "other-dtype" else mask.to(dtype)
+    full = mask.expand(2, 2, 70, 150).clone(memory_format=torch.contiguous_format)
+    full = full if full.dtype == torch.bool else full.to(torch.float32 if layout == "other-dtype" else dtype)
+    results = []
+    for each in (mask, full):
+        q, k, v = (t.clone().requires_grad_() for t in tensors[:3])
+        out = attention(q, k, v, attn_mask=each)
+        results.append((out.detach(), *torch.autograd.grad(out, (q, k, v), tensors[3])))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

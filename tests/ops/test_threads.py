@@ -112,6 +112,8 @@ def _rotary(dtype: torch.dtype, interleaved: bool) -> tuple[Tensor, ...]:
 
 CASES: dict[str, Run] = {
     "attention-causal-dropout": lambda dtype: _attention(dtype, None, (None, 20), 0.1),
+    # Few keys' heads: the queries' heads of a group are tasks of their own.
+    "attention-mqa": lambda dtype: _attention(dtype, None, (None, 0), 0.0, (170,), 1),
     "attention-mask": lambda dtype: _attention(dtype, torch.randn(2, 4, 150, 170).to(dtype), (30, None), 0.0),
     # One gradient, to which several tasks add: those of all heads, those of all sequences, or all.
     "attention-mask-of-sequences": lambda dtype: _shared_mask(dtype, (2, 1, 1, 170), (170, 150), 4),
