@@ -82,6 +82,7 @@ def generate(
     decoder_start_token_id: int | None = None,
     use_cache: bool = True,
     engine: str | None = None,
+    precision: str | None = None,
     streamer: Streamer | None = None,
     return_dict_in_generate: bool = False,
 ) -> Tensor | GenerateOutput:
@@ -130,6 +131,9 @@ def generate(
         decoder_start_token_id: what outputs of a model that reads sources begin with, unseen; None: the model's.
         use_cache: False recomputes everything for each token.
         engine: how to decode, one of `engines.ENGINES`; None: the fastest that can.
+        precision: what to compute in: "fp32", "bf16", "fp16" or "int8". None: what the model says, "int8" where it was
+            quantised (`model.quantize()`), else its dtype, or autocast's. The engine "cpp" computes a model in fp32 or
+            bf16 in each of fp32, bf16 and int8; the others in its dtype alone. Where nobody can, the error says why.
         streamer: is told tokens as they come, of one input without beams or several samples.
         return_dict_in_generate: return a `GenerateOutput`.
 
@@ -168,6 +172,7 @@ def generate(
         decoder_start_token_id=decoder_start_token_id,
         use_cache=use_cache,
         engine=engine,
+        precision=precision,
     )
     if streamer is not None and not all(callable(getattr(streamer, name, None)) for name in ("put", "end")):
         raise ValueError(f"expected a streamer with put and end, got {type(streamer).__name__}")

@@ -83,7 +83,7 @@ class RequestMaker:
         self.log_probs = log_probs or settings.num_beams > 1
         self.ids = special_ids(model, settings)
         name = settings.engine if settings.use_cache else "recompute"
-        self.engine: Engine = engine or choose_engine(model, name)
+        self.engine: Engine = engine or choose_engine(model, name, settings.precision)
         # What the searches in C++ don't have, the engine is asked for step by step.
         self._is_native = (
             isinstance(self.engine, SearchingEngine) and not settings.do_sample and settings.num_beam_groups == 1

@@ -10,6 +10,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from fastformer.generation.precisions import check_precision
+
 if TYPE_CHECKING:
     from fastformer.generation.processors import Processor
 
@@ -75,6 +77,7 @@ class GenerationSettings:
     decoder_start_token_id: int | None = None
     use_cache: bool = True
     engine: str | None = None
+    precision: str | None = None
     seed: int | None = None
 
     @classmethod
@@ -197,6 +200,7 @@ class GenerationSettings:
             raise ValueError(f"expected a seed from -2**63 to 2**64 - 1, got {self.seed}")
         if self.engine is not None and not isinstance(self.engine, str):
             raise ValueError(f"expected engine to be a name, got {self.engine!r}")
+        check_precision(self.precision)
         if self.max_time is not None and self.max_time <= 0:
             raise ValueError(f"expected max_time in seconds, more than 0, got {self.max_time}")
         if self.num_beam_groups < 1 or self.diversity_penalty < 0:

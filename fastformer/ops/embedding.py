@@ -255,6 +255,8 @@ def sinusoidal_positions(
         raise ValueError(f'expected kind "interleaved" or "concatenated", got {kind!r}')
     if num_positions < 0 or dim < 1:
         raise ValueError(f"expected num_positions >= 0 and dim >= 1, got {num_positions} and {dim}")
+    if device is not None and torch.device(device).type == "meta":  # the formula would import a compiler there, for 1 s
+        return torch.empty(num_positions, dim, dtype=dtype, device=device)
     position = torch.arange(num_positions, dtype=torch.float64, device=device)[:, None]
     if kind == "interleaved":
         exponent = torch.arange(0, dim, 2, dtype=torch.float64, device=device) / dim

@@ -123,6 +123,9 @@ def rotary_tables(
         )
     if not isinstance(base, int | float) or not 0 < base < math.inf:
         raise ValueError(f"expected base above 0, got {base!r}")
+    if device is not None and torch.device(device).type == "meta":  # the formula would import a compiler there, for 1 s
+        empty = torch.empty(num_positions, rotary_dim // 2, dtype=dtype, device=device)
+        return empty, torch.empty_like(empty)
     exponent = torch.arange(0, rotary_dim, 2, dtype=torch.float64, device=device) / rotary_dim
     position = torch.arange(num_positions, dtype=torch.float64, device=device)[:, None]
     angle = position * torch.exp(-math.log(base) * exponent)

@@ -11,29 +11,40 @@ from fastformer.generation.engines.interface import Selection as Selection
 from fastformer.generation.engines.kv_cache import KVCacheEngine
 from fastformer.generation.engines.recompute import CrossCacheEngine, EncodeOnceEngine, RecomputeEngine
 from fastformer.generation.engines.recurrent import RecurrentEngine
+from fastformer.generation.precisions import check_precision
 
 # Without a wish the first that can decode the model does.
 _ENGINES = (KVCacheEngine, RecurrentEngine, CrossCacheEngine, EncodeOnceEngine, RecomputeEngine)
 ENGINES = tuple(engine.name for engine in _ENGINES)
 
 
-def choose_engine(model: Model, name: str | None = None) -> Engine:
+def choose_engine(model: Model, name: str | None = None, precision: str | None = None) -> Engine:
     """An engine for a model.
 
     Args:
         model: what decodes.
         name: one of ENGINES; None: the fastest that can.
+        precision: what it computes in: "fp32", "bf16", "fp16" or "int8". None: what the model says, "int8" where it was
+            quantised, else its dtype, or autocast's. An engine that has no int8 decodes a quantised model with its
+            rounded weights in their dtype.
 
     Raises:
-        ValueError: no such engine, or one that can't decode this model.
+        ValueError: no such engine or precision, or none that can decode this model in it.
     """
     if name is not None and name not in ENGINES:
         raise ValueError(f"expected an engine out of {', '.join(ENGINES)}, got {name!r}")
-    reasons = []
+    check_precision(precision)
+    reasons: dict[str, list[str]] = {}
     for engine in _ENGINES:
         if name in (None, engine.name):
-            reason = engine.why_unsupported(model)
+            reason = engine.why_unsupported(model, precision)
             if reason is None:
-                return engine(model)
-            reasons.append(f"engine {engine.name!r} can't decode a {type(model).__name__}: {reason}")
-    raise ValueError("; ".join(reasons))
+                return engine(model, precision)
+            reasons.setdefault(reason, []).append(repr(engine.name))
+    what = type(model).__name__ + ("" if precision is None else f" in {precision}")
+    raise ValueError(
+        "; ".join(
+            f"engine{'s' if len(names) > 1 else ''} {', '.join(names)} can't decode a {what}: {reason}"
+            for reason, names in reasons.items()
+        )
+    )

@@ -70,6 +70,8 @@ class Engine(Protocol):
     Its rows 0, 1, 2, ... belong to groups, one a request, which stand side by side in the order of their admission. All
     rows of a group read one source and have the same length. Whoever drives it keeps the same list.
 
+    One is made of a model and a precision, for which `why_unsupported` has given None.
+
     Memory is counted in tokens: what a group takes for its source, its prompt and each of its rows.
 
     Attributes:
@@ -80,8 +82,8 @@ class Engine(Protocol):
     name: ClassVar[str]
 
     @classmethod
-    def why_unsupported(cls, model: object) -> str | None:
-        """Why it can't decode this model; None when it can."""
+    def why_unsupported(cls, model: object, precision: str | None = None) -> str | None:
+        """Why it can't decode this model in this precision (None: what the model says); None when it can."""
         ...
 
     @property

@@ -19,6 +19,7 @@ from fastformer.generation.decoders import (
 )
 from fastformer.generation.engines.choice import choose
 from fastformer.generation.engines.interface import Candidates, Prompt, Selection
+from fastformer.generation.precisions import why_not_by_modules
 from fastformer.nn import KVCache, SequenceLayout
 from fastformer.nn.cache import BLOCK_SIZE
 
@@ -28,11 +29,12 @@ class KVCacheEngine:
 
     Args:
         model: see above.
+        precision: its own, or None.
     """
 
     name: ClassVar[str] = "kv_cache"
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: Model, precision: str | None = None) -> None:
         assert is_encoder_decoder(model) or is_decoder_only(model)
         self.model: EncoderDecoder | DecoderOnly = model
         self.device = device_of(model)
@@ -40,10 +42,10 @@ class KVCacheEngine:
         self._cache = new_cache(self.model, 1, 1)
 
     @classmethod
-    def why_unsupported(cls, model: object) -> str | None:
+    def why_unsupported(cls, model: object, precision: str | None = None) -> str | None:
         """See `Engine.why_unsupported`."""
         if is_encoder_decoder(model) or is_decoder_only(model):
-            return None
+            return why_not_by_modules(model, precision)
         return "it has no cache of keys and values (new_cache)"
 
     @property

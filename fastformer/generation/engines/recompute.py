@@ -25,6 +25,7 @@ from fastformer.generation.decoders import (
 )
 from fastformer.generation.engines.interface import Candidates, Prompt, Selection
 from fastformer.generation.engines.kv_cache import choose_from_hidden, new_cache, packed, packed_layout
+from fastformer.generation.precisions import why_not_by_modules
 from fastformer.nn import SequenceLayout
 
 
@@ -33,12 +34,13 @@ class RecomputeEngine:
 
     Args:
         model: a `models.Transformer` or a `models.GPT`, or what decodes like one.
+        precision: its own, or None.
     """
 
     name: ClassVar[str] = "recompute"
     token_bytes = 0
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: Model, precision: str | None = None) -> None:
         assert is_encoder_decoder(model) or is_decoder_only(model)
         self.model: EncoderDecoder | DecoderOnly = model
         self.device = device_of(model)
@@ -46,10 +48,10 @@ class RecomputeEngine:
         self.rows: list[list[list[int]]] = []  # of the groups: the tokens of each row, but for the next one
 
     @classmethod
-    def why_unsupported(cls, model: object) -> str | None:
+    def why_unsupported(cls, model: object, precision: str | None = None) -> str | None:
         """See `Engine.why_unsupported`."""
         if is_encoder_decoder(model) or is_decoder_only(model):
-            return None
+            return why_not_by_modules(model, precision)
         return "it keeps a state, and can't go on without it"
 
     def start(self, max_rows: int, num_tokens: int) -> None:
@@ -113,14 +115,16 @@ class EncodeOnceEngine(RecomputeEngine):
 
     name: ClassVar[str] = "encode_once"
 
-    def __init__(self, model: Model) -> None:
-        super().__init__(model)
+    def __init__(self, model: Model, precision: str | None = None) -> None:
+        super().__init__(model, precision)
         self.memories: list[Tensor] = []  # of the groups: (source_seqlen, d_model)
 
     @classmethod
-    def why_unsupported(cls, model: object) -> str | None:
+    def why_unsupported(cls, model: object, precision: str | None = None) -> str | None:
         """See `Engine.why_unsupported`."""
-        return None if is_encoder_decoder(model) else "it has no encoder with a cache behind it"
+        if is_encoder_decoder(model):
+            return why_not_by_modules(model, precision)
+        return "it has no encoder with a cache behind it"
 
     def start(self, max_rows: int, num_tokens: int) -> None:
         """See `Engine.start`."""
@@ -151,15 +155,15 @@ class CrossCacheEngine(RecomputeEngine):
 
     name: ClassVar[str] = "cross_cache"
 
-    def __init__(self, model: Model) -> None:
-        super().__init__(model)
+    def __init__(self, model: Model, precision: str | None = None) -> None:
+        super().__init__(model, precision)
         self._cache = new_cache(self.model, 1, 1)
         self.token_bytes = self._cache.token_bytes
 
     @classmethod
-    def why_unsupported(cls, model: object) -> str | None:
+    def why_unsupported(cls, model: object, precision: str | None = None) -> str | None:
         """See `Engine.why_unsupported`."""
-        return EncodeOnceEngine.why_unsupported(model)
+        return EncodeOnceEngine.why_unsupported(model, precision)
 
     def start(self, max_rows: int, num_tokens: int) -> None:
         """See `Engine.start`."""

@@ -13,6 +13,7 @@ from fastformer.generation.decoders import Model, Recurrent, State, device_of, i
 from fastformer.generation.engines.choice import choose
 from fastformer.generation.engines.interface import Candidates, Prompt, Selection
 from fastformer.generation.inputs import pad
+from fastformer.generation.precisions import why_not_by_modules
 from fastformer.nn import SequenceLayout
 
 
@@ -21,20 +22,21 @@ class RecurrentEngine:
 
     Args:
         model: see above.
+        precision: its own, or None.
     """
 
     name: ClassVar[str] = "recurrent"
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: Model, precision: str | None = None) -> None:
         assert is_recurrent(model)
         self.model: Recurrent = model
         self.device = device_of(model)
         self._forget()
 
     @classmethod
-    def why_unsupported(cls, model: object) -> str | None:
+    def why_unsupported(cls, model: object, precision: str | None = None) -> str | None:
         """See `Engine.why_unsupported`."""
-        return None if is_recurrent(model) else "it isn't recurrent"
+        return why_not_by_modules(model, precision) if is_recurrent(model) else "it isn't recurrent"
 
     @property
     def token_bytes(self) -> int:

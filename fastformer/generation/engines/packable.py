@@ -1,0 +1,264 @@
+"""Which models the C++ engine can pack, and why it can't pack others.
+
+The engine computes what a model's modules would, and calls none of them. So it takes a model only where nobody could
+tell: the library's own modules all the way down, as the config makes them, which nobody has hooked or patched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, cast
+
+import torch
+import torch.nn.modules.module as torch_module
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from fastformer.generation.precisions import check_precision, own_precision
+from fastformer.models import GPT, Transformer
+from fastformer.nn.attention import MultiheadAttention
+from fastformer.nn.embedding import Embedding, PositionalEncoding, RotaryEmbedding
+from fastformer.nn.feed_forward import fused_name
+from fastformer.nn.layers import TransformerDecoderLayer, TransformerEncoderLayer
+from fastformer.nn.norm import AddLayerNorm
+from fastformer.nn.transformer import TransformerDecoder, TransformerEncoder
+from fastformer.ops import _extension, _library
+
+PACKED_PRECISIONS = ("fp32", "bf16", "int8")
+_DTYPES = (torch.float32, torch.bfloat16)
+
+# What may differ from module to module without a difference in what is computed in evaluation.
+_FREE = {
+    "training",
+    "dropout",
+    "p",
+    "inplace",
+    "gradient_checkpointing",
+    "enable_nested_tensor",
+    "mask_check",
+    "atomics",
+}
+_INTERNALS = frozenset(vars(nn.Module()))
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A module as the config makes it.
+
+    Attributes:
+        kind: its type.
+        methods: the names that an instance must not have of its own.
+        values: its attributes that say how it computes.
+        activation: what its activation is called; None where it has none.
+        parameters, buffers: their shapes; None where there is none of this name.
+        children: the names and the parts of its modules.
+    """
+
+    kind: type[nn.Module]
+    methods: frozenset[str]
+    values: dict[str, Any]
+    activation: str | None
+    parameters: dict[str, tuple[int, ...] | None]
+    buffers: dict[str, tuple[int, ...] | None]
+    children: dict[str, _Part | None]
+
+
+def why_not_packable(model: object, precision: str | None) -> str | None:
+    """Why the C++ engine can't decode a model in a precision, with the culprit's name; None where it can.
+
+    Args:
+        model: any object.
+        precision: see `choose_engine`.
+
+    Raises:
+        ValueError: no such precision.
+    """
+    check_precision(precision)
+    if _extension.load() is None:
+        return "the C++ extension is not built for this CPU; `fastformer doctor` says how"
+    if type(model) not in (Transformer, GPT):
+        return f"it knows models.Transformer and models.GPT alone, and a {type(model).__name__} may compute otherwise"
+    assert isinstance(model, Transformer | GPT)
+    if (backend := _library.forced_backend()) in ("reference", "triton"):
+        return f"use_backend({backend!r}) asks for other code"
+    if torch._C._len_torch_dispatch_stack():
+        return "a TorchDispatchMode is on, which would see none of its operations"
+    reason = _why_not_by_classes() or _why_not_as_made(model)
+    if precision is None and torch.is_autocast_enabled("cpu"):
+        precision = own_precision(model)
+    if reason is None and precision is not None and precision not in PACKED_PRECISIONS:
+        reason = f"it computes in fp32, bf16 and int8, not in {precision}"
+    return reason
+
+
+def _why_not_by_classes() -> str | None:
+    """Why a call of a module may do something else than its class says, whichever module it is."""
+    if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
+        return "a global forward hook is registered, which it would not call"
+    for (kind, name), function in _FUNCTIONS.items():
+        if vars(kind).get(name) is not function:
+            return f"{kind.__name__}.{name} was replaced"
+    return None
+
+
+def _why_not_as_made(model: Transformer | GPT) -> str | None:
+    try:
+        kind: Any = type(model)
+        made = _made(kind, tuple(vars(model.config).items()))
+    except (TypeError, ValueError) as error:  # a config that was changed afterwards
+        return f"its config makes no model: {error}"
+    dtypes: dict[torch.dtype, str] = {}
+    for name, module, part in _walk(model, made):
+        if isinstance(part, str):
+            return part
+        reason = _why_not_module(module, part) or _why_not_tensors(module, part, name, dtypes)
+        if reason is not None:
+            return f"{_called(name)} {reason}"
+    if len(dtypes) > 1:
+        found = ", ".join(f"{name} is {str(dtype).removeprefix('torch.')}" for dtype, name in dtypes.items())
+        return f"its parameters are of several dtypes: {found}"
+    return None
+
+
+def _walk(model: nn.Module, made: _Part) -> Iterator[tuple[str, nn.Module, _Part | str]]:
+    """The modules with their names, each with what the config makes in its place, or with what is wrong there."""
+    stack: list[tuple[str, nn.Module, _Part]] = [("", model, made)]
+    while stack:
+        name, module, part = stack.pop()
+        yield name, module, part
+        prefix = f"{name}." if name else ""
+        found = module._modules
+        for child in part.children.keys() | found.keys() if found.keys() != part.children.keys() else found:
+            expected, inner, place = part.children.get(child), found.get(child), prefix + child
+            if child == "activation" and fused_name(inner) is not None:  # type: ignore[arg-type]
+                # nn.ReLU() in place of F.relu: the layer's own name for it says whether it is the same.
+                expected = _part(inner)  # type: ignore[arg-type]
+            if expected is None and inner is None:
+                continue
+            if expected is None or inner is None:
+                what = "has no" if inner is None else "has an additional"
+                yield name, module, f"{_called(name)} {what} module {child!r}, other than its config says"
+                return
+            if type(inner) is not expected.kind:
+                yield place, inner, f"{_called(place)} is a {_full_name(type(inner))}, not {_full_name(expected.kind)}"
+                return
+            stack.append((place, inner, expected))
+
+
+def _why_not_module(module: nn.Module, part: _Part) -> str | None:
+    own = vars(module)
+    if module._forward_hooks or module._forward_pre_hooks:
+        return "has a forward hook, which it would not call"
+    if not part.methods.isdisjoint(own):
+        return f"has a {min(part.methods & own.keys())} of its own"
+    for name, value in part.values.items():
+        found = own.get(name)
+        # A tensor in the place of a number could be changed unnoticed.
+        if found is not value and (found != value if isinstance(found, int | float | str | tuple) else True):
+            return f"has {name} {found!r}, while its config says {value!r}"
+    if part.activation is not None and fused_name(module.activation) != part.activation:  # type: ignore[arg-type]
+        return f"has the activation {module.activation!r}, while its config says {part.activation!r}"
+    if module.training:
+        probability = own.get("p", 0) if type(module) is nn.Dropout else own.get("dropout", 0)
+        if probability and type(module) in (nn.Dropout, Embedding, MultiheadAttention, AddLayerNorm):
+            return f"drops out with probability {probability}: call model.eval()"
+    return None
+
+
+def _why_not_tensors(module: nn.Module, part: _Part, name: str, dtypes: dict[torch.dtype, str]) -> str | None:
+    for kind, expected, found in (
+        (nn.Parameter, part.parameters, module._parameters),
+        (Tensor, part.buffers, module._buffers),
+    ):
+        if expected.keys() != found.keys():
+            return f"has the tensors {[*found]}, while its config says {[*expected]}"
+        for key, tensor in found.items():
+            shape = expected[key]
+            if tensor is None or shape is None:
+                if tensor is not None or shape is not None:
+                    return f"has {'a' if shape is None else 'no'} {key}, other than its config says"
+                continue
+            if type(tensor) is not kind or tensor.layout != torch.strided:
+                return f"has a {key} that is a {_full_name(type(tensor))} of layout {tensor.layout}"
+            if tensor.device.type != "cpu":
+                return f"has a {key} on {tensor.device}: it runs on a CPU"
+            if tensor.dtype not in _DTYPES:
+                return f"has a {key} of {str(tensor.dtype).removeprefix('torch.')}: it packs fp32 and bf16"
+            if tensor.shape != shape:
+                return f"has a {key} of shape {tuple(tensor.shape)}, while its config says {shape}"
+            if tensor.is_inference():
+                return f"has a {key} made in inference mode, whose changes it could not notice"
+            dtypes.setdefault(tensor.dtype, f"{name}.{key}" if name else key)
+    return None
+
+
+def _called(name: str) -> str:
+    return f"its {name}" if name else "it"
+
+
+def _full_name(kind: type) -> str:
+    return f"{kind.__module__.partition('.')[0]}.{kind.__name__}"
+
+
+@cache
+def _made(kind: Any, config: tuple[tuple[str, Any], ...]) -> _Part:
+    """What a config makes. Tensors of "meta" have shapes and no memory; making them draws no random numbers."""
+    with torch.inference_mode(False), _Unfilled():
+        return _part(kind(kind.config_class(**dict(config)), device="meta"))
+
+
+class _Unfilled(TorchFunctionMode):
+    """Leaves out what fills tensors in place: on "meta" it would import a compiler, for a second."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """See `TorchFunctionMode`."""
+        options, name = kwargs or {}, func.__name__
+        if name.endswith("_") and not name.endswith("__"):
+            return args[0] if args else options["tensor"]
+        return func(*args, **options)
+
+
+def _part(module: nn.Module) -> _Part:
+    kind, own = type(module), vars(module)
+    values: dict[str, Any] = {
+        name: value
+        for name, value in own.items()
+        if name not in _INTERNALS | _FREE and (value is None or isinstance(value, int | float | str | tuple))
+    }
+    values.pop("activation", None)
+    return _Part(
+        kind,
+        _methods(cast(Any, kind)),
+        values,
+        fused_name(module.activation) if "activation" in own else None,  # type: ignore[arg-type]
+        {name: None if tensor is None else tuple(tensor.shape) for name, tensor in module._parameters.items()},
+        {name: None if tensor is None else tuple(tensor.shape) for name, tensor in module._buffers.items()},
+        {name: None if child is None else _part(child) for name, child in module._modules.items()},
+    )
+
+
+@cache
+def _methods(kind: Any) -> frozenset[str]:
+    return frozenset(name for name in dir(kind) if callable(getattr(kind, name)) or name == "output_weight")
+
+
+def _functions() -> dict[tuple[type, str], object]:
+    """What the classes of a model's modules were written to do."""
+    ours: tuple[type, ...] = (
+        *(Transformer, GPT, TransformerEncoder, TransformerDecoder, TransformerEncoderLayer, TransformerDecoderLayer),
+        *(MultiheadAttention, Embedding, PositionalEncoding, RotaryEmbedding, AddLayerNorm),
+    )
+    found: dict[tuple[type, str], object] = {
+        (kind, name): vars(kind)[name] for kind in ours for name in [*vars(kind)] if name in _methods(kind)
+    }
+    torchs: tuple[type, ...] = (nn.Module, nn.Linear, nn.Dropout, nn.ReLU, nn.GELU)
+    for kind in torchs:
+        found |= {(kind, name): vars(kind)[name] for name in ("__call__", "forward") if name in vars(kind)}
+    return found
+
+
+_FUNCTIONS = _functions()
