@@ -6,7 +6,9 @@
 
 #include <algorithm>
 #include <limits>
+#include <set>
 #include <string>
+#include <thread>
 
 #include "phases.h"
 #include "search.h"
@@ -72,6 +74,22 @@ std::vector<uint64_t> phases_check(const std::vector<int64_t>& sizes, int64_t ro
   return written.empty() ? std::vector<uint64_t>{} : written.back();
 }
 
+// How many threads run the tasks of a phase, in the round of `rounds` with the most of them.
+int64_t phases_threads(int64_t tasks, int64_t rounds, int threads) {
+  std::vector<std::thread::id> ids(tasks);
+  const std::vector<Phase> phases = {{tasks, [&ids](int64_t task) {
+                                        ids[task] = std::this_thread::get_id();
+                                        std::this_thread::yield();  // the others have a turn too
+                                      }}};
+  const py::gil_scoped_release released;
+  int64_t most = 0;
+  for (int64_t round = 0; round < rounds; ++round) {
+    run_phases(phases, threads);
+    most = std::max<int64_t>(most, std::set(ids.begin(), ids.end()).size());
+  }
+  return most;
+}
+
 }  // namespace
 
 void bind_search(py::module_& m) {
@@ -101,6 +119,7 @@ void bind_search(py::module_& m) {
   m.def("last_tokens", &last_tokens);
   m.def("places_of_done", &places_of_done);
   m.def("_phases_check", &phases_check);
+  m.def("_phases_threads", &phases_threads);
 }
 
 }  // namespace fastformer
