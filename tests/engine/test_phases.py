@@ -6,11 +6,13 @@ from __future__ import annotations
 import os
 import random
 import signal
-import subprocess
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -50,19 +52,19 @@ def test_there_may_be_nothing_to_do() -> None:
 
 
 def test_callers_at_the_same_time_do_not_disturb_each_other() -> None:
-    sizes, rounds = [9, 1, 4, 30], 2000
+    sizes, rounds = [9, 1, 4, 30], 10_000  # long enough to meet
     right = MODULE._phases_check(sizes, rounds, 1)
     found: list[list[int]] = []
 
     def call(threads: int) -> None:
         found.append(MODULE._phases_check(sizes, rounds, threads))
 
-    callers = [threading.Thread(target=call, args=(1 + i % 3,)) for i in range(6)]
+    callers = [threading.Thread(target=call, args=(2 + i % 2,)) for i in range(4)]
     for caller in callers:
         caller.start()
     for caller in callers:
         caller.join()
-    assert found == [right] * 6
+    assert found == [right] * 4
 
 
 def exit_code_of(child: int) -> int:
@@ -87,27 +89,18 @@ def test_a_fork_in_the_middle_of_another_threads_run_leaves_the_child_able_to_ru
         while goes_on:
             MODULE._phases_check(sizes, 500, 2)
 
+    def check() -> None:
+        assert all(MODULE._phases_check(sizes, 20, threads) == right for threads in (2, 3, 1))
+
     caller = threading.Thread(target=keep_running)
     caller.start()
     try:
         for _ in range(10):
-            child = os.fork()
-            if child == 0:
-                try:
-                    is_right = all(MODULE._phases_check(sizes, 20, threads) == right for threads in (2, 3, 1))
-                    os._exit(0 if is_right and helpers() == 2 else 1)
-                finally:
-                    os._exit(2)
-            assert exit_code_of(child) == 0
+            in_child(check)
     finally:
         goes_on = False
         caller.join()
     assert MODULE._phases_check(sizes, 20, 2) == right
-
-
-def helpers() -> int:
-    """The threads of this process besides those of Python's making."""
-    return len(os.listdir("/proc/self/task")) - threading.active_count()
 
 
 def until(holds: Callable[[], bool]) -> bool:
@@ -120,34 +113,57 @@ def until(holds: Callable[[], bool]) -> bool:
     return True
 
 
-_PROGRAM = """
-import os, threading, time
-from tests.engine.test_phases import MODULE, helpers, until
+def in_child(check: Callable[[], object]) -> None:
+    """Calls something in a child of fork, which has no helpers at first."""
+    child = os.fork()
+    if child == 0:
+        try:
+            check()
+            os._exit(0)
+        except BaseException:
+            traceback.print_exc()
+            sys.stderr.flush()
+        finally:
+            os._exit(1)
+    assert exit_code_of(child) == 0
 
-def read(task, name):
-    with open(f"/proc/self/task/{task}/{name}") as file:
-        return file.read()
 
-before = set(os.listdir("/proc/self/task"))
-assert MODULE._phases_threads(64, 50, 1) == 1 and set(os.listdir("/proc/self/task")) == before
-for threads in (2, 4, 2):
-    assert until(lambda: MODULE._phases_threads(64, 50, threads) >= 2), "nobody helps"
-    assert MODULE._phases_threads(64, 2000, threads) <= threads
-    helping = set(os.listdir("/proc/self/task")) - before
-    assert len(helping) == (1 if before and threads == 2 and len(helping) < 3 else 3), helping
-for task in helping:
-    # Signals are for the threads of the program; and with nothing to do it sleeps.
-    blocked = int(read(task, "status").split("SigBlk:")[1].split()[0], 16)
-    assert blocked >> (2 - 1) & 1 and blocked >> (15 - 1) & 1, hex(blocked)
-    assert until(lambda: read(task, "stat").rsplit(")")[1].split()[0] == "S"), "it never sleeps"
-slept = {task: read(task, "stat").split()[13:15] for task in helping}
-time.sleep(0.1)
-assert {task: read(task, "stat").split()[13:15] for task in helping} == slept
-assert until(lambda: MODULE._phases_threads(64, 50, 2) >= 2), "nobody wakes"
-print("well")
-"""
+def read(task: str, name: str) -> str:
+    return Path(f"/proc/self/task/{task}/{name}").read_text()
+
+
+def is_shared(threads: int) -> bool:
+    return bool(MODULE._phases_threads(64, 50, threads) >= min(threads, 2))
+
+
+def sleeps(task: str) -> bool:
+    return read(task, "stat").rsplit(")")[1].split()[0] == "S"
+
+
+def cpu_time(task: str) -> list[str]:
+    return read(task, "stat").rsplit(")")[1].split()[11:13]
 
 
 def test_helpers_come_when_they_are_asked_for_no_more_than_that_and_sleep_in_between() -> None:
-    found = subprocess.run([sys.executable, "-c", _PROGRAM], capture_output=True, text=True, timeout=120)
-    assert (found.returncode, found.stdout) == (0, "well\n"), found.stderr
+    def check() -> None:
+        before = set(os.listdir("/proc/self/task"))
+        assert MODULE._phases_threads(64, 50, 1) == 1
+        helping: set[str] = set()
+        for threads, most in ((1, 1), (2, 2), (4, 4), (2, 4)):
+            assert until(partial(is_shared, threads)), "nobody helps"
+            assert MODULE._phases_threads(64, 1000, threads) <= threads
+            helping = set(os.listdir("/proc/self/task")) - before
+            assert len(helping) == most - 1
+        for _ in range(200):  # those who have just helped are awake
+            MODULE._phases_threads(64, 3, 4)
+            assert MODULE._phases_threads(64, 3, 2) <= 2
+        for task in helping:
+            blocked = int(read(task, "status").split("SigBlk:")[1].split()[0], 16)
+            assert all(blocked >> (number - 1) & 1 for number in (signal.SIGINT, signal.SIGTERM))
+            assert until(partial(sleeps, task)), "it never sleeps"
+        slept = {task: cpu_time(task) for task in helping}
+        time.sleep(0.1)
+        assert {task: cpu_time(task) for task in helping} == slept
+        assert until(partial(is_shared, 2)), "nobody wakes"
+
+    in_child(check)
