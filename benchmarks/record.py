@@ -36,9 +36,17 @@ def environment(device: str) -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "triton": triton,
-        "command": " ".join([f"python -m benchmarks.{Path(sys.argv[0]).stem}", *sys.argv[1:]]),
+        "command": command(sys.argv),
         "time": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
     }
+
+
+def command(arguments: list[str]) -> str:
+    """A command line as a reader would type it: a module of benchmarks, and paths without what is this machine's."""
+    program = Path(arguments[0])
+    module = program.parent.name if program.stem == "__main__" else program.stem  # a package is run by its __main__
+    shown = [Path(argument).name if Path(argument).is_absolute() else argument for argument in arguments[1:]]
+    return " ".join([f"python -m benchmarks.{module}", *shown])
 
 
 def append(path: Path, row: dict[str, Any]) -> None:

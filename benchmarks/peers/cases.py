@@ -1,0 +1,107 @@
+"""The models and the inputs that are compared."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.peers.job import Job, Missing, Model, Tokens
+from fastformer.data.text import read_lines
+from fastformer.models import GPT, Transformer
+from fastformer.run_folder import load_model
+
+LENGTHS = range(8, 61)  # of the sources of a trained model, each another
+_SOURCE, _NEW = 32, 64  # tokens, of a model with random weights
+_NEW_GPT = 128
+
+_MODELS: dict[str, tuple[type[Transformer] | type[GPT], str, dict[str, Any]]] = {
+    "base": (Transformer, "base", {"vocab_size": 32000}),
+    "base-paper": (Transformer, "base-paper", {"vocab_size": 32000}),
+    "tiny": (Transformer, "tiny", {"vocab_size": 500}),
+    "gpt2": (GPT, "gpt2", {"vocab_size": 50257}),
+    "gpt-tiny": (GPT, "tiny", {"vocab_size": 500, "activation": "gelu_tanh"}),
+}
+CASES = (*_MODELS, "run")
+
+
+def make_model(case: dict[str, str]) -> Model:
+    """The model of a case, {"name": one of CASES, "run": a folder}: the same in each process.
+
+    With random weights it never ends an output: the row of EOS is zeros, and a logit of 0 is never among the best. Nor
+    does it say PAD, which peers read differently.
+    """
+    if case["name"] == "run":
+        model, _ = load_model(case["run"], ("Transformer",))
+        assert isinstance(model, Transformer)
+        return model.eval()
+    kind, preset, settings = _MODELS[case["name"]]
+    torch.manual_seed(0)
+    made = kind.from_preset(preset, **settings).eval()
+    with torch.no_grad():
+        ids = made.config.special_ids
+        made.output_weight[[ids.pad, *ids.eos]] = 0.0
+    return made
+
+
+def make_job(case: dict[str, str], batch: int, num_beams: int) -> Job:
+    """What the peers are asked to do.
+
+    Args:
+        case: as for `make_model`, and "text" where it has a run: a text of the model's source language.
+        batch: outputs that are decoded together.
+        num_beams: 1 is greedy.
+
+    Raises:
+        Missing: a case that has no such batch.
+        ValueError: a text that is too short.
+    """
+    if case["name"] == "run":
+        sources = mixed_sources(*_encoded(case))
+        return Job([sources[first : first + batch] for first in range(0, len(sources), batch)], num_beams, None)
+    kind, _, settings = _MODELS[case["name"]]
+    generator = torch.Generator().manual_seed(batch)
+    length, new = (1, _NEW_GPT) if kind is GPT else (_SOURCE, _NEW)
+    if kind is GPT and (batch, num_beams) != (1, 1):
+        raise Missing("a GPT is compared at batch 1 without beams, as llama-bench does it")
+    if case["name"] in ("tiny", "gpt-tiny"):
+        new = 12
+    sources = torch.randint(3, settings["vocab_size"], (batch, length), generator=generator).tolist()
+    return Job([sources], num_beams, new)
+
+
+def mixed_sources(lines: Sequence[Sequence[int]], ends: Sequence[int]) -> Tokens:
+    """A source of each length of LENGTHS, in mixed order: a line that has it, or as much of several as makes it.
+
+    Args:
+        lines: of ids, without an end.
+        ends: what stands behind each source.
+
+    Raises:
+        ValueError: fewer ids than that takes.
+    """
+    of_length = {len(line): list(line) for line in reversed(lines)}
+    rest = [token for line in lines for token in line]
+    sources = []
+    for length in LENGTHS:
+        inner = length - len(ends)
+        if inner in of_length:
+            row = of_length[inner]
+        else:
+            row, rest = rest[:inner], rest[inner:]
+        if len(row) < inner:
+            raise ValueError(f"expected a text of more tokens, got {sum(map(len, lines))}")
+        sources.append([*row, *ends])
+    random.Random(0).shuffle(sources)
+    return sources
+
+
+def _encoded(case: dict[str, str]) -> tuple[Tokens, list[int]]:
+    model, tokenizer = load_model(case["run"], ("Transformer",))
+    assert tokenizer is not None
+    eos = model.config.special_ids.first_eos
+    lines = [tokenizer.encode(line) for line in read_lines(Path(case["text"]))]
+    return [[token for token in line if token != eos] for line in lines], [eos]

@@ -1,0 +1,162 @@
+"""CTranslate2 with the weights of one of our models.
+
+Greedy decoding, and beam search over outputs of one length, give our tokens. Where the outputs end by themselves, beam
+search differs: it divides a score by length ** length_penalty and stops as soon as num_beams hypotheses are finished;
+ours divides by ((5 + length) / 6) ** length_penalty and goes on while a better one is possible.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from benchmarks.peers.job import Job, Missing, Model, Peer, Tokens
+from fastformer.models import Transformer
+from fastformer.nn.attention import MultiheadAttention
+
+_COMPUTE_TYPES = {"fp32": "float32", "bf16": "bfloat16", "int8": "int8"}
+_LENGTH_PENALTY = 0.6  # the number that generate has by default
+_ACTIVATIONS = {"relu": "RELU", "gelu": "GELU", "gelu_tanh": "GELUTanh"}
+
+
+class CTranslate2(Peer):
+    """Its Translator. Tokens are strings there: the ids in decimal, made before the clock starts."""
+
+    name = "ctranslate2"
+
+    def __init__(self, model: Model, precision: str, threads: int, options: dict[str, str]) -> None:
+        try:
+            import ctranslate2
+        except ImportError as error:
+            raise Missing("not installed: pip install ctranslate2") from error
+        if not isinstance(model, Transformer):
+            raise Missing("compared with models that read sources")
+        if _COMPUTE_TYPES[precision] not in ctranslate2.get_supported_compute_types("cpu"):
+            raise Missing(f"has no {precision} on this CPU")
+        folder = Path(tempfile.mkdtemp(prefix="fastformer-ctranslate2-"))
+        try:
+            convert(model, folder / "model")
+            self.translator = ctranslate2.Translator(
+                str(folder / "model"), compute_type=_COMPUTE_TYPES[precision], inter_threads=1, intra_threads=threads
+            )
+        finally:
+            shutil.rmtree(folder)
+
+    def inputs(self, batch: Tokens) -> list[list[str]]:
+        """Its form of ids."""
+        return [[str(token) for token in row] for row in batch]
+
+    def decode(self, batch: list[list[str]], job: Job) -> list[list[str]]:
+        """Lists of tokens to lists of tokens."""
+        limit = job.new_tokens or max(map(len, batch)) + 100
+        found = self.translator.translate_batch(
+            batch,
+            beam_size=job.num_beams,
+            length_penalty=_LENGTH_PENALTY,
+            max_decoding_length=limit,
+            min_decoding_length=0,  # ours may end at once
+            return_end_token=True,
+        )
+        return [result.hypotheses[0] for result in found]
+
+    def tokens(self, output: list[list[str]], batch: Tokens) -> Tokens:
+        """Ids again."""
+        return [[int(token) for token in row] for row in output]
+
+
+def convert(model: Transformer, folder: Path) -> None:
+    """Writes a model as CTranslate2 reads it, in fp32; the compute type is chosen on loading.
+
+    Raises:
+        Missing: an option that it lacks, or that isn't mapped here.
+    """
+    from ctranslate2.specs import TransformerSpec, common_spec
+
+    config = model.config
+    unmapped = {
+        "norm": config.norm != "layer",
+        "window_size": config.window_size is not None,
+        "num_kv_heads": config.num_kv_heads not in (None, config.num_heads),
+        "activation": config.activation not in _ACTIVATIONS,
+        "special_ids": len(config.special_ids.eos) > 1,
+    }
+    if any(unmapped.values()):
+        raise Missing(f"its conversion has no {', '.join(name for name, is_so in unmapped.items() if is_so)} like this")
+    spec = TransformerSpec.from_config(
+        (config.num_encoder_layers, config.num_decoder_layers),
+        config.num_heads,
+        pre_norm=config.norm_first,
+        activation=getattr(common_spec.Activation, _ACTIVATIONS[config.activation]),
+    )
+    ids = config.special_ids
+    source_vocab_size = config.source_vocab_size or config.vocab_size
+    spec.register_source_vocabulary([str(token) for token in range(source_vocab_size)])
+    spec.register_target_vocabulary([str(token) for token in range(config.vocab_size)])
+    spec.config.unk_token = str(ids.pad if ids.unk is None else ids.unk)
+    spec.config.bos_token = spec.config.decoder_start_token = str(ids.start)
+    spec.config.eos_token = str(ids.first_eos)
+    spec.config.layer_norm_epsilon = config.layer_norm_eps
+
+    source = model.embedding if config.tie_embeddings else model.source_embedding
+    target = model.embedding if config.tie_embeddings else model.target_embedding
+    # The row of PAD is read as zeros, whatever it holds, for a tied matrix is the projection's too.
+    spec.decoder.start_from_zero_embedding = ids.start == ids.pad
+    for embeddings, ours in ((spec.encoder.embeddings[0], source), (spec.decoder.embeddings, target)):
+        embeddings.weight = _array(ours.weight)
+        embeddings.multiply_by_sqrt_depth = True
+    spec.decoder.projection.weight = (
+        spec.decoder.embeddings.weight if config.tie_embeddings else _array(model.output.weight)
+    )
+    for side, stack, embedding in ((spec.encoder, model.encoder, source), (spec.decoder, model.decoder, target)):
+        assert embedding.position is not None
+        side.position_encodings.encodings = _array(embedding.position.table)
+        if config.norm_first:
+            _norm(side.layer_norm, stack.norm)
+        for theirs, layer in zip(side.layer, stack.layers, strict=True):
+            _attention(theirs.self_attention, layer.self_attn, layer.norm1)
+            last_norm = layer.norm2
+            if side is spec.decoder:
+                _attention(theirs.attention, layer.multihead_attn, layer.norm2, is_cross=True)
+                last_norm = layer.norm3
+            _norm(theirs.ffn.layer_norm, last_norm)
+            _linear(theirs.ffn.linear_0, layer.linear1.weight, layer.linear1.bias)
+            _linear(theirs.ffn.linear_1, layer.linear2.weight, layer.linear2.bias)
+    spec.validate()
+    spec.optimize(quantization=None)
+    folder.mkdir()
+    spec.save(str(folder))
+
+
+def _array(tensor: Tensor) -> np.ndarray[Any, np.dtype[np.float32]]:
+    array: np.ndarray[Any, np.dtype[np.float32]] = tensor.detach().to("cpu", torch.float32).contiguous().numpy()
+    return array
+
+
+def _linear(spec: Any, weight: Tensor, bias: Tensor | None) -> None:
+    spec.weight = _array(weight)
+    if bias is not None:
+        spec.bias = _array(bias)
+
+
+def _norm(spec: Any, norm: nn.Module | None) -> None:
+    assert isinstance(norm, nn.LayerNorm) and norm.bias is not None
+    spec.gamma, spec.beta = _array(norm.weight), _array(norm.bias)
+
+
+def _attention(spec: Any, attention: MultiheadAttention, norm: nn.Module, *, is_cross: bool = False) -> None:
+    """Query, key and value are one matrix in self-attention; in cross-attention the query has its own."""
+    _norm(spec.layer_norm, norm)
+    weight, bias = attention.in_proj_weight, attention.in_proj_bias
+    if is_cross:
+        dim = attention.embed_dim
+        _linear(spec.linear[0], weight[:dim], None if bias is None else bias[:dim])
+        _linear(spec.linear[1], weight[dim:], None if bias is None else bias[dim:])
+    else:
+        _linear(spec.linear[0], weight, bias)
+    _linear(spec.linear[-1], attention.out_proj.weight, attention.out_proj.bias)

@@ -1,0 +1,40 @@
+"""This library, through its public function."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.peers.job import Job, Missing, Model, Peer, Tokens, until_end
+from fastformer.generation import generate
+from fastformer.models import GPT
+
+
+class Ours(Peer):
+    """`fastformer.generate` with the engine that it chooses."""
+
+    name = "fastformer"
+
+    def __init__(self, model: Model, precision: str, threads: int, options: dict[str, str]) -> None:
+        torch.set_num_threads(threads)
+        self.model, self.options = model, dict[str, Any]()
+        if "precision" in inspect.signature(generate).parameters:
+            self.options["precision"] = precision
+        elif precision == "int8":
+            raise Missing("has no precision int8")
+        elif precision == "bf16":
+            self.model = model.to(torch.bfloat16)
+
+    def decode(self, batch: Tokens, job: Job) -> Tensor:
+        """Lists of ids to a tensor of ids."""
+        found = generate(self.model, batch, num_beams=job.num_beams, max_new_tokens=job.limit(batch), **self.options)
+        assert isinstance(found, Tensor)
+        return found
+
+    def tokens(self, output: Tensor, batch: Tokens) -> Tokens:
+        """Without the prompts, which stand in front of what a decoder-only model gives."""
+        width = max(map(len, batch)) if isinstance(self.model, GPT) else 0
+        return [until_end(row[width:], self.model.config.special_ids.eos) for row in output.tolist()]

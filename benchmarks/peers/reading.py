@@ -1,0 +1,63 @@
+"""The floor of decoding at batch 1: a step reads all weights of the decoder, so that it takes at least as long as that.
+
+What is read is summed, as int64 and as fp64, by torch.sum: two passes that load a full vector register an instruction
+and do one addition with it, whatever the engine; the faster one counts.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from benchmarks.peers.job import Job, Model, Peer, Tokens, Turn
+from fastformer.models import GPT
+
+DRAM = 256 * 2**20  # bytes: more than any cache has
+_BYTES = {"int8": 1, "bf16": 2, "fp32": 4}
+
+
+class Reading(Peer):
+    """Reads; a job's only batch is [[number of bytes]]."""
+
+    name = "read"
+
+    def __init__(self, model: Model, precision: str, threads: int, options: dict[str, str]) -> None:
+        torch.set_num_threads(threads)
+
+    def turn(self, job: Job) -> Turn:
+        """The seconds of one pass: the best of several, since the floor is what is asked for."""
+        ((count,),) = job.batches[0]
+        integers = torch.ones(count // 8, dtype=torch.int64)
+        views: tuple[Tensor, ...] = (integers, torch.ones(count // 8, dtype=torch.float64))
+        best = float("inf")
+        for view in views:
+            for _ in range(6):
+                began = time.perf_counter()
+                view.sum()
+                best = min(best, time.perf_counter() - began)
+        return Turn(best, None)
+
+    def decode(self, batch: Any, job: Job) -> NoReturn:
+        """It decodes nothing."""
+        raise NotImplementedError
+
+    def tokens(self, output: Any, batch: Tokens) -> NoReturn:
+        """It has none."""
+        raise NotImplementedError
+
+
+def bytes_per_step(model: Model, precision: str) -> int:
+    """The weights that a step of the decoder reads: its matrices and the projection before the softmax, once each.
+
+    The keys and values of cross-attention are made once a source: their matrices don't count.
+    """
+    count = model.output_weight.numel()
+    for layer in model.decoder.layers:
+        count += sum(p.numel() for p in layer.parameters() if p.dim() == 2)
+        if not isinstance(model, GPT):
+            cross = layer.multihead_attn
+            count -= cross.in_proj_weight[cross.embed_dim :].numel()
+    return count * _BYTES[precision]

@@ -1,0 +1,141 @@
+"""A process for each peer, precision and number of threads, which lives as long as the run and works when it is told.
+
+Thread pools differ in how they wait, and none can be resized for sure: in processes of their own they keep what they
+were started with, and while one works the others are asleep.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from benchmarks.peers.job import Job, Missing, Peer, Turn
+
+ROOT = Path(__file__).parents[2]
+
+
+@dataclass(frozen=True)
+class Place:
+    """What a worker is.
+
+    Attributes:
+        peer: a key of `peers()`, or "read": the read bandwidth.
+        precision: one of job.PRECISIONS.
+        threads: of the worker.
+        case: what `cases.make_model` takes.
+        options: of the command line.
+    """
+
+    peer: str
+    precision: str
+    threads: int
+    case: dict[str, str]
+    options: dict[str, str]
+
+
+class Failed(Exception):
+    """A worker ended, or its peer raised."""
+
+
+class Worker:
+    """The side of the run. Use `start`, then `ready` once, then `turn` again and again, then `close`."""
+
+    def __init__(self, place: Place) -> None:
+        self.place = place
+        threads = str(place.threads)
+        environment = os.environ | {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "benchmarks.peers.worker", json.dumps(place.__dict__)],
+            cwd=ROOT, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
+
+    def ready(self) -> str | None:
+        """Waits until the model is loaded; why there is none, where the peer can't."""
+        return self._answer().get("missing")
+
+    def turn(self, job: Job) -> Turn:
+        """Has a job done.
+
+        Raises:
+            Missing: the peer can't do such a job.
+            Failed: it raised, or its process ended.
+        """
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(job.as_dict()) + "\n")
+        self._process.stdin.flush()
+        answer = self._answer()
+        if "missing" in answer:
+            raise Missing(answer["missing"])
+        return Turn(answer["seconds"], answer["tokens"])
+
+    def close(self) -> None:
+        """Ends the process."""
+        if self._process.stdin is not None and not self._process.stdin.closed:
+            self._process.stdin.close()
+        try:
+            self._process.wait(10)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        if self._process.stdout is not None:
+            self._process.stdout.close()
+
+    def _answer(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        answer: dict[str, Any] = json.loads(line) if line else {"failed": "its process ended"}
+        if "failed" in answer:
+            raise Failed(f"{self.place.peer} in {self.place.precision}: {answer['failed']}")
+        return answer
+
+
+def peers() -> dict[str, type[Peer]]:
+    """All of them; ours first."""
+    from benchmarks.peers.ctranslate2 import CTranslate2
+    from benchmarks.peers.hugging_face import HuggingFace
+    from benchmarks.peers.llama_cpp import LlamaCpp
+    from benchmarks.peers.ours import Ours
+    from benchmarks.peers.reading import Reading
+
+    return {peer.name: peer for peer in (Ours, CTranslate2, HuggingFace, LlamaCpp, Reading)}
+
+
+def serve(place: Place, orders: IO[str], answers: IO[str]) -> None:
+    """The side of the worker: answers with a line at the start, and with one for each order."""
+
+    def answer(**values: object) -> None:
+        answers.write(json.dumps(values) + "\n")
+        answers.flush()
+
+    from benchmarks.peers.cases import make_model
+
+    try:
+        peer = peers()[place.peer](make_model(place.case), place.precision, place.threads, place.options)
+        answer()
+    except Missing as missing:
+        answer(missing=str(missing))
+        return
+    except Exception as error:
+        answer(failed=f"{type(error).__name__}: {error}")
+        raise
+    for line in orders:
+        try:
+            turn = peer.turn(Job(**json.loads(line)))
+            answer(seconds=turn.seconds, tokens=turn.tokens)
+        except Missing as missing:
+            answer(missing=str(missing))
+        except Exception as error:
+            answer(failed=f"{type(error).__name__}: {error}")
+            raise
+
+
+if __name__ == "__main__":
+    # What libraries print must not come between the answers.
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    serve(Place(**json.loads(sys.argv[1])), sys.stdin, answers)

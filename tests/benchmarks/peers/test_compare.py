@@ -1,0 +1,236 @@
+"""The figures of the comparison: whose turn it is, which number of threads counts, against whom, and the floor."""
+
+from __future__ import annotations
+
+import functools
+import io
+import json
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.peers import cases, worker
+from benchmarks.peers.__main__ import _row as row_of
+from benchmarks.peers.__main__ import main
+from benchmarks.peers.compare import (
+    Best,
+    Thing,
+    agreeing,
+    better_threads,
+    busy_neighbours,
+    fair_share,
+    is_wrong,
+    num_tokens,
+    rival,
+    steps,
+    take_turns,
+)
+from benchmarks.peers.job import Job, Missing, until_end
+from benchmarks.peers.reading import DRAM, bytes_per_step
+from benchmarks.record import command
+from benchmarks.timing import Timing
+from fastformer.models import GPT, Transformer
+
+OURS, THEIRS = Thing("fastformer", "int8"), Thing("ctranslate2", "int8")
+
+
+def test_turns_are_interleaved() -> None:
+    order: list[str] = []
+
+    def turn(name: str) -> float:
+        order.append(name)
+        return float(len(order))
+
+    measured = take_turns({name: functools.partial(turn, name) for name in "abc"}, 3, pause=0.0)
+    assert "".join(order) == "abccbaabc"  # so that none always comes behind the same one
+    assert measured == {"a": [1.0, 6.0, 7.0], "b": [2.0, 5.0, 8.0], "c": [3.0, 4.0, 9.0]}
+
+
+def test_the_better_number_of_threads_is_that_of_the_lower_median() -> None:
+    measured = {
+        (OURS, 1): [3.0, 3.0, 3.0],
+        (OURS, 2): [2.0, 2.0, 30.0],  # its mean is higher
+        (THEIRS, 1): [5.0, 6.0, 7.0],
+        (THEIRS, 2): [1.0, 8.0, 9.0],  # its least is lower
+    }
+    best = better_threads(measured)
+    assert {thing: (found.threads, found.timing.p50) for thing, found in best.items()} == {
+        OURS: (2, 2.0),
+        THEIRS: (1, 6.0),
+    }
+
+
+def best_of(*things: tuple[str, str]) -> dict[Thing, Best]:
+    return {Thing(*thing): Best(1, Timing(1.0, 1.0, 1.0)) for thing in things}
+
+
+def test_rivals() -> None:
+    everyone = best_of(("ctranslate2", "int8"), ("ctranslate2", "fp32"), ("transformers", "fp32"))
+    assert rival(Thing("fastformer", "int8"), everyone) == ("ctranslate2", "int8")
+    assert rival(Thing("fastformer", "fp32"), everyone) == ("ctranslate2", "fp32")
+    assert rival(Thing("fastformer", "bf16"), everyone) == ("ctranslate2", "int8")  # it has no bf16
+    gpt = best_of(("transformers", "fp32"), ("llama.cpp", "int8"))
+    assert rival(Thing("fastformer", "int8"), gpt) == ("llama.cpp", "int8")
+    alone = best_of(("transformers", "fp32"))
+    assert rival(Thing("fastformer", "int8"), alone) == ("transformers", "fp32")
+    assert rival(Thing("fastformer", "int8"), {}) is None
+
+
+def test_steps_and_tokens() -> None:
+    forced = Job([[[3], [4]], [[5], [6]]], 4, 10)
+    assert steps(forced, None) == 20 and num_tokens(forced, None) == 40
+    free = Job([[[3], [4]], [[5]]], 1, None)
+    found = [[7, 1], [7, 7, 7, 1], [7, 7, 1]]
+    assert steps(free, found) == 4 + 3 and num_tokens(free, found) == 9
+    assert steps(Job(free.batches, 4, None), found) is None  # beams go on behind what is found
+    assert free.limit([[3], [4, 5, 6]]) == 103 and forced.limit([[3]]) == 10
+
+
+def test_wrong_outputs() -> None:
+    assert agreeing([[1], [2, 3], [4]], [[1], [2], [4]]) == 2
+    assert not is_wrong(1, 1) and is_wrong(0, 1)
+    assert not is_wrong(12, 16) and is_wrong(11, 16)
+
+
+def test_fair_share() -> None:
+    assert fair_share(2, 2, 2) == 0.5 and fair_share(1, 2, 2) == pytest.approx(2 / 3)
+    assert fair_share(1, 1, 2) == 1.0
+    assert fair_share(4, 4, 2) == 0.5  # more threads than cores had but their share before
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="needs /proc")
+def test_neighbours_go_when_the_turn_ends() -> None:
+    before = set(children())
+    with busy_neighbours(2):
+        assert len(set(children()) - before) == 2
+    assert set(children()) == before
+
+
+def children() -> list[str]:
+    thread = str(threading.get_native_id())
+    return Path("/proc/self/task").joinpath(thread, "children").read_text().split()
+
+
+def test_bytes_of_a_step() -> None:
+    model = Transformer.from_preset("tiny", vocab_size=500)
+    d, ff = 128, 512
+    layer = 4 * d * d + 2 * d * d + 2 * d * ff  # the keys and values of cross-attention are there once a source
+    assert bytes_per_step(model, "int8") == 500 * d + 2 * layer
+    assert bytes_per_step(model, "bf16") == 2 * bytes_per_step(model, "int8")
+    gpt = GPT.from_preset("tiny", vocab_size=500)
+    assert bytes_per_step(gpt, "fp32") == 4 * (500 * d + 4 * (4 * d * d + 2 * d * 4 * d))
+
+
+def test_a_row_says_how_near_the_floor_it_is() -> None:
+    best = {OURS: Best(2, Timing(0.5, 0.4, 0.6)), THEIRS: Best(1, Timing(2.0, 1.0, 3.0))}
+    job = Job([[[3], [4]]], 4, 10)
+    row = row_of(OURS, best, job, None, {"int8": 1000}, {DRAM: 40_000.0, 1000: 80_000.0})
+    assert (row["ms_p50"], row["ms_p20"], row["ms_p80"], row["threads"]) == (500.0, 400.0, 600.0, 2)
+    assert row["speedup"] == 4.0 and row["baseline"] == "ctranslate2 int8" and row["tokens_s"] == 40
+    # 10 steps of 1000 bytes in half a second.
+    assert row["ms_step"] == 50.0 and (row["share_of_dram"], row["share_of_cached"]) == (0.5, 0.25)
+
+
+def test_until_end() -> None:
+    assert until_end([5, 1, 0, 0], (1, 2)) == [5, 1] and until_end([5, 6], (1,)) == [5, 6]
+    assert until_end([2, 1], (1, 2)) == [2]
+
+
+def test_sources_have_a_length_each() -> None:
+    lines = [[5] * 9, [6] * 7, [7] * 7, *[[8] * 40] * 60]
+    sources = cases.mixed_sources(lines, [1])
+    assert sorted(map(len, sources)) == list(range(8, 61)) and [len(s) for s in sources] != list(range(8, 61))
+    assert all(source[-1] == 1 and 1 not in source[:-1] for source in sources)
+    assert [6] * 7 + [1] in sources and [5] * 9 + [1] in sources  # lines as they are, where there is one
+    with pytest.raises(ValueError, match="more tokens"):
+        cases.mixed_sources(lines[:5], [1])
+
+
+def test_jobs_are_the_same_in_each_process_and_never_end() -> None:
+    assert cases.make_job({"name": "tiny"}, 3, 4) == cases.make_job({"name": "tiny"}, 3, 4)
+    first, again = (cases.make_model({"name": "tiny"}) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), again.parameters(), strict=True))
+    assert not first.output_weight[1].any() and not first.output_weight[0].any()
+    with pytest.raises(Missing, match="batch 1"):
+        cases.make_job({"name": "gpt-tiny"}, 2, 1)
+
+
+def test_worker_answers_orders_and_says_what_it_cannot() -> None:
+    job = cases.make_job({"name": "tiny"}, 2, 1)
+    place = worker.Place("fastformer", "fp32", torch.get_num_threads(), {"name": "tiny"}, {})
+    answers = io.StringIO()
+    worker.serve(place, io.StringIO(json.dumps(job.as_dict()) + "\n"), answers)
+    ready, turn = map(json.loads, answers.getvalue().splitlines())
+    assert ready == {} and turn["seconds"] > 0 and [len(row) for row in turn["tokens"]] == [12, 12]
+
+    answers = io.StringIO()
+    missing = worker.Place("llama.cpp", "int8", 1, {"name": "tiny"}, {})
+    worker.serve(missing, io.StringIO(""), answers)
+    assert "a GPT" in json.loads(answers.getvalue())["missing"]
+
+
+def test_a_peer_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ctranslate2", None)
+    answers = io.StringIO()
+    worker.serve(worker.Place("ctranslate2", "int8", 1, {"name": "tiny"}, {}), io.StringIO(""), answers)
+    assert json.loads(answers.getvalue()) == {"missing": "not installed: pip install ctranslate2"}
+
+
+def test_run(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The whole program, in one process where its workers would be several."""
+
+    class Here:
+        def __init__(self, place: worker.Place) -> None:
+            self.peer = worker.peers()[place.peer](
+                cases.make_model(place.case), place.precision, torch.get_num_threads(), place.options
+            )
+
+        def ready(self) -> None:
+            return None
+
+        def turn(self, job: Job):
+            return self.peer.turn(job)
+
+        def close(self) -> None:
+            pass
+
+    monkeypatch.setattr("benchmarks.peers.__main__.Worker", Here)
+    monkeypatch.setattr("benchmarks.peers.__main__.TURN", 0.01)
+    monkeypatch.setattr("benchmarks.peers.__main__.PAUSE", 0.0)
+    monkeypatch.setattr("benchmarks.peers.__main__.DRAM", 2**20)
+    out = tmp_path / "peers.jsonl"
+    # fmt: off
+    arguments = ["--case", "tiny", "--batch", "2", "--beams", "1", "--precision", "fp32", "--threads", "1",
+                 "--peer", "fastformer", "--rounds", "2", "--out", str(out)]
+    # fmt: on
+    assert main(arguments) == 0
+    (row,) = map(json.loads, out.read_text().splitlines())
+    assert (row["op"], row["model"], row["provider"], row["precision"]) == ("peers", "tiny", "fastformer", "fp32")
+    assert row["shape"] == {"batch": 2, "num_beams": 1} and row["threads"] == 1 and row["same_tokens"] == 2
+    assert row["tokens_s"] == pytest.approx(24e3 / row["ms_p50"])
+    assert row["share_of_dram"] > 0 and row["share_of_cached"] > 0
+    assert "2 of 2 as ours fp32" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--case", "run"], "--run and --text"),
+        (["--case", "base", "--run", "x", "--text", "y"], "--run and --text"),
+        (["--batch", "1", "0"], "--batch of at least 1, got 0"),
+        (["--neighbours", "-1"], "--neighbours"),
+    ],
+)
+def test_bad_commands(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as error:
+        main(arguments)
+    assert error.value.code == 2 and message in capsys.readouterr().err
+
+
+def test_commands_name_no_machine() -> None:
+    arguments = ["/somewhere/benchmarks/peers/__main__.py", "--run", "/home/me/run", "--batch", "1"]
+    assert command(arguments) == "python -m benchmarks.peers --run run --batch 1"
+    assert command(["/x/benchmarks/run.py", "--op", "rotary"]) == "python -m benchmarks.run --op rotary"

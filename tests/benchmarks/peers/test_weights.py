@@ -1,0 +1,185 @@
+"""A peer has our weights: its tokens are ours, for models of which no weight, bias or norm is trivial."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.peers.hugging_face import convert as to_hugging_face
+from benchmarks.peers.job import Job, Missing
+from benchmarks.peers.llama_cpp import write_gguf
+from benchmarks.peers.ours import Ours
+from fastformer.models import GPT, Transformer
+from fastformer.special_ids import SpecialIds
+
+SMALL = {"d_model": 32, "num_heads": 2, "d_ff": 48, "num_encoder_layers": 1, "num_decoder_layers": 2, "max_len": 64}
+
+
+def randomised(model):
+    """With every parameter drawn anew: zero biases and norms of one would hide what is left out or exchanged."""
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            scale = 0.5 if parameter.dim() == 1 else parameter.shape[-1] ** -0.5
+            parameter.normal_(0.0, scale, generator=generator)
+            if "norm" in name and name.endswith("weight"):
+                parameter.add_(1.0)
+    return model.eval()
+
+
+def transformer(**options) -> Transformer:
+    torch.manual_seed(0)
+    return randomised(Transformer.from_preset("base", vocab_size=60, **SMALL, **options))
+
+
+def gpt() -> GPT:
+    torch.manual_seed(0)
+    return randomised(
+        GPT.from_preset("tiny", vocab_size=60, d_model=32, num_heads=2, num_layers=2, activation="gelu_tanh")
+    )
+
+
+def peer(name: str, model, precision: str = "fp32") -> Any:
+    pytest.importorskip(name, reason=f"not installed: pip install {name}")
+    if name == "ctranslate2":
+        from benchmarks.peers.ctranslate2 import CTranslate2
+
+        return CTranslate2(model, precision, 1, {})
+    from benchmarks.peers.hugging_face import HuggingFace
+
+    return HuggingFace(model, precision, 1, {})
+
+
+def jobs(vocab_size: int = 60) -> list[Job]:
+    """Sources of several lengths in a batch, whose end is said or not, greedily and with beams of one length."""
+    generator = torch.Generator().manual_seed(2)
+    batch = [torch.randint(3, vocab_size, (n,), generator=generator).tolist() for n in (9, 3, 14, 1)]
+    return [Job([batch, batch[:1]], 1, 20), Job([batch], 3, 10)]
+
+
+OPTIONS = {
+    "pre-norm": {},
+    "post-norm": {"norm_first": False, "positions": "interleaved"},
+    "untied": {"tie_embeddings": False},
+    "biases": {"attention_bias": True},
+}
+
+
+SOURCES = [[7, 3, 40, 22, 5, 9], [12, 31, 4]]
+TARGETS = [[21, 8, 50, 33, 6, 11, 45], [14, 14, 59, 3, 27, 30, 8]]  # of one length: what was read before is any of them
+
+
+def next_log_probs(model: Transformer) -> torch.Tensor:
+    """Ours of each target, (2, 7)."""
+    sources = torch.tensor([source + [0] * (6 - len(source)) for source in SOURCES])
+    targets = torch.tensor(TARGETS)
+    with torch.no_grad():
+        logits = model(sources, torch.cat((torch.zeros(2, 1, dtype=torch.long), targets[:, :-1]), 1))
+    return logits.log_softmax(-1).gather(-1, targets[..., None])[..., 0]
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_probabilities_of_ctranslate2_are_ours(options: dict) -> None:
+    model = transformer(**options)
+    theirs = peer("ctranslate2", model)
+    targets = [list(map(str, row)) for row in TARGETS]
+    found = [result.log_probs[:7] for result in theirs.translator.score_batch(theirs.inputs(SOURCES), targets)]
+    torch.testing.assert_close(torch.tensor(found), next_log_probs(model), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_probabilities_of_transformers_are_ours(options: dict) -> None:
+    model = transformer(**options)
+    theirs = peer("transformers", model).model
+    for source, target, expected in zip(SOURCES, TARGETS, next_log_probs(model), strict=True):
+        with torch.no_grad():
+            logits = theirs(torch.tensor([source]), decoder_input_ids=torch.tensor([[0, *target[:-1]]])).logits[0]
+        found = logits.log_softmax(-1)[range(7), target]
+        torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["ctranslate2", "transformers"])
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_tokens_are_ours(name: str, options: dict) -> None:
+    model = transformer(**options)
+    ours = Ours(model, "fp32", torch.get_num_threads(), {})
+    with torch.no_grad():
+        model.output_weight[1] = 0.0  # no end, so that beams have one length
+        if not model.config.tie_embeddings:
+            model.target_embedding.weight[1] = 0.0
+    theirs = peer(name, model)
+    for job in jobs():
+        expected = ours.turn(job).tokens
+        assert theirs.turn(job).tokens == expected
+
+
+@pytest.mark.parametrize("name", ["ctranslate2", "transformers"])
+def test_outputs_end_with_their_end_token(name: str) -> None:
+    model = transformer()
+    # Of several ends that are likely the first that is said ends an output, and stands in it.
+    said = Ours(model, "fp32", torch.get_num_threads(), {}).turn(jobs()[0]).tokens
+    model.config.special_ids = SpecialIds(eos=said[0][4])
+    expected = Ours(model, "fp32", torch.get_num_threads(), {}).turn(jobs()[0]).tokens
+    assert expected[0][-1] == said[0][4] and len(expected[0]) <= 5
+    assert peer(name, model).turn(jobs()[0]).tokens == expected
+
+
+def test_gpt2() -> None:
+    model = gpt()
+    job = Job([[[5, 7, 9], [11, 4, 3]], [[8]]], 1, 12)
+    expected = Ours(model, "fp32", torch.get_num_threads(), {}).turn(job).tokens
+    theirs = peer("transformers", model)
+    assert theirs.turn(job).tokens == expected
+    tokens = torch.tensor(TARGETS)
+    with torch.no_grad():
+        torch.testing.assert_close(theirs.model(tokens).logits, model(tokens), atol=1e-4, rtol=1e-4)
+
+
+def test_gguf_holds_each_weight_once(tmp_path: Path) -> None:
+    gguf = pytest.importorskip("gguf", reason="not installed: pip install gguf")
+    model = gpt()
+    for kind, error in (("F32", 0.0), ("Q8_0", 0.02)):
+        file = tmp_path / f"{kind}.gguf"
+        write_gguf(model, file, kind)
+        tensors = {
+            tensor.name: torch.from_numpy(gguf.quants.dequantize(tensor.data, tensor.tensor_type).copy())
+            for tensor in gguf.GGUFReader(file).tensors
+        }
+        assert sum(t.numel() for t in tensors.values()) == sum(p.numel() for p in model.parameters())
+        layer = model.decoder.layers[1]
+        for name, weight in {
+            "token_embd.weight": model.embedding.weight,
+            "position_embd.weight": model.embedding.position.table,
+            "output_norm.bias": model.decoder.norm.bias,
+            "blk.1.attn_norm.weight": layer.norm1.weight,
+            "blk.1.attn_qkv.weight": layer.self_attn.in_proj_weight,
+            "blk.1.attn_output.bias": layer.self_attn.out_proj.bias,
+            "blk.1.ffn_norm.bias": layer.norm2.bias,
+            "blk.1.ffn_up.weight": layer.linear1.weight,
+            "blk.1.ffn_down.weight": layer.linear2.weight,
+        }.items():
+            found = tensors[name].reshape(weight.shape)
+            assert (found - weight).abs().max() <= error * weight.abs().max()
+
+
+@pytest.mark.parametrize(
+    "options", [{"norm": "rms"}, {"window_size": 3}, {"num_kv_heads": 1}, {"activation": "swiglu"}]
+)
+def test_what_is_not_mapped_is_refused(options: dict) -> None:
+    model = transformer(**options)
+    for name in ("ctranslate2", "transformers"):
+        with pytest.raises(Missing, match="conversion"):
+            peer(name, model)
+
+
+@pytest.mark.parametrize(
+    "options", [{"activation": "gelu"}, {"positions": "rotary"}, {"bias": False}, {"tie_embeddings": False}]
+)
+def test_a_gpt_of_another_form_is_refused(options: dict) -> None:
+    model = GPT.from_preset("tiny", vocab_size=60, **({"activation": "gelu_tanh"} | options))
+    pytest.importorskip("transformers", reason="not installed: pip install transformers")
+    with pytest.raises(Missing, match=next(iter(options))):
+        to_hugging_face(model)
