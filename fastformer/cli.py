@@ -25,6 +25,7 @@ COMMANDS = {
     "translate": "Translates a text, a file, or standard input line by line.",
     "generate": "Continues a prompt with a language model.",
     "average": "Averages the weights of a run's last checkpoints into its model.",
+    "quantize": "Rounds a model's weights to int8, into a folder of its own.",
     "demo": "Trains a number translator on this machine and shows it.",
     "doctor": "Says which versions are installed, and which backend each op gets here and why.",
 }

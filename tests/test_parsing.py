@@ -166,7 +166,7 @@ def test_the_help_of_a_model_shows_its_settings_and_presets(capsys) -> None:
     assert "num_encoder_layers" not in text and "--model.vocab_size" not in text
 
 
-@pytest.mark.parametrize("name", ["train", "translate", "generate", "average", "demo"])
+@pytest.mark.parametrize("name", ["train", "translate", "generate", "average", "quantize", "demo"])
 def test_every_flag_is_explained(name, capsys) -> None:
     with pytest.raises(SystemExit):
         main([name, "--help"])
@@ -185,7 +185,7 @@ def test_a_text_may_begin_with_dashes(module) -> None:
         assert parse(module, "sample", ["r", "--count", "2", text])["text"] == text
 
 
-@pytest.mark.parametrize("name", ["train", "translate", "generate", "average", "demo"])
+@pytest.mark.parametrize("name", ["train", "translate", "generate", "average", "quantize", "demo"])
 def test_the_help_speaks_plainly(name, capsys) -> None:
     with pytest.raises(SystemExit):
         main([name, "--help"])

@@ -13,7 +13,7 @@ def generate(
     prompt: str,
     *,
     device: str = "auto",
-    precision: Literal["fp32", "bf16", "fp16"] | None = None,
+    precision: Literal["fp32", "bf16", "fp16", "int8"] | None = None,
     greedy: bool = False,
     num_beams: int = 1,
     num_return_sequences: int = 1,
@@ -40,7 +40,7 @@ def generate(
         run: the run folder
         prompt: the text to continue
         device: auto (a GPU if there is one), cpu, cuda, cuda:1, ...
-        precision: what the weights become; without it they stay as they were saved
+        precision: what the weights become; int8 is for a CPU alone; without it they stay as they were saved
         greedy: take the best token always, without sampling
         num_beams: above 1, search with so many beams instead of sampling
         num_return_sequences: so many continuations, with a line of --- between them
@@ -61,8 +61,8 @@ def generate(
     from torch import Tensor
 
     from fastformer.generation import generate as search
+    from fastformer.generation.precisions import DTYPES, asked_precision
     from fastformer.generation.streaming import TextStreamer
-    from fastformer.generation.translator import PRECISIONS
     from fastformer.run_folder import choose_device, load_model
 
     if greedy and num_beams > 1:
@@ -76,8 +76,8 @@ def generate(
         if value != neutral and (greedy or num_beams > 1):
             other = "--greedy" if greedy else f"--num_beams {num_beams}"
             raise ValueError(f"expected {other} or --{name} {value}, got both: it is sampling that a {name} changes")
-    dtype = None if precision is None else PRECISIONS[precision]
-    model, tokenizer = load_model(run, ("GPT",), device=choose_device(device), dtype=dtype)
+    place = choose_device("cpu" if (device, precision) == ("auto", "int8") else device)
+    model, tokenizer = load_model(run, ("GPT",), device=place, dtype=DTYPES.get(precision or ""))
     ids = tokenizer.encode(prompt)
     if not ids:
         raise ValueError("expected a prompt of at least one token, got an empty one")
@@ -105,6 +105,7 @@ def generate(
         top_k=top_k,
         top_p=top_p,
         seed=seed,
+        precision=asked_precision(model, precision),
         streamer=streamer,
     )
     if streamer is not None:

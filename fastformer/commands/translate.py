@@ -27,7 +27,7 @@ def translate(
     prefix: str | None = None,
     prefix_file: str | None = None,
     device: str = "auto",
-    precision: Literal["fp32", "bf16", "fp16"] | None = None,
+    precision: Literal["fp32", "bf16", "fp16", "int8"] | None = None,
     on_error: Literal["stop", "skip"] = "stop",
     skip_long: bool = False,
     n_best: int = 1,
@@ -62,7 +62,7 @@ def translate(
         prefix: what the translations begin with; they go on with the next word
         prefix_file: the same for the lines of --file, one a line; an empty line is none
         device: auto (a GPU if there is one), cpu, cuda, cuda:1, ...
-        precision: what the weights become; without it they stay as they were saved
+        precision: what the weights become; int8 is for a CPU alone; without it they stay as they were saved
         on_error: at a line that is too long or no UTF-8, stop, or skip it with an empty line in its place and a warning
         skip_long: skip what is only too long
         n_best: above 1, so many translations of each line, from --num_beams or --do_sample, each on a line of
@@ -99,7 +99,7 @@ def translate(
     _check_prefixes(file, attention, prefix, prefix_file)
     translator = Translator.from_pretrained(
         run,
-        device=choose_device(device),
+        device=choose_device("cpu" if (device, precision) == ("auto", "int8") else device),
         precision=precision,
         max_batch_size=max_batch_size,
         max_batch_bytes=max_batch_bytes,

@@ -52,7 +52,8 @@ class AsyncTranslator:
         if not isinstance(max_waiting, int) or isinstance(max_waiting, bool) or max_waiting < 1:
             raise ValueError(f"expected max_waiting to be an integer of at least 1, got {max_waiting!r}")
         self.translator, self.max_waiting = translator, max_waiting
-        self._engine = choose_engine(translator.model, engine)
+        with evaluating(translator.model):
+            self._engine = choose_engine(translator.model, engine, translator.precision)
         self._changed = threading.Condition()  # guards all that follows
         self._thread: threading.Thread | None = None
         self._is_closing = self._is_cancelling = False
@@ -170,6 +171,11 @@ class AsyncTranslator:
 
     def _settings(self, options: Mapping[str, Any]) -> GenerationSettings:
         settings = self.translator.settings(options)
+        if settings.precision != self.translator.precision:
+            raise ValueError(
+                f"expected no precision: all requests decode in one batch, in {self.translator.precision or 'the '}"
+                f"{'' if self.translator.precision else 'precision of the model'}; Translator(..., precision=) chooses"
+            )
         if settings.engine not in (None, self._engine.name) or not settings.use_cache:
             raise ValueError(
                 f"expected neither engine nor use_cache: all requests decode in one batch, by engine "

@@ -47,6 +47,14 @@ def own_precision(model: object) -> str:
     return "int8" if getattr(model, "precision", None) == "int8" else dtype_precision(model)
 
 
+def asked_precision(model: object, precision: str | None) -> str | None:
+    """What remains to be asked of an engine where a precision was given for loading a model.
+
+    The dtype of the weights says the rest, but for a quantised model, whose own precision is int8 whatever it is.
+    """
+    return precision if "int8" in (precision, own_precision(model)) else None
+
+
 def why_not_by_modules(model: object, precision: str | None) -> str | None:
     """Why an engine that calls the model's own modules can't decode in a precision; None where it can."""
     own = dtype_precision(model)

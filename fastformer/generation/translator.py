@@ -7,6 +7,7 @@ import os
 import time
 from array import array
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any, Literal, overload
 
 import torch
@@ -18,6 +19,7 @@ from fastformer.generation.engines import Engine
 from fastformer.generation.flow import IterableSource, Source, evaluating, in_turn
 from fastformer.generation.generate import new_scheduler
 from fastformer.generation.inputs import pad
+from fastformer.generation.precisions import DTYPES, asked_precision, check_precision
 from fastformer.generation.request_maker import CheckedInput, RequestMaker, most_new_tokens
 from fastformer.generation.requests import Request
 from fastformer.generation.scheduler import Scheduler, run
@@ -28,7 +30,6 @@ from fastformer.generation.texts import Scored as Scored
 from fastformer.generation.texts import TokenScored as TokenScored
 from fastformer.special_ids import SpecialIds
 
-PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 READ_AHEAD = 4096  # texts of a stream that are held at a time: several batches, for one may have to wait for its turn
 
 # Options of `generate` that are something else here.
@@ -50,6 +51,8 @@ class Translator:
             GPU.
         max_batch_bytes: what the caches of those may take, about; the more beams and tokens, the fewer texts at a time.
             One text is translated whatever it takes. None: 512 MiB on a CPU, a quarter of the free memory on a GPU.
+        precision: what it computes in, where a call doesn't say: "fp32", "bf16", "fp16" or "int8"; None: what the model
+            says. See `fastformer.generate`.
     """
 
     def __init__(
@@ -59,7 +62,9 @@ class Translator:
         *,
         max_batch_size: int | None = None,
         max_batch_bytes: int | None = None,
+        precision: str | None = None,
     ) -> None:
+        check_precision(precision)
         for name, value in (("max_batch_size", max_batch_size), ("max_batch_bytes", max_batch_bytes)):
             if value is not None and (not isinstance(value, int) or value < 1):
                 raise ValueError(f"expected {name} to be an integer of at least 1, got {value!r}")
@@ -71,6 +76,7 @@ class Translator:
                 f"expected a model that reads a source, got {type(model).__name__}: see fastformer.generate"
             )
         self.max_batch_size, self.max_batch_bytes = max_batch_size, max_batch_bytes
+        self.precision = precision
 
     @classmethod
     def from_pretrained(
@@ -89,8 +95,9 @@ class Translator:
             run: the folder.
             tokenizer: None: the folder's own.
             device: where it runs; None: the CPU.
-            precision: the dtype that the weights are loaded as, which the caches follow: "fp32", "bf16" or "fp16";
-                None: as they were saved. Logits and scores are fp32 always.
+            precision: the dtype that the weights are loaded as, which the caches follow: "fp32", "bf16" or "fp16"; or
+                "int8": they are loaded as they were saved, and the C++ engine rounds them, on a CPU. None: as they were
+                saved, be it as int8 (`model.quantize()`). Logits and scores are fp32 always.
             max_batch_size, max_batch_bytes: see the class.
 
         Raises:
@@ -98,11 +105,16 @@ class Translator:
         """
         from fastformer.run_folder import load_model
 
-        if precision is not None and (not isinstance(precision, str) or precision not in PRECISIONS):
-            raise ValueError(f"expected precision fp32, bf16 or fp16, got {precision!r}")
-        dtype = None if precision is None else PRECISIONS[precision]
+        check_precision(precision)
+        dtype = DTYPES.get(precision or "")
         model, own = load_model(run, ("Transformer", "LSTMSeq2Seq"), device=device, dtype=dtype)
-        return cls(model, tokenizer or own, max_batch_size=max_batch_size, max_batch_bytes=max_batch_bytes)
+        return cls(
+            model,
+            tokenizer or own,
+            max_batch_size=max_batch_size,
+            max_batch_bytes=max_batch_bytes,
+            precision=asked_precision(model, precision),
+        )
 
     @overload  # a str is an iterable of str as well: the first that fits counts
     def translate(  # type: ignore[overload-overlap]
@@ -179,7 +191,7 @@ class Translator:
         """
         settings, bad = self.settings(options), BadTexts(on_error, skip_long)
         form = as_form(settings, return_scores, return_token_scores)
-        maker, began = RequestMaker(self.model, settings, log_probs=form.log_probs), time.monotonic()
+        maker, began = self._maker(settings, form.log_probs), time.monotonic()
         is_one = isinstance(texts, str)
         # All are read first, so that a bad one is named before the work; held are their ids alone, in few bytes.
         inputs: list[CheckedInput | None] = []
@@ -301,7 +313,7 @@ class Translator:
         Yields:
             The answers whose turn it is.
         """
-        maker, numbers = RequestMaker(self.model, settings, log_probs=log_probs), itertools.count(1)
+        maker, numbers = self._maker(settings, log_probs), itertools.count(1)
 
         def begin(item: Item) -> Request | None:
             number = next(numbers)
@@ -331,7 +343,7 @@ class Translator:
 
     def _pieces(self, item: Item, settings: GenerationSettings, bad: BadTexts) -> Iterator[str]:
         """The translation of a text, piece by piece."""
-        maker = RequestMaker(self.model, settings, log_probs=False)
+        maker = self._maker(settings, False)
         try:
             checked = self.encode_item(item, 1, maker)
         except TextError as error:
@@ -357,6 +369,11 @@ class Translator:
 
         return pieces()
 
+    def _maker(self, settings: GenerationSettings, log_probs: bool) -> RequestMaker:
+        # The choice of the engine is for the mode that the model will be in.
+        with evaluating(self.model):
+            return RequestMaker(self.model, settings, log_probs=log_probs)
+
     def new_scheduler(self, engine: Engine, *, is_endless: bool) -> Scheduler:
         """A scheduler within this translator's limits; see `Scheduler`."""
         return new_scheduler(engine, self.max_batch_size, self.max_batch_bytes, is_endless=is_endless)
@@ -371,6 +388,8 @@ class Translator:
             if name in options:
                 raise ValueError(f"a Translator returns texts: expected {instead} instead of {name}")
         settings = GenerationSettings.from_options(options)
+        if settings.precision is None:
+            settings = replace(settings, precision=self.precision)
         settings.check_model(self.model.config.vocab_size)
         most_new_tokens(self.model, 1, settings)
         return settings
@@ -439,7 +458,7 @@ class Translator:
         source = self.encode(_text(text, 1))
         with evaluating(self.model), torch.inference_mode():
             ids = pad([source]).to(device_of(self.model))
-            maker = RequestMaker(self.model, GenerationSettings(), log_probs=False)
+            maker = self._maker(self.settings({}), False)
             request = maker.make(maker.check(source))
             run(new_scheduler(maker.engine), [request])
             target = request.results[0].tokens

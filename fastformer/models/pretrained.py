@@ -2,10 +2,14 @@
 
 The metadata of model.safetensors holds the SHA-256 of the file (taken with 64 zeros in its own place), so that a
 changed bit is noticed. A file without one, as other programs write it, loads all the same.
+
+Of a quantised model config.json says "quantization": "int8", and the file holds each of its rounded matrices X as int8,
+with the scales of its rows beside it as X.scale (`fastformer.models.quantization`).
 """
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import hashlib
 import json
@@ -18,11 +22,13 @@ import torch
 from torch import nn
 
 from fastformer.files import write_atomically
+from fastformer.models.quantization import INT8, SCALE, packed_state, round_weights, unpacked_state
 from fastformer.settings import suggestion
 from fastformer.special_ids import SpecialIds
 
 WEIGHTS = "model.safetensors"
 CONFIG = "config.json"
+_QUANTIZATION = "quantization"  # in config.json
 _NO_DIGEST = "0" * 64
 
 Model = TypeVar("Model", bound="PretrainedModel")
@@ -75,7 +81,12 @@ class PretrainedModel(nn.Module):
     """What the models share: presets, `save_pretrained`, `from_pretrained`.
 
     A model sets `config_class` and `presets`, and is built from its config alone.
+
+    Attributes:
+        precision: "int8" for a quantised model, else None; see `quantize`.
     """
+
+    precision: str | None = None
 
     config_class: type[Any]
     presets: dict[str, dict[str, Any]]
@@ -117,6 +128,24 @@ class PretrainedModel(nn.Module):
             OSError: a file could not be written; the one that was there before still is.
         """
         save_model(self, folder, tokenizer)
+
+    def quantize(self: Model) -> Model:
+        """A copy whose matrices are rounded to int8, 255 steps for each of their rows: see `models.quantization`.
+
+        These are the weights of attention and linear layers, the embedding's and the output's; norms, biases and
+        learned positions stay as they are. The copy is an ordinary model of the same dtype, and remembers
+        `precision == "int8"`, also when it is copied or moved: `generate` computes it in int8 where it can,
+        `save_pretrained` writes it in about a quarter of the bytes, and `from_pretrained` gives the same weights back.
+        A state_dict holds the rounded weights and not that they are. Training takes the weights off their grid, and
+        saving rounds them again.
+
+        Raises:
+            ValueError: NaN or infinite weights.
+        """
+        model = copy.deepcopy(self)
+        round_weights(model)
+        model.precision = INT8
+        return model
 
     def generate(self, input_ids: Any, **options: Any) -> Any:
         """Decodes sources, or goes on from prompts: `fastformer.generate(self, input_ids, **options)` says the rest."""
@@ -174,6 +203,9 @@ def save_model(
     path.mkdir(parents=True, exist_ok=True)
     config = {"architecture": type(model).__name__, **dataclasses.asdict(model.config)}  # type: ignore[call-overload]
     state = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
+    if getattr(model, "precision", None) == INT8:
+        config[_QUANTIZATION] = INT8
+        state = packed_state(model, state)
     metadata = {"format": "pt", **(notes or {}), "sha256": _NO_DIGEST}
     data = bytearray(_safetensors().save(state, metadata))
     place = data.index(f'"sha256":"{_NO_DIGEST}"'.encode()) + len('"sha256":"')
@@ -206,11 +238,24 @@ def load_saved(
     values = _read_config(path, architecture)
     weights = path / WEIGHTS
     state = _read_weights(weights)
-    saved = {tensor.dtype for tensor in state.values() if tensor.is_floating_point()}
+    quantization = values.pop(_QUANTIZATION, None)
+    if quantization not in (None, INT8):
+        raise ValueError(f"expected a {_QUANTIZATION} of {INT8!r} in {path / CONFIG}, got {quantization!r}")
+    saved = {
+        tensor.dtype
+        for name, tensor in state.items()
+        if tensor.is_floating_point() and not (quantization and name.endswith(SCALE))
+    }
     try:
         model = make(values, dtype or (saved.pop() if len(saved) == 1 else None))
     except (TypeError, RuntimeError) as error:
         raise ValueError(f"{path / CONFIG} has settings that no {architecture} can have ({error})") from error
+    if quantization is not None:
+        try:
+            state = unpacked_state(model, state)
+        except ValueError as error:
+            raise ValueError(f"{weights} doesn't fit its {CONFIG}, which says {INT8}: {error}") from error
+        model.precision = quantization
     _check_state(weights, state, model.state_dict())
     model.load_state_dict(state)
     return model.eval()

@@ -305,5 +305,5 @@ def test_contradictions(run, tmp_path, capsys) -> None:
         assert main(["translate", run, *flags]) == 1, flags
         assert message in capsys.readouterr().err, flags
     assert main(["translate", run, "x", "--on_error", "ignore"]) == 2
-    assert main(["translate", run, "x", "--precision", "int8"]) == 2
+    assert main(["translate", run, "x", "--precision", "int4"]) == 2
     assert main(["translate", run, "x", "--repetition_penalty", "nan"]) == 2

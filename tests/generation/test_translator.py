@@ -558,5 +558,6 @@ def test_from_pretrained_says_what_is_wrong(tmp_path) -> None:
     GPT.from_preset("tiny", vocab_size=259).save_pretrained(tmp_path, ByteTokenizer())
     with pytest.raises(ValueError, match=r"expected a folder of Transformer or LSTMSeq2Seq, got one of 'GPT'"):
         Translator.from_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="expected precision fp32, bf16 or fp16, got 'int8'"):
-        Translator.from_pretrained(tmp_path, precision="int8")
+    for bad in ("int4", "INT8", 8, torch.float32):
+        with pytest.raises(ValueError, match="expected precision fp32, bf16, fp16 or int8, got"):
+            Translator.from_pretrained(tmp_path, precision=bad)

@@ -1,0 +1,27 @@
+"""`fastformer quantize`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+def quantize(run: str, out: str) -> None:
+    """Rounds a model's weights to int8, into a folder of its own.
+
+    The folder has about a quarter of the bytes. `fastformer translate` and `generate` take it, and compute in int8
+    where the CPU can.
+
+    Args:
+        run: the run folder
+        out: the folder to write, which isn't there yet or is empty
+    """
+    from fastformer.models.pretrained import WEIGHTS
+    from fastformer.run_folder import load_model
+
+    folder = Path(out)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ValueError(f"expected a folder that isn't there yet or is empty, but there is something in {out}")
+    model, tokenizer = load_model(run, ("Transformer", "GPT"))
+    model.quantize().save_pretrained(folder, tokenizer)
+    before, after = ((Path(path) / WEIGHTS).stat().st_size for path in (run, out))
+    print(f"wrote {out}: {after / 2**20:.1f} MiB of weights instead of {before / 2**20:.1f}")

@@ -1,0 +1,61 @@
+"""`fastformer quantize`: a folder that everything else takes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fastformer.cli import main
+from fastformer.data import ByteTokenizer
+from fastformer.generation import Translator
+from fastformer.models import GPT, Transformer
+from fastformer.run_folder import load_model
+
+FEW = ["--max_new_tokens", "6", "--device", "cpu"]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> str:
+    torch.manual_seed(0)
+    settings = {"d_model": 32, "d_ff": 64, "num_heads": 4, "max_len": 40, "tie_embeddings": False}
+    folder = tmp_path_factory.mktemp("quantize") / "run"
+    Transformer.from_preset("tiny", vocab_size=259, **settings).save_pretrained(folder, ByteTokenizer())
+    return str(folder)
+
+
+def test_the_folder_translates_with_the_rounded_weights(run, tmp_path, capsys) -> None:
+    out = str(tmp_path / "small")
+    assert main(["quantize", run, out]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith(f"wrote {out}: 0.") and "MiB of weights instead of 0." in said
+    model, tokenizer = load_model(out)
+    expected = Transformer.from_pretrained(run).quantize()
+    assert model.precision == "int8"
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), expected.parameters(), strict=True))
+    bf16, _ = load_model(out, dtype=torch.bfloat16)
+    assert {p.dtype for p in bf16.parameters()} == {torch.bfloat16} and bf16.precision == "int8"
+    assert main(["translate", out, "abc", *FEW]) == 0
+    assert capsys.readouterr().out == Translator(expected, tokenizer).translate("abc", max_new_tokens=6) + "\n"
+    # Explicitly in fp32: the rounded weights, and nothing else is rounded.
+    assert main(["translate", out, "abc", "--precision", "fp32", *FEW]) == 0
+    plain = Translator(expected, tokenizer).translate("abc", max_new_tokens=6, engine="kv_cache")
+    assert capsys.readouterr().out == plain + "\n"
+
+
+def test_a_language_model_too(tmp_path, capsys) -> None:
+    GPT.from_preset("tiny", vocab_size=259, d_model=32, num_heads=4, max_len=40).save_pretrained(
+        tmp_path / "run", ByteTokenizer()
+    )
+    assert main(["quantize", str(tmp_path / "run"), str(tmp_path / "out")]) == 0
+    assert main(["generate", str(tmp_path / "out"), "a", "--greedy", *FEW]) == 0
+    assert capsys.readouterr().out.splitlines()[1].startswith("a")
+
+
+def test_what_is_there_stays(run, tmp_path, capsys) -> None:
+    (tmp_path / "mine").write_text("x")
+    for out in (run, str(tmp_path), str(tmp_path / "mine")):
+        assert main(["quantize", run, out]) == 1
+        assert "expected a folder that isn't there yet or is empty" in capsys.readouterr().err
+    assert Transformer.from_pretrained(run).precision is None
+    assert main(["quantize", str(tmp_path), str(tmp_path / "new")]) == 1
+    assert not (tmp_path / "new").exists()
