@@ -11,12 +11,14 @@
 #include <string>
 
 #include "cpu_features.h"
+#include "packed_brgemm.h"
 #include "packed_kernels.h"
 
 namespace fastformer {
 namespace {
 
 constexpr int64_t kHugePage = int64_t(2) << 20;
+constexpr int64_t kAhead = 8192;         // bytes that one stream fetches ahead: the best of 2 KiB to 128 KiB on Zen 5
 constexpr int64_t kMostInt8 = 133144;  // k * 127 * 127 < 2^31
 
 int64_t round_up(int64_t x, int64_t multiple) { return (x + multiple - 1) / multiple * multiple; }
@@ -150,6 +152,41 @@ const Kernels& kernels(Precision precision) {
   return precision == Precision::fp32 ? fp32 : precision == Precision::bf16 ? bf16 : int8;
 }
 
+// Below so many rows of int8 AMX has too little to do. Its sums of bf16 are rounded in an order of their own, so it
+// takes all rows or none.
+constexpr int64_t kFewestForAmx = 8;
+
+bool takes_brgemm(Precision precision, int64_t rows) {
+  static const bool bf16 = can_brgemm(Precision::bf16), int8 = can_brgemm(Precision::int8);
+  return precision == Precision::bf16 ? bf16 : precision == Precision::int8 && int8 && rows >= kFewestForAmx;
+}
+
+void gemm_by_tiles(const PackedRows& x, int64_t rows, const PackedWeight& w, int64_t begin, int64_t end, float* out,
+                   int64_t ld) {
+  alignas(64) thread_local int32_t sums[kBrgemmRows * kPanelColumns];
+  for (int64_t p = begin; p < end; ++p, out += kPanelColumns) {
+    const char* panel = w.panel(p);
+    Tile tile{};
+    tile.tail = reinterpret_cast<const PanelTail*>(panel + w.steps() * kStepBytes);
+    for (int64_t first = 0; first < rows; first += kBrgemmRows) {
+      const int64_t count = std::min(kBrgemmRows, rows - first);
+      brgemm_panel(w.precision, round_up(count, kTileRows), x.data() + first * x.stride(), x.stride(), panel,
+                   w.steps(), sums);
+      tile.left_scale = x.scales() + first;
+      for (int r = 0; r < count; ++r)
+        for (int64_t c = 0; c < kPanelColumns; c += V::size) {
+          const Ints sum = load_ints(sums + r * kPanelColumns + c);
+          float* to = out + (first + r) * ld + c;
+          constexpr Block whole{true, true};
+          (w.precision == Precision::int8 ? DotInt8::finish(sum, tile, c, r, to, whole)
+                                          : FloatSums::finish(as_floats(sum), tile, c, r, to, whole))
+              .store(to);
+        }
+    }
+  }
+  release_brgemm();
+}
+
 }  // namespace
 
 Precision precision_named(std::string_view name) {
@@ -189,8 +226,9 @@ void PackedRows::resize(int64_t rows, int64_t k, Precision precision) {
   // An odd number of cache lines: rows whose distance is a power of two would share few sets of the cache.
   stride_ = (round_up(k, 16) * 4 / group(precision) + 63) / 64 * 64;
   if (stride_ / 64 % 2 == 0) stride_ += 64;
-  if (rows * stride_ > capacity_) {
-    capacity_ = rows * stride_;
+  const int64_t bytes = round_up(rows, kTileRows) * stride_;
+  if (bytes > capacity_) {
+    capacity_ = bytes;
     data_.reset(static_cast<char*>(std::aligned_alloc(64, static_cast<size_t>(capacity_))));
     if (!data_) throw std::bad_alloc();
   }
@@ -219,17 +257,20 @@ void PackedRows::store(int64_t row, const float* x) {
 void gemm(const PackedRows& x, int64_t rows, const PackedWeight& w, int64_t begin, int64_t end, float* out,
           int64_t ld) {
   if (rows <= 0 || begin >= end) return;
+  if (w.k > 0 && takes_brgemm(w.precision, rows)) return gemm_by_tiles(x, rows, w, begin, end, out, ld);
   const Kernels& all = kernels(w.precision);
   int shape = 0;
   while (shape + 1 < all.num_shapes && all.shapes[shape].rows < rows) ++shape;
   const auto& [vecs, most] = all.shapes[shape];
-  // Groups of nearly the same number of rows, for each slice of the panel. The first passes fetch the next panel.
+  // Groups of nearly the same number of rows, for each slice of the panel. The first passes fetch the next panel; a
+  // single one reads on and on, so that it need not look so far ahead.
   const int64_t groups = (rows + most - 1) / most, slices = kFewest / vecs;
   const int64_t passes = groups * slices;
   const int64_t lines = passes >= 4 ? 1 : passes >= 2 ? 2 : 4;
   const int64_t fetched = w.steps() * 64 * lines;  // bytes, in one pass
+  const int64_t distance = passes == 1 ? kAhead : w.panel_bytes();
   for (int64_t p = begin; p < end; ++p, out += kPanelColumns) {
-    const char *panel = w.panel(p), *next = panel + w.panel_bytes();
+    const char *panel = w.panel(p), *next = panel + distance;
     const auto* tail = reinterpret_cast<const PanelTail*>(panel + w.steps() * kStepBytes);
     int64_t pass = 0;
     for (int64_t slice = 0; slice < slices; ++slice) {

@@ -1,4 +1,4 @@
-// What Python's tests see of packed_gemm.h.
+// What Python sees of packed_gemm.h and cpu_features.h.
 
 #include "packed_gemm_module.h"
 
@@ -7,7 +7,9 @@
 
 #include <optional>
 #include <string>
+#include <vector>
 
+#include "cpu_features.h"
 #include "packed_gemm.h"
 
 namespace fastformer {
@@ -34,11 +36,23 @@ Array packed_linear(const Array& x, const Array& weight, const std::optional<Arr
   return out;
 }
 
+std::vector<std::string> names_of_features() {
+  const CpuFeatures& f = cpu_features();
+  std::vector<std::string> names;
+  if (f.avx512_vnni) names.emplace_back("avx512_vnni");
+  if (f.avx512_bf16) names.emplace_back("avx512_bf16");
+  if (f.avx_vnni) names.emplace_back("avx_vnni");
+  if (f.amx_int8) names.emplace_back("amx_int8");
+  if (f.amx_bf16) names.emplace_back("amx_bf16");
+  return names;
+}
+
 }  // namespace
 
 void bind_packed_gemm(py::module_& m) {
   m.def("packed_linear", &packed_linear, py::arg("x"), py::arg("weight"), py::arg("bias"), py::arg("precision"),
         "x (rows, k) times weight (n, k) transposed, plus bias (n,) or None, by the products of the decoding engine.");
+  m.def("cpu_features", &names_of_features, "Instructions that the CPU has and FASTFORMER_CPU_FEATURES allows.");
 }
 
 }  // namespace fastformer

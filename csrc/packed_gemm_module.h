@@ -1,4 +1,4 @@
-// The products of packed_gemm.h, for Python's tests.
+// packed_gemm.h and cpu_features.h for Python: for tests, and to say what the CPU has.
 
 #pragma once
 

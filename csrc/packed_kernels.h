@@ -9,7 +9,9 @@
 
 #pragma once
 
+#include <algorithm>
 #include <array>
+#include <limits>
 #include <utility>
 
 #include "packed_gemm.h"
@@ -80,18 +82,28 @@ inline V odd_bf16(Ints x) { return as_floats(_mm256_and_si256(x, _mm256_set1_epi
 
 #endif
 
-// What the paths of fp32 sums share.
+// Which of a sum's blocks of steps this is.
+struct Block {
+  bool first, last;
+};
+
+// What the paths of fp32 sums share: a long sum is one of sums, for what is rounded away grows with the length.
 struct FloatSums {
   using Sum = V;
+  static constexpr int64_t kBlockSteps = 64;
   static Sum zero() { return V(0.f); }
-  static V finish(Sum sum, const Tile& t, int64_t column, int) { return sum + V::load(t.tail->bias + column); }
+  static V finish(Sum sum, const Tile& t, int64_t column, int, const float* out, Block block) {
+    if (!block.first) sum = V::load(out) + sum;
+    return block.last ? sum + V::load(t.tail->bias + column) : sum;
+  }
 };
 
 // What the paths of int8 share: the same arithmetic of floats, whatever gave the integers.
 struct IntegerSums {
   using Sum = Ints;
+  static constexpr int64_t kBlockSteps = std::numeric_limits<int64_t>::max();
   static Sum zero() { return broadcast(0); }
-  static V finish(Sum sum, const Tile& t, int64_t column, int row) {
+  static V finish(Sum sum, const Tile& t, int64_t column, int row, const float*, Block) {
     const V scale = V::load(t.tail->scale + column) * V(t.left_scale[row]);
     return fmadd(to_floats(sum), scale, V::load(t.tail->bias + column));
   }
@@ -163,8 +175,9 @@ struct DotInt8 : IntegerSums {
 #endif
     return sum;
   }
-  static V finish(Sum sum, const Tile& t, int64_t column, int row) {
-    return IntegerSums::finish(add_ints(sum, load_ints(t.tail->correction + column)), t, column, row);
+  static V finish(Sum sum, const Tile& t, int64_t column, int row, const float* out, Block block) {
+    const Ints corrected = add_ints(sum, load_ints(t.tail->correction + column));
+    return IntegerSums::finish(corrected, t, column, row, out, block);
   }
 };
 
@@ -179,7 +192,7 @@ struct MultiplyInt8 : IntegerSums {
   };
   static constexpr std::array<Shape, 2> kShapes{{{4, 5}, {2, 11}}};
   static Left left(const char* p) {
-    const Ints x = broadcast(four_bytes(p) ^ 0x80808080u);
+    const Ints x = _mm512_xor_si512(broadcast(four_bytes(p)), broadcast(0x80808080));
     return {_mm512_abs_epi8(x), _mm512_movepi8_mask(x)};
   }
   static Sum add(Sum sum, Right w, Left x) {
@@ -193,7 +206,7 @@ struct MultiplyInt8 : IntegerSums {
   };
   static constexpr std::array<Shape, 3> kShapes{{{8, 1}, {4, 2}, {2, 4}}};
   static Left left(const char* p) {
-    const Ints x = broadcast(four_bytes(p) ^ 0x80808080u);
+    const Ints x = _mm256_xor_si256(broadcast(four_bytes(p)), broadcast(0x80808080));
     return {x, _mm256_abs_epi8(x)};
   }
   static Sum add(Sum sum, Right w, Left x) {
@@ -204,38 +217,64 @@ struct MultiplyInt8 : IntegerSums {
   static Right right(const char* p) { return load_ints(p); }
 };
 
+// Walks along kRows rows with a pointer for every fourth: x86 adds up to three times a stride in the address itself.
+template <int kRows>
+struct RowPointers {
+  static constexpr int kPointers = (kRows + 3) / 4;
+  const char* at[kPointers];
+  int64_t stride;
+
+  RowPointers(const char* first, int64_t stride) : stride(stride) {
+    for (int i = 0; i < kPointers; ++i) at[i] = first + 4 * i * stride;
+  }
+  const char* operator[](int row) const { return at[row / 4] + row % 4 * stride; }
+  void advance() {
+    for (auto& pointer : at) pointer += 4;
+  }
+};
+
 // kRows rows against kVecs vectors of a panel. Meanwhile kLines cache lines a step are fetched from `ahead`: arithmetic
 // and reading go on together.
 template <typename Path, int kVecs, int kRows, int kLines>
-void rows_times_panel(const Tile& t) {
-  typename Path::Sum sum[kRows][kVecs];
+void rows_times_panel(const Tile& tile) {
+  const Tile t = tile;  // nobody else sees it: no store can change it
+  RowPointers<kRows> left(t.left, t.left_stride);
+  const char *right = t.right, *ahead = t.ahead;
+  int64_t rest = t.steps;
+  bool is_first = true;
+  do {
+    typename Path::Sum sum[kRows][kVecs];
 #pragma GCC unroll 16
-  for (int r = 0; r < kRows; ++r)
+    for (int r = 0; r < kRows; ++r)
 #pragma GCC unroll 8
-    for (int v = 0; v < kVecs; ++v) sum[r][v] = Path::zero();
-  const char *left = t.left, *right = t.right, *ahead = t.ahead;
-  const int64_t stride = t.left_stride;
+      for (int v = 0; v < kVecs; ++v) sum[r][v] = Path::zero();
+    const int64_t steps = std::min(rest, Path::kBlockSteps);
 #pragma GCC unroll 1
-  for (int64_t step = 0; step < t.steps; ++step, left += 4, right += kStepBytes, ahead += 64 * kLines) {
-    typename Path::Right w[kVecs];
+    for (int64_t step = 0; step < steps; ++step, left.advance(), right += kStepBytes, ahead += 64 * kLines) {
+      typename Path::Right w[kVecs];
 #pragma GCC unroll 8
-    for (int v = 0; v < kVecs; ++v) w[v] = Path::right(right + v * sizeof(V));
+      for (int v = 0; v < kVecs; ++v) w[v] = Path::right(right + v * sizeof(V));
 #pragma GCC unroll 4
-    for (int line = 0; line < kLines; ++line) _mm_prefetch(ahead + line * 64, _MM_HINT_T0);
+      for (int line = 0; line < kLines; ++line) _mm_prefetch(ahead + line * 64, _MM_HINT_T0);
 #pragma GCC unroll 16
-    for (int r = 0; r < kRows; ++r) {
-      const auto x = Path::left(left + r * stride);
+      for (int r = 0; r < kRows; ++r) {
+        const auto x = Path::left(left[r]);
 #pragma GCC unroll 8
-      for (int v = 0; v < kVecs; ++v) sum[r][v] = Path::add(sum[r][v], w[v], x);
+        for (int v = 0; v < kVecs; ++v) sum[r][v] = Path::add(sum[r][v], w[v], x);
+      }
     }
-  }
+    rest -= steps;
+    const Block block{is_first, rest == 0};
+    float* out = t.out + t.column;
 #pragma GCC unroll 16
-  for (int r = 0; r < kRows; ++r)
+    for (int r = 0; r < kRows; ++r, out += t.ld)
 #pragma GCC unroll 8
-    for (int v = 0; v < kVecs; ++v) {
-      const int64_t column = t.column + v * V::size;
-      Path::finish(sum[r][v], t, column, r).store(t.out + r * t.ld + column);
-    }
+      for (int v = 0; v < kVecs; ++v) {
+        float* to = out + v * V::size;
+        Path::finish(sum[r][v], t, t.column + v * V::size, r, to, block).store(to);
+      }
+    is_first = false;
+  } while (rest > 0);
 }
 
 // The kernels of a path: by shape, number of rows - 1, and lines that are fetched a step (0, 1, 2; 4 at index 3).
