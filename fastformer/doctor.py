@@ -71,13 +71,15 @@ def choice(op: _library.Definition, device_type: str) -> tuple[str, str]:
         device_type: "cpu" or "cuda".
 
     Returns:
-        The backend ("triton", "cpp" or "reference"), and the file of its kernel, or why there is none.
+        The backend ("triton", "cpp", "torch" or "reference"), and the file of its kernel, or why there is none.
     """
     backend, file = ("triton", f"kernels/{op.stem}.py") if device_type == "cuda" else ("cpp", f"csrc/{op.stem}.cpp")
     if backend in op.reference_only:
         return "reference", op.reference_only[backend]
     missing = _library.missing_kernel(op, backend)
-    return (backend, file) if missing is None else ("reference", missing)
+    if missing is None:
+        return backend, file
+    return "torch" if device_type == "cpu" and op.torch_function is not None else "reference", missing
 
 
 def report() -> str:
@@ -89,6 +91,6 @@ def report() -> str:
         for op in forward_ops():
             backend, why = choice(op, device_type)
             lines.append(f"  {op.name.removesuffix('_fwd'):<22} {backend:<10} {why}")
-    lines += ["", "A call that a kernel can't take runs on the reference and is logged once with the kernel's reason;"]
-    lines += ["FASTFORMER_STRICT=1 makes that an error."]
+    lines += ["", "A call that a kernel can't take runs on PyTorch's own kernel (torch) or on the reference and is"]
+    lines += ["logged once with the kernel's reason; FASTFORMER_STRICT=1 makes that an error."]
     return "\n".join(lines)

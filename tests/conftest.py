@@ -103,17 +103,31 @@ def device() -> str:
 
 
 @pytest.fixture(params=["reference", "cpp", "triton"])
-def backend(request: pytest.FixtureRequest):
+def backend(request: pytest.FixtureRequest) -> Iterator[str]:
     """Runs the test once per backend that exists here, with every op forced onto it."""
     name = request.param
-    stem = request.node.path.stem.removeprefix("test_")
-    reason = missing_backend(name, stem)
+    reason = missing_backend(name, request.node.path.stem.removeprefix("test_"))
     if reason is not None:
         pytest.skip(reason)
     from fastformer.ops import use_backend
 
     with use_backend(name):
         yield name
+
+
+@pytest.fixture
+def no_extension(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a CPU that the C++ extension is not written for (ARM, macOS) or where it was not built."""
+    leave_out_extension(monkeypatch)
+
+
+def leave_out_extension(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `no_extension` does, for a part of a test."""
+    from fastformer.ops import _extension
+
+    monkeypatch.setattr(_extension, "load", lambda: None)
+    monkeypatch.setattr(_extension, "function", lambda op_name: None)
+    monkeypatch.setenv("FASTFORMER_STRICT", "0")
 
 
 def missing_backend(name: str, stem: str) -> str | None:

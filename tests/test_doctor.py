@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from fastformer import doctor, ops
-from fastformer.ops import _extension, _library
+from fastformer.ops import _library
 
 # What the extras add; a bare `pip install` has none of it.
 ADDED = ("jsonargparse", "docstring_parser", "yaml", "numpy", "tokenizers", "safetensors", "sacrebleu", "tqdm")
@@ -56,14 +56,13 @@ def test_every_op_runs_where_the_report_says() -> None:
         assert backends == {shown[name]}, name
 
 
-def test_without_the_extension_the_reference_runs_and_says_why(monkeypatch) -> None:
-    monkeypatch.setattr(_extension, "load", lambda: None)
-    monkeypatch.setattr(_extension, "function", lambda name: None)
-    monkeypatch.setenv("FASTFORMER_STRICT", "0")
-    assert set(table("cpu").values()) == {"reference"}
-    with _library.record_backends() as ran:
-        calls()["attention"]()
-    assert ran == {("attention_fwd", "reference")}
+def test_without_the_extension_the_fallback_runs_and_says_why(no_extension) -> None:
+    shown = table("cpu")
+    assert shown == {name: "torch" if name == "attention" else "reference" for name in calls()}
+    for name, call in calls().items():
+        with _library.record_backends() as ran:
+            call()
+        assert {backend for _, backend in ran} == {shown[name]}, name
     assert "the C++ extension is not built" in doctor.report()
 
 

@@ -2,8 +2,10 @@
 
 PyTorch's own dispatcher is the registry. The schema lives in Python, so that every op exists without the C++ extension;
 the reference serves every device that has no kernel; on CUDA and CPU a small implementation asks the kernel whether it
-can take the call and, if not, runs the reference and says so once with the kernel's own reason. An op that has no
-kernel for a backend by design says so where it is defined; any other missing kernel is a refusal like the rest.
+can take the call and, if not, runs the reference and says so once with the kernel's own reason. Where PyTorch has a
+fused function that computes the same, that runs in place of the reference, which stays what tests compare with. An op
+that has no kernel for a backend by design says so where it is defined; any other missing kernel is a refusal like the
+rest.
 """
 
 from __future__ import annotations
@@ -35,6 +37,8 @@ logger = logging.getLogger("fastformer")
 LIBRARY = torch.library.Library("fastformer", "DEF")
 BACKENDS = ("triton", "cpp", "reference")
 
+_DESCRIBED = {"reference": "the reference", "torch": "PyTorch's own kernel"}
+
 _forced_backend: ContextVar[str | None] = ContextVar("fastformer_backend", default=None)
 # Seen by all threads: on a GPU the backward pass runs in a thread of autograd's.
 _recorders: list[set[tuple[str, str]]] = []
@@ -51,6 +55,8 @@ class Definition:
         arguments: the names of the schema's arguments, in order.
         reference_only: the backends that have no kernel for it by design, and why.
         cpp_unsupported: why the C++ function can't take a call.
+        torch_function: PyTorch's own fused function for it, or None.
+        torch_unsupported: why that can't take a call.
     """
 
     name: str
@@ -58,6 +64,8 @@ class Definition:
     arguments: tuple[str, ...]
     reference_only: Mapping[str, str]
     cpp_unsupported: WhyUnsupported | None
+    torch_function: Callable[..., Any] | None = None
+    torch_unsupported: WhyUnsupported | None = None
 
     def bind(self, *args: Any) -> dict[str, Any]:
         """The arguments of a call by the schema's names."""
@@ -140,6 +148,8 @@ def missing_kernel(op: Definition, backend: str) -> str | None:
         if _extension.load() is None:
             return "the C++ extension is not built for this CPU; `fastformer doctor` says how"
         return "the C++ extension lacks this op"
+    if backend == "torch" and op.torch_function is None:
+        return "PyTorch has no fused function for it"
     return None
 
 
@@ -151,6 +161,8 @@ def why_not(op: Definition, backend: str, args: tuple[Any, ...]) -> str | None:
         return cast(str | None, cast(Any, triton_kernel(op.stem)).why_unsupported(op.name, **op.bind(*args)))
     if backend == "cpp" and op.cpp_unsupported is not None:
         return op.cpp_unsupported(op.name, **op.bind(*args))
+    if backend == "torch" and op.torch_unsupported is not None:
+        return op.torch_unsupported(op.name, **op.bind(*args))
     return None
 
 
@@ -162,6 +174,8 @@ def define_op(
     fake: Callable[..., object],
     cpp_unsupported: WhyUnsupported | None = None,
     reference_only: Mapping[str, str] = MappingProxyType({}),
+    torch_function: Callable[..., T] | None = None,
+    torch_unsupported: WhyUnsupported | None = None,
 ) -> Callable[P, T]:
     """Defines `fastformer::<name>` with its reference, its fake and the choice of a backend on CUDA and CPU.
 
@@ -175,6 +189,9 @@ def define_op(
         cpp_unsupported: (op_name, **arguments) -> why the C++ function can't take the call, or None.
         reference_only: "triton", "cpp": the backends that have no kernel for this op by design, and why. There the
             reference is the op, and nothing is logged or forbidden.
+        torch_function: PyTorch's own fused function for it, with the reference's arguments and results: what runs in
+            place of the reference where a kernel is missing or can't take a call.
+        torch_unsupported: (op_name, **arguments) -> why that can't take the call, or None.
 
     Returns:
         The overload to call, `torch.ops.fastformer.<name>.default`.
@@ -183,7 +200,9 @@ def define_op(
     LIBRARY.define(schema)
     overload_ = getattr(torch.ops.fastformer, name).default
     arguments = tuple(argument.name for argument in overload_._schema.arguments)
-    op = OPS[name] = Definition(name, stem, arguments, reference_only, cpp_unsupported)
+    op = OPS[name] = Definition(
+        name, stem, arguments, reference_only, cpp_unsupported, torch_function, torch_unsupported
+    )
 
     def run(preferred: str, args: tuple[Any, ...]) -> Any:
         device = next(a.device for a in args if isinstance(a, Tensor))
@@ -200,6 +219,8 @@ def define_op(
                 return getattr(triton_kernel(stem), name)(*args)
         if backend == "cpp":
             return cast(Callable[..., Any], cpp_kernel(name))(*args)
+        if backend == "torch":
+            return cast(Callable[..., Any], torch_function)(*args)
         return reference(*args)  # type: ignore[call-arg]
 
     LIBRARY.impl(name, lambda *args: run("reference", args), "CompositeExplicitAutograd")
@@ -241,11 +262,12 @@ def _choose(op: Definition, preferred: str, args: tuple[Any, ...]) -> str:
         return backend
     if is_strict() or forced is not None:
         raise NotImplementedError(f"fastformer::{op.name} can't run on {backend}: {reason}")
+    instead = "reference" if why_not(op, "torch", args) else "torch"
     # Where there is no extension at all, the loader has said so for all ops together.
     if (op.name, reason) not in _told and not (backend == "cpp" and _extension.load() is None):
         _told.add((op.name, reason))
-        logger.warning("%s runs on the reference, not on %s: %s", op.name, backend, reason)
-    return "reference"
+        logger.warning("%s runs on %s, not on %s: %s", op.name, _DESCRIBED[instead], backend, reason)
+    return instead
 
 
 def register_autograd(name: str, backward: Callable[..., Any], *, setup_context: Callable[..., None]) -> None:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from fastformer.ops._attention_reference import Scores, attend, attend_backward
+from fastformer.ops._attention_torch import attend_torch, attend_torch_backward, unsupported
 from fastformer.ops._common import accumulation_dtype, check_number, described
 from fastformer.ops._dropout import resolve_dropout
 from fastformer.ops._library import autocast, define_op, forbid_double_backward, register_autograd
@@ -56,6 +57,17 @@ def attention_backward_reference(
     return dq, dk, dv, dscores.sum_to_size(attn_mask.shape).to(attn_mask.dtype)
 
 
+def _attention_torch(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+    return attend_torch(q, k, v, _scores(q, k, *options))
+
+
+def _attention_backward_torch(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *options: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    *options_of_scores, _ = options
+    return *attend_torch_backward(dout, q, k, v, out, lse, _scores(q, k, *options_of_scores)), q.new_empty(0)
+
+
 def _fwd_fake(q: Tensor, k: Tensor, v: Tensor, *options: object) -> tuple[Tensor, Tensor]:
     lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=accumulation_dtype(q.dtype))
     return q.new_empty(q.shape), lse
@@ -83,6 +95,8 @@ _fwd = define_op(
     stem="attention",
     fake=_fwd_fake,
     cpp_unsupported=cpp_unsupported,
+    torch_function=_attention_torch,
+    torch_unsupported=unsupported,
 )
 _bwd = define_op(
     "attention_bwd(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? attn_mask, "
@@ -92,6 +106,8 @@ _bwd = define_op(
     stem="attention",
     fake=_bwd_fake,
     cpp_unsupported=cpp_unsupported,
+    torch_function=_attention_backward_torch,
+    torch_unsupported=unsupported,
 )
 
 

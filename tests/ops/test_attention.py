@@ -2,16 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
 from fastformer.ops import attention, use_backend
+from fastformer.ops._library import record_backends
 from tests.checks import assert_accurate, small_draws
+from tests.conftest import HAS_GPU, missing_backend
 from tests.ops.attention_cases import CASES, Case, make_inputs, plain_attention
 
 BY_NAME = {case.name: case for case in CASES}
+
+
+@pytest.fixture(params=["reference", "fallback", "cpp", "triton"])
+def backend(request: pytest.FixtureRequest) -> Iterator[str]:
+    """One of the backends, or "fallback": whatever runs where there is no extension."""
+    if request.param == "fallback":
+        if HAS_GPU:
+            pytest.skip("the fallback is that of CPUs")
+        request.getfixturevalue("no_extension")
+        yield request.param
+        return
+    if reason := missing_backend(request.param, "attention"):
+        pytest.skip(reason)
+    with use_backend(request.param):
+        yield request.param
 
 
 def run(case: Case, inputs, dtype: torch.dtype, device: str, plain: bool):
@@ -53,6 +71,8 @@ def skip_unless_supported(backend: str, dtype: torch.dtype, device: str) -> None
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_forward_and_backward(case, dtype, backend, device) -> None:
     skip_unless_supported(backend, dtype, device)
+    if backend == "fallback" and case.name == "scale" and dtype == torch.float32:
+        pytest.skip("PyTorch's exponential is right to 20 ulp, which shows where scores are large")
     if backend == "triton" and device == "cpu" and dtype == torch.float16:
         pytest.skip("the interpreter runs fp16 in tests/kernels, where every pair of options is")
     assert_case_accurate(case, dtype, device, small_draws())
@@ -188,8 +208,6 @@ def test_gradcheck(name, device) -> None:
                 dropout_seed=inputs.dropout_seed,
             )
 
-        from tests.conftest import missing_backend
-
         if missing_backend(backend, "attention") is None:
             with use_backend(backend):
                 assert torch.autograd.gradcheck(call, leaves)
@@ -239,8 +257,6 @@ def test_windows_beyond_all_numbers(far: int, backend: str, device: str) -> None
 
 
 def test_the_ops_themselves_take_windows_of_all_sizes() -> None:
-    from tests.conftest import missing_backend
-
     if reason := missing_backend("cpp", "attention"):
         pytest.skip(reason)
     q, k = torch.randn(1, 5, 1, 16), torch.randn(1, 7, 1, 16)
@@ -274,6 +290,8 @@ def test_wherever_the_values_of_a_mask_lie(dtype, kind, layout, backend, device)
     """The same bits as of a mask that is written out, in the output and in the gradients."""
     if backend == "triton" and device == "cpu":
         pytest.skip("tests/kernels has the masks")
+    if backend == "fallback" and layout == "other-dtype":
+        pytest.skip("it runs on the reference, whose bits are not PyTorch's")
     tensors = [torch.randn(2, seqlen, 2, 16, device=device).to(dtype) for seqlen in (70, 150, 150, 70)]
     mask = MASKS[layout]().to(device)
     mask = mask > -0.5 if kind == "bool" else mask if layout == "other-dtype" else mask.to(dtype)
@@ -312,8 +330,6 @@ def test_errors(change, message) -> None:
 
 
 def test_cpp_says_what_it_can_not_take() -> None:
-    from tests.conftest import missing_backend
-
     if reason := missing_backend("cpp", "attention"):
         pytest.skip(reason)
     q = torch.randn(1, 4, 1, 8)
@@ -322,6 +338,38 @@ def test_cpp_says_what_it_can_not_take() -> None:
             attention(q.half(), q.half(), q.half())
         with pytest.raises(NotImplementedError, match="it needs a positive softmax_scale, not -1"):
             attention(q, q, q, softmax_scale=-1.0)
+
+
+# What PyTorch's kernel takes: the rest of the calls run on the reference.
+FALLBACKS = {
+    "full": ("torch", "torch"),
+    "causal": ("torch", "torch"),
+    "causal-longer-keys": ("torch", "torch"),
+    "window-nothing": ("torch", "torch"),
+    "bool-mask-heads": ("torch", "torch"),
+    "float-mask": ("torch", "reference"),  # whose gradient is wanted
+    "lengths-causal-empty": ("torch", "torch"),
+    "gqa": ("torch", "torch"),
+    "dropout": ("reference", "reference"),
+}
+
+
+@pytest.mark.parametrize("name", FALLBACKS)
+def test_where_there_is_no_extension_pytorch_takes_what_it_can(name: str, no_extension: None) -> None:
+    with record_backends() as ran:
+        run(BY_NAME[name], make_inputs(BY_NAME[name], torch.float32), torch.float32, "cpu", plain=False)
+    forward, backward = FALLBACKS[name]
+    assert ran == {("attention_fwd", forward), ("attention_bwd", backward)}
+
+
+def test_a_mask_is_not_rounded_for_pytorch(no_extension: None) -> None:
+    q = torch.randn(1, 4, 1, 8).bfloat16()
+    mask = torch.tensor(256.0) + torch.rand(1, 1, 4, 4)  # all 256 in bf16
+    with record_backends() as ran:
+        out = attention(q, q, q, attn_mask=mask)
+    assert ran == {("attention_fwd", "reference")}
+    with use_backend("reference"):
+        assert torch.equal(out, attention(q, q, q, attn_mask=mask))
 
 
 def test_double_backward_says_no() -> None:
