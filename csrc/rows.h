@@ -123,9 +123,9 @@ struct BySlot {
 
 // out = factor * sum_j weight[j] * v[tokens(j)], a few vectors of columns at a time so that the sums stay in registers,
 // and even and odd keys apart so that an addition waits less for the one before.
-template <int kVecs, typename T, typename Tokens>
+template <int kVecs, typename T, typename Q, typename Tokens>
 void weighted_columns(const acc_t<T>* weight, const T* v, int64_t stride, Tokens tokens, int64_t keys, int64_t n,
-                      acc_t<T> factor, T* out) {
+                      acc_t<T> factor, Q* out) {
   using V = Vec<acc_t<T>>;
   V even[kVecs], odd[kVecs];
   for (int u = 0; u < kVecs; ++u) even[u] = odd[u] = V(acc_t<T>(0));
@@ -139,9 +139,9 @@ void weighted_columns(const acc_t<T>* weight, const T* v, int64_t stride, Tokens
   for (int u = 0; u < kVecs; ++u) ((even[u] + odd[u]) * V(factor)).store(out + u * V::size, n);
 }
 
-template <typename T, typename Tokens>
+template <typename T, typename Q, typename Tokens>
 void weighted_sum(const acc_t<T>* weight, const T* v, int64_t stride, Tokens tokens, int64_t keys, int64_t dim,
-                  acc_t<T> factor, T* out) {
+                  acc_t<T> factor, Q* out) {
   constexpr int kVecs = 4;
   constexpr int64_t W = Vec<acc_t<T>>::size;
   int64_t c = 0;
@@ -160,9 +160,9 @@ void prefetch(const T* p, int64_t n) {
 }
 
 // attend_row for a `dim` that is a number, or a std::integral_constant for which the loops are unrolled.
-template <typename T, typename Tokens, typename Dim>
-void attend_row_of(const T* q, const T* k, const T* v, int64_t k_stride, int64_t v_stride, Tokens tokens, int64_t keys,
-                   Dim dim, acc_t<T> scale2, acc_t<T>* scores, T* out, const T* next_k) {
+template <typename T, typename Q, typename Tokens, typename Dim>
+void attend_row_of(const Q* q, const T* k, const T* v, int64_t k_stride, int64_t v_stride, Tokens tokens, int64_t keys,
+                   Dim dim, acc_t<T> scale2, acc_t<T>* scores, Q* out, const T* next_k) {
   using acc = acc_t<T>;
   using V = Vec<acc>;
   constexpr acc kNothing = -std::numeric_limits<acc>::infinity();
@@ -207,11 +207,13 @@ void attend_row_of(const T* q, const T* k, const T* v, int64_t k_stride, int64_t
 //
 // Tables scatter the tokens, which no hardware foresees: the values are fetched while the scores are made, and before
 // the values are summed the keys of the same tokens at next_k, where the next head is given.
-template <typename T, typename Tokens>
-void attend_row(const T* q, const T* k, const T* v, int64_t k_stride, int64_t v_stride, Tokens tokens, int64_t keys,
-                int64_t dim, acc_t<T> scale2, acc_t<T>* scores, T* out, const T* next_k = nullptr) {
+//
+// T: what the cache holds; Q: the query and the result.
+template <typename T, typename Q, typename Tokens>
+void attend_row(const Q* q, const T* k, const T* v, int64_t k_stride, int64_t v_stride, Tokens tokens, int64_t keys,
+                int64_t dim, acc_t<T> scale2, acc_t<T>* scores, Q* out, const T* next_k = nullptr) {
   const auto run = [=](auto size) {
-    attend_row_of<T>(q, k, v, k_stride, v_stride, tokens, keys, size, scale2, scores, out, next_k);
+    attend_row_of<T, Q>(q, k, v, k_stride, v_stride, tokens, keys, size, scale2, scores, out, next_k);
   };
   if (dim == 64) return run(std::integral_constant<int64_t, 64>());
   if (dim == 128) return run(std::integral_constant<int64_t, 128>());

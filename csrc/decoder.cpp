@@ -1,0 +1,533 @@
+#include "decoder.h"
+
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <limits>
+#include <stdexcept>
+
+#include "rows.h"
+
+namespace fastformer {
+namespace {
+
+constexpr int64_t kPrefillTokens = 512;  // that go through a stack together: their activations stay in the cache
+constexpr int64_t kTasksPerThread = 4;   // so that a thread which is held up leaves the others something to do
+constexpr float kNever = -std::numeric_limits<float>::infinity();
+
+int64_t padded(int64_t columns) { return (columns + kPanelColumns - 1) / kPanelColumns * kPanelColumns; }
+
+int64_t element_size(Precision precision) { return precision == Precision::fp32 ? 4 : 2; }
+
+// f.operator()<T>() for what the keys and values are kept as: fp32, and bf16 for what is smaller.
+template <typename F>
+void with_cache_type(Precision precision, F&& f) {
+  if (precision == Precision::fp32) f.template operator()<float>();
+  else f.template operator()<bfloat16>();
+}
+
+template <typename T>
+void narrow_row(const float* from, int64_t n, T* to) {
+  for_each_vec<float>(n, [=](int64_t c, int64_t m) { Vec<float>::load(from + c, m).store(to + c, m); });
+}
+
+// hidden = act(hidden); for swiglu the first half times what it gates.
+void activate_row(Activation activation, float* hidden, int64_t n) {
+  for_each_vec<float>(n, [=](int64_t c, int64_t m) {
+    const Vec<float> x = Vec<float>::load(hidden + c, m);
+    if (activation == Activation::swiglu) (x * sigmoid(x) * Vec<float>::load(hidden + n + c, m)).store(hidden + c, m);
+    else activate<float>(activation, x).store(hidden + c, m);
+  });
+}
+
+std::vector<float>& scores_of_this_thread(int64_t keys) {
+  static thread_local std::vector<float> scores;
+  if (static_cast<int64_t>(scores.size()) < keys + kScoreRoom) scores.resize(2 * keys + kScoreRoom);
+  return scores;
+}
+
+// Puts a value into its place among the k best, downward; of equals the first comes first.
+void insert(float value, int32_t id, int64_t k, float* values, int32_t* ids) {
+  int64_t i = k - 1;
+  for (; i > 0 && values[i - 1] < value; --i) values[i] = values[i - 1], ids[i] = ids[i - 1];
+  values[i] = value, ids[i] = id;
+}
+
+}  // namespace
+
+// Takes in 64 logits of a row, the first of them that of column `first`.
+void Session::keep_best(const float* z, int64_t first, int64_t k, bool with_sum, Seen& seen, float* values,
+                        int32_t* ids) {
+  using V = Vec<float>;
+  V most(kNever);
+  for (int64_t c = 0; c < kPanelColumns; c += V::size) {
+    const V x = V::load(z + c);
+    most = max(most, x);
+    // A NaN is above everything.
+    for (uint32_t above = lanes_above(x, V(seen.worst)); above; above &= above - 1) {
+      const int64_t lane = c + __builtin_ctz(above);
+      if (!(z[lane] < std::numeric_limits<float>::infinity())) seen.broken = true;
+      else if (z[lane] > seen.worst) {
+        insert(z[lane], static_cast<int32_t>(first + lane), k, values, ids);
+        seen.worst = values[k - 1];
+      }
+    }
+  }
+  if (!with_sum) return;
+  const float largest = most.max();
+  if (largest > seen.largest) {
+    if (seen.sum > 0) seen.sum *= std::exp(seen.largest - largest);
+    seen.largest = largest;
+  }
+  if (seen.largest == kNever) return;
+  V sum(0.f);
+  for (int64_t c = 0; c < kPanelColumns; c += V::size) sum = sum + exp(V::load(z + c) - V(seen.largest));
+  seen.sum += sum.sum();
+}
+
+void Session::Batch::add(const int32_t* tokens, int64_t count, int64_t first_position, const TokenCache::Group* group,
+                         const TokenCache::Row* row) {
+  const int64_t begin = this->count();
+  ids.insert(ids.end(), tokens, tokens + count);
+  for (int64_t i = 0; i < count; ++i) positions.push_back(static_cast<int32_t>(first_position + i));
+  spans.push_back({begin, begin + count, first_position, group, row});
+}
+
+Session::Session(std::shared_ptr<const PackedModel> model, int64_t num_tokens)
+    : model_(std::move(model)),
+      cache_(model_->options.num_decoder_layers, model_->options.num_kv_heads, model_->options.head_dim(),
+             element_size(model_->options.precision), std::max<int64_t>(1, blocks_of(num_tokens))) {}
+
+int64_t Session::num_rows() const {
+  int64_t rows = 0;
+  for (const TokenCache::Group& group : cache_.groups) rows += static_cast<int64_t>(group.rows.size());
+  return rows;
+}
+
+void Session::check(const std::vector<Ids>& sources, const std::vector<Ids>& tokens) const {
+  const auto inside = [](const Ids& ids, int64_t size) {
+    return std::all_of(ids.begin(), ids.end(), [=](int32_t id) { return 0 <= id && id < size; });
+  };
+  if (model_->options.has_encoder() && sources.size() != tokens.size())
+    throw std::invalid_argument("expected a source for each prompt");
+  for (const Ids& source : sources)
+    if (!inside(source, model_->source_vocab_size()) || static_cast<int64_t>(source.size()) > model_->max_len())
+      throw std::invalid_argument("expected sources of ids in the vocabulary, no longer than max_len");
+  for (const Ids& prompt : tokens)
+    if (!inside(prompt, model_->vocab_size()) || static_cast<int64_t>(prompt.size()) > model_->max_len())
+      throw std::invalid_argument("expected prompts of ids in the vocabulary, no longer than max_len");
+}
+
+void Session::admit(const std::vector<Ids>& sources, const std::vector<Ids>& tokens, int threads) {
+  check(sources, tokens);
+  const size_t first = cache_.groups.size();
+  try {
+    for (size_t i = 0; i < tokens.size(); ++i) {
+      TokenCache::Group& group = cache_.add(model_->options.has_encoder() ? sources[i].size() : 0);
+      cache_.append(group, tokens[i].size());
+    }
+  } catch (const std::length_error&) {
+    for (; cache_.groups.size() > first;) cache_.release({static_cast<int64_t>(cache_.groups.size()) - 1});
+    throw;
+  }
+  if (model_->options.has_encoder()) {
+    // Sources go through the encoder whole, as many at a time as fit.
+    std::vector<Batch> batches;
+    for (size_t i = 0; i < sources.size(); ++i) {
+      const int64_t length = sources[i].size();
+      if (batches.empty() || batches.back().count() + length > kPrefillTokens) batches.emplace_back();
+      batches.back().add(sources[i].data(), length, 0, &cache_.groups[first + i], nullptr);
+    }
+    for (const Batch& batch : batches) store_sources(batch, threads);
+  }
+  // A prompt may be cut: what is in front of a piece is in the cache by then.
+  Batch batch;
+  const auto flush = [&] {
+    if (batch.count()) through(model_->decoder, batch, false, threads);
+    batch = Batch();
+  };
+  for (size_t i = 0; i < tokens.size(); ++i) {
+    const TokenCache::Group& group = cache_.groups[first + i];
+    for (int64_t at = 0, length = tokens[i].size(); at < length;) {
+      const int64_t count = std::min(length - at, kPrefillTokens - batch.count());
+      batch.add(tokens[i].data() + at, count, at, &group, &group.rows[0]);
+      at += count;
+      if (batch.count() == kPrefillTokens) flush();
+    }
+  }
+  flush();
+}
+
+const Chosen& Session::step(const Ids& tokens, const Choice& choice, int threads) {
+  const int64_t rows = num_rows();
+  if (static_cast<int64_t>(tokens.size()) != rows || rows == 0)
+    throw std::invalid_argument("expected a token for each row");
+  if (choice.k < 1) throw std::invalid_argument("expected k of at least 1");
+  for (const int32_t token : tokens)
+    if (token < 0 || token >= model_->vocab_size()) throw std::invalid_argument("expected tokens in the vocabulary");
+  for (const TokenCache::Group& group : cache_.groups)
+    for (const TokenCache::Row& row : group.rows)
+      if (static_cast<int64_t>(row.slots.size()) >= model_->max_len())
+        throw std::length_error("a row has as many tokens as the model's max_len");
+  if (cache_.step_tokens() > cache_.free_tokens()) throw std::length_error("the cache has no room for another token");
+  Batch batch;
+  int64_t row = 0;
+  for (TokenCache::Group& group : cache_.groups) {
+    cache_.append(group, 1);
+    for (const TokenCache::Row& r : group.rows)
+      batch.add(&tokens[row++], 1, static_cast<int64_t>(r.slots.size()) - 1, &group, &r);
+  }
+  threads = threads_for(rows, threads);
+  through(model_->decoder, batch, false, threads);
+  choose(choice, rows, threads);
+  return chosen_;
+}
+
+int64_t Session::run(const std::vector<Search*>& searches, Ids tokens, int64_t max_steps, double seconds,
+                     bool log_probs, int threads) {
+  using Clock = std::chrono::steady_clock;
+  if (static_cast<int64_t>(searches.size()) != num_groups()) throw std::invalid_argument("expected a search a group");
+  const auto end = Clock::now() + std::chrono::duration<double>(seconds);
+  for (int64_t steps = 1;; ++steps) {
+    Choice choice{1, log_probs, {}};
+    for (size_t i = 0; i < searches.size(); ++i) {
+      if (searches[i]->is_done || searches[i]->num_rows != static_cast<int64_t>(cache_.groups[i].rows.size()))
+        throw std::invalid_argument("expected searches that go on, of as many rows as their groups");
+      choice.k = std::max(choice.k, searches[i]->num_candidates);
+    }
+    step(tokens, choice, threads);
+    bool is_any_done = false;
+    int64_t row = 0;
+    tokens.clear();
+    for (size_t i = 0; i < searches.size(); ++i) {
+      Search& search = *searches[i];
+      const int64_t place = row * chosen_.k;
+      row += static_cast<int64_t>(cache_.groups[i].rows.size());
+      const Ids& kept = search.advance(chosen_.ids.data() + place, chosen_.values.data() + place, chosen_.k);
+      if (kept.empty()) {
+        is_any_done = true;
+        continue;
+      }
+      if (static_cast<int64_t>(kept.size()) != 1 || cache_.groups[i].rows.size() != 1) cache_.reorder(cache_.groups[i], kept);
+      const size_t before = tokens.size();
+      tokens.resize(before + kept.size());
+      search.last_tokens(tokens.data() + before);
+    }
+    if (is_any_done || steps >= max_steps || Clock::now() >= end || cache_.step_tokens() > cache_.free_tokens())
+      return steps;
+  }
+}
+
+void Session::reorder(const std::vector<Ids>& parents) {
+  if (parents.size() != cache_.groups.size()) throw std::invalid_argument("expected parents for each group");
+  for (size_t i = 0; i < parents.size(); ++i) {
+    const int32_t rows = static_cast<int32_t>(cache_.groups[i].rows.size());
+    const auto inside = [=](int32_t parent) { return 0 <= parent && parent < rows; };
+    if (parents[i].empty() || !std::all_of(parents[i].begin(), parents[i].end(), inside))
+      throw std::invalid_argument("expected parents out of a group's rows, one or more");
+  }
+  for (size_t i = 0; i < parents.size(); ++i) cache_.reorder(cache_.groups[i], parents[i]);
+}
+
+void Session::set_shortlist(const Ids& ids) {
+  if (num_groups()) throw std::invalid_argument("expected no rows while the shortlist changes");
+  for (size_t i = 0; i < ids.size(); ++i)
+    if (ids[i] < 0 || ids[i] >= model_->vocab_size() || (i && ids[i] <= ids[i - 1]))
+      throw std::invalid_argument("expected a shortlist of different ids of the vocabulary, sorted upward");
+  shortlist_ = ids.empty() ? PackedWeight() : model_->pack_output(ids);
+  shortlist_ids_ = ids;
+}
+
+// A second thread has to be worth its meetings: one for each phase.
+int Session::threads_for(int64_t rows, int threads) const {
+  constexpr int64_t kWork = 4 << 20;  // bytes of weights times rows
+  return model_->step_bytes() * std::min<int64_t>(rows, 16) < kWork ? 1 : threads;
+}
+
+// ---- the phases ----
+
+void Session::add_product(const PackedRows& in, const PackedWeight& weight, float* out, int64_t rows, int threads) {
+  const int64_t panels = weight.num_panels, ld = panels * kPanelColumns;
+  const int64_t tasks = threads == 1 ? 1 : std::min(panels, kTasksPerThread * threads);
+  phases_.push_back({tasks, [=, &in, &weight](int64_t task) {
+                       const int64_t begin = panels * task / tasks, end = panels * (task + 1) / tasks;
+                       gemm(in, rows, weight, begin, end, out + begin * kPanelColumns, ld);
+                     }});
+}
+
+template <typename F>
+void Session::add_rows(int64_t rows, int threads, F&& row) {
+  const int64_t tasks = threads == 1 || rows < 8 ? 1 : std::min(rows, kTasksPerThread * threads);
+  phases_.push_back({tasks, [=](int64_t task) {
+                       for (int64_t r = rows * task / tasks; r < rows * (task + 1) / tasks; ++r) row(r);
+                     }});
+}
+
+template <typename F>
+void Session::add_heads(const Batch& batch, int threads, F&& head) {
+  const int64_t heads = model_->options.num_kv_heads, all = static_cast<int64_t>(batch.spans.size()) * heads;
+  const int64_t tasks = threads == 1 ? 1 : std::min(all, 2 * kTasksPerThread * threads);
+  phases_.push_back({tasks, [=, &batch](int64_t task) {
+                       for (int64_t i = all * task / tasks; i < all * (task + 1) / tasks; ++i)
+                         head(batch.spans[i / heads], i % heads);
+                     }});
+}
+
+// The residual stream takes in what a sub-layer gave, and goes on to the next one: normalised, as it is for pre-norm
+// (keep), or as the stream itself for post-norm.
+void Session::normalise(int64_t row, const float* delta, const Norm* norm, bool keep) {
+  const ModelOptions& o = model_->options;
+  float* x = x_.data() + row * o.d_model;
+  static thread_local std::vector<float> scratch;
+  scratch.resize(o.d_model);
+  if (!norm) return narrow_.store(row, x);
+  float* sum = keep ? x : scratch.data();
+  float* out = keep ? scratch.data() : x;
+  const float *weight = norm->weight.data(), *bias = norm->bias.data();
+  if (delta)
+    normalise_row<false, true, float, float, float>(delta, x, nullptr, weight, bias, o.eps, o.rms_norm, o.d_model, sum, out);
+  else
+    normalise_row<false, false, float, float, float>(x, nullptr, nullptr, weight, bias, o.eps, o.rms_norm, o.d_model, sum, out);
+  narrow_.store(row, out);
+}
+
+void Session::through(const PackedStack& stack, const Batch& batch, bool is_encoder, int threads) {
+  const ModelOptions& o = model_->options;
+  const int64_t rows = batch.count(), dim = o.d_model, wide = padded(dim);
+  const int64_t inner = stack.layers.empty() ? 0 : stack.layers[0].ff1.num_panels * kPanelColumns;
+  const int64_t d_ff = stack.layers.empty() ? 1 : stack.layers[0].ff2.k;
+  const auto room = [](std::vector<float>& v, int64_t n) {
+    if (static_cast<int64_t>(v.size()) < n) v.resize(n);
+  };
+  room(x_, rows * dim), room(y_, rows * wide), room(context_, rows * dim), room(hidden_, rows * inner);
+  room(qkv_, rows * padded(dim + 2 * o.kv_dim()));
+  narrow_.resize(rows, dim, o.precision), wide_.resize(rows, d_ff, o.precision);
+  phases_.clear();
+
+  const Norm* final_norm = stack.final_norm.empty() ? nullptr : &stack.final_norm[0];
+  const auto first_norm_of = [&](size_t layer) -> const Norm* {
+    return layer < stack.layers.size() ? &stack.layers[layer].norm1 : final_norm;
+  };
+  const Norm* first = o.norm_first ? first_norm_of(0) : nullptr;
+  add_rows(rows, threads, [=, this, &batch](int64_t r) {
+    model_->embed(is_encoder, batch.ids[r], batch.positions[r], x_.data() + r * dim);
+    normalise(r, nullptr, first, true);
+  });
+  const auto finish = [&](const Norm* own, const Norm* next) {
+    const Norm* norm = o.norm_first ? next : own;
+    add_rows(rows, threads, [=, this](int64_t r) { normalise(r, y_.data() + r * wide, norm, o.norm_first); });
+  };
+  const auto project_context = [&](const PackedWeight& out) {
+    add_rows(rows, threads, [=, this](int64_t r) { narrow_.store(r, context_.data() + r * dim); });
+    add_product(narrow_, out, y_.data(), rows, threads);
+  };
+  for (size_t i = 0; i < stack.layers.size(); ++i) {
+    const PackedLayer& layer = stack.layers[i];
+    const int64_t window = stack.window;
+    add_product(narrow_, layer.qkv, qkv_.data(), rows, threads);
+    with_cache_type(o.precision, [&]<typename T>() {
+      add_heads(batch, threads, [=, this](const Span& span, int64_t head) {
+        if (is_encoder) attend_own_span<T>(span, head, window);
+        else attend_self<T>(static_cast<int64_t>(i), span, head, window);
+      });
+    });
+    project_context(layer.out);
+    finish(&layer.norm1, &layer.norm2);
+    if (!is_encoder && o.has_encoder()) {
+      add_product(narrow_, layer.cross_q, qkv_.data(), rows, threads);
+      with_cache_type(o.precision, [&]<typename T>() {
+        add_heads(batch, threads,
+                  [=, this](const Span& span, int64_t head) { attend_source<T>(static_cast<int64_t>(i), span, head); });
+      });
+      project_context(layer.cross_out);
+      finish(&layer.norm2, &layer.norm3);
+    }
+    add_product(narrow_, layer.ff1, hidden_.data(), rows, threads);
+    add_rows(rows, threads, [=, this](int64_t r) {
+      activate_row(o.activation, hidden_.data() + r * inner, d_ff);
+      wide_.store(r, hidden_.data() + r * inner);
+    });
+    add_product(wide_, layer.ff2, y_.data(), rows, threads);
+    const bool has_third = !is_encoder && o.has_encoder();
+    finish(has_third ? &layer.norm3 : &layer.norm2, first_norm_of(i + 1));
+  }
+  run_phases(phases_, threads);
+}
+
+// Sources through the encoder, and their keys and values for all layers of the decoder.
+void Session::store_sources(const Batch& batch, int threads) {
+  through(model_->encoder, batch, true, threads);
+  const ModelOptions& o = model_->options;
+  const int64_t rows = batch.count(), dim = o.head_dim(), kv_dim = o.kv_dim(), ld = padded(2 * kv_dim);
+  if (static_cast<int64_t>(qkv_.size()) < rows * ld) qkv_.resize(rows * ld);
+  phases_.clear();
+  for (size_t i = 0; i < model_->decoder.layers.size(); ++i) {
+    add_product(narrow_, model_->decoder.layers[i].cross_kv, qkv_.data(), rows, threads);
+    with_cache_type(o.precision, [&]<typename T>() {
+      add_heads(batch, threads, [=, this](const Span& span, int64_t head) {
+        T* keys = reinterpret_cast<T*>(cache_.keys(static_cast<int64_t>(i), head));
+        T* values = reinterpret_cast<T*>(cache_.keys(static_cast<int64_t>(i), head) + cache_.values_offset());
+        for (int64_t t = span.begin; t < span.end; ++t) {
+          const float* from = qkv_.data() + t * ld + head * dim;
+          const int64_t slot = span.group->source[t - span.begin];
+          narrow_row(from, dim, keys + slot * dim);
+          narrow_row(from + kv_dim, dim, values + slot * dim);
+        }
+      });
+    });
+  }
+  run_phases(phases_, threads);
+}
+
+// ---- attention: the tokens of a span, the query heads of one kv head ----
+
+template <typename T>
+void Session::attend_self(int64_t layer, const Span& span, int64_t kv_head, int64_t window) {
+  const ModelOptions& o = model_->options;
+  const int64_t dim = o.head_dim(), ld = padded(o.d_model + 2 * o.kv_dim()), group = o.num_heads / o.num_kv_heads;
+  T* keys = reinterpret_cast<T*>(cache_.keys(layer, kv_head));
+  T* values = reinterpret_cast<T*>(cache_.keys(layer, kv_head) + cache_.values_offset());
+  const int32_t* slots = span.row->slots.data();
+  for (int64_t t = span.begin; t < span.end; ++t) {
+    const int64_t position = span.first_position + t - span.begin, slot = slots[position];
+    float* q = qkv_.data() + t * ld;
+    float *k = q + o.d_model + kv_head * dim, *v = k + o.kv_dim();
+    if (model_->is_rotary()) {
+      const float *cos = model_->cos(position), *sin = model_->sin(position);
+      const auto turn = [&](float* x) {
+        if (o.rotary_interleaved) turn_neighbours<float>(x, cos, sin, dim / 2, x);
+        else turn_halves<float>(x, cos, sin, dim / 2, x);
+      };
+      for (int64_t h = kv_head * group; h < (kv_head + 1) * group; ++h) turn(q + h * dim);
+      turn(k);
+    }
+    narrow_row(k, dim, keys + slot * dim);
+    narrow_row(v, dim, values + slot * dim);
+  }
+  const float scale2 = 1.44269504f / std::sqrt(static_cast<float>(dim));
+  for (int64_t t = span.begin; t < span.end; ++t) {
+    const int64_t position = span.first_position + t - span.begin;
+    const int64_t first = window < 0 ? 0 : std::max<int64_t>(0, position - window), count = position + 1 - first;
+    float* scores = scores_of_this_thread(count).data();
+    for (int64_t h = kv_head * group; h < (kv_head + 1) * group; ++h)
+      attend_row<T, float>(qkv_.data() + t * ld + h * dim, keys, values, dim, dim, BySlot{slots + first, 1}, count, dim,
+                           scale2, scores, context_.data() + t * o.d_model + h * dim);
+  }
+}
+
+template <typename T>
+void Session::attend_own_span(const Span& span, int64_t kv_head, int64_t window) {
+  const ModelOptions& o = model_->options;
+  const int64_t dim = o.head_dim(), ld = padded(o.d_model + 2 * o.kv_dim()), group = o.num_heads / o.num_kv_heads;
+  const int64_t length = span.end - span.begin;
+  static thread_local std::vector<T> keys, values;
+  keys.resize(length * dim), values.resize(length * dim);
+  for (int64_t t = 0; t < length; ++t) {
+    const float* k = qkv_.data() + (span.begin + t) * ld + o.d_model + kv_head * dim;
+    narrow_row(k, dim, keys.data() + t * dim);
+    narrow_row(k + o.kv_dim(), dim, values.data() + t * dim);
+  }
+  const float scale2 = 1.44269504f / std::sqrt(static_cast<float>(dim));
+  float* scores = scores_of_this_thread(length).data();
+  for (int64_t h = kv_head * group; h < (kv_head + 1) * group; ++h)
+    for (int64_t t = 0; t < length; ++t) {
+      const int64_t first = window < 0 ? 0 : std::max<int64_t>(0, t - window);
+      const int64_t end = window < 0 || window >= length ? length : std::min(length, t + window + 1);
+      const int64_t row = span.begin + t;
+      attend_row<T, float>(qkv_.data() + row * ld + h * dim, keys.data(), values.data(), dim, dim, InOrder{first},
+                           end - first, dim, scale2, scores, context_.data() + row * o.d_model + h * dim);
+    }
+}
+
+template <typename T>
+void Session::attend_source(int64_t layer, const Span& span, int64_t kv_head) {
+  const ModelOptions& o = model_->options;
+  const int64_t dim = o.head_dim(), ld = padded(o.d_model), group = o.num_heads / o.num_kv_heads;
+  const T* keys = reinterpret_cast<const T*>(cache_.keys(layer, kv_head));
+  const T* values = reinterpret_cast<const T*>(cache_.keys(layer, kv_head) + cache_.values_offset());
+  const std::vector<int32_t>& source = span.group->source;
+  const int64_t count = source.size();
+  const float scale2 = 1.44269504f / std::sqrt(static_cast<float>(dim));
+  float* scores = scores_of_this_thread(count).data();
+  for (int64_t t = span.begin; t < span.end; ++t)
+    for (int64_t h = kv_head * group; h < (kv_head + 1) * group; ++h)
+      attend_row<T, float>(qkv_.data() + t * ld + h * dim, keys, values, dim, dim, BySlot{source.data(), 1}, count, dim,
+                           scale2, scores, context_.data() + t * o.d_model + h * dim);
+}
+
+// ---- the vocabulary ----
+
+// Logits live 64 columns at a time: each row keeps its k best of a part of the vocabulary, and the sum of their
+// exponentials. The parts are the vocabulary's, whatever the number of threads, so that sums are made alike.
+void Session::choose(const Choice& choice, int64_t rows, int threads) {
+  const bool is_short = !shortlist_ids_.empty();
+  const PackedWeight& weight = is_short ? shortlist_ : model_->output;
+  const int64_t k = choice.k, vocab = model_->vocab_size();
+  const int64_t part_panels = std::clamp<int64_t>((weight.num_panels + 15) / 16, 4, 64);
+  const int64_t parts = (weight.num_panels + part_panels - 1) / part_panels;
+  if (static_cast<int64_t>(seen_.size()) < parts * rows) seen_.resize(parts * rows);
+  if (static_cast<int64_t>(best_ids_.size()) < parts * rows * k)
+    best_ids_.resize(parts * rows * k), best_values_.resize(parts * rows * k);
+  Ids place(choice.logit_rows.empty() ? 0 : rows, -1);  // of a row's logits
+  for (size_t i = 0; i < choice.logit_rows.size(); ++i) place.at(choice.logit_rows[i]) = static_cast<int32_t>(i);
+  if (is_short) std::fill_n(choice.logits, place.empty() ? 0 : choice.logit_rows.size() * vocab, kNever);
+
+  phases_.clear();
+  phases_.push_back({parts, [=, this, &weight, &choice, &place](int64_t part) {
+    static thread_local std::vector<float> tile;
+    tile.resize(rows * kPanelColumns);
+    Seen* seen = seen_.data() + part * rows;
+    float* values = best_values_.data() + part * rows * k;
+    int32_t* ids = best_ids_.data() + part * rows * k;
+    std::fill_n(seen, rows, Seen{kNever, kNever, 0, false});
+    std::fill_n(values, rows * k, kNever);
+    std::fill_n(ids, rows * k, 0);
+    const int64_t end = std::min(weight.num_panels, (part + 1) * part_panels);
+    for (int64_t panel = part * part_panels; panel < end; ++panel) {
+      const int64_t first = panel * kPanelColumns, columns = std::min(kPanelColumns, weight.n - first);
+      gemm(narrow_, rows, weight, panel, panel + 1, tile.data(), kPanelColumns);
+      for (int64_t row = 0; row < rows; ++row) {
+        float* z = tile.data() + row * kPanelColumns;
+        std::fill(z + columns, z + kPanelColumns, kNever);
+        if (!place.empty() && place[row] >= 0) {
+          float* to = choice.logits + place[row] * vocab;
+          if (!is_short) std::copy_n(z, columns, to + first);
+          else for (int64_t c = 0; c < columns; ++c) to[shortlist_ids_[first + c]] = z[c];
+        }
+        keep_best(z, first, k, choice.log_probs, seen[row], values + row * k, ids + row * k);
+      }
+    }
+  }});
+  chosen_.k = k;
+  chosen_.ids.resize(rows * k), chosen_.values.resize(rows * k);
+  add_rows(rows, threads, [=, this, &choice](int64_t row) {
+    float* values = chosen_.values.data() + row * k;
+    int32_t* ids = chosen_.ids.data() + row * k;
+    std::copy_n(best_values_.data() + row * k, k, values);
+    std::copy_n(best_ids_.data() + row * k, k, ids);
+    float largest = kNever;
+    bool is_broken = false;
+    for (int64_t part = 0; part < parts; ++part) {
+      const Seen& seen = seen_[part * rows + row];
+      largest = std::max(largest, seen.largest), is_broken = is_broken || seen.broken;
+      if (part == 0) continue;
+      const int64_t at = (part * rows + row) * k;
+      for (int64_t i = 0; i < k && best_values_[at + i] > values[k - 1]; ++i)
+        insert(best_values_[at + i], best_ids_[at + i], k, values, ids);
+    }
+    if (is_broken) return (void)std::fill_n(values, k, std::numeric_limits<float>::quiet_NaN());
+    if (is_short)
+      for (int64_t i = 0; i < k; ++i) ids[i] = shortlist_ids_[ids[i]];
+    if (!choice.log_probs) return;
+    float sum = 0;
+    for (int64_t part = 0; part < parts; ++part) {
+      const Seen& seen = seen_[part * rows + row];
+      if (seen.sum > 0) sum += seen.sum * std::exp(seen.largest - largest);
+    }
+    const float total = largest + std::log(sum);
+    for (int64_t i = 0; i < k; ++i) values[i] -= total;
+  });
+  run_phases(phases_, threads);
+}
+
+}  // namespace fastformer

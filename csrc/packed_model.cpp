@@ -1,0 +1,164 @@
+#include "packed_model.h"
+
+#include <algorithm>
+#include <stdexcept>
+
+#include "rows.h"
+
+namespace fastformer {
+namespace {
+
+float at(const ModelTensor& tensor, int64_t i) {
+  return tensor.is_bf16 ? static_cast<float>(static_cast<const bfloat16*>(tensor.data)[i])
+                        : static_cast<const float*>(tensor.data)[i];
+}
+
+// Looks tensors up by name, within a prefix.
+class Names {
+ public:
+  Names(const ModelTensors& tensors, std::string prefix) : tensors_(tensors), prefix_(std::move(prefix)) {}
+
+  Names within(const std::string& name) const { return {tensors_, prefix_ + name + "."}; }
+  const ModelTensor* find(const std::string& name) const {
+    const auto found = tensors_.find(prefix_ + name);
+    return found == tensors_.end() ? nullptr : &found->second;
+  }
+  const ModelTensor& get(const std::string& name) const {
+    const ModelTensor* tensor = find(name);
+    if (!tensor) throw std::invalid_argument("the model has no tensor " + prefix_ + name);
+    return *tensor;
+  }
+  std::vector<float> vector(const std::string& name, int64_t size, float otherwise) const {
+    std::vector<float> values(size, otherwise);
+    if (const ModelTensor* tensor = find(name)) {
+      check(name, *tensor, {size});
+      for (int64_t i = 0; i < size; ++i) values[i] = at(*tensor, i);
+    }
+    return values;
+  }
+  // Rows [begin, end) of a matrix of k columns.
+  Matrix matrix(const std::string& name, int64_t begin, int64_t end, int64_t rows, int64_t k) const {
+    const ModelTensor& tensor = get(name);
+    check(name, tensor, {rows, k});
+    const int64_t offset = begin * k * (tensor.is_bf16 ? 2 : 4);
+    return Matrix{static_cast<const char*>(tensor.data) + offset, tensor.is_bf16, end - begin, k, k};
+  }
+  PackedWeight weight(const std::string& name, const std::string& bias, int64_t begin, int64_t end, int64_t rows,
+                      int64_t k, Precision precision) const {
+    const Matrix values = matrix(name, begin, end, rows, k);
+    if (!find(bias)) return PackedWeight(values, nullptr, precision);
+    return PackedWeight(values, vector(bias, rows, 0).data() + begin, precision);
+  }
+
+ private:
+  void check(const std::string& name, const ModelTensor& tensor, const std::vector<int64_t>& shape) const {
+    if (tensor.shape != shape) throw std::invalid_argument("the tensor " + prefix_ + name + " has another shape");
+  }
+
+  const ModelTensors& tensors_;
+  std::string prefix_;
+};
+
+PackedLayer pack_layer(const ModelOptions& o, const Names& names, bool has_cross) {
+  const int64_t dim = o.d_model, kv = o.kv_dim(), rows = dim + 2 * kv;
+  const auto linear = [&](const Names& where, const std::string& name, int64_t n, int64_t k) {
+    return where.weight(name + ".weight", name + ".bias", 0, n, n, k, o.precision);
+  };
+  const auto norm = [&](const std::string& name) {
+    return Norm{names.vector(name + ".weight", dim, 1), names.vector(name + ".bias", dim, 0)};
+  };
+  PackedLayer layer;
+  const Names own = names.within("self_attn"), cross = names.within("multihead_attn");
+  layer.qkv = own.weight("in_proj_weight", "in_proj_bias", 0, rows, rows, dim, o.precision);
+  layer.out = linear(own, "out_proj", dim, dim);
+  if (has_cross) {
+    layer.cross_q = cross.weight("in_proj_weight", "in_proj_bias", 0, dim, rows, dim, o.precision);
+    layer.cross_kv = cross.weight("in_proj_weight", "in_proj_bias", dim, rows, rows, dim, o.precision);
+    layer.cross_out = linear(cross, "out_proj", dim, dim);
+    layer.norm3 = norm("norm3");
+  }
+  layer.norm1 = norm("norm1"), layer.norm2 = norm("norm2");
+  const int64_t inner = names.get("linear1.weight").shape[0];
+  layer.ff1 = linear(names, "linear1", inner, dim);
+  layer.ff2 = linear(names, "linear2", dim, o.activation == Activation::swiglu ? inner / 2 : inner);
+  return layer;
+}
+
+PackedStack pack_stack(const ModelOptions& o, const Names& names, int64_t num_layers, bool has_cross, int64_t window) {
+  PackedStack stack{{}, {}, window};
+  for (int64_t i = 0; i < num_layers; ++i)
+    stack.layers.push_back(pack_layer(o, names.within("layers." + std::to_string(i)), has_cross));
+  if (names.find("norm.weight") || o.norm_first)
+    stack.final_norm.push_back({names.vector("norm.weight", o.d_model, 1), names.vector("norm.bias", o.d_model, 0)});
+  return stack;
+}
+
+}  // namespace
+
+void Table::add_to(int64_t row, float factor, float* to) const {
+  const auto add = [=, this]<typename T>(const T* from) {
+    for_each_vec<float>(dim_, [=](int64_t c, int64_t n) {
+      fmadd(Vec<float>::load(from + c, n), Vec<float>(factor), Vec<float>::load(to + c, n)).store(to + c, n);
+    });
+  };
+  if (is_bf16_) add(static_cast<const bfloat16*>(data_) + row * dim_);
+  else add(static_cast<const float*>(data_) + row * dim_);
+}
+
+PackedModel::PackedModel(const ModelOptions& o, const ModelTensors& tensors) : options(o) {
+  const Names names(tensors, "");
+  if (o.has_encoder()) {
+    encoder = pack_stack(o, names.within("encoder"), o.num_encoder_layers, false, o.encoder_window);
+    source_embedding_ = Table(names.get("source_embedding"));
+  }
+  decoder = pack_stack(o, names.within("decoder"), o.num_decoder_layers, o.has_encoder(), o.decoder_window);
+  target_embedding_ = Table(names.get("target_embedding"));
+  const int64_t vocab = names.get("output").shape[0];
+  output_matrix_ = names.matrix("output", 0, vocab, vocab, o.d_model);
+  output = PackedWeight(output_matrix_, nullptr, o.precision);
+  if (const ModelTensor* table = names.find("positions")) {
+    positions_ = Table(*table);
+    max_len_ = positions_.rows();
+  }
+  if (const ModelTensor* cos = names.find("cos")) {
+    const ModelTensor& sin = names.get("sin");
+    const int64_t dim = o.head_dim(), half = cos->shape[1];
+    if (2 * half != dim || sin.shape != cos->shape) throw std::invalid_argument("expected rotary tables of half a head");
+    max_len_ = cos->shape[0];
+    cos_.resize(max_len_ * dim), sin_.resize(max_len_ * dim);
+    std::vector<float> c(half), s(half);
+    for (int64_t position = 0; position < max_len_; ++position) {
+      for (int64_t i = 0; i < half; ++i) c[i] = at(*cos, position * half + i), s[i] = at(sin, position * half + i);
+      lay_out_angles(c.data(), s.data(), half, o.rotary_interleaved, false, cos_.data() + position * dim,
+                     sin_.data() + position * dim);
+    }
+  }
+}
+
+PackedWeight PackedModel::pack_output(const std::vector<int32_t>& ids) const {
+  const int64_t k = output_matrix_.k, size = output_matrix_.is_bf16 ? 2 : 4;
+  std::vector<char> rows(ids.size() * k * size);
+  for (size_t i = 0; i < ids.size(); ++i) {
+    const char* row = static_cast<const char*>(output_matrix_.data) + ids[i] * output_matrix_.row_stride * size;
+    std::copy_n(row, k * size, rows.data() + i * k * size);
+  }
+  const Matrix chosen{rows.data(), output_matrix_.is_bf16, static_cast<int64_t>(ids.size()), k, k};
+  return PackedWeight(chosen, nullptr, options.precision);
+}
+
+void PackedModel::embed(bool is_source, int32_t token, int64_t position, float* to) const {
+  std::fill_n(to, options.d_model, 0.f);
+  if (token != options.padding_idx) (is_source ? source_embedding_ : target_embedding_).add_to(token, options.scale, to);
+  if (positions_) positions_.add_to(position, 1, to);
+}
+
+int64_t PackedModel::step_bytes() const {
+  const int64_t bits = options.precision == Precision::int8 ? 8 : options.precision == Precision::bf16 ? 16 : 32;
+  int64_t elements = output.n * output.k;
+  for (const PackedLayer& layer : decoder.layers)
+    for (const PackedWeight* w : {&layer.qkv, &layer.out, &layer.cross_q, &layer.cross_out, &layer.ff1, &layer.ff2})
+      elements += w->n * w->k;
+  return elements * bits / 8;
+}
+
+}  // namespace fastformer

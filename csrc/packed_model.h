@@ -1,0 +1,107 @@
+// A model as the decoding engine reads it: its weights packed once, for all sessions; nothing in it changes afterwards.
+
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <string>
+#include <vector>
+
+#include "activation.h"
+#include "packed_gemm.h"
+
+namespace fastformer {
+
+// A tensor of the model where it lies in memory: contiguous, fp32 or bf16. Whoever packs a model keeps `data` alive.
+struct ModelTensor {
+  const void* data;
+  bool is_bf16;
+  std::vector<int64_t> shape;
+};
+using ModelTensors = std::map<std::string, ModelTensor>;
+
+// What the tensors don't say. A window below zero: none.
+struct ModelOptions {
+  Precision precision;
+  int64_t d_model, num_heads, num_kv_heads;
+  int64_t num_encoder_layers;  // below zero: a decoder-only model
+  int64_t num_decoder_layers;
+  bool norm_first, rms_norm, rotary_interleaved;
+  float eps, scale;
+  int64_t padding_idx;  // whose embedding is zero; -1: none
+  int64_t encoder_window, decoder_window;
+  Activation activation;
+
+  int64_t head_dim() const { return d_model / num_heads; }
+  int64_t kv_dim() const { return num_kv_heads * head_dim(); }
+  bool has_encoder() const { return num_encoder_layers >= 0; }
+};
+
+struct Norm {
+  std::vector<float> weight, bias;  // ones and zeros where the model has none
+};
+
+// A layer of either stack; what an encoder's lacks is empty.
+struct PackedLayer {
+  PackedWeight qkv, out, cross_q, cross_kv, cross_out, ff1, ff2;
+  Norm norm1, norm2, norm3;
+};
+
+struct PackedStack {
+  std::vector<PackedLayer> layers;
+  std::vector<Norm> final_norm;  // one or none
+  int64_t window;
+};
+
+// Rows of a table of the model's, which are read where they lie.
+class Table {
+ public:
+  Table() = default;
+  explicit Table(const ModelTensor& tensor)
+      : data_(tensor.data), is_bf16_(tensor.is_bf16), rows_(tensor.shape[0]), dim_(tensor.shape[1]) {}
+  explicit operator bool() const { return data_ != nullptr; }
+  int64_t rows() const { return rows_; }
+  // to[i] += factor * row[i].
+  void add_to(int64_t row, float factor, float* to) const;
+
+ private:
+  const void* data_ = nullptr;
+  bool is_bf16_ = false;
+  int64_t rows_ = 0, dim_ = 0;
+};
+
+// The tensors' names are those of the model's state_dict, but for "source_embedding", "target_embedding" and "output",
+// which stand for a tied matrix too, and "positions", "cos" and "sin", its tables.
+class PackedModel {
+ public:
+  PackedModel(const ModelOptions& options, const ModelTensors& tensors);
+
+  // The rows of the vocabulary's matrix that a shortlist names.
+  PackedWeight pack_output(const std::vector<int32_t>& ids) const;
+
+  // to = the embedding of a token at a position.
+  void embed(bool is_source, int32_t token, int64_t position, float* to) const;
+
+  // The turn of one position, as turn_halves or turn_neighbours read it; see lay_out_angles.
+  const float* cos(int64_t position) const { return cos_.data() + position * options.head_dim(); }
+  const float* sin(int64_t position) const { return sin_.data() + position * options.head_dim(); }
+  bool is_rotary() const { return !cos_.empty(); }
+
+  int64_t vocab_size() const { return output_matrix_.n; }
+  int64_t source_vocab_size() const { return source_embedding_.rows(); }
+  int64_t max_len() const { return max_len_; }
+  // Of the weights that a step of one row reads.
+  int64_t step_bytes() const;
+
+  const ModelOptions options;
+  PackedStack encoder, decoder;
+  PackedWeight output;
+
+ private:
+  Table source_embedding_, target_embedding_, positions_;
+  Matrix output_matrix_;
+  std::vector<float> cos_, sin_;
+  int64_t max_len_ = 0;
+};
+
+}  // namespace fastformer
