@@ -6,12 +6,13 @@
 #include <limits>
 #include <stdexcept>
 
+#include "block_attention.h"
 #include "rows.h"
 
 namespace fastformer {
 namespace {
 
-constexpr int64_t kPrefillTokens = 512;  // that go through a stack together: their activations stay in the cache
+constexpr int64_t kPrefillTokens = 512;  // that go through a stack together: their activations stay in the cache  // that go through a stack together: their activations stay in the cache
 constexpr int64_t kTasksPerThread = 4;   // so that a thread which is held up leaves the others something to do
 constexpr float kNever = -std::numeric_limits<float>::infinity();
 
@@ -44,6 +45,22 @@ std::vector<float>& scores_of_this_thread(int64_t keys) {
   static thread_local std::vector<float> scores;
   if (static_cast<int64_t>(scores.size()) < keys + kScoreRoom) scores.resize(2 * keys + kScoreRoom);
   return scores;
+}
+
+// Of the scores of a head, in powers of two.
+float score_scale(int64_t dim) { return 1.44269504f / std::sqrt(static_cast<float>(dim)); }
+
+// What a thread needs for the queries of one head together.
+template <typename T>
+struct HeadScratch {
+  std::vector<T> keys, values;
+  PackedHead<T> packed;
+};
+template <typename T>
+HeadScratch<T>& head_scratch(int64_t elements) {
+  static thread_local HeadScratch<T> scratch;
+  if (static_cast<int64_t>(scratch.keys.size()) < elements) scratch.keys.resize(elements), scratch.values.resize(elements);
+  return scratch;
 }
 
 // Puts a value into its place among the k best, downward; of equals the first comes first.
@@ -86,11 +103,11 @@ void Session::keep_best(const float* z, int64_t first, int64_t k, bool with_sum,
 }
 
 void Session::Batch::add(const int32_t* tokens, int64_t count, int64_t first_position, const TokenCache::Group* group,
-                         const TokenCache::Row* row) {
+                         const TokenCache::Row* row, bool is_prompt) {
   const int64_t begin = this->count();
   ids.insert(ids.end(), tokens, tokens + count);
   for (int64_t i = 0; i < count; ++i) positions.push_back(static_cast<int32_t>(first_position + i));
-  spans.push_back({begin, begin + count, first_position, group, row});
+  spans.push_back({begin, begin + count, first_position, group, row, is_prompt});
 }
 
 Session::Session(std::shared_ptr<const PackedModel> model, int64_t num_tokens)
@@ -136,7 +153,7 @@ void Session::admit(const std::vector<Ids>& sources, const std::vector<Ids>& tok
     for (size_t i = 0; i < sources.size(); ++i) {
       const int64_t length = sources[i].size();
       if (batches.empty() || batches.back().count() + length > kPrefillTokens) batches.emplace_back();
-      batches.back().add(sources[i].data(), length, 0, &cache_.groups[first + i], nullptr);
+      batches.back().add(sources[i].data(), length, 0, &cache_.groups[first + i], nullptr, true);
     }
     for (const Batch& batch : batches) store_sources(batch, threads);
   }
@@ -150,7 +167,7 @@ void Session::admit(const std::vector<Ids>& sources, const std::vector<Ids>& tok
     const TokenCache::Group& group = cache_.groups[first + i];
     for (int64_t at = 0, length = tokens[i].size(); at < length;) {
       const int64_t count = std::min(length - at, kPrefillTokens - batch.count());
-      batch.add(tokens[i].data() + at, count, at, &group, &group.rows[0]);
+      batch.add(tokens[i].data() + at, count, at, &group, &group.rows[0], true);
       at += count;
       if (batch.count() == kPrefillTokens) flush();
     }
@@ -175,7 +192,7 @@ const Chosen& Session::step(const Ids& tokens, const Choice& choice, int threads
   for (TokenCache::Group& group : cache_.groups) {
     cache_.append(group, 1);
     for (const TokenCache::Row& r : group.rows)
-      batch.add(&tokens[row++], 1, static_cast<int64_t>(r.slots.size()) - 1, &group, &r);
+      batch.add(&tokens[row++], 1, static_cast<int64_t>(r.slots.size()) - 1, &group, &r, false);
   }
   threads = threads_for(rows, threads);
   through(model_->decoder, batch, false, threads);
@@ -388,6 +405,7 @@ void Session::attend_self(int64_t layer, const Span& span, int64_t kv_head, int6
   T* keys = reinterpret_cast<T*>(cache_.keys(layer, kv_head));
   T* values = reinterpret_cast<T*>(cache_.keys(layer, kv_head) + cache_.values_offset());
   const int32_t* slots = span.row->slots.data();
+  const int64_t next_head = cache_.head_stride() / static_cast<int64_t>(sizeof(T));
   for (int64_t t = span.begin; t < span.end; ++t) {
     const int64_t position = span.first_position + t - span.begin, slot = slots[position];
     float* q = qkv_.data() + t * ld;
@@ -404,15 +422,31 @@ void Session::attend_self(int64_t layer, const Span& span, int64_t kv_head, int6
     narrow_row(k, dim, keys + slot * dim);
     narrow_row(v, dim, values + slot * dim);
   }
-  const float scale2 = 1.44269504f / std::sqrt(static_cast<float>(dim));
-  for (int64_t t = span.begin; t < span.end; ++t) {
-    const int64_t position = span.first_position + t - span.begin;
-    const int64_t first = window < 0 ? 0 : std::max<int64_t>(0, position - window), count = position + 1 - first;
+  const float scale2 = score_scale(dim);
+  if (!span.is_prompt) {
+    const int64_t position = span.first_position, first = window < 0 ? 0 : std::max<int64_t>(0, position - window);
+    const int64_t count = position + 1 - first;
     float* scores = scores_of_this_thread(count).data();
     for (int64_t h = kv_head * group; h < (kv_head + 1) * group; ++h)
-      attend_row<T, float>(qkv_.data() + t * ld + h * dim, keys, values, dim, dim, BySlot{slots + first, 1}, count, dim,
-                           scale2, scores, context_.data() + t * o.d_model + h * dim);
+      attend_row<T, float>(qkv_.data() + span.begin * ld + h * dim, keys, values, dim, dim, BySlot{slots + first, 1},
+                           count, dim, scale2, scores, context_.data() + span.begin * o.d_model + h * dim,
+                           h + 1 == (kv_head + 1) * group && kv_head + 1 < o.num_kv_heads ? keys + next_head : nullptr);
+    return;
   }
+  const int64_t rows = span.end - span.begin, end = span.first_position + rows;
+  const int64_t begin = window < 0 ? 0 : std::max<int64_t>(0, span.first_position - window);
+  HeadScratch<T>& scratch = head_scratch<T>((end - begin) * dim);
+  for (int64_t position = begin; position < end; ++position) {
+    std::copy_n(keys + slots[position] * dim, dim, scratch.keys.data() + (position - begin) * dim);
+    std::copy_n(values + slots[position] * dim, dim, scratch.values.data() + (position - begin) * dim);
+  }
+  scratch.packed.pack(scratch.keys.data(), scratch.values.data(), end - begin, dim);
+  const auto place = [=](int64_t i) { return span.first_position + i - begin; };
+  for (int64_t h = kv_head * group; h < (kv_head + 1) * group; ++h)
+    scratch.packed.attend(
+        qkv_.data() + span.begin * ld + h * dim, ld, rows, scale2,
+        [=](int64_t i) { return window < 0 ? 0 : std::max<int64_t>(0, place(i) - window); },
+        [=](int64_t i) { return place(i) + 1; }, context_.data() + span.begin * o.d_model + h * dim, o.d_model);
 }
 
 template <typename T>
@@ -420,23 +454,19 @@ void Session::attend_own_span(const Span& span, int64_t kv_head, int64_t window)
   const ModelOptions& o = model_->options;
   const int64_t dim = o.head_dim(), ld = padded(o.d_model + 2 * o.kv_dim()), group = o.num_heads / o.num_kv_heads;
   const int64_t length = span.end - span.begin;
-  static thread_local std::vector<T> keys, values;
-  keys.resize(length * dim), values.resize(length * dim);
+  HeadScratch<T>& scratch = head_scratch<T>(length * dim);
   for (int64_t t = 0; t < length; ++t) {
     const float* k = qkv_.data() + (span.begin + t) * ld + o.d_model + kv_head * dim;
-    narrow_row(k, dim, keys.data() + t * dim);
-    narrow_row(k + o.kv_dim(), dim, values.data() + t * dim);
+    narrow_row(k, dim, scratch.keys.data() + t * dim);
+    narrow_row(k + o.kv_dim(), dim, scratch.values.data() + t * dim);
   }
-  const float scale2 = 1.44269504f / std::sqrt(static_cast<float>(dim));
-  float* scores = scores_of_this_thread(length).data();
+  scratch.packed.pack(scratch.keys.data(), scratch.values.data(), length, dim);
   for (int64_t h = kv_head * group; h < (kv_head + 1) * group; ++h)
-    for (int64_t t = 0; t < length; ++t) {
-      const int64_t first = window < 0 ? 0 : std::max<int64_t>(0, t - window);
-      const int64_t end = window < 0 || window >= length ? length : std::min(length, t + window + 1);
-      const int64_t row = span.begin + t;
-      attend_row<T, float>(qkv_.data() + row * ld + h * dim, keys.data(), values.data(), dim, dim, InOrder{first},
-                           end - first, dim, scale2, scores, context_.data() + row * o.d_model + h * dim);
-    }
+    scratch.packed.attend(
+        qkv_.data() + span.begin * ld + h * dim, ld, length, score_scale(dim),
+        [=](int64_t i) { return window < 0 ? 0 : std::max<int64_t>(0, i - window); },
+        [=](int64_t i) { return window < 0 || window >= length ? length : std::min(length, i + window + 1); },
+        context_.data() + span.begin * o.d_model + h * dim, o.d_model);
 }
 
 template <typename T>
@@ -447,7 +477,7 @@ void Session::attend_source(int64_t layer, const Span& span, int64_t kv_head) {
   const T* values = reinterpret_cast<const T*>(cache_.keys(layer, kv_head) + cache_.values_offset());
   const std::vector<int32_t>& source = span.group->source;
   const int64_t count = source.size();
-  const float scale2 = 1.44269504f / std::sqrt(static_cast<float>(dim));
+  const float scale2 = score_scale(dim);
   float* scores = scores_of_this_thread(count).data();
   for (int64_t t = span.begin; t < span.end; ++t)
     for (int64_t h = kv_head * group; h < (kv_head + 1) * group; ++h)

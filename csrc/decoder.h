@@ -63,13 +63,14 @@ class Session {
     int64_t begin, end, first_position;
     const TokenCache::Group* group;  // null: an encoder's, which attend to their own span
     const TokenCache::Row* row;
+    bool is_prompt;  // else a step's one token
   };
   struct Batch {
     Ids ids, positions;
     std::vector<Span> spans;
     int64_t count() const { return static_cast<int64_t>(ids.size()); }
     void add(const int32_t* tokens, int64_t count, int64_t first_position, const TokenCache::Group* group,
-             const TokenCache::Row* row);
+             const TokenCache::Row* row, bool is_prompt);
   };
   // What is kept for a k best of one row in one part of the vocabulary.
   struct Seen {

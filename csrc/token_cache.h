@@ -49,7 +49,8 @@ class TokenCache {
   char* keys(int64_t layer, int64_t head) const {
     return data_ + (layer * 2 * kv_heads_ + head) * kBlockTokens * token_bytes_;
   }
-  int64_t values_offset() const { return kv_heads_ * kBlockTokens * token_bytes_; }
+  int64_t head_stride() const { return kBlockTokens * token_bytes_; }  // from a head to the next one
+  int64_t values_offset() const { return kv_heads_ * head_stride(); }
 
   std::vector<Group> groups;
 

@@ -1,0 +1,233 @@
+"""Decodes in C++: a whole step in one call, and whole greedy and beam searches, in fp32, bf16 or int8."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, ClassVar, Protocol, cast
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+
+from fastformer.generation.decoders import Model
+from fastformer.generation.engines.choice import choose
+from fastformer.generation.engines.interface import Candidates, Prompt, Selection
+from fastformer.generation.engines.packable import packed, resolve_precision, why_not_packable
+from fastformer.generation.native_search import NativeSearch
+from fastformer.models import GPT, Transformer
+from fastformer.nn import Embedding, MultiheadAttention
+from fastformer.nn.feed_forward import fused_name
+from fastformer.ops import _extension
+
+BLOCK_SIZE = 16  # tokens; csrc/token_cache.h's kBlockTokens
+
+Array = npt.NDArray[np.float32] | npt.NDArray[np.uint16]
+Rows = list[list[int]]
+
+
+class _Session(Protocol):
+    """csrc/decoder_module.cpp's Session."""
+
+    def admit(self, sources: Sequence[Sequence[int]], tokens: Sequence[Sequence[int]], threads: int) -> None: ...
+    def step(
+        self,
+        tokens: Sequence[int],
+        k: int,
+        log_probs: bool,
+        logit_rows: Sequence[int],
+        logits: npt.NDArray[np.float32] | None,
+        threads: int,
+    ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]: ...
+    def run(
+        self,
+        searches: Sequence[object],
+        tokens: Sequence[int],
+        max_steps: int,
+        seconds: float,
+        log_probs: bool,
+        threads: int,
+    ) -> int: ...
+    def reorder(self, parents: Sequence[Sequence[int]]) -> None: ...
+    def release(self, groups: Sequence[int]) -> None: ...
+    def set_shortlist(self, ids: Sequence[int]) -> None: ...
+    def free_tokens(self) -> int: ...
+    def step_tokens(self) -> int: ...
+
+
+class CppEngine:
+    """Steps a `models.Transformer` or a `models.GPT` on the CPU, from weights that are packed once for all engines.
+
+    fp32 computes what the model does. bf16 rounds weights and what they are multiplied by; int8 has a scale for each
+    output of a weight and for each row that is multiplied by it. The residual stream, norms and softmax are fp32 always;
+    keys and values are fp32 or, for the smaller two, bf16. A row's bits depend neither on its neighbours nor on the
+    number of threads.
+
+    Args:
+        model: see above; `why_unsupported` says what it may not have.
+        precision: "fp32", "bf16" or "int8"; None: the model's own.
+    """
+
+    name: ClassVar[str] = "cpp"
+    device = torch.device("cpu")
+
+    def __init__(self, model: Model, precision: str | None = None) -> None:
+        assert isinstance(model, Transformer | GPT)
+        self.precision = resolve_precision(model, precision)
+        self._config = model.config
+        self._packed = packed(model, self.precision, _pack)
+        self._attention = _attention(model)
+        self._session = self._new_session(BLOCK_SIZE)
+
+    @classmethod
+    def why_unsupported(cls, model: object, precision: str | None = None) -> str | None:
+        """See `Engine.why_unsupported`."""
+        return why_not_packable(model, precision)
+
+    @property
+    def token_bytes(self) -> int:
+        """The keys and values of a token in all layers of the decoder."""
+        config = self._config
+        layers = config.num_layers if isinstance(config, GPT.config_class) else config.num_decoder_layers
+        return 2 * layers * self._attention.kv_dim * (4 if self.precision == "fp32" else 2)
+
+    def start(self, max_rows: int, num_tokens: int) -> None:
+        """See `Engine.start`."""
+        self._session = self._new_session(0)  # lets go of the old one: there is no memory for two
+        self._session = self._new_session(num_tokens)
+
+    def _new_session(self, num_tokens: int) -> _Session:
+        module = cast(Any, _extension.module())
+        return cast(_Session, module.Session(self._packed, num_tokens))
+
+    def admit(self, prompts: Sequence[Prompt]) -> None:
+        """See `Engine.admit`."""
+        sources = [list(prompt.source or ()) for prompt in prompts]
+        self._session.admit(sources, [list(prompt.tokens[:-1]) for prompt in prompts], torch.get_num_threads())
+
+    def step(self, tokens: Sequence[int], selection: Selection) -> Candidates:
+        """See `Engine.step`."""
+        vocab_size = self._config.vocab_size
+        shown = list(selection.logit_rows) if selection.process or selection.draws else []
+        logits = torch.empty(len(shown), vocab_size)
+        ids, values = self._session.step(
+            tokens,
+            min(selection.num_candidates, vocab_size),
+            selection.log_probs,
+            shown,
+            logits.numpy() if shown else None,
+            torch.get_num_threads(),
+        )
+        found = Candidates(ids.tolist(), values.tolist())
+        if shown:
+            chosen = choose(logits, replace(selection, logit_rows=range(len(shown))))
+            for place, row in enumerate(shown):
+                found.ids[row], found.values[row] = chosen.ids[place], chosen.values[place]
+        return found
+
+    def run(
+        self, searches: Sequence[NativeSearch], tokens: Sequence[int], *, log_probs: bool, max_steps: int, seconds: float
+    ) -> int:
+        """See `SearchingEngine.run`."""
+        handles = [search.handle for search in searches]
+        return self._session.run(handles, tokens, max_steps, seconds, log_probs, torch.get_num_threads())
+
+    def reorder(self, parents: Sequence[Sequence[int]]) -> None:
+        """See `Engine.reorder`."""
+        self._session.reorder(parents)
+
+    def release(self, groups: Sequence[int]) -> None:
+        """See `Engine.release`."""
+        self._session.release(groups)
+
+    def tokens_needed(self, prompt: Prompt, num_rows: int, new_tokens: int) -> int:
+        """See `Engine.tokens_needed`."""
+        # The blocks of a row's own tokens begin where the prompt ends, somewhere in a block.
+        own = num_rows * (_blocks_of(new_tokens) + 1)
+        return (_blocks_of(len(prompt.source or ())) + _blocks_of(len(prompt.tokens)) + own) * BLOCK_SIZE
+
+    def free_tokens(self) -> int:
+        """See `Engine.free_tokens`."""
+        return self._session.free_tokens()
+
+    def step_tokens(self) -> int:
+        """See `Engine.step_tokens`."""
+        return self._session.step_tokens()
+
+
+def _blocks_of(tokens: int) -> int:
+    return -(-tokens // BLOCK_SIZE)
+
+
+def _attention(model: Transformer | GPT) -> MultiheadAttention:
+    attention = model.decoder.layers[0].self_attn
+    assert isinstance(attention, MultiheadAttention)
+    return attention
+
+
+def _pack(model: nn.Module, precision: str) -> object:
+    """The `PackedModel` of a model that `why_not_packable` has nothing against."""
+    assert isinstance(model, Transformer | GPT)
+    module = cast(Any, _extension.module())
+    return module.PackedModel(_options(model, precision), _tensors(model))
+
+
+def _options(model: Transformer | GPT, precision: str) -> dict[str, object]:
+    """What the tensors don't say: csrc/packed_model.h's ModelOptions. All layers of a stack are alike."""
+    layer, attention, embedding = model.decoder.layers[0], _attention(model), _target_embedding(model)
+    encoder_window, rotary = None, None
+    if isinstance(model, Transformer):
+        if len(model.encoder.layers):
+            encoder_window = model.encoder.layers[0].self_attn.window_size[0]
+        encoder_layers = len(model.encoder.layers)
+    else:
+        rotary, encoder_layers = model.rotary, -1
+    return {
+        "precision": precision,
+        "d_model": attention.embed_dim,
+        "num_heads": attention.num_heads,
+        "num_kv_heads": attention.num_kv_heads,
+        "num_encoder_layers": encoder_layers,
+        "num_decoder_layers": len(model.decoder.layers),
+        "norm_first": layer.norm_first,
+        "rms_norm": layer.norm1.rms_norm,
+        "rotary_interleaved": rotary is not None and rotary.interleaved,
+        "eps": layer.norm1.eps,
+        "scale": embedding.scale,
+        "padding_idx": -1 if embedding.padding_idx is None else embedding.padding_idx,
+        "encoder_window": -1 if encoder_window is None else encoder_window,
+        "decoder_window": -1 if attention.window_size[0] is None else attention.window_size[0],
+        "activation": fused_name(layer.activation),
+    }
+
+
+def _target_embedding(model: Transformer | GPT) -> Embedding:
+    tied = isinstance(model, GPT) or model.config.tie_embeddings
+    return model.embedding if tied else model.target_embedding
+
+
+def _tensors(model: Transformer | GPT) -> dict[str, Array]:
+    """The tensors under the names that csrc/packed_model.h wants."""
+    tensors: dict[str, Tensor] = {f"decoder.{name}": p for name, p in model.decoder.named_parameters()}
+    embedding = _target_embedding(model)
+    tensors["target_embedding"], tensors["output"] = embedding.weight, model.output_weight
+    if isinstance(model, Transformer):
+        tensors |= {f"encoder.{name}": p for name, p in model.encoder.named_parameters()}
+        tied = model.config.tie_embeddings
+        tensors["source_embedding"] = embedding.weight if tied else model.source_embedding.weight
+    elif model.rotary is not None:
+        tensors["cos"], tensors["sin"] = model.rotary.cos, model.rotary.sin
+    if embedding.position is not None:
+        tensors["positions"] = embedding.position.table
+    return {name: _array(tensor) for name, tensor in tensors.items()}
+
+
+def _array(tensor: Tensor) -> Array:
+    """A tensor's memory where it is fp32 or bf16 (as uint16) without gaps, else a copy."""
+    tensor = tensor.detach().contiguous()
+    if tensor.dtype == torch.bfloat16:
+        bits: npt.NDArray[np.uint16] = tensor.view(torch.int16).numpy().view(np.uint16)
+        return bits
+    numbers: npt.NDArray[np.float32] = tensor.float().numpy()
+    return numbers
