@@ -3,6 +3,7 @@
 
 #include <pybind11/pybind11.h>
 
+#include "decoder_module.h"
 #include "packed_gemm_module.h"
 #include "search_module.h"
 
@@ -10,5 +11,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.doc() = "fastformer's ops for the CPU";
   m.attr("instruction_set") = FASTFORMER_ISA;
   fastformer::bind_packed_gemm(m);
+  fastformer::bind_decoder(m);
   fastformer::bind_search(m);
 }
