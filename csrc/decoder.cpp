@@ -47,6 +47,18 @@ std::vector<float>& scores_of_this_thread(int64_t keys) {
   return scores;
 }
 
+// A query as the cache has its keys.
+template <typename T>
+const T* as_cached(const float* q, int64_t dim) {
+  if constexpr (std::is_same_v<T, float>) return q;
+  else {
+    static thread_local std::vector<T> row;
+    row.resize(dim);
+    narrow_row(q, dim, row.data());
+    return row.data();
+  }
+}
+
 // Of the scores of a head, in powers of two.
 float score_scale(int64_t dim) { return 1.44269504f / std::sqrt(static_cast<float>(dim)); }
 
@@ -427,10 +439,12 @@ void Session::attend_self(int64_t layer, const Span& span, int64_t kv_head, int6
     const int64_t position = span.first_position, first = window < 0 ? 0 : std::max<int64_t>(0, position - window);
     const int64_t count = position + 1 - first;
     float* scores = scores_of_this_thread(count).data();
-    for (int64_t h = kv_head * group; h < (kv_head + 1) * group; ++h)
-      attend_row<T, float>(qkv_.data() + span.begin * ld + h * dim, keys, values, dim, dim, BySlot{slots + first, 1},
-                           count, dim, scale2, scores, context_.data() + span.begin * o.d_model + h * dim,
-                           h + 1 == (kv_head + 1) * group && kv_head + 1 < o.num_kv_heads ? keys + next_head : nullptr);
+    for (int64_t h = kv_head * group; h < (kv_head + 1) * group; ++h) {
+      const bool is_last = h + 1 == (kv_head + 1) * group && kv_head + 1 < o.num_kv_heads;
+      attend_row<T, float>(as_cached<T>(qkv_.data() + span.begin * ld + h * dim, dim), keys, values, dim, dim,
+                           BySlot{slots + first, 1}, count, dim, scale2, scores,
+                           context_.data() + span.begin * o.d_model + h * dim, is_last ? keys + next_head : nullptr);
+    }
     return;
   }
   const int64_t rows = span.end - span.begin, end = span.first_position + rows;
@@ -475,14 +489,18 @@ void Session::attend_source(int64_t layer, const Span& span, int64_t kv_head) {
   const int64_t dim = o.head_dim(), ld = padded(o.d_model), group = o.num_heads / o.num_kv_heads;
   const T* keys = reinterpret_cast<const T*>(cache_.keys(layer, kv_head));
   const T* values = reinterpret_cast<const T*>(cache_.keys(layer, kv_head) + cache_.values_offset());
+  const int64_t next_head = cache_.head_stride() / static_cast<int64_t>(sizeof(T));
   const std::vector<int32_t>& source = span.group->source;
   const int64_t count = source.size();
   const float scale2 = score_scale(dim);
   float* scores = scores_of_this_thread(count).data();
   for (int64_t t = span.begin; t < span.end; ++t)
-    for (int64_t h = kv_head * group; h < (kv_head + 1) * group; ++h)
-      attend_row<T, float>(qkv_.data() + t * ld + h * dim, keys, values, dim, dim, BySlot{source.data(), 1}, count, dim,
-                           scale2, scores, context_.data() + t * o.d_model + h * dim);
+    for (int64_t h = kv_head * group; h < (kv_head + 1) * group; ++h) {
+      const bool is_last = h + 1 == (kv_head + 1) * group && kv_head + 1 < o.num_kv_heads;
+      attend_row<T, float>(as_cached<T>(qkv_.data() + t * ld + h * dim, dim), keys, values, dim, dim,
+                           BySlot{source.data(), 1}, count, dim, scale2, scores,
+                           context_.data() + t * o.d_model + h * dim, is_last ? keys + next_head : nullptr);
+    }
 }
 
 // ---- the vocabulary ----

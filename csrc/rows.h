@@ -12,6 +12,7 @@
 #include <type_traits>
 #include <utility>
 
+#include "cpu_features.h"
 #include "simd.h"
 
 namespace fastformer {
@@ -139,12 +140,46 @@ void weighted_columns(const acc_t<T>* weight, const T* v, int64_t stride, Tokens
   for (int u = 0; u < kVecs; ++u) ((even[u] + odd[u]) * V(factor)).store(out + u * V::size, n);
 }
 
+#if defined(CPU_CAPABILITY_AVX512)
+
+// The same for 32 columns of bf16, which are widened two in one load: even columns and odd ones, put together at the end.
+template <typename Q, typename Tokens>
+void weighted_pairs(const float* weight, const bfloat16* v, int64_t stride, Tokens tokens, int64_t keys, float factor,
+                    Q* out) {
+  const __m512i high = _mm512_set1_epi32(static_cast<int>(0xFFFF0000u));
+  __m512 sum[2][2];  // of even and odd keys: even and odd columns
+  for (auto& of_keys : sum)
+    for (auto& s : of_keys) s = _mm512_setzero_ps();
+  const auto add = [=](int64_t j, __m512* s) {
+    const __m512i row = _mm512_loadu_si512(v + tokens(j) * stride);
+    const __m512 w = _mm512_set1_ps(weight[j]);
+    s[0] = _mm512_fmadd_ps(w, _mm512_castsi512_ps(_mm512_slli_epi32(row, 16)), s[0]);
+    s[1] = _mm512_fmadd_ps(w, _mm512_castsi512_ps(_mm512_and_si512(row, high)), s[1]);
+  };
+  int64_t j = 0;
+  for (; j + 2 <= keys; j += 2) add(j, sum[0]), add(j + 1, sum[1]);
+  if (j < keys) add(j, sum[0]);
+  const __m512 scale = _mm512_set1_ps(factor);
+  const __m512 even = _mm512_mul_ps(_mm512_add_ps(sum[0][0], sum[1][0]), scale);
+  const __m512 odd = _mm512_mul_ps(_mm512_add_ps(sum[0][1], sum[1][1]), scale);
+  const __m512i low = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+  const __m512i up = _mm512_setr_epi32(8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+  Vec<float>(_mm512_permutex2var_ps(even, low, odd)).store(out);
+  Vec<float>(_mm512_permutex2var_ps(even, up, odd)).store(out + 16);
+}
+
+#endif
+
 template <typename T, typename Q, typename Tokens>
 void weighted_sum(const acc_t<T>* weight, const T* v, int64_t stride, Tokens tokens, int64_t keys, int64_t dim,
                   acc_t<T> factor, Q* out) {
   constexpr int kVecs = 4;
   constexpr int64_t W = Vec<acc_t<T>>::size;
   int64_t c = 0;
+#if defined(CPU_CAPABILITY_AVX512)
+  if constexpr (std::is_same_v<T, bfloat16>)
+    for (; c + 32 <= dim; c += 32) weighted_pairs(weight, v + c, stride, tokens, keys, factor, out + c);
+#endif
   for (; c + kVecs * W <= dim; c += kVecs * W)
     weighted_columns<kVecs>(weight, v + c, stride, tokens, keys, W, factor, out + c);
   for (; c < dim; c += W)
@@ -159,9 +194,30 @@ void prefetch(const T* p, int64_t n) {
   for (int64_t i = 0; i < n; i += 64 / static_cast<int64_t>(sizeof(T))) __builtin_prefetch(p + i, 0, 2);
 }
 
+// The products of a query with four keys. kPairs: by vdpbf16ps, for bf16 and whole vectors of it.
+template <bool kPairs, typename T, typename Dim>
+void four_scores(const T* q, const T* const* row, Dim dim, acc_t<T>* scores) {
+  using V = Vec<acc_t<T>>;
+  V sum[4] = {V(acc_t<T>(0)), V(acc_t<T>(0)), V(acc_t<T>(0)), V(acc_t<T>(0))};
+#if defined(CPU_CAPABILITY_AVX512)
+  if constexpr (kPairs) {
+    for (int64_t c = 0; c < dim; c += 32) {
+      const __m512i x = _mm512_loadu_si512(q + c);
+      for (int u = 0; u < 4; ++u) asm("vdpbf16ps %2, %1, %0" : "+v"(sum[u].v) : "v"(x), "m"(*(const __m512i_u*)(row[u] + c)));
+    }
+    return store_sums(sum[0], sum[1], sum[2], sum[3], scores);
+  }
+#endif
+  for_each_vec<acc_t<T>>(dim, [&](int64_t c, int64_t n) {
+    const V x = V::load(q + c, n);
+    for (int u = 0; u < 4; ++u) sum[u] = fmadd(x, V::load(row[u] + c, n), sum[u]);
+  });
+  store_sums(sum[0], sum[1], sum[2], sum[3], scores);
+}
+
 // attend_row for a `dim` that is a number, or a std::integral_constant for which the loops are unrolled.
-template <typename T, typename Q, typename Tokens, typename Dim>
-void attend_row_of(const Q* q, const T* k, const T* v, int64_t k_stride, int64_t v_stride, Tokens tokens, int64_t keys,
+template <bool kPairs, typename T, typename Q, typename Tokens, typename Dim>
+void attend_row_of(const T* q, const T* k, const T* v, int64_t k_stride, int64_t v_stride, Tokens tokens, int64_t keys,
                    Dim dim, acc_t<T> scale2, acc_t<T>* scores, Q* out, const T* next_k) {
   using acc = acc_t<T>;
   using V = Vec<acc>;
@@ -173,12 +229,7 @@ void attend_row_of(const Q* q, const T* k, const T* v, int64_t k_stride, int64_t
       row[u] = k + token * k_stride;
       prefetch(v + token * v_stride, dim);
     }
-    V sum[4] = {V(acc(0)), V(acc(0)), V(acc(0)), V(acc(0))};
-    for_each_vec<acc>(dim, [&](int64_t c, int64_t n) {
-      const V x = V::load(q + c, n);
-      for (int u = 0; u < 4; ++u) sum[u] = fmadd(x, V::load(row[u] + c, n), sum[u]);
-    });
-    store_sums(sum[0], sum[1], sum[2], sum[3], scores + j);
+    four_scores<kPairs>(q, row, dim, scores + j);
   }
   if (next_k)
     for (int64_t j = 0; j < keys; ++j) prefetch(next_k + tokens(j) * k_stride, dim);
@@ -208,12 +259,19 @@ void attend_row_of(const Q* q, const T* k, const T* v, int64_t k_stride, int64_t
 // Tables scatter the tokens, which no hardware foresees: the values are fetched while the scores are made, and before
 // the values are summed the keys of the same tokens at next_k, where the next head is given.
 //
-// T: what the cache holds; Q: the query and the result.
+// T: what the cache and the query hold; Q: the result.
 template <typename T, typename Q, typename Tokens>
-void attend_row(const Q* q, const T* k, const T* v, int64_t k_stride, int64_t v_stride, Tokens tokens, int64_t keys,
+void attend_row(const T* q, const T* k, const T* v, int64_t k_stride, int64_t v_stride, Tokens tokens, int64_t keys,
                 int64_t dim, acc_t<T> scale2, acc_t<T>* scores, Q* out, const T* next_k = nullptr) {
   const auto run = [=](auto size) {
-    attend_row_of<T, Q>(q, k, v, k_stride, v_stride, tokens, keys, size, scale2, scores, out, next_k);
+#if defined(CPU_CAPABILITY_AVX512)
+    if constexpr (std::is_same_v<T, bfloat16>) {
+      static const bool has_pairs = cpu_features().avx512_bf16;
+      if (has_pairs && size % 32 == 0)
+        return attend_row_of<true, T, Q>(q, k, v, k_stride, v_stride, tokens, keys, size, scale2, scores, out, next_k);
+    }
+#endif
+    attend_row_of<false, T, Q>(q, k, v, k_stride, v_stride, tokens, keys, size, scale2, scores, out, next_k);
   };
   if (dim == 64) return run(std::integral_constant<int64_t, 64>());
   if (dim == 128) return run(std::integral_constant<int64_t, 128>());
