@@ -12,7 +12,8 @@
 namespace fastformer {
 namespace {
 
-constexpr int64_t kPrefillTokens = 512;  // that go through a stack together: their activations stay in the cache  // that go through a stack together: their activations stay in the cache
+constexpr int64_t kPrefillTokens = 512;  // that go through a stack together: their activations stay in the cache  //
+                                         // that go through a stack together: their activations stay in the cache
 constexpr int64_t kTasksPerThread = 4;   // so that a thread which is held up leaves the others something to do
 constexpr float kNever = -std::numeric_limits<float>::infinity();
 
@@ -71,7 +72,8 @@ struct HeadScratch {
 template <typename T>
 HeadScratch<T>& head_scratch(int64_t elements) {
   static thread_local HeadScratch<T> scratch;
-  if (static_cast<int64_t>(scratch.keys.size()) < elements) scratch.keys.resize(elements), scratch.values.resize(elements);
+  if (static_cast<int64_t>(scratch.keys.size()) < elements)
+    scratch.keys.resize(elements), scratch.values.resize(elements);
   return scratch;
 }
 
@@ -237,7 +239,8 @@ int64_t Session::run(const std::vector<Search*>& searches, Ids tokens, int64_t m
         is_any_done = true;
         continue;
       }
-      if (static_cast<int64_t>(kept.size()) != 1 || cache_.groups[i].rows.size() != 1) cache_.reorder(cache_.groups[i], kept);
+      if (static_cast<int64_t>(kept.size()) != 1 || cache_.groups[i].rows.size() != 1)
+        cache_.reorder(cache_.groups[i], kept);
       const size_t before = tokens.size();
       tokens.resize(before + kept.size());
       search.last_tokens(tokens.data() + before);
@@ -314,9 +317,11 @@ void Session::normalise(int64_t row, const float* delta, const Norm* norm, bool 
   float* out = keep ? scratch.data() : x;
   const float *weight = norm->weight.data(), *bias = norm->bias.data();
   if (delta)
-    normalise_row<false, true, float, float, float>(delta, x, nullptr, weight, bias, o.eps, o.rms_norm, o.d_model, sum, out);
+    normalise_row<false, true, float, float, float>(delta, x, nullptr, weight, bias, o.eps, o.rms_norm, o.d_model, sum,
+                                                    out);
   else
-    normalise_row<false, false, float, float, float>(x, nullptr, nullptr, weight, bias, o.eps, o.rms_norm, o.d_model, sum, out);
+    normalise_row<false, false, float, float, float>(x, nullptr, nullptr, weight, bias, o.eps, o.rms_norm, o.d_model,
+                                                     sum, out);
   narrow_.store(row, out);
 }
 
@@ -522,30 +527,32 @@ void Session::choose(const Choice& choice, int64_t rows, int threads) {
 
   phases_.clear();
   phases_.push_back({parts, [=, this, &weight, &choice, &place](int64_t part) {
-    static thread_local std::vector<float> tile;
-    tile.resize(rows * kPanelColumns);
-    Seen* seen = seen_.data() + part * rows;
-    float* values = best_values_.data() + part * rows * k;
-    int32_t* ids = best_ids_.data() + part * rows * k;
-    std::fill_n(seen, rows, Seen{kNever, kNever, 0, false});
-    std::fill_n(values, rows * k, kNever);
-    std::fill_n(ids, rows * k, 0);
-    const int64_t end = std::min(weight.num_panels, (part + 1) * part_panels);
-    for (int64_t panel = part * part_panels; panel < end; ++panel) {
-      const int64_t first = panel * kPanelColumns, columns = std::min(kPanelColumns, weight.n - first);
-      gemm(narrow_, rows, weight, panel, panel + 1, tile.data(), kPanelColumns);
-      for (int64_t row = 0; row < rows; ++row) {
-        float* z = tile.data() + row * kPanelColumns;
-        std::fill(z + columns, z + kPanelColumns, kNever);
-        if (!place.empty() && place[row] >= 0) {
-          float* to = choice.logits + place[row] * vocab;
-          if (!is_short) std::copy_n(z, columns, to + first);
-          else for (int64_t c = 0; c < columns; ++c) to[shortlist_ids_[first + c]] = z[c];
-        }
-        keep_best(z, first, k, choice.log_probs, seen[row], values + row * k, ids + row * k);
-      }
-    }
-  }});
+                       static thread_local std::vector<float> tile;
+                       tile.resize(rows * kPanelColumns);
+                       Seen* seen = seen_.data() + part * rows;
+                       float* values = best_values_.data() + part * rows * k;
+                       int32_t* ids = best_ids_.data() + part * rows * k;
+                       std::fill_n(seen, rows, Seen{kNever, kNever, 0, false});
+                       std::fill_n(values, rows * k, kNever);
+                       std::fill_n(ids, rows * k, 0);
+                       const int64_t end = std::min(weight.num_panels, (part + 1) * part_panels);
+                       for (int64_t panel = part * part_panels; panel < end; ++panel) {
+                         const int64_t first = panel * kPanelColumns,
+                                       columns = std::min(kPanelColumns, weight.n - first);
+                         gemm(narrow_, rows, weight, panel, panel + 1, tile.data(), kPanelColumns);
+                         for (int64_t row = 0; row < rows; ++row) {
+                           float* z = tile.data() + row * kPanelColumns;
+                           std::fill(z + columns, z + kPanelColumns, kNever);
+                           if (!place.empty() && place[row] >= 0) {
+                             float* to = choice.logits + place[row] * vocab;
+                             if (!is_short) std::copy_n(z, columns, to + first);
+                             else
+                               for (int64_t c = 0; c < columns; ++c) to[shortlist_ids_[first + c]] = z[c];
+                           }
+                           keep_best(z, first, k, choice.log_probs, seen[row], values + row * k, ids + row * k);
+                         }
+                       }
+                     }});
   chosen_.k = k;
   chosen_.ids.resize(rows * k), chosen_.values.resize(rows * k);
   add_rows(rows, threads, [=, this, &choice](int64_t row) {

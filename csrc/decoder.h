@@ -20,9 +20,9 @@ using Ids = std::vector<int32_t>;
 
 // What a step is to say of each row.
 struct Choice {
-  int64_t k;               // its best so many tokens
-  bool log_probs;          // their log-probabilities instead of their logits
-  Ids logit_rows;          // of these rows, upward, all logits as well:
+  int64_t k;                // its best so many tokens
+  bool log_probs;           // their log-probabilities instead of their logits
+  Ids logit_rows;           // of these rows, upward, all logits as well:
   float* logits = nullptr;  // (len(logit_rows), vocab_size)
 };
 
@@ -93,7 +93,8 @@ class Session {
   void add_heads(const Batch& batch, int threads, F&& head);
   void normalise(int64_t row, const float* delta, const Norm* norm, bool keep);
 
-  static void keep_best(const float* z, int64_t first, int64_t k, bool with_sum, Seen& seen, float* values, int32_t* ids);
+  static void keep_best(const float* z, int64_t first, int64_t k, bool with_sum, Seen& seen, float* values,
+                        int32_t* ids);
 
   template <typename T>
   void attend_self(int64_t layer, const Span& span, int64_t kv_head, int64_t window);

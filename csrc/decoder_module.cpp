@@ -1,5 +1,7 @@
 // The decoding engine as Python sees it. Lists of ids come in, arrays go out; the GIL is released while there is work.
 
+#include "decoder_module.h"
+
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -7,7 +9,6 @@
 #include <mutex>
 
 #include "decoder.h"
-#include "decoder_module.h"
 
 namespace py = pybind11;
 
@@ -51,7 +52,8 @@ ModelTensors tensors_of(const py::dict& arrays) {
 // A session that says so when two threads use it at once.
 class GuardedSession {
  public:
-  GuardedSession(std::shared_ptr<const PackedModel> model, int64_t num_tokens) : session_(std::move(model), num_tokens) {}
+  GuardedSession(std::shared_ptr<const PackedModel> model, int64_t num_tokens)
+      : session_(std::move(model), num_tokens) {}
 
   template <typename F>
   auto with(F&& f) {
@@ -125,10 +127,12 @@ void bind_decoder(py::module_& m) {
                          const std::vector<Ids>& parents) { guarded.with([&](Session& s) { s.reorder(parents); }); })
       .def("release", [](GuardedSession& guarded,
                          const std::vector<int64_t>& groups) { guarded.with([&](Session& s) { s.release(groups); }); })
-      .def("set_shortlist", [](GuardedSession& guarded,
-                               const Ids& ids) { guarded.with([&](Session& s) { s.set_shortlist(ids); }); })
-      .def("free_tokens", [](GuardedSession& guarded) { return guarded.with([](Session& s) { return s.free_tokens(); }); })
-      .def("step_tokens", [](GuardedSession& guarded) { return guarded.with([](Session& s) { return s.step_tokens(); }); });
+      .def("set_shortlist",
+           [](GuardedSession& guarded, const Ids& ids) { guarded.with([&](Session& s) { s.set_shortlist(ids); }); })
+      .def("free_tokens",
+           [](GuardedSession& guarded) { return guarded.with([](Session& s) { return s.free_tokens(); }); })
+      .def("step_tokens",
+           [](GuardedSession& guarded) { return guarded.with([](Session& s) { return s.step_tokens(); }); });
 }
 
 }  // namespace fastformer

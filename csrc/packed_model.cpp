@@ -123,7 +123,8 @@ PackedModel::PackedModel(const ModelOptions& o, const ModelTensors& tensors) : o
   if (const ModelTensor* cos = names.find("cos")) {
     const ModelTensor& sin = names.get("sin");
     const int64_t dim = o.head_dim(), half = cos->shape[1];
-    if (2 * half != dim || sin.shape != cos->shape) throw std::invalid_argument("expected rotary tables of half a head");
+    if (2 * half != dim || sin.shape != cos->shape)
+      throw std::invalid_argument("expected rotary tables of half a head");
     max_len_ = cos->shape[0];
     cos_.resize(max_len_ * dim), sin_.resize(max_len_ * dim);
     std::vector<float> c(half), s(half);
@@ -148,7 +149,8 @@ PackedWeight PackedModel::pack_output(const std::vector<int32_t>& ids) const {
 
 void PackedModel::embed(bool is_source, int32_t token, int64_t position, float* to) const {
   std::fill_n(to, options.d_model, 0.f);
-  if (token != options.padding_idx) (is_source ? source_embedding_ : target_embedding_).add_to(token, options.scale, to);
+  if (token != options.padding_idx)
+    (is_source ? source_embedding_ : target_embedding_).add_to(token, options.scale, to);
   if (positions_) positions_.add_to(position, 1, to);
 }
 

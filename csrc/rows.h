@@ -142,7 +142,8 @@ void weighted_columns(const acc_t<T>* weight, const T* v, int64_t stride, Tokens
 
 #if defined(CPU_CAPABILITY_AVX512)
 
-// The same for 32 columns of bf16, which are widened two in one load: even columns and odd ones, put together at the end.
+// The same for 32 columns of bf16, which are widened two in one load: even columns and odd ones, put together at the
+// end.
 template <typename Q, typename Tokens>
 void weighted_pairs(const float* weight, const bfloat16* v, int64_t stride, Tokens tokens, int64_t keys, float factor,
                     Q* out) {
@@ -203,7 +204,8 @@ void four_scores(const T* q, const T* const* row, Dim dim, acc_t<T>* scores) {
   if constexpr (kPairs) {
     for (int64_t c = 0; c < dim; c += 32) {
       const __m512i x = _mm512_loadu_si512(q + c);
-      for (int u = 0; u < 4; ++u) asm("vdpbf16ps %2, %1, %0" : "+v"(sum[u].v) : "v"(x), "m"(*(const __m512i_u*)(row[u] + c)));
+      for (int u = 0; u < 4; ++u)
+        asm("vdpbf16ps %2, %1, %0" : "+v"(sum[u].v) : "v"(x), "m"(*(const __m512i_u*)(row[u] + c)));
     }
     return store_sums(sum[0], sum[1], sum[2], sum[3], scores);
   }

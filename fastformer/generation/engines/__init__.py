@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fastformer.generation.decoders import Model
+from fastformer.generation.engines.cpp import CppEngine
 from fastformer.generation.engines.interface import Candidates as Candidates
 from fastformer.generation.engines.interface import Draw as Draw
 from fastformer.generation.engines.interface import Engine as Engine
@@ -14,7 +15,7 @@ from fastformer.generation.engines.recurrent import RecurrentEngine
 from fastformer.generation.precisions import check_precision
 
 # Without a wish the first that can decode the model does.
-_ENGINES = (KVCacheEngine, RecurrentEngine, CrossCacheEngine, EncodeOnceEngine, RecomputeEngine)
+_ENGINES = (CppEngine, KVCacheEngine, RecurrentEngine, CrossCacheEngine, EncodeOnceEngine, RecomputeEngine)
 ENGINES = tuple(engine.name for engine in _ENGINES)
 
 

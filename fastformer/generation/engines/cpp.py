@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from fastformer.generation.decoders import Model
 from fastformer.generation.engines.choice import choose
 from fastformer.generation.engines.interface import Candidates, Prompt, Selection
-from fastformer.generation.engines.packable import packed, resolve_precision, why_not_packable
+from fastformer.generation.engines.packable import why_not_packable
 from fastformer.generation.native_search import NativeSearch
+from fastformer.generation.precisions import own_precision
 from fastformer.models import GPT, Transformer
 from fastformer.nn import Embedding, MultiheadAttention
 from fastformer.nn.feed_forward import fused_name
@@ -60,9 +61,9 @@ class CppEngine:
     """Steps a `models.Transformer` or a `models.GPT` on the CPU, from weights that are packed once for all engines.
 
     fp32 computes what the model does. bf16 rounds weights and what they are multiplied by; int8 has a scale for each
-    output of a weight and for each row that is multiplied by it. The residual stream, norms and softmax are fp32 always;
-    keys and values are fp32 or, for the smaller two, bf16. A row's bits depend neither on its neighbours nor on the
-    number of threads.
+    output of a weight and for each row that is multiplied by it. The residual stream, norms and softmax are fp32
+    always; keys and values are fp32 or, for the smaller two, bf16. A row's bits depend neither on its neighbours nor on
+    the number of threads.
 
     Args:
         model: see above; `why_unsupported` says what it may not have.
@@ -74,9 +75,9 @@ class CppEngine:
 
     def __init__(self, model: Model, precision: str | None = None) -> None:
         assert isinstance(model, Transformer | GPT)
-        self.precision = resolve_precision(model, precision)
+        self.precision = precision or own_precision(model)
         self._config = model.config
-        self._packed = packed(model, self.precision, _pack)
+        self._packed = _pack(model, self.precision)
         self._attention = _attention(model)
         self._session = self._new_session(BLOCK_SIZE)
 
@@ -127,7 +128,13 @@ class CppEngine:
         return found
 
     def run(
-        self, searches: Sequence[NativeSearch], tokens: Sequence[int], *, log_probs: bool, max_steps: int, seconds: float
+        self,
+        searches: Sequence[NativeSearch],
+        tokens: Sequence[int],
+        *,
+        log_probs: bool,
+        max_steps: int,
+        seconds: float,
     ) -> int:
         """See `SearchingEngine.run`."""
         handles = [search.handle for search in searches]
@@ -203,8 +210,11 @@ def _options(model: Transformer | GPT, precision: str) -> dict[str, object]:
 
 
 def _target_embedding(model: Transformer | GPT) -> Embedding:
-    tied = isinstance(model, GPT) or model.config.tie_embeddings
-    return model.embedding if tied else model.target_embedding
+    if isinstance(model, Transformer) and not model.config.tie_embeddings:
+        return model.target_embedding
+    embedding = model.embedding
+    assert isinstance(embedding, Embedding)
+    return embedding
 
 
 def _tensors(model: Transformer | GPT) -> dict[str, Array]:
