@@ -18,6 +18,7 @@ from fastformer.generation.engines.choice import draw
 from fastformer.generation.engines.kv_cache import KVCacheEngine
 from fastformer.generation.engines.recompute import CrossCacheEngine, EncodeOnceEngine, RecomputeEngine
 from fastformer.generation.engines.recurrent import RecurrentEngine
+from fastformer.generation.precisions import dtype_precision, own_precision
 from fastformer.generation.requests import Request
 from fastformer.generation.scheduler import Scheduler, run
 from fastformer.generation.search import BeamSearch, RowSearch, Sampling
@@ -490,6 +491,41 @@ def test_without_a_wish_the_fastest_decodes(model, gpt, lstm) -> None:
         choose_engine(model, "fast")
     with pytest.raises(ValueError, match="engine 'kv_cache' can't decode a Linear: .*; engine 'recurrent' can't"):
         choose_engine(torch.nn.Linear(2, 2))
+
+
+def test_an_engine_that_calls_the_modules_has_their_precision_and_no_other(model, gpt, lstm) -> None:
+    for name, engine in CLASSES.items():
+        which = lstm if name == "recurrent" else model
+        assert [engine.why_unsupported(which, p) for p in (None, "fp32")] == [None, None]
+        for precision, advice in (("bf16", "model.bfloat16()"), ("fp16", "model.half()"), ("int8", "engine 'cpp'")):
+            assert advice in str(engine.why_unsupported(which, precision))
+        with torch.autocast("cpu", torch.bfloat16):
+            assert [engine.why_unsupported(which, p) for p in (None, "bf16")] == [None, None]
+            assert "which compute in bf16: for fp32 leave autocast" in str(engine.why_unsupported(which, "fp32"))
+    half = copy.deepcopy(gpt).bfloat16()
+    assert KVCacheEngine.why_unsupported(half, "bf16") is None and own_precision(half) == "bf16"
+    assert "decode with model.float()" in str(KVCacheEngine.why_unsupported(half, "fp32"))
+    half.decoder.norm.float()
+    assert own_precision(half) == "mixed" and KVCacheEngine.why_unsupported(half) is None
+    assert own_precision(copy.deepcopy(gpt).double()) == "float64"
+    quantised = gpt.quantize()
+    assert own_precision(quantised) == "int8" and dtype_precision(quantised) == "fp32"
+    # Its weights are rounded, which any engine can compute with; computing in int8 is another matter.
+    assert KVCacheEngine.why_unsupported(quantised) is None
+    assert "only the engine 'cpp' computes in int8" in str(KVCacheEngine.why_unsupported(quantised, "int8"))
+    with pytest.raises(ValueError, match="engine 'kv_cache' can't decode a GPT in int8: it calls the model's modules"):
+        choose_engine(quantised, "kv_cache", "int8")
+    with pytest.raises(ValueError, match="engines 'kv_cache', 'recompute' can't decode a Odd in int8"):
+        choose_engine(as_odd(gpt), None, "int8")
+    with pytest.raises(ValueError, match="expected precision fp32, bf16, fp16 or int8, got 'int4'"):
+        choose_engine(gpt, None, "int4")
+
+
+def as_odd(gpt: GPT) -> Any:
+    """A model that decodes like a GPT and is none, so that only its own modules can decode it."""
+    odd = copy.copy(gpt)
+    odd.__class__ = type("Odd", (type(gpt),), {})
+    return odd
 
 
 def test_draws_follow_the_distribution_to_its_ends() -> None:

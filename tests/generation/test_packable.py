@@ -1,0 +1,419 @@
+"""Where a model isn't what its config makes, that is said by name; where its weights change, it is packed again."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import gc
+import os
+import re
+import threading
+import types
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from fastformer.generation import generate
+from fastformer.generation.engines import packable
+from fastformer.generation.engines.packable import why_not_packable
+from fastformer.generation.engines.packed import fingerprint, packed
+from fastformer.models import GPT, GPTConfig, Transformer
+from fastformer.nn import MultiheadAttention
+from fastformer.ops import use_backend
+
+SOURCES = torch.tensor([[5, 6, 7, 1], [9, 8, 1, 0]])
+
+
+@pytest.fixture(autouse=True)
+def extension(monkeypatch) -> None:
+    monkeypatch.setattr(packable, "_extension", types.SimpleNamespace(load=lambda: "avx512"))
+
+
+def fresh(kind: str = "tied", **options: Any) -> Any:
+    torch.manual_seed(2)
+    if kind == "gpt":
+        return GPT.from_preset("tiny", vocab_size=20, d_model=16, num_layers=2, num_heads=2, **options).eval()
+    settings = {"vocab_size": 20, "d_model": 16, "num_heads": 2, "d_ff": 24, "tie_embeddings": kind == "tied"}
+    return Transformer.from_preset("tiny", **{**settings, **options}).eval()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("tied", {}),
+        ("untied", {"source_vocab_size": 30, "num_kv_heads": 1, "activation": "swiglu", "attention_bias": True}),
+        ("tied", {"norm_first": False, "norm": "rms", "positions": "interleaved", "window_size": 2}),
+        ("gpt", {"activation": "gelu_tanh", "bias": False, "tie_embeddings": False}),
+        ("gpt", {"positions": "rotary", "num_kv_heads": 1, "norm": "rms"}),
+        ("gpt", {"positions": "sinusoidal", "window_size": 3}),
+    ],
+)
+def test_what_the_config_makes_is_packable_in_each_precision(kind, options, dtype) -> None:
+    state = torch.get_rng_state()
+    model = fresh(kind, dtype=dtype, **options)
+    drawn = torch.get_rng_state()
+    assert [why_not_packable(model, p) for p in (None, "fp32", "bf16", "int8")] == [None] * 4
+    assert why_not_packable(model, "fp16") == "it computes in fp32, bf16 and int8, not in fp16"
+    assert torch.equal(torch.get_rng_state(), drawn) and not torch.equal(drawn, state)
+    for copied in (copy.deepcopy(model), model.quantize(), model.requires_grad_(False)):
+        assert why_not_packable(copied, None) is None
+
+
+def put(path: str, value: Callable[[Any], Any]) -> Callable[[Any], None]:
+    """Sets an attribute of a submodule to what the old one is made into."""
+
+    def change(model: Any) -> None:
+        *names, last = path.split(".")
+        for name in names:
+            model = model[int(name)] if name.isdigit() else getattr(model, name)
+        setattr(model, last, value(getattr(model, last)))
+
+    return change
+
+
+class Wide(nn.Linear):
+    """A linear layer of somebody else's, an adapter say."""
+
+    def forward(self, input):  # noqa: A002
+        return super().forward(input) * 1.5
+
+
+def wide(linear: nn.Linear) -> Wide:
+    made = Wide(linear.in_features, linear.out_features, linear.bias is not None)
+    made.load_state_dict(linear.state_dict())
+    return made
+
+
+def hook(path: str, kind: str) -> Callable[[Any], None]:
+    def change(model: Any) -> None:
+        module = model.get_submodule(path)
+        if kind == "forward":
+            module.register_forward_hook(lambda module, args, out: out)
+        else:
+            module.register_forward_pre_hook(lambda module, args: args)
+
+    return change
+
+
+def norm_parametrized(model: Any) -> None:
+    nn.utils.parametrizations.weight_norm(model.encoder.layers[0].linear2)
+
+
+def old_weight_norm(model: Any) -> None:
+    with pytest.warns(FutureWarning):
+        nn.utils.weight_norm(model.encoder.layers[0].linear2)
+
+
+def own_method(name: str) -> Callable[[Any], None]:
+    def change(model: Any) -> None:
+        setattr(model, name, types.MethodType(getattr(type(model), name), model))
+
+    return change
+
+
+def one_layer_in_training(model: Any) -> None:
+    model.decoder.layers[1].dropout.train()
+
+
+def extra(model: Any) -> None:
+    model.encoder.layers[0].adapter = nn.Linear(2, 2)
+
+
+def without_norm(model: Any) -> None:
+    model.decoder.norm = None
+
+
+def bias_kv(model: Any) -> None:
+    attention = model.encoder.layers[0].self_attn
+    model.encoder.layers[0].self_attn = MultiheadAttention(16, 2, bias=False, batch_first=True, add_bias_kv=True)
+    assert type(attention) is MultiheadAttention
+
+
+def fewer_layers(model: Any) -> None:
+    model.encoder.layers = model.encoder.layers[:1]
+
+
+CHANGES: list[tuple[Callable[[Any], None], str]] = [
+    (put("encoder.layers.0.linear1", wide), r"its encoder.layers.0.linear1 is a tests.Wide, not torch.Linear"),
+    (norm_parametrized, r"its encoder.layers.0.linear2 is a .*ParametrizedLinear, not torch.Linear"),
+    (old_weight_norm, r"its encoder.layers.0.linear2 (has a forward hook|has the tensors)"),
+    (hook("decoder.layers.1.norm3", "forward"), r"its decoder.layers.1.norm3 has a forward hook"),
+    (hook("encoder.layers.0", "pre"), r"its encoder.layers.0 has a forward hook"),
+    (hook("", "pre"), r"it has a forward hook"),
+    (own_method("decode"), "it has a decode of its own"),
+    (own_method("encode"), "it has a encode of its own"),
+    (own_method("logits"), "it has a logits of its own"),
+    (own_method("top_tokens"), "it has a top_tokens of its own"),
+    (put("decoder.layers.0.multihead_attn.forward", lambda old: old), "layers.0.multihead_attn has a forward of its"),
+    (one_layer_in_training, r"its decoder.layers.1.dropout drops out with probability 0.1: call model.eval"),
+    (lambda model: model.train() and None, r"drops out with probability 0.1: call model.eval\(\)"),
+    (extra, "its encoder.layers.0 has an additional module 'adapter', other than its config says"),
+    (without_norm, "its decoder has no module 'norm', other than its config says"),
+    (bias_kv, "its encoder.layers.0.self_attn has a bias_k, other than its config says"),
+    (fewer_layers, "its encoder.layers has no module '1', other than its config says"),
+    (
+        put("encoder.layers.1.self_attn.window_size", lambda old: (1, 0)),
+        r"has window_size \(1, 0\), while .* \(None",
+    ),
+    (put("encoder.layers.1.self_attn.add_zero_attn", lambda old: True), "has add_zero_attn True, while"),
+    (put("encoder.layers.1.norm1.eps", lambda old: 0.1), "its encoder.layers.1.norm1 has eps 0.1, while .* says 1e-06"),
+    (put("embedding.scale", lambda old: 1.0), "its embedding has scale 1.0, while its config says 4.0"),
+    (put("embedding.scale", torch.tensor), r"its embedding has scale tensor\(4.\), while"),
+    (put("embedding.padding_idx", lambda old: None), "its embedding has padding_idx None, while its config says 0"),
+    (put("decoder.layers.0.norm_first", lambda old: False), "has norm_first False, while its config says True"),
+    (put("decoder.layers.0.activation", lambda old: torch.tanh), "has the activation .*tanh.*, while .* says 'relu'"),
+    (put("decoder.layers.0.activation", lambda old: "gelu"), "has the activation 'gelu', while its config says 'relu'"),
+    (put("encoder.layers.1.linear1.weight", lambda old: nn.Parameter(old.detach().double())), "of float64"),
+    (put("encoder.layers.1.linear1.weight", lambda old: nn.Parameter(old.detach()[:3])), r"shape \(3, 16\), while"),
+    (put("encoder.layers.1.linear1.bias", lambda old: None), "has no bias, other than its config says"),
+    (
+        put("encoder.layers.1.linear1.bias", lambda old: nn.Parameter(old.detach().bfloat16())),
+        "several dtypes: .*bias",
+    ),
+    (lambda model: model.half() and None, "of float16: it packs fp32 and bf16"),
+    (lambda model: model.to("meta") and None, "on meta: it runs on a CPU"),
+]
+
+
+@pytest.mark.parametrize(("change", "reason"), CHANGES, ids=[reason[:60] for _, reason in CHANGES])
+def test_each_change_is_named(change, reason) -> None:
+    model = fresh()
+    assert why_not_packable(model, None) is None
+    change(model)
+    found = why_not_packable(model, None)
+    assert found is not None
+    assert re.search(reason, found), found
+
+
+def test_an_activation_that_is_a_module_is_the_one_that_it_is() -> None:
+    model = fresh()
+    model.encoder.layers[0].activation = nn.ReLU()
+    model.decoder.layers[1].activation = torch.relu
+    assert why_not_packable(model, None) is None
+    model.encoder.layers[0].activation = nn.GELU()
+    assert "its encoder.layers.0 has the activation GELU" in str(why_not_packable(model, None))
+    other = fresh(activation="gelu_tanh")
+    other.encoder.layers[0].activation = nn.GELU(approximate="tanh")
+    assert why_not_packable(other, None) is None
+    other.encoder.layers[0].activation = nn.GELU()
+    assert why_not_packable(other, None) is not None
+
+
+def test_what_decodes_all_the_same_decodes_as_the_modules_do() -> None:
+    for change, _ in (*CHANGES[:7], CHANGES[17], *CHANGES[19:21]):
+        model = fresh()
+        change(model)
+        assert torch.equal(
+            generate(model, SOURCES, max_new_tokens=5), generate(model, SOURCES, max_new_tokens=5, engine="kv_cache")
+        )
+
+
+class OwnGPT(GPT):
+    """A subclass, whatever it does."""
+
+
+def test_other_models() -> None:
+    config = GPTConfig(vocab_size=20, d_model=16, num_heads=2, num_layers=1)
+    for model, name in ((OwnGPT(config), "OwnGPT"), (nn.Linear(2, 2), "Linear"), (None, "NoneType")):
+        assert f"a {name} may compute otherwise" in str(why_not_packable(model, None))
+    changed = fresh("gpt")
+    changed.config = dataclasses.replace(changed.config, num_layers=3)
+    assert "its decoder has num_layers 2, while its config says 3" in str(why_not_packable(changed, None))
+    changed.config.d_model = 15
+    assert "its config makes no model: expected d_model to be a multiple" in str(why_not_packable(changed, None))
+    with pytest.raises(ValueError, match="expected precision fp32, bf16, fp16 or int8, got 'int4'"):
+        why_not_packable(fresh(), "int4")
+
+
+def test_what_is_on_around_it(monkeypatch) -> None:
+    model = fresh()
+    for backend, packs in (("reference", False), ("triton", False), ("cpp", True)):
+        with use_backend(backend):
+            assert (why_not_packable(model, None) is None) == packs
+    with FlopCounterMode(display=False):
+        assert "a TorchDispatchMode is on" in str(why_not_packable(model, None))
+    with torch.autocast("cpu", torch.float16):
+        assert why_not_packable(model, None) == "it computes in fp32, bf16 and int8, not in fp16"
+        assert why_not_packable(model, "int8") is None and why_not_packable(model.quantize(), None) is None
+    with torch.autocast("cpu", torch.bfloat16):
+        assert why_not_packable(model, None) is None
+    handle = nn.modules.module.register_module_forward_hook(lambda module, args, out: None)
+    assert "a global forward hook is registered" in str(why_not_packable(model, None))
+    handle.remove()
+    handle = nn.modules.module.register_module_forward_pre_hook(lambda module, args: None)
+    assert "a global forward hook is registered" in str(why_not_packable(model, None))
+    handle.remove()
+    with monkeypatch.context() as patch:
+        patch.setattr(MultiheadAttention, "forward", lambda self, *args, **options: None)
+        assert why_not_packable(model, None) == "MultiheadAttention.forward was replaced"
+    with monkeypatch.context() as patch:
+        patch.setattr(nn.Linear, "forward", lambda self, x: x)
+        assert why_not_packable(model, None) == "Linear.forward was replaced"
+    assert why_not_packable(model, None) is None
+    monkeypatch.setattr(packable, "_extension", types.SimpleNamespace(load=lambda: None))
+    assert "the C++ extension is not built for this CPU" in str(why_not_packable(model, None))
+
+
+def test_parameters_of_inference_mode() -> None:
+    with torch.inference_mode():
+        assert why_not_packable(fresh(), None) is not None
+        model = fresh()
+    assert "made in inference mode, whose changes it could not notice" in str(why_not_packable(model, None))
+    with torch.inference_mode():  # as generate is, the first time that it sees a config
+        assert why_not_packable(fresh("untied", d_ff=25), None) is not None
+    assert why_not_packable(fresh("untied", d_ff=25), None) is None
+
+
+# The fingerprint, and what is kept under it.
+
+
+def data_of(model: Any) -> torch.Tensor:
+    return model.decoder.layers[1].linear2.weight.data
+
+
+def load(model: Any) -> None:
+    model.load_state_dict({name: value + 0.5 for name, value in model.state_dict().items()})
+
+
+@torch.no_grad()
+def add(model: Any) -> None:
+    model.decoder.layers[0].norm1.bias.add_(1.0)
+
+
+def optimize(model: Any) -> None:
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    torch.optim.SGD(model.parameters(), lr=1e-3).step()
+
+
+def transpose_data(model: Any) -> None:
+    parameter = model.decoder.layers[0].self_attn.out_proj.weight  # a square
+    parameter.data = parameter.data.T
+
+
+WEIGHT_CHANGES: dict[str, Callable[[Any], object]] = {
+    "load_state_dict": load,
+    "in place": add,
+    "optimizer": optimize,
+    "data in place": lambda model: data_of(model).mul_(1.001),
+    "data transposed": transpose_data,
+    "data replaced": put("decoder.layers.1.linear2.weight.data", torch.clone),
+    "parameter replaced": put("decoder.layers.1.linear2.weight", lambda old: nn.Parameter(old.detach().clone())),
+    "shared parameter": put("decoder.layers.1.linear2.weight", lambda old: nn.Parameter(old.detach())),
+    "module replaced": put("decoder.layers.1.linear2", copy.deepcopy),
+    "layer replaced": put("encoder.layers.0", copy.deepcopy),
+    "buffer": lambda model: model.embedding.position.table.mul_(2),
+    "buffer's data": lambda model: model.embedding.position.table.data.mul_(2),
+    "dtype": lambda model: model.bfloat16(),
+    "config": lambda model: setattr(model.config, "layer_norm_eps", 1e-3),
+}
+
+
+@pytest.mark.parametrize("name", WEIGHT_CHANGES)
+def test_each_change_of_weights_packs_again(name) -> None:
+    model = fresh()
+    made: list[int] = []
+
+    def pack() -> list[int]:
+        made.append(len(made))
+        return [made[-1]]
+
+    first = packed(model, "int8", pack)
+    before = fingerprint(model)
+    assert packed(model, "int8", pack) is first and fingerprint(model) == before
+    generate(model, SOURCES, max_new_tokens=2)
+    model.train()
+    model.eval()
+    assert packed(model, "int8", pack) is first
+    WEIGHT_CHANGES[name](model)
+    assert fingerprint(model) != before
+    assert packed(model, "int8", pack) == [1] and packed(model, "int8", pack) == [1]
+
+
+def test_a_precision_has_its_own_and_a_failure_leaves_nothing() -> None:
+    model = fresh()
+    assert packed(model, "int8", lambda: "a") == "a" and packed(model, "fp32", lambda: "b") == "b"
+    assert packed(model, "int8", lambda: "c") == "a" and packed(copy.deepcopy(model), "int8", lambda: "c") == "c"
+    add(model)
+
+    def fails() -> str:
+        raise MemoryError
+
+    with pytest.raises(MemoryError):
+        packed(model, "int8", fails)
+    assert packed(model, "int8", lambda: "d") == "d"
+
+
+class Kept:
+    """Something that can be watched going away."""
+
+
+def test_what_was_packed_goes_with_its_model_and_before_the_next_is_packed() -> None:
+    model = fresh()
+    first = weakref.ref(packed(model, "int8", Kept))
+    assert first() is not None
+    add(model)
+
+    def pack() -> Kept:
+        assert first() is None, "there would be two"
+        return Kept()
+
+    second, gone = weakref.ref(packed(model, "int8", pack)), weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None and second() is None
+
+
+def test_threads_get_the_same_and_it_is_packed_once() -> None:
+    model, found, made = fresh(), [], []
+    barrier = threading.Barrier(4)
+
+    def pack() -> object:
+        made.append(1)
+        threading.Event().wait(0.05)
+        return object()
+
+    def ask() -> None:
+        barrier.wait()
+        found.append(packed(model, "bf16", pack))
+
+    threads = [threading.Thread(target=ask) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(made) == 1 and len(set(map(id, found))) == 1
+
+
+@pytest.fixture
+def child() -> Iterator[Callable[[Callable[[], bool]], bool]]:
+    if not hasattr(os, "fork"):
+        pytest.skip("there is no fork here")
+
+    def run(test: Callable[[], bool]) -> bool:
+        pid = os.fork()
+        if pid == 0:
+            os._exit(0 if test() else 1)
+        return os.waitpid(pid, 0)[1] == 0
+
+    yield run
+
+
+def test_a_child_is_not_stopped_by_a_lock_of_its_parent(child) -> None:
+    model = fresh()
+    fine = []
+
+    def pack() -> str:
+        def ask() -> bool:
+            return packed(copy.copy(model), "int8", lambda: "child") == "child"
+
+        fine.append(child(ask))
+        return "parent"
+
+    assert packed(model, "int8", pack) == "parent" and fine == [True]
