@@ -1,4 +1,4 @@
-"""What this machine has, and which backend each op gets here, and why. `fastformer doctor` prints it."""
+"""What this machine has, what decodes here, which backend each op gets, and why. `fastformer doctor` prints it."""
 
 from __future__ import annotations
 
@@ -82,10 +82,24 @@ def choice(op: _library.Definition, device_type: str) -> tuple[str, str]:
     return "torch" if device_type == "cpu" and op.torch_function is not None else "reference", missing
 
 
+def decoding() -> Iterator[str]:
+    """Lines about the engine that decodes in C++."""
+    missing = _extension.why_no_decoder()
+    if missing is not None:
+        yield f"engine 'cpp': none, for {missing}"
+        yield "models decode by their own modules (engine 'kv_cache'), in their own dtype"
+        return
+    features = _extension.cpu_features()
+    yield f"engine 'cpp': fp32, bf16 and int8, on {_extension.load()}{''.join(f', {name}' for name in features)}"
+    yield "it takes a models.Transformer or GPT on the CPU, in evaluation, as its config makes it, without hooks;"
+    yield "of any other generate(model, ..., engine='cpp') says why not"
+
+
 def report() -> str:
     """The whole report as text."""
     device_types = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
     lines = ["versions", *(f"  {line}" for line in versions()), "", "machine", *(f"  {line}" for line in machine())]
+    lines += ["", "decoding", *(f"  {line}" for line in decoding())]
     for device_type in device_types:
         lines += ["", f"backends on {device_type}"]
         for op in forward_ops():

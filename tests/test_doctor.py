@@ -6,13 +6,14 @@ import importlib.metadata
 import re
 import subprocess
 import sys
+import types
 from collections.abc import Callable
 
 import pytest
 import torch
 
 from fastformer import doctor, ops
-from fastformer.ops import _library
+from fastformer.ops import _extension, _library
 
 # What the extras add; a bare `pip install` has none of it.
 ADDED = ("jsonargparse", "docstring_parser", "yaml", "numpy", "tokenizers", "safetensors", "sacrebleu", "tqdm")
@@ -64,6 +65,21 @@ def test_without_the_extension_the_fallback_runs_and_says_why(no_extension) -> N
             call()
         assert {backend for _, backend in ran} == {shown[name]}, name
     assert "the C++ extension is not built" in doctor.report()
+
+
+def test_it_says_what_the_decoding_engine_has_or_why_there_is_none(monkeypatch) -> None:
+    module = types.SimpleNamespace(cpu_features=lambda: ["avx512_vnni", "amx_int8"], Session=object)
+    monkeypatch.setattr(_extension, "load", lambda: "avx512")
+    monkeypatch.setattr(_extension, "module", lambda: module)
+    report = doctor.report()
+    assert "engine 'cpp': fp32, bf16 and int8, on avx512, avx512_vnni, amx_int8\n" in report
+    del module.cpu_features
+    assert next(doctor.decoding()) == "engine 'cpp': fp32, bf16 and int8, on avx512"
+    del module.Session
+    assert "engine 'cpp': none, for the C++ extension is older than it: run" in next(doctor.decoding())
+    monkeypatch.setattr(_extension, "module", lambda: None)
+    assert "engine 'cpp': none, for the C++ extension is not built for this CPU" in next(doctor.decoding())
+    assert "engine 'kv_cache'" in list(doctor.decoding())[1]
 
 
 def test_versions_are_those_that_are_installed() -> None:

@@ -52,6 +52,22 @@ def module() -> ModuleType | None:
     return None if isa is None else importlib.import_module(f"fastformer._C_{isa}")
 
 
+def why_no_decoder() -> str | None:
+    """Why there is no decoding engine in C++ here; None where there is one."""
+    found = module()
+    if found is None:
+        return "the C++ extension is not built for this CPU; `fastformer doctor` says how"
+    if not hasattr(found, "Session"):
+        return "the C++ extension is older than it: run `pip install -e . --no-build-isolation` again"
+    return None
+
+
+def cpu_features() -> list[str]:
+    """The instructions beyond its instruction set that the extension found on this CPU, such as "avx512_vnni"."""
+    names: Callable[[], list[str]] | None = getattr(module(), "cpu_features", None)
+    return [] if names is None else names()
+
+
 @cache
 def function(op_name: str) -> Callable[..., Any] | None:
     """`torch.ops.fastformer_cpp.<op_name>`, or None where the extension is missing or lacks the op."""

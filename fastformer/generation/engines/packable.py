@@ -76,8 +76,8 @@ def why_not_packable(model: object, precision: str | None) -> str | None:
         ValueError: no such precision.
     """
     check_precision(precision)
-    if _extension.load() is None:
-        return "the C++ extension is not built for this CPU; `fastformer doctor` says how"
+    if (missing := _extension.why_no_decoder()) is not None:
+        return missing
     if type(model) not in (Transformer, GPT):
         return f"it knows models.Transformer and models.GPT alone, and a {type(model).__name__} may compute otherwise"
     assert isinstance(model, Transformer | GPT)
