@@ -22,7 +22,7 @@ constexpr int kMostThreads = 256;
 constexpr int kSpins = 1000;                                  // of 10 to 50 ns, before a waiting thread yields
 constexpr Duration kIdle = std::chrono::microseconds(300);    // that a helper waits for more before it sleeps
 constexpr Duration kUnfair = std::chrono::microseconds(200);  // more lost than gained, before the caller goes on alone
-constexpr int kLeastRest = 16, kMostRest = 256;               // times what was lost: for so long it does
+constexpr int kLeastRest = 32, kMostRest = 256;               // times what was lost: for so long it does
 
 // Waits for what another thread does within microseconds, or within milliseconds where it has no core just now.
 class Waiting {
@@ -195,16 +195,17 @@ class Team {
     rest_until_ = now + std::min<Duration>(lost * rest_, std::chrono::seconds(1));
   }
 
-  // What the threads write while tasks are taken. `phase_` and `start_` are written as seldom as end_.
+  // One cache line: to end a phase, open the next and take a task of it costs three transfers of it, and not twice as
+  // many of two.
   alignas(64) std::atomic<int64_t> next_{0};
   std::atomic<int64_t> end_{0};
-  const Phase* phase_ = nullptr;
-  int64_t start_ = 0;
+  std::atomic<int64_t> remaining_{0};  // tasks of the open phase that aren't done
+  const Phase* phase_ = nullptr;       // the open one
+  int64_t start_ = 0;                  // its first task's number
+  size_t place_ = 0;                   // of the next phase
+  const std::vector<Phase>* phases_ = nullptr;
   std::atomic<int> wanted_{0};  // helpers, in the run that goes on; 0 between runs
   std::atomic<bool> is_finished_{false};
-  alignas(64) std::atomic<int64_t> remaining_{0};  // tasks of the open phase that aren't done
-  size_t place_ = 0;                               // of the next phase
-  const std::vector<Phase>* phases_ = nullptr;
 
   // The caller's, whoever it is.
   alignas(64) std::atomic<bool> is_busy_{false};

@@ -33,10 +33,12 @@ class Search {
   // For each row that goes on the row that it goes on from; none when the search is done.
   virtual const std::vector<int32_t>& advance(const int32_t* ids, const float* values, int64_t stride) = 0;
 
+  bool has_begun() const { return !nodes_.empty(); }
+
   // The new tokens of a row that goes on.
   std::vector<int32_t> tokens(int64_t row) const { return line_of(last_[row]).tokens; }
 
-  // The last token of each row that goes on; not before the first step.
+  // The last token of each row that goes on; where it has begun.
   void last_tokens(int32_t* to) const {
     for (int64_t row = 0; row < num_rows; ++row) to[row] = nodes_[last_[row]].token;
   }

@@ -37,7 +37,10 @@ std::vector<int32_t> advance(Search& search, const py::sequence& ids, const py::
 
 std::vector<int32_t> last_tokens(const std::vector<const Search*>& searches) {
   int64_t rows = 0;
-  for (const Search* search : searches) rows += search->num_rows;
+  for (const Search* search : searches) {
+    if (!search->has_begun()) throw py::value_error("expected searches that have begun: before, there is no last token");
+    rows += search->num_rows;
+  }
   std::vector<int32_t> all(rows);
   int32_t* to = all.data();
   for (const Search* search : searches) {
@@ -45,6 +48,14 @@ std::vector<int32_t> last_tokens(const std::vector<const Search*>& searches) {
     to += search->num_rows;
   }
   return all;
+}
+
+std::unique_ptr<Search> beam_search(int64_t limit, std::vector<int32_t> eos, int64_t num_beams, double alpha,
+                                    int64_t num_return, bool early_stopping) {
+  if (num_return < 1 || num_return > num_beams)
+    throw py::value_error("expected num_return from 1 to num_beams = " + std::to_string(num_beams) + ", got " +
+                          std::to_string(num_return));
+  return make_beam_search(limit, std::move(eos), num_beams, alpha, num_return, early_stopping);
 }
 
 std::vector<int64_t> places_of_done(const std::vector<const Search*>& searches) {
@@ -115,7 +126,7 @@ void bind_search(py::module_& m) {
         return found;
       });
   m.def("greedy_search", &make_greedy_search);
-  m.def("beam_search", &make_beam_search);
+  m.def("beam_search", &beam_search);
   m.def("last_tokens", &last_tokens);
   m.def("places_of_done", &places_of_done);
   m.def("_phases_check", &phases_check);
