@@ -4,24 +4,32 @@ recompute     encoder and decoder run over everything for each new token
 encode_once   the encoder runs once
 cross_cache   and the keys and values of cross-attention are computed once
 kv_cache      and those of self-attention are kept: a step computes one token
+cpp           and a step is one call of C++; cpp_bf16, cpp_int8: with such weights (on a CPU)
+
+Rounded weights part from the others' tokens at near-ties, of which random weights have many: half have to agree.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 
 import torch
 
 from benchmarks.case import Benchmark, Inputs, Provider, Shape
 from fastformer.generation import generate
+from fastformer.generation.engines import ENGINES
 from fastformer.models import Transformer
 
 
 @functools.cache
 def model(preset: str, device: str) -> Transformer:
-    """A model with random weights; it never says EOS early enough to matter, and all engines decode the same."""
+    """A model with random weights that never says EOS: its logit is 0, and the best are far above."""
     torch.manual_seed(0)
-    return Transformer.from_preset(preset, vocab_size=8000, device=device).eval()
+    made = Transformer.from_preset(preset, vocab_size=8000, device=device).eval()
+    with torch.no_grad():
+        made.output_weight[made.config.special_ids.first_eos] = 0.0
+    return made
 
 
 def make_inputs(shape: Shape, device: str) -> Inputs:
@@ -32,7 +40,7 @@ def make_inputs(shape: Shape, device: str) -> Inputs:
     return {"source": source}
 
 
-def engine(name: str) -> Provider:
+def engine(name: str, precision: str | None = None) -> Provider:
     """The provider of an engine."""
 
     def provider(x: Inputs, shape: Shape) -> torch.Tensor:
@@ -40,14 +48,26 @@ def engine(name: str) -> Provider:
             model(shape["preset"], str(x["source"].device)),
             x["source"],
             max_new_tokens=shape["new_tokens"],
-            min_new_tokens=shape["new_tokens"],
             num_beams=shape["num_beams"],
             engine=name,
+            precision=precision,
         )
         assert isinstance(tokens, torch.Tensor)
         return tokens
 
     return provider
+
+
+ROUNDED = ("cpp_bf16", "cpp_int8")
+
+
+def ladder(engines: Sequence[str]) -> dict[str, Provider]:
+    """The providers of those of the engines that decode a Transformer, the one that every machine has first."""
+    rungs = {name: engine(name) for name in engines if name != "recurrent"}
+    if "cpp" in rungs:
+        rungs["cpp"] = engine("cpp", "fp32")
+        rungs |= {name: engine("cpp", name.removeprefix("cpp_")) for name in ROUNDED}
+    return {"kv_cache": rungs.pop("kv_cache"), **rungs}
 
 
 BENCHMARKS = [
@@ -64,10 +84,12 @@ BENCHMARKS = [
             }.items()
         },
         make_inputs=make_inputs,
-        providers={name: engine(name) for name in ("kv_cache", "cross_cache", "encode_once", "recompute")},
+        providers=ladder(ENGINES),
         baseline="recompute",
         modes=("fwd",),
         dtypes=("float32",),
         tokens=lambda shape: shape["batch"] * shape["new_tokens"],
+        only_on=dict.fromkeys(("cpp", *ROUNDED), "cpu"),
+        agreement=dict.fromkeys(ROUNDED, 0.5),
     )
 ]

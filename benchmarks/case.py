@@ -33,6 +33,8 @@ class Benchmark:
         moved: (shape, mode, itemsize) -> bytes read and written at least.
         tokens: (shape) -> tokens of a call, for a speed in tokens per second; None where it means nothing.
         only_on: provider -> the one device that it is for.
+        agreement: provider -> the share of its integers that have to be the baseline's; all of them where nothing is
+            said.
         compiled: the providers that torch.compile makes, which have to prove that they were compiled.
     """
 
@@ -48,6 +50,7 @@ class Benchmark:
     moved: Callable[[Shape, str, int], float] = lambda shape, mode, itemsize: 0.0
     tokens: Callable[[Shape], int] | None = None
     only_on: Mapping[str, str] = field(default_factory=dict)
+    agreement: Mapping[str, float] = field(default_factory=dict)
     compiled: tuple[str, ...] = ()
 
     @property

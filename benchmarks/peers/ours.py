@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from benchmarks.peers.job import Job, Missing, Model, Peer, Tokens, until_end
 from fastformer.generation import generate
+from fastformer.generation.engines import choose_engine
 from fastformer.models import GPT
 
 
@@ -20,17 +18,19 @@ class Ours(Peer):
 
     def __init__(self, model: Model, precision: str, threads: int, options: dict[str, str]) -> None:
         torch.set_num_threads(threads)
-        self.model, self.options = model, dict[str, Any]()
-        if "precision" in inspect.signature(generate).parameters:
-            self.options["precision"] = precision
-        elif precision == "int8":
-            raise Missing("has no precision int8")
-        elif precision == "bf16":
-            self.model = model.to(torch.bfloat16)
+        self.model, self.precision = model, precision
+        try:
+            choose_engine(model, None, precision)
+        except ValueError as error:
+            if precision != "bf16":
+                raise Missing(str(error)) from error
+            self.model = model.to(torch.bfloat16)  # engines that call the modules compute in the weights' dtype
 
     def decode(self, batch: Tokens, job: Job) -> Tensor:
         """Lists of ids to a tensor of ids."""
-        found = generate(self.model, batch, num_beams=job.num_beams, max_new_tokens=job.limit(batch), **self.options)
+        found = generate(
+            self.model, batch, num_beams=job.num_beams, max_new_tokens=job.limit(batch), precision=self.precision
+        )
         assert isinstance(found, Tensor)
         return found
 

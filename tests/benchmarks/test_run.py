@@ -13,8 +13,10 @@ import pytest
 import torch
 
 from benchmarks import record, timing
+from benchmarks.bench_decoding import BENCHMARKS, ladder
 from benchmarks.case import Benchmark, Inputs, Shape
 from benchmarks.run import ROOT, benchmarks, compare, main, run_case, table
+from fastformer.generation.engines import ENGINES
 from fastformer.ops import add_layer_norm, use_backend
 
 SHAPE = {"rows": 64}
@@ -81,6 +83,31 @@ def test_integers_have_to_be_equal() -> None:
 
     providers = {"fastformer": rank(0), "power": rank(0), "rival": rank(1)}
     assert list(run(dataclasses.replace(TOY, providers=providers), "fwd").wrong) == ["rival"]
+
+
+def test_rounded_weights_may_have_some_other_integers() -> None:
+    def change(count: int, width: int = 8):
+        def provider(x: Inputs, shape: Shape) -> torch.Tensor:
+            ids = torch.arange(64)
+            ids[:count] += 1
+            return ids[: 8 * width]
+
+        return provider
+
+    providers = {"fastformer": change(0), "power": change(0), "half": change(32), "more": change(33)}
+    providers["short"] = change(0, width=7)
+    rival = dataclasses.replace(TOY, providers=providers, agreement={"half": 0.5, "more": 0.5, "short": 0.5})
+    wrong = run(rival, "fwd").wrong
+    assert list(wrong) == ["more", "short"] and "33 other integers" in wrong["more"]
+    assert list(run(dataclasses.replace(rival, agreement={}), "fwd").wrong) == ["half", "more", "short"]
+
+
+def test_the_ladder_has_every_engine_that_decodes_a_transformer() -> None:
+    with_cpp = ladder(("cpp", "kv_cache", "recurrent", "cross_cache", "recompute"))
+    assert list(with_cpp) == ["kv_cache", "cpp", "cross_cache", "recompute", "cpp_bf16", "cpp_int8"]
+    assert list(ladder(("kv_cache", "recompute"))) == ["kv_cache", "recompute"]
+    (decoding,) = BENCHMARKS
+    assert set(decoding.providers) >= set(ENGINES) - {"recurrent"} and decoding.baseline == "recompute"
 
 
 def test_a_rival_may_refuse_and_ours_may_not() -> None:

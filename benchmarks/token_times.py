@@ -1,0 +1,195 @@
+"""The time of each token against its position, for each engine, as a plot: what a cache saves, and what grows anyway.
+
+    python -m benchmarks.token_times base --out plot.png [--tokens 128] [--engines kv_cache cpp] [--precision fp32 int8]
+    python -m benchmarks.token_times RUN --out plot.png
+
+MODEL is a case of `benchmarks.peers` (base, base-paper, tiny, gpt2) or a run folder of a Transformer. One input is
+decoded greedily, and a clock is read at each token; engines take turns, and the median of the rounds counts. The first
+token holds the encoder, or the prompt, as well.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import statistics
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from benchmarks import record
+from benchmarks.peers.cases import CASES, make_job, make_model
+from benchmarks.peers.job import PRECISIONS, Model
+from fastformer.generation import generate
+from fastformer.generation.engines import ENGINES
+from fastformer.generation.generate import Streamer
+
+_SOURCE = 32  # tokens, of a run
+_ENGINES = ("recompute", "encode_once", "cross_cache", "kv_cache", "cpp")  # from the plainest to the fastest
+
+
+class Line(NamedTuple):
+    """One of the plot."""
+
+    engine: str
+    precision: str | None
+
+    def __str__(self) -> str:
+        return self.engine if self.precision is None else f"{self.engine}, {self.precision}"
+
+
+class Clock(Streamer):
+    """Notes when each token comes."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def put(self, value: Tensor) -> None:
+        """First what decoding begins with, then token by token."""
+        self.times.append(time.perf_counter())
+
+    def end(self) -> None:
+        """Nothing is left to do."""
+
+    def per_token(self, began: float) -> list[float]:
+        """The seconds of each token, the first since the call."""
+        ends = self.times[1:]
+        return [end - start for start, end in zip([began, *ends[:-1]], ends, strict=True)]
+
+
+def token_times(model: Model, source: list[int], tokens: int, line: Line, *, may_end: bool = False) -> list[float]:
+    """The seconds of each new token of one input, (tokens,).
+
+    Args:
+        model, source: what is decoded.
+        tokens: how many.
+        line: how.
+        may_end: whether the model has to be kept from ending before that.
+    """
+    clock = Clock()
+    least = tokens if may_end else 0
+    began = time.perf_counter()
+    generate(
+        model, [source], max_new_tokens=tokens, min_new_tokens=least, engine=line.engine, precision=line.precision,
+        streamer=clock,
+    )  # fmt: skip
+    return clock.per_token(began)
+
+
+def medians(rounds: list[list[float]]) -> list[float]:
+    """Of each position over the rounds, (tokens,)."""
+    found: list[float] = torch.tensor(rounds, dtype=torch.float64).quantile(0.5, dim=0).tolist()
+    return found
+
+
+def lines(engines: list[str] | None, precisions: list[str]) -> list[Line]:
+    """What to draw: the C++ engine in each precision, the others in the model's own."""
+    drawn = []
+    for engine in engines or [name for name in _ENGINES if name in ENGINES and name != "encode_once"]:
+        if engine == "cpp":
+            drawn += [Line(engine, precision) for precision in precisions]
+        else:
+            drawn.append(Line(engine, None))
+    return drawn
+
+
+def plot(found: dict[Line, list[float]], title: str, file: Path) -> None:
+    """Writes the picture: milliseconds, logarithmic, for some engines take a hundred times as long as others."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    from matplotlib import ticker
+
+    figure, axes = plt.subplots(figsize=(8, 4.5))
+    labels = []
+    for line, seconds in found.items():
+        rest = [1e3 * each for each in seconds[1:]]  # the first holds the encoder
+        (drawn,) = axes.plot(range(2, len(seconds) + 1), rest, linewidth=1.4)
+        labels.append((statistics.median(rest[-9:]), str(line), drawn.get_color()))
+    axes.set_yscale("log")
+    # The names stand where the lines end, one above the other where those are close.
+    low, high = (math.log(limit) for limit in axes.get_ylim())
+    place = -math.inf
+    for height, name, color in sorted(labels):
+        place = max((math.log(height) - low) / (high - low), place + 0.05)
+        axes.text(1.01, place, name, color=color, va="center", transform=axes.transAxes)
+    axes.yaxis.set_major_locator(ticker.LogLocator(subs=(1.0, 2.0, 5.0)))
+    axes.yaxis.set_major_formatter(ticker.FormatStrFormatter("%g"))
+    axes.yaxis.set_minor_formatter(ticker.NullFormatter())
+    axes.set(xlabel="position of the new token", ylabel="ms a token", title=title)
+    axes.grid(which="both", alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.tight_layout()
+    figure.savefig(file, dpi=150, bbox_inches="tight")
+    plt.close(figure)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Prints a line for each engine, and draws the plot."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.token_times", description=(__doc__ or "").splitlines()[0]
+    )
+    parser.add_argument("model", help="a case of benchmarks.peers, or a run folder")
+    parser.add_argument("--out", type=Path, required=True, help="the picture: .png, .svg or .pdf")
+    parser.add_argument("--tokens", type=int, default=128, help="of the output")
+    parser.add_argument("--engines", nargs="+", choices=ENGINES, help="which ones")
+    parser.add_argument(
+        "--precision", nargs="+", choices=PRECISIONS, default=["fp32", "int8"], help="of the C++ engine"
+    )
+    parser.add_argument("--rounds", type=int, default=5, help="turns of each engine")
+    parser.add_argument("--threads", type=int, help="of torch")
+    parser.add_argument("--json", type=Path, help="append JSON lines to this file")
+    options = parser.parse_args(arguments)
+    if options.tokens < 2 or options.rounds < 1:
+        parser.error(
+            f"expected --tokens of at least 2 and --rounds of at least 1, got {options.tokens}, {options.rounds}"
+        )
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
+    is_case = options.model in CASES and options.model != "run"
+    case = {"name": options.model} if is_case else {"name": "run", "run": options.model}
+    try:
+        model = make_model(case)
+        drawn = lines(options.engines, options.precision)
+        source = _source(case, model)
+        for line in drawn:
+            token_times(model, source, 2, line, may_end=not is_case)  # the warm-up
+    except ValueError as error:
+        parser.error(str(error))
+    rounds: dict[Line, list[list[float]]] = {line: [] for line in drawn}
+    for _ in range(options.rounds):
+        for line in drawn:
+            rounds[line].append(token_times(model, source, options.tokens, line, may_end=not is_case))
+    found = {line: medians(each) for line, each in rounds.items()}
+    shared = record.environment("cpu")
+    for line, seconds in found.items():
+        # Single positions are noisy: an eighth at either end.
+        share = max(1, (len(seconds) - 1) // 8)
+        first, last = (1e3 * sum(part) / share for part in (seconds[1 : 1 + share], seconds[-share:]))
+        print(f"{line!s:>18}: {first:.2f} ms a token at the start, {last:.2f} ms at the end")
+        if options.json:
+            row = {"op": "token_times", "model": options.model if is_case else Path(options.model).name,
+                   "provider": line.engine, "precision": line.precision or "fp32", "shape": {"tokens": options.tokens},
+                   "ms": [1e3 * each for each in seconds]}  # fmt: skip
+            record.append(options.json, shared | row)
+    name = options.model if is_case else Path(options.model).name
+    threads = torch.get_num_threads()
+    plot(found, f"Greedy decoding of one input ({name}), {threads} thread{'s' * (threads > 1)}", options.out)
+    return 0
+
+
+def _source(case: dict[str, str], model: Model) -> list[int]:
+    """The input of a case; for a run some ids of its vocabulary, for time doesn't depend on which."""
+    if case["name"] != "run":
+        return make_job(case, 1, 1).batches[0][0]
+    generator = torch.Generator().manual_seed(0)
+    ids: list[int] = torch.randint(3, model.config.vocab_size, (_SOURCE,), generator=generator).tolist()
+    return ids
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

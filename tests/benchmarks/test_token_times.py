@@ -1,0 +1,57 @@
+"""Times of tokens: each belongs to its position, the first holds what comes before it, medians are of a position."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.peers.cases import make_model
+from benchmarks.token_times import Clock, Line, lines, main, medians, token_times
+from fastformer.generation.engines import ENGINES
+
+
+def test_clock() -> None:
+    clock = Clock()
+    clock.times = [10.5, 11.0, 13.0, 13.5]  # the start token, and three
+    assert clock.per_token(began=10.0) == [1.0, 2.0, 0.5]
+
+
+def test_each_token_has_a_time() -> None:
+    model = make_model({"name": "tiny"})
+    for name in ("recompute", "kv_cache"):
+        seconds = token_times(model, [5, 6, 7], 4, Line(name, None))
+        assert len(seconds) == 4 and min(seconds) > 0
+
+
+def test_medians_are_of_positions() -> None:
+    assert medians([[1.0, 9.0], [2.0, 7.0], [60.0, 8.0]]) == [2.0, 8.0]
+
+
+def test_lines() -> None:
+    assert lines(["kv_cache", "recompute"], ["int8"]) == [("kv_cache", None), ("recompute", None)]
+    drawn = lines(None, ["fp32", "int8"])
+    assert [line.engine for line in drawn if line.engine != "cpp"] == ["recompute", "cross_cache", "kv_cache"]
+    if "cpp" in ENGINES:
+        assert {line.precision for line in drawn if line.engine == "cpp"} == {"fp32", "int8"}
+
+
+def test_plot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib", reason="not installed: pip install matplotlib")
+    picture, out = tmp_path / "plot.svg", tmp_path / "times.jsonl"
+    engines = ["kv_cache", "cross_cache"]
+    assert main(["tiny", "--out", str(picture), "--tokens", "9", "--rounds", "1", "--engines", *engines,
+                 "--json", str(out), "--threads", str(torch.get_num_threads())]) == 0  # fmt: skip
+    assert picture.stat().st_size > 1000
+    rows = list(map(json.loads, out.read_text().splitlines()))
+    assert [(row["provider"], len(row["ms"])) for row in rows] == [("kv_cache", 9), ("cross_cache", 9)]
+    assert capsys.readouterr().out.count("ms at the end") == 2
+
+
+def test_bad_commands(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    for arguments, message in ((["tiny", "--tokens", "1"], "--tokens"), ([str(tmp_path / "none")], "none")):
+        with pytest.raises(SystemExit) as error:
+            main([*arguments, "--out", "plot.png"])
+        assert error.value.code == 2 and message in capsys.readouterr().err
