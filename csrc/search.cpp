@@ -98,20 +98,16 @@ class BeamSearch final : public Search {
       best_first(finished_);
       if (static_cast<int64_t>(finished_.size()) > num_beams_) finished_.resize(num_beams_);
     }
-    if (is_decided()) last_.clear(), scores_.clear();  // what still goes on is worse than what is finished
-    if (last_.empty() || length_ >= limit) return finish();
+    if (last_.empty() || length_ >= limit || is_decided()) return finish();
     num_rows = static_cast<int64_t>(last_.size());
     return parents_;
   }
 
   std::vector<Hypothesis> results() const override {
-    std::vector<Scored> all = finished_, cut;
-    if (length_ > 0) {
-      const double penalty = length_penalty(length_, alpha_);
-      for (size_t row = 0; row < last_.size(); ++row) cut.push_back({last_[row], scores_[row] / penalty});
-      best_first(cut);
-    }
-    all.insert(all.end(), cut.begin(), cut.end());
+    std::vector<Scored> all = finished_;
+    const double penalty = length_penalty(length_, alpha_);
+    for (size_t row = 0; has_begun() && row < last_.size(); ++row)  // the best of those cut come first already
+      all.push_back({last_[row], scores_[row] / penalty});
     if (static_cast<int64_t>(all.size()) > num_return_) all.resize(num_return_);
     std::vector<Hypothesis> found;
     for (const Scored& one : all) {
@@ -141,11 +137,11 @@ class BeamSearch final : public Search {
     std::stable_sort(all.begin(), all.end(), [](const Scored& a, const Scored& b) { return a.score > b.score; });
   }
 
+  // Whether what still goes on is worse than what is finished.
   bool is_decided() const {
     const int64_t finished = static_cast<int64_t>(finished_.size());
     if (early_stopping_) return finished == num_beams_;
-    if (finished < num_return_ || last_.empty()) return false;
-    return finished_[num_return_ - 1].score >= scores_[0] / best_penalty_;
+    return finished >= num_return_ && finished_[num_return_ - 1].score >= scores_[0] / best_penalty_;
   }
 
   const int64_t num_beams_, num_return_;
