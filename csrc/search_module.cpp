@@ -5,6 +5,7 @@
 #include <pybind11/stl.h>
 
 #include <algorithm>
+#include <chrono>
 #include <limits>
 #include <set>
 #include <string>
@@ -90,7 +91,8 @@ int64_t phases_threads(int64_t tasks, int64_t rounds, int threads) {
   std::vector<std::thread::id> ids(tasks);
   const std::vector<Phase> phases = {{tasks, [&ids](int64_t task) {
                                         ids[task] = std::this_thread::get_id();
-                                        std::this_thread::yield();  // the others have a turn too
+                                        // Whoever is there has a turn, on a busy machine too.
+                                        std::this_thread::sleep_for(std::chrono::microseconds(50));
                                       }}};
   const py::gil_scoped_release released;
   int64_t most = 0;
