@@ -74,6 +74,7 @@ def generate(
     no_repeat_ngram_size: int = 0,
     suppress_tokens: Sequence[int] = (),
     bad_words_ids: Sequence[Sequence[int]] = (),
+    shortlist: Sequence[int] = (),
     forced_bos_token_id: int | None = None,
     forced_eos_token_id: int | None = None,
     logits_processor: Processor | Sequence[Processor] = (),
@@ -121,6 +122,8 @@ def generate(
         repetition_penalty, no_repeat_ngram_size: see `processors`; they look at new tokens.
         suppress_tokens: ids that are never said.
         bad_words_ids: sequences of ids that are never said.
+        shortlist: where it isn't empty, only these ids, those that end a row and forced ones are said, and
+            log-probabilities are those among them. The engine "cpp" computes no others, which is faster.
         forced_bos_token_id: the first new token.
         forced_eos_token_id: the new token at the limit.
         logits_processor: functions of (input_ids, scores) that give scores, called in turn after all others for each
@@ -164,6 +167,7 @@ def generate(
         no_repeat_ngram_size=no_repeat_ngram_size,
         suppress_tokens=suppress_tokens,
         bad_words_ids=bad_words_ids,
+        shortlist=shortlist,
         forced_bos_token_id=forced_bos_token_id,
         forced_eos_token_id=forced_eos_token_id,
         logits_processor=logits_processor,

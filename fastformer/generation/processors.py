@@ -29,7 +29,12 @@ class RowWise:
 
 
 def make_processors(
-    settings: GenerationSettings, eos: Sequence[int], prompt_length: int, limit: int
+    settings: GenerationSettings,
+    eos: Sequence[int],
+    prompt_length: int,
+    limit: int,
+    *,
+    has_shortlist: bool = False,
 ) -> tuple[Processor, ...]:
     """The processors that the settings ask for, the user's own last.
 
@@ -38,8 +43,11 @@ def make_processors(
         eos: the ids that end a row.
         prompt_length: the ids that stand before the first new one.
         limit: the most new tokens.
+        has_shortlist: the engine itself keeps to the settings' shortlist.
     """
     found: list[Processor] = []
+    if settings.shortlist and not has_shortlist:
+        found.append(Shortlist(tuple(sorted({*settings.shortlist, *eos}))))
     if settings.repetition_penalty != 1.0:
         found.append(RepetitionPenalty(settings.repetition_penalty, prompt_length))
     if settings.no_repeat_ngram_size:
@@ -123,6 +131,18 @@ class SuppressTokens(RowWise):
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """See the module."""
         return scores.index_fill(1, torch.tensor(self.ids, device=scores.device), -torch.inf)
+
+
+@dataclass(frozen=True)
+class Shortlist(RowWise):
+    """Forbids all tokens but some."""
+
+    ids: tuple[int, ...]
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """See the module."""
+        index = torch.tensor(self.ids, device=scores.device)
+        return torch.full_like(scores, -torch.inf).index_copy(1, index, scores[:, index])
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from fastformer.generation.decoders import Model, is_decoder_only
-from fastformer.generation.engines import Engine, Prompt, choose_engine
+from fastformer.generation.engines import Engine, Prompt, ShortlistEngine, choose_engine
 from fastformer.generation.engines.interface import SearchingEngine
 from fastformer.generation.native_search import NativeSearch
 from fastformer.generation.processors import make_processors
@@ -84,6 +84,9 @@ class RequestMaker:
         self.ids = special_ids(model, settings)
         name = settings.engine if settings.use_cache else "recompute"
         self.engine: Engine = engine or choose_engine(model, name, settings.precision)
+        self._has_shortlist = engine is None and bool(settings.shortlist) and isinstance(self.engine, ShortlistEngine)
+        if isinstance(self.engine, ShortlistEngine) and self._has_shortlist:  # it is this maker's own
+            self.engine.set_shortlist(sorted({*settings.shortlist, *self.ids.eos}))
         # What the searches in C++ don't have, the engine is asked for step by step.
         self._is_native = (
             isinstance(self.engine, SearchingEngine) and not settings.do_sample and settings.num_beam_groups == 1
@@ -175,7 +178,9 @@ class RequestMaker:
         return Request(
             prompt,
             make_search,
-            processors=make_processors(settings, self.ids.eos, len(prompt.tokens), limit),
+            processors=make_processors(
+                settings, self.ids.eos, len(prompt.tokens), limit, has_shortlist=self._has_shortlist
+            ),
             log_probs=self.log_probs,
             max_time=settings.max_time,
             on_token=on_token,

@@ -68,6 +68,7 @@ class GenerationSettings:
     diversity_penalty: float = 0.0
     suppress_tokens: Sequence[int] = ()
     bad_words_ids: Sequence[Sequence[int]] = ()
+    shortlist: Sequence[int] = ()
     forced_bos_token_id: int | None = None
     forced_eos_token_id: int | None = None
     logits_processor: Processor | Sequence[Processor] = ()
@@ -121,6 +122,7 @@ class GenerationSettings:
             "forced_bos_token_id": self.forced_bos_token_id,
             "forced_eos_token_id": self.forced_eos_token_id,
             "suppress_tokens": self.suppress_tokens,
+            "shortlist": self.shortlist,
             "bad_words_ids": [token for word in self.bad_words_ids for token in word],
         }
         for name, value in named.items():
@@ -140,6 +142,7 @@ class GenerationSettings:
             if not self.eos_token_id:
                 raise ValueError("expected eos_token_id to be an id or some, got none")
         self._set("suppress_tokens", _ids("suppress_tokens", self.suppress_tokens))
+        self._set("shortlist", tuple(sorted(set(_ids("shortlist", self.shortlist)))))
         words = _listed("bad_words_ids", self.bad_words_ids)
         self._set("bad_words_ids", tuple(_ids("bad_words_ids", word) for word in words))
         if not all(self.bad_words_ids):

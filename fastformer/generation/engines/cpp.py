@@ -15,6 +15,7 @@ from fastformer.generation.decoders import Model
 from fastformer.generation.engines.choice import choose
 from fastformer.generation.engines.interface import Candidates, Prompt, Selection
 from fastformer.generation.engines.packable import why_not_packable
+from fastformer.generation.engines.packed import packed
 from fastformer.generation.native_search import NativeSearch
 from fastformer.generation.precisions import own_precision
 from fastformer.models import GPT, Transformer
@@ -77,7 +78,8 @@ class CppEngine:
         assert isinstance(model, Transformer | GPT)
         self.precision = precision or own_precision(model)
         self._config = model.config
-        self._packed = _pack(model, self.precision)
+        self._packed = packed(model, self.precision, lambda: _pack(model, self.precision))
+        self._shortlist: list[int] = []
         self._attention = _attention(model)
         self._session = self._new_session(BLOCK_SIZE)
 
@@ -100,7 +102,14 @@ class CppEngine:
 
     def _new_session(self, num_tokens: int) -> _Session:
         module = cast(Any, _extension.module())
-        return cast(_Session, module.Session(self._packed, num_tokens))
+        session = cast(_Session, module.Session(self._packed, num_tokens))
+        if self._shortlist and num_tokens:
+            session.set_shortlist(self._shortlist)
+        return session
+
+    def set_shortlist(self, ids: Sequence[int]) -> None:
+        """See `ShortlistEngine.set_shortlist`."""
+        self._shortlist = list(ids)
 
     def admit(self, prompts: Sequence[Prompt]) -> None:
         """See `Engine.admit`."""

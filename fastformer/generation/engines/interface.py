@@ -143,6 +143,15 @@ class Engine(Protocol):
 
 
 @runtime_checkable
+class ShortlistEngine(Protocol):
+    """An engine that computes the logits of some tokens alone, where it is asked to."""
+
+    def set_shortlist(self, ids: Sequence[int]) -> None:
+        """From the next `start` on, only these ids, different ones and upward, may follow; those of others are -inf."""
+        ...
+
+
+@runtime_checkable
 class SearchingEngine(Engine, Protocol):
     """An engine that also takes many steps in one call, for requests whose searches live in C++."""
 

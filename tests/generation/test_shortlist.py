@@ -1,0 +1,123 @@
+"""A shortlist: nothing else is said, and its log-probabilities sum to one, with a fast path for it or without."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from fastformer.generation import GenerationSettings, Translator, generate
+from fastformer.generation.decoders import as_model
+from fastformer.generation.engines import ENGINES, ShortlistEngine, choose_engine
+from fastformer.generation.engines.kv_cache import KVCacheEngine
+from fastformer.generation.request_maker import RequestMaker
+from tests.generation.small import EOS, VOCAB, mixed_sources, new_tokens, next_logits, real
+
+ALLOWED = [4, 7, 9, 11, 12, 13, 20, 25, 31, 38]
+
+
+def engines_of(model) -> list[str]:
+    found = []
+    for name in ENGINES:
+        try:
+            found.append(choose_engine(model, name).name)
+        except ValueError:
+            continue
+    assert found
+    return found
+
+
+@pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"do_sample": True, "seed": 5}], ids=str)
+def test_only_what_is_on_it_is_said_and_its_log_probs_are_among_it(any_model, options) -> None:
+    prompts = mixed_sources(4)
+    settings = {"max_new_tokens": 7, "return_dict_in_generate": True, **options}
+    free = generate(any_model, prompts, **settings)
+    assert not {t for row in new_tokens(any_model, prompts, free.sequences) for t in row} <= {*ALLOWED, EOS, 0}
+    for name in engines_of(any_model):
+        out = generate(any_model, prompts, shortlist=[*reversed(ALLOWED), 7], engine=name, **settings)
+        for i, row in enumerate(new_tokens(any_model, prompts, out.sequences)):
+            tokens = [token for token in row if token != 0]
+            assert {*tokens} <= {*ALLOWED, EOS} and tokens, name
+            logits = next_logits(any_model, real(prompts[i]), tokens)[: len(tokens)]
+            masked = torch.full_like(logits, -math.inf)
+            masked[:, [EOS, *ALLOWED]] = logits[:, [EOS, *ALLOWED]]
+            expected = masked.log_softmax(-1)[torch.arange(len(tokens)), tokens]
+            assert torch.allclose(out.token_log_probs[i, : len(tokens)], expected, atol=1e-4), name
+            if not options:
+                assert tokens == masked.argmax(-1).tolist(), name
+
+
+def test_less_on_it_than_beams_are_candidates(gpt) -> None:
+    prompts = [[5, 6, 7], [9, 8]]
+    options = {"max_new_tokens": 4, "num_beams": 4, "num_return_sequences": 4, "return_dict_in_generate": True}
+    for name in engines_of(gpt):
+        out = generate(gpt, prompts, shortlist=[9], engine=name, **options)
+        found = [tuple(row) for row in out.sequences[:, 3:].tolist()]  # behind the prompts
+        assert {token for row in found for token in row} <= {9, EOS, 0}
+        # There are four ways to end, and one not to.
+        assert out.scores.isfinite().all() and len({*found[:4]}) == len({*found[4:]}) == 4, name
+
+
+def test_it_goes_with_the_other_options(model) -> None:
+    source, allowed = mixed_sources(3), {*ALLOWED, EOS, 0}
+    for name in ("cpp", "kv_cache"):
+        if name not in engines_of(model):
+            continue
+        options = {"shortlist": ALLOWED, "engine": name, "max_new_tokens": 6}
+        out = generate(model, source, suppress_tokens=[7, 9], min_new_tokens=6, **options)
+        said = {token for row in out.tolist() for token in row}
+        assert said <= allowed - {7, 9, EOS} and out.shape[1] == 6
+        out = generate(model, source, forced_bos_token_id=5, forced_eos_token_id=6, min_new_tokens=6, **options)
+        assert {*out[:, 0].tolist()} == {5} and {*out[:, -1].tolist()} == {6}
+        assert {token for row in out[:, 1:-1].tolist() for token in row} <= allowed
+        ends = generate(model, source, eos_token_id=3, **options)
+        assert {token for row in ends.tolist() for token in row} <= allowed - {EOS} | {3}
+
+
+def test_an_engine_that_can_keep_to_it_gets_no_processor(model) -> None:
+    settings = GenerationSettings(shortlist=(9, 4, 9))
+    assert settings.shortlist == (4, 9)
+    asked: list[list[int]] = []
+
+    class Fast(KVCacheEngine):
+        def set_shortlist(self, ids) -> None:
+            asked.append(list(ids))
+
+    fast = Fast(model)
+    assert isinstance(fast, ShortlistEngine) and not isinstance(KVCacheEngine(model), ShortlistEngine)
+    # One that others share keeps its vocabulary.
+    maker = RequestMaker(as_model(model), settings, engine=fast)
+    assert len(maker.make(maker.check([5, 6])).processors) == 2 and not asked
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("fastformer.generation.request_maker.choose_engine", lambda *args: fast)
+        maker = RequestMaker(as_model(model), settings)
+        assert maker.make(maker.check([5, 6])).processors == () and asked == [[EOS, 4, 9]]
+        RequestMaker(as_model(model), GenerationSettings())
+        assert len(asked) == 1
+
+
+def test_what_is_no_shortlist(model) -> None:
+    for bad, message in (
+        ([VOCAB], f"expected shortlist from 0 to {VOCAB - 1}, as the model's vocabulary has, got {VOCAB}"),
+        ([-1], "expected shortlist from 0"),
+        ("abc", "expected shortlist to be a list, got 'abc'"),
+        ([1.5], "expected shortlist to hold integers, got 1.5"),
+        (7, "expected shortlist to be a list, got 7"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            generate(model, [[5]], shortlist=bad)
+    assert torch.equal(
+        generate(model, [[5, 6, 1]], shortlist=[], max_new_tokens=5), generate(model, [[5, 6, 1]], max_new_tokens=5)
+    )
+
+
+def test_a_translator_takes_it() -> None:
+    from fastformer.data import ByteTokenizer
+    from fastformer.models import Transformer
+
+    torch.manual_seed(0)
+    model = Transformer.from_preset("tiny", vocab_size=259, d_model=32, d_ff=64, num_heads=4).eval()
+    allowed = ByteTokenizer().encode("abc")
+    translator = Translator(model, ByteTokenizer())
+    assert {*translator.translate("xyz", shortlist=allowed, max_new_tokens=8, min_new_tokens=8)} <= {*"abc"}
