@@ -15,6 +15,7 @@ from torch import Tensor
 
 from fastformer.generation.engines import ENGINES, Draw, Engine, Prompt, Selection, choose_engine
 from fastformer.generation.engines.choice import draw
+from fastformer.generation.engines.cpp import CppEngine
 from fastformer.generation.engines.kv_cache import KVCacheEngine
 from fastformer.generation.engines.recompute import CrossCacheEngine, EncodeOnceEngine, RecomputeEngine
 from fastformer.generation.engines.recurrent import RecurrentEngine
@@ -25,6 +26,7 @@ from fastformer.generation.search import BeamSearch, RowSearch, Sampling
 from fastformer.models import GPT, Transformer
 from fastformer.nn import KVCache
 from fastformer.nn.block_pool import CacheFullError
+from fastformer.ops import _extension
 from tests.generation import toy
 from tests.generation.small import EOS, VOCAB, next_logits
 
@@ -451,7 +453,9 @@ def test_a_new_start_lets_go_of_the_old_cache_first(name, model, monkeypatch) ->
     assert 1000 * engine.token_bytes <= max(held) < 1100 * engine.token_bytes
 
 
+HAS_CPP = _extension.why_no_decoder() is None
 CLASSES: dict[str, type[Engine]] = {
+    "cpp": CppEngine,
     "kv_cache": KVCacheEngine,
     "cross_cache": CrossCacheEngine,
     "encode_once": EncodeOnceEngine,
@@ -462,7 +466,9 @@ CLASSES: dict[str, type[Engine]] = {
 
 def test_each_pair_of_an_engine_and_a_model_works_or_says_why_not(model, gpt, lstm) -> None:
     assert set(ENGINES) == set(CLASSES)
+    missing, foreign = _extension.why_no_decoder(), "it knows models.Transformer and models.GPT alone"
     reasons = {
+        "cpp": (missing, missing, missing or foreign),
         "kv_cache": (None, None, "it has no cache of keys and values"),
         "cross_cache": (None, "it has no encoder with a cache behind it", "it has no encoder with a cache behind it"),
         "encode_once": (None, "it has no encoder with a cache behind it", "it has no encoder with a cache behind it"),
@@ -483,11 +489,11 @@ def test_each_pair_of_an_engine_and_a_model_works_or_says_why_not(model, gpt, ls
 
 def test_without_a_wish_the_fastest_decodes(model, gpt, lstm) -> None:
     assert [type(choose_engine(which)) for which in (model, gpt, lstm)] == [
-        KVCacheEngine,
-        KVCacheEngine,
+        CppEngine if HAS_CPP else KVCacheEngine,
+        CppEngine if HAS_CPP else KVCacheEngine,
         RecurrentEngine,
     ]
-    with pytest.raises(ValueError, match="expected an engine out of kv_cache, recurrent, .*, got 'fast'"):
+    with pytest.raises(ValueError, match="expected an engine out of cpp, kv_cache, recurrent, .*, got 'fast'"):
         choose_engine(model, "fast")
     with pytest.raises(ValueError, match="engine 'kv_cache' can't decode a Linear: .*; engine 'recurrent' can't"):
         choose_engine(torch.nn.Linear(2, 2))
@@ -495,6 +501,8 @@ def test_without_a_wish_the_fastest_decodes(model, gpt, lstm) -> None:
 
 def test_an_engine_that_calls_the_modules_has_their_precision_and_no_other(model, gpt, lstm) -> None:
     for name, engine in CLASSES.items():
+        if engine is CppEngine:
+            continue
         which = lstm if name == "recurrent" else model
         assert [engine.why_unsupported(which, p) for p in (None, "fp32")] == [None, None]
         for precision, advice in (("bf16", "model.bfloat16()"), ("fp16", "model.half()"), ("int8", "engine 'cpp'")):
