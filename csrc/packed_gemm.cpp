@@ -179,7 +179,7 @@ void gemm_by_tiles(const PackedRows& x, int64_t rows, const PackedWeight& w, int
           float* to = out + (first + r) * ld + c;
           constexpr Block whole{true, true};
           (w.precision == Precision::int8 ? DotInt8::finish(sum, tile, c, r, to, whole)
-                                          : FloatSums::finish(as_floats(sum), tile, c, r, to, whole))
+                                          : WidenedBf16::finish(as_floats(sum), tile, c, r, to, whole))
               .store(to);
         }
     }
@@ -268,10 +268,13 @@ void gemm(const PackedRows& x, int64_t rows, const PackedWeight& w, int64_t begi
   const int64_t passes = groups * slices;
   const int64_t lines = passes >= 4 ? 1 : passes >= 2 ? 2 : 4;
   const int64_t fetched = w.steps() * 64 * lines;  // bytes, in one pass
+  const int64_t tail_bytes = w.panel_bytes() - w.steps() * kStepBytes;
   const int64_t distance = passes == 1 ? kAhead : w.panel_bytes();
   for (int64_t p = begin; p < end; ++p, out += kPanelColumns) {
     const char *panel = w.panel(p), *next = panel + distance;
     const auto* tail = reinterpret_cast<const PanelTail*>(panel + w.steps() * kStepBytes);
+    // The passes over a panel fetch as much as its steps: what lies between that and the next panel's share.
+    for (const char* line = next - tail_bytes; line < next; line += 64) _mm_prefetch(line, _MM_HINT_T0);
     int64_t pass = 0;
     for (int64_t slice = 0; slice < slices; ++slice) {
       const int64_t column = slice * vecs * V::size;

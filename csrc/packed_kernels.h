@@ -88,9 +88,10 @@ struct Block {
 };
 
 // What the paths of fp32 sums share: a long sum is one of sums, for what is rounded away grows with the length.
+template <int64_t steps>
 struct FloatSums {
   using Sum = V;
-  static constexpr int64_t kBlockSteps = 64;
+  static constexpr int64_t kBlockSteps = steps;
   static Sum zero() { return V(0.f); }
   static V finish(Sum sum, const Tile& t, int64_t column, int, const float* out, Block block) {
     if (!block.first) sum = V::load(out) + sum;
@@ -109,7 +110,7 @@ struct IntegerSums {
   }
 };
 
-struct Fma : FloatSums {
+struct Fma : FloatSums<64> {
   using Right = V;
   using Left = V;
 #if defined(CPU_CAPABILITY_AVX512)
@@ -123,7 +124,7 @@ struct Fma : FloatSums {
 };
 
 // bf16 without instructions for it. The low half of a step's 4 bytes is the even k.
-struct WidenedBf16 : FloatSums {
+struct WidenedBf16 : FloatSums<64> {
   struct Pair {
     V even, odd;
   };
@@ -142,7 +143,7 @@ struct WidenedBf16 : FloatSums {
 
 #if defined(CPU_CAPABILITY_AVX512)
 
-struct DotBf16 : FloatSums {
+struct DotBf16 : FloatSums<128> {
   using Right = Ints;
   using Left = Ints;
   static constexpr std::array<Shape, 2> kShapes{{{4, 6}, {2, 13}}};

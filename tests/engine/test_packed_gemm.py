@@ -222,7 +222,7 @@ def test_wrong_calls() -> None:
         packed_linear()(np.zeros((1, 133145), np.float32), np.zeros((1, 133145), np.float32), None, "int8")
 
 
-# What a process does for `other_path`: the module of an instruction set, and the products of the cases in a file.
+# A process of test_other_paths: loads the module of an instruction set and writes the products of all cases.
 PRODUCTS = """
 import importlib.machinery, importlib.util, sys
 import numpy as np, torch
