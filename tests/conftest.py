@@ -105,12 +105,22 @@ def device() -> str:
 @pytest.fixture(params=["reference", "cpp", "triton"])
 def backend(request: pytest.FixtureRequest) -> Iterator[str]:
     """Runs the test once per backend that exists here, with every op forced onto it."""
-    name = request.param
-    reason = missing_backend(name, request.node.path.stem.removeprefix("test_"))
-    if reason is not None:
-        pytest.skip(reason)
+    yield from on_backend(request, request.node.path.stem.removeprefix("test_"))
+
+
+def on_backend(request: pytest.FixtureRequest, stem: str) -> Iterator[str]:
+    """What a fixture `backend` yields from; "fallback" is whatever runs where there is no extension."""
     from fastformer.ops import use_backend
 
+    name: str = request.param
+    if name == "fallback":
+        if HAS_GPU:
+            pytest.skip("the fallback is that of CPUs")
+        request.getfixturevalue("no_extension")
+        yield name
+        return
+    if (reason := missing_backend(name, stem)) is not None:
+        pytest.skip(reason)
     with use_backend(name):
         yield name
 
@@ -126,6 +136,7 @@ def leave_out_extension(monkeypatch: pytest.MonkeyPatch) -> None:
     from fastformer.ops import _extension
 
     monkeypatch.setattr(_extension, "load", lambda: None)
+    monkeypatch.setattr(_extension, "module", lambda: None)
     monkeypatch.setattr(_extension, "function", lambda op_name: None)
     monkeypatch.setenv("FASTFORMER_STRICT", "0")
 

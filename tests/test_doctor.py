@@ -59,7 +59,7 @@ def test_every_op_runs_where_the_report_says() -> None:
 
 def test_without_the_extension_the_fallback_runs_and_says_why(no_extension) -> None:
     shown = table("cpu")
-    assert shown == {name: "torch" if name == "attention" else "reference" for name in calls()}
+    assert shown == {name: "torch" if name in ("attention", "varlen_attention") else "reference" for name in calls()}
     for name, call in calls().items():
         with _library.record_backends() as ran:
             call()

@@ -23,7 +23,6 @@ def unsupported(
     op_name: str,
     *,
     q: Tensor,
-    k: Tensor,
     dropout_p: float,
     attn_mask: Tensor | None = None,
     needs_mask_grad: bool = False,
@@ -38,7 +37,7 @@ def unsupported(
         return "it gives no gradient of the mask"
     if attn_mask is not None and attn_mask.dtype not in (torch.bool, q.dtype):
         return f"it would round the mask from {attn_mask.dtype} to {q.dtype}"
-    return "there is nothing to compute" if q.numel() == 0 or k.numel() == 0 else None
+    return "there is nothing to compute" if q.numel() == 0 else None
 
 
 def _as_read(t: Tensor) -> Tensor:
@@ -49,7 +48,7 @@ def _as_read(t: Tensor) -> Tensor:
 def _causal_and_mask(q: Tensor, k: Tensor, scores: Scores) -> tuple[bool, Tensor | None]:
     """Whether the kernel's own causal mask says it all, and else a mask to add, of q's dtype; None where none is."""
     seqlen_q, seqlen_k = q.shape[1], k.shape[1]
-    square = isinstance(scores.diagonal, int) and scores.diagonal == 0 and seqlen_q == seqlen_k
+    square = isinstance(scores.diagonal, int) and scores.diagonal == 0  # as many queries as keys
     lengths = scores.keys is not None or scores.queries is not None
     if square and not lengths and scores.attn_mask is None and scores.window_left is None and scores.window_right == 0:
         return True, None
@@ -67,6 +66,8 @@ def _causal_and_mask(q: Tensor, k: Tensor, scores: Scores) -> tuple[bool, Tensor
 
 def attend_torch(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
     """`attend`, for calls that `unsupported` has nothing against."""
+    if k.shape[1] == 0:
+        return attend(q, k, v, scores)
     is_causal, mask = _causal_and_mask(q, k, scores)
     heads = map(_as_read, (q, k, v))
     out, lse = getattr(_ATEN, _FORWARD)(*heads, 0.0, is_causal, attn_mask=mask, scale=scores.softmax_scale)
@@ -81,6 +82,8 @@ def attend_torch_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scores: Scores
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv) of `attend_backward`, for calls that `unsupported` has nothing against."""
+    if k.shape[1] == 0:
+        return attend_backward(dout, q, k, v, out, lse, scores)[:3]
     is_causal, mask = _causal_and_mask(q, k, scores)
     num_kv_heads, group = k.shape[2], q.shape[2] // k.shape[2]
     # Forward shares keys and values among the heads of a group; backward knows nothing of groups.

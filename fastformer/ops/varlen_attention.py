@@ -7,12 +7,14 @@ too. Kernels live with the dense ones, under the stem `attention`.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
 
 from fastformer.ops._attention_reference import Scores, attend, attend_backward
+from fastformer.ops._attention_torch import attend_torch, attend_torch_backward, unsupported
 from fastformer.ops._common import accumulation_dtype, described
 from fastformer.ops._dropout import resolve_dropout
 from fastformer.ops._library import autocast, define_op, forbid_double_backward, register_autograd
@@ -78,6 +80,21 @@ def _is_empty(q: Tensor, k: Tensor, cu_seqlens_q: Tensor, max_seqlen_q: int) -> 
 
 def varlen_attention_reference(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
     """(out, lse); the arguments are the schema's."""
+    return _padded(attend, q, k, v, *options)
+
+
+def _varlen_attention_torch(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+    return _padded(attend_torch, q, k, v, *options)
+
+
+def _padded(
+    attend: Callable[[Tensor, Tensor, Tensor, Scores], tuple[Tensor, Tensor]],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *options: Any,
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) by a function of padded sequences."""
     if _is_empty(q, k, options[0], options[2]):
         lse = torch.full((q.shape[1], q.shape[0]), -torch.inf, dtype=accumulation_dtype(q.dtype), device=q.device)
         return q.new_zeros(q.shape), lse
@@ -90,13 +107,33 @@ def varlen_attention_backward_reference(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *options: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv)."""
+    return _padded_backward(attend_backward, dout, q, k, v, out, lse, *options)
+
+
+def _varlen_attention_backward_torch(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *options: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _padded_backward(attend_torch_backward, dout, q, k, v, out, lse, *options)
+
+
+def _padded_backward(
+    attend_backward: Callable[..., tuple[Tensor, ...]],
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    *options: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dq, dk, dv) by a function of padded sequences."""
     if _is_empty(q, k, options[0], options[2]):
         return q.new_zeros(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)
     queries, keys, scores = _prepare(q, k, *options)
     padded_lse = queries.pad(lse.T).transpose(1, 2)
-    dq, dk, dv, _ = attend_backward(
+    dq, dk, dv = attend_backward(
         queries.pad(dout), queries.pad(q), keys.pad(k), keys.pad(v), queries.pad(out), padded_lse, scores
-    )
+    )[:3]
     return queries.pack(dq), keys.pack(dk), keys.pack(dv)
 
 
@@ -116,6 +153,8 @@ _fwd = define_op(
     stem="attention",
     fake=_fwd_fake,
     cpp_unsupported=cpp_unsupported,
+    torch_function=_varlen_attention_torch,
+    torch_unsupported=unsupported,
 )
 _bwd = define_op(
     "varlen_attention_bwd(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor cu_seqlens_q, "
@@ -125,6 +164,8 @@ _bwd = define_op(
     stem="attention",
     fake=_bwd_fake,
     cpp_unsupported=cpp_unsupported,
+    torch_function=_varlen_attention_backward_torch,
+    torch_unsupported=unsupported,
 )
 
 

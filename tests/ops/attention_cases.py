@@ -40,6 +40,7 @@ CASES = [
     Case("causal-longer-keys", seqlen_q=17, seqlen_k=70, is_causal=True),
     Case("causal-longer-queries", seqlen_q=40, seqlen_k=9, is_causal=True),
     Case("window", window_size=(5, 3)),
+    Case("window-right", window_size=(None, 3)),
     Case("window-causal", seqlen_q=70, seqlen_k=70, window_size=(9, None), is_causal=True),
     Case("window-negative", window_size=(-2, 9)),
     Case("window-nothing", window_size=(-40, 3)),

@@ -11,7 +11,7 @@ import torch
 from fastformer.ops import attention, use_backend
 from fastformer.ops._library import record_backends
 from tests.checks import assert_accurate, small_draws
-from tests.conftest import HAS_GPU, missing_backend
+from tests.conftest import missing_backend, on_backend
 from tests.ops.attention_cases import CASES, Case, make_inputs, plain_attention
 
 BY_NAME = {case.name: case for case in CASES}
@@ -19,17 +19,7 @@ BY_NAME = {case.name: case for case in CASES}
 
 @pytest.fixture(params=["reference", "fallback", "cpp", "triton"])
 def backend(request: pytest.FixtureRequest) -> Iterator[str]:
-    """One of the backends, or "fallback": whatever runs where there is no extension."""
-    if request.param == "fallback":
-        if HAS_GPU:
-            pytest.skip("the fallback is that of CPUs")
-        request.getfixturevalue("no_extension")
-        yield request.param
-        return
-    if reason := missing_backend(request.param, "attention"):
-        pytest.skip(reason)
-    with use_backend(request.param):
-        yield request.param
+    yield from on_backend(request, "attention")
 
 
 def run(case: Case, inputs, dtype: torch.dtype, device: str, plain: bool):

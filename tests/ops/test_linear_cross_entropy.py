@@ -258,7 +258,8 @@ def test_never_holds_all_logits(reduction: str, backend: str, device: str) -> No
     def step() -> None:
         linear_cross_entropy(x, **inputs, label_smoothing=0.1, reduction=reduction).sum().backward()
 
-    assert peak_bytes(step, device) < rows * vocab_size * 4 / 2
+    share = 8 if backend == "reference" else 2
+    assert peak_bytes(step, device) < rows * vocab_size * 4 / share
 
 
 @pytest.mark.parametrize("options", OPTIONS)

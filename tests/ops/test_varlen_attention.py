@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from itertools import accumulate
 
 import pytest
@@ -12,8 +13,14 @@ from torch import Tensor
 from fastformer.ops import attention, use_backend, varlen_attention
 from fastformer.ops._dropout import keep_mask, keep_scale
 from tests.checks import assert_accurate, small_draws
+from tests.conftest import on_backend
 from tests.ops.attention_cases import Case, make_inputs, plain_attention
 from tests.ops.test_attention import skip_unless_supported
+
+
+@pytest.fixture(params=["reference", "fallback", "cpp", "triton"])
+def backend(request: pytest.FixtureRequest) -> Iterator[str]:
+    yield from on_backend(request, "varlen_attention")
 
 
 @dataclasses.dataclass(frozen=True)
