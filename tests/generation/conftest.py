@@ -13,6 +13,7 @@ from tests.generation.small import VOCAB
 
 
 @pytest.fixture(scope="session")
+@torch.inference_mode(False)  # whichever test comes first
 def model() -> Transformer:
     torch.manual_seed(1)
     settings = {"d_model": 32, "d_ff": 64, "num_heads": 4, "max_len": 128, "tie_embeddings": False}
@@ -23,6 +24,7 @@ def model() -> Transformer:
 
 
 @pytest.fixture(scope="session")
+@torch.inference_mode(False)  # whichever test comes first
 def gpt() -> GPT:
     torch.manual_seed(1)
     settings = {"d_model": 32, "num_layers": 2, "num_heads": 4, "max_len": 128, "tie_embeddings": False}
@@ -33,6 +35,7 @@ def gpt() -> GPT:
 
 
 @pytest.fixture(scope="session")
+@torch.inference_mode(False)  # whichever test comes first
 def lstm() -> LSTMSeq2Seq:
     torch.manual_seed(1)
     model = LSTMSeq2Seq(vocab_size=VOCAB, d_model=32, num_layers=2).eval()

@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+import pytest
 import torch
 
 from fastformer.baseline import LSTMSeq2Seq
+from fastformer.generation.engines.cpp import CppEngine
+from fastformer.generation.engines.interface import Candidates, Selection
+from fastformer.generation.engines.kv_cache import KVCacheEngine
 from fastformer.models import GPT
+from fastformer.ops import _extension
 
 EOS, VOCAB = 1, 40
+HAS_CPP = _extension.why_no_decoder() is None
+DEFAULT = "cpp" if HAS_CPP else "kv_cache"  # what decodes a Transformer or a GPT on a CPU when nobody asks
+
+# For parametrize: an engine by name; the default one where it says None.
+needs_cpp = pytest.mark.skipif(not HAS_CPP, reason="there is no decoding engine in C++ here")
+CPP = pytest.param("cpp", marks=needs_cpp)
 
 
 @torch.no_grad()
@@ -38,3 +49,32 @@ def new_tokens(model: Any, prompts: torch.Tensor, sequences: torch.Tensor) -> li
 
 def real(row: torch.Tensor) -> list[int]:
     return row[row != 0].tolist()
+
+
+class Call(NamedTuple):
+    """Of an engine: how many rows it began with, whether log-probabilities were asked for, and the steps it took."""
+
+    engine: str
+    rows: int
+    log_probs: bool
+    steps: int
+
+
+def watch_steps(monkeypatch: pytest.MonkeyPatch) -> list[Call]:
+    """The calls of every CppEngine and KVCacheEngine that step, from now on, whichever way they do."""
+    calls: list[Call] = []
+    steps, run = {kind: kind.step for kind in (CppEngine, KVCacheEngine)}, CppEngine.run
+
+    def step(self: Any, tokens: Sequence[int], selection: Selection) -> Candidates:
+        calls.append(Call(self.name, len(tokens), selection.log_probs, 1))
+        return steps[type(self)](self, tokens, selection)
+
+    def watched_run(self: CppEngine, searches: Any, tokens: Sequence[int], **options: Any) -> int:
+        taken = run(self, searches, tokens, **options)
+        calls.append(Call(self.name, len(tokens), options["log_probs"], taken))
+        return taken
+
+    for kind in steps:
+        monkeypatch.setattr(kind, "step", step)
+    monkeypatch.setattr(CppEngine, "run", watched_run)
+    return calls

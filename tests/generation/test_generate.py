@@ -8,12 +8,13 @@ import pytest
 import torch
 
 from fastformer.generation import generate, request_maker
+from fastformer.generation.engines.cpp import CppEngine
 from fastformer.generation.engines.kv_cache import KVCacheEngine
 from fastformer.generation.engines.recurrent import RecurrentEngine
 from fastformer.generation.generate import GenerateOutput
 from fastformer.models import GPT, Transformer
 from fastformer.nn import SequenceLayout
-from tests.generation.small import EOS, VOCAB, mixed_sources, new_tokens, next_logits, real
+from tests.generation.small import EOS, HAS_CPP, VOCAB, mixed_sources, new_tokens, next_logits, real
 
 NEAR_TIE = 1e-4
 
@@ -120,7 +121,7 @@ def check_rungs(model, source: torch.Tensor, **options) -> int:
     """All rungs give the tokens of the first; a difference is allowed where the scores are near ties. Counts them."""
     outs = [
         generate(model, source, engine=rung, return_dict_in_generate=True, **options)
-        for rung in ("recompute", "encode_once", "cross_cache", "kv_cache")
+        for rung in ("recompute", "encode_once", "cross_cache", "kv_cache", *(["cpp"] if HAS_CPP else []))
     ]
     ties = 0
     for out in outs[1:]:
@@ -312,7 +313,7 @@ def test_inputs_are_held_against_the_model_before_an_engine_has_them(
     def reached(*_: object) -> None:
         raise AssertionError("an engine had it")  # which on a GPU doesn't look
 
-    for engine in (KVCacheEngine, RecurrentEngine):
+    for engine in (CppEngine, KVCacheEngine, RecurrentEngine):
         monkeypatch.setattr(engine, "admit", reached)
     with pytest.raises(ValueError, match=message):
         generate(request.getfixturevalue(kind), ids, **options)

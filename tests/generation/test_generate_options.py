@@ -17,7 +17,7 @@ from fastformer.generation import scheduler as scheduler_module
 from fastformer.generation.scheduler import Scheduler
 from fastformer.models import GPT, Transformer
 from fastformer.special_ids import SpecialIds
-from tests.generation.small import EOS, VOCAB, mixed_sources, new_tokens, next_logits, real
+from tests.generation.small import CPP, EOS, HAS_CPP, VOCAB, mixed_sources, new_tokens, next_logits, real
 
 OTHER = SpecialIds(pad=3, eos=(7, 9), unk=4, start=5)
 
@@ -59,7 +59,7 @@ def test_what_was_said_greedily_is_said_again_behind_its_own_beginning(reader) -
     [{}, {"num_beams": 3, "num_return_sequences": 2}, {"do_sample": True, "seed": 1, "num_return_sequences": 2}],
     ids=["greedy", "beams", "samples"],
 )
-@pytest.mark.parametrize("rung", ["kv_cache", "cross_cache", "encode_once", "recompute", "recurrent"])
+@pytest.mark.parametrize("rung", [CPP, "kv_cache", "cross_cache", "encode_once", "recompute", "recurrent"])
 def test_scores_behind_a_beginning_are_those_of_the_new_tokens(rung, options, request) -> None:
     which = request.getfixturevalue("lstm" if rung == "recurrent" else "model")
     sources, prefixes = mixed_sources(4, 6), [[5, 6, 7], [], [8], list(range(10, 30))]
@@ -338,7 +338,7 @@ def test_the_models_own_ids_are_honoured(others, kind) -> None:
         ({"forced_bos_token_id": -1}, "expected forced_bos_token_id from 0 to 39, .* got -1"),
         ({"forced_eos_token_id": 40}, "expected forced_eos_token_id from 0 to 39, .* got 40"),
         ({"bad_words_ids": [[5, 40]]}, "expected bad_words_ids from 0 to 39, .* got 40"),
-        ({"engine": "fast"}, "expected an engine out of kv_cache, .*, got 'fast'"),
+        ({"engine": "fast"}, "expected an engine out of cpp, kv_cache, .*, got 'fast'"),
         ({"engine": "recurrent"}, "engine 'recurrent' can't decode a Transformer: it isn't recurrent"),
         ({"logits_processor": lambda ids, scores: scores[:, 1:]}, r"scores of shape \(1, 40\), got \(1, 39\) from <la"),
     ],
@@ -439,7 +439,7 @@ def test_all_engines_find_the_same(model, options) -> None:
     sources = mixed_sources(4, 6)
     outs = [
         generate(model, sources, engine=name, max_new_tokens=8, **options)
-        for name in ("kv_cache", "cross_cache", "encode_once", "recompute")
+        for name in ("kv_cache", "cross_cache", "encode_once", "recompute", *(["cpp"] if HAS_CPP else []))
     ]
     assert all(torch.equal(out, outs[0]) for out in outs[1:])
     assert torch.equal(generate(model, sources, use_cache=False, max_new_tokens=8, **options), outs[0])

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -13,12 +15,14 @@ from fastformer.baseline import LSTMSeq2Seq
 from fastformer.data import ByteTokenizer
 from fastformer.generation import Translator, draw_attention, generate
 from fastformer.generation.bad_texts import BadTexts, TextError
-from fastformer.generation.engines.kv_cache import KVCacheEngine
+from fastformer.generation.engines import choose_engine
+from fastformer.generation.engines.cpp import CppEngine
 from fastformer.generation.texts import Item
 from fastformer.generation.translator import Scored, TokenScored
 from fastformer.models import GPT, Transformer
 from fastformer.models.pretrained import save_model
 from fastformer.special_ids import SpecialIds
+from tests.generation.small import CPP, DEFAULT, watch_steps
 
 TEXTS = ["a", "a longer text", "mid size", "b" * 40, "x"]
 FEW = {"max_new_tokens": 8}
@@ -29,6 +33,19 @@ SEED = {"seed": 7}
 def model() -> Transformer:
     torch.manual_seed(0)
     return Transformer.from_preset("tiny", vocab_size=259, d_model=32, d_ff=64, num_heads=4, max_len=64)
+
+
+def talkative(model: Transformer, never: Sequence[int] = ()) -> Transformer:
+    """One of the same shape that says many things when nothing is drawn, but some tokens never."""
+    torch.manual_seed(2)
+    model = Transformer(dataclasses.replace(model.config, tie_embeddings=False)).eval()
+    for parameter in model.parameters():
+        parameter.data *= 3 if parameter.dim() == 2 else 1
+    # The first of a state's numbers is large, and takes their logits away.
+    model.decoder.norm.weight.data[0], model.decoder.norm.bias.data[0] = 0, 100
+    model.output_weight.data[:, 0] = 0
+    model.output_weight.data[list(never), 0] = -1
+    return model
 
 
 @pytest.fixture(scope="module")
@@ -311,15 +328,16 @@ def test_scores_of_tokens(translator) -> None:
     assert list(translator.stream([""], return_token_scores=True)) == [TokenScored("", -math.inf, [])]
 
 
-def test_log_probabilities_are_computed_for_scores_alone(model, monkeypatch) -> None:
-    asked: list[bool] = []
-    step = KVCacheEngine.step
+@pytest.mark.parametrize("engine", [None, "kv_cache"])
+def test_log_probabilities_are_computed_for_scores_alone(model, engine, monkeypatch) -> None:
+    calls = watch_steps(monkeypatch)
 
-    def spy(self, tokens, selection):
-        asked.append(selection.log_probs)
-        return step(self, tokens, selection)
+    def asked() -> set[tuple[str, bool]]:
+        found = {(call.engine, call.log_probs) for call in calls}
+        calls.clear()
+        return found
 
-    monkeypatch.setattr(KVCacheEngine, "step", spy)
+    name = engine or DEFAULT
     translator = Translator(model, ByteTokenizer())
     for options, expected in (
         ({}, False),
@@ -328,27 +346,22 @@ def test_log_probabilities_are_computed_for_scores_alone(model, monkeypatch) -> 
         ({"return_token_scores": True}, True),
         ({"num_beams": 2}, True),
     ):
-        asked.clear()
-        translator.translate(["a"], **options, **FEW)
-        assert asked and set(asked) == {expected}, options
-        asked.clear()
-        list(translator.stream(["a"], **options, **FEW))
-        assert asked and set(asked) == {expected}, options
-    asked.clear()
-    list(translator.stream("a", **FEW))
+        translator.translate(["a"], engine=engine, **options, **FEW)
+        assert asked() == {(name, expected)}, options
+        list(translator.stream(["a"], engine=engine, **options, **FEW))
+        assert asked() == {(name, expected)}, options
+    list(translator.stream("a", engine=engine, **FEW))
+    assert asked() == {(name, False)}
     translator.attention("a")
-    assert asked and set(asked) == {False}
+    assert {log_probs for _, log_probs in asked()} == {False}
 
 
-def test_the_batch_is_full_while_there_is_input(model, monkeypatch) -> None:
+@pytest.mark.parametrize("draws", [True, False], ids=["samples", "greedy"])
+@pytest.mark.parametrize("engine", [None, "kv_cache"])
+def test_the_batch_is_full_while_there_is_input(model, engine, draws, monkeypatch) -> None:
     # Translations of many lengths: as one ends, the next begins, and no text is read long before there is room for it.
-    rows: list[int] = []
+    calls = watch_steps(monkeypatch)
     read: list[str] = []
-    step = KVCacheEngine.step
-
-    def spy(self, tokens, selection):
-        rows.append(len(tokens))
-        return step(self, tokens, selection)
 
     def texts():
         for number in range(60):
@@ -356,15 +369,11 @@ def test_the_batch_is_full_while_there_is_input(model, monkeypatch) -> None:
             yield read[-1]
         read.append("the end")
 
-    monkeypatch.setattr(KVCacheEngine, "step", spy)
+    model = talkative(model)
     translator = Translator(model, ByteTokenizer(), max_batch_size=4)
-    options = {
-        "do_sample": True,
-        "seed": 5,
-        "temperature": 0.7,
-        "eos_token_id": list(range(1, 40)),
-        "max_new_tokens": 20,
-    }
+    options = {"eos_token_id": list(range(1, 40)), "max_new_tokens": 20, "engine": engine}
+    if draws:
+        options |= {"do_sample": True, "seed": 5, "temperature": 0.7}
     answers = translator.stream(texts(), **options)
     assert not read
     found, full = [], 0
@@ -372,11 +381,12 @@ def test_the_batch_is_full_while_there_is_input(model, monkeypatch) -> None:
         found.append(answer)
         assert len(read) - len(found) <= 4 * 20
         if read[-1] != "the end":
-            full = len(rows)
-    assert full > 50 and rows[:full] == [4] * full
+            full = len(calls)
+    assert sum(call.steps for call in calls[:full]) > 50
+    assert {(call.engine, call.rows) for call in calls[:full]} == {(engine or DEFAULT, 4)}
     monkeypatch.undo()
     assert found == Translator(model, ByteTokenizer(), max_batch_size=100).translate(read[:-1], **options)
-    assert len(set(map(len, found))) > 3
+    assert len(set(map(len, found))) > 2
 
 
 @pytest.mark.parametrize("read_ahead", [1, 3, 7])
@@ -463,21 +473,18 @@ def test_the_pieces_of_a_text_are_its_translation(translator, options) -> None:
     assert list(Translator(lone, ByteTokenizer()).stream("a", max_new_tokens=4)) == ["q"] * 4
 
 
-def test_pieces_come_while_the_rest_is_not_known(model, monkeypatch) -> None:
-    steps = []
-    step = KVCacheEngine.step
-
-    def spy(self, tokens, selection):
-        steps.append(1)
-        return step(self, tokens, selection)
-
-    monkeypatch.setattr(KVCacheEngine, "step", spy)
-    translator = Translator(model, ByteTokenizer())
+@pytest.mark.parametrize("has_processors", [True, False])
+@pytest.mark.parametrize("engine", [None, "kv_cache"])
+def test_pieces_come_while_the_rest_is_not_known(model, engine, has_processors, monkeypatch) -> None:
+    calls = watch_steps(monkeypatch)
     letters = [i for i in range(259) if i not in range(100, 120)]
-    pieces = translator.stream("a", max_new_tokens=9, suppress_tokens=letters)
+    options = {"suppress_tokens": letters} if has_processors else {}
+    if not has_processors:  # a model that says nothing but letters by itself
+        model = talkative(model, letters)
+    pieces = Translator(model, ByteTokenizer()).stream("a", max_new_tokens=9, engine=engine, **options)
     for number, piece in enumerate(pieces, 1):
-        assert len(piece) == 1 and len(steps) == number
-    assert number == 9
+        assert len(piece) == 1 and sum(call.steps for call in calls) == number
+    assert number == 9 and {call.engine for call in calls} == {engine or DEFAULT}
 
 
 def test_one_text_that_cannot_be_streamed(translator, caplog) -> None:
@@ -501,38 +508,43 @@ def test_one_text_that_cannot_be_streamed(translator, caplog) -> None:
             translator.translate("a", **{name: "yes"})
 
 
+@pytest.mark.parametrize("engine", [CPP, "kv_cache"])
 @pytest.mark.parametrize("options", [{}, {"num_beams": 4}, {"do_sample": True, "num_return_sequences": 4}], ids=str)
-def test_caches_keep_to_their_memory(model, options, monkeypatch) -> None:
+def test_caches_keep_to_their_memory(model, options, engine, monkeypatch) -> None:
     taken: list[int] = []
-    rows: list[int] = []
-    empty_cache, step = Transformer.empty_cache, KVCacheEngine.step
+    empty_cache, start = Transformer.empty_cache, CppEngine.start
 
     def counted(self, *args, **given):
         cache = empty_cache(self, *args, **given)
         taken.append(sum(tensor.numel() * tensor.element_size() for tensor in (cache.k, cache.v)))
         return cache
 
-    def spy(self, tokens, selection):
-        rows.append(len(tokens))
-        return step(self, tokens, selection)
+    def started(self, *args):
+        start(self, *args)
+        taken.append(self.free_tokens() * self.token_bytes)
 
-    monkeypatch.setattr(Transformer, "empty_cache", counted)
-    monkeypatch.setattr(KVCacheEngine, "step", spy)
+    if engine == "kv_cache":  # the C++ engine wants a model whose methods are its own
+        monkeypatch.setattr(Transformer, "empty_cache", counted)
+    monkeypatch.setattr(CppEngine, "start", started)
+    calls = watch_steps(monkeypatch)
+    options = {**options, "engine": engine}
     texts = ["x" * (5 + i * 7 % 30) for i in range(40)]
     budget = 600_000
     translator = Translator(model, ByteTokenizer(), max_batch_bytes=budget)
     found = translator.translate(texts, max_new_tokens=30, **options, **SEED)
-    block = 16 * KVCacheEngine(model).token_bytes
-    taken.pop()
+    block = 16 * choose_engine(model, engine).token_bytes
+    if engine == "kv_cache":
+        taken.pop()  # of the engine that was asked for the size of a token
     assert budget / 2 < max(taken) <= budget + 2 * block
-    assert 4 <= max(rows) < 160
+    assert {call.engine for call in calls} == {engine}
+    assert 4 <= max(call.rows for call in calls) < 160
     taken.clear()
     assert list(translator.stream(texts, max_new_tokens=30, **options, **SEED)) == found
     assert budget / 2 < max(taken) <= budget + 2 * block
-    rows.clear()
+    calls.clear()
     translator = Translator(model, ByteTokenizer(), max_batch_bytes=1)  # one text is translated whatever it takes
     assert translator.translate(texts[:3], max_new_tokens=30, **options, **SEED) == found[:3]
-    assert max(rows) <= 4
+    assert max(call.rows for call in calls) <= 4
 
 
 @pytest.mark.parametrize("precision", [None, "fp32", "bf16"])
