@@ -9,6 +9,7 @@ from fastformer.cli import main
 from fastformer.data import ByteTokenizer
 from fastformer.generation import Translator
 from fastformer.models import GPT, Transformer
+from fastformer.ops import _extension
 from fastformer.run_folder import load_model
 
 FEW = ["--max_new_tokens", "6", "--device", "cpu"]
@@ -49,6 +50,19 @@ def test_a_language_model_too(tmp_path, capsys) -> None:
     assert main(["quantize", str(tmp_path / "run"), str(tmp_path / "out")]) == 0
     assert main(["generate", str(tmp_path / "out"), "a", "--greedy", *FEW]) == 0
     assert capsys.readouterr().out.splitlines()[1].startswith("a")
+
+
+def test_int8_is_asked_for_on_the_command_line(run, capsys) -> None:
+    missing = _extension.why_no_decoder()
+    words = ["translate", run, "abc", "--precision", "int8", "--max_new_tokens", "6"]  # on the CPU, GPU or not
+    assert main(words) == (0 if missing is None else 1)
+    said = capsys.readouterr()
+    if missing is None:
+        model, tokenizer = load_model(run)
+        expected = Translator(model, tokenizer, precision="int8").translate("abc", max_new_tokens=6)
+        assert said.out == expected + "\n"
+    else:
+        assert missing in said.err
 
 
 def test_what_is_there_stays(run, tmp_path, capsys) -> None:
