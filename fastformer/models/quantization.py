@@ -1,7 +1,8 @@
 """Weights on a grid of 255 steps a row: what `model.quantize()` rounds to, and how the folder of such a model holds it.
 
 A row of a matrix becomes scale * q, with q int8 from -127 to 127 and scale = max|row| / 127 in fp32. What is on such a
-grid stays as it is when it is rounded again, in every dtype: so a folder can hold q and scale and give the same bits
+grid stays as it is when it is rounded again, in every dtype (fp32's max / 127 is found again from 127 times itself,
+which was tried for each mantissa): so a folder can hold q and scale and give the same bits
 back.
 """
 
@@ -47,7 +48,6 @@ def to_grid(weight: Tensor) -> tuple[Tensor, Tensor]:
     if not weight.isfinite().all():
         raise ValueError("expected finite weights to quantise, got NaN or infinite ones")
     scale = weight.abs().amax(1) / _MOST if weight.shape[1] else weight.new_zeros(len(weight))
-    scale = (scale * _MOST) / _MOST  # of the two neighbours, the one that is found again from 127 * scale
     scale = torch.where(scale < _LEAST_SCALE, 0.0, scale)
     steps = torch.where(scale[:, None] > 0, weight / scale[:, None], 0.0)
     return steps.round().clamp(-_MOST, _MOST).to(torch.int8), scale

@@ -47,6 +47,12 @@ def test_a_row_keeps_its_largest_and_nothing_moves_by_more_than_half_a_step(dtyp
         assert torch.equal(again, q)
 
 
+def test_a_scale_is_found_again_whatever_the_mantissa() -> None:
+    largest = torch.arange(2**23, 2**24, 7, dtype=torch.int32).float()
+    scale = largest / 127
+    assert torch.equal(scale * 127 / 127, scale)
+
+
 def test_rows_without_numbers_to_speak_of() -> None:
     weight = torch.tensor([[1e-44, -3e-45], [1e-37, 1e-36], [3e38, -3.4e38]])
     q, scale = to_grid(weight)
