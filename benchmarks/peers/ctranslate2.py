@@ -109,7 +109,6 @@ def convert(model: Transformer, folder: Path) -> None:
     spec.decoder.start_from_zero_embedding = ids.start == ids.pad
     for embeddings, ours in ((spec.encoder.embeddings[0], source), (spec.decoder.embeddings, target)):
         embeddings.weight = _array(ours.weight)
-        embeddings.multiply_by_sqrt_depth = True
     spec.decoder.projection.weight = (
         spec.decoder.embeddings.weight if config.tie_embeddings else _array(model.output.weight)
     )
