@@ -15,7 +15,6 @@ namespace {
 constexpr int64_t kPrefillTokens = 512;  // that go through a stack together: their activations stay in the cache  //
                                          // that go through a stack together: their activations stay in the cache
 constexpr int64_t kTasksPerThread = 4;   // so that a thread which is held up leaves the others something to do
-constexpr float kNever = -std::numeric_limits<float>::infinity();
 
 int64_t padded(int64_t columns) { return (columns + kPanelColumns - 1) / kPanelColumns * kPanelColumns; }
 
@@ -77,44 +76,7 @@ HeadScratch<T>& head_scratch(int64_t elements) {
   return scratch;
 }
 
-// Puts a value into its place among the k best, downward; of equals the first comes first.
-void insert(float value, int32_t id, int64_t k, float* values, int32_t* ids) {
-  int64_t i = k - 1;
-  for (; i > 0 && values[i - 1] < value; --i) values[i] = values[i - 1], ids[i] = ids[i - 1];
-  values[i] = value, ids[i] = id;
-}
-
 }  // namespace
-
-// Takes in 64 logits of a row, the first of them that of column `first`.
-void Session::keep_best(const float* z, int64_t first, int64_t k, bool with_sum, Seen& seen, float* values,
-                        int32_t* ids) {
-  using V = Vec<float>;
-  V most(kNever);
-  for (int64_t c = 0; c < kPanelColumns; c += V::size) {
-    const V x = V::load(z + c);
-    most = max(most, x);
-    // A NaN is above everything.
-    for (uint32_t above = lanes_above(x, V(seen.worst)); above; above &= above - 1) {
-      const int64_t lane = c + __builtin_ctz(above);
-      if (!(z[lane] < std::numeric_limits<float>::infinity())) seen.broken = true;
-      else if (z[lane] > seen.worst) {
-        insert(z[lane], static_cast<int32_t>(first + lane), k, values, ids);
-        seen.worst = values[k - 1];
-      }
-    }
-  }
-  if (!with_sum) return;
-  const float largest = most.max();
-  if (largest > seen.largest) {
-    if (seen.sum > 0) seen.sum *= std::exp(seen.largest - largest);
-    seen.largest = largest;
-  }
-  if (seen.largest == kNever) return;
-  V sum(0.f);
-  for (int64_t c = 0; c < kPanelColumns; c += V::size) sum = sum + exp(V::load(z + c) - V(seen.largest));
-  seen.sum += sum.sum();
-}
 
 void Session::Batch::add(const int32_t* tokens, int64_t count, int64_t first_position, const TokenCache::Group* group,
                          const TokenCache::Row* row, bool is_prompt) {
@@ -127,7 +89,8 @@ void Session::Batch::add(const int32_t* tokens, int64_t count, int64_t first_pos
 Session::Session(std::shared_ptr<const PackedModel> model, int64_t num_tokens)
     : model_(std::move(model)),
       cache_(model_->options.num_decoder_layers, model_->options.num_kv_heads, model_->options.head_dim(),
-             element_size(model_->options.precision), std::max<int64_t>(1, blocks_of(num_tokens))) {}
+             element_size(model_->options.precision), std::max<int64_t>(1, blocks_of(num_tokens))),
+      vocabulary_(*model_) {}
 
 int64_t Session::num_rows() const {
   int64_t rows = 0;
@@ -174,7 +137,9 @@ void Session::admit(const std::vector<Ids>& sources, const std::vector<Ids>& tok
   // A prompt may be cut: what is in front of a piece is in the cache by then.
   Batch batch;
   const auto flush = [&] {
-    if (batch.count()) through(model_->decoder, batch, false, threads);
+    if (batch.count() == 0) return;
+    add_stack(model_->decoder, batch, false, threads);
+    run_phases(phases_, threads);
     batch = Batch();
   };
   for (size_t i = 0; i < tokens.size(); ++i) {
@@ -209,8 +174,9 @@ const Chosen& Session::step(const Ids& tokens, const Choice& choice, int threads
       batch.add(&tokens[row++], 1, static_cast<int64_t>(r.slots.size()) - 1, &group, &r, false);
   }
   threads = threads_for(rows, threads);
-  through(model_->decoder, batch, false, threads);
-  choose(choice, rows, threads);
+  add_stack(model_->decoder, batch, false, threads);
+  vocabulary_.add_phases(narrow_, rows, choice, threads, chosen_, phases_);
+  run_phases(phases_, threads);
   return chosen_;
 }
 
@@ -221,10 +187,16 @@ int64_t Session::run(const std::vector<Search*>& searches, Ids tokens, int64_t m
   const auto end = Clock::now() + std::chrono::duration<double>(seconds);
   for (int64_t steps = 1;; ++steps) {
     Choice choice{1, log_probs, {}};
+    int64_t first = 0;
     for (size_t i = 0; i < searches.size(); ++i) {
       if (searches[i]->is_done || searches[i]->num_rows != static_cast<int64_t>(cache_.groups[i].rows.size()))
         throw std::invalid_argument("expected searches that go on, of as many rows as their groups");
       choice.k = std::max(choice.k, searches[i]->num_candidates);
+      const int64_t end = first + searches[i]->num_rows;
+      for (const int32_t id : searches[i]->suppressed) choice.bans.push_back({id, first, end});
+      if (searches[i]->num_tokens < searches[i]->min_tokens)
+        for (const int32_t id : searches[i]->eos()) choice.bans.push_back({id, first, end});
+      first = end;
     }
     step(tokens, choice, threads);
     bool is_any_done = false;
@@ -263,11 +235,7 @@ void Session::reorder(const std::vector<Ids>& parents) {
 
 void Session::set_shortlist(const Ids& ids) {
   if (num_groups()) throw std::invalid_argument("expected no rows while the shortlist changes");
-  for (size_t i = 0; i < ids.size(); ++i)
-    if (ids[i] < 0 || ids[i] >= model_->vocab_size() || (i && ids[i] <= ids[i - 1]))
-      throw std::invalid_argument("expected a shortlist of different ids of the vocabulary, sorted upward");
-  shortlist_ = ids.empty() ? PackedWeight() : model_->pack_output(ids);
-  shortlist_ids_ = ids;
+  vocabulary_.set_shortlist(ids);
 }
 
 // A second thread has to be worth its meetings: one for each phase.
@@ -325,7 +293,7 @@ void Session::normalise(int64_t row, const float* delta, const Norm* norm, bool 
   narrow_.store(row, out);
 }
 
-void Session::through(const PackedStack& stack, const Batch& batch, bool is_encoder, int threads) {
+void Session::add_stack(const PackedStack& stack, const Batch& batch, bool is_encoder, int threads) {
   const ModelOptions& o = model_->options;
   const int64_t rows = batch.count(), dim = o.d_model, wide = padded(dim);
   const int64_t inner = stack.layers.empty() ? 0 : stack.layers[0].ff1.num_panels * kPanelColumns;
@@ -334,6 +302,7 @@ void Session::through(const PackedStack& stack, const Batch& batch, bool is_enco
     if (static_cast<int64_t>(v.size()) < n) v.resize(n);
   };
   room(x_, rows * dim), room(y_, rows * wide), room(context_, rows * dim), room(hidden_, rows * inner);
+  // The stored keys and values of sources go through here as well.
   room(qkv_, rows * padded(dim + 2 * o.kv_dim()));
   narrow_.resize(rows, dim, o.precision), wide_.resize(rows, d_ff, o.precision);
   phases_.clear();
@@ -385,16 +354,13 @@ void Session::through(const PackedStack& stack, const Batch& batch, bool is_enco
     const bool has_third = !is_encoder && o.has_encoder();
     finish(has_third ? &layer.norm3 : &layer.norm2, first_norm_of(i + 1));
   }
-  run_phases(phases_, threads);
 }
 
 // Sources through the encoder, and their keys and values for all layers of the decoder.
 void Session::store_sources(const Batch& batch, int threads) {
-  through(model_->encoder, batch, true, threads);
+  add_stack(model_->encoder, batch, true, threads);
   const ModelOptions& o = model_->options;
   const int64_t rows = batch.count(), dim = o.head_dim(), kv_dim = o.kv_dim(), ld = padded(2 * kv_dim);
-  if (static_cast<int64_t>(qkv_.size()) < rows * ld) qkv_.resize(rows * ld);
-  phases_.clear();
   for (size_t i = 0; i < model_->decoder.layers.size(); ++i) {
     add_product(narrow_, model_->decoder.layers[i].cross_kv, qkv_.data(), rows, threads);
     with_cache_type(o.precision, [&]<typename T>() {
@@ -506,83 +472,6 @@ void Session::attend_source(int64_t layer, const Span& span, int64_t kv_head) {
                            BySlot{source.data(), 1}, count, dim, scale2, scores,
                            context_.data() + t * o.d_model + h * dim, is_last ? keys + next_head : nullptr);
     }
-}
-
-// ---- the vocabulary ----
-
-// Logits live 64 columns at a time: each row keeps its k best of a part of the vocabulary, and the sum of their
-// exponentials. The parts are the vocabulary's, whatever the number of threads, so that sums are made alike.
-void Session::choose(const Choice& choice, int64_t rows, int threads) {
-  const bool is_short = !shortlist_ids_.empty();
-  const PackedWeight& weight = is_short ? shortlist_ : model_->output;
-  const int64_t k = choice.k, vocab = model_->vocab_size();
-  const int64_t part_panels = std::clamp<int64_t>((weight.num_panels + 15) / 16, 4, 64);
-  const int64_t parts = (weight.num_panels + part_panels - 1) / part_panels;
-  if (static_cast<int64_t>(seen_.size()) < parts * rows) seen_.resize(parts * rows);
-  if (static_cast<int64_t>(best_ids_.size()) < parts * rows * k)
-    best_ids_.resize(parts * rows * k), best_values_.resize(parts * rows * k);
-  Ids place(choice.logit_rows.empty() ? 0 : rows, -1);  // of a row's logits
-  for (size_t i = 0; i < choice.logit_rows.size(); ++i) place.at(choice.logit_rows[i]) = static_cast<int32_t>(i);
-  if (is_short) std::fill_n(choice.logits, place.empty() ? 0 : choice.logit_rows.size() * vocab, kNever);
-
-  phases_.clear();
-  phases_.push_back({parts, [=, this, &weight, &choice, &place](int64_t part) {
-                       static thread_local std::vector<float> tile;
-                       tile.resize(rows * kPanelColumns);
-                       Seen* seen = seen_.data() + part * rows;
-                       float* values = best_values_.data() + part * rows * k;
-                       int32_t* ids = best_ids_.data() + part * rows * k;
-                       std::fill_n(seen, rows, Seen{kNever, kNever, 0, false});
-                       std::fill_n(values, rows * k, kNever);
-                       std::fill_n(ids, rows * k, 0);
-                       const int64_t end = std::min(weight.num_panels, (part + 1) * part_panels);
-                       for (int64_t panel = part * part_panels; panel < end; ++panel) {
-                         const int64_t first = panel * kPanelColumns,
-                                       columns = std::min(kPanelColumns, weight.n - first);
-                         gemm(narrow_, rows, weight, panel, panel + 1, tile.data(), kPanelColumns);
-                         for (int64_t row = 0; row < rows; ++row) {
-                           float* z = tile.data() + row * kPanelColumns;
-                           std::fill(z + columns, z + kPanelColumns, kNever);
-                           if (!place.empty() && place[row] >= 0) {
-                             float* to = choice.logits + place[row] * vocab;
-                             if (!is_short) std::copy_n(z, columns, to + first);
-                             else
-                               for (int64_t c = 0; c < columns; ++c) to[shortlist_ids_[first + c]] = z[c];
-                           }
-                           keep_best(z, first, k, choice.log_probs, seen[row], values + row * k, ids + row * k);
-                         }
-                       }
-                     }});
-  chosen_.k = k;
-  chosen_.ids.resize(rows * k), chosen_.values.resize(rows * k);
-  add_rows(rows, threads, [=, this, &choice](int64_t row) {
-    float* values = chosen_.values.data() + row * k;
-    int32_t* ids = chosen_.ids.data() + row * k;
-    std::copy_n(best_values_.data() + row * k, k, values);
-    std::copy_n(best_ids_.data() + row * k, k, ids);
-    float largest = kNever;
-    bool is_broken = false;
-    for (int64_t part = 0; part < parts; ++part) {
-      const Seen& seen = seen_[part * rows + row];
-      largest = std::max(largest, seen.largest), is_broken = is_broken || seen.broken;
-      if (part == 0) continue;
-      const int64_t at = (part * rows + row) * k;
-      for (int64_t i = 0; i < k && best_values_[at + i] > values[k - 1]; ++i)
-        insert(best_values_[at + i], best_ids_[at + i], k, values, ids);
-    }
-    if (is_broken) return (void)std::fill_n(values, k, std::numeric_limits<float>::quiet_NaN());
-    if (is_short)
-      for (int64_t i = 0; i < k; ++i) ids[i] = shortlist_ids_[ids[i]];
-    if (!choice.log_probs) return;
-    float sum = 0;
-    for (int64_t part = 0; part < parts; ++part) {
-      const Seen& seen = seen_[part * rows + row];
-      if (seen.sum > 0) sum += seen.sum * std::exp(seen.largest - largest);
-    }
-    const float total = largest + std::log(sum);
-    for (int64_t i = 0; i < k; ++i) values[i] -= total;
-  });
-  run_phases(phases_, threads);
 }
 
 }  // namespace fastformer

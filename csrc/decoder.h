@@ -13,25 +13,9 @@
 #include "phases.h"
 #include "search.h"
 #include "token_cache.h"
+#include "vocabulary.h"
 
 namespace fastformer {
-
-using Ids = std::vector<int32_t>;
-
-// What a step is to say of each row.
-struct Choice {
-  int64_t k;                // its best so many tokens
-  bool log_probs;           // their log-probabilities instead of their logits
-  Ids logit_rows;           // of these rows, upward, all logits as well:
-  float* logits = nullptr;  // (len(logit_rows), vocab_size)
-};
-
-// The best tokens of each row, best first, (rows, k). A row with a NaN or +inf among its logits has NaN for values.
-struct Chosen {
-  int64_t k = 0;
-  Ids ids;
-  std::vector<float> values;
-};
 
 class Session {
  public:
@@ -72,19 +56,12 @@ class Session {
     void add(const int32_t* tokens, int64_t count, int64_t first_position, const TokenCache::Group* group,
              const TokenCache::Row* row, bool is_prompt);
   };
-  // What is kept for a k best of one row in one part of the vocabulary.
-  struct Seen {
-    float worst, largest, sum;
-    bool broken;
-  };
-
   void check(const std::vector<Ids>& sources, const std::vector<Ids>& tokens) const;
   int threads_for(int64_t rows, int threads) const;
 
-  // The phases of a batch's way through a stack, behind which narrow_ holds its normalised states.
-  void through(const PackedStack& stack, const Batch& batch, bool is_encoder, int threads);
+  // Adds the phases of a batch's way through a stack, behind which narrow_ holds its normalised states.
+  void add_stack(const PackedStack& stack, const Batch& batch, bool is_encoder, int threads);
   void store_sources(const Batch& batch, int threads);
-  void choose(const Choice& choice, int64_t rows, int threads);
 
   void add_product(const PackedRows& in, const PackedWeight& weight, float* out, int64_t rows, int threads);
   template <typename F>
@@ -92,9 +69,6 @@ class Session {
   template <typename F>
   void add_heads(const Batch& batch, int threads, F&& head);
   void normalise(int64_t row, const float* delta, const Norm* norm, bool keep);
-
-  static void keep_best(const float* z, int64_t first, int64_t k, bool with_sum, Seen& seen, float* values,
-                        int32_t* ids);
 
   template <typename T>
   void attend_self(int64_t layer, const Span& span, int64_t kv_head, int64_t window);
@@ -105,18 +79,14 @@ class Session {
 
   std::shared_ptr<const PackedModel> model_;
   TokenCache cache_;
-  PackedWeight shortlist_;
-  Ids shortlist_ids_;
+  Vocabulary vocabulary_;
+  Chosen chosen_;
 
   std::vector<Phase> phases_;
   // Of the tokens of a batch: the residual stream, what a product gives, queries with keys and values, what attention
   // gives, the inside of the feed-forward network; each row ld_ of that apart.
   std::vector<float> x_, y_, qkv_, context_, hidden_;
   PackedRows narrow_, wide_;
-  std::vector<float> best_values_;
-  Ids best_ids_;
-  std::vector<Seen> seen_;
-  Chosen chosen_;
 };
 
 }  // namespace fastformer

@@ -32,15 +32,12 @@ class GreedySearch final : public Search {
     is_broken = !are_sound(values, 1);
     if (is_broken || values[0] == -kInfinity) return finish();  // nothing may follow
     last_[0] = append(last_[0], ids[0], values[0]);
-    if (ends(ids[0]) || ++length_ >= limit) return finish();
+    if (++num_tokens >= limit || ends(ids[0])) return finish();
     parents_.assign(1, 0);
     return parents_;
   }
 
   std::vector<Hypothesis> results() const override { return {line_of(last_[0])}; }
-
- private:
-  int64_t length_ = 0;
 };
 
 class BeamSearch final : public Search {
@@ -54,7 +51,7 @@ class BeamSearch final : public Search {
         early_stopping_(early_stopping),
         best_penalty_(length_penalty(alpha > 0 ? limit : 1, alpha)) {
     num_candidates = (1 + static_cast<int64_t>(eos_.size())) * num_beams;  // num_beams go on, whichever end
-    num_rows = 1;                                                         // all begin alike
+    num_rows = 1;                                                          // all begin alike
     peak_rows = num_beams;
     last_ = {-1};
     scores_ = {0.0};
@@ -62,7 +59,7 @@ class BeamSearch final : public Search {
 
   const std::vector<int32_t>& advance(const int32_t* ids, const float* values, int64_t stride) override {
     if (is_done) return finish();
-    ++length_;
+    ++num_tokens;
     pool_.clear();
     for (int64_t beam = 0; beam < num_rows; ++beam, ids += stride, values += stride) {
       if (!are_sound(values, num_candidates)) {
@@ -74,7 +71,7 @@ class BeamSearch final : public Search {
     }
     const auto wanted = pool_.begin() + num_candidates;
     std::partial_sort(pool_.begin(), wanted, pool_.end());
-    const double penalty = length_penalty(length_, alpha_);
+    const double penalty = length_penalty(num_tokens, alpha_);
     bool ended = false;
     parents_.clear();
     next_.clear();
@@ -98,14 +95,14 @@ class BeamSearch final : public Search {
       best_first(finished_);
       if (static_cast<int64_t>(finished_.size()) > num_beams_) finished_.resize(num_beams_);
     }
-    if (last_.empty() || length_ >= limit || is_decided()) return finish();
+    if (last_.empty() || num_tokens >= limit || is_decided()) return finish();
     num_rows = static_cast<int64_t>(last_.size());
     return parents_;
   }
 
   std::vector<Hypothesis> results() const override {
     std::vector<Scored> all = finished_;
-    const double penalty = length_penalty(length_, alpha_);
+    const double penalty = length_penalty(num_tokens, alpha_);
     for (size_t row = 0; has_begun() && row < last_.size(); ++row)  // the best of those cut come first already
       all.push_back({last_[row], scores_[row] / penalty});
     if (static_cast<int64_t>(all.size()) > num_return_) all.resize(num_return_);
@@ -147,8 +144,7 @@ class BeamSearch final : public Search {
   const int64_t num_beams_, num_return_;
   const double alpha_;
   const bool early_stopping_;
-  const double best_penalty_;  // the best that dividing by a penalty can still do for a score below zero
-  int64_t length_ = 0;
+  const double best_penalty_;                 // the best that dividing by a penalty can still do for a score below zero
   std::vector<double> scores_, next_scores_;  // of each row
   std::vector<int32_t> next_;
   std::vector<Candidate> pool_;

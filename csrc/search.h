@@ -28,6 +28,11 @@ class Search {
   bool is_done = false;    // no more steps
   bool is_broken = false;  // done, because a value was NaN or infinite
 
+  std::vector<int32_t> suppressed;  // never said: whoever steps the model gives them -inf
+  int64_t min_tokens = 0;           // before so many, nor what ends a row
+  int64_t num_tokens = 0;           // of each row that goes on
+  const std::vector<int32_t>& eos() const { return eos_; }
+
   // Takes in what may follow each row: ids and values (log-probabilities, or logits), best first, of equals the lowest
   // id first, -inf for what can't follow. A row's begin `stride` behind the last one's; num_candidates of them count.
   // For each row that goes on the row that it goes on from; none when the search is done.

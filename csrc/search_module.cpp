@@ -39,7 +39,8 @@ std::vector<int32_t> advance(Search& search, const py::sequence& ids, const py::
 std::vector<int32_t> last_tokens(const std::vector<const Search*>& searches) {
   int64_t rows = 0;
   for (const Search* search : searches) {
-    if (!search->has_begun()) throw py::value_error("expected searches that have begun: before, there is no last token");
+    if (!search->has_begun())
+      throw py::value_error("expected searches that have begun: before, there is no last token");
     rows += search->num_rows;
   }
   std::vector<int32_t> all(rows);
@@ -52,11 +53,21 @@ std::vector<int32_t> last_tokens(const std::vector<const Search*>& searches) {
 }
 
 std::unique_ptr<Search> beam_search(int64_t limit, std::vector<int32_t> eos, int64_t num_beams, double alpha,
-                                    int64_t num_return, bool early_stopping) {
+                                    int64_t num_return, bool early_stopping, int64_t min_tokens,
+                                    std::vector<int32_t> suppressed) {
   if (num_return < 1 || num_return > num_beams)
     throw py::value_error("expected num_return from 1 to num_beams = " + std::to_string(num_beams) + ", got " +
                           std::to_string(num_return));
-  return make_beam_search(limit, std::move(eos), num_beams, alpha, num_return, early_stopping);
+  auto search = make_beam_search(limit, std::move(eos), num_beams, alpha, num_return, early_stopping);
+  search->min_tokens = min_tokens, search->suppressed = std::move(suppressed);
+  return search;
+}
+
+std::unique_ptr<Search> greedy_search(int64_t limit, std::vector<int32_t> eos, int64_t min_tokens,
+                                      std::vector<int32_t> suppressed) {
+  auto search = make_greedy_search(limit, std::move(eos));
+  search->min_tokens = min_tokens, search->suppressed = std::move(suppressed);
+  return search;
 }
 
 std::vector<int64_t> places_of_done(const std::vector<const Search*>& searches) {
@@ -66,8 +77,8 @@ std::vector<int64_t> places_of_done(const std::vector<const Search*>& searches) 
   return places;
 }
 
-// Something to hold the phases against: each phase adds the one before it to its own, in a way that tells tasks that ran
-// twice, not at all, or too early. The numbers of the last one.
+// Something to hold the phases against: each phase adds the one before it to its own, in a way that tells tasks that
+// ran twice, not at all, or too early. The numbers of the last one.
 std::vector<uint64_t> phases_check(const std::vector<int64_t>& sizes, int64_t rounds, int threads) {
   std::vector<std::vector<uint64_t>> written;
   const std::vector<uint64_t> nothing;  // stands before an only phase
@@ -124,11 +135,14 @@ void bind_search(py::module_& m) {
            })
       .def("results", [](const Search& search) {
         py::list found;
-        for (const Hypothesis& one : search.results()) found.append(py::make_tuple(one.tokens, one.log_probs, one.score));
+        for (const Hypothesis& one : search.results())
+          found.append(py::make_tuple(one.tokens, one.log_probs, one.score));
         return found;
       });
-  m.def("greedy_search", &make_greedy_search);
-  m.def("beam_search", &beam_search);
+  m.def("greedy_search", &greedy_search, py::arg(), py::arg(), py::arg("min_tokens") = 0,
+        py::arg("suppressed") = std::vector<int32_t>());
+  m.def("beam_search", &beam_search, py::arg(), py::arg(), py::arg(), py::arg(), py::arg(), py::arg(),
+        py::arg("min_tokens") = 0, py::arg("suppressed") = std::vector<int32_t>());
   m.def("last_tokens", &last_tokens);
   m.def("places_of_done", &places_of_done);
   m.def("_phases_check", &phases_check);

@@ -34,10 +34,20 @@ class SearchHandle(Protocol):
 
 
 class _Extension(Protocol):
-    def greedy_search(self, limit: int, eos: Sequence[int]) -> SearchHandle: ...
+    def greedy_search(
+        self, limit: int, eos: Sequence[int], min_tokens: int, suppressed: Sequence[int]
+    ) -> SearchHandle: ...
 
     def beam_search(
-        self, limit: int, eos: Sequence[int], num_beams: int, alpha: float, num_return: int, early_stopping: bool
+        self,
+        limit: int,
+        eos: Sequence[int],
+        num_beams: int,
+        alpha: float,
+        num_return: int,
+        early_stopping: bool,
+        min_tokens: int,
+        suppressed: Sequence[int],
     ) -> SearchHandle: ...
 
     def last_tokens(self, searches: Sequence[SearchHandle]) -> list[int]: ...
@@ -68,9 +78,18 @@ class NativeSearch(Search):
         self.limit, self.num_candidates, self.peak_rows = handle.limit, handle.num_candidates, handle.peak_rows
 
     @classmethod
-    def greedy(cls, limit: int, eos: frozenset[int]) -> NativeSearch:
-        """The like of `RowSearch`."""
-        return cls(_extension_module().greedy_search(limit, sorted(eos)), is_greedy=True)
+    def greedy(
+        cls, limit: int, eos: frozenset[int], *, min_tokens: int = 0, suppressed: Sequence[int] = ()
+    ) -> NativeSearch:
+        """The like of `RowSearch`.
+
+        Args:
+            limit, eos: see there.
+            min_tokens: no end before so many; an engine that runs the search sees to it, others by processors.
+            suppressed: ids that are never said, likewise.
+        """
+        handle = _extension_module().greedy_search(limit, sorted(eos), min_tokens, suppressed)
+        return cls(handle, is_greedy=True)
 
     @classmethod
     def beams(
@@ -82,9 +101,13 @@ class NativeSearch(Search):
         alpha: float = 0.6,
         num_return: int = 1,
         early_stopping: bool = False,
+        min_tokens: int = 0,
+        suppressed: Sequence[int] = (),
     ) -> NativeSearch:
-        """The like of `BeamSearch`."""
-        handle = _extension_module().beam_search(limit, sorted(eos), num_beams, alpha, num_return, early_stopping)
+        """The like of `BeamSearch`; min_tokens and suppressed as for `greedy`."""
+        handle = _extension_module().beam_search(
+            limit, sorted(eos), num_beams, alpha, num_return, early_stopping, min_tokens, suppressed
+        )
         return cls(handle, is_greedy=False)
 
     @property

@@ -188,3 +188,7 @@ class ForcedToken(RowWise):
         forced = torch.full_like(scores, -torch.inf)
         forced[:, self.token] = 0.0
         return forced
+
+
+# What the searches in C++ are told, and an engine that runs them sees to, as long as there is something left to say.
+SEARCH_RULES = (SuppressTokens, MinNewTokens, EndWhereNothingFollows)

@@ -12,7 +12,7 @@ from fastformer.generation.decoders import Model, is_decoder_only
 from fastformer.generation.engines import Engine, Prompt, ShortlistEngine, choose_engine
 from fastformer.generation.engines.interface import SearchingEngine
 from fastformer.generation.native_search import NativeSearch
-from fastformer.generation.processors import make_processors
+from fastformer.generation.processors import SEARCH_RULES, make_processors
 from fastformer.generation.requests import Request
 from fastformer.generation.search import BeamSearch, RowSearch, Sampling, Search
 from fastformer.generation.settings import GenerationSettings
@@ -91,6 +91,7 @@ class RequestMaker:
         self._is_native = (
             isinstance(self.engine, SearchingEngine) and not settings.do_sample and settings.num_beam_groups == 1
         )
+        self._leaves_words = len({*settings.suppress_tokens, *self.ids.eos}) < model.config.vocab_size
         # Each input draws numbers of its own, which depend on the seed and its place alone.
         self._seed = settings.seed
         if settings.do_sample and settings.seed is None:
@@ -149,7 +150,9 @@ class RequestMaker:
 
         def make_search() -> Search:
             if self._is_native and settings.num_beams == 1:
-                return NativeSearch.greedy(limit, eos)
+                return NativeSearch.greedy(
+                    limit, eos, min_tokens=settings.min_new_tokens, suppressed=settings.suppress_tokens
+                )
             if self._is_native:
                 return NativeSearch.beams(
                     limit,
@@ -158,6 +161,8 @@ class RequestMaker:
                     alpha=settings.length_penalty,
                     num_return=settings.num_return_sequences,
                     early_stopping=settings.early_stopping,
+                    min_tokens=settings.min_new_tokens,
+                    suppressed=settings.suppress_tokens,
                 )
             if settings.num_beams > 1:
                 return BeamSearch(
@@ -175,12 +180,14 @@ class RequestMaker:
                 sampling = Sampling(settings.temperature, settings.top_k, settings.top_p, seed)
             return RowSearch(limit, eos, settings.samples, sampling)
 
+        processors = make_processors(
+            settings, self.ids.eos, len(prompt.tokens), limit, has_shortlist=self._has_shortlist
+        )
         return Request(
             prompt,
             make_search,
-            processors=make_processors(
-                settings, self.ids.eos, len(prompt.tokens), limit, has_shortlist=self._has_shortlist
-            ),
+            processors=processors,
+            search_suffices=self._leaves_words and all(isinstance(one, SEARCH_RULES) for one in processors),
             log_probs=self.log_probs,
             max_time=settings.max_time,
             on_token=on_token,

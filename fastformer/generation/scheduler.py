@@ -118,7 +118,7 @@ class Scheduler:
         """The searches of all that run, where an engine can advance all of them; else none."""
         searches: list[NativeSearch] = []
         for request in self.running:
-            if request.processors or not isinstance(request.search, NativeSearch):
+            if not request.search_suffices or not isinstance(request.search, NativeSearch):
                 return []
             searches.append(request.search)
         return searches

@@ -1,0 +1,156 @@
+#include "vocabulary.h"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <stdexcept>
+
+namespace fastformer {
+namespace {
+
+constexpr float kNever = -std::numeric_limits<float>::infinity();
+
+// Puts a value into its place among the k best, downward; of equals the first comes first.
+void insert(float value, int32_t column, int64_t k, float* values, int32_t* columns) {
+  int64_t i = k - 1;
+  for (; i > 0 && values[i - 1] < value; --i) values[i] = values[i - 1], columns[i] = columns[i - 1];
+  values[i] = value, columns[i] = column;
+}
+
+template <typename T>
+void make_room(std::vector<T>& v, int64_t n) {
+  if (static_cast<int64_t>(v.size()) < n) v.resize(n);
+}
+
+}  // namespace
+
+void Vocabulary::set_shortlist(const Ids& ids) {
+  for (size_t i = 0; i < ids.size(); ++i)
+    if (ids[i] < 0 || ids[i] >= model_.vocab_size() || (i && ids[i] <= ids[i - 1]))
+      throw std::invalid_argument("expected a shortlist of different ids of the vocabulary, sorted upward");
+  shortlist_ = ids.empty() ? PackedWeight() : model_.pack_output(ids);
+  shortlist_ids_ = ids;
+}
+
+void Vocabulary::add_phases(const PackedRows& states, int64_t rows, const Choice& choice, int threads, Chosen& chosen,
+                            std::vector<Phase>& phases) {
+  // The parts are the vocabulary's, whatever the number of threads, so that sums are made alike.
+  part_panels_ = std::clamp<int64_t>((weight().num_panels + 15) / 16, 4, 64);
+  num_parts_ = (weight().num_panels + part_panels_ - 1) / part_panels_;
+  make_room(seen_, num_parts_ * rows);
+  make_room(values_, num_parts_ * rows * choice.k);
+  make_room(columns_, num_parts_ * rows * choice.k);
+  places_.assign(choice.logit_rows.empty() ? 0 : rows, -1);
+  for (size_t i = 0; i < choice.logit_rows.size(); ++i) places_.at(choice.logit_rows[i]) = static_cast<int32_t>(i);
+  bans_.clear();
+  for (Choice::Ban ban : choice.bans) {
+    if (!shortlist_ids_.empty()) {
+      const auto found = std::lower_bound(shortlist_ids_.begin(), shortlist_ids_.end(), ban.id);
+      if (found == shortlist_ids_.end() || *found != ban.id) continue;
+      ban.id = static_cast<int32_t>(found - shortlist_ids_.begin());
+    }
+    bans_.push_back(ban);
+  }
+  std::sort(bans_.begin(), bans_.end(), [](const Choice::Ban& a, const Choice::Ban& b) { return a.id < b.id; });
+  // What a shortlist leaves out stays like this.
+  if (!shortlist_ids_.empty()) std::fill_n(choice.logits, choice.logit_rows.size() * model_.vocab_size(), kNever);
+  chosen.k = choice.k;
+  chosen.ids.resize(rows * choice.k), chosen.values.resize(rows * choice.k);
+
+  phases.push_back(
+      {num_parts_, [=, this, &states, &choice](int64_t part) { look_at_part(part, states, rows, choice); }});
+  const int64_t tasks = threads == 1 || rows < 8 ? 1 : std::min<int64_t>(rows, 4 * threads);
+  phases.push_back({tasks, [=, this, &choice, &chosen](int64_t task) {
+                      for (int64_t row = rows * task / tasks; row < rows * (task + 1) / tasks; ++row)
+                        merge_parts(row, rows, choice, chosen);
+                    }});
+}
+
+void Vocabulary::look_at_part(int64_t part, const PackedRows& states, int64_t rows, const Choice& choice) {
+  static thread_local std::vector<float> tile;
+  make_room(tile, rows * kPanelColumns);
+  const PackedWeight& w = weight();
+  const int64_t k = choice.k, begin = part * part_panels_, end = std::min(w.num_panels, begin + part_panels_);
+  Seen* seen = seen_.data() + part * rows;
+  float* values = values_.data() + part * rows * k;
+  int32_t* columns = columns_.data() + part * rows * k;
+  std::fill_n(seen, rows, Seen{kNever, kNever, 0, false});
+  std::fill_n(values, rows * k, kNever);
+  std::fill_n(columns, rows * k, 0);
+  auto ban = std::lower_bound(bans_.begin(), bans_.end(), begin * kPanelColumns,
+                              [](const Choice::Ban& b, int64_t column) { return b.id < column; });
+  for (int64_t panel = begin; panel < end; ++panel) {
+    const int64_t first = panel * kPanelColumns, count = std::min(kPanelColumns, w.n - first);
+    gemm(states, rows, w, panel, panel + 1, tile.data(), kPanelColumns);
+    for (; ban != bans_.end() && ban->id < first + kPanelColumns; ++ban)
+      for (int64_t row = ban->begin; row < ban->end; ++row) tile[row * kPanelColumns + ban->id - first] = kNever;
+    for (int64_t row = 0; row < rows; ++row) {
+      float* z = tile.data() + row * kPanelColumns;
+      std::fill(z + count, z + kPanelColumns, kNever);
+      if (!places_.empty() && places_[row] >= 0) {
+        float* to = choice.logits + places_[row] * model_.vocab_size();
+        for (int64_t c = 0; c < count; ++c) to[id_of(static_cast<int32_t>(first + c))] = z[c];
+      }
+      keep_best(z, first, k, choice.log_probs, seen[row], values + row * k, columns + row * k);
+    }
+  }
+}
+
+// Takes in 64 logits of a row, the first of them that of column `first`.
+void Vocabulary::keep_best(const float* z, int64_t first, int64_t k, bool with_sum, Seen& seen, float* values,
+                           int32_t* columns) {
+  using V = Vec<float>;
+  V most(kNever);
+  for (int64_t c = 0; c < kPanelColumns; c += V::size) {
+    const V x = V::load(z + c);
+    most = max(most, x);
+    // A NaN is above everything.
+    for (uint32_t above = lanes_above(x, V(seen.worst)); above; above &= above - 1) {
+      const int64_t lane = c + __builtin_ctz(above);
+      if (!(z[lane] < std::numeric_limits<float>::infinity())) seen.is_broken = true;
+      else if (z[lane] > seen.worst) {
+        insert(z[lane], static_cast<int32_t>(first + lane), k, values, columns);
+        seen.worst = values[k - 1];
+      }
+    }
+  }
+  if (!with_sum) return;
+  const float largest = most.max();
+  if (largest > seen.largest) {
+    if (seen.sum > 0) seen.sum *= std::exp(seen.largest - largest);
+    seen.largest = largest;
+  }
+  if (seen.largest == kNever) return;
+  V sum(0.f);
+  for (int64_t c = 0; c < kPanelColumns; c += V::size) sum = sum + exp(V::load(z + c) - V(seen.largest));
+  seen.sum += sum.sum();
+}
+
+void Vocabulary::merge_parts(int64_t row, int64_t rows, const Choice& choice, Chosen& chosen) const {
+  const int64_t k = choice.k;
+  float* values = chosen.values.data() + row * k;
+  int32_t* ids = chosen.ids.data() + row * k;
+  std::copy_n(values_.data() + row * k, k, values);
+  std::copy_n(columns_.data() + row * k, k, ids);
+  float largest = seen_[row].largest;
+  bool is_broken = seen_[row].is_broken;
+  for (int64_t part = 1; part < num_parts_; ++part) {
+    const Seen& seen = seen_[part * rows + row];
+    largest = std::max(largest, seen.largest), is_broken = is_broken || seen.is_broken;
+    const int64_t at = (part * rows + row) * k;
+    for (int64_t i = 0; i < k && values_[at + i] > values[k - 1]; ++i)
+      insert(values_[at + i], columns_[at + i], k, values, ids);
+  }
+  for (int64_t i = 0; i < k; ++i) ids[i] = id_of(ids[i]);
+  if (is_broken) return (void)std::fill_n(values, k, std::numeric_limits<float>::quiet_NaN());
+  if (!choice.log_probs || largest == kNever) return;
+  float sum = 0;
+  for (int64_t part = 0; part < num_parts_; ++part) {
+    const Seen& seen = seen_[part * rows + row];
+    if (seen.sum > 0) sum += seen.sum * std::exp(seen.largest - largest);
+  }
+  const float total = largest + std::log(sum);
+  for (int64_t i = 0; i < k; ++i) values[i] -= total;
+}
+
+}  // namespace fastformer

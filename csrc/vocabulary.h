@@ -1,0 +1,77 @@
+// The last product of a step, and the choice of its best tokens: logits live 64 columns at a time and are never
+// written, but where somebody asks for them.
+
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "packed_model.h"
+#include "phases.h"
+
+namespace fastformer {
+
+using Ids = std::vector<int32_t>;
+
+// What a step is to say of each row.
+struct Choice {
+  // What may not be said: an id, and the rows [begin, end) that it counts for.
+  struct Ban {
+    int32_t id;
+    int64_t begin, end;
+  };
+
+  int64_t k;                // its best so many tokens
+  bool log_probs;           // their log-probabilities instead of their logits
+  Ids logit_rows;           // of these rows, upward, all logits as well:
+  float* logits = nullptr;  // (len(logit_rows), vocab_size)
+  std::vector<Ban> bans;
+};
+
+// The best tokens of each row, best first, (rows, k); of equals the lowest id first. Where there are fewer than k, -inf
+// fills their places. A row with a NaN or +inf among its logits has NaN for values.
+struct Chosen {
+  int64_t k = 0;
+  Ids ids;
+  std::vector<float> values;
+};
+
+class Vocabulary {
+ public:
+  explicit Vocabulary(const PackedModel& model) : model_(model) {}
+
+  // Only these ids may be said, sorted upward; none: all.
+  void set_shortlist(const Ids& ids);
+
+  // Adds the phases that choose for `rows` rows of normalised states. The choice is read while they run.
+  void add_phases(const PackedRows& states, int64_t rows, const Choice& choice, int threads, Chosen& chosen,
+                  std::vector<Phase>& phases);
+
+ private:
+  // What is kept of one row in one part of the vocabulary beside its k best.
+  struct Seen {
+    float worst, largest, sum;  // of the k best; of all, and the sum of exp(z - largest)
+    bool is_broken;
+  };
+
+  const PackedWeight& weight() const { return shortlist_ids_.empty() ? model_.output : shortlist_; }
+  int32_t id_of(int32_t column) const { return shortlist_ids_.empty() ? column : shortlist_ids_[column]; }
+  void look_at_part(int64_t part, const PackedRows& states, int64_t rows, const Choice& choice);
+  void merge_parts(int64_t row, int64_t rows, const Choice& choice, Chosen& chosen) const;
+  static void keep_best(const float* z, int64_t first, int64_t k, bool with_sum, Seen& seen, float* values,
+                        int32_t* columns);
+
+  const PackedModel& model_;
+  PackedWeight shortlist_;
+  Ids shortlist_ids_;
+  // Of a step: its bans by column, the place of each row among those whose logits are written (-1: none), and for each
+  // part and row what was seen, with its k best.
+  std::vector<Choice::Ban> bans_;
+  Ids places_;
+  int64_t num_parts_ = 0, part_panels_ = 0;
+  std::vector<Seen> seen_;
+  std::vector<float> values_;
+  Ids columns_;
+};
+
+}  // namespace fastformer
