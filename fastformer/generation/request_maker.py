@@ -91,7 +91,9 @@ class RequestMaker:
         self._is_native = (
             isinstance(self.engine, SearchingEngine) and not settings.do_sample and settings.num_beam_groups == 1
         )
-        self._leaves_words = len({*settings.suppress_tokens, *self.ids.eos}) < model.config.vocab_size
+        unsaid = {*settings.suppress_tokens, *self.ids.eos}
+        allowed = len({*settings.shortlist} - unsaid) if settings.shortlist else model.config.vocab_size - len(unsaid)
+        self._leaves_words = allowed > 0
         # Each input draws numbers of its own, which depend on the seed and its place alone.
         self._seed = settings.seed
         if settings.do_sample and settings.seed is None:
