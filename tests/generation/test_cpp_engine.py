@@ -1,0 +1,187 @@
+"""The C++ engine computes what the model does, whatever the model's options, the batch, and the number of threads."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fastformer.generation import generate
+from fastformer.generation.engines import Prompt, Selection
+from fastformer.generation.engines.cpp import CppEngine
+from fastformer.models import GPT, Transformer
+from tests.generation.small import needs_cpp
+from tests.generation.weights import CONFIGS, drawn
+
+pytestmark = needs_cpp
+
+PRECISIONS = ("fp32", "bf16", "int8")
+
+
+@cache
+def configured(name: str) -> Any:
+    kind, options = CONFIGS[name]
+    return drawn(kind, **options)
+
+
+@contextmanager
+def num_threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def ids(dice: random.Random, count: int, size: int) -> list[int]:
+    return [dice.randrange(3, size) for _ in range(count)]
+
+
+def prompt_of(model: Any, dice: random.Random, length: int, before: int = 0) -> Prompt:
+    """A source of this length and so many forced tokens; or for a GPT a prompt of as many as both."""
+    if isinstance(model, GPT):
+        return Prompt(None, ids(dice, length + before, model.config.vocab_size))
+    source_size = model.config.source_vocab_size or model.config.vocab_size
+    return Prompt(ids(dice, length, source_size), [0, *ids(dice, before, model.config.vocab_size)])
+
+
+@torch.inference_mode()
+def exact(model: Any, prompt: Prompt, tokens: Sequence[int]) -> Tensor:
+    """(len(tokens), vocab_size): of the model in fp64, the log-probabilities behind each token."""
+    target = torch.tensor([[*prompt.tokens[:-1], *tokens]])
+    wide = doubled(model)
+    logits = wide(target) if prompt.source is None else wide(torch.tensor([prompt.source]), target)
+    return logits[0, len(prompt.tokens) - 1 :].log_softmax(-1)
+
+
+@cache
+def doubled(model: Any) -> Any:
+    return copy.deepcopy(model).double()
+
+
+def said(engine: CppEngine, prompts: Sequence[Prompt], new: Sequence[Sequence[int]]) -> list[Tensor]:
+    """(steps, vocab_size) of each: the log-probabilities behind the prompt's last token, and behind the new ones."""
+    size = engine._config.vocab_size
+    total = sum(len(p.source or ()) + len(p.tokens) + len(new[0]) + 64 for p in prompts)
+    engine.start(len(prompts), total)
+    engine.admit(prompts)
+    found = []
+    for step in range(len(new[0]) + 1):
+        tokens = [row[step - 1] if step else prompt.tokens[-1] for prompt, row in zip(prompts, new, strict=True)]
+        one = engine.step(tokens, Selection(size))
+        values = torch.empty(len(prompts), size)
+        values.scatter_(1, torch.tensor(one.ids), torch.tensor(one.values))
+        found.append(values)
+    return list(torch.stack(found, 1))
+
+
+def distance(found: Tensor, due: Tensor) -> float:
+    """The error of log-probabilities as a share of how far they lie apart."""
+    return ((found - due).square().mean().sqrt() / due.std()).item()
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_each_option_of_a_model_is_honoured(name) -> None:
+    model, dice = configured(name), random.Random(0)
+    prompts = [prompt_of(model, dice, length, before) for length, before in ((1, 0), (9, 3), (17, 0), (33, 18))]
+    new = [ids(dice, 4, model.config.vocab_size) for _ in prompts]
+    due = [exact(model, prompt, [prompt.tokens[-1], *row]) for prompt, row in zip(prompts, new, strict=True)]
+    for precision, bound in (("fp32", 2e-6), ("bf16", 0.03), ("int8", 0.08)):
+        found = said(CppEngine(model, precision), prompts, new)
+        for one, expected in zip(found, due, strict=True):
+            assert distance(one, expected) < bound, precision
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_tokens_are_those_of_the_cached_modules(name) -> None:
+    model, dice = configured(name), random.Random(1)
+    prompts = [prompt_of(model, dice, length, length % 3) for length in (1, 12, 30)]
+    inputs: Any = [prompt.source or prompt.tokens for prompt in prompts]
+    kinds: list[dict[str, Any]] = [
+        {},
+        {"num_beams": 4, "num_return_sequences": 2},
+        {"do_sample": True, "seed": 3, "top_k": 30, "top_p": 0.95, "num_return_sequences": 2},
+        {"num_beams": 2, "no_repeat_ngram_size": 1, "repetition_penalty": 1.2},
+    ]
+    for options in kinds:
+        if isinstance(model, Transformer):
+            options["decoder_input_ids"] = [list(prompt.tokens[1:]) for prompt in prompts]
+        options |= {"max_new_tokens": 7, "return_dict_in_generate": True}
+        found = generate(model, inputs, engine="cpp", **options)
+        due = generate(model, inputs, engine="kv_cache", **options)
+        assert torch.equal(found.sequences, due.sequences), options
+        assert (found.scores - due.scores).abs().max() < 1e-4
+        assert (found.token_log_probs - due.token_log_probs).abs().max() < 1e-4
+
+
+LONG: dict[str, Any] = {"max_len": 1300, "num_heads": 2, "d_model": 24, "d_ff": 32}
+
+
+@cache
+def long_model(kind: type[Transformer] | type[GPT], window: int | None) -> Any:
+    layers = {"num_encoder_layers": 1, "num_decoder_layers": 1} if kind is Transformer else {"num_layers": 1}
+    positions = {} if kind is Transformer else {"positions": "rotary"}
+    return drawn(kind, **LONG, **layers, **positions, window_size=window)
+
+
+@pytest.mark.parametrize("window", [None, 5, 600])
+@pytest.mark.parametrize("kind", [Transformer, GPT])
+def test_long_sources_and_prompts_are_read_whole(kind, window) -> None:
+    model, dice = long_model(kind, window), random.Random(2)
+    # Beside each other in pieces of 512: cut in the middle, whole, and one that begins where another ends.
+    lengths = ((300, 0), (700, 520), (1, 530), (513, 1), (211, 0), (16, 15))
+    prompts = [prompt_of(model, dice, *length) for length in lengths]
+    new = [ids(dice, 2, 70) for _ in prompts]
+    found = said(CppEngine(model), prompts, new)
+    for one, prompt, row in zip(found, prompts, new, strict=True):
+        assert distance(one, exact(model, prompt, [prompt.tokens[-1], *row])) < 3e-6
+    if kind is Transformer or window != 5:
+        return
+    # The tokens that fall out of the window, and the first of them, at its very edge.
+    far = Prompt(None, [*(69 - t for t in prompts[1].tokens[:-12]), *prompts[1].tokens[-12:]])
+    (other,) = said(CppEngine(model), [far], new[1:2])
+    assert torch.equal(other, found[1])
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("kind", [Transformer, GPT])
+def test_bits_depend_neither_on_the_batch_nor_on_the_number_of_threads(kind, precision) -> None:
+    # Large enough for a second thread to take part in each step.
+    sizes: dict[str, Any] = {"d_model": 264, "num_heads": 6, "num_kv_heads": 2, "d_ff": 700, "vocab_size": 1100}
+    model, dice = drawn(kind, **sizes), random.Random(3)
+    prompts = [prompt_of(model, dice, length, length % 4) for length in (1, 5, 16, 17, 31, 40)]
+    new = [ids(dice, 3, 1100) for _ in prompts]
+    engine = CppEngine(model, precision)
+    assert 6 * engine._packed.step_bytes > 4 << 20  # type: ignore[attr-defined]  # see threads_for
+    with num_threads(1):
+        alone = [said(engine, [prompt], [row])[0] for prompt, row in zip(prompts, new, strict=True)]
+        together = said(engine, prompts, new)
+        backwards = said(engine, prompts[::-1], new[::-1])[::-1]
+    with num_threads(2):
+        threads = said(engine, prompts, new)
+    with num_threads(3):
+        more = said(engine, prompts, new)
+    for others in (together, backwards, threads, more):
+        assert all(torch.equal(one, other) for one, other in zip(alone, others, strict=True))
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("window", [None, 40])
+@pytest.mark.parametrize("kind", [Transformer, GPT])
+def test_bits_do_not_depend_on_where_a_long_prompt_is_cut(kind, window, precision) -> None:
+    model, dice = long_model(kind, window), random.Random(4)
+    long = prompt_of(model, dice, 60, 560)
+    engine = CppEngine(model, precision)
+    new = [ids(dice, 2, 70)]
+    (alone,) = said(engine, [long], new)
+    for before in (1, 30, 77, 511):
+        beside = said(engine, [prompt_of(model, dice, 3, before), long], [*new, *new])
+        assert torch.equal(beside[1], alone), before

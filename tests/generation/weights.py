@@ -1,0 +1,58 @@
+"""Models whose every parameter matters: biases and norms that are no zeros and ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from fastformer.models import GPT, Transformer
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def drawn(kind: type[Transformer] | type[GPT], seed: int = 0, **options: Any) -> Any:
+    """A small model in evaluation, of drawn weights that give it an opinion."""
+    sizes: dict[str, Any] = {"vocab_size": 70, "d_model": 32, "num_heads": 4, "d_ff": 52, "max_len": 64}
+    if kind is Transformer:
+        sizes |= {"num_encoder_layers": 2, "num_decoder_layers": 2}
+    else:
+        sizes |= {"num_layers": 2}
+    model = kind(kind.config_class(**{**sizes, **options})).eval()
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        noise = torch.randn(parameter.shape, generator=generator)
+        if parameter.dim() == 1:
+            parameter.copy_(0.3 * noise + (1.0 if "norm" in name and name.endswith("weight") else 0.0))
+        elif "embedding" in name:
+            parameter.copy_(noise * (1.0 if name.endswith("table") else parameter.shape[1] ** -0.5))
+        else:
+            parameter.copy_(1.5 * noise * parameter.shape[1] ** -0.5)
+    return model
+
+
+# Each option of the configs away from its default at least once, and sizes that fill no vector and no panel.
+CONFIGS: dict[str, tuple[type[Transformer] | type[GPT], dict[str, Any]]] = {
+    "transformer": (Transformer, {}),
+    "post-norm": (Transformer, {"norm_first": False, "positions": "interleaved", "attention_bias": True}),
+    "rms gelu gqa": (Transformer, {"norm": "rms", "activation": "gelu", "num_kv_heads": 2, "layer_norm_eps": 1e-2}),
+    "windows": (Transformer, {"window_size": 3, "activation": "gelu_tanh", "num_kv_heads": 1}),
+    "windows of one": (Transformer, {"window_size": 0, "norm_first": False, "norm": "rms"}),
+    "two vocabularies": (
+        Transformer,
+        {"source_vocab_size": 33, "tie_embeddings": False, "activation": "swiglu", "d_ff": 37},
+    ),
+    "odd sizes": (Transformer, {"d_model": 60, "num_heads": 3, "d_ff": 67, "vocab_size": 129, "num_kv_heads": 3}),
+    "deep decoder": (Transformer, {"num_encoder_layers": 1, "num_decoder_layers": 3, "d_model": 72, "num_heads": 1}),
+    "gpt": (GPT, {}),
+    "sinusoidal": (GPT, {"positions": "sinusoidal", "bias": False, "tie_embeddings": False, "activation": "relu"}),
+    "llama": (
+        GPT,
+        {"positions": "rotary", "norm": "rms", "activation": "swiglu", "num_kv_heads": 2, "bias": False, "d_ff": 45},
+    ),
+    "rotary windows": (
+        GPT,
+        {"positions": "rotary", "window_size": 5, "d_model": 108, "num_heads": 3, "rotary_base": 100.0},
+    ),
+    "gpt windows": (GPT, {"window_size": 4, "num_kv_heads": 1, "activation": "gelu_tanh", "layer_norm_eps": 1e-2}),
+}
