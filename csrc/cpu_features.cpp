@@ -32,8 +32,10 @@ CpuFeatures probe() {
     else if (name == "amx_int8") kept.amx_int8 = found.amx_int8;
     else if (name == "amx_bf16") kept.amx_bf16 = found.amx_bf16;
     else
-      throw std::invalid_argument("FASTFORMER_CPU_FEATURES: expected avx512_vnni, avx512_bf16, avx_vnni, amx_int8 or "
-                                  "amx_bf16, got '" + std::string(name) + "'");
+      throw std::invalid_argument(
+          "FASTFORMER_CPU_FEATURES: expected avx512_vnni, avx512_bf16, avx_vnni, amx_int8 or "
+          "amx_bf16, got '" +
+          std::string(name) + "'");
   }
   return kept;
 }

@@ -12,13 +12,19 @@
 namespace fastformer {
 namespace {
 
-constexpr int64_t kPrefillTokens = 512;  // that go through a stack together: their activations stay in the cache  //
-                                         // that go through a stack together: their activations stay in the cache
+constexpr int64_t kPrefillTokens = 512;  // that go through a stack together: their activations stay in the cache
 constexpr int64_t kTasksPerThread = 4;   // so that a thread which is held up leaves the others something to do
 
 int64_t padded(int64_t columns) { return (columns + kPanelColumns - 1) / kPanelColumns * kPanelColumns; }
 
 int64_t element_size(Precision precision) { return precision == Precision::fp32 ? 4 : 2; }
+
+// Of a cache; it has one at least.
+int64_t blocks_for(int64_t num_tokens) {
+  if (num_tokens < 0 || num_tokens > std::numeric_limits<int32_t>::max())
+    throw std::length_error("expected room for 0 or more tokens that 32 bits can count");
+  return std::max<int64_t>(1, blocks_of(num_tokens));
+}
 
 // f.operator()<T>() for what the keys and values are kept as: fp32, and bf16 for what is smaller.
 template <typename F>
@@ -89,7 +95,7 @@ void Session::Batch::add(const int32_t* tokens, int64_t count, int64_t first_pos
 Session::Session(std::shared_ptr<const PackedModel> model, int64_t num_tokens)
     : model_(std::move(model)),
       cache_(model_->options.num_decoder_layers, model_->options.num_kv_heads, model_->options.head_dim(),
-             element_size(model_->options.precision), std::max<int64_t>(1, blocks_of(num_tokens))),
+             element_size(model_->options.precision), blocks_for(num_tokens)),
       vocabulary_(*model_) {}
 
 int64_t Session::num_rows() const {
@@ -120,7 +126,7 @@ void Session::admit(const std::vector<Ids>& sources, const std::vector<Ids>& tok
       TokenCache::Group& group = cache_.add(model_->options.has_encoder() ? sources[i].size() : 0);
       cache_.append(group, tokens[i].size());
     }
-  } catch (const std::length_error&) {
+  } catch (...) {
     for (; cache_.groups.size() > first;) cache_.release({static_cast<int64_t>(cache_.groups.size()) - 1});
     throw;
   }
@@ -189,7 +195,8 @@ int64_t Session::run(const std::vector<Search*>& searches, Ids tokens, int64_t m
     Choice choice{1, log_probs, {}};
     int64_t first = 0;
     for (size_t i = 0; i < searches.size(); ++i) {
-      if (searches[i]->is_done || searches[i]->num_rows != static_cast<int64_t>(cache_.groups[i].rows.size()))
+      if (!searches[i] || searches[i]->is_done ||
+          searches[i]->num_rows != static_cast<int64_t>(cache_.groups[i].rows.size()))
         throw std::invalid_argument("expected searches that go on, of as many rows as their groups");
       choice.k = std::max(choice.k, searches[i]->num_candidates);
       const int64_t end = first + searches[i]->num_rows;

@@ -70,6 +70,8 @@ class GuardedSession {
 py::tuple step(GuardedSession& guarded, const Ids& tokens, int64_t k, bool log_probs, const Ids& logit_rows,
                std::optional<py::array_t<float, py::array::c_style>> logits, int threads) {
   return guarded.with([&](Session& session) {
+    if (k < 1 || k > session.model().vocab_size())
+      throw std::invalid_argument("expected k from 1 to the size of the vocabulary");
     Choice choice{k, log_probs, logit_rows};
     if (!logit_rows.empty()) {
       if (!logits || logits->ndim() != 2 || logits->shape(0) != static_cast<py::ssize_t>(logit_rows.size()) ||
@@ -114,7 +116,9 @@ void bind_decoder(py::module_& m) {
              const py::gil_scoped_release released;
              guarded.with([&](Session& session) { session.admit(sources, tokens, threads); });
            })
-      .def("step", step)
+      // Logits that would be copied would be lost.
+      .def("step", step, py::arg("tokens"), py::arg("k"), py::arg("log_probs"), py::arg("logit_rows"),
+           py::arg("logits").noconvert(), py::arg("threads"))
       .def("run",
            [](GuardedSession& guarded, const std::vector<Search*>& searches, const Ids& tokens, int64_t max_steps,
               double seconds, bool log_probs, int threads) {

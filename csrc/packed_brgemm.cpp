@@ -17,8 +17,7 @@ bool can_brgemm(Precision precision) {
     const char* asked = std::getenv("FASTFORMER_BRGEMM");
     return asked != nullptr && asked[0] == '1';
   }();
-  if (precision == Precision::bf16)
-    return (forced || cpu_features().amx_bf16) && blas::could_pack(at::kBFloat16);
+  if (precision == Precision::bf16) return (forced || cpu_features().amx_bf16) && blas::could_pack(at::kBFloat16);
   return precision == Precision::int8 && (forced || cpu_features().amx_int8) && blas::could_pack(at::kByte);
 #else
   return false;

@@ -18,7 +18,7 @@ namespace fastformer {
 namespace {
 
 constexpr int64_t kHugePage = int64_t(2) << 20;
-constexpr int64_t kAhead = 8192;         // bytes that one stream fetches ahead: the best of 2 KiB to 128 KiB on Zen 5
+constexpr int64_t kAhead = 8192;       // bytes that one stream fetches ahead: the best of 2 KiB to 128 KiB on Zen 5
 constexpr int64_t kMostInt8 = 133144;  // k * 127 * 127 < 2^31
 
 int64_t round_up(int64_t x, int64_t multiple) { return (x + multiple - 1) / multiple * multiple; }
@@ -170,8 +170,8 @@ void gemm_by_tiles(const PackedRows& x, int64_t rows, const PackedWeight& w, int
     tile.tail = reinterpret_cast<const PanelTail*>(panel + w.steps() * kStepBytes);
     for (int64_t first = 0; first < rows; first += kBrgemmRows) {
       const int64_t count = std::min(kBrgemmRows, rows - first);
-      brgemm_panel(w.precision, round_up(count, kTileRows), x.data() + first * x.stride(), x.stride(), panel,
-                   w.steps(), sums);
+      brgemm_panel(w.precision, round_up(count, kTileRows), x.data() + first * x.stride(), x.stride(), panel, w.steps(),
+                   sums);
       tile.left_scale = x.scales() + first;
       for (int r = 0; r < count; ++r)
         for (int64_t c = 0; c < kPanelColumns; c += V::size) {
@@ -241,9 +241,8 @@ void PackedRows::store(int64_t row, const float* x) {
     std::memcpy(to, x, static_cast<size_t>(k_) * 4);
   } else if (precision_ == Precision::bf16) {
     // Whole vectors are written: beyond k stand zeros, as the weight has them.
-    for_each_vec<float>(k_, [&](int64_t c, int64_t count) {
-      V::load(x + c, count).store(reinterpret_cast<bfloat16*>(to) + c);
-    });
+    for_each_vec<float>(
+        k_, [&](int64_t c, int64_t count) { V::load(x + c, count).store(reinterpret_cast<bfloat16*>(to) + c); });
   } else {
     const Scale scale(largest_bits(x, k_));
     scales_[static_cast<size_t>(row)] = scale.scale;
@@ -281,8 +280,16 @@ void gemm(const PackedRows& x, int64_t rows, const PackedWeight& w, int64_t begi
       for (int64_t g = 0, first = 0; g < groups; ++g, ++pass) {
         const int64_t count = (rows - first) / (groups - g);
         const int which = pass * lines >= 4 ? 0 : lines == 4 ? 3 : static_cast<int>(lines);
-        const Tile tile{x.data() + first * x.stride(), x.stride(), x.scales() + first, panel + column * 4, w.steps(),
-                        tail, column, next + pass * fetched, out + first * ld, ld};
+        const Tile tile{x.data() + first * x.stride(),
+                        x.stride(),
+                        x.scales() + first,
+                        panel + column * 4,
+                        w.steps(),
+                        tail,
+                        column,
+                        next + pass * fetched,
+                        out + first * ld,
+                        ld};
         all.table[shape][count - 1][which](tile);
         first += count;
       }

@@ -19,11 +19,13 @@ namespace py = pybind11;
 using Array = py::array_t<float, py::array::c_style | py::array::forcecast>;
 
 // x W^T + b, packed for this one call.
-Array packed_linear(const Array& x, const Array& weight, const std::optional<Array>& bias, const std::string& precision) {
+Array packed_linear(const Array& x, const Array& weight, const std::optional<Array>& bias,
+                    const std::string& precision) {
   if (x.ndim() != 2 || weight.ndim() != 2 || x.shape(1) != weight.shape(1))
     throw py::value_error("packed_linear: expected x of (rows, k) and a weight of (n, k)");
   const int64_t rows = x.shape(0), n = weight.shape(0), k = weight.shape(1);
-  if (bias && (bias->ndim() != 1 || bias->shape(0) != n)) throw py::value_error("packed_linear: expected a bias of (n,)");
+  if (bias && (bias->ndim() != 1 || bias->shape(0) != n))
+    throw py::value_error("packed_linear: expected a bias of (n,)");
   const PackedWeight packed({weight.data(), false, n, k, k}, bias ? bias->data() : nullptr, precision_named(precision));
   PackedRows left;
   left.resize(rows, k, packed.precision);

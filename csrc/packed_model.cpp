@@ -36,6 +36,13 @@ class Names {
     }
     return values;
   }
+  // One of two dimensions, of which the second may be given.
+  const ModelTensor& table(const std::string& name, int64_t columns = -1) const {
+    const ModelTensor& tensor = get(name);
+    if (tensor.shape.size() != 2 || tensor.shape[0] < 1 || (columns >= 0 && tensor.shape[1] != columns))
+      throw std::invalid_argument("the tensor " + prefix_ + name + " has another shape");
+    return tensor;
+  }
   // Rows [begin, end) of a matrix of k columns.
   Matrix matrix(const std::string& name, int64_t begin, int64_t end, int64_t rows, int64_t k) const {
     const ModelTensor& tensor = get(name);
@@ -78,7 +85,7 @@ PackedLayer pack_layer(const ModelOptions& o, const Names& names, bool has_cross
     layer.norm3 = norm("norm3");
   }
   layer.norm1 = norm("norm1"), layer.norm2 = norm("norm2");
-  const int64_t inner = names.get("linear1.weight").shape[0];
+  const int64_t inner = names.table("linear1.weight", dim).shape[0];
   layer.ff1 = linear(names, "linear1", inner, dim);
   layer.ff2 = linear(names, "linear2", dim, o.activation == Activation::swiglu ? inner / 2 : inner);
   return layer;
@@ -93,6 +100,16 @@ PackedStack pack_stack(const ModelOptions& o, const Names& names, int64_t num_la
   return stack;
 }
 
+// Before anything is divided by one of them, or multiplied by another.
+const ModelOptions& checked(const ModelOptions& o) {
+  constexpr int64_t kMost = 1 << 20;
+  const bool has_sizes = o.d_model >= 1 && o.d_model <= kMost && o.num_heads >= 1 && o.num_heads <= o.d_model &&
+                         o.num_kv_heads >= 1 && o.num_decoder_layers >= 1 && o.num_decoder_layers <= kMost;
+  if (!has_sizes || o.d_model % o.num_heads || o.num_heads % o.num_kv_heads)
+    throw std::invalid_argument("expected one or more layers, and heads that divide d_model and one another");
+  return o;
+}
+
 }  // namespace
 
 void Table::add_to(int64_t row, float factor, float* to) const {
@@ -105,23 +122,24 @@ void Table::add_to(int64_t row, float factor, float* to) const {
   else add(static_cast<const float*>(data_) + row * dim_);
 }
 
-PackedModel::PackedModel(const ModelOptions& o, const ModelTensors& tensors) : options(o) {
+PackedModel::PackedModel(const ModelOptions& o, const ModelTensors& tensors) : options(checked(o)) {
   const Names names(tensors, "");
   if (o.has_encoder()) {
     encoder = pack_stack(o, names.within("encoder"), o.num_encoder_layers, false, o.encoder_window);
-    source_embedding_ = Table(names.get("source_embedding"));
+    source_embedding_ = Table(names.table("source_embedding", o.d_model));
   }
   decoder = pack_stack(o, names.within("decoder"), o.num_decoder_layers, o.has_encoder(), o.decoder_window);
-  target_embedding_ = Table(names.get("target_embedding"));
-  const int64_t vocab = names.get("output").shape[0];
+  target_embedding_ = Table(names.table("target_embedding", o.d_model));
+  const int64_t vocab = names.table("output").shape[0];
+  if (target_embedding_.rows() < vocab) throw std::invalid_argument("expected an embedding of each token to say");
   output_matrix_ = names.matrix("output", 0, vocab, vocab, o.d_model);
   output = PackedWeight(output_matrix_, nullptr, o.precision);
-  if (const ModelTensor* table = names.find("positions")) {
-    positions_ = Table(*table);
+  if (names.find("positions")) {
+    positions_ = Table(names.table("positions", o.d_model));
     max_len_ = positions_.rows();
   }
   if (const ModelTensor* cos = names.find("cos")) {
-    const ModelTensor& sin = names.get("sin");
+    const ModelTensor& sin = names.table("sin", names.table("cos").shape[1]);
     const int64_t dim = o.head_dim(), half = cos->shape[1];
     if (2 * half != dim || sin.shape != cos->shape)
       throw std::invalid_argument("expected rotary tables of half a head");

@@ -48,10 +48,10 @@ void run_alone(const std::vector<Phase>& phases) {
 
 // Helpers, and the one run of phases that they work on.
 //
-// The tasks of all phases that were ever opened are numbered through. `next_` is the first that nobody has taken, `end_`
-// the end of the phase that is open. Who takes task t, by moving next_ from t to t + 1, may read what stands beside them
-// about the phase (phase_, start_): it changes only when all of its tasks are done, and t isn't. A thread that was held
-// up before it has taken its task finds next_ changed, and nothing is lost.
+// The tasks of all phases that were ever opened are numbered through. `next_` is the first that nobody has taken,
+// `end_` the end of the phase that is open. Who takes task t, by moving next_ from t to t + 1, may read what stands
+// beside them about the phase (phase_, start_): it changes only when all of its tasks are done, and t isn't. A thread
+// that was held up before it has taken its task finds next_ changed, and nothing is lost.
 class Team {
  public:
   // The phases on `threads` threads, the caller's included; false, and nothing is done, while others run.
@@ -137,7 +137,6 @@ class Team {
     is_finished_.store(true, std::memory_order_release);
     return worked;
   }
-
 
   // What a helper does all its life.
   void help(Helper& self, int place) {

@@ -39,6 +39,7 @@ std::vector<int32_t> advance(Search& search, const py::sequence& ids, const py::
 std::vector<int32_t> last_tokens(const std::vector<const Search*>& searches) {
   int64_t rows = 0;
   for (const Search* search : searches) {
+    if (!search) throw py::value_error("expected searches, got None");
     if (!search->has_begun())
       throw py::value_error("expected searches that have begun: before, there is no last token");
     rows += search->num_rows;
@@ -55,6 +56,9 @@ std::vector<int32_t> last_tokens(const std::vector<const Search*>& searches) {
 std::unique_ptr<Search> beam_search(int64_t limit, std::vector<int32_t> eos, int64_t num_beams, double alpha,
                                     int64_t num_return, bool early_stopping, int64_t min_tokens,
                                     std::vector<int32_t> suppressed) {
+  constexpr int64_t kMost = 1 << 20;  // of candidates: what is made of them is counted in 64 bits
+  if (num_beams > kMost || static_cast<int64_t>(eos.size()) >= kMost / std::max<int64_t>(1, num_beams))
+    throw py::value_error("expected fewer beams and ends");
   if (num_return < 1 || num_return > num_beams)
     throw py::value_error("expected num_return from 1 to num_beams = " + std::to_string(num_beams) + ", got " +
                           std::to_string(num_return));
@@ -73,7 +77,8 @@ std::unique_ptr<Search> greedy_search(int64_t limit, std::vector<int32_t> eos, i
 std::vector<int64_t> places_of_done(const std::vector<const Search*>& searches) {
   std::vector<int64_t> places;
   for (size_t i = 0; i < searches.size(); ++i)
-    if (searches[i]->is_done) places.push_back(static_cast<int64_t>(i));
+    if (!searches[i]) throw py::value_error("expected searches, got None");
+    else if (searches[i]->is_done) places.push_back(static_cast<int64_t>(i));
   return places;
 }
 

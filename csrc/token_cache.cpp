@@ -15,12 +15,10 @@ constexpr size_t kHugePage = size_t{2} << 20;
 }  // namespace
 
 TokenCache::TokenCache(int64_t layers, int64_t kv_heads, int64_t head_dim, int64_t element_size, int64_t num_blocks)
-    : kv_heads_(kv_heads),
-      token_bytes_(head_dim * element_size),
-      block_slots_(layers * 2 * kv_heads * kBlockTokens),
-      seen_(num_blocks) {
-  if (block_slots_ * num_blocks > std::numeric_limits<int32_t>::max())
+    : kv_heads_(kv_heads), token_bytes_(head_dim * element_size), block_slots_(layers * 2 * kv_heads * kBlockTokens) {
+  if (num_blocks > std::numeric_limits<int32_t>::max() / block_slots_)
     throw std::length_error("expected a cache of fewer tokens: its places are counted in 32 bits");
+  seen_.resize(num_blocks);
   const size_t bytes = static_cast<size_t>(block_slots_ * num_blocks * token_bytes_);
   // Pages that nobody has touched cost nothing, so the whole budget can be asked for.
   data_ = static_cast<char*>(std::aligned_alloc(kHugePage, (bytes + kHugePage) / kHugePage * kHugePage));
@@ -105,9 +103,14 @@ void TokenCache::sweep(Group& group) {
 }
 
 void TokenCache::release(const std::vector<int64_t>& leaving) {
+  std::vector<char> leaves(groups.size());  // nothing is let go where one of them is wrong
   for (const int64_t at : leaving) {
-    Group& group = groups.at(at);
-    if (group.rows.empty()) throw std::invalid_argument("expected different groups to release");
+    if (at < 0 || at >= static_cast<int64_t>(groups.size()) || leaves[at])
+      throw std::invalid_argument("expected different groups that are there to release");
+    leaves[at] = 1;
+  }
+  for (const int64_t at : leaving) {
+    Group& group = groups[at];
     free_.insert(free_.end(), group.blocks.rbegin(), group.blocks.rend());
     group.rows.clear();
   }

@@ -1,0 +1,386 @@
+"""Whatever Python hands to the engine's objects: an error or a result, and never the end of the process."""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fastformer.generation.engines.cpp import _options, _tensors
+from fastformer.models import GPT, Transformer
+from fastformer.ops import _extension
+from tests.generation.small import needs_cpp
+from tests.generation.weights import drawn
+
+pytestmark = needs_cpp
+
+EXT: Any = _extension.module()
+VOCAB, BLOCKS = 11, 6
+SIZES: dict[str, Any] = {"vocab_size": VOCAB, "d_model": 12, "num_heads": 2, "d_ff": 8, "max_len": 20}
+ERRORS = (ValueError, TypeError, KeyError, IndexError, OverflowError, MemoryError, RuntimeError)
+
+FEW = settings(max_examples=100, deadline=None, derandomize=True, database=None)
+MANY = settings(max_examples=5000, deadline=None, database=None)
+
+
+def model_of(which: str) -> Any:
+    if which == "gpt":
+        return drawn(GPT, **SIZES, num_layers=1, positions="rotary", activation="swiglu")
+    return drawn(
+        Transformer, **SIZES, num_encoder_layers=1, num_decoder_layers=1, source_vocab_size=7, tie_embeddings=False
+    )
+
+
+MODELS = {which: model_of(which) for which in ("gpt", "transformer")} if EXT is not None else {}
+
+
+def parts(which: str, precision: str = "fp32") -> tuple[dict[str, Any], dict[str, Any]]:
+    return dict(_options(MODELS[which], precision)), dict(_tensors(MODELS[which]))
+
+
+def new_session(which: str, precision: str = "fp32", blocks: int = BLOCKS) -> Any:
+    return EXT.Session(EXT.PackedModel(*parts(which, precision)), blocks * 16)
+
+
+def with_gaps(shape: Sequence[int], dtype: Any = np.float32) -> np.ndarray:
+    return np.zeros([2 * size for size in shape], dtype)[tuple(slice(None, None, 2) for _ in shape)]
+
+
+ints = st.one_of(st.integers(-3, 14), st.sampled_from([2**31 - 1, -(2**31), 2**31, 2**40, 2**63 - 1, -(2**63), 2**64]))
+few_ints = st.integers(-3, 14)
+odd = st.one_of(ints, st.none(), st.booleans(), st.floats(), st.sampled_from(["", "fp32", "relu", "tanh", b"x", ()]))
+arrays = st.one_of(
+    st.none(),
+    st.sampled_from([3, "text", [1.0, 2.0], np.float32(1), np.array(1.0, np.float32), np.zeros((0, 0), np.float32)]),
+    st.builds(
+        lambda shape, dtype, has_gaps: (with_gaps if has_gaps else np.zeros)(shape, dtype),
+        st.lists(st.integers(0, 13), max_size=3),
+        st.sampled_from([np.float32, np.uint16, np.float64, np.int64, np.float16, bool]),
+        st.booleans(),
+    ),
+)  # fmt: skip
+
+
+def packs_or_says_why_not(
+    which: str, precision: str, wrong: dict[str, Any], other: dict[int, Any], left_out: int
+) -> None:
+    options, tensors = parts(which, precision)
+    names = sorted(tensors)
+    options |= {name: value for name, value in wrong.items() if name in options}
+    tensors |= {names[place % len(names)]: value for place, value in other.items()}
+    if left_out >= 0:
+        tensors.pop(names[left_out % len(names)])
+    try:
+        session = EXT.Session(EXT.PackedModel(options, tensors), 32)
+        session.admit([[1, 2]], [[3, 4, 5]], 1)
+        session.step([6], 2, True, [], None, 1)
+    except ERRORS:
+        return
+
+
+shapes = given(
+    st.sampled_from(["gpt", "transformer"]),
+    st.sampled_from(["fp32", "bf16", "int8"]),
+    st.dictionaries(st.sampled_from(sorted(parts("gpt")[0])) if MODELS else st.text(), odd, max_size=2),
+    st.dictionaries(st.integers(0, 60), arrays, max_size=2),
+    st.integers(-20, 60),
+)
+test_a_model_is_packed_or_it_is_said_why_not = FEW(shapes(packs_or_says_why_not))
+test_many_models_are_packed_or_it_is_said_why_not = pytest.mark.slow(MANY(shapes(packs_or_says_why_not)))
+
+
+SIZES_OF = ("d_model", "num_heads", "num_kv_heads", "num_decoder_layers")
+WRONG_SIZES = [(name, value) for name in SIZES_OF for value in (0, -1, 2**62)]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [*WRONG_SIZES, ("num_heads", 5), ("num_kv_heads", 3), ("num_encoder_layers", 2), ("precision", "fp64")],
+)
+def test_sizes_that_make_no_model_are_refused(name, value) -> None:
+    options, tensors = parts("transformer")
+    with pytest.raises(ValueError, match=r"expected|has no tensor|has another shape"):
+        EXT.PackedModel({**options, name: value}, tensors)
+
+
+@pytest.mark.parametrize("which", ["gpt", "transformer"])
+def test_each_tensor_has_to_be_of_its_shape_and_a_known_dtype(which) -> None:
+    options, tensors = parts(which)
+    for name, array in tensors.items():
+        longer = np.zeros([array.shape[0] + 1, *array.shape[1:]], np.float32)
+        wider = np.zeros([*array.shape[:-1], array.shape[-1] + 1], np.float32)
+        for wrong in (longer, wider, array[None], array.ravel()[:1].reshape(())):
+            # A table may have any number of rows, as long as it has enough of them.
+            if wrong is longer and name in ("source_embedding", "target_embedding", "positions"):
+                continue
+            with pytest.raises(ValueError, match=r"has another shape|rotary tables|embedding of each token"):
+                EXT.PackedModel(options, {**tensors, name: wrong})
+        with pytest.raises(ValueError, match="expected arrays of float32, or of uint16"):
+            EXT.PackedModel(options, {**tensors, name: array.astype(np.float64)})
+        with pytest.raises(ValueError, match="expected arrays without gaps"):
+            EXT.PackedModel(options, {**tensors, name: with_gaps(array.shape)})
+    with pytest.raises(ValueError, match="expected an embedding of each token"):
+        EXT.PackedModel(options, {**tensors, "target_embedding": np.zeros((VOCAB - 1, 12), np.float32)})
+
+
+lists = st.lists(few_ints, max_size=4)
+calls = st.lists(
+    st.one_of(
+        st.tuples(st.just("admit"), st.lists(lists, max_size=3), st.lists(st.lists(ints, max_size=22), max_size=3)),
+        st.tuples(st.just("step"), st.lists(ints, max_size=6), st.one_of(st.integers(1, 11), ints), st.booleans()),
+        st.tuples(st.just("reorder"), st.lists(lists, max_size=3)),
+        st.tuples(st.just("release"), lists),
+        st.tuples(st.just("run"), lists, ints, st.floats(), st.booleans()),
+        st.tuples(st.just("set_shortlist"), st.lists(ints, max_size=5)),
+        st.tuples(st.just("good")),
+    ),
+    max_size=14,
+)
+
+
+def good_step(session: Any, rows: int) -> Any:
+    return session.step([3] * rows, VOCAB, True, [], None, 1)
+
+
+def stays_as_it_was_after_an_error(which: str, what: list[tuple[Any, ...]], threads: int) -> None:
+    tried, other = new_session(which), new_session(which)
+    groups: list[int] = []  # the rows of each, as far as the calls were good
+    for name, *given_ in what:
+        if name == "run":
+            searches = [EXT.greedy_search(3, [1], 0, []) if i != 7 else None for i in given_[0]]
+            arguments = [searches, [3] * len(searches), *given_[1:], threads]
+        elif name == "step":
+            arguments = [*given_, [], None, threads]
+        elif name == "good":
+            name, arguments = "step", [[3] * sum(groups), 3, True, [], None, threads]
+        else:
+            arguments = [*given_, *([threads] if name == "admit" else [])]
+        before = tried.free_tokens()
+        try:
+            getattr(tried, name)(*arguments)
+        except ERRORS:
+            assert tried.free_tokens() >= before
+            continue
+        if name == "run":
+            arguments[0] = [EXT.greedy_search(3, [1], 0, []) for _ in searches]
+        getattr(other, name)(*arguments)
+        if name == "admit":
+            groups += [1] * len(arguments[1])
+        elif name == "reorder":
+            groups = list(map(len, arguments[0]))
+        elif name == "release":
+            groups = [rows for i, rows in enumerate(groups) if i not in arguments[0]]
+    if groups:
+        try:
+            found = good_step(tried, sum(groups))
+        except ValueError as error:
+            with pytest.raises(ValueError, match=str(error)):
+                good_step(other, sum(groups))
+        else:
+            assert all(np.array_equal(one, two) for one, two in zip(found, good_step(other, sum(groups)), strict=True))
+    for session in (tried, other):
+        session.release(range(len(groups)))
+        assert session.free_tokens() == BLOCKS * 16
+
+
+sequences = given(st.sampled_from(["gpt", "transformer"]), calls, st.sampled_from([-1, 0, 1, 2]))
+test_a_session_is_as_it_was_after_an_error = FEW(sequences(stays_as_it_was_after_an_error))
+test_sessions_are_as_they_were_after_many_errors = pytest.mark.slow(MANY(sequences(stays_as_it_was_after_an_error)))
+
+
+def wrong_calls(session: Any) -> dict[str, tuple[Callable[[], object], str]]:
+    room = np.empty((1, VOCAB), np.float32)
+    search = EXT.greedy_search(3, [1], 0, [])
+    return {
+        "id of vocab_size": (lambda: session.step([VOCAB, 3], 1, True, [], None, 1), "tokens in the vocabulary"),
+        "negative id": (lambda: session.step([3, -1], 1, True, [], None, 1), "tokens in the vocabulary"),
+        "a token too few": (lambda: session.step([3], 1, True, [], None, 1), "a token for each row"),
+        "no k": (lambda: session.step([3, 3], 0, True, [], None, 1), "expected k from 1"),
+        "k above the vocabulary": (lambda: session.step([3, 3], VOCAB + 1, True, [], None, 1), "expected k from 1"),
+        "no room for logits": (lambda: session.step([3, 3], 1, True, [0], None, 1), "room for the logits"),
+        "too little room": (lambda: session.step([3, 3], 1, True, [0, 1], room, 1), "room for the logits"),
+        "logits of another row": (lambda: session.step([3, 3], 1, True, [2], room, 1), "rows that are there"),
+        "prompt id": (lambda: session.admit([[]], [[3, VOCAB]], 1), "ids in the vocabulary"),
+        "prompt above max_len": (lambda: session.admit([[]], [[3] * 21], 1), "no longer than max_len"),
+        "a prompt for which there is no memory": (lambda: session.admit([[]] * 5, [[3] * 18] * 5, 1), "no room"),
+        "parents of one group": (lambda: session.reorder([[0]]), "parents for each group"),
+        "no parents": (lambda: session.reorder([[0], []]), "parents out of a group's rows"),
+        "a parent too high": (lambda: session.reorder([[0], [1]]), "parents out of a group's rows"),
+        "a parent below": (lambda: session.reorder([[-1], [0]]), "parents out of a group's rows"),
+        "a group twice": (lambda: session.release([0, 0]), "different groups"),
+        "a group too high": (lambda: session.release([0, 2]), "different groups"),
+        "a group below": (lambda: session.release([1, -1]), "different groups"),
+        "a search too few": (lambda: session.run([search], [3, 3], 1, 1.0, True, 1), "a search a group"),
+        "None for a search": (lambda: session.run([None, search], [3, 3], 1, 1.0, True, 1), "searches that go on"),
+        "a shortlist while there are rows": (lambda: session.set_shortlist([3, 4]), "no rows while"),
+    }
+
+
+@pytest.mark.parametrize("name", wrong_calls(None) if EXT is not None else [])
+def test_a_wrong_call_is_named_and_changes_nothing(name) -> None:
+    session, other = new_session("gpt"), new_session("gpt")
+    for one in (session, other):
+        one.admit([], [[3, 4], [5]], 1)
+        good_step(one, 2)
+    call, message = wrong_calls(session)[name]
+    with pytest.raises(ValueError, match=message):
+        call()
+    assert session.free_tokens() == other.free_tokens() and session.step_tokens() == other.step_tokens()
+    assert all(np.array_equal(*pair) for pair in zip(good_step(session, 2), good_step(other, 2), strict=True))
+
+
+def test_arrays_that_could_not_be_written_to_are_refused() -> None:
+    session = new_session("gpt")
+    session.admit([], [[3]], 1)
+    fixed = np.empty((1, VOCAB), np.float32)
+    fixed.flags.writeable = False
+    for logits in (fixed, np.empty((1, VOCAB), np.float64), np.empty((1, VOCAB), np.int16), np.empty((VOCAB, 1)).T):
+        with pytest.raises((ValueError, TypeError)):
+            session.step([3], 1, True, [0], logits, 1)
+
+
+def test_a_row_ends_at_max_len_and_the_others_can_go_on() -> None:
+    session = new_session("gpt")
+    session.admit([], [[3] * 19, [4]], 1)
+    good_step(session, 2)
+    with pytest.raises(ValueError, match="as many tokens as the model's max_len"):
+        good_step(session, 2)
+    session.release([0])
+    alone = new_session("gpt")
+    alone.admit([], [[4]], 1)
+    good_step(alone, 1)
+    assert all(np.array_equal(*pair) for pair in zip(good_step(session, 1), good_step(alone, 1), strict=True))
+
+
+@pytest.mark.parametrize("tokens", [-1, -(2**63), 2**31, 2**62, 2**63 - 1])
+def test_a_cache_that_cannot_be(tokens) -> None:
+    with pytest.raises((ValueError, MemoryError)):
+        EXT.Session(EXT.PackedModel(*parts("gpt")), tokens)
+
+
+def searches_or_says_why_not(kind: str, arguments: list[Any], candidates: Any, values: Any, first: int) -> None:
+    try:
+        if kind == "greedy":
+            search = EXT.greedy_search(arguments[0], arguments[1], 0, arguments[6])
+        else:
+            search = EXT.beam_search(*arguments[:6], 0, arguments[6])
+        for _ in range(3):
+            search.advance(candidates, values, first)
+            EXT.last_tokens([search, search])
+            search.tokens(first)
+            assert len(search.results()) <= max(1, arguments[4])
+    except ERRORS:
+        return
+
+
+queries = given(
+    st.sampled_from(["greedy", "beams"]),
+    st.tuples(ints, lists, ints, st.floats(), ints, st.booleans(), lists).map(list),
+    st.lists(st.lists(ints, max_size=9), max_size=5),
+    st.lists(st.lists(st.floats(width=32), max_size=9), max_size=5),
+    st.integers(-2, 3),
+)
+test_a_search_goes_on_or_says_why_not = FEW(queries(searches_or_says_why_not))
+test_many_searches_go_on_or_say_why_not = pytest.mark.slow(MANY(queries(searches_or_says_why_not)))
+
+
+def multiplies_or_says_why_not(x: Any, weight: Any, bias: Any, precision: str) -> None:
+    try:
+        found = EXT.packed_linear(x, weight, bias, precision)
+    except ERRORS:
+        return
+    assert found.shape == (np.shape(x)[0], np.shape(weight)[0])
+
+
+products = given(arrays, arrays, arrays, st.sampled_from(["fp32", "bf16", "int8", "", "fp16"]))
+test_arrays_are_multiplied_or_refused = FEW(products(multiplies_or_says_why_not))
+
+
+def test_two_threads_on_one_session_are_told() -> None:
+    session = EXT.Session(EXT.PackedModel(*parts("gpt")), 200 * 32)
+    session.admit([], [[3 + i % 8] for i in range(200)], 1)
+    told: list[str] = []
+    sound = 0
+    barrier = threading.Barrier(2)
+
+    def use() -> None:
+        nonlocal sound
+        barrier.wait()
+        for _ in range(8):
+            try:
+                session.step([4] * 200, 2, True, [], None, 1)
+                sound += 1
+            except (RuntimeError, ValueError) as error:
+                told.append(str(error))
+
+    threads = [threading.Thread(target=use) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sound and len(told) + sound == 16  # whoever holds it goes on
+    assert all("one thread at a time" in text for text in told)
+
+
+FORKED = """
+import os, numpy as np, torch
+from tests.engine.test_boundary import EXT
+from tests.generation.weights import drawn
+from fastformer.models import GPT
+from fastformer.generation.engines.cpp import _options, _tensors
+model = drawn(GPT, vocab_size=1100, d_model=264, num_heads=2, d_ff=700, num_layers=2)
+session = EXT.Session(EXT.PackedModel(_options(model, "fp32"), _tensors(model)), 1024)
+session.admit([], [[3, 4, 5], [6, 7]] * 4, 2)
+for _ in range(5):
+    before = session.step([8] * 8, 3, True, [], None, 2)
+child = os.fork()
+found = session.step([9] * 8, 3, True, [], None, 2)
+session.release([0, 1])
+again = session.step([9] * 6, 3, True, [], None, 2)
+if child == 0:
+    np.savez("child.npz", *found, *again)
+    os._exit(0)
+assert os.waitpid(child, 0)[1] == 0
+other = np.load("child.npz")
+assert all(np.array_equal(one, other[f"arr_{i}"]) for i, one in enumerate((*found, *again)))
+print("alike")
+"""
+
+
+def test_a_child_of_fork_goes_on_with_its_own_copy_while_helpers_run(tmp_path) -> None:
+    root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    environment = {**os.environ, "PYTHONPATH": root}
+    done = subprocess.run(
+        [sys.executable, "-c", FORKED], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout == "alike\n", done.stderr
+
+
+@pytest.mark.parametrize("where", ["embedding.weight", "decoder.layers.0.linear1.weight", "output.weight"])
+@pytest.mark.parametrize("number", [math.nan, math.inf])
+def test_rows_with_broken_numbers_say_so_and_their_neighbours_do_not(number, where) -> None:
+    model = drawn(GPT, **SIZES, num_layers=1, tie_embeddings=False)
+    options, tensors = dict(_options(model, "fp32")), dict(_tensors(model))
+    plain = EXT.Session(EXT.PackedModel(options, tensors), 64)
+    name = {"embedding.weight": "target_embedding", "output.weight": "output"}.get(where, where)
+    broken = torch.tensor(tensors[name])
+    broken[5 if where != "decoder.layers.0.linear1.weight" else slice(None)] = number
+    tensors[name] = broken.numpy()
+    session = EXT.Session(EXT.PackedModel(options, tensors), 64)
+    for one in (plain, session):
+        one.admit([], [[4], [3]], 1)
+    _, values = session.step([5, 6], 3, True, [], None, 1)
+    if where == "embedding.weight":
+        assert np.isnan(values[0]).all() and np.array_equal(values[1], plain.step([5, 6], 3, True, [], None, 1)[1][1])
+    else:
+        assert np.isnan(values).all()
