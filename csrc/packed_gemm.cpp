@@ -9,6 +9,7 @@
 #include <new>
 #include <stdexcept>
 #include <string>
+#include <type_traits>
 
 #include "cpu_features.h"
 #include "packed_brgemm.h"
@@ -153,35 +154,42 @@ const Kernels& kernels(Precision precision) {
 }
 
 // Below so many rows of int8 AMX has too little to do. Its sums of bf16 are rounded in an order of their own, so it
-// takes all rows or none.
+// takes all rows or none: even a single one is multiplied faster than memory gives the weight.
 constexpr int64_t kFewestForAmx = 8;
 
 bool takes_brgemm(Precision precision, int64_t rows) {
-  static const bool bf16 = can_brgemm(Precision::bf16), int8 = can_brgemm(Precision::int8);
-  return precision == Precision::bf16 ? bf16 : precision == Precision::int8 && int8 && rows >= kFewestForAmx;
+  return (precision == Precision::bf16 || (precision == Precision::int8 && rows >= kFewestForAmx)) &&
+         can_brgemm(precision);
 }
 
+// Rows of bf16 always go in the same groups, by the same kernel of brgemm, and their sums in the blocks of steps that
+// the other kernels have, added up here: with add_C, AMX would go on with the sum so far as one long sum. Integers are
+// exact in any order.
+template <typename Path>
 void gemm_by_tiles(const PackedRows& x, int64_t rows, const PackedWeight& w, int64_t begin, int64_t end, float* out,
                    int64_t ld) {
-  alignas(64) thread_local int32_t sums[kBrgemmRows * kPanelColumns];
+  constexpr int64_t kGroup = std::is_same_v<Path, DotInt8> ? kMostBrgemmRows : kTileRows;
+  alignas(64) thread_local int32_t sums[kGroup * kPanelColumns];
   for (int64_t p = begin; p < end; ++p, out += kPanelColumns) {
     const char* panel = w.panel(p);
     Tile tile{};
     tile.tail = reinterpret_cast<const PanelTail*>(panel + w.steps() * kStepBytes);
-    for (int64_t first = 0; first < rows; first += kBrgemmRows) {
-      const int64_t count = std::min(kBrgemmRows, rows - first);
-      brgemm_panel(w.precision, round_up(count, kTileRows), x.data() + first * x.stride(), x.stride(), panel, w.steps(),
-                   sums);
-      tile.left_scale = x.scales() + first;
-      for (int r = 0; r < count; ++r)
-        for (int64_t c = 0; c < kPanelColumns; c += V::size) {
-          const Ints sum = load_ints(sums + r * kPanelColumns + c);
-          float* to = out + (first + r) * ld + c;
-          constexpr Block whole{true, true};
-          (w.precision == Precision::int8 ? DotInt8::finish(sum, tile, c, r, to, whole)
-                                          : WidenedBf16::finish(as_floats(sum), tile, c, r, to, whole))
-              .store(to);
-        }
+    for (int64_t step = 0, steps; step < w.steps(); step += steps) {
+      steps = std::min(w.steps() - step, Path::kBlockSteps);
+      const Block block{step == 0, step + steps == w.steps()};
+      for (int64_t first = 0; first < rows; first += kGroup) {
+        const int64_t count = std::min(kGroup, rows - first);
+        brgemm_panel(w.precision, round_up(count, kTileRows), x.data() + first * x.stride() + step * 4, x.stride(),
+                     panel + step * kStepBytes, steps, sums);
+        tile.left_scale = x.scales() + first;
+        for (int r = 0; r < count; ++r)
+          for (int64_t c = 0; c < kPanelColumns; c += V::size) {
+            const void* sum = sums + r * kPanelColumns + c;
+            float* to = out + (first + r) * ld + c;
+            if constexpr (std::is_same_v<Path, DotInt8>) Path::finish(load_ints(sum), tile, c, r, to, block).store(to);
+            else Path::finish(as_floats(load_ints(sum)), tile, c, r, to, block).store(to);
+          }
+      }
     }
   }
   release_brgemm();
@@ -256,7 +264,11 @@ void PackedRows::store(int64_t row, const float* x) {
 void gemm(const PackedRows& x, int64_t rows, const PackedWeight& w, int64_t begin, int64_t end, float* out,
           int64_t ld) {
   if (rows <= 0 || begin >= end) return;
-  if (w.k > 0 && takes_brgemm(w.precision, rows)) return gemm_by_tiles(x, rows, w, begin, end, out, ld);
+  if (w.k > 0 && takes_brgemm(w.precision, rows)) {
+    // The blocks of bf16 are as long as vdpbf16ps has them.
+    const auto by_tiles = w.precision == Precision::int8 ? gemm_by_tiles<DotInt8> : gemm_by_tiles<FloatSums<128>>;
+    return by_tiles(x, rows, w, begin, end, out, ld);
+  }
   const Kernels& all = kernels(w.precision);
   int shape = 0;
   while (shape + 1 < all.num_shapes && all.shapes[shape].rows < rows) ++shape;

@@ -11,7 +11,9 @@
 //          kept as u8 = x + 128, for vpdpbusd wants one unsigned side; -128 * (sum of a column) corrects the sum.
 //          AVX512_VNNI, AVX-VNNI, or multiplications of bytes without them: all give the same integers.
 //
-// A row's result depends on nothing but the row and W: not on the number of rows, the panels or the threads, bit for bit.
+// A row's result depends on nothing but the row and W: not on the number of rows, the panels or the threads, bit for
+// bit. Where the CPU has AMX, int8 takes it from some rows on, which gives the same integers; bf16, whose sums AMX
+// rounds in an order of its own, takes it for any number of rows.
 
 #pragma once
 
@@ -46,8 +48,8 @@ struct Matrix {
 
 // W of y = x W^T + b. Immutable; copies share the panels. Columns from n to the end of the last panel give 0.
 //
-// int8: a column that is a scale times whole numbers up to 127, and reaches 127, is kept exactly. A column with a NaN or
-// an infinity gives NaN. Magnitudes below 2^-120 count as zero.
+// int8: a column that is a scale times whole numbers up to 127, and reaches 127, is kept exactly. A column with a NaN
+// or an infinity gives NaN. Magnitudes below 2^-120 count as zero.
 class PackedWeight {
  public:
   PackedWeight() = default;

@@ -4,8 +4,8 @@
 // broadcast (Left), how they are added to a Sum, and what shapes of accumulators fit the registers.
 //
 // The dot products are inline assembler that takes and returns values: they need no compiler flag, so that one module
-// serves CPUs with and without them, and GCC 12 copies and spills the accumulators around its builtins (PR 94663), which
-// costs half the rate.
+// serves CPUs with and without them, and GCC 12 copies and spills the accumulators around its builtins (PR 94663),
+// which costs half the rate.
 
 #pragma once
 
@@ -114,7 +114,7 @@ struct Fma : FloatSums<64> {
   using Right = V;
   using Left = V;
 #if defined(CPU_CAPABILITY_AVX512)
-  static constexpr std::array<Shape, 2> kShapes{{{4, 6}, {2, 13}}};
+  static constexpr std::array<Shape, 2> kShapes{{ {4, 6}, {2, 13} }};
 #else
   static constexpr std::array<Shape, 3> kShapes{{{8, 1}, {4, 3}, {2, 6}}};
 #endif
@@ -131,7 +131,7 @@ struct WidenedBf16 : FloatSums<64> {
   using Right = Pair;
   using Left = Pair;
 #if defined(CPU_CAPABILITY_AVX512)
-  static constexpr std::array<Shape, 2> kShapes{{{4, 5}, {2, 12}}};
+  static constexpr std::array<Shape, 2> kShapes{{ {4, 5}, {2, 12} }};
 #else
   static constexpr std::array<Shape, 3> kShapes{{{8, 1}, {4, 2}, {2, 4}}};
 #endif
@@ -162,7 +162,7 @@ struct DotInt8 : IntegerSums {
   using Right = Ints;
   using Left = Ints;
 #if defined(CPU_CAPABILITY_AVX512)
-  static constexpr std::array<Shape, 2> kShapes{{{4, 6}, {2, 13}}};
+  static constexpr std::array<Shape, 2> kShapes{{ {4, 6}, {2, 13} }};
 #else
   static constexpr std::array<Shape, 3> kShapes{{{8, 1}, {4, 3}, {2, 6}}};
 #endif
@@ -191,7 +191,7 @@ struct MultiplyInt8 : IntegerSums {
     Ints magnitude;
     __mmask64 negative;
   };
-  static constexpr std::array<Shape, 2> kShapes{{{4, 5}, {2, 11}}};
+  static constexpr std::array<Shape, 2> kShapes{{ {4, 5}, {2, 11} }};
   static Left left(const char* p) {
     const Ints x = _mm512_xor_si512(broadcast(four_bytes(p)), broadcast(0x80808080));
     return {_mm512_abs_epi8(x), _mm512_movepi8_mask(x)};

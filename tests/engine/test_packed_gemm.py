@@ -232,13 +232,16 @@ module = importlib.util.module_from_spec(importlib.util.spec_from_loader(name, l
 loader.exec_module(module)
 found = {"features": np.array(module.cpu_features())}
 given = np.load(cases)
-for case in given:
-    which, _, what = case.partition(" ")
-    if what == "x":
-        for precision in ("fp32", "bf16", "int8"):
-            found[f"{which} {precision}"] = module.packed_linear(
-                given[case], given[f"{which} weight"], given[f"{which} bias"], precision
-            )
+def product(which, precision):
+    before = module.num_brgemm_products()
+    y = module.packed_linear(given[f"{which} x"], given[f"{which} weight"], given[f"{which} bias"], precision)
+    return y, module.num_brgemm_products() - before
+names = [name.removesuffix(" x") for name in given if name.endswith(" x")]
+for which in names:
+    for precision in ("fp32", "bf16", "int8"):
+        found[f"{which} {precision}"], found[f"{which} {precision} brgemm"] = product(which, precision)
+with torch.backends.mkldnn.flags(enabled=False):
+    found["brgemm without oneDNN"] = sum(product(names[-1], precision)[1] for precision in ("bf16", "int8"))
 np.savez(results, **found)
 """
 PATHS = {
@@ -267,6 +270,9 @@ def test_other_paths(path: str, tmp_path: Path) -> None:
     for rows, n, k in itertools.product((1, 9), (63, 65), (1, 2, 5, 63)):
         name = f"{rows}-{n}-{k}"
         cases |= {f"{name} x": draw(rows, k), f"{name} weight": draw(n, k, seed=1), f"{name} bias": draw(n, seed=2)}
+    for rows, k in itertools.product((1, 9, 17), (255, 256, 257, 259, 512, 2050, 4095)):  # around blocks of float sums
+        name = f"{rows}-long-{k}"
+        cases |= {f"{name} x": draw(rows, k), f"{name} weight": draw(65, k, seed=1), f"{name} bias": draw(65, seed=2)}
     full = np.full((9, 999), 127, np.float32)
     for name, sign in (("largest", 1), ("least", -1)):
         cases |= {f"{name} x": full, f"{name} weight": full * sign, f"{name} bias": np.zeros(9, np.float32)}
@@ -281,10 +287,15 @@ def test_other_paths(path: str, tmp_path: Path) -> None:
     in_use = found.pop("features").tolist()
     if allowed is not None:
         assert in_use == [name for name in cpu_features() if name in allowed.split(",")]
-    assert len(found) == len(cases)
+    assert found.pop("brgemm without oneDNN") == 0
+    taken = {name.removesuffix(" brgemm"): int(found.pop(name)) for name in list(found) if name.endswith(" brgemm")}
+    assert len(found) == len(taken) == len(cases)
+    needed = {"bf16": "avx512_bf16", "int8": "avx512_vnni"}  # for brgemm without AMX
     for name, ours in found.items():
         case, precision = name.split(" ")
         x, weight, bias = (cases[f"{case} {what}"] for what in ("x", "weight", "bias"))
+        to_brgemm = "FASTFORMER_BRGEMM" in settings and needed.get(precision) in in_use
+        assert (taken[name] > 0) == (to_brgemm and (precision == "bf16" or len(x) >= 8)), name
         if precision == "int8":
             np.testing.assert_array_equal(ours, packed_linear()(x, weight, bias, "int8"), err_msg=name)
         elif len(x) * len(weight) > 500:
