@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test lint bench sanitize format clean
+.PHONY: demo test lint bench sanitize sanitize-memory sanitize-threads format clean
 
 demo: $(INSTALLED)
 	$(BIN)/fastformer demo --out demo
@@ -22,18 +22,34 @@ lint: $(INSTALLED)
 bench: $(INSTALLED)
 	$(BIN)/python -m benchmarks.run --quick
 
-# The C++ ops under AddressSanitizer and UBSan, built in a copy of the sources: the installed extension stays as it is.
+sanitize: sanitize-memory sanitize-threads
+
+# The C++ under AddressSanitizer and UBSan, with all that hypothesis finds to try, built in a copy of the sources: the
+# installed extension stays as it is.
 SANITIZED := build/sanitize
 SANITIZERS := -fsanitize=address,undefined
-sanitize: $(INSTALLED)
+sanitize-memory: $(INSTALLED)
 	rm -rf $(SANITIZED) && mkdir -p $(SANITIZED)
 	tar cf - --exclude='*.so' --exclude=__pycache__ csrc fastformer kernels benchmarks tests setup.py pyproject.toml \
 		README.md LICENSE | tar xf - -C $(SANITIZED)
 	cd $(SANITIZED) && FASTFORMER_LDFLAGS="$(SANITIZERS)" \
 		FASTFORMER_CXXFLAGS="-O1 -g $(SANITIZERS) -fno-sanitize-recover=undefined -fno-omit-frame-pointer" \
 		../../$(BIN)/python setup.py -q build_ext --inplace
-	cd $(SANITIZED) && LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" \
-		ASAN_OPTIONS=detect_leaks=0 ../../$(BIN)/pytest tests/ops -k cpp
+	cd $(SANITIZED) && export LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" \
+		ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 && ../../$(BIN)/pytest tests/ops -k cpp && \
+		../../$(BIN)/pytest -m "not gpu" tests/engine tests/generation/test_cpp_engine.py \
+		tests/generation/test_bad_input.py tests/generation/test_native_search.py
+
+# The engine's threads under ThreadSanitizer, without Python, whose own threads it doesn't know.
+RACES := decoder vocabulary token_cache packed_model packed_gemm packed_brgemm phases search cpu_features gemm
+sanitize-threads: $(INSTALLED)
+	mkdir -p build
+	torch=$$($(BIN)/python -c "import os, torch; print(os.path.dirname(torch.__file__))") && \
+		$(CXX) -std=c++20 -O1 -g -fsanitize=thread -fopenmp -fno-math-errno -w -mavx2 -mfma -mf16c \
+		-DCPU_CAPABILITY=AVX2 -DCPU_CAPABILITY_AVX2 -I$$torch/include -I$$torch/include/torch/csrc/api/include \
+		tests/csrc/threads.cpp $(RACES:%=csrc/%.cpp) -L$$torch/lib -Wl,-rpath,$$torch/lib -ltorch_cpu -lc10 -ltorch \
+		-o build/threads
+	build/threads
 
 format: $(INSTALLED)
 	$(BIN)/ruff check --fix .

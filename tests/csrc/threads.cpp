@@ -1,0 +1,114 @@
+// For ThreadSanitizer (`make sanitize`): callers who run phases at once, and two sessions of one model on two threads,
+// each of which takes helpers where it gets them. Exits with 1 where a number isn't the one that one thread finds.
+
+#include <atomic>
+#include <cstdint>
+#include <cstdio>
+#include <map>
+#include <memory>
+#include <random>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "../../csrc/decoder.h"
+
+using namespace fastformer;
+
+namespace {
+
+constexpr int64_t kDim = 256, kInner = 1024, kVocab = 1000, kMaxLen = 64;
+
+// Each phase adds up what the one before it has written.
+uint64_t add_up(int threads, int rounds) {
+  constexpr int64_t kPhases = 6, kTasks = 7;
+  std::vector<std::vector<uint64_t>> written(kPhases, std::vector<uint64_t>(kTasks));
+  std::vector<Phase> phases;
+  for (int64_t i = 0; i < kPhases; ++i)
+    phases.push_back({i % 3 ? kTasks : 1, [&written, i](int64_t task) {
+                        uint64_t sum = 0;
+                        for (const uint64_t number : written[(i + kPhases - 1) % kPhases]) sum = sum * 31 + number;
+                        written[i][task] = written[i][task] * 7 + sum + static_cast<uint64_t>(task) + 1;
+                      }});
+  for (int round = 0; round < rounds; ++round) run_phases(phases, threads);
+  return written.back().back();
+}
+
+std::shared_ptr<const PackedModel> make_model(std::map<std::string, std::vector<float>>& memory) {
+  ModelTensors tensors;
+  std::mt19937 generator(1);
+  std::normal_distribution<float> draw(0.f, 0.06f);
+  const auto add = [&](const std::string& name, std::vector<int64_t> shape) {
+    std::vector<float>& values = memory[name];
+    values.resize(shape[0] * shape[1]);
+    for (float& value : values) value = draw(generator);
+    tensors[name] = {values.data(), false, shape};
+  };
+  add("target_embedding", {kVocab, kDim}), add("output", {kVocab, kDim}), add("positions", {kMaxLen, kDim});
+  add("decoder.layers.0.self_attn.in_proj_weight", {3 * kDim, kDim});
+  add("decoder.layers.0.self_attn.out_proj.weight", {kDim, kDim});
+  add("decoder.layers.0.linear1.weight", {kInner, kDim}), add("decoder.layers.0.linear2.weight", {kDim, kInner});
+  const ModelOptions options{.precision = Precision::fp32,
+                             .d_model = kDim,
+                             .num_heads = 4,
+                             .num_kv_heads = 4,
+                             .num_encoder_layers = -1,
+                             .num_decoder_layers = 1,
+                             .norm_first = true,
+                             .rms_norm = false,
+                             .rotary_interleaved = false,
+                             .eps = 1e-5f,
+                             .scale = 1.f,
+                             .padding_idx = -1,
+                             .encoder_window = -1,
+                             .decoder_window = -1,
+                             .activation = Activation::relu};
+  return std::make_shared<PackedModel>(options, tensors);
+}
+
+// Prompts, steps, forks and whole searches; what all of it said.
+std::vector<float> decode(const std::shared_ptr<const PackedModel>& model, int32_t seed, int threads) {
+  Session session(model, 2048);
+  std::vector<float> said;
+  session.admit({}, {{seed, 5, 6}, {7, 8, 9, 10}, {11}}, threads);
+  Ids tokens{12, 13, 14};
+  const Choice choice{2, true, {}, nullptr, {}};
+  for (int step = 0; step < 12; ++step) {
+    const Chosen& chosen = session.step(tokens, choice, threads);
+    said.insert(said.end(), chosen.values.begin(), chosen.values.end());
+    tokens.clear();
+    for (size_t row = 0; row < chosen.ids.size(); row += 2) tokens.push_back(chosen.ids[row]);
+    if (step != 5) continue;
+    session.reorder({{0, 0, 0}, {0, 0}, {0}});
+    tokens = {15, 16, 17, 18, 19, 20};
+  }
+  session.release({1});
+  session.reorder({{2}, {0}});
+  const std::unique_ptr<Search> greedy = make_greedy_search(9, {1}), beams = make_beam_search(9, {1}, 3, 0.6, 1, false);
+  session.run({greedy.get(), beams.get()}, {21, 22}, 20, 10.0, true, threads);
+  for (const Search* search : {greedy.get(), beams.get()})
+    for (const Hypothesis& one : search->results()) said.insert(said.end(), one.log_probs.begin(), one.log_probs.end());
+  return said;
+}
+
+}  // namespace
+
+int main() {
+  std::atomic<int> wrong{0};
+  const uint64_t sum = add_up(1, 300);
+  std::map<std::string, std::vector<float>> memory;
+  const auto model = make_model(memory);
+  const std::vector<float> first = decode(model, 3, 1), second = decode(model, 4, 1);
+  if (first == second) ++wrong;
+  std::vector<std::thread> callers;
+  for (int caller = 0; caller < 4; ++caller)
+    callers.emplace_back([&, caller] {
+      for (int turn = 0; turn < 4; ++turn) {
+        if (caller < 2) wrong += add_up(2 + turn % 3, 300) != sum;
+        else wrong += decode(model, caller + 1, 1 + turn) != (caller == 2 ? first : second);
+      }
+    });
+  for (std::thread& caller : callers) caller.join();
+  std::printf("%d wrong\n", wrong.load());
+  return wrong != 0;
+}
