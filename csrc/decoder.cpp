@@ -13,7 +13,7 @@ namespace fastformer {
 namespace {
 
 constexpr int64_t kPrefillTokens = 512;  // that go through a stack together: their activations stay in the cache
-constexpr int64_t kTasksPerThread = 4;   // so that a thread which is held up leaves the others something to do
+constexpr int64_t kTasksPerThread = 1;   // a task reads whole panels, and fetches beyond its last one
 
 int64_t padded(int64_t columns) { return (columns + kPanelColumns - 1) / kPanelColumns * kPanelColumns; }
 
