@@ -34,12 +34,13 @@ void Vocabulary::set_shortlist(const Ids& ids) {
 
 void Vocabulary::add_phases(const PackedRows& states, int64_t rows, const Choice& choice, int threads, Chosen& chosen,
                             std::vector<Phase>& phases) {
-  // The parts are the vocabulary's, whatever the number of threads, so that sums are made alike.
   part_panels_ = std::clamp<int64_t>((weight().num_panels + 15) / 16, 4, 64);
   num_parts_ = (weight().num_panels + part_panels_ - 1) / part_panels_;
-  make_room(seen_, num_parts_ * rows);
-  make_room(values_, num_parts_ * rows * choice.k);
-  make_room(columns_, num_parts_ * rows * choice.k);
+  num_lanes_ = std::min<int64_t>(num_parts_, threads == 1 ? 1 : 2 * threads);
+  make_room(sums_, num_parts_ * rows);
+  make_room(best_, num_lanes_ * rows);
+  make_room(values_, num_lanes_ * rows * choice.k);
+  make_room(columns_, num_lanes_ * rows * choice.k);
   places_.assign(choice.logit_rows.empty() ? 0 : rows, -1);
   for (size_t i = 0; i < choice.logit_rows.size(); ++i) places_.at(choice.logit_rows[i]) = static_cast<int32_t>(i);
   bans_.clear();
@@ -58,29 +59,34 @@ void Vocabulary::add_phases(const PackedRows& states, int64_t rows, const Choice
   chosen.ids.resize(rows * choice.k), chosen.values.resize(rows * choice.k);
 
   phases.push_back(
-      {num_parts_, [=, this, &states, &choice](int64_t part) { look_at_part(part, states, rows, choice); }});
+      {num_lanes_, [=, this, &states, &choice](int64_t lane) { look_at_lane(lane, states, rows, choice); }});
   const int64_t tasks = threads == 1 || rows < 8 ? 1 : std::min<int64_t>(rows, 4 * threads);
   phases.push_back({tasks, [=, this, &choice, &chosen](int64_t task) {
                       for (int64_t row = rows * task / tasks; row < rows * (task + 1) / tasks; ++row)
-                        merge_parts(row, rows, choice, chosen);
+                        merge_lanes(row, rows, choice, chosen);
                     }});
 }
 
-void Vocabulary::look_at_part(int64_t part, const PackedRows& states, int64_t rows, const Choice& choice) {
+void Vocabulary::look_at_lane(int64_t lane, const PackedRows& states, int64_t rows, const Choice& choice) {
   static thread_local std::vector<float> tile;
   make_room(tile, rows * kPanelColumns);
   const PackedWeight& w = weight();
-  const int64_t k = choice.k, begin = part * part_panels_, end = std::min(w.num_panels, begin + part_panels_);
-  Seen* seen = seen_.data() + part * rows;
-  float* values = values_.data() + part * rows * k;
-  int32_t* columns = columns_.data() + part * rows * k;
-  std::fill_n(seen, rows, Seen{kNever, kNever, 0, false});
-  std::fill_n(values, rows * k, kNever);
-  std::fill_n(columns, rows * k, 0);
+  const int64_t k = choice.k, vocab = model_.vocab_size();
+  Best* best = best_.data() + lane * rows;
+  for (int64_t row = 0; row < rows; ++row) {
+    const int64_t at = (lane * rows + row) * k;
+    best[row] = {kNever, false, values_.data() + at, columns_.data() + at};
+    std::fill_n(best[row].values, k, kNever);
+    std::fill_n(best[row].columns, k, 0);
+  }
+  const int64_t begin = num_parts_ * lane / num_lanes_ * part_panels_;
+  const int64_t end = std::min(w.num_panels, num_parts_ * (lane + 1) / num_lanes_ * part_panels_);
   auto ban = std::lower_bound(bans_.begin(), bans_.end(), begin * kPanelColumns,
                               [](const Choice::Ban& b, int64_t column) { return b.id < column; });
   for (int64_t panel = begin; panel < end; ++panel) {
     const int64_t first = panel * kPanelColumns, count = std::min(kPanelColumns, w.n - first);
+    Sum* sums = sums_.data() + panel / part_panels_ * rows;
+    if (panel % part_panels_ == 0) std::fill_n(sums, rows, Sum{kNever, 0});
     gemm(states, rows, w, panel, panel + 1, tile.data(), kPanelColumns);
     for (; ban != bans_.end() && ban->id < first + kPanelColumns; ++ban)
       for (int64_t row = ban->begin; row < ban->end; ++row) tile[row * kPanelColumns + ban->id - first] = kNever;
@@ -88,66 +94,68 @@ void Vocabulary::look_at_part(int64_t part, const PackedRows& states, int64_t ro
       float* z = tile.data() + row * kPanelColumns;
       std::fill(z + count, z + kPanelColumns, kNever);
       if (!places_.empty() && places_[row] >= 0) {
-        float* to = choice.logits + places_[row] * model_.vocab_size();
+        float* to = choice.logits + places_[row] * vocab;
         for (int64_t c = 0; c < count; ++c) to[id_of(static_cast<int32_t>(first + c))] = z[c];
       }
-      keep_best(z, first, k, choice.log_probs, seen[row], values + row * k, columns + row * k);
+      keep_best(z, first, k, best[row]);
+      if (choice.log_probs) add_exponentials(z, sums[row]);
     }
   }
 }
 
 // Takes in 64 logits of a row, the first of them that of column `first`.
-void Vocabulary::keep_best(const float* z, int64_t first, int64_t k, bool with_sum, Seen& seen, float* values,
-                           int32_t* columns) {
+void Vocabulary::keep_best(const float* z, int64_t first, int64_t k, Best& best) {
   using V = Vec<float>;
-  V most(kNever);
-  for (int64_t c = 0; c < kPanelColumns; c += V::size) {
-    const V x = V::load(z + c);
-    most = max(most, x);
+  for (int64_t c = 0; c < kPanelColumns; c += V::size)
     // A NaN is above everything.
-    for (uint32_t above = lanes_above(x, V(seen.worst)); above; above &= above - 1) {
+    for (uint32_t above = lanes_above(V::load(z + c), V(best.worst)); above; above &= above - 1) {
       const int64_t lane = c + __builtin_ctz(above);
-      if (!(z[lane] < std::numeric_limits<float>::infinity())) seen.is_broken = true;
-      else if (z[lane] > seen.worst) {
-        insert(z[lane], static_cast<int32_t>(first + lane), k, values, columns);
-        seen.worst = values[k - 1];
+      if (!(z[lane] < std::numeric_limits<float>::infinity())) {
+        best.is_broken = true;
+      } else if (z[lane] > best.worst) {
+        insert(z[lane], static_cast<int32_t>(first + lane), k, best.values, best.columns);
+        best.worst = best.values[k - 1];
       }
     }
-  }
-  if (!with_sum) return;
-  const float largest = most.max();
-  if (largest > seen.largest) {
-    if (seen.sum > 0) seen.sum *= std::exp(seen.largest - largest);
-    seen.largest = largest;
-  }
-  if (seen.largest == kNever) return;
-  V sum(0.f);
-  for (int64_t c = 0; c < kPanelColumns; c += V::size) sum = sum + exp(V::load(z + c) - V(seen.largest));
-  seen.sum += sum.sum();
 }
 
-void Vocabulary::merge_parts(int64_t row, int64_t rows, const Choice& choice, Chosen& chosen) const {
+void Vocabulary::add_exponentials(const float* z, Sum& sum) {
+  using V = Vec<float>;
+  V most(kNever);
+  for (int64_t c = 0; c < kPanelColumns; c += V::size) most = max(most, V::load(z + c));
+  const float largest = most.max();
+  if (largest > sum.largest) {
+    if (sum.sum > 0) sum.sum *= std::exp(sum.largest - largest);
+    sum.largest = largest;
+  }
+  if (sum.largest == kNever) return;
+  V total(0.f);
+  for (int64_t c = 0; c < kPanelColumns; c += V::size) total = total + exp(V::load(z + c) - V(sum.largest));
+  sum.sum += total.sum();
+}
+
+void Vocabulary::merge_lanes(int64_t row, int64_t rows, const Choice& choice, Chosen& chosen) const {
   const int64_t k = choice.k;
   float* values = chosen.values.data() + row * k;
   int32_t* ids = chosen.ids.data() + row * k;
-  std::copy_n(values_.data() + row * k, k, values);
-  std::copy_n(columns_.data() + row * k, k, ids);
-  float largest = seen_[row].largest;
-  bool is_broken = seen_[row].is_broken;
-  for (int64_t part = 1; part < num_parts_; ++part) {
-    const Seen& seen = seen_[part * rows + row];
-    largest = std::max(largest, seen.largest), is_broken = is_broken || seen.is_broken;
-    const int64_t at = (part * rows + row) * k;
-    for (int64_t i = 0; i < k && values_[at + i] > values[k - 1]; ++i)
-      insert(values_[at + i], columns_[at + i], k, values, ids);
+  std::copy_n(best_[row].values, k, values);
+  std::copy_n(best_[row].columns, k, ids);
+  bool is_broken = best_[row].is_broken;
+  for (int64_t lane = 1; lane < num_lanes_; ++lane) {
+    const Best& best = best_[lane * rows + row];
+    is_broken = is_broken || best.is_broken;
+    for (int64_t i = 0; i < k && best.values[i] > values[k - 1]; ++i)
+      insert(best.values[i], best.columns[i], k, values, ids);
   }
   for (int64_t i = 0; i < k; ++i) ids[i] = id_of(ids[i]);
   if (is_broken) return (void)std::fill_n(values, k, std::numeric_limits<float>::quiet_NaN());
-  if (!choice.log_probs || largest == kNever) return;
-  float sum = 0;
+  if (!choice.log_probs) return;
+  float largest = kNever, sum = 0;
+  for (int64_t part = 0; part < num_parts_; ++part) largest = std::max(largest, sums_[part * rows + row].largest);
+  if (largest == kNever) return;  // nothing may be said
   for (int64_t part = 0; part < num_parts_; ++part) {
-    const Seen& seen = seen_[part * rows + row];
-    if (seen.sum > 0) sum += seen.sum * std::exp(seen.largest - largest);
+    const Sum& one = sums_[part * rows + row];
+    if (one.sum > 0) sum += one.sum * std::exp(one.largest - largest);
   }
   const float total = largest + std::log(sum);
   for (int64_t i = 0; i < k; ++i) values[i] -= total;

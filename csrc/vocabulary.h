@@ -48,28 +48,36 @@ class Vocabulary {
                   std::vector<Phase>& phases);
 
  private:
-  // What is kept of one row in one part of the vocabulary beside its k best.
-  struct Seen {
-    float worst, largest, sum;  // of the k best; of all, and the sum of exp(z - largest)
+  // Of the logits of one row in one part of the vocabulary: the largest, and the sum of exp(z - largest).
+  struct Sum {
+    float largest, sum;
+  };
+  // The k best of one row in one lane, which is a run of parts, and the worst of them; has it seen NaN or +inf?
+  struct Best {
+    float worst;
     bool is_broken;
+    float* values;
+    int32_t* columns;
   };
 
   const PackedWeight& weight() const { return shortlist_ids_.empty() ? model_.output : shortlist_; }
   int32_t id_of(int32_t column) const { return shortlist_ids_.empty() ? column : shortlist_ids_[column]; }
-  void look_at_part(int64_t part, const PackedRows& states, int64_t rows, const Choice& choice);
-  void merge_parts(int64_t row, int64_t rows, const Choice& choice, Chosen& chosen) const;
-  static void keep_best(const float* z, int64_t first, int64_t k, bool with_sum, Seen& seen, float* values,
-                        int32_t* columns);
+  void look_at_lane(int64_t lane, const PackedRows& states, int64_t rows, const Choice& choice);
+  void merge_lanes(int64_t row, int64_t rows, const Choice& choice, Chosen& chosen) const;
+  static void keep_best(const float* z, int64_t first, int64_t k, Best& best);
+  static void add_exponentials(const float* z, Sum& sum);
 
   const PackedModel& model_;
   PackedWeight shortlist_;
   Ids shortlist_ids_;
-  // Of a step: its bans by column, the place of each row among those whose logits are written (-1: none), and for each
-  // part and row what was seen, with its k best.
+  // Of a step: its bans by column, and the place of each row among those whose logits are written (-1: none).
   std::vector<Choice::Ban> bans_;
   Ids places_;
-  int64_t num_parts_ = 0, part_panels_ = 0;
-  std::vector<Seen> seen_;
+  // The parts are the vocabulary's alone, so that sums are made alike on any number of threads; the lanes are the
+  // threads', since the best are the same however they are found, and each row of a lane has to find some first.
+  int64_t num_parts_ = 0, part_panels_ = 0, num_lanes_ = 0;
+  std::vector<Sum> sums_;   // (parts, rows)
+  std::vector<Best> best_;  // (lanes, rows)
   std::vector<float> values_;
   Ids columns_;
 };
