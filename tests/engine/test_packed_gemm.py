@@ -246,6 +246,10 @@ np.savez(results, **found)
 """
 PATHS = {
     "avx512 alone": ("avx512", {"FASTFORMER_CPU_FEATURES": ""}),
+    "avx512, dot products": (
+        "avx512",
+        {"FASTFORMER_CPU_FEATURES": "avx512_vnni,avx512_bf16", "FASTFORMER_BRGEMM": "0"},
+    ),
     "avx512, brgemm": ("avx512", {"FASTFORMER_BRGEMM": "1"}),
     "avx2 alone": ("avx2", {"FASTFORMER_CPU_FEATURES": ""}),
     "avx2, avx_vnni": ("avx2", {"FASTFORMER_CPU_FEATURES": "avx_vnni,avx512_bf16"}),
@@ -294,7 +298,7 @@ def test_other_paths(path: str, tmp_path: Path) -> None:
     for name, ours in found.items():
         case, precision = name.split(" ")
         x, weight, bias = (cases[f"{case} {what}"] for what in ("x", "weight", "bias"))
-        to_brgemm = "FASTFORMER_BRGEMM" in settings and needed.get(precision) in in_use
+        to_brgemm = settings.get("FASTFORMER_BRGEMM") == "1" and needed.get(precision) in in_use
         assert (taken[name] > 0) == (to_brgemm and (precision == "bf16" or len(x) >= 8)), name
         if precision == "int8":
             np.testing.assert_array_equal(ours, packed_linear()(x, weight, bias, "int8"), err_msg=name)
