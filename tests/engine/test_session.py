@@ -141,3 +141,36 @@ def test_a_row_takes_a_block_when_its_last_one_is_full(length) -> None:
     assert session.free_tokens() == before - (2 if rest else 3) * BLOCK
     session.release([0])
     assert session.free_tokens() == 10 * BLOCK
+
+
+def test_a_block_that_nobody_names_is_found_when_it_is_the_one_that_lacks() -> None:
+    session = _extension.module().Session(_pack(small(GPT), "fp32"), 2 * BLOCK)
+    session.admit([[]], [[]], 1)
+    session.reorder([[0, 0]])
+    for _ in range(BLOCK):
+        session.step([4, 5], 1, False, [], None, 1)
+    assert session.step_tokens() > session.free_tokens() == 0  # both go on
+    session.reorder([[1]])
+    assert session.step_tokens() == session.free_tokens() == BLOCK
+    session.step([4], 1, False, [], None, 1)
+
+
+@pytest.mark.parametrize("vocab", [5, 64, 257, 1100, 5000])
+def test_the_best_so_many_are_the_first_of_all(vocab) -> None:
+    # Equal ones too, in the order of their ids, wherever the parts of the vocabulary begin.
+    model = drawn(GPT, vocab_size=vocab, d_model=12, num_heads=2, d_ff=8, num_layers=1, tie_embeddings=False)
+    weight = model.output_weight.data
+    weight[vocab // 2 :] = weight[: vocab - vocab // 2].clone()
+    session = _extension.module().Session(_pack(model, "fp32"), 20 * BLOCK)
+    for k in (1, 2, 5, min(vocab, 70)):
+        said = []
+        for count in (vocab, k):
+            session.admit([[]] * 3, [[3, 4], [1], []], 1)
+            said.append(session.step([k % 5, 1, 2], count, False, [], None, 1))
+            session.release([0, 1, 2])
+        (ids, values), found = said
+        assert np.array_equal(found[0], ids[:, :k]) and np.array_equal(found[1], values[:, :k])
+        for row, own in zip(ids, values, strict=True):
+            assert sorted(row.tolist()) == list(range(vocab)) and (np.diff(own) <= 0).all()
+            same = np.diff(own) == 0
+            assert (np.diff(row)[same] > 0).all() and same.sum() >= vocab // 2 - 1
