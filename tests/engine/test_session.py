@@ -155,10 +155,19 @@ def test_a_block_that_nobody_names_is_found_when_it_is_the_one_that_lacks() -> N
     session.step([4], 1, False, [], None, 1)
 
 
-@pytest.mark.parametrize("vocab", [5, 64, 257, 1100, 5000])
-def test_the_best_so_many_are_the_first_of_all(vocab) -> None:
-    # Equal ones too, in the order of their ids, wherever the parts of the vocabulary begin.
-    model = drawn(GPT, vocab_size=vocab, d_model=12, num_heads=2, d_ff=8, num_layers=1, tie_embeddings=False)
+@pytest.mark.parametrize(("vocab", "threads"), [(5, 1), (64, 1), (257, 1), (1100, 1), (5000, 1), (5000, 2), (5000, 3)])
+def test_the_best_so_many_are_the_first_of_all(vocab, threads) -> None:
+    # Equal ones too, in the order of their ids, wherever the parts of the vocabulary begin and whoever looks at them;
+    # the largest is large enough for a second thread.
+    model = drawn(
+        GPT,
+        vocab_size=vocab,
+        d_model=12 if vocab < 5000 else 80,
+        num_heads=2,
+        d_ff=8,
+        num_layers=1,
+        tie_embeddings=False,
+    )
     weight = model.output_weight.data
     weight[vocab // 2 :] = weight[: vocab - vocab // 2].clone()
     session = _extension.module().Session(_pack(model, "fp32"), 20 * BLOCK)
@@ -166,7 +175,7 @@ def test_the_best_so_many_are_the_first_of_all(vocab) -> None:
         said = []
         for count in (vocab, k):
             session.admit([[]] * 3, [[3, 4], [1], []], 1)
-            said.append(session.step([k % 5, 1, 2], count, False, [], None, 1))
+            said.append(session.step([k % 5, 1, 2], count, False, [], None, threads))
             session.release([0, 1, 2])
         (ids, values), found = said
         assert np.array_equal(found[0], ids[:, :k]) and np.array_equal(found[1], values[:, :k])
