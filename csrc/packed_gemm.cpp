@@ -19,8 +19,8 @@ namespace fastformer {
 namespace {
 
 constexpr int64_t kHugePage = int64_t(2) << 20;
-constexpr int64_t kAhead = 8192;       // bytes that one stream fetches ahead: the best of 2 KiB to 128 KiB on Zen 5
-constexpr int64_t kMostInt8 = 133144;  // k * 127 * 127 < 2^31
+constexpr int64_t kAhead = 8192;      // bytes that one stream fetches ahead: the best of 2 KiB to 128 KiB on Zen 5
+constexpr int64_t kMostInt8 = 66311;  // k * 255 * 127 < 2^31
 
 int64_t round_up(int64_t x, int64_t multiple) { return (x + multiple - 1) / multiple * multiple; }
 
@@ -50,17 +50,15 @@ std::shared_ptr<char> allocate_panels(int64_t bytes) {
   return {std::move(chunk), first};
 }
 
-// How int8 sees some numbers: whole = round(x * inverse), x ~ whole * scale. Both are 0 where all x are (nearly) 0, for
-// 127 / largest would overflow; the scale is NaN where one of them is not finite.
+// How int8 sees the numbers of a column of W: whole = round(x * inverse), x ~ whole * scale. Both are 0 where all x are
+// (nearly) 0, for 127 / largest would overflow; the scale is NaN where one of them is not finite.
 struct Scale {
   float scale = 0, inverse = 0;
 
-  explicit Scale(uint32_t largest_bits) {
+  Scale(float range, float steps, bool is_finite) {
     constexpr float kLeast = 0x1p-120f;
-    float largest;
-    std::memcpy(&largest, &largest_bits, 4);
-    if (largest_bits >= 0x7F800000) scale = std::numeric_limits<float>::quiet_NaN();
-    else if (largest >= kLeast) scale = largest / 127, inverse = 127 / largest;
+    if (!is_finite) scale = std::numeric_limits<float>::quiet_NaN();
+    else if (range >= kLeast) scale = range / steps, inverse = steps / range;
   }
 };
 
@@ -76,32 +74,33 @@ int32_t to_whole(float x, const Scale& scale) {
   return scale.inverse == 0 ? 0 : _mm_cvtss_si32(_mm_set_ss(x * scale.inverse));
 }
 
-#if defined(CPU_CAPABILITY_AVX512)
-uint32_t largest_bits(const float* x, int64_t k) {
-  const __m512i magnitude = _mm512_set1_epi32(0x7FFFFFFF);
-  __m512i top = _mm512_setzero_si512();
+// What a row of x lies between, zero included.
+struct Range {
+  float low, high;
+  bool is_finite;
+};
+
+Range range_of(const float* x, int64_t k) {
+  V high(0.f), minus_low(0.f), poison(0.f);
   for_each_vec<float>(k, [&](int64_t c, int64_t count) {
-    top = _mm512_max_epi32(top, _mm512_and_si512(_mm512_castps_si512(V::load(x + c, count).v), magnitude));
+    const V v = V::load(x + c, count);  // zero beyond the end
+    high = max(high, v), minus_low = max(minus_low, V(0.f) - v);
+    poison = fmadd(v, V(0.f), poison);  // NaN from a NaN or an infinity on
   });
-  return static_cast<uint32_t>(_mm512_reduce_max_epi32(top));
+  const float width = high.max() + minus_low.max();
+  return {-minus_low.max(), high.max(), poison.sum() == 0 && width < std::numeric_limits<float>::infinity()};
 }
-inline void store_whole(V x, uint8_t* to) {
-  const __m512i whole = _mm512_add_epi32(_mm512_cvtps_epi32(x.v), _mm512_set1_epi32(128));
-  _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm512_cvtepi32_epi8(whole));
+
+// round(x) + zero, from 0 to 255, of a vector.
+#if defined(CPU_CAPABILITY_AVX512)
+inline void store_whole(V x, int32_t zero, uint8_t* to) {
+  const __m512i whole = _mm512_add_epi32(_mm512_cvtps_epi32(x.v), _mm512_set1_epi32(zero));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(to),
+                   _mm512_cvtusepi32_epi8(_mm512_max_epi32(whole, _mm512_setzero_si512())));
 }
 #else
-uint32_t largest_bits(const float* x, int64_t k) {
-  const __m256i magnitude = _mm256_set1_epi32(0x7FFFFFFF);
-  __m256i top = _mm256_setzero_si256();
-  for_each_vec<float>(k, [&](int64_t c, int64_t count) {
-    top = _mm256_max_epi32(top, _mm256_and_si256(_mm256_castps_si256(V::load(x + c, count).v), magnitude));
-  });
-  alignas(32) uint32_t lanes[8];
-  _mm256_store_si256(reinterpret_cast<__m256i*>(lanes), top);
-  return *std::max_element(lanes, lanes + 8);
-}
-inline void store_whole(V x, uint8_t* to) {
-  const __m256i whole = _mm256_add_epi32(_mm256_cvtps_epi32(x.v), _mm256_set1_epi32(128));
+inline void store_whole(V x, int32_t zero, uint8_t* to) {
+  const __m256i whole = _mm256_add_epi32(_mm256_cvtps_epi32(x.v), _mm256_set1_epi32(zero));
   const __m128i words = _mm_packs_epi32(_mm256_castsi256_si128(whole), _mm256_extracti128_si256(whole, 1));
   _mm_storel_epi64(reinterpret_cast<__m128i*>(to), _mm_packus_epi16(words, words));
 }
@@ -120,9 +119,11 @@ void pack_column(const Matrix& w, int64_t column, Precision precision, char* to,
       std::memcpy(to + i / 2 * kStepBytes + i % 2 * 2, &x, 2);
     }
   } else {
-    uint32_t largest = 0;
-    for (int64_t i = 0; i < w.k; ++i) largest = std::max(largest, magnitude_bits(w.at(column, i)));
-    const Scale scale(largest);
+    uint32_t bits = 0;
+    for (int64_t i = 0; i < w.k; ++i) bits = std::max(bits, magnitude_bits(w.at(column, i)));
+    float largest;
+    std::memcpy(&largest, &bits, 4);
+    const Scale scale(largest, 127, bits < 0x7F800000);
     int32_t sum = 0;
     for (int64_t i = 0; i < w.k; ++i) {
       const int32_t whole = to_whole(w.at(column, i), scale);
@@ -130,7 +131,7 @@ void pack_column(const Matrix& w, int64_t column, Precision precision, char* to,
       sum += whole;
     }
     tail.scale[lane] = scale.scale;
-    tail.correction[lane] = -128 * sum;
+    tail.correction[lane] = -sum;
   }
 }
 
@@ -181,7 +182,7 @@ void gemm_by_tiles(const PackedRows& x, int64_t rows, const PackedWeight& w, int
         const int64_t count = std::min(kGroup, rows - first);
         brgemm_panel(w.precision, round_up(count, kTileRows), x.data() + first * x.stride() + step * 4, x.stride(),
                      panel + step * kStepBytes, steps, sums);
-        tile.left_scale = x.scales() + first;
+        tile.left_scale = x.scales() + first, tile.left_zero = x.zeros() + first;
         for (int r = 0; r < count; ++r)
           for (int64_t c = 0; c < kPanelColumns; c += V::size) {
             const void* sum = sums + r * kPanelColumns + c;
@@ -240,7 +241,7 @@ void PackedRows::resize(int64_t rows, int64_t k, Precision precision) {
     data_.reset(static_cast<char*>(std::aligned_alloc(64, static_cast<size_t>(capacity_))));
     if (!data_) throw std::bad_alloc();
   }
-  if (static_cast<int64_t>(scales_.size()) < rows) scales_.resize(static_cast<size_t>(rows));
+  if (static_cast<int64_t>(scales_.size()) < rows) scales_.resize(rows), zeros_.resize(rows);
 }
 
 void PackedRows::store(int64_t row, const float* x) {
@@ -252,11 +253,14 @@ void PackedRows::store(int64_t row, const float* x) {
     for_each_vec<float>(
         k_, [&](int64_t c, int64_t count) { V::load(x + c, count).store(reinterpret_cast<bfloat16*>(to) + c); });
   } else {
-    const Scale scale(largest_bits(x, k_));
-    scales_[static_cast<size_t>(row)] = scale.scale;
+    const Range range = range_of(x, k_);
+    const Scale scale(range.high - range.low, 255, range.is_finite);
+    const bool is_zero = scale.inverse == 0;  // or not finite
+    const int32_t zero = is_zero ? 0 : to_whole(-range.low, scale);
+    scales_[static_cast<size_t>(row)] = scale.scale, zeros_[static_cast<size_t>(row)] = zero;
     for_each_vec<float>(k_, [&](int64_t c, int64_t count) {
-      const V whole = scale.inverse == 0 ? V(0.f) : V::load(x + c, count) * V(scale.inverse);
-      store_whole(whole, reinterpret_cast<uint8_t*>(to) + c);
+      const V whole = is_zero ? V(0.f) : V::load(x + c, count) * V(scale.inverse);
+      store_whole(whole, zero, reinterpret_cast<uint8_t*>(to) + c);
     });
   }
 }
@@ -295,6 +299,7 @@ void gemm(const PackedRows& x, int64_t rows, const PackedWeight& w, int64_t begi
         const Tile tile{x.data() + first * x.stride(),
                         x.stride(),
                         x.scales() + first,
+                        x.zeros() + first,
                         panel + column * 4,
                         w.steps(),
                         tail,

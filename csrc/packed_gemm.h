@@ -7,8 +7,10 @@
 //
 //   fp32   FMA
 //   bf16   x and W are bf16, sums fp32: vdpbf16ps where the CPU has AVX512_BF16, else widened to FMA
-//   int8   W has a scale per column, x one per row, found when it is stored: symmetric, largest magnitude 127. x is
-//          kept as u8 = x + 128, for vpdpbusd wants one unsigned side; -128 * (sum of a column) corrects the sum.
+//   int8   W has a scale per column: symmetric, largest magnitude 127. A row of x, when it is stored, gets a scale and
+//   a
+//          zero, so that its bytes from 0 to 255 are used whole, also where nothing is below zero, as behind ReLU:
+//          x ~ scale * (byte - zero). The sum of a column times the zero puts sums of bytes right.
 //          AVX512_VNNI, AVX-VNNI, or multiplications of bytes without them: all give the same integers.
 //
 // A row's result depends on nothing but the row and W: not on the number of rows, the panels or the threads, bit for
@@ -53,7 +55,7 @@ struct Matrix {
 class PackedWeight {
  public:
   PackedWeight() = default;
-  // bias: n floats, or null. Throws std::invalid_argument for a k that int8 sums have no room for (above 133,144).
+  // bias: n floats, or null. Throws std::invalid_argument for a k that int8 sums have no room for (above 66,311).
   PackedWeight(const Matrix& weight, const float* bias, Precision precision);
 
   int64_t n = 0, k = 0, num_panels = 0;
@@ -75,7 +77,7 @@ class PackedRows {
   void resize(int64_t rows, int64_t k, Precision precision);
 
   // Rounds or quantises a row of k floats. Different rows may be stored from different threads.
-  // int8: a row with a NaN or an infinity gets the scale NaN; magnitudes below 2^-120 count as zero.
+  // int8: a row with a NaN or an infinity, or too wide for fp32, gets the scale NaN; one narrower than 2^-120 is zero.
   void store(int64_t row, const float* x);
 
   int64_t rows() const { return rows_; }
@@ -83,7 +85,8 @@ class PackedRows {
   Precision precision() const { return precision_; }
   int64_t stride() const { return stride_; }  // bytes from one row to the next
   const char* data() const { return data_.get(); }
-  const float* scales() const { return scales_.data(); }  // int8: of each row
+  const float* scales() const { return scales_.data(); }  // int8: of each row, and the byte of its zero
+  const int32_t* zeros() const { return zeros_.data(); }
 
  private:
   struct Free {
@@ -93,6 +96,7 @@ class PackedRows {
   Precision precision_ = Precision::fp32;
   std::unique_ptr<char, Free> data_;
   std::vector<float> scales_;
+  std::vector<int32_t> zeros_;
 };
 
 // out[r * ld + c - 64 * begin] = x[r] . W[c] + b[c] for the first `rows` rows and the columns c of panels [begin, end).

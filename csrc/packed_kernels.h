@@ -24,14 +24,15 @@ constexpr int64_t kStepBytes = 4 * kPanelColumns;
 struct PanelTail {
   float bias[kPanelColumns];
   float scale[kPanelColumns];         // int8
-  int32_t correction[kPanelColumns];  // int8: -128 * sum of the column
+  int32_t correction[kPanelColumns];  // int8: minus the sum of the column
 };
 
 // The operands of one call of a kernel. `right` and `tail` are those of its first column.
 struct Tile {
-  const char* left;     // first row
-  int64_t left_stride;  // bytes
-  const float* left_scale;
+  const char* left;         // first row
+  int64_t left_stride;      // bytes
+  const float* left_scale;  // int8: of each row, and what stands for its zero
+  const int32_t* left_zero;
   const char* right;
   int64_t steps;
   const PanelTail* tail;
@@ -62,7 +63,9 @@ using Ints = __m512i;
 constexpr int kFewest = 4;  // vectors for a panel's columns
 inline Ints load_ints(const void* p) { return _mm512_loadu_si512(p); }
 inline Ints broadcast(uint32_t x) { return _mm512_set1_epi32(static_cast<int>(x)); }
-inline Ints add_ints(Ints a, Ints b) { return _mm512_add_epi32(a, b); }
+inline Ints add_product(Ints sum, Ints a, int32_t b) {
+  return _mm512_add_epi32(sum, _mm512_mullo_epi32(a, _mm512_set1_epi32(b)));
+}
 inline V as_floats(Ints x) { return _mm512_castsi512_ps(x); }
 inline V to_floats(Ints x) { return _mm512_cvtepi32_ps(x); }
 inline V even_bf16(Ints x) { return as_floats(_mm512_slli_epi32(x, 16)); }
@@ -74,7 +77,9 @@ using Ints = __m256i;
 constexpr int kFewest = 8;
 inline Ints load_ints(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
 inline Ints broadcast(uint32_t x) { return _mm256_set1_epi32(static_cast<int>(x)); }
-inline Ints add_ints(Ints a, Ints b) { return _mm256_add_epi32(a, b); }
+inline Ints add_product(Ints sum, Ints a, int32_t b) {
+  return _mm256_add_epi32(sum, _mm256_mullo_epi32(a, _mm256_set1_epi32(b)));
+}
 inline V as_floats(Ints x) { return _mm256_castsi256_ps(x); }
 inline V to_floats(Ints x) { return _mm256_cvtepi32_ps(x); }
 inline V even_bf16(Ints x) { return as_floats(_mm256_slli_epi32(x, 16)); }
@@ -99,14 +104,17 @@ struct FloatSums {
   }
 };
 
-// What the paths of int8 share: the same arithmetic of floats, whatever gave the integers.
+// What the paths of int8 share: the same arithmetic of floats, whatever gave the integers. kOffset: what a path has
+// taken from the bytes of x.
+template <int32_t kOffset>
 struct IntegerSums {
   using Sum = Ints;
   static constexpr int64_t kBlockSteps = std::numeric_limits<int64_t>::max();
   static Sum zero() { return broadcast(0); }
   static V finish(Sum sum, const Tile& t, int64_t column, int row, const float*, Block) {
+    const Ints whole = add_product(sum, load_ints(t.tail->correction + column), t.left_zero[row] - kOffset);
     const V scale = V::load(t.tail->scale + column) * V(t.left_scale[row]);
-    return fmadd(to_floats(sum), scale, V::load(t.tail->bias + column));
+    return fmadd(to_floats(whole), scale, V::load(t.tail->bias + column));
   }
 };
 
@@ -157,8 +165,8 @@ struct DotBf16 : FloatSums<128> {
 
 #endif
 
-// vpdpbusd adds four products of a u8 of x and an s8 of W to each 32-bit sum; x + 128 is put right at the end.
-struct DotInt8 : IntegerSums {
+// vpdpbusd adds four products of a u8 of x and an s8 of W to each 32-bit sum.
+struct DotInt8 : IntegerSums<0> {
   using Right = Ints;
   using Left = Ints;
 #if defined(CPU_CAPABILITY_AVX512)
@@ -176,15 +184,11 @@ struct DotInt8 : IntegerSums {
 #endif
     return sum;
   }
-  static V finish(Sum sum, const Tile& t, int64_t column, int row, const float* out, Block block) {
-    const Ints corrected = add_ints(sum, load_ints(t.tail->correction + column));
-    return IntegerSums::finish(corrected, t, column, row, out, block);
-  }
 };
 
-// int8 without dot products: pmaddubsw multiplies u8 by s8 and adds neighbours in 16 bits. With x + 128 these would
-// saturate; |x| times W with the sign of x can't: 2 * 127 * 127 < 2^15.
-struct MultiplyInt8 : IntegerSums {
+// int8 without dot products: pmaddubsw multiplies u8 by s8 and adds neighbours in 16 bits. With the bytes of x these
+// would saturate; with x - 128, as |x - 128| times W with the sign of that, they can't: 2 * 128 * 127 < 2^15.
+struct MultiplyInt8 : IntegerSums<128> {
   using Right = Ints;
 #if defined(CPU_CAPABILITY_AVX512)
   struct Left {

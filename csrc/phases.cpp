@@ -22,7 +22,8 @@ constexpr int kMostThreads = 256;
 constexpr int kSpins = 1000;                                  // of 10 to 50 ns, before a waiting thread yields
 constexpr Duration kIdle = std::chrono::microseconds(300);    // that a helper waits for more before it sleeps
 constexpr Duration kUnfair = std::chrono::microseconds(200);  // more lost than gained, before the caller goes on alone
-// For so many times what was lost it does: a lone stall costs little, and those that come again and again more and more.
+// For so many times what was lost it does: a lone stall costs little, and those that come again and again more and
+// more.
 constexpr int kLeastRest = 2, kMostRest = 128;
 
 // Waits for what another thread does within microseconds, or within milliseconds where it has no core just now.

@@ -50,8 +50,18 @@ def draw(*shape: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng([seed, *shape]).standard_normal(shape).astype(np.float32)
 
 
+def stored(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Rows of activations as whole numbers around their zeros, and their scales, in the header's fp32 arithmetic."""
+    low, high = np.minimum(x.min(axis=1, keepdims=True), 0), np.maximum(x.max(axis=1, keepdims=True), 0)
+    width = high - low
+    inverse = np.float32(255) / np.where(width > 0, width, np.float32(1))
+    zero = np.rint(-low * inverse)
+    whole = np.clip(np.rint(x * inverse) + zero, 0, 255) - zero
+    return whole.astype(np.int64), np.where(width > 0, width / np.float32(255), np.float32(0))
+
+
 def quantised(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Rows as whole numbers up to 127 and their scales, in fp32 arithmetic as the header has it."""
+    """Rows of a weight as whole numbers up to 127 and their scales, likewise."""
     largest = np.abs(x).max(axis=1, keepdims=True)
     safe = np.where(largest > 0, largest, np.float32(1))
     whole = np.rint(x * (np.float32(127) / safe)).astype(np.int64)
@@ -60,7 +70,7 @@ def quantised(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 def expected_int8(x: np.ndarray, weight: np.ndarray, bias: np.ndarray | None) -> np.ndarray:
     """Exact integers; the scaling in fp64, rounded once."""
-    (q, x_scale), (w, w_scale) = quantised(x), quantised(weight)
+    (q, x_scale), (w, w_scale) = stored(x), quantised(weight)
     scale = (x_scale * w_scale.T).astype(np.float64)  # the product of the scales is rounded to fp32
     y = (q @ w.T).astype(np.float32).astype(np.float64) * scale
     return (y + (0 if bias is None else bias)).astype(np.float32)
@@ -143,16 +153,18 @@ def test_a_row_depends_on_nothing_else(precision: str) -> None:
 def test_whole_numbers_are_kept_exactly() -> None:
     """A weight of int8's grid: products of whole numbers, scales of 1, must be exact to the last unit."""
     random = np.random.default_rng(3)
-    x = random.integers(-127, 128, (9, 301)).astype(np.float32)
+    x = random.integers(-100, 101, (9, 301)).astype(np.float32)
     weight = random.integers(-127, 128, (66, 301)).astype(np.float32)
-    x[:, 7], weight[:, 300] = 127, -127
+    x[:, 7], x[:, 8], weight[:, 300] = -100, 155, -127
+    x[4:] += 100  # rows without anything below zero
     exact = x.astype(np.int64) @ weight.astype(np.int64).T
     np.testing.assert_array_equal(packed_linear()(x, weight, None, "int8"), exact)
     # The largest sums that there are: no path may saturate.
     for sign in (1, -1):
-        ones = np.full((2, 4096), 127, np.float32)
+        most = np.full((2, 4096), 255, np.float32)
+        most[1] *= -1
         full = np.full((65, 4096), 127 * sign, np.float32)
-        np.testing.assert_array_equal(packed_linear()(ones, full, None, "int8"), ones @ full.T)
+        np.testing.assert_array_equal(packed_linear()(most, full, None, "int8"), most @ full.T)
 
 
 def test_a_quantised_weight_packs_to_itself() -> None:
@@ -218,8 +230,8 @@ def test_wrong_calls() -> None:
     x, weight = draw(2, 4), draw(3, 4)
     with pytest.raises(ValueError, match="expected 'fp32', 'bf16' or 'int8', got 'fp64'"):
         packed_linear()(x, weight, None, "fp64")
-    with pytest.raises(ValueError, match="int8: expected a weight of at most 133144 inputs, got one of 133145"):
-        packed_linear()(np.zeros((1, 133145), np.float32), np.zeros((1, 133145), np.float32), None, "int8")
+    with pytest.raises(ValueError, match="int8: expected a weight of at most 66311 inputs, got one of 66312"):
+        packed_linear()(np.zeros((1, 66312), np.float32), np.zeros((1, 66312), np.float32), None, "int8")
 
 
 # A process of test_other_paths: loads the module of an instruction set and writes the products of all cases.
@@ -277,7 +289,7 @@ def test_other_paths(path: str, tmp_path: Path) -> None:
     for rows, k in itertools.product((1, 9, 17), (255, 256, 257, 259, 512, 2050, 4095)):  # around blocks of float sums
         name = f"{rows}-long-{k}"
         cases |= {f"{name} x": draw(rows, k), f"{name} weight": draw(65, k, seed=1), f"{name} bias": draw(65, seed=2)}
-    full = np.full((9, 999), 127, np.float32)
+    full = np.full((9, 999), 255, np.float32)
     for name, sign in (("largest", 1), ("least", -1)):
         cases |= {f"{name} x": full, f"{name} weight": full * sign, f"{name} bias": np.zeros(9, np.float32)}
 
