@@ -94,7 +94,7 @@ def test_each_option_of_a_model_is_honoured(name) -> None:
     prompts = [prompt_of(model, dice, length, before) for length, before in ((1, 0), (9, 3), (17, 0), (33, 18))]
     new = [ids(dice, 4, model.config.vocab_size) for _ in prompts]
     due = [exact(model, prompt, [prompt.tokens[-1], *row]) for prompt, row in zip(prompts, new, strict=True)]
-    for precision, bound in (("fp32", 2e-6), ("bf16", 0.03), ("int8", 0.08)):
+    for precision, bound in (("fp32", 2e-6), ("bf16", 0.03), ("int8", 0.1)):
         found = said(CppEngine(model, precision), prompts, new)
         for one, expected in zip(found, due, strict=True):
             assert distance(one, expected) < bound, precision
