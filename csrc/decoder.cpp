@@ -13,7 +13,6 @@ namespace fastformer {
 namespace {
 
 constexpr int64_t kPrefillTokens = 512;  // that go through a stack together: their activations stay in the cache
-constexpr int64_t kTasksPerThread = 1;   // a task reads whole panels, and fetches beyond its last one
 
 int64_t padded(int64_t columns) { return (columns + kPanelColumns - 1) / kPanelColumns * kPanelColumns; }
 
@@ -126,10 +125,15 @@ void Session::admit(const std::vector<Ids>& sources, const std::vector<Ids>& tok
       TokenCache::Group& group = cache_.add(model_->options.has_encoder() ? sources[i].size() : 0);
       cache_.append(group, tokens[i].size());
     }
+    read(sources, tokens, first, threads);
   } catch (...) {
     for (; cache_.groups.size() > first;) cache_.release({static_cast<int64_t>(cache_.groups.size()) - 1});
     throw;
   }
+}
+
+// The sources and prompts of the groups from `first` on.
+void Session::read(const std::vector<Ids>& sources, const std::vector<Ids>& tokens, size_t first, int threads) {
   if (model_->options.has_encoder()) {
     // Sources go through the encoder whole, as many at a time as fit.
     std::vector<Batch> batches;
@@ -255,7 +259,8 @@ int Session::threads_for(int64_t rows, int threads) const {
 
 void Session::add_product(const PackedRows& in, const PackedWeight& weight, float* out, int64_t rows, int threads) {
   const int64_t panels = weight.num_panels, ld = panels * kPanelColumns;
-  const int64_t tasks = threads == 1 ? 1 : std::min(panels, kTasksPerThread * threads);
+  // A task reads neighbouring panels, and fetches beyond its last one: the fewer the better.
+  const int64_t tasks = std::min<int64_t>(panels, threads);
   phases_.push_back({tasks, [=, &in, &weight](int64_t task) {
                        const int64_t begin = panels * task / tasks, end = panels * (task + 1) / tasks;
                        gemm(in, rows, weight, begin, end, out + begin * kPanelColumns, ld);
@@ -264,7 +269,7 @@ void Session::add_product(const PackedRows& in, const PackedWeight& weight, floa
 
 template <typename F>
 void Session::add_rows(int64_t rows, int threads, F&& row) {
-  const int64_t tasks = threads == 1 || rows < 8 ? 1 : std::min(rows, kTasksPerThread * threads);
+  const int64_t tasks = threads == 1 || rows < 8 ? 1 : std::min<int64_t>(rows, threads);
   phases_.push_back({tasks, [=](int64_t task) {
                        for (int64_t r = rows * task / tasks; r < rows * (task + 1) / tasks; ++r) row(r);
                      }});
@@ -273,7 +278,7 @@ void Session::add_rows(int64_t rows, int threads, F&& row) {
 template <typename F>
 void Session::add_heads(const Batch& batch, int threads, F&& head) {
   const int64_t heads = model_->options.num_kv_heads, all = static_cast<int64_t>(batch.spans.size()) * heads;
-  const int64_t tasks = threads == 1 ? 1 : std::min(all, 2 * kTasksPerThread * threads);
+  const int64_t tasks = threads == 1 ? 1 : std::min<int64_t>(all, 2 * threads);
   phases_.push_back({tasks, [=, &batch](int64_t task) {
                        for (int64_t i = all * task / tasks; i < all * (task + 1) / tasks; ++i)
                          head(batch.spans[i / heads], i % heads);
@@ -305,12 +310,10 @@ void Session::add_stack(const PackedStack& stack, const Batch& batch, bool is_en
   const int64_t rows = batch.count(), dim = o.d_model, wide = padded(dim);
   const int64_t inner = stack.layers.empty() ? 0 : stack.layers[0].ff1.num_panels * kPanelColumns;
   const int64_t d_ff = stack.layers.empty() ? 1 : stack.layers[0].ff2.k;
-  const auto room = [](std::vector<float>& v, int64_t n) {
-    if (static_cast<int64_t>(v.size()) < n) v.resize(n);
-  };
-  room(x_, rows * dim), room(y_, rows * wide), room(context_, rows * dim), room(hidden_, rows * inner);
+  x_.make_room(rows * dim), y_.make_room(rows * wide), context_.make_room(rows * dim);
+  hidden_.make_room(rows * inner);
   // The stored keys and values of sources go through here as well.
-  room(qkv_, rows * padded(dim + 2 * o.kv_dim()));
+  qkv_.make_room(rows * padded(dim + 2 * o.kv_dim()));
   narrow_.resize(rows, dim, o.precision), wide_.resize(rows, d_ff, o.precision);
   phases_.clear();
 
@@ -426,7 +429,8 @@ void Session::attend_self(int64_t layer, const Span& span, int64_t kv_head, int6
     return;
   }
   const int64_t rows = span.end - span.begin, end = span.first_position + rows;
-  const int64_t begin = window < 0 ? 0 : std::max<int64_t>(0, span.first_position - window);
+  // The products sum keys in slices of kDepth, which lie alike wherever the prompt was cut.
+  const int64_t begin = window < 0 ? 0 : std::max<int64_t>(0, span.first_position - window) / kDepth * kDepth;
   HeadScratch<T>& scratch = head_scratch<T>((end - begin) * dim);
   for (int64_t position = begin; position < end; ++position) {
     std::copy_n(keys + slots[position] * dim, dim, scratch.keys.data() + (position - begin) * dim);

@@ -58,6 +58,7 @@ class Session {
   };
   void check(const std::vector<Ids>& sources, const std::vector<Ids>& tokens) const;
   int threads_for(int64_t rows, int threads) const;
+  void read(const std::vector<Ids>& sources, const std::vector<Ids>& tokens, size_t first, int threads);
 
   // Adds the phases of a batch's way through a stack, behind which narrow_ holds its normalised states.
   void add_stack(const PackedStack& stack, const Batch& batch, bool is_encoder, int threads);
@@ -85,7 +86,7 @@ class Session {
   std::vector<Phase> phases_;
   // Of the tokens of a batch: the residual stream, what a product gives, queries with keys and values, what attention
   // gives, the inside of the feed-forward network; each row ld_ of that apart.
-  std::vector<float> x_, y_, qkv_, context_, hidden_;
+  Floats x_, y_, qkv_, context_, hidden_;
   PackedRows narrow_, wide_;
 };
 

@@ -95,7 +95,6 @@ py::tuple step(GuardedSession& guarded, const Ids& tokens, int64_t k, bool log_p
 }  // namespace
 
 void bind_decoder(py::module_& m) {
-  // The arrays are read for as long as the model or a session of it is there.
   py::class_<PackedModel, std::shared_ptr<PackedModel>>(m, "PackedModel")
       .def(py::init([](const py::dict& options, const py::dict& arrays) {
              const ModelOptions o = options_of(options);
@@ -103,14 +102,14 @@ void bind_decoder(py::module_& m) {
              const py::gil_scoped_release released;
              return std::make_shared<PackedModel>(o, tensors);
            }),
-           py::arg("options"), py::arg("tensors"), py::keep_alive<1, 3>())
+           py::arg("options"), py::arg("tensors"))
       .def_property_readonly("step_bytes", &PackedModel::step_bytes);
 
   py::class_<GuardedSession>(m, "Session")
       .def(py::init([](std::shared_ptr<PackedModel> model, int64_t num_tokens) {
              return std::make_unique<GuardedSession>(std::move(model), num_tokens);
            }),
-           py::arg("model"), py::arg("num_tokens"), py::keep_alive<1, 2>())
+           py::arg("model"), py::arg("num_tokens"))
       .def("admit",
            [](GuardedSession& guarded, const std::vector<Ids>& sources, const std::vector<Ids>& tokens, int threads) {
              const py::gil_scoped_release released;

@@ -228,6 +228,22 @@ PackedWeight::PackedWeight(const Matrix& weight, const float* bias, Precision pr
   panels_ = memory;
 }
 
+PackedWeight PackedWeight::columns(const std::vector<int32_t>& chosen) const {
+  PackedWeight some = *this;
+  some.n = static_cast<int64_t>(chosen.size());
+  some.num_panels = round_up(some.n, kPanelColumns) / kPanelColumns;
+  const std::shared_ptr<char> memory = allocate_panels(some.num_panels * panel_bytes_);
+  std::memset(memory.get(), 0, static_cast<size_t>(some.num_panels * panel_bytes_));
+  // All that a panel has, its tail included, lies column by column in units of 4 bytes.
+  for (int64_t i = 0; i < some.n; ++i) {
+    const char* from = panel(chosen[i] / kPanelColumns) + chosen[i] % kPanelColumns * 4;
+    char* to = memory.get() + i / kPanelColumns * panel_bytes_ + i % kPanelColumns * 4;
+    for (int64_t at = 0; at < panel_bytes_; at += kStepBytes) std::memcpy(to + at, from + at, 4);
+  }
+  some.panels_ = memory;
+  return some;
+}
+
 void PackedRows::Free::operator()(char* p) const { std::free(p); }
 
 void PackedRows::resize(int64_t rows, int64_t k, Precision precision) {

@@ -58,6 +58,9 @@ class PackedWeight {
   // bias: n floats, or null. Throws std::invalid_argument for a k that int8 sums have no room for (above 66,311).
   PackedWeight(const Matrix& weight, const float* bias, Precision precision);
 
+  // Some of the columns, as they are packed.
+  PackedWeight columns(const std::vector<int32_t>& chosen) const;
+
   int64_t n = 0, k = 0, num_panels = 0;
   Precision precision = Precision::fp32;
 

@@ -112,30 +112,43 @@ const ModelOptions& checked(const ModelOptions& o) {
 
 }  // namespace
 
+Table::Table(const ModelTensor& tensor, Precision precision) : rows_(tensor.shape[0]), dim_(tensor.shape[1]) {
+  const auto copy = [&]<typename T>(std::shared_ptr<const std::vector<T>>& to) {
+    auto values = std::make_shared<std::vector<T>>(rows_ * dim_);
+    for (int64_t i = 0; i < rows_ * dim_; ++i) (*values)[i] = static_cast<T>(at(tensor, i));
+    to = std::move(values);
+  };
+  if (precision == Precision::fp32) copy(wide_);
+  else copy(narrow_);
+}
+
 void Table::add_to(int64_t row, float factor, float* to) const {
-  const auto add = [=, this]<typename T>(const T* from) {
+  const auto add = [=, this](const auto* from) {
     for_each_vec<float>(dim_, [=](int64_t c, int64_t n) {
       fmadd(Vec<float>::load(from + c, n), Vec<float>(factor), Vec<float>::load(to + c, n)).store(to + c, n);
     });
   };
-  if (is_bf16_) add(static_cast<const bfloat16*>(data_) + row * dim_);
-  else add(static_cast<const float*>(data_) + row * dim_);
+  if (wide_) add(wide_->data() + row * dim_);
+  else add(narrow_->data() + row * dim_);
 }
 
 PackedModel::PackedModel(const ModelOptions& o, const ModelTensors& tensors) : options(checked(o)) {
   const Names names(tensors, "");
   if (o.has_encoder()) {
     encoder = pack_stack(o, names.within("encoder"), o.num_encoder_layers, false, o.encoder_window);
-    source_embedding_ = Table(names.table("source_embedding", o.d_model));
   }
   decoder = pack_stack(o, names.within("decoder"), o.num_decoder_layers, o.has_encoder(), o.decoder_window);
-  target_embedding_ = Table(names.table("target_embedding", o.d_model));
+  const ModelTensor& target = names.table("target_embedding", o.d_model);
+  target_embedding_ = Table(target, o.precision);
+  if (o.has_encoder()) {
+    const ModelTensor& source = names.table("source_embedding", o.d_model);
+    source_embedding_ = source.data == target.data ? target_embedding_ : Table(source, o.precision);
+  }
   const int64_t vocab = names.table("output").shape[0];
   if (target_embedding_.rows() < vocab) throw std::invalid_argument("expected an embedding of each token to say");
-  output_matrix_ = names.matrix("output", 0, vocab, vocab, o.d_model);
-  output = PackedWeight(output_matrix_, nullptr, o.precision);
+  output = PackedWeight(names.matrix("output", 0, vocab, vocab, o.d_model), nullptr, o.precision);
   if (names.find("positions")) {
-    positions_ = Table(names.table("positions", o.d_model));
+    positions_ = Table(names.table("positions", o.d_model), o.precision);
     max_len_ = positions_.rows();
   }
   if (const ModelTensor* cos = names.find("cos")) {
@@ -152,17 +165,6 @@ PackedModel::PackedModel(const ModelOptions& o, const ModelTensors& tensors) : o
                      sin_.data() + position * dim);
     }
   }
-}
-
-PackedWeight PackedModel::pack_output(const std::vector<int32_t>& ids) const {
-  const int64_t k = output_matrix_.k, size = output_matrix_.is_bf16 ? 2 : 4;
-  std::vector<char> rows(ids.size() * k * size);
-  for (size_t i = 0; i < ids.size(); ++i) {
-    const char* row = static_cast<const char*>(output_matrix_.data) + ids[i] * output_matrix_.row_stride * size;
-    std::copy_n(row, k * size, rows.data() + i * k * size);
-  }
-  const Matrix chosen{rows.data(), output_matrix_.is_bf16, static_cast<int64_t>(ids.size()), k, k};
-  return PackedWeight(chosen, nullptr, options.precision);
 }
 
 void PackedModel::embed(bool is_source, int32_t token, int64_t position, float* to) const {

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <map>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -12,7 +13,7 @@
 
 namespace fastformer {
 
-// A tensor of the model where it lies in memory: contiguous, fp32 or bf16. Whoever packs a model keeps `data` alive.
+// A tensor of the model where it lies in memory: contiguous, fp32 or bf16. It is read while a model is packed.
 struct ModelTensor {
   const void* data;
   bool is_bf16;
@@ -53,21 +54,20 @@ struct PackedStack {
   int64_t window;
 };
 
-// Rows of a table of the model's, which are read where they lie.
+// Rows of a table: a copy in fp32, or in bf16 for the smaller precisions.
 class Table {
  public:
   Table() = default;
-  explicit Table(const ModelTensor& tensor)
-      : data_(tensor.data), is_bf16_(tensor.is_bf16), rows_(tensor.shape[0]), dim_(tensor.shape[1]) {}
-  explicit operator bool() const { return data_ != nullptr; }
+  Table(const ModelTensor& tensor, Precision precision);
+  explicit operator bool() const { return rows_ > 0; }
   int64_t rows() const { return rows_; }
   // to[i] += factor * row[i].
   void add_to(int64_t row, float factor, float* to) const;
 
  private:
-  const void* data_ = nullptr;
-  bool is_bf16_ = false;
   int64_t rows_ = 0, dim_ = 0;
+  std::shared_ptr<const std::vector<float>> wide_;
+  std::shared_ptr<const std::vector<bfloat16>> narrow_;
 };
 
 // The tensors' names are those of the model's state_dict, but for "source_embedding", "target_embedding" and "output",
@@ -75,9 +75,6 @@ class Table {
 class PackedModel {
  public:
   PackedModel(const ModelOptions& options, const ModelTensors& tensors);
-
-  // The rows of the vocabulary's matrix that a shortlist names.
-  PackedWeight pack_output(const std::vector<int32_t>& ids) const;
 
   // to = the embedding of a token at a position.
   void embed(bool is_source, int32_t token, int64_t position, float* to) const;
@@ -87,7 +84,7 @@ class PackedModel {
   const float* sin(int64_t position) const { return sin_.data() + position * options.head_dim(); }
   bool is_rotary() const { return !cos_.empty(); }
 
-  int64_t vocab_size() const { return output_matrix_.n; }
+  int64_t vocab_size() const { return output.n; }
   int64_t source_vocab_size() const { return source_embedding_.rows(); }
   int64_t max_len() const { return max_len_; }
   // Of the weights that a step of one row reads.
@@ -99,7 +96,6 @@ class PackedModel {
 
  private:
   Table source_embedding_, target_embedding_, positions_;
-  Matrix output_matrix_;
   std::vector<float> cos_, sin_;
   int64_t max_len_ = 0;
 };

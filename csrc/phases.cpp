@@ -8,9 +8,10 @@
 #include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <exception>
 #include <memory>
-#include <system_error>
 #include <thread>
+#include <utility>
 
 namespace fastformer {
 namespace {
@@ -85,8 +86,11 @@ class Team {
       waited += Clock::now() - before;
     }
     wanted_.store(0, std::memory_order_relaxed);
+    const std::exception_ptr thrown = std::exchange(thrown_, nullptr);
+    has_thrown_.store(false, std::memory_order_relaxed);
     judge(Clock::now() - begun, waited, own);
     is_busy_.store(false, std::memory_order_release);
+    if (thrown) std::rethrow_exception(thrown);
     return true;
   }
 
@@ -106,9 +110,18 @@ class Team {
       if (task >= end_.load(std::memory_order_acquire)) return worked;
       if (wanted_.load(std::memory_order_relaxed) < place) return worked;
       if (!next_.compare_exchange_weak(task, task + 1, std::memory_order_relaxed)) continue;
-      phase_->run(task - start_);
+      call(*phase_, task - start_);
       ++worked;
       worked += finish_task();
+    }
+  }
+
+  // Runs a task. What it throws must not pass a helper's end, nor leave the others in a run that the caller has left.
+  void call(const Phase& phase, int64_t task) {
+    try {
+      phase.run(task);
+    } catch (...) {
+      if (!has_thrown_.exchange(true, std::memory_order_relaxed)) thrown_ = std::current_exception();
     }
   }
 
@@ -125,7 +138,7 @@ class Team {
       if (phase.tasks <= 0) continue;
       ++worked;
       if (phase.tasks == 1) {
-        phase.run(0);
+        call(phase, 0);
         continue;
       }
       start_ = end_.load(std::memory_order_relaxed);
@@ -133,7 +146,7 @@ class Team {
       remaining_.store(phase.tasks, std::memory_order_relaxed);
       next_.store(start_ + 1, std::memory_order_relaxed);
       end_.store(start_ + phase.tasks, std::memory_order_release);
-      phase.run(0);
+      call(phase, 0);
       if (remaining_.fetch_sub(1, std::memory_order_acq_rel) != 1) return worked;
     }
     is_finished_.store(true, std::memory_order_release);
@@ -165,18 +178,21 @@ class Team {
   // As many helpers as can be had, up to `count`; how many of those there are now are wanted.
   int grow(int count) {
     while (static_cast<int>(helpers_.size()) < count) {
-      auto helper = std::make_unique<Helper>();
-      const int place = static_cast<int>(helpers_.size()) + 1;
       sigset_t all, before;
       sigfillset(&all);
       pthread_sigmask(SIG_SETMASK, &all, &before);  // signals are for the threads of the program
+      bool has_begun = false;
       try {
+        helpers_.reserve(helpers_.size() + 1);
+        auto helper = std::make_unique<Helper>();
+        const int place = static_cast<int>(helpers_.size()) + 1;
         std::thread([this, self = helper.get(), place] { help(*self, place); }).detach();
-      } catch (const std::system_error&) {
-        count = 0;  // no more threads for this process: those that there are will do
+        helpers_.push_back(std::move(helper));
+        has_begun = true;
+      } catch (const std::exception&) {  // no more threads, or no more memory: those that there are will do
       }
       pthread_sigmask(SIG_SETMASK, &before, nullptr);
-      if (count > 0) helpers_.push_back(std::move(helper));
+      if (!has_begun) break;
     }
     return std::min(static_cast<int>(helpers_.size()), count);
   }
@@ -207,6 +223,8 @@ class Team {
   const std::vector<Phase>* phases_ = nullptr;
   std::atomic<int> wanted_{0};  // helpers, in the run that goes on; 0 between runs
   std::atomic<bool> is_finished_{false};
+  std::atomic<bool> has_thrown_{false};  // a task of this run; what, stands in thrown_
+  std::exception_ptr thrown_;
 
   // The caller's, whoever it is.
   alignas(64) std::atomic<bool> is_busy_{false};

@@ -14,13 +14,16 @@ namespace fastformer {
 
 struct Phase {
   int64_t tasks;                     // none: the phase is passed over
-  std::function<void(int64_t)> run;  // of a task's number; doesn't throw, and doesn't fork
+  std::function<void(int64_t)> run;  // of a task's number; doesn't fork
 };
 
 // Runs the tasks of each phase, in any order and side by side, phase after phase; what a phase has written, the next
 // ones read. The caller is one of the `threads`; the others belong to a team that the process has once, and sleep when
 // there is nothing to do. While the team is busy with another caller's phases, and for a while after the system has
 // held its threads up for longer than they helped, the caller does all alone.
+//
+// What a task throws, the caller gets when all is over; where several do, one of it. Later phases run all the same, or
+// don't.
 void run_phases(const std::vector<Phase>& phases, int threads);
 
 }  // namespace fastformer

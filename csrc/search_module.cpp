@@ -8,6 +8,7 @@
 #include <chrono>
 #include <limits>
 #include <set>
+#include <stdexcept>
 #include <string>
 #include <thread>
 
@@ -102,6 +103,15 @@ std::vector<uint64_t> phases_check(const std::vector<int64_t>& sizes, int64_t ro
   return written.empty() ? std::vector<uint64_t>{} : written.back();
 }
 
+// Phases of which every third task throws.
+void phases_break(int64_t tasks, int threads) {
+  const auto run = [](int64_t task) {
+    if (task % 3 == 1) throw std::runtime_error("a task broke");
+  };
+  const py::gil_scoped_release released;
+  run_phases({{tasks, run}, {1, [](int64_t) {}}, {tasks, run}}, threads);
+}
+
 // How many threads run the tasks of a phase, in the round of `rounds` with the most of them.
 int64_t phases_threads(int64_t tasks, int64_t rounds, int threads) {
   std::vector<std::thread::id> ids(tasks);
@@ -151,6 +161,7 @@ void bind_search(py::module_& m) {
   m.def("last_tokens", &last_tokens);
   m.def("places_of_done", &places_of_done);
   m.def("_phases_check", &phases_check);
+  m.def("_phases_break", &phases_break);
   m.def("_phases_threads", &phases_threads);
 }
 

@@ -1,33 +1,22 @@
 #include "token_cache.h"
 
-#include <sys/mman.h>
-
 #include <algorithm>
 #include <limits>
 #include <new>
 #include <stdexcept>
 
 namespace fastformer {
-namespace {
-
-constexpr size_t kHugePage = size_t{2} << 20;
-
-}  // namespace
-
 TokenCache::TokenCache(int64_t layers, int64_t kv_heads, int64_t head_dim, int64_t element_size, int64_t num_blocks)
     : kv_heads_(kv_heads), token_bytes_(head_dim * element_size), block_slots_(layers * 2 * kv_heads * kBlockTokens) {
   if (num_blocks > std::numeric_limits<int32_t>::max() / block_slots_)
     throw std::length_error("expected a cache of fewer tokens: its places are counted in 32 bits");
   seen_.resize(num_blocks);
-  const size_t bytes = static_cast<size_t>(block_slots_ * num_blocks * token_bytes_);
+  if (block_slots_ > std::numeric_limits<int32_t>::max() / std::max<int64_t>(1, num_blocks))
+    throw std::length_error("expected a cache of fewer tokens: its places are counted in 32 bits");
   // Pages that nobody has touched cost nothing, so the whole budget can be asked for.
-  data_ = static_cast<char*>(std::aligned_alloc(kHugePage, (bytes + kHugePage) / kHugePage * kHugePage));
-  if (!data_) throw std::bad_alloc();
-  madvise(data_, bytes, MADV_HUGEPAGE);
+  memory_ = KeptMemory(block_slots_ * num_blocks * token_bytes_);
   for (int64_t block = num_blocks; block-- > 0;) free_.push_back(static_cast<int32_t>(block));
 }
-
-TokenCache::~TokenCache() { std::free(data_); }
 
 int32_t TokenCache::take(Group& group) {
   if (free_.empty() && group.was_reordered) sweep(group);

@@ -9,6 +9,8 @@
 #include <cstdint>
 #include <vector>
 
+#include "kept_memory.h"
+
 namespace fastformer {
 
 constexpr int64_t kBlockTokens = 16;
@@ -30,7 +32,6 @@ class TokenCache {
   };
 
   TokenCache(int64_t layers, int64_t kv_heads, int64_t head_dim, int64_t element_size, int64_t num_blocks);
-  ~TokenCache();
   TokenCache(const TokenCache&) = delete;
   TokenCache& operator=(const TokenCache&) = delete;
 
@@ -47,7 +48,7 @@ class TokenCache {
 
   // The keys of a layer and head: the token of slot s begins at keys + s * head_dim. The values: at + values_offset.
   char* keys(int64_t layer, int64_t head) const {
-    return data_ + (layer * 2 * kv_heads_ + head) * kBlockTokens * token_bytes_;
+    return memory_.data() + (layer * 2 * kv_heads_ + head) * kBlockTokens * token_bytes_;
   }
   int64_t head_stride() const { return kBlockTokens * token_bytes_; }  // from a head to the next one
   int64_t values_offset() const { return kv_heads_ * head_stride(); }
@@ -60,7 +61,7 @@ class TokenCache {
   void sweep(Group& group);
 
   int64_t kv_heads_, token_bytes_, block_slots_;  // token_bytes_: of one head; block_slots_: from a block to the next
-  char* data_;
+  KeptMemory memory_;
   std::vector<int32_t> free_;
   std::vector<char> seen_;  // by block, for sweep
 };

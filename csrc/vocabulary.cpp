@@ -28,7 +28,7 @@ void Vocabulary::set_shortlist(const Ids& ids) {
   for (size_t i = 0; i < ids.size(); ++i)
     if (ids[i] < 0 || ids[i] >= model_.vocab_size() || (i && ids[i] <= ids[i - 1]))
       throw std::invalid_argument("expected a shortlist of different ids of the vocabulary, sorted upward");
-  shortlist_ = ids.empty() ? PackedWeight() : model_.pack_output(ids);
+  shortlist_ = ids.empty() ? PackedWeight() : model_.output.columns(ids);
   shortlist_ids_ = ids;
 }
 

@@ -166,3 +166,12 @@ def test_helpers_come_when_they_are_asked_for_no_more_than_that_and_sleep_in_bet
         assert until(partial(is_shared, 2)), "nobody wakes"
 
     in_child(check)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_what_a_task_throws_reaches_the_caller_and_nobody_else(threads) -> None:
+    sizes = [7, 1, 12]
+    for _ in range(50):
+        with pytest.raises(RuntimeError, match="a task broke"):
+            MODULE._phases_break(9, threads)
+        assert MODULE._phases_check(sizes, 3, threads) == expected(sizes, 3)

@@ -186,3 +186,63 @@ def test_bits_do_not_depend_on_where_a_long_prompt_is_cut(kind, window, precisio
     for before in (1, 30, 77, 511):
         beside = said(engine, [prompt_of(model, dice, 3, before), long], [*new, *new])
         assert torch.equal(beside[1], alone), before
+
+
+def share_a_norm(model: Any) -> None:
+    model.decoder.layers[1].norm1 = model.decoder.layers[0].norm2
+
+
+def share_a_layer(model: Any) -> None:
+    model.decoder.layers[1] = model.decoder.layers[0]
+
+
+def share_the_last_norm(model: Any) -> None:
+    model.decoder.norm = model.decoder.layers[0].norm1
+
+
+@pytest.mark.parametrize("share", [share_a_norm, share_a_layer, share_the_last_norm])
+@pytest.mark.parametrize("name", ["llama", "tied"] if "tied" in CONFIGS else list(CONFIGS)[:2])
+def test_modules_in_two_places_are_packed_in_both(name, share) -> None:
+    model = copy.deepcopy(configured(name))
+    if len(model.decoder.layers) < 2 or (model.decoder.norm is None and share is share_the_last_norm):
+        pytest.skip("it has nothing to share")
+    share(model)
+    inputs = [[5, 6, 7, 8], [9, 4]]
+    ours, theirs = (
+        generate(model, inputs, engine=engine, max_new_tokens=8, num_beams=2) for engine in ("cpp", "kv_cache")
+    )
+    assert torch.equal(ours, theirs)
+
+
+def test_a_batch_that_begins_sees_weights_that_were_loaded_since() -> None:
+    kind, options = CONFIGS[next(iter(CONFIGS))]
+    model, other = drawn(kind, **options), drawn(kind, **options)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+    prompt = prompt_of(model, random.Random(1), 6)
+    engine = CppEngine(model)
+    model.load_state_dict(other.state_dict())
+    model.share_memory()  # and all of its memory is elsewhere
+    new = [[5, 6, 7]]
+    (found,), (due,) = said(engine, [prompt], new), said(CppEngine(other), [prompt], new)
+    assert torch.equal(found, due)
+
+
+def test_neither_default_dtype_nor_modes_change_what_is_found() -> None:
+    model = configured(next(iter(CONFIGS)))
+    options: dict[str, Any] = {"engine": "cpp", "do_sample": True, "seed": 1, "max_new_tokens": 5}
+    due = generate(model, [[5, 6, 7]], **options)
+    for dtype in (torch.bfloat16, torch.float64):
+        torch.set_default_dtype(dtype)
+        try:
+            assert torch.equal(generate(model, [[5, 6, 7]], **options), due)
+        finally:
+            torch.set_default_dtype(torch.float32)
+
+    class Mode(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            return function(*args, **(kwargs or {}))
+
+    with Mode():
+        assert "TorchFunctionMode" in str(CppEngine.why_unsupported(model))

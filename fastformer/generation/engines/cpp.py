@@ -63,8 +63,9 @@ class CppEngine:
 
     fp32 computes what the model does. bf16 rounds weights and what they are multiplied by; int8 has a scale for each
     output of a weight and for each row that is multiplied by it. The residual stream, norms and softmax are fp32
-    always; keys and values are fp32 or, for the smaller two, bf16. A row's bits depend neither on its neighbours nor on
-    the number of threads.
+    always; keys and values, and the tables of embeddings and positions, are fp32 or, for the smaller two, bf16. A row's
+    bits depend neither on its neighbours nor on the number of threads. Weights that change are packed again when the
+    next batch begins; see `packed.fingerprint` for how that is noticed.
 
     Args:
         model: see above; `why_unsupported` says what it may not have.
@@ -77,11 +78,16 @@ class CppEngine:
     def __init__(self, model: Model, precision: str | None = None) -> None:
         assert isinstance(model, Transformer | GPT)
         self.precision = precision or own_precision(model)
-        self._config = model.config
-        self._packed = packed(model, self.precision, lambda: _pack(model, self.precision))
+        self._model, self._config = model, model.config
+        self._packed = self._pack()
         self._shortlist: list[int] = []
         self._attention = _attention(model)
+        self._num_tokens, self._num_groups = BLOCK_SIZE, 0
         self._session = self._new_session(BLOCK_SIZE)
+
+    def _pack(self) -> object:
+        model, precision = self._model, self.precision
+        return packed(model, precision, lambda: _pack(model, precision))
 
     @classmethod
     def why_unsupported(cls, model: object, precision: str | None = None) -> str | None:
@@ -91,14 +97,22 @@ class CppEngine:
     @property
     def token_bytes(self) -> int:
         """The keys and values of a token in all layers of the decoder."""
+        return self._slots * self._attention.head_dim * (4 if self.precision == "fp32" else 2)
+
+    @property
+    def _slots(self) -> int:
+        """The keys and values of a token, counted by heads."""
         config = self._config
         layers = config.num_layers if isinstance(config, GPT.config_class) else config.num_decoder_layers
-        return 2 * layers * self._attention.kv_dim * (4 if self.precision == "fp32" else 2)
+        return 2 * layers * self._attention.num_kv_heads
 
     def start(self, max_rows: int, num_tokens: int) -> None:
         """See `Engine.start`."""
+        # Places are counted in 32 bits.
+        most = (2**31 - 1) // (self._slots * BLOCK_SIZE) * BLOCK_SIZE
+        self._num_tokens, self._num_groups = min(num_tokens, most), 0
         self._session = self._new_session(0)  # lets go of the old one: there is no memory for two
-        self._session = self._new_session(num_tokens)
+        self._session = self._new_session(self._num_tokens)
 
     def _new_session(self, num_tokens: int) -> _Session:
         module = cast(Any, _extension.module())
@@ -113,14 +127,19 @@ class CppEngine:
 
     def admit(self, prompts: Sequence[Prompt]) -> None:
         """See `Engine.admit`."""
+        # A batch that begins sees what has become of the model's weights since the last one.
+        if self._num_groups == 0 and (now := self._pack()) is not self._packed:
+            self._packed = now
+            self._session = self._new_session(self._num_tokens)
         sources = [list(prompt.source or ()) for prompt in prompts]
         self._session.admit(sources, [list(prompt.tokens[:-1]) for prompt in prompts], torch.get_num_threads())
+        self._num_groups += len(prompts)
 
     def step(self, tokens: Sequence[int], selection: Selection) -> Candidates:
         """See `Engine.step`."""
         vocab_size = self._config.vocab_size
         shown = list(selection.logit_rows) if selection.process or selection.draws else []
-        logits = torch.empty(len(shown), vocab_size)
+        logits = torch.empty(len(shown), vocab_size, dtype=torch.float32, device=self.device)
         ids, values = self._session.step(
             tokens,
             min(selection.num_candidates, vocab_size),
@@ -156,6 +175,7 @@ class CppEngine:
     def release(self, groups: Sequence[int]) -> None:
         """See `Engine.release`."""
         self._session.release(groups)
+        self._num_groups -= len(groups)
 
     def tokens_needed(self, prompt: Prompt, num_rows: int, new_tokens: int) -> int:
         """See `Engine.tokens_needed`."""
@@ -228,11 +248,13 @@ def _target_embedding(model: Transformer | GPT) -> Embedding:
 
 def _tensors(model: Transformer | GPT) -> dict[str, Array]:
     """The tensors under the names that csrc/packed_model.h wants."""
-    tensors: dict[str, Tensor] = {f"decoder.{name}": p for name, p in model.decoder.named_parameters()}
+    tensors: dict[str, Tensor] = {
+        f"decoder.{name}": p for name, p in model.decoder.named_parameters(remove_duplicate=False)
+    }
     embedding = _target_embedding(model)
     tensors["target_embedding"], tensors["output"] = embedding.weight, model.output_weight
     if isinstance(model, Transformer):
-        tensors |= {f"encoder.{name}": p for name, p in model.encoder.named_parameters()}
+        tensors |= {f"encoder.{name}": p for name, p in model.encoder.named_parameters(remove_duplicate=False)}
         tied = model.config.tie_embeddings
         tensors["source_embedding"] = embedding.weight if tied else model.source_embedding.weight
     elif model.rotary is not None:

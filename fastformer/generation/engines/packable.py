@@ -14,7 +14,8 @@ from typing import Any, cast
 import torch
 import torch.nn.modules.module as torch_module
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
 
 from fastformer.generation.precisions import check_precision, own_precision
 from fastformer.models import GPT, Transformer
@@ -85,6 +86,8 @@ def why_not_packable(model: object, precision: str | None) -> str | None:
         return f"use_backend({backend!r}) asks for other code"
     if torch._C._len_torch_dispatch_stack():
         return "a TorchDispatchMode is on, which would see none of its operations"
+    if any(not isinstance(mode, DeviceContext) for mode in _get_current_function_mode_stack()):
+        return "a TorchFunctionMode is on, which would see none of its operations"
     reason = _why_not_by_classes() or _why_not_as_made(model)
     if precision is None and torch.is_autocast_enabled("cpu"):
         precision = own_precision(model)

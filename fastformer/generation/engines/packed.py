@@ -113,13 +113,11 @@ def packed(model: nn.Module, precision: str, pack: Callable[[], T]) -> T:
     with _lock:
         kept = _packed.setdefault(model, {})
         now = fingerprint(model)
-        before, found = kept.get(precision, (None, None))
-        if before != now:
-            kept.pop(precision, None)
-            del found  # there may be no memory for two
-            found = pack()
-            kept[precision] = (now, found)
-        return cast(T, found)
+        for name in [name for name, (before, _) in kept.items() if before != now]:
+            del kept[name]  # there may be no memory for two
+        if precision not in kept:
+            kept[precision] = (now, pack())
+        return cast(T, kept[precision][1])
 
 
 def _renew_lock() -> None:
