@@ -25,7 +25,7 @@ constexpr Duration kIdle = std::chrono::microseconds(300);    // that a helper w
 constexpr Duration kUnfair = std::chrono::microseconds(200);  // more lost than gained, before the caller goes on alone
 // For so many times what was lost it does: a lone stall costs little, and those that come again and again more and
 // more.
-constexpr int kLeastRest = 2, kMostRest = 128;
+constexpr int kLeastRest = 4, kMostRest = 256;
 
 // Waits for what another thread does within microseconds, or within milliseconds where it has no core just now.
 class Waiting {
@@ -207,7 +207,7 @@ class Team {
     if (lost < kUnfair) return;
     const auto now = Clock::now();
     const bool again = now - rest_until_ < rest_until_ - rested_;
-    rest_ = again ? std::min(2 * rest_, kMostRest) : kLeastRest;
+    rest_ = again ? std::min(4 * rest_, kMostRest) : kLeastRest;
     rested_ = now;
     rest_until_ = now + std::min<Duration>(lost * rest_, std::chrono::seconds(1));
   }
