@@ -36,7 +36,7 @@ void Vocabulary::add_phases(const PackedRows& states, int64_t rows, const Choice
                             std::vector<Phase>& phases) {
   part_panels_ = std::clamp<int64_t>((weight().num_panels + 15) / 16, 4, 64);
   num_parts_ = (weight().num_panels + part_panels_ - 1) / part_panels_;
-  num_lanes_ = std::min<int64_t>(num_parts_, threads == 1 ? 1 : 2 * threads);
+  num_lanes_ = std::min<int64_t>(num_parts_, threads);
   make_room(sums_, num_parts_ * rows);
   make_room(best_, num_lanes_ * rows);
   make_room(values_, num_lanes_ * rows * choice.k);
