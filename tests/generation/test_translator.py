@@ -19,9 +19,7 @@ from fastformer.generation.engines import choose_engine
 from fastformer.generation.engines.cpp import CppEngine
 from fastformer.generation.texts import Item
 from fastformer.generation.translator import Scored, TokenScored
-from fastformer.models import GPT, Transformer
-from fastformer.models.pretrained import save_model
-from fastformer.ops import _extension
+from fastformer.models import Transformer
 from fastformer.special_ids import SpecialIds
 from tests.generation.small import CPP, DEFAULT, watch_steps
 
@@ -546,76 +544,3 @@ def test_caches_keep_to_their_memory(model, options, engine, monkeypatch) -> Non
     translator = Translator(model, ByteTokenizer(), max_batch_bytes=1)  # one text is translated whatever it takes
     assert translator.translate(texts[:3], max_new_tokens=30, **options, **SEED) == found[:3]
     assert max(call.rows for call in calls) <= 4
-
-
-@pytest.mark.parametrize("precision", [None, "fp32", "bf16"])
-@pytest.mark.parametrize("kind", [Transformer, LSTMSeq2Seq])
-def test_from_pretrained_needs_the_folder_alone(kind, precision, tmp_path) -> None:
-    model: Transformer | LSTMSeq2Seq
-    if kind is Transformer:
-        model = Transformer.from_preset("tiny", vocab_size=259, d_model=32, d_ff=64, num_heads=4)
-    else:
-        model = LSTMSeq2Seq(vocab_size=259, d_model=32)
-    save_model(model, tmp_path, ByteTokenizer())
-    translator = Translator.from_pretrained(tmp_path, precision=precision, device="cpu")
-    assert {p.dtype for p in translator.model.parameters()} == {
-        torch.bfloat16 if precision == "bf16" else torch.float32
-    }
-    found = translator.translate(TEXTS, num_beams=2, **FEW)
-    if precision != "bf16":
-        assert found == Translator(model, ByteTokenizer()).translate(TEXTS, num_beams=2, **FEW)
-    assert translator.attention("a")[2].dtype == torch.float32
-
-
-def test_a_precision_is_asked_of_the_engine_and_never_another_one_in_its_place(model, tmp_path, monkeypatch) -> None:
-    made: list[tuple[str, str | None]] = []
-    choose = choose_engine
-
-    def spy(model, name=None, precision=None):
-        engine = choose(model, name, precision)
-        made.append((engine.name, precision))
-        return engine
-
-    monkeypatch.setattr("fastformer.generation.request_maker.choose_engine", spy)
-    model.save_pretrained(tmp_path / "plain", ByteTokenizer())
-    model.quantize().save_pretrained(tmp_path / "int8", ByteTokenizer())
-    for folder, given, asked in (
-        ("plain", None, None),
-        ("plain", "fp32", None),  # the dtype of the weights says it
-        ("plain", "int8", "int8"),
-        ("int8", None, None),
-        ("int8", "int8", "int8"),
-        ("int8", "fp32", "fp32"),
-    ):
-        translator = Translator.from_pretrained(tmp_path / folder, precision=given)
-        assert translator.precision == asked
-        if asked != "int8" or _extension.why_no_decoder() is None:
-            translator.translate("a", **FEW)
-            assert made.pop()[1] == asked
-            list(translator.stream("a", **FEW))
-            assert made.pop()[1] == asked
-    translator = Translator(model.train(), ByteTokenizer(), precision="int8")
-    for options in ({}, {"num_beams": 2}):  # in training mode too: it is set to evaluation while it translates
-        if _extension.why_no_decoder() is None:
-            translator.translate("a", **options, **FEW)
-            assert made.pop() == ("cpp", "int8")
-    assert model.training
-    translator.translate("a", precision="fp32", engine="kv_cache", **FEW)
-    assert made.pop() == ("kv_cache", "fp32")
-    model.encoder.layers[0].register_forward_hook(lambda module, args, out: None)
-    try:
-        with pytest.raises(ValueError, match="engine 'cpp' can't decode a Transformer in int8: .*; engine"):
-            translator.translate("a", **FEW)
-    finally:
-        model.encoder.layers[0]._forward_hooks.clear()
-    with pytest.raises(ValueError, match="expected precision fp32, bf16, fp16 or int8, got 'int4'"):
-        Translator(model, ByteTokenizer(), precision="int4")
-
-
-def test_from_pretrained_says_what_is_wrong(tmp_path) -> None:
-    GPT.from_preset("tiny", vocab_size=259).save_pretrained(tmp_path, ByteTokenizer())
-    with pytest.raises(ValueError, match=r"expected a folder of Transformer or LSTMSeq2Seq, got one of 'GPT'"):
-        Translator.from_pretrained(tmp_path)
-    for bad in ("int4", "INT8", 8, torch.float32):
-        with pytest.raises(ValueError, match="expected precision fp32, bf16, fp16 or int8, got"):
-            Translator.from_pretrained(tmp_path, precision=bad)
