@@ -132,8 +132,7 @@ int64_t phases_threads(int64_t tasks, int64_t rounds, int threads) {
 }  // namespace
 
 void bind_search(py::module_& m) {
-  // A process may load the modules of two instruction sets.
-  py::class_<Search>(m, "Search", py::module_local())
+  py::class_<Search>(m, "Search")
       .def_readonly("limit", &Search::limit)
       .def_readonly("num_candidates", &Search::num_candidates)
       .def_readonly("num_rows", &Search::num_rows)

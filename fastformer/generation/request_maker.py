@@ -9,8 +9,8 @@ from typing import NamedTuple
 import torch
 
 from fastformer.generation.decoders import Model, is_decoder_only
-from fastformer.generation.engines import Engine, Prompt, ShortlistEngine, choose_engine
-from fastformer.generation.engines.interface import SearchingEngine
+from fastformer.generation.engines import Engine, Prompt, choose_engine
+from fastformer.generation.engines.interface import is_searching_engine, is_shortlist_engine
 from fastformer.generation.native_search import NativeSearch
 from fastformer.generation.processors import SEARCH_RULES, make_processors
 from fastformer.generation.requests import Request
@@ -84,13 +84,12 @@ class RequestMaker:
         self.ids = special_ids(model, settings)
         name = settings.engine if settings.use_cache else "recompute"
         self.engine: Engine = engine or choose_engine(model, name, settings.precision)
-        self._has_shortlist = engine is None and bool(settings.shortlist) and isinstance(self.engine, ShortlistEngine)
-        if isinstance(self.engine, ShortlistEngine) and self._has_shortlist:  # it is this maker's own
+        self._has_shortlist = False
+        if engine is None and settings.shortlist and is_shortlist_engine(self.engine):  # it is this maker's own
+            self._has_shortlist = True
             self.engine.set_shortlist(sorted({*settings.shortlist, *self.ids.eos}))
         # What the searches in C++ don't have, the engine is asked for step by step.
-        self._is_native = (
-            isinstance(self.engine, SearchingEngine) and not settings.do_sample and settings.num_beam_groups == 1
-        )
+        self._is_native = is_searching_engine(self.engine) and not settings.do_sample and settings.num_beam_groups == 1
         unsaid = {*settings.suppress_tokens, *self.ids.eos}
         allowed = len({*settings.shortlist} - unsaid) if settings.shortlist else model.config.vocab_size - len(unsaid)
         self._leaves_words = allowed > 0

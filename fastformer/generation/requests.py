@@ -19,7 +19,7 @@ class Request:
         prompt: what it begins with.
         make_search: makes its search; again when it has to begin anew, and then the same one.
         processors: edit its logits, in this order.
-        search_suffices: an engine that runs its search needs no processors; so it is where there are none.
+        search_suffices: its search sees to all that the processors ask for, where an engine runs it.
         log_probs: whether scores are wanted; without, log-probabilities aren't computed, and scores mean nothing.
         max_time: seconds after which it ends with what there is; None: no such end.
         on_token: is told each new token, of a request of one row.

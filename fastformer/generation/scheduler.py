@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from fastformer.generation.engines.interface import Draw, Engine, SearchingEngine, Selection
+from fastformer.generation.engines.interface import Draw, Engine, SearchingEngine, Selection, is_searching_engine
 from fastformer.generation.native_search import NativeSearch, last_tokens, places_of_done
 from fastformer.generation.processors import RowWise
 from fastformer.generation.requests import Request
@@ -45,7 +45,7 @@ class Scheduler:
     def __init__(self, engine: Engine, *, max_rows: int, max_bytes: int, is_endless: bool = False) -> None:
         self.engine, self.max_rows, self.max_bytes, self.is_endless = engine, max_rows, max_bytes, is_endless
         self.max_tokens = max_bytes // engine.token_bytes if engine.token_bytes else max_bytes
-        self._searching = engine if isinstance(engine, SearchingEngine) else None
+        self._searching = engine if is_searching_engine(engine) else None
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self._rows = self._tokens = 0  # what the engine was started with

@@ -1,9 +1,8 @@
 """Weights on a grid of 255 steps a row: what `model.quantize()` rounds to, and how the folder of such a model holds it.
 
 A row of a matrix becomes scale * q, with q int8 from -127 to 127 and scale = max|row| / 127 in fp32. What is on such a
-grid stays as it is when it is rounded again, in every dtype (fp32's max / 127 is found again from 127 times itself,
-which was tried for each mantissa): so a folder can hold q and scale and give the same bits
-back.
+grid stays as it is when it is rounded again, in every dtype (dividing 127 * scale by 127 in fp32 gives scale back,
+whatever its mantissa), so a folder can hold q and scale and give the same bits back.
 """
 
 from __future__ import annotations

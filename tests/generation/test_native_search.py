@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from fastformer.generation import requests as requests_module
-from fastformer.generation.engines.interface import SearchingEngine
+from fastformer.generation.engines.interface import is_searching_engine
 from fastformer.generation.native_search import NativeSearch, last_tokens, places_of_done
 from fastformer.generation.processors import SuppressTokens
 from fastformer.generation.request_maker import RequestMaker
@@ -306,7 +306,7 @@ def test_log_probabilities_are_asked_for_where_somebody_wants_them(monkeypatch) 
 
 
 def test_an_engine_that_searches_is_told_by_its_run() -> None:
-    assert isinstance(RunningEngine(1), SearchingEngine) and not isinstance(MeteredEngine(1), SearchingEngine)
+    assert is_searching_engine(RunningEngine(1)) and not is_searching_engine(MeteredEngine(1))
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,8 @@ import torch
 
 from fastformer.generation import GenerationSettings, Translator, generate
 from fastformer.generation.decoders import as_model
-from fastformer.generation.engines import ENGINES, ShortlistEngine, choose_engine
+from fastformer.generation.engines import ENGINES, choose_engine
+from fastformer.generation.engines.interface import is_shortlist_engine
 from fastformer.generation.engines.kv_cache import KVCacheEngine
 from fastformer.generation.request_maker import RequestMaker
 from tests.generation.small import EOS, VOCAB, mixed_sources, new_tokens, next_logits, real
@@ -85,7 +86,7 @@ def test_an_engine_that_can_keep_to_it_gets_no_processor(model) -> None:
             asked.append(list(ids))
 
     fast = Fast(model)
-    assert isinstance(fast, ShortlistEngine) and not isinstance(KVCacheEngine(model), ShortlistEngine)
+    assert is_shortlist_engine(fast) and not is_shortlist_engine(KVCacheEngine(model))
     # One that others share keeps its vocabulary.
     maker = RequestMaker(as_model(model), settings, engine=fast)
     assert len(maker.make(maker.check([5, 6])).processors) == 2 and not asked

@@ -9,7 +9,6 @@ from fastformer.generation.engines.interface import Draw as Draw
 from fastformer.generation.engines.interface import Engine as Engine
 from fastformer.generation.engines.interface import Prompt as Prompt
 from fastformer.generation.engines.interface import Selection as Selection
-from fastformer.generation.engines.interface import ShortlistEngine as ShortlistEngine
 from fastformer.generation.engines.kv_cache import KVCacheEngine
 from fastformer.generation.engines.recompute import CrossCacheEngine, EncodeOnceEngine, RecomputeEngine
 from fastformer.generation.engines.recurrent import RecurrentEngine

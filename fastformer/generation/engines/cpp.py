@@ -62,10 +62,10 @@ class CppEngine:
     """Steps a `models.Transformer` or a `models.GPT` on the CPU, from weights that are packed once for all engines.
 
     fp32 computes what the model does. bf16 rounds weights and what they are multiplied by; int8 has a scale for each
-    output of a weight and for each row that is multiplied by it. The residual stream, norms and softmax are fp32
-    always; keys and values, and the tables of embeddings and positions, are fp32 or, for the smaller two, bf16. A row's
-    bits depend neither on its neighbours nor on the number of threads. Weights that change are packed again when the
-    next batch begins; see `packed.fingerprint` for how that is noticed.
+    output of a weight, and a scale and a zero for each row that is multiplied by it. The residual stream, norms and
+    softmax are fp32 always; keys and values, and the tables of embeddings and positions, are fp32 or, for the smaller
+    two, bf16. A row's bits depend neither on its neighbours nor on the number of threads. Weights that change are
+    packed again when the next batch begins; see `packed.fingerprint` for how that is noticed.
 
     Args:
         model: see above; `why_unsupported` says what it may not have.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol, TypeGuard
 
 import torch
 from torch import Tensor
@@ -142,7 +142,6 @@ class Engine(Protocol):
         ...
 
 
-@runtime_checkable
 class ShortlistEngine(Protocol):
     """An engine that computes the logits of some tokens alone, where it is asked to."""
 
@@ -151,7 +150,6 @@ class ShortlistEngine(Protocol):
         ...
 
 
-@runtime_checkable
 class SearchingEngine(Engine, Protocol):
     """An engine that also takes many steps in one call, for requests whose searches live in C++."""
 
@@ -181,3 +179,13 @@ class SearchingEngine(Engine, Protocol):
             How many steps it took.
         """
         ...
+
+
+def is_shortlist_engine(engine: object) -> TypeGuard[ShortlistEngine]:
+    """Whether an engine can keep to a shortlist itself. (isinstance on a Protocol would look at each method.)"""
+    return hasattr(engine, "set_shortlist")
+
+
+def is_searching_engine(engine: object) -> TypeGuard[SearchingEngine]:
+    """Whether an engine takes many steps in one call."""
+    return hasattr(engine, "run")
