@@ -4,8 +4,7 @@ No row has been measured on a device yet. Each was chosen by what it compiles to
 spills, shared memory within the architecture's limit, wgmma or tcgen05 where the tile has 64 rows) and by the tiles
 that published kernels use. A file of measured rows overrides them (`_tuning.py`).
 
-`load` counts what the loop carries beside the products: a mask, dropout. Each takes registers. A row names the configs
-for load 0, 1 and 2, the last for all greater.
+A mask and dropout take registers, so a row may name a tile of its own for each, and for both together.
 """
 
 from __future__ import annotations
@@ -25,6 +24,7 @@ class Config(NamedTuple):
     num_stages: int
     split: bool = False  # backward: dq by a kernel of its own (see attention_backward.py)
     exact: bool = False  # backward: fp32 products by FMA, where three tf32 ones would spill
+    maxnreg: int | None = None  # registers a thread at most, where two programs are to share a multiprocessor
 
 
 class Call(NamedTuple):
@@ -33,7 +33,8 @@ class Call(NamedTuple):
     capability: int  # sm_90 -> 90; 0 under the interpreter
     is_fp32: bool
     block_d: int  # head_dim rounded up to a power of two, 16 or more
-    load: int
+    masked: bool
+    dropout: bool
     is_causal: bool
     bucket: str  # "short": up to 256 rows and keys; "long"
 
@@ -44,87 +45,111 @@ def call_of(capability: int, problem: Problem, dtype: torch.dtype, masked: bool)
         capability,
         dtype == torch.float32,
         problem.block_d,
-        int(masked) + int(problem.dropout[0] is not None),
+        masked,
+        problem.dropout[0] is not None,
         problem.window[1] is not None,
         "short" if max(problem.seqlen_q, problem.seqlen_k) <= 256 else "long",
     )
 
 
-# (architecture's row, block_d up to) -> configs by load. Rows: 80 for all whose products are mma.sync (sm_80 to 89, and
+class Row(NamedTuple):
+    """One architecture's configs for a head_dim; left out, `masked` and `dropout` are `plain`, `both` is `dropout`."""
+
+    plain: Config
+    masked: Config | None = None
+    dropout: Config | None = None
+    both: Config | None = None
+
+    def config(self, masked: bool, dropout: bool) -> Config:
+        if masked and dropout and self.both is not None:
+            return self.both
+        return (self.dropout if dropout else self.masked if masked else None) or self.plain
+
+
+# (architecture's row, block_d up to) -> configs. Rows: 80 for all whose products are mma.sync (sm_80 to 89, and
 # 120 where it has no row of its own: they fit 99 KB of shared memory), 90 for wgmma, 100 for tcgen05.
-Table = dict[tuple[int, int], tuple[Config, ...]]
+Table = dict[tuple[int, int], Row]
 FORWARD: Table = {
-    (80, 32): (Config(128, 64, 4, 2), Config(64, 64, 4, 2)),
-    (80, 64): (Config(128, 64, 8, 2),),
-    (80, 128): (Config(128, 32, 8, 3),),
-    (80, 256): (Config(64, 32, 8, 2), Config(64, 16, 8, 2)),
-    (90, 32): (Config(128, 64, 4, 3), Config(64, 64, 4, 3)),
-    (90, 64): (Config(128, 64, 8, 3),),
-    (90, 128): (Config(128, 64, 8, 3), Config(128, 64, 8, 3), Config(128, 32, 8, 3)),
-    (90, 256): (Config(128, 32, 8, 2),),
-    (100, 32): (Config(128, 64, 8, 3),),
-    (100, 64): (Config(128, 64, 8, 3),),
-    (100, 128): (Config(128, 64, 8, 3),),
-    (100, 256): (Config(128, 32, 8, 2),),
+    (80, 32): Row(Config(128, 64, 4, 2), Config(64, 64, 4, 2), Config(64, 64, 4, 2)),
+    (80, 64): Row(Config(128, 64, 8, 2)),
+    (80, 128): Row(Config(128, 32, 8, 3)),
+    (80, 256): Row(Config(64, 32, 8, 2), Config(64, 16, 8, 2), Config(64, 16, 8, 2)),
+    (90, 32): Row(Config(128, 64, 4, 3), Config(64, 64, 4, 3), Config(64, 64, 4, 3)),
+    (90, 64): Row(Config(128, 64, 8, 3)),
+    (90, 128): Row(Config(128, 64, 8, 3), Config(128, 64, 8, 3), Config(128, 64, 8, 3), Config(128, 32, 8, 3)),
+    (90, 256): Row(Config(128, 32, 8, 2)),
+    (100, 32): Row(Config(128, 64, 8, 3)),
+    (100, 64): Row(Config(128, 64, 8, 3)),
+    (100, 128): Row(Config(128, 64, 8, 3)),
+    (100, 256): Row(Config(128, 32, 8, 2)),
 }
 # With few rows a tile of 64 makes twice the programs.
 FORWARD_SHORT: Table = {
-    (80, 64): (Config(64, 64, 4, 2),),
-    (90, 64): (Config(64, 64, 4, 3),),
-    (90, 128): (Config(64, 64, 8, 2),),
-    (100, 64): (Config(64, 64, 4, 3),),
+    (80, 64): Row(Config(64, 64, 4, 2)),
+    (90, 64): Row(Config(64, 64, 4, 3)),
+    (90, 128): Row(Config(64, 64, 8, 2)),
+    (100, 64): Row(Config(64, 64, 4, 3)),
 }
 FORWARD_FP32: Table = {
-    (80, 64): (Config(64, 32, 8, 1), Config(32, 32, 8, 1)),
-    (80, 128): (Config(16, 32, 8, 1),),
-    (90, 64): (Config(64, 32, 4, 2),),
-    (90, 128): (Config(16, 32, 8, 1),),
-    (100, 64): (Config(64, 32, 8, 2),),
-    (100, 128): (Config(16, 32, 8, 2),),
+    (80, 64): Row(Config(64, 32, 8, 1), Config(32, 32, 8, 1), Config(32, 32, 8, 1)),
+    (80, 128): Row(Config(16, 32, 8, 1)),
+    (90, 64): Row(Config(64, 32, 4, 2)),
+    (90, 128): Row(Config(16, 32, 8, 1)),
+    (100, 64): Row(Config(64, 32, 8, 2)),
+    (100, 128): Row(Config(16, 32, 8, 2)),
 }
 BACKWARD: Table = {
-    (80, 64): (Config(32, 64, 4, 1), Config(32, 64, 8, 1)),
-    (80, 128): (Config(32, 64, 8, 2), Config(32, 32, 8, 2), Config(32, 32, 8, 1)),
-    (80, 256): (Config(16, 32, 8, 1, split=True), Config(16, 32, 8, 1, split=True), Config(32, 16, 8, 1, split=True)),
-    (90, 64): (Config(64, 128, 8, 2), Config(32, 128, 8, 2)),
-    (90, 128): (Config(32, 128, 8, 2), Config(16, 128, 8, 2), Config(16, 64, 8, 2)),
-    (90, 256): (Config(32, 32, 8, 2, split=True), Config(16, 32, 8, 2, split=True)),
-    (100, 64): (Config(32, 128, 8, 2),),
-    (100, 128): (Config(32, 128, 8, 2),),
-    (100, 256): (Config(32, 32, 8, 2, split=True), Config(32, 16, 8, 2, split=True)),
+    (80, 64): Row(Config(32, 64, 4, 1), Config(32, 64, 8, 1), Config(32, 64, 8, 1)),
+    (80, 128): Row(Config(32, 64, 8, 2), Config(32, 32, 8, 2), Config(32, 32, 8, 2), Config(32, 32, 8, 1)),
+    (80, 256): Row(
+        Config(16, 32, 8, 1, split=True),
+        Config(16, 32, 8, 1, split=True),
+        Config(16, 32, 8, 1, split=True),
+        Config(32, 16, 8, 1, split=True),
+    ),
+    (90, 64): Row(Config(64, 128, 8, 2), Config(32, 128, 8, 2), Config(32, 128, 8, 2)),
+    (90, 128): Row(Config(32, 128, 8, 2), Config(16, 128, 8, 2), Config(16, 128, 8, 2), Config(16, 64, 8, 2)),
+    (90, 256): Row(
+        Config(32, 32, 8, 2, split=True), Config(16, 32, 8, 2, split=True), Config(16, 32, 8, 2, split=True)
+    ),
+    (100, 64): Row(Config(32, 128, 8, 2)),
+    (100, 128): Row(Config(32, 128, 8, 2)),
+    (100, 256): Row(
+        Config(32, 32, 8, 2, split=True), Config(32, 16, 8, 2, split=True), Config(32, 16, 8, 2, split=True)
+    ),
 }
 BACKWARD_FP32: Table = {
-    (80, 32): (Config(16, 32, 8, 1),),
-    (80, 64): (Config(32, 32, 8, 1), Config(16, 32, 8, 1), Config(16, 16, 8, 1)),
-    (80, 128): (Config(16, 16, 8, 1), Config(16, 16, 8, 1, exact=True)),
-    (90, 32): (Config(16, 32, 8, 1),),
-    (90, 64): (Config(32, 32, 8, 1), Config(16, 32, 8, 1), Config(16, 16, 8, 1)),
-    (90, 128): (Config(32, 16, 8, 1), Config(16, 16, 8, 1)),
-    (100, 32): (Config(16, 32, 8, 1),),
-    (100, 64): (Config(16, 32, 8, 1),),
-    (100, 128): (Config(16, 16, 8, 1),),
-    (120, 128): (Config(16, 16, 8, 2, exact=True),),
+    (80, 32): Row(Config(16, 32, 8, 1)),
+    (80, 64): Row(Config(32, 32, 8, 1), Config(16, 32, 8, 1), Config(16, 32, 8, 1), Config(16, 16, 8, 1)),
+    (80, 128): Row(Config(16, 16, 8, 1), Config(16, 16, 8, 1, exact=True), Config(16, 16, 8, 1, exact=True)),
+    (90, 32): Row(Config(16, 32, 8, 1)),
+    (90, 64): Row(Config(32, 32, 8, 1), Config(16, 32, 8, 1), Config(16, 32, 8, 1), Config(16, 16, 8, 1)),
+    (90, 128): Row(Config(32, 16, 8, 1), Config(16, 16, 8, 1), Config(16, 16, 8, 1)),
+    (100, 32): Row(Config(16, 32, 8, 1)),
+    (100, 64): Row(Config(16, 32, 8, 1)),
+    (100, 128): Row(Config(16, 16, 8, 1)),
+    (120, 128): Row(Config(16, 16, 8, 2, exact=True)),
 }
 DQ: Table = {
-    (80, 64): (Config(64, 64, 8, 1),),
-    (80, 128): (Config(64, 32, 8, 1),),
-    (80, 256): (Config(64, 16, 8, 1),),
-    (90, 64): (Config(128, 64, 8, 2),),
-    (90, 128): (Config(128, 64, 8, 2),),
-    (90, 256): (Config(64, 16, 8, 2),),
-    (100, 64): (Config(128, 64, 8, 2),),
-    (100, 128): (Config(128, 32, 8, 2),),
-    (100, 256): (Config(64, 16, 8, 2),),
-    (120, 256): (Config(32, 16, 8, 1),),
+    (80, 64): Row(Config(64, 64, 8, 1)),
+    (80, 128): Row(Config(64, 32, 8, 1)),
+    (80, 256): Row(Config(64, 16, 8, 1)),
+    (90, 64): Row(Config(128, 64, 8, 2)),
+    (90, 128): Row(Config(128, 64, 8, 2)),
+    (90, 256): Row(Config(64, 16, 8, 2)),
+    (100, 64): Row(Config(128, 64, 8, 2)),
+    (100, 128): Row(Config(128, 32, 8, 2)),
+    (100, 256): Row(Config(64, 16, 8, 2)),
+    (120, 256): Row(Config(32, 16, 8, 1)),
 }
 DQ_FP32: Table = {
-    (80, 64): (Config(32, 32, 8, 1),),
-    (80, 128): (Config(16, 16, 8, 1),),
-    (90, 64): (Config(32, 32, 8, 1),),
-    (90, 128): (Config(16, 16, 8, 1),),
-    (100, 64): (Config(16, 32, 8, 1),),
-    (100, 128): (Config(16, 16, 8, 2, exact=True),),
-    (120, 128): (Config(16, 16, 8, 2, exact=True),),
+    (80, 64): Row(Config(32, 32, 8, 1)),
+    (80, 128): Row(Config(16, 16, 8, 1)),
+    (90, 64): Row(Config(32, 32, 8, 1)),
+    (90, 128): Row(Config(16, 16, 8, 1)),
+    (100, 64): Row(Config(16, 32, 8, 1)),
+    (100, 128): Row(Config(16, 16, 8, 2, exact=True)),
+    (120, 128): Row(Config(16, 16, 8, 2, exact=True)),
 }
 # fp32's three products an operand pair spill in every tile of a larger head.
 LARGEST_FP32_HEAD_DIM = 128
@@ -150,8 +175,7 @@ def _look_up(kernel: str, call: Call, *tables: Table) -> Config:
         covering = [(largest, rows.index(row)) for row, largest in table if row in rows and call.block_d <= largest]
         if covering:
             largest, rank = min(covering)
-            configs = table[rows[rank], largest]
-            return configs[min(call.load, len(configs) - 1)]
+            return table[rows[rank], largest].config(call.masked, call.dropout)
     raise AssertionError(f"no config for {call}")
 
 
@@ -177,7 +201,8 @@ def choose_dq_config(call: Call) -> Config:
 
 def tile_of(config: Config, problem: Problem) -> dict[str, object]:
     """A config as a kernel's keywords."""
-    return {
+    keywords = {
         "BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "num_warps": config.num_warps,
         "num_stages": config.num_stages, "PRECISION": "ieee" if config.exact else problem.precision,
     }  # fmt: skip
+    return keywords if config.maxnreg is None else keywords | {"maxnreg": config.maxnreg}

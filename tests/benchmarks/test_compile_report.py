@@ -39,7 +39,7 @@ def test_a_violation_is_an_exit_status(tmp_path: Path) -> None:
     """A tile that spills, from a tuning file, turns the report red."""
     import triton
 
-    key = f"90 False 128 0 True long triton{triton.__version__}"
+    key = f"90 False 128 False False True long triton{triton.__version__}"
     tuning = tmp_path / "tuning.json"
     tuning.write_text(json.dumps({"attention_fwd": {key: [128, 128, 4, 2, False]}}))
     environment = os.environ | {"FASTFORMER_TUNING_FILE": str(tuning)}
