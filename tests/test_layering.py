@@ -15,6 +15,7 @@ MODULES = [path for path in MODULES if not path.is_relative_to(ROOT / "fastforme
 ALLOWED = {
     "kernels": set(),
     "baseline": set(),
+    "graphs": set(),
     "ops": {"kernels"},
     "nn": {"ops", "special_ids"},
     "files": set(),
@@ -23,12 +24,13 @@ ALLOWED = {
     "models": {"files", "nn", "ops", "settings", "special_ids"},
     "data": {"files", "models", "nn", "ops", "special_ids"},
     "run_folder": {"baseline", "data", "files", "models", "special_ids"},
-    "generation": {"models", "nn", "ops", "run_folder", "special_ids"},
+    "generation": {"graphs", "models", "nn", "ops", "run_folder", "special_ids"},
     "training": {
         "baseline",
         "data",
         "files",
         "generation",
+        "graphs",
         "models",
         "nn",
         "ops",

@@ -1,0 +1,90 @@
+"""Work that is captured once and replayed with a single launch: CUDA graphs, and what stands in for them on a CPU.
+
+A captured function takes and returns nothing. It reads tensors that stay where they are, which the caller fills before
+a replay, and writes its results into such tensors. Whatever Python decides in it is decided once, while capturing; a
+read of a value on the host is an error there. Random numbers come from the device's default generator, whose offset
+PyTorch advances with every replay, by as much as an uncaptured call would have: a replay draws what a call would draw.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+
+class Graph(Protocol):
+    """Captured work."""
+
+    def replay(self) -> None:
+        """Does it again, on what its tensors hold now."""
+
+
+class CaptureError(RuntimeError):
+    """The work can't be captured; the message names what stood in the way."""
+
+
+class _Call:
+    """The stand-in for a graph: the function itself."""
+
+    def __init__(self, function: Callable[[], None]) -> None:
+        self.replay = function
+
+
+class Graphs:
+    """Captures functions on one device.
+
+    All graphs share one pool of memory, so that many of them need little more than the largest. So no graph may count
+    on what another one, or its own last replay, has left there: what is to last stands in tensors that were allocated
+    before. They are replayed one after another, on one stream.
+
+    On a CPU a graph is a plain call of its function, by which everything around the graphs can be tested without a GPU.
+
+    Args:
+        device: "cuda", or "cpu" for plain calls.
+    """
+
+    def __init__(self, device: torch.device | str) -> None:
+        self.device = torch.device(device)
+        self._on_cuda = self.device.type == "cuda"
+        if self._on_cuda:
+            self._stream = torch.cuda.Stream(self.device)
+            self._pool = torch.cuda.graph_pool_handle()
+
+    def warm_up(self, function: Callable[[], None]) -> None:
+        """Calls the function, uncaptured, on the stream on which it will be captured.
+
+        Once before `capture`: what is made at the first call (compiled kernels, libraries' handles and workspaces,
+        an optimizer's state) can't be made while capturing.
+        """
+        if not self._on_cuda:
+            function()
+            return
+        current = torch.cuda.current_stream(self.device)
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            function()
+        current.wait_stream(self._stream)
+
+    def capture(self, function: Callable[[], None]) -> Graph:
+        """The function as a graph. Nothing is computed before the first replay.
+
+        Raises:
+            CaptureError: the function raised, or it did something that a graph can't hold, such as reading a value on
+                the host.
+        """
+        if not self._on_cuda:
+            return _Call(function)
+        graph = torch.cuda.CUDAGraph()
+        # Other threads (a progress bar's, a loader's) may go on with what a capture forbids this one to do.
+        capturing = torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local")
+        try:
+            with torch.cuda.device(self.device), capturing:
+                function()
+        except Exception as error:
+            first: BaseException = error
+            while first.__context__ is not None:  # the end of a broken capture raises an error of its own
+                first = first.__context__
+            raise CaptureError(f"{type(first).__name__}: {first}") from first
+        return graph

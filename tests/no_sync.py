@@ -1,0 +1,109 @@
+"""A mode in which nothing may make the host wait for a GPU, for tests on CPU tensors.
+
+    with NoSync():
+        step()
+
+On a GPU these operations wait until all work before them is done; on a CPU they cost nothing, so that only a test like
+this one notices them. What is forbidden: reading a value (`.item()`, `bool(t)`, `.tolist()` of what was computed, ...),
+results whose size depends on values (`nonzero`, boolean indexing, `unique`, ...), and copies to or from the host's
+memory. A CUDA graph can't hold them either.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+_ATEN = torch.ops.aten
+READS = {
+    _ATEN._local_scalar_dense: "it reads a value",
+    _ATEN.item: "it reads a value",
+    _ATEN.is_nonzero: "it reads a value",
+    _ATEN.equal: "it reads a value",
+    _ATEN.allclose: "it reads a value",
+    _ATEN.nonzero: "the size of its result depends on values",
+    _ATEN.masked_select: "the size of its result depends on values",
+    _ATEN.bincount: "the size of its result depends on values",
+    _ATEN._unique2: "the size of its result depends on values",
+    _ATEN.unique_consecutive: "the size of its result depends on values",
+    _ATEN.unique_dim: "the size of its result depends on values",
+}
+INDEXING = (_ATEN.index, _ATEN.index_put, _ATEN.index_put_, _ATEN._index_put_impl_)
+# Functions that look at values where they lie on a CPU, and only there: each asks for the device first.
+CHECKS_OF_CPU_VALUES = {
+    "check_range",
+    "check_ids",
+    "trailing_padding",
+    "_check_lengths",
+    "_check_sequences",
+}
+
+
+class HostSync(AssertionError):
+    """An operation that would make the host wait for a GPU."""
+
+
+class NoSync(TorchDispatchMode):
+    """Raises `HostSync` at an operation that would make the host wait for a GPU, were its tensors there.
+
+    Args:
+        allowed: names of further functions inside which everything is allowed.
+    """
+
+    def __init__(self, allowed: Sequence[str] = ()) -> None:
+        super().__init__()
+        self.allowed = CHECKS_OF_CPU_VALUES | set(allowed)
+        self.calls = 0  # operations that were seen
+        self._patch = pytest.MonkeyPatch()
+
+    def __enter__(self) -> NoSync:
+        # These read memory without the dispatcher.
+        for name in ("tolist", "numpy", "cpu", "cuda"):
+            self._patch.setattr(Tensor, name, self._guarded(name, getattr(Tensor, name)))
+        super().__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        super().__exit__(kind, error, trace)
+        self._patch.undo()
+
+    def _guarded(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        def method(tensor: Tensor, *args: Any, **options: Any) -> Any:
+            self._forbid(f"Tensor.{name}", "it copies to the host")
+            return original(tensor, *args, **options)
+
+        return method
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.calls += 1
+        options = kwargs or {}
+        if func.overloadpacket in READS:
+            self._forbid(str(func), READS[func.overloadpacket])
+        if func.overloadpacket in INDEXING and any(
+            isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8) for index in args[1]
+        ):
+            self._forbid(str(func), "a boolean index has as many elements as are true")
+        if func is _ATEN.repeat_interleave.Tensor and options.get("output_size") is None:
+            self._forbid(str(func), "without output_size its size depends on values")
+        if func is _ATEN.lift_fresh.default:  # what torch.tensor([...]) ends with
+            self._forbid(str(func), "it copies a value from the host's memory")
+        return func(*args, **options)
+
+    def _forbid(self, what: str, why: str) -> None:
+        frame = sys._getframe(1)
+        while frame is not None:
+            if frame.f_code.co_name in self.allowed:
+                return
+            frame = frame.f_back  # type: ignore[assignment]
+        raise HostSync(f"{what}: {why}, for which the host would wait for a GPU")

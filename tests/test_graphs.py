@@ -1,0 +1,116 @@
+"""Graphs where there is no GPU, the mode that stands guard over what may be captured, and, on a GPU, real captures."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from fastformer.graphs import CaptureError, Graphs
+from tests.no_sync import HostSync, NoSync
+
+
+def test_on_a_cpu_a_graph_is_a_call() -> None:
+    total, added = torch.zeros(()), torch.ones(())
+    graphs = Graphs("cpu")
+
+    def add() -> None:
+        total.add_(added)
+
+    graphs.warm_up(add)
+    assert total == 1
+    graph = graphs.capture(add)
+    assert total == 1  # nothing is computed while capturing
+    added.fill_(5.0)
+    graph.replay()
+    graph.replay()
+    assert total == 11
+
+
+X = torch.tensor([[1.0, -2.0], [3.0, 4.0]])
+SYNCS: dict[str, Callable[[], object]] = {
+    "item": lambda: X.sum().item(),
+    "float": lambda: float(X.sum()),
+    "if": lambda: bool(X.isfinite().all()),
+    "tolist": lambda: X.tolist(),
+    "numpy": lambda: X.numpy(),
+    "cpu": lambda: X.cpu(),
+    "equal": lambda: torch.equal(X, X),
+    "nonzero": lambda: X.nonzero(),
+    "where": lambda: torch.where(X > 0),
+    "boolean index": lambda: X[X > 0],
+    "boolean row": lambda: X[torch.tensor([True, False])],
+    "assignment by a boolean index": lambda: X.clone().__setitem__(X > 0, torch.zeros(3)),
+    "masked_select": lambda: X.masked_select(X > 0),
+    "unique": lambda: X.unique(),
+    "repeat_interleave": lambda: X.repeat_interleave(X.new_ones(2, dtype=torch.long), dim=0),
+    "a new tensor of host values": lambda: torch.tensor([1.0, 2.0]),
+}
+
+
+@pytest.mark.parametrize("name", SYNCS)
+def test_what_waits_for_the_device_is_noticed(name: str) -> None:
+    with pytest.raises(HostSync), NoSync():
+        SYNCS[name]()
+    SYNCS[name]()  # the mode leaves nothing behind
+
+
+def test_what_does_not_wait_is_let_through() -> None:
+    index = torch.tensor([1, 0])
+
+    def check_range() -> float:  # the name of a function that asks for the device first
+        return X.sum().item()
+
+    with NoSync() as mode:
+        y = X[index].masked_fill(X > 0, 0.0) * torch.arange(2.0)
+        y = torch.where(X > 0, y, 1.0).clamp(max=3.0).index_select(0, index)
+        y = y.repeat_interleave(index + 1, dim=0, output_size=3)
+        y.fill_(2.0).lerp_(y, y)
+        check_range()
+    assert mode.calls > 8
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_a_replay_draws_what_a_call_would_draw() -> None:
+    from fastformer.ops import draw_seed
+
+    drawn = torch.zeros(2, 2, dtype=torch.int64, device="cuda")
+
+    def draw() -> None:
+        drawn[0] = draw_seed("cuda")
+        drawn[1] = draw_seed("cuda")
+
+    graphs = Graphs("cuda")
+    torch.manual_seed(3)
+    expected = []
+    for _ in range(4):
+        graphs.warm_up(draw)
+        expected.append(drawn.clone())
+    after = torch.cuda.get_rng_state()
+    torch.manual_seed(3)
+    graphs.warm_up(draw)
+    found = [drawn.clone()]
+    graph = graphs.capture(draw)
+    for _ in range(3):
+        graph.replay()
+        found.append(drawn.clone())
+    assert torch.equal(torch.stack(found), torch.stack(expected))
+    assert torch.equal(torch.cuda.get_rng_state(), after)  # so that a checkpoint is the same
+    assert len({tuple(pair) for draws in found for pair in draws.tolist()}) == 8
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_what_cannot_be_captured_says_so_and_the_device_goes_on() -> None:
+    x = torch.ones(3, device="cuda")
+    graphs = Graphs("cuda")
+    graphs.warm_up(lambda: None)
+    with pytest.raises(CaptureError, match="captur"):
+        graphs.capture(lambda: x.mul_(x.sum().item()))
+    torch.cuda.synchronize()
+    assert x.tolist() == [1.0, 1.0, 1.0]
+    graph = Graphs("cuda").capture(lambda: x.add_(1.0))
+    graph.replay()
+    assert x.tolist() == [2.0, 2.0, 2.0]
