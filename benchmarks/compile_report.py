@@ -1,11 +1,20 @@
-"""What each shipped kernel compiles to, without a GPU: registers, spills, shared memory, matrix instructions.
+"""What each shipped kernel compiles to, without a GPU: registers, spills, programs an SM, and what its loops run.
 
-    python -m benchmarks.compile_report [--arch 90 ...] [--only attention ...] [--quick] [--out FILE]
+    python -m benchmarks.compile_report [--arch 90 ...] [--only attention ...] [--quick | --usual] [--jobs N]
+        [--out FILE]
+    python -m benchmarks.compile_report --compare BEFORE.jsonl AFTER.jsonl
 
 The launchers themselves are called, on fake CUDA tensors, with Triton's launch replaced by a recorder; what they would
 have launched is compiled for each architecture. So the report sees the tiles, types and specialisation that ship.
 Exit status 1 on a violation: a compile error, spilled registers, more shared memory than the architecture has, or fewer
 matrix instructions than the kernel has products.
+
+Under each launch stand its inner loops, from the machine code (see `machine_code.py`, also for why a bound is no
+speed). Only sm_90 has a bound: that of an H200.
+
+`benchmarks/results/machine_code.jsonl` is what `--usual --out benchmarks/results/machine_code.jsonl` writes, run once
+with each compiler: a second one beside the installed one (`pip install --target DIR triton==3.6.0`) comes first on
+PYTHONPATH. --out keeps the rows of other compilers, architectures and ops.
 """
 
 from __future__ import annotations
@@ -15,18 +24,24 @@ import contextlib
 import importlib
 import itertools
 import json
+import multiprocessing
 import os
 import re
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+
+from benchmarks import compare_machine_code, machine_code
+from benchmarks.compile_cases import USUAL
 
 # Shared memory that one program may have, in bytes.
 SHARED_LIMIT = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
@@ -40,6 +55,10 @@ _TYPES = {
     torch.uint8: "u8", torch.int8: "i8", torch.int16: "i16", torch.int32: "i32", torch.int64: "i64",
 }  # fmt: skip
 
+MATRIX = ("wgmma", "mma_sync")
+BOUNDS = ("tflops", "serial_tflops", "gbs")
+LoopLine = dict[str, Any]  # what the report says of one loop, by name
+
 
 class Launch(NamedTuple):
     """One recorded launch: a jitted function, its arguments by name, the compiler's options."""
@@ -50,18 +69,23 @@ class Launch(NamedTuple):
 
 
 class Row(NamedTuple):
-    """One line of the report."""
+    """One launch, compiled: a line of the report."""
 
-    case: str
+    op: str  # the stem of its cases
     kernel: str
     arch: int
+    triton: str  # the compiler's version
+    cases: tuple[str, ...]  # the titles of all cases that launch it, "title #2" for the second such launch of a case
     tile: str
-    registers: int
-    spilled: int  # bytes of stack a thread
-    shared: int  # bytes a program
-    wide: int  # wgmma or tcgen05.mma instructions in the PTX
-    narrow: int  # mma.sync instructions
-    problems: tuple[str, ...]
+    registers: int = 0
+    spilled: int = 0  # bytes of stack a thread
+    shared: int = 0  # bytes a program
+    ctas: int = 0  # programs an SM
+    limit: str = ""  # what keeps an SM from more of them
+    wide: int = 0  # wgmma or tcgen05.mma instructions in the PTX
+    narrow: int = 0  # mma.sync instructions
+    loops: tuple[LoopLine, ...] = ()  # inner loops; of a kernel without one, the whole kernel
+    problems: tuple[str, ...] = ()
 
 
 @contextlib.contextmanager
@@ -123,63 +147,99 @@ def _signature(launch: Launch) -> Signature:
     return signature
 
 
-def compile_launch(launch: Launch, arch: int, case: str) -> Row:
+def compile_launch(launch: Launch, op: str, arch: int, cases: tuple[str, ...]) -> Row:
     """Compiles one recorded launch and reads what came out."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
+    from triton.experimental.gluon._runtime import GluonASTSource
 
     signature = _signature(launch)
     blocks = launch.arguments
     tile = "x".join(str(blocks[name]) for name in ("BLOCK_M", "BLOCK_N") if name in blocks)
     tile += f" w{launch.options.get('num_warps', 4)} s{launch.options.get('num_stages', 3)}"
-    kernel_name = launch.kernel.fn.__name__
-    source = ASTSource(
+    if (cap := launch.options.get("maxnreg")) is not None:
+        tile += f" r{cap}"
+    row = Row(op, launch.kernel.fn.__name__, arch, triton.__version__, cases, tile.strip())
+    source_type = GluonASTSource if launch.kernel.is_gluon() else ASTSource
+    source = source_type(
         fn=launch.kernel, signature=signature.types, constexprs=signature.constants, attrs=signature.attributes
     )
     try:
         compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=launch.options)
     except Exception as error:  # any failure of any pass is a row of the report
-        return Row(case, kernel_name, arch, tile, 0, 0, 0, 0, 0, (f"does not compile: {str(error)[:200]}",))
-    usage = _resource_usage(compiled.asm["cubin"])
-    ptx = compiled.asm["ptx"]
-    wide, narrow = ptx.count(WIDE[arch]), ptx.count("mma.sync")
-    products = products_of(launch)
-    expected_wide = sum(rows >= 64 for rows in products) if arch in (90, 100) else 0
-    problems = []
-    if usage["STACK"] > 0:
-        problems.append(f"spills {usage['STACK']} bytes")
-    if compiled.metadata.shared > SHARED_LIMIT[arch]:
-        problems.append(f"shared memory {compiled.metadata.shared} > {SHARED_LIMIT[arch]}")
-    if wide < expected_wide:
-        problems.append(f"{wide} {WIDE[arch]}, expected {expected_wide} or more")
-    if wide + narrow < len(products):
-        problems.append(f"{wide + narrow} matrix instructions, expected {len(products)} or more")
-    return Row(
-        case,
-        kernel_name,
-        arch,
-        tile,
-        usage["REG"],
-        usage["STACK"],
-        compiled.metadata.shared,
-        wide,
-        narrow,
-        tuple(problems),
+        return row._replace(problems=(f"does not compile: {str(error)[:200]}",))
+    metadata = compiled.metadata
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        usage = dict(re.findall(r"(REG|STACK):(\d+)", _tool("cuobjdump", "--dump-resource-usage", file.name)))
+        instructions = machine_code.parse(_tool("nvdisasm", "-c", file.name))
+    ctas, limit = machine_code.ctas_an_sm(
+        arch, metadata.num_warps, int(usage["REG"]), metadata.shared, getattr(metadata, "tmem_size", 0) or 0
     )
+    ptx = compiled.asm["ptx"]
+    scores = scores_of(launch, metadata.num_warps)
+    found = machine_code.loops(instructions)
+    row = row._replace(
+        registers=int(usage["REG"]),
+        spilled=int(usage["STACK"]),
+        shared=metadata.shared,
+        ctas=ctas,
+        limit=limit,
+        wide=ptx.count(WIDE[arch]),
+        narrow=ptx.count("mma.sync"),
+        loops=tuple(
+            _loop_line(machine_code.count(each), arch, metadata.num_warps, scores)
+            | ({} if found else {"whole_kernel": True})
+            for each in found or [instructions]
+        ),
+    )
+    return row._replace(problems=tuple(_problems(row, products_of(launch))))
 
 
-def _resource_usage(cubin: bytes) -> dict[str, int]:
+def _tool(name: str, *arguments: str) -> str:
+    """The output of one of the binary utilities that come with Triton."""
     import triton
 
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        text = subprocess.run(
-            [tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True
-        ).stdout
-    return {name: int(value) for name, value in re.findall(r"(REG|STACK):(\d+)", text)}
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name
+    return subprocess.run([tool, *arguments], capture_output=True, text=True, check=True).stdout
+
+
+def _problems(row: Row, products: list[int]) -> Iterator[str]:
+    """What must not be; products: see `products_of`."""
+    expected_wide = sum(rows >= 64 for rows in products) if row.arch in (90, 100) else 0
+    if row.spilled > 0:
+        yield f"spills {row.spilled} bytes"
+    if row.shared > SHARED_LIMIT[row.arch]:
+        yield f"shared memory {row.shared} > {SHARED_LIMIT[row.arch]}"
+    if row.wide < expected_wide:
+        yield f"{row.wide} {WIDE[row.arch]}, expected {expected_wide} or more"
+    if row.wide + row.narrow < len(products):
+        yield f"{row.wide + row.narrow} matrix instructions, expected {len(products)} or more"
+
+
+def _loop_line(counts: machine_code.Counts, arch: int, warps: int, scores: float | None) -> LoopLine:
+    """What is written of a loop: counts that are not 0, and on sm_90 what they take and the bound."""
+    names = ("instructions", "exp2", *MATRIX, "waits", "loads", "async_loads", "stores", "barriers", "atomics", "local")
+    line: LoopLine = {name: value for name in names if (value := getattr(counts, name))}
+    if scores and counts.exp2:
+        line["exp2_a_score"] = round(counts.exp2 / scores, 2)
+    if arch == 90:
+        line["clocks"] = {name: round(value) for name, value in machine_code.clocks(counts, warps).items() if value}
+        bound = machine_code.bound(counts, warps)
+        line["bound_by"] = bound.unit
+        line |= {name: round(value) for name in BOUNDS if (value := getattr(bound, name))}
+    return line
+
+
+def scores_of(launch: Launch, warps: int) -> float | None:
+    """How many elements of its score tile a thread has: of a program's threads, or as the kernel's module says."""
+    declared = getattr(sys.modules[launch.kernel.fn.__module__], "SCORES", {}).get(launch.kernel.fn.__name__)
+    if declared is not None:
+        return declared(launch.arguments)
+    block_m, block_n = (launch.arguments.get(name) for name in ("BLOCK_M", "BLOCK_N"))
+    return None if block_m is None or block_n is None else block_m * block_n / (32 * warps)
 
 
 def launches_of(call: Callable[[], object], arch: int) -> list[Launch]:
@@ -203,45 +263,126 @@ def cases(stem: str, quick: bool) -> Iterator[tuple[str, Callable[[], object]]]:
     return importlib.import_module(f"benchmarks.compile_cases.{stem}").cases(quick)
 
 
-def report(archs: list[int], stems: list[str], quick: bool) -> Iterator[Row]:
-    """Compiles every distinct launch of every case once an architecture."""
+class Work(NamedTuple):
+    """A distinct launch, and the cases that make it."""
+
+    launch: Launch
+    op: str
+    arch: int
+    titles: list[str]
+
+
+def distinct_launches(archs: list[int], stems: list[str], size: str) -> list[Work]:
+    """Every distinct launch of every case, once an architecture. size: "quick", "usual" or "all"."""
+    found: list[Work] = []
     for arch, stem in itertools.product(archs, stems):
-        seen = set()
-        for title, call in cases(stem, quick):
+        seen: dict[tuple[str, ...], Work] = {}
+        wanted = re.compile(USUAL.get(stem, "") if size == "usual" else "")
+        for title, call in cases(stem, size == "quick"):
+            if not wanted.search(title):
+                continue
+            times: Counter[str] = Counter()
             for launch in launches_of(call, arch):
-                key = (launch.kernel.fn.__name__, repr(_signature(launch)), repr(launch.options))
+                name = launch.kernel.fn.__name__
+                times[name] += 1
+                key = (name, repr(_signature(launch)), repr(launch.options))
                 if key not in seen:
-                    seen.add(key)
-                    yield compile_launch(launch, arch, title)
+                    seen[key] = Work(launch, stem, arch, [])
+                    found.append(seen[key])
+                seen[key].titles.append(title if times[name] == 1 else f"{title} #{times[name]}")
+    return found
+
+
+_todo: list[Work] = []  # what the processes of `report` find in the memory that they are forked from
+
+
+def _compile_one(index: int) -> Row:
+    work = _todo[index]
+    return compile_launch(work.launch, work.op, work.arch, tuple(work.titles))
+
+
+def report(archs: list[int], stems: list[str], size: str, jobs: int = 1) -> Iterator[Row]:
+    """Compiles what `distinct_launches` gives, in processes side by side; rows come in its order."""
+    _todo[:] = distinct_launches(archs, stems, size)
+    if jobs == 1:
+        yield from map(_compile_one, range(len(_todo)))
+        return
+    with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("fork")) as pool:
+        yield from pool.map(_compile_one, range(len(_todo)))
+
+
+def merge(path: Path, rows: list[Row], archs: list[int], stems: list[str]) -> None:
+    """Writes rows, one JSON line each, in the place of those that the file has of the same compiler, archs and ops."""
+    import triton
+
+    lines = path.read_text().splitlines() if path.exists() else []
+    kept = [
+        line
+        for line in map(json.loads, lines)
+        if not (line["triton"] == triton.__version__ and line["arch"] in archs and line["op"] in stems)
+    ]
+    ordered = sorted(
+        kept + [row._asdict() for row in rows], key=lambda line: (line["triton"], line["arch"], line["op"])
+    )
+    path.write_text("".join(json.dumps(line, separators=(",", ":")) + "\n" for line in ordered))
+
+
+def show(row: Row) -> str:
+    """A row as lines to read: the launch, then its loops."""
+    lines = [
+        f"{row.arch:>4} {row.kernel:24} {row.tile:16} {row.registers:>4} {row.spilled:>5} {row.shared:>7} "
+        f"{row.ctas:>4} {row.wide:>5} {row.narrow:>5}  {row.cases[0]}"
+        + "".join(f"  !! {problem}" for problem in row.problems)
+    ]
+    for loop in row.loops:
+        counted = {name: value for name, value in loop.items() if name not in ("clocks", "bound_by", *BOUNDS)}
+        lines.append("       " + ", ".join(f"{name} {value}" for name, value in counted.items()))
+        if "clocks" in loop:
+            clocks = ", ".join(f"{name} {value}" for name, value in loop["clocks"].items())
+            bounds = ", ".join(f"{name} {loop[name]}" for name in BOUNDS if name in loop)
+            lines.append(f"         clocks: {clocks}; bound by {loop['bound_by']}: {bounds}")
+    return "\n".join(lines)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--arch", type=int, nargs="+", default=list(ARCHITECTURES), choices=ARCHITECTURES)
     parser.add_argument("--only", nargs="+", default=STEMS, choices=STEMS, help="some of the stems")
-    parser.add_argument("--quick", action="store_true", help="the usual options and sizes alone")
-    parser.add_argument("--out", type=Path, help="JSON lines, one a row")
+    size = parser.add_mutually_exclusive_group()
+    parser.set_defaults(size="all")
+    size.add_argument("--quick", action="store_const", dest="size", const="quick", help="what `make test` has time for")
+    size.add_argument(
+        "--usual", action="store_const", dest="size", const="usual", help="the cases of the committed file"
+    )
+    parser.add_argument("--jobs", type=int, default=1, help="processes that compile side by side")
+    parser.add_argument("--out", type=Path, help="JSON lines, one a row, merged into what the file has")
+    parser.add_argument(
+        "--compare", type=Path, nargs=2, metavar=("BEFORE", "AFTER"), help="two such files; no compiling"
+    )
     args = parser.parse_args()
+    if args.compare is not None:
+        for path in args.compare:
+            if not path.is_file():
+                parser.error(f"expected two files of --out, {path} is none")
+        print(compare_machine_code.compare(*args.compare))
+        return 0
+    if args.jobs < 1:
+        parser.error(f"expected --jobs of 1 or more, got {args.jobs}")
     if os.environ.get("TRITON_INTERPRET", "0") == "1":
         parser.error("expected TRITON_INTERPRET unset: interpreted functions can't be compiled")
     import triton
 
     print(f"triton {triton.__version__}, torch {torch.__version__}")
-    print(f"{'arch':>4} {'kernel':24} {'tile':16} {'reg':>4} {'spill':>5} {'shared':>7} {'wide':>5} {'sync':>5}  case")
-    bad = 0
-    lines = []
-    for row in report(args.arch, args.only, args.quick):
-        print(
-            f"{row.arch:>4} {row.kernel:24} {row.tile:16} {row.registers:>4} {row.spilled:>5} {row.shared:>7} "
-            f"{row.wide:>5} {row.narrow:>5}  {row.case}" + "".join(f"  !! {problem}" for problem in row.problems),
-            flush=True,
-        )
-        bad += bool(row.problems)
-        lines.append(json.dumps(row._asdict()))
+    print(f"arch {'kernel':24} {'tile':16} {'reg':>4} {'spill':>5} {'shared':>7} ctas {'wide':>5} {'sync':>5}  case")
+    rows = []
+    for row in report(args.arch, args.only, args.size, args.jobs):
+        print(show(row), flush=True)
+        rows.append(row)
     if args.out is not None:
-        args.out.write_text("\n".join(lines) + "\n")
-    print(f"{len(lines)} kernels, {bad} with problems")
-    return 1 if bad or not lines else 0
+        merge(args.out, rows, args.arch, args.only)
+    bad = sum(bool(row.problems) for row in rows)
+    print(f"{len(rows)} kernels, {bad} with problems")
+    return 1 if bad or not rows else 0
 
 
 if __name__ == "__main__":

@@ -35,14 +35,16 @@ def attention_call(
                 return
             q, k = new(batch, seqlen, heads, head_dim), new(batch, seqlen, kv_heads, head_dim)
             mask = None
-            if "additive" in options:
-                mask = new(1, heads, seqlen, seqlen)
-            elif "bool" in options:
-                mask = new(batch, 1, 1, seqlen, dtype=torch.bool)
+            if {"bool", "additive", "bool_keys", "additive_keys"} & set(options):
+                # "_keys": the same for all rows, as torch.nn's key_padding_mask is.
+                same_rows = {"bool_keys", "additive_keys"} & set(options)
+                shape = (batch, 1, 1, seqlen) if same_rows else (1, heads, seqlen, seqlen)
+                mask = new(*shape, dtype=torch.bool if {"bool", "bool_keys"} & set(options) else dtype)
             lengths = new(batch, dtype=torch.int32) if "seqlens_k" in options else None
             dense_rest = (mask, lengths, head_dim**-0.5, *window, *dropout)
             out, lse = kernels.attention_fwd(q, k, k, *dense_rest)
-            kernels.attention_bwd(out, q, k, k, out, lse, *dense_rest, "additive" in options)
+            learned = bool({"additive", "additive_keys"} & set(options))
+            kernels.attention_bwd(out, q, k, k, out, lse, *dense_rest, learned)
         finally:
             torch.use_deterministic_algorithms(was)
 
@@ -50,8 +52,9 @@ def attention_call(
 
 
 OPTIONS: tuple[tuple[str, ...], ...] = (
-    (), ("causal",), ("causal", "seqlens_k", "gqa"), ("causal", "packed"), ("causal", "dropout"), ("window",),
-    ("packed", "dropout"), ("bool",), ("additive",), ("causal", "bool", "dropout"),
+    (), ("causal",), ("seqlens_k",), ("causal", "seqlens_k", "gqa"), ("causal", "packed"), ("packed", "gqa"),
+    ("window",), ("dropout",), ("causal", "dropout"), ("packed", "dropout"), ("bool_keys",), ("bool",),
+    ("additive_keys",), ("additive",), ("bool_keys", "dropout"), ("causal", "bool_keys", "dropout"),
     ("window", "additive", "dropout", "seqlens_k", "gqa"),
 )  # fmt: skip
 
@@ -77,7 +80,7 @@ def cases(quick: bool) -> Iterator[tuple[str, Callable[[], object]]]:
             yield title, attention_call(bf16, head_dim, options, 4096, deterministic=True)
     yield "fp16 d64 causal", attention_call(torch.float16, 64, ("causal",), 4096)
     for head_dim in (32, 64, 128):
-        for options in (("causal", "bool"), ("causal", "dropout"), ("causal", "bool", "dropout")):
+        for options in (("causal", "bool"), ("causal", "dropout"), ("causal", "bool_keys", "dropout")):
             yield f"fp32 d{head_dim} " + "+".join(options), attention_call(fp32, head_dim, options, 4096)
         for options in (("causal",), ("window", "additive", "dropout", "seqlens_k", "gqa")):
             title = f"fp32 d{head_dim} " + "+".join(options)

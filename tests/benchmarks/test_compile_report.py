@@ -48,7 +48,7 @@ def test_a_violation_is_an_exit_status(tmp_path: Path) -> None:
         "import torch, benchmarks.compile_report as report\n"
         "from benchmarks.compile_cases.attention import attention_call\n"
         "call = attention_call(torch.bfloat16, 128, ('causal',), 4096)\n"
-        "print(report.compile_launch(report.launches_of(call, 90)[0], 90, 'spilling').problems)"
+        "print(report.compile_launch(report.launches_of(call, 90)[0], 'attention', 90, ('spilling',)).problems)"
     )
     result = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True, check=True

@@ -1,0 +1,92 @@
+"""What a change did to the machine code: two files of `compile_report --out`, launch by launch."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+Line = dict[str, Any]
+_OF_LAUNCH = ("registers", "spilled", "shared", "ctas", "narrow")
+_OF_LOOP = (
+    "instructions", "exp2", "wgmma", "mma_sync", "waits", "loads", "async_loads", "stores", "barriers", "atomics",
+    "local", "tflops", "serial_tflops", "gbs",
+)  # fmt: skip
+
+
+class Change(NamedTuple):
+    """One launch that became another: what it was and is, and how much that is."""
+
+    title: str
+    fields: list[str]  # "registers 183 -> 128"
+    size: float
+
+
+def compare(before: Path, after: Path) -> str:
+    """The launches that changed, the largest changes first, and what only one of the files has."""
+    old, new = _by_case(before), _by_case(after)
+    changes: dict[tuple[str, ...], list[Change]] = {}
+    for key in old.keys() & new.keys():
+        if (change := _change(key, old[key], new[key])) is not None:
+            # Cases that launch the same kernel change together: one entry for all.
+            changes.setdefault((key[0], key[1], key[2], *change.fields), []).append(change)
+    lines = []
+    for group in sorted(changes.values(), key=lambda group: (-group[0].size, min(change.title for change in group))):
+        titles = sorted(change.title for change in group)
+        lines.append(titles[0] + (f" (and {len(titles) - 1} more)" if len(titles) > 1 else ""))
+        lines += [f"    {field}" for field in group[0].fields]
+    for name, keys in (("gone", old.keys() - new.keys()), ("new", new.keys() - old.keys())):
+        lines += [f"{name}: {_title(key)}" for key in sorted(keys)]
+    same = sum(key in new for key in old) - sum(map(len, changes.values()))
+    lines.append(f"{sum(map(len, changes.values()))} launches changed, {same} did not")
+    return "\n".join(lines)
+
+
+Key = tuple[str, str, str, str]
+
+
+def _by_case(path: Path) -> dict[Key, Line]:
+    """(compiler, arch, kernel, case) -> line; a line stands for all cases that launch the same."""
+    found: dict[Key, Line] = {}
+    for text in path.read_text().splitlines():
+        line = json.loads(text)
+        for case in line["cases"]:
+            found[line["triton"], f"sm_{line['arch']}", line["kernel"], f"{line['op']} {case}"] = line
+    return found
+
+
+def _title(key: Key) -> str:
+    compiler, arch, kernel, case = key
+    return f"{arch} triton {compiler} {kernel}: {case}"
+
+
+def _change(key: Key, old: Line, new: Line) -> Change | None:
+    fields = list(_fields(old, new))
+    if not fields:
+        return None
+    return Change(_title(key), [text for text, _ in fields], sum(size for _, size in fields))
+
+
+def _fields(old: Line, new: Line) -> Iterator[tuple[str, float]]:
+    """(what changed, by how much), the sizes as logarithms of the ratio, so that halves weigh what doubles do."""
+    if old["tile"] != new["tile"]:
+        yield f"tile {old['tile']} -> {new['tile']}", 0.0
+    for name in _OF_LAUNCH:
+        if old[name] != new[name]:
+            yield f"{name} {old[name]} -> {new[name]}", _ratio(old[name], new[name])
+    if len(old["loops"]) != len(new["loops"]):
+        yield f"inner loops {len(old['loops'])} -> {len(new['loops'])}", 1.0
+    for number, (was, now) in enumerate(zip(old["loops"], new["loops"], strict=False), 1):
+        for name in _OF_LOOP:
+            one, other = was.get(name, 0), now.get(name, 0)
+            if one != other:
+                size = 0.5 if name == "waits" else _ratio(one, other)
+                yield f"loop {number}: {name} {one or 0} -> {other or 0}", size
+    if old["problems"] != new["problems"]:
+        yield f"problems {old['problems']} -> {new['problems']}", 3.0
+
+
+def _ratio(one: float, other: float) -> float:
+    return abs(math.log((1 + other) / (1 + one)))
