@@ -1,0 +1,195 @@
+"""What a call of an op costs the host: `python -m benchmarks.host_time [--out FILE]`.
+
+A GPU that waits for Python is idle, and at the sizes of a base model an op's kernel takes about as long as its call. No
+GPU is needed to measure that: the tensors lie on the CPU, Triton believes in an sm_90 device, and where a kernel would
+be compiled and launched there is a function that does nothing. So a time holds all of our Python, PyTorch's autograd
+and Triton's, but neither the driver's launch nor the allocator of a GPU.
+
+Times are minima of medians, for a machine that others use too (`chrt -f 50` in front keeps them off one core).
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction
+
+from benchmarks import record
+from fastformer.kernels import _launch, add_layer_norm, attention, attention_backward
+from fastformer.ops import add_layer_norm as add_layer_norm_op
+from fastformer.ops import attention as attention_op
+from fastformer.ops import use_backend
+
+RESULTS = Path(__file__).parent / "results" / "host_time.jsonl"
+# The mode "run" and "launch" pass the arguments of this launch of the two directions.
+_KERNELS = {
+    "attention fwd": attention._attention_fwd_kernel,
+    "attention bwd": attention_backward._dkdv_kernel,
+    "add_layer_norm fwd": add_layer_norm._add_layer_norm_fwd_kernel,
+    "add_layer_norm bwd": add_layer_norm._add_layer_norm_bwd_kernel,
+}
+
+
+class Driver:
+    """An sm_90 device, as far as Triton asks before it launches."""
+
+    def get_current_target(self) -> GPUTarget:
+        """What kernels would be compiled for."""
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        """The one there is."""
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        """The default stream."""
+        return 0
+
+
+class Compiled:
+    """A kernel that launches nothing."""
+
+    function = 0
+    packed_metadata = (4, 1, 0)
+
+    def launch_metadata(self, grid: tuple[int, ...], stream: int, *args: object) -> None:
+        """Nothing, as without hooks."""
+
+    def run(self, *args: object) -> None:
+        """The launch."""
+
+
+def _compile(self: JITFunction[Any], key: str, signature: object, device: int, *rest: object) -> Compiled:
+    compiled = Compiled()
+    self.device_caches[device][0][key] = compiled
+    return compiled
+
+
+@contextlib.contextmanager
+def stubbed() -> Iterator[None]:
+    """Kernels take CPU tensors, and their launch does nothing."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(triton.runtime.driver, "_active", Driver()))
+        stack.enter_context(mock.patch.object(JITFunction, "_do_compile", _compile))
+        stack.enter_context(mock.patch.object(_launch, "INTERPRETED", True))
+        for module in (attention, attention_backward):
+            stack.enter_context(mock.patch.object(module, "architecture", lambda x: 90))
+        stack.enter_context(use_backend("triton"))
+        yield
+
+
+def _attention() -> dict[str, Callable[[], object]]:
+    """Causal self-attention, heads split from one projection; small, for a CPU does the zeroing of dq itself."""
+    qkv = torch.randn(1, 192, 3, 2, 64, dtype=torch.bfloat16)
+    q, k, v = (x.detach().requires_grad_() for x in qkv.unbind(2))
+    dout = torch.randn(1, 192, 2, 64, dtype=torch.bfloat16)
+    out = attention_op(q, k, v, is_causal=True)
+    saved = [x.detach() for x in (q, k, v, out)]
+    lse = torch.randn(1, 2, 192)
+
+    def without() -> Tensor:
+        with torch.no_grad():
+            return attention_op(q, k, v, is_causal=True)
+
+    options = (None, 64**-0.5, None, 0, 0.0, None)
+    return {
+        "attention fwd": lambda: attention_op(q, k, v, is_causal=True),
+        "attention bwd": lambda: torch.autograd.grad(out, (q, k, v), dout, retain_graph=True),
+        "attention fwd no_grad": without,
+        "attention fwd launcher": lambda: attention.attention_fwd(*saved[:3], None, *options),
+        "attention bwd launcher": lambda: attention.attention_bwd(dout, *saved, lse, None, *options, False),
+    }
+
+
+def _add_layer_norm() -> dict[str, Callable[[], object]]:
+    """The residual add and the norm behind it."""
+    x, residual, dy, dresidual = (torch.randn(1, 192, 512, dtype=torch.bfloat16) for _ in range(4))
+    weight, bias = torch.nn.Parameter(torch.ones(512)), torch.nn.Parameter(torch.zeros(512))
+    x.requires_grad_(), residual.requires_grad_()
+    inputs = (x, residual, weight, bias)
+    outputs = add_layer_norm_op(*inputs)
+    stream, statistic = outputs[1].detach(), torch.randn(192)
+    saved = [t.detach() for t in inputs]
+
+    def without() -> tuple[Tensor, Tensor]:
+        with torch.no_grad():
+            return add_layer_norm_op(*inputs)
+
+    return {
+        "add_layer_norm fwd": lambda: add_layer_norm_op(*inputs),
+        "add_layer_norm bwd": lambda: torch.autograd.grad(outputs, inputs, (dy, dresidual), retain_graph=True),
+        "add_layer_norm fwd no_grad": without,
+        "add_layer_norm fwd launcher": lambda: add_layer_norm.add_layer_norm_fwd(*saved, 1e-5, 0.0, None, False),
+        "add_layer_norm bwd launcher": lambda: add_layer_norm.add_layer_norm_bwd(
+            dy, dresidual, stream, saved[2], statistic, statistic, 0.0, None, False, True, torch.bfloat16
+        ),
+    }
+
+
+def _runs(cases: dict[str, Callable[[], object]]) -> dict[str, Callable[[], object]]:
+    """Triton's own `run` with the arguments that our launches have."""
+    runs: dict[str, Callable[[], object]] = {}
+    for name, kernel in _KERNELS.items():
+        with mock.patch.object(kernel, "run") as run:
+            cases[f"{name} launcher"]()
+        ((args, options),) = run.call_args_list
+        runs[f"{name} Triton's run"] = lambda kernel=kernel, args=args, options=options: kernel.run(*args, **options)
+    return runs
+
+
+def cases() -> dict[str, Callable[[], object]]:
+    """What is measured, by name; inside `stubbed`."""
+    ops = {**_attention(), **_add_layer_norm()}
+    return {**ops, **_runs(ops)}
+
+
+def seconds(function: Callable[[], object], calls: int = 200, rounds: int = 15) -> float:
+    """The least median of a few rounds."""
+    medians = []
+    for _ in range(rounds):
+        times = []
+        for _ in range(calls):
+            began = time.perf_counter()
+            function()
+            times.append(time.perf_counter() - began)
+        medians.append(statistics.median(times))
+    return min(medians)
+
+
+def main() -> None:
+    """The command."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser.add_argument("--only", help="one case, by its name")
+    parser.add_argument("--calls", type=int, help="call it so often and measure nothing (for a profiler)")
+    parser.add_argument("--out", type=Path, help=f"append a JSON line to this file, such as {RESULTS.name}")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    with stubbed():
+        chosen = {name: case for name, case in cases().items() if args.only in (None, name)}
+        if not chosen:
+            parser.error(f"expected --only to be one of {', '.join(map(repr, cases()))}, got {args.only!r}")
+        if args.calls is not None:
+            for function in chosen.values():
+                for _ in range(args.calls):
+                    function()
+            return
+        microseconds = {name: round(seconds(function) * 1e6, 1) for name, function in chosen.items()}
+    for name, time_ in microseconds.items():
+        print(f"{name:32s} {time_:7.1f} us")
+    if args.out:
+        record.append(args.out, {"mode": "host", "microseconds": microseconds, **record.environment("cpu")})
+
+
+if __name__ == "__main__":
+    main()
