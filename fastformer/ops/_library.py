@@ -25,7 +25,7 @@ from typing import Any, ParamSpec, TypeVar, cast, overload
 import torch
 from torch import Tensor
 
-from fastformer.ops import _extension
+from fastformer.ops import _eager, _extension
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -36,6 +36,8 @@ logger = logging.getLogger("fastformer")
 
 LIBRARY = torch.library.Library("fastformer", "DEF")
 BACKENDS = ("triton", "cpp", "reference")
+# What runs on a device unless something forces another; the reference elsewhere.
+_PREFERRED = {"cuda": "triton", "cpu": "cpp"}
 
 _DESCRIBED = {"reference": "the reference", "torch": "PyTorch's own kernel"}
 
@@ -45,7 +47,11 @@ _recorders: list[set[tuple[str, str]]] = []
 _told: set[tuple[str, str]] = set()
 
 
-@dataclass(frozen=True)
+def _undefined(preferred: str, args: tuple[Any, ...]) -> Any:
+    raise AssertionError("expected `define_op` to say how the op runs")
+
+
+@dataclass
 class Definition:
     """What `define_op` was told about one op.
 
@@ -57,6 +63,8 @@ class Definition:
         cpp_unsupported: why the C++ function can't take a call.
         torch_function: PyTorch's own fused function for it, or None.
         torch_unsupported: why that can't take a call.
+        run: (preferred backend, arguments) -> results, on the backend that is chosen.
+        function: its gradient for plain eager calls; None where it has none, or forbids it.
     """
 
     name: str
@@ -66,6 +74,8 @@ class Definition:
     cpp_unsupported: WhyUnsupported | None
     torch_function: Callable[..., Any] | None = None
     torch_unsupported: WhyUnsupported | None = None
+    run: Callable[[str, tuple[Any, ...]], Any] = _undefined
+    function: type[torch.autograd.Function] | None = None
 
     def bind(self, *args: Any) -> dict[str, Any]:
         """The arguments of a call by the schema's names."""
@@ -194,18 +204,20 @@ def define_op(
         torch_unsupported: (op_name, **arguments) -> why that can't take the call, or None.
 
     Returns:
-        The overload to call, `torch.ops.fastformer.<name>.default`.
+        What to call: the overload `torch.ops.fastformer.<name>.default`, or in a plain eager call what that would come
+        to, without the dispatcher's and the library's share of its time (see `_eager`).
     """
     name = schema[: schema.index("(")]
     LIBRARY.define(schema)
     overload_ = getattr(torch.ops.fastformer, name).default
     arguments = tuple(argument.name for argument in overload_._schema.arguments)
+    types = _eager.types_of(overload_._schema)
     op = OPS[name] = Definition(
         name, stem, arguments, reference_only, cpp_unsupported, torch_function, torch_unsupported
     )
 
     def run(preferred: str, args: tuple[Any, ...]) -> Any:
-        device = next(a.device for a in args if isinstance(a, Tensor))
+        device = args[0].device
         if torch.is_autocast_enabled(device.type):
             # The public function has cast already. Inside any backend, autocast would take fp32 products down again.
             with torch.autocast(device.type, enabled=False):
@@ -214,9 +226,12 @@ def define_op(
         for recorder in _recorders:
             recorder.add((name, backend))
         if backend == "triton":
+            launcher = getattr(triton_kernel(stem), name)
             # Triton launches on the current device, which need not be the tensors'.
-            with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
-                return getattr(triton_kernel(stem), name)(*args)
+            if device.type == "cuda" and device.index != torch.cuda.current_device():
+                with torch.cuda.device(device):
+                    return launcher(*args)
+            return launcher(*args)
         if backend == "cpp":
             return cast(Callable[..., Any], cpp_kernel(name))(*args)
         if backend == "torch":
@@ -224,10 +239,24 @@ def define_op(
         return reference(*args)  # type: ignore[call-arg]
 
     LIBRARY.impl(name, lambda *args: run("reference", args), "CompositeExplicitAutograd")
-    LIBRARY.impl(name, lambda *args: run("triton", args), "CUDA")
-    LIBRARY.impl(name, lambda *args: run("cpp", args), "CPU")
+    LIBRARY.impl(name, lambda *args: run(_PREFERRED["cuda"], args), "CUDA")
+    LIBRARY.impl(name, lambda *args: run(_PREFERRED["cpu"], args), "CPU")
     torch.library.register_fake(f"fastformer::{name}", _without_memory(name, fake), lib=LIBRARY)
-    return cast(Callable[P, T], overload_)
+    op.run = run
+
+    def call(*args: Any) -> Any:
+        if torch.compiler.is_compiling() or not _eager.nothing_watches():
+            return overload_(*args)
+        device, requires_grad = _eager.device_of(args, types)
+        if device is None:
+            return overload_(*args)
+        if not requires_grad or not torch.is_grad_enabled():
+            return run(_PREFERRED[device], args)
+        if op.function is None or _eager.autograd_is_excluded():
+            return overload_(*args)
+        return op.function.apply(*args)
+
+    return cast(Callable[P, T], call)
 
 
 def _without_memory(name: str, fake: Callable[..., object]) -> Callable[..., object]:
@@ -271,7 +300,10 @@ def _choose(op: Definition, preferred: str, args: tuple[Any, ...]) -> str:
 
 
 def register_autograd(name: str, backward: Callable[..., Any], *, setup_context: Callable[..., None]) -> None:
-    """Gives `fastformer::<name>` its gradient. `backward` calls the `_bwd` op, whose own gradient is an error."""
+    """Gives `fastformer::<name>` its gradient. `backward` calls the `_bwd` op, whose own gradient is an error.
+
+    It serves calls through the dispatcher and, as an `autograd.Function`, those past it alike.
+    """
 
     def setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         # A context variable does not reach the thread in which autograd runs a GPU's backward pass.
@@ -284,6 +316,14 @@ def register_autograd(name: str, backward: Callable[..., Any], *, setup_context:
         with use_backend(ctx.forced_backend):
             return backward(ctx, *grads)
 
+    def forward(ctx: Any, *args: Any) -> Any:
+        output = op.run(_PREFERRED[args[0].device.type], args)
+        setup(ctx, args, output)
+        return output
+
+    op = OPS[name]
+    members = {"forward": staticmethod(forward), "backward": staticmethod(run)}
+    op.function = type(f"fastformer_{name}", (torch.autograd.Function,), members)
     torch.library.register_autograd(f"fastformer::{name}", run, setup_context=setup, lib=LIBRARY)
 
 

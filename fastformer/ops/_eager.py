@@ -1,0 +1,99 @@
+"""When an op may skip PyTorch's dispatcher: an eager call of plain tensors, which nobody traces, wraps or watches.
+
+The dispatcher costs a small call more time than all the rest of it. It is there for what may surround a call:
+torch.compile and export, functorch's transforms, forward-mode AD, modes that record or replace what runs, subclasses,
+profilers. PyTorch marks a tensor or a thread for nearly each of these by a dispatch key; a call may go past the
+dispatcher where all keys are the ordinary ones, and takes it where anything is unknown.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+_Key, _Keys = torch._C.DispatchKey, torch._C.DispatchKeySet
+
+
+def _plain_keys() -> dict[int, str]:
+    """The keys of a tensor that is nothing but strided memory -> its type of device; without autograd's: inference."""
+    plain = {}
+    for device, key, autocast, autograd in (
+        ("cpu", _Key.CPU, _Key.AutocastCPU, _Key.AutogradCPU),
+        ("cuda", _Key.CUDA, _Key.AutocastCUDA, _Key.AutogradCUDA),
+    ):
+        inference = _Keys(key) | _Keys(autocast)
+        ordinary = inference | _Keys(_Key.ADInplaceOrView) | _Keys(autograd)
+        plain[inference.raw_repr()] = plain[ordinary.raw_repr()] = device
+    return plain
+
+
+_PLAIN = _plain_keys()
+# What a thread adds to the keys of its calls: these two, and in inference mode one of them.
+_QUIET = {
+    (_Keys(_Key.BackendSelect) | _Keys(_Key.ADInplaceOrView)).raw_repr(),
+    _Keys(_Key.BackendSelect).raw_repr(),
+}
+# What Python may pass for a type of the schema; all else is converted, or refused, by the dispatcher.
+_TENSORS = frozenset((Tensor, torch.nn.Parameter))
+_TYPES: dict[str, frozenset[type]] = {
+    "Tensor": _TENSORS,
+    "Optional[Tensor]": _TENSORS | {type(None)},
+    "float": frozenset((float,)),
+    "int": frozenset((int,)),
+    "SymInt": frozenset((int,)),
+    "Optional[int]": frozenset((int, type(None))),
+    "bool": frozenset((bool,)),
+    "str": frozenset((str,)),
+    "ScalarType": frozenset((torch.dtype,)),
+}
+_included, _keys_of = torch._C._dispatch_tls_local_include_set, torch._C._dispatch_keys
+
+
+def types_of(schema: torch.FunctionSchema) -> tuple[frozenset[type], ...]:
+    """What each argument may be, exactly, for `device_of`."""
+    # A ScalarType is an integer to the schema, and a torch.dtype to Python.
+    return tuple(
+        _TYPES["ScalarType" if str(argument.real_type) == "ScalarType" else str(argument.type)]
+        for argument in schema.arguments
+    )
+
+
+def nothing_watches() -> bool:
+    """Whether this thread runs calls as they come. Not to be asked while torch.compile traces."""
+    return (
+        _included().raw_repr() in _QUIET
+        and not torch._C._is_torch_function_mode_enabled()
+        and forward_ad._current_level < 0
+        and not torch.autograd._profiler_enabled()  # it shows what the dispatcher calls
+    )
+
+
+def device_of(args: tuple[Any, ...], types: tuple[frozenset[type], ...]) -> tuple[str | None, bool]:
+    """(the type of device on which all tensors of a call are plain ones, whether one requires a gradient).
+
+    None where a tensor is not plain, lies on another device, or an argument is not exactly what the schema says.
+    """
+    device = None
+    requires_grad = False
+    if len(args) != len(types):
+        return None, False
+    for argument, allowed in zip(args, types, strict=True):
+        kind = type(argument)
+        if kind not in allowed:
+            return None, False
+        if kind in _TENSORS:
+            here = _PLAIN.get(_keys_of(argument).raw_repr())
+            if here != device:
+                if device is not None or here is None:
+                    return None, False
+                device = here
+            requires_grad = requires_grad or argument.requires_grad
+    return device, requires_grad
+
+
+def autograd_is_excluded() -> bool:
+    """Whether this thread is inside an op of its own that PyTorch differentiates as a whole."""
+    return torch._C._dispatch_tls_is_dispatch_key_excluded(_Key.AutogradCPU)
