@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -23,6 +24,7 @@ import torch
 import triton
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
+from triton.compiler import CompiledKernel
 from triton.runtime.jit import JITFunction
 
 from benchmarks import record
@@ -57,14 +59,17 @@ class Driver:
         return 0
 
 
-class Compiled:
+class Compiled(CompiledKernel):
     """A kernel that launches nothing."""
 
-    function = 0
-    packed_metadata = (4, 1, 0)
+    name, src = "stub", None
+    function, packed_metadata = 0, (4, 1, 0)
 
-    def launch_metadata(self, grid: tuple[int, ...], stream: int, *args: object) -> None:
-        """Nothing, as without hooks."""
+    def __init__(self) -> None:
+        """As if it had been loaded onto the device."""
+
+    def _init_handles(self) -> None:
+        pass
 
     def run(self, *args: object) -> None:
         """The launch."""
@@ -138,13 +143,16 @@ def _add_layer_norm() -> dict[str, Callable[[], object]]:
 
 
 def _runs(cases: dict[str, Callable[[], object]]) -> dict[str, Callable[[], object]]:
-    """Triton's own `run` with the arguments that our launches have."""
+    """Triton's own `run` and `launch`, with the arguments that our launches have."""
     runs: dict[str, Callable[[], object]] = {}
     for name, kernel in _KERNELS.items():
-        with mock.patch.object(kernel, "run") as run:
+        with mock.patch.object(_launch, "_compiled", {}), mock.patch.object(kernel, "run") as run:
             cases[f"{name} launcher"]()
         ((args, options),) = run.call_args_list
-        runs[f"{name} Triton's run"] = lambda kernel=kernel, args=args, options=options: kernel.run(*args, **options)
+        runs[f"{name} Triton's run"] = functools.partial(kernel.run, *args, **options)
+        grid = options["grid"]
+        ours = {key: value for key, value in options.items() if key not in ("grid", "warmup")}
+        runs[f"{name} our launch"] = functools.partial(_launch.launch, kernel, grid, *args, **ours)
     return runs
 
 

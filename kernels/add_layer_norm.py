@@ -28,7 +28,14 @@ import triton.language as tl
 from torch import Tensor
 
 from fastformer.kernels._dropout import drop_tile
-from fastformer.kernels._launch import contiguous, dropout_arguments, stride_unit, unsupported_device, unsupported_dtype
+from fastformer.kernels._launch import (
+    contiguous,
+    dropout_arguments,
+    launch,
+    stride_unit,
+    unsupported_device,
+    unsupported_dtype,
+)
 from fastformer.kernels._rows import as_rows, existing, load_rows, load_vector, row_ptrs, store_rows
 
 WIDEST = 16384  # 32 elements a thread with 16 warps
@@ -398,7 +405,8 @@ def add_layer_norm_fwd(
     residual = None if residual is None else as_rows(residual)
     unit = stride_unit(x, residual)
     tile = row_tile(dim, num_rows)
-    _add_layer_norm_fwd_kernel[(triton.cdiv(num_rows, tile.block_m),)](
+    launch(
+        _add_layer_norm_fwd_kernel, (triton.cdiv(num_rows, tile.block_m),),
         x, residual, contiguous(weight), contiguous(bias), y, residual_out if kept else None,
         None if rms_norm else mean, rstd, num_rows, _strides(unit, x, residual), eps,
         dropout_arguments(dropout_p, dropout_seed),
@@ -455,13 +463,15 @@ def add_layer_norm_bwd(
         # Two stages: the next rows come into shared memory meanwhile, where it is large enough on every architecture
         # and the masks of 8192 padded columns leave the registers.
         ahead = num_partials < num_tiles and loaded <= 49152 and (tile.block_n < 8192 or dim == tile.block_n)
-        _add_layer_norm_bwd_kernel[(num_partials,)](
+        launch(
+            _add_layer_norm_bwd_kernel, (num_partials,),
             *inputs, *outputs, partial, num_rows, num_tiles, strides, dropout, **flags,
             BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, STAGES=2 if ahead else 1, num_warps=tile.num_warps, maxnreg=128,
         )  # fmt: skip
     else:
         means = s.new_empty(2, num_rows, dtype=torch.float32)
-        _row_means_kernel[(num_rows,)](
+        launch(
+            _row_means_kernel, (num_rows,),
             dy, *inputs[2:], means, num_rows, strides,
             RMS_NORM=rms_norm, UNIT=unit, DIM=dim, BLOCK_N=4096, num_warps=8,
         )  # fmt: skip
@@ -470,12 +480,14 @@ def add_layer_norm_bwd(
         # About four programs an SM, and no fewer than two steps each.
         num_partials = max(1, min(4 * num_sms(s.device) // blocks, triton.cdiv(num_rows, 2 * block_m)))
         partial = s.new_empty(kinds, num_partials, dim, dtype=torch.float32) if kinds else None
-        _wide_backward_kernel[(blocks, num_partials)](
+        launch(
+            _wide_backward_kernel, (blocks, num_partials),
             *inputs, means, *outputs, partial, num_rows, triton.cdiv(num_rows, num_partials), strides, dropout, **flags,
             BLOCK_M=block_m, BLOCK_N=block_n, num_warps=8,
         )  # fmt: skip
     if kinds:
-        _sum_partials_kernel[(triton.cdiv(dim, 32), kinds)](
+        launch(
+            _sum_partials_kernel, (triton.cdiv(dim, 32), kinds),
             partial, dweight if sums_weight else None, dbias if has_bias else None, num_partials,
             DIM=dim, BLOCK_M=64, BLOCK_N=32, num_warps=4,
         )  # fmt: skip

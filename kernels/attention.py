@@ -42,6 +42,7 @@ from fastformer.kernels._launch import (
     DTYPES,
     INTERPRETED,
     architecture,
+    launch,
     stride_unit,
     unsupported_device,
     unsupported_dtype,
@@ -174,7 +175,8 @@ def launch_forward(
     unit = stride_unit(q, k, v, out)
     kv_bytes = 2 * problem.seqlen_k * problem.head_dim * q.element_size() // problem.group
     planes = planes_of(problem, triton.cdiv(problem.seqlen_q, config.block_m), kv_bytes)
-    _attention_fwd_kernel[(planes[2] * planes[3],)](
+    launch(
+        _attention_fwd_kernel, (planes[2] * planes[3],),
         q, k, v, out, lse, mask_bytes(attn_mask), work_counter, planes,
         (problem.seqlens_q, problem.seqlens_k, problem.seqlen_q, problem.seqlen_k),
         problem.window, problem.dropout, problem.softmax_scale,

@@ -45,7 +45,7 @@ from fastformer.kernels._attention_common import (
 from fastformer.kernels._attention_configs import Config, backward_config, call_of, choose_dq_config, tile_of
 from fastformer.kernels._attention_dq import _dq_kernel
 from fastformer.kernels._dropout import keep_mask_tile, load_dropout
-from fastformer.kernels._launch import architecture, stride_unit
+from fastformer.kernels._launch import architecture, launch, stride_unit
 
 
 def _dkdv_products(arguments: dict[str, Any]) -> list[int]:
@@ -284,7 +284,8 @@ def launch_backward(
     rows = lse.shape[-1]
     rows_block = max(1, min(64, 4096 // problem.block_d))
     rows_blocks = triton.cdiv(rows, rows_block)
-    _rows_kernel[(rows_blocks * (lse.numel() // rows),)](
+    launch(
+        _rows_kernel, (rows_blocks * (lse.numel() // rows),),
         out, dout, lse, delta, row_lse, problem.num_heads, rows, rows_blocks,
         plane_strides(out, packed, unit), plane_strides(dout, packed, unit),
         HEAD_DIM=problem.head_dim, UNIT=unit, BLOCK_M=rows_block, BLOCK_D=problem.block_d, num_warps=4,
@@ -303,7 +304,8 @@ def launch_backward(
     q_bytes = 2 * problem.seqlen_q * problem.head_dim * q.element_size()
     planes = planes_of(problem, triton.cdiv(problem.seqlen_k, config.block_n), q_bytes)
     written_mask = None if dmask_mode == "none" else dmask
-    _dkdv_kernel[(planes[2] * planes[3],)](
+    launch(
+        _dkdv_kernel, (planes[2] * planes[3],),
         q, k, v, dout, delta, row_lse, None if dq_mode == "none" else dq, dk, dv, mask, written_mask, work_counter,
         planes, *sizes, *strides, plane_strides(dk, packed, unit), lse_strides, mask_strides(attn_mask),
         mask_strides(written_mask), **shared, DQ=dq_mode, DMASK=dmask_mode, **tile_of(config, problem),
@@ -313,7 +315,8 @@ def launch_backward(
         config = dq_config or choose_dq_config(call)
         kv_bytes = 2 * problem.seqlen_k * problem.head_dim * q.element_size() // problem.group
         planes = planes_of(problem, triton.cdiv(problem.seqlen_q, config.block_m), kv_bytes)
-        _dq_kernel[(planes[2] * planes[3],)](
+        launch(
+            _dq_kernel, (planes[2] * planes[3],),
             q, k, v, dout, delta, row_lse, dq, mask, work_counter,
             planes, *sizes, *strides, lse_strides, mask_strides(attn_mask), **shared, **tile_of(config, problem),
         )  # fmt: skip

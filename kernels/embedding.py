@@ -27,7 +27,14 @@ import triton.language as tl
 from torch import Tensor
 
 from fastformer.kernels._dropout import drop_tile
-from fastformer.kernels._launch import contiguous, dropout_arguments, stride_unit, unsupported_device, unsupported_dtype
+from fastformer.kernels._launch import (
+    contiguous,
+    dropout_arguments,
+    launch,
+    stride_unit,
+    unsupported_device,
+    unsupported_dtype,
+)
 from fastformer.kernels._rows import as_rows, existing, load_rows, row_ptrs, store_rows
 
 CHUNK = 64
@@ -262,7 +269,9 @@ def embedding_fwd(
     table = None if position_table is None else as_rows(position_table)
     unit = stride_unit(weight, table)
     block_m, block_n, num_warps = _token_tile(num_tokens, dim)
-    _embedding_fwd_kernel[(triton.cdiv(num_tokens, block_m), triton.cdiv(dim, block_n))](
+    launch(
+        _embedding_fwd_kernel,
+        (triton.cdiv(num_tokens, block_m), triton.cdiv(dim, block_n)),
         ids.contiguous(),
         weight,
         table,
@@ -308,7 +317,9 @@ def _sum_by_key(
     block_n = min(512, max(8, triton.next_power_of_2(dim)))
     block_m = max(2, min(2048 // block_n, 16))
     column_blocks = triton.cdiv(dim, block_n)
-    _sum_runs_kernel[(num_tokens, column_blocks)](
+    launch(
+        _sum_runs_kernel,
+        (num_tokens, column_blocks),
         keys,
         order,
         dout,
@@ -328,7 +339,8 @@ def _sum_by_key(
         num_warps=max(1, min(4, block_m * block_n // 256)),
     )
     if num_chunks > 1:
-        _sum_chunks_kernel[(num_chunks, column_blocks)](
+        launch(
+            _sum_chunks_kernel, (num_chunks, column_blocks),
             keys, sums, partial, num_tokens, num_rows, num_chunks, skipped,
             DIM=dim, CHUNK=CHUNK, BLOCK_M=block_m, BLOCK_N=block_n, num_warps=4,
         )  # fmt: skip
@@ -350,7 +362,9 @@ def _sum_by_atomics(
     sums = dout.new_zeros(num_rows, dim, dtype=torch.float32)
     unit = stride_unit(dout)
     block_m, block_n, num_warps = _token_tile(num_tokens, dim)
-    _scatter_kernel[(triton.cdiv(num_tokens, block_m), triton.cdiv(dim, block_n))](
+    launch(
+        _scatter_kernel,
+        (triton.cdiv(num_tokens, block_m), triton.cdiv(dim, block_n)),
         keys.contiguous(),
         dout,
         sums,

@@ -33,6 +33,7 @@ from fastformer.kernels._launch import (
     contiguous,
     dot_precision,
     dropout_arguments,
+    launch,
     unsupported_device,
     unsupported_dtype,
 )
@@ -405,7 +406,8 @@ def _activated(
         hidden = pre if activation == "relu" else x.new_empty(num_rows, hidden_dim)
         block_m, block_n = _elementwise_block(hidden_dim)
         if num_rows:
-            _activation_kernel[(triton.cdiv(num_rows, block_m), triton.cdiv(hidden_dim, block_n))](
+            launch(
+                _activation_kernel, (triton.cdiv(num_rows, block_m), triton.cdiv(hidden_dim, block_n)),
                 pre, hidden, dropout, num_rows, hidden_dim,
                 ACTIVATION=activation, BLOCK_M=block_m, BLOCK_N=block_n, num_warps=4,
             )  # fmt: skip
@@ -415,7 +417,8 @@ def _activated(
     config = config_of(x, depth, num_rows, False, activation)
     programs = triton.cdiv(num_rows, config.block_m) * triton.cdiv(hidden_dim, config.block_n)
     if num_rows:
-        _linear_activation_kernel[(programs,)](
+        launch(
+            _linear_activation_kernel, (programs,),
             x, weight, contiguous(bias), None if activation == "relu" else pre, hidden,
             dropout, num_rows, hidden_dim, depth, x.stride(), weight.stride(),
             ACTIVATION=activation, **_tile_of(config, x, depth),
@@ -453,12 +456,14 @@ def _activated_backward(
         hidden = dhidden if dhidden is not None and activation == "swiglu" else dout.new_empty(num_rows, hidden_dim)
     outputs = (dpre, None if activation == "relu" else hidden, dbias)
     if num_rows and fused:
-        _linear_activation_backward_kernel[(parts * triton.cdiv(hidden_dim, config.block_n),)](
+        launch(
+            _linear_activation_backward_kernel, (parts * triton.cdiv(hidden_dim, config.block_n),),
             dout, weight, saved, *outputs, dropout, num_rows, hidden_dim, depth, dout.stride(), weight.stride(),
             ACTIVATION=activation, **_tile_of(config, dout, depth),
         )  # fmt: skip
     elif num_rows:
-        _activation_backward_kernel[(parts, triton.cdiv(hidden_dim, block_n))](
+        launch(
+            _activation_backward_kernel, (parts, triton.cdiv(hidden_dim, block_n)),
             dhidden, saved, *outputs, dropout, num_rows, row_step, hidden_dim,
             ACTIVATION=activation, BLOCK_M=block_m, BLOCK_N=block_n, num_warps=4,
         )  # fmt: skip

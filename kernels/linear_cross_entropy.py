@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastformer.kernels._launch import unsupported_device, unsupported_dtype
+from fastformer.kernels._launch import launch, unsupported_device, unsupported_dtype
 
 SMALLEST_CHUNK, LARGEST_CHUNK = 2048, 4096
 CHUNK_BYTES = 512 * 2**20
@@ -223,7 +223,9 @@ class _Chunks:
         block_m = max(1, min(TILE // 2 // block_n, triton.next_power_of_2(rows)))
         if scale is not None and scale.dim() == 1:
             scale = chunk.of(scale)
-        _cross_entropy_kernel[(triton.cdiv(rows, block_m),)](
+        launch(
+            _cross_entropy_kernel,
+            (triton.cdiv(rows, block_m),),
             self.buffer,
             self.bias,
             chunk.of(self.target),

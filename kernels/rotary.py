@@ -14,7 +14,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastformer.kernels._launch import contiguous, stride_unit, unsupported_device, unsupported_dtype
+from fastformer.kernels._launch import (
+    contiguous,
+    launch,
+    stride_unit,
+    unsupported_device,
+    unsupported_dtype,
+)
 from fastformer.kernels._rows import load_rows
 
 # Elements of one tile: 8 of each half a thread.
@@ -125,7 +131,9 @@ def rotary_fwd(
     block_n = triton.next_power_of_2(half)
     block_m = max(1, min(TILE // (2 * block_n), triton.next_power_of_2(num_rows)))
     rest = dim - 2 * half
-    _rotary_kernel[(triton.cdiv(num_rows, block_m),)](
+    launch(
+        _rotary_kernel,
+        (triton.cdiv(num_rows, block_m),),
         x,
         cos,
         sin,
