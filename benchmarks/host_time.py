@@ -59,7 +59,7 @@ class Driver:
         return 0
 
 
-class Compiled(CompiledKernel):
+class Compiled(CompiledKernel):  # type: ignore[misc] # triton has no types
     """A kernel that launches nothing."""
 
     name, src = "stub", None
@@ -100,14 +100,14 @@ def _attention() -> dict[str, Callable[[], object]]:
     q, k, v = (x.detach().requires_grad_() for x in qkv.unbind(2))
     dout = torch.randn(1, 192, 2, 64, dtype=torch.bfloat16)
     out = attention_op(q, k, v, is_causal=True)
-    saved = [x.detach() for x in (q, k, v, out)]
+    saved: Any = [x.detach() for x in (q, k, v, out)]
     lse = torch.randn(1, 2, 192)
 
     def without() -> Tensor:
         with torch.no_grad():
             return attention_op(q, k, v, is_causal=True)
 
-    options = (None, 64**-0.5, None, 0, 0.0, None)
+    options: Any = (None, 64**-0.5, None, 0, 0.0, None)
     return {
         "attention fwd": lambda: attention_op(q, k, v, is_causal=True),
         "attention bwd": lambda: torch.autograd.grad(out, (q, k, v), dout, retain_graph=True),
@@ -125,7 +125,7 @@ def _add_layer_norm() -> dict[str, Callable[[], object]]:
     inputs = (x, residual, weight, bias)
     outputs = add_layer_norm_op(*inputs)
     stream, statistic = outputs[1].detach(), torch.randn(192)
-    saved = [t.detach() for t in inputs]
+    saved: Any = [t.detach() for t in inputs]
 
     def without() -> tuple[Tensor, Tensor]:
         with torch.no_grad():

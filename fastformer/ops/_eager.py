@@ -67,7 +67,7 @@ def nothing_watches() -> bool:
         _included().raw_repr() in _QUIET
         and not torch._C._is_torch_function_mode_enabled()
         and forward_ad._current_level < 0
-        and not torch.autograd._profiler_enabled()  # it shows what the dispatcher calls
+        and not torch._C._autograd._profiler_enabled()  # it shows what the dispatcher calls
     )
 
 
