@@ -100,20 +100,21 @@ def _attention() -> dict[str, Callable[[], object]]:
     q, k, v = (x.detach().requires_grad_() for x in qkv.unbind(2))
     dout = torch.randn(1, 192, 2, 64, dtype=torch.bfloat16)
     out = attention_op(q, k, v, is_causal=True)
-    saved: Any = [x.detach() for x in (q, k, v, out)]
+    launchers: Any = attention
+    saved = [x.detach() for x in (q, k, v, out)]
     lse = torch.randn(1, 2, 192)
 
     def without() -> Tensor:
         with torch.no_grad():
             return attention_op(q, k, v, is_causal=True)
 
-    options: Any = (None, 64**-0.5, None, 0, 0.0, None)
+    options = (None, 64**-0.5, None, 0, 0.0, None)
     return {
         "attention fwd": lambda: attention_op(q, k, v, is_causal=True),
         "attention bwd": lambda: torch.autograd.grad(out, (q, k, v), dout, retain_graph=True),
         "attention fwd no_grad": without,
-        "attention fwd launcher": lambda: attention.attention_fwd(*saved[:3], None, *options),
-        "attention bwd launcher": lambda: attention.attention_bwd(dout, *saved, lse, None, *options, False),
+        "attention fwd launcher": lambda: launchers.attention_fwd(*saved[:3], None, *options),
+        "attention bwd launcher": lambda: launchers.attention_bwd(dout, *saved, lse, None, *options, False),
     }
 
 
@@ -125,7 +126,8 @@ def _add_layer_norm() -> dict[str, Callable[[], object]]:
     inputs = (x, residual, weight, bias)
     outputs = add_layer_norm_op(*inputs)
     stream, statistic = outputs[1].detach(), torch.randn(192)
-    saved: Any = [t.detach() for t in inputs]
+    launchers: Any = add_layer_norm
+    saved = [t.detach() for t in inputs]
 
     def without() -> tuple[Tensor, Tensor]:
         with torch.no_grad():
@@ -135,8 +137,8 @@ def _add_layer_norm() -> dict[str, Callable[[], object]]:
         "add_layer_norm fwd": lambda: add_layer_norm_op(*inputs),
         "add_layer_norm bwd": lambda: torch.autograd.grad(outputs, inputs, (dy, dresidual), retain_graph=True),
         "add_layer_norm fwd no_grad": without,
-        "add_layer_norm fwd launcher": lambda: add_layer_norm.add_layer_norm_fwd(*saved, 1e-5, 0.0, None, False),
-        "add_layer_norm bwd launcher": lambda: add_layer_norm.add_layer_norm_bwd(
+        "add_layer_norm fwd launcher": lambda: launchers.add_layer_norm_fwd(*saved, 1e-5, 0.0, None, False),
+        "add_layer_norm bwd launcher": lambda: launchers.add_layer_norm_bwd(
             dy, dresidual, stream, saved[2], statistic, statistic, 0.0, None, False, True, torch.bfloat16
         ),
     }
