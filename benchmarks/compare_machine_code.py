@@ -25,13 +25,18 @@ class Change(NamedTuple):
 
 
 def compare(before: Path, after: Path) -> str:
-    """The launches that changed, the largest changes first, and what only one of the files has."""
+    """The launches that changed, the largest changes first, and what only one of the files has.
+
+    What AFTER has no line of, of a compiler, an architecture or an op, was not compiled again and is left out.
+    """
     old, new = _by_case(before), _by_case(after)
-    changes: dict[tuple[str, ...], list[Change]] = {}
+    again = {_group(key) for key in new}
+    old = {key: line for key, line in old.items() if _group(key) in again}
+    changes: dict[tuple[str | int, ...], list[Change]] = {}
     for key in old.keys() & new.keys():
         if (change := _change(key, old[key], new[key])) is not None:
             # Cases that launch the same kernel change together: one entry for all.
-            changes.setdefault((key[0], key[1], key[2], *change.fields), []).append(change)
+            changes.setdefault((key.triton, key.arch, key.kernel, *change.fields), []).append(change)
     lines = []
     for group in sorted(changes.values(), key=lambda group: (-group[0].size, min(change.title for change in group))):
         titles = sorted(change.title for change in group)
@@ -44,22 +49,32 @@ def compare(before: Path, after: Path) -> str:
     return "\n".join(lines)
 
 
-Key = tuple[str, str, str, str]
+class Key(NamedTuple):
+    """One launch of one case."""
+
+    triton: str
+    arch: int
+    op: str
+    kernel: str
+    case: str
+
+
+def _group(key: Key) -> tuple[str, int, str]:
+    return key.triton, key.arch, key.op
 
 
 def _by_case(path: Path) -> dict[Key, Line]:
-    """(compiler, arch, kernel, case) -> line; a line stands for all cases that launch the same."""
+    """The line of each launch of each case; a line stands for all that launch the same."""
     found: dict[Key, Line] = {}
     for text in path.read_text().splitlines():
         line = json.loads(text)
         for case in line["cases"]:
-            found[line["triton"], f"sm_{line['arch']}", line["kernel"], f"{line['op']} {case}"] = line
+            found[Key(line["triton"], line["arch"], line["op"], line["kernel"], case)] = line
     return found
 
 
 def _title(key: Key) -> str:
-    compiler, arch, kernel, case = key
-    return f"{arch} triton {compiler} {kernel}: {case}"
+    return f"sm_{key.arch} triton {key.triton} {key.kernel}: {key.op} {key.case}"
 
 
 def _change(key: Key, old: Line, new: Line) -> Change | None:

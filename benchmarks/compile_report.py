@@ -289,7 +289,9 @@ def distinct_launches(archs: list[int], stems: list[str], size: str) -> list[Wor
                 if key not in seen:
                     seen[key] = Work(launch, stem, arch, [])
                     found.append(seen[key])
-                seen[key].titles.append(title if times[name] == 1 else f"{title} #{times[name]}")
+                numbered = title if times[name] == 1 else f"{title} #{times[name]}"
+                if numbered not in seen[key].titles:
+                    seen[key].titles.append(numbered)
     return found
 
 

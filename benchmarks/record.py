@@ -77,7 +77,10 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 # What was measured, as against what came out and on what: a line has some of these, whichever program wrote it.
-_IDENTITY = ("op", "mode", "dtype", "precision", "shape", "batching", "model", "data", "provider")
+_IDENTITY = (
+    "op", "mode", "dtype", "precision", "shape", "batching", "model", "data", "provider",
+    "kernel", "arch", "triton", "cases",
+)  # fmt: skip
 
 
 def key(row: dict[str, Any]) -> tuple[str, ...]:
