@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -19,6 +20,8 @@ from torch import Tensor
 from fastformer.data.examples import Example
 from fastformer.nn import SequenceLayout
 from fastformer.special_ids import SpecialIds
+
+Part = TypeVar("Part", Tensor, SequenceLayout)
 
 IGNORE_INDEX = -100
 BATCHINGS = ("random", "bucketed", "packed")
@@ -55,13 +58,18 @@ class Batch:
         return self.target_in.numel() + (0 if self.source is None else self.source.numel())
 
     def to(self, device: torch.device | str) -> Batch:
-        """The same batch on another device."""
+        """The same batch on another device. To a GPU it goes through pinned memory, so that the host need not wait."""
+        pin = torch.device(device).type == "cuda" and self.target_in.device.type == "cpu"
+
+        def move(part: Part) -> Part:
+            return part.pin_memory().to(device, non_blocking=True) if pin else part.to(device)
+
         return Batch(
-            None if self.source is None else self.source.to(device),
-            self.target_in.to(device),
-            self.target_out.to(device),
-            None if self.source_layout is None else self.source_layout.to(device),
-            self.target_layout.to(device),
+            None if self.source is None else move(self.source),
+            move(self.target_in),
+            move(self.target_out),
+            None if self.source_layout is None else move(self.source_layout),
+            move(self.target_layout),
             self.num_source_tokens,
             self.num_target_tokens,
         )

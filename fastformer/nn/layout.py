@@ -100,6 +100,15 @@ class SequenceLayout:
         seqlens = self.seqlens.to(device, non_blocking=non_blocking)
         return SequenceLayout(seqlens, self.max_seqlen, move(self.cu_seqlens), move(self.positions), self.host_seqlens)
 
+    def pin_memory(self) -> SequenceLayout:
+        """The same layout in page-locked memory of the host, from which `to` can copy without waiting."""
+
+        def pin(tensor: Tensor | None) -> Tensor | None:
+            return None if tensor is None else tensor.pin_memory()
+
+        seqlens = self.seqlens.pin_memory()
+        return SequenceLayout(seqlens, self.max_seqlen, pin(self.cu_seqlens), pin(self.positions), self.host_seqlens)
+
     def read_seqlens(self) -> Tensor:
         """seqlens on the host; where the layout was built on a GPU, this waits for it."""
         return self.seqlens.cpu() if self.host_seqlens is None else self.host_seqlens

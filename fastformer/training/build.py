@@ -28,6 +28,7 @@ from fastformer.settings import suggestion
 from fastformer.special_ids import SpecialIds
 from fastformer.training.config import OF_TOKENIZER, Architecture, TrainConfig
 from fastformer.training.examples import load_data
+from fastformer.training.graph_updates import check_device
 from fastformer.training.interrupts import Interrupts
 from fastformer.training.progress import METRICS
 from fastformer.training.settings import CONFIG, absolute_paths, check_unchanged, save_config
@@ -75,7 +76,7 @@ def start(
 
     Raises:
         ValueError: a folder that holds a run already, or, to resume, none, or one of other settings or data; a folder
-            that another process trains in; broken data; a measure that best_by can't have.
+            that another process trains in; broken data; a measure that best_by can't have; cuda_graphs without a GPU.
     """
     if not isinstance(config, TrainConfig):
         raise ValueError(f"expected a TrainConfig, got {type(config).__name__} (see TrainConfig.from_dict)")
@@ -90,6 +91,8 @@ def start(
     if resume not in (False, True, "auto"):
         raise ValueError(f"expected resume to be true, false or 'auto', got {resume!r}")
     folder, device = Path(run), choose_device(config.device)
+    if config.cuda_graphs:
+        check_device(device)
     going_on = bool(checkpoints(folder)) and bool(resume)
     if not going_on and resume is True:
         raise ValueError(f"expected a run to go on with, but {folder} has no checkpoints")

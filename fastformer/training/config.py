@@ -179,12 +179,15 @@ class Machine:
     Attributes:
         precision: "fp32", or autocast in "bf16" or "fp16".
         checkpointing: recompute the layers in backward instead of keeping what is inside.
+        cuda_graphs: launch an update at once, as a CUDA graph, instead of by thousands of calls, which a GPU waits for
+            when models or batches are small. Packed batches are rounded up to a few sizes, by at most a sixteenth.
         seed: of the weights, the data order and dropout.
         device: "auto", "cpu", "cuda".
     """
 
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     checkpointing: bool = False
+    cuda_graphs: bool = False
     seed: Seed = 0
     device: str = "auto"
 
@@ -228,6 +231,11 @@ class TrainConfig(Machine, Validation, Optimisation, Data, Model):
             raise ValueError(
                 "expected batching bucketed or random for the LSTM, which reads padded batches, got packed"
             )
+        if self.cuda_graphs:
+            for name, fits in (("batching", ("packed",)), ("precision", ("fp32", "bf16")), ("checkpointing", (False,))):
+                if getattr(self, name) not in fits:
+                    expected = " or ".join(str(value) for value in fits)
+                    raise ValueError(f"expected {name} {expected} for cuda_graphs, got {getattr(self, name)}")
         if self.average_last > 1 and not self.save_every:
             raise ValueError(f"expected save_every above 0, for average_last {self.average_last} needs checkpoints")
 

@@ -17,23 +17,31 @@ from fastformer.training.evaluate import Scores
 
 
 class Meter:
-    """Adds up loss, tokens and padding between two lines of the log. Real tokens only are counted as speed."""
+    """Adds up loss, tokens and padding between two lines of the log. Real tokens only are counted as speed.
 
-    def __init__(self) -> None:
+    Args:
+        device: where `loss`, the sum over updates, is and stays.
+    """
+
+    def __init__(self, device: torch.device | str = "cpu") -> None:
+        self.loss = torch.zeros((), device=device)
+        self.reset()
+
+    def reset(self) -> None:
+        """Begins anew."""
+        self.loss.zero_()
         self._started = time.perf_counter()
-        self._loss: torch.Tensor | float = 0.0
         self._updates = self._tokens = self._slots = 0
 
-    def add(self, loss: torch.Tensor, batches: list[Batch]) -> None:
-        """Counts one update."""
-        self._loss = self._loss + loss
+    def count(self, batches: list[Batch]) -> None:
+        """Counts one update; its loss is the caller's to add to `loss`."""
         self._updates += 1
         self._tokens += sum(batch.num_tokens for batch in batches)
         self._slots += sum(batch.num_slots for batch in batches)
 
     def mean_loss(self) -> float:
         """Mean loss of the updates so far."""
-        return float(self._loss) / max(self._updates, 1)
+        return float(self.loss) / max(self._updates, 1)
 
     def report(self) -> dict[str, float]:
         """The numbers of a log line."""
@@ -47,7 +55,7 @@ class Meter:
     def state_dict(self) -> dict[str, float]:
         """What a checkpoint between two lines has to keep."""
         return {
-            "loss": float(self._loss),
+            "loss": float(self.loss),
             "updates": self._updates,
             "tokens": self._tokens,
             "slots": self._slots,
@@ -56,7 +64,8 @@ class Meter:
 
     def load_state_dict(self, state: dict[str, float]) -> None:
         """Goes on from `state_dict`."""
-        self._loss, self._updates = state["loss"], int(state["updates"])
+        self.loss.fill_(state["loss"])
+        self._updates = int(state["updates"])
         self._tokens, self._slots = int(state["tokens"]), int(state["slots"])
         self._started = time.perf_counter() - state["seconds"]
 

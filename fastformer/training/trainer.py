@@ -20,6 +20,7 @@ from torch.optim.swa_utils import AveragedModel
 from fastformer.data import Batch, collate, plan_epoch
 from fastformer.data.batching import longest_sides
 from fastformer.generation import Translator
+from fastformer.graphs import Graphs
 from fastformer.models.pretrained import WEIGHTS, save_model
 from fastformer.run_folder.checkpoint import average_weights, checkpoints, describe_average, save_checkpoint
 from fastformer.run_folder.lock import RunLock
@@ -29,6 +30,7 @@ from fastformer.training.config import TrainConfig
 from fastformer.training.evaluate import Scores, lengths_of, model_loss, negative_log_likelihood, translate_and_score
 from fastformer.training.examples import Data
 from fastformer.training.fingerprint import check_same, fingerprint
+from fastformer.training.graph_updates import GraphUpdates, check_device, pad_batch, size_of, why_uncapturable
 from fastformer.training.interrupts import Interrupted, Interrupts
 from fastformer.training.progress import Meter, Progress
 from fastformer.training.schedule import learning_rate
@@ -85,6 +87,16 @@ class Trainer:
         )
         self.ema = AveragedModel(model, multi_avg_fn=self._move_average) if config.ema else None
         self.scaler = torch.amp.GradScaler(device.type, enabled=config.precision == "fp16")
+        # What updates leave on the device, where a graph finds it again.
+        self.loss, self.norm = torch.zeros((), device=device), torch.zeros((), device=device)
+        # Asking whether all is finite waits for the device; a GPU is asked only before something is shown or saved.
+        self.finite = torch.ones((), dtype=torch.bool, device=device)
+        self.meter = Meter(device)
+        self.rate = config.lr  # of the last update
+        self.graphs: GraphUpdates | None = None
+        if config.cuda_graphs:
+            check_device(device)
+            self._begin_graphs()
         self.lengths, self.fingerprint = lengths_of(data.train), fingerprint(data.train)
         longest_sides(self.lengths, config.max_tokens)  # before anything is written
         self.pairs = data.val_texts[: config.val_examples]
@@ -94,7 +106,6 @@ class Trainer:
         self.finished = False  # nothing is left to do, with the settings as they are
         self.trained_seconds = 0.0
         self.losses: list[tuple[int, float]] = []  # (update, mean loss since the last entry)
-        self.meter = Meter()
         if config.checkpointing:
             stacks = [m for m in model.modules() if hasattr(m, "gradient_checkpointing")]
             if not stacks:
@@ -117,6 +128,8 @@ class Trainer:
             logger.info("nothing is left to do in %s: %s", self.run, end)
             return None
         self.finished = False
+        if self.graphs is not None:
+            self._check_capturable()
         with self.lock, self.interrupts, self.interrupts.held(), contextlib.ExitStack() as stack:
             progress = Progress(self.config.steps, self.step, self.validated, self.run)
             stack.callback(progress.close)
@@ -127,8 +140,6 @@ class Trainer:
         """The loop. Returns the scores of the last validation in it, if there was one."""
         config, scores = self.config, None
         began = time.perf_counter() - self.trained_seconds
-        # Asking whether all is finite waits for the device; a GPU is asked only before something is shown or saved.
-        finite = torch.ones((), dtype=torch.bool, device=self.device)
         if self.step < config.steps and due(self.step, config.val_every) and self.validated != self.step:
             scores = self._validate_and_keep(progress)  # the run was ended before this one
         if self._end():
@@ -138,19 +149,18 @@ class Trainer:
             loss, norm = self._update(batches)
             self.step += 1
             self.trained_seconds = time.perf_counter() - began
-            # An overflow of fp16 is the scaler's business: it skips the update and lowers the scale.
-            finite &= torch.isfinite(loss) & (torch.isfinite(norm) | self.scaler.is_enabled())
-            self.meter.add(loss, batches)
+            self.meter.count(batches)
+            if self.graphs is None:  # a graph has done it
+                self._note(loss, norm)
             last = self._end() is not None
             showing, saving = last or due(self.step, config.log_every), due(self.step, config.save_every)
             validating = due(self.step, config.val_every) and not last
-            if (self.device.type == "cpu" or showing or saving or validating) and not finite:
+            if (self.device.type == "cpu" or showing or saving or validating) and not self.finite:
                 raise DivergedError(self._not_finite(float(loss), float(norm)))
             if showing:
                 self.losses.append((self.step, self.meter.mean_loss()))
-                rate = self.optimizer.param_groups[0]["lr"]
-                progress.log(self.step, {**self.meter.report(), "lr": rate, "grad_norm": float(norm)})
-                self.meter = Meter()
+                progress.log(self.step, {**self.meter.report(), "lr": self.rate, "grad_norm": float(norm)})
+                self.meter.reset()
             else:
                 progress.advance(self.step)
             if validating:
@@ -196,18 +206,47 @@ class Trainer:
             )
             while self.batch < len(plan):
                 examples = [self.data.train[i] for i in plan[self.batch]]
-                group.append(collate(examples, packed=self.packed, special_ids=self.special_ids).to(self.device))
+                group.append(collate(examples, packed=self.packed, special_ids=self.special_ids))
                 self.batch += 1
                 if len(group) == self.config.accumulate:
-                    yield group
+                    yield self._placed(group)
                     group = []
             self.epoch, self.batch = self.epoch + 1, 0
+
+    def _placed(self, batches: list[Batch]) -> list[Batch]:
+        """The batches of an update where it takes them: on the device, or, for a graph, in a size that it has."""
+        if self.graphs is None:
+            return [batch.to(self.device) for batch in batches]
+        size = size_of(batches, self.config.max_tokens, self.model.config.max_len)  # type: ignore[union-attr, arg-type]
+        return [pad_batch(batch, size, self.special_ids.pad) for batch in batches]
 
     def _update(self, batches: list[Batch]) -> tuple[torch.Tensor, torch.Tensor]:
         """One optimizer step over some batches. Returns the mean loss of a target token, and the gradient's norm."""
         config = self.config
         # Every token of the update weighs the same, in whichever batch it stands.
         tokens = sum(batch.num_target_tokens for batch in batches)
+        self.rate = learning_rate(
+            self.step + 1,
+            schedule=config.schedule,
+            lr=config.lr,
+            warmup=config.warmup,
+            steps=config.steps,
+            d_model=self.model.config.d_model,  # type: ignore[union-attr, arg-type]
+        )
+        if self.graphs is not None:
+            share = 1.0 - self._decay() if self.step else 1.0  # of the new weights in a running average
+            self.graphs(batches, [tokens, self.rate, share])
+            return self.loss, self.norm
+        loss, norm = self._descend(batches, tokens, self.rate)
+        if self.ema is not None:
+            self.ema.update_parameters(self.model)
+        return loss, norm
+
+    def _descend(
+        self, batches: list[Batch], tokens: int | torch.Tensor, rate: float | torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Forward, backward, clipping, the optimizer's step; nothing waits for the device. Returns loss and norm."""
+        config = self.config
         total = torch.zeros((), device=self.device)
         for batch in batches:
             with self._autocast():
@@ -217,14 +256,6 @@ class Trainer:
                 loss = loss / tokens
             torch.autograd.backward(self.scaler.scale(loss))
             total += loss.detach()
-        rate = learning_rate(
-            self.step + 1,
-            schedule=config.schedule,
-            lr=config.lr,
-            warmup=config.warmup,
-            steps=config.steps,
-            d_model=self.model.config.d_model,  # type: ignore[union-attr, arg-type]
-        )
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self.scaler.unscale_(self.optimizer)
@@ -232,16 +263,51 @@ class Trainer:
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
-        if self.ema is not None:
-            self.ema.update_parameters(self.model)
         return total, norm.detach()
+
+    def _note(self, loss: torch.Tensor, norm: torch.Tensor) -> None:
+        """Adds an update to what is known on the device of all of them."""
+        # An overflow of fp16 is the scaler's business: it skips the update and lowers the scale.
+        self.finite &= torch.isfinite(loss) & (torch.isfinite(norm) | self.scaler.is_enabled())
+        self.meter.loss += loss
+
+    def _begin_graphs(self) -> None:
+        """Forgets the graphs that there are: they hold the places of weights and of the optimizer's state."""
+        self.graphs = GraphUpdates(Graphs(self.device), self._update_in_place, self._check_capturable)
+        for group in self.optimizer.param_groups:
+            group["capturable"] = True
+
+    def _check_capturable(self) -> None:
+        reason = why_uncapturable(self.model, self.optimizer)
+        if reason is not None:
+            raise ValueError(
+                f"expected a model whose updates can be CUDA graphs, got {reason}, which no replay would know of: take "
+                "it away, or leave cuda_graphs out"
+            )
+
+    def _update_in_place(self, batches: list[Batch], numbers: torch.Tensor) -> None:
+        """An update as a graph holds it: what it takes and what it leaves stands in tensors that stay."""
+        tokens, rate, share = numbers.unbind()
+        loss, norm = self._descend(batches, tokens, rate)
+        if self.ema is not None:
+            with torch.no_grad():
+                for average, weight in zip(self.ema.module.parameters(), self.model.parameters(), strict=True):
+                    average.lerp_(weight, share)
+                for kept, buffer in zip(self.ema.module.buffers(), self.model.buffers(), strict=True):
+                    kept.copy_(buffer)
+        self.loss.copy_(loss)
+        self.norm.copy_(norm)
+        self._note(loss, norm)
+
+    def _decay(self) -> float:
+        """What a running average keeps of itself at this update."""
+        # The decay grows with the run, or the random weights of the beginning would stay in a short run's average.
+        return min(self.config.ema, (1 + self.step) / (10 + self.step))
 
     @torch.no_grad()
     def _move_average(self, averages: Any, weights: Any, _: Any) -> None:
-        # The decay grows with the run, or the random weights of the beginning would stay in a short run's average.
-        decay = min(self.config.ema, (1 + self.step) / (10 + self.step))
         for average, weight in zip(averages, weights, strict=True):
-            average.lerp_(weight, 1 - decay)
+            average.lerp_(weight, 1 - self._decay())
 
     def _model(self) -> nn.Module:
         """The model that counts: the running average if there is one."""
@@ -347,11 +413,20 @@ class Trainer:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """All that training needs to go on as if it had never stopped: tensors and plain values."""
+        """All that training needs to go on as if it had never stopped: tensors and plain values.
+
+        The same with and without graphs, so that a run may go on either way.
+        """
+        optimizer = self.optimizer.state_dict()
+        if self.graphs is not None:
+            groups = [{**group, "lr": self.rate, "capturable": False} for group in optimizer["param_groups"]]
+            optimizer = {**optimizer, "param_groups": groups}
+            if self.ema is not None:
+                self.ema.n_averaged.fill_(self.step)
         return {
             "config": json.dumps(self.config.to_dict()),
             "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
+            "optimizer": optimizer,
             "scaler": self.scaler.state_dict(),
             "ema": None if self.ema is None else self.ema.state_dict(),
             "counters": {
@@ -398,6 +473,9 @@ class Trainer:
             self.trained_seconds = float(state["trained_seconds"])
             self.losses = [(int(step), float(loss)) for step, loss in state["losses"]]
             self.meter.load_state_dict(state["meter"])
+            self.rate = float(self.optimizer.param_groups[0]["lr"])
+            if self.graphs is not None:
+                self._begin_graphs()
             torch.set_rng_state(state["rng"])
             if state["cuda_rng"] is not None and self.device.type == "cuda":
                 torch.cuda.set_rng_state(state["cuda_rng"], self.device)

@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 
 import pytest
-import torch
 
-from fastformer.data import Example, collate
+from fastformer.data import Batch, Example, collate
 from fastformer.training.evaluate import Scores
 from fastformer.training.progress import Meter, Progress, duration
 
@@ -58,13 +57,23 @@ def test_a_validation_in_words_and_in_numbers(tmp_path, capsys) -> None:
 def test_meter_counts_real_tokens_and_goes_on_after_a_checkpoint() -> None:
     batch = collate([Example([5, 6, 1], [7, 1]), Example([8, 1], [9, 9, 9, 1])], packed=False)
     meter = Meter()
-    meter.add(torch.tensor(2.0), [batch])
+
+    def add(m: Meter, loss: float, batches: list[Batch]) -> None:
+        m.count(batches)
+        m.loss += loss
+
+    add(meter, 2.0, [batch])
     other = Meter()
     other.load_state_dict(meter.state_dict())
     for m in (meter, other):
-        m.add(torch.tensor(4.0), [batch, batch])
+        add(m, 4.0, [batch, batch])
         assert m.mean_loss() == 3.0
         assert m.report()["padding"] == pytest.approx(1 - 11 / 14)  # 5 + 6 of 2 * (3 + 4)
+    place = meter.loss
+    meter.reset()
+    assert meter.loss is place and meter.mean_loss() == 0.0 and meter.report()["padding"] == 1.0
+    add(meter, 7.0, [batch])
+    assert meter.mean_loss() == 7.0
 
 
 @pytest.mark.slow

@@ -1,0 +1,248 @@
+"""Updates as CUDA graphs: one launch in the place of thousands.
+
+A graph replays on tensors of fixed sizes, so batches are rounded up to a few: tokens of each side to five leading
+binary digits, by at most a sixteenth (about 1 % on average, for packed batches are nearly full), sequences to three,
+the longest sequence to a power of two. Tokens beyond the real ones belong to no sequence and to no loss, so that no
+gradient comes from them; the sequences beyond the real ones are empty.
+
+The first update of a size runs uncaptured, since kernels are compiled and an optimizer's state is made at first use;
+the second captures it. Neither draws other random numbers than a replay, and sizes are a function of an update's
+batches alone: a run that goes on in the middle comes to the same weights.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.modules.module import _has_any_global_hook
+
+from fastformer.data import Batch
+from fastformer.data.batching import IGNORE_INDEX
+from fastformer.graphs import CaptureError, Graph, Graphs
+from fastformer.nn import SequenceLayout
+
+# Graphs that are kept: each takes some megabytes, and a size that is met so rarely gains nothing from one more.
+MAX_GRAPHS = 64
+# Where a tensor begins within the bytes that a batch is copied by: kernels read 16 bytes at a time.
+_ALIGNED = 128
+
+
+class Size(NamedTuple):
+    """What the batches of an update are rounded up to; source_tokens is 0 for a language model."""
+
+    source_tokens: int
+    target_tokens: int
+    sequences: int
+    max_seqlen: int
+
+
+def check_device(device: torch.device) -> None:
+    """Whether updates can be graphs there.
+
+    Raises:
+        ValueError: they can't. On a CPU FASTFORMER_CPU_GRAPHS=1 lets tests take the same path with plain calls.
+    """
+    if device.type != "cuda" and os.environ.get("FASTFORMER_CPU_GRAPHS") != "1":
+        raise ValueError(f"expected an NVIDIA GPU for cuda_graphs, got device {device}: leave cuda_graphs out")
+
+
+def round_up(number: int, digits: int) -> int:
+    """The least number of so many leading binary digits, zeros behind, that is no smaller; a multiple of 8."""
+    step = max(8, 1 << max(number.bit_length() - digits, 0))
+    return -(-number // step) * step
+
+
+def size_of(batches: Sequence[Batch], max_tokens: int, max_len: int) -> Size:
+    """The size that all of an update's batches are rounded up to.
+
+    Args:
+        batches: packed ones.
+        max_tokens: of a batch and side, which none of them passes.
+        max_len: the longest sequence that the model takes.
+    """
+    most = round_up(max_tokens, max_tokens.bit_length())
+
+    def tokens(counts: Iterator[int]) -> int:
+        return min(round_up(max(counts), 5), most)
+
+    layouts = [layout for batch in batches for layout in (batch.source_layout, batch.target_layout) if layout]
+    return Size(
+        tokens(0 if batch.source is None else batch.source.numel() for batch in batches),
+        tokens(batch.target_in.numel() for batch in batches),
+        round_up(max(layout.batch_size for layout in layouts), 3),
+        min(round_up(max(layout.max_seqlen for layout in layouts), 1), max_len),
+    )
+
+
+def pad_batch(batch: Batch, size: Size, pad: int) -> Batch:
+    """The batch with as many tokens and sequences as the size says; the further ones count nothing.
+
+    Args:
+        batch: packed, on the CPU.
+        size: at least the batch's own.
+        pad: an id of the vocabulary.
+    """
+
+    def filled(ids: Tensor, tokens: int, fill: int) -> Tensor:
+        return F.pad(ids, (0, tokens - ids.numel()), value=fill)
+
+    def extended(layout: SequenceLayout, tokens: int) -> SequenceLayout:
+        seqlens = F.pad(layout.seqlens, (0, size.sequences - layout.batch_size))
+        return SequenceLayout.packed(seqlens, size.max_seqlen, total=tokens)
+
+    return Batch(
+        None if batch.source is None else filled(batch.source, size.source_tokens, pad),
+        filled(batch.target_in, size.target_tokens, pad),
+        filled(batch.target_out, size.target_tokens, IGNORE_INDEX),
+        None if batch.source_layout is None else extended(batch.source_layout, size.source_tokens),
+        extended(batch.target_layout, size.target_tokens),
+        batch.num_source_tokens,
+        batch.num_target_tokens,
+    )
+
+
+def why_uncapturable(model: nn.Module, optimizer: torch.optim.Optimizer) -> str | None:
+    """What a graph would leave out of a model's updates, in words; None if it would leave out nothing.
+
+    A hook is a Python function: it would run while a graph is captured and never again.
+    """
+    if _has_any_global_hook():
+        return "a hook on all modules"
+    for name, module in model.named_modules():
+        if isinstance(module, nn.parallel.DistributedDataParallel):
+            return f"DistributedDataParallel ({name or 'the model'})"
+        if (
+            module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+        ):  # fmt: skip
+            return f"a hook on {name or 'the model'}"
+    for name, parameter in model.named_parameters():
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+            return f"a hook on the gradient of {name}"
+    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+        return "a hook on the optimizer"
+    return None
+
+
+class _Inputs:
+    """Tensors that stay where they are, filled by one copy from the host."""
+
+    def __init__(self, like: Sequence[Tensor], device: torch.device) -> None:
+        self._device, self._places, end = device, [], 0
+        for tensor in like:
+            self._places.append(slice(end, end + tensor.numel() * tensor.itemsize))
+            end += math.ceil(tensor.numel() * tensor.itemsize / _ALIGNED) * _ALIGNED
+        self._bytes = torch.zeros(end, dtype=torch.uint8, device=device)
+        self.tensors = self._views(self._bytes, like)
+
+    def _views(self, memory: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+        return [
+            memory[place].view(tensor.dtype).view(tensor.shape)
+            for place, tensor in zip(self._places, like, strict=True)
+        ]
+
+    def fill(self, values: Sequence[Tensor]) -> None:
+        """Copies values of the same shapes and dtypes in. On a GPU nobody waits for the copy."""
+        # PyTorch gives pinned memory out again only once the copies from it are done.
+        host = torch.empty(self._bytes.shape, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
+        for view, value in zip(self._views(host, values), values, strict=True):
+            view.copy_(value)
+        self._bytes.copy_(host, non_blocking=True)
+
+
+class _Slot:
+    """The updates of one size: their inputs, and how they are computed."""
+
+    def __init__(self, inputs: _Inputs, function: Callable[[], None]) -> None:
+        self.inputs, self.function = inputs, function
+        self.graph: Graph | None = None
+
+
+class GraphUpdates:
+    """Runs updates, as graphs wherever their size was met before.
+
+    Args:
+        graphs: who captures.
+        update: (batches, numbers) -> None, on tensors at fixed addresses, and with results in such.
+        check: raises ValueError where a graph would leave something out; asked before each capture.
+    """
+
+    def __init__(
+        self, graphs: Graphs, update: Callable[[list[Batch], Tensor], None], check: Callable[[], None]
+    ) -> None:
+        self.graphs, self._update, self._check = graphs, update, check
+        self._slots: dict[tuple[Size, int], _Slot] = {}
+
+    def __call__(self, batches: Sequence[Batch], numbers: Sequence[float]) -> None:
+        """One update.
+
+        Args:
+            batches: on the CPU, all padded to one size.
+            numbers: what the update takes besides, as fp32.
+
+        Raises:
+            CaptureError: the update does what no graph can hold.
+        """
+        values = [*_tensors(batches), torch.tensor(numbers, dtype=torch.float32)]
+        key = (_size(batches[0]), len(batches))
+        slot = self._slots.get(key)
+        if slot is None:
+            slot = self._slots[key] = self._new_slot(batches, values)
+            slot.inputs.fill(values)
+            self.graphs.warm_up(slot.function)
+            return
+        slot.inputs.fill(values)
+        if slot.graph is None:
+            if sum(other.graph is not None for other in self._slots.values()) >= MAX_GRAPHS:
+                self.graphs.warm_up(slot.function)
+                return
+            self._check()
+            try:
+                slot.graph = self.graphs.capture(slot.function)
+            except CaptureError as error:
+                raise CaptureError(f"an update can't be a CUDA graph, so leave cuda_graphs out: {error}") from error
+        slot.graph.replay()
+
+    def _new_slot(self, batches: Sequence[Batch], values: Sequence[Tensor]) -> _Slot:
+        inputs = _Inputs(values, self.graphs.device)
+        *tensors, numbers = inputs.tensors
+        left = iter(tensors)
+        fixed = [_like(batch, left) for batch in batches]
+        return _Slot(inputs, lambda: self._update(fixed, numbers))
+
+
+def _size(batch: Batch) -> Size:
+    """The size of a padded batch."""
+    source = 0 if batch.source is None else batch.source.numel()
+    return Size(source, batch.target_in.numel(), batch.target_layout.batch_size, batch.target_layout.max_seqlen)
+
+
+def _tensors(batches: Sequence[Batch]) -> list[Tensor]:
+    """All tensors of some packed batches, in the order in which `_like` takes them."""
+    found: list[Tensor | None] = []
+    for batch in batches:
+        found += [batch.source, batch.target_in, batch.target_out]
+        for layout in (batch.source_layout, batch.target_layout):
+            if layout is not None:
+                found += [layout.seqlens, layout.cu_seqlens, layout.positions]
+    return [tensor for tensor in found if tensor is not None]
+
+
+def _like(batch: Batch, tensors: Iterator[Tensor]) -> Batch:
+    """A batch of the same sizes on other tensors."""
+    source = None if batch.source is None else next(tensors)
+    target_in, target_out = next(tensors), next(tensors)
+
+    def layout(like: SequenceLayout) -> SequenceLayout:
+        return SequenceLayout(next(tensors), like.max_seqlen, next(tensors), next(tensors))
+
+    source_layout = None if batch.source_layout is None else layout(batch.source_layout)
+    return Batch(
+        source, target_in, target_out, source_layout, layout(batch.target_layout), batch.num_source_tokens,
+        batch.num_target_tokens,
+    )  # fmt: skip

@@ -1,0 +1,97 @@
+"""A graph for CPU tensors that behaves as a GPU's does: it replays operations, and no Python.
+
+`fastformer.graphs.Graphs` on a CPU calls the captured function again, which then sees what Python holds by now. A CUDA
+graph never does: a number that was a Python float while it was captured stays what it was. `TapeGraphs` records the
+operations of a capture and replays them on the tensors that they had, so that such a mistake shows in a test.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from tests.no_sync import NoSync
+
+
+def _tensors(values: Any) -> Iterator[Tensor]:
+    return (value for value in tree_leaves(values) if isinstance(value, Tensor))
+
+
+def _place(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+class Tape(TorchDispatchMode):
+    """Records operations while it is entered; what was there before is then put back as it was."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Any, tuple[Any, ...], dict[str, Any], list[Tensor]]] = []
+        self.written: dict[int, tuple[Tensor, Tensor]] = {}  # place -> (tensor, its values before)
+        self._own: set[int] = set()  # places that the recorded operations have made
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        options = kwargs or {}
+        for argument, value in zip(func._schema.arguments, args, strict=False):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                for tensor in _tensors(value):
+                    if _place(tensor) not in self._own | self.written.keys():
+                        whole = torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage())
+                        self.written[_place(tensor)] = (whole, whole.clone())
+        result = func(*args, **options)
+        outputs = list(_tensors(result))
+        given = {_place(tensor) for tensor in _tensors((args, options))}
+        self._own |= {_place(output) for output in outputs} - given
+        self.calls.append((func, args, options, outputs))
+        return result
+
+    def restore(self) -> None:
+        """Gives every tensor that was there before the recording the values that it had."""
+        for tensor, before in self.written.values():
+            tensor.copy_(before)
+
+    @torch.no_grad()
+    def replay(self) -> None:
+        """Does the operations again, each with its results where they were."""
+        for func, args, options, outputs in self.calls:
+            for output, again in zip(outputs, _tensors(func(*args, **options)), strict=True):
+                if _place(output) != _place(again):
+                    output.detach().copy_(again)
+
+
+class TapeGraphs:
+    """`Graphs` with tapes in which nothing waits for the device, and counts of what was asked for."""
+
+    def __init__(self, device: torch.device | str) -> None:
+        self.device = torch.device(device)
+        self.warm_ups = self.captures = self.replays = 0
+
+    def warm_up(self, function: Callable[[], None]) -> None:
+        self.warm_ups += 1
+        with NoSync():
+            function()
+
+    def capture(self, function: Callable[[], None]) -> _Counted:
+        self.captures += 1
+        random, tape = torch.get_rng_state(), Tape()
+        with NoSync(), tape:
+            function()
+        tape.restore()
+        torch.set_rng_state(random)
+        return _Counted(self, tape)
+
+
+class _Counted:
+    def __init__(self, graphs: TapeGraphs, tape: Tape) -> None:
+        self._graphs, self._tape = graphs, tape
+
+    def replay(self) -> None:
+        self._graphs.replays += 1
+        self._tape.replay()
