@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import json
 import logging
 import math
 import time
 from collections.abc import Iterator
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +27,12 @@ from fastformer.training.best import Best, choose_measure
 from fastformer.training.config import TrainConfig
 from fastformer.training.evaluate import Scores, lengths_of, model_loss, negative_log_likelihood, translate_and_score
 from fastformer.training.examples import Data
-from fastformer.training.fingerprint import check_same, fingerprint
+from fastformer.training.fingerprint import fingerprint
 from fastformer.training.graph_updates import GraphUpdates, check_device, pad_batch, size_of, why_uncapturable
 from fastformer.training.interrupts import Interrupted, Interrupts
 from fastformer.training.progress import Meter, Progress
 from fastformer.training.schedule import learning_rate
+from fastformer.training.state import restore, state_of
 
 logger = logging.getLogger("fastformer")
 
@@ -306,8 +305,7 @@ class Trainer:
 
     @torch.no_grad()
     def _move_average(self, averages: Any, weights: Any, _: Any) -> None:
-        for average, weight in zip(averages, weights, strict=True):
-            average.lerp_(weight, 1 - self._decay())
+        torch._foreach_lerp_(averages, weights, 1 - self._decay())
 
     def _model(self) -> nn.Module:
         """The model that counts: the running average if there is one."""
@@ -413,38 +411,8 @@ class Trainer:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """All that training needs to go on as if it had never stopped: tensors and plain values.
-
-        The same with and without graphs, so that a run may go on either way.
-        """
-        optimizer = self.optimizer.state_dict()
-        if self.graphs is not None:
-            groups = [{**group, "lr": self.rate, "capturable": False} for group in optimizer["param_groups"]]
-            optimizer = {**optimizer, "param_groups": groups}
-            if self.ema is not None:
-                self.ema.n_averaged.fill_(self.step)
-        return {
-            "config": json.dumps(self.config.to_dict()),
-            "model": self.model.state_dict(),
-            "optimizer": optimizer,
-            "scaler": self.scaler.state_dict(),
-            "ema": None if self.ema is None else self.ema.state_dict(),
-            "counters": {
-                "step": self.step,
-                "epoch": self.epoch,
-                "batch": self.batch,
-                "validated": self.validated,
-                "finished": self.finished,
-            },
-            "best": self.best.state_dict(),
-            "trained_seconds": self.trained_seconds,
-            "losses": [list(entry) for entry in self.losses],
-            "meter": self.meter.state_dict(),
-            "data": self.fingerprint,
-            "special_ids": asdict(self.special_ids),
-            "rng": torch.get_rng_state(),
-            "cuda_rng": torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else None,
-        }
+        """All that training needs to go on as if it had never stopped: tensors and plain values."""
+        return state_of(self)
 
     def load_state_dict(self, state: dict[str, Any], origin: object = "the checkpoint") -> None:
         """Goes on from `state_dict`.
@@ -456,33 +424,9 @@ class Trainer:
         Raises:
             ValueError: it is of other data or of another model, or incomplete.
         """
-        try:
-            # Checkpoints of earlier versions name no special ids: they had the defaults.
-            SpecialIds.from_dict(state.get("special_ids", {})).check_tokenizer(self.special_ids, str(origin))
-            check_same(state["data"], self.fingerprint, origin)
-            self.model.load_state_dict(state["model"])
-            self.optimizer.load_state_dict(state["optimizer"])
-            if state["scaler"] and self.scaler.is_enabled():
-                self.scaler.load_state_dict(state["scaler"])
-            if self.ema is not None:
-                self.ema.load_state_dict(state["ema"])
-            counters = {name: int(value) for name, value in state["counters"].items()}
-            self.step, self.epoch, self.batch = counters["step"], counters["epoch"], counters["batch"]
-            self.validated, self.finished = counters["validated"], bool(counters["finished"])
-            self.best.load_state_dict(state["best"])
-            self.trained_seconds = float(state["trained_seconds"])
-            self.losses = [(int(step), float(loss)) for step, loss in state["losses"]]
-            self.meter.load_state_dict(state["meter"])
-            self.rate = float(self.optimizer.param_groups[0]["lr"])
-            if self.graphs is not None:
-                self._begin_graphs()
-            torch.set_rng_state(state["rng"])
-            if state["cuda_rng"] is not None and self.device.type == "cuda":
-                torch.cuda.set_rng_state(state["cuda_rng"], self.device)
-        except (AttributeError, IndexError, KeyError, RuntimeError, TypeError) as error:
-            raise ValueError(
-                f"{origin} is of another model than the settings describe, or incomplete: {error}"
-            ) from error
+        restore(self, state, origin)
+        if self.graphs is not None:
+            self._begin_graphs()
 
 
 def due(step: int, every: int) -> bool:

@@ -53,6 +53,7 @@ CASES = [
     Packed("no-queries", (5, 0, 3), (4, 6, 9), Case("", is_causal=True)),
     Packed("slack", *CROSS, slack=(6, 11)),
     Packed("slack-of-keys", *CROSS, slack=(0, 11)),
+    Packed("empty-at-the-end", (5, 20, 9, 0, 0), (40, 3, 16, 0, 0), Case("", dropout_p=0.25), slack=(6, 11)),
     Packed("head-dim-40", *SELF, Case("", head_dim=40, is_causal=True)),
     Packed("scale", *SELF, Case("", softmax_scale=0.3)),
     Packed("several-blocks", (150, 70), (150, 130), Case("", is_causal=True, num_heads=1, num_kv_heads=1)),
@@ -151,6 +152,22 @@ def nan_in_new_memory():
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_a_maximum_above_the_longest_sequence_changes_nothing(backend, device, is_causal) -> None:
+    case = Packed("", (20, 3, 0), (20, 3, 0), Case("", dropout_p=0.25), slack=(5, 5))
+    packed = make_packed(case, torch.float32)
+    seed, cu = packed["seed"].to(device), packed["cu_seqlens_q"].to(device)
+    q, k, v = (packed[name].to(device, torch.float32).requires_grad_() for name in "qkv")
+    found = []
+    for longest in (20, 64):
+        out, lse = varlen_attention(
+            q, k, v, cu, cu, longest, longest, is_causal=is_causal, dropout_p=0.25, dropout_seed=seed, return_lse=True
+        )
+        found.append((out, lse, *torch.autograd.grad(out, (q, k, v), packed["dout"].to(out))))
+    for exact, above in zip(*found, strict=True):
+        torch.testing.assert_close(above, exact, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("slack", [(0, 5), (5, 0), (3, 9)], ids=["of k", "of q", "of both"])
