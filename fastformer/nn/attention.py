@@ -12,7 +12,7 @@ from fastformer.nn.dropout import check_dropout, dropout_seed
 from fastformer.nn.embedding import RotaryPositions
 from fastformer.nn.layer_cache import AttentionCache
 from fastformer.nn.layout import SequenceLayout
-from fastformer.nn.masks import merge_masks
+from fastformer.nn.masks import is_causal_mask, merge_masks
 from fastformer.ops.attention import attention, resolve_window
 from fastformer.ops.attention_weights import attention_weights
 from fastformer.ops.rotary import rotary as rotate
@@ -133,8 +133,8 @@ class MultiheadAttention(nn.Module):
             need_weights: also return the distribution, for which it has to be materialised.
             attn_mask: (seqlen_q, seqlen_k) or (batch * num_heads, seqlen_q, seqlen_k), bool (True = ignore) or added.
             average_attn_weights: average the distribution over the heads.
-            is_causal: query i sees keys 0 to i. An attn_mask given along with it is taken to be the causal one and is
-                not read.
+            is_causal: query i sees keys 0 to i. An attn_mask given along with it is taken to be the causal one and,
+                as in torch.nn, read only where need_weights or a key_padding_mask is given.
             layout: how query lies in memory (and key, if it is the same tensor).
             memory_layout: how key and value lie, where they are another sequence.
             cache: keys and values of earlier tokens; query's own are appended (the caller advances the lengths), unless
@@ -175,6 +175,9 @@ class MultiheadAttention(nn.Module):
             )
         q, k = self._rotate(q, k, rotary)
         batch, seqlen_q, seqlen_k = q.shape[0], q.shape[1], k.shape[1]
+        if is_causal and attn_mask is not None and (need_weights or key_padding_mask is not None):
+            # torch.nn takes the hint only where neither is asked for.
+            is_causal = is_causal_mask(attn_mask)
         if is_causal:
             attn_mask = None
         if self.bias_k is not None or self.add_zero_attn:

@@ -19,9 +19,9 @@ def check_dropout(dropout: float) -> float:
     return dropout
 
 
-def active_dropout(dropout: nn.Dropout) -> float:
-    """The probability in the module's mode: 0 in evaluation. Layers keep `nn.Dropout`s and fuse them."""
-    return dropout.p if dropout.training else 0.0
+def active_dropout(dropout: nn.Module) -> float:
+    """The probability in the mode of a plain `nn.Dropout`: 0 in evaluation, and that of an `nn.Identity`."""
+    return dropout.p if isinstance(dropout, nn.Dropout) and dropout.training else 0.0
 
 
 def dropout_seed(dropout_p: float, device: torch.device) -> Tensor | None:

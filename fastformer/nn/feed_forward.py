@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeGuard
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastformer.nn.dropout import active_dropout, dropout_seed
+from fastformer.nn.fusing import is_plain, is_plain_dropout
 from fastformer.ops.feed_forward import feed_forward
 
 Activation = str | Callable[[Tensor], Tensor]
@@ -35,24 +35,26 @@ def fused_name(activation: Activation) -> str | None:
     """What the op calls this activation, or None where it has to be called as it is."""
     if isinstance(activation, str):
         return activation
-    if activation is F.relu or activation is torch.relu or type(activation) is nn.ReLU:
+    if activation is F.relu or activation is torch.relu or is_plain(activation, nn.ReLU):
         return "relu"
     if activation is F.gelu:
         return "gelu"
-    if type(activation) is nn.GELU:
-        return "gelu" if activation.approximate == "none" else "gelu_tanh"
+    if isinstance(activation, nn.GELU) and is_plain(activation, nn.GELU):
+        return {"none": "gelu", "tanh": "gelu_tanh"}.get(activation.approximate)
     return None
 
 
 def apply_feed_forward(
-    x: Tensor, linear1: nn.Module, linear2: nn.Module, activation: Activation, dropout: nn.Dropout
+    x: Tensor, linear1: nn.Module, linear2: nn.Module, activation: Activation, dropout: nn.Module
 ) -> Tensor:
     """linear2(dropout(activation(linear1(x)))), in one op where the pieces are ones that it knows.
 
-    A linear that somebody replaced (an adapter, a quantised one) or hooked is called as the module that it is.
+    Where somebody replaced one of the modules (an adapter, a quantised linear) or hooked it, each is called.
     """
     name = fused_name(activation)
-    if name is not None and _is_plain(linear1) and _is_plain(linear2):
+    linears = is_plain(linear1, nn.Linear) and is_plain(linear2, nn.Linear)
+    if name is not None and linears and is_plain_dropout(dropout):
+        assert isinstance(linear1, nn.Linear) and isinstance(linear2, nn.Linear)
         dropout_p = active_dropout(dropout)
         return feed_forward(
             x,
@@ -65,10 +67,6 @@ def apply_feed_forward(
             dropout_seed=dropout_seed(dropout_p, x.device),
         )
     return linear2(dropout(_call(activation, linear1(x))))
-
-
-def _is_plain(linear: nn.Module) -> TypeGuard[nn.Linear]:
-    return type(linear) is nn.Linear and not linear._forward_hooks and not linear._forward_pre_hooks
 
 
 def _call(activation: Activation, x: Tensor) -> Tensor:

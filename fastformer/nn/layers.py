@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastformer.nn.attention import MultiheadAttention, Window
-from fastformer.nn.dropout import active_dropout
+from fastformer.nn.dropout import active_dropout, dropout_seed
 from fastformer.nn.embedding import RotaryPositions
 from fastformer.nn.feed_forward import Activation, apply_feed_forward, resolve_activation
+from fastformer.nn.fusing import is_plain_dropout, norm_settings
 from fastformer.nn.layer_cache import LayerCache
 from fastformer.nn.layout import SequenceLayout
 from fastformer.nn.norm import AddLayerNorm
+from fastformer.ops.add_layer_norm import add_layer_norm
 
 
 class ResidualStream(NamedTuple):
@@ -31,17 +33,38 @@ class ResidualStream(NamedTuple):
         """The sum itself."""
         return self.residual if self.delta is None else self.residual + F.dropout(self.delta, self.dropout_p)
 
-    def normalise(self, norm: AddLayerNorm) -> tuple[Tensor, Tensor]:
-        """(norm(value), value)."""
+    def normalise(self, norm: nn.Module) -> tuple[Tensor, Tensor]:
+        """(norm(value), value), of a norm that `norm_settings` knows."""
         if self.delta is None:
-            return norm(self.residual, dropout_p=0.0), self.residual
-        return norm(self.delta, self.residual, dropout_p=self.dropout_p)
+            return norm(self.residual), self.residual
+        return join(self.delta, self.residual, self.dropout_p, norm)
+
+
+def join(x: Tensor, residual: Tensor, dropout_p: float, norm: nn.Module) -> tuple[Tensor, Tensor]:
+    """(norm(dropout(x) + residual), the sum), of a norm that `norm_settings` knows."""
+    settings = norm_settings(norm)
+    assert settings is not None
+    seed = dropout_seed(dropout_p, x.device)
+    return add_layer_norm(x, residual, **settings._asdict(), dropout_p=dropout_p, dropout_seed=seed)
+
+
+def post_norm(x: Tensor, residual: Tensor, dropout: nn.Module, norm: nn.Module) -> Tensor:
+    """norm(dropout(x) + residual), in the sum's dtype: under autocast a post-norm layer's stream stays fp32."""
+    dtype = torch.promote_types(x.dtype, residual.dtype)
+    return join(x.to(dtype), residual, active_dropout(dropout), norm)[0]
+
+
+def given(**options: Any) -> dict[str, Any]:
+    """What is not None: modules with torch.nn's signature alone aren't handed what nobody asked for."""
+    return {name: value for name, value in options.items() if value is not None}
 
 
 class _Layer(nn.Module):
     """What both layers have: self-attention first, a feed-forward network last, norms and residuals around each."""
 
-    has_cross_attention: bool
+    has_cross_attention: ClassVar[bool]
+    _sub_layers: ClassVar[range]
+    _blocks: ClassVar[dict[str, Any]]  # the seams of torch.nn, as they are written here
 
     def __init__(
         self,
@@ -87,41 +110,43 @@ class _Layer(nn.Module):
         self.dropout = nn.Dropout(dropout if activation_dropout is None else activation_dropout)
         self.linear2 = nn.Linear(dim_feedforward, d_model, bias=bias, **factory)
         self.norm_first = norm_first
-        sub_layers = range(1, 4 if self.has_cross_attention else 3)
-        for i in sub_layers:
+        for i in self._sub_layers:
             # Each norm takes in the dropout and the addition of the sub-layer before it; that dropout's probability
             # stays where torch.nn has it, in dropout1 to dropout3.
             norm_module = AddLayerNorm(d_model, layer_norm_eps, bias=bias, rms_norm=norm == "rms", **factory)
             setattr(self, f"norm{i}", norm_module)
-        for i in sub_layers:
+        for i in self._sub_layers:
             setattr(self, f"dropout{i}", nn.Dropout(dropout))
 
     def _self_attention(
-        self,
-        x: Tensor,
-        attn_mask: Tensor | None,
-        key_padding_mask: Tensor | None,
-        is_causal: bool,
-        layout: SequenceLayout | None,
-        cache: LayerCache | None,
-        rotary: RotaryPositions | None,
+        self, x: Tensor, attn_mask: Tensor | None, key_padding_mask: Tensor | None, is_causal: bool, **options: Any
     ) -> Tensor:
-        out, _ = self.self_attn(
+        return self.self_attn(
             x,
             x,
             x,
-            key_padding_mask=key_padding_mask,
-            need_weights=False,
             attn_mask=attn_mask,
+            key_padding_mask=key_padding_mask,
             is_causal=is_causal,
-            layout=layout,
-            cache=None if cache is None else cache.self_attention,
-            rotary=rotary,
-        )
-        return out
+            need_weights=False,
+            **options,
+        )[0]
 
     def _feed_forward(self, x: Tensor) -> Tensor:
         return apply_feed_forward(x, self.linear1, self.linear2, self.activation, self.dropout)
+
+    def may_join(self) -> bool:
+        """Whether dropouts, additions and norms may be fused: nobody replaced, patched or hooked what is left out.
+
+        The blocks, which subclasses override, aren't called then.
+        """
+        return (
+            all(
+                name not in self.__dict__ and getattr(type(self), name) is block for name, block in self._blocks.items()
+            )
+            and all(norm_settings(getattr(self, f"norm{i}")) is not None for i in self._sub_layers)
+            and all(is_plain_dropout(getattr(self, f"dropout{i}")) for i in self._sub_layers)
+        )
 
 
 class TransformerEncoderLayer(_Layer):
@@ -141,6 +166,7 @@ class TransformerEncoderLayer(_Layer):
     """
 
     has_cross_attention = False
+    _sub_layers = range(1, 3)
     norm1: AddLayerNorm
     norm2: AddLayerNorm
     dropout1: nn.Dropout
@@ -170,17 +196,41 @@ class TransformerEncoderLayer(_Layer):
         Returns:
             src's shape; a `ResidualStream` for a `ResidualStream`.
         """
-
-        attend = (src_mask, src_key_padding_mask, is_causal, layout, cache, rotary)
+        options = given(layout=layout, cache=None if cache is None else cache.self_attention, rotary=rotary)
+        masks = (src_mask, src_key_padding_mask)
+        if not isinstance(src, ResidualStream) and not self.may_join():
+            x = src
+            if self.norm_first:
+                x = x + self._sa_block(self.norm1(x), *masks, is_causal=is_causal, **options)
+                return x + self._ff_block(self.norm2(x))
+            x = self.norm1(x + self._sa_block(x, *masks, is_causal=is_causal, **options))
+            return self.norm2(x + self._ff_block(x))
         if not self.norm_first:
             assert isinstance(src, Tensor)
-            x, _ = self.norm1(self._self_attention(src, *attend), src, dropout_p=active_dropout(self.dropout1))
-            return self.norm2(self._feed_forward(x), x, dropout_p=active_dropout(self.dropout2))[0]
+            attended = self._self_attention(src, *masks, is_causal, **options)
+            x = post_norm(attended, src, self.dropout1, self.norm1)
+            return post_norm(self._feed_forward(x), x, self.dropout2, self.norm2)
         stream = src if isinstance(src, ResidualStream) else ResidualStream(None, src)
         y, residual = stream.normalise(self.norm1)
-        y, residual = self.norm2(self._self_attention(y, *attend), residual, dropout_p=active_dropout(self.dropout1))
+        attended = self._self_attention(y, *masks, is_causal, **options)
+        y, residual = join(attended, residual, active_dropout(self.dropout1), self.norm2)
         stream = ResidualStream(self._feed_forward(y), residual, active_dropout(self.dropout2))
         return stream if isinstance(src, ResidualStream) else stream.value()
+
+    def _sa_block(
+        self,
+        x: Tensor,
+        attn_mask: Tensor | None,
+        key_padding_mask: Tensor | None,
+        is_causal: bool = False,
+        **options: Any,
+    ) -> Tensor:
+        return self.dropout1(self._self_attention(x, attn_mask, key_padding_mask, is_causal, **options))
+
+    def _ff_block(self, x: Tensor) -> Tensor:
+        return self.dropout2(self._feed_forward(x))
+
+    _blocks = {"_sa_block": _sa_block, "_ff_block": _ff_block}
 
 
 class TransformerDecoderLayer(_Layer):
@@ -191,6 +241,7 @@ class TransformerDecoderLayer(_Layer):
     """
 
     has_cross_attention = True
+    _sub_layers = range(1, 4)
     norm1: AddLayerNorm
     norm2: AddLayerNorm
     norm3: AddLayerNorm
@@ -230,33 +281,80 @@ class TransformerDecoderLayer(_Layer):
         Returns:
             tgt's shape; a `ResidualStream` for a `ResidualStream`.
         """
-
-        attend = (tgt_mask, tgt_key_padding_mask, tgt_is_causal, layout, cache, rotary)
-
-        def cross_attention(x: Tensor) -> Tensor:
-            if cache is not None and cache.cross_attention is None:
-                raise ValueError("expected a cache whose memory is set (KVCache.set_memory)")
-            return self.multihead_attn(
-                x,
-                memory,
-                memory,
-                key_padding_mask=memory_key_padding_mask,
-                need_weights=False,
-                attn_mask=memory_mask,
-                is_causal=memory_is_causal,
-                layout=layout,
-                memory_layout=memory_layout,
-                cache=None if cache is None else cache.cross_attention,
-            )[0]
-
+        if cache is not None and cache.cross_attention is None:
+            raise ValueError("expected a cache whose memory is set (KVCache.set_memory)")
+        own = given(layout=layout, cache=None if cache is None else cache.self_attention, rotary=rotary)
+        other = given(
+            layout=layout, memory_layout=memory_layout, cache=None if cache is None else cache.cross_attention
+        )
+        masks, memory_masks = (tgt_mask, tgt_key_padding_mask), (memory_mask, memory_key_padding_mask)
+        if not isinstance(tgt, ResidualStream) and not self.may_join():
+            x = tgt
+            if self.norm_first:
+                x = x + self._sa_block(self.norm1(x), *masks, tgt_is_causal, **own)
+                x = x + self._mha_block(self.norm2(x), memory, *memory_masks, memory_is_causal, **other)
+                return x + self._ff_block(self.norm3(x))
+            x = self.norm1(x + self._sa_block(x, *masks, tgt_is_causal, **own))
+            x = self.norm2(x + self._mha_block(x, memory, *memory_masks, memory_is_causal, **other))
+            return self.norm3(x + self._ff_block(x))
         if not self.norm_first:
             assert isinstance(tgt, Tensor)
-            x, _ = self.norm1(self._self_attention(tgt, *attend), tgt, dropout_p=active_dropout(self.dropout1))
-            x, _ = self.norm2(cross_attention(x), x, dropout_p=active_dropout(self.dropout2))
-            return self.norm3(self._feed_forward(x), x, dropout_p=active_dropout(self.dropout3))[0]
+            attended = self._self_attention(tgt, *masks, tgt_is_causal, **own)
+            x = post_norm(attended, tgt, self.dropout1, self.norm1)
+            attended = self._cross_attention(x, memory, *memory_masks, memory_is_causal, **other)
+            x = post_norm(attended, x, self.dropout2, self.norm2)
+            return post_norm(self._feed_forward(x), x, self.dropout3, self.norm3)
         stream = tgt if isinstance(tgt, ResidualStream) else ResidualStream(None, tgt)
         y, residual = stream.normalise(self.norm1)
-        y, residual = self.norm2(self._self_attention(y, *attend), residual, dropout_p=active_dropout(self.dropout1))
-        y, residual = self.norm3(cross_attention(y), residual, dropout_p=active_dropout(self.dropout2))
+        attended = self._self_attention(y, *masks, tgt_is_causal, **own)
+        y, residual = join(attended, residual, active_dropout(self.dropout1), self.norm2)
+        attended = self._cross_attention(y, memory, *memory_masks, memory_is_causal, **other)
+        y, residual = join(attended, residual, active_dropout(self.dropout2), self.norm3)
         stream = ResidualStream(self._feed_forward(y), residual, active_dropout(self.dropout3))
         return stream if isinstance(tgt, ResidualStream) else stream.value()
+
+    def _cross_attention(
+        self,
+        x: Tensor,
+        memory: Tensor | None,
+        attn_mask: Tensor | None,
+        key_padding_mask: Tensor | None,
+        is_causal: bool,
+        **options: Any,
+    ) -> Tensor:
+        return self.multihead_attn(
+            x,
+            memory,
+            memory,
+            attn_mask=attn_mask,
+            key_padding_mask=key_padding_mask,
+            is_causal=is_causal,
+            need_weights=False,
+            **options,
+        )[0]
+
+    def _sa_block(
+        self,
+        x: Tensor,
+        attn_mask: Tensor | None,
+        key_padding_mask: Tensor | None,
+        is_causal: bool = False,
+        **options: Any,
+    ) -> Tensor:
+        return self.dropout1(self._self_attention(x, attn_mask, key_padding_mask, is_causal, **options))
+
+    def _mha_block(
+        self,
+        x: Tensor,
+        mem: Tensor | None,
+        attn_mask: Tensor | None,
+        key_padding_mask: Tensor | None,
+        is_causal: bool = False,
+        **options: Any,
+    ) -> Tensor:
+        return self.dropout2(self._cross_attention(x, mem, attn_mask, key_padding_mask, is_causal, **options))
+
+    def _ff_block(self, x: Tensor) -> Tensor:
+        return self.dropout3(self._feed_forward(x))
+
+    _blocks = {"_sa_block": _sa_block, "_mha_block": _mha_block, "_ff_block": _ff_block}

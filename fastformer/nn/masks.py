@@ -17,13 +17,15 @@ def square_subsequent_mask(
     return torch.full((size, size), float("-inf"), device=device, dtype=dtype).triu(1)
 
 
-def is_causal_mask(mask: Tensor | None) -> bool:
-    """Whether a mask is exactly the causal one, so that the triangle can be skipped instead of masked.
+def is_causal_mask(mask: Tensor | None, size: int | None = None) -> bool:
+    """Whether a mask is exactly the causal one (of this size), so that the triangle can be skipped instead of masked.
 
     Reads the mask, which on a GPU is a host sync: once per mask tensor, not at all while compiling or capturing a graph
     (the mask is then applied as it is). Pass `is_causal=True` along with the mask to spare it.
     """
     if mask is None or mask.dim() != 2 or mask.shape[0] != mask.shape[1] or mask.requires_grad:
+        return False
+    if size is not None and len(mask) != size:
         return False
     if torch.compiler.is_compiling() or (mask.is_cuda and torch.cuda.is_current_stream_capturing()):
         return False

@@ -11,15 +11,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from fastformer.nn.attention import MultiheadAttention
 from fastformer.nn.cache import KVCache
 from fastformer.nn.cached_step import CachedStep, check_layers, check_masks
 from fastformer.nn.embedding import RotaryPositions
 from fastformer.nn.feed_forward import Activation
-from fastformer.nn.layers import ResidualStream, TransformerDecoderLayer, TransformerEncoderLayer
+from fastformer.nn.fusing import is_called_plainly, is_plain, is_traced, norm_settings
+from fastformer.nn.layers import ResidualStream, TransformerDecoderLayer, TransformerEncoderLayer, given, join
 from fastformer.nn.layout import SequenceLayout
 from fastformer.nn.masks import is_causal_mask, square_subsequent_mask
 from fastformer.nn.norm import AddLayerNorm
-from fastformer.ops.add_layer_norm import add_layer_norm
+from fastformer.nn.padding import Jagged, read_padding
 
 # What goes from layer to layer.
 State = Tensor | ResidualStream
@@ -53,26 +55,60 @@ class _Stack(nn.Module):
             return state if self.norm is None else self.norm(state)
         return state.value() if self.norm is None else _final_norm(self.norm, state)
 
+    def _seqlen(self, x: Tensor, layout: SequenceLayout | None) -> int | None:
+        """The length that a mask must have; None where sequences are packed, or nobody says which dimension it is."""
+        attention = getattr(self.layers[0], "self_attn", None) if len(self.layers) else None
+        if (layout is not None and layout.is_packed) or attention is None:
+            return None
+        return x.shape[1 if x.dim() == 3 and getattr(attention, "batch_first", False) else 0]
+
+    def _may_pack(self, x: Tensor, other: Tensor | None = None) -> bool:
+        """Whether all layers compute the same for packed tokens, and nobody sees that they are packed."""
+        return (
+            all(type(each) in (Tensor, nn.Parameter) and each.dim() == 3 for each in (x, other) if each is not None)
+            and not is_traced()
+            and len(self.layers) > 0
+            and all(_takes_packed(layer) for layer in self.layers)
+            and (self.norm is None or norm_settings(self.norm) is not None)
+        )
+
+    def _is_windowed(self) -> bool:
+        return any(layer.self_attn.window_size != (None, None) for layer in self.layers)
+
+
+def _takes_packed(layer: nn.Module) -> bool:
+    if not isinstance(layer, TransformerEncoderLayer | TransformerDecoderLayer):
+        return False
+    attentions = [layer.self_attn, *([layer.multihead_attn] if layer.has_cross_attention else [])]
+    return (
+        type(layer).forward in (TransformerEncoderLayer.forward, TransformerDecoderLayer.forward)
+        and all(is_called_plainly(module) for module in layer.modules())
+        and all(type(attention) is MultiheadAttention for attention in attentions)
+        and all(attention.bias_k is None and not attention.add_zero_attn for attention in attentions)
+        and is_plain(layer.linear1, nn.Linear)
+        and is_plain(layer.linear2, nn.Linear)
+        and layer.may_join()
+    )
+
 
 def _takes_stream(layer: nn.Module) -> bool:
-    # A subclass with a forward of its own, torch.nn's layer, or one with hooks gets and gives plain tensors.
-    known = type(layer).forward in (TransformerEncoderLayer.forward, TransformerDecoderLayer.forward)
-    return known and bool(layer.norm_first) and not layer._forward_hooks and not layer._forward_pre_hooks
+    # A subclass with a forward of its own, torch.nn's layer, or one that was hooked or patched gets and gives plain
+    # tensors.
+    return (
+        isinstance(layer, TransformerEncoderLayer | TransformerDecoderLayer)
+        and type(layer).forward in (TransformerEncoderLayer.forward, TransformerDecoderLayer.forward)
+        and is_called_plainly(layer)
+        and layer.norm_first
+        and layer.may_join()
+    )
 
 
 def _final_norm(norm: nn.Module, stream: ResidualStream) -> Tensor:
-    if stream.delta is None:
-        return norm(stream.residual)
-    if isinstance(norm, AddLayerNorm):
-        return norm(stream.delta, stream.residual, dropout_p=stream.dropout_p)[0]
-    if type(norm) is nn.LayerNorm and len(norm.normalized_shape) == 1 and stream.dropout_p == 0.0:
-        return add_layer_norm(stream.delta, stream.residual, norm.weight, norm.bias, eps=norm.eps)[0]
-    return norm(stream.value())
-
-
-def _given(**options: Any) -> dict[str, Any]:
-    # Only what was given is passed on, so that layers with torch.nn's signature alone fit into our stacks.
-    return {name: value for name, value in options.items() if value is not None}
+    if stream.delta is None or norm_settings(norm) is None:
+        return norm(stream.value())
+    # In the stream's dtype, as torch.nn has it under autocast.
+    delta = stream.delta.to(torch.promote_types(stream.delta.dtype, stream.residual.dtype))
+    return join(delta, stream.residual, stream.dropout_p, norm)[0]
 
 
 class TransformerEncoder(_Stack):
@@ -129,7 +165,21 @@ class TransformerEncoder(_Stack):
         Raises:
             ValueError: masks along with a cache; a full cache.
         """
-        is_causal = is_causal_mask(mask) if is_causal is None else is_causal
+        if src.is_nested:
+            return self._nested(src, mask, src_key_padding_mask, is_causal, layout, cache, rotary)
+        is_causal = is_causal_mask(mask, self._seqlen(src, layout)) if is_causal is None else is_causal
+        if cache is None and layout is None and rotary is None and src_key_padding_mask is not None:
+            # torch.nn reads a mask that it is also told to be causal, where there is padding.
+            says_all = mask is None or (is_causal and is_causal_mask(mask))
+            padding = None
+            if says_all and self._may_pack(src):
+                padding = read_padding(src, src_key_padding_mask, self.layers[0].self_attn.batch_first)
+            if padding is not None and padding.is_none:
+                src_key_padding_mask = None
+            elif padding is not None and (padding.is_contiguous or not self._is_windowed()):
+                packed = padding.pack(src)
+                out = TransformerEncoder.forward(self, packed, is_causal=is_causal, layout=padding.layout)
+                return padding.unpack(out)
         if cache is not None:
             check_masks(mask, src_key_padding_mask, is_causal)
             mask = None
@@ -137,7 +187,7 @@ class TransformerEncoder(_Stack):
             step.reserve()
 
         def call(layer: nn.Module, i: int, state: State) -> State:
-            options = _given(layout=layout, cache=None if cache is None else cache[i], rotary=rotary)
+            options = given(layout=layout, cache=None if cache is None else cache[i], rotary=rotary)
             return layer(
                 state, src_mask=mask, src_key_padding_mask=src_key_padding_mask, is_causal=is_causal, **options
             )
@@ -148,6 +198,17 @@ class TransformerEncoder(_Stack):
         if cache is not None:
             step.advance()
         return out
+
+    def _nested(
+        self, src: Tensor, mask: Tensor | None, key_padding_mask: Tensor | None, is_causal: bool | None, *others: object
+    ) -> Tensor:
+        """A nested src: its sequences are packed tokens already."""
+        says_all = mask is None or (is_causal is not False and is_causal_mask(mask))
+        if not says_all or key_padding_mask is not None or any(other is not None for other in others):
+            raise ValueError("expected no mask but the causal one, no layout and no cache along with a nested src")
+        opened = Jagged.open(src)
+        is_causal = mask is not None if is_causal is None else is_causal
+        return opened.close(TransformerEncoder.forward(self, opened.values, is_causal=is_causal, layout=opened.layout))
 
 
 class TransformerDecoder(_Stack):
@@ -203,7 +264,30 @@ class TransformerDecoder(_Stack):
         Raises:
             ValueError: other masks along with a cache; a full cache; neither memory nor its keys and values.
         """
-        tgt_is_causal = is_causal_mask(tgt_mask) if tgt_is_causal is None else tgt_is_causal
+        tgt_is_causal = is_causal_mask(tgt_mask, self._seqlen(tgt, layout)) if tgt_is_causal is None else tgt_is_causal
+        has_padding = tgt_key_padding_mask is not None or memory_key_padding_mask is not None
+        if has_padding and memory is not None and all(x is None for x in (cache, layout, memory_layout, rotary)):
+            # torch.nn reads a mask that it is also told to be causal, where there is padding.
+            says_all = tgt_mask is None or (tgt_is_causal and is_causal_mask(tgt_mask))
+            if says_all and memory_mask is None and not memory_is_causal and self._may_pack(tgt, memory):
+                batch_first = self.layers[0].self_attn.batch_first
+                own = read_padding(tgt, tgt_key_padding_mask, batch_first)
+                other = read_padding(memory, memory_key_padding_mask, batch_first)
+                if (
+                    own is not None
+                    and other is not None
+                    and own.layout.batch_size == other.layout.batch_size
+                    and (own.is_contiguous or not self._is_windowed())
+                ):
+                    out = TransformerDecoder.forward(
+                        self,
+                        own.pack(tgt),
+                        other.pack(memory),
+                        tgt_is_causal=tgt_is_causal,
+                        layout=own.layout,
+                        memory_layout=other.layout,
+                    )
+                    return own.unpack(out)
         if cache is not None:
             check_masks(tgt_mask, tgt_key_padding_mask, tgt_is_causal)
             tgt_mask = None
@@ -219,7 +303,7 @@ class TransformerDecoder(_Stack):
             memory = memory_layout = memory_key_padding_mask = None
 
         def call(layer: nn.Module, i: int, state: State) -> State:
-            options = _given(
+            options = given(
                 layout=layout, memory_layout=memory_layout, cache=None if cache is None else cache[i], rotary=rotary
             )
             return layer(
@@ -373,7 +457,7 @@ class Transformer(nn.Module):
             mask=src_mask,
             src_key_padding_mask=src_key_padding_mask,
             is_causal=src_is_causal,
-            **_given(layout=memory_layout),
+            **given(layout=memory_layout),
         )
         return self.decoder(
             tgt,
@@ -384,7 +468,7 @@ class Transformer(nn.Module):
             memory_key_padding_mask=memory_key_padding_mask,
             tgt_is_causal=tgt_is_causal,
             memory_is_causal=memory_is_causal,
-            **_given(layout=layout, memory_layout=memory_layout),
+            **given(layout=layout, memory_layout=memory_layout),
         )
 
     @staticmethod

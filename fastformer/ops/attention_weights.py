@@ -35,14 +35,16 @@ def attention_weights_reference(q: Tensor, k: Tensor, lse: Tensor, *options: Any
 
 
 def attention_weights_backward_reference(
-    dweights: Tensor, weights: Tensor, q: Tensor, k: Tensor, softmax_scale: float
-) -> tuple[Tensor, Tensor]:
-    """(dq, dk) of the whole softmax: lse is a function of q and k."""
+    dweights: Tensor, weights: Tensor, q: Tensor, k: Tensor, attn_mask: Tensor | None, softmax_scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dq, dk, dmask) of the whole softmax: lse is a function of q, k and the mask. dmask is empty without a mask."""
     acc = accumulation_dtype(q.dtype)
     weights, dweights = weights.to(acc), dweights.to(acc)
-    dscores = weights * (dweights - (weights * dweights).sum(-1, keepdim=True)) * softmax_scale
+    dscores = weights * (dweights - (weights * dweights).sum(-1, keepdim=True))
+    dmask = q.new_empty(0) if attn_mask is None else dscores.sum_to_size(attn_mask.shape).to(attn_mask.dtype)
+    dscores = dscores * softmax_scale
     dq = grouped_matmul(dscores.transpose(1, 2), k.to(acc).transpose(1, 2), k.shape[2]).transpose(1, 2)
-    return dq.to(q.dtype).contiguous(), group_sum(dscores, q.to(acc), k.shape[2]).to(k.dtype).contiguous()
+    return dq.to(q.dtype).contiguous(), group_sum(dscores, q.to(acc), k.shape[2]).to(k.dtype).contiguous(), dmask
 
 
 _WHY = "it writes all the weights by nature, and a kernel has nothing to win"
@@ -55,24 +57,29 @@ _fwd = define_op(
     reference_only=dict.fromkeys(("triton", "cpp"), _WHY),
 )
 _bwd = define_op(
-    "attention_weights_bwd(Tensor dweights, Tensor weights, Tensor q, Tensor k, float softmax_scale) "
-    "-> (Tensor dq, Tensor dk)",
+    "attention_weights_bwd(Tensor dweights, Tensor weights, Tensor q, Tensor k, Tensor? attn_mask, "
+    "float softmax_scale) -> (Tensor dq, Tensor dk, Tensor dmask)",
     attention_weights_backward_reference,
     stem="attention_weights",
-    fake=lambda dweights, weights, q, k, softmax_scale: (q.new_empty(q.shape), k.new_empty(k.shape)),
+    fake=lambda dweights, weights, q, k, attn_mask, softmax_scale: (
+        q.new_empty(q.shape),
+        k.new_empty(k.shape),
+        q.new_empty(0) if attn_mask is None else attn_mask.new_empty(attn_mask.shape),
+    ),
     reference_only=dict.fromkeys(("triton", "cpp"), _WHY),
 )
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    q, k, _, _, _, softmax_scale, _, _ = inputs
-    ctx.save_for_backward(output, q, k)
+    q, k, _, attn_mask, _, softmax_scale, _, _ = inputs
+    ctx.save_for_backward(output, q, k, attn_mask if ctx.needs_input_grad[3] else None)
     ctx.softmax_scale = softmax_scale
 
 
 def _backward(ctx: Any, dweights: Tensor) -> tuple[Tensor | None, ...]:
-    weights, q, k = ctx.saved_tensors
-    return *_bwd(dweights, weights, q, k, ctx.softmax_scale), *(None,) * 6
+    weights, q, k, attn_mask = ctx.saved_tensors
+    dq, dk, dmask = _bwd(dweights, weights, q, k, attn_mask, ctx.softmax_scale)
+    return dq, dk, None, None if attn_mask is None else dmask, *(None,) * 4
 
 
 register_autograd("attention_weights_fwd", _backward, setup_context=_setup_context)
@@ -97,7 +104,6 @@ def attention_weights(
         k: (batch, seqlen_k, num_kv_heads, head_dim).
         lse: (batch, num_heads, seqlen_q), as `attention(..., return_lse=True)` gave it for the same options.
         attn_mask, seqlens_k, is_causal, window_size, softmax_scale: as in `attention`. A boolean mask is True = attend.
-            No gradient flows to attn_mask from here.
 
     Returns:
         (batch, num_heads, seqlen_q, seqlen_k), q's dtype.

@@ -1,0 +1,108 @@
+"""Padding that a stack leaves out: a padded batch becomes packed tokens, and what comes out is padded again."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fastformer.nn.layout import SequenceLayout
+
+
+class Padding(NamedTuple):
+    """Where the real tokens of a padded batch are.
+
+    Attributes:
+        tokens: (total,) int64, where each of them stands in the flattened batch, sequence by sequence.
+        layout: of the packed tokens.
+        shape: the batch's first two dimensions.
+        is_contiguous: whether each sequence's tokens stand side by side, so that distances between them stay.
+    """
+
+    tokens: Tensor
+    layout: SequenceLayout
+    shape: tuple[int, int]
+    is_contiguous: bool
+
+    @property
+    def is_none(self) -> bool:
+        """Whether every token is real."""
+        return self.tokens.numel() == self.shape[0] * self.shape[1]
+
+    def pack(self, x: Tensor) -> Tensor:
+        """The real tokens of x, `shape` and more dimensions: (total, ...)."""
+        return x.flatten(0, 1).index_select(0, self.tokens)
+
+    def unpack(self, x: Tensor) -> Tensor:
+        """Packed (total, ...) to `shape` and more dimensions, zeros where there is padding."""
+        rows = self.shape[0] * self.shape[1]
+        return x.new_zeros((rows, *x.shape[1:])).index_copy(0, self.tokens, x).unflatten(0, self.shape)
+
+
+def read_padding(x: Tensor, key_padding_mask: Tensor | None, batch_first: bool) -> Padding | None:
+    """Reads where a batch has padding; on a GPU this waits for it, once.
+
+    Args:
+        x: (batch, seqlen, ...), or (seqlen, batch, ...) without batch_first.
+        key_padding_mask: torch.nn's: (batch, seqlen), bool (True = ignore), or floating and added to scores. None: all
+            tokens are real.
+        batch_first: see x.
+
+    Returns:
+        None for a mask that says anything but which tokens are to be ignored, or is of another shape.
+    """
+    batch, seqlen = x.shape[:2] if batch_first else (x.shape[1], x.shape[0])
+    if key_padding_mask is None:
+        real = torch.ones(batch, seqlen, dtype=torch.bool)
+    elif key_padding_mask.shape != (batch, seqlen):
+        return None
+    elif key_padding_mask.dtype == torch.bool:
+        real = ~key_padding_mask.detach().cpu()
+    else:
+        added = key_padding_mask.detach().cpu()
+        real = added == 0
+        if not bool((real | (added == float("-inf"))).all()):
+            return None
+    where = real.flatten().nonzero().squeeze(1)
+    seqlens = real.sum(1)
+    position = torch.arange(seqlen)
+    ends = torch.where(real, position + 1, 0).amax(1) if seqlen else seqlens
+    starts = torch.where(real, position, seqlen).amin(1) if seqlen else seqlens
+    is_contiguous = bool(((ends - starts == seqlens) | (seqlens == 0)).all())
+    longest = int(seqlens.max()) if batch else 0
+    tokens = where if batch_first else where % seqlen * batch + where // seqlen
+    layout = SequenceLayout.packed(seqlens, longest)
+    return Padding(tokens.to(x.device), layout.to(x.device), (x.shape[0], x.shape[1]), is_contiguous)
+
+
+class Jagged(NamedTuple):
+    """A nested tensor's sequences, opened: packed tokens and how to close them again."""
+
+    values: Tensor
+    layout: SequenceLayout
+    offsets: Tensor
+    is_jagged: bool
+
+    @classmethod
+    def open(cls, x: Tensor) -> Jagged:
+        """The parts of a nested tensor (batch, any lengths, features), of either of PyTorch's layouts."""
+        is_jagged = x.layout == torch.jagged
+        nested: Any = x  # jagged ones are of a class of their own
+        if is_jagged and nested.lengths() is None:
+            values, offsets = nested.values(), nested.offsets()
+            seqlens = offsets.diff().cpu()
+        else:
+            rows = x.unbind()
+            values = torch.cat(rows)
+            seqlens = torch.tensor([len(row) for row in rows])
+            offsets = torch.nn.functional.pad(seqlens.cumsum(0), (1, 0)).to(values.device)
+        layout = SequenceLayout.packed(seqlens, int(seqlens.max()) if len(seqlens) else 0)
+        return cls(values, layout.to(values.device), offsets, is_jagged)
+
+    def close(self, values: Tensor) -> Tensor:
+        """A nested tensor of the same lengths and layout with other values."""
+        if self.is_jagged:
+            return torch.nested.nested_tensor_from_jagged(values, self.offsets)
+        sizes = self.layout.read_seqlens().tolist()
+        return torch.nested.as_nested_tensor(list(values.split(sizes)))

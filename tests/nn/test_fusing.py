@@ -1,0 +1,344 @@
+"""What people do to the modules of a layer has the effect that it has on torch.nn's layers."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.utils.parametrize as parametrize
+import torch.nn.utils.prune as prune
+from torch import Tensor, nn
+
+import fastformer.nn as fnn
+from fastformer.nn.fusing import is_plain, norm_settings
+from tests.nn.comparing import assert_same, padding_mask, randomised
+
+pytestmark = pytest.mark.filterwarnings("ignore:enable_nested_tensor", "ignore:.*nested tensors is in prototype")
+
+N, L, S, E, H, FF = 3, 5, 4, 12, 3, 16
+OPTIONS: dict[str, Any] = {"dropout": 0.0, "dtype": torch.float64, "batch_first": True}
+both_orders = pytest.mark.parametrize("norm_first", [False, True], ids=["post-norm", "pre-norm"])
+kinds = pytest.mark.parametrize("kind", ["encoder", "decoder"])
+PADDING = padding_mask([5, 3, 2], L)
+
+
+def pair(kind: str, norm_first: bool, num_layers: int = 2) -> tuple[Any, Any]:
+    """Our stack and torch.nn's, with the same random weights."""
+    made: list[Any] = []
+    for module in (nn, fnn):
+        layer = getattr(module, f"Transformer{kind.title()}Layer")(E, H, FF, norm_first=norm_first, **OPTIONS)
+        stack = getattr(module, f"Transformer{kind.title()}")
+        options = {"enable_nested_tensor": False} if kind == "encoder" else {}
+        made.append(stack(layer, num_layers, nn.LayerNorm(E, dtype=torch.float64), **options))
+    theirs, ours = randomised(made[0]), made[1]
+    ours.load_state_dict(theirs.state_dict())
+    return ours, theirs
+
+
+def doubled(module: nn.Module, args: Any, out: Any) -> Any:
+    """A forward hook."""
+    return (2 * out[0], *out[1:]) if isinstance(out, tuple) else 2 * out
+
+
+def patch_forward(module: nn.Module) -> None:
+    """As adapters do it: a forward of the instance."""
+    before = module.forward
+    module.forward = lambda *args, **kwargs: 2 * before(*args, **kwargs)
+
+
+def double_method(layer: Any, name: str) -> None:
+    before = getattr(layer, name)
+    setattr(layer, name, lambda *args, **kwargs: before(*args, **kwargs) * 2)
+
+
+def replace(name: str, make: Callable[[], nn.Module]) -> Callable[[Any], None]:
+    return lambda layer: setattr(layer, name, make())
+
+
+class Halved(nn.Module):
+    """No dropout, though it has its attribute (DropPath is like this)."""
+
+    p = 0.9
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x / 2
+
+
+class Adapter(nn.Module):
+    """An adapter around a linear."""
+
+    def __init__(self, linear: nn.Module) -> None:
+        super().__init__()
+        self.linear = linear
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) + x.sum(-1, keepdim=True)
+
+
+class Mixer(nn.Module):
+    """Something else in the place of an attention; it knows torch.nn's arguments."""
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> tuple[Tensor, None]:
+        assert set(options) == {"attn_mask", "key_padding_mask", "need_weights", "is_causal"}
+        return query.cumsum(1) + value.mean(1, keepdim=True), None
+
+
+class Tagged(nn.Parameter):
+    """A parameter that has a say in what is done with it."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = super().__torch_function__(func, types, args, kwargs or {})
+        name = getattr(func, "__name__", "")
+        return out * 3 if name in ("linear", "layer_norm") else out
+
+
+def tag(name: str) -> Callable[[Any], None]:
+    def surgery(layer: Any) -> None:
+        module = layer.get_submodule(name)
+        module.weight = Tagged(module.weight.detach().clone())
+
+    return surgery
+
+
+def half(weight: Tensor) -> Tensor:
+    return weight / 2
+
+
+class Half(nn.Module):
+    """A parametrization."""
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return half(weight)
+
+
+def adapt(layer: Any) -> None:
+    layer.linear1 = Adapter(layer.linear1)
+
+
+def hook(name: str) -> Callable[[Any], None]:
+    return lambda layer: layer.get_submodule(name).register_forward_hook(doubled)
+
+
+def own_forward(name: str) -> Callable[[Any], None]:
+    return lambda layer: patch_forward(layer.get_submodule(name))
+
+
+def pre_hook(name: str) -> Callable[[Any], None]:
+    return lambda layer: layer.get_submodule(name).register_forward_pre_hook(lambda module, args: (args[0].cumsum(-1),))
+
+
+def without_dropout(layer: Any) -> None:
+    for name in ("dropout", "dropout1", "dropout2"):
+        setattr(layer, name, nn.Identity())
+
+
+def activation(layer: Any) -> None:
+    layer.activation = nn.ReLU()
+    layer.activation.register_forward_hook(doubled)
+
+
+def parametrized(layer: Any) -> None:
+    parametrize.register_parametrization(layer.linear2, "weight", Half())
+    parametrize.register_parametrization(layer.norm2, "weight", Half())
+
+
+SURGERIES: dict[str, Callable[[Any], Any]] = {
+    **{
+        f"a hook on {name}": hook(name)
+        for name in ("norm1", "norm2", "dropout", "dropout1", "dropout2", "linear1", "linear2", "self_attn")
+    },
+    **{f"a pre-hook on {name}": pre_hook(name) for name in ("norm1", "norm2", "dropout2", "linear1")},
+    **{
+        f"a forward of {name}'s own": own_forward(name)
+        for name in ("norm1", "norm2", "dropout", "dropout1", "dropout2", "linear1", "linear2")
+    },
+    "a forward of the layer's own": patch_forward,
+    "an activation with a hook": activation,
+    "nn.LayerNorm": replace("norm1", lambda: nn.LayerNorm(E, dtype=torch.float64)),
+    "nn.LayerNorm without weight": replace("norm2", lambda: nn.LayerNorm(E, elementwise_affine=False)),
+    "nn.RMSNorm": replace("norm1", lambda: nn.RMSNorm(E, 1e-3, dtype=torch.float64)),
+    "nn.RMSNorm of its own eps": replace("norm2", lambda: nn.RMSNorm(E, dtype=torch.float64)),
+    "a norm of two dimensions": replace("norm2", lambda: nn.LayerNorm([L, E], dtype=torch.float64)),
+    "no norm": replace("norm1", nn.Identity),
+    "no dropout": without_dropout,
+    "a dropout that is none": replace("dropout1", Halved),
+    "a dropout inside that is none": replace("dropout", Halved),
+    "an adapter": adapt,
+    "another attention": replace("self_attn", Mixer),
+    "a parametrization": parametrized,
+    "pruning": lambda layer: [
+        prune.l1_unstructured(getattr(layer, name), "weight", 0.5) for name in ("linear1", "norm1")
+    ],
+    "a linear's parameter of a subclass": tag("linear1"),
+    "a norm's parameter of a subclass": tag("norm2"),
+}
+
+
+def run(stack: nn.Module, kind: str, x: Tensor, memory: Tensor, **options: Any) -> Tensor:
+    return stack(x, memory, **options) if kind == "decoder" else stack(x, **options)
+
+
+def assert_alike(ours: nn.Module, theirs: nn.Module, kind: str, **options: Any) -> Tensor:
+    """The same outputs and gradients."""
+    results: list[list[Tensor]] = []
+    data = torch.randn(N, L, E, dtype=torch.float64), torch.randn(N, S, E, dtype=torch.float64)
+    dy = torch.randn(N, L, E, dtype=torch.float64)
+    for stack in (ours, theirs):
+        x, memory = (each.clone().requires_grad_() for each in data)
+        out = run(stack, kind, x, memory, **options)
+        parameters = [p for _, p in sorted(stack.named_parameters())]
+        wanted = [x, *parameters] if kind == "encoder" else [x, memory, *parameters]
+        results.append([out, *torch.autograd.grad(out, wanted, dy, allow_unused=True)])
+    for place, (a, b) in enumerate(zip(*results, strict=True)):
+        if b is None or not b.any():
+            assert a is None or not a.any(), f"a gradient where there is none ({place})"
+        else:
+            assert_same(a, b, str(place))
+    return results[0][0]
+
+
+@both_orders
+@kinds
+@pytest.mark.parametrize("name", SURGERIES)
+def test_surgery_has_torch_nns_effect(name, kind, norm_first):
+    torch.manual_seed(5)
+    ours, theirs = pair(kind, norm_first)
+    x = torch.randn(N, L, E, dtype=torch.float64), torch.randn(N, S, E, dtype=torch.float64)
+    before = run(ours, kind, *x)
+    for stack in (ours, theirs):
+        torch.manual_seed(6)
+        SURGERIES[name](stack.layers[1])
+    assert_alike(ours, theirs, kind)
+    if "no dropout" not in name and name != "nn.LayerNorm without weight":
+        assert not torch.allclose(run(ours, kind, *x), before), "the surgery made no difference"
+
+
+@both_orders
+@kinds
+def test_hooks_see_what_torch_nns_see(kind, norm_first):
+    """Forward and backward hooks of every submodule are called as often, with the same tensors."""
+    torch.manual_seed(7)
+    ours, theirs = pair(kind, norm_first)
+    x, memory = torch.randn(N, L, E, dtype=torch.float64), torch.randn(N, S, E, dtype=torch.float64)
+    dy = torch.randn_like(x)
+    seen: list[dict[str, list[Tensor]]] = []
+    for stack in (ours, theirs):
+        found: dict[str, list[Tensor]] = {}
+
+        def keep(name: str, found: dict[str, list[Tensor]] = found) -> Callable[..., None]:
+            def note(module: nn.Module, inputs: Any, outputs: Any) -> None:
+                tensors = [inputs] if isinstance(inputs, Tensor) else [*inputs]
+                tensors += [outputs] if isinstance(outputs, Tensor) else [*outputs]
+                found.setdefault(name, []).extend(t.detach() for t in tensors if isinstance(t, Tensor))
+
+            return note
+
+        for name, module in stack.named_modules():
+            if name.endswith("out_proj") or not name:
+                continue  # torch.nn reads the weights of out_proj and doesn't call it
+            module.register_forward_hook(keep(f"{name} forward"))
+            if not name.endswith("attn"):
+                module.register_full_backward_hook(keep(f"{name} backward"))
+        run(stack, kind, x.clone().requires_grad_(), memory.clone().requires_grad_()).backward(dy)
+        seen.append(found)
+    assert seen[0].keys() == seen[1].keys() and len(seen[0]) > 20
+    for name, tensors in seen[1].items():
+        assert len(tensors) == len(seen[0][name]), name
+        for ours_seen, theirs_seen in zip(seen[0][name], tensors, strict=True):
+            assert_same(ours_seen, theirs_seen, name)
+
+
+@both_orders
+@kinds
+def test_global_hooks_are_called(kind, norm_first):
+    ours, theirs = pair(kind, norm_first)
+    x, memory = torch.randn(N, L, E, dtype=torch.float64), torch.randn(N, S, E, dtype=torch.float64)
+    calls: list[list[str]] = []
+    for stack in (ours, theirs):
+        names: list[str] = []
+        handle = nn.modules.module.register_module_forward_hook(
+            lambda module, args, out, names=names: names.append(type(module).__name__)
+        )
+        try:
+            run(stack, kind, x, memory)
+        finally:
+            handle.remove()
+        calls.append([name for name in names if "Linear" not in name or name == "Linear"])
+    ours_calls = [name.replace("AddLayerNorm", "LayerNorm") for name in calls[0]]
+    for kind_of_module in ("LayerNorm", "Dropout"):
+        assert ours_calls.count(kind_of_module) == calls[1].count(kind_of_module) > 0, kind_of_module
+
+
+@both_orders
+@kinds
+def test_the_blocks_are_seams(kind, norm_first):
+    """Subclasses override them; instances get them patched."""
+    blocks = ("_sa_block", "_ff_block", *(("_mha_block",) if kind == "decoder" else ()))
+    ours, theirs = pair(kind, norm_first)
+    for name in blocks:
+        changed = [copy.deepcopy(stack) for stack in (ours, theirs)]
+        for stack in changed:
+            layer = stack.layers[0]
+            made = type(layer)
+
+            def block(self: Any, *args: Any, made: type = made, name: str = name, **kwargs: Any) -> Tensor:
+                return getattr(made, name)(self, *args, **kwargs) * 2
+
+            layer.__class__ = type("Mine", (made,), {name: block})
+        first = assert_alike(changed[0], changed[1], kind)
+        patched = [copy.deepcopy(stack) for stack in (ours, theirs)]
+        for stack in patched:
+            double_method(stack.layers[0], name)
+        assert_alike(patched[0], patched[1], kind)
+        x = torch.randn(N, L, E, dtype=torch.float64), torch.randn(N, S, E, dtype=torch.float64)
+        assert first.shape == x[0].shape
+        assert not torch.allclose(run(ours, kind, *x), run(changed[0], kind, *x))
+
+
+@both_orders
+def test_a_pruned_final_norm_is_up_to_date(norm_first):
+    ours, theirs = pair("encoder", norm_first)
+    for stack in (ours, theirs):
+        prune.l1_unstructured(stack.norm, "weight", 0.5)
+        with torch.no_grad():
+            stack.norm.weight_orig.mul_(2)
+    assert_alike(ours, theirs, "encoder")
+
+
+@pytest.mark.parametrize("kind", ["encoder", "decoder"])
+@pytest.mark.parametrize("norm_first", [False, True])
+def test_autocast_keeps_torch_nns_dtypes(kind, norm_first):
+    """The residual stream of a post-norm layer, and what a stack returns, stay fp32."""
+    ours, theirs = pair(kind, norm_first)
+    ours, theirs = ours.float(), theirs.float()
+    x, memory = torch.randn(N, L, E), torch.randn(N, S, E)
+    exact = run(copy.deepcopy(theirs).double(), kind, x.double(), memory.double())
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        a, b = run(ours, kind, x, memory), run(theirs, kind, x, memory)
+    assert a.dtype == b.dtype == torch.float32
+    assert (a - exact).abs().max() <= 2 * (b - exact).abs().max()
+
+
+def test_what_is_plain():
+    linear = nn.Linear(2, 2)
+    assert is_plain(linear, nn.Linear) and not is_plain(linear, nn.Dropout) and not is_plain(None, nn.Linear)
+    assert not is_plain(nn.modules.linear.NonDynamicallyQuantizableLinear(2, 2), nn.Linear)
+    with mock.patch.object(nn.Linear, "forward", lambda self, x: x):
+        assert not is_plain(linear, nn.Linear)
+    for register in ("forward", "forward_pre", "full_backward", "full_backward_pre"):
+        handle = getattr(linear, f"register_{register}_hook")(lambda *args: None)
+        assert not is_plain(linear, nn.Linear), register
+        handle.remove()
+        assert is_plain(linear, nn.Linear)
+    handle = nn.modules.module.register_module_full_backward_hook(lambda *args: None)
+    assert not is_plain(linear, nn.Linear)
+    handle.remove()
+    dropping = fnn.AddLayerNorm(E, dropout=0.5)
+    assert norm_settings(dropping) is None and norm_settings(dropping.eval()) is not None
+    settings = norm_settings(nn.RMSNorm(E, 0.25))
+    assert settings is not None and settings.rms_norm and settings.eps == 0.25 and settings.bias is None

@@ -1,0 +1,269 @@
+"""Padding that a mask names is left out by the stacks: the same results at real tokens, zeros elsewhere."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fastformer.nn as fnn
+from fastformer.nn.padding import read_padding
+from fastformer.ops._library import record_backends
+from tests.nn.comparing import assert_same, banded, padding_mask, randomised
+
+pytestmark = pytest.mark.filterwarnings("ignore:enable_nested_tensor", "ignore:.*nested tensors is in prototype")
+
+N, L, S, E, H, FF = 4, 6, 5, 12, 3, 16
+DOUBLE = {"dtype": torch.float64}
+both_orders = pytest.mark.parametrize("norm_first", [False, True], ids=["post-norm", "pre-norm"])
+both_layouts = pytest.mark.parametrize("batch_first", [True, False], ids=["batch first", "seqlen first"])
+
+RIGHT = padding_mask([6, 3, 1, 4], L)
+LEFT = RIGHT.flip(1)
+HOLES = torch.tensor([[0, 1, 0, 0, 1, 0], [1, 0, 0, 1, 0, 1], [0, 0, 0, 0, 0, 0], [1, 1, 1, 0, 1, 1]]).bool()
+EMPTY = padding_mask([6, 0, 2, 4], L)
+MASKS = {
+    "right": RIGHT,
+    "left": LEFT,
+    "holes": HOLES,
+    "floating": torch.zeros(N, L, **DOUBLE).masked_fill(LEFT, float("-inf")),
+    "none": torch.zeros(N, L, dtype=torch.bool),
+}
+MEMORY = padding_mask([5, 2, 4, 1], S).flip(1)
+
+
+def as_bool(mask: Tensor) -> Tensor:
+    return mask if mask.dtype == torch.bool else mask < 0
+
+
+def tensor(seqlen: int, batch_first: bool) -> Tensor:
+    return torch.randn(*((N, seqlen) if batch_first else (seqlen, N)), E, **DOUBLE)
+
+
+def by_position(mask: Tensor, batch_first: bool) -> Tensor:
+    """True where a token is real, to multiply with a batch."""
+    real = ~as_bool(mask)[..., None]
+    return real if batch_first else real.transpose(0, 1)
+
+
+def encoders(norm_first: bool, batch_first: bool, **options: Any) -> tuple[Any, Any]:
+    args: dict[str, Any] = {"norm_first": norm_first, "batch_first": batch_first, "dropout": 0.0, **DOUBLE}
+    theirs = nn.TransformerEncoder(
+        nn.TransformerEncoderLayer(E, H, FF, **args), 2, nn.LayerNorm(E, **DOUBLE), enable_nested_tensor=False
+    )
+    ours = fnn.TransformerEncoder(
+        fnn.TransformerEncoderLayer(E, H, FF, **args, **options), 2, nn.LayerNorm(E, **DOUBLE)
+    )
+    ours.load_state_dict(randomised(theirs).state_dict())
+    return ours, theirs
+
+
+def decoders(norm_first: bool, batch_first: bool) -> tuple[Any, Any]:
+    args: dict[str, Any] = {"norm_first": norm_first, "batch_first": batch_first, "dropout": 0.0, **DOUBLE}
+    theirs = nn.TransformerDecoder(nn.TransformerDecoderLayer(E, H, FF, **args), 2)
+    ours = fnn.TransformerDecoder(fnn.TransformerDecoderLayer(E, H, FF, **args), 2)
+    ours.load_state_dict(randomised(theirs).state_dict())
+    return ours, theirs
+
+
+def assert_alike(
+    ours: Any, theirs: Any, data: tuple[Tensor, ...], real: Tensor, *, zeros: bool, **options: Any
+) -> None:
+    """The same at real tokens, all gradients too; zeros elsewhere in ours."""
+    dy = torch.randn_like(data[0]) * real
+    results = []
+    for module in (ours, theirs):
+        inputs = [x.clone().requires_grad_() for x in data]
+        out = module(*inputs, **options)
+        results.append([out, *torch.autograd.grad(out, [*inputs, *module.parameters()], dy)])
+    (out, *grads), (expected, *expected_grads) = results
+    assert_same(out * real, expected * real, "output")
+    if zeros:
+        assert not (out * ~real).any()
+    for place, (a, b) in enumerate(zip(grads, expected_grads, strict=True)):
+        assert_same(a, b, f"gradient {place}")
+
+
+def ran_packed(call: Any) -> bool:
+    """Whether attention ran on packed tokens."""
+    with record_backends() as ran:
+        call()
+    names = {name for name, _ in ran}
+    assert names & {"attention_fwd", "varlen_attention_fwd"}
+    return "varlen_attention_fwd" in names
+
+
+@both_orders
+@both_layouts
+@pytest.mark.parametrize("causal", [False, True], ids=["all", "causal"])
+@pytest.mark.parametrize("kind", MASKS)
+def test_an_encoder_leaves_padding_out(kind, causal, batch_first, norm_first):
+    torch.manual_seed(1)
+    if kind in ("left", "holes", "floating") and causal:
+        # torch.nn's causal rows that see nothing are NaN there; ours are compared with tokens moved together.
+        return check_moved_together(kind, batch_first, norm_first)
+    ours, theirs = encoders(norm_first, batch_first)
+    mask = banded(L, None, 0) if causal else None
+    real = by_position(MASKS[kind], batch_first)
+    options = {"mask": mask, "src_key_padding_mask": MASKS[kind]}
+    has_padding = kind != "none"
+    assert ran_packed(lambda: ours(tensor(L, batch_first), **options)) == has_padding
+    assert_alike(ours, theirs, (tensor(L, batch_first),), real, zeros=has_padding, **options)
+    ours.eval(), theirs.eval()
+    x = tensor(L, batch_first)
+    assert_same(ours(x, **options) * real, theirs(x, **options) * real, "evaluation")
+
+
+def check_moved_together(kind: str, batch_first: bool, norm_first: bool) -> None:
+    ours, theirs = encoders(norm_first, True)
+    keep = ~as_bool(MASKS[kind])
+    x = tensor(L, True)
+    out = ours(x, mask=banded(L, None, 0), src_key_padding_mask=MASKS[kind])
+    for row, (sequence, real) in enumerate(zip(x, keep, strict=True)):
+        alone = theirs(sequence[real][None], mask=banded(int(real.sum()), None, 0))[0]
+        assert_same(out[row][real], alone, f"row {row}")
+        assert not out[row][~real].any()
+
+
+@both_orders
+@both_layouts
+@pytest.mark.parametrize("which", ["both", "target", "memory"])
+def test_a_decoder_leaves_padding_out(which, batch_first, norm_first):
+    torch.manual_seed(2)
+    ours, theirs = decoders(norm_first, batch_first)
+    options = {
+        "tgt_mask": banded(L, None, 0),
+        "tgt_key_padding_mask": None if which == "memory" else RIGHT,
+        "memory_key_padding_mask": None if which == "target" else MEMORY,
+    }
+    real = by_position(torch.zeros(N, L, dtype=torch.bool) if which == "memory" else RIGHT, batch_first)
+    data = (tensor(L, batch_first), tensor(S, batch_first))
+    assert ran_packed(lambda: ours(*data, **options))
+    assert_alike(ours, theirs, data, real, zeros=True, **options)
+
+
+def test_a_whole_transformer():
+    args: dict[str, Any] = {"batch_first": True, "dropout": 0.0, **DOUBLE}
+    ours, theirs = (module.Transformer(E, H, 2, 2, FF, **args) for module in (fnn, nn))
+    ours.load_state_dict(randomised(theirs).state_dict())
+    options = {
+        "tgt_mask": nn.Transformer.generate_square_subsequent_mask(L, dtype=torch.float64),
+        "src_key_padding_mask": MEMORY, "tgt_key_padding_mask": RIGHT.double().masked_fill(RIGHT, float("-inf")),
+        "memory_key_padding_mask": MEMORY,
+    }  # fmt: skip
+    x, y = tensor(S, True), tensor(L, True)
+    real = by_position(RIGHT, True)
+    assert_same(ours(x, y, **options) * real, theirs(x, y, **options) * real, "output")
+
+
+def test_a_sequence_of_padding_alone_gives_zeros():
+    ours, theirs = encoders(True, True)
+    x = tensor(L, True).requires_grad_()
+    out = ours(x, src_key_padding_mask=EMPTY)
+    assert not out[1].any()
+    expected = theirs(x[:1], src_key_padding_mask=EMPTY[:1])
+    assert_same(out[:1], expected, "its neighbour")
+    (dx,) = torch.autograd.grad(out.sum(), x)
+    assert torch.isfinite(dx).all() and not dx[1].any()
+
+
+def test_what_is_not_packed():
+    """Where a mask says more, or somebody would see packed tokens, the batch stays as it is, with the same results."""
+    torch.manual_seed(3)
+    ours, theirs = encoders(True, True)
+    x, options = tensor(L, True), {"src_key_padding_mask": RIGHT}
+    real = by_position(RIGHT, True)
+    band = banded(L, 2, 2)
+    assert not ran_packed(lambda: ours(x, mask=band, **options))
+    assert_alike(ours, theirs, (x,), real, zeros=False, mask=band, **options)
+    # torch.nn reads a mask that is called causal where there is padding.
+    assert not ran_packed(lambda: ours(x, mask=band, is_causal=True, **options))
+    assert_alike(ours, theirs, (x,), real, zeros=False, mask=band, is_causal=True, **options)
+    penalty = {"src_key_padding_mask": torch.where(RIGHT, -3.0, 0.0).double()}
+    assert not ran_packed(lambda: ours(x, **penalty))
+    assert_alike(ours, theirs, (x,), real, zeros=False, **penalty)
+    shapes = []
+    handle = ours.layers[1].linear1.register_forward_pre_hook(lambda module, args: shapes.append(args[0].shape))
+    assert not ran_packed(lambda: ours(x, **options)) and shapes == [(N, L, E)]
+    handle.remove()
+    assert ran_packed(lambda: ours(x, **options))
+    ours.layers[0].self_attn.forward = ours.layers[0].self_attn.forward
+    assert not ran_packed(lambda: ours(x, **options))
+    assert_alike(ours, theirs, (x,), real, zeros=False, **options)
+
+
+def test_windows_count_positions():
+    """A window is measured in positions: tokens that padding holds apart are not moved together."""
+    ours, _ = encoders(True, True, window_size=(1, 1))
+    x = tensor(L, True)
+    assert ran_packed(lambda: ours(x, src_key_padding_mask=LEFT))
+    assert not ran_packed(lambda: ours(x, src_key_padding_mask=HOLES))
+    out = ours(x, src_key_padding_mask=LEFT)
+    for row, (sequence, padding) in enumerate(zip(x, LEFT, strict=True)):
+        assert_same(out[row][~padding], ours(sequence[~padding][None])[0], f"row {row}")
+
+
+def test_dropout_is_on_in_training_alone():
+    layer = fnn.TransformerEncoderLayer(E, H, FF, 0.5, batch_first=True, norm_first=True, **DOUBLE)
+    stack = randomised(fnn.TransformerEncoder(layer, 2))
+    x, options = tensor(L, True), {"src_key_padding_mask": RIGHT}
+    assert not torch.equal(stack(x, **options), stack(x, **options))
+    stack.eval()
+    assert torch.equal(stack(x, **options), stack(x, **options))
+
+
+def test_checkpointing_and_packing():
+    ours, _ = encoders(True, True)
+    x, options = tensor(L, True), {"src_key_padding_mask": RIGHT}
+    expected = torch.autograd.grad(ours(x, **options).sum(), [*ours.parameters()])
+    ours.gradient_checkpointing = True
+    for a, b in zip(torch.autograd.grad(ours(x, **options).sum(), [*ours.parameters()]), expected, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_mask_of_another_length_is_no_causal_mask():
+    ours, theirs = encoders(True, True)
+    for module in (ours, theirs):
+        with pytest.raises((ValueError, RuntimeError)):
+            module(tensor(L, True), mask=banded(L + 1, None, 0))
+
+
+def test_compiled_and_vmapped_calls_keep_their_shapes():
+    ours, _ = encoders(True, True)
+    x = tensor(L, True)
+    expected = ours(x, src_key_padding_mask=RIGHT)
+    real = by_position(RIGHT, True)
+    compiled = torch.compile(ours, backend="eager", fullgraph=True)
+    assert_same(compiled(x, src_key_padding_mask=RIGHT) * real, expected * real, "compiled")
+
+
+@pytest.mark.parametrize("layout", [torch.jagged, torch.strided], ids=["jagged", "strided"])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_nested_tensors_are_packed_already(layout, is_causal):
+    ours, _ = encoders(True, True)
+    rows = [torch.randn(n, E, **DOUBLE) for n in (3, 1, 6)]
+    nested = torch.nested.as_nested_tensor(rows, layout=layout)
+    out = ours(nested, is_causal=is_causal)
+    assert out.is_nested and out.layout == layout
+    for row, alone in zip(out.unbind(), rows, strict=True):
+        assert_same(row, ours(alone[None], is_causal=is_causal)[0], "a sequence")
+    with pytest.raises(ValueError, match="nested"):
+        ours(nested, src_key_padding_mask=RIGHT)
+
+
+@both_layouts
+def test_read_padding(batch_first):
+    x = tensor(L, batch_first)
+    padding = read_padding(x, HOLES, batch_first)
+    assert padding is not None and not padding.is_contiguous and not padding.is_none
+    assert padding.layout.seqlens.tolist() == [4, 3, 6, 1] and padding.layout.max_seqlen == 6
+    rows = x if batch_first else x.transpose(0, 1)
+    assert torch.equal(padding.pack(x), rows[~HOLES])
+    assert torch.equal(padding.unpack(padding.pack(x)), x * by_position(HOLES, batch_first))
+    for mask, is_contiguous in ((LEFT, True), (RIGHT, True), (EMPTY, True), (None, True)):
+        found = read_padding(x, mask, batch_first)
+        assert found is not None and found.is_contiguous == is_contiguous and found.is_none == (mask is None)
+    assert read_padding(x, RIGHT[:, :-1], batch_first) is None
+    assert read_padding(x, torch.full((N, L), -1.0), batch_first) is None
