@@ -324,3 +324,18 @@ def test_dropout_acts_in_training_alone(packed):
     run = lambda m: m(x, x, x, need_weights=False, layout=layout)[0]  # noqa: E731
     assert_same(run(module), module.out_proj.bias.expand_as(x), "training")
     assert_same(run(module.eval()), run(plain), "evaluation")
+
+
+@pytest.mark.parametrize("average", [True, False])
+def test_a_learned_mask_learns_from_the_weights(average):
+    theirs = randomised(nn.MultiheadAttention(E, H, batch_first=True, **DOUBLE))
+    ours = fnn.MultiheadAttention(E, H, batch_first=True, **DOUBLE)
+    ours.load_state_dict(theirs.state_dict())
+    x = torch.randn(N, L, E, **DOUBLE)
+    for shape in ((L, L), (N * H, L, L)):
+        learned = torch.randn(shape, **DOUBLE).requires_grad_()
+        grads = []
+        for module in (ours, theirs):
+            weights = module(x, x, x, attn_mask=learned, average_attn_weights=average)[1]
+            grads.append(torch.autograd.grad((weights * torch.arange(L)).square().sum(), learned)[0])
+        assert_same(*grads, "the mask's gradient")

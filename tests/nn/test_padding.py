@@ -267,3 +267,14 @@ def test_read_padding(batch_first):
         assert found is not None and found.is_contiguous == is_contiguous and found.is_none == (mask is None)
     assert read_padding(x, RIGHT[:, :-1], batch_first) is None
     assert read_padding(x, torch.full((N, L), -1.0), batch_first) is None
+
+
+def test_a_memory_mask_is_read():
+    ours, theirs = decoders(True, True)
+    options = {"tgt_key_padding_mask": RIGHT, "memory_mask": banded(max(L, S), 2, 2)[:L, :S]}
+    data = (tensor(L, True), tensor(S, True))
+    assert not ran_packed(lambda: ours(*data, **options))
+    assert_alike(ours, theirs, data, by_position(RIGHT, True), zeros=False, **options)
+    hinted = {**options, "memory_mask": banded(max(L, S), None, 0)[:L, :S], "memory_is_causal": True}
+    assert not ran_packed(lambda: ours(*data, **hinted))
+    assert_alike(ours, theirs, data, by_position(RIGHT, True), zeros=False, **hinted)
