@@ -93,6 +93,16 @@ def moved(shape: Shape, mode: str, itemsize: int) -> float:
     return tensor * {"fwd": 4, "bwd": 8, "fwdbwd": 12}[mode]
 
 
+LARGEST_CHECKED = 2**28  # scores: 2 GiB in fp64, of which the materialised softmax and its gradient hold several
+
+
+def checked(shape: Shape) -> Shape:
+    """The same sequences and options, of fewer heads and then of one sequence where all would be too many."""
+    planes = max(1, LARGEST_CHECKED // shape["seqlen"] ** 2)
+    heads = min(shape["heads"], planes)
+    return {**shape, "heads": heads, "batch": min(shape["batch"], planes // heads)}
+
+
 def _shapes(
     *sizes: tuple[int, int, int, int], causal: tuple[bool, ...] = (True, False), dropout_p: float = 0.0
 ) -> list[dict[str, Any]]:
@@ -144,5 +154,6 @@ BENCHMARKS = [
         moved=moved,
         only_on=dict.fromkeys(CUDA_ONLY, "cuda"),
         compiled=("flex",),
+        checked=checked,
     )
 ]

@@ -36,6 +36,7 @@ class Benchmark:
         agreement: provider -> the share of its integers that have to be the baseline's; all of them where nothing is
             said.
         compiled: the providers that torch.compile makes, which have to prove that they were compiled.
+        checked: (shape) -> the shape at which it is checked, where the baseline in fp64 would take too much memory.
     """
 
     name: str
@@ -52,6 +53,7 @@ class Benchmark:
     only_on: Mapping[str, str] = field(default_factory=dict)
     agreement: Mapping[str, float] = field(default_factory=dict)
     compiled: tuple[str, ...] = ()
+    checked: Callable[[Shape], Shape] = lambda shape: shape
 
     @property
     def ours(self) -> str:

@@ -4,7 +4,8 @@
 
 Each step writes one JSON line to FILE (default DIR/gpu_day.jsonl) as it ends. A run stops before a step once its
 minutes are spent and is simply called again: steps that FILE has are skipped. A step that fails is a line too, and the
-others go on. Exit status: 0 all steps done and right, 3 steps are left (call again), 1 all done and something failed.
+others go on; where it left the device unusable (an illegal address) or hangs, they go on in the next call. Exit status:
+0 all steps done and right, 3 steps are left (call again), 1 all done and something failed.
 
 What is timed are the runner's cases (`benchmarks.run`): checked against fp64 first, rivals interleaved, the L2 cache
 flushed before every turn; their rows go to DIR/cuda.jsonl. Reads nothing outside the checkout.
@@ -19,6 +20,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -32,8 +34,11 @@ from benchmarks.timing import time_interleaved
 
 ROOT = Path(__file__).parents[1]
 Result = dict[str, Any]
-SHARDS = min(8, os.cpu_count() or 1)
+SHARDS = min(14, os.cpu_count() or 1)
 
+# What the steps may take in all by their estimates: a machine is lent for 45 minutes, and starting it and installing
+# takes its share. A run of this program is cut at 10 minutes, so that a chunk has 9.
+LEASE, CHUNK = 40 * 60, 9 * 60
 
 # The files whose tests a step runs: first what only a GPU can show, in sizes of many tiles, then each op's own.
 TESTS = {
@@ -44,7 +49,14 @@ TESTS = {
         for stem in ("add_layer_norm", "feed_forward", "linear_cross_entropy", "embedding", "rotary")
     },
 }
-OTHER_TESTS = "tests/kernels/test_attention.py tests/kernels/test_dropout.py tests/kernels/test_nonfinite.py tests/ops"
+# The rest, in which each file of tests/ops and tests/kernels comes that no other step has.
+_NAMED = {path for files in TESTS.values() for path in files.split()}
+OTHER_TESTS = " ".join(
+    path
+    for folder in ("tests/kernels", "tests/ops")
+    for path in sorted(f"{folder}/{file.name}" for file in (ROOT / folder).glob("test_*.py"))
+    if path not in _NAMED
+)
 
 
 class Step(NamedTuple):
@@ -127,7 +139,7 @@ def tune_attention(shape: dict[str, Any], kernel: str) -> Callable[[], Result]:
 
         size = tuple(shape[name] for name in ("batch", "seqlen", "heads", "head_dim"))
         q, k, v, dout = (torch.randn(size, device="cuda", dtype=torch.bfloat16) for _ in range(4))
-        seed = torch.tensor([1, 2], device="cuda") if shape["dropout_p"] else None
+        seed = torch.arange(1, 3, device="cuda") if shape["dropout_p"] else None
         window_right = 0 if shape["causal"] else None
         scale = shape["head_dim"] ** -0.5
         problem = kernels.describe_dense(q, k, None, scale, None, window_right, shape["dropout_p"], seed)
@@ -144,11 +156,13 @@ def tune_attention(shape: dict[str, Any], kernel: str) -> Callable[[], Result]:
             return 1e3 * time_interleaved({"it": function}, rounds=8, device="cuda")["it"].p50
 
         candidates = [
-            configs.Config(block_m, block_n, warps, stages)
-            for block_m in ((16, 32, 64) if is_backward else (64, 128))
-            for block_n in ((64, 128) if is_backward else (32, 64, 128))
+            configs.Config(block_m, block_n, warps, stages, maxnreg=most)
+            for block_m in ((32, 64) if is_backward else (64, 128))
+            for block_n in (64, 128)
             for warps in (4, 8)
             for stages in (2, 3)
+            # 128 registers a thread: two programs of eight warps an SM.
+            for most in ((None, 128) if warps == 8 and not is_backward else (None,))
         ]
         timed, failed = _tuning.tune(kernel, call, candidates, launch, milliseconds)
         fastest = [{"config": list(config), "milliseconds": value} for value, config in timed[:6]]
@@ -157,27 +171,53 @@ def tune_attention(shape: dict[str, Any], kernel: str) -> Callable[[], Result]:
     return run
 
 
+def shapes_of(op: str) -> list[dict[str, Any]]:
+    """Those of the runner's shapes that a day has time for."""
+    chosen: dict[str, Callable[[dict[str, Any]], bool]] = {
+        "attention": lambda shape: shape["seqlen"] != 128 and (shape["causal"] or shape["seqlen"] >= 2048),
+        "add_layer_norm": lambda shape: shape["dropout_p"] > 0 or shape["rows"] > 2048,
+        "feed_forward": lambda shape: shape["dropout_p"] > 0,
+        "embedding": lambda shape: shape["dropout_p"] > 0,
+        "rotary": lambda shape: shape["head_dim"] == 64,
+    }
+    return [shape for shape in benchmarks()[op].shapes["cuda"] if op not in chosen or chosen[op](shape)]
+
+
 def steps(out: Path) -> Iterator[Step]:
-    """The day, most important first. Rows of the runner go to OUT/cuda.jsonl."""
+    """The day, most important first. Rows of the runner go to OUT/cuda.jsonl.
+
+    A new step is `yield Step("time a_new_thing", function, seconds)` at the place that its weight gives it, where
+    `function()` returns {"ok": whether it is right, ...}. Tests add the seconds up: they must stay within LEASE.
+    """
     results = out / "cuda.jsonl"
     yield Step("environment", lambda: record.environment("cuda") | {"ok": True}, 5)
-    yield Step("tests attention", tests(TESTS["attention"], out / "tests_attention.log", 480), 240)
-    shapes = benchmarks()["attention"].shapes["cuda"]
-    for shape in shapes:
+
+    # Attention: right, and how fast beside its rivals.
+    yield Step("tests attention", tests(TESTS["attention"], out / "tests_attention.log", 480), 200)
+    for shape in shapes_of("attention"):
         yield Step(f"time attention {name_of(shape)}", time_op("attention", shape, results), 30)
+
+    # The other ops.
     for stem in list(TESTS)[1:]:
-        yield Step(f"tests {stem}", tests(TESTS[stem], out / f"tests_{stem}.log", 480), 120)
-    for op in ("linear_cross_entropy", "add_layer_norm", "feed_forward", "embedding", "decoding"):
-        for shape in benchmarks()[op].shapes["cuda"]:
-            yield Step(f"time {op} {name_of(shape)}", time_op(op, shape, results), 20)
-    for shape in shapes:
-        if shape["causal"] and shape["seqlen"] in (256, 2048):
+        yield Step(f"tests {stem}", tests(TESTS[stem], out / f"tests_{stem}.log", 240), 40)
+    for op in ("linear_cross_entropy", "add_layer_norm", "feed_forward", "embedding", "rotary"):
+        for shape in shapes_of(op):
+            yield Step(f"time {op} {name_of(shape)}", time_op(op, shape, results), 15)
+
+    # Whole models: decoding, training.
+    for shape in shapes_of("decoding"):
+        yield Step(f"time decoding {name_of(shape)}", time_op("decoding", shape, results), 20)
+
+    # Other tiles, and what they bring.
+    for shape in shapes_of("attention"):
+        if shape["causal"] and shape["seqlen"] == 2048 and (shape["head_dim"] == 64 or not shape["dropout_p"]):
             for kernel in ("attention_fwd", "attention_bwd"):
-                yield Step(f"tune {kernel} {name_of(shape)}", tune_attention(shape, kernel), 90)
+                yield Step(f"tune {kernel} {name_of(shape)}", tune_attention(shape, kernel), 60)
             # With the tiles that the tuning found: OUT/tuning.json, which main() makes the tuning file.
             step = time_op("attention", shape, out / "cuda_tuned.jsonl")
             yield Step(f"time tuned attention {name_of(shape)}", step, 30)
-    yield Step("tests others", tests(OTHER_TESTS, out / "tests_others.log", 480), 300)
+
+    yield Step("tests others", tests(OTHER_TESTS, out / "tests_others.log", 480), 240)
 
 
 def name_of(shape: dict[str, Any]) -> str:
@@ -185,8 +225,21 @@ def name_of(shape: dict[str, Any]) -> str:
     return " ".join(f"{name}={value}" for name, value in shape.items())
 
 
-def work_through(todo: list[Step], resume: Path, minutes: float, clock: Callable[[], float] = time.monotonic) -> int:
-    """Runs the steps that `resume` lacks until the minutes are spent; the exit status (see the module's docstring)."""
+def work_through(
+    todo: list[Step],
+    resume: Path,
+    minutes: float,
+    clock: Callable[[], float] = time.monotonic,
+    settle: Callable[[], object] = lambda: None,
+) -> int:
+    """Runs the steps that `resume` lacks until the minutes are spent.
+
+    Args:
+        settle: waits for the device, and raises what has gone wrong on it: in the step that caused it, not the next.
+
+    Returns:
+        The exit status (see the module's docstring).
+    """
     start = clock()
     lines = [json.loads(line) for line in resume.read_text().splitlines()] if resume.exists() else []
     done = {line["key"]: line["ok"] for line in lines}
@@ -198,20 +251,53 @@ def work_through(todo: list[Step], resume: Path, minutes: float, clock: Callable
         if ran and (clock() - start + step.seconds) / 60 > minutes:
             break
         ran += 1
-        began = clock()
+        began, lost = clock(), False
+        watchdog = threading.Timer(limit_of(step), give_up, (step, resume))
+        watchdog.daemon = True
+        watchdog.start()
         try:
             result = step.run()
+            settle()
         except Exception as error:  # one failed step must not lose the others
             result = {"ok": False, "error": f"{type(error).__name__}: {str(error)[:1000]}"}
+            lost = not _usable(settle)
+        watchdog.cancel()
         line = {"key": step.key, "seconds": round(clock() - began, 1), **result}
-        with resume.open("a") as file:
-            file.write(json.dumps(line) + "\n")
+        _write(resume, line)
         done[step.key] = bool(line["ok"])
         print(json.dumps(line), flush=True)
+        if lost:
+            print("the device answers nothing more in this process: call again", flush=True)
+            break
     left = [step.key for step in todo if step.key not in done]
     failed = [key for key, ok in done.items() if not ok]
     print(f"{len(done)} steps done, {len(failed)} failed {failed}, {len(left)} left", flush=True)
     return 3 if left else 1 if failed else 0
+
+
+def limit_of(step: Step) -> float:
+    """The seconds after which a step counts as hanging: many times its estimate, but no more than a chunk."""
+    return min(CHUNK, max(300.0, 4 * step.seconds))
+
+
+def give_up(step: Step, resume: Path) -> None:
+    """Ends the process, whose main thread waits for a kernel that never ends; the next call skips the step."""
+    error = f"took longer than {limit_of(step):.0f} s: the process was ended"
+    _write(resume, {"key": step.key, "seconds": limit_of(step), "ok": False, "error": error})
+    os._exit(3)
+
+
+def _write(resume: Path, line: Result) -> None:
+    with resume.open("a") as file:
+        file.write(json.dumps(line) + "\n")
+
+
+def _usable(settle: Callable[[], object]) -> bool:
+    try:
+        settle()
+    except Exception:  # an error of the device stays with the process
+        return False
+    return True
 
 
 def main() -> int:
@@ -225,7 +311,7 @@ def main() -> int:
     args.out.mkdir(parents=True, exist_ok=True)
     os.environ["FASTFORMER_TUNING_FILE"] = str(args.out.absolute() / "tuning.json")
     resume = args.resume or args.out / "gpu_day.jsonl"
-    return work_through(list(steps(args.out)), resume, args.minutes)
+    return work_through(list(steps(args.out)), resume, args.minutes, settle=torch.cuda.synchronize)
 
 
 if __name__ == "__main__":

@@ -138,11 +138,12 @@ def _check(
     device: str,
     outcome: Outcome,
 ) -> None:
-    """Names the providers that are wrong: an error against fp64 of over 3x the baseline's and 2 ulp.
+    """Names the providers that are wrong at the benchmark's shape to check: error over 3x the baseline's and 2 ulp.
 
     Integer results, such as tokens, have to be equal, but for what the benchmark's `agreement` allows. With dropout the
     oracle is our reference backend, which draws the same mask, and ours alone is checked.
     """
+    shape = dict(benchmark.checked(shape))
     ours = providers[benchmark.ours]
     oracle, backend = providers[benchmark.baseline], None
     if shape.get("dropout_p"):

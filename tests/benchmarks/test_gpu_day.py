@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
+import subprocess
 import sys
 import time
 from functools import partial
@@ -12,7 +14,19 @@ from types import SimpleNamespace
 
 import pytest
 
-from benchmarks.gpu_day import OTHER_TESTS, ROOT, TESTS, Step, run_side_by_side, steps, work_through
+from benchmarks.gpu_day import (
+    CHUNK,
+    LEASE,
+    OTHER_TESTS,
+    ROOT,
+    TESTS,
+    Step,
+    limit_of,
+    run_side_by_side,
+    shapes_of,
+    steps,
+    work_through,
+)
 from benchmarks.run import benchmarks
 from tests import conftest
 
@@ -51,11 +65,107 @@ def test_chunks_resume_and_go_on_after_a_failure(tmp_path: Path) -> None:
     assert lines[2]["ok"] is False and "broken" in lines[2]["error"]
 
 
-def test_steps_fit_a_chunk_and_have_keys_of_their_own(tmp_path: Path) -> None:
+def test_a_lost_device_ends_the_process_and_not_the_day(tmp_path: Path) -> None:
+    """What failed on the device is told in its step, and what comes after it in the next call."""
+    lost, ran = [False], []
+
+    def settle() -> None:
+        if lost[0]:
+            raise RuntimeError("an illegal memory access was encountered")
+
+    def faults() -> dict:
+        lost[0] = True
+        return {"ok": True}  # the kernel was launched: nobody knows yet
+
+    def follows() -> dict:
+        ran.append("after")
+        return {"ok": True}
+
+    todo = [Step("faults", faults), Step("after", follows)]
+    file = tmp_path / "day.jsonl"
+    assert work_through(todo, file, 9, settle=settle) == 3 and not ran
+    (line,) = map(json.loads, file.read_text().splitlines())
+    assert line["ok"] is False and "illegal memory access" in line["error"]
+    lost[0] = False  # another process
+    assert work_through(todo, file, 9, settle=settle) == 1 and ran == ["after"]
+
+
+def test_a_step_that_hangs_is_given_up(tmp_path: Path) -> None:
+    """By ending the process: nothing else ends a wait for the device. The next call goes on behind it."""
+    file = tmp_path / "day.jsonl"
+    code = (
+        "import time; from pathlib import Path; from benchmarks import gpu_day\n"
+        "gpu_day.limit_of = lambda step: 0.2\n"
+        "steps = [gpu_day.Step('hangs', lambda: time.sleep(60)), gpu_day.Step('after', lambda: {'ok': True})]\n"
+        f"raise SystemExit(gpu_day.work_through(steps, Path({str(file)!r}), 9))"
+    )
+    for status, keys in ((3, ["hangs"]), (1, ["hangs", "after"])):
+        began = time.monotonic()
+        done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+        assert done.returncode == status, done.stderr
+        assert time.monotonic() - began < 50
+        lines = [json.loads(line) for line in file.read_text().splitlines()]
+        assert [line["key"] for line in lines] == keys
+    assert lines[0]["ok"] is False and "took longer than 0 s" in lines[0]["error"]
+    assert limit_of(Step("short", dict, 5)) == 300 and limit_of(Step("long", dict, 200)) == CHUNK
+
+
+def test_steps_fit_the_lease_and_have_keys_of_their_own(tmp_path: Path) -> None:
+    """By their estimates: all of them in the time that a machine is lent for, each in a chunk."""
     day = list(steps(tmp_path))
     assert len({step.key for step in day}) == len(day)
-    assert all(step.seconds <= 9 * 60 for step in day)
+    assert all(step.seconds <= CHUNK for step in day)
+    assert sum(step.seconds for step in day) <= LEASE
     assert [step.key for step in day[:2]] == ["environment", "tests attention"]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="no triton")
+def test_the_day_runs_to_its_end_on_a_stub(tmp_path: Path) -> None:
+    """Every step once, all of them right, in calls of nine minutes; what is launched is launched, on fake tensors."""
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    command = [sys.executable, str(ROOT / "tests" / "benchmarks" / "stub_device.py"), str(tmp_path)]
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), environment.get("PYTHONPATH")]))
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    stub = json.loads(done.stdout.splitlines()[-1])
+    lines = [json.loads(line) for line in (tmp_path / "gpu_day.jsonl").read_text().splitlines()]
+    assert [line for line in lines if not line["ok"]] == []
+    assert [line["key"] for line in lines] == [step.key for step in steps(tmp_path)]
+    counts = stub["counts"]
+    assert counts["steps"] == counts["waits for the device"] == len(lines)
+    assert stub["seconds"] == sum(step.seconds for step in steps(tmp_path)) <= LEASE
+    assert stub["statuses"] == [3] * (len(stub["statuses"]) - 1) + [0] and len(stub["statuses"]) <= 5
+    # Each mode of each shape, and the tuned ones again.
+    tuned = sum(line["key"].startswith("time tuned") for line in lines)
+    for op in ("attention", "add_layer_norm", "feed_forward", "linear_cross_entropy", "embedding", "rotary"):
+        times = len(shapes_of(op)) + (tuned if op == "attention" else 0)
+        assert counts[f"cases of {op}"] == len(benchmarks()[op].modes) * times > 0
+    rows = (tmp_path / "cuda.jsonl").read_text() + (tmp_path / "cuda_tuned.jsonl").read_text()
+    assert len(rows.splitlines()) == sum(count for name, count in counts.items() if name.startswith("cases of"))
+    # Tuning: all candidates launch, and the fastest (the stub's last) is in the file that later calls read.
+    found = [line for line in lines if line["key"].startswith("tune ")]
+    assert found and all(not line["failed"] for line in found)
+    table = json.loads((tmp_path / "tuning.json").read_text())
+    assert sum(map(len, table.values())) == len(found)
+    for line in found:
+        assert line["fastest"][0]["config"] in table[line["key"].split()[1]].values()
+
+
+def test_every_file_of_tests_of_kernels_and_ops_is_in_one_step() -> None:
+    named = [path for files in (*TESTS.values(), OTHER_TESTS) for path in files.split()]
+    folders = (ROOT / "tests" / "kernels", ROOT / "tests" / "ops")
+    there = [str(path.relative_to(ROOT)) for folder in folders for path in folder.glob("test_*.py")]
+    assert sorted(named) == sorted(there)
+
+
+def test_what_is_checked_of_attention_fits_a_device() -> None:
+    """The timed shapes, but for batch and heads, which no kernel's tile depends on: scores of 2 GiB in fp64."""
+    attention = benchmarks()["attention"]
+    for shape in attention.shapes["cuda"]:
+        small = attention.checked(shape)
+        assert small["batch"] * small["heads"] * shape["seqlen"] ** 2 * 8 <= 2**31
+        assert small["batch"] * small["heads"] >= min(shape["batch"] * shape["heads"], 4)
+        assert {**small, "batch": 0, "heads": 0} == {**shape, "batch": 0, "heads": 0}
 
 
 def test_flops_of_the_published_charts() -> None:

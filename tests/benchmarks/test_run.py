@@ -50,6 +50,22 @@ TOY = Benchmark(
 )
 
 
+def test_a_case_may_be_checked_at_a_smaller_shape_than_it_is_timed_at() -> None:
+    """What is wrong there is wrong, and no call of the timed shape is in fp64."""
+    rows: dict[torch.dtype, set[int]] = {}
+
+    def noted(x: Inputs, shape: Shape) -> torch.Tensor:
+        rows.setdefault(x["x"].dtype, set()).add(shape["rows"])
+        return x["x"] ** 2
+
+    small = dataclasses.replace(
+        TOY, checked=lambda shape: {**shape, "rows": 3}, providers={"fastformer": square, "power": noted}
+    )
+    outcome = run(small)
+    assert [row["provider"] for row in outcome.rows] == ["fastformer", "power"] and outcome.rows[0]["shape"] == SHAPE
+    assert rows == {torch.float64: {3}, torch.float32: {3, SHAPE["rows"]}}
+
+
 def run(benchmark: Benchmark, mode: str = "fwdbwd"):
     return run_case(benchmark, SHAPE, mode, torch.float32, "cpu", rounds=3)
 

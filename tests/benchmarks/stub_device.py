@@ -1,0 +1,94 @@
+"""A GPU day on a device that is none: `python tests/benchmarks/stub_device.py OUT` runs `gpu_day` to its end.
+
+Time is the steps' own estimates. Tests, cases and launches are counted in place of being run; the launchers themselves
+run, on fake CUDA tensors. So it is a process of its own, in which Triton compiles and does not interpret. Prints JSON:
+the exit status of each call of the program and what was counted.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from benchmarks import gpu_day
+from benchmarks.compile_report import recorded
+from benchmarks.run import Outcome
+from benchmarks.timing import Timing
+
+
+class StubDevice:
+    """What the steps ask for, counted."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.counts: Counter[str] = Counter()
+        self.tests: list[str] = []
+
+    def synchronize(self) -> None:
+        self.counts["waits for the device"] += 1
+
+    def run_side_by_side(self, commands: list[tuple[list[str], dict[str, str], Path]], limit: float) -> dict[str, Any]:
+        shards = {environment["FASTFORMER_TEST_SHARD"] for _, environment, _ in commands}
+        assert shards == {f"{index}/{len(commands)}" for index in range(len(commands))}
+        assert 0 < limit <= gpu_day.CHUNK
+        self.counts["test runs"] += 1
+        self.tests += [argument for argument in commands[0][0] if argument.startswith("tests/")]
+        return {"ok": True, "failed": [], "tails": {}}
+
+    def run_case(self, benchmark: Any, shape: dict[str, Any], mode: str, dtype: Any, device: str, **_: Any) -> Outcome:
+        assert mode in benchmark.modes and shape in benchmark.shapes["cuda"] and device == "cuda"
+        self.counts[f"cases of {benchmark.name}"] += 1
+        return Outcome(rows=[{"op": benchmark.name, "mode": mode, "provider": benchmark.ours, "speedup": 2.0}])
+
+    def time_interleaved(self, functions: dict[str, Callable[[], object]], **_: Any) -> dict[str, Timing]:
+        for function in functions.values():
+            function()
+        self.counts["timings of tiles"] += 1
+        return {name: Timing(1.0 / self.counts["timings of tiles"], 1.0, 1.0) for name in functions}
+
+    def steps(self, out: Path, real: Callable[[Path], Iterator[gpu_day.Step]]) -> Iterator[gpu_day.Step]:
+        """The real steps, each of which takes as long as it says."""
+        for step in real(out):
+            yield step._replace(run=partial(self._run, step))
+
+    def _run(self, step: gpu_day.Step) -> dict[str, Any]:
+        self.now += step.seconds
+        self.counts["steps"] += 1
+        with FakeTensorMode(allow_non_fake_inputs=True), recorded(90) as launches:
+            result = step.run()
+        self.counts["launches"] += len(launches)
+        return result
+
+
+def main() -> None:
+    stub, out = StubDevice(), Path(sys.argv[1])
+    statuses: list[int] = []
+    with (
+        mock.patch.object(torch.cuda, "is_available", lambda: True),
+        mock.patch.object(torch.cuda, "get_device_name", lambda *_: "stub"),
+        mock.patch.object(torch.cuda, "get_device_capability", lambda *_: (9, 0)),
+        mock.patch.object(torch.cuda, "synchronize", stub.synchronize),
+        mock.patch.object(gpu_day, "run_side_by_side", stub.run_side_by_side),
+        mock.patch.object(gpu_day, "run_case", stub.run_case),
+        mock.patch.object(gpu_day, "time_interleaved", stub.time_interleaved),
+        mock.patch.object(gpu_day, "steps", partial(stub.steps, real=gpu_day.steps)),
+        mock.patch.object(gpu_day, "work_through", partial(gpu_day.work_through, clock=lambda: stub.now)),
+        mock.patch.object(sys, "argv", ["gpu_day", "--out", str(out)]),
+        mock.patch.object(sys, "stdout", sys.stderr),
+    ):
+        while not statuses or (statuses[-1] == 3 and len(statuses) < 20):
+            statuses.append(gpu_day.main())
+    print(json.dumps({"statuses": statuses, "seconds": stub.now, "counts": stub.counts, "tests": stub.tests}))
+
+
+if __name__ == "__main__":
+    main()
