@@ -50,7 +50,7 @@ void forward(const Tensor& x, const std::optional<Tensor>& residual, const std::
   acc* rstdp = rstd.mutable_data_ptr<acc>();
 
   const auto normalise_rows = [&]<bool kDropout, bool kResidual>(int64_t begin, int64_t end) {
-    std::vector<acc> keep(kDropout ? dim + Dropout::kDecisions : 0);
+    std::vector<acc> keep(kDropout ? dim + Dropout::kGroup : 0);
     for (int64_t r = begin; r < end; ++r) {
       if constexpr (kDropout) dropout.multipliers(r, 0, 0, dim, keep.data());
       const auto [mu, inverse] = normalise_row<kDropout, kResidual>(
@@ -120,7 +120,7 @@ void backward(const Tensor& dy, const std::optional<Tensor>& dresidual_out, cons
   const int64_t block = std::max<int64_t>(64, (rows + 63) / 64), blocks = (rows + block - 1) / block;
   std::vector<acc> partial(blocks * 2 * dim, acc(0));
   const auto differentiate_blocks = [&]<bool kDropout, bool kStream>(auto next) {
-    std::vector<acc> keep(kDropout ? dim + Dropout::kDecisions : 0), group(2 * dim, acc(0));
+    std::vector<acc> keep(kDropout ? dim + Dropout::kGroup : 0), group(2 * dim, acc(0));
     for (int64_t i = next(); i < blocks; i = next()) {
       acc* sums = partial.data() + i * 2 * dim;
       const int64_t first = i * block, last = std::min(rows, first + block);

@@ -64,6 +64,7 @@ namespace {
 
 constexpr int64_t kQueries = 64;  // rows of a task
 constexpr int64_t kKeys = 128;    // columns of a block of scores: 64 x 128 floats stay in the first-level cache
+constexpr int64_t kKeepStride = kKeys + Dropout::kGroup;  // between the dropout multipliers of two rows
 constexpr double kLn2 = 0.6931471805599453;
 
 // K^T and V of every (batch, kv head), packed.
@@ -108,7 +109,7 @@ struct Tile {
   explicit Tile(int64_t head_dim)
       : scores(kQueries * kKeys),
         out(kQueries * head_dim),
-        keep(kKeys + Dropout::kDecisions),
+        keep(2 * kKeepStride),
         row_max(kQueries),
         row_sum(kQueries),
         probabilities(std::is_same_v<T, acc> ? 0 : kQueries * kKeys) {}
@@ -136,7 +137,7 @@ void apply(const Mask& mask, int64_t b, int64_t h, int64_t i, int64_t j, int64_t
 // Turns a row's scores into probabilities relative to its running maximum. Returns the factor for what came before.
 template <typename T>
 acc_t<T> softmax_row(const Problem& p, const Mask& mask, const Sequence& s, int64_t b, int64_t h, int64_t i, int64_t j,
-                     int64_t width, acc_t<T>* x, T* probability, acc_t<T>* keep, acc_t<T>& row_max, acc_t<T>& row_sum) {
+                     int64_t width, acc_t<T>* x, T* probability, const acc_t<T>* keep, acc_t<T>& row_max, acc_t<T>& row_sum) {
   using acc = acc_t<T>;
   using V = Vec<acc>;
   Interval seen = p.keys_of(s, i);
@@ -158,7 +159,6 @@ acc_t<T> softmax_row(const Problem& p, const Mask& mask, const Sequence& s, int6
   const V factor(mask.on ? acc(1) : scale), shift(-base);
   V sum(acc(0));
   for (int64_t c = 0; c < begin; ++c) probability[c] = T(0);
-  if (p.dropout.on && begin < end) p.dropout.multipliers(i, b * p.num_heads + h, j, width, keep);
   for (int64_t c = begin; c < end; c += V::size) {
     const int64_t n = std::min<int64_t>(V::size, end - c);
     V e = exp2(fmadd(V::load(x + c, n), factor, shift)).first_lanes(n);
@@ -194,8 +194,13 @@ void attend(const Problem& p, const Mask& mask, const Rows<const T>& q, const Pa
     if constexpr (std::is_same_v<T, acc>) probabilities = scores;
     else probabilities = tile.probabilities.data();
     for (int64_t r = 0; r < rows; ++r) {
+      acc* keep = tile.keep.data() + r % 2 * kKeepStride;
+      // Two rows at a time, for the vectors' sake.
+      if (p.dropout.on && r % 2 == 0)
+        p.dropout.multipliers(first + r, std::min<int64_t>(2, rows - r), b * p.num_heads + h, j, width, keep,
+                              kKeepStride);
       const acc rescale = softmax_row<T>(p, mask, s, b, h, first + r, j, width, scores + r * kKeys,
-                                         probabilities + r * kKeys, tile.keep.data(), tile.row_max[r], tile.row_sum[r]);
+                                         probabilities + r * kKeys, keep, tile.row_max[r], tile.row_sum[r]);
       if (rescale != acc(1))
         for_each_vec<acc>(dim, [&](int64_t c, int64_t n) {
           acc* to = tile.out.data() + r * dim + c;

@@ -73,7 +73,7 @@ struct Tile {
   using acc = acc_t<T>;
   acc scores[kKeys * kPanel], dprobabilities[kKeys * kPanel], keep[kKeys * kPanel], dscores[kKeys * kPanel],
       turned[kKeys * kPanel], mask[kKeys * kPanel];
-  acc keep_rows[kPanel * (kKeys + Dropout::kDecisions)], mask_rows[kPanel * kKeys];
+  acc keep_rows[kPanel * (kKeys + Dropout::kGroup)], mask_rows[kPanel * kKeys];
   T left[kKeys * kPanel], right[kKeys * kPanel];  // P^T and dS^T, then dS, as operands
 
   // The accumulation type's buffer as an operand of type T: itself, or rounded into `to`.
@@ -91,8 +91,8 @@ struct Tile {
 template <typename T>
 void transposed_keep(const Problem& p, int64_t plane, int64_t i, int64_t j, int64_t keys, Tile<T>& tile) {
   using acc = acc_t<T>;
-  constexpr int64_t stride = kKeys + Dropout::kDecisions;
-  for (int64_t r = 0; r < kPanel; ++r) p.dropout.multipliers(i + r, plane, j, keys, tile.keep_rows + r * stride);
+  constexpr int64_t stride = kKeys + Dropout::kGroup;
+  p.dropout.multipliers(i, kPanel, plane, j, keys, tile.keep_rows, stride);
   pack<acc>(tile.keep_rows, 1, stride, keys, kPanel, tile.keep);
 }
 

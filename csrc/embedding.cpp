@@ -41,7 +41,7 @@ void forward(const Tensor& ids, const Tensor& weight, const OptionalTensor& tabl
   T* to = out.mutable_data_ptr<T>();
   const acc factor = static_cast<acc>(scale);
   for_row_ranges(ids.numel(), dim, [&](int64_t begin, int64_t end) {
-    std::vector<acc> keep(dropout.on ? dim + Dropout::kDecisions : 0);
+    std::vector<acc> keep(dropout.on ? dim + Dropout::kGroup : 0);
     for (int64_t i = begin; i < end; ++i) {
       const T* token = id[i] == padding_idx ? nullptr : w + id[i] * dim;
       const P* place = p ? p + (position ? position[i] : i % seqlen) * dim : nullptr;
@@ -96,7 +96,7 @@ void sum_rows(const T* dout, int64_t dim, const ByRow& tokens, int64_t skipped, 
     return low;
   };
   for_each_worker(kShares, (all + rows) * dim >= kSerialElements, [&](auto next) {
-    std::vector<acc> total(dim), group(dim), keep(dropout.on ? dim + Dropout::kDecisions : 0);
+    std::vector<acc> total(dim), group(dim), keep(dropout.on ? dim + Dropout::kGroup : 0);
     const auto sum_row = [&](int64_t r) {
       const int64_t from = tokens.start[r], count = r == skipped ? 0 : tokens.start[r + 1] - from;
       if (count == 0) {

@@ -35,7 +35,7 @@ struct Forward {
 
   // Finishes columns [column, column + columns) of a row whose products are in `gate` (and `up`).
   void row(int64_t r, int64_t column, int64_t columns, const acc* gate, const acc* up) const {
-    acc keep[kTileColumns + Dropout::kDecisions];
+    acc keep[kTileColumns + Dropout::kGroup];
     if (dropout.on) dropout.multipliers(r, 0, column, columns, keep);
     const bool gated = activation == Activation::swiglu;
     T* pre_to = saved + r * (gated ? 2 * hidden : hidden) + column;
@@ -106,7 +106,7 @@ void backward_row(Activation activation, const Dropout& dropout, int64_t hidden,
   using V = Vec<acc>;
   const bool gated = activation == Activation::swiglu;
   const int64_t at = r * (gated ? 2 * hidden : hidden) + column;
-  acc keep[kTileColumns + Dropout::kDecisions];
+  acc keep[kTileColumns + Dropout::kGroup];
   if (dropout.on && activation != Activation::relu) dropout.multipliers(r, 0, column, columns, keep);
   const V scale(static_cast<acc>(dropout.scale));
   const bool drops = dropout.on;

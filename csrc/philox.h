@@ -1,17 +1,19 @@
-// Dropout by counter, as defined in fastformer/ops/_dropout.py: Philox4x32 with 7 rounds, one call for eight columns.
+// Dropout by counter, as defined in fastformer/ops/_dropout.py: Philox4x32 with 7 rounds, four calls for 64 columns.
 //
+//   column  = 64 * group + 8 * pair + 2 * call + odd
 //   key     = (seed low, seed high)
-//   counter = (column / 8, row, plane, offset)
-//   an element is kept when its 16-bit decision >= threshold
+//   counter = (4 * group + call, row, plane, offset)
+//   an element is kept when byte 2 * pair + odd of its call's four words >= threshold
 //
-// The four words of a call lie in memory as the eight decisions in column order, so nothing is shuffled but the
-// vectors.
+// The four calls of a group run in the four 32-bit lanes of 128 bits. There the word w of all four holds the decisions of
+// columns 16 * w to 16 * w + 15 in 16-bit pieces, which one shuffle inside the 128 bits puts in order.
 
 #pragma once
 
 #include <ATen/core/Tensor.h>
 #include <immintrin.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <optional>
@@ -22,6 +24,8 @@ namespace fastformer {
 
 // One dropout: what it needs to say which elements of which row are kept.
 struct Dropout {
+  static constexpr int64_t kGroup = 64;  // columns that are decided together
+
   uint32_t key0 = 0, key1 = 0, offset = 0;
   uint32_t threshold = 0;  // decisions below it are dropped
   double scale = 1.0;      // of what is kept
@@ -30,39 +34,69 @@ struct Dropout {
   Dropout() = default;
   // seed: int64 (2,), the key and the offset; none where p is 0.
   Dropout(double p, const std::optional<at::Tensor>& seed) {
-    threshold = static_cast<uint32_t>(std::nearbyint(p * 65536.0));
     on = p > 0 && seed.has_value();
     if (!on) return;
+    threshold = p >= 1 ? 256 : static_cast<uint32_t>(std::clamp(std::nearbyint(p * 256.0), 1.0, 255.0));
+    scale = threshold == 256 ? 0.0 : 256.0 / (256 - static_cast<int64_t>(threshold));
     const int64_t* pair = seed->const_data_ptr<int64_t>();
     key0 = static_cast<uint32_t>(pair[0]);
     key1 = static_cast<uint32_t>(static_cast<uint64_t>(pair[0]) >> 32);
     offset = static_cast<uint32_t>(pair[seed->stride(0)]);  // the pair may be a column of something larger
-    scale = threshold >= 65536 ? 0.0 : 65536.0 / (65536 - static_cast<int64_t>(threshold));
   }
 
-  // Writes the multiplier (scale or 0) of columns [first_column, first_column + n) of a row. first_column % 8 == 0.
-  // `out` has room for n rounded up to kDecisions.
+  // Writes the multipliers (scale or 0) of columns [first_column, first_column + n) of rows [row, row + rows), each row
+  // `stride` after the one before. What lies up to kGroup elements behind a row's n is overwritten too, so that `out` has
+  // room for (rows - 1) * stride + n + kGroup; stride >= n.
   template <typename acc>
-  void multipliers(int64_t row, int64_t plane, int64_t first_column, int64_t n, acc* out) const {
-    for (int64_t c = 0; c < n; c += kDecisions) {
-      alignas(64) uint16_t decisions[kDecisions];
-      decide(static_cast<uint32_t>(row), static_cast<uint32_t>(plane), static_cast<uint32_t>((first_column + c) / 8),
-             decisions);
-      const acc kept = static_cast<acc>(scale);
-      const uint32_t limit = threshold;
-      for (int64_t i = 0; i < kDecisions; ++i) out[c + i] = decisions[i] >= limit ? kept : acc(0);
+  void multipliers(int64_t row, int64_t rows, int64_t plane, int64_t first_column, int64_t n, acc* out,
+                   int64_t stride) const {
+    const int64_t first_group = first_column / kGroup, before = first_column % kGroup;
+    const int64_t groups = (before + n + kGroup - 1) / kGroup, total = rows * groups;
+    const acc kept = static_cast<acc>(scale);
+    const uint32_t limit = threshold;
+    alignas(64) uint8_t decisions[kTogether][kGroup];
+    int64_t r = 0, g = 0;  // of the next group: all groups of a row, then the next row's
+    for (int64_t done = 0; done < total; done += kTogether) {
+      const int64_t first_row = r, first = g, here = std::min(kTogether, total - done);
+      uint32_t group_of[kTogether] = {}, row_of[kTogether] = {};
+      for (int64_t t = 0; t < here; ++t) {
+        group_of[t] = static_cast<uint32_t>(first_group + g);
+        row_of[t] = static_cast<uint32_t>(row + r);
+        if (++g == groups) g = 0, ++r;
+      }
+      decide(group_of, row_of, static_cast<uint32_t>(plane), decisions);
+      r = first_row, g = first;
+      for (int64_t t = 0; t < here; ++t) {
+        acc* to = out + r * stride + g * kGroup - before;
+        const uint8_t* of = decisions[t];
+        if (g > 0 || before == 0)
+          for (int64_t i = 0; i < kGroup; ++i) to[i] = of[i] >= limit ? kept : acc(0);
+        else
+          for (int64_t i = before; i < kGroup; ++i) to[i] = of[i] >= limit ? kept : acc(0);
+        if (++g == groups) g = 0, ++r;
+      }
     }
   }
 
-#if defined(CPU_CAPABILITY_AVX512)
-  static constexpr int64_t kDecisions = 128;  // 16 calls of Philox at once
+  // Those of one row.
+  template <typename acc>
+  void multipliers(int64_t row, int64_t plane, int64_t first_column, int64_t n, acc* out) const {
+    multipliers(row, 1, plane, first_column, n, out, n);
+  }
 
-  void decide(uint32_t row, uint32_t plane, uint32_t first_block, uint16_t* out) const {
-    // Lane (L, e) of the four 128-bit lanes holds block e * 4 + L: after the transpose inside the lanes, vector e is
-    // blocks 4e .. 4e + 3 in order.
-    const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
-    __m512i c0 = _mm512_add_epi32(_mm512_set1_epi32(static_cast<int>(first_block)), order);
-    __m512i c1 = _mm512_set1_epi32(static_cast<int>(row));
+#if defined(CPU_CAPABILITY_AVX512)
+  static constexpr int64_t kTogether = 4;  // groups: 16 calls of Philox at once
+
+  // The decisions of a group of columns of a row each, in the columns' order.
+  void decide(const uint32_t* group_of, const uint32_t* row_of, uint32_t plane, uint8_t (*out)[kGroup]) const {
+    const auto spread = [](const uint32_t* each) {  // one value to the four lanes of each 128 bits
+      const __m128i four = _mm_loadu_si128(reinterpret_cast<const __m128i*>(each));
+      return _mm512_permutexvar_epi32(_mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3),
+                                      _mm512_castsi128_si512(four));
+    };
+    const __m512i call = _mm512_broadcast_i32x4(_mm_setr_epi32(0, 1, 2, 3));
+    __m512i c0 = _mm512_add_epi32(_mm512_slli_epi32(spread(group_of), 2), call);
+    __m512i c1 = spread(row_of);
     __m512i c2 = _mm512_set1_epi32(static_cast<int>(plane));
     __m512i c3 = _mm512_set1_epi32(static_cast<int>(offset));
     const __m512i m0 = _mm512_set1_epi32(static_cast<int>(0xD2511F53u)),
@@ -85,21 +119,28 @@ struct Dropout {
       k0 += 0x9E3779B9u;
       k1 += 0xBB67AE85u;
     }
-    const __m512i a = _mm512_unpacklo_epi32(c0, c1), b = _mm512_unpackhi_epi32(c0, c1);
-    const __m512i c = _mm512_unpacklo_epi32(c2, c3), d = _mm512_unpackhi_epi32(c2, c3);
-    _mm512_storeu_si512(out, _mm512_unpacklo_epi64(a, c));
-    _mm512_storeu_si512(out + 32, _mm512_unpackhi_epi64(a, c));
-    _mm512_storeu_si512(out + 64, _mm512_unpacklo_epi64(b, d));
-    _mm512_storeu_si512(out + 96, _mm512_unpackhi_epi64(b, d));
+    const __m512i order = _mm512_broadcast_i32x4(pairs_in_order());
+    const __m512i words[4] = {_mm512_shuffle_epi8(c0, order), _mm512_shuffle_epi8(c1, order),
+                              _mm512_shuffle_epi8(c2, order), _mm512_shuffle_epi8(c3, order)};
+    for (int w = 0; w < 4; ++w) {
+      const auto to = [&](int64_t t) { return reinterpret_cast<__m128i*>(out[t] + 16 * w); };
+      _mm_store_si128(to(0), _mm512_castsi512_si128(words[w]));
+      _mm_store_si128(to(1), _mm512_extracti32x4_epi32(words[w], 1));
+      _mm_store_si128(to(2), _mm512_extracti32x4_epi32(words[w], 2));
+      _mm_store_si128(to(3), _mm512_extracti32x4_epi32(words[w], 3));
+    }
   }
 #else
-  static constexpr int64_t kDecisions = 64;  // 8 calls of Philox at once
+  static constexpr int64_t kTogether = 2;  // groups: 8 calls of Philox at once
 
-  void decide(uint32_t row, uint32_t plane, uint32_t first_block, uint16_t* out) const {
-    // Lane (L, e) of the two 128-bit lanes holds block e * 2 + L, as above.
-    const __m256i order = _mm256_setr_epi32(0, 2, 4, 6, 1, 3, 5, 7);
-    __m256i c0 = _mm256_add_epi32(_mm256_set1_epi32(static_cast<int>(first_block)), order);
-    __m256i c1 = _mm256_set1_epi32(static_cast<int>(row));
+  // The decisions of a group of columns of a row each, in the columns' order.
+  void decide(const uint32_t* group_of, const uint32_t* row_of, uint32_t plane, uint8_t (*out)[kGroup]) const {
+    const auto spread = [](const uint32_t* each) {  // one value to the four lanes of each 128 bits
+      return _mm256_set_m128i(_mm_set1_epi32(static_cast<int>(each[1])), _mm_set1_epi32(static_cast<int>(each[0])));
+    };
+    const __m256i call = _mm256_broadcastsi128_si256(_mm_setr_epi32(0, 1, 2, 3));
+    __m256i c0 = _mm256_add_epi32(_mm256_slli_epi32(spread(group_of), 2), call);
+    __m256i c1 = spread(row_of);
     __m256i c2 = _mm256_set1_epi32(static_cast<int>(plane));
     __m256i c3 = _mm256_set1_epi32(static_cast<int>(offset));
     const __m256i m0 = _mm256_set1_epi32(static_cast<int>(0xD2511F53u)),
@@ -122,15 +163,19 @@ struct Dropout {
       k0 += 0x9E3779B9u;
       k1 += 0xBB67AE85u;
     }
-    const __m256i a = _mm256_unpacklo_epi32(c0, c1), b = _mm256_unpackhi_epi32(c0, c1);
-    const __m256i c = _mm256_unpacklo_epi32(c2, c3), d = _mm256_unpackhi_epi32(c2, c3);
-    __m256i* to = reinterpret_cast<__m256i*>(out);
-    _mm256_storeu_si256(to, _mm256_unpacklo_epi64(a, c));
-    _mm256_storeu_si256(to + 1, _mm256_unpackhi_epi64(a, c));
-    _mm256_storeu_si256(to + 2, _mm256_unpacklo_epi64(b, d));
-    _mm256_storeu_si256(to + 3, _mm256_unpackhi_epi64(b, d));
+    const __m256i order = _mm256_broadcastsi128_si256(pairs_in_order());
+    const __m256i words[4] = {_mm256_shuffle_epi8(c0, order), _mm256_shuffle_epi8(c1, order),
+                              _mm256_shuffle_epi8(c2, order), _mm256_shuffle_epi8(c3, order)};
+    for (int w = 0; w < 4; ++w) {
+      _mm_store_si128(reinterpret_cast<__m128i*>(out[0] + 16 * w), _mm256_castsi256_si128(words[w]));
+      _mm_store_si128(reinterpret_cast<__m128i*>(out[1] + 16 * w), _mm256_extracti128_si256(words[w], 1));
+    }
   }
 #endif
+
+ private:
+  // Of four words in 128 bits: the low halves of all, then the high halves.
+  static __m128i pairs_in_order() { return _mm_setr_epi8(0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15); }
 };
 
 }  // namespace fastformer

@@ -1,12 +1,12 @@
 """Dropout by counter inside Triton kernels: the keep mask of a tile, bit for bit that of `fastformer.ops._dropout`.
 
-Philox4x32-7, one call for eight neighbouring columns (the definition stands in ops/_dropout.py). The tile's mask is a
-function of its coordinates alone, so forward and backward may cut the matrix into different tiles.
+Philox4x32-7, one call for sixteen of 64 columns (the definition stands in ops/_dropout.py). The tile's mask is a
+function of its coordinates alone, so forward and backward may cut the matrix into different tiles. A call's columns
+are those that one thread holds of a row where a matrix product left its tile (mma.sync and wgmma alike: of each eight
+columns the pair 2 * (lane % 4)), so that each thread runs Philox for its own elements and nothing is exchanged.
 
 The counter's four words depend on a column, a row, and two scalars. They are kept unbroadcast, (BLOCK_M, 1) and
-(1, BLOCK_N // 8), until the rounds mix them: the first two of the seven rounds cost next to nothing. The eight
-decisions of a call are packed into one byte before they spread over the columns, so that a change of layout (from the
-one in which Philox runs to the one in which a matrix product left its tile) moves one word for eight elements.
+(1, BLOCK_N // 16), until the rounds mix them: the first two of the seven rounds cost next to nothing.
 """
 
 import triton
@@ -50,19 +50,27 @@ def _philox(c0, c1, c2, c3, k0, k1):
 
 
 @triton.jit
-def _keep_bits(blocks, rows, plane, key0, key1, offset, threshold):
-    """One byte (in a uint32) a Philox call; `blocks` and `rows` broadcast. Bit c: is column 8 * block + c kept?"""
-    w0, w1, w2, w3 = _philox(blocks.to(tl.uint32), rows.to(tl.uint32), plane, offset, key0, key1)
-    low = ((w0 & 0xFFFF) >= threshold).to(tl.uint32)
-    low |= ((w0 >> 16) >= threshold).to(tl.uint32) << 1
-    low |= ((w1 & 0xFFFF) >= threshold).to(tl.uint32) << 2
-    low |= ((w1 >> 16) >= threshold).to(tl.uint32) << 3
-    high = ((w2 & 0xFFFF) >= threshold).to(tl.uint32) << 4
-    high |= ((w2 >> 16) >= threshold).to(tl.uint32) << 5
-    high |= ((w3 & 0xFFFF) >= threshold).to(tl.uint32) << 6
-    high |= ((w3 >> 16) >= threshold).to(tl.uint32) << 7
+def _kept_bytes(word, threshold):
+    """Bit 7 of each byte of `word`, the others 0: is the byte at least `threshold` (1 to 256)?
+
+    It is the carry out of byte + (256 - threshold), for four bytes at once.
+    """
+    addend = (256 - threshold) * 0x01010101
+    low = (word & 0x7F7F7F7F) + (addend & 0x7F7F7F7F)
+    return ((word & addend) | ((word | addend) & low)) & 0x80808080
+
+
+@triton.jit
+def _keep_bits(calls, rows, plane, key0, key1, offset, threshold):
+    """The sixteen decisions of a call in one word; `calls` and `rows` broadcast.
+
+    Bit 8 * (i % 4) + i // 4: is the element kept that byte i decides?
+    """
+    w0, w1, w2, w3 = _philox(calls, rows, plane, offset, key0, key1)
+    low = (_kept_bytes(w0, threshold) >> 7) | (_kept_bytes(w1, threshold) >> 6)
+    high = (_kept_bytes(w2, threshold) >> 5) | (_kept_bytes(w3, threshold) >> 4)
     # low + high, spelled as a sum over a leading axis: the compiler moves changes of layout back through elementwise
-    # code and would run Philox once in each of the four threads that share eight columns; a reduction stops it.
+    # code and would run Philox once in each of the threads that share a call; a reduction stops it.
     return tl.sum(tl.permute(tl.join(low, high), (2, 0, 1)), axis=0)
 
 
@@ -74,26 +82,57 @@ def keep_mask_tile(
 
     Args:
         rows: (BLOCK_M,) integers: the rows' indices.
-        first_column: a multiple of 8.
+        first_column: a multiple of BLOCK_N, or of 64 where BLOCK_N is more.
         plane: batch * num_heads + head for attention, else 0.
         drawn: from `load_dropout`.
-        BLOCK_N: a multiple of 8.
+        BLOCK_N: a power of two, 8 or more. Below 64 calls are shared by neighbouring tiles, each of which makes them.
         TRANSPOSED: the tile is drawn in its transpose's shape, so that none is transposed.
 
     Returns:
         bool (BLOCK_M, BLOCK_N), or TRANSPOSED (BLOCK_N, BLOCK_M); True = kept.
     """
     key0, key1, offset, threshold, _ = drawn
-    blocks = first_column // 8 + tl.arange(0, BLOCK_N // 8)
     plane = tl.cast(plane, tl.uint32)
-    which = tl.arange(0, 8).to(tl.uint32)
-    if TRANSPOSED:
-        bits = _keep_bits(blocks[:, None], rows[None, :], plane, key0, key1, offset, threshold)
-        keep = tl.reshape((bits[:, None, :] >> which[None, :, None]) & 1, (BLOCK_N, BLOCK_M)) != 0
+    rows = rows.to(tl.uint32)
+    # column = 64 * group + 8 * pair + 2 * (call % 4) + odd
+    GROUPS: tl.constexpr = (BLOCK_N + 63) // 64
+    PAIRS: tl.constexpr = BLOCK_N // GROUPS // 8
+    calls = (first_column // 64 * 4 + tl.arange(0, 4 * GROUPS)).to(tl.uint32)
+    odd = tl.arange(0, 2).to(tl.uint32)
+    if TRANSPOSED or PAIRS < 8:
+        # A call's elements lie in several threads here: one word goes to them for all sixteen.
+        pair = (first_column % 64 // 8 + tl.arange(0, PAIRS)).to(tl.uint32)
+        bit = (pair % 2 * 16 + pair // 2)[:, None] + 8 * odd[None, :]
+        if TRANSPOSED:
+            bits = _keep_bits(calls[:, None], rows[None, :], plane, key0, key1, offset, threshold)
+            bits = tl.reshape(bits, (GROUPS, 4, BLOCK_M))[:, None, :, None, :] >> bit[None, :, None, :, None]
+            keep = tl.reshape(bits & 1, (BLOCK_N, BLOCK_M)) != 0
+        else:
+            bits = _keep_bits(calls[None, :], rows[:, None], plane, key0, key1, offset, threshold)
+            bits = tl.reshape(bits, (BLOCK_M, GROUPS, 4))[:, :, None, :, None] >> bit[None, None, :, None, :]
+            keep = tl.reshape(bits & 1, (BLOCK_M, BLOCK_N)) != 0
     else:
-        bits = _keep_bits(blocks[None, :], rows[:, None], plane, key0, key1, offset, threshold)
-        keep = tl.reshape((bits[:, :, None] >> which[None, None, :]) & 1, (BLOCK_M, BLOCK_N)) != 0
+        w0, w1, w2, w3 = _philox(calls[None, :], rows[:, None], plane, offset, key0, key1)
+        words = tl.join(tl.join(w0, w2), tl.join(w1, w3))  # (BLOCK_M, 4 * GROUPS, 2, 2): the last two are the word
+        words = tl.permute(tl.reshape(words, (BLOCK_M, GROUPS, 4, 4)), (0, 1, 3, 2))
+        # The byte goes to the top, where what lies below it can't change how it compares. Shifts by two vectors of
+        # two, so that the compiler knows each element's.
+        words = words[:, :, :, None, :] << (16 - 16 * odd)[None, None, None, :, None]
+        words = words[:, :, :, :, :, None] << (8 - 8 * odd)[None, None, None, None, None, :]
+        # The largest word that is dropped: a threshold of 256 itself has no place in the top byte.
+        largest = ((threshold - 1) << 24) | 0xFFFFFF
+        keep = tl.reshape(words > largest, (BLOCK_M, BLOCK_N))
     return keep
+
+
+@triton.jit
+def kept_or_zero(keep, values, drawn):
+    """`values` where `keep`, else 0; fp32.
+
+    Not tl.where(keep, values, 0.0): with a literal the compiler selects after the rounding that follows, and then
+    rounds one element at a time instead of two.
+    """
+    return tl.where(keep, values, drawn[4] * 0.0)
 
 
 @triton.jit
@@ -104,4 +143,4 @@ def drop_tile(values, rows, first_column, dropout, BLOCK_M: tl.constexpr, BLOCK_
     else:
         drawn = load_dropout(dropout)
         keep = keep_mask_tile(rows, first_column, 0, drawn, BLOCK_M, BLOCK_N)
-        return tl.where(keep, values * drawn[4], 0.0)
+        return kept_or_zero(keep, values * drawn[4], drawn)

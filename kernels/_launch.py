@@ -152,7 +152,9 @@ def contiguous(x: Tensor | None) -> Tensor | None:
 
 def dropout_arguments(dropout_p: float, dropout_seed: Tensor | None) -> Dropout:
     """A dropout as kernels take it, by the rules of fastformer.ops._dropout."""
-    threshold = round(dropout_p * 65536)
-    if threshold == 0 or dropout_seed is None:
+    if dropout_p == 0.0 or dropout_seed is None:
         return None, 0, 1.0
-    return dropout_seed.contiguous(), threshold, 65536 / (65536 - threshold) if threshold < 65536 else 0.0
+    if dropout_p == 1.0:
+        return dropout_seed.contiguous(), 256, 0.0
+    threshold = min(max(round(dropout_p * 256), 1), 255)
+    return dropout_seed.contiguous(), threshold, 256 / (256 - threshold)

@@ -37,7 +37,7 @@ from fastformer.kernels._attention_common import (
     spans_of,
 )
 from fastformer.kernels._attention_configs import LARGEST_FP32_HEAD_DIM, Config, call_of, forward_config, tile_of
-from fastformer.kernels._dropout import keep_mask_tile, load_dropout
+from fastformer.kernels._dropout import keep_mask_tile, kept_or_zero, load_dropout
 from fastformer.kernels._launch import (
     DTYPES,
     INTERPRETED,
@@ -130,7 +130,7 @@ def _attention_fwd_kernel(
             fade = tl.exp2((peak - base) * 1.4426950408889634)
             total = total * fade + tl.sum(p, 1)
             if dropout[0] is not None:
-                p = tl.where(keep_mask_tile(rows, start, plane, drawn, BLOCK_M, BLOCK_N), p, 0.0)
+                p = kept_or_zero(keep_mask_tile(rows, start, plane, drawn, BLOCK_M, BLOCK_N), p, drawn)
             v = load_tile(v_ptr, start, len_k, v_strides[1] * UNIT, BLOCK_N, HEAD_DIM, BLOCK_D, CHECK)
             acc = tl.dot(p.to(v.dtype), v, acc * fade[:, None], input_precision=PRECISION)
             peak = new_peak

@@ -44,7 +44,7 @@ from fastformer.kernels._attention_common import (
 )
 from fastformer.kernels._attention_configs import Config, backward_config, call_of, choose_dq_config, tile_of
 from fastformer.kernels._attention_dq import _dq_kernel
-from fastformer.kernels._dropout import keep_mask_tile, load_dropout
+from fastformer.kernels._dropout import keep_mask_tile, kept_or_zero, load_dropout
 from fastformer.kernels._launch import architecture, launch, stride_unit
 
 
@@ -201,7 +201,7 @@ def _dkdv_kernel(
             kept = p
             if dropout[0] is not None:
                 keep = keep_mask_tile(rows, first_key, plane, drawn, BLOCK_M, BLOCK_N, TRANSPOSED=True)
-                kept = tl.where(keep, p * drawn[4], 0.0)
+                kept = kept_or_zero(keep, p * drawn[4], drawn)
                 dp = tl.where(keep, dp * drawn[4], 0.0)
             dv = tl.dot(kept.to(dout.dtype), dout, dv, input_precision=PRECISION)
             if DQ == "store":

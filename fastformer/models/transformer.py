@@ -60,7 +60,7 @@ class TransformerConfig:
         norm: "layer" or "rms".
         layer_norm_eps: added to the variance.
         activation: "relu", "gelu", "gelu_tanh" or "swiglu".
-        dropout: on the embeddings and on each sub-layer's output.
+        dropout: on the embeddings and on each sub-layer's output; acts as the nearest multiple of 1/256.
         attention_dropout: on the attention weights.
         activation_dropout: after the activation.
         positions: "concatenated" (tensor2tensor) or "interleaved" (the paper).

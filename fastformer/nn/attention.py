@@ -26,7 +26,8 @@ class MultiheadAttention(nn.Module):
 
     Same constructor, forward signature and state_dict keys; boolean masks are True = ignore, as in torch.nn. It differs
     where torch.nn is inconsistent: a query with nothing to attend to gives zeros (before the output projection) in
-    every mode, never NaN, and the distribution that `need_weights` returns is the one before dropout.
+    every mode, never NaN, and the distribution that `need_weights` returns is the one before dropout. The
+    probability of dropout is rounded to a multiple of 1/256 where it acts (0.1 to 26/256).
 
     Args:
         embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first, device, dtype: as in

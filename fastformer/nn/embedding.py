@@ -20,7 +20,7 @@ class PositionalEncoding(nn.Module):
     Args:
         dim: size of an embedding.
         max_len: number of positions.
-        dropout: probability while training.
+        dropout: probability while training, rounded to a multiple of 1/256.
         kind: "interleaved" (sin and cos alternate; the paper, section 3.5), "concatenated" (all sines, then all
             cosines, and a slightly different divisor; tensor2tensor), or "learned" (a parameter `table`).
         batch_first: True for (batch, seqlen, dim), False for (seqlen, batch, dim), as in torch.nn.
@@ -92,7 +92,7 @@ class Embedding(nn.Embedding):
         num_embeddings, embedding_dim, padding_idx, device, dtype: as in `torch.nn.Embedding`.
         max_norm, norm_type, scale_grad_by_freq, sparse: not supported, there for the signature.
         scale: what an embedding is multiplied by, sqrt(d_model) in the paper (section 3.4).
-        dropout: probability while training, after the positions.
+        dropout: probability while training, after the positions, rounded to a multiple of 1/256.
         position: a `PositionalEncoding` whose table is added; its own dropout is not used.
         atomics: on a GPU, add gradients up by atomics instead of sorting the ids first; see `fastformer.ops.embedding`.
 

@@ -89,7 +89,7 @@ class FeedForward(nn.Module):
         dim: input and output size.
         hidden_dim: the size between.
         activation: "relu", "gelu" (exact), "gelu_tanh", "swiglu" (Shazeer 2020), or a callable, which isn't fused.
-        dropout: probability after the activation while training.
+        dropout: probability after the activation while training, rounded to a multiple of 1/256.
         bias: whether both linears have one.
         device, dtype: of the parameters.
     """

@@ -157,7 +157,8 @@ class TransformerEncoderLayer(_Layer):
 
     Args:
         d_model, nhead, dim_feedforward, dropout, activation, layer_norm_eps, batch_first, norm_first, bias, device,
-            dtype: as in `torch.nn.TransformerEncoderLayer`; activation may also be "gelu_tanh" or "swiglu".
+            dtype: as in `torch.nn.TransformerEncoderLayer`; activation may also be "gelu_tanh" or "swiglu", and
+            dropout is rounded to a multiple of 1/256 where it acts.
         attention_bias: whether the attention's projections have a bias; None: as bias says.
         attention_dropout: on the attention weights; None: as dropout says.
         activation_dropout: after the activation; None: as dropout says.

@@ -29,7 +29,7 @@ class AddLayerNorm(nn.LayerNorm):
         elementwise_affine: whether there is a weight (and a bias).
         bias: whether there is a bias; never with rms_norm.
         device, dtype: of the parameters.
-        dropout: probability for x while training.
+        dropout: probability for x while training, rounded to a multiple of 1/256.
         rms_norm: divide by the root mean square instead of subtracting the mean (Zhang and Sennrich 2019).
 
     Raises:

@@ -1,14 +1,18 @@
 """Dropout by counter: every backend drops the same elements, in forward and backward, and stores no mask.
 
 Philox4x32 with 7 rounds (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"; 7 rounds pass BigCrush).
-One call gives four 32-bit words, that is eight 16-bit decisions, for eight neighbouring columns:
+One call gives four 32-bit words, that is sixteen decisions of 8 bits, and four calls serve 64 columns:
 
+    column  = 64 * group + 8 * pair + 2 * call + odd             pair < 8, call < 4, odd < 2
     key     = (seed low 32 bits, seed high 32 bits)
-    counter = (column // 8, row, plane, offset low 32 bits)      plane = batch * num_heads + head for attention, else 0
-    decision(column) = word[(column % 8) // 2] >> (16 * (column % 2)) & 0xFFFF
-    kept            <=> decision >= round(p * 65536)
+    counter = (4 * group + call, row, plane, offset low 32 bits)  plane = batch * num_heads + head for attention, else 0
+    decision(column) = byte 2 * pair + odd of the four words, the first word's lowest byte first
+    kept           <=> decision >= threshold(p)
 
-The scale of what is kept uses the rounded p, so that the expectation is exact.
+So a call's sixteen columns are those that one thread of a GPU holds of a row where a matrix product left its tile.
+
+p becomes a multiple of 1/256: the nearest, but 0 and 1 only where p is 0 or 1. The scale of what is kept uses the
+rounded p, so that the expectation is exact.
 """
 
 from __future__ import annotations
@@ -50,14 +54,16 @@ def resolve_dropout(dropout_p: float, dropout_seed: Tensor | None, device: torch
 
 
 def threshold(dropout_p: float) -> int:
-    """The smallest 16-bit decision that is kept: round(p * 65536)."""
-    return round(dropout_p * 65536)
+    """The smallest decision that is kept: p * 256, rounded, but 1 to 255 where p is neither 0 nor 1."""
+    if dropout_p in (0.0, 1.0):
+        return int(dropout_p * 256)
+    return min(max(round(dropout_p * 256), 1), 255)
 
 
 def keep_scale(dropout_p: float) -> float:
     """What a kept element is multiplied by: 1 / (1 - p) with p as rounded by `threshold`; 0 when nothing is kept."""
     dropped = threshold(dropout_p)
-    return 0.0 if dropped >= 65536 else 65536 / (65536 - dropped)
+    return 0.0 if dropped == 256 else 256 / (256 - dropped)
 
 
 def drop(values: Tensor, dropout_p: float, dropout_seed: Tensor | None) -> Tensor:
@@ -102,16 +108,16 @@ def keep_mask(dropout_seed: Tensor, dropout_p: float, rows: int, columns: int, p
     """
     device = dropout_seed.device
     seed, offset = dropout_seed[0], dropout_seed[1]
-    blocks = (columns + 7) // 8
+    groups = (columns + 63) // 64
     words = philox(
         (
-            torch.arange(blocks, device=device).view(1, 1, blocks),
+            torch.arange(4 * groups, device=device).view(1, 1, 4 * groups),
             torch.arange(rows, device=device).view(1, rows, 1),
             torch.arange(planes, device=device).view(planes, 1, 1),
             offset & _MASK32,
         ),
         (seed & _MASK32, (seed >> 32) & _MASK32),
     )
-    halves = [half for word in words for half in (word & 0xFFFF, word >> 16)]
-    decisions = torch.stack(torch.broadcast_tensors(*halves), dim=-1)  # (planes, rows, blocks, 8)
-    return decisions.flatten(-2)[..., :columns] >= threshold(dropout_p)
+    kept = [word >> shift & 0xFF >= threshold(dropout_p) for word in words for shift in (0, 8, 16, 24)]
+    by_call = torch.stack(torch.broadcast_tensors(*kept), dim=-1).view(planes, rows, groups, 4, 8, 2)
+    return by_call.transpose(-3, -2).flatten(-4)[..., :columns]  # (group, pair, call, odd) is the columns' order

@@ -226,7 +226,8 @@ def add_layer_norm(
         residual: as x, in its own dtype (an fp32 stream beside bf16 sub-layers is usual); None = no residual.
         weight, bias: (dim,), in x's dtype or wider; None = ones, zeros.
         eps: added to the variance (tensor2tensor: 1e-6).
-        dropout_p: the probability that an element of x is dropped. Modules pass 0 in evaluation.
+        dropout_p: the probability that an element of x is dropped.
+            It is rounded to a multiple of 1/256 (to 0 or 1 only if it is 0 or 1). Modules pass 0 in evaluation.
         dropout_seed: int64 (2,); drawn from the default generator when None. Row = flattened row, column = feature.
         rms_norm: RMSNorm instead of LayerNorm.
 

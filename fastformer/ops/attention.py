@@ -297,7 +297,8 @@ def attention(
         window_size: (left, right), how many keys before and after the aligned one are visible; None = all; may be
             negative.
         softmax_scale: factor of the scores; head_dim ** -0.5 by default.
-        dropout_p: the probability that an attention weight is dropped. Modules pass 0 in evaluation.
+        dropout_p: the probability that an attention weight is dropped.
+            It is rounded to a multiple of 1/256 (to 0 or 1 only if it is 0 or 1). Modules pass 0 in evaluation.
         dropout_seed: int64 (2,); drawn from the default generator when None.
         return_lse: also return lse. It carries no gradient.
 

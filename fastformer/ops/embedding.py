@@ -188,7 +188,8 @@ def embedding(
         scale: what the token's row is multiplied by: sqrt(dim) in a Transformer. The positions are not scaled.
         padding_idx: the id that counts as a row of zeros and gets no gradient (its position is added all the same);
             a negative one counts from the end, as in torch.nn; None = no such id.
-        dropout_p: the probability that an element of the sum is dropped. Modules pass 0 in evaluation.
+        dropout_p: the probability that an element of the sum is dropped.
+            It is rounded to a multiple of 1/256 (to 0 or 1 only if it is 0 or 1). Modules pass 0 in evaluation.
         dropout_seed: int64 (2,); drawn from the default generator when None. Row = flattened token, column = feature.
         atomics: on a GPU, add gradients up by fp32 atomics instead of sorting the ids first. The last bits then differ
             from run to run, so torch.use_deterministic_algorithms overrules it.

@@ -193,7 +193,8 @@ def feed_forward(
         weight2: (out_dim, hidden_dim); out_dim is dim in a Transformer.
         bias2: (out_dim,) or None.
         activation: "relu", "gelu" (erf), "gelu_tanh" or "swiglu".
-        dropout_p: the probability that a hidden element is dropped. Modules pass 0 in evaluation.
+        dropout_p: the probability that a hidden element is dropped.
+            It is rounded to a multiple of 1/256 (to 0 or 1 only if it is 0 or 1). Modules pass 0 in evaluation.
         dropout_seed: int64 (2,); drawn from the default generator when None. Row = flattened row.
 
     Returns:

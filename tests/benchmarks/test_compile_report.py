@@ -122,9 +122,7 @@ def test_two_forward_programs_an_sm(rows: list[Row], options: str) -> None:
     [
         pytest.param("causal+packed", 1.05),
         pytest.param("bool_keys", 1.25, marks=pytest.mark.xfail(strict=True, reason=RECOMPUTED)),
-        pytest.param(
-            "causal+dropout", 1.8, marks=pytest.mark.xfail(strict=True, reason="eight decisions a Philox call")
-        ),
+        ("causal+dropout", 1.8),
     ],
 )
 def test_what_an_option_adds_to_the_loop(rows: list[Row], options: str, most: float) -> None:

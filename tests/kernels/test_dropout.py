@@ -30,10 +30,10 @@ def _mask_kernel(
 
 
 @pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("block_m, block_n", [(16, 32), (32, 8), (1, 64)])
-@pytest.mark.parametrize("dropout_p", [0.1, 0.5, 1.0])
+@pytest.mark.parametrize("block_m, block_n", [(16, 32), (32, 8), (1, 64), (8, 16), (2, 256), (4, 128)])
+@pytest.mark.parametrize("dropout_p", [1e-4, 0.1, 0.5, 0.999, 1.0])
 def test_tile_is_the_reference(block_m: int, block_n: int, dropout_p: float, transposed: bool, device: str) -> None:
-    rows, columns, planes = block_m + 3, 85, 2
+    rows, columns, planes = block_m + 3, 149, 2  # two groups of 64 and a part of one
     # Both halves of the seed and an offset beyond 32 bits: each word of key and counter matters.
     seed = torch.tensor([0x1234567_89ABCDEF, 0x0FEDCBA9_F7654321], device=device)
     out = torch.full((planes, rows, columns), -1, dtype=torch.int8, device=device)
@@ -42,14 +42,11 @@ def test_tile_is_the_reference(block_m: int, block_n: int, dropout_p: float, tra
     assert torch.equal(out, keep_mask(seed, dropout_p, rows, columns, planes).to(torch.int8))
 
 
-@pytest.mark.parametrize("dropout_p", [0.1, 0.5, 2**-18, 1.0])
+@pytest.mark.parametrize("dropout_p", [0.1, 0.5, 2**-18, 3 / 512, 5 / 512, 0.997, 1 - 2**-18, 1.0, 1])
 def test_arguments_are_the_references(dropout_p: float, device: str) -> None:
-    """One rounding of p for all backends; a p that rounds to 0 drops nothing; a seed's elements may lie apart."""
+    """One rounding of p for all backends, to the ends at the ends alone; a seed's elements may lie apart."""
     seed = torch.tensor([[3, 0], [4, 0]], device=device)[:, 0]
     given, dropped, scale = dropout_arguments(dropout_p, seed)
     assert (dropped, scale) == (threshold(dropout_p), keep_scale(dropout_p))
-    if dropped:
-        assert given.is_contiguous() and given.tolist() == [3, 4]
-    else:
-        assert given is None
+    assert given is not None and given.is_contiguous() and given.tolist() == [3, 4]
     assert dropout_arguments(0.0, seed) == (None, 0, 1.0)

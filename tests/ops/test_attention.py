@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from fastformer.ops import attention, use_backend
+from fastformer.ops._dropout import keep_mask
 from fastformer.ops._library import record_backends
 from tests.checks import assert_accurate, small_draws
 from tests.conftest import missing_backend, on_backend
@@ -161,16 +162,24 @@ def test_empty(seqlen_q, seqlen_k, batch, backend, device) -> None:
     assert (q.grad == 0).all() and (k.grad == 0).all()
 
 
-def test_dropout_drops_what_the_definition_drops(backend, device) -> None:
-    # With v the identity the output is the weights themselves.
-    n = 40
-    q, k = torch.randn(1, n, 1, n, device=device), torch.randn(1, n, 1, n, device=device)
-    v = torch.eye(n, device=device).view(1, n, 1, n)
-    seed = torch.tensor([99, 3], device=device)
-    from fastformer.ops._dropout import keep_mask
-
-    dropped = attention(q, k, v, dropout_p=0.5, dropout_seed=seed)[0, :, 0] == 0
-    assert torch.equal(~dropped, keep_mask(seed, 0.5, n, n)[0])
+@pytest.mark.parametrize("window_size", [(None, None), (40, 3)])
+def test_dropout_drops_what_the_definition_drops(window_size, backend, device) -> None:
+    # Where q is 0 the scores are equal, and with v the identity the output is the weights themselves; with dout the
+    # identity so is dv, transposed. Several blocks of keys, of which a window's begin anywhere, and a cut last one.
+    n, heads, dropout_p = 171, 2, 0.3
+    q = torch.zeros(1, n, heads, n, device=device)
+    eye = torch.eye(n, device=device)[None, :, None].repeat(1, 1, heads, 1)
+    v = eye.clone().requires_grad_()
+    seed = torch.tensor([0x1234567_89ABCDEF, 0x0FEDCBA9_F7654321], device=device)
+    i, j = torch.arange(n, device=device)[:, None], torch.arange(n, device=device)
+    kept = keep_mask(seed, dropout_p, n, n, heads)[None]
+    left, right = window_size
+    if left is not None:
+        kept = kept & (j >= i - left) & (j <= i + right)
+    out = attention(q, q, v, window_size=window_size, dropout_p=dropout_p, dropout_seed=seed)
+    out.backward(eye)
+    assert torch.equal(out.transpose(1, 2) != 0, kept)
+    assert v.grad is not None and torch.equal(v.grad.permute(0, 2, 3, 1) != 0, kept)
 
 
 @pytest.mark.parametrize("name", ["causal", "float-mask", "gqa", "dropout", "lengths", "window-negative"])

@@ -30,25 +30,64 @@ def test_philox_gives_the_published_words(counter: tuple, key: tuple, words: tup
 
 
 def test_keep_mask_is_a_function_of_the_coordinates() -> None:
+    """Element by element by the written definition: every place in a group, a second group, and its cut end."""
     seed, offset = 0x1234567_89ABCDEF, 0x0FEDCBA9_F7654321
-    mask = keep_mask(torch.tensor([seed, offset]), 0.3, rows=5, columns=21, planes=3)
-    assert mask.shape == (3, 5, 21)
+    mask = keep_mask(torch.tensor([seed, offset]), 0.3, rows=5, columns=101, planes=3)
+    assert mask.shape == (3, 5, 101)
     key = (torch.tensor(seed & 0xFFFFFFFF), torch.tensor(seed >> 32))
-    for plane, row, column in ((0, 0, 0), (2, 4, 20), (1, 3, 7), (1, 3, 8), (0, 2, 13)):
-        counter = tuple(torch.tensor(c) for c in (column // 8, row, plane, offset & 0xFFFFFFFF))
-        word = int(philox(counter, key)[column % 8 // 2])
-        decision = word >> (16 * (column % 2)) & 0xFFFF
-        assert bool(mask[plane, row, column]) == (decision >= threshold(0.3))
+    for plane, row in ((0, 0), (2, 4), (1, 3)):
+        for column in range(101):
+            group, in_group = divmod(column, 64)
+            pair, in_pair = divmod(in_group, 8)
+            call, odd = divmod(in_pair, 2)
+            counter = tuple(torch.tensor(c) for c in (4 * group + call, row, plane, offset & 0xFFFFFFFF))
+            call_bytes = b"".join(int(word).to_bytes(4, "little") for word in philox(counter, key))
+            assert bool(mask[plane, row, column]) == (call_bytes[2 * pair + odd] >= 77), (plane, row, column)
+
+
+def test_each_coordinate_and_each_seed_draws_anew() -> None:
+    """No plane, row, call or seed repeats another's mask, and none is its neighbour's shifted by a byte."""
+    seed = torch.tensor([5, 6])
+    mask = keep_mask(seed, 0.5, rows=8, columns=128, planes=4)
+    calls = mask.view(4, 8, 2, 8, 4, 2).transpose(3, 4).reshape(-1, 16)
+    assert len(calls.unique(dim=0)) > 0.99 * len(calls)
+    for bit in (0, 31, 32, 61):
+        for place in (0, 1):
+            other = seed.clone()
+            other[place] ^= 1 << bit
+            same = (keep_mask(other, 0.5, rows=8, columns=128, planes=4) == mask).double().mean()
+            # Of the offset the low 32 bits count.
+            assert same == 1 if place == 1 and bit >= 32 else abs(float(same) - 0.5) < 5 * 0.5 / 4096**0.5
+
+
+def test_threshold_is_the_nearest_of_256ths_and_ends_at_the_ends_alone() -> None:
+    given = {
+        0.0: 0,
+        1e-9: 1,
+        1 / 512: 1,
+        0.0058: 1,
+        0.0059: 2,
+        0.1: 26,
+        0.5: 128,
+        0.9: 230,
+        0.997: 255,
+        1 - 1e-9: 255,
+        1.0: 256,
+    }
+    assert {p: threshold(p) for p in given} == given
+    assert threshold(1) == 256 and threshold(0) == 0  # integers are probabilities too
 
 
 def test_rate_and_expectation() -> None:
-    for dropout_p in (0.1, 0.5, 0.9):
+    for dropout_p in (0.002, 0.1, 0.5, 0.9, 0.999):
+        dropped = threshold(dropout_p) / 256
         kept = keep_mask(draw_seed("cpu"), dropout_p, 1000, 512).double().mean()
         # Five standard deviations of a mean of half a million coin tosses.
-        assert abs(float(kept) - (1 - dropout_p)) < 5 * (dropout_p * (1 - dropout_p) / 512_000) ** 0.5
-        assert keep_scale(dropout_p) * (1 - threshold(dropout_p) / 65536) == pytest.approx(1, abs=1e-15)
+        assert abs(float(kept) - (1 - dropped)) < 5 * (dropped * (1 - dropped) / 512_000) ** 0.5
+        assert abs(dropped - dropout_p) <= 1 / 256
+        assert keep_scale(dropout_p) * (1 - dropped) == pytest.approx(1, abs=1e-15)
     assert keep_mask(draw_seed("cpu"), 0.0, 3, 9).all() and not keep_mask(draw_seed("cpu"), 1.0, 3, 9).any()
-    assert keep_scale(1.0) == 0.0
+    assert keep_scale(0.0) == 1.0 and keep_scale(1.0) == 0.0
 
 
 def test_drop_is_the_formula_on_flattened_rows() -> None:

@@ -335,11 +335,12 @@ def test_sinusoidal_positions_wrong_calls() -> None:
 
 
 def test_an_element_at_the_threshold_is_kept(backend: str, device: str) -> None:
-    # The published words of Philox4x32-7 for counter and key 0, each two decisions, the low half first.
+    # The published words of Philox4x32-7 for counter and key 0, each four decisions, the lowest byte first.
     words = (0x5F6FB709, 0x0D893F64, 0x4F121F81, 0x4F730A48)
-    decisions = [half for word in words for half in (word & 0xFFFF, word >> 16)]
-    ids, weight, seed = (torch.zeros(1, 1, dtype=torch.int64), torch.ones(1, 8), torch.zeros(2, dtype=torch.int64))
+    decisions = [byte for word in words for byte in word.to_bytes(4, "little")]
+    columns = [column for pair in range(0, 64, 8) for column in (pair, pair + 1)]
+    ids, weight, seed = (torch.zeros(1, 1, dtype=torch.int64), torch.ones(1, 64), torch.zeros(2, dtype=torch.int64))
     ids, weight, seed = ids.to(device), weight.to(device), seed.to(device)
     for limit in sorted({edge for decision in decisions for edge in (decision, decision + 1)}):
-        out = embedding(ids, weight, dropout_p=limit / 65536, dropout_seed=seed)
-        assert (out[0, 0] != 0).tolist() == [decision >= limit for decision in decisions]
+        out = embedding(ids, weight, dropout_p=limit / 256, dropout_seed=seed)
+        assert (out[0, 0, columns] != 0).tolist() == [decision >= limit for decision in decisions]
