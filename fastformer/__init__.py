@@ -1,8 +1,9 @@
 """fastformer: Transformers made fast, under the names that PyTorch users know.
 
 `fastformer.nn` has the modules of torch.nn; `Transformer` and `GPT` are whole models, `generate` decodes with them, a
-`Translator` reads and writes text, and an `AsyncTranslator` does so for many tasks at once. These are loaded on first
-use: importing the package alone stays cheap.
+`Translator` reads and writes text, and an `AsyncTranslator` does so for many tasks at once. `accelerate` makes a model
+that somebody else wrote compute on the same ops, in place, and `restore` undoes it. These are loaded on first use:
+importing the package alone stays cheap.
 """
 
 from __future__ import annotations
@@ -14,18 +15,31 @@ if TYPE_CHECKING:
     from fastformer.generation import AsyncTranslator as AsyncTranslator
     from fastformer.generation import Translator as Translator
     from fastformer.generation.generate import generate as generate
+    from fastformer.integrations import accelerate as accelerate
+    from fastformer.integrations import restore as restore
     from fastformer.models import GPT as GPT
     from fastformer.models import Transformer as Transformer
 
 __version__ = "0.1.0"
-__all__ = ["GPT", "AsyncTranslator", "Transformer", "Translator", "__version__", "generate"]
+__all__ = [
+    "GPT",
+    "AsyncTranslator",
+    "Transformer",
+    "Translator",
+    "__version__",
+    "accelerate",
+    "generate",
+    "restore",
+]
 
 _HOMES = {
     "AsyncTranslator": "fastformer.generation",
     "GPT": "fastformer.models",
     "Transformer": "fastformer.models",
     "Translator": "fastformer.generation",
+    "accelerate": "fastformer.integrations",
     "generate": "fastformer.generation",
+    "restore": "fastformer.integrations",
 }
 
 

@@ -83,7 +83,7 @@ def _takes_packed(layer: nn.Module) -> bool:
     return (
         type(layer).forward in (TransformerEncoderLayer.forward, TransformerDecoderLayer.forward)
         and all(is_called_plainly(module) for module in layer.modules())
-        and all(type(attention) is MultiheadAttention for attention in attentions)
+        and all(type(attention).forward is MultiheadAttention.forward for attention in attentions)
         and all(attention.bias_k is None and not attention.add_zero_attn for attention in attentions)
         and is_plain(layer.linear1, nn.Linear)
         and is_plain(layer.linear2, nn.Linear)

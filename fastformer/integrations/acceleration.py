@@ -1,0 +1,88 @@
+"""`fastformer.accelerate(model)`: a model that somebody else wrote, on our ops, in place."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from fastformer.integrations import torch_nn
+from fastformer.integrations.swap import Swap, by_original, is_swapped, swap, unswap, why_left
+
+
+@dataclass
+class Report:
+    """What `accelerate` did.
+
+    Attributes:
+        swapped: by each module's name in the model ("" is the model itself), the class that it had.
+        left: by name, why a module that looked like one of the known ones was left as it is.
+    """
+
+    swapped: dict[str, str] = field(default_factory=dict)
+    left: dict[str, str] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        counts = Counter(self.swapped.values())
+        lines = [f"swapped: {', '.join(f'{count} {name}' for name, count in counts.items()) or 'nothing'}"]
+        reasons: dict[str, list[str]] = {}
+        for name, reason in self.left.items():
+            reasons.setdefault(reason, []).append(name or "the model")
+        for reason, names in reasons.items():
+            shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+            lines.append(f"left as they are: {shown}: {reason}")
+        return "\n".join(lines)
+
+
+def accelerate(model: nn.Module) -> Report:
+    """Makes the modules of a model that we know compute on our ops, in place.
+
+    Parameters, buffers, submodules, hooks and state_dict keys stay what they are, and so does each object: optimizers
+    and wrappers go on as before. `isinstance` still says what it said. What was subclassed or has a forward of its own
+    is left alone; what somebody hooked or replaced inside of a module is called as before.
+
+    Args:
+        model: any module; modules of torch.nn are known (`MultiheadAttention`, `TransformerEncoderLayer`,
+            `TransformerDecoderLayer`, `TransformerEncoder`, `TransformerDecoder`, `Transformer`).
+
+    Returns:
+        What was swapped, what was left, and why. A second call swaps nothing.
+
+    Raises:
+        ValueError: this is no module.
+    """
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"expected a torch.nn.Module, got {type(model).__name__}")
+    swaps = known_swaps()
+    report = Report()
+    for name, module in list(model.named_modules()):
+        reason = why_left(module, swaps)
+        if reason is not None:
+            report.left[name] = reason
+        elif (known := swaps.get(type(module))) is not None:
+            report.swapped[name] = type(module).__name__
+            swap(module, known)
+    return report
+
+
+def restore(model: nn.Module) -> list[str]:
+    """Undoes `accelerate`: each module has the class and the attributes that it had. What it learned stays.
+
+    Args:
+        model: what `accelerate` was given, or any module that has such modules inside.
+
+    Returns:
+        The names of the modules that were restored.
+    """
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"expected a torch.nn.Module, got {type(model).__name__}")
+    found = [(name, module) for name, module in model.named_modules() if is_swapped(module)]
+    for _, module in found:
+        unswap(module)
+    return [name for name, _ in found]
+
+
+def known_swaps() -> dict[type[nn.Module], Swap]:
+    """All swaps, by the class that they replace."""
+    return by_original(torch_nn.SWAPS)

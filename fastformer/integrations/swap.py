@@ -1,0 +1,83 @@
+"""How a module becomes ours in place, and how it becomes again what it was: by its class.
+
+Its parameters, buffers, submodules and hooks stay where they are, and it stays the object that optimizers, wrappers and
+its owner know. The class that it gets is derived from its own, too, so that `isinstance` says what it said.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+# What a swapped module remembers: the class that it had, and the attributes that it was given.
+_MEMORY = "_fastformer_swapped"
+
+
+def _nothing(module: Any) -> dict[str, Any]:
+    return {}
+
+
+def _fits(module: Any) -> str | None:
+    return None
+
+
+@dataclass(frozen=True)
+class Swap:
+    """A class that modules of another class can have in its place.
+
+    Attributes:
+        original: exactly this class; a subclass of it may compute something else.
+        swapped: derived from ours and from `original`.
+        attributes: (module) -> what `swapped` needs beside what a module of `original` has.
+        why_not: (module) -> why this one can't be swapped, or None.
+    """
+
+    original: type[nn.Module]
+    swapped: type[nn.Module]
+    attributes: Callable[[Any], dict[str, Any]] = _nothing
+    why_not: Callable[[Any], str | None] = _fits
+
+
+def why_left(module: nn.Module, swaps: dict[type[nn.Module], Swap]) -> str | None:
+    """Why a module that looks like one of the originals isn't swapped; None where it can be, or looks like none."""
+    swap = swaps.get(type(module))
+    if swap is not None:
+        if "forward" in module.__dict__:
+            return "it has a forward of its own"
+        return swap.why_not(module)
+    if is_swapped(module):
+        return None
+    for original in swaps:
+        if isinstance(module, original):
+            return f"{type(module).__name__} is a subclass of {original.__name__}, and may compute something else"
+    return None
+
+
+def is_swapped(module: nn.Module) -> bool:
+    """Whether a module has a class that `swap` gave it."""
+    return _MEMORY in module.__dict__
+
+
+def swap(module: nn.Module, with_: Swap) -> None:
+    """Gives a module the other class."""
+    added = {name: value for name, value in with_.attributes(module).items() if not hasattr(module, name)}
+    for name, value in added.items():
+        setattr(module, name, value)
+    setattr(module, _MEMORY, (type(module), tuple(added)))
+    module.__class__ = with_.swapped
+
+
+def unswap(module: nn.Module) -> None:
+    """Gives a swapped module back what it had."""
+    original, added = getattr(module, _MEMORY)
+    module.__class__ = original
+    for name in (*added, _MEMORY):
+        delattr(module, name)
+
+
+def by_original(swaps: Iterable[Swap]) -> dict[type[nn.Module], Swap]:
+    """The swaps by the class that they replace."""
+    return {swap.original: swap for swap in swaps}

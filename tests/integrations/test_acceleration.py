@@ -1,0 +1,183 @@
+"""`accelerate` and `restore` on models of torch.nn's modules."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fastformer
+from fastformer.ops._library import record_backends
+from tests.nn.comparing import assert_same, padding_mask, randomised
+
+pytestmark = pytest.mark.filterwarnings("ignore:enable_nested_tensor", "ignore:.*nested tensors is in prototype")
+
+N, L, S, E, H, FF = 3, 5, 4, 12, 3, 16
+ARGS: dict[str, Any] = {"dropout": 0.0, "batch_first": True, "dtype": torch.float64}
+CAUSAL = nn.Transformer.generate_square_subsequent_mask(L, dtype=torch.float64)
+PADDING = padding_mask([5, 3, 2], L)
+
+
+class Classifier(nn.Module):
+    """A model as users write them."""
+
+    def __init__(self, norm_first: bool = False) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(20, E, dtype=torch.float64)
+        layer = nn.TransformerEncoderLayer(E, H, FF, norm_first=norm_first, **ARGS)
+        self.encoder = nn.TransformerEncoder(layer, 2, nn.LayerNorm(E, dtype=torch.float64), enable_nested_tensor=False)
+        self.pool = nn.MultiheadAttention(E, H, batch_first=True, dtype=torch.float64)
+        self.head = nn.Linear(E, 4, dtype=torch.float64)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        padding = ids == 0
+        x = self.encoder(self.embedding(ids), src_key_padding_mask=padding)
+        pooled, _ = self.pool(x[:, :1], x, x, key_padding_mask=padding)
+        return self.head(pooled[:, 0])
+
+
+IDS = torch.randint(1, 20, (N, L)).masked_fill(PADDING, 0)
+
+
+def grads(model: nn.Module, out: Tensor) -> list[Tensor]:
+    return list(torch.autograd.grad(out.square().sum(), [p for p in model.parameters()], allow_unused=True))
+
+
+@pytest.mark.parametrize("norm_first", [False, True])
+def test_a_model_computes_the_same_on_our_ops(norm_first):
+    model = randomised(Classifier(norm_first))
+    parameters, keys = list(model.parameters()), list(model.state_dict())
+    modules = list(model.modules())
+    expected = model(IDS)
+    expected_grads = grads(model, expected)
+    report = fastformer.accelerate(model)
+    assert report.swapped == {
+        "encoder": "TransformerEncoder",
+        "encoder.layers.0": "TransformerEncoderLayer",
+        "encoder.layers.0.self_attn": "MultiheadAttention",
+        "encoder.layers.1": "TransformerEncoderLayer",
+        "encoder.layers.1.self_attn": "MultiheadAttention",
+        "pool": "MultiheadAttention",
+    }
+    assert not report.left
+    assert all(a is b for a, b in zip(parameters, model.parameters(), strict=True)), "the very same parameters"
+    assert all(a is b for a, b in zip(modules, model.modules(), strict=True)), "the very same modules"
+    assert keys == list(model.state_dict())
+    assert isinstance(model.encoder, nn.TransformerEncoder) and isinstance(model.pool, nn.MultiheadAttention)
+    with record_backends() as ran:
+        out = model(IDS)
+    assert {"varlen_attention_fwd", "attention_fwd", "feed_forward_fwd", "add_layer_norm_fwd"} <= {n for n, _ in ran}
+    assert_same(out, expected, "output")
+    for a, b in zip(grads(model, out), expected_grads, strict=True):
+        assert (a is None and b is None) or (a - b).abs().max() <= 1e-10 * b.abs().max().clamp(min=1e-3)
+    assert not fastformer.accelerate(model).swapped, "a second time there is nothing to do"
+
+
+def test_restore_leaves_no_trace():
+    model = randomised(Classifier())
+    before = {name: (type(m), sorted(m.__dict__)) for name, m in model.named_modules()}
+    x = model(IDS)
+    report = fastformer.accelerate(model)
+    assert sorted(fastformer.restore(model)) == sorted(report.swapped)
+    assert before == {name: (type(m), sorted(m.__dict__)) for name, m in model.named_modules()}
+    with record_backends() as ran:
+        assert torch.equal(model(IDS), x)
+    assert not ran
+    assert fastformer.restore(model) == []
+
+
+def test_the_model_itself_and_both_stacks():
+    for norm_first in (False, True):
+        model = randomised(nn.Transformer(E, H, 2, 2, FF, norm_first=norm_first, **ARGS))
+        src, tgt = torch.randn(N, S, E, dtype=torch.float64), torch.randn(N, L, E, dtype=torch.float64)
+        options = {"tgt_mask": CAUSAL, "tgt_key_padding_mask": PADDING, "tgt_is_causal": True}
+        expected = model(src, tgt, **options)
+        report = fastformer.accelerate(model)
+        assert report.swapped[""] == "Transformer" and len(report.swapped) == 1 + 2 + 2 + 2 + 2 + 4
+        real = ~PADDING[..., None]
+        assert_same(model(src, tgt, **options) * real, expected * real, "output")
+
+
+def test_training_goes_on():
+    """An optimizer that was made before goes on, and hooks stay."""
+    models = [randomised(Classifier())]
+    models.append(copy.deepcopy(models[0]))
+    calls: list[str] = []
+    losses: list[list[Tensor]] = [[], []]
+    for model, kept in zip(models, losses, strict=True):
+        model.encoder.layers[0].register_forward_hook(lambda *args: calls.append("layer"))
+        optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+        for step in range(4):
+            if step == 2 and model is models[1]:
+                fastformer.accelerate(model)
+            loss = model(IDS).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            kept.append(loss.detach())
+    assert calls == ["layer"] * 8
+    for a, b in zip(*losses, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-8, atol=0)
+
+
+def test_copies_and_pickles_stay_swapped():
+    model = randomised(Classifier()).eval()
+    expected = model(IDS)
+    fastformer.accelerate(model)
+    for made in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        with record_backends() as ran:
+            assert_same(made(IDS), expected, "output")
+        assert ran and len(fastformer.restore(made)) == 6
+        assert torch.equal(made(IDS), expected)
+
+
+class Mine(nn.TransformerEncoderLayer):
+    """A subclass of a user's."""
+
+    def forward(self, src: Tensor, *args: Any, **options: Any) -> Tensor:
+        return 2 * super().forward(src, *args, **options)
+
+
+def test_what_is_left_and_why():
+    model = nn.Sequential(Mine(E, H, FF, **ARGS), nn.TransformerEncoderLayer(E, H, FF, **ARGS), nn.Linear(E, E))
+    model.double()
+    model[1].self_attn.forward = model[1].self_attn.forward
+    x = torch.randn(N, L, E, dtype=torch.float64)
+    model.eval()
+    expected = model(x)
+    report = fastformer.accelerate(model)
+    assert report.left == {
+        "0": "Mine is a subclass of TransformerEncoderLayer, and may compute something else",
+        "1.self_attn": "it has a forward of its own",
+    }
+    assert report.swapped == {"0.self_attn": "MultiheadAttention", "1": "TransformerEncoderLayer"}
+    assert_same(model(x), expected, "output")
+    text = str(report)
+    assert "1 MultiheadAttention" in text and "0: Mine is a subclass" in text and "1.self_attn: it has" in text
+    assert str(fastformer.accelerate(nn.Linear(2, 2))) == "swapped: nothing"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"bias": False}, {"add_bias_kv": True, "add_zero_attn": True}, {"kdim": 7, "vdim": 5}, {"batch_first": False}],
+    ids=str,
+)
+def test_attention_of_every_kind(options):
+    model = randomised(nn.MultiheadAttention(E, H, **{"batch_first": True, **options}, dtype=torch.float64))
+    sizes = (E, options.get("kdim", E), options.get("vdim", E))
+    q, k, v = (torch.randn(N, S, size, dtype=torch.float64) for size in sizes)
+    expected, expected_weights = model(q, k, v)
+    assert fastformer.accelerate(model).swapped == {"": "MultiheadAttention"}
+    out, weights = model(q, k, v)
+    assert_same(out, expected, "output")
+    assert_same(weights, expected_weights, "weights")
+
+
+def test_wrong_arguments():
+    for function in (fastformer.accelerate, fastformer.restore):
+        with pytest.raises(ValueError, match=r"expected a torch\.nn\.Module, got str"):
+            function("model")
