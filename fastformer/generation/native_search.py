@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import Protocol, cast
+from typing import NamedTuple, Protocol, cast
 
 from fastformer.generation.search import NEVER, Hypothesis, Search, bad_numbers
 from fastformer.ops import _extension
@@ -62,19 +62,35 @@ def _extension_module() -> _Extension:
     return cast(_Extension, module)
 
 
+class SearchRules(NamedTuple):
+    """What an engine that runs a search has to know of it.
+
+    Attributes:
+        num_beams: 0: greedy.
+        eos: the ids that end a row, upward.
+        min_tokens: none of them before so many.
+        suppressed: ids that are never said, upward.
+    """
+
+    num_beams: int
+    eos: tuple[int, ...]
+    min_tokens: int
+    suppressed: tuple[int, ...]
+
+
 class NativeSearch(Search):
     """A search that lives in C++: what `RowSearch` (one row, the best token) and `BeamSearch` (without groups) find.
 
     Args:
         handle: the search of the extension.
-        is_greedy: its score is the sum of the log-probabilities of its one row.
+        rules: what it was made with. The score of a greedy one is the sum of the log-probabilities of its one row.
 
     Attributes:
-        handle: see above; an engine may advance it too.
+        handle, rules: see above; an engine may advance the handle too.
     """
 
-    def __init__(self, handle: SearchHandle, *, is_greedy: bool) -> None:
-        self.handle, self._is_greedy = handle, is_greedy
+    def __init__(self, handle: SearchHandle, rules: SearchRules) -> None:
+        self.handle, self.rules = handle, rules
         self.limit, self.num_candidates, self.peak_rows = handle.limit, handle.num_candidates, handle.peak_rows
 
     @classmethod
@@ -89,7 +105,7 @@ class NativeSearch(Search):
             suppressed: ids that are never said, likewise.
         """
         handle = _extension_module().greedy_search(limit, sorted(eos), min_tokens, suppressed)
-        return cls(handle, is_greedy=True)
+        return cls(handle, SearchRules(0, tuple(sorted(eos)), min_tokens, tuple(sorted(suppressed))))
 
     @classmethod
     def beams(
@@ -108,7 +124,7 @@ class NativeSearch(Search):
         handle = _extension_module().beam_search(
             limit, sorted(eos), num_beams, alpha, num_return, early_stopping, min_tokens, suppressed
         )
-        return cls(handle, is_greedy=False)
+        return cls(handle, SearchRules(num_beams, tuple(sorted(eos)), min_tokens, tuple(sorted(suppressed))))
 
     @property
     def num_rows(self) -> int:  # type: ignore[override]  # the engine changes it too
@@ -138,7 +154,7 @@ class NativeSearch(Search):
     def results(self) -> list[Hypothesis]:
         """See `Search.results`."""
         found = [Hypothesis(*one) for one in self.handle.results()]
-        if self._is_greedy:
+        if not self.rules.num_beams:
             for row in found:
                 row.score = math.fsum(row.log_probs) if row.tokens else NEVER
         return found

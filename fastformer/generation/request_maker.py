@@ -16,6 +16,7 @@ from fastformer.generation.processors import SEARCH_RULES, make_processors
 from fastformer.generation.requests import Request
 from fastformer.generation.search import BeamSearch, RowSearch, Sampling, Search
 from fastformer.generation.settings import GenerationSettings
+from fastformer.ops import _extension
 from fastformer.special_ids import SpecialIds
 
 EXTRA_LENGTH = 100  # a translation may be this much longer than its source (tensor2tensor)
@@ -89,7 +90,8 @@ class RequestMaker:
             self._has_shortlist = True
             self.engine.set_shortlist(sorted({*settings.shortlist, *self.ids.eos}))
         # What the searches in C++ don't have, the engine is asked for step by step.
-        self._is_native = is_searching_engine(self.engine) and not settings.do_sample and settings.num_beam_groups == 1
+        self._is_native = is_searching_engine(self.engine) and _extension.module() is not None
+        self._is_native = self._is_native and not settings.do_sample and settings.num_beam_groups == 1
         unsaid = {*settings.suppress_tokens, *self.ids.eos}
         allowed = len({*settings.shortlist} - unsaid) if settings.shortlist else model.config.vocab_size - len(unsaid)
         self._leaves_words = allowed > 0

@@ -60,8 +60,9 @@ class BlockTables:
         self._size = np.zeros(max_rows, np.int32)
         self._own = np.zeros((max_rows, blocks_of(max_seqlen, block_size)), np.int32)
         self._given = np.zeros(max_rows, np.int32)
-        # A group has the blocks of its tokens by its key, those of its source by max_rows + key.
-        self.pool = BlockPool(num_blocks, 2 * max_rows)
+        # A group has the blocks of its tokens by its key, those of its source by max_rows + key; the last owner has
+        # what was set aside.
+        self.pool = BlockPool(num_blocks, 2 * max_rows + 1)
         self._reordered = np.zeros(max_rows, bool)  # by key: dead blocks are possible
         # While rows take one token at a time inside their blocks: the last slot of each, how many steps more may be
         # taken like this, and how many when what is reserved has been used.
@@ -252,7 +253,7 @@ class BlockTables:
         begin, end = self.row_of(first), self.num_rows
         lengths = self.seqlens[begin:end]
         until = lengths + (num_tokens if counts is None else counts)
-        self.check_room(int(lengths.max(initial=0)), num_tokens)
+        self.check_room(int(until.max(initial=num_tokens)) - num_tokens, num_tokens)
         due = blocks_of(until, self.block_size) - self._given[begin:end]
         if due.max(initial=0) > 0:
             self._give_rows(begin, np.maximum(due, 0))
@@ -309,6 +310,39 @@ class BlockTables:
         self._counts = None
         self.rows_changed = True
         self.version += 1
+
+    def follow(self, counts: Ints, parents: npt.NDArray[np.integer]) -> None:
+        """What `advance` and `reorder` by turns would do, for all rows and several steps at once.
+
+        The rows have written the tokens that were reserved one after another, and have gone on from others of their
+        group behind each.
+
+        Args:
+            counts: (rows,) the tokens of each row, as reserved; what it did behind them doesn't count.
+            parents: (steps, rows) behind each step, the row that each goes on from.
+        """
+        rows, steps = len(counts), len(parents)
+        begins = self.seqlens[:rows].copy()
+        written = np.zeros((rows, steps), np.int32)
+        ancestors = np.arange(rows)
+        for step in reversed(range(steps)):
+            ancestors = parents[step][ancestors]
+            written[:, step] = self.slots[ancestors, np.minimum(begins + step, self.max_seqlen - 1)]
+        moved = np.flatnonzero(ancestors != np.arange(rows))
+        width = int(begins.max(initial=0))
+        self.slots[moved, :width] = self.slots[ancestors[moved], :width]
+        for step in range(steps):
+            here = np.flatnonzero(step < counts)
+            self.slots[here, begins[here] + step] = written[here, step]
+        self._reordered[self.keys[:rows][(parents != np.arange(rows)).any(0)]] = True
+        self.slots_changed = True
+        self.advance(0, int(counts.max(initial=0)), counts)
+
+    def set_aside(self, num_tokens: int) -> Ints:
+        """Takes blocks for tokens that belong to no group, for good: (num_tokens,) their slots."""
+        blocks = self._take(np.full(blocks_of(num_tokens, self.block_size), 2 * self.max_rows))
+        slots = np.add.outer(blocks * self.block_size, np.arange(self.block_size))
+        return slots.astype(np.int32).reshape(-1)[:num_tokens]
 
     def rewind(self, first: int) -> None:
         """Takes the tokens out, and their blocks back; sources stay."""

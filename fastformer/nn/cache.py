@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -188,6 +189,19 @@ class KVCache:
     def free_blocks(self) -> int:
         """Blocks that nobody has. There may be more: what beams left behind is looked for by `sweep`."""
         return self._tables.pool.num_free
+
+    @property
+    def longest_source(self) -> int:
+        """The tokens of the longest source that is stored."""
+        return self._tables.longest_source
+
+    def set_aside(self, num_tokens: int) -> npt.NDArray[np.int32]:
+        """Takes blocks for tokens that belong to no group, for good: (num_tokens,) where they are; see `LaneCache`.
+
+        Raises:
+            CacheFullError: not as many blocks are free. Nothing is taken.
+        """
+        return self._tables.set_aside(num_tokens)
 
     def blocks_of(self, num_tokens: int) -> int:
         """The blocks that num_tokens of a row or of a source fill."""

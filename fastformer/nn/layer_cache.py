@@ -26,6 +26,7 @@ class AttentionCache:
             longest row with what is reserved, in whole blocks, or as there is room for.
         seqlens: (rows,) int32, how much of each row is filled.
         batch_index: of cross-attention, int32: the table's row that each query row (or packed query token) reads.
+        rows_per_source: of cross-attention without batch_index: so many rows side by side read one row of the table.
         reserved: the next tokens that every row has slots for.
         is_static: True for cross-attention: nothing is appended.
         is_empty: True before the first tokens of a self-attention.
@@ -41,6 +42,7 @@ class AttentionCache:
     is_static: bool = False
     is_empty: bool = False
     packed_slots: Tensor | None = None
+    rows_per_source: int = 1
 
     def attend(self, q: Tensor) -> Tensor:
         """Cross-attention of q: (rows, seqlen_q, num_heads, head_dim), or packed (total, num_heads, head_dim)."""
@@ -48,9 +50,14 @@ class AttentionCache:
         if packed and index is not None:
             # Each token reads the source of its own row; those behind the last sequence read any.
             q, index = q[:, None], F.pad(index, (0, len(q) - len(index)))
+        if self.rows_per_source > 1:
+            # Rows of one token each: as queries of one row they share what is read of their source.
+            q = q.reshape(-1, self.rows_per_source, *q.shape[2:])
         out = decode_attention(
             q, self.k, self.v, self.seqlens, cache_batch_idx=index, slot_table=self.slot_table, is_causal=False
         )
+        if self.rows_per_source > 1:
+            return out.reshape(-1, 1, *q.shape[2:])
         return out.flatten(0, 1) if packed else out
 
     def append(self, q: Tensor, k: Tensor, v: Tensor, window_left: int | None, packed: SequenceLayout | None) -> Tensor:

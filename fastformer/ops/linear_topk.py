@@ -16,7 +16,7 @@ from fastformer.ops._common import accumulation_dtype, check_dtype, check_featur
 from fastformer.ops._library import autocast, define_op
 
 # Rows whose logits the reference holds at a time, and classes whose weights it widens at a time: these stay in a cache.
-CHUNK_ROWS, CHUNK_CLASSES = 1024, 1024
+CHUNK_ROWS, CHUNK_CLASSES = 512, 1024
 
 
 class TopK(NamedTuple):
@@ -52,25 +52,23 @@ def _wide_logits(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def _best(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The k largest of each row, downward, of equal ones the lower indices first; NaN counts as largest.
+    """The k largest of each row of numbers, downward, of equal ones the lower indices first.
 
-    (..., vocab_size) -> values and indices, (..., k) each.
+    (..., vocab_size) -> values and indices, (..., k) each. No value is read on the host, so a CUDA graph can hold it.
     """
     if k == 1:
         values, indices = logits.max(-1, keepdim=True)
         return values, indices
-    values, indices = logits.topk(min(k + 1, logits.shape[-1]))
-    tied = (values[..., 1:] == values[..., :-1]).any(-1) & ~values[..., 0].isnan()
-    values, indices = values[..., :k], indices[..., :k]
-    if bool(tied.any()):  # among logits of 16 bits that is often so, and topk takes any of the equal ones
-        rows, last = logits[tied], values[tied][:, -1:]
-        above, equal = rows > last, rows == last
-        room = k - above.sum(-1, keepdim=True)
-        kept = above | (equal & (equal.cumsum(-1) <= room))
-        lowest = kept.nonzero()[:, 1].view(-1, k)  # upward, and a stable sort leaves equal ones so
-        order = rows.gather(-1, lowest).sort(dim=-1, descending=True, stable=True).indices
-        indices = indices.masked_scatter(tied[..., None], lowest.gather(-1, order))
-    return values, indices
+    if logits.dtype != torch.float32:
+        values, indices = torch.sort(logits, dim=-1, descending=True, stable=True)
+        return values[..., :k], indices[..., :k]
+    # topk takes any of equal ones, and among logits of 16 bits many are equal. So it chooses among integers that are
+    # all different: above, the bits of the number, which order as the numbers do when those of negative ones are
+    # turned round; below, the index, negated. (+ 0.0 makes zero of minus zero.)
+    bits = (logits + 0.0).view(torch.int32)
+    keys = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long().mul_(2**32)
+    indices = keys.sub_(torch.arange(logits.shape[-1], device=logits.device)).topk(k).indices
+    return logits.gather(-1, indices), indices
 
 
 def best_of_logits(logits: Tensor, k: int, *, log_probs: bool = True) -> TopK:
@@ -82,8 +80,7 @@ def best_of_logits(logits: Tensor, k: int, *, log_probs: bool = True) -> TopK:
     _check_k(k, logits.shape[-1])
     logits = logits.to(accumulation_dtype(logits.dtype))
     values, indices = _best(logits, k)
-    # NaN and +inf count as largest, so that one anywhere in the row stands first.
-    broken = ~(values[..., :1] < torch.inf)
+    broken = ~(logits.amax(-1, keepdim=True) < torch.inf)  # a NaN is its own maximum
     if log_probs:
         # Not minus the lse: a large one holds few digits of its fraction.
         values = logits.log_softmax(-1).gather(-1, indices)

@@ -16,6 +16,7 @@ from torch import Tensor
 from fastformer.generation.engines import ENGINES, Draw, Engine, Prompt, Selection, choose_engine
 from fastformer.generation.engines.choice import draw
 from fastformer.generation.engines.cpp import CppEngine
+from fastformer.generation.engines.graph import GraphEngine
 from fastformer.generation.engines.kv_cache import KVCacheEngine
 from fastformer.generation.engines.recompute import CrossCacheEngine, EncodeOnceEngine, RecomputeEngine
 from fastformer.generation.engines.recurrent import RecurrentEngine
@@ -32,16 +33,18 @@ from tests.generation.small import CPP, DEFAULT, EOS, HAS_CPP, VOCAB, next_logit
 
 PAIRS = [
     *([("cpp", "model"), ("cpp", "gpt")] if HAS_CPP else []),
+    ("graph", "model"),
     ("kv_cache", "model"),
     ("cross_cache", "model"),
     ("encode_once", "model"),
     ("recompute", "model"),
+    ("graph", "gpt"),
     ("kv_cache", "gpt"),
     ("recompute", "gpt"),
     ("recurrent", "lstm"),
     ("toy", "toy"),
 ]
-COUNTED = {"cpp", "kv_cache", "cross_cache", "recurrent"}
+COUNTED = {"cpp", "graph", "kv_cache", "cross_cache", "recurrent"}
 
 
 class Driven(NamedTuple):
@@ -305,7 +308,7 @@ def test_a_long_source_or_prompt_is_counted_once_and_not_much_too_high(pair, req
         more = engine.tokens_needed(prompt, 4, 4) - engine.tokens_needed(prompt, 1, 4)
         # What the rows share is there once. A row's own: new tokens; or all that the decoder has; or a source.
         whole = -(-(len(prompt.tokens) + 4) // 16) * 16
-        own = {"cpp": 32, "kv_cache": 32, "cross_cache": whole, "recurrent": len(prompt.source or ())}
+        own = {"cpp": 32, "graph": 32, "kv_cache": 32, "cross_cache": whole, "recurrent": len(prompt.source or ())}
         assert more == 3 * own[pair[0]]
 
 
@@ -459,6 +462,7 @@ def test_a_new_start_lets_go_of_the_old_cache_first(name, model, monkeypatch) ->
 
 CLASSES: dict[str, type[Engine]] = {
     "cpp": CppEngine,
+    "graph": GraphEngine,
     "kv_cache": KVCacheEngine,
     "cross_cache": CrossCacheEngine,
     "encode_once": EncodeOnceEngine,
@@ -472,6 +476,7 @@ def test_each_pair_of_an_engine_and_a_model_works_or_says_why_not(model, gpt, ls
     missing, foreign = _extension.why_no_decoder(), "it knows models.Transformer and models.GPT alone"
     reasons = {
         "cpp": (missing, missing, missing or foreign),
+        "graph": (None, None, "it has no cache of keys and values"),
         "kv_cache": (None, None, "it has no cache of keys and values"),
         "cross_cache": (None, "it has no encoder with a cache behind it", "it has no encoder with a cache behind it"),
         "encode_once": (None, "it has no encoder with a cache behind it", "it has no encoder with a cache behind it"),
@@ -496,7 +501,7 @@ def test_without_a_wish_the_fastest_decodes(model, gpt, lstm) -> None:
     own = copy.deepcopy(model)
     own.__class__ = Coarse
     assert choose_engine(own).name == "kv_cache"
-    with pytest.raises(ValueError, match="expected an engine out of cpp, kv_cache, recurrent, .*, got 'fast'"):
+    with pytest.raises(ValueError, match="expected an engine out of cpp, graph, kv_cache, recurrent, .*, got 'fast'"):
         choose_engine(model, "fast")
     with pytest.raises(
         ValueError, match="engine 'cpp' can't decode a Linear: .*; engine 'kv_cache' can't .*; engine 'recurrent' can't"
@@ -513,6 +518,11 @@ def test_an_engine_that_calls_the_modules_has_their_precision_and_no_other(model
         for precision, advice in (("bf16", "model.bfloat16()"), ("fp16", "model.half()"), ("int8", "engine 'cpp'")):
             assert advice in str(engine.why_unsupported(which, precision))
         with torch.autocast("cpu", torch.bfloat16):
+            if engine is GraphEngine:
+                assert "autocast is on, whose copies of the weights a graph can't hold" in str(
+                    engine.why_unsupported(which)
+                )
+                continue
             assert [engine.why_unsupported(which, p) for p in (None, "bf16")] == [None, None]
             assert "which compute in bf16: for fp32 leave autocast" in str(engine.why_unsupported(which, "fp32"))
     half = copy.deepcopy(gpt).bfloat16()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fastformer.generation.decoders import Model
 from fastformer.generation.engines.cpp import CppEngine
+from fastformer.generation.engines.graph import GraphEngine
 from fastformer.generation.engines.interface import Candidates as Candidates
 from fastformer.generation.engines.interface import Draw as Draw
 from fastformer.generation.engines.interface import Engine as Engine
@@ -14,8 +15,10 @@ from fastformer.generation.engines.recompute import CrossCacheEngine, EncodeOnce
 from fastformer.generation.engines.recurrent import RecurrentEngine
 from fastformer.generation.precisions import check_precision
 
-# Without a wish the first that can decode the model does.
-_ENGINES = (CppEngine, KVCacheEngine, RecurrentEngine, CrossCacheEngine, EncodeOnceEngine, RecomputeEngine)
+# Without a wish the first that can decode the model does, but for those that have to be named: what a GPU makes of the
+# engine "graph" is not yet measured.
+_ENGINES = (CppEngine, GraphEngine, KVCacheEngine, RecurrentEngine, CrossCacheEngine, EncodeOnceEngine, RecomputeEngine)
+_BY_NAME = (GraphEngine,)
 ENGINES = tuple(engine.name for engine in _ENGINES)
 
 
@@ -24,7 +27,7 @@ def choose_engine(model: Model, name: str | None = None, precision: str | None =
 
     Args:
         model: what decodes.
-        name: one of ENGINES; None: the fastest that can.
+        name: one of ENGINES; None: the fastest that can, "graph" left out.
         precision: what it computes in: "fp32", "bf16", "fp16" or "int8". None: what the model says, "int8" where it was
             quantised, else its dtype, or autocast's. An engine that has no int8 decodes a quantised model with its
             rounded weights in their dtype.
@@ -37,7 +40,7 @@ def choose_engine(model: Model, name: str | None = None, precision: str | None =
     check_precision(precision)
     reasons: dict[str, list[str]] = {}
     for engine in _ENGINES:
-        if name in (None, engine.name):
+        if name == engine.name or (name is None and engine not in _BY_NAME):
             reason = engine.why_unsupported(model, precision)
             if reason is None:
                 return engine(model, precision)

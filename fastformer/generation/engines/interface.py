@@ -164,9 +164,10 @@ class SearchingEngine(Engine, Protocol):
     ) -> int:
         """Steps its rows, advances the searches, and reorders the rows, again and again.
 
-        It returns behind the step with which a search is done, and earlier: after max_steps, when the time is over, or
-        when the next step would take more memory than there is (`step_tokens`, `free_tokens`). It takes one step at
-        least. The group of a search that is done keeps rows, of which nobody asks anything, until it is released.
+        It returns behind the step with which a search is done (or some steps later, where it looks every few steps;
+        then the others have taken them too), and earlier: after max_steps, when the time is over, or when the next step
+        would take more memory than there is (`step_tokens`, `free_tokens`). It takes one step at least. The group of a
+        search that is done keeps rows, of which nobody asks anything, until it is released.
 
         Args:
             searches: of each group; none of them is done.

@@ -1,0 +1,509 @@
+"""Decodes with a `KVCache` and whole steps that are captured as CUDA graphs, their search included.
+
+A launch of one graph takes the place of the hundreds that a step consists of, and between two looks at what has ended
+the host waits for nothing. A step has a graph for each shape that it is met in (`_Shape`): rows, lengths and what the
+search wants, rounded up to a few sizes, so that those who come and go move between few graphs.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import weakref
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from fastformer.generation.decoders import Model, is_decoder_only, is_encoder_decoder
+from fastformer.generation.engines.device_search import DeviceSearch, Record
+from fastformer.generation.engines.interface import Candidates, Prompt, Selection
+from fastformer.generation.engines.kv_cache import KVCacheEngine, new_cache
+from fastformer.generation.native_search import NativeSearch, SearchRules, last_tokens
+from fastformer.generation.search import NEVER
+from fastformer.graphs import CaptureError, Graph, Graphs
+from fastformer.nn import KVCache
+from fastformer.nn.block_pool import CacheFullError, Ints
+from fastformer.nn.lane_cache import LaneCache
+from fastformer.ops import _library
+
+logger = logging.getLogger("fastformer")
+
+STEPS_PER_LOOK = 8  # at what has ended: a row whose search ends decodes along until then
+GRAPH_BYTES = 2**30  # of graphs and their tables
+_KEPT_BYTES = 2**32  # of a model's cache and graphs, between two calls
+_LEAST_WIDTH = 64  # of a table of tokens
+
+
+class _Shape(NamedTuple):
+    """What a graph is captured for; nothing else may differ between its replays.
+
+    Attributes:
+        num_groups: with the lanes that the rules' beams take.
+        width, source_width: the longest row and the longest source.
+        rules: of the searches, without min_tokens.
+        num_candidates: of a lane.
+        log_probs: whether values are log-probabilities.
+        is_edited: whether some ids are forbidden, now or in steps to come.
+        backend: that the ops are made to take.
+    """
+
+    num_groups: int
+    width: int
+    source_width: int
+    rules: SearchRules
+    num_candidates: int
+    log_probs: bool
+    is_edited: bool
+    backend: str | None
+
+
+class _Group:
+    """What the engine knows of a request.
+
+    Attributes:
+        prompt_length: the tokens before the first new one.
+        num_rows: that somebody asks for; the cache may have more.
+        scores: of the rows; None: nobody has counted.
+    """
+
+    def __init__(self, prompt: Prompt) -> None:
+        self.prompt_length, self.num_rows = len(prompt.tokens), 1
+        self.scores: list[float] | None = [0.0]
+
+
+class _Lanes:
+    """A shape's tensors, and its graph once it is captured."""
+
+    def __init__(self, shape: _Shape, cache: KVCache, spare: Ints, vocab_size: int, num_steps: int) -> None:
+        self.shape, self.graph_bytes = shape, 0
+        self.graph: Graph | None = None
+        self.is_warm = self.is_plain = False  # it has stepped; it has to step without a graph
+        beams = max(1, shape.rules.num_beams)
+        self.cache = LaneCache(cache, shape.num_groups, beams, shape.width, shape.source_width, num_steps, spare)
+        device = cache.k.device
+        self.search = DeviceSearch(shape.rules, shape.num_groups, shape.num_candidates, vocab_size, num_steps, device)
+
+    @property
+    def nbytes(self) -> int:
+        return self.cache.nbytes + self.search.nbytes + self.graph_bytes
+
+
+@dataclass
+class _Kept:
+    """What outlives an engine, for the next one of the same model.
+
+    Attributes:
+        cache: of max_rows rows.
+        spare: slots that were set aside in it.
+        lanes: of each shape, the one that was used last at the end.
+        weights: the `_addresses` of the model that the graphs read.
+        graphs: captures them.
+    """
+
+    cache: KVCache
+    spare: Ints
+    lanes: OrderedDict[_Shape, _Lanes]
+    weights: tuple[object, ...]
+    graphs: Graphs
+
+    @property
+    def nbytes(self) -> int:
+        """All of it."""
+        return 2 * self.cache.k.numel() * self.cache.k.element_size() + sum(one.nbytes for one in self.lanes.values())
+
+
+_kept: weakref.WeakKeyDictionary[nn.Module, _Kept] = weakref.WeakKeyDictionary()
+
+
+class GraphEngine(KVCacheEngine):
+    """Steps a `models.Transformer` or a `models.GPT`, or what decodes like one.
+
+    Greedy and beam searches of one kind (the same beams, ends and suppressed ids) are run on the device; what else
+    there is goes step by step, as in `KVCacheEngine`. On a CPU a graph is a plain call, and its results are the same.
+
+    A shape that is new takes its first step plainly, and is captured when it is met again. What can't be captured goes
+    on plainly, and the log says so once. The cache and the graphs stay with the model, for the next engine.
+
+    Args:
+        model: see above.
+        precision: its own, or None.
+
+    Attributes:
+        steps_per_look: how many steps are taken between two looks at what has ended.
+        max_graph_bytes: of graphs and tables; beyond, those that were used least recently go.
+    """
+
+    name: ClassVar[str] = "graph"
+
+    def __init__(self, model: Model, precision: str | None = None) -> None:
+        super().__init__(model, precision)
+        self.steps_per_look, self.max_graph_bytes = STEPS_PER_LOOK, GRAPH_BYTES
+        self._groups: list[_Group] = []
+        self._room = (0, 0)  # rows and tokens
+        self._state = _Kept(self._cache, np.zeros(0, np.int32), OrderedDict(), (), Graphs(self.device))
+        self._loaded: _Lanes | None = None  # the lanes whose tensors say where the searches are
+        self._keeper: weakref.finalize[..., GraphEngine] | None = None
+
+    @classmethod
+    def why_unsupported(cls, model: object, precision: str | None = None) -> str | None:
+        """See `Engine.why_unsupported`."""
+        if torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu"):
+            return "autocast is on, whose copies of the weights a graph can't hold: cast the model"
+        return super().why_unsupported(model, precision)
+
+    # Groups come and go.
+
+    def start(self, max_rows: int, num_tokens: int) -> None:
+        """See `Engine.start`."""
+        self._groups, self._loaded = [], None
+        if self._keeper is None:
+            self._take_kept()
+        if self._room[0] >= max_rows and self._room[1] >= num_tokens:
+            self._cache.reset()
+            return
+        # Somewhat more, so that the next request, which is a little longer, needs no new graphs.
+        rows, tokens = (max(old, _rounded(new)) for old, new in zip(self._room, (max_rows, num_tokens), strict=True))
+        state = self._state
+        state.lanes.clear()
+        self._cache = state.cache = new_cache(self.model, 1, 1)  # lets go of the old one: there is no memory for two
+        spare = rows  # rounding up to a bucket at most doubles them
+        self._cache = state.cache = new_cache(self.model, rows, tokens + spare)
+        state.spare = self._cache.set_aside(spare)
+        self._room = rows, tokens
+        state.weights = _addresses(self.model)
+
+    def _take_kept(self) -> None:
+        if self.device.type == "cuda" and isinstance(self.model, nn.Module):
+            if (kept := _kept.pop(self.model, None)) is not None:
+                self._state, self._cache = kept, kept.cache
+                self._room = kept.cache.max_rows, (kept.cache.num_blocks - 2) * kept.cache.block_size - len(kept.spare)
+            self._keeper = weakref.finalize(self, _keep, weakref.ref(self.model), self._state)
+            self._keeper.atexit = False
+
+    def admit(self, prompts: Sequence[Prompt]) -> None:
+        """See `Engine.admit`."""
+        if not self._groups and (weights := _addresses(self.model)) != self._state.weights:
+            # The graphs read memory that is no longer the model's, or would leave out its hooks.
+            self._state.lanes.clear()
+            self._state.weights = weights
+        self._loaded = None
+        super().admit(prompts)
+        self._groups += [_Group(prompt) for prompt in prompts]
+
+    def release(self, groups: Sequence[int]) -> None:
+        """See `Engine.release`."""
+        self._loaded = None
+        super().release(groups)
+        leaving = set(groups)
+        self._groups = [group for place, group in enumerate(self._groups) if place not in leaving]
+
+    def reorder(self, parents: Sequence[Sequence[int]]) -> None:
+        """See `Engine.reorder`."""
+        self._trim()
+        super().reorder(parents)
+        for group, rows in zip(self._groups, parents, strict=True):
+            if list(rows) != list(range(group.num_rows)):
+                group.scores = None
+            group.num_rows = len(rows)
+
+    def step(self, tokens: Sequence[int], selection: Selection) -> Candidates:
+        """See `Engine.step`."""
+        self._trim()
+        for group in self._groups:
+            group.scores = None
+        return super().step(tokens, selection)
+
+    def _trim(self) -> None:
+        """Takes out rows that nobody asks for."""
+        self._loaded = None
+        sizes = [group.num_rows for group in self._groups]
+        if self._cache.group_sizes != sizes:
+            self._cache.reorder([range(rows) for rows in sizes])
+
+    # Searches run.
+
+    @torch.inference_mode()
+    def run(
+        self,
+        searches: Sequence[NativeSearch],
+        tokens: Sequence[int],
+        *,
+        log_probs: bool,
+        max_steps: int,
+        seconds: float,
+    ) -> int:
+        """See `SearchingEngine.run`. It looks every `steps_per_look` steps at what has ended."""
+        end, steps = time.monotonic() + seconds, 0
+        while True:
+            count = min(self.steps_per_look, max_steps - steps)
+            taken = self._run_lanes(searches, tokens, log_probs, count) if self._is_one_kind(searches) else 0
+            if taken == 0:
+                self._run_step(searches, tokens, log_probs)
+                taken = 1
+            steps += taken
+            is_done = any(search.handle.is_done for search in searches)
+            if is_done or steps >= max_steps or time.monotonic() >= end or self.step_tokens() > self.free_tokens():
+                return steps
+            tokens = last_tokens(searches)
+
+    def _is_one_kind(self, searches: Sequence[NativeSearch]) -> bool:
+        first = searches[0].rules
+        if any(search.rules._replace(min_tokens=first.min_tokens) != first for search in searches):
+            return False
+        return first.num_beams == 0 or all(group.scores is not None for group in self._groups)
+
+    def _run_lanes(
+        self, searches: Sequence[NativeSearch], tokens: Sequence[int], log_probs: bool, num_steps: int
+    ) -> int:
+        """Takes up to num_steps steps on the device: how many; 0 where there is no memory for the lanes."""
+        cache, groups = self._cache, self._groups
+        beams = max(1, searches[0].rules.num_beams)
+        before = cache.group_sizes
+        if before != [beams] * len(groups):
+            try:
+                cache.reorder([[*range(size), *[0] * (beams - size)] for size in before])
+            except ValueError:  # rows that others of the batch have
+                return 0
+            self._loaded = None
+        lengths = np.array(cache.lengths, np.int32)
+        limits = np.array([search.limit for search in searches], np.int32)
+        said = lengths + 1 - np.array([group.prompt_length for group in groups], np.int32)
+        last = lengths + limits - said - 1  # where the last token goes that is given
+        num_steps = min(num_steps, int((limits - said).max()))
+        lanes = self._lanes_for(searches, log_probs, int(lengths.max()) + num_steps)
+        while True:
+            try:
+                lanes.cache.provide(num_steps, last)
+                break
+            except CacheFullError:
+                if num_steps == 1:
+                    return 0
+                num_steps //= 2
+        if self._loaded is not lanes:
+            lanes.cache.load(last)
+            self._load_searches(lanes.search, searches, tokens, said)
+            self._loaded = lanes
+        for _ in range(num_steps):
+            self._replay(lanes)
+        record = lanes.search.read(num_steps)
+        lanes.cache.settle(record.parents)
+        self._catch_up(searches, record, beams)
+        return num_steps
+
+    def _load_searches(
+        self, search: DeviceSearch, searches: Sequence[NativeSearch], tokens: Sequence[int], said: Ints
+    ) -> None:
+        given: list[int] = []
+        scores: list[float] = []
+        rest = list(tokens)
+        for group in self._groups:
+            own, rest = rest[: group.num_rows], rest[group.num_rows :]
+            missing = search.num_beams - len(own)
+            given += own + own[:1] * missing
+            scores += (group.scores or [0.0]) + [NEVER] * missing
+        search.load(given, scores, said.tolist(), [one.rules.min_tokens for one in searches])
+
+    def _catch_up(self, searches: Sequence[NativeSearch], record: Record, beams: int) -> None:
+        """Lets the searches on the host go where those on the device have gone.
+
+        Raises:
+            RuntimeError: they went elsewhere.
+        """
+        for step, (ids, values) in enumerate(zip(record.ids, record.values, strict=True)):
+            going = [place for place, search in enumerate(searches) if not search.handle.is_done]
+            if not going:
+                break
+            some_ids, some_values, parents = ids.tolist(), values.tolist(), record.parents[step].tolist()
+            lanes: list[int] = []
+            for place in going:
+                first = place * beams
+                kept = searches[place].handle.advance(some_ids, some_values, first)
+                if [first + parent for parent in kept] != parents[first : first + len(kept)]:
+                    raise RuntimeError(f"expected the beams of group {place} to go on from {kept} on the device too")
+                lanes += range(first, first + len(kept))
+            said = last_tokens([searches[place] for place in going if not searches[place].handle.is_done])
+            if said != record.tokens[step, lanes].tolist():
+                raise RuntimeError(f"expected the tokens {said} on the device too")
+        for place, (group, search) in enumerate(zip(self._groups, searches, strict=True)):
+            group.num_rows = max(1, search.num_rows)
+            group.scores = record.scores[-1, place * beams : place * beams + group.num_rows].tolist()
+
+    def _run_step(self, searches: Sequence[NativeSearch], tokens: Sequence[int], log_probs: bool) -> None:
+        """One step as the scheduler would take it."""
+        self._trim()
+        counts = [search.num_rows for search in searches]
+        firsts = np.cumsum([0, *counts[:-1]]).tolist()
+        lengths = self._cache.lengths
+        banned = _Banned()
+        for search, group, length, first, count in zip(searches, self._groups, lengths, firsts, counts, strict=True):
+            said, rules = length + 1 - group.prompt_length, search.rules
+            forbidden = sorted({*rules.suppressed, *(rules.eos if said < rules.min_tokens else ())})
+            if forbidden:
+                banned.add(range(first, first + count), forbidden)
+        wanted = max(search.num_candidates for search in searches)
+        selection = Selection(wanted, log_probs, banned.rows, banned if banned.rows else None)
+        found = super().step(tokens, selection)
+        parents: list[list[int]] = []
+        for search, group, first in zip(searches, self._groups, firsts, strict=True):
+            kept = search.handle.advance(*found, first)
+            if group.scores is not None and kept and search.rules.num_beams:
+                group.scores = _next_scores(group.scores, found, first, kept, last_tokens([search]))
+            parents.append(kept or [0])
+            group.num_rows = len(parents[-1])
+        super().reorder(parents)
+
+    # Lanes and graphs.
+
+    def _lanes_for(self, searches: Sequence[NativeSearch], log_probs: bool, length: int) -> _Lanes:
+        """The lanes of the shape that these searches take, for rows up to this length."""
+        cache, config = self._cache, self.model.config
+        rules = searches[0].rules._replace(min_tokens=0)
+        is_edited = bool(rules.suppressed) or any(search.rules.min_tokens for search in searches)
+        source_width = 0
+        if cache.has_memory:
+            source_width = min(cache.max_source_seqlen, _power_of_two(max(1, cache.longest_source)))
+        shape = _Shape(
+            _bucket(len(searches)),
+            min(cache.max_seqlen, max(_LEAST_WIDTH, _power_of_two(length))),
+            source_width,
+            rules,
+            min(searches[0].num_candidates, config.vocab_size),
+            log_probs,
+            is_edited,
+            _library.forced_backend(),
+        )
+        kept = self._state.lanes
+        lanes = kept.get(shape)
+        if lanes is None:
+            lanes = kept[shape] = _Lanes(shape, cache, self._state.spare, config.vocab_size, self.steps_per_look)
+        kept.move_to_end(shape)
+        return lanes
+
+    def _replay(self, lanes: _Lanes) -> None:
+        if lanes.graph is None and lanes.is_warm and not lanes.is_plain:
+            self._capture(lanes)
+        if lanes.graph is not None:
+            lanes.graph.replay()
+            return
+        self._state.graphs.warm_up(lambda: self._step_lanes(lanes))
+        lanes.is_warm = True
+
+    def _capture(self, lanes: _Lanes) -> None:
+        is_cuda, kept = self.device.type == "cuda", self._state.lanes
+        if (reason := _why_not_captured(self.model)) is None:
+            free = torch.cuda.mem_get_info(self.device)[0] if is_cuda else 0
+            try:
+                lanes.graph = self._state.graphs.capture(lambda: self._step_lanes(lanes))
+            except CaptureError as error:
+                reason = str(error)
+            else:
+                lanes.graph_bytes = max(0, free - torch.cuda.mem_get_info(self.device)[0]) if is_cuda else 0
+                while sum(one.nbytes for one in kept.values()) > self.max_graph_bytes:
+                    oldest = next(iter(kept))
+                    if kept[oldest] is lanes:
+                        reason = f"it takes more than the {self.max_graph_bytes} bytes that graphs may take"
+                        lanes.graph, lanes.graph_bytes = None, 0
+                        break
+                    del kept[oldest]
+        if reason is None:
+            return
+        lanes.is_plain = True
+        message = f"engine 'graph' steps without a graph: {reason}"
+        if _library.is_strict():
+            raise RuntimeError(message)
+        logger.warning(message)
+
+    def _step_lanes(self, lanes: _Lanes) -> None:
+        """A step, its search included. It reads no value on the host."""
+        cache, search, model, shape = lanes.cache, lanes.search, self.model, lanes.shape
+        ids = search.tokens[:, None]
+        hidden: Tensor
+        if is_encoder_decoder(model):
+            hidden = model.decode(ids, None, cache=cache)[:, -1]
+        else:
+            assert is_decoder_only(model)
+            hidden = model.decode(ids, cache=cache)[:, -1]
+        if shape.is_edited:
+            values, found = search.candidates(model.logits(hidden), shape.log_probs)
+        else:
+            values, found = model.top_tokens(hidden, shape.num_candidates, log_probs=shape.log_probs)
+        cache.follow(search.advance(values, found, cache.step))
+
+
+class _Banned:
+    """Forbids ids in some rows: a `Selection.process`, and the rows that it is for."""
+
+    def __init__(self) -> None:
+        self.rows: list[int] = []
+        self._ids: list[list[int]] = []
+
+    def add(self, rows: range, ids: list[int]) -> None:
+        """Forbids ids in rows that stand behind all others."""
+        self.rows += rows
+        self._ids += [ids] * len(rows)
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        """See `Selection.process`."""
+        for row, ids in enumerate(self._ids):
+            logits[row, ids] = NEVER
+        return logits
+
+
+def _next_scores(
+    scores: list[float], found: Candidates, first: int, parents: list[int], tokens: list[int]
+) -> list[float]:
+    """The scores of beams that go on, in the arithmetic of the search in C++: values of 32 bits, sums of 64."""
+    places = [found.ids[first + parent].index(token) for parent, token in zip(parents, tokens, strict=True)]
+    pairs = zip(parents, places, strict=True)
+    return [scores[parent] + float(np.float32(found.values[first + parent][place])) for parent, place in pairs]
+
+
+def _power_of_two(number: int) -> int:
+    return 1 << (number - 1).bit_length()
+
+
+def _bucket(count: int) -> int:
+    """A power of two, or from 16 on the middle between two of them."""
+    whole = _power_of_two(count)
+    return whole * 3 // 4 if whole >= 32 and count <= whole * 3 // 4 else whole
+
+
+def _rounded(count: int) -> int:
+    """Up to a number of four binary digits and zeros: at most an eighth more."""
+    step = 1 << max(0, count.bit_length() - 4)
+    return -(-count // step) * step
+
+
+def _addresses(model: object) -> tuple[object, ...]:
+    """What differs when a graph no longer does what the model would: where its tensors are, and what is hooked."""
+    if not isinstance(model, nn.Module):
+        return ()
+    found: list[object] = []
+    for module in model.modules():
+        found += (module.training, len(module._forward_hooks), len(module._forward_pre_hooks))
+        for kept in (module._parameters, module._buffers):
+            found += [(t.data_ptr(), t.shape, t.stride(), t.dtype) for t in kept.values() if t is not None]
+    return tuple(found)
+
+
+def _why_not_captured(model: object) -> str | None:
+    if isinstance(model, nn.Module):
+        for name, module in model.named_modules():
+            if module._forward_hooks or module._forward_pre_hooks:
+                return f"its {name or 'model'} has a forward hook, which a replay would not call"
+    if torch._C._len_torch_dispatch_stack():
+        return "a TorchDispatchMode is on, which a replay would not show its operations"
+    return None
+
+
+def _keep(reference: weakref.ref[nn.Module], state: _Kept) -> None:
+    """Puts what an engine leaves where the next engine of its model finds it."""
+    model = reference()
+    if model is not None and state.nbytes <= _KEPT_BYTES:
+        state.cache.reset()
+        _kept[model] = state

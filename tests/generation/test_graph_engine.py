@@ -1,0 +1,375 @@
+"""Whole steps as graphs: the tokens are those of recomputing everything, and the host waits for nothing in between.
+
+On a CPU a graph is a tape here (tests/tape.py): what is decided while it is captured is decided for all replays.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fastformer.generation import GenerateOutput, GenerationSettings, generate
+from fastformer.generation import requests as requests_module
+from fastformer.generation.engines import graph as graph_module
+from fastformer.generation.engines.graph import GraphEngine
+from fastformer.generation.engines.recompute import RecomputeEngine
+from fastformer.generation.request_maker import RequestMaker
+from fastformer.generation.requests import Request
+from fastformer.generation.scheduler import Scheduler, run
+from fastformer.graphs import CaptureError, Graph
+from fastformer.models import GPT, Transformer
+from fastformer.ops import _extension
+from tests.generation.small import VOCAB
+from tests.generation.weights import CONFIGS, drawn
+from tests.no_sync import NoSync
+from tests.tape import TapeGraphs
+
+pytestmark = pytest.mark.skipif(_extension.module() is None, reason="no C++ extension for this CPU")
+
+
+class Watched:
+    """What engines did.
+
+    Attributes:
+        graphs: of each engine.
+        single: the steps that were taken one by one on the host.
+    """
+
+    def __init__(self) -> None:
+        self.graphs: list[TapeGraphs] = []
+        self.single = 0
+
+    @property
+    def captures(self) -> int:
+        return sum(graphs.captures for graphs in self.graphs)
+
+    @property
+    def replays(self) -> int:
+        return sum(graphs.replays for graphs in self.graphs)
+
+    @property
+    def plain(self) -> int:
+        return sum(graphs.warm_ups for graphs in self.graphs)
+
+
+@pytest.fixture(autouse=True)
+def watched(monkeypatch) -> Iterator[Watched]:
+    seen = Watched()
+
+    def tapes(device: torch.device) -> TapeGraphs:
+        seen.graphs.append(TapeGraphs(device))
+        return seen.graphs[-1]
+
+    single = GraphEngine._run_step
+
+    def one_step(self: GraphEngine, *args: Any) -> None:
+        seen.single += 1
+        single(self, *args)
+
+    monkeypatch.setattr(graph_module, "Graphs", tapes)
+    monkeypatch.setattr(GraphEngine, "_run_step", one_step)
+    yield seen
+
+
+def both(model: Any, inputs: list[list[int]], **options: Any) -> tuple[GenerateOutput, GenerateOutput]:
+    """What the engine finds, and what recomputing finds."""
+    found = []
+    for engine in ("graph", "recompute"):
+        out = generate(model, inputs, engine=engine, return_dict_in_generate=True, **options)
+        assert isinstance(out, GenerateOutput)
+        found.append(out)
+    return found[0], found[1]
+
+
+def assert_same(found: GenerateOutput, expected: GenerateOutput) -> None:
+    assert torch.equal(found.sequences, expected.sequences)
+    torch.testing.assert_close(found.scores, expected.scores, rtol=0, atol=2e-4)
+
+
+def ids(*lengths: int, vocab: int = 33) -> list[list[int]]:
+    dice = random.Random(sum(lengths))
+    return [[dice.randrange(3, vocab) for _ in range(length)] for length in lengths]
+
+
+WAYS: list[dict[str, Any]] = [
+    {},
+    {"num_beams": 4, "num_return_sequences": 2},
+    {"num_beams": 3, "length_penalty": 1.4, "min_new_tokens": 4, "suppress_tokens": [7, 8]},
+    {"min_new_tokens": 9, "suppress_tokens": [5]},
+    {"num_beams": 2, "early_stopping": True, "eos_token_id": (1, 9, 11)},
+    {"num_beams": 5, "length_penalty": -0.5, "eos_token_id": (4, 3)},
+]
+
+
+@pytest.mark.parametrize("place, name", list(enumerate(CONFIGS)))
+def test_the_tokens_are_those_of_recomputing(place, name, watched) -> None:
+    kind, options = CONFIGS[name]
+    model = drawn(kind, **options)
+    for way in (WAYS[place % len(WAYS)], WAYS[(place // 2 + 1) % len(WAYS)]):
+        assert_same(*both(model, ids(3, 9, 14, 1, 6), max_new_tokens=20, **way))
+    assert watched.single == 0
+    # Of each shape a first step that warms up; all others are replays.
+    assert watched.plain <= 8 and watched.captures <= watched.plain and watched.replays > 20
+
+
+class Coarse(Transformer):
+    """Among its logits many are equal."""
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return super().logits(hidden).round()
+
+
+class CoarseGPT(GPT):
+    """Likewise."""
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return super().logits(hidden).round()
+
+
+@pytest.mark.parametrize("way", [0, 1, 2])
+def test_ties_fall_as_they_do_on_the_host(way, model, watched) -> None:
+    coarse = copy.deepcopy(model)
+    coarse.__class__ = Coarse
+    assert_same(*both(coarse, ids(4, 8, 2, 11, vocab=VOCAB), max_new_tokens=24, **WAYS[way]))
+    assert watched.single == 0
+
+
+@pytest.mark.parametrize("way", [1, 3])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=["bf16", "fp64"])
+def test_other_dtypes(way, dtype, model, watched) -> None:
+    other = copy.deepcopy(model).to(dtype)
+    found, expected = both(other, ids(4, 8, 2, vocab=VOCAB), max_new_tokens=12, **WAYS[way])
+    same = (found.sequences == expected.sequences).double().mean()
+    assert same == 1 if dtype == torch.float64 else same > 0.5  # products in 16 bits depend on the number of rows
+    assert watched.single == 0
+
+
+@pytest.mark.parametrize("name", ["rms gelu gqa", "two vocabularies", "rotary windows", "gpt windows"])
+@pytest.mark.parametrize("way", [0, 1, 2])
+def test_a_step_never_waits_for_the_device(name, way, monkeypatch) -> None:
+    step, steps = GraphEngine._step_lanes, []
+
+    def guarded(self: GraphEngine, lanes: Any) -> None:
+        with NoSync() as mode:
+            step(self, lanes)
+        steps.append(mode.calls)
+
+    monkeypatch.setattr(GraphEngine, "_step_lanes", guarded)
+    monkeypatch.setattr(GraphEngine, "_capture", lambda self, lanes: None)  # each step is a call
+    model = drawn(CONFIGS[name][0], **CONFIGS[name][1])
+    if way < 2 and name.startswith("r"):  # they choose among logits that Python sees
+        model.__class__ = Coarse if isinstance(model, Transformer) else CoarseGPT
+    generate(model, ids(5, 2, 7), max_new_tokens=9, engine="graph", **WAYS[way])
+    assert len(steps) >= 8 and min(steps) > 40
+
+
+def test_groups_that_leave_and_come_move_between_few_graphs(model, watched) -> None:
+    engine = GraphEngine(model)
+
+    def requests(own: Any) -> list[Request]:
+        made = []
+        for i, row in enumerate(ids(2, 3, 4, 5, 6, vocab=VOCAB)):  # they end in turn
+            settings = GenerationSettings(max_new_tokens=6 + 5 * i, num_beams=2, eos_token_id=39)
+            maker = RequestMaker(model, settings, engine=own)
+            made.append(maker.make(maker.check(row)))
+        return made
+
+    plain = RecomputeEngine(model)
+    expected = requests(plain)
+    run(Scheduler(plain, max_rows=64, max_bytes=2**24), expected)
+    for turn in range(3):
+        found = requests(engine)
+        run(Scheduler(engine, max_rows=64, max_bytes=2**24), found)
+        assert [[h.tokens for h in r.results] for r in found] == [[h.tokens for h in r.results] for r in expected]
+        (graphs,) = watched.graphs
+        # 5 groups in lanes for 8, then 4, 2 and 1; tables for 64 tokens are wide enough.
+        assert graphs.captures == graphs.warm_ups == 4, turn
+    assert watched.single == 0
+    shapes = [lanes.shape for lanes in engine._state.lanes.values()]
+    assert sorted(shape.num_groups for shape in shapes) == [1, 2, 4, 8] and {shape.width for shape in shapes} == {64}
+
+
+def test_a_longer_row_gets_a_wider_table(gpt, watched) -> None:
+    assert_same(*both(gpt, ids(50, 3, vocab=VOCAB), max_new_tokens=70, num_beams=2, eos_token_id=39))
+    assert watched.captures in (2, 3) and watched.single == 0  # 64 and 128 columns; one of the two may leave
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_whoever_comes_and_goes_each_finds_what_it_finds_alone(seed, model, gpt, watched, monkeypatch) -> None:
+    monkeypatch.setattr(requests_module, "_EXPECTED", 2)  # memory runs out, and some begin anew
+    dice, which = random.Random(seed), (model, gpt)[seed % 2]
+    options: list[dict[str, Any]] = [
+        {"num_beams": 1 + seed, "max_new_tokens": 18, "num_return_sequences": 1 + seed // 2},
+        {"num_beams": 1 + seed, "max_new_tokens": 11, "min_new_tokens": 3, "num_return_sequences": 1},
+    ]
+    if seed == 3:
+        options.append({"do_sample": True, "num_return_sequences": 2, "max_new_tokens": 6, "seed": 5})
+    engine = GraphEngine(which)
+    pairs: list[tuple[Request, Request]] = []
+    for i in range(14):
+        setting = options[i % len(options)]
+        row = [dice.randrange(3, VOCAB) for _ in range(dice.randint(1, 20))]
+        prefix = [dice.randrange(3, VOCAB) for _ in range(dice.choice([0, 0, 4]))] if which is model else []
+        makers = [
+            RequestMaker(which, GenerationSettings(**setting, engine=None if own else "recompute"), engine=own)
+            for own in (engine, None)
+        ]
+        made = [maker.make(maker.check(row, prefix), place=i) for maker in makers]
+        run(Scheduler(makers[1].engine, max_rows=8, max_bytes=2**24), made[1:])
+        pairs.append((made[0], made[1]))
+    # Memory for about five of them, and rows for four.
+    scheduler = Scheduler(engine, max_rows=4 * (1 + seed), max_bytes=engine.token_bytes * 500, is_endless=True)
+    waiting = [pair[0] for pair in pairs]
+    while waiting or not scheduler.is_idle:
+        for _ in range(min(len(waiting), dice.randrange(3))):
+            scheduler.submit([waiting.pop(0)])
+        scheduler.step()
+    for found, expected in pairs:
+        assert found.error is None
+        assert [h.tokens for h in found.results] == [h.tokens for h in expected.results]
+        for one, due in zip(found.results, expected.results, strict=True):
+            assert one.score == pytest.approx(due.score, abs=1e-3)
+    assert watched.replays > (5 if seed == 3 else 60)
+    assert engine.step_tokens() == 0
+
+
+def test_searches_of_several_kinds_go_step_by_step(model, watched) -> None:
+    engine, plain = GraphEngine(model), RecomputeEngine(model)
+    settings: list[dict[str, Any]] = [{}, {"num_beams": 3}, {"suppress_tokens": [6], "min_new_tokens": 7}]
+    requests: list[Request] = []
+    expected: list[Request] = []
+    for i, options in enumerate(settings * 2):
+        row = ids(3 + i, vocab=VOCAB)[0]
+        for own, into in ((engine, requests), (plain, expected)):
+            maker = RequestMaker(model, GenerationSettings(max_new_tokens=9 + i, **options), engine=own)
+            into.append(maker.make(maker.check(row)))
+    run(Scheduler(plain, max_rows=64, max_bytes=2**24), expected)
+    run(Scheduler(engine, max_rows=64, max_bytes=2**24), requests)
+    assert [[h.tokens for h in r.results] for r in requests] == [[h.tokens for h in r.results] for r in expected]
+    assert watched.single > 5
+
+
+def test_who_listens_is_told_each_token_at_once(model, watched) -> None:
+    told: list[int] = []
+
+    class Streamer:
+        def put(self, value: Tensor) -> None:
+            told.extend(value.flatten().tolist())
+
+        def end(self) -> None:
+            told.append(-1)
+
+    out = generate(model, ids(6, vocab=VOCAB), engine="graph", max_new_tokens=12, streamer=Streamer())
+    assert isinstance(out, Tensor) and told == [0, *out[0].tolist(), -1]
+    assert watched.single == 0
+
+
+@pytest.mark.parametrize("num_beams", [1, 3])
+def test_a_model_that_gives_nan_fails_its_own_request(num_beams, model, watched) -> None:
+    broken = copy.deepcopy(model)
+    broken.source_embedding.weight.data[20] = torch.nan
+    engine = GraphEngine(broken)
+    maker = RequestMaker(broken, GenerationSettings(max_new_tokens=10, num_beams=num_beams), engine=engine)
+    sound = maker.make(maker.check([5, 6, 7]))
+    hurt = maker.make(maker.check([5, 20, 7]))
+    scheduler = Scheduler(engine, max_rows=64, max_bytes=2**24)
+    scheduler.submit([hurt, sound])
+    while not scheduler.is_idle:
+        scheduler.step()
+    assert "NaN or infinite logits" in str(hurt.error) and sound.error is None
+    alone = both(model, [[5, 6, 7]], max_new_tokens=10, num_beams=num_beams)[1]
+    assert sound.results[0].tokens == [token for token in alone.sequences[0].tolist() if token]
+
+
+# The pool of graphs
+
+
+def decode(engine: GraphEngine, model: Any, *lengths: int, **options: Any) -> list[list[int]]:
+    maker = RequestMaker(
+        model, GenerationSettings(**{"max_new_tokens": 12, "eos_token_id": 39, **options}), engine=engine
+    )
+    requests = [maker.make(maker.check(row)) for row in ids(*lengths, vocab=VOCAB)]
+    run(Scheduler(engine, max_rows=64, max_bytes=2**24), requests)
+    return [request.results[0].tokens for request in requests]
+
+
+def test_the_least_recently_used_go_where_the_budget_is_spent(model, watched) -> None:
+    engine = GraphEngine(model)
+    engine.start(8, 1000)  # the cache that all of them find
+    expected = decode(engine, model, 3, 4)
+    one = sum(lanes.nbytes for lanes in engine._state.lanes.values())
+    engine.max_graph_bytes = int(one * 3.3)
+    for lengths in ((4,), (3, 4), (3, 4, 4)):  # tables of 1, 2 and 4 groups: together 3.5 times those of 2
+        decode(engine, model, *lengths)
+    kept = [lanes.shape.num_groups for lanes in engine._state.lanes.values()]
+    assert kept == [2, 4] and sum(lanes.nbytes for lanes in engine._state.lanes.values()) <= engine.max_graph_bytes
+    before = watched.captures
+    assert decode(engine, model, 3, 4) == expected and watched.captures == before
+    decode(engine, model, 4)
+    assert watched.captures == before + 1
+
+
+def test_a_graph_beyond_the_budget_is_not_kept(model, watched, monkeypatch, caplog) -> None:
+    engine = GraphEngine(model)
+    engine.max_graph_bytes = 100
+    with pytest.raises(RuntimeError, match="steps without a graph: it takes more than the 100 bytes"):
+        decode(engine, model, 3, 4)
+    monkeypatch.setenv("FASTFORMER_STRICT", "0")
+    engine = GraphEngine(model)
+    engine.max_graph_bytes = 100
+    expected = decode(GraphEngine(model), model, 3, 4)
+    assert decode(engine, model, 3, 4) == expected
+    assert sum("it takes more than the 100 bytes" in line for line in caplog.messages) == 1
+    assert watched.graphs[1].warm_ups == 12 and not any(lanes.graph for lanes in engine._state.lanes.values())
+
+
+@pytest.mark.parametrize("what", ["capture", "hook"])
+def test_what_cannot_be_captured_goes_on_plainly_and_says_so_once(what, model, watched, monkeypatch, caplog) -> None:
+    expected, hooked = decode(GraphEngine(model), model, 3, 4), copy.deepcopy(model)
+    calls: list[int] = []
+    if what == "hook":
+        hooked.decoder.layers[0].register_forward_hook(lambda *_: calls.append(1))
+        reason = "its decoder.layers.0 has a forward hook"
+    else:
+        reason = "RuntimeError: a device reads"
+
+        def refuse(self: TapeGraphs, function: Callable[[], None]) -> Graph:
+            raise CaptureError("RuntimeError: a device reads")
+
+        monkeypatch.setattr(TapeGraphs, "capture", refuse)
+    with pytest.raises(RuntimeError, match=f"engine 'graph' steps without a graph: {reason}"):
+        decode(GraphEngine(hooked), hooked, 3, 4)
+    monkeypatch.setenv("FASTFORMER_STRICT", "0")
+    calls.clear()
+    engine = GraphEngine(hooked)
+    for _ in range(2):
+        assert decode(engine, hooked, 3, 4) == expected
+    assert sum(reason in line for line in caplog.messages) == 1
+    assert len(calls) == (24 if what == "hook" else 0)
+
+
+def test_graphs_go_when_the_model_has_other_weights(model, watched) -> None:
+    own = copy.deepcopy(model)
+    engine = GraphEngine(own)
+    before = decode(engine, own, 3, 4)
+    own.decoder.layers[1].linear1.weight.data.mul_(-1.0)  # in place: the graph reads what is there
+    changed = decode(engine, own, 3, 4)
+    assert watched.captures == 1 and changed != before
+    own.decoder.layers[1].linear1.weight = torch.nn.Parameter(model.decoder.layers[1].linear1.weight.detach().clone())
+    assert decode(engine, own, 3, 4) == before
+    assert watched.captures == 2
+
+
+def test_a_shape_is_a_little_larger_than_what_it_is_for() -> None:
+    sizes = [graph_module._bucket(count) for count in range(1, 400)]
+    assert all(count <= size <= max(2 * count - 1, 1) for count, size in enumerate(sizes, 1))
+    assert sorted(set(sizes)) == [1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512]
+    for count in (1, 7, 16, 17, 999, 1000, 2**20 + 1):
+        assert count <= graph_module._rounded(count) <= count * 9 / 8
+    assert len({graph_module._rounded(count) for count in range(1024, 2048)}) <= 9
