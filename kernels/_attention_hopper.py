@@ -1,0 +1,149 @@
+"""Attention on sm_90 by kernels of their own (Gluon: see `_attention_hopper_forward.py`): which calls, and the launch.
+
+Off unless the environment has FASTFORMER_HOPPER_ATTENTION=1: no device has shown these kernels right and faster than
+the plain form in `attention.py` yet.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from fastformer.kernels._attention_common import Problem, plane_strides, planes_of
+from fastformer.kernels._launch import architecture, stride_unit
+
+ENABLED = os.environ.get("FASTFORMER_HOPPER_ATTENTION") == "1"
+
+# Chosen by what they compile to, not yet measured: no spills with the registers of two consumers (232 a thread).
+BLOCK_DS = (64, 128)
+TILE_ROWS = 128
+CONSUMER_ROWS = 64
+# A ragged descriptor's middle row, and the extent of its two leading dimensions.
+RAGGED_ROWS = 2**30
+RAGGED_EXTENT = 0x7FFF0000
+
+
+def takes(problem: Problem, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None) -> bool:
+    """Whether these kernels take a call: what they can't goes to the plain form, without a word."""
+    return ENABLED and architecture(q) == 90 and fits(problem, q, k, v, attn_mask)
+
+
+def fits(problem: Problem, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None) -> bool:
+    """Whether the kernels can do a call, wherever it runs: dtype, head_dim, no mask, what TMA can address."""
+    packed = problem.lengths == "packed"
+    return (
+        attn_mask is None
+        and q.dtype in (torch.float16, torch.bfloat16)
+        and problem.block_d in BLOCK_DS
+        and problem.head_dim % 8 == 0
+        and problem.softmax_scale > 0
+        and problem.dropout[2] > 0  # p = 1 keeps nothing, and no byte reaches its threshold
+        and all(_addressable(x, packed) for x in (q, k, v))
+    )
+
+
+def tile_of(problem: Problem) -> tuple[int, int]:
+    """(keys a block, buffers a ring): blocks of 128 where a consumer's registers hold what they carry, else of 64."""
+    if problem.block_d == 128:
+        is_full = problem.dropout[0] is not None or problem.window[0] is not None
+        return (64, 4) if is_full else (128, 2)
+    return 128, 4
+
+
+def _addressable(x: Tensor, packed: bool) -> bool:
+    """Whether a ragged descriptor can describe a tensor: see `ragged_descriptor`."""
+    if x.numel() == 0 or x.stride(-1) != 1 or x.data_ptr() % 16:
+        return False
+    row, head = x.stride()[-3:-1]
+    if row <= 0 or row % 8 or (x.shape[-2] > 1 and (head <= 0 or head % 8)):
+        return False
+    if packed or x.shape[0] == 1:
+        return x.shape[-3] < RAGGED_EXTENT
+    batch = x.stride(0)
+    return batch >= 0 and batch % row == 0 and (x.shape[0] - 1) * (batch // row) + x.shape[1] < RAGGED_EXTENT
+
+
+class _Base(NamedTuple):
+    """What Triton asks of a descriptor's tensor. Not the tensor: a cached descriptor must not keep memory alive."""
+
+    pointer: int
+    dtype: torch.dtype
+
+    def data_ptr(self) -> int:
+        return self.pointer
+
+
+@functools.lru_cache(maxsize=1024)
+def _descriptor(base: _Base, heads: int, head_dim: int, row: int, head: int, rows: int, block_d: int) -> Any:
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    block = [1, 1, 1, rows, block_d]
+    element = gl.bfloat16 if base.dtype == torch.bfloat16 else gl.float16
+    return TensorDescriptor(
+        base,
+        [RAGGED_EXTENT, RAGGED_EXTENT, heads, RAGGED_ROWS, head_dim],
+        [2**34 - row, row, head, row, 1],
+        block,
+        gl.NVMMASharedLayout.get_default_for(block, element),
+    )
+
+
+def ragged_descriptor(x: Tensor, rows: int, block_d: int) -> Any:
+    """A TMA descriptor of (..., rows, heads, head_dim) whose hardware bound is the end of any sequence of rows.
+
+    The row at coordinates (2**30, end, head, 2**30 - length + row) is row `row` of the sequence that has `length` rows
+    and ends before row `end` of the tensor: the two leading strides, 2**34 - stride and stride, make 2**30 rows vanish
+    modulo 2**64. The fourth coordinate reaches its extent, 2**30, where the sequence ends; TMA gives zeros from there on
+    (and beyond head_dim). The method is that of `triton.tools.ragged_tma`.
+    """
+    row, head = x.stride()[-3:-1]
+    heads, head_dim = x.shape[-2:]
+    return _descriptor(_Base(x.data_ptr(), x.dtype), heads, head_dim, row, head if heads > 1 else row, rows, block_d)
+
+
+@functools.lru_cache
+def _processors(device: torch.device) -> int:
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def _batch_rows(x: Tensor, packed: bool) -> int:
+    """How many rows lie from one batch to the next."""
+    return 0 if packed else x.stride(0) // x.stride(1)
+
+
+def launch_forward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, problem: Problem) -> None:
+    """Fills out and lse (as `attention.launch_forward` allocates them) of a call that `takes` takes."""
+    from fastformer.kernels._attention_hopper_forward import _attention_hopper_fwd_kernel
+
+    arguments, constants, num_tiles = forward_arguments(q, k, v, out, lse, problem)
+    programs = min(num_tiles, _processors(q.device))
+    _attention_hopper_fwd_kernel[(programs,)](*arguments, **constants, num_warps=4)
+
+
+def forward_arguments(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, problem: Problem
+) -> tuple[tuple[Any, ...], dict[str, Any], int]:
+    """What the forward kernel is called with: (arguments, constexprs, number of tiles)."""
+    packed = problem.lengths == "packed"
+    kv_bytes = 2 * problem.seqlen_k * problem.head_dim * q.element_size() // problem.group
+    planes = planes_of(problem, triton.cdiv(problem.seqlen_q, TILE_ROWS), kv_bytes)
+    num_tiles = planes[2] * planes[3]
+    unit = stride_unit(out)
+    block_n, stages = tile_of(problem)
+    arguments = (
+        ragged_descriptor(q, CONSUMER_ROWS, problem.block_d),
+        ragged_descriptor(k, block_n, problem.block_d),
+        ragged_descriptor(v, block_n, problem.block_d),
+        out, lse, planes,
+        (problem.seqlens_q, problem.seqlens_k, problem.seqlen_q, problem.seqlen_k),
+        problem.window, problem.dropout, tuple(_batch_rows(x, packed) for x in (q, k, v)), num_tiles,
+        problem.softmax_scale, plane_strides(out, packed, unit), (0 if packed else lse.stride(0), lse.stride(-2)),
+    )  # fmt: skip
+    constants = {"LENGTHS": problem.lengths, "HEAD_DIM": problem.head_dim, "UNIT": unit, "STAGES": stages}
+    return arguments, constants, num_tiles

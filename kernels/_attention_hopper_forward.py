@@ -1,0 +1,454 @@
+"""Attention, forward, for sm_90 in Gluon: warps with roles of their own, so that products and softmax overlap.
+
+The math, the arguments and the results are those of `attention.py`, which stays the oracle and takes what this form
+does not. Here a program owns tile after tile of 128 rows of a head (a persistent grid; with causal masks the heaviest
+tiles come first) and splits its warps into three roles:
+
+- a producer warp copies Q, K and V to shared memory by TMA. K and V run through rings of STAGES buffers, each with two
+  barriers: `full` (the copy has landed) and `empty` (both consumers have read it);
+- two consumers, a warpgroup each, own 64 rows each. A consumer issues Q K^T of block j, then P V of block j - 1, waits
+  for the first alone, and computes the softmax of block j while the second runs.
+
+Blocks run from the last to the first, so that those at the diagonal and at the tail, the only ones that are masked,
+come first. TMA descriptors are "ragged": the hardware returns zeros beyond a sequence's own length, dense or packed.
+
+fp32: scores, softmax statistics, the accumulator, lse. P is rounded to V's dtype for the second product.
+"""
+
+from __future__ import annotations
+
+import triton
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from fastformer.kernels import _attention_common, _dropout
+
+# The same functions, compiled as Gluon.
+_key_range = gluon.jit(_attention_common.key_range.fn)
+_load_dropout = gluon.jit(_dropout.load_dropout.fn)
+_philox = gluon.jit(_dropout._philox.fn)
+
+# The rows of one consumer, of a tile.
+CONSUMER_ROWS = gl.constexpr(64)
+TILE_ROWS = gl.constexpr(128)
+# A ragged descriptor's middle: see `ragged_descriptor`.
+RAGGED_ROWS = gl.constexpr(2**30)
+
+
+@gluon.jit
+def _which_tile(tile, planes, lengths, LENGTHS: gl.constexpr, LAST_FIRST: gl.constexpr):
+    """Whose rows a tile holds: (first_row, plane, (batch, head, kv_head), (start_q, start_k), bounds); see `locate`."""
+    num_heads, group, num_planes, num_blocks, together = planes
+    seqlens_q_ptr, seqlens_k_ptr, seqlen_q, seqlen_k = lengths
+    first_plane = tile // (together * num_blocks) * together
+    in_group = gl.minimum(num_planes - first_plane, together)
+    inside = tile - first_plane * num_blocks
+    block = inside // in_group
+    plane = first_plane + inside % in_group
+    if LAST_FIRST:
+        block = num_blocks - 1 - block
+    batch = plane // num_heads
+    head = plane % num_heads
+    if LENGTHS == "packed":
+        start_q = gl.load(seqlens_q_ptr + batch)
+        start_k = gl.load(seqlens_k_ptr + batch)
+        len_q = gl.load(seqlens_q_ptr + batch + 1) - start_q
+        len_k = gl.load(seqlens_k_ptr + batch + 1) - start_k
+        diagonal = len_k - len_q
+    else:
+        start_q = batch * 0
+        start_k = start_q
+        len_q = start_q + seqlen_q
+        len_k = start_q + seqlen_k
+        diagonal = len_k - len_q
+        if LENGTHS == "seqlens_k":
+            len_k = gl.minimum(gl.load(seqlens_k_ptr + batch).to(gl.int32), len_k)
+    return block * TILE_ROWS, plane, (batch, head, head // group), (start_q, start_k), (len_q, len_k, diagonal)
+
+
+@gluon.jit
+def _blocks_of(first_row, bounds, window, BLOCK_N: gl.constexpr):
+    """The key blocks of a tile, from the last to the first: (last_start, masked, masked_or_full, blocks).
+
+    Of `blocks` blocks, the first at last_start, each BLOCK_N before the one before it, the first `masked` reach over
+    the diagonal or the length, and those from `masked_or_full` on over the left window. At least one block.
+    """
+    first, full_first, full_last, last = _key_range(first_row, bounds, window, TILE_ROWS, BLOCK_N)
+    masked = (last - full_last + BLOCK_N - 1) // BLOCK_N
+    full = (full_last - full_first) // BLOCK_N
+    blocks = gl.maximum(masked + full + (full_first - first) // BLOCK_N, 1)
+    return first + (blocks - 1) * BLOCK_N, masked, masked + full, blocks
+
+
+@gluon.jit
+def _copy_rows(descriptor, batch_rows, start, row, length, head, barrier, buffer):
+    """Starts the copy of rows [row, row + block) of the sequence at `start`; zeros beyond its `length`."""
+    start = batch_rows + start
+    coordinates = [RAGGED_ROWS, start + length, head, RAGGED_ROWS - length + row, 0]
+    tma.async_copy_global_to_shared(descriptor, coordinates, barrier, buffer)
+
+
+@gluon.jit
+def _produce(
+    q_desc, k_desc, v_desc, buffers, barriers, planes, lengths, window, batch_rows, num_tiles, LENGTHS: gl.constexpr,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """The producer: copies what the consumers will read, in the order in which they read it."""
+    q_buffers, k_buffers, v_buffers = buffers
+    q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
+    count = 0  # of key blocks so far
+    tiles = 0
+    for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
+        first_row, plane, where, starts, bounds = _which_tile(tile, planes, lengths, LENGTHS, window[1] is not None)
+        batch, head, kv_head = where
+        start_q, start_k = starts
+        len_q, len_k, diagonal = bounds
+        if first_row < len_q:
+            start, masked, masked_or_full, blocks = _blocks_of(first_row, bounds, window, BLOCK_N)
+            q_rows, k_rows, v_rows = batch_rows
+            for consumer in gl.static_range(2):
+                mbarrier.wait(q_empty.index(consumer), (tiles & 1) ^ 1)
+                mbarrier.expect(q_full.index(consumer), q_desc.block_type.nbytes)
+                _copy_rows(
+                    q_desc, q_rows * batch, start_q, first_row + consumer * CONSUMER_ROWS, len_q, head,
+                    q_full.index(consumer), q_buffers.index(consumer),
+                )  # fmt: skip
+            for step in range(0, blocks + 1):
+                # K of block `step`, then V of the one before: the order in which the consumers need them.
+                if step < blocks:
+                    stage = count & (STAGES - 1)
+                    mbarrier.wait(k_empty.index(stage), ((count // STAGES) & 1) ^ 1)
+                    mbarrier.expect(k_full.index(stage), k_desc.block_type.nbytes)
+                    _copy_rows(
+                        k_desc, k_rows * batch, start_k, start - step * BLOCK_N, len_k, kv_head,
+                        k_full.index(stage), k_buffers.index(stage),
+                    )  # fmt: skip
+                if step > 0:
+                    stage = (count - 1) & (STAGES - 1)
+                    mbarrier.wait(v_empty.index(stage), (((count - 1) // STAGES) & 1) ^ 1)
+                    mbarrier.expect(v_full.index(stage), v_desc.block_type.nbytes)
+                    _copy_rows(
+                        v_desc, v_rows * batch, start_k, start - (step - 1) * BLOCK_N, len_k, kv_head,
+                        v_full.index(stage), v_buffers.index(stage),
+                    )  # fmt: skip
+                count += 1
+            count -= 1
+            tiles += 1
+
+
+@gluon.jit
+def _keep_words(first_row, first_column, plane, drawn, BLOCK_N: gl.constexpr):
+    """What dropout keeps of 64 rows x BLOCK_N columns from first_column (a multiple of 64) on: int32 (64, BLOCK_N / 2).
+
+    A word is for two neighbouring columns, as `_pack` packs them: 16 bits each, all set where the column is kept. The
+    decisions are those of `_dropout.keep_mask_tile`. A Philox call is for the 16 of 64 columns that one thread holds of
+    a row of a wgmma result, so each thread makes the calls for its own elements, and nothing is exchanged.
+    """
+    key0, key1, offset, threshold, keep_scale = drawn
+    GROUPS: gl.constexpr = BLOCK_N // 64
+    if GROUPS == 2:
+        DRAWN: gl.constexpr = gl.DistributedLinearLayout(
+            [[8, 0], [0, 4]], [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [64, 8]
+        )
+    else:
+        DRAWN: gl.constexpr = gl.DistributedLinearLayout(
+            [[8, 0]], [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [64, 4]
+        )
+    calls = first_column // 64 * 4 + gl.arange(0, 4 * GROUPS, layout=gl.SliceLayout(0, DRAWN))
+    rows = first_row + gl.arange(0, CONSUMER_ROWS, layout=gl.SliceLayout(1, DRAWN))
+    w0, w1, w2, w3 = _philox(
+        calls[None, :].to(gl.uint32), rows[:, None].to(gl.uint32), plane.to(gl.uint32), offset, key0, key1
+    )
+    words = gl.join(gl.join(w0, w2), gl.join(w1, w3))  # (row, call, 2, 2): in the order of the words' numbers
+    # Two bytes at a time, each in 16 bits of its own: bit 15 of byte + 0x8000 - threshold says byte >= threshold.
+    bias = (0x8000 - threshold) * 0x10001
+    even = (words & 0x00FF00FF) + bias
+    odd = ((words >> 8) & 0x00FF00FF) + bias
+    # That bit spreads over the 16 bits of its column: prmt with 8 added to a selector's digit repeats a byte's sign.
+    keep = gl.join(
+        gl.inline_asm_elementwise("prmt.b32 $0, $1, $2, 0xDD99;", "=r,r,r", [even, odd], gl.int32, True, 1),
+        gl.inline_asm_elementwise("prmt.b32 $0, $1, $2, 0xFFBB;", "=r,r,r", [even, odd], gl.int32, True, 1),
+    )
+    # (row, group, call, pair) -> (row, 32 * group + 4 * pair + call): two columns each
+    keep = keep.reshape([CONSUMER_ROWS, GROUPS, 4, 8]).permute((0, 1, 3, 2))
+    return keep.reshape([CONSUMER_ROWS, BLOCK_N // 2])
+
+
+@gluon.jit
+def _weights(s, start, rows, peak, total, bounds, window, factor, S_LAYOUT: gl.constexpr, CHECK: gl.constexpr):
+    """One step of the online softmax: (p, fade, peak, total). peak is in units of the scores, factor scale * log2(e)."""
+    len_q, len_k, diagonal = bounds
+    if CHECK:
+        # Columns and their limits count from `start`, so that a thread's columns differ by constants.
+        columns = gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, S_LAYOUT))[None, :]
+        end = rows * 0 + len_k
+        if window[1] is not None:
+            end = gl.minimum(rows + (diagonal + window[1] + 1), end)
+        visible = columns < (end - start)[:, None]
+        if window[0] is not None:
+            visible = visible & (columns >= (rows + (diagonal - window[0] - start))[:, None])
+        s = gl.where(visible, s, float("-inf"))
+    new_peak = gl.maximum(peak, gl.max(s, 1))
+    base = new_peak
+    if CHECK:
+        # A row that has seen nothing yet has peak -inf, and -inf - -inf is NaN.
+        base = gl.where(new_peak == float("-inf"), 0.0, new_peak)
+    p = gl.exp2(s * factor - (base * factor)[:, None])
+    fade = gl.exp2((peak - base) * factor)
+    return p, fade, new_peak, total * fade + gl.sum(p, 1)
+
+
+@gluon.jit
+def _pack(weights, DTYPE: gl.constexpr):
+    """Weights rounded to DTYPE, two neighbouring columns in a 32-bit word: int32 (rows, columns / 2).
+
+    From one step of a loop to the next 16-bit values would travel one by one, to be packed anew for the product.
+    """
+    even, odd = gl.split(weights.reshape([weights.shape[0], weights.shape[1] // 2, 2]))
+    if DTYPE == gl.bfloat16:
+        ROUND: gl.constexpr = "cvt.rn.bf16x2.f32 $0, $2, $1;"
+    else:
+        ROUND: gl.constexpr = "cvt.rn.f16x2.f32 $0, $2, $1;"
+    return gl.inline_asm_elementwise(ROUND, "=r,r,r", [even, odd], dtype=gl.int32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def _unpack(words, DTYPE: gl.constexpr, P_LAYOUT: gl.constexpr):
+    """What `_pack` packed, as the operand of a product."""
+    even = words.to(gl.int16).to(DTYPE, bitcast=True)
+    odd = (words >> 16).to(gl.int16).to(DTYPE, bitcast=True)
+    p = gl.join(even, odd).reshape([words.shape[0], words.shape[1] * 2])
+    return gl.convert_layout(p, P_LAYOUT)
+
+
+@gluon.jit
+def _steps(
+    first_step, last_step, q, buffers, barriers, count, start, rows, state, bounds, window, factor, first_row, plane, drawn,
+    S_LAYOUT: gl.constexpr, P_LAYOUT: gl.constexpr, STAGES: gl.constexpr, CHECK: gl.constexpr,
+    DROPOUT: gl.constexpr,
+):  # fmt: skip
+    """Steps [first_step, last_step) of a consumer: each issues Q K^T of its block, then P V of the block before."""
+    _, k_buffers, v_buffers = buffers
+    _, _, k_full, k_empty, v_full, v_empty = barriers
+    words, acc, peak, total = state
+    BLOCK_N: gl.constexpr = k_buffers.shape[4]
+    BLOCK_D: gl.constexpr = k_buffers.shape[5]
+    for step in range(first_step, last_step):
+        stage = (count + step) & (STAGES - 1)
+        before = (count + step - 1) & (STAGES - 1)
+        p = _unpack(words, k_buffers.dtype, P_LAYOUT)
+        mbarrier.wait(k_full.index(stage), ((count + step) // STAGES) & 1)
+        k = k_buffers.index(stage).reshape([BLOCK_N, BLOCK_D])
+        s = gl.zeros([CONSUMER_ROWS, BLOCK_N], gl.float32, S_LAYOUT)
+        s = warpgroup_mma(q, k.permute((1, 0)), s, use_acc=False, is_async=True)
+        mbarrier.wait(v_full.index(before), ((count + step - 1) // STAGES) & 1)
+        v = v_buffers.index(before).reshape([BLOCK_N, BLOCK_D])
+        acc = warpgroup_mma(p, v, acc, is_async=True)
+        first_column = start - step * BLOCK_N
+        if DROPOUT:
+            keep = _keep_words(first_row, first_column, plane, drawn, BLOCK_N)
+        s = warpgroup_mma_wait(1, deps=[s])
+        mbarrier.arrive(k_empty.index(stage), count=1)
+        weights, fade, peak, total = _weights(
+            s, first_column, rows, peak, total, bounds, window, factor, S_LAYOUT, CHECK
+        )
+        acc = warpgroup_mma_wait(0, deps=[acc])
+        mbarrier.arrive(v_empty.index(before), count=1)
+        acc = acc * gl.convert_layout(fade, gl.SliceLayout(1, acc.type.layout))[:, None]
+        words = _pack(weights, k_buffers.dtype)
+        if DROPOUT:
+            words = words & gl.convert_layout(keep, words.type.layout, assert_trivial=True)
+    return words, acc, peak, total
+
+
+@gluon.jit
+def _consume(
+    consumer: gl.constexpr, out_ptr, lse_ptr, buffers, barriers, planes, lengths, window, dropout, softmax_scale,
+    out_strides, lse_strides, num_tiles, LENGTHS: gl.constexpr, HEAD_DIM: gl.constexpr, UNIT: gl.constexpr,
+    STAGES: gl.constexpr,
+):  # fmt: skip
+    """A consumer: 64 rows of each tile, from their scores to out and lse."""
+    q_buffers, k_buffers, v_buffers = buffers
+    q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
+    BLOCK_N: gl.constexpr = k_buffers.shape[4]
+    BLOCK_D: gl.constexpr = k_buffers.shape[5]
+    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
+    P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
+    factor = softmax_scale * 1.4426950408889634
+    DROPOUT: gl.constexpr = dropout[0] is not None
+    drawn = _load_dropout(dropout)
+    count = 0  # of key blocks before this tile
+    tiles = 0
+    for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
+        first_row, plane, where, starts, bounds = _which_tile(tile, planes, lengths, LENGTHS, window[1] is not None)
+        batch, head, kv_head = where
+        start_q, start_k = starts
+        len_q, len_k, diagonal = bounds
+        if first_row < len_q:
+            start, masked, masked_or_full, blocks = _blocks_of(first_row, bounds, window, BLOCK_N)
+            first_row += consumer * CONSUMER_ROWS
+            rows = first_row + gl.arange(0, CONSUMER_ROWS, layout=gl.SliceLayout(1, S_LAYOUT))
+            mbarrier.wait(q_full.index(consumer), tiles & 1)
+            q = q_buffers.index(consumer).reshape([CONSUMER_ROWS, BLOCK_D])
+            peak = gl.full([CONSUMER_ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, S_LAYOUT))
+            total = gl.zeros([CONSUMER_ROWS], gl.float32, gl.SliceLayout(1, S_LAYOUT))
+            acc = gl.zeros([CONSUMER_ROWS, BLOCK_D], gl.float32, O_LAYOUT)
+
+            stage = count & (STAGES - 1)
+            mbarrier.wait(k_full.index(stage), (count // STAGES) & 1)
+            k = k_buffers.index(stage).reshape([BLOCK_N, BLOCK_D])
+            s = gl.zeros([CONSUMER_ROWS, BLOCK_N], gl.float32, S_LAYOUT)
+            s = warpgroup_mma(q, k.permute((1, 0)), s, use_acc=False, is_async=True)
+            if DROPOUT:
+                keep = _keep_words(first_row, start, plane, drawn, BLOCK_N)
+            s = warpgroup_mma_wait(0, deps=[s])
+            mbarrier.arrive(k_empty.index(stage), count=1)
+            weights, fade, peak, total = _weights(
+                s, start, rows, peak, total, bounds, window, factor, S_LAYOUT, True
+            )
+            words = _pack(weights, k_buffers.dtype)
+            if DROPOUT:
+                words = words & gl.convert_layout(keep, words.type.layout, assert_trivial=True)
+
+            state = (words, acc, peak, total)
+            state = _steps(
+                1, masked, q, buffers, barriers, count, start, rows, state, bounds, window, factor, first_row, plane,
+                drawn, S_LAYOUT, P_LAYOUT, STAGES, True, DROPOUT,
+            )  # fmt: skip
+            state = _steps(
+                gl.maximum(masked, 1), masked_or_full, q, buffers, barriers, count, start, rows, state, bounds, window,
+                factor, first_row, plane, drawn, S_LAYOUT, P_LAYOUT, STAGES, False, DROPOUT,
+            )  # fmt: skip
+            if window[0] is not None:
+                state = _steps(
+                    gl.maximum(masked_or_full, 1), blocks, q, buffers, barriers, count, start, rows, state, bounds,
+                    window, factor, first_row, plane, drawn, S_LAYOUT, P_LAYOUT, STAGES, True, DROPOUT,
+                )  # fmt: skip
+            words, acc, peak, total = state
+            # All products with Q are done: the next tile's may come.
+            mbarrier.arrive(q_empty.index(consumer), count=1)
+            count += blocks
+            stage = (count - 1) & (STAGES - 1)
+            mbarrier.wait(v_full.index(stage), ((count - 1) // STAGES) & 1)
+            v = v_buffers.index(stage).reshape([BLOCK_N, BLOCK_D])
+            p = _unpack(words, k_buffers.dtype, P_LAYOUT)
+            acc = warpgroup_mma(p, v, acc, is_async=True)
+            # A row with nothing to attend to: total 0, out 0, lse -inf.
+            lse = peak * softmax_scale + gl.log2(total) * 0.6931471805599453
+            lse = gl.where(total > 0, lse, gl.where(total == 0, float("-inf"), total))
+            lse_ptrs = lse_ptr + batch.to(gl.int64) * lse_strides[0] + head.to(gl.int64) * lse_strides[1]
+            gl.store(lse_ptrs + start_q + rows, lse, mask=rows < len_q)
+            scale = drawn[4] / gl.where(total == 0, 1.0, total)
+            acc = warpgroup_mma_wait(0, deps=[acc])
+            mbarrier.arrive(v_empty.index(stage), count=1)
+            out = (acc * gl.convert_layout(scale, gl.SliceLayout(1, O_LAYOUT))[:, None]).to(k_buffers.dtype)
+            _store_rows(
+                out, out_ptr, out_strides, batch, start_q, first_row, head, len_q, HEAD_DIM, UNIT,
+            )  # fmt: skip
+            tiles += 1
+
+
+@gluon.jit
+def _store_rows(
+    out, out_ptr, strides, batch, start, first_row, head, length, HEAD_DIM: gl.constexpr, UNIT: gl.constexpr
+):
+    """Writes 64 rows, as far as the sequence reaches; 16 bytes a thread, four threads side by side."""
+    BLOCK_D: gl.constexpr = out.shape[1]
+    if BLOCK_D == 128:
+        LAYOUT: gl.constexpr = gl.DistributedLinearLayout(
+            [[0, 1], [0, 2], [0, 4], [8, 0], [0, 32], [0, 64]], [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
+            [[16, 0], [32, 0]], [], [64, 128],
+        )  # fmt: skip
+    else:
+        LAYOUT: gl.constexpr = gl.DistributedLinearLayout(
+            [[0, 1], [0, 2], [0, 4], [8, 0], [0, 32]], [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
+            [[16, 0], [32, 0]], [], [64, 64],
+        )  # fmt: skip
+    out = gl.convert_layout(out, LAYOUT)
+    rows = gl.arange(0, CONSUMER_ROWS, layout=gl.SliceLayout(1, LAYOUT))
+    dims = gl.arange(0, BLOCK_D, layout=gl.SliceLayout(0, LAYOUT))
+    first = batch.to(gl.int64) * strides[0] + (start + first_row).to(gl.int64) * strides[1]
+    out_ptr += (first + head.to(gl.int64) * strides[2]) * UNIT
+    pointers = out_ptr + rows[:, None] * (strides[1] * UNIT) + dims[None, :]
+    here = (first_row + rows < length)[:, None] & (dims < HEAD_DIM)[None, :]
+    gl.store(pointers, out, mask=here)
+
+
+@gluon.jit(do_not_specialize=["planes", "lengths", "window", "dropout", "num_tiles", "batch_rows"])
+def _attention_hopper_fwd_kernel(
+    q_desc,
+    k_desc,
+    v_desc,
+    out_ptr,
+    lse_ptr,
+    planes,
+    lengths,
+    window,
+    dropout,
+    batch_rows,
+    num_tiles,
+    softmax_scale,
+    out_strides,
+    lse_strides,
+    LENGTHS: gl.constexpr,
+    HEAD_DIM: gl.constexpr,
+    UNIT: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    """out and lse of every num_programs-th tile from this program's own on."""
+    q_buffers = gl.allocate_shared_memory(q_desc.dtype, [2] + q_desc.block_type.shape, q_desc.layout)
+    k_buffers = gl.allocate_shared_memory(k_desc.dtype, [STAGES] + k_desc.block_type.shape, k_desc.layout)
+    v_buffers = gl.allocate_shared_memory(v_desc.dtype, [STAGES] + v_desc.block_type.shape, v_desc.layout)
+    q_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    q_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(2):
+        mbarrier.init(q_full.index(i), count=1)
+        mbarrier.init(q_empty.index(i), count=1)
+    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(k_full.index(i), count=1)
+        mbarrier.init(v_full.index(i), count=1)
+        mbarrier.init(k_empty.index(i), count=2)
+        mbarrier.init(v_empty.index(i), count=2)
+    fence_async_shared()
+    buffers = (q_buffers, k_buffers, v_buffers)
+    barriers = (q_full, q_empty, k_full, k_empty, v_full, v_empty)
+    BLOCK_N: gl.constexpr = k_desc.block_type.shape[3]
+    gl.warp_specialize(
+        [
+            (
+                _consume,
+                (
+                    0, out_ptr, lse_ptr, buffers, barriers, planes, lengths, window, dropout, softmax_scale,
+                    out_strides, lse_strides, num_tiles, LENGTHS, HEAD_DIM, UNIT, STAGES,
+                ),
+            ),
+            (
+                _consume,
+                (
+                    1, out_ptr, lse_ptr, buffers, barriers, planes, lengths, window, dropout, softmax_scale,
+                    out_strides, lse_strides, num_tiles, LENGTHS, HEAD_DIM, UNIT, STAGES,
+                ),
+            ),
+            (
+                _produce,
+                (
+                    q_desc, k_desc, v_desc, buffers, barriers, planes, lengths, window, batch_rows, num_tiles, LENGTHS,
+                    BLOCK_N, STAGES,
+                ),
+            ),
+        ],
+        [4, 1],
+        [232, 40],
+    )  # fmt: skip

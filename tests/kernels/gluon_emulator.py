@@ -1,0 +1,672 @@
+"""Runs a Gluon kernel's own Python body on a CPU, with its asynchrony: Gluon has no interpreter.
+
+The functions under `@gluon.jit` are run as Python with stand-ins for the language (NumPy). What a GPU does at the same
+time happens here in an order that a schedule chooses, one step at a time:
+
+- each partition of `warp_specialize` is a thread, and one thread runs until its next barrier, copy or product;
+- a TMA copy lands at a time of the schedule's choice; until then its buffer can't be read;
+- a product (`warpgroup_mma`) reads its shared operands as late as it may: when a wait says that it is done;
+- barriers have phases, counts and bytes as in PTX.
+
+Errors: a deadlock (nobody can run), a buffer read before its copy has landed, or written while it is read or before it
+was read at all, a result used before its wait, more arrivals than a barrier counts, memory read or written out of
+bounds or written twice, int32 overflow, products or copies that are left in flight.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import threading
+import types
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+import torch
+import triton
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia import hopper
+
+Schedule = Callable[[list[str]], int]
+
+
+class GluonError(Exception):
+    """What a GPU would do wrong, or would hang on."""
+
+
+def eager(*first: str) -> Schedule:
+    """The schedule that runs the first of `first` that can go on; else what else can, in order."""
+    return lambda names: min(range(len(names)), key=lambda i: (first.index(kind(names[i])), i))
+
+
+def shuffled(seed: int) -> Schedule:
+    """A schedule at random."""
+    generator = np.random.default_rng(seed)
+    return lambda names: int(generator.integers(len(names)))
+
+
+def kind(name: str) -> str:
+    """ "copy" or a partition's index as text."""
+    return name.split(":")[0]
+
+
+BITS = {gl.int1: 1, gl.int16: 16, gl.int32: 32, gl.uint32: 32, gl.int64: 64}
+FLOATS = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}
+
+
+def rounded(array: np.ndarray, dtype: Any) -> np.ndarray:
+    """float32 rounded to a float dtype (bfloat16 stays in float32's container)."""
+    if dtype == gl.bfloat16:
+        return torch.from_numpy(np.array(array, dtype=np.float32)).to(torch.bfloat16).float().numpy()
+    if dtype == gl.float16:
+        return np.asarray(array, dtype=np.float32).astype(np.float16).astype(np.float32)
+    return np.asarray(array, dtype=np.float32)
+
+
+def bits_of(array: np.ndarray, dtype: Any) -> np.ndarray:
+    """The 16 bits of half floats, as int64."""
+    if dtype == gl.bfloat16:
+        return (rounded(array, dtype).view(np.uint32) >> 16).astype(np.int64)
+    return array.astype(np.float16).view(np.uint16).astype(np.int64)
+
+
+def from_bits(bits: np.ndarray, dtype: Any) -> np.ndarray:
+    if dtype == gl.bfloat16:
+        return (bits.astype(np.uint32) << 16).view(np.float32)
+    return bits.astype(np.uint16).view(np.float16).astype(np.float32)
+
+
+class Value:
+    """A tensor or a scalar: integers in int64, floats in float32, with a Gluon dtype; no layout."""
+
+    def __init__(self, array: Any, dtype: Any) -> None:
+        self.array = np.asarray(array)
+        self.dtype = dtype
+
+    @property
+    def shape(self) -> list[int]:
+        return list(self.array.shape)
+
+    @property
+    def type(self) -> Any:
+        return types.SimpleNamespace(layout=None)
+
+    def __index__(self) -> int:
+        return int(self.array)
+
+    def __bool__(self) -> bool:
+        return bool(self.array)
+
+    def __getitem__(self, index: Any) -> Value:
+        return Value(self.array[index], self.dtype)
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    def reshape(self, shape: list[int]) -> Value:
+        return Value(self.array.reshape(shape), self.dtype)
+
+    def permute(self, order: tuple[int, ...]) -> Value:
+        return Value(self.array.transpose(order), self.dtype)
+
+    def to(self, dtype: Any, bitcast: bool = False) -> Value:
+        if bitcast:
+            assert self.dtype == gl.int16
+            return Value(from_bits(self.array & 0xFFFF, dtype), dtype)
+        if dtype in BITS:
+            return Value(wrapped(self.array.astype(np.int64), dtype), dtype)
+        return Value(rounded(self.array, dtype), dtype)
+
+
+def wrapped(array: np.ndarray, dtype: Any) -> np.ndarray:
+    if dtype == gl.int1:
+        return array != 0
+    if dtype == gl.int64:
+        return array
+    bits = BITS[dtype]
+    array = array & ((1 << bits) - 1)
+    return array if dtype == gl.uint32 else np.where(array >> (bits - 1), array - (1 << bits), array)
+
+
+def value(x: Any, like: Any = None) -> Value:
+    """Numbers as Triton types them: an int is an int32, or a uint32 where it does not fit."""
+    if isinstance(x, Value):
+        return x
+    if isinstance(x, bool):
+        return Value(x, gl.int1)
+    if isinstance(x, int):
+        if like in BITS and like != gl.int1:
+            return Value(np.int64(x), like)
+        return Value(np.int64(x), gl.int32 if -(2**31) <= x < 2**31 else gl.uint32 if 0 <= x < 2**32 else gl.int64)
+    return Value(np.float32(x), gl.float32)
+
+
+def common(a: Any, b: Any) -> Any:
+    if a == b:
+        return a
+    for dtype in (gl.float32, gl.bfloat16, gl.float16, gl.int64, gl.uint32, gl.int32, gl.int16):
+        if dtype in (a, b):
+            return dtype
+    return gl.int1
+
+
+def binary(function: Callable, result: Any = None, reverse: bool = False, checked: bool = False) -> Callable:
+    def apply(x: Any, y: Any) -> Any:
+        if isinstance(y, Pointer) or isinstance(y, str) or y is None:
+            return NotImplemented
+        x, y = value(x, getattr(y, "dtype", None)), value(y, getattr(x, "dtype", None))
+        dtype = common(x.dtype, y.dtype)
+        a, b = (y.array, x.array) if reverse else (x.array, y.array)
+        if dtype in BITS and result is None:
+            if dtype != gl.int1:
+                a, b = a.astype(np.int64), b.astype(np.int64)
+            if checked and ((a < 0).any() or (b <= 0).any()):
+                raise GluonError("a division of a negative number: a GPU truncates, Python floors")
+            exact = function(a, b)
+            array = wrapped(np.asarray(exact), dtype)
+            if dtype == gl.int32 and not np.array_equal(array, exact):
+                raise GluonError(f"int32 overflow: {a} and {b}")
+            return Value(array, dtype)
+        if result is None:
+            a, b = a.astype(np.float32), b.astype(np.float32)
+            return Value(rounded(function(a, b), dtype), dtype)
+        return Value(function(a, b), result)
+
+    return apply
+
+
+for _name, _function, _checked in (
+    ("add", np.add, False), ("sub", np.subtract, False), ("mul", np.multiply, False),
+    ("floordiv", np.floor_divide, True), ("mod", np.mod, True), ("and", np.bitwise_and, False),
+    ("or", np.bitwise_or, False), ("xor", np.bitwise_xor, False), ("rshift", np.right_shift, False),
+    ("truediv", np.divide, False),
+):  # fmt: skip
+    setattr(Value, f"__{_name}__", binary(_function, checked=_checked))
+    setattr(Value, f"__r{_name}__", binary(_function, reverse=True, checked=_checked))
+
+
+def _shift_left(x: Value, y: Any) -> Value:
+    x = value(x)
+    return Value(wrapped(x.array.astype(np.int64) << value(y).array, x.dtype), x.dtype)
+
+
+Value.__lshift__ = _shift_left  # type: ignore[attr-defined]
+for _name, _function in (
+    ("lt", np.less), ("le", np.less_equal), ("gt", np.greater), ("ge", np.greater_equal), ("eq", np.equal),
+    ("ne", np.not_equal),
+):  # fmt: skip
+    setattr(Value, f"__{_name}__", binary(_function, gl.int1))
+
+
+class Memory:
+    """A tensor in global memory; what is written is written once, and copied back by `finish`."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+        flat = torch.as_strided(tensor, (tensor.untyped_storage().nbytes() // tensor.element_size(),), (1,), 0)
+        self.flat = flat
+        self.first = tensor.storage_offset()
+        if tensor.dtype in FLOATS:
+            self.dtype, self.array = FLOATS[tensor.dtype], flat.float().numpy().copy()
+        else:
+            self.dtype = gl.int64 if tensor.dtype == torch.int64 else gl.int32
+            self.array = flat.numpy().astype(np.int64)
+        self.written = np.zeros(self.array.shape, dtype=bool)
+
+    def finish(self) -> None:
+        if self.written.any():
+            self.flat[torch.from_numpy(self.written)] = torch.from_numpy(self.array[self.written]).to(self.flat.dtype)
+
+
+class Pointer:
+    """Elements of a Memory."""
+
+    def __init__(self, memory: Memory, offset: Any) -> None:
+        self.memory = memory
+        self.offset = offset
+        self.dtype = types.SimpleNamespace(element_ty=memory.dtype)
+
+    def __add__(self, other: Any) -> Pointer:
+        return Pointer(self.memory, self.offset + value(other).array.astype(np.int64))
+
+    def inside(self, mask: np.ndarray) -> np.ndarray:
+        offset, mask = np.broadcast_arrays(self.offset, mask)
+        chosen = offset[mask]
+        if ((chosen < 0) | (chosen >= len(self.memory.array))).any():
+            raise GluonError("a pointer out of bounds")
+        return chosen
+
+
+class Slot:
+    """One buffer of shared memory."""
+
+    def __init__(self, name: str, shape: list[int], dtype: Any) -> None:
+        self.name = name
+        self.array = np.full(shape, np.nan, dtype=np.float32)
+        self.dtype = dtype
+        self.state = "never written"  # or "in flight", "landed", "read"
+        self.readers = 0
+
+
+class View:
+    """A buffer as an operand."""
+
+    def __init__(self, slot: Slot, see: Callable[[np.ndarray], np.ndarray]) -> None:
+        self.slot = slot
+        self.see = see
+
+    def reshape(self, shape: list[int]) -> View:
+        return View(self.slot, lambda array: self.see(array).reshape(shape))
+
+    def permute(self, order: tuple[int, ...]) -> View:
+        return View(self.slot, lambda array: self.see(array).transpose(order))
+
+
+class Shared:
+    """An allocation whose first dimension counts buffers, or barriers (int64)."""
+
+    def __init__(self, dtype: Any, shape: list[int], name: str) -> None:
+        self.dtype = dtype
+        self.shape = [int(size) for size in shape]
+        make = Barrier if dtype == gl.int64 else functools.partial(Slot, shape=self.shape[1:], dtype=dtype)
+        self.items = [make(f"{name}[{i}]") for i in range(self.shape[0])]
+
+    def index(self, i: Any) -> Any:
+        i = int(value(i))
+        if not 0 <= i < len(self.items):
+            raise GluonError(f"buffer {i} of {len(self.items)}")
+        item = self.items[i]
+        return item if isinstance(item, Barrier) else View(item, lambda array: array)
+
+
+class Barrier:
+    """An mbarrier: a phase ends when all its arrivals and all its bytes have come."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.count = 0
+        self.arrived = 0
+        self.bytes = 0
+        self.phase = 0
+
+    def change(self, arrivals: int, size: int) -> None:
+        if not self.count:
+            raise GluonError(f"{self.name} was never initialised")
+        self.arrived += arrivals
+        self.bytes += size
+        if self.arrived > self.count:
+            raise GluonError(f"{self.name} counts {self.count} arrivals, this is one more")
+        if self.arrived == self.count and self.bytes == 0:
+            self.phase, self.arrived = self.phase + 1, 0
+
+
+class Product:
+    """A warpgroup_mma in flight; `result` once a wait has seen it done."""
+
+    def __init__(self, a: Any, b: View, acc: Any) -> None:
+        self.operands = (a, b)
+        self.acc = acc
+        self.result: Value | None = None
+        self.type = types.SimpleNamespace(layout=None)
+        for slot in self.slots():
+            if slot.state in ("in flight", "never written"):
+                raise GluonError(f"{slot.name} is read before its copy has landed")
+            slot.readers += 1
+
+    def slots(self) -> list[Slot]:
+        return [operand.slot for operand in self.operands if isinstance(operand, View)]
+
+    def complete(self) -> None:
+        a, b = (x.see(x.slot.array) if isinstance(x, View) else x.array for x in self.operands)
+        product = np.matmul(a.astype(np.float32), b.astype(np.float32))
+        if self.acc is not None:
+            acc = self.acc.result if isinstance(self.acc, Product) else self.acc
+            product = product + acc.array
+        self.result = Value(product.astype(np.float32), gl.float32)
+        for slot in self.slots():
+            slot.readers -= 1
+            slot.state = "read"
+
+
+class _Stopped(BaseException):
+    """Ends a partition's thread when another has failed."""
+
+
+class Run:
+    """One program: its partitions, copies in flight and the schedule that orders them."""
+
+    def __init__(self, program: int, programs: int, memories: dict[int, Memory], schedule: Schedule) -> None:
+        self.program, self.programs = program, programs
+        self.memories = memories
+        self.schedule = schedule
+        self.local = threading.local()
+        self.copies: list[Callable[[], None]] = []
+        self.ready: dict[str, Callable[[], bool]] = {}
+        self.batons: dict[str, threading.Semaphore] = {}
+        self.back = threading.Semaphore(0)
+        self.error: BaseException | None = None
+        self.allocations = 0
+
+    # The partitions.
+
+    def specialize(self, partitions: list[tuple[Callable, tuple]], *_: Any) -> None:
+        threads = [
+            threading.Thread(target=self._partition, args=(str(i), function, arguments), daemon=True)
+            for i, (function, arguments) in enumerate(partitions)
+        ]
+        for i, thread in enumerate(threads):
+            self.ready[str(i)] = lambda: True
+            self.batons[str(i)] = threading.Semaphore(0)
+            thread.start()
+        while (self.ready or self.copies) and self.error is None:
+            names = [name for name, can in self.ready.items() if can()]
+            names += [f"copy:{i}" for i in range(len(self.copies))]
+            if not names:
+                self.error = GluonError(f"deadlock: {self.waiting}")
+                break
+            name = names[self.schedule(names)]
+            if kind(name) == "copy":
+                self.copies.pop(int(name.split(":")[1]))()
+            else:
+                self.batons[name].release()
+                self.back.acquire()
+        for baton in self.batons.values():
+            baton.release()
+        for thread in threads:
+            thread.join()
+        if self.error is not None:
+            raise self.error
+
+    @property
+    def waiting(self) -> str:
+        return ", ".join(f"partition {name} waits for {can.__doc__}" for name, can in self.ready.items())
+
+    def _partition(self, name: str, function: Callable, arguments: tuple) -> None:
+        self.local.name = name
+        self.local.products = []
+        self.batons[name].acquire()
+        try:
+            if self.error is None:
+                with np.errstate(all="ignore"):
+                    function(*arguments)
+                if self.local.products:
+                    raise GluonError(f"partition {name} ends with products in flight")
+        except _Stopped:
+            pass
+        except BaseException as error:
+            self.error = self.error or error
+        with suppress(KeyError):
+            del self.ready[name]
+        self.back.release()
+
+    def pause(self, can: Callable[[], bool] = lambda: True) -> None:
+        """Lets the schedule choose who goes on; returns once `can()` and chosen."""
+        name = self.local.name
+        self.ready[name] = can
+        self.back.release()
+        self.batons[name].acquire()
+        if self.error is not None:
+            raise _Stopped
+
+    # The language.
+
+    def allocate_shared_memory(self, dtype: Any, shape: list[int], layout: Any) -> Shared:
+        self.allocations += 1
+        return Shared(dtype, shape, f"allocation {self.allocations}")
+
+    def init(self, barrier: Barrier, count: int) -> None:
+        barrier.count = count
+
+    def expect(self, barrier: Barrier, size: int) -> None:
+        self.pause()
+        barrier.change(1, size)
+
+    def arrive(self, barrier: Barrier, count: int = 1) -> None:
+        self.pause()
+        barrier.change(count, 0)
+
+    def wait(self, barrier: Barrier, phase: Any) -> None:
+        parity = int(value(phase)) & 1
+
+        def can() -> bool:
+            return barrier.phase & 1 != parity
+
+        can.__doc__ = f"phase {parity} of {barrier.name}"
+        self.pause(can)
+
+    def copy(self, descriptor: Any, coordinates: list[Any], barrier: Barrier, view: View) -> None:
+        self.pause()
+        slot = view.slot
+        if slot.readers or slot.state == "in flight":
+            raise GluonError(f"{slot.name} is overwritten while it is read or written")
+        if slot.state == "landed":
+            raise GluonError(f"{slot.name} is overwritten before it was read")
+        data = self._box(descriptor, [int(value(x)) for x in coordinates])
+        if list(data.shape) != list(slot.array.shape):
+            raise GluonError(f"a copy of {data.shape} into {slot.array.shape}")
+        slot.state = "in flight"
+
+        def land() -> None:
+            slot.array[...] = data
+            slot.state = "landed"
+            barrier.change(0, -data.size * 2)
+
+        self.copies.append(land)
+
+    def _box(self, descriptor: Any, coordinates: list[int]) -> np.ndarray:
+        """What TMA reads: zeros out of bounds, addresses modulo 2**64."""
+        real = descriptor.descriptor
+        base = sum(c * s for c, s in zip(coordinates, real.strides, strict=True)) * 2 % 2**64
+        base = (base - 2**64 if base >= 2**63 else base) // 2
+        offsets, inside = np.zeros([1] * 5, dtype=np.int64), np.ones([1] * 5, dtype=bool)
+        for dim, (at, size, extent, stride) in enumerate(
+            zip(coordinates, real.block_shape, real.shape, real.strides, strict=True)
+        ):
+            steps = np.arange(size).reshape([-1 if i == dim else 1 for i in range(5)])
+            inside = inside & (at + steps >= 0) & (at + steps < extent)
+            offsets = offsets + (steps * stride if size > 1 else 0)
+        memory = self.memories[real.base.data_ptr()]
+        offsets, inside = np.broadcast_arrays(offsets + base + memory.first, inside)
+        chosen = offsets[inside]
+        if ((chosen < 0) | (chosen >= len(memory.array))).any():
+            raise GluonError("TMA reads outside the tensor")
+        box = np.zeros(real.block_shape, dtype=np.float32)
+        box[inside] = memory.array[chosen]
+        return box
+
+    def mma(self, a: Any, b: View, acc: Any, *, use_acc: bool = True, is_async: bool = False) -> Any:
+        self.pause()
+        product = Product(a, b, acc if use_acc else None)
+        self.local.products.append(product)
+        return product if is_async else self.mma_wait(0, [product])
+
+    def mma_wait(self, outstanding: int, deps: list[Any]) -> Any:
+        self.pause()
+        products = self.local.products
+        while len(products) > outstanding:
+            products.pop(0).complete()
+        results = [dep.result if isinstance(dep, Product) else dep for dep in deps]
+        if any(result is None for result in results):
+            raise GluonError("a product's result is used before it is waited for")
+        return results[0] if len(results) == 1 else tuple(results)
+
+
+def _elementwise(function: Callable) -> Callable:
+    return lambda x: Value(rounded(function(x.array.astype(np.float32)), gl.float32), gl.float32)
+
+
+def _where(condition: Value, x: Any, y: Any) -> Value:
+    x, y = value(x), value(y)
+    dtype = common(x.dtype, y.dtype)
+    return Value(np.where(condition.array, x.array, y.array).astype(x.array.dtype), dtype)
+
+
+def _assembly(text: str, constraints: str, operands: list[Value], dtype: Any, is_pure: bool, pack: int) -> Value:
+    """The instructions that the kernels use, as PTX defines them."""
+    match = re.fullmatch(r"(\S+) \$0, \$(\d), \$(\d)(?:, (\w+))?;", text)
+    assert match is not None and pack == 1, text
+    name, first, second, selector = match.groups()
+    a, b = operands[int(first) - 1].array, operands[int(second) - 1].array
+    if name == "prmt.b32":
+        source = [(x & 0xFFFFFFFF) >> 8 * i & 0xFF for x in (a, b) for i in range(4)]
+        words = np.zeros(a.shape, dtype=np.int64)
+        for byte in range(4):
+            digit = int(selector, 16) >> 4 * byte & 0xF
+            chosen = source[digit & 7]
+            words |= (np.where(chosen & 0x80, 0xFF, 0) if digit & 8 else chosen) << 8 * byte
+    else:
+        half = {"cvt.rn.bf16x2.f32": gl.bfloat16, "cvt.rn.f16x2.f32": gl.float16}[name]
+        words = bits_of(rounded(a, half), half) << 16 | bits_of(rounded(b, half), half)  # the first is the upper half
+    return Value(wrapped(words, dtype), dtype)
+
+
+def _split(x: Value) -> tuple[Value, Value]:
+    return Value(x.array[..., 0], x.dtype), Value(x.array[..., 1], x.dtype)
+
+
+def _convert(x: Value, layout: Any, assert_trivial: bool = False) -> Value:
+    if isinstance(layout, gl.DistributedLinearLayout) and list(layout.shape) != x.shape:
+        raise GluonError(f"a layout of {layout.shape} for {x.shape}")
+    return x
+
+
+def _load(pointer: Pointer) -> Value:
+    index = pointer.inside(np.ones(np.shape(pointer.offset), dtype=bool))
+    return Value(pointer.memory.array[index].reshape(np.shape(pointer.offset)), pointer.memory.dtype)
+
+
+def _store(pointer: Pointer, x: Value, mask: Value) -> None:
+    index = pointer.inside(mask.array)
+    if pointer.memory.written[index].any():
+        raise GluonError("an element is written twice")
+    shape = np.broadcast_shapes(np.shape(pointer.offset), mask.array.shape)
+    pointer.memory.written[index] = True
+    pointer.memory.array[index] = np.broadcast_to(x.array, shape)[np.broadcast_to(mask.array, shape)]
+
+
+def _range(*bounds: Any) -> Iterator[Value]:
+    for i in range(*(int(value(bound)) for bound in bounds)):
+        yield Value(np.int64(i), gl.int32)
+
+
+class _Language:
+    """The stand-in for gl and tl of one run; dtypes and layouts are the real ones."""
+
+    def __init__(self, run: Run) -> None:
+        self.program_id = lambda axis: value(run.program)
+        self.num_programs = lambda axis: value(run.programs)
+        self.allocate_shared_memory = run.allocate_shared_memory
+        self.warp_specialize = run.specialize
+        self.static_range = range
+        self.arange = lambda start, end, layout=None: Value(np.arange(start, end), gl.int32)
+        self.full = lambda shape, x, dtype, layout=None: Value(np.full(shape, x, dtype=np.float32), dtype)
+        self.zeros = lambda shape, dtype, layout=None: Value(np.zeros(shape, dtype=np.float32), dtype)
+        self.maximum, self.minimum = binary(np.fmax), binary(np.fmin)
+        self.max = lambda x, axis: Value(np.fmax.reduce(x.array, axis), x.dtype)
+        self.sum = lambda x, axis: Value(x.array.sum(axis, dtype=np.float32), x.dtype)
+        self.exp2, self.log2 = _elementwise(np.exp2), _elementwise(np.log2)
+        self.where, self.join, self.split = _where, self._join, _split
+        self.convert_layout, self.inline_asm_elementwise = _convert, self._inline
+        self.load, self.store = _load, _store
+        self.cast = lambda x, dtype: value(x).to(dtype)
+        self.mul = lambda x, y, sanitize_overflow=True: value(x) * y
+        self.add = lambda x, y, sanitize_overflow=True: value(x) + y
+        self.umulhi = lambda x, y: Value(
+            ((x.array.astype(np.uint64) * np.uint64(y)) >> np.uint64(32)).astype(np.int64), gl.uint32
+        )
+
+    @staticmethod
+    def _join(x: Value, y: Value) -> Value:
+        return Value(np.stack(np.broadcast_arrays(x.array, y.array), -1), x.dtype)
+
+    @staticmethod
+    def _inline(asm: str, constraints: str, args: list[Value], dtype: Any, is_pure: bool, pack: int) -> Value:
+        return _assembly(asm, constraints, args, dtype, is_pure, pack)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(gl, name)
+
+
+class _Descriptor:
+    """A TensorDescriptor as kernels see it."""
+
+    def __init__(self, descriptor: Any) -> None:
+        self.descriptor = descriptor
+        self.dtype = FLOATS[descriptor.base.dtype]
+        shape = list(descriptor.block_shape)
+        self.block_type = types.SimpleNamespace(shape=shape, nbytes=int(np.prod(shape)) * 2)
+        self.layout = descriptor.layout
+
+
+def _emulated(function: Any, replaced: Callable[[Any], Any]) -> Callable:
+    """A jit function's body with what it refers to replaced."""
+    body = function.fn
+    names: dict[str, Any] = {"range": _range}
+
+    def look_up() -> types.FunctionType:
+        for name, x in body.__globals__.items():
+            names.setdefault(name, replaced(x))
+        names["__builtins__"] = body.__globals__["__builtins__"]
+        return types.FunctionType(body.__code__, names, body.__name__, body.__defaults__, body.__closure__)
+
+    made: list[types.FunctionType] = []
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if not made:
+            made.append(look_up())
+        return made[0](*args, **kwargs)
+
+    return call
+
+
+def emulate(
+    kernel: Any, programs: int, arguments: tuple, constants: dict[str, Any], tensors: list[torch.Tensor],
+    schedule: Schedule, replace: dict[str, Any] | None = None,
+) -> None:  # fmt: skip
+    """Runs `kernel[(programs,)](*arguments, **constants)` one program after another; writes its outputs.
+
+    Args:
+        tensors: what descriptors point at.
+        replace: other functions by name, to put mistakes in.
+    """
+    memories = {x.data_ptr(): Memory(x) for x in tensors}
+
+    def argument(x: Any) -> Any:
+        if isinstance(x, tuple) and not hasattr(x, "block_shape"):
+            return tuple(argument(each) for each in x)
+        if hasattr(x, "block_shape"):
+            return _Descriptor(x)
+        if isinstance(x, torch.Tensor):
+            memory = memories.setdefault(x.data_ptr(), Memory(x))
+            return Pointer(memory, np.int64(memory.first))
+        return x if x is None else value(x)
+
+    arguments = tuple(argument(x) for x in arguments)
+    for program in range(programs):
+        run = Run(program, programs, memories, schedule)
+        language = _Language(run)
+        stand_ins: dict[int, Any] = {
+            id(gl): language, id(triton.language): language, id(hopper.warpgroup_mma): run.mma,
+            id(hopper.warpgroup_mma_wait): run.mma_wait, id(hopper.fence_async_shared): lambda: None,
+            id(hopper.mbarrier): types.SimpleNamespace(
+                init=run.init, expect=run.expect, arrive=run.arrive, wait=run.wait, MBarrierLayout=lambda: None
+            ),
+            id(hopper.tma): types.SimpleNamespace(async_copy_global_to_shared=run.copy),
+        }  # fmt: skip
+        done: dict[int, Callable] = {}
+
+        def replaced(x: Any, stand_ins: dict[int, Any] = stand_ins, done: dict[int, Callable] = done) -> Any:
+            if id(x) in stand_ins:
+                return stand_ins[id(x)]
+            if isinstance(x, gl.constexpr):
+                return x.value
+            if hasattr(x, "fn") and hasattr(x.fn, "__code__"):
+                x = (replace or {}).get(x.fn.__name__, x)
+                return done.setdefault(id(x), _emulated(x, replaced))
+            return x
+
+        _emulated(kernel, replaced)(*arguments, **constants)
+    for memory in memories.values():
+        memory.finish()
