@@ -38,7 +38,7 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from benchmarks import compare_machine_code, machine_code
 from benchmarks.compile_cases import USUAL
@@ -106,6 +106,8 @@ def recorded(arch: int) -> Iterator[list[Launch]]:
     with (
         mock.patch.object(triton.runtime.JITFunction, "run", record),
         mock.patch.object(torch.cuda, "get_device_capability", lambda *_: capability),
+        mock.patch.object(torch.cuda, "get_device_properties", lambda *_: mock.Mock(multi_processor_count=132)),
+        mock.patch.object(FakeTensor, "data_ptr", lambda _: 0, create=True),
     ):
         yield launches
 
@@ -123,6 +125,8 @@ class Signature(NamedTuple):
 
 
 def _signature(launch: Launch) -> Signature:
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
     signature = Signature({}, {}, {})
 
     def describe(value: Any, path: Place, is_constexpr: bool, free: bool) -> Any:
@@ -135,6 +139,8 @@ def _signature(launch: Launch) -> Signature:
             if not free:
                 signature.attributes[path] = [["tt.divisibility", 16]]
             return "*" + _TYPES[value.dtype]
+        if isinstance(value, TensorDescriptor):
+            return f"tensordesc<{_TYPES[value.base.dtype]}{list(value.block_shape)},{value.layout!r}>"
         if isinstance(value, float):
             return "fp32"
         if value % 16 == 0 and not free:

@@ -15,7 +15,7 @@ import triton
 from torch import Tensor
 
 from fastformer.kernels._attention_common import Problem, plane_strides, planes_of
-from fastformer.kernels._launch import architecture, stride_unit
+from fastformer.kernels._launch import architecture, launch, stride_unit
 
 ENABLED = os.environ.get("FASTFORMER_HOPPER_ATTENTION") == "1"
 
@@ -123,7 +123,7 @@ def launch_forward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, pr
 
     arguments, constants, num_tiles = forward_arguments(q, k, v, out, lse, problem)
     programs = min(num_tiles, _processors(q.device))
-    _attention_hopper_fwd_kernel[(programs,)](*arguments, **constants, num_warps=4)
+    launch(_attention_hopper_fwd_kernel, (programs,), *arguments, **constants, num_warps=4)
 
 
 def forward_arguments(

@@ -17,7 +17,6 @@ fp32: scores, softmax statistics, the accumulator, lse. P is rounded to V's dtyp
 
 from __future__ import annotations
 
-import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -34,6 +33,14 @@ from fastformer.kernels import _attention_common, _dropout
 _key_range = gluon.jit(_attention_common.key_range.fn)
 _load_dropout = gluon.jit(_dropout.load_dropout.fn)
 _philox = gluon.jit(_dropout._philox.fn)
+
+# For the compile report. Two consumers have a copy each of: the first Q K^T, both products in each of the two or three
+# copies of the loop, the last P V.
+PRODUCTS = {
+    "_attention_hopper_fwd_kernel": lambda arguments: [64] * 2 * (6 if arguments["window"][0] is None else 8),
+}
+# A consumer's 128 threads share 64 rows of a block's scores.
+SCORES = {"_attention_hopper_fwd_kernel": lambda arguments: arguments["k_desc"].block_shape[3] / 2}
 
 # The rows of one consumer, of a tile.
 CONSUMER_ROWS = gl.constexpr(64)
@@ -153,14 +160,11 @@ def _keep_words(first_row, first_column, plane, drawn, BLOCK_N: gl.constexpr):
     """
     key0, key1, offset, threshold, keep_scale = drawn
     GROUPS: gl.constexpr = BLOCK_N // 64
-    if GROUPS == 2:
-        DRAWN: gl.constexpr = gl.DistributedLinearLayout(
-            [[8, 0], [0, 4]], [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [64, 8]
-        )
-    else:
-        DRAWN: gl.constexpr = gl.DistributedLinearLayout(
-            [[8, 0]], [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [64, 4]
-        )
+    # The registers of a thread hold rows r and r + 8 and each group; the lowest bits of a lane are the call.
+    DRAWN: gl.constexpr = gl.DistributedLinearLayout(
+        [[8, 0], [0, 4]] if GROUPS == 2 else [[8, 0]],
+        [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [64, 4 * GROUPS],
+    )  # fmt: skip
     calls = first_column // 64 * 4 + gl.arange(0, 4 * GROUPS, layout=gl.SliceLayout(0, DRAWN))
     rows = first_row + gl.arange(0, CONSUMER_ROWS, layout=gl.SliceLayout(1, DRAWN))
     w0, w1, w2, w3 = _philox(
@@ -183,7 +187,7 @@ def _keep_words(first_row, first_column, plane, drawn, BLOCK_N: gl.constexpr):
 
 @gluon.jit
 def _weights(s, start, rows, peak, total, bounds, window, factor, S_LAYOUT: gl.constexpr, CHECK: gl.constexpr):
-    """One step of the online softmax: (p, fade, peak, total). peak is in units of the scores, factor scale * log2(e)."""
+    """One step of the online softmax: (p, fade, peak, total). peak: in the scores' units; factor: scale * log2(e)."""
     len_q, len_k, diagonal = bounds
     if CHECK:
         # Columns and their limits count from `start`, so that a thread's columns differ by constants.
@@ -212,10 +216,7 @@ def _pack(weights, DTYPE: gl.constexpr):
     From one step of a loop to the next 16-bit values would travel one by one, to be packed anew for the product.
     """
     even, odd = gl.split(weights.reshape([weights.shape[0], weights.shape[1] // 2, 2]))
-    if DTYPE == gl.bfloat16:
-        ROUND: gl.constexpr = "cvt.rn.bf16x2.f32 $0, $2, $1;"
-    else:
-        ROUND: gl.constexpr = "cvt.rn.f16x2.f32 $0, $2, $1;"
+    ROUND: gl.constexpr = "cvt.rn.bf16x2.f32 $0, $2, $1;" if gl.bfloat16 == DTYPE else "cvt.rn.f16x2.f32 $0, $2, $1;"
     return gl.inline_asm_elementwise(ROUND, "=r,r,r", [even, odd], dtype=gl.int32, is_pure=True, pack=1)
 
 
@@ -230,8 +231,8 @@ def _unpack(words, DTYPE: gl.constexpr, P_LAYOUT: gl.constexpr):
 
 @gluon.jit
 def _steps(
-    first_step, last_step, q, buffers, barriers, count, start, rows, state, bounds, window, factor, first_row, plane, drawn,
-    S_LAYOUT: gl.constexpr, P_LAYOUT: gl.constexpr, STAGES: gl.constexpr, CHECK: gl.constexpr,
+    first_step, last_step, q, buffers, barriers, count, start, rows, state, bounds, window, factor, first_row, plane,
+    drawn, S_LAYOUT: gl.constexpr, P_LAYOUT: gl.constexpr, STAGES: gl.constexpr, CHECK: gl.constexpr,
     DROPOUT: gl.constexpr,
 ):  # fmt: skip
     """Steps [first_step, last_step) of a consumer: each issues Q K^T of its block, then P V of the block before."""
@@ -311,9 +312,7 @@ def _consume(
                 keep = _keep_words(first_row, start, plane, drawn, BLOCK_N)
             s = warpgroup_mma_wait(0, deps=[s])
             mbarrier.arrive(k_empty.index(stage), count=1)
-            weights, fade, peak, total = _weights(
-                s, start, rows, peak, total, bounds, window, factor, S_LAYOUT, True
-            )
+            weights, fade, peak, total = _weights(s, start, rows, peak, total, bounds, window, factor, S_LAYOUT, True)
             words = _pack(weights, k_buffers.dtype)
             if DROPOUT:
                 words = words & gl.convert_layout(keep, words.type.layout, assert_trivial=True)
@@ -362,16 +361,11 @@ def _store_rows(
 ):
     """Writes 64 rows, as far as the sequence reaches; 16 bytes a thread, four threads side by side."""
     BLOCK_D: gl.constexpr = out.shape[1]
-    if BLOCK_D == 128:
-        LAYOUT: gl.constexpr = gl.DistributedLinearLayout(
-            [[0, 1], [0, 2], [0, 4], [8, 0], [0, 32], [0, 64]], [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
-            [[16, 0], [32, 0]], [], [64, 128],
-        )  # fmt: skip
-    else:
-        LAYOUT: gl.constexpr = gl.DistributedLinearLayout(
-            [[0, 1], [0, 2], [0, 4], [8, 0], [0, 32]], [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
-            [[16, 0], [32, 0]], [], [64, 64],
-        )  # fmt: skip
+    LAYOUT: gl.constexpr = gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [0, 4], [8, 0], [0, 32], [0, 64]] if BLOCK_D == 128 else
+        [[0, 1], [0, 2], [0, 4], [8, 0], [0, 32]],
+        [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [64, BLOCK_D],
+    )  # fmt: skip
     out = gl.convert_layout(out, LAYOUT)
     rows = gl.arange(0, CONSUMER_ROWS, layout=gl.SliceLayout(1, LAYOUT))
     dims = gl.arange(0, BLOCK_D, layout=gl.SliceLayout(0, LAYOUT))

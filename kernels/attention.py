@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fastformer.kernels import _attention_hopper
 from fastformer.kernels._attention_common import (
     COUNTS,
     Problem,
@@ -170,6 +171,9 @@ def launch_forward(
         shape = (problem.batch, problem.num_heads, problem.seqlen_q)
         lse = torch.empty(shape, dtype=torch.float32, device=q.device)
     if q.numel() == 0 or problem.seqlen_q == 0:
+        return out, lse
+    if config is None and work_counter is None and _attention_hopper.takes(problem, q, k, v, attn_mask):
+        _attention_hopper.launch_forward(q, k, v, out, lse, problem)
         return out, lse
     config = config or forward_config(call_of(architecture(q), problem, q.dtype, attn_mask is not None))
     unit = stride_unit(q, k, v, out)

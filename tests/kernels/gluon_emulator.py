@@ -154,7 +154,7 @@ def common(a: Any, b: Any) -> Any:
 
 def binary(function: Callable, result: Any = None, reverse: bool = False, checked: bool = False) -> Callable:
     def apply(x: Any, y: Any) -> Any:
-        if isinstance(y, Pointer) or isinstance(y, str) or y is None:
+        if y is None or isinstance(y, Pointer | str):
             return NotImplemented
         x, y = value(x, getattr(y, "dtype", None)), value(y, getattr(x, "dtype", None))
         dtype = common(x.dtype, y.dtype)
@@ -177,27 +177,25 @@ def binary(function: Callable, result: Any = None, reverse: bool = False, checke
     return apply
 
 
-for _name, _function, _checked in (
-    ("add", np.add, False), ("sub", np.subtract, False), ("mul", np.multiply, False),
-    ("floordiv", np.floor_divide, True), ("mod", np.mod, True), ("and", np.bitwise_and, False),
-    ("or", np.bitwise_or, False), ("xor", np.bitwise_xor, False), ("rshift", np.right_shift, False),
-    ("truediv", np.divide, False),
-):  # fmt: skip
-    setattr(Value, f"__{_name}__", binary(_function, checked=_checked))
-    setattr(Value, f"__r{_name}__", binary(_function, reverse=True, checked=_checked))
+_ARITHMETIC: dict[str, Callable] = {
+    "add": np.add, "sub": np.subtract, "mul": np.multiply, "floordiv": np.floor_divide, "mod": np.mod,
+    "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor, "rshift": np.right_shift, "truediv": np.divide,
+}  # fmt: skip
+_COMPARISONS: dict[str, Callable] = {
+    "lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal, "eq": np.equal, "ne": np.not_equal,
+}  # fmt: skip
 
 
 def _shift_left(x: Value, y: Any) -> Value:
-    x = value(x)
     return Value(wrapped(x.array.astype(np.int64) << value(y).array, x.dtype), x.dtype)
 
 
-Value.__lshift__ = _shift_left  # type: ignore[attr-defined]
-for _name, _function in (
-    ("lt", np.less), ("le", np.less_equal), ("gt", np.greater), ("ge", np.greater_equal), ("eq", np.equal),
-    ("ne", np.not_equal),
-):  # fmt: skip
+for _name, _function in _ARITHMETIC.items():
+    setattr(Value, f"__{_name}__", binary(_function, checked=_name in ("floordiv", "mod")))
+    setattr(Value, f"__r{_name}__", binary(_function, reverse=True, checked=_name in ("floordiv", "mod")))
+for _name, _function in _COMPARISONS.items():
     setattr(Value, f"__{_name}__", binary(_function, gl.int1))
+setattr(Value, "__lshift__", _shift_left)  # noqa: B010
 
 
 class Memory:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -11,9 +12,9 @@ from torch import Tensor
 pytest.importorskip("triton.experimental.gluon")
 
 from fastformer.kernels import _attention_hopper as hopper  # noqa: E402
-from fastformer.kernels._attention_common import Problem  # noqa: E402
+from fastformer.kernels._attention_common import Problem, describe  # noqa: E402
 from fastformer.kernels._attention_hopper_forward import _attention_hopper_fwd_kernel  # noqa: E402
-from fastformer.kernels.attention import describe_dense, varlen_attention_fwd  # noqa: E402,F401
+from fastformer.kernels.attention import describe_dense  # noqa: E402
 from tests.checks import assert_accurate  # noqa: E402
 from tests.kernels.attention_cases import (  # noqa: E402
     SEED,
@@ -25,7 +26,7 @@ from tests.kernels.attention_cases import (  # noqa: E402
     packed_results,
     plain,
 )
-from tests.kernels.gluon_emulator import GluonError, Schedule, eager, emulate, shuffled  # noqa: E402
+from tests.kernels.gluon_emulator import Schedule, eager, emulate, shuffled  # noqa: E402
 
 # The producer as far ahead as it may be, then as late, then copies that land at the last moment.
 SCHEDULES = {
@@ -38,8 +39,6 @@ SCHEDULES = {
 
 def problem_of(case: Case, q: Tensor, k: Tensor) -> Problem:
     """A case as the launcher describes it."""
-    from fastformer.kernels._attention_common import describe
-
     lengths_q, lengths_k = lengths_of(case)
     seed = torch.tensor(SEED) if case.dropout_p else None
     if case.packed:
@@ -53,7 +52,7 @@ def problem_of(case: Case, q: Tensor, k: Tensor) -> Problem:
 
 
 def run(
-    case: Case, inputs: dict[str, Tensor | None], schedule: Schedule, programs: int = 2, **mistakes: object
+    case: Case, inputs: dict[str, Any], schedule: Schedule, programs: int = 2, **mistakes: Any
 ) -> dict[str, Tensor]:
     """out and lse of a case by the emulated kernel."""
     q, k, v = (inputs[name] for name in ("q", "k", "v"))
