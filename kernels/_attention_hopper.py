@@ -99,7 +99,7 @@ def ragged_descriptor(x: Tensor, rows: int, block_d: int) -> Any:
 
     The row at coordinates (2**30, end, head, 2**30 - length + row) is row `row` of the sequence that has `length` rows
     and ends before row `end` of the tensor: the two leading strides, 2**34 - stride and stride, make 2**30 rows vanish
-    modulo 2**64. The fourth coordinate reaches its extent, 2**30, where the sequence ends; from there on TMA gives zeros
+    modulo 2**64. The fourth coordinate reaches its extent, 2**30, where the sequence ends; zeros come from there on
     (and beyond head_dim). The method is that of `triton.tools.ragged_tma`.
     """
     row, head = x.stride()[-3:-1]
