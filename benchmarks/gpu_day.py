@@ -145,7 +145,7 @@ def tune_attention(shape: dict[str, Any], kernel: str) -> Callable[[], Result]:
         problem = kernels.describe_dense(q, k, None, scale, None, window_right, shape["dropout_p"], seed)
         out, lse = kernels.launch_forward(q, k, v, None, problem)
         is_backward = kernel == "attention_bwd"
-        call = configs.call_of(architecture(q), problem, q.dtype, False)
+        call = configs.call_of(architecture(q), problem, q.dtype, "none")
 
         def launch(config: configs.Config) -> object:
             if is_backward:

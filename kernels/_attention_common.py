@@ -183,13 +183,48 @@ def mask_ptrs(ptr, strides, rows, columns):
 
 
 @triton.jit
+def load_mask(ptr, strides, rows, columns, bounds, MASK: tl.constexpr, CHECK_ROWS: tl.constexpr, CHECK: tl.constexpr):
+    """What `score_tile` applies as `mask`, broadcastable to the tile.
+
+    Call it before the scores' product: the compiler settles the layout of the softmax by which of the two comes last,
+    and that of a mask's loads would have the softmax computed twice.
+
+    Args:
+        ptr: where the mask of this batch and head starts.
+        rows, columns: of the tile, as `score_tile` takes them.
+        MASK: "none", or "bool" or "additive", with "_keys" where all rows share one row of it.
+        CHECK_ROWS, CHECK: whether rows and keys may be beyond their number.
+    """
+    len_q, len_k, _ = bounds
+    if MASK == "none":
+        return 0.0
+    elif MASK == "bool_keys" or MASK == "additive_keys":
+        ptrs = ptr + columns.to(tl.int64) * strides[3]
+        here = columns < len_k
+    else:
+        ptrs = mask_ptrs(ptr, strides, rows, columns)
+        here = (rows < len_q) & (columns >= 0)
+        if CHECK:
+            here = here & (columns < len_k)
+    if CHECK or (CHECK_ROWS and MASK != "bool_keys" and MASK != "additive_keys"):
+        mask = tl.load(ptrs, mask=here, other=0)
+    else:
+        mask = tl.load(ptrs)
+    if MASK == "bool" or MASK == "bool_keys":
+        # A limit on the score, +inf for 1 and -inf for 0: one multiplication and addition of integers, and one minimum
+        # of floats, where comparing and selecting takes four.
+        limit = tl.add(mask.to(tl.uint32) << 31, 0xFF800000, sanitize_overflow=False)
+        return limit.to(tl.float32, bitcast=True)
+    return mask.to(tl.float32)
+
+
+@triton.jit
 def score_tile(
     a,
     b,
+    mask,
     rows,
     columns,
-    mask_ptr,
-    mask_strides,
     bounds,
     window,
     softmax_scale,
@@ -201,22 +236,19 @@ def score_tile(
 
     Args:
         a, b: a b^T is Q K^T, or its transpose.
+        mask: from `load_mask`.
         rows, columns: of the tile, (BLOCK_M, 1) and (1, BLOCK_N), or the transpose's (1, BLOCK_M) and (BLOCK_N, 1).
-        mask_ptr: where the mask of this batch and head starts.
-        MASK: "none", "bool" or "additive".
+        MASK: as to `load_mask`.
         CHECK: whether keys may be beyond the length or the window.
     """
-    len_q, len_k, diagonal = bounds
+    _, len_k, diagonal = bounds
     s = tl.dot(a, tl.trans(b), input_precision=PRECISION)
     scale = softmax_scale
-    if MASK != "none":
-        here = (rows < len_q) & (columns < len_k)
-        bias = tl.load(mask_ptrs(mask_ptr, mask_strides, rows, columns), mask=here, other=0)
-        if MASK == "bool":
-            s = tl.where(bias != 0, s, float("-inf"))
-        else:
-            s = s * softmax_scale + bias.to(tl.float32)
-            scale = 1.0
+    if MASK == "bool" or MASK == "bool_keys":
+        s = tl.minimum(s, mask)
+    elif MASK != "none":
+        s = s * softmax_scale + mask
+        scale = 1.0
     if CHECK:
         visible = (columns < len_k) & (rows >= 0)
         if window[1] is not None:
@@ -229,7 +261,10 @@ def score_tile(
 
 @triton.jit
 def softmax_weights(s, scale, base, EXACT: tl.constexpr):
-    """exp(scale * s - base). EXACT (fp32) subtracts in the units of `base`; else one multiplication less an element."""
+    """exp(scale * s - base). EXACT subtracts in the units of `base`; else one multiplication less an element.
+
+    EXACT is for fp32, and for added masks of float32's lowest number, which times log2(e) is no number.
+    """
     if EXACT:
         return tl.exp2((s * scale - base) * 1.4426950408889634)
     return tl.exp2(s * (scale * 1.4426950408889634) - base * 1.4426950408889634)
@@ -328,7 +363,11 @@ def planes_of(problem: Problem, num_blocks: int, bytes_each: int) -> tuple[int, 
 
 
 def mask_kind(attn_mask: Tensor | None) -> str:
-    return "none" if attn_mask is None else "bool" if attn_mask.dtype == torch.bool else "additive"
+    """The constexpr MASK of `load_mask`."""
+    if attn_mask is None:
+        return "none"
+    kind = "bool" if attn_mask.dtype == torch.bool else "additive"
+    return kind + "_keys" if mask_strides(attn_mask)[2] == 0 else kind
 
 
 def mask_strides(attn_mask: Tensor | None) -> tuple[int, ...]:

@@ -33,19 +33,19 @@ class Call(NamedTuple):
     capability: int  # sm_90 -> 90; 0 under the interpreter
     is_fp32: bool
     block_d: int  # head_dim rounded up to a power of two, 16 or more
-    masked: bool
+    masked: bool  # but for a boolean mask that all rows share, which takes no registers
     dropout: bool
     is_causal: bool
     bucket: str  # "short": up to 256 rows and keys; "long"
 
 
-def call_of(capability: int, problem: Problem, dtype: torch.dtype, masked: bool) -> Call:
-    """The key of a described call."""
+def call_of(capability: int, problem: Problem, dtype: torch.dtype, mask: str) -> Call:
+    """The key of a described call; mask: see `mask_kind`."""
     return Call(
         capability,
         dtype == torch.float32,
         problem.block_d,
-        masked,
+        mask not in ("none", "bool_keys"),
         problem.dropout[0] is not None,
         problem.window[1] is not None,
         "short" if max(problem.seqlen_q, problem.seqlen_k) <= 256 else "long",

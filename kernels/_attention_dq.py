@@ -9,6 +9,7 @@ from fastformer.kernels._attention_common import (
     COUNTS,
     block_start,
     key_range,
+    load_mask,
     load_tile,
     locate,
     plane_ptr,
@@ -79,6 +80,7 @@ def _dq_kernel(
     dq = tl.zeros((BLOCK_M, BLOCK_D), dtype=tl.float32)
     first, full_first, full_last, last = key_range(first_row, bounds, window, BLOCK_M, BLOCK_N)
     spans = spans_of(first, full_first, full_last, last, BLOCK_N, window[0] is not None)
+    ADDITIVE: tl.constexpr = MASK == "additive" or MASK == "additive_keys"
     for CHECK in tl.static_range(2):
         for step in range(0, spans[CHECK][3]):
             start = block_start(step, spans[CHECK], BLOCK_N, CHECK and window[0] is not None)
@@ -86,11 +88,11 @@ def _dq_kernel(
             if work_ptr is not None:
                 tl.atomic_add(work_ptr, 1)
             k = load_tile(k_ptr, start, len_k, k_strides[1] * UNIT, BLOCK_N, HEAD_DIM, BLOCK_D, CHECK)
+            mask = load_mask(mask_ptr, mask_strides, rows[:, None], columns[None, :], bounds, MASK, True, CHECK)
             s, scale = score_tile(
-                q, k, rows[:, None], columns[None, :], mask_ptr, mask_strides, bounds, window, softmax_scale, MASK,
-                CHECK, PRECISION,
-            )  # fmt: skip
-            p = softmax_weights(s, scale, row_lse[:, None], q.dtype == tl.float32)
+                q, k, mask, rows[:, None], columns[None, :], bounds, window, softmax_scale, MASK, CHECK, PRECISION
+            )
+            p = softmax_weights(s, scale, row_lse[:, None], ADDITIVE or q.dtype == tl.float32)
             v = load_tile(v_ptr, start, len_k, v_strides[1] * UNIT, BLOCK_N, HEAD_DIM, BLOCK_D, CHECK)
             dp = tl.dot(dout, tl.trans(v), input_precision=PRECISION)  # (BLOCK_M, BLOCK_N)
             if dropout[0] is not None:

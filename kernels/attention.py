@@ -24,6 +24,7 @@ from fastformer.kernels._attention_common import (
     block_start,
     describe,
     key_range,
+    load_mask,
     load_tile,
     locate,
     mask_bytes,
@@ -109,6 +110,7 @@ def _attention_fwd_kernel(
     peak = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
     first, full_first, full_last, last = key_range(first_row, bounds, window, BLOCK_M, BLOCK_N)
     spans = spans_of(first, full_first, full_last, last, BLOCK_N, window[0] is not None)
+    ADDITIVE: tl.constexpr = MASK == "additive" or MASK == "additive_keys"
     # The online softmax, first over blocks that all rows see. CHECK: a key may be beyond the length or the window.
     for CHECK in tl.static_range(2):
         for step in range(0, spans[CHECK][3]):
@@ -117,17 +119,20 @@ def _attention_fwd_kernel(
             if work_ptr is not None:
                 tl.atomic_add(work_ptr, 1)
             k = load_tile(k_ptr, start, len_k, k_strides[1] * UNIT, BLOCK_N, HEAD_DIM, BLOCK_D, CHECK)
+            mask = load_mask(mask_ptr, mask_strides, rows[:, None], columns[None, :], bounds, MASK, True, CHECK)
             s, scale = score_tile(
-                q, k, rows[:, None], columns[None, :], mask_ptr, mask_strides, bounds, window, softmax_scale, MASK,
-                CHECK, PRECISION,
-            )  # fmt: skip
+                q, k, mask, rows[:, None], columns[None, :], bounds, window, softmax_scale, MASK, CHECK, PRECISION
+            )
             # The peak is in natural units, as lse is: fp32 gradients feel each rounding of lse.
             new_peak = tl.maximum(peak, tl.max(s, 1) * scale)
             # A row that has seen nothing yet has peak -inf, and -inf - -inf is NaN.
             base = new_peak
-            if CHECK or MASK != "none":
+            if ADDITIVE:
+                # Added masks of float32's lowest number are scores like others.
                 base = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-            p = softmax_weights(s, scale, base[:, None], q.dtype == tl.float32)
+            elif CHECK or MASK != "none":
+                base = tl.maximum(new_peak, -1e38)
+            p = softmax_weights(s, scale, base[:, None], ADDITIVE or q.dtype == tl.float32)
             fade = tl.exp2((peak - base) * 1.4426950408889634)
             total = total * fade + tl.sum(p, 1)
             if dropout[0] is not None:
@@ -175,7 +180,7 @@ def launch_forward(
     if config is None and work_counter is None and _attention_hopper.takes(problem, q, k, v, attn_mask):
         _attention_hopper.launch_forward(q, k, v, out, lse, problem)
         return out, lse
-    config = config or forward_config(call_of(architecture(q), problem, q.dtype, attn_mask is not None))
+    config = config or forward_config(call_of(architecture(q), problem, q.dtype, mask_kind(attn_mask)))
     unit = stride_unit(q, k, v, out)
     kv_bytes = 2 * problem.seqlen_k * problem.head_dim * q.element_size() // problem.group
     planes = planes_of(problem, triton.cdiv(problem.seqlen_q, config.block_m), kv_bytes)

@@ -27,6 +27,7 @@ from fastformer.kernels._attention_common import (
     COUNTS,
     Problem,
     block_start,
+    load_mask,
     load_tile,
     locate,
     mask_bytes,
@@ -167,6 +168,10 @@ def _dkdv_kernel(
     v = load_tile(v_ptr, first_key, len_k, v_strides[1] * UNIT, BLOCK_N, HEAD_DIM, BLOCK_D, True)
     dk = tl.zeros((BLOCK_N, BLOCK_D), dtype=tl.float32)
     dv = tl.zeros((BLOCK_N, BLOCK_D), dtype=tl.float32)
+    # A mask that all rows share is the same in every step.
+    key_mask = 0.0
+    if MASK == "bool_keys" or MASK == "additive_keys":
+        key_mask = load_mask(mask_ptr, mask_strides, 0, columns[:, None], bounds, MASK, False, True)
     first, full_first, full_last, last = row_range(first_key, bounds, window, BLOCK_M, BLOCK_N)
     if DQ == "store":
         # The one key block writes dq of every row, also of those that see no key.
@@ -174,6 +179,7 @@ def _dkdv_kernel(
         last = len_q
     TWO_ENDS: tl.constexpr = window[1] is not None or DQ == "store"
     spans = spans_of(first, full_first, full_last, last, BLOCK_M, TWO_ENDS)
+    ADDITIVE: tl.constexpr = MASK == "additive" or MASK == "additive_keys"
     for CHECK in tl.static_range(2):
         for step in range(0, spans[CHECK][3]):
             start = block_start(step, spans[CHECK], BLOCK_M, CHECK and TWO_ENDS)
@@ -181,17 +187,19 @@ def _dkdv_kernel(
             if work_ptr is not None:
                 tl.atomic_add(work_ptr, 1)
             q = load_tile(q_ptr, start, len_q, q_strides[1] * UNIT, BLOCK_M, HEAD_DIM, BLOCK_D, CHECK)
+            mask = key_mask
+            if MASK == "bool" or MASK == "additive":
+                mask = load_mask(mask_ptr, mask_strides, rows[None, :], columns[:, None], bounds, MASK, CHECK, CHECK)
             s, scale = score_tile(
-                k, q, rows[None, :], columns[:, None], mask_ptr, mask_strides, bounds, window, softmax_scale, MASK,
-                CHECK, PRECISION,
-            )  # fmt: skip
+                k, q, mask, rows[None, :], columns[:, None], bounds, window, softmax_scale, MASK, CHECK, PRECISION
+            )
             if CHECK:
                 row_lse = tl.load(row_lse_ptr + rows, mask=rows < len_q, other=float("inf"))
                 delta = tl.load(delta_ptr + rows, mask=rows < len_q, other=0.0)
             else:
                 row_lse = tl.load(row_lse_ptr + rows)
                 delta = tl.load(delta_ptr + rows)
-            p = softmax_weights(s, scale, row_lse[None, :], q.dtype == tl.float32)  # (BLOCK_N, BLOCK_M)
+            p = softmax_weights(s, scale, row_lse[None, :], ADDITIVE or q.dtype == tl.float32)  # (BLOCK_N, BLOCK_M)
             if DQ == "store":
                 # All keys of a row are here, so that neither its lse nor its output, rounded both, need be relied upon.
                 total = tl.sum(p, 0)
@@ -266,7 +274,7 @@ def launch_backward(
             dmask = torch.zeros(learned_mask.shape, dtype=learned_mask.dtype, device=q.device)
         return new(q, q.shape), new(k, k.shape), new(v, v.shape), dmask
 
-    call = call_of(architecture(q), problem, q.dtype, attn_mask is not None)
+    call = call_of(architecture(q), problem, q.dtype, mask_kind(attn_mask))
     config = config or backward_config(call)
     deterministic = torch.are_deterministic_algorithms_enabled()
     if problem.seqlen_k <= config.block_n:
