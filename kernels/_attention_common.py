@@ -198,24 +198,26 @@ def load_mask(ptr, strides, rows, columns, bounds, MASK: tl.constexpr, CHECK_ROW
     len_q, len_k, _ = bounds
     if MASK == "none":
         return 0.0
-    elif MASK == "bool_keys" or MASK == "additive_keys":
-        ptrs = ptr + columns.to(tl.int64) * strides[3]
-        here = columns < len_k
     else:
-        ptrs = mask_ptrs(ptr, strides, rows, columns)
-        here = (rows < len_q) & (columns >= 0)
-        if CHECK:
-            here = here & (columns < len_k)
-    if CHECK or (CHECK_ROWS and MASK != "bool_keys" and MASK != "additive_keys"):
-        mask = tl.load(ptrs, mask=here, other=0)
-    else:
-        mask = tl.load(ptrs)
-    if MASK == "bool" or MASK == "bool_keys":
-        # A limit on the score, +inf for 1 and -inf for 0: one multiplication and addition of integers, and one minimum
-        # of floats, where comparing and selecting takes four.
-        limit = tl.add(mask.to(tl.uint32) << 31, 0xFF800000, sanitize_overflow=False)
-        return limit.to(tl.float32, bitcast=True)
-    return mask.to(tl.float32)
+        KEYS_ALONE: tl.constexpr = MASK == "bool_keys" or MASK == "additive_keys"
+        if KEYS_ALONE:
+            ptrs = ptr + columns.to(tl.int64) * strides[3]
+            here = columns < len_k
+        else:
+            ptrs = mask_ptrs(ptr, strides, rows, columns)
+            here = (rows < len_q) & (columns >= 0)
+            if CHECK:
+                here = here & (columns < len_k)
+        if CHECK or (CHECK_ROWS and not KEYS_ALONE):
+            mask = tl.load(ptrs, mask=here, other=0)
+        else:
+            mask = tl.load(ptrs)
+        if MASK == "bool" or MASK == "bool_keys":
+            # A limit on the score, +inf for 1 and -inf for 0: one multiplication and addition of integers, and one
+            # minimum of floats, where comparing and selecting takes four.
+            limit = tl.add(mask.to(tl.uint32) << 31, 0xFF800000, sanitize_overflow=False)
+            return limit.to(tl.float32, bitcast=True)
+        return mask.to(tl.float32)
 
 
 @triton.jit
@@ -259,12 +261,18 @@ def score_tile(
     return s, scale
 
 
+@triton.constexpr_function
+def needs_exact_weights(MASK, dtype):
+    """Whether `softmax_weights` subtracts in the units of `base`.
+
+    For fp32's precision, and for added masks of float32's lowest number, which times log2(e) is no number.
+    """
+    return dtype == tl.float32 or MASK in ("additive", "additive_keys")
+
+
 @triton.jit
 def softmax_weights(s, scale, base, EXACT: tl.constexpr):
-    """exp(scale * s - base). EXACT subtracts in the units of `base`; else one multiplication less an element.
-
-    EXACT is for fp32, and for added masks of float32's lowest number, which times log2(e) is no number.
-    """
+    """exp(scale * s - base). EXACT: see `needs_exact_weights`; else one multiplication less an element."""
     if EXACT:
         return tl.exp2((s * scale - base) * 1.4426950408889634)
     return tl.exp2(s * (scale * 1.4426950408889634) - base * 1.4426950408889634)

@@ -12,6 +12,7 @@ from fastformer.kernels._attention_common import (
     load_mask,
     load_tile,
     locate,
+    needs_exact_weights,
     plane_ptr,
     score_tile,
     softmax_weights,
@@ -80,7 +81,7 @@ def _dq_kernel(
     dq = tl.zeros((BLOCK_M, BLOCK_D), dtype=tl.float32)
     first, full_first, full_last, last = key_range(first_row, bounds, window, BLOCK_M, BLOCK_N)
     spans = spans_of(first, full_first, full_last, last, BLOCK_N, window[0] is not None)
-    ADDITIVE: tl.constexpr = MASK == "additive" or MASK == "additive_keys"
+    EXACT: tl.constexpr = needs_exact_weights(MASK, q_ptr.dtype.element_ty)
     for CHECK in tl.static_range(2):
         for step in range(0, spans[CHECK][3]):
             start = block_start(step, spans[CHECK], BLOCK_N, CHECK and window[0] is not None)
@@ -92,7 +93,7 @@ def _dq_kernel(
             s, scale = score_tile(
                 q, k, mask, rows[:, None], columns[None, :], bounds, window, softmax_scale, MASK, CHECK, PRECISION
             )
-            p = softmax_weights(s, scale, row_lse[:, None], ADDITIVE or q.dtype == tl.float32)
+            p = softmax_weights(s, scale, row_lse[:, None], EXACT)
             v = load_tile(v_ptr, start, len_k, v_strides[1] * UNIT, BLOCK_N, HEAD_DIM, BLOCK_D, CHECK)
             dp = tl.dot(dout, tl.trans(v), input_precision=PRECISION)  # (BLOCK_M, BLOCK_N)
             if dropout[0] is not None:

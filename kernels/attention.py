@@ -30,6 +30,7 @@ from fastformer.kernels._attention_common import (
     mask_bytes,
     mask_kind,
     mask_strides,
+    needs_exact_weights,
     plane_ptr,
     plane_strides,
     planes_of,
@@ -110,7 +111,7 @@ def _attention_fwd_kernel(
     peak = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
     first, full_first, full_last, last = key_range(first_row, bounds, window, BLOCK_M, BLOCK_N)
     spans = spans_of(first, full_first, full_last, last, BLOCK_N, window[0] is not None)
-    ADDITIVE: tl.constexpr = MASK == "additive" or MASK == "additive_keys"
+    EXACT: tl.constexpr = needs_exact_weights(MASK, q_ptr.dtype.element_ty)
     # The online softmax, first over blocks that all rows see. CHECK: a key may be beyond the length or the window.
     for CHECK in tl.static_range(2):
         for step in range(0, spans[CHECK][3]):
@@ -127,12 +128,12 @@ def _attention_fwd_kernel(
             new_peak = tl.maximum(peak, tl.max(s, 1) * scale)
             # A row that has seen nothing yet has peak -inf, and -inf - -inf is NaN.
             base = new_peak
-            if ADDITIVE:
-                # Added masks of float32's lowest number are scores like others.
-                base = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-            elif CHECK or MASK != "none":
-                base = tl.maximum(new_peak, -1e38)
-            p = softmax_weights(s, scale, base[:, None], ADDITIVE or q.dtype == tl.float32)
+            if CHECK or MASK != "none":
+                if EXACT:
+                    base = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+                else:
+                    base = tl.maximum(new_peak, -1e38)
+            p = softmax_weights(s, scale, base[:, None], EXACT)
             fade = tl.exp2((peak - base) * 1.4426950408889634)
             total = total * fade + tl.sum(p, 1)
             if dropout[0] is not None:

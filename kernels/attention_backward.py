@@ -34,6 +34,7 @@ from fastformer.kernels._attention_common import (
     mask_kind,
     mask_ptrs,
     mask_strides,
+    needs_exact_weights,
     plane_ptr,
     plane_strides,
     planes_of,
@@ -179,7 +180,7 @@ def _dkdv_kernel(
         last = len_q
     TWO_ENDS: tl.constexpr = window[1] is not None or DQ == "store"
     spans = spans_of(first, full_first, full_last, last, BLOCK_M, TWO_ENDS)
-    ADDITIVE: tl.constexpr = MASK == "additive" or MASK == "additive_keys"
+    EXACT: tl.constexpr = needs_exact_weights(MASK, q_ptr.dtype.element_ty)
     for CHECK in tl.static_range(2):
         for step in range(0, spans[CHECK][3]):
             start = block_start(step, spans[CHECK], BLOCK_M, CHECK and TWO_ENDS)
@@ -199,7 +200,7 @@ def _dkdv_kernel(
             else:
                 row_lse = tl.load(row_lse_ptr + rows)
                 delta = tl.load(delta_ptr + rows)
-            p = softmax_weights(s, scale, row_lse[None, :], ADDITIVE or q.dtype == tl.float32)  # (BLOCK_N, BLOCK_M)
+            p = softmax_weights(s, scale, row_lse[None, :], EXACT)  # (BLOCK_N, BLOCK_M)
             if DQ == "store":
                 # All keys of a row are here, so that neither its lse nor its output, rounded both, need be relied upon.
                 total = tl.sum(p, 0)

@@ -72,12 +72,9 @@ def test_quick_report_is_green(rows: list[Row]) -> None:
     assert all(row["loops"] for row in rows)
 
 
-RECOMPUTED = "the softmax is computed again in the layout of the mask"
-
-
 @pytest.mark.parametrize(
     "options",
-    ["causal", "causal+packed", not_yet("bool_keys", RECOMPUTED), not_yet("bool", RECOMPUTED), "causal+dropout"],
+    ["causal", "causal+packed", "bool_keys", "bool", "causal+dropout"],
 )
 def test_exp2_once_a_score(rows: list[Row], options: str) -> None:
     """And once a row and block, for what fades: 1.06 in a tile of 128 x 64."""
@@ -94,7 +91,7 @@ NARROW = "a tile of 32 rows, which keeps the backward from spilling, multiplies 
     [
         "causal",
         "causal+packed",
-        not_yet("bool_keys", NARROW),
+        "bool_keys",
         not_yet("bool", NARROW),
         not_yet("causal+dropout", NARROW),
     ],
@@ -120,8 +117,8 @@ def test_two_forward_programs_an_sm(rows: list[Row], options: str) -> None:
 @pytest.mark.parametrize(
     "options, most",
     [
-        pytest.param("causal+packed", 1.05),
-        pytest.param("bool_keys", 1.25, marks=pytest.mark.xfail(strict=True, reason=RECOMPUTED)),
+        ("causal+packed", 1.05),
+        ("bool_keys", 1.25),
         ("causal+dropout", 1.8),
     ],
 )

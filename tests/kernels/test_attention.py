@@ -164,6 +164,24 @@ def test_logits_near_minus_120(seqlen_q: int, seqlen_k: int, dtype: torch.dtype,
         check(case, dtype, device, inputs)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=name)
+@pytest.mark.parametrize("rows", [1, 40], ids=["keys", "full"])
+def test_a_mask_of_the_lowest_number(rows: int, dtype: torch.dtype, device: str) -> None:
+    """A row whose every key got float32's lowest number weighs them all alike, as eager's softmax does."""
+    case = Case(batch=1)
+    inputs = make_inputs(case, dtype, device)
+    inputs["q"] = inputs["q"] * 0  # so that rounding can't tell the keys apart, in whichever precision
+    mask = torch.full((1, 1, rows, case.seqlen_k), torch.finfo(torch.float32).min, device=device)
+    mask[:, :, 1:, ::2] = 0.0
+    inputs["mask"] = mask
+    results = run_triton(replace(case, mask="additive"), inputs)
+    weights = torch.softmax(mask, -1).expand(1, 2, 40, case.seqlen_k)
+    expected = torch.einsum("bhqk,bkhd->bqhd", weights, inputs["v"].float())
+    torch.testing.assert_close(results["out"].float(), expected, rtol=2e-3, atol=1e-3)
+    # Beside such a number lse has no room for the logarithm of how many there are: gradients are finite, no more.
+    assert all(torch.isfinite(results[key]).all() for key in ("dq", "dk", "dv", "dmask"))
+
+
 def test_one_key(device: str) -> None:
     """P is 1: out is v, dv sums dout; dS is 0 but for the rounding of dP - delta, a few ulps of their terms."""
     for seqlen_q in (1, 70):
