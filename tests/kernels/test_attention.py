@@ -170,7 +170,9 @@ def test_a_mask_of_the_lowest_number(rows: int, dtype: torch.dtype, device: str)
     """A row whose every key got float32's lowest number weighs them all alike, as eager's softmax does."""
     case = Case(batch=1)
     inputs = make_inputs(case, dtype, device)
-    inputs["q"] = inputs["q"] * 0  # so that rounding can't tell the keys apart, in whichever precision
+    inputs["q"] = torch.zeros(
+        1, 40, 2, 64, dtype=dtype, device=device
+    )  # so that rounding can't tell the keys apart, in whichever precision
     mask = torch.full((1, 1, rows, case.seqlen_k), torch.finfo(torch.float32).min, device=device)
     mask[:, :, 1:, ::2] = 0.0
     inputs["mask"] = mask
