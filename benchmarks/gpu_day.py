@@ -14,6 +14,7 @@ flushed before every turn; their rows go to DIR/cuda.jsonl. Reads nothing outsid
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import re
@@ -48,15 +49,21 @@ TESTS = {
         stem: f"tests/kernels/test_{stem}.py tests/ops/test_{stem}.py"
         for stem in ("add_layer_norm", "feed_forward", "linear_cross_entropy", "embedding", "rotary")
     },
+    "models": "tests/models/test_backends.py tests/models/test_transformer.py tests/test_graphs.py",
 }
-# The rest, in which each file of tests/ops and tests/kernels comes that no other step has.
-_NAMED = {path for files in TESTS.values() for path in files.split()}
-OTHER_TESTS = " ".join(
-    path
-    for folder in ("tests/kernels", "tests/ops")
-    for path in sorted(f"{folder}/{file.name}" for file in (ROOT / folder).glob("test_*.py"))
-    if path not in _NAMED
-)
+
+
+@functools.cache
+def other_tests() -> str:
+    """The files that no step above has: of tests/ops and tests/kernels all, elsewhere those with tests for a GPU."""
+    named = {path for files in TESTS.values() for path in files.split()}
+    found = []
+    for path in sorted((ROOT / "tests").rglob("test_*.py")):
+        name = path.relative_to(ROOT).as_posix()
+        on_device = path.parent.name in ("ops", "kernels") or "mark.gpu" in path.read_text(encoding="utf-8")
+        if on_device and name not in named and path.name != "test_gpu_day.py":
+            found.append(name)
+    return " ".join(found)
 
 
 class Step(NamedTuple):
@@ -217,7 +224,7 @@ def steps(out: Path) -> Iterator[Step]:
             step = time_op("attention", shape, out / "cuda_tuned.jsonl")
             yield Step(f"time tuned attention {name_of(shape)}", step, 30)
 
-    yield Step("tests others", tests(OTHER_TESTS, out / "tests_others.log", 480), 240)
+    yield Step("tests others", tests(other_tests(), out / "tests_others.log", 480), 240)
 
 
 def name_of(shape: dict[str, Any]) -> str:

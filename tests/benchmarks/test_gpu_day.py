@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -13,15 +14,16 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from benchmarks.gpu_day import (
     CHUNK,
     LEASE,
-    OTHER_TESTS,
     ROOT,
     TESTS,
     Step,
     limit_of,
+    other_tests,
     run_side_by_side,
     shapes_of,
     steps,
@@ -151,11 +153,34 @@ def test_the_day_runs_to_its_end_on_a_stub(tmp_path: Path) -> None:
         assert line["fastest"][0]["config"] in table[line["key"].split()[1]].values()
 
 
-def test_every_file_of_tests_of_kernels_and_ops_is_in_one_step() -> None:
-    named = [path for files in (*TESTS.values(), OTHER_TESTS) for path in files.split()]
-    folders = (ROOT / "tests" / "kernels", ROOT / "tests" / "ops")
-    there = [str(path.relative_to(ROOT)) for folder in folders for path in folder.glob("test_*.py")]
-    assert sorted(named) == sorted(there)
+def test_every_test_for_a_device_is_in_one_step() -> None:
+    named = [path for files in (*TESTS.values(), other_tests()) for path in files.split()]
+    assert len(named) == len(set(named))
+    for path in (ROOT / "tests").rglob("test_*.py"):
+        marked = re.search(r"^(@|pytestmark = )pytest\.mark\.gpu", path.read_text(), re.MULTILINE)
+        if path.parent.name in ("ops", "kernels") or marked:
+            assert path.relative_to(ROOT).as_posix() in named
+
+
+def test_device_tests_of_attention_take_several_blocks() -> None:
+    """Of rows and of keys, with the tiles that an H200 gets: a loop of one step shows neither races nor stale rows."""
+    pytest.importorskip("triton")
+    from fastformer.kernels import _attention_configs as configs
+    from fastformer.kernels.attention import describe_dense
+    from tests.kernels.test_attention_gpu import CASES
+
+    assert {"packed", "dropout", "bool_keys", "bias", "causal"} <= {name for case in CASES for name in case.options}
+    for case in (case.times(11) for case in CASES):
+        q, k = (
+            torch.empty(case.batch, seqlen, heads, case.head_dim, dtype=torch.bfloat16)
+            for seqlen, heads in ((case.seqlen_q, case.heads), (case.seqlen_k, case.kv_heads))
+        )
+        seed = torch.tensor([1, 2]) if case.dropout_p else None
+        left, right = case.window
+        problem = describe_dense(q, k, None, case.scale, left, right, case.dropout_p, seed)
+        call = configs.call_of(90, problem, q.dtype, case.mask != "none")
+        for config in (configs.forward_config(call), configs.backward_config(call)):
+            assert case.seqlen_q > 2 * config.block_m and case.seqlen_k > 2 * config.block_n, case.options
 
 
 def test_what_is_checked_of_attention_fits_a_device() -> None:
@@ -202,7 +227,7 @@ def test_side_by_side(tmp_path: Path) -> None:
 
 def test_the_tests_of_a_step_exist_and_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every file is there; the shards of a run are a partition; on a GPU the ops' tests are marked, others are not."""
-    for files in (*TESTS.values(), OTHER_TESTS):
+    for files in (*TESTS.values(), other_tests()):
         assert all((ROOT / path).exists() for path in files.split())
     seen = []
     for shard in range(3):

@@ -14,9 +14,16 @@ import torch
 pytest.importorskip("triton")
 
 from fastformer.kernels import feed_forward as feed_forward_kernels  # noqa: E402
-from fastformer.ops import add_layer_norm, embedding, feed_forward, rotary_tables, use_backend  # noqa: E402
+from fastformer.ops import (  # noqa: E402
+    add_layer_norm,
+    embedding,
+    feed_forward,
+    linear_topk,
+    rotary_tables,
+    use_backend,
+)
 from fastformer.ops._dropout import draw_seed, keep_mask  # noqa: E402
-from tests.checks import assert_op_accurate  # noqa: E402
+from tests.checks import assert_accurate, assert_op_accurate  # noqa: E402
 from tests.ops import test_add_layer_norm as norm_cases  # noqa: E402
 from tests.ops import test_embedding as embedding_cases  # noqa: E402
 from tests.ops import test_feed_forward as feed_forward_cases  # noqa: E402
@@ -103,3 +110,19 @@ def test_embedding(vocab_size: int, atomics: bool, dtype: torch.dtype, device: s
 def test_rotary(head_dim: int, rotary_dim: int, interleaved: bool, dtype: torch.dtype, device: str) -> None:
     x = torch.randn(3, 700, 8, head_dim, device=device).to(dtype)
     rotary_cases.compare(x, rotary_tables(700, rotary_dim, device=device), interleaved=interleaved)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rows, vocab_size", [(5, 50257), (3000, 32000)])
+def test_linear_topk(rows: int, vocab_size: int, dtype: torch.dtype, device: str) -> None:
+    """It has no kernel: what a call on a GPU gets, in several chunks of rows, with products of fp32 results."""
+    x = torch.randn(rows, 256, device=device).to(dtype)
+    weight = (torch.randn(vocab_size, 256, device=device) / 8).to(dtype)
+    with use_backend(None):
+        values, indices = linear_topk(x, weight, 8)
+    exact = torch.log_softmax(x.double() @ weight.double().T, -1)
+    plain = torch.log_softmax(x.float() @ weight.float().T, -1)
+    assert values.dtype == torch.float32 and (values.diff(dim=-1) <= 0).all()
+    assert_accurate(values, plain.gather(1, indices), exact.gather(1, indices), "values")
+    # The eighth that it found is no worse than the true eighth, but for what fp32 leaves open.
+    assert_accurate(values, plain.topk(8).values, exact.topk(8).values, "the best values")
