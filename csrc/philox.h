@@ -17,6 +17,7 @@
 #include <cmath>
 #include <cstdint>
 #include <optional>
+#include <type_traits>
 
 #include "simd.h"
 
@@ -53,27 +54,27 @@ struct Dropout {
     const int64_t first_group = first_column / kGroup, before = first_column % kGroup;
     const int64_t groups = (before + n + kGroup - 1) / kGroup, total = rows * groups;
     const acc kept = static_cast<acc>(scale);
-    const uint32_t limit = threshold;
-    alignas(64) uint8_t decisions[kTogether][kGroup];
+    Decisions decisions;
     int64_t r = 0, g = 0;  // of the next group: all groups of a row, then the next row's
     for (int64_t done = 0; done < total; done += kTogether) {
-      const int64_t first_row = r, first = g, here = std::min(kTogether, total - done);
       uint32_t group_of[kTogether] = {}, row_of[kTogether] = {};
+      acc* to[kTogether];
+      const int64_t here = std::min(kTogether, total - done), first = g;
       for (int64_t t = 0; t < here; ++t) {
         group_of[t] = static_cast<uint32_t>(first_group + g);
         row_of[t] = static_cast<uint32_t>(row + r);
+        to[t] = out + r * stride + g * kGroup - before;
         if (++g == groups) g = 0, ++r;
       }
       decide(group_of, row_of, static_cast<uint32_t>(plane), decisions);
-      r = first_row, g = first;
       for (int64_t t = 0; t < here; ++t) {
-        acc* to = out + r * stride + g * kGroup - before;
-        const uint8_t* of = decisions[t];
-        if (g > 0 || before == 0)
-          for (int64_t i = 0; i < kGroup; ++i) to[i] = of[i] >= limit ? kept : acc(0);
-        else
-          for (int64_t i = before; i < kGroup; ++i) to[i] = of[i] >= limit ? kept : acc(0);
-        if (++g == groups) g = 0, ++r;
+        if (before == 0 || (first + t) % groups > 0) {
+          write(decisions, t, kept, to[t]);
+        } else {
+          acc whole[kGroup];
+          write(decisions, t, kept, whole);
+          std::copy(whole + before, whole + kGroup, to[t] + before);
+        }
       }
     }
   }
@@ -86,9 +87,24 @@ struct Dropout {
 
 #if defined(CPU_CAPABILITY_AVX512)
   static constexpr int64_t kTogether = 4;  // groups: 16 calls of Philox at once
+  using Decisions = __mmask64[4];          // bit 16 * t + c of the w-th: is column 16 * w + c of group t kept?
+
+  // The multipliers of group t.
+  template <typename acc>
+  static void write(const Decisions& decisions, int64_t t, acc kept, acc* to) {
+    for (int w = 0; w < 4; ++w) {
+      const uint64_t bits = decisions[w] >> (16 * t);
+      if constexpr (std::is_same_v<acc, float>) {
+        _mm512_storeu_ps(to + 16 * w, _mm512_maskz_mov_ps(static_cast<__mmask16>(bits), _mm512_set1_ps(kept)));
+      } else {
+        _mm512_storeu_pd(to + 16 * w, _mm512_maskz_mov_pd(static_cast<__mmask8>(bits), _mm512_set1_pd(kept)));
+        _mm512_storeu_pd(to + 16 * w + 8, _mm512_maskz_mov_pd(static_cast<__mmask8>(bits >> 8), _mm512_set1_pd(kept)));
+      }
+    }
+  }
 
   // The decisions of a group of columns of a row each, in the columns' order.
-  void decide(const uint32_t* group_of, const uint32_t* row_of, uint32_t plane, uint8_t (*out)[kGroup]) const {
+  void decide(const uint32_t* group_of, const uint32_t* row_of, uint32_t plane, Decisions& out) const {
     const auto spread = [](const uint32_t* each) {  // one value to the four lanes of each 128 bits
       const __m128i four = _mm_loadu_si128(reinterpret_cast<const __m128i*>(each));
       return _mm512_permutexvar_epi32(_mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3),
@@ -122,19 +138,25 @@ struct Dropout {
     const __m512i order = _mm512_broadcast_i32x4(pairs_in_order());
     const __m512i words[4] = {_mm512_shuffle_epi8(c0, order), _mm512_shuffle_epi8(c1, order),
                               _mm512_shuffle_epi8(c2, order), _mm512_shuffle_epi8(c3, order)};
-    for (int w = 0; w < 4; ++w) {
-      const auto to = [&](int64_t t) { return reinterpret_cast<__m128i*>(out[t] + 16 * w); };
-      _mm_store_si128(to(0), _mm512_castsi512_si128(words[w]));
-      _mm_store_si128(to(1), _mm512_extracti32x4_epi32(words[w], 1));
-      _mm_store_si128(to(2), _mm512_extracti32x4_epi32(words[w], 2));
-      _mm_store_si128(to(3), _mm512_extracti32x4_epi32(words[w], 3));
-    }
+    // A threshold of 256 fits no byte; whatever it keeps is multiplied by 0.
+    const __m512i limit = _mm512_set1_epi8(static_cast<char>(std::min(threshold, 255u)));
+    for (int w = 0; w < 4; ++w) out[w] = _mm512_cmpge_epu8_mask(words[w], limit);
   }
 #else
   static constexpr int64_t kTogether = 2;  // groups: 8 calls of Philox at once
+  struct Decisions {
+    alignas(32) uint8_t of[kTogether][kGroup];
+    uint32_t limit;
+  };
+
+  // The multipliers of group t.
+  template <typename acc>
+  static void write(const Decisions& decisions, int64_t t, acc kept, acc* to) {
+    for (int64_t i = 0; i < kGroup; ++i) to[i] = decisions.of[t][i] >= decisions.limit ? kept : acc(0);
+  }
 
   // The decisions of a group of columns of a row each, in the columns' order.
-  void decide(const uint32_t* group_of, const uint32_t* row_of, uint32_t plane, uint8_t (*out)[kGroup]) const {
+  void decide(const uint32_t* group_of, const uint32_t* row_of, uint32_t plane, Decisions& out) const {
     const auto spread = [](const uint32_t* each) {  // one value to the four lanes of each 128 bits
       return _mm256_set_m128i(_mm_set1_epi32(static_cast<int>(each[1])), _mm_set1_epi32(static_cast<int>(each[0])));
     };
@@ -166,9 +188,10 @@ struct Dropout {
     const __m256i order = _mm256_broadcastsi128_si256(pairs_in_order());
     const __m256i words[4] = {_mm256_shuffle_epi8(c0, order), _mm256_shuffle_epi8(c1, order),
                               _mm256_shuffle_epi8(c2, order), _mm256_shuffle_epi8(c3, order)};
+    out.limit = threshold;
     for (int w = 0; w < 4; ++w) {
-      _mm_store_si128(reinterpret_cast<__m128i*>(out[0] + 16 * w), _mm256_castsi256_si128(words[w]));
-      _mm_store_si128(reinterpret_cast<__m128i*>(out[1] + 16 * w), _mm256_extracti128_si256(words[w], 1));
+      _mm_store_si128(reinterpret_cast<__m128i*>(out.of[0] + 16 * w), _mm256_castsi256_si128(words[w]));
+      _mm_store_si128(reinterpret_cast<__m128i*>(out.of[1] + 16 * w), _mm256_extracti128_si256(words[w], 1));
     }
   }
 #endif
