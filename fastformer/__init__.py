@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from fastformer.generation import Translator as Translator
     from fastformer.generation.generate import generate as generate
     from fastformer.integrations import accelerate as accelerate
+    from fastformer.integrations import activate as activate
+    from fastformer.integrations import deactivate as deactivate
     from fastformer.integrations import restore as restore
     from fastformer.models import GPT as GPT
     from fastformer.models import Transformer as Transformer
@@ -28,6 +30,8 @@ __all__ = [
     "Translator",
     "__version__",
     "accelerate",
+    "activate",
+    "deactivate",
     "generate",
     "restore",
 ]
@@ -38,6 +42,8 @@ _HOMES = {
     "Transformer": "fastformer.models",
     "Translator": "fastformer.generation",
     "accelerate": "fastformer.integrations",
+    "activate": "fastformer.integrations",
+    "deactivate": "fastformer.integrations",
     "generate": "fastformer.generation",
     "restore": "fastformer.integrations",
 }

@@ -15,7 +15,15 @@ from fastformer.ops._attention_reference import Scores, attend, attend_backward
 from fastformer.ops._attention_torch import attend_torch, attend_torch_backward, unsupported
 from fastformer.ops._common import accumulation_dtype, check_number, described
 from fastformer.ops._dropout import resolve_dropout
-from fastformer.ops._library import autocast, define_op, forbid_double_backward, register_autograd
+from fastformer.ops._library import (
+    OPS,
+    autocast,
+    define_op,
+    forbid_double_backward,
+    forced_backend,
+    register_autograd,
+    why_not,
+)
 
 
 def _scores(
@@ -131,6 +139,20 @@ def _backward(ctx: Any, dout: Tensor | None, _: None) -> tuple[Tensor | None, ..
 
 register_autograd("attention_fwd", _backward, setup_context=_setup_context)
 forbid_double_backward("attention_bwd")
+
+
+def why_no_kernel(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, softmax_scale: float) -> str | None:
+    """Why a call of `attention` would not run on the kernels of q's device; None where it would.
+
+    For whoever has code of their own to go back to. The arguments are as `attention` checks them.
+    """
+    if forced_backend() is not None:
+        return None
+    backend = {"cpu": "cpp", "cuda": "triton"}.get(q.device.type)
+    if backend is None:
+        return f"there are no kernels for {q.device.type}"
+    options = (None, softmax_scale, None, None, 0.0, None)
+    return why_not(OPS["attention_fwd"], backend, (q, k, v, attn_mask, *options))
 
 
 def check_heads(q: Tensor, k: Tensor, v: Tensor, dims: int, layout: str) -> None:

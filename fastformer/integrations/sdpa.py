@@ -1,0 +1,225 @@
+"""PyTorch's `scaled_dot_product_attention` on our attention: by its own name, or wherever anybody calls it."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.nn.attention.bias import CausalBias, CausalVariant
+
+from fastformer.integrations.bias import BlockDiagonal, Window
+from fastformer.ops import attention, varlen_attention
+from fastformer.ops.attention import expand_mask, resolve_scale, why_no_kernel
+
+AttentionBias = Tensor | Window | BlockDiagonal | None
+
+
+def scaled_dot_product_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: AttentionBias = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """`torch.nn.functional.scaled_dot_product_attention`, on our kernels where they can take the call.
+
+    Elsewhere, and where `torch.nn.attention.sdpa_kernel` names others, PyTorch's own run. A query that sees no key
+    gives zeros.
+
+    Args:
+        query: (batch, num_heads, seqlen_q, head_dim), floating point; other ranks are PyTorch's.
+        key, value: (batch, num_heads, seqlen_k, head_dim); with enable_gqa of fewer heads.
+        attn_mask: broadcastable to (batch, num_heads, seqlen_q, seqlen_k), bool (True = attend) or added to the scores.
+            Along with is_causal PyTorch decides. Or a `torch.nn.attention.bias.CausalBias`, a `Window`, or a
+            `BlockDiagonal` for a batch of one.
+        dropout_p: the probability that an attention weight is dropped; a multiple of 1/256 is taken. As in PyTorch, it
+            acts whatever the mode.
+        is_causal: query i sees keys 0 to i (from the top left).
+        scale: factor of the scores; head_dim ** -0.5 by default.
+        enable_gqa: key and value may have fewer heads, each for num_heads / num_kv_heads query heads.
+
+    Returns:
+        (batch, num_heads, seqlen_q, head_dim).
+
+    Raises:
+        ValueError: a bias along with is_causal; blocks that don't fit. What PyTorch raises for what it takes.
+    """
+    if attn_mask is not None and is_causal:
+        if type(attn_mask) is not Tensor:
+            raise ValueError(f"expected a {type(attn_mask).__name__} or is_causal, got both")
+        return _torchs(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    if isinstance(attn_mask, CausalBias):
+        right = 0 if attn_mask.variant == CausalVariant.LOWER_RIGHT else query.shape[-2] - key.shape[-2]
+        attn_mask = Window(None, right)
+    if isinstance(attn_mask, BlockDiagonal):
+        return _block_diagonal(query, key, value, attn_mask, dropout_p, scale)
+    if _why_not(query, key, value, attn_mask if isinstance(attn_mask, Tensor) else None, scale, enable_gqa) is not None:
+        if isinstance(attn_mask, Window):
+            attn_mask = _as_mask(attn_mask, query, key)
+        return _torchs(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    window = Window(None, query.shape[-2] - key.shape[-2]) if is_causal else Window()
+    if isinstance(attn_mask, Window):
+        window, attn_mask = attn_mask, None
+    out = attention(
+        query.transpose(1, 2),
+        key.transpose(1, 2),
+        value.transpose(1, 2),
+        attn_mask=attn_mask,
+        window_size=(window.left, window.right),
+        softmax_scale=scale,
+        dropout_p=dropout_p,
+    )
+    return out.transpose(1, 2)
+
+
+def _block_diagonal(
+    query: Tensor, key: Tensor, value: Tensor, blocks: BlockDiagonal, dropout_p: float, scale: float | None
+) -> Tensor:
+    seqlens: tuple[list[int], list[int]] = (
+        list(blocks.seqlens_q),
+        list(blocks.seqlens_q if blocks.seqlens_k is None else blocks.seqlens_k),
+    )
+    got = (query.shape[-2], key.shape[-2])
+    if query.dim() != 4 or query.shape[0] != 1 or (sum(seqlens[0]), sum(seqlens[1])) != got:
+        raise ValueError(
+            f"expected a batch of one with {sum(seqlens[0])} queries and {sum(seqlens[1])} keys, as the blocks have, "
+            f"got query {tuple(query.shape)} and key {tuple(key.shape)}"
+        )
+    cu_seqlens_q, cu_seqlens_k = (
+        torch.tensor([0, *each], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(query.device) for each in seqlens
+    )
+    out = varlen_attention(
+        query[0].transpose(0, 1),
+        key[0].transpose(0, 1),
+        value[0].transpose(0, 1),
+        cu_seqlens_q,
+        cu_seqlens_k,
+        max(seqlens[0]),
+        max(seqlens[1]),
+        window_size=(blocks.window.left, blocks.window.right),
+        softmax_scale=scale,
+        dropout_p=dropout_p,
+    )
+    return out.transpose(0, 1)[None]
+
+
+def _as_mask(window: Window, query: Tensor, key: Tensor) -> Tensor:
+    seqlen_q, seqlen_k = query.shape[-2], key.shape[-2]
+    mask = torch.ones(seqlen_q, seqlen_k, dtype=torch.bool, device=query.device)
+    if window.right is not None:
+        mask = mask.tril(seqlen_k - seqlen_q + window.right)
+    return mask if window.left is None else mask.triu(seqlen_k - seqlen_q - window.left)
+
+
+def _why_not(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, scale: float | None, enable_gqa: bool
+) -> str | None:
+    """Why PyTorch's own code takes a call; None where ours does."""
+    tensors = [each for each in (query, key, value, attn_mask) if each is not None]
+    if any(type(each) not in (Tensor, torch.nn.Parameter) for each in tensors):
+        return "a tensor is of a subclass"
+    if torch.compiler.is_compiling() or torch._C._functorch.maybe_current_level() is not None:
+        return "the call is traced or transformed"
+    if forward_ad._current_level >= 0:
+        return "forward-mode derivatives are asked for"
+    if not (torch.backends.cuda.flash_sdp_enabled() and torch.backends.cuda.math_sdp_enabled()):
+        return "sdpa_kernel names others"
+    if query.dim() != 4 or key.shape != value.shape:
+        return "query, key and value have other ranks or shapes"
+    if query.shape[0] != key.shape[0] or query.shape[-1] != key.shape[-1]:
+        return "query, key and value aren't of one batch and one head_dim"
+    if key.shape[1] != query.shape[1] and not (enable_gqa and key.shape[1] and query.shape[1] % key.shape[1] == 0):
+        return "query and key have other heads"
+    if not query.dtype == key.dtype == value.dtype or len({each.device for each in tensors}) > 1 or not query.numel():
+        return "query, key and value differ in dtype or device, or are empty"
+    q, k, v = (each.transpose(1, 2) for each in (query, key, value))
+    try:
+        return why_no_kernel(q, k, v, expand_mask(attn_mask, q, k), resolve_scale(scale, q.shape[-1]))
+    except ValueError as error:  # a mask that doesn't fit: PyTorch says so in its own words
+        return str(error)
+
+
+# PyTorch's own code, also while the name leads to ours.
+_OVERLOAD = torch.ops.aten.scaled_dot_product_attention.default
+
+
+def _torchs(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+) -> Tensor:
+    options: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa}
+    if _activation is None:
+        return F.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, **options)
+    return _OVERLOAD.decompose(query, key, value, attn_mask, dropout_p, is_causal, **options)
+
+
+_activation: torch.library.Library | None = None
+_lock = threading.Lock()
+
+
+class _Activated(contextlib.AbstractContextManager[None]):
+    def __exit__(self, *_: object) -> None:
+        deactivate()
+
+
+def activate() -> contextlib.AbstractContextManager[None]:
+    """Leads every call of `scaled_dot_product_attention` in this process to ours, eager ones on the CPU and on CUDA.
+
+    Whoever calls it, also through a name imported before, by transformers or in another thread; what ours can't take
+    runs on PyTorch's own code. Compiled code stays as it is. It lasts until `deactivate`, or to the end of a block:
+
+        with fastformer.activate():
+            model(x)
+
+    Returns:
+        A context manager that deactivates on leaving.
+
+    Raises:
+        RuntimeError: it is active already.
+    """
+    global _activation
+    with _lock:
+        if _activation is not None:
+            raise RuntimeError("fastformer is active already; fastformer.deactivate() ends that")
+        library = torch.library.Library("aten", "IMPL")
+        for key in ("CPU", "AutogradCPU", "CUDA", "AutogradCUDA"):
+            library.impl("scaled_dot_product_attention", _override, key)
+        _activation = library
+    return _Activated()
+
+
+def deactivate() -> None:
+    """Undoes `activate`; nothing where it isn't active."""
+    global _activation
+    with _lock:
+        library, _activation = _activation, None
+        if library is not None:
+            library._destroy()
+
+
+def _override(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    return scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
