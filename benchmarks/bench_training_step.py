@@ -1,4 +1,8 @@
-"""A training step of the `base` model: forward, backward, Adam. The learning rate is 0, so that all steps are alike."""
+"""A training step of the `base` model: forward, backward, Adam. The learning rate is 0, so that all steps are alike.
+
+On a GPU also as CUDA graphs, ours on batches that are rounded up as `fastformer train --cuda_graphs` does it. A graph
+keeps its memory, so that no call's peak tells how much it takes.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +17,10 @@ from torch.nn import functional as F
 from benchmarks.case import Benchmark, Inputs, Provider, Shape
 from fastformer import baseline
 from fastformer.data import Batch, Example, collate
+from fastformer.graphs import Graph, Graphs
 from fastformer.models import Transformer
 from fastformer.ops import sinusoidal_positions
+from fastformer.training.graph_updates import pad_batch, size_of
 
 VOCAB_SIZE, LABEL_SMOOTHING = 8000, 0.1
 # Tokens of 64 random sentence pairs of Multi30k, English and German, under a joint BPE of 8,000.
@@ -85,7 +91,9 @@ def _trained(kind: str, dtype: torch.dtype, device: str) -> tuple[Any, torch.opt
     model = copy.deepcopy(model).to(device, torch.float64 if dtype == torch.float64 else torch.float32).train()
     if kind == "torch.nn":
         model.loss = torch.compile(model.loss)
-    return model, torch.optim.Adam(model.parameters(), lr=0.0, betas=(0.9, 0.98), fused=True)
+    return model, torch.optim.Adam(
+        model.parameters(), lr=0.0, betas=(0.9, 0.98), fused=True, capturable=device != "cpu"
+    )
 
 
 @functools.cache
@@ -93,25 +101,60 @@ def _batch(lengths: str, packed: bool, device: str) -> Batch:
     return collate(_examples(lengths), packed=packed).to(device)
 
 
+def _step(kind: str, batch: Batch, dtype: torch.dtype, device: str) -> Tensor:
+    """Forward, backward and Adam; the loss."""
+    model, optimizer = _trained(kind, dtype, device)
+    layouts = {"source_layout": batch.source_layout, "target_layout": batch.target_layout}
+    with torch.autocast(device.split(":")[0], torch.bfloat16, enabled=dtype == torch.bfloat16):
+        loss: Tensor = model.loss(
+            batch.source, batch.target_in, batch.target_out, label_smoothing=LABEL_SMOOTHING,
+            **(layouts if kind == "fastformer" else {}),
+        )  # fmt: skip
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return loss.detach()
+
+
 def step(kind: str) -> Provider:
     """The provider of one model."""
 
     def run(x: Inputs, shape: Shape) -> Tensor:
         dtype, device = x["like"].dtype, str(x["like"].device)
-        model, optimizer = _trained(kind, dtype, device)
         packed = kind == "fastformer" and shape["lengths"] == "multi30k"
-        batch = _batch(shape["lengths"], packed, device)
-        layouts = {"source_layout": batch.source_layout, "target_layout": batch.target_layout}
         torch.manual_seed(0)  # the same dropout in every step, so that backends can be compared
-        with torch.autocast(device.split(":")[0], torch.bfloat16, enabled=dtype == torch.bfloat16):
-            loss = model.loss(
-                batch.source, batch.target_in, batch.target_out, label_smoothing=LABEL_SMOOTHING,
-                **(layouts if kind == "fastformer" else {}),
-            )  # fmt: skip
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        return loss.detach()
+        return _step(kind, _batch(shape["lengths"], packed, device), dtype, device)
+
+    return run
+
+
+@functools.cache
+def _captured(kind: str, lengths: str, dtype: torch.dtype, device: str) -> tuple[Graph, Tensor]:
+    """A step as a graph, and where it leaves its loss."""
+    packed = kind == "fastformer" and lengths == "multi30k"
+    batch = collate(_examples(lengths), packed=packed)
+    if packed:
+        most = max(batch.num_source_tokens, batch.num_target_tokens)
+        batch = pad_batch(batch, size_of([batch], 2 * most, 512), pad=0)
+    batch = batch.to(device)
+    loss = torch.zeros((), device=device, dtype=torch.promote_types(dtype, torch.float32))
+
+    def once() -> None:
+        loss.copy_(_step(kind, batch, dtype, device))
+
+    graphs = Graphs(device)
+    for _ in range(3):  # torch.compile compiles at first, and may again
+        graphs.warm_up(once)
+    return graphs.capture(once), loss
+
+
+def graph_step(kind: str) -> Provider:
+    """The same step, captured and replayed."""
+
+    def run(x: Inputs, shape: Shape) -> Tensor:
+        graph, loss = _captured(kind, shape["lengths"], x["like"].dtype, str(x["like"].device))
+        graph.replay()
+        return loss
 
     return run
 
@@ -128,13 +171,16 @@ def flops(shape: Shape, mode: str) -> float:
 
 SHAPES = [{"lengths": lengths, "dropout_p": 0.1} for lengths in ("equal", "multi30k")]
 
+PROVIDERS = {kind: step(kind) for kind in ("fastformer", "baseline", "torch.nn")}
+
 BENCHMARKS = [
     Benchmark(
         name="training_step",
         shapes={"cpu": SHAPES, "cuda": SHAPES},
         make_inputs=make_inputs,
-        providers={"fastformer": step("fastformer"), "baseline": step("baseline"), "torch.nn": step("torch.nn")},
+        providers=PROVIDERS | {"fastformer graph": graph_step("fastformer"), "torch.nn graph": graph_step("torch.nn")},
         baseline="baseline",
+        only_on={"fastformer graph": "cuda", "torch.nn graph": "cuda"},
         compiled=("torch.nn",),
         modes=("step",),
         quick=0,

@@ -49,7 +49,8 @@ TESTS = {
         stem: f"tests/kernels/test_{stem}.py tests/ops/test_{stem}.py"
         for stem in ("add_layer_norm", "feed_forward", "linear_cross_entropy", "embedding", "rotary")
     },
-    "models": "tests/models/test_backends.py tests/models/test_transformer.py tests/test_graphs.py",
+    "models": "tests/models/test_backends.py tests/models/test_transformer.py tests/test_graphs.py "
+    "tests/training/test_graph_updates_gpu.py",
 }
 
 
@@ -186,6 +187,7 @@ def shapes_of(op: str) -> list[dict[str, Any]]:
         "feed_forward": lambda shape: shape["dropout_p"] > 0,
         "embedding": lambda shape: shape["dropout_p"] > 0,
         "rotary": lambda shape: shape["head_dim"] == 64,
+        "training_step": lambda shape: shape["lengths"] == "multi30k",
     }
     return [shape for shape in benchmarks()[op].shapes["cuda"] if op not in chosen or chosen[op](shape)]
 
@@ -214,6 +216,9 @@ def steps(out: Path) -> Iterator[Step]:
     # Whole models: decoding, training.
     for shape in shapes_of("decoding"):
         yield Step(f"time decoding {name_of(shape)}", time_op("decoding", shape, results), 20)
+    for shape in shapes_of("training_step"):
+        # Most of it is torch.compile's time for the rival, twelve layers forward and backward.
+        yield Step(f"time training_step {name_of(shape)}", time_op("training_step", shape, results), 120)
 
     # Other tiles, and what they bring.
     for shape in shapes_of("attention"):

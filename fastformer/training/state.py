@@ -21,8 +21,8 @@ def state_of(trainer: Trainer) -> dict[str, Any]:
     if trainer.graphs is not None:
         groups = [{**group, "lr": trainer.rate, "capturable": False} for group in optimizer["param_groups"]]
         optimizer = {**optimizer, "param_groups": groups}
-        if trainer.ema is not None:
-            trainer.ema.n_averaged.fill_(trainer.step)
+    if trainer.ema is not None:
+        trainer.ema.n_averaged.fill_(trainer.step)
     return {
         "config": json.dumps(trainer.config.to_dict()),
         "model": trainer.model.state_dict(),

@@ -84,7 +84,7 @@ class Trainer:
             weight_decay=config.weight_decay,
             fused=device.type in ("cpu", "cuda"),
         )
-        self.ema = AveragedModel(model, multi_avg_fn=self._move_average) if config.ema else None
+        self.ema = AveragedModel(model) if config.ema else None
         self.scaler = torch.amp.GradScaler(device.type, enabled=config.precision == "fp16")
         # What updates leave on the device, where a graph finds it again.
         self.loss, self.norm = torch.zeros((), device=device), torch.zeros((), device=device)
@@ -233,12 +233,10 @@ class Trainer:
             d_model=self.model.config.d_model,  # type: ignore[union-attr, arg-type]
         )
         if self.graphs is not None:
-            share = 1.0 - self._decay() if self.step else 1.0  # of the new weights in a running average
-            self.graphs(batches, [tokens, self.rate, share])
+            self.graphs(batches, [tokens, self.rate, self._share()])
             return self.loss, self.norm
         loss, norm = self._descend(batches, tokens, self.rate)
-        if self.ema is not None:
-            self.ema.update_parameters(self.model)
+        self._move_average(self._share())
         return loss, norm
 
     def _descend(
@@ -288,24 +286,30 @@ class Trainer:
         """An update as a graph holds it: what it takes and what it leaves stands in tensors that stay."""
         tokens, rate, share = numbers.unbind()
         loss, norm = self._descend(batches, tokens, rate)
-        if self.ema is not None:
-            with torch.no_grad():
-                for average, weight in zip(self.ema.module.parameters(), self.model.parameters(), strict=True):
-                    average.lerp_(weight, share)
-                for kept, buffer in zip(self.ema.module.buffers(), self.model.buffers(), strict=True):
-                    kept.copy_(buffer)
+        self._move_average(share)
         self.loss.copy_(loss)
         self.norm.copy_(norm)
         self._note(loss, norm)
 
-    def _decay(self) -> float:
-        """What a running average keeps of itself at this update."""
-        # The decay grows with the run, or the random weights of the beginning would stay in a short run's average.
-        return min(self.config.ema, (1 + self.step) / (10 + self.step))
+    def _share(self) -> float:
+        """How far this update moves the running average towards the weights; 1.0 makes it equal to them."""
+        # It shrinks as the run grows, or the random weights of the beginning would stay in a short run's average.
+        return max(1.0 - self.config.ema, 9 / (10 + self.step)) if self.step else 1.0
 
     @torch.no_grad()
-    def _move_average(self, averages: Any, weights: Any, _: Any) -> None:
-        torch._foreach_lerp_(averages, weights, 1 - self._decay())
+    def _move_average(self, share: float | torch.Tensor) -> None:
+        # AveragedModel's own update copies a counter to the GPU and waits for it.
+        if self.ema is None:
+            return
+        averages: list[torch.Tensor] = [*self.ema.module.parameters()]
+        weights: list[torch.Tensor] = [*self.model.parameters()]
+        if isinstance(share, float):
+            torch._foreach_lerp_(averages, weights, share)
+        else:
+            for average, weight in zip(averages, weights, strict=True):
+                average.lerp_(weight, share)
+        for kept, buffer in zip(self.ema.module.buffers(), self.model.buffers(), strict=True):
+            kept.copy_(buffer)
 
     def _model(self) -> nn.Module:
         """The model that counts: the running average if there is one."""

@@ -6,6 +6,7 @@ a device.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -26,6 +27,7 @@ from fastformer.training.evaluate import model_loss
 from fastformer.training.graph_updates import Size, pad_batch, round_up, size_of
 from fastformer.training.schedule import learning_rate
 from fastformer.training.settings import load_config
+from fastformer.training.trainer import DivergedError
 from tests.no_sync import HostSync
 from tests.tape import TapeGraphs
 from tests.training.tiny import SIZES, Crash, changed, lines, losses, weights
@@ -91,8 +93,10 @@ def test_the_size_of_an_update() -> None:
     first, second = batch_of((130, 9), (30, 5)), batch_of((3, 200), (2, 1), (4, 4), (9, 80))
     assert size_of([first], 400, 512) == Size(160, 16, 8, 256)
     assert size_of([first, second], 400, 512) == Size(160, 288, 8, 256)
-    assert size_of([first, second], 286, 512) == Size(160, 288, 8, 256)  # never beyond a full batch, in eights
-    assert size_of([second], 285, 230) == Size(24, 288, 8, 230)  # never beyond the model's positions
+    assert size_of([second], 400, 230) == Size(24, 288, 8, 230)  # never beyond the model's positions
+    long = batch_of((3, 530))
+    assert size_of([long], 4096, 2048) == Size(8, 544, 8, 1024)
+    assert size_of([long], 531, 2048) == Size(8, 536, 8, 1024)  # never beyond a full batch, in eights
     assert size_of([batch_of((0, 11))], 64, 64) == Size(0, 16, 8, 16)  # the last token is only predicted
     assert size_of([batch_of(*[(1, 1)] * 33)], 64, 64).sequences == 40
 
@@ -142,6 +146,21 @@ def test_padding_changes_neither_loss_nor_gradients(name: str) -> None:
 # The same run.
 
 
+def each_update(trainer: Trainer) -> list[tuple[float, float]]:
+    """Trains. Returns the loss and the norm that each update gave."""
+    update = trainer._update
+    found: list[tuple[float, float]] = []
+
+    def noted(batches):
+        loss, norm = update(batches)
+        found.append((float(loss), float(norm)))
+        return loss, norm
+
+    trainer._update = noted
+    trainer.train()
+    return found
+
+
 @pytest.mark.parametrize(
     "changes",
     [
@@ -161,9 +180,9 @@ def test_graphs_give_the_weights_of_the_ordinary_trainer(graphs, tmp_path, chang
         }  # fmt: skip
     graphs = changed(graphs, log_every=3, steps=14, **changes)
     plain = on_padded_batches(start(changed(graphs, cuda_graphs=False), tmp_path / "plain"))
-    plain.train()
+    expected = each_update(plain)
     captured = start(graphs, tmp_path / "graphs")
-    captured.train()
+    assert each_update(captured) == expected
     counts = stand_in(captured)
     assert counts.warm_ups + counts.replays == 14 and counts.replays > counts.captures >= 1
     assert torch.equal(weights(captured), weights(plain))
@@ -171,8 +190,8 @@ def test_graphs_give_the_weights_of_the_ordinary_trainer(graphs, tmp_path, chang
         for name, average in plain.ema.state_dict().items():
             assert torch.equal(average, captured.ema.state_dict()[name]), name
     for key in ("step", "loss", "lr", "grad_norm", "padding", "nll"):
-        found, expected = ([line.get(key) for line in lines(tmp_path / run)] for run in ("graphs", "plain"))
-        assert found == expected, key
+        ours, theirs = ([line.get(key) for line in lines(tmp_path / run)] for run in ("graphs", "plain"))
+        assert ours == theirs, key
     assert 0.0 < lines(tmp_path / "graphs", "train")[0]["padding"] < 0.5
 
 
@@ -329,6 +348,22 @@ def test_plain_calls_stand_in_for_graphs_too(graphs, tmp_path, monkeypatch) -> N
     calls = start(graphs, tmp_path / "calls")
     calls.train()
     assert torch.equal(weights(tape), weights(calls)) and losses(tmp_path / "tape") == losses(tmp_path / "calls")
+
+
+def test_a_replay_that_gives_nan_is_noticed(graphs, tmp_path) -> None:
+    trainer = start(graphs, tmp_path / "run")
+    update = trainer._update
+
+    def broken(batches):
+        if trainer.step == 9:
+            with torch.no_grad():
+                trainer.model.output_weight.fill_(math.nan)
+        return update(batches)
+
+    trainer._update = broken
+    with pytest.raises(DivergedError, match="the loss became nan at update 10"):
+        trainer.train()
+    assert stand_in(trainer).replays > 0
 
 
 # What can't be one.

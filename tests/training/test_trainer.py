@@ -161,17 +161,19 @@ def test_ema_forgets_the_random_weights_and_is_what_is_saved(config, tmp_path) -
     config = changed(config, ema=0.999, steps=4, schedule="constant")
     trainer = start(config, tmp_path / "run")
     expected = trainer.model.output_weight.detach().clone()
-    move = trainer.ema.update_parameters
+    move = trainer._move_average
 
-    def follow(model):
-        move(model)
+    def follow(share):
+        move(share)
+        weight = trainer.model.output_weight.detach()
         if trainer.step == 0:
-            expected.copy_(model.output_weight)
+            assert torch.equal(trainer.ema.module.output_weight, weight)
+            expected.copy_(weight)
         else:  # decays of 2/11, 3/12, ... instead of 0.999
             decay = (1 + trainer.step) / (10 + trainer.step)
-            expected.mul_(decay).add_(model.output_weight.detach() * (1 - decay))
+            expected.mul_(decay).add_(weight * (1 - decay))
 
-    trainer.ema.update_parameters = follow
+    trainer._move_average = follow
     scores = trainer.train()
     assert torch.allclose(trainer.ema.module.output_weight, expected, atol=1e-7, rtol=1e-5)
     assert not torch.equal(expected, trainer.model.output_weight)
@@ -183,13 +185,16 @@ def test_ema_forgets_the_random_weights_and_is_what_is_saved(config, tmp_path) -
 
 def test_a_small_ema_decay_is_taken_as_it_is(config, tmp_path) -> None:
     trainer = start(changed(config, ema=0.05, steps=3), tmp_path / "run")
-    average, new = [torch.ones(3)], [torch.zeros(3)]
-    trainer._move_average(average, new, None)
-    assert average[0].tolist() == pytest.approx([0.05] * 3)
-    trainer.step, trainer.config.ema = 90, 0.999
-    average = [torch.ones(3)]
-    trainer._move_average(average, new, None)
-    assert average[0].tolist() == pytest.approx([0.91] * 3)
+    assert trainer._share() == 1.0
+    for trainer.step in (1, 90):
+        assert trainer._share() == pytest.approx(0.95)
+    trainer.config.ema = 0.999
+    assert trainer._share() == pytest.approx(0.09)
+    average = next(trainer.ema.module.parameters()).detach()
+    before, weight = average.clone(), next(trainer.model.parameters()).detach()
+    weight.add_(1.0)
+    trainer._move_average(0.09)
+    torch.testing.assert_close(average, before * 0.91 + weight * 0.09)
 
 
 # Validation and what is kept.

@@ -1,0 +1,176 @@
+"""Updates as real CUDA graphs, and that ordinary ones never make the host wait."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from fastformer.graphs import CaptureError
+from fastformer.training import TrainConfig, Trainer, start
+from fastformer.training import trainer as trainer_module
+from fastformer.training.graph_updates import pad_batch, size_of
+from fastformer.training.schedule import learning_rate
+from tests.training.tiny import PAIRS, Crash, changed, lines, losses, weights, write_pairs
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
+]
+
+SIZES = {"d_model": 64, "d_ff": 128, "num_heads": 2, "num_encoder_layers": 2, "num_decoder_layers": 2}
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TrainConfig:
+    # A graph takes its rate as fp32.
+    monkeypatch.setattr(
+        trainer_module, "learning_rate", lambda *args, **options: float(torch.tensor(learning_rate(*args, **options)))
+    )
+    return TrainConfig(
+        train_tsv=write_pairs(tmp_path / "train.tsv", PAIRS * 5),
+        val_tsv=write_pairs(tmp_path / "val.tsv", PAIRS[:8]),
+        settings=dict(SIZES),
+        tokenizer="bytes",
+        max_tokens=192,
+        steps=30,
+        warmup=4,
+        log_every=1,
+        val_examples=0,
+        max_len=64,
+        device="cuda",
+        cuda_graphs=True,
+    )
+
+
+def plain(config: TrainConfig, run: Path) -> Trainer:
+    """An ordinary trainer on the batches that one with graphs takes."""
+    trainer = start(changed(config, cuda_graphs=False), run)
+
+    def placed(batches):
+        size = size_of(batches, config.max_tokens, trainer.model.config.max_len)
+        return [pad_batch(batch, size, trainer.special_ids.pad).to("cuda") for batch in batches]
+
+    trainer._placed = placed
+    return trainer
+
+
+@contextmanager
+def no_waiting() -> Iterator[None]:
+    """PyTorch raises at each of its operations that waits for the GPU."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def assert_same_run(one: Trainer, other: Trainer, moved: float) -> None:
+    """The same loss in each update and the same random numbers; weights up to what atomics leave to chance."""
+    assert losses(one.run) == pytest.approx(losses(other.run), rel=1e-3)
+    for key in ("lr", "padding"):
+        assert [line[key] for line in lines(one.run, "train")] == [line[key] for line in lines(other.run, "train")]
+    assert torch.equal(one.state_dict()["cuda_rng"], other.state_dict()["cuda_rng"])
+    assert float((weights(one) - weights(other)).abs().mean()) < 0.02 * moved
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"precision": "bf16"}, {"accumulate": 2, "ema": 0.9, "label_smoothing": 0.1}],
+    ids=["fp32", "bf16", "accumulate-average"],
+)
+def test_graphs_train_as_calls_do(config, tmp_path, changes) -> None:
+    config = changed(config, **changes)
+    eager = plain(config, tmp_path / "eager")
+    before = weights(eager)
+    eager.train()
+    captured = start(config, tmp_path / "graphs")
+    captured.train()
+    assert sum(slot.graph is not None for slot in captured.graphs._slots.values()) >= 2
+    moved = float((weights(eager) - before).abs().mean())
+    assert moved > 1e-3
+    assert_same_run(captured, eager, moved)
+    assert losses(captured.run)[-1] < 0.9 * losses(captured.run)[0]
+    if config.ema:
+        average, other = (t.ema.module.output_weight for t in (captured, eager))
+        assert float((average - other).abs().mean()) < 0.02 * moved
+        assert int(captured.state_dict()["ema"]["n_averaged"]) == config.steps
+
+
+def test_a_run_that_is_killed_goes_on_as_if_it_had_not_been(config, tmp_path) -> None:
+    config = changed(config, save_every=10, ema=0.9)
+    whole = start(config, tmp_path / "whole")
+    before = weights(whole)
+    whole.train()
+    trainer = start(config, tmp_path / "parts")
+    update = trainer._update
+
+    def crash(batches):
+        if trainer.step == 25:
+            raise Crash
+        return update(batches)
+
+    trainer._update = crash
+    with pytest.raises(Crash):
+        trainer.train()
+    resumed = start(config, tmp_path / "parts", resume=True)
+    assert resumed.step == 20
+    resumed.train()
+    assert_same_run(resumed, whole, float((weights(whole) - before).abs().mean()))
+
+
+def test_a_replayed_update_is_one_launch_and_never_waits(config, tmp_path) -> None:
+    trainer = start(changed(config, ema=0.9), tmp_path / "run")
+    trainer.model.train()
+    updates = trainer._updates()
+    group = next(updates)
+    for _ in range(3):
+        trainer._update(group)
+        trainer.step += 1
+    with no_waiting():
+        for _ in range(3):
+            trainer._update(group)
+            trainer.step += 1
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        trainer._update(group)
+        torch.cuda.synchronize()
+    calls = {event.key: event.count for event in profile.key_averages()}
+    assert calls.get("cudaGraphLaunch") == 1
+    # Besides it, the generator's seed and offset for this replay.
+    assert sum(count for name, count in calls.items() if name.startswith(("cudaLaunchKernel", "cuLaunchKernel"))) <= 4
+
+
+@pytest.mark.parametrize("changes", [{}, {"precision": "bf16", "ema": 0.9, "accumulate": 2}], ids=["fp32", "bf16"])
+def test_an_ordinary_update_never_waits(config, tmp_path, changes) -> None:
+    trainer = start(changed(config, cuda_graphs=False, **changes), tmp_path / "run")
+    trainer.model.train()
+    updates = trainer._updates()
+    for _ in range(3):  # compiles
+        trainer._update(next(updates))
+        trainer.step += 1
+    with no_waiting():
+        for _ in range(3):
+            batches = next(updates)  # its copies too
+            loss, norm = trainer._update(batches)
+            trainer._note(loss, norm)
+            trainer.meter.count(batches)
+            trainer.step += 1
+    assert bool(trainer.finite)
+
+
+def test_a_loss_that_reads_a_value_is_refused_in_words(config, tmp_path) -> None:
+    trainer = start(config, tmp_path / "run")
+    model = trainer.model
+    loss = model.loss
+
+    def reading(*args, **options):
+        value = loss(*args, **options)
+        return value * float(value.item() > 0)
+
+    model.loss = reading  # type: ignore[assignment]
+    with pytest.raises(CaptureError, match="leave cuda_graphs out"):
+        trainer.train()
