@@ -83,7 +83,20 @@ def choice(op: _library.Definition, device_type: str) -> tuple[str, str]:
 
 
 def decoding() -> Iterator[str]:
-    """Lines about the engine that decodes in C++."""
+    """Lines about the engines that decode fastest."""
+    yield from _decoding_in_cpp()
+    graph = (
+        "engine 'graph', which takes a whole step with its search in one launch of a CUDA graph, has to be asked for"
+    )
+    if not torch.cuda.is_available():
+        yield f"{graph}; without a GPU it takes the same steps by plain calls"
+    elif _extension.module() is None:
+        yield f"{graph}; without the C++ extension, in which searches run, it steps as 'kv_cache' does"
+    else:
+        yield f"{graph}: it is not yet measured, so models on a GPU decode by 'kv_cache'"
+
+
+def _decoding_in_cpp() -> Iterator[str]:
     missing = _extension.why_no_decoder()
     if missing is not None:
         yield f"engine 'cpp': none, for {missing}"

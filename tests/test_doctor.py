@@ -82,6 +82,19 @@ def test_it_says_what_the_decoding_engine_has_or_why_there_is_none(monkeypatch) 
     assert "engine 'kv_cache'" in list(doctor.decoding())[1]
 
 
+def test_it_says_that_graphs_have_to_be_asked_for(monkeypatch) -> None:
+    for has_gpu, module, expected in (
+        (False, object(), "without a GPU it takes the same steps by plain calls"),
+        (True, None, "without the C++ extension, in which searches run, it steps as 'kv_cache' does"),
+        (True, object(), "it is not yet measured, so models on a GPU decode by 'kv_cache'"),
+    ):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda has_gpu=has_gpu: has_gpu)
+        monkeypatch.setattr(_extension, "module", lambda module=module: module)
+        monkeypatch.setattr(_extension, "why_no_decoder", lambda: "it is a test")
+        *_, line = doctor.decoding()
+        assert line.startswith("engine 'graph'") and line.endswith(expected)
+
+
 def test_versions_are_those_that_are_installed() -> None:
     lines = list(doctor.versions())
     assert f"torch {torch.__version__}" in lines

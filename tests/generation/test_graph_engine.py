@@ -6,7 +6,9 @@ On a CPU a graph is a tape here (tests/tape.py): what is decided while it is cap
 from __future__ import annotations
 
 import copy
+import gc
 import random
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -239,6 +241,25 @@ def test_whoever_comes_and_goes_each_finds_what_it_finds_alone(seed, model, gpt,
     assert engine.step_tokens() == 0
 
 
+def test_rows_reach_the_last_position(watched) -> None:
+    gpt = drawn(GPT, max_len=64, positions="learned", window_size=9)
+    with torch.no_grad():
+        gpt.output_weight[69] = 0.0  # it never ends by itself
+    for way in (0, 1):
+        # 56, 2 and 7 tokens until the end of the positions: between two looks most of them are beyond it.
+        for lengths in ((62, 8, 57), (61, 1), (63,)):
+            engine = GraphEngine(gpt)
+            maker = RequestMaker(gpt, GenerationSettings(**WAYS[way], eos_token_id=69), engine=engine)
+            plain = RequestMaker(gpt, GenerationSettings(**WAYS[way], eos_token_id=69, engine="recompute"))
+            pairs = [[one.make(one.check(row)) for row in ids(*lengths)] for one in (maker, plain)]
+            for one, requests in zip((maker, plain), pairs, strict=True):
+                run(Scheduler(one.engine, max_rows=64, max_bytes=2**24), requests)
+            for found, due in zip(*pairs, strict=True):
+                assert [h.tokens for h in found.results] == [h.tokens for h in due.results]
+            assert all(len(one.prompt.tokens) + len(one.results[0].tokens) == 64 for one in pairs[0])
+    assert watched.single == 0
+
+
 def test_searches_of_several_kinds_go_step_by_step(model, watched) -> None:
     engine, plain = GraphEngine(model), RecomputeEngine(model)
     settings: list[dict[str, Any]] = [{}, {"num_beams": 3}, {"suppress_tokens": [6], "min_new_tokens": 7}]
@@ -364,6 +385,29 @@ def test_graphs_go_when_the_model_has_other_weights(model, watched) -> None:
     own.decoder.layers[1].linear1.weight = torch.nn.Parameter(model.decoder.layers[1].linear1.weight.detach().clone())
     assert decode(engine, own, 3, 4) == before
     assert watched.captures == 2
+
+
+def test_the_next_engine_of_a_model_finds_the_graphs(model, watched, monkeypatch) -> None:
+    monkeypatch.setattr(graph_module, "_KEPT_ON", ("cpu",))
+    own = copy.deepcopy(model)
+    inputs = ids(3, 9, 5, vocab=VOCAB)
+    found = [generate(own, inputs, engine="graph", num_beams=2, max_new_tokens=10) for _ in range(3)]
+    before = watched.captures
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2]) and watched.captures == watched.plain
+    generate(own, inputs[:2], engine="graph", num_beams=2, max_new_tokens=10)
+    assert watched.captures == before + 1  # for fewer groups
+    busy = GraphEngine(own)
+    busy.start(4, 100)  # what one engine has, another one can't have
+    generate(own, inputs, engine="graph", num_beams=2, max_new_tokens=10)
+    assert watched.captures > before + 1
+    del busy
+    own.bfloat16()
+    bf16 = generate(own, inputs, engine="graph", num_beams=2, max_new_tokens=10)  # in a cache of its own dtype
+    assert bf16.shape[0] == 3
+    kept = weakref.ref(next(iter(graph_module._kept[own].lanes.values())))
+    del own
+    gc.collect()
+    assert kept() is None and not graph_module._kept
 
 
 def test_a_shape_is_a_little_larger_than_what_it_is_for() -> None:

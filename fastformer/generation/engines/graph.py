@@ -7,6 +7,7 @@ search wants, rounded up to a few sizes, so that those who come and go move betw
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 import weakref
@@ -36,6 +37,7 @@ logger = logging.getLogger("fastformer")
 STEPS_PER_LOOK = 8  # at what has ended: a row whose search ends decodes along until then
 GRAPH_BYTES = 2**30  # of graphs and their tables
 _KEPT_BYTES = 2**32  # of a model's cache and graphs, between two calls
+_KEPT_ON = ("cuda",)  # the devices on which anything is kept
 _LEAST_WIDTH = 64  # of a table of tokens
 
 
@@ -98,7 +100,8 @@ class _Kept:
     """What outlives an engine, for the next one of the same model.
 
     Attributes:
-        cache: of max_rows rows.
+        cache: of the model.
+        room: the rows and tokens that it was made for.
         spare: slots that were set aside in it.
         lanes: of each shape, the one that was used last at the end.
         weights: the `_addresses` of the model that the graphs read.
@@ -106,6 +109,7 @@ class _Kept:
     """
 
     cache: KVCache
+    room: tuple[int, int]
     spare: Ints
     lanes: OrderedDict[_Shape, _Lanes]
     weights: tuple[object, ...]
@@ -144,8 +148,7 @@ class GraphEngine(KVCacheEngine):
         super().__init__(model, precision)
         self.steps_per_look, self.max_graph_bytes = STEPS_PER_LOOK, GRAPH_BYTES
         self._groups: list[_Group] = []
-        self._room = (0, 0)  # rows and tokens
-        self._state = _Kept(self._cache, np.zeros(0, np.int32), OrderedDict(), (), Graphs(self.device))
+        self._state = _Kept(self._cache, (0, 0), np.zeros(0, np.int32), OrderedDict(), (), Graphs(self.device))
         self._loaded: _Lanes | None = None  # the lanes whose tensors say where the searches are
         self._keeper: weakref.finalize[..., GraphEngine] | None = None
 
@@ -161,29 +164,23 @@ class GraphEngine(KVCacheEngine):
     def start(self, max_rows: int, num_tokens: int) -> None:
         """See `Engine.start`."""
         self._groups, self._loaded = [], None
-        if self._keeper is None:
-            self._take_kept()
-        if self._room[0] >= max_rows and self._room[1] >= num_tokens:
-            self._cache.reset()
-            return
-        # Somewhat more, so that the next request, which is a little longer, needs no new graphs.
-        rows, tokens = (max(old, _rounded(new)) for old, new in zip(self._room, (max_rows, num_tokens), strict=True))
-        state = self._state
-        state.lanes.clear()
-        self._cache = state.cache = new_cache(self.model, 1, 1)  # lets go of the old one: there is no memory for two
-        spare = rows  # rounding up to a bucket at most doubles them
-        self._cache = state.cache = new_cache(self.model, rows, tokens + spare)
-        state.spare = self._cache.set_aside(spare)
-        self._room = rows, tokens
-        state.weights = _addresses(self.model)
-
-    def _take_kept(self) -> None:
-        if self.device.type == "cuda" and isinstance(self.model, nn.Module):
-            if (kept := _kept.pop(self.model, None)) is not None:
+        if self._keeper is None and self.device.type in _KEPT_ON and isinstance(self.model, nn.Module):
+            kept = _kept.pop(self.model, None)
+            if kept is not None and kept.cache.k.device == self._cache.k.device:
                 self._state, self._cache = kept, kept.cache
-                self._room = kept.cache.max_rows, (kept.cache.num_blocks - 2) * kept.cache.block_size - len(kept.spare)
             self._keeper = weakref.finalize(self, _keep, weakref.ref(self.model), self._state)
             self._keeper.atexit = False
+        state, wanted, weights = self._state, (max_rows, num_tokens), _addresses(self.model)
+        if weights == state.weights and all(new <= old for new, old in zip(wanted, state.room, strict=True)):
+            self._cache.reset()
+            return
+        state.lanes.clear()
+        self._cache = state.cache = new_cache(self.model, 1, 1)  # lets go of the old one: there is no memory for two
+        # Somewhat more than is asked for, so that the next request, which is a little longer, needs no new graphs.
+        rows, tokens = (max(_rounded(new), old) for new, old in zip(wanted, state.room, strict=True))
+        # As many lanes as there are rows at most have none: that is how far `_bucket` rounds up.
+        self._cache = state.cache = new_cache(self.model, rows, tokens + rows)
+        state.spare, state.room, state.weights = self._cache.set_aside(rows), (rows, tokens), weights
 
     def admit(self, prompts: Sequence[Prompt]) -> None:
         """See `Engine.admit`."""
@@ -238,7 +235,14 @@ class GraphEngine(KVCacheEngine):
         seconds: float,
     ) -> int:
         """See `SearchingEngine.run`. It looks every `steps_per_look` steps at what has ended."""
-        end, steps = time.monotonic() + seconds, 0
+        end = time.monotonic() + seconds
+        with torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext():
+            return self._run(searches, tokens, log_probs, max_steps, end)
+
+    def _run(
+        self, searches: Sequence[NativeSearch], tokens: Sequence[int], log_probs: bool, max_steps: int, end: float
+    ) -> int:
+        steps = 0
         while True:
             count = min(self.steps_per_look, max_steps - steps)
             taken = self._run_lanes(searches, tokens, log_probs, count) if self._is_one_kind(searches) else 0
