@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -126,6 +127,14 @@ def architecture(x: Tensor) -> int:
         return 0
     major, minor = torch.cuda.get_device_capability(x.device)
     return major * 10 + minor
+
+
+@functools.cache
+def num_sms(device: torch.device) -> int:
+    """How many programs run at once, one an SM; an H200's where a launch is only compiled, two in the interpreter."""
+    if device.type != "cuda":
+        return 2
+    return torch.cuda.get_device_properties(device).multi_processor_count if torch.cuda.is_available() else 132
 
 
 def dot_precision(x: Tensor) -> str:

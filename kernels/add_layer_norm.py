@@ -19,7 +19,6 @@ backward: the stream (which is the next op's input) and two fp32 numbers a row. 
 
 from __future__ import annotations
 
-import functools
 from typing import NamedTuple
 
 import torch
@@ -32,6 +31,7 @@ from fastformer.kernels._launch import (
     contiguous,
     dropout_arguments,
     launch,
+    num_sms,
     stride_unit,
     unsupported_device,
     unsupported_dtype,
@@ -354,14 +354,6 @@ def backward_tile(dim: int, num_rows: int, bytes_each: int) -> Tile:
     tile = row_tile(dim, num_rows)
     each = 16 if dim > 2048 and tile.block_n * bytes_each <= 32768 else 8
     return tile._replace(num_warps=max(1, min(16, tile.block_m * tile.block_n // (32 * each))))
-
-
-@functools.cache
-def num_sms(device: torch.device) -> int:
-    """How many programs run at once, one an SM; an H200's where a launch is only compiled, two in the interpreter."""
-    if device.type != "cuda":
-        return 2
-    return torch.cuda.get_device_properties(device).multi_processor_count if torch.cuda.is_available() else 132
 
 
 def why_unsupported(op_name: str, **arguments: Tensor | None) -> str | None:

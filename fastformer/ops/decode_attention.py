@@ -91,7 +91,6 @@ _op = define_op(
     stem="decode_attention",
     fake=lambda q, *rest: q.new_empty(q.shape),
     cpp_unsupported=_cpp_unsupported,
-    reference_only={"triton": "there is no Triton kernel for it yet"},
 )
 
 

@@ -9,11 +9,9 @@ import torch
 from torch import Tensor
 
 from fastformer.ops import decode_attention, use_backend
-from tests.checks import assert_accurate
+from tests.checks import assert_accurate, is_interpreted, small_draws
 from tests.ops.attention_cases import Case, plain_attention
 from tests.ops.test_attention import skip_unless_supported
-
-DRAWS = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,7 +111,7 @@ def run(step: Step, inputs: dict[str, Tensor | None]) -> Tensor:
 def test_accuracy_and_cache(step: Step, dtype: torch.dtype, backend: str, device: str) -> None:
     skip_unless_supported(backend, dtype, device)
     ours, plain, exact = [], [], []
-    for _ in range(DRAWS):
+    for _ in range(small_draws()):
         inputs = make_inputs(step, dtype, device, unused=1e4 if backend == "reference" else torch.nan)
         plain.append(plain_step(step, inputs, dtype))
         exact.append(plain_step(step, inputs, torch.float64))
@@ -204,6 +202,10 @@ TABLE_STEPS = [
 @pytest.mark.parametrize("step", TABLE_STEPS, ids=str)
 def test_table_gives_the_bits_of_the_identity(step: Step, dtype: torch.dtype, backend: str, device: str) -> None:
     skip_unless_supported(backend, dtype, device)
+    if backend == "triton" and dtype == torch.float64:
+        pytest.skip("the kernel has no fp64")
+    if is_interpreted() and step.name == "table-many-rows":
+        pytest.skip("tests/kernels has many rows")
     inputs = make_inputs(step, dtype, device)
     tabled, slots = through_table(step, inputs)
     expected = {name: tabled[name].clone() for name in ("k_cache", "v_cache")}
@@ -259,6 +261,8 @@ INT32 = {"dtype": torch.int32}
 def test_numbers_that_the_cache_does_not_have(
     step: Step, change: dict[str, list[int]], message: str, with_table: bool, backend: str
 ) -> None:
+    if backend == "triton":
+        pytest.skip("a kernel raises nothing: it asserts, on a device")
     inputs = make_inputs(step, torch.float32, "cpu")
     if with_table:
         inputs, _ = through_table(step, inputs)
@@ -282,6 +286,8 @@ WRITING = [
 @pytest.mark.parametrize("slot", [-1, 90, 2**31 - 1, -(2**31)])
 def test_slots_that_the_cache_does_not_have(row: int, position: int, slot: int, step: Step, backend: str) -> None:
     """Found before anything is written, among those that are read and those that are written, and nowhere else."""
+    if backend == "triton":
+        pytest.skip("a kernel raises nothing: it asserts, on a device")
     inputs, _ = through_table(step, make_inputs(step, torch.float32, "cpu"), block_size=6)
     assert inputs["k_cache"].shape[:2].numel() == 90
     inputs["slot_table"][row, position] = slot

@@ -104,7 +104,6 @@ def test_which_ops_are_the_reference_by_design() -> None:
     assert {name: tuple(op.reference_only) for name, op in ops.items() if op.reference_only} == {
         "attention_weights_fwd": ("triton", "cpp"),
         "attention_weights_bwd": ("triton", "cpp"),
-        "decode_attention": ("triton",),
         "linear_topk": ("triton",),
     }
     for backend in ("cpp", "triton"):

@@ -1,0 +1,61 @@
+"""Calls of the decode_attention launcher that the compile report records: steps, beams, tables, splits, head sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+
+
+def decode_call(
+    dtype: torch.dtype,
+    head_dim: int,
+    *,
+    batch: int = 4,
+    heads: int = 8,
+    kv_heads: int = 8,
+    seqlen_q: int = 1,
+    seqlen_new: int = 0,
+    max_seqlen: int = 2048,
+    table: bool = True,
+    beams: int = 0,
+    window_left: int | None = None,
+) -> Callable[[], object]:
+    """A call of the launcher. beams: rows that read one source through cache_batch_idx; 0 = without."""
+    from fastformer.kernels import decode_attention as kernels
+
+    def call() -> None:
+        def new(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
+            return torch.empty(shape, dtype=dtype, device="cuda")
+
+        rows = batch // beams if beams else batch
+        cache = (rows * max_seqlen // 16, 16) if table else (rows, max_seqlen)
+        k_cache, v_cache = new(*cache, kv_heads, head_dim), new(*cache, kv_heads, head_dim)
+        k, v = (new(batch, seqlen_new, kv_heads, head_dim) if seqlen_new else None for _ in range(2))
+        index = new(batch, dtype=torch.int32) if beams else None
+        slots = new(rows, max_seqlen, dtype=torch.int32) if table else None
+        kernels.decode_attention(
+            new(batch, seqlen_q, heads, head_dim), k_cache, v_cache, new(rows, dtype=torch.int32), k, v, index, slots,
+            head_dim**-0.5, seqlen_new > 0, window_left,
+        )  # fmt: skip
+
+    return call
+
+
+def cases(quick: bool) -> Iterator[tuple[str, Callable[[], object]]]:
+    """(title, call) of everything to compile. Quick: what `make test` has time for."""
+    bf16 = torch.bfloat16
+    yield "bf16 d64 step table splits", decode_call(bf16, 64, seqlen_new=1)
+    yield "bf16 d64 beams table", decode_call(bf16, 64, batch=256, beams=4, max_seqlen=128)
+    if quick:
+        return
+    fp32 = torch.float32
+    for head_dim, dtype in ((16, bf16), (40, bf16), (64, bf16), (128, bf16), (256, bf16), (64, fp32), (128, fp32)):
+        title = f"{'bf16' if dtype == bf16 else 'fp32'} d{head_dim}"
+        yield f"{title} step", decode_call(dtype, head_dim, seqlen_new=1, table=False)
+        yield f"{title} step table gqa", decode_call(dtype, head_dim, heads=32, seqlen_new=1)
+        yield f"{title} beams table", decode_call(dtype, head_dim, batch=64, beams=4)
+        yield f"{title} prompt table gqa", decode_call(dtype, head_dim, heads=32, seqlen_q=100, seqlen_new=100)
+        title = f"{title} beams 3 tokens gqa window"
+        yield title, decode_call(dtype, head_dim, batch=64, heads=32, seqlen_q=3, beams=4, window_left=99)
+    yield "fp16 d64 step table", decode_call(torch.float16, 64, seqlen_new=1)

@@ -1,0 +1,233 @@
+"""What only the Triton backend of decode_attention has: walks in shares, tiles of several rows, writes and edges."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from fastformer.kernels import decode_attention as kernels  # noqa: E402
+from fastformer.ops import decode_attention, use_backend  # noqa: E402
+from tests.checks import assert_accurate  # noqa: E402
+from tests.kernels.test_add_layer_norm import assert_untouched, guarded  # noqa: E402, F401
+from tests.ops.test_decode_attention import Step, make_inputs, plain_step, run, through_table  # noqa: E402
+
+BLOCK_N = kernels._INTERPRETED.block_n
+
+
+@pytest.fixture(autouse=True)
+def _triton():
+    with use_backend("triton"):
+        yield
+
+
+def force(monkeypatch: pytest.MonkeyPatch, splits: int | None = None, rows: int | None = None) -> None:
+    """The launcher's choices, forced: the shares of a walk, the rows of a tile."""
+    if splits is not None:
+        monkeypatch.setattr(kernels, "splits_of", lambda *_: splits)
+    if rows is not None:
+        monkeypatch.setattr(kernels, "rows_together", lambda *_: rows)
+
+
+def check(step: Step, dtype: torch.dtype, device: str, table: bool = False) -> None:
+    """One call against the rule, with NaN wherever nothing may look, and the caches that it leaves to the bit."""
+    inputs = make_inputs(step, dtype, device, unused=torch.nan)
+    plain, exact = plain_step(step, inputs, dtype), plain_step(step, inputs, torch.float64)
+    given = inputs
+    if table:
+        given, slots = through_table(step, inputs)
+    expected = {name: given[name].clone() for name in ("k_cache", "v_cache")}
+    for row, length in enumerate(step.seqlens if step.seqlen_new else ()):
+        for name in ("k", "v"):
+            if table:
+                at = slots[row, length : length + step.seqlen_new]
+                expected[f"{name}_cache"].view(-1, *expected[f"{name}_cache"].shape[2:])[at] = inputs[name][row]
+            else:
+                expected[f"{name}_cache"][row, length : length + step.seqlen_new] = inputs[name][row]
+    assert_accurate(run(step, given), plain, exact)
+    for name, cache in expected.items():
+        torch.testing.assert_close(given[name], cache, rtol=0, atol=0, equal_nan=True)
+
+
+# Lengths around the blocks, none at all, and more shares than blocks.
+SPLIT_STEPS = [
+    Step("step", (0, BLOCK_N - 1, BLOCK_N, 5 * BLOCK_N + 3), num_heads=2, num_kv_heads=1, max_seqlen=100),
+    Step("window", (3, 60), seqlen_q=3, seqlen_new=3, num_heads=2, num_kv_heads=1, max_seqlen=70, window_left=21),
+    Step("cross", (0, 49, 16), seqlen_new=None, is_causal=False, num_heads=2, num_kv_heads=1, max_seqlen=49),
+    Step("more-new-than-queries", (11, 40), seqlen_new=5, window_left=1, max_seqlen=64, num_heads=1, num_kv_heads=1),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("splits, table", [(1, True), (2, False), (3, True), (20, False)])
+@pytest.mark.parametrize("step", SPLIT_STEPS, ids=str)
+def test_any_number_of_shares(
+    step: Step, splits: int, table: bool, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    force(monkeypatch, splits)
+    check(step, torch.float32, device, table)
+
+
+# Neighbours of one source, of several, one source in two places, an empty one; sizes that fill no tile.
+BEAM_STEPS = [
+    Step("one-source", (33,), seqlen_new=None, cache_batch_idx=(0,) * 5),
+    Step("two-sources", (33, 7), seqlen_new=None, cache_batch_idx=(0, 0, 0, 1, 1, 1)),
+    Step("apart", (20, 0, 33, 9), seqlen_new=None, cache_batch_idx=(2, 1, 2, 0, 3, 0, 2, 1, 3)),
+    Step("all-differ", (5, 17, 0, 16), seqlen_new=None, cache_batch_idx=(3, 2, 1, 0)),
+    Step("gqa", (33, 7), seqlen_new=None, num_kv_heads=2, cache_batch_idx=(0, 0, 0, 1, 1, 1)),
+    Step("tokens", (33, 7), seqlen_q=3, seqlen_new=None, num_kv_heads=4, cache_batch_idx=(0, 0, 1, 1)),
+    Step("tokens-window", (33, 7), seqlen_q=3, seqlen_new=None, window_left=9, cache_batch_idx=(0, 1, 1)),
+]
+
+
+@pytest.mark.parametrize("rows, splits", [(2, 3), (4, 1), (8, 1), (8, 3)])
+@pytest.mark.parametrize("step", BEAM_STEPS, ids=str)
+def test_rows_that_read_one_source(
+    step: Step, rows: int, splits: int, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    force(monkeypatch, splits, rows)
+    check(step, torch.float32, device, table=rows != 8)
+
+
+def test_a_source_with_infinities_stays_alone(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of other sources share its tile, and take part in its products with weight 0."""
+    force(monkeypatch, 1, 4)
+    step = Step("beams", (20, 20), seqlen_new=None, cache_batch_idx=(0, 0, 1, 1))
+    inputs = make_inputs(step, torch.float32, device)
+    expected = run(step, inputs)
+    inputs["v_cache"][0, 3, 1, 5] = torch.inf
+    inputs["k_cache"][0, 4, 2] = torch.nan
+    out = run(step, inputs)
+    assert torch.equal(out[2:], expected[2:])
+    assert not out[:2, :, 1:3].isfinite().all(-1).any() and torch.equal(out[:2, :, 0], expected[:2, :, 0])
+
+
+def test_each_source_is_loaded_once(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The blocks of a walk, counted by the table's entries that are read: one pass a tile and head, not one a row."""
+    force(monkeypatch, 1, 8)
+    loads = []
+    if device != "cpu":
+        pytest.skip("counted in the interpreter")
+    original = kernels._slots
+
+    def counted(table_ptr, strides, row, positions, here, TABLE):
+        loads.append(int(here.handle.data.sum()))
+        return original(table_ptr, strides, row, positions, here, TABLE)
+
+    monkeypatch.setattr(kernels, "_slots", counted)
+    step = Step("beams", (33, 7), seqlen_new=None, num_kv_heads=2, cache_batch_idx=(0, 0, 0, 0, 1, 1, 1, 1))
+    given, _ = through_table(step, make_inputs(step, torch.float32, device))
+    run(step, given)
+    assert sum(loads) == 2 * (33 + 7)  # K/V heads x keys
+
+
+@pytest.mark.parametrize("shares", [1, 3])
+def test_nothing_beyond_its_own(
+    shares: int, device: str, guarded: list[Tensor], monkeypatch: pytest.MonkeyPatch  # noqa: F811
+) -> None:  # fmt: skip
+    """The caches, out and the partial results lie amid other memory, which stays as it was."""
+    force(monkeypatch, shares)
+    step = Step("step", (39, 0, 17), num_kv_heads=2, head_dim=20)
+    inputs = make_inputs(step, torch.float32, device, unused=torch.nan)
+    wide = {name: torch.full((5, 40, 2, 24), torch.nan, device=device) for name in ("k_cache", "v_cache")}
+    for name, cache in wide.items():
+        cache[1:4, :, :, :20] = inputs[name]
+    expected = run(step, inputs)
+    views = {name: cache[1:4, :, :, :20] for name, cache in wide.items()}
+    before = {name: cache.clone() for name, cache in wide.items()}
+    assert torch.equal(run(step, inputs | views), expected)
+    for name, cache in wide.items():
+        before[name][1:4, :, :, :20] = inputs[name]
+        torch.testing.assert_close(cache, before[name], rtol=0, atol=0, equal_nan=True)
+    assert_untouched(guarded)
+
+
+def test_many_tiles_of_one_row(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More queries and heads than a tile has rows: each tile has its own range of keys, one of them writes."""
+    for splits, table, window_left in ((1, False, None), (2, True, 7)):
+        force(monkeypatch, splits)
+        sizes = {"num_heads": 2, "num_kv_heads": 1, "max_seqlen": 50}
+        step = Step("", (0, 21), seqlen_q=27, seqlen_new=27, window_left=window_left, **sizes)
+        check(step, torch.float32, device, table)
+
+
+def test_fp16(device: str) -> None:
+    for step in (SPLIT_STEPS[0], BEAM_STEPS[4]):
+        check(step, torch.float16, device, table=True)
+
+
+def test_no_queries_still_write(device: str) -> None:
+    q, k = torch.empty(2, 0, 4, 16, device=device), torch.randn(2, 3, 2, 16, device=device)
+    caches = torch.zeros(2, 2, 9, 2, 16, device=device)
+    lengths = torch.tensor([4, 0], dtype=torch.int32, device=device)
+    assert decode_attention(q, *caches, lengths, k=k, v=2 * k).shape == q.shape
+    assert torch.equal(caches[0, 0, 4:7], k[0]) and torch.equal(caches[1, 1, :3], 2 * k[1])
+    assert int(caches.count_nonzero()) == 2 * k.numel()
+
+
+def test_calls_with_nothing_to_do(device: str) -> None:
+    lengths = torch.zeros(0, dtype=torch.int32, device=device)
+    empty = torch.empty(0, 5, 2, 8, device=device)
+    assert decode_attention(torch.empty(0, 1, 2, 8, device=device), empty, empty, lengths).shape == (0, 1, 2, 8)
+    q, no_room = torch.randn(2, 1, 2, 8, device=device), torch.empty(2, 0, 2, 8, device=device)
+    out = decode_attention(q, no_room, no_room, torch.zeros(2, dtype=torch.int32, device=device))
+    assert torch.equal(out, torch.zeros_like(q))
+
+
+def test_rows_that_are_chosen() -> None:
+    """Beams fill a tile where there are programs enough without them; a tile has no more rows than it has room for."""
+    assert kernels.rows_together(1024, 1, 8, 64, 528) == 8
+    assert kernels.rows_together(4096, 1, 8, 64, 528) == 16
+    assert kernels.rows_together(8, 1, 8, 64, 528) == 4
+    assert kernels.rows_together(3, 1, 8, 64, 528) == 2
+    assert kernels.rows_together(4096, 12, 1, 64, 1) == 4
+    assert kernels.rows_together(4096, 100, 1, 64, 1) == 1
+
+
+def test_shares_that_are_chosen() -> None:
+    """Never idle SMs where there is work for them, never shares of less than two blocks, none where it can't pay."""
+    assert kernels.splits_of(8, 4, 264) == 1
+    assert kernels.splits_of(264, 1000, 264) == 1
+    assert kernels.splits_of(8, 1000, 264) == 29  # 232 programs, 88 % of a wave
+    assert kernels.splits_of(8, 20, 264) == 9
+    assert kernels.splits_of(1, 10**6, 10**6) == kernels.MOST_SPLITS
+    for tiles, blocks, wanted in itertools.product((1, 7, 60, 150, 263), (5, 9, 100), (2, 132, 264)):
+        splits = kernels.splits_of(tiles, blocks, wanted)
+        assert splits == 1 or blocks >= 2 * splits
+        waves = -(-tiles * splits // wanted)
+        assert splits == 1 or (splits - 1) * tiles < waves * wanted
+
+
+def test_what_the_kernel_refuses(device: str) -> None:
+    lengths = torch.ones(1, dtype=torch.int32, device=device)
+    for dtype, head_dim, reason in ((torch.float64, 8, "torch.float64"), (torch.float32, 264, "264 is greater than")):
+        x = torch.ones(1, 1, 1, head_dim, dtype=dtype, device=device)
+        with pytest.raises(NotImplementedError, match=reason):
+            decode_attention(x, x, x, lengths)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("length", [1, 2, 15, 16, 17, 63, 64, 65, 129, 500, 999, 1000])
+def test_lengths_beams_and_groups(length: int, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lengths to 1000, beams and groups of 1 to 8, one to many shares, new tokens and windows, drawn."""
+    choose = random.Random(length)
+    for beams, group in itertools.product(range(1, 9), range(1, 9)):
+        heads = group * choose.choice((1, 2))
+        sizes = {"num_heads": heads, "num_kv_heads": heads // group, "max_seqlen": length + 6}
+        lengths = tuple(choose.choice((length, choose.randint(0, length), 0)) for _ in range(3))
+        window_left = choose.choice((None, None, 0, choose.randint(1, length)))
+        queries = choose.choice((1, 1, 2, 5))
+        force(monkeypatch, choose.choice((1, 2, 3, 7, 40)), choose.choice((1, 2, 4, 8)) if queries * group <= 4 else 1)
+        index = tuple(row for row in range(3) for _ in range(beams))
+        cross = Step(
+            "", lengths, seqlen_q=queries, seqlen_new=None, is_causal=choose.random() < 0.5, cache_batch_idx=index,
+            window_left=window_left, **sizes,
+        )  # fmt: skip
+        check(cross, torch.float32, device, table=choose.random() < 0.5)
+        new = choose.choice((1, 1, 2, 5))
+        own = Step("", lengths, seqlen_q=new, seqlen_new=new, window_left=window_left, **sizes)
+        check(own, torch.float32, device, table=choose.random() < 0.5)
