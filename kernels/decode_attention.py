@@ -53,7 +53,7 @@ LARGEST_FP32_HEAD_DIM = 128
 # (fp32, head_dim up to) -> config; small enough for 99 KB of shared memory, which every architecture since 8.0 has. Not
 # yet measured: chosen by what they compile to, with some 40 KB of loads under way on each SM.
 CONFIGS = {
-    (False, 64): Config(64, 64, 4, 3, 4),
+    (False, 64): Config(32, 64, 4, 3, 4),
     (False, 128): Config(32, 32, 4, 3, 4),
     (False, 256): Config(16, 32, 4, 3, 2),
     (True, 64): Config(16, 32, 4, 3, 3),

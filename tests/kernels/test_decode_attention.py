@@ -99,8 +99,10 @@ def test_a_source_with_infinities_stays_alone(device: str, monkeypatch: pytest.M
     step = Step("beams", (20, 20), seqlen_new=None, cache_batch_idx=(0, 0, 1, 1))
     inputs = make_inputs(step, torch.float32, device)
     expected = run(step, inputs)
-    inputs["v_cache"][0, 3, 1, 5] = torch.inf
-    inputs["k_cache"][0, 4, 2] = torch.nan
+    k_cache, v_cache = inputs["k_cache"], inputs["v_cache"]
+    assert k_cache is not None and v_cache is not None
+    v_cache[0, 3, 1, 5] = torch.inf
+    k_cache[0, 4, 2] = torch.nan
     out = run(step, inputs)
     assert torch.equal(out[2:], expected[2:])
     assert not out[:2, :, 1:3].isfinite().all(-1).any() and torch.equal(out[:2, :, 0], expected[:2, :, 0])
@@ -135,13 +137,13 @@ def test_nothing_beyond_its_own(
     inputs = make_inputs(step, torch.float32, device, unused=torch.nan)
     wide = {name: torch.full((5, 40, 2, 24), torch.nan, device=device) for name in ("k_cache", "v_cache")}
     for name, cache in wide.items():
-        cache[1:4, :, :, :20] = inputs[name]
+        cache[1:4, :, :, :20].copy_(inputs[name])
     expected = run(step, inputs)
     views = {name: cache[1:4, :, :, :20] for name, cache in wide.items()}
     before = {name: cache.clone() for name, cache in wide.items()}
     assert torch.equal(run(step, inputs | views), expected)
     for name, cache in wide.items():
-        before[name][1:4, :, :, :20] = inputs[name]
+        before[name][1:4, :, :, :20].copy_(inputs[name])
         torch.testing.assert_close(cache, before[name], rtol=0, atol=0, equal_nan=True)
     assert_untouched(guarded)
 
@@ -164,7 +166,7 @@ def test_no_queries_still_write(device: str) -> None:
     q, k = torch.empty(2, 0, 4, 16, device=device), torch.randn(2, 3, 2, 16, device=device)
     caches = torch.zeros(2, 2, 9, 2, 16, device=device)
     lengths = torch.tensor([4, 0], dtype=torch.int32, device=device)
-    assert decode_attention(q, *caches, lengths, k=k, v=2 * k).shape == q.shape
+    assert decode_attention(q, caches[0], caches[1], lengths, k=k, v=2 * k).shape == q.shape
     assert torch.equal(caches[0, 0, 4:7], k[0]) and torch.equal(caches[1, 1, :3], 2 * k[1])
     assert int(caches.count_nonzero()) == 2 * k.numel()
 
