@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import types
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +15,7 @@ from torch import Tensor
 pytest.importorskip("triton.experimental.gluon")
 
 from fastformer.kernels import _attention_hopper as hopper  # noqa: E402
+from fastformer.kernels import _attention_hopper_forward as forward  # noqa: E402
 from fastformer.kernels._attention_common import Problem, describe  # noqa: E402
 from fastformer.kernels._attention_hopper_forward import _attention_hopper_fwd_kernel  # noqa: E402
 from fastformer.kernels.attention import describe_dense  # noqa: E402
@@ -26,7 +30,7 @@ from tests.kernels.attention_cases import (  # noqa: E402
     packed_results,
     plain,
 )
-from tests.kernels.gluon_emulator import Schedule, eager, emulate, shuffled  # noqa: E402
+from tests.kernels.gluon_emulator import Body, GluonError, Schedule, eager, emulate, shuffled  # noqa: E402
 
 # The producer as far ahead as it may be, then as late, then copies that land at the last moment.
 SCHEDULES = {
@@ -52,7 +56,11 @@ def problem_of(case: Case, q: Tensor, k: Tensor) -> Problem:
 
 
 def run(
-    case: Case, inputs: dict[str, Any], schedule: Schedule, programs: int = 2, **mistakes: Any
+    case: Case,
+    inputs: dict[str, Any],
+    schedule: Schedule,
+    programs: int = 2,
+    kernel: Any = _attention_hopper_fwd_kernel,
 ) -> dict[str, Tensor]:
     """out and lse of a case by the emulated kernel."""
     q, k, v = (inputs[name] for name in ("q", "k", "v"))
@@ -65,13 +73,19 @@ def run(
     shape = (q.shape[1], q.shape[0]) if case.packed else (q.shape[0], q.shape[2], q.shape[1])
     lse = torch.full(shape, float("nan"))
     arguments, constants, _ = hopper.forward_arguments(q, k, v, out, lse, problem)
-    emulate(_attention_hopper_fwd_kernel, programs, arguments, constants, [q, k, v], schedule, mistakes)
+    emulate(kernel, programs, arguments, constants, [q, k, v], schedule)
     return {"out": out, "lse": lse}
 
 
-def check(case: Case, dtype: torch.dtype, schedule: Schedule, programs: int = 2) -> None:
+def check(
+    case: Case,
+    dtype: torch.dtype,
+    schedule: Schedule,
+    programs: int = 2,
+    kernel: Any = _attention_hopper_fwd_kernel,
+) -> None:
     inputs = make_inputs(case, dtype)
-    ours = run(case, inputs, schedule, programs)
+    ours = run(case, inputs, schedule, programs, kernel)
     exact, eager_results = plain(case, inputs, torch.float64), plain(case, inputs, dtype)
     if case.packed:
         exact, eager_results = packed_results(case, exact), packed_results(case, eager_results)
@@ -105,3 +119,163 @@ def test_agrees_with_fp64(name: str) -> None:
 def test_any_order_of_events(schedule: str) -> None:
     case = replace(BASE, seqlen_q=400, seqlen_k=700, window=(None, 0), dropout_p=0.2)
     check(case, torch.bfloat16, SCHEDULES[schedule], programs=3)
+
+
+def test_program_that_owns_no_tile() -> None:
+    """More programs than tiles: the rest end without touching a barrier."""
+    check(replace(BASE, batch=1, heads=1, seqlen_q=40), torch.bfloat16, shuffled(2), programs=3)
+
+
+def test_values_beyond_a_length_are_not_read() -> None:
+    """Behind a sequence's keys lie the next one's, or padding: NaN there must not pass through a weight of 0."""
+    case = replace(BASE, batch=2, seqlen_q=70, lengths=(129, 0))
+    inputs = make_inputs(case, torch.bfloat16)
+    clean = run(case, inputs, shuffled(3))
+    for name in ("k", "v"):
+        for batch, length in enumerate(case.lengths):
+            inputs[name][batch, length:] = float("nan")
+    dirty = run(case, inputs, shuffled(3))
+    assert all(torch.equal(clean[name], dirty[name]) for name in clean)
+
+
+def test_strides() -> None:
+    """q, k and v as slices of one projection and as SDPA's layout: strides of rows, heads and batches in any order."""
+    case = replace(BASE, batch=2, heads=2, kv_heads=2, seqlen_q=140, seqlen_k=140, window=(None, 0))
+    inputs = make_inputs(case, torch.bfloat16)
+    expected = run(case, inputs, shuffled(4))
+    joint = torch.stack([inputs[name] for name in ("q", "k", "v")], dim=2)
+    q, k, v = joint.unbind(2)
+    transposed = {name: inputs[name].transpose(1, 2).contiguous().transpose(1, 2) for name in ("q", "k", "v")}
+    for changed in ({"q": q, "k": k, "v": v}, transposed):
+        ours = run(case, inputs | changed, shuffled(4))
+        assert all(torch.equal(ours[name], expected[name]) for name in ours)
+
+
+# What a slip of the pen would do to the kernel, as (text, what it becomes). Each must be noticed: as an error of the
+# emulator (a deadlock, a race), or by the numbers.
+MISTAKES = {
+    "K's phase": ("k_full.index(stage), ((count + step) // STAGES) & 1", "k_full.index(stage), (count + step) & 1"),
+    "V's phase": (
+        "v_full.index(before), ((count + step - 1) // STAGES) & 1", "v_full.index(before), ((count + step) // STAGES) & 1",
+    ),
+    "Q's phase": ("q_full.index(consumer), tiles & 1", "q_full.index(consumer), 0"),
+    "producer's phase": ("((count // STAGES) & 1) ^ 1)\n                    mbarrier.expect(k", "(count // STAGES) & 1)\n                    mbarrier.expect(k"),
+    "no wait for a free K": ("mbarrier.wait(k_empty.index(stage), ((count // STAGES) & 1) ^ 1)", "pass"),
+    "no wait for a free V": ("mbarrier.wait(v_empty.index(stage), (((count - 1) // STAGES) & 1) ^ 1)", "pass"),
+    "no wait for a free Q": ("mbarrier.wait(q_empty.index(consumer), (tiles & 1) ^ 1)", "pass"),
+    "no wait for K": ("mbarrier.wait(k_full.index(stage), ((count + step) // STAGES) & 1)", "pass"),
+    "no wait for V": ("mbarrier.wait(v_full.index(before), ((count + step - 1) // STAGES) & 1)", "pass"),
+    "no arrive after V": ("mbarrier.arrive(v_empty.index(before), count=1)", "pass"),
+    "no arrive after the last V": ("mbarrier.arrive(v_empty.index(stage), count=1)", "pass"),
+    "no arrive after Q": ("mbarrier.arrive(q_empty.index(consumer), count=1)", "pass"),
+    "one arrival for two consumers": ("mbarrier.init(k_empty.index(i), count=2)", "mbarrier.init(k_empty.index(i), count=1)"),
+    "a wait one too deep": ("warpgroup_mma_wait(1, deps=[s])", "warpgroup_mma_wait(2, deps=[s])"),
+    "no wait for the sum": ("acc = warpgroup_mma_wait(0, deps=[acc])\n        mbarrier", "acc = warpgroup_mma_wait(1, deps=[acc])\n        mbarrier"),
+    "K released early": (
+        "        s = warpgroup_mma_wait(1, deps=[s])\n        mbarrier.arrive(k_empty.index(stage), count=1)",
+        "        mbarrier.arrive(k_empty.index(stage), count=1)\n        s = warpgroup_mma_wait(1, deps=[s])",
+    ),
+    "V released early": (
+        "        acc = warpgroup_mma_wait(0, deps=[acc])\n        mbarrier.arrive(v_empty.index(before), count=1)",
+        "        mbarrier.arrive(v_empty.index(before), count=1)\n        acc = warpgroup_mma_wait(0, deps=[acc])",
+    ),
+    "expected bytes": ("mbarrier.expect(v_full.index(stage), v_desc", "mbarrier.expect(v_full.index(stage), q_desc"),
+    "both consumers on the same rows": ("first_row += consumer * CONSUMER_ROWS", "first_row += 0"),
+    "Q of the wrong rows": ("first_row + consumer * CONSUMER_ROWS, len_q", "first_row, len_q"),
+    "the next V": ("start - (step - 1) * BLOCK_N, len_k", "start - step * BLOCK_N, len_k"),
+    "dropout's column": ("first_column // 64 * 4 +", "first_column // 128 * 4 +"),
+    "dropout's row": ("keep = _keep_words(first_row, first_column,", "keep = _keep_words(0, first_column,"),
+    "dropout's bytes": ("0xFFBB", "0xDDBB"),
+    "dropout's words": ("gl.join(gl.join(w0, w2), gl.join(w1, w3))", "gl.join(gl.join(w0, w1), gl.join(w2, w3))"),
+    "dropout's threshold": ("bias = (0x8000 - threshold)", "bias = (0x7FFF - threshold)"),
+    "the last key": ("rows + (diagonal + window[1] + 1)", "rows + (diagonal + window[1])"),
+    "the last block's mask": ("masked = (last - full_last + BLOCK_N - 1) // BLOCK_N", "masked = (last - full_last) // BLOCK_N"),
+    "the sum is not faded": ("total * fade + gl.sum(p, 1)", "total + gl.sum(p, 1)"),
+    "lse in base 2": ("gl.log2(total) * 0.6931471805599453", "gl.log2(total)"),
+    "a tile counted for a block": ("            count -= 1\n", ""),
+}  # fmt: skip
+
+
+MISTAKE_CASE = replace(BASE, heads=2, seqlen_q=300, seqlen_k=700, window=(None, 0), dropout_p=0.2)
+MISTAKE_SCHEDULES = (SCHEDULES["producer first"], SCHEDULES["consumers first"], shuffled(5))
+
+
+def kernel_with(right: str, wrong: str) -> Any:
+    """The kernel's module once more, with one text for another."""
+    source = Path(forward.__file__).read_text()
+    assert source.count(right) == 1, f"{right!r} stands {source.count(right)} times in the kernel"
+    # Triton looks for a function's text in its file: the emulator needs its bytecode alone.
+    changed = types.ModuleType("changed")
+    code = compile(source.replace(right, wrong), forward.__file__, "exec")
+    with mock.patch.object(forward.gluon, "jit", lambda fn=None, **_: Body(fn) if fn else Body):
+        exec(code, changed.__dict__)
+    return changed._attention_hopper_fwd_kernel
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_noticed(mistake: str) -> None:
+    kernel = kernel_with(*MISTAKES[mistake])
+    with pytest.raises((GluonError, AssertionError)):
+        for schedule in MISTAKE_SCHEDULES:
+            check(MISTAKE_CASE, torch.bfloat16, schedule, kernel=kernel)
+
+
+def test_without_a_mistake() -> None:
+    """What the mistakes are noticed against."""
+    kernel = kernel_with("first_row += consumer * CONSUMER_ROWS", "first_row += CONSUMER_ROWS * consumer")
+    for schedule in MISTAKE_SCHEDULES:
+        check(MISTAKE_CASE, torch.bfloat16, schedule, kernel=kernel)
+
+
+def fits(**changes: Any) -> bool:
+    """Whether the kernels can do a call of BASE with changes: of the case, its tensors, or the mask."""
+    tensors = {name: changes.pop(name) for name in ("q", "k", "v") if name in changes}
+    mask, dtype = changes.pop("attn_mask", None), changes.pop("dtype", torch.bfloat16)
+    case = replace(BASE, **changes)
+    inputs = make_inputs(case, dtype) | tensors
+    q, k, v = inputs["q"], inputs["k"], inputs["v"]
+    return hopper.fits(problem_of(case, q, k), q, k, v, mask)
+
+
+def test_what_fits() -> None:
+    assert fits() and fits(dtype=torch.float16) and fits(head_dim=40) and fits(head_dim=128)
+    assert not fits(dtype=torch.float32)
+    assert not fits(head_dim=32) and not fits(head_dim=136) and not fits(head_dim=68)
+    assert fits(dropout_p=0.999) and not fits(dropout_p=1.0)
+    assert not fits(attn_mask=torch.ones(1, 1, 200, 300, dtype=torch.bool))
+    assert not fits(seqlen_k=0)
+
+
+def test_tensors_that_tma_cannot_address() -> None:
+    q = torch.zeros(2, 200, 2, 64, dtype=torch.bfloat16)
+    assert fits(batch=2, q=q)
+    assert not fits(batch=2, q=torch.zeros(2, 200, 2, 68, dtype=torch.bfloat16)[..., 4:])  # its start, its strides
+    assert not fits(batch=2, q=torch.zeros(2, 200, 2, 65, dtype=torch.bfloat16)[..., :64])
+    assert not fits(batch=2, q=q[..., :1].expand(q.shape))  # elements of a row not side by side
+    assert not fits(batch=2, q=q[:, :1].expand(q.shape))  # rows on top of each other
+    between = torch.zeros(2 * 200 * 128 + 64, dtype=torch.bfloat16).as_strided(q.shape, (200 * 128 + 64, 128, 64, 1))
+    assert not fits(batch=2, q=between)  # no whole number of rows from batch to batch
+    assert fits(batch=1, q=between[:1])
+    assert fits(batch=2, q=q[:1].expand(q.shape))  # one sequence for all
+
+
+def test_off_until_switched_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the environment, read once, and on sm_90 alone."""
+    assert not hopper.ENABLED
+    inputs = make_inputs(BASE, torch.bfloat16)
+    q, k, v = inputs["q"], inputs["k"], inputs["v"]
+    problem = problem_of(BASE, q, k)
+    for enabled in (False, True):
+        for capability in (80, 89, 90, 100, 120):
+            monkeypatch.setattr(hopper, "ENABLED", enabled)
+            monkeypatch.setattr(hopper, "architecture", lambda _, capability=capability: capability)
+            assert hopper.takes(problem, q, k, v, None) == (enabled and capability == 90)
+
+
+def test_descriptors_are_kept_and_keep_no_tensor() -> None:
+    x = torch.zeros(2, 200, 2, 64, dtype=torch.bfloat16)
+    descriptor = hopper.ragged_descriptor(x, 64, 64)
+    assert hopper.ragged_descriptor(x, 64, 64) is descriptor
+    assert hopper.ragged_descriptor(x.half(), 64, 64) is not descriptor
+    assert hopper.ragged_descriptor(x, 128, 64) is not descriptor
+    assert not isinstance(descriptor.base, Tensor) and descriptor.base.data_ptr() == x.data_ptr()
