@@ -24,12 +24,15 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from benchmarks import record
+from benchmarks.bench_attention import hopper
+from benchmarks.case import Provider
 from benchmarks.run import benchmarks, run_case
 from benchmarks.timing import time_interleaved
 
@@ -44,6 +47,7 @@ LEASE, CHUNK = 40 * 60, 9 * 60
 # The files whose tests a step runs: first what only a GPU can show, in sizes of many tiles, then each op's own.
 TESTS = {
     "attention": "tests/kernels/test_attention_gpu.py",
+    "attention_hopper": "tests/kernels/test_attention_hopper_gpu.py",
     "rows": "tests/kernels/test_rows_gpu.py",
     **{
         stem: f"tests/kernels/test_{stem}.py tests/ops/test_{stem}.py"
@@ -115,11 +119,18 @@ def run_side_by_side(commands: list[tuple[list[str], dict[str, str], Path]], lim
     return result
 
 
-def time_op(op: str, shape: dict[str, Any], results: Path) -> Callable[[], Result]:
-    """A step: the runner's own cases of one shape in bf16, every mode and every rival; its rows go to `results`."""
+def time_op(
+    op: str, shape: dict[str, Any], results: Path, first: dict[str, Provider] | None = None
+) -> Callable[[], Result]:
+    """A step: the runner's own cases of one shape in bf16, every mode and every rival; its rows go to `results`.
+
+    first: a form of ours that is not chosen by itself yet; it must be right, as ours must.
+    """
 
     def run() -> Result:
         benchmark = benchmarks()[op]
+        if first is not None:
+            benchmark = replace(benchmark, providers={**first, **benchmark.providers})
         line: Result = {"ok": True, "wrong": {}, "refused": {}, "speedup": {}}
         for mode in benchmark.modes:
             outcome = run_case(benchmark, shape, mode, torch.bfloat16, "cuda", rounds=20)
@@ -206,8 +217,15 @@ def steps(out: Path) -> Iterator[Step]:
     for shape in shapes_of("attention"):
         yield Step(f"time attention {name_of(shape)}", time_op("attention", shape, results), 30)
 
+    # The kernels for sm_90, which are off by default, beside the plain form and its rivals.
+    yield Step("tests attention_hopper", tests(TESTS["attention_hopper"], out / "tests_attention_hopper.log", 240), 90)
+    for shape in shapes_of("attention"):
+        if shape["seqlen"] == 2048 or (shape["seqlen"] == 8192 and shape["causal"]):
+            step = time_op("attention", shape, out / "cuda_hopper.jsonl", {"fastformer hopper": hopper})
+            yield Step(f"time attention_hopper {name_of(shape)}", step, 30)
+
     # The other ops.
-    for stem in list(TESTS)[1:]:
+    for stem in list(TESTS)[2:]:
         yield Step(f"tests {stem}", tests(TESTS[stem], out / f"tests_{stem}.log", 240), 40)
     for op in ("linear_cross_entropy", "add_layer_norm", "feed_forward", "embedding", "rotary"):
         for shape in shapes_of(op):

@@ -137,12 +137,13 @@ def test_the_day_runs_to_its_end_on_a_stub(tmp_path: Path) -> None:
     assert counts["steps"] == counts["waits for the device"] == len(lines)
     assert stub["seconds"] == sum(step.seconds for step in steps(tmp_path)) <= LEASE
     assert stub["statuses"] == [3] * (len(stub["statuses"]) - 1) + [0] and len(stub["statuses"]) <= 5
-    # Each mode of each shape, and the tuned ones again.
-    tuned = sum(line["key"].startswith("time tuned") for line in lines)
+    # Each mode of each shape, and again the tuned ones and those with the kernels for sm_90.
+    again = sum(line["key"].startswith(("time tuned", "time attention_hopper")) for line in lines)
     for op in ("attention", "add_layer_norm", "feed_forward", "linear_cross_entropy", "embedding", "rotary"):
-        times = len(shapes_of(op)) + (tuned if op == "attention" else 0)
+        times = len(shapes_of(op)) + (again if op == "attention" else 0)
         assert counts[f"cases of {op}"] == len(benchmarks()[op].modes) * times > 0
-    rows = (tmp_path / "cuda.jsonl").read_text() + (tmp_path / "cuda_tuned.jsonl").read_text()
+    files = ("cuda.jsonl", "cuda_tuned.jsonl", "cuda_hopper.jsonl")
+    rows = "".join((tmp_path / name).read_text() for name in files)
     assert len(rows.splitlines()) == sum(count for name, count in counts.items() if name.startswith("cases of"))
     # Tuning: all candidates launch, and the fastest (the stub's last) is in the file that later calls read.
     found = [line for line in lines if line["key"].startswith("tune ")]

@@ -143,9 +143,9 @@ def test_strides() -> None:
     case = replace(BASE, batch=2, heads=2, kv_heads=2, seqlen_q=140, seqlen_k=140, window=(None, 0))
     inputs = make_inputs(case, torch.bfloat16)
     expected = run(case, inputs, shuffled(4))
-    joint = torch.stack([inputs[name] for name in ("q", "k", "v")], dim=2)
-    q, k, v = joint.unbind(2)
-    transposed = {name: inputs[name].transpose(1, 2).contiguous().transpose(1, 2) for name in ("q", "k", "v")}
+    tensors: dict[str, Any] = {name: inputs[name] for name in ("q", "k", "v")}
+    q, k, v = torch.stack(list(tensors.values()), dim=2).unbind(2)
+    transposed = {name: x.transpose(1, 2).contiguous().transpose(1, 2) for name, x in tensors.items()}
     for changed in ({"q": q, "k": k, "v": v}, transposed):
         ours = run(case, inputs | changed, shuffled(4))
         assert all(torch.equal(ours[name], expected[name]) for name in ours)
@@ -156,10 +156,14 @@ def test_strides() -> None:
 MISTAKES = {
     "K's phase": ("k_full.index(stage), ((count + step) // STAGES) & 1", "k_full.index(stage), (count + step) & 1"),
     "V's phase": (
-        "v_full.index(before), ((count + step - 1) // STAGES) & 1", "v_full.index(before), ((count + step) // STAGES) & 1",
+        "v_full.index(before), ((count + step - 1) // STAGES) & 1",
+        "v_full.index(before), ((count + step) // STAGES) & 1",
     ),
     "Q's phase": ("q_full.index(consumer), tiles & 1", "q_full.index(consumer), 0"),
-    "producer's phase": ("((count // STAGES) & 1) ^ 1)\n                    mbarrier.expect(k", "(count // STAGES) & 1)\n                    mbarrier.expect(k"),
+    "producer's phase": (
+        "((count // STAGES) & 1) ^ 1)\n                    mbarrier.expect(k",
+        "(count // STAGES) & 1)\n                    mbarrier.expect(k",
+    ),
     "no wait for a free K": ("mbarrier.wait(k_empty.index(stage), ((count // STAGES) & 1) ^ 1)", "pass"),
     "no wait for a free V": ("mbarrier.wait(v_empty.index(stage), (((count - 1) // STAGES) & 1) ^ 1)", "pass"),
     "no wait for a free Q": ("mbarrier.wait(q_empty.index(consumer), (tiles & 1) ^ 1)", "pass"),
@@ -168,9 +172,15 @@ MISTAKES = {
     "no arrive after V": ("mbarrier.arrive(v_empty.index(before), count=1)", "pass"),
     "no arrive after the last V": ("mbarrier.arrive(v_empty.index(stage), count=1)", "pass"),
     "no arrive after Q": ("mbarrier.arrive(q_empty.index(consumer), count=1)", "pass"),
-    "one arrival for two consumers": ("mbarrier.init(k_empty.index(i), count=2)", "mbarrier.init(k_empty.index(i), count=1)"),
+    "one arrival for two consumers": (
+        "mbarrier.init(k_empty.index(i), count=2)",
+        "mbarrier.init(k_empty.index(i), count=1)",
+    ),
     "a wait one too deep": ("warpgroup_mma_wait(1, deps=[s])", "warpgroup_mma_wait(2, deps=[s])"),
-    "no wait for the sum": ("acc = warpgroup_mma_wait(0, deps=[acc])\n        mbarrier", "acc = warpgroup_mma_wait(1, deps=[acc])\n        mbarrier"),
+    "no wait for the sum": (
+        "acc = warpgroup_mma_wait(0, deps=[acc])\n        mbarrier",
+        "acc = warpgroup_mma_wait(1, deps=[acc])\n        mbarrier",
+    ),
     "K released early": (
         "        s = warpgroup_mma_wait(1, deps=[s])\n        mbarrier.arrive(k_empty.index(stage), count=1)",
         "        mbarrier.arrive(k_empty.index(stage), count=1)\n        s = warpgroup_mma_wait(1, deps=[s])",
@@ -189,7 +199,10 @@ MISTAKES = {
     "dropout's words": ("gl.join(gl.join(w0, w2), gl.join(w1, w3))", "gl.join(gl.join(w0, w1), gl.join(w2, w3))"),
     "dropout's threshold": ("bias = (0x8000 - threshold)", "bias = (0x7FFF - threshold)"),
     "the last key": ("rows + (diagonal + window[1] + 1)", "rows + (diagonal + window[1])"),
-    "the last block's mask": ("masked = (last - full_last + BLOCK_N - 1) // BLOCK_N", "masked = (last - full_last) // BLOCK_N"),
+    "the last block's mask": (
+        "masked = (last - full_last + BLOCK_N - 1) // BLOCK_N",
+        "masked = (last - full_last) // BLOCK_N",
+    ),
     "the sum is not faded": ("total * fade + gl.sum(p, 1)", "total + gl.sum(p, 1)"),
     "lse in base 2": ("gl.log2(total) * 0.6931471805599453", "gl.log2(total)"),
     "a tile counted for a block": ("            count -= 1\n", ""),
@@ -207,7 +220,7 @@ def kernel_with(right: str, wrong: str) -> Any:
     # Triton looks for a function's text in its file: the emulator needs its bytecode alone.
     changed = types.ModuleType("changed")
     code = compile(source.replace(right, wrong), forward.__file__, "exec")
-    with mock.patch.object(forward.gluon, "jit", lambda fn=None, **_: Body(fn) if fn else Body):
+    with mock.patch("triton.experimental.gluon.jit", lambda fn=None, **_: Body(fn) if fn else Body):
         exec(code, changed.__dict__)
     return changed._attention_hopper_fwd_kernel
 
