@@ -75,7 +75,7 @@ class Compiled(CompiledKernel):  # type: ignore[misc] # triton has no types
         """The launch."""
 
 
-def _compile(self: JITFunction[Any], key: str, signature: object, device: int, *rest: object) -> Compiled:
+def stub_compile(self: JITFunction[Any], key: str, signature: object, device: int, *rest: object) -> Compiled:
     compiled = Compiled()
     self.device_caches[device][0][key] = compiled
     return compiled
@@ -86,7 +86,7 @@ def stubbed() -> Iterator[None]:
     """Kernels take CPU tensors, and their launch does nothing."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(triton.runtime.driver, "_active", Driver()))
-        stack.enter_context(mock.patch.object(JITFunction, "_do_compile", _compile))
+        stack.enter_context(mock.patch.object(JITFunction, "_do_compile", stub_compile))
         stack.enter_context(mock.patch.object(_launch, "INTERPRETED", True))
         for module in (attention, attention_backward):
             stack.enter_context(mock.patch.object(module, "architecture", lambda x: 90))

@@ -103,7 +103,7 @@ def _key(kernel: Any, device: int, args: tuple[object, ...], options: dict[str, 
     assert _specialize is not None
     backend = kernel.device_caches[device][3]
     # Of a tuple it gives the types, and what is known of the values.
-    return kernel.hash, _specialize(backend, args, False, True, True), *options, *options.values()
+    return _specialize(backend, args, False, True, True), *options, *options.values()
 
 
 def unsupported_device(x: Tensor) -> str | None:

@@ -96,4 +96,4 @@ def device_of(args: tuple[Any, ...], types: tuple[frozenset[type], ...]) -> tupl
 
 def autograd_is_excluded() -> bool:
     """Whether this thread is inside an op of its own that PyTorch differentiates as a whole."""
-    return torch._C._dispatch_tls_is_dispatch_key_excluded(_Key.AutogradCPU)
+    return torch._C._dispatch_tls_is_dispatch_key_excluded(_Key.AutogradOther)

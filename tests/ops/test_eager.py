@@ -1,0 +1,442 @@
+"""The two ways into an op, through PyTorch's dispatcher and past it: when each is taken, and that they are one op."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+from fastformer import ops
+from fastformer.ops import _eager, _library, record_backends, use_backend
+from fastformer.ops._library import define_op, register_autograd
+
+WAYS = ("past", "through")
+ways: list[str] = []
+
+
+def _which_way() -> None:
+    """Whether PyTorch's dispatcher called the op that this is part of."""
+    frame = sys._getframe(2)
+    while frame is not None and frame.f_code.co_name != "call":
+        frame = frame.f_back
+    files = []
+    inner = sys._getframe(2)
+    while inner is not frame:
+        files.append(inner.f_code.co_filename)
+        inner = inner.f_back
+    ways.append("through" if any(file.endswith("torch/_ops.py") for file in files) else "past")
+
+
+def _way_reference(x: Tensor, y: Tensor | None, factor: float, count: int, flag: bool) -> Tensor:
+    _which_way()
+    return x * (factor * count) if y is None else x * (factor * count) + y
+
+
+def _way_backward_reference(dout: Tensor, factor: float, count: int) -> Tensor:
+    _which_way()
+    return dout * (factor * count)
+
+
+_toy = define_op(
+    "way_fwd(Tensor x, Tensor? y, float factor, int count, bool flag) -> Tensor",
+    _way_reference,
+    stem="toy",
+    fake=lambda x, *rest: x.new_empty(x.shape),
+    reference_only=dict.fromkeys(("cpp", "triton"), "it is a toy"),
+)
+_toy_backward = define_op(
+    "way_bwd(Tensor dout, float factor, int count) -> Tensor",
+    _way_backward_reference,
+    stem="toy",
+    fake=lambda dout, *rest: dout.new_empty(dout.shape),
+    reference_only=dict.fromkeys(("cpp", "triton"), "it is a toy"),
+)
+
+
+def _way_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, _, ctx.factor, ctx.count, _ = inputs
+    ctx.save_for_backward(inputs[0])
+
+
+register_autograd(
+    "way_fwd",
+    lambda ctx, dout: (
+        _toy_backward(dout, ctx.factor, ctx.count),
+        dout if ctx.needs_input_grad[1] else None,
+        None,
+        None,
+        None,
+    ),  # fmt: skip
+    setup_context=_way_setup,
+)
+# Other tests take the entries for the package's own.
+for _name in ("way_fwd", "way_bwd"):
+    del _library.OPS[_name]
+
+
+def toy(x: Tensor, y: Tensor | None = None, factor: Any = 2.0, count: Any = 3, flag: Any = True) -> Tensor:
+    return _toy(x, y, factor, count, flag)
+
+
+@pytest.fixture(autouse=True)
+def _no_ways() -> None:
+    ways.clear()
+
+
+class Unwrapping(Tensor):
+    """A subclass that gives plain tensors."""
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        plain = [a.as_subclass(Tensor) if isinstance(a, Unwrapping) else a for a in args]
+        return function(*plain, **(kwargs or {}))
+
+
+class Seen(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(function))
+        return function(*args, **(kwargs or {}))
+
+
+class SeenFunctions(TorchFunctionMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(function))
+        return function(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def inference_tensors() -> Iterator[None]:
+    with torch.inference_mode():
+        yield
+
+
+@pytest.mark.parametrize("context", [contextlib.nullcontext, torch.no_grad, torch.inference_mode])
+def test_plain_calls_go_past(context: Callable[[], Any]) -> None:
+    x, parameter = torch.randn(4, 4), torch.nn.Parameter(torch.randn(4, 4))
+    calls = [(x, None), (x.t(), x[1:2]), (parameter, None), (x, parameter), (x.expand(2, 4, 4), None), (x[:0], None)]
+    with context():
+        made_inside = torch.randn(4, 4)
+        for first, second in (*calls, (made_inside, parameter)):
+            assert torch.equal(toy(first, second), first * 6 + (0 if second is None else second))
+        assert toy(x, parameter).requires_grad is torch.is_grad_enabled()
+    with torch.autocast("cpu", torch.bfloat16), context():
+        toy(parameter)
+    assert set(ways) == {"past"}
+
+
+def test_gradients_past() -> None:
+    x, y = torch.randn(3).requires_grad_(), torch.nn.Parameter(torch.randn(3))
+    toy(x, y).backward(torch.ones(3))
+    assert torch.equal(x.grad, torch.full((3,), 6.0)) and torch.equal(y.grad, torch.ones(3))
+    torch.autograd.grad(toy(x), x, torch.ones(3), create_graph=True)  # the backward op has no gradient of its own here
+    packed: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: (packed.append(t), t)[1], lambda t: t):
+        toy(x, y)
+    assert [id(t) for t in packed] == [id(x)]
+    out = checkpoint(lambda x: toy(x, y), x, use_reentrant=False)
+    out.sum().backward()
+    assert set(ways) == {"past"}
+
+
+def _vmap(x: Tensor) -> None:
+    torch.func.vmap(toy)(x)
+
+
+def _grad(x: Tensor) -> None:
+    torch.func.grad(lambda x: toy(x).sum())(x)
+
+
+def _functionalized(x: Tensor) -> None:
+    torch.func.functionalize(toy)(x)
+
+
+def _leaked(x: Tensor) -> None:
+    """A wrapper that outlived its transform."""
+    kept: list[Tensor] = []
+    torch.func.grad(lambda x: (kept.append(x), x.sum())[1])(x)
+    toy(kept[0])
+
+
+def _forward_mode(x: Tensor) -> None:
+    with forward_ad.dual_level():
+        toy(forward_ad.make_dual(x, x))
+
+
+def _jit_trace(x: Tensor) -> None:
+    graph = torch.jit.trace(toy, (x,), check_trace=False).graph
+    assert "fastformer::way_fwd" in str(graph)
+
+
+def _make_fx(x: Tensor) -> None:
+    graph = make_fx(lambda x: toy(x))(x).graph
+    assert [str(node.target) for node in graph.nodes if node.op == "call_function"] == ["fastformer.way_fwd.default"]
+
+
+def _fake(x: Tensor) -> None:
+    with FakeTensorMode() as mode:
+        assert type(toy(mode.from_tensor(x))) is not Tensor
+
+
+def _fake_outside(x: Tensor) -> None:
+    assert type(toy(FakeTensorMode().from_tensor(x))) is not Tensor
+
+
+def _dispatch_mode(x: Tensor) -> None:
+    with Seen() as mode:
+        toy(x)
+    assert "fastformer.way_fwd.default" in mode.names
+
+
+def _function_mode(x: Tensor) -> None:
+    with SeenFunctions() as mode:
+        toy(x)
+    assert any("way_fwd" in name for name in mode.names)
+
+
+def _flop_counter(x: Tensor) -> None:
+    counted: list[Any] = []
+    way = torch.ops.fastformer.way_fwd
+    with FlopCounterMode(display=False, custom_mapping={way: lambda *a, **k: counted.append(a) or 7}) as counter:
+        toy(x)
+    assert counter.get_total_flops() == 7
+
+
+def _profiler(x: Tensor) -> None:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        toy(x)
+    assert "fastformer::way_fwd" in {event.name for event in profile.events()}
+
+
+def _compiled(x: Tensor) -> None:
+    graphs: list[torch.fx.GraphModule] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph
+
+    torch._dynamo.reset()
+    torch.compile(toy, backend=backend, fullgraph=True)(x)
+    targets = [str(node.target) for node in graphs[0].graph.nodes if node.op == "call_function"]
+    assert targets == ["fastformer.way_fwd.default"]
+
+
+def _exported(x: Tensor) -> None:
+    class Module(torch.nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return toy(x)
+
+    for strict in (True, False):
+        program = torch.export.export(Module(), (x,), strict=strict)
+        assert "fastformer.way_fwd" in str(program.graph), strict
+
+
+def _below_autograd(x: Tensor) -> None:
+    with torch._C._AutoDispatchBelowAutograd():
+        assert not toy(x.requires_grad_()).requires_grad
+
+
+def _subclass(x: Tensor) -> None:
+    toy(x.as_subclass(Unwrapping))
+    ways.append("through")  # it comes back with plain tensors
+
+
+def _negative_bit(x: Tensor) -> None:
+    assert torch.equal(toy(torch._neg_view(x)), -6 * x)
+
+
+def _sparse(x: Tensor) -> None:
+    toy(x.to_sparse())
+
+
+def _meta(x: Tensor) -> None:
+    assert toy(x.to("meta")).device.type == "meta"
+
+
+def _integer_for_a_number(x: Tensor) -> None:
+    assert toy(x, factor=2).dtype == x.dtype
+
+
+def _numpy_scalars(x: Tensor) -> None:
+    np = pytest.importorskip("numpy")
+    assert torch.equal(toy(x, factor=np.float64(2.0)), x * 6)
+
+
+THROUGH = [
+    _vmap, _grad, _functionalized, _leaked, _forward_mode, _jit_trace, _make_fx, _fake, _fake_outside, _dispatch_mode,
+    _function_mode, _flop_counter, _profiler, _compiled, _exported, _below_autograd, _subclass, _negative_bit, _sparse,
+    _meta, _integer_for_a_number, _numpy_scalars,
+]  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("call", THROUGH, ids=lambda call: call.__name__)
+def test_whatever_surrounds_a_call_goes_through(call: Callable[[Tensor], None]) -> None:
+    # Functorch can not differentiate an op, and says so.
+    with pytest.raises(RuntimeError) if call is _grad else contextlib.nullcontext():
+        call(torch.randn(4, 4))
+    assert "past" not in ways
+    ways.clear()
+    toy(torch.randn(2))
+    assert ways == ["past"], "the next call is a plain one again"
+
+
+def test_wrong_types_meet_the_schema() -> None:
+    x = torch.randn(2)
+    for wrong in ({"count": 1.5}, {"factor": "2"}, {"flag": "no"}, {"y": 3}):
+        with pytest.raises((RuntimeError, TypeError)):
+            toy(x, **wrong)
+            raise AssertionError(wrong)
+    with pytest.raises((RuntimeError, TypeError)):
+        _toy(x)
+    assert not ways
+
+
+def test_the_keys_of_plain_tensors() -> None:
+    for made_in_inference_mode in (False, True):
+        with torch.inference_mode(made_in_inference_mode):
+            keys = torch._C._dispatch_keys(torch.empty(2)).raw_repr()
+        assert _eager._PLAIN[keys] == "cpu"
+    assert len(_eager._PLAIN) == 4
+
+
+@pytest.mark.gpu
+def test_plain_tensors_of_a_gpu_go_past() -> None:
+    x = torch.randn(4, device="cuda")
+    toy(x), toy(x.requires_grad_()), toy(torch.nn.Parameter(x))
+    with torch.inference_mode():
+        toy(torch.randn(4, device="cuda"))
+    assert ways == ["past"] * 4
+    with pytest.raises(RuntimeError, match="device"):
+        toy(x, torch.randn(4))
+
+
+@pytest.fixture(params=["reference", "cpp"])
+def _backend(request: pytest.FixtureRequest) -> Iterator[str]:
+    if request.param == "cpp" and _library._extension.load() is None:
+        pytest.skip("the C++ extension is not built")
+    yield request.param
+
+
+def _attention(tensors: dict[str, Tensor]) -> tuple[Tensor, ...]:
+    return ops.attention(*(tensors[name] for name in "qkv"), is_causal=True, return_lse=True)
+
+
+def _add_layer_norm(tensors: dict[str, Tensor]) -> tuple[Tensor, ...]:
+    return ops.add_layer_norm(*(tensors[name] for name in ("x", "residual", "weight", "bias")))
+
+
+def _tensors(call: Callable[..., Any]) -> dict[str, Tensor]:
+    torch.manual_seed(1)
+    if call is _attention:
+        return {name: torch.randn(2, 5, 4, 8) for name in "qkv"}
+    return {name: torch.randn(3, 8) for name in ("x", "residual")} | {n: torch.randn(8) for n in ("weight", "bias")}
+
+
+def observe(call: Callable[..., Any], backend: str, wanted: tuple[str, ...], context: Any) -> dict[str, Any]:
+    """All that a caller can see of an op's forward and backward pass."""
+    tensors = _tensors(call)
+    for name in wanted:
+        tensors[name].requires_grad_()
+    packed: list[tuple[Any, ...]] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        packed.append((tensor.shape, tensor.dtype, tensor.requires_grad))
+        return tensor
+
+    with record_backends() as ran:
+        hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t)
+        with use_backend(backend), context(), hooks:
+            outputs = call(tensors)
+        seen: dict[str, Any] = {
+            "outputs": [out.detach() for out in outputs],
+            "requires_grad": [out.requires_grad for out in outputs],
+            "strides": [(out.stride(), out.is_inference(), out.is_leaf) for out in outputs],
+            "saved": packed,
+        }
+        if outputs[0].requires_grad:
+            grad = torch.randn_like(outputs[0]).mT.contiguous().mT  # not contiguous
+            inputs = [tensors[name] for name in wanted]
+            for times in ("first", "again"):
+                seen[times] = torch.autograd.grad(outputs[0], inputs, grad, retain_graph=True)
+            doubled = torch.autograd.grad(outputs[0], inputs, grad.clone().requires_grad_(), create_graph=True)
+            with pytest.raises(NotImplementedError) as refused:
+                doubled[0].sum().backward()
+            seen["double backward"] = str(refused.value)
+            with use_backend(backend):
+                outputs = call(tensors)
+            with torch.no_grad():
+                tensors["weight" if "weight" in wanted else wanted[0]].mul_(2)
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                outputs[0].backward(grad)
+    seen["ran"] = ran
+    return seen
+
+
+@pytest.mark.parametrize("call", [_attention, _add_layer_norm], ids=["attention", "add_layer_norm"])
+@pytest.mark.parametrize("wanted", [(0, 1, 2), (1,), ()], ids=str)
+@pytest.mark.parametrize("context", [contextlib.nullcontext, torch.no_grad, torch.inference_mode])
+def test_both_ways_are_one_op(
+    call: Callable[..., Any],
+    wanted: tuple[int, ...],
+    context: Any,
+    _backend: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    names = list(_tensors(call))
+    if call is _add_layer_norm:
+        names = ["x", "weight", "residual"] if wanted != (1,) else ["residual", "weight"]
+    chosen = tuple(names[index] for index in wanted)
+    seen = {}
+    for way in WAYS:
+        with monkeypatch.context() as patch:
+            if way == "through":
+                patch.setattr(_eager, "nothing_watches", lambda: False)
+            torch.manual_seed(2)
+            seen[way] = observe(call, _backend, chosen, context)
+    past, through = seen["past"], seen["through"]
+    assert past.keys() == through.keys()
+    for what, expected in through.items():
+        if what in ("outputs", "first", "again"):
+            for ours, theirs in zip(past[what], expected, strict=True):
+                assert torch.equal(ours, theirs), what
+        else:
+            assert past[what] == expected, what
+    assert {backend for _, backend in past["ran"]} == {_backend}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_refusal_speaks_alike(way: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    if way == "through":
+        monkeypatch.setattr(_eager, "nothing_watches", lambda: False)
+    monkeypatch.setattr(_library, "_told", set())
+    q = torch.randn(1, 4, 2, 8, requires_grad=True)
+    if _library._extension.load() is None:
+        pytest.skip("the C++ extension is not built")
+    monkeypatch.setenv("FASTFORMER_STRICT", "1")
+    with pytest.raises(NotImplementedError, match="attention_fwd can't run on cpp: it needs a positive softmax_scale"):
+        ops.attention(q, q, q, softmax_scale=-1.0)
+    monkeypatch.setenv("FASTFORMER_STRICT", "0")
+    with caplog.at_level(logging.WARNING, "fastformer"):
+        ops.attention(q, q, q, softmax_scale=-1.0).sum().backward()
+    assert len(caplog.records) == 2 and "attention_fwd runs on" in caplog.records[0].message
