@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastformer.kernels._launch import Dropout, contiguous, dot_precision, dropout_arguments
+from fastformer.kernels._launch import Dropout, contiguous, dot_precision, dropout_arguments, next_power_of_2
 
 # Arguments whose values must not make another binary: Triton compiles apart for 1 and for multiples of 16.
 COUNTS = ["planes", "lengths", "window", "dropout"]
@@ -301,7 +301,7 @@ class Problem(NamedTuple):
 
     @property
     def block_d(self) -> int:
-        return max(16, triton.next_power_of_2(self.head_dim))
+        return max(16, next_power_of_2(self.head_dim))
 
 
 def describe(
@@ -354,7 +354,8 @@ LARGEST_ROW_STRIDE = 2**31 // 256
 
 def readable(x: Tensor) -> Tensor:
     """`x` as the kernels read it: elements of a row side by side, rows not too far apart; a copy where it is not so."""
-    return x if x.stride(-1) == 1 and x.stride(-3) < LARGEST_ROW_STRIDE else x.contiguous()
+    strides = x.stride()
+    return x if strides[-1] == 1 and strides[-3] < LARGEST_ROW_STRIDE else x.contiguous()
 
 
 def plane_strides(x: Tensor, packed: bool, unit: int) -> tuple[int, int, int]:

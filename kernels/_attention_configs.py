@@ -179,6 +179,7 @@ def _look_up(kernel: str, call: Call, *tables: Table) -> Config:
     raise AssertionError(f"no config for {call}")
 
 
+@_tuning.remembered
 def forward_config(call: Call) -> Config:
     """The tile of `_attention_fwd_kernel`."""
     if call.is_fp32:
@@ -189,11 +190,13 @@ def forward_config(call: Call) -> Config:
     return _look_up("attention_fwd", call, short, FORWARD)
 
 
+@_tuning.remembered
 def backward_config(call: Call) -> Config:
     """The tile of `_dkdv_kernel`."""
     return _look_up("attention_bwd", call, BACKWARD_FP32 if call.is_fp32 else BACKWARD)
 
 
+@_tuning.remembered
 def choose_dq_config(call: Call) -> Config:
     """The tile of `_dq_kernel`."""
     return _look_up("attention_dq", call, DQ_FP32 if call.is_fp32 else DQ)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -108,7 +109,7 @@ def _key(kernel: Any, device: int, args: tuple[object, ...], options: dict[str, 
 
 def unsupported_device(x: Tensor) -> str | None:
     """Why no kernel takes tensors of this device, or None."""
-    if x.device.type != "cuda" and not INTERPRETED:
+    if not x.is_cuda and not INTERPRETED:
         return "the tensors are on the CPU and TRITON_INTERPRET=1 was not set before the kernels were imported"
     return None
 
@@ -123,9 +124,13 @@ def unsupported_dtype(*dtypes: torch.dtype) -> str | None:
 
 def architecture(x: Tensor) -> int:
     """The device's compute capability as in sm_90 -> 90; 0 under the interpreter."""
-    if x.device.type != "cuda":
-        return 0
-    major, minor = torch.cuda.get_device_capability(x.device)
+    return _capability(torch.cuda.get_device_capability, x.device) if x.is_cuda else 0
+
+
+@functools.cache
+def _capability(ask: Callable[[torch.device], tuple[int, int]], device: torch.device) -> int:
+    # Who asks is part of the key: reports put another function there for a device that is not at hand.
+    major, minor = ask(device)
     return major * 10 + minor
 
 
@@ -142,7 +147,17 @@ def dot_precision(x: Tensor) -> str:
 
     Three TF32 products carry about 21 bits of fp32's 24; plain TF32 would carry 10. The interpreter is exact.
     """
-    return "tf32x3" if x.device.type == "cuda" else "ieee"
+    return "tf32x3" if x.is_cuda else "ieee"
+
+
+def cdiv(a: int, b: int) -> int:
+    """a / b rounded up. (`triton.cdiv`, which kernels call too, takes fifty times as long.)"""
+    return -(-a // b)
+
+
+def next_power_of_2(n: int) -> int:
+    """The least power of two that is not below n, 1 for 0; as `triton.next_power_of_2` does, see `cdiv`."""
+    return 1 << (n - 1).bit_length() if n > 0 else 1
 
 
 def stride_unit(*tensors: Tensor | None) -> int:
@@ -151,7 +166,12 @@ def stride_unit(*tensors: Tensor | None) -> int:
     They multiply by it, so that the compiler sees that rows can be read 16 bytes at a time also where a stride is no
     multiple of 16 (head_dim 40), which is all that Triton tells it about an integer.
     """
-    return 8 if all(stride % 8 == 0 for x in tensors if x is not None for stride in x.stride()[:-1]) else 1
+    for x in tensors:
+        if x is not None:
+            for stride in x.stride()[:-1]:
+                if stride % 8:
+                    return 1
+    return 8
 
 
 def contiguous(x: Tensor | None) -> Tensor | None:

@@ -11,7 +11,7 @@ import json
 import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import triton
 
@@ -31,6 +31,24 @@ def _key(call: tuple[Any, ...]) -> str:
     return " ".join([*map(str, call), f"triton{triton.__version__}"])
 
 
+_Config = TypeVar("_Config")
+_chosen: list[Callable[[], None]] = []
+
+
+def remembered(choose: Callable[[Any], _Config]) -> Callable[[Any], _Config]:
+    """Remembers the config of each call until a tuning run measures another."""
+    cached = functools.cache(choose)
+    _chosen.append(cached.cache_clear)
+    return cached
+
+
+def forget() -> None:
+    """The file is to be looked at again."""
+    measured.cache_clear()
+    for clear in _chosen:
+        clear()
+
+
 @functools.cache
 def measured(kernel: str, call: tuple[Any, ...]) -> tuple[Any, ...] | None:
     """The config's fields that a tuning run found for this call, or None."""
@@ -46,7 +64,7 @@ def record(kernel: str, call: tuple[Any, ...], config: tuple[Any, ...]) -> None:
     temporary = path().with_suffix(f".{os.getpid()}")
     temporary.write_text(json.dumps(table, indent=1))
     temporary.replace(path())  # a reader sees the old file or the new one
-    measured.cache_clear()
+    forget()
 
 
 def tune(

@@ -28,9 +28,11 @@ from torch import Tensor
 
 from fastformer.kernels._dropout import drop_tile
 from fastformer.kernels._launch import (
+    cdiv,
     contiguous,
     dropout_arguments,
     launch,
+    next_power_of_2,
     num_sms,
     stride_unit,
     unsupported_device,
@@ -344,8 +346,8 @@ class Tile(NamedTuple):
 
 def row_tile(dim: int, num_rows: int) -> Tile:
     """Whole rows, about 2048 elements, 16 of them a thread (in the widest rows more)."""
-    block_n = max(8, triton.next_power_of_2(dim))
-    block_m = max(1, min(2048 // block_n, triton.next_power_of_2(num_rows)))
+    block_n = max(8, next_power_of_2(dim))
+    block_m = max(1, min(2048 // block_n, next_power_of_2(num_rows)))
     return Tile(block_m, block_n, max(1, min(16, block_m * block_n // 512)))
 
 
@@ -387,8 +389,9 @@ def add_layer_norm_fwd(
     dim = x.shape[-1]
     num_rows = x.numel() // dim
     kept = residual is not None or dropout_p > 0.0
-    y = x.new_empty(x.shape)
-    residual_out = x.new_empty(x.shape if kept else 0, dtype=x.dtype if residual is None else residual.dtype)
+    y = torch.empty_like(x, memory_format=torch.contiguous_format)
+    stream = x if residual is None else residual
+    residual_out = torch.empty_like(stream, memory_format=torch.contiguous_format) if kept else stream.new_empty(0)
     mean = x.new_empty(0 if rms_norm else num_rows, dtype=torch.float32)
     rstd = x.new_empty(num_rows, dtype=torch.float32)
     if num_rows == 0:
@@ -398,7 +401,7 @@ def add_layer_norm_fwd(
     unit = stride_unit(x, residual)
     tile = row_tile(dim, num_rows)
     launch(
-        _add_layer_norm_fwd_kernel, (triton.cdiv(num_rows, tile.block_m),),
+        _add_layer_norm_fwd_kernel, (cdiv(num_rows, tile.block_m),),
         x, residual, contiguous(weight), contiguous(bias), y, residual_out if kept else None,
         None if rms_norm else mean, rstd, num_rows, _strides(unit, x, residual), eps,
         dropout_arguments(dropout_p, dropout_seed),
@@ -425,7 +428,7 @@ def add_layer_norm_bwd(
     num_rows = s.numel() // dim
     same = dropout_p == 0.0 and x_dtype == s.dtype
     parameter_dtype = s.dtype if weight is None else weight.dtype
-    dx = s.new_empty(s.shape, dtype=x_dtype)
+    dx = torch.empty_like(s, dtype=x_dtype, memory_format=torch.contiguous_format)
     dresidual = s.new_empty(0 if same else s.shape)
     new = s.new_empty if num_rows else s.new_zeros
     dweight = new(0 if weight is None else dim, dtype=parameter_dtype)
@@ -449,7 +452,7 @@ def add_layer_norm_bwd(
     tile = backward_tile(dim, num_rows, bytes_each)
     loaded = bytes_each * tile.block_m * tile.block_n
     if dim <= WIDEST_SUMMED and loaded <= 65536:
-        num_tiles = triton.cdiv(num_rows, tile.block_m)
+        num_tiles = cdiv(num_rows, tile.block_m)
         num_partials = min(num_tiles, num_sms(s.device) * (2 if tile.num_warps <= 8 else 1))
         partial = s.new_empty(kinds, num_partials, dim, dtype=torch.float32) if kinds else None
         # Two stages: the next rows come into shared memory meanwhile, where it is large enough on every architecture
@@ -468,18 +471,18 @@ def add_layer_norm_bwd(
             RMS_NORM=rms_norm, UNIT=unit, DIM=dim, BLOCK_N=4096, num_warps=8,
         )  # fmt: skip
         block_m, block_n = 8, 256
-        blocks = triton.cdiv(dim, block_n)
+        blocks = cdiv(dim, block_n)
         # About four programs an SM, and no fewer than two steps each.
-        num_partials = max(1, min(4 * num_sms(s.device) // blocks, triton.cdiv(num_rows, 2 * block_m)))
+        num_partials = max(1, min(4 * num_sms(s.device) // blocks, cdiv(num_rows, 2 * block_m)))
         partial = s.new_empty(kinds, num_partials, dim, dtype=torch.float32) if kinds else None
         launch(
             _wide_backward_kernel, (blocks, num_partials),
-            *inputs, means, *outputs, partial, num_rows, triton.cdiv(num_rows, num_partials), strides, dropout, **flags,
+            *inputs, means, *outputs, partial, num_rows, cdiv(num_rows, num_partials), strides, dropout, **flags,
             BLOCK_M=block_m, BLOCK_N=block_n, num_warps=8,
         )  # fmt: skip
     if kinds:
         launch(
-            _sum_partials_kernel, (triton.cdiv(dim, 32), kinds),
+            _sum_partials_kernel, (cdiv(dim, 32), kinds),
             partial, dweight if sums_weight else None, dbias if has_bias else None, num_partials,
             DIM=dim, BLOCK_M=64, BLOCK_N=32, num_warps=4,
         )  # fmt: skip

@@ -45,6 +45,7 @@ from fastformer.kernels._launch import (
     DTYPES,
     INTERPRETED,
     architecture,
+    cdiv,
     launch,
     stride_unit,
     unsupported_device,
@@ -173,7 +174,7 @@ def launch_forward(
         out = q.new_zeros(q.shape)
         lse = torch.full((problem.num_heads, q.shape[0]), float("-inf"), dtype=torch.float32, device=q.device)
     else:
-        out = q.new_empty(q.shape)
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
         shape = (problem.batch, problem.num_heads, problem.seqlen_q)
         lse = torch.empty(shape, dtype=torch.float32, device=q.device)
     if q.numel() == 0 or problem.seqlen_q == 0:
@@ -184,7 +185,7 @@ def launch_forward(
     config = config or forward_config(call_of(architecture(q), problem, q.dtype, mask_kind(attn_mask)))
     unit = stride_unit(q, k, v, out)
     kv_bytes = 2 * problem.seqlen_k * problem.head_dim * q.element_size() // problem.group
-    planes = planes_of(problem, triton.cdiv(problem.seqlen_q, config.block_m), kv_bytes)
+    planes = planes_of(problem, cdiv(problem.seqlen_q, config.block_m), kv_bytes)
     launch(
         _attention_fwd_kernel, (planes[2] * planes[3],),
         q, k, v, out, lse, mask_bytes(attn_mask), work_counter, planes,
@@ -215,7 +216,7 @@ def why_unsupported(
         return "q, k and v differ in dtype"
     if q.shape[-1] > 256:
         return f"head_dim {q.shape[-1]} is greater than 256"
-    if q.dtype == torch.float32 and q.shape[-1] > LARGEST_FP32_HEAD_DIM and q.device.type == "cuda":
+    if q.dtype == torch.float32 and q.shape[-1] > LARGEST_FP32_HEAD_DIM and q.is_cuda:
         return f"head_dim {q.shape[-1]} in float32 is greater than {LARGEST_FP32_HEAD_DIM}"
     if v.shape[-1] != q.shape[-1]:
         return "v's head_dim is not q's"
@@ -223,9 +224,9 @@ def why_unsupported(
         return f"softmax_scale {softmax_scale} is not positive"
     if attn_mask is not None and attn_mask.dtype not in (torch.bool, *DTYPES):
         return f"attn_mask is {attn_mask.dtype}"
-    if q.device.type == "cuda" and architecture(q) < 80:
+    if q.is_cuda and architecture(q) < 80:
         return "the GPU is older than compute capability 8.0, where tl.dot has no tensor cores"
-    if q.dtype == torch.bfloat16 and q.device.type != "cuda" and INTERPRETED:
+    if q.dtype == torch.bfloat16 and not q.is_cuda and INTERPRETED:
         return "Triton's interpreter multiplies bfloat16 wrongly"
     return unsupported_device(q)
 

@@ -47,7 +47,7 @@ from fastformer.kernels._attention_common import (
 from fastformer.kernels._attention_configs import Config, backward_config, call_of, choose_dq_config, tile_of
 from fastformer.kernels._attention_dq import _dq_kernel
 from fastformer.kernels._dropout import keep_mask_tile, kept_or_zero, load_dropout
-from fastformer.kernels._launch import architecture, launch, stride_unit
+from fastformer.kernels._launch import architecture, cdiv, launch, stride_unit
 
 
 def _dkdv_products(arguments: dict[str, Any]) -> list[int]:
@@ -283,7 +283,7 @@ def launch_backward(
     elif deterministic or config.split:
         dq_mode, dq = "none", new(q, q.shape)
     else:
-        dq_mode, dq = "atomic", torch.zeros(q.shape, dtype=torch.float32, device=q.device)
+        dq_mode, dq = "atomic", torch.zeros_like(q, dtype=torch.float32, memory_format=torch.contiguous_format)
     dmask_mode = "none"
     if learned_mask is not None:
         dmask_mode, dmask = _dmask_buffer(learned_mask, problem, deterministic)
@@ -292,7 +292,7 @@ def launch_backward(
     delta, row_lse = torch.empty_like(lse), torch.empty_like(lse)
     rows = lse.shape[-1]
     rows_block = max(1, min(64, 4096 // problem.block_d))
-    rows_blocks = triton.cdiv(rows, rows_block)
+    rows_blocks = cdiv(rows, rows_block)
     launch(
         _rows_kernel, (rows_blocks * (lse.numel() // rows),),
         out, dout, lse, delta, row_lse, problem.num_heads, rows, rows_blocks,
@@ -311,7 +311,7 @@ def launch_backward(
         "BLOCK_D": problem.block_d,
     }  # fmt: skip
     q_bytes = 2 * problem.seqlen_q * problem.head_dim * q.element_size()
-    planes = planes_of(problem, triton.cdiv(problem.seqlen_k, config.block_n), q_bytes)
+    planes = planes_of(problem, cdiv(problem.seqlen_k, config.block_n), q_bytes)
     written_mask = None if dmask_mode == "none" else dmask
     launch(
         _dkdv_kernel, (planes[2] * planes[3],),
@@ -323,7 +323,7 @@ def launch_backward(
     if dq_mode == "none":
         config = dq_config or choose_dq_config(call)
         kv_bytes = 2 * problem.seqlen_k * problem.head_dim * q.element_size() // problem.group
-        planes = planes_of(problem, triton.cdiv(problem.seqlen_q, config.block_m), kv_bytes)
+        planes = planes_of(problem, cdiv(problem.seqlen_q, config.block_m), kv_bytes)
         launch(
             _dq_kernel, (planes[2] * planes[3],),
             q, k, v, dout, delta, row_lse, dq, mask, work_counter,

@@ -28,9 +28,11 @@ from torch import Tensor
 
 from fastformer.kernels._dropout import drop_tile
 from fastformer.kernels._launch import (
+    cdiv,
     contiguous,
     dropout_arguments,
     launch,
+    next_power_of_2,
     stride_unit,
     unsupported_device,
     unsupported_dtype,
@@ -244,8 +246,8 @@ def why_unsupported(op_name: str, *, ids: Tensor, **arguments: Any) -> str | Non
 
 def _token_tile(num_tokens: int, dim: int) -> tuple[int, int, int]:
     """(BLOCK_M, BLOCK_N, num_warps) of a kernel that takes tokens in their order."""
-    block_n = min(1024, max(8, triton.next_power_of_2(dim)))
-    block_m = max(1, min(2048 // block_n, triton.next_power_of_2(num_tokens)))
+    block_n = min(1024, max(8, next_power_of_2(dim)))
+    block_m = max(1, min(2048 // block_n, next_power_of_2(num_tokens)))
     return block_m, block_n, max(1, min(4, block_m * block_n // 512))
 
 
@@ -271,7 +273,7 @@ def embedding_fwd(
     block_m, block_n, num_warps = _token_tile(num_tokens, dim)
     launch(
         _embedding_fwd_kernel,
-        (triton.cdiv(num_tokens, block_m), triton.cdiv(dim, block_n)),
+        (cdiv(num_tokens, block_m), cdiv(dim, block_n)),
         ids.contiguous(),
         weight,
         table,
@@ -312,11 +314,11 @@ def _sum_by_key(
     num_tokens, dim = dout.shape
     sums = dout.new_zeros(num_rows, dim, dtype=dtype)
     unit = stride_unit(dout)
-    num_chunks = triton.cdiv(num_tokens, CHUNK)
+    num_chunks = cdiv(num_tokens, CHUNK)
     partial = dout.new_empty(num_chunks, 2, dim, dtype=torch.float32)
-    block_n = min(512, max(8, triton.next_power_of_2(dim)))
+    block_n = min(512, max(8, next_power_of_2(dim)))
     block_m = max(2, min(2048 // block_n, 16))
-    column_blocks = triton.cdiv(dim, block_n)
+    column_blocks = cdiv(dim, block_n)
     launch(
         _sum_runs_kernel,
         (num_tokens, column_blocks),
@@ -364,7 +366,7 @@ def _sum_by_atomics(
     block_m, block_n, num_warps = _token_tile(num_tokens, dim)
     launch(
         _scatter_kernel,
-        (triton.cdiv(num_tokens, block_m), triton.cdiv(dim, block_n)),
+        (cdiv(num_tokens, block_m), cdiv(dim, block_n)),
         keys.contiguous(),
         dout,
         sums,

@@ -30,10 +30,12 @@ from fastformer.kernels._dropout import drop_tile, keep_mask_tile, load_dropout
 from fastformer.kernels._feed_forward_configs import Config, config_of, fuses
 from fastformer.kernels._launch import (
     Dropout,
+    cdiv,
     contiguous,
     dot_precision,
     dropout_arguments,
     launch,
+    next_power_of_2,
     unsupported_device,
     unsupported_dtype,
 )
@@ -374,7 +376,7 @@ def _activation_backward_kernel(
 
 
 def _elementwise_block(hidden_dim: int) -> tuple[int, int]:
-    block_n = min(256, max(16, triton.next_power_of_2(hidden_dim)))
+    block_n = min(256, max(16, next_power_of_2(hidden_dim)))
     return 2048 // block_n, block_n
 
 
@@ -407,7 +409,7 @@ def _activated(
         block_m, block_n = _elementwise_block(hidden_dim)
         if num_rows:
             launch(
-                _activation_kernel, (triton.cdiv(num_rows, block_m), triton.cdiv(hidden_dim, block_n)),
+                _activation_kernel, (cdiv(num_rows, block_m), cdiv(hidden_dim, block_n)),
                 pre, hidden, dropout, num_rows, hidden_dim,
                 ACTIVATION=activation, BLOCK_M=block_m, BLOCK_N=block_n, num_warps=4,
             )  # fmt: skip
@@ -415,7 +417,7 @@ def _activated(
     hidden = x.new_empty(num_rows, hidden_dim)
     pre = hidden if activation == "relu" else x.new_empty(num_rows, weight.shape[0])
     config = config_of(x, depth, num_rows, False, activation)
-    programs = triton.cdiv(num_rows, config.block_m) * triton.cdiv(hidden_dim, config.block_n)
+    programs = cdiv(num_rows, config.block_m) * cdiv(hidden_dim, config.block_n)
     if num_rows:
         launch(
             _linear_activation_kernel, (programs,),
@@ -444,10 +446,10 @@ def _activated_backward(
         dhidden = None
     else:
         block_m, block_n = _elementwise_block(hidden_dim)
-        most = max(1, min(triton.cdiv(num_rows, block_m), ELEMENTWISE_PROGRAMS // triton.cdiv(hidden_dim, block_n)))
-        row_step = max(block_m, triton.cdiv(triton.cdiv(num_rows, most), block_m) * block_m)
+        most = max(1, min(cdiv(num_rows, block_m), ELEMENTWISE_PROGRAMS // cdiv(hidden_dim, block_n)))
+        row_step = max(block_m, cdiv(cdiv(num_rows, most), block_m) * block_m)
         dhidden = torch.mm(dout, weight)
-    parts = triton.cdiv(num_rows, row_step)
+    parts = cdiv(num_rows, row_step)
     dbias = dout.new_empty((parts, columns), dtype=torch.float32) if has_bias else None
     # Where cuBLAS has left dhidden, dpre (or for swiglu, where dpre is twice as wide, hidden) takes its place.
     dpre = dout.new_empty(num_rows, columns) if dhidden is None or activation == "swiglu" else dhidden
@@ -457,13 +459,13 @@ def _activated_backward(
     outputs = (dpre, None if activation == "relu" else hidden, dbias)
     if num_rows and fused:
         launch(
-            _linear_activation_backward_kernel, (parts * triton.cdiv(hidden_dim, config.block_n),),
+            _linear_activation_backward_kernel, (parts * cdiv(hidden_dim, config.block_n),),
             dout, weight, saved, *outputs, dropout, num_rows, hidden_dim, depth, dout.stride(), weight.stride(),
             ACTIVATION=activation, **_tile_of(config, dout, depth),
         )  # fmt: skip
     elif num_rows:
         launch(
-            _activation_backward_kernel, (parts, triton.cdiv(hidden_dim, block_n)),
+            _activation_backward_kernel, (parts, cdiv(hidden_dim, block_n)),
             dhidden, saved, *outputs, dropout, num_rows, row_step, hidden_dim,
             ACTIVATION=activation, BLOCK_M=block_m, BLOCK_N=block_n, num_warps=4,
         )  # fmt: skip

@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastformer.kernels._launch import launch, unsupported_device, unsupported_dtype
+from fastformer.kernels._launch import cdiv, launch, next_power_of_2, unsupported_device, unsupported_dtype
 
 SMALLEST_CHUNK, LARGEST_CHUNK = 2048, 4096
 CHUNK_BYTES = 512 * 2**20
@@ -167,8 +167,8 @@ def _weights(label_smoothing: float, smooth_others: bool, vocab_size: int) -> tu
 def chunk_rows(rows: int, row_bytes: int) -> int:
     """How many rows of logits are held at once: about CHUNK_BYTES, and chunks of about the same size."""
     largest = min(max(CHUNK_BYTES // row_bytes, SMALLEST_CHUNK), LARGEST_CHUNK)
-    chunks = max(1, triton.cdiv(rows, largest))
-    return min(largest, triton.cdiv(triton.cdiv(rows, chunks), 128) * 128)
+    chunks = max(1, cdiv(rows, largest))
+    return min(largest, cdiv(cdiv(rows, chunks), 128) * 128)
 
 
 class Chunk(NamedTuple):
@@ -194,7 +194,7 @@ class _Chunks:
         self.ignore_index, self.z_loss = ignore_index, z_loss
         rows, self.vocab_size = len(x), len(weight)
         self.weights = _weights(label_smoothing, smooth_others, self.vocab_size)
-        self.padded_size = triton.cdiv(self.vocab_size, PADDING) * PADDING
+        self.padded_size = cdiv(self.vocab_size, PADDING) * PADDING
         self.step = max(1, min(rows, chunk_rows(rows, self.padded_size * x.element_size())))
         self.buffer = x.new_empty(self.step, self.padded_size)
 
@@ -218,14 +218,14 @@ class _Chunks:
     ) -> None:
         """The kernel over one chunk. `scale` is a number on the device, or one a row; the tensors are of all rows."""
         rows = chunk.rows
-        block_n = min(TILE, triton.next_power_of_2(self.padded_size))
+        block_n = min(TILE, next_power_of_2(self.padded_size))
         # A small vocabulary shares a program among several rows; a whole tile of them would spill on sm_100.
-        block_m = max(1, min(TILE // 2 // block_n, triton.next_power_of_2(rows)))
+        block_m = max(1, min(TILE // 2 // block_n, next_power_of_2(rows)))
         if scale is not None and scale.dim() == 1:
             scale = chunk.of(scale)
         launch(
             _cross_entropy_kernel,
-            (triton.cdiv(rows, block_m),),
+            (cdiv(rows, block_m),),
             self.buffer,
             self.bias,
             chunk.of(self.target),

@@ -15,8 +15,10 @@ import triton.language as tl
 from torch import Tensor
 
 from fastformer.kernels._launch import (
+    cdiv,
     contiguous,
     launch,
+    next_power_of_2,
     stride_unit,
     unsupported_device,
     unsupported_dtype,
@@ -128,12 +130,12 @@ def rotary_fwd(
     x = x.reshape(num_rows // (seqlen * num_heads), seqlen, num_heads, dim)
     x, cos, sin = (t if t.stride(-1) == 1 else t.contiguous() for t in (x, cos, sin))
     unit, table_unit = stride_unit(x), stride_unit(cos, sin)
-    block_n = triton.next_power_of_2(half)
-    block_m = max(1, min(TILE // (2 * block_n), triton.next_power_of_2(num_rows)))
+    block_n = next_power_of_2(half)
+    block_m = max(1, min(TILE // (2 * block_n), next_power_of_2(num_rows)))
     rest = dim - 2 * half
     launch(
         _rotary_kernel,
-        (triton.cdiv(num_rows, block_m),),
+        (cdiv(num_rows, block_m),),
         x,
         cos,
         sin,
@@ -153,7 +155,7 @@ def rotary_fwd(
         HALF=half,
         BLOCK_M=block_m,
         BLOCK_N=block_n,
-        REST=triton.next_power_of_2(rest) if rest else 0,
+        REST=next_power_of_2(rest) if rest else 0,
         num_warps=max(1, min(4, block_m * block_n // 256)),
         debug=positions is not None,
         sanitize_overflow=False,
