@@ -29,9 +29,9 @@ from triton.runtime.jit import JITFunction
 
 from benchmarks import record
 from fastformer.kernels import _launch, add_layer_norm, attention, attention_backward
+from fastformer.ops import _library
 from fastformer.ops import add_layer_norm as add_layer_norm_op
 from fastformer.ops import attention as attention_op
-from fastformer.ops import use_backend
 
 RESULTS = Path(__file__).parent / "results" / "host_time.jsonl"
 # The mode "run" and "launch" pass the arguments of this launch of the two directions.
@@ -90,7 +90,7 @@ def stubbed() -> Iterator[None]:
         stack.enter_context(mock.patch.object(_launch, "INTERPRETED", True))
         for module in (attention, attention_backward):
             stack.enter_context(mock.patch.object(module, "architecture", lambda x: 90))
-        stack.enter_context(use_backend("triton"))
+        stack.enter_context(mock.patch.dict(_library._PREFERRED, cpu="triton"))
         yield
 
 
@@ -158,10 +158,17 @@ def _runs(cases: dict[str, Callable[[], object]]) -> dict[str, Callable[[], obje
     return runs
 
 
+def _nothing() -> dict[str, Callable[[], object]]:
+    """What `torch.autograd.grad` takes of each "bwd" for itself."""
+    x = torch.randn(4, requires_grad=True)
+    y, dy = x * 2, torch.randn(4)
+    return {"autograd.grad of a product": lambda: torch.autograd.grad(y, x, dy, retain_graph=True)}
+
+
 def cases() -> dict[str, Callable[[], object]]:
     """What is measured, by name; inside `stubbed`."""
     ops = {**_attention(), **_add_layer_norm()}
-    return {**ops, **_runs(ops)}
+    return {**ops, **_nothing(), **_runs(ops)}
 
 
 def seconds(function: Callable[[], object], calls: int = 200, rounds: int = 15) -> float:

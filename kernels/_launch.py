@@ -58,13 +58,14 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: object, **options: object)
         options: its other parameters, which are constexprs, and Triton's: num_warps, num_stages, ...
     """
     ordinary = _specialize is None or _is_watched(kernel)
-    if _compiled and not ordinary:
-        device = driver.active.get_current_device()
-        known = _compiled.get((id(kernel), driver.active, device))
+    if _compiled and not ordinary:  # before the first, there need not be a driver
+        active = driver.active
+        device = active.get_current_device()
+        known = _compiled.get((id(kernel), active, device))
         found = None if known is None else known.get(_key(kernel, device, args, options))
         if found is not None:
-            stream = driver.active.get_current_stream(device)
             x, y, z = (*grid, 1, 1)[:3]
+            stream = active.get_current_stream(device)
             found.run(x, y, z, stream, found.function, found.metadata, None, None, None, *args, *found.constants)
             return
     compiled = kernel[grid](*args, **options)

@@ -79,7 +79,7 @@ class Definition:
 
     def bind(self, *args: Any) -> dict[str, Any]:
         """The arguments of a call by the schema's names."""
-        return dict(zip(self.arguments, args, strict=True))
+        return dict(zip(self.arguments, args))  # noqa: B905 (every call comes here: their numbers were compared)
 
 
 # Every op, by its schema's name.
@@ -218,7 +218,7 @@ def define_op(
 
     def run(preferred: str, args: tuple[Any, ...]) -> Any:
         device = args[0].device
-        if torch.is_autocast_enabled(device.type):
+        if torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(device.type):
             # The public function has cast already. Inside any backend, autocast would take fp32 products down again.
             with torch.autocast(device.type, enabled=False):
                 return run(preferred, args)
@@ -362,8 +362,15 @@ def autocast(op: str, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
     fp64 is never cast, as in PyTorch. Integer and boolean tensors and None pass through. An op of the rule "keep" has
     no need to call this.
     """
-    device_type = next((t.device.type for t in tensors if isinstance(t, Tensor)), None)
-    if AUTOCAST[op] == "keep" or device_type is None or not torch.is_autocast_enabled(device_type):
+    if AUTOCAST[op] == "keep":
+        return tensors
+    for tensor in tensors:
+        if isinstance(tensor, Tensor):
+            device_type = tensor.device.type
+            break
+    else:
+        return tensors
+    if not torch.is_autocast_enabled(device_type):
         return tensors
     dtype = torch.get_autocast_dtype(device_type)
     return tuple(

@@ -187,7 +187,7 @@ def _backward(ctx: Any, dy: Tensor | None, dresidual_out: Tensor | None, *_: Non
     s, weight, mean, rstd, dropout_seed = ctx.saved_tensors
     if dy is None:
         dy = s.new_zeros(s.shape, dtype=ctx.x_dtype)
-    has_bias = ctx.bias_dtype is not None
+    has_bias = ctx.bias_dtype is not None and ctx.needs_input_grad[3]
     dx, dresidual, dweight, dbias = _bwd(
         dy, dresidual_out, s, weight, mean, rstd, ctx.dropout_p, dropout_seed, ctx.rms_norm, has_bias, ctx.x_dtype
     )
