@@ -77,7 +77,14 @@ def variants() -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
     yield base, options
     pointers = [None, x[1:], x[4:], x.bfloat16(), x.long(), x.to(torch.uint8), x.to(torch.uint8)[8:]]
     numbers = [0, 1, -1, 8, 16, 17, -16, 48, 2**31 - 1, 2**31, -(2**31) - 1, 2**63, True, False, 1.0, 16.0, None]
-    tuples = [(1, 7, (16, x)), (32, 7, (17, x)), (32, 7, (16, None)), (32, 7, (16, x[1:])), (32, 2**31, (16, x)), (32,)]
+    tuples: list[tuple[Any, ...]] = [
+        (1, 7, (16, x)),
+        (32, 7, (17, x)),
+        (32, 7, (16, None)),
+        (32, 7, (16, x[1:])),
+        (32, 2**31, (16, x)),
+        (32,),
+    ]
     tuples += [(32, 7.0, (16, x)), (32, 7, (16, x, 1)), (32, 7, (x, 16))]
     for place, values in ((0, pointers), (1, pointers), (2, numbers), (3, numbers), (4, [1, 16.0]), (5, tuples)):
         for value in values:

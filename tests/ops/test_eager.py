@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from fastformer import ops
-from fastformer.ops import _eager, _library, record_backends, use_backend
+from fastformer.ops import _eager, _extension, _library, record_backends, use_backend
 from fastformer.ops._library import define_op, register_autograd
 
 WAYS = ("past", "through")
@@ -28,16 +28,13 @@ ways: list[str] = []
 
 
 def _which_way() -> None:
-    """Whether PyTorch's dispatcher called the op that this is part of."""
+    """Whether PyTorch's dispatcher called the op that this is part of: it stands between `call` and here."""
+    through = False
     frame = sys._getframe(2)
-    while frame is not None and frame.f_code.co_name != "call":
+    while frame.f_code.co_name != "call" and frame.f_back is not None:
+        through = through or frame.f_code.co_filename.endswith("torch/_ops.py")
         frame = frame.f_back
-    files = []
-    inner = sys._getframe(2)
-    while inner is not frame:
-        files.append(inner.f_code.co_filename)
-        inner = inner.f_back
-    ways.append("through" if any(file.endswith("torch/_ops.py") for file in files) else "past")
+    ways.append("through" if through else "past")
 
 
 def _way_reference(x: Tensor, y: Tensor | None, factor: float, count: int, flag: bool) -> Tensor:
@@ -140,7 +137,12 @@ def test_gradients_past() -> None:
     assert torch.equal(x.grad, torch.full((3,), 6.0)) and torch.equal(y.grad, torch.ones(3))
     torch.autograd.grad(toy(x), x, torch.ones(3), create_graph=True)  # the backward op has no gradient of its own here
     packed: list[Tensor] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: (packed.append(t), t)[1], lambda t: t):
+
+    def pack(tensor: Tensor) -> Tensor:
+        packed.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
         toy(x, y)
     assert [id(t) for t in packed] == [id(x)]
     out = checkpoint(lambda x: toy(x, y), x, use_reentrant=False)
@@ -163,7 +165,12 @@ def _functionalized(x: Tensor) -> None:
 def _leaked(x: Tensor) -> None:
     """A wrapper that outlived its transform."""
     kept: list[Tensor] = []
-    torch.func.grad(lambda x: (kept.append(x), x.sum())[1])(x)
+
+    def keep(x: Tensor) -> Tensor:
+        kept.append(x)
+        return x.sum()
+
+    torch.func.grad(keep)(x)
     toy(kept[0])
 
 
@@ -204,9 +211,8 @@ def _function_mode(x: Tensor) -> None:
 
 
 def _flop_counter(x: Tensor) -> None:
-    counted: list[Any] = []
     way = torch.ops.fastformer.way_fwd
-    with FlopCounterMode(display=False, custom_mapping={way: lambda *a, **k: counted.append(a) or 7}) as counter:
+    with FlopCounterMode(display=False, custom_mapping={way: lambda *args, **options: 7}) as counter:
         toy(x)
     assert counter.get_total_flops() == 7
 
@@ -296,8 +302,9 @@ def test_wrong_types_meet_the_schema() -> None:
         with pytest.raises((RuntimeError, TypeError)):
             toy(x, **wrong)
             raise AssertionError(wrong)
+    few: Callable[..., Tensor] = _toy
     with pytest.raises((RuntimeError, TypeError)):
-        _toy(x)
+        few(x)
     assert not ways
 
 
@@ -322,7 +329,7 @@ def test_plain_tensors_of_a_gpu_go_past() -> None:
 
 @pytest.fixture(params=["reference", "cpp"])
 def _backend(request: pytest.FixtureRequest) -> Iterator[str]:
-    if request.param == "cpp" and _library._extension.load() is None:
+    if request.param == "cpp" and _extension.load() is None:
         pytest.skip("the C++ extension is not built")
     yield request.param
 
@@ -420,7 +427,7 @@ def test_a_refusal_speaks_alike(way: str, monkeypatch: pytest.MonkeyPatch, caplo
         monkeypatch.setattr(_eager, "nothing_watches", lambda: False)
     monkeypatch.setattr(_library, "_told", set())
     q = torch.randn(1, 4, 2, 8, requires_grad=True)
-    if _library._extension.load() is None:
+    if _extension.load() is None:
         pytest.skip("the C++ extension is not built")
     monkeypatch.setenv("FASTFORMER_STRICT", "1")
     with pytest.raises(NotImplementedError, match="attention_fwd can't run on cpp: it needs a positive softmax_scale"):
