@@ -76,15 +76,19 @@ class Graphs:
         """
         if not self._on_cuda:
             return _Call(function)
-        graph = torch.cuda.CUDAGraph()
+        graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self.device)
         # Other threads (a progress bar's, a loader's) may go on with what a capture forbids this one to do.
         capturing = torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local")
+        raised: Exception | None = None
         try:
             with torch.cuda.device(self.device), capturing:
-                function()
+                try:
+                    function()
+                except Exception as error:
+                    raised = error
+                    raise
         except Exception as error:
-            first: BaseException = error
-            while first.__context__ is not None:  # the end of a broken capture raises an error of its own
-                first = first.__context__
-            raise CaptureError(f"{type(first).__name__}: {first}") from first
+            torch.cuda.set_stream(current)  # the end of a capture that broke raises, too, and leaves its stream on
+            cause = raised or error
+            raise CaptureError(f"{type(cause).__name__}: {cause}") from cause
         return graph

@@ -19,7 +19,7 @@ from fastformer.cli import main
 from fastformer.data import Batch, Example, collate
 from fastformer.graphs import CaptureError, Graphs
 from fastformer.models import GPT, Transformer
-from fastformer.run_folder.checkpoint import latest_checkpoint
+from fastformer.run_folder.checkpoint import checkpoints, latest_checkpoint, load_checkpoint
 from fastformer.training import TrainConfig, Trainer, start
 from fastformer.training import graph_updates as module
 from fastformer.training import trainer as trainer_module
@@ -229,6 +229,18 @@ def test_a_run_that_is_killed_goes_on_bit_for_bit(graphs, tmp_path) -> None:
         assert [line.get(key) for line in lines(tmp_path / "parts")] == [
             line.get(key) for line in lines(tmp_path / "whole")
         ], key
+
+
+def test_a_trainer_that_is_put_back_forgets_its_graphs(graphs, tmp_path) -> None:
+    trainer = start(changed(graphs, save_every=6), tmp_path / "run")
+    trainer.train()
+    first = weights(trainer)
+    trainer.load_state_dict(load_checkpoint(checkpoints(tmp_path / "run")[0]))
+    assert trainer.step == 6
+    # The optimizer's state stands elsewhere now, and PyTorch captures none but one that says that it can be.
+    assert all(group["capturable"] for group in trainer.optimizer.param_groups)
+    trainer.train()
+    assert trainer.step == 12 and torch.equal(weights(trainer), first)
 
 
 def test_a_checkpoint_knows_nothing_of_graphs(graphs, tmp_path) -> None:
