@@ -1,6 +1,7 @@
 """When an op may skip PyTorch's dispatcher: an eager call of plain tensors, which nobody traces, wraps or watches.
 
-The dispatcher costs a small call more time than all the rest of it. It is there for what may surround a call:
+What a Python library adds to the dispatcher for autograd costs a small call more time than all the rest of it, whether
+gradients are wanted or not; in inference mode it is not met. The dispatcher is there for what may surround a call:
 torch.compile and export, functorch's transforms, forward-mode AD, modes that record or replace what runs, subclasses,
 profilers. PyTorch marks a tensor or a thread for nearly each of these by a dispatch key; a call may go past the
 dispatcher where all keys are the ordinary ones, and takes it where anything is unknown.
@@ -18,24 +19,20 @@ _Key, _Keys = torch._C.DispatchKey, torch._C.DispatchKeySet
 
 
 def _plain_keys() -> dict[int, str]:
-    """The keys of a tensor that is nothing but strided memory -> its type of device; without autograd's: inference."""
+    """The keys of a tensor that is nothing but strided memory, which autograd may see -> its type of device."""
     plain = {}
     for device, key, autocast, autograd in (
         ("cpu", _Key.CPU, _Key.AutocastCPU, _Key.AutogradCPU),
         ("cuda", _Key.CUDA, _Key.AutocastCUDA, _Key.AutogradCUDA),
     ):
-        inference = _Keys(key) | _Keys(autocast)
-        ordinary = inference | _Keys(_Key.ADInplaceOrView) | _Keys(autograd)
-        plain[inference.raw_repr()] = plain[ordinary.raw_repr()] = device
+        keys = _Keys(key) | _Keys(autocast) | _Keys(_Key.ADInplaceOrView) | _Keys(autograd)
+        plain[keys.raw_repr()] = device
     return plain
 
 
 _PLAIN = _plain_keys()
-# What a thread adds to the keys of its calls: these two, and in inference mode one of them.
-_QUIET = {
-    (_Keys(_Key.BackendSelect) | _Keys(_Key.ADInplaceOrView)).raw_repr(),
-    _Keys(_Key.BackendSelect).raw_repr(),
-}
+# What a thread adds to the keys of its calls. In inference mode it is less, and the dispatcher has little to do.
+_QUIET = (_Keys(_Key.BackendSelect) | _Keys(_Key.ADInplaceOrView)).raw_repr()
 # What Python may pass for a type of the schema; all else is converted, or refused, by the dispatcher.
 _TENSORS = frozenset((Tensor, torch.nn.Parameter))
 _TYPES: dict[str, frozenset[type]] = {
@@ -64,7 +61,7 @@ def types_of(schema: torch.FunctionSchema) -> tuple[frozenset[type], ...]:
 def nothing_watches() -> bool:
     """Whether this thread runs calls as they come. Not to be asked while torch.compile traces."""
     return (
-        _included().raw_repr() in _QUIET
+        _included().raw_repr() == _QUIET
         and not torch._C._is_torch_function_mode_enabled()
         and forward_ad._current_level < 0
         and not torch._C._autograd._profiler_enabled()  # it shows what the dispatcher calls

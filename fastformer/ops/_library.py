@@ -64,7 +64,8 @@ class Definition:
         torch_function: PyTorch's own fused function for it, or None.
         torch_unsupported: why that can't take a call.
         run: (preferred backend, arguments) -> results, on the backend that is chosen.
-        function: its gradient for plain eager calls; None where it has none, or forbids it.
+        has_autograd: whether the dispatcher hands calls over to autograd.
+        function: the gradient for calls past the dispatcher; None where there is none, or it is an error.
     """
 
     name: str
@@ -75,6 +76,7 @@ class Definition:
     torch_function: Callable[..., Any] | None = None
     torch_unsupported: WhyUnsupported | None = None
     run: Callable[[str, tuple[Any, ...]], Any] = _undefined
+    has_autograd: bool = False
     function: type[torch.autograd.Function] | None = None
 
     def bind(self, *args: Any) -> dict[str, Any]:
@@ -245,7 +247,7 @@ def define_op(
     op.run = run
 
     def call(*args: Any) -> Any:
-        if torch.compiler.is_compiling() or not _eager.nothing_watches():
+        if torch.compiler.is_compiling() or not (op.has_autograd and _eager.nothing_watches()):
             return overload_(*args)
         device, requires_grad = _eager.device_of(args, types)
         if device is None:
@@ -322,6 +324,7 @@ def register_autograd(name: str, backward: Callable[..., Any], *, setup_context:
         return output
 
     op = OPS[name]
+    op.has_autograd = True
     members = {"forward": staticmethod(forward), "backward": staticmethod(run)}
     op.function = type(f"fastformer_{name}", (torch.autograd.Function,), members)
     torch.library.register_autograd(f"fastformer::{name}", run, setup_context=setup, lib=LIBRARY)
@@ -333,6 +336,7 @@ def forbid_double_backward(name: str) -> None:
     def backward(ctx: Any, *grads: Any) -> Any:
         raise NotImplementedError(f"fastformer::{name} has no double backward: no gradients of gradients")
 
+    OPS[name].has_autograd = True
     torch.library.register_autograd(f"fastformer::{name}", backward, lib=LIBRARY)
 
 

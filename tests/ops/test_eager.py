@@ -21,7 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fastformer import ops
 from fastformer.ops import _eager, _extension, _library, record_backends, use_backend
-from fastformer.ops._library import define_op, register_autograd
+from fastformer.ops._library import define_op, forbid_double_backward, register_autograd
 
 WAYS = ("past", "through")
 ways: list[str] = []
@@ -79,8 +79,16 @@ register_autograd(
     ),  # fmt: skip
     setup_context=_way_setup,
 )
+forbid_double_backward("way_bwd")
+_without_gradient = define_op(
+    "way_alone(Tensor x) -> Tensor",
+    lambda x: _way_reference(x, None, 1.0, 1, True),
+    stem="toy",
+    fake=lambda x: x.new_empty(x.shape),
+    reference_only=dict.fromkeys(("cpp", "triton"), "it is a toy"),
+)
 # Other tests take the entries for the package's own.
-for _name in ("way_fwd", "way_bwd"):
+for _name in ("way_fwd", "way_bwd", "way_alone"):
     del _library.OPS[_name]
 
 
@@ -117,13 +125,12 @@ class SeenFunctions(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("context", [contextlib.nullcontext, torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("context", [contextlib.nullcontext, torch.no_grad])
 def test_plain_calls_go_past(context: Callable[[], Any]) -> None:
     x, parameter = torch.randn(4, 4), torch.nn.Parameter(torch.randn(4, 4))
     calls = [(x, None), (x.t(), x[1:2]), (parameter, None), (x, parameter), (x.expand(2, 4, 4), None), (x[:0], None)]
     with context():
-        made_inside = torch.randn(4, 4)
-        for first, second in (*calls, (made_inside, parameter)):
+        for first, second in calls:
             assert torch.equal(toy(first, second), first * 6 + (0 if second is None else second))
         assert toy(x, parameter).requires_grad is torch.is_grad_enabled()
     with torch.autocast("cpu", torch.bfloat16), context():
@@ -135,7 +142,7 @@ def test_gradients_past() -> None:
     x, y = torch.randn(3).requires_grad_(), torch.nn.Parameter(torch.randn(3))
     toy(x, y).backward(torch.ones(3))
     assert torch.equal(x.grad, torch.full((3,), 6.0)) and torch.equal(y.grad, torch.ones(3))
-    torch.autograd.grad(toy(x), x, torch.ones(3), create_graph=True)  # the backward op has no gradient of its own here
+    torch.autograd.grad(toy(x), x, torch.ones(3), create_graph=True)
     packed: list[Tensor] = []
 
     def pack(tensor: Tensor) -> Tensor:
@@ -268,6 +275,21 @@ def _meta(x: Tensor) -> None:
     assert toy(x.to("meta")).device.type == "meta"
 
 
+def _inference_mode(x: Tensor) -> None:
+    with torch.inference_mode():
+        toy(x), toy(torch.randn(4))
+
+
+def _inference_tensor(x: Tensor) -> None:
+    with torch.inference_mode():
+        x = torch.randn(4)
+    toy(x)
+
+
+def _without_autograd(x: Tensor) -> None:
+    _without_gradient(x)
+
+
 def _integer_for_a_number(x: Tensor) -> None:
     assert toy(x, factor=2).dtype == x.dtype
 
@@ -280,7 +302,7 @@ def _numpy_scalars(x: Tensor) -> None:
 THROUGH = [
     _vmap, _grad, _functionalized, _leaked, _forward_mode, _jit_trace, _make_fx, _fake, _fake_outside, _dispatch_mode,
     _function_mode, _flop_counter, _profiler, _compiled, _exported, _below_autograd, _subclass, _negative_bit, _sparse,
-    _meta, _integer_for_a_number, _numpy_scalars,
+    _meta, _inference_mode, _inference_tensor, _without_autograd, _integer_for_a_number, _numpy_scalars,
 ]  # fmt: skip
 
 
@@ -309,20 +331,15 @@ def test_wrong_types_meet_the_schema() -> None:
 
 
 def test_the_keys_of_plain_tensors() -> None:
-    for made_in_inference_mode in (False, True):
-        with torch.inference_mode(made_in_inference_mode):
-            keys = torch._C._dispatch_keys(torch.empty(2)).raw_repr()
-        assert _eager._PLAIN[keys] == "cpu"
-    assert len(_eager._PLAIN) == 4
+    assert _eager._PLAIN[torch._C._dispatch_keys(torch.empty(2)).raw_repr()] == "cpu"
+    assert sorted(_eager._PLAIN.values()) == ["cpu", "cuda"]
 
 
 @pytest.mark.gpu
 def test_plain_tensors_of_a_gpu_go_past() -> None:
     x = torch.randn(4, device="cuda")
     toy(x), toy(x.requires_grad_()), toy(torch.nn.Parameter(x))
-    with torch.inference_mode():
-        toy(torch.randn(4, device="cuda"))
-    assert ways == ["past"] * 4
+    assert ways == ["past"] * 3
     with pytest.raises(RuntimeError, match="device"):
         toy(x, torch.randn(4))
 
