@@ -171,8 +171,8 @@ def cases() -> dict[str, Callable[[], object]]:
     return {**ops, **_nothing(), **_runs(ops)}
 
 
-def seconds(function: Callable[[], object], calls: int = 200, rounds: int = 15) -> float:
-    """The least median of a few rounds."""
+def seconds(function: Callable[[], object], calls: int, rounds: int) -> float:
+    """The least of the rounds' medians."""
     medians = []
     for _ in range(rounds):
         times = []
@@ -188,7 +188,8 @@ def main() -> None:
     """The command."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--only", help="one case, by its name")
-    parser.add_argument("--calls", type=int, help="call it so often and measure nothing (for a profiler)")
+    parser.add_argument("--calls", type=int, default=200, help="calls a round (default 200)")
+    parser.add_argument("--rounds", type=int, default=15, help="rounds, of whose medians the least counts (default 15)")
     parser.add_argument("--out", type=Path, help=f"append a JSON line to this file, such as {RESULTS.name}")
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -196,12 +197,8 @@ def main() -> None:
         chosen = {name: case for name, case in cases().items() if args.only in (None, name)}
         if not chosen:
             parser.error(f"expected --only to be one of {', '.join(map(repr, cases()))}, got {args.only!r}")
-        if args.calls is not None:
-            for function in chosen.values():
-                for _ in range(args.calls):
-                    function()
-            return
-        microseconds = {name: round(seconds(function) * 1e6, 1) for name, function in chosen.items()}
+        times = {name: seconds(function, args.calls, args.rounds) for name, function in chosen.items()}
+    microseconds = {name: round(time_ * 1e6, 1) for name, time_ in times.items()}
     for name, time_ in microseconds.items():
         print(f"{name:32s} {time_:7.1f} us")
     if args.out:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from functools import partial
 
 import pytest
@@ -293,3 +294,19 @@ def test_wrong_calls() -> None:
         add_layer_norm(x, dropout_p=1.5)
     with pytest.raises(ValueError, match=r"dropout_seed int64 of shape \(2,\), got torch.float32 of shape \(2,\)"):
         add_layer_norm(x, dropout_p=0.5, dropout_seed=torch.ones(2))
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_bias_that_needs_no_gradient_costs_none(frozen: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = sys.modules["fastformer.ops.add_layer_norm"]  # in the package, a function has the name
+    asked: list[bool] = []
+    op = module._bwd
+
+    def spy(*args: object) -> object:
+        asked.append(bool(args[9]))
+        return op(*args)
+
+    monkeypatch.setattr(module, "_bwd", spy)
+    x, weight, bias = torch.randn(3, 8), torch.randn(8).requires_grad_(), torch.randn(8).requires_grad_(not frozen)
+    add_layer_norm(x, x, weight, bias)[0].sum().backward()
+    assert asked == [not frozen] and (bias.grad is None) == frozen and weight.grad is not None
