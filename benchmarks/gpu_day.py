@@ -53,6 +53,7 @@ TESTS = {
         stem: f"tests/kernels/test_{stem}.py tests/ops/test_{stem}.py"
         for stem in ("add_layer_norm", "feed_forward", "linear_cross_entropy", "embedding", "rotary")
     },
+    "generation": "tests/generation/test_graph_engine_gpu.py",
     "models": "tests/models/test_backends.py tests/models/test_transformer.py tests/test_graphs.py "
     "tests/training/test_graph_updates_gpu.py",
 }
@@ -234,6 +235,10 @@ def steps(out: Path) -> Iterator[Step]:
     # Whole models: decoding, training.
     for shape in shapes_of("decoding"):
         yield Step(f"time decoding {name_of(shape)}", time_op("decoding", shape, results), 20)
+    for shape in shapes_of("graph_decoding"):
+        # Beside gpt2 there is Hugging Face, whose step is compiled first.
+        seconds = 75 if shape["model"] == "gpt2" else 20
+        yield Step(f"time graph_decoding {name_of(shape)}", time_op("graph_decoding", shape, results), seconds)
     for shape in shapes_of("training_step"):
         # Most of it is torch.compile's time for the rival, twelve layers forward and backward.
         yield Step(f"time training_step {name_of(shape)}", time_op("training_step", shape, results), 120)

@@ -87,6 +87,8 @@ class Walk:
         cache, stored = self.cache, self.cache.k.flatten(1, 2)[:, :, 0, 0]
         assert cache.lengths == [len(rows[0]) for rows in self.groups]
         table = cache.slot_table
+        behind = torch.arange(table.shape[1]) >= cache.seqlens[:, None]
+        assert not table.masked_select(behind).any()  # entries that mean nothing name block 0
         for group, rows in enumerate(self.groups):
             if len(rows[0]) >= self.most[group]:  # it has written its last token over and over, and is done
                 continue

@@ -1,0 +1,180 @@
+"""The engine "graph" with real CUDA graphs: they replay what the plain steps would do."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from fastformer.generation import GenerateOutput, GenerationSettings, generate
+from fastformer.generation.engines import graph as graph_module
+from fastformer.generation.engines.graph import GraphEngine
+from fastformer.generation.request_maker import RequestMaker
+from fastformer.generation.scheduler import Scheduler, run
+from fastformer.models import GPT
+from fastformer.ops import _extension
+from tests.generation.weights import CONFIGS, drawn
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
+    pytest.mark.skipif(_extension.module() is None, reason="the searches live in the C++ extension"),
+]
+
+WAYS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "beams": {"num_beams": 4, "num_return_sequences": 2},
+    "edited": {"num_beams": 3, "min_new_tokens": 6, "suppress_tokens": [7, 8]},
+}
+
+
+class Watched:
+    """What engines did: the steps that were calls, replays and captures, and those that were taken on the host."""
+
+    def __init__(self) -> None:
+        self.plain = self.replays = self.captures = self.single = 0
+
+
+@pytest.fixture(autouse=True)
+def watched(monkeypatch) -> Iterator[Watched]:
+    seen = Watched()
+    replay, capture, single = GraphEngine._replay, GraphEngine._capture, GraphEngine._run_step
+
+    def counted_replay(self: GraphEngine, lanes: Any) -> None:
+        replay(self, lanes)
+        seen.replays += isinstance(lanes.graph, torch.cuda.CUDAGraph)
+        seen.plain += lanes.graph is None
+
+    def counted_capture(self: GraphEngine, lanes: Any) -> None:
+        capture(self, lanes)
+        seen.captures += 1
+
+    def counted_single(self: GraphEngine, *args: Any) -> None:
+        seen.single += 1
+        single(self, *args)
+
+    monkeypatch.setattr(GraphEngine, "_replay", counted_replay)
+    monkeypatch.setattr(GraphEngine, "_capture", counted_capture)
+    monkeypatch.setattr(GraphEngine, "_run_step", counted_single)
+    yield seen
+    graph_module._kept.clear()
+
+
+def ids(*lengths: int) -> list[list[int]]:
+    dice = random.Random(sum(lengths))
+    return [[dice.randrange(3, 33) for _ in range(length)] for length in lengths]
+
+
+def decode(model: Any, inputs: list[list[int]], engine: str, **options: Any) -> GenerateOutput:
+    out = generate(model, inputs, engine=engine, return_dict_in_generate=True, **options)
+    assert isinstance(out, GenerateOutput)
+    return out
+
+
+def assert_same(found: GenerateOutput, expected: GenerateOutput) -> None:
+    """The same tokens; where another one is as likely, the scores tell."""
+    torch.testing.assert_close(found.scores, expected.scores, rtol=0, atol=2e-3)
+    width = min(found.sequences.shape[1], expected.sequences.shape[1])
+    same = (found.sequences[:, :width] == expected.sequences[:, :width]).all(1)
+    assert same.double().mean() >= 0.75
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", ["transformer", "post-norm", "windows", "two vocabularies", "llama", "rotary windows"])
+def test_replays_find_what_calls_find(name, way, watched) -> None:
+    kind, options = CONFIGS[name]
+    model = drawn(kind, **options)
+    inputs = ids(3, 9, 14, 1, 6)
+    expected = decode(model, inputs, "recompute", max_new_tokens=24, **WAYS[way])
+    model = model.cuda()
+    found = decode(model, inputs, "graph", max_new_tokens=24, **WAYS[way])
+    cached = decode(model, inputs, "kv_cache", max_new_tokens=24, **WAYS[way])
+    moved = GenerateOutput(found.sequences.cpu(), found.scores.cpu(), found.token_log_probs.cpu())
+    assert_same(moved, expected)
+    assert_same(found, cached)
+    assert watched.single == 0 and watched.captures >= 1 and watched.replays > 2 * watched.plain
+    # Again, by graphs alone.
+    plain = watched.plain
+    again = decode(model, inputs, "graph", max_new_tokens=24, **WAYS[way])
+    assert torch.equal(again.sequences, found.sequences) and torch.equal(again.scores, found.scores)
+    assert watched.plain == plain
+
+
+def test_a_step_never_waits_for_the_device(monkeypatch, watched) -> None:
+    step = GraphEngine._step_lanes
+
+    def guarded(self: GraphEngine, lanes: Any) -> None:
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            step(self, lanes)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    monkeypatch.setattr(GraphEngine, "_step_lanes", guarded)
+    for name in ("rms gelu gqa", "gpt windows"):
+        model = drawn(CONFIGS[name][0], **CONFIGS[name][1]).cuda()
+        for way in WAYS.values():
+            decode(model, ids(5, 2, 7), "graph", max_new_tokens=9, **way)
+    assert watched.plain >= 6
+
+
+def test_groups_that_leave_and_come_move_between_graphs(watched) -> None:
+    model = drawn(*[CONFIGS["transformer"][0]]).cuda()
+    engine = GraphEngine(model)
+    results = []
+    for engine_of_turn in (engine, engine, None):
+        requests = []
+        for i, row in enumerate(ids(2, 3, 4, 5, 6)):
+            name = None if engine_of_turn else "kv_cache"
+            settings = GenerationSettings(max_new_tokens=6 + 5 * i, num_beams=2, eos_token_id=69, engine=name)
+            maker = RequestMaker(model, settings, engine=engine_of_turn)
+            requests.append(maker.make(maker.check(row)))
+        run(Scheduler(engine_of_turn or maker.engine, max_rows=64, max_bytes=2**24), requests)
+        results.append([[one.score for one in request.results] for request in requests])
+    assert results[0] == results[1] and watched.captures >= 3
+    for found, expected in zip(results[0], results[2], strict=True):
+        assert found == pytest.approx(expected, abs=2e-3)
+    groups = sorted(lanes.shape.num_groups for lanes in engine._state.lanes.values())
+    assert groups[0] == 1 and groups[-1] == 8
+    assert all(isinstance(lanes.graph, torch.cuda.CUDAGraph) for lanes in engine._state.lanes.values())
+
+
+def test_graphs_read_weights_where_they_are_and_are_made_anew_where_they_are_not(watched) -> None:
+    model = drawn(GPT).cuda()
+    inputs = ids(4, 7)
+    options: dict[str, Any] = {"max_new_tokens": 12, "eos_token_id": 69}
+    before = decode(model, inputs, "graph", **options)
+    with torch.no_grad():
+        model.decoder.layers[1].linear1.weight.mul_(-1.0)
+    captures = watched.captures
+    assert_same(decode(model, inputs, "graph", **options), decode(model, inputs, "kv_cache", **options))
+    assert watched.captures == captures
+    weight = -model.decoder.layers[1].linear1.weight.detach()
+    model.decoder.layers[1].linear1.weight = torch.nn.Parameter(weight)
+    assert torch.equal(decode(model, inputs, "graph", **options).sequences, before.sequences)
+    assert watched.captures > captures
+
+
+def test_graphs_and_their_memory_stay_within_their_budget(watched) -> None:
+    model = drawn(GPT, d_model=128, num_layers=4).cuda()
+    engine = GraphEngine(model)
+    engine.start(64, 4000)
+    engine.max_graph_bytes = 64 * 2**20
+
+    def once(count: int) -> None:
+        maker = RequestMaker(model, GenerationSettings(max_new_tokens=12, eos_token_id=69), engine=engine)
+        requests = [maker.make(maker.check(row)) for row in ids(*range(3, 3 + count))]
+        run(Scheduler(engine, max_rows=64, max_bytes=2**26), requests)
+
+    for count in (1, 2, 3, 5, 9, 17):
+        once(count)
+    torch.cuda.synchronize()
+    free = torch.cuda.mem_get_info()[0]
+    for count in (1, 2, 3, 5, 9, 17) * 3:
+        once(count)
+    assert sum(lanes.nbytes for lanes in engine._state.lanes.values()) <= engine.max_graph_bytes
+    torch.cuda.synchronize()
+    assert free - torch.cuda.mem_get_info()[0] < 128 * 2**20  # what comes and goes leaves nothing behind
