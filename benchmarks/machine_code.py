@@ -56,8 +56,7 @@ def parse(sass: str) -> list[Instruction]:
     return instructions
 
 
-_ENDS = {"EXIT", "RET", "KILL", "BRX", "JMX"}  # what follows is reached from elsewhere
-_JUMPS = {"BRA", "JMP"}
+_LEAVES = {"EXIT", "RET", "KILL", "BRA", "BRX", "JMP", "JMX"}  # what follows is reached from elsewhere
 
 
 def _successors(instructions: list[Instruction]) -> list[list[int]]:
@@ -76,8 +75,7 @@ def _successors(instructions: list[Instruction]) -> list[list[int]]:
             after.append(index[instruction.target])
         # A uniform branch carries its condition among the operands: BRA.U !UP0, `(...).
         always = not instruction.predicate and "UP" not in instruction.operands.split("`")[0]
-        leaves = instruction.base in _ENDS or (instruction.base in _JUMPS and instruction.target is not None)
-        if not (leaves and always) and i + 1 < len(instructions):
+        if not (instruction.base in _LEAVES and always) and i + 1 < len(instructions):
             after.append(i + 1)
         result.append(sorted(set(after)))
     return result

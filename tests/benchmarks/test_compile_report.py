@@ -46,7 +46,8 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> list[Row]:
 def of_attention(rows: list[Row], options: str, *kernels: str) -> list[Row]:
     """What a case of attention at head_dim 64 launches, and of that the kernels named."""
     case = f"bf16 d64 {CAUSAL if options == 'causal' else options}"
-    found = [row for row in rows if case in row["cases"] and row["kernel"] in kernels]
+    of_op = [row for row in rows if row["op"] == "attention" and case in row["cases"]]
+    found = [row for row in of_op if row["kernel"] in kernels]
     assert len(found) == len(kernels), case
     return found
 

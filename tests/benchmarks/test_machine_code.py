@@ -156,6 +156,8 @@ def test_ctas_an_sm() -> None:
     assert ctas_an_sm(90, 8, 129, 65536) == (1, "registers")  # given out in units of 8 a thread
     assert ctas_an_sm(90, 4, 168, 0) == (3, "registers")
     assert ctas_an_sm(90, 5, 168, 0) == (2, "registers")  # 12 warps: three on each of the four schedulers
+    assert ctas_an_sm(90, 8, 85, 0) == (2, "registers")  # a warp takes 88 * 32 = 11 * 256 of them
+    assert ctas_an_sm(90, 6, 104, 0) == (2, "registers")  # 19 warps would fit, but only four on each scheduler
     assert ctas_an_sm(90, 4, 32, 115_712) == (2, "shared memory")  # 2 * (113 + 1) KB = 228 KB
     assert ctas_an_sm(90, 4, 32, 115_713) == (1, "shared memory")
     assert ctas_an_sm(80, 4, 32, 0) == (16, "registers")
