@@ -138,6 +138,7 @@ class Trainer:
     def _run_updates(self, progress: Progress) -> Scores | None:
         """The loop. Returns the scores of the last validation in it, if there was one."""
         config, scores = self.config, None
+        self.finite.fill_(True)
         began = time.perf_counter() - self.trained_seconds
         if self.step < config.steps and due(self.step, config.val_every) and self.validated != self.step:
             scores = self._validate_and_keep(progress)  # the run was ended before this one

@@ -115,9 +115,12 @@ def test_a_checkpoint_without_its_parts(config, tmp_path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("batching", ["packed", "bucketed"])
-def test_kill_9_and_resume_equal_an_uninterrupted_run(config, tmp_path, batching) -> None:
-    config = changed(config, steps=100, save_every=10, batching=batching)
+@pytest.mark.parametrize(
+    "changes", [{}, {"batching": "bucketed"}, {"cuda_graphs": True}], ids=["packed", "bucketed", "graphs"]
+)
+def test_kill_9_and_resume_equal_an_uninterrupted_run(config, tmp_path, monkeypatch, changes) -> None:
+    monkeypatch.setenv("FASTFORMER_CPU_GRAPHS", "1")
+    config = changed(config, steps=100, save_every=10, **changes)
     start(config, tmp_path / "whole").train()
     (tmp_path / "settings.yaml").write_text(json.dumps(config.to_dict()))
     command = [sys.executable, "-m", "fastformer.cli", "train", str(tmp_path / "killed"), "--resume", "auto"]

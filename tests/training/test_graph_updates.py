@@ -363,7 +363,9 @@ def test_plain_calls_stand_in_for_graphs_too(graphs, tmp_path, monkeypatch) -> N
 
 
 def test_a_replay_that_gives_nan_is_noticed(graphs, tmp_path) -> None:
-    trainer = start(graphs, tmp_path / "run")
+    whole = start(graphs, tmp_path / "whole")
+    whole.train()
+    trainer = start(changed(graphs, save_every=4), tmp_path / "run")
     update = trainer._update
 
     def broken(batches):
@@ -376,6 +378,10 @@ def test_a_replay_that_gives_nan_is_noticed(graphs, tmp_path) -> None:
     with pytest.raises(DivergedError, match="the loss became nan at update 10"):
         trainer.train()
     assert stand_in(trainer).replays > 0
+    trainer._update = update
+    trainer.load_state_dict(load_checkpoint(checkpoints(tmp_path / "run")[-1]))
+    trainer.train()
+    assert torch.equal(weights(trainer), weights(whole))
 
 
 # What can't be one.
