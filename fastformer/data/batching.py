@@ -10,6 +10,7 @@ done. Three ways:
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -202,7 +203,10 @@ def layout_of(sequences: Sequence[Sequence[int]], *, packed: bool) -> SequenceLa
 
 def _join(sequences: Sequence[Sequence[int]], fill: int, packed: bool) -> Tensor:
     if packed:
-        return torch.tensor([token for sequence in sequences for token in sequence])
+        ids = array("q")  # torch.tensor takes four times as long over a list, with each batch of a training
+        for sequence in sequences:
+            ids.extend(sequence)
+        return torch.frombuffer(ids, dtype=torch.int64)
     width = max(len(sequence) for sequence in sequences)
     return torch.tensor([[*sequence, *[fill] * (width - len(sequence))] for sequence in sequences])
 
