@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
 from collections import Counter
 from dataclasses import dataclass, field
+from itertools import chain
 
 from torch import nn
 
@@ -43,8 +46,9 @@ def accelerate(model: nn.Module) -> Report:
     is left alone; what somebody hooked or replaced inside of a module is called as before.
 
     Args:
-        model: any module; modules of torch.nn are known (`MultiheadAttention`, `TransformerEncoderLayer`,
-            `TransformerDecoderLayer`, `TransformerEncoder`, `TransformerDecoder`, `Transformer`).
+        model: any module. Known are those of torch.nn (`MultiheadAttention`, `TransformerEncoderLayer`,
+            `TransformerDecoderLayer`, `TransformerEncoder`, `TransformerDecoder`, `Transformer`), and of transformers
+            the layers of BERT.
 
     Returns:
         What was swapped, what was left, and why. A second call swaps nothing.
@@ -83,6 +87,15 @@ def restore(model: nn.Module) -> list[str]:
     return [name for name, _ in found]
 
 
+# Of transformers: the file of a family here, and the module whose classes it swaps. A model of a family has loaded it.
+_FAMILIES = {"bert": "transformers.models.bert.modeling_bert"}
+
+
 def known_swaps() -> dict[type[nn.Module], Swap]:
-    """All swaps, by the class that they replace."""
-    return by_original(torch_nn.SWAPS)
+    """All swaps of what is loaded, by the class that they replace."""
+    families = [
+        importlib.import_module(f"fastformer.integrations.{name}").SWAPS
+        for name, theirs in _FAMILIES.items()
+        if theirs in sys.modules
+    ]
+    return by_original([*torch_nn.SWAPS, *chain.from_iterable(families)])

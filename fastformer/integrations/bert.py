@@ -1,0 +1,116 @@
+"""transformers' BERT: packed encoder, fused attention, joined residual + norm, fused FFN."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from transformers.models.bert import modeling_bert as bert
+
+from fastformer.integrations.hugging_face import (
+    add_and_norm,
+    attend,
+    checkpoints,
+    fused_feed_forward,
+    heads,
+    is_known,
+    nothing_else,
+    packed,
+    padding_of,
+)
+from fastformer.integrations.swap import Swap
+
+# What a forward may be given that doesn't change what it computes here.
+_HARMLESS = frozenset({"position_ids", "cache_position", "return_dict"})
+# From 5 on there is one class, which looks up how to attend; before, one for each way.
+_Attention: type[Any] = getattr(bert, "BertSdpaSelfAttention", bert.BertSelfAttention)
+
+
+class BertSelfAttention(_Attention):
+    """Self-attention without a cache runs on our op; all else as it was written."""
+
+    def forward(self, hidden_states: Tensor, attention_mask: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
+        """See transformers."""
+        if not self._is_simple(args, kwargs):
+            return super().forward(hidden_states, attention_mask, *args, **kwargs)
+        q, k, v = (
+            heads(linear, hidden_states, self.attention_head_size) for linear in (self.query, self.key, self.value)
+        )
+        is_causal = attention_mask is None and bool(getattr(self, "is_causal", self.is_decoder))
+        dropout_p = self.dropout.p if self.training else 0.0
+        return attend(q, k, v, attention_mask, dropout_p=dropout_p, is_causal=is_causal).flatten(-2), None
+
+    def _is_simple(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        implementation = self.config._attn_implementation if hasattr(self, "config") else "sdpa"
+        return (
+            nothing_else(args, kwargs, _HARMLESS)
+            and implementation == "sdpa"
+            and getattr(self, "position_embedding_type", "absolute") == "absolute"
+        )
+
+
+class BertSelfOutput(bert.BertSelfOutput):
+    """Its norm takes in dropout and addition."""
+
+    def forward(self, hidden_states: Tensor, input_tensor: Tensor) -> Tensor:
+        """See transformers."""
+        return add_and_norm(self.dense(hidden_states), input_tensor, self.dropout, self.LayerNorm)
+
+
+class BertOutput(bert.BertOutput):
+    """Its norm takes in dropout and addition."""
+
+    def forward(self, hidden_states: Tensor, input_tensor: Tensor) -> Tensor:
+        """See transformers."""
+        return add_and_norm(self.dense(hidden_states), input_tensor, self.dropout, self.LayerNorm)
+
+
+class BertLayer(bert.BertLayer):
+    """Its feed-forward network is one op, its norm another."""
+
+    attention: Any
+    intermediate: Any
+    output: Any
+
+    def feed_forward_chunk(self, attention_output: Tensor) -> Tensor:
+        """See transformers."""
+        inner, outer = self.intermediate, self.output
+        if is_known(inner, bert.BertIntermediate) and is_known(outer, BertOutput, bert.BertOutput):
+            out = fused_feed_forward(attention_output, inner.dense, inner.intermediate_act_fn, outer.dense)
+            if out is not None:
+                return add_and_norm(out, attention_output, outer.dropout, outer.LayerNorm)
+        return super().feed_forward_chunk(attention_output)
+
+
+class BertEncoder(bert.BertEncoder):
+    """Leaves padding out: its layers see packed tokens. What comes out is zeros at padding."""
+
+    layer: Any
+
+    def forward(self, hidden_states: Tensor, attention_mask: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
+        """See transformers."""
+        padding = None
+        if nothing_else(args, kwargs, _HARMLESS) and not (self.training and checkpoints(self)) and self._is_ours():
+            padding = padding_of(hidden_states, attention_mask, self)
+        if padding is None:
+            return super().forward(hidden_states, attention_mask, *args, **kwargs)
+        with packed(padding.layout):
+            out = super().forward(padding.pack(hidden_states)[None], None, *args, **kwargs)
+        out.last_hidden_state = padding.unpack(out.last_hidden_state[0])
+        return out
+
+    def _is_ours(self) -> bool:
+        attentions = [layer.attention.self for layer in self.layer if is_known(layer, BertLayer)]
+        return len(attentions) == len(self.layer) and all(
+            is_known(each, BertSelfAttention) and each._is_simple((), {}) and not getattr(each, "is_causal", False)
+            for each in attentions
+        )
+
+
+SWAPS = (
+    Swap(_Attention, BertSelfAttention),
+    Swap(bert.BertSelfOutput, BertSelfOutput),
+    Swap(bert.BertOutput, BertOutput),
+    Swap(bert.BertLayer, BertLayer),
+    Swap(bert.BertEncoder, BertEncoder),
+)

@@ -1,0 +1,160 @@
+"""transformers' BERT, accelerated."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import BertConfig, BertForMaskedLM, BertForSequenceClassification, BertModel
+
+import fastformer
+from fastformer.ops._library import record_backends
+from tests.nn.comparing import assert_same
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+
+IDS = torch.randint(5, 60, (4, 9))
+RIGHT = torch.arange(9) < torch.tensor([[9], [4], [1], [7]])
+LEFT = RIGHT.flip(1)
+
+
+def config(**options: Any) -> BertConfig:
+    sizes = {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 3, "intermediate_size": 40}
+    settings = {"vocab_size": 60, "attention_probs_dropout_prob": 0.0, "hidden_dropout_prob": 0.0, **sizes, **options}
+    return BertConfig(**settings)
+
+
+def make(kind: Any = BertModel, **options: Any) -> Any:
+    torch.manual_seed(3)
+    model = kind(config(**options)).double()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn_like(parameter) * 0.2 + (0.5 if parameter.dim() == 1 else 0))
+    return model
+
+
+def ran(call: Any) -> set[str]:
+    with record_backends() as backends:
+        call()
+    return {name for name, _ in backends}
+
+
+@pytest.mark.parametrize("mode", ["train", "eval"])
+@pytest.mark.parametrize("mask", [None, RIGHT, LEFT], ids=["no mask", "right", "left"])
+@pytest.mark.parametrize("act", ["gelu", "gelu_new", "relu", "silu"])
+def test_computes_the_same(act, mask, mode):
+    model = make(hidden_act=act)
+    getattr(model, mode)()
+    options = {} if mask is None else {"attention_mask": mask.long()}
+    real = torch.ones(4, 9, 1) if mask is None else mask[..., None].double()
+    results = []
+    for accelerated in (False, True):
+        if accelerated:
+            report = fastformer.accelerate(model)
+            assert len(report.swapped) == 1 + 2 * 4 and not report.left
+            names = ran(lambda: model(IDS, **options))
+            expected = {"add_layer_norm_fwd", "attention_fwd" if mask is None else "varlen_attention_fwd"}
+            assert expected <= names and ("feed_forward_fwd" in names) == (act != "silu")
+        out = model(IDS, **options)
+        loss = (out.last_hidden_state * real).square().sum() + (out.pooler_output.sum() if mask is not LEFT else 0)
+        results.append(
+            [out.last_hidden_state * real, *torch.autograd.grad(loss, [*model.parameters()], allow_unused=True)]
+        )
+    for ours, theirs in zip(results[1], results[0], strict=True):
+        if theirs is None or theirs.abs().max() < 1e-12:  # a bias of keys has no gradient, but for rounding
+            assert ours is None or ours.abs().max() < 1e-12
+        else:
+            assert_same(ours, theirs, "output or gradient", 1e-9)
+
+
+@pytest.mark.parametrize("kind", [BertForMaskedLM, BertForSequenceClassification])
+def test_heads_and_losses(kind):
+    model = make(kind).eval()
+    labels = IDS.masked_fill(~RIGHT, -100) if kind is BertForMaskedLM else torch.tensor([0, 1, 1, 0])
+    before = model(IDS, attention_mask=RIGHT.long(), labels=labels)
+    fastformer.accelerate(model)
+    after = model(IDS, attention_mask=RIGHT.long(), labels=labels)
+    torch.testing.assert_close(after.loss, before.loss, rtol=1e-9, atol=0)
+    real = RIGHT[..., None] if kind is BertForMaskedLM else torch.ones(4, 1)
+    assert_same(after.logits * real, before.logits * real, "logits", 1e-9)
+
+
+def test_padding_comes_out_as_zeros():
+    model = make().eval()
+    fastformer.accelerate(model)
+    out = model(IDS, attention_mask=RIGHT.long()).last_hidden_state
+    assert not out[~RIGHT].any() and out[RIGHT].abs().min() > 0
+
+
+@pytest.mark.parametrize("what", ["hidden states", "weights", "eager", "a mask of its own", "checkpointing", "a hook"])
+def test_what_asks_for_more_runs_as_before(what):
+    """Where somebody looks inside, the batch isn't packed, and what they see is what they saw."""
+    model = make(**({"attn_implementation": "eager"} if what in ("weights", "eager") else {}))
+    model.train(what == "checkpointing")
+    options: dict[str, Any] = {"attention_mask": RIGHT.long()}
+    seen: list[Tensor] = []
+    if what == "hidden states":
+        options["output_hidden_states"] = True
+    elif what == "weights":
+        options["output_attentions"] = True
+    elif what == "a mask of its own":
+        options["attention_mask"] = torch.rand(4, 1, 9, 9) < 0.5
+        options["attention_mask"][..., 0] = True
+    elif what == "checkpointing":
+        model.gradient_checkpointing_enable()
+    elif what == "a hook":
+        model.encoder.layer[1].intermediate.register_forward_hook(lambda module, args, out: seen.append(out))
+    results = []
+    for accelerated in (False, True):
+        if accelerated:
+            fastformer.accelerate(model)
+            assert "varlen_attention_fwd" not in ran(lambda: model(IDS, **options))
+            seen = seen[:1]
+        out = model(IDS, **options)
+        tensors = [out.last_hidden_state * RIGHT[..., None], *(out.hidden_states or ()), *(out.attentions or ())]
+        grads = torch.autograd.grad(out.last_hidden_state[RIGHT].square().sum(), [*model.encoder.parameters()])
+        results.append([*tensors, *grads])
+    assert len(results[0]) == len(results[1])
+    for ours, theirs in zip(results[1], results[0], strict=True):
+        assert_same(ours, theirs, what, 1e-9) if theirs.abs().max() > 1e-12 else None
+    if what == "a hook":
+        assert_same(seen[-1], seen[0], "what the hook saw", 1e-9)
+
+
+def test_a_decoder_with_a_cache():
+    model = make(is_decoder=True).eval()
+    whole = model(IDS).last_hidden_state
+    fastformer.accelerate(model)
+    assert_same(model(IDS).last_hidden_state, whole, "causal", 1e-9)
+    first = model(IDS[:, :5], use_cache=True)
+    second = model(IDS[:, 5:], past_key_values=first.past_key_values, use_cache=True)
+    assert_same(second.last_hidden_state, whole[:, 5:], "with a cache", 1e-9)
+
+
+def test_adapters_and_restore():
+    model = make().eval()
+    run = lambda: model(IDS, attention_mask=RIGHT.long()).last_hidden_state * RIGHT[..., None]  # noqa: E731
+    before = run()
+    fastformer.accelerate(model)
+
+    class Doubled(torch.nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return 2 * super().forward(x)
+
+    for layer in model.encoder.layer:
+        layer.intermediate.dense.__class__ = Doubled
+    changed = run()
+    assert len(fastformer.restore(model)) == 9
+    assert_same(changed, run(), "adapter", 1e-9)
+    assert not torch.allclose(changed, before)
+
+
+def test_dropout_acts_in_training():
+    model = make(hidden_dropout_prob=0.5, attention_probs_dropout_prob=0.5)
+    fastformer.accelerate(model)
+    run = lambda: model(IDS, attention_mask=RIGHT.long()).last_hidden_state  # noqa: E731
+    assert not torch.equal(run(), run())
+    model.eval()
+    assert torch.equal(run(), run())
