@@ -158,17 +158,38 @@ def _runs(cases: dict[str, Callable[[], object]]) -> dict[str, Callable[[], obje
     return runs
 
 
-def _nothing() -> dict[str, Callable[[], object]]:
-    """What `torch.autograd.grad` takes of each "bwd" for itself."""
-    x = torch.randn(4, requires_grad=True)
-    y, dy = x * 2, torch.randn(4)
-    return {"autograd.grad of a product": lambda: torch.autograd.grad(y, x, dy, retain_graph=True)}
+class _Nothing(torch.autograd.Function):
+    """As many inputs and outputs as an op has, and gradients that are there already."""
+
+    @staticmethod
+    def forward(ctx: Any, num_outputs: int, *inputs: Tensor) -> tuple[Tensor, ...]:
+        """Empty outputs."""
+        ctx.gradients = [torch.zeros_like(x) for x in inputs]
+        return tuple(torch.empty_like(inputs[0]) for _ in range(num_outputs))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        """Zeros."""
+        return None, *ctx.gradients
+
+
+def _autograd() -> dict[str, Callable[[], object]]:
+    """What `torch.autograd.grad` itself takes of each "bwd"; a training step pays for it once and not for each op."""
+    alone: dict[str, Callable[[], object]] = {}
+    for op, num_outputs, num_inputs in (("attention", 1, 3), ("add_layer_norm", 2, 4)):
+        inputs = [torch.randn(4, requires_grad=True) for _ in range(num_inputs)]
+        outputs: Any = _Nothing.apply(num_outputs, *inputs)  # type: ignore[no-untyped-call]
+        grads = [torch.randn(4) for _ in outputs]
+        alone[f"{op} bwd autograd alone"] = functools.partial(
+            torch.autograd.grad, outputs, inputs, grads, retain_graph=True
+        )
+    return alone
 
 
 def cases() -> dict[str, Callable[[], object]]:
     """What is measured, by name; inside `stubbed`."""
     ops = {**_attention(), **_add_layer_norm()}
-    return {**ops, **_nothing(), **_runs(ops)}
+    return {**ops, **_autograd(), **_runs(ops)}
 
 
 def seconds(function: Callable[[], object], calls: int, rounds: int) -> float:

@@ -209,6 +209,59 @@ def test_the_versions_we_test_with_are_known() -> None:
     assert _launch._specialize is not None
 
 
+@triton.jit(do_not_specialize=["count"])
+def _scale_kernel(x_ptr, y_ptr, count, scale, strides, TWICE: tl.constexpr, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + at * strides[0], mask=at < count, other=0.0)
+    if TWICE:
+        x += x
+    tl.store(y_ptr + at * strides[1], x * scale, mask=at < count)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="launches on a device")
+def test_a_device_runs_what_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also on a side stream, in a graph, and unaligned, where 16-byte loads would fault."""
+    monkeypatch.setattr(_launch, "_compiled", {})
+    ordinary = JITFunction.run
+    runs: list[int] = []
+
+    def counted(*args: Any, **options: Any) -> Any:
+        runs.append(1)
+        return ordinary(*args, **options)
+
+    monkeypatch.setattr(JITFunction, "run", counted)
+
+    def check(offset: int, stride: int, count: int, scale: float, twice: bool) -> None:
+        x, y = torch.randn(4096, device="cuda"), torch.zeros(4096, device="cuda")
+        into = y[offset:]
+        _launch.launch(
+            _scale_kernel, (1,), x[offset:], into, count, scale, (stride, 1), TWICE=twice, BLOCK=256, num_warps=4
+        )
+        assert torch.equal(into[:count], x[offset:][: count * stride : stride] * (2 * scale if twice else scale))
+        assert not into[count:].any() and not y[:offset].any()
+
+    kinds = [(offset, stride, twice) for offset in (0, 1, 4) for stride in (1, 3, 16) for twice in (True, False)]
+    for count, scale in ((200, 0.5), (100, 2.0), (1, 4.0)):
+        for offset, stride, twice in kinds:
+            check(offset, stride, count, scale, twice)
+        with torch.cuda.stream(torch.cuda.Stream()):
+            check(*kinds[0][:2], count, scale, True)
+    # A second round of the same kinds has nothing to ask of Triton.
+    before = len(runs)
+    for offset, stride, twice in kinds:
+        check(offset, stride, 200, 0.25, twice)
+    assert len(runs) == before <= 3 * len(kinds)
+
+    x, y, graph = torch.randn(256, device="cuda"), torch.zeros(256, device="cuda"), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        _launch.launch(_scale_kernel, (1,), x, y, 200, 0.5, (1, 1), TWICE=False, BLOCK=256, num_warps=4)
+    assert len(runs) == before
+    x.fill_(3.0)
+    graph.replay()
+    assert y[:200].eq(1.5).all() and not y[200:].any()
+
+
 def test_kernels_have_their_constexprs_last() -> None:
     """Launches hand over constexprs by name and the rest by position, or are not kept."""
     modules = (add_layer_norm, attention, attention_backward, embedding, feed_forward, linear_cross_entropy, rotary)
