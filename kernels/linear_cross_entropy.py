@@ -32,22 +32,66 @@ TILE = 4096
 # The buffer's rows are padded to this many elements, so that each row can be read 16 bytes at a time in any dtype and
 # cuBLAS finds an aligned leading dimension in any vocabulary.
 PADDING = 64
+WARPS = 8
 
 # Arguments whose value must not make another binary: Triton compiles apart for 1 and for multiples of 16.
 _COUNTS = ["num_rows", "vocab_size", "ignore_index", "stride_scale"]
 
 
 @triton.jit
-def _load_logits(row_ptrs, here, start, vocab_size, padded_size, bias_ptr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr):
-    """(logits, in fp32 and -inf beyond the vocabulary; pointers; which pointers lie in the buffer)."""
-    columns = start + tl.arange(0, BLOCK)
-    ptrs = row_ptrs[:, None] + columns[None, :]
+def _load_logits(row_ptrs, bias_ptr, columns, HAS_BIAS: tl.constexpr):
+    """Logits in fp32 of columns that all exist."""
+    logits = tl.load(row_ptrs[:, None] + columns[None, :]).to(tl.float32)
+    if HAS_BIAS:
+        logits += tl.load(bias_ptr + columns).to(tl.float32)[None, :]
+    return logits
+
+
+@triton.jit
+def _load_tail(row_ptrs, here, bias_ptr, columns, vocab_size, padded_size, HAS_BIAS: tl.constexpr):
+    """Logits in fp32 of the rows `here`, -inf beyond the vocabulary."""
     # Up to the padding and not to the vocabulary: a mask that changes at any column would cost the wide loads.
     inside = here[:, None] & (columns < padded_size)[None, :]
-    logits = tl.load(ptrs, mask=inside, other=0.0).to(tl.float32)
+    logits = tl.load(row_ptrs[:, None] + columns[None, :], mask=inside, other=0.0).to(tl.float32)
     if HAS_BIAS:
         logits += tl.load(bias_ptr + columns, mask=columns < vocab_size, other=0.0).to(tl.float32)[None, :]
-    return tl.where((columns < vocab_size)[None, :], logits, float("-inf")), ptrs, inside
+    return tl.where((columns < vocab_size)[None, :], logits, float("-inf"))
+
+
+@triton.jit
+def _power(logits, peak, EXACT: tl.constexpr):
+    """log2(e) (logits - peak): of 2 it is exp(logits - peak).
+
+    One FMA, which rounds log2(e) peak: logits of 16 bits don't notice. EXACT: one instruction more, for those of fp32.
+    """
+    if EXACT:
+        return (logits - peak) * 1.4426950408889634
+    else:
+        return tl.fma(logits, 1.4426950408889634, -1.4426950408889634 * peak)
+
+
+@triton.jit
+def _by_thread(tile, THREADS: tl.constexpr, VECTOR: tl.constexpr):
+    """(BLOCK_M, BLOCK_N) as (BLOCK_M, wide loads, THREADS, VECTOR): axes 1 and 3 are of one thread."""
+    return tl.reshape(tile, (tile.shape[0], tile.shape[1] // (THREADS * VECTOR), THREADS, VECTOR))
+
+
+@triton.jit
+def _add_tile(
+    logits, relative, peak, total, sums, SMOOTH: tl.constexpr, EXACT: tl.constexpr, THREADS: tl.constexpr,
+    VECTOR: tl.constexpr,
+):  # fmt: skip
+    """Takes a tile into each thread's own statistics (BLOCK_M, THREADS): nothing crosses threads, no barrier.
+
+    peak: the largest logit so far; total: sum of exp(logit - peak); sums: of `relative`.
+    """
+    logits = _by_thread(logits, THREADS, VECTOR)
+    new_peak = tl.maximum(peak, tl.max(tl.max(logits, 3), 1))
+    total *= tl.exp2(_power(peak, new_peak, EXACT))
+    total += tl.sum(tl.sum(tl.exp2(_power(logits, new_peak[:, None, :, None], EXACT)), 3), 1)
+    if SMOOTH:
+        sums += tl.sum(tl.sum(_by_thread(relative, THREADS, VECTOR), 3), 1)
+    return new_peak, total, sums
 
 
 @triton.jit(do_not_specialize=_COUNTS)
@@ -74,12 +118,17 @@ def _cross_entropy_kernel(
     Z_LOSS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    THREADS: tl.constexpr,
 ):
     """Losses and, with GRADIENT, dlogits in the logits' place, of BLOCK_M rows of a chunk.
 
     LSE: "none"; "store"; "load" (a forward pass has left it: no pass over the row for the statistics).
     scale_ptr: what a row's loss and gradient are multiplied by, with stride 0 one for all; None is 1.
+    THREADS: those that share a row.
     """
+    dtype = logits_ptr.dtype.element_ty
+    VECTOR: tl.constexpr = 128 // dtype.primitive_bitwidth
+    EXACT: tl.constexpr = dtype == tl.float32
     rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     real = rows < num_rows
     target = tl.load(target_ptr + rows, mask=real, other=ignore_index)
@@ -95,65 +144,79 @@ def _cross_entropy_kernel(
         scale = tl.load(scale_ptr + rows * stride_scale, mask=real, other=0.0).to(tl.float32)
     # Rows that don't count are not read.
     width = tl.where(tl.max(counts.to(tl.int32), 0) > 0, vocab_size, 0)
+    # The columns of tiles that need no mask. Several rows share a program only where one tile holds the vocabulary.
+    whole = 0
+    if BLOCK_M == 1:
+        whole = width // BLOCK_N * BLOCK_N
+    target_logit = tl.load(row_ptrs + target, mask=counts, other=0.0).to(tl.float32)
+    if HAS_BIAS:
+        target_logit += tl.load(bias_ptr + target, mask=counts, other=0.0).to(tl.float32)
 
-    peak = tl.zeros((BLOCK_M,), dtype=tl.float32)
-    log_total = peak
+    # p = exp(z - peak) / total; lse = peak + log(total) holds few digits of its fraction where it is large.
     if LSE == "load":
         peak = tl.load(lse_ptr + rows, mask=counts, other=0.0)
+        total = tl.full((BLOCK_M,), 1.0, dtype=tl.float32)
+        lse = peak
     else:
-        target_logit = tl.load(row_ptrs + target, mask=counts, other=0.0).to(tl.float32)
-        if HAS_BIAS:
-            target_logit += tl.load(bias_ptr + target, mask=counts, other=0.0).to(tl.float32)
-        peak = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
-        # Kept as a tile and added up at the end: one reduction less a step, and short chains of roundings.
-        totals = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-        sums = tl.zeros((BLOCK_M,), dtype=tl.float32)
-        for start in range(0, width, BLOCK_N):
-            logits, _, _ = _load_logits(row_ptrs, counts, start, vocab_size, padded_size, bias_ptr, HAS_BIAS, BLOCK_N)
-            new_peak = tl.maximum(peak, tl.max(logits, 1))
-            # Where all is -inf so far, -inf - -inf would be NaN.
-            base = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-            totals = totals * tl.exp(peak - base)[:, None] + tl.exp(logits - base[:, None])
-            if SMOOTH:
-                # Relative to the target's logit, not to 0: logits that share a large offset would cancel.
-                inside = (start + tl.arange(0, BLOCK_N) < vocab_size)[None, :]
-                sums += tl.sum(tl.where(inside, logits - target_logit[:, None], 0.0), 1)
-            peak = new_peak
-        peak = tl.where(counts, peak, 0.0)
-        log_total = tl.log(tl.where(counts, tl.sum(totals, 1), 1.0))
+        # Not -inf, since -inf - -inf is NaN where all is -inf so far.
+        peaks = tl.full((BLOCK_M, THREADS), -1e38, dtype=tl.float32)
+        totals = tl.zeros((BLOCK_M, THREADS), dtype=tl.float32)
+        sums = tl.zeros((BLOCK_M, THREADS), dtype=tl.float32)
+        for start in range(0, whole, BLOCK_N):
+            logits = _load_logits(row_ptrs, bias_ptr, start + tl.arange(0, BLOCK_N), HAS_BIAS)
+            # Relative to the target's logit, not to 0: logits that share a large offset would cancel.
+            relative = logits - target_logit[:, None]
+            peaks, totals, sums = _add_tile(logits, relative, peaks, totals, sums, SMOOTH, EXACT, THREADS, VECTOR)
+        for start in range(whole, width, BLOCK_N):
+            columns = start + tl.arange(0, BLOCK_N)
+            logits = _load_tail(row_ptrs, counts, bias_ptr, columns, vocab_size, padded_size, HAS_BIAS)
+            relative = tl.where((columns < vocab_size)[None, :], logits - target_logit[:, None], 0.0)
+            peaks, totals, sums = _add_tile(logits, relative, peaks, totals, sums, SMOOTH, EXACT, THREADS, VECTOR)
+        peak = tl.where(counts, tl.max(peaks, 1), 0.0)
+        total = tl.where(counts, tl.sum(totals * tl.exp2(_power(peaks, peak[:, None], EXACT)), 1), 1.0)
+        log_total = tl.log(total)
+        lse = peak + log_total
         if LOSSES:
-            # With a + b V = 1, loss = -log p_y - b sum(z - z_y). (z - max) - log(total), not z - lse: lse holds few
-            # digits of its fraction where it is large.
-            losses = -on_target * ((target_logit - peak) - log_total)
+            # With a + b V = 1, loss = -log p_y - b sum(z - z_y).
+            log_prob = _power(target_logit, peak, EXACT) * 0.6931471805599453 - log_total
+            losses = -on_target * log_prob
             if SMOOTH:
-                losses = log_total - (target_logit - peak) - on_all * sums
+                losses = -log_prob - on_all * tl.sum(sums, 1)
             if Z_LOSS:
-                losses += z_loss * (peak + log_total) * (peak + log_total)
+                losses += z_loss * lse * lse
             losses = tl.where(counts, losses * scale, 0.0)
             tl.store(losses_ptr + rows, losses, mask=real)
         if LSE == "store":
-            tl.store(lse_ptr + rows, tl.where(counts, peak + log_total, 0.0), mask=real)
+            tl.store(lse_ptr + rows, tl.where(counts, lse, 0.0), mask=real)
 
     if GRADIENT:
         # Every warp has read its targets' logits before any warp overwrites them.
         tl.debug_barrier()
-        factor = tl.full((BLOCK_M,), 1.0, dtype=tl.float32)
+        factor = scale / total
         if Z_LOSS:
-            factor += 2.0 * z_loss * (peak + log_total)
-        factor *= scale
-        for start in range(0, vocab_size, BLOCK_N):
-            logits, ptrs, inside = _load_logits(
-                row_ptrs, counts, start, vocab_size, padded_size, bias_ptr, HAS_BIAS, BLOCK_N
-            )
+            factor *= 1.0 + 2.0 * z_loss * lse
+        smooth = on_all * scale
+        for start in range(0, whole, BLOCK_N):
             columns = start + tl.arange(0, BLOCK_N)
-            dlogits = factor[:, None] * tl.exp(logits - peak[:, None] - log_total[:, None])
+            logits = _load_logits(row_ptrs, bias_ptr, columns, HAS_BIAS)
+            dlogits = factor[:, None] * tl.exp2(_power(logits, peak[:, None], EXACT))
             if SMOOTH:
-                dlogits -= (on_all * scale)[:, None]
-            dlogits -= tl.where(columns[None, :] == target[:, None], (on_target * scale)[:, None], 0.0)
-            # Also the rows that don't count are written: the products read them.
+                dlogits -= smooth[:, None]
+            tl.store(row_ptrs[:, None] + columns[None, :], dlogits.to(dtype))
+        # Also the rows that don't count are written: the products read them.
+        for start in range(whole, vocab_size, BLOCK_N):
+            columns = start + tl.arange(0, BLOCK_N)
+            logits = _load_tail(row_ptrs, counts, bias_ptr, columns, vocab_size, padded_size, HAS_BIAS)
+            dlogits = factor[:, None] * tl.exp2(_power(logits, peak[:, None], EXACT))
+            if SMOOTH:
+                dlogits -= smooth[:, None]
             dlogits = tl.where(counts[:, None], dlogits, 0.0)
             inside = real[:, None] & (columns < padded_size)[None, :]
-            tl.store(ptrs, dlogits.to(logits_ptr.dtype.element_ty), mask=inside)
+            tl.store(row_ptrs[:, None] + columns[None, :], dlogits.to(dtype), mask=inside)
+        # One element a row differs: written once more, and not looked for among all. After every warp's tiles.
+        tl.debug_barrier()
+        dlogit = factor * tl.exp2(_power(target_logit, peak, EXACT)) - smooth - on_target * scale
+        tl.store(row_ptrs + target, dlogit.to(dtype), mask=counts)
 
 
 def _weights(label_smoothing: float, smooth_others: bool, vocab_size: int) -> tuple[float, float]:
@@ -247,7 +310,8 @@ class _Chunks:
             Z_LOSS=self.z_loss != 0.0,
             BLOCK_M=block_m,
             BLOCK_N=block_n,
-            num_warps=8,
+            THREADS=min(32 * WARPS, block_n * self.x.element_size() // 16),
+            num_warps=WARPS,
             debug=True,
             sanitize_overflow=False,
         )
