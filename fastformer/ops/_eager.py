@@ -83,10 +83,9 @@ def device_of(args: tuple[Any, ...], types: tuple[frozenset[type], ...]) -> tupl
             return None, False
         if kind in _TENSORS:
             here = _PLAIN.get(_keys_of(argument).raw_repr())
-            if here != device:
-                if device is not None or here is None:
-                    return None, False
-                device = here
+            if here is None or here != (device or here):
+                return None, False
+            device = here
             requires_grad = requires_grad or argument.requires_grad
     return device, requires_grad
 
