@@ -382,12 +382,19 @@ def main() -> int:
 
     print(f"triton {triton.__version__}, torch {torch.__version__}")
     print(f"arch {'kernel':24} {'tile':16} {'reg':>4} {'spill':>5} {'shared':>7} ctas {'wide':>5} {'sync':>5}  case")
-    rows = []
-    for row in report(args.arch, args.only, args.size, args.jobs):
-        print(show(row), flush=True)
-        rows.append(row)
+    rows: list[Row] = []
+    for (arch, op), group in itertools.groupby(
+        report(args.arch, args.only, args.size, args.jobs), lambda row: (row.arch, row.op)
+    ):
+        rows_of_op = []
+        for row in group:
+            print(show(row), flush=True)
+            rows_of_op.append(row)
+        if args.out is not None:  # an hour of compiling outlives an interruption, op by op
+            merge(args.out, rows_of_op, [arch], [op])
+        rows += rows_of_op
     if args.out is not None:
-        merge(args.out, rows, args.arch, args.only)
+        merge(args.out, rows, args.arch, args.only)  # also where an op has nothing to launch any more
     bad = sum(bool(row.problems) for row in rows)
     print(f"{len(rows)} kernels, {bad} with problems")
     return 1 if bad or not rows else 0
