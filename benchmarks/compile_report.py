@@ -266,7 +266,11 @@ def products_of(launch: Launch) -> list[int]:
 
 def cases(stem: str, quick: bool) -> Iterator[tuple[str, Callable[[], object]]]:
     """(title, call) of a stem's launches; quick: what `make test` has time for."""
-    return importlib.import_module(f"benchmarks.compile_cases.{stem}").cases(quick)
+    return _module(stem).cases(quick)
+
+
+def _module(stem: str) -> Any:
+    return importlib.import_module(f"benchmarks.compile_cases.{stem}")
 
 
 class Work(NamedTuple):
@@ -282,6 +286,8 @@ def distinct_launches(archs: list[int], stems: list[str], size: str) -> list[Wor
     """Every distinct launch of every case, once an architecture. size: "quick", "usual" or "all"."""
     found: list[Work] = []
     for arch, stem in itertools.product(archs, stems):
+        if arch not in getattr(_module(stem), "ARCHITECTURES", ARCHITECTURES):
+            continue
         seen: dict[tuple[str, ...], Work] = {}
         wanted = re.compile(USUAL.get(stem, "") if size == "usual" else "")
         for title, call in cases(stem, size == "quick"):

@@ -1,4 +1,7 @@
-"""What the compile report compiles: a module a stem, each with `cases(quick)` yielding (title, call)."""
+"""What the compile report compiles: a module a stem, each with `cases(quick)` yielding (title, call).
+
+A module of kernels for some architectures alone names them in ARCHITECTURES.
+"""
 
 # What `--usual` takes of a stem's cases, where it has more than a reader wants: a pattern to find in their titles.
 USUAL = {
@@ -6,6 +9,7 @@ USUAL = {
     r"|bf16 d512 (affine|residual\+affine\+rms norm)",
     "attention": r"bf16 d(64|128) (?!n\d|deterministic)|bf16 d256 (full|causal|causal\+dropout|window)$"
     r"|fp32 d64 causal",
+    "decode_attention": r"bf16 d(64|128) |fp32 d64 ",
     "embedding": r"bf16 d(512|4096) positions\+dropout|bf16 d512 plain",
     "feed_forward": r"bf16 d512 (relu|gelu|swiglu)( cublas| no dropout)?$|bf16 d512 n1024 relu|fp32 d512 relu cublas",
     "linear_cross_entropy": r"bf16 v32000 (plain|smooth|bias)|fp32 v32000 smooth",

@@ -9,6 +9,7 @@ import torch
 
 from benchmarks.compile_cases.attention import attention_call
 
+ARCHITECTURES = (90,)
 OPTIONS: tuple[tuple[str, ...], ...] = (
     (), ("causal",), ("dropout",), ("causal", "dropout"), ("causal", "packed"), ("packed", "dropout", "gqa"),
     ("causal", "seqlens_k"), ("window",), ("window", "dropout", "seqlens_k"),
