@@ -51,7 +51,14 @@ TESTS = {
     "rows": "tests/kernels/test_rows_gpu.py",
     **{
         stem: f"tests/kernels/test_{stem}.py tests/ops/test_{stem}.py"
-        for stem in ("add_layer_norm", "feed_forward", "linear_cross_entropy", "embedding", "rotary")
+        for stem in (
+            "add_layer_norm",
+            "feed_forward",
+            "linear_cross_entropy",
+            "embedding",
+            "rotary",
+            "decode_attention",
+        )
     },
     "generation": "tests/generation/test_graph_engine_gpu.py",
     "models": "tests/models/test_backends.py tests/models/test_transformer.py tests/test_graphs.py "
@@ -262,7 +269,7 @@ def steps(out: Path) -> Iterator[Step]:
             step = time_op("attention", shape, out / "cuda_tuned.jsonl", rivals=BEST_RIVALS)
             yield Step(f"time tuned attention {name_of(shape)}", step, 15)
 
-    yield Step("tests others", tests(other_tests(), out / "tests_others.log", 480), 240)
+    yield Step("tests others", tests(other_tests(), out / "tests_others.log", 480), 200)
 
 
 def name_of(shape: dict[str, Any]) -> str:
