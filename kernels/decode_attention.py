@@ -78,20 +78,10 @@ _COUNTS = [
 
 
 @triton.jit
-def _filled(seqlens_ptr, stride, rows, here, room):
-    """How many positions the cache's `rows` have before the new ones; 0 where not `here`."""
-    lengths = tl.load(seqlens_ptr + rows.to(tl.int64) * stride, mask=here, other=0)
-    tl.device_assert((lengths >= 0) & (lengths <= room), "a length that the cache does not have")
-    # One that is outside, where nothing asserts, must not reach other memory.
-    return tl.minimum(tl.maximum(lengths, 0), room)
-
-
-@triton.jit
-def _cache_rows(rows_ptr, stride, rows, here, cache_batch):
-    """Which row of the cache each row of the batch reads; -1 where not `here`."""
-    found = tl.load(rows_ptr + rows.to(tl.int64) * stride, mask=here, other=0)
-    tl.device_assert((found >= 0) & (found < cache_batch), "a row that the cache does not have")
-    return tl.where(here, tl.minimum(tl.maximum(found, 0), cache_batch - 1), -1)
+def _integers(ptr, stride, rows, here, least, end):
+    """(those of `rows`, whether they are in [least, end)); what is outside must not reach other memory, and is cut."""
+    found = tl.load(ptr + rows.to(tl.int64) * stride, mask=here, other=least)
+    return tl.maximum(tl.minimum(found, end - 1), least), (found >= least) & (found < end)
 
 
 @triton.jit
@@ -189,9 +179,10 @@ def _decode_attention_kernel(
         real = inside < rows_of_one
         batch_rows = batch_row + m * 0
         cache_row = batch_row
+        has_row = batch_row >= 0
         if rows_ptr is not None:
-            cache_row = _cache_rows(rows_ptr, integer_strides[1], batch_row, True, cache_batch)
-        filled = _filled(seqlens_ptr, integer_strides[0], cache_row, True, room)
+            cache_row, has_row = _integers(rows_ptr, integer_strides[1], batch_row, True, 0, cache_batch)
+        filled, has_room = _integers(seqlens_ptr, integer_strides[0], cache_row, True, 0, room + 1)
         total = filled + seqlen_new
         totals = total + m * 0
         first = total * 0
@@ -206,12 +197,13 @@ def _decode_attention_kernel(
         batch_rows = tile * ROWS + m // rows_of_one
         inside = m % rows_of_one
         real = (m // rows_of_one < ROWS) & (batch_rows < batch)
-        wanted = _cache_rows(rows_ptr, integer_strides[1], batch_rows, real, cache_batch)
-        totals = _filled(seqlens_ptr, integer_strides[0], wanted, real, room)
+        wanted, has_row = _integers(rows_ptr, integer_strides[1], batch_rows, real, 0, cache_batch)
+        totals, has_room = _integers(seqlens_ptr, integer_strides[0], wanted, real, 0, room + 1)
+        wanted = tl.where(real, wanted, -1)
         r = tl.arange(0, ROWS)
         exists = tile * ROWS + r < batch
-        cache_rows = _cache_rows(rows_ptr, integer_strides[1], tile * ROWS + r, exists, cache_batch)
-        lasts = _filled(seqlens_ptr, integer_strides[0], cache_rows, exists, room)
+        cache_rows, _ = _integers(rows_ptr, integer_strides[1], tile * ROWS + r, exists, 0, cache_batch)
+        lasts, _ = _integers(seqlens_ptr, integer_strides[0], cache_rows, exists, 0, room + 1)
         firsts = lasts * 0
         if window_left is not None:
             firsts = tl.maximum(lasts - seqlen_q - window_left, 0)
@@ -225,6 +217,7 @@ def _decode_attention_kernel(
     query = inside // group
     head = kv_head * group + inside % group
     aligned = totals - seqlen_q + query  # the position of the key that stands beside each query
+    is_right = has_row & has_room
 
     if BLOCK_NEW > 0:
         # Each new token of a head is written once: by the program with the first share of the first tile.
@@ -235,15 +228,18 @@ def _decode_attention_kernel(
             positions = filled + tokens
             slots = _slots(table_ptr, integer_strides, cache_row, positions, new, TABLE)
             if TABLE:
-                inside_cache = (slots >= 0) & (slots < num_tokens)
-                tl.device_assert(inside_cache | (tokens >= seqlen_new), "a slot that the cache does not have")
-                new = new & inside_cache
+                in_store = (slots >= 0) & (slots < num_tokens)
+                is_right = is_right & (tl.min((in_store | (tokens >= seqlen_new)).to(tl.int32), 0) > 0)
+                new = new & in_store
             new_k = _token_ptrs(k_ptr, k_strides, kv_head, batch_row, tokens, tokens, False, UNIT)
             new_v = _token_ptrs(v_ptr, v_strides, kv_head, batch_row, tokens, tokens, False, UNIT)
             k_to = _token_ptrs(k_cache_ptr, k_cache_strides, kv_head, cache_row, positions, slots, TABLE, UNIT)
             v_to = _token_ptrs(v_cache_ptr, v_cache_strides, kv_head, cache_row, positions, slots, TABLE, UNIT)
             _copy_tokens(new_k, k_to, new, HEAD_DIM, BLOCK_D)
             _copy_tokens(new_v, v_to, new, HEAD_DIM, BLOCK_D)
+
+    # The weight of a row that has seen no key. A kernel can't raise an error: a bad length, row or slot gives NaN.
+    nothing = tl.where(is_right, 0.0, float("nan")) + m * 0.0
 
     share = tl.cdiv(num_blocks, num_splits)
     begin = split * share
@@ -254,14 +250,14 @@ def _decode_attention_kernel(
         stats_ptrs = stats_ptr + (out_rows * num_splits + split) * 2
         if begin >= end:
             tl.store(stats_ptrs, float("-inf"), mask=real)
-            tl.store(stats_ptrs + 1, 0.0, mask=real)
+            tl.store(stats_ptrs + 1, nothing, mask=real)
             return
 
     q_ptrs = batch_rows.to(tl.int64) * q_strides[0] + query.to(tl.int64) * q_strides[1]
     q_ptrs = q_ptr + (q_ptrs + head.to(tl.int64) * q_strides[2]) * UNIT
     q = tl.load(q_ptrs[:, None] + dims[None, :], mask=real[:, None] & (dims < HEAD_DIM)[None, :], other=0.0)
     acc = tl.zeros((BLOCK_M, BLOCK_D), dtype=tl.float32)
-    weight = tl.zeros((BLOCK_M,), dtype=tl.float32)
+    weight = nothing
     peak = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
     if ROWS == 1:
         start = first + begin * BLOCK_N
@@ -315,15 +311,14 @@ def _decode_attention_kernel(
         positions = start + tl.arange(0, BLOCK_N)
         slots = _slots(table_ptr, integer_strides, cache_row, positions, positions < last, TABLE)
 
-    # A row that saw nothing has weight 0: out is 0 (not so where the weight is NaN).
-    nothing = weight == 0
+    # A row that saw nothing has weight 0, and out is 0.
     if partial_ptr is not None:
         tl.store(stats_ptrs, peak, mask=real)
         tl.store(stats_ptrs + 1, weight, mask=real)
         partial_ptrs = partial_ptr + (out_rows * num_splits + split)[:, None] * HEAD_DIM + dims[None, :]
         tl.store(partial_ptrs, acc, mask=(real & (weight != 0))[:, None] & (dims < HEAD_DIM)[None, :])
     else:
-        acc = acc / tl.where(nothing, 1.0, weight)[:, None]
+        acc = acc / tl.where(weight == 0, 1.0, weight)[:, None]
         out_ptrs = out_ptr + out_rows[:, None] * HEAD_DIM + dims[None, :]
         tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=real[:, None] & (dims < HEAD_DIM)[None, :])
 
@@ -486,7 +481,6 @@ def decode_attention(
         IS_CAUSAL=is_causal and seqlen_q > 1, ROWS=rows, HEAD_DIM=head_dim, UNIT=unit, BLOCK_M=block_m,
         BLOCK_N=config.block_n, BLOCK_D=block_d, BLOCK_NEW=block_new,
         PRECISION=dot_precision(q), num_warps=config.num_warps, num_stages=config.num_stages,
-        debug=True, sanitize_overflow=False,
     )  # fmt: skip
     if num_splits > 1:
         splits = triton.next_power_of_2(num_splits)

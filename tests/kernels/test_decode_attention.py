@@ -212,6 +212,35 @@ def test_what_the_kernel_refuses(device: str) -> None:
             decode_attention(x, x, x, lengths)
 
 
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize(
+    "change, rows",
+    [
+        ({"cache_seqlens": [40, 7]}, [0]),
+        ({"cache_seqlens": [7, -1]}, [1]),
+        ({"cache_seqlens": [2**31 - 1, -(2**31)]}, [0, 1]),
+        ({"slot_table": [[90] * 40, [5] * 40]}, [0]),
+        ({"slot_table": [[1] * 40, [-1] * 40]}, [1]),
+        ({"cache_batch_idx": [0, 2, -1, 1]}, [1, 2]),
+        ({"cache_batch_idx": [2**31 - 1, 1, 1, 1]}, [0]),
+    ],
+)
+def test_what_the_cache_does_not_have_gives_nan(
+    change: dict[str, list], rows: list[int], splits: int, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kernel can't raise: such rows, and no others, are NaN, and nothing is read or written outside the caches."""
+    force(monkeypatch, splits, 4)
+    inputs = make_inputs(Step("", (7, 20), num_heads=2, num_kv_heads=1), torch.float32, device)
+    if "cache_batch_idx" in change:
+        inputs |= {"q": torch.randn(4, 1, 2, 16, device=device), "k": None, "v": None}
+    if "slot_table" in change:
+        change["cache_seqlens"] = [0, 0]
+    bad = {name: torch.tensor(values, dtype=torch.int32, device=device) for name, values in change.items()}
+    out = decode_attention(**inputs | bad)
+    assert out.isnan().flatten(1).all(1).nonzero().flatten().tolist() == rows
+    assert int(out.isnan().flatten(1).any(1).sum()) == len(rows)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("length", [1, 2, 15, 16, 17, 63, 64, 65, 129, 500, 999, 1000])
 def test_lengths_beams_and_groups(length: int, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
