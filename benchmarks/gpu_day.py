@@ -32,9 +32,9 @@ import torch
 
 from benchmarks import record
 from benchmarks.bench_attention import hopper
-from benchmarks.case import Provider
+from benchmarks.case import Provider, cast
 from benchmarks.run import benchmarks, run_case
-from benchmarks.timing import time_interleaved
+from benchmarks.timing import measure_machine, time_interleaved
 
 ROOT = Path(__file__).parents[1]
 Result = dict[str, Any]
@@ -164,6 +164,46 @@ def time_op(
     return run
 
 
+def captured(function: Callable[[], object]) -> Callable[[], object]:
+    """The function's work as a CUDA graph: what replays it."""
+    function()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        function()
+    return graph.replay
+
+
+def time_replays(op: str, shape: dict[str, Any], results: Path) -> Callable[[], Result]:
+    """A step: `time_op`, then each provider that is right as a CUDA graph, which a decoding engine replays.
+
+    The line has the microseconds of a replay and, as a share of the bandwidth of a copy, the bytes that the work needs.
+    """
+
+    def run() -> Result:
+        line = time_op(op, shape, results)()
+        benchmark = benchmarks()[op]
+        torch.manual_seed(0)
+        inputs = cast(benchmark.make_inputs(shape, "cuda"), torch.bfloat16)
+        replays: dict[str, Callable[[], object]] = {}
+        for name, call in benchmark.offered("cuda").items():
+            if f"fwd {name}" not in line["speedup"]:
+                continue
+            try:
+                replays[name] = captured(lambda call=call: call(inputs, shape))
+            except RuntimeError as error:  # a rival may wait for the host
+                line["refused"][f"{name} as a graph"] = str(error)[:200]
+                line["ok"] = line["ok"] and name != benchmark.ours
+        timings = time_interleaved(replays, rounds=30, device="cuda")
+        bandwidth = measure_machine(torch.bfloat16, "cuda").bandwidth
+        moved = benchmark.moved(shape, "fwd", 2)
+        line["replay_us"] = {name: round(1e6 * timing.p50, 2) for name, timing in timings.items()}
+        line["of_copy"] = {name: round(moved / timing.p50 / bandwidth, 3) for name, timing in timings.items()}
+        return line
+
+    return run
+
+
 def tune_attention(shape: dict[str, Any], kernel: str) -> Callable[[], Result]:
     """A step: time other tiles of one kernel at this shape and record the fastest in the tuning file."""
 
@@ -216,6 +256,7 @@ def shapes_of(op: str) -> list[dict[str, Any]]:
         "feed_forward": lambda shape: shape["dropout_p"] > 0,
         "embedding": lambda shape: shape["dropout_p"] > 0,
         "rotary": lambda shape: shape["head_dim"] == 64,
+        "decode_attention": lambda shape: shape["batch"] in (1, 256) and shape["seqlen"] <= 4096,
         "training_step": lambda shape: shape["lengths"] == "multi30k",
     }
     return [shape for shape in benchmarks()[op].shapes["cuda"] if op not in chosen or chosen[op](shape)]
@@ -248,6 +289,9 @@ def steps(out: Path) -> Iterator[Step]:
     for op in ("linear_cross_entropy", "add_layer_norm", "feed_forward", "embedding", "rotary"):
         for shape in shapes_of(op):
             yield Step(f"time {op} {name_of(shape)}", time_op(op, shape, results), 15)
+
+    for shape in shapes_of("decode_attention"):
+        yield Step(f"time decode_attention {name_of(shape)}", time_replays("decode_attention", shape, results), 12)
 
     # Whole models: decoding, training.
     for shape in shapes_of("decoding"):

@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from benchmarks import gpu_day
 from benchmarks.compile_report import recorded
 from benchmarks.run import Outcome
-from benchmarks.timing import Timing
+from benchmarks.timing import Machine, Timing
 
 
 class StubDevice:
@@ -55,6 +55,10 @@ class StubDevice:
         self.counts["timings of tiles"] += 1
         return {name: Timing(1.0 / self.counts["timings of tiles"], 1.0, 1.0) for name in functions}
 
+    def captured(self, function: Callable[[], object]) -> Callable[[], object]:
+        self.counts["graphs"] += 1
+        return function
+
     def steps(self, out: Path, real: Callable[[Path], Iterator[gpu_day.Step]]) -> Iterator[gpu_day.Step]:
         """The real steps, each of which takes as long as it says."""
         for step in real(out):
@@ -80,6 +84,8 @@ def main() -> None:
         mock.patch.object(gpu_day, "run_side_by_side", stub.run_side_by_side),
         mock.patch.object(gpu_day, "run_case", stub.run_case),
         mock.patch.object(gpu_day, "time_interleaved", stub.time_interleaved),
+        mock.patch.object(gpu_day, "captured", stub.captured),
+        mock.patch.object(gpu_day, "measure_machine", lambda *_: Machine(1e15, 4e12)),
         mock.patch.object(gpu_day, "steps", partial(stub.steps, real=gpu_day.steps)),
         mock.patch.object(gpu_day, "work_through", partial(gpu_day.work_through, clock=lambda: stub.now)),
         mock.patch.object(sys, "argv", ["gpu_day", "--out", str(out)]),

@@ -142,6 +142,10 @@ def test_the_day_runs_to_its_end_on_a_stub(tmp_path: Path) -> None:
     for op in ("attention", "add_layer_norm", "feed_forward", "linear_cross_entropy", "embedding", "rotary"):
         times = len(shapes_of(op)) + (again if op == "attention" else 0)
         assert counts[f"cases of {op}"] == len(benchmarks()[op].modes) * times > 0
+    # A decoding step's kernel as a graph, which must say its share of the bandwidth.
+    replayed = [line for line in lines if line["key"].startswith("time decode_attention")]
+    assert len(replayed) == counts["graphs"] == len(shapes_of("decode_attention")) > 0
+    assert all(line["of_copy"]["fastformer"] > 0 and line["replay_us"]["fastformer"] > 0 for line in replayed)
     files = ("cuda.jsonl", "cuda_tuned.jsonl", "cuda_hopper.jsonl")
     rows = "".join((tmp_path / name).read_text() for name in files)
     assert len(rows.splitlines()) == sum(count for name, count in counts.items() if name.startswith("cases of"))
