@@ -190,7 +190,7 @@ def time_replays(op: str, shape: dict[str, Any], results: Path) -> Callable[[], 
             if f"fwd {name}" not in line["speedup"]:
                 continue
             try:
-                replays[name] = captured(lambda call=call: call(inputs, shape))
+                replays[name] = captured(functools.partial(call, inputs, shape))
             except RuntimeError as error:  # a rival may wait for the host
                 line["refused"][f"{name} as a graph"] = str(error)[:200]
                 line["ok"] = line["ok"] and name != benchmark.ours

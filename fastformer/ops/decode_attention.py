@@ -137,7 +137,8 @@ def decode_attention(
     Raises:
         ValueError: shapes or dtypes that do not agree, k without v, k together with cache_batch_idx, a cache that does
             not flatten as a view; on a CPU also lengths, rows and slots that the cache does not have, and then nothing
-            has been written.
+            has been written. On a GPU, which would have to be waited for, a row with such a length, cache row or slot
+            to write to gives NaN; slots that are read are not looked at.
     """
     if torch.is_grad_enabled():
         # Without this the result would seem to have gradients, though what they need is written over.
