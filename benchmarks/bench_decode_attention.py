@@ -24,17 +24,17 @@ def make_inputs(shape: Shape, device: str) -> Inputs:
     heads = shape["heads"], shape["head_dim"]
     kv_heads = shape["kv_heads"], shape["head_dim"]
     num_blocks = rows * -(-seqlen // BLOCK_SIZE)
-    blocks = torch.randperm(num_blocks, device=device).view(rows, -1, 1)
-    slots = (blocks * BLOCK_SIZE + torch.arange(BLOCK_SIZE, device=device)).flatten(1)[:, :seqlen]
+    blocks = torch.randperm(num_blocks).view(rows, -1, 1)
+    slots = (blocks * BLOCK_SIZE + torch.arange(BLOCK_SIZE)).flatten(1)[:, :seqlen]
     inputs = {
         "q": torch.randn(shape["batch"], 1, *heads, device=device),
         "k_cache": torch.randn(num_blocks, BLOCK_SIZE, *kv_heads, device=device),
         "v_cache": torch.randn(num_blocks, BLOCK_SIZE, *kv_heads, device=device),
-        "slots": slots.int(),
+        "slots": slots.int().to(device),
         "lengths": torch.full((rows,), seqlen - (0 if beams else 1), dtype=torch.int32, device=device),
     }
     if beams:
-        return inputs | {"rows": torch.arange(rows, device=device).repeat_interleave(beams).int()}
+        return inputs | {"rows": torch.arange(rows).repeat_interleave(beams).int().to(device)}
     return inputs | {name: torch.randn(shape["batch"], 1, *kv_heads, device=device) for name in "kv"}
 
 

@@ -32,7 +32,7 @@ import torch
 
 from benchmarks import record
 from benchmarks.bench_attention import hopper
-from benchmarks.case import Provider, cast
+from benchmarks.case import Benchmark, Inputs, Provider, cast
 from benchmarks.run import benchmarks, run_case
 from benchmarks.timing import measure_machine, time_interleaved
 
@@ -164,6 +164,11 @@ def time_op(
     return run
 
 
+def inputs_of(benchmark: Benchmark, shape: dict[str, Any]) -> Inputs:
+    """A benchmark's inputs in bf16."""
+    return cast(benchmark.make_inputs(shape, "cuda"), torch.bfloat16)
+
+
 def captured(function: Callable[[], object]) -> Callable[[], object]:
     """The function's work as a CUDA graph: what replays it."""
     function()
@@ -183,8 +188,7 @@ def time_replays(op: str, shape: dict[str, Any], results: Path) -> Callable[[], 
     def run() -> Result:
         line = time_op(op, shape, results)()
         benchmark = benchmarks()[op]
-        torch.manual_seed(0)
-        inputs = cast(benchmark.make_inputs(shape, "cuda"), torch.bfloat16)
+        inputs = inputs_of(benchmark, shape)
         replays: dict[str, Callable[[], object]] = {}
         for name, call in benchmark.offered("cuda").items():
             if f"fwd {name}" not in line["speedup"]:

@@ -85,6 +85,8 @@ def main() -> None:
         mock.patch.object(gpu_day, "run_case", stub.run_case),
         mock.patch.object(gpu_day, "time_interleaved", stub.time_interleaved),
         mock.patch.object(gpu_day, "captured", stub.captured),
+        # Fake tensors can't be copied to a device that is none.
+        mock.patch.object(gpu_day, "inputs_of", lambda benchmark, shape: benchmark.make_inputs(shape, "cpu")),
         mock.patch.object(gpu_day, "measure_machine", lambda *_: Machine(1e15, 4e12)),
         mock.patch.object(gpu_day, "steps", partial(stub.steps, real=gpu_day.steps)),
         mock.patch.object(gpu_day, "work_through", partial(gpu_day.work_through, clock=lambda: stub.now)),
