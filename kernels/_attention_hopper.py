@@ -11,11 +11,10 @@ import os
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 from fastformer.kernels._attention_common import Problem, plane_strides, planes_of
-from fastformer.kernels._launch import architecture, launch, stride_unit
+from fastformer.kernels._launch import architecture, cdiv, launch, stride_unit
 
 ENABLED = os.environ.get("FASTFORMER_HOPPER_ATTENTION") == "1"
 
@@ -132,7 +131,7 @@ def forward_arguments(
     """What the forward kernel is called with: (arguments, constexprs, number of tiles)."""
     packed = problem.lengths == "packed"
     kv_bytes = 2 * problem.seqlen_k * problem.head_dim * q.element_size() // problem.group
-    planes = planes_of(problem, triton.cdiv(problem.seqlen_q, TILE_ROWS), kv_bytes)
+    planes = planes_of(problem, cdiv(problem.seqlen_q, TILE_ROWS), kv_bytes)
     num_tiles = planes[2] * planes[3]
     unit = stride_unit(out)
     block_n, stages = tile_of(problem)

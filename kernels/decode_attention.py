@@ -31,8 +31,10 @@ from torch import Tensor
 from fastformer.kernels._launch import (
     INTERPRETED,
     architecture,
+    cdiv,
     dot_precision,
     launch,
+    next_power_of_2,
     num_sms,
     stride_unit,
     unsupported_device,
@@ -396,7 +398,7 @@ def rows_together(batch: int, rows_of_one: int, num_kv_heads: int, largest_m: in
     """
     rows = min(MOST_ROWS, max(1, largest_m // rows_of_one), batch)
     rows = 2 ** (rows.bit_length() - 1)
-    while rows > LEAST_ROWS and triton.cdiv(batch, rows) * num_kv_heads < wanted:
+    while rows > LEAST_ROWS and cdiv(batch, rows) * num_kv_heads < wanted:
         rows //= 2
     return rows
 
@@ -454,16 +456,16 @@ def decode_attention(
         if cache_batch_idx is None
         else rows_together(batch, max(rows_of_one, 1), num_kv_heads, config.largest_m, wanted)
     )
-    block_m = max(SMALLEST_TILE, min(config.largest_m, triton.next_power_of_2(rows * rows_of_one)))
-    tiles = triton.cdiv(batch, rows) if rows > 1 else batch * max(1, triton.cdiv(rows_of_one, block_m))
-    num_splits = splits_of(tiles * num_kv_heads, triton.cdiv(max_seqlen, config.block_n), wanted)
+    block_m = max(SMALLEST_TILE, min(config.largest_m, next_power_of_2(rows * rows_of_one)))
+    tiles = cdiv(batch, rows) if rows > 1 else batch * max(1, cdiv(rows_of_one, block_m))
+    num_splits = splits_of(tiles * num_kv_heads, cdiv(max_seqlen, config.block_n), wanted)
     partial = stats = None
     if num_splits > 1:
         partial = out.new_empty((batch, seqlen_q, num_heads, num_splits, head_dim), dtype=torch.float32)
         stats = out.new_empty((batch, seqlen_q, num_heads, num_splits, 2), dtype=torch.float32)
     unit = stride_unit(q, k_cache, v_cache, k, v)
-    block_d = max(16, triton.next_power_of_2(head_dim))
-    block_new = min(16, triton.next_power_of_2(seqlen_new)) if seqlen_new else 0
+    block_d = max(16, next_power_of_2(head_dim))
+    block_new = min(16, next_power_of_2(seqlen_new)) if seqlen_new else 0
     launch(
         _decode_attention_kernel, (tiles * num_splits * num_kv_heads,),
         q, k_cache, v_cache, k, v, out, partial, stats, cache_seqlens, cache_batch_idx, slot_table,
@@ -483,7 +485,7 @@ def decode_attention(
         PRECISION=dot_precision(q), num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
     if num_splits > 1:
-        splits = triton.next_power_of_2(num_splits)
+        splits = next_power_of_2(num_splits)
         launch(
             _merge_kernel, (batch * seqlen_q * num_heads,),
             partial, stats, out, num_splits, HEAD_DIM=head_dim, SPLITS=splits, BLOCK_S=min(16, splits), BLOCK_D=block_d,

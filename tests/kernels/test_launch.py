@@ -15,6 +15,7 @@ import triton  # noqa: E402
 import triton.language as tl  # noqa: E402
 from triton import knobs  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
+from triton.tools.tensor_descriptor import TensorDescriptor  # noqa: E402
 
 from benchmarks.host_time import Compiled, Driver, stub_compile  # noqa: E402
 from fastformer.kernels import (  # noqa: E402
@@ -76,6 +77,9 @@ def variants() -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
     options: dict[str, Any] = {"FLAG": True, "num_warps": 4}
     yield base, options
     pointers = [None, x[1:], x[4:], x.bfloat16(), x.long(), x.to(torch.uint8), x.to(torch.uint8)[8:]]
+    matrix = torch.zeros(64, 64)
+    descriptors = [TensorDescriptor.from_tensor(matrix, block) for block in ([16, 16], [32, 16], [16, 16])]
+    descriptors.append(TensorDescriptor.from_tensor(matrix.bfloat16(), [16, 16]))
     numbers = [0, 1, -1, 8, 16, 17, -16, 48, 2**31 - 1, 2**31, -(2**31) - 1, 2**63, True, False, 1.0, 16.0, None]
     tuples: list[tuple[Any, ...]] = [
         (1, 7, (16, x)),
@@ -86,7 +90,14 @@ def variants() -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
         (32,),
     ]
     tuples += [(32, 7.0, (16, x)), (32, 7, (16, x, 1)), (32, 7, (x, 16))]
-    for place, values in ((0, pointers), (1, pointers), (2, numbers), (3, numbers), (4, [1, 16.0]), (5, tuples)):
+    for place, values in (
+        (0, [*pointers, *descriptors]),
+        (1, pointers),
+        (2, numbers),
+        (3, numbers),
+        (4, [1, 16.0]),
+        (5, tuples),
+    ):
         for value in values:
             yield (*base[:place], value, *base[place + 1 :]), options
     for changed in ({"FLAG": False}, {"FLAG": None}, {"FLAG": "a"}, {"BLOCK": 16}, {"BLOCK": 32}, {"num_warps": 8}):
@@ -99,7 +110,7 @@ def plain(values: Any) -> Any:
     """Arguments that can be compared."""
     if isinstance(values, tuple | list):
         return [plain(value) for value in values]
-    return id(values) if isinstance(values, torch.Tensor) else (type(values), values)
+    return id(values) if isinstance(values, torch.Tensor | TensorDescriptor) else (type(values), values)
 
 
 def test_each_call_runs_the_binary_that_triton_picks(kernel: Any, ran: list[Ran]) -> None:
