@@ -97,14 +97,15 @@ class LaneCache(KVCache):
         self._step.zero_()
 
     def load(self, last: Ints) -> None:
-        """Sends the tables. Each group of the cache has rows_per_group rows.
+        """Sends the tables. Each group of the cache has rows_per_group rows; with 1, each row counts as a group.
 
         Args:
             last: see `provide`.
         """
-        tables, keys = self._tables, self._tables.group_keys
-        groups, rows = len(keys), len(keys) * self.rows_per_group
-        assert tables.sizes == [self.rows_per_group] * groups and groups <= self.num_groups_at_most
+        tables, rows = self._tables, self._tables.num_rows
+        keys = tables.keys[: rows : self.rows_per_group]
+        groups = len(keys)
+        assert self.rows_per_group in (1, *set(tables.sizes)) and groups <= self.num_groups_at_most
         slots, seqlens, ends, source_slots, source_seqlens = self._host
         slots = slots.reshape(self._lanes, self.width)
         slots[:rows] = tables.slots[:rows, : self.width]

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from fastformer.generation import GenerateOutput, GenerationSettings, generate
 from fastformer.generation import requests as requests_module
+from fastformer.generation import scheduler as scheduler_module
 from fastformer.generation.engines import graph as graph_module
 from fastformer.generation.engines.graph import GraphEngine
 from fastformer.generation.engines.recompute import RecomputeEngine
@@ -260,6 +261,24 @@ def test_rows_reach_the_last_position(watched) -> None:
     assert watched.single == 0
 
 
+def test_what_the_host_chooses_is_replayed_too(model, watched) -> None:
+    engine, plain = GraphEngine(model), RecomputeEngine(model)
+    settings: list[dict[str, Any]] = [
+        {"do_sample": True, "seed": 3, "num_return_sequences": 3, "temperature": 1.5},
+        {"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 0.5},
+        {"repetition_penalty": 1.3},
+    ]
+    for options in settings:
+        results = []
+        for own in (engine, plain):
+            maker = RequestMaker(model, GenerationSettings(max_new_tokens=14, **options), engine=own)
+            requests = [maker.make(maker.check(row), place=i) for i, row in enumerate(ids(3, 9, vocab=VOCAB))]
+            run(Scheduler(own, max_rows=64, max_bytes=2**24), requests)
+            results.append([[one.tokens for one in request.results] for request in requests])
+        assert results[0] == results[1]
+    assert watched.replays > 25 and watched.captures <= watched.plain <= 6
+
+
 def test_searches_of_several_kinds_go_step_by_step(model, watched) -> None:
     engine, plain = GraphEngine(model), RecomputeEngine(model)
     settings: list[dict[str, Any]] = [{}, {"num_beams": 3}, {"suppress_tokens": [6], "min_new_tokens": 7}]
@@ -417,3 +436,29 @@ def test_a_shape_is_a_little_larger_than_what_it_is_for() -> None:
     for count in (1, 7, 16, 17, 999, 1000, 2**20 + 1):
         assert count <= graph_module._rounded(count) <= count * 9 / 8
     assert len({graph_module._rounded(count) for count in range(1024, 2048)}) <= 9
+
+
+@pytest.mark.parametrize("steps_per_look, num_beams", [(1, 5), (3, 5), (1, 1)])
+def test_few_words_leave_lanes_without_a_hypothesis(steps_per_look, num_beams, model, watched, monkeypatch) -> None:
+    # Two words and the end: after a step there are two beams for five lanes, and then somebody joins.
+    words = [tuple(sorted({*range(VOCAB)} - {1, 7, 20})), tuple(sorted({*range(VOCAB)} - {1, 9}))]
+    for suppressed in words:
+        options: dict[str, Any] = {"num_beams": num_beams, "num_return_sequences": num_beams}
+        options["suppress_tokens"] = suppressed
+        engine, plain = GraphEngine(model), RecomputeEngine(model)
+        engine.steps_per_look = steps_per_look
+        pairs = []
+        for i, row in enumerate(ids(3, 5, 4, 6, vocab=VOCAB)):
+            settings = GenerationSettings(max_new_tokens=9 + i, min_new_tokens=6, **options)
+            makers = [RequestMaker(model, settings, engine=one) for one in (engine, plain)]
+            pairs.append([maker.make(maker.check(row)) for maker in makers])
+        scheduler = Scheduler(engine, max_rows=64, max_bytes=2**24, is_endless=True)
+        monkeypatch.setattr(scheduler_module, "_RUN_SECONDS", 0.0)  # one look, and somebody comes
+        for found, expected in pairs:
+            run(Scheduler(plain, max_rows=8, max_bytes=2**24), [expected])
+            scheduler.submit([found])
+            scheduler.step()
+        run(scheduler, [])
+        for found, expected in pairs:
+            assert [h.tokens for h in found.results] == [h.tokens for h in expected.results]
+    assert watched.single == 0

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from fastformer.generation.decoders import Model, is_decoder_only, is_encoder_decoder
 from fastformer.generation.engines.device_search import DeviceSearch, Record
 from fastformer.generation.engines.interface import Candidates, Prompt, Selection
-from fastformer.generation.engines.kv_cache import KVCacheEngine, new_cache
+from fastformer.generation.engines.kv_cache import KVCacheEngine, choose_from_hidden, new_cache
 from fastformer.generation.native_search import NativeSearch, SearchRules, last_tokens
 from fastformer.generation.search import NEVER
 from fastformer.graphs import CaptureError, Graph, Graphs
@@ -47,21 +47,22 @@ class _Shape(NamedTuple):
     Attributes:
         num_groups: with the lanes that the rules' beams take.
         width, source_width: the longest row and the longest source.
-        rules: of the searches, without min_tokens.
+        backend: that the ops are made to take.
+        rules: of the searches, without min_tokens; None: a step whose candidates the host chooses from its hidden
+            states, each row being a group of its own.
         num_candidates: of a lane.
         log_probs: whether values are log-probabilities.
         is_edited: whether some ids are forbidden, now or in steps to come.
-        backend: that the ops are made to take.
     """
 
     num_groups: int
     width: int
     source_width: int
-    rules: SearchRules
-    num_candidates: int
-    log_probs: bool
-    is_edited: bool
     backend: str | None
+    rules: SearchRules | None = None
+    num_candidates: int = 0
+    log_probs: bool = False
+    is_edited: bool = False
 
 
 class _Group:
@@ -85,14 +86,29 @@ class _Lanes:
         self.shape, self.graph_bytes = shape, 0
         self.graph: Graph | None = None
         self.is_warm = self.is_plain = False  # it has stepped; it has to step without a graph
-        beams = max(1, shape.rules.num_beams)
-        self.cache = LaneCache(cache, shape.num_groups, beams, shape.width, shape.source_width, num_steps, spare)
-        device = cache.k.device
-        self.search = DeviceSearch(shape.rules, shape.num_groups, shape.num_candidates, vocab_size, num_steps, device)
+        device, rules, groups = cache.k.device, shape.rules, shape.num_groups
+        self.search: DeviceSearch | None = None
+        self.hidden: Tensor | None = None  # without a search, what a step gives
+        if rules is not None:
+            self.search = DeviceSearch(rules, groups, shape.num_candidates, vocab_size, num_steps, device)
+            self.tokens = self.search.tokens
+        else:
+            self.tokens = torch.zeros(groups, dtype=torch.int32, device=device)
+            self._staged = torch.zeros(groups, dtype=torch.int32, pin_memory=device.type == "cuda")
+        beams = 1 if self.search is None else self.search.num_beams
+        self.cache = LaneCache(cache, groups, beams, shape.width, shape.source_width, num_steps, spare)
+
+    def give(self, tokens: Sequence[int]) -> None:
+        """Without a search, the next tokens of the rows."""
+        self._staged.numpy()[: len(tokens)] = tokens
+        self.tokens.copy_(self._staged, non_blocking=True)
 
     @property
     def nbytes(self) -> int:
-        return self.cache.nbytes + self.search.nbytes + self.graph_bytes
+        """Of the tables, the search and the graph."""
+        search = 0 if self.search is None else self.search.nbytes
+        hidden = 0 if self.hidden is None else self.hidden.numel() * self.hidden.element_size()
+        return self.cache.nbytes + search + hidden + self.graph_bytes
 
 
 @dataclass
@@ -127,8 +143,9 @@ _kept: weakref.WeakKeyDictionary[nn.Module, _Kept] = weakref.WeakKeyDictionary()
 class GraphEngine(KVCacheEngine):
     """Steps a `models.Transformer` or a `models.GPT`, or what decodes like one.
 
-    Greedy and beam searches of one kind (the same beams, ends and suppressed ids) are run on the device; what else
-    there is goes step by step, as in `KVCacheEngine`. On a CPU a graph is a plain call, and its results are the same.
+    Greedy and beam searches of one kind (the same beams, ends and suppressed ids) are run on the device. Whatever else
+    there is goes step by step: a graph then ends with the hidden states, from which the host chooses. On a CPU a graph
+    is a plain call, and its results are the same.
 
     A shape that is new takes its first step plainly, and is captured when it is met again. What can't be captured goes
     on plainly, and the log says so once. The cache and the graphs stay with the model, for the next engine.
@@ -202,6 +219,7 @@ class GraphEngine(KVCacheEngine):
     def reorder(self, parents: Sequence[Sequence[int]]) -> None:
         """See `Engine.reorder`."""
         self._trim()
+        self._loaded = None
         super().reorder(parents)
         for group, rows in zip(self._groups, parents, strict=True):
             if list(rows) != list(range(group.num_rows)):
@@ -210,17 +228,36 @@ class GraphEngine(KVCacheEngine):
 
     def step(self, tokens: Sequence[int], selection: Selection) -> Candidates:
         """See `Engine.step`."""
-        self._trim()
         for group in self._groups:
             group.scores = None
-        return super().step(tokens, selection)
+        with self._on_device():
+            return self._step_rows(tokens, selection)
+
+    @torch.inference_mode()
+    def _step_rows(self, tokens: Sequence[int], selection: Selection) -> Candidates:
+        self._trim()
+        lanes = self._lanes_of(_Shape(*self._sizes(len(tokens), self._cache.length_bound + 1)))
+        last = np.full(len(tokens), lanes.cache.width - 1, np.int32)
+        lanes.cache.provide(1, last)
+        if self._loaded is not lanes:
+            lanes.cache.load(last)
+        self._loaded = None  # until nothing can fail any more
+        lanes.give(tokens)
+        self._replay(lanes)
+        lanes.cache.settle(np.arange(lanes.cache.num_rows, dtype=np.int32)[None])
+        self._loaded = lanes
+        assert lanes.hidden is not None
+        return choose_from_hidden(self.model, lanes.hidden[: len(tokens)], selection)
 
     def _trim(self) -> None:
         """Takes out rows that nobody asks for."""
-        self._loaded = None
         sizes = [group.num_rows for group in self._groups]
         if self._cache.group_sizes != sizes:
+            self._loaded = None
             self._cache.reorder([range(rows) for rows in sizes])
+
+    def _on_device(self) -> contextlib.AbstractContextManager[object]:
+        return torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext()
 
     # Searches run.
 
@@ -236,7 +273,7 @@ class GraphEngine(KVCacheEngine):
     ) -> int:
         """See `SearchingEngine.run`. It looks every `steps_per_look` steps at what has ended."""
         end = time.monotonic() + seconds
-        with torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext():
+        with self._on_device():
             return self._run(searches, tokens, log_probs, max_steps, end)
 
     def _run(
@@ -273,13 +310,14 @@ class GraphEngine(KVCacheEngine):
                 cache.reorder([[*range(size), *[0] * (beams - size)] for size in before])
             except ValueError:  # rows that others of the batch have
                 return 0
-            self._loaded = None
         lengths = np.array(cache.lengths, np.int32)
         limits = np.array([search.limit for search in searches], np.int32)
         said = lengths + 1 - np.array([group.prompt_length for group in groups], np.int32)
         last = lengths + limits - said - 1  # where the last token goes that is given
         num_steps = min(num_steps, int((limits - said).max()))
         lanes = self._lanes_for(searches, log_probs, int(lengths.max()) + num_steps)
+        search = lanes.search
+        assert search is not None
         while True:
             try:
                 lanes.cache.provide(num_steps, last)
@@ -290,12 +328,13 @@ class GraphEngine(KVCacheEngine):
                 num_steps //= 2
         if self._loaded is not lanes:
             lanes.cache.load(last)
-            self._load_searches(lanes.search, searches, tokens, said)
-            self._loaded = lanes
+            self._load_searches(search, searches, tokens, said)
+        self._loaded = None  # until nothing can fail any more
         for _ in range(num_steps):
             self._replay(lanes)
-        record = lanes.search.read(num_steps)
+        record = search.read(num_steps)
         lanes.cache.settle(record.parents)
+        self._loaded = lanes
         self._catch_up(searches, record, beams)
         return num_steps
 
@@ -339,7 +378,7 @@ class GraphEngine(KVCacheEngine):
 
     def _run_step(self, searches: Sequence[NativeSearch], tokens: Sequence[int], log_probs: bool) -> None:
         """One step as the scheduler would take it."""
-        self._trim()
+        self._trim()  # the lengths are those of the rows that are left
         counts = [search.num_rows for search in searches]
         firsts = np.cumsum([0, *counts[:-1]]).tolist()
         lengths = self._cache.lengths
@@ -351,7 +390,7 @@ class GraphEngine(KVCacheEngine):
                 banned.add(range(first, first + count), forbidden)
         wanted = max(search.num_candidates for search in searches)
         selection = Selection(wanted, log_probs, banned.rows, banned if banned.rows else None)
-        found = super().step(tokens, selection)
+        found = self._step_rows(tokens, selection)
         parents: list[list[int]] = []
         for search, group, first in zip(searches, self._groups, firsts, strict=True):
             kept = search.handle.advance(*found, first)
@@ -359,32 +398,33 @@ class GraphEngine(KVCacheEngine):
                 group.scores = _next_scores(group.scores, found, first, kept, last_tokens([search]))
             parents.append(kept or [0])
             group.num_rows = len(parents[-1])
-        super().reorder(parents)
+        if any(kept != list(range(count)) for kept, count in zip(parents, counts, strict=True)):
+            self._loaded = None
+            super().reorder(parents)
 
     # Lanes and graphs.
 
     def _lanes_for(self, searches: Sequence[NativeSearch], log_probs: bool, length: int) -> _Lanes:
         """The lanes of the shape that these searches take, for rows up to this length."""
-        cache, config = self._cache, self.model.config
         rules = searches[0].rules._replace(min_tokens=0)
         is_edited = bool(rules.suppressed) or any(search.rules.min_tokens for search in searches)
-        source_width = 0
+        count = min(searches[0].num_candidates, self.model.config.vocab_size)
+        return self._lanes_of(_Shape(*self._sizes(len(searches), length), rules, count, log_probs, is_edited))
+
+    def _sizes(self, num_groups: int, length: int) -> tuple[int, int, int, str | None]:
+        """The first members of a shape for so many groups, and rows up to this length."""
+        cache, source_width = self._cache, 0
         if cache.has_memory:
             source_width = min(cache.max_source_seqlen, _power_of_two(max(1, cache.longest_source)))
-        shape = _Shape(
-            _bucket(len(searches)),
-            min(cache.max_seqlen, max(_LEAST_WIDTH, _power_of_two(length))),
-            source_width,
-            rules,
-            min(searches[0].num_candidates, config.vocab_size),
-            log_probs,
-            is_edited,
-            _library.forced_backend(),
-        )
+        width = min(cache.max_seqlen, max(_LEAST_WIDTH, _power_of_two(length)))
+        return _bucket(num_groups), width, source_width, _library.forced_backend()
+
+    def _lanes_of(self, shape: _Shape) -> _Lanes:
         kept = self._state.lanes
         lanes = kept.get(shape)
         if lanes is None:
-            lanes = kept[shape] = _Lanes(shape, cache, self._state.spare, config.vocab_size, self.steps_per_look)
+            num_steps, vocab_size = max(STEPS_PER_LOOK, self.steps_per_look), self.model.config.vocab_size
+            lanes = kept[shape] = _Lanes(shape, self._cache, self._state.spare, vocab_size, num_steps)
         kept.move_to_end(shape)
         return lanes
 
@@ -425,13 +465,19 @@ class GraphEngine(KVCacheEngine):
     def _step_lanes(self, lanes: _Lanes) -> None:
         """A step, its search included. It reads no value on the host."""
         cache, search, model, shape = lanes.cache, lanes.search, self.model, lanes.shape
-        ids = search.tokens[:, None]
+        ids = lanes.tokens[:, None]
         hidden: Tensor
         if is_encoder_decoder(model):
             hidden = model.decode(ids, None, cache=cache)[:, -1]
         else:
             assert is_decoder_only(model)
             hidden = model.decode(ids, cache=cache)[:, -1]
+        if search is None:
+            if lanes.hidden is None:  # the first step is a plain one
+                lanes.hidden = torch.empty_like(hidden)
+            lanes.hidden.copy_(hidden)
+            cache.follow(None)
+            return
         if shape.is_edited:
             values, found = search.candidates(model.logits(hidden), shape.log_probs)
         else:
