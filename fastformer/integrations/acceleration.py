@@ -21,14 +21,18 @@ class Report:
     Attributes:
         swapped: by each module's name in the model ("" is the model itself), the class that it had.
         left: by name, why a module that looked like one of the known ones was left as it is.
+        attention: the names of the transformers models whose attention was led to ours, whatever their family.
     """
 
     swapped: dict[str, str] = field(default_factory=dict)
     left: dict[str, str] = field(default_factory=dict)
+    attention: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:
         counts = Counter(self.swapped.values())
         lines = [f"swapped: {', '.join(f'{count} {name}' for name, count in counts.items()) or 'nothing'}"]
+        if self.attention:
+            lines.append(f"attention led to ours: {', '.join(name or 'the model' for name in self.attention)}")
         reasons: dict[str, list[str]] = {}
         for name, reason in self.left.items():
             reasons.setdefault(reason, []).append(name or "the model")
@@ -48,7 +52,7 @@ def accelerate(model: nn.Module) -> Report:
     Args:
         model: any module. Known are those of torch.nn (`MultiheadAttention`, `TransformerEncoderLayer`,
             `TransformerDecoderLayer`, `TransformerEncoder`, `TransformerDecoder`, `Transformer`), and of transformers
-            the layers of BERT.
+            the layers of BART, BERT and Marian. Any model of transformers whose attention is "sdpa" has it led to ours.
 
     Returns:
         What was swapped, what was left, and why. A second call swaps nothing.
@@ -67,6 +71,10 @@ def accelerate(model: nn.Module) -> Report:
         elif (known := swaps.get(type(module))) is not None:
             report.swapped[name] = type(module).__name__
             swap(module, known)
+    if "transformers" in sys.modules:
+        from fastformer.integrations.attention_interface import lead
+
+        report.attention = lead(model)
     return report
 
 
@@ -84,11 +92,15 @@ def restore(model: nn.Module) -> list[str]:
     found = [(name, module) for name, module in model.named_modules() if is_swapped(module)]
     for _, module in found:
         unswap(module)
+    if "transformers" in sys.modules:
+        from fastformer.integrations.attention_interface import lead_back
+
+        lead_back(model)
     return [name for name, _ in found]
 
 
 # Of transformers: the file of a family here, and the module whose classes it swaps. A model of a family has loaded it.
-_FAMILIES = {"bert": "transformers.models.bert.modeling_bert"}
+_FAMILIES = {name: f"transformers.models.{name}.modeling_{name}" for name in ("bart", "bert", "marian")}
 
 
 def known_swaps() -> dict[type[nn.Module], Swap]:

@@ -7,16 +7,17 @@ from typing import Any
 from torch import Tensor
 from transformers.models.bert import modeling_bert as bert
 
+from fastformer.integrations.attention_interface import NAME
 from fastformer.integrations.hugging_face import (
     add_and_norm,
     attend,
-    checkpoints,
     fused_feed_forward,
     heads,
     is_known,
+    may_pack,
     nothing_else,
-    packed,
-    padding_of,
+    packing,
+    plain_dropout,
 )
 from fastformer.integrations.swap import Swap
 
@@ -44,9 +45,16 @@ class BertSelfAttention(_Attention):
         implementation = self.config._attn_implementation if hasattr(self, "config") else "sdpa"
         return (
             nothing_else(args, kwargs, _HARMLESS)
-            and implementation == "sdpa"
+            and implementation in ("sdpa", NAME)
             and getattr(self, "position_embedding_type", "absolute") == "absolute"
         )
+
+
+def _output(module: Any, x: Tensor, residual: Tensor) -> Tensor:
+    dropout_p = plain_dropout(module.dropout)
+    if dropout_p is None:
+        return module.LayerNorm(module.dropout(x) + residual)
+    return add_and_norm(x, residual, dropout_p, module.LayerNorm)
 
 
 class BertSelfOutput(bert.BertSelfOutput):
@@ -54,7 +62,7 @@ class BertSelfOutput(bert.BertSelfOutput):
 
     def forward(self, hidden_states: Tensor, input_tensor: Tensor) -> Tensor:
         """See transformers."""
-        return add_and_norm(self.dense(hidden_states), input_tensor, self.dropout, self.LayerNorm)
+        return _output(self, self.dense(hidden_states), input_tensor)
 
 
 class BertOutput(bert.BertOutput):
@@ -62,7 +70,7 @@ class BertOutput(bert.BertOutput):
 
     def forward(self, hidden_states: Tensor, input_tensor: Tensor) -> Tensor:
         """See transformers."""
-        return add_and_norm(self.dense(hidden_states), input_tensor, self.dropout, self.LayerNorm)
+        return _output(self, self.dense(hidden_states), input_tensor)
 
 
 class BertLayer(bert.BertLayer):
@@ -78,7 +86,7 @@ class BertLayer(bert.BertLayer):
         if is_known(inner, bert.BertIntermediate) and is_known(outer, BertOutput, bert.BertOutput):
             out = fused_feed_forward(attention_output, inner.dense, inner.intermediate_act_fn, outer.dense)
             if out is not None:
-                return add_and_norm(out, attention_output, outer.dropout, outer.LayerNorm)
+                return _output(outer, out, attention_output)
         return super().feed_forward_chunk(attention_output)
 
 
@@ -89,14 +97,12 @@ class BertEncoder(bert.BertEncoder):
 
     def forward(self, hidden_states: Tensor, attention_mask: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
         """See transformers."""
-        padding = None
-        if nothing_else(args, kwargs, _HARMLESS) and not (self.training and checkpoints(self)) and self._is_ours():
-            padding = padding_of(hidden_states, attention_mask, self)
-        if padding is None:
+        if not (nothing_else(args, kwargs, _HARMLESS) and self._is_ours() and may_pack(self)):
             return super().forward(hidden_states, attention_mask, *args, **kwargs)
-        with packed(padding.layout):
-            out = super().forward(padding.pack(hidden_states)[None], None, *args, **kwargs)
-        out.last_hidden_state = padding.unpack(out.last_hidden_state[0])
+        with packing() as run:
+            hidden_states, attention_mask = run.enter(hidden_states, attention_mask)
+            out = super().forward(hidden_states, attention_mask, *args, **kwargs)
+        out.last_hidden_state = run.leave(out.last_hidden_state)
         return out
 
     def _is_ours(self) -> bool:

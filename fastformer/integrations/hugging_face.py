@@ -5,32 +5,79 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
+import transformers
 from torch import Tensor, nn
+
+try:
+    from transformers.utils import output_capturing
+except ImportError:  # before 5
+    output_capturing = None
 
 from fastformer.nn.dropout import active_dropout, dropout_seed
 from fastformer.nn.fusing import is_called_plainly, is_plain, is_plain_dropout, is_traced, norm_settings
-from fastformer.nn.layers import post_norm
+from fastformer.nn.layers import join
 from fastformer.nn.layout import SequenceLayout
 from fastformer.nn.padding import Padding, read_padding
 from fastformer.ops import attention, varlen_attention
 from fastformer.ops import feed_forward as feed_forward_op
 
-# While a stack runs packed: how its tokens lie in memory.
-_layout: ContextVar[SequenceLayout | None] = ContextVar("fastformer_packed_layout", default=None)
+# Before 5 a layer gives a tuple.
+RETURNS_TUPLES = int(transformers.__version__.split(".")[0]) < 5
+
+
+class Packing:
+    """One run of a stack that may leave padding out: the first layer packs, and what the stack gives is padded again.
+
+    Attributes:
+        padding: what was left out, from the first layer on; None while nothing is.
+    """
+
+    def __init__(self) -> None:
+        self.padding: Padding | None = None
+        self._has_begun = False
+
+    def enter(self, x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """What a layer works on in place of x (batch, seqlen, dim) and its mask: once packed (1, total, dim), None."""
+        if not self._has_begun:
+            self._has_begun = True
+            self.padding = padding_of(x, mask)
+            if self.padding is not None:
+                x = self.padding.pack(x)[None]
+        return x, mask if self.padding is None else None
+
+    def leave(self, x: Tensor) -> Tensor:
+        """What the last layer gave, padded as the first layer's input was."""
+        return x if self.padding is None else self.padding.unpack(x[0])
+
+
+_packing: ContextVar[Packing | None] = ContextVar("fastformer_packing", default=None)
 
 
 @contextlib.contextmanager
-def packed(layout: SequenceLayout) -> Iterator[None]:
-    """Attentions of the block take (1, total, ...) tensors for packed tokens."""
-    token = _layout.set(layout)
+def packing() -> Iterator[Packing]:
+    """Layers of the block take part in a `Packing`."""
+    begun = Packing()
+    token = _packing.set(begun)
     try:
-        yield
+        yield begun
     finally:
-        _layout.reset(token)
+        _packing.reset(token)
+
+
+def entered(x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """`Packing.enter` of the run that is going on, if there is one."""
+    going_on = _packing.get()
+    return (x, mask) if going_on is None else going_on.enter(x, mask)
+
+
+def packed_layout() -> SequenceLayout | None:
+    """How the tokens lie that attentions are given: None for a padded batch."""
+    going_on = _packing.get()
+    return None if going_on is None or going_on.padding is None else going_on.padding.layout
 
 
 def key_padding_of(mask: Tensor | None) -> Tensor | None:
@@ -52,23 +99,43 @@ def key_padding_of(mask: Tensor | None) -> Tensor | None:
     return ignored if bool((ignored | (first == 0)).all()) else None
 
 
-def padding_of(x: Tensor, mask: Tensor | None, stack: nn.Module) -> Padding | None:
-    """The padding that a stack may leave out; None where it has to run as it is.
-
-    Args:
-        x: (batch, seqlen, dim).
-        mask: what the stack's layers would be given; None: nothing is ignored, and there is nothing to leave out.
-        stack: all of whose modules must be called plainly, since hooks would see packed tokens.
-    """
+def padding_of(x: Tensor, mask: Tensor | None) -> Padding | None:
+    """The padding that a mask (see `key_padding_of`) names in x, (batch, seqlen, dim); None where it names none."""
     if mask is None or type(x) is not Tensor or x.dim() != 3 or is_traced():
-        return None
-    if not all(is_called_plainly(module) for module in stack.modules()):
         return None
     key_padding_mask = key_padding_of(mask)
     if key_padding_mask is None or key_padding_mask.shape != x.shape[:2]:
         return None
     padding = read_padding(x, key_padding_mask, True)
     return None if padding is None or padding.is_none else padding
+
+
+def may_pack(stack: nn.Module) -> bool:
+    """Whether nobody would see that a stack's tokens are packed: no hooks, and nothing computed again later."""
+    modules = list(stack.modules())
+    if stack.training and any(getattr(module, "gradient_checkpointing", False) for module in modules):
+        return False
+    return all(is_called_plainly(each) or _records_nothing(each) for each in modules if each is not stack)
+
+
+def _records_nothing(module: nn.Module) -> bool:
+    """Whether the only hooks of a module are those by which transformers records outputs, and it records none now."""
+    if output_capturing is None or output_capturing._active_collector.get():
+        return False
+    own = module.__dict__
+    hooks = [*own["_forward_hooks"].values()]
+    plain = not (own["_forward_pre_hooks"] or own["_backward_hooks"] or own["_backward_pre_hooks"])
+    return "forward" not in own and plain and all(hook.__module__ == output_capturing.__name__ for hook in hooks)
+
+
+Stack = TypeVar("Stack", bound=type[nn.Module])
+
+
+def keeps_recording(stack: Stack) -> Stack:
+    """For a class derived from one of transformers' that records hidden states and weights: so does this one."""
+    if output_capturing is not None:
+        dict.__setitem__(output_capturing._CAN_RECORD_REGISTRY, str(stack), getattr(stack, "_can_record_outputs", None))
+    return stack
 
 
 def attend(
@@ -81,7 +148,7 @@ def attend(
     scale: float | None = None,
     is_causal: bool = False,
 ) -> Tensor:
-    """Attention of (batch, seqlen, num_heads, head_dim), over packed tokens inside of `packed`.
+    """Attention of (batch, seqlen, num_heads, head_dim), or of (1, total, ...) while a `Packing` has packed.
 
     Args:
         q, k, v: see above; k and v may have fewer heads.
@@ -89,7 +156,7 @@ def attend(
         dropout_p, scale: as in `ops.attention`.
         is_causal: query i sees no key after its own.
     """
-    layout = _layout.get()
+    layout = packed_layout()
     if layout is not None:
         assert mask is None and layout.cu_seqlens is not None and q.shape[0] == 1
         cu_seqlens, longest = layout.cu_seqlens, layout.max_seqlen
@@ -101,11 +168,17 @@ def attend(
     return attention(q, k, v, attn_mask=mask, is_causal=is_causal, softmax_scale=scale, dropout_p=dropout_p)
 
 
-def add_and_norm(x: Tensor, residual: Tensor, dropout: nn.Module, norm: nn.Module) -> Tensor:
-    """norm(dropout(x) + residual), in one op where nobody touched the modules."""
-    if norm_settings(norm) is not None and is_plain_dropout(dropout):
-        return post_norm(x, residual, dropout, norm)
-    return norm(dropout(x) + residual)
+def plain_dropout(dropout: nn.Module) -> float | None:
+    """The probability that acts now; None for a module that somebody touched, which has to be called."""
+    return active_dropout(dropout) if is_plain_dropout(dropout) else None
+
+
+def add_and_norm(x: Tensor, residual: Tensor, dropout_p: float, norm: nn.Module) -> Tensor:
+    """norm(dropout(x) + residual), in one op where nobody touched the norm."""
+    if norm_settings(norm) is None:
+        return norm(F.dropout(x, dropout_p) + residual)
+    dtype = torch.promote_types(x.dtype, residual.dtype)
+    return join(x.to(dtype), residual, dropout_p, norm)[0]
 
 
 def fused_activation(activation: object) -> str | None:
@@ -125,16 +198,13 @@ def fused_activation(activation: object) -> str | None:
 
 
 def fused_feed_forward(
-    x: Tensor, linear1: nn.Module, activation: object, linear2: nn.Module, dropout: nn.Module | None = None
+    x: Tensor, linear1: nn.Module, activation: object, linear2: nn.Module, dropout_p: float = 0.0
 ) -> Tensor | None:
     """linear2(dropout(activation(linear1(x)))) as one op; None where somebody touched a part, or it has no such op."""
     name = fused_activation(activation)
     if name is None or not (is_plain(linear1, nn.Linear) and is_plain(linear2, nn.Linear)):
         return None
-    if dropout is not None and not is_plain_dropout(dropout):
-        return None
     assert isinstance(linear1, nn.Linear) and isinstance(linear2, nn.Linear)
-    dropout_p = 0.0 if dropout is None else active_dropout(dropout)
     return feed_forward_op(
         x, linear1.weight, linear1.bias, linear2.weight, linear2.bias, activation=name, dropout_p=dropout_p,
         dropout_seed=dropout_seed(dropout_p, x.device),
@@ -149,11 +219,6 @@ def heads(linear: Callable[[Tensor], Tensor], x: Tensor, head_dim: int) -> Tenso
 def is_known(module: nn.Module, *kinds: type[nn.Module]) -> bool:
     """Whether a module is exactly of one of these classes, and a call of it is a call of that class's forward."""
     return type(module) in kinds and is_called_plainly(module)
-
-
-def checkpoints(stack: nn.Module) -> bool:
-    """Whether a part of a stack is to be computed again in the backward pass, when no context is around it."""
-    return any(getattr(module, "gradient_checkpointing", False) for module in stack.modules())
 
 
 def nothing_else(args: tuple[Any, ...], kwargs: dict[str, Any], harmless: frozenset[str]) -> bool:

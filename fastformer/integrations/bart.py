@@ -1,0 +1,152 @@
+"""transformers' BART, and what Marian's layers have in common with it: packed encoder, joined norms, fused FFN."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.models.bart import modeling_bart as bart
+
+from fastformer.integrations.attention_interface import NAME
+from fastformer.integrations.hugging_face import (
+    RETURNS_TUPLES,
+    add_and_norm,
+    entered,
+    fused_feed_forward,
+    keeps_recording,
+    may_pack,
+    packing,
+)
+from fastformer.integrations.swap import Swap
+
+
+class _Layer(nn.Module):
+    """What the layers have: numbers for dropouts, fc1 and fc2, a norm behind each sub-layer."""
+
+    self_attn: Any
+    encoder_attn: Any
+    self_attn_layer_norm: nn.Module
+    encoder_attn_layer_norm: nn.Module
+    fc1: nn.Module
+    fc2: nn.Module
+    final_layer_norm: nn.Module
+    dropout: float
+    activation_dropout: float
+    activation_fn: Any
+
+    def _join(self, x: Tensor, residual: Tensor, norm: nn.Module) -> Tensor:
+        return add_and_norm(x, residual, self._acting(self.dropout), norm)
+
+    def _feed_forward(self, x: Tensor) -> Tensor:
+        dropout_p, activation = self._acting(self.activation_dropout), self.activation_fn
+        out = fused_feed_forward(x, self.fc1, activation, self.fc2, dropout_p)
+        if out is None:
+            out = self.fc2(F.dropout(activation(self.fc1(x)), dropout_p))
+        return self._join(out, x, self.final_layer_norm)
+
+    def _acting(self, dropout_p: float) -> float:
+        return dropout_p if self.training else 0.0
+
+
+class EncoderLayer(_Layer):
+    """An encoder layer, of packed tokens or of a padded batch."""
+
+    def forward(self, hidden_states: Tensor, attention_mask: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
+        """See transformers."""
+        if args or _asks_for_weights(kwargs) or hidden_states.dtype == torch.float16:  # which it clamps
+            return super().forward(hidden_states, attention_mask, *args, **kwargs)
+        x, mask = entered(hidden_states, attention_mask)
+        attended = self.self_attn(hidden_states=x, attention_mask=mask, **kwargs)[0]
+        x = self._feed_forward(self._join(attended, x, self.self_attn_layer_norm))
+        return (x,) if RETURNS_TUPLES else x
+
+
+class DecoderLayer(_Layer):
+    """A decoder layer, with or without a cache."""
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        encoder_hidden_states: Tensor | None = None,
+        encoder_attention_mask: Tensor | None = None,
+        past_key_values: Any = None,
+        use_cache: bool | None = True,
+        **kwargs: Any,
+    ) -> Any:
+        """See transformers."""
+        names = {
+            "attention_mask": attention_mask, "encoder_hidden_states": encoder_hidden_states,
+            "encoder_attention_mask": encoder_attention_mask, "past_key_values": past_key_values,
+            "use_cache": use_cache,
+        }  # fmt: skip
+        cross_head_mask = kwargs.pop("cross_attn_layer_head_mask", None)
+        if _asks_for_weights(kwargs) or cross_head_mask is not None or kwargs.get("layer_head_mask") is not None:
+            if cross_head_mask is not None:
+                kwargs["cross_attn_layer_head_mask"] = cross_head_mask
+            return super().forward(hidden_states, **names, **kwargs)
+        x = hidden_states
+        options = {"past_key_values": past_key_values, **kwargs}
+        attended = self.self_attn(hidden_states=x, attention_mask=attention_mask, **options)[0]
+        x = self._join(attended, x, self.self_attn_layer_norm)
+        if encoder_hidden_states is not None:
+            attended = self.encoder_attn(
+                hidden_states=x,
+                key_value_states=encoder_hidden_states,
+                attention_mask=encoder_attention_mask,
+                **options,
+            )[0]
+            x = self._join(attended, x, self.encoder_attn_layer_norm)
+        x = self._feed_forward(x)
+        return (x,) if RETURNS_TUPLES else x
+
+
+def _asks_for_weights(kwargs: dict[str, Any]) -> bool:
+    return bool(kwargs.get("output_attentions")) or kwargs.get("layer_head_mask") is not None
+
+
+class Encoder(nn.Module):
+    """An encoder whose layers see packed tokens. What comes out is zeros at padding."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """See transformers."""
+        if kwargs.get("return_dict") is False or not self._may_pack():
+            return super().forward(*args, **kwargs)
+        with packing() as run:
+            out = super().forward(*args, **kwargs)
+        if run.padding is not None:
+            out.last_hidden_state = run.leave(out.last_hidden_state)
+        return out
+
+    def _may_pack(self) -> bool:
+        config: Any = self.config
+        asked = (config.output_hidden_states, config.output_attentions, not config.return_dict)
+        layers: Any = self.layers
+        return (
+            config._attn_implementation == NAME
+            and not any(asked)
+            and all(isinstance(layer, EncoderLayer) for layer in layers)
+            and may_pack(self)
+        )
+
+
+class BartEncoderLayer(EncoderLayer, bart.BartEncoderLayer):
+    """Fused."""
+
+
+class BartDecoderLayer(DecoderLayer, bart.BartDecoderLayer):
+    """Fused."""
+
+
+@keeps_recording
+class BartEncoder(Encoder, bart.BartEncoder):
+    """Packed."""
+
+
+SWAPS = (
+    Swap(bart.BartEncoderLayer, BartEncoderLayer),
+    Swap(bart.BartDecoderLayer, BartDecoderLayer),
+    Swap(bart.BartEncoder, BartEncoder),
+)

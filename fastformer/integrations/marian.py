@@ -1,0 +1,29 @@
+"""transformers' Marian, whose layers are BART's."""
+
+from __future__ import annotations
+
+from transformers.models.marian import modeling_marian as marian
+
+from fastformer.integrations.bart import DecoderLayer, Encoder, EncoderLayer
+from fastformer.integrations.hugging_face import keeps_recording
+from fastformer.integrations.swap import Swap
+
+
+class MarianEncoderLayer(EncoderLayer, marian.MarianEncoderLayer):
+    """Fused."""
+
+
+class MarianDecoderLayer(DecoderLayer, marian.MarianDecoderLayer):
+    """Fused."""
+
+
+@keeps_recording
+class MarianEncoder(Encoder, marian.MarianEncoder):
+    """Packed."""
+
+
+SWAPS = (
+    Swap(marian.MarianEncoderLayer, MarianEncoderLayer),
+    Swap(marian.MarianDecoderLayer, MarianDecoderLayer),
+    Swap(marian.MarianEncoder, MarianEncoder),
+)

@@ -1,0 +1,141 @@
+"""transformers' BART and Marian, accelerated."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import BartConfig, BartForConditionalGeneration, MarianConfig, MarianMTModel
+
+import fastformer
+from fastformer.ops._library import record_backends
+from tests.nn.comparing import assert_same
+
+IDS = torch.randint(5, 60, (4, 9))
+RIGHT = torch.arange(9) < torch.tensor([[9], [4], [1], [7]])
+TARGETS = torch.randint(5, 60, (4, 6))
+families = pytest.mark.parametrize("family", ["bart", "marian"])
+
+
+def make(family: str, **options: Any) -> Any:
+    torch.manual_seed(4)
+    sizes = {
+        "vocab_size": 60, "d_model": 24, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 3,
+        "decoder_attention_heads": 3, "encoder_ffn_dim": 40, "decoder_ffn_dim": 40, "max_position_embeddings": 64,
+        "dropout": 0.0, "pad_token_id": 1, "eos_token_id": 2, "bos_token_id": 0, "decoder_start_token_id": 1,
+        "forced_eos_token_id": 2, "activation_function": "gelu", "scale_embedding": family == "marian",
+    }  # fmt: skip
+    config, model = (BartConfig, BartForConditionalGeneration) if family == "bart" else (MarianConfig, MarianMTModel)
+    made = model(config(**sizes | options)).double()
+    with torch.no_grad():
+        for name, parameter in made.named_parameters():
+            if "embed_positions" not in name:
+                parameter.copy_(torch.randn_like(parameter) * 0.3 + (0.5 if parameter.dim() == 1 else 0))
+    return made
+
+
+def run(model: Any, mask: Tensor | None, **options: Any) -> Any:
+    return model(IDS, attention_mask=None if mask is None else mask.long(), labels=TARGETS, **options)
+
+
+def ran(call: Any) -> set[str]:
+    with record_backends() as backends:
+        call()
+    return {name for name, _ in backends}
+
+
+@families
+@pytest.mark.parametrize("mode", ["train", "eval"])
+@pytest.mark.parametrize("mask", [None, RIGHT, RIGHT.flip(1)], ids=["no mask", "right", "left"])
+def test_computes_the_same(mask, mode, family):
+    model = make(family)
+    getattr(model, mode)()
+    results = []
+    for accelerated in (False, True):
+        if accelerated:
+            report = fastformer.accelerate(model)
+            assert len(report.swapped) == 5 and not report.left and report.attention == [""]
+            names = ran(lambda: run(model, mask))
+            assert {"add_layer_norm_fwd", "feed_forward_fwd", "attention_fwd"} <= names
+            assert ("varlen_attention_fwd" in names) == (mask is not None)
+        out = run(model, mask)
+        grads = torch.autograd.grad(out.loss, [p for p in model.parameters() if p.requires_grad], allow_unused=True)
+        results.append([out.loss, out.logits, *grads])
+    for ours, theirs in zip(results[1], results[0], strict=True):
+        if theirs is None or theirs.abs().max() < 1e-12:  # a bias of keys has no gradient, but for rounding
+            assert ours is None or ours.abs().max() < 1e-12
+        else:
+            assert_same(ours, theirs, "output or gradient", 1e-9)
+
+
+@families
+@pytest.mark.parametrize("num_beams", [1, 3])
+def test_generates_the_same(num_beams, family):
+    model = make(family).eval()
+    options = {"attention_mask": RIGHT.long(), "max_new_tokens": 12, "num_beams": num_beams, "do_sample": False}
+    expected = model.generate(IDS, **options)
+    fastformer.accelerate(model)
+    assert "attention_fwd" in ran(lambda: model.generate(IDS, **options))
+    assert torch.equal(model.generate(IDS, **options), expected)
+    fastformer.restore(model)
+    assert model.config._attn_implementation == "sdpa"
+    assert not ran(lambda: run(model, RIGHT))
+
+
+@families
+@pytest.mark.parametrize("what", ["hidden states", "weights", "checkpointing", "a hook", "a tuple"])
+def test_what_asks_for_more_is_answered(what, family):
+    model = make(family, **({"attn_implementation": "eager"} if what == "weights" else {}))
+    model.train(what == "checkpointing")
+    seen: list[Tensor] = []
+    options: dict[str, Any] = {}
+    if what == "hidden states":
+        options["output_hidden_states"] = True
+    elif what == "weights":
+        options["output_attentions"] = True
+    elif what == "checkpointing":
+        model.gradient_checkpointing_enable()
+    elif what == "a hook":
+        model.model.encoder.layers[1].fc1.register_forward_hook(lambda module, args, out: seen.append(out.detach()))
+    elif what == "a tuple":
+        options["return_dict"] = False
+    results = []
+    for accelerated in (False, True):
+        if accelerated:
+            fastformer.accelerate(model)
+        out = run(model, RIGHT, **options)
+        if what == "a tuple":
+            results.append([out[0], out[1]])
+            continue
+        grads = torch.autograd.grad(
+            out.loss, [p for p in model.model.parameters() if p.requires_grad], allow_unused=True
+        )
+        more = [*(out.encoder_hidden_states or ()), *(out.decoder_hidden_states or ())]
+        more += [*(out.encoder_attentions or ()), *(out.cross_attentions or ())]
+        results.append([out.logits, *more, *[g for g in grads if g is not None and g.abs().max() > 1e-12]])
+    assert len(results[0]) == len(results[1])
+    for ours, theirs in zip(results[1], results[0], strict=True):
+        assert_same(ours, theirs, what, 1e-9)
+    if what == "a hook":
+        assert len(seen) == 2
+        assert_same(seen[1], seen[0], "what the hook saw", 1e-9)
+
+
+@families
+def test_packs_again_when_nothing_is_recorded(family):
+    model = make(family).eval()
+    fastformer.accelerate(model)
+    run(model, RIGHT, output_hidden_states=True)
+    assert "varlen_attention_fwd" in ran(lambda: run(model, RIGHT))
+    assert "varlen_attention_fwd" not in ran(lambda: run(model, RIGHT, output_hidden_states=True))
+
+
+@families
+def test_dropout_acts_in_training(family):
+    model = make(family, dropout=0.4, attention_dropout=0.3, activation_dropout=0.2)
+    fastformer.accelerate(model)
+    assert not torch.equal(run(model, RIGHT).logits, run(model, RIGHT).logits)
+    model.eval()
+    assert torch.equal(run(model, RIGHT).logits, run(model, RIGHT).logits)
