@@ -462,3 +462,36 @@ def test_few_words_leave_lanes_without_a_hypothesis(steps_per_look, num_beams, m
         for found, expected in pairs:
             assert [h.tokens for h in found.results] == [h.tokens for h in expected.results]
     assert watched.single == 0
+
+
+def test_beams_go_on_behind_steps_that_somebody_else_took_part_in(model, watched, monkeypatch) -> None:
+    monkeypatch.setattr(scheduler_module, "_RUN_SECONDS", 0.0)
+    engine, plain = GraphEngine(model), RecomputeEngine(model)
+    scheduler = Scheduler(engine, max_rows=64, max_bytes=2**24, is_endless=True)
+    settings = GenerationSettings(max_new_tokens=40, num_beams=4, num_return_sequences=4, eos_token_id=39)
+    guest = GenerationSettings(max_new_tokens=3, do_sample=True, seed=1, eos_token_id=39)
+    found, expected = (
+        maker.make(maker.check(ids(7, vocab=VOCAB)[0]))
+        for maker in (RequestMaker(model, settings, engine=own) for own in (engine, plain))
+    )
+    run(Scheduler(plain, max_rows=8, max_bytes=2**24), [expected])
+    scheduler.submit([found])
+    scheduler.step()
+    sampler = RequestMaker(model, guest, engine=engine)
+    scheduler.submit([sampler.make(sampler.check([5, 6]))])
+    run(scheduler, [])
+    assert [one.tokens for one in found.results] == [one.tokens for one in expected.results]
+    assert found.results[0].score == pytest.approx(expected.results[0].score, abs=1e-4)
+    assert watched.single > 0  # the scores of its beams are known on the host alone
+
+
+def test_log_probabilities_are_there_where_somebody_wants_them(model) -> None:
+    for wanted in (False, True):
+        engine = GraphEngine(model)
+        maker = RequestMaker(model, GenerationSettings(max_new_tokens=5), engine=engine, log_probs=wanted)
+        request = maker.make(maker.check([5, 6, 7]))
+        run(Scheduler(engine, max_rows=4, max_bytes=2**20), [request])
+        (lanes,) = engine._state.lanes.values()
+        assert lanes.shape.log_probs == wanted
+        values = request.results[0].log_probs
+        assert (max(values) <= 0) == wanted  # else they are logits, of which the best is positive here

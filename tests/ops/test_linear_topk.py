@@ -12,6 +12,7 @@ from fastformer.ops import linear_topk, record_backends, use_backend
 from fastformer.ops.linear_topk import best_of_logits
 from tests.checks import assert_accurate, small_draws
 from tests.conftest import missing_backend
+from tests.no_sync import NoSync
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 OP = torch.ops.fastformer.linear_topk.default
@@ -233,6 +234,16 @@ def test_other_rows_change_no_bit(dtype: torch.dtype, backend: str, device: str)
     for first, last in ((0, 1), (7, 9), (11, 15), (20, 37), (139, 140), (3, 139)):
         for part, all_ in zip(linear_topk(x[first:last], weight, 6), whole, strict=True):
             assert torch.equal(part, all_[first:last]), f"rows {first} to {last}"
+
+
+@pytest.mark.parametrize("k", [1, 6])
+def test_the_best_of_logits_are_found_without_a_look_at_a_value(k: int) -> None:
+    logits = torch.tensor([[1.0, 3.0, 3.0, -0.0, 0.0, 3.0, -torch.inf, -2.0], [0.0] * 8, [5.0, torch.nan] * 4])
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        with NoSync():
+            found = best_of_logits(logits.to(dtype), k, log_probs=False)
+        assert found.indices[0].tolist() == [1, 2, 5, 0, 3, 4][:k]  # zeros of both signs are equal
+        assert found.indices[1].tolist() == list(range(k)) and found.values[2].isnan().all()
 
 
 def test_no_rows(backend: str, device: str) -> None:
