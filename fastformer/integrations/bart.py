@@ -112,7 +112,8 @@ class Encoder(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """See transformers."""
-        if kwargs.get("return_dict") is False or not self._may_pack():
+        asked = kwargs.get("output_hidden_states") or kwargs.get("output_attentions")
+        if asked or kwargs.get("return_dict") is False or not self._may_pack():
             return super().forward(*args, **kwargs)
         with packing() as run:
             out = super().forward(*args, **kwargs)
