@@ -15,7 +15,7 @@ dtype. The number of rows that count never leaves the device.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -318,22 +318,29 @@ class _Chunks:
 
 
 class _Gradients:
-    """dx, dweight and dbias, filled chunk by chunk; the sums over chunks are fp32."""
+    """dx, dweight and dbias, filled chunk by chunk; the sums over chunks are fp32.
 
-    def __init__(self, chunks: _Chunks) -> None:
+    What output_mask does not want is not computed, and empty.
+    """
+
+    def __init__(self, chunks: _Chunks, output_mask: Sequence[bool]) -> None:
         self.x, self.weight = chunks.x, chunks.weight
-        self.dx = self.x.new_empty(self.x.shape)
+        self.needs_dx, self.needs_dweight, needs_dbias = output_mask
+        self.needs_dbias = needs_dbias and chunks.bias is not None
+        self.dx = self.x.new_empty(self.x.shape if self.needs_dx else 0)
         self.dweight: Tensor | None = None
         self.dbias: Tensor | None = None
-        self.has_bias = chunks.bias is not None
         self.alone = chunks.step >= len(self.x)
 
     def add(self, chunk: Chunk, dlogits: Tensor) -> None:
         x = chunk.of(self.x)
-        torch.mm(dlogits, self.weight, out=chunk.of(self.dx))
-        if self.has_bias:
+        if self.needs_dx:
+            torch.mm(dlogits, self.weight, out=chunk.of(self.dx))
+        if self.needs_dbias:
             dbias = dlogits.sum(0, dtype=torch.float32)
             self.dbias = dbias if self.dbias is None else self.dbias.add_(dbias)
+        if not self.needs_dweight:
+            return
         if self.alone:
             self.dweight = torch.mm(dlogits.T, x)
         elif x.dtype == torch.float32 or x.device.type != "cuda":
@@ -348,12 +355,11 @@ class _Gradients:
             torch.addmm(self.dweight, dlogits.T, x, out_dtype=torch.float32, out=self.dweight)
 
     def result(self) -> tuple[Tensor, Tensor, Tensor]:
-        dtype = self.x.dtype
-        dweight = self.weight.new_zeros(self.weight.shape) if self.dweight is None else self.dweight.to(dtype)
-        if not self.has_bias:
-            return self.dx, dweight, self.x.new_empty(0)
-        dbias = self.x.new_zeros(len(self.weight)) if self.dbias is None else self.dbias.to(dtype)
-        return self.dx, dweight, dbias
+        def sums(total: Tensor | None, needed: bool, shape: torch.Size) -> Tensor:
+            return self.x.new_zeros(shape if needed else 0) if total is None else total.to(self.x.dtype)
+
+        dweight = sums(self.dweight, self.needs_dweight, self.weight.shape)
+        return self.dx, dweight, sums(self.dbias, self.needs_dbias, self.weight.shape[:1])
 
 
 def why_unsupported(op_name: str, *, x: Tensor, weight: Tensor, bias: Tensor | None, **_: object) -> str | None:
@@ -395,10 +401,11 @@ def linear_cross_entropy_bwd(
     label_smoothing: float,
     smooth_others: bool,
     z_loss: float,
+    output_mask: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`fastformer::linear_cross_entropy_bwd`: (dx, dweight, dbias)."""
     chunks = _Chunks(x, weight, bias, target, ignore_index, label_smoothing, smooth_others, z_loss)
-    gradients = _Gradients(chunks)
+    gradients = _Gradients(chunks, output_mask)
     # A large lse holds few digits of its fraction. Half dtypes hold fewer still of their logits; fp32 counts anew.
     known = None if x.dtype == torch.float32 else lse
     for chunk, logits in chunks:
@@ -417,10 +424,11 @@ def linear_cross_entropy_fwd_bwd(
     smooth_others: bool,
     z_loss: float,
     mean: bool,
+    output_mask: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`fastformer::linear_cross_entropy_fwd_bwd`: (loss, dx, dweight, dbias)."""
     chunks = _Chunks(x, weight, bias, target, ignore_index, label_smoothing, smooth_others, z_loss)
-    gradients = _Gradients(chunks)
+    gradients = _Gradients(chunks, output_mask)
     losses = x.new_empty(len(x), dtype=torch.float32)
     scale = (target != ignore_index).sum().clamp(min=1).float().reciprocal() if mean else None
     for chunk, logits in chunks:

@@ -22,9 +22,9 @@ def linear_cross_entropy_call(
         smoothing = (0.1 if "smooth" in options else 0.0, False)
         rest = (x, weight, bias, target, -100, *smoothing, 1e-4 if "z_loss" in options else 0.0)
         losses, lse = kernels.linear_cross_entropy_fwd(*rest)
-        kernels.linear_cross_entropy_bwd(losses, *rest[:4], lse, *rest[4:])
+        kernels.linear_cross_entropy_bwd(losses, *rest[:4], lse, *rest[4:], (True, True, True))
         for mean in (True, False):
-            kernels.linear_cross_entropy_fwd_bwd(*rest, mean)
+            kernels.linear_cross_entropy_fwd_bwd(*rest, mean, (True, True, True))
 
     return call
 

@@ -43,6 +43,7 @@ _TYPES: dict[str, frozenset[type]] = {
     "SymInt": frozenset((int,)),
     "Optional[int]": frozenset((int, type(None))),
     "bool": frozenset((bool,)),
+    "List[bool]": frozenset((list,)),  # what is in it, an op's own function has put there
     "str": frozenset((str,)),
     "ScalarType": frozenset((torch.dtype,)),
 }

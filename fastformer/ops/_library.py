@@ -185,6 +185,7 @@ def define_op(
     stem: str,
     fake: Callable[..., object],
     cpp_unsupported: WhyUnsupported | None = None,
+    cpp_call: Callable[..., T] | None = None,
     reference_only: Mapping[str, str] = MappingProxyType({}),
     torch_function: Callable[..., T] | None = None,
     torch_unsupported: WhyUnsupported | None = None,
@@ -199,6 +200,7 @@ def define_op(
         stem: the file name that the op has in kernels/, csrc/, ops/, tests/ops/ and benchmarks/.
         fake: shapes, dtypes and strides of the outputs; reads no data.
         cpp_unsupported: (op_name, **arguments) -> why the C++ function can't take the call, or None.
+        cpp_call: (the C++ function, *arguments) -> the op's results, where that function takes other arguments.
         reference_only: "triton", "cpp": the backends that have no kernel for this op by design, and why. There the
             reference is the op, and nothing is logged or forbidden.
         torch_function: PyTorch's own fused function for it, with the reference's arguments and results: what runs in
@@ -235,7 +237,8 @@ def define_op(
                     return launcher(*args)
             return launcher(*args)
         if backend == "cpp":
-            return cast(Callable[..., Any], cpp_kernel(name))(*args)
+            function = cast(Callable[..., Any], cpp_kernel(name))
+            return function(*args) if cpp_call is None else cpp_call(function, *args)
         if backend == "torch":
             return cast(Callable[..., Any], torch_function)(*args)
         return reference(*args)  # type: ignore[call-arg]

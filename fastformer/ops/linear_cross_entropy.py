@@ -11,7 +11,7 @@ target, is left out). The z-loss is PaLM's (Chowdhery et al. 2022, section 5).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -91,20 +91,27 @@ def _chunk_dlogits_(
 
 
 class _Gradients:
-    """dx, dweight and dbias, filled chunk by chunk; the sums over rows are fp32 (fp64 for fp64)."""
+    """dx, dweight and dbias, filled chunk by chunk; the sums over rows are fp32 (fp64 for fp64).
 
-    def __init__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    What output_mask does not want is empty, of shape (0,).
+    """
+
+    def __init__(self, x: Tensor, weight: Tensor, bias: Tensor | None, output_mask: Sequence[bool]) -> None:
         dtype = accumulation_dtype(x.dtype)
         self.x, self.weight = x, weight
-        self.dx = torch.empty_like(x, memory_format=torch.contiguous_format)
-        self.dweight = torch.zeros(weight.shape, dtype=dtype, device=x.device)
-        self.dbias = self.dweight.new_zeros(0 if bias is None else len(bias))
+        self.needs_dx, self.needs_dweight, needs_dbias = output_mask
+        self.dx = x.new_empty(x.shape if self.needs_dx else 0)
+        self.dweight = torch.zeros(weight.shape if self.needs_dweight else 0, dtype=dtype, device=x.device)
+        self.dbias = self.dweight.new_zeros(0 if bias is None or not needs_dbias else len(bias))
 
     def add(self, chunk: slice, dlogits: Tensor) -> None:
         if len(self.dbias):
             self.dbias += dlogits.sum(0)
         dlogits = dlogits.to(self.x.dtype)
-        torch.mm(dlogits, self.weight, out=self.dx[chunk])
+        if self.needs_dx:
+            torch.mm(dlogits, self.weight, out=self.dx[chunk])
+        if not self.needs_dweight:
+            return
         if self.dweight.dtype == self.x.dtype:
             self.dweight.addmm_(dlogits.T, self.x[chunk])
         else:
@@ -154,12 +161,13 @@ def linear_cross_entropy_backward_reference(
     label_smoothing: float,
     smooth_others: bool,
     z_loss: float,
+    output_mask: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dx, dweight, dbias); dbias is (0,) without a bias. Computes the logits again, chunk by chunk."""
+    """(dx, dweight, dbias); (0,) where output_mask is False, dbias without a bias too. Computes the logits again."""
     smoothing = _smoothing(label_smoothing, smooth_others, weight.shape[0])
     target, valid = _targets(target, ignore_index, weight.shape[0])
     row_scale = dlosses.masked_fill(~valid, 0.0)
-    gradients = _Gradients(x, weight, bias)
+    gradients = _Gradients(x, weight, bias, output_mask)
     for chunk in _chunks(len(x)):
         # exp(z - lse) would do, but a large lse holds few digits of its fraction.
         log_probs = F.linear(x[chunk], weight, bias).to(lse.dtype).log_softmax(-1)
@@ -170,14 +178,21 @@ def linear_cross_entropy_backward_reference(
     return gradients.result()
 
 
-def _gradients_fake(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    return x.new_empty(x.shape), weight.new_empty(weight.shape), x.new_empty(0 if bias is None else bias.shape[0])
+def _gradients_fake(
+    x: Tensor, weight: Tensor, bias: Tensor | None, output_mask: Sequence[bool]
+) -> tuple[Tensor, Tensor, Tensor]:
+    needs_dx, needs_dweight, needs_dbias = output_mask
+    return (
+        x.new_empty(x.shape if needs_dx else 0),
+        weight.new_empty(weight.shape if needs_dweight else 0),
+        x.new_empty(0 if bias is None or not needs_dbias else bias.shape[0]),
+    )
 
 
 def _bwd_fake(
-    dlosses: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, *options: object
+    dlosses: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, *options: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return _gradients_fake(x, weight, bias)
+    return _gradients_fake(x, weight, bias, options[-1])
 
 
 def linear_cross_entropy_with_gradients_reference(
@@ -190,15 +205,19 @@ def linear_cross_entropy_with_gradients_reference(
     smooth_others: bool,
     z_loss: float,
     mean: bool,
+    output_mask: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(loss, dx, dweight, dbias): the sum or the mean over the rows that count, and its gradients, in one pass."""
+    """(loss, dx, dweight, dbias): the sum or the mean over the rows that count, and its gradients, in one pass.
+
+    A gradient is (0,) where output_mask is False.
+    """
     smoothing = _smoothing(label_smoothing, smooth_others, weight.shape[0])
     target, valid = _targets(target, ignore_index, weight.shape[0])
     row_scale = valid.to(accumulation_dtype(x.dtype))
     if mean:
         row_scale = row_scale / valid.sum().clamp(min=1)
     loss = row_scale.new_zeros(())
-    gradients = _Gradients(x, weight, bias)
+    gradients = _Gradients(x, weight, bias, output_mask)
     for chunk in _chunks(len(x)):
         logits = F.linear(x[chunk], weight, bias).to(row_scale.dtype)
         lse = logits.logsumexp(-1) if z_loss else None
@@ -210,15 +229,22 @@ def linear_cross_entropy_with_gradients_reference(
 
 
 def _fwd_bwd_fake(
-    x: Tensor, weight: Tensor, bias: Tensor | None, *options: object
+    x: Tensor, weight: Tensor, bias: Tensor | None, *options: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return x.new_empty((), dtype=accumulation_dtype(x.dtype)), *_gradients_fake(x, weight, bias)
+    return x.new_empty((), dtype=accumulation_dtype(x.dtype)), *_gradients_fake(x, weight, bias, options[-1])
 
 
 def _cpp_unsupported(op_name: str, *, x: Tensor, **_: object) -> str | None:
     if x.dtype in (torch.float32, torch.float64, torch.bfloat16):
         return None
     return f"no C++ code for {x.dtype}"
+
+
+def _cpp_masked(function: Callable[..., tuple[Tensor, ...]], *args: Any) -> Any:
+    """The C++ function makes all three gradients, tile by tile while the logits' gradient is in the cache."""
+    *results, dx, dweight, dbias = function(*args[:-1])
+    gradients = zip((dx, dweight, dbias), args[-1], strict=True)
+    return *results, *(gradient if wanted else gradient.new_empty(0) for gradient, wanted in gradients)
 
 
 _OPTIONS = "int ignore_index, float label_smoothing, bool smooth_others, float z_loss"
@@ -232,19 +258,21 @@ _fwd = define_op(
 )
 _bwd = define_op(
     "linear_cross_entropy_bwd(Tensor dlosses, Tensor x, Tensor weight, Tensor? bias, Tensor target, Tensor lse, "
-    f"{_OPTIONS}) -> (Tensor dx, Tensor dweight, Tensor dbias)",
+    f"{_OPTIONS}, bool[3] output_mask) -> (Tensor dx, Tensor dweight, Tensor dbias)",
     linear_cross_entropy_backward_reference,
     stem="linear_cross_entropy",
     fake=_bwd_fake,
     cpp_unsupported=_cpp_unsupported,
+    cpp_call=_cpp_masked,
 )
 _fwd_bwd = define_op(
-    f"linear_cross_entropy_fwd_bwd(Tensor x, Tensor weight, Tensor? bias, Tensor target, {_OPTIONS}, bool mean) "
-    "-> (Tensor loss, Tensor dx, Tensor dweight, Tensor dbias)",
+    f"linear_cross_entropy_fwd_bwd(Tensor x, Tensor weight, Tensor? bias, Tensor target, {_OPTIONS}, bool mean, "
+    "bool[3] output_mask) -> (Tensor loss, Tensor dx, Tensor dweight, Tensor dbias)",
     linear_cross_entropy_with_gradients_reference,
     stem="linear_cross_entropy",
     fake=_fwd_bwd_fake,
     cpp_unsupported=_cpp_unsupported,
+    cpp_call=_cpp_masked,
 )
 
 
@@ -256,20 +284,24 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 
 def _backward(ctx: Any, dlosses: Tensor, _: None) -> tuple[Tensor | None, ...]:
     x, weight, bias, target, lse = ctx.saved_tensors
-    dx, dweight, dbias = _bwd(dlosses, x, weight, bias, target, lse, *ctx.options)
-    return dx, dweight, None if bias is None else dbias, *(None,) * 5
+    needed = list(ctx.needs_input_grad[:3])
+    gradients = _bwd(dlosses, x, weight, bias, target, lse, *(*ctx.options, needed))
+    return *(gradient if wanted else None for gradient, wanted in zip(gradients, needed, strict=True)), *(None,) * 5
 
 
 def _setup_context_with_gradients(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    ctx.has_bias = inputs[2] is not None
+    ctx.output_mask = [wanted and x is not None for x, wanted in zip(inputs[:3], inputs[-1], strict=True)]
     ctx.save_for_backward(*output[1:])
     ctx.mark_non_differentiable(*output[1:])
 
 
 def _backward_with_gradients(ctx: Any, dloss: Tensor, *_: None) -> tuple[Tensor | None, ...]:
     # dloss is fp32 and has no dimension, so the products keep each gradient's dtype.
-    dx, dweight, dbias = (gradient * dloss for gradient in ctx.saved_tensors)
-    return dx, dweight, dbias if ctx.has_bias else None, *(None,) * 6
+    gradients = (
+        gradient * dloss if wanted else None
+        for gradient, wanted in zip(ctx.saved_tensors, ctx.output_mask, strict=True)
+    )
+    return *gradients, *(None,) * 7
 
 
 register_autograd("linear_cross_entropy_fwd", _backward, setup_context=_setup_context)
@@ -335,8 +367,8 @@ def linear_cross_entropy(
 
     rows, flat_target = x.reshape(-1, x.shape[-1]), target.reshape(-1)
     options = (ignore_index, label_smoothing, smooth_others, z_loss)
-    learns = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, bias))
-    if reduction == "none" or not learns:
+    needed = [torch.is_grad_enabled() and t is not None and t.requires_grad for t in (x, weight, bias)]
+    if reduction == "none" or not any(needed):
         losses = _fwd(rows, weight, bias, flat_target, *options)[0]
         if reduction == "none":
             return losses.view(target.shape)
@@ -345,7 +377,7 @@ def linear_cross_entropy(
         # fp16 gradients of a mean over thousands of rows would fall below its smallest number before a gradient scaler
         # could lift them, so for fp16 the count divides the sum's loss, and thereby scales the gradients in backward.
         mean = reduction == "mean" and x.dtype != torch.float16
-        loss = _fwd_bwd(rows, weight, bias, flat_target, *options, mean)[0]
+        loss = _fwd_bwd(rows, weight, bias, flat_target, *options, mean, needed)[0]
         if mean:
             return loss
     return loss if reduction == "sum" else loss / (flat_target != ignore_index).sum().clamp(min=1)

@@ -72,6 +72,32 @@ def test_chunks_sum_in_fp32(device: str, monkeypatch: pytest.MonkeyPatch) -> Non
         torch.testing.assert_close(one, many, rtol=2**-7, atol=0)
 
 
+def test_products_with_fp32_results() -> None:
+    """PyTorch has the overloads that sum a half dtype's dweight: they have kernels on CUDA alone."""
+    for product in (torch.ops.aten.mm, torch.ops.aten.addmm):
+        names = [argument.name for argument in product.dtype_out._schema.arguments]
+        assert names[names.index("mat2") + 1 :][0] == "out_dtype" and "out" in names
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_dweight_is_added_up_in_place(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """cuBLAS adds to the fp32 sum where it lies, and rounds to 16 bits nowhere on the way."""
+    monkeypatch.setattr(kernels, "chunk_rows", lambda *_: 128)
+    x, weight, target, _ = make_inputs((300, 64), 520, "cuda", dtype, bias=False).values()
+    chunks = kernels._Chunks(x, weight, None, target, -100, 0.0, False, 0.0)
+    gradients = kernels._Gradients(chunks, (False, True, False))
+    expected = torch.zeros(520, 64, dtype=torch.float64, device="cuda")
+    places = set()
+    for chunk, logits in chunks:
+        gradients.add(chunk, logits)
+        assert gradients.dweight is not None and gradients.dweight.dtype == torch.float32
+        places.add(gradients.dweight.data_ptr())
+        expected += logits.double().T @ chunk.of(x).double()
+    assert len(places) == 1
+    assert (gradients.dweight - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_ignored_rows_are_not_read(reduction: str, device: str) -> None:
     """NaN logits of a row that doesn't count reach neither the loss nor a gradient of what other rows share."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from functools import partial
 
 import pytest
@@ -281,12 +282,13 @@ def test_opcheck(bias: bool, backend: str, device: str) -> None:
     x, weight, target, bias_ = inputs.values()
     options = (-100, 0.1, False, 0.01)
     losses, lse = OP.linear_cross_entropy_fwd(x, weight, bias_, target, *options)
-    backward_args = (torch.randn_like(losses), x, weight, bias_, target, lse, *options)
+    backward_args = (torch.randn_like(losses), x, weight, bias_, target, lse, *options, [True, True, bias])
     torch.library.opcheck(OP.linear_cross_entropy_bwd.default, backward_args)
 
     x, weight, bias_ = (t if t is None else t.requires_grad_() for t in (x, weight, bias_))
     torch.library.opcheck(OP.linear_cross_entropy_fwd.default, (x, weight, bias_, target, *options))
-    torch.library.opcheck(OP.linear_cross_entropy_fwd_bwd.default, (x, weight, bias_, target, *options, True))
+    args = (x, weight, bias_, target, *options, True, [True] * 3)
+    torch.library.opcheck(OP.linear_cross_entropy_fwd_bwd.default, args)
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
@@ -370,3 +372,64 @@ def test_wrong_calls() -> None:
         call({"weight": inputs["weight"].bfloat16()})
     with pytest.raises(ValueError, match="at least 2 classes to smooth over the others, got 1"):
         call({"weight": torch.ones(1, 8), "bias": None}, label_smoothing=0.1, smooth_others=True)
+
+
+NAMES = ("x", "weight", "bias")
+MASKS = list(itertools.product([True, False], repeat=3))
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_frozen_gets_no_gradient(dtype: torch.dtype, reduction: str, backend: str, device: str) -> None:
+    """A frozen head, features that are detached: the other gradients are those of a call where all learn."""
+    inputs = make_inputs((5, 16), 40, device, dtype)
+    dloss = torch.randn(() if reduction == "mean" else 5, device=device)
+
+    def gradients(mask: tuple[bool, ...]) -> list[Tensor | None]:
+        leaves = [inputs[name].detach().requires_grad_(learns) for name, learns in zip(NAMES, mask, strict=True)]
+        x, weight, bias = leaves
+        loss = linear_cross_entropy(x, weight, inputs["target"], bias, reduction=reduction, label_smoothing=0.1)
+        loss.backward(dloss)
+        return [leaf.grad for leaf in leaves]
+
+    every = gradients((True, True, True))
+    for mask in MASKS[:-1]:
+        for ours, whole, learns in zip(gradients(mask), every, mask, strict=True):
+            assert (ours is not None) == learns
+            if learns:
+                assert torch.equal(ours, whole), mask
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_output_mask(bias: bool, backend: str, device: str) -> None:
+    """What is not wanted is empty, and the fake says so; what is wanted does not depend on the rest."""
+    x, weight, target, bias_ = make_inputs((5, 16), 40, device, bias=bias).values()
+    options = (-100, 0.1, False, 0.01)
+    losses, lse = OP.linear_cross_entropy_fwd(x, weight, bias_, target, *options)
+    calls = (
+        lambda mask: OP.linear_cross_entropy_bwd(losses, x, weight, bias_, target, lse, *options, mask),
+        lambda mask: OP.linear_cross_entropy_fwd_bwd(x, weight, bias_, target, *options, True, mask)[1:],
+    )
+    for call in calls:
+        whole = call([True] * 3)
+        assert [t.shape for t in whole] == [x.shape, weight.shape, (len(weight) if bias else 0,)]
+        for mask in MASKS:
+            for ours, wanted, expected in zip(call(list(mask)), mask, whole, strict=True):
+                assert torch.equal(ours, expected if wanted else x.new_empty(0)), mask
+    for mask in MASKS[::3]:
+        torch.library.opcheck(
+            OP.linear_cross_entropy_fwd_bwd.default, (x, weight, bias_, target, *options, True, list(mask)),
+            test_utils=["test_schema", "test_faketensor"],
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_a_graph_that_is_kept(reduction: str, backend: str, device: str) -> None:
+    """Each backward pass scales the gradients by its own dloss, not by those before it too."""
+    inputs = make_inputs((5, 16), 40, device)
+    leaves = [inputs[name].requires_grad_() for name in NAMES]
+    loss = linear_cross_entropy(**inputs, reduction=reduction)
+    once = torch.autograd.grad(loss, leaves, retain_graph=True)
+    torch.autograd.grad(3 * loss, leaves, retain_graph=True)
+    for ours, again in zip(once, torch.autograd.grad(0.5 * loss, leaves), strict=True):
+        assert torch.equal(0.5 * ours, again)
