@@ -353,8 +353,8 @@ def show(row: Row) -> str:
         lines.append("       " + ", ".join(f"{name} {value}" for name, value in counted.items()))
         if "clocks" in loop:
             clocks = ", ".join(f"{name} {value}" for name, value in loop["clocks"].items())
-            bounds = ", ".join(f"{name} {loop[name]}" for name in BOUNDS if name in loop)
-            lines.append(f"         clocks: {clocks}; bound by {loop['bound_by']}: {bounds}")
+            bounds = "".join(f", {name} {loop[name]}" for name in BOUNDS if name in loop)
+            lines.append(f"         clocks: {clocks}; bound by {loop['bound_by']}{bounds}")
     return "\n".join(lines)
 
 

@@ -338,7 +338,8 @@ def clocks(counts: Counts, warps: int) -> dict[str, float]:
     """Clocks of one sm_90 SM that a program of `warps` warps keeps each unit busy, once through the counted code.
 
     Four schedulers issue an instruction a clock each; 16 exp2, 64 integer and 128 fp32 results and 128 bytes of shared
-    memory a clock.
+    memory a clock. Where only some of the warps run the loop, all units' clocks are that much too high: the bound, a
+    ratio, is the same.
     """
     lanes = 32 * warps
     return {
