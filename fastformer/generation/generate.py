@@ -133,7 +133,8 @@ def generate(
             then it fills the outputs, and without an attention_mask nothing in input_ids is padding.
         decoder_start_token_id: what outputs of a model that reads sources begin with, unseen; None: the model's.
         use_cache: False recomputes everything for each token.
-        engine: how to decode, one of `engines.ENGINES`; None: the fastest that can.
+        engine: how to decode, one of `engines.ENGINES`; None: the fastest that can, but for "graph" (steps as CUDA
+            graphs), which has to be asked for.
         precision: what to compute in: "fp32", "bf16", "fp16" or "int8". None: what the model says, "int8" where it was
             quantised (`model.quantize()`), else its dtype, or autocast's. The engine "cpp" computes a model in fp32 or
             bf16 in each of fp32, bf16 and int8; the others in its dtype alone. Where nobody can, the error says why.

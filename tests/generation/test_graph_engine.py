@@ -21,6 +21,7 @@ from fastformer.generation import requests as requests_module
 from fastformer.generation import scheduler as scheduler_module
 from fastformer.generation.engines import graph as graph_module
 from fastformer.generation.engines.graph import GraphEngine
+from fastformer.generation.engines.lanes import bucket, rounded
 from fastformer.generation.engines.recompute import RecomputeEngine
 from fastformer.generation.request_maker import RequestMaker
 from fastformer.generation.requests import Request
@@ -430,12 +431,12 @@ def test_the_next_engine_of_a_model_finds_the_graphs(model, watched, monkeypatch
 
 
 def test_a_shape_is_a_little_larger_than_what_it_is_for() -> None:
-    sizes = [graph_module._bucket(count) for count in range(1, 400)]
+    sizes = [bucket(count) for count in range(1, 400)]
     assert all(count <= size <= max(2 * count - 1, 1) for count, size in enumerate(sizes, 1))
     assert sorted(set(sizes)) == [1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512]
     for count in (1, 7, 16, 17, 999, 1000, 2**20 + 1):
-        assert count <= graph_module._rounded(count) <= count * 9 / 8
-    assert len({graph_module._rounded(count) for count in range(1024, 2048)}) <= 9
+        assert count <= rounded(count) <= count * 9 / 8
+    assert len({rounded(count) for count in range(1024, 2048)}) <= 9
 
 
 @pytest.mark.parametrize("steps_per_look, num_beams", [(1, 5), (3, 5), (1, 1)])
@@ -479,6 +480,8 @@ def test_beams_go_on_behind_steps_that_somebody_else_took_part_in(model, watched
     scheduler.step()
     sampler = RequestMaker(model, guest, engine=engine)
     scheduler.submit([sampler.make(sampler.check([5, 6]))])
+    scheduler.step()
+    assert [group.scores for group in engine._groups] == [None, None]  # even where no beam has moved
     run(scheduler, [])
     assert [one.tokens for one in found.results] == [one.tokens for one in expected.results]
     assert found.results[0].score == pytest.approx(expected.results[0].score, abs=1e-4)

@@ -1,8 +1,8 @@
 """Decodes with a `KVCache` and whole steps that are captured as CUDA graphs, their search included.
 
 A launch of one graph takes the place of the hundreds that a step consists of, and between two looks at what has ended
-the host waits for nothing. A step has a graph for each shape that it is met in (`_Shape`): rows, lengths and what the
-search wants, rounded up to a few sizes, so that those who come and go move between few graphs.
+the host waits for nothing. A step has a graph for each shape that it is met in (`lanes.Shape`): rows, lengths and what
+the search wants, rounded up to a few sizes, so that those who come and go move between few graphs.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -24,12 +24,20 @@ from fastformer.generation.decoders import Model, is_decoder_only, is_encoder_de
 from fastformer.generation.engines.device_search import DeviceSearch, Record
 from fastformer.generation.engines.interface import Candidates, Prompt, Selection
 from fastformer.generation.engines.kv_cache import KVCacheEngine, choose_from_hidden, new_cache
-from fastformer.generation.native_search import NativeSearch, SearchRules, last_tokens
+from fastformer.generation.engines.lanes import (
+    Lanes,
+    Shape,
+    addresses,
+    bucket,
+    power_of_two,
+    rounded,
+    why_not_captured,
+)
+from fastformer.generation.native_search import NativeSearch, last_tokens
 from fastformer.generation.search import NEVER
-from fastformer.graphs import CaptureError, Graph, Graphs
+from fastformer.graphs import CaptureError, Graphs
 from fastformer.nn import KVCache
 from fastformer.nn.block_pool import CacheFullError, Ints
-from fastformer.nn.lane_cache import LaneCache
 from fastformer.ops import _library
 
 logger = logging.getLogger("fastformer")
@@ -39,30 +47,6 @@ GRAPH_BYTES = 2**30  # of graphs and their tables
 _KEPT_BYTES = 2**32  # of a model's cache and graphs, between two calls
 _KEPT_ON = ("cuda",)  # the devices on which anything is kept
 _LEAST_WIDTH = 64  # of a table of tokens
-
-
-class _Shape(NamedTuple):
-    """What a graph is captured for; nothing else may differ between its replays.
-
-    Attributes:
-        num_groups: with the lanes that the rules' beams take.
-        width, source_width: the longest row and the longest source.
-        backend: that the ops are made to take.
-        rules: of the searches, without min_tokens; None: a step whose candidates the host chooses from its hidden
-            states, each row being a group of its own.
-        num_candidates: of a lane.
-        log_probs: whether values are log-probabilities.
-        is_edited: whether some ids are forbidden, now or in steps to come.
-    """
-
-    num_groups: int
-    width: int
-    source_width: int
-    backend: str | None
-    rules: SearchRules | None = None
-    num_candidates: int = 0
-    log_probs: bool = False
-    is_edited: bool = False
 
 
 class _Group:
@@ -79,38 +63,6 @@ class _Group:
         self.scores: list[float] | None = [0.0]
 
 
-class _Lanes:
-    """A shape's tensors, and its graph once it is captured."""
-
-    def __init__(self, shape: _Shape, cache: KVCache, spare: Ints, vocab_size: int, num_steps: int) -> None:
-        self.shape, self.graph_bytes = shape, 0
-        self.graph: Graph | None = None
-        self.is_warm = self.is_plain = False  # it has stepped; it has to step without a graph
-        device, rules, groups = cache.k.device, shape.rules, shape.num_groups
-        self.search: DeviceSearch | None = None
-        self.hidden: Tensor | None = None  # without a search, what a step gives
-        if rules is not None:
-            self.search = DeviceSearch(rules, groups, shape.num_candidates, vocab_size, num_steps, device)
-            self.tokens = self.search.tokens
-        else:
-            self.tokens = torch.zeros(groups, dtype=torch.int32, device=device)
-            self._staged = torch.zeros(groups, dtype=torch.int32, pin_memory=device.type == "cuda")
-        beams = 1 if self.search is None else self.search.num_beams
-        self.cache = LaneCache(cache, groups, beams, shape.width, shape.source_width, num_steps, spare)
-
-    def give(self, tokens: Sequence[int]) -> None:
-        """Without a search, the next tokens of the rows."""
-        self._staged.numpy()[: len(tokens)] = tokens
-        self.tokens.copy_(self._staged, non_blocking=True)
-
-    @property
-    def nbytes(self) -> int:
-        """Of the tables, the search and the graph."""
-        search = 0 if self.search is None else self.search.nbytes
-        hidden = 0 if self.hidden is None else self.hidden.numel() * self.hidden.element_size()
-        return self.cache.nbytes + search + hidden + self.graph_bytes
-
-
 @dataclass
 class _Kept:
     """What outlives an engine, for the next one of the same model.
@@ -120,14 +72,14 @@ class _Kept:
         room: the rows and tokens that it was made for.
         spare: slots that were set aside in it.
         lanes: of each shape, the one that was used last at the end.
-        weights: the `_addresses` of the model that the graphs read.
+        weights: the `addresses` of the model that the graphs read.
         graphs: captures them.
     """
 
     cache: KVCache
     room: tuple[int, int]
     spare: Ints
-    lanes: OrderedDict[_Shape, _Lanes]
+    lanes: OrderedDict[Shape, Lanes]
     weights: tuple[object, ...]
     graphs: Graphs
 
@@ -166,7 +118,7 @@ class GraphEngine(KVCacheEngine):
         self.steps_per_look, self.max_graph_bytes = STEPS_PER_LOOK, GRAPH_BYTES
         self._groups: list[_Group] = []
         self._state = _Kept(self._cache, (0, 0), np.zeros(0, np.int32), OrderedDict(), (), Graphs(self.device))
-        self._loaded: _Lanes | None = None  # the lanes whose tensors say where the searches are
+        self._loaded: Lanes | None = None  # the lanes whose tensors say where the searches are
         self._keeper: weakref.finalize[..., GraphEngine] | None = None
 
     @classmethod
@@ -187,21 +139,22 @@ class GraphEngine(KVCacheEngine):
                 self._state, self._cache = kept, kept.cache
             self._keeper = weakref.finalize(self, _keep, weakref.ref(self.model), self._state)
             self._keeper.atexit = False
-        state, wanted, weights = self._state, (max_rows, num_tokens), _addresses(self.model)
+        state, wanted, weights = self._state, (max_rows, num_tokens), addresses(self.model)
         if weights == state.weights and all(new <= old for new, old in zip(wanted, state.room, strict=True)):
             self._cache.reset()
             return
-        state.lanes.clear()
-        self._cache = state.cache = new_cache(self.model, 1, 1)  # lets go of the old one: there is no memory for two
         # Somewhat more than is asked for, so that the next request, which is a little longer, needs no new graphs.
-        rows, tokens = (max(_rounded(new), old) for new, old in zip(wanted, state.room, strict=True))
-        # As many lanes as there are rows at most have none: that is how far `_bucket` rounds up.
+        rows, tokens = (max(rounded(new), old) for new, old in zip(wanted, state.room, strict=True))
+        state.lanes.clear()
+        state.room = 0, 0  # should there be no memory
+        self._cache = state.cache = new_cache(self.model, 1, 1)  # lets go of the old one: there is no memory for two
+        # As many lanes as there are rows at most have none: that is how far `bucket` rounds up.
         self._cache = state.cache = new_cache(self.model, rows, tokens + rows)
         state.spare, state.room, state.weights = self._cache.set_aside(rows), (rows, tokens), weights
 
     def admit(self, prompts: Sequence[Prompt]) -> None:
         """See `Engine.admit`."""
-        if not self._groups and (weights := _addresses(self.model)) != self._state.weights:
+        if not self._groups and (weights := addresses(self.model)) != self._state.weights:
             # The graphs read memory that is no longer the model's, or would leave out its hooks.
             self._state.lanes.clear()
             self._state.weights = weights
@@ -236,7 +189,7 @@ class GraphEngine(KVCacheEngine):
     @torch.inference_mode()
     def _step_rows(self, tokens: Sequence[int], selection: Selection) -> Candidates:
         self._trim()
-        lanes = self._lanes_of(_Shape(*self._sizes(len(tokens), self._cache.length_bound + 1)))
+        lanes = self._lanes_of(Shape(*self._sizes(len(tokens), self._cache.length_bound + 1)))
         last = np.full(len(tokens), lanes.cache.width - 1, np.int32)
         lanes.cache.provide(1, last)
         if self._loaded is not lanes:
@@ -253,7 +206,6 @@ class GraphEngine(KVCacheEngine):
         """Takes out rows that nobody asks for."""
         sizes = [group.num_rows for group in self._groups]
         if self._cache.group_sizes != sizes:
-            self._loaded = None
             self._cache.reorder([range(rows) for rows in sizes])
 
     def _on_device(self) -> contextlib.AbstractContextManager[object]:
@@ -404,31 +356,31 @@ class GraphEngine(KVCacheEngine):
 
     # Lanes and graphs.
 
-    def _lanes_for(self, searches: Sequence[NativeSearch], log_probs: bool, length: int) -> _Lanes:
+    def _lanes_for(self, searches: Sequence[NativeSearch], log_probs: bool, length: int) -> Lanes:
         """The lanes of the shape that these searches take, for rows up to this length."""
         rules = searches[0].rules._replace(min_tokens=0)
         is_edited = bool(rules.suppressed) or any(search.rules.min_tokens for search in searches)
         count = min(searches[0].num_candidates, self.model.config.vocab_size)
-        return self._lanes_of(_Shape(*self._sizes(len(searches), length), rules, count, log_probs, is_edited))
+        return self._lanes_of(Shape(*self._sizes(len(searches), length), rules, count, log_probs, is_edited))
 
     def _sizes(self, num_groups: int, length: int) -> tuple[int, int, int, str | None]:
         """The first members of a shape for so many groups, and rows up to this length."""
         cache, source_width = self._cache, 0
         if cache.has_memory:
-            source_width = min(cache.max_source_seqlen, _power_of_two(max(1, cache.longest_source)))
-        width = min(cache.max_seqlen, max(_LEAST_WIDTH, _power_of_two(length)))
-        return _bucket(num_groups), width, source_width, _library.forced_backend()
+            source_width = min(cache.max_source_seqlen, power_of_two(max(1, cache.longest_source)))
+        width = min(cache.max_seqlen, max(_LEAST_WIDTH, power_of_two(length)))
+        return bucket(num_groups), width, source_width, _library.forced_backend()
 
-    def _lanes_of(self, shape: _Shape) -> _Lanes:
+    def _lanes_of(self, shape: Shape) -> Lanes:
         kept = self._state.lanes
         lanes = kept.get(shape)
         if lanes is None:
             num_steps, vocab_size = max(STEPS_PER_LOOK, self.steps_per_look), self.model.config.vocab_size
-            lanes = kept[shape] = _Lanes(shape, self._cache, self._state.spare, vocab_size, num_steps)
+            lanes = kept[shape] = Lanes(shape, self._cache, self._state.spare, vocab_size, num_steps)
         kept.move_to_end(shape)
         return lanes
 
-    def _replay(self, lanes: _Lanes) -> None:
+    def _replay(self, lanes: Lanes) -> None:
         if lanes.graph is None and lanes.is_warm and not lanes.is_plain:
             self._capture(lanes)
         if lanes.graph is not None:
@@ -437,9 +389,9 @@ class GraphEngine(KVCacheEngine):
         self._state.graphs.warm_up(lambda: self._step_lanes(lanes))
         lanes.is_warm = True
 
-    def _capture(self, lanes: _Lanes) -> None:
+    def _capture(self, lanes: Lanes) -> None:
         is_cuda, kept = self.device.type == "cuda", self._state.lanes
-        if (reason := _why_not_captured(self.model)) is None:
+        if (reason := why_not_captured(self.model)) is None:
             free = torch.cuda.mem_get_info(self.device)[0] if is_cuda else 0
             try:
                 lanes.graph = self._state.graphs.capture(lambda: self._step_lanes(lanes))
@@ -462,7 +414,7 @@ class GraphEngine(KVCacheEngine):
             raise RuntimeError(message)
         logger.warning(message)
 
-    def _step_lanes(self, lanes: _Lanes) -> None:
+    def _step_lanes(self, lanes: Lanes) -> None:
         """A step, its search included. It reads no value on the host."""
         cache, search, model, shape = lanes.cache, lanes.search, self.model, lanes.shape
         ids = lanes.tokens[:, None]
@@ -511,44 +463,6 @@ def _next_scores(
     places = [found.ids[first + parent].index(token) for parent, token in zip(parents, tokens, strict=True)]
     pairs = zip(parents, places, strict=True)
     return [scores[parent] + float(np.float32(found.values[first + parent][place])) for parent, place in pairs]
-
-
-def _power_of_two(number: int) -> int:
-    return 1 << (number - 1).bit_length()
-
-
-def _bucket(count: int) -> int:
-    """A power of two, or from 16 on the middle between two of them."""
-    whole = _power_of_two(count)
-    return whole * 3 // 4 if whole >= 32 and count <= whole * 3 // 4 else whole
-
-
-def _rounded(count: int) -> int:
-    """Up to a number of four binary digits and zeros: at most an eighth more."""
-    step = 1 << max(0, count.bit_length() - 4)
-    return -(-count // step) * step
-
-
-def _addresses(model: object) -> tuple[object, ...]:
-    """What differs when a graph no longer does what the model would: where its tensors are, and what is hooked."""
-    if not isinstance(model, nn.Module):
-        return ()
-    found: list[object] = []
-    for module in model.modules():
-        found += (module.training, len(module._forward_hooks), len(module._forward_pre_hooks))
-        for kept in (module._parameters, module._buffers):
-            found += [(t.data_ptr(), t.shape, t.stride(), t.dtype) for t in kept.values() if t is not None]
-    return tuple(found)
-
-
-def _why_not_captured(model: object) -> str | None:
-    if isinstance(model, nn.Module):
-        for name, module in model.named_modules():
-            if module._forward_hooks or module._forward_pre_hooks:
-                return f"its {name or 'model'} has a forward hook, which a replay would not call"
-    if torch._C._len_torch_dispatch_stack():
-        return "a TorchDispatchMode is on, which a replay would not show its operations"
-    return None
 
 
 def _keep(reference: weakref.ref[nn.Module], state: _Kept) -> None:
