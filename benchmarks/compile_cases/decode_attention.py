@@ -46,7 +46,7 @@ def cases(quick: bool) -> Iterator[tuple[str, Callable[[], object]]]:
     """(title, call) of everything to compile. Quick: what `make test` has time for."""
     bf16 = torch.bfloat16
     yield "bf16 d64 step table splits", decode_call(bf16, 64, seqlen_new=1)
-    yield "bf16 d64 beams table", decode_call(bf16, 64, batch=256, beams=4, max_seqlen=128)
+    yield "bf16 d64 beams table n128", decode_call(bf16, 64, batch=256, beams=4, max_seqlen=128)
     if quick:
         return
     fp32 = torch.float32
