@@ -106,6 +106,15 @@ def ragged_descriptor(x: Tensor, rows: int, block_d: int) -> Any:
     return _descriptor(_Base(x.data_ptr(), x.dtype), heads, head_dim, row, head if heads > 1 else row, rows, block_d)
 
 
+def takes_backward(problem: Problem, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, attn_mask: Tensor | None) -> bool:
+    """`takes`, for dk, dv and the atomics of dq: head_dim up to 64 alone, where a consumer's registers hold both sums."""
+    return (
+        takes(problem, q, k, v, attn_mask)
+        and problem.block_d == 64
+        and _addressable(dout, problem.lengths == "packed")
+    )
+
+
 @functools.lru_cache
 def _processors(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
@@ -145,4 +154,38 @@ def forward_arguments(
         problem.softmax_scale, plane_strides(out, packed, unit), (0 if packed else lse.stride(0), lse.stride(-2)),
     )  # fmt: skip
     constants = {"LENGTHS": problem.lengths, "HEAD_DIM": problem.head_dim, "UNIT": unit, "STAGES": stages}
+    return arguments, constants, num_tiles
+
+
+def launch_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, row_lse: Tensor, delta: Tensor, dq: Tensor, dk: Tensor, dv: Tensor,
+    problem: Problem,
+) -> None:  # fmt: skip
+    """Fills dk and dv and adds to dq (fp32), all as `attention_backward.launch_backward` allocates them."""
+    from fastformer.kernels._attention_hopper_backward import _attention_hopper_bwd_kernel
+
+    arguments, constants, num_tiles = backward_arguments(dout, q, k, v, row_lse, delta, dq, dk, dv, problem)
+    programs = min(num_tiles, _processors(q.device))
+    launch(_attention_hopper_bwd_kernel, (programs,), *arguments, **constants, num_warps=4)
+
+
+def backward_arguments(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, row_lse: Tensor, delta: Tensor, dq: Tensor, dk: Tensor, dv: Tensor,
+    problem: Problem,
+) -> tuple[tuple[Any, ...], dict[str, Any], int]:  # fmt: skip
+    """What the backward kernel is called with: (arguments, constexprs, number of tiles)."""
+    packed = problem.lengths == "packed"
+    q_bytes = 2 * problem.seqlen_q * problem.head_dim * q.element_size()
+    planes = planes_of(problem, triton.cdiv(problem.seqlen_k, TILE_ROWS), q_bytes)
+    num_tiles = planes[2] * planes[3]
+    unit = stride_unit(dq, dk)
+    rows = (q, dout, k, v)
+    arguments = (
+        *(ragged_descriptor(x, CONSUMER_ROWS, problem.block_d) for x in rows), row_lse, delta, dq, dk, dv, planes,
+        (problem.seqlens_q, problem.seqlens_k, problem.seqlen_q, problem.seqlen_k), problem.window, problem.dropout,
+        tuple(_batch_rows(x, packed) for x in rows), num_tiles, problem.softmax_scale,
+        plane_strides(dq, packed, unit), plane_strides(dk, packed, unit),
+        (0 if packed else row_lse.stride(0), row_lse.stride(-2)),
+    )  # fmt: skip
+    constants = {"LENGTHS": problem.lengths, "HEAD_DIM": problem.head_dim, "UNIT": unit, "STAGES": 2}
     return arguments, constants, num_tiles

@@ -212,10 +212,12 @@ class Memory:
             self.dtype = gl.int64 if tensor.dtype == torch.int64 else gl.int32
             self.array = flat.numpy().astype(np.int64)
         self.written = np.zeros(self.array.shape, dtype=bool)
+        self.added = np.zeros(self.array.shape, dtype=bool)
 
     def finish(self) -> None:
-        if self.written.any():
-            self.flat[torch.from_numpy(self.written)] = torch.from_numpy(self.array[self.written]).to(self.flat.dtype)
+        changed = self.written | self.added
+        if changed.any():
+            self.flat[torch.from_numpy(changed)] = torch.from_numpy(self.array[changed]).to(self.flat.dtype)
 
 
 class Pointer:
@@ -244,7 +246,7 @@ class Slot:
         self.name = name
         self.array = np.full(shape, np.nan, dtype=np.float32)
         self.dtype = dtype
-        self.state = "never written"  # or "in flight", "landed", "read"
+        self.state = "never written"  # or "in flight", "landed", "read", "stored" and then "fenced"
         self.readers = 0
 
 
@@ -260,6 +262,15 @@ class View:
 
     def permute(self, order: tuple[int, ...]) -> View:
         return View(self.slot, lambda array: self.see(array).transpose(order))
+
+    def store(self, x: Value) -> None:
+        """What a partition writes itself; a product sees it only behind a fence."""
+        if self.slot.readers or self.slot.state == "in flight":
+            raise GluonError(f"{self.slot.name} is overwritten while it is read or written")
+        if x.dtype != self.slot.dtype or x.shape != list(self.slot.array.shape):
+            raise GluonError(f"{x.dtype} {x.shape} is stored as {self.slot.dtype} {self.slot.array.shape}")
+        self.slot.array[...] = x.array
+        self.slot.state = "stored"
 
 
 class Shared:
@@ -311,6 +322,8 @@ class Product:
         for slot in self.slots():
             if slot.state in ("in flight", "never written"):
                 raise GluonError(f"{slot.name} is read before its copy has landed")
+            if slot.state == "stored":
+                raise GluonError(f"{slot.name} is read without a fence behind what was stored")
             slot.readers += 1
 
     def slots(self) -> list[Slot]:
@@ -346,6 +359,7 @@ class Run:
         self.back = threading.Semaphore(0)
         self.error: BaseException | None = None
         self.allocations = 0
+        self.slots: list[Slot] = []
 
     # The partitions.
 
@@ -412,7 +426,14 @@ class Run:
 
     def allocate_shared_memory(self, dtype: Any, shape: list[int], layout: Any) -> Shared:
         self.allocations += 1
-        return Shared(dtype, shape, f"allocation {self.allocations}")
+        shared = Shared(dtype, shape, f"allocation {self.allocations}")
+        self.slots += [item for item in shared.items if isinstance(item, Slot)]
+        return shared
+
+    def fence(self) -> None:
+        for slot in self.slots:
+            if slot.state == "stored":
+                slot.state = "fenced"
 
     def init(self, barrier: Barrier, count: int) -> None:
         barrier.count = count
@@ -530,9 +551,17 @@ def _convert(x: Value, layout: Any, assert_trivial: bool = False) -> Value:
     return x
 
 
-def _load(pointer: Pointer) -> Value:
-    index = pointer.inside(np.ones(np.shape(pointer.offset), dtype=bool))
-    return Value(pointer.memory.array[index].reshape(np.shape(pointer.offset)), pointer.memory.dtype)
+def _load(pointer: Pointer, mask: Value | None = None, other: float = 0.0) -> Value:
+    here = np.ones(np.shape(pointer.offset), dtype=bool) if mask is None else mask.array
+    array = np.full(here.shape, other, dtype=pointer.memory.array.dtype)
+    array[here] = pointer.memory.array[pointer.inside(here)]
+    return Value(array, pointer.memory.dtype)
+
+
+def _atomic_add(pointer: Pointer, x: Value, mask: Value, sem: str) -> None:
+    index = pointer.inside(mask.array)
+    pointer.memory.added[index] = True
+    np.add.at(pointer.memory.array, index, x.array[mask.array])
 
 
 def _store(pointer: Pointer, x: Value, mask: Value) -> None:
@@ -567,7 +596,7 @@ class _Language:
         self.exp2, self.log2 = _elementwise(np.exp2), _elementwise(np.log2)
         self.where, self.join, self.split = _where, self._join, _split
         self.convert_layout, self.inline_asm_elementwise = _convert, self._inline
-        self.load, self.store = _load, _store
+        self.load, self.store, self.atomic_add = _load, _store, _atomic_add
         self.cast = lambda x, dtype: value(x).to(dtype)
         self.mul = lambda x, y, sanitize_overflow=True: value(x) * y
         self.add = lambda x, y, sanitize_overflow=True: value(x) + y
@@ -654,7 +683,7 @@ def emulate(
         language = _Language(run)
         stand_ins: dict[int, Any] = {
             id(gl): language, id(triton.language): language, id(hopper.warpgroup_mma): run.mma,
-            id(hopper.warpgroup_mma_wait): run.mma_wait, id(hopper.fence_async_shared): lambda: None,
+            id(hopper.warpgroup_mma_wait): run.mma_wait, id(hopper.fence_async_shared): run.fence,
             id(hopper.mbarrier): types.SimpleNamespace(
                 init=run.init, expect=run.expect, arrive=run.arrive, wait=run.wait, MBarrierLayout=lambda: None
             ),

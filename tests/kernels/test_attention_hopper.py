@@ -17,6 +17,7 @@ pytest.importorskip("triton.experimental.gluon")
 from fastformer.kernels import _attention_hopper as hopper  # noqa: E402
 from fastformer.kernels import _attention_hopper_forward as forward  # noqa: E402
 from fastformer.kernels._attention_common import Problem, describe  # noqa: E402
+from fastformer.kernels._attention_hopper_backward import _attention_hopper_bwd_kernel  # noqa: E402
 from fastformer.kernels._attention_hopper_forward import _attention_hopper_fwd_kernel  # noqa: E402
 from fastformer.kernels.attention import describe_dense  # noqa: E402
 from tests.checks import assert_accurate  # noqa: E402
@@ -149,6 +150,57 @@ def test_strides() -> None:
     for changed in ({"q": q, "k": k, "v": v}, transposed):
         ours = run(case, inputs | changed, shuffled(4))
         assert all(torch.equal(ours[name], expected[name]) for name in ours)
+
+
+def run_backward(
+    case: Case, inputs: dict[str, Any], schedule: Schedule, programs: int = 2, kernel: Any = _attention_hopper_bwd_kernel
+) -> dict[str, Tensor]:
+    """dq, dk and dv of a case by the emulated kernel, from out and lse in fp64."""
+    exact = plain(case, inputs, torch.float64)
+    q, k, v, dout, out, lse = *(inputs[name] for name in ("q", "k", "v", "dout")), exact["out"], exact["lse"]
+    if case.packed:
+        lengths_q, lengths_k = lengths_of(case)
+        q, dout, out, k, v = *(pack(x, lengths_q) for x in (q, dout, out)), pack(k, lengths_k), pack(v, lengths_k)
+        lse = pack(lse.transpose(1, 2), lengths_q).T
+    delta = (out * dout.double()).sum(-1).transpose(-1, -2).float().contiguous()
+    row_lse = lse.masked_fill(lse == float("-inf"), float("inf")).float().contiguous()
+    problem = problem_of(case, q, k)
+    dq = torch.zeros(q.shape)
+    per_head = (*k.shape[:-2], case.heads, case.head_dim)
+    dk, dv = (torch.full(per_head, float("nan"), dtype=torch.float32 if problem.group > 1 else k.dtype) for _ in "kv")
+    arguments, constants, _ = hopper.backward_arguments(dout, q, k, v, row_lse, delta, dq, dk, dv, problem)
+    emulate(kernel, programs, arguments, constants, [q, k, v, dout], schedule)
+    if problem.group > 1:
+        dk, dv = (x.unflatten(-2, (case.kv_heads, problem.group)).sum(-2).to(k.dtype) for x in (dk, dv))
+    return {"dq": dq.to(q.dtype), "dk": dk, "dv": dv}
+
+
+def check_backward(
+    case: Case,
+    dtype: torch.dtype,
+    schedule: Schedule,
+    programs: int = 2,
+    kernel: Any = _attention_hopper_bwd_kernel,
+) -> None:
+    inputs = make_inputs(case, dtype)
+    ours = run_backward(case, inputs, schedule, programs, kernel)
+    exact, rival = plain(case, inputs, torch.float64), plain(case, inputs, dtype)
+    if case.packed:
+        exact, rival = packed_results(case, exact), packed_results(case, rival)
+    for name, x in ours.items():
+        assert_accurate(x, rival[name], exact[name], name)
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if not name.startswith("head_dim")])
+def test_backward_agrees_with_fp64(name: str) -> None:
+    dtype = torch.float16 if name in ("window", "dropout") else torch.bfloat16
+    check_backward(CASES[name], dtype, shuffled(6))
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_backward_in_any_order_of_events(schedule: str) -> None:
+    case = replace(BASE, kv_heads=2, head_dim=40, seqlen_q=300, seqlen_k=300, window=(None, 0), dropout_p=0.2)
+    check_backward(case, torch.bfloat16, SCHEDULES[schedule])
 
 
 # What a slip of the pen would do to the kernel, as (text, what it becomes). Each must be noticed: as an error of the
