@@ -30,19 +30,6 @@ def ours(x: Inputs, shape: Shape) -> torch.Tensor:
     )
 
 
-def hopper(x: Inputs, shape: Shape) -> torch.Tensor:
-    """fastformer.ops.attention with its kernels for sm_90 switched on (see gpu_day)."""
-    from fastformer.kernels import _attention_hopper
-
-    if torch.cuda.get_device_capability() != (9, 0):
-        raise NotImplementedError("the kernels are for compute capability 9.0")
-    was, _attention_hopper.ENABLED = _attention_hopper.ENABLED, True
-    try:
-        return ours(x, shape)
-    finally:
-        _attention_hopper.ENABLED = was
-
-
 def eager(x: Inputs, shape: Shape) -> torch.Tensor:
     """Scores, mask, softmax and dropout, each in memory."""
     q, k, v = (x[name].transpose(1, 2) for name in "qkv")

@@ -24,15 +24,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from benchmarks import record
-from benchmarks.bench_attention import hopper
-from benchmarks.case import Benchmark, Inputs, Provider, cast
+from benchmarks.case import Benchmark, Inputs, cast
 from benchmarks.run import benchmarks, run_case
 from benchmarks.timing import measure_machine, time_interleaved
 
@@ -131,24 +129,14 @@ def run_side_by_side(commands: list[tuple[list[str], dict[str, str], Path]], lim
     return result
 
 
-def time_op(
-    op: str,
-    shape: dict[str, Any],
-    results: Path,
-    first: dict[str, Provider] | None = None,
-    rivals: tuple[str, ...] = (),
-) -> Callable[[], Result]:
+def time_op(op: str, shape: dict[str, Any], results: Path, rivals: tuple[str, ...] = ()) -> Callable[[], Result]:
     """A step: the runner's own cases of one shape in bf16, in every mode; its rows go to `results`.
 
-    Args:
-        first: a form of ours that is not chosen by itself yet; it must be right, as ours must.
-        rivals: which, beside ours and the baseline; empty = all.
+    rivals: which, beside ours and the baseline; empty = all.
     """
 
     def run() -> Result:
         benchmark = benchmarks()[op]
-        if first is not None:
-            benchmark = replace(benchmark, providers={**first, **benchmark.providers})
         line: Result = {"ok": True, "wrong": {}, "refused": {}, "speedup": {}}
         for mode in benchmark.modes:
             outcome = run_case(benchmark, shape, mode, torch.bfloat16, "cuda", providers=rivals, rounds=20)
@@ -206,6 +194,21 @@ def time_replays(op: str, shape: dict[str, Any], results: Path) -> Callable[[], 
         return line
 
     return run
+
+
+def with_hopper(run: Callable[[], Result]) -> Callable[[], Result]:
+    """A step with the kernels for sm_90 switched on, forward and backward: ours is they wherever they take a call."""
+
+    def switched_on() -> Result:
+        from fastformer.kernels import _attention_hopper
+
+        was, _attention_hopper.ENABLED = _attention_hopper.ENABLED, True
+        try:
+            return run() | {"hopper": True}
+        finally:
+            _attention_hopper.ENABLED = was
+
+    return switched_on
 
 
 def tune_attention(shape: dict[str, Any], kernel: str) -> Callable[[], Result]:
@@ -280,11 +283,11 @@ def steps(out: Path) -> Iterator[Step]:
     for shape in shapes_of("attention"):
         yield Step(f"time attention {name_of(shape)}", time_op("attention", shape, results), 30)
 
-    # The kernels for sm_90, which are off by default, beside the plain form and its rivals.
+    # The kernels for sm_90, which are off by default: right, and the same rivals beside them.
     yield Step("tests attention_hopper", tests(TESTS["attention_hopper"], out / "tests_attention_hopper.log", 240), 90)
     for shape in shapes_of("attention"):
         if shape["seqlen"] == 2048 or (shape["seqlen"] == 8192 and shape["causal"]):
-            step = time_op("attention", shape, out / "cuda_hopper.jsonl", {"fastformer hopper": hopper}, BEST_RIVALS)
+            step = with_hopper(time_op("attention", shape, out / "cuda_hopper.jsonl", BEST_RIVALS))
             yield Step(f"time attention_hopper {name_of(shape)}", step, 15)
 
     # The other ops.

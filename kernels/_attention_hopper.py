@@ -107,10 +107,17 @@ def ragged_descriptor(x: Tensor, rows: int, block_d: int) -> Any:
 
 
 def takes_backward(problem: Problem, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, attn_mask: Tensor | None) -> bool:
-    """`takes`, for dk, dv and the atomics of dq: head_dim up to 64 alone, where a consumer's registers hold both sums."""
+    """Whether the backward kernel takes a call whose dq is to be added up by atomics.
+
+    head_dim 64 at most, where a consumer's registers hold dk and dv. The kernel does full attention and dropout too,
+    but there ptxas keeps 2 and 14 words a tile in local memory (in no loop): the plain form takes them until both are
+    measured.
+    """
     return (
         takes(problem, q, k, v, attn_mask)
         and problem.block_d == 64
+        and problem.dropout[0] is None
+        and problem.window[1] is not None
         and _addressable(dout, problem.lengths == "packed")
     )
 
@@ -176,7 +183,7 @@ def backward_arguments(
     """What the backward kernel is called with: (arguments, constexprs, number of tiles)."""
     packed = problem.lengths == "packed"
     q_bytes = 2 * problem.seqlen_q * problem.head_dim * q.element_size()
-    planes = planes_of(problem, triton.cdiv(problem.seqlen_k, TILE_ROWS), q_bytes)
+    planes = planes_of(problem, cdiv(problem.seqlen_k, TILE_ROWS), q_bytes)
     num_tiles = planes[2] * planes[3]
     unit = stride_unit(dq, dk)
     rows = (q, dout, k, v)

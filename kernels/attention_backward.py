@@ -23,6 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fastformer.kernels import _attention_hopper
 from fastformer.kernels._attention_common import (
     COUNTS,
     Problem,
@@ -276,6 +277,8 @@ def launch_backward(
         return new(q, q.shape), new(k, k.shape), new(v, v.shape), dmask
 
     call = call_of(architecture(q), problem, q.dtype, mask_kind(attn_mask))
+    is_tuned = config is not None or work_counter is not None
+    by_hopper = not is_tuned and _attention_hopper.takes_backward(problem, q, k, v, dout, attn_mask)
     config = config or backward_config(call)
     deterministic = torch.are_deterministic_algorithms_enabled()
     if problem.seqlen_k <= config.block_n:
@@ -313,12 +316,16 @@ def launch_backward(
     q_bytes = 2 * problem.seqlen_q * problem.head_dim * q.element_size()
     planes = planes_of(problem, cdiv(problem.seqlen_k, config.block_n), q_bytes)
     written_mask = None if dmask_mode == "none" else dmask
-    launch(
-        _dkdv_kernel, (planes[2] * planes[3],),
-        q, k, v, dout, delta, row_lse, None if dq_mode == "none" else dq, dk, dv, mask, written_mask, work_counter,
-        planes, *sizes, *strides, plane_strides(dk, packed, unit), lse_strides, mask_strides(attn_mask),
-        mask_strides(written_mask), **shared, DQ=dq_mode, DMASK=dmask_mode, **tile_of(config, problem),
-    )  # fmt: skip
+    if by_hopper and dq_mode == "atomic":
+        _attention_hopper.launch_backward(dout, q, k, v, row_lse, delta, dq, dk, dv, problem)
+    else:
+        launch(
+            _dkdv_kernel, (planes[2] * planes[3],),
+            q, k, v, dout, delta, row_lse, None if dq_mode == "none" else dq, dk, dv, mask, written_mask,
+            work_counter, planes, *sizes, *strides, plane_strides(dk, packed, unit), lse_strides,
+            mask_strides(attn_mask), mask_strides(written_mask), **shared, DQ=dq_mode, DMASK=dmask_mode,
+            **tile_of(config, problem),
+        )  # fmt: skip
 
     if dq_mode == "none":
         config = dq_config or choose_dq_config(call)

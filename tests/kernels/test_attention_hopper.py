@@ -15,6 +15,7 @@ from torch import Tensor
 pytest.importorskip("triton.experimental.gluon")
 
 from fastformer.kernels import _attention_hopper as hopper  # noqa: E402
+from fastformer.kernels import _attention_hopper_backward as backward  # noqa: E402
 from fastformer.kernels import _attention_hopper_forward as forward  # noqa: E402
 from fastformer.kernels._attention_common import Problem, describe  # noqa: E402
 from fastformer.kernels._attention_hopper_backward import _attention_hopper_bwd_kernel  # noqa: E402
@@ -153,7 +154,11 @@ def test_strides() -> None:
 
 
 def run_backward(
-    case: Case, inputs: dict[str, Any], schedule: Schedule, programs: int = 2, kernel: Any = _attention_hopper_bwd_kernel
+    case: Case,
+    inputs: dict[str, Any],
+    schedule: Schedule,
+    programs: int = 2,
+    kernel: Any = _attention_hopper_bwd_kernel,
 ) -> dict[str, Tensor]:
     """dq, dk and dv of a case by the emulated kernel, from out and lse in fp64."""
     exact = plain(case, inputs, torch.float64)
@@ -261,20 +266,54 @@ MISTAKES = {
 }  # fmt: skip
 
 
+BACKWARD_MISTAKES = {
+    "the phase": ("phase = ((count + step) // STAGES) & 1", "phase = (count + step) & 1"),
+    "the keys' phase": ("key_full.index(consumer), tiles & 1)", "key_full.index(consumer), 0)"),
+    "no wait for free rows": ("mbarrier.wait(row_empty.index(stage), ((count // STAGES) & 1) ^ 1)", "pass"),
+    "no wait for free keys": ("mbarrier.wait(key_empty.index(consumer), (tiles & 1) ^ 1)", "pass"),
+    "no wait for dO": ("mbarrier.wait(dout_full.index(stage), phase)", "pass"),
+    "no arrival": ("mbarrier.arrive(row_empty.index(stage), count=1)", "pass"),
+    "no fence": ("        fence_async_shared()\n        zeros", "        zeros"),
+    "scores used early": ("s = warpgroup_mma_wait(1, deps=[s])", "s = warpgroup_mma_wait(2, deps=[s])"),
+    "dq used early": ("dq = warpgroup_mma_wait(2, deps=[dq])", "dq = warpgroup_mma_wait(3, deps=[dq])"),
+    "rows released early": ("dv, dk = warpgroup_mma_wait(0, deps=[dv, dk])", "pass"),
+    "P not transposed": ("p_shared.permute((1, 0))", "p_shared"),
+    "dk of dO": ("warpgroup_mma(ds_shared.permute((1, 0)), q,", "warpgroup_mma(ds_shared.permute((1, 0)), dout,"),
+    "no delta": ("p * (dp - delta[:, None])", "p * dp"),
+    "the dropout's halves": ("gl.where(keep < 0, odd", "gl.where((keep & 1) != 0, odd"),
+    "dropout's keys": ("plane, drawn, CONSUMER_KEYS)", "plane + 1, drawn, CONSUMER_KEYS)"),
+    "dv unscaled": ("dv = (dv * drawn[4])", "dv = (dv * 1.0)"),
+    "dk unscaled": ("dk = (dk * softmax_scale)", "dk = (dk * 1.0)"),
+    "the last key": ("rows + (diagonal + window[1] + 1)", "rows + (diagonal + window[1])"),
+    "edges after the middle": ("gl.where(step < left, first", "gl.where(step <= left, first"),
+    "the rest of the gradient": ("stored = len_k * 0 + lengths[3]", "stored = len_k"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mistake", BACKWARD_MISTAKES)
+def test_a_mistake_in_the_backward_is_noticed(mistake: str) -> None:
+    kernel = kernel_with(*BACKWARD_MISTAKES[mistake], module=backward)
+    case = replace(BASE, batch=2, kv_heads=2, seqlen_q=300, seqlen_k=330, window=(None, 0), dropout_p=0.2)
+    case = replace(case, lengths=(330, 200))
+    with pytest.raises((GluonError, AssertionError)):
+        for schedule in MISTAKE_SCHEDULES:
+            check_backward(case, torch.bfloat16, schedule, kernel=kernel)
+
+
 MISTAKE_CASE = replace(BASE, heads=2, seqlen_q=300, seqlen_k=700, window=(None, 0), dropout_p=0.2)
 MISTAKE_SCHEDULES = (SCHEDULES["producer first"], SCHEDULES["consumers first"], shuffled(5))
 
 
-def kernel_with(right: str, wrong: str) -> Any:
-    """The kernel's module once more, with one text for another."""
-    source = Path(forward.__file__).read_text()
+def kernel_with(right: str, wrong: str, module: types.ModuleType = forward) -> Any:
+    """The kernel of a module made once more, with one text for another."""
+    source = Path(str(module.__file__)).read_text()
     assert source.count(right) == 1, f"{right!r} stands {source.count(right)} times in the kernel"
     # Triton looks for a function's text in its file: the emulator needs its bytecode alone.
     changed = types.ModuleType("changed")
-    code = compile(source.replace(right, wrong), forward.__file__, "exec")
+    code = compile(source.replace(right, wrong), str(module.__file__), "exec")
     with mock.patch("triton.experimental.gluon.jit", lambda fn=None, **_: Body(fn) if fn else Body):
         exec(code, changed.__dict__)
-    return changed._attention_hopper_fwd_kernel
+    return changed._attention_hopper_fwd_kernel if module is forward else changed._attention_hopper_bwd_kernel
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
@@ -327,14 +366,20 @@ def test_tensors_that_tma_cannot_address() -> None:
 def test_off_until_switched_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the environment, read once, and on sm_90 alone."""
     assert not hopper.ENABLED
-    inputs = make_inputs(BASE, torch.bfloat16)
+    case = replace(BASE, window=(None, 0))
+    inputs = make_inputs(case, torch.bfloat16)
     q, k, v = inputs["q"], inputs["k"], inputs["v"]
-    problem = problem_of(BASE, q, k)
+    problem = problem_of(case, q, k)
     for enabled in (False, True):
         for capability in (80, 89, 90, 100, 120):
             monkeypatch.setattr(hopper, "ENABLED", enabled)
             monkeypatch.setattr(hopper, "architecture", lambda _, capability=capability: capability)
             assert hopper.takes(problem, q, k, v, None) == (enabled and capability == 90)
+            assert hopper.takes_backward(problem, q, k, v, q, None) == (enabled and capability == 90)
+    monkeypatch.setattr(hopper, "architecture", lambda _: 90)
+    for spilling in (problem_of(replace(case, dropout_p=0.1), q, k), problem_of(BASE, q, k)):
+        assert hopper.takes(spilling, q, k, v, None) and not hopper.takes_backward(spilling, q, k, v, q, None)
+    assert not hopper.takes_backward(problem, q, k, v, q[:, :1].expand(q.shape), None)
 
 
 def test_descriptors_are_kept_and_keep_no_tensor() -> None:

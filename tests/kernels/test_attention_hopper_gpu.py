@@ -49,7 +49,7 @@ def test_one_block() -> None:
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(case.options) or "plain")
 def test_option_and_pair(case: Case, head_dim: int) -> None:
-    """Out and lse, and the plain backward's gradients from them; several tiles and several turns of the rings."""
+    """Out, lse and gradients; several tiles and several turns of the rings."""
     check(replace(case.times(11), head_dim=head_dim), torch.bfloat16, "cuda")
 
 
@@ -98,6 +98,24 @@ def test_repeats_to_the_bit(head_dim: int) -> None:
                 noise = noise @ noise / 1024
         again, lse_again = kernels.attention_fwd(q, k, v, *rest)
         assert torch.equal(again, out) and torch.equal(lse_again, lse), f"run {run}"
+
+
+def test_backward_beside_the_plain_form(monkeypatch: pytest.MonkeyPatch) -> None:
+    """dk and dv to the bit from run to run; dq adds up by atomics in any order."""
+    q, k, v, dout = (torch.randn(4, 1500, 8, 64, device="cuda", dtype=torch.bfloat16) for _ in range(4))
+    launched: list[bool] = []
+    launch = hopper.launch_backward
+    monkeypatch.setattr(hopper, "launch_backward", lambda *args: (launched.append(True), launch(*args)))
+    rest = (None, None, 0.125, None, 0, 0.0, None)
+    out, lse = kernels.attention_fwd(q, k, v, *rest)
+    runs = [kernels.attention_bwd(dout, q, k, v, out, lse, *rest, False)[:3] for _ in range(20)]
+    assert len(launched) == 20
+    for dq, dk, dv in runs[1:]:
+        assert torch.equal(dk, runs[0][1]) and torch.equal(dv, runs[0][2])
+        torch.testing.assert_close(dq, runs[0][0], rtol=2e-2, atol=2e-2)
+    monkeypatch.setattr(hopper, "ENABLED", False)
+    for ours, theirs in zip(runs[0], kernels.attention_bwd(dout, q, k, v, out, lse, *rest, False)[:3], strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=2e-2, atol=2e-2)
 
 
 def test_values_beyond_a_length_are_not_read() -> None:
