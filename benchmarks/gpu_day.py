@@ -286,7 +286,7 @@ def steps(out: Path) -> Iterator[Step]:
     # The kernels for sm_90, which are off by default: right, and the same rivals beside them.
     yield Step("tests attention_hopper", tests(TESTS["attention_hopper"], out / "tests_attention_hopper.log", 240), 90)
     for shape in shapes_of("attention"):
-        if shape["seqlen"] == 2048 or (shape["seqlen"] == 8192 and shape["causal"]):
+        if shape["seqlen"] in (2048, 8192) and shape["causal"]:
             step = with_hopper(time_op("attention", shape, out / "cuda_hopper.jsonl", BEST_RIVALS))
             yield Step(f"time attention_hopper {name_of(shape)}", step, 15)
 
