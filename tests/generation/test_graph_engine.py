@@ -28,7 +28,7 @@ from fastformer.generation.requests import Request
 from fastformer.generation.scheduler import Scheduler, run
 from fastformer.graphs import CaptureError, Graph
 from fastformer.models import GPT, Transformer
-from fastformer.ops import _extension
+from fastformer.ops import _extension, record_backends, use_backend
 from tests.generation.small import VOCAB
 from tests.generation.weights import CONFIGS, drawn
 from tests.no_sync import NoSync
@@ -498,3 +498,25 @@ def test_log_probabilities_are_there_where_somebody_wants_them(model) -> None:
         assert lanes.shape.log_probs == wanted
         values = request.results[0].log_probs
         assert (max(values) <= 0) == wanted  # else they are logits, of which the best is positive here
+
+
+class OwnLogits(Transformer):
+    """Chooses among logits that Python sees: there is no Triton kernel that chooses."""
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return super().logits(hidden)
+
+
+def test_steps_of_triton_kernels_find_the_same(watched) -> None:
+    pytest.importorskip("triton")
+    if torch.cuda.is_available():
+        pytest.skip("with a GPU kernels are compiled: test_graph_engine_gpu.py")
+    options = CONFIGS["rms gelu gqa"][1] | {"num_encoder_layers": 1, "num_decoder_layers": 1}
+    model = drawn(Transformer, **options)
+    model.__class__ = OwnLogits
+    settings: dict[str, Any] = {"num_beams": 3, "max_new_tokens": 4, "eos_token_id": 69}
+    expected = generate(model, ids(3, 7), engine="recompute", **settings)
+    with use_backend("triton"), record_backends() as ran:
+        found = generate(model, ids(3, 7), engine="graph", **settings)
+    assert isinstance(found, Tensor) and isinstance(expected, Tensor) and torch.equal(found, expected)
+    assert ("decode_attention", "triton") in ran and watched.replays == 3
