@@ -75,8 +75,8 @@ FORWARD: Table = {
     (80, 128): Row(Config(128, 32, 8, 3)),
     (80, 256): Row(Config(64, 32, 8, 2), Config(64, 16, 8, 2), Config(64, 16, 8, 2)),
     (90, 32): Row(Config(128, 64, 4, 3), Config(64, 64, 4, 3), Config(64, 64, 4, 3)),
-    (90, 64): Row(Config(128, 64, 8, 3)),
-    (90, 128): Row(Config(128, 64, 8, 3), Config(128, 64, 8, 3), Config(128, 64, 8, 3), Config(128, 32, 8, 3)),
+    (90, 64): Row(Config(128, 64, 8, 3, maxnreg=128), Config(128, 64, 8, 3), both=Config(128, 64, 8, 3)),
+    (90, 128): Row(Config(128, 64, 8, 3), Config(128, 64, 8, 3), Config(128, 64, 8, 2), Config(128, 32, 8, 3)),
     (90, 256): Row(Config(128, 32, 8, 2)),
     (100, 32): Row(Config(128, 64, 8, 3)),
     (100, 64): Row(Config(128, 64, 8, 3)),
@@ -107,8 +107,13 @@ BACKWARD: Table = {
         Config(16, 32, 8, 1, split=True),
         Config(32, 16, 8, 1, split=True),
     ),
-    (90, 64): Row(Config(64, 128, 8, 2), Config(32, 128, 8, 2), Config(32, 128, 8, 2)),
-    (90, 128): Row(Config(32, 128, 8, 2), Config(16, 128, 8, 2), Config(16, 128, 8, 2), Config(16, 64, 8, 2)),
+    (90, 64): Row(
+        Config(64, 128, 8, 2),
+        Config(64, 128, 8, 2, split=True),
+        Config(64, 128, 8, 2, split=True),
+        Config(32, 128, 8, 2),
+    ),
+    (90, 128): Row(Config(32, 128, 8, 2, split=True)),
     (90, 256): Row(
         Config(32, 32, 8, 2, split=True), Config(16, 32, 8, 2, split=True), Config(16, 32, 8, 2, split=True)
     ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import combinations
 
 import pytest
@@ -66,6 +67,27 @@ def test_shipped_tiles(head_dim: int, dropout_p: float, deterministic: bool) -> 
             check(case, torch.bfloat16, "cuda")
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("options", [("bool_keys",), ("additive_keys",), ("bool",), ("additive",), ("bias",)], ids=str)
+def test_masks_of_many_blocks(options: tuple[str, ...], head_dim: int) -> None:
+    """Loaded ahead of the products, in aligned and in odd rows, alone and with dropout and a causal window."""
+    for seqlen_q, seqlen_k in ((512, 1024), (333, 777)):
+        for more in ({}, {"dropout_p": 0.1, "window": (None, 0)}):
+            case = replace(case_of(*options), head_dim=head_dim, seqlen_q=seqlen_q, seqlen_k=seqlen_k, **more)
+            check(case, torch.bfloat16, "cuda")
+
+
+def test_a_key_that_a_mask_hides_may_hold_nan() -> None:
+    """A score of NaN under a boolean mask is -inf, as a limit on the score leaves it on the device."""
+    case = replace(case_of("bool_keys"), seqlen_q=300, seqlen_k=500)
+    inputs = make_inputs(case, torch.bfloat16, "cuda")
+    clean = run_triton(case, inputs)
+    hidden = ~inputs["mask"][:, 0, 0]
+    inputs["k"][hidden] = float("nan")
+    poisoned = run_triton(case, inputs)
+    assert torch.equal(clean["out"], poisoned["out"]) and torch.equal(clean["lse"], poisoned["lse"])
 
 
 def test_beyond_32_bits() -> None:
