@@ -12,7 +12,7 @@ from fastformer.nn.dropout import check_dropout, dropout_seed
 from fastformer.nn.embedding import RotaryPositions
 from fastformer.nn.layer_cache import AttentionCache
 from fastformer.nn.layout import SequenceLayout
-from fastformer.nn.masks import is_causal_mask, merge_masks
+from fastformer.nn.masks import is_causal_mask, merge_masks, right_padding_lengths
 from fastformer.ops.attention import attention, resolve_window
 from fastformer.ops.attention_weights import attention_weights
 from fastformer.ops.rotary import rotary as rotate
@@ -186,9 +186,13 @@ class MultiheadAttention(nn.Module):
             is_causal, seqlen_k = False, k.shape[1]
             if memory_layout is not None or self.window_size != (None, None):
                 raise ValueError("add_bias_kv and add_zero_attn go with neither a layout nor a window")
+        seqlens_k = None if memory_layout is None else memory_layout.seqlens
+        if seqlens_k is None and key_padding_mask is not None and key_padding_mask.shape == (batch, seqlen_k):
+            seqlens_k = right_padding_lengths(key_padding_mask)
+            key_padding_mask = key_padding_mask if seqlens_k is None else None
         options: dict[str, Any] = {
             "attn_mask": merge_masks(attn_mask, key_padding_mask, batch, self.num_heads, seqlen_q, seqlen_k),
-            "seqlens_k": None if memory_layout is None else memory_layout.seqlens,
+            "seqlens_k": seqlens_k,
             "window_size": self._window(is_causal, seqlen_q, seqlen_k),
         }
         dropout_p, seed = self._dropout(q)

@@ -8,6 +8,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 # mask -> (its version, whether it was causal). A mask is read once, not once a step.
 _causal_masks = WeakTensorKeyDictionary()
+# mask -> (its version, the lengths that it says or None)
+_lengths = WeakTensorKeyDictionary()
 
 
 def square_subsequent_mask(
@@ -41,6 +43,37 @@ def is_causal_mask(mask: Tensor | None, size: int | None = None) -> bool:
     answer = torch.equal(mask, expected)
     if version is not None:
         _causal_masks[mask] = (version, answer)
+    return answer
+
+
+def right_padding_lengths(mask: Tensor) -> Tensor | None:
+    """The lengths that a key_padding_mask says, so that padding is skipped instead of masked; None where it says more.
+
+    Reads the mask, once per mask tensor, and so only on a CPU: on a GPU that would wait for the device in every step,
+    and the kernels read such a mask as one row. Not while compiling or under functorch either.
+
+    Args:
+        mask: (batch, seqlen_k), as torch.nn takes it.
+
+    Returns:
+        (batch,) int32 if the mask is bool and ignores the last keys of each row, if any, and no others.
+    """
+    if type(mask) is not Tensor or mask.dtype != torch.bool or mask.dim() != 2 or mask.device.type != "cpu":
+        return None
+    if torch.compiler.is_compiling() or torch._C._functorch.maybe_current_level() is not None:
+        return None
+    # An inference tensor has no version counter; it is read each time.
+    version = None if mask.is_inference() else mask._version
+    seen: tuple[int, Tensor | None] | None = _lengths.get(mask)
+    if version is not None and seen is not None and seen[0] == version:
+        return seen[1]
+    # Autograd keeps the lengths of a later call, which it can't do with a tensor made in inference mode.
+    with torch.inference_mode(False):
+        lengths = mask.shape[1] - mask.sum(1)
+        is_right = torch.equal(mask, torch.arange(mask.shape[1]) >= lengths[:, None])
+        answer = lengths.to(torch.int32) if is_right else None
+    if version is not None:
+        _lengths[mask] = (version, answer)
     return answer
 
 

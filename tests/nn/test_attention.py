@@ -166,12 +166,16 @@ def test_causal_hint_takes_the_path_without_a_mask(monkeypatch):
         out, _ = ours(x, x, x, need_weights=False, attn_mask=mask, is_causal=True)
         assert_same(out, theirs(x, x, x, need_weights=False, attn_mask=mask)[0], "output")
         assert seen[-1]["attn_mask"] is None and seen[-1]["window_size"] == (None, 0)
-    # Padding along with it costs a (batch, 1, 1, seqlen) mask, no triangle.
+    # Padding along with it costs lengths, or a (batch, 1, 1, seqlen) mask where it has holes, and no triangle.
     padding = padding_mask([5, 3, 2], L)
-    out, _ = ours(x, x, x, padding, need_weights=False, attn_mask=banded(L, None, 0), is_causal=True)
-    expected, _ = theirs(x, x, x, padding, need_weights=False, attn_mask=banded(L, None, 0))
-    assert_same(out, expected, "output")
-    assert seen[-1]["attn_mask"].shape == (N, 1, 1, L)
+    holes = padding.clone()
+    holes[0, 1] = True
+    for mask, shape in ((padding, None), (holes, (N, 1, 1, L))):
+        out, _ = ours(x, x, x, mask, need_weights=False, attn_mask=banded(L, None, 0), is_causal=True)
+        expected, _ = theirs(x, x, x, mask, need_weights=False, attn_mask=banded(L, None, 0))
+        assert_same(out, expected, "output")
+        used = seen[-1]["attn_mask"]
+        assert shape is None if used is None else used.shape == shape
 
 
 def test_causal_between_two_lengths_starts_at_the_top_left():

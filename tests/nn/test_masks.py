@@ -1,0 +1,85 @@
+"""A key_padding_mask of plain right padding is lengths, and any other one stays a mask."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from fastformer.nn import MultiheadAttention
+from fastformer.nn import attention as module_of_attention
+from fastformer.nn.masks import right_padding_lengths
+
+LENGTHS = [5, 7, 0, 1]
+
+
+def right_padded(lengths: list[int] = LENGTHS, seqlen: int = 7) -> Tensor:
+    return torch.arange(seqlen) >= torch.tensor(lengths)[:, None]
+
+
+def test_right_padding_is_lengths() -> None:
+    lengths = right_padding_lengths(right_padded())
+    assert lengths is not None and lengths.dtype == torch.int32 and lengths.tolist() == LENGTHS
+    nothing = right_padding_lengths(torch.zeros(2, 3, dtype=torch.bool))
+    assert nothing is not None and nothing.tolist() == [3, 3]
+
+
+def test_anything_else_is_a_mask() -> None:
+    left, hole, first = right_padded().flip(1), right_padded(), right_padded()
+    hole[1, 3] = True
+    first[1, 0] = True
+    for mask in (left, hole, first, right_padded().float(), right_padded()[0]):
+        assert right_padding_lengths(mask) is None
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_a_mask_written_in_place_is_read_again(inference: bool) -> None:
+    with torch.inference_mode(inference):
+        mask = right_padded()
+        view = mask[1:]
+        assert right_padding_lengths(mask) is not None
+        mask[1, 2] = True
+        assert right_padding_lengths(mask) is None
+        mask[1, 2:] = True
+        again = right_padding_lengths(mask)
+        assert again is not None and again.tolist() == [5, 2, 0, 1]
+        assert right_padding_lengths(view) is not None
+        mask[1, 0] = True
+        assert right_padding_lengths(view) is None
+
+
+def test_lengths_first_read_in_inference_mode_serve_training() -> None:
+    module = MultiheadAttention(16, 2, batch_first=True)
+    x, mask = torch.randn(4, 7, 16), right_padded()
+    with torch.inference_mode():
+        module(x, x, x, mask, need_weights=False)
+    module(x, x, x, mask, need_weights=False)[0].sum().backward()
+    assert module.in_proj_weight.grad is not None
+
+
+@pytest.mark.parametrize("need_weights", [False, True])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_lengths_give_what_the_mask_gives(need_weights: bool, is_causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The output, the weights and every gradient, a row of nothing but padding too; and lengths is what is used."""
+    module = MultiheadAttention(16, 2, dtype=torch.float64)
+    query = torch.randn(6, 4, 16, dtype=torch.float64, requires_grad=True)
+    key = torch.randn(7, 4, 16, dtype=torch.float64, requires_grad=True)
+    used = []
+    original = module_of_attention.attention
+
+    def recorded(*args: Tensor, **options: object) -> object:
+        used.append((options["attn_mask"] is None, options["seqlens_k"] is None))
+        return original(*args, **options)
+
+    monkeypatch.setattr(module_of_attention, "attention", recorded)
+    results = []
+    for recognised in (True, False):
+        if not recognised:
+            monkeypatch.setattr(module_of_attention, "right_padding_lengths", lambda mask: None)
+        out, weights = module(query, key, key, right_padded(), need_weights=need_weights, is_causal=is_causal)
+        seen = out if weights is None else out + weights.sum()
+        seen = (seen * torch.linspace(-1, 2, out.numel(), dtype=torch.float64).view_as(out)).sum()
+        results.append([out, *torch.autograd.grad(seen, [query, key, *module.parameters()])])
+    assert used == [(True, False), (False, True)]
+    for ours, masked in zip(*results, strict=True):
+        torch.testing.assert_close(ours, masked)
