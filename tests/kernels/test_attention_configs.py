@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import product
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 pytest.importorskip("triton")
 
 from fastformer.kernels import _attention_configs as configs  # noqa: E402
+from fastformer.kernels import _tuning  # noqa: E402
 from fastformer.kernels import attention as kernels  # noqa: E402
 from fastformer.kernels._attention_configs import Call, Config, Row, call_of, tile_of  # noqa: E402
 
@@ -20,6 +22,14 @@ def problem_of(dropout_p: float = 0.0, head_dim: int = 64, seqlen: int = 300, ri
     q = torch.zeros(1, seqlen, 2, head_dim)
     seed = torch.tensor([1, 2]) if dropout_p else None
     return kernels.describe_dense(q, q, None, 0.1, None, right, dropout_p, seed)
+
+
+@pytest.fixture(autouse=True)
+def _remembers_nothing() -> Iterator[None]:
+    """Configs are remembered by their call: here tables change."""
+    _tuning.forget()
+    yield
+    _tuning.forget()
 
 
 @pytest.mark.parametrize(
@@ -33,11 +43,10 @@ def problem_of(dropout_p: float = 0.0, head_dim: int = 64, seqlen: int = 300, ri
 )
 def test_a_mask_and_dropout_choose_apart(row: Row, chosen: tuple[Config, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(configs, "FORWARD", {(90, 64): row})
-    choose = configs.forward_config.__wrapped__  # which remembers nothing of another table
     for (dropout, masked), config in zip(product((False, True), repeat=2), chosen, strict=True):
         call = call_of(90, problem_of(0.1 if dropout else 0.0), torch.bfloat16, "bool" if masked else "bool_keys")
         assert (call.masked, call.dropout) == (masked, dropout)
-        assert choose(call) == config
+        assert configs.forward_config(call) == config
 
 
 def test_every_call_has_a_tile() -> None:

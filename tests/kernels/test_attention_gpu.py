@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import combinations
+from typing import Any
 
 import pytest
 import torch
@@ -74,18 +74,22 @@ def test_shipped_tiles(head_dim: int, dropout_p: float, deterministic: bool) -> 
 def test_masks_of_many_blocks(options: tuple[str, ...], head_dim: int) -> None:
     """Loaded ahead of the products, in aligned and in odd rows, alone and with dropout and a causal window."""
     for seqlen_q, seqlen_k in ((512, 1024), (333, 777)):
+        more: dict[str, Any]
         for more in ({}, {"dropout_p": 0.1, "window": (None, 0)}):
-            case = replace(case_of(*options), head_dim=head_dim, seqlen_q=seqlen_q, seqlen_k=seqlen_k, **more)
+            case = Case(
+                **OPTIONS[options[0]] | {"head_dim": head_dim, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k} | more
+            )
             check(case, torch.bfloat16, "cuda")
 
 
 def test_a_key_that_a_mask_hides_may_hold_nan() -> None:
     """A score of NaN under a boolean mask is -inf, as a limit on the score leaves it on the device."""
-    case = replace(case_of("bool_keys"), seqlen_q=300, seqlen_k=500)
+    case = Case(mask="bool", mask_shape=(True, False, False, True), seqlen_q=300, seqlen_k=500)
     inputs = make_inputs(case, torch.bfloat16, "cuda")
     clean = run_triton(case, inputs)
-    hidden = ~inputs["mask"][:, 0, 0]
-    inputs["k"][hidden] = float("nan")
+    k, mask = inputs["k"], inputs["mask"]
+    assert k is not None and mask is not None
+    k[~mask[:, 0, 0]] = float("nan")
     poisoned = run_triton(case, inputs)
     assert torch.equal(clean["out"], poisoned["out"]) and torch.equal(clean["lse"], poisoned["lse"])
 
