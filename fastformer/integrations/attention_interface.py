@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, PreTrainedModel
+from torch.utils.weak import WeakTensorKeyDictionary
+from transformers import AttentionInterface, PreTrainedModel, masking_utils
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 
 from fastformer.integrations.hugging_face import attend, packed_layout
 from fastformer.integrations.sdpa import scaled_dot_product_attention
+from fastformer.nn.fusing import is_traced
+from fastformer.ops import attention
+from fastformer.ops.attention import resolve_scale, why_no_kernel
 
 NAME = "fastformer"
 # What a call may bring along that a function without it does not compute.
@@ -47,6 +52,14 @@ def attention_forward(
     if any(kwargs.get(name) is not None and kwargs[name] is not False for name in _OTHERS):
         options = {"dropout": dropout, "scaling": scaling, "is_causal": is_causal, **kwargs}
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+    if (known := _known(attention_mask)) is not None:
+        # What a mask says costs less than the mask: the triangle and the keys behind a length are skipped.
+        q, k, v = (each.transpose(1, 2) for each in (query, key, value))
+        if why_no_kernel(q, k, v, None, resolve_scale(scaling, q.shape[-1])) is None:
+            out = attention(
+                q, k, v, seqlens_k=known.seqlens_k, is_causal=known.is_causal, softmax_scale=scaling, dropout_p=dropout
+            )
+            return out, None
     is_causal = is_causal and attention_mask is None and query.shape[2] > 1
     grouped = key.shape[1] != query.shape[1]
     out = scaled_dot_product_attention(
@@ -55,8 +68,65 @@ def attention_forward(
     return out.transpose(1, 2).contiguous(), None
 
 
+class _Meaning(NamedTuple):
+    """A mask of right padding, with or without the triangle."""
+
+    seqlens_k: Tensor
+    is_causal: bool
+    version: int
+
+
+# What the masks mean that `make_mask` made.
+_meanings: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+
+def make_mask(
+    *args: Any, mask_function: Any = None, attention_mask: Tensor | None = None, **kwargs: Any
+) -> Tensor | None:
+    """transformers' `sdpa_mask`, of which we remember what it means where that is right padding, or the triangle too.
+
+    Args:
+        mask_function: by which transformers says what a query sees beside padding.
+        attention_mask: (batch, seqlen_k), 0 = padding.
+        args, kwargs: as transformers gives them, on to `sdpa_mask`.
+    """
+    if mask_function is not None:
+        kwargs["mask_function"] = mask_function
+    mask = ALL_MASK_ATTENTION_FUNCTIONS["sdpa"](*args, attention_mask=attention_mask, **kwargs)
+    is_causal = mask_function is masking_utils.causal_mask_function
+    is_full = mask_function is getattr(masking_utils, "bidirectional_mask_function", masking_utils)
+    whole = kwargs.get("kv_length") in (None, mask.shape[-1]) if mask is not None else False
+    if (
+        mask is None
+        or attention_mask is None
+        or attention_mask.dim() != 2
+        or attention_mask.device.type != "cpu"  # where reading it costs nothing
+        or is_traced()
+        or type(mask) is not Tensor
+        or mask.is_inference()
+        or not (is_full or (is_causal and mask.shape[-1] == mask.shape[-2]))
+        or not whole
+        or attention_mask.shape[-1] != mask.shape[-1]
+        or kwargs.get("kv_offset", 0) != 0
+        or kwargs.get("use_vmap", False)
+    ):
+        return mask
+    real = attention_mask.bool()
+    seqlens_k = real.sum(1, dtype=torch.int32)
+    if torch.equal(real, torch.arange(real.shape[1]) < seqlens_k[:, None]):
+        _meanings[mask] = _Meaning(seqlens_k, is_causal, mask._version)
+    return mask
+
+
+def _known(mask: Tensor | None) -> _Meaning | None:
+    if mask is None or type(mask) is not Tensor or is_traced():
+        return None
+    meaning = _meanings.get(mask)
+    return meaning if meaning is not None and not mask.is_inference() and meaning.version == mask._version else None
+
+
 AttentionInterface.register(NAME, attention_forward)
-AttentionMaskInterface.register(NAME, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
+AttentionMaskInterface.register(NAME, make_mask)
 
 
 def lead(model: nn.Module) -> list[str]:

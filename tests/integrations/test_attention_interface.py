@@ -1,0 +1,140 @@
+"""transformers' attention led to ours by name, and masks that are understood."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
+from transformers.masking_utils import (
+    ALL_MASK_ATTENTION_FUNCTIONS,
+    causal_mask_function,
+    sliding_window_causal_mask_function,
+)
+
+import fastformer
+from fastformer.integrations import attention_interface
+from fastformer.integrations.attention_interface import NAME, _known, lead, lead_back, make_mask
+from fastformer.integrations.hugging_face import RETURNS_TUPLES
+from fastformer.ops import attention as fastformer_attention
+from fastformer.ops._library import record_backends
+from tests.nn.comparing import assert_same
+
+IDS = torch.randint(5, 60, (4, 9))
+RIGHT = torch.arange(9) < torch.tensor([[9], [4], [2], [7]])
+
+
+def make(family: str) -> Any:
+    torch.manual_seed(5)
+    if family == "gpt2":
+        model: Any = GPT2LMHeadModel(
+            GPT2Config(vocab_size=60, n_embd=24, n_layer=2, n_head=3, n_positions=64, resid_pdrop=0, embd_pdrop=0,
+                       attn_pdrop=0, bos_token_id=1, eos_token_id=2)
+        )  # fmt: skip
+    else:
+        sizes = {"vocab_size": 60, "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2,
+                 "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}  # fmt: skip
+        if family == "llama":
+            model = LlamaForCausalLM(LlamaConfig(**sizes))
+        else:
+            model = MistralForCausalLM(MistralConfig(**sizes, sliding_window=3))
+    return model.double()
+
+
+def ran(call: Any) -> bool:
+    with record_backends() as backends:
+        call()
+    return bool({name for name, _ in backends} & {"attention_fwd", "varlen_attention_fwd"})
+
+
+@pytest.mark.parametrize("mask", [None, RIGHT, RIGHT.flip(1)], ids=["no mask", "right", "left"])
+@pytest.mark.parametrize("family", ["gpt2", "llama", "mistral"])
+def test_computes_the_same_at_real_tokens(family, mask):
+    model = make(family)
+    options = {} if mask is None else {"attention_mask": mask.long()}
+    labels = IDS if mask is None else IDS.masked_fill(~mask, -100)
+    real = torch.ones(4, 9, 1).double() if mask is None else mask[..., None].double()
+    results = []
+    for led in (False, True):
+        if led:
+            assert lead(model) == [""] and model.config._attn_implementation == NAME
+            assert ran(lambda: model(IDS, **options))
+        out = model(IDS, labels=labels, **options)
+        learned = [p for p in model.parameters() if p.requires_grad]
+        results.append([out.loss, out.logits * real, *torch.autograd.grad(out.loss, learned, allow_unused=True)])
+    for ours, theirs in zip(results[1], results[0], strict=True):
+        if theirs is not None and theirs.abs().max() > 1e-12:
+            assert_same(ours, theirs, "output or gradient", 1e-9)
+    prompt = {"attention_mask": RIGHT.flip(1).long(), "max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+    tokens = model.eval().generate(IDS, **prompt)
+    assert lead_back(model) == [""] and model.config._attn_implementation == "sdpa"
+    assert torch.equal(model.generate(IDS, **prompt), tokens)
+    assert not ran(lambda: model(IDS, **options))
+
+
+def test_right_padding_becomes_lengths():
+    """And the triangle a bound, also where the mask is there: no mask reaches the op."""
+    model = make("gpt2")
+    lead(model)
+    calls: list[dict[str, Any]] = []
+    op = fastformer_attention
+
+    def spied(*args: Any, **options: Any) -> Tensor:
+        calls.append(options)
+        return op(*args, **options)
+
+    with mock.patch.object(attention_interface, "attention", spied):
+        model(IDS, attention_mask=RIGHT.long())
+    assert len(calls) == 2
+    assert all(c["is_causal"] and c["seqlens_k"].tolist() == [9, 4, 2, 7] and "attn_mask" not in c for c in calls)
+    calls.clear()
+    with mock.patch.object(attention_interface, "attention", spied):
+        model(IDS, attention_mask=RIGHT.flip(1).long())
+    assert not calls, "left padding is no length"
+
+
+def masked(**options: Any) -> Any:
+    sizes: dict[str, Any] = {"batch_size": 4, "q_length": 9, "kv_length": 9}
+    if "cache_position" in ALL_MASK_ATTENTION_FUNCTIONS["sdpa"].__code__.co_varnames:
+        sizes = {"batch_size": 4, "cache_position": torch.arange(9), "kv_length": 9}
+    return make_mask(**{**sizes, "mask_function": causal_mask_function, "attention_mask": RIGHT, **options})
+
+
+def test_what_a_mask_means_is_known_until_it_changes():
+    mask = masked()
+    meaning = _known(mask)
+    assert meaning is not None and meaning.is_causal and meaning.seqlens_k.tolist() == [9, 4, 2, 7]
+    mask[0, 0, 3, 5] = True
+    assert _known(mask) is None
+    assert _known(masked(attention_mask=RIGHT.flip(1))) is None
+    assert _known(masked(mask_function=sliding_window_causal_mask_function(3))) is None
+    assert _known(torch.ones(4, 1, 9, 9, dtype=torch.bool)) is None and _known(None) is None
+
+
+@pytest.mark.skipif(RETURNS_TUPLES, reason="before 5 transformers' function knows neither")
+def test_what_the_ops_do_not_compute_goes_to_transformers():
+    model = make("llama")
+    lead(model)
+    attention = model.model.layers[0].self_attn
+    q, k = torch.randn(2, 4, 5, 8, dtype=torch.float64), torch.randn(2, 2, 5, 8, dtype=torch.float64)
+    with record_backends() as backends, pytest.raises(ValueError, match="softcap"):
+        attention_interface.attention_forward(attention, q, k, k, None, softcap=3.0)
+    assert not backends
+    bias = torch.randn(1, 4, 5, 5, dtype=torch.float64)
+    with record_backends() as backends:
+        out, _ = attention_interface.attention_forward(attention, q, k, k, None, position_bias=bias, is_causal=False)
+    assert not backends
+    scores = q @ k.repeat_interleave(2, 1).mT * 8**-0.5 + bias
+    assert_same(out, (scores.softmax(-1) @ k.repeat_interleave(2, 1)).transpose(1, 2), "with a bias")
+
+
+def test_the_report_names_it():
+    model = make("mistral")
+    report = fastformer.accelerate(model)
+    assert report.attention == [""] and "attention led to ours: the model" in str(report)
+    eager = make("mistral")
+    eager.set_attn_implementation("eager")
+    assert fastformer.accelerate(eager).attention == [] and eager.config._attn_implementation == "eager"
