@@ -190,7 +190,7 @@ def time_replays(op: str, shape: dict[str, Any], results: Path) -> Callable[[], 
         bandwidth = measure_machine(torch.bfloat16, "cuda").bandwidth
         moved = benchmark.moved(shape, "fwd", 2)
         line["replay_us"] = {name: round(1e6 * timing.p50, 2) for name, timing in timings.items()}
-        line["of_copy"] = {name: round(moved / timing.p50 / bandwidth, 3) for name, timing in timings.items()}
+        line["of_copy"] = {name: round(moved / timing.p50 / bandwidth, 6) for name, timing in timings.items()}
         return line
 
     return run

@@ -51,14 +51,17 @@ def _wide_logits(x: Tensor, weight: Tensor) -> Tensor:
     return logits
 
 
-def _best(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The k largest of each row of numbers, downward, of equal ones the lower indices first.
+def _best(logits: Tensor, k: int, may_read: bool) -> tuple[Tensor, Tensor]:
+    """The k largest of each row of numbers, downward, of equal ones the lower indices first; NaN counts as largest.
 
-    (..., vocab_size) -> values and indices, (..., k) each. No value is read on the host, so a CUDA graph can hold it.
+    (..., vocab_size) -> values and indices, (..., k) each. Unless it may read values on the host, a CUDA graph can hold
+    it; on a CPU reading is several times as fast.
     """
     if k == 1:
         values, indices = logits.max(-1, keepdim=True)
         return values, indices
+    if may_read:
+        return _best_by_reading(logits, k)
     if logits.dtype != torch.float32:
         values, indices = torch.sort(logits, dim=-1, descending=True, stable=True)
         return values[..., :k], indices[..., :k]
@@ -71,16 +74,38 @@ def _best(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
     return logits.gather(-1, indices), indices
 
 
-def best_of_logits(logits: Tensor, k: int, *, log_probs: bool = True) -> TopK:
+def _best_by_reading(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    values, indices = logits.topk(min(k + 1, logits.shape[-1]))
+    tied = (values[..., 1:] == values[..., :-1]).any(-1) & ~values[..., 0].isnan()
+    values, indices = values[..., :k], indices[..., :k]
+    if bool(tied.any()):  # topk takes any of the equal ones
+        rows, last = logits[tied], values[tied][:, -1:]
+        above, equal = rows > last, rows == last
+        room = k - above.sum(-1, keepdim=True)
+        kept = above | (equal & (equal.cumsum(-1) <= room))
+        lowest = kept.nonzero()[:, 1].view(-1, k)  # upward, and a stable sort leaves equal ones so
+        order = rows.gather(-1, lowest).sort(dim=-1, descending=True, stable=True).indices
+        indices = indices.masked_scatter(tied[..., None], lowest.gather(-1, order))
+    return values, indices
+
+
+def best_of_logits(logits: Tensor, k: int, *, log_probs: bool = True, may_read: bool | None = None) -> TopK:
     """What `linear_topk` gives, for logits (..., vocab_size) that are there already, in any floating-point dtype.
+
+    Args:
+        logits, k, log_probs: see `linear_topk`.
+        may_read: whether values may be read on the host; None: on a CPU.
 
     Raises:
         ValueError: a k that is no integer from 1 to vocab_size.
     """
     _check_k(k, logits.shape[-1])
     logits = logits.to(accumulation_dtype(logits.dtype))
-    values, indices = _best(logits, k)
-    broken = ~(logits.amax(-1, keepdim=True) < torch.inf)  # a NaN is its own maximum
+    may_read = logits.device.type == "cpu" if may_read is None else may_read
+    values, indices = _best(logits, k, may_read)
+    # +inf and, for topk, NaN count as largest; by its bits a NaN may come last, but it is its own maximum.
+    largest = values[..., :1] if may_read else logits.amax(-1, keepdim=True)
+    broken = ~(largest < torch.inf)
     if log_probs:
         # Not minus the lse: a large one holds few digits of its fraction.
         values = logits.log_softmax(-1).gather(-1, indices)

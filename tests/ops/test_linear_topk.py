@@ -241,7 +241,10 @@ def test_the_best_of_logits_are_found_without_a_look_at_a_value(k: int) -> None:
     logits = torch.tensor([[1.0, 3.0, 3.0, -0.0, 0.0, 3.0, -torch.inf, -2.0], [0.0] * 8, [5.0, torch.nan] * 4])
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
         with NoSync():
-            found = best_of_logits(logits.to(dtype), k, log_probs=False)
+            found = best_of_logits(logits.to(dtype), k, log_probs=False, may_read=False)
+        by_reading = best_of_logits(logits.to(dtype), k, log_probs=False, may_read=True)
+        assert torch.equal(found.indices, by_reading.indices)
+        assert torch.equal(found.values.nan_to_num(9.0), by_reading.values.nan_to_num(9.0))
         assert found.indices[0].tolist() == [1, 2, 5, 0, 3, 4][:k]  # zeros of both signs are equal
         assert found.indices[1].tolist() == list(range(k)) and found.values[2].isnan().all()
 

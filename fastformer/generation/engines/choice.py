@@ -44,7 +44,7 @@ def choose(logits: Tensor, selection: Selection) -> Candidates:
 
 def best_candidates(logits: Tensor, count: int, log_probs: bool) -> tuple[Tensor, Tensor]:
     """What `choose` gives rows that aren't drawn, values and ids, (rows, count) each. No value is read on the host."""
-    values, ids = best_of_logits(logits, count, log_probs=False)
+    values, ids = best_of_logits(logits, count, log_probs=False, may_read=False)
     return (values - _log_total(logits) if log_probs else values), ids
 
 
