@@ -96,6 +96,15 @@ void forward(const Tensor& x, const Tensor& weight1, const OptionalTensor& bias1
               bias2 ? bias2->const_data_ptr<T>() : nullptr, out.mutable_data_ptr<T>());
 }
 
+// A weight with a stride of 1: as it is, also where it is a view of its transpose.
+Tensor strided(const Tensor& weight) { return weight.t().is_contiguous() ? weight : weight.contiguous(); }
+
+// dy^T x, a contiguous matrix for a contiguous weight and the transpose of one for others.
+template <typename T>
+Tensor gradient_like(const Tensor& weight, const Tensor& dy, const Tensor& x) {
+  return weight.is_contiguous() ? weight_gradient<T>(dy, x) : weight_gradient<T>(x, dy).t();
+}
+
 using Gradients = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
 
 // dpre and, where it was not kept, the hidden, from a tile of dhidden = dout W2.
@@ -142,7 +151,8 @@ Gradients backward(const Tensor& dout, const Tensor& x, const Tensor& weight1, b
   Tensor dpre = at::empty({rows, wide}, x.options());
   const Tensor hidden_rows = activation == Activation::relu ? saved : at::empty({rows, hidden}, x.options());
   const T* doutp = dout.const_data_ptr<T>();
-  const auto w2 = Right<T>::as_is(weight2, rows);
+  const Tensor strided1 = strided(weight1), strided2 = strided(weight2);
+  const auto w2 = Right<T>::as_is(strided2, rows);
   for_each_tile(rows, hidden, dim_out, [&](const TileOf& t) {
     acc dhidden[kTileRows * kTileColumns];
     w2.multiply_tile(t, doutp, dhidden);
@@ -151,10 +161,10 @@ Gradients backward(const Tensor& dout, const Tensor& x, const Tensor& weight1, b
                       saved.const_data_ptr<T>(), dpre.mutable_data_ptr<T>(), hidden_rows.mutable_data_ptr<T>());
   });
   Tensor dx = at::empty(x.sizes(), x.options());
-  multiply<T>(rows, dpre.const_data_ptr<T>(), Right<T>::as_is(weight1, rows), nullptr, dx.mutable_data_ptr<T>());
+  multiply<T>(rows, dpre.const_data_ptr<T>(), Right<T>::as_is(strided1, rows), nullptr, dx.mutable_data_ptr<T>());
   const Tensor none = at::empty({0}, x.options());
-  return {dx, weight_gradient<T>(dpre, x), has_bias1 ? column_sums<T>(dpre) : none,
-          weight_gradient<T>(dout, hidden_rows), has_bias2 ? column_sums<T>(dout) : at::empty({0}, x.options())};
+  return {dx, gradient_like<T>(weight1, dpre, x), has_bias1 ? column_sums<T>(dpre) : none,
+          gradient_like<T>(weight2, dout, hidden_rows), has_bias2 ? column_sums<T>(dout) : at::empty({0}, x.options())};
 }
 
 Tensor as_rows(const Tensor& t) { return t.reshape({-1, t.size(-1)}).contiguous(); }
@@ -171,7 +181,7 @@ std::tuple<Tensor, Tensor> feed_forward_fwd(const Tensor& x, const Tensor& weigh
   Tensor out = at::empty({rows.size(0), weight2.size(0)}, x.options()),
          saved = at::empty({rows.size(0), weight1.size(0)}, x.options());
   dispatch(x.scalar_type(), "feed_forward", [&]<typename T>() {
-    forward<T>(rows, weight1.contiguous(), contiguous(bias1), weight2.contiguous(), contiguous(bias2),
+    forward<T>(rows, strided(weight1), contiguous(bias1), strided(weight2), contiguous(bias2),
                activation_named(activation), Dropout(dropout_p, dropout_seed), out, saved);
   });
   return {out.view(shape), saved};
@@ -181,7 +191,7 @@ Gradients feed_forward_bwd(const Tensor& dout, const Tensor& x, const Tensor& we
                            const Tensor& weight2, const Tensor& saved, std::string_view activation, double dropout_p,
                            const OptionalTensor& dropout_seed, bool has_bias2) {
   Gradients gradients = dispatch(x.scalar_type(), "feed_forward", [&]<typename T>() {
-    return backward<T>(as_rows(dout), as_rows(x), weight1.contiguous(), bias1.has_value(), weight2.contiguous(),
+    return backward<T>(as_rows(dout), as_rows(x), weight1, bias1.has_value(), weight2,
                        saved.contiguous(), activation_named(activation), Dropout(dropout_p, dropout_seed), has_bias2);
   });
   std::get<0>(gradients) = std::get<0>(gradients).view(x.sizes());

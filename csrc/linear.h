@@ -64,12 +64,13 @@ class Right {
                 !(std::is_same_v<T, bfloat16> && use_brgemm());
     if (packed_) panels_ = packed<T>(b, stride_k, stride_n, k, n);
   }
-  // The weight (out_features, in_features) of a linear layer for x * weight^T, and for dy * weight.
+  // The weight (out_features, in_features) of a linear layer for x * weight^T, and for dy * weight. One of its strides
+  // should be 1.
   static Right transposed(const Tensor& weight, int64_t rows) {
-    return {weight.const_data_ptr<T>(), 1, weight.size(1), weight.size(1), weight.size(0), rows};
+    return {weight.const_data_ptr<T>(), weight.stride(1), weight.stride(0), weight.size(1), weight.size(0), rows};
   }
   static Right as_is(const Tensor& weight, int64_t rows) {
-    return {weight.const_data_ptr<T>(), weight.size(1), 1, weight.size(0), weight.size(1), rows};
+    return {weight.const_data_ptr<T>(), weight.stride(0), weight.stride(1), weight.size(0), weight.size(1), rows};
   }
   int64_t k() const { return k_; }
   int64_t n() const { return n_; }

@@ -498,6 +498,11 @@ def feed_forward_fwd(
     return F.linear(hidden, weight2, bias2).view(*x.shape[:-1], weight2.shape[0]), saved
 
 
+def _weight_gradient(dy: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+    """dy^T x: contiguous for a contiguous weight, for others (views of their transpose) the transpose of such."""
+    return torch.mm(dy.T, x) if weight.is_contiguous() else torch.mm(x.T, dy).T
+
+
 def feed_forward_bwd(
     dout: Tensor,
     x: Tensor,
@@ -516,8 +521,8 @@ def feed_forward_bwd(
     dpre, hidden, dbias1 = _activated_backward(drows, weight2, saved, activation, dropout, bias1 is not None)
     return (
         torch.mm(dpre, weight1).view(x.shape),
-        torch.mm(dpre.T, rows),
+        _weight_gradient(dpre, rows, weight1),
         dbias1,
-        torch.mm(drows.T, hidden),
+        _weight_gradient(drows, hidden, weight2),
         drows.sum(0) if has_bias2 else x.new_empty(0),
     )

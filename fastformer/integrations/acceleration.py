@@ -52,7 +52,8 @@ def accelerate(model: nn.Module) -> Report:
     Args:
         model: any module. Known are those of torch.nn (`MultiheadAttention`, `TransformerEncoderLayer`,
             `TransformerDecoderLayer`, `TransformerEncoder`, `TransformerDecoder`, `Transformer`), and of transformers
-            the layers of BART, BERT and Marian. Any model of transformers whose attention is "sdpa" has it led to ours.
+            the layers of BART, BERT, GPT-2, Llama and Marian. Any model of transformers whose attention is "sdpa" has
+            it led to ours.
 
     Returns:
         What was swapped, what was left, and why. A second call swaps nothing.
@@ -100,7 +101,9 @@ def restore(model: nn.Module) -> list[str]:
 
 
 # Of transformers: the file of a family here, and the module whose classes it swaps. A model of a family has loaded it.
-_FAMILIES = {name: f"transformers.models.{name}.modeling_{name}" for name in ("bart", "bert", "marian")}
+_FAMILIES = {
+    name: f"transformers.models.{name}.modeling_{name}" for name in ("bart", "bert", "gpt2", "llama", "marian")
+}
 
 
 def known_swaps() -> dict[type[nn.Module], Swap]:

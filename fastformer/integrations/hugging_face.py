@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
+from transformers.utils import generic
 
 try:
     from transformers.utils import output_capturing
@@ -32,19 +33,26 @@ RETURNS_TUPLES = int(transformers.__version__.split(".")[0]) < 5
 class Packing:
     """One run of a stack that may leave padding out: the first layer packs, and what the stack gives is padded again.
 
+    Args:
+        known: the padding, where the stack knows it; else the first layer's mask tells.
+        last: the layer behind which the tokens are padded again, where it isn't the stack that does that.
+
     Attributes:
         padding: what was left out, from the first layer on; None while nothing is.
+        last: see above.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, known: Padding | None = None, last: nn.Module | None = None) -> None:
         self.padding: Padding | None = None
+        self.last = last
+        self._known = known
         self._has_begun = False
 
     def enter(self, x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """What a layer works on in place of x (batch, seqlen, dim) and its mask: once packed (1, total, dim), None."""
         if not self._has_begun:
             self._has_begun = True
-            self.padding = padding_of(x, mask)
+            self.padding = padding_of(x, mask) if self._known is None else self._known
             if self.padding is not None:
                 x = self.padding.pack(x)[None]
         return x, mask if self.padding is None else None
@@ -58,9 +66,9 @@ _packing: ContextVar[Packing | None] = ContextVar("fastformer_packing", default=
 
 
 @contextlib.contextmanager
-def packing() -> Iterator[Packing]:
+def packing(known: Padding | None = None, last: nn.Module | None = None) -> Iterator[Packing]:
     """Layers of the block take part in a `Packing`."""
-    begun = Packing()
+    begun = Packing(known, last)
     token = _packing.set(begun)
     try:
         yield begun
@@ -68,16 +76,21 @@ def packing() -> Iterator[Packing]:
         _packing.reset(token)
 
 
+def going_on() -> Packing | None:
+    """The run that a layer takes part in, if there is one."""
+    return None if torch.compiler.is_compiling() else _packing.get()
+
+
 def entered(x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """`Packing.enter` of the run that is going on, if there is one."""
-    going_on = _packing.get()
-    return (x, mask) if going_on is None else going_on.enter(x, mask)
+    run = going_on()
+    return (x, mask) if run is None else run.enter(x, mask)
 
 
 def packed_layout() -> SequenceLayout | None:
     """How the tokens lie that attentions are given: None for a padded batch."""
-    going_on = _packing.get()
-    return None if going_on is None or going_on.padding is None else going_on.padding.layout
+    run = going_on()
+    return None if run is None or run.padding is None else run.padding.layout
 
 
 def key_padding_of(mask: Tensor | None) -> Tensor | None:
@@ -113,6 +126,8 @@ def padding_of(x: Tensor, mask: Tensor | None) -> Padding | None:
 def may_pack(stack: nn.Module) -> bool:
     """Whether nobody would see that a stack's tokens are packed: no hooks, and nothing computed again later."""
     modules = list(stack.modules())
+    if any(module._compiled_call_impl is not None for module in modules):
+        return False
     if stack.training and any(getattr(module, "gradient_checkpointing", False) for module in modules):
         return False
     return all(is_called_plainly(each) or _records_nothing(each) for each in modules if each is not stack)
@@ -133,8 +148,8 @@ Stack = TypeVar("Stack", bound=type[nn.Module])
 
 def keeps_recording(stack: Stack) -> Stack:
     """For a class derived from one of transformers' that records hidden states and weights: so does this one."""
-    if output_capturing is not None:
-        dict.__setitem__(output_capturing._CAN_RECORD_REGISTRY, str(stack), getattr(stack, "_can_record_outputs", None))
+    registry = generic if output_capturing is None else output_capturing
+    dict.__setitem__(registry._CAN_RECORD_REGISTRY, str(stack), getattr(stack, "_can_record_outputs", None) or {})
     return stack
 
 
@@ -175,10 +190,16 @@ def plain_dropout(dropout: nn.Module) -> float | None:
 
 def add_and_norm(x: Tensor, residual: Tensor, dropout_p: float, norm: nn.Module) -> Tensor:
     """norm(dropout(x) + residual), in one op where nobody touched the norm."""
+    return join_residual(x, residual, dropout_p, norm)[0]
+
+
+def join_residual(x: Tensor, residual: Tensor, dropout_p: float, norm: nn.Module) -> tuple[Tensor, Tensor]:
+    """(norm(dropout(x) + residual), the sum), in one op where nobody touched the norm."""
     if norm_settings(norm) is None:
-        return norm(F.dropout(x, dropout_p) + residual)
+        total = F.dropout(x, dropout_p) + residual
+        return norm(total), total
     dtype = torch.promote_types(x.dtype, residual.dtype)
-    return join(x.to(dtype), residual, dropout_p, norm)[0]
+    return join(x.to(dtype), residual, dropout_p, norm)
 
 
 def fused_activation(activation: object) -> str | None:

@@ -73,9 +73,17 @@ def swap(module: nn.Module, with_: Swap) -> None:
 def unswap(module: nn.Module) -> None:
     """Gives a swapped module back what it had."""
     original, added = getattr(module, _MEMORY)
+    forget_restored_forward(module)
     module.__class__ = original
     for name in (*added, _MEMORY):
         delattr(module, name)
+
+
+def forget_restored_forward(module: nn.Module) -> None:
+    """Removes a forward that is the class's own, which is left by who records what a module gives and puts it back."""
+    own: Any = module.__dict__.get("forward")
+    if getattr(own, "__func__", None) is type(module).forward and own.__self__ is module:
+        del module.__dict__["forward"]
 
 
 def by_original(swaps: Iterable[Swap]) -> dict[type[nn.Module], Swap]:

@@ -65,6 +65,17 @@ def _fwd_fake(
     return x.new_empty(*x.shape[:-1], weight2.shape[0]), x.new_empty(rows, weight1.shape[0])
 
 
+def _weight_gradient(dy: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+    """dy^T x: contiguous for a contiguous weight, for others (views of their transpose) the transpose of such."""
+    return dy.T @ x if weight.is_contiguous() else (x.T @ dy).T
+
+
+def _gradient_like(weight: Tensor) -> Tensor:
+    """What `_weight_gradient` gives, uninitialised."""
+    out_features, in_features = weight.shape
+    return weight.new_empty(weight.shape) if weight.is_contiguous() else weight.new_empty(in_features, out_features).T
+
+
 def feed_forward_backward_reference(
     dout: Tensor,
     x: Tensor,
@@ -90,9 +101,9 @@ def feed_forward_backward_reference(
         dpre = _activate_backward(drop(dhidden.to(pre.dtype), dropout_p, dropout_seed), pre, activation).to(x.dtype)
     return (
         (dpre @ weight1).view(x.shape),
-        dpre.T @ rows,
+        _weight_gradient(dpre, rows, weight1),
         x.new_empty(0) if bias1 is None else dpre.sum(0),
-        drows.T @ hidden,
+        _weight_gradient(drows, hidden, weight2),
         drows.sum(0) if has_bias2 else x.new_empty(0),
     )
 
@@ -111,9 +122,9 @@ def _bwd_fake(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     return (
         x.new_empty(x.shape),
-        weight1.new_empty(weight1.shape),
+        _gradient_like(weight1),
         x.new_empty(0 if bias1 is None else weight1.shape[0]),
-        weight2.new_empty(weight2.shape),
+        _gradient_like(weight2),
         x.new_empty(weight2.shape[0] if has_bias2 else 0),
     )
 
@@ -189,6 +200,7 @@ def feed_forward(
     Args:
         x: (..., dim), floating point.
         weight1: (hidden_dim, dim) as in nn.Linear; for swiglu (2 * hidden_dim, dim), the gate's half first, then up's.
+            It and weight2 may be views of their transposes, which aren't copied.
         bias1: (hidden_dim,) or (2 * hidden_dim,), or None.
         weight2: (out_dim, hidden_dim); out_dim is dim in a Transformer.
         bias2: (out_dim,) or None.

@@ -129,6 +129,21 @@ def test_not_contiguous(activation: str, backend: str, device: str) -> None:
     assert_op_accurate(partial(feed_forward, activation=activation), partial(plain, activation=activation), inputs)
 
 
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("rows", [3, 70])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_weights_that_are_views_of_their_transpose(
+    dtype: torch.dtype, rows: int, activation: str, backend: str, device: str
+) -> None:
+    inputs = make_inputs((rows, 16), 40, activation, device, dtype, out_dim=24)
+    for name in ("weight1", "weight2"):
+        inputs[name] = inputs[name].T.contiguous().T
+    assert_op_accurate(partial(feed_forward, activation=activation), partial(plain, activation=activation), inputs)
+    leaves = [inputs["weight1"].requires_grad_(), inputs["weight2"].requires_grad_()]
+    gradients = torch.autograd.grad(feed_forward(**inputs, activation=activation).float().sum(), leaves)
+    assert [each.stride() for each in gradients] == [each.stride() for each in leaves], "they lie as the weights do"
+
+
 @pytest.mark.parametrize("dropout_p", [0.1, 1.0])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -193,6 +208,8 @@ def test_gradcheck(activation: str, dropout_p: float, backend: str) -> None:
 )
 def test_opcheck(activation: str, dropout_p: float, biases: bool, backend: str, device: str) -> None:
     inputs = make_inputs((4, 16), 24, activation, device, bias1=biases, bias2=biases)
+    if not biases:
+        inputs |= {name: inputs[name].T.contiguous().T for name in ("weight1", "weight2")}
     x, weight1, bias1, weight2, bias2 = (t if t is None else t.requires_grad_() for t in inputs.values())
     seed = draw_seed(device) if dropout_p else None
     args = (x, weight1, bias1, weight2, bias2, activation, dropout_p, seed)

@@ -1,0 +1,182 @@
+"""What the decoder-only families of transformers have in common: packed tokens under a causal mask, and the cache."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
+from typing import Any, TypeVar
+
+from torch import Tensor, nn
+from transformers import DynamicCache
+
+from fastformer.integrations.attention_interface import NAME
+from fastformer.integrations.hugging_face import RETURNS_TUPLES, going_on, may_pack, nothing_else, packing
+from fastformer.integrations.swap import forget_restored_forward
+from fastformer.nn.fusing import is_traced
+from fastformer.nn.padding import Padding, read_padding
+
+Model = TypeVar("Model", bound=type[nn.Module])
+
+# What a stack may be given that doesn't change whether its tokens can be packed.
+_HARMLESS = frozenset(
+    {
+        *("input_ids", "inputs_embeds", "attention_mask", "position_ids", "token_type_ids", "cache_position"),
+        *("past_key_values", "use_cache", "return_dict", "num_items_in_batch", "is_causal"),
+    }
+)
+
+
+class PackedCache:
+    """A cache that was empty when its stack began: layers go on with packed keys and values, it keeps padded ones."""
+
+    def __init__(self, cache: Any, padding: Padding) -> None:
+        self._cache = cache
+        self._padding = padding
+
+    def update(self, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """k, v: (1, num_kv_heads, total, head_dim)."""
+        self._cache.update(self._padded(k), self._padded(v), *args, **kwargs)
+        return k, v
+
+    def _padded(self, x: Tensor) -> Tensor:
+        return self._padding.unpack(x[0].transpose(0, 1)).transpose(1, 2)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._cache, name)
+
+
+def entered_cache(cache: Any) -> Any:
+    """What the layers of a packed run are given in place of their cache; the cache itself elsewhere."""
+    run = going_on()
+    return cache if cache is None or run is None or run.padding is None else PackedCache(cache, run.padding)
+
+
+def entered_positions(embeddings: tuple[Tensor, ...] | None) -> tuple[Tensor, ...] | None:
+    """Embeddings of positions, each (batch or 1, seqlen, head_dim), as the layers of a packed run read them."""
+    run = going_on()
+    if embeddings is None or run is None or (padding := run.padding) is None:
+        return embeddings
+    return tuple(padding.pack(each.expand(padding.shape[0], -1, -1))[None] for each in embeddings)
+
+
+def left(layer: nn.Module, x: Tensor) -> Tensor:
+    """What a layer gave, padded again if it was the last of a packed run."""
+    run = going_on()
+    return x if run is None or run.last is not layer else run.leave(x)
+
+
+def writes_plainly(cache: Any) -> bool:
+    """Whether keys and values can be put into a cache by the number of the layer, and nothing else."""
+    return cache is None or type(cache) in (DynamicCache, PackedCache)
+
+
+class Stack(nn.Module):
+    """Leaves padding out where no cache goes before: its layers see packed tokens. What comes out is zeros there."""
+
+    config: Any
+
+    def _layers(self) -> Sequence[nn.Module]:
+        raise NotImplementedError
+
+    def _is_ours(self, layer: nn.Module) -> bool:
+        raise NotImplementedError
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """See transformers."""
+        padding = self._padding(args, kwargs)
+        if padding is None:
+            return super().forward(*args, **kwargs)
+        with packing(padding, self._layers()[-1]):
+            out = super().forward(*args, **kwargs)
+        out.last_hidden_state = out.last_hidden_state.masked_fill(kwargs["attention_mask"][..., None] == 0, 0)
+        return out
+
+    def _padding(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Padding | None:
+        mask, ids = kwargs.get("attention_mask"), args[0] if args else kwargs.get("input_ids")
+        ids = kwargs.get("inputs_embeds") if ids is None else ids
+        if is_traced() or type(mask) is not Tensor or type(ids) is not Tensor or len(args) > 1 or _unpacked.get():
+            return None
+        cache = kwargs.get("past_key_values")
+        if mask.dim() != 2 or mask.shape != ids.shape[:2] or ids.dim() != (3 if ids.is_floating_point() else 2):
+            return None
+        if cache is not None and (type(cache) is not DynamicCache or cache.get_seq_length() != 0):
+            return None
+        config = self.config
+        asked = (config.output_hidden_states, config.output_attentions, not config.return_dict)
+        told = (kwargs.get("return_dict") is False, kwargs.get("is_causal") is False)
+        other = (not getattr(config, "is_causal", True), getattr(config, "add_cross_attention", False))
+        if any((*asked, *told, *other)) or not nothing_else((), kwargs, _HARMLESS):
+            return None
+        layers = self._layers()
+        if config._attn_implementation != NAME or not layers or not all(map(self._is_ours, layers)):
+            return None
+        if RETURNS_TUPLES:
+            for module in self.modules():
+                forget_restored_forward(module)
+        if not may_pack(self):
+            return None
+        padding = read_padding(ids, mask == 0, True)
+        return None if padding is None or padding.is_none or not padding.tokens.numel() else padding
+
+
+_unpacked: ContextVar[bool] = ContextVar("fastformer_unpacked", default=False)
+
+
+@contextlib.contextmanager
+def _stays_padded() -> Iterator[None]:
+    token = _unpacked.set(True)
+    try:
+        yield
+    finally:
+        _unpacked.reset(token)
+
+
+def sees_padding(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether what a language model is asked for depends on what the stack gives at padding.
+
+    That is so for labels there, which transformers counts like others, and for the last logits of sequences that end
+    with padding.
+    """
+    mask, labels, kept = (kwargs.get(name) for name in ("attention_mask", "labels", "logits_to_keep"))
+    if len(args) > 1:
+        return True
+    if not isinstance(mask, Tensor) or mask.dim() != 2:
+        return False
+    if isinstance(kept, Tensor):
+        return True
+    if kept and not bool(mask[:, -kept:].all()):
+        return True
+    if labels is None:
+        return False
+    if not isinstance(labels, Tensor) or labels.shape != mask.shape or "shift_labels" in kwargs:
+        return True
+    return bool(((labels[:, 1:] != -100) & (mask[:, :-1] == 0)).any())
+
+
+class LanguageModel(nn.Module):
+    """Keeps the stack from packing where outputs at padding are read."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """See transformers."""
+        if is_traced() or not sees_padding(args, kwargs):
+            return super().forward(*args, **kwargs)
+        with _stays_padded():
+            return super().forward(*args, **kwargs)
+
+
+def signed_as(original: type[nn.Module]) -> Callable[[Model], Model]:
+    """Gives a derived class's forward the name and signature of the original's, which generate and trainers read."""
+
+    def sign(derived: Model) -> Model:
+        forward = derived.forward
+
+        @functools.wraps(original.forward)
+        def signed(self: Any, *args: Any, **kwargs: Any) -> Any:
+            return forward(self, *args, **kwargs)
+
+        derived.forward = signed
+        return derived
+
+    return sign

@@ -1,0 +1,88 @@
+"""transformers' Llama: packed tokens, RMSNorms fused, the addition behind attention joined to the norm behind it.
+
+The gated FFN runs as transformers has it: our op wants gate and up as one weight, which they aren't.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from transformers.models.llama import modeling_llama as llama
+
+from fastformer.integrations.causal import (
+    LanguageModel,
+    Stack,
+    entered_cache,
+    entered_positions,
+    left,
+    signed_as,
+    writes_plainly,
+)
+from fastformer.integrations.hugging_face import entered, keeps_recording, nothing_else
+from fastformer.integrations.rms import RMSNorm, join_rms
+from fastformer.integrations.swap import Swap
+
+# The names of what a layer may be given by position, behind its hidden states.
+_NAMES = tuple(inspect.signature(llama.LlamaDecoderLayer.forward).parameters)[2:]
+_HARMLESS = frozenset(
+    {
+        *("past_key_values", "attention_mask", "use_cache", "position_ids", "cache_position", "position_embeddings"),
+        "num_items_in_batch",
+    }
+)
+
+
+class LlamaRMSNorm(RMSNorm, llama.LlamaRMSNorm):
+    """Fused."""
+
+
+class LlamaDecoderLayer(llama.LlamaDecoderLayer):
+    """A layer, of packed tokens or of a padded batch."""
+
+    input_layernorm: nn.Module
+    post_attention_layernorm: nn.Module
+    self_attn: Any
+    mlp: nn.Module
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """See transformers."""
+        given = dict(zip(_NAMES, args, strict=False)) | kwargs
+        if not (nothing_else((), given, _HARMLESS) and writes_plainly(given.get("past_key_values"))):
+            return super().forward(hidden_states, *args, **kwargs)
+        x, given["attention_mask"] = entered(hidden_states, given.get("attention_mask"))
+        given["past_key_values"] = entered_cache(given.get("past_key_values"))
+        given["position_embeddings"] = entered_positions(given.get("position_embeddings"))
+        attended = self.self_attn(hidden_states=self.input_layernorm(x), **given)[0]
+        normed, x = join_rms(attended, x, 0.0, self.post_attention_layernorm)
+        return left(self, x + self.mlp(normed))
+
+
+@keeps_recording
+@signed_as(llama.LlamaModel)
+class LlamaModel(Stack, llama.LlamaModel):
+    """Packed."""
+
+    layers: Any
+
+    def _layers(self) -> Sequence[nn.Module]:
+        return list(self.layers[: self.config.num_hidden_layers])
+
+    def _is_ours(self, layer: Any) -> bool:
+        return type(layer) is LlamaDecoderLayer and bool(getattr(layer.self_attn, "is_causal", False))
+
+
+@keeps_recording
+@signed_as(llama.LlamaForCausalLM)
+class LlamaForCausalLM(LanguageModel, llama.LlamaForCausalLM):
+    """Packed where nobody looks at padding."""
+
+
+SWAPS = (
+    Swap(llama.LlamaRMSNorm, LlamaRMSNorm),
+    Swap(llama.LlamaDecoderLayer, LlamaDecoderLayer),
+    Swap(llama.LlamaModel, LlamaModel),
+    Swap(llama.LlamaForCausalLM, LlamaForCausalLM),
+)
