@@ -19,7 +19,7 @@ def job(learns: bool) -> drop_in.Job:
     x, keep = torch.randn(3, 6, 16), torch.arange(6) < torch.tensor([[6], [2], [4]])
     call = lambda m: m(x, src_key_padding_mask=~keep)  # noqa: E731
     if learns:
-        return drop_in.training(model, lambda m: call(m)[keep].square().mean(), keep)
+        return drop_in.training(model, lambda m: call(m)[keep][:, :4].sum(1).square().mean(), keep)
     return drop_in.forward(model, call, keep, ())
 
 
