@@ -62,11 +62,11 @@ class Scores:
 
     def __call__(self, q: Tensor, k: Tensor) -> Tensor:
         """(batch, num_heads, seqlen_q, seqlen_k) scaled and masked scores; -inf where nothing is to be seen."""
-        scores = grouped_matmul(q, k.permute(0, 2, 3, 1), k.shape[2]).mul_(self.softmax_scale)
+        scores = grouped_matmul(q, k.permute(0, 2, 3, 1), k.shape[2]) * self.softmax_scale
         if self.attn_mask is not None and self.attn_mask.dtype != torch.bool:
-            scores += self.attn_mask
+            scores = (scores + self.attn_mask).to(scores.dtype)
         visible = self.visible(q.shape[1], k.shape[1], q.device)
-        return scores if visible is None else scores.masked_fill_(~visible, -torch.inf)
+        return scores if visible is None else scores.masked_fill(~visible, -torch.inf)
 
     def keep(self, weights: Tensor) -> Tensor | None:
         """The dropout multipliers of weights (batch, num_heads, seqlen_q, seqlen_k); None without dropout."""
@@ -75,11 +75,11 @@ class Scores:
         assert self.dropout_seed is not None
         batch, num_heads, seqlen_q, seqlen_k = weights.shape
         kept = keep_mask(self.dropout_seed, self.dropout_p, seqlen_q, seqlen_k, batch * num_heads)
-        return kept.view(weights.shape).to(weights.dtype).mul_(keep_scale(self.dropout_p))
+        return kept.reshape(weights.shape).to(weights.dtype) * keep_scale(self.dropout_p)
 
 
 def _per_sequence(value: int | Tensor) -> int | Tensor:
-    return value.view(-1, 1, 1, 1) if isinstance(value, Tensor) else value
+    return value.reshape(-1, 1, 1, 1) if isinstance(value, Tensor) else value
 
 
 def grouped_matmul(x: Tensor, kv: Tensor, num_kv_heads: int) -> Tensor:
@@ -89,7 +89,7 @@ def grouped_matmul(x: Tensor, kv: Tensor, num_kv_heads: int) -> Tensor:
     """
     batch, seqlen_q, num_heads, n = x.shape
     rows = x.transpose(1, 2).reshape(batch, num_kv_heads, num_heads // num_kv_heads * seqlen_q, n)
-    return (rows @ kv).view(batch, num_heads, seqlen_q, kv.shape[-1])
+    return (rows @ kv).reshape(batch, num_heads, seqlen_q, kv.shape[-1])
 
 
 def group_sum(weights: Tensor, rows: Tensor, num_kv_heads: int) -> Tensor:
@@ -114,23 +114,33 @@ def attend(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Ten
     if seqlen_k == 0:
         lse = torch.full((batch, num_heads, seqlen_q), -torch.inf, dtype=acc, device=q.device)
         return torch.zeros_like(q, memory_format=torch.contiguous_format), lse
-    weights = scores(q.to(acc), k.to(acc))
-    largest = weights.amax(-1, keepdim=True)
-    largest = largest.masked_fill(largest == -torch.inf, 0.0)
-    weights.sub_(largest).exp_()
-    total = weights.sum(-1, keepdim=True)
-    lse = (total.log() + largest).squeeze(-1)
+    weights, total, lse = exponentials(scores(q.to(acc), k.to(acc)))
     keep = scores.keep(weights)
     if keep is not None:
-        weights *= keep
+        weights = weights * keep
     out = grouped_matmul(weights.transpose(1, 2), v.to(acc).transpose(1, 2), v.shape[2])
-    out = out / total.masked_fill(total == 0, 1.0)
-    return out.transpose(1, 2).to(q.dtype).contiguous(), lse
+    return (out / total).transpose(1, 2).to(q.dtype).contiguous(), lse
+
+
+def exponentials(scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(exp(scores - their largest), its sum over the keys, lse) of scores over at least one key.
+
+    The sum keeps its last dimension, and is 1 for a row that sees nothing. So the quotient is the softmax, or zeros;
+    and derivatives of all three, of any order, are finite.
+    """
+    largest = scores.amax(-1, keepdim=True)
+    largest = largest.masked_fill(largest == -torch.inf, 0.0)
+    weights = (scores - largest).exp()
+    total = weights.sum(-1, keepdim=True)
+    sees_nothing = total == 0
+    total = total.masked_fill(sees_nothing, 1.0)
+    lse = (total.log() + largest).masked_fill(sees_nothing, -torch.inf)
+    return weights, total, lse.squeeze(-1)
 
 
 def probabilities(q: Tensor, k: Tensor, lse: Tensor, scores: Scores) -> Tensor:
     """exp(scores - lse), before dropout, in the accumulation type; rows that see nothing are 0."""
-    return scores(q, k).sub_(lse.masked_fill(lse == -torch.inf, 0.0).unsqueeze(-1)).exp_()
+    return (scores(q, k) - lse.masked_fill(lse == -torch.inf, 0.0).unsqueeze(-1)).exp()
 
 
 def attend_backward(
@@ -144,9 +154,9 @@ def attend_backward(
     dweights = grouped_matmul(dout, v.permute(0, 2, 3, 1), heads)
     keep = scores.keep(weights)
     if keep is not None:
-        dweights *= keep
+        dweights = dweights * keep
     delta = (dout * out).sum(-1).transpose(1, 2).unsqueeze(-1)
-    dscores = dweights.sub_(delta).mul_(weights)
+    dscores = (dweights - delta) * weights
     dq = grouped_matmul(dscores.transpose(1, 2), k.transpose(1, 2), heads).transpose(1, 2) * scores.softmax_scale
     dk = group_sum(dscores, q, heads) * scores.softmax_scale
     dv = group_sum(weights if keep is None else weights * keep, dout, heads)

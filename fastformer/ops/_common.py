@@ -47,12 +47,22 @@ def check_dtype(name: str, parameter: Tensor | None, dtype: torch.dtype) -> None
         raise ValueError(f"expected {name} in x's dtype {dtype}, got {parameter.dtype}")
 
 
+def is_readable(tensor: Tensor) -> bool:
+    """Whether looking at a tensor's numbers costs nothing: it is in a CPU's memory, and nobody traces or batches."""
+    return (
+        not torch.compiler.is_compiling()
+        and type(tensor) is Tensor
+        and tensor.device.type == "cpu"
+        and torch._C._functorch.maybe_current_level() is None
+    )
+
+
 def check_range(indices: Tensor, size: int, expected: str) -> None:
     """Raises IndexError, naming the first bound that is broken, unless all indices lie in [0, size).
 
     Only on a CPU: on a GPU the answer would cost a host sync, and the lookup itself asserts on the device.
     """
-    if indices.device.type != "cpu" or indices.numel() == 0:
+    if not is_readable(indices) or indices.numel() == 0:
         return
     low, high = (int(bound) for bound in torch.aminmax(indices))
     if low < 0 or high >= size:

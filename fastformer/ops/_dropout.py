@@ -72,8 +72,8 @@ def drop(values: Tensor, dropout_p: float, dropout_seed: Tensor | None) -> Tenso
         return values
     assert dropout_seed is not None
     columns = values.shape[-1]
-    keep = keep_mask(dropout_seed, dropout_p, values.numel() // columns, columns)[0].view(values.shape)
-    return (values * keep_scale(dropout_p)).masked_fill_(~keep, 0.0)
+    keep = keep_mask(dropout_seed, dropout_p, values.numel() // columns, columns)[0].reshape(values.shape)
+    return (values * keep_scale(dropout_p)).masked_fill(~keep, 0.0)
 
 
 def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:

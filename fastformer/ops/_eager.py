@@ -9,6 +9,7 @@ dispatcher where all keys are the ordinary ones, and takes it where anything is 
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -47,6 +48,7 @@ _TYPES: dict[str, frozenset[type]] = {
     "str": frozenset((str,)),
     "ScalarType": frozenset((torch.dtype,)),
 }
+_ORDINARY = frozenset().union(*_TYPES.values())
 _included, _keys_of = torch._C._dispatch_tls_local_include_set, torch._C._dispatch_keys
 
 
@@ -67,6 +69,47 @@ def nothing_watches() -> bool:
         and forward_ad._current_level < 0
         and not torch._C._autograd._profiler_enabled()  # it shows what the dispatcher calls
     )
+
+
+@functools.cache
+def _has_a_say(kind: type) -> bool:
+    """Whether tensors of this class say themselves what PyTorch's functions do with them, ours not among them.
+
+    PyTorch's own classes for tracing know ops by their schema, and a class without such a method is a plain tensor's.
+    """
+    from torch._subclasses.fake_tensor import FakeTensor
+    from torch._subclasses.functional_tensor import FunctionalTensor
+
+    if not issubclass(kind, Tensor) or issubclass(kind, FakeTensor | FunctionalTensor):
+        return False
+    function: Any = kind.__torch_function__
+    its_own = getattr(function, "__func__", function) is not Tensor.__torch_function__.__func__  # type: ignore[attr-defined]
+    return (
+        its_own and function is not torch._C._disabled_torch_function_impl
+    ) or kind.__torch_dispatch__ is not Tensor.__torch_dispatch__
+
+
+def is_transformed() -> bool:
+    """Whether a transform of functorch's surrounds this call, or forward-mode differentiation."""
+    return forward_ad._current_level >= 0 or torch._C._functorch.maybe_current_level() is not None
+
+
+def is_differentiated(tensor: Tensor) -> bool:
+    """Whether functorch or forward mode, which `is_transformed` has seen, takes derivatives by this tensor."""
+    if forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None:
+        return True
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        if torch._C._functorch.is_gradtrackingtensor(tensor) and tensor.requires_grad:
+            return True
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return False
+
+
+def needs_formula(args: tuple[Any, ...]) -> bool:
+    """Whether a call has to be made of PyTorch's own operations, which know more than a forward and a backward pass."""
+    if is_transformed():
+        return True
+    return not _ORDINARY.issuperset(map(type, args)) and any(map(_has_a_say, map(type, args)))
 
 
 def device_of(args: tuple[Any, ...], types: tuple[frozenset[type], ...]) -> tuple[str | None, bool]:

@@ -6,6 +6,10 @@ can take the call and, if not, runs the reference and says so once with the kern
 fused function that computes the same, that runs in place of the reference, which stays what tests compare with. An op
 that has no kernel for a backend by design says so where it is defined; any other missing kernel is a refusal like the
 rest.
+
+A kernel has a forward and a backward pass and nothing else. Under functorch's transforms, forward-mode differentiation
+and create_graph, and for tensors of foreign classes, an op is its formula instead: PyTorch's own operations, which can
+be differentiated any number of times in any direction, batched and wrapped.
 """
 
 from __future__ import annotations
@@ -16,13 +20,14 @@ import importlib
 import importlib.util
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from types import MappingProxyType, ModuleType
 from typing import Any, ParamSpec, TypeVar, cast, overload
 
 import torch
+import torch._library.autograd
 from torch import Tensor
 
 from fastformer.ops import _eager, _extension
@@ -64,6 +69,7 @@ class Definition:
         torch_function: PyTorch's own fused function for it, or None.
         torch_unsupported: why that can't take a call.
         run: (preferred backend, arguments) -> results, on the backend that is chosen.
+        formula: the same results out of operations that PyTorch differentiates, batches and wraps, or None.
         has_autograd: whether the dispatcher hands calls over to autograd.
         function: the gradient for calls past the dispatcher; None where there is none, or it is an error.
     """
@@ -75,6 +81,7 @@ class Definition:
     cpp_unsupported: WhyUnsupported | None
     torch_function: Callable[..., Any] | None = None
     torch_unsupported: WhyUnsupported | None = None
+    formula: Callable[..., Any] | None = None
     run: Callable[[str, tuple[Any, ...]], Any] = _undefined
     has_autograd: bool = False
     function: type[torch.autograd.Function] | None = None
@@ -189,6 +196,7 @@ def define_op(
     reference_only: Mapping[str, str] = MappingProxyType({}),
     torch_function: Callable[..., T] | None = None,
     torch_unsupported: WhyUnsupported | None = None,
+    formula: Callable[..., T] | None = None,
 ) -> Callable[P, T]:
     """Defines `fastformer::<name>` with its reference, its fake and the choice of a backend on CUDA and CPU.
 
@@ -206,6 +214,9 @@ def define_op(
         torch_function: PyTorch's own fused function for it, with the reference's arguments and results: what runs in
             place of the reference where a kernel is missing or can't take a call.
         torch_unsupported: (op_name, **arguments) -> why that can't take the call, or None.
+        formula: the same results, of operations that PyTorch differentiates any number of times in both directions,
+            batches and hands to subclasses: nothing is written in place or read on the host. What gives no gradients
+            has none.
 
     Returns:
         What to call: the overload `torch.ops.fastformer.<name>.default`, or in a plain eager call what that would come
@@ -217,7 +228,7 @@ def define_op(
     arguments = tuple(argument.name for argument in overload_._schema.arguments)
     types = _eager.types_of(overload_._schema)
     op = OPS[name] = Definition(
-        name, stem, arguments, reference_only, cpp_unsupported, torch_function, torch_unsupported
+        name, stem, arguments, reference_only, cpp_unsupported, torch_function, torch_unsupported, formula
     )
 
     def run(preferred: str, args: tuple[Any, ...]) -> Any:
@@ -250,11 +261,13 @@ def define_op(
     op.run = run
 
     def call(*args: Any) -> Any:
-        if torch.compiler.is_compiling() or not (op.has_autograd and _eager.nothing_watches()):
+        if torch.compiler.is_compiling():
             return overload_(*args)
+        if not (op.has_autograd and _eager.nothing_watches()):
+            return formula(*args) if formula is not None and _eager.needs_formula(args) else overload_(*args)
         device, requires_grad = _eager.device_of(args, types)
         if device is None:
-            return overload_(*args)
+            return formula(*args) if formula is not None and _eager.needs_formula(args) else overload_(*args)
         if not requires_grad or not torch.is_grad_enabled():
             return run(_PREFERRED[device], args)
         if op.function is None or _eager.autograd_is_excluded():
@@ -304,10 +317,23 @@ def _choose(op: Definition, preferred: str, args: tuple[Any, ...]) -> str:
     return instead
 
 
-def register_autograd(name: str, backward: Callable[..., Any], *, setup_context: Callable[..., None]) -> None:
+def register_autograd(
+    name: str,
+    backward: Callable[..., Any],
+    *,
+    setup_context: Callable[..., None],
+    differentiable_backward: Callable[..., Any] | None = None,
+) -> None:
     """Gives `fastformer::<name>` its gradient. `backward` calls the `_bwd` op, whose own gradient is an error.
 
     It serves calls through the dispatcher and, as an `autograd.Function`, those past it alike.
+
+    Args:
+        name: of the op.
+        backward: (ctx, *gradients of the outputs) -> those of the inputs.
+        setup_context: as torch.library.register_autograd takes it.
+        differentiable_backward: what runs in place of `backward` where its results are to be differentiated again, and
+            under functorch and forward mode; None where `backward` itself is of differentiable operations.
     """
 
     def setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -316,6 +342,8 @@ def register_autograd(name: str, backward: Callable[..., Any], *, setup_context:
         setup_context(ctx, inputs, output)
 
     def run(ctx: Any, *grads: Tensor | None) -> Any:
+        if differentiable_backward is not None and (torch.is_grad_enabled() or _eager.is_transformed()):
+            return differentiable_backward(ctx, *grads)
         if ctx.forced_backend is None:
             return backward(ctx, *grads)
         with use_backend(ctx.forced_backend):
@@ -330,7 +358,7 @@ def register_autograd(name: str, backward: Callable[..., Any], *, setup_context:
     op.has_autograd = True
     members = {"forward": staticmethod(forward), "backward": staticmethod(run)}
     op.function = type(f"fastformer_{name}", (torch.autograd.Function,), members)
-    torch.library.register_autograd(f"fastformer::{name}", run, setup_context=setup, lib=LIBRARY)
+    _register_kernel(op, torch._library.autograd.Info(run, setup))
 
 
 def forbid_double_backward(name: str) -> None:
@@ -339,8 +367,65 @@ def forbid_double_backward(name: str) -> None:
     def backward(ctx: Any, *grads: Any) -> Any:
         raise NotImplementedError(f"fastformer::{name} has no double backward: no gradients of gradients")
 
-    OPS[name].has_autograd = True
-    torch.library.register_autograd(f"fastformer::{name}", backward, lib=LIBRARY)
+    op = OPS[name]
+    op.has_autograd = True
+    _register_kernel(op, torch._library.autograd.Info(backward, None))
+
+
+def _register_kernel(op: Definition, info: torch._library.autograd.Info) -> None:
+    """What the dispatcher calls for autograd: torch.library's kernel, and the formula where that one would be wrong.
+
+    Below a transform of functorch's torch.library's kernel raises, and tangents it drops without a word.
+    """
+    kernel = torch._library.autograd.make_autograd_impl(getattr(torch.ops.fastformer, op.name).default, info)
+
+    def formula_or_kernel(keyset: torch._C.DispatchKeySet, *args: Any) -> Any:
+        if op.formula is not None and _eager.is_transformed():
+            return op.formula(*args)
+        return kernel(keyset, *args)
+
+    LIBRARY.impl(op.name, formula_or_kernel, "Autograd", with_keyset=True)
+
+
+def refuse_derivatives(name: str, *tensors: Tensor | None) -> None:
+    """For an op that has no gradients: an error where functorch or forward mode asks for them, instead of zeros.
+
+    Raises:
+        NotImplementedError: one of the tensors is being differentiated by.
+    """
+    if _eager.is_transformed() and any(t is not None and _eager.is_differentiated(t) for t in tensors):
+        raise NotImplementedError(f"{name} is for inference: it has no gradients, and no forward-mode derivatives")
+
+
+def differentiate(
+    function: Callable[..., Any], inputs: tuple[Tensor | None, ...], needed: Sequence[bool], *grads: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    """The gradients of a function, as functions of its inputs and of its outputs' gradients: for double backward.
+
+    Args:
+        function: (*inputs) -> a tensor or a tuple of them, in differentiable operations.
+        inputs: what to differentiate by; one that is None has no gradient.
+        needed: which of them.
+        grads: the gradients of the first outputs, or None.
+
+    Returns:
+        One gradient, or None, for each input.
+    """
+    with torch.enable_grad():
+        # Views, so that one tensor in two places has a gradient for each, and what it is made from is left alone.
+        leaves = [
+            x.view_as(x) if wanted and x is not None and x.requires_grad else x
+            for x, wanted in zip(inputs, needed, strict=True)
+        ]
+        outputs = function(*leaves)
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        pairs = [(y, dy) for y, dy in zip(outputs, grads, strict=False) if dy is not None and y.requires_grad]
+        wanted = [leaf for leaf, x in zip(leaves, inputs, strict=True) if leaf is not x and leaf is not None]
+        if not pairs or not wanted:
+            return (None,) * len(inputs)
+        ys, dys = zip(*pairs, strict=True)
+        found = iter(torch.autograd.grad(ys, wanted, dys, create_graph=True, allow_unused=True))
+        return tuple(next(found) if leaf is not x else None for leaf, x in zip(leaves, inputs, strict=True))
 
 
 # The one autocast table. "cast": matrix products run in the autocast dtype (their softmax and loss stay fp32 inside).

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fastformer.ops._common import accumulation_dtype, check_features, check_number, check_vector, described
 from fastformer.ops._dropout import drop, resolve_dropout
-from fastformer.ops._library import define_op, forbid_double_backward, register_autograd
+from fastformer.ops._library import define_op, differentiate, forbid_double_backward, register_autograd
 
 
 def add_layer_norm_reference(
@@ -38,7 +38,14 @@ def add_layer_norm_reference(
             s = s + residual
         s = residual_out = s.to(x.dtype if residual is None else residual.dtype).contiguous()
     # What is normalised is what is kept, rounded as it is kept: backward sees nothing else.
-    s = s.to(dtype)
+    y, mean, rstd = _normalise(s.to(dtype), weight, bias, eps, rms_norm)
+    return y.to(x.dtype).contiguous(), residual_out, mean.new_empty(0) if rms_norm else mean.flatten(), rstd.flatten()
+
+
+def _normalise(
+    s: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, rms_norm: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(y, mean, rstd) of s, which has their dtype."""
     mean = s.mean(-1, keepdim=True)
     centred = s if rms_norm else s - mean
     rstd = (centred.square().mean(-1, keepdim=True) + eps).rsqrt()
@@ -47,7 +54,7 @@ def add_layer_norm_reference(
         y = y * weight
     if bias is not None:
         y = y + bias
-    return y.to(x.dtype).contiguous(), residual_out, mean.new_empty(0) if rms_norm else mean.flatten(), rstd.flatten()
+    return y, mean, rstd
 
 
 def _fwd_fake(
@@ -160,6 +167,7 @@ _fwd = define_op(
     stem="add_layer_norm",
     fake=_fwd_fake,
     cpp_unsupported=_fwd_cpp_unsupported,
+    formula=add_layer_norm_reference,
 )
 _bwd = define_op(
     "add_layer_norm_bwd(Tensor dy, Tensor? dresidual_out, Tensor s, Tensor? weight, Tensor mean, Tensor rstd, "
@@ -173,7 +181,7 @@ _bwd = define_op(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    x, residual, weight, bias, _, dropout_p, dropout_seed, rms_norm = inputs
+    x, residual, weight, bias, ctx.eps, dropout_p, dropout_seed, rms_norm = inputs
     _, residual_out, mean, rstd = output
     kept = residual is not None or dropout_p > 0.0
     ctx.save_for_backward(residual_out if kept else x, weight, mean, rstd, dropout_seed)
@@ -202,7 +210,28 @@ def _backward(ctx: Any, dy: Tensor | None, dresidual_out: Tensor | None, *_: Non
     )
 
 
-register_autograd("add_layer_norm_fwd", _backward, setup_context=_setup_context)
+def _differentiable_backward(
+    ctx: Any, dy: Tensor | None, dresidual_out: Tensor | None, *_: None
+) -> tuple[Tensor | None, ...]:
+    s, weight, _, rstd, dropout_seed = ctx.saved_tensors  # s, an output of this op or its x, has a gradient itself
+    needs_dx, needs_dresidual, needs_dweight, needs_dbias = ctx.needs_input_grad[:4]
+
+    def formula(s: Tensor, weight: Tensor | None) -> Tensor:
+        return _normalise(s.to(rstd.dtype), weight, None, ctx.eps, ctx.rms_norm)[0].to(ctx.x_dtype)
+
+    ds, dweight = differentiate(formula, (s, weight), (needs_dx or needs_dresidual, needs_dweight), dy)
+    if dresidual_out is not None:
+        ds = dresidual_out if ds is None else ds + dresidual_out
+    dx = None
+    if ds is not None and needs_dx:
+        dx = drop(ds.to(rstd.dtype), ctx.dropout_p, dropout_seed).to(ctx.x_dtype)
+    dbias = _column_sums(dy.to(rstd.dtype)).to(ctx.bias_dtype) if dy is not None and needs_dbias else None
+    return dx, ds if needs_dresidual else None, dweight, dbias, *(None,) * 4
+
+
+register_autograd(
+    "add_layer_norm_fwd", _backward, setup_context=_setup_context, differentiable_backward=_differentiable_backward
+)
 forbid_double_backward("add_layer_norm_bwd")
 
 

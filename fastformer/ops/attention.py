@@ -13,12 +13,13 @@ from torch import Tensor
 
 from fastformer.ops._attention_reference import Scores, attend, attend_backward
 from fastformer.ops._attention_torch import attend_torch, attend_torch_backward, unsupported
-from fastformer.ops._common import accumulation_dtype, check_number, described
+from fastformer.ops._common import accumulation_dtype, check_number, described, is_readable
 from fastformer.ops._dropout import resolve_dropout
 from fastformer.ops._library import (
     OPS,
     autocast,
     define_op,
+    differentiate,
     forbid_double_backward,
     forced_backend,
     register_autograd,
@@ -105,6 +106,7 @@ _fwd = define_op(
     cpp_unsupported=cpp_unsupported,
     torch_function=_attention_torch,
     torch_unsupported=unsupported,
+    formula=attention_reference,
 )
 _bwd = define_op(
     "attention_bwd(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? attn_mask, "
@@ -137,7 +139,18 @@ def _backward(ctx: Any, dout: Tensor | None, _: None) -> tuple[Tensor | None, ..
     return dq, dk, dv, dmask if needs_mask_grad else None, *(None,) * 6
 
 
-register_autograd("attention_fwd", _backward, setup_context=_setup_context)
+def _differentiable_backward(ctx: Any, dout: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+    q, k, v, _, _, attn_mask, seqlens_k, dropout_seed = ctx.saved_tensors
+
+    def formula(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None) -> Tensor:
+        return attention_reference(q, k, v, attn_mask, seqlens_k, *ctx.options, dropout_seed)[0]
+
+    return *differentiate(formula, (q, k, v, attn_mask), ctx.needs_input_grad[:4], dout), *(None,) * 6
+
+
+register_autograd(
+    "attention_fwd", _backward, setup_context=_setup_context, differentiable_backward=_differentiable_backward
+)
 forbid_double_backward("attention_bwd")
 
 
@@ -208,7 +221,7 @@ def check_seqlens_k(seqlens_k: Tensor | None, k: Tensor) -> None:
         return
     if not isinstance(seqlens_k, Tensor) or seqlens_k.shape != (batch,) or seqlens_k.dtype != torch.int32:
         raise ValueError(f"expected seqlens_k int32 of shape ({batch},), got {described(seqlens_k)}")
-    if torch.compiler.is_compiling() or type(seqlens_k) is not Tensor or seqlens_k.device.type != "cpu" or not batch:
+    if not is_readable(seqlens_k) or not batch:
         return
     low, high = (int(bound) for bound in torch.aminmax(seqlens_k))
     if low < 0 or high > seqlen_k:

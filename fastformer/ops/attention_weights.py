@@ -10,9 +10,9 @@ from typing import Any
 
 from torch import Tensor
 
-from fastformer.ops._attention_reference import Scores, group_sum, grouped_matmul, probabilities
+from fastformer.ops._attention_reference import Scores, exponentials, group_sum, grouped_matmul, probabilities
 from fastformer.ops._common import accumulation_dtype, described
-from fastformer.ops._library import autocast, define_op, forbid_double_backward, register_autograd
+from fastformer.ops._library import autocast, define_op, differentiate, forbid_double_backward, register_autograd
 from fastformer.ops.attention import check_heads, check_seqlens_k, expand_mask, resolve_scale, resolve_window
 
 
@@ -32,6 +32,15 @@ def attention_weights_reference(q: Tensor, k: Tensor, lse: Tensor, *options: Any
     """(batch, num_heads, seqlen_q, seqlen_k) in q's dtype."""
     acc = accumulation_dtype(q.dtype)
     return probabilities(q.to(acc), k.to(acc), lse, _scores(q, k, *options)).to(q.dtype)
+
+
+def attention_weights_formula(q: Tensor, k: Tensor, lse: Tensor, *options: Any) -> Tensor:
+    """The weights as a function of q, k and the mask alone: lse is one, too, and is computed again."""
+    if k.shape[1] == 0:
+        return attention_weights_reference(q, k, lse, *options)
+    acc = accumulation_dtype(q.dtype)
+    weights, total, _ = exponentials(_scores(q, k, *options)(q.to(acc), k.to(acc)))
+    return (weights / total).to(q.dtype)
 
 
 def attention_weights_backward_reference(
@@ -55,6 +64,7 @@ _fwd = define_op(
     stem="attention_weights",
     fake=lambda q, k, lse, *options: q.new_empty((q.shape[0], q.shape[2], q.shape[1], k.shape[1])),
     reference_only=dict.fromkeys(("triton", "cpp"), _WHY),
+    formula=attention_weights_formula,
 )
 _bwd = define_op(
     "attention_weights_bwd(Tensor dweights, Tensor weights, Tensor q, Tensor k, Tensor? attn_mask, "
@@ -71,18 +81,32 @@ _bwd = define_op(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    q, k, _, attn_mask, _, softmax_scale, _, _ = inputs
-    ctx.save_for_backward(output, q, k, attn_mask if ctx.needs_input_grad[3] else None)
-    ctx.softmax_scale = softmax_scale
+    q, k, lse, attn_mask, seqlens_k, *ctx.options = inputs
+    ctx.save_for_backward(output, q, k, lse, attn_mask, seqlens_k)
 
 
 def _backward(ctx: Any, dweights: Tensor) -> tuple[Tensor | None, ...]:
-    weights, q, k, attn_mask = ctx.saved_tensors
-    dq, dk, dmask = _bwd(dweights, weights, q, k, attn_mask, ctx.softmax_scale)
-    return dq, dk, None, None if attn_mask is None else dmask, *(None,) * 4
+    weights, q, k, _, attn_mask, _ = ctx.saved_tensors
+    needs_mask_grad = ctx.needs_input_grad[3]
+    dq, dk, dmask = _bwd(dweights, weights, q, k, attn_mask if needs_mask_grad else None, ctx.options[0])
+    return dq, dk, None, dmask if needs_mask_grad else None, *(None,) * 4
 
 
-register_autograd("attention_weights_fwd", _backward, setup_context=_setup_context)
+def _differentiable_backward(ctx: Any, dweights: Tensor) -> tuple[Tensor | None, ...]:
+    _, q, k, lse, attn_mask, seqlens_k = ctx.saved_tensors
+
+    def formula(q: Tensor, k: Tensor, attn_mask: Tensor | None) -> Tensor:
+        return attention_weights_formula(q, k, lse, attn_mask, seqlens_k, *ctx.options)
+
+    needs_dq, needs_dk, _, needs_mask_grad = ctx.needs_input_grad[:4]
+    needed = (needs_dq, needs_dk, needs_mask_grad)
+    dq, dk, dmask = differentiate(formula, (q, k, attn_mask), needed, dweights)
+    return dq, dk, None, dmask, *(None,) * 4
+
+
+register_autograd(
+    "attention_weights_fwd", _backward, setup_context=_setup_context, differentiable_backward=_differentiable_backward
+)
 forbid_double_backward("attention_weights_bwd")
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fastformer.ops._attention_reference import Scores, attend
 from fastformer.ops._common import described
-from fastformer.ops._library import autocast, define_op
+from fastformer.ops._library import autocast, define_op, refuse_derivatives
 from fastformer.ops.attention import check_heads, cpp_unsupported, resolve_bound, resolve_scale
 
 
@@ -140,6 +140,7 @@ def decode_attention(
             has been written. On a GPU, which would have to be waited for, a row with such a length, cache row or slot
             to write to gives NaN; slots that are read are not looked at.
     """
+    refuse_derivatives("decode_attention", q, k_cache, v_cache, k, v)
     if torch.is_grad_enabled():
         # Without this the result would seem to have gradients, though what they need is written over.
         with torch.no_grad():

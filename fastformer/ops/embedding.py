@@ -9,6 +9,7 @@ tensor2tensor's.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -35,15 +36,15 @@ def embedding_reference(
     check_range(ids, weight.shape[0], f"token ids in [0, {weight.shape[0]})")
     out = F.embedding(ids, weight).to(accumulation_dtype(weight.dtype))
     if scale != 1.0:
-        out.mul_(scale)
+        out = out * scale
     if padding_idx >= 0:
-        out.masked_fill_((ids == padding_idx).unsqueeze(-1), 0.0)
+        out = out.masked_fill((ids == padding_idx).unsqueeze(-1), 0.0)
     if position_table is not None:
         if positions is None:
-            out.add_(position_table[: ids.shape[-1]])
+            out = (out + position_table[: ids.shape[-1]]).to(out.dtype)
         else:
             check_range(positions, position_table.shape[0], f"positions in [0, {position_table.shape[0]})")
-            out.add_(F.embedding(positions, position_table))
+            out = (out + F.embedding(positions, position_table)).to(out.dtype)
     return drop(out, dropout_p, dropout_seed).to(weight.dtype)
 
 
@@ -69,15 +70,15 @@ def embedding_backward_reference(
     dsum = drop(dout.to(accumulation_dtype(dout.dtype)), dropout_p, dropout_seed)
     # The rows of the padding id are left out by this call.
     dweight = torch.ops.aten.embedding_dense_backward(dsum, ids, num_embeddings, padding_idx, False)
-    dweight = dweight.mul_(scale).to(dtype)
+    dweight = (dweight * scale).to(dtype)
     if num_positions == 0:
         return dweight, dout.new_empty(0, dtype=dtype)
-    dtable = dsum.new_zeros(num_positions, dim)
     if positions is None:
         seqlen = ids.shape[-1]
-        dtable[:seqlen] = dsum.reshape(ids.numel() // max(seqlen, 1), seqlen, dim).sum(0)
+        dtable = dsum.reshape(ids.numel() // max(seqlen, 1), seqlen, dim).sum(0)
+        dtable = F.pad(dtable, (0, 0, 0, num_positions - seqlen))
     else:
-        dtable.index_add_(0, positions.reshape(-1), dsum.reshape(-1, dim))
+        dtable = dsum.new_zeros(num_positions, dim).index_add(0, positions.reshape(-1), dsum.reshape(-1, dim))
     return dweight, dtable.to(dtype)
 
 
@@ -122,6 +123,7 @@ _fwd = define_op(
     stem="embedding",
     fake=_fwd_fake,
     cpp_unsupported=_fwd_cpp_unsupported,
+    formula=embedding_reference,
 )
 _bwd = define_op(
     "embedding_bwd(Tensor dout, Tensor ids, Tensor? positions, SymInt num_embeddings, SymInt num_positions, "
@@ -144,9 +146,9 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.table_dtype = position_table.dtype if table_learns else None
 
 
-def _backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+def _backward(ctx: Any, dout: Tensor, function: Callable[..., tuple[Tensor, Tensor]] = _bwd) -> tuple[Any, ...]:
     ids, positions, dropout_seed = ctx.saved_tensors
-    dweight, dtable = _bwd(
+    dweight, dtable = function(
         dout,
         ids,
         positions,
@@ -162,7 +164,13 @@ def _backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
     return None, dweight, None if ctx.table_dtype is None else dtable.to(ctx.table_dtype), *(None,) * 6
 
 
-register_autograd("embedding_fwd", _backward, setup_context=_setup_context)
+def _differentiable_backward(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
+    return _backward(ctx, dout, embedding_backward_reference)  # linear in dout, and of nothing else
+
+
+register_autograd(
+    "embedding_fwd", _backward, setup_context=_setup_context, differentiable_backward=_differentiable_backward
+)
 forbid_double_backward("embedding_bwd")
 
 

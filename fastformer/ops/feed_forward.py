@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from fastformer.ops._common import accumulation_dtype, check_dtype, check_features, check_vector
 from fastformer.ops._dropout import drop, keep_scale, resolve_dropout
-from fastformer.ops._library import autocast, define_op, forbid_double_backward, register_autograd
+from fastformer.ops._library import autocast, define_op, differentiate, forbid_double_backward, register_autograd
 
 ACTIVATIONS = ("relu", "gelu", "gelu_tanh", "swiglu")
 _GELU_APPROXIMATION = {"gelu": "none", "gelu_tanh": "tanh"}
@@ -54,7 +54,7 @@ def feed_forward_reference(
     """(out, saved). saved, what backward needs: for relu the hidden after dropout, else the pre-activation; in rows."""
     pre = F.linear(x.reshape(-1, x.shape[-1]), weight1, bias1)
     hidden = drop(_activate(pre.to(accumulation_dtype(x.dtype)), activation), dropout_p, dropout_seed).to(x.dtype)
-    out = F.linear(hidden, weight2, bias2).view(*x.shape[:-1], weight2.shape[0])
+    out = F.linear(hidden, weight2, bias2).reshape(*x.shape[:-1], weight2.shape[0])
     return out, hidden if activation == "relu" else pre
 
 
@@ -142,6 +142,7 @@ _fwd = define_op(
     stem="feed_forward",
     fake=_fwd_fake,
     cpp_unsupported=_cpp_unsupported,
+    formula=feed_forward_reference,
 )
 _bwd = define_op(
     "feed_forward_bwd(Tensor dout, Tensor x, Tensor weight1, Tensor? bias1, Tensor weight2, Tensor saved, "
@@ -157,7 +158,8 @@ _bwd = define_op(
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     x, weight1, bias1, weight2, bias2, activation, dropout_p, dropout_seed = inputs
     saved = output[1]
-    ctx.save_for_backward(x, weight1, bias1, weight2, saved, dropout_seed)
+    # bias2, a parameter, is there for double backward alone.
+    ctx.save_for_backward(x, weight1, bias1, weight2, bias2, saved, dropout_seed)
     ctx.mark_non_differentiable(saved)
     ctx.set_materialize_grads(False)
     ctx.activation, ctx.dropout_p, ctx.has_bias2 = activation, dropout_p, bias2 is not None
@@ -166,7 +168,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
 def _backward(ctx: Any, dout: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
     if dout is None:
         return (None,) * 8
-    x, weight1, bias1, weight2, saved, dropout_seed = ctx.saved_tensors
+    x, weight1, bias1, weight2, _, saved, dropout_seed = ctx.saved_tensors
     dx, dweight1, dbias1, dweight2, dbias2 = _bwd(
         dout, x, weight1, bias1, weight2, saved, ctx.activation, ctx.dropout_p, dropout_seed, ctx.has_bias2
     )
@@ -180,7 +182,19 @@ def _backward(ctx: Any, dout: Tensor | None, _: None) -> tuple[Tensor | None, ..
     )
 
 
-register_autograd("feed_forward_fwd", _backward, setup_context=_setup_context)
+def _differentiable_backward(ctx: Any, dout: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+    *inputs, _, dropout_seed = ctx.saved_tensors
+
+    def formula(*inputs: Any) -> Tensor:
+        options: Any = (ctx.activation, ctx.dropout_p, dropout_seed)
+        return feed_forward_reference(*inputs, *options)[0]
+
+    return *differentiate(formula, tuple(inputs), ctx.needs_input_grad[:5], dout), *(None,) * 3
+
+
+register_autograd(
+    "feed_forward_fwd", _backward, setup_context=_setup_context, differentiable_backward=_differentiable_backward
+)
 forbid_double_backward("feed_forward_bwd")
 
 
@@ -234,4 +248,4 @@ def feed_forward(
     dropout_p, dropout_seed = resolve_dropout(dropout_p, dropout_seed, x.device)
     rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
     out, _ = _fwd(rows, weight1, bias1, weight2, bias2, activation, dropout_p, dropout_seed)
-    return out if x.dim() == 2 else out.view(*x.shape[:-1], weight2.shape[0])
+    return out if x.dim() == 2 else out.reshape(*x.shape[:-1], weight2.shape[0])

@@ -28,7 +28,7 @@ from fastformer.ops._common import (
     check_vector,
     described,
 )
-from fastformer.ops._library import autocast, define_op, forbid_double_backward, register_autograd
+from fastformer.ops._library import autocast, define_op, differentiate, forbid_double_backward, register_autograd
 
 # Enough rows for the matrix products to run at full rate; few enough for a chunk of logits to stay in a CPU's caches,
 # or at least in memory that is used again: with 2,048 rows the pages of each chunk were new, and the loss took twice
@@ -145,6 +145,24 @@ def linear_cross_entropy_reference(
     return losses, lse
 
 
+def linear_cross_entropy_formula(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    ignore_index: int,
+    label_smoothing: float,
+    smooth_others: bool,
+    z_loss: float,
+) -> tuple[Tensor, Tensor]:
+    """The reference, with all the logits at once."""
+    smoothing = _smoothing(label_smoothing, smooth_others, weight.shape[0])
+    target, valid = _targets(target, ignore_index, weight.shape[0])
+    logits = F.linear(x, weight, bias).to(accumulation_dtype(x.dtype))
+    lse = logits.logsumexp(-1)
+    return _chunk_losses(logits.log_softmax(-1), lse if z_loss else None, target, valid, smoothing, z_loss), lse
+
+
 def _fwd_fake(x: Tensor, *options: object) -> tuple[Tensor, Tensor]:
     losses = x.new_empty(x.shape[0], dtype=accumulation_dtype(x.dtype))
     return losses, torch.empty_like(losses)
@@ -228,6 +246,17 @@ def linear_cross_entropy_with_gradients_reference(
     return loss, *gradients.result()
 
 
+def _formula_with_gradients(
+    x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, *options: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The loss, which PyTorch differentiates: the gradients that the op makes for its backward pass are empty."""
+    *options_of_losses, mean, _ = options
+    loss = linear_cross_entropy_formula(x, weight, bias, target, *options_of_losses)[0].sum()
+    if mean:
+        loss = loss / (target != options[0]).sum().clamp(min=1)
+    return loss, x.new_empty(0), x.new_empty(0), x.new_empty(0)
+
+
 def _fwd_bwd_fake(
     x: Tensor, weight: Tensor, bias: Tensor | None, *options: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -255,6 +284,7 @@ _fwd = define_op(
     stem="linear_cross_entropy",
     fake=_fwd_fake,
     cpp_unsupported=_cpp_unsupported,
+    formula=linear_cross_entropy_formula,
 )
 _bwd = define_op(
     "linear_cross_entropy_bwd(Tensor dlosses, Tensor x, Tensor weight, Tensor? bias, Tensor target, Tensor lse, "
@@ -273,6 +303,7 @@ _fwd_bwd = define_op(
     fake=_fwd_bwd_fake,
     cpp_unsupported=_cpp_unsupported,
     cpp_call=_cpp_masked,
+    formula=_formula_with_gradients,
 )
 
 
@@ -304,8 +335,54 @@ def _backward_with_gradients(ctx: Any, dloss: Tensor, *_: None) -> tuple[Tensor 
     return *gradients, *(None,) * 7
 
 
-register_autograd("linear_cross_entropy_fwd", _backward, setup_context=_setup_context)
-register_autograd("linear_cross_entropy_fwd_bwd", _backward_with_gradients, setup_context=_setup_context_with_gradients)
+def _differentiable_backward(ctx: Any, dlosses: Tensor, _: None) -> tuple[Tensor | None, ...]:
+    x, weight, bias, target, _lse = ctx.saved_tensors
+
+    def formula(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return linear_cross_entropy_formula(x, weight, bias, target, *ctx.options)[0]
+
+    return *differentiate(formula, (x, weight, bias), ctx.needs_input_grad[:3], dlosses), *(None,) * 5
+
+
+class _Constant(torch.autograd.Function):
+    """A gradient whose own gradient is an error: the inputs that it depends on were not kept."""
+
+    @staticmethod
+    def forward(ctx: Any, gradient: Tensor, _: Tensor) -> Tensor:
+        """The gradient itself; the second tensor is one that requires a gradient."""
+        return gradient.view_as(gradient)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        """Raises."""
+        raise NotImplementedError(
+            'linear_cross_entropy has no double backward with reduction "mean" or "sum", which keeps gradients instead '
+            'of inputs: take the sum of reduction="none"'
+        )
+
+
+def _once_differentiable_backward(ctx: Any, dloss: Tensor, *_: None) -> tuple[Tensor | None, ...]:
+    if not torch.is_grad_enabled():
+        return _backward_with_gradients(ctx, dloss)
+    asked = torch.zeros((), requires_grad=True)
+    return tuple(
+        None if gradient is None else _Constant.apply(gradient, asked)  # type: ignore[no-untyped-call]
+        for gradient in _backward_with_gradients(ctx, dloss)
+    )
+
+
+register_autograd(
+    "linear_cross_entropy_fwd",
+    _backward,
+    setup_context=_setup_context,
+    differentiable_backward=_differentiable_backward,
+)
+register_autograd(
+    "linear_cross_entropy_fwd_bwd",
+    _backward_with_gradients,
+    setup_context=_setup_context_with_gradients,
+    differentiable_backward=_once_differentiable_backward,
+)
 forbid_double_backward("linear_cross_entropy_bwd")
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fastformer.ops._common import accumulation_dtype, check_dtype, check_features
-from fastformer.ops._library import autocast, define_op
+from fastformer.ops._library import autocast, define_op, refuse_derivatives
 
 # Rows whose logits the reference holds at a time, and classes whose weights it widens at a time: these stay in a cache.
 CHUNK_ROWS, CHUNK_CLASSES = 512, 1024
@@ -172,6 +172,7 @@ def linear_topk(x: Tensor, weight: Tensor, k: int, *, log_probs: bool = True) ->
     Raises:
         ValueError: shapes or dtypes that do not agree, a k that is no integer from 1 to vocab_size.
     """
+    refuse_derivatives("linear_topk", x, weight)
     x, weight = autocast("linear_topk", x, weight)
     check_features(x)
     if not isinstance(weight, Tensor) or weight.dim() != 2 or weight.shape[1] != x.shape[-1] or weight.shape[0] == 0:

@@ -33,11 +33,9 @@ def rotary_reference(
     half = cos.shape[-1]
     even, odd = (slice(0, 2 * half, 2), slice(1, 2 * half, 2)) if interleaved else (slice(half), slice(half, 2 * half))
     first, second = x[..., even], x[..., odd]  # the products with cos and sin are as wide as these
-    out = x.new_empty(x.shape)
-    out[..., even] = first * cos - second * sin
-    out[..., odd] = second * cos + first * sin
-    out[..., 2 * half :] = x[..., 2 * half :]
-    return out
+    turned = (first * cos - second * sin).to(x.dtype), (second * cos + first * sin).to(x.dtype)
+    pairs = torch.stack(turned, -1).flatten(-2) if interleaved else torch.cat(turned, -1)
+    return pairs if 2 * half == x.shape[-1] else torch.cat((pairs, x[..., 2 * half :]), -1)
 
 
 def _fake(x: Tensor, *options: object) -> Tensor:
@@ -54,6 +52,7 @@ _fwd = define_op(
     stem="rotary",
     fake=_fake,
     cpp_unsupported=_cpp_unsupported,
+    formula=rotary_reference,
 )
 
 

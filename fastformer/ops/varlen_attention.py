@@ -15,9 +15,9 @@ from torch import Tensor
 
 from fastformer.ops._attention_reference import Scores, attend, attend_backward
 from fastformer.ops._attention_torch import attend_torch, attend_torch_backward, unsupported
-from fastformer.ops._common import accumulation_dtype, described
+from fastformer.ops._common import accumulation_dtype, described, is_readable
 from fastformer.ops._dropout import resolve_dropout
-from fastformer.ops._library import autocast, define_op, forbid_double_backward, register_autograd
+from fastformer.ops._library import autocast, define_op, differentiate, forbid_double_backward, register_autograd
 from fastformer.ops.attention import check_heads, cpp_unsupported, resolve_scale, resolve_window
 
 
@@ -28,17 +28,17 @@ class _Packing:
         starts = cu_seqlens[:-1].long()
         self.seqlens = cu_seqlens.diff()
         position = torch.arange(max_seqlen, device=cu_seqlens.device)
-        self.rows = (starts[:, None] + position).clamp_(max=max(total - 1, 0))  # (batch, max_seqlen)
+        self.rows = (starts[:, None] + position).clamp(max=max(total - 1, 0))  # (batch, max_seqlen)
         self.padding = position >= self.seqlens[:, None]
         row = torch.arange(total, device=cu_seqlens.device)
-        self.sequence = torch.searchsorted(cu_seqlens[1:].long(), row, right=True)  # (total,)
-        self.real = self.sequence < starts.numel()
-        self.sequence.clamp_(max=starts.numel() - 1)
-        self.position = (row - starts[self.sequence]).clamp_(max=max_seqlen - 1)
+        sequence = torch.searchsorted(cu_seqlens[1:].long(), row, right=True)
+        self.real = sequence < starts.numel()
+        self.sequence = sequence.clamp(max=starts.numel() - 1)  # (total,)
+        self.position = (row - starts[self.sequence]).clamp(max=max_seqlen - 1)
 
     def pad(self, x: Tensor) -> Tensor:
         """(total, ...) -> (batch, max_seqlen, ...); rows beyond a sequence are 0, whatever the next one holds."""
-        return x[self.rows].masked_fill_(self.padding.view(*self.padding.shape, *(1,) * (x.dim() - 1)), 0.0)
+        return x[self.rows].masked_fill(self.padding.view(*self.padding.shape, *(1,) * (x.dim() - 1)), 0.0)
 
     def pack(self, padded: Tensor, fill: float = 0.0) -> Tensor:
         """(batch, max_seqlen, ...) -> (total, ...); rows beyond the last sequence are `fill`."""
@@ -155,6 +155,7 @@ _fwd = define_op(
     cpp_unsupported=cpp_unsupported,
     torch_function=_varlen_attention_torch,
     torch_unsupported=unsupported,
+    formula=varlen_attention_reference,
 )
 _bwd = define_op(
     "varlen_attention_bwd(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor cu_seqlens_q, "
@@ -185,7 +186,18 @@ def _backward(ctx: Any, dout: Tensor | None, _: None) -> tuple[Tensor | None, ..
     return *_bwd(dout, *tensors, *ctx.options, dropout_seed), *(None,) * 9
 
 
-register_autograd("varlen_attention_fwd", _backward, setup_context=_setup_context)
+def _differentiable_backward(ctx: Any, dout: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+    q, k, v, _, _, *cu_seqlens, dropout_seed = ctx.saved_tensors
+
+    def formula(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return varlen_attention_reference(q, k, v, *cu_seqlens, *ctx.options, dropout_seed)[0]
+
+    return *differentiate(formula, (q, k, v), ctx.needs_input_grad[:3], dout), *(None,) * 9
+
+
+register_autograd(
+    "varlen_attention_fwd", _backward, setup_context=_setup_context, differentiable_backward=_differentiable_backward
+)
 forbid_double_backward("varlen_attention_bwd")
 
 
@@ -307,7 +319,7 @@ def _check_sequences(name: str, cu_seqlens: Tensor, max_seqlen: int, rows: int) 
     """Holds the lengths of q's or k's sequences against each other; the values are read on a CPU alone."""
     if isinstance(max_seqlen, bool | float | str) or max_seqlen is None or max_seqlen < 0:
         raise ValueError(f"expected max_seqlen_{name} to be an integer of at least 0, got {max_seqlen!r}")
-    if torch.compiler.is_compiling() or type(cu_seqlens) is not Tensor or cu_seqlens.device.type != "cpu":
+    if not is_readable(cu_seqlens):
         return
     ends = cu_seqlens.tolist()
     longest = max((end - begin for begin, end in itertools.pairwise(ends)), default=0)

@@ -270,14 +270,6 @@ def test_what_cpp_takes() -> None:
             add_layer_norm(x.half())
 
 
-def test_double_backward_is_refused(device: str) -> None:
-    x = torch.randn(2, 8, device=device, requires_grad=True)
-    y, _ = add_layer_norm(x, x)
-    (dx,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
-    with pytest.raises(NotImplementedError, match="add_layer_norm_bwd has no double backward"):
-        torch.autograd.grad(dx.square().sum(), x)
-
-
 def test_wrong_calls() -> None:
     x = torch.randn(2, 8)
     with pytest.raises(ValueError, match=r"expected a floating-point x \(\.\.\., dim\).*torch.int64"):

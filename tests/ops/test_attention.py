@@ -371,13 +371,6 @@ def test_a_mask_is_not_rounded_for_pytorch(no_extension: None) -> None:
         assert torch.equal(out, attention(q, q, q, attn_mask=mask))
 
 
-def test_double_backward_says_no() -> None:
-    q = torch.randn(1, 4, 1, 8, requires_grad=True)
-    (dq,) = torch.autograd.grad(attention(q, q, q).sum(), q, create_graph=True)
-    with pytest.raises(NotImplementedError, match="attention_bwd has no double backward"):
-        dq.sum().backward()
-
-
 @pytest.mark.parametrize("window_size", [(None, 3), (None, 4), (5, None), (6, None), (5, 3)], ids=str)
 def test_a_window_that_hides_one_corner_alone(window_size: Any, backend: str, device: str) -> None:
     """With 5 queries and 7 keys the widest windows that still hide a key: the last of the first row, or the reverse."""

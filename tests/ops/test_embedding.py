@@ -234,15 +234,6 @@ def test_autocast_changes_nothing(device: str) -> None:
     assert torch.equal(out, embedding(**inputs, scale=2.0))
 
 
-def test_double_backward_is_refused(device: str) -> None:
-    weight = torch.randn(5, 8, device=device, requires_grad=True)
-    dout = torch.randn(3, 8, device=device, requires_grad=True)
-    out = embedding(torch.tensor([0, 1, 1], device=device), weight)
-    (dweight,) = torch.autograd.grad(out, weight, dout, create_graph=True)
-    with pytest.raises(NotImplementedError, match="embedding_bwd has no double backward"):
-        torch.autograd.grad(dweight.square().sum(), dout)
-
-
 @pytest.mark.gpu
 def test_no_host_sync() -> None:
     inputs = make_inputs((3, 17), 11, 24, "cuda", table=torch.float32, positions=True)

@@ -283,14 +283,6 @@ def test_what_cpp_takes() -> None:
             feed_forward(**{name: value.half() for name, value in inputs.items()})
 
 
-def test_double_backward_is_refused(device: str) -> None:
-    inputs = make_inputs((3, 8), 8, "gelu", device)
-    x = inputs["x"].requires_grad_()
-    (dx,) = torch.autograd.grad(feed_forward(**inputs, activation="gelu").square().sum(), x, create_graph=True)
-    with pytest.raises(NotImplementedError, match="feed_forward_bwd has no double backward"):
-        torch.autograd.grad(dx.square().sum(), x)
-
-
 def test_wrong_calls() -> None:
     inputs = make_inputs((3, 8), 12, "relu", "cpu")
 

@@ -315,14 +315,6 @@ def test_autocast_keeps_the_loss_wide(reduction: str, device: str) -> None:
         assert torch.equal(leaf.grad, narrow[name].grad.float()), name
 
 
-def test_double_backward_is_refused(device: str) -> None:
-    inputs = make_inputs((3, 8), 8, device)
-    x = inputs["x"].requires_grad_()
-    (dx,) = torch.autograd.grad(linear_cross_entropy(**inputs, reduction="none").sum(), x, create_graph=True)
-    with pytest.raises(NotImplementedError, match="linear_cross_entropy_bwd has no double backward"):
-        torch.autograd.grad(dx.square().sum(), x)
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 def test_no_host_sync(reduction: str) -> None:

@@ -1,0 +1,352 @@
+"""Every op where a kernel is not enough: functorch, forward mode, double backward, tensors of subclasses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad, gradcheck, gradgradcheck
+from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
+
+from fastformer import ops
+from fastformer.ops import record_backends, use_backend
+
+SEED = torch.tensor([3, 5])
+CU_Q, CU_K = (torch.tensor(ends, dtype=torch.int32) for ends in ([0, 2, 2, 5], [0, 3, 5, 7]))
+IDS, TARGET = torch.tensor([[1, 4, 0], [2, 1, 1]]), torch.tensor([1, -100, 3, 0])
+# Added to scores, it hides everything from query 1 and one key from query 0.
+DEAD_ROW = torch.tensor([[0.1, 0.2, -torch.inf, 0.3], [-torch.inf] * 4, [0.5, 0.0, -0.7, 0.2]], dtype=torch.float64)
+Inputs = tuple[Tensor, ...]
+Call = Callable[..., Tensor | tuple[Tensor, ...]]
+
+
+def randn(*shape: int) -> Tensor:
+    return torch.randn(shape, dtype=torch.float64)
+
+
+def _attention(*inputs: Tensor, **options: Any) -> Tensor:
+    q, k, v, mask = inputs
+    return ops.attention(q, k, v, attn_mask=mask, **options)
+
+
+def _weights(q: Tensor, k: Tensor, mask: Tensor) -> Tensor:
+    options: dict[str, Any] = {"attn_mask": mask, "is_causal": True}
+    lse = ops.attention(q, k, k, return_lse=True, **options)[1]
+    return ops.attention_weights(q, k, lse, **options)
+
+
+def _heads() -> Inputs:
+    return randn(2, 3, 4, 2), randn(2, 4, 2, 2), randn(2, 4, 2, 2)
+
+
+def _rows() -> Inputs:
+    return randn(4, 5), randn(4, 5), randn(5), randn(5)
+
+
+def _network(width: int = 6, hidden: int = 6) -> Inputs:
+    return randn(3, 4), randn(width, 4), randn(width), randn(4, hidden), randn(4)
+
+
+def _drop(p: float = 0.4) -> dict[str, Any]:
+    return {"dropout_p": p, "dropout_seed": SEED}
+
+
+def _varlen(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return ops.varlen_attention(q, k, v, CU_Q, CU_K, 3, 3, is_causal=True, **_drop())
+
+
+# name -> (call, its differentiable inputs in fp64). All of them are differentiated, whatever gives one.
+CASES: dict[str, tuple[Call, Inputs]] = {
+    "attention": (lambda q, k, v: ops.attention(q, k, v, is_causal=True), _heads()),
+    "attention, mask, dropout": (lambda *x: _attention(*x, **_drop()), (*_heads(), randn(1, 4, 3, 4))),
+    "attention, lengths": (
+        lambda q, k, v: ops.attention(q, k, v, seqlens_k=torch.tensor([0, 3], dtype=torch.int32), window_size=(1, 1)),
+        _heads(),
+    ),
+    "attention, a row that sees nothing": (lambda *x: _attention(*x, DEAD_ROW), _heads()),
+    "varlen_attention": (_varlen, (randn(6, 4, 2), randn(7, 2, 2), randn(7, 2, 2))),
+    "attention_weights": (_weights, (*_heads()[:2], randn(2, 1, 3, 4))),
+    "feed_forward, relu": (lambda *x: ops.feed_forward(*x, **_drop()), _network()),
+    "feed_forward, gelu": (lambda *x: ops.feed_forward(*x, activation="gelu"), _network()),
+    "feed_forward, swiglu": (lambda *x: ops.feed_forward(*x, activation="swiglu", **_drop()), _network(12)),
+    "feed_forward, no biases": (
+        lambda x, w1, w2: ops.feed_forward(x, w1, None, w2, None, activation="gelu_tanh"),
+        (randn(3, 4), randn(6, 4), randn(4, 6)),
+    ),
+    "add_layer_norm": (lambda *x: ops.add_layer_norm(*x, **_drop()), _rows()),
+    "add_layer_norm, rms": (lambda x, r, w: ops.add_layer_norm(x, r, w, rms_norm=True), _rows()[:3]),
+    "add_layer_norm, alone": (lambda x, w, b: ops.add_layer_norm(x, None, w, b)[0], (randn(4, 5), *_rows()[2:])),
+    "embedding": (
+        lambda w, table: ops.embedding(IDS, w, position_table=table, scale=2.0, padding_idx=0, **_drop()),
+        (randn(6, 4), randn(5, 4)),
+    ),
+    "embedding, positions": (
+        lambda w, table: ops.embedding(IDS, w, position_table=table, positions=IDS.flip(0)),
+        (randn(6, 4), randn(5, 4)),
+    ),
+    "rotary": (lambda x: ops.rotary(x, *ops.rotary_tables(3, 4, dtype=torch.float64)), (randn(1, 3, 2, 5),)),
+    "rotary, interleaved": (
+        lambda x: ops.rotary(x, *ops.rotary_tables(3, 4, dtype=torch.float64), interleaved=True),
+        (randn(1, 3, 2, 4),),
+    ),
+    "linear_cross_entropy": (
+        lambda x, w, b: ops.linear_cross_entropy(x, w, TARGET, b, reduction="none", label_smoothing=0.1, z_loss=0.1),
+        (randn(4, 3), randn(5, 3), randn(5)),
+    ),
+    "linear_cross_entropy, mean": (
+        lambda x, w, b: ops.linear_cross_entropy(x, w, TARGET, b, label_smoothing=0.1, smooth_others=True),
+        (randn(4, 3), randn(5, 3), randn(5)),
+    ),
+}
+CALLS = [pytest.param(*case, id=name) for name, case in CASES.items()]
+
+
+def leaves(inputs: Inputs) -> Any:
+    return tuple(x.clone().requires_grad_() for x in inputs)
+
+
+def as_tuple(outputs: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return outputs if isinstance(outputs, tuple) else (outputs,)
+
+
+def close(ours: Any, theirs: Any) -> None:
+    for a, b in zip(as_tuple(ours), as_tuple(theirs), strict=True):
+        assert torch.allclose(a, b, rtol=1e-9, atol=1e-9), (a - b).abs().max()
+
+
+@pytest.mark.parametrize(("call", "inputs"), CALLS)
+def test_the_formula_is_the_op(call: Call, inputs: Inputs) -> None:
+    """Values, gradients and tangents under functorch against the kernels' forward and backward passes."""
+    own = leaves(inputs)
+    outputs = as_tuple(call(*own))
+    dys = tuple(torch.randn_like(y) for y in outputs)
+    gradients = torch.autograd.grad(outputs, own, dys)
+
+    primals, pull, *_ = vjp(lambda *x: as_tuple(call(*x)), *inputs)
+    close(primals, outputs)
+    close(pull(dys), gradients)
+    tangents = tuple(torch.randn_like(x) for x in inputs)
+    primals, pushed, *_ = jvp(lambda *x: as_tuple(call(*x)), inputs, tangents)
+    close(primals, outputs)
+    # <dy, J t> = <J^T dy, t>
+    along = sum((dy * t).sum() for dy, t in zip(dys, pushed, strict=True))
+    close(along, sum((dx * t).sum() for dx, t in zip(gradients, tangents, strict=True)))
+    assert float(along.abs()) > 1e-6
+    with forward_ad.dual_level():
+        duals = as_tuple(call(*(forward_ad.make_dual(x, t) for x, t in zip(inputs, tangents, strict=True))))
+        close(tuple(forward_ad.unpack_dual(y).tangent for y in duals), pushed)
+
+
+@pytest.mark.parametrize(("call", "inputs"), CALLS)
+def test_double_backward(call: Call, inputs: Inputs) -> None:
+    if call is CASES["linear_cross_entropy, mean"][0]:
+        pytest.skip("it says no: test_a_mean_loss_says_no_to_double_backward")
+    assert gradgradcheck(call, leaves(inputs), fast_mode=True)
+
+
+@pytest.mark.parametrize("name", ["attention, mask, dropout", "add_layer_norm", "feed_forward, gelu"])
+def test_every_derivative_numerically(name: str) -> None:
+    """Element by element; forward mode, and forward over reverse, too."""
+    call, inputs = CASES[name]
+    inputs = tuple(x[:1] if x.dim() == 4 else x[:2] if x.dim() == 2 and name == "add_layer_norm" else x for x in inputs)
+    assert gradcheck(call, leaves(inputs), check_forward_ad=True, check_batched_grad=True)
+    assert gradgradcheck(call, leaves(inputs), check_fwd_over_rev=True, fast_mode=True)
+
+
+@pytest.mark.parametrize("name", ["attention, mask, dropout", "add_layer_norm", "embedding", "linear_cross_entropy"])
+def test_some_inputs_alone_are_differentiated_twice(name: str) -> None:
+    call, inputs = CASES[name]
+    for i in range(len(inputs)):
+
+        def of_one(x: Tensor, i: int = i) -> Any:
+            return call(*inputs[:i], x, *inputs[i + 1 :])
+
+        assert gradgradcheck(of_one, leaves(inputs[i : i + 1]), fast_mode=True)
+
+
+def test_one_tensor_in_several_places() -> None:
+    x = randn(1, 3, 2, 2)
+    assert gradgradcheck(lambda x: ops.attention(x, x, x), leaves((x,)), fast_mode=True)
+    assert gradgradcheck(lambda x: ops.add_layer_norm(x, x), leaves((randn(3, 4),)), fast_mode=True)
+
+
+def test_a_third_derivative() -> None:
+    x = randn(1, 2, 1, 2)
+
+    def loss(x: Tensor, attend: Callable[..., Tensor] = ops.attention) -> Tensor:
+        (first,) = torch.autograd.grad(attend(x, x, x).pow(3).sum(), x, create_graph=True)
+        (second,) = torch.autograd.grad(first.pow(2).sum(), x, create_graph=True)
+        return torch.autograd.grad(second.pow(2).sum(), x)[0]
+
+    def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return torch.einsum("bhqk,bkhd->bqhd", (torch.einsum("bqhd,bkhd->bhqk", q, k) * 2**-0.5).softmax(-1), v)
+
+    close(loss(leaves((x,))[0]), loss(leaves((x,))[0], plain))
+
+
+@pytest.mark.parametrize(("call", "inputs"), CALLS)
+@pytest.mark.filterwarnings("error:.*performance drop")  # a loop over the batch
+def test_batched(call: Call, inputs: Inputs) -> None:
+    """vmap and vmap(grad), over each input alone and over all of them, against one call each."""
+
+    def loss(*x: Tensor) -> Tensor:
+        parts = [(y * torch.arange(1.0, 1 + y.numel()).view(y.shape)).sum() for y in as_tuple(call(*x))]
+        return torch.stack(parts).sum()
+
+    copies = tuple(torch.stack((x, torch.randn_like(x))) for x in inputs)
+    for which in (*range(len(inputs)), None):
+        given = tuple(c if which in (None, i) else x for i, (c, x) in enumerate(zip(copies, inputs, strict=True)))
+        dims = tuple(0 if which in (None, i) else None for i in range(len(inputs)))
+        each = [tuple(x if d is None else x[j] for x, d in zip(given, dims, strict=True)) for j in range(2)]
+        close(vmap(loss, dims)(*given), torch.stack([loss(*x) for x in each]))
+    everything = tuple(range(len(inputs)))
+    expected = [torch.autograd.grad(loss(*own), own) for own in (leaves(x) for x in each)]
+    close(vmap(grad(loss, everything))(*copies), tuple(map(torch.stack, zip(*expected, strict=True))))
+
+
+def test_jacobians() -> None:
+    call, (q, k, v) = CASES["attention"]
+    forward, reverse = jacfwd(call)(q, k, v), jacrev(call)(q, k, v)
+    close(forward, reverse)
+    assert reverse.shape == (*q.shape, *q.shape) and float(reverse.abs().max()) > 1e-3
+    x = randn(2, 4)
+    close(
+        hessian(lambda x: ops.add_layer_norm(x)[0].pow(3).sum())(x),
+        hessian(lambda x: torch.nn.functional.layer_norm(x, (4,)).pow(3).sum())(x),
+    )
+    # A Jacobian of plain autograd's, whose backward pass is batched.
+    rows = torch.autograd.functional.jacobian(lambda q: call(q, k, v), q, vectorize=True)
+    close(rows, reverse)
+
+
+def test_tangents_of_gradients_of_an_earlier_graph() -> None:
+    """The graph was made before forward mode began."""
+    x = randn(3, 4).requires_grad_()
+    y = ops.add_layer_norm(x)[0]
+    dy, tangent = randn(3, 4), randn(3, 4)
+    (expected,) = torch.autograd.grad(y, x, tangent, retain_graph=True)
+    with forward_ad.dual_level():
+        (dx,) = torch.autograd.grad(y, x, forward_ad.make_dual(dy, tangent))
+        close(forward_ad.unpack_dual(dx).tangent, expected)
+
+
+def test_a_mean_loss_says_no_to_double_backward() -> None:
+    """It has kept gradients in place of inputs. First derivatives are right under create_graph all the same."""
+    call, inputs = CASES["linear_cross_entropy, mean"]
+    own = leaves(inputs)
+    first = torch.autograd.grad(call(*own), own, create_graph=True)
+    close(first, torch.autograd.grad(call(*own), own))
+    for gradient in first:
+        with pytest.raises(NotImplementedError, match='no double backward with reduction "mean".*reduction="none"'):
+            gradient.sum().backward()
+
+
+def _topk(x: Tensor) -> Tensor:
+    return ops.linear_topk(x, torch.ones(6, 4), 2).values
+
+
+def _decode(q: Tensor) -> Tensor:
+    cache, seqlens = torch.ones(2, 3, 1, 4), torch.tensor([1, 2], dtype=torch.int32)
+    return ops.decode_attention(q[:, None, None], cache, cache, seqlens)
+
+
+@pytest.mark.parametrize("call", [_topk, _decode])
+def test_what_is_for_inference_says_no(call: Callable[[Tensor], Tensor]) -> None:
+    """Instead of zeros. A call inside a transform that differentiates by something else is answered."""
+    x = torch.randn(2, 4)
+
+    def loss(x: Tensor) -> Tensor:
+        return call(x).sum()
+
+    transforms: tuple[Callable[[], Any], ...] = (
+        lambda: grad(loss)(x),
+        lambda: jvp(loss, (x,), (x,)),
+        lambda: vmap(grad(loss))(x[None]),
+        lambda: grad(lambda x: vmap(loss)(x).sum())(x[None]),
+    )
+    for transform in transforms:
+        with pytest.raises(NotImplementedError, match="is for inference: it has no gradients"):
+            transform()
+    expected = loss(x)
+    assert torch.equal(grad(lambda other: other * loss(x))(torch.ones(())), expected)
+    assert torch.equal(vmap(lambda other: other * loss(x))(torch.ones(2))[1], expected)
+
+
+class Asked(Tensor):
+    """Says what it was asked, and knows none of our ops."""
+
+    asked: list[str] = []
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        cls.asked.append(str(function))
+        assert "fastformer" not in str(function)
+        return super().__torch_function__(function, types, args, kwargs)
+
+
+class Wrapped(Tensor):
+    """Holds its numbers in another tensor, and dispatches PyTorch's operations to that."""
+
+    @staticmethod
+    def __new__(cls, inner: Tensor) -> Wrapped:
+        return Tensor._make_wrapper_subclass(cls, inner.shape, inner.stride(), dtype=inner.dtype)
+
+    def __init__(self, inner: Tensor) -> None:
+        self.held = inner.detach()
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        assert function.namespace == "aten", function
+        inner = torch.utils._pytree.tree_map_only(Wrapped, lambda x: x.held, (args, kwargs or {}))
+        return torch.utils._pytree.tree_map_only(Tensor, Wrapped, function(*inner[0], **inner[1]))
+
+
+@pytest.mark.parametrize("kind", [Asked, Wrapped])
+def test_a_subclass_is_asked_in_words_that_it_knows(kind: type[Tensor]) -> None:
+    for name in ("attention", "add_layer_norm", "feed_forward, gelu"):
+        call, inputs = CASES[name]
+        wrap: Any = {Asked: lambda x: x.as_subclass(Asked), Wrapped: Wrapped}[kind]
+        if name == "add_layer_norm":
+            call = ops.add_layer_norm
+        expected, outputs = as_tuple(call(*inputs)), as_tuple(call(*map(wrap, inputs)))
+        assert all(type(y) is kind for y in outputs)
+        close(tuple(y.held if isinstance(y, Wrapped) else y.as_subclass(Tensor) for y in outputs), expected)
+    assert kind is Wrapped or any("matmul" in function for function in Asked.asked)
+
+
+def test_ordinary_calls_never_run_the_formula() -> None:
+    """A backward pass without create_graph runs the kernel, and forward mode that is over leaves no trace."""
+    call, inputs = CASES["attention"]
+    with forward_ad.dual_level():
+        pass
+    vmap(call)(*(x[None] for x in inputs))
+    own = leaves(inputs)
+    with use_backend("reference"), record_backends() as ran:
+        call(*own).sum().backward()
+    assert ran == {("attention_fwd", "reference"), ("attention_bwd", "reference")}
+    with record_backends() as ran, torch.inference_mode():
+        call(*inputs)
+    assert {name for name, _ in ran} == {"attention_fwd"}
+
+
+def test_the_dispatchers_entry_knows_the_formula_too() -> None:
+    """For whoever calls torch.ops.fastformer himself, as compiled code does."""
+    q, k, v = (randn(1, 3, 2, 4) for _ in range(3))
+    options = (None, None, 0.5, None, None, 0.0, None)
+
+    def through(q: Tensor) -> Tensor:
+        return torch.ops.fastformer.attention_fwd(q, k, v, *options)[0]
+
+    tangent = torch.randn_like(q)
+    expected = jvp(lambda q: ops.attention(q, k, v, softmax_scale=0.5), (q,), (tangent,))
+    close(jvp(through, (q,), (tangent,)), expected)
+    close(grad(lambda q: through(q).square().sum())(q), grad(lambda q: expected_loss(q, k, v))(q))
+
+
+def expected_loss(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return ops.attention(q, k, v, softmax_scale=0.5).square().sum()
