@@ -8,6 +8,7 @@ PyTorch advances with every replay, by as much as an uncaptured call would have:
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Protocol
 
@@ -23,6 +24,10 @@ class Graph(Protocol):
 
 class CaptureError(RuntimeError):
     """The work can't be captured; the message names what stood in the way."""
+
+
+# Graphs whose capture broke: PyTorch's allocators may go on asking them which memory is theirs, so they have to stay.
+_broken: list[torch.cuda.CUDAGraph] = []
 
 
 class _Call:
@@ -51,6 +56,7 @@ class Graphs:
         if self._on_cuda:
             self._stream = torch.cuda.Stream(self.device)
             self._pool = torch.cuda.graph_pool_handle()
+            self._scratch = torch.zeros((), device=self.device)
 
     def warm_up(self, function: Callable[[], None]) -> None:
         """Calls the function, uncaptured, on the stream on which it will be captured.
@@ -77,18 +83,37 @@ class Graphs:
         if not self._on_cuda:
             return _Call(function)
         graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self.device)
-        # Other threads (a progress bar's, a loader's) may go on with what a capture forbids this one to do.
-        capturing = torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local")
         raised: Exception | None = None
         try:
-            with torch.cuda.device(self.device), capturing:
+            with torch.cuda.device(self.device), self._capturing(graph):
                 try:
                     function()
                 except Exception as error:
                     raised = error
                     raise
         except Exception as error:
-            torch.cuda.set_stream(current)  # the end of a capture that broke raises, too, and leaves its stream on
+            if error is not raised:  # the end of a capture that broke raises, too, and leaves its stream on
+                self._recover(graph)
+            torch.cuda.set_stream(current)
             cause = raised or error
             raise CaptureError(f"{type(cause).__name__}: {cause}") from cause
         return graph
+
+    def _capturing(self, graph: torch.cuda.CUDAGraph) -> torch.cuda.graph:
+        # Other threads (a progress bar's, a loader's) may go on with what a capture forbids this one to do.
+        return torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local")
+
+    def _recover(self, graph: torch.cuda.CUDAGraph) -> None:
+        """Makes PyTorch forget a capture that broke, which it takes for one that goes on."""
+        _broken.append(graph)
+        pool, self._pool = self._pool, torch.cuda.graph_pool_handle()
+        # Until then the allocator keeps all that is free to itself.
+        with contextlib.suppress(AttributeError, RuntimeError):
+            torch._C._cuda_endAllocateToPool(self._stream.device_index, pool)
+        # The generator refuses to draw outside a capture, until one ends as it should.
+        with (
+            contextlib.suppress(RuntimeError),
+            torch.cuda.device(self.device),
+            self._capturing(torch.cuda.CUDAGraph()),
+        ):
+            self._scratch.zero_()

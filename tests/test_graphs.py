@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
-from fastformer.graphs import Graphs
+from fastformer import graphs as graphs_module
+from fastformer.graphs import CaptureError, Graphs
 from tests.no_sync import HostSync, NoSync
 
 
@@ -28,6 +33,79 @@ def test_on_a_cpu_a_graph_is_a_call() -> None:
     graph.replay()
     graph.replay()
     assert total == 11
+
+
+class StubCuda:
+    """What `Graphs` asks of torch.cuda, with an end of a capture that raises where a stream was waited for in it.
+
+    As PyTorch's allocator it wants a pool of its own for what is captured behind a capture that broke.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.ended: list[object] = []  # of captures that ended as they should, the graphs
+        self.open: set[object] = set()  # pools
+        self.waited = False
+        self.stream: object = "current"
+        pools = itertools.count(1)
+        zeros = torch.zeros
+        stubs: dict[str, Any] = {
+            "Stream": lambda device: SimpleNamespace(device_index=0),
+            "current_stream": lambda device: self.stream,
+            "set_stream": lambda stream: setattr(self, "stream", stream),
+            "graph_pool_handle": lambda: (0, next(pools)),
+            "CUDAGraph": type("CUDAGraph", (), {}),
+            "device": lambda device: contextlib.nullcontext(),
+            "graph": self.capture,
+        }
+        for name, stub in stubs.items():
+            monkeypatch.setattr(torch.cuda, name, stub)
+        monkeypatch.setattr(
+            torch._C, "_cuda_endAllocateToPool", lambda device, pool: self.open.remove(pool), raising=False
+        )
+        monkeypatch.setattr(torch, "zeros", lambda *size, device: zeros(*size))
+        monkeypatch.setattr(graphs_module, "_broken", [])
+
+    @contextlib.contextmanager
+    def capture(self, graph: object, pool: object, stream: object, capture_error_mode: str) -> Iterator[None]:
+        assert pool not in self.open, "already recording to this pool"
+        before, self.stream, self.waited = self.stream, stream, False
+        try:
+            yield
+        finally:
+            if self.waited:
+                self.open.add(pool)
+                raise RuntimeError("the capture was invalidated")
+        self.ended.append(graph)
+        self.stream = before
+
+    def wait(self) -> None:
+        self.waited = True
+        raise RuntimeError("not permitted when stream is capturing")
+
+
+def test_a_capture_that_broke_leaves_the_way_open_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    stub = StubCuda(monkeypatch)
+    graphs = Graphs("cuda")
+    first = graphs.capture(lambda: None)
+    with pytest.raises(CaptureError, match="not permitted"):
+        graphs.capture(stub.wait)
+    # The allocator goes on asking the broken graph; the generator waits for the end of some capture.
+    assert len(graphs_module._broken) == 1 and graphs_module._broken[0] is not first
+    assert len(stub.ended) == 2 and stub.stream == "current" and not stub.open
+    assert graphs.capture(lambda: None) is stub.ended[-1]
+    assert len(stub.ended) == 3 and stub.stream == "current"
+
+
+def test_a_function_that_raises_of_itself_breaks_no_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    stub = StubCuda(monkeypatch)
+    graphs = Graphs("cuda")
+
+    def refuse() -> None:
+        raise ValueError("no")
+
+    with pytest.raises(CaptureError, match="ValueError: no"):
+        graphs.capture(refuse)
+    assert graphs_module._broken == [] and stub.stream == "current"
 
 
 X = torch.tensor([[1.0, -2.0], [3.0, 4.0]])
@@ -116,6 +194,13 @@ except CaptureError as error:
     print("refused")
 assert torch.cuda.current_stream() == current
 assert x.tolist() == [1.0, 1.0, 1.0]
+# What follows is as if nothing had been: numbers are drawn, memory comes and goes, another graph is captured.
+assert torch.rand(4, device="cuda").unique().numel() == 4
+graphs.warm_up(lambda: x.add_(torch.rand(3, device="cuda") * 0 + 1))
+graph = graphs.capture(lambda: x.add_(torch.rand(3, device="cuda") * 0 + 1))
+graph.replay()
+graph.replay()
+assert x.tolist() == [4.0, 4.0, 4.0]
 """
 
 

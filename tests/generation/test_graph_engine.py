@@ -520,3 +520,13 @@ def test_steps_of_triton_kernels_find_the_same(watched) -> None:
         found = generate(model, ids(3, 7), engine="graph", **settings)
     assert isinstance(found, Tensor) and isinstance(expected, Tensor) and torch.equal(found, expected)
     assert ("decode_attention", "triton") in ran and watched.replays == 3
+
+
+def test_what_a_graph_took_is_not_what_others_took_meanwhile() -> None:
+    """Before and after a capture: the bytes in use on the device, by whomever, and PyTorch's own."""
+    mib = 2**20
+    assert graph_module._taken((0, 0), (0, 0)) == 0
+    assert graph_module._taken((900 * mib, 300 * mib), (925 * mib, 320 * mib)) == 25 * mib
+    assert graph_module._taken((900 * mib, 300 * mib), (600 * mib, 320 * mib)) == 20 * mib  # another one has ended
+    assert graph_module._taken((900 * mib, 300 * mib), (9000 * mib, 320 * mib)) == (20 + 64) * mib
+    assert graph_module._taken((900 * mib, 300 * mib), (880 * mib, 280 * mib)) == 0

@@ -44,6 +44,7 @@ logger = logging.getLogger("fastformer")
 
 STEPS_PER_LOOK = 8  # at what has ended: a row whose search ends decodes along until then
 GRAPH_BYTES = 2**30  # of graphs and their tables
+_GRAPH_OWN_BYTES = 2**26  # of one graph at most, beside the memory that its operations work in
 _KEPT_BYTES = 2**32  # of a model's cache and graphs, between two calls
 _KEPT_ON = ("cuda",)  # the devices on which anything is kept
 _LEAST_WIDTH = 64  # of a table of tokens
@@ -390,15 +391,15 @@ class GraphEngine(KVCacheEngine):
         lanes.is_warm = True
 
     def _capture(self, lanes: Lanes) -> None:
-        is_cuda, kept = self.device.type == "cuda", self._state.lanes
+        kept = self._state.lanes
         if (reason := why_not_captured(self.model)) is None:
-            free = torch.cuda.mem_get_info(self.device)[0] if is_cuda else 0
+            before = _memory(self.device)
             try:
                 lanes.graph = self._state.graphs.capture(lambda: self._step_lanes(lanes))
             except CaptureError as error:
                 reason = str(error)
             else:
-                lanes.graph_bytes = max(0, free - torch.cuda.mem_get_info(self.device)[0]) if is_cuda else 0
+                lanes.graph_bytes = _taken(before, _memory(self.device))
                 while sum(one.nbytes for one in kept.values()) > self.max_graph_bytes:
                     oldest = next(iter(kept))
                     if kept[oldest] is lanes:
@@ -435,6 +436,25 @@ class GraphEngine(KVCacheEngine):
         else:
             values, found = model.top_tokens(hidden, shape.num_candidates, log_probs=shape.log_probs)
         cache.follow(search.advance(values, found, cache.step))
+
+
+def _memory(device: torch.device) -> tuple[int, int]:
+    """The bytes of a GPU that are in use, by whomever, and those that PyTorch holds in this process."""
+    if device.type != "cuda":
+        return 0, 0
+    # A capture gives back what nobody uses, which must not hide what it takes.
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(device)
+    return total - free, torch.cuda.memory_reserved(device)
+
+
+def _taken(before: tuple[int, int], after: tuple[int, int]) -> int:
+    """What a capture took, by `_memory` before and after it.
+
+    The graph itself is the driver's, and PyTorch does not know its size; but other processes come and go on the device.
+    """
+    used, held = (max(0, now - was) for was, now in zip(before, after, strict=True))
+    return held + min(max(0, used - held), _GRAPH_OWN_BYTES)
 
 
 class _Banned:
