@@ -1,5 +1,6 @@
 """The ops: documented functions over fused kernels, plain PyTorch as the reference. The only layer to know backends."""
 
+from fastformer.ops import _flops
 from fastformer.ops._dropout import draw_seed as draw_seed
 from fastformer.ops._library import record_backends as record_backends
 from fastformer.ops._library import use_backend as use_backend
@@ -16,3 +17,5 @@ from fastformer.ops.linear_topk import linear_topk as linear_topk
 from fastformer.ops.rotary import rotary as rotary
 from fastformer.ops.rotary import rotary_tables as rotary_tables
 from fastformer.ops.varlen_attention import varlen_attention as varlen_attention
+
+_flops.install()

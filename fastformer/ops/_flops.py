@@ -1,0 +1,110 @@
+"""What torch.utils.flop_counter counts for the ops: the products, as it counts those of PyTorch's own.
+
+A multiplication and an addition are two. As for PyTorch's fused attention, everything counts that a mask leaves out,
+and a backward pass counts the products that it computes again.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import sys
+from collections.abc import Callable, Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_MODULE = "torch.utils.flop_counter"
+
+
+def _scores(q: Tensor, k: Tensor) -> int:
+    """One product of queries with keys; weights with values and the gradients' products are as large."""
+    batch, seqlen_q, num_heads, head_dim = q.shape
+    return 2 * batch * num_heads * seqlen_q * k.shape[1] * head_dim
+
+
+def _packed_scores(q: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_q: int, max_k: int) -> int:
+    if "cpu" == cu_seqlens_q.device.type == cu_seqlens_k.device.type and type(cu_seqlens_q) is Tensor:
+        pairs = int((cu_seqlens_q.diff().long() * cu_seqlens_k.diff().long()).sum())
+    else:  # as PyTorch does where lengths can't be read
+        pairs = (cu_seqlens_q.shape[0] - 1) * max_q * max_k
+    return 2 * q.shape[1] * q.shape[2] * pairs
+
+
+def _linear(x: Tensor, weight: Tensor) -> int:
+    return 2 * math.prod(x.shape[:-1]) * math.prod(weight.shape)
+
+
+def _feed_forward(x: Tensor, weight1: Tensor, weight2: Tensor) -> int:
+    return 2 * math.prod(x.shape[:-1]) * (math.prod(weight1.shape) + math.prod(weight2.shape))
+
+
+def _decode(q: Tensor, k_cache: Tensor, *args: Any) -> int:
+    """Lengths may be on a GPU: as if the cache were full."""
+    slot_table = args[5]
+    batch, seqlen_q, num_heads, head_dim = q.shape
+    return 4 * batch * seqlen_q * num_heads * head_dim * (k_cache if slot_table is None else slot_table).shape[1]
+
+
+def _wanted(output_mask: Sequence[bool]) -> int:
+    """The products that make dx and dweight, out of the two."""
+    return sum(output_mask[:2])
+
+
+# By the schema's arguments. Ops that make no products are not in it.
+FORMULAS: dict[str, Callable[..., int]] = {
+    "attention_fwd": lambda q, k, v, *_: 2 * _scores(q, k),
+    "attention_bwd": lambda dout, q, k, v, *_: 5 * _scores(q, k),
+    "varlen_attention_fwd": lambda q, k, v, *layout: 2 * _packed_scores(q, *layout[:4]),
+    "varlen_attention_bwd": lambda dout, q, k, v, out, lse, *layout: 5 * _packed_scores(q, *layout[:4]),
+    "attention_weights_fwd": lambda q, k, *_: _scores(q, k),
+    "attention_weights_bwd": lambda dweights, weights, q, k, *_: 2 * _scores(q, k),
+    "decode_attention": _decode,
+    "feed_forward_fwd": lambda x, weight1, bias1, weight2, *_: _feed_forward(x, weight1, weight2),
+    "feed_forward_bwd": lambda dout, x, weight1, bias1, weight2, *_: 2 * _feed_forward(x, weight1, weight2),
+    "linear_cross_entropy_fwd": lambda x, weight, *_: _linear(x, weight),
+    "linear_cross_entropy_bwd": lambda dlosses, x, weight, *options: (1 + _wanted(options[-1])) * _linear(x, weight),
+    "linear_cross_entropy_fwd_bwd": lambda x, weight, *options: (1 + _wanted(options[-1])) * _linear(x, weight),
+    "linear_topk": lambda x, weight, *_: _linear(x, weight),
+}
+
+
+def _register(module: Any) -> None:
+    def without_result(formula: Callable[..., int]) -> Callable[..., int]:
+        return lambda *args, out_val=None, **kwargs: formula(*args, **kwargs)
+
+    for name, formula in FORMULAS.items():
+        packet = getattr(torch.ops.fastformer, name)
+        module.register_flop_formula(packet, get_raw=True)(without_result(formula))
+
+
+class _WhenImported(MetaPathFinder):
+    """Registers as soon as somebody imports the counter: to import it for nobody takes as long as half of PyTorch."""
+
+    def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
+        if fullname != _MODULE:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(fullname)
+        if spec is None or spec.loader is None:
+            return None
+        execute = spec.loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            execute(module)
+            _register(module)
+
+        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+def install() -> None:
+    """Has the counter know the ops, which are all defined by now, whether it is imported already or later."""
+    if _MODULE in sys.modules:
+        _register(sys.modules[_MODULE])
+    else:
+        sys.meta_path.insert(0, _WhenImported())

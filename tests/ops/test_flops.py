@@ -1,0 +1,115 @@
+"""What PyTorch's FlopCounterMode counts for the ops and for layers of them, beside what it counts for torch.nn's."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils import flop_counter
+from torch.utils.flop_counter import FlopCounterMode
+
+import fastformer.nn as fast
+from fastformer import ops
+from fastformer.ops import _flops, _library
+
+BATCH, SEQLEN, DIM, HEADS, HIDDEN = 2, 5, 16, 4, 24
+PRODUCT = 2 * BATCH * SEQLEN * SEQLEN * DIM  # of queries and keys
+
+
+def count(call: Any, *, backward: bool) -> int:
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        out = call()
+        if backward:
+            out.sum().backward()
+    return counter.get_total_flops()
+
+
+@pytest.mark.parametrize("norm_first", [False, True])
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_layer_counts_as_torchs(norm_first: bool, masked: bool) -> None:
+    """Backward computes the scores again, one product more, as torch counts its fused attention."""
+    options: dict[str, Any] = {"dropout": 0.0, "batch_first": True, "norm_first": norm_first}
+    theirs = nn.TransformerEncoderLayer(DIM, HEADS, HIDDEN, **options)
+    ours = fast.TransformerEncoderLayer(DIM, HEADS, HIDDEN, **options)
+    x = torch.randn(BATCH, SEQLEN, DIM, requires_grad=True)
+    mask = torch.ones(SEQLEN, SEQLEN).triu(1).bool() if masked else None
+    assert count(lambda: ours(x, mask), backward=False) == count(lambda: theirs(x, mask), backward=False) > 0
+    both = [count(lambda layer=layer: layer(x, mask), backward=True) for layer in (ours, theirs)]
+    assert both[0] - both[1] == PRODUCT
+    with torch.no_grad():
+        assert count(lambda: ours.eval()(x, mask), backward=False) == count(lambda: theirs(x, mask), backward=False)
+
+
+def test_attention_counts_as_torchs_fused_attention() -> None:
+    q, k = torch.randn(2, 3, 4, 8, requires_grad=True), torch.randn(2, 5, 2, 8, requires_grad=True)
+    shapes = [(2, 4, 3, 8), (2, 2, 5, 8), (2, 2, 5, 8)]
+    forward = flop_counter.sdpa_flop_count(*shapes)
+    backward = flop_counter.sdpa_backward_flop_count(shapes[0], *shapes)
+    assert count(lambda: ops.attention(q, k, k, is_causal=True), backward=False) == forward
+    assert count(lambda: ops.attention(q, k, k, is_causal=True), backward=True) == forward + backward
+
+
+def test_packed_attention_counts_pairs_of_a_sequence_alone() -> None:
+    q, k = torch.randn(5, 4, 8, requires_grad=True), torch.randn(9, 2, 8)
+    cu_q, cu_k = (torch.tensor(ends, dtype=torch.int32) for ends in ([0, 2, 5], [0, 5, 9]))
+    pairs = 2 * 5 + 3 * 4
+    call = lambda: ops.varlen_attention(q, k, k, cu_q, cu_k, 3, 5)  # noqa: E731
+    assert count(call, backward=False) == 2 * 2 * pairs * 4 * 8
+    assert count(call, backward=True) == 7 * 2 * pairs * 4 * 8
+
+
+@pytest.mark.parametrize("activation", ["gelu", "swiglu"])
+def test_the_feed_forward_network(activation: str) -> None:
+    hidden = 2 * HIDDEN if activation == "swiglu" else HIDDEN
+    x, w1, w2 = (torch.randn(s, requires_grad=True) for s in ((2, 3, DIM), (hidden, DIM), (DIM, HIDDEN)))
+    products = 2 * 6 * DIM * (hidden + HIDDEN)
+    call = lambda: ops.feed_forward(x, w1, None, w2, None, activation=activation)  # noqa: E731
+    assert count(call, backward=False) == products
+    assert count(call, backward=True) == 3 * products
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("wanted", [(True, True), (True, False), (False, True)])
+def test_the_loss_counts_what_is_wanted(reduction: str, wanted: tuple[bool, bool]) -> None:
+    x, weight = torch.randn(6, DIM, requires_grad=wanted[0]), torch.randn(9, DIM, requires_grad=wanted[1])
+    target, product = torch.arange(6), 2 * 6 * DIM * 9
+    again = reduction == "none"  # it computes the logits a second time
+    call = lambda: ops.linear_cross_entropy(x, weight, target, reduction=reduction)  # noqa: E731
+    assert count(call, backward=True) == (1 + sum(wanted) + again) * product
+
+
+def test_decoding() -> None:
+    q, cache = torch.randn(2, 1, 4, 8), torch.zeros(2, 7, 2, 8)
+    seqlens = torch.tensor([1, 2], dtype=torch.int32)
+    assert count(lambda: ops.decode_attention(q, cache, cache, seqlens), backward=False) == 4 * 2 * 4 * 8 * 7
+    table = torch.zeros(2, 3, dtype=torch.int32)
+    with_table = count(lambda: ops.decode_attention(q, cache, cache, seqlens, slot_table=table), backward=False)
+    assert with_table == 4 * 2 * 4 * 8 * 3
+    assert count(lambda: ops.linear_topk(torch.randn(3, 8), torch.randn(9, 8), 2).values, backward=False) == 2 * 27 * 8
+    lse = torch.zeros(2, 4, 1)
+    weights = lambda: ops.attention_weights(q.requires_grad_(), cache, lse)  # noqa: E731
+    assert count(weights, backward=False) == 2 * 2 * 4 * 7 * 8
+    assert count(weights, backward=True) == 3 * 2 * 2 * 4 * 7 * 8
+
+
+def test_every_op_with_products_has_a_formula() -> None:
+    without = {name for name in _library.OPS if name.startswith(("add_layer_norm", "embedding", "rotary"))}
+    assert _flops.FORMULAS.keys() == _library.OPS.keys() - without
+
+
+@pytest.mark.parametrize("first", ["torch.utils.flop_counter", "fastformer.ops"])
+def test_the_counter_may_be_imported_before_or_after(first: str) -> None:
+    second = {"torch.utils.flop_counter": "fastformer.ops", "fastformer.ops": "torch.utils.flop_counter"}[first]
+    code = f"""
+import sys, {first}
+assert "{second}" not in sys.modules
+import {second}, torch
+assert torch.ops.fastformer.attention_fwd in sys.modules["torch.utils.flop_counter"].flop_registry
+assert torch.ops.aten.mm in sys.modules["torch.utils.flop_counter"].flop_registry
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
