@@ -11,7 +11,7 @@ from itertools import chain
 from torch import nn
 
 from fastformer.integrations import torch_nn
-from fastformer.integrations.swap import Swap, by_original, is_swapped, swap, unswap, why_left
+from fastformer.integrations.swap import Swap, by_original, has_changed, is_swapped, swap, unswap, why_left
 
 
 @dataclass
@@ -87,10 +87,19 @@ def restore(model: nn.Module) -> list[str]:
 
     Returns:
         The names of the modules that were restored.
+
+    Raises:
+        ValueError: this is no module; one inside was given another class since, as `fully_shard` does.
     """
     if not isinstance(model, nn.Module):
         raise ValueError(f"expected a torch.nn.Module, got {type(model).__name__}")
     found = [(name, module) for name, module in model.named_modules() if is_swapped(module)]
+    for name, module in found:
+        if has_changed(module):
+            raise ValueError(
+                f"expected modules of the classes that accelerate gave them, got {type(module).__name__} "
+                f"in {name or 'the model'}: restore before what gave it this class (fully_shard, for one)"
+            )
     for _, module in found:
         unswap(module)
     if "transformers" in sys.modules:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -108,7 +108,13 @@ def _asks_for_weights(kwargs: dict[str, Any]) -> bool:
 
 
 class Encoder(nn.Module):
-    """An encoder whose layers see packed tokens. What comes out is zeros at padding."""
+    """An encoder whose layers see packed tokens. What comes out is zeros at padding.
+
+    Attributes:
+        kinds: of its layers and of their attentions, exactly.
+    """
+
+    kinds: ClassVar[tuple[type[nn.Module], ...]]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """See transformers."""
@@ -128,7 +134,8 @@ class Encoder(nn.Module):
         return (
             config._attn_implementation == NAME
             and not any(asked)
-            and all(isinstance(layer, EncoderLayer) for layer in layers)
+            # Whatever else stands there may call an attention again after the stack has ended, as a checkpoint does.
+            and all(type(layer) in self.kinds and type(layer.self_attn) in self.kinds for layer in layers)
             and may_pack(self)
         )
 
@@ -144,6 +151,8 @@ class BartDecoderLayer(DecoderLayer, bart.BartDecoderLayer):
 @keeps_recording
 class BartEncoder(Encoder, bart.BartEncoder):
     """Packed."""
+
+    kinds = (BartEncoderLayer, bart.BartAttention)
 
 
 SWAPS = (

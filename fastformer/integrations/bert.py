@@ -22,7 +22,7 @@ from fastformer.integrations.hugging_face import (
 from fastformer.integrations.swap import Swap
 
 # What a forward may be given that doesn't change what it computes here.
-_HARMLESS = frozenset({"position_ids", "cache_position", "return_dict"})
+_HARMLESS = frozenset({"position_ids", "cache_position", "return_dict", "num_items_in_batch"})
 # From 5 on there is one class, which looks up how to attend; before, one for each way.
 _Attention: type[Any] = getattr(bert, "BertSdpaSelfAttention", bert.BertSelfAttention)
 
@@ -106,7 +106,12 @@ class BertEncoder(bert.BertEncoder):
         return out
 
     def _is_ours(self) -> bool:
-        attentions = [layer.attention.self for layer in self.layer if is_known(layer, BertLayer)]
+        # Whatever stands between may call the attention again after the stack has ended, as a checkpoint does.
+        attentions = [
+            layer.attention.self
+            for layer in self.layer
+            if is_known(layer, BertLayer) and is_known(layer.attention, bert.BertAttention)
+        ]
         return len(attentions) == len(self.layer) and all(
             is_known(each, BertSelfAttention) and each._is_simple((), {}) and not getattr(each, "is_causal", False)
             for each in attentions

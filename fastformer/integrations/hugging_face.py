@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any, TypeVar
@@ -63,6 +64,9 @@ class Packing:
 
 
 _packing: ContextVar[Packing | None] = ContextVar("fastformer_packing", default=None)
+# How many runs there are in all threads. A compiler can read and guard a number, but no ContextVar.
+_num_runs = 0
+_lock = threading.Lock()
 
 
 @contextlib.contextmanager
@@ -70,15 +74,23 @@ def packing(known: Padding | None = None, last: nn.Module | None = None) -> Iter
     """Layers of the block take part in a `Packing`."""
     begun = Packing(known, last)
     token = _packing.set(begun)
+    _count(1)
     try:
         yield begun
     finally:
+        _count(-1)
         _packing.reset(token)
+
+
+def _count(more: int) -> None:
+    global _num_runs
+    with _lock:
+        _num_runs += more
 
 
 def going_on() -> Packing | None:
     """The run that a layer takes part in, if there is one."""
-    return None if torch.compiler.is_compiling() else _packing.get()
+    return None if _num_runs == 0 else _packing.get()
 
 
 def entered(x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -124,11 +136,14 @@ def padding_of(x: Tensor, mask: Tensor | None) -> Padding | None:
 
 
 def may_pack(stack: nn.Module) -> bool:
-    """Whether nobody would see that a stack's tokens are packed: no hooks, and nothing computed again later."""
-    modules = list(stack.modules())
-    if any(module._compiled_call_impl is not None for module in modules):
+    """Whether nobody would see that a stack's tokens are packed: no hooks, and nothing computed again later.
+
+    What is inside of the stack must be called as it was written. What computes the whole stack again packs again.
+    """
+    if is_traced():
         return False
-    if stack.training and any(getattr(module, "gradient_checkpointing", False) for module in modules):
+    modules = list(stack.modules())
+    if any(module.training and getattr(module, "gradient_checkpointing", False) for module in modules):
         return False
     return all(is_called_plainly(each) or _records_nothing(each) for each in modules if each is not stack)
 
@@ -140,7 +155,8 @@ def _records_nothing(module: nn.Module) -> bool:
     own = module.__dict__
     hooks = [*own["_forward_hooks"].values()]
     plain = not (own["_forward_pre_hooks"] or own["_backward_hooks"] or own["_backward_pre_hooks"])
-    return "forward" not in own and plain and all(hook.__module__ == output_capturing.__name__ for hook in hooks)
+    plain = plain and "forward" not in own and own.get("_compiled_call_impl") is None
+    return plain and all(hook.__module__ == output_capturing.__name__ for hook in hooks)
 
 
 Stack = TypeVar("Stack", bound=type[nn.Module])

@@ -21,6 +21,8 @@ class MarianDecoderLayer(DecoderLayer, marian.MarianDecoderLayer):
 class MarianEncoder(Encoder, marian.MarianEncoder):
     """Packed."""
 
+    kinds = (MarianEncoderLayer, marian.MarianAttention)
+
 
 SWAPS = (
     Swap(marian.MarianEncoderLayer, MarianEncoderLayer),

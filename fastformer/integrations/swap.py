@@ -66,13 +66,18 @@ def swap(module: nn.Module, with_: Swap) -> None:
     added = {name: value for name, value in with_.attributes(module).items() if not hasattr(module, name)}
     for name, value in added.items():
         setattr(module, name, value)
-    setattr(module, _MEMORY, (type(module), tuple(added)))
+    setattr(module, _MEMORY, (type(module), with_.swapped, tuple(added)))
     module.__class__ = with_.swapped
+
+
+def has_changed(module: nn.Module) -> bool:
+    """Whether somebody gave a swapped module another class since, as FSDP2 does, which `unswap` would take away."""
+    return type(module) is not getattr(module, _MEMORY)[1]
 
 
 def unswap(module: nn.Module) -> None:
     """Gives a swapped module back what it had."""
-    original, added = getattr(module, _MEMORY)
+    original, _, added = getattr(module, _MEMORY)
     forget_restored_forward(module)
     module.__class__ = original
     for name in (*added, _MEMORY):

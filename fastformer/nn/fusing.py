@@ -23,10 +23,11 @@ _CALL = nn.Module.__call__
 
 
 def is_called_plainly(module: nn.Module) -> bool:
-    """Whether a call of a module is a call of its class's forward: no hooks of any kind, no forward of its own."""
+    """Whether a call of a module is a call of its class's forward: not hooked, patched or compiled by itself."""
     own = module.__dict__
     return (
         "forward" not in own
+        and own.get("_compiled_call_impl") is None
         and not own["_forward_hooks"]
         and not own["_forward_pre_hooks"]
         and not own["_backward_hooks"]

@@ -1,0 +1,370 @@
+"""Accelerated models under what people wrap around models: compilers, checkpoints, parallelism, adapters, copies."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import json
+import pickle
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounter
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.utils.checkpoint import checkpoint
+from transformers import BertConfig, BertForMaskedLM, MarianConfig, MarianMTModel
+
+import fastformer
+from fastformer.ops._library import record_backends
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
+
+N, L = 4, 9
+REAL = torch.arange(L) < torch.tensor([[9], [4], [1], [7]])
+IDS = torch.randint(5, 60, (N, L)).masked_fill(~REAL, 1)
+LABELS = IDS.masked_fill(~REAL, -100)
+PACKED = "varlen_attention_fwd"
+
+
+class Tagger(nn.Module):
+    """A model of torch.nn's modules."""
+
+    def __init__(self, dropout: float, num_layers: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(60, 24)
+        layer = nn.TransformerEncoderLayer(24, 3, 40, dropout, batch_first=True, norm_first=True)
+        self.encoder = nn.TransformerEncoder(layer, num_layers, nn.LayerNorm(24), enable_nested_tensor=False)
+        self.head = nn.Linear(24, 60)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor) -> tuple[Tensor]:
+        x = self.encoder(self.embedding(input_ids), src_key_padding_mask=attention_mask == 0)
+        return (nn.functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten()),)
+
+
+def make(family: str, dropout: float = 0.0, num_layers: int = 2) -> Any:
+    torch.manual_seed(5)
+    if family == "torch.nn":
+        return Tagger(dropout, num_layers).double()
+    if family == "bert":
+        model: Any = BertForMaskedLM(
+            BertConfig(
+                vocab_size=60, hidden_size=24, num_hidden_layers=num_layers, num_attention_heads=3,
+                intermediate_size=40, attention_probs_dropout_prob=dropout, hidden_dropout_prob=dropout,
+                max_position_embeddings=32,
+            )
+        )  # fmt: skip
+        return model.double().train()
+    model = MarianMTModel(
+        MarianConfig(
+            vocab_size=60, d_model=24, encoder_layers=num_layers, decoder_layers=num_layers, encoder_attention_heads=3,
+            decoder_attention_heads=3, encoder_ffn_dim=40, decoder_ffn_dim=40, max_position_embeddings=32,
+            dropout=dropout, pad_token_id=1, eos_token_id=2, decoder_start_token_id=1, forced_eos_token_id=2,
+        )
+    )  # fmt: skip
+    return model.double().train()
+
+
+def accelerated(family: str, **options: Any) -> Any:
+    model = make(family, **options)
+    assert fastformer.accelerate(model).swapped
+    return model
+
+
+def batch(padded: bool = True) -> dict[str, Tensor]:
+    real = REAL if padded else torch.ones_like(REAL)
+    return {"input_ids": IDS, "attention_mask": real.long(), "labels": LABELS}
+
+
+class Step:
+    """One step of training: the loss, all gradients by name, and which of our ops ran."""
+
+    def __init__(self, model: Any, **options: Any) -> None:
+        options = options or batch()
+        model.zero_grad()
+        torch.manual_seed(7)
+        with record_backends() as ran:
+            self.loss = model(**options)[0]
+        self.loss.backward()
+        self.ran = {name for name, _ in ran}
+        self.grads = {}
+        for name, parameter in model.named_parameters():
+            for wrapper in ("_checkpoint_wrapped_module.", "_orig_mod.", "module.", "base."):
+                name = name.replace(wrapper, "")
+            if parameter.grad is not None:
+                self.grads[name] = parameter.grad.clone()
+
+    def assert_same(self, other: Step) -> None:
+        tolerance = {"rtol": 1e-9, "atol": 1e-9}
+        torch.testing.assert_close(self.loss, other.loss, **tolerance)
+        assert self.grads.keys() == other.grads.keys()
+        for name, grad in self.grads.items():
+            torch.testing.assert_close(grad, other.grads[name], **tolerance, msg=name)
+
+
+FAMILIES = ("bert", "marian", "torch.nn")
+families = pytest.mark.parametrize("family", FAMILIES)
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> Iterator[None]:
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize(
+    "family", [pytest.param(name, marks=[pytest.mark.slow] if name == "marian" else []) for name in FAMILIES]
+)
+def test_compiles_as_one_graph_and_once(family):
+    expected = Step(make(family, num_layers=1))
+    model = accelerated(family, num_layers=1)
+    Step(model).assert_same(expected)  # what was remembered of an eager call changes nothing
+    counter = CompileCounter()
+    compiled = torch.compile(model, backend=counter, fullgraph=True)
+    Step(compiled).assert_same(expected)
+    for _ in range(2):
+        Step(compiled, **{name: tensor.clone() for name, tensor in batch().items()})
+    assert counter.frame_count == 1, "a second call must not compile again"
+    step = Step(model)
+    step.assert_same(expected)
+    assert PACKED in step.ran, "beside the compiled model the same one packs"
+
+
+@pytest.mark.parametrize("family", ["bert", pytest.param("marian", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("how", ["compile()", "class"])
+def test_layers_compiled_one_by_one(family, how, monkeypatch):
+    expected = Step(make(family, num_layers=1))
+    model = accelerated(family, num_layers=1)
+    counter = CompileCounter()
+    layer = model.bert.encoder.layer[0] if family == "bert" else model.model.encoder.layers[0]
+    if how == "compile()":
+        layer.compile(backend=counter, fullgraph=True)
+    else:
+        # Nothing of the layer itself tells: it is packed as ever, so what is compiled has to know.
+        monkeypatch.setattr(type(layer), "forward", torch.compile(type(layer).forward, backend=counter))
+    for _ in range(2):
+        Step(model).assert_same(expected)
+    assert counter.frame_count >= 1
+
+
+@families
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_a_checkpoint_around_the_whole(family, reentrant, dropout):
+    """What is computed again packs again, and drops the same."""
+
+    class Whole(nn.Module):
+        def __init__(self, base: nn.Module) -> None:
+            super().__init__()
+            self.base = base
+
+        def forward(self, **options: Tensor) -> Any:
+            begin = torch.ones((), dtype=torch.float64, requires_grad=True)
+            return (checkpoint(lambda one: self.base(**options)[0] * one, begin, use_reentrant=reentrant),)
+
+    expected = Step(accelerated(family, dropout=dropout)) if dropout else Step(make(family))
+    step = Step(Whole(accelerated(family, dropout=dropout)))
+    step.assert_same(expected)
+    assert PACKED in step.ran
+
+
+@pytest.mark.parametrize("family", ["bert", "marian"])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpoints_of_transformers(family, reentrant):
+    expected = Step(make(family))
+    model = accelerated(family)
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    if reentrant:
+        model.enable_input_require_grads()
+    step = Step(model)
+    step.assert_same(expected)
+    assert PACKED not in step.ran, "its layers are called again after the run has ended"
+    # Dropout: without padding nothing is packed either way.
+    expected = Step(accelerated(family, dropout=0.5), **batch(False))
+    model = accelerated(family, dropout=0.5)
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    if reentrant:
+        model.enable_input_require_grads()
+    Step(model, **batch(False)).assert_same(expected)
+
+
+CHECKPOINTED = {
+    "layers": ("BertLayer", "MarianEncoderLayer", "TransformerEncoderLayer"),
+    "attentions": ("BertAttention", "MarianAttention", "MultiheadAttention"),
+    "inner": ("BertSelfAttention", "Linear"),
+}
+
+
+def wrap(model: nn.Module, kinds: tuple[str, ...], wrapper: Callable[[nn.Module], nn.Module]) -> None:
+    for name, child in list(model.named_children()):
+        if type(child).__name__ in kinds:
+            setattr(model, name, wrapper(child))
+        else:
+            wrap(child, kinds, wrapper)
+
+
+@families
+@pytest.mark.parametrize("kinds", CHECKPOINTED)
+def test_checkpoint_wrappers_inside(family, kinds):
+    expected = Step(make(family))
+    model = accelerated(family)
+    wrap(model, CHECKPOINTED[kinds], checkpoint_wrapper)
+    Step(model).assert_same(expected)
+
+
+@families
+def test_autocast(family):
+    """The error of bf16 is no larger than that of the model as it was."""
+    exact = Step(make(family))
+    steps = []
+    for model in (make(family).float(), accelerated(family).float()):
+        with torch.autocast("cpu", torch.bfloat16):
+            steps.append(Step(model))
+    plain, ours = steps
+    assert ours.loss.dtype == plain.loss.dtype and PACKED in ours.ran
+    for name, grad in exact.grads.items():
+        error, allowed = ((step.grads[name] - grad).norm() for step in (ours, plain))
+        assert error <= 2 * allowed + 2**-8 * grad.norm() + 1e-6, name
+
+
+@pytest.fixture
+def one_process(tmp_path: Path) -> Iterator[None]:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@families
+@pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}, {"static_graph": True}], ids=str)
+def test_ddp(family, options, one_process):
+    expected = Step(make(family))
+    before = nn.parallel.DistributedDataParallel(accelerated(family), **options)
+    after = nn.parallel.DistributedDataParallel(make(family), **options)
+    assert fastformer.accelerate(after).swapped
+    for model in (before, after):
+        for _ in range(2):
+            step = Step(model)
+            step.assert_same(expected)
+            assert PACKED in step.ran
+
+
+def shard(model: Any) -> Any:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (1,))
+    for module in list(model.modules()):
+        if type(module).__name__ in (*CHECKPOINTED["layers"], "MarianDecoderLayer"):
+            fully_shard(module, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def whole(step: Step) -> Step:
+    step.grads = {
+        name: grad.full_tensor() if hasattr(grad, "full_tensor") else grad for name, grad in step.grads.items()
+    }
+    return step
+
+
+@families
+def test_fsdp2(family, one_process):
+    expected = Step(make(family))
+    before = shard(accelerated(family))
+    after = shard(make(family))
+    report = fastformer.accelerate(after)
+    assert any("FSDP" in reason and "is a subclass of" in reason for reason in report.left.values())
+    for model in (before, after):
+        whole(Step(model)).assert_same(expected)
+    # A class that came on top of ours isn't taken away.
+    kinds = [type(module) for module in before.modules()]
+    with pytest.raises(ValueError, match=r"restore before what gave it this class"):
+        fastformer.restore(before)
+    assert kinds == [type(module) for module in before.modules()]
+    assert sorted(fastformer.restore(after)) == sorted(report.swapped)
+    whole(Step(after)).assert_same(expected)
+
+
+@pytest.mark.parametrize("family", ["bert", pytest.param("torch.nn", marks=pytest.mark.slow)])
+def test_export(family):
+    model = accelerated(family, num_layers=1).eval()
+    with torch.no_grad():
+        expected = model(**batch())[0]
+        exported = torch.export.export(model, (), batch())
+        torch.testing.assert_close(exported.module()(**batch())[0], expected)
+
+
+@pytest.mark.parametrize("family", ["bert", "marian"])
+def test_copies_and_pickles(family):
+    expected = Step(make(family))
+    model = accelerated(family)
+    for made in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        step = Step(made)
+        step.assert_same(expected)
+        assert PACKED in step.ran
+        assert fastformer.restore(made) and made.config._attn_implementation == "sdpa"
+        assert not Step(made).ran
+    assert model.config._attn_implementation == "fastformer", "a copy has a config of its own"
+
+
+@pytest.mark.parametrize("family", ["bert", "marian"])
+def test_what_is_saved_knows_nothing_of_us(family, tmp_path):
+    model = accelerated(family)
+    expected = Step(model)
+    model.save_pretrained(tmp_path)
+    for file in tmp_path.glob("*.json"):
+        assert "fastformer" not in file.read_text().lower(), file.name
+    assert json.loads((tmp_path / "config.json").read_text())["architectures"] == [type(model).__name__]
+    made = type(model).from_pretrained(tmp_path, dtype=torch.float64).train()
+    Step(made).assert_same(expected)
+    assert fastformer.accelerate(made).swapped
+    Step(made).assert_same(expected)
+
+
+class Adapter(nn.Module):
+    """A linear layer with a low-rank addition, as adapters wrap one."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base_layer = base.requires_grad_(False)
+        self.a = nn.Parameter(torch.randn(2, base.in_features, dtype=torch.float64) * 0.3)
+        self.b = nn.Parameter(torch.randn(base.out_features, 2, dtype=torch.float64) * 0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base_layer(x) + x @ self.a.T @ self.b.T
+
+
+@pytest.mark.parametrize("family", ["bert", "marian"])
+@pytest.mark.parametrize("first", ["adapters", "accelerate"])
+def test_adapters(family, first):
+    def adapt(model: Any) -> Any:
+        model.requires_grad_(False)
+        torch.manual_seed(8)
+        wrap(model, ("Linear",), Adapter)
+        return model
+
+    expected = Step(adapt(make(family)))
+    model = adapt(make(family)) if first == "adapters" else accelerated(family)
+    if first == "adapters":
+        assert fastformer.accelerate(model).swapped
+    else:
+        adapt(model)
+    step = Step(model)
+    step.assert_same(expected)
+    assert PACKED in step.ran and "feed_forward_fwd" not in step.ran
+
+
+@pytest.mark.parametrize("family", ["bert", "marian"])
+def test_a_loss_by_num_items_in_batch(family):
+    """Trainer's way of saying how many tokens the whole batch has: it reaches each layer, and packs all the same."""
+    model = make(family)
+    if "kwargs" not in inspect.signature(model.forward).parameters:
+        pytest.skip("this version's forward takes no such argument")
+    options = batch() | {"num_items_in_batch": torch.tensor(50)}
+    expected = Step(model, **options)
+    step = Step(accelerated(family), **options)
+    step.assert_same(expected)
+    assert PACKED in step.ran
