@@ -52,8 +52,8 @@ def accelerate(model: nn.Module) -> Report:
     Args:
         model: any module. Known are those of torch.nn (`MultiheadAttention`, `TransformerEncoderLayer`,
             `TransformerDecoderLayer`, `TransformerEncoder`, `TransformerDecoder`, `Transformer`), and of transformers
-            the layers of BART, BERT, GPT-2, Llama and Marian. Any model of transformers whose attention is "sdpa" has
-            it led to ours.
+            the layers of BART, BERT, GPT-2, Llama, Marian and T5. Any model of transformers whose attention is "sdpa"
+            has it led to ours.
 
     Returns:
         What was swapped, what was left, and why. A second call swaps nothing.
@@ -111,7 +111,7 @@ def restore(model: nn.Module) -> list[str]:
 
 # Of transformers: the file of a family here, and the module whose classes it swaps. A model of a family has loaded it.
 _FAMILIES = {
-    name: f"transformers.models.{name}.modeling_{name}" for name in ("bart", "bert", "gpt2", "llama", "marian")
+    name: f"transformers.models.{name}.modeling_{name}" for name in ("bart", "bert", "gpt2", "llama", "marian", "t5")
 }
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import AttentionInterface, PreTrainedModel, masking_utils
+from transformers.integrations import sdpa_attention
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 
@@ -20,7 +21,9 @@ from fastformer.ops.attention import resolve_scale, why_no_kernel
 
 NAME = "fastformer"
 # What a call may bring along that a function without it does not compute.
-_OTHERS = ("softcap", "position_bias", "cache", "s_aux", "output_attentions")
+_OTHERS = ("softcap", "cache", "s_aux", "output_attentions")
+# A position bias and a mask, or a triangle, as one mask that is added; from 5 on.
+_biased_mask: Any = getattr(sdpa_attention, "create_position_bias_mask", None)
 
 
 def attention_forward(
@@ -49,10 +52,15 @@ def attention_forward(
     if packed_layout() is not None:
         q, k, v = (each.transpose(1, 2) for each in (query, key, value))
         return attend(q, k, v, None, dropout_p=dropout, scale=scaling, is_causal=is_causal), None
-    if any(kwargs.get(name) is not None and kwargs[name] is not False for name in _OTHERS):
+    bias = kwargs.get("position_bias")
+    others = (kwargs.get(name) for name in _OTHERS)
+    if (bias is not None and _biased_mask is None) or any(each is not None and each is not False for each in others):
         options = {"dropout": dropout, "scaling": scaling, "is_causal": is_causal, **kwargs}
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
-    if (known := _known(attention_mask)) is not None:
+    if bias is not None:
+        is_causal = is_causal and attention_mask is None and query.shape[2] > 1
+        attention_mask = _biased_mask(bias, attention_mask, is_causal, query, key)
+    elif (known := _known(attention_mask)) is not None:
         # What a mask says costs less than the mask: the triangle and the keys behind a length are skipped.
         q, k, v = (each.transpose(1, 2) for each in (query, key, value))
         if why_no_kernel(q, k, v, None, resolve_scale(scaling, q.shape[-1])) is None:

@@ -14,7 +14,7 @@ from fastformer.ops import add_layer_norm
 
 
 class RMSNorm(nn.Module):
-    """A norm with `weight` and `variance_epsilon`, as one op where x is of the weight's dtype."""
+    """A norm with `weight` and `variance_epsilon`, as one op where x is of the weight's dtype, and not fp16."""
 
     weight: Any
     variance_epsilon: float
@@ -41,4 +41,5 @@ def join_rms(x: Tensor, residual: Tensor, dropout_p: float, norm: nn.Module) -> 
 
 
 def _fits(norm: RMSNorm, x: Tensor) -> bool:
-    return type(norm.weight) is nn.Parameter and type(x) is Tensor and x.dtype == norm.weight.dtype and x.dim() > 0
+    plain = type(norm.weight) is nn.Parameter and type(x) in (Tensor, nn.Parameter)
+    return plain and x.dtype == norm.weight.dtype and x.dtype != torch.float16

@@ -17,6 +17,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 import fastformer
+from fastformer.integrations.hugging_face import RETURNS_TUPLES
 from fastformer.ops._library import record_backends
 from tests.nn.comparing import assert_same
 
@@ -202,7 +203,9 @@ def test_what_asks_for_more_is_answered(what, family):
     for accelerated in (False, True):
         if accelerated:
             report = fastformer.accelerate(model)
-            assert bool(report.left) == (what == "a forward of its own" and family == "gpt2")
+            # Before 5 who recorded hidden states put the forwards back as attributes.
+            was_touched = what == "a forward of its own" and family == "gpt2"
+            assert bool(report.left) == was_touched or (RETURNS_TUPLES and what == "hidden states")
             packs = "varlen_attention_fwd" in ran(lambda: run(model, RIGHT, **options))
             assert not packs or what == "a tuple"
             seen = seen[:1]
@@ -320,4 +323,5 @@ def test_compiles(family):
     fastformer.accelerate(model)
     expected = run(model, RIGHT).logits * RIGHT[..., None]
     compiled = torch.compile(model)
-    assert_same(run(compiled, RIGHT).logits * RIGHT[..., None], expected, "compiled", 1e-9)
+    # The angles of rotary embeddings are fp32, whose cosine the compiler takes otherwise.
+    assert_same(run(compiled, RIGHT).logits * RIGHT[..., None], expected, "compiled", 1e-6)

@@ -1,0 +1,149 @@
+"""transformers' T5, accelerated."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import T5Config, T5ForConditionalGeneration
+from transformers.models.t5.modeling_t5 import T5LayerNorm
+
+import fastformer
+from fastformer.integrations.hugging_face import RETURNS_TUPLES
+from fastformer.ops._library import record_backends
+from tests.nn.comparing import assert_same
+
+IDS = torch.randint(5, 60, (4, 9))
+RIGHT = torch.arange(9) < torch.tensor([[9], [4], [1], [7]])
+TARGETS = torch.randint(5, 60, (4, 6))
+
+
+def make(**options: Any) -> Any:
+    torch.manual_seed(4)
+    sizes: dict[str, Any] = {"vocab_size": 60, "d_model": 24, "d_kv": 8, "d_ff": 40, "num_layers": 2, "num_heads": 3}
+    sizes |= {"dropout_rate": 0.0, "relative_attention_num_buckets": 8, "relative_attention_max_distance": 10}
+    made = T5ForConditionalGeneration(T5Config(**sizes | {"decoder_start_token_id": 0} | options)).double()
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.copy_(torch.randn_like(parameter) * 0.3 + (0.5 if parameter.dim() == 1 else 0))
+    return made
+
+
+@contextlib.contextmanager
+def exactly() -> Iterator[None]:
+    """While transformers' own code runs: statistics are not rounded to fp32."""
+    theirs = T5LayerNorm.forward
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        return self.weight * (x * (x.square().mean(-1, keepdim=True) + self.variance_epsilon).rsqrt())
+
+    T5LayerNorm.forward = forward
+    yield
+    T5LayerNorm.forward = theirs
+
+
+def run(model: Any, mask: Tensor | None, **options: Any) -> Any:
+    return model(IDS, attention_mask=None if mask is None else mask.long(), labels=TARGETS, **options)
+
+
+def ran(call: Any) -> set[str]:
+    with record_backends() as backends:
+        call()
+    return {name for name, _ in backends}
+
+
+def outputs(model: Any, mask: Tensor | None, **options: Any) -> list[Tensor]:
+    out = run(model, mask, **options)
+    grads = torch.autograd.grad(out.loss, [*model.parameters()], allow_unused=True)
+    more = [*(out.encoder_hidden_states or ()), *(out.decoder_hidden_states or ())]
+    more += [*(out.encoder_attentions or ()), *(out.cross_attentions or ())]
+    return [out.loss, out.logits, *more, *[g for g in grads if g is not None]]
+
+
+def compare(mask: Tensor | None, model: Any, **options: Any) -> set[str]:
+    with exactly():
+        theirs = outputs(model, mask, **options)
+    fastformer.accelerate(model)
+    ours = outputs(model, mask, **options)
+    assert len(ours) == len(theirs)
+    # transformers before 5 takes the softmax in fp32.
+    for i, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
+        assert_same(mine, other, f"output or gradient {i}", 1e-5 if RETURNS_TUPLES else 1e-9)
+    return ran(lambda: run(model, mask, **options))
+
+
+@pytest.mark.parametrize("mode", ["train", "eval"])
+@pytest.mark.parametrize("mask", [None, RIGHT, RIGHT.flip(1)], ids=["no mask", "right", "left"])
+@pytest.mark.parametrize("act", ["relu", "gated-gelu"])
+def test_computes_the_same(act, mask, mode):
+    model = make(feed_forward_proj=act)
+    names = compare(mask, getattr(model, mode)())
+    assert "add_layer_norm_fwd" in names and ("feed_forward_fwd" in names) == (act == "relu")
+    assert ("attention_fwd" in names) == (not RETURNS_TUPLES)
+
+
+@pytest.mark.parametrize("what", ["hidden states", "weights", "checkpointing", "a hook"])
+def test_what_asks_for_more_is_answered(what):
+    model = make(**({"attn_implementation": "eager"} if what == "weights" else {}))
+    model.train(what == "checkpointing")
+    options: dict[str, Any] = {}
+    seen: list[Tensor] = []
+    if what == "hidden states":
+        options["output_hidden_states"] = True
+    elif what == "weights":
+        options["output_attentions"] = True
+    elif what == "checkpointing":
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    else:
+        feed_forward = model.encoder.block[1].layer[-1].DenseReluDense
+        feed_forward.wo.register_forward_hook(lambda module, args, out: seen.append(out.detach()))
+    compare(RIGHT, model, **options)
+    if what == "a hook":
+        assert_same(seen[1], seen[0], "what the hook saw", 1e-9)
+
+
+@pytest.mark.parametrize("num_beams", [1, 3])
+def test_generates_the_same(num_beams):
+    model = make().eval()
+    options = {"attention_mask": RIGHT.long(), "max_new_tokens": 12, "num_beams": num_beams, "do_sample": False}
+    with exactly():
+        expected = model.generate(IDS, **options)
+    implementation = model.config._attn_implementation
+    fastformer.accelerate(model)
+    assert "add_layer_norm_fwd" in ran(lambda: model.generate(IDS, **options))
+    assert torch.equal(model.generate(IDS, **options), expected)
+    fastformer.restore(model)
+    assert model.config._attn_implementation == implementation and not ran(lambda: run(model, RIGHT))
+    assert not any("fastformer" in type(module).__module__ for module in model.modules())
+
+
+@pytest.mark.parametrize("kind", ["relu", "gated-gelu"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_errs_no_more_than_before(dtype, kind):
+    """Also where the second weight of the FFN stays in fp32, as transformers loads it."""
+    model = make(feed_forward_proj=kind).eval()
+    with exactly():
+        exact = run(model, RIGHT).logits
+    model = model.to(dtype)
+    for layer in model.modules():
+        if hasattr(layer, "wo"):
+            layer.wo.float()
+    plain = run(model, RIGHT).logits
+    ours = copy.deepcopy(model)
+    fastformer.accelerate(ours)
+    after = run(ours, RIGHT).logits
+    assert after.dtype == plain.dtype
+    assert (after - exact).norm() <= 1.5 * (plain - exact).norm()
+
+
+def test_dropout_acts_in_training():
+    model = make(dropout_rate=0.4)
+    fastformer.accelerate(model)
+    assert not torch.equal(run(model, RIGHT).logits, run(model, RIGHT).logits)
+    model.eval()
+    assert torch.equal(run(model, RIGHT).logits, run(model, RIGHT).logits)
