@@ -10,12 +10,13 @@
 
 namespace fastformer {
 
-enum class Activation { relu, gelu, gelu_tanh, swiglu };
+enum class Activation { relu, gelu, gelu_tanh, silu, swiglu };
 
 inline Activation activation_named(std::string_view name) {
   if (name == "relu") return Activation::relu;
   if (name == "gelu") return Activation::gelu;
   if (name == "gelu_tanh") return Activation::gelu_tanh;
+  if (name == "silu") return Activation::silu;
   TORCH_CHECK(name == "swiglu", "unknown activation ", name);
   return Activation::swiglu;
 }
@@ -71,7 +72,19 @@ struct Gelu {
 template <typename acc>
 Vec<acc> activate(Activation a, Vec<acc> pre) {
   if (a == Activation::relu) return max(Vec<acc>(acc(0)), pre);
+  if (a == Activation::silu) return pre * sigmoid(pre);
   return Gelu<Vec<acc>>::value(pre, a == Activation::gelu_tanh);
+}
+
+// The derivatives of those that keep their input for backward.
+template <typename acc>
+Vec<acc> activation_derivative(Activation a, Vec<acc> pre) {
+  using V = Vec<acc>;
+  if (a == Activation::silu) {
+    const V s = sigmoid(pre);
+    return s * (V(acc(1)) + pre * (V(acc(1)) - s));
+  }
+  return Gelu<V>::derivative(pre, a == Activation::gelu_tanh);
 }
 
 }  // namespace fastformer

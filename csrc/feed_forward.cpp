@@ -137,7 +137,7 @@ void backward_row(Activation activation, const Dropout& dropout, int64_t hidden,
       (dh * x * s).store(dpre + at + hidden + c, n);
     } else {
       h = activate<acc>(activation, x);
-      (dh * Gelu<V>::derivative(x, activation == Activation::gelu_tanh)).store(dpre + at + c, n);
+      (dh * activation_derivative<acc>(activation, x)).store(dpre + at + c, n);
     }
     (h * multiplier).store(hidden_rows + r * hidden + column + c, n);
   });

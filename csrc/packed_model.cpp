@@ -146,7 +146,7 @@ PackedModel::PackedModel(const ModelOptions& o, const ModelTensors& tensors) : o
   }
   const int64_t vocab = names.table("output").shape[0];
   if (target_embedding_.rows() < vocab) throw std::invalid_argument("expected an embedding of each token to say");
-  output = PackedWeight(names.matrix("output", 0, vocab, vocab, o.d_model), nullptr, o.precision);
+  output = names.weight("output", "output_bias", 0, vocab, vocab, o.d_model, o.precision);
   if (names.find("positions")) {
     positions_ = Table(names.table("positions", o.d_model), o.precision);
     max_len_ = positions_.rows();

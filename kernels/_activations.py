@@ -37,6 +37,8 @@ def activate(pre, up, ACTIVATION: tl.constexpr):
         return pre * _normal_cdf(pre)
     elif ACTIVATION == "gelu_tanh":
         return pre * _tanh_gelu_weight(pre)[0]
+    elif ACTIVATION == "silu":
+        return pre * _sigmoid(pre)
     else:
         return pre * _sigmoid(pre) * up
 
@@ -60,6 +62,10 @@ def differentiate(dhidden, pre, up, ACTIVATION: tl.constexpr):
         slope = 1.5957691216057308 * (1.0 + 0.134145 * pre * pre)
         dpre = dhidden * (weight + pre * slope * derivative)
         return pre * weight, dpre, dpre
+    elif ACTIVATION == "silu":
+        sigmoid = _sigmoid(pre)
+        dpre = dhidden * sigmoid * (1.0 + pre * (1.0 - sigmoid))
+        return pre * sigmoid, dpre, dpre
     else:
         sigmoid = _sigmoid(pre)
         silu = pre * sigmoid

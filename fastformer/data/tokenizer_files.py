@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from fastformer.data import marian
 from fastformer.data.tokenizer import (
     SPECIAL_TOKENS,
     TOKENIZER,
@@ -266,6 +267,8 @@ def _tokenizer_json(file: Path) -> Tokenizer:
     values = _read_json(file)
     if values.get("type") == "bytes":
         return ByteTokenizer()
+    if values.get("type") == marian.TYPE:
+        return marian.saved_marian(file, values)
     if values.get("type") == "foreign":
         return _saved(file, values)
     if not isinstance(values.get("model"), dict):
@@ -334,14 +337,7 @@ def _sentencepiece(file: Path) -> Tokenizer:
 
 
 def _processor(file: Path, model: bytes) -> SentencePieceModel:
-    try:
-        import sentencepiece
-    except ImportError as error:
-        raise ImportError(f"{file} needs the sentencepiece library: pip install 'fastformer[sentencepiece]'") from error
-    try:
-        return SentencePieceModel(sentencepiece.SentencePieceProcessor(model_proto=model))
-    except RuntimeError as error:
-        raise ValueError(f"expected a SentencePiece model in {file}, got something else ({error})") from error
+    return SentencePieceModel(marian.read_sentencepiece(file, model))
 
 
 def _read_json(file: Path) -> dict[str, Any]:

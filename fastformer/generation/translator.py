@@ -92,7 +92,7 @@ class Translator:
         """The translator of a run folder, whichever architecture it holds.
 
         Args:
-            run: the folder.
+            run: the folder, or that of a Marian as transformers saves it.
             tokenizer: None: the folder's own.
             device: where it runs; None: the CPU.
             precision: the dtype that the weights are loaded as, which the caches follow: "fp32", "bf16" or "fp16"; or
@@ -427,7 +427,8 @@ class Translator:
                 f"target_prefix[{number - 1}]: expected a str or None, got {type(prefix).__name__} {prefix!r:.40}"
             )
         try:
-            return list(self.tokenizer.encode(prefix))
+            # A tokenizer may have another vocabulary for the target.
+            return list(getattr(self.tokenizer, "encode_target", self.tokenizer.encode)(prefix))
         except ValueError as error:
             raise TextError(f"text {number}: its target_prefix: {error}") from error
 
@@ -464,7 +465,8 @@ class Translator:
             target = request.results[0].tokens
             shifted = torch.tensor([[maker.ids.start, *target[:-1]]], device=ids.device)
             weights: Tensor = attention_maps(ids, shifted)["cross"][:, 0]
-        return self.tokenizer.tokens(source), self.tokenizer.tokens(target), weights.float().cpu().clone()
+        source_tokens = getattr(self.tokenizer, "source_tokens", self.tokenizer.tokens)(source)
+        return source_tokens, self.tokenizer.tokens(target), weights.float().cpu().clone()
 
 
 def _text(text: object, number: int) -> str:

@@ -224,8 +224,10 @@ def fused_activation(activation: object) -> str | None:
 
     if is_plain(activation, nn.ReLU):
         return "relu"
+    if is_plain(activation, nn.SiLU):
+        return "silu"
     names = {"GELUActivation": "gelu", "NewGELUActivation": "gelu_tanh", "GELUTanh": "gelu_tanh"}
-    names["PytorchGELUTanh"] = "gelu_tanh"
+    names |= {"PytorchGELUTanh": "gelu_tanh", "SiLUActivation": "silu"}
     for name, fused in names.items():
         kind = getattr(activations, name, None)
         if kind is not None and is_plain(activation, kind):

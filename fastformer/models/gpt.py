@@ -40,7 +40,7 @@ class GPTConfig:
             instead of two, two thirds of that, rounded up to a multiple of 64.
         norm: "layer" or "rms".
         layer_norm_eps: added to the variance.
-        activation: "relu", "gelu", "gelu_tanh" or "swiglu".
+        activation: "relu", "gelu", "gelu_tanh", "silu" or "swiglu".
         dropout: on the embeddings and on each sub-layer's output; acts as the nearest multiple of 1/256.
         attention_dropout: on the attention weights.
         activation_dropout: after the activation.

@@ -237,7 +237,7 @@ def load_saved(
     path = Path(folder)
     values = _read_config(path, architecture)
     weights = path / WEIGHTS
-    state = _read_weights(weights)
+    state = read_weights(weights)
     quantization = values.pop(_QUANTIZATION, None)
     if quantization not in (None, INT8):
         raise ValueError(f"expected a {_QUANTIZATION} of {INT8!r} in {path / CONFIG}, got {quantization!r}")
@@ -292,8 +292,13 @@ def _read_config(path: Path, architecture: str) -> dict[str, Any]:
     return values
 
 
-def _read_weights(file: Path) -> dict[str, torch.Tensor]:
-    """The tensors of a file, after a look at its checksum and for weights that are no numbers."""
+def read_weights(file: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a safetensors file, after a look at its checksum and for weights that are no numbers.
+
+    Raises:
+        ImportError: safetensors is not installed.
+        ValueError: no such file, a damaged one, or NaN or infinite weights.
+    """
     if not file.is_file():
         raise ValueError(f"expected the file {file}, which isn't there: was the model saved completely?")
     _check_digest(file)

@@ -28,7 +28,7 @@ from fastformer.special_ids import SpecialIds
 IGNORE_INDEX = -100
 
 Norm = Literal["layer", "rms"]
-Activation = Literal["relu", "gelu", "gelu_tanh", "swiglu"]
+Activation = Literal["relu", "gelu", "gelu_tanh", "silu", "swiglu"]
 
 
 def check_heads(d_model: int, num_heads: int, num_kv_heads: int | None) -> None:
@@ -59,12 +59,15 @@ class TransformerConfig:
         norm_first: pre-norm with a final norm on each stack (tensor2tensor today) or post-norm (the paper).
         norm: "layer" or "rms".
         layer_norm_eps: added to the variance.
-        activation: "relu", "gelu", "gelu_tanh" or "swiglu".
+        activation: "relu", "gelu", "gelu_tanh", "silu" or "swiglu".
         dropout: on the embeddings and on each sub-layer's output; acts as the nearest multiple of 1/256.
         attention_dropout: on the attention weights.
         activation_dropout: after the activation.
-        positions: "concatenated" (tensor2tensor) or "interleaved" (the paper).
+        positions: "concatenated" (tensor2tensor), "interleaved" (the paper) or "halves" (Marian).
+        scale_embedding: whether embeddings are multiplied by sqrt(d_model).
+        embed_pad: whether PAD has an embedding of its own instead of the zero vector; a decoder may begin with it.
         tie_embeddings: one matrix for source, target and the projection before the softmax.
+        output_bias: whether that projection has a bias.
         attention_bias: whether the attention's projections have a bias.
         window_size: a token sees this many neighbours to each side in self-attention; None: all.
         max_len: the longest sequence.
@@ -86,8 +89,11 @@ class TransformerConfig:
     dropout: Probability = 0.1
     attention_dropout: Probability = 0.1
     activation_dropout: Probability = 0.1
-    positions: Literal["concatenated", "interleaved"] = "concatenated"
+    positions: Literal["concatenated", "interleaved", "halves"] = "concatenated"
+    scale_embedding: bool = True
+    embed_pad: bool = False
     tie_embeddings: bool = True
+    output_bias: bool = False
     attention_bias: bool = False
     window_size: Count | None = None
     max_len: Positive = 1024
@@ -109,11 +115,12 @@ class Transformer(PretrainedModel):
 
     The config's `special_ids` say what PAD, EOS and the decoder's first token are. The decoder's input is the target
     shifted right behind `start`; by default that is PAD, whose embedding is the zero vector (tensor2tensor's
-    shift_right). Inputs are padded (batch, seqlen), or packed (total,) with a `SequenceLayout.packed`; weights and
-    results are the same. Without a source layout, trailing PADs of a source are padding; a target needs none, since
-    attention is causal and the loss skips targets of -100.
+    shift_right) unless the config says `embed_pad`. Inputs are padded (batch, seqlen), or packed (total,) with a
+    `SequenceLayout.packed`; weights and results are the same. Without a source layout, trailing PADs of a source are
+    padding; a target needs none, since attention is causal and the loss skips targets of -100.
 
     Parameters: `embedding.weight` (tied) or `source_embedding.weight`, `target_embedding.weight`, `output.weight`;
+    `output_bias`, where the config has it;
     `encoder.*` and `decoder.*` as in `torch.nn.TransformerEncoder` and `TransformerDecoder`.
 
     Args:
@@ -139,6 +146,7 @@ class Transformer(PretrainedModel):
         "tiny": {"d_model": 128, "d_ff": 512, "num_heads": 4, "num_encoder_layers": 2, "num_decoder_layers": 2},
     }
     config: TransformerConfig
+    output_bias: nn.Parameter | None
 
     def __init__(
         self, config: TransformerConfig, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
@@ -156,8 +164,8 @@ class Transformer(PretrainedModel):
             return Embedding(
                 vocab_size,
                 config.d_model,
-                padding_idx=config.special_ids.pad,
-                scale=math.sqrt(config.d_model),
+                padding_idx=None if config.embed_pad else config.special_ids.pad,
+                scale=math.sqrt(config.d_model) if config.scale_embedding else 1.0,
                 dropout=config.dropout,
                 position=position,
                 **factory,
@@ -170,6 +178,8 @@ class Transformer(PretrainedModel):
             self.source_embedding = embedding(config.source_vocab_size or config.vocab_size)
             self.target_embedding = embedding(config.vocab_size)
             self.output = nn.Linear(config.d_model, config.vocab_size, bias=False, **factory)
+        bias = nn.Parameter(torch.empty(config.vocab_size, **factory)) if config.output_bias else None
+        self.register_parameter("output_bias", bias)
 
         window = config.window_size
         layer: dict[str, Any] = {
@@ -223,6 +233,8 @@ class Transformer(PretrainedModel):
                 nn.init.normal_(module.weight, std=self.config.d_model**-0.5)
             elif isinstance(module, nn.LayerNorm):
                 module.reset_parameters()
+        if self.output_bias is not None:
+            nn.init.zeros_(self.output_bias)
 
     @property
     def output_weight(self) -> Tensor:
@@ -291,8 +303,8 @@ class Transformer(PretrainedModel):
         )
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """hidden (..., d_model) -> (..., vocab_size): no bias, no scale."""
-        return F.linear(hidden, self.output_weight)
+        """hidden (..., d_model) -> (..., vocab_size): no scale, and no bias unless the config has `output_bias`."""
+        return F.linear(hidden, self.output_weight, self.output_bias)
 
     def top_tokens(self, hidden: Tensor, k: int, *, log_probs: bool = True) -> TopK:
         """The k best next tokens of each position, with their log-probabilities (or logits), without the logits of all.
@@ -310,7 +322,8 @@ class Transformer(PretrainedModel):
         Raises:
             ValueError: a k that is no integer from 1 to vocab_size.
         """
-        if type(self).logits is not Transformer.logits or "logits" in self.__dict__:
+        is_ours = type(self).logits is Transformer.logits and "logits" not in self.__dict__
+        if not is_ours or self.output_bias is not None:
             return best_of_logits(self.logits(hidden), k, log_probs=log_probs)
         return linear_topk(hidden, self.output_weight, k, log_probs=log_probs)
 
@@ -359,10 +372,14 @@ class Transformer(PretrainedModel):
         Returns:
             A scalar, or target_out's shape for "none"; fp32.
         """
-        hidden = self._hidden(source, target_in, source_layout, target_layout)
+        hidden, weight = self._hidden(source, target_in, source_layout, target_layout), self.output_weight
+        if self.output_bias is not None:
+            # One more column, for a one; eight, so that rows stay aligned.
+            weight = F.pad(torch.cat((weight, self.output_bias[:, None]), 1), (0, 7))
+            hidden = F.pad(F.pad(hidden, (0, 1), value=1.0), (0, 7))
         return linear_cross_entropy(
             hidden,
-            self.output_weight,
+            weight,
             target_out,
             ignore_index=IGNORE_INDEX,
             label_smoothing=label_smoothing,

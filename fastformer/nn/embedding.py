@@ -11,7 +11,7 @@ from fastformer.nn.dropout import dropout_seed
 from fastformer.ops.embedding import embedding, sinusoidal_positions
 from fastformer.ops.rotary import rotary_tables
 
-SINUSOIDS = ("interleaved", "concatenated")
+SINUSOIDS = ("interleaved", "halves", "concatenated")
 
 
 class PositionalEncoding(nn.Module):
@@ -21,8 +21,9 @@ class PositionalEncoding(nn.Module):
         dim: size of an embedding.
         max_len: number of positions.
         dropout: probability while training, rounded to a multiple of 1/256.
-        kind: "interleaved" (sin and cos alternate; the paper, section 3.5), "concatenated" (all sines, then all
-            cosines, and a slightly different divisor; tensor2tensor), or "learned" (a parameter `table`).
+        kind: "interleaved" (sin and cos alternate; the paper, section 3.5), "halves" (the same sines, then the
+            cosines; Marian), "concatenated" (as "halves" with a slightly different divisor; tensor2tensor), or
+            "learned" (a parameter `table`).
         batch_first: True for (batch, seqlen, dim), False for (seqlen, batch, dim), as in torch.nn.
         device, dtype: of the table.
 

@@ -14,12 +14,12 @@ from fastformer.ops.feed_forward import feed_forward
 
 Activation = str | Callable[[Tensor], Tensor]
 
-_FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu": F.relu, "gelu": F.gelu}
-_NAMES = ("relu", "gelu", "gelu_tanh", "swiglu")
+_FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu": F.relu, "gelu": F.gelu, "silu": F.silu}
+_NAMES = ("relu", "gelu", "gelu_tanh", "silu", "swiglu")
 
 
 def resolve_activation(activation: Activation) -> Activation:
-    """The activation as a layer keeps it: torch.nn's functions for "relu" and "gelu", a name, or the caller's callable.
+    """The activation as a layer keeps it: torch.nn's functions where there is one, a name, or the caller's callable.
 
     Raises:
         ValueError: a name that isn't known.
@@ -39,6 +39,8 @@ def fused_name(activation: Activation) -> str | None:
         return "relu"
     if activation is F.gelu:
         return "gelu"
+    if activation is F.silu or is_plain(activation, nn.SiLU):
+        return "silu"
     if isinstance(activation, nn.GELU) and is_plain(activation, nn.GELU):
         return {"none": "gelu", "tanh": "gelu_tanh"}.get(activation.approximate)
     return None
@@ -88,7 +90,8 @@ class FeedForward(nn.Module):
     Args:
         dim: input and output size.
         hidden_dim: the size between.
-        activation: "relu", "gelu" (exact), "gelu_tanh", "swiglu" (Shazeer 2020), or a callable, which isn't fused.
+        activation: "relu", "gelu" (exact), "gelu_tanh", "silu", "swiglu" (Shazeer 2020), or a callable, which
+            isn't fused.
         dropout: probability after the activation while training, rounded to a multiple of 1/256.
         bias: whether both linears have one.
         device, dtype: of the parameters.

@@ -250,8 +250,9 @@ def sinusoidal_positions(
         num_positions: number of rows.
         dim: number of columns.
         kind: "interleaved" as in the paper (Vaswani et al. 2017, section 3.5): column 2i is sin(p / T^(2i / dim)),
-            column 2i + 1 is cos of the same. "concatenated" as in tensor2tensor (`get_timing_signal_1d`): all sines,
-            then all cosines, of p / T^(i / (dim // 2 - 1)), and a zero column where dim is odd.
+            column 2i + 1 is cos of the same. "halves" as in Marian: the same columns, all sines first.
+            "concatenated" as in tensor2tensor (`get_timing_signal_1d`): all sines, then all cosines, of
+            p / T^(i / (dim // 2 - 1)), and a zero column where dim is odd.
         max_timescale: T.
 
     Returns:
@@ -260,14 +261,14 @@ def sinusoidal_positions(
     Raises:
         ValueError: another kind, a negative num_positions, dim < 1.
     """
-    if kind not in ("interleaved", "concatenated"):
-        raise ValueError(f'expected kind "interleaved" or "concatenated", got {kind!r}')
+    if kind not in ("interleaved", "halves", "concatenated"):
+        raise ValueError(f'expected kind "interleaved", "halves" or "concatenated", got {kind!r}')
     if num_positions < 0 or dim < 1:
         raise ValueError(f"expected num_positions >= 0 and dim >= 1, got {num_positions} and {dim}")
     if device is not None and torch.device(device).type == "meta":  # the formula would import a compiler there, for 1 s
         return torch.empty(num_positions, dim, dtype=dtype, device=device)
     position = torch.arange(num_positions, dtype=torch.float64, device=device)[:, None]
-    if kind == "interleaved":
+    if kind != "concatenated":
         exponent = torch.arange(0, dim, 2, dtype=torch.float64, device=device) / dim
     else:
         exponent = torch.arange(dim // 2, dtype=torch.float64, device=device) / max(dim // 2 - 1, 1)
@@ -276,6 +277,6 @@ def sinusoidal_positions(
     if kind == "interleaved":
         table[:, 0::2], table[:, 1::2] = angle.sin(), angle.cos()[:, : dim // 2]
     else:
-        half = dim // 2
-        table[:, :half], table[:, half : 2 * half] = angle.sin(), angle.cos()
+        half = angle.shape[1]
+        table[:, :half], table[:, half : 2 * half] = angle.sin(), angle.cos()[:, : dim - half]
     return table.to(dtype)

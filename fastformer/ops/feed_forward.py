@@ -2,7 +2,8 @@
 
     out = dropout(activation(x weight1^T + bias1)) weight2^T + bias2
 
-Vaswani et al. 2017, section 3.3 (ReLU); Hendrycks and Gimpel 2016 (GELU); Shazeer 2020, "GLU Variants Improve
+Vaswani et al. 2017, section 3.3 (ReLU); Hendrycks and Gimpel 2016 (GELU; SiLU,
+x sigmoid(x)); Shazeer 2020, "GLU Variants Improve
 Transformer" (SwiGLU: silu(gate) * up). The dropout after the activation is tensor2tensor's.
 """
 
@@ -18,13 +19,15 @@ from fastformer.ops._common import accumulation_dtype, check_dtype, check_featur
 from fastformer.ops._dropout import drop, keep_scale, resolve_dropout
 from fastformer.ops._library import autocast, define_op, differentiate, forbid_double_backward, register_autograd
 
-ACTIVATIONS = ("relu", "gelu", "gelu_tanh", "swiglu")
+ACTIVATIONS = ("relu", "gelu", "gelu_tanh", "silu", "swiglu")
 _GELU_APPROXIMATION = {"gelu": "none", "gelu_tanh": "tanh"}
 
 
 def _activate(pre: Tensor, activation: str) -> Tensor:
     if activation == "relu":
         return pre.relu()
+    if activation == "silu":
+        return F.silu(pre)
     if activation == "swiglu":
         gate, up = pre.chunk(2, dim=-1)
         return F.silu(gate) * up
@@ -37,6 +40,9 @@ def _activate_backward(dhidden: Tensor, pre: Tensor, activation: str) -> Tensor:
         sigmoid = gate.sigmoid()
         dgate = dhidden * up * sigmoid * (1 + gate * (1 - sigmoid))
         return torch.cat((dgate, dhidden * gate * sigmoid), dim=-1)
+    if activation == "silu":
+        sigmoid = pre.sigmoid()
+        return dhidden * sigmoid * (1 + pre * (1 - sigmoid))
     dpre: Tensor = torch.ops.aten.gelu_backward(dhidden, pre, approximate=_GELU_APPROXIMATION[activation])
     return dpre
 
@@ -218,7 +224,7 @@ def feed_forward(
         bias1: (hidden_dim,) or (2 * hidden_dim,), or None.
         weight2: (out_dim, hidden_dim); out_dim is dim in a Transformer.
         bias2: (out_dim,) or None.
-        activation: "relu", "gelu" (erf), "gelu_tanh" or "swiglu".
+        activation: "relu", "gelu" (erf), "gelu_tanh", "silu" or "swiglu".
         dropout_p: the probability that a hidden element is dropped.
             It is rounded to a multiple of 1/256 (to 0 or 1 only if it is 0 or 1). Modules pass 0 in evaluation.
         dropout_seed: int64 (2,); drawn from the default generator when None. Row = flattened row.

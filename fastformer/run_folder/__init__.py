@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from fastformer.data import Tokenizer, load_tokenizer
 from fastformer.data.tokenizer import TOKENIZER
 from fastformer.models import GPT, Transformer, read_architecture
 from fastformer.models.pretrained import config_from_dict, load_saved
+from fastformer.run_folder.marian import is_marian, load_marian
 from fastformer.special_ids import SpecialIds
 
 ARCHITECTURES = ("Transformer", "GPT", "LSTMSeq2Seq")
@@ -53,7 +55,7 @@ def load_model(
     """The model and the tokenizer of a run folder.
 
     Args:
-        run: the folder.
+        run: the folder. Where a "Transformer" is expected, that of a Marian will do, as transformers saves it.
         expected: the architectures that will do, such as "Transformer"; empty: any.
         device: where the parameters go; None: the CPU.
         dtype: what they become; None: what they were saved as.
@@ -61,6 +63,8 @@ def load_model(
     Raises:
         ValueError: another architecture, or a folder that is damaged or whose files don't belong together.
     """
+    if "Transformer" in expected and is_marian(Path(run)):
+        return load_marian(Path(run), device=device, dtype=dtype)
     tokenizer, architecture = load_tokenizer(run), read_architecture(run)
     if architecture not in (expected or ARCHITECTURES):
         hint = "fastformer generate" if architecture == "GPT" else "fastformer translate"

@@ -66,6 +66,8 @@ def load_data(config: TrainConfig, tokenizer: Tokenizer | None = None) -> Data:
 def _encode_pairs(tokenizer: Tokenizer, pairs: Pairs, max_len: int, what: str) -> tuple[Examples, Pairs]:
     """The examples of at most max_len tokens, and their texts."""
     examples, kept = Examples(), []
+    if hasattr(tokenizer, "encode_target"):
+        raise ValueError("expected a tokenizer of both sides, got one with another model for the target, as Marian's")
     encoded = encode_all(tokenizer, [text for pair in pairs for text in pair], what)
     for pair, source, target in zip(pairs, encoded, encoded, strict=True):  # one iterator, two steps at a time
         example = encode_pair(source, target, special_ids=tokenizer.special_ids)

@@ -42,6 +42,11 @@ CONFIGS: dict[str, tuple[type[Transformer] | type[GPT], dict[str, Any]]] = {
         Transformer,
         {"source_vocab_size": 33, "tie_embeddings": False, "activation": "swiglu", "d_ff": 37},
     ),
+    "marian": (
+        Transformer,
+        {"norm_first": False, "positions": "halves", "output_bias": True, "embed_pad": True, "activation": "silu"},
+    ),
+    "bias, unscaled": (Transformer, {"tie_embeddings": False, "output_bias": True, "scale_embedding": False}),
     "odd sizes": (Transformer, {"d_model": 60, "num_heads": 3, "d_ff": 67, "vocab_size": 129, "num_kv_heads": 3}),
     "deep decoder": (Transformer, {"num_encoder_layers": 1, "num_decoder_layers": 3, "d_model": 72, "num_heads": 1}),
     "gpt": (GPT, {}),

@@ -13,9 +13,10 @@ def position_table(length: int, dim: int, layout: str) -> Tensor:
     table = torch.zeros(length, dim, dtype=torch.float64)
     for position in range(length):
         for i in range(dim // 2):
-            if layout == "interleaved":  # the paper, section 3.5
+            if layout in ("interleaved", "halves"):  # the paper, section 3.5
                 angle = position / 10000 ** (2 * i / dim)
-                table[position, 2 * i], table[position, 2 * i + 1] = math.sin(angle), math.cos(angle)
+                sine, cosine = (2 * i, 2 * i + 1) if layout == "interleaved" else (i, dim // 2 + i)
+                table[position, sine], table[position, cosine] = math.sin(angle), math.cos(angle)
             else:  # tensor2tensor, get_timing_signal_1d
                 angle = position * math.exp(-i * math.log(10000.0) / (dim // 2 - 1))
                 table[position, i], table[position, dim // 2 + i] = math.sin(angle), math.cos(angle)
@@ -69,8 +70,9 @@ class Plain:
 
     def embed(self, ids: Tensor, name: str) -> Tensor:
         name = "embedding" if self.config.tie_embeddings else name
-        vectors = self.w[f"{name}.weight"][ids] * math.sqrt(self.dim)
-        vectors = torch.where((ids == 0)[:, None], 0.0, vectors)
+        vectors = self.w[f"{name}.weight"][ids] * (math.sqrt(self.dim) if self.config.scale_embedding else 1.0)
+        if not self.config.embed_pad:
+            vectors = torch.where((ids == 0)[:, None], 0.0, vectors)
         return vectors + position_table(len(ids), self.dim, self.config.positions)
 
     def __call__(self, source: Tensor, target: Tensor) -> Tensor:
@@ -87,4 +89,6 @@ class Plain:
             cross = lambda y, n=name: self.attend(y, memory, f"{n}.multihead_attn")  # noqa: E731
             x = self.layer(x, name, [attend, cross, lambda y, n=name: self.feed_forward(y, n)])
         x = self.norm(x, "decoder.norm") if c.norm_first else x
-        return x @ self.w["embedding.weight" if c.tie_embeddings else "output.weight"].T
+        return x @ self.w["embedding.weight" if c.tie_embeddings else "output.weight"].T + self.w.get(
+            "output_bias", 0.0
+        )

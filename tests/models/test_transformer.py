@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from fastformer.models import Transformer, TransformerConfig
 from fastformer.nn import AddLayerNorm, MultiheadAttention, SequenceLayout
@@ -34,6 +35,8 @@ VARIANTS = {
     "untied": {"tie_embeddings": False, "source_vocab_size": 19},
     "attention bias": {"attention_bias": True},
     "window": {"window_size": 2},
+    "marian": {"norm_first": False, "positions": "halves", "embed_pad": True, "output_bias": True},
+    "unscaled": {"scale_embedding": False, "tie_embeddings": False, "output_bias": True},
 }
 variants = pytest.mark.parametrize("options", VARIANTS.values(), ids=VARIANTS.keys())
 
@@ -43,6 +46,8 @@ def model_of(**options):
     for module in model.modules():
         if isinstance(module, AddLayerNorm):
             randomised(module)
+    if model.output_bias is not None:
+        nn.init.normal_(model.output_bias)
     return model
 
 

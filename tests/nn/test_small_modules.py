@@ -118,7 +118,9 @@ def test_norm_takes_in_dropout_and_addition(rms_norm, fixed_seed):
         fnn.AddLayerNorm([3, 6])
 
 
-@pytest.mark.parametrize("activation", ["relu", "gelu", "gelu_tanh", "swiglu", pytest.param(F.silu, id="callable")])
+@pytest.mark.parametrize(
+    "activation", ["relu", "gelu", "gelu_tanh", "silu", "swiglu", pytest.param(F.mish, id="callable")]
+)
 def test_feed_forward(activation, fixed_seed):
     module = randomised(fnn.FeedForward(6, 10, activation, dropout=0.25, **DOUBLE))
     x = torch.randn(2, 3, 6, **DOUBLE)
@@ -128,7 +130,7 @@ def test_feed_forward(activation, fixed_seed):
         hidden = F.silu(gate) * up
     else:
         tanh = lambda t: F.gelu(t, approximate="tanh")  # noqa: E731
-        hidden = {"relu": F.relu, "gelu": F.gelu, "gelu_tanh": tanh}.get(activation, activation)(inner)
+        hidden = {"relu": F.relu, "gelu": F.gelu, "gelu_tanh": tanh, "silu": F.silu}.get(activation, activation)(inner)
     assert hidden.shape[-1] == 10
     if isinstance(activation, str):
         assert_same(module(x), module.linear2(drop(hidden, 0.25)), "training")

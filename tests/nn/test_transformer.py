@@ -157,7 +157,7 @@ def test_unbatched_equals_torch():
 
 
 @pytest.mark.parametrize(
-    "activation", ["relu", "gelu", F.gelu, nn.ReLU(), nn.GELU(), nn.GELU("tanh"), F.silu, nn.Tanh()]
+    "activation", ["relu", "gelu", F.gelu, nn.ReLU(), nn.GELU(), nn.GELU("tanh"), F.silu, nn.SiLU(), F.mish, nn.Tanh()]
 )
 def test_activations_equal_torch(activation):
     args = {"batch_first": True, "activation": activation, **SIZES}

@@ -295,6 +295,8 @@ def test_sinusoidal_positions_of_the_paper(dim: int) -> None:
             angle = position / 10000 ** (2 * (column // 2) / dim)
             expected = math.sin(angle) if column % 2 == 0 else math.cos(angle)
             assert table[position, column] == pytest.approx(expected, abs=1e-14)
+    halves = sinusoidal_positions(50, dim, "halves", dtype=torch.float64)
+    assert torch.equal(halves, torch.cat((table[:, 0::2], table[:, 1::2]), 1))
 
 
 @pytest.mark.parametrize("dim", [1, 2, 3, 8, 9])
@@ -319,7 +321,7 @@ def test_sinusoidal_positions_are_rounded_last(kind: str, column: int, angle: fl
 
 
 def test_sinusoidal_positions_wrong_calls() -> None:
-    with pytest.raises(ValueError, match='"interleaved" or "concatenated", got \'paper\''):
+    with pytest.raises(ValueError, match='"interleaved", "halves" or "concatenated", got \'paper\''):
         sinusoidal_positions(4, 8, "paper")
     with pytest.raises(ValueError, match="num_positions >= 0 and dim >= 1, got 4 and 0"):
         sinusoidal_positions(4, 0)

@@ -14,7 +14,7 @@ from fastformer.ops._dropout import draw_seed, keep_mask, keep_scale
 from tests.checks import assert_op_accurate
 from tests.conftest import missing_backend
 
-ACTIVATIONS = ["relu", "gelu", "gelu_tanh", "swiglu"]
+ACTIVATIONS = ["relu", "gelu", "gelu_tanh", "silu", "swiglu"]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 OP = torch.ops.fastformer
 
@@ -23,8 +23,8 @@ def activate(pre: Tensor, activation: str) -> Tensor:
     if activation == "swiglu":
         gate, up = pre.chunk(2, dim=-1)
         return F.silu(gate) * up
-    if activation == "relu":
-        return F.relu(pre)
+    if activation in ("relu", "silu"):
+        return F.relu(pre) if activation == "relu" else F.silu(pre)
     return F.gelu(pre, approximate="tanh" if activation == "gelu_tanh" else "none")
 
 

@@ -257,6 +257,8 @@ def _tensors(model: Transformer | GPT) -> dict[str, Array]:
         tensors |= {f"encoder.{name}": p for name, p in model.encoder.named_parameters(remove_duplicate=False)}
         tied = model.config.tie_embeddings
         tensors["source_embedding"] = embedding.weight if tied else model.source_embedding.weight
+        if model.output_bias is not None:
+            tensors["output_bias"] = model.output_bias
     elif model.rotary is not None:
         tensors["cos"], tensors["sin"] = model.rotary.cos, model.rotary.sin
     if embedding.position is not None:

@@ -258,7 +258,7 @@ def _functions() -> dict[tuple[type, str], object]:
     found: dict[tuple[type, str], object] = {
         (kind, name): vars(kind)[name] for kind in ours for name in [*vars(kind)] if name in _methods(kind)
     }
-    torchs: tuple[type, ...] = (nn.Module, nn.Linear, nn.Dropout, nn.ReLU, nn.GELU)
+    torchs: tuple[type, ...] = (nn.Module, nn.Linear, nn.Dropout, nn.ReLU, nn.GELU, nn.SiLU)
     for kind in torchs:
         found |= {(kind, name): vars(kind)[name] for name in ("__call__", "forward") if name in vars(kind)}
     return found

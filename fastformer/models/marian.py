@@ -1,0 +1,293 @@
+"""Marian's translation models (Junczys-Dowmunt et al. 2018), as transformers names their settings and weights.
+
+A Marian is a post-norm `Transformer` with the positions that we call "halves", biases in the attention, and often one
+on the logits. Both directions go by plain settings and tensors, so that a folder can be read without transformers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastformer.models.transformer import Transformer, TransformerConfig
+from fastformer.ops.embedding import sinusoidal_positions
+from fastformer.special_ids import SpecialIds
+
+EPS = 1e-5  # of its norms; no setting says so
+_NEVER = -30_000.0  # a bias that no logit outweighs, within fp16's range
+
+_ACTIVATIONS = {
+    "relu": "relu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "silu": "silu",
+    "swish": "silu",
+}
+_THEIR_ACTIVATIONS = {"relu": "relu", "gelu": "gelu", "gelu_tanh": "gelu_new", "silu": "silu"}
+
+_SHARED, _SOURCE, _TARGET = (
+    "model.shared.weight",
+    "model.encoder.embed_tokens.weight",
+    "model.decoder.embed_tokens.weight",
+)
+_OUTPUT, _BIAS = "lm_head.weight", "final_logits_bias"
+_POSITIONS = tuple(f"model.{side}.embed_positions.weight" for side in ("encoder", "decoder"))
+_ATTENTIONS = {"self_attn": "self_attn", "multihead_attn": "encoder_attn"}
+
+
+def transformer_from_marian(
+    settings: Mapping[str, Any],
+    state: Mapping[str, Tensor],
+    *,
+    unk: int | None = None,
+    never: Iterable[int] = (),
+    layer_norm_eps: float = EPS,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+) -> Transformer:
+    """A `Transformer` with the weights of a Marian, in evaluation mode.
+
+    Args:
+        settings: its config.json.
+        state: its state_dict; of matrices that are tied any one will do.
+        unk: the tokenizer's id of the unknown.
+        never: ids that it may not say: their logits get a bias that nothing outweighs.
+        layer_norm_eps: of its norms.
+        device: where the parameters go; None: the CPU.
+        dtype: what they become; None: what they are.
+
+    Raises:
+        ValueError: a setting that `Transformer` doesn't have, missing, unexpected or misshapen tensors.
+    """
+    left = dict(state)
+    for name, tensor in left.items():
+        if not tensor.is_floating_point():
+            raise ValueError(f"expected floating-point weights, got {name} of {tensor.dtype}")
+    start, pad, eos = (_id(settings, f"{name}_token_id") for name in ("decoder_start", "pad", "eos"))
+    source_embedding, target_embedding, output = _embeddings(settings, left)
+    tied = source_embedding is target_embedding is output
+    bias = left.pop(_BIAS, target_embedding.new_zeros(1, len(target_embedding)))
+    if bias.shape != (1, len(target_embedding)):
+        raise ValueError(f"expected {_BIAS} of shape {(1, len(target_embedding))}, got {tuple(bias.shape)}")
+    bias = bias[0].clone()
+    bias[[*never]] = _NEVER
+    config = TransformerConfig(
+        vocab_size=len(target_embedding),
+        source_vocab_size=None if tied else len(source_embedding),
+        d_model=_number(settings, "d_model"),
+        num_heads=_same(settings, "encoder_attention_heads", "decoder_attention_heads"),
+        d_ff=_same(settings, "encoder_ffn_dim", "decoder_ffn_dim"),
+        num_encoder_layers=_number(settings, "encoder_layers"),
+        num_decoder_layers=_number(settings, "decoder_layers"),
+        norm_first=False,
+        layer_norm_eps=layer_norm_eps,
+        activation=_activation(settings.get("activation_function", "gelu")),
+        dropout=settings.get("dropout", 0.1),
+        attention_dropout=settings.get("attention_dropout", 0.0),
+        activation_dropout=settings.get("activation_dropout", 0.0),
+        positions="halves",
+        scale_embedding=bool(settings.get("scale_embedding", False)),
+        embed_pad=any(bool(matrix[pad].any()) for matrix in (source_embedding, target_embedding) if pad < len(matrix)),
+        tie_embeddings=tied,
+        output_bias=bool(bias.any()),
+        attention_bias=True,
+        max_len=_number(settings, "max_position_embeddings"),
+        special_ids=SpecialIds(pad=pad, eos=eos, unk=unk, start=start),
+    )
+    for name in _POSITIONS:
+        table = left.pop(name, None)
+        if table is not None:
+            _check_positions(name, table, config)
+    weights = {name: _joined(left, theirs) for name, theirs in _layer_names(config).items()}
+    if tied:
+        weights["embedding.weight"] = target_embedding
+    else:
+        weights |= {"source_embedding.weight": source_embedding, "target_embedding.weight": target_embedding}
+        weights["output.weight"] = output
+    if config.output_bias:
+        weights["output_bias"] = bias
+    if left:
+        raise ValueError(f"expected the tensors of a Marian, got others as well: {_some(left)}")
+    model = Transformer(config, device=device, dtype=dtype or target_embedding.dtype)
+    for name, parameter in model.state_dict().items():
+        if parameter.shape != weights[name].shape:
+            raise ValueError(f"expected {name} of shape {tuple(parameter.shape)}, got {tuple(weights[name].shape)}")
+    model.load_state_dict(weights)
+    return model.eval()
+
+
+def marian_from_transformer(model: Transformer) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """(the settings, the state_dict) of a Marian that computes what a `Transformer` does.
+
+    Raises:
+        ValueError: an option that Marian doesn't have.
+    """
+    config, ids = model.config, model.config.special_ids
+    wanted = {
+        "norm_first": False,
+        "norm": "layer",
+        "layer_norm_eps": EPS,
+        "positions": "halves",
+        "window_size": None,
+    }
+    for name, value in wanted.items():
+        if getattr(config, name) != value:
+            raise ValueError(f"expected a model of Marian's form, with {name}={value!r}, got {getattr(config, name)!r}")
+    if config.num_kv_heads not in (None, config.num_heads):
+        raise ValueError(
+            f"expected a model of Marian's form, with as many heads of keys as of queries, got {config.num_kv_heads}"
+        )
+    if config.activation not in _THEIR_ACTIVATIONS:
+        raise ValueError(
+            f"expected a model of Marian's form, with an activation out of {(*_THEIR_ACTIVATIONS,)}, got "
+            f"{config.activation!r}"
+        )
+    state = {name: tensor.detach() for name, tensor in model.state_dict().items()}
+    tied = config.tie_embeddings
+    source = state.pop("embedding.weight") if tied else state.pop("source_embedding.weight")
+    target = source if tied else state.pop("target_embedding.weight")
+    output = source if tied else state.pop("output.weight")
+    if not config.embed_pad and (source[ids.pad].any() or target[ids.pad].any()):
+        # Its row for PAD is read as it is. As a row of the output it has to stay.
+        tied, output = False, output
+        index = torch.tensor([ids.pad], device=source.device)
+        source, target = (matrix.index_fill(0, index, 0.0) for matrix in (source, target))
+    bias = state.pop("output_bias", target.new_zeros(len(target)))
+    weights = {_SOURCE: source, _TARGET: target, _OUTPUT: output, _BIAS: bias[None]}
+    if tied:
+        weights[_SHARED] = source
+    for name, theirs in _layer_names(config).items():
+        if name in state:
+            parts = state[name].chunk(len(theirs))
+        else:  # without attention_bias
+            parts = tuple(target.new_zeros(config.d_model) for _ in theirs)
+        weights |= dict(zip(theirs, parts, strict=True))
+    settings = {
+        "vocab_size": len(source),
+        "decoder_vocab_size": len(target),
+        "d_model": config.d_model,
+        "encoder_attention_heads": config.num_heads,
+        "decoder_attention_heads": config.num_heads,
+        "encoder_ffn_dim": config.d_ff,
+        "decoder_ffn_dim": config.d_ff,
+        "encoder_layers": config.num_encoder_layers,
+        "decoder_layers": config.num_decoder_layers,
+        "activation_function": _THEIR_ACTIVATIONS[config.activation],
+        "dropout": config.dropout,
+        "attention_dropout": config.attention_dropout,
+        "activation_dropout": config.activation_dropout,
+        "scale_embedding": config.scale_embedding,
+        "share_encoder_decoder_embeddings": tied,
+        "tie_word_embeddings": tied,
+        "max_position_embeddings": config.max_len,
+        "pad_token_id": ids.pad,
+        "eos_token_id": ids.first_eos if len(ids.eos) == 1 else [*ids.eos],
+        "bos_token_id": None,
+        "decoder_start_token_id": ids.start,
+        "forced_eos_token_id": None,
+    }
+    return settings, weights
+
+
+def _layer_names(config: TransformerConfig) -> dict[str, tuple[str, ...]]:
+    """Our names of the layers' tensors, each with theirs, one behind another along the first dimension."""
+    names: dict[str, tuple[str, ...]] = {}
+    for side, depth in (("encoder", config.num_encoder_layers), ("decoder", config.num_decoder_layers)):
+        norms = {"norm1": "self_attn_layer_norm", "norm2": "encoder_attn_layer_norm", "norm3": "final_layer_norm"}
+        if side == "encoder":
+            norms = {"norm1": "self_attn_layer_norm", "norm2": "final_layer_norm"}
+        modules = {"linear1": "fc1", "linear2": "fc2", **norms}
+        for place in range(depth):
+            ours, theirs = f"{side}.layers.{place}", f"model.{side}.layers.{place}"
+            for kind in ("weight", "bias"):
+                for name, attention in _ATTENTIONS.items():
+                    if side == "encoder" and name != "self_attn":
+                        continue
+                    parts = tuple(f"{theirs}.{attention}.{letter}_proj.{kind}" for letter in "qkv")
+                    names[f"{ours}.{name}.in_proj_{kind}"] = parts
+                    names[f"{ours}.{name}.out_proj.{kind}"] = (f"{theirs}.{attention}.out_proj.{kind}",)
+                for name, module in modules.items():
+                    names[f"{ours}.{name}.{kind}"] = (f"{theirs}.{module}.{kind}",)
+    return names
+
+
+def _joined(left: dict[str, Tensor], names: tuple[str, ...]) -> Tensor:
+    """Tensors one behind another; they are taken away."""
+    missing = [name for name in names if name not in left]
+    if missing:
+        raise ValueError(f"expected the tensors of a Marian, got none called {_some(missing)}")
+    parts = [left.pop(name) for name in names]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _embeddings(settings: Mapping[str, Any], left: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """(source, target, output), the same object where they are tied; they are taken away."""
+    found = {name: left.pop(name, None) for name in (_SHARED, _SOURCE, _TARGET, _OUTPUT)}
+    # A file holds one of the matrices that are tied.
+    is_tied, is_shared = (
+        settings.get("tie_word_embeddings", True),
+        settings.get("share_encoder_decoder_embeddings", True),
+    )
+    groups = [{_TARGET} | ({_OUTPUT} if is_tied else set()), {_SOURCE}, {_OUTPUT}]
+    if is_shared:
+        groups = [{_SHARED, _SOURCE, *groups[0]}, {_SHARED, _TARGET, _SOURCE, *groups[0]}, {_OUTPUT}]
+    if is_tied:
+        groups[2] = groups[0]
+    matrices = []
+    for name, group in zip((_TARGET, _SOURCE, _OUTPUT), groups, strict=True):
+        held = [found[name], *(found[other] for other in sorted(group))]
+        matrix = next((one for one in held if one is not None), None)
+        if matrix is None or matrix.dim() != 2:
+            raise ValueError(f"expected the tensors of a Marian, got no matrix called {name}")
+        matrices.append(matrix)
+    target, source, output = matrices
+    if _equal(source, target) and _equal(target, output):
+        return target, target, target
+    return source, target, output
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    return a is b or (a.shape == b.shape and torch.equal(a, b))
+
+
+def _check_positions(name: str, table: Tensor, config: TransformerConfig) -> None:
+    expected = sinusoidal_positions(config.max_len, config.d_model, config.positions, device=table.device)
+    atol = 1e-6 if table.element_size() >= 4 else 1e-2
+    if table.shape != expected.shape or not torch.allclose(table.float(), expected, rtol=0, atol=atol):
+        raise ValueError(f"expected {name} to be Marian's sines and cosines, got another table")
+
+
+def _activation(name: object) -> Any:
+    if name not in _ACTIVATIONS:
+        raise ValueError(f"expected an activation_function out of {(*_ACTIVATIONS,)}, got {name!r}")
+    return _ACTIVATIONS[str(name)]
+
+
+def _number(settings: Mapping[str, Any], name: str) -> int:
+    value = settings.get(name)
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise ValueError(f"expected {name} to be an integer, got {value!r}")
+    return value
+
+
+def _id(settings: Mapping[str, Any], name: str) -> Any:
+    value = settings.get(name)
+    if value is None:
+        raise ValueError(f"expected a Marian with a {name}, got none")
+    return value
+
+
+def _same(settings: Mapping[str, Any], first: str, second: str) -> int:
+    value = _number(settings, first)
+    if _number(settings, second) != value:
+        raise ValueError(f"expected {first} and {second} to be the same, got {value} and {settings[second]}")
+    return value
+
+
+def _some(names: Iterable[str]) -> str:
+    known = sorted(names)
+    return ", ".join(known[:5]) + (f" and {len(known) - 5} more" if len(known) > 5 else "")
