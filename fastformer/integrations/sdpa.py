@@ -132,7 +132,7 @@ def _why_not(
         return "forward-mode derivatives are asked for"
     if not (torch.backends.cuda.flash_sdp_enabled() and torch.backends.cuda.math_sdp_enabled()):
         return "sdpa_kernel names others"
-    if query.dim() != 4 or key.shape != value.shape:
+    if any(each.is_nested for each in tensors) or query.dim() != 4 or key.shape != value.shape:
         return "query, key and value have other ranks or shapes"
     if query.shape[0] != key.shape[0] or query.shape[-1] != key.shape[-1]:
         return "query, key and value aren't of one batch and one head_dim"
@@ -140,6 +140,10 @@ def _why_not(
         return "query and key have other heads"
     if not query.dtype == key.dtype == value.dtype or len({each.device for each in tensors}) > 1 or not query.numel():
         return "query, key and value differ in dtype or device, or are empty"
+    if attn_mask is not None and (
+        attn_mask.dim() < 2 or attn_mask.dtype not in (torch.bool, torch.float32, query.dtype)
+    ):
+        return "PyTorch takes no such mask"
     q, k, v = (each.transpose(1, 2) for each in (query, key, value))
     try:
         return why_no_kernel(q, k, v, expand_mask(attn_mask, q, k), resolve_scale(scale, q.shape[-1]))
@@ -195,10 +199,10 @@ def activate() -> contextlib.AbstractContextManager[None]:
     with _lock:
         if _activation is not None:
             raise RuntimeError("fastformer is active already; fastformer.deactivate() ends that")
-        library = torch.library.Library("aten", "IMPL")
+        # Known before the name leads to ours, and until it no longer does: another thread may be calling it.
+        library = _activation = torch.library.Library("aten", "IMPL")
         for key in ("CPU", "AutogradCPU", "CUDA", "AutogradCUDA"):
             library.impl("scaled_dot_product_attention", _override, key)
-        _activation = library
     return _Activated()
 
 
@@ -206,9 +210,9 @@ def deactivate() -> None:
     """Undoes `activate`; nothing where it isn't active."""
     global _activation
     with _lock:
-        library, _activation = _activation, None
-        if library is not None:
-            library._destroy()
+        if _activation is not None:
+            _activation._destroy()
+        _activation = None
 
 
 def _override(

@@ -8,12 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
-# What a swapped module remembers: the class that it had, and the attributes that it was given.
+# The attribute in which a swapped module remembers what it was.
 _MEMORY = "_fastformer_swapped"
+
+
+class _Memory(NamedTuple):
+    original: type[nn.Module]
+    swapped: type[nn.Module]
+    added: tuple[str, ...]
 
 
 def _nothing(module: Any) -> dict[str, Any]:
@@ -47,6 +53,9 @@ def why_left(module: nn.Module, swaps: dict[type[nn.Module], Swap]) -> str | Non
     if swap is not None:
         if "forward" in module.__dict__:
             return "it has a forward of its own"
+        for name in (*swap.attributes(module), _MEMORY):
+            if hasattr(module, name):
+                return f"it has an attribute {name} already"
         return swap.why_not(module)
     if is_swapped(module):
         return None
@@ -58,29 +67,29 @@ def why_left(module: nn.Module, swaps: dict[type[nn.Module], Swap]) -> str | Non
 
 def is_swapped(module: nn.Module) -> bool:
     """Whether a module has a class that `swap` gave it."""
-    return _MEMORY in module.__dict__
+    return isinstance(module.__dict__.get(_MEMORY), _Memory)
 
 
 def swap(module: nn.Module, with_: Swap) -> None:
     """Gives a module the other class."""
-    added = {name: value for name, value in with_.attributes(module).items() if not hasattr(module, name)}
+    added = with_.attributes(module)
     for name, value in added.items():
         setattr(module, name, value)
-    setattr(module, _MEMORY, (type(module), with_.swapped, tuple(added)))
+    setattr(module, _MEMORY, _Memory(type(module), with_.swapped, tuple(added)))
     module.__class__ = with_.swapped
 
 
 def has_changed(module: nn.Module) -> bool:
     """Whether somebody gave a swapped module another class since, as FSDP2 does, which `unswap` would take away."""
-    return type(module) is not getattr(module, _MEMORY)[1]
+    return type(module) is not getattr(module, _MEMORY).swapped
 
 
 def unswap(module: nn.Module) -> None:
     """Gives a swapped module back what it had."""
-    original, _, added = getattr(module, _MEMORY)
+    memory: _Memory = getattr(module, _MEMORY)
     forget_restored_forward(module)
-    module.__class__ = original
-    for name in (*added, _MEMORY):
+    module.__class__ = memory.original
+    for name in (*memory.added, _MEMORY):
         delattr(module, name)
 
 

@@ -325,7 +325,7 @@ class MultiheadAttention(nn.Module):
         return F.linear(key, k_weight, k_bias), F.linear(value, v_weight, v_bias)
 
     def _heads(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (-1, self.head_dim))
+        return x.unflatten(-1, (x.shape[-1] // self.head_dim, self.head_dim))
 
     def _rotate(self, q: Tensor, k: Tensor, rotary: RotaryPositions | None) -> tuple[Tensor, Tensor]:
         if rotary is None:

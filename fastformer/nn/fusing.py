@@ -86,9 +86,13 @@ def norm_settings(norm: object) -> NormSettings | None:
 
 
 def is_traced() -> bool:
-    """Whether values can't be looked at: under a compiler, in a graph that is being captured, under functorch."""
+    """Whether values can't be looked at: under a compiler or tracer, in a graph that is being captured, functorch."""
+    modes = torch._C._TorchDispatchModeKey
     return (
         torch.compiler.is_compiling()
-        or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
+        or torch._C._get_tracing_state() is not None
+        or (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
         or torch._C._functorch.maybe_current_level() is not None
+        or torch._C._get_dispatch_mode(modes.PROXY) is not None
+        or torch._C._get_dispatch_mode(modes.FAKE) is not None
     )

@@ -12,9 +12,10 @@ from fastformer.nn.attention import MultiheadAttention, Window
 from fastformer.nn.dropout import active_dropout, dropout_seed
 from fastformer.nn.embedding import RotaryPositions
 from fastformer.nn.feed_forward import Activation, apply_feed_forward, resolve_activation
-from fastformer.nn.fusing import is_plain_dropout, norm_settings
+from fastformer.nn.fusing import is_called_plainly, is_plain_dropout, norm_settings
 from fastformer.nn.layer_cache import LayerCache
 from fastformer.nn.layout import SequenceLayout
+from fastformer.nn.masks import as_additive
 from fastformer.nn.norm import AddLayerNorm
 from fastformer.ops.add_layer_norm import add_layer_norm
 
@@ -57,6 +58,11 @@ def post_norm(x: Tensor, residual: Tensor, dropout: nn.Module, norm: nn.Module) 
 def given(**options: Any) -> dict[str, Any]:
     """What is not None: modules with torch.nn's signature alone aren't handed what nobody asked for."""
     return {name: value for name, value in options.items() if value is not None}
+
+
+def is_our_attention(module: nn.Module) -> bool:
+    """Whether a module attends as ours does, and nobody else sees what it is given."""
+    return type(module).forward is MultiheadAttention.forward and is_called_plainly(module)
 
 
 class _Layer(nn.Module):
@@ -135,15 +141,17 @@ class _Layer(nn.Module):
     def _feed_forward(self, x: Tensor) -> Tensor:
         return apply_feed_forward(x, self.linear1, self.linear2, self.activation, self.dropout)
 
+    def _has_own_blocks(self) -> bool:
+        kind, own = type(self), self.__dict__
+        return all(name not in own and getattr(kind, name) is block for name, block in self._blocks.items())
+
     def may_join(self) -> bool:
         """Whether dropouts, additions and norms may be fused: nobody replaced, patched or hooked what is left out.
 
         The blocks, which subclasses override, aren't called then.
         """
         return (
-            all(
-                name not in self.__dict__ and getattr(type(self), name) is block for name, block in self._blocks.items()
-            )
+            self._has_own_blocks()
             and all(norm_settings(getattr(self, f"norm{i}")) is not None for i in self._sub_layers)
             and all(is_plain_dropout(getattr(self, f"dropout{i}")) for i in self._sub_layers)
         )
@@ -199,6 +207,10 @@ class TransformerEncoderLayer(_Layer):
         """
         options = given(layout=layout, cache=None if cache is None else cache.self_attention, rotary=rotary)
         masks = (src_mask, src_key_padding_mask)
+        if not (self._has_own_blocks() and is_our_attention(self.self_attn)):
+            # torch.nn's layer gives its blocks and its attention masks that are added.
+            dtype = (src.residual if isinstance(src, ResidualStream) else src).dtype
+            masks = (as_additive(src_mask, dtype), as_additive(src_key_padding_mask, dtype))
         if not isinstance(src, ResidualStream) and not self.may_join():
             x = src
             if self.norm_first:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from typing import overload
+
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-# mask -> (its version, whether it was causal). A mask is read once, not once a step.
+from fastformer.nn.fusing import is_traced
+
+# mask on a device -> (its version, whether it was causal)
 _causal_masks = WeakTensorKeyDictionary()
-# mask -> (its version, the lengths that it says or None)
-_lengths = WeakTensorKeyDictionary()
 
 
 def square_subsequent_mask(
@@ -22,17 +24,16 @@ def square_subsequent_mask(
 def is_causal_mask(mask: Tensor | None, size: int | None = None) -> bool:
     """Whether a mask is exactly the causal one (of this size), so that the triangle can be skipped instead of masked.
 
-    Reads the mask, which on a GPU is a host sync: once per mask tensor, not at all while compiling or capturing a graph
-    (the mask is then applied as it is). Pass `is_causal=True` along with the mask to spare it.
+    Reads the mask: on a CPU in each call, because `mask.data` and NumPy write to it without a trace; on a GPU, where
+    that is a host sync, once per mask tensor and version. Not at all while compiling, tracing or capturing a graph (the
+    mask is then applied as it is). Pass `is_causal=True` along with the mask to spare it.
     """
-    if mask is None or mask.dim() != 2 or mask.shape[0] != mask.shape[1] or mask.requires_grad:
+    if mask is None or mask.requires_grad or mask.is_meta or is_traced():
         return False
-    if size is not None and len(mask) != size:
+    if mask.dim() != 2 or mask.shape[0] != mask.shape[1] or (size is not None and len(mask) != size):
         return False
-    if torch.compiler.is_compiling() or (mask.is_cuda and torch.cuda.is_current_stream_capturing()):
-        return False
-    # An inference tensor has no version counter; it is read each time.
-    version = None if mask.is_inference() else mask._version
+    # An inference tensor has no version counter.
+    version = None if mask.device.type == "cpu" or mask.is_inference() else mask._version
     seen = _causal_masks.get(mask)
     if version is not None and seen is not None and seen[0] == version:
         return seen[1]
@@ -49,8 +50,8 @@ def is_causal_mask(mask: Tensor | None, size: int | None = None) -> bool:
 def right_padding_lengths(mask: Tensor) -> Tensor | None:
     """The lengths that a key_padding_mask says, so that padding is skipped instead of masked; None where it says more.
 
-    Reads the mask, once per mask tensor, and so only on a CPU: on a GPU that would wait for the device in every step,
-    and the kernels read such a mask as one row. Not while compiling or under functorch either.
+    Reads the mask, and so only on a CPU: on a GPU that would wait for the device in every step, and the kernels read
+    such a mask as one row. Not while compiling, tracing or under functorch either.
 
     Args:
         mask: (batch, seqlen_k), as torch.nn takes it.
@@ -60,21 +61,11 @@ def right_padding_lengths(mask: Tensor) -> Tensor | None:
     """
     if type(mask) is not Tensor or mask.dtype != torch.bool or mask.dim() != 2 or mask.device.type != "cpu":
         return None
-    if torch.compiler.is_compiling() or torch._C._functorch.maybe_current_level() is not None:
+    if is_traced():
         return None
-    # An inference tensor has no version counter; it is read each time.
-    version = None if mask.is_inference() else mask._version
-    seen: tuple[int, Tensor | None] | None = _lengths.get(mask)
-    if version is not None and seen is not None and seen[0] == version:
-        return seen[1]
-    # Autograd keeps the lengths of a later call, which it can't do with a tensor made in inference mode.
-    with torch.inference_mode(False):
-        lengths = mask.shape[1] - mask.sum(1)
-        is_right = torch.equal(mask, torch.arange(mask.shape[1]) >= lengths[:, None])
-        answer = lengths.to(torch.int32) if is_right else None
-    if version is not None:
-        _lengths[mask] = (version, answer)
-    return answer
+    lengths = mask.shape[1] - mask.sum(1)
+    is_right = torch.equal(mask, torch.arange(mask.shape[1]) >= lengths[:, None])
+    return lengths.to(torch.int32) if is_right else None
 
 
 def merge_masks(
@@ -122,9 +113,13 @@ def merge_masks(
     return added[0] if len(added) == 1 else added[0] + added[1]
 
 
-def as_additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
+@overload
+def as_additive(mask: Tensor, dtype: torch.dtype) -> Tensor: ...
+@overload
+def as_additive(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None: ...
+def as_additive(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     """A bool mask (True = ignore) as 0 and -inf; a floating one as it is."""
-    if mask.dtype != torch.bool:
+    if mask is None or mask.dtype != torch.bool:
         return mask
     return torch.zeros_like(mask, dtype=dtype).masked_fill(mask, float("-inf"))
 

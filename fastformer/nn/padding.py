@@ -50,12 +50,12 @@ def read_padding(x: Tensor, key_padding_mask: Tensor | None, batch_first: bool) 
         batch_first: see x.
 
     Returns:
-        None for a mask that says anything but which tokens are to be ignored, or is of another shape.
+        None for a mask that says anything but which tokens are to be ignored, learns, or is of another shape.
     """
     batch, seqlen = x.shape[:2] if batch_first else (x.shape[1], x.shape[0])
     if key_padding_mask is None:
         real = torch.ones(batch, seqlen, dtype=torch.bool)
-    elif key_padding_mask.shape != (batch, seqlen):
+    elif key_padding_mask.shape != (batch, seqlen) or key_padding_mask.requires_grad or key_padding_mask.is_meta:
         return None
     elif key_padding_mask.dtype == torch.bool:
         real = ~key_padding_mask.detach().cpu()

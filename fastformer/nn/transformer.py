@@ -11,15 +11,21 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from fastformer.nn.attention import MultiheadAttention
 from fastformer.nn.cache import KVCache
 from fastformer.nn.cached_step import CachedStep, check_layers, check_masks
 from fastformer.nn.embedding import RotaryPositions
-from fastformer.nn.feed_forward import Activation
-from fastformer.nn.fusing import is_called_plainly, is_plain, is_traced, norm_settings
-from fastformer.nn.layers import ResidualStream, TransformerDecoderLayer, TransformerEncoderLayer, given, join
+from fastformer.nn.feed_forward import Activation, fused_name
+from fastformer.nn.fusing import is_called_plainly, is_plain, is_plain_dropout, is_traced, norm_settings
+from fastformer.nn.layers import (
+    ResidualStream,
+    TransformerDecoderLayer,
+    TransformerEncoderLayer,
+    given,
+    is_our_attention,
+    join,
+)
 from fastformer.nn.layout import SequenceLayout
-from fastformer.nn.masks import is_causal_mask, square_subsequent_mask
+from fastformer.nn.masks import as_additive, is_causal_mask, square_subsequent_mask
 from fastformer.nn.norm import AddLayerNorm
 from fastformer.nn.padding import Jagged, read_padding
 
@@ -82,12 +88,23 @@ def _takes_packed(layer: nn.Module) -> bool:
     attentions = [layer.self_attn, *([layer.multihead_attn] if layer.has_cross_attention else [])]
     return (
         type(layer).forward in (TransformerEncoderLayer.forward, TransformerDecoderLayer.forward)
-        and all(is_called_plainly(module) for module in layer.modules())
-        and all(type(attention).forward is MultiheadAttention.forward for attention in attentions)
-        and all(attention.bias_k is None and not attention.add_zero_attn for attention in attentions)
+        and is_called_plainly(layer)
+        and all(map(_attends_packed, attentions))
         and is_plain(layer.linear1, nn.Linear)
         and is_plain(layer.linear2, nn.Linear)
+        # Others may look at more than one token.
+        and fused_name(layer.activation) is not None
+        and is_plain_dropout(layer.dropout)
         and layer.may_join()
+    )
+
+
+def _attends_packed(attention: nn.Module) -> bool:
+    return (
+        is_our_attention(attention)
+        and attention.bias_k is None
+        and not attention.add_zero_attn
+        and is_plain(attention.out_proj, nn.Linear, nn.modules.linear.NonDynamicallyQuantizableLinear)
     )
 
 
@@ -188,9 +205,11 @@ class TransformerEncoder(_Stack):
 
         def call(layer: nn.Module, i: int, state: State) -> State:
             options = given(layout=layout, cache=None if cache is None else cache[i], rotary=rotary)
-            return layer(
-                state, src_mask=mask, src_key_padding_mask=src_key_padding_mask, is_causal=is_causal, **options
-            )
+            masks = {"src_mask": mask, "src_key_padding_mask": src_key_padding_mask}
+            if type(layer).forward is not TransformerEncoderLayer.forward or not is_called_plainly(layer):
+                # torch.nn's stack gives its layers masks that are added.
+                masks = {name: as_additive(each, src.dtype) for name, each in masks.items()}
+            return layer(state, **masks, is_causal=is_causal, **options)
 
         # A cache keeps no graph, so gradients would be wrong: there are none.
         with torch.set_grad_enabled(torch.is_grad_enabled() and cache is None):
@@ -278,6 +297,7 @@ class TransformerDecoder(_Stack):
                     and other is not None
                     and own.layout.batch_size == other.layout.batch_size
                     and (own.is_contiguous or not self._is_windowed())
+                    and not (own.is_none and other.is_none)
                 ):
                     out = TransformerDecoder.forward(
                         self,

@@ -462,7 +462,7 @@ def autocast(op: str, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
             break
     else:
         return tensors
-    if not torch.is_autocast_enabled(device_type):
+    if not torch.amp.is_autocast_available(device_type) or not torch.is_autocast_enabled(device_type):
         return tensors
     dtype = torch.get_autocast_dtype(device_type)
     return tuple(

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.utils.parametrize as parametrize
 from torch import Tensor, nn
 
 import fastformer
@@ -133,6 +134,45 @@ def test_copies_and_pickles_stay_swapped():
             assert_same(made(IDS), expected, "output")
         assert ran and len(fastformer.restore(made)) == 6
         assert torch.equal(made(IDS), expected)
+
+
+class Half(nn.Module):
+    """A parametrization."""
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight / 2
+
+
+def test_restore_after_further_surgery():
+    """A derived class has to go first; hooks and new parts stay."""
+    model = randomised(Classifier())
+    plain = copy.deepcopy(model)
+    fastformer.accelerate(model)
+    calls: list[str] = []
+    for each in (model, plain):
+        parametrize.register_parametrization(each.pool, "in_proj_weight", Half())
+        each.encoder.layers[1].linear1 = nn.Linear(E, FF, dtype=torch.float64).requires_grad_(False)
+        torch.nn.init.constant_(each.encoder.layers[1].linear1.weight, 0.1)
+        torch.nn.init.zeros_(each.encoder.layers[1].linear1.bias)
+        each.encoder.layers[0].register_forward_hook(lambda *args: calls.append("layer"))
+    assert_same(model(IDS), plain(IDS), "while swapped")
+    with pytest.raises(ValueError, match="got ParametrizedMultiheadAttention in pool"):
+        fastformer.restore(model)
+    for each in (model, plain):
+        parametrize.remove_parametrizations(each.pool, "in_proj_weight")
+    fastformer.restore(model)
+    with record_backends() as ran:
+        assert torch.equal(model(IDS), plain(IDS))
+    assert not ran and len(calls) == 4
+
+
+@pytest.mark.parametrize("name", ["window_size", "_fastformer_swapped"])
+def test_attributes_of_the_users_own_stay_theirs(name):
+    model = nn.MultiheadAttention(E, H, batch_first=True)
+    setattr(model, name, (0, 0))
+    report = fastformer.accelerate(model)
+    assert not report.swapped and report.left == {"": f"it has an attribute {name} already"}
+    assert fastformer.restore(model) == [] and getattr(model, name) == (0, 0)
 
 
 class Mine(nn.TransformerEncoderLayer):

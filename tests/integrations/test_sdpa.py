@@ -123,6 +123,21 @@ def test_what_is_left_to_pytorch():
         assert torch.equal(call(FF.scaled_dot_product_attention), call(F.scaled_dot_product_attention)), name
     with pytest.raises(RuntimeError):
         FF.scaled_dot_product_attention(q, k, v, torch.ones(3, 3, dtype=torch.bool))
+    single = [each.detach().float() for each in (q, k, v)]
+    for mask in (torch.zeros(L, S, dtype=torch.float64), torch.zeros(L, S, dtype=torch.bfloat16)):
+        with pytest.raises(RuntimeError, match="attn_mask dtype"):
+            FF.scaled_dot_product_attention(single[0], single[1], single[2], mask)
+    with pytest.raises(IndexError):
+        FF.scaled_dot_product_attention(single[0], single[1], single[2], torch.zeros(S))
+
+
+@pytest.mark.filterwarnings("ignore:.*nested tensors is in prototype")
+def test_nested_tensors_are_pytorchs():
+    rows = [torch.randn(H, length, D) for length in (3, 5)]
+    nested = torch.nested.nested_tensor(rows)
+    out = FF.scaled_dot_product_attention(nested, nested, nested)
+    for mine, row in zip(out.unbind(), rows, strict=True):
+        torch.testing.assert_close(mine, F.scaled_dot_product_attention(row, row, row))
 
 
 class Layer(nn.Module):

@@ -324,6 +324,61 @@ def test_autocast_keeps_torch_nns_dtypes(kind, norm_first):
     assert (a - exact).abs().max() <= 2 * (b - exact).abs().max()
 
 
+class Attends(nn.Module):
+    """An attention of a user's on PyTorch's function, which reads the masks that torch.nn's encoder layer gives."""
+
+    batch_first = True
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, attn_mask: Any, key_padding_mask: Any, **_: Any) -> Any:
+        rows = None if key_padding_mask is None else key_padding_mask[:, None]
+        mask = attn_mask if rows is None else rows if attn_mask is None else attn_mask + rows
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, mask), None
+
+
+class AttendsAlone(nn.Module):
+    """A layer of a user's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.self_attn = Attends()
+
+    def forward(self, src: Tensor, src_mask: Any, src_key_padding_mask: Any, is_causal: bool) -> Tensor:
+        return src + self.self_attn(src, src, src, src_mask, src_key_padding_mask)[0]
+
+
+def attending_block(self: Any, x: Tensor, attn_mask: Any, key_padding_mask: Any, is_causal: bool = False) -> Tensor:
+    return Attends()(x, x, x, attn_mask, key_padding_mask)[0]
+
+
+@both_orders
+@pytest.mark.parametrize("what", ["attention", "block", "layer", "hook"])
+def test_whoever_sees_a_mask_sees_torch_nns(what, norm_first):
+    """In an encoder it is added, whatever the caller gave: bool says the opposite to PyTorch's attention."""
+    ours, theirs = pair("encoder", norm_first)
+    seen: list[list[torch.dtype]] = []
+    for stack in (ours, theirs):
+        layer = stack.layers[0]
+        dtypes: list[torch.dtype] = []
+
+        def see(module: nn.Module, args: Any, options: Any, dtypes: list[torch.dtype] = dtypes) -> None:
+            dtypes.extend(value.dtype for name, value in options.items() if "mask" in name and value is not None)
+
+        if what == "attention":
+            layer.self_attn = Attends()
+        elif what == "block":
+            layer._sa_block = attending_block.__get__(layer)
+        elif what == "layer":
+            stack.layers[0] = AttendsAlone()
+        else:
+            layer.register_forward_pre_hook(see, with_kwargs=True)
+            layer.self_attn.register_forward_pre_hook(see, with_kwargs=True)
+        seen.append(dtypes)
+    band = torch.ones(L, L, dtype=torch.bool).triu(2)
+    for options in ({"mask": band}, {"src_key_padding_mask": PADDING}, {"mask": band, "src_key_padding_mask": PADDING}):
+        assert_alike(ours, theirs, "encoder", **options)
+    assert seen[0] == seen[1] and (what != "hook" or seen[0] == [torch.float64] * 8)
+
+
 def test_what_is_plain():
     linear = nn.Linear(2, 2)
     assert is_plain(linear, nn.Linear) and not is_plain(linear, nn.Dropout) and not is_plain(None, nn.Linear)

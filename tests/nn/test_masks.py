@@ -1,15 +1,16 @@
-"""A key_padding_mask of plain right padding is lengths, and any other one stays a mask."""
+"""A key_padding_mask of plain right padding is lengths, any other one stays a mask, and no answer is stale."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from fastformer import ops
-from fastformer.nn import MultiheadAttention
+from fastformer.nn import MultiheadAttention, TransformerEncoder, TransformerEncoderLayer
 from fastformer.nn import attention as module_of_attention
-from fastformer.nn.masks import right_padding_lengths
+from fastformer.nn.masks import is_causal_mask, right_padding_lengths, square_subsequent_mask
 
 LENGTHS = [5, 7, 0, 1]
 
@@ -37,16 +38,46 @@ def test_anything_else_is_a_mask() -> None:
 def test_a_mask_written_in_place_is_read_again(inference: bool) -> None:
     with torch.inference_mode(inference):
         mask = right_padded()
-        view = mask[1:]
         assert right_padding_lengths(mask) is not None
         mask[1, 2] = True
         assert right_padding_lengths(mask) is None
         mask[1, 2:] = True
         again = right_padding_lengths(mask)
         assert again is not None and again.tolist() == [5, 2, 0, 1]
-        assert right_padding_lengths(view) is not None
-        mask[1, 0] = True
-        assert right_padding_lengths(view) is None
+
+
+@pytest.mark.parametrize("way", ["data", "numpy", "in place"])
+def test_no_answer_is_remembered_beyond_a_write(way: str) -> None:
+    """Writes that leave no trace in a tensor's version are seen, too."""
+    causal, padding = square_subsequent_mask(7), right_padded()
+    assert is_causal_mask(causal) and right_padding_lengths(padding) is not None
+    for mask, value in ((causal, 0.0), (padding, True)):
+        view = mask.data if way == "data" else mask.numpy() if way == "numpy" else mask
+        view[1, 0 if mask is padding else 3] = value
+    assert not is_causal_mask(causal) and right_padding_lengths(padding) is None
+    causal.data[1, 3] = float("-inf")
+    assert is_causal_mask(causal)
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+def test_a_trace_reads_the_mask_of_each_call() -> None:
+    class Attending(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.encoder = TransformerEncoder(TransformerEncoderLayer(16, 2, 16, 0.0, batch_first=True), 1)
+
+        def forward(self, x: Tensor, mask: Tensor, padding: Tensor) -> Tensor:
+            return self.encoder(x, mask) + self.encoder(x, src_key_padding_mask=padding)
+
+    module, x = Attending().double(), torch.randn(4, 7, 16, dtype=torch.float64)
+    seen = (x, square_subsequent_mask(7, dtype=torch.float64), right_padded([7, 5, 6, 1]))
+    others = (x, torch.zeros(7, 7, dtype=torch.float64), right_padded([3, 7, 4, 5]))
+    real = ~others[2][..., None]
+    traced = torch.jit.trace(module, seen, check_trace=False)
+    torch.testing.assert_close(traced(*others) * real, module(*others) * real)
+    for parameter in module.parameters():
+        parameter.requires_grad_(False)
+    torch.testing.assert_close(make_fx(module)(*seen)(*others) * real, module(*others) * real)
 
 
 def test_lengths_first_read_in_inference_mode_serve_training() -> None:

@@ -169,6 +169,13 @@ def test_a_sequence_of_padding_alone_gives_zeros():
     assert torch.isfinite(dx).all() and not dx[1].any()
 
 
+def test_a_batch_of_padding_alone_or_of_nothing():
+    ours, _ = encoders(True, True)
+    x = tensor(L, True)
+    assert not ours(x, src_key_padding_mask=torch.ones(N, L, dtype=torch.bool)).any()
+    assert ours(x[:0], src_key_padding_mask=RIGHT[:0]).shape == (0, L, E)
+
+
 def test_what_is_not_packed():
     """Where a mask says more, or somebody would see packed tokens, the batch stays as it is, with the same results."""
     torch.manual_seed(3)
@@ -192,6 +199,52 @@ def test_what_is_not_packed():
     ours.layers[0].self_attn.forward = ours.layers[0].self_attn.forward
     assert not ran_packed(lambda: ours(x, **options))
     assert_alike(ours, theirs, (x,), real, zeros=False, **options)
+
+
+def test_a_mask_that_learns_is_not_packed():
+    torch.manual_seed(4)
+    x, grads = tensor(L, True), []
+    for stack in encoders(True, True):
+        mask = torch.zeros(N, L, dtype=torch.float64, requires_grad=True)
+        out = stack(x, src_key_padding_mask=mask)
+        out = (out * torch.linspace(-1, 1, out.numel(), dtype=torch.float64).view_as(out)).sum()
+        grads.append(torch.autograd.grad(out, mask, allow_unused=True)[0])
+    assert grads[0] is not None
+    assert_same(grads[0], grads[1], "the mask's gradient")
+
+
+class Running(nn.Linear):
+    """A projection that sums over the sequence."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).cumsum(1)
+
+
+@pytest.mark.parametrize("part", ["activation", "out_proj"])
+def test_what_may_look_at_other_tokens_sees_the_batch(part):
+    """Packed tokens have no rows: whatever isn't known to work token by token gets the padded batch."""
+    ours, _ = encoders(True, True)
+    x, shapes = tensor(L, True), []
+
+    def activation(y: Tensor) -> Tensor:
+        shapes.append(y.shape)
+        return y.cumsum(1)
+
+    for layer in ours.layers:
+        if part == "activation":
+            layer.activation = activation
+        else:
+            layer.self_attn.out_proj = Running(E, E, dtype=torch.float64)
+    assert not ran_packed(lambda: ours(x, src_key_padding_mask=RIGHT))
+    assert part == "out_proj" or all(shape[:2] == (N, L) for shape in shapes)
+
+
+def test_meta_tensors_have_masks_too():
+    ours = encoders(True, True)[0].to("meta")
+    x, causal = tensor(L, True).to("meta"), torch.zeros(L, L, device="meta")
+    for options in ({}, {"src_key_padding_mask": RIGHT.to("meta")}, {"mask": causal}):
+        out = ours(x, **options)
+        assert out.is_meta and out.shape == (N, L, E)
 
 
 def test_windows_count_positions():
