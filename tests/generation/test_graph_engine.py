@@ -528,5 +528,5 @@ def test_what_a_graph_took_is_not_what_others_took_meanwhile() -> None:
     assert graph_module._taken((0, 0), (0, 0)) == 0
     assert graph_module._taken((900 * mib, 300 * mib), (925 * mib, 320 * mib)) == 25 * mib
     assert graph_module._taken((900 * mib, 300 * mib), (600 * mib, 320 * mib)) == 20 * mib  # another one has ended
-    assert graph_module._taken((900 * mib, 300 * mib), (9000 * mib, 320 * mib)) == (20 + 64) * mib
+    assert graph_module._taken((900 * mib, 300 * mib), (9000 * mib, 320 * mib)) == (20 + 32) * mib
     assert graph_module._taken((900 * mib, 300 * mib), (880 * mib, 280 * mib)) == 0

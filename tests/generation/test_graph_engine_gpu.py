@@ -162,7 +162,7 @@ def test_graphs_and_their_memory_stay_within_their_budget(watched) -> None:
     model = drawn(GPT, d_model=128, num_layers=4).cuda()
     engine = GraphEngine(model)
     engine.start(64, 4000)
-    engine.max_graph_bytes = 64 * 2**20
+    engine.max_graph_bytes = 256 * 2**20
 
     def once(count: int) -> None:
         maker = RequestMaker(model, GenerationSettings(max_new_tokens=12, eos_token_id=69), engine=engine)

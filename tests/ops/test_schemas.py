@@ -40,6 +40,8 @@ def _described(schema: torch.FunctionSchema) -> tuple[list[tuple[str, str, str, 
     return arguments, [str(result.real_type) for result in schema.returns]
 
 
+# What an op does not hand on to its C++ function (see `cpp_call` of `define_op`).
+LEFT_OUT = {"linear_cross_entropy_bwd": {"output_mask"}, "linear_cross_entropy_fwd_bwd": {"output_mask"}}
 CPP = _schemas("fastformer_cpp")
 PYTHON = _schemas("fastformer")
 
@@ -47,7 +49,10 @@ PYTHON = _schemas("fastformer")
 @pytest.mark.parametrize("name", sorted(CPP))
 def test_equals_the_op(name: str) -> None:
     assert name in PYTHON, f"torch.ops.fastformer has no {name}"
-    assert _described(CPP[name]) == _described(PYTHON[name])
+    arguments, results = _described(PYTHON[name])
+    left_out = LEFT_OUT.get(name, set())
+    assert left_out <= {argument for argument, *_ in arguments}
+    assert _described(CPP[name]) == ([each for each in arguments if each[0] not in left_out], results)
 
 
 def test_every_op_with_sources_is_there() -> None:

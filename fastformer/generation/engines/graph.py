@@ -44,7 +44,7 @@ logger = logging.getLogger("fastformer")
 
 STEPS_PER_LOOK = 8  # at what has ended: a row whose search ends decodes along until then
 GRAPH_BYTES = 2**30  # of graphs and their tables
-_GRAPH_OWN_BYTES = 2**26  # of one graph at most, beside the memory that its operations work in
+_GRAPH_OWN_BYTES = 2**25  # of one graph at most, beside the memory that its operations work in
 _KEPT_BYTES = 2**32  # of a model's cache and graphs, between two calls
 _KEPT_ON = ("cuda",)  # the devices on which anything is kept
 _LEAST_WIDTH = 64  # of a table of tokens
