@@ -113,7 +113,9 @@ class GPT2Model(Stack, gpt2.GPT2Model):
         return list(self.h)
 
     def _is_ours(self, layer: Any) -> bool:
-        return type(layer) is GPT2Block and bool(getattr(layer.attn, "is_causal", False))
+        # A wrapper around the attention may call it again after the stack has ended, as a checkpoint does.
+        is_known = type(layer) is GPT2Block and type(layer.attn) is gpt2.GPT2Attention
+        return is_known and bool(getattr(layer.attn, "is_causal", False))
 
 
 @keeps_recording

@@ -71,7 +71,9 @@ class LlamaModel(Stack, llama.LlamaModel):
         return list(self.layers[: self.config.num_hidden_layers])
 
     def _is_ours(self, layer: Any) -> bool:
-        return type(layer) is LlamaDecoderLayer and bool(getattr(layer.self_attn, "is_causal", False))
+        # A wrapper around the attention may call it again after the stack has ended, as a checkpoint does.
+        is_known = type(layer) is LlamaDecoderLayer and type(layer.self_attn) is llama.LlamaAttention
+        return is_known and bool(getattr(layer.self_attn, "is_causal", False))
 
 
 @keeps_recording
