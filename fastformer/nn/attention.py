@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from fastformer.nn.dropout import check_dropout, dropout_seed
 from fastformer.nn.embedding import RotaryPositions
+from fastformer.nn.errors import InputError
 from fastformer.nn.layer_cache import AttentionCache
 from fastformer.nn.layout import SequenceLayout
 from fastformer.nn.masks import is_causal_mask, merge_masks, right_padding_lengths
@@ -37,7 +38,7 @@ class MultiheadAttention(nn.Module):
         window_size: (left, right): how many keys before and after its own position a query sees; None = all.
 
     Raises:
-        ValueError: sizes that don't divide.
+        InputError: sizes that don't divide.
     """
 
     in_proj_weight: Tensor
@@ -68,9 +69,9 @@ class MultiheadAttention(nn.Module):
         super().__init__()
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         if embed_dim < 1 or num_heads < 1 or embed_dim % num_heads != 0:
-            raise ValueError(f"expected embed_dim to be a multiple of num_heads, got {embed_dim} and {num_heads}")
+            raise InputError(f"expected embed_dim to be a multiple of num_heads, got {embed_dim} and {num_heads}")
         if num_kv_heads < 1 or num_heads % num_kv_heads != 0:
-            raise ValueError(f"expected num_heads to be a multiple of num_kv_heads, got {num_heads} and {num_kv_heads}")
+            raise InputError(f"expected num_heads to be a multiple of num_kv_heads, got {num_heads} and {num_kv_heads}")
         self.embed_dim, self.num_heads, self.num_kv_heads = embed_dim, num_heads, num_kv_heads
         self.head_dim = embed_dim // num_heads
         self.kv_dim = num_kv_heads * self.head_dim
@@ -147,21 +148,22 @@ class MultiheadAttention(nn.Module):
             (batch, num_heads, seqlen_q, seqlen_k) when not averaged, without batch for unbatched input.
 
         Raises:
-            ValueError: shapes that don't fit; options that exclude each other.
+            InputError: shapes that don't fit; options that exclude each other.
         """
         if cache is not None:
             if need_weights or attn_mask is not None or key_padding_mask is not None:
-                raise ValueError("expected need_weights=False and no mask along with a cache")
+                raise InputError("expected need_weights=False and no mask along with a cache")
             return self._cached(query, key, value, cache, layout, rotary), None
         if key is None or value is None:
-            raise ValueError("expected key and value; only a static cache takes their place")
+            raise InputError("expected key and value; only a static cache takes their place")
         same = key is query
         memory_layout = layout if same and memory_layout is None else memory_layout
         if layout is not None and layout.is_packed:
             if need_weights or attn_mask is not None or key_padding_mask is not None:
-                raise ValueError("expected need_weights=False and no mask along with a packed layout")
+                raise InputError("expected need_weights=False and no mask along with a packed layout")
             return self._packed(query, key, value, is_causal, layout, memory_layout, rotary), None
 
+        _check_dimensions(query, key, value, key_padding_mask, attn_mask)
         is_batched = query.dim() == 3
         q, k, v = self._project(query, key, value)
         if not is_batched:
@@ -170,7 +172,7 @@ class MultiheadAttention(nn.Module):
         elif not self.batch_first:
             q, k, v = q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1)
         if q.shape[0] != k.shape[0] or k.shape[:2] != v.shape[:2]:
-            raise ValueError(
+            raise InputError(
                 f"expected query, key and value of one batch, key and value of one length; got {tuple(query.shape)}, "
                 f"{tuple(key.shape)} and {tuple(value.shape)}"
             )
@@ -185,7 +187,7 @@ class MultiheadAttention(nn.Module):
             k, v, attn_mask, key_padding_mask = self._extra_keys(k, v, attn_mask, key_padding_mask, is_causal, seqlen_q)
             is_causal, seqlen_k = False, k.shape[1]
             if memory_layout is not None or self.window_size != (None, None):
-                raise ValueError("add_bias_kv and add_zero_attn go with neither a layout nor a window")
+                raise InputError("add_bias_kv and add_zero_attn go with neither a layout nor a window")
         seqlens_k = None if memory_layout is None else memory_layout.seqlens
         if seqlens_k is None and key_padding_mask is not None and key_padding_mask.shape == (batch, seqlen_k):
             seqlens_k = right_padding_lengths(key_padding_mask)
@@ -237,11 +239,11 @@ class MultiheadAttention(nn.Module):
         cu_seqlens_q = layout.cu_seqlens
         cu_seqlens_k = None if memory_layout is None else memory_layout.cu_seqlens
         if memory_layout is None or cu_seqlens_q is None or cu_seqlens_k is None:
-            raise ValueError("expected a packed memory_layout along with a packed layout")
+            raise InputError("expected a packed memory_layout along with a packed layout")
         if self.bias_k is not None or self.add_zero_attn:
-            raise ValueError("add_bias_kv and add_zero_attn don't go with a packed layout")
+            raise InputError("add_bias_kv and add_zero_attn don't go with a packed layout")
         if is_causal and memory_layout is not layout:
-            raise ValueError("expected is_causal with a packed layout in self-attention only")
+            raise InputError("expected is_causal with a packed layout in self-attention only")
         q, k, v = self._project(query, key, value)
         q, k = self._rotate(q, k, rotary)
         dropout_p, seed = self._dropout(q)
@@ -273,16 +275,16 @@ class MultiheadAttention(nn.Module):
         packed = layout is not None and layout.is_packed
         if query.dim() != (2 if packed else 3):
             expected = "packed tokens (the layout is packed)" if packed else "a padded batch, or a packed layout,"
-            raise ValueError(f"expected {expected} along with a cache, got query of shape {tuple(query.shape)}")
+            raise InputError(f"expected {expected} along with a cache, got query of shape {tuple(query.shape)}")
         if self.bias_k is not None or self.add_zero_attn:
-            raise ValueError("add_bias_kv and add_zero_attn don't go with a cache")
+            raise InputError("add_bias_kv and add_zero_attn don't go with a cache")
         transposed = not packed and not self.batch_first
         if cache.is_static:
             q = self._heads(F.linear(query, *self._q_weights()))
             out = cache.attend(q.transpose(0, 1) if transposed else q)
         else:
             if key is None or value is None:
-                raise ValueError("expected key and value; only a static cache takes their place")
+                raise InputError("expected key and value; only a static cache takes their place")
             q, k, v = self._project(query, key, value)
             if transposed:
                 q, k, v = q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1)
@@ -294,7 +296,7 @@ class MultiheadAttention(nn.Module):
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         # One product for self-attention, one for the query and one for the memory in cross-attention.
         if query.shape[-1] != self.embed_dim or key.shape[-1] != self.kdim or value.shape[-1] != self.vdim:
-            raise ValueError(
+            raise InputError(
                 f"expected query, key and value of size {self.embed_dim}, {self.kdim} and {self.vdim} in the last "
                 f"dimension, got {query.shape[-1]}, {key.shape[-1]} and {value.shape[-1]}"
             )
@@ -375,3 +377,28 @@ class MultiheadAttention(nn.Module):
         """What print shows."""
         heads = f"{self.num_heads}" if self.num_kv_heads == self.num_heads else f"{self.num_heads}/{self.num_kv_heads}"
         return f"{self.embed_dim}, heads={heads}, dropout={self.dropout}, batch_first={self.batch_first}"
+
+
+def _check_dimensions(
+    query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None, attn_mask: Tensor | None
+) -> None:
+    """Raises InputError, in torch.nn's words, unless all are batched, or none is."""
+    dims = query.dim()
+    if dims not in (2, 3):
+        raise InputError(f"query should be unbatched 2D or batched 3D tensor but received {dims}-D query tensor")
+    where = "batched (3-D)" if dims == 3 else "unbatched (2-D)"
+    if key.dim() != dims or value.dim() != dims:
+        raise InputError(
+            f"For {where} `query`, expected `key` and `value` to be {dims}-D but found {key.dim()}-D and "
+            f"{value.dim()}-D tensors respectively"
+        )
+    if key_padding_mask is not None and key_padding_mask.dim() != dims - 1:
+        raise InputError(
+            f"For {where} `query`, expected `key_padding_mask` to be `None` or {dims - 1}-D but found "
+            f"{key_padding_mask.dim()}-D tensor instead"
+        )
+    if attn_mask is not None and attn_mask.dim() not in (2, 3):
+        raise InputError(
+            f"For {where} `query`, expected `attn_mask` to be `None`, 2-D or 3-D but found {attn_mask.dim()}-D tensor "
+            "instead"
+        )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from fastformer.nn.errors import InputError
 from fastformer.ops import draw_seed
 
 
@@ -12,10 +13,10 @@ def check_dropout(dropout: float) -> float:
     """The probability as it came, as `nn.Dropout` holds its own.
 
     Raises:
-        ValueError: it is no number in [0, 1].
+        InputError: it is no number in [0, 1].
     """
     if not isinstance(dropout, int | float) or not 0.0 <= dropout <= 1.0:
-        raise ValueError(f"expected dropout in [0, 1], got {dropout!r}")
+        raise InputError(f"expected dropout in [0, 1], got {dropout!r}")
     return dropout
 
 

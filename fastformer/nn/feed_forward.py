@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastformer.nn.dropout import active_dropout, dropout_seed
+from fastformer.nn.errors import InputError
 from fastformer.nn.fusing import is_plain, is_plain_dropout
 from fastformer.ops.feed_forward import feed_forward
 
@@ -22,11 +23,11 @@ def resolve_activation(activation: Activation) -> Activation:
     """The activation as a layer keeps it: torch.nn's functions where there is one, a name, or the caller's callable.
 
     Raises:
-        ValueError: a name that isn't known.
+        InputError: a name that isn't known.
     """
     if isinstance(activation, str):
         if activation not in _NAMES:
-            raise ValueError(f"expected an activation out of {_NAMES} or a callable, got {activation!r}")
+            raise InputError(f"expected an activation out of {_NAMES} or a callable, got {activation!r}")
         return _FUNCTIONS.get(activation, activation)
     return activation
 

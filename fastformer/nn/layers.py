@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from fastformer.nn.attention import MultiheadAttention, Window
 from fastformer.nn.dropout import active_dropout, dropout_seed
 from fastformer.nn.embedding import RotaryPositions
+from fastformer.nn.errors import InputError
 from fastformer.nn.feed_forward import Activation, apply_feed_forward, resolve_activation
 from fastformer.nn.fusing import is_called_plainly, is_plain_dropout, norm_settings
 from fastformer.nn.layer_cache import LayerCache
@@ -95,9 +96,9 @@ class _Layer(nn.Module):
     ) -> None:
         super().__init__()
         if norm not in ("layer", "rms"):
-            raise ValueError(f"expected norm 'layer' or 'rms', got {norm!r}")
+            raise InputError(f"expected norm 'layer' or 'rms', got {norm!r}")
         if not isinstance(norm_first, bool):
-            raise ValueError(f"expected norm_first to be True or False, got {norm_first!r}")
+            raise InputError(f"expected norm_first to be True or False, got {norm_first!r}")
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         attention: dict[str, Any] = {
             "dropout": dropout if attention_dropout is None else attention_dropout,
@@ -295,7 +296,7 @@ class TransformerDecoderLayer(_Layer):
             tgt's shape; a `ResidualStream` for a `ResidualStream`.
         """
         if cache is not None and cache.cross_attention is None:
-            raise ValueError("expected a cache whose memory is set (KVCache.set_memory)")
+            raise InputError("expected a cache whose memory is set (KVCache.set_memory)")
         own = given(layout=layout, cache=None if cache is None else cache.self_attention, rotary=rotary)
         other = given(
             layout=layout, memory_layout=memory_layout, cache=None if cache is None else cache.cross_attention

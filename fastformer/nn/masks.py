@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from fastformer.nn.errors import InputError
 from fastformer.nn.fusing import is_traced
 
 # mask on a device -> (its version, whether it was causal)
@@ -82,7 +83,7 @@ def merge_masks(
         additive; None if there is neither.
 
     Raises:
-        ValueError: another dtype or shape.
+        InputError: another dtype or shape.
     """
     parts = []
     if attn_mask is not None:
@@ -92,14 +93,19 @@ def merge_masks(
         elif attn_mask.shape == (batch * num_heads, seqlen_q, seqlen_k):
             parts.append(attn_mask.view(batch, num_heads, seqlen_q, seqlen_k))
         else:
-            raise ValueError(
+            if attn_mask.dim() == 3:
+                raise InputError(
+                    f"Expected `attn_mask` shape to be {(batch * num_heads, seqlen_q, seqlen_k)} but got "
+                    f"{tuple(attn_mask.shape)}"
+                )
+            raise InputError(
                 f"expected an attn_mask of shape {(seqlen_q, seqlen_k)} or {(batch * num_heads, seqlen_q, seqlen_k)}, "
                 f"got {tuple(attn_mask.shape)}"
             )
     if key_padding_mask is not None:
         _check_dtype(key_padding_mask, "key_padding_mask")
         if key_padding_mask.shape != (batch, seqlen_k):
-            raise ValueError(
+            raise InputError(
                 f"expected a key_padding_mask of shape {(batch, seqlen_k)}, got {tuple(key_padding_mask.shape)}"
             )
         parts.append(key_padding_mask[:, None, None])
@@ -126,4 +132,4 @@ def as_additive(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
 
 def _check_dtype(mask: Tensor, name: str) -> None:
     if mask.dtype != torch.bool and not mask.is_floating_point():
-        raise ValueError(f"expected a bool (True = ignore) or floating {name}, got {mask.dtype}")
+        raise InputError(f"expected a bool (True = ignore) or floating {name}, got {mask.dtype}")

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastformer.nn.dropout import check_dropout, dropout_seed
+from fastformer.nn.errors import InputError
 from fastformer.ops.add_layer_norm import add_layer_norm
 
 
@@ -33,7 +34,7 @@ class AddLayerNorm(nn.LayerNorm):
         rms_norm: divide by the root mean square instead of subtracting the mean (Zhang and Sennrich 2019).
 
     Raises:
-        ValueError: normalized_shape of more than one dimension.
+        InputError: normalized_shape of more than one dimension.
     """
 
     def __init__(
@@ -50,7 +51,7 @@ class AddLayerNorm(nn.LayerNorm):
     ) -> None:
         super().__init__(normalized_shape, eps, elementwise_affine, bias and not rms_norm, device, dtype)
         if len(self.normalized_shape) != 1:
-            raise ValueError(f"expected one normalised dimension, got normalized_shape {tuple(self.normalized_shape)}")
+            raise InputError(f"expected one normalised dimension, got normalized_shape {tuple(self.normalized_shape)}")
         self.dropout = check_dropout(dropout)
         self.rms_norm = rms_norm
 
@@ -71,6 +72,8 @@ class AddLayerNorm(nn.LayerNorm):
         Returns:
             Without a residual: the normalised x. With one: (the normalised sum in x's dtype, the sum in residual's).
         """
+        if x.shape[-1:] != self.normalized_shape:
+            raise InputError(f"expected size {self.normalized_shape[0]} in the last dimension, got {tuple(x.shape)}")
         if dropout_p is None:
             dropout_p = self.dropout if self.training else 0.0
         if residual is None and dropout_p == 0.0 and not all(map(_is_plain, (x, self.weight, self.bias))):

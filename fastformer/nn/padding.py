@@ -59,6 +59,8 @@ def read_padding(x: Tensor, key_padding_mask: Tensor | None, batch_first: bool) 
         return None
     elif key_padding_mask.dtype == torch.bool:
         real = ~key_padding_mask.detach().cpu()
+    elif not key_padding_mask.is_floating_point():
+        return None
     else:
         added = key_padding_mask.detach().cpu()
         real = added == 0

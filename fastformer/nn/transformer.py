@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from fastformer.nn.cache import KVCache
 from fastformer.nn.cached_step import CachedStep, check_layers, check_masks
 from fastformer.nn.embedding import RotaryPositions
+from fastformer.nn.errors import InputError
 from fastformer.nn.feed_forward import Activation, fused_name
 from fastformer.nn.fusing import is_called_plainly, is_plain, is_plain_dropout, is_traced, norm_settings
 from fastformer.nn.layers import (
@@ -42,7 +43,7 @@ class _Stack(nn.Module):
     def __init__(self, layer: nn.Module, num_layers: int, norm: nn.Module | None) -> None:
         super().__init__()
         if not isinstance(layer, nn.Module) or not isinstance(num_layers, int) or num_layers < 0:
-            raise ValueError(
+            raise InputError(
                 f"expected a layer and num_layers of at least 0, got {type(layer).__name__} and {num_layers!r}"
             )
         self.layers = nn.ModuleList([copy.deepcopy(layer) for _ in range(num_layers)])
@@ -180,7 +181,7 @@ class TransformerEncoder(_Stack):
             src's shape.
 
         Raises:
-            ValueError: masks along with a cache; a full cache.
+            InputError: masks along with a cache; a full cache.
         """
         if src.is_nested:
             return self._nested(src, mask, src_key_padding_mask, is_causal, layout, cache, rotary)
@@ -224,7 +225,7 @@ class TransformerEncoder(_Stack):
         """A nested src: its sequences are packed tokens already."""
         says_all = mask is None or (is_causal is not False and is_causal_mask(mask))
         if not says_all or key_padding_mask is not None or any(other is not None for other in others):
-            raise ValueError("expected no mask but the causal one, no layout and no cache along with a nested src")
+            raise InputError("expected no mask but the causal one, no layout and no cache along with a nested src")
         opened = Jagged.open(src)
         is_causal = mask is not None if is_causal is None else is_causal
         return opened.close(TransformerEncoder.forward(self, opened.values, is_causal=is_causal, layout=opened.layout))
@@ -281,7 +282,7 @@ class TransformerDecoder(_Stack):
             tgt's shape.
 
         Raises:
-            ValueError: other masks along with a cache; a full cache; neither memory nor its keys and values.
+            InputError: other masks along with a cache; a full cache; neither memory nor its keys and values.
         """
         tgt_is_causal = is_causal_mask(tgt_mask, self._seqlen(tgt, layout)) if tgt_is_causal is None else tgt_is_causal
         has_padding = tgt_key_padding_mask is not None or memory_key_padding_mask is not None
@@ -312,11 +313,11 @@ class TransformerDecoder(_Stack):
             check_masks(tgt_mask, tgt_key_padding_mask, tgt_is_causal)
             tgt_mask = None
             if memory_mask is not None:
-                raise ValueError("expected no memory_mask along with a cache")
+                raise InputError("expected no memory_mask along with a cache")
             step = CachedStep(cache, tgt, self.layers, layout)
             if not cache.has_memory:
                 if memory is None:
-                    raise ValueError("expected a memory: the cache holds none yet")
+                    raise InputError("expected a memory: the cache holds none yet")
                 self.store_memory(cache, memory, memory_layout, memory_key_padding_mask)
             step.reserve()
             # From here on the cache speaks for the memory.
@@ -364,17 +365,17 @@ class TransformerDecoder(_Stack):
             memory_key_padding_mask: (num_sources, source_seqlen) bool, True = ignore; anywhere in a row.
 
         Raises:
-            ValueError: see `KVCache.set_memory`; a cache of another number of layers.
+            InputError: see `KVCache.set_memory`; a cache of another number of layers.
         """
         check_layers(cache, self.layers)
         if memory.dim() != (2 if memory_layout is not None and memory_layout.is_packed else 3):
-            raise ValueError(f"expected a padded memory, or a packed memory_layout, got shape {tuple(memory.shape)}")
+            raise InputError(f"expected a padded memory, or a packed memory_layout, got shape {tuple(memory.shape)}")
         pairs = [layer.multihead_attn.project_memory(memory) for layer in self.layers]
         seqlens = None if memory_layout is None else memory_layout.read_seqlens()
         if memory_key_padding_mask is not None:
             mask = memory_key_padding_mask
             if mask.dtype != torch.bool or memory_layout is not None:
-                raise ValueError("expected a bool memory_key_padding_mask and no memory_layout along with a cache")
+                raise InputError("expected a bool memory_key_padding_mask and no memory_layout along with a cache")
             # What is left, one after another, is packed.
             pairs = [(k[~mask], v[~mask]) for k, v in pairs]
             seqlens = (~mask).sum(1)
@@ -460,16 +461,16 @@ class Transformer(nn.Module):
             tgt's shape.
 
         Raises:
-            ValueError: another feature size than d_model, or batches of different sizes.
+            InputError: another feature size than d_model, or batches of different sizes.
         """
         if src.shape[-1] != self.d_model or tgt.shape[-1] != self.d_model:
-            raise ValueError(
+            raise InputError(
                 f"expected src and tgt of d_model = {self.d_model} in the last dimension, got {src.shape[-1]} and "
                 f"{tgt.shape[-1]}"
             )
         batch_dim = 0 if self.batch_first else 1
         if src.dim() == 3 and src.shape[batch_dim] != tgt.shape[batch_dim]:
-            raise ValueError(
+            raise InputError(
                 f"expected src and tgt of one batch size, got {src.shape[batch_dim]} and {tgt.shape[batch_dim]}"
             )
         memory = self.encoder(
