@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from torch import Tensor
@@ -14,12 +15,15 @@ from fastformer.integrations.hugging_face import (
     fused_feed_forward,
     heads,
     is_known,
+    keeping_padding,
+    key_padding_of,
     may_pack,
     nothing_else,
     packing,
     plain_dropout,
 )
 from fastformer.integrations.swap import Swap
+from fastformer.nn.fusing import is_traced
 
 # What a forward may be given that doesn't change what it computes here.
 _HARMLESS = frozenset({"position_ids", "cache_position", "return_dict", "num_items_in_batch"})
@@ -90,6 +94,12 @@ class BertLayer(bert.BertLayer):
         return super().feed_forward_chunk(attention_output)
 
 
+def _starts_real(mask: Tensor | None) -> bool:
+    # A pooler reads the first token of each row, padding or not.
+    key_padding_mask = key_padding_of(mask)
+    return key_padding_mask is None or not bool(key_padding_mask[:, :1].any())
+
+
 class BertEncoder(bert.BertEncoder):
     """Leaves padding out: its layers see packed tokens. What comes out is zeros at padding."""
 
@@ -97,7 +107,12 @@ class BertEncoder(bert.BertEncoder):
 
     def forward(self, hidden_states: Tensor, attention_mask: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
         """See transformers."""
-        if not (nothing_else(args, kwargs, _HARMLESS) and self._is_ours() and may_pack(self)):
+        if not (
+            nothing_else(args, kwargs, _HARMLESS)
+            and self._is_ours()
+            and may_pack(self)
+            and _starts_real(attention_mask)
+        ):
             return super().forward(hidden_states, attention_mask, *args, **kwargs)
         with packing() as run:
             hidden_states, attention_mask = run.enter(hidden_states, attention_mask)
@@ -112,13 +127,31 @@ class BertEncoder(bert.BertEncoder):
             for layer in self.layer
             if is_known(layer, BertLayer) and is_known(layer.attention, bert.BertAttention)
         ]
-        return len(attentions) == len(self.layer) and all(
-            is_known(each, BertSelfAttention) and each._is_simple((), {}) and not getattr(each, "is_causal", False)
-            for each in attentions
+        chunked = any(layer.chunk_size_feed_forward for layer in self.layer)
+        return (
+            not chunked
+            and len(attentions) == len(self.layer)
+            and all(
+                is_known(each, BertSelfAttention) and each._is_simple((), {}) and not getattr(each, "is_causal", False)
+                for each in attentions
+            )
         )
 
 
+class BertForQuestionAnswering(bert.BertForQuestionAnswering):
+    """Its softmax is over the padding, too, which therefore stays."""
+
+    @functools.wraps(bert.BertForQuestionAnswering.forward)
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """See transformers."""
+        if is_traced():
+            return super().forward(*args, **kwargs)
+        with keeping_padding():
+            return super().forward(*args, **kwargs)
+
+
 SWAPS = (
+    Swap(bert.BertForQuestionAnswering, BertForQuestionAnswering),
     Swap(_Attention, BertSelfAttention),
     Swap(bert.BertSelfOutput, BertSelfOutput),
     Swap(bert.BertOutput, BertOutput),

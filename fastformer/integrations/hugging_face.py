@@ -93,6 +93,19 @@ def going_on() -> Packing | None:
     return None if _num_runs == 0 else _packing.get()
 
 
+_keeps_padding: ContextVar[bool] = ContextVar("fastformer_keeps_padding", default=False)
+
+
+@contextlib.contextmanager
+def keeping_padding() -> Iterator[None]:
+    """Nothing is packed in the block: somebody reads what is computed at padding."""
+    token = _keeps_padding.set(True)
+    try:
+        yield
+    finally:
+        _keeps_padding.reset(token)
+
+
 def entered(x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """`Packing.enter` of the run that is going on, if there is one."""
     run = going_on()
@@ -132,7 +145,7 @@ def padding_of(x: Tensor, mask: Tensor | None) -> Padding | None:
     if key_padding_mask is None or key_padding_mask.shape != x.shape[:2]:
         return None
     padding = read_padding(x, key_padding_mask, True)
-    return None if padding is None or padding.is_none else padding
+    return None if padding is None or padding.is_none or not padding.tokens.numel() else padding
 
 
 def may_pack(stack: nn.Module) -> bool:
@@ -140,12 +153,29 @@ def may_pack(stack: nn.Module) -> bool:
 
     What is inside of the stack must be called as it was written. What computes the whole stack again packs again.
     """
-    if is_traced():
+    if is_traced() or _keeps_padding.get():
         return False
     modules = list(stack.modules())
     if any(module.training and getattr(module, "gradient_checkpointing", False) for module in modules):
         return False
-    return all(is_called_plainly(each) or _records_nothing(each) for each in modules if each is not stack)
+    return all(
+        _works_by_token(each) and (is_called_plainly(each) or _records_nothing(each))
+        for each in modules
+        if each is not stack
+    )
+
+
+# Where the classes are that look at one token at a time, or are attentions of the families.
+_BY_TOKEN = (
+    *("fastformer.", "transformers.activations", "transformers.models.", "transformers.pytorch_utils"),
+    *(f"torch.nn.modules.{name}" for name in ("activation", "container", "dropout", "linear", "normalization")),
+    *("torch.nn.modules.sparse", "peft.tuners.lora."),
+)
+
+
+def _works_by_token(module: nn.Module) -> bool:
+    # What a user wrote may look at the other tokens of a row.
+    return type(module).__module__.startswith(_BY_TOKEN)
 
 
 def _records_nothing(module: nn.Module) -> bool:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import BertConfig, BertForMaskedLM, BertForSequenceClassification, BertModel
+from transformers import BertConfig, BertForMaskedLM, BertForQuestionAnswering, BertForSequenceClassification, BertModel
 
 import fastformer
 from fastformer.ops._library import record_backends
@@ -55,10 +55,10 @@ def test_computes_the_same(act, mask, mode):
             report = fastformer.accelerate(model)
             assert len(report.swapped) == 1 + 2 * 4 and not report.left
             names = ran(lambda: model(IDS, **options))
-            expected = {"add_layer_norm_fwd", "attention_fwd" if mask is None else "varlen_attention_fwd"}
+            expected = {"add_layer_norm_fwd", "varlen_attention_fwd" if mask is RIGHT else "attention_fwd"}
             assert expected <= names and ("feed_forward_fwd" in names) == (act != "mish")
         out = model(IDS, **options)
-        loss = (out.last_hidden_state * real).square().sum() + (out.pooler_output.sum() if mask is not LEFT else 0)
+        loss = (out.last_hidden_state * real).square().sum() + out.pooler_output.sum()
         results.append(
             [out.last_hidden_state * real, *torch.autograd.grad(loss, [*model.parameters()], allow_unused=True)]
         )
@@ -79,6 +79,35 @@ def test_heads_and_losses(kind):
     torch.testing.assert_close(after.loss, before.loss, rtol=1e-9, atol=0)
     real = RIGHT[..., None] if kind is BertForMaskedLM else torch.ones(4, 1)
     assert_same(after.logits * real, before.logits * real, "logits", 1e-9)
+
+
+class Running(torch.nn.Linear):
+    """A projection that sums over the sequence."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).cumsum(1)
+
+
+@pytest.mark.parametrize("what", ["answers", "chunks", "other tokens", "no token"])
+def test_padding_stays_where_it_is_seen(what):
+    """A softmax over the sequence, chunks of it, a module that looks at other tokens, a row without any."""
+    model = (
+        make(BertForQuestionAnswering) if what == "answers" else make(chunk_size_feed_forward=3 * (what == "chunks"))
+    )
+    model.eval()
+    if what == "other tokens":
+        model.encoder.layer[0].attention.output.dense = Running(
+            *model.encoder.layer[0].output.dense.weight.shape[:1] * 2
+        )
+        model.double()
+    options: dict[str, Any] = {"attention_mask": (RIGHT & (what != "no token")).long()}
+    if what == "answers":
+        options |= {"start_positions": torch.tensor([0, 1, 2, 0]), "end_positions": torch.tensor([1, 2, 2, 0])}
+    before = model(IDS, **options)
+    fastformer.accelerate(model)
+    after = model(IDS, **options)
+    assert_same(after[0], before[0], "loss or hidden states", 1e-9)
+    assert_same(after[1], before[1], "logits or pooled", 1e-9)
 
 
 def test_padding_comes_out_as_zeros():

@@ -376,7 +376,8 @@ def test_adapters(family, first):
         adapt(model)
     step = Step(model)
     step.assert_same(expected)
-    assert PACKED in step.ran and "feed_forward_fwd" not in step.ran
+    # What a stranger wrote may look at other tokens, so it gets them all, padding too.
+    assert PACKED not in step.ran and "feed_forward_fwd" not in step.ran
 
 
 @pytest.mark.parametrize("family", ["bert", "marian"])
