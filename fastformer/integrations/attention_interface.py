@@ -54,7 +54,10 @@ def attention_forward(
         return attend(q, k, v, None, dropout_p=dropout, scale=scaling, is_causal=is_causal), None
     bias = kwargs.get("position_bias")
     others = (kwargs.get(name) for name in _OTHERS)
-    if (bias is not None and _biased_mask is None) or any(each is not None and each is not False for each in others):
+    # A step of decoding has one query: PyTorch is done with it on a CPU before ours has begun.
+    is_step = query.shape[2] == 1 and query.device.type == "cpu"
+    asked = any(each is not None and each is not False for each in others)
+    if is_step or asked or (bias is not None and _biased_mask is None):
         options = {"dropout": dropout, "scaling": scaling, "is_causal": is_causal, **kwargs}
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
     if bias is not None:

@@ -128,7 +128,7 @@ def test_generates_the_same(num_beams, mask, family):
         expected = model.generate(IDS, **options)
     fastformer.accelerate(model)
     names = ran(lambda: model.generate(IDS, **options))
-    assert "attention_fwd" in names and ("varlen_attention_fwd" in names) == (mask is LEFT)
+    assert ("varlen_attention_fwd" if mask is LEFT else "attention_fwd") in names
     assert torch.equal(model.generate(IDS, **options), expected)
     assert fastformer.restore(model)
     assert model.config._attn_implementation == "sdpa" and not ran(lambda: run(model, RIGHT))
@@ -277,6 +277,21 @@ def test_dropout_acts_in_training(family):
         assert not torch.equal(run(model, RIGHT).logits, run(model, RIGHT).logits)
         model.eval()
         assert torch.equal(run(model, RIGHT).logits, run(model, RIGHT).logits)
+
+
+@pytest.mark.parametrize("mask", [None, RIGHT], ids=["no mask", "right"])
+@pytest.mark.parametrize(
+    "family, name",
+    [("gpt2", "resid_pdrop"), ("gpt2", "embd_pdrop"), ("gpt2", "attn_pdrop"), ("llama", "attention_dropout")],
+)
+def test_what_is_dropped_wholly_is_gone(family, name, mask):
+    """With a probability of one nothing is left to chance: each dropout acts, and where transformers' acts."""
+    model = make(family, **{name: 1.0})
+    real = 1.0 if mask is None else mask[..., None]
+    with exactly(family):
+        expected = run(model, mask).logits * real
+    fastformer.accelerate(model)
+    assert_same(run(model, mask).logits * real, expected, name, 1e-9)
 
 
 @families
