@@ -52,6 +52,7 @@ def attention_forward(
     if packed_layout() is not None:
         q, k, v = (each.transpose(1, 2) for each in (query, key, value))
         return attend(q, k, v, None, dropout_p=dropout, scale=scaling, is_causal=is_causal), None
+    is_causal = is_causal and attention_mask is None and query.shape[2] > 1
     bias = kwargs.get("position_bias")
     others = (kwargs.get(name) for name in _OTHERS)
     # A step of decoding has one query: PyTorch is done with it on a CPU before ours has begun.
@@ -61,8 +62,7 @@ def attention_forward(
         options = {"dropout": dropout, "scaling": scaling, "is_causal": is_causal, **kwargs}
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
     if bias is not None:
-        is_causal = is_causal and attention_mask is None and query.shape[2] > 1
-        attention_mask = _biased_mask(bias, attention_mask, is_causal, query, key)
+        attention_mask, is_causal = _biased_mask(bias, attention_mask, is_causal, query, key), False
     elif (known := _known(attention_mask)) is not None:
         # What a mask says costs less than the mask: the triangle and the keys behind a length are skipped.
         q, k, v = (each.transpose(1, 2) for each in (query, key, value))
@@ -71,7 +71,6 @@ def attention_forward(
                 q, k, v, seqlens_k=known.seqlens_k, is_causal=known.is_causal, softmax_scale=scaling, dropout_p=dropout
             )
             return out, None
-    is_causal = is_causal and attention_mask is None and query.shape[2] > 1
     grouped = key.shape[1] != query.shape[1]
     out = scaled_dot_product_attention(
         query, key, value, attention_mask, dropout, is_causal, scaling, enable_gqa=grouped
