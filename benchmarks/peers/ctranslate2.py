@@ -84,6 +84,9 @@ def convert(model: Transformer, folder: Path) -> None:
         "window_size": config.window_size is not None,
         "num_kv_heads": config.num_kv_heads not in (None, config.num_heads),
         "activation": config.activation not in _ACTIVATIONS,
+        "output_bias": config.output_bias,
+        "embed_pad": config.embed_pad,
+        "scale_embedding": not config.scale_embedding,
         "special_ids": len(config.special_ids.eos) > 1,
     }
     if any(unmapped.values()):

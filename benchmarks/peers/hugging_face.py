@@ -79,6 +79,9 @@ def _from_transformer(model: Transformer) -> Any:
     if (
         config.norm != "layer"
         or config.activation != "relu"
+        or config.output_bias
+        or config.embed_pad
+        or not config.scale_embedding
         or config.window_size is not None
         or config.num_kv_heads not in (None, config.num_heads)
         or (config.source_vocab_size or config.vocab_size) != config.vocab_size

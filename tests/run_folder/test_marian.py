@@ -14,6 +14,7 @@ import torch
 from transformers import MarianConfig, MarianMTModel, MarianTokenizer
 
 from fastformer.cli import main
+from fastformer.data import load_tokenizer
 from fastformer.generation import Translator
 from fastformer.run_folder import load_model
 from fastformer.run_folder.marian import load_marian
@@ -210,3 +211,36 @@ def test_files_that_do_not_fit_are_refused(name, change, message, shared, tmp_pa
 def test_other_commands_say_that_it_is_a_translator(shared, capsys):
     assert main(["generate", str(shared[0]), "two"]) == 1
     assert "Traceback" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"source": "!"}, "damaged or no tokenizer"),
+        ({"target": "QUJD"}, "expected a SentencePiece model"),
+        ({"source_vocab": {"a": -1}}, "expected .* to map pieces to ids, got -1 for 'a'"),
+        ({"special_ids": {"unk": None, "pad": 0, "eos": [1]}}, "expected an id for pieces that the vocabulary lacks"),
+        ({"vocab_size": 3}, "expected ids below 3"),
+    ],
+)
+def test_a_damaged_tokenizer_is_named(change, message, shared, tmp_path):
+    load_marian(shared[0])[1].save(tmp_path)
+    file = tmp_path / "tokenizer.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    with pytest.raises(ValueError, match=message):
+        load_tokenizer(tmp_path)
+
+
+def test_the_tokenizer_keeps_to_its_vocabulary(shared):
+    tokenizer = load_marian(shared[0])[1]
+    pad, unk = tokenizer.special_ids.pad, 1
+    ids = tokenizer.encode_target("der Hund")
+    assert tokenizer.decode([pad, *ids, unk, pad, 0, ids[0]]) == "der Hund"
+    assert unk in tokenizer.encode("漢") and tokenizer.encode_batch(["two", "漢"])[1] == tokenizer.encode("漢")
+    assert tokenizer.tokens([2]) == tokenizer.source_tokens([2]) == [">>deu<<"]
+    with pytest.raises(ValueError, match="expected ids below 48, got 48"):
+        tokenizer.decode([48])
+    with pytest.raises(ValueError, match="lone surrogate"):
+        tokenizer.encode("\udcff")
+    with pytest.raises(ValueError, match="expected a list of texts"):
+        tokenizer.encode_batch("two birds")
