@@ -383,6 +383,8 @@ def _check_dimensions(
     query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None, attn_mask: Tensor | None
 ) -> None:
     """Raises InputError, in torch.nn's words, unless all are batched, or none is."""
+    if query.is_nested:
+        raise InputError("expected a padded batch, or a packed layout, got a nested query")
     dims = query.dim()
     if dims not in (2, 3):
         raise InputError(f"query should be unbatched 2D or batched 3D tensor but received {dims}-D query tensor")
