@@ -322,10 +322,9 @@ class Transformer(PretrainedModel):
         Raises:
             ValueError: a k that is no integer from 1 to vocab_size.
         """
-        is_ours = type(self).logits is Transformer.logits and "logits" not in self.__dict__
-        if not is_ours or self.output_bias is not None:
+        if type(self).logits is not Transformer.logits or "logits" in self.__dict__:
             return best_of_logits(self.logits(hidden), k, log_probs=log_probs)
-        return linear_topk(hidden, self.output_weight, k, log_probs=log_probs)
+        return linear_topk(*self._last_product(hidden), k, log_probs=log_probs)
 
     def forward(
         self,
@@ -372,20 +371,24 @@ class Transformer(PretrainedModel):
         Returns:
             A scalar, or target_out's shape for "none"; fp32.
         """
-        hidden, weight = self._hidden(source, target_in, source_layout, target_layout), self.output_weight
-        if self.output_bias is not None:
-            # One more column, for a one; eight, so that rows stay aligned.
-            weight = F.pad(torch.cat((weight, self.output_bias[:, None]), 1), (0, 7))
-            hidden = F.pad(F.pad(hidden, (0, 1), value=1.0), (0, 7))
+        hidden = self._hidden(source, target_in, source_layout, target_layout)
         return linear_cross_entropy(
-            hidden,
-            weight,
+            *self._last_product(hidden),
             target_out,
             ignore_index=IGNORE_INDEX,
             label_smoothing=label_smoothing,
             smooth_others=smooth_others,
             reduction=reduction,
         )
+
+    def _last_product(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Factors whose product is the logits: the bias is one more column, for a one."""
+        weight, bias = self.output_weight, self.output_bias
+        if bias is None:
+            return hidden, weight
+        more = F.pad(bias[:, None], (0, 7))  # eight columns, so that rows stay aligned
+        one = F.pad(hidden.new_ones(1), (0, 7)).expand(*hidden.shape[:-1], 8)
+        return torch.cat((hidden, one), -1), torch.cat((weight, more), 1)
 
     def new_cache(
         self,

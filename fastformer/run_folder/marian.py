@@ -46,7 +46,7 @@ def load_marian(
     Args:
         folder: see above.
         device: where the parameters go; None: the CPU.
-        dtype: what they become; None: what they were saved as.
+        dtype: what they become; None: what they were saved as, but fp32 for fp16 on a CPU, which computes it slowly.
 
     Raises:
         ImportError: safetensors or sentencepiece is not installed.
@@ -73,8 +73,12 @@ def load_marian(
                 + f", got {found!r}"
             )
     try:
+        state = _weights(folder)
+        is_half = any(tensor.dtype == torch.float16 for tensor in state.values())
+        if dtype is None and is_half and torch.device(device or "cpu").type == "cpu":
+            dtype = torch.float32
         model = transformer_from_marian(
-            settings, _weights(folder), unk=target_vocab[names["unk"]], never=_never(folder, settings), device=device,
+            settings, state, unk=target_vocab[names["unk"]], never=_never(folder, settings), device=device,
             dtype=dtype,
         )  # fmt: skip
         config = model.config
@@ -90,11 +94,15 @@ def _never(folder: Path, settings: dict[str, Any]) -> list[int]:
     """The ids that may never be said."""
     file = folder / "generation_config.json"
     words = (_read_json(file) if file.is_file() else settings).get("bad_words_ids") or []
-    if not isinstance(words, list) or not all(isinstance(word, list) for word in words):
+    if not isinstance(words, list) or not all(isinstance(word, list) and all(map(_is_id, word)) for word in words):
         raise ValueError(f"expected bad_words_ids to be lists of ids, got {words!r:.60}")
     if any(len(word) != 1 for word in words):
         logger.warning("%s forbids sequences of tokens, which is left out: give bad_words_ids to generate", folder)
     return [word[0] for word in words if len(word) == 1]
+
+
+def _is_id(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 def _weights(folder: Path) -> dict[str, Tensor]:

@@ -15,6 +15,7 @@ from transformers import T5ForConditionalGeneration as T5
 import fastformer
 from fastformer.integrations import from_huggingface, to_huggingface
 from fastformer.models import Transformer, TransformerConfig
+from fastformer.ops._library import record_backends
 
 SOURCE = torch.tensor([[5, 9, 33, 8, 0], [12, 6, 0, 59, 59], [7, 0, 59, 59, 59]])
 TARGET = torch.tensor([[59, 4, 7, 7], [59, 31, 2, 9], [59, 3, 3, 58]])
@@ -179,6 +180,9 @@ def test_a_model_whose_layers_are_accelerated_is_converted():
     theirs = marian(bias=True)
     expected = logits_of(theirs)
     fastformer.accelerate(theirs)
+    with record_backends() as backends:  # swish is fused
+        torch.testing.assert_close(logits_of(theirs), expected, rtol=1e-9, atol=1e-9)
+    assert "feed_forward_fwd" in {name for name, _ in backends}
     torch.testing.assert_close(from_huggingface(theirs)(SOURCE, TARGET), expected, rtol=1e-9, atol=1e-9)
 
 

@@ -164,6 +164,11 @@ def test_older_weights_are_read(shared, tmp_path):
     found = load_model(folder, ("Transformer",))[0].state_dict()
     for name, weight in load_model(shared[0], ("Transformer",))[0].state_dict().items():
         assert torch.equal(found[name], weight)
+    torch.save({name: value.half() for name, value in shared[1].state_dict().items()}, folder / "pytorch_model.bin")
+    half = load_model(folder, ("Transformer",))[0].state_dict()
+    for name, weight in found.items():
+        assert half[name].dtype == torch.float32 and torch.equal(half[name], weight.half().float()), name
+    assert load_marian(folder, dtype=torch.bfloat16)[0].embedding.weight.dtype == torch.bfloat16
 
 
 def test_transformers_is_not_needed(shared, monkeypatch):
@@ -197,6 +202,7 @@ def test_what_is_missing_or_damaged_is_named(name, shared, tmp_path, capsys):
         ("vocab.json", {"more": 1000}, "ids up to 1000"),
         ("vocab.json", {"<unk>": None}, "to map pieces to ids, got None for '<unk>'"),
         ("generation_config.json", {"bad_words_ids": [7]}, "expected bad_words_ids to be lists of ids"),
+        ("generation_config.json", {"bad_words_ids": [[-1]]}, "expected bad_words_ids to be lists of ids"),
         ("generation_config.json", {"bad_words_ids": [[100000]]}, "100000"),
     ],
 )  # fmt: skip
