@@ -11,13 +11,14 @@ from fastformer.kernels._launch import architecture
 
 
 class Config(NamedTuple):
-    """A tile of the result, the depth of a step, and how a program runs."""
+    """A tile of the result, the depth of a step, and how a program runs; maxnreg: registers a thread at most."""
 
     block_m: int
     block_n: int
     block_k: int
     num_warps: int
     num_stages: int
+    maxnreg: int | None = None
 
 
 class Row(NamedTuple):
@@ -63,5 +64,7 @@ def config_of(x: Tensor, depth: int, rows: int, backward: bool, activation: str)
         return Config(64, 32 if two_products else 64, 32, 4, 2)
     block_m = 64 if rows <= 2048 else 128  # enough tiles for every SM
     if arch in (90, 100):
-        return Config(block_m, 128, 64, block_m // 16, 3)
+        # Two programs an SM, so that one multiplies while the other activates: 128 registers a thread.
+        block_n = 64 if two_products and arch == 90 else 128
+        return Config(block_m, block_n, 64, block_m // 16, 3, 128 if block_m == 128 and arch == 90 else None)
     return Config(block_m, 64 if two_products else 128, 32, block_m // 16, 3)

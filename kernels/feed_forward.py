@@ -103,6 +103,55 @@ def _product(
     return acc, second
 
 
+@triton.jit
+def _halves(tile, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The left and the right half of a tile's columns; no element leaves its thread."""
+    return tl.split(tl.permute(tl.reshape(tile, (BLOCK_M, 2, BLOCK_N // 2)), (0, 2, 1)))
+
+
+@triton.jit
+def _quarters(tile, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """A tile's columns in four parts. All at once, the tiles beside the product's would not fit the registers."""
+    left, right = _halves(tile, BLOCK_M, BLOCK_N)
+    left0, left1 = _halves(left, BLOCK_M, BLOCK_N // 2)
+    right0, right1 = _halves(right, BLOCK_M, BLOCK_N // 2)
+    return left0, left1, right0, right1
+
+
+@triton.jit
+def _forward_epilogue(
+    pre, up, bias_ptr, pre_ptr, hidden_ptr, dropout, row_block, first_column, num_rows, hidden_dim,
+    ACTIVATION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """What follows the product in a tile: bias, activation, dropout; stores hidden, and what backward needs."""
+    GATED: tl.constexpr = ACTIVATION == "swiglu"
+    rows = row_block * BLOCK_M + tl.arange(0, BLOCK_M)
+    columns = first_column + tl.arange(0, BLOCK_N)
+    here = (rows < num_rows)[:, None] & (columns < hidden_dim)[None, :]
+    dtype = hidden_ptr.dtype.element_ty
+    if bias_ptr is not None:
+        pre += tl.load(bias_ptr + columns, mask=columns < hidden_dim, other=0.0).to(tl.float32)[None, :]
+        if GATED:
+            up += tl.load(bias_ptr + hidden_dim + columns, mask=columns < hidden_dim, other=0.0).to(tl.float32)[None, :]
+    rows64 = rows.to(tl.int64)
+    if ACTIVATION != "relu":
+        width = hidden_dim
+        if GATED:
+            width = 2 * hidden_dim
+        pre_ptrs = pre_ptr + rows64[:, None] * width + columns[None, :]
+        # Backward activates what is stored, so forward does too.
+        rounded = pre.to(dtype)
+        tl.store(pre_ptrs, rounded, mask=here)
+        pre = rounded.to(tl.float32)
+        if GATED:
+            rounded = up.to(dtype)
+            tl.store(pre_ptrs + hidden_dim, rounded, mask=here)
+            up = rounded.to(tl.float32)
+    hidden = activate(pre, up, ACTIVATION)
+    hidden = drop_tile(hidden, rows, first_column, dropout, BLOCK_M, BLOCK_N)
+    tl.store(hidden_ptr + rows64[:, None] * hidden_dim + columns[None, :], hidden.to(dtype), mask=here)
+
+
 @triton.jit(do_not_specialize=_COUNTS)
 def _linear_activation_kernel(
     x_ptr,
@@ -133,29 +182,21 @@ def _linear_activation_kernel(
         x_strides, (weight_strides[1], weight_strides[0]), hidden_dim, EVEN_K, GATED, BLOCK_M, BLOCK_N, BLOCK_K,
         PRECISION,
     )  # fmt: skip
-    here = (rows < num_rows)[:, None] & (columns < hidden_dim)[None, :]
-    dtype = hidden_ptr.dtype.element_ty
-    if bias_ptr is not None:
-        pre += tl.load(bias_ptr + columns, mask=columns < hidden_dim, other=0.0).to(tl.float32)[None, :]
-        if GATED:
-            up += tl.load(bias_ptr + hidden_dim + columns, mask=columns < hidden_dim, other=0.0).to(tl.float32)[None, :]
-    rows64 = rows.to(tl.int64)
-    if ACTIVATION != "relu":
-        width = hidden_dim
-        if GATED:
-            width = 2 * hidden_dim
-        pre_ptrs = pre_ptr + rows64[:, None] * width + columns[None, :]
-        # Backward activates what is stored, so forward does too.
-        rounded = pre.to(dtype)
-        tl.store(pre_ptrs, rounded, mask=here)
-        pre = rounded.to(tl.float32)
-        if GATED:
-            rounded = up.to(dtype)
-            tl.store(pre_ptrs + hidden_dim, rounded, mask=here)
-            up = rounded.to(tl.float32)
-    hidden = activate(pre, up, ACTIVATION)
-    hidden = drop_tile(hidden, rows, column_block * BLOCK_N, dropout, BLOCK_M, BLOCK_N)
-    tl.store(hidden_ptr + rows64[:, None] * hidden_dim + columns[None, :], hidden.to(dtype), mask=here)
+    first = column_block * BLOCK_N
+    # relu keeps few numbers of an element, and dropout's tiles are 16 columns wide at least.
+    if ACTIVATION == "relu" or BLOCK_N < 64:
+        _forward_epilogue(
+            pre, up, bias_ptr, pre_ptr, hidden_ptr, dropout, row_block, first, num_rows, hidden_dim,
+            ACTIVATION, BLOCK_M, BLOCK_N,
+        )  # fmt: skip
+    else:
+        parts = _quarters(pre, BLOCK_M, BLOCK_N)
+        parts_up = _quarters(up, BLOCK_M, BLOCK_N)
+        for part in tl.static_range(4):
+            _forward_epilogue(
+                parts[part], parts_up[part], bias_ptr, pre_ptr, hidden_ptr, dropout, row_block,
+                first + part * (BLOCK_N // 4), num_rows, hidden_dim, ACTIVATION, BLOCK_M, BLOCK_N // 4,
+            )  # fmt: skip
 
 
 @triton.jit
@@ -257,12 +298,6 @@ def _backward_epilogue(
         _store_dbias(dbias_ptr, row_block, tl.sum(dpre, 0), tl.sum(dup, 0), columns, hidden_dim, ACTIVATION)
 
 
-@triton.jit
-def _halves(tile, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The left and the right half of a tile's columns; no element leaves its thread."""
-    return tl.split(tl.permute(tl.reshape(tile, (BLOCK_M, 2, BLOCK_N // 2)), (0, 2, 1)))
-
-
 @triton.jit(do_not_specialize=_COUNTS)
 def _linear_activation_backward_kernel(
     dout_ptr,
@@ -293,18 +328,23 @@ def _linear_activation_backward_kernel(
         dout_strides, weight_strides, 0, EVEN_K, False, BLOCK_M, BLOCK_N, BLOCK_K, PRECISION,
     )  # fmt: skip
     first = column_block * BLOCK_N
-    # All at once, the tiles of fp32 beside the product's would not fit the registers.
-    HALF: tl.constexpr = BLOCK_N // 2
     QUARTER: tl.constexpr = BLOCK_N // 4
-    left, right = _halves(dhidden, BLOCK_M, BLOCK_N)
-    left0, left1 = _halves(left, BLOCK_M, HALF)
-    right0, right1 = _halves(right, BLOCK_M, HALF)
-    quarters = (left0, left1, right0, right1)
+    EIGHTH: tl.constexpr = BLOCK_N // 8
+    quarters = _quarters(dhidden, BLOCK_M, BLOCK_N)
     for part in tl.static_range(4):
-        _backward_epilogue(
-            quarters[part], saved_ptr, dpre_ptr, hidden_ptr, dbias_ptr, dropout, row_block, first + part * QUARTER,
-            num_rows, hidden_dim, ACTIVATION, BLOCK_M, QUARTER,
-        )  # fmt: skip
+        # Smaller still where there is more of each element; dropout's tiles are 16 columns wide at least.
+        if ACTIVATION == "relu" or EIGHTH < 16:
+            _backward_epilogue(
+                quarters[part], saved_ptr, dpre_ptr, hidden_ptr, dbias_ptr, dropout, row_block, first + part * QUARTER,
+                num_rows, hidden_dim, ACTIVATION, BLOCK_M, QUARTER,
+            )  # fmt: skip
+        else:
+            halves = _halves(quarters[part], BLOCK_M, QUARTER)
+            for half in tl.static_range(2):
+                _backward_epilogue(
+                    halves[half], saved_ptr, dpre_ptr, hidden_ptr, dbias_ptr, dropout, row_block,
+                    first + part * QUARTER + half * EIGHTH, num_rows, hidden_dim, ACTIVATION, BLOCK_M, EIGHTH,
+                )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=_COUNTS)
@@ -389,7 +429,7 @@ def _tile_of(config: Config, x: Tensor, depth: int) -> dict[str, object]:
     return {
         "EVEN_K": depth % config.block_k == 0, "BLOCK_M": config.block_m, "BLOCK_N": config.block_n,
         "BLOCK_K": config.block_k, "PRECISION": dot_precision(x), "num_warps": config.num_warps,
-        "num_stages": config.num_stages,
+        "num_stages": config.num_stages, "maxnreg": config.maxnreg,
     }  # fmt: skip
 
 

@@ -50,6 +50,14 @@ def compare(inputs: dict[str, Tensor | None], activation: str, dropout_p: float 
     )
 
 
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_wide_tiles(activation: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles wide enough for epilogues in as many parts as on a GPU; the last part that has columns ends inside."""
+    monkeypatch.setattr(kernels, "fuses", lambda *_: True)
+    monkeypatch.setattr(kernels, "config_of", lambda *_: configs.Config(32, 128, 32, 4, 1))
+    compare(make_inputs((40, 24), 203, activation, device), activation, 0.2)
+
+
 @pytest.mark.parametrize("dropout_p", [0.0, 0.2, 1.0])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
