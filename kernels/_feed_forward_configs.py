@@ -67,4 +67,6 @@ def config_of(x: Tensor, depth: int, rows: int, backward: bool, activation: str)
         # Two programs an SM, so that one multiplies while the other activates: 128 registers a thread.
         block_n = 64 if two_products and arch == 90 else 128
         return Config(block_m, block_n, 64, block_m // 16, 3, 128 if block_m == 128 and arch == 90 else None)
-    return Config(block_m, 64 if two_products else 128, 32, block_m // 16, 3)
+    # On sm_120 ptxas keeps to 128 registers by itself, and spills.
+    maxnreg = 168 if arch == 120 and block_m == 128 and not two_products else None
+    return Config(block_m, 64 if two_products else 128, 32, block_m // 16, 3, maxnreg)
