@@ -8,7 +8,9 @@ import shlex
 from pathlib import Path
 
 import pytest
+import torch
 
+import fastformer
 from fastformer.cli import COMMANDS
 from fastformer.commands import _parsing
 from fastformer.training import TrainConfig
@@ -39,8 +41,26 @@ def test_the_lines_were_found() -> None:
     assert len(LINES) >= 12 and {shlex.split(line, comments=True)[1] for line in LINES} >= {"train", "translate"}
 
 
+def block_with(text: str) -> str:
+    (found,) = [block for language, block in BLOCKS if language == "python" and text in block]
+    return found
+
+
 def test_the_python_of_the_first_minute_runs() -> None:
-    first = next(block for language, block in BLOCKS if language == "python")
     names: dict[str, object] = {}
-    exec(first.replace('"base"', '"tiny"'), names)
+    exec(block_with("from_preset").replace('"base"', '"tiny"'), names)
     assert {"layer", "model", "tokens"} <= names.keys()
+
+
+def test_a_model_that_exists_is_accelerated(capsys: pytest.CaptureFixture[str]) -> None:
+    """Nothing is downloaded: a small BERT with random weights takes the place of the one that is named."""
+    names: dict[str, object] = {}
+    small = "BertModel(__import__('transformers').BertConfig(vocab_size=60, num_hidden_layers=2))"
+    exec(block_with("accelerate(model)").replace('BertModel.from_pretrained("bert-base-uncased")', small), names)
+    assert capsys.readouterr().out.startswith("swapped: 1 BertEncoder, 2 BertLayer")
+
+
+def test_attention_under_pytorchs_name() -> None:
+    q, k, v = torch.randn(3, 1, 2, 100, 8)
+    model, x = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), torch.randn(1, 5, 8)
+    exec(block_with("activate()"), {"fastformer": fastformer, "q": q, "k": k, "v": v, "model": model, "x": x})
