@@ -9,7 +9,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastformer.kernels._launch import Dropout, contiguous, dot_precision, dropout_arguments, next_power_of_2
+from fastformer.kernels._launch import (
+    INTERPRETED,
+    Dropout,
+    contiguous,
+    dot_precision,
+    dropout_arguments,
+    next_power_of_2,
+)
 
 # Arguments whose values must not make another binary: Triton compiles apart for 1 and for multiples of 16.
 COUNTS = ["planes", "lengths", "window", "dropout"]
@@ -220,6 +227,23 @@ def load_mask(ptr, strides, rows, columns, bounds, MASK: tl.constexpr, CHECK_ROW
         return mask.to(tl.float32)
 
 
+# A score under the limit that a boolean mask sets it; a NaN that is hidden goes. A machine's minimum takes the number
+# of two, the interpreter's keeps the NaN. (Two functions: with a global a kernel would lose its quick launch.)
+if INTERPRETED:
+
+    @triton.jit
+    def limited(s, limit):
+        """-inf where the limit is, else s."""
+        return tl.where(limit < 0, float("-inf"), s)
+
+else:
+
+    @triton.jit
+    def limited(s, limit):
+        """The smaller of two numbers."""
+        return tl.minimum(s, limit)
+
+
 @triton.jit
 def score_tile(
     a,
@@ -247,7 +271,7 @@ def score_tile(
     s = tl.dot(a, tl.trans(b), input_precision=PRECISION)
     scale = softmax_scale
     if MASK == "bool" or MASK == "bool_keys":
-        s = tl.minimum(s, mask)
+        s = limited(s, mask)
     elif MASK != "none":
         s = s * softmax_scale + mask
         scale = 1.0
