@@ -137,7 +137,8 @@ void apply(const Mask& mask, int64_t b, int64_t h, int64_t i, int64_t j, int64_t
 // Turns a row's scores into probabilities relative to its running maximum. Returns the factor for what came before.
 template <typename T>
 acc_t<T> softmax_row(const Problem& p, const Mask& mask, const Sequence& s, int64_t b, int64_t h, int64_t i, int64_t j,
-                     int64_t width, acc_t<T>* x, T* probability, const acc_t<T>* keep, acc_t<T>& row_max, acc_t<T>& row_sum) {
+                     int64_t width, acc_t<T>* x, T* probability, const acc_t<T>* keep, acc_t<T>& row_max,
+                     acc_t<T>& row_sum) {
   using acc = acc_t<T>;
   using V = Vec<acc>;
   Interval seen = p.keys_of(s, i);

@@ -191,8 +191,8 @@ Gradients feed_forward_bwd(const Tensor& dout, const Tensor& x, const Tensor& we
                            const Tensor& weight2, const Tensor& saved, std::string_view activation, double dropout_p,
                            const OptionalTensor& dropout_seed, bool has_bias2) {
   Gradients gradients = dispatch(x.scalar_type(), "feed_forward", [&]<typename T>() {
-    return backward<T>(as_rows(dout), as_rows(x), weight1, bias1.has_value(), weight2,
-                       saved.contiguous(), activation_named(activation), Dropout(dropout_p, dropout_seed), has_bias2);
+    return backward<T>(as_rows(dout), as_rows(x), weight1, bias1.has_value(), weight2, saved.contiguous(),
+                       activation_named(activation), Dropout(dropout_p, dropout_seed), has_bias2);
   });
   std::get<0>(gradients) = std::get<0>(gradients).view(x.sizes());
   return gradients;

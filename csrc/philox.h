@@ -5,8 +5,8 @@
 //   counter = (4 * group + call, row, plane, offset)
 //   an element is kept when byte 2 * pair + odd of its call's four words >= threshold
 //
-// The four calls of a group run in the four 32-bit lanes of 128 bits. There the word w of all four holds the decisions of
-// columns 16 * w to 16 * w + 15 in 16-bit pieces, which one shuffle inside the 128 bits puts in order.
+// The four calls of a group run in the four 32-bit lanes of 128 bits. There the word w of all four holds the decisions
+// of columns 16 * w to 16 * w + 15 in 16-bit pieces, which one shuffle inside the 128 bits puts in order.
 
 #pragma once
 
@@ -46,8 +46,8 @@ struct Dropout {
   }
 
   // Writes the multipliers (scale or 0) of columns [first_column, first_column + n) of rows [row, row + rows), each row
-  // `stride` after the one before. What lies up to kGroup elements behind a row's n is overwritten too, so that `out` has
-  // room for (rows - 1) * stride + n + kGroup; stride >= n.
+  // `stride` after the one before. What lies up to kGroup elements behind a row's n is overwritten too, so that `out`
+  // has room for (rows - 1) * stride + n + kGroup; stride >= n.
   template <typename acc>
   void multipliers(int64_t row, int64_t rows, int64_t plane, int64_t first_column, int64_t n, acc* out,
                    int64_t stride) const {
