@@ -13,6 +13,8 @@ Shape = Mapping[str, Any]
 Inputs = dict[str, Tensor]  # those that require a gradient are differentiated
 Provider = Callable[[Inputs, Shape], Any]
 
+SUITES = ("ops", "modules", "model", "decoding", "scaling", "experiments")
+
 
 @dataclass(frozen=True)
 class Benchmark:
@@ -20,6 +22,7 @@ class Benchmark:
 
     Attributes:
         name: the op's stem, or the job's name.
+        suite: which of SUITES it belongs to.
         shapes: by device, "cpu" and "cuda". Where a shape has a dropout_p, ours is checked against its reference
             backend with the same seed; the rivals draw masks of their own and can't be.
         make_inputs: (shape, device) -> fp32 or integer tensors; floating ones are cast to the dtype.
@@ -54,6 +57,7 @@ class Benchmark:
     agreement: Mapping[str, float] = field(default_factory=dict)
     compiled: tuple[str, ...] = ()
     checked: Callable[[Shape], Shape] = lambda shape: shape
+    suite: str = "ops"
 
     @property
     def ours(self) -> str:

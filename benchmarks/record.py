@@ -43,8 +43,11 @@ def environment(device: str) -> dict[str, Any]:
 
 def command(arguments: list[str]) -> str:
     """A command line as a reader would type it: a module of benchmarks, and paths without what is this machine's."""
-    program = Path(arguments[0])
-    module = program.parent.name if program.stem == "__main__" else program.stem  # a package is run by its __main__
+    program = Path(arguments[0]).resolve()
+    if program.stem == "__main__":  # of a package
+        program = program.parent
+    inside = program.relative_to(ROOT / "benchmarks") if program.is_relative_to(ROOT / "benchmarks") else program
+    module = ".".join(inside.with_suffix("").parts) if inside is not program else program.stem
     shown = [Path(argument).name if Path(argument).is_absolute() else argument for argument in arguments[1:]]
     return " ".join([f"python -m benchmarks.{module}", *shown])
 

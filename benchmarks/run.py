@@ -35,10 +35,10 @@ ROOT = Path(__file__).parents[1]
 
 
 def benchmarks() -> dict[str, Benchmark]:
-    """All benchmarks, from the bench_*.py beside this file."""
+    """All benchmarks, from the bench_*.py in the folders beside this file."""
     found = {}
-    for path in sorted((ROOT / "benchmarks").glob("bench_*.py")):
-        for benchmark in importlib.import_module(f"benchmarks.{path.stem}").BENCHMARKS:
+    for path in sorted((ROOT / "benchmarks").glob("*/bench_*.py")):
+        for benchmark in importlib.import_module(f"benchmarks.{path.parent.name}.{path.stem}").BENCHMARKS:
             found[benchmark.name] = benchmark
     return found
 

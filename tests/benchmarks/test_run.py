@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from benchmarks import record, timing
-from benchmarks.bench_decoding import BENCHMARKS, ladder
+from benchmarks.models.bench_decoding import BENCHMARKS, ladder
 from benchmarks.case import Benchmark, Inputs, Shape
 from benchmarks.run import ROOT, benchmarks, compare, main, run_case, table
 from fastformer.generation.engines import ENGINES
@@ -195,7 +195,7 @@ def test_turns_are_interleaved(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_every_benchmark_knows_its_providers_and_shapes() -> None:
-    stems = {path.stem.removeprefix("bench_") for path in (ROOT / "benchmarks").glob("bench_*.py")}
+    stems = {path.stem.removeprefix("bench_") for path in (ROOT / "benchmarks").glob("*/bench_*.py")}
     known = benchmarks()
     ops = {"attention", "add_layer_norm", "embedding", "feed_forward", "linear_cross_entropy", "rotary"}
     assert stems <= known.keys() and ops | {"decoding"} <= stems

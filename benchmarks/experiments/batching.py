@@ -1,6 +1,6 @@
 """The same text read in random, bucketed and packed batches: padding, and real tokens a second of training.
 
-    python -m benchmarks.batching train.en train.de [--precision bf16] [--rounds 10] [--out FILE]
+    python -m benchmarks.experiments.batching train.en train.de [--precision bf16] [--rounds 10] [--out FILE]
 
 One model trains on all three, batch by batch in turn, so that they meet the same conditions.
 """
@@ -25,7 +25,7 @@ from fastformer.models import Transformer
 
 def main(arguments: list[str] | None = None) -> int:
     """Prints a line for each batching."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.batching", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.experiments.batching", description=__doc__.splitlines()[0])
     parser.add_argument("source", type=Path, help="a text file")
     parser.add_argument("target", type=Path, help="its translation, line by line")
     parser.add_argument("--vocab-size", type=int, default=8000, help="of the joint BPE")

@@ -176,6 +176,7 @@ PROVIDERS = {kind: step(kind) for kind in ("fastformer", "baseline", "torch.nn")
 BENCHMARKS = [
     Benchmark(
         name="training_step",
+        suite="model",
         shapes={"cpu": SHAPES, "cuda": SHAPES},
         make_inputs=make_inputs,
         providers=PROVIDERS | {"fastformer graph": graph_step("fastformer"), "torch.nn graph": graph_step("torch.nn")},

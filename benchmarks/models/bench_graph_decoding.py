@@ -73,6 +73,7 @@ def transformers(x: Inputs, shape: Shape) -> torch.Tensor:
 BENCHMARKS = [
     Benchmark(
         name="graph_decoding",
+        suite="decoding",
         shapes={
             "cpu": [{"model": "gpt-tiny", "batch": 2, "new_tokens": 12, "num_beams": 1}],
             "cuda": [

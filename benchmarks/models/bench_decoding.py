@@ -74,6 +74,7 @@ def ladder(engines: Sequence[str]) -> dict[str, Provider]:
 BENCHMARKS = [
     Benchmark(
         name="decoding",
+        suite="decoding",
         shapes={
             device: [
                 {"preset": preset, "batch": batch, "source": 24, "new_tokens": 24, "num_beams": beams}
