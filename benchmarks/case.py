@@ -40,6 +40,10 @@ class Benchmark:
             said.
         compiled: the providers that torch.compile makes, which have to prove that they were compiled.
         checked: (shape) -> the shape at which it is checked, where the baseline in fp64 would take too much memory.
+        oracles: provider -> the one whose answer in fp64 is right for it, where the case has several questions (what
+            a causal mask hides, say) and this is not the baseline's.
+        left_out: (provider, shape) -> why it isn't timed at a shape, such as the memory it would take; None where it
+            is. Ours and the baseline always are. What is left out may still be an oracle at the shape to check.
     """
 
     name: str
@@ -57,6 +61,8 @@ class Benchmark:
     agreement: Mapping[str, float] = field(default_factory=dict)
     compiled: tuple[str, ...] = ()
     checked: Callable[[Shape], Shape] = lambda shape: shape
+    oracles: Mapping[str, str] = field(default_factory=dict)
+    left_out: Callable[[str, Shape], str | None] = lambda provider, shape: None
     suite: str = "ops"
 
     @property

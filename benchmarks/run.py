@@ -84,6 +84,10 @@ def run_case(
     chosen = benchmark.offered(device)
     if providers:
         chosen = {n: call for n, call in chosen.items() if n in {benchmark.ours, benchmark.baseline, *providers}}
+    for name in list(chosen):
+        if (reason := benchmark.left_out(name, shape)) is not None:
+            outcome.refused[name] = reason
+            del chosen[name]
     # torch.compile gives a function up after eight shapes and goes on eagerly: every case begins anew.
     torch._dynamo.reset()
     graphs: dict[str, int] = dict.fromkeys(chosen, 0)
@@ -145,18 +149,22 @@ def _check(
     """
     shape = dict(benchmark.checked(shape))
     ours = providers[benchmark.ours]
-    oracle, backend = providers[benchmark.baseline], None
+    oracles, backend = {name: benchmark.oracles.get(name, benchmark.baseline) for name in providers}, None
     if shape.get("dropout_p"):
-        providers, oracle, backend = {benchmark.ours: ours}, ours, "reference"
+        providers, oracles, backend = {benchmark.ours: ours}, {benchmark.ours: benchmark.ours}, "reference"
     torch.manual_seed(0)
     # Values that the dtype holds, so that all start from the same numbers.
     inputs = cast(cast(benchmark.make_inputs(shape, device), dtype), torch.float32)
-    with use_backend(backend):
-        outputs = outputs_of(oracle(cast(inputs, torch.float64), shape))
-        douts = [torch.randn_like(output) for output in outputs if output.requires_grad]
-        exact = results(oracle, cast(inputs, torch.float64), shape, mode, douts)
-        plain = results(oracle, cast(inputs, dtype), shape, mode, douts)
+    answers = {}
+    for oracle in dict.fromkeys(oracles.values()):
+        call = benchmark.providers[oracle]
+        with use_backend(backend):
+            outputs = outputs_of(call(cast(inputs, torch.float64), shape))
+            douts = [torch.randn_like(output) for output in outputs if output.requires_grad]
+            exact = results(call, cast(inputs, torch.float64), shape, mode, douts)
+            answers[oracle] = douts, exact, results(call, cast(inputs, dtype), shape, mode, douts)
     for name, call in providers.items():
+        douts, exact, plain = answers[oracles[name]]
         try:
             found = results(call, cast(inputs, dtype), shape, mode, douts)
         except Exception as error:
