@@ -25,7 +25,9 @@ from fastformer.models import Transformer
 
 def main(arguments: list[str] | None = None) -> int:
     """Prints a line for each batching."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.experiments.batching", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.experiments.batching", description=__doc__.splitlines()[0]
+    )
     parser.add_argument("source", type=Path, help="a text file")
     parser.add_argument("target", type=Path, help="its translation, line by line")
     parser.add_argument("--vocab-size", type=int, default=8000, help="of the joint BPE")

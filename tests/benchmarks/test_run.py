@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from benchmarks import record, timing
-from benchmarks.models.bench_decoding import BENCHMARKS, ladder
 from benchmarks.case import Benchmark, Inputs, Shape
+from benchmarks.models.bench_decoding import BENCHMARKS, ladder
 from benchmarks.run import ROOT, benchmarks, compare, main, run_case, table
 from fastformer.generation.engines import ENGINES
 from fastformer.ops import add_layer_norm, use_backend
