@@ -7,7 +7,7 @@ import dataclasses
 import torch
 
 from benchmarks.case import Benchmark, Inputs, Shape
-from benchmarks.run import Outcome, run_case
+from benchmarks.execute import Outcome, run_case
 
 SHAPE = {"rows": 8}
 
