@@ -163,6 +163,14 @@ def legend(fig: Figure, *, columns: int = 4) -> None:
     )  # fmt: skip
 
 
+def two_digits(value: float) -> str:
+    """Two significant digits: 0.97, 2.3, 16, 210; thousands are parted."""
+    if value == 0 or not math.isfinite(value):
+        return f"{value:g}"
+    digits = 1 - math.floor(math.log10(abs(float(f"{value:.1e}"))))
+    return f"{round(value, digits):,.{max(digits, 0)}f}"
+
+
 def digest(rows: Iterable[Mapping[str, Any]]) -> str:
     """Of rows, in whichever order they come."""
     lines = sorted(json.dumps(row, sort_keys=True) for row in rows)
