@@ -49,10 +49,10 @@ class Benchmark:
             said.
         compiled: the providers that torch.compile makes, which have to prove that they were compiled.
         checked: (shape) -> the shape at which it is checked, where the baseline in fp64 would take too much memory.
-        oracles: provider -> the one whose answer in fp64 is right for it, where the case has several questions (what
-            a causal mask hides, say) and this is not the baseline's.
+        oracles: provider -> what is right in fp64 for it, where that isn't the baseline: cases may ask several
+            questions, such as what a causal mask leaves.
         left_out: (provider, shape) -> why it isn't timed at a shape, such as the memory it would take; None where it
-            is. Ours and the baseline always are. What is left out may still be an oracle at the shape to check.
+            is. Ours and the baseline always are.
         needs: provider -> what has to be installed for it; where it isn't, the row says how to install it.
     """
 
@@ -71,7 +71,7 @@ class Benchmark:
     agreement: Mapping[str, float] = field(default_factory=dict)
     compiled: tuple[str, ...] = ()
     checked: Callable[[Shape], Shape] = lambda shape: shape
-    oracles: Mapping[str, str] = field(default_factory=dict)
+    oracles: Mapping[str, Provider] = field(default_factory=dict)
     left_out: Callable[[str, Shape], str | None] = lambda provider, shape: None
     needs: Mapping[str, Need] = field(default_factory=dict)
     suite: str = "ops"

@@ -71,21 +71,21 @@ def _check(
 
     With dropout the oracle is our reference backend, which draws the same mask, and ours alone is checked.
     """
-    oracles, backend = {name: benchmark.oracles.get(name, benchmark.baseline) for name in providers}, None
+    baseline, backend = benchmark.providers[benchmark.baseline], None
+    oracles = {name: benchmark.oracles.get(name, baseline) for name in providers}
     if shape.get("dropout_p"):
-        providers, oracles = {benchmark.ours: providers[benchmark.ours]}, {benchmark.ours: benchmark.ours}
+        providers, oracles = {benchmark.ours: providers[benchmark.ours]}, {benchmark.ours: providers[benchmark.ours]}
         backend = "reference"
     torch.manual_seed(0)
     # Values that the dtype holds, so that all start from the same numbers.
     inputs = cast(cast(benchmark.make_inputs(shape, device), dtype), torch.float32)
     answers = {}
     for oracle in dict.fromkeys(oracles.values()):
-        call = benchmark.providers[oracle]
         with use_backend(backend):
-            outputs = outputs_of(call(cast(inputs, torch.float64), shape))
+            outputs = outputs_of(oracle(cast(inputs, torch.float64), shape))
             douts = [torch.randn_like(output) for output in outputs if output.requires_grad]
-            exact = results(call, cast(inputs, torch.float64), shape, mode, douts)
-            answers[oracle] = douts, exact, results(call, cast(inputs, dtype), shape, mode, douts)
+            exact = results(oracle, cast(inputs, torch.float64), shape, mode, douts)
+            answers[oracle] = douts, exact, results(oracle, cast(inputs, dtype), shape, mode, douts)
     for name, call in providers.items():
         douts, exact, plain = answers[oracles[name]]
         try:

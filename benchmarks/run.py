@@ -23,7 +23,7 @@ os.environ.setdefault("FASTFORMER_STRICT", "1")  # nothing is measured on a sile
 
 import torch  # noqa: E402
 
-from benchmarks import record  # noqa: E402
+from benchmarks import fits, record  # noqa: E402
 from benchmarks.case import SUITES  # noqa: E402
 from benchmarks.comparing import compare  # noqa: E402
 from benchmarks.execute import run_case  # noqa: E402
@@ -89,7 +89,7 @@ def main(arguments: list[str] | None = None) -> int:
         keep_freed_memory()
     shared = record.environment(options.device)
     print(f"{shared['device']}, {shared['threads']} threads, torch {shared['torch']}, commit {shared['commit']}")
-    failed = False
+    failed, scaling = False, []
     for case in chosen:
         benchmark, shape, mode, dtype = case
         print(f"\n{case}", flush=True)
@@ -99,6 +99,8 @@ def main(arguments: list[str] | None = None) -> int:
         )  # fmt: skip
         for row in outcome.rows:
             print(table(row), flush=True)
+            if benchmark.suite == "scaling":
+                scaling.append(shared | row)
             if options.out:
                 record.append(options.out, shared | row)
         for name, how in outcome.refused.items():
@@ -106,6 +108,8 @@ def main(arguments: list[str] | None = None) -> int:
         for name, how in outcome.wrong.items():
             print(f"    {name} is wrong and was not timed: {how}")
             failed = True
+    if scaling:
+        print("\n" + fits.report(scaling))
     return 1 if failed else 0
 
 
