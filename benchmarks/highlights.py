@@ -38,7 +38,9 @@ class Comparison(NamedTuple):
 
     @property
     def ratio(self) -> float:
-        """How many times faster ours is: the rival's median time over ours."""
+        """How many times faster ours is: out of turns of the same rounds where the runner says so, else of medians."""
+        if self.ours["provider"] == "fastformer" and self.rival.get("ours"):
+            return float(self.rival["ours"])
         ours, rival = record.seconds(self.ours), record.seconds(self.rival)
         assert ours and rival
         return rival / ours
@@ -51,7 +53,8 @@ class Case:
     Attributes:
         label: what is measured.
         where: the fields of its rows; those of the shape may be named without it (`benchmarks.latest.matches`).
-        against: the providers that ours is compared with.
+        against: the providers that ours has to be compared with: README says where one was not measured. Others that
+            were measured beside them are shown, too.
         ours: the provider that is ours.
         panels: the formats.
     """
@@ -62,20 +65,29 @@ class Case:
     ours: str = "fastformer"
     panels: tuple[Panel, ...] = field(default=(FP32, BF16))
 
+    def rows(self, rows: Iterable[Row]) -> list[Row]:
+        """Those of the case, on a CPU."""
+        return [row for row in rows if matches(row, self.where) and was_timed(row) and platform_of(row) == "cpu"]
+
+    def rivals(self, rows: Iterable[Row]) -> list[str]:
+        """Those to be compared with, and then whoever else was measured."""
+        found = dict.fromkeys(row["provider"] for row in self.rows(rows))
+        return [*self.against, *(name for name in found if name not in self.against and not is_ours(name))]
+
     def comparisons(self, rows: Iterable[Row]) -> Iterator[Comparison]:
         """Those that were measured."""
-        rows = [row for row in rows if matches(row, self.where) and was_timed(row) and platform_of(row) == "cpu"]
+        rows = self.rows(rows)
         for panel in self.panels:
-            for against in self.against:
+            for against in self.rivals(rows):
                 found = self._compare(rows, panel, against)
                 if found is not None:
                     yield found
 
     def _compare(self, rows: list[Row], panel: Panel, against: str) -> Comparison | None:
-        """With the most threads, where both ran with as many.
+        """Of the latest run; with the most threads, where both ran with as many.
 
         Raises:
-            ValueError: the fields fit several cases.
+            ValueError: the fields fit several cases of that run.
         """
         pairs = [
             Comparison(self.label, panel.name, against, ours, rival)
@@ -84,12 +96,21 @@ class Case:
             for rival in rows
             if matches(rival, {"provider": against, **panel.rival}) and case_of(ours) == case_of(rival)
         ]
-        pairs.sort(key=lambda pair: -(pair.ours.get("threads") or 0))
-        same = [pair for pair in pairs if pair.ours.get("threads") == pairs[0].ours.get("threads")]
+
+        def rank(pair: Comparison) -> tuple[str, int]:
+            return pair.ours.get("time") or "", pair.ours.get("threads") or 0
+
+        pairs.sort(key=rank, reverse=True)
+        same = [pair for pair in pairs if rank(pair) == rank(pairs[0])]
         if len(same) > 1:
             shapes = [pair.ours.get("shape") for pair in same]
             raise ValueError(f"{self.label!r} against {against}: expected fields of one case, they fit {shapes}")
         return same[0] if same else None
+
+
+def is_ours(provider: str) -> bool:
+    """Whether it is a form of this library, or no program at all ("read" merely reads the weights)."""
+    return provider == "read" or provider.split(",")[0].split()[0] in ("fastformer", "accelerated")
 
 
 def _op(label: str, op: str, mode: str, against: str = "eager", **shape: Any) -> Case:

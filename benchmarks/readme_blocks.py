@@ -43,12 +43,14 @@ class Numbers:
         self._said = 0  # figures whose commands are written
 
     def value(self, field: str, show: Callable[[float], str] = two_digits, /, **where: Any) -> str:
-        """A field of the one line that has these fields.
+        """A field of the one line that has these fields, in the latest run that has such lines.
 
         Raises:
-            ValueError: several lines do.
+            ValueError: several lines of that run do.
         """
         rows = self.results.find(**where)
+        latest = max((row.get("time") or "" for row in rows), default="")
+        rows = [row for row in rows if (row.get("time") or "") == latest]
         if len(rows) > 1:
             origins = ", ".join(self.results.origin(row) for row in rows)
             raise ValueError(f"expected one line with {where}, got {origins}")
@@ -124,12 +126,14 @@ def wrapped(command: str) -> str:
 
 def times_faster(numbers: Numbers, cases: Sequence[Case], what: str) -> str:
     """A table: a line for each case, a column for each rival; fp32 and bf16 in a cell, as `2.2 · 3.5`."""
-    rivals = list(dict.fromkeys(rival for case in cases for rival in case.against))
+    results = numbers.results.rows
+    rivals = list(dict.fromkeys(rival for case in cases for rival in case.rivals(results)))
     rows = []
     for case in cases:
         cells = []
         for rival in rivals:
-            panels = [panel.name for panel in case.panels] if rival in case.against else []
+            measured = {found.panel for found in case.comparisons(results) if found.against == rival}
+            panels = [panel.name for panel in case.panels if rival in case.against or panel.name in measured]
             cells.append(" · ".join(numbers.ratio(case, panel, rival) for panel in panels))
         rows.append([case.label, *cells])
     return table([what, *map(name_of, rivals)], rows)
@@ -216,9 +220,11 @@ def decoding(numbers: Numbers) -> str:
     rows = []
     names = [panel.name for panel in PEERS[0].panels]
     for case in PEERS:
-        panels = {panel.name for panel in case.panels}
-        cells = [numbers.ratio(case, name, case.against[0]) if name in panels else "" for name in names]
-        rows.append([case.label, *cells, name_of(case.against[0])])
+        for rival in case.rivals(numbers.results.rows):
+            measured = {found.panel for found in case.comparisons(numbers.results.rows) if found.against == rival}
+            wanted = measured | ({panel.name for panel in case.panels} if rival in case.against else set())
+            cells = [numbers.ratio(case, name, rival) if name in wanted else "" for name in names]
+            rows.append([case.label, *cells, name_of(rival)])
     greedy = {"op": "peers", "model": "base", "batch": 1, "num_beams": 1, "provider": "fastformer", "precision": "int8"}
     share = numbers.value("share_of_cached", lambda share: f"{100 * share:.0f} %", **greedy)
     read = prose(

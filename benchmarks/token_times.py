@@ -146,7 +146,13 @@ def main(arguments: list[str] | None = None) -> int:
             "provider": line.engine,
             "precision": line.precision or "fp32",
             "shape": {"tokens": options.tokens},
-            "ms": [1e3 * each for each in seconds],
+            # The first token holds the encoder, or the prompt.
+            "curve": {
+                "x": list(range(2, len(seconds) + 1)),
+                "y": [1e3 * each for each in seconds[1:]],
+                "x_label": "position of the new token",
+                "y_label": "ms a token",
+            },
         }
         rows.append(row | shared)
         if options.out:

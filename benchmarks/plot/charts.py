@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
+import json
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.highlights import DROP_IN, MODELS, MODULES, OPS, PEERS, Case, Comparison
-from benchmarks.latest import Results, Row, machine, was_timed
+from benchmarks.latest import Results, Row, case_of, machine, was_timed
 from benchmarks.plot import style
 
 if TYPE_CHECKING:
@@ -201,14 +202,18 @@ _STEPS = {
 
 
 def select_ladder(results: Results) -> list[Row]:
-    """Greedy decoding with the base model in the batch that has most of the steps; two threads where both are there."""
-    rows = results.find(was_timed, op="decoding", preset="base", num_beams=1)
-    cases: dict[tuple[Any, ...], list[Row]] = {}
-    for row in rows:
+    """Greedy decoding with the base model: the case with the most steps; of several the latest, with more threads."""
+    cases: dict[str, list[Row]] = {}
+    for row in results.find(was_timed, op="decoding", preset="base", num_beams=1):
         if row["provider"] in LADDER:
-            cases.setdefault((row["threads"], row["shape"]["batch"]), []).append(row)
-    most = max(cases, key=lambda case: (len(cases[case]), case[0] == 2, -case[1]), default=None)
-    return [] if most is None else sorted(cases[most], key=lambda row: LADDER.index(row["provider"]))
+            cases.setdefault(case_of(row), []).append(row)
+
+    def rank(case: str) -> tuple[int, str, int, int]:
+        row = cases[case][0]
+        return len(cases[case]), row["time"], row["threads"], -row["shape"]["batch"]
+
+    best = max(cases, key=rank, default="")
+    return sorted(cases.get(best, []), key=lambda row: LADDER.index(row["provider"]))
 
 
 def draw_ladder(rows: list[Row]) -> Figure:
@@ -236,11 +241,18 @@ def draw_ladder(rows: list[Row]) -> Figure:
 
 
 def select_throughput(results: Results) -> list[Row]:
-    """Greedy decoding with the base model, where there is more than one batch."""
-    rows = [
-        row for row in results.find(was_timed, op="decoding", preset="base", num_beams=1) if row["provider"] in LADDER
-    ]
-    return rows if len({row["shape"]["batch"] for row in rows}) > 1 else []
+    """Greedy decoding with the base model: shapes that differ in nothing but the batch, those with most batches."""
+    families: dict[str, list[Row]] = {}
+    for row in results.find(was_timed, op="decoding", preset="base", num_beams=1):
+        if row["provider"] in LADDER:
+            rest = {key: value for key, value in row["shape"].items() if key not in ("batch", "threads")}
+            families.setdefault(json.dumps(rest, sort_keys=True), []).append(row)
+
+    def batches(rows: list[Row]) -> int:
+        return len({row["shape"]["batch"] for row in rows})
+
+    most = max(families.values(), key=batches, default=[])
+    return most if batches(most) > 1 else []
 
 
 def draw_throughput(rows: list[Row]) -> Figure:
@@ -279,20 +291,18 @@ def select_token_times(results: Results) -> list[Row]:
 
 
 def draw_token_times(rows: list[Row]) -> Figure:
-    """The time of each token against its position. The first, which holds the encoder, is left out."""
+    """The time of each token against its position."""
     title = f"The time of a token over its position: one input, greedy ({rows[0]['model']})"
     fig = style.figure(title, footer=machine(rows), height=4.2)
     (axes,) = fig.axes
     for row in rows:
-        name, rest = row["provider"], row["ms"][1:]
+        name, curve = row["provider"], row["curve"]
         label = f"{name}, {row['precision']}" if name == "cpp" else name
         dashes = {"bf16": (0, (4, 1.5)), "int8": (0, (1, 1.2))}.get(row["precision"], "-")
-        axes.plot(
-            range(2, len(rest) + 2), rest, color=_engine_color(name), linestyle=dashes, linewidth=1.4, label=label
-        )
+        axes.plot(curve["x"], curve["y"], color=_engine_color(name), linestyle=dashes, linewidth=1.4, label=label)
     axes.set_yscale("log")
     _plain_numbers(axes, "y")
-    axes.set(xlabel="position of the new token", ylabel="ms a token")
+    axes.set(xlabel=rows[0]["curve"]["x_label"], ylabel=rows[0]["curve"]["y_label"])
     style.label_lines(axes)
     return fig
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks import record
 from benchmarks.peers.cases import make_model
 from benchmarks.token_times import Clock, Line, lines, main, medians, token_times
 from fastformer.generation.engines import ENGINES
@@ -46,7 +47,10 @@ def test_plot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
                  "--out", str(out), "--threads", str(torch.get_num_threads())]) == 0  # fmt: skip
     assert picture.stat().st_size > 1000
     rows = list(map(json.loads, out.read_text().splitlines()))
-    assert [(row["provider"], len(row["ms"])) for row in rows] == [("kv_cache", 9), ("cross_cache", 9)]
+    assert [(row["provider"], row["curve"]["x"]) for row in rows] == [(name, list(range(2, 10))) for name in engines]
+    assert all(len(row["curve"]["y"]) == 8 and min(row["curve"]["y"]) > 0 for row in rows)
+    for row in rows:
+        record.check(row)
     assert capsys.readouterr().out.count("ms at the end") == 2
 
 
