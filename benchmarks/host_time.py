@@ -5,6 +5,9 @@ GPU is needed to measure that: the tensors lie on the CPU, Triton believes in an
 be compiled and launched there is a function that does nothing. So a time holds all of our Python, PyTorch's autograd
 and Triton's, but neither the driver's launch nor the allocator of a GPU.
 
+A call whose geometry has been met before runs its plan ("plan"); "launcher" is what deciding anew
+takes, plan and all.
+
 Times are minima of medians, for a machine that others use too (`chrt -f 50` in front keeps them off one core).
 """
 
@@ -109,12 +112,16 @@ def _attention() -> dict[str, Callable[[], object]]:
             return attention_op(q, k, v, is_causal=True)
 
     options = (None, 64**-0.5, None, 0, 0.0, None)
+    arguments = (*saved[:3], None, *options)
+    gradients = (dout, *saved, lse, None, *options, False)
     return {
         "attention fwd": lambda: attention_op(q, k, v, is_causal=True),
         "attention bwd": lambda: torch.autograd.grad(out, (q, k, v), dout, retain_graph=True),
         "attention fwd no_grad": without,
-        "attention fwd launcher": lambda: launchers.attention_fwd(*saved[:3], None, *options),
-        "attention bwd launcher": lambda: launchers.attention_bwd(dout, *saved, lse, None, *options, False),
+        "attention fwd launcher": lambda: launchers.attention_fwd(*arguments),
+        "attention bwd launcher": lambda: launchers.attention_bwd(*gradients),
+        "attention fwd plan": functools.partial(launchers.plan_attention_fwd(*arguments), *arguments),
+        "attention bwd plan": functools.partial(launchers.plan_attention_bwd(*gradients), *gradients),
     }
 
 
@@ -128,6 +135,8 @@ def _add_layer_norm() -> dict[str, Callable[[], object]]:
     stream, statistic = outputs[1].detach(), torch.randn(192)
     launchers: Any = add_layer_norm
     saved = [t.detach() for t in inputs]
+    arguments = (*saved, 1e-5, 0.0, None, False)
+    gradients = (dy, dresidual, stream, saved[2], statistic, statistic, 0.0, None, False, True, torch.bfloat16)
 
     def without() -> tuple[Tensor, Tensor]:
         with torch.no_grad():
@@ -137,10 +146,10 @@ def _add_layer_norm() -> dict[str, Callable[[], object]]:
         "add_layer_norm fwd": lambda: add_layer_norm_op(*inputs),
         "add_layer_norm bwd": lambda: torch.autograd.grad(outputs, inputs, (dy, dresidual), retain_graph=True),
         "add_layer_norm fwd no_grad": without,
-        "add_layer_norm fwd launcher": lambda: launchers.add_layer_norm_fwd(*saved, 1e-5, 0.0, None, False),
-        "add_layer_norm bwd launcher": lambda: launchers.add_layer_norm_bwd(
-            dy, dresidual, stream, saved[2], statistic, statistic, 0.0, None, False, True, torch.bfloat16
-        ),
+        "add_layer_norm fwd launcher": lambda: launchers.add_layer_norm_fwd(*arguments),
+        "add_layer_norm bwd launcher": lambda: launchers.add_layer_norm_bwd(*gradients),
+        "add_layer_norm fwd plan": functools.partial(launchers.plan_add_layer_norm_fwd(*arguments), *arguments),
+        "add_layer_norm bwd plan": functools.partial(launchers.plan_add_layer_norm_bwd(*gradients), *gradients),
     }
 
 

@@ -4,7 +4,6 @@
 
 #include <c10/core/CPUAllocator.h>
 
-#include <algorithm>
 #include <cstdint>
 
 namespace fastformer {
@@ -22,13 +21,5 @@ class Buffer {
  private:
   c10::DataPtr data_;
 };
-
-// n elements that all hold a value.
-template <typename T>
-Buffer<T> filled(int64_t n, T value) {
-  Buffer<T> buffer(n);
-  std::fill_n(buffer.data(), n, value);
-  return buffer;
-}
 
 }  // namespace fastformer

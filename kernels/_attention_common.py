@@ -376,15 +376,29 @@ def describe(
 LARGEST_ROW_STRIDE = 2**31 // 256
 
 
-def readable(x: Tensor) -> Tensor:
-    """`x` as the kernels read it: elements of a row side by side, rows not too far apart; a copy where it is not so."""
+def is_readable(x: Tensor) -> bool:
+    """Whether kernels can read `x`: elements of a row side by side, rows not too far apart."""
     strides = x.stride()
-    return x if strides[-1] == 1 and strides[-3] < LARGEST_ROW_STRIDE else x.contiguous()
+    return strides[-1] == 1 and strides[-3] < LARGEST_ROW_STRIDE
 
 
-def plane_strides(x: Tensor, packed: bool, unit: int) -> tuple[int, int, int]:
-    """(batch, row, head) strides in `unit`s; a packed tensor has no batch stride."""
-    batch, row, head = (0, *x.stride()[:2]) if packed else x.stride()[:3]
+def readable(x: Tensor) -> Tensor:
+    """`x` as the kernels read it, a copy where need be."""
+    return x if is_readable(x) else x.contiguous()
+
+
+def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Those of a new tensor that is not empty."""
+    strides, size = [], 1
+    for extent in reversed(shape):
+        strides.append(size)
+        size *= extent
+    return tuple(reversed(strides))
+
+
+def plane_strides(strides: tuple[int, ...], packed: bool, unit: int) -> tuple[int, int, int]:
+    """(batch, row, head) strides of a tensor in `unit`s; a packed tensor has no batch stride."""
+    batch, row, head = (0, *strides[:2]) if packed else strides[:3]
     return batch // unit, row // unit, head // unit
 
 
@@ -407,7 +421,12 @@ def mask_strides(attn_mask: Tensor | None) -> tuple[int, ...]:
     """(batch, head, row, column) strides, 0 where the mask is broadcast."""
     if attn_mask is None:
         return (0, 0, 0, 0)
-    return tuple(0 if size == 1 else stride for size, stride in zip(attn_mask.shape, attn_mask.stride(), strict=True))
+    return broadcast_strides(attn_mask.shape, attn_mask.stride())
+
+
+def broadcast_strides(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...]:
+    """The strides, 0 where one element serves the whole dimension."""
+    return tuple(0 if size == 1 else stride for size, stride in zip(shape, strides, strict=True))
 
 
 def mask_bytes(attn_mask: Tensor | None) -> Tensor | None:

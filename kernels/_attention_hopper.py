@@ -158,7 +158,8 @@ def forward_arguments(
         out, lse, planes,
         (problem.seqlens_q, problem.seqlens_k, problem.seqlen_q, problem.seqlen_k),
         problem.window, problem.dropout, tuple(_batch_rows(x, packed) for x in (q, k, v)), num_tiles,
-        problem.softmax_scale, plane_strides(out, packed, unit), (0 if packed else lse.stride(0), lse.stride(-2)),
+        problem.softmax_scale, plane_strides(out.stride(), packed, unit),
+        (0 if packed else lse.stride(0), lse.stride(-2)),
     )  # fmt: skip
     constants = {"LENGTHS": problem.lengths, "HEAD_DIM": problem.head_dim, "UNIT": unit, "STAGES": stages}
     return arguments, constants, num_tiles
@@ -191,7 +192,7 @@ def backward_arguments(
         *(ragged_descriptor(x, CONSUMER_ROWS, problem.block_d) for x in rows), row_lse, delta, dq, dk, dv, planes,
         (problem.seqlens_q, problem.seqlens_k, problem.seqlen_q, problem.seqlen_k), problem.window, problem.dropout,
         tuple(_batch_rows(x, packed) for x in rows), num_tiles, problem.softmax_scale,
-        plane_strides(dq, packed, unit), plane_strides(dk, packed, unit),
+        plane_strides(dq.stride(), packed, unit), plane_strides(dk.stride(), packed, unit),
         (0 if packed else row_lse.stride(0), row_lse.stride(-2)),
     )  # fmt: skip
     constants = {"LENGTHS": problem.lengths, "HEAD_DIM": problem.head_dim, "UNIT": unit, "STAGES": 2}

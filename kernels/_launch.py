@@ -44,7 +44,7 @@ class _Compiled:
 _compiled: dict[tuple[int, object, int], dict[tuple[object, ...], _Compiled]] = {}
 
 
-def launch(kernel: Any, grid: tuple[int, ...], *args: object, **options: object) -> None:
+def launch(kernel: Any, grid: tuple[int, ...], *args: object, **options: object) -> _Compiled | None:
     """`kernel[grid](*args, **options)`, at half the host's time from the second launch on.
 
     Which binary fits is asked of the function that Triton itself asks, once for all arguments. It tells apart whatever
@@ -56,6 +56,9 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: object, **options: object)
         grid: one to three numbers of programs.
         args: the kernel's first parameters, in order: tensors, numbers, None, and tuples of them.
         options: its other parameters, which are constexprs, and Triton's: num_warps, num_stages, ...
+
+    Returns:
+        What was launched, where it may be launched again as it is.
     """
     ordinary = _specialize is None or _is_watched(kernel)
     if _compiled and not ordinary:  # before the first, there need not be a driver
@@ -67,12 +70,42 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: object, **options: object)
             x, y, z = (*grid, 1, 1)[:3]
             stream = active.get_current_stream(device)
             found.run(x, y, z, stream, found.function, found.metadata, None, None, None, *args, *found.constants)
-            return
+            return found
     compiled = kernel[grid](*args, **options)
     if not ordinary and isinstance(compiled, CompiledKernel) and _can_be_kept(kernel, len(args)):
         device = driver.active.get_current_device()
         known = _compiled.setdefault((id(kernel), driver.active, device), {})
-        known[_key(kernel, device, args, options)] = _Compiled(kernel, compiled, len(args), options)
+        found = known[_key(kernel, device, args, options)] = _Compiled(kernel, compiled, len(args), options)
+        return found
+    return None
+
+
+class Launch:
+    """`launch` for a plan (see `_plans`), whose arguments are specialised alike in every call: which binary fits is
+    asked once.
+
+    Args:
+        kernel, grid, options: as `launch` has them.
+    """
+
+    __slots__ = ("_grid", "_kernel", "_options", "_ready")
+
+    def __init__(self, kernel: Any, grid: tuple[int, ...], **options: object) -> None:
+        self._kernel, self._grid, self._options = kernel, grid, options
+        self._ready: tuple[_Compiled, tuple[int, int, int], Any, int] | None = None
+
+    def __call__(self, *args: object) -> None:
+        """Launches the kernel. Of the arguments only addresses that stay multiples of 16, or not, may change."""
+        if self._ready is not None:
+            found, grid, active, device = self._ready
+            if active is driver.active and device == active.get_current_device() and not _is_watched(self._kernel):
+                stream = active.get_current_stream(device)
+                found.run(*grid, stream, found.function, found.metadata, None, None, None, *args, *found.constants)
+                return
+        compiled = launch(self._kernel, self._grid, *args, **self._options)
+        if compiled is not None:
+            x, y, z = (*self._grid, 1, 1)[:3]
+            self._ready = compiled, (x, y, z), driver.active, driver.active.get_current_device()
 
 
 def _is_watched(kernel: Any) -> bool:

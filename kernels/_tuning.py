@@ -15,6 +15,8 @@ from typing import Any, TypeVar
 
 import triton
 
+from fastformer.kernels import _plans
+
 
 def path() -> Path:
     """Where the measured configs lie."""
@@ -47,6 +49,7 @@ def forget() -> None:
     measured.cache_clear()
     for clear in _chosen:
         clear()
+    _plans.forget()
 
 
 @functools.cache

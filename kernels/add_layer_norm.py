@@ -19,7 +19,7 @@ backward: the stream (which is the next op's input) and two fp32 numbers a row. 
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -28,16 +28,17 @@ from torch import Tensor
 
 from fastformer.kernels._dropout import drop_tile
 from fastformer.kernels._launch import (
+    Launch,
     cdiv,
     contiguous,
     dropout_arguments,
-    launch,
     next_power_of_2,
     num_sms,
     stride_unit,
     unsupported_device,
     unsupported_dtype,
 )
+from fastformer.kernels._plans import Plan
 from fastformer.kernels._rows import as_rows, existing, load_rows, load_vector, row_ptrs, store_rows
 
 WIDEST = 16384  # 32 elements a thread with 16 warps
@@ -375,7 +376,7 @@ def _strides(unit: int, *tensors: Tensor | None) -> tuple[int, ...]:
     return tuple(0 if t is None else t.stride(0) // unit for t in tensors)
 
 
-def add_layer_norm_fwd(
+def plan_add_layer_norm_fwd(
     x: Tensor,
     residual: Tensor | None,
     weight: Tensor | None,
@@ -384,33 +385,49 @@ def add_layer_norm_fwd(
     dropout_p: float,
     dropout_seed: Tensor | None,
     rms_norm: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`fastformer::add_layer_norm_fwd`: (y, residual_out, mean, rstd)."""
+) -> Plan:
+    """`add_layer_norm_fwd` for calls of this geometry."""
     dim = x.shape[-1]
     num_rows = x.numel() // dim
+    num_means = 0 if rms_norm else num_rows
     kept = residual is not None or dropout_p > 0.0
-    y = torch.empty_like(x, memory_format=torch.contiguous_format)
-    stream = x if residual is None else residual
-    residual_out = torch.empty_like(stream, memory_format=torch.contiguous_format) if kept else stream.new_empty(0)
-    mean = x.new_empty(0 if rms_norm else num_rows, dtype=torch.float32)
-    rstd = x.new_empty(num_rows, dtype=torch.float32)
-    if num_rows == 0:
-        return y, residual_out, mean, rstd
-    x = as_rows(x)
-    residual = None if residual is None else as_rows(residual)
-    unit = stride_unit(x, residual)
+    seed, *drop = dropout_arguments(dropout_p, dropout_seed)
+    drops = seed is not None
     tile = row_tile(dim, num_rows)
-    launch(
+    x, residual = as_rows(x), None if residual is None else as_rows(residual)
+    unit = stride_unit(x, residual)
+    strides = _strides(unit, x, residual)
+    launch = Launch(
         _add_layer_norm_fwd_kernel, (cdiv(num_rows, tile.block_m),),
-        x, residual, contiguous(weight), contiguous(bias), y, residual_out if kept else None,
-        None if rms_norm else mean, rstd, num_rows, _strides(unit, x, residual), eps,
-        dropout_arguments(dropout_p, dropout_seed),
         RMS_NORM=rms_norm, UNIT=unit, DIM=dim, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, num_warps=tile.num_warps,
     )  # fmt: skip
-    return y, residual_out, mean, rstd
+
+    def run(
+        x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, _eps: float, _p: float,
+        dropout_seed: Tensor | None, _rms_norm: bool,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+        y = torch.empty_like(x, memory_format=torch.contiguous_format)
+        stream = x if residual is None else residual
+        residual_out = torch.empty_like(stream, memory_format=torch.contiguous_format) if kept else stream.new_empty(0)
+        mean = x.new_empty(num_means, dtype=torch.float32)
+        rstd = x.new_empty(num_rows, dtype=torch.float32)
+        if num_rows > 0:
+            launch(
+                as_rows(x), None if residual is None else as_rows(residual), contiguous(weight), contiguous(bias), y,
+                residual_out if kept else None, None if rms_norm else mean, rstd, num_rows, strides, eps,
+                (contiguous(dropout_seed) if drops else None, *drop),
+            )  # fmt: skip
+        return y, residual_out, mean, rstd
+
+    return run
 
 
-def add_layer_norm_bwd(
+def add_layer_norm_fwd(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`fastformer::add_layer_norm_fwd`: (y, residual_out, mean, rstd)."""
+    return plan_add_layer_norm_fwd(*args)(*args)
+
+
+def plan_add_layer_norm_bwd(
     dy: Tensor,
     dresidual_out: Tensor | None,
     s: Tensor,
@@ -422,68 +439,85 @@ def add_layer_norm_bwd(
     rms_norm: bool,
     has_bias: bool,
     x_dtype: torch.dtype,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`fastformer::add_layer_norm_bwd`: (dx, dresidual, dweight, dbias)."""
+) -> Plan:
+    """`add_layer_norm_bwd` for calls of this geometry."""
     dim = s.shape[-1]
     num_rows = s.numel() // dim
     same = dropout_p == 0.0 and x_dtype == s.dtype
     parameter_dtype = s.dtype if weight is None else weight.dtype
-    dx = torch.empty_like(s, dtype=x_dtype, memory_format=torch.contiguous_format)
-    dresidual = s.new_empty(0 if same else s.shape)
-    new = s.new_empty if num_rows else s.new_zeros
-    dweight = new(0 if weight is None else dim, dtype=parameter_dtype)
-    dbias = new(dim if has_bias else 0, dtype=parameter_dtype)
-    if num_rows == 0:
-        return dx, dresidual, dweight, dbias
+    dresidual_shape = (0,) if same else s.shape
+    num_weights, num_biases = 0 if weight is None else dim, dim if has_bias else 0
 
     dy, s = as_rows(dy), as_rows(s)
     dresidual_out = None if dresidual_out is None else as_rows(dresidual_out)
     unit = stride_unit(dy, s, dresidual_out)
-    sums_weight = weight is not None
-    kinds = sums_weight + has_bias
-    inputs = (dy, dresidual_out, s, contiguous(weight), None if rms_norm else mean, rstd)
     strides = _strides(unit, dy, dresidual_out, s)
-    dropout = dropout_arguments(dropout_p, dropout_seed)
-    outputs = (dx, None if same else dresidual)
+    seed, *drop = dropout_arguments(dropout_p, dropout_seed)
+    drops = seed is not None
+    kinds = (weight is not None) + has_bias
     flags = {
-        "RMS_NORM": rms_norm, "SUM_WEIGHT": sums_weight, "SUM_BIAS": has_bias, "UNIT": unit, "DIM": dim,
+        "RMS_NORM": rms_norm, "SUM_WEIGHT": weight is not None, "SUM_BIAS": has_bias, "UNIT": unit, "DIM": dim,
     }  # fmt: skip
     bytes_each = sum(t.element_size() for t in (dy, s, dresidual_out) if t is not None)
     tile = backward_tile(dim, num_rows, bytes_each)
     loaded = bytes_each * tile.block_m * tile.block_n
-    if dim <= WIDEST_SUMMED and loaded <= 65536:
+    is_whole = dim <= WIDEST_SUMMED and loaded <= 65536
+    if is_whole:
         num_tiles = cdiv(num_rows, tile.block_m)
         num_partials = min(num_tiles, num_sms(s.device) * (2 if tile.num_warps <= 8 else 1))
-        partial = s.new_empty(kinds, num_partials, dim, dtype=torch.float32) if kinds else None
         # Two stages: the next rows come into shared memory meanwhile, where it is large enough on every architecture
         # and the masks of 8192 padded columns leave the registers.
         ahead = num_partials < num_tiles and loaded <= 49152 and (tile.block_n < 8192 or dim == tile.block_n)
-        launch(
-            _add_layer_norm_bwd_kernel, (num_partials,),
-            *inputs, *outputs, partial, num_rows, num_tiles, strides, dropout, **flags,
+        counts = num_rows, num_tiles
+        launch = Launch(
+            _add_layer_norm_bwd_kernel, (num_partials,), **flags,
             BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, STAGES=2 if ahead else 1, num_warps=tile.num_warps, maxnreg=128,
         )  # fmt: skip
     else:
-        means = s.new_empty(2, num_rows, dtype=torch.float32)
-        launch(
-            _row_means_kernel, (num_rows,),
-            dy, *inputs[2:], means, num_rows, strides,
-            RMS_NORM=rms_norm, UNIT=unit, DIM=dim, BLOCK_N=4096, num_warps=8,
-        )  # fmt: skip
+        launch_means = Launch(
+            _row_means_kernel, (num_rows,), RMS_NORM=rms_norm, UNIT=unit, DIM=dim, BLOCK_N=4096, num_warps=8
+        )
         block_m, block_n = 8, 256
         blocks = cdiv(dim, block_n)
         # About four programs an SM, and no fewer than two steps each.
         num_partials = max(1, min(4 * num_sms(s.device) // blocks, cdiv(num_rows, 2 * block_m)))
-        partial = s.new_empty(kinds, num_partials, dim, dtype=torch.float32) if kinds else None
-        launch(
-            _wide_backward_kernel, (blocks, num_partials),
-            *inputs, means, *outputs, partial, num_rows, cdiv(num_rows, num_partials), strides, dropout, **flags,
-            BLOCK_M=block_m, BLOCK_N=block_n, num_warps=8,
-        )  # fmt: skip
-    if kinds:
-        launch(
-            _sum_partials_kernel, (cdiv(dim, 32), kinds),
-            partial, dweight if sums_weight else None, dbias if has_bias else None, num_partials,
-            DIM=dim, BLOCK_M=64, BLOCK_N=32, num_warps=4,
-        )  # fmt: skip
-    return dx, dresidual, dweight, dbias
+        counts = num_rows, cdiv(num_rows, num_partials)
+        launch = Launch(
+            _wide_backward_kernel, (blocks, num_partials), **flags, BLOCK_M=block_m, BLOCK_N=block_n, num_warps=8
+        )
+    launch_sums = Launch(_sum_partials_kernel, (cdiv(dim, 32), kinds), DIM=dim, BLOCK_M=64, BLOCK_N=32, num_warps=4)
+    partial_shape = kinds, num_partials, dim
+
+    def run(
+        dy: Tensor, dresidual_out: Tensor | None, s: Tensor, weight: Tensor | None, mean: Tensor, rstd: Tensor,
+        _p: float, dropout_seed: Tensor | None, *_: object,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+        dx = torch.empty_like(s, dtype=x_dtype, memory_format=torch.contiguous_format)
+        dresidual = s.new_empty(dresidual_shape)
+        new = s.new_empty if num_rows else s.new_zeros
+        dweight, dbias = new(num_weights, dtype=parameter_dtype), new(num_biases, dtype=parameter_dtype)
+        if num_rows == 0:
+            return dx, dresidual, dweight, dbias
+        dy, s = as_rows(dy), as_rows(s)
+        dresidual_out = None if dresidual_out is None else as_rows(dresidual_out)
+        statistics = None if rms_norm else mean, rstd
+        outputs = dx, None if same else dresidual
+        weight = contiguous(weight)
+        dropout = contiguous(dropout_seed) if drops else None, *drop
+        partial = s.new_empty(partial_shape, dtype=torch.float32) if kinds else None
+        if is_whole:
+            launch(dy, dresidual_out, s, weight, *statistics, *outputs, partial, *counts, strides, dropout)
+        else:
+            means = s.new_empty((2, num_rows), dtype=torch.float32)
+            launch_means(dy, s, weight, *statistics, means, num_rows, strides)
+            launch(dy, dresidual_out, s, weight, *statistics, means, *outputs, partial, *counts, strides, dropout)
+        if kinds:
+            launch_sums(partial, None if weight is None else dweight, dbias if has_bias else None, num_partials)
+        return dx, dresidual, dweight, dbias
+
+    return run
+
+
+def add_layer_norm_bwd(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`fastformer::add_layer_norm_bwd`: (dx, dresidual, dweight, dbias)."""
+    return plan_add_layer_norm_bwd(*args)(*args)

@@ -12,6 +12,9 @@ inputs are multiplied as three TF32 products each (relative error about 2**-21 a
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -22,7 +25,9 @@ from fastformer.kernels._attention_common import (
     COUNTS,
     Problem,
     block_start,
+    contiguous_strides,
     describe,
+    is_readable,
     key_range,
     load_mask,
     load_tile,
@@ -44,14 +49,16 @@ from fastformer.kernels._dropout import keep_mask_tile, kept_or_zero, load_dropo
 from fastformer.kernels._launch import (
     DTYPES,
     INTERPRETED,
+    Launch,
     architecture,
     cdiv,
-    launch,
+    contiguous,
     stride_unit,
     unsupported_device,
     unsupported_dtype,
 )
-from fastformer.kernels.attention_backward import launch_backward
+from fastformer.kernels._plans import Plan
+from fastformer.kernels.attention_backward import plan_backward
 
 # The rows of each product's result, for the two copies of the loop: Q K^T and P V.
 PRODUCTS = {"_attention_fwd_kernel": lambda arguments: [arguments["BLOCK_M"]] * 4}
@@ -156,6 +163,74 @@ def _attention_fwd_kernel(
     tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=here)
 
 
+def plan_forward(
+    q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, problem: Problem, *, config: Config | None = None
+) -> Callable[..., tuple[Tensor, Tensor]]:
+    """What is left of the forward pass for calls of this geometry.
+
+    Returns:
+        (q, k, v, attn_mask, seqlens_q, seqlens_k, dropout_seed, work_counter=None) -> (out, lse); `work_counter` as to
+        `launch_forward`.
+    """
+    packed = problem.lengths == "packed"
+    is_copied = not all(is_readable(x) for x in (q, k, v))
+    q, k, v = readable(q), readable(k), readable(v)
+    by_hopper = config is None and _attention_hopper.takes(problem, q, k, v, attn_mask)
+    num_rows = q.shape[0] if packed else problem.seqlen_q
+    lse_shape = (problem.num_heads, num_rows) if packed else (problem.batch, problem.num_heads, num_rows)
+    config = config or forward_config(call_of(architecture(q), problem, q.dtype, mask_kind(attn_mask)))
+    unit = stride_unit(q, k, v) if problem.head_dim % 8 == 0 else 1  # out is contiguous
+    kv_bytes = 2 * problem.seqlen_k * problem.head_dim * q.element_size() // problem.group
+    planes = planes_of(problem, cdiv(problem.seqlen_q, config.block_m), kv_bytes)
+    strides = (
+        *(plane_strides(x.stride(), packed, unit) for x in (q, k, v)),
+        plane_strides(contiguous_strides(q.shape), packed, unit),
+        (0 if packed else problem.num_heads * num_rows, num_rows), mask_strides(attn_mask),
+    )  # fmt: skip
+    seqlens = problem.seqlen_q, problem.seqlen_k
+    window, softmax_scale, drop = problem.window, problem.softmax_scale, problem.dropout[1:]
+    is_empty = q.numel() == 0 or problem.seqlen_q == 0
+    untensored = problem._replace(seqlens_q=None, seqlens_k=None, dropout=(None, *drop))
+    run = Launch(
+        _attention_fwd_kernel, (planes[2] * planes[3],), LENGTHS=problem.lengths, MASK=mask_kind(attn_mask),
+        HEAD_DIM=problem.head_dim, UNIT=unit, BLOCK_D=problem.block_d, **tile_of(config, problem),
+    )  # fmt: skip
+
+    def forward(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        attn_mask: Tensor | None,
+        seqlens_q: Tensor | None,
+        seqlens_k: Tensor | None,
+        dropout_seed: Tensor | None,
+        work_counter: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        if is_copied:
+            q, k, v = readable(q), readable(k), readable(v)
+        if packed:
+            # Rows beyond the last sequence belong to no program.
+            out = q.new_zeros(q.shape)
+            lse = torch.full(lse_shape, float("-inf"), dtype=torch.float32, device=q.device)
+        else:
+            out = torch.empty_like(q, memory_format=torch.contiguous_format)
+            lse = q.new_empty(lse_shape, dtype=torch.float32)
+        if is_empty:
+            return out, lse
+        lengths, dropout = (seqlens_q, seqlens_k, *seqlens), (dropout_seed, *drop)
+        if by_hopper and work_counter is None:
+            described = untensored._replace(seqlens_q=seqlens_q, seqlens_k=seqlens_k, dropout=dropout)
+            _attention_hopper.launch_forward(q, k, v, out, lse, described)
+        else:
+            run(
+                q, k, v, out, lse, mask_bytes(attn_mask), work_counter, planes, lengths, window, dropout,
+                softmax_scale, *strides,
+            )  # fmt: skip
+        return out, lse
+
+    return forward
+
+
 def launch_forward(
     q: Tensor,
     k: Tensor,
@@ -167,36 +242,8 @@ def launch_forward(
     work_counter: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Runs the forward kernel on a described call. Tests pass `config` and `work_counter` (int32: block products)."""
-    packed = problem.lengths == "packed"
-    q, k, v = readable(q), readable(k), readable(v)
-    if packed:
-        # Rows beyond the last sequence belong to no program.
-        out = q.new_zeros(q.shape)
-        lse = torch.full((problem.num_heads, q.shape[0]), float("-inf"), dtype=torch.float32, device=q.device)
-    else:
-        out = torch.empty_like(q, memory_format=torch.contiguous_format)
-        shape = (problem.batch, problem.num_heads, problem.seqlen_q)
-        lse = torch.empty(shape, dtype=torch.float32, device=q.device)
-    if q.numel() == 0 or problem.seqlen_q == 0:
-        return out, lse
-    if config is None and work_counter is None and _attention_hopper.takes(problem, q, k, v, attn_mask):
-        _attention_hopper.launch_forward(q, k, v, out, lse, problem)
-        return out, lse
-    config = config or forward_config(call_of(architecture(q), problem, q.dtype, mask_kind(attn_mask)))
-    unit = stride_unit(q, k, v, out)
-    kv_bytes = 2 * problem.seqlen_k * problem.head_dim * q.element_size() // problem.group
-    planes = planes_of(problem, cdiv(problem.seqlen_q, config.block_m), kv_bytes)
-    launch(
-        _attention_fwd_kernel, (planes[2] * planes[3],),
-        q, k, v, out, lse, mask_bytes(attn_mask), work_counter, planes,
-        (problem.seqlens_q, problem.seqlens_k, problem.seqlen_q, problem.seqlen_k),
-        problem.window, problem.dropout, problem.softmax_scale,
-        *(plane_strides(x, packed, unit) for x in (q, k, v, out)),
-        (0 if packed else lse.stride(0), lse.stride(-2)), mask_strides(attn_mask),
-        LENGTHS=problem.lengths, MASK=mask_kind(attn_mask), HEAD_DIM=problem.head_dim, UNIT=unit,
-        BLOCK_D=problem.block_d, **tile_of(config, problem),
-    )  # fmt: skip
-    return out, lse
+    forward = plan_forward(q, k, v, attn_mask, problem, config=config)
+    return forward(q, k, v, attn_mask, problem.seqlens_q, problem.seqlens_k, problem.dropout[0], work_counter)
 
 
 def why_unsupported(
@@ -231,7 +278,7 @@ def why_unsupported(
     return unsupported_device(q)
 
 
-def attention_fwd(
+def plan_attention_fwd(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -242,13 +289,24 @@ def attention_fwd(
     window_right: int | None,
     dropout_p: float,
     dropout_seed: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """`fastformer::attention_fwd`: (out, lse)."""
+) -> Plan:
+    """`attention_fwd` for calls of this geometry."""
     problem = describe_dense(q, k, seqlens_k, softmax_scale, window_left, window_right, dropout_p, dropout_seed)
-    return launch_forward(q, k, v, attn_mask, problem)
+    forward = plan_forward(q, k, v, attn_mask, problem)
+    drops = problem.dropout[0] is not None
+
+    def run(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, seqlens_k: Tensor | None, *rest: Any) -> Any:
+        return forward(q, k, v, attn_mask, None, contiguous(seqlens_k), contiguous(rest[-1]) if drops else None)
+
+    return run
 
 
-def attention_bwd(
+def attention_fwd(*args: Any) -> tuple[Tensor, Tensor]:
+    """`fastformer::attention_fwd`: (out, lse)."""
+    return plan_attention_fwd(*args)(*args)
+
+
+def plan_attention_bwd(
     dout: Tensor,
     q: Tensor,
     k: Tensor,
@@ -263,13 +321,25 @@ def attention_bwd(
     dropout_p: float,
     dropout_seed: Tensor | None,
     needs_mask_grad: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`fastformer::attention_bwd`: (dq, dk, dv, dmask)."""
+) -> Plan:
+    """`attention_bwd` for calls of this geometry."""
     problem = describe_dense(q, k, seqlens_k, softmax_scale, window_left, window_right, dropout_p, dropout_seed)
-    return launch_backward(dout, q, k, v, out, lse, attn_mask, problem, needs_mask_grad)
+    backward = plan_backward(dout, q, k, v, out, lse, attn_mask, problem, needs_mask_grad)
+    drops = problem.dropout[0] is not None
+
+    def run(*args: Any) -> Any:
+        seed = contiguous(args[12]) if drops else None
+        return backward(*args[:7], None, contiguous(args[7]), seed)
+
+    return run
 
 
-def varlen_attention_fwd(
+def attention_bwd(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`fastformer::attention_bwd`: (dq, dk, dv, dmask)."""
+    return plan_attention_bwd(*args)(*args)
+
+
+def plan_varlen_attention_fwd(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -282,17 +352,29 @@ def varlen_attention_fwd(
     window_right: int | None,
     dropout_p: float,
     dropout_seed: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """`fastformer::varlen_attention_fwd`: (out, lse)."""
+) -> Plan:
+    """`varlen_attention_fwd` for calls of this geometry."""
     problem = describe(
         q, k, lengths="packed", seqlens_q=cu_seqlens_q, seqlens_k=cu_seqlens_k, seqlen_q=max_seqlen_q,
         seqlen_k=max_seqlen_k, softmax_scale=softmax_scale, window_left=window_left, window_right=window_right,
         dropout_p=dropout_p, dropout_seed=dropout_seed,
     )  # fmt: skip
-    return launch_forward(q, k, v, None, problem)
+    forward = plan_forward(q, k, v, None, problem)
+    drops = problem.dropout[0] is not None
+
+    def run(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, *rest: Any) -> Any:
+        seed = contiguous(rest[-1]) if drops else None
+        return forward(q, k, v, None, contiguous(cu_seqlens_q), contiguous(cu_seqlens_k), seed)
+
+    return run
 
 
-def varlen_attention_bwd(
+def varlen_attention_fwd(*args: Any) -> tuple[Tensor, Tensor]:
+    """`fastformer::varlen_attention_fwd`: (out, lse)."""
+    return plan_varlen_attention_fwd(*args)(*args)
+
+
+def plan_varlen_attention_bwd(
     dout: Tensor,
     q: Tensor,
     k: Tensor,
@@ -308,14 +390,26 @@ def varlen_attention_bwd(
     window_right: int | None,
     dropout_p: float,
     dropout_seed: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """`fastformer::varlen_attention_bwd`: (dq, dk, dv)."""
+) -> Plan:
+    """`varlen_attention_bwd` for calls of this geometry."""
     problem = describe(
         q, k, lengths="packed", seqlens_q=cu_seqlens_q, seqlens_k=cu_seqlens_k, seqlen_q=max_seqlen_q,
         seqlen_k=max_seqlen_k, softmax_scale=softmax_scale, window_left=window_left, window_right=window_right,
         dropout_p=dropout_p, dropout_seed=dropout_seed,
     )  # fmt: skip
-    return launch_backward(dout, q, k, v, out, lse, None, problem, False)[:3]
+    backward = plan_backward(dout, q, k, v, out, lse, None, problem, False)
+    drops = problem.dropout[0] is not None
+
+    def run(*args: Any) -> Any:
+        seed = contiguous(args[14]) if drops else None
+        return backward(*args[:6], None, contiguous(args[6]), contiguous(args[7]), seed)[:3]
+
+    return run
+
+
+def varlen_attention_bwd(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """`fastformer::varlen_attention_bwd`: (dq, dk, dv)."""
+    return plan_varlen_attention_bwd(*args)(*args)
 
 
 def describe_dense(

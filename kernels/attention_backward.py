@@ -16,6 +16,8 @@ fp32: scores, P, dP, dS, delta and all accumulators; P and dS are rounded to the
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -28,6 +30,9 @@ from fastformer.kernels._attention_common import (
     COUNTS,
     Problem,
     block_start,
+    broadcast_strides,
+    contiguous_strides,
+    is_readable,
     load_mask,
     load_tile,
     locate,
@@ -48,7 +53,7 @@ from fastformer.kernels._attention_common import (
 from fastformer.kernels._attention_configs import Config, backward_config, call_of, choose_dq_config, tile_of
 from fastformer.kernels._attention_dq import _dq_kernel
 from fastformer.kernels._dropout import keep_mask_tile, kept_or_zero, load_dropout
-from fastformer.kernels._launch import architecture, cdiv, launch, stride_unit
+from fastformer.kernels._launch import Launch, architecture, cdiv, stride_unit
 
 
 def _dkdv_products(arguments: dict[str, Any]) -> list[int]:
@@ -245,6 +250,154 @@ def _dkdv_kernel(
     tl.store(dv_ptrs, dv.to(dv_ptr.dtype.element_ty), mask=here)
 
 
+def plan_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    attn_mask: Tensor | None,
+    problem: Problem,
+    needs_mask_grad: bool,
+    *,
+    config: Config | None = None,
+    dq_config: Config | None = None,
+) -> Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]]:
+    """What is left of the backward pass for calls of this geometry.
+
+    Returns:
+        (dout, q, k, v, out, lse, attn_mask, seqlens_q, seqlens_k, dropout_seed, work_counter=None) -> (dq, dk, dv,
+        dmask); `work_counter` as to `launch_backward`.
+    """
+    packed = problem.lengths == "packed"
+    is_copied = not all(is_readable(x) for x in (q, k, v, dout, out))
+    q, k, v, dout, out = (readable(x) for x in (q, k, v, dout, out))
+    is_empty = q.numel() == 0 or k.numel() == 0
+    if is_empty:
+        return functools.partial(_nothing, needs_mask_grad)
+    new = torch.Tensor.new_zeros if packed else torch.Tensor.new_empty
+    # Each query head has programs of its own, and a group's shares of dk and dv are added up afterwards.
+    shared_heads = problem.group > 1
+    per_head = (*k.shape[:-2], problem.num_heads, problem.head_dim)
+    dtype, grad_dtype = q.dtype, torch.float32 if shared_heads else k.dtype
+
+    call = call_of(architecture(q), problem, q.dtype, mask_kind(attn_mask))
+    by_hopper = config is None and _attention_hopper.takes_backward(problem, q, k, v, dout, attn_mask)
+    config = config or backward_config(call)
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    if problem.seqlen_k <= config.block_n:
+        dq_mode = "store"
+    elif deterministic or config.split:
+        dq_mode = "none"
+    else:
+        dq_mode = "atomic"
+    by_hopper = by_hopper and dq_mode == "atomic"
+    dmask_mode, dmask_dtype = "none", q.dtype
+    dmask_shape: tuple[int, ...] = ()
+    if needs_mask_grad and attn_mask is not None:
+        dmask_mode, dmask_shape, dmask_dtype = _dmask_buffer(attn_mask, problem, deterministic)
+
+    unit = stride_unit(q, k, v, dout, out) if problem.head_dim % 8 == 0 else 1  # dq and dk are contiguous
+    rows = lse.shape[-1]
+    rows_block = max(1, min(64, 4096 // problem.block_d))
+    rows_blocks = cdiv(rows, rows_block)
+    row_strides = tuple(plane_strides(x.stride(), packed, unit) for x in (out, dout))
+    run_rows = Launch(
+        _rows_kernel, (rows_blocks * (lse.numel() // rows),),
+        HEAD_DIM=problem.head_dim, UNIT=unit, BLOCK_M=rows_block, BLOCK_D=problem.block_d, num_warps=4,
+    )  # fmt: skip
+
+    seqlens = problem.seqlen_q, problem.seqlen_k
+    window, softmax_scale, drop = problem.window, problem.softmax_scale, problem.dropout[1:]
+    strides = (
+        *(plane_strides(x.stride(), packed, unit) for x in (q, k, v, dout)),
+        plane_strides(contiguous_strides(q.shape), packed, unit),
+    )
+    lse_strides = 0 if packed else lse.stride(0), lse.stride(-2)
+    kv_strides = plane_strides(contiguous_strides(per_head), packed, unit)
+    mask_steps = mask_strides(attn_mask)
+    dmask_steps = broadcast_strides(dmask_shape, contiguous_strides(dmask_shape)) if dmask_shape else (0, 0, 0, 0)
+    shared = {
+        "LENGTHS": problem.lengths, "MASK": mask_kind(attn_mask), "HEAD_DIM": problem.head_dim, "UNIT": unit,
+        "BLOCK_D": problem.block_d,
+    }  # fmt: skip
+    q_bytes = 2 * problem.seqlen_q * problem.head_dim * q.element_size()
+    planes = planes_of(problem, cdiv(problem.seqlen_k, config.block_n), q_bytes)
+    run_dkdv = Launch(
+        _dkdv_kernel, (planes[2] * planes[3],), **shared, DQ=dq_mode, DMASK=dmask_mode, **tile_of(config, problem)
+    )
+    if dq_mode == "none":
+        config = dq_config or choose_dq_config(call)
+        kv_bytes = 2 * problem.seqlen_k * problem.head_dim * q.element_size() // problem.group
+        dq_planes = planes_of(problem, cdiv(problem.seqlen_q, config.block_m), kv_bytes)
+        run_dq = Launch(_dq_kernel, (dq_planes[2] * dq_planes[3],), **shared, **tile_of(config, problem))
+    untensored = problem._replace(seqlens_q=None, seqlens_k=None, dropout=(None, *drop))
+
+    def backward(
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        attn_mask: Tensor | None,
+        seqlens_q: Tensor | None,
+        seqlens_k: Tensor | None,
+        dropout_seed: Tensor | None,
+        work_counter: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        if is_copied:
+            q, k, v, dout, out = (readable(x) for x in (q, k, v, dout, out))
+        dk, dv = new(k, per_head, dtype=grad_dtype), new(v, per_head, dtype=grad_dtype)
+        if dq_mode == "atomic":
+            dq = torch.zeros_like(q, dtype=torch.float32, memory_format=torch.contiguous_format)
+        else:
+            dq = new(q, q.shape)
+        # Skipped blocks of the mask's gradient stay 0.
+        dmask = None if dmask_mode == "none" else q.new_zeros(dmask_shape, dtype=dmask_dtype)
+        delta, row_lse = torch.empty_like(lse), torch.empty_like(lse)
+        run_rows(out, dout, lse, delta, row_lse, untensored.num_heads, rows, rows_blocks, *row_strides)
+        mask = mask_bytes(attn_mask)
+        lengths, dropout = (seqlens_q, seqlens_k, *seqlens), (dropout_seed, *drop)
+        if by_hopper and work_counter is None:
+            described = untensored._replace(seqlens_q=seqlens_q, seqlens_k=seqlens_k, dropout=dropout)
+            _attention_hopper.launch_backward(dout, q, k, v, row_lse, delta, dq, dk, dv, described)
+        else:
+            run_dkdv(
+                q, k, v, dout, delta, row_lse, None if dq_mode == "none" else dq, dk, dv, mask, dmask, work_counter,
+                planes, lengths, window, dropout, softmax_scale, *strides, kv_strides, lse_strides, mask_steps,
+                dmask_steps,
+            )  # fmt: skip
+        if dq_mode == "none":
+            run_dq(
+                q, k, v, dout, delta, row_lse, dq, mask, work_counter, dq_planes, lengths, window, dropout,
+                softmax_scale, *strides, lse_strides, mask_steps,
+            )  # fmt: skip
+        if dmask is None:
+            dmask = q.new_empty(0)
+        else:
+            assert attn_mask is not None
+            shape = attn_mask.shape
+            broadcast = [dim for dim in range(4) if shape[dim] == 1 and dmask_shape[dim] != 1]
+            dmask = (dmask.sum(broadcast, keepdim=True) if broadcast else dmask).to(attn_mask.dtype)
+        if shared_heads:
+            heads = (untensored.num_kv_heads, untensored.group)
+            dk, dv = (x.unflatten(-2, heads).sum(-2).to(dtype) for x in (dk, dv))
+        return dq.to(dtype) if dq_mode == "atomic" else dq, dk, dv, dmask
+
+    return backward
+
+
+def _nothing(
+    needs_mask_grad: bool, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+    attn_mask: Tensor | None, *_: object,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """The gradients where there are no queries or no keys."""
+    mask = attn_mask if needs_mask_grad and attn_mask is not None else q.new_empty(0)
+    return q.new_zeros(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape), mask.new_zeros(mask.shape)
+
+
 def launch_backward(
     dout: Tensor,
     q: Tensor,
@@ -261,99 +414,23 @@ def launch_backward(
     work_counter: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Runs the backward kernels on a described call. Tests pass configs and `work_counter` as to `launch_forward`."""
-    packed = problem.lengths == "packed"
-    q, k, v, dout, out = (readable(x) for x in (q, k, v, dout, out))
-    new = torch.Tensor.new_zeros if packed or q.numel() == 0 or k.numel() == 0 else torch.Tensor.new_empty
-    # Each query head has programs of its own, and a group's shares of dk and dv are added up afterwards.
-    shared_heads = problem.group > 1
-    per_head = (*k.shape[:-2], problem.num_heads, problem.head_dim)
-    grad_dtype = torch.float32 if shared_heads else k.dtype
-    dk, dv = new(k, per_head, dtype=grad_dtype), new(v, per_head, dtype=grad_dtype)
-    dmask = q.new_empty(0)
-    learned_mask = attn_mask if needs_mask_grad else None
-    if q.numel() == 0 or k.numel() == 0:
-        if learned_mask is not None:
-            dmask = torch.zeros(learned_mask.shape, dtype=learned_mask.dtype, device=q.device)
-        return new(q, q.shape), new(k, k.shape), new(v, v.shape), dmask
-
-    call = call_of(architecture(q), problem, q.dtype, mask_kind(attn_mask))
-    is_tuned = config is not None or work_counter is not None
-    by_hopper = not is_tuned and _attention_hopper.takes_backward(problem, q, k, v, dout, attn_mask)
-    config = config or backward_config(call)
-    deterministic = torch.are_deterministic_algorithms_enabled()
-    if problem.seqlen_k <= config.block_n:
-        dq_mode, dq = "store", new(q, q.shape)
-    elif deterministic or config.split:
-        dq_mode, dq = "none", new(q, q.shape)
-    else:
-        dq_mode, dq = "atomic", torch.zeros_like(q, dtype=torch.float32, memory_format=torch.contiguous_format)
-    dmask_mode = "none"
-    if learned_mask is not None:
-        dmask_mode, dmask = _dmask_buffer(learned_mask, problem, deterministic)
-
-    unit = stride_unit(q, k, v, dout, out, dq, dk)
-    delta, row_lse = torch.empty_like(lse), torch.empty_like(lse)
-    rows = lse.shape[-1]
-    rows_block = max(1, min(64, 4096 // problem.block_d))
-    rows_blocks = cdiv(rows, rows_block)
-    launch(
-        _rows_kernel, (rows_blocks * (lse.numel() // rows),),
-        out, dout, lse, delta, row_lse, problem.num_heads, rows, rows_blocks,
-        plane_strides(out, packed, unit), plane_strides(dout, packed, unit),
-        HEAD_DIM=problem.head_dim, UNIT=unit, BLOCK_M=rows_block, BLOCK_D=problem.block_d, num_warps=4,
-    )  # fmt: skip
-
-    sizes = (
-        (problem.seqlens_q, problem.seqlens_k, problem.seqlen_q, problem.seqlen_k), problem.window, problem.dropout,
-        problem.softmax_scale,
-    )  # fmt: skip
-    strides = tuple(plane_strides(x, packed, unit) for x in (q, k, v, dout, dq))
-    mask, lse_strides = mask_bytes(attn_mask), (0 if packed else lse.stride(0), lse.stride(-2))
-    shared = {
-        "LENGTHS": problem.lengths, "MASK": mask_kind(attn_mask), "HEAD_DIM": problem.head_dim, "UNIT": unit,
-        "BLOCK_D": problem.block_d,
-    }  # fmt: skip
-    q_bytes = 2 * problem.seqlen_q * problem.head_dim * q.element_size()
-    planes = planes_of(problem, cdiv(problem.seqlen_k, config.block_n), q_bytes)
-    written_mask = None if dmask_mode == "none" else dmask
-    if by_hopper and dq_mode == "atomic":
-        _attention_hopper.launch_backward(dout, q, k, v, row_lse, delta, dq, dk, dv, problem)
-    else:
-        launch(
-            _dkdv_kernel, (planes[2] * planes[3],),
-            q, k, v, dout, delta, row_lse, None if dq_mode == "none" else dq, dk, dv, mask, written_mask,
-            work_counter, planes, *sizes, *strides, plane_strides(dk, packed, unit), lse_strides,
-            mask_strides(attn_mask), mask_strides(written_mask), **shared, DQ=dq_mode, DMASK=dmask_mode,
-            **tile_of(config, problem),
-        )  # fmt: skip
-
-    if dq_mode == "none":
-        config = dq_config or choose_dq_config(call)
-        kv_bytes = 2 * problem.seqlen_k * problem.head_dim * q.element_size() // problem.group
-        planes = planes_of(problem, cdiv(problem.seqlen_q, config.block_m), kv_bytes)
-        launch(
-            _dq_kernel, (planes[2] * planes[3],),
-            q, k, v, dout, delta, row_lse, dq, mask, work_counter,
-            planes, *sizes, *strides, lse_strides, mask_strides(attn_mask), **shared, **tile_of(config, problem),
-        )  # fmt: skip
-    if learned_mask is not None:
-        broadcast = [dim for dim in range(4) if learned_mask.shape[dim] == 1 and dmask.shape[dim] != 1]
-        dmask = (dmask.sum(broadcast, keepdim=True) if broadcast else dmask).to(learned_mask.dtype)
-    if shared_heads:
-        dk, dv = (x.unflatten(-2, (problem.num_kv_heads, problem.group)).sum(-2).to(k.dtype) for x in (dk, dv))
-    return dq.to(q.dtype), dk, dv, dmask
+    backward = plan_backward(
+        dout, q, k, v, out, lse, attn_mask, problem, needs_mask_grad, config=config, dq_config=dq_config
+    )
+    return backward(
+        dout, q, k, v, out, lse, attn_mask, problem.seqlens_q, problem.seqlens_k, problem.dropout[0], work_counter
+    )
 
 
-def _dmask_buffer(attn_mask: Tensor, problem: Problem, deterministic: bool) -> tuple[str, Tensor]:
-    """How the gradient of an additive mask is written, and the zeros that it is written to (skipped blocks stay 0).
+def _dmask_buffer(attn_mask: Tensor, problem: Problem, deterministic: bool) -> tuple[str, tuple[int, ...], torch.dtype]:
+    """How the gradient of an additive mask is written, and the shape and dtype of the zeros that it is written to.
 
     A mask shared by batches or heads adds up in fp32 by atomics. One shared by rows or keys, and any shared one in the
     deterministic form, takes the full matrix in fp32, summed afterwards: atomics would meet at one address.
     """
     full = (problem.batch, problem.num_heads, problem.seqlen_q, problem.seqlen_k)
-    device = attn_mask.device
     if attn_mask.shape == full:
-        return "store", torch.zeros(full, dtype=attn_mask.dtype, device=device)
+        return "store", full, attn_mask.dtype
     if deterministic or attn_mask.shape[2:] != full[2:]:
-        return "store", torch.zeros(full, dtype=torch.float32, device=device)
-    return "atomic", torch.zeros(attn_mask.shape, dtype=torch.float32, device=device)
+        return "store", full, torch.float32
+    return "atomic", tuple(attn_mask.shape), torch.float32

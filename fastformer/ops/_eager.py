@@ -52,13 +52,26 @@ _ORDINARY = frozenset().union(*_TYPES.values())
 _included, _keys_of = torch._C._dispatch_tls_local_include_set, torch._C._dispatch_keys
 
 
-def types_of(schema: torch.FunctionSchema) -> tuple[frozenset[type], ...]:
-    """What each argument may be, exactly, for `device_of`."""
-    # A ScalarType is an integer to the schema, and a torch.dtype to Python.
-    return tuple(
-        _TYPES["ScalarType" if str(argument.real_type) == "ScalarType" else str(argument.type)]
-        for argument in schema.arguments
-    )
+class Places(dict[tuple[type, ...], tuple[int, ...]]):
+    """Where a call's tensors are, by what its arguments are, for `device_of`.
+
+    Nowhere, where an argument is not exactly what the op's schema says: that is for the dispatcher.
+    """
+
+    def __init__(self, schema: torch.FunctionSchema) -> None:
+        # A ScalarType is an integer to the schema, and a torch.dtype to Python.
+        self._types = tuple(
+            _TYPES["ScalarType" if str(argument.real_type) == "ScalarType" else str(argument.type)]
+            for argument in schema.arguments
+        )
+
+    def __missing__(self, kinds: tuple[type, ...]) -> tuple[int, ...]:
+        if len(kinds) != len(self._types):
+            return ()
+        if any(kind not in allowed for kind, allowed in zip(kinds, self._types, strict=True)):
+            return ()
+        self[kinds] = places = tuple(place for place, kind in enumerate(kinds) if kind in _TENSORS)
+        return places
 
 
 def nothing_watches() -> bool:
@@ -112,25 +125,20 @@ def needs_formula(args: tuple[Any, ...]) -> bool:
     return not _ORDINARY.issuperset(map(type, args)) and any(map(_has_a_say, map(type, args)))
 
 
-def device_of(args: tuple[Any, ...], types: tuple[frozenset[type], ...]) -> tuple[str | None, bool]:
+def device_of(args: tuple[Any, ...], places: Places) -> tuple[str | None, bool]:
     """(the type of device on which all tensors of a call are plain ones, whether one requires a gradient).
 
     None where a tensor is not plain, lies on another device, or an argument is not exactly what the schema says.
     """
     device = None
     requires_grad = False
-    if len(args) != len(types):
-        return None, False
-    for argument, allowed in zip(args, types, strict=True):
-        kind = type(argument)
-        if kind not in allowed:
+    for place in places[tuple(map(type, args))]:
+        tensor = args[place]
+        here = _PLAIN.get(_keys_of(tensor).raw_repr())
+        if here is None or here != (device or here):
             return None, False
-        if kind in _TENSORS:
-            here = _PLAIN.get(_keys_of(argument).raw_repr())
-            if here is None or here != (device or here):
-                return None, False
-            device = here
-            requires_grad = requires_grad or argument.requires_grad
+        device = here
+        requires_grad = requires_grad or tensor.requires_grad
     return device, requires_grad
 
 

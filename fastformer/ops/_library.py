@@ -30,6 +30,7 @@ import torch
 import torch._library.autograd
 from torch import Tensor
 
+from fastformer.kernels import _plans
 from fastformer.ops import _eager, _extension
 
 P = ParamSpec("P")
@@ -202,8 +203,10 @@ def define_op(
 
     Args:
         schema: "name(Tensor x, ...) -> ...". The Triton launcher `fastformer.kernels.<stem>.<name>` and the C++
-            function `torch.ops.fastformer_cpp.<name>` take the same positional arguments; what asks whether they can
-            take a call (`why_unsupported` of the Triton module, `cpp_unsupported`) gets them by the schema's names.
+            function `torch.ops.fastformer_cpp.<name>` take the same positional arguments, and so does `plan_<name>`,
+            where the Triton module has it: it gives what is left of the launcher for calls of the same geometry (see
+            `_plans`). What asks whether they can take a call (`why_unsupported` of the Triton module,
+            `cpp_unsupported`) gets them by the schema's names.
         reference: plain PyTorch, right in every dtype up to fp64.
         stem: the file name that the op has in kernels/, csrc/, ops/, tests/ops/ and benchmarks/.
         fake: shapes, dtypes and strides of the outputs; reads no data.
@@ -226,10 +229,12 @@ def define_op(
     LIBRARY.define(schema)
     overload_ = getattr(torch.ops.fastformer, name).default
     arguments = tuple(argument.name for argument in overload_._schema.arguments)
-    types = _eager.types_of(overload_._schema)
+    places = _eager.Places(overload_._schema)
     op = OPS[name] = Definition(
         name, stem, arguments, reference_only, cpp_unsupported, torch_function, torch_unsupported, formula
     )
+
+    plans = _plans.new_plans()
 
     def run(preferred: str, args: tuple[Any, ...]) -> Any:
         device = args[0].device
@@ -237,16 +242,24 @@ def define_op(
             # The public function has cast already. Inside any backend, autocast would take fp32 products down again.
             with torch.autocast(device.type, enabled=False):
                 return run(preferred, args)
-        backend = _choose(op, preferred, args)
+        plan = key = None
+        if (_forced_backend.get() or preferred) == "triton":
+            key = _plans.geometry(args)
+            plan = plans.get(key)
+        backend = "triton" if plan is not None else _choose(op, preferred, args)
         for recorder in _recorders:
             recorder.add((name, backend))
         if backend == "triton":
-            launcher = getattr(triton_kernel(stem), name)
+            if plan is None:
+                kernel = triton_kernel(stem)
+                plan_of = getattr(kernel, f"plan_{name}", None)
+                plan = getattr(kernel, name) if plan_of is None else plan_of(*args)
+                _plans.remember(plans, key, plan)
             # Triton launches on the current device, which need not be the tensors'.
             if device.type == "cuda" and device.index != torch.cuda.current_device():
                 with torch.cuda.device(device):
-                    return launcher(*args)
-            return launcher(*args)
+                    return plan(*args)
+            return plan(*args)
         if backend == "cpp":
             function = cast(Callable[..., Any], cpp_kernel(name))
             return function(*args) if cpp_call is None else cpp_call(function, *args)
@@ -265,7 +278,7 @@ def define_op(
             return overload_(*args)
         if not (op.has_autograd and _eager.nothing_watches()):
             return formula(*args) if formula is not None and _eager.needs_formula(args) else overload_(*args)
-        device, requires_grad = _eager.device_of(args, types)
+        device, requires_grad = _eager.device_of(args, places)
         if device is None:
             return formula(*args) if formula is not None and _eager.needs_formula(args) else overload_(*args)
         if not requires_grad or not torch.is_grad_enabled():

@@ -144,6 +144,31 @@ def test_devices_have_binaries_of_their_own(kernel: Any, ran: list[Ran], device_
     assert [args[3] for _, args in ran] == [100, 101, 100, 101]
 
 
+def test_what_is_launched_again(kernel: Any, ran: list[Ran], device_driver: TwoDevices) -> None:
+    """A plan's launch asks for the binary once a device, and hands over each call's own arguments."""
+    (args, options), *_ = variants()
+    again = _launch.Launch(kernel, (3, 5), **options)
+    for _ in range(3):
+        again(*args)
+    other = torch.zeros(64)
+    again(other, *args[1:])
+    assert plain(ran[-1][1][9:]) == plain([other, *args[1:], True, 16])
+    assert all(compiled is ran[0][0] and given[:3] == (3, 5, 1) for compiled, given in ran)
+    device_driver.current = 1
+    for _ in range(2):
+        again(*args)
+    assert ran[-1][0] is ran[-2][0] is not ran[0][0] and ran[-1][1][3] == 101
+    device_driver.current = 0
+    again(*args)
+    assert ran[-1][0] is ran[0][0] and ran[-1][1][3] == 100
+    knobs.runtime.launch_enter_hook.add(print)
+    try:
+        again(*args)
+    finally:
+        knobs.runtime.launch_enter_hook.remove(print)
+    assert ran[-1][1][7] is knobs.runtime.launch_enter_hook
+
+
 def test_hooks_see_every_launch(kernel: Any, ran: list[Ran]) -> None:
     (args, options), *_ = variants()
     for _ in range(2):

@@ -1,0 +1,65 @@
+"""What has been decided for a call, kept for the next call of the same geometry.
+
+Which backend takes a call, its tile, its grid, the strides that a kernel is told: all of it follows from the shapes,
+strides, dtypes and flags, and at the sizes of a base model deciding it anew takes the host as long as the GPU needs for
+the kernel. A plan is the function of the arguments that is left when all of that is known: it allocates and launches.
+
+A plan holds no tensor, and reads of its arguments only what `geometry` has: the rest are pointers to hand over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Plan = Callable[..., Any]
+# How many geometries of an op are kept: more than a run of fixed shapes has, few enough for one that never repeats.
+LARGEST = 4096
+
+_TENSORS = (Tensor, torch.nn.Parameter)
+_VALUES = frozenset((type(None), bool, int, float, str, torch.dtype))
+_all_plans: list[dict[Hashable, Plan]] = []
+
+
+def geometry(args: tuple[Any, ...]) -> Hashable | None:
+    """Everything about an op's call that a plan may depend on: equal for two calls that one plan serves.
+
+    Of a tensor that is its dtype, sizes, strides and, since binaries differ by it, whether its address is a multiple of
+    16; of all tensors the first one's device, since an op's are on one. None where an argument is of another kind.
+    """
+    key: list[Hashable] = [args[0].device, torch.are_deterministic_algorithms_enabled()]
+    for argument in args:
+        kind = type(argument)
+        if kind in _TENSORS:
+            key += (argument.dtype, argument.shape, argument.stride(), argument.data_ptr() % 16)
+        elif kind in _VALUES:
+            key.append(argument)
+        elif kind is list:
+            key.append(tuple(argument))
+        else:
+            return None
+    return tuple(key)
+
+
+def new_plans() -> dict[Hashable, Plan]:
+    """A place for the plans of one op, by `geometry`."""
+    plans: dict[Hashable, Plan] = {}
+    _all_plans.append(plans)
+    return plans
+
+
+def remember(plans: dict[Hashable, Plan], key: Hashable | None, plan: Plan) -> None:
+    """Keeps a plan for the calls that follow; a call without a key is decided anew every time."""
+    if key is not None:
+        if len(plans) >= LARGEST:
+            plans.clear()
+        plans[key] = plan
+
+
+def forget() -> None:
+    """What plans were made from has changed: a tile was measured, or a test replaced a part."""
+    for plans in _all_plans:
+        plans.clear()
