@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,6 +17,13 @@ Provider = Callable[[Inputs, Shape], Any]
 SUITES = ("ops", "modules", "model", "decoding", "scaling", "experiments")
 
 
+class Need(NamedTuple):
+    """What a provider is imported from, and how a reader gets it."""
+
+    module: str
+    install: str
+
+
 @dataclass(frozen=True)
 class Benchmark:
     """One op, or one job, as data.
@@ -23,15 +31,16 @@ class Benchmark:
     Attributes:
         name: the op's stem, or the job's name.
         suite: which of SUITES it belongs to.
-        shapes: by device, "cpu" and "cuda". Where a shape has a dropout_p, ours is checked against its reference
-            backend with the same seed; the rivals draw masks of their own and can't be.
+        shapes: by device, "cpu" and "cuda". "threads" in a shape is how many PyTorch computes with. Where a shape has
+            a dropout_p, ours is checked against its reference backend with the same seed; the rivals draw masks of
+            their own and can't be.
         make_inputs: (shape, device) -> fp32 or integer tensors; floating ones are cast to the dtype.
         providers: by name; the first is ours.
         baseline: the provider that ratios are against, and that is right in fp64.
         modes: "fwd", "bwd" (the graph of one forward pass, differentiated again and again), "fwdbwd", and "step" (the
             provider does all by itself).
         dtypes: names of torch dtypes.
-        quick: how many of the shapes `--quick` runs.
+        quick: how many of the shapes `--quick` runs: those that come first, in the first dtype.
         flops: (shape, mode) -> arithmetic of the useful work.
         moved: (shape, mode, itemsize) -> bytes read and written at least.
         tokens: (shape) -> tokens of a call, for a speed in tokens per second; None where it means nothing.
@@ -40,6 +49,11 @@ class Benchmark:
             said.
         compiled: the providers that torch.compile makes, which have to prove that they were compiled.
         checked: (shape) -> the shape at which it is checked, where the baseline in fp64 would take too much memory.
+        oracles: provider -> what is right in fp64 for it, where that isn't the baseline: cases may ask several
+            questions, such as what a causal mask leaves.
+        left_out: (provider, shape) -> why it isn't timed at a shape, such as the memory it would take; None where it
+            is. Ours and the baseline always are.
+        needs: provider -> what has to be installed for it; where it isn't, the row says how to install it.
     """
 
     name: str
@@ -57,6 +71,9 @@ class Benchmark:
     agreement: Mapping[str, float] = field(default_factory=dict)
     compiled: tuple[str, ...] = ()
     checked: Callable[[Shape], Shape] = lambda shape: shape
+    oracles: Mapping[str, Provider] = field(default_factory=dict)
+    left_out: Callable[[str, Shape], str | None] = lambda provider, shape: None
+    needs: Mapping[str, Need] = field(default_factory=dict)
     suite: str = "ops"
 
     @property
@@ -67,6 +84,15 @@ class Benchmark:
     def offered(self, device: str) -> dict[str, Provider]:
         """The providers of a device."""
         return {name: call for name, call in self.providers.items() if self.only_on.get(name, device) == device}
+
+    def missing(self, device: str) -> dict[str, str]:
+        """Those of a device that aren't installed, each with how to install it."""
+        offered = self.offered(device)
+        return {
+            name: need.install
+            for name, need in self.needs.items()
+            if name in offered and importlib.util.find_spec(need.module) is None
+        }
 
 
 def cast(inputs: Inputs, dtype: torch.dtype) -> Inputs:

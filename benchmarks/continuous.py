@@ -97,11 +97,13 @@ def main(arguments: list[str] | None = None) -> int:
     for way in WAYS:
         median = statistics.median(seconds[way])
         row = {
+            "suite": "decoding",
             "op": "translate_lines",
             "provider": way,
             "shape": {"lines": len(sources), "num_beams": options.num_beams},
             "tokens_s": tokens / median,
             "speedup": slowest / median,
+            "baseline": "batches",
             "resident_growth_mib": max(memory[way]),
             "same_tokens": same,
         }

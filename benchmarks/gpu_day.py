@@ -31,7 +31,8 @@ import torch
 
 from benchmarks import record
 from benchmarks.case import Benchmark, Inputs, cast
-from benchmarks.run import benchmarks, run_case
+from benchmarks.execute import run_case
+from benchmarks.suites import benchmarks
 from benchmarks.timing import measure_machine, time_interleaved
 from fastformer.graphs import Graphs
 
@@ -142,7 +143,8 @@ def time_op(op: str, shape: dict[str, Any], results: Path, rivals: tuple[str, ..
         for mode in benchmark.modes:
             outcome = run_case(benchmark, shape, mode, torch.bfloat16, "cuda", providers=rivals, rounds=20)
             for row in outcome.rows:
-                record.append(results, row | record.environment("cuda"))
+                record.append(results, record.environment("cuda") | row)
+            for row in outcome.timed:
                 line["speedup"][f"{mode} {row['provider']}"] = round(row["speedup"], 3)
             line["wrong"] |= outcome.wrong
             line["refused"] |= outcome.refused

@@ -1,20 +1,156 @@
-"""Results as JSON lines: what was measured, on what, from which commit, by which command."""
+"""Results as JSON lines of one schema: what was measured, what came out, on what, from which commit, by which command.
+
+`FIELDS` is the schema. `check` says how a line breaks it, and a test holds the committed files to it; those of
+`machine_code` and `host_time`, which are about no provider, have forms of their own.
+"""
 
 from __future__ import annotations
 
 import datetime
 import importlib.metadata
 import json
+import math
 import os
 import platform
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from types import NoneType
+from typing import Any, NamedTuple
 
 import torch
 
+from benchmarks.case import SUITES
+
 ROOT = Path(__file__).parent.parent
+Row = Mapping[str, Any]
+
+
+class Field(NamedTuple):
+    """What a line may hold under a name: of which types, whether every line has it, and what it means."""
+
+    types: tuple[type, ...]
+    meaning: str
+    required: bool = False
+
+
+_TEXT, _NUMBER, _COUNT, _FLAG, _TABLE = (str,), (float, int), (int,), (bool,), (dict,)
+_UNKNOWN = (NoneType,)  # null: nobody knows, or it means nothing here
+
+FIELDS: dict[str, Field] = {
+    # What was measured.
+    "suite": Field(_TEXT, "one of `case.SUITES`", True),
+    "op": Field(_TEXT, "the case: an op's stem, a job's or an experiment's name", True),
+    "provider": Field(_TEXT, "what did it", True),
+    "shape": Field(_TABLE, "sizes and options by name", True),
+    "mode": Field(_TEXT, 'the passes: "fwd", "bwd", "fwdbwd" or "step"'),
+    "dtype": Field(_TEXT, "of the inputs"),
+    "precision": Field(_TEXT, "of the weights"),
+    "model": Field(_TEXT, "the model, where a case has several"),
+    "data": Field(_TEXT, "what it was trained or measured on"),
+    "batching": Field(_TEXT, "how batches were made up"),
+    "neighbours": Field(_COUNT, "busy processes beside it"),
+    # Its time: medians and percentiles of turns that nobody disturbed, where there are enough of them.
+    "ms_p50": Field(_NUMBER, "milliseconds of a call, the median"),
+    "ms_p20": Field(_NUMBER, "the 20th percentile"),
+    "ms_p80": Field(_NUMBER, "the 80th percentile"),
+    "speedup": Field(_NUMBER + _UNKNOWN, "times faster than `baseline`, from turns of the same rounds"),
+    "baseline": Field(_TEXT + _UNKNOWN, "the provider that `speedup` is against"),
+    "rounds": Field(_COUNT, "turns that the time is from"),
+    "disturbed": Field(_NUMBER + _UNKNOWN, "the share of the turns that others disturbed; null: nobody watched"),
+    "quiet": Field(_FLAG + _UNKNOWN, "whether enough turns were undisturbed; null: nobody watched"),
+    "ms_step": Field(_NUMBER, "milliseconds of a step of decoding"),
+    "ms_by_threads": Field(_TABLE, "threads -> ms_p50"),
+    "ms_quiet": Field(_NUMBER, "ms_p50 without the neighbours"),
+    "seconds": Field(_NUMBER, "the whole took so long"),
+    # What the time means.
+    "tflop_s": Field(_NUMBER + _UNKNOWN, "useful arithmetic, 1e12 operations a second"),
+    "gb_s": Field(_NUMBER + _UNKNOWN, "bytes that had to be read and written, 1e9 a second"),
+    "tokens_s": Field(_NUMBER + _UNKNOWN, "tokens a second"),
+    "floor_ms": Field(_NUMBER + _UNKNOWN, "no call can be faster, by this machine's matrix rate and bandwidth"),
+    "share": Field(_NUMBER + _UNKNOWN, "of the roofline: floor_ms / ms_p50"),
+    "bound": Field(_TEXT + _UNKNOWN, 'what the floor is of: "compute" or "memory"'),
+    "peak_mib": Field(_NUMBER + _UNKNOWN, "most memory at once, beyond what was there before"),
+    "resident_growth_mib": Field(_NUMBER, "what the process grew by"),
+    "weight_bytes_step": Field(_NUMBER, "weights that a step of decoding reads"),
+    "share_of_dram": Field(_NUMBER, "the rate of reading them, against that of reading 256 MiB"),
+    "share_of_cached": Field(_NUMBER, "the same, against that of reading so many bytes again and again"),
+    "fair_share": Field(_NUMBER, "the part of the cores that is ours beside the neighbours"),
+    "backends": Field(_TABLE, "ops of this library that it called -> where they ran"),
+    "padding": Field(_NUMBER, "the share of positions that are padding"),
+    "batches": Field(_COUNT, "batches of an epoch"),
+    "same_tokens": Field(_COUNT + _UNKNOWN, "outputs that are as ours in fp32"),
+    "missing": Field(_TEXT, "how to install a provider that isn't there; such a line has no times"),
+    # What was learned or counted.
+    "curve": Field(_TABLE, 'a line to draw: "x" and "y" of equal length, "x_label", "y_label"'),
+    "value": Field(_NUMBER, "a single figure"),
+    "unit": Field(_TEXT, "of `value`"),
+    "finding": Field(_TEXT, "what an experiment's figures say, in one sentence"),
+    "verdict": Field(_TEXT, "of the sources' claim: supports, contradicts or undecided"),
+    "quick": Field(_FLAG, "whether it only shows that the experiment runs"),
+    "sacrebleu_test2016": Field(_NUMBER, "BLEU on Multi30k's test2016"),
+    "chrf_test2016": Field(_NUMBER, "chrF on it"),
+    "beam_4": Field(_TABLE, "the same with four beams"),
+    "signature": Field(_TEXT, "sacrebleu's"),
+    "decoding": Field(_TEXT, "how outputs were searched for"),
+    "holds": Field(_TEXT, "which weights the run ended with"),
+    "validation_bleu": Field(_TABLE, "update -> BLEU"),
+    "validation_bleu_of_the_average": Field(_NUMBER, "BLEU of the averaged weights"),
+    "validation_nll": Field(_TABLE, "update -> nats a token"),
+    "nats_per_character": Field(_NUMBER, "on held-out text"),
+    "exact_match": Field(_NUMBER, "the share of outputs that are right to the letter"),
+    "examples": Field(_COUNT, "that `exact_match` is of"),
+    # On what, from what.
+    "commit": Field(_TEXT, "of this repository", True),
+    "dirty": Field(_FLAG + _UNKNOWN, "whether there were uncommitted changes", True),
+    "device": Field(_TEXT, "the CPU's or GPU's name", True),
+    "capability": Field((str, list), "what PyTorch says that the device can", True),
+    "cores": Field(_COUNT, "of the machine", True),
+    "threads": Field(_COUNT, "that PyTorch, or the peer, computed with", True),
+    "python": Field(_TEXT, "its version", True),
+    "torch": Field(_TEXT, "its version", True),
+    "triton": Field(_TEXT + _UNKNOWN, "its version", True),
+    "command": Field(_TEXT, "as a reader would type it", True),
+    "time": Field(_TEXT + _UNKNOWN, "when, in ISO 8601", True),
+}  # fmt: skip
+
+_TIMES = ("ms_p20", "ms_p50", "ms_p80")
+
+
+def check(row: Row) -> None:
+    """Holds a line to the schema.
+
+    Raises:
+        ValueError: a field that is unknown, absent or of another type, a number that is none, or fields that
+            contradict each other; it says what was expected and what came.
+    """
+    if unknown := sorted(row.keys() - FIELDS.keys()):
+        raise ValueError(f"expected fields that benchmarks/record.py knows, got {', '.join(map(repr, unknown))}")
+    if absent := [name for name, field in FIELDS.items() if field.required and name not in row]:
+        raise ValueError(f"expected a line with {', '.join(map(repr, absent))}, got {sorted(row)}")
+    for name, value in row.items():
+        if type(value) not in FIELDS[name].types:
+            kinds = " or ".join("null" if kind is NoneType else kind.__name__ for kind in FIELDS[name].types)
+            raise ValueError(f"expected {name} ({FIELDS[name].meaning}) to be {kinds}, got {value!r}")
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ValueError(f"expected {name} ({FIELDS[name].meaning}) to be finite, got {value!r}")
+    if row["suite"] not in SUITES:
+        raise ValueError(f"expected a suite out of {', '.join(SUITES)}, got {row['suite']!r}")
+    if row.get("bound") not in ("compute", "memory", None):
+        raise ValueError(f'expected bound to be "compute" or "memory", got {row["bound"]!r}')
+    times = [row[name] for name in _TIMES if name in row]
+    if "missing" in row and (times or "speedup" in row):
+        raise ValueError("expected no time of a provider that is missing, got " + ", ".join(sorted(row.keys())))
+    if times and (len(times) < 3 or not 0 < times[0] <= times[1] <= times[2]):
+        raise ValueError(f"expected 0 < {' <= '.join(_TIMES)}, got {times}")
+    if "share" in row and (row["share"] is None) != (row.get("floor_ms") is None):
+        raise ValueError(f"expected share along with floor_ms, got {row['share']} and {row.get('floor_ms')}")
+    curve = row.get("curve")
+    if curve is not None and not (
+        curve.keys() == {"x", "y", "x_label", "y_label"} and len(curve["x"]) == len(curve["y"])
+    ):
+        raise ValueError(f"expected a curve with x and y of equal length, x_label and y_label, got {sorted(curve)}")
 
 
 def environment(device: str) -> dict[str, Any]:
@@ -30,11 +166,11 @@ def environment(device: str) -> dict[str, Any]:
         "device": torch.cuda.get_device_name() if device == "cuda" else _cpu_name(),
         "capability": torch.backends.cpu.get_cpu_capability()
         if device == "cpu"
-        else torch.cuda.get_device_capability(),
+        else list(torch.cuda.get_device_capability()),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "python": platform.python_version(),
-        "torch": torch.__version__,
+        "torch": str(torch.__version__),
         "triton": triton,
         "command": command(sys.argv),
         "time": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
@@ -81,7 +217,7 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 # What was measured, as against what came out and on what: a line has some of these, whichever program wrote it.
 _IDENTITY = (
-    "op", "mode", "dtype", "precision", "shape", "batching", "model", "data", "provider",
+    "suite", "op", "mode", "dtype", "precision", "shape", "batching", "model", "data", "provider",
     "kernel", "arch", "triton", "cases",
 )  # fmt: skip
 

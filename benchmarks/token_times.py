@@ -1,7 +1,7 @@
-"""The time of each token against its position, for each engine, as a plot: what a cache saves, and what grows anyway.
+"""The time of each token against its position, for each engine: what a cache saves, and what grows anyway.
 
-    python -m benchmarks.token_times base --out plot.png [--tokens 128] [--engines kv_cache cpp] [--precision fp32 int8]
-    python -m benchmarks.token_times RUN --out plot.png
+    python -m benchmarks.token_times base --picture times.svg [--engines kv_cache cpp] [--precision fp32 int8]
+    python -m benchmarks.token_times RUN --tokens 128 --out benchmarks/results/token_times.jsonl
 
 MODEL is a case of `benchmarks.peers` (base, base-paper, tiny, gpt2) or a run folder of a Transformer. One input is
 decoded greedily, and a clock is read at each token; engines take turns, and the median of the rounds counts. The first
@@ -11,8 +11,6 @@ token holds the encoder, or the prompt, as well.
 from __future__ import annotations
 
 import argparse
-import math
-import statistics
 import time
 from pathlib import Path
 from typing import NamedTuple
@@ -23,6 +21,7 @@ from torch import Tensor
 from benchmarks import record
 from benchmarks.peers.cases import CASES, make_job, make_model
 from benchmarks.peers.job import PRECISIONS, Model
+from benchmarks.plot.charts import draw_token_times
 from fastformer.generation import generate
 from fastformer.generation.engines import ENGINES
 from fastformer.generation.generate import Streamer
@@ -96,45 +95,12 @@ def lines(engines: list[str] | None, precisions: list[str]) -> list[Line]:
     return drawn
 
 
-def plot(found: dict[Line, list[float]], title: str, file: Path) -> None:
-    """Writes the picture: milliseconds, logarithmic, for some engines take a hundred times as long as others."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-    from matplotlib import ticker
-
-    figure, axes = plt.subplots(figsize=(8, 4.5))
-    labels = []
-    for line, seconds in found.items():
-        rest = [1e3 * each for each in seconds[1:]]  # the first holds the encoder
-        (drawn,) = axes.plot(range(2, len(seconds) + 1), rest, linewidth=1.4)
-        labels.append((statistics.median(rest[-9:]), str(line), drawn.get_color()))
-    axes.set_yscale("log")
-    # The names stand where the lines end, one above the other where those are close.
-    low, high = (math.log(limit) for limit in axes.get_ylim())
-    place = -math.inf
-    for height, name, color in sorted(labels):
-        place = max((math.log(height) - low) / (high - low), place + 0.05)
-        axes.text(1.01, place, name, color=color, va="center", transform=axes.transAxes)
-    axes.yaxis.set_major_locator(ticker.LogLocator(subs=(1.0, 2.0, 5.0)))
-    axes.yaxis.set_major_formatter(ticker.FormatStrFormatter("%g"))
-    axes.yaxis.set_minor_formatter(ticker.NullFormatter())
-    axes.set(xlabel="position of the new token", ylabel="ms a token", title=title)
-    axes.grid(which="both", alpha=0.25)
-    axes.spines[["top", "right"]].set_visible(False)
-    figure.tight_layout()
-    figure.savefig(file, dpi=150, bbox_inches="tight")
-    plt.close(figure)
-
-
 def main(arguments: list[str] | None = None) -> int:
     """Prints a line for each engine, and draws the plot."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.token_times", description=(__doc__ or "").splitlines()[0]
     )
     parser.add_argument("model", help="a case of benchmarks.peers, or a run folder")
-    parser.add_argument("--out", type=Path, required=True, help="the picture: .png, .svg or .pdf")
     parser.add_argument("--tokens", type=int, default=128, help="of the output")
     parser.add_argument("--engines", nargs="+", choices=ENGINES, help="which ones")
     parser.add_argument(
@@ -142,7 +108,8 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--rounds", type=int, default=5, help="turns of each engine")
     parser.add_argument("--threads", type=int, help="of torch")
-    parser.add_argument("--json", type=Path, help="append JSON lines to this file")
+    parser.add_argument("--out", type=Path, help="append JSON lines to this file")
+    parser.add_argument("--picture", type=Path, help="draw this run to this file: .png, .svg or .pdf")
     options = parser.parse_args(arguments)
     if options.tokens < 2 or options.rounds < 1:
         parser.error(
@@ -166,19 +133,32 @@ def main(arguments: list[str] | None = None) -> int:
             rounds[line].append(token_times(model, source, options.tokens, line, may_end=not is_case))
     found = {line: medians(each) for line, each in rounds.items()}
     shared = record.environment("cpu")
+    rows = []
     for line, seconds in found.items():
         # Single positions are noisy: an eighth at either end.
         share = max(1, (len(seconds) - 1) // 8)
         first, last = (1e3 * sum(part) / share for part in (seconds[1 : 1 + share], seconds[-share:]))
         print(f"{line!s:>18}: {first:.2f} ms a token at the start, {last:.2f} ms at the end")
-        if options.json:
-            row = {"op": "token_times", "model": options.model if is_case else Path(options.model).name,
-                   "provider": line.engine, "precision": line.precision or "fp32", "shape": {"tokens": options.tokens},
-                   "ms": [1e3 * each for each in seconds]}  # fmt: skip
-            record.append(options.json, shared | row)
-    name = options.model if is_case else Path(options.model).name
-    threads = torch.get_num_threads()
-    plot(found, f"Greedy decoding of one input ({name}), {threads} thread{'s' * (threads > 1)}", options.out)
+        row = {
+            "suite": "decoding",
+            "op": "token_times",
+            "model": options.model if is_case else Path(options.model).name,
+            "provider": line.engine,
+            "precision": line.precision or "fp32",
+            "shape": {"tokens": options.tokens},
+            # The first token holds the encoder, or the prompt.
+            "curve": {
+                "x": list(range(2, len(seconds) + 1)),
+                "y": [1e3 * each for each in seconds[1:]],
+                "x_label": "position of the new token",
+                "y_label": "ms a token",
+            },
+        }
+        rows.append(row | shared)
+        if options.out:
+            record.append(options.out, rows[-1])
+    if options.picture:
+        draw_token_times(rows).savefig(options.picture, dpi=150, facecolor="white")
     return 0
 
 

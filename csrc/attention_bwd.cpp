@@ -40,7 +40,7 @@ struct QueryHead {
   using acc = acc_t<T>;
   Buffer<T> q_t, dout_t;  // (head_dim, queries), packed: right operands of the scores
   Buffer<T> q, dout;      // (queries, head_dim), packed: right operands of dK and dV
-  std::vector<acc> lse, delta, dq;
+  Buffer<acc> lse, delta, dq;
 
   QueryHead(const Problem& p, const Sequence& s, const Inputs<T>& in, int64_t b, int64_t h) {
     const int64_t n = s.seqlen_q, dim = p.head_dim, padded = round_up(n, kPanel);
@@ -52,17 +52,17 @@ struct QueryHead {
     pack<T>(dop, 1, in.dout.stride, dim, n, dout_t.data());
     pack<T>(qp, in.q.stride, 1, n, dim, q.data());
     pack<T>(dop, in.dout.stride, 1, n, dim, dout.data());
-    dq.assign(n * dim, acc(0));
+    dq = filled(n * dim, acc(0));
     // An infinite lse makes every probability of the row 0: rows that see nothing, and the padding of the last panel.
-    lse.assign(padded, std::numeric_limits<acc>::infinity()), delta.assign(padded, acc(0));
+    lse = filled(padded, std::numeric_limits<acc>::infinity()), delta = filled(padded, acc(0));
     for (int64_t i = 0; i < n; ++i) {
       const acc given = in.lse[s.lse_start + h * p.lse_head_stride + i];
-      if (given != -std::numeric_limits<acc>::infinity()) lse[i] = given;
+      if (given != -std::numeric_limits<acc>::infinity()) lse.data()[i] = given;
       const T *o = in.out.at(b, s.q_start + i, h), *d = dop + i * in.dout.stride;
       Vec<acc> sum(acc(0));
       for_each_vec<acc>(
           dim, [&](int64_t c, int64_t m) { sum = fmadd(Vec<acc>::load(o + c, m), Vec<acc>::load(d + c, m), sum); });
-      delta[i] = sum.sum();
+      delta.data()[i] = sum.sum();
     }
   }
 };
@@ -162,7 +162,7 @@ void add_mask_gradient(const Tensor& dmask, const Sequence& s, int64_t b, int64_
 // dK and dV of one kv head, (keys, head_dim), before the scale: of all heads of its group, or of some.
 template <typename acc>
 struct KeyGradients {
-  std::vector<acc> dk, dv;
+  Buffer<acc> dk, dv;
 };
 
 // Query heads [first_head, end_head), which share a kv head, of sequence b.
@@ -173,7 +173,7 @@ KeyGradients<acc_t<T>> attend_backward(const Problem& p, const Mask& mask, const
   using V = Vec<acc>;
   const Sequence& s = p.sequences[b];
   const int64_t dim = p.head_dim, kv_head = p.kv_head(first_head);
-  KeyGradients<acc> gradients{std::vector<acc>(s.keys * dim, acc(0)), std::vector<acc>(s.keys * dim, acc(0))};
+  KeyGradients<acc> gradients{filled(s.keys * dim, acc(0)), filled(s.keys * dim, acc(0))};
   auto& [dk, dv] = gradients;
   Buffer<T> keys_packed(packed_size<T>(s.keys, dim));
   pack<T>(in.k.at(s.k_batch, s.k_start, kv_head), in.k.stride, 1, s.keys, dim, keys_packed.data());

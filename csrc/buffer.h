@@ -4,6 +4,7 @@
 
 #include <c10/core/CPUAllocator.h>
 
+#include <algorithm>
 #include <cstdint>
 
 namespace fastformer {
@@ -21,5 +22,13 @@ class Buffer {
  private:
   c10::DataPtr data_;
 };
+
+// n elements that all hold a value.
+template <typename T>
+Buffer<T> filled(int64_t n, T value) {
+  Buffer<T> buffer(n);
+  std::fill_n(buffer.data(), n, value);
+  return buffer;
+}
 
 }  // namespace fastformer

@@ -6,6 +6,7 @@
 #pragma once
 
 #include <ATen/Parallel.h>
+#include <c10/util/ThreadLocalDebugInfo.h>
 
 #include <algorithm>
 #include <atomic>
@@ -28,7 +29,11 @@ void for_each_worker(int64_t n, bool parallel, F&& worker) {
     gemm_release();
   };
   if (!parallel || n <= 1) return work();
-  at::parallel_for(0, std::min<int64_t>(n, at::get_num_threads()), 1, [&](int64_t, int64_t) { work(); });
+  const auto profiler = c10::ThreadLocalDebugInfo::current();
+  at::parallel_for(0, std::min<int64_t>(n, at::get_num_threads()), 1, [&](int64_t, int64_t) {
+    const c10::DebugInfoGuard guard(profiler);
+    work();
+  });
 }
 
 // Runs task(0), ..., task(n - 1), each once.

@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from benchmarks import gpu_day
 from benchmarks.compile_report import recorded
-from benchmarks.run import Outcome
+from benchmarks.execute import Outcome
 from benchmarks.timing import Machine, Timing
 
 

@@ -29,7 +29,7 @@ from benchmarks.gpu_day import (
     steps,
     work_through,
 )
-from benchmarks.run import benchmarks
+from benchmarks.suites import benchmarks
 from tests import conftest
 
 

@@ -13,9 +13,12 @@ import pytest
 import torch
 
 from benchmarks import record, timing
-from benchmarks.models.bench_decoding import BENCHMARKS, ladder
 from benchmarks.case import Benchmark, Inputs, Shape
-from benchmarks.run import ROOT, benchmarks, compare, main, run_case, table
+from benchmarks.comparing import compare
+from benchmarks.execute import run_case
+from benchmarks.models.bench_decoding import BENCHMARKS, ladder
+from benchmarks.run import main, table
+from benchmarks.suites import ROOT, benchmarks
 from fastformer.generation.engines import ENGINES
 from fastformer.ops import add_layer_norm, use_backend
 

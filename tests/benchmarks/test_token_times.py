@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks import record
 from benchmarks.peers.cases import make_model
 from benchmarks.token_times import Clock, Line, lines, main, medians, token_times
 from fastformer.generation.engines import ENGINES
@@ -42,16 +43,19 @@ def test_plot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib", reason="not installed: pip install matplotlib")
     picture, out = tmp_path / "plot.svg", tmp_path / "times.jsonl"
     engines = ["kv_cache", "cross_cache"]
-    assert main(["tiny", "--out", str(picture), "--tokens", "9", "--rounds", "1", "--engines", *engines,
-                 "--json", str(out), "--threads", str(torch.get_num_threads())]) == 0  # fmt: skip
+    assert main(["tiny", "--picture", str(picture), "--tokens", "9", "--rounds", "1", "--engines", *engines,
+                 "--out", str(out), "--threads", str(torch.get_num_threads())]) == 0  # fmt: skip
     assert picture.stat().st_size > 1000
     rows = list(map(json.loads, out.read_text().splitlines()))
-    assert [(row["provider"], len(row["ms"])) for row in rows] == [("kv_cache", 9), ("cross_cache", 9)]
+    assert [(row["provider"], row["curve"]["x"]) for row in rows] == [(name, list(range(2, 10))) for name in engines]
+    assert all(len(row["curve"]["y"]) == 8 and min(row["curve"]["y"]) > 0 for row in rows)
+    for row in rows:
+        record.check(row)
     assert capsys.readouterr().out.count("ms at the end") == 2
 
 
 def test_bad_commands(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     for arguments, message in ((["tiny", "--tokens", "1"], "--tokens"), ([str(tmp_path / "none")], "none")):
         with pytest.raises(SystemExit) as error:
-            main([*arguments, "--out", "plot.png"])
+            main(arguments)
         assert error.value.code == 2 and message in capsys.readouterr().err

@@ -1,0 +1,175 @@
+"""Nothing wrong is timed: every provider's outputs and gradients against fp64, and each is what it is called.
+
+A provider may err by what the one that is right by definition errs in the same dtype, thrice, and 2 ulp. Shapes, dtypes
+and integers, such as tokens, have to be equal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch._dynamo.utils import counters
+
+from benchmarks.case import Benchmark, Inputs, Provider, Shape, cast, outputs_of, results
+from fastformer.ops import record_backends, use_backend
+
+
+@dataclass
+class Verdicts:
+    """What the checks found of a case's providers.
+
+    Attributes:
+        wrong: provider -> how it disagrees.
+        refused: provider -> why it can't take the case, or isn't what it is called.
+        backends: provider -> the ops of this library that it called, and where they ran.
+    """
+
+    wrong: dict[str, str] = field(default_factory=dict)
+    refused: dict[str, str] = field(default_factory=dict)
+    backends: dict[str, dict[str, str]] = field(default_factory=dict)
+
+    def passed(self, name: str) -> bool:
+        """Whether a provider may be timed."""
+        return name not in self.wrong and name not in self.refused
+
+
+def verdicts_of(
+    benchmark: Benchmark, chosen: Mapping[str, Provider], shape: Shape, mode: str, dtype: torch.dtype, device: str
+) -> Verdicts:
+    """Checks some providers of a case, at its shape to check, and finds out what they run on at its own.
+
+    Raises:
+        Exception: whatever ours or the baseline raises; a rival that can't take the case is refused instead.
+    """
+    found = Verdicts()
+    # torch.compile gives a function up after eight shapes and goes on eagerly: every case begins anew.
+    torch._dynamo.reset()
+    graphs: dict[str, int] = dict.fromkeys(chosen, 0)
+    watched = {name: _counting_graphs(name, call, graphs) for name, call in chosen.items()}
+    _check(benchmark, watched, benchmark.checked(shape), mode, dtype, device, found)
+    torch.manual_seed(0)
+    inputs = cast(benchmark.make_inputs(shape, device), dtype)
+    for name, call in watched.items():
+        if found.passed(name):
+            _identify(benchmark, name, call, inputs, shape, mode, graphs, found)
+    return found
+
+
+def _check(
+    benchmark: Benchmark,
+    providers: dict[str, Provider],
+    shape: Shape,
+    mode: str,
+    dtype: torch.dtype,
+    device: str,
+    found: Verdicts,
+) -> None:
+    """Names the providers that are wrong.
+
+    With dropout the oracle is our reference backend, which draws the same mask, and ours alone is checked.
+    """
+    baseline, backend = benchmark.providers[benchmark.baseline], None
+    oracles = {name: benchmark.oracles.get(name, baseline) for name in providers}
+    if shape.get("dropout_p"):
+        providers, oracles = {benchmark.ours: providers[benchmark.ours]}, {benchmark.ours: providers[benchmark.ours]}
+        backend = "reference"
+    torch.manual_seed(0)
+    # Values that the dtype holds, so that all start from the same numbers.
+    inputs = cast(cast(benchmark.make_inputs(shape, device), dtype), torch.float32)
+    answers = {}
+    for oracle in dict.fromkeys(oracles.values()):
+        with use_backend(backend):
+            outputs = outputs_of(oracle(cast(inputs, torch.float64), shape))
+            douts = [torch.randn_like(output) for output in outputs if output.requires_grad]
+            exact = results(oracle, cast(inputs, torch.float64), shape, mode, douts)
+            answers[oracle] = douts, exact, results(oracle, cast(inputs, dtype), shape, mode, douts)
+    for name, call in providers.items():
+        douts, exact, plain = answers[oracles[name]]
+        try:
+            values = results(call, cast(inputs, dtype), shape, mode, douts)
+        except Exception as error:
+            _refuse(benchmark, name, error, found)
+            continue
+        if len(values) != len(exact):
+            found.wrong[name] = f"{len(values)} tensors in place of {len(exact)}"
+            continue
+        for index, (value, theirs, right) in enumerate(zip(values, plain, exact, strict=True)):
+            if (how := difference(value, theirs, right, dtype, benchmark.agreement.get(name, 1.0))) is not None:
+                found.wrong[name] = f"tensor {index}: {how}"
+                break
+
+
+def _refuse(benchmark: Benchmark, name: str, error: Exception, found: Verdicts) -> None:
+    if name in (benchmark.ours, benchmark.baseline):
+        raise error
+    found.refused[name] = f"{type(error).__name__}: {str(error)[:200]}"
+
+
+def _counting_graphs(name: str, call: Provider, graphs: dict[str, int]) -> Provider:
+    """The provider, adding up how many graphs torch.compile makes of it."""
+
+    def counted(x: Inputs, shape: Shape) -> Any:
+        before = counters["stats"]["unique_graphs"]
+        try:
+            return call(x, shape)
+        finally:
+            graphs[name] += counters["stats"]["unique_graphs"] - before
+
+    return counted
+
+
+def _identify(
+    benchmark: Benchmark,
+    name: str,
+    call: Provider,
+    inputs: Inputs,
+    shape: Shape,
+    mode: str,
+    graphs: dict[str, int],
+    found: Verdicts,
+) -> None:
+    """Notes which backends a provider runs on, and refuses one that isn't what it is called.
+
+    What torch.compile left alone is eager, and ours without any kernel is plain PyTorch.
+    """
+    try:
+        with record_backends() as ran:
+            results(call, inputs, shape, mode, None)
+    except Exception as error:
+        _refuse(benchmark, name, error, found)
+        return
+    backends = {op: "+".join(sorted(backend for other, backend in ran if other == op)) for op, _ in sorted(ran)}
+    found.backends[name] = backends
+    if name in benchmark.compiled and not graphs[name]:
+        found.refused[name] = "torch.compile did not compile it"
+    elif name == benchmark.ours and backends and set(backends.values()) == {"reference"}:
+        found.refused[name] = f"no kernel ran, only the reference of {', '.join(backends)}"
+
+
+def difference(
+    value: torch.Tensor, plain: torch.Tensor, exact: torch.Tensor, dtype: torch.dtype, agreement: float = 1.0
+) -> str | None:
+    """How a tensor is wrong; None where it is right.
+
+    Args:
+        value: the provider's.
+        plain: the oracle's in the case's dtype, which `value` has to have the dtype of.
+        exact: the oracle's in fp64.
+        dtype: the case's.
+        agreement: the share of integers that have to be equal.
+    """
+    if value.shape != exact.shape:
+        return f"shape {tuple(value.shape)} in place of {tuple(exact.shape)}"
+    if value.dtype != plain.dtype:
+        return f"{value.dtype} in place of {plain.dtype}"
+    if exact.numel() == 0:
+        return None
+    if not exact.is_floating_point():
+        same = int((value == exact).sum())
+        return None if same >= agreement * exact.numel() else f"{exact.numel() - same} other integers"
+    error, error_plain = (float((t.detach().double() - exact.detach().double()).abs().max()) for t in (value, plain))
+    allowed = 3 * error_plain + 2 * torch.finfo(dtype).eps * float(exact.detach().abs().max())
+    return None if error <= allowed else f"error {error:.2e}, allowed {allowed:.2e}"  # NaN is not <= anything

@@ -1,0 +1,16 @@
+"""The sources' experiments, one module and one command each. `python -m benchmarks.experiments` draws what is recorded.
+
+To add one: a module here with an `EXPERIMENT` and a `main`, and its line below.
+"""
+
+from __future__ import annotations
+
+# In the order of the page. Nothing here imports a library, so that the names are cheap to list.
+EXPERIMENTS = {
+    "padding": "padding ratio against epoch time: random, bucketed and packed batches",
+    "norm_order": "pre-norm against post-norm, with and without warm-up: loss curves",
+    "lstm": "Transformer against LSTM with attention, as many parameters: quality over training time",
+    "label_smoothing": "label smoothing 0 against 0.1: likelihood and exact match",
+    "positions": "the two layouts of sines and cosines: the same quality?",
+    "ladder": "the decoding ladder on a trained model: tokens a second, exact match",
+}

@@ -1,0 +1,143 @@
+"""What all experiments share: a claim of the sources, rows of figures, the finding derived from them, the picture."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from benchmarks import record
+from benchmarks.experiments import EXPERIMENTS
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+Row = dict[str, Any]
+RESULTS = Path(__file__).parents[1] / "results" / "experiments.jsonl"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What the figures say of the claim.
+
+    Attributes:
+        verdict: of the claim; "undecided" where the spread of the seeds is larger than the difference.
+        sentence: one, with the figures in it.
+    """
+
+    verdict: Literal["supports", "contradicts", "undecided"]
+    sentence: str
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """A claim, and how it is held against figures.
+
+    Attributes:
+        name: that of the module, the rows' "op" and the picture.
+        title: over the picture.
+        claim: what the sources say.
+        find: the rows of one run -> what they say.
+        draw: the rows of one run, the title, the footer -> a picture.
+    """
+
+    name: str
+    title: str
+    claim: str
+    find: Callable[[Sequence[Row]], Finding]
+    draw: Callable[[Sequence[Row], str, str], Figure]
+
+    def parser(self) -> argparse.ArgumentParser:
+        """The options that each experiment has."""
+        parser = argparse.ArgumentParser(
+            prog=f"python -m benchmarks.experiments.{self.name}", description=EXPERIMENTS[self.name]
+        )
+        parser.add_argument("--quick", action="store_true", help="small, in seconds: shows that it runs, and no more")
+        parser.add_argument("--out", type=Path, help="append JSON lines to this file")
+        parser.add_argument("--picture", type=Path, help="draw this run to this file (.svg, .png, .pdf)")
+        return parser
+
+    def conclude(self, rows: list[Row], options: argparse.Namespace, shared: Row) -> Finding:
+        """Adds the finding and what all rows share, writes, draws and prints as the options say.
+
+        Args:
+            rows: "provider", "shape", "curve", "value" and "unit" of each line.
+            options: of `parser`.
+            shared: `record.environment`, taken when the run began.
+        """
+        finding = self.find(rows)
+        same = {"finding": finding.sentence, "verdict": finding.verdict} | ({"quick": True} if options.quick else {})
+        rows = [{"suite": "experiments", "op": self.name} | row | same | shared for row in rows]
+        if options.out:
+            for row in rows:
+                record.append(options.out, row)
+        if options.picture:
+            self.figure(rows).savefig(options.picture, dpi=150, facecolor="white")
+        print(f"The sources: {self.claim}\nFound ({finding.verdict}): {finding.sentence}")
+        return finding
+
+    def figure(self, rows: Sequence[Row]) -> Figure:
+        """The picture of a run's rows, with the machine in its footer."""
+        row = rows[0]
+        return self.draw(rows, self.title, f"{row['device']}, {row['threads']} threads, PyTorch {row['torch']}")
+
+
+def positive(text: str) -> int:
+    """For argparse: an integer above 0."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"expected an integer above 0, got {text}")
+    return value
+
+
+def load(name: str) -> Experiment:
+    """The experiment of a name out of EXPERIMENTS."""
+    found = importlib.import_module(f"benchmarks.experiments.{name}").EXPERIMENT
+    assert isinstance(found, Experiment)
+    return found
+
+
+def last_run(rows: Sequence[Row], name: str) -> list[Row]:
+    """The rows of the last run of an experiment; a run's rows share their time."""
+    own = [row for row in rows if row.get("op") == name]
+    return [row for row in own if row["time"] == own[-1]["time"]]
+
+
+@dataclass(frozen=True)
+class Spread:
+    """The values of several seeds: mean, lowest, highest."""
+
+    mean: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, rows: Sequence[Row], provider: str, value: Callable[[Row], float]) -> Spread:
+        """That of a provider's rows."""
+        values = [value(row) for row in rows if row["provider"] == provider]
+        return cls(statistics.fmean(values), min(values), max(values))
+
+    def below(self, other: Spread) -> bool:
+        """Whether all of these values are below all of the others."""
+        return self.high < other.low
+
+    def show(self, digits: int = 3) -> str:
+        """The mean, and the range where there is one."""
+        if self.low == self.high:
+            return f"{self.mean:.{digits}f}"
+        return f"{self.mean:.{digits}f} ({self.low:.{digits}f} to {self.high:.{digits}f})"
+
+
+def final(row: Row) -> float:
+    """The last value of a row's curve; infinite where the training diverged."""
+    return math.inf if row["shape"].get("diverged") else float(row["curve"]["y"][-1])
+
+
+def value(row: Row) -> float:
+    """The figure beside a row's curve, or in its place."""
+    return float(row["value"])

@@ -1,0 +1,140 @@
+"""Learning curves by the library's own trainer, on the built-in task: number words, English to German."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import io
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.experiments.experiment import Row
+from fastformer.data import Examples
+from fastformer.generation import Translator
+from fastformer.training import TrainConfig, Trainer
+from fastformer.training.build import build_model
+from fastformer.training.evaluate import Scores, translate_and_score
+from fastformer.training.examples import Data, load_data
+from fastformer.training.trainer import DivergedError
+
+VALIDATED = 500  # examples of each validation: fewer than the task has, for validations come often
+# A quarter of a million parameters, which learn most of the task within a minute on one core.
+SMALL = {"d_model": 64, "d_ff": 256, "num_heads": 2, "num_encoder_layers": 2, "num_decoder_layers": 2}
+
+
+@dataclass
+class Curve:
+    """What a training left.
+
+    Attributes:
+        updates: at which there was a validation.
+        seconds: of CPU time that training took until then, validations left out.
+        nll: the plain negative log-likelihood of a validation's target token, in nats.
+        losses: (update, mean training loss since the last entry).
+        exact_match: of the model at the end, on all validation pairs.
+        num_parameters: of the model.
+        diverged: the loss became no number, which ended the training.
+    """
+
+    updates: list[int] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+    nll: list[float] = field(default_factory=list)
+    losses: list[tuple[int, float]] = field(default_factory=list)
+    exact_match: float = 0.0
+    num_parameters: int = 0
+    diverged: bool = False
+
+    def row(self, provider: str, shape: Row, *, of: str = "nll", over: str = "updates") -> Row:
+        """A row of results: a curve of the model, and its exact match.
+
+        Args:
+            provider: the line's name.
+            shape: what varies.
+            of: "nll", of validations, or "losses", of the training.
+            over: "updates" or "seconds"; losses are over updates.
+        """
+        if of == "losses":
+            xs, ys = [float(update) for update, _ in self.losses], [loss for _, loss in self.losses]
+        else:
+            xs, ys = [float(x) for x in (self.updates if over == "updates" else self.seconds)], self.nll
+        x_label = {"updates": "update", "seconds": "CPU seconds of training, one thread"}[over]
+        y_label = {"nll": "validation loss, nats a target token", "losses": "training loss, nats a target token"}[of]
+        return {
+            "provider": provider,
+            "shape": shape | {"parameters": self.num_parameters},
+            "curve": {"x": xs, "y": [max(round(y, 6), 1e-6) for y in ys], "x_label": x_label, "y_label": y_label},
+            "value": self.exact_match,
+            "unit": "exact match",
+        }
+
+
+class _Trainer(Trainer):
+    """Notes each validation and the CPU time until then, to which other processes add little."""
+
+    curve: Curve
+    began: float  # grows by what validations take
+
+    def train(self) -> Scores | None:
+        self.curve, self.began = Curve(), time.process_time()
+        return super().train()
+
+    def validate(self, model: torch.nn.Module) -> Scores:
+        at = time.process_time()
+        scores = super().validate(model)
+        self.curve.updates.append(self.step)
+        self.curve.seconds.append(at - self.began)
+        self.curve.nll.append(scores.nll)
+        self.began += time.process_time() - at
+        return scores
+
+
+@functools.lru_cache(maxsize=4)
+def numbers(seed: int) -> Data:
+    """The built-in task, tokenized."""
+    return load_data(TrainConfig.from_dict({"task": "numbers", "seed": seed}))
+
+
+def learn(seed: int, *, steps: int, num_train: int | None = None, **settings: Any) -> tuple[Curve, torch.nn.Module]:
+    """Trains one model.
+
+    Args:
+        seed: of data, weights, order and dropout.
+        steps: updates; validations come ten times.
+        num_train: training pairs; None: all that the task has.
+        settings: of `TrainConfig`, over those that suit the task.
+
+    Returns:
+        The curve, and the model as the last update left it, in evaluation.
+    """
+    every = max(1, steps // 10)
+    config = TrainConfig.from_dict(
+        {"task": "numbers", "max_tokens": 1024, "batching": "packed", "warmup": max(1, steps // 8), **settings}
+        | {"seed": seed, "steps": steps, "val_every": every, "log_every": max(1, steps // 20)}
+        | {"save_every": 0, "val_examples": 0, "device": "cpu"}
+    )
+    data = numbers(seed)
+    few = dataclasses.replace(data, val=Examples(data.val[:VALIDATED]))
+    if num_train is not None:
+        few = dataclasses.replace(few, train=Examples(data.train[:num_train]))
+    model = build_model(config, data.tokenizer.vocab_size, data.tokenizer.special_ids)
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):  # its log is not ours
+        trainer = _Trainer(config, Path(folder), model, few, torch.device("cpu"))
+        try:
+            trainer.train()
+        except DivergedError:
+            trainer.curve.diverged = True
+    curve = trainer.curve
+    curve.losses = trainer.losses
+    curve.num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    model.eval()
+    if not curve.diverged:
+        scores = translate_and_score(Translator(model, data.tokenizer), data.val_texts, curve.nll[-1], 0)
+        assert scores.exact_match is not None
+        curve.exact_match = scores.exact_match
+    return curve, model

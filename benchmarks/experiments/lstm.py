@@ -1,0 +1,96 @@
+"""The Transformer against what it replaced, an LSTM with attention, in as much CPU time and with as many parameters.
+
+    python -m benchmarks.experiments.lstm [--seeds 3] [--seconds 30] [--quick] [--out FILE] [--picture FILE]
+
+Both train on one thread, on the same padded batches. A few updates of each say how many fit into the time, so that the
+learning rate of both has gone its whole way when the time is over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from benchmarks import record
+from benchmarks.experiments.drawing import draw_curves
+from benchmarks.experiments.experiment import Experiment, Finding, Row, Spread, final, positive, value
+from benchmarks.experiments.learning import SMALL, learn
+
+TRANSFORMER, LSTM = "Transformer", "LSTM with attention"
+# One layer each of a size that makes as many parameters as SMALL has; each has the better learning rate of 5e-3, 1e-2.
+MODELS: dict[str, dict[str, Any]] = {
+    TRANSFORMER: {"model": SMALL, "lr": 5e-3},
+    LSTM: {"model": {"name": "lstm", "d_model": 100}, "lr": 1e-2},
+}
+_TRIED = 20  # updates that say how long one takes
+
+
+def find(rows: Sequence[Row]) -> Finding:
+    """Supported where the Transformer is the better one in likelihood and exact match when the time is over."""
+    nll = {name: Spread.of(rows, name, final) for name in MODELS}
+    exact = {name: Spread.of(rows, name, value) for name in MODELS}
+    updates = {name: Spread.of(rows, name, lambda row: float(row["shape"]["steps"])) for name in MODELS}
+    seconds = Spread.of(rows, LSTM, lambda row: float(row["curve"]["x"][-1]))
+    figures = (
+        f"after {seconds.mean:.0f} s of CPU time the Transformer ({updates[TRANSFORMER].mean:.0f} updates) is at "
+        f"{nll[TRANSFORMER].show()} nats a token and an exact match of {exact[TRANSFORMER].show(2)}, the LSTM "
+        f"({updates[LSTM].mean:.0f} updates) at {nll[LSTM].show()} and {exact[LSTM].show(2)}"
+    )
+    if len({row["shape"]["seed"] for row in rows}) == 1:
+        return Finding("undecided", f"With a single seed, which tells nothing of the spread: {figures}.")
+    if nll[TRANSFORMER].below(nll[LSTM]) and exact[LSTM].below(exact[TRANSFORMER]):
+        return Finding("supports", f"The Transformer learns more in the same time: {figures}.")
+    if nll[LSTM].below(nll[TRANSFORMER]) and exact[TRANSFORMER].below(exact[LSTM]):
+        return Finding("contradicts", f"The LSTM learns more in the same time: {figures}.")
+    return Finding("undecided", f"Neither is ahead in all seeds and both measures: {figures}.")
+
+
+EXPERIMENT = Experiment(
+    name="lstm",
+    title="Transformer against LSTM with attention: validation loss over CPU time",
+    claim="The Transformer reaches a better quality than recurrent models, at a fraction of their training time.",
+    find=find,
+    draw=draw_curves,
+)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Trains both models for each seed."""
+    parser = EXPERIMENT.parser()
+    parser.add_argument("--seeds", type=positive, default=3, help="models of each kind")
+    parser.add_argument("--seconds", type=positive, default=30, help="of CPU time that each training takes")
+    options = parser.parse_args(arguments)
+    shared = record.environment("cpu") | {"threads": 1}
+    seeds, seconds = (1, 2) if options.quick else (options.seeds, options.seconds)
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)  # several would add up, and what waits for the others counts as well
+    try:
+        rows = _rows(seeds, seconds)
+    finally:
+        torch.set_num_threads(before)
+    EXPERIMENT.conclude(rows, options, shared)
+    return 0
+
+
+def _rows(seeds: int, seconds: float) -> list[Row]:
+    for settings in MODELS.values():  # the first updates of a process take longer
+        learn(0, steps=3, batching="bucketed", **settings)
+    rows = []
+    for seed in range(seeds):
+        # Of both before either trains, so that they meet the same conditions.
+        tried = {name: learn(seed, steps=_TRIED, batching="bucketed", **MODELS[name])[0] for name in MODELS}
+        for name, settings in MODELS.items():
+            steps = max(10, round(seconds / tried[name].seconds[-1] * _TRIED))
+            curve, _ = learn(seed, steps=steps, batching="bucketed", **settings)
+            print(
+                f"{name}, seed {seed}: {steps} updates in {curve.seconds[-1]:.1f} s of CPU time, {curve.nll[-1]:.4f} "
+                f"nats a token, exact match {curve.exact_match:.3f}"
+            )
+            rows.append(curve.row(name, {"seed": seed, "steps": steps, "lr": settings["lr"]}, over="seconds"))
+    return rows
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

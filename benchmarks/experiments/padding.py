@@ -1,0 +1,222 @@
+"""The same text read in random, bucketed and packed batches: padding, and what an epoch of training takes.
+
+    python -m benchmarks.experiments.padding [--text train.en train.de] [--precision bf16] [--batches 8] [--out FILE]
+
+One model trains on all of them, batch by batch in turn, so that they meet the same conditions; an epoch takes what its
+tokens take at that speed. Without a text it reads random tokens in sentences as long as Multi30k's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import math
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from benchmarks import record
+from benchmarks.experiments.experiment import Experiment, Finding, Row, positive
+from benchmarks.models.bench_training_step import MULTI30K
+from benchmarks.plot import style
+from fastformer.data.batching import Batch, collate, padding_ratio, plan_epoch
+from fastformer.data.examples import Example, encode_pair
+from fastformer.data.text import read_pairs
+from fastformer.data.tokenizer import train_bpe
+from fastformer.models import Transformer
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+# The name of a line: the batching of plan_epoch, and from how many examples at a time batches are made (None: all).
+LINES: dict[str, tuple[str, int | None]] = {
+    "random": ("random", None),
+    "bucketed, pools of 256": ("bucketed", 256),
+    "bucketed, pools of 1024": ("bucketed", 1024),
+    "bucketed": ("bucketed", None),
+    "packed": ("packed", None),
+}
+NOTES = {0.6: 250.0, 0.05: 100.0}  # padding -> seconds of an epoch, by the notes of one author
+_SENTENCES, _VOCAB_SIZE = 8192, 8000  # where there is no text
+
+
+def find(rows: Sequence[Row]) -> Finding:
+    """Supported where random batches cost about as much over bucketed ones as their padding says.
+
+    The notes' epochs are to each other as the slots (tokens and padding) that are computed, within a few hundredths;
+    so the time of an epoch is held against its slots.
+    """
+    padding = {row["provider"]: float(row["shape"]["padding"]) for row in rows}
+    seconds = {row["provider"]: float(row["value"]) for row in rows}
+    measured = seconds["random"] / seconds["bucketed"]
+    expected = (1 - padding["bucketed"]) / (1 - padding["random"])
+    figures = (
+        f"an epoch of random batches, with {100 * padding['random']:.0f} % padding, takes {measured:.2f} times as long "
+        f"as one of bucketed batches, with {100 * padding['bucketed']:.0f} %, for {expected:.2f} times the slots (the "
+        f"notes: 2.5 times from 60 % to 5 %), and {seconds['random'] / seconds['packed']:.2f} times as long as one of "
+        "packed batches, with none"
+    )
+    if measured >= 1 + 0.75 * (expected - 1):
+        return Finding("supports", f"Padding costs what its slots cost: {figures}.")
+    if measured > 1.05:
+        return Finding("contradicts", f"Padding costs less than its slots say: {figures}.")
+    return Finding("contradicts", f"Padding costs next to nothing: {figures}.")
+
+
+def draw(rows: Sequence[Row], title: str, footer: str) -> Figure:
+    """Epoch time, packed = 1, over padding, beside the notes and the number of slots."""
+    fig = style.figure(title, footer=footer)
+    (axes,) = fig.axes
+    packed = next(float(row["value"]) for row in rows if row["provider"] == "packed")
+    most = max([*NOTES, *(row["shape"]["padding"] for row in rows)])
+    ratios = [most * step / 50 for step in range(51)]
+    axes.plot(
+        [100 * ratio for ratio in ratios], [1 / (1 - ratio) for ratio in ratios], color=style.GREY, linestyle="--",
+        linewidth=1.2, label="as many times the slots",
+    )  # fmt: skip
+    least = min(NOTES)
+    scale = NOTES[least] * (1 - least)  # of an epoch without padding, had they timed one
+    axes.plot(
+        [100 * ratio for ratio in NOTES], [seconds / scale for seconds in NOTES.values()], "D", color=style.BLUE,
+        label="the notes (5 % put on the dashed line)",
+    )  # fmt: skip
+    points = [(100 * row["shape"]["padding"], float(row["value"]) / packed, row["provider"]) for row in rows]
+    axes.plot(*zip(*((x, y) for x, y, _ in points), strict=True), "o", color=style.OURS, label="measured")
+    for x, y, name in points:
+        axes.annotate(name, (x, y), xytext=(7, -11), textcoords="offset points", fontsize=9)
+    axes.set(xlabel="padding, % of all slots", ylabel="epoch time, packed = 1", ylim=(0, None))
+    axes.set_xlim(-2, 100 * most + 8)
+    style.legend(fig)
+    return fig
+
+
+EXPERIMENT = Experiment(
+    name="padding",
+    title="Padding against the time of an epoch",
+    claim="At 60 % padding an epoch took 250 s, at 5 % 100 s.",
+    find=find,
+    draw=draw,
+)
+
+
+def plan(lengths: torch.Tensor, line: str, max_tokens: int) -> list[list[int]]:
+    """The batches of an epoch: lists of indices."""
+    batching, pool = LINES[line]
+    order = torch.randperm(len(lengths), generator=torch.Generator().manual_seed(0))
+    batches = []
+    for part in order.split(pool or len(order)):
+        planned = plan_epoch(lengths[part], max_tokens=max_tokens, batching=batching, seed=0, epoch=0)
+        batches += [part[batch].tolist() for batch in planned]
+    return batches
+
+
+def is_packed(line: str) -> bool:
+    """Whether its batches are."""
+    return LINES[line][0] == "packed"
+
+
+def examples_of(options: argparse.Namespace) -> tuple[list[Example], int]:
+    """The examples, and the size of their vocabulary."""
+    if options.text is None:
+        generator = torch.Generator().manual_seed(0)
+        sides = [MULTI30K[i] for i in torch.randint(len(MULTI30K), (_SENTENCES,), generator=generator).tolist()]
+        ids = torch.randint(3, _VOCAB_SIZE, (sum(map(sum, sides)),), generator=generator).tolist()
+        found, at = [], 0
+        for source, target in sides:
+            found.append(Example(ids[at : at + source], ids[at + source : at + source + target]))
+            at += source + target
+        return found, _VOCAB_SIZE
+    pairs = read_pairs(*options.text)
+    tokenizer = train_bpe([line for pair in pairs for line in pair], _VOCAB_SIZE)
+    return [encode_pair(*map(tokenizer.encode, pair)) for pair in pairs], tokenizer.vocab_size
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Prints a line for each batching."""
+    parser = EXPERIMENT.parser()
+    parser.add_argument("--text", type=Path, nargs=2, metavar=("SOURCE", "TARGET"), help="two files, aligned by line")
+    parser.add_argument("--max-tokens", type=positive, default=4096, help="of a batch, on the longer side")
+    parser.add_argument("--d-model", type=positive, default=256, help="of the 3 + 3 layers, a multiple of 64")
+    parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32", help="bf16: under autocast")
+    parser.add_argument("--batches", type=positive, default=8, help="of each batching that are trained on")
+    parser.add_argument(
+        "--rounds", type=positive, default=2, help="training steps with each, the faster of which counts"
+    )
+    options = parser.parse_args(arguments)
+    if options.d_model % 64:
+        parser.error(f"argument --d-model: expected a multiple of 64, got {options.d_model}")
+    if options.quick:
+        options.max_tokens, options.d_model, options.batches = 1024, 64, 4
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    shared = record.environment(device)
+    try:
+        examples, vocab_size = examples_of(options)
+    except (OSError, ValueError) as error:
+        parser.error(f"argument --text: {error}")
+    lengths = torch.tensor([example.lengths for example in examples])
+    model = Transformer.from_preset(
+        "base", vocab_size=vocab_size, d_model=options.d_model, d_ff=4 * options.d_model,
+        num_heads=options.d_model // 64, num_encoder_layers=3, num_decoder_layers=3, device=device,
+    )  # fmt: skip
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    context = torch.autocast(device, torch.bfloat16) if options.precision == "bf16" else contextlib.nullcontext()
+
+    def step(batch: Batch) -> float:
+        """Seconds of an update."""
+        began = time.perf_counter()
+        with context:
+            assert batch.source is not None  # of pairs, each has one
+            loss = model.loss(
+                batch.source, batch.target_in, batch.target_out,
+                source_layout=batch.source_layout, target_layout=batch.target_layout,
+            )  # fmt: skip
+        (loss / batch.num_target_tokens).backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        if device == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter() - began
+
+    plans = {line: plan(lengths, line, options.max_tokens) for line in LINES}
+    # Evenly out of the whole epoch, so that the small last batch of a pool counts as often as it comes.
+    chosen = {
+        line: [
+            collate([examples[i] for i in batches[at * len(batches) // options.batches]], packed=is_packed(line))
+            for at in range(min(options.batches, len(batches)))
+        ]
+        for line, batches in plans.items()
+    }
+    fastest: dict[tuple[str, int], float] = {}
+    for turn in range(options.rounds + 1):
+        for at in range(options.batches if turn else 1):  # the first is the warm-up
+            for line, some in chosen.items():
+                if at < len(some):
+                    seconds = step(some[at].to(device))
+                    if turn:
+                        fastest[line, at] = min(seconds, fastest.get((line, at), math.inf))
+
+    rows = []
+    for line, batches in plans.items():
+        padding = padding_ratio(lengths, batches, packed=is_packed(line))
+        taken = sum(seconds for (name, _), seconds in fastest.items() if name == line)
+        speed = sum(batch.num_tokens for batch in chosen[line]) / taken
+        epoch = int(lengths.sum()) / speed
+        print(
+            f"{line:>24}: padding {100 * padding:4.1f} %, {len(batches)} batches, {speed:,.0f} real tokens/s, "
+            f"an epoch of {len(examples):,} pairs in {epoch:,.0f} s"
+        )
+        shape = {
+            "batching": LINES[line][0], "pool": LINES[line][1], "padding": padding, "batches": len(batches),
+            "pairs": len(examples), "text": options.text is not None, "max_tokens": options.max_tokens,
+            "d_model": options.d_model, "precision": options.precision,
+        }  # fmt: skip
+        rows.append({"provider": line, "shape": shape, "value": epoch, "unit": "s", "tokens_s": speed})
+    EXPERIMENT.conclude(rows, options, shared)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

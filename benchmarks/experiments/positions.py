@@ -1,0 +1,68 @@
+"""The two layouts of the sinusoidal positions: sines and cosines in turn (the paper), all sines first (tensor2tensor).
+
+python -m benchmarks.experiments.positions [--seeds 3] [--steps 240] [--quick] [--out FILE] [--picture FILE]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from benchmarks import record
+from benchmarks.experiments.drawing import draw_curves
+from benchmarks.experiments.experiment import Experiment, Finding, Row, Spread, final, positive, value
+from benchmarks.experiments.learning import SMALL, learn
+
+LAYOUTS = {"interleaved (the paper)": "interleaved", "concatenated (tensor2tensor)": "concatenated"}
+
+
+def find(rows: Sequence[Row]) -> Finding:
+    """Equal where the ranges of the seeds overlap, in the likelihood and in the exact match."""
+    paper, other = LAYOUTS
+    nll = {layout: Spread.of(rows, layout, final) for layout in LAYOUTS}
+    exact = {layout: Spread.of(rows, layout, value) for layout in LAYOUTS}
+    apart = [
+        name
+        for name, spreads in (("likelihood", nll), ("exact match", exact))
+        if spreads[paper].below(spreads[other]) or spreads[other].below(spreads[paper])
+    ]
+    figures = (
+        f"interleaved positions end at {nll[paper].show()} nats a token and an exact match of {exact[paper].show(2)}, "
+        f"concatenated ones at {nll[other].show()} and {exact[other].show(2)}"
+    )
+    seeds = len({row["shape"]["seed"] for row in rows})
+    if seeds == 1:
+        return Finding("undecided", f"With a single seed, which tells nothing of the spread, {figures}.")
+    if apart:
+        return Finding("contradicts", f"The layouts differ in {' and '.join(apart)} beyond the seeds: {figures}.")
+    return Finding("supports", f"The layouts differ by less than seeds do: {figures}.")
+
+
+EXPERIMENT = Experiment(
+    name="positions",
+    title="Two layouts of the positions: validation loss",
+    claim="tensor2tensor's layout of the sines and cosines differs slightly from the paper's, to no effect.",
+    find=find,
+    draw=draw_curves,
+)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Trains a model for each layout and seed."""
+    parser = EXPERIMENT.parser()
+    parser.add_argument("--seeds", type=positive, default=3, help="models of each layout")
+    parser.add_argument("--steps", type=positive, default=240, help="updates of each model")
+    options = parser.parse_args(arguments)
+    shared = record.environment("cpu")
+    seeds, steps = (1, 30) if options.quick else (options.seeds, options.steps)
+    rows = []
+    for seed in range(seeds):
+        for name, layout in LAYOUTS.items():
+            curve, _ = learn(seed, steps=steps, lr=5e-3, model=SMALL | {"positions": layout})
+            print(f"{name}, seed {seed}: {curve.nll[-1]:.4f} nats a token, exact match {curve.exact_match:.3f}")
+            rows.append(curve.row(name, {"seed": seed, "positions": layout, "steps": steps}))
+    EXPERIMENT.conclude(rows, options, shared)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

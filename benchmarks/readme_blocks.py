@@ -1,0 +1,341 @@
+"""What stands in README's blocks: `BLOCKS` has a function for each, which writes Markdown out of cells.
+
+A cell is a field of one line, or the ratio of two lines of one run; the block ends with the commands that gave them.
+"""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+from benchmarks.highlights import DROP_IN, MODELS, MODULES, OPS, PEERS, Case, Comparison
+from benchmarks.latest import Results, Row, value_of
+from benchmarks.plot.charts import charts, name_of
+from benchmarks.plot.style import two_digits
+
+NOT_MEASURED = "not measured"
+
+
+class Figure(NamedTuple):
+    """One that README shows."""
+
+    text: str
+    what: str
+    origin: str  # files and lines
+    command: str
+
+
+class Numbers:
+    """The results, as text, with a record of what was taken.
+
+    Attributes:
+        results: where from.
+        figures: each that was shown.
+        missing: what was asked for and isn't there.
+    """
+
+    def __init__(self, results: Results) -> None:
+        self.results = results
+        self.figures: list[Figure] = []
+        self.missing: list[str] = []
+        self._said = 0  # figures whose commands are written
+
+    def value(self, field: str, show: Callable[[float], str] = two_digits, /, **where: Any) -> str:
+        """A field of the one line that has these fields, in the latest run that has such lines.
+
+        Raises:
+            ValueError: several lines of that run do.
+        """
+        rows = self.results.find(**where)
+        latest = max((row.get("time") or "" for row in rows), default="")
+        rows = [row for row in rows if (row.get("time") or "") == latest]
+        if len(rows) > 1:
+            origins = ", ".join(self.results.origin(row) for row in rows)
+            raise ValueError(f"expected one line with {where}, got {origins}")
+        found = value_of(rows[0], field) if rows else None
+        if not isinstance(found, (int, float)):
+            return self._missing(f"{field} of {where}")
+        return self.shown(show(found), f"{field} of {where}", rows)
+
+    def ratio(self, case: Case, panel: str, against: str) -> str:
+        """How many times faster ours is."""
+        what = f"{case.label}, {panel}, against {against}"
+        for found in case.comparisons(self.results.rows):
+            if (found.panel, found.against) == (panel, against):
+                return self.shown(two_digits(found.ratio), what, [found.ours, found.rival])
+        return self._missing(what)
+
+    def shown(self, text: str, what: str, rows: Iterable[Row]) -> str:
+        """The text, noted down as made of these rows."""
+        rows = list(rows)
+        origin = ", ".join(self.results.origin(row) for row in rows)
+        self.figures.append(
+            Figure(text, what, origin, "; ".join(dict.fromkeys(str(row.get("command")) for row in rows)))
+        )
+        return text
+
+    def _missing(self, what: str) -> str:
+        self.missing.append(what)
+        return NOT_MEASURED
+
+    def commands(self) -> str:
+        """Those of all figures since the last call, without where they write."""
+        taken = self.figures[self._said :]
+        self._said = len(self.figures)
+        found = [re.sub(r" --out \S+", "", figure.command) for figure in taken]
+        commands = dict.fromkeys(command for each in found for command in each.split("; "))
+        return "\n".join(["```", *map(wrapped, commands), "```"]) if commands else ""
+
+    def picture(self, name: str) -> str:
+        """The picture, where it can be drawn."""
+        chart = charts()[name]
+        if not chart.select(self.results):
+            self.missing.append(f"the rows of the picture {name} ({chart.command})")
+            return ""
+        return f"![{chart.alt}](benchmarks/pictures/{name}.svg)"
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Markdown."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def paragraphs(*parts: str) -> str:
+    """Those that aren't empty, with a line between."""
+    return "\n\n".join(part for part in parts if part)
+
+
+def prose(text: str) -> str:
+    """In lines that fit."""
+    return textwrap.fill(text, 120, break_long_words=False, break_on_hyphens=False)
+
+
+def wrapped(command: str) -> str:
+    """A command over several lines, broken before an option."""
+    lines = [""]
+    for part in re.split(r" (?=--)", command):
+        if lines[-1] and len(lines[-1]) + len(part) > 116:
+            lines[-1] += " \\"
+            lines.append("   ")
+        lines[-1] += f" {part}" if lines[-1] else part
+    return "\n".join(lines)
+
+
+def times_faster(numbers: Numbers, cases: Sequence[Case], what: str) -> str:
+    """A table: a line for each case, a column for each rival; fp32 and bf16 in a cell, as `2.2 · 3.5`."""
+    results = numbers.results.rows
+    rivals = list(dict.fromkeys(rival for case in cases for rival in case.rivals(results)))
+    rows = []
+    for case in cases:
+        cells = []
+        for rival in rivals:
+            measured = {found.panel for found in case.comparisons(results) if found.against == rival}
+            panels = [panel.name for panel in case.panels if rival in case.against or panel.name in measured]
+            cells.append(" · ".join(numbers.ratio(case, panel, rival) for panel in panels))
+        rows.append([case.label, *cells])
+    return table([what, *map(name_of, rivals)], rows)
+
+
+def machine(numbers: Numbers) -> str:
+    """On what."""
+    rows = [row for row in numbers.results.rows if row.get("device") and row.get("threads")]
+
+    def all_of(field: str) -> str:
+        return ", ".join(sorted({str(row[field]) for row in rows if row.get(field) is not None}))
+
+    return prose(
+        f"Measured on: {all_of('device')} ({all_of('capability')}), {all_of('cores')} cores, "
+        f"PyTorch {all_of('torch')}, Triton {all_of('triton')}, Python {all_of('python')}."
+    )
+
+
+def summary(numbers: Numbers) -> str:
+    """What a newcomer wants to know."""
+    rows = []
+    for case, against, panels in SUMMARY:
+        figures = ", ".join(f"{numbers.ratio(case, panel, against)} ({panel})" for panel in panels)
+        rows.append([case.label, figures, name_of(against)])
+    return paragraphs(table(["", "times faster", "than"], rows), *(map(numbers.picture, ("models", "ops", "peers"))))
+
+
+def _case(cases: Sequence[Case], label: str) -> Case:
+    (found,) = [case for case in cases if case.label == label]
+    return found
+
+
+SUMMARY = (
+    (_case(MODELS, "training step of base, 64 sentences of mixed length"), "baseline", ("fp32", "bf16")),
+    (_case(MODELS, "training step of base, 64 sentences of mixed length"), "torch.nn", ("fp32", "bf16")),
+    (_case(DROP_IN, "BERT-base, 8 sequences of 32 to 128 tokens"), "as it is", ("fp32", "bf16")),
+    (_case(OPS, "causal attention (2, 8, 2048, 64), training"), "sdpa", ("fp32", "bf16")),
+    (_case(PEERS, "base, greedy, 1 source"), "ctranslate2", ("int8", "fp32")),
+    (_case(PEERS, "GPT-2's small shape, one prompt"), "llama.cpp", ("int8",)),
+)
+
+
+def models(numbers: Numbers) -> str:
+    """Training steps."""
+    return paragraphs(times_faster(numbers, MODELS, "times faster, fp32 · bf16, than"), numbers.commands())
+
+
+def modules(numbers: Numbers) -> str:
+    """Against torch.nn's."""
+    if not MODULES:
+        return ""
+    return paragraphs(
+        times_faster(numbers, MODULES, "times faster, fp32 · bf16, than"),
+        numbers.picture("modules"),
+        numbers.commands(),
+    )
+
+
+def ops(numbers: Numbers) -> str:
+    """Single ops, and the memory of the one that saves most."""
+    where = {"op": "linear_cross_entropy", "mode": "fwdbwd", "vocab_size": 32000}
+    ours, plain, half = (
+        numbers.value("peak_mib", provider=provider, dtype=dtype, **where)
+        for provider, dtype in (("fastformer", "float32"), ("eager", "float32"), ("fastformer", "bfloat16"))
+    )
+    memory = prose(
+        f"linear_cross_entropy of (4096, 512) and 32,000 tokens takes {ours} MiB beside its inputs, gradients "
+        f"included, where eager takes {plain} (bf16: {half})."
+    )
+    return paragraphs(times_faster(numbers, OPS, "times faster, fp32 · bf16, than"), memory, numbers.commands())
+
+
+def accelerated(numbers: Numbers) -> str:
+    """Models of transformers."""
+    return paragraphs(
+        times_faster(numbers, DROP_IN, "times faster, fp32 · bf16, than"),
+        numbers.picture("drop_in"),
+        numbers.commands(),
+    )
+
+
+def decoding(numbers: Numbers) -> str:
+    """Beside other engines, and step by step."""
+    rows = []
+    names = [panel.name for panel in PEERS[0].panels]
+    for case in PEERS:
+        for rival in case.rivals(numbers.results.rows):
+            measured = {found.panel for found in case.comparisons(numbers.results.rows) if found.against == rival}
+            wanted = measured | ({panel.name for panel in case.panels} if rival in case.against else set())
+            cells = [numbers.ratio(case, name, rival) if name in wanted else "" for name in names]
+            rows.append([case.label, *cells, name_of(rival)])
+    greedy = {"op": "peers", "model": "base", "batch": 1, "num_beams": 1, "provider": "fastformer", "precision": "int8"}
+    share = numbers.value("share_of_cached", lambda share: f"{100 * share:.0f} %", **greedy)
+    read = prose(
+        f"With one source, int8 takes its weights at {share} of the speed at which as many bytes are merely read, "
+        "again and again."
+    )
+    return paragraphs(
+        table(["times faster", *names, "than"], rows), read, numbers.commands(),
+        numbers.picture("decoding_ladder"), numbers.picture("decoding_throughput"), numbers.picture("token_times"),
+    )  # fmt: skip
+
+
+def scaling(numbers: Numbers) -> str:
+    """Over the length of a sequence."""
+    picture = numbers.picture("scaling")
+    return paragraphs("### Growth with the length", picture) if picture else ""
+
+
+def full_batch(numbers: Numbers) -> str:
+    """Continuous batching."""
+    greedy, beams = (
+        numbers.value("speedup", op="translate_lines", provider="continuous", num_beams=num_beams)
+        for num_beams in (1, 4)
+    )
+    lines = numbers.value("shape__lines", "{:,.0f}".format, op="translate_lines", provider="continuous", num_beams=1)
+    text = (
+        f"{lines} lines, greedy, through one batch that is kept full: {greedy} times the tokens a second of batches of "
+        f"similar length that run to their end; with 4 beams, which end together anyway, {beams} times."
+    )
+    return paragraphs(prose(text), numbers.commands())
+
+
+def experiments(numbers: Numbers) -> str:
+    """What each found, in a sentence, with its picture."""
+    from benchmarks.experiments import EXPERIMENTS
+    from benchmarks.experiments.experiment import last_run
+
+    rows = []
+    for name, about in EXPERIMENTS.items():
+        own = last_run(numbers.results.find(suite="experiments"), name)
+        if not own:
+            numbers.missing.append(f"experiment {name} (python -m benchmarks.experiments.{name})")
+            continue
+        finding = numbers.shown(own[0]["finding"], f"experiment {name}", own[:1])
+        rows.append([f"[{about}](benchmarks/pictures/experiment_{name}.svg)", own[0]["verdict"], finding])
+    if not rows:
+        return ""
+    found = table(["experiment", "the sources' claim", "found"], rows)
+    return paragraphs("### What the sources say, tried", found, numbers.commands())
+
+
+def trained(numbers: Numbers) -> str:
+    """Scores of trained models."""
+
+    def score(field: str, decimals: int, **where: Any) -> str:
+        return numbers.value(field, lambda value: f"{value:.{decimals}f}", op="train", **where)
+
+    pairs, characters = {"data": "multi30k en-de"}, {"data": "tinyshakespeare, last tenth"}
+    words = {"data": "number words"}
+    signature = next((row["signature"] for row in numbers.results.find(op="train", **pairs)), NOT_MEASURED)
+    bleu, beam_bleu = (score(f"{beam}sacrebleu_test2016", 1, **pairs) for beam in ("", "beam_4__"))
+    chrf, beam_chrf = (score(f"{beam}chrf_test2016", 1, **pairs) for beam in ("", "beam_4__"))
+    translator = (
+        f"A translator, trained on Multi30k as follows, reaches sacreBLEU {bleu} on its test2016, greedy, and "
+        f"{beam_bleu} with 4 beams (chrF {chrf} and {beam_chrf}; `{signature}`), by the average of its last five "
+        "checkpoints:"
+    )
+    commands = [numbers.commands()]
+    task = (
+        f"The built-in task of number words: exact match {score('exact_match', 2, **words)} on "
+        f"{score('examples', 0, **words)} texts after {score('seconds', 0, **words)} seconds of training."
+    )
+    commands.append(numbers.commands())
+    language_model = (
+        f"A small GPT on the bytes of a megabyte of Shakespeare: {score('nats_per_character', 2, **characters)} nats a "
+        "character on the last tenth."
+    )
+    commands.append(numbers.commands())
+    texts = map(prose, (translator, task, language_model))
+    return paragraphs(*(part for pair in zip(texts, commands, strict=True) for part in pair))
+
+
+def losses(numbers: Numbers) -> str:
+    """All comparisons of the tables above in which ours is slower."""
+    slower: list[Comparison] = [
+        found
+        for cases in (OPS, MODULES, MODELS, DROP_IN, PEERS)
+        for case in cases
+        for found in case.comparisons(numbers.results.rows)
+        if float(two_digits(found.ratio).replace(",", "")) < 1
+    ]
+    rows = [
+        [f"{each.label}, {each.panel}", numbers.shown(two_digits(each.ratio), f"{each.label}, {each.panel}",
+                                                      [each.ours, each.rival]), name_of(each.against)]
+        for each in sorted(slower, key=lambda each: each.ratio)
+    ]  # fmt: skip
+    numbers.commands()
+    return table(["", "of the speed of", ""], [[a, b, c] for a, b, c in rows]) if rows else "Nowhere in these tables."
+
+
+BLOCKS: dict[str, Callable[[Numbers], str]] = {
+    "machine": machine,
+    "summary": summary,
+    "losses": losses,
+    "models": models,
+    "modules": modules,
+    "ops": ops,
+    "accelerated": accelerated,
+    "decoding": decoding,
+    "scaling": scaling,
+    "full_batch": full_batch,
+    "experiments": experiments,
+    "trained": trained,
+}
