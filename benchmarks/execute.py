@@ -11,8 +11,9 @@ import torch
 
 from benchmarks.case import Benchmark, cast, timed_call
 from benchmarks.checking import verdicts_of
+from benchmarks.roofline import measure_machine
 from benchmarks.suites import chosen_providers
-from benchmarks.timing import measure_machine, peak_bytes, time_interleaved
+from benchmarks.timing import peak_bytes, time_interleaved
 
 
 @dataclass
@@ -98,9 +99,10 @@ def _run(
     calls = {name: timed_call(call, inputs, shape, mode) for name, call in chosen.items() if verdicts.passed(name)}
     timings = time_interleaved(calls, rounds=rounds, device=device, seconds=seconds)
     flops, moved = benchmark.flops(shape, mode), benchmark.moved(shape, mode, dtype.itemsize)
-    floor = measure_machine(dtype, device).floor(flops, moved) if flops or moved else None
-    base = timings[benchmark.baseline].p50
+    machine = measure_machine(dtype, device) if flops or moved else None
+    floor = machine.floor(flops, moved) if machine else None
     for name, timing in timings.items():
+        speedup = timings.ratio(name, benchmark.baseline)
         outcome.rows.append(
             {
                 **same,
@@ -108,13 +110,18 @@ def _run(
                 "ms_p50": 1e3 * timing.p50,
                 "ms_p20": 1e3 * timing.p20,
                 "ms_p80": 1e3 * timing.p80,
-                "speedup": base / timing.p50,
+                "speedup": speedup.value,
                 "baseline": benchmark.baseline,
+                "ours": timings.ratio(benchmark.ours, name).value,
+                "rounds": len(timings.turns[name]),
+                "disturbed": timings.disturbed(name),
+                "quiet": speedup.quiet,
                 "tflop_s": flops / timing.p50 / 1e12 if flops else None,
                 "gb_s": moved / timing.p50 / 1e9 if moved else None,
                 "tokens_s": benchmark.tokens(shape) / timing.p50 if benchmark.tokens else None,
                 "floor_ms": 1e3 * floor if floor else None,
                 "share": floor / timing.p50 if floor else None,
+                "bound": machine.bound(flops, moved) if machine else None,
                 "peak_mib": peak_bytes(calls[name], device) / 2**20,
                 "backends": verdicts.backends[name],
             }

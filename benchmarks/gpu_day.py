@@ -32,8 +32,9 @@ import torch
 from benchmarks import record
 from benchmarks.case import Benchmark, Inputs, cast
 from benchmarks.execute import run_case
+from benchmarks.roofline import measure_machine
 from benchmarks.suites import benchmarks
-from benchmarks.timing import measure_machine, time_interleaved
+from benchmarks.timing import time_interleaved
 from fastformer.graphs import Graphs
 
 ROOT = Path(__file__).parents[1]

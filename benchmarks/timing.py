@@ -1,8 +1,14 @@
 """How a time is taken: everything interleaved in one process, medians with their spread, never a lone number.
 
 A shared machine is faster and slower by the minute. Round after round each function runs once, so that all of them meet
-the same conditions; on a CPU a function that is too short for the clock runs several times within its turn, on a GPU
-the L2 cache is flushed before each turn.
+the same conditions; every other round goes backwards, so that a drift within rounds favours nobody. On a CPU a function
+that is too short for the clock runs several times within its turn; on a GPU the L2 cache is flushed before each turn.
+
+A watcher says which turns something disturbed (`watch`). Rounds are added until each function has as many quiet turns
+as were asked for, within limits; what was disturbed counts only where too little else is left, and then is marked.
+
+A ratio is the median, over the rounds in which both were undisturbed, of the ratio within the round: what made a whole
+round slow cancels out of it. RATIONALE
 """
 
 from __future__ import annotations
@@ -10,15 +16,18 @@ from __future__ import annotations
 import ctypes
 import functools
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
-from fastformer.ops import feed_forward
+from benchmarks.watch import Watcher
 
-_TURN = 0.01  # seconds that one turn of a function should take at least
+ENOUGH = 3  # quiet turns, or quiet pairs of turns, that a median may be of
+_TURN = 0.03  # seconds that one turn of a function should take at least: several slices of the scheduler
 _FLUSHED = 256 * 2**20  # bytes: more than any L2 cache has
+_MOST = 3  # times the rounds that were asked for, where turns are disturbed
 
 
 @dataclass(frozen=True)
@@ -37,30 +46,94 @@ class Timing:
         return cls(p50, p20, p80)
 
 
+class Turn(NamedTuple):
+    """One turn of a function: the seconds of a call, and whether something disturbed it (None: nobody knows)."""
+
+    seconds: float
+    disturbed: bool | None
+
+
+class Ratio(NamedTuple):
+    """How many times faster one is than another, and whether that is from quiet turns (None: nobody knows)."""
+
+    value: float
+    quiet: bool | None
+
+
+class Rounds(Mapping[str, Timing]):
+    """The turns of functions that were timed side by side; a mapping from name to timing."""
+
+    def __init__(self, turns: Mapping[str, list[Turn]]) -> None:
+        """turns: by name, one a round."""
+        self.turns = turns
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.turns)
+
+    def __len__(self) -> int:
+        return len(self.turns)
+
+    def __getitem__(self, name: str) -> Timing:
+        """Of the quiet turns, or of all where the quiet are too few."""
+        quiet = [turn.seconds for turn in self.turns[name] if not turn.disturbed]
+        return Timing.of(quiet if len(quiet) >= ENOUGH else [turn.seconds for turn in self.turns[name]])
+
+    def ratio(self, name: str, to: str) -> Ratio:
+        """How many times faster `name` is than `to`."""
+        pairs = list(zip(self.turns[name], self.turns[to], strict=True))
+        quiet = [(own, other) for own, other in pairs if not own.disturbed and not other.disturbed]
+        is_quiet = None if pairs[0][0].disturbed is None else len(quiet) >= ENOUGH
+        used = pairs if len(quiet) < ENOUGH else quiet
+        return Ratio(Timing.of([other.seconds / own.seconds for own, other in used]).p50, is_quiet)
+
+    def disturbed(self, name: str) -> float | None:
+        """The share of a function's turns that something disturbed; None where nobody knows."""
+        turns = self.turns[name]
+        return None if turns[0].disturbed is None else sum(bool(turn.disturbed) for turn in turns) / len(turns)
+
+    def fewest_quiet(self) -> int:
+        """Of any function, the fewest turns that nothing is known to have disturbed."""
+        return min(sum(not turn.disturbed for turn in turns) for turns in self.turns.values())
+
+
 def time_interleaved(
-    functions: Mapping[str, Callable[[], object]], *, rounds: int, device: str, seconds: float = 60.0
-) -> dict[str, Timing]:
+    functions: Mapping[str, Callable[[], object]],
+    *,
+    rounds: int,
+    device: str,
+    seconds: float = 60.0,
+    watcher: Watcher | None = None,
+) -> Rounds:
     """Times functions side by side.
 
     Args:
         functions: by name.
-        rounds: turns of each; fewer, but at least three, when `seconds` are used up.
+        rounds: quiet turns of each; fewer, but at least three turns, when `seconds` are used up, and fewer quiet ones
+            when three times as many turns were taken.
         device: "cpu" or "cuda".
-        seconds: about how long all of it may take.
-
-    Returns:
-        A timing by name.
+        seconds: about how long all of it may take, of which a quarter may be spent waiting for quiet.
+        watcher: None: one for as many threads as PyTorch has on a CPU; on a GPU nobody watches.
     """
     turn = _cuda_turn if device == "cuda" else _cpu_turn
+    watcher = watcher or Watcher(torch.get_num_threads(), **({"proc": None} if device == "cuda" else {}))
     repeats = {name: _warm_up(function, turn) for name, function in functions.items()}
-    measured: dict[str, list[float]] = {name: [] for name in functions}
-    began = time.perf_counter()
-    for done in range(rounds):
-        if done >= 3 and time.perf_counter() - began > seconds:
+    turns: dict[str, list[Turn]] = {name: [] for name in functions}
+    measured = Rounds(turns)
+    began, patience = time.perf_counter(), seconds / 4
+    for done in range(_MOST * rounds):
+        if done >= min(ENOUGH, rounds) and time.perf_counter() - began > seconds:
             break
-        for name, function in functions.items():
-            measured[name].append(turn(function, 1 if device == "cuda" else repeats[name]))
-    return {name: Timing.of(times) for name, times in measured.items()}
+        if done >= rounds:
+            if measured.fewest_quiet() >= rounds:
+                break
+            waited = time.perf_counter()
+            watcher.wait(patience)
+            patience -= time.perf_counter() - waited
+        for name in list(functions)[:: -1 if done % 2 else 1]:
+            watcher.begin()
+            taken = turn(functions[name], 1 if device == "cuda" else repeats[name])
+            turns[name].append(Turn(taken, watcher.end()))
+    return measured
 
 
 def _warm_up(function: Callable[[], object], turn: Callable[[Callable[[], object], int], float]) -> int:
@@ -120,36 +193,3 @@ def peak_bytes(function: Callable[[], object], device: str) -> int:
         held += event.nbytes()
         peak = max(peak, held)
     return peak
-
-
-@dataclass(frozen=True)
-class Machine:
-    """What the machine reaches at best, measured in this process: the floor that a time is held against."""
-
-    flops: float
-    bandwidth: float
-
-    def floor(self, flops: float, moved: float) -> float:
-        """The seconds below which nothing can be, by arithmetic or by memory."""
-        return max(flops / self.flops, moved / self.bandwidth)
-
-
-@functools.cache
-def measure_machine(dtype: torch.dtype, device: str) -> Machine:
-    """The FLOP/s of large products in a dtype, and the bytes/s of a copy that no cache holds.
-
-    The products are the faster of torch.mm and of our feed_forward's two, since either may be far below what the CPU
-    can do.
-    """
-    n = 8192 if device == "cuda" else 1024
-    a = torch.randn(n, n, device=device).to(dtype)
-    source = torch.empty(1 << (31 if device == "cuda" else 27), dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    functions = {
-        "mm": lambda: torch.mm(a, a),
-        "feed_forward": lambda: feed_forward(a, a, None, a, None),
-        "copy": lambda: target.copy_(source),
-    }
-    with torch.no_grad():
-        times = {name: t.p20 for name, t in time_interleaved(functions, rounds=7, device=device, seconds=5.0).items()}
-    return Machine(max(2 * n**3 / times["mm"], 4 * n**3 / times["feed_forward"]), 2 * source.numel() / times["copy"])

@@ -22,7 +22,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from benchmarks import gpu_day
 from benchmarks.compile_report import recorded
 from benchmarks.execute import Outcome
-from benchmarks.timing import Machine, Timing
+from benchmarks.roofline import Machine
+from benchmarks.timing import Timing
 
 
 class StubDevice:
