@@ -14,7 +14,7 @@ import argparse
 import copy
 import importlib.util
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -199,7 +199,7 @@ def _openvino(job: Job) -> Callable[[], Tensor]:
     return lambda: torch.from_numpy(compiled(inputs)[0])[keep].to(dtype)
 
 
-def run_case(job: Job, dtype: torch.dtype, rounds: int, *, compiled: bool) -> dict[str, Timing]:
+def run_case(job: Job, dtype: torch.dtype, rounds: int, *, compiled: bool) -> Mapping[str, Timing]:
     """Checks, then times.
 
     Raises:

@@ -52,5 +52,5 @@ def _measure(dtype: torch.dtype, device: str, threads: int) -> Machine:
         "copy": lambda: target.copy_(source),
     }
     with torch.no_grad():
-        times = {name: t.p20 for name, t in time_interleaved(functions, rounds=7, device=device, seconds=5.0).items()}
+        times = {name: t.p20 for name, t in time_interleaved(functions, rounds=7, device=device, seconds=2.0).items()}
     return Machine(max(2 * n**3 / times["mm"], 4 * n**3 / times["feed_forward"]), 2 * source.numel() / times["copy"])

@@ -7,68 +7,98 @@
     python -m benchmarks.run --out benchmarks/results/cpu.jsonl
     python -m benchmarks.run --compare old.jsonl new.jsonl
 
-A provider that disagrees is not timed and the exit status is 1: a wrong result has no speed. Nor is a rival that
+At the end stands ours against each rival, where ours loses, and what was disturbed, refused, wrong or missing. A
+provider that disagrees is not timed and the exit status is 1: a wrong result has no speed. Nor is a rival that
 torch.compile left uncompiled, or ours where plain PyTorch ran in the place of every kernel: the reason is printed.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("FASTFORMER_STRICT", "1")  # nothing is measured on a silent fallback
 
 import torch  # noqa: E402
+from tqdm import tqdm  # noqa: E402
 
 from benchmarks import fits, record  # noqa: E402
 from benchmarks.case import SUITES  # noqa: E402
 from benchmarks.comparing import compare  # noqa: E402
 from benchmarks.execute import run_case  # noqa: E402
-from benchmarks.suites import benchmarks, chosen_cases, listing, nothing_fits  # noqa: E402
+from benchmarks.experiments import EXPERIMENTS  # noqa: E402
+from benchmarks.suites import DEFAULT, Case, benchmarks, chosen_cases, listing, nothing_fits  # noqa: E402
+from benchmarks.summary import summary, table, title  # noqa: E402
 from benchmarks.timing import keep_freed_memory  # noqa: E402
 
 
-def table(row: dict[str, Any]) -> str:
-    """A row for people: the ratio first, the absolute time with its spread behind it."""
-    if "missing" in row:
-        return f"    {row['provider']:<20} is missing: {row['missing']}"
-    parts = [f"    {row['provider']:<20} {row['speedup']:>6.2f}x"]
-    parts.append(f"{row['ms_p50']:>10.3f} ms [{row['ms_p20']:.3f}, {row['ms_p80']:.3f}]")
-    if row["tflop_s"]:
-        parts.append(f"{1e3 * row['tflop_s']:>8.0f} GFLOP/s")
-    elif row["gb_s"]:
-        parts.append(f"{row['gb_s']:>8.1f} GB/s")
-    if row["tokens_s"]:
-        parts.append(f"{row['tokens_s']:>9,.0f} tokens/s")
-    if row["floor_ms"]:
-        parts.append(f"floor {row['floor_ms']:.3f} ms")
-    parts.append(f"peak {row['peak_mib']:.0f} MiB")
-    if row["backends"]:
-        parts.append("on " + ", ".join(sorted(set(row["backends"].values()))))
-    return "  ".join(parts)
+class Run:
+    """What a command has measured so far.
+
+    Attributes:
+        rows: of all cases.
+        not_timed: (which provider of which case, why).
+        failed: whether a provider was wrong.
+    """
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        """options: the command's."""
+        self.rows: list[dict[str, Any]] = []
+        self.not_timed: list[tuple[str, str]] = []
+        self.failed = False
+        self._options = options
+        self._shared = record.environment(options.device)
+        _say("{device}, {threads} threads, torch {torch}, commit {commit}".format(**self._shared))
+
+    def case(self, case: Case) -> None:
+        """Measures one."""
+        options = self._options
+        _say(f"\n{case}")
+        outcome = run_case(
+            case.benchmark, case.shape, case.mode, getattr(torch, case.dtype), options.device,
+            providers=options.provider or (), rounds=options.rounds, seconds=options.seconds,
+        )  # fmt: skip
+        for row in outcome.rows:
+            self._keep(row)
+        for name, how in outcome.refused.items():
+            self._leave_out(case, name, how)
+        for name, how in outcome.wrong.items():
+            self._leave_out(case, name, f"it is wrong: {how}")
+        self.failed = self.failed or bool(outcome.wrong)
+
+    def peers(self, suite: str) -> None:
+        """Measures the peers of a suite, each in a process of its own."""
+        before = ""
+        for row in _peers().run(suite, quick=self._options.quick):
+            if title(row) != before:
+                before = title(row)
+                _say(f"\n{before}")
+            if "wrong" in row:
+                self._leave_out(before, row["provider"], f"it is wrong: {row['wrong']}")
+                self.failed = True
+            else:
+                self._keep(row)
+
+    def _keep(self, row: dict[str, Any]) -> None:
+        _say(table(row))
+        self.rows.append(self._shared | row)
+        if self._options.out:
+            record.append(self._options.out, self.rows[-1])
+
+    def _leave_out(self, case: object, name: str, why: str) -> None:
+        _say(f"    {name} was not timed: {why}")
+        self.not_timed.append((f"{name}, {case}", why))
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs what was asked for. Returns 1 when a provider disagreed; exits with 2 where nothing fits the command."""
     known = benchmarks()
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.run", description=__doc__.splitlines()[0])
-    parser.add_argument("--suite", nargs="+", choices=SUITES, help="which suites (all but the experiments)")
-    parser.add_argument("--op", nargs="+", choices=sorted(known), help="which benchmarks (all)")
-    parser.add_argument("--mode", nargs="+", choices=("fwd", "bwd", "fwdbwd", "step"), help="which passes (all)")
-    parser.add_argument("--dtype", nargs="+", help="which dtypes, such as float32 (all)")
-    parser.add_argument("--shape", nargs="+", type=key_value, default=[], help="such as seqlen=2048 (all)")
-    parser.add_argument("--provider", nargs="+", help="which providers, besides ours and the baseline (all)")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--quick", action="store_true", help="few shapes, one dtype, few rounds")
-    parser.add_argument("--rounds", type=int, default=15, help="turns of each provider")
-    parser.add_argument("--seconds", type=float, default=60.0, help="about how long one shape may take")
-    parser.add_argument("--warm-malloc", action="store_true", help="no page faults: malloc keeps what is freed (glibc)")
-    parser.add_argument("--out", type=Path, help="append JSON lines to this file")
-    parser.add_argument("--compare", nargs=2, type=Path, metavar=("OLD", "NEW"), help="compare two files of results")
-    parser.add_argument("--list", action="store_true", help="print what would run, and what is missing and why")
+    parser = _parser(sorted(known))
     options = parser.parse_args(arguments)
     if options.compare:
         try:
@@ -76,41 +106,83 @@ def main(arguments: list[str] | None = None) -> int:
         except ValueError as error:
             parser.error(str(error))
         return 0
+    suites = options.suite or DEFAULT
+    # What is no case of ours runs where no filter asks for cases.
+    is_filtered = any((options.op, options.mode, options.dtype, options.shape, options.provider))
+    with_peers = [suite for suite in _PEERS if suite in suites and options.device == "cpu" and not is_filtered]
+    if importlib.util.find_spec("benchmarks.peers.suite") is None:
+        with_peers = []
+    experiments = list(EXPERIMENTS) if "experiments" in suites and not is_filtered else []
     chosen = list(chosen_cases(known, options))
-    if (complaint := nothing_fits(known, options, chosen)) is not None:
+    if not (with_peers or experiments) and (complaint := nothing_fits(known, options, chosen)) is not None:
         parser.error(complaint)
     if options.list:
         print(listing(chosen, options.device, options.provider or ()))
+        for suite in with_peers:
+            print(f"{suite}, peers, each of which says whether it is there when it starts:")
+            for plan in _peers().plans(suite, quick=options.quick):
+                precisions, threads = ", ".join(plan.precisions), ", ".join(map(str, plan.threads))
+                print(f"    {plan.case['name']}: {precisions}; threads {threads}")
+        for name in experiments:
+            print(f"experiment {name}: {EXPERIMENTS[name]}")
         return 0
-    if options.quick:
-        options.rounds, options.seconds = 5, 4.0
-
+    options.rounds = options.rounds or (5 if options.quick else 15)
+    options.seconds = options.seconds if options.seconds is not None else (4.0 if options.quick else 60.0)
     if options.warm_malloc:
         keep_freed_memory()
-    shared = record.environment(options.device)
-    print(f"{shared['device']}, {shared['threads']} threads, torch {shared['torch']}, commit {shared['commit']}")
-    failed, scaling = False, []
-    for case in chosen:
-        benchmark, shape, mode, dtype = case
-        print(f"\n{case}", flush=True)
-        outcome = run_case(
-            benchmark, shape, mode, getattr(torch, dtype), options.device, providers=options.provider or (),
-            rounds=options.rounds, seconds=options.seconds,
-        )  # fmt: skip
-        for row in outcome.rows:
-            print(table(row), flush=True)
-            if benchmark.suite == "scaling":
-                scaling.append(shared | row)
-            if options.out:
-                record.append(options.out, shared | row)
-        for name, how in outcome.refused.items():
-            print(f"    {name} was not timed: {how}")
-        for name, how in outcome.wrong.items():
-            print(f"    {name} is wrong and was not timed: {how}")
-            failed = True
-    if scaling:
-        print("\n" + fits.report(scaling))
-    return 1 if failed else 0
+    run = Run(options)
+    for case in _with_bar(chosen):
+        run.case(case)
+    for suite in with_peers:
+        run.peers(suite)
+    print(summary(run.rows, run.not_timed))
+    if any(row["suite"] == "scaling" for row in run.rows):
+        print("\n" + fits.report(run.rows))
+    for name in experiments:
+        print(f"\nexperiment {name}: {EXPERIMENTS[name]}", flush=True)
+        told = (["--quick"] if options.quick else []) + (["--out", str(options.out)] if options.out else [])
+        importlib.import_module(f"benchmarks.experiments.{name}").main(told)
+    return 1 if run.failed else 0
+
+
+_PEERS = ("decoding", "model")  # the suites that have some
+
+
+def _peers() -> Any:
+    """Their module, which asks what is installed."""
+    return importlib.import_module("benchmarks.peers.suite")
+
+
+def _with_bar(cases: Sequence[Case]) -> Iterator[Case]:
+    """The cases, with a bar on a terminal's stderr."""
+    with tqdm(cases, unit="case", file=sys.stderr, disable=None, leave=False) as bar:
+        for case in bar:
+            bar.set_description(f"{case.benchmark.name} {case.mode}")
+            yield case
+
+
+def _say(text: str) -> None:
+    tqdm.write(text, file=sys.stdout)
+    sys.stdout.flush()
+
+
+def _parser(ops: Sequence[str]) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.run", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--suite", nargs="+", choices=SUITES, help="which suites (all but the experiments)")
+    parser.add_argument("--op", nargs="+", choices=ops, help="which benchmarks (all)")
+    parser.add_argument("--mode", nargs="+", choices=("fwd", "bwd", "fwdbwd", "step"), help="which passes (all)")
+    parser.add_argument("--dtype", nargs="+", help="which dtypes, such as float32 (all)")
+    parser.add_argument("--shape", nargs="+", type=key_value, default=[], help="such as seqlen=2048 (all)")
+    parser.add_argument("--provider", nargs="+", help="which providers, besides ours and the baseline (all)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--quick", action="store_true", help="few shapes, one dtype, few rounds")
+    parser.add_argument("--rounds", type=int, help="undisturbed turns of each provider (15; 5 with --quick)")
+    parser.add_argument("--seconds", type=float, help="about how long one case may be timed (60; 4 with --quick)")
+    parser.add_argument("--warm-malloc", action="store_true", help="no page faults: malloc keeps what is freed (glibc)")
+    parser.add_argument("--out", type=Path, help="append JSON lines to this file")
+    parser.add_argument("--list", action="store_true", help="print what would run, and what is missing and why")
+    parser.add_argument("--compare", nargs=2, type=Path, metavar=("OLD", "NEW"), help="compare two files of results")
+    return parser
 
 
 def key_value(text: str) -> tuple[str, str]:

@@ -111,15 +111,15 @@ def time_interleaved(
         rounds: quiet turns of each; fewer, but at least three turns, when `seconds` are used up, and fewer quiet ones
             when three times as many turns were taken.
         device: "cpu" or "cuda".
-        seconds: about how long all of it may take, of which a quarter may be spent waiting for quiet.
+        seconds: about how long all of it may take, of which an eighth may be spent waiting for quiet.
         watcher: None: one for as many threads as PyTorch has on a CPU; on a GPU nobody watches.
     """
     turn = _cuda_turn if device == "cuda" else _cpu_turn
-    watcher = watcher or Watcher(torch.get_num_threads(), **({"proc": None} if device == "cuda" else {}))
+    watcher = watcher or (Watcher(torch.get_num_threads()) if device == "cpu" else Watcher(0, proc=None))
     repeats = {name: _warm_up(function, turn) for name, function in functions.items()}
     turns: dict[str, list[Turn]] = {name: [] for name in functions}
     measured = Rounds(turns)
-    began, patience = time.perf_counter(), seconds / 4
+    began, patience = time.perf_counter(), seconds / 8
     for done in range(_MOST * rounds):
         if done >= min(ENOUGH, rounds) and time.perf_counter() - began > seconds:
             break

@@ -17,8 +17,10 @@ from benchmarks.case import Benchmark, Inputs, Shape
 from benchmarks.comparing import compare
 from benchmarks.execute import run_case
 from benchmarks.models.bench_decoding import BENCHMARKS, ladder
-from benchmarks.run import main, table
+from benchmarks.run import main
 from benchmarks.suites import ROOT, benchmarks
+from benchmarks.summary import table
+from benchmarks.watch import Watcher
 from fastformer.generation.engines import ENGINES
 from fastformer.ops import add_layer_norm, use_backend
 
@@ -70,7 +72,7 @@ def test_a_case_may_be_checked_at_a_smaller_shape_than_it_is_timed_at() -> None:
 
 
 def run(benchmark: Benchmark, mode: str = "fwdbwd"):
-    return run_case(benchmark, SHAPE, mode, torch.float32, "cpu", rounds=3)
+    return run_case(benchmark, SHAPE, mode, torch.float32, "cpu", rounds=3, seconds=0.0)
 
 
 @pytest.mark.parametrize("mode", ["fwd", "bwd", "fwdbwd", "step"])
@@ -193,8 +195,8 @@ def test_turns_are_interleaved(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timing, "_TURN", 0.0)
     order: list[str] = []
     functions = {name: (lambda name=name: order.append(name)) for name in ("a", "b")}
-    timing.time_interleaved(functions, rounds=4, device="cpu")
-    assert order == ["a"] * 3 + ["b"] * 3 + ["a", "b"] * 4
+    timing.time_interleaved(functions, rounds=4, device="cpu", watcher=Watcher(1, proc=None))
+    assert order == ["a"] * 3 + ["b"] * 3 + ["a", "b", "b", "a"] * 2
 
 
 def test_every_benchmark_knows_its_providers_and_shapes() -> None:
