@@ -9,31 +9,58 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 import torch.nn.modules.module as torch_module
-from torch import Tensor, nn
+from torch import Tensor, nn, overrides
+from torch.utils._device import DeviceContext
 
 from fastformer.nn.norm import AddLayerNorm
 
 _KINDS: tuple[type[nn.Module], ...] = (
     *(nn.Linear, nn.Dropout, nn.Identity, nn.LayerNorm, nn.RMSNorm, AddLayerNorm, nn.ReLU, nn.GELU),
 )
-# What they were written to do: people replace the forward of a class, too.
+# What they were written to do: people replace the forward of a class, too, its call, and the functions behind it.
 _FORWARDS = {kind: kind.forward for kind in _KINDS}
 _CALL = nn.Module.__call__
+_PLAIN_TENSORS = (type(None), nn.Parameter, Tensor)
+
+
+def _functions() -> tuple[object, ...]:
+    return (F.linear, F.layer_norm, F.rms_norm, F.dropout, F.relu, F.gelu, F.silu)
+
+
+_FUNCTIONS = _functions()
+
+
+def is_watched() -> bool:
+    """Whether somebody sees or changes what modules and functions do everywhere."""
+    if torch_module._has_any_global_hook():
+        return True
+    if torch.compiler.is_compiling():
+        return False
+    if _functions() != _FUNCTIONS:
+        return True
+    # The mode of `with torch.device(...)` says where tensors are made, and nothing else.
+    return torch._C._len_torch_function_stack() > 0 and any(
+        type(mode) is not DeviceContext for mode in overrides._get_current_function_mode_stack()
+    )
 
 
 def is_called_plainly(module: nn.Module) -> bool:
     """Whether a call of a module is a call of its class's forward: not hooked, patched or compiled by itself."""
+    return _has_no_hooks(module) and not is_watched()
+
+
+def _has_no_hooks(module: nn.Module) -> bool:
     own = module.__dict__
-    return (
-        "forward" not in own
-        and own.get("_compiled_call_impl") is None
-        and not own["_forward_hooks"]
-        and not own["_forward_pre_hooks"]
-        and not own["_backward_hooks"]
-        and not own["_backward_pre_hooks"]
-        and not torch_module._has_any_global_hook()
-        and nn.Module.__call__ is _CALL
+    return not (
+        own["_forward_hooks"]
+        or own["_forward_pre_hooks"]
+        or own["_backward_hooks"]
+        or own["_backward_pre_hooks"]
+        or "forward" in own
+        or own.get("_compiled_call_impl") is not None
+        or type(module).__call__ is not _CALL
     )
 
 
@@ -44,20 +71,29 @@ def is_plain(module: object, *kinds: type[nn.Module]) -> bool:
         module: anything that stands where a module is expected.
         kinds: out of those that layers are made of, or classes of ours.
     """
+    return is_untouched(module, *kinds) and not is_watched()
+
+
+def is_untouched(module: object, *kinds: type[nn.Module]) -> bool:
+    """`is_plain`, for who has asked `is_watched` for many modules at once."""
     kind = type(module)
     if kind not in kinds:
         return False
     assert isinstance(module, nn.Module)
-    return (
-        _FORWARDS.get(kind, kind.forward) is kind.forward
-        and is_called_plainly(module)
-        and all(tensor is None or type(tensor) in (nn.Parameter, Tensor) for tensor in module._parameters.values())
-    )
+    if _FORWARDS.get(kind, kind.forward) is not kind.forward or not _has_no_hooks(module):
+        return False
+    for tensor in module._parameters.values():  # noqa: SIM110  a generator takes longer than all else here
+        if type(tensor) not in _PLAIN_TENSORS:
+            return False
+    return True
+
+
+DROPOUTS = (nn.Dropout, nn.Identity)
 
 
 def is_plain_dropout(dropout: object) -> bool:
     """Whether `active_dropout` says all that there is to say about a module that stands where a dropout does."""
-    return is_plain(dropout, nn.Dropout, nn.Identity)
+    return is_plain(dropout, *DROPOUTS)
 
 
 class NormSettings(NamedTuple):
@@ -71,18 +107,25 @@ class NormSettings(NamedTuple):
 
 def norm_settings(norm: object) -> NormSettings | None:
     """What a plain norm of the last dimension computes; None for anything else."""
-    if not is_plain(norm, AddLayerNorm, nn.LayerNorm, nn.RMSNorm):
-        return None
-    assert isinstance(norm, nn.LayerNorm | nn.RMSNorm)
-    if len(norm.normalized_shape) != 1 or norm.eps is None:
-        return None
-    if isinstance(norm, nn.RMSNorm):
-        return NormSettings(norm.weight, None, norm.eps, True)
-    if isinstance(norm, AddLayerNorm):
-        if norm.dropout and norm.training:
-            return None
-        return NormSettings(norm.weight, norm.bias, norm.eps, norm.rms_norm)
-    return NormSettings(norm.weight, norm.bias, norm.eps, False)
+    return read_norm(norm) if is_untouched_norm(norm) and not is_watched() else None
+
+
+def is_untouched_norm(norm: object) -> bool:
+    """Whether `read_norm` says all about a norm, for who has asked `is_watched`."""
+    return (
+        is_untouched(norm, AddLayerNorm, nn.LayerNorm, nn.RMSNorm)
+        and isinstance(norm, nn.LayerNorm | nn.RMSNorm)
+        and len(norm.normalized_shape) == 1
+        and norm.eps is not None
+        and not (isinstance(norm, AddLayerNorm) and norm.dropout and norm.training)
+    )
+
+
+def read_norm(norm: object) -> NormSettings:
+    """What a norm of the last dimension computes, of one that is known to be plain."""
+    assert isinstance(norm, nn.LayerNorm | nn.RMSNorm) and norm.eps is not None
+    is_rms = norm.rms_norm if isinstance(norm, AddLayerNorm) else isinstance(norm, nn.RMSNorm)
+    return NormSettings(norm.weight, getattr(norm, "bias", None), norm.eps, is_rms)
 
 
 def is_traced() -> bool:

@@ -13,7 +13,14 @@ from fastformer.nn.dropout import active_dropout, dropout_seed
 from fastformer.nn.embedding import RotaryPositions
 from fastformer.nn.errors import InputError
 from fastformer.nn.feed_forward import Activation, apply_feed_forward, resolve_activation
-from fastformer.nn.fusing import is_called_plainly, is_plain_dropout, norm_settings
+from fastformer.nn.fusing import (
+    DROPOUTS,
+    is_called_plainly,
+    is_untouched,
+    is_untouched_norm,
+    is_watched,
+    read_norm,
+)
 from fastformer.nn.layer_cache import LayerCache
 from fastformer.nn.layout import SequenceLayout
 from fastformer.nn.masks import as_additive
@@ -44,10 +51,9 @@ class ResidualStream(NamedTuple):
 
 def join(x: Tensor, residual: Tensor, dropout_p: float, norm: nn.Module) -> tuple[Tensor, Tensor]:
     """(norm(dropout(x) + residual), the sum), of a norm that `norm_settings` knows."""
-    settings = norm_settings(norm)
-    assert settings is not None
+    weight, bias, eps, rms_norm = read_norm(norm)
     seed = dropout_seed(dropout_p, x.device)
-    return add_layer_norm(x, residual, **settings._asdict(), dropout_p=dropout_p, dropout_seed=seed)
+    return add_layer_norm(x, residual, weight, bias, eps=eps, rms_norm=rms_norm, dropout_p=dropout_p, dropout_seed=seed)
 
 
 def post_norm(x: Tensor, residual: Tensor, dropout: nn.Module, norm: nn.Module) -> Tensor:
@@ -151,11 +157,13 @@ class _Layer(nn.Module):
 
         The blocks, which subclasses override, aren't called then.
         """
-        return (
-            self._has_own_blocks()
-            and all(norm_settings(getattr(self, f"norm{i}")) is not None for i in self._sub_layers)
-            and all(is_plain_dropout(getattr(self, f"dropout{i}")) for i in self._sub_layers)
-        )
+        if is_watched() or not self._has_own_blocks():
+            return False
+        modules = self._modules
+        for i in self._sub_layers:
+            if not (is_untouched_norm(modules.get(f"norm{i}")) and is_untouched(modules.get(f"dropout{i}"), *DROPOUTS)):
+                return False
+        return True
 
 
 class TransformerEncoderLayer(_Layer):

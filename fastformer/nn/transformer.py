@@ -16,7 +16,7 @@ from fastformer.nn.cached_step import CachedStep, check_layers, check_masks
 from fastformer.nn.embedding import RotaryPositions
 from fastformer.nn.errors import InputError
 from fastformer.nn.feed_forward import Activation, fused_name
-from fastformer.nn.fusing import is_called_plainly, is_plain, is_plain_dropout, is_traced, norm_settings
+from fastformer.nn.fusing import DROPOUTS, is_called_plainly, is_traced, is_untouched, norm_settings
 from fastformer.nn.layers import (
     ResidualStream,
     TransformerDecoderLayer,
@@ -91,11 +91,11 @@ def _takes_packed(layer: nn.Module) -> bool:
         type(layer).forward in (TransformerEncoderLayer.forward, TransformerDecoderLayer.forward)
         and is_called_plainly(layer)
         and all(map(_attends_packed, attentions))
-        and is_plain(layer.linear1, nn.Linear)
-        and is_plain(layer.linear2, nn.Linear)
+        and is_untouched(layer.linear1, nn.Linear)
+        and is_untouched(layer.linear2, nn.Linear)
         # Others may look at more than one token.
         and fused_name(layer.activation) is not None
-        and is_plain_dropout(layer.dropout)
+        and is_untouched(layer.dropout, *DROPOUTS)
         and layer.may_join()
     )
 
@@ -105,7 +105,7 @@ def _attends_packed(attention: nn.Module) -> bool:
         is_our_attention(attention)
         and attention.bias_k is None
         and not attention.add_zero_attn
-        and is_plain(attention.out_proj, nn.Linear, nn.modules.linear.NonDynamicallyQuantizableLinear)
+        and is_untouched(attention.out_proj, nn.Linear, nn.modules.linear.NonDynamicallyQuantizableLinear)
     )
 
 

@@ -104,3 +104,20 @@ def test_torchs_private_fast_path_is_not_called() -> None:
             library.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()(x)
             library.MultiheadAttention(8, 2, batch_first=True).eval()(x, x, x)
             assert of_layers.called is of_attentions.called is called
+
+
+def test_causal_needs_no_mask() -> None:
+    ours, theirs = attentions(0.0)
+    x, triangle = torch.randn(2, 3, 8), torch.ones(3, 3, dtype=torch.bool).triu(1)
+    with pytest.raises(RuntimeError, match="attn_mask"):
+        theirs(x, x, x, is_causal=True, need_weights=False)
+    expected = theirs(x, x, x, attn_mask=triangle)[0]
+    assert torch.allclose(ours(x, x, x, is_causal=True, need_weights=False)[0], expected, atol=1e-6)
+
+
+def test_the_output_projection_is_called() -> None:
+    x = torch.randn(2, 3, 8)
+    for module, factor in zip(attentions(0.0), (2, 1), strict=True):
+        before = module(x, x, x)[0]
+        module.get_submodule("out_proj").register_forward_hook(lambda _, args, out: 2 * out)
+        assert torch.allclose(module(x, x, x)[0], factor * before)

@@ -9,9 +9,11 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.nn.functional as F
 import torch.nn.utils.parametrize as parametrize
 import torch.nn.utils.prune as prune
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 import fastformer.nn as fnn
 from fastformer.nn.fusing import is_plain, norm_settings
@@ -274,6 +276,35 @@ def test_global_hooks_are_called(kind, norm_first):
         assert ours_calls.count(kind_of_module) == calls[1].count(kind_of_module) > 0, kind_of_module
 
 
+class DoublesRelu(TorchFunctionMode):
+    """A mode as tools have it that count, emulate or replace what is computed."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        return 2 * out if func is F.relu else out
+
+
+LINEAR = F.linear
+EVERYWHERE: dict[str, Callable[[], Any]] = {
+    "a function of torch's": lambda: mock.patch.object(F, "linear", lambda *args: 2 * LINEAR(*args)),
+    "calls of a class": lambda: mock.patch.object(nn.Dropout, "__call__", lambda self, x: 2 * x, create=True),
+    "a mode": DoublesRelu,
+}
+
+
+@both_orders
+@kinds
+@pytest.mark.parametrize("name", EVERYWHERE)
+def test_what_is_changed_everywhere_is_changed_here(name, kind, norm_first):
+    ours, theirs = pair(kind, norm_first)
+    x = torch.randn(N, L, E, dtype=torch.float64), torch.randn(N, S, E, dtype=torch.float64)
+    before = run(ours, kind, *x)
+    with EVERYWHERE[name]():
+        changed = assert_alike(ours, theirs, kind)
+        assert changed.shape == before.shape and not torch.allclose(run(ours, kind, *x), before)
+    assert torch.equal(run(ours, kind, *x), before)
+
+
 @both_orders
 @kinds
 def test_the_blocks_are_seams(kind, norm_first):
@@ -393,6 +424,10 @@ def test_what_is_plain():
     handle = nn.modules.module.register_module_full_backward_hook(lambda *args: None)
     assert not is_plain(linear, nn.Linear)
     handle.remove()
+    with torch.device("cpu"):
+        assert is_plain(linear, nn.Linear), "where tensors are made changes nothing else"
+        with DoublesRelu():
+            assert not is_plain(linear, nn.Linear)
     dropping = fnn.AddLayerNorm(E, dropout=0.5)
     assert norm_settings(dropping) is None and norm_settings(dropping.eval()) is not None
     settings = norm_settings(nn.RMSNorm(E, 0.25))
