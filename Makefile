@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test lint bench sanitize sanitize-memory sanitize-threads format clean
+.PHONY: demo test lint bench peers sanitize sanitize-memory sanitize-threads format clean
 
 demo: $(INSTALLED)
 	$(BIN)/fastformer demo --out demo
@@ -21,6 +21,23 @@ lint: $(INSTALLED)
 
 bench: $(INSTALLED)
 	$(BIN)/python -m benchmarks.run --quick
+
+# The programs that the benchmarks compare with, those that a CPU runs; llama-bench is built from its sources.
+LLAMA := llama_cpp_python-0.3.36
+peers: $(INSTALLED) $(BIN)/llama-bench
+	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -r benchmarks/peers/requirements.txt
+
+$(BIN)/llama-bench: $(INSTALLED)
+	mkdir -p build/peers
+	$(BIN)/pip download -q --disable-pip-version-check --no-deps --no-binary :all: -d build/peers \
+		$(subst _,-,$(subst -,==,$(LLAMA)))
+	$(BIN)/pip install -q --disable-pip-version-check cmake
+	tar xzf build/peers/$(LLAMA).tar.gz -C build/peers
+	$(BIN)/cmake -S build/peers/$(LLAMA)/vendor/llama.cpp -B build/peers/llama -DCMAKE_BUILD_TYPE=Release \
+		-DBUILD_SHARED_LIBS=OFF -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_SERVER=OFF \
+		-DLLAMA_OPENSSL=OFF
+	$(BIN)/cmake --build build/peers/llama --target llama-bench --parallel
+	cp build/peers/llama/bin/llama-bench $@
 
 sanitize: sanitize-memory sanitize-threads
 

@@ -81,6 +81,7 @@ FIELDS: dict[str, Field] = {
     "backends": Field(_TABLE, "ops of this library that it called -> where they ran"),
     "padding": Field(_NUMBER, "the share of positions that are padding"),
     "batches": Field(_COUNT, "batches of an epoch"),
+    "error": Field(_NUMBER, "largest difference to what `baseline` gives, as a share of its size"),
     "same_tokens": Field(_COUNT + _UNKNOWN, "outputs that are as ours in fp32"),
     "missing": Field(_TEXT, "how to install a provider that isn't there; such a line has no times"),
     # What was learned or counted.

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.peers.job import Job, Missing, Model, Tokens
+from benchmarks.peers.job import Job, Model, Tokens
 from fastformer.data.text import read_lines
 from fastformer.models import GPT, Transformer
 from fastformer.run_folder import load_model
@@ -26,6 +26,7 @@ _MODELS: dict[str, tuple[type[Transformer] | type[GPT], str, dict[str, Any]]] = 
     "gpt-tiny": (GPT, "tiny", {"vocab_size": 500, "activation": "gelu_tanh"}),
 }
 CASES = (*_MODELS, "run")
+GPTS = tuple(name for name, (kind, _, _) in _MODELS.items() if kind is GPT)
 
 
 def make_model(case: dict[str, str]) -> Model:
@@ -56,8 +57,7 @@ def make_job(case: dict[str, str], batch: int, num_beams: int) -> Job:
         num_beams: 1 is greedy.
 
     Raises:
-        Missing: a case that has no such batch.
-        ValueError: a text that is too short.
+        ValueError: a case that has no such batch, or a text that is too short.
     """
     if case["name"] == "run":
         sources = mixed_sources(*_encoded(case))
@@ -66,7 +66,7 @@ def make_job(case: dict[str, str], batch: int, num_beams: int) -> Job:
     generator = torch.Generator().manual_seed(batch)
     length, new = (1, _NEW_GPT) if kind is GPT else (_SOURCE, _NEW)
     if kind is GPT and (batch, num_beams) != (1, 1):
-        raise Missing("a GPT is compared at batch 1 without beams, as llama-bench does it")
+        raise ValueError("expected batch 1 and no beams of a GPT, as llama-bench does it")
     if case["name"] in ("tiny", "gpt-tiny"):
         new = 12
     sources = torch.randint(3, settings["vocab_size"], (batch, length), generator=generator).tolist()

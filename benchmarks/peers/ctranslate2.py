@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from benchmarks.peers.job import Job, Missing, Model, Peer, Tokens
+from benchmarks.peers.job import Decoder, Job, Missing, Model, Tokens
 from fastformer.models import Transformer
 from fastformer.nn.attention import MultiheadAttention
 
@@ -25,7 +25,7 @@ _LENGTH_PENALTY = 0.6  # the number that generate has by default
 _ACTIVATIONS = {"relu": "RELU", "gelu": "GELU", "gelu_tanh": "GELUTanh"}
 
 
-class CTranslate2(Peer):
+class CTranslate2(Decoder):
     """Its Translator. Tokens are strings there: the ids in decimal, made before the clock starts."""
 
     name = "ctranslate2"

@@ -12,24 +12,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.peers.job import Job, Missing, Model, Peer, Tokens, until_end
+from benchmarks.peers.job import Decoder, Job, Missing, Model, Tokens, until_end
 from fastformer.models import GPT, Transformer
 
 _LENGTH_PENALTY = 0.6  # the number that generate has by default
 
 
-class HuggingFace(Peer):
+class HuggingFace(Decoder):
     """Its generate, with its own cache."""
 
     name = "transformers"
+    precisions = ("bf16", "fp32")  # it has no int8 on a CPU of its own
 
     def __init__(self, model: Model, precision: str, threads: int, options: dict[str, str]) -> None:
         try:
             import transformers
         except ImportError as error:
             raise Missing("not installed: pip install transformers") from error
-        if precision == "int8":
-            raise Missing("has no int8 on a CPU of its own")
         transformers.utils.logging.set_verbosity_error()
         torch.set_num_threads(threads)
         self.ids = model.config.special_ids

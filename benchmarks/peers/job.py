@@ -1,4 +1,4 @@
-"""What all peers are asked to do, and how a peer does it."""
+"""What peers are asked to do, and how a peer does it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PRECISIONS = ("int8", "bf16", "fp32")
 
 @dataclass(frozen=True)
 class Job:
-    """Batches that are decoded one after the other; one turn of a peer.
+    """Batches that are decoded one after the other; one turn of a peer that decodes.
 
     Attributes:
         batches: of sources, or of prompts, as ids.
@@ -39,11 +39,26 @@ class Job:
 
 
 @dataclass(frozen=True)
+class Step:
+    """One forward pass, or one training step, of a model that somebody else wrote on its case's batch.
+
+    Attributes:
+        results: a file to write what comes out to, with dropout off, as `models.Results`; None: it is timed alone.
+    """
+
+    results: str | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """As JSON has it."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
 class Turn:
     """What came of a job.
 
     Attributes:
-        seconds: of all of its batches, ids in to ids out.
+        seconds: of all of its batches, ids in to ids out; of the step.
         tokens: the new ones of each output, with the end token; None where the peer doesn't tell.
     """
 
@@ -56,7 +71,7 @@ class Peer(ABC):
 
     Args:
         model: whose weights it gets.
-        precision: one of PRECISIONS.
+        precision: one of `precisions`.
         threads: that it may use.
         options: of the command line.
 
@@ -65,9 +80,21 @@ class Peer(ABC):
     """
 
     name: ClassVar[str]
+    precisions: ClassVar[tuple[str, ...]] = PRECISIONS
+    order: ClassVar[type[Job] | type[Step]]
 
     @abstractmethod
-    def __init__(self, model: Model, precision: str, threads: int, options: dict[str, str]) -> None: ...
+    def __init__(self, model: Any, precision: str, threads: int, options: dict[str, str]) -> None: ...
+
+    @abstractmethod
+    def turn(self, job: Any) -> Turn:
+        """Does what is ordered once."""
+
+
+class Decoder(Peer):
+    """A peer that decodes."""
+
+    order = Job
 
     @abstractmethod
     def decode(self, batch: Any, job: Job) -> Any:

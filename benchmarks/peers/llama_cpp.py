@@ -9,15 +9,15 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
-from typing import Any, NoReturn
 
 import torch
 from torch import nn
 
 from benchmarks.peers.hugging_face import check_gpt2
-from benchmarks.peers.job import Job, Missing, Model, Peer, Tokens, Turn
+from benchmarks.peers.job import Job, Missing, Model, Peer, Turn
 from fastformer.models import GPT
 
 _TYPES = {"int8": "Q8_0", "bf16": "BF16", "fp32": "F32"}
@@ -27,13 +27,15 @@ class LlamaCpp(Peer):
     """One process of llama-bench a turn; loading is outside of the time that it reports."""
 
     name = "llama.cpp"
+    order = Job
 
     def __init__(self, model: Model, precision: str, threads: int, options: dict[str, str]) -> None:
-        program = options.get("llama_bench") or shutil.which("llama-bench")
+        built = Path(sys.executable).with_name("llama-bench")  # where `make peers` puts it
+        program = options.get("llama_bench") or (str(built) if built.is_file() else shutil.which("llama-bench"))
         if not isinstance(model, GPT):
             raise Missing("compared with a GPT")
         if program is None or not Path(program).is_file():
-            raise Missing("no llama-bench: build it from llama.cpp, and give --llama_bench PATH or put it on PATH")
+            raise Missing("no llama-bench: `make peers` builds it; or have it on PATH, or give --llama_bench PATH")
         self._folder = tempfile.TemporaryDirectory(prefix="fastformer-gguf-")
         self.program, self.threads = program, threads
         self.file = Path(self._folder.name) / "model.gguf"
@@ -50,14 +52,6 @@ class LlamaCpp(Peer):
         done = subprocess.run(command, capture_output=True, text=True, check=True)
         (result,) = json.loads(done.stdout)
         return Turn(result["avg_ns"] / 1e9, None)
-
-    def decode(self, batch: Any, job: Job) -> NoReturn:
-        """Not in this process."""
-        raise NotImplementedError
-
-    def tokens(self, output: Any, batch: Tokens) -> NoReturn:
-        """It has none."""
-        raise NotImplementedError
 
 
 def write_gguf(model: GPT, file: Path, kind: str) -> None:

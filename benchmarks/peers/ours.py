@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from benchmarks.peers.job import Job, Missing, Model, Peer, Tokens, until_end
+from benchmarks.peers.job import Decoder, Job, Missing, Model, Tokens, until_end
 from fastformer.generation import generate
 from fastformer.generation.engines import choose_engine
 from fastformer.models import GPT
 
 
-class Ours(Peer):
+class Ours(Decoder):
     """`fastformer.generate` with the engine that it chooses."""
 
     name = "fastformer"

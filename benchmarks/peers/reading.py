@@ -7,12 +7,11 @@ and do one addition with it, whatever the engine; the faster one counts.
 from __future__ import annotations
 
 import time
-from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
-from benchmarks.peers.job import Job, Model, Peer, Tokens, Turn
+from benchmarks.peers.job import Job, Model, Peer, Turn
 from fastformer.models import GPT
 
 DRAM = 256 * 2**20  # bytes: more than any cache has
@@ -23,6 +22,8 @@ class Reading(Peer):
     """Reads; a job's only batch is [[number of bytes]]."""
 
     name = "read"
+    precisions = ("fp32",)
+    order = Job
 
     def __init__(self, model: Model, precision: str, threads: int, options: dict[str, str]) -> None:
         torch.set_num_threads(threads)
@@ -39,14 +40,6 @@ class Reading(Peer):
                 view.sum()
                 best = min(best, time.perf_counter() - began)
         return Turn(best, None)
-
-    def decode(self, batch: Any, job: Job) -> NoReturn:
-        """It decodes nothing."""
-        raise NotImplementedError
-
-    def tokens(self, output: Any, batch: Tokens) -> NoReturn:
-        """It has none."""
-        raise NotImplementedError
 
 
 def bytes_per_step(model: Model, precision: str) -> int:

@@ -7,14 +7,18 @@ were started with, and while one works the others are asleep.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import subprocess
 import sys
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from benchmarks.peers.job import Job, Missing, Peer, Turn
+from benchmarks.peers import models
+from benchmarks.peers.cases import GPTS, make_model
+from benchmarks.peers.job import Job, Missing, Peer, Step, Turn
 
 ROOT = Path(__file__).parents[2]
 
@@ -24,17 +28,17 @@ class Place:
     """What a worker is.
 
     Attributes:
-        peer: a key of `peers()`, or "read": the read bandwidth.
-        precision: one of job.PRECISIONS.
+        peer: a key of `peers(case)`.
+        precision: one of its.
         threads: of the worker.
-        case: what `cases.make_model` takes.
+        case: what `cases.make_model` takes, or a case of `models`.
         options: of the command line.
     """
 
     peer: str
     precision: str
     threads: int
-    case: dict[str, str]
+    case: dict[str, Any]
     options: dict[str, str]
 
 
@@ -58,7 +62,7 @@ class Worker:
         """Waits until the model is loaded; why there is none, where the peer can't."""
         return self._answer().get("missing")
 
-    def turn(self, job: Job) -> Turn:
+    def turn(self, job: Job | Step) -> Turn:
         """Has a job done.
 
         Raises:
@@ -94,15 +98,26 @@ class Worker:
         return answer
 
 
-def peers() -> dict[str, type[Peer]]:
-    """All of them; ours first."""
-    from benchmarks.peers.ctranslate2 import CTranslate2
-    from benchmarks.peers.hugging_face import HuggingFace
-    from benchmarks.peers.llama_cpp import LlamaCpp
-    from benchmarks.peers.ours import Ours
-    from benchmarks.peers.reading import Reading
+def peers(case: dict[str, Any]) -> dict[str, type[Peer]]:
+    """Those that a case is for: ours first, or the model as it is."""
+    if case["name"] in models.MODELS:
+        from benchmarks.peers.onnxruntime import OnnxRuntime
+        from benchmarks.peers.openvino import OpenVino
+        from benchmarks.peers.pytorch import Accelerated, AcceleratedCompiled, AsItIs, Compiled
 
-    return {peer.name: peer for peer in (Ours, CTranslate2, HuggingFace, LlamaCpp, Reading)}
+        compared: list[type[Peer]] = [AsItIs, Accelerated, Compiled, AcceleratedCompiled]
+        if models.is_exported(case):
+            compared += [OnnxRuntime, OpenVino]
+    else:
+        from benchmarks.peers.ctranslate2 import CTranslate2
+        from benchmarks.peers.hugging_face import HuggingFace
+        from benchmarks.peers.llama_cpp import LlamaCpp
+        from benchmarks.peers.ours import Ours
+        from benchmarks.peers.reading import Reading
+
+        others = [HuggingFace, LlamaCpp] if case["name"] in GPTS else [CTranslate2, HuggingFace]
+        compared = [Ours, *others, Reading]
+    return {peer.name: peer for peer in compared}
 
 
 def serve(place: Place, orders: IO[str], answers: IO[str]) -> None:
@@ -112,10 +127,9 @@ def serve(place: Place, orders: IO[str], answers: IO[str]) -> None:
         answers.write(json.dumps(values) + "\n")
         answers.flush()
 
-    from benchmarks.peers.cases import make_model
-
     try:
-        peer = peers()[place.peer](make_model(place.case), place.precision, place.threads, place.options)
+        model = place.case if place.case["name"] in models.MODELS else make_model(place.case)
+        peer = peers(place.case)[place.peer](model, place.precision, place.threads, place.options)
         answer()
     except Missing as missing:
         answer(missing=str(missing))
@@ -125,7 +139,7 @@ def serve(place: Place, orders: IO[str], answers: IO[str]) -> None:
         raise
     for line in orders:
         try:
-            turn = peer.turn(Job(**json.loads(line)))
+            turn = peer.turn(peer.order(**json.loads(line)))
             answer(seconds=turn.seconds, tokens=turn.tokens)
         except Missing as missing:
             answer(missing=str(missing))
@@ -138,4 +152,6 @@ if __name__ == "__main__":
     # What libraries print must not come between the answers.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
+    logging.disable(logging.WARNING)  # what is unusual in a library's eyes, once for each process
+    warnings.simplefilter("ignore")
     serve(Place(**json.loads(sys.argv[1])), sys.stdin, answers)

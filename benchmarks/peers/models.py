@@ -1,0 +1,246 @@
+"""Models that somebody else wrote, with random weights and a batch each: what `fastformer.accelerate` is for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.peers.job import Missing
+
+_DROPOUT = 0.1  # where a model learns: the default of all of them
+
+
+@dataclass
+class Work:
+    """A model, and what is done with it.
+
+    Attributes:
+        model: as somebody wrote it.
+        call: model -> its output at all positions, or the loss where it learns.
+        keep: (batch, seqlen), True at real tokens.
+        inputs: the batch for those who run another form of the model, the mask last; empty where nobody does.
+        learns: whether a turn is a training step.
+    """
+
+    model: nn.Module
+    call: Callable[[Any], Tensor]
+    keep: Tensor
+    inputs: tuple[Tensor, ...]
+    learns: bool
+
+    def step(self, model: nn.Module) -> Tensor:
+        """Outputs at real tokens; or the loss, with gradients left in the parameters."""
+        if not self.learns:
+            with torch.inference_mode():
+                return self.call(model)[self.keep]
+        loss = self.call(model)
+        loss.backward()
+        return loss.detach()
+
+
+class Results(NamedTuple):
+    """What came out, for a comparison.
+
+    Attributes:
+        values: the outputs at real tokens; or the loss and, for each parameter, its gradient times a random vector.
+        scales: the size that a value's error is held against, broadcastable to `values`.
+    """
+
+    values: Tensor
+    scales: Tensor
+
+    def save(self, file: Path) -> None:
+        """Writes them."""
+        torch.save(tuple(self), file)
+
+    @classmethod
+    def load(cls, file: Path) -> Results:
+        """Reads them."""
+        return cls(*torch.load(file))
+
+    def error(self, expected: Results) -> float:
+        """The largest difference, as a share of its scale; infinite where there is another number of values or NaN."""
+        if self.values.shape != expected.values.shape:
+            return float("inf")
+        error = float(((self.values - expected.values).abs() / expected.scales).max())
+        return float("inf") if error != error else error
+
+
+def outputs(values: Tensor) -> Results:
+    """Those of a forward pass: errors as a share of the largest one."""
+    return Results(values.float(), values.float().abs().max())
+
+
+def gradients(loss: Tensor, parameters: list[nn.Parameter]) -> Results:
+    """Those of a training step. A gradient that is all rounding is held against a little of the largest one."""
+    found = [torch.zeros(1) if p.grad is None else p.grad.float().flatten() for p in parameters]
+    norms = torch.stack([g.norm() for g in found])
+    generator = torch.Generator().manual_seed(3)
+    products = torch.stack([g @ torch.randn(g.numel(), generator=generator) for g in found])
+    return Results(
+        torch.cat([loss.float().reshape(1), products]),
+        torch.cat([loss.float().reshape(1).abs(), norms + 1e-2 * norms.max()]),
+    )
+
+
+def bounds(seqlen: str) -> tuple[int, int]:
+    """The least and the greatest length of "512" or of "32 to 128"."""
+    low, _, high = seqlen.partition(" to ")
+    return int(low), int(high or low)
+
+
+def lengths_of(batch: int, low: int, high: int) -> Tensor:
+    """Lengths from low to high, the same ones each time; the first is high."""
+    lengths = torch.randint(low, high + 1, (batch,), generator=torch.Generator().manual_seed(1))
+    lengths[0] = high
+    return lengths
+
+
+def kept(case: dict[str, Any]) -> Tensor:
+    """(batch, seqlen) of a case, True at real tokens."""
+    low, high = bounds(case["seqlen"])
+    return torch.arange(high) < lengths_of(case["batch"], low, high)[:, None]
+
+
+def padding(case: dict[str, Any]) -> float:
+    """The share of a case's tokens that are padding."""
+    return 1 - float(kept(case).float().mean())
+
+
+def _ids(keep: Tensor, vocab_size: int) -> Tensor:
+    return torch.randint(5, vocab_size, keep.shape, generator=torch.Generator().manual_seed(2))
+
+
+def _transformers() -> Any:
+    try:
+        import transformers
+    except ImportError as error:
+        raise Missing("not installed: pip install transformers") from error
+    transformers.utils.logging.set_verbosity_error()
+    return transformers
+
+
+def _encoder(case: dict[str, Any], dtype: torch.dtype, dropout_p: float, **sizes: int) -> Work:
+    """torch.nn.TransformerEncoder."""
+    keep, learns = kept(case), case["mode"] == "training"
+    width = sizes["d_model"]
+    layer = nn.TransformerEncoderLayer(width, sizes["num_heads"], 4 * width, dropout_p, batch_first=True)
+    model = nn.TransformerEncoder(layer, sizes["num_layers"]).to(dtype)
+    x = torch.randn(*keep.shape, width, generator=torch.Generator().manual_seed(2)).to(dtype)
+    ignored = None if bool(keep.all()) else ~keep
+
+    def call(m: Any) -> Tensor:
+        found: Tensor = m(x, src_key_padding_mask=ignored)
+        # Not the mean square of it all, which a norm makes the same whatever went before.
+        return found[keep][:, : width // 4].float().sum(1).square().mean() if learns else found
+
+    return Work(model.train(learns), call, keep, (), learns)
+
+
+def _bert(case: dict[str, Any], dtype: torch.dtype, dropout_p: float, **sizes: int) -> Work:
+    library = _transformers()
+    config = library.BertConfig(
+        attn_implementation="sdpa", hidden_dropout_prob=dropout_p, attention_probs_dropout_prob=dropout_p, **sizes
+    )
+    model = library.BertModel(config, add_pooling_layer=False).to(dtype)
+    keep = kept(case)
+    ids, mask = _ids(keep, config.vocab_size), keep.long()
+    return Work(model.eval(), lambda m: m(ids, attention_mask=mask).last_hidden_state, keep, (ids, mask), False)
+
+
+def _gpt2(case: dict[str, Any], dtype: torch.dtype, dropout_p: float, **sizes: int) -> Work:
+    library = _transformers()
+    config = library.GPT2Config(
+        attn_implementation="sdpa", resid_pdrop=dropout_p, embd_pdrop=dropout_p, attn_pdrop=dropout_p,
+        **sizes,
+    )  # fmt: skip
+    model = library.GPT2LMHeadModel(config).to(dtype)
+    keep = kept(case)
+    ids, mask = _ids(keep, config.vocab_size), keep.long()
+    labels = ids.masked_fill(~keep, -100)
+    return Work(model.train(), lambda m: m(ids, attention_mask=mask, labels=labels).loss, keep, (), True)
+
+
+def _marian(case: dict[str, Any], dtype: torch.dtype, dropout_p: float, **sizes: int) -> Work:
+    library = _transformers()
+    layers, width = sizes["num_layers"], sizes["d_model"]
+    config = library.MarianConfig(
+        vocab_size=32000, d_model=width, encoder_layers=layers, decoder_layers=layers,
+        encoder_attention_heads=width // 64, decoder_attention_heads=width // 64, encoder_ffn_dim=4 * width,
+        decoder_ffn_dim=4 * width, dropout=dropout_p, pad_token_id=1, decoder_start_token_id=1,
+        attn_implementation="sdpa",
+    )  # fmt: skip
+    model = library.MarianMTModel(config).to(dtype)
+    keep = kept(case)
+    ids, mask = _ids(keep, 32000).masked_fill(~keep, 1), keep.long()
+    labels = ids.masked_fill(~keep, -100)
+
+    def call(m: Any) -> Tensor:
+        loss: Tensor = m(ids, attention_mask=mask, decoder_attention_mask=mask, labels=labels).loss
+        return loss
+
+    return Work(model.train(), call, keep, (), True)
+
+
+_SMALL_BERT = {"hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 512,
+               "vocab_size": 1000}  # fmt: skip
+# name -> (how the model is made, its sizes)
+_MODELS: dict[str, tuple[Callable[..., Work], dict[str, int]]] = {
+    "bert_base": (_bert, {}),
+    "gpt2_small": (_gpt2, {}),
+    "marian_base": (_marian, {"num_layers": 6, "d_model": 512}),
+    "torch_nn_encoder": (_encoder, {"num_layers": 6, "d_model": 512, "num_heads": 8}),
+    "bert_tiny": (_bert, _SMALL_BERT),
+    "torch_nn_tiny": (_encoder, {"num_layers": 2, "d_model": 64, "num_heads": 4}),
+}
+MODELS = tuple(_MODELS)
+
+_FORWARD, _LEARNS = {"mode": "forward"}, {"mode": "training"}
+# What is compared, and what `--quick` compares.
+CASES: list[dict[str, Any]] = [
+    {"name": "bert_base", "batch": 8, "seqlen": "32 to 128", **_FORWARD},
+    {"name": "bert_base", "batch": 8, "seqlen": "512", **_FORWARD},
+    {"name": "gpt2_small", "batch": 4, "seqlen": "256", **_LEARNS},
+    {"name": "gpt2_small", "batch": 4, "seqlen": "16 to 256", **_LEARNS},
+    {"name": "marian_base", "batch": 16, "seqlen": "8 to 64", **_LEARNS},
+    *(
+        {"name": "torch_nn_encoder", "batch": 8, "seqlen": seqlen, **mode}
+        for seqlen in ("128", "1 to 128", "512", "1 to 512")
+        for mode in (_FORWARD, _LEARNS)
+    ),
+]
+QUICK: list[dict[str, Any]] = [
+    {"name": "bert_tiny", "batch": 8, "seqlen": "8 to 64", **_FORWARD},
+    {"name": "torch_nn_tiny", "batch": 8, "seqlen": "8 to 64", **_LEARNS},
+]
+
+
+def is_exported(case: dict[str, Any]) -> bool:
+    """Whether runtimes are compared that take a model apart: those of transformers, forward."""
+    return case["mode"] == "forward" and _MODELS[case["name"]][0] is _bert
+
+
+def shape_of(case: dict[str, Any]) -> dict[str, Any]:
+    """What varies between the cases of a model."""
+    return {key: case[key] for key in ("batch", "seqlen", "mode")}
+
+
+def make_work(case: dict[str, Any], dtype: torch.dtype, *, drops: bool = True) -> Work:
+    """The work of a case: the same weights and batch in each process.
+
+    Args:
+        case: one of CASES, or of that form.
+        dtype: of the weights.
+        drops: whether dropout is on where the model learns.
+
+    Raises:
+        Missing: the library that has the model is not here.
+    """
+    make, sizes = _MODELS[case["name"]]
+    torch.manual_seed(0)
+    return make(case, dtype, _DROPOUT if drops and case["mode"] == "training" else 0.0, **sizes)

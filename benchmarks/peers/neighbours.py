@@ -1,0 +1,66 @@
+"""Ours beside busy processes: what is left of its speed, and what would be fair."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Iterator
+
+from benchmarks.peers.cases import make_job
+from benchmarks.peers.compare import PAUSE, busy_neighbours, fair_share, num_tokens, take_turns
+from benchmarks.peers.side_by_side import Row, close, start
+from benchmarks.peers.suite import Plan
+from benchmarks.peers.worker import Worker
+from benchmarks.timing import Timing
+
+_BUSY_SECONDS = 1.0  # of a turn beside neighbours: many slices of the scheduler
+
+
+def measure(plan: Plan, rounds: int, neighbours: int) -> Iterator[Row]:
+    """Rows of ours: quiet and beside so many busy processes in turn.
+
+    Raises:
+        Failed: it raised.
+    """
+    cores = os.cpu_count() or 1
+    workers, missing = start([place for place in plan.places(plan.precisions) if place.peer == "fastformer"])
+    shared = {"suite": "decoding", "op": "peers_neighbours", "model": plan.case["name"], "provider": "fastformer"}
+    try:
+        for num_beams in plan.beams:
+            for batch in plan.batches:
+                job = make_job(plan.case, batch, num_beams)
+                shared["shape"] = {"batch": batch, "num_beams": num_beams}
+                yield from ({**shared, "precision": t.precision, "missing": why} for t, why in missing.items())
+                tokens = {key: worker.turn(job).tokens for key, worker in workers.items()}
+
+                def turn(worker: Worker, count: int, job: object = job) -> float:
+                    taken: list[float] = []
+                    with busy_neighbours(count):
+                        while sum(taken) < _BUSY_SECONDS:
+                            taken.append(worker.turn(job).seconds)  # type: ignore[arg-type]
+                    return sum(taken) / len(taken)
+
+                turns = {
+                    (key, count): functools.partial(turn, worker, count)
+                    for key, worker in workers.items()
+                    for count in (0, neighbours)
+                }
+                measured = take_turns(turns, rounds, PAUSE)
+                for key in workers:
+                    thing, threads = key
+                    quiet, busy = (Timing.of(measured[key, count]) for count in (0, neighbours))
+                    yield shared | {
+                        "precision": thing.precision,
+                        "threads": threads,
+                        "neighbours": neighbours,
+                        "ms_p50": 1e3 * busy.p50,
+                        "ms_p20": 1e3 * busy.p20,
+                        "ms_p80": 1e3 * busy.p80,
+                        "ms_quiet": 1e3 * quiet.p50,
+                        "tokens_s": num_tokens(job, tokens[key]) / busy.p50,
+                        "speedup": quiet.p50 / busy.p50,
+                        "baseline": "quiet",
+                        "fair_share": fair_share(threads, neighbours, cores),
+                    }
+    finally:
+        close(workers)

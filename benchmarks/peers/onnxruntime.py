@@ -1,0 +1,70 @@
+"""ONNX Runtime on a forward pass: exported by torch.onnx, all of its graph optimisations on."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import io
+import tempfile
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.peers.job import Missing
+from benchmarks.peers.models import Work
+from benchmarks.peers.pytorch import Runtime
+
+
+class FirstOutput(nn.Module):
+    """A model of transformers as a function from tensors to one tensor."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        """The tensor that the model's forward gives first."""
+        found: Tensor = self.model(input_ids, attention_mask=attention_mask)[0]
+        return found
+
+
+class OnnxRuntime(Runtime):
+    """Its CPU provider. int8: weights, and rows as they come, by its quantize_dynamic."""
+
+    name = "onnxruntime"
+    precisions = ("int8", "fp32")  # its CPU kernels have no bf16
+
+    def prepare(self, work: Work) -> Any:
+        """A session."""
+        try:
+            import onnxruntime
+            import onnxscript  # noqa: F401  (torch.onnx needs it)
+            from onnxruntime.quantization import QuantType, quantize_dynamic
+        except ImportError as error:
+            raise Missing("not installed: pip install onnxruntime onnx onnxscript") from error
+        onnxruntime.set_default_logger_severity(3)
+        settings = onnxruntime.SessionOptions()
+        settings.intra_op_num_threads, settings.inter_op_num_threads = self.threads, 1
+        settings.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_ALL
+        with tempfile.TemporaryDirectory(prefix="fastformer-onnx-") as folder:
+            file = Path(folder) / "model.onnx"
+            with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+                warnings.simplefilter("ignore")
+                torch.onnx.export(
+                    FirstOutput(copy.deepcopy(work.model)).eval(), work.inputs, file, dynamo=True, verbose=False,
+                    input_names=["input_ids", "attention_mask"], output_names=["hidden"],
+                )  # fmt: skip
+            if self.precision == "int8":
+                rounded = file.with_name("int8.onnx")
+                quantize_dynamic(file, rounded, weight_type=QuantType.QInt8)
+                file = rounded
+            return onnxruntime.InferenceSession(str(file), settings, providers=["CPUExecutionProvider"])
+
+    def run(self, work: Work, prepared: Any) -> Tensor:
+        """Tensors in, a tensor out."""
+        ids, mask = (each.numpy() for each in work.inputs)
+        (found,) = prepared.run(None, {"input_ids": ids, "attention_mask": mask})
+        return torch.from_numpy(found)[work.keep]

@@ -1,0 +1,52 @@
+"""OpenVINO on a forward pass, converted from the PyTorch model for the one shape that there is."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.peers.job import Missing
+from benchmarks.peers.models import Work
+from benchmarks.peers.onnxruntime import FirstOutput
+from benchmarks.peers.pytorch import Runtime
+
+
+class OpenVino(Runtime):
+    """Its CPU plugin. int8: weights by nncf, and rows as they come by the plugin."""
+
+    name = "openvino"
+
+    def prepare(self, work: Work) -> Any:
+        """A compiled model."""
+        try:
+            import openvino
+        except ImportError as error:
+            raise Missing("not installed: pip install openvino") from error
+        plain = FirstOutput(copy.deepcopy(work.model).float()).eval()
+        shapes = [list(each.shape) for each in work.inputs]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            converted = openvino.convert_model(plain, example_input=work.inputs, input=shapes)
+        type_of = openvino.Type.bf16 if self.precision == "bf16" else openvino.Type.f32
+        settings = {
+            "INFERENCE_NUM_THREADS": self.threads,
+            "INFERENCE_PRECISION_HINT": type_of,
+            "PERFORMANCE_HINT": "LATENCY",
+        }
+        if self.precision == "int8":
+            try:
+                import nncf
+            except ImportError as error:
+                raise Missing("not installed: pip install nncf") from error
+            converted = nncf.compress_weights(converted, mode=nncf.CompressWeightsMode.INT8_SYM)
+            settings["DYNAMIC_QUANTIZATION_GROUP_SIZE"] = 2**64 - 1  # a scale for each row
+        return openvino.Core().compile_model(converted, "CPU", settings)
+
+    def run(self, work: Work, prepared: Any) -> Tensor:
+        """Tensors in, a tensor out."""
+        found = prepared([each.numpy() for each in work.inputs])[0]
+        return torch.from_numpy(found)[work.keep]

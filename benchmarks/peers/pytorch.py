@@ -1,0 +1,114 @@
+"""Models of torch.nn and transformers as they are, accelerated, compiled, and both."""
+
+from __future__ import annotations
+
+import time
+from abc import abstractmethod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+
+import fastformer
+from benchmarks.peers.job import Missing, Peer, Step, Turn
+from benchmarks.peers.models import Work, gradients, make_work, outputs
+from benchmarks.timing import keep_freed_memory
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.float32}  # int8 is made of fp32
+
+
+class Runtime(Peer):
+    """A way to run a model; its model is a case of `models`."""
+
+    order = Step
+
+    def __init__(self, model: dict[str, Any], precision: str, threads: int, options: dict[str, str]) -> None:
+        torch.set_num_threads(threads)
+        keep_freed_memory()
+        self.case, self.precision, self.threads = model, precision, threads
+        self.work = self._work()
+        self.prepared = self.prepare(self.work)
+
+    def _work(self, *, drops: bool = True) -> Work:
+        return make_work(self.case, DTYPES[self.precision], drops=drops)
+
+    @abstractmethod
+    def prepare(self, work: Work) -> Any:
+        """The model as this runs it."""
+
+    @abstractmethod
+    def run(self, work: Work, prepared: Any) -> Tensor:
+        """`Work.step`; all of it is timed."""
+
+    def turn(self, job: Step) -> Turn:
+        """One step. One that is checked has no dropout: other masks would give other results."""
+        if job.results is not None and self.work.learns:
+            work = self._work(drops=False)
+            prepared = self.prepare(work)
+        else:
+            work, prepared = self.work, self.prepared
+        torch.manual_seed(0)
+        began = time.perf_counter()
+        result = self.run(work, prepared)
+        seconds = time.perf_counter() - began
+        parameters = list(work.model.parameters())
+        if job.results is not None:
+            found = gradients(result, parameters) if work.learns else outputs(result)
+            found.save(Path(job.results))
+        for parameter in parameters:
+            parameter.grad = None
+        return Turn(seconds, None)
+
+
+class AsItIs(Runtime):
+    """PyTorch, with attention "sdpa": what everything else is measured against."""
+
+    name = "as it is"
+    precisions = ("bf16", "fp32")
+
+    def prepare(self, work: Work) -> nn.Module:
+        """The model."""
+        return work.model
+
+    def run(self, work: Work, prepared: nn.Module) -> Tensor:
+        """Its own forward."""
+        return work.step(prepared)
+
+
+class Accelerated(AsItIs):
+    """After `fastformer.accelerate`."""
+
+    name = "accelerated"
+
+    def prepare(self, work: Work) -> nn.Module:
+        """The model, whose classes are ours now."""
+        report = fastformer.accelerate(work.model)
+        if not report.swapped:
+            raise ValueError(f"expected that accelerate takes the model, but it left all of it: {report}")
+        return work.model
+
+
+class Compiled(AsItIs):
+    """torch.compile of the model as it is."""
+
+    name = "torch.compile"
+
+    def prepare(self, work: Work) -> Any:
+        """Compiled at its first call, for the one shape that there is."""
+        torch._dynamo.reset()
+        return torch.compile(super().prepare(work))
+
+    def run(self, work: Work, prepared: nn.Module) -> Tensor:
+        """Refuses what was left as it is."""
+        found = super().run(work, prepared)
+        if not counters["stats"]["unique_graphs"]:
+            raise Missing("torch.compile did not compile it")
+        return found
+
+
+class AcceleratedCompiled(Compiled, Accelerated):
+    """torch.compile of the accelerated model."""
+
+    name = "accelerated, torch.compile"

@@ -1,0 +1,242 @@
+"""One job, all peers: started, checked, timed in turns, and a row of each.
+
+In fp32 a peer that decodes has to give our tokens, and a model has to give the results of the model as it is: what
+doesn't is reported, not timed.
+"""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.peers.compare import (
+    PAUSE,
+    TURN,
+    Best,
+    Thing,
+    agreeing,
+    better_threads,
+    is_wrong,
+    num_tokens,
+    rival,
+    steps,
+    take_turns,
+)
+from benchmarks.peers.job import Job, Missing, Step, Tokens
+from benchmarks.peers.models import Results
+from benchmarks.peers.reading import DRAM
+from benchmarks.peers.worker import Failed, Place, Worker
+from benchmarks.timing import Timing
+
+Workers = dict[tuple[Thing, int], Worker]
+Row = dict[str, Any]
+
+OURS = ("fastformer", "as it is", "accelerated", "read")  # what these raise is an error of the run
+# Largest difference to the model as it is, as a share of the scale: twice what rounding explains. int8 is as far off
+# as it is, and says so: beyond a half it has lost the weights.
+_TOLERANCES = {"fp32": 2e-3, "bf16": 0.1, "int8": 0.5}
+
+
+def start(places: Sequence[Place]) -> tuple[Workers, dict[Thing, str]]:
+    """The workers of those that can, and why the others can't."""
+    workers: Workers = {}
+    missing: dict[Thing, str] = {}
+    try:
+        for place in places:
+            thing = Thing(place.peer, place.precision)
+            if thing in missing:
+                continue
+            worker = workers[thing, place.threads] = Worker(place)
+            try:
+                why = worker.ready()
+            except Failed as failure:
+                if place.peer in OURS:
+                    raise
+                why = str(failure)
+            if why is not None:
+                workers.pop((thing, place.threads)).close()
+                missing[thing] = why
+    except BaseException:
+        close(workers)
+        raise
+    return workers, missing
+
+
+def close(workers: Workers) -> None:
+    """Ends them all."""
+    for worker in workers.values():
+        worker.close()
+
+
+@dataclass
+class _First:
+    """What came of the first turns, which are the warm-up as well.
+
+    Attributes:
+        found: what each thing gave.
+        repeats: the turns in a row that make one that is long enough.
+        refused: why a thing doesn't do this job.
+    """
+
+    found: dict[Thing, Any] = field(default_factory=dict)
+    repeats: dict[tuple[Thing, int], int] = field(default_factory=dict)
+    refused: dict[Thing, str] = field(default_factory=dict)
+
+
+def _first_turns(workers: Workers, job: Job | Step) -> _First:
+    first = _First()
+    with tempfile.TemporaryDirectory(prefix="fastformer-peers-") as folder:
+        file = Path(folder) / "results.pt"
+        for (thing, threads), worker in workers.items():
+            if thing in first.refused:
+                continue
+            try:
+                if isinstance(job, Step):
+                    worker.turn(Step(str(file)))
+                    first.found[thing] = Results.load(file)
+                    worker.turn(job)  # one that is not checked may still have to be compiled
+                else:
+                    first.found[thing] = worker.turn(job).tokens
+                first.repeats[thing, threads] = max(1, round(TURN / worker.turn(job).seconds))
+            except (Missing, Failed) as error:
+                if isinstance(error, Failed) and thing.peer in OURS:
+                    raise
+                first.refused[thing] = str(error)
+                first.found.pop(thing, None)
+    return first
+
+
+def _timed(
+    workers: Workers, job: Job | Step, first: _First, wrong: Iterable[Thing], reads: Mapping[Any, Any], rounds: int
+) -> dict[Any, list[float]]:
+    """The seconds of a job, by thing and threads, and the bytes a second of what is read between them."""
+
+    def turn(worker: Worker, times: int) -> float:
+        return sum(worker.turn(job).seconds for _ in range(times)) / times
+
+    turns = {
+        key: functools.partial(turn, worker, first.repeats[key])
+        for key, worker in workers.items()
+        if key[0] not in {*wrong, *first.refused}
+    }
+    return take_turns({**turns, **reads}, rounds, PAUSE)
+
+
+def _times(found: Best, thing: Thing, measured: Mapping[Any, list[float]], against: Best | None) -> Row:
+    return {
+        "threads": found.threads,
+        "ms_p50": 1e3 * found.timing.p50,
+        "ms_p20": 1e3 * found.timing.p20,
+        "ms_p80": 1e3 * found.timing.p80,
+        "ms_by_threads": {
+            str(threads): 1e3 * Timing.of(seconds).p50
+            for (other, threads), seconds in measured.items()
+            if other == thing
+        },
+        "rounds": len(measured[thing, found.threads]),
+        "speedup": None if against is None else against.timing.p50 / found.timing.p50,
+    }
+
+
+def models(workers: Workers, rounds: int) -> Iterator[Row]:
+    """A row of each way to run a model, against the model as it is."""
+    base = next(thing for thing, _ in workers if thing.peer == "as it is")
+    first = _first_turns(workers, Step())
+    errors = {thing: found.error(first.found[base]) for thing, found in first.found.items()}
+    wrong = [thing for thing, error in errors.items() if not error <= _TOLERANCES[thing.precision]]
+    for thing, why in first.refused.items():
+        yield {"provider": thing.peer, "dtype": thing.precision, "missing": why}
+    for thing in wrong:
+        how = f"its results are off by {errors[thing]:.2g} of their size"
+        yield {"provider": thing.peer, "dtype": thing.precision, "wrong": how}
+    measured = _timed(workers, Step(), first, wrong, {}, rounds)
+    best = better_threads(measured)
+    for thing, found in sorted(best.items(), key=lambda item: item[0].precision == "int8"):
+        row: Row = {"provider": thing.peer, "dtype": thing.precision, "baseline": base.peer, "error": errors[thing]}
+        yield row | _times(found, thing, measured, best[base])
+
+
+def decoders(workers: Workers, job: Job, rounds: int, weights: Mapping[str, int]) -> Iterator[Row]:
+    """A row of each peer that decodes, against the fastest kind of program that there is beside ours.
+
+    Args:
+        workers: of decoders, and of "read".
+        job: for all of them.
+        rounds: turns of each.
+        weights: precision -> the bytes that a step of the decoder reads.
+    """
+    decoding = {key: worker for key, worker in workers.items() if key[0].peer != "read"}
+    readers = {threads: worker for (thing, threads), worker in workers.items() if thing.peer == "read"}
+    first = _first_turns(decoding, job)
+    expected = first.found.get(Thing("fastformer", "fp32"))
+    same = {
+        thing: None if expected is None or found is None else agreeing(expected, found)
+        for thing, found in first.found.items()
+    }
+    total = sum(map(len, job.batches))
+    # Where outputs end by themselves, the beam searches of others are not ours.
+    is_comparable = job.num_beams == 1 or job.new_tokens is not None
+    wrong = [
+        thing
+        for thing, count in same.items()
+        if thing.precision == "fp32" and is_comparable and count is not None and is_wrong(count, total)
+    ]
+    for thing, why in first.refused.items():
+        yield {"provider": thing.peer, "precision": thing.precision, "missing": why}
+    for thing in wrong:
+        how = f"{same[thing]} of {total} outputs are ours"
+        yield {"provider": thing.peer, "precision": thing.precision, "wrong": how}
+
+    def read(worker: Worker, count: int) -> float:
+        return count / worker.turn(Job([[[count]]], 1, 1)).seconds
+
+    reads = {
+        (Thing("read", str(size)), threads): functools.partial(read, worker, size)
+        for size in sorted({DRAM, *weights.values()})
+        for threads, worker in readers.items()
+    }
+    measured = _timed(decoding, job, first, wrong, reads, rounds)
+    bandwidth: dict[int, float] = {}
+    for thing, threads in reads:
+        size, rate = int(thing.precision), Timing.of(measured.pop((thing, threads))).p50
+        bandwidth[size] = max(rate, bandwidth.get(size, 0.0))
+    best = better_threads(measured)
+    for thing, found in best.items():
+        against = rival(thing, best)
+        row: Row = {"provider": thing.peer, "precision": thing.precision, "baseline": str(against) if against else None}
+        row |= _times(found, thing, measured, best[against] if against else None)
+        row |= {"same_tokens": same[thing]}
+        yield row | rates(thing, found.timing.p50, job, first.found[thing], weights, bandwidth)
+
+
+def rates(
+    thing: Thing,
+    seconds: float,
+    job: Job,
+    tokens: Tokens | None,
+    weights: Mapping[str, int],
+    bandwidth: Mapping[int, float],
+) -> Row:
+    """Tokens a second, and how near that is to merely reading the weights.
+
+    Args:
+        thing: whose row it is.
+        seconds: of the job.
+        job: what was done.
+        tokens: what came out, where it is known.
+        weights: precision -> the bytes that a step reads.
+        bandwidth: a number of bytes -> those a second at which so many are read again and again.
+    """
+    row: Row = {"tokens_s": num_tokens(job, tokens) / seconds}
+    if (count := steps(job, tokens)) is not None:
+        # The encoder's time counts as the steps': a little is left out of the share, never added.
+        size = weights[thing.precision]
+        row |= {"ms_step": 1e3 * seconds / count, "weight_bytes_step": size}
+        if bandwidth:
+            rate = size * count / seconds
+            row |= {"share_of_dram": rate / bandwidth[DRAM], "share_of_cached": rate / bandwidth[size]}
+    return row

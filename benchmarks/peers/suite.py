@@ -1,0 +1,153 @@
+"""The peers of the suites "decoding" and "model": which cases, in which precisions, and a row for each peer.
+
+for row in run("decoding", quick=True): ...
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from benchmarks.peers import models, side_by_side
+from benchmarks.peers.cases import make_job, make_model
+from benchmarks.peers.compare import Thing
+from benchmarks.peers.job import PRECISIONS
+from benchmarks.peers.reading import bytes_per_step
+from benchmarks.peers.side_by_side import Row
+from benchmarks.peers.worker import Place, peers
+
+SUITES = ("decoding", "model")
+_ROUNDS, _QUICK_ROUNDS = 7, 3
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A case and what is asked of it.
+
+    Attributes:
+        case: as `cases.make_model` takes it, or one of `models.CASES`.
+        precisions: some of PRECISIONS.
+        threads: each peer counts with the number that is better for it.
+        batches: outputs that are decoded together.
+        beams: 1 is greedy.
+        only: names of peers; empty: all. What others are measured against is always there.
+        options: for peers: "llama_bench", a path.
+    """
+
+    case: dict[str, Any]
+    precisions: Sequence[str] = PRECISIONS
+    threads: Sequence[int] = ()
+    batches: Sequence[int] = (1,)
+    beams: Sequence[int] = (1,)
+    only: Sequence[str] = ()
+    options: dict[str, str] = field(default_factory=dict)
+
+    def places(self, precisions: Iterable[str]) -> list[Place]:
+        """A worker for each peer, each of these precisions that it has, and each number of threads."""
+        return [
+            Place(name, precision, threads, self.case, self.options)
+            for name, peer in peers(self.case).items()
+            if not self.only or name in {*self.only, "read", "as it is"}
+            for precision in (peer.precisions if name == "read" else precisions)
+            if precision in peer.precisions
+            for threads in self.threads
+        ]
+
+
+def plans(suite: str, *, quick: bool) -> list[Plan]:
+    """Those of a suite."""
+    cores = torch.get_num_threads()
+    one_or_all = sorted({1, cores})
+    if suite == "decoding":
+        if quick:
+            return [Plan({"name": "tiny"}, ("int8", "fp32"), one_or_all, (4,))]
+        return [
+            Plan({"name": "base"}, threads=one_or_all, batches=(1, 16), beams=(1, 4)),
+            Plan({"name": "gpt2"}, threads=one_or_all),
+        ]
+    if suite == "model":
+        # Batches that nobody would give to one thread alone.
+        if quick:
+            small = ("accelerated", "onnxruntime", "openvino")  # compiling takes longer than all else
+            return [Plan(case, ("fp32",), (cores,), only=small) for case in models.QUICK]
+        return [Plan(case, PRECISIONS if case["mode"] == "forward" else ("fp32",), (cores,)) for case in models.CASES]
+    raise ValueError(f"expected a suite that has peers, one of {', '.join(SUITES)}, got {suite!r}")
+
+
+def run(suite: str, *, quick: bool = False, rounds: int | None = None) -> Iterator[Row]:
+    """Measures the peers of a suite on the CPU, each in a process of its own, at torch.get_num_threads() at most.
+
+    Args:
+        suite: one of SUITES.
+        quick: small models, within seconds.
+        rounds: turns of each peer; by default 7, or 3 where it is quick.
+
+    Yields:
+        Rows of `record.FIELDS` without the environment. One with "missing" says why a peer has no times. One with
+        "wrong" isn't to be kept: that peer gave something else, and was not timed.
+
+    Raises:
+        ValueError: a suite without peers.
+        Failed: ours, or the model as it is, raised.
+    """
+    for plan in plans(suite, quick=quick):
+        yield from measure(plan, rounds or (_QUICK_ROUNDS if quick else _ROUNDS))
+
+
+def measure(plan: Plan, rounds: int) -> Iterator[Row]:
+    """The rows of a plan; see `run`."""
+    yield from (_models if plan.case["name"] in models.MODELS else _decoders)(plan, rounds)
+
+
+def _models(plan: Plan, rounds: int) -> Iterator[Row]:
+    shared = {
+        "suite": "model",
+        "op": "drop_in",
+        "model": plan.case["name"],
+        "shape": models.shape_of(plan.case),
+        "padding": models.padding(plan.case),
+    }
+    # int8 stands beside fp32, of which it is made; bf16 apart, for half as many processes take half the memory.
+    for base, group in (("fp32", {"fp32", "int8"}), ("bf16", {"bf16"})):
+        asked = group.intersection(plan.precisions)
+        places = [
+            place
+            for place in plan.places(sorted({base, *asked}))
+            if place.precision in asked or place.peer == "as it is"
+        ]
+        if not asked:
+            continue
+        workers, missing = side_by_side.start(places)
+        try:
+            yield from (shared | row for row in _absent(missing, "dtype"))
+            if workers:
+                yield from (shared | row for row in side_by_side.models(workers, rounds))
+        finally:
+            side_by_side.close(workers)
+
+
+def _decoders(plan: Plan, rounds: int) -> Iterator[Row]:
+    shared = {"suite": "decoding", "op": "peers", "model": plan.case["name"]}
+    jobs = [
+        ({"batch": batch, "num_beams": num_beams}, make_job(plan.case, batch, num_beams))
+        for num_beams in plan.beams
+        for batch in plan.batches
+    ]
+    model = make_model(plan.case)
+    weights = {precision: bytes_per_step(model, precision) for precision in plan.precisions}
+    del model
+    workers, missing = side_by_side.start(plan.places(plan.precisions))
+    try:
+        for shape, job in jobs:
+            yield from (shared | {"shape": shape} | row for row in _absent(missing, "precision"))
+            yield from (shared | {"shape": shape} | row for row in side_by_side.decoders(workers, job, rounds, weights))
+    finally:
+        side_by_side.close(workers)
+
+
+def _absent(missing: Mapping[Thing, str], key: str) -> Iterator[Row]:
+    for thing, why in missing.items():
+        yield {"provider": thing.peer, key: thing.precision, "missing": why}

@@ -1,0 +1,106 @@
+"""Models that somebody else wrote: the work of a case, and the comparison of what comes out."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import fastformer
+from benchmarks.peers import models, worker
+from benchmarks.peers.job import Step
+from benchmarks.peers.models import Results, gradients, make_work, outputs
+from benchmarks.peers.pytorch import Accelerated, AsItIs
+
+BERT, ENCODER = models.QUICK
+
+
+def results(peer: type, case: dict, file: Path) -> Results:
+    peer(case, "fp32", torch.get_num_threads(), {}).turn(Step(str(file)))
+    return Results.load(file)
+
+
+@pytest.fixture(autouse=True)
+def _threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("benchmarks.peers.pytorch.keep_freed_memory", lambda: None)  # it can't be undone
+
+
+@pytest.mark.parametrize("case", [BERT, ENCODER], ids=["bert", "encoder"])
+def test_an_accelerated_model_is_right_and_a_wrong_one_is_seen(
+    case: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if case is BERT:
+        pytest.importorskip("transformers", reason="not installed: pip install transformers")
+    file = tmp_path / "results.pt"
+    expected = results(AsItIs, case, file)
+    assert results(AsItIs, case, file).error(expected) == 0.0  # the same in each process, dropout or not
+    assert results(Accelerated, case, file).error(expected) < 2e-3
+
+    accelerate = fastformer.accelerate
+
+    def wrong(model: nn.Module) -> object:
+        with torch.no_grad():
+            norms = (p for name, p in model.named_parameters() if "norm2.weight" in name or "LayerNorm.weight" in name)
+            next(norms)[0] = 0.9
+        return accelerate(model)
+
+    monkeypatch.setattr(fastformer, "accelerate", wrong)
+    assert results(Accelerated, case, file).error(expected) > 2e-3
+    monkeypatch.setattr(fastformer, "accelerate", lambda model: type("Report", (), {"swapped": {}})())
+    with pytest.raises(ValueError, match="left all of it"):
+        Accelerated(case, "fp32", 1, {})
+
+
+def test_gradients_are_dropped_between_turns() -> None:
+    peer = AsItIs(ENCODER, "fp32", torch.get_num_threads(), {})
+    assert peer.turn(Step()).seconds > 0
+    assert all(p.grad is None for p in peer.work.model.parameters())
+    assert any(isinstance(m, nn.Dropout) and m.p for m in peer.work.model.modules())  # it is timed with dropout
+
+
+def test_any_gradient_that_differs_is_seen() -> None:
+    work = make_work(ENCODER, torch.float32, drops=False)
+    loss = work.step(work.model)
+    parameters = list(work.model.parameters())
+    expected = gradients(loss, parameters)
+    assert len(expected.values) == 1 + len(parameters)
+    for parameter in parameters[:6]:
+        kept = parameter.grad
+        assert kept is not None
+        for other in (None, 1.1 * kept, -kept):
+            parameter.grad = other
+            assert gradients(loss, parameters).error(expected) > 2e-3
+        parameter.grad = kept
+    assert gradients(1.01 * loss, parameters).error(expected) == pytest.approx(0.01, rel=1e-3)
+    assert gradients(loss, parameters).error(expected) == 0.0
+
+
+def test_errors() -> None:
+    expected = outputs(torch.tensor([1.0, -4.0]))
+    assert outputs(torch.tensor([1.0, -3.0])).error(expected) == 0.25
+    assert outputs(torch.tensor([1.0])).error(expected) == float("inf")
+    assert outputs(torch.tensor([1.0, float("nan")])).error(expected) == float("inf")
+
+
+def test_padding_is_drawn_once() -> None:
+    assert models.bounds("512") == (512, 512) and models.bounds("8 to 64") == (8, 64)
+    keep = models.kept(BERT)
+    assert keep.shape == (8, 64) and keep[0].all() and keep.sum(1).min() >= 8
+    assert models.padding(BERT) == pytest.approx(1 - int(keep.sum()) / 512)
+    assert models.padding({"batch": 2, "seqlen": "16"}) == 0.0
+    work = make_work(ENCODER, torch.float32)
+    assert work.call(work.model.eval()).ndim == 0 and work.keep.shape == (8, 64)
+
+
+def test_worker_runs_steps(tmp_path: Path) -> None:
+    answers = io.StringIO()
+    file = tmp_path / "results.pt"
+    orders = "".join(json.dumps(step.as_dict()) + "\n" for step in (Step(str(file)), Step()))
+    worker.serve(worker.Place("as it is", "fp32", torch.get_num_threads(), ENCODER, {}), io.StringIO(orders), answers)
+    ready, checked, timed = map(json.loads, answers.getvalue().splitlines())
+    assert ready == {} and checked["seconds"] > 0 and timed["seconds"] > 0 and timed["tokens"] is None
+    assert Results.load(file).error(Results.load(file)) == 0.0

@@ -1,0 +1,174 @@
+"""The peers of a suite: who is started, checked and timed, and what becomes of one that is absent, wrong or broken."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import record
+from benchmarks.peers import models, side_by_side, suite
+from benchmarks.peers.job import Job, Missing, Step, Turn
+from benchmarks.peers.models import Results
+from benchmarks.peers.suite import Plan
+from benchmarks.peers.worker import Failed, Place
+
+ENVIRONMENT = record.environment("cpu")
+
+
+class Fake:
+    """A worker of a peer that is 1, 2, ... times slower than the first, and as broken as `says` has it."""
+
+    alive: list[Fake] = []
+    turns: list[str] = []
+    says: dict[str, str] = {}  # peer, or peer and precision -> what is the matter
+
+    def __init__(self, place: Place) -> None:
+        self.place = place
+        self.name = f"{place.peer} {place.precision}"
+        self.matter = Fake.says.get(place.peer) or Fake.says.get(self.name)
+        self.seconds = 1.0 + len({fake.name for fake in Fake.alive if fake.name != self.name})
+        Fake.alive.append(self)
+
+    def ready(self) -> str | None:
+        if self.matter == "broken":
+            raise Failed("broken: its process ended")
+        return "not installed: pip install it" if self.matter == "absent" else None
+
+    def turn(self, job: Job | Step) -> Turn:
+        if self.matter == "refuses":
+            raise Missing("can't do that")
+        Fake.turns.append(f"{self.name} {self.place.threads}")
+        if isinstance(job, Step):
+            if job.results is not None:
+                values = torch.tensor([1.0, 2.0 + 0.01 * (self.place.precision == "int8")])
+                if self.matter == "wrong":
+                    values[1] = 9.0 if self.place.precision == "int8" else 2.0 + 0.02 * len(Fake.says)
+                Results(values, torch.tensor(2.0)).save(Path(job.results))
+            return Turn(self.seconds, None)
+        if self.place.peer == "read":
+            return Turn(1e-3, None)
+        said = 6 if self.matter == "wrong" else 5
+        slower = 2.0 if self.place.threads == 1 else 1.0
+        return Turn(self.seconds * slower, [[said] * (job.new_tokens or 1) for batch in job.batches for _ in batch])
+
+    def close(self) -> None:
+        Fake.alive.remove(self)
+
+
+@pytest.fixture(autouse=True)
+def _fakes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(Fake, "says", {})
+    monkeypatch.setattr(Fake, "turns", [])
+    monkeypatch.setattr(side_by_side, "Worker", Fake)
+    monkeypatch.setattr(side_by_side, "PAUSE", 0.0)
+    yield
+    assert not Fake.alive  # whatever happened, no process is left behind
+
+
+TINY = Plan({"name": "tiny"}, ("int8", "fp32"), (1, 2), (4,))
+BERT = Plan(models.QUICK[0], threads=(2,))
+
+
+def rows(plan: Plan, rounds: int = 3) -> dict[tuple[str, str], dict[str, Any]]:
+    """By provider and precision; each as it may be written."""
+    found = list(suite.measure(plan, rounds))
+    for row in found:
+        if "wrong" not in row:
+            record.check(ENVIRONMENT | row)
+    return {(row["provider"], row.get("precision") or row["dtype"]): row for row in found}
+
+
+def test_decoders_take_turns_and_are_ranked() -> None:
+    found = rows(TINY)
+    assert set(found) == {
+        ("fastformer", "int8"), ("fastformer", "fp32"), ("ctranslate2", "int8"), ("ctranslate2", "fp32"),
+        ("transformers", "fp32"),  # which has no int8
+    }  # fmt: skip
+    ours, theirs = found["fastformer", "int8"], found["ctranslate2", "int8"]
+    assert (ours["threads"], ours["ms_by_threads"]) == (2, {"1": 2000.0, "2": 1000.0}) and ours["rounds"] == 3
+    assert (ours["speedup"], ours["baseline"]) == (3.0, "ctranslate2 int8") and theirs["speedup"] == 1.0
+    assert ours["tokens_s"] == 48.0 and ours["same_tokens"] == 4 and ours["suite"] == "decoding"
+    timed = [turn for turn in Fake.turns if "read" not in turn]
+    # Two turns each to begin with; then all of them, there and back again.
+    each = list(dict.fromkeys(timed))
+    assert len(each) == 10 and timed[20:] == [*each, *each[::-1], *each]
+
+
+def test_models_are_measured_against_the_model_as_it_is() -> None:
+    found = rows(BERT)
+    others = {"torch.compile", "accelerated, torch.compile", "openvino", "onnxruntime"}
+    assert {peer for peer, precision in found if precision == "fp32"} == {"as it is", "accelerated", *others}
+    assert {peer for peer, precision in found if precision == "int8"} == {"openvino", "onnxruntime"}
+    assert ("onnxruntime", "bf16") not in found and ("openvino", "bf16") in found
+    assert found["accelerated", "fp32"]["speedup"] == 0.5 and found["as it is", "fp32"]["speedup"] == 1.0
+    assert found["openvino", "int8"]["baseline"] == "as it is"
+    assert found["openvino", "int8"]["error"] == pytest.approx(0.005) and found["openvino", "fp32"]["error"] == 0.0
+    row = found["accelerated", "bf16"]
+    assert (row["suite"], row["op"], row["model"]) == ("model", "drop_in", "bert_tiny")
+    assert row["shape"] == {"batch": 8, "seqlen": "8 to 64", "mode": "forward"} and 0.2 < row["padding"] < 0.5
+    timed = Fake.turns[
+        Fake.turns.index("as it is bf16 2") :
+    ]  # the second group of processes: a check, two turns, three
+    each = list(dict.fromkeys(timed))
+    assert len(each) == 5 and timed[15:] == [*each, *each[::-1], *each]
+
+
+def test_int8_alone_stands_beside_fp32() -> None:
+    found = rows(Plan(models.QUICK[0], ("int8",), (1,), only=("openvino",)))
+    assert set(found) == {("as it is", "fp32"), ("openvino", "int8")}
+
+
+def test_absent_peers_are_rows_that_say_how_to_install_them() -> None:
+    Fake.says = {"ctranslate2": "absent"}
+    found = rows(TINY)
+    row = found["ctranslate2", "int8"]
+    assert row["missing"] == "not installed: pip install it" and row["shape"] == {"batch": 4, "num_beams": 1}
+    assert found["fastformer", "int8"]["baseline"] == "transformers fp32"
+    Fake.says = {"openvino": "absent"}
+    found = rows(BERT)
+    assert all(found["openvino", precision]["missing"] for precision in ("fp32", "bf16", "int8"))
+    assert "ms_p50" in found["onnxruntime", "fp32"]
+    Fake.says = {peer: "absent" for peer in ("as it is", "accelerated", "torch.compile", "accelerated, torch.compile")}
+    found = rows(Plan(models.QUICK[0], ("fp32",), (1,), only=("accelerated", "torch.compile")))
+    assert len(found) == 3 and all("missing" in row for row in found.values())
+
+
+@pytest.mark.parametrize(("plan", "peer"), [(TINY, "ctranslate2"), (BERT, "openvino")], ids=["decoders", "models"])
+def test_a_wrong_peer_is_not_timed(plan: Plan, peer: str) -> None:
+    Fake.says = {f"{peer} fp32": "wrong"}
+    row = rows(plan)[peer, "fp32"]
+    assert row["wrong"] and "ms_p50" not in row and "speedup" not in row
+    assert Fake.turns.count(f"{peer} fp32 2") <= 3  # those that found it out
+    assert "ms_p50" in rows(plan)[peer, "int8"]  # which may be off, and says how far
+
+
+def test_int8_that_lost_the_weights_is_wrong() -> None:
+    Fake.says = {"openvino int8": "wrong"}
+    assert "ms_p50" not in rows(BERT)["openvino", "int8"]
+
+
+@pytest.mark.parametrize("matter", ["broken", "refuses"])
+def test_a_broken_rival_is_a_row_and_ours_an_error(matter: str) -> None:
+    Fake.says = {"torch.compile": matter, "onnxruntime int8": matter}
+    found = rows(BERT)
+    assert found["torch.compile", "fp32"]["missing"] and found["onnxruntime", "int8"]["missing"]
+    assert "ms_p50" in found["onnxruntime", "fp32"] and "ms_p50" in found["accelerated", "fp32"]
+    if matter == "broken":
+        for plan, ours in ((BERT, "accelerated"), (TINY, "fastformer"), (BERT, "as it is")):
+            Fake.says = {ours: "broken"}
+            with pytest.raises(Failed, match="its process ended"):
+                rows(plan)
+
+
+def test_suites() -> None:
+    for name in suite.SUITES:
+        for quick in (True, False):
+            assert all(plan.places(plan.precisions) and plan.threads for plan in suite.plans(name, quick=quick))
+    names = {plan.case["name"] for plan in suite.plans("model", quick=False)}
+    assert names == {"bert_base", "gpt2_small", "marian_base", "torch_nn_encoder"}
+    with pytest.raises(ValueError, match="decoding, model, got 'ops'"):
+        next(suite.run("ops"))
