@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.case import SUITES, Benchmark
+from benchmarks.ops.installed import with_installed
 
 ROOT = Path(__file__).parents[1]
 DEFAULT = tuple(suite for suite in SUITES if suite != "experiments")  # they take hours, and are about no speed
@@ -32,7 +33,7 @@ def benchmarks() -> dict[str, Benchmark]:
     found = {}
     for path in sorted((ROOT / "benchmarks").glob("*/bench_*.py")):
         for benchmark in importlib.import_module(f"benchmarks.{path.parent.name}.{path.stem}").BENCHMARKS:
-            found[benchmark.name] = benchmark
+            found[benchmark.name] = with_installed(benchmark)
     return found
 
 

@@ -30,6 +30,8 @@ from benchmarks.peers.job import PRECISIONS
 from benchmarks.peers.side_by_side import Row
 from benchmarks.peers.suite import Plan
 from benchmarks.peers.worker import Failed, peers
+from benchmarks.summary import table
+from benchmarks.summary import title as title_of
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -41,7 +43,7 @@ def main(arguments: list[str] | None = None) -> int:
     title = None
     try:
         for row in _rows(options):
-            if (of := _title(row)) != title:
+            if (of := title_of(row)) != title:
                 print(f"\n{of}", flush=True)
                 title = of
             print(line(row), flush=True)
@@ -128,24 +130,16 @@ def _refuse(parser: argparse.ArgumentParser, options: argparse.Namespace, beside
             parser.error(f"expected no --{name} beside {beside}, which has its own")
 
 
-def _title(row: Row) -> str:
-    parts = [row["model"], *(f"{key}={value}" for key, value in row["shape"].items())]
-    if "padding" in row:
-        parts.append(f"({100 * row['padding']:.0f} % padding)")
-    return " ".join(parts)
-
-
 def line(row: Row) -> str:
-    """A row for people."""
-    parts = [f"    {row['provider']:<28} {row.get('precision') or row.get('dtype', ''):<5}"]
-    if "missing" in row or "wrong" in row:
-        said = f"is wrong and was not timed: {row['wrong']}" if "wrong" in row else f"was not timed: {row['missing']}"
-        return " ".join([*parts, said])
-    if row["speedup"] is not None:
-        parts.append(f"{row['speedup']:>6.2f}x {row['baseline']}")
-    parts.append(f"{row['ms_p50']:>9.1f} ms [{row['ms_p20']:.1f}, {row['ms_p80']:.1f}] on {row['threads']}")
-    if "tokens_s" in row:
-        parts.append(f"{row['tokens_s']:>9,.0f} tokens/s")
+    """A row for people: as the runner prints it, and what is a peer's own."""
+    if "wrong" in row:
+        return f"    {row['provider']} is wrong and was not timed: {row['wrong']}"
+    parts = [table(row)]
+    if "missing" in row:
+        return parts[0]
+    parts.append(f"on {row['threads']}")
+    if row["baseline"]:
+        parts.append(f"against {row['baseline']}")
     if "share_of_dram" in row:
         parts.append(
             f"reads {row['weight_bytes_step'] / 2**20:.0f} MiB in {row['ms_step']:.2f} ms: "

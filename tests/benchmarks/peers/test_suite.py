@@ -39,6 +39,8 @@ class Fake:
         return "not installed: pip install it" if self.matter == "absent" else None
 
     def turn(self, job: Job | Step) -> Turn:
+        if self.matter == "breaks":
+            raise Failed("breaks: its process ended")
         if self.matter == "refuses":
             raise Missing("can't do that")
         Fake.turns.append(f"{self.name} {self.place.threads}")
@@ -91,6 +93,7 @@ def test_decoders_take_turns_and_are_ranked() -> None:
     ours, theirs = found["fastformer", "int8"], found["ctranslate2", "int8"]
     assert (ours["threads"], ours["ms_by_threads"]) == (2, {"1": 2000.0, "2": 1000.0}) and ours["rounds"] == 3
     assert (ours["speedup"], ours["baseline"]) == (3.0, "ctranslate2 int8") and theirs["speedup"] == 1.0
+    assert ours["share_of_dram"] > 0 and ours["share_of_cached"] > 0
     assert ours["tokens_s"] == 48.0 and ours["same_tokens"] == 4 and ours["suite"] == "decoding"
     timed = [turn for turn in Fake.turns if "read" not in turn]
     # Two turns each to begin with; then all of them, there and back again.
@@ -151,15 +154,15 @@ def test_int8_that_lost_the_weights_is_wrong() -> None:
     assert "ms_p50" not in rows(BERT)["openvino", "int8"]
 
 
-@pytest.mark.parametrize("matter", ["broken", "refuses"])
+@pytest.mark.parametrize("matter", ["broken", "breaks", "refuses"])
 def test_a_broken_rival_is_a_row_and_ours_an_error(matter: str) -> None:
     Fake.says = {"torch.compile": matter, "onnxruntime int8": matter}
     found = rows(BERT)
     assert found["torch.compile", "fp32"]["missing"] and found["onnxruntime", "int8"]["missing"]
     assert "ms_p50" in found["onnxruntime", "fp32"] and "ms_p50" in found["accelerated", "fp32"]
-    if matter == "broken":
+    if matter != "refuses":
         for plan, ours in ((BERT, "accelerated"), (TINY, "fastformer"), (BERT, "as it is")):
-            Fake.says = {ours: "broken"}
+            Fake.says = {ours: matter}
             with pytest.raises(Failed, match="its process ended"):
                 rows(plan)
 
