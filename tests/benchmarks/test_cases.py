@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from benchmarks.case import Benchmark, Inputs, Shape
+from benchmarks.checking import verdicts_of
 from benchmarks.execute import Outcome, run_case
 from benchmarks.suites import benchmarks
 
@@ -60,10 +61,17 @@ def test_what_is_left_out_of_a_shape_is_named_with_its_reason() -> None:
 
 def tiny_shapes() -> list[tuple[str, dict[str, Any]]]:
     """Of each case a shape that takes no time, with every option that its shapes have."""
+    modules = [
+        (name + suffix, {"batch": 4, "seqlen": 10, "dim": 32, "heads": 4, "padding": padding, **options})
+        for name in ("multihead_attention", "encoder_layer", "decoder_layer", "encoder", "decoder")
+        for suffix, options in (("", {}), ("_training", {"dropout_p": 0.0}), ("_training", {"dropout_p": 0.1}))
+        for padding in ("none", "half")
+    ]
     scaling = {"heads": 2, "head_dim": 64, "window": 255, "materialised": True}
     return [
         ("scaling", {"seqlen": 300, **scaling}),  # longer than the window
         ("scaling_lstm", {"seqlen": 5, "width": 16}),
+        *modules,
     ]
 
 
@@ -72,11 +80,13 @@ def test_all_providers_of_a_case_agree(name: str, shape: dict[str, Any]) -> None
     """But for what torch.compile makes, which takes seconds each: the runner checks it whenever it is timed."""
     case = benchmarks()[name]
     assert shape.keys() == case.shapes["cpu"][0].keys()
-    eager = [name for name in case.offered("cpu") if name not in case.compiled]
+    eager = {name: call for name, call in case.offered("cpu").items() if name not in case.compiled}
     for mode in case.modes:
-        outcome = run_case(case, shape, mode, torch.float32, "cpu", providers=eager, rounds=1, seconds=0.0)
-        assert not outcome.wrong and not outcome.refused
-        assert {row["provider"] for row in outcome.rows} == set(eager)
+        found = verdicts_of(case, eager, shape, mode, torch.float32, "cpu")
+        assert not found.wrong and not found.refused and found.backends.keys() == eager.keys()
+        # What is ours runs on kernels, and what isn't calls none.
+        for provider, backends in found.backends.items():
+            assert bool(backends) == provider.startswith("fastformer")
 
 
 def test_what_keeps_all_scores_ends_where_the_shape_says() -> None:
