@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fastformer.ops import use_backend
+
 Shape = Mapping[str, Any]
 Inputs = dict[str, Tensor]  # those that require a gradient are differentiated
 Provider = Callable[[Inputs, Shape], Any]
@@ -101,6 +103,16 @@ def cast(inputs: Inputs, dtype: torch.dtype) -> Inputs:
         name: t.detach().to(dtype).clone().requires_grad_(t.requires_grad) if t.is_floating_point() else t
         for name, t in inputs.items()
     }
+
+
+def on_reference(call: Provider) -> Provider:
+    """A provider of ours on the plain PyTorch that runs where there is no kernel. Forward only."""
+
+    def run(x: Inputs, shape: Shape) -> Any:
+        with use_backend("reference"):
+            return call(x, shape)
+
+    return run
 
 
 def outputs_of(result: Any) -> list[Tensor]:

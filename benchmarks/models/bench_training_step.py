@@ -1,12 +1,13 @@
 """A training step of the `base` model: forward, backward, Adam. The learning rate is 0, so that all steps are alike.
 
+And "loss": the loss of the same batches in evaluation, where all models have the same weights and are held to fp64.
+
 On a GPU also as CUDA graphs, ours on batches that are rounded up as `fastformer train --cuda_graphs` does it. A graph
 keeps its memory, so that no call's peak tells how much it takes.
 """
 
 from __future__ import annotations
 
-import copy
 import functools
 from typing import Any
 
@@ -16,10 +17,10 @@ from torch.nn import functional as F
 
 from benchmarks.case import Benchmark, Inputs, Provider, Shape
 from fastformer import baseline
+from fastformer.baseline.transformer import sinusoids
 from fastformer.data import Batch, Example, collate
 from fastformer.graphs import Graph, Graphs
 from fastformer.models import Transformer
-from fastformer.ops import sinusoidal_positions
 from fastformer.training.graph_updates import pad_batch, size_of
 
 VOCAB_SIZE, LABEL_SMOOTHING = 8000, 0.1
@@ -43,13 +44,28 @@ class TorchTransformer(nn.Module):
         super().__init__()
         self.embedding = nn.Embedding(VOCAB_SIZE, d_model)
         nn.init.normal_(self.embedding.weight, std=d_model**-0.5)
-        self.register_buffer("positions", sinusoidal_positions(512, d_model))
+        self.register_buffer("positions", sinusoids(512, d_model, interleaved=False))
         self.dropout = nn.Dropout(dropout)
-        self.transformer = nn.Transformer(d_model, batch_first=True, norm_first=True, dropout=dropout)
+        self.transformer = nn.Transformer(
+            d_model, batch_first=True, norm_first=True, dropout=dropout, layer_norm_eps=1e-6
+        )
+
+    def load(self, state: dict[str, Tensor]) -> None:
+        """Takes the weights of `fastformer.models.Transformer`, which has no biases in attention: they are 0."""
+        own = {name.removeprefix("transformer."): parameter for name, parameter in self.named_parameters()}
+        with torch.no_grad():
+            for name, parameter in own.items():
+                if name in state:
+                    parameter.copy_(state[name])
+                elif name.endswith(("in_proj_bias", "out_proj.bias")):
+                    parameter.zero_()
+                else:
+                    raise KeyError(name)
 
     def _embed(self, ids: Tensor) -> Tensor:
         weight = self.embedding.weight
-        return self.dropout(self.embedding(ids) * weight.shape[1] ** 0.5 + self.positions[: ids.shape[1]])
+        x = self.embedding(ids) * weight.shape[1] ** 0.5 * (ids != 0)[..., None]
+        return self.dropout(x + self.positions[: ids.shape[1]])
 
     def loss(self, source: Tensor, target_in: Tensor, target_out: Tensor, *, label_smoothing: float) -> Tensor:
         """As fastformer.baseline.Transformer.loss."""
@@ -77,20 +93,32 @@ def make_inputs(shape: Shape, device: str) -> Inputs:
     return {"like": torch.zeros(1, device=device)}
 
 
-@functools.cache
-def _trained(kind: str, dtype: torch.dtype, device: str) -> tuple[Any, torch.optim.Optimizer]:
-    """A model with weights in fp32 (fp64 when that is asked for), and its optimizer."""
+def make_model(kind: str, dtype: torch.dtype, device: str) -> Any:
+    """A model with the weights that all kinds have, in fp32 (fp64 when that is asked for)."""
     torch.manual_seed(0)
     model: Any = Transformer.from_preset("base", vocab_size=VOCAB_SIZE)
+    state = model.state_dict()
     if kind == "baseline":
-        plain = baseline.Transformer(VOCAB_SIZE)
-        plain.load_state_dict(model.state_dict())
-        model = plain
-    elif kind == "torch.nn":
+        model = baseline.Transformer(VOCAB_SIZE)
+        model.load_state_dict(state)
+    elif kind != "fastformer":
         model = TorchTransformer()
-    model = copy.deepcopy(model).to(device, torch.float64 if dtype == torch.float64 else torch.float32).train()
-    if kind == "torch.nn":
+        model.load(state)
+    model = model.to(device, torch.float64 if dtype == torch.float64 else torch.float32)
+    if kind == "torch.compile":
         model.loss = torch.compile(model.loss)
+    return model
+
+
+@functools.cache
+def _evaluated(kind: str, dtype: torch.dtype, device: str) -> Any:
+    return make_model(kind, dtype, device).eval()
+
+
+@functools.cache
+def _trained(kind: str, dtype: torch.dtype, device: str) -> tuple[Any, torch.optim.Optimizer]:
+    """A model and its optimizer."""
+    model = make_model(kind, dtype, device).train()
     return model, torch.optim.Adam(
         model.parameters(), lr=0.0, betas=(0.9, 0.98), fused=True, capturable=device != "cpu"
     )
@@ -101,15 +129,20 @@ def _batch(lengths: str, packed: bool, device: str) -> Batch:
     return collate(_examples(lengths), packed=packed).to(device)
 
 
-def _step(kind: str, batch: Batch, dtype: torch.dtype, device: str) -> Tensor:
-    """Forward, backward and Adam; the loss."""
-    model, optimizer = _trained(kind, dtype, device)
+def _loss(kind: str, model: Any, batch: Batch, dtype: torch.dtype, device: str) -> Tensor:
     layouts = {"source_layout": batch.source_layout, "target_layout": batch.target_layout}
     with torch.autocast(device.split(":")[0], torch.bfloat16, enabled=dtype == torch.bfloat16):
         loss: Tensor = model.loss(
             batch.source, batch.target_in, batch.target_out, label_smoothing=LABEL_SMOOTHING,
             **(layouts if kind == "fastformer" else {}),
         )  # fmt: skip
+    return loss
+
+
+def _step(kind: str, batch: Batch, dtype: torch.dtype, device: str) -> Tensor:
+    """Forward, backward and Adam; the loss."""
+    model, optimizer = _trained(kind, dtype, device)
+    loss = _loss(kind, model, batch, dtype, device)
     loss.backward()
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
@@ -124,6 +157,18 @@ def step(kind: str) -> Provider:
         packed = kind == "fastformer" and shape["lengths"] == "multi30k"
         torch.manual_seed(0)  # the same dropout in every step, so that backends can be compared
         return _step(kind, _batch(shape["lengths"], packed, device), dtype, device)
+
+    return run
+
+
+def evaluation(kind: str) -> Provider:
+    """The loss of one model, without dropout."""
+
+    def run(x: Inputs, shape: Shape) -> Tensor:
+        dtype, device = x["like"].dtype, str(x["like"].device)
+        packed = kind == "fastformer" and shape["lengths"] == "multi30k"
+        batch = _batch(shape["lengths"], packed, device)
+        return _loss(kind, _evaluated(kind, dtype, device), batch, dtype, device)
 
     return run
 
@@ -160,32 +205,52 @@ def graph_step(kind: str) -> Provider:
 
 
 def flops(shape: Shape, mode: str) -> float:
-    """Products with weights only, forward and backward: 6 a weight and real token."""
+    """Products with weights only, 2 a weight and real token forward, 4 backward."""
     pairs = MULTI30K if shape["lengths"] == "multi30k" else ((32, 32),) * 64
     source, target = (sum(pair[side] for pair in pairs) for side in (0, 1))
     d_model, d_ff, layers = 512, 2048, 6
     encoder = layers * (4 * d_model**2 + 2 * d_model * d_ff) + layers * 2 * d_model**2  # and cross-attention's K, V
     decoder = layers * (6 * d_model**2 + 2 * d_model * d_ff) + d_model * VOCAB_SIZE
-    return 6.0 * (source * encoder + target * decoder)
+    return (2.0 if mode == "fwd" else 6.0) * (source * encoder + target * decoder)
 
 
 SHAPES = [{"lengths": lengths, "dropout_p": 0.1} for lengths in ("equal", "multi30k")]
 
-PROVIDERS = {kind: step(kind) for kind in ("fastformer", "baseline", "torch.nn")}
+# As a provider's name "torch.nn" was once the compiled one: neither has it now.
+KINDS = {
+    "fastformer": "fastformer",
+    "baseline": "baseline",
+    "torch.nn eager": "torch.nn",
+    "torch.compile": "torch.compile",
+}
+COMMON: dict[str, Any] = {
+    "suite": "model",
+    "make_inputs": make_inputs,
+    "baseline": "baseline",
+    "compiled": ("torch.compile",),
+    "quick": 0,
+    "flops": flops,
+    "tokens": lambda shape: sum(map(sum, MULTI30K if shape["lengths"] == "multi30k" else ((32, 32),) * 64)),
+}
 
 BENCHMARKS = [
     Benchmark(
         name="training_step",
-        suite="model",
         shapes={"cpu": SHAPES, "cuda": SHAPES},
-        make_inputs=make_inputs,
-        providers=PROVIDERS | {"fastformer graph": graph_step("fastformer"), "torch.nn graph": graph_step("torch.nn")},
-        baseline="baseline",
-        only_on={"fastformer graph": "cuda", "torch.nn graph": "cuda"},
-        compiled=("torch.nn",),
+        providers={
+            **{name: step(kind) for name, kind in KINDS.items()},
+            "fastformer graph": graph_step("fastformer"),
+            "torch.compile graph": graph_step("torch.compile"),
+        },
+        only_on={"fastformer graph": "cuda", "torch.compile graph": "cuda"},
         modes=("step",),
-        quick=0,
-        flops=flops,
-        tokens=lambda shape: sum(map(sum, MULTI30K if shape["lengths"] == "multi30k" else ((32, 32),) * 64)),
-    )
+        **COMMON,
+    ),
+    Benchmark(
+        name="loss",
+        shapes={device: [{"lengths": shape["lengths"]} for shape in SHAPES] for device in ("cpu", "cuda")},
+        providers={name: evaluation(kind) for name, kind in KINDS.items()},
+        modes=("fwd",),
+        **COMMON,
+    ),
 ]

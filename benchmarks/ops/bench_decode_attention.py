@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from benchmarks.case import Benchmark, Inputs, Provider, Shape
+from benchmarks.case import Benchmark, Inputs, Provider, Shape, on_reference
 from fastformer.ops import decode_attention
 
 BLOCK_SIZE = 16
@@ -64,6 +64,8 @@ def eager(x: Inputs, shape: Shape) -> torch.Tensor:
     q = x["q"].transpose(1, 2)
     return ((q @ k.transpose(-2, -1) * shape["head_dim"] ** -0.5).softmax(-1) @ v).transpose(1, 2)
 
+
+compiled = torch.compile(eager, dynamic=False)
 
 # The cache that was put in order last, and its keys and values.
 _in_memory: list[torch.Tensor] = []
@@ -129,7 +131,9 @@ BENCHMARKS = [
         make_inputs=make_inputs,
         providers={
             "fastformer": ours,
+            "fastformer reference": on_reference(ours),
             "eager": eager,
+            "torch.compile": compiled,
             "sdpa in order": sdpa(),
             "sdpa flash in order": sdpa("FLASH_ATTENTION"),
             "sdpa cudnn in order": sdpa("CUDNN_ATTENTION"),
@@ -140,5 +144,6 @@ BENCHMARKS = [
         flops=flops,
         moved=moved,
         only_on=dict.fromkeys(("sdpa flash in order", "sdpa cudnn in order"), "cuda"),
+        compiled=("torch.compile",),
     )
 ]

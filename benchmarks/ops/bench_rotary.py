@@ -52,7 +52,6 @@ BENCHMARKS = [
         baseline="eager",
         modes=("fwd", "bwd", "fwdbwd"),
         moved=moved,
-        only_on={"torch.compile": "cuda"},
         compiled=("torch.compile",),
     )
 ]
