@@ -86,8 +86,7 @@ def varlen(x: Inputs, shape: Shape) -> torch.Tensor:
 
 def flops(shape: Shape, mode: str) -> float:
     """Two products forward and five backward over the visible scores."""
-    n = shape["seqlen"]
-    scores = shape["batch"] * shape["heads"] * (n * (n + 1) / 2 if shape["causal"] else n**2)
+    scores = shape["batch"] * shape["heads"] * shape["seqlen"] ** 2 * (0.5 if shape["causal"] else 1.0)
     return scores * shape["head_dim"] * {"fwd": 4, "bwd": 10, "fwdbwd": 14}[mode]
 
 

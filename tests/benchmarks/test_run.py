@@ -127,8 +127,9 @@ def test_the_ladder_has_every_engine_that_decodes_a_transformer() -> None:
     with_cpp = ladder(("cpp", "kv_cache", "recurrent", "cross_cache", "recompute"))
     assert list(with_cpp) == ["kv_cache", "cpp", "cross_cache", "recompute", "cpp_bf16", "cpp_int8"]
     assert list(ladder(("kv_cache", "recompute"))) == ["kv_cache", "recompute"]
-    (decoding,) = BENCHMARKS
+    decoding, batches = BENCHMARKS
     assert set(decoding.providers) >= set(ENGINES) - {"recurrent"} and decoding.baseline == "recompute"
+    assert batches.providers.keys() == {"kv_cache", "graph", "cpp", "cpp_bf16", "cpp_int8"}  # what doesn't recompute
 
 
 def test_a_rival_may_refuse_and_ours_may_not() -> None:
@@ -212,7 +213,7 @@ def test_every_benchmark_knows_its_providers_and_shapes() -> None:
 
 def test_command_and_compare(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "new.jsonl"
-    command = "--op embedding --quick --mode fwd --dtype float32 --device cpu --seconds 0 --out"
+    command = "--op embedding --provider eager --quick --mode fwd --dtype float32 --device cpu --seconds 0 --out"
     assert main([*command.split(), str(out)]) == 0
     assert "on cpp" in capsys.readouterr().out
     rows = record.read(out)
@@ -262,7 +263,10 @@ def test_compare_of_rows_without_times_or_shapes(tmp_path: Path) -> None:
         ("--op attention --shape seqlength=2048", "seqlen=2048|512|64"),
         ("--op attention --mode step", "modes ['bwd', 'fwd', 'fwdbwd']"),
         ("--op rotary --dtype float8", "dtypes ['bfloat16', 'float32']"),
-        ("--op rotary --provider flash", "expected providers out of ['eager', 'fastformer'], got ['flash']"),
+        (
+            "--op rotary --provider flash",
+            "expected providers out of ['eager', 'fastformer', 'torch.compile'], got ['flash']",
+        ),
         ("--op training_step --quick", "--quick leaves out training_step"),
         ("--op attenshun", "invalid choice: 'attenshun'"),
     ],
