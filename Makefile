@@ -58,7 +58,7 @@ sanitize-memory: $(INSTALLED)
 		tests/generation/test_bad_input.py tests/generation/test_native_search.py
 
 # The engine's threads under ThreadSanitizer, without Python, whose own threads it doesn't know.
-RACES := decoder vocabulary token_cache packed_model packed_gemm packed_brgemm phases search cpu_features kept_memory gemm
+RACES := decoder forward vocabulary token_cache packed_model packed_gemm packed_brgemm phases search cpu_features kept_memory gemm
 sanitize-threads: $(INSTALLED)
 	mkdir -p build
 	torch=$$($(BIN)/python -c "import os, torch; print(os.path.dirname(torch.__file__))") && \

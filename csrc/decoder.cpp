@@ -1,20 +1,23 @@
 #include "decoder.h"
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
-#include <cmath>
 #include <limits>
+#include <mutex>
+#include <numeric>
+#include <set>
 #include <stdexcept>
 
-#include "block_attention.h"
-#include "rows.h"
+#include "phases.h"
 
 namespace fastformer {
 namespace {
 
-constexpr int64_t kPrefillTokens = 512;  // that go through a stack together: their activations stay in the cache
+using Clock = std::chrono::steady_clock;
 
-int64_t padded(int64_t columns) { return (columns + kPanelColumns - 1) / kPanelColumns * kPanelColumns; }
+constexpr int64_t kPrefillTokens = 512;  // that go through a stack together: their activations stay in the cache
+constexpr int64_t kRowsApart = 16;       // that are worth reading the weights for them alone
 
 int64_t element_size(Precision precision) { return precision == Precision::fp32 ? 4 : 2; }
 
@@ -25,77 +28,28 @@ int64_t blocks_for(int64_t num_tokens) {
   return std::max<int64_t>(1, blocks_of(num_tokens));
 }
 
-// f.operator()<T>() for what the keys and values are kept as: fp32, and bf16 for what is smaller.
-template <typename F>
-void with_cache_type(Precision precision, F&& f) {
-  if (precision == Precision::fp32) f.template operator()<float>();
-  else f.template operator()<bfloat16>();
-}
-
-template <typename T>
-void narrow_row(const float* from, int64_t n, T* to) {
-  for_each_vec<float>(n, [=](int64_t c, int64_t m) { Vec<float>::load(from + c, m).store(to + c, m); });
-}
-
-// hidden = act(hidden); for swiglu the first half times what it gates.
-void activate_row(Activation activation, float* hidden, int64_t n) {
-  for_each_vec<float>(n, [=](int64_t c, int64_t m) {
-    const Vec<float> x = Vec<float>::load(hidden + c, m);
-    if (activation == Activation::swiglu) (x * sigmoid(x) * Vec<float>::load(hidden + n + c, m)).store(hidden + c, m);
-    else activate<float>(activation, x).store(hidden + c, m);
-  });
-}
-
-std::vector<float>& scores_of_this_thread(int64_t keys) {
-  static thread_local std::vector<float> scores;
-  if (static_cast<int64_t>(scores.size()) < keys + kScoreRoom) scores.resize(2 * keys + kScoreRoom);
-  return scores;
-}
-
-// A query as the cache has its keys.
-template <typename T>
-const T* as_cached(const float* q, int64_t dim) {
-  if constexpr (std::is_same_v<T, float>) return q;
-  else {
-    static thread_local std::vector<T> row;
-    row.resize(dim);
-    narrow_row(q, dim, row.data());
-    return row.data();
-  }
-}
-
-// Of the scores of a head, in powers of two.
-float score_scale(int64_t dim) { return 1.44269504f / std::sqrt(static_cast<float>(dim)); }
-
-// What a thread needs for the queries of one head together.
-template <typename T>
-struct HeadScratch {
-  std::vector<T> keys, values;
-  PackedHead<T> packed;
-};
-template <typename T>
-HeadScratch<T>& head_scratch(int64_t elements) {
-  static thread_local HeadScratch<T> scratch;
-  if (static_cast<int64_t>(scratch.keys.size()) < elements)
-    scratch.keys.resize(elements), scratch.values.resize(elements);
-  return scratch;
-}
-
 }  // namespace
 
-void Session::Batch::add(const int32_t* tokens, int64_t count, int64_t first_position, const TokenCache::Group* group,
-                         const TokenCache::Row* row, bool is_prompt) {
-  const int64_t begin = this->count();
-  ids.insert(ids.end(), tokens, tokens + count);
-  for (int64_t i = 0; i < count; ++i) positions.push_back(static_cast<int32_t>(first_position + i));
-  spans.push_back({begin, begin + count, first_position, group, row, is_prompt});
-}
+// The lanes of a run step groups of their own. The cache's blocks are taken and swept under `mutex`.
+struct Session::Run {
+  const std::vector<Search*>& searches;
+  const RunLimits& limits;
+  bool log_probs;
+  std::vector<int64_t> steps;  // of each group
+  std::atomic<int64_t> rows_left;
+  std::atomic<bool> is_over{false};  // there is a reason for all lanes to come back
+  std::mutex mutex;
+};
 
 Session::Session(std::shared_ptr<const PackedModel> model, int64_t num_tokens)
     : model_(std::move(model)),
       cache_(model_->options.num_decoder_layers, model_->options.num_kv_heads, model_->options.head_dim(),
-             element_size(model_->options.precision), blocks_for(num_tokens)),
-      vocabulary_(*model_) {}
+             element_size(model_->options.precision), blocks_for(num_tokens)) {}
+
+Forward& Session::forward(size_t lane) {
+  while (forwards_.size() <= lane) forwards_.push_back(std::make_unique<Forward>(*model_, shortlist_, cache_));
+  return *forwards_[lane];
+}
 
 int64_t Session::num_rows() const {
   int64_t rows = 0;
@@ -125,31 +79,48 @@ void Session::admit(const std::vector<Ids>& sources, const std::vector<Ids>& tok
       TokenCache::Group& group = cache_.add(model_->options.has_encoder() ? sources[i].size() : 0);
       cache_.append(group, tokens[i].size());
     }
-    read(sources, tokens, first, threads);
+    if (model_->options.has_encoder()) read_sources(sources, first, threads);
+    read_prompts(tokens, first, threads);
   } catch (...) {
     for (; cache_.groups.size() > first;) cache_.release({static_cast<int64_t>(cache_.groups.size()) - 1});
     throw;
   }
 }
 
-// The sources and prompts of the groups from `first` on.
-void Session::read(const std::vector<Ids>& sources, const std::vector<Ids>& tokens, size_t first, int threads) {
-  if (model_->options.has_encoder()) {
-    // Sources go through the encoder whole, as many at a time as fit.
-    std::vector<Batch> batches;
-    for (size_t i = 0; i < sources.size(); ++i) {
-      const int64_t length = sources[i].size();
-      if (batches.empty() || batches.back().count() + length > kPrefillTokens) batches.emplace_back();
-      batches.back().add(sources[i].data(), length, 0, &cache_.groups[first + i], nullptr, true);
-    }
-    for (const Batch& batch : batches) store_sources(batch, threads);
+// The sources of the groups from `first` on, each whole. So many that they don't fit into the stack together are dealt
+// to the threads.
+void Session::read_sources(const std::vector<Ids>& sources, size_t first, int threads) {
+  int64_t total = 0, most = kPrefillTokens;
+  for (const Ids& source : sources) total += static_cast<int64_t>(source.size());
+  const bool is_apart = threads > 1 && (total > kPrefillTokens || is_held_up());
+  if (is_apart) {
+    const int64_t rounds = (total + kPrefillTokens * threads - 1) / (kPrefillTokens * threads);
+    most = std::max<int64_t>(1, (total + rounds * threads - 1) / (rounds * threads));
   }
-  // A prompt may be cut: what is in front of a piece is in the cache by then.
+  std::vector<Batch> batches;
+  for (size_t i = 0; i < sources.size(); ++i) {
+    const int64_t length = sources[i].size();
+    // Where they are dealt, a batch ends with the source that fills it, and there are no more than was said.
+    if (batches.empty() || batches.back().count() + (is_apart ? 0 : length - 1) >= most) batches.emplace_back();
+    batches.back().add(sources[i].data(), length, 0, &cache_.groups[first + i], nullptr, true);
+  }
+  const int64_t lanes = is_apart ? std::min<int64_t>(threads, batches.size()) : 1;
+  for (int64_t lane = 0; lane < lanes; ++lane) forward(lane);
+  std::atomic<size_t> next{0};
+  const auto read = [&](int64_t lane) {
+    for (size_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < batches.size();)
+      forwards_[lane]->read_sources(batches[i], 1);
+  };
+  if (lanes > 1 && run_apart({lanes, read})) return;
+  for (const Batch& batch : batches) forward(0).read_sources(batch, threads);
+}
+
+// The prompts of the groups from `first` on. A prompt may be cut: what is in front of a piece is in the cache by then.
+void Session::read_prompts(const std::vector<Ids>& tokens, size_t first, int threads) {
   Batch batch;
   const auto flush = [&] {
     if (batch.count() == 0) return;
-    add_stack(model_->decoder, batch, false, threads);
-    run_phases(phases_, threads);
+    forward(0).read_prompts(batch, threads);
     batch = Batch();
   };
   for (size_t i = 0; i < tokens.size(); ++i) {
@@ -164,73 +135,142 @@ void Session::read(const std::vector<Ids>& sources, const std::vector<Ids>& toke
   flush();
 }
 
-const Chosen& Session::step(const Ids& tokens, const Choice& choice, int threads) {
-  const int64_t rows = num_rows();
-  if (static_cast<int64_t>(tokens.size()) != rows || rows == 0)
+void Session::begin_step(const Ids& tokens) {
+  if (static_cast<int64_t>(tokens.size()) != num_rows() || tokens.empty())
     throw std::invalid_argument("expected a token for each row");
-  if (choice.k < 1) throw std::invalid_argument("expected k of at least 1");
   for (const int32_t token : tokens)
     if (token < 0 || token >= model_->vocab_size()) throw std::invalid_argument("expected tokens in the vocabulary");
-  for (const TokenCache::Group& group : cache_.groups)
-    for (const TokenCache::Row& row : group.rows)
-      if (static_cast<int64_t>(row.slots.size()) >= model_->max_len())
-        throw std::length_error("a row has as many tokens as the model's max_len");
+  for (const TokenCache::Group& group : cache_.groups) check_length(group);
   if (cache_.step_tokens() > cache_.free_tokens()) throw std::length_error("the cache has no room for another token");
-  Batch batch;
-  int64_t row = 0;
-  for (TokenCache::Group& group : cache_.groups) {
-    cache_.append(group, 1);
-    for (const TokenCache::Row& r : group.rows)
-      batch.add(&tokens[row++], 1, static_cast<int64_t>(r.slots.size()) - 1, &group, &r, false);
-  }
-  threads = threads_for(rows, threads);
-  add_stack(model_->decoder, batch, false, threads);
-  vocabulary_.add_phases(narrow_, rows, choice, threads, chosen_, phases_);
-  run_phases(phases_, threads);
-  return chosen_;
+  for (TokenCache::Group& group : cache_.groups) cache_.append(group, 1);
 }
 
-int64_t Session::run(const std::vector<Search*>& searches, Ids tokens, int64_t max_steps, double seconds,
-                     bool log_probs, int threads) {
-  using Clock = std::chrono::steady_clock;
+void Session::check_length(const TokenCache::Group& group) const {
+  for (const TokenCache::Row& row : group.rows)
+    if (static_cast<int64_t>(row.slots.size()) >= model_->max_len())
+      throw std::length_error("a row has as many tokens as the model's max_len");
+}
+
+Batch Session::batch_of(const Places& groups, const Ids& tokens) const {
+  Batch batch;
+  const int32_t* token = tokens.data();
+  for (const int64_t place : groups) {
+    const TokenCache::Group& group = cache_.groups[place];
+    for (const TokenCache::Row& row : group.rows)
+      batch.add(token++, 1, static_cast<int64_t>(row.slots.size()) - 1, &group, &row, false);
+  }
+  return batch;
+}
+
+const Chosen& Session::step(const Ids& tokens, const Choice& choice, int threads) {
+  if (choice.k < 1) throw std::invalid_argument("expected k of at least 1");
+  begin_step(tokens);
+  Places all(cache_.groups.size());
+  std::iota(all.begin(), all.end(), 0);
+  return forward(0).step(batch_of(all, tokens), choice, threads_for(num_rows(), threads));
+}
+
+// ---- searches ----
+
+std::vector<int64_t> Session::run(const std::vector<Search*>& searches, const Ids& tokens, const RunLimits& limits,
+                                  bool log_probs, int threads) {
   if (static_cast<int64_t>(searches.size()) != num_groups()) throw std::invalid_argument("expected a search a group");
-  const auto end = Clock::now() + std::chrono::duration<double>(seconds);
+  int64_t peak_rows = 0;
+  for (size_t i = 0; i < searches.size(); ++i) {
+    if (!searches[i] || searches[i]->is_done ||
+        searches[i]->num_rows != static_cast<int64_t>(cache_.groups[i].rows.size()))
+      throw std::invalid_argument("expected searches that go on, of as many rows as their groups");
+    peak_rows += searches[i]->peak_rows;
+  }
+  if (std::set<Search*>(searches.begin(), searches.end()).size() != searches.size())
+    throw std::invalid_argument("expected a search of its own for each group");
+  begin_step(tokens);
+  Run run{.searches = searches, .limits = limits, .log_probs = log_probs, .rows_left = peak_rows};
+  run.steps.resize(searches.size());
+  const int64_t rows = num_rows();
+  const std::vector<Places> lanes = deal(searches, lanes_for(rows, threads));
+  std::vector<Ids> said;  // to each lane
+  const int32_t* token = tokens.data();
+  for (const Places& lane : lanes) {
+    int64_t count = 0;
+    for (const int64_t place : lane) count += static_cast<int64_t>(cache_.groups[place].rows.size());
+    said.emplace_back(token, token + count);
+    token += count;
+    forward(said.size() - 1);
+  }
+  const auto step = [&](int64_t lane) { step_lane(run, lanes[lane], said[lane], *forwards_[lane], 1); };
+  if (lanes.size() > 1 && run_apart({static_cast<int64_t>(lanes.size()), step})) return run.steps;
+  Places all(searches.size());
+  std::iota(all.begin(), all.end(), 0);
+  step_lane(run, all, tokens, *forwards_[0], threads_for(rows, threads));
+  return run.steps;
+}
+
+// The groups for each lane: neighbours, about as many rows in each.
+std::vector<Session::Places> Session::deal(const std::vector<Search*>& searches, int lanes) const {
+  int64_t all = 0, before = 0;
+  for (const Search* search : searches) all += search->peak_rows;
+  std::vector<Places> dealt;
+  for (size_t i = 0; i < searches.size(); ++i) {
+    if (dealt.empty() || before * lanes >= all * static_cast<int64_t>(dealt.size())) dealt.emplace_back();
+    dealt.back().push_back(static_cast<int64_t>(i));
+    before += searches[i]->peak_rows;
+  }
+  return dealt;
+}
+
+void Session::step_lane(Run& run, Places groups, Ids tokens, Forward& forward, int threads) try {
+  const auto end = Clock::now() + std::chrono::duration<double>(run.limits.seconds);
   for (int64_t steps = 1;; ++steps) {
-    Choice choice{1, log_probs, {}};
+    Choice choice{1, run.log_probs, {}};
     int64_t first = 0;
-    for (size_t i = 0; i < searches.size(); ++i) {
-      if (!searches[i] || searches[i]->is_done ||
-          searches[i]->num_rows != static_cast<int64_t>(cache_.groups[i].rows.size()))
-        throw std::invalid_argument("expected searches that go on, of as many rows as their groups");
-      choice.k = std::max(choice.k, searches[i]->num_candidates);
-      const int64_t end = first + searches[i]->num_rows;
-      for (const int32_t id : searches[i]->suppressed) choice.bans.push_back({id, first, end});
-      if (searches[i]->num_tokens < searches[i]->min_tokens)
-        for (const int32_t id : searches[i]->eos()) choice.bans.push_back({id, first, end});
-      first = end;
+    for (const int64_t place : groups) {
+      const Search& search = *run.searches[place];
+      choice.k = std::max(choice.k, search.num_candidates);
+      const int64_t behind = first + search.num_rows;
+      for (const int32_t id : search.suppressed) choice.bans.push_back({id, first, behind});
+      if (search.num_tokens < search.min_tokens)
+        for (const int32_t id : search.eos()) choice.bans.push_back({id, first, behind});
+      first = behind;
     }
-    step(tokens, choice, threads);
-    bool is_any_done = false;
+    const Chosen& chosen = forward.step(batch_of(groups, tokens), choice, threads);
+    Places going;
     int64_t row = 0;
     tokens.clear();
-    for (size_t i = 0; i < searches.size(); ++i) {
-      Search& search = *searches[i];
-      const int64_t place = row * chosen_.k;
-      row += static_cast<int64_t>(cache_.groups[i].rows.size());
-      const Ids& kept = search.advance(chosen_.ids.data() + place, chosen_.values.data() + place, chosen_.k);
+    for (const int64_t place : groups) {
+      Search& search = *run.searches[place];
+      TokenCache::Group& group = cache_.groups[place];
+      const int64_t at = row * chosen.k;
+      row += static_cast<int64_t>(group.rows.size());
+      const Ids& kept = search.advance(chosen.ids.data() + at, chosen.values.data() + at, chosen.k);
+      ++run.steps[place];
       if (kept.empty()) {
-        is_any_done = true;
+        run.rows_left -= search.peak_rows;
         continue;
       }
-      if (static_cast<int64_t>(kept.size()) != 1 || cache_.groups[i].rows.size() != 1)
-        cache_.reorder(cache_.groups[i], kept);
+      if (static_cast<int64_t>(kept.size()) != 1 || group.rows.size() != 1) cache_.reorder(group, kept);
       const size_t before = tokens.size();
       tokens.resize(before + kept.size());
       search.last_tokens(tokens.data() + before);
+      going.push_back(place);
     }
-    if (is_any_done || steps >= max_steps || Clock::now() >= end || cache_.step_tokens() > cache_.free_tokens())
-      return steps;
+    groups.swap(going);
+    // A lane that has nothing left to do gets some of the others' rows when all are dealt anew.
+    if (groups.empty() || run.rows_left < run.limits.least_rows) run.is_over = true;
+    if (run.is_over || steps >= run.limits.max_steps || Clock::now() >= end) return;
+    const std::lock_guard lock(run.mutex);
+    if (cache_.step_tokens(groups) > cache_.free_tokens()) {
+      run.is_over = true;
+      return;
+    }
+    for (const int64_t place : groups) {
+      check_length(cache_.groups[place]);
+      cache_.append(cache_.groups[place], 1);
+    }
   }
+} catch (...) {
+  run.is_over = true;
+  throw;
 }
 
 void Session::reorder(const std::vector<Ids>& parents) {
@@ -246,7 +286,7 @@ void Session::reorder(const std::vector<Ids>& parents) {
 
 void Session::set_shortlist(const Ids& ids) {
   if (num_groups()) throw std::invalid_argument("expected no rows while the shortlist changes");
-  vocabulary_.set_shortlist(ids);
+  shortlist_ = make_shortlist(*model_, ids);
 }
 
 // A second thread has to be worth its meetings: one for each phase.
@@ -255,234 +295,9 @@ int Session::threads_for(int64_t rows, int threads) const {
   return model_->step_bytes() * std::min<int64_t>(rows, 16) < kWork ? 1 : threads;
 }
 
-// ---- the phases ----
-
-void Session::add_product(const PackedRows& in, const PackedWeight& weight, float* out, int64_t rows, int threads) {
-  const int64_t panels = weight.num_panels, ld = panels * kPanelColumns;
-  // A task reads neighbouring panels, and fetches beyond its last one: the fewer the better.
-  const int64_t tasks = std::min<int64_t>(panels, threads);
-  phases_.push_back({tasks, [=, &in, &weight](int64_t task) {
-                       const int64_t begin = panels * task / tasks, end = panels * (task + 1) / tasks;
-                       gemm(in, rows, weight, begin, end, out + begin * kPanelColumns, ld);
-                     }});
-}
-
-template <typename F>
-void Session::add_rows(int64_t rows, int threads, F&& row) {
-  const int64_t tasks = threads == 1 || rows < 8 ? 1 : std::min<int64_t>(rows, threads);
-  phases_.push_back({tasks, [=](int64_t task) {
-                       for (int64_t r = rows * task / tasks; r < rows * (task + 1) / tasks; ++r) row(r);
-                     }});
-}
-
-template <typename F>
-void Session::add_heads(const Batch& batch, int threads, F&& head) {
-  const int64_t heads = model_->options.num_kv_heads, all = static_cast<int64_t>(batch.spans.size()) * heads;
-  const int64_t tasks = threads == 1 ? 1 : std::min<int64_t>(all, 2 * threads);
-  phases_.push_back({tasks, [=, &batch](int64_t task) {
-                       for (int64_t i = all * task / tasks; i < all * (task + 1) / tasks; ++i)
-                         head(batch.spans[i / heads], i % heads);
-                     }});
-}
-
-// The residual stream takes in what a sub-layer gave, and goes on to the next one: normalised, as it is for pre-norm
-// (keep), or as the stream itself for post-norm.
-void Session::normalise(int64_t row, const float* delta, const Norm* norm, bool keep) {
-  const ModelOptions& o = model_->options;
-  float* x = x_.data() + row * o.d_model;
-  static thread_local std::vector<float> scratch;
-  scratch.resize(o.d_model);
-  if (!norm) return narrow_.store(row, x);
-  float* sum = keep ? x : scratch.data();
-  float* out = keep ? scratch.data() : x;
-  const float *weight = norm->weight.data(), *bias = norm->bias.data();
-  if (delta)
-    normalise_row<false, true, float, float, float>(delta, x, nullptr, weight, bias, o.eps, o.rms_norm, o.d_model, sum,
-                                                    out);
-  else
-    normalise_row<false, false, float, float, float>(x, nullptr, nullptr, weight, bias, o.eps, o.rms_norm, o.d_model,
-                                                     sum, out);
-  narrow_.store(row, out);
-}
-
-void Session::add_stack(const PackedStack& stack, const Batch& batch, bool is_encoder, int threads) {
-  const ModelOptions& o = model_->options;
-  const int64_t rows = batch.count(), dim = o.d_model, wide = padded(dim);
-  const int64_t inner = stack.layers.empty() ? 0 : stack.layers[0].ff1.num_panels * kPanelColumns;
-  const int64_t d_ff = stack.layers.empty() ? 1 : stack.layers[0].ff2.k;
-  x_.make_room(rows * dim), y_.make_room(rows * wide), context_.make_room(rows * dim);
-  hidden_.make_room(rows * inner);
-  // The stored keys and values of sources go through here as well.
-  qkv_.make_room(rows * padded(dim + 2 * o.kv_dim()));
-  narrow_.resize(rows, dim, o.precision), wide_.resize(rows, d_ff, o.precision);
-  phases_.clear();
-
-  const Norm* final_norm = stack.final_norm.empty() ? nullptr : &stack.final_norm[0];
-  const auto first_norm_of = [&](size_t layer) -> const Norm* {
-    return layer < stack.layers.size() ? &stack.layers[layer].norm1 : final_norm;
-  };
-  const Norm* first = o.norm_first ? first_norm_of(0) : nullptr;
-  add_rows(rows, threads, [=, this, &batch](int64_t r) {
-    model_->embed(is_encoder, batch.ids[r], batch.positions[r], x_.data() + r * dim);
-    normalise(r, nullptr, first, true);
-  });
-  const auto finish = [&](const Norm* own, const Norm* next) {
-    const Norm* norm = o.norm_first ? next : own;
-    add_rows(rows, threads, [=, this](int64_t r) { normalise(r, y_.data() + r * wide, norm, o.norm_first); });
-  };
-  const auto project_context = [&](const PackedWeight& out) {
-    add_rows(rows, threads, [=, this](int64_t r) { narrow_.store(r, context_.data() + r * dim); });
-    add_product(narrow_, out, y_.data(), rows, threads);
-  };
-  for (size_t i = 0; i < stack.layers.size(); ++i) {
-    const PackedLayer& layer = stack.layers[i];
-    const int64_t window = stack.window;
-    add_product(narrow_, layer.qkv, qkv_.data(), rows, threads);
-    with_cache_type(o.precision, [&]<typename T>() {
-      add_heads(batch, threads, [=, this](const Span& span, int64_t head) {
-        if (is_encoder) attend_own_span<T>(span, head, window);
-        else attend_self<T>(static_cast<int64_t>(i), span, head, window);
-      });
-    });
-    project_context(layer.out);
-    finish(&layer.norm1, &layer.norm2);
-    if (!is_encoder && o.has_encoder()) {
-      add_product(narrow_, layer.cross_q, qkv_.data(), rows, threads);
-      with_cache_type(o.precision, [&]<typename T>() {
-        add_heads(batch, threads,
-                  [=, this](const Span& span, int64_t head) { attend_source<T>(static_cast<int64_t>(i), span, head); });
-      });
-      project_context(layer.cross_out);
-      finish(&layer.norm2, &layer.norm3);
-    }
-    add_product(narrow_, layer.ff1, hidden_.data(), rows, threads);
-    add_rows(rows, threads, [=, this](int64_t r) {
-      activate_row(o.activation, hidden_.data() + r * inner, d_ff);
-      wide_.store(r, hidden_.data() + r * inner);
-    });
-    add_product(wide_, layer.ff2, y_.data(), rows, threads);
-    const bool has_third = !is_encoder && o.has_encoder();
-    finish(has_third ? &layer.norm3 : &layer.norm2, first_norm_of(i + 1));
-  }
-}
-
-// Sources through the encoder, and their keys and values for all layers of the decoder.
-void Session::store_sources(const Batch& batch, int threads) {
-  add_stack(model_->encoder, batch, true, threads);
-  const ModelOptions& o = model_->options;
-  const int64_t rows = batch.count(), dim = o.head_dim(), kv_dim = o.kv_dim(), ld = padded(2 * kv_dim);
-  for (size_t i = 0; i < model_->decoder.layers.size(); ++i) {
-    add_product(narrow_, model_->decoder.layers[i].cross_kv, qkv_.data(), rows, threads);
-    with_cache_type(o.precision, [&]<typename T>() {
-      add_heads(batch, threads, [=, this](const Span& span, int64_t head) {
-        T* keys = reinterpret_cast<T*>(cache_.keys(static_cast<int64_t>(i), head));
-        T* values = reinterpret_cast<T*>(cache_.keys(static_cast<int64_t>(i), head) + cache_.values_offset());
-        for (int64_t t = span.begin; t < span.end; ++t) {
-          const float* from = qkv_.data() + t * ld + head * dim;
-          const int64_t slot = span.group->source[t - span.begin];
-          narrow_row(from, dim, keys + slot * dim);
-          narrow_row(from + kv_dim, dim, values + slot * dim);
-        }
-      });
-    });
-  }
-  run_phases(phases_, threads);
-}
-
-// ---- attention: the tokens of a span, the query heads of one kv head ----
-
-template <typename T>
-void Session::attend_self(int64_t layer, const Span& span, int64_t kv_head, int64_t window) {
-  const ModelOptions& o = model_->options;
-  const int64_t dim = o.head_dim(), ld = padded(o.d_model + 2 * o.kv_dim()), group = o.num_heads / o.num_kv_heads;
-  T* keys = reinterpret_cast<T*>(cache_.keys(layer, kv_head));
-  T* values = reinterpret_cast<T*>(cache_.keys(layer, kv_head) + cache_.values_offset());
-  const int32_t* slots = span.row->slots.data();
-  const int64_t next_head = cache_.head_stride() / static_cast<int64_t>(sizeof(T));
-  for (int64_t t = span.begin; t < span.end; ++t) {
-    const int64_t position = span.first_position + t - span.begin, slot = slots[position];
-    float* q = qkv_.data() + t * ld;
-    float *k = q + o.d_model + kv_head * dim, *v = k + o.kv_dim();
-    if (model_->is_rotary()) {
-      const float *cos = model_->cos(position), *sin = model_->sin(position);
-      const auto turn = [&](float* x) {
-        if (o.rotary_interleaved) turn_neighbours<float>(x, cos, sin, dim / 2, x);
-        else turn_halves<float>(x, cos, sin, dim / 2, x);
-      };
-      for (int64_t h = kv_head * group; h < (kv_head + 1) * group; ++h) turn(q + h * dim);
-      turn(k);
-    }
-    narrow_row(k, dim, keys + slot * dim);
-    narrow_row(v, dim, values + slot * dim);
-  }
-  const float scale2 = score_scale(dim);
-  if (!span.is_prompt) {
-    const int64_t position = span.first_position, first = window < 0 ? 0 : std::max<int64_t>(0, position - window);
-    const int64_t count = position + 1 - first;
-    float* scores = scores_of_this_thread(count).data();
-    for (int64_t h = kv_head * group; h < (kv_head + 1) * group; ++h) {
-      const bool is_last = h + 1 == (kv_head + 1) * group && kv_head + 1 < o.num_kv_heads;
-      attend_row<T, float>(as_cached<T>(qkv_.data() + span.begin * ld + h * dim, dim), keys, values, dim, dim,
-                           BySlot{slots + first, 1}, count, dim, scale2, scores,
-                           context_.data() + span.begin * o.d_model + h * dim, is_last ? keys + next_head : nullptr);
-    }
-    return;
-  }
-  const int64_t rows = span.end - span.begin, end = span.first_position + rows;
-  // The products sum keys in slices of kDepth, which lie alike wherever the prompt was cut.
-  const int64_t begin = window < 0 ? 0 : std::max<int64_t>(0, span.first_position - window) / kDepth * kDepth;
-  HeadScratch<T>& scratch = head_scratch<T>((end - begin) * dim);
-  for (int64_t position = begin; position < end; ++position) {
-    std::copy_n(keys + slots[position] * dim, dim, scratch.keys.data() + (position - begin) * dim);
-    std::copy_n(values + slots[position] * dim, dim, scratch.values.data() + (position - begin) * dim);
-  }
-  scratch.packed.pack(scratch.keys.data(), scratch.values.data(), end - begin, dim);
-  const auto place = [=](int64_t i) { return span.first_position + i - begin; };
-  for (int64_t h = kv_head * group; h < (kv_head + 1) * group; ++h)
-    scratch.packed.attend(
-        qkv_.data() + span.begin * ld + h * dim, ld, rows, scale2,
-        [=](int64_t i) { return window < 0 ? 0 : std::max<int64_t>(0, place(i) - window); },
-        [=](int64_t i) { return place(i) + 1; }, context_.data() + span.begin * o.d_model + h * dim, o.d_model);
-}
-
-template <typename T>
-void Session::attend_own_span(const Span& span, int64_t kv_head, int64_t window) {
-  const ModelOptions& o = model_->options;
-  const int64_t dim = o.head_dim(), ld = padded(o.d_model + 2 * o.kv_dim()), group = o.num_heads / o.num_kv_heads;
-  const int64_t length = span.end - span.begin;
-  HeadScratch<T>& scratch = head_scratch<T>(length * dim);
-  for (int64_t t = 0; t < length; ++t) {
-    const float* k = qkv_.data() + (span.begin + t) * ld + o.d_model + kv_head * dim;
-    narrow_row(k, dim, scratch.keys.data() + t * dim);
-    narrow_row(k + o.kv_dim(), dim, scratch.values.data() + t * dim);
-  }
-  scratch.packed.pack(scratch.keys.data(), scratch.values.data(), length, dim);
-  for (int64_t h = kv_head * group; h < (kv_head + 1) * group; ++h)
-    scratch.packed.attend(
-        qkv_.data() + span.begin * ld + h * dim, ld, length, score_scale(dim),
-        [=](int64_t i) { return window < 0 ? 0 : std::max<int64_t>(0, i - window); },
-        [=](int64_t i) { return window < 0 || window >= length ? length : std::min(length, i + window + 1); },
-        context_.data() + span.begin * o.d_model + h * dim, o.d_model);
-}
-
-template <typename T>
-void Session::attend_source(int64_t layer, const Span& span, int64_t kv_head) {
-  const ModelOptions& o = model_->options;
-  const int64_t dim = o.head_dim(), ld = padded(o.d_model), group = o.num_heads / o.num_kv_heads;
-  const T* keys = reinterpret_cast<const T*>(cache_.keys(layer, kv_head));
-  const T* values = reinterpret_cast<const T*>(cache_.keys(layer, kv_head) + cache_.values_offset());
-  const int64_t next_head = cache_.head_stride() / static_cast<int64_t>(sizeof(T));
-  const std::vector<int32_t>& source = span.group->source;
-  const int64_t count = source.size();
-  const float scale2 = score_scale(dim);
-  float* scores = scores_of_this_thread(count).data();
-  for (int64_t t = span.begin; t < span.end; ++t)
-    for (int64_t h = kv_head * group; h < (kv_head + 1) * group; ++h) {
-      const bool is_last = h + 1 == (kv_head + 1) * group && kv_head + 1 < o.num_kv_heads;
-      attend_row<T, float>(as_cached<T>(qkv_.data() + t * ld + h * dim, dim), keys, values, dim, dim,
-                           BySlot{source.data(), 1}, count, dim, scale2, scores,
-                           context_.data() + t * o.d_model + h * dim, is_last ? keys + next_head : nullptr);
-    }
+int Session::lanes_for(int64_t rows, int threads) const {
+  threads = threads_for(rows, threads);
+  return threads > 1 && (rows >= kRowsApart * threads || is_held_up()) ? threads : 1;
 }
 
 }  // namespace fastformer

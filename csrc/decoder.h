@@ -1,7 +1,4 @@
 // A decoding session: requests that come and go, stepped together through a packed model, with their searches.
-//
-// A step is a list of phases (phases.h) whose tasks each write outputs of their own from whole sums: the bits of a row
-// depend neither on its neighbours nor on the number of threads.
 
 #pragma once
 
@@ -9,13 +6,20 @@
 #include <memory>
 #include <vector>
 
+#include "forward.h"
 #include "packed_model.h"
-#include "phases.h"
 #include "search.h"
 #include "token_cache.h"
-#include "vocabulary.h"
 
 namespace fastformer {
+
+// When a run of searches ends: at the latest after max_steps, or with the step in which so many seconds are over; and
+// when less than least_rows go on (counted by the searches' peaks).
+struct RunLimits {
+  int64_t max_steps = 1;
+  double seconds = 0;
+  int64_t least_rows = 0;
+};
 
 class Session {
  public:
@@ -26,10 +30,14 @@ class Session {
   void admit(const std::vector<Ids>& sources, const std::vector<Ids>& tokens, int threads);
   // Appends a token to each row.
   const Chosen& step(const Ids& tokens, const Choice& choice, int threads);
-  // Steps until a search is done, or max_steps, or so many seconds are over, or memory for another step is lacking; at
-  // least once. The first tokens are given, the others the searches choose. Returns how many steps were taken.
-  int64_t run(const std::vector<Search*>& searches, Ids tokens, int64_t max_steps, double seconds, bool log_probs,
-              int threads);
+  // Steps each row, at least once, until its search is done or the run ends: at its limits, or for lack of memory. The
+  // first tokens are given, the others the searches choose. Returns how many steps each group took.
+  //
+  // A few rows are stepped together by all threads, which meets at each phase. Many rows are dealt to the threads, each
+  // of which steps its own: they read the weights again, but nobody waits for anybody. That is better, too, where other
+  // processes take the cores away now and then. The bits are the same.
+  std::vector<int64_t> run(const std::vector<Search*>& searches, const Ids& tokens, const RunLimits& limits,
+                           bool log_probs, int threads);
   void reorder(const std::vector<Ids>& parents);
   void release(const std::vector<int64_t>& groups) { cache_.release(groups); }
   // Only these ids may be said, sorted upward; none: all. Not while there are rows.
@@ -42,52 +50,27 @@ class Session {
   const PackedModel& model() const { return *model_; }
 
  private:
-  // Neighbouring tokens of one sequence, in their order.
-  struct Span {
-    int64_t begin, end, first_position;
-    const TokenCache::Group* group;  // null: an encoder's, which attend to their own span
-    const TokenCache::Row* row;
-    bool is_prompt;  // else a step's one token
-  };
-  struct Batch {
-    Ids ids, positions;
-    std::vector<Span> spans;
-    int64_t count() const { return static_cast<int64_t>(ids.size()); }
-    void add(const int32_t* tokens, int64_t count, int64_t first_position, const TokenCache::Group* group,
-             const TokenCache::Row* row, bool is_prompt);
-  };
+  struct Run;                           // what those who take part in one share
+  using Places = std::vector<int64_t>;  // of groups
+
   void check(const std::vector<Ids>& sources, const std::vector<Ids>& tokens) const;
   int threads_for(int64_t rows, int threads) const;
-  void read(const std::vector<Ids>& sources, const std::vector<Ids>& tokens, size_t first, int threads);
-
-  // Adds the phases of a batch's way through a stack, behind which narrow_ holds its normalised states.
-  void add_stack(const PackedStack& stack, const Batch& batch, bool is_encoder, int threads);
-  void store_sources(const Batch& batch, int threads);
-
-  void add_product(const PackedRows& in, const PackedWeight& weight, float* out, int64_t rows, int threads);
-  template <typename F>
-  void add_rows(int64_t rows, int threads, F&& row);
-  template <typename F>
-  void add_heads(const Batch& batch, int threads, F&& head);
-  void normalise(int64_t row, const float* delta, const Norm* norm, bool keep);
-
-  template <typename T>
-  void attend_self(int64_t layer, const Span& span, int64_t kv_head, int64_t window);
-  template <typename T>
-  void attend_own_span(const Span& span, int64_t kv_head, int64_t window);
-  template <typename T>
-  void attend_source(int64_t layer, const Span& span, int64_t kv_head);
+  int lanes_for(int64_t rows, int threads) const;
+  void read_sources(const std::vector<Ids>& sources, size_t first, int threads);
+  void read_prompts(const std::vector<Ids>& tokens, size_t first, int threads);
+  // Gives each row its place for another token: that is how a step begins.
+  void begin_step(const Ids& tokens);
+  void check_length(const TokenCache::Group& group) const;
+  Batch batch_of(const Places& groups, const Ids& tokens) const;
+  std::vector<Places> deal(const std::vector<Search*>& searches, int lanes) const;
+  // Steps and searches of these groups, whose rows have places for their tokens.
+  void step_lane(Run& run, Places groups, Ids tokens, Forward& forward, int threads);
+  Forward& forward(size_t lane);
 
   std::shared_ptr<const PackedModel> model_;
   TokenCache cache_;
-  Vocabulary vocabulary_;
-  Chosen chosen_;
-
-  std::vector<Phase> phases_;
-  // Of the tokens of a batch: the residual stream, what a product gives, queries with keys and values, what attention
-  // gives, the inside of the feed-forward network; each row ld_ of that apart.
-  Floats x_, y_, qkv_, context_, hidden_;
-  PackedRows narrow_, wide_;
+  Shortlist shortlist_;
+  std::vector<std::unique_ptr<Forward>> forwards_;
 };
 
 }  // namespace fastformer

@@ -120,11 +120,11 @@ void bind_decoder(py::module_& m) {
            py::arg("logits").noconvert(), py::arg("threads"))
       .def("run",
            [](GuardedSession& guarded, const std::vector<Search*>& searches, const Ids& tokens, int64_t max_steps,
-              double seconds, bool log_probs, int threads) {
+              double seconds, int64_t least_rows, bool log_probs, int threads) {
              const py::gil_scoped_release released;
-             return guarded.with([&](Session& session) {
-               return session.run(searches, tokens, max_steps, seconds, log_probs, threads);
-             });
+             const RunLimits limits{max_steps, seconds, least_rows};
+             return guarded.with(
+                 [&](Session& session) { return session.run(searches, tokens, limits, log_probs, threads); });
            })
       .def("reorder", [](GuardedSession& guarded,
                          const std::vector<Ids>& parents) { guarded.with([&](Session& s) { s.reorder(parents); }); })

@@ -57,14 +57,12 @@ void run_alone(const std::vector<Phase>& phases) {
 // that was held up before it has taken its task finds next_ changed, and nothing is lost.
 class Team {
  public:
-  // The phases on `threads` threads, the caller's included; false, and nothing is done, while others run.
-  bool run(const std::vector<Phase>& phases, int threads) {
+  // The phases on `threads` threads, the caller's included; false, and nothing is done, while others run. `meets`: the
+  // threads wait for each other again and again, so they run only while that pays.
+  bool run(const std::vector<Phase>& phases, int threads, bool meets) {
+    if (meets && rests()) return false;
     if (is_busy_.exchange(true, std::memory_order_acquire)) return false;
     const auto begun = Clock::now();
-    if (begun < rest_until_) {
-      is_busy_.store(false, std::memory_order_release);
-      return false;
-    }
     const int helpers = grow(std::min(threads, kMostThreads) - 1);
     phases_ = &phases;
     place_ = 0;
@@ -88,11 +86,13 @@ class Team {
     wanted_.store(0, std::memory_order_relaxed);
     const std::exception_ptr thrown = std::exchange(thrown_, nullptr);
     has_thrown_.store(false, std::memory_order_relaxed);
-    judge(Clock::now() - begun, waited, own);
+    if (meets) judge(Clock::now() - begun, waited, own);
     is_busy_.store(false, std::memory_order_release);
     if (thrown) std::rethrow_exception(thrown);
     return true;
   }
+
+  bool rests() const { return Clock::now() < rest_until_.load(std::memory_order_relaxed); }
 
  private:
   struct alignas(64) Helper {
@@ -205,11 +205,11 @@ class Team {
     for (const Phase& phase : *phases_) tasks += std::max<int64_t>(phase.tasks, 0);
     const Duration lost = waited - (all - waited) * (tasks - own) / std::max<int64_t>(own, 1);
     if (lost < kUnfair) return;
-    const auto now = Clock::now();
-    const bool again = now - rest_until_ < rest_until_ - rested_;
+    const auto now = Clock::now(), until = rest_until_.load(std::memory_order_relaxed);
+    const bool again = now - until < until - rested_;
     rest_ = again ? std::min(4 * rest_, kMostRest) : kLeastRest;
     rested_ = now;
-    rest_until_ = now + std::min<Duration>(lost * rest_, std::chrono::seconds(1));
+    rest_until_.store(now + std::min<Duration>(lost * rest_, std::chrono::seconds(1)), std::memory_order_relaxed);
   }
 
   // One cache line: to end a phase, open the next and take a task of it costs three transfers of it, and not twice as
@@ -229,7 +229,8 @@ class Team {
   // The caller's, whoever it is.
   alignas(64) std::atomic<bool> is_busy_{false};
   std::vector<std::unique_ptr<Helper>> helpers_;
-  Clock::time_point rested_{}, rest_until_{};  // when it last went on alone, and until when
+  Clock::time_point rested_{};                                      // when it last went on alone,
+  std::atomic<Clock::time_point> rest_until_{Clock::time_point{}};  // and until when
   int rest_ = kLeastRest;
 };
 
@@ -249,7 +250,11 @@ Team& team() {
 }  // namespace
 
 void run_phases(const std::vector<Phase>& phases, int threads) {
-  if (threads <= 1 || !team().run(phases, threads)) run_alone(phases);
+  if (threads <= 1 || !team().run(phases, threads, true)) run_alone(phases);
 }
+
+bool run_apart(const Phase& tasks) { return team().run({tasks}, static_cast<int>(tasks.tasks), false); }
+
+bool is_held_up() { return team().rests(); }
 
 }  // namespace fastformer

@@ -26,4 +26,11 @@ struct Phase {
 // don't.
 void run_phases(const std::vector<Phase>& phases, int threads);
 
+// Runs tasks that are long and wait for nobody, one a thread; it is over when the last one is. False, and nothing is
+// done, while the team is busy with another caller. What a task throws: see run_phases.
+bool run_apart(const Phase& tasks);
+
+// Whether callers of run_phases do all alone just now, because the machine has other work.
+bool is_held_up();
+
 }  // namespace fastformer

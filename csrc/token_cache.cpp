@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <limits>
 #include <new>
+#include <numeric>
 #include <stdexcept>
 
 namespace fastformer {
@@ -28,12 +29,18 @@ int32_t TokenCache::take(Group& group) {
 }
 
 int64_t TokenCache::step_tokens() {
+  std::vector<int64_t> all(groups.size());
+  std::iota(all.begin(), all.end(), 0);
+  return step_tokens(all);
+}
+
+int64_t TokenCache::step_tokens(const std::vector<int64_t>& places) {
   int64_t blocks = 0;
-  for (const Group& group : groups)
-    for (const Row& row : group.rows) blocks += row.used == kBlockTokens;
+  for (const int64_t place : places)
+    for (const Row& row : groups[place].rows) blocks += row.used == kBlockTokens;
   if (blocks * kBlockTokens > free_tokens())
-    for (Group& group : groups)
-      if (group.was_reordered) sweep(group);
+    for (const int64_t place : places)
+      if (groups[place].was_reordered) sweep(groups[place]);
   return blocks * kBlockTokens;
 }
 

@@ -36,8 +36,10 @@ class TokenCache {
   TokenCache& operator=(const TokenCache&) = delete;
 
   int64_t free_tokens() const { return static_cast<int64_t>(free_.size()) * kBlockTokens; }
-  // What appending a token to each row takes; blocks that no row names are given back where it's too much.
+  // What appending a token to each row takes, of all groups or of some; blocks that no row of them names are given back
+  // where it's too much.
   int64_t step_tokens();
+  int64_t step_tokens(const std::vector<int64_t>& places);
 
   // Appends a group of one row, with room for a source. Throws std::length_error without memory for it.
   Group& add(int64_t source_tokens);

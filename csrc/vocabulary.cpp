@@ -24,12 +24,11 @@ void make_room(std::vector<T>& v, int64_t n) {
 
 }  // namespace
 
-void Vocabulary::set_shortlist(const Ids& ids) {
+Shortlist make_shortlist(const PackedModel& model, const Ids& ids) {
   for (size_t i = 0; i < ids.size(); ++i)
-    if (ids[i] < 0 || ids[i] >= model_.vocab_size() || (i && ids[i] <= ids[i - 1]))
+    if (ids[i] < 0 || ids[i] >= model.vocab_size() || (i && ids[i] <= ids[i - 1]))
       throw std::invalid_argument("expected a shortlist of different ids of the vocabulary, sorted upward");
-  shortlist_ = ids.empty() ? PackedWeight() : model_.output.columns(ids);
-  shortlist_ids_ = ids;
+  return {ids, ids.empty() ? PackedWeight() : model.output.columns(ids)};
 }
 
 void Vocabulary::add_phases(const PackedRows& states, int64_t rows, const Choice& choice, int threads, Chosen& chosen,
@@ -45,16 +44,16 @@ void Vocabulary::add_phases(const PackedRows& states, int64_t rows, const Choice
   for (size_t i = 0; i < choice.logit_rows.size(); ++i) places_.at(choice.logit_rows[i]) = static_cast<int32_t>(i);
   bans_.clear();
   for (Choice::Ban ban : choice.bans) {
-    if (!shortlist_ids_.empty()) {
-      const auto found = std::lower_bound(shortlist_ids_.begin(), shortlist_ids_.end(), ban.id);
-      if (found == shortlist_ids_.end() || *found != ban.id) continue;
-      ban.id = static_cast<int32_t>(found - shortlist_ids_.begin());
+    if (!shortlist_.ids.empty()) {
+      const auto found = std::lower_bound(shortlist_.ids.begin(), shortlist_.ids.end(), ban.id);
+      if (found == shortlist_.ids.end() || *found != ban.id) continue;
+      ban.id = static_cast<int32_t>(found - shortlist_.ids.begin());
     }
     bans_.push_back(ban);
   }
   std::sort(bans_.begin(), bans_.end(), [](const Choice::Ban& a, const Choice::Ban& b) { return a.id < b.id; });
   // What a shortlist leaves out stays like this.
-  if (!shortlist_ids_.empty()) std::fill_n(choice.logits, choice.logit_rows.size() * model_.vocab_size(), kNever);
+  if (!shortlist_.ids.empty()) std::fill_n(choice.logits, choice.logit_rows.size() * model_.vocab_size(), kNever);
   chosen.k = choice.k;
   chosen.ids.resize(rows * choice.k), chosen.values.resize(rows * choice.k);
 

@@ -36,12 +36,17 @@ struct Chosen {
   std::vector<float> values;
 };
 
+// The ids that may be said, sorted upward, and their columns of the last product; none: all.
+struct Shortlist {
+  Ids ids;
+  PackedWeight weight;
+};
+Shortlist make_shortlist(const PackedModel& model, const Ids& ids);
+
 class Vocabulary {
  public:
-  explicit Vocabulary(const PackedModel& model) : model_(model) {}
-
-  // Only these ids may be said, sorted upward; none: all.
-  void set_shortlist(const Ids& ids);
+  // What the shortlist says when a step begins, counts.
+  Vocabulary(const PackedModel& model, const Shortlist& shortlist) : model_(model), shortlist_(shortlist) {}
 
   // Adds the phases that choose for `rows` rows of normalised states. The choice is read while they run.
   void add_phases(const PackedRows& states, int64_t rows, const Choice& choice, int threads, Chosen& chosen,
@@ -60,16 +65,15 @@ class Vocabulary {
     int32_t* columns;
   };
 
-  const PackedWeight& weight() const { return shortlist_ids_.empty() ? model_.output : shortlist_; }
-  int32_t id_of(int32_t column) const { return shortlist_ids_.empty() ? column : shortlist_ids_[column]; }
+  const PackedWeight& weight() const { return shortlist_.ids.empty() ? model_.output : shortlist_.weight; }
+  int32_t id_of(int32_t column) const { return shortlist_.ids.empty() ? column : shortlist_.ids[column]; }
   void look_at_lane(int64_t lane, const PackedRows& states, int64_t rows, const Choice& choice);
   void merge_lanes(int64_t row, int64_t rows, const Choice& choice, Chosen& chosen) const;
   static void keep_best(const float* z, int64_t first, int64_t k, Best& best);
   static void add_exponentials(const float* z, Sum& sum);
 
   const PackedModel& model_;
-  PackedWeight shortlist_;
-  Ids shortlist_ids_;
+  const Shortlist& shortlist_;
   // Of a step: its bans by column, and the place of each row among those whose logits are written (-1: none).
   std::vector<Choice::Ban> bans_;
   Ids places_;

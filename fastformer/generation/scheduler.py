@@ -136,12 +136,14 @@ class Scheduler:
             log_probs=any(request.log_probs for request in running),
             max_steps=1 if any(request.on_token for request in running) else _RUN_STEPS,
             seconds=_RUN_SECONDS,
+            # Those whom memory keeps waiting may find some as soon as one ends.
+            least_rows=min(self._least_rows(), self._running_rows),
         )
         done = set(places_of_done(searches))
         gone: list[int] = []
         for place, request in enumerate(running):
             is_done = place in done
-            if not request.take_steps(steps, searches[place].error if is_done else None, is_done):
+            if not request.take_steps(steps[place], searches[place].error if is_done else None, is_done):
                 gone.append(place)
         return self._release(gone)
 
@@ -194,8 +196,7 @@ class Scheduler:
         # Requests that came after the start find no more rows than the engine was started with.
         max_rows = min(self.max_rows, self._rows)
         idle = max_rows - self._running_rows
-        # Sources are read many at a time: a batch that is nearly full waits until a quarter of it is free.
-        if self.running and idle < min(max_rows // 4, self._waiting_rows):
+        if self.running and self._running_rows >= self._least_rows():
             return
         new: list[Request] = []
         room, reading = min(self._tokens - self._promised, self.engine.free_tokens()), 0
@@ -218,6 +219,13 @@ class Scheduler:
                 self._waiting_rows -= request.search.peak_rows
                 self._running_rows += request.search.peak_rows
                 self._promised += self._expected(request)
+
+    def _least_rows(self) -> int:
+        """With less than this that run, others are admitted: sources are read many at a time, so a batch that is nearly
+        full waits until a quarter of it is free.
+        """
+        max_rows = min(self.max_rows, self._rows)
+        return max_rows - min(max_rows // 4, self._waiting_rows) + 1 if self.waiting else 0
 
     def _expected(self, request: Request) -> int:
         return self.engine.tokens_needed(request.prompt, request.search.peak_rows, request.expected_tokens)

@@ -1,5 +1,6 @@
-// For ThreadSanitizer (`make sanitize`): callers who run phases at once, and two sessions of one model on two threads,
-// each of which takes helpers where it gets them. Exits with 1 where a number isn't the one that one thread finds.
+// For ThreadSanitizer (`make sanitize`): callers who run phases at once, and sessions of one model on several threads,
+// each of which takes helpers where it gets them, for few rows and for so many that they are dealt to the threads.
+// Exits with 1 where a number isn't the one that one thread finds.
 
 #include <atomic>
 #include <cstdint>
@@ -85,8 +86,48 @@ std::vector<float> decode(const std::shared_ptr<const PackedModel>& model, int32
   session.release({1});
   session.reorder({{2}, {0}});
   const std::unique_ptr<Search> greedy = make_greedy_search(9, {1}), beams = make_beam_search(9, {1}, 3, 0.6, 1, false);
-  session.run({greedy.get(), beams.get()}, {21, 22}, 20, 10.0, true, threads);
+  session.run({greedy.get(), beams.get()}, {21, 22}, {20, 10.0, 0}, true, threads);
   for (const Search* search : {greedy.get(), beams.get()})
+    for (const Hypothesis& one : search->results()) said.insert(said.end(), one.log_probs.begin(), one.log_probs.end());
+  return said;
+}
+
+// Searches of many rows in little memory, which those of some lanes run out of first.
+std::vector<float> decode_many(const std::shared_ptr<const PackedModel>& model, int threads) {
+  constexpr int64_t kGroups = 60;
+  Session session(model, 3200);
+  std::vector<Ids> prompts;
+  std::vector<std::unique_ptr<Search>> searches;
+  Ids tokens;
+  for (int32_t i = 0; i < kGroups; ++i) {
+    prompts.push_back({i, 5});
+    tokens.push_back(i + 1);
+    searches.push_back(i % 3 ? make_greedy_search(2 + i % 9, {1}) : make_beam_search(2 + i % 9, {1}, 3, 0.6, 1, false));
+  }
+  session.admit({}, prompts, threads);
+  std::vector<Search*> going;
+  for (const auto& search : searches) going.push_back(search.get());
+  while (!going.empty()) {
+    session.run(going, tokens, {1000, 0.005, 20}, true, threads);
+    std::vector<Search*> left;
+    std::vector<int64_t> gone;
+    tokens.clear();
+    for (size_t i = 0; i < going.size(); ++i) {
+      if (going[i]->is_done) {
+        gone.push_back(static_cast<int64_t>(i));
+        continue;
+      }
+      left.push_back(going[i]);
+      const size_t before = tokens.size();
+      tokens.resize(before + going[i]->num_rows);
+      going[i]->last_tokens(tokens.data() + before);
+    }
+    session.release(gone);
+    going.swap(left);
+    if (!going.empty() && session.step_tokens() > session.free_tokens()) return {};
+  }
+  std::vector<float> said;
+  for (const auto& search : searches)
     for (const Hypothesis& one : search->results()) said.insert(said.end(), one.log_probs.begin(), one.log_probs.end());
   return said;
 }
@@ -99,13 +140,15 @@ int main() {
   std::map<std::string, std::vector<float>> memory;
   const auto model = make_model(memory);
   const std::vector<float> first = decode(model, 3, 1), second = decode(model, 4, 1);
-  if (first == second) ++wrong;
+  const std::vector<float> many = decode_many(model, 1);
+  if (first == second || many.empty()) ++wrong;
   std::vector<std::thread> callers;
-  for (int caller = 0; caller < 4; ++caller)
+  for (int caller = 0; caller < 5; ++caller)
     callers.emplace_back([&, caller] {
       for (int turn = 0; turn < 4; ++turn) {
         if (caller < 2) wrong += add_up(2 + turn % 3, 300) != sum;
-        else wrong += decode(model, caller + 1, 1 + turn) != (caller == 2 ? first : second);
+        else if (caller < 4) wrong += decode(model, caller + 1, 1 + turn) != (caller == 2 ? first : second);
+        else wrong += decode_many(model, 2 + turn % 2) != many;
       }
     });
   for (std::thread& caller : callers) caller.join();

@@ -134,13 +134,15 @@ def test_each_tensor_has_to_be_of_its_shape_and_a_known_dtype(which) -> None:
 
 
 lists = st.lists(few_ints, max_size=4)
+# Nothing in between: two sessions are to take the same steps.
+seconds = st.sampled_from([-1.0, 0.0, 60.0, math.inf, math.nan])
 calls = st.lists(
     st.one_of(
         st.tuples(st.just("admit"), st.lists(lists, max_size=3), st.lists(st.lists(ints, max_size=22), max_size=3)),
         st.tuples(st.just("step"), st.lists(ints, max_size=6), st.one_of(st.integers(1, 11), ints), st.booleans()),
         st.tuples(st.just("reorder"), st.lists(lists, max_size=3)),
         st.tuples(st.just("release"), lists),
-        st.tuples(st.just("run"), lists, ints, st.floats(), st.booleans()),
+        st.tuples(st.just("run"), lists, ints, seconds, ints, st.booleans()),
         st.tuples(st.just("set_shortlist"), st.lists(ints, max_size=5)),
         st.tuples(st.just("good")),
     ),
@@ -201,6 +203,7 @@ test_sessions_are_as_they_were_after_many_errors = pytest.mark.slow(MANY(sequenc
 def wrong_calls(session: Any) -> dict[str, tuple[Callable[[], object], str]]:
     room = np.empty((1, VOCAB), np.float32)
     search = EXT.greedy_search(3, [1], 0, [])
+    two = [search, EXT.greedy_search(3, [1], 0, [])]
     return {
         "id of vocab_size": (lambda: session.step([VOCAB, 3], 1, True, [], None, 1), "tokens in the vocabulary"),
         "negative id": (lambda: session.step([3, -1], 1, True, [], None, 1), "tokens in the vocabulary"),
@@ -220,8 +223,10 @@ def wrong_calls(session: Any) -> dict[str, tuple[Callable[[], object], str]]:
         "a group twice": (lambda: session.release([0, 0]), "different groups"),
         "a group too high": (lambda: session.release([0, 2]), "different groups"),
         "a group below": (lambda: session.release([1, -1]), "different groups"),
-        "a search too few": (lambda: session.run([search], [3, 3], 1, 1.0, True, 1), "a search a group"),
-        "None for a search": (lambda: session.run([None, search], [3, 3], 1, 1.0, True, 1), "searches that go on"),
+        "a search too few": (lambda: session.run([search], [3, 3], 1, 1.0, 0, True, 1), "a search a group"),
+        "None for a search": (lambda: session.run([None, search], [3, 3], 1, 1.0, 0, True, 1), "searches that go on"),
+        "a search twice": (lambda: session.run([search] * 2, [3, 3], 1, 1.0, 0, True, 1), "a search of its own"),
+        "a token too few for searches": (lambda: session.run(two, [3], 1, 1.0, 0, True, 1), "a token for each row"),
         "a shortlist while there are rows": (lambda: session.set_shortlist([3, 4]), "no rows while"),
     }
 

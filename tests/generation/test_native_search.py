@@ -235,17 +235,37 @@ def test_a_request_alone_takes_one_call() -> None:
         assert engine.runs == [20] and len(request.results[0].tokens) == 20
 
 
-def test_a_call_ends_with_the_first_that_is_done_and_the_next_comes_in() -> None:
-    engine = engine_of(4, eos=-9.0)
-    requests = [ask(i, native_greedy(limit)) for i, limit in enumerate((3, 7, 5, 4))]
-    scheduler = Scheduler(engine, max_rows=2, max_bytes=1000)
+@pytest.mark.parametrize(
+    "max_rows, limits, runs, ends",
+    [
+        (2, (3, 7, 5, 4), [3, 4, 4], [[0], [1], [2, 3]]),  # the last two have nobody to wait for
+        (4, (3, 4, 5, 6), [6], [[0, 1, 2, 3]]),  # nor have these
+        (8, (1, 2, 3, 4, 5, 6, 7, 8, 9, 9), [2, 9], [[0, 1], [2, 3, 4, 5, 6, 7, 8, 9]]),  # two are a quarter
+    ],
+)
+def test_a_call_ends_when_others_may_come_in_and_else_with_the_last(max_rows, limits, runs, ends) -> None:
+    engine = engine_of(len(limits), eos=-9.0)
+    requests = [ask(i, native_greedy(limit)) for i, limit in enumerate(limits)]
+    scheduler = Scheduler(engine, max_rows=max_rows, max_bytes=1000, is_endless=True)
     scheduler.submit(requests)
     ended = []
     while not scheduler.is_idle:
         ended.append([requests.index(request) for request in scheduler.step()])
-    assert engine.runs == [3, 4, 1, 3] and ended == [[0], [1], [2], [3]]
+    assert engine.runs == runs and ended == ends
     for i, request in enumerate(requests):
         assert tuple(request.results[0].tokens) == plain_greedy(engine, i, request.search.limit)
+        assert request.length == 1 + request.search.limit
+
+
+def test_where_memory_lacks_the_end_of_any_lets_others_in() -> None:
+    engine = engine_of(3, eos=-9.0)
+    requests = [ask(i, native_greedy(limit)) for i, limit in enumerate((3, 7, 2))]
+    scheduler = Scheduler(engine, max_rows=8, max_bytes=16 * engine.token_bytes)
+    scheduler.submit(requests)
+    ended = []
+    while not scheduler.is_idle:
+        ended.append([requests.index(request) for request in scheduler.step()])
+    assert engine.runs == [3, 4] and ended == [[0], [1, 2]]
 
 
 def test_who_listens_is_told_each_token_when_it_comes() -> None:
@@ -295,7 +315,7 @@ def test_log_probabilities_are_asked_for_where_somebody_wants_them(monkeypatch) 
     asked: list[bool] = []
     plain_run = RunningEngine.run
 
-    def noted(self: RunningEngine, *arguments: Any, log_probs: bool, **options: Any) -> int:
+    def noted(self: RunningEngine, *arguments: Any, log_probs: bool, **options: Any) -> list[int]:
         asked.append(log_probs)
         return plain_run(self, *arguments, log_probs=log_probs, **options)
 

@@ -11,7 +11,7 @@ import torch
 
 from fastformer.generation.engines import Candidates, Prompt, Selection
 from fastformer.generation.engines.choice import choose
-from fastformer.generation.native_search import NativeSearch, last_tokens, places_of_done
+from fastformer.generation.native_search import NativeSearch, places_of_done
 from fastformer.generation.requests import Request
 from fastformer.generation.scheduler import Scheduler, run
 from fastformer.generation.search import Hypothesis as Found
@@ -152,21 +152,30 @@ class RunningEngine(MeteredEngine):
         log_probs: bool,
         max_steps: int,
         seconds: float,
-    ) -> int:
+        least_rows: int,
+    ) -> list[int]:
         assert [search.num_rows for search in searches] == list(map(len, self.groups))
         assert not places_of_done(searches) and seconds > 0 and max_steps > 0
-        steps, goes_on = 0, True
+        assert least_rows <= sum(search.peak_rows for search in searches)  # or nobody would ever go on
+        taken, steps, goes_on = [0] * len(searches), 0, True
         while goes_on:
             wanted = max(search.num_candidates for search in searches)
             found = self.step(tokens, Selection(wanted, log_probs))
-            firsts = itertools.accumulate((search.num_rows for search in searches[:-1]), initial=0)
-            kept = [search.handle.advance(*found, first) for search, first in zip(searches, list(firsts), strict=True)]
+            firsts = itertools.accumulate(map(len, self.groups[:-1]), initial=0)
+            kept = []
+            for place, (search, first) in enumerate(zip(searches, list(firsts), strict=True)):
+                taken[place] += not search.handle.is_done
+                kept.append([] if search.handle.is_done else search.handle.advance(*found, first))
             self.reorder([parents or [0] for parents in kept])
-            tokens, steps = last_tokens(searches), steps + 1
+            # A search that is done keeps a row, which says anything.
+            said = [[0] if search.handle.is_done else search.last_tokens() for search in searches]
+            tokens = [token for tokens in said for token in tokens]
+            steps += 1
+            rows_left = sum(search.peak_rows for search in searches if not search.handle.is_done)
             has_room = self.step_tokens() <= self.free_tokens()
-            goes_on = all(kept) and has_room and steps < min(max_steps, self.patience)
+            goes_on = any(kept) and rows_left >= least_rows and has_room and steps < min(max_steps, self.patience)
         self.runs.append(steps)
-        return steps
+        return taken
 
 
 def ask(source: int, make_search: Callable[[], Search], *, length: int = 1, prefix: Sequence[int] = (), **options):

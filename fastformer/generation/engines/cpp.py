@@ -48,9 +48,10 @@ class _Session(Protocol):
         tokens: Sequence[int],
         max_steps: int,
         seconds: float,
+        least_rows: int,
         log_probs: bool,
         threads: int,
-    ) -> int: ...
+    ) -> list[int]: ...
     def reorder(self, parents: Sequence[Sequence[int]]) -> None: ...
     def release(self, groups: Sequence[int]) -> None: ...
     def set_shortlist(self, ids: Sequence[int]) -> None: ...
@@ -163,10 +164,12 @@ class CppEngine:
         log_probs: bool,
         max_steps: int,
         seconds: float,
-    ) -> int:
-        """See `SearchingEngine.run`."""
+        least_rows: int,
+    ) -> list[int]:
+        """See `SearchingEngine.run`. Many rows are dealt to the threads, which then take unlike numbers of steps."""
         handles = [search.handle for search in searches]
-        return self._session.run(handles, tokens, max_steps, seconds, log_probs, torch.get_num_threads())
+        threads = torch.get_num_threads()
+        return self._session.run(handles, tokens, max_steps, seconds, least_rows, log_probs, threads)
 
     def reorder(self, parents: Sequence[Sequence[int]]) -> None:
         """See `Engine.reorder`."""

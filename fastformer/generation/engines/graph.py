@@ -223,11 +223,13 @@ class GraphEngine(KVCacheEngine):
         log_probs: bool,
         max_steps: int,
         seconds: float,
-    ) -> int:
-        """See `SearchingEngine.run`. It looks every `steps_per_look` steps at what has ended."""
+        least_rows: int,
+    ) -> list[int]:
+        """See `SearchingEngine.run`. It looks every `steps_per_look` steps, and returns when one has ended."""
         end = time.monotonic() + seconds
         with self._on_device():
-            return self._run(searches, tokens, log_probs, max_steps, end)
+            steps = self._run(searches, tokens, log_probs, max_steps, end)
+        return [steps] * len(searches)
 
     def _run(
         self, searches: Sequence[NativeSearch], tokens: Sequence[int], log_probs: bool, max_steps: int, end: float

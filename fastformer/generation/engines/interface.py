@@ -161,23 +161,25 @@ class SearchingEngine(Engine, Protocol):
         log_probs: bool,
         max_steps: int,
         seconds: float,
-    ) -> int:
+        least_rows: int,
+    ) -> list[int]:
         """Steps its rows, advances the searches, and reorders the rows, again and again.
 
-        It returns behind the step with which a search is done (or some steps later, where it looks every few steps;
-        then the others have taken them too), and earlier: after max_steps, when the time is over, or when the next step
-        would take more memory than there is (`step_tokens`, `free_tokens`). It takes one step at least. The group of a
-        search that is done keeps rows, of which nobody asks anything, until it is released.
+        It returns when all searches are done, when so few go on that others should come, after max_steps, when the time
+        is over, or when the next step would take more memory than there is (`step_tokens`, `free_tokens`); it may
+        return as soon as one is done. Each row that isn't done takes one step at least. The group of a search that is
+        done keeps rows, of which nobody asks anything, until it is released.
 
         Args:
-            searches: of each group; none of them is done.
+            searches: of each group, a different one; none of them is done.
             tokens: the next token of each row.
             log_probs: see `Selection`.
             max_steps: at least 1.
             seconds: after which it begins no further step.
+            least_rows: with less than this it returns, counted by the peaks of the searches that go on.
 
         Returns:
-            How many steps it took.
+            How many steps each group took.
         """
         ...
 

@@ -1,0 +1,328 @@
+#include "forward.h"
+
+#include <algorithm>
+#include <cmath>
+
+#include "block_attention.h"
+#include "rows.h"
+
+namespace fastformer {
+namespace {
+
+int64_t padded(int64_t columns) { return (columns + kPanelColumns - 1) / kPanelColumns * kPanelColumns; }
+
+// f.operator()<T>() for what the keys and values are kept as: fp32, and bf16 for what is smaller.
+template <typename F>
+void with_cache_type(Precision precision, F&& f) {
+  if (precision == Precision::fp32) f.template operator()<float>();
+  else f.template operator()<bfloat16>();
+}
+
+template <typename T>
+void narrow_row(const float* from, int64_t n, T* to) {
+  for_each_vec<float>(n, [=](int64_t c, int64_t m) { Vec<float>::load(from + c, m).store(to + c, m); });
+}
+
+// hidden = act(hidden); for swiglu the first half times what it gates.
+void activate_row(Activation activation, float* hidden, int64_t n) {
+  for_each_vec<float>(n, [=](int64_t c, int64_t m) {
+    const Vec<float> x = Vec<float>::load(hidden + c, m);
+    if (activation == Activation::swiglu) (x * sigmoid(x) * Vec<float>::load(hidden + n + c, m)).store(hidden + c, m);
+    else activate<float>(activation, x).store(hidden + c, m);
+  });
+}
+
+std::vector<float>& scores_of_this_thread(int64_t keys) {
+  static thread_local std::vector<float> scores;
+  if (static_cast<int64_t>(scores.size()) < keys + kScoreRoom) scores.resize(2 * keys + kScoreRoom);
+  return scores;
+}
+
+// A query as the cache has its keys.
+template <typename T>
+const T* as_cached(const float* q, int64_t dim) {
+  if constexpr (std::is_same_v<T, float>) return q;
+  else {
+    static thread_local std::vector<T> row;
+    row.resize(dim);
+    narrow_row(q, dim, row.data());
+    return row.data();
+  }
+}
+
+// Of the scores of a head, in powers of two.
+float score_scale(int64_t dim) { return 1.44269504f / std::sqrt(static_cast<float>(dim)); }
+
+// What a thread needs for the queries of one head together.
+template <typename T>
+struct HeadScratch {
+  std::vector<T> keys, values;
+  PackedHead<T> packed;
+};
+template <typename T>
+HeadScratch<T>& head_scratch(int64_t elements) {
+  static thread_local HeadScratch<T> scratch;
+  if (static_cast<int64_t>(scratch.keys.size()) < elements)
+    scratch.keys.resize(elements), scratch.values.resize(elements);
+  return scratch;
+}
+
+}  // namespace
+
+void Batch::add(const int32_t* tokens, int64_t count, int64_t first_position, const TokenCache::Group* group,
+                const TokenCache::Row* row, bool is_prompt) {
+  const int64_t begin = this->count();
+  ids.insert(ids.end(), tokens, tokens + count);
+  for (int64_t i = 0; i < count; ++i) positions.push_back(static_cast<int32_t>(first_position + i));
+  spans.push_back({begin, begin + count, first_position, group, row, is_prompt});
+}
+
+// ---- what it computes ----
+
+void Forward::read_sources(const Batch& batch, int threads) {
+  add_stack(model_.encoder, batch, true, threads);
+  add_stores(batch, threads);
+  run_phases(phases_, threads);
+}
+
+void Forward::read_prompts(const Batch& batch, int threads) {
+  add_stack(model_.decoder, batch, false, threads);
+  run_phases(phases_, threads);
+}
+
+const Chosen& Forward::step(const Batch& batch, const Choice& choice, int threads) {
+  add_stack(model_.decoder, batch, false, threads);
+  vocabulary_.add_phases(narrow_, batch.count(), choice, threads, chosen_, phases_);
+  run_phases(phases_, threads);
+  return chosen_;
+}
+
+// ---- the phases ----
+
+void Forward::add_product(const PackedRows& in, const PackedWeight& weight, float* out, int64_t rows, int threads) {
+  const int64_t panels = weight.num_panels, ld = panels * kPanelColumns;
+  // A task reads neighbouring panels, and fetches beyond its last one: the fewer the better.
+  const int64_t tasks = std::min<int64_t>(panels, threads);
+  phases_.push_back({tasks, [=, &in, &weight](int64_t task) {
+                       const int64_t begin = panels * task / tasks, end = panels * (task + 1) / tasks;
+                       gemm(in, rows, weight, begin, end, out + begin * kPanelColumns, ld);
+                     }});
+}
+
+template <typename F>
+void Forward::add_rows(int64_t rows, int threads, F&& row) {
+  const int64_t tasks = threads == 1 || rows < 8 ? 1 : std::min<int64_t>(rows, threads);
+  phases_.push_back({tasks, [=](int64_t task) {
+                       for (int64_t r = rows * task / tasks; r < rows * (task + 1) / tasks; ++r) row(r);
+                     }});
+}
+
+template <typename F>
+void Forward::add_heads(const Batch& batch, int threads, F&& head) {
+  const int64_t heads = model_.options.num_kv_heads, all = static_cast<int64_t>(batch.spans.size()) * heads;
+  const int64_t tasks = threads == 1 ? 1 : std::min<int64_t>(all, 2 * threads);
+  phases_.push_back({tasks, [=, &batch](int64_t task) {
+                       for (int64_t i = all * task / tasks; i < all * (task + 1) / tasks; ++i)
+                         head(batch.spans[i / heads], i % heads);
+                     }});
+}
+
+// The residual stream takes in what a sub-layer gave, and goes on to the next one: normalised, as it is for pre-norm
+// (keep), or as the stream itself for post-norm.
+void Forward::normalise(int64_t row, const float* delta, const Norm* norm, bool keep) {
+  const ModelOptions& o = model_.options;
+  float* x = x_.data() + row * o.d_model;
+  static thread_local std::vector<float> scratch;
+  scratch.resize(o.d_model);
+  if (!norm) return narrow_.store(row, x);
+  float* sum = keep ? x : scratch.data();
+  float* out = keep ? scratch.data() : x;
+  const float *weight = norm->weight.data(), *bias = norm->bias.data();
+  if (delta)
+    normalise_row<false, true, float, float, float>(delta, x, nullptr, weight, bias, o.eps, o.rms_norm, o.d_model, sum,
+                                                    out);
+  else
+    normalise_row<false, false, float, float, float>(x, nullptr, nullptr, weight, bias, o.eps, o.rms_norm, o.d_model,
+                                                     sum, out);
+  narrow_.store(row, out);
+}
+
+void Forward::add_stack(const PackedStack& stack, const Batch& batch, bool is_encoder, int threads) {
+  const ModelOptions& o = model_.options;
+  const int64_t rows = batch.count(), dim = o.d_model, wide = padded(dim);
+  const int64_t inner = stack.layers.empty() ? 0 : stack.layers[0].ff1.num_panels * kPanelColumns;
+  const int64_t d_ff = stack.layers.empty() ? 1 : stack.layers[0].ff2.k;
+  x_.make_room(rows * dim), y_.make_room(rows * wide), context_.make_room(rows * dim);
+  hidden_.make_room(rows * inner);
+  // The stored keys and values of sources go through here as well.
+  qkv_.make_room(rows * padded(dim + 2 * o.kv_dim()));
+  narrow_.resize(rows, dim, o.precision), wide_.resize(rows, d_ff, o.precision);
+  phases_.clear();
+
+  const Norm* final_norm = stack.final_norm.empty() ? nullptr : &stack.final_norm[0];
+  const auto first_norm_of = [&](size_t layer) -> const Norm* {
+    return layer < stack.layers.size() ? &stack.layers[layer].norm1 : final_norm;
+  };
+  const Norm* first = o.norm_first ? first_norm_of(0) : nullptr;
+  add_rows(rows, threads, [=, this, &batch](int64_t r) {
+    model_.embed(is_encoder, batch.ids[r], batch.positions[r], x_.data() + r * dim);
+    normalise(r, nullptr, first, true);
+  });
+  const auto finish = [&](const Norm* own, const Norm* next) {
+    const Norm* norm = o.norm_first ? next : own;
+    add_rows(rows, threads, [=, this](int64_t r) { normalise(r, y_.data() + r * wide, norm, o.norm_first); });
+  };
+  const auto project_context = [&](const PackedWeight& out) {
+    add_rows(rows, threads, [=, this](int64_t r) { narrow_.store(r, context_.data() + r * dim); });
+    add_product(narrow_, out, y_.data(), rows, threads);
+  };
+  for (size_t i = 0; i < stack.layers.size(); ++i) {
+    const PackedLayer& layer = stack.layers[i];
+    const int64_t window = stack.window;
+    add_product(narrow_, layer.qkv, qkv_.data(), rows, threads);
+    with_cache_type(o.precision, [&]<typename T>() {
+      add_heads(batch, threads, [=, this](const Span& span, int64_t head) {
+        if (is_encoder) attend_own_span<T>(span, head, window);
+        else attend_self<T>(static_cast<int64_t>(i), span, head, window);
+      });
+    });
+    project_context(layer.out);
+    finish(&layer.norm1, &layer.norm2);
+    if (!is_encoder && o.has_encoder()) {
+      add_product(narrow_, layer.cross_q, qkv_.data(), rows, threads);
+      with_cache_type(o.precision, [&]<typename T>() {
+        add_heads(batch, threads,
+                  [=, this](const Span& span, int64_t head) { attend_source<T>(static_cast<int64_t>(i), span, head); });
+      });
+      project_context(layer.cross_out);
+      finish(&layer.norm2, &layer.norm3);
+    }
+    add_product(narrow_, layer.ff1, hidden_.data(), rows, threads);
+    add_rows(rows, threads, [=, this](int64_t r) {
+      activate_row(o.activation, hidden_.data() + r * inner, d_ff);
+      wide_.store(r, hidden_.data() + r * inner);
+    });
+    add_product(wide_, layer.ff2, y_.data(), rows, threads);
+    const bool has_third = !is_encoder && o.has_encoder();
+    finish(has_third ? &layer.norm3 : &layer.norm2, first_norm_of(i + 1));
+  }
+}
+
+// The keys and values of sources for all layers of the decoder.
+void Forward::add_stores(const Batch& batch, int threads) {
+  const ModelOptions& o = model_.options;
+  const int64_t rows = batch.count(), dim = o.head_dim(), kv_dim = o.kv_dim(), ld = padded(2 * kv_dim);
+  for (size_t i = 0; i < model_.decoder.layers.size(); ++i) {
+    add_product(narrow_, model_.decoder.layers[i].cross_kv, qkv_.data(), rows, threads);
+    with_cache_type(o.precision, [&]<typename T>() {
+      add_heads(batch, threads, [=, this](const Span& span, int64_t head) {
+        T* keys = reinterpret_cast<T*>(cache_.keys(static_cast<int64_t>(i), head));
+        T* values = reinterpret_cast<T*>(cache_.keys(static_cast<int64_t>(i), head) + cache_.values_offset());
+        for (int64_t t = span.begin; t < span.end; ++t) {
+          const float* from = qkv_.data() + t * ld + head * dim;
+          const int64_t slot = span.group->source[t - span.begin];
+          narrow_row(from, dim, keys + slot * dim);
+          narrow_row(from + kv_dim, dim, values + slot * dim);
+        }
+      });
+    });
+  }
+}
+
+// ---- attention: the tokens of a span, the query heads of one kv head ----
+
+template <typename T>
+void Forward::attend_self(int64_t layer, const Span& span, int64_t kv_head, int64_t window) {
+  const ModelOptions& o = model_.options;
+  const int64_t dim = o.head_dim(), ld = padded(o.d_model + 2 * o.kv_dim()), group = o.num_heads / o.num_kv_heads;
+  T* keys = reinterpret_cast<T*>(cache_.keys(layer, kv_head));
+  T* values = reinterpret_cast<T*>(cache_.keys(layer, kv_head) + cache_.values_offset());
+  const int32_t* slots = span.row->slots.data();
+  const int64_t next_head = cache_.head_stride() / static_cast<int64_t>(sizeof(T));
+  for (int64_t t = span.begin; t < span.end; ++t) {
+    const int64_t position = span.first_position + t - span.begin, slot = slots[position];
+    float* q = qkv_.data() + t * ld;
+    float *k = q + o.d_model + kv_head * dim, *v = k + o.kv_dim();
+    if (model_.is_rotary()) {
+      const float *cos = model_.cos(position), *sin = model_.sin(position);
+      const auto turn = [&](float* x) {
+        if (o.rotary_interleaved) turn_neighbours<float>(x, cos, sin, dim / 2, x);
+        else turn_halves<float>(x, cos, sin, dim / 2, x);
+      };
+      for (int64_t h = kv_head * group; h < (kv_head + 1) * group; ++h) turn(q + h * dim);
+      turn(k);
+    }
+    narrow_row(k, dim, keys + slot * dim);
+    narrow_row(v, dim, values + slot * dim);
+  }
+  const float scale2 = score_scale(dim);
+  if (!span.is_prompt) {
+    const int64_t position = span.first_position, first = window < 0 ? 0 : std::max<int64_t>(0, position - window);
+    const int64_t count = position + 1 - first;
+    float* scores = scores_of_this_thread(count).data();
+    for (int64_t h = kv_head * group; h < (kv_head + 1) * group; ++h) {
+      const bool is_last = h + 1 == (kv_head + 1) * group && kv_head + 1 < o.num_kv_heads;
+      attend_row<T, float>(as_cached<T>(qkv_.data() + span.begin * ld + h * dim, dim), keys, values, dim, dim,
+                           BySlot{slots + first, 1}, count, dim, scale2, scores,
+                           context_.data() + span.begin * o.d_model + h * dim, is_last ? keys + next_head : nullptr);
+    }
+    return;
+  }
+  const int64_t rows = span.end - span.begin, end = span.first_position + rows;
+  // The products sum keys in slices of kDepth, which lie alike wherever the prompt was cut.
+  const int64_t begin = window < 0 ? 0 : std::max<int64_t>(0, span.first_position - window) / kDepth * kDepth;
+  HeadScratch<T>& scratch = head_scratch<T>((end - begin) * dim);
+  for (int64_t position = begin; position < end; ++position) {
+    std::copy_n(keys + slots[position] * dim, dim, scratch.keys.data() + (position - begin) * dim);
+    std::copy_n(values + slots[position] * dim, dim, scratch.values.data() + (position - begin) * dim);
+  }
+  scratch.packed.pack(scratch.keys.data(), scratch.values.data(), end - begin, dim);
+  const auto place = [=](int64_t i) { return span.first_position + i - begin; };
+  for (int64_t h = kv_head * group; h < (kv_head + 1) * group; ++h)
+    scratch.packed.attend(
+        qkv_.data() + span.begin * ld + h * dim, ld, rows, scale2,
+        [=](int64_t i) { return window < 0 ? 0 : std::max<int64_t>(0, place(i) - window); },
+        [=](int64_t i) { return place(i) + 1; }, context_.data() + span.begin * o.d_model + h * dim, o.d_model);
+}
+
+template <typename T>
+void Forward::attend_own_span(const Span& span, int64_t kv_head, int64_t window) {
+  const ModelOptions& o = model_.options;
+  const int64_t dim = o.head_dim(), ld = padded(o.d_model + 2 * o.kv_dim()), group = o.num_heads / o.num_kv_heads;
+  const int64_t length = span.end - span.begin;
+  HeadScratch<T>& scratch = head_scratch<T>(length * dim);
+  for (int64_t t = 0; t < length; ++t) {
+    const float* k = qkv_.data() + (span.begin + t) * ld + o.d_model + kv_head * dim;
+    narrow_row(k, dim, scratch.keys.data() + t * dim);
+    narrow_row(k + o.kv_dim(), dim, scratch.values.data() + t * dim);
+  }
+  scratch.packed.pack(scratch.keys.data(), scratch.values.data(), length, dim);
+  for (int64_t h = kv_head * group; h < (kv_head + 1) * group; ++h)
+    scratch.packed.attend(
+        qkv_.data() + span.begin * ld + h * dim, ld, length, score_scale(dim),
+        [=](int64_t i) { return window < 0 ? 0 : std::max<int64_t>(0, i - window); },
+        [=](int64_t i) { return window < 0 || window >= length ? length : std::min(length, i + window + 1); },
+        context_.data() + span.begin * o.d_model + h * dim, o.d_model);
+}
+
+template <typename T>
+void Forward::attend_source(int64_t layer, const Span& span, int64_t kv_head) {
+  const ModelOptions& o = model_.options;
+  const int64_t dim = o.head_dim(), ld = padded(o.d_model), group = o.num_heads / o.num_kv_heads;
+  const T* keys = reinterpret_cast<const T*>(cache_.keys(layer, kv_head));
+  const T* values = reinterpret_cast<const T*>(cache_.keys(layer, kv_head) + cache_.values_offset());
+  const int64_t next_head = cache_.head_stride() / static_cast<int64_t>(sizeof(T));
+  const std::vector<int32_t>& source = span.group->source;
+  const int64_t count = source.size();
+  const float scale2 = score_scale(dim);
+  float* scores = scores_of_this_thread(count).data();
+  for (int64_t t = span.begin; t < span.end; ++t)
+    for (int64_t h = kv_head * group; h < (kv_head + 1) * group; ++h) {
+      const bool is_last = h + 1 == (kv_head + 1) * group && kv_head + 1 < o.num_kv_heads;
+      attend_row<T, float>(as_cached<T>(qkv_.data() + t * ld + h * dim, dim), keys, values, dim, dim,
+                           BySlot{source.data(), 1}, count, dim, scale2, scores,
+                           context_.data() + t * o.d_model + h * dim, is_last ? keys + next_head : nullptr);
+    }
+}
+
+}  // namespace fastformer
