@@ -23,8 +23,14 @@ ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="no triton")
 
 
-def run(*arguments: str) -> subprocess.CompletedProcess:
+# A directory with another Triton in it, such as `pip install --target DIR --no-deps triton==3.6.0` makes.
+BESIDE = os.environ.get("FASTFORMER_TRITON_BESIDE")
+
+
+def run(*arguments: str, triton_in: str | None = None) -> subprocess.CompletedProcess:
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    if triton_in is not None:
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [triton_in, environment.get("PYTHONPATH")]))
     command = [sys.executable, "-m", "benchmarks.compile_report", *arguments]
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
 
@@ -109,6 +115,21 @@ def test_two_forward_programs_an_sm(rows: list[Row], options: str) -> None:
     """Each waits for its products in full: the other one's exp2 fills the gap."""
     (row,) = of_attention(rows, options, "_attention_fwd_kernel")
     assert row["ctas"] >= 2
+
+
+@pytest.mark.skipif(BESIDE is None, reason="FASTFORMER_TRITON_BESIDE names no directory with another Triton")
+def test_another_compiler_leaves_room_for_two_programs(tmp_path: Path) -> None:
+    """What the installed compiler is held to, of another: of 3.6.0, which took all registers where it was let."""
+    import triton
+
+    out = tmp_path / "report.jsonl"
+    result = run("--quick", "--arch", "90", "--only", "attention", "--out", str(out), triton_in=BESIDE)
+    assert result.returncode == 0, result.stdout + result.stderr
+    found = [json.loads(line) for line in out.read_text().splitlines()]
+    assert triton.__version__ not in {row["triton"] for row in found}, "expected another compiler"
+    for options in ("causal", "causal+packed", "bool_keys", "causal+dropout"):
+        (row,) = of_attention(found, options, "_attention_fwd_kernel")
+        assert row["ctas"] >= 2, options
 
 
 @pytest.mark.parametrize(
