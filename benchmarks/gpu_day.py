@@ -253,6 +253,8 @@ def tune_attention(shape: dict[str, Any], kernel: str) -> Callable[[], Result]:
             # 128 registers a thread: two programs of eight warps an SM.
             for most in ((None, 128) if warps == 8 and not is_backward else (None,))
         ]
+        if is_backward:  # dq by a kernel of its own, seven products in place of five and an atomic sum
+            candidates += [config._replace(split=True) for config in candidates if config.num_stages == 2]
         timed, failed = _tuning.tune(kernel, call, candidates, launch, milliseconds)
         fastest = [{"config": list(config), "milliseconds": value} for value, config in timed[:6]]
         return {"ok": bool(timed), "shape": shape, "call": list(call), "fastest": fastest, "failed": failed}
