@@ -32,7 +32,8 @@ from tests.kernels.attention_cases import (  # noqa: E402
     packed_results,
     plain,
 )
-from tests.kernels.gluon_emulator import Body, GluonError, Schedule, eager, emulate, shuffled  # noqa: E402
+from tests.kernels.gluon_emulator import Body, Schedule, eager, emulate, shuffled  # noqa: E402
+from tests.kernels.gluon_values import GluonError  # noqa: E402
 
 # The producer as far ahead as it may be, then as late, then copies that land at the last moment.
 SCHEDULES = {
