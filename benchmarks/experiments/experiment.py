@@ -73,6 +73,8 @@ class Experiment:
         finding = self.find(rows)
         same = {"finding": finding.sentence, "verdict": finding.verdict} | ({"quick": True} if options.quick else {})
         rows = [{"suite": "experiments", "op": self.name} | row | same | shared for row in rows]
+        for row in rows:
+            record.check(row)
         if options.out:
             for row in rows:
                 record.append(options.out, row)
@@ -84,7 +86,8 @@ class Experiment:
     def figure(self, rows: Sequence[Row]) -> Figure:
         """The picture of a run's rows, with the machine in its footer."""
         row = rows[0]
-        return self.draw(rows, self.title, f"{row['device']}, {row['threads']} threads, PyTorch {row['torch']}")
+        threads = f"{row['threads']} thread{'s' if row['threads'] > 1 else ''}"
+        return self.draw(rows, self.title, f"{row['device']}, {threads}, PyTorch {row['torch']}")
 
 
 def positive(text: str) -> int:
@@ -126,11 +129,11 @@ class Spread:
         """Whether all of these values are below all of the others."""
         return self.high < other.low
 
-    def show(self, digits: int = 3) -> str:
+    def __str__(self) -> str:
         """The mean, and the range where there is one."""
         if self.low == self.high:
-            return f"{self.mean:.{digits}f}"
-        return f"{self.mean:.{digits}f} ({self.low:.{digits}f} to {self.high:.{digits}f})"
+            return f"{self.mean:.3g}"
+        return f"{self.mean:.3g} ({self.low:.3g} to {self.high:.3g})"
 
 
 def final(row: Row) -> float:

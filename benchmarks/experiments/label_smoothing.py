@@ -33,8 +33,8 @@ def find(rows: Sequence[Row]) -> Finding:
     else:
         accuracy = "changes the exact match by less than seeds do"
     sentence = (
-        f"Smoothing {likelihood}, from {nll[plain].show()} to {nll[smooth].show()} nats a token, and {accuracy}, "
-        f"from {exact[plain].show()} to {exact[smooth].show()}."
+        f"Smoothing {likelihood}, from {nll[plain]} to {nll[smooth]} nats a token, and {accuracy}, "
+        f"from {exact[plain]} to {exact[smooth]}."
     )
     if len({row["shape"]["seed"] for row in rows}) == 1:
         return Finding("undecided", f"With a single seed, which tells nothing of the spread: {sentence}")

@@ -35,8 +35,8 @@ def find(rows: Sequence[Row]) -> Finding:
     seconds = Spread.of(rows, LSTM, lambda row: float(row["curve"]["x"][-1]))
     figures = (
         f"after {seconds.mean:.0f} s of CPU time the Transformer ({updates[TRANSFORMER].mean:.0f} updates) is at "
-        f"{nll[TRANSFORMER].show()} nats a token and an exact match of {exact[TRANSFORMER].show(2)}, the LSTM "
-        f"({updates[LSTM].mean:.0f} updates) at {nll[LSTM].show()} and {exact[LSTM].show(2)}"
+        f"{nll[TRANSFORMER]} nats a token and an exact match of {exact[TRANSFORMER]}, the LSTM "
+        f"({updates[LSTM].mean:.0f} updates) at {nll[LSTM]} and {exact[LSTM]}"
     )
     if len({row["shape"]["seed"] for row in rows}) == 1:
         return Finding("undecided", f"With a single seed, which tells nothing of the spread: {figures}.")

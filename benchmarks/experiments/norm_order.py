@@ -45,7 +45,7 @@ def find(rows: Sequence[Row]) -> Finding:
         names = [f"{order}, {warm_up}" for order in ORDERS]
         pre, post = (Spread.of(best, name, final) for name in names)
         verdicts.append("supports" if pre.below(post) else "contradicts" if post.below(pre) else "undecided")
-        ends = [f"{spread.show()} (lr {rate[name]:g})" for name, spread in zip(names, (pre, post), strict=True)]
+        ends = [f"{spread} (lr {rate[name]:g})" for name, spread in zip(names, (pre, post), strict=True)]
         parts.append(f"{warm_up} pre-norm ends at a training loss of {ends[0]} and post-norm at {ends[1]}")
     diverged = sum(bool(row["shape"]["diverged"]) for row in rows)
     stopped = f"; {diverged} of {len(rows)} trainings diverged" if diverged else ""

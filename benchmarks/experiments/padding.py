@@ -149,7 +149,7 @@ def main(arguments: list[str] | None = None) -> int:
     if options.d_model % 64:
         parser.error(f"argument --d-model: expected a multiple of 64, got {options.d_model}")
     if options.quick:
-        options.max_tokens, options.d_model, options.batches = 1024, 64, 4
+        options.max_tokens, options.d_model, options.batches, options.rounds = 1024, 64, 2, 1
     device = "cuda" if torch.cuda.is_available() else "cpu"
     shared = record.environment(device)
     try:

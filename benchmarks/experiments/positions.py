@@ -16,7 +16,7 @@ LAYOUTS = {"interleaved (the paper)": "interleaved", "concatenated (tensor2tenso
 
 
 def find(rows: Sequence[Row]) -> Finding:
-    """Equal where the ranges of the seeds overlap, in the likelihood and in the exact match."""
+    """A slight difference where the ranges over the seeds overlap, in the likelihood and in the exact match."""
     paper, other = LAYOUTS
     nll = {layout: Spread.of(rows, layout, final) for layout in LAYOUTS}
     exact = {layout: Spread.of(rows, layout, value) for layout in LAYOUTS}
@@ -26,21 +26,26 @@ def find(rows: Sequence[Row]) -> Finding:
         if spreads[paper].below(spreads[other]) or spreads[other].below(spreads[paper])
     ]
     figures = (
-        f"interleaved positions end at {nll[paper].show()} nats a token and an exact match of {exact[paper].show(2)}, "
-        f"concatenated ones at {nll[other].show()} and {exact[other].show(2)}"
+        f"interleaved positions end at {nll[paper]} nats a token and an exact match of {exact[paper]}, "
+        f"concatenated ones at {nll[other]} and {exact[other]}"
     )
-    seeds = len({row["shape"]["seed"] for row in rows})
-    if seeds == 1:
+    losses = {
+        layout: {row["shape"]["seed"]: final(row) for row in rows if row["provider"] == layout} for layout in LAYOUTS
+    }
+    seeds = losses[paper].keys()
+    lower = sum(losses[paper][seed] < losses[other][seed] for seed in seeds)
+    figures += f" (the interleaved ones have the lower loss in {lower} of {len(seeds)} seeds)"
+    if len(seeds) == 1:
         return Finding("undecided", f"With a single seed, which tells nothing of the spread, {figures}.")
     if apart:
         return Finding("contradicts", f"The layouts differ in {' and '.join(apart)} beyond the seeds: {figures}.")
-    return Finding("supports", f"The layouts differ by less than seeds do: {figures}.")
+    return Finding("supports", f"The ranges of the layouts over the seeds overlap: {figures}.")
 
 
 EXPERIMENT = Experiment(
     name="positions",
     title="Two layouts of the positions: validation loss",
-    claim="tensor2tensor's layout of the sines and cosines differs slightly from the paper's, to no effect.",
+    claim="tensor2tensor puts all sines before all cosines, a slight difference from the paper, as it says.",
     find=find,
     draw=draw_curves,
 )
