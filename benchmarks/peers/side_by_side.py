@@ -7,6 +7,7 @@ doesn't is reported, not timed.
 from __future__ import annotations
 
 import functools
+import statistics
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -157,6 +158,10 @@ def models(workers: Workers, rounds: int) -> Iterator[Row]:
     best = better_threads(measured)
     for thing, found in sorted(best.items(), key=lambda item: item[0].precision == "int8"):
         row: Row = {"provider": thing.peer, "dtype": thing.precision, "baseline": base.peer, "error": errors[thing]}
+        ours = Thing("accelerated", thing.precision)
+        if ours in best and thing != ours:
+            rounds_of = measured[thing, found.threads], measured[ours, best[ours].threads]
+            row["ours"] = statistics.median(theirs / own for theirs, own in zip(*rounds_of, strict=True))
         yield row | _times(found, thing, measured, best[base])
 
 
