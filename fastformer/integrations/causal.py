@@ -166,6 +166,17 @@ class LanguageModel(nn.Module):
             return super().forward(*args, **kwargs)
 
 
+class KeepsPadding(nn.Module):
+    """A head that reads what its stack gives at padding: a softmax over all tokens, the last one, labels anywhere."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """See transformers."""
+        if is_traced():
+            return super().forward(*args, **kwargs)
+        with _stays_padded():
+            return super().forward(*args, **kwargs)
+
+
 def signed_as(original: type[nn.Module]) -> Callable[[Model], Model]:
     """Gives a derived class's forward the name and signature of the original's, which generate and trainers read."""
 

@@ -11,7 +11,15 @@ from transformers.models.gpt2 import modeling_gpt2 as gpt2
 from transformers.pytorch_utils import Conv1D
 
 from fastformer.integrations.attention_interface import NAME, attention_forward
-from fastformer.integrations.causal import LanguageModel, Stack, entered_cache, left, signed_as, writes_plainly
+from fastformer.integrations.causal import (
+    KeepsPadding,
+    LanguageModel,
+    Stack,
+    entered_cache,
+    left,
+    signed_as,
+    writes_plainly,
+)
 from fastformer.integrations.hugging_face import (
     RETURNS_TUPLES,
     entered,
@@ -124,7 +132,28 @@ class GPT2LMHeadModel(LanguageModel, gpt2.GPT2LMHeadModel):
     """Packed where nobody looks at padding."""
 
 
+@keeps_recording
+@signed_as(gpt2.GPT2DoubleHeadsModel)
+class GPT2DoubleHeadsModel(KeepsPadding, gpt2.GPT2DoubleHeadsModel):
+    """Padded."""
+
+
+@keeps_recording
+@signed_as(gpt2.GPT2ForQuestionAnswering)
+class GPT2ForQuestionAnswering(KeepsPadding, gpt2.GPT2ForQuestionAnswering):
+    """Padded."""
+
+
+@keeps_recording
+@signed_as(gpt2.GPT2ForSequenceClassification)
+class GPT2ForSequenceClassification(KeepsPadding, gpt2.GPT2ForSequenceClassification):
+    """Padded."""
+
+
 SWAPS = (
+    Swap(gpt2.GPT2DoubleHeadsModel, GPT2DoubleHeadsModel),
+    Swap(gpt2.GPT2ForQuestionAnswering, GPT2ForQuestionAnswering),
+    Swap(gpt2.GPT2ForSequenceClassification, GPT2ForSequenceClassification),
     Swap(gpt2.GPT2MLP, GPT2MLP),
     Swap(gpt2.GPT2Block, GPT2Block),
     Swap(gpt2.GPT2Model, GPT2Model),

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers.models.llama import modeling_llama as llama
 
 from fastformer.integrations.causal import (
+    KeepsPadding,
     LanguageModel,
     Stack,
     entered_cache,
@@ -82,7 +83,21 @@ class LlamaForCausalLM(LanguageModel, llama.LlamaForCausalLM):
     """Packed where nobody looks at padding."""
 
 
+@keeps_recording
+@signed_as(llama.LlamaForQuestionAnswering)
+class LlamaForQuestionAnswering(KeepsPadding, llama.LlamaForQuestionAnswering):
+    """Padded."""
+
+
+@keeps_recording
+@signed_as(llama.LlamaForSequenceClassification)
+class LlamaForSequenceClassification(KeepsPadding, llama.LlamaForSequenceClassification):
+    """Padded."""
+
+
 SWAPS = (
+    Swap(llama.LlamaForQuestionAnswering, LlamaForQuestionAnswering),
+    Swap(llama.LlamaForSequenceClassification, LlamaForSequenceClassification),
     Swap(llama.LlamaRMSNorm, LlamaRMSNorm),
     Swap(llama.LlamaDecoderLayer, LlamaDecoderLayer),
     Swap(llama.LlamaModel, LlamaModel),

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
@@ -340,3 +341,14 @@ def test_compiles(family):
     compiled = torch.compile(model)
     # The angles of rotary embeddings are fp32, whose cosine the compiler takes otherwise.
     assert_same(run(compiled, RIGHT).logits * RIGHT[..., None], expected, "compiled", 1e-6)
+
+
+@pytest.mark.parametrize("name", ["GPT2DoubleHeadsModel", "GPT2ForQuestionAnswering", "LlamaForQuestionAnswering"])
+def test_heads_that_read_padding_see_it(name):
+    sizes = {"vocab_size": 20, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    family = transformers.LlamaConfig if "Llama" in name else transformers.GPT2Config
+    model = getattr(transformers, name)(family(**sizes)).double().eval()
+    ids, mask = torch.randint(0, 20, (2, 6)), torch.tensor([[1] * 6, [1, 1, 1, 0, 0, 0]])
+    expected = model(input_ids=ids, attention_mask=mask)[0]
+    fastformer.accelerate(model)
+    assert torch.allclose(model(input_ids=ids, attention_mask=mask)[0], expected, atol=1e-6)
