@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -85,10 +86,7 @@ def _module(kind: str, name: str, key: tuple[tuple[str, Any], ...], training: bo
         module.load_state_dict({key: original.state_dict()[key] for key in module.state_dict()})
     else:
         module = copy.deepcopy(original)
-    module.to(*like).train(training)
-    if kind == "torch.compile":
-        module.compile(dynamic=False)
-    return module
+    return module.to(*like).train(training)
 
 
 def module_of(kind: str, name: str, x: Inputs, shape: Shape, training: bool) -> nn.Module:
@@ -122,11 +120,19 @@ def call(kind: str, name: str, module: nn.Module, x: Inputs, shape: Shape) -> Te
     return out
 
 
+# As a function of ours: dynamo skips torch.nn's own files where Module.compile would begin.
+_compiled_call = torch.compile(call, dynamic=False)
+
+
+def _call_of(kind: str) -> Callable[..., Tensor]:
+    return _compiled_call if kind == "torch.compile" else call
+
+
 def evaluation(kind: str, name: str) -> Provider:
     """The module in evaluation: its output, zeros at padding."""
 
     def run(x: Inputs, shape: Shape) -> Tensor:
-        out = call(kind, name, module_of(kind, name, x, shape, False), x, shape)
+        out = _call_of(kind)(kind, name, module_of(kind, name, x, shape, False), x, shape)
         return out if shape["padding"] == "none" else out.masked_fill_(x["padding"][..., None], 0.0)
 
     return run
@@ -143,7 +149,9 @@ def training(kind: str, name: str, like: str | None = None) -> Provider:
         module = module_of(kind, name, x, shape, True)
         parameters = dict(module.named_parameters())
         inputs = [x["x"], x["memory"]] if name in ("decoder", "decoder_layer") else [x["x"]]
-        found = torch.autograd.grad(call(kind, name, module, x, shape), [*inputs, *parameters.values()], x["dout"])
+        found = torch.autograd.grad(
+            _call_of(kind)(kind, name, module, x, shape), [*inputs, *parameters.values()], x["dout"]
+        )
         if like is None:
             return list(found)
         names = dict(module_of(like, name, x, shape, True).named_parameters()).keys()

@@ -72,7 +72,7 @@ def tiny_shapes() -> list[tuple[str, dict[str, Any]]]:
         for suffix, options in (("", {}), ("_training", {"dropout_p": 0.0}), ("_training", {"dropout_p": 0.1}))
         for padding in ("none", "half")
     ]
-    scaling = {"heads": 2, "head_dim": 64, "window": 255, "materialised": True}
+    scaling = {"heads": 2, "head_dim": 64, "window": 127, "materialised": True}
     return [
         ("scaling", {"seqlen": 300, **scaling}),  # longer than the window
         ("scaling_lstm", {"seqlen": 5, "width": 16}),
