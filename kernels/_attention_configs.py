@@ -93,7 +93,7 @@ FORWARD_SHORT: Table = {
 FORWARD_FP32: Table = {
     (80, 64): Row(Config(64, 32, 8, 1), Config(32, 32, 8, 1), Config(32, 32, 8, 1)),
     (80, 128): Row(Config(16, 32, 8, 1)),
-    (90, 64): Row(Config(64, 32, 4, 2)),
+    (90, 64): Row(Config(64, 32, 4, 2), dropout=Config(64, 32, 4, 1)),
     (90, 128): Row(Config(16, 32, 8, 1)),
     (100, 64): Row(Config(64, 32, 8, 2)),
     (100, 128): Row(Config(16, 32, 8, 2)),
