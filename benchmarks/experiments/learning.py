@@ -111,6 +111,9 @@ def learn(seed: int, *, steps: int, num_train: int | None = None, **settings: An
 
     Returns:
         The curve, and the model as the last update left it, in evaluation.
+
+    Raises:
+        SystemExit: a signal ended the training; 128 plus its number.
     """
     every = max(1, steps // 10)
     config = TrainConfig.from_dict(
@@ -129,6 +132,8 @@ def learn(seed: int, *, steps: int, num_train: int | None = None, **settings: An
             trainer.train()
         except DivergedError:
             trainer.curve.diverged = True
+    if trainer.interrupts.signum is not None:  # half a training is no figure
+        raise SystemExit(128 + trainer.interrupts.signum)
     curve = trainer.curve
     curve.losses = trainer.losses
     curve.num_parameters = sum(parameter.numel() for parameter in model.parameters())

@@ -6,6 +6,7 @@ import argparse
 import importlib
 import json
 import re
+import signal
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -270,6 +271,21 @@ def test_a_training_that_diverges_is_a_row(few_numbers):
     assert final(row) == float("inf")
     xs, ys = mean_curve([row["curve"]])
     assert xs == row["curve"]["x"] and ys == pytest.approx(row["curve"]["y"])
+
+
+def test_a_training_that_a_signal_ends_is_no_row(monkeypatch, few_numbers):
+    """The trainer saves and returns as if it were done."""
+    trainer: Any = fastformer.training.trainer
+    collate = trainer.collate
+
+    def interrupted(*args, **kwargs):
+        signal.raise_signal(signal.SIGTERM)
+        return collate(*args, **kwargs)
+
+    monkeypatch.setattr(trainer, "collate", interrupted)
+    with pytest.raises(SystemExit) as end:
+        learn(0, steps=4, max_tokens=256, model=learning.SMALL)
+    assert end.value.code == 128 + signal.SIGTERM
 
 
 def test_both_models_of_the_lstm_are_as_large(few_numbers):
