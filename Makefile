@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test lint bench peers sanitize sanitize-memory sanitize-threads format clean
+.PHONY: demo test lint bench peers report sanitize sanitize-memory sanitize-threads format clean
 
 demo: $(INSTALLED)
 	$(BIN)/fastformer demo --out demo
@@ -38,6 +38,10 @@ $(BIN)/llama-bench: $(INSTALLED)
 		-DLLAMA_OPENSSL=OFF
 	$(BIN)/cmake --build build/peers/llama --target llama-bench --parallel
 	cp build/peers/llama/bin/llama-bench $@
+
+# build/report.html: everything that benchmarks/results holds, on one page.
+report: $(INSTALLED)
+	$(BIN)/python -m benchmarks.report
 
 sanitize: sanitize-memory sanitize-threads
 

@@ -141,7 +141,7 @@ def label_lines(axes: Axes, *, gap: float = 0.055) -> None:
     for (right, height, line), place in zip(ends, places, strict=True):
         leader = Line2D(
             [right, 1.02, 1.035], [height, place, place], color=line.get_color(), linewidth=1.0, clip_on=False,
-            transform=axes.transAxes, linestyle=line.get_linestyle(), alpha=0.7,
+            transform=axes.transAxes, linestyle=line.get_linestyle(), alpha=0.7, label="_leader",
         )  # fmt: skip
         axes.add_artist(leader)
         axes.text(1.045, place, str(line.get_label()), va="center", fontsize=9, color=INK, transform=axes.transAxes)
