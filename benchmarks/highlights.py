@@ -113,16 +113,16 @@ def is_ours(provider: str) -> bool:
     return provider == "read" or provider.split(",")[0].split()[0] in ("fastformer", "accelerated")
 
 
-def _op(label: str, op: str, mode: str, against: str = "eager", **shape: Any) -> Case:
+def _op(label: str, op: str, mode: str, against: str = "eager, torch.compile", **shape: Any) -> Case:
     return Case(label, {"op": op, "mode": mode, **shape}, tuple(against.split(", ")))
 
 
 OPS = (
-    _op("causal attention (2, 8, 2048, 64), forward", "attention", "fwd", "eager, sdpa",
+    _op("causal attention (2, 8, 2048, 64), forward", "attention", "fwd", "eager, sdpa, torch.compile",
         batch=2, seqlen=2048, causal=True, dropout_p=0.0),
-    _op("causal attention (2, 8, 2048, 64), training", "attention", "fwdbwd", "eager, sdpa",
+    _op("causal attention (2, 8, 2048, 64), training", "attention", "fwdbwd", "eager, sdpa, torch.compile",
         batch=2, seqlen=2048, causal=True, dropout_p=0.0),
-    _op("causal attention (4, 8, 512, 64), dropout, training", "attention", "fwdbwd", "eager, sdpa",
+    _op("causal attention (4, 8, 512, 64), dropout, training", "attention", "fwdbwd", "eager, sdpa, torch.compile",
         batch=4, seqlen=512, causal=True, dropout_p=0.1),
     _op("add_layer_norm (4096, 512), training", "add_layer_norm", "fwdbwd", rows=4096, dim=512, dropout_p=0.0),
     _op("add_layer_norm (4096, 512), dropout, training", "add_layer_norm", "fwdbwd", rows=4096, dim=512, dropout_p=0.1),
@@ -135,7 +135,23 @@ OPS = (
     _op("rotary (4, 512, 8, 64), training", "rotary", "fwdbwd"),
 )  # fmt: skip
 
-MODULES: tuple[Case, ...] = ()
+
+def _module(name: str, op: str, padding: str, *, learns: bool) -> Case:
+    what = ("training with dropout" if learns else "evaluation") + (", half of it padding" if padding == "half" else "")
+    where: dict[str, Any] = {"op": f"{op}_training", "dropout_p": 0.1} if learns else {"op": op, "mode": "fwd"}
+    return Case(f"{name}, {what}", where | {"padding": padding}, ("baseline", "torch.nn", "torch.compile"))
+
+
+MODULES = tuple(
+    _module(name, op, padding, learns=learns)
+    for name, op, paddings in (
+        ("MultiheadAttention", "multihead_attention", ("half",)),
+        ("TransformerEncoder", "encoder", ("half", "none")),
+        ("TransformerDecoder", "decoder", ("half",)),
+    )
+    for padding in paddings
+    for learns in (False, True)
+)
 
 MODELS = (
     Case("training step of base, 64 sentences of 32 tokens", {"op": "training_step", "lengths": "equal"},
@@ -157,6 +173,8 @@ DROP_IN = (
     _model("BERT-base, 8 sequences of 512 tokens", "bert_base", "512", "as it is, openvino"),
     _model("GPT-2 small, training step, 4 sequences of 256 tokens", "gpt2_small", "256", mode="training"),
     _model("GPT-2 small, training step, 16 to 256 tokens", "gpt2_small", "16 to 256", mode="training"),
+    _model("torch.nn's encoder, 8 sequences of 1 to 128 tokens", "torch_nn_encoder", "1 to 128", mode="forward"),
+    _model("the same, training step", "torch_nn_encoder", "1 to 128", mode="training"),
     _model("Marian's base shape, training step, 16 pairs of 8 to 64 tokens", "marian_base", "8 to 64", mode="training"),
 )
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import functools
 import json
-import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from benchmarks.fits import fit
 from benchmarks.highlights import DROP_IN, MODELS, MODULES, OPS, PEERS, Case, Comparison
 from benchmarks.latest import Results, Row, case_of, machine, was_timed
 from benchmarks.plot import style
@@ -128,13 +128,12 @@ def draw_speedups(title: str, cases: Sequence[Case], rows: list[Row]) -> Figure:
 # Scaling
 
 
-def exponent(x: Sequence[float], y: Sequence[float]) -> float:
-    """The slope of log y over log x (least squares) over the longer half, three points at least."""
-    pairs = sorted(zip(x, y, strict=True))
-    kept = pairs[-max(3, math.ceil(len(pairs) / 2)) :]
-    xs, ys = ([math.log(pair[i]) for pair in kept] for i in (0, 1))
-    mean_x, mean_y = (sum(each) / len(each) for each in (xs, ys))
-    return sum((a - mean_x) * (b - mean_y) for a, b in zip(xs, ys, strict=True)) / sum((a - mean_x) ** 2 for a in xs)
+def _grown(name: str, points: Sequence[tuple[int, float]]) -> str:
+    """A line's name with its exponent (`benchmarks.fits`), where there are points enough."""
+    try:
+        return f"{name}: n^{fit(dict(points)).exponent:.1f}"
+    except ValueError:
+        return name
 
 
 def select_scaling(results: Results) -> list[Row]:
@@ -156,12 +155,12 @@ def draw_scaling(rows: list[Row]) -> Figure:
     ):
         for (name,), own in _groups(rows, "provider").items():
             points = sorted((row["shape"]["seqlen"], row[field]) for row in own if row.get(field))
-            if len(points) < 3:
+            if not points:
                 continue
             x, y = zip(*points, strict=True)
             axes.plot(
                 x, y, color=style.color_of(name), linestyle=_dashes(name), marker="o", markersize=3,
-                label=f"{name}: n^{exponent(x, y):.1f}",
+                label=_grown(name, points),
             )  # fmt: skip
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
@@ -243,7 +242,7 @@ def draw_ladder(rows: list[Row]) -> Figure:
 def select_throughput(results: Results) -> list[Row]:
     """Greedy decoding with the base model: shapes that differ in nothing but the batch, those with most batches."""
     families: dict[str, list[Row]] = {}
-    for row in results.find(was_timed, op="decoding", preset="base", num_beams=1):
+    for row in results.find(was_timed, op=("decoding", "decoding_batches"), preset="base", num_beams=1):
         if row["provider"] in LADDER:
             rest = {key: value for key, value in row["shape"].items() if key not in ("batch", "threads")}
             families.setdefault(json.dumps(rest, sort_keys=True), []).append(row)
@@ -336,12 +335,12 @@ CHARTS: dict[str, Chart] = {
     "drop_in": _speedups(
         "Models of transformers after fastformer.accelerate: how many times faster",
         "bars: how many times faster BERT, GPT-2 and Marian are after accelerate than as they are, and than OpenVINO",
-        "python -m benchmarks.drop_in --out benchmarks/results/drop_in.jsonl", DROP_IN,
+        _RUN.format("model"), DROP_IN,
     ),
     "peers": _speedups(
         "Decoding: how many times faster than other engines on the same weights",
         "bars: how many times faster decoding is than CTranslate2's and llama.cpp's",
-        "python -m benchmarks.peers --out benchmarks/results/peers.jsonl", PEERS,
+        _RUN.format("decoding"), PEERS,
     ),
     "scaling": Chart(
         "lines: time and peak memory over the length of a sequence, for each kind of attention and an LSTM",

@@ -18,7 +18,7 @@ from benchmarks import report
 from benchmarks.latest import Results
 from benchmarks.plot import style
 from benchmarks.plot.__main__ import main
-from benchmarks.plot.charts import CHARTS, charts, exponent
+from benchmarks.plot.charts import CHARTS, charts
 
 SHARED = {"device": "EPYC", "capability": "AVX512", "cores": 2, "threads": 2, "torch": "2.13", "triton": None,
           "python": "3.11", "commit": "abc1234", "dirty": False, "command": "python -m x",
@@ -105,9 +105,11 @@ def test_one_provider_alone_gives_no_bars(tmp_path: Path) -> None:
     assert not CHARTS["ops"].select(results)
 
 
-def test_exponents_are_of_the_longer_half() -> None:
-    points = {2**k: 100.0 if k < 10 else (2**k / 1024) ** 2 for k in range(7, 14)}
-    assert exponent(list(points), list(points.values())) == pytest.approx(2.0)
+def test_exponents_stand_behind_the_names(tmp_path: Path) -> None:
+    rows = [*ROWS, scaling("sdpa", 128, 1.0)]
+    time, memory = CHARTS["scaling"].draw(CHARTS["scaling"].select(Results(write(tmp_path, rows)))).axes
+    assert {text.get_text() for text in time.texts} == {"fastformer: n^2.0", "lstm: n^1.0", "sdpa"}
+    assert {text.get_text() for text in memory.texts} == {"fastformer: n^1.0", "lstm: n^1.0", "sdpa"}
 
 
 def test_threads_and_batches_are_told_apart(tmp_path: Path) -> None:
