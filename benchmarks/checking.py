@@ -85,13 +85,16 @@ def _check(
             outputs = outputs_of(oracle(cast(inputs, torch.float64), shape))
             douts = [torch.randn_like(output) for output in outputs if output.requires_grad]
             exact = results(oracle, cast(inputs, torch.float64), shape, mode, douts)
-            answers[oracle] = douts, exact, results(oracle, cast(inputs, dtype), shape, mode, douts)
+            answers[oracle] = outputs, douts, exact, results(oracle, cast(inputs, dtype), shape, mode, douts)
     for name, call in providers.items():
-        douts, exact, plain = answers[oracles[name]]
+        outputs, douts, exact, plain = answers[oracles[name]]
         try:
             values = results(call, cast(inputs, dtype), shape, mode, douts)
         except Exception as error:
-            _refuse(benchmark, name, error, found)
+            if (how := _other_shape(call, cast(inputs, dtype), shape, outputs)) is not None:
+                found.wrong[name] = how  # which is why it couldn't be differentiated
+            else:
+                _refuse(benchmark, name, error, found)
             continue
         if len(values) != len(exact):
             found.wrong[name] = f"{len(values)} tensors in place of {len(exact)}"
@@ -100,6 +103,20 @@ def _check(
             if (how := difference(value, theirs, right, dtype, benchmark.agreement.get(name, 1.0))) is not None:
                 found.wrong[name] = f"tensor {index}: {how}"
                 break
+
+
+def _other_shape(call: Provider, inputs: Inputs, shape: Shape, exact: list[torch.Tensor]) -> str | None:
+    """How the outputs of a provider that raised aren't those of the oracle; None where they are, or there are none."""
+    try:
+        outputs = results(call, inputs, shape, "fwd", None)
+    except Exception:
+        return None
+    if len(outputs) != len(exact):
+        return f"{len(outputs)} tensors in place of {len(exact)}"
+    for index, (output, right) in enumerate(zip(outputs, exact, strict=True)):
+        if output.shape != right.shape:
+            return f"tensor {index}: shape {tuple(output.shape)} in place of {tuple(right.shape)}"
+    return None
 
 
 def _refuse(benchmark: Benchmark, name: str, error: Exception, found: Verdicts) -> None:

@@ -8,7 +8,8 @@ A watcher says which turns something disturbed (`watch`). Rounds are added until
 as were asked for, within limits; what was disturbed counts only where too little else is left, and then is marked.
 
 A ratio is the median, over the rounds in which both were undisturbed, of the ratio within the round: what made a whole
-round slow cancels out of it. RATIONALE
+round slow cancels out of it. Measured by one function against itself, 67 times five rounds beside a neighbour that came
+and went: nine times in ten this is off by at most 6 %, the ratio of medians or of minima by 9 %, that of means by 38 %.
 """
 
 from __future__ import annotations

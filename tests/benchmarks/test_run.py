@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
 import runpy
@@ -12,13 +13,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import record, timing
-from benchmarks.case import Benchmark, Inputs, Shape
+from benchmarks import execute, record, timing
+from benchmarks import run as run_module
+from benchmarks.case import SUITES, Benchmark, Inputs, Need, Provider, Shape
 from benchmarks.comparing import compare
 from benchmarks.execute import run_case
 from benchmarks.models.bench_decoding import BENCHMARKS, ladder
 from benchmarks.run import main
-from benchmarks.suites import ROOT, benchmarks
+from benchmarks.suites import ROOT, Case, benchmarks, chosen_cases, listing, nothing_fits
 from benchmarks.summary import table
 from benchmarks.watch import Watcher
 from fastformer.generation.engines import ENGINES
@@ -33,6 +35,26 @@ def make_inputs(shape: Shape, device: str) -> Inputs:
 
 def square(x: Inputs, shape: Shape) -> torch.Tensor:
     return x["x"] * x["x"]
+
+
+def wrong_value(x: Inputs, shape: Shape) -> torch.Tensor:
+    return x["x"] * x["x"] * 1.001
+
+
+def wrong_shape(x: Inputs, shape: Shape) -> torch.Tensor:
+    return (x["x"] * x["x"])[:, :1]  # which would broadcast
+
+
+def wrong_dtype(x: Inputs, shape: Shape) -> torch.Tensor:
+    return (x["x"] * x["x"]).double()
+
+
+def one_nan(x: Inputs, shape: Shape) -> torch.Tensor:
+    return torch.where(torch.arange(8) == 3, torch.nan, x["x"] * x["x"])
+
+
+def one_more(x: Inputs, shape: Shape) -> tuple[torch.Tensor, torch.Tensor]:
+    return x["x"] * x["x"], x["x"]
 
 
 def wrong_gradient(x: Inputs, shape: Shape) -> torch.Tensor:
@@ -96,6 +118,34 @@ def test_what_is_wrong_is_not_timed() -> None:
     ours = dataclasses.replace(TOY, providers={"fastformer": wrong_gradient, "power": TOY.providers["power"]})
     outcome = run(ours)
     assert outcome.rows == [] and list(outcome.wrong) == ["fastformer"]
+
+
+@pytest.mark.parametrize(
+    "provider, says",
+    [
+        (wrong_value, "tensor 0: error"),
+        (one_nan, "tensor 0: error nan"),
+        (wrong_shape, "tensor 0: shape (64, 1) in place of (64, 8)"),
+        (wrong_dtype, "tensor 0: torch.float64 in place of torch.float32"),
+        (wrong_gradient, "tensor 1: error"),
+        (one_more, "2 tensors in place of 1"),
+    ],
+)
+def test_each_way_of_being_wrong_is_told_before_anything_is_timed(
+    provider: Provider, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    timed: list[set[str]] = []
+
+    def note(calls: dict[str, Callable[[], object]], **_: object) -> timing.Rounds:
+        timed.append(set(calls))
+        return timing.Rounds({name: [timing.Turn(1.0, False)] * 3 for name in calls})
+
+    monkeypatch.setattr(execute, "time_interleaved", note)
+    outcome = run(dataclasses.replace(TOY, providers={**TOY.providers, "rival": provider}))
+    assert list(outcome.wrong) == ["rival"] and says in outcome.wrong["rival"]
+    assert timed == [{"fastformer", "power"}]
+    assert run(dataclasses.replace(TOY, providers={"fastformer": provider, "power": square})).rows == []
+    assert len(timed) == 1  # what ours is wrong about is timed for nobody
 
 
 def test_integers_have_to_be_equal() -> None:
@@ -186,6 +236,40 @@ def test_what_torch_compile_makes_is_compiled_on_every_shape() -> None:
         assert outcome.refused == {"left alone": "torch.compile did not compile it"}
 
 
+def test_what_is_not_installed_is_a_row_that_says_how_to_get_it(capsys: pytest.CaptureFixture[str]) -> None:
+    needs = {"there": Need("torch", "no"), "absent": Need("no_such_module", "pip install it")}
+    providers = {**TOY.providers, "there": square, "absent": refuses}
+    rival = dataclasses.replace(TOY, providers=providers, needs=needs)
+    outcome = run(rival)
+    absent, *timed = outcome.rows
+    assert (absent["provider"], absent["missing"]) == ("absent", "pip install it") and "ms_p50" not in absent
+    assert [row["provider"] for row in timed] == ["fastformer", "power", "there"] and outcome.timed == timed
+    assert not outcome.wrong and not outcome.refused
+    for row in outcome.rows:
+        record.check(record.environment("cpu") | row)
+    text = listing([Case(rival, SHAPE, "fwd", "float32")], "cpu", ())
+    assert "toy: fastformer, power, there" in text and "without absent: pip install it" in text
+
+
+def test_a_shape_says_how_many_threads() -> None:
+    """They are taken back afterwards, also where ours fails."""
+    seen, before = set(), torch.get_num_threads()
+
+    def noted(x: Inputs, shape: Shape) -> torch.Tensor:
+        seen.add(torch.get_num_threads())
+        return x["x"] * x["x"]
+
+    threads = before + 1
+    case = dataclasses.replace(TOY, providers={"fastformer": noted, "power": square})
+    shape = {**SHAPE, "threads": threads}
+    outcome = run_case(case, shape, "fwd", torch.float32, "cpu", rounds=1, seconds=0.0)
+    assert seen == {threads} and {row["threads"] for row in outcome.rows} == {threads}
+    with pytest.raises(NotImplementedError):
+        run_case(dataclasses.replace(case, providers={"fastformer": refuses, "power": square}), shape, "fwd",
+                 torch.float32, "cpu")  # fmt: skip
+    assert torch.get_num_threads() == before
+
+
 def test_percentiles() -> None:
     timing_ = timing.Timing.of([0.4, 0.1, 0.3, 0.2])
     assert (timing_.p20, timing_.p50, timing_.p80) == pytest.approx((0.16, 0.25, 0.34))
@@ -228,6 +312,66 @@ def test_command_and_compare(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     with pytest.raises(SystemExit, match="2"):
         main(["--compare", str(old), str(tmp_path / "missing.jsonl")])
     assert "line 1: expected a JSON object" in capsys.readouterr().err
+
+
+def test_compare_tells_how_far_quiet_ratios_differ(tmp_path: Path) -> None:
+    def lines(name: str, *speedups: tuple[float, bool]) -> Path:
+        path = tmp_path / name
+        for number, (speedup, quiet) in enumerate(speedups):
+            row = {"op": f"op{number}", "provider": "fastformer", "baseline": "eager", "ms_p50": 1.0}
+            record.append(path, row | {"speedup": speedup, "quiet": quiet})
+            record.append(path, row | {"provider": "eager", "speedup": 1.0, "quiet": quiet})
+        return path
+
+    old = lines("old", (2.0, True), (3.0, True), (5.0, False), (5.0, True))
+    new = lines("new", (2.2, True), (2.5, True), (9.0, True), (9.0, False))
+    said = compare(old, new).splitlines()[-1]
+    assert said == "of 2 ratios that were quiet in both, none differs by more than 20.0% (op1 fastformer)"
+
+
+def options(**fields: object) -> argparse.Namespace:
+    given: dict[str, object] = {
+        "suite": None,
+        "op": None,
+        "mode": None,
+        "dtype": None,
+        "shape": [],
+        "provider": None,
+        "quick": False,
+    }
+    return argparse.Namespace(**{**given, "device": "cpu", **fields})
+
+
+def test_which_suites_run() -> None:
+    known = {suite: dataclasses.replace(TOY, name=suite, suite=suite, quick=1) for suite in reversed(SUITES)}
+
+    def names(**fields: object) -> list[str]:
+        return list(dict.fromkeys(case.benchmark.name for case in chosen_cases(known, options(**fields))))
+
+    assert names() == list(SUITES[:-1])
+    assert names(suite=["decoding", "ops"]) == ["ops", "decoding"]
+    assert names(op=["experiments"]) == ["experiments"] and names(suite=["ops"], op=["model"]) == []
+    complaint = nothing_fits(known, options(suite=["ops"], op=["model"]), [])
+    assert complaint == "no benchmark of model is of the suites ops"
+
+
+def test_quick_takes_the_first_dtype_and_both_ends_of_the_modes() -> None:
+    toy = dataclasses.replace(TOY, modes=("fwd", "bwd", "fwdbwd"), shapes={"cpu": [SHAPE, {"rows": 1}]}, quick=1)
+
+    def cases(**fields: object) -> list[tuple[str, str, int]]:
+        found = chosen_cases({"toy": toy}, options(**fields))
+        return [(case.mode, case.dtype, case.shape["rows"]) for case in found]
+
+    assert cases(quick=True) == [("fwd", "float32", 64), ("fwdbwd", "float32", 64)]
+    assert cases(quick=True, mode=["bwd"], dtype=["bfloat16"]) == [("bwd", "bfloat16", 64)]
+    assert len(cases()) == 2 * 2 * 3
+
+
+def test_list_measures_nothing(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_module, "run_case", refuses)
+    assert main(["--list", "--device", "cpu", "--suite", "ops", "--op", "attention", "--quick"]) == 0
+    text = capsys.readouterr().out
+    assert "attention fwd float32 batch=" in text and "without sdpa cudnn: it is for cuda alone" in text
 
 
 def test_the_module_runs_as_a_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

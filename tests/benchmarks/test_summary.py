@@ -1,0 +1,49 @@
+"""The end of a run: ours against each rival, where it loses, what was not timed and what is missing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from benchmarks.summary import summary, table
+
+CASE = {"suite": "ops", "op": "rotary", "mode": "fwd", "dtype": "float32", "shape": {"batch": 4}}
+
+
+def row(provider: str, ours: float, **fields: Any) -> dict[str, Any]:
+    return CASE | {"provider": provider, "ours": ours, "speedup": 1.0, "baseline": "eager", "quiet": True} | fields
+
+
+def test_ours_against_each_rival() -> None:
+    other = {"shape": {"batch": 8}}
+    rows = [
+        row("fastformer", 1.0), row("eager", 2.5), row("torch.compile", 0.9),
+        row("fastformer", 1.0, **other), row("eager", 3.0, quiet=False, **other),
+        CASE | {"provider": "liger", "missing": "pip install liger-kernel"},
+    ]  # fmt: skip
+    text = summary(rows, [("sdpa, rotary", "it is wrong: tensor 0"), ("sdpa, rotary", "it is wrong: tensor 0")])
+    lines = text.splitlines()
+    assert lines[1].split() == ["ops:", "ours", "is", "faster", "than", "eager", "torch.compile"]
+    assert lines[2].split() == ["rotary", "fwd", "float32", "batch=4", "2.50x", "0.90x"]
+    assert lines[3].split() == ["rotary", "fwd", "float32", "batch=8", "3.00x~"]
+    losses = lines.index("Ours is slower than:")
+    assert lines[losses + 1].split() == ["0.90x", "torch.compile", "rotary", "fwd", "float32", "batch=4"]
+    assert lines[losses + 2] == ""
+    assert text.count("sdpa, rotary: it is wrong: tensor 0") == 1
+    assert "  liger: pip install liger-kernel" in lines and lines[-1].startswith("~ 1 of 5 rows were disturbed")
+
+
+def test_peers_are_summed_up_by_what_ours_is_measured_against() -> None:
+    peer = {"suite": "decoding", "op": "peers", "model": "base", "shape": {"batch": 1}, "precision": "int8"}
+    rows = [
+        peer | {"provider": "fastformer", "speedup": 4.0, "baseline": "ctranslate2 int8"},
+        peer | {"provider": "ctranslate2", "speedup": None, "baseline": None},
+    ]
+    assert summary(rows).splitlines()[2].split() == ["peers", "base", "batch=1", "4.00x"]
+
+
+def test_a_row_shows_what_it_reaches_of_the_roofline() -> None:
+    times = {"ms_p50": 2.0, "ms_p20": 1.5, "ms_p80": 3.0, "tflop_s": 0.12, "gb_s": 7.0, "share": 0.42}
+    assert "120 GFLOP/s (42%)" in table(row("eager", 1.0, bound="compute", **times))
+    memory = table(row("eager", 1.0, bound="memory", quiet=False, disturbed=0.75, rounds=12, **times))
+    assert "7.0 GB/s (42%)" in memory and "GFLOP/s" not in memory and "disturbed: 75% of 12 turns" in memory
+    assert "is missing: pip install x" in table(CASE | {"provider": "x", "missing": "pip install x"})

@@ -1,0 +1,193 @@
+"""The watcher sees what others take, and what they took is taken again, or marked."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from benchmarks import timing, watch
+from benchmarks.timing import Ratio, Rounds, Turn, time_interleaved
+from benchmarks.watch import Watcher
+
+TICKS = os.sysconf("SC_CLK_TCK")
+
+
+class Machine:
+    """A machine of two cores whose time passes when it is told to, and its /proc/stat."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.now, self.own, self.others, self.stolen, self.work = folder, 0.0, 0.0, 0.0, 0.0, 1.0
+        self.write()
+
+    def write(self) -> None:
+        user, stolen = (round(TICKS * seconds) for seconds in (self.own + self.others, self.stolen))
+        (self.folder / "stat").write_text(f"cpu  {user} 0 0 999 7 0 0 {stolen} 0 0\ncpu0 1 1 1\n")
+
+    def run(self, seconds: float, *, own: float = 1.0, others: float = 0.0, stolen: float = 0.0) -> None:
+        """Time passes; so many cores each have."""
+        self.now += seconds
+        self.own += own * seconds
+        self.others += others * seconds
+        self.stolen += stolen * seconds
+        self.write()
+
+    def watcher(self, threads: int) -> Watcher:
+        return Watcher(
+            threads, proc=self.folder, clock=lambda: self.now, own=lambda: self.own,
+            fixed_work=lambda: self.work, cores=2,
+        )  # fmt: skip
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
+    monkeypatch.setattr(watch, "_best", float("inf"))
+    return Machine(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "threads, took, disturbed",
+    [
+        (2, {"own": 2.0}, False),
+        (2, {"own": 1.0, "others": 1.0}, True),
+        (2, {"own": 1.7, "others": 0.3}, True),
+        (2, {"own": 1.9, "others": 0.1}, False),
+        (1, {"own": 1.0, "others": 1.0}, False),  # on the core that we leave free
+        (1, {"own": 0.5, "others": 1.5}, True),
+        (1, {"own": 0.8, "others": 1.0, "stolen": 0.2}, True),
+        (2, {"own": 1.0}, False),  # we waited for something, and nobody had it
+    ],
+)
+def test_what_others_take_of_the_cores_that_we_need(
+    machine: Machine, threads: int, took: dict[str, float], disturbed: bool
+) -> None:
+    watcher = machine.watcher(threads)
+    watcher.begin()
+    machine.run(1.0, **took)
+    assert watcher.end() is disturbed
+
+
+def test_a_short_turn_is_judged_by_the_last_quarter_of_a_second(machine: Machine) -> None:
+    """A tick of a neighbour in a turn of 25 ms is much of it, and half a core for a quarter of a second is one."""
+    watcher, found = machine.watcher(2), []
+    for turn in range(80):
+        busy = 40 <= turn < 56
+        watcher.begin()
+        machine.run(0.025, own=1.0, others=1.0 if busy else 0.02)
+        found.append(watcher.end())
+    assert not any(found[:40]) and all(found[44:56]) and not any(found[67:])
+
+
+def test_a_slow_clock_is_seen_until_it_is_over(machine: Machine) -> None:
+    watcher, found = machine.watcher(1), []
+    for machine.work in (1.0, 1.2, 1.4, 1.4, 1.2):
+        watcher.begin()
+        machine.run(0.3)
+        found.append(watcher.end())
+    assert found == [False, False, True, True, False]
+
+
+def test_elsewhere_nobody_knows(tmp_path: Path) -> None:
+    for proc in (None, tmp_path):
+        watcher = Watcher(1, proc=proc)
+        watcher.begin()
+        assert watcher.end() is None
+        watcher.wait(9.0)  # for nothing
+    rounds = time_interleaved({"a": lambda: None}, rounds=3, device="cpu", watcher=Watcher(1, proc=None))
+    assert rounds.disturbed("a") is None and rounds.ratio("a", "a").quiet is None and len(rounds.turns["a"]) == 3
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_what_this_process_has_started_is_ours() -> None:
+    """A child's time counts while it runs and after it."""
+    code = "import time\nend = time.process_time() + 0.3\nwhile time.process_time() < end: pass\nprint(1, flush=True)\n"
+    before = watch.own_seconds()
+    with subprocess.Popen([sys.executable, "-c", code + "time.sleep(60)"], stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None and child.stdout.readline() == "1\n"
+        running = watch.own_seconds()
+        child.kill()
+    assert running - before > 0.25 and watch.own_seconds() - before > 0.25
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_a_busy_process_is_seen() -> None:
+    """As many as there are cores, none of which we have started: their parents have ended."""
+    count = os.cpu_count() or 1
+    command = f'for i in $(seq {count}); do "{sys.executable}" -c "while True: pass" >/dev/null 2>&1 & echo $!; done'
+    started = subprocess.run(["sh", "-c", command], stdout=subprocess.PIPE, text=True, check=True)
+    try:
+        watcher = Watcher(count)
+        watcher.begin()
+        time.sleep(1.0)
+        assert watcher.end() is True
+    finally:
+        for pid in started.stdout.split():
+            os.kill(int(pid), signal.SIGKILL)
+
+
+class Script(Watcher):
+    """Says of the turns what it is told to, and then that they are quiet."""
+
+    def __init__(self, *disturbed: bool) -> None:
+        super().__init__(1, proc=None)
+        self._disturbed, self.waits = list(disturbed), 0
+
+    def end(self) -> bool:
+        return self._disturbed.pop(0) if self._disturbed else False
+
+    def wait(self, seconds: float) -> None:
+        self.waits += 1
+
+
+def test_a_disturbed_turn_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timing, "_TURN", 0.0)
+    functions = {"a": lambda: None, "b": lambda: None}
+    # Turns are a b, b a, a b, ...: a's second and b's third are disturbed.
+    watcher = Script(False, False, False, True, False, True)
+    rounds = time_interleaved(functions, rounds=4, device="cpu", watcher=watcher)
+    assert [turn.disturbed for turn in rounds.turns["a"]] == [False, True, False, False, False]
+    assert [turn.disturbed for turn in rounds.turns["b"]] == [False, False, True, False, False]
+    assert watcher.waits == 1 and rounds.ratio("a", "b").quiet and rounds.disturbed("a") == 0.2
+
+
+def test_what_is_always_disturbed_is_kept_and_marked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timing, "_TURN", 0.0)
+    rounds = time_interleaved({"a": lambda: None}, rounds=4, device="cpu", watcher=Script(*[True] * 99))
+    assert len(rounds.turns["a"]) == 12 and rounds.disturbed("a") == 1.0
+    assert rounds.ratio("a", "a") == Ratio(1.0, False)
+
+
+def test_the_seconds_end_it_after_three_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timing, "_TURN", 0.0)
+    for watcher in (Script(), Script(*[True] * 99)):
+        rounds = time_interleaved({"a": lambda: None}, rounds=9, device="cpu", seconds=0.0, watcher=watcher)
+        assert len(rounds.turns["a"]) == 3
+
+
+def turns(*seconds: float, disturbed: tuple[int, ...] = ()) -> list[Turn]:
+    return [Turn(each, number in disturbed) for number, each in enumerate(seconds)]
+
+
+def test_times_are_of_the_quiet_turns() -> None:
+    rounds = Rounds({"a": turns(1, 9, 2, 9, 4, disturbed=(1, 3)), "b": turns(1, 9, 2, 9, 4, disturbed=(1, 3, 4))})
+    assert rounds["a"].p50 == 2.0
+    assert rounds["b"].p50 == 4.0  # of all: two quiet turns are too few
+    assert rounds.disturbed("b") == 0.6
+
+
+def test_a_ratio_is_the_median_over_rounds() -> None:
+    """The machine gets slower, and one turn of each is far out."""
+    rounds = Rounds({"a": turns(1, 2, 4, 800, 16), "b": turns(2, 4, 8, 32, 3200)})
+    assert rounds.ratio("a", "b") == Ratio(2.0, True)
+
+
+def test_a_ratio_is_of_turns_of_the_same_round_both_of_which_were_quiet() -> None:
+    a, b = turns(1, 1, 1, 10, 10, disturbed=(0,)), turns(5, 5, 2, 20, 20, disturbed=(1,))
+    assert Rounds({"a": a, "b": b}).ratio("a", "b") == Ratio(2.0, True)
+    a, b = turns(1, 1, 1, 10, 10, disturbed=(0, 3)), turns(5, 5, 5, 20, 20, disturbed=(1,))
+    assert Rounds({"a": a, "b": b}).ratio("a", "b") == Ratio(5.0, False)  # two quiet rounds: all count
