@@ -35,7 +35,7 @@ def draw_curves(rows: Sequence[Row], title: str, footer: str, *, looks: Sequence
         axes.plot(*mean_curve(curves), **look, linewidth=2.0, label=provider)
     axes.set(xlabel=rows[0]["curve"]["x_label"], ylabel=rows[0]["curve"]["y_label"], yscale="log")
     plain_ticks(axes)
-    style.legend(fig)
+    style.legend(fig, columns=2)  # the names are long
     return fig
 
 
