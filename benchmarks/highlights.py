@@ -155,9 +155,9 @@ MODULES = tuple(
 
 MODELS = (
     Case("training step of base, 64 sentences of 32 tokens", {"op": "training_step", "lengths": "equal"},
-         ("baseline", "torch.nn")),
+         ("baseline", "torch.nn eager", "torch.compile")),
     Case("training step of base, 64 sentences of mixed length", {"op": "training_step", "lengths": "multi30k"},
-         ("baseline", "torch.nn")),
+         ("baseline", "torch.nn eager", "torch.compile")),
 )  # fmt: skip
 
 
@@ -174,7 +174,7 @@ DROP_IN = (
     _model("GPT-2 small, training step, 4 sequences of 256 tokens", "gpt2_small", "256", mode="training"),
     _model("GPT-2 small, training step, 16 to 256 tokens", "gpt2_small", "16 to 256", mode="training"),
     _model("torch.nn's encoder, 8 sequences of 1 to 128 tokens", "torch_nn_encoder", "1 to 128", mode="forward"),
-    _model("the same, training step", "torch_nn_encoder", "1 to 128", mode="training"),
+    _model("torch.nn's encoder, training step, 1 to 128 tokens", "torch_nn_encoder", "1 to 128", mode="training"),
     _model("Marian's base shape, training step, 16 pairs of 8 to 64 tokens", "marian_base", "8 to 64", mode="training"),
 )
 

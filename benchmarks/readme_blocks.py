@@ -168,7 +168,7 @@ def _case(cases: Sequence[Case], label: str) -> Case:
 
 SUMMARY = (
     (_case(MODELS, "training step of base, 64 sentences of mixed length"), "baseline", ("fp32", "bf16")),
-    (_case(MODELS, "training step of base, 64 sentences of mixed length"), "torch.nn", ("fp32", "bf16")),
+    (_case(MODELS, "training step of base, 64 sentences of mixed length"), "torch.compile", ("fp32", "bf16")),
     (_case(DROP_IN, "BERT-base, 8 sequences of 32 to 128 tokens"), "as it is", ("fp32", "bf16")),
     (_case(OPS, "causal attention (2, 8, 2048, 64), training"), "sdpa", ("fp32", "bf16")),
     (_case(PEERS, "base, greedy, 1 source"), "ctranslate2", ("int8", "fp32")),

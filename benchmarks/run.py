@@ -15,7 +15,7 @@ torch.compile left uncompiled, or ours where plain PyTorch ran in the place of e
 from __future__ import annotations
 
 import argparse
-import importlib.util
+import importlib
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -110,8 +110,6 @@ def main(arguments: list[str] | None = None) -> int:
     # What is no case of ours runs where no filter asks for cases.
     is_filtered = any((options.op, options.mode, options.dtype, options.shape, options.provider))
     with_peers = [suite for suite in _PEERS if suite in suites and options.device == "cpu" and not is_filtered]
-    if importlib.util.find_spec("benchmarks.peers.suite") is None:
-        with_peers = []
     experiments = list(EXPERIMENTS) if "experiments" in suites and not is_filtered else []
     chosen = list(chosen_cases(known, options))
     if not (with_peers or experiments) and (complaint := nothing_fits(known, options, chosen)) is not None:

@@ -12,7 +12,7 @@ from benchmarks.case import SUITES, Benchmark
 from benchmarks.ops.installed import with_installed
 
 ROOT = Path(__file__).parents[1]
-DEFAULT = tuple(suite for suite in SUITES if suite != "experiments")  # they take hours, and are about no speed
+DEFAULT = tuple(suite for suite in SUITES if suite != "experiments")  # they train for long, most for no speed
 
 
 class Case(NamedTuple):

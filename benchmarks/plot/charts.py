@@ -40,6 +40,7 @@ _NAMES = {
     "fastformer.baseline": "the plain Transformer",
     "eager": "eager PyTorch",
     "sdpa": "PyTorch's SDPA",
+    "torch.nn eager": "torch.nn",
     "as it is": "transformers as it is",
     "openvino": "OpenVINO",
     "onnxruntime": "ONNX Runtime",
