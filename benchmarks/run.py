@@ -167,7 +167,7 @@ def _say(text: str) -> None:
 def _parser(ops: Sequence[str]) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.run", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--suite", nargs="+", choices=SUITES, help="which suites (all but the experiments)")
-    parser.add_argument("--op", nargs="+", choices=ops, help="which benchmarks (all)")
+    parser.add_argument("--op", nargs="+", choices=ops, metavar="OP", help="which benchmarks (all); see --list")
     parser.add_argument("--mode", nargs="+", choices=("fwd", "bwd", "fwdbwd", "step"), help="which passes (all)")
     parser.add_argument("--dtype", nargs="+", help="which dtypes, such as float32 (all)")
     parser.add_argument("--shape", nargs="+", type=key_value, default=[], help="such as seqlen=2048 (all)")
