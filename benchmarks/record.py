@@ -217,6 +217,10 @@ def read(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
+# As /proc/cpuinfo has them.
+_CPU_PARTS = (("family", "cpu family"), ("model", "model"))
+
+
 # What was measured, as against what came out and on what: a line has some of these, whichever program wrote it.
 _IDENTITY = (
     "suite", "op", "mode", "dtype", "precision", "shape", "batching", "model", "data", "provider",
@@ -252,9 +256,12 @@ def _git(*arguments: str) -> str | None:
 
 
 def _cpu_name() -> str:
+    """With family and model, where a virtual machine's name says no more than whose CPU it is."""
     info = Path("/proc/cpuinfo")
     if info.is_file():
-        for line in info.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
+        pairs = (line.partition(":") for line in info.read_text().partition("\n\n")[0].splitlines())
+        said = {name.strip(): value.strip() for name, _, value in pairs}
+        if "model name" in said:
+            parts = [said["model name"], *(f"{name} {said[key]}" for name, key in _CPU_PARTS if said.get(key))]
+            return ", ".join(parts)
     return platform.processor() or platform.machine()
