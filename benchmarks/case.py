@@ -33,6 +33,7 @@ class Benchmark:
     Attributes:
         name: the op's stem, or the job's name.
         suite: which of SUITES it belongs to.
+        is_ladder: all providers are ours, and are compared with the baseline alone.
         shapes: by device, "cpu" and "cuda". "threads" in a shape is how many PyTorch computes with. Where a shape has
             a dropout_p, ours is checked against its reference backend with the same seed; the rivals draw masks of
             their own and can't be.
@@ -77,6 +78,7 @@ class Benchmark:
     left_out: Callable[[str, Shape], str | None] = lambda provider, shape: None
     needs: Mapping[str, Need] = field(default_factory=dict)
     suite: str = "ops"
+    is_ladder: bool = False
 
     @property
     def ours(self) -> str:

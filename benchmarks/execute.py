@@ -112,7 +112,7 @@ def _run(
                 "ms_p80": 1e3 * timing.p80,
                 "speedup": speedup.value,
                 "baseline": benchmark.baseline,
-                "ours": timings.ratio(benchmark.ours, name).value,
+                **({} if benchmark.is_ladder else {"ours": timings.ratio(benchmark.ours, name).value}),
                 "rounds": len(timings.turns[name]),
                 "disturbed": timings.disturbed(name),
                 "quiet": speedup.quiet,

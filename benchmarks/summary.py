@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 Row = Mapping[str, Any]
-OURS = ("fastformer", "kv_cache", "accelerated")  # as they are called where several of ours are compared
+OURS = ("fastformer", "accelerated")  # as they are called where several of ours are compared
 
 
 def table(row: Row) -> str:
@@ -51,6 +51,14 @@ def against(row: Row) -> tuple[str, float] | None:
     return None
 
 
+def rung(row: Row) -> tuple[str, float] | None:
+    """(one of several of ours, how many times faster it is than the plainest), where a row is of a ladder."""
+    is_rung = row["suite"] == "decoding" and "ours" not in row and row["provider"] not in OURS
+    if is_rung and row.get("speedup") and row.get("baseline") not in (None, row["provider"]):
+        return row["provider"], row["speedup"]
+    return None
+
+
 def summary(rows: Sequence[Row], not_timed: Iterable[tuple[str, str]] = ()) -> str:
     """The end of a run.
 
@@ -60,12 +68,16 @@ def summary(rows: Sequence[Row], not_timed: Iterable[tuple[str, str]] = ()) -> s
     """
     lines: list[str] = []
     for suite in dict.fromkeys(row["suite"] for row in rows):
-        lines += _ratios(suite, [row for row in rows if row["suite"] == suite])
-    losses = []
+        own = [row for row in rows if row["suite"] == suite]
+        lines += _ratios(f"{suite}: ours is faster than", own, against)
+        for baseline in dict.fromkeys(row["baseline"] for row in own if rung(row) is not None):
+            same = [row for row in own if row.get("baseline") == baseline]
+            lines += _ratios(f"{suite}: faster than {baseline}", same, rung)
+    losses: dict[tuple[str, str], str] = {}
     for row in rows:
         if (found := against(row)) is not None and found[1] < 1:
-            losses.append(f"  {found[1]:.2f}x {found[0]}  {title(row)}" + _mark(row))
-    lines += _part("Ours is slower than", losses)
+            losses.setdefault((title(row), found[0]), f"  {found[1]:.2f}x {found[0]}  {title(row)}" + _mark(row))
+    lines += _part("Ours is slower than", list(losses.values()))
     lines += _part("Not timed", list(dict.fromkeys(f"  {which}: {why}" for which, why in not_timed)))
     absent = dict.fromkeys(f"  {row['provider']}: {row['missing']}" for row in rows if "missing" in row)
     lines += _part("Missing", list(absent))
@@ -75,18 +87,19 @@ def summary(rows: Sequence[Row], not_timed: Iterable[tuple[str, str]] = ()) -> s
     return "\n".join(lines)
 
 
-def _ratios(suite: str, rows: Sequence[Row]) -> list[str]:
-    """How many times faster ours is: a line for each case, a column for each rival."""
+def _ratios(what: str, rows: Sequence[Row], ratio: Callable[[Row], tuple[str, float] | None]) -> list[str]:
+    """How many times faster: a line for each case, a column for each of whom `ratio` tells."""
     cells: dict[str, dict[str, str]] = {}
     for row in rows:
-        if (found := against(row)) is not None:
+        if (found := ratio(row)) is not None:
             cells.setdefault(title(row), {})[found[0]] = f"{found[1]:.2f}x{_mark(row)}"
     if not cells:
         return []
     rivals = list(dict.fromkeys(rival for each in cells.values() for rival in each))
     widths = [max(8, len(rival) + 1) for rival in rivals]
     wide = max(len(name) for name in cells)
-    header = f"{suite + ': ours is faster than':<{wide}}"
+    wide = max(wide, len(what))
+    header = f"{what:<{wide}}"
     lines = ["", header + "".join(f"  {rival:>{width}}" for rival, width in zip(rivals, widths, strict=True))]
     for name, each in cells.items():
         row_cells = (f"  {each.get(rival, ''):>{width}}" for rival, width in zip(rivals, widths, strict=True))

@@ -90,6 +90,7 @@ BENCHMARKS = [
     Benchmark(
         name="decoding",
         suite="decoding",
+        is_ladder=True,
         shapes={
             device: [
                 {"preset": preset, "batch": batch, "source": 24, "new_tokens": 24, "num_beams": beams}
@@ -113,6 +114,7 @@ BENCHMARKS = [
     Benchmark(
         name="decoding_batches",
         suite="decoding",
+        is_ladder=True,
         shapes={
             "cpu": batch_shapes(16, (1, 4, 16, 64), (1, 2)),
             "cuda": batch_shapes(64, (1, 4, 16, 64), (None,)),
