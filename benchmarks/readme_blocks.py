@@ -211,7 +211,8 @@ def accelerated(numbers: Numbers) -> str:
     return paragraphs(
         times_faster(numbers, DROP_IN, "times faster, fp32 · bf16, than"),
         numbers.picture("drop_in"),
-        numbers.commands(),
+        commands := numbers.commands(),
+        "`benchmarks.drop_in` is `benchmarks.peers` now, `--dtype` is `--precision`." if "drop_in" in commands else "",
     )
 
 

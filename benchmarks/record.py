@@ -12,6 +12,7 @@ import json
 import math
 import os
 import platform
+import shlex
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -187,7 +188,7 @@ def command(arguments: list[str]) -> str:
     inside = program.relative_to(ROOT / "benchmarks") if program.is_relative_to(ROOT / "benchmarks") else program
     module = ".".join(inside.with_suffix("").parts) if inside is not program else program.stem
     shown = [Path(argument).name if Path(argument).is_absolute() else argument for argument in arguments[1:]]
-    return " ".join([f"python -m benchmarks.{module}", *shown])
+    return " ".join([f"python -m benchmarks.{module}", *map(shlex.quote, shown)])
 
 
 def append(path: Path, row: dict[str, Any]) -> None:
