@@ -132,6 +132,7 @@ OPS = (
     _op("linear_cross_entropy (4096, 512, 32000), training", "linear_cross_entropy", "fwdbwd", vocab_size=32000),
     _op("embedding (64, 32, 512), dropout, training", "embedding", "fwdbwd", dropout_p=0.1),
     _op("linear_topk of 64 rows (512, 32000), k 8", "linear_topk", "fwd", rows=64, vocab_size=32000, k=8),
+    _op("rotary (4, 512, 8, 64), training", "rotary", "fwdbwd"),
 )  # fmt: skip
 
 
