@@ -53,7 +53,7 @@ def against(row: Row) -> tuple[str, float] | None:
 
 def rung(row: Row) -> tuple[str, float] | None:
     """(one of several of ours, how many times faster it is than the plainest), where a row is of a ladder."""
-    is_rung = row["suite"] == "decoding" and "ours" not in row and row["provider"] not in OURS
+    is_rung = "ours" not in row and row["provider"] not in OURS
     if is_rung and row.get("speedup") and row.get("baseline") not in (None, row["provider"]):
         return row["provider"], row["speedup"]
     return None

@@ -65,3 +65,9 @@ def test_every_committed_line_keeps_the_schema(path: Path) -> None:
             record.check(row)
         except ValueError as error:
             pytest.fail(f"{path.name}, line {number}: {error}")
+
+
+def test_a_command_is_quoted_where_a_shell_would_part_it() -> None:
+    program = str(Path(record.__file__).parent / "peers" / "__main__.py")
+    said = record.command([program, "--peer", "as it is", "accelerated", "--out", "/some/where/rows.jsonl"])
+    assert said == "python -m benchmarks.peers --peer 'as it is' accelerated --out rows.jsonl"

@@ -16,6 +16,7 @@ import torch
 from benchmarks import execute, record, timing
 from benchmarks import run as run_module
 from benchmarks.case import SUITES, Benchmark, Inputs, Need, Provider, Shape
+from benchmarks.checking import difference
 from benchmarks.comparing import compare
 from benchmarks.execute import run_case
 from benchmarks.models.bench_decoding import BENCHMARKS, ladder
@@ -429,3 +430,12 @@ def test_environment_without_git(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
     environment = record.environment("cpu")
     assert environment["commit"] == "unknown" and environment["dirty"] is None
+
+
+@pytest.mark.parametrize("times, is_right", [(2.9, True), (3.5, False), (4.5, False)])
+def test_a_provider_may_err_by_three_times_what_plain_errs(times: float, is_right: bool) -> None:
+    exact = torch.linspace(-1.0, 1.0, 64, dtype=torch.float64)
+    error = torch.zeros(64)
+    error[7] = 1e-3
+    plain, value = ((exact + factor * error).float() for factor in (1.0, times))
+    assert (difference(value, plain, exact, torch.float32) is None) == is_right
