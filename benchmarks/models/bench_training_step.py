@@ -9,6 +9,7 @@ keeps its memory, so that no call's peak tells how much it takes.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -79,9 +80,19 @@ class TorchTransformer(nn.Module):
         return F.cross_entropy(logits, target_out.flatten(), label_smoothing=label_smoothing, reduction="sum")
 
 
+def _pairs(shape: Shape) -> Sequence[tuple[int, int]]:
+    """The lengths of the sentences; "sentences" in a shape: so many of them."""
+    pairs = MULTI30K if shape["lengths"] == "multi30k" else ((32, 32),) * len(MULTI30K)
+    return pairs[: shape.get("sentences")]
+
+
+def _checked(shape: Shape) -> Shape:
+    """A few of the sentences: in fp64, with dropout in plain operations, all of them take minutes."""
+    return {"sentences": 8, **shape}
+
+
 @functools.cache
-def _examples(lengths: str) -> list[Example]:
-    pairs = MULTI30K if lengths == "multi30k" else ((32, 32),) * 64
+def _examples(pairs: Sequence[tuple[int, int]]) -> list[Example]:
     generator = torch.Generator().manual_seed(0)
     return [
         Example(*(torch.randint(3, VOCAB_SIZE, (n,), generator=generator).tolist() for n in pair)) for pair in pairs
@@ -106,7 +117,7 @@ def make_model(kind: str, dtype: torch.dtype, device: str) -> Any:
         model.load(state)
     model = model.to(device, torch.float64 if dtype == torch.float64 else torch.float32)
     if kind == "torch.compile":
-        model.loss = torch.compile(model.loss)
+        model.loss = torch.compile(model.loss, dynamic=False)
     return model
 
 
@@ -125,8 +136,13 @@ def _trained(kind: str, dtype: torch.dtype, device: str) -> tuple[Any, torch.opt
 
 
 @functools.cache
-def _batch(lengths: str, packed: bool, device: str) -> Batch:
-    return collate(_examples(lengths), packed=packed).to(device)
+def _collated(pairs: Sequence[tuple[int, int]], packed: bool, device: str) -> Batch:
+    return collate(_examples(pairs), packed=packed).to(device)
+
+
+def _batch(kind: str, shape: Shape, device: str) -> Batch:
+    """Ours packs what is padded."""
+    return _collated(_pairs(shape), kind == "fastformer" and shape["lengths"] == "multi30k", device)
 
 
 def _loss(kind: str, model: Any, batch: Batch, dtype: torch.dtype, device: str) -> Tensor:
@@ -154,9 +170,8 @@ def step(kind: str) -> Provider:
 
     def run(x: Inputs, shape: Shape) -> Tensor:
         dtype, device = x["like"].dtype, str(x["like"].device)
-        packed = kind == "fastformer" and shape["lengths"] == "multi30k"
         torch.manual_seed(0)  # the same dropout in every step, so that backends can be compared
-        return _step(kind, _batch(shape["lengths"], packed, device), dtype, device)
+        return _step(kind, _batch(kind, shape, device), dtype, device)
 
     return run
 
@@ -166,9 +181,7 @@ def evaluation(kind: str) -> Provider:
 
     def run(x: Inputs, shape: Shape) -> Tensor:
         dtype, device = x["like"].dtype, str(x["like"].device)
-        packed = kind == "fastformer" and shape["lengths"] == "multi30k"
-        batch = _batch(shape["lengths"], packed, device)
-        return _loss(kind, _evaluated(kind, dtype, device), batch, dtype, device)
+        return _loss(kind, _evaluated(kind, dtype, device), _batch(kind, shape, device), dtype, device)
 
     return run
 
@@ -177,7 +190,7 @@ def evaluation(kind: str) -> Provider:
 def _captured(kind: str, lengths: str, dtype: torch.dtype, device: str) -> tuple[Graph, Tensor]:
     """A step as a graph, and where it leaves its loss."""
     packed = kind == "fastformer" and lengths == "multi30k"
-    batch = collate(_examples(lengths), packed=packed)
+    batch = collate(_examples(_pairs({"lengths": lengths})), packed=packed)
     if packed:
         most = max(batch.num_source_tokens, batch.num_target_tokens)
         batch = pad_batch(batch, size_of([batch], 2 * most, 512), pad=0)
@@ -206,8 +219,7 @@ def graph_step(kind: str) -> Provider:
 
 def flops(shape: Shape, mode: str) -> float:
     """Products with weights only, 2 a weight and real token forward, 4 backward."""
-    pairs = MULTI30K if shape["lengths"] == "multi30k" else ((32, 32),) * 64
-    source, target = (sum(pair[side] for pair in pairs) for side in (0, 1))
+    source, target = (sum(pair[side] for pair in _pairs(shape)) for side in (0, 1))
     d_model, d_ff, layers = 512, 2048, 6
     encoder = layers * (4 * d_model**2 + 2 * d_model * d_ff) + layers * 2 * d_model**2  # and cross-attention's K, V
     decoder = layers * (6 * d_model**2 + 2 * d_model * d_ff) + d_model * VOCAB_SIZE
@@ -230,7 +242,8 @@ COMMON: dict[str, Any] = {
     "compiled": ("torch.compile",),
     "quick": 0,
     "flops": flops,
-    "tokens": lambda shape: sum(map(sum, MULTI30K if shape["lengths"] == "multi30k" else ((32, 32),) * 64)),
+    "tokens": lambda shape: sum(map(sum, _pairs(shape))),
+    "checked": _checked,
 }
 
 BENCHMARKS = [

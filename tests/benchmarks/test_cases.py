@@ -16,7 +16,6 @@ from benchmarks.execute import Outcome, run_case
 from benchmarks.models import bench_training_step
 from benchmarks.models.modules import call, lengths_of, module_of
 from benchmarks.suites import benchmarks
-from fastformer.data import Example
 
 SHAPE = {"rows": 8}
 
@@ -115,15 +114,10 @@ def test_all_providers_of_a_case_agree(name: str, shape: dict[str, Any]) -> None
 
 
 @pytest.mark.parametrize("lengths", ["equal", "multi30k"])
-def test_all_models_have_one_loss(lengths: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        bench_training_step, "_examples", lambda lengths: [Example([5, 6, 7], [8, 9]), Example([4], [3])]
-    )
-    bench_training_step._batch.cache_clear()
+def test_all_models_have_one_loss(lengths: str) -> None:
     case = benchmarks()["loss"]
     eager = {name: call for name, call in case.offered("cpu").items() if name not in case.compiled}
-    found = verdicts_of(case, eager, {"lengths": lengths}, "fwd", torch.float32, "cpu")
-    bench_training_step._batch.cache_clear()
+    found = verdicts_of(case, eager, {"lengths": lengths, "sentences": 2}, "fwd", torch.float32, "cpu")
     bench_training_step._evaluated.cache_clear()
     assert not found.wrong and not found.refused and len(found.backends) == 3
 
