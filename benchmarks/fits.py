@@ -100,11 +100,19 @@ def report(rows: Iterable[dict[str, Any]]) -> str:
     return "\n\n".join(tables)
 
 
+def growth(rows: Mapping[int, dict[str, Any]]) -> tuple[Fit, Fit]:
+    """How the time and the peak memory of one provider grow.
+
+    Raises:
+        ValueError: as `fit`.
+    """
+    return fit({n: row["ms_p50"] for n, row in rows.items()}), fit({n: row["peak_mib"] for n, row in rows.items()})
+
+
 def _line(name: str, rows: Mapping[int, dict[str, Any]]) -> str:
     expected = EXPECTED.get(name)
     try:
-        time = fit({n: row["ms_p50"] for n, row in rows.items()})
-        memory = fit({n: row["peak_mib"] for n, row in rows.items()})
+        time, memory = growth(rows)
     except ValueError as error:
         return f"no fit: {error}"
     said = (expected.operations, f"({expected.time:g})", f"({expected.memory:g})") if expected else ("", "", "")

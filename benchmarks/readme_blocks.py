@@ -10,8 +10,10 @@ import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
+from benchmarks.fits import groups, growth
 from benchmarks.highlights import DROP_IN, MODELS, MODULES, OPS, PEERS, Case, Comparison
 from benchmarks.latest import Results, Row, value_of
+from benchmarks.models.bench_scaling import EXPECTED
 from benchmarks.plot.charts import charts, name_of
 from benchmarks.plot.style import two_digits
 
@@ -239,9 +241,27 @@ def decoding(numbers: Numbers) -> str:
 
 
 def scaling(numbers: Numbers) -> str:
-    """Over the length of a sequence."""
+    """Over the length of a sequence: exponents in fp32, and the picture."""
     picture = numbers.picture("scaling")
-    return paragraphs("### Growth with the length", picture) if picture else ""
+    if not picture:
+        return ""
+    found = groups(numbers.results.find(suite="scaling", dtype="float32"))
+    providers = max(
+        found.values(), key=lambda each: max(row["time"] for rows in each.values() for row in rows.values())
+    )
+    lines = []
+    for name, expected in EXPECTED.items():
+        try:
+            fits = growth(providers.get(name, {}))
+        except ValueError:  # too few lengths
+            numbers.missing.append(f"the growth of {name}")
+            continue
+        used = [providers[name][n] for n in fits[0].lengths]
+        time, memory = (numbers.shown(f"{each.exponent:.2f}", f"the growth of {name}", used) for each in fits)
+        lengths = f"{fits[0].lengths[0]} to {fits[0].lengths[-1]}"
+        lines.append([name_of(name), lengths, time, f"{expected.time:g}", memory, f"{expected.memory:g}"])
+    head = ["exponents of n, by least squares", "n", "time", "expected", "memory", "expected"]
+    return paragraphs("### Growth with the length", table(head, lines), picture, numbers.commands())
 
 
 def full_batch(numbers: Numbers) -> str:
