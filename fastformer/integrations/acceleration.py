@@ -7,6 +7,7 @@ import sys
 from collections import Counter
 from dataclasses import dataclass, field
 from itertools import chain
+from typing import Any
 
 from torch import nn
 
@@ -42,7 +43,7 @@ class Report:
         return "\n".join(lines)
 
 
-def accelerate(model: nn.Module) -> Report:
+def accelerate(model: nn.Module, *, fused_loss: bool = False) -> Report:
     """Makes the modules of a model that we know compute on our ops, in place.
 
     Parameters, buffers, submodules, hooks and state_dict keys stay what they are, and so does each object: optimizers
@@ -54,16 +55,21 @@ def accelerate(model: nn.Module) -> Report:
             `TransformerDecoderLayer`, `TransformerEncoder`, `TransformerDecoder`, `Transformer`), and of transformers
             the layers of BART, BERT, GPT-2, Llama, Marian and T5. Any model of transformers whose attention is "sdpa"
             has it led to ours.
+        fused_loss: for training: BartForConditionalGeneration, GPT2LMHeadModel, LlamaForCausalLM and MarianMTModel give
+            the loss of their labels without ever holding the logits: in training the output's `logits` is None. In
+            evaluation, without labels, and under torch.compile they are there as before.
 
     Returns:
         What was swapped, what was left, and why. A second call swaps nothing.
 
     Raises:
-        ValueError: this is no module.
+        ValueError: this is no module, or has no head whose loss could be fused.
     """
     if not isinstance(model, nn.Module):
         raise ValueError(f"expected a torch.nn.Module, got {type(model).__name__}")
     swaps = known_swaps()
+    if fused_loss:
+        swaps |= _fused_losses(model)
     report = Report()
     for name, module in list(model.named_modules()):
         reason = why_left(module, swaps)
@@ -117,9 +123,32 @@ _FAMILIES = {
 
 def known_swaps() -> dict[type[nn.Module], Swap]:
     """All swaps of what is loaded, by the class that they replace."""
-    families = [
-        importlib.import_module(f"fastformer.integrations.{name}").SWAPS
+    return by_original([*torch_nn.SWAPS, *chain.from_iterable(family.SWAPS for family in _families())])
+
+
+def _families() -> list[Any]:
+    return [
+        importlib.import_module(f"fastformer.integrations.{name}")
         for name, theirs in _FAMILIES.items()
         if theirs in sys.modules
     ]
-    return by_original([*torch_nn.SWAPS, *chain.from_iterable(families)])
+
+
+def _fused_losses(model: nn.Module) -> dict[type[nn.Module], Swap]:
+    """The swaps of heads that fuse the loss.
+
+    Raises:
+        ValueError: the model has no such head, or it is swapped for another already.
+    """
+    swaps = by_original(chain.from_iterable(getattr(family, "LOSS_SWAPS", ()) for family in _families()))
+    fused = {swap.swapped for swap in swaps.values()}
+    if any(type(module) in swaps or type(module) in fused for module in model.modules()):
+        return swaps
+    if any(is_swapped(module) and isinstance(module, tuple(swaps)) for module in model.modules()):
+        raise ValueError(
+            "expected fused_loss=True along with the first accelerate, got it later: restore the model first"
+        )
+    raise ValueError(
+        "expected a model with a head whose loss can be fused (BartForConditionalGeneration, GPT2LMHeadModel, "
+        f"LlamaForCausalLM, MarianMTModel), got {type(model).__name__}"
+    )

@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from transformers.models.bart import modeling_bart as bart
 
 from fastformer.integrations.attention_interface import NAME
+from fastformer.integrations.causal import signed_as
+from fastformer.integrations.fused_loss import Seq2SeqLoss
 from fastformer.integrations.hugging_face import (
     RETURNS_TUPLES,
     add_and_norm,
@@ -155,8 +157,15 @@ class BartEncoder(Encoder, bart.BartEncoder):
     kinds = (BartEncoderLayer, bart.BartAttention)
 
 
+@keeps_recording
+@signed_as(bart.BartForConditionalGeneration)
+class BartWithLoss(Seq2SeqLoss, bart.BartForConditionalGeneration):
+    """With the fused loss."""
+
+
 SWAPS = (
     Swap(bart.BartEncoderLayer, BartEncoderLayer),
     Swap(bart.BartDecoderLayer, BartDecoderLayer),
     Swap(bart.BartEncoder, BartEncoder),
 )
+LOSS_SWAPS = (Swap(bart.BartForConditionalGeneration, BartWithLoss),)

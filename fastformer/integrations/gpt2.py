@@ -20,6 +20,7 @@ from fastformer.integrations.causal import (
     signed_as,
     writes_plainly,
 )
+from fastformer.integrations.fused_loss import CausalLoss
 from fastformer.integrations.hugging_face import (
     RETURNS_TUPLES,
     entered,
@@ -133,6 +134,12 @@ class GPT2LMHeadModel(LanguageModel, gpt2.GPT2LMHeadModel):
 
 
 @keeps_recording
+@signed_as(gpt2.GPT2LMHeadModel)
+class GPT2WithLoss(LanguageModel, CausalLoss, gpt2.GPT2LMHeadModel):
+    """The same, with the fused loss."""
+
+
+@keeps_recording
 @signed_as(gpt2.GPT2DoubleHeadsModel)
 class GPT2DoubleHeadsModel(KeepsPadding, gpt2.GPT2DoubleHeadsModel):
     """Padded."""
@@ -159,3 +166,4 @@ SWAPS = (
     Swap(gpt2.GPT2Model, GPT2Model),
     Swap(gpt2.GPT2LMHeadModel, GPT2LMHeadModel),
 )
+LOSS_SWAPS = (Swap(gpt2.GPT2LMHeadModel, GPT2WithLoss),)

@@ -22,6 +22,7 @@ from fastformer.integrations.causal import (
     signed_as,
     writes_plainly,
 )
+from fastformer.integrations.fused_loss import CausalLoss
 from fastformer.integrations.hugging_face import entered, keeps_recording, nothing_else
 from fastformer.integrations.rms import RMSNorm, join_rms
 from fastformer.integrations.swap import Swap
@@ -84,6 +85,12 @@ class LlamaForCausalLM(LanguageModel, llama.LlamaForCausalLM):
 
 
 @keeps_recording
+@signed_as(llama.LlamaForCausalLM)
+class LlamaWithLoss(LanguageModel, CausalLoss, llama.LlamaForCausalLM):
+    """The same, with the fused loss."""
+
+
+@keeps_recording
 @signed_as(llama.LlamaForQuestionAnswering)
 class LlamaForQuestionAnswering(KeepsPadding, llama.LlamaForQuestionAnswering):
     """Padded."""
@@ -103,3 +110,4 @@ SWAPS = (
     Swap(llama.LlamaModel, LlamaModel),
     Swap(llama.LlamaForCausalLM, LlamaForCausalLM),
 )
+LOSS_SWAPS = (Swap(llama.LlamaForCausalLM, LlamaWithLoss),)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from transformers.models.marian import modeling_marian as marian
 
 from fastformer.integrations.bart import DecoderLayer, Encoder, EncoderLayer
+from fastformer.integrations.causal import signed_as
+from fastformer.integrations.fused_loss import Seq2SeqLoss
 from fastformer.integrations.hugging_face import keeps_recording
 from fastformer.integrations.swap import Swap
 
@@ -24,8 +26,15 @@ class MarianEncoder(Encoder, marian.MarianEncoder):
     kinds = (MarianEncoderLayer, marian.MarianAttention)
 
 
+@keeps_recording
+@signed_as(marian.MarianMTModel)
+class MarianWithLoss(Seq2SeqLoss, marian.MarianMTModel):
+    """With the fused loss."""
+
+
 SWAPS = (
     Swap(marian.MarianEncoderLayer, MarianEncoderLayer),
     Swap(marian.MarianDecoderLayer, MarianDecoderLayer),
     Swap(marian.MarianEncoder, MarianEncoder),
 )
+LOSS_SWAPS = (Swap(marian.MarianMTModel, MarianWithLoss),)

@@ -1,0 +1,157 @@
+"""`accelerate(model, fused_loss=True)`: a language model in training gives its loss, and never makes the logits.
+
+Of all that a training step of a small model holds, the logits of a large vocabulary are the most: they are only read by
+the loss, which is one op here (`ops.linear_cross_entropy`).
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers.loss.loss_utils import ForCausalLMLoss
+from transformers.modeling_outputs import CausalLMOutputWithCrossAttentions, CausalLMOutputWithPast, Seq2SeqLMOutput
+from transformers.models.bart.modeling_bart import shift_tokens_right
+
+from fastformer.nn.fusing import is_plain, is_traced
+from fastformer.ops import linear_cross_entropy
+
+IGNORED = -100
+
+
+class FusedLoss(nn.Module):
+    """A head whose output has the loss and no logits where it is in training and given labels.
+
+    Whatever else is asked of it (a tuple, some of the logits, another loss) is computed as transformers has it, and so
+    is all under torch.compile, which would break the graph at what is read from the arguments.
+    """
+
+    config: Any
+    base_model: nn.Module
+    lm_head: nn.Module
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """See transformers."""
+        given = None if is_traced() or not self.training else _by_name(type(self).forward, self, args, kwargs)
+        if given is None or not self._is_fusable(given):
+            return super().forward(*args, **kwargs)
+        return self._output(given)
+
+    def _is_fusable(self, given: dict[str, Any]) -> bool:
+        head, config = self.lm_head, self.config
+        told = given.get("return_dict", config.return_dict)
+        return (
+            isinstance(given.get("labels"), Tensor)
+            and (told is None or bool(told))
+            and is_plain(head, nn.Linear)
+            and isinstance(head, nn.Linear)
+            and head.out_features == getattr(config, "decoder_vocab_size", config.vocab_size)
+        )
+
+    def _output(self, given: dict[str, Any]) -> Any:
+        raise NotImplementedError
+
+
+class CausalLoss(FusedLoss):
+    """Of a decoder: the label of a position is the next one's token."""
+
+    loss_function: Any
+
+    def _is_fusable(self, given: dict[str, Any]) -> bool:
+        kept = given.get("logits_to_keep", 0)
+        return (
+            super()._is_fusable(given)
+            and isinstance(kept, int)
+            and kept == 0
+            and self.loss_function is ForCausalLMLoss
+            and not getattr(self, "model_parallel", False)
+        )
+
+    def _output(self, given: dict[str, Any]) -> Any:
+        labels, ignored = given["labels"], given.get("ignore_index", IGNORED)
+        target = given.get("shift_labels")
+        if target is None:
+            target = F.pad(labels, (0, 1), value=ignored)[..., 1:]
+        out = self.base_model(
+            **{name: value for name, value in given.items() if name not in ("labels", "logits_to_keep")}
+        )
+        loss = _loss(out.last_hidden_state, self.lm_head, None, target, ignored, given.get("num_items_in_batch"))
+        parts = {name: out.get(name) for name in ("past_key_values", "hidden_states", "attentions")}
+        if "cross_attentions" in inspect.signature(type(out)).parameters:
+            return CausalLMOutputWithCrossAttentions(loss=loss, **parts, cross_attentions=out.get("cross_attentions"))
+        return CausalLMOutputWithPast(loss=loss, **parts)
+
+
+class Seq2SeqLoss(FusedLoss):
+    """Of an encoder and a decoder: the decoder reads the labels one position on, behind its start token."""
+
+    final_logits_bias: Tensor
+
+    def _is_fusable(self, given: dict[str, Any]) -> bool:
+        return super()._is_fusable(given) and not given.get("use_cache") and self.lm_head.bias is None
+
+    def _output(self, given: dict[str, Any]) -> Seq2SeqLMOutput:
+        labels, config = given["labels"], self.config
+        if given.get("decoder_input_ids") is None and given.get("decoder_inputs_embeds") is None:
+            shifted = shift_tokens_right(labels, config.pad_token_id, config.decoder_start_token_id)
+            given = given | {"decoder_input_ids": shifted}
+        given = given | {"use_cache": False}
+        out = self.base_model(**{name: value for name, value in given.items() if name != "labels"})
+        loss = _loss(out.last_hidden_state, self.lm_head, self.final_logits_bias[0], labels, IGNORED, None)
+        parts = {name: value for name, value in out.items() if name != "last_hidden_state"}
+        return Seq2SeqLMOutput(loss=loss, **parts)
+
+
+def _loss(
+    hidden: Tensor, head: nn.Module, bias: Tensor | None, target: Tensor, ignored: int, num_items: Tensor | int | None
+) -> Tensor:
+    """The sum over what isn't ignored by the number of that (where nothing is: NaN, as PyTorch's mean), or by another.
+
+    Args:
+        hidden: (batch, seqlen, dim).
+        head: its weight (vocab_size, dim).
+        bias: (vocab_size,), in place of the head's.
+        target: (batch, seqlen).
+        ignored: the target that counts for nothing.
+        num_items: what the sum is divided by, where a step is made of several batches.
+    """
+    assert isinstance(head, nn.Linear)
+    hidden, target = hidden.flatten(0, 1), target.flatten().to(hidden.device)
+    if bias is None:
+        bias = head.bias
+    if hidden.device.type == "cpu":  # elsewhere the host would wait for the number of rows
+        kept = (target != ignored).nonzero().flatten()
+        if len(kept) < len(target):
+            hidden, target = hidden[kept], target[kept]
+    total = linear_cross_entropy(
+        hidden, head.weight, target, None if bias is None else bias.to(hidden.dtype), ignore_index=ignored,
+        reduction="sum",
+    )  # fmt: skip
+    if num_items is None:
+        return total / (target != ignored).sum()
+    return total / (num_items.to(total.device) if isinstance(num_items, torch.Tensor) else num_items)
+
+
+@functools.cache
+def _signature(forward: Any) -> inspect.Signature:
+    return inspect.signature(forward)
+
+
+def _by_name(forward: Any, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any] | None:
+    """The arguments of a call by their names; None where they don't fit, for which there is an error elsewhere."""
+    signature = _signature(forward)
+    try:
+        bound = signature.bind(module, *args, **kwargs).arguments
+    except TypeError:
+        return None
+    named: dict[str, Any] = {}
+    for name, value in list(bound.items())[1:]:
+        if signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD:
+            named |= value
+        else:
+            named[name] = value
+    return named

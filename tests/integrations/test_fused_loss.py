@@ -1,0 +1,221 @@
+"""`accelerate(model, fused_loss=True)`: the loss and gradients of the model as it is, without logits."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import BertConfig, BertModel
+
+import fastformer
+from tests.integrations import test_bart as seq2seq
+from tests.integrations import test_causal as causal
+from tests.integrations.test_causal import IDS, LEFT, RIGHT
+from tests.nn.comparing import assert_same
+
+HEADS = {
+    "gpt2": "GPT2LMHeadModel",
+    "llama": "LlamaForCausalLM",
+    "bart": "BartForConditionalGeneration",
+    "marian": "MarianMTModel",
+}
+families = pytest.mark.parametrize("family", HEADS)
+decoders = pytest.mark.parametrize("family", ["gpt2", "llama"])
+
+
+def make(family: str) -> Any:
+    model = (causal if family in ("gpt2", "llama") else seq2seq).make(family)
+    if family in ("bart", "marian"):
+        model.final_logits_bias.normal_()
+    return model.train()
+
+
+def exactly(family: str) -> Any:
+    return causal.exactly(family) if family == "llama" else contextlib.nullcontext()
+
+
+def labels_of(family: str, mask: Tensor | None) -> Tensor:
+    """The ids where the mask has tokens; for an encoder and a decoder other targets, with some ignored."""
+    if family in ("gpt2", "llama"):
+        return causal.labels_of(mask)
+    return seq2seq.TARGETS.masked_fill(torch.arange(6) > torch.tensor([[5], [2], [3], [0]]), -100)
+
+
+def run(model: Any, family: str, mask: Tensor | None = None, **options: Any) -> Any:
+    options = {"labels": labels_of(family, mask)} | options
+    return model(IDS, attention_mask=None if mask is None else mask.long(), **options)
+
+
+def gradients(model: Any, loss: Tensor) -> list[Tensor]:
+    learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return [g for g in torch.autograd.grad(loss, learning, allow_unused=True) if g is not None]
+
+
+def assert_same_as_plain(family: str, mask: Tensor | None = None, **options: Any) -> None:
+    """Loss and gradients in fp64."""
+    model, plain = make(family), make(family)
+    report = fastformer.accelerate(model, fused_loss=True)
+    assert report.swapped[""] == HEADS[family] and not report.left
+    with exactly(family):
+        expected = run(plain, family, mask, **options)
+        gradients_expected = gradients(plain, expected.loss)
+    assert "linear_cross_entropy_fwd_bwd" in causal.ran(lambda: run(model, family, mask, **options))
+    found = run(model, family, mask, **options)
+    assert found.logits is None and type(found) is type(expected)
+    assert {name for name in expected if name != "logits"} == set(found)
+    # transformers takes a decoder's loss in fp32, whatever the model's dtype.
+    tolerance = 1e-6 if family in ("gpt2", "llama") else 1e-9
+    pairs = zip([found.loss, *gradients(model, found.loss)], [expected.loss, *gradients_expected], strict=True)
+    for ours, theirs in pairs:
+        if theirs.abs().max() < 1e-7:  # a bias of keys has no gradient, but for rounding
+            assert ours.abs().max() < 1e-7
+        else:
+            assert_same(ours, theirs, "loss or gradient", tolerance)
+
+
+@families
+@pytest.mark.parametrize("mask", [None, RIGHT, LEFT], ids=["no mask", "right", "left"])
+def test_the_loss_of_the_plain_model(mask, family):
+    assert_same_as_plain(family, mask)
+
+
+@decoders
+def test_a_loss_by_num_items_in_batch(family):
+    assert_same_as_plain(family, RIGHT, num_items_in_batch=torch.tensor(50))
+    assert_same_as_plain(family, RIGHT, num_items_in_batch=50)
+
+
+@decoders
+def test_labels_that_are_shifted_already(family):
+    shifted = torch.randint(5, 60, (4, 9)).masked_fill(torch.rand(4, 9) < 0.3, -100)
+    assert_same_as_plain(family, shift_labels=shifted)
+
+
+@decoders
+def test_another_index_that_is_ignored(family):
+    assert_same_as_plain(family, labels=IDS.masked_fill(IDS % 3 == 0, 7), ignore_index=7)
+
+
+@families
+def test_hidden_states_that_are_asked_for(family):
+    assert_same_as_plain(family, output_hidden_states=True)
+
+
+@pytest.mark.parametrize("family", ["bart", "marian"])
+def test_inputs_of_the_decoder_that_are_given(family):
+    assert_same_as_plain(family, decoder_input_ids=torch.randint(5, 60, (4, 6)))
+
+
+@families
+def test_a_loss_of_nothing_is_nan(family):
+    model = make(family)
+    fastformer.accelerate(model, fused_loss=True)
+    assert run(model, family, labels=torch.full_like(labels_of(family, None), -100)).loss.isnan()
+
+
+@families
+def test_logits_where_no_loss_is_trained(family):
+    model = make(family)
+    fastformer.accelerate(model, fused_loss=True)
+    assert run(model, family, labels=None, **decoder_inputs(family)).logits is not None
+    assert run(model.eval(), family).logits is not None
+
+
+def decoder_inputs(family: str) -> dict[str, Tensor]:
+    return {"decoder_input_ids": seq2seq.TARGETS} if family in ("bart", "marian") else {}
+
+
+@families
+@pytest.mark.parametrize("surgery", ["tuple", "hook", "class", "weight"])
+def test_what_the_fused_loss_would_pass_over(surgery, family):
+    """Whoever reads the logits, or made the head another, gets transformers' own way."""
+    results = []
+    for fused in (False, True):
+        model = make(family)
+        if fused:
+            fastformer.accelerate(model, fused_loss=True)
+        seen: list[Tensor] = []
+        options: dict[str, Any] = {}
+        if surgery == "tuple":
+            options = {"return_dict": False}
+        elif surgery == "hook":
+            model.lm_head.register_forward_hook(lambda module, args, out, seen=seen: seen.append(out))
+        elif surgery == "class":
+            model.lm_head.__class__ = type(
+                "Doubled", (nn.Linear,), {"forward": lambda s, x: 2 * nn.Linear.forward(s, x)}
+            )
+        else:
+            nn.utils.parametrizations.weight_norm(model.lm_head)
+        with exactly(family):
+            out = run(model, family, **options)
+        loss, logits = (out[0], out[1]) if isinstance(out, tuple) else (out.loss, out.logits)
+        results.append((loss, logits, len(seen)))
+    (loss, logits, calls), (theirs, their_logits, their_calls) = results[1], results[0]
+    assert calls == their_calls == (surgery == "hook")
+    torch.testing.assert_close(loss, theirs, rtol=1e-9, atol=0)
+    torch.testing.assert_close(logits, their_logits, rtol=1e-9, atol=1e-9)
+
+
+@decoders
+def test_a_loss_function_of_the_user(family):
+    model = make(family)
+    model.loss_function = lambda logits, labels, vocab_size, **kwargs: logits.square().sum()
+    fastformer.accelerate(model, fused_loss=True)
+    out = run(model, family)
+    assert out.loss == out.logits.square().sum()
+
+
+@decoders
+def test_logits_that_are_asked_for(family):
+    model = make(family)
+    fastformer.accelerate(model, fused_loss=True)
+    assert run(model, family, labels=IDS[:, -3:], logits_to_keep=3).logits.shape == (4, 3, 60)
+
+
+@families
+def test_is_undone(family):
+    model = make(family)
+    fastformer.accelerate(model, fused_loss=True)
+    assert not fastformer.accelerate(model, fused_loss=True).swapped
+    fastformer.restore(model)
+    assert type(model).__name__ == HEADS[family] and type(model).__module__.startswith("transformers")
+    assert run(model, family).logits is not None
+
+
+@families
+def test_memory(family):
+    """Nothing as large as the logits is made: no tensor has the vocabulary as a dimension beside all tokens."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    sizes: list[torch.Size] = []
+
+    class Sizes(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            out = function(*args, **(kwargs or {}))
+            sizes.extend(t.shape for t in (out if isinstance(out, tuple | list) else [out]) if isinstance(t, Tensor))
+            return out
+
+    model = make(family)
+    fastformer.accelerate(model, fused_loss=True)
+    rows = run(model, family).loss is not None and labels_of(family, None).numel()
+    with Sizes():
+        run(model, family).loss.backward()
+    assert sizes and not any(size.numel() == rows * 60 and size[-1] == 60 for size in sizes)
+
+
+def test_what_has_no_such_loss():
+    bert = BertModel(BertConfig(vocab_size=60, hidden_size=24, num_hidden_layers=1, num_attention_heads=3))
+    with pytest.raises(ValueError, match="a head whose loss can be fused.*got BertModel"):
+        fastformer.accelerate(bert, fused_loss=True)
+    assert type(bert.encoder.layer[0]).__module__.startswith("transformers")
+
+
+@decoders
+def test_asked_for_too_late(family):
+    model = make(family)
+    fastformer.accelerate(model)
+    with pytest.raises(ValueError, match="restore the model first"):
+        fastformer.accelerate(model, fused_loss=True)
