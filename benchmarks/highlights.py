@@ -158,10 +158,16 @@ MODELS = (
 
 
 def _model(
-    label: str, model: str, seqlen: str, against: str = "as it is", panels: tuple[Panel, ...] = (FP32,), **fields: Any
+    label: str,
+    model: str,
+    seqlen: str,
+    against: str = "as it is",
+    panels: tuple[Panel, ...] = (FP32,),
+    ours: str = "accelerated",
+    **fields: Any,
 ) -> Case:
     where = {"op": "drop_in", "model": model, "seqlen": seqlen, **fields}
-    return Case(label, where, tuple(against.split(", ")), "accelerated", panels)
+    return Case(label, where, tuple(against.split(", ")), ours, panels)
 
 
 DROP_IN = (

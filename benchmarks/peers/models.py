@@ -197,6 +197,7 @@ _MODELS: dict[str, tuple[Callable[..., Work], dict[str, int]]] = {
     "torch_nn_encoder": (_encoder, {"num_layers": 6, "d_model": 512, "num_heads": 8}),
     "bert_tiny": (_bert, _SMALL_BERT),
     "torch_nn_tiny": (_encoder, {"num_layers": 2, "d_model": 64, "num_heads": 4}),
+    "gpt2_tiny": (_gpt2, {"n_embd": 64, "n_layer": 2, "n_head": 2, "vocab_size": 1000}),
 }
 MODELS = tuple(_MODELS)
 
@@ -217,12 +218,18 @@ CASES: list[dict[str, Any]] = [
 QUICK: list[dict[str, Any]] = [
     {"name": "bert_tiny", "batch": 8, "seqlen": "8 to 64", **_FORWARD},
     {"name": "torch_nn_tiny", "batch": 8, "seqlen": "8 to 64", **_LEARNS},
+    {"name": "gpt2_tiny", "batch": 8, "seqlen": "8 to 64", **_LEARNS},
 ]
 
 
 def is_exported(case: dict[str, Any]) -> bool:
     """Whether runtimes are compared that take a model apart: those of transformers, forward."""
     return case["mode"] == "forward" and _MODELS[case["name"]][0] is _bert
+
+
+def has_vocabulary(case: dict[str, Any]) -> bool:
+    """Whether it is a language model that learns, whose loss may be fused with the logits."""
+    return case["mode"] == "training" and _MODELS[case["name"]][0] in (_gpt2, _marian)
 
 
 def shape_of(case: dict[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Models of torch.nn and transformers as they are, accelerated, compiled, and both."""
+"""Models of torch.nn and transformers as they are, accelerated, compiled, and both; accelerated with the fused loss."""
 
 from __future__ import annotations
 
@@ -81,10 +81,11 @@ class Accelerated(AsItIs):
     """After `fastformer.accelerate`."""
 
     name = "accelerated"
+    fused_loss = False
 
     def prepare(self, work: Work) -> nn.Module:
         """The model, whose classes are ours now."""
-        report = fastformer.accelerate(work.model)
+        report = fastformer.accelerate(work.model, fused_loss=self.fused_loss)
         if not report.swapped:
             raise ValueError(f"expected that accelerate takes the model, but it left all of it: {report}")
         return work.model
@@ -112,3 +113,10 @@ class AcceleratedCompiled(Compiled, Accelerated):
     """torch.compile of the accelerated model."""
 
     name = "accelerated, torch.compile"
+
+
+class FusedLoss(Accelerated):
+    """The accelerated model in training, without logits."""
+
+    name = "accelerated, fused loss"
+    fused_loss = True

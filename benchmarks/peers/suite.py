@@ -71,7 +71,12 @@ def plans(suite: str, *, quick: bool) -> list[Plan]:
     if suite == "model":
         # Batches that nobody would give to one thread alone.
         if quick:
-            small = ("accelerated", "onnxruntime", "openvino")  # compiling takes longer than all else
+            small = (
+                "accelerated",
+                "accelerated, fused loss",
+                "onnxruntime",
+                "openvino",
+            )  # compiling takes longer than all else
             return [Plan(case, ("fp32",), (cores,), only=small) for case in models.QUICK]
         return [Plan(case, PRECISIONS if case["mode"] == "forward" else ("fp32",), (cores,)) for case in models.CASES]
     raise ValueError(f"expected a suite that has peers, one of {', '.join(SUITES)}, got {suite!r}")

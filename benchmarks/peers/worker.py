@@ -103,11 +103,13 @@ def peers(case: dict[str, Any]) -> dict[str, type[Peer]]:
     if case["name"] in models.MODELS:
         from benchmarks.peers.onnxruntime import OnnxRuntime
         from benchmarks.peers.openvino import OpenVino
-        from benchmarks.peers.pytorch import Accelerated, AcceleratedCompiled, AsItIs, Compiled
+        from benchmarks.peers.pytorch import Accelerated, AcceleratedCompiled, AsItIs, Compiled, FusedLoss
 
         compared: list[type[Peer]] = [AsItIs, Accelerated, Compiled, AcceleratedCompiled]
         if models.is_exported(case):
             compared += [OnnxRuntime, OpenVino]
+        if models.has_vocabulary(case):
+            compared.append(FusedLoss)
     else:
         from benchmarks.peers.ctranslate2 import CTranslate2
         from benchmarks.peers.hugging_face import HuggingFace

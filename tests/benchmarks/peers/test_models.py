@@ -14,9 +14,10 @@ import fastformer
 from benchmarks.peers import models, worker
 from benchmarks.peers.job import Step
 from benchmarks.peers.models import Results, gradients, make_work, outputs
-from benchmarks.peers.pytorch import Accelerated, AsItIs
+from benchmarks.peers.pytorch import Accelerated, AsItIs, FusedLoss
+from fastformer.ops import record_backends
 
-BERT, ENCODER = models.QUICK
+BERT, ENCODER, GPT2 = models.QUICK
 
 
 def results(peer: type, case: dict, file: Path) -> Results:
@@ -42,17 +43,28 @@ def test_an_accelerated_model_is_right_and_a_wrong_one_is_seen(
 
     accelerate = fastformer.accelerate
 
-    def wrong(model: nn.Module) -> object:
+    def wrong(model: nn.Module, **options: bool) -> object:
         with torch.no_grad():
             norms = (p for name, p in model.named_parameters() if "norm2.weight" in name or "LayerNorm.weight" in name)
             next(norms)[0] = 0.9
-        return accelerate(model)
+        return accelerate(model, **options)
 
     monkeypatch.setattr(fastformer, "accelerate", wrong)
     assert results(Accelerated, case, file).error(expected) > 2e-3
-    monkeypatch.setattr(fastformer, "accelerate", lambda model: type("Report", (), {"swapped": {}})())
+    monkeypatch.setattr(fastformer, "accelerate", lambda model, **options: type("Report", (), {"swapped": {}})())
     with pytest.raises(ValueError, match="left all of it"):
         Accelerated(case, "fp32", 1, {})
+
+
+def test_a_fused_loss_is_one_and_right(tmp_path: Path) -> None:
+    pytest.importorskip("transformers", reason="not installed: pip install transformers")
+    expected = results(AsItIs, GPT2, tmp_path / "results.pt")
+    assert results(FusedLoss, GPT2, tmp_path / "results.pt").error(expected) < 2e-3
+    peer = FusedLoss(GPT2, "fp32", 1, {})
+    with record_backends() as ran:
+        peer.turn(Step())
+    assert "linear_cross_entropy_fwd_bwd" in {op for op, _ in ran}
+    assert FusedLoss.name in worker.peers(GPT2) and FusedLoss.name not in worker.peers(ENCODER) | worker.peers(BERT)
 
 
 def test_gradients_are_dropped_between_turns() -> None:
