@@ -17,6 +17,7 @@ from fastformer.integrations.hugging_face import (
     add_and_norm,
     entered,
     fused_feed_forward,
+    gives_tuple,
     keeps_recording,
     may_pack,
     packing,
@@ -121,17 +122,17 @@ class Encoder(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """See transformers."""
         asked = kwargs.get("output_hidden_states") or kwargs.get("output_attentions")
-        if asked or kwargs.get("return_dict") is False or not self._may_pack():
+        if asked or not self._may_pack():
             return super().forward(*args, **kwargs)
         with packing() as run:
-            out = super().forward(*args, **kwargs)
+            out = super().forward(*args, **kwargs | {"return_dict": True})
         if run.padding is not None:
             out.last_hidden_state = run.leave(out.last_hidden_state)
-        return out
+        return out.to_tuple() if gives_tuple(self.config, kwargs) else out
 
     def _may_pack(self) -> bool:
         config: Any = self.config
-        asked = (config.output_hidden_states, config.output_attentions, not config.return_dict)
+        asked = (config.output_hidden_states, config.output_attentions)
         layers: Any = self.layers
         return (
             config._attn_implementation == NAME

@@ -12,7 +12,14 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 from fastformer.integrations.attention_interface import NAME
-from fastformer.integrations.hugging_face import RETURNS_TUPLES, going_on, may_pack, nothing_else, packing
+from fastformer.integrations.hugging_face import (
+    RETURNS_TUPLES,
+    gives_tuple,
+    going_on,
+    may_pack,
+    nothing_else,
+    packing,
+)
 from fastformer.integrations.swap import forget_restored_forward
 from fastformer.nn.fusing import is_traced
 from fastformer.nn.padding import Padding, read_padding
@@ -89,9 +96,9 @@ class Stack(nn.Module):
         if padding is None:
             return super().forward(*args, **kwargs)
         with packing(padding, self._layers()[-1]):
-            out = super().forward(*args, **kwargs)
+            out = super().forward(*args, **kwargs | {"return_dict": True})
         out.last_hidden_state = out.last_hidden_state.masked_fill(kwargs["attention_mask"][..., None] == 0, 0)
-        return out
+        return out.to_tuple() if gives_tuple(self.config, kwargs) else out
 
     def _padding(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Padding | None:
         mask, ids = kwargs.get("attention_mask"), args[0] if args else kwargs.get("input_ids")
@@ -104,10 +111,9 @@ class Stack(nn.Module):
         if cache is not None and (type(cache) is not DynamicCache or cache.get_seq_length() != 0):
             return None
         config = self.config
-        asked = (config.output_hidden_states, config.output_attentions, not config.return_dict)
-        told = (kwargs.get("return_dict") is False, kwargs.get("is_causal") is False)
+        asked = (config.output_hidden_states, config.output_attentions, kwargs.get("is_causal") is False)
         other = (not getattr(config, "is_causal", True), getattr(config, "add_cross_attention", False))
-        if any((*asked, *told, *other)) or not nothing_else((), kwargs, _HARMLESS):
+        if any((*asked, *other)) or not nothing_else((), kwargs, _HARMLESS):
             return None
         layers = self._layers()
         if config._attn_implementation != NAME or not layers or not all(map(self._is_ours, layers)):

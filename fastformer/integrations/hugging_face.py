@@ -290,6 +290,12 @@ def is_known(module: nn.Module, *kinds: type[nn.Module]) -> bool:
     return type(module) in kinds and is_called_plainly(module)
 
 
+def gives_tuple(config: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether a stack is to give a tuple, by what it is told or else by its config."""
+    told = kwargs.get("return_dict")
+    return not (config.return_dict and not getattr(config, "torchscript", False) if told is None else told)
+
+
 def nothing_else(args: tuple[Any, ...], kwargs: dict[str, Any], harmless: frozenset[str]) -> bool:
     """Whether what a forward was also given asks for nothing: None, False, Nones, or a name that changes nothing."""
     return all(map(_is_nothing, args)) and all(_is_nothing(value) or name in harmless for name, value in kwargs.items())

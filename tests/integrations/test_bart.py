@@ -124,6 +124,24 @@ def test_what_asks_for_more_is_answered(what, family):
 
 
 @families
+def test_a_tuple_holds_what_a_dict_does(family):
+    model = make(family).eval()
+    fastformer.accelerate(model)
+    given = {"input_ids": IDS, "attention_mask": RIGHT.long()}
+    with torch.no_grad():
+        expected = model.base_model.encoder(**given).to_tuple()
+        logits = run(model, RIGHT).logits
+        for configured in (False, True):
+            model.config.return_dict = not configured
+            told = {} if configured else {"return_dict": False}
+            found = model.base_model.encoder(**given, **told)
+            assert type(found) is tuple and len(found) == len(expected)
+            assert torch.equal(found[0], expected[0]) and not found[0][~RIGHT].any()
+            if not configured:
+                assert torch.equal(run(model, RIGHT, **told)[1], logits)
+
+
+@families
 def test_packs_again_when_nothing_is_recorded(family):
     model = make(family).eval()
     fastformer.accelerate(model)

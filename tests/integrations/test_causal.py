@@ -333,6 +333,25 @@ def test_autocast_errs_no_more_than_before(family):
 
 
 @families
+@pytest.mark.parametrize("how", ["told", "configured"])
+def test_a_tuple_holds_what_a_dict_does(how, family):
+    model = make(family).eval()
+    stack = model.base_model
+    fastformer.accelerate(model)
+    given = {"input_ids": IDS, "attention_mask": RIGHT.long()}
+    with torch.no_grad():
+        expected = stack(**given).to_tuple()
+        logits = model(**given).logits
+        if how == "told":
+            assert torch.equal(model(**given, return_dict=False)[0], logits)
+        # transformers' own heads go with no stack whose config says so.
+        model.config.return_dict = how == "told"
+        found = stack(**given, **({"return_dict": False} if how == "told" else {}))
+    assert type(found) is tuple and len(found) == len(expected)
+    assert torch.equal(found[0], expected[0]) and not found[0][~RIGHT].any()
+
+
+@families
 @pytest.mark.slow
 def test_compiles(family):
     model = make(family).eval()
