@@ -14,6 +14,7 @@ from fastformer.nn.errors import InputError
 from fastformer.nn.layer_cache import AttentionCache
 from fastformer.nn.layout import SequenceLayout
 from fastformer.nn.masks import is_causal_mask, merge_masks, right_padding_lengths
+from fastformer.nn.padding import Jagged, open_nested
 from fastformer.ops.attention import attention, resolve_window
 from fastformer.ops.attention_weights import attention_weights
 from fastformer.ops.rotary import rotary as rotate
@@ -129,7 +130,8 @@ class MultiheadAttention(nn.Module):
 
         Args:
             query: (seqlen_q, batch, embed_dim), or (batch, seqlen_q, embed_dim) with batch_first, or (seqlen_q,
-                embed_dim), or packed (total_q, embed_dim) with a packed layout.
+                embed_dim), or packed (total_q, embed_dim) with a packed layout, or nested (batch, any lengths,
+                embed_dim), which is its own key and value and has no mask but the causal one.
             key, value: likewise, with kdim and vdim. None where a static cache holds them.
             key_padding_mask: (batch, seqlen_k), bool (True = ignore) or added to the scores.
             need_weights: also return the distribution, for which it has to be materialised.
@@ -145,11 +147,19 @@ class MultiheadAttention(nn.Module):
 
         Returns:
             (the output in query's shape, the distribution or None). The distribution: (batch, seqlen_q, seqlen_k), or
-            (batch, num_heads, seqlen_q, seqlen_k) when not averaged, without batch for unbatched input.
+            (batch, num_heads, seqlen_q, seqlen_k) when not averaged, without batch for unbatched input. For a nested
+            query as long as its longest sequence, zeros behind the others.
 
         Raises:
-            InputError: shapes that don't fit; options that exclude each other.
+            InputError: shapes that don't fit; options that exclude each other; gradients through a strided nested
+                query, which torch.nn refuses too (jagged ones have them).
         """
+        if query.is_nested or (key is not None and key.is_nested) or (value is not None and value.is_nested):
+            if key is not query or value is not query:
+                raise InputError("expected a nested tensor as query, key and value at once, or as none of them")
+            others = (layout, memory_layout, cache, rotary)
+            opened, is_causal = open_nested(query, attn_mask, key_padding_mask, is_causal, *others)
+            return self._nested(query, opened, need_weights, average_attn_weights, is_causal)
         if cache is not None:
             if need_weights or attn_mask is not None or key_padding_mask is not None:
                 raise InputError("expected need_weights=False and no mask along with a cache")
@@ -209,6 +219,35 @@ class MultiheadAttention(nn.Module):
         if not is_batched:
             return self.out_proj(out[0]), None if weights is None else weights[0]
         return self.out_proj(out if self.batch_first else out.transpose(0, 1)), weights
+
+    def _nested(
+        self, x: Tensor, opened: Jagged, need_weights: bool, average_attn_weights: bool, is_causal: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        learns = torch.is_grad_enabled() and any(each.requires_grad for each in (x, *self.parameters()))
+        if learns and not opened.is_jagged:
+            raise InputError(
+                "MultiheadAttention does not support NestedTensor outside of its fast path, but jagged ones: this one "
+                "is strided, grad is enabled and the query or one of the weights or biases requires_grad"
+            )
+        values, layout = opened.values, opened.layout
+        if not need_weights:
+            return opened.close(self._packed(values, values, values, is_causal, layout, layout, None)), None
+        # The distribution is a padded tensor.
+        rows = layout.unpack(values)
+        padded = rows if self.batch_first else rows.transpose(0, 1)
+        out, weights = MultiheadAttention.forward(
+            self,
+            padded,
+            padded,
+            padded,
+            average_attn_weights=average_attn_weights,
+            is_causal=is_causal,
+            layout=SequenceLayout.padded(layout.seqlens, layout.max_seqlen),
+        )
+        assert weights is not None
+        real = torch.arange(layout.max_seqlen, device=x.device) < layout.seqlens[:, None]
+        weights = weights * (real[:, :, None] if average_attn_weights else real[:, None, :, None])
+        return opened.close(layout.pack(out if self.batch_first else out.transpose(0, 1))), weights
 
     def project_memory(self, key: Tensor, value: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Projects keys and values alone, for a cache.
@@ -301,7 +340,8 @@ class MultiheadAttention(nn.Module):
                 f"dimension, got {query.shape[-1]}, {key.shape[-1]} and {value.shape[-1]}"
             )
         if self._qkv_same_embed_dim and key is query and value is query:
-            qkv = F.linear(query, self.in_proj_weight, self.in_proj_bias)
+            weight = self.in_proj_weight
+            qkv = F.linear(query, weight, self._in_bias(weight))
             q, k, v = qkv.split([self.embed_dim, self.kv_dim, self.kv_dim], dim=-1)
         else:
             q = F.linear(query, *self._q_weights())
@@ -309,12 +349,19 @@ class MultiheadAttention(nn.Module):
         return self._heads(q), self._heads(k), self._heads(v)
 
     def _q_weights(self) -> tuple[Tensor, Tensor | None]:
-        bias = None if self.in_proj_bias is None else self.in_proj_bias[: self.embed_dim]
-        return (self.in_proj_weight[: self.embed_dim] if self._qkv_same_embed_dim else self.q_proj_weight), bias
+        weight = self.in_proj_weight[: self.embed_dim] if self._qkv_same_embed_dim else self.q_proj_weight
+        bias = self._in_bias(weight)
+        return weight, None if bias is None else bias[: self.embed_dim]
+
+    def _in_bias(self, weight: Tensor) -> Tensor | None:
+        # Of another dtype than its weight, PyTorch's linear takes a bias or not by how the input lies in memory.
+        bias = self.in_proj_bias
+        return bias if bias is None or bias.dtype == weight.dtype else bias.to(weight.dtype)
 
     def _project_kv(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         sizes = [self.kv_dim, self.kv_dim]
-        bias = None if self.in_proj_bias is None else self.in_proj_bias[self.embed_dim :]
+        bias = self._in_bias(self.in_proj_weight if self._qkv_same_embed_dim else self.k_proj_weight)
+        bias = None if bias is None else bias[self.embed_dim :]
         if self._qkv_same_embed_dim:
             weight = self.in_proj_weight[self.embed_dim :]
             if key is value:
@@ -327,7 +374,11 @@ class MultiheadAttention(nn.Module):
         return F.linear(key, k_weight, k_bias), F.linear(value, v_weight, v_bias)
 
     def _heads(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (x.shape[-1] // self.head_dim, self.head_dim))
+        # By num_heads, which may have been set since, as torch.nn reads it.
+        head_dim, rest = divmod(self.embed_dim, self.num_heads)
+        if rest:
+            raise InputError(f"expected num_heads to divide embed_dim, got {self.num_heads} and {self.embed_dim}")
+        return x.unflatten(-1, (x.shape[-1] // head_dim, head_dim))
 
     def _rotate(self, q: Tensor, k: Tensor, rotary: RotaryPositions | None) -> tuple[Tensor, Tensor]:
         if rotary is None:
@@ -383,8 +434,6 @@ def _check_dimensions(
     query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None, attn_mask: Tensor | None
 ) -> None:
     """Raises InputError, in torch.nn's words, unless all are batched, or none is."""
-    if query.is_nested:
-        raise InputError("expected a padded batch, or a packed layout, got a nested query")
     dims = query.dim()
     if dims not in (2, 3):
         raise InputError(f"query should be unbatched 2D or batched 3D tensor but received {dims}-D query tensor")

@@ -25,6 +25,7 @@ from fastformer.nn.layer_cache import LayerCache
 from fastformer.nn.layout import SequenceLayout
 from fastformer.nn.masks import as_additive
 from fastformer.nn.norm import AddLayerNorm
+from fastformer.nn.padding import open_nested
 from fastformer.ops.add_layer_norm import add_layer_norm
 
 
@@ -205,7 +206,8 @@ class TransformerEncoderLayer(_Layer):
 
         Args:
             src: (seqlen, batch, d_model), or (batch, seqlen, d_model) with batch_first, or (seqlen, d_model), or packed
-                (total, d_model); a stack passes a `ResidualStream`.
+                (total, d_model), or nested (batch, any lengths, d_model), with no mask but the causal one; a stack
+                passes a `ResidualStream`.
             src_mask, src_key_padding_mask, is_causal: as in torch.nn; see `MultiheadAttention`.
             layout: how src lies in memory.
             cache: keys and values of earlier tokens; src's own are appended, the caller advances the lengths.
@@ -214,6 +216,11 @@ class TransformerEncoderLayer(_Layer):
         Returns:
             src's shape; a `ResidualStream` for a `ResidualStream`.
         """
+        if isinstance(src, Tensor) and src.is_nested:
+            opened, is_causal = open_nested(src, src_mask, src_key_padding_mask, is_causal, layout, cache, rotary)
+            values = TransformerEncoderLayer.forward(self, opened.values, is_causal=is_causal, layout=opened.layout)
+            assert isinstance(values, Tensor)
+            return opened.close(values)
         options = given(layout=layout, cache=None if cache is None else cache.self_attention, rotary=rotary)
         masks = (src_mask, src_key_padding_mask)
         if not (self._has_own_blocks() and is_our_attention(self.self_attn)):

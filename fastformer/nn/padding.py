@@ -7,7 +7,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fastformer.nn.errors import InputError
 from fastformer.nn.layout import SequenceLayout
+from fastformer.nn.masks import is_causal_mask
 
 
 class Padding(NamedTuple):
@@ -108,3 +110,27 @@ class Jagged(NamedTuple):
             return torch.nested.nested_tensor_from_jagged(values, self.offsets)
         sizes = self.layout.read_seqlens().tolist()
         return torch.nested.as_nested_tensor(list(values.split(sizes)))
+
+
+def open_nested(
+    x: Tensor, mask: Tensor | None, key_padding_mask: Tensor | None, is_causal: bool | None, *others: object
+) -> tuple[Jagged, bool]:
+    """Opens a nested input, whose sequences are packed tokens already.
+
+    Args:
+        x: (batch, any lengths, features), of either of PyTorch's layouts.
+        mask: None, or the causal one of the longest sequence.
+        key_padding_mask, others: None: a nested tensor has no padding, and no layout or cache but its own.
+        is_causal: whether each sequence attends causally; None: as the mask says.
+
+    Returns:
+        (its parts, whether it attends causally).
+
+    Raises:
+        InputError: anything else along with it.
+    """
+    opened = Jagged.open(x)
+    says_all = mask is None or is_causal_mask(mask, opened.layout.max_seqlen)
+    if not says_all or key_padding_mask is not None or any(other is not None for other in others):
+        raise InputError("expected no mask but the causal one, no layout and no cache along with a nested tensor")
+    return opened, bool(is_causal) or mask is not None

@@ -28,7 +28,7 @@ from fastformer.nn.layers import (
 from fastformer.nn.layout import SequenceLayout
 from fastformer.nn.masks import as_additive, is_causal_mask, square_subsequent_mask
 from fastformer.nn.norm import AddLayerNorm
-from fastformer.nn.padding import Jagged, read_padding
+from fastformer.nn.padding import open_nested, read_padding
 
 # What goes from layer to layer.
 State = Tensor | ResidualStream
@@ -184,7 +184,9 @@ class TransformerEncoder(_Stack):
             InputError: masks along with a cache; a full cache.
         """
         if src.is_nested:
-            return self._nested(src, mask, src_key_padding_mask, is_causal, layout, cache, rotary)
+            opened, is_causal = open_nested(src, mask, src_key_padding_mask, is_causal, layout, cache, rotary)
+            values = TransformerEncoder.forward(self, opened.values, is_causal=is_causal, layout=opened.layout)
+            return opened.close(values)
         is_causal = is_causal_mask(mask, self._seqlen(src, layout)) if is_causal is None else is_causal
         if cache is None and layout is None and rotary is None and src_key_padding_mask is not None:
             # torch.nn reads a mask that it is also told to be causal, where there is padding.
@@ -218,17 +220,6 @@ class TransformerEncoder(_Stack):
         if cache is not None:
             step.advance()
         return out
-
-    def _nested(
-        self, src: Tensor, mask: Tensor | None, key_padding_mask: Tensor | None, is_causal: bool | None, *others: object
-    ) -> Tensor:
-        """A nested src: its sequences are packed tokens already."""
-        says_all = mask is None or (is_causal is not False and is_causal_mask(mask))
-        if not says_all or key_padding_mask is not None or any(other is not None for other in others):
-            raise InputError("expected no mask but the causal one, no layout and no cache along with a nested src")
-        opened = Jagged.open(src)
-        is_causal = mask is not None if is_causal is None else is_causal
-        return opened.close(TransformerEncoder.forward(self, opened.values, is_causal=is_causal, layout=opened.layout))
 
 
 class TransformerDecoder(_Stack):

@@ -343,3 +343,18 @@ def test_a_learned_mask_learns_from_the_weights(average):
             weights = module(x, x, x, attn_mask=learned, average_attn_weights=average)[1]
             grads.append(torch.autograd.grad((weights * torch.arange(L)).square().sum(), learned)[0])
         assert_same(grads[0], grads[1], "the mask's gradient")
+
+
+def test_the_number_of_heads_is_read_in_each_call():
+    for args in ([0, 0, 0], [0, 1, 1]):
+        ours, theirs = pair()
+        ours.load_state_dict(theirs.state_dict())
+        given = inputs()
+        ours.num_heads = theirs.num_heads = 2
+        out, weights = ours(*(given[i] for i in args), average_attn_weights=False)
+        expected, expected_weights = theirs(*(given[i] for i in args), average_attn_weights=False)
+        assert_same(out, expected, "output")
+        assert_same(weights, expected_weights, "weights")
+    ours.num_heads = 5
+    with pytest.raises(ValueError, match="divide embed_dim"):
+        ours(given[0], given[0], given[0])

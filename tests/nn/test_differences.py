@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 import fastformer.nn as fast
-from fastformer.nn.errors import InputError
 
 TESTS = Path(__file__).parent.parent
 PAGE = TESTS.parent / "fastformer" / "nn" / "DIFFERENCES.md"
@@ -77,14 +76,6 @@ def test_switches_of_torchs_fast_path_change_nothing() -> None:
     assert torch.equal(*outputs) and outputs[0].shape == x.shape
 
 
-@pytest.mark.parametrize("layout", [torch.jagged, torch.strided])
-@pytest.mark.filterwarnings("ignore:.*prototype")
-def test_an_attention_by_itself_takes_no_nested_tensor(layout: torch.layout) -> None:
-    x = torch.nested.nested_tensor([torch.randn(3, 8), torch.randn(2, 8)], layout=layout)
-    with pytest.raises(InputError, match="packed layout, got a nested"):
-        fast.MultiheadAttention(8, 2, batch_first=True)(x, x, x)
-
-
 @pytest.mark.parametrize("name", ["MultiheadAttention", "TransformerEncoderLayer", "TransformerDecoderLayer"])
 @pytest.mark.filterwarnings("ignore")
 def test_script_is_refused(name: str) -> None:
@@ -121,3 +112,22 @@ def test_the_output_projection_is_called() -> None:
         before = module(x, x, x)[0]
         module.get_submodule("out_proj").register_forward_hook(lambda _, args, out: 2 * out)
         assert torch.allclose(module(x, x, x)[0], factor * before)
+
+
+@pytest.mark.parametrize("sizes", [{}, {"kdim": 6, "vdim": 6}], ids=["one weight", "three weights"])
+def test_a_bias_may_have_another_dtype(sizes: dict[str, int]) -> None:
+    theirs = nn.MultiheadAttention(8, 2, batch_first=True, dtype=torch.float64, **sizes)
+    nn.init.normal_(theirs.in_proj_bias)
+    theirs.in_proj_bias = nn.Parameter(theirs.in_proj_bias.half())
+    ours = fast.MultiheadAttention(8, 2, batch_first=True, dtype=torch.float64, **sizes)
+    ours.load_state_dict(theirs.state_dict())
+    ours.in_proj_bias = nn.Parameter(theirs.in_proj_bias.detach())
+    x, y = torch.randn(3, 4, 8).double(), torch.randn(3, 4, 6 if sizes else 8).double()
+    calls = [(x, y, y), (x, y, y.clone())] if sizes else [(x, x, x), (x, y, y), (x, y, y.clone())]
+    for args in calls:
+        # torch.nn's batch dimension second makes its linear take the bias.
+        expected = theirs(*args)[0]
+        assert torch.allclose(ours(*args)[0], expected, atol=1e-12)
+    with pytest.raises(RuntimeError, match="dtype"):
+        theirs(*(each[:1] for each in calls[0]))
+    assert torch.allclose(ours(*(each[:1] for each in calls[0]))[0], ours(*calls[0])[0][:1], atol=1e-12)

@@ -292,20 +292,6 @@ def test_compiled_and_vmapped_calls_keep_their_shapes():
     assert_same(compiled(x, src_key_padding_mask=RIGHT) * real, expected * real, "compiled")
 
 
-@pytest.mark.parametrize("layout", [torch.jagged, torch.strided], ids=["jagged", "strided"])
-@pytest.mark.parametrize("is_causal", [False, True])
-def test_nested_tensors_are_packed_already(layout, is_causal):
-    ours, _ = encoders(True, True)
-    rows = [torch.randn(n, E, **DOUBLE) for n in (3, 1, 6)]
-    nested = torch.nested.as_nested_tensor(rows, layout=layout)
-    out = ours(nested, is_causal=is_causal)
-    assert out.is_nested and out.layout == layout
-    for row, alone in zip(out.unbind(), rows, strict=True):
-        assert_same(row, ours(alone[None], is_causal=is_causal)[0], "a sequence")
-    with pytest.raises(ValueError, match="nested"):
-        ours(nested, src_key_padding_mask=RIGHT)
-
-
 @both_layouts
 def test_read_padding(batch_first):
     x = tensor(L, batch_first)
