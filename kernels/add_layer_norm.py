@@ -376,6 +376,11 @@ def _strides(unit: int, *tensors: Tensor | None) -> tuple[int, ...]:
     return tuple(0 if t is None else t.stride(0) // unit for t in tensors)
 
 
+def _is_copied(*tensors: Tensor | None) -> bool:
+    """Whether rows of one of them have to be brought together; else a kernel needs its strides and its address."""
+    return any(t is not None and as_rows(t).data_ptr() != t.data_ptr() for t in tensors)
+
+
 def plan_add_layer_norm_fwd(
     x: Tensor,
     residual: Tensor | None,
@@ -394,6 +399,7 @@ def plan_add_layer_norm_fwd(
     seed, *drop = dropout_arguments(dropout_p, dropout_seed)
     drops = seed is not None
     tile = row_tile(dim, num_rows)
+    is_copied = _is_copied(x, residual)
     x, residual = as_rows(x), None if residual is None else as_rows(residual)
     unit = stride_unit(x, residual)
     strides = _strides(unit, x, residual)
@@ -411,10 +417,12 @@ def plan_add_layer_norm_fwd(
         residual_out = torch.empty_like(stream, memory_format=torch.contiguous_format) if kept else stream.new_empty(0)
         mean = x.new_empty(num_means, dtype=torch.float32)
         rstd = x.new_empty(num_rows, dtype=torch.float32)
+        if is_copied:
+            x, residual = as_rows(x), None if residual is None else as_rows(residual)
         if num_rows > 0:
             launch(
-                as_rows(x), None if residual is None else as_rows(residual), contiguous(weight), contiguous(bias), y,
-                residual_out if kept else None, None if rms_norm else mean, rstd, num_rows, strides, eps,
+                x, residual, contiguous(weight), contiguous(bias), y, residual_out if kept else None,
+                None if rms_norm else mean, rstd, num_rows, strides, eps,
                 (contiguous(dropout_seed) if drops else None, *drop),
             )  # fmt: skip
         return y, residual_out, mean, rstd
@@ -448,6 +456,7 @@ def plan_add_layer_norm_bwd(
     dresidual_shape = (0,) if same else s.shape
     num_weights, num_biases = 0 if weight is None else dim, dim if has_bias else 0
 
+    is_copied = _is_copied(dy, s, dresidual_out)
     dy, s = as_rows(dy), as_rows(s)
     dresidual_out = None if dresidual_out is None else as_rows(dresidual_out)
     unit = stride_unit(dy, s, dresidual_out)
@@ -486,7 +495,7 @@ def plan_add_layer_norm_bwd(
             _wide_backward_kernel, (blocks, num_partials), **flags, BLOCK_M=block_m, BLOCK_N=block_n, num_warps=8
         )
     launch_sums = Launch(_sum_partials_kernel, (cdiv(dim, 32), kinds), DIM=dim, BLOCK_M=64, BLOCK_N=32, num_warps=4)
-    partial_shape = kinds, num_partials, dim
+    partial_size = kinds * num_partials * dim
 
     def run(
         dy: Tensor, dresidual_out: Tensor | None, s: Tensor, weight: Tensor | None, mean: Tensor, rstd: Tensor,
@@ -498,13 +507,14 @@ def plan_add_layer_norm_bwd(
         dweight, dbias = new(num_weights, dtype=parameter_dtype), new(num_biases, dtype=parameter_dtype)
         if num_rows == 0:
             return dx, dresidual, dweight, dbias
-        dy, s = as_rows(dy), as_rows(s)
-        dresidual_out = None if dresidual_out is None else as_rows(dresidual_out)
+        if is_copied:
+            dy, s = as_rows(dy), as_rows(s)
+            dresidual_out = None if dresidual_out is None else as_rows(dresidual_out)
         statistics = None if rms_norm else mean, rstd
         outputs = dx, None if same else dresidual
         weight = contiguous(weight)
         dropout = contiguous(dropout_seed) if drops else None, *drop
-        partial = s.new_empty(partial_shape, dtype=torch.float32) if kinds else None
+        partial = s.new_empty(partial_size, dtype=torch.float32) if kinds else None
         if is_whole:
             launch(dy, dresidual_out, s, weight, *statistics, *outputs, partial, *counts, strides, dropout)
         else:

@@ -4,11 +4,11 @@
     dP = dropout'(dO V^T)                           dS = P * (dP - delta),  delta = rowsum(dO * out)
     dK = scale * dS^T Q                             dQ = scale * dS K
 
-`_rows_kernel` goes first: delta, and lse with +inf for an empty row (so that its P is 0).
+`_rows_kernel` goes first: delta, lse with +inf for an empty row (so that its P is 0), and zeros where dQ is added up.
 `_dkdv_kernel` owns BLOCK_N keys of one query head and walks over the rows that see them: five products when it also
 adds dS K into an fp32 dQ with atomics, four when it does not. It works on transposed tiles, so that P^T and dS^T enter
 the next products from registers. One key block in all: dQ is stored, not added, and each row's P and delta are summed
-anew instead of taken from lse and out.
+anew instead of taken from lse and out. `_round_dq_kernel` rounds a dQ that was added up.
 `_dq_kernel` (its own file) is the other half of the deterministic form: 4 + 3 = 7 products, nothing added in an order
 of chance. Configs marked `split` take that form too, where five products' registers would spill.
 fp32: scores, P, dP, dS, delta and all accumulators; P and dS are rounded to the inputs' dtype for the products.
@@ -72,17 +72,22 @@ def _rows_kernel(
     lse_ptr,
     delta_ptr,
     row_lse_ptr,
+    dq_ptr,
     num_heads,
     seqlen_q,
     num_blocks,
     out_strides,
     dout_strides,
+    dq_strides,
     HEAD_DIM: tl.constexpr,
     UNIT: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """delta = rowsum(out * dout), and lse with +inf for empty rows, for BLOCK_M rows of one plane of lse."""
+    """delta = rowsum(out * dout), lse with +inf for empty rows, dq = 0: for BLOCK_M rows of one plane of lse.
+
+    dq_ptr: None where nobody adds to dq.
+    """
     plane = tl.program_id(0) // num_blocks
     first_row = (tl.program_id(0) % num_blocks) * BLOCK_M
     batch = (plane // num_heads).to(tl.int64)
@@ -97,6 +102,20 @@ def _rows_kernel(
     row_lse = tl.where(lse == float("-inf"), float("inf"), lse)
     tl.store(delta_ptr + at, tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1), mask=rows < seqlen_q)
     tl.store(row_lse_ptr + at, row_lse, mask=rows < seqlen_q)
+    if dq_ptr is not None:
+        dims = tl.arange(0, BLOCK_D)
+        dq_ptrs = plane_ptr(dq_ptr, dq_strides, batch, first_row.to(tl.int64), head, UNIT)
+        dq_ptrs = dq_ptrs + tl.arange(0, BLOCK_M)[:, None] * (dq_strides[1] * UNIT) + dims[None, :]
+        here = (rows < seqlen_q)[:, None] & (dims < HEAD_DIM)[None, :]
+        tl.store(dq_ptrs, tl.zeros((BLOCK_M, BLOCK_D), dtype=tl.float32), mask=here)
+
+
+@triton.jit
+def _round_dq_kernel(sum_ptr, dq_ptr, num_elements, BLOCK_N: tl.constexpr):
+    """dq in its own dtype out of the sum in fp32."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    dq = tl.load(sum_ptr + at, mask=at < num_elements)
+    tl.store(dq_ptr + at, dq.to(dq_ptr.dtype.element_ty), mask=at < num_elements)
 
 
 @triton.jit(do_not_specialize=COUNTS)
@@ -302,7 +321,8 @@ def plan_backward(
     rows = lse.shape[-1]
     rows_block = max(1, min(64, 4096 // problem.block_d))
     rows_blocks = cdiv(rows, rows_block)
-    row_strides = tuple(plane_strides(x.stride(), packed, unit) for x in (out, dout))
+    q_strides = plane_strides(contiguous_strides(q.shape), packed, unit)
+    row_strides = *(plane_strides(x.stride(), packed, unit) for x in (out, dout)), q_strides
     run_rows = Launch(
         _rows_kernel, (rows_blocks * (lse.numel() // rows),),
         HEAD_DIM=problem.head_dim, UNIT=unit, BLOCK_M=rows_block, BLOCK_D=problem.block_d, num_warps=4,
@@ -311,9 +331,8 @@ def plan_backward(
     seqlens = problem.seqlen_q, problem.seqlen_k
     window, softmax_scale, drop = problem.window, problem.softmax_scale, problem.dropout[1:]
     strides = (
-        *(plane_strides(x.stride(), packed, unit) for x in (q, k, v, dout)),
-        plane_strides(contiguous_strides(q.shape), packed, unit),
-    )
+        *(plane_strides(x.stride(), packed, unit) for x in (q, k, v, dout)), q_strides,
+    )  # fmt: skip
     lse_strides = 0 if packed else lse.stride(0), lse.stride(-2)
     kv_strides = plane_strides(contiguous_strides(per_head), packed, unit)
     mask_steps = mask_strides(attn_mask)
@@ -332,7 +351,11 @@ def plan_backward(
         kv_bytes = 2 * problem.seqlen_k * problem.head_dim * q.element_size() // problem.group
         dq_planes = planes_of(problem, cdiv(problem.seqlen_q, config.block_m), kv_bytes)
         run_dq = Launch(_dq_kernel, (dq_planes[2] * dq_planes[3],), **shared, **tile_of(config, problem))
+    run_round = Launch(_round_dq_kernel, (cdiv(q.numel(), 2048),), BLOCK_N=2048, num_warps=4)
     untensored = problem._replace(seqlens_q=None, seqlens_k=None, dropout=(None, *drop))
+    num_heads, num_elements = problem.num_heads, q.numel()
+    adds = dq_mode == "atomic"
+    rounds = adds and dtype != torch.float32
 
     def backward(
         dout: Tensor,
@@ -349,15 +372,19 @@ def plan_backward(
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         if is_copied:
             q, k, v, dout, out = (readable(x) for x in (q, k, v, dout, out))
-        dk, dv = new(k, per_head, dtype=grad_dtype), new(v, per_head, dtype=grad_dtype)
-        if dq_mode == "atomic":
-            dq = torch.zeros_like(q, dtype=torch.float32, memory_format=torch.contiguous_format)
+        if packed or shared_heads:
+            dk, dv = new(k, per_head, dtype=grad_dtype), new(v, per_head, dtype=grad_dtype)
+        else:  # what asks for memory in the least time
+            dk = torch.empty_like(k, memory_format=torch.contiguous_format)
+            dv = torch.empty_like(v, memory_format=torch.contiguous_format)
+        if adds:
+            dq = torch.empty_like(q, dtype=torch.float32, memory_format=torch.contiguous_format)
         else:
             dq = new(q, q.shape)
         # Skipped blocks of the mask's gradient stay 0.
         dmask = None if dmask_mode == "none" else q.new_zeros(dmask_shape, dtype=dmask_dtype)
         delta, row_lse = torch.empty_like(lse), torch.empty_like(lse)
-        run_rows(out, dout, lse, delta, row_lse, untensored.num_heads, rows, rows_blocks, *row_strides)
+        run_rows(out, dout, lse, delta, row_lse, dq if adds else None, num_heads, rows, rows_blocks, *row_strides)
         mask = mask_bytes(attn_mask)
         lengths, dropout = (seqlens_q, seqlens_k, *seqlens), (dropout_seed, *drop)
         if by_hopper and work_counter is None:
@@ -384,7 +411,10 @@ def plan_backward(
         if shared_heads:
             heads = (untensored.num_kv_heads, untensored.group)
             dk, dv = (x.unflatten(-2, heads).sum(-2).to(dtype) for x in (dk, dv))
-        return dq.to(dtype) if dq_mode == "atomic" else dq, dk, dv, dmask
+        if rounds:
+            sums, dq = dq, torch.empty_like(q, memory_format=torch.contiguous_format)
+            run_round(sums, dq, num_elements)
+        return dq, dk, dv, dmask
 
     return backward
 

@@ -72,7 +72,8 @@ class Definition:
         run: (preferred backend, arguments) -> results, on the backend that is chosen.
         formula: the same results out of operations that PyTorch differentiates, batches and wraps, or None.
         has_autograd: whether the dispatcher hands calls over to autograd.
-        function: the gradient for calls past the dispatcher; None where there is none, or it is an error.
+        apply: (*arguments) -> results that autograd knows, for calls past the dispatcher; None where there is no
+            gradient, or it is an error.
     """
 
     name: str
@@ -85,7 +86,7 @@ class Definition:
     formula: Callable[..., Any] | None = None
     run: Callable[[str, tuple[Any, ...]], Any] = _undefined
     has_autograd: bool = False
-    function: type[torch.autograd.Function] | None = None
+    apply: Callable[..., Any] | None = None
 
     def bind(self, *args: Any) -> dict[str, Any]:
         """The arguments of a call by the schema's names."""
@@ -283,9 +284,9 @@ def define_op(
             return formula(*args) if formula is not None and _eager.needs_formula(args) else overload_(*args)
         if not requires_grad or not torch.is_grad_enabled():
             return run(_PREFERRED[device], args)
-        if op.function is None or _eager.autograd_is_excluded():
+        if op.apply is None or _eager.autograd_is_excluded():
             return overload_(*args)
-        return op.function.apply(*args)
+        return op.apply(*args)
 
     return cast(Callable[P, T], call)
 
@@ -370,7 +371,9 @@ def register_autograd(
     op = OPS[name]
     op.has_autograd = True
     members = {"forward": staticmethod(forward), "backward": staticmethod(run)}
-    op.function = type(f"fastformer_{name}", (torch.autograd.Function,), members)
+    function = type(f"fastformer_{name}", (torch.autograd.Function,), members)
+    # What `function.apply` comes to where nothing transforms the call, which `call` has seen.
+    op.apply = cast(Any, super(torch.autograd.Function, function)).apply
     _register_kernel(op, torch._library.autograd.Info(run, setup))
 
 

@@ -201,11 +201,13 @@ def _backward(ctx: Any, dy: Tensor | None, dresidual_out: Tensor | None, *_: Non
     )
     if ctx.dropout_p == 0.0 and ctx.x_dtype == s.dtype:
         dresidual = dx
+    if has_bias and dbias.dtype != ctx.bias_dtype:
+        dbias = dbias.to(ctx.bias_dtype)
     return (
         dx,
         dresidual if ctx.needs_input_grad[1] else None,
         None if weight is None else dweight,
-        dbias.to(ctx.bias_dtype) if has_bias else None,
+        dbias if has_bias else None,
         *(None,) * 4,
     )
 

@@ -1,0 +1,54 @@
+"""dQ where blocks of keys add to it: a sum that starts at zero whatever the memory held, rounded once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from fastformer.kernels import attention as kernels  # noqa: E402
+from tests.kernels.attention_cases import Case, case_of, check, cumulative  # noqa: E402
+
+
+@pytest.fixture(autouse=True)
+def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """New memory holds NaN."""
+
+    def full_of_nan(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def new(*args: object, **options: object) -> Tensor:
+            memory = make(*args, **options)
+            return memory.fill_(float("nan")) if memory.is_floating_point() else memory
+
+        return new
+
+    monkeypatch.setattr(torch, "empty_like", full_of_nan(torch.empty_like))
+    monkeypatch.setattr(torch.Tensor, "new_empty", full_of_nan(torch.Tensor.new_empty))
+
+
+# Elements that fill no block of the rounding kernel, and columns that fill no block of a row.
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(batch=2, head_dim=40, seqlen_q=70, seqlen_k=70, window=(None, 0)),
+        Case(batch=1, head_dim=8, seqlen_q=3, seqlen_k=70),
+        case_of("packed", "causal"),
+        case_of("gqa", "seqlens_k", "dropout"),
+    ],
+    ids=["odd", "small", "packed", "shared"],
+)
+def test_in_memory_that_held_anything(case: Case, dtype: torch.dtype, device: str) -> None:
+    check(case, dtype, device)
+
+
+def test_rows_of_no_sequence(device: str) -> None:
+    q, k, dout = (torch.randn(90, 2, 16, device=device).half() for _ in range(3))
+    cu = cumulative([40, 33], device)
+    rest = (cu, cu, 40, 40, 0.25, None, 0, 0.0, None)
+    out, lse = kernels.varlen_attention_fwd(q, k, k, *rest)
+    for gradient in kernels.varlen_attention_bwd(dout, q, k, k, out, lse, *rest):
+        assert gradient[:73].isfinite().all() and torch.equal(gradient[73:], torch.zeros_like(gradient[73:]))
