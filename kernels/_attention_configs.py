@@ -82,6 +82,7 @@ FORWARD: Table = {
     (100, 64): Row(Config(128, 64, 8, 3)),
     (100, 128): Row(Config(128, 64, 8, 3)),
     (100, 256): Row(Config(128, 32, 8, 2)),
+    (120, 64): Row(Config(128, 64, 8, 2), both=Config(128, 32, 8, 2)),
 }
 # With few rows a tile of 64 makes twice the programs.
 FORWARD_SHORT: Table = {
@@ -131,7 +132,7 @@ BACKWARD_FP32: Table = {
     (90, 64): Row(Config(32, 32, 8, 1), Config(16, 32, 8, 1), Config(16, 32, 8, 1), Config(16, 16, 8, 1)),
     (90, 128): Row(Config(32, 16, 8, 1), Config(16, 16, 8, 1), Config(16, 16, 8, 1)),
     (100, 32): Row(Config(16, 32, 8, 1)),
-    (100, 64): Row(Config(16, 32, 8, 1)),
+    (100, 64): Row(Config(16, 32, 8, 1), Config(16, 32, 4, 1)),
     (100, 128): Row(Config(16, 16, 8, 1)),
     (120, 128): Row(Config(16, 16, 8, 2, exact=True)),
 }
