@@ -3,7 +3,8 @@
     python -m benchmarks.gpu_day --out DIR [--resume FILE] [--minutes 9]
 
 Each step writes one JSON line to FILE (default DIR/gpu_day.jsonl) as it ends. A run stops before a step once its
-minutes are spent and is simply called again: steps that FILE has are skipped. A step that fails is a line too, and the
+minutes are spent and is simply called again: steps that FILE has are skipped. What matters most fits one machine's
+time; the rest waits for another machine, with FILE carried there. A step that fails is a line too, and the
 others go on; where it left the device unusable (an illegal address) or hangs, they go on in the next call. Exit status:
 0 all steps done and right, 3 steps are left (call again), 1 all done and something failed.
 
@@ -41,9 +42,9 @@ ROOT = Path(__file__).parents[1]
 Result = dict[str, Any]
 SHARDS = min(14, os.cpu_count() or 1)
 
-# What the steps may take in all by their estimates: a machine is lent for 45 minutes, and starting it and installing
-# takes its share. A run of this program is cut at 10 minutes, so that a chunk has 9.
-LEASE, CHUNK = 40 * 60, 9 * 60
+# What the steps of one machine may take in all by their estimates: it is lent for 30 minutes, and starting it and
+# installing takes its share. A run of this program is cut at 10 minutes, so that a chunk has 9.
+LEASE, CHUNK = 26 * 60, 9 * 60
 
 # The files whose tests a step runs: first what only a GPU can show, in sizes of many tiles, then each op's own.
 TESTS = {
@@ -262,72 +263,106 @@ def tune_attention(shape: dict[str, Any], kernel: str) -> Callable[[], Result]:
     return run
 
 
-def shapes_of(op: str) -> list[dict[str, Any]]:
-    """Those of the runner's shapes that a day has time for."""
-    chosen: dict[str, Callable[[dict[str, Any]], bool]] = {
-        "attention": lambda shape: shape["seqlen"] != 128 and (shape["causal"] or shape["seqlen"] == 2048),
-        "add_layer_norm": lambda shape: shape["dim"] != 1024 and (shape["dropout_p"] > 0 or shape["rows"] > 2048),
-        "feed_forward": lambda shape: shape["dropout_p"] > 0,
-        "embedding": lambda shape: shape["dropout_p"] > 0,
-        "rotary": lambda shape: shape["head_dim"] == 64,
-        "decode_attention": lambda shape: shape["batch"] in (1, 256) and shape["seqlen"] <= 4096,
-        "training_step": lambda shape: shape["lengths"] == "multi30k",
-    }
-    return [shape for shape in benchmarks()[op].shapes["cuda"] if op not in chosen or chosen[op](shape)]
+# Of the runner's shapes those that a first machine has time for; an op that is not here has all of them there.
+_FIRST: dict[str, Callable[[dict[str, Any]], bool]] = {
+    "attention": lambda shape: shape["causal"] and shape["seqlen"] in (256, 2048, 8192),
+    "add_layer_norm": lambda shape: shape["dim"] != 1024 and shape["rows"] > 2048,
+    "feed_forward": lambda shape: shape["dropout_p"] > 0 and shape["activation"] == "relu",
+    "embedding": lambda shape: shape["dropout_p"] > 0,
+    "rotary": lambda shape: shape["head_dim"] == 64 and shape["seqlen"] > 512,
+    "decode_attention": lambda shape: shape["batch"] in (1, 256) and shape["seqlen"] <= 4096,
+    "graph_decoding": lambda shape: shape["batch"] == 1,
+    "training_step": lambda shape: shape["lengths"] == "multi30k",
+}
+# And those that a second one has time for.
+_LATER: dict[str, Callable[[dict[str, Any]], bool]] = {
+    "attention": lambda shape: shape["seqlen"] == 2048 or (shape["causal"] and shape["seqlen"] != 128),
+    "add_layer_norm": lambda shape: shape["dim"] != 1024 and shape["dropout_p"] > 0,
+    "feed_forward": lambda shape: shape["dropout_p"] > 0,
+    "rotary": lambda shape: shape["head_dim"] == 64,
+    "graph_decoding": lambda shape: True,
+}
+
+
+def shapes_of(op: str, *, later: bool = False) -> list[dict[str, Any]]:
+    """Those of the runner's shapes that a first machine has time for, or (later) those that a second one has."""
+    shapes = benchmarks()[op].shapes["cuda"]
+    first = [shape for shape in shapes if op not in _FIRST or _FIRST[op](shape)]
+    if not later:
+        return first
+    return [shape for shape in shapes if op in _LATER and shape not in first and _LATER[op](shape)]
+
+
+def times_of(op: str, results: Path, *, later: bool = False) -> Iterator[Step]:
+    """An op's steps for `shapes_of`."""
+    for shape in shapes_of(op, later=later):
+        if op == "decode_attention":
+            run, seconds = time_replays(op, shape, results), 12.0
+        else:
+            run, seconds = time_op(op, shape, results), _SECONDS.get(op, 15.0)
+        # Beside gpt2 there is Hugging Face, whose step is compiled first.
+        if op == "graph_decoding" and shape["model"] == "gpt2":
+            seconds = 75.0
+        yield Step(f"time {op} {name_of(shape)}", run, seconds)
+
+
+# Most of a training step's is torch.compile's time for the rival, twelve layers forward and backward.
+_SECONDS = {"attention": 30.0, "decoding": 20.0, "graph_decoding": 20.0, "training_step": 120.0}
 
 
 def steps(out: Path) -> Iterator[Step]:
     """The day, most important first. Rows of the runner go to OUT/cuda.jsonl.
 
     A new step is `yield Step("time a_new_thing", function, seconds)` at the place that its weight gives it, where
-    `function()` returns {"ok": whether it is right, ...}. Tests add the seconds up: they must stay within LEASE.
+    `function()` returns {"ok": whether it is right, ...}. Tests add the seconds up: all but the last part must stay
+    within LEASE, and so must that.
     """
+    yield from first_steps(out)
+    yield from later_steps(out)
+
+
+def first_steps(out: Path) -> Iterator[Step]:
+    """What one machine has time for: whether every op is right, and how fast it is in the sizes that count."""
     results = out / "cuda.jsonl"
     yield Step("environment", lambda: record.environment("cuda") | {"ok": True}, 5)
 
     # Attention: right, and how fast beside its rivals.
     yield Step("tests attention", tests(TESTS["attention"], out / "tests_attention.log", 480), 200)
-    for shape in shapes_of("attention"):
-        yield Step(f"time attention {name_of(shape)}", time_op("attention", shape, results), 30)
+    yield from times_of("attention", results)
 
     # The kernels for sm_90, which are off by default: right, and the same rivals beside them.
     yield Step("tests attention_hopper", tests(TESTS["attention_hopper"], out / "tests_attention_hopper.log", 240), 90)
     for shape in shapes_of("attention"):
-        if shape["seqlen"] in (2048, 8192) and shape["causal"]:
+        if shape["seqlen"] == 2048:
             step = with_hopper(time_op("attention", shape, out / "cuda_hopper.jsonl", BEST_RIVALS))
             yield Step(f"time attention_hopper {name_of(shape)}", step, 15)
 
     # The other ops.
     for stem in list(TESTS)[2:]:
         yield Step(f"tests {stem}", tests(TESTS[stem], out / f"tests_{stem}.log", 240), 40)
-    for op in ("linear_cross_entropy", "add_layer_norm", "feed_forward", "embedding", "rotary"):
-        for shape in shapes_of(op):
-            yield Step(f"time {op} {name_of(shape)}", time_op(op, shape, results), 15)
+    for op in ("linear_cross_entropy", "add_layer_norm", "feed_forward", "embedding", "rotary", "decode_attention"):
+        yield from times_of(op, results)
 
-    for shape in shapes_of("decode_attention"):
-        yield Step(f"time decode_attention {name_of(shape)}", time_replays("decode_attention", shape, results), 12)
+    # Whole models: training, decoding.
+    for op in ("training_step", "graph_decoding", "decoding"):
+        yield from times_of(op, results)
 
-    # Whole models: decoding, training.
-    for shape in shapes_of("decoding"):
-        yield Step(f"time decoding {name_of(shape)}", time_op("decoding", shape, results), 20)
-    for shape in shapes_of("graph_decoding"):
-        # Beside gpt2 there is Hugging Face, whose step is compiled first.
-        seconds = 75 if shape["model"] == "gpt2" else 20
-        yield Step(f"time graph_decoding {name_of(shape)}", time_op("graph_decoding", shape, results), seconds)
-    for shape in shapes_of("training_step"):
-        # Most of it is torch.compile's time for the rival, twelve layers forward and backward.
-        yield Step(f"time training_step {name_of(shape)}", time_op("training_step", shape, results), 120)
+
+def later_steps(out: Path) -> Iterator[Step]:
+    """What waits for a second machine: the tests of everything else, other tiles, and sizes that say less."""
+    yield Step("tests others", tests(other_tests(), out / "tests_others.log", 480), 200)
 
     # Other tiles, and what they bring.
     for shape in shapes_of("attention"):
-        if shape["causal"] and shape["seqlen"] == 2048 and (shape["head_dim"] == 64 or not shape["dropout_p"]):
+        if shape["seqlen"] == 2048 and (shape["head_dim"] == 64 or not shape["dropout_p"]):
             for kernel in ("attention_fwd", "attention_bwd"):
                 yield Step(f"tune {kernel} {name_of(shape)}", tune_attention(shape, kernel), 60)
             # With the tiles that the tuning found: OUT/tuning.json, which main() makes the tuning file.
             step = time_op("attention", shape, out / "cuda_tuned.jsonl", rivals=BEST_RIVALS)
             yield Step(f"time tuned attention {name_of(shape)}", step, 15)
 
-    yield Step("tests others", tests(other_tests(), out / "tests_others.log", 480), 200)
+    for op in _LATER:
+        yield from times_of(op, out / "cuda.jsonl", later=True)
 
 
 def name_of(shape: dict[str, Any]) -> str:

@@ -22,6 +22,8 @@ from benchmarks.gpu_day import (
     ROOT,
     TESTS,
     Step,
+    first_steps,
+    later_steps,
     limit_of,
     other_tests,
     run_side_by_side,
@@ -113,12 +115,20 @@ def test_a_step_that_hangs_is_given_up(tmp_path: Path) -> None:
 
 
 def test_steps_fit_the_lease_and_have_keys_of_their_own(tmp_path: Path) -> None:
-    """By their estimates: all of them in the time that a machine is lent for, each in a chunk."""
+    """By their estimates: what matters most in the time that a machine is lent for, the rest in another's."""
+    first, later = list(first_steps(tmp_path)), list(later_steps(tmp_path))
     day = list(steps(tmp_path))
+    assert [step.key for step in day] == [step.key for step in first + later]
     assert len({step.key for step in day}) == len(day)
     assert all(step.seconds <= CHUNK for step in day)
-    assert sum(step.seconds for step in day) <= LEASE
-    assert [step.key for step in day[:2]] == ["environment", "tests attention"]
+    for machine in (first, later):
+        assert sum(step.seconds for step in machine) <= LEASE < 30 * 60
+    assert [step.key for step in first[:2]] == ["environment", "tests attention"]
+    keys = " ".join(step.key for step in first)
+    for op in (*TESTS, "training_step", "graph_decoding"):
+        assert f"tests {op}" in keys or f"time {op}" in keys, op
+    for op in ("attention", "add_layer_norm", "feed_forward", "linear_cross_entropy", "decode_attention"):
+        assert f"time {op} " in keys, op
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="no triton")
@@ -135,12 +145,14 @@ def test_the_day_runs_to_its_end_on_a_stub(tmp_path: Path) -> None:
     assert [line["key"] for line in lines] == [step.key for step in steps(tmp_path)]
     counts = stub["counts"]
     assert counts["steps"] == counts["waits for the device"] == len(lines)
-    assert stub["seconds"] == sum(step.seconds for step in steps(tmp_path)) <= LEASE
-    assert stub["statuses"] == [3] * (len(stub["statuses"]) - 1) + [0] and len(stub["statuses"]) <= 5
+    assert stub["seconds"] == sum(step.seconds for step in steps(tmp_path))
+    assert stub["statuses"] == [3] * (len(stub["statuses"]) - 1) + [0]
+    assert len(stub["statuses"]) <= 1 + stub["seconds"] // (CHUNK - 120)  # no call leaves more than a long step's time
     # Each mode of each shape, and again the tuned ones and those with the kernels for sm_90.
     again = sum(line["key"].startswith(("time tuned", "time attention_hopper")) for line in lines)
+    timed = {op: len(shapes_of(op)) + len(shapes_of(op, later=True)) for op in benchmarks()}
     for op in ("attention", "add_layer_norm", "feed_forward", "linear_cross_entropy", "embedding", "rotary"):
-        times = len(shapes_of(op)) + (again if op == "attention" else 0)
+        times = timed[op] + (again if op == "attention" else 0)
         assert counts[f"cases of {op}"] == len(benchmarks()[op].modes) * times > 0
     # A decoding step's kernel as a graph, which must say its share of the bandwidth.
     replayed = [line for line in lines if line["key"].startswith("time decode_attention")]
