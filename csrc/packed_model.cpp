@@ -1,6 +1,7 @@
 #include "packed_model.h"
 
 #include <algorithm>
+#include <map>
 #include <stdexcept>
 
 #include "rows.h"
@@ -138,19 +139,29 @@ PackedModel::PackedModel(const ModelOptions& o, const ModelTensors& tensors) : o
     encoder = pack_stack(o, names.within("encoder"), o.num_encoder_layers, false, o.encoder_window);
   }
   decoder = pack_stack(o, names.within("decoder"), o.num_decoder_layers, o.has_encoder(), o.decoder_window);
-  const ModelTensor& target = names.table("target_embedding", o.d_model);
-  target_embedding_ = Table(target, o.precision);
-  if (o.has_encoder()) {
-    const ModelTensor& source = names.table("source_embedding", o.d_model);
-    source_embedding_ = source.data == target.data ? target_embedding_ : Table(source, o.precision);
-  }
+  std::map<const void*, Table> tables;  // what both sides have in common is kept once
+  const auto table = [&](const std::string& name) {
+    const ModelTensor& tensor = names.table(name, o.d_model);
+    const auto [place, is_new] = tables.try_emplace(tensor.data);
+    if (is_new) place->second = Table(tensor, o.precision);
+    return place->second;
+  };
+  const auto input = [&](const std::string& side) {
+    Input found{table(side + "_embedding"), {}, {}};
+    if (names.find(side + "_positions")) {
+      found.positions = table(side + "_positions");
+      max_len_ = max_len_ ? std::min(max_len_, found.positions.rows()) : found.positions.rows();
+    }
+    const Names norm = names.within(side + "_embedding_norm");
+    if (norm.find("weight"))
+      found.norm.push_back({norm.vector("weight", o.d_model, 1), norm.vector("bias", o.d_model, 0)});
+    return found;
+  };
+  target_ = input("target");
+  if (o.has_encoder()) source_ = input("source");
   const int64_t vocab = names.table("output").shape[0];
-  if (target_embedding_.rows() < vocab) throw std::invalid_argument("expected an embedding of each token to say");
+  if (target_.embedding.rows() < vocab) throw std::invalid_argument("expected an embedding of each token to say");
   output = names.weight("output", "output_bias", 0, vocab, vocab, o.d_model, o.precision);
-  if (names.find("positions")) {
-    positions_ = Table(names.table("positions", o.d_model), o.precision);
-    max_len_ = positions_.rows();
-  }
   if (const ModelTensor* cos = names.find("cos")) {
     const ModelTensor& sin = names.table("sin", names.table("cos").shape[1]);
     const int64_t dim = o.head_dim(), half = cos->shape[1];
@@ -168,10 +179,16 @@ PackedModel::PackedModel(const ModelOptions& o, const ModelTensors& tensors) : o
 }
 
 void PackedModel::embed(bool is_source, int32_t token, int64_t position, float* to) const {
-  std::fill_n(to, options.d_model, 0.f);
-  if (token != options.padding_idx)
-    (is_source ? source_embedding_ : target_embedding_).add_to(token, options.scale, to);
-  if (positions_) positions_.add_to(position, 1, to);
+  const ModelOptions& o = options;
+  const Input& input = is_source ? source_ : target_;
+  std::fill_n(to, o.d_model, 0.f);
+  if (token != o.padding_idx) input.embedding.add_to(token, o.scale, to);
+  if (input.positions) input.positions.add_to(position, 1, to);
+  for (const Norm& norm : input.norm) {
+    // Its sums are made before it writes, so it may write where it reads.
+    normalise_row<false, false, float, float, float>(to, nullptr, nullptr, norm.weight.data(), norm.bias.data(), o.eps,
+                                                     o.rms_norm, o.d_model, nullptr, to);
+  }
 }
 
 int64_t PackedModel::step_bytes() const {

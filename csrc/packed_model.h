@@ -71,12 +71,12 @@ class Table {
 };
 
 // The tensors' names are those of the model's state_dict, but for "source_embedding", "target_embedding" and "output",
-// which stand for a tied matrix too, and "positions", "cos" and "sin", its tables.
+// which stand for a tied matrix too, and "source_positions", "target_positions", "cos" and "sin", its tables.
 class PackedModel {
  public:
   PackedModel(const ModelOptions& options, const ModelTensors& tensors);
 
-  // to = the embedding of a token at a position.
+  // to = the embedding of a token at a position, normalised where the model has a norm for that.
   void embed(bool is_source, int32_t token, int64_t position, float* to) const;
 
   // The turn of one position, as turn_halves or turn_neighbours read it; see lay_out_angles.
@@ -85,7 +85,7 @@ class PackedModel {
   bool is_rotary() const { return !cos_.empty(); }
 
   int64_t vocab_size() const { return output.n; }
-  int64_t source_vocab_size() const { return source_embedding_.rows(); }
+  int64_t source_vocab_size() const { return source_.embedding.rows(); }
   int64_t max_len() const { return max_len_; }
   // Of the weights that a step of one row reads.
   int64_t step_bytes() const;
@@ -95,7 +95,12 @@ class PackedModel {
   PackedWeight output;
 
  private:
-  Table source_embedding_, target_embedding_, positions_;
+  // What a stack's tokens become first.
+  struct Input {
+    Table embedding, positions;
+    std::vector<Norm> norm;  // one or none
+  };
+  Input source_, target_;
   std::vector<float> cos_, sin_;
   int64_t max_len_ = 0;
 };

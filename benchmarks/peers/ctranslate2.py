@@ -86,6 +86,8 @@ def convert(model: Transformer, folder: Path) -> None:
         "activation": config.activation not in _ACTIVATIONS,
         "output_bias": config.output_bias,
         "embed_pad": config.embed_pad,
+        "embedding_norm": config.embedding_norm,
+        "positions": config.positions == "learned",
         "scale_embedding": not config.scale_embedding,
         "special_ids": len(config.special_ids.eos) > 1,
     }

@@ -80,6 +80,8 @@ def _from_transformer(model: Transformer) -> Any:
         or config.activation != "relu"
         or config.output_bias
         or config.embed_pad
+        or config.embedding_norm
+        or config.positions == "learned"
         or not config.scale_embedding
         or config.window_size is not None
         or config.num_kv_heads not in (None, config.num_heads)

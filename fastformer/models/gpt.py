@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fastformer.models.common import IGNORE_INDEX, Activation, Norm, cache_dtype, check_heads
 from fastformer.models.inputs import check_ids
 from fastformer.models.pretrained import PretrainedModel, placement
-from fastformer.models.transformer import IGNORE_INDEX, Activation, Norm, cache_dtype, check_heads
 from fastformer.nn.attention import MultiheadAttention
 from fastformer.nn.cache import KVCache
 from fastformer.nn.embedding import Embedding, PositionalEncoding, RotaryEmbedding

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastformer.models.attention_maps import record_attention
+from fastformer.models.common import IGNORE_INDEX, Activation, Norm, cache_dtype, check_heads
 from fastformer.models.inputs import check_ids, trailing_padding
 from fastformer.models.pretrained import PretrainedModel, placement
 from fastformer.nn.attention import MultiheadAttention
@@ -24,23 +25,6 @@ from fastformer.ops.linear_cross_entropy import linear_cross_entropy
 from fastformer.ops.linear_topk import TopK, best_of_logits, linear_topk
 from fastformer.settings import Amount, Count, Positive, Probability, Range, check_settings
 from fastformer.special_ids import SpecialIds
-
-IGNORE_INDEX = -100
-
-Norm = Literal["layer", "rms"]
-Activation = Literal["relu", "gelu", "gelu_tanh", "silu", "swiglu"]
-
-
-def check_heads(d_model: int, num_heads: int, num_kv_heads: int | None) -> None:
-    """Whether the heads share the model's size evenly.
-
-    Raises:
-        ValueError: they do not.
-    """
-    if d_model % num_heads:
-        raise ValueError(f"expected d_model to be a multiple of num_heads, got {d_model} and {num_heads}")
-    if num_kv_heads is not None and num_heads % num_kv_heads:
-        raise ValueError(f"expected num_heads to be a multiple of num_kv_heads, got {num_heads} and {num_kv_heads}")
 
 
 @dataclass
@@ -63,8 +47,11 @@ class TransformerConfig:
         dropout: on the embeddings and on each sub-layer's output; acts as the nearest multiple of 1/256.
         attention_dropout: on the attention weights.
         activation_dropout: after the activation.
-        positions: "concatenated" (tensor2tensor), "interleaved" (the paper) or "halves" (Marian).
+        positions: sines and cosines, "concatenated" (tensor2tensor), "interleaved" (the paper) or "halves" (Marian); or
+            "learned", a table for each stack (BART).
         scale_embedding: whether embeddings are multiplied by sqrt(d_model).
+        embedding_norm: whether each stack normalises what it is given, embeddings and positions, before the dropout
+            (BART).
         embed_pad: whether PAD has an embedding of its own instead of the zero vector; a decoder may begin with it.
         tie_embeddings: one matrix for source, target and the projection before the softmax.
         output_bias: whether that projection has a bias.
@@ -89,8 +76,9 @@ class TransformerConfig:
     dropout: Probability = 0.1
     attention_dropout: Probability = 0.1
     activation_dropout: Probability = 0.1
-    positions: Literal["concatenated", "interleaved", "halves"] = "concatenated"
+    positions: Literal["concatenated", "interleaved", "halves", "learned"] = "concatenated"
     scale_embedding: bool = True
+    embedding_norm: bool = False
     embed_pad: bool = False
     tie_embeddings: bool = True
     output_bias: bool = False
@@ -102,7 +90,7 @@ class TransformerConfig:
     def __post_init__(self) -> None:
         check_settings(self)
         check_heads(self.d_model, self.num_heads, self.num_kv_heads)
-        if self.d_model % 2:
+        if self.d_model % 2 and self.positions != "learned":
             raise ValueError(f"expected an even d_model (sines and cosines in pairs), got {self.d_model}")
         if self.tie_embeddings and self.source_vocab_size not in (None, self.vocab_size):
             raise ValueError("tie_embeddings needs one vocabulary for source and target: leave out source_vocab_size")
@@ -120,7 +108,8 @@ class Transformer(PretrainedModel):
     padding; a target needs none, since attention is causal and the loss skips targets of -100.
 
     Parameters: `embedding.weight` (tied) or `source_embedding.weight`, `target_embedding.weight`, `output.weight`;
-    `output_bias`, where the config has it;
+    where the config has them `output_bias`, `source_position.table`, `target_position.table` (learned),
+    `source_embedding_norm.*`, `target_embedding_norm.*`;
     `encoder.*` and `decoder.*` as in `torch.nn.TransformerEncoder` and `TransformerDecoder`.
 
     Args:
@@ -156,9 +145,18 @@ class Transformer(PretrainedModel):
             raise ValueError(f"expected a TransformerConfig, got {type(config).__name__} (see from_preset)")
         self.config = config
         factory = placement(device, dtype)
-        position = PositionalEncoding(
-            config.d_model, config.max_len, kind=config.positions, batch_first=True, **factory
-        )
+
+        def positions() -> PositionalEncoding:
+            return PositionalEncoding(
+                config.d_model, config.max_len, kind=config.positions, batch_first=True, **factory
+            )
+
+        def norm() -> AddLayerNorm:
+            return AddLayerNorm(config.d_model, config.layer_norm_eps, rms_norm=config.norm == "rms", **factory)
+
+        is_learned = config.positions == "learned"
+        # Both stacks read one table of sines. What they learn they learn apart, though a matrix may be tied.
+        sines = None if is_learned else positions()
 
         def embedding(vocab_size: int) -> Embedding:
             return Embedding(
@@ -166,8 +164,8 @@ class Transformer(PretrainedModel):
                 config.d_model,
                 padding_idx=None if config.embed_pad else config.special_ids.pad,
                 scale=math.sqrt(config.d_model) if config.scale_embedding else 1.0,
-                dropout=config.dropout,
-                position=position,
+                dropout=0.0 if config.embedding_norm else config.dropout,
+                position=sines,
                 **factory,
             )
 
@@ -178,6 +176,11 @@ class Transformer(PretrainedModel):
             self.source_embedding = embedding(config.source_vocab_size or config.vocab_size)
             self.target_embedding = embedding(config.vocab_size)
             self.output = nn.Linear(config.d_model, config.vocab_size, bias=False, **factory)
+        self.source_position = positions() if is_learned else None
+        self.target_position = positions() if is_learned else None
+        self.source_embedding_norm = norm() if config.embedding_norm else None
+        self.target_embedding_norm = norm() if config.embedding_norm else None
+        self.embedding_dropout = nn.Dropout(config.dropout) if config.embedding_norm else None  # behind the norm
         bias = nn.Parameter(torch.empty(config.vocab_size, **factory)) if config.output_bias else None
         self.register_parameter("output_bias", bias)
 
@@ -199,19 +202,15 @@ class Transformer(PretrainedModel):
             **factory,
         }
 
-        def final_norm() -> AddLayerNorm | None:
-            # Post-norm layers end with a norm of their own.
-            if not config.norm_first:
-                return None
-            return AddLayerNorm(config.d_model, config.layer_norm_eps, rms_norm=config.norm == "rms", **factory)
-
+        # Post-norm layers end with a norm of their own.
+        final_norms = [norm() if config.norm_first else None for _ in range(2)]
         self.encoder = TransformerEncoder(
-            TransformerEncoderLayer(window_size=(window, window), **layer), config.num_encoder_layers, final_norm()
+            TransformerEncoderLayer(window_size=(window, window), **layer), config.num_encoder_layers, final_norms[0]
         )
         self.decoder = TransformerDecoder(
             TransformerDecoderLayer(window_size=(window, None if window is None else 0), **layer),
             config.num_decoder_layers,
-            final_norm(),
+            final_norms[1],
         )
         self.reset_parameters()
 
@@ -231,7 +230,7 @@ class Transformer(PretrainedModel):
                     nn.init.zeros_(module.bias)
             elif isinstance(module, nn.Embedding):
                 nn.init.normal_(module.weight, std=self.config.d_model**-0.5)
-            elif isinstance(module, nn.LayerNorm):
+            elif isinstance(module, nn.LayerNorm | PositionalEncoding):
                 module.reset_parameters()
         if self.output_bias is not None:
             nn.init.zeros_(self.output_bias)
@@ -259,7 +258,8 @@ class Transformer(PretrainedModel):
         check_ids(source, config.source_vocab_size or config.vocab_size, config.max_len, layout, "source")
         layout = trailing_padding(source, config.special_ids.pad, "source") if layout is None else layout
         embed = self.embedding if config.tie_embeddings else self.source_embedding
-        return self.encoder(embed(source, layout.positions), layout=layout)
+        x = embed(source, layout.positions, position=self.source_position)
+        return self.encoder(self._normalised(x, self.source_embedding_norm), layout=layout)
 
     def decode(
         self,
@@ -293,14 +293,21 @@ class Transformer(PretrainedModel):
             cache.check_rows(target.shape[0])
             positions = cache.positions(target.shape[1])
         embed = self.embedding if self.config.tie_embeddings else self.target_embedding
+        x = embed(target, positions, position=self.target_position)
         return self.decoder(
-            embed(target, positions),
+            self._normalised(x, self.target_embedding_norm),
             memory,
             tgt_is_causal=True,
             layout=layout,
             memory_layout=memory_layout,
             cache=cache,
         )
+
+    def _normalised(self, x: Tensor, norm: AddLayerNorm | None) -> Tensor:
+        """What a stack is given, of embeddings with their positions."""
+        if norm is not None and self.embedding_dropout is not None:
+            x = self.embedding_dropout(norm(x))
+        return x
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden (..., d_model) -> (..., vocab_size): no scale, and no bias unless the config has `output_bias`."""
@@ -493,10 +500,3 @@ class Transformer(PretrainedModel):
             source_layout = trailing_padding(source, self.config.special_ids.pad, "source")
         memory = self.encode(source, source_layout)
         return self.decode(target, memory, layout=target_layout, memory_layout=source_layout)
-
-
-def cache_dtype(weight: Tensor) -> torch.dtype:
-    """The dtype that keys come in: autocast's where it is on, else the weights'."""
-    if weight.dtype != torch.float64 and torch.is_autocast_enabled(weight.device.type):
-        return torch.get_autocast_dtype(weight.device.type)
-    return weight.dtype

@@ -132,17 +132,25 @@ class Embedding(nn.Embedding):
         self.position = position
         self.atomics = atomics
 
-    def forward(self, input: Tensor, positions: Tensor | None = None) -> Tensor:  # noqa: A002 (torch.nn's name)
+    def forward(
+        self,
+        input: Tensor,  # noqa: A002 (torch.nn's name)
+        positions: Tensor | None = None,
+        *,
+        position: PositionalEncoding | None = None,
+    ) -> Tensor:
         """dropout(weight[input] * scale + position.table[positions]).
 
         Args:
             input: (..., seqlen) integer ids.
             positions: input's shape; None: the index along the last dimension. Not used without a `position`.
+            position: takes the place of the module's own, for tokens that are embedded alike and stand elsewhere.
 
         Returns:
             (..., seqlen, embedding_dim).
         """
-        table = None if self.position is None else self.position.table
+        position = self.position if position is None else position
+        table = None if position is None else position.table
         if table is not None and positions is None and input.shape[-1] > table.shape[0]:
             raise ValueError(f"expected at most {table.shape[0]} positions, got a sequence of {input.shape[-1]}")
         dropout_p = self.dropout if self.training else 0.0

@@ -45,7 +45,7 @@ std::shared_ptr<const PackedModel> make_model(std::map<std::string, std::vector<
     for (float& value : values) value = draw(generator);
     tensors[name] = {values.data(), false, shape};
   };
-  add("target_embedding", {kVocab, kDim}), add("output", {kVocab, kDim}), add("positions", {kMaxLen, kDim});
+  add("target_embedding", {kVocab, kDim}), add("output", {kVocab, kDim}), add("target_positions", {kMaxLen, kDim});
   add("decoder.layers.0.self_attn.in_proj_weight", {3 * kDim, kDim});
   add("decoder.layers.0.self_attn.out_proj.weight", {kDim, kDim});
   add("decoder.layers.0.linear1.weight", {kInner, kDim}), add("decoder.layers.0.linear2.weight", {kDim, kInner});

@@ -50,6 +50,7 @@ def fresh(kind: str = "tied", **options: Any) -> Any:
         ("untied", {"source_vocab_size": 30, "num_kv_heads": 1, "activation": "swiglu", "attention_bias": True}),
         ("tied", {"norm_first": False, "norm": "rms", "positions": "interleaved", "window_size": 2}),
         ("tied", {"output_bias": True, "positions": "halves", "embed_pad": True, "activation": "silu"}),
+        ("untied", {"norm_first": False, "positions": "learned", "embedding_norm": True, "dropout": 0.3}),
         ("gpt", {"activation": "gelu_tanh", "bias": False, "tie_embeddings": False}),
         ("gpt", {"positions": "rotary", "num_kv_heads": 1, "norm": "rms"}),
         ("gpt", {"positions": "sinusoidal", "window_size": 3}),

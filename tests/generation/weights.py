@@ -46,6 +46,12 @@ CONFIGS: dict[str, tuple[type[Transformer] | type[GPT], dict[str, Any]]] = {
         Transformer,
         {"norm_first": False, "positions": "halves", "output_bias": True, "embed_pad": True, "activation": "silu"},
     ),
+    "bart": (
+        Transformer,
+        {"norm_first": False, "positions": "learned", "embedding_norm": True, "activation": "gelu", "max_len": 61},
+    ),
+    "mbart": (Transformer, {"positions": "learned", "embedding_norm": True, "tie_embeddings": False, "d_model": 60}),
+    "a norm on sines": (Transformer, {"embedding_norm": True, "norm": "rms", "layer_norm_eps": 1e-2}),
     "bias, unscaled": (Transformer, {"tie_embeddings": False, "output_bias": True, "scale_embedding": False}),
     "odd sizes": (Transformer, {"d_model": 60, "num_heads": 3, "d_ff": 67, "vocab_size": 129, "num_kv_heads": 3}),
     "deep decoder": (Transformer, {"num_encoder_layers": 1, "num_decoder_layers": 3, "d_model": 72, "num_heads": 1}),

@@ -68,16 +68,20 @@ class Plain:
                 x = self.norm(x + block(x), f"{name}.norm{i}")
         return x
 
-    def embed(self, ids: Tensor, name: str) -> Tensor:
-        name = "embedding" if self.config.tie_embeddings else name
+    def embed(self, ids: Tensor, side: str) -> Tensor:
+        name = "embedding" if self.config.tie_embeddings else f"{side}_embedding"
         vectors = self.w[f"{name}.weight"][ids] * (math.sqrt(self.dim) if self.config.scale_embedding else 1.0)
         if not self.config.embed_pad:
             vectors = torch.where((ids == 0)[:, None], 0.0, vectors)
-        return vectors + position_table(len(ids), self.dim, self.config.positions)
+        if self.config.positions == "learned":
+            vectors = vectors + self.w[f"{side}_position.table"][: len(ids)]
+        else:
+            vectors = vectors + position_table(len(ids), self.dim, self.config.positions)
+        return self.norm(vectors, f"{side}_embedding_norm") if self.config.embedding_norm else vectors
 
     def __call__(self, source: Tensor, target: Tensor) -> Tensor:
         """source (seqlen,), target (seqlen,) ids -> (seqlen, vocab_size) logits."""
-        c, memory, x = self.config, self.embed(source, "source_embedding"), self.embed(target, "target_embedding")
+        c, memory, x = self.config, self.embed(source, "source"), self.embed(target, "target")
         for i in range(c.num_encoder_layers):
             name = f"encoder.layers.{i}"
             attend = lambda y, n=name: self.attend(y, y, f"{n}.self_attn", window=c.window_size)  # noqa: E731

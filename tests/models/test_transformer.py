@@ -36,6 +36,8 @@ VARIANTS = {
     "attention bias": {"attention_bias": True},
     "window": {"window_size": 2},
     "marian": {"norm_first": False, "positions": "halves", "embed_pad": True, "output_bias": True},
+    "bart": {"norm_first": False, "positions": "learned", "embedding_norm": True, "scale_embedding": False},
+    "mbart": {"positions": "learned", "embedding_norm": True, "tie_embeddings": False},
     "unscaled": {"scale_embedding": False, "tie_embeddings": False, "output_bias": True},
 }
 variants = pytest.mark.parametrize("options", VARIANTS.values(), ids=VARIANTS.keys())
@@ -267,6 +269,30 @@ def test_dropouts_of_the_config_arrive():
     assert torch.equal(model(source, shifted), model(source, shifted))
 
 
+def test_what_is_learned_of_positions_is_drawn_anew():
+    model = model_of(embedding_norm=True, positions="learned")
+    for name in ("source_position.table", "target_position.table", "source_embedding_norm.weight"):
+        nn.init.constant_(model.get_parameter(name), 7.0)
+    model.reset_parameters()
+    assert 0.01 < model.source_position.table.std() < 0.03 and 0.01 < model.target_position.table.std() < 0.03
+    assert not torch.equal(model.source_position.table, model.target_position.table)
+    assert (model.source_embedding_norm.weight == 1).all()
+
+
+def test_embeddings_are_dropped_behind_their_norm():
+    model = model_of(embedding_norm=True, positions="learned", dropout=0.5)
+    seen = []
+    for stack in (model.encoder, model.decoder):
+        stack.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+    source, shifted, _ = batch()
+    model(source, shifted)
+    for x in seen:
+        assert 0.3 < (x == 0).double().mean() < 0.7  # of what a norm gives, hardly anything would be 0
+    seen.clear()
+    model.eval()(source, shifted)
+    assert all(x.all() for x in seen)
+
+
 @pytest.mark.parametrize("options", [{}, {"norm_first": False}], ids=["pre-norm", "post-norm"])
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
 def test_compiles_in_one_graph(options, packed):
@@ -406,6 +432,11 @@ def test_bad_settings():
         Transformer.from_preset("tiny", vocab_size=5, d_modle=3)
     with pytest.raises(ValueError, match="expected positions to be .* got 'rotary'"):
         TransformerConfig(5, positions="rotary")
+    assert TransformerConfig(5, positions="learned", d_model=15, num_heads=3).d_model == 15
+    with pytest.raises(ValueError, match="expected an even d_model"):
+        TransformerConfig(5, embedding_norm=True, d_model=15, num_heads=3)
+    with pytest.raises(ValueError, match="expected embedding_norm to be"):
+        TransformerConfig(5, embedding_norm="yes")
     with pytest.raises(ValueError, match="vocab_size of at least 2, got 1"):
         TransformerConfig(1)
     with pytest.raises(ValueError, match="tie_embeddings needs one vocabulary"):

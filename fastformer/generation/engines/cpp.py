@@ -256,16 +256,23 @@ def _tensors(model: Transformer | GPT) -> dict[str, Array]:
     }
     embedding = _target_embedding(model)
     tensors["target_embedding"], tensors["output"] = embedding.weight, model.output_weight
+    position = embedding.position
     if isinstance(model, Transformer):
         tensors |= {f"encoder.{name}": p for name, p in model.encoder.named_parameters(remove_duplicate=False)}
+        for side in ("source", "target"):
+            norm, place = getattr(model, f"{side}_embedding_norm"), getattr(model, f"{side}_position") or position
+            assert place is not None
+            tensors[f"{side}_positions"] = place.table
+            if norm is not None:
+                tensors |= {f"{side}_embedding_norm.{name}": p for name, p in norm.named_parameters()}
         tied = model.config.tie_embeddings
         tensors["source_embedding"] = embedding.weight if tied else model.source_embedding.weight
         if model.output_bias is not None:
             tensors["output_bias"] = model.output_bias
     elif model.rotary is not None:
         tensors["cos"], tensors["sin"] = model.rotary.cos, model.rotary.sin
-    if embedding.position is not None:
-        tensors["positions"] = embedding.position.table
+    elif position is not None:
+        tensors["target_positions"] = position.table
     return {name: _array(tensor) for name, tensor in tensors.items()}
 
 
