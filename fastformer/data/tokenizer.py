@@ -11,10 +11,10 @@ import operator
 import os
 import unicodedata
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from fastformer.files import write_atomically
 from fastformer.special_ids import SpecialIds
@@ -346,6 +346,23 @@ def _each(ids: Iterable[int]) -> Iterator[int]:
 def visible(token: str | None) -> str:
     """A token with its spaces and line ends made visible; of an id that has none, that of UNK."""
     return _UNK if token is None else token.replace(" ", "▁").replace("\n", "↵")
+
+
+def read_backend(file: Path, values: Mapping[str, Any]) -> tokenizers.Tokenizer:
+    """A tokenizer of the `tokenizers` library from what a file holds.
+
+    Raises:
+        ImportError: the library is not installed.
+        ValueError: it can't read that.
+    """
+    library = tokenizers_library()
+    try:
+        backend: tokenizers.Tokenizer = library.Tokenizer.from_str(json.dumps(values))
+    except Exception as error:  # the library raises a bare Exception
+        raise ValueError(
+            f"tokenizers {library.__version__} can't read {file}: {error}; was it written by a newer version?"
+        ) from error
+    return backend
 
 
 def tokenizers_library() -> ModuleType:

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from fastformer.data import marian
+from fastformer.data import bart, marian
 from fastformer.data.tokenizer import (
     SPECIAL_TOKENS,
     TOKENIZER,
@@ -25,7 +25,7 @@ from fastformer.data.tokenizer import (
     check_text,
     encode_batch,
     is_our_bpe,
-    tokenizers_library,
+    read_backend,
     until_eos,
     visible,
 )
@@ -269,6 +269,8 @@ def _tokenizer_json(file: Path) -> Tokenizer:
         return ByteTokenizer()
     if values.get("type") == marian.TYPE:
         return marian.saved_marian(file, values)
+    if values.get("type") == bart.TYPE:
+        return bart.saved_bart(file, values)
     if values.get("type") == "foreign":
         return _saved(file, values)
     if not isinstance(values.get("model"), dict):
@@ -276,7 +278,7 @@ def _tokenizer_json(file: Path) -> Tokenizer:
         raise ValueError(
             f"expected {file} to hold a 'model', as every {TOKENIZER} does, got {keys}: is it another file?"
         )
-    backend = _backend(file, values)
+    backend = read_backend(file, values)
     if is_our_bpe(backend):
         return BPETokenizer(backend)
     return ForeignTokenizer(HuggingFaceModel(backend), _huggingface_ids(file.parent, backend, values["model"]))
@@ -289,21 +291,10 @@ def _saved(file: Path, values: dict[str, Any]) -> Tokenizer:
         if values["library"] == "sentencepiece":
             model: ForeignModel = _processor(file, base64.b64decode(values["model"], validate=True))
         else:
-            model = HuggingFaceModel(_backend(file, values["model"]))
+            model = HuggingFaceModel(read_backend(file, values["model"]))
         return ForeignTokenizer(model, ids)
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{file} is damaged or no tokenizer ({error}): copy it again or train anew") from error
-
-
-def _backend(file: Path, values: dict[str, Any]) -> tokenizers.Tokenizer:
-    library = tokenizers_library()
-    try:
-        backend: tokenizers.Tokenizer = library.Tokenizer.from_str(json.dumps(values))
-    except Exception as error:  # the library raises a bare Exception
-        raise ValueError(
-            f"tokenizers {library.__version__} can't read {file}: {error}; was it written by a newer version?"
-        ) from error
-    return backend
 
 
 def _huggingface_ids(folder: Path, backend: tokenizers.Tokenizer, model: dict[str, Any]) -> ForeignIds:

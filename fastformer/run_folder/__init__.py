@@ -11,6 +11,7 @@ RUN/metrics.jsonl                    losses and scores
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -24,9 +25,12 @@ from fastformer.data import Tokenizer, load_tokenizer
 from fastformer.data.tokenizer import TOKENIZER
 from fastformer.models import GPT, Transformer, read_architecture
 from fastformer.models.pretrained import config_from_dict, load_saved
-from fastformer.run_folder.marian import is_marian, load_marian
+from fastformer.run_folder.bart import load_bart
+from fastformer.run_folder.hugging_face import model_type
+from fastformer.run_folder.marian import load_marian
 from fastformer.special_ids import SpecialIds
 
+_LOADERS: dict[str | None, Callable[..., tuple[Transformer, Tokenizer]]] = {"bart": load_bart, "marian": load_marian}
 ARCHITECTURES = ("Transformer", "GPT", "LSTMSeq2Seq")
 
 
@@ -55,7 +59,8 @@ def load_model(
     """The model and the tokenizer of a run folder.
 
     Args:
-        run: the folder. Where a "Transformer" is expected, that of a Marian will do, as transformers saves it.
+        run: the folder. Where a "Transformer" is expected, that of a BART or a Marian will do, as transformers
+            saves it.
         expected: the architectures that will do, such as "Transformer"; empty: any.
         device: where the parameters go; None: the CPU.
         dtype: what they become; None: what they were saved as.
@@ -63,8 +68,14 @@ def load_model(
     Raises:
         ValueError: another architecture, or a folder that is damaged or whose files don't belong together.
     """
-    if "Transformer" in expected and is_marian(Path(run)):
-        return load_marian(Path(run), device=device, dtype=dtype)
+    kind = model_type(Path(run)) if "Transformer" in expected else None
+    if kind in _LOADERS:
+        return _LOADERS[kind](Path(run), device=device, dtype=dtype)
+    if kind is not None:
+        raise ValueError(
+            f"expected a run folder, or that of a BART or a Marian, got one of {kind!r}: {run}; some others can be "
+            "converted, see fastformer.integrations.from_huggingface"
+        )
     tokenizer, architecture = load_tokenizer(run), read_architecture(run)
     if architecture not in (expected or ARCHITECTURES):
         hint = "fastformer generate" if architecture == "GPT" else "fastformer translate"

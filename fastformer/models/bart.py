@@ -1,15 +1,16 @@
-"""Marian's translation models (Junczys-Dowmunt et al. 2018), as transformers names their settings and weights.
+"""BART (Lewis et al. 2020) and its relatives, as transformers names their settings and weights.
 
-A Marian is a post-norm `Transformer` with the positions that we call "halves", biases in the attention, and often one
-on the logits. Both directions go by plain settings and tensors, so that a folder can be read without transformers.
+They are `Transformer`s with biases in the attention, and often one on the logits, that differ in three options: see
+`FORMS`. Both directions go by plain settings and tensors, so that a folder can be read without transformers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fastformer.models.transformer import Transformer, TransformerConfig
@@ -18,6 +19,30 @@ from fastformer.special_ids import SpecialIds
 
 EPS = 1e-5  # of its norms; no setting says so
 _NEVER = -30_000.0  # a bias that no logit outweighs, within fp16's range
+
+
+class Form(NamedTuple):
+    """What sets a family apart: its name, and three options of `TransformerConfig`."""
+
+    name: str
+    positions: str
+    embedding_norm: bool
+    norm_first: bool
+
+    @property
+    def options(self) -> str:
+        """Those three, as somebody would write them."""
+        return ", ".join(f"{name}={value!r}" for name, value in zip(self._fields[1:], self[1:], strict=True))
+
+
+# By the model_type of transformers.
+FORMS = {
+    "bart": Form("BART", "learned", True, False),
+    "marian": Form("Marian", "halves", False, False),  # Junczys-Dowmunt et al. 2018
+    "mbart": Form("mBART", "learned", True, True),  # Liu et al. 2020
+    "pegasus": Form("Pegasus", "halves", False, True),  # Zhang et al. 2020
+}
+_OFFSET = 2  # rows of a learned table in front of position 0, which nobody reads
 
 _ACTIVATIONS = {
     "relu": "relu",
@@ -35,11 +60,14 @@ _SHARED, _SOURCE, _TARGET = (
     "model.decoder.embed_tokens.weight",
 )
 _OUTPUT, _BIAS = "lm_head.weight", "final_logits_bias"
-_POSITIONS = tuple(f"model.{side}.embed_positions.weight" for side in ("encoder", "decoder"))
+_POSITIONS = {
+    "source_position.table": "model.encoder.embed_positions.weight",
+    "target_position.table": "model.decoder.embed_positions.weight",
+}
 _ATTENTIONS = {"self_attn": "self_attn", "multihead_attn": "encoder_attn"}
 
 
-def transformer_from_marian(
+def transformer_from_bart(
     settings: Mapping[str, Any],
     state: Mapping[str, Tensor],
     *,
@@ -49,10 +77,10 @@ def transformer_from_marian(
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
 ) -> Transformer:
-    """A `Transformer` with the weights of a Marian, in evaluation mode.
+    """A `Transformer` with the weights of a BART or a relative, in evaluation mode.
 
     Args:
-        settings: its config.json.
+        settings: its config.json, whose model_type is one of `FORMS`.
         state: its state_dict; of matrices that are tied any one will do.
         unk: the tokenizer's id of the unknown.
         never: ids that it may not say: their logits get a bias that nothing outweighs.
@@ -63,12 +91,12 @@ def transformer_from_marian(
     Raises:
         ValueError: a setting that `Transformer` doesn't have, missing, unexpected or misshapen tensors.
     """
-    left = dict(state)
+    form, left = FORMS[settings["model_type"]], dict(state)
     for name, tensor in left.items():
         if not tensor.is_floating_point():
             raise ValueError(f"expected floating-point weights, got {name} of {tensor.dtype}")
-    start, pad, eos = (_id(settings, f"{name}_token_id") for name in ("decoder_start", "pad", "eos"))
-    source_embedding, target_embedding, output = _embeddings(settings, left)
+    start, pad, eos = (_id(settings, f"{name}_token_id", form) for name in ("decoder_start", "pad", "eos"))
+    source_embedding, target_embedding, output = _embeddings(settings, left, form)
     tied = source_embedding is target_embedding is output
     bias = left.pop(_BIAS, target_embedding.new_zeros(1, len(target_embedding)))
     if bias.shape != (1, len(target_embedding)):
@@ -83,14 +111,15 @@ def transformer_from_marian(
         d_ff=_same(settings, "encoder_ffn_dim", "decoder_ffn_dim"),
         num_encoder_layers=_number(settings, "encoder_layers"),
         num_decoder_layers=_number(settings, "decoder_layers"),
-        norm_first=False,
+        norm_first=form.norm_first,
         layer_norm_eps=layer_norm_eps,
         activation=_activation(settings.get("activation_function", "gelu")),
         dropout=settings.get("dropout", 0.1),
         attention_dropout=settings.get("attention_dropout", 0.0),
         activation_dropout=settings.get("activation_dropout", 0.0),
-        positions="halves",
+        positions=form.positions,  # type: ignore[arg-type]
         scale_embedding=bool(settings.get("scale_embedding", False)),
+        embedding_norm=form.embedding_norm,
         embed_pad=any(bool(matrix[pad].any()) for matrix in (source_embedding, target_embedding) if pad < len(matrix)),
         tie_embeddings=tied,
         output_bias=bool(bias.any()),
@@ -98,11 +127,12 @@ def transformer_from_marian(
         max_len=_number(settings, "max_position_embeddings"),
         special_ids=SpecialIds(pad=pad, eos=eos, unk=unk, start=start),
     )
-    for name in _POSITIONS:
-        table = left.pop(name, None)
-        if table is not None:
-            _check_positions(name, table, config)
-    weights = {name: _joined(left, theirs) for name, theirs in _layer_names(config).items()}
+    weights = {name: _joined(left, theirs, form) for name, theirs in _names(config).items()}
+    for name, theirs in _POSITIONS.items():
+        if config.positions == "learned":
+            weights[name] = _joined(left, (theirs,), form)[_OFFSET:]
+        elif (table := left.pop(theirs, None)) is not None:
+            _check_positions(theirs, table, config, form)
     if tied:
         weights["embedding.weight"] = target_embedding
     else:
@@ -111,7 +141,7 @@ def transformer_from_marian(
     if config.output_bias:
         weights["output_bias"] = bias
     if left:
-        raise ValueError(f"expected the tensors of a Marian, got others as well: {_some(left)}")
+        raise ValueError(f"expected the tensors of a {form.name}, got others as well: {_some(left)}")
     model = Transformer(config, device=device, dtype=dtype or target_embedding.dtype)
     for name, parameter in model.state_dict().items():
         if parameter.shape != weights[name].shape:
@@ -120,32 +150,26 @@ def transformer_from_marian(
     return model.eval()
 
 
-def marian_from_transformer(model: Transformer) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """(the settings, the state_dict) of a Marian that computes what a `Transformer` does.
+def bart_from_transformer(model: Transformer) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """(the settings, the state_dict) of the one of `FORMS` that computes what a `Transformer` does.
 
     Raises:
-        ValueError: an option that Marian doesn't have.
+        ValueError: options that none of them has.
     """
     config, ids = model.config, model.config.special_ids
-    wanted = {
-        "norm_first": False,
-        "norm": "layer",
-        "layer_norm_eps": EPS,
-        "positions": "halves",
-        "window_size": None,
-    }
+    kind, form = _form(config)
+    wanted = {"norm": "layer", "layer_norm_eps": EPS, "window_size": None}
     for name, value in wanted.items():
         if getattr(config, name) != value:
-            raise ValueError(f"expected a model of Marian's form, with {name}={value!r}, got {getattr(config, name)!r}")
+            raise ValueError(f"expected a {form.name}, with {name}={value!r}, got {getattr(config, name)!r}")
     if config.num_kv_heads not in (None, config.num_heads):
-        raise ValueError(
-            f"expected a model of Marian's form, with as many heads of keys as of queries, got {config.num_kv_heads}"
-        )
+        raise ValueError(f"expected a {form.name}, with as many heads of keys as of queries, got {config.num_kv_heads}")
     if config.activation not in _THEIR_ACTIVATIONS:
         raise ValueError(
-            f"expected a model of Marian's form, with an activation out of {(*_THEIR_ACTIVATIONS,)}, got "
-            f"{config.activation!r}"
+            f"expected a {form.name}, with an activation out of {(*_THEIR_ACTIVATIONS,)}, got {config.activation!r}"
         )
+    if kind != "marian" and config.source_vocab_size not in (None, config.vocab_size):
+        raise ValueError(f"expected a {form.name}, with one vocabulary, got one of its own for the source")
     state = {name: tensor.detach() for name, tensor in model.state_dict().items()}
     tied = config.tie_embeddings
     source = state.pop("embedding.weight") if tied else state.pop("source_embedding.weight")
@@ -158,17 +182,22 @@ def marian_from_transformer(model: Transformer) -> tuple[dict[str, Any], dict[st
         source, target = (matrix.index_fill(0, index, 0.0) for matrix in (source, target))
     bias = state.pop("output_bias", target.new_zeros(len(target)))
     weights = {_SOURCE: source, _TARGET: target, _OUTPUT: output, _BIAS: bias[None]}
-    if tied:
-        weights[_SHARED] = source
-    for name, theirs in _layer_names(config).items():
+    if tied or kind != "marian":  # the others keep it, and don't read it, where nothing is tied
+        weights[_SHARED] = target
+    for name, place in _POSITIONS.items():
+        if config.positions == "learned":
+            weights[place] = F.pad(state[name], (0, 0, _OFFSET, 0))
+    for name, theirs in _names(config).items():
         if name in state:
             parts = state[name].chunk(len(theirs))
         else:  # without attention_bias
             parts = tuple(target.new_zeros(config.d_model) for _ in theirs)
         weights |= dict(zip(theirs, parts, strict=True))
+    own = {"decoder_vocab_size": len(target), "share_encoder_decoder_embeddings": tied} if kind == "marian" else {}
     settings = {
+        "model_type": kind,
         "vocab_size": len(source),
-        "decoder_vocab_size": len(target),
+        **own,
         "d_model": config.d_model,
         "encoder_attention_heads": config.num_heads,
         "decoder_attention_heads": config.num_heads,
@@ -181,7 +210,6 @@ def marian_from_transformer(model: Transformer) -> tuple[dict[str, Any], dict[st
         "attention_dropout": config.attention_dropout,
         "activation_dropout": config.activation_dropout,
         "scale_embedding": config.scale_embedding,
-        "share_encoder_decoder_embeddings": tied,
         "tie_word_embeddings": tied,
         "max_position_embeddings": config.max_len,
         "pad_token_id": ids.pad,
@@ -193,10 +221,29 @@ def marian_from_transformer(model: Transformer) -> tuple[dict[str, Any], dict[st
     return settings, weights
 
 
-def _layer_names(config: TransformerConfig) -> dict[str, tuple[str, ...]]:
-    """Our names of the layers' tensors, each with theirs, one behind another along the first dimension."""
+def _form(config: TransformerConfig) -> tuple[str, Form]:
+    """Whose options a model has."""
+    found = config.positions, config.embedding_norm, config.norm_first
+    for kind, form in FORMS.items():
+        if form[1:] == found:
+            return kind, form
+    known = "; or ".join(f"{form.options} ({form.name})" for form in FORMS.values())
+    raise ValueError(f"expected {known}; got {Form('', *found).options}")
+
+
+def _names(config: TransformerConfig) -> dict[str, tuple[str, ...]]:
+    """Our names of the norms' and the layers' tensors, each with theirs, one behind another along the first dimension.
+
+    Without the positions, which are not the same rows.
+    """
     names: dict[str, tuple[str, ...]] = {}
-    for side, depth in (("encoder", config.num_encoder_layers), ("decoder", config.num_decoder_layers)):
+    sides = (("encoder", "source", config.num_encoder_layers), ("decoder", "target", config.num_decoder_layers))
+    for side, input_side, depth in sides:
+        for kind in ("weight", "bias"):
+            if config.embedding_norm:
+                names[f"{input_side}_embedding_norm.{kind}"] = (f"model.{side}.layernorm_embedding.{kind}",)
+            if config.norm_first:
+                names[f"{side}.norm.{kind}"] = (f"model.{side}.layer_norm.{kind}",)
         norms = {"norm1": "self_attn_layer_norm", "norm2": "encoder_attn_layer_norm", "norm3": "final_layer_norm"}
         if side == "encoder":
             norms = {"norm1": "self_attn_layer_norm", "norm2": "final_layer_norm"}
@@ -215,16 +262,16 @@ def _layer_names(config: TransformerConfig) -> dict[str, tuple[str, ...]]:
     return names
 
 
-def _joined(left: dict[str, Tensor], names: tuple[str, ...]) -> Tensor:
+def _joined(left: dict[str, Tensor], names: tuple[str, ...], form: Form) -> Tensor:
     """Tensors one behind another; they are taken away."""
     missing = [name for name in names if name not in left]
     if missing:
-        raise ValueError(f"expected the tensors of a Marian, got none called {_some(missing)}")
+        raise ValueError(f"expected the tensors of a {form.name}, got none called {_some(missing)}")
     parts = [left.pop(name) for name in names]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def _embeddings(settings: Mapping[str, Any], left: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+def _embeddings(settings: Mapping[str, Any], left: dict[str, Tensor], form: Form) -> tuple[Tensor, Tensor, Tensor]:
     """(source, target, output), the same object where they are tied; they are taken away."""
     found = {name: left.pop(name, None) for name in (_SHARED, _SOURCE, _TARGET, _OUTPUT)}
     # A file holds one of the matrices that are tied.
@@ -242,7 +289,7 @@ def _embeddings(settings: Mapping[str, Any], left: dict[str, Tensor]) -> tuple[T
         held = [found[name], *(found[other] for other in sorted(group))]
         matrix = next((one for one in held if one is not None), None)
         if matrix is None or matrix.dim() != 2:
-            raise ValueError(f"expected the tensors of a Marian, got no matrix called {name}")
+            raise ValueError(f"expected the tensors of a {form.name}, got no matrix called {name}")
         matrices.append(matrix)
     target, source, output = matrices
     if _equal(source, target) and _equal(target, output):
@@ -254,11 +301,11 @@ def _equal(a: Tensor, b: Tensor) -> bool:
     return a is b or (a.shape == b.shape and torch.equal(a, b))
 
 
-def _check_positions(name: str, table: Tensor, config: TransformerConfig) -> None:
+def _check_positions(name: str, table: Tensor, config: TransformerConfig, form: Form) -> None:
     expected = sinusoidal_positions(config.max_len, config.d_model, config.positions, device=table.device)
     atol = 1e-6 if table.element_size() >= 4 else 1e-2
     if table.shape != expected.shape or not torch.allclose(table.float(), expected, rtol=0, atol=atol):
-        raise ValueError(f"expected {name} to be Marian's sines and cosines, got another table")
+        raise ValueError(f"expected {name} to be {form.name}'s sines and cosines, got another table")
 
 
 def _activation(name: object) -> Any:
@@ -274,10 +321,10 @@ def _number(settings: Mapping[str, Any], name: str) -> int:
     return value
 
 
-def _id(settings: Mapping[str, Any], name: str) -> Any:
+def _id(settings: Mapping[str, Any], name: str, form: Form) -> Any:
     value = settings.get(name)
     if value is None:
-        raise ValueError(f"expected a Marian with a {name}, got none")
+        raise ValueError(f"expected a {form.name} with a {name}, got none")
     return value
 
 
