@@ -10,6 +10,7 @@ import torch.nn.functional as F
 import transformers
 from torch import Tensor
 
+import fastformer
 from fastformer.integrations import from_huggingface, to_huggingface
 from fastformer.models import Transformer
 from fastformer.nn import SequenceLayout
@@ -205,3 +206,11 @@ def test_what_they_lack_is_refused():
     ours.config.source_vocab_size, ours.config.tie_embeddings = 50, False
     with pytest.raises(ValueError, match="expected a BART, with one vocabulary, got one of its own for the source"):
         to_huggingface(Transformer(ours.config))
+
+
+@families
+def test_a_model_whose_layers_are_accelerated_is_converted(family):
+    theirs = made(family, bias=True)
+    expected = logits_of(theirs)
+    fastformer.accelerate(theirs)
+    torch.testing.assert_close(from_huggingface(theirs)(SOURCE, TARGET), expected, rtol=1e-9, atol=1e-9)

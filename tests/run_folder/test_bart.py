@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import BartConfig, BartForConditionalGeneration, BartModel, BartTokenizer
+from transformers import BartConfig, BartForConditionalGeneration, BartModel, BartTokenizerFast
 
 from fastformer.cli import main
 from fastformer.data import load_tokenizer
@@ -40,7 +40,7 @@ def make(folder: Path, *, asked: dict[str, Any] | None = None) -> Any:
     trained = tokenizers.ByteLevelBPETokenizer()
     trained.train_from_iterator(TRAINING, vocab_size=300, special_tokens=SPECIAL, show_progress=False)
     trained.save_model(str(folder))
-    tokenizer = BartTokenizer.from_pretrained(folder)
+    tokenizer = BartTokenizerFast.from_pretrained(folder)
     torch.manual_seed(4)
     model = BartForConditionalGeneration(
         BartConfig(
