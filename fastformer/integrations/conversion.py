@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from fastformer.integrations.swap import original_class
 from fastformer.models.bart import bart_from_transformer, transformer_from_bart
 from fastformer.models.transformer import Transformer
 
@@ -55,7 +56,7 @@ def from_huggingface(model: nn.Module) -> Transformer:
         ValueError: another class, or settings that `models.Transformer` doesn't have.
     """
     kind = getattr(getattr(model, "config", None), "model_type", None)
-    if kind not in _CLASSES or type(model).__name__ != _CLASSES[kind][1]:
+    if kind not in _CLASSES or original_class(model).__name__ != _CLASSES[kind][1]:
         why = f": {_LACKS[kind]}, which models.Transformer doesn't have" if kind in _LACKS else ""
         known = ", ".join(name for _, name in _CLASSES.values())
         raise ValueError(f"expected one of transformers' {known}, got {type(model).__name__}{why}")

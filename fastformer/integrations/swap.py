@@ -70,6 +70,12 @@ def is_swapped(module: nn.Module) -> bool:
     return isinstance(module.__dict__.get(_MEMORY), _Memory)
 
 
+def original_class(module: nn.Module) -> type[nn.Module]:
+    """The class that a module has when it is restored."""
+    memory = module.__dict__.get(_MEMORY)
+    return memory.original if isinstance(memory, _Memory) else type(module)
+
+
 def swap(module: nn.Module, with_: Swap) -> None:
     """Gives a module the other class."""
     added = with_.attributes(module)
