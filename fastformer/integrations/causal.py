@@ -152,7 +152,9 @@ def sees_padding(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         return False
     if isinstance(kept, Tensor):
         return True
-    if kept and not bool(mask[:, -kept:].all()):
+    # Who brings a cache goes on from the last logits, as generate does, however many it asks for.
+    last = max(kept or 0, int(kwargs.get("past_key_values") is not None))
+    if last and not bool(mask[:, -last:].all()):
         return True
     if labels is None:
         return False

@@ -333,6 +333,16 @@ def test_autocast_errs_no_more_than_before(family):
 
 
 @families
+def test_generates_the_same_from_the_logits_at_padding(family):
+    model = make(family).eval()
+    options = {"attention_mask": RIGHT.long(), "max_new_tokens": 5, "do_sample": False, "logits_to_keep": 0}
+    with exactly(family):
+        expected = model.generate(IDS, **options)
+    fastformer.accelerate(model)
+    assert torch.equal(model.generate(IDS, **options), expected)
+
+
+@families
 @pytest.mark.parametrize("how", ["told", "configured"])
 def test_a_tuple_holds_what_a_dict_does(how, family):
     model = make(family).eval()
