@@ -92,6 +92,17 @@ def test_a_slow_clock_is_seen_until_it_is_over(machine: Machine) -> None:
     assert found == [False, False, True, True, False]
 
 
+@pytest.mark.parametrize("tries, disturbed", [((1.4, 1.4, 1.0), False), ((1.4, 1.4, 1.4), True)])
+def test_a_hiccup_is_no_slow_clock(tries: tuple[float, ...], disturbed: bool, machine: Machine) -> None:
+    works = iter((1.0, *tries))
+    watcher = Watcher(1, proc=machine.folder, clock=lambda: machine.now, own=lambda: machine.own,
+                      fixed_work=lambda: next(works), cores=2)  # fmt: skip
+    for expected in (False, disturbed):
+        watcher.begin()
+        machine.run(0.3)
+        assert watcher.end() == expected
+
+
 def test_elsewhere_nobody_knows(tmp_path: Path) -> None:
     for proc in (None, tmp_path):
         watcher = Watcher(1, proc=proc)
