@@ -176,6 +176,22 @@ DROP_IN = (
     _model("GPT-2 small, training step, 4 sequences of 256 tokens", "gpt2_small", "256", mode="training"),
     _model("GPT-2 small, training step, 16 to 256 tokens", "gpt2_small", "16 to 256", mode="training"),
     _model("Marian's base shape, training step, 16 pairs of 8 to 64 tokens", "marian_base", "8 to 64", mode="training"),
+    _model(
+        "Marian's base shape, training step, with the fused loss",
+        "marian_base",
+        "8 to 64",
+        ours="accelerated, fused loss",
+        mode="training",
+    ),
+    _model("torch.nn's encoder, 6 layers, 8 of 512 tokens", "torch_nn_encoder", "512", mode="forward"),
+    _model("torch.nn's encoder, 6 layers, training step, 8 of 512 tokens", "torch_nn_encoder", "512", mode="training"),
+    _model("torch.nn's encoder, 6 layers, 8 of 1 to 512 tokens", "torch_nn_encoder", "1 to 512", mode="forward"),
+    _model(
+        "torch.nn's encoder, 6 layers, training step, 8 of 1 to 512 tokens",
+        "torch_nn_encoder",
+        "1 to 512",
+        mode="training",
+    ),
 )
 
 _PRECISIONS = (
@@ -195,6 +211,7 @@ PEERS = (
     _decoding("base, 4 beams, 1 source", 1, 4),
     _decoding("base, greedy, 16 sources", 16, 1),
     _decoding("base, 4 beams, 16 sources", 16, 4),
-    _decoding("a small translator, greedy, 16 sources", 16, 1, "run"),
+    _decoding("a trained base, sources of 8 to 60 tokens, greedy, one by one", 1, 1, "run"),
+    _decoding("a trained base, sources of 8 to 60 tokens, greedy, by 16", 16, 1, "run"),
     _decoding("GPT-2's small shape, one prompt", 1, 1, "gpt2", "llama.cpp"),
 )
