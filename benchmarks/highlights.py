@@ -183,14 +183,10 @@ DROP_IN = (
         ours="accelerated, fused loss",
         mode="training",
     ),
-    _model("torch.nn's encoder, 6 layers, 8 of 512 tokens", "torch_nn_encoder", "512", mode="forward"),
-    _model("torch.nn's encoder, 6 layers, training step, 8 of 512 tokens", "torch_nn_encoder", "512", mode="training"),
-    _model("torch.nn's encoder, 6 layers, 8 of 1 to 512 tokens", "torch_nn_encoder", "1 to 512", mode="forward"),
-    _model(
-        "torch.nn's encoder, 6 layers, training step, 8 of 1 to 512 tokens",
-        "torch_nn_encoder",
-        "1 to 512",
-        mode="training",
+    *(
+        _model(f"torch.nn's encoder, 6 layers, {what}8 of {seqlen} tokens", "torch_nn_encoder", seqlen, mode=mode)
+        for seqlen in ("128", "1 to 128", "512", "1 to 512")
+        for what, mode in (("", "forward"), ("training step, ", "training"))
     ),
 )
 
@@ -211,7 +207,7 @@ PEERS = (
     _decoding("base, 4 beams, 1 source", 1, 4),
     _decoding("base, greedy, 16 sources", 16, 1),
     _decoding("base, 4 beams, 16 sources", 16, 4),
-    _decoding("a trained base, sources of 8 to 60 tokens, greedy, one by one", 1, 1, "run"),
-    _decoding("a trained base, sources of 8 to 60 tokens, greedy, by 16", 16, 1, "run"),
+    _decoding("a trained base, 8 to 60 tokens, one by one", 1, 1, "run"),
+    _decoding("a trained base, 8 to 60 tokens, 16 at once", 16, 1, "run"),
     _decoding("GPT-2's small shape, one prompt", 1, 1, "gpt2", "llama.cpp"),
 )
