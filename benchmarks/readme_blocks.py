@@ -232,8 +232,8 @@ def decoding(numbers: Numbers) -> str:
     share = numbers.value("share_of_cached", lambda share: f"{100 * share:.0f} %", **greedy)
     read = prose(
         f"With one source, int8 takes its weights at {share} of the speed at which as many bytes are merely read, "
-        "again and again. The trained base (6 + 6 layers, 32,256 tokens) has seen Multi30k in 640 updates, enough to "
-        "end its sentences."
+        "again and again. The trained base (6 + 6 layers) learned Multi30k until it "
+        "ended most of its sentences."
     )
     return paragraphs(
         table(["times faster", *names, "than"], rows), read, numbers.commands(),

@@ -17,6 +17,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_outputs import CausalLMOutputWithCrossAttentions, CausalLMOutputWithPast, Seq2SeqLMOutput
 from transformers.models.bart.modeling_bart import shift_tokens_right
 
+from fastformer.integrations.hugging_face import gives_tuple
 from fastformer.nn.fusing import is_plain, is_traced
 from fastformer.ops import linear_cross_entropy
 
@@ -43,10 +44,9 @@ class FusedLoss(nn.Module):
 
     def _is_fusable(self, given: dict[str, Any]) -> bool:
         head, config = self.lm_head, self.config
-        told = given.get("return_dict", config.return_dict)
         return (
             isinstance(given.get("labels"), Tensor)
-            and (told is None or bool(told))
+            and not gives_tuple(config, given)
             and is_plain(head, nn.Linear)
             and isinstance(head, nn.Linear)
             and head.out_features == getattr(config, "decoder_vocab_size", config.vocab_size)
