@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -95,9 +95,14 @@ def _run(
     if not (verdicts.passed(benchmark.ours) and verdicts.passed(benchmark.baseline)):
         return outcome
     torch.manual_seed(0)
-    inputs = cast(benchmark.make_inputs(shape, device), dtype)
-    calls = {name: timed_call(call, inputs, shape, mode) for name, call in chosen.items() if verdicts.passed(name)}
-    timings = time_interleaved(calls, rounds=rounds, device=device, seconds=seconds)
+    made = benchmark.make_inputs(shape, device)
+
+    def calls_on_copies() -> dict[str, Callable[[], object]]:
+        inputs = cast(made, dtype)
+        return {name: timed_call(call, inputs, shape, mode) for name, call in chosen.items() if verdicts.passed(name)}
+
+    calls = calls_on_copies()
+    timings = time_interleaved(calls, rounds=rounds, device=device, seconds=seconds, anew=calls_on_copies)
     flops, moved = benchmark.flops(shape, mode), benchmark.moved(shape, mode, dtype.itemsize)
     machine = measure_machine(dtype, device) if flops or moved else None
     floor = machine.floor(flops, moved) if machine else None

@@ -166,7 +166,7 @@ def environment(device: str) -> dict[str, Any]:
     return {
         "commit": _git("rev-parse", "--short", "HEAD") or "unknown",
         "dirty": None if changes is None else bool(changes),  # None: nobody knows
-        "device": torch.cuda.get_device_name() if device == "cuda" else _cpu_name(),
+        "device": torch.cuda.get_device_name() if device == "cuda" else cpu_name(),
         "capability": torch.backends.cpu.get_cpu_capability()
         if device == "cpu"
         else list(torch.cuda.get_device_capability()),
@@ -256,7 +256,7 @@ def _git(*arguments: str) -> str | None:
     return done.stdout.strip() if done.returncode == 0 else None
 
 
-def _cpu_name() -> str:
+def cpu_name() -> str:
     """With family and model, where a virtual machine's name says no more than whose CPU it is."""
     info = Path("/proc/cpuinfo")
     if info.is_file():

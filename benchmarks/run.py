@@ -124,10 +124,9 @@ def main(arguments: list[str] | None = None) -> int:
         for name in experiments:
             print(f"experiment {name}: {EXPERIMENTS[name]}")
         return 0
-    options.rounds = options.rounds or (5 if options.quick else 15)
+    options.rounds = options.rounds or (9 if options.quick else 15)
     options.seconds = options.seconds if options.seconds is not None else (4.0 if options.quick else 60.0)
-    if options.warm_malloc:
-        keep_freed_memory()
+    keep_freed_memory()
     run = Run(options)
     for case in _with_bar(chosen):
         run.case(case)
@@ -174,9 +173,8 @@ def _parser(ops: Sequence[str]) -> argparse.ArgumentParser:
     parser.add_argument("--provider", nargs="+", help="which providers, besides ours and the baseline (all)")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--quick", action="store_true", help="few shapes, one dtype, few rounds")
-    parser.add_argument("--rounds", type=int, help="undisturbed turns of each provider (15; 5 with --quick)")
+    parser.add_argument("--rounds", type=int, help="undisturbed turns of each provider (15; 9 with --quick)")
     parser.add_argument("--seconds", type=float, help="about how long one case may be timed (60; 4 with --quick)")
-    parser.add_argument("--warm-malloc", action="store_true", help="no page faults: malloc keeps what is freed (glibc)")
     parser.add_argument("--out", type=Path, help="append JSON lines to this file")
     parser.add_argument("--list", action="store_true", help="print what would run, and what is missing and why")
     parser.add_argument("--compare", nargs=2, type=Path, metavar=("OLD", "NEW"), help="compare two files of results")

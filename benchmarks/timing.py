@@ -17,6 +17,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
+import random
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -28,6 +29,8 @@ from benchmarks.watch import Watcher
 
 ENOUGH = 3  # quiet turns, or quiet pairs of turns, that a median may be of
 _TURN = 0.03  # seconds that one turn of a function should take at least: several slices of the scheduler
+_SHORT = 0.5  # seconds of a call of each function: what takes longer visits so much memory that its place is no matter
+_TOUCHED = 2**30  # bytes of the heap
 _FLUSHED = 256 * 2**20  # bytes: more than any L2 cache has
 _MOST = 3  # times the rounds that were asked for, where turns are disturbed
 
@@ -105,6 +108,7 @@ def time_interleaved(
     device: str,
     seconds: float = 60.0,
     watcher: Watcher | None = None,
+    anew: Callable[[], Mapping[str, Callable[[], object]]] | None = None,
 ) -> Rounds:
     """Times functions side by side.
 
@@ -115,10 +119,13 @@ def time_interleaved(
         device: "cpu" or "cuda".
         seconds: about how long all of it may take, of which an eighth may be spent waiting for quiet.
         watcher: None: one for as many threads as PyTorch has on a CPU; on a GPU nobody watches.
+        anew: makes the functions on new copies of their inputs. It is called in each round on a CPU, if they are short.
     """
     turn = _cuda_turn if device == "cuda" else _cpu_turn
     watcher = watcher or (Watcher(torch.get_num_threads()) if device == "cpu" else Watcher(0, proc=None))
-    repeats = {name: _warm_up(function, turn) for name, function in functions.items()}
+    fastest = {name: _warm_up(function, turn) for name, function in functions.items()}
+    repeats = {name: max(1, round(_TURN / max(taken, 1e-7))) for name, taken in fastest.items()}
+    moves = anew is not None and device == "cpu" and sum(fastest.values()) < _SHORT
     turns: dict[str, list[Turn]] = {name: [] for name in functions}
     measured = Rounds(turns)
     began, patience = time.perf_counter(), seconds / 8
@@ -131,16 +138,31 @@ def time_interleaved(
             waited = time.perf_counter()
             watcher.wait(patience)
             patience -= time.perf_counter() - waited
+        if anew is not None and moves:
+            _held[:] = _blocks(done)
+            functions = anew()
+            for function in functions.values():
+                turn(function, 2)  # meets the memory that no round had before
         for name in list(functions)[:: -1 if done % 2 else 1]:
             watcher.begin()
             taken = turn(functions[name], 1 if device == "cuda" else repeats[name])
             turns[name].append(Turn(taken, watcher.end()))
+    _held.clear()
     return measured
 
 
-def _warm_up(function: Callable[[], object], turn: Callable[[Callable[[], object], int], float]) -> int:
-    """Runs the function thrice; how often it fits into a turn."""
-    return max(1, round(_TURN / max(min(turn(function, 1) for _ in range(3)), 1e-7)))
+def _warm_up(function: Callable[[], object], turn: Callable[[Callable[[], object], int], float]) -> float:
+    """Runs the function thrice; the seconds of the fastest call."""
+    return min(turn(function, 1) for _ in range(3))
+
+
+def _blocks(number: int) -> list[torch.Tensor]:
+    """Memory of sizes that differ from round to round, so that what is allocated after it lies elsewhere."""
+    sizes = random.Random(number)
+    return [torch.empty(int(2 ** sizes.uniform(4, 20))) for _ in range(sizes.randrange(20, 60))]
+
+
+_held: list[torch.Tensor] = []  # the blocks of this round
 
 
 def _cpu_turn(function: Callable[[], object], repeats: int) -> float:
@@ -166,16 +188,18 @@ def _flush_buffer() -> torch.Tensor:
     return torch.empty(_FLUSHED, dtype=torch.uint8, device="cuda")
 
 
+@functools.cache
 def keep_freed_memory() -> None:
-    """Has malloc keep what is freed, so that tensors of up to 32 MiB meet no page faults again in every call.
+    """Has malloc keep what is freed, so that no call meets page faults for what the call before it had.
 
-    By default glibc gives memory back and asks for it anew, which takes longer than a pass over it. Anything but glibc
-    is left as it is.
+    By default glibc gives memory back and asks for it anew, which takes longer than a pass over it, or doesn't: that
+    depends on what was freed before. jemalloc and tcmalloc keep it. Anything but glibc is left as it is.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
-        mallopt(-3, 32 * 2**20)  # M_MMAP_THRESHOLD, at its maximum
+        mallopt(-4, 0)  # M_MMAP_MAX: all of it in the heap
         mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
+        torch.zeros(_TOUCHED, dtype=torch.uint8)  # or what is new to the process faults when it is first used
 
 
 def peak_bytes(function: Callable[[], object], device: str) -> int:

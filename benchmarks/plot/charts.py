@@ -323,7 +323,7 @@ CHARTS: dict[str, Chart] = {
     "ops": _speedups(
         "Single ops: how many times faster than the same in PyTorch",
         "bars: how many times faster each op is than eager PyTorch and scaled_dot_product_attention",
-        _RUN.format("ops --warm-malloc"), OPS,
+        _RUN.format("ops"), OPS,
     ),
     "modules": _speedups(
         "Modules: how many times faster than torch.nn's",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import json
 import runpy
 import sys
@@ -283,6 +284,57 @@ def test_turns_are_interleaved(monkeypatch: pytest.MonkeyPatch) -> None:
     functions = {name: (lambda name=name: order.append(name)) for name in ("a", "b")}
     timing.time_interleaved(functions, rounds=4, device="cpu", watcher=Watcher(1, proc=None))
     assert order == ["a"] * 3 + ["b"] * 3 + ["a", "b", "b", "a"] * 2
+
+
+@pytest.mark.parametrize("device, seconds, moves", [("cpu", 0.0, True), ("cpu", 1.0, False), ("cuda", 0.0, False)])
+def test_each_round_of_short_calls_has_inputs_elsewhere(
+    device: str, seconds: float, moves: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Timed are the calls on the copies of this round, all on the same ones, and after two calls that aren't timed."""
+    made: list[torch.Tensor] = []
+    calls: list[tuple[str, int, int]] = []
+    held: list[int] = []
+
+    def note(name: str, number: int) -> None:
+        calls.append((name, number, 1))
+
+    def anew() -> dict[str, Callable[[], object]]:
+        made.append(torch.empty(10_000))
+        return {name: functools.partial(note, name, len(made)) for name in ("a", "b")}
+
+    def turn(function: Callable[[], object], repeats: int) -> float:
+        function()
+        calls[-1] = (*calls[-1][:2], repeats)
+        held.append(sum(block.numel() for block in timing._held))
+        return seconds or 0.01
+
+    monkeypatch.setattr(timing, "_cpu_turn", turn)
+    monkeypatch.setattr(timing, "_cuda_turn", turn)
+    timing.time_interleaved(anew(), rounds=4, device=device, watcher=Watcher(1, proc=None), anew=anew)
+    assert len(made) == (5 if moves else 1)
+    assert len({t.data_ptr() for t in made}) == len(made)
+    assert len(set(held)) == len(made)  # what lies before the copies differs from round to round
+    timed = calls[6:]
+    if moves:
+        warm, turns = [("a", 2), ("b", 2)], [("a", 3), ("b", 3)]
+        expected = [[*warm, *turns], [*warm, *turns[::-1]]] * 2
+        assert timed == [(name, n + 2, times) for n, round_ in enumerate(expected) for name, times in round_]
+    else:
+        assert {number for _, number, _ in timed} == {1} and len(timed) == 8
+    assert not timing._held
+
+
+def test_a_case_is_timed_on_copies_of_its_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[torch.Tensor] = []
+
+    def keep(x: Inputs, shape: Shape) -> torch.Tensor:
+        seen.append(x["x"])
+        return square(x, shape)
+
+    run(dataclasses.replace(TOY, providers={**TOY.providers, "rival": keep}), "fwd")
+    last = seen[-1]
+    places = {t.data_ptr(): t for t in seen if torch.equal(t, last)}
+    assert len(places) > 3 and all(t.requires_grad and t.is_leaf for t in places.values())
 
 
 def test_every_benchmark_knows_its_providers_and_shapes() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -45,8 +46,7 @@ class Machine:
 
 
 @pytest.fixture
-def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
-    monkeypatch.setattr(watch, "_best", float("inf"))
+def machine(tmp_path: Path) -> Machine:
     return Machine(tmp_path)
 
 
@@ -101,6 +101,44 @@ def test_a_hiccup_is_no_slow_clock(tries: tuple[float, ...], disturbed: bool, ma
         watcher.begin()
         machine.run(0.3)
         assert watcher.end() == expected
+
+
+def test_the_best_time_of_the_machine_outlives_a_process(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who starts beside a neighbour, and never sees another hour, knows by an earlier run that this isn't all."""
+
+    def turns_of_a_process(*works: float) -> list[bool | None]:
+        watcher = Watcher(1, proc=machine.folder, clock=lambda: machine.now, own=lambda: machine.own, cores=2)
+        found = []
+        for machine.work in works:
+            watcher.begin()
+            machine.run(0.3)
+            found.append(watcher.end())
+        return found
+
+    monkeypatch.setattr(watch, "_fixed_work", lambda: machine.work)
+    assert turns_of_a_process(2.0, 2.0) == [False, False]  # nothing is known yet
+    assert turns_of_a_process(2.0, 1.0, 1.2) == [False, False, False]
+    assert turns_of_a_process(2.0, 1.2, 1.4) == [True, False, True]
+    kept = json.loads(watch.BEST.read_text())
+    assert list(kept.values()) == [1.0]
+    watch.BEST.write_text(json.dumps({"another machine": 0.1}))
+    assert turns_of_a_process(3.0) == [False]
+    assert sorted(json.loads(watch.BEST.read_text()).values()) == [0.1, 3.0]
+    for text in ("", "[1]", "null", '{"' + next(iter(kept)) + '": "x"}'):
+        watch.BEST.write_text(text)
+        assert turns_of_a_process(4.0, 6.0) == [False, True]
+
+
+def test_a_folder_that_cannot_be_written_is_no_error(
+    machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr(watch, "BEST", tmp_path / "file" / "fastformer" / "fixed_work.json")
+    monkeypatch.setattr(watch, "_fixed_work", lambda: 1.0)
+    watcher = Watcher(1, proc=machine.folder, clock=lambda: machine.now, own=lambda: machine.own, cores=2)
+    watcher.begin()
+    machine.run(0.3)
+    assert watcher.end() is False
 
 
 def test_elsewhere_nobody_knows(tmp_path: Path) -> None:
