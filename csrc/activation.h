@@ -10,19 +10,22 @@
 
 namespace fastformer {
 
-enum class Activation { relu, gelu, gelu_tanh, silu, swiglu };
+enum class Activation { relu, gelu, gelu_tanh, silu, swiglu, geglu_tanh };
+
+// Whether it has a second input, which the activation of the first gates.
+inline bool is_gated(Activation a) { return a == Activation::swiglu || a == Activation::geglu_tanh; }
 
 inline Activation activation_named(std::string_view name) {
   if (name == "relu") return Activation::relu;
   if (name == "gelu") return Activation::gelu;
   if (name == "gelu_tanh") return Activation::gelu_tanh;
   if (name == "silu") return Activation::silu;
-  TORCH_CHECK(name == "swiglu", "unknown activation ", name);
-  return Activation::swiglu;
+  if (name == "swiglu") return Activation::swiglu;
+  TORCH_CHECK(name == "geglu_tanh", "unknown activation ", name);
+  return Activation::geglu_tanh;
 }
 
 inline Vec<double> erf(Vec<double> x) { return std::erf(x.v); }
-inline Vec<double> tanh(Vec<double> x) { return std::tanh(x.v); }
 
 // A rational approximation on [-4, 4], where fp32's erf becomes 1 (the one that XLA and Eigen use); a few ulp.
 inline Vec<float> erf(Vec<float> x) {
@@ -38,11 +41,6 @@ inline Vec<float> erf(Vec<float> x) {
     q = fmadd(q, s, V(c));
   return x * p / q;
 }
-inline Vec<float> tanh(Vec<float> x) {
-  using V = Vec<float>;
-  x = V(0.f) - max(V(-20.f), V(0.f) - x);  // e**(2x) stays finite
-  return V(1.f) - V(2.f) / (exp(x + x) + V(1.f));
-}
 
 template <typename V>
 V sigmoid(V x) {
@@ -52,39 +50,48 @@ V sigmoid(V x) {
 // act(x) and its derivative.
 template <typename V>
 struct Gelu {
+  // 0.5 (1 + tanh(u)) = sigmoid(2 u), u = sqrt(2 / pi) (x + 0.044715 x^3), and the sigmoid's derivative, from
+  // exp(-|2 u|): nothing overflows, and no 1 - sigmoid cancels.
+  struct TanhWeight {
+    V weight, derivative;
+    explicit TanhWeight(V x) : weight(0), derivative(0) {
+      const V twice = V(1.5957691216057308) * x * (V(1) + V(0.044715) * x * x);
+      const V small = exp(V(0) - max(twice, V(0) - twice)), larger = V(1) / (V(1) + small);
+      weight = where_positive(twice, larger, small * larger);
+      derivative = small * larger * larger;
+    }
+  };
   static V value(V x, bool tanh_form) {
-    if (tanh_form) return V(0.5) * x * (V(1) + tanh(inner(x)));
+    if (tanh_form) return x * TanhWeight(x).weight;
     return V(0.5) * x * (V(1) + erf(x * V(0.7071067811865476)));
   }
   static V derivative(V x, bool tanh_form) {
     if (tanh_form) {
-      const V t = tanh(inner(x));
-      return V(0.5) * (V(1) + t) +
-             V(0.5) * x * (V(1) - t * t) * V(0.7978845608028654) * (V(1) + V(3 * 0.044715) * x * x);
+      const TanhWeight w(x);
+      return w.weight + x * V(1.5957691216057308) * (V(1) + V(3 * 0.044715) * x * x) * w.derivative;
     }
     const V density = exp(V(-0.5) * x * x) * V(0.3989422804014327);
     return V(0.5) * (V(1) + erf(x * V(0.7071067811865476))) + x * density;
   }
-  static V inner(V x) { return V(0.7978845608028654) * (x + V(0.044715) * x * x * x); }
 };
 
-// The activations of one input.
+// The activations of one input, and those of a gate.
 template <typename acc>
 Vec<acc> activate(Activation a, Vec<acc> pre) {
   if (a == Activation::relu) return max(Vec<acc>(acc(0)), pre);
-  if (a == Activation::silu) return pre * sigmoid(pre);
-  return Gelu<Vec<acc>>::value(pre, a == Activation::gelu_tanh);
+  if (a == Activation::silu || a == Activation::swiglu) return pre * sigmoid(pre);
+  return Gelu<Vec<acc>>::value(pre, a != Activation::gelu);
 }
 
 // The derivatives of those that keep their input for backward.
 template <typename acc>
 Vec<acc> activation_derivative(Activation a, Vec<acc> pre) {
   using V = Vec<acc>;
-  if (a == Activation::silu) {
+  if (a == Activation::silu || a == Activation::swiglu) {
     const V s = sigmoid(pre);
     return s * (V(acc(1)) + pre * (V(acc(1)) - s));
   }
-  return Gelu<V>::derivative(pre, a == Activation::gelu_tanh);
+  return Gelu<V>::derivative(pre, a != Activation::gelu);
 }
 
 }  // namespace fastformer

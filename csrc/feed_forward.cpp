@@ -30,14 +30,14 @@ struct Forward {
   Dropout dropout;
   int64_t hidden;
   const T* bias1;
-  T* saved;        // (rows, hidden) or, for SwiGLU, (rows, 2 * hidden)
+  T* saved;        // (rows, hidden) or, with a gate, (rows, 2 * hidden)
   T* hidden_rows;  // (rows, hidden); `saved` itself for ReLU
 
   // Finishes columns [column, column + columns) of a row whose products are in `gate` (and `up`).
   void row(int64_t r, int64_t column, int64_t columns, const acc* gate, const acc* up) const {
     acc keep[kTileColumns + Dropout::kGroup];
     if (dropout.on) dropout.multipliers(r, 0, column, columns, keep);
-    const bool gated = activation == Activation::swiglu;
+    const bool gated = is_gated(activation);
     T* pre_to = saved + r * (gated ? 2 * hidden : hidden) + column;
     T* hidden_to = hidden_rows + r * hidden + column;
     // Copies: what *this holds would be read again after every store, which may alias anything.
@@ -58,7 +58,7 @@ struct Forward {
           V y = V::load(up + c, n);
           if (bias) y = y + V::load(bias + width + c, n);
           y.store(pre_to + width + c, n);
-          h = x * sigmoid(x) * V::load(pre_to + width + c, n);
+          h = activate<acc>(a, x) * V::load(pre_to + width + c, n);
         } else {
           h = activate<acc>(a, x);
         }
@@ -74,7 +74,7 @@ void forward(const Tensor& x, const Tensor& weight1, const OptionalTensor& bias1
              const OptionalTensor& bias2, Activation activation, const Dropout& dropout, Tensor& out, Tensor& saved) {
   using acc = acc_t<T>;
   const int64_t rows = x.size(0), dim = x.size(1), hidden = weight2.size(1);
-  const bool gated = activation == Activation::swiglu;
+  const bool gated = is_gated(activation);
   const Tensor hidden_rows = activation == Activation::relu ? saved : at::empty({rows, hidden}, x.options());
   const Forward<T> epilogue{activation,
                             dropout,
@@ -113,7 +113,7 @@ void backward_row(Activation activation, const Dropout& dropout, int64_t hidden,
                   int64_t columns, const acc_t<T>* dhidden, const T* saved, T* dpre, T* hidden_rows) {
   using acc = acc_t<T>;
   using V = Vec<acc>;
-  const bool gated = activation == Activation::swiglu;
+  const bool gated = is_gated(activation);
   const int64_t at = r * (gated ? 2 * hidden : hidden) + column;
   acc keep[kTileColumns + Dropout::kGroup];
   if (dropout.on && activation != Activation::relu) dropout.multipliers(r, 0, column, columns, keep);
@@ -131,10 +131,10 @@ void backward_row(Activation activation, const Dropout& dropout, int64_t hidden,
     dh = dh * multiplier;
     V h;
     if (gated) {
-      const V up = V::load(saved + at + hidden + c, n), s = sigmoid(x);
-      h = x * s * up;
-      (dh * up * s * (V(acc(1)) + x * (V(acc(1)) - s))).store(dpre + at + c, n);
-      (dh * x * s).store(dpre + at + hidden + c, n);
+      const V up = V::load(saved + at + hidden + c, n), open = activate<acc>(activation, x);
+      h = open * up;
+      (dh * up * activation_derivative<acc>(activation, x)).store(dpre + at + c, n);
+      (dh * open).store(dpre + at + hidden + c, n);
     } else {
       h = activate<acc>(activation, x);
       (dh * activation_derivative<acc>(activation, x)).store(dpre + at + c, n);

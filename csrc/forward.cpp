@@ -23,12 +23,13 @@ void narrow_row(const float* from, int64_t n, T* to) {
   for_each_vec<float>(n, [=](int64_t c, int64_t m) { Vec<float>::load(from + c, m).store(to + c, m); });
 }
 
-// hidden = act(hidden); for swiglu the first half times what it gates.
+// hidden = act(hidden); with a gate the first half times what it gates.
 void activate_row(Activation activation, float* hidden, int64_t n) {
   for_each_vec<float>(n, [=](int64_t c, int64_t m) {
     const Vec<float> x = Vec<float>::load(hidden + c, m);
-    if (activation == Activation::swiglu) (x * sigmoid(x) * Vec<float>::load(hidden + n + c, m)).store(hidden + c, m);
-    else activate<float>(activation, x).store(hidden + c, m);
+    const Vec<float> active = activate<float>(activation, x);
+    if (is_gated(activation)) (active * Vec<float>::load(hidden + n + c, m)).store(hidden + c, m);
+    else active.store(hidden + c, m);
   });
 }
 

@@ -88,7 +88,7 @@ PackedLayer pack_layer(const ModelOptions& o, const Names& names, bool has_cross
   layer.norm1 = norm("norm1"), layer.norm2 = norm("norm2");
   const int64_t inner = names.table("linear1.weight", dim).shape[0];
   layer.ff1 = linear(names, "linear1", inner, dim);
-  layer.ff2 = linear(names, "linear2", dim, o.activation == Activation::swiglu ? inner / 2 : inner);
+  layer.ff2 = linear(names, "linear2", dim, is_gated(o.activation) ? inner / 2 : inner);
   return layer;
 }
 

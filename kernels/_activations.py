@@ -29,7 +29,7 @@ def _tanh_gelu_weight(x):
 
 @triton.jit
 def activate(pre, up, ACTIVATION: tl.constexpr):
-    """The activation of a tile; `up` is what swiglu's gate `pre` multiplies, unused by the others."""
+    """The activation of a tile; `up` is what a gate `pre` multiplies, unused by the others."""
     if ACTIVATION == "relu":
         # Not a maximum with 0, which would hide a NaN.
         return tl.where(pre < 0.0, 0.0, pre)
@@ -39,13 +39,15 @@ def activate(pre, up, ACTIVATION: tl.constexpr):
         return pre * _tanh_gelu_weight(pre)[0]
     elif ACTIVATION == "silu":
         return pre * _sigmoid(pre)
+    elif ACTIVATION == "geglu_tanh":
+        return pre * _tanh_gelu_weight(pre)[0] * up
     else:
         return pre * _sigmoid(pre) * up
 
 
 @triton.jit
 def differentiate(dhidden, pre, up, ACTIVATION: tl.constexpr):
-    """(the activation, dpre, dup) of a tile from the gradient of the activation; dup only means something for swiglu.
+    """(the activation, dpre, dup) of a tile from the gradient of the activation; dup only means something with a gate.
 
     For relu `pre` may be the activation after dropout: both are positive in the same places, those that were kept.
     """
@@ -66,6 +68,11 @@ def differentiate(dhidden, pre, up, ACTIVATION: tl.constexpr):
         sigmoid = _sigmoid(pre)
         dpre = dhidden * sigmoid * (1.0 + pre * (1.0 - sigmoid))
         return pre * sigmoid, dpre, dpre
+    elif ACTIVATION == "geglu_tanh":
+        weight, derivative = _tanh_gelu_weight(pre)
+        slope = 1.5957691216057308 * (1.0 + 0.134145 * pre * pre)
+        gelu = pre * weight
+        return gelu * up, dhidden * up * (weight + pre * slope * derivative), dhidden * gelu
     else:
         sigmoid = _sigmoid(pre)
         silu = pre * sigmoid

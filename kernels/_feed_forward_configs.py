@@ -9,6 +9,8 @@ from torch import Tensor
 
 from fastformer.kernels._launch import architecture
 
+GATES = ("swiglu", "geglu_tanh")  # activations of two products
+
 
 class Config(NamedTuple):
     """A tile of the result, the depth of a step, and how a program runs; maxnreg: registers a thread at most."""
@@ -58,7 +60,7 @@ def config_of(x: Tensor, depth: int, rows: int, backward: bool, activation: str)
     arch = architecture(x)
     if arch == 0:
         return Config(32, 64, 32, 4, 1)
-    two_products = activation == "swiglu" and not backward
+    two_products = activation in GATES and not backward
     if x.element_size() == 4 or depth % 64:
         # Three products for one, or masks and narrow loads: small tiles, or the registers overflow.
         return Config(64, 32 if two_products else 64, 32, 4, 2)

@@ -9,9 +9,9 @@ cuBLAS's.
 Where cuBLAS is that much faster that a pass over the hidden layer costs less than it gains, it carries those two
 products as well, and one elementwise kernel does the rest (FUSED_GEMM decides).
 
-FLOPs: 4 * rows * dim * hidden forward, 8 * rows * dim * hidden backward (one and a half times that for swiglu). Bytes
+FLOPs: 4 * rows * dim * hidden forward, 8 * rows * dim * hidden backward (one and a half times that for a gate). Bytes
 of the hidden layer in device memory, per element of rows * hidden in half dtypes: fused, forward writes hidden and
-reads it once (4), plus 2 for the pre-activation of gelu and 4 of swiglu; backward reads what was saved (2, 2 or 4),
+reads it once (4), plus 2 for the pre-activation of gelu and 4 with a gate; backward reads what was saved (2, 2 or 4),
 writes dpre and reads it twice (6, 6 or 12), and writes and reads hidden again (relu: reads the saved one, 2; others 4).
 The cuBLAS path adds 4 (gelu: 2) forward and 4 backward. Saved for backward: relu's hidden layer, from which a positive
 element tells that it was kept; else the pre-activation alone. fp32: accumulators, activations, dbias1.
@@ -27,7 +27,7 @@ from torch.nn import functional as F
 
 from fastformer.kernels._activations import activate, differentiate
 from fastformer.kernels._dropout import drop_tile, keep_mask_tile, load_dropout
-from fastformer.kernels._feed_forward_configs import Config, config_of, fuses
+from fastformer.kernels._feed_forward_configs import GATES, Config, config_of, fuses
 from fastformer.kernels._launch import (
     Dropout,
     cdiv,
@@ -42,7 +42,7 @@ from fastformer.kernels._launch import (
 
 # The rows of each product's result.
 PRODUCTS = {
-    "_linear_activation_kernel": lambda a: [a["BLOCK_M"]] * (2 if a["ACTIVATION"] == "swiglu" else 1),
+    "_linear_activation_kernel": lambda a: [a["BLOCK_M"]] * (2 if a["ACTIVATION"] in GATES else 1),
     "_linear_activation_backward_kernel": lambda a: [a["BLOCK_M"]],
 }
 
@@ -124,7 +124,7 @@ def _forward_epilogue(
     ACTIVATION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """What follows the product in a tile: bias, activation, dropout; stores hidden, and what backward needs."""
-    GATED: tl.constexpr = ACTIVATION == "swiglu"
+    GATED: tl.constexpr = ACTIVATION == "swiglu" or ACTIVATION == "geglu_tanh"
     rows = row_block * BLOCK_M + tl.arange(0, BLOCK_M)
     columns = first_column + tl.arange(0, BLOCK_N)
     here = (rows < num_rows)[:, None] & (columns < hidden_dim)[None, :]
@@ -173,7 +173,7 @@ def _linear_activation_kernel(
     PRECISION: tl.constexpr,
 ):
     """A tile of hidden = dropout(activation(x weight^T + bias)); the pre-activation too where backward needs it."""
-    GATED: tl.constexpr = ACTIVATION == "swiglu"
+    GATED: tl.constexpr = ACTIVATION == "swiglu" or ACTIVATION == "geglu_tanh"
     row_block, column_block = _which_tile(num_rows, hidden_dim, BLOCK_M, BLOCK_N)
     rows = row_block * BLOCK_M + tl.arange(0, BLOCK_M)
     columns = column_block * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -202,7 +202,7 @@ def _linear_activation_kernel(
 @triton.jit
 def _load_saved(saved_ptr, rows64, columns, here, hidden_dim, ACTIVATION: tl.constexpr):
     """(pre, up) of a tile in fp32; for relu the hidden layer instead of pre; up is pre again without a gate."""
-    if ACTIVATION == "swiglu":
+    if ACTIVATION == "swiglu" or ACTIVATION == "geglu_tanh":
         ptrs = saved_ptr + rows64[:, None] * (2 * hidden_dim) + columns[None, :]
         pre = tl.load(ptrs, mask=here, other=0.0).to(tl.float32)
         return pre, tl.load(ptrs + hidden_dim, mask=here, other=0.0).to(tl.float32)
@@ -243,11 +243,11 @@ def _differentiate_tile(
     hidden, dpre, dup = differentiate(dhidden, pre, up, ACTIVATION)
     dpre = tl.where(here, dpre, 0.0)
     width = hidden_dim
-    if ACTIVATION == "swiglu":
+    if ACTIVATION == "swiglu" or ACTIVATION == "geglu_tanh":
         width = 2 * hidden_dim
     ptrs = dpre_ptr + rows64[:, None] * width + columns[None, :]
     tl.store(ptrs, dpre.to(dtype), mask=here)
-    if ACTIVATION == "swiglu":
+    if ACTIVATION == "swiglu" or ACTIVATION == "geglu_tanh":
         dup = tl.where(here, dup, 0.0)
         tl.store(ptrs + hidden_dim, dup.to(dtype), mask=here)
     if ACTIVATION != "relu":
@@ -261,11 +261,11 @@ def _differentiate_tile(
 def _store_dbias(dbias_ptr, part, dbias, dbias_up, columns, hidden_dim, ACTIVATION: tl.constexpr):
     """Writes sums over some rows into row `part` of the partial sums."""
     width = hidden_dim
-    if ACTIVATION == "swiglu":
+    if ACTIVATION == "swiglu" or ACTIVATION == "geglu_tanh":
         width = 2 * hidden_dim
     ptrs = dbias_ptr + tl.cast(part, tl.int64) * width + columns
     tl.store(ptrs, dbias, mask=columns < hidden_dim)
-    if ACTIVATION == "swiglu":
+    if ACTIVATION == "swiglu" or ACTIVATION == "geglu_tanh":
         tl.store(ptrs + hidden_dim, dbias_up, mask=columns < hidden_dim)
 
 
@@ -408,7 +408,7 @@ def _activation_backward_kernel(
             hidden_dim, ACTIVATION, BLOCK_M, BLOCK_N,
         )  # fmt: skip
         dbias += dpre
-        if ACTIVATION == "swiglu":
+        if ACTIVATION == "swiglu" or ACTIVATION == "geglu_tanh":
             dbias_up += dup
     if dbias_ptr is not None:
         part = tl.program_id(0)
@@ -442,7 +442,7 @@ def _activated(
 ) -> tuple[Tensor, Tensor]:
     """(hidden, saved): dropout(activation(x weight^T + bias)) and what backward needs of it."""
     num_rows, depth = x.shape
-    hidden_dim = weight.shape[0] // 2 if activation == "swiglu" else weight.shape[0]
+    hidden_dim = weight.shape[0] // 2 if activation in GATES else weight.shape[0]
     if not fuses(x, depth, num_rows):
         pre = F.linear(x, weight, bias)
         hidden = pre if activation == "relu" else x.new_empty(num_rows, hidden_dim)
@@ -491,11 +491,11 @@ def _activated_backward(
         dhidden = torch.mm(dout, weight)
     parts = cdiv(num_rows, row_step)
     dbias = dout.new_empty((parts, columns), dtype=torch.float32) if has_bias else None
-    # Where cuBLAS has left dhidden, dpre (or for swiglu, where dpre is twice as wide, hidden) takes its place.
-    dpre = dout.new_empty(num_rows, columns) if dhidden is None or activation == "swiglu" else dhidden
+    # Where cuBLAS has left dhidden, dpre (or for a gate, where dpre is twice as wide, hidden) takes its place.
+    dpre = dout.new_empty(num_rows, columns) if dhidden is None or activation in GATES else dhidden
     hidden = saved
     if activation != "relu":
-        hidden = dhidden if dhidden is not None and activation == "swiglu" else dout.new_empty(num_rows, hidden_dim)
+        hidden = dhidden if dhidden is not None and activation in GATES else dout.new_empty(num_rows, hidden_dim)
     outputs = (dpre, None if activation == "relu" else hidden, dbias)
     if num_rows and fused:
         launch(

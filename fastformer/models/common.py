@@ -10,7 +10,7 @@ from torch import Tensor
 IGNORE_INDEX = -100
 
 Norm = Literal["layer", "rms"]
-Activation = Literal["relu", "gelu", "gelu_tanh", "silu", "swiglu"]
+Activation = Literal["relu", "gelu", "gelu_tanh", "silu", "swiglu", "geglu_tanh"]
 
 
 def check_heads(d_model: int, num_heads: int, num_kv_heads: int | None) -> None:

@@ -16,6 +16,7 @@ from fastformer.models.pretrained import PretrainedModel, placement
 from fastformer.nn.attention import MultiheadAttention
 from fastformer.nn.cache import KVCache
 from fastformer.nn.embedding import Embedding, PositionalEncoding, RotaryEmbedding
+from fastformer.nn.feed_forward import is_gated
 from fastformer.nn.layers import TransformerEncoderLayer
 from fastformer.nn.layout import SequenceLayout
 from fastformer.nn.norm import AddLayerNorm
@@ -36,11 +37,11 @@ class GPTConfig:
         num_heads: attention heads.
         num_kv_heads: heads of keys and values; None: as many as num_heads.
         num_layers: the depth.
-        d_ff: inner size of the feed-forward network; None: 4 * d_model; for swiglu, which has three matrices
-            instead of two, two thirds of that, rounded up to a multiple of 64.
+        d_ff: inner size of the feed-forward network; None: 4 * d_model; for a gated activation, with three
+            matrices instead of two, two thirds of that, rounded up to a multiple of 64.
         norm: "layer" or "rms".
         layer_norm_eps: added to the variance.
-        activation: "relu", "gelu", "gelu_tanh", "silu" or "swiglu".
+        activation: "relu", "gelu", "gelu_tanh", "silu", or gated "swiglu" or "geglu_tanh".
         dropout: on the embeddings and on each sub-layer's output; acts as the nearest multiple of 1/256.
         attention_dropout: on the attention weights.
         activation_dropout: after the activation.
@@ -86,7 +87,7 @@ class GPTConfig:
             )
         if self.d_ff is None:
             wide = 4 * self.d_model
-            self.d_ff = math.ceil(wide * 2 / 3 / 64) * 64 if self.activation == "swiglu" else wide
+            self.d_ff = math.ceil(wide * 2 / 3 / 64) * 64 if is_gated(self.activation) else wide
 
 
 class GPT(PretrainedModel):

@@ -11,12 +11,11 @@ from torch import Tensor, nn
 from fastformer.nn.dropout import active_dropout, dropout_seed
 from fastformer.nn.errors import InputError
 from fastformer.nn.fusing import is_plain, is_plain_dropout, is_untouched
-from fastformer.ops.feed_forward import feed_forward
+from fastformer.ops.feed_forward import ACTIVATIONS, GATED, feed_forward
 
 Activation = str | Callable[[Tensor], Tensor]
 
 _FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu": F.relu, "gelu": F.gelu, "silu": F.silu}
-_NAMES = ("relu", "gelu", "gelu_tanh", "silu", "swiglu")
 
 
 def resolve_activation(activation: Activation) -> Activation:
@@ -26,10 +25,15 @@ def resolve_activation(activation: Activation) -> Activation:
         InputError: a name that isn't known.
     """
     if isinstance(activation, str):
-        if activation not in _NAMES:
-            raise InputError(f"expected an activation out of {_NAMES} or a callable, got {activation!r}")
+        if activation not in ACTIVATIONS:
+            raise InputError(f"expected an activation out of {ACTIVATIONS} or a callable, got {activation!r}")
         return _FUNCTIONS.get(activation, activation)
     return activation
+
+
+def is_gated(activation: Activation) -> bool:
+    """Whether the first linear makes two numbers for each that the second takes."""
+    return isinstance(activation, str) and activation in GATED
 
 
 def fused_name(activation: Activation) -> str | None:
@@ -73,9 +77,9 @@ def apply_feed_forward(
 
 
 def _call(activation: Activation, x: Tensor) -> Tensor:
-    if activation == "swiglu":
+    if activation in GATED:
         gate, up = x.chunk(2, dim=-1)
-        return F.silu(gate) * up
+        return (F.silu(gate) if activation == "swiglu" else F.gelu(gate, approximate="tanh")) * up
     if activation == "gelu_tanh":
         return F.gelu(x, approximate="tanh")
     assert not isinstance(activation, str)
@@ -85,14 +89,14 @@ def _call(activation: Activation, x: Tensor) -> Tensor:
 class FeedForward(nn.Module):
     """`linear2(dropout(activation(linear1(x))))` ("Attention Is All You Need", section 3.3) as one op.
 
-    Parameters: `linear1.weight` (hidden_dim, dim), or (2 * hidden_dim, dim) for swiglu, gate first; `linear2.weight`
-    (dim, hidden_dim); their biases.
+    Parameters: `linear1.weight` (hidden_dim, dim), or (2 * hidden_dim, dim) for a gated activation, gate first;
+    `linear2.weight` (dim, hidden_dim); their biases.
 
     Args:
         dim: input and output size.
         hidden_dim: the size between.
-        activation: "relu", "gelu" (exact), "gelu_tanh", "silu", "swiglu" (Shazeer 2020), or a callable, which
-            isn't fused.
+        activation: "relu", "gelu" (exact), "gelu_tanh", "silu", "swiglu" or "geglu_tanh" (Shazeer 2020), or a
+            callable, which isn't fused.
         dropout: probability after the activation while training, rounded to a multiple of 1/256.
         bias: whether both linears have one.
         device, dtype: of the parameters.
@@ -110,7 +114,7 @@ class FeedForward(nn.Module):
     ) -> None:
         super().__init__()
         self.activation = resolve_activation(activation)
-        inner = 2 * hidden_dim if self.activation == "swiglu" else hidden_dim
+        inner = 2 * hidden_dim if is_gated(self.activation) else hidden_dim
         self.linear1 = nn.Linear(dim, inner, bias=bias, device=device, dtype=dtype)
         self.dropout = nn.Dropout(dropout)
         self.linear2 = nn.Linear(hidden_dim, dim, bias=bias, device=device, dtype=dtype)

@@ -12,7 +12,7 @@ from fastformer.nn.attention import MultiheadAttention, Window
 from fastformer.nn.dropout import active_dropout, dropout_seed
 from fastformer.nn.embedding import RotaryPositions
 from fastformer.nn.errors import InputError
-from fastformer.nn.feed_forward import Activation, apply_feed_forward, resolve_activation
+from fastformer.nn.feed_forward import Activation, apply_feed_forward, is_gated, resolve_activation
 from fastformer.nn.fusing import (
     DROPOUTS,
     is_called_plainly,
@@ -119,7 +119,7 @@ class _Layer(nn.Module):
         if self.has_cross_attention:
             self.multihead_attn = MultiheadAttention(d_model, nhead, **attention)
         self.activation = resolve_activation(activation)
-        inner = 2 * dim_feedforward if self.activation == "swiglu" else dim_feedforward
+        inner = 2 * dim_feedforward if is_gated(self.activation) else dim_feedforward
         self.linear1 = nn.Linear(d_model, inner, bias=bias, **factory)
         self.dropout = nn.Dropout(dropout if activation_dropout is None else activation_dropout)
         self.linear2 = nn.Linear(dim_feedforward, d_model, bias=bias, **factory)
@@ -175,8 +175,8 @@ class TransformerEncoderLayer(_Layer):
 
     Args:
         d_model, nhead, dim_feedforward, dropout, activation, layer_norm_eps, batch_first, norm_first, bias, device,
-            dtype: as in `torch.nn.TransformerEncoderLayer`; activation may also be "gelu_tanh" or "swiglu", and
-            dropout is rounded to a multiple of 1/256 where it acts.
+            dtype: as in `torch.nn.TransformerEncoderLayer`; activation may also be "gelu_tanh", "swiglu" or
+            "geglu_tanh", and dropout is rounded to a multiple of 1/256 where it acts.
         attention_bias: whether the attention's projections have a bias; None: as bias says.
         attention_dropout: on the attention weights; None: as dropout says.
         activation_dropout: after the activation; None: as dropout says.

@@ -4,7 +4,8 @@
 
 Vaswani et al. 2017, section 3.3 (ReLU); Hendrycks and Gimpel 2016 (GELU; SiLU,
 x sigmoid(x)); Shazeer 2020, "GLU Variants Improve
-Transformer" (SwiGLU: silu(gate) * up). The dropout after the activation is tensor2tensor's.
+Transformer" (SwiGLU: silu(gate) * up; GEGLU: gelu(gate) * up, with tanh in T5 1.1). The dropout after the activation
+is tensor2tensor's.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from fastformer.ops._common import accumulation_dtype, check_dtype, check_featur
 from fastformer.ops._dropout import drop, keep_scale, resolve_dropout
 from fastformer.ops._library import autocast, define_op, differentiate, forbid_double_backward, register_autograd
 
-ACTIVATIONS = ("relu", "gelu", "gelu_tanh", "silu", "swiglu")
+ACTIVATIONS = ("relu", "gelu", "gelu_tanh", "silu", "swiglu", "geglu_tanh")
+GATED = ("swiglu", "geglu_tanh")
 _GELU_APPROXIMATION = {"gelu": "none", "gelu_tanh": "tanh"}
 
 
@@ -28,9 +30,9 @@ def _activate(pre: Tensor, activation: str) -> Tensor:
         return pre.relu()
     if activation == "silu":
         return F.silu(pre)
-    if activation == "swiglu":
+    if activation in GATED:
         gate, up = pre.chunk(2, dim=-1)
-        return F.silu(gate) * up
+        return (F.silu(gate) if activation == "swiglu" else F.gelu(gate, approximate="tanh")) * up
     return F.gelu(pre, approximate=_GELU_APPROXIMATION[activation])
 
 
@@ -40,6 +42,10 @@ def _activate_backward(dhidden: Tensor, pre: Tensor, activation: str) -> Tensor:
         sigmoid = gate.sigmoid()
         dgate = dhidden * up * sigmoid * (1 + gate * (1 - sigmoid))
         return torch.cat((dgate, dhidden * gate * sigmoid), dim=-1)
+    if activation == "geglu_tanh":
+        gate, up = pre.chunk(2, dim=-1)
+        dgate = torch.ops.aten.gelu_backward(dhidden * up, gate, approximate="tanh")
+        return torch.cat((dgate, dhidden * F.gelu(gate, approximate="tanh")), dim=-1)
     if activation == "silu":
         sigmoid = pre.sigmoid()
         return dhidden * sigmoid * (1 + pre * (1 - sigmoid))
@@ -219,12 +225,12 @@ def feed_forward(
 
     Args:
         x: (..., dim), floating point.
-        weight1: (hidden_dim, dim) as in nn.Linear; for swiglu (2 * hidden_dim, dim), the gate's half first, then up's.
-            It and weight2 may be views of their transposes, which aren't copied.
+        weight1: (hidden_dim, dim) as in nn.Linear; for a gated one (2 * hidden_dim, dim), the gate's half first, then
+            up's. It and weight2 may be views of their transposes, which aren't copied.
         bias1: (hidden_dim,) or (2 * hidden_dim,), or None.
         weight2: (out_dim, hidden_dim); out_dim is dim in a Transformer.
         bias2: (out_dim,) or None.
-        activation: "relu", "gelu" (erf), "gelu_tanh", "silu" or "swiglu".
+        activation: "relu", "gelu" (erf), "gelu_tanh", "silu", or gated "swiglu" or "geglu_tanh".
         dropout_p: the probability that a hidden element is dropped.
             It is rounded to a multiple of 1/256 (to 0 or 1 only if it is 0 or 1). Modules pass 0 in evaluation.
         dropout_seed: int64 (2,); drawn from the default generator when None. Row = flattened row.
@@ -242,9 +248,11 @@ def feed_forward(
     check_features(x)
     if weight1.dim() != 2 or weight1.shape[1] != x.shape[-1]:
         raise ValueError(f"expected weight1 (hidden_dim, {x.shape[-1]}), got shape {tuple(weight1.shape)}")
-    if activation == "swiglu" and weight1.shape[0] % 2:
-        raise ValueError(f"expected an even number of rows in weight1 (gate and up) for swiglu, got {weight1.shape[0]}")
-    hidden_dim = weight1.shape[0] // 2 if activation == "swiglu" else weight1.shape[0]
+    if activation in GATED and weight1.shape[0] % 2:
+        raise ValueError(
+            f"expected an even number of rows in weight1 (gate and up) for {activation}, got {weight1.shape[0]}"
+        )
+    hidden_dim = weight1.shape[0] // 2 if activation in GATED else weight1.shape[0]
     if weight2.dim() != 2 or weight2.shape[1] != hidden_dim:
         raise ValueError(f"expected weight2 (out_dim, {hidden_dim}), got shape {tuple(weight2.shape)}")
     check_vector("bias1", bias1, weight1.shape[0])

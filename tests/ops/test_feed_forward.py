@@ -14,7 +14,8 @@ from fastformer.ops._dropout import draw_seed, keep_mask, keep_scale
 from tests.checks import assert_op_accurate
 from tests.conftest import missing_backend
 
-ACTIVATIONS = ["relu", "gelu", "gelu_tanh", "silu", "swiglu"]
+ACTIVATIONS = ["relu", "gelu", "gelu_tanh", "silu", "swiglu", "geglu_tanh"]
+GATED = ("swiglu", "geglu_tanh")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 OP = torch.ops.fastformer
 
@@ -23,6 +24,9 @@ def activate(pre: Tensor, activation: str) -> Tensor:
     if activation == "swiglu":
         gate, up = pre.chunk(2, dim=-1)
         return F.silu(gate) * up
+    if activation == "geglu_tanh":
+        gate, up = pre.chunk(2, dim=-1)
+        return F.gelu(gate, approximate="tanh") * up
     if activation in ("relu", "silu"):
         return F.relu(pre) if activation == "relu" else F.silu(pre)
     return F.gelu(pre, approximate="tanh" if activation == "gelu_tanh" else "none")
@@ -56,7 +60,7 @@ def make_inputs(
     bias1: bool = True,
     bias2: bool = True,
 ) -> dict[str, Tensor | None]:
-    dim, columns = shape[-1], 2 * hidden_dim if activation == "swiglu" else hidden_dim
+    dim, columns = shape[-1], 2 * hidden_dim if activation in GATED else hidden_dim
     out_dim = out_dim or dim
     random = partial(torch.randn, device=device)
     return {
