@@ -27,9 +27,10 @@ class PackedHead {
   }
 
   // Rows of queries, q_stride apart, to rows of results. Row i sees the keys [first(i), end(i)), which rise with i;
-  // one that sees nothing gives zeros. scale2: of the scores, times log2(e).
-  template <typename First, typename End>
-  void attend(const float* q, int64_t q_stride, int64_t rows, float scale2, First first, End end, float* out,
+  // one that sees nothing gives zeros. scale2: of the scores, times log2(e). bias(i, key, count, scores) adds to what
+  // the products of row i and `count` keys from `key` on gave, before the scale.
+  template <typename First, typename End, typename Bias>
+  void attend(const float* q, int64_t q_stride, int64_t rows, float scale2, First first, End end, Bias bias, float* out,
               int64_t out_stride) {
     using V = Vec<float>;
     constexpr int64_t kRows = 64;
@@ -51,6 +52,7 @@ class PackedHead {
       float inverse[kRows];
       for (int64_t i = 0; i < m; ++i) {
         float* x = scores_.data() + i * width;
+        bias(begin + i, from, seen, x);
         const int64_t left = std::clamp<int64_t>(first(begin + i) - from, 0, seen);
         const int64_t right = std::clamp<int64_t>(end(begin + i) - from, left, seen);
         std::fill(x, x + left, kNothing);

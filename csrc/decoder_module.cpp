@@ -33,6 +33,7 @@ ModelOptions options_of(const py::dict& d) {
           .padding_idx = integer("padding_idx"),
           .encoder_window = integer("encoder_window"),
           .decoder_window = integer("decoder_window"),
+          .max_len = integer("max_len"),
           .activation = activation_named(d["activation"].cast<std::string>())};
 }
 

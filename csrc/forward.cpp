@@ -179,12 +179,11 @@ void Forward::add_stack(const PackedStack& stack, const Batch& batch, bool is_en
   };
   for (size_t i = 0; i < stack.layers.size(); ++i) {
     const PackedLayer& layer = stack.layers[i];
-    const int64_t window = stack.window;
     add_product(narrow_, layer.qkv, qkv_.data(), rows, threads);
     with_cache_type(o.precision, [&]<typename T>() {
-      add_heads(batch, threads, [=, this](const Span& span, int64_t head) {
-        if (is_encoder) attend_own_span<T>(span, head, window);
-        else attend_self<T>(static_cast<int64_t>(i), span, head, window);
+      add_heads(batch, threads, [=, this, &stack](const Span& span, int64_t head) {
+        if (is_encoder) attend_own_span<T>(span, head, stack);
+        else attend_self<T>(static_cast<int64_t>(i), span, head, stack);
       });
     });
     project_context(layer.out);
@@ -233,8 +232,10 @@ void Forward::add_stores(const Batch& batch, int threads) {
 // ---- attention: the tokens of a span, the query heads of one kv head ----
 
 template <typename T>
-void Forward::attend_self(int64_t layer, const Span& span, int64_t kv_head, int64_t window) {
+void Forward::attend_self(int64_t layer, const Span& span, int64_t kv_head, const PackedStack& stack) {
   const ModelOptions& o = model_.options;
+  const int64_t window = stack.window;
+  const PositionBias* bias = stack.position_bias ? &stack.position_bias : nullptr;
   const int64_t dim = o.head_dim(), ld = padded(o.d_model + 2 * o.kv_dim()), group = o.num_heads / o.num_kv_heads;
   T* keys = reinterpret_cast<T*>(cache_.keys(layer, kv_head));
   T* values = reinterpret_cast<T*>(cache_.keys(layer, kv_head) + cache_.values_offset());
@@ -263,9 +264,13 @@ void Forward::attend_self(int64_t layer, const Span& span, int64_t kv_head, int6
     float* scores = scores_of_this_thread(count).data();
     for (int64_t h = kv_head * group; h < (kv_head + 1) * group; ++h) {
       const bool is_last = h + 1 == (kv_head + 1) * group && kv_head + 1 < o.num_kv_heads;
+      const auto add_bias = [=](float* x) {
+        if (bias) bias->add_to(h, position, first, count, x);
+      };
       attend_row<T, float>(as_cached<T>(qkv_.data() + span.begin * ld + h * dim, dim), keys, values, dim, dim,
                            BySlot{slots + first, 1}, count, dim, scale2, scores,
-                           context_.data() + span.begin * o.d_model + h * dim, is_last ? keys + next_head : nullptr);
+                           context_.data() + span.begin * o.d_model + h * dim, is_last ? keys + next_head : nullptr,
+                           add_bias);
     }
     return;
   }
@@ -283,12 +288,18 @@ void Forward::attend_self(int64_t layer, const Span& span, int64_t kv_head, int6
     scratch.packed.attend(
         qkv_.data() + span.begin * ld + h * dim, ld, rows, scale2,
         [=](int64_t i) { return window < 0 ? 0 : std::max<int64_t>(0, place(i) - window); },
-        [=](int64_t i) { return place(i) + 1; }, context_.data() + span.begin * o.d_model + h * dim, o.d_model);
+        [=](int64_t i) { return place(i) + 1; },
+        [=](int64_t i, int64_t key, int64_t count, float* x) {
+          if (bias) bias->add_to(h, place(i), key, count, x);
+        },
+        context_.data() + span.begin * o.d_model + h * dim, o.d_model);
 }
 
 template <typename T>
-void Forward::attend_own_span(const Span& span, int64_t kv_head, int64_t window) {
+void Forward::attend_own_span(const Span& span, int64_t kv_head, const PackedStack& stack) {
   const ModelOptions& o = model_.options;
+  const int64_t window = stack.window;
+  const PositionBias* bias = stack.position_bias ? &stack.position_bias : nullptr;
   const int64_t dim = o.head_dim(), ld = padded(o.d_model + 2 * o.kv_dim()), group = o.num_heads / o.num_kv_heads;
   const int64_t length = span.end - span.begin;
   HeadScratch<T>& scratch = head_scratch<T>(length * dim);
@@ -303,6 +314,9 @@ void Forward::attend_own_span(const Span& span, int64_t kv_head, int64_t window)
         qkv_.data() + span.begin * ld + h * dim, ld, length, score_scale(dim),
         [=](int64_t i) { return window < 0 ? 0 : std::max<int64_t>(0, i - window); },
         [=](int64_t i) { return window < 0 || window >= length ? length : std::min(length, i + window + 1); },
+        [=](int64_t i, int64_t key, int64_t count, float* x) {
+          if (bias) bias->add_to(h, i, key, count, x);
+        },
         context_.data() + span.begin * o.d_model + h * dim, o.d_model);
 }
 

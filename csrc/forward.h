@@ -60,9 +60,9 @@ class Forward {
   void normalise(int64_t row, const float* delta, const Norm* norm, bool keep);
 
   template <typename T>
-  void attend_self(int64_t layer, const Span& span, int64_t kv_head, int64_t window);
+  void attend_self(int64_t layer, const Span& span, int64_t kv_head, const PackedStack& stack);
   template <typename T>
-  void attend_own_span(const Span& span, int64_t kv_head, int64_t window);
+  void attend_own_span(const Span& span, int64_t kv_head, const PackedStack& stack);
   template <typename T>
   void attend_source(int64_t layer, const Span& span, int64_t kv_head);
 

@@ -93,12 +93,23 @@ PackedLayer pack_layer(const ModelOptions& o, const Names& names, bool has_cross
 }
 
 PackedStack pack_stack(const ModelOptions& o, const Names& names, int64_t num_layers, bool has_cross, int64_t window) {
-  PackedStack stack{{}, {}, window};
+  PackedStack stack{{}, {}, window, {}};
   for (int64_t i = 0; i < num_layers; ++i)
     stack.layers.push_back(pack_layer(o, names.within("layers." + std::to_string(i)), has_cross));
   if (names.find("norm.weight") || o.norm_first)
     stack.final_norm.push_back({names.vector("norm.weight", o.d_model, 1), names.vector("norm.bias", o.d_model, 0)});
   return stack;
+}
+
+PositionBias position_bias(const ModelOptions& o, const Names& names, const std::string& name) {
+  if (!names.find(name)) return {};
+  const ModelTensor& tensor = names.table(name);
+  const int64_t distances = tensor.shape[1];
+  if (tensor.shape[0] != o.num_heads || distances % 2 == 0)
+    throw std::invalid_argument("expected a position bias of each head, as far before a query as behind it");
+  std::vector<float> values(o.num_heads * distances);
+  for (int64_t i = 0; i < static_cast<int64_t>(values.size()); ++i) values[i] = at(tensor, i);
+  return {std::move(values), distances / 2};
 }
 
 // Before anything is divided by one of them, or multiplied by another.
@@ -133,12 +144,31 @@ void Table::add_to(int64_t row, float factor, float* to) const {
   else add(narrow_->data() + row * dim_);
 }
 
+void PositionBias::add_to(int64_t head, int64_t query, int64_t key, int64_t count, float* scores) const {
+  const float* row = values_.data() + head * (2 * reach_ + 1) + reach_;  // row[distance]
+  const int64_t near = std::clamp<int64_t>(query - reach_ - key, 0, count);
+  const int64_t far = std::clamp<int64_t>(query + reach_ + 1 - key, near, count);
+  const auto add_one = [=](int64_t begin, int64_t end, float value) {
+    for_each_vec<float>(end - begin, [=](int64_t c, int64_t n) {
+      (Vec<float>::load(scores + begin + c, n) + Vec<float>(value)).store(scores + begin + c, n);
+    });
+  };
+  add_one(0, near, row[-reach_]);
+  const float* from = row + (key + near - query);
+  for_each_vec<float>(far - near, [=](int64_t c, int64_t n) {
+    (Vec<float>::load(scores + near + c, n) + Vec<float>::load(from + c, n)).store(scores + near + c, n);
+  });
+  add_one(far, count, row[reach_]);
+}
+
 PackedModel::PackedModel(const ModelOptions& o, const ModelTensors& tensors) : options(checked(o)) {
   const Names names(tensors, "");
   if (o.has_encoder()) {
     encoder = pack_stack(o, names.within("encoder"), o.num_encoder_layers, false, o.encoder_window);
   }
   decoder = pack_stack(o, names.within("decoder"), o.num_decoder_layers, o.has_encoder(), o.decoder_window);
+  encoder.position_bias = position_bias(o, names, "encoder_position_bias");
+  decoder.position_bias = position_bias(o, names, "decoder_position_bias");
   std::map<const void*, Table> tables;  // what both sides have in common is kept once
   const auto table = [&](const std::string& name) {
     const ModelTensor& tensor = names.table(name, o.d_model);
@@ -162,6 +192,7 @@ PackedModel::PackedModel(const ModelOptions& o, const ModelTensors& tensors) : o
   const int64_t vocab = names.table("output").shape[0];
   if (target_.embedding.rows() < vocab) throw std::invalid_argument("expected an embedding of each token to say");
   output = names.weight("output", "output_bias", 0, vocab, vocab, o.d_model, o.precision);
+  if (!max_len_) max_len_ = o.max_len;
   if (const ModelTensor* cos = names.find("cos")) {
     const ModelTensor& sin = names.table("sin", names.table("cos").shape[1]);
     const int64_t dim = o.head_dim(), half = cos->shape[1];

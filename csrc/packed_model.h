@@ -31,6 +31,7 @@ struct ModelOptions {
   float eps, scale;
   int64_t padding_idx;  // whose embedding is zero; -1: none
   int64_t encoder_window, decoder_window;
+  int64_t max_len;  // of a model without a table of positions
   Activation activation;
 
   int64_t head_dim() const { return d_model / num_heads; }
@@ -48,10 +49,27 @@ struct PackedLayer {
   Norm norm1, norm2, norm3;
 };
 
+// What scores get by how far a key lies from its query: relative positions.
+class PositionBias {
+ public:
+  PositionBias() = default;
+  // (num_heads, 2 * reach + 1), from the key that lies `reach` before its query to the one that far behind it; beyond,
+  // all are alike. It is added before the scores are scaled.
+  PositionBias(std::vector<float> values, int64_t reach) : values_(std::move(values)), reach_(reach) {}
+  explicit operator bool() const { return !values_.empty(); }
+  // To the scores of a query and `count` keys from `key` on.
+  void add_to(int64_t head, int64_t query, int64_t key, int64_t count, float* scores) const;
+
+ private:
+  std::vector<float> values_;
+  int64_t reach_ = 0;
+};
+
 struct PackedStack {
   std::vector<PackedLayer> layers;
   std::vector<Norm> final_norm;  // one or none
   int64_t window;
+  PositionBias position_bias;  // of self-attention in all layers; empty: none
 };
 
 // Rows of a table: a copy in fp32, or in bf16 for the smaller precisions.
@@ -71,7 +89,8 @@ class Table {
 };
 
 // The tensors' names are those of the model's state_dict, but for "source_embedding", "target_embedding" and "output",
-// which stand for a tied matrix too, and "source_positions", "target_positions", "cos" and "sin", its tables.
+// which stand for a tied matrix too, and "source_positions", "target_positions", "cos" and "sin", its tables,
+// and "encoder_position_bias" and "decoder_position_bias", see PositionBias.
 class PackedModel {
  public:
   PackedModel(const ModelOptions& options, const ModelTensors& tensors);

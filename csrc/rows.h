@@ -217,10 +217,15 @@ void four_scores(const T* q, const T* const* row, Dim dim, acc_t<T>* scores) {
   store_sums(sum[0], sum[1], sum[2], sum[3], scores);
 }
 
+struct NoBias {
+  template <typename acc>
+  void operator()(acc*) const {}
+};
+
 // attend_row for a `dim` that is a number, or a std::integral_constant for which the loops are unrolled.
-template <bool kPairs, typename T, typename Q, typename Tokens, typename Dim>
+template <bool kPairs, typename T, typename Q, typename Tokens, typename Dim, typename Bias>
 void attend_row_of(const T* q, const T* k, const T* v, int64_t k_stride, int64_t v_stride, Tokens tokens, int64_t keys,
-                   Dim dim, acc_t<T> scale2, acc_t<T>* scores, Q* out, const T* next_k) {
+                   Dim dim, acc_t<T> scale2, acc_t<T>* scores, Q* out, const T* next_k, Bias bias) {
   using acc = acc_t<T>;
   using V = Vec<acc>;
   constexpr acc kNothing = -std::numeric_limits<acc>::infinity();
@@ -235,6 +240,7 @@ void attend_row_of(const T* q, const T* k, const T* v, int64_t k_stride, int64_t
   }
   if (next_k)
     for (int64_t j = 0; j < keys; ++j) prefetch(next_k + tokens(j) * k_stride, dim);
+  bias(scores);
   // Scores that weigh nothing fill the last vector, so that no step below has a rest.
   V(kNothing).store(scores + keys);
   V most(kNothing), total(acc(0));
@@ -261,19 +267,20 @@ void attend_row_of(const T* q, const T* k, const T* v, int64_t k_stride, int64_t
 // Tables scatter the tokens, which no hardware foresees: the values are fetched while the scores are made, and before
 // the values are summed the keys of the same tokens at next_k, where the next head is given.
 //
-// T: what the cache and the query hold; Q: the result.
-template <typename T, typename Q, typename Tokens>
+// T: what the cache and the query hold; Q: the result. bias(scores) adds to what the products gave, before the scale.
+template <typename T, typename Q, typename Tokens, typename Bias = NoBias>
 void attend_row(const T* q, const T* k, const T* v, int64_t k_stride, int64_t v_stride, Tokens tokens, int64_t keys,
-                int64_t dim, acc_t<T> scale2, acc_t<T>* scores, Q* out, const T* next_k = nullptr) {
+                int64_t dim, acc_t<T> scale2, acc_t<T>* scores, Q* out, const T* next_k = nullptr, Bias bias = {}) {
   const auto run = [=](auto size) {
 #if defined(CPU_CAPABILITY_AVX512)
     if constexpr (std::is_same_v<T, bfloat16>) {
       static const bool has_pairs = cpu_features().avx512_bf16;
       if (has_pairs && size % 32 == 0)
-        return attend_row_of<true, T, Q>(q, k, v, k_stride, v_stride, tokens, keys, size, scale2, scores, out, next_k);
+        return attend_row_of<true, T, Q>(q, k, v, k_stride, v_stride, tokens, keys, size, scale2, scores, out, next_k,
+                                         bias);
     }
 #endif
-    attend_row_of<false, T, Q>(q, k, v, k_stride, v_stride, tokens, keys, size, scale2, scores, out, next_k);
+    attend_row_of<false, T, Q>(q, k, v, k_stride, v_stride, tokens, keys, size, scale2, scores, out, next_k, bias);
   };
   if (dim == 64) return run(std::integral_constant<int64_t, 64>());
   if (dim == 128) return run(std::integral_constant<int64_t, 128>());

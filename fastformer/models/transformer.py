@@ -16,7 +16,7 @@ from fastformer.models.inputs import check_ids, trailing_padding
 from fastformer.models.pretrained import PretrainedModel, placement
 from fastformer.nn.attention import MultiheadAttention
 from fastformer.nn.cache import KVCache
-from fastformer.nn.embedding import Embedding, PositionalEncoding
+from fastformer.nn.embedding import Embedding, PositionalEncoding, RelativePositionBias, check_buckets
 from fastformer.nn.layers import TransformerDecoderLayer, TransformerEncoderLayer
 from fastformer.nn.layout import SequenceLayout
 from fastformer.nn.norm import AddLayerNorm
@@ -43,19 +43,24 @@ class TransformerConfig:
         norm_first: pre-norm with a final norm on each stack (tensor2tensor today) or post-norm (the paper).
         norm: "layer" or "rms".
         layer_norm_eps: added to the variance.
-        activation: "relu", "gelu", "gelu_tanh", "silu" or "swiglu".
+        activation: "relu", "gelu", "gelu_tanh", "silu", or gated "swiglu" or "geglu_tanh".
         dropout: on the embeddings and on each sub-layer's output; acts as the nearest multiple of 1/256.
         attention_dropout: on the attention weights.
         activation_dropout: after the activation.
-        positions: sines and cosines, "concatenated" (tensor2tensor), "interleaved" (the paper) or "halves" (Marian); or
-            "learned", a table for each stack (BART).
+        positions: sines and cosines, "concatenated" (tensor2tensor), "interleaved" (the paper) or "halves" (Marian);
+            "learned", a table for each stack (BART); or "relative", a bias on the scores of self-attention by how far a
+            key lies from its query, which the layers of a stack share (T5).
+        num_buckets: of relative positions: the rows of each stack's table.
+        max_distance: of relative positions: what lies further away is as far.
         scale_embedding: whether embeddings are multiplied by sqrt(d_model).
         embedding_norm: whether each stack normalises what it is given, embeddings and positions, before the dropout
             (BART).
         embed_pad: whether PAD has an embedding of its own instead of the zero vector; a decoder may begin with it.
         tie_embeddings: one matrix for source, target and the projection before the softmax.
         output_bias: whether that projection has a bias.
+        scale_output: whether the hidden states are multiplied by d_model ** -0.5 before that projection (T5).
         attention_bias: whether the attention's projections have a bias.
+        bias: whether the feed-forward network and the norms have one; a norm of "rms" never has.
         window_size: a token sees this many neighbours to each side in self-attention; None: all.
         max_len: the longest sequence.
         special_ids: of the tokens; all lie within both vocabularies.
@@ -76,13 +81,17 @@ class TransformerConfig:
     dropout: Probability = 0.1
     attention_dropout: Probability = 0.1
     activation_dropout: Probability = 0.1
-    positions: Literal["concatenated", "interleaved", "halves", "learned"] = "concatenated"
+    positions: Literal["concatenated", "interleaved", "halves", "learned", "relative"] = "concatenated"
+    num_buckets: Annotated[int, Range(4)] = 32
+    max_distance: Positive = 128
     scale_embedding: bool = True
     embedding_norm: bool = False
     embed_pad: bool = False
     tie_embeddings: bool = True
     output_bias: bool = False
+    scale_output: bool = False
     attention_bias: bool = False
+    bias: bool = True
     window_size: Count | None = None
     max_len: Positive = 1024
     special_ids: SpecialIds = SpecialIds()
@@ -90,7 +99,9 @@ class TransformerConfig:
     def __post_init__(self) -> None:
         check_settings(self)
         check_heads(self.d_model, self.num_heads, self.num_kv_heads)
-        if self.d_model % 2 and self.positions != "learned":
+        if self.positions == "relative":
+            check_buckets(self.num_buckets, self.max_distance)
+        elif self.d_model % 2 and self.positions != "learned":
             raise ValueError(f"expected an even d_model (sines and cosines in pairs), got {self.d_model}")
         if self.tie_embeddings and self.source_vocab_size not in (None, self.vocab_size):
             raise ValueError("tie_embeddings needs one vocabulary for source and target: leave out source_vocab_size")
@@ -109,7 +120,8 @@ class Transformer(PretrainedModel):
 
     Parameters: `embedding.weight` (tied) or `source_embedding.weight`, `target_embedding.weight`, `output.weight`;
     where the config has them `output_bias`, `source_position.table`, `target_position.table` (learned),
-    `source_embedding_norm.*`, `target_embedding_norm.*`;
+    `encoder_position_bias.table`, `decoder_position_bias.table` (relative), `source_embedding_norm.*`,
+    `target_embedding_norm.*`;
     `encoder.*` and `decoder.*` as in `torch.nn.TransformerEncoder` and `TransformerDecoder`.
 
     Args:
@@ -152,11 +164,19 @@ class Transformer(PretrainedModel):
             )
 
         def norm() -> AddLayerNorm:
-            return AddLayerNorm(config.d_model, config.layer_norm_eps, rms_norm=config.norm == "rms", **factory)
+            return AddLayerNorm(
+                config.d_model, config.layer_norm_eps, rms_norm=config.norm == "rms", bias=config.bias, **factory
+            )
+
+        def position_bias(is_causal: bool) -> RelativePositionBias | None:
+            if config.positions != "relative":
+                return None
+            sizes = (config.num_heads, config.num_buckets, config.max_distance)
+            return RelativePositionBias(*sizes, is_causal=is_causal, **factory)
 
         is_learned = config.positions == "learned"
         # Both stacks read one table of sines. What they learn they learn apart, though a matrix may be tied.
-        sines = None if is_learned else positions()
+        sines = None if config.positions in ("learned", "relative") else positions()
 
         def embedding(vocab_size: int) -> Embedding:
             return Embedding(
@@ -178,6 +198,8 @@ class Transformer(PretrainedModel):
             self.output = nn.Linear(config.d_model, config.vocab_size, bias=False, **factory)
         self.source_position = positions() if is_learned else None
         self.target_position = positions() if is_learned else None
+        self.encoder_position_bias = position_bias(is_causal=False)
+        self.decoder_position_bias = position_bias(is_causal=True)
         self.source_embedding_norm = norm() if config.embedding_norm else None
         self.target_embedding_norm = norm() if config.embedding_norm else None
         self.embedding_dropout = nn.Dropout(config.dropout) if config.embedding_norm else None  # behind the norm
@@ -194,6 +216,7 @@ class Transformer(PretrainedModel):
             "layer_norm_eps": config.layer_norm_eps,
             "batch_first": True,
             "norm_first": config.norm_first,
+            "bias": config.bias,
             "attention_bias": config.attention_bias,
             "attention_dropout": config.attention_dropout,
             "activation_dropout": config.activation_dropout,
@@ -230,6 +253,8 @@ class Transformer(PretrainedModel):
                     nn.init.zeros_(module.bias)
             elif isinstance(module, nn.Embedding):
                 nn.init.normal_(module.weight, std=self.config.d_model**-0.5)
+            elif isinstance(module, RelativePositionBias):
+                nn.init.normal_(module.table, std=self.config.d_model**-0.5)
             elif isinstance(module, nn.LayerNorm | PositionalEncoding):
                 module.reset_parameters()
         if self.output_bias is not None:
@@ -259,7 +284,8 @@ class Transformer(PretrainedModel):
         layout = trailing_padding(source, config.special_ids.pad, "source") if layout is None else layout
         embed = self.embedding if config.tie_embeddings else self.source_embedding
         x = embed(source, layout.positions, position=self.source_position)
-        return self.encoder(self._normalised(x, self.source_embedding_norm), layout=layout)
+        bias = _whole_bias(self.encoder_position_bias, layout.max_seqlen)
+        return self.encoder(self._normalised(x, self.source_embedding_norm), layout=layout, position_bias=bias)
 
     def decode(
         self,
@@ -294,6 +320,13 @@ class Transformer(PretrainedModel):
             positions = cache.positions(target.shape[1])
         embed = self.embedding if self.config.tie_embeddings else self.target_embedding
         x = embed(target, positions, position=self.target_position)
+        relative = self.decoder_position_bias
+        if relative is None or cache is None or before == 0:
+            bias = _whole_bias(relative, target.shape[1] if layout is None else layout.max_seqlen)
+        else:
+            assert positions is not None
+            keys = torch.arange(before + target.shape[1], device=target.device)
+            bias = relative(positions, keys)
         return self.decoder(
             self._normalised(x, self.target_embedding_norm),
             memory,
@@ -301,6 +334,7 @@ class Transformer(PretrainedModel):
             layout=layout,
             memory_layout=memory_layout,
             cache=cache,
+            position_bias=bias,
         )
 
     def _normalised(self, x: Tensor, norm: AddLayerNorm | None) -> Tensor:
@@ -310,8 +344,8 @@ class Transformer(PretrainedModel):
         return x
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """hidden (..., d_model) -> (..., vocab_size): no scale, and no bias unless the config has `output_bias`."""
-        return F.linear(hidden, self.output_weight, self.output_bias)
+        """hidden (..., d_model) -> (..., vocab_size), scaled and with a bias where the config says so."""
+        return F.linear(self._scaled(hidden), self.output_weight, self.output_bias)
 
     def top_tokens(self, hidden: Tensor, k: int, *, log_probs: bool = True) -> TopK:
         """The k best next tokens of each position, with their log-probabilities (or logits), without the logits of all.
@@ -390,12 +424,15 @@ class Transformer(PretrainedModel):
 
     def _last_product(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Factors whose product is the logits: the bias is one more column, for a one."""
-        weight, bias = self.output_weight, self.output_bias
+        weight, bias, hidden = self.output_weight, self.output_bias, self._scaled(hidden)
         if bias is None:
             return hidden, weight
         more = F.pad(bias[:, None], (0, 7))  # eight columns, so that rows stay aligned
         one = F.pad(hidden.new_ones(1), (0, 7)).expand(*hidden.shape[:-1], 8)
         return torch.cat((hidden, one), -1), torch.cat((weight, more), 1)
+
+    def _scaled(self, hidden: Tensor) -> Tensor:
+        return hidden * self.config.d_model**-0.5 if self.config.scale_output else hidden
 
     def new_cache(
         self,
@@ -500,3 +537,11 @@ class Transformer(PretrainedModel):
             source_layout = trailing_padding(source, self.config.special_ids.pad, "source")
         memory = self.encode(source, source_layout)
         return self.decode(target, memory, layout=target_layout, memory_layout=source_layout)
+
+
+def _whole_bias(relative: RelativePositionBias | None, seqlen: int) -> Tensor | None:
+    """The bias of sequences that begin at position 0: (1, num_heads, seqlen, seqlen)."""
+    if relative is None:
+        return None
+    positions = torch.arange(seqlen, device=relative.table.device)
+    return relative(positions, positions)

@@ -4,6 +4,7 @@ from fastformer.nn.attention import MultiheadAttention as MultiheadAttention
 from fastformer.nn.cache import KVCache as KVCache
 from fastformer.nn.embedding import Embedding as Embedding
 from fastformer.nn.embedding import PositionalEncoding as PositionalEncoding
+from fastformer.nn.embedding import RelativePositionBias as RelativePositionBias
 from fastformer.nn.embedding import RotaryEmbedding as RotaryEmbedding
 from fastformer.nn.feed_forward import FeedForward as FeedForward
 from fastformer.nn.layers import TransformerDecoderLayer as TransformerDecoderLayer

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from fastformer.nn.dropout import check_dropout, dropout_seed
 from fastformer.nn.embedding import RotaryPositions
 from fastformer.nn.errors import InputError
-from fastformer.nn.layer_cache import AttentionCache
+from fastformer.nn.layer_cache import AttentionCache, attention_unpacked
 from fastformer.nn.layout import SequenceLayout
-from fastformer.nn.masks import is_causal_mask, merge_masks, right_padding_lengths
+from fastformer.nn.masks import add_bias, is_causal_mask, merge_masks, right_padding_lengths
 from fastformer.nn.padding import Jagged, open_nested
 from fastformer.ops.attention import attention, resolve_window
 from fastformer.ops.attention_weights import attention_weights
@@ -125,6 +125,7 @@ class MultiheadAttention(nn.Module):
         memory_layout: SequenceLayout | None = None,
         cache: AttentionCache | None = None,
         rotary: RotaryPositions | None = None,
+        position_bias: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Attends.
 
@@ -144,6 +145,9 @@ class MultiheadAttention(nn.Module):
             cache: keys and values of earlier tokens; query's own are appended (the caller advances the lengths), unless
                 the cache is static.
             rotary: rotates query and key.
+            position_bias: (1 or batch, num_heads, seqlen_q, seqlen_k), added to the scores, with gradients; batched,
+                with batch_first. Of packed self-attention (1, num_heads, max_seqlen, max_seqlen); with a cache as many
+                keys as its longest row has with query's own. See `RelativePositionBias`.
 
         Returns:
             (the output in query's shape, the distribution or None). The distribution: (batch, seqlen_q, seqlen_k), or
@@ -157,13 +161,13 @@ class MultiheadAttention(nn.Module):
         if query.is_nested or (key is not None and key.is_nested) or (value is not None and value.is_nested):
             if key is not query or value is not query:
                 raise InputError("expected a nested tensor as query, key and value at once, or as none of them")
-            others = (layout, memory_layout, cache, rotary)
+            others = (layout, memory_layout, cache, rotary, position_bias)
             opened, is_causal = open_nested(query, attn_mask, key_padding_mask, is_causal, *others)
             return self._nested(query, opened, need_weights, average_attn_weights, is_causal)
         if cache is not None:
             if need_weights or attn_mask is not None or key_padding_mask is not None:
                 raise InputError("expected need_weights=False and no mask along with a cache")
-            return self._cached(query, key, value, cache, layout, rotary), None
+            return self._cached(query, key, value, cache, layout, rotary, position_bias), None
         if key is None or value is None:
             raise InputError("expected key and value; only a static cache takes their place")
         same = key is query
@@ -171,7 +175,7 @@ class MultiheadAttention(nn.Module):
         if layout is not None and layout.is_packed:
             if need_weights or attn_mask is not None or key_padding_mask is not None:
                 raise InputError("expected need_weights=False and no mask along with a packed layout")
-            return self._packed(query, key, value, is_causal, layout, memory_layout, rotary), None
+            return self._packed(query, key, value, is_causal, layout, memory_layout, rotary, position_bias), None
 
         _check_dimensions(query, key, value, key_padding_mask, attn_mask)
         is_batched = query.dim() == 3
@@ -196,14 +200,19 @@ class MultiheadAttention(nn.Module):
         if self.bias_k is not None or self.add_zero_attn:
             k, v, attn_mask, key_padding_mask = self._extra_keys(k, v, attn_mask, key_padding_mask, is_causal, seqlen_q)
             is_causal, seqlen_k = False, k.shape[1]
-            if memory_layout is not None or self.window_size != (None, None):
-                raise InputError("add_bias_kv and add_zero_attn go with neither a layout nor a window")
+            if memory_layout is not None or self.window_size != (None, None) or position_bias is not None:
+                raise InputError("add_bias_kv and add_zero_attn go with no layout, no window and no position_bias")
         seqlens_k = None if memory_layout is None else memory_layout.seqlens
         if seqlens_k is None and key_padding_mask is not None and key_padding_mask.shape == (batch, seqlen_k):
             seqlens_k = right_padding_lengths(key_padding_mask)
             key_padding_mask = key_padding_mask if seqlens_k is None else None
+        mask = merge_masks(attn_mask, key_padding_mask, batch, self.num_heads, seqlen_q, seqlen_k)
+        if position_bias is not None:
+            if not (is_batched and self.batch_first):
+                raise InputError("expected a batched query, and batch_first, along with a position_bias")
+            mask = add_bias(position_bias, mask)
         options: dict[str, Any] = {
-            "attn_mask": merge_masks(attn_mask, key_padding_mask, batch, self.num_heads, seqlen_q, seqlen_k),
+            "attn_mask": mask,
             "seqlens_k": seqlens_k,
             "window_size": self._window(is_causal, seqlen_q, seqlen_k),
         }
@@ -274,6 +283,7 @@ class MultiheadAttention(nn.Module):
         layout: SequenceLayout,
         memory_layout: SequenceLayout | None,
         rotary: RotaryPositions | None,
+        position_bias: Tensor | None = None,
     ) -> Tensor:
         cu_seqlens_q = layout.cu_seqlens
         cu_seqlens_k = None if memory_layout is None else memory_layout.cu_seqlens
@@ -286,6 +296,13 @@ class MultiheadAttention(nn.Module):
         q, k, v = self._project(query, key, value)
         q, k = self._rotate(q, k, rotary)
         dropout_p, seed = self._dropout(q)
+        if position_bias is not None:
+            if memory_layout is not layout:
+                raise InputError("expected a position_bias with a packed layout in self-attention only")
+            left, right = self.window_size
+            window = (left, 0 if is_causal else right)
+            out = attention_unpacked(q, k, v, layout, position_bias, window, dropout_p, seed)
+            return self.out_proj(out.flatten(-2))
         out = varlen_attention(
             q,
             k,
@@ -310,6 +327,7 @@ class MultiheadAttention(nn.Module):
         cache: AttentionCache,
         layout: SequenceLayout | None,
         rotary: RotaryPositions | None,
+        position_bias: Tensor | None,
     ) -> Tensor:
         packed = layout is not None and layout.is_packed
         if query.dim() != (2 if packed else 3):
@@ -318,6 +336,8 @@ class MultiheadAttention(nn.Module):
         if self.bias_k is not None or self.add_zero_attn:
             raise InputError("add_bias_kv and add_zero_attn don't go with a cache")
         transposed = not packed and not self.batch_first
+        if position_bias is not None and (cache.is_static or transposed):
+            raise InputError("expected a position_bias along with a cache in self-attention, and batch_first")
         if cache.is_static:
             q = self._heads(F.linear(query, *self._q_weights()))
             out = cache.attend(q.transpose(0, 1) if transposed else q)
@@ -328,7 +348,7 @@ class MultiheadAttention(nn.Module):
             if transposed:
                 q, k, v = q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1)
             q, k = self._rotate(q, k, rotary)
-            out = cache.append(q, k, v, self.window_size[0], layout if packed else None)
+            out = cache.append(q, k, v, self.window_size[0], layout if packed else None, position_bias)
         out = out.flatten(-2)
         return self.out_proj(out.transpose(0, 1) if transposed else out)
 

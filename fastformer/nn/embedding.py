@@ -1,7 +1,8 @@
-"""Token embeddings and positions: absolute (sinusoidal, learned) and rotary."""
+"""Token embeddings and positions: absolute (sinusoidal, learned), rotary and relative."""
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -210,3 +211,87 @@ class RotaryEmbedding(nn.Module):
     def forward(self, positions: Tensor | None = None) -> RotaryPositions:
         """Binds the tables to positions: (batch, seqlen) or (total,) integers; None: the index along the sequence."""
         return RotaryPositions(self.cos, self.sin, positions, self.interleaved)
+
+
+class RelativePositionBias(nn.Module):
+    """A learned number for each head that a score gets by how far its key lies from its query (Raffel et al. 2020).
+
+    Section 2.1; the buckets are Mesh TensorFlow's. Half of them hold one distance each, the others ever more up to
+    max_distance, beyond which all distances share the last one.
+
+    Parameters: `table` (num_buckets, num_heads).
+
+    Args:
+        num_heads: of the attention.
+        num_buckets: of all distances.
+        max_distance: what lies further away is as far.
+        is_causal: keys behind their query, which it doesn't see, need no buckets; else they have half of them.
+        device, dtype: of the table.
+
+    Raises:
+        ValueError: fewer than 4 buckets; a max_distance that isn't beyond the buckets of one distance each.
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        num_buckets: int = 32,
+        max_distance: int = 128,
+        is_causal: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        check_buckets(num_buckets, max_distance)
+        self.num_heads, self.num_buckets, self.max_distance = num_heads, num_buckets, max_distance
+        self.is_causal = is_causal
+        self.table = nn.Parameter(torch.empty(num_buckets, num_heads, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """N(0, 0.02), as a learned `PositionalEncoding`."""
+        nn.init.normal_(self.table, std=0.02)
+
+    def buckets(self, distances: Tensor) -> Tensor:
+        """The row of the table for integers of any shape: a key's position less its query's."""
+        if self.is_causal:
+            count, first, distances = self.num_buckets, torch.zeros_like(distances), (-distances).clamp(min=0)
+        else:
+            count = self.num_buckets // 2
+            first, distances = (distances > 0).long() * count, distances.abs()
+        alone = count // 2
+        # In fp32 and in this order: another rounding would be another bucket.
+        far = torch.log(distances.float() / alone) / math.log(self.max_distance / alone) * (count - alone)
+        shared = (alone + far.clamp(min=0).long()).clamp(max=count - 1)
+        return first + torch.where(distances < alone, distances, shared)
+
+    def forward(self, queries: Tensor, keys: Tensor) -> Tensor:
+        """What is added to the scores.
+
+        Args:
+            queries: (seqlen_q,) or (batch, seqlen_q) positions.
+            keys: (seqlen_k,) positions.
+
+        Returns:
+            (1 or batch, num_heads, seqlen_q, seqlen_k), for `MultiheadAttention`'s position_bias.
+        """
+        queries = queries if queries.dim() == 2 else queries[None]
+        found = nn.functional.embedding(self.buckets(keys - queries[..., None]), self.table)
+        return found.permute(0, 3, 1, 2)
+
+    def extra_repr(self) -> str:
+        """What print shows."""
+        return (
+            f"{self.num_heads}, num_buckets={self.num_buckets}, max_distance={self.max_distance}, "
+            f"is_causal={self.is_causal}"
+        )
+
+
+def check_buckets(num_buckets: int, max_distance: int) -> None:
+    """Raises ValueError unless there are distances for all buckets of a `RelativePositionBias`."""
+    if num_buckets < 4:
+        raise ValueError(f"expected num_buckets of at least 4, got {num_buckets}")
+    if max_distance <= num_buckets // 2:
+        raise ValueError(
+            f"expected max_distance to be more than half of num_buckets, {num_buckets // 2}, got {max_distance}"
+        )

@@ -6,11 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from fastformer.nn.block_pool import Ints
 from fastformer.nn.layout import SequenceLayout
+from fastformer.nn.masks import add_bias
 from fastformer.ops.attention import attention
 from fastformer.ops.decode_attention import decode_attention
 from fastformer.ops.varlen_attention import varlen_attention
@@ -60,7 +62,15 @@ class AttentionCache:
             return out.reshape(-1, 1, *q.shape[2:])
         return out.flatten(0, 1) if packed else out
 
-    def append(self, q: Tensor, k: Tensor, v: Tensor, window_left: int | None, packed: SequenceLayout | None) -> Tensor:
+    def append(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        window_left: int | None,
+        packed: SequenceLayout | None,
+        position_bias: Tensor | None = None,
+    ) -> Tensor:
         """Stores k and v, and attends from q to them and to what the rows hold before them.
 
         Args:
@@ -68,6 +78,7 @@ class AttentionCache:
             k, v: likewise, of num_kv_heads.
             window_left: how many keys before its own a query sees; None = all.
             packed: the layout of packed prompts.
+            position_bias: added to the scores; see `MultiheadAttention`.
 
         Raises:
             ValueError: another number of rows than the cache has, tokens that were not reserved.
@@ -76,6 +87,8 @@ class AttentionCache:
         if seqlen > self.reserved:
             raise ValueError(f"expected the tokens to be reserved first (KVCache.reserve), got {seqlen} more")
         if packed is None and not (self.is_empty and seqlen > 1):
+            if position_bias is not None:
+                return self._append_and_gather(q, k, v, window_left, position_bias)
             return decode_attention(
                 q, self.k, self.v, self.seqlens, k=k, v=v, slot_table=self.slot_table, window_left=window_left
             )
@@ -89,16 +102,43 @@ class AttentionCache:
             if not self.is_empty or self.packed_slots is None or packed.cu_seqlens is None:
                 raise ValueError("expected rows that are empty, reserved with their lengths, for packed prompts")
             cu_seqlens, slots = packed.cu_seqlens, self.packed_slots
-            out = varlen_attention(q, k, v, cu_seqlens, cu_seqlens, seqlen, seqlen, window_size=window)
+            if position_bias is None:
+                out = varlen_attention(q, k, v, cu_seqlens, cu_seqlens, seqlen, seqlen, window_size=window)
+            else:
+                out = attention_unpacked(q, k, v, packed, position_bias, window)
             k, v = k[: len(slots)], v[: len(slots)]
         else:
             # The first tokens see each other alone: the kernel that skips the triangle, then one copy.
-            out = attention(q, k, v, window_size=window)
+            out = attention(q, k, v, attn_mask=position_bias, window_size=window)
             slots = self.slot_table[:, :seqlen].flatten().long()
             k, v = k.flatten(0, 1), v.flatten(0, 1)
+        self._write(slots, k, v)
+        return out
+
+    def _write(self, slots: Tensor, k: Tensor, v: Tensor) -> None:
         self.k.flatten(0, 1).index_copy_(0, slots, k.to(self.k.dtype))
         self.v.flatten(0, 1).index_copy_(0, slots, v.to(self.v.dtype))
-        return out
+
+    def _append_and_gather(
+        self, q: Tensor, k: Tensor, v: Tensor, window_left: int | None, position_bias: Tensor
+    ) -> Tensor:
+        """No kernel for a cache takes a bias: what the rows hold is copied side by side."""
+        rows, seqlen, until = q.shape[0], q.shape[1], position_bias.shape[-1]
+        if rows != len(self.seqlens) or until > self.slot_table.shape[1]:
+            raise ValueError(
+                f"expected {len(self.seqlens)} rows, and a position_bias of at most {self.slot_table.shape[1]} keys, "
+                f"got {rows} and {until}"
+            )
+        own = self.seqlens[:, None].long() + torch.arange(seqlen, device=q.device)
+        self._write(self.slot_table.gather(1, own).flatten().long(), k.flatten(0, 1), v.flatten(0, 1))
+        position = torch.arange(until, device=q.device)
+        # Behind a row's end there may be anything: block 0 is zeros.
+        slots = self.slot_table[:, :until].long().masked_fill(position > own[:, -1:], 0)
+        keys, values = (cache.flatten(0, 1)[slots] for cache in (self.k, self.v))
+        seen = position <= own[..., None]
+        if window_left is not None:
+            seen &= position >= own[..., None] - window_left
+        return attention(q, keys, values, attn_mask=add_bias(position_bias, seen[:, None]))
 
 
 @dataclass
@@ -146,3 +186,41 @@ def memory_lengths(
     if lengths.min(initial=0) < 0 or (most > shape[1] or len(lengths) != shape[0] if padded else total > shape[0]):
         raise ValueError(f"expected seqlens that keys of shape {tuple(shape)} have, got {lengths.tolist()}")
     return lengths
+
+
+def attention_unpacked(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: SequenceLayout,
+    position_bias: Tensor,
+    window_size: tuple[int | None, int | None],
+    dropout_p: float = 0.0,
+    dropout_seed: Tensor | None = None,
+) -> Tensor:
+    """Self-attention of packed sequences with a bias, which no kernel for them takes: each has a row of its own.
+
+    Args:
+        q: (total, num_heads, head_dim).
+        k, v: (total, num_kv_heads, head_dim).
+        layout: how they are packed.
+        position_bias: (1, num_heads, max_seqlen, max_seqlen).
+        window_size, dropout_p, dropout_seed: see `ops.attention`.
+
+    Returns:
+        q's shape; zeros behind the last sequence.
+    """
+    q_rows, k_rows, v_rows = (layout.unpack(x) for x in (q, k, v))
+    out = attention(
+        q_rows,
+        k_rows,
+        v_rows,
+        attn_mask=position_bias,
+        seqlens_k=layout.seqlens,
+        window_size=window_size,
+        dropout_p=dropout_p,
+        dropout_seed=dropout_seed,
+    )
+    assert layout.cu_seqlens is not None
+    is_real = torch.arange(len(q), device=q.device) < layout.cu_seqlens[-1]
+    return layout.pack(out).where(is_real[:, None, None], 0.0)

@@ -201,6 +201,7 @@ class TransformerEncoderLayer(_Layer):
         layout: SequenceLayout | None = None,
         cache: LayerCache | None = None,
         rotary: RotaryPositions | None = None,
+        position_bias: Tensor | None = None,
     ) -> Tensor | ResidualStream:
         """Passes the input through the layer.
 
@@ -212,16 +213,19 @@ class TransformerEncoderLayer(_Layer):
             layout: how src lies in memory.
             cache: keys and values of earlier tokens; src's own are appended, the caller advances the lengths.
             rotary: rotates queries and keys.
+            position_bias: added to the scores; see `MultiheadAttention`.
 
         Returns:
             src's shape; a `ResidualStream` for a `ResidualStream`.
         """
         if isinstance(src, Tensor) and src.is_nested:
-            opened, is_causal = open_nested(src, src_mask, src_key_padding_mask, is_causal, layout, cache, rotary)
+            others = (layout, cache, rotary, position_bias)
+            opened, is_causal = open_nested(src, src_mask, src_key_padding_mask, is_causal, *others)
             values = TransformerEncoderLayer.forward(self, opened.values, is_causal=is_causal, layout=opened.layout)
             assert isinstance(values, Tensor)
             return opened.close(values)
-        options = given(layout=layout, cache=None if cache is None else cache.self_attention, rotary=rotary)
+        own = None if cache is None else cache.self_attention
+        options = given(layout=layout, cache=own, rotary=rotary, position_bias=position_bias)
         masks = (src_mask, src_key_padding_mask)
         if not (self._has_own_blocks() and is_our_attention(self.self_attn)):
             # torch.nn's layer gives its blocks and its attention masks that are added.
@@ -293,6 +297,7 @@ class TransformerDecoderLayer(_Layer):
         memory_layout: SequenceLayout | None = None,
         cache: LayerCache | None = None,
         rotary: RotaryPositions | None = None,
+        position_bias: Tensor | None = None,
     ) -> Tensor | ResidualStream:
         """Passes the inputs through the layer.
 
@@ -306,13 +311,15 @@ class TransformerDecoderLayer(_Layer):
             cache: one layer of a `KVCache` whose memory is set. tgt's keys and values are appended to it; the caller
                 advances the lengths.
             rotary: rotates queries and keys of the self-attention.
+            position_bias: added to the scores of the self-attention; see `MultiheadAttention`.
 
         Returns:
             tgt's shape; a `ResidualStream` for a `ResidualStream`.
         """
         if cache is not None and cache.cross_attention is None:
             raise InputError("expected a cache whose memory is set (KVCache.set_memory)")
-        own = given(layout=layout, cache=None if cache is None else cache.self_attention, rotary=rotary)
+        own_cache = None if cache is None else cache.self_attention
+        own = given(layout=layout, cache=own_cache, rotary=rotary, position_bias=position_bias)
         other = given(
             layout=layout, memory_layout=memory_layout, cache=None if cache is None else cache.cross_attention
         )

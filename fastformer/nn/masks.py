@@ -119,6 +119,13 @@ def merge_masks(
     return added[0] if len(added) == 1 else added[0] + added[1]
 
 
+def add_bias(bias: Tensor, mask: Tensor | None) -> Tensor:
+    """A floating-point bias on the scores and a mask for the ops (True = attend, or additive) as one such mask."""
+    if mask is None:
+        return bias
+    return bias.where(mask, -torch.inf) if mask.dtype == torch.bool else bias + mask
+
+
 @overload
 def as_additive(mask: Tensor, dtype: torch.dtype) -> Tensor: ...
 @overload

@@ -164,6 +164,7 @@ class TransformerEncoder(_Stack):
         layout: SequenceLayout | None = None,
         cache: KVCache | None = None,
         rotary: RotaryPositions | None = None,
+        position_bias: Tensor | None = None,
     ) -> Tensor:
         """Passes the input through the layers.
 
@@ -176,6 +177,7 @@ class TransformerEncoder(_Stack):
             cache: keys and values of earlier tokens. src's own are appended and the lengths advanced (by the layout's
                 seqlens where it is given); attention is causal. A packed src is the prompts of rows that are empty.
             rotary: rotates queries and keys.
+            position_bias: added to the scores of every layer; see `MultiheadAttention`.
 
         Returns:
             src's shape.
@@ -184,11 +186,13 @@ class TransformerEncoder(_Stack):
             InputError: masks along with a cache; a full cache.
         """
         if src.is_nested:
-            opened, is_causal = open_nested(src, mask, src_key_padding_mask, is_causal, layout, cache, rotary)
+            others = (layout, cache, rotary, position_bias)
+            opened, is_causal = open_nested(src, mask, src_key_padding_mask, is_causal, *others)
             values = TransformerEncoder.forward(self, opened.values, is_causal=is_causal, layout=opened.layout)
             return opened.close(values)
         is_causal = is_causal_mask(mask, self._seqlen(src, layout)) if is_causal is None else is_causal
-        if cache is None and layout is None and rotary is None and src_key_padding_mask is not None:
+        is_plain = all(option is None for option in (cache, layout, rotary, position_bias))
+        if is_plain and src_key_padding_mask is not None:
             # torch.nn reads a mask that it is also told to be causal, where there is padding.
             says_all = mask is None or (is_causal and is_causal_mask(mask))
             padding = None
@@ -207,7 +211,8 @@ class TransformerEncoder(_Stack):
             step.reserve()
 
         def call(layer: nn.Module, i: int, state: State) -> State:
-            options = given(layout=layout, cache=None if cache is None else cache[i], rotary=rotary)
+            own = None if cache is None else cache[i]
+            options = given(layout=layout, cache=own, rotary=rotary, position_bias=position_bias)
             masks = {"src_mask": mask, "src_key_padding_mask": src_key_padding_mask}
             if type(layer).forward is not TransformerEncoderLayer.forward or not is_called_plainly(layer):
                 # torch.nn's stack gives its layers masks that are added.
@@ -252,6 +257,7 @@ class TransformerDecoder(_Stack):
         memory_layout: SequenceLayout | None = None,
         cache: KVCache | None = None,
         rotary: RotaryPositions | None = None,
+        position_bias: Tensor | None = None,
     ) -> Tensor:
         """Passes the inputs through the layers.
 
@@ -268,6 +274,7 @@ class TransformerDecoder(_Stack):
                 tgt is the prompts of rows that are empty. For inference. Of masks, the first call may bring
                 memory_key_padding_mask.
             rotary: rotates queries and keys of the self-attention.
+            position_bias: added to the scores of every layer's self-attention; see `MultiheadAttention`.
 
         Returns:
             tgt's shape.
@@ -277,7 +284,8 @@ class TransformerDecoder(_Stack):
         """
         tgt_is_causal = is_causal_mask(tgt_mask, self._seqlen(tgt, layout)) if tgt_is_causal is None else tgt_is_causal
         has_padding = tgt_key_padding_mask is not None or memory_key_padding_mask is not None
-        if has_padding and memory is not None and all(x is None for x in (cache, layout, memory_layout, rotary)):
+        options = (cache, layout, memory_layout, rotary, position_bias)
+        if has_padding and memory is not None and all(option is None for option in options):
             # torch.nn reads a mask that it is also told to be causal, where there is padding.
             says_all = tgt_mask is None or (tgt_is_causal and is_causal_mask(tgt_mask))
             if says_all and memory_mask is None and not memory_is_causal and self._may_pack(tgt, memory):
@@ -316,7 +324,11 @@ class TransformerDecoder(_Stack):
 
         def call(layer: nn.Module, i: int, state: State) -> State:
             options = given(
-                layout=layout, memory_layout=memory_layout, cache=None if cache is None else cache[i], rotary=rotary
+                layout=layout,
+                memory_layout=memory_layout,
+                cache=None if cache is None else cache[i],
+                rotary=rotary,
+                position_bias=position_bias,
             )
             return layer(
                 state,

@@ -24,6 +24,8 @@ def drawn(kind: type[Transformer] | type[GPT], seed: int = 0, **options: Any) ->
         noise = torch.randn(parameter.shape, generator=generator)
         if parameter.dim() == 1:
             parameter.copy_(0.3 * noise + (1.0 if "norm" in name and name.endswith("weight") else 0.0))
+        elif "position_bias" in name:
+            parameter.copy_(noise)
         elif "embedding" in name:
             parameter.copy_(noise * (1.0 if name.endswith("table") else parameter.shape[1] ** -0.5))
         else:
@@ -67,4 +69,47 @@ CONFIGS: dict[str, tuple[type[Transformer] | type[GPT], dict[str, Any]]] = {
         {"positions": "rotary", "window_size": 5, "d_model": 108, "num_heads": 3, "rotary_base": 100.0},
     ),
     "gpt windows": (GPT, {"window_size": 4, "num_kv_heads": 1, "activation": "gelu_tanh", "layer_norm_eps": 1e-2}),
+    "t5": (
+        Transformer,
+        {
+            "positions": "relative",
+            "num_buckets": 8,
+            "max_distance": 9,
+            "norm": "rms",
+            "bias": False,
+            "embed_pad": True,
+            "scale_embedding": False,
+            "scale_output": True,
+        },
+    ),
+    "t5 1.1": (
+        Transformer,
+        {
+            "positions": "relative",
+            "max_distance": 40,
+            "norm": "rms",
+            "bias": False,
+            "activation": "geglu_tanh",
+            "tie_embeddings": False,
+            "d_ff": 37,
+            "num_heads": 2,
+            "window_size": 30,
+        },
+    ),
+    "relative, post-norm": (
+        Transformer,
+        {
+            "positions": "relative",
+            "num_buckets": 6,
+            "max_distance": 200,
+            "norm_first": False,
+            "scale_output": True,
+            "window_size": 4,
+            "d_model": 36,
+            "num_heads": 3,
+            "num_kv_heads": 1,
+            "tie_embeddings": False,
+        },
+    ),
 }
+RELATIVE = [name for name, (_, options) in CONFIGS.items() if options.get("positions") == "relative"]

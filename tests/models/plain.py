@@ -23,6 +23,21 @@ def position_table(length: int, dim: int, layout: str) -> Tensor:
     return table
 
 
+def bucket(distance: int, config, causal: bool) -> int:
+    """T5's (Mesh TensorFlow, _relative_position_bucket), of a key's position less its query's."""
+    first, count = 0, config.num_buckets
+    if causal:
+        away = max(0, -distance)
+    else:
+        count //= 2
+        first, away = count if distance > 0 else 0, abs(distance)
+    alone = count // 2
+    if away < alone:
+        return first + away
+    share = math.log(away / alone) / math.log(config.max_distance / alone)
+    return first + min(count - 1, alone + int(share * (count - alone)))
+
+
 class Plain:
     """Computes a model's logits one sequence at a time, without padding, from its state_dict and config."""
 
@@ -31,10 +46,11 @@ class Plain:
         self.dim, self.heads = config.d_model, config.num_heads
 
     def norm(self, x: Tensor, name: str) -> Tensor:
-        mean = x.mean(-1, keepdim=True)
-        variance = ((x - mean) ** 2).mean(-1, keepdim=True)
+        mean = x.mean(-1, keepdim=True) if self.config.norm == "layer" else 0.0
+        x = x - mean
+        variance = (x**2).mean(-1, keepdim=True)
         weight, bias = self.w[f"{name}.weight"], self.w.get(f"{name}.bias", 0.0)
-        return (x - mean) / torch.sqrt(variance + self.config.layer_norm_eps) * weight + bias
+        return x / torch.sqrt(variance + self.config.layer_norm_eps) * weight + bias
 
     def attend(self, x: Tensor, memory: Tensor, name: str, causal: bool = False, window: int | None = None) -> Tensor:
         size, rows = self.dim // self.heads, []
@@ -51,13 +67,22 @@ class Plain:
             for h in range(self.heads):
                 part = slice(h * size, (h + 1) * size)
                 scores = k[first:last, part] @ q[i, part] / math.sqrt(size)
+                if self.config.positions == "relative" and name.endswith("self_attn"):
+                    table = self.w[f"{name.partition('.')[0]}_position_bias.table"]
+                    rows_of = [bucket(j - i, self.config, causal) for j in range(first, last)]
+                    scores = scores + table[rows_of, h]
                 weights = scores.exp() / scores.exp().sum()
                 heads.append(weights @ v[first:last, part])
             rows.append(torch.cat(heads))
         return torch.stack(rows) @ self.w[f"{name}.out_proj.weight"].T + self.w.get(f"{name}.out_proj.bias", 0.0)
 
     def feed_forward(self, x: Tensor, name: str) -> Tensor:
-        hidden = (x @ self.w[f"{name}.linear1.weight"].T + self.w.get(f"{name}.linear1.bias", 0.0)).clamp(min=0)
+        hidden = x @ self.w[f"{name}.linear1.weight"].T + self.w.get(f"{name}.linear1.bias", 0.0)
+        if self.config.activation == "geglu_tanh":
+            gate, up = hidden.chunk(2, -1)
+            hidden = 0.5 * gate * (1 + torch.tanh(math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3))) * up
+        else:
+            hidden = hidden.clamp(min=0)
         return hidden @ self.w[f"{name}.linear2.weight"].T + self.w.get(f"{name}.linear2.bias", 0.0)
 
     def layer(self, x: Tensor, name: str, blocks: list) -> Tensor:
@@ -75,7 +100,7 @@ class Plain:
             vectors = torch.where((ids == 0)[:, None], 0.0, vectors)
         if self.config.positions == "learned":
             vectors = vectors + self.w[f"{side}_position.table"][: len(ids)]
-        else:
+        elif self.config.positions != "relative":
             vectors = vectors + position_table(len(ids), self.dim, self.config.positions)
         return self.norm(vectors, f"{side}_embedding_norm") if self.config.embedding_norm else vectors
 
@@ -93,6 +118,7 @@ class Plain:
             cross = lambda y, n=name: self.attend(y, memory, f"{n}.multihead_attn")  # noqa: E731
             x = self.layer(x, name, [attend, cross, lambda y, n=name: self.feed_forward(y, n)])
         x = self.norm(x, "decoder.norm") if c.norm_first else x
+        x = x / math.sqrt(self.dim) if c.scale_output else x
         return x @ self.w["embedding.weight" if c.tie_embeddings else "output.weight"].T + self.w.get(
             "output_bias", 0.0
         )

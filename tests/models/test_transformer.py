@@ -28,6 +28,10 @@ SMALL = {
     "attention_dropout": 0.0,
     "activation_dropout": 0.0,
 }
+T5 = {
+    "positions": "relative", "num_buckets": 8, "max_distance": 6, "norm": "rms", "bias": False, "embed_pad": True,
+    "scale_embedding": False,
+}  # fmt: skip
 VARIANTS = {
     "pre-norm": {},
     "post-norm": {"norm_first": False},
@@ -38,6 +42,8 @@ VARIANTS = {
     "marian": {"norm_first": False, "positions": "halves", "embed_pad": True, "output_bias": True},
     "bart": {"norm_first": False, "positions": "learned", "embedding_norm": True, "scale_embedding": False},
     "mbart": {"positions": "learned", "embedding_norm": True, "tie_embeddings": False},
+    "t5": {**T5, "scale_output": True},
+    "t5 1.1": {**T5, "activation": "geglu_tanh", "tie_embeddings": False, "window_size": 3},
     "unscaled": {"scale_embedding": False, "tie_embeddings": False, "output_bias": True},
 }
 variants = pytest.mark.parametrize("options", VARIANTS.values(), ids=VARIANTS.keys())

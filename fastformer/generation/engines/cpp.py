@@ -19,7 +19,7 @@ from fastformer.generation.engines.packed import packed
 from fastformer.generation.native_search import NativeSearch
 from fastformer.generation.precisions import own_precision
 from fastformer.models import GPT, Transformer
-from fastformer.nn import Embedding, MultiheadAttention
+from fastformer.nn import Embedding, MultiheadAttention, RelativePositionBias
 from fastformer.nn.feed_forward import fused_name
 from fastformer.ops import _extension
 
@@ -237,6 +237,7 @@ def _options(model: Transformer | GPT, precision: str) -> dict[str, object]:
         "padding_idx": -1 if embedding.padding_idx is None else embedding.padding_idx,
         "encoder_window": -1 if encoder_window is None else encoder_window,
         "decoder_window": -1 if attention.window_size[0] is None else attention.window_size[0],
+        "max_len": model.config.max_len,
         "activation": fused_name(layer.activation),
     }
 
@@ -261,19 +262,34 @@ def _tensors(model: Transformer | GPT) -> dict[str, Array]:
         tensors |= {f"encoder.{name}": p for name, p in model.encoder.named_parameters(remove_duplicate=False)}
         for side in ("source", "target"):
             norm, place = getattr(model, f"{side}_embedding_norm"), getattr(model, f"{side}_position") or position
-            assert place is not None
-            tensors[f"{side}_positions"] = place.table
+            if place is not None:
+                tensors[f"{side}_positions"] = place.table
             if norm is not None:
                 tensors |= {f"{side}_embedding_norm.{name}": p for name, p in norm.named_parameters()}
         tied = model.config.tie_embeddings
         tensors["source_embedding"] = embedding.weight if tied else model.source_embedding.weight
         if model.output_bias is not None:
             tensors["output_bias"] = model.output_bias
+        for name, relative in (("encoder", model.encoder_position_bias), ("decoder", model.decoder_position_bias)):
+            if relative is not None:
+                tensors[f"{name}_position_bias"] = _by_distance(relative, model)
+        if model.config.scale_output:
+            # The last norm's numbers alone become logits.
+            last = "norm" if model.config.norm_first else f"layers.{len(model.decoder.layers) - 1}.norm3"
+            for name in {f"decoder.{last}.{kind}" for kind in ("weight", "bias")} & tensors.keys():
+                tensors[name] = tensors[name].float() * model.config.d_model**-0.5
     elif model.rotary is not None:
         tensors["cos"], tensors["sin"] = model.rotary.cos, model.rotary.sin
     elif position is not None:
         tensors["target_positions"] = position.table
     return {name: _array(tensor) for name, tensor in tensors.items()}
+
+
+def _by_distance(relative: RelativePositionBias, model: Transformer) -> Tensor:
+    """What csrc/packed_model.h's PositionBias reads: in units of q k^T, which are scaled afterwards."""
+    reach = min(relative.max_distance, model.config.max_len - 1)
+    rows = relative.table[relative.buckets(torch.arange(-reach, reach + 1))]
+    return rows.float().T * _attention(model).head_dim ** 0.5
 
 
 def _array(tensor: Tensor) -> Array:

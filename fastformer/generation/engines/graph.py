@@ -127,6 +127,8 @@ class GraphEngine(KVCacheEngine):
         """See `Engine.why_unsupported`."""
         if torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu"):
             return "autocast is on, whose copies of the weights a graph can't hold: cast the model"
+        if getattr(getattr(model, "config", None), "positions", None) == "relative":
+            return "relative positions are a bias on the scores, which its captured steps don't add"
         return super().why_unsupported(model, precision)
 
     # Groups come and go.

@@ -20,7 +20,7 @@ from torch.utils._device import DeviceContext
 from fastformer.generation.precisions import check_precision, own_precision
 from fastformer.models import GPT, Transformer
 from fastformer.nn.attention import MultiheadAttention
-from fastformer.nn.embedding import Embedding, PositionalEncoding, RotaryEmbedding
+from fastformer.nn.embedding import Embedding, PositionalEncoding, RelativePositionBias, RotaryEmbedding
 from fastformer.nn.feed_forward import fused_name
 from fastformer.nn.layers import TransformerDecoderLayer, TransformerEncoderLayer
 from fastformer.nn.norm import AddLayerNorm
@@ -253,7 +253,7 @@ def _functions() -> dict[tuple[type, str], object]:
     """What the classes of a model's modules were written to do."""
     ours: tuple[type, ...] = (
         *(Transformer, GPT, TransformerEncoder, TransformerDecoder, TransformerEncoderLayer, TransformerDecoderLayer),
-        *(MultiheadAttention, Embedding, PositionalEncoding, RotaryEmbedding, AddLayerNorm),
+        *(MultiheadAttention, Embedding, PositionalEncoding, RotaryEmbedding, RelativePositionBias, AddLayerNorm),
     )
     found: dict[tuple[type, str], object] = {
         (kind, name): vars(kind)[name] for kind in ours for name in [*vars(kind)] if name in _methods(kind)
