@@ -9,22 +9,25 @@ from torch import nn
 
 from fastformer.integrations.swap import original_class
 from fastformer.models.bart import bart_from_transformer, transformer_from_bart
+from fastformer.models.t5 import NAMES as T5_NAMES
+from fastformer.models.t5 import t5_from_transformer, transformer_from_t5
 from fastformer.models.transformer import Transformer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-# The classes of `models.bart.FORMS`.
+# The classes of `models.bart.FORMS` and `models.t5.NAMES`.
 _CLASSES = {
     "bart": ("BartConfig", "BartForConditionalGeneration"),
     "marian": ("MarianConfig", "MarianMTModel"),
     "mbart": ("MBartConfig", "MBartForConditionalGeneration"),
     "pegasus": ("PegasusConfig", "PegasusForConditionalGeneration"),
+    "t5": ("T5Config", "T5ForConditionalGeneration"),
+    "mt5": ("MT5Config", "MT5ForConditionalGeneration"),
 }
 # What `models.Transformer` lacks for families that people will try.
 _LACKS = {
-    "t5": "T5 has relative positions as a bias on the scores",
-    "mt5": "mT5 has relative positions as a bias on the scores",
+    "umt5": "UMT5 has a table of relative positions in each layer",
     "m2m_100": "M2M100 counts positions from behind the id of PAD",
 }
 
@@ -35,6 +38,12 @@ def from_huggingface(model: nn.Module) -> Transformer:
     It keeps the model's dtype, device and mode. Sources may be padded on the right, as their tokenizers pad them.
     Dropping whole layers while training (encoder_layerdrop) is left out, and so are the two rows of a BART's learned
     positions that nobody reads: its position 0 is row 2 of its table.
+
+    The scores of a T5 aren't scaled, so the weights of queries are larger here by sqrt(d_kv), and their gradients
+    smaller; that is exact where it is a power of two, as 8 is. Where its heads don't fill d_model, heads of zeros do,
+    which stay zeros in training. It drops out behind the final norms as well, which is left out. Its max_len is
+    n_positions; since no table ends there, `config.max_len` may be set to more. With an untied head it has one
+    embedding, which is here one for each side. An mT5 comes back as a T5.
 
     `fastformer.generate` gives the tokens of transformers' generate where it is greedy. What a generation_config adds
     (bad_words_ids, forced_bos_token_id, forced_eos_token_id, no_repeat_ngram_size, num_beams) has to be said again, and
@@ -49,8 +58,8 @@ def from_huggingface(model: nn.Module) -> Transformer:
     "encoder." and "decoder." are the same where the model is pre-norm with `attention_bias=True`.
 
     Args:
-        model: a BartForConditionalGeneration, MarianMTModel, MBartForConditionalGeneration or
-            PegasusForConditionalGeneration.
+        model: a BartForConditionalGeneration, MarianMTModel, MBartForConditionalGeneration,
+            PegasusForConditionalGeneration, T5ForConditionalGeneration or MT5ForConditionalGeneration.
 
     Raises:
         ValueError: another class, or settings that `models.Transformer` doesn't have.
@@ -61,6 +70,12 @@ def from_huggingface(model: nn.Module) -> Transformer:
         known = ", ".join(name for _, name in _CLASSES.values())
         raise ValueError(f"expected one of transformers' {known}, got {type(model).__name__}{why}")
     found: Any = model
+    if kind in T5_NAMES:
+        weight = found.shared.weight
+        converted = transformer_from_t5(
+            found.config.to_dict(), model.state_dict(), device=weight.device, dtype=weight.dtype
+        )
+        return converted.train(model.training)
     eps = {module.eps for module in model.modules() if isinstance(module, nn.LayerNorm)}
     if len(eps) > 1:
         raise ValueError(f"expected norms of one eps, got {sorted(eps)}")
@@ -82,9 +97,11 @@ def to_huggingface(model: Transformer) -> PreTrainedModel:
     """A model of transformers that computes what a `models.Transformer` does, with copies of its weights.
 
     Args:
-        model: with LayerNorm of eps 1e-5, and full attention. With positions "halves" it becomes a MarianMTModel, or a
+        model: with full attention, and LayerNorm of eps 1e-5. With positions "halves" it becomes a MarianMTModel, or a
             PegasusForConditionalGeneration where it is pre-norm; with positions "learned" and `embedding_norm` a
-            BartForConditionalGeneration, or where it is pre-norm an MBartForConditionalGeneration.
+            BartForConditionalGeneration, or where it is pre-norm an MBartForConditionalGeneration. With positions
+            "relative" it becomes a T5ForConditionalGeneration, for which it has to be pre-norm, with norm "rms", no
+            biases and no scale_embedding.
 
     Raises:
         ImportError: transformers is not installed.
@@ -92,13 +109,17 @@ def to_huggingface(model: Transformer) -> PreTrainedModel:
     """
     if type(model) is not Transformer:
         raise ValueError(f"expected a models.Transformer, got {type(model).__name__}")
-    settings, weights = bart_from_transformer(model)
+    from_transformer = t5_from_transformer if model.config.positions == "relative" else bart_from_transformer
+    settings, weights = from_transformer(model)
     try:
         import transformers
     except ImportError as error:
         raise ImportError("to_huggingface needs the transformers library: pip install transformers") from error
     config_class, model_class = (getattr(transformers, name) for name in _CLASSES[settings.pop("model_type")])
     theirs: Any = model_class(config_class(**settings))
+    if model.config.positions == "relative" and not torch.equal(weights["shared.weight"], weights["lm_head.weight"]):
+        # Version 5 of transformers makes no T5 without a tied head, but loads and saves such.
+        theirs.lm_head.weight = nn.Parameter(theirs.lm_head.weight.detach().clone())
     theirs.to(device=model.output_weight.device, dtype=model.output_weight.dtype)
     own = theirs.state_dict()
     expected = {name for name in own if name in weights or "embed_positions" not in name}

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fastformer.models.foreign import check_floating, joined, number_of, some
 from fastformer.models.transformer import Transformer, TransformerConfig
 from fastformer.ops.embedding import sinusoidal_positions
 from fastformer.special_ids import SpecialIds
@@ -92,9 +93,7 @@ def transformer_from_bart(
         ValueError: a setting that `Transformer` doesn't have, missing, unexpected or misshapen tensors.
     """
     form, left = FORMS[settings["model_type"]], dict(state)
-    for name, tensor in left.items():
-        if not tensor.is_floating_point():
-            raise ValueError(f"expected floating-point weights, got {name} of {tensor.dtype}")
+    check_floating(left)
     start, pad, eos = (_id(settings, f"{name}_token_id", form) for name in ("decoder_start", "pad", "eos"))
     source_embedding, target_embedding, output = _embeddings(settings, left, form)
     tied = source_embedding is target_embedding is output
@@ -106,11 +105,11 @@ def transformer_from_bart(
     config = TransformerConfig(
         vocab_size=len(target_embedding),
         source_vocab_size=None if tied else len(source_embedding),
-        d_model=_number(settings, "d_model"),
+        d_model=number_of(settings, "d_model"),
         num_heads=_same(settings, "encoder_attention_heads", "decoder_attention_heads"),
         d_ff=_same(settings, "encoder_ffn_dim", "decoder_ffn_dim"),
-        num_encoder_layers=_number(settings, "encoder_layers"),
-        num_decoder_layers=_number(settings, "decoder_layers"),
+        num_encoder_layers=number_of(settings, "encoder_layers"),
+        num_decoder_layers=number_of(settings, "decoder_layers"),
         norm_first=form.norm_first,
         layer_norm_eps=layer_norm_eps,
         activation=_activation(settings.get("activation_function", "gelu")),
@@ -124,13 +123,13 @@ def transformer_from_bart(
         tie_embeddings=tied,
         output_bias=bool(bias.any()),
         attention_bias=True,
-        max_len=_number(settings, "max_position_embeddings"),
+        max_len=number_of(settings, "max_position_embeddings"),
         special_ids=SpecialIds(pad=pad, eos=eos, unk=unk, start=start),
     )
-    weights = {name: _joined(left, theirs, form) for name, theirs in _names(config).items()}
+    weights = {name: joined(left, theirs, form.name) for name, theirs in _names(config).items()}
     for name, theirs in _POSITIONS.items():
         if config.positions == "learned":
-            weights[name] = _joined(left, (theirs,), form)[_OFFSET:]
+            weights[name] = joined(left, (theirs,), form.name)[_OFFSET:]
         elif (table := left.pop(theirs, None)) is not None:
             _check_positions(theirs, table, config, form)
     if tied:
@@ -141,7 +140,7 @@ def transformer_from_bart(
     if config.output_bias:
         weights["output_bias"] = bias
     if left:
-        raise ValueError(f"expected the tensors of a {form.name}, got others as well: {_some(left)}")
+        raise ValueError(f"expected the tensors of a {form.name}, got others as well: {some(left)}")
     model = Transformer(config, device=device, dtype=dtype or target_embedding.dtype)
     for name, parameter in model.state_dict().items():
         if parameter.shape != weights[name].shape:
@@ -262,15 +261,6 @@ def _names(config: TransformerConfig) -> dict[str, tuple[str, ...]]:
     return names
 
 
-def _joined(left: dict[str, Tensor], names: tuple[str, ...], form: Form) -> Tensor:
-    """Tensors one behind another; they are taken away."""
-    missing = [name for name in names if name not in left]
-    if missing:
-        raise ValueError(f"expected the tensors of a {form.name}, got none called {_some(missing)}")
-    parts = [left.pop(name) for name in names]
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-
 def _embeddings(settings: Mapping[str, Any], left: dict[str, Tensor], form: Form) -> tuple[Tensor, Tensor, Tensor]:
     """(source, target, output), the same object where they are tied; they are taken away."""
     found = {name: left.pop(name, None) for name in (_SHARED, _SOURCE, _TARGET, _OUTPUT)}
@@ -314,13 +304,6 @@ def _activation(name: object) -> Any:
     return _ACTIVATIONS[str(name)]
 
 
-def _number(settings: Mapping[str, Any], name: str) -> int:
-    value = settings.get(name)
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise ValueError(f"expected {name} to be an integer, got {value!r}")
-    return value
-
-
 def _id(settings: Mapping[str, Any], name: str, form: Form) -> Any:
     value = settings.get(name)
     if value is None:
@@ -329,12 +312,7 @@ def _id(settings: Mapping[str, Any], name: str, form: Form) -> Any:
 
 
 def _same(settings: Mapping[str, Any], first: str, second: str) -> int:
-    value = _number(settings, first)
-    if _number(settings, second) != value:
+    value = number_of(settings, first)
+    if number_of(settings, second) != value:
         raise ValueError(f"expected {first} and {second} to be the same, got {value} and {settings[second]}")
     return value
-
-
-def _some(names: Iterable[str]) -> str:
-    known = sorted(names)
-    return ", ".join(known[:5]) + (f" and {len(known) - 5} more" if len(known) > 5 else "")

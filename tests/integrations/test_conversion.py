@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
-from transformers import MarianConfig, MarianMTModel, T5Config
-from transformers import T5ForConditionalGeneration as T5
+from transformers import MarianConfig, MarianMTModel, UMT5Config
+from transformers import UMT5ForConditionalGeneration as UMT5
 
 import fastformer
 from fastformer.integrations import from_huggingface, to_huggingface
@@ -199,8 +199,9 @@ class Subclass(MarianMTModel):  # type: ignore[misc]
 
 
 def test_what_is_no_relative_is_refused():
-    with pytest.raises(ValueError, match="got T5ForConditionalGeneration: T5 has relative positions"):
-        from_huggingface(T5(T5Config(vocab_size=20, d_model=8, d_ff=8, d_kv=4, num_heads=2, num_layers=1)))
+    sizes = {"vocab_size": 20, "d_model": 8, "d_ff": 8, "d_kv": 4, "num_heads": 2, "num_layers": 1}
+    with pytest.raises(ValueError, match="got UMT5ForConditionalGeneration: UMT5 has a table of relative positions in"):
+        from_huggingface(UMT5(UMT5Config(**sizes)))
     with pytest.raises(ValueError, match="expected one of transformers' .*MarianMTModel, .*, got Linear"):
         from_huggingface(nn.Linear(2, 2))
     with pytest.raises(ValueError, match="expected one of transformers' .*MarianMTModel, .*, got Subclass"):

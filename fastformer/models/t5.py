@@ -1,0 +1,269 @@
+"""T5 (Raffel et al. 2020), its version 1.1 and mT5, as transformers names their settings and weights.
+
+They are pre-norm `Transformer`s with relative positions, RMSNorm and no biases. Two things stand elsewhere there: their
+scores aren't divided by sqrt(head_dim), which the query's weights make up for, exactly where that is a power of two;
+and heads may take up less than d_model, so that heads of zeros fill it here, which say nothing and learn nothing.
+
+Both directions go by plain settings and tensors, so that a folder can be read without transformers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fastformer.models.foreign import check_floating, joined, number_of, some
+from fastformer.models.transformer import Transformer, TransformerConfig
+from fastformer.special_ids import SpecialIds
+
+NAMES = {"t5": "T5", "mt5": "mT5"}  # by the model_type of transformers
+_MAX_LEN = 512  # of a config that doesn't say what it was trained with
+
+_ACTIVATIONS = {
+    "relu": "relu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "silu": "silu",
+    "gated-gelu": "geglu_tanh",
+    "gated-gelu_new": "geglu_tanh",
+    "gated-silu": "swiglu",
+}
+_THEIR_ACTIVATIONS = {
+    "relu": "relu",
+    "gelu": "gelu",
+    "gelu_tanh": "gelu_new",
+    "silu": "silu",
+    "geglu_tanh": "gated-gelu",
+    "swiglu": "gated-silu",
+}
+_GATED = ("geglu_tanh", "swiglu")
+
+_SHARED, _OUTPUT = "shared.weight", "lm_head.weight"
+_EMBEDDINGS = {"encoder": "encoder.embed_tokens.weight", "decoder": "decoder.embed_tokens.weight"}
+# Of cross-attention, which old files hold and nobody reads.
+_UNREAD = "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"
+# What a T5 is among the options of `TransformerConfig`.
+_OPTIONS: dict[str, Any] = {
+    "positions": "relative",
+    "norm": "rms",
+    "norm_first": True,
+    "embedding_norm": False,
+    "scale_embedding": False,
+    "output_bias": False,
+    "attention_bias": False,
+    "bias": False,
+    "window_size": None,
+}
+
+
+def transformer_from_t5(
+    settings: Mapping[str, Any],
+    state: Mapping[str, Tensor],
+    *,
+    unk: int | None = None,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+) -> Transformer:
+    """A `Transformer` with the weights of a T5, in evaluation mode.
+
+    Args:
+        settings: its config.json, whose model_type is one of `NAMES`.
+        state: its state_dict; of matrices that are tied any one will do.
+        unk: the tokenizer's id of the unknown.
+        device: where the parameters go; None: the CPU.
+        dtype: what they become; None: what the embeddings are.
+
+    Raises:
+        ValueError: a setting that `Transformer` doesn't have, missing, unexpected or misshapen tensors.
+    """
+    name, left = NAMES[settings["model_type"]], dict(state)
+    check_floating(left)
+    left.pop(_UNREAD, None)
+    pad, eos = settings.get("pad_token_id"), settings.get("eos_token_id")
+    if pad is None or eos is None:
+        raise ValueError(f"expected a {name} with a pad_token_id and an eos_token_id, got {pad!r} and {eos!r}")
+    start = settings.get("decoder_start_token_id")
+    source, target, output = _embeddings(left, name)
+    tied = source is target is output
+    d_model, head_dim, heads = (number_of(settings, key) for key in ("d_model", "d_kv", "num_heads"))
+    if d_model % head_dim or heads * head_dim > d_model:
+        raise ValueError(
+            f"expected a {name} whose heads fit into d_model, as those of models.Transformer do, got num_heads {heads} "
+            f"of d_kv {head_dim} and d_model {d_model}"
+        )
+    activation = settings.get("feed_forward_proj", "relu")
+    if activation not in _ACTIVATIONS:
+        raise ValueError(f"expected a feed_forward_proj out of {(*_ACTIVATIONS,)}, got {activation!r}")
+    depth = number_of(settings, "num_layers")
+    dropout = settings.get("dropout_rate", 0.1)
+    config = TransformerConfig(
+        **_OPTIONS,
+        vocab_size=len(output),
+        source_vocab_size=None if tied else len(source),
+        d_model=d_model,
+        num_heads=d_model // head_dim,
+        d_ff=number_of(settings, "d_ff"),
+        num_encoder_layers=depth,
+        num_decoder_layers=depth if settings.get("num_decoder_layers") is None else settings["num_decoder_layers"],
+        layer_norm_eps=settings.get("layer_norm_epsilon", 1e-6),
+        activation=_ACTIVATIONS[activation],  # type: ignore[arg-type]
+        dropout=dropout,
+        attention_dropout=dropout,
+        activation_dropout=dropout,
+        num_buckets=settings.get("relative_attention_num_buckets", 32),
+        max_distance=settings.get("relative_attention_max_distance", 128),
+        embed_pad=any(bool(matrix[pad].any()) for matrix in (source, target)),
+        tie_embeddings=tied,
+        scale_output=_scales_output(settings),
+        max_len=settings.get("n_positions") or _MAX_LEN,
+        special_ids=SpecialIds(pad=pad, eos=eos, unk=unk, start=pad if start is None else start),
+    )
+    missing = d_model - heads * head_dim
+    weights = {}
+    for ours, theirs in _names(config).items():
+        if ours.endswith("in_proj_weight"):
+            q, k, v = (F.pad(joined(left, (part,), name), (0, 0, 0, missing)) for part in theirs)
+            weights[ours] = torch.cat((q * head_dim**0.5, k, v))
+        else:
+            weights[ours] = joined(left, theirs, name)
+            if ours.endswith("out_proj.weight"):
+                weights[ours] = F.pad(weights[ours], (0, missing))
+            elif ours.endswith("position_bias.table"):
+                weights[ours] = F.pad(weights[ours], (0, config.num_heads - heads))
+    if tied:
+        weights["embedding.weight"] = target
+    else:
+        weights |= {"source_embedding.weight": source, "target_embedding.weight": target, "output.weight": output}
+    if left:
+        raise ValueError(f"expected the tensors of a {name}, got others as well: {some(left)}")
+    model = Transformer(config, device=device, dtype=dtype or target.dtype)
+    for ours, parameter in model.state_dict().items():
+        if parameter.shape != weights[ours].shape:
+            raise ValueError(f"expected {ours} of shape {tuple(parameter.shape)}, got {tuple(weights[ours].shape)}")
+    model.load_state_dict(weights)
+    return model.eval()
+
+
+def t5_from_transformer(model: Transformer) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """(the settings, the state_dict) of the T5 that computes what a `Transformer` does.
+
+    Raises:
+        ValueError: options that it doesn't have.
+    """
+    config, ids = model.config, model.config.special_ids
+    for name, value in _OPTIONS.items():
+        if getattr(config, name) != value:
+            raise ValueError(f"expected a T5, with {name}={value!r}, got {getattr(config, name)!r}")
+    if config.num_kv_heads not in (None, config.num_heads):
+        raise ValueError(f"expected a T5, with as many heads of keys as of queries, got {config.num_kv_heads}")
+    if config.source_vocab_size not in (None, config.vocab_size):
+        raise ValueError("expected a T5, with one vocabulary, got one of its own for the source")
+    dropouts = {config.dropout, config.attention_dropout, config.activation_dropout}
+    if len(dropouts) > 1:
+        raise ValueError(f"expected a T5, with one probability of dropout, got {sorted(dropouts)}")
+    state = {name: tensor.detach() for name, tensor in model.state_dict().items()}
+    tied = config.tie_embeddings
+    shared = state["embedding.weight" if tied else "source_embedding.weight"]
+    output = shared if tied else state["output.weight"]
+    if not tied and not torch.equal(shared, state["target_embedding.weight"]):
+        raise ValueError("expected a T5, with one embedding for source and target, got two that differ")
+    if not config.embed_pad and shared[ids.pad].any():
+        # Its row for PAD is read as it is. As a row of the output it has to stay.
+        shared = shared.index_fill(0, torch.tensor([ids.pad], device=shared.device), 0.0)
+    weights = {_SHARED: shared, _EMBEDDINGS["encoder"]: shared, _EMBEDDINGS["decoder"]: shared, _OUTPUT: output}
+    head_dim = config.d_model // config.num_heads
+    heads = _heads_in_use(config, state)
+    inner = heads * head_dim
+    for ours, theirs in _names(config).items():
+        tensor = state[ours]
+        if ours.endswith("in_proj_weight"):
+            q, k, v = (part[:inner] for part in tensor.chunk(3))
+            weights |= dict(zip(theirs, (q / head_dim**0.5, k, v), strict=True))
+        elif ours.endswith("out_proj.weight"):
+            weights[theirs[0]] = tensor[:, :inner]
+        elif ours.endswith("position_bias.table"):
+            weights[theirs[0]] = tensor[:, :heads]
+        else:
+            weights |= dict(zip(theirs, tensor.chunk(len(theirs)), strict=True))
+    settings = {
+        "model_type": "t5",
+        "vocab_size": len(shared),
+        "d_model": config.d_model,
+        "d_kv": head_dim,
+        "num_heads": heads,
+        "d_ff": config.d_ff,
+        "num_layers": config.num_encoder_layers,
+        "num_decoder_layers": config.num_decoder_layers,
+        "relative_attention_num_buckets": config.num_buckets,
+        "relative_attention_max_distance": config.max_distance,
+        "dropout_rate": config.dropout,
+        "layer_norm_epsilon": config.layer_norm_eps,
+        "feed_forward_proj": _THEIR_ACTIVATIONS[config.activation],
+        "tie_word_embeddings": config.scale_output,  # which is what it says there
+        "n_positions": config.max_len,
+        "pad_token_id": ids.pad,
+        "eos_token_id": ids.first_eos if len(ids.eos) == 1 else [*ids.eos],
+        "decoder_start_token_id": ids.start,
+    }
+    return settings, weights
+
+
+def _scales_output(settings: Mapping[str, Any]) -> bool:
+    """Whether the hidden states are scaled: what says so has two names, and to old versions meant tied as well."""
+    if settings["model_type"] == "mt5":
+        return False
+    return bool(settings.get("scale_decoder_outputs", settings.get("tie_word_embeddings", True)))
+
+
+def _heads_in_use(config: TransformerConfig, state: Mapping[str, Tensor]) -> int:
+    """How many heads there are up to the last that isn't all zeros."""
+    heads = config.num_heads
+    used = torch.zeros(heads, dtype=torch.bool)
+    for name, tensor in state.items():
+        if name.endswith("in_proj_weight"):
+            used |= tensor.view(3, heads, -1).any(-1).any(0).cpu()
+        elif name.endswith("out_proj.weight"):
+            used |= tensor.view(len(tensor), heads, -1).any(-1).any(0).cpu()
+    return int(used.nonzero()[-1]) + 1 if used.any() else heads
+
+
+def _embeddings(left: dict[str, Tensor], name: str) -> tuple[Tensor, Tensor, Tensor]:
+    """(source, target, output), the same object where they are tied; they are taken away."""
+    shared, output = left.pop(_SHARED, None), left.pop(_OUTPUT, None)
+    found = [left.pop(place, None) for place in _EMBEDDINGS.values()]
+    either = next((one for one in (shared, *found, output) if one is not None), None)
+    if either is None or either.dim() != 2:
+        raise ValueError(f"expected the tensors of a {name}, got no matrix called {_SHARED}")
+    matrices = [either if one is None else one for one in (*found, output)]
+    first = matrices[0]
+    if all(one is first or (one.shape == first.shape and torch.equal(one, first)) for one in matrices):
+        return first, first, first
+    return matrices[0], matrices[1], matrices[2]
+
+
+def _names(config: TransformerConfig) -> dict[str, tuple[str, ...]]:
+    """Our names of the norms', the layers' and the positions' tensors, each with theirs, one behind another."""
+    names: dict[str, tuple[str, ...]] = {}
+    for side, depth in (("encoder", config.num_encoder_layers), ("decoder", config.num_decoder_layers)):
+        first = f"{side}.block.0.layer.0.SelfAttention"
+        names[f"{side}_position_bias.table"] = (f"{first}.relative_attention_bias.weight",)
+        names[f"{side}.norm.weight"] = (f"{side}.final_layer_norm.weight",)
+        attentions = {"self_attn": "SelfAttention", "multihead_attn": "EncDecAttention"}
+        if side == "encoder":
+            del attentions["multihead_attn"]
+        for place in range(depth):
+            ours, theirs = f"{side}.layers.{place}", f"{side}.block.{place}.layer"
+            for i, (name, attention) in enumerate(attentions.items()):
+                names[f"{ours}.{name}.in_proj_weight"] = tuple(f"{theirs}.{i}.{attention}.{x}.weight" for x in "qkv")
+                names[f"{ours}.{name}.out_proj.weight"] = (f"{theirs}.{i}.{attention}.o.weight",)
+                names[f"{ours}.norm{i + 1}.weight"] = (f"{theirs}.{i}.layer_norm.weight",)
+            last = len(attentions)
+            parts = ("wi_0", "wi_1") if config.activation in _GATED else ("wi",)
+            names[f"{ours}.linear1.weight"] = tuple(f"{theirs}.{last}.DenseReluDense.{x}.weight" for x in parts)
+            names[f"{ours}.linear2.weight"] = (f"{theirs}.{last}.DenseReluDense.wo.weight",)
+            names[f"{ours}.norm{last + 1}.weight"] = (f"{theirs}.{last}.layer_norm.weight",)
+    return names
