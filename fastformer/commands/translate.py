@@ -54,7 +54,7 @@ def translate(
     A line of output for each line of input, in order; empty lines stay empty.
 
     Args:
-        run: the run folder, or that of a BART or a Marian as transformers saves it
+        run: the run folder, or that of a BART, a Marian or a T5 as transformers saves it
         text: what to translate; without it and without --file, the lines of standard input, answered as they come
         file: a UTF-8 file, one sentence a line
         reference: the right translations of --file, a line each: prints BLEU and chrF

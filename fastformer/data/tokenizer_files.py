@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from fastformer.data import bart, marian
+from fastformer.data import bart, marian, t5
 from fastformer.data.tokenizer import (
     SPECIAL_TOKENS,
     TOKENIZER,
@@ -271,6 +271,8 @@ def _tokenizer_json(file: Path) -> Tokenizer:
         return marian.saved_marian(file, values)
     if values.get("type") == bart.TYPE:
         return bart.saved_bart(file, values)
+    if values.get("type") == t5.TYPE:
+        return t5.saved_t5(file, values)
     if values.get("type") == "foreign":
         return _saved(file, values)
     if not isinstance(values.get("model"), dict):

@@ -92,7 +92,7 @@ class Translator:
         """The translator of a run folder, whichever architecture it holds.
 
         Args:
-            run: the folder, or that of a BART or a Marian as transformers saves it.
+            run: the folder, or that of a BART, a Marian or a T5 as transformers saves it.
             tokenizer: None: the folder's own.
             device: where it runs; None: the CPU.
             precision: the dtype that the weights are loaded as, which the caches follow: "fp32", "bf16" or "fp16"; or

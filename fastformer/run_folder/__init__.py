@@ -28,9 +28,15 @@ from fastformer.models.pretrained import config_from_dict, load_saved
 from fastformer.run_folder.bart import load_bart
 from fastformer.run_folder.hugging_face import model_type
 from fastformer.run_folder.marian import load_marian
+from fastformer.run_folder.t5 import load_t5
 from fastformer.special_ids import SpecialIds
 
-_LOADERS: dict[str | None, Callable[..., tuple[Transformer, Tokenizer]]] = {"bart": load_bart, "marian": load_marian}
+_LOADERS: dict[str | None, Callable[..., tuple[Transformer, Tokenizer]]] = {
+    "bart": load_bart,
+    "marian": load_marian,
+    "t5": load_t5,
+    "mt5": load_t5,
+}
 ARCHITECTURES = ("Transformer", "GPT", "LSTMSeq2Seq")
 
 
@@ -59,7 +65,7 @@ def load_model(
     """The model and the tokenizer of a run folder.
 
     Args:
-        run: the folder. Where a "Transformer" is expected, that of a BART or a Marian will do, as transformers
+        run: the folder. Where a "Transformer" is expected, that of a BART, a Marian or a T5 will do, as transformers
             saves it.
         expected: the architectures that will do, such as "Transformer"; empty: any.
         device: where the parameters go; None: the CPU.
@@ -73,8 +79,8 @@ def load_model(
         return _LOADERS[kind](Path(run), device=device, dtype=dtype)
     if kind is not None:
         raise ValueError(
-            f"expected a run folder, or that of a BART or a Marian, got one of {kind!r}: {run}; some others can be "
-            "converted, see fastformer.integrations.from_huggingface"
+            f"expected a run folder, or that of a BART, a Marian or a T5, got one of {kind!r}: {run}; some others can "
+            "be converted, see fastformer.integrations.from_huggingface"
         )
     tokenizer, architecture = load_tokenizer(run), read_architecture(run)
     if architecture not in (expected or ARCHITECTURES):

@@ -20,6 +20,8 @@ from torch import Tensor
 from fastformer.models import Transformer
 from fastformer.models.bart import transformer_from_bart
 from fastformer.models.pretrained import CONFIG, WEIGHTS, read_weights
+from fastformer.models.t5 import NAMES as T5_NAMES
+from fastformer.models.t5 import transformer_from_t5
 
 logger = logging.getLogger("fastformer")
 
@@ -94,11 +96,16 @@ def load_weights(
         ImportError: safetensors is not installed.
         ValueError: a file that is missing or damaged, or files that don't belong together.
     """
-    state = _with_prefix(_weights(folder))
+    state = _weights(folder)
     is_half = any(tensor.dtype == torch.float16 for tensor in state.values())
     if dtype is None and is_half and torch.device(device or "cpu").type == "cpu":
         dtype = torch.float32
     never = _never(folder, settings)
+    if settings["model_type"] in T5_NAMES:
+        if never:
+            logger.warning("%s forbids the ids %s: give bad_words_ids to generate", folder, never)
+        return transformer_from_t5(settings, state, unk=unk, device=device, dtype=dtype)
+    state = _with_prefix(state)
     return transformer_from_bart(settings, state, unk=unk, never=never, device=device, dtype=dtype)
 
 
