@@ -13,10 +13,15 @@ What the programs of a tile found is merged by a second kernel, where there are 
 The program that begins a walk also writes the new keys and values into the cache. Nobody reads them there: their
 blocks come from k and v, so that no program waits for another.
 
+Where rotary tables are given, queries are turned as they are read, by their positions in the cache. The walk ends at
+the new tokens then: the program with its last share, which is the shortest, turns the new keys, writes them and attends
+to them in blocks of their own. So a step is two launches less, and the walk itself is as it is without new tokens.
+
 Bytes: (keys + new) * head_dim * 2 a K/V head of each distinct row, q and out, 4 a key for a slot table; in splits
-another 8 * head_dim a row of out and share. FLOPs: 4 * keys * head_dim a query and head, 16 / rows of the tile times
-as many in the tensor cores. fp32: scores, softmax statistics (in units of log2), the accumulator, partial results.
-P is rounded to V's dtype for the second product. fp32 inputs are multiplied as three TF32 products each.
+another 8 * head_dim a row of out and share; of the rotary tables 4 * rotary_dim a new token. FLOPs: 4 * keys * head_dim
+a query and head, 16 / rows of the tile times as many in the tensor cores. fp32: scores, softmax statistics (in units of
+log2), the accumulator, partial results, rotations. P is rounded to V's dtype for the second product. fp32 inputs are
+multiplied as three TF32 products each.
 """
 
 from __future__ import annotations
@@ -40,6 +45,7 @@ from fastformer.kernels._launch import (
     unsupported_device,
     unsupported_dtype,
 )
+from fastformer.kernels.rotary import load_turned
 
 
 class Config(NamedTuple):
@@ -71,11 +77,11 @@ FEW_BLOCKS = 4
 # Windows stay far from int32's end, so that position - window can't wrap.
 FAR = 2**29
 # The rows of each product's result.
-PRODUCTS = {"_decode_attention_kernel": lambda arguments: [arguments["BLOCK_M"]] * 2}
+PRODUCTS = {"_decode_attention_kernel": lambda a: [a["BLOCK_M"]] * (4 if a["HALF"] else 2)}
 # Arguments whose values must not make another binary: Triton compiles apart for 1 and for multiples of 16.
 _COUNTS = [
     "sizes", "window_left", "q_strides", "k_cache_strides", "v_cache_strides", "k_strides", "v_strides",
-    "integer_strides",
+    "integer_strides", "rotary",
 ]  # fmt: skip
 
 
@@ -93,6 +99,13 @@ def _token_ptrs(ptr, strides, head, row, positions, slots, TABLE: tl.constexpr, 
     if TABLE:
         return ptr + slots.to(tl.int64) * strides[1] * UNIT
     return ptr + (row.to(tl.int64) * strides[0] + positions.to(tl.int64) * strides[1]) * UNIT
+
+
+@triton.jit
+def _query_ptrs(ptr, strides, rows, queries, heads, UNIT: tl.constexpr):
+    """Where heads of queries begin."""
+    offsets = rows.to(tl.int64) * strides[0] + queries.to(tl.int64) * strides[1]
+    return ptr + (offsets + heads.to(tl.int64) * strides[2]) * UNIT
 
 
 @triton.jit
@@ -122,6 +135,42 @@ def _copy_tokens(from_ptrs, to_ptrs, here, HEAD_DIM: tl.constexpr, BLOCK_D: tl.c
     tl.store(to_ptrs[:, None] + dims, tl.load(from_ptrs[:, None] + dims, mask=here), mask=here)
 
 
+@triton.jit
+def _attend(s, v_ptrs, dims, here, visible, member, state, PRECISION: tl.constexpr):
+    """One step of the online softmax: (acc, weight, peak) with a block of keys and values.
+
+    Args:
+        s: (BLOCK_M, keys) scores; `visible`: which of them count.
+        v_ptrs: (keys,) where the values begin; `here`: which of (keys, dims) are there.
+        member: (BLOCK_M,) the rows that the block is for; None: all.
+    """
+    acc, weight, peak = state
+    s = tl.where(visible, s, float("-inf"))
+    new_peak = tl.maximum(peak, tl.max(s, 1))
+    # A row that has seen nothing yet has peak -inf, and -inf - -inf is NaN.
+    base = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+    p = tl.exp2(s - base[:, None])
+    fade = tl.exp2(peak - base)
+    weight = weight * fade + tl.sum(p, 1)
+    v = tl.load(v_ptrs[:, None] + dims[None, :], mask=here, other=0.0)
+    sums = tl.dot(p.to(v.dtype), v, acc * fade[:, None], input_precision=PRECISION)
+    if member is not None:
+        # 0 * inf is NaN: what is in one source must not reach the rows of another.
+        sums = tl.where(member[:, None], sums, acc)
+    return sums, weight, new_peak
+
+
+@triton.jit
+def _visible(positions, aligned, seen, window_left, IS_CAUSAL: tl.constexpr):
+    """(BLOCK_M, keys): which of the keys at `positions`, where `seen`, each query sees."""
+    visible = seen[None, :]
+    if IS_CAUSAL:
+        visible = visible & (positions[None, :] <= aligned[:, None])
+    if window_left is not None:
+        visible = visible & (positions[None, :] >= (aligned - window_left)[:, None])
+    return visible
+
+
 @triton.jit(do_not_specialize=_COUNTS)
 def _decode_attention_kernel(
     q_ptr,
@@ -144,10 +193,14 @@ def _decode_attention_kernel(
     k_strides,
     v_strides,
     integer_strides,
+    rotary,
     IS_CAUSAL: tl.constexpr,
     ROWS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    HALF: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
     UNIT: tl.constexpr,
+    TABLE_UNIT: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -158,9 +211,11 @@ def _decode_attention_kernel(
 
     sizes: (batch, seqlen_q, group, num_kv_heads, cache_batch, max_seqlen, num_tokens, seqlen_new, num_splits), where
     num_tokens are those of the store behind a table; scale: of the scores, times log2(e); strides: (row, token, head)
-    in UNITs; integer_strides: of the lengths, of cache_batch_idx, of the table's rows and columns. ROWS: rows of the
-    batch in a tile; more than one only through cache_batch_idx. partial_ptr, stats_ptr: see `_merge_kernel`; None
-    without splits. BLOCK_NEW: new tokens that are copied at once, 0 = none.
+    in UNITs; integer_strides: of the lengths, of cache_batch_idx, of the table's rows and columns. rotary: (cos, sin,
+    their positions, strides of their rows in TABLE_UNITs), or None. ROWS: rows of the batch in a tile; more than one
+    only through cache_batch_idx, and then there is no rotary. HALF: half of what is turned of a head, 0 = nothing.
+    partial_ptr, stats_ptr: see `_merge_kernel`; None without splits. BLOCK_NEW: new tokens that are copied at once, and
+    with rotary attended to, 0 = none.
     """
     batch, seqlen_q, group, num_kv_heads, cache_batch, max_seqlen, num_tokens, seqlen_new, num_splits = sizes
     TABLE: tl.constexpr = table_ptr is not None
@@ -194,6 +249,9 @@ def _decode_attention_kernel(
         if IS_CAUSAL:
             last_inside = tl.minimum(first_inside + BLOCK_M, rows_of_one) - 1
             last = tl.minimum(last, total - seqlen_q + last_inside // group + 1)
+        last_new = last - filled
+        if HALF > 0:
+            last = tl.minimum(last, filled)
         num_blocks = tl.cdiv(tl.maximum(last - first, 0), BLOCK_N)
     else:
         batch_rows = tile * ROWS + m // rows_of_one
@@ -220,25 +278,51 @@ def _decode_attention_kernel(
     head = kv_head * group + inside % group
     aligned = totals - seqlen_q + query  # the position of the key that stands beside each query
     is_right = has_row & has_room
+    if HALF > 0:
+        is_right = is_right & (total <= rotary[2])
+
+    dims = tl.arange(0, BLOCK_D)
+    if HALF > 0:
+        q_ptrs = _query_ptrs(q_ptr, q_strides, batch_rows, query, head, UNIT)
+        q = load_turned(q_ptrs, aligned, real, rotary, INTERLEAVED, TABLE_UNIT, HALF, HEAD_DIM, BLOCK_D)
+        acc = tl.zeros((BLOCK_M, BLOCK_D), dtype=tl.float32)
+        weight = tl.zeros((BLOCK_M,), dtype=tl.float32)
+        peak = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
 
     if BLOCK_NEW > 0:
-        # Each new token of a head is written once: by the program with the first share of the first tile.
-        new_tokens = tl.where((split == 0) & (first_inside == 0), seqlen_new, 0)
+        # Each new token of a head is written once: by the first tile's program with the first share or, turned, where
+        # it is attended to.
+        writes = first_inside == 0
+        if HALF > 0:
+            new_tokens = tl.where(split == num_splits - 1, tl.where(writes, seqlen_new, last_new), 0)
+        else:
+            new_tokens = tl.where((split == 0) & writes, seqlen_new, 0)
         for start in range(0, new_tokens, BLOCK_NEW):
             tokens = start + tl.arange(0, BLOCK_NEW)
             new = tokens < seqlen_new
+            stored = new
             positions = filled + tokens
             slots = _slots(table_ptr, integer_strides, cache_row, positions, new, TABLE)
             if TABLE:
                 in_store = (slots >= 0) & (slots < num_tokens)
                 is_right = is_right & (tl.min((in_store | (tokens >= seqlen_new)).to(tl.int32), 0) > 0)
-                new = new & in_store
+                stored = new & in_store
             new_k = _token_ptrs(k_ptr, k_strides, kv_head, batch_row, tokens, tokens, False, UNIT)
             new_v = _token_ptrs(v_ptr, v_strides, kv_head, batch_row, tokens, tokens, False, UNIT)
             k_to = _token_ptrs(k_cache_ptr, k_cache_strides, kv_head, cache_row, positions, slots, TABLE, UNIT)
             v_to = _token_ptrs(v_cache_ptr, v_cache_strides, kv_head, cache_row, positions, slots, TABLE, UNIT)
-            _copy_tokens(new_k, k_to, new, HEAD_DIM, BLOCK_D)
-            _copy_tokens(new_v, v_to, new, HEAD_DIM, BLOCK_D)
+            if HALF > 0:
+                stored = stored & writes
+                k = load_turned(new_k, positions, new, rotary, INTERLEAVED, TABLE_UNIT, HALF, HEAD_DIM, BLOCK_D)
+                tl.store(k_to[:, None] + dims[None, :], k, mask=stored[:, None] & (dims < HEAD_DIM)[None, :])
+                s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
+                acc, weight, peak = _attend(
+                    s, new_v, dims, new[:, None] & (dims < HEAD_DIM)[None, :],
+                    _visible(positions, aligned, new, window_left, IS_CAUSAL), None, (acc, weight, peak), PRECISION,
+                )  # fmt: skip
+            else:
+                _copy_tokens(new_k, k_to, stored, HEAD_DIM, BLOCK_D)
+            _copy_tokens(new_v, v_to, stored, HEAD_DIM, BLOCK_D)
 
     # The weight of a row that has seen no key. A kernel can't raise an error: a bad length, row or slot gives NaN.
     nothing = tl.where(is_right, 0.0, float("nan")) + m * 0.0
@@ -246,21 +330,25 @@ def _decode_attention_kernel(
     share = tl.cdiv(num_blocks, num_splits)
     begin = split * share
     end = tl.minimum(begin + share, num_blocks)
-    dims = tl.arange(0, BLOCK_D)
     out_rows = (batch_rows.to(tl.int64) * seqlen_q + query) * (num_kv_heads * group) + head
     if partial_ptr is not None:
         stats_ptrs = stats_ptr + (out_rows * num_splits + split) * 2
-        if begin >= end:
+        is_idle = begin >= end
+        if HALF > 0:
+            is_idle = is_idle & (split < num_splits - 1)
+        if is_idle:
             tl.store(stats_ptrs, float("-inf"), mask=real)
             tl.store(stats_ptrs + 1, nothing, mask=real)
             return
 
-    q_ptrs = batch_rows.to(tl.int64) * q_strides[0] + query.to(tl.int64) * q_strides[1]
-    q_ptrs = q_ptr + (q_ptrs + head.to(tl.int64) * q_strides[2]) * UNIT
-    q = tl.load(q_ptrs[:, None] + dims[None, :], mask=real[:, None] & (dims < HEAD_DIM)[None, :], other=0.0)
-    acc = tl.zeros((BLOCK_M, BLOCK_D), dtype=tl.float32)
-    weight = nothing
-    peak = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
+    if HALF > 0:
+        weight += nothing
+    else:
+        q_ptrs = _query_ptrs(q_ptr, q_strides, batch_rows, query, head, UNIT)
+        q = tl.load(q_ptrs[:, None] + dims[None, :], mask=real[:, None] & (dims < HEAD_DIM)[None, :], other=0.0)
+        acc = tl.zeros((BLOCK_M, BLOCK_D), dtype=tl.float32)
+        weight = nothing
+        peak = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
     if ROWS == 1:
         start = first + begin * BLOCK_N
     else:
@@ -271,7 +359,7 @@ def _decode_attention_kernel(
         seen = positions < last
         k_ptrs = _token_ptrs(k_cache_ptr, k_cache_strides, kv_head, cache_row, positions, slots, TABLE, UNIT)
         v_ptrs = _token_ptrs(v_cache_ptr, v_cache_strides, kv_head, cache_row, positions, slots, TABLE, UNIT)
-        if BLOCK_NEW > 0:
+        if BLOCK_NEW > 0 and HALF == 0:
             # The new ones are on their way into the cache: they are read where they come from.
             tokens = positions - filled
             new_k = _token_ptrs(k_ptr, k_strides, kv_head, batch_row, tokens, tokens, False, UNIT)
@@ -283,28 +371,12 @@ def _decode_attention_kernel(
             here = here & (dims < HEAD_DIM)[None, :]
         k = tl.load(k_ptrs[:, None] + dims[None, :], mask=here, other=0.0)
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
-        visible = seen[None, :]
+        visible = _visible(positions, aligned, seen, window_left, IS_CAUSAL)
+        member = None
         if ROWS > 1:
             member = wanted == cache_row
             visible = visible & member[:, None]
-        if IS_CAUSAL:
-            visible = visible & (positions[None, :] <= aligned[:, None])
-        if window_left is not None:
-            visible = visible & (positions[None, :] >= (aligned - window_left)[:, None])
-        s = tl.where(visible, s, float("-inf"))
-        new_peak = tl.maximum(peak, tl.max(s, 1))
-        # A row that has seen nothing yet has peak -inf, and -inf - -inf is NaN.
-        base = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-        p = tl.exp2(s - base[:, None])
-        fade = tl.exp2(peak - base)
-        weight = weight * fade + tl.sum(p, 1)
-        v = tl.load(v_ptrs[:, None] + dims[None, :], mask=here, other=0.0)
-        sums = tl.dot(p.to(v.dtype), v, acc * fade[:, None], input_precision=PRECISION)
-        if ROWS > 1:
-            # 0 * inf is NaN: what is in one source must not reach the rows of another.
-            sums = tl.where(member[:, None], sums, acc)
-        acc = sums
-        peak = new_peak
+        acc, weight, peak = _attend(s, v_ptrs, dims, here, visible, member, (acc, weight, peak), PRECISION)
         # The slots of the next block, a step ahead: loads of keys that would wait for them are not pipelined.
         if ROWS == 1:
             start += BLOCK_N
@@ -363,9 +435,11 @@ def _merge_kernel(
     tl.store(out_ptr + row * HEAD_DIM + dims, acc.to(out_ptr.dtype.element_ty), mask=dims < HEAD_DIM)
 
 
-def why_unsupported(op_name: str, *, q: Tensor, k_cache: Tensor, v_cache: Tensor, **_: object) -> str | None:
+def why_unsupported(
+    op_name: str, *, q: Tensor, k_cache: Tensor, v_cache: Tensor, cos: Tensor | None, sin: Tensor | None, **_: object
+) -> str | None:
     """Why the kernel can't take a call of decode_attention; None if it can."""
-    if (reason := unsupported_dtype(q.dtype)) is not None:
+    if (reason := unsupported_dtype(*(x.dtype for x in (q, cos, sin) if x is not None))) is not None:
         return reason
     if q.shape[-1] > 256:
         return f"head_dim {q.shape[-1]} is greater than 256"
@@ -418,6 +492,13 @@ def splits_of(tiles: int, num_blocks: int, wanted: int) -> int:
     return next(n for n, full in enumerate(fullness, 1) if full >= 0.85 * max(fullness))
 
 
+def _rotary_registers(q: Tensor, block_m: int, block_d: int) -> int | None:
+    """Registers a thread at most: more than ptxas keeps to by itself, and then spills, or None where it does not."""
+    if q.dtype == torch.float32 and block_d <= 64:
+        return 168
+    return 240 if block_m > SMALLEST_TILE and block_d == 64 else None
+
+
 def decode_attention(
     q: Tensor,
     k_cache: Tensor,
@@ -430,6 +511,9 @@ def decode_attention(
     softmax_scale: float,
     is_causal: bool,
     window_left: int | None,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    interleaved: bool,
 ) -> Tensor:
     """`fastformer::decode_attention`: out; k and v are in the cache then."""
     out = q.new_empty(q.shape)
@@ -463,9 +547,16 @@ def decode_attention(
     if num_splits > 1:
         partial = out.new_empty((batch, seqlen_q, num_heads, num_splits, head_dim), dtype=torch.float32)
         stats = out.new_empty((batch, seqlen_q, num_heads, num_splits, 2), dtype=torch.float32)
+    rotary, half, table_unit = None, 0, 1
+    if cos is not None and sin is not None and cos.shape[1]:
+        cos, sin = (t if t.stride(1) == 1 else t.contiguous() for t in (cos, sin))
+        half, table_unit = cos.shape[1], stride_unit(cos, sin)
+        rotary = cos, sin, cos.shape[0], cos.stride(0) // table_unit, sin.stride(0) // table_unit
     unit = stride_unit(q, k_cache, v_cache, k, v)
     block_d = max(16, next_power_of_2(head_dim))
-    block_new = min(16, next_power_of_2(seqlen_new)) if seqlen_new else 0
+    block_new = 0
+    if seqlen_new:
+        block_new = SMALLEST_TILE if half else min(SMALLEST_TILE, next_power_of_2(seqlen_new))
     launch(
         _decode_attention_kernel, (tiles * num_splits * num_kv_heads,),
         q, k_cache, v_cache, k, v, out, partial, stats, cache_seqlens, cache_batch_idx, slot_table,
@@ -480,9 +571,11 @@ def decode_attention(
             0 if cache_batch_idx is None else cache_batch_idx.stride(0),
             *((0, 0) if slot_table is None else slot_table.stride()),
         ),
-        IS_CAUSAL=is_causal and seqlen_q > 1, ROWS=rows, HEAD_DIM=head_dim, UNIT=unit, BLOCK_M=block_m,
-        BLOCK_N=config.block_n, BLOCK_D=block_d, BLOCK_NEW=block_new,
+        rotary,
+        IS_CAUSAL=is_causal and seqlen_q > 1, ROWS=rows, HEAD_DIM=head_dim, HALF=half, INTERLEAVED=interleaved,
+        UNIT=unit, TABLE_UNIT=table_unit, BLOCK_M=block_m, BLOCK_N=config.block_n, BLOCK_D=block_d, BLOCK_NEW=block_new,
         PRECISION=dot_precision(q), num_warps=config.num_warps, num_stages=config.num_stages,
+        maxnreg=None if rotary is None else _rotary_registers(q, block_m, block_d),
     )  # fmt: skip
     if num_splits > 1:
         splits = next_power_of_2(num_splits)

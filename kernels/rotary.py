@@ -23,13 +23,54 @@ from fastformer.kernels._launch import (
     unsupported_device,
     unsupported_dtype,
 )
-from fastformer.kernels._rows import load_rows
+from fastformer.kernels._rows import load_rows, row_ptrs
 
 # Elements of one tile: 8 of each half a thread.
 TILE = 2048
 
 # Arguments whose value must not make another binary.
 _COUNTS = ["num_rows", "num_heads", "seqlen", "num_positions", "x_strides", "table_strides"]
+
+
+@triton.jit
+def load_turned(
+    ptrs,
+    positions,
+    here,
+    tables,
+    INTERLEAVED: tl.constexpr,
+    TABLE_UNIT: tl.constexpr,
+    HALF: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Heads that begin at (rows,) pointers, turned by their positions: (rows, BLOCK_D), rounded; 0 where not `here`.
+
+    For a few heads, as other kernels read them: each element is loaded a second time beside the other of its pair, so
+    that neither layout has to move anything between threads. A position behind the tables is turned as their last one.
+
+    tables: (cos, sin, their positions, the strides of cos's and of sin's rows in TABLE_UNITs).
+    """
+    cos_ptr, sin_ptr, num_positions, cos_stride, sin_stride = tables
+    dims = tl.arange(0, BLOCK_D)
+    positions = tl.minimum(positions, num_positions - 1)
+    if INTERLEAVED:
+        pairs = dims // 2
+        others = dims ^ 1
+        is_first = dims % 2 == 0
+    else:
+        pairs = dims % HALF
+        others = (dims + HALF) % (2 * HALF)
+        is_first = dims < HALF
+    real = here[:, None] & (dims < DIM)[None, :]
+    turns = real & (dims < 2 * HALF)[None, :]
+    x = tl.load(ptrs[:, None] + dims[None, :], mask=real, other=0.0)
+    other = tl.load(ptrs[:, None] + others[None, :], mask=turns, other=0.0).to(tl.float32)
+    cos = tl.load(row_ptrs(cos_ptr, positions, cos_stride, pairs, TABLE_UNIT), mask=turns, other=1.0)
+    sin = tl.load(row_ptrs(sin_ptr, positions, sin_stride, pairs, TABLE_UNIT), mask=turns, other=0.0)
+    sin = sin.to(tl.float32)
+    sin = tl.where(is_first[None, :], -sin, sin)
+    return (x.to(tl.float32) * cos.to(tl.float32) + other * sin).to(x.dtype)
 
 
 @triton.jit(do_not_specialize=_COUNTS)

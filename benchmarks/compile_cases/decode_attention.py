@@ -20,8 +20,14 @@ def decode_call(
     table: bool = True,
     beams: int = 0,
     window_left: int | None = None,
+    rotary: str | None = None,
 ) -> Callable[[], object]:
-    """A call of the launcher. beams: rows that read one source through cache_batch_idx; 0 = without."""
+    """A call of the launcher.
+
+    Args:
+        beams: rows that read one source through cache_batch_idx; 0 = without.
+        rotary: "half" or "interleaved"; None = without.
+    """
     from fastformer.kernels import decode_attention as kernels
 
     def call() -> None:
@@ -34,9 +40,10 @@ def decode_call(
         k, v = (new(batch, seqlen_new, kv_heads, head_dim) if seqlen_new else None for _ in range(2))
         index = new(batch, dtype=torch.int32) if beams else None
         slots = new(rows, max_seqlen, dtype=torch.int32) if table else None
+        tables = None if rotary is None else new(1024, head_dim // 2, dtype=torch.float32)
         kernels.decode_attention(
             new(batch, seqlen_q, heads, head_dim), k_cache, v_cache, new(rows, dtype=torch.int32), k, v, index, slots,
-            head_dim**-0.5, seqlen_new > 0, window_left,
+            head_dim**-0.5, seqlen_new > 0, window_left, tables, tables, rotary == "interleaved",
         )  # fmt: skip
 
     return call
@@ -47,6 +54,7 @@ def cases(quick: bool) -> Iterator[tuple[str, Callable[[], object]]]:
     bf16 = torch.bfloat16
     yield "bf16 d64 step table splits", decode_call(bf16, 64, seqlen_new=1)
     yield "bf16 d64 beams table n128", decode_call(bf16, 64, batch=256, beams=4, max_seqlen=128)
+    yield "bf16 d64 step table gqa rotary half", decode_call(bf16, 64, heads=32, seqlen_new=1, rotary="half")
     if quick:
         return
     fp32 = torch.float32
@@ -54,8 +62,14 @@ def cases(quick: bool) -> Iterator[tuple[str, Callable[[], object]]]:
         title = f"{'bf16' if dtype == bf16 else 'fp32'} d{head_dim}"
         yield f"{title} step", decode_call(dtype, head_dim, seqlen_new=1, table=False)
         yield f"{title} step table gqa", decode_call(dtype, head_dim, heads=32, seqlen_new=1)
+        for layout in ("half", "interleaved"):
+            step = decode_call(dtype, head_dim, heads=32, seqlen_new=1, rotary=layout)
+            if (dtype, head_dim, layout) != (bf16, 64, "half"):
+                yield f"{title} step table gqa rotary {layout}", step
         yield f"{title} beams table", decode_call(dtype, head_dim, batch=64, beams=4)
         yield f"{title} prompt table gqa", decode_call(dtype, head_dim, heads=32, seqlen_q=100, seqlen_new=100)
+        prompt = decode_call(dtype, head_dim, heads=32, seqlen_q=100, seqlen_new=100, rotary="half")
+        yield f"{title} prompt table gqa rotary half", prompt
         title = f"{title} beams 3 tokens gqa window"
         yield title, decode_call(dtype, head_dim, batch=64, heads=32, seqlen_q=3, beams=4, window_left=99)
     yield "fp16 d64 step table", decode_call(torch.float16, 64, seqlen_new=1)

@@ -210,7 +210,8 @@ class GPT(PretrainedModel):
         positions = None if layout is None else layout.positions
         if cache is not None and positions is None:
             cache.check_rows(tokens.shape[0])
-            positions = cache.positions(tokens.shape[1])
+            if self.rotary is None:  # which knows by itself where tokens stand in a cache
+                positions = cache.positions(tokens.shape[1])
         rotary = None if self.rotary is None else self.rotary(positions)
         x = self.embedding(tokens, positions)
         return self.decoder(x, is_causal=True, layout=layout, cache=cache, rotary=rotary)

@@ -17,7 +17,6 @@ from fastformer.nn.masks import add_bias, is_causal_mask, merge_masks, right_pad
 from fastformer.nn.padding import Jagged, open_nested
 from fastformer.ops.attention import attention, resolve_window
 from fastformer.ops.attention_weights import attention_weights
-from fastformer.ops.rotary import rotary as rotate
 from fastformer.ops.varlen_attention import varlen_attention
 
 Window = tuple[int | None, int | None]
@@ -190,7 +189,8 @@ class MultiheadAttention(nn.Module):
                 f"expected query, key and value of one batch, key and value of one length; got {tuple(query.shape)}, "
                 f"{tuple(key.shape)} and {tuple(value.shape)}"
             )
-        q, k = self._rotate(q, k, rotary)
+        if rotary is not None:
+            q, k = rotary.rotate(q, k)
         batch, seqlen_q, seqlen_k = q.shape[0], q.shape[1], k.shape[1]
         if is_causal and attn_mask is not None and (need_weights or key_padding_mask is not None):
             # torch.nn takes the hint only where neither is asked for.
@@ -294,7 +294,8 @@ class MultiheadAttention(nn.Module):
         if is_causal and memory_layout is not layout:
             raise InputError("expected is_causal with a packed layout in self-attention only")
         q, k, v = self._project(query, key, value)
-        q, k = self._rotate(q, k, rotary)
+        if rotary is not None:
+            q, k = rotary.rotate(q, k)
         dropout_p, seed = self._dropout(q)
         if position_bias is not None:
             if memory_layout is not layout:
@@ -347,8 +348,7 @@ class MultiheadAttention(nn.Module):
             q, k, v = self._project(query, key, value)
             if transposed:
                 q, k, v = q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1)
-            q, k = self._rotate(q, k, rotary)
-            out = cache.append(q, k, v, self.window_size[0], layout if packed else None, position_bias)
+            out = cache.append(q, k, v, self.window_size[0], layout if packed else None, position_bias, rotary)
         out = out.flatten(-2)
         return self.out_proj(out.transpose(0, 1) if transposed else out)
 
@@ -399,13 +399,6 @@ class MultiheadAttention(nn.Module):
         if rest:
             raise InputError(f"expected num_heads to divide embed_dim, got {self.num_heads} and {self.embed_dim}")
         return x.unflatten(-1, (x.shape[-1] // head_dim, head_dim))
-
-    def _rotate(self, q: Tensor, k: Tensor, rotary: RotaryPositions | None) -> tuple[Tensor, Tensor]:
-        if rotary is None:
-            return q, k
-        cos, sin, positions, interleaved = rotary
-        q = rotate(q, cos, sin, positions=positions, interleaved=interleaved)
-        return q, rotate(k, cos, sin, positions=positions, interleaved=interleaved)
 
     def _dropout(self, q: Tensor) -> tuple[float, Tensor | None]:
         dropout_p = self.dropout if self.training else 0.0

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from fastformer.nn.dropout import dropout_seed
 from fastformer.ops.embedding import embedding, sinusoidal_positions
-from fastformer.ops.rotary import rotary_tables
+from fastformer.ops.rotary import rotary, rotary_tables
 
 SINUSOIDS = ("interleaved", "halves", "concatenated")
 
@@ -176,6 +176,12 @@ class RotaryPositions(NamedTuple):
     positions: Tensor | None
     interleaved: bool
 
+    def rotate(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """(q, k), rotated: (batch, seqlen, heads, head_dim), or packed with positions."""
+        cos, sin, positions, interleaved = self
+        q = rotary(q, cos, sin, positions=positions, interleaved=interleaved)
+        return q, rotary(k, cos, sin, positions=positions, interleaved=interleaved)
+
 
 class RotaryEmbedding(nn.Module):
     """Rotary positions (Su et al. 2021): queries and keys are rotated by an angle that grows with the position.
@@ -209,7 +215,10 @@ class RotaryEmbedding(nn.Module):
         self.register_buffer("sin", sin, persistent=False)
 
     def forward(self, positions: Tensor | None = None) -> RotaryPositions:
-        """Binds the tables to positions: (batch, seqlen) or (total,) integers; None: the index along the sequence."""
+        """Binds the tables to positions: (batch, seqlen) or (total,) integers.
+
+        None: the index along the sequence; where tokens are appended to a cache, their positions there.
+        """
         return RotaryPositions(self.cos, self.sin, positions, self.interleaved)
 
 

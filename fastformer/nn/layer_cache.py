@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastformer.nn.block_pool import Ints
+from fastformer.nn.embedding import RotaryPositions
 from fastformer.nn.layout import SequenceLayout
 from fastformer.nn.masks import add_bias
 from fastformer.ops.attention import attention
@@ -70,6 +72,7 @@ class AttentionCache:
         window_left: int | None,
         packed: SequenceLayout | None,
         position_bias: Tensor | None = None,
+        rotary: RotaryPositions | None = None,
     ) -> Tensor:
         """Stores k and v, and attends from q to them and to what the rows hold before them.
 
@@ -79,6 +82,7 @@ class AttentionCache:
             window_left: how many keys before its own a query sees; None = all.
             packed: the layout of packed prompts.
             position_bias: added to the scores; see `MultiheadAttention`.
+            rotary: rotates q and k; without positions of its own, by those in the cache.
 
         Raises:
             ValueError: another number of rows than the cache has, tokens that were not reserved.
@@ -86,11 +90,20 @@ class AttentionCache:
         batch, seqlen = q.shape[:2] if packed is None else (packed.batch_size, packed.max_seqlen)
         if seqlen > self.reserved:
             raise ValueError(f"expected the tokens to be reserved first (KVCache.reserve), got {seqlen} more")
-        if packed is None and not (self.is_empty and seqlen > 1):
+        is_step = packed is None and not (self.is_empty and seqlen > 1)
+        tables: dict[str, Any] = {}
+        if rotary is not None:
+            if is_step and rotary.positions is None and position_bias is None:
+                tables = {"cos": rotary.cos, "sin": rotary.sin, "interleaved": rotary.interleaved}
+            else:
+                if is_step and rotary.positions is None:
+                    rotary = rotary._replace(positions=self.seqlens[:, None] + torch.arange(seqlen, device=q.device))
+                q, k = rotary.rotate(q, k)
+        if is_step:
             if position_bias is not None:
                 return self._append_and_gather(q, k, v, window_left, position_bias)
             return decode_attention(
-                q, self.k, self.v, self.seqlens, k=k, v=v, slot_table=self.slot_table, window_left=window_left
+                q, self.k, self.v, self.seqlens, k=k, v=v, slot_table=self.slot_table, window_left=window_left, **tables
             )
         if batch != len(self.seqlens):
             raise ValueError(f"expected the {len(self.seqlens)} rows of the cache, got a batch of {batch}")

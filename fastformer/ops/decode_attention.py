@@ -8,13 +8,17 @@ from a common store, slot_table says which, and beams that go on from one histor
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any, cast
+
 import torch
 from torch import Tensor
 
 from fastformer.ops._attention_reference import Scores, attend
 from fastformer.ops._common import described
-from fastformer.ops._library import autocast, define_op, refuse_derivatives
+from fastformer.ops._library import autocast, cpp_kernel, define_op, refuse_derivatives
 from fastformer.ops.attention import check_heads, cpp_unsupported, resolve_bound, resolve_scale
+from fastformer.ops.rotary import check_tables, rotary_reference
 
 
 def decode_attention_reference(
@@ -29,6 +33,9 @@ def decode_attention_reference(
     softmax_scale: float,
     is_causal: bool,
     window_left: int | None,
+    cos: Tensor | None = None,
+    sin: Tensor | None = None,
+    interleaved: bool = False,
 ) -> Tensor:
     """The arguments are the schema's."""
     new = 0 if k is None else k.shape[1]
@@ -37,6 +44,8 @@ def decode_attention_reference(
         _check_range("cache_batch_idx", cache_batch_idx, cache_batch)
         cache_seqlens = cache_seqlens[cache_batch_idx]
     _check_range("cache_seqlens", cache_seqlens, max_seqlen - new + 1)
+    if cos is not None and sin is not None and k is not None:
+        q, k = _turned(rotary_reference, q, k, cache_seqlens, cos, sin, interleaved)
     total = cache_seqlens + new
     used = max_seqlen
     if q.device.type == "cpu" and total.numel():
@@ -76,6 +85,35 @@ def _check_range(name: str, integers: Tensor, end: int) -> None:
         raise ValueError(f"expected {name} in [0, {end}), got {int(integers[outside][0])}")
 
 
+def _turned(
+    rotate: Callable[..., Tensor],
+    q: Tensor,
+    k: Tensor,
+    cache_seqlens: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    interleaved: bool,
+) -> tuple[Tensor, Tensor]:
+    """(q, k), turned by their positions in the cache by a function that has the arguments of `rotary_fwd`."""
+    seqlen_q, new = q.shape[1], k.shape[1]
+    positions = cache_seqlens[:, None]
+    if new != 1:
+        positions = positions + torch.arange(new, device=q.device)
+    q = rotate(q, cos, sin, positions[:, new - seqlen_q :], interleaved, False)
+    return q, rotate(k, cos, sin, positions, interleaved, False)
+
+
+def _cpp_call(function: Callable[..., Tensor], *args: Any) -> Tensor:
+    *args_of_cpp, cos, sin, interleaved = args
+    if cos is not None:
+        # The C++ function has no rotary of its own: it would save next to nothing there.
+        rotate = cast(Callable[..., Tensor], cpp_kernel("rotary_fwd"))
+        q, k_cache, v_cache, cache_seqlens, k, *rest = args_of_cpp
+        q, k = _turned(rotate, q, k, cache_seqlens, cos, sin, interleaved)
+        return function(q, k_cache, v_cache, cache_seqlens, k, *rest)
+    return function(*args_of_cpp)
+
+
 def _cpp_unsupported(
     op_name: str, *, q: Tensor, k_cache: Tensor, v_cache: Tensor, softmax_scale: float, **_: object
 ) -> str | None:
@@ -86,11 +124,13 @@ def _cpp_unsupported(
 
 _op = define_op(
     "decode_attention(Tensor q, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor cache_seqlens, Tensor? k, Tensor? v, "
-    "Tensor? cache_batch_idx, Tensor? slot_table, float softmax_scale, bool is_causal, int? window_left) -> Tensor",
+    "Tensor? cache_batch_idx, Tensor? slot_table, float softmax_scale, bool is_causal, int? window_left, Tensor? cos, "
+    "Tensor? sin, bool interleaved) -> Tensor",
     decode_attention_reference,
     stem="decode_attention",
     fake=lambda q, *rest: q.new_empty(q.shape),
     cpp_unsupported=_cpp_unsupported,
+    cpp_call=_cpp_call,
 )
 
 
@@ -107,6 +147,9 @@ def decode_attention(
     is_causal: bool = True,
     window_left: int | None = None,
     softmax_scale: float | None = None,
+    cos: Tensor | None = None,
+    sin: Tensor | None = None,
+    interleaved: bool = False,
 ) -> Tensor:
     """Appends k and v to the cache, then attends from q to it; the caller advances cache_seqlens. It has no gradients.
 
@@ -130,6 +173,9 @@ def decode_attention(
         is_causal: a query sees no key after its own.
         window_left: how many keys before its own a query sees; None = all.
         softmax_scale: head_dim ** -0.5 by default.
+        cos, sin: (num_positions, rotary_dim // 2), from `rotary_tables`: q and k are turned by their positions in the
+            cache first, as `rotary` turns them, and turned keys are appended. With k alone; q then has no more tokens.
+        interleaved: pairs (2i, 2i + 1) instead of (i, i + rotary_dim / 2).
 
     Returns:
         (batch, seqlen_q, num_heads, head_dim), q's dtype. Queries that see no key give zeros.
@@ -138,7 +184,9 @@ def decode_attention(
         ValueError: shapes or dtypes that do not agree, k without v, k together with cache_batch_idx, a cache that does
             not flatten as a view; on a CPU also lengths, rows and slots that the cache does not have, and then nothing
             has been written. On a GPU, which would have to be waited for, a row with such a length, cache row or slot
-            to write to gives NaN; slots that are read are not looked at.
+            to write to gives NaN, as does one with positions outside cos and sin; slots that are read are not looked
+            at.
+        IndexError: on a CPU, a position outside cos and sin; nothing has been written.
     """
     refuse_derivatives("decode_attention", q, k_cache, v_cache, k, v)
     if torch.is_grad_enabled():
@@ -156,6 +204,9 @@ def decode_attention(
                 is_causal=is_causal,
                 window_left=window_left,
                 softmax_scale=softmax_scale,
+                cos=cos,
+                sin=sin,
+                interleaved=interleaved,
             )
     (q,) = autocast("decode_attention", q)
     k, v = autocast("decode_attention", k, v)
@@ -178,11 +229,23 @@ def decode_attention(
         _check_integers("cache_batch_idx", cache_batch_idx, q.shape[0])
     elif q.shape[0] != cache_batch:
         raise ValueError(f"expected as many queries as cache rows, got {q.shape[0]} and {cache_batch}")
+    if (cos is None) != (sin is None):
+        raise ValueError("expected cos and sin together, got one of them")
+    if cos is not None and sin is not None:
+        positions = check_tables(q, cos, sin)
+        if k is None or not q.shape[1] <= k.shape[1] <= positions:
+            raise ValueError(
+                f"expected k of at least q's {q.shape[1]} tokens, and at most the {positions} positions of cos and "
+                f"sin, got {'None' if k is None else f'{k.shape[1]} tokens'}"
+            )
     if window_left is not None and not isinstance(window_left, int):
         raise ValueError(f"expected window_left to be an integer or None, got {window_left!r}")
     scale = resolve_scale(softmax_scale, q.shape[-1])
     left = resolve_bound(window_left)
-    return _op(q, k_cache, v_cache, cache_seqlens, k, v, cache_batch_idx, slot_table, scale, is_causal, left)
+    return _op(
+        q, k_cache, v_cache, cache_seqlens, k, v, cache_batch_idx, slot_table, scale, is_causal, left, cos, sin,
+        interleaved,
+    )  # fmt: skip
 
 
 def _check_integers(name: str, integers: Tensor, size: int) -> None:

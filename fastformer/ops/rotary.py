@@ -89,17 +89,23 @@ def rotary(
     """
     if not isinstance(x, Tensor) or x.dim() < 3 or not x.is_floating_point():
         raise ValueError(f"expected a floating-point x (..., seqlen, num_heads, head_dim), got {described(x)}")
+    num_positions = check_tables(x, cos, sin)
+    if positions is None:
+        if x.shape[-3] > num_positions:
+            raise ValueError(f"expected at most {num_positions} positions (cos, sin), got a sequence of {x.shape[-3]}")
+    elif positions.shape != x.shape[:-2] or positions.dtype not in INTEGERS:
+        raise ValueError(f"expected integer positions of shape {tuple(x.shape[:-2])}, got {described(positions)}")
+    return _fwd(x, cos, sin, positions, interleaved, False)
+
+
+def check_tables(x: Tensor, cos: Tensor, sin: Tensor) -> int:
+    """The number of their positions; raises ValueError unless cos and sin are tables for heads of x's size."""
     if cos.dim() != 2 or cos.shape != sin.shape or 2 * cos.shape[1] > x.shape[-1]:
         raise ValueError(
             f"expected cos and sin (num_positions, at most {x.shape[-1] // 2}), "
             f"got shapes {tuple(cos.shape)} and {tuple(sin.shape)}"
         )
-    if positions is None:
-        if x.shape[-3] > cos.shape[0]:
-            raise ValueError(f"expected at most {cos.shape[0]} positions (cos, sin), got a sequence of {x.shape[-3]}")
-    elif positions.shape != x.shape[:-2] or positions.dtype not in INTEGERS:
-        raise ValueError(f"expected integer positions of shape {tuple(x.shape[:-2])}, got {described(positions)}")
-    return _fwd(x, cos, sin, positions, interleaved, False)
+    return cos.shape[0]
 
 
 def rotary_tables(

@@ -522,6 +522,30 @@ def test_steps_of_triton_kernels_find_the_same(watched) -> None:
     assert ("decode_attention", "triton") in ran and watched.replays == 3
 
 
+class OwnLogitsGPT(GPT):
+    """Likewise."""
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return super().logits(hidden)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_steps_of_triton_kernels_rotate_where_they_attend(interleaved: bool, watched) -> None:
+    pytest.importorskip("triton")
+    if torch.cuda.is_available():
+        pytest.skip("with a GPU kernels are compiled: test_graph_engine_gpu.py")
+    model = drawn(GPT, **CONFIGS["rotary windows"][1] | {"num_layers": 1})
+    model.__class__ = OwnLogitsGPT
+    assert model.rotary is not None
+    model.rotary.interleaved = interleaved
+    settings: dict[str, Any] = {"max_new_tokens": 4}
+    expected = generate(model, ids(1, 1), engine="recompute", **settings)
+    with use_backend("triton"), record_backends() as ran:
+        found = generate(model, ids(1, 1), engine="graph", **settings)  # without a prompt before the first step
+    assert isinstance(found, Tensor) and isinstance(expected, Tensor) and torch.equal(found, expected)
+    assert ("decode_attention", "triton") in ran and not any(op == "rotary_fwd" for op, _ in ran)
+
+
 def test_what_a_graph_took_is_not_what_others_took_meanwhile() -> None:
     """Before and after a capture: the bytes in use on the device, by whomever, and PyTorch's own."""
     mib = 2**20

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,10 +13,10 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from fastformer.kernels import decode_attention as kernels  # noqa: E402
-from fastformer.ops import decode_attention, use_backend  # noqa: E402
+from fastformer.ops import decode_attention, rotary, use_backend  # noqa: E402
 from tests.checks import assert_accurate  # noqa: E402
 from tests.kernels.test_add_layer_norm import assert_untouched, guarded  # noqa: E402, F401
-from tests.ops.test_decode_attention import Step, make_inputs, plain_step, run, through_table  # noqa: E402
+from tests.ops.test_decode_attention import Step, assert_entered, make_inputs, plain_step, run, through_table  # noqa: E402
 
 BLOCK_N = kernels._INTERPRETED.block_n
 
@@ -38,20 +39,12 @@ def check(step: Step, dtype: torch.dtype, device: str, table: bool = False) -> N
     """One call against the rule, with NaN wherever nothing may look, and the caches that it leaves to the bit."""
     inputs = make_inputs(step, dtype, device, unused=torch.nan)
     plain, exact = plain_step(step, inputs, dtype), plain_step(step, inputs, torch.float64)
-    given = inputs
+    given, slots = inputs, None
     if table:
         given, slots = through_table(step, inputs)
-    expected = {name: given[name].clone() for name in ("k_cache", "v_cache")}
-    for row, length in enumerate(step.seqlens if step.seqlen_new else ()):
-        for name in ("k", "v"):
-            if table:
-                at = slots[row, length : length + step.seqlen_new]
-                expected[f"{name}_cache"].view(-1, *expected[f"{name}_cache"].shape[2:])[at] = inputs[name][row]
-            else:
-                expected[f"{name}_cache"][row, length : length + step.seqlen_new] = inputs[name][row]
+    before = {name: given[name].clone() for name in ("k_cache", "v_cache")}
     assert_accurate(run(step, given), plain, exact)
-    for name, cache in expected.items():
-        torch.testing.assert_close(given[name], cache, rtol=0, atol=0, equal_nan=True)
+    assert_entered(step, inputs, before, given, slots)
 
 
 # Lengths around the blocks, none at all, and more shares than blocks.
@@ -70,6 +63,74 @@ def test_any_number_of_shares(
 ) -> None:
     force(monkeypatch, splits)
     check(step, torch.float32, device, table)
+
+
+# Lengths with the new tokens in a block of their own, in one with old ones, over the edge of one; all at position 0.
+ROTARY_STEPS = [
+    Step("step", (0, BLOCK_N - 1, BLOCK_N, 5 * BLOCK_N + 3), num_heads=2, num_kv_heads=1, max_seqlen=100),
+    Step("window", (3, 62), seqlen_q=3, seqlen_new=3, num_heads=2, num_kv_heads=1, max_seqlen=70, window_left=21),
+    Step("new-apart", (11, 40), seqlen_q=2, seqlen_new=5, window_left=1, max_seqlen=64, num_heads=1, num_kv_heads=1),
+    Step("two-blocks-of-new", (0, 9), seqlen_q=20, seqlen_new=20, num_heads=2, num_kv_heads=1, max_seqlen=64),
+]
+
+
+@pytest.mark.parametrize("splits, table", [(1, True), (2, False), (3, True), (20, False)])
+@pytest.mark.parametrize("rotary_dim, interleaved", [(16, False), (16, True), (12, False), (4, True)])
+@pytest.mark.parametrize("step", ROTARY_STEPS, ids=str)
+def test_rotary_in_any_number_of_shares(
+    step: Step,
+    rotary_dim: int,
+    interleaved: bool,
+    splits: int,
+    table: bool,
+    device: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    force(monkeypatch, splits)
+    check(replace(step, rotary_dim=rotary_dim, interleaved=interleaved), torch.float32, device, table)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
+@pytest.mark.parametrize(
+    "head_dim, group, interleaved", [(64, 1, True), (64, 8, False), (128, 4, True), (128, 2, False)]
+)
+def test_rotary_of_large_heads(
+    head_dim: int, group: int, interleaved: bool, dtype: torch.dtype, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    force(monkeypatch, 3)
+    sizes = {"num_heads": 2 * group, "num_kv_heads": 2, "head_dim": head_dim, "max_seqlen": 90}
+    step = Step("", (0, 80, 33), rotary_dim=head_dim, interleaved=interleaved, **sizes)
+    check(step, dtype, device, table=True)
+
+
+def test_rotary_of_strided_tensors(device: str) -> None:
+    """Slices of a joint projection, tables that lie apart or transposed, and tables in half precision."""
+    step = Step("", (20, 7), num_heads=6, num_kv_heads=2, rotary_dim=16)
+    inputs = make_inputs(step, torch.float32, device)
+    expected = run(step, {name: None if t is None else t.clone() for name, t in inputs.items()})
+    qkv = torch.cat((inputs["q"], inputs["k"], inputs["v"]), 2)
+    joint = dict(zip("qkv", qkv.split((6, 2, 2), 2), strict=True))
+    wide = {name: torch.cat((inputs[name],) * 2, 1)[:, 8:16] for name in ("cos", "sin")}
+    assert torch.equal(run(step, inputs | joint | wide), expected)
+    turned = {name: inputs[name].T.contiguous().T for name in ("cos", "sin")}
+    assert torch.equal(run(step, inputs | joint | turned), expected)
+    half = {name: inputs[name].half() for name in ("cos", "sin")}
+    rounded = {name: t.float() for name, t in half.items()}
+    assert torch.equal(run(step, inputs | half), run(step, inputs | rounded))
+
+
+def test_turned_keys_are_what_the_op_gives(device: str) -> None:
+    """To the bit, where no compiler contracts products and sums: whoever turns them, a cache holds the same."""
+    if device != "cpu":
+        pytest.skip("a GPU's compiler contracts as it likes")
+    for interleaved in (False, True):
+        step = Step("", (20, 0, 7), seqlen_q=2, seqlen_new=2, rotary_dim=12, interleaved=interleaved)
+        inputs = make_inputs(step, torch.float16, device)
+        positions = inputs["cache_seqlens"][:, None] + torch.arange(2)
+        expected = rotary(inputs["k"], inputs["cos"], inputs["sin"], positions=positions, interleaved=interleaved)
+        run(step, inputs)
+        for row, length in enumerate(step.seqlens):
+            assert torch.equal(inputs["k_cache"][row, length : length + 2], expected[row])
 
 
 # Neighbours of one source, of several, one source in two places, an empty one; sizes that fill no tile.
@@ -260,5 +321,9 @@ def test_lengths_beams_and_groups(length: int, device: str, monkeypatch: pytest.
         )  # fmt: skip
         check(cross, torch.float32, device, table=choose.random() < 0.5)
         new = choose.choice((1, 1, 2, 5))
-        own = Step("", lengths, seqlen_q=new, seqlen_new=new, window_left=window_left, **sizes)
+        rotary_dim, interleaved = choose.choice((0, 2, 10, 16)), choose.random() < 0.5
+        own = Step(
+            "", lengths, seqlen_q=new, seqlen_new=new, window_left=window_left, rotary_dim=rotary_dim,
+            interleaved=interleaved, **sizes,
+        )  # fmt: skip
         check(own, torch.float32, device, table=choose.random() < 0.5)

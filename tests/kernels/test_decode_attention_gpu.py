@@ -24,6 +24,23 @@ def _triton():
         yield
 
 
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("head_dim, rotary_dim", [(64, 64), (128, 128), (80, 80), (128, 32), (256, 256)])
+@pytest.mark.parametrize("splits", [None, 1, 7])
+def test_rotary(
+    splits: int | None, head_dim: int, rotary_dim: int, dtype: torch.dtype, interleaved: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    if dtype == torch.float32 and head_dim > kernels.LARGEST_FP32_HEAD_DIM:
+        pytest.skip("the kernel refuses it")
+    force(monkeypatch, splits)
+    sizes = {"num_heads": 8, "num_kv_heads": 2, "head_dim": head_dim, "max_seqlen": 1010}
+    turns = {"rotary_dim": rotary_dim, "interleaved": interleaved}
+    check(Step("", LENGTHS, **turns, **sizes), dtype, "cuda", table=True)
+    check(Step("", LENGTHS, seqlen_q=5, seqlen_new=5, window_left=130, **turns, **sizes), dtype, "cuda")
+
+
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 LENGTHS = (0, 1, 63, 64, 65, 127, 500, 1000)
 
@@ -76,13 +93,13 @@ def _step(inputs: dict[str, Tensor | None]) -> Tensor:
     return decode_attention(**inputs)
 
 
-@pytest.mark.parametrize("beams", [0, 4])
-def test_a_graph_replays_with_other_lengths(beams: int) -> None:
+@pytest.mark.parametrize("beams, rotary_dim", [(0, 0), (0, 64), (4, 0)])
+def test_a_graph_replays_with_other_lengths(beams: int, rotary_dim: int) -> None:
     """Captured once at the shortest, replayed step after step: lengths, tables, rows and tokens change in place."""
     index = tuple(row for row in range(3) for _ in range(beams)) or None
     step = Step(
         "", (999, 500, 0), seqlen_new=None if beams else 1, num_heads=16, num_kv_heads=4, head_dim=64, max_seqlen=1000,
-        cache_batch_idx=index,
+        cache_batch_idx=index, rotary_dim=rotary_dim,
     )  # fmt: skip
     static, _ = through_table(step, make_inputs(step, torch.bfloat16, "cuda", unused=torch.nan))
     lengths = static["cache_seqlens"]

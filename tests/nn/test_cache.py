@@ -60,7 +60,7 @@ def test_sequence_first():
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("rotary", [False, True])
+@pytest.mark.parametrize("rotary", ["none", "positions", "those of the cache"])
 def test_decoder_only_with_prompts_of_different_lengths(rotary):
     layer = fnn.TransformerEncoderLayer(E, H, FF, norm_first=True, batch_first=True, **DOUBLE)
     stack = randomised(fnn.TransformerEncoder(layer, LAYERS, fnn.AddLayerNorm(E, **DOUBLE))).eval()
@@ -70,12 +70,16 @@ def test_decoder_only_with_prompts_of_different_lengths(rotary):
     cache = new_cache()
 
     def bind(positions):
-        return table(positions) if rotary else None
+        return None if rotary == "none" else table(positions)
+
+    def bind_next(num_tokens):
+        return bind(None if rotary == "those of the cache" else cache.positions(num_tokens))
 
     layout = SequenceLayout.padded(torch.tensor(lengths), 4)
-    first = stack(prompts, cache=cache, layout=layout, rotary=bind(cache.positions(4)))
+    first = stack(prompts, cache=cache, layout=layout, rotary=bind_next(4))
     assert cache.seqlens.tolist() == cache.lengths == lengths
-    steps = [stack(further[:, i : i + 1], cache=cache, rotary=bind(cache.positions(1))) for i in range(3)]
+    chunks = [further[:, :1], further[:, 1:]]
+    steps = [stack(chunk, cache=cache, rotary=bind_next(chunk.shape[1])) for chunk in chunks]
     for row, length in enumerate(lengths):
         whole = torch.cat([prompts[row, :length], further[row]])[None]
         expected = stack(whole, is_causal=True, rotary=bind(torch.arange(length + 3)[None]))[0]

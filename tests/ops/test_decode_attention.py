@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastformer.ops import decode_attention, use_backend
+from fastformer.ops import decode_attention, rotary_tables, use_backend
 from tests.checks import assert_accurate, is_interpreted, small_draws
 from tests.ops.attention_cases import Case, plain_attention
 from tests.ops.test_attention import skip_unless_supported
+from tests.ops.test_rotary import plain as plain_rotary
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,6 +31,8 @@ class Step:
     window_left: int | None = None
     softmax_scale: float | None = None
     cache_batch_idx: tuple[int, ...] | None = None
+    rotary_dim: int = 0  # of head_dim, turned; 0 = without tables
+    interleaved: bool = False
 
     def __str__(self) -> str:
         return self.name
@@ -51,6 +54,11 @@ STEPS = [
     Step("nothing-cached", (0, 4), seqlen_new=None, is_causal=False),
     Step("scale-head-dim-40", (9, 33), head_dim=40, softmax_scale=0.5),
     Step("long", (600, 411), max_seqlen=640, num_heads=2, num_kv_heads=1),
+    Step("rotary", (0, 7, 39), num_kv_heads=2, rotary_dim=16),
+    Step("rotary-interleaved", (30, 1), num_kv_heads=1, rotary_dim=16, interleaved=True),
+    Step("rotary-several", (11, 0), seqlen_q=3, seqlen_new=3, head_dim=40, rotary_dim=24, window_left=9),
+    Step("rotary-interleaved-part", (11, 3), seqlen_q=3, seqlen_new=3, head_dim=40, rotary_dim=24, interleaved=True),
+    Step("rotary-more-new-than-queries", (3, 20), seqlen_q=2, seqlen_new=5, rotary_dim=16),
 ]
 
 
@@ -77,7 +85,52 @@ def make_inputs(step: Step, dtype: torch.dtype, device: str, unused: float = 1e4
         inputs["k_cache"][row, length:] = inputs["v_cache"][row, length:] = unused
     if step.cache_batch_idx is not None:
         inputs["cache_batch_idx"] = torch.tensor(step.cache_batch_idx, dtype=torch.int32, device=device)
+    if step.rotary_dim:
+        # Just as many positions as there are. The angles turn fast enough that the next position is another one.
+        inputs["cos"], inputs["sin"] = rotary_tables(step.max_seqlen, step.rotary_dim, 100.0, device=device)
     return inputs
+
+
+def turned(step: Step, inputs: dict[str, Tensor | None], name: str, row: int, dtype: torch.dtype) -> Tensor:
+    """One row of q or k in this dtype, turned by its positions in the cache where the step has tables."""
+    x = inputs[name][row][None].to(dtype)
+    if step.rotary_dim:
+        first = step.seqlens[row] + step.seqlen_new - x.shape[1]
+        positions = torch.arange(first, first + x.shape[1], device=x.device)[None]
+        x = plain_rotary(x, inputs["cos"], inputs["sin"], positions=positions, interleaved=step.interleaved)
+    return x[0]
+
+
+def assert_entered(
+    step: Step,
+    inputs: dict[str, Tensor | None],
+    before: dict[str, Tensor],
+    given: dict[str, Tensor | None],
+    slots: Tensor | None = None,
+) -> None:
+    """A call's keys and values are in the caches to the bit, turned keys by the rule, and all else is as it was before.
+
+    Args:
+        inputs: of the step, without a table.
+        before: copies of the caches; written to.
+        given: the caches of the call.
+        slots: what `through_table` gave, if it went through a table.
+    """
+    for name in ("k", "v") if step.seqlen_new else ():
+        was, now = (caches[f"{name}_cache"].view(-1, *inputs[name].shape[2:]) for caches in (before, given))
+        found: dict[str, list[Tensor]] = {"ours": [], "plain": [], "exact": []}
+        for row, length in enumerate(step.seqlens):
+            at = torch.arange(length, length + step.seqlen_new, device=now.device)
+            at = row * step.max_seqlen + at if slots is None else slots[row, at]
+            was[at] = now[at] if name == "k" and step.rotary_dim else inputs[name][row]
+            found["ours"].append(now[at])
+            found["plain"].append(turned(step, inputs, name, row, now.dtype))
+            found["exact"].append(turned(step, inputs, name, row, torch.float64))
+        if name == "k" and step.rotary_dim:
+            ours, plain, exact = (torch.stack(rows) for rows in found.values())
+            assert_accurate(ours, plain, exact, "turned keys")
+    for name, cache in before.items():
+        torch.testing.assert_close(given[name], cache, rtol=0, atol=0, equal_nan=True)
 
 
 def plain_step(step: Step, inputs: dict[str, Tensor | None], dtype: torch.dtype) -> Tensor:
@@ -91,8 +144,12 @@ def plain_step(step: Step, inputs: dict[str, Tensor | None], dtype: torch.dtype)
         pair = []
         for name in ("k", "v"):
             held = inputs[f"{name}_cache"][row, : step.seqlens[row]]
-            pair.append((held if inputs[name] is None else torch.cat([held, inputs[name][row]]))[None].to(dtype))
-        q = inputs["q"][index][None].to(dtype)
+            held = held.to(dtype)
+            if inputs[name] is not None:
+                new = turned(step, inputs, name, row, dtype) if name == "k" else inputs[name][row].to(dtype)
+                held = torch.cat([held, new])
+            pair.append(held[None])
+        q = (turned(step, inputs, "q", row, dtype) if step.rotary_dim else inputs["q"][index].to(dtype))[None]
         k, v = pair
         if k.shape[1] == 0:
             outputs.append(torch.zeros_like(q))
@@ -103,6 +160,8 @@ def plain_step(step: Step, inputs: dict[str, Tensor | None], dtype: torch.dtype)
 
 def run(step: Step, inputs: dict[str, Tensor | None]) -> Tensor:
     options = {"is_causal": step.is_causal, "window_left": step.window_left, "softmax_scale": step.softmax_scale}
+    if step.rotary_dim:
+        options["interleaved"] = step.interleaved
     return decode_attention(**inputs, **options)
 
 
@@ -115,13 +174,9 @@ def test_accuracy_and_cache(step: Step, dtype: torch.dtype, backend: str, device
         inputs = make_inputs(step, dtype, device, unused=1e4 if backend == "reference" else torch.nan)
         plain.append(plain_step(step, inputs, dtype))
         exact.append(plain_step(step, inputs, torch.float64))
-        expected = {name: inputs[name].clone() for name in ("k_cache", "v_cache")}
-        for row, length in enumerate(step.seqlens if step.seqlen_new else ()):
-            for name in ("k", "v"):
-                expected[f"{name}_cache"][row, length : length + step.seqlen_new] = inputs[name][row]
+        before = {name: inputs[name].clone() for name in ("k_cache", "v_cache")}
         ours.append(run(step, inputs))
-        for name, cache in expected.items():
-            torch.testing.assert_close(inputs[name], cache, rtol=0, atol=0, equal_nan=True)
+        assert_entered(step, inputs, before, inputs)
     assert_accurate(torch.stack(ours), torch.stack(plain), torch.stack(exact))
 
 
@@ -208,16 +263,11 @@ def test_table_gives_the_bits_of_the_identity(step: Step, dtype: torch.dtype, ba
         pytest.skip("tests/kernels has many rows")
     inputs = make_inputs(step, dtype, device)
     tabled, slots = through_table(step, inputs)
-    expected = {name: tabled[name].clone() for name in ("k_cache", "v_cache")}
-    for row, length in enumerate(step.seqlens if step.seqlen_new else ()):
-        for name in ("k", "v"):
-            at = slots[row, length : length + step.seqlen_new]
-            expected[f"{name}_cache"].view(-1, *expected["k_cache"].shape[2:])[at] = inputs[name][row]
+    before = {name: tabled[name].clone() for name in ("k_cache", "v_cache")}
     # In fp64 the compiler has its own mind about each instantiation of scalar loops.
     tolerance = 1e-13 if dtype == torch.float64 else 0.0
     torch.testing.assert_close(run(step, tabled), run(step, inputs), rtol=tolerance, atol=tolerance)
-    for name, cache in expected.items():
-        torch.testing.assert_close(tabled[name], cache, rtol=0, atol=0, equal_nan=True)
+    assert_entered(step, inputs, before, tabled, slots)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -244,6 +294,21 @@ def test_a_table_in_order_is_the_identity(backend: str, device: str) -> None:
 
 
 INT32 = {"dtype": torch.int32}
+
+
+def test_positions_that_the_tables_do_not_have(backend: str, device: str) -> None:
+    """On a CPU an error before anything is written; a kernel can't raise, and gives NaN in that row alone."""
+    step = Step("rotary", (7, 3), rotary_dim=16)
+    inputs = make_inputs(step, torch.float32, device)
+    tables = {name: inputs[name][:7] for name in ("cos", "sin")}
+    before = inputs["k_cache"].clone()
+    if backend == "triton":
+        out = run(step, inputs | tables)
+        assert out[0].isnan().all() and out[1].isfinite().all()
+        return
+    with pytest.raises(IndexError, match=r"positions in \[0, 7\)"):
+        run(step, inputs | tables)
+    assert torch.equal(inputs["k_cache"], before)
 
 
 @pytest.mark.parametrize("with_table", [False, True])
@@ -349,7 +414,7 @@ def test_opcheck(step: Step, with_table: bool, device: str) -> None:
         inputs |= {name: tensor.nan_to_num(7.0) for name, tensor in tabled.items() if tensor is not None}
     with use_backend("reference"):
         torch.library.opcheck(
-            torch.ops.fastformer.decode_attention.default, (*inputs.values(), 0.25, True, None),
+            torch.ops.fastformer.decode_attention.default, (*inputs.values(), 0.25, True, None, None, None, False),
             test_utils=("test_schema", "test_faketensor"),
         )  # fmt: skip
 
@@ -359,6 +424,9 @@ def test_a_window_beyond_all_numbers_hides_nothing(far: int, backend: str, devic
     inputs = make_inputs(STEPS[1], torch.float32, device)
     expected = decode_attention(**{name: None if t is None else t.clone() for name, t in inputs.items()})
     assert torch.equal(decode_attention(**inputs, window_left=far), expected)
+
+
+TABLES = {"cos": torch.zeros(40, 8), "sin": torch.zeros(40, 8)}
 
 
 @pytest.mark.parametrize(
@@ -371,6 +439,12 @@ def test_a_window_beyond_all_numbers_hides_nothing(far: int, backend: str, devic
         ({"k": torch.zeros(2, 1, 3, 16)}, r"expected k and v of shape \(2, 1, 4, 16\), got \(2, 1, 3, 16\)"),
         ({"k": torch.zeros(2, 1, 4, 16).double()}, "expected k and v in the cache's dtype torch.float32"),
         ({"q": torch.zeros(3, 1, 4, 16), "k": None, "v": None}, "as many queries as cache rows, got 3 and 2"),
+        ({"cos": torch.zeros(40, 8)}, "expected cos and sin together, got one of them"),
+        ({"cos": torch.zeros(40, 9), "sin": torch.zeros(40, 9)}, r"expected cos and sin \(num_positions, at most 8\)"),
+        ({"cos": torch.zeros(40, 8), "sin": torch.zeros(41, 8)}, r"got shapes \(40, 8\) and \(41, 8\)"),
+        (TABLES | {"k": None, "v": None}, "expected k of at least q's 1 tokens, and at most the 40 .* got None"),
+        (TABLES | {"q": torch.zeros(2, 2, 4, 16)}, "expected k of at least q's 2 tokens, .* got 1 tokens"),
+        ({"cos": torch.zeros(0, 8), "sin": torch.zeros(0, 8)}, "at most the 0 positions of cos and sin, got 1 tokens"),
         ({"window_left": 2.0}, r"expected window_left to be an integer or None, got 2\.0"),
         ({"slot_table": torch.zeros(2, 40)}, r"slot_table int32 of shape \(cache_batch, max_seqlen\), got .*float"),
         ({"slot_table": torch.zeros(2, 40).long()}, r"expected slot_table int32 .* got torch.int64 of shape \(2, 40\)"),
