@@ -87,8 +87,10 @@ def convert(model: Transformer, folder: Path) -> None:
         "output_bias": config.output_bias,
         "embed_pad": config.embed_pad,
         "embedding_norm": config.embedding_norm,
-        "positions": config.positions == "learned",
+        "positions": config.positions in ("learned", "relative"),
         "scale_embedding": not config.scale_embedding,
+        "scale_output": config.scale_output,
+        "bias": not config.bias,
         "special_ids": len(config.special_ids.eos) > 1,
     }
     if any(unmapped.values()):

@@ -81,8 +81,10 @@ def _from_transformer(model: Transformer) -> Any:
         or config.output_bias
         or config.embed_pad
         or config.embedding_norm
-        or config.positions == "learned"
+        or config.positions in ("learned", "relative")
         or not config.scale_embedding
+        or config.scale_output
+        or not config.bias
         or config.window_size is not None
         or config.num_kv_heads not in (None, config.num_heads)
         or (config.source_vocab_size or config.vocab_size) != config.vocab_size

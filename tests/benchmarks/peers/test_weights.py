@@ -169,7 +169,16 @@ def test_gguf_holds_each_weight_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"norm": "rms"}, {"window_size": 3}, {"num_kv_heads": 1}, {"activation": "swiglu"}]
+    "options",
+    [
+        {"norm": "rms"},
+        {"window_size": 3},
+        {"num_kv_heads": 1},
+        {"activation": "swiglu"},
+        {"positions": "relative"},
+        {"scale_output": True},
+        {"bias": False},
+    ],
 )
 def test_what_is_not_mapped_is_refused(options: dict) -> None:
     model = transformer(**options)
