@@ -100,6 +100,20 @@ def test_each_option_of_a_model_is_honoured(name) -> None:
             assert distance(one, expected) < bound, precision
 
 
+def test_distances_go_by_the_prompt_where_it_is_cut() -> None:
+    """Of 512 tokens that go through the decoder together, the last prompt gets what is left."""
+    kind, options = CONFIGS["t5"]
+    model, dice = (
+        drawn(kind, **options | {"max_len": 700, "max_distance": 650}),
+        random.Random(0),
+    )
+    prompts = [prompt_of(model, dice, length, before) for length, before in ((3, 250), (660, 420))]
+    new = [ids(dice, 2, model.config.vocab_size) for _ in prompts]
+    due = [exact(model, prompt, [prompt.tokens[-1], *row]) for prompt, row in zip(prompts, new, strict=True)]
+    for one, expected in zip(said(CppEngine(model, "fp32"), prompts, new), due, strict=True):
+        assert distance(one, expected) < 2e-6
+
+
 @pytest.mark.parametrize("name", CONFIGS)
 def test_tokens_are_those_of_the_cached_modules(name) -> None:
     model, dice = configured(name), random.Random(1)
