@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import importlib
 import json
 import os
 import re
@@ -202,19 +203,19 @@ def time_replays(op: str, shape: dict[str, Any], results: Path) -> Callable[[], 
     return run
 
 
-def with_hopper(run: Callable[[], Result]) -> Callable[[], Result]:
-    """A step with the kernels for sm_90 switched on, forward and backward: ours is they wherever they take a call."""
+def switched_on(module: str, switch: str, run: Callable[[], Result]) -> Callable[[], Result]:
+    """A step with kernels that are off by default: `switch` of fastformer.kernels.<module> is on while it runs."""
 
-    def switched_on() -> Result:
-        from fastformer.kernels import _attention_hopper
-
-        was, _attention_hopper.ENABLED = _attention_hopper.ENABLED, True
+    def with_switch() -> Result:
+        kernels = importlib.import_module(f"fastformer.kernels.{module}")
+        was = getattr(kernels, switch)
+        setattr(kernels, switch, True)
         try:
-            return run() | {"hopper": True}
+            return run() | {"switched_on": module}
         finally:
-            _attention_hopper.ENABLED = was
+            setattr(kernels, switch, was)
 
-    return switched_on
+    return with_switch
 
 
 def tune_attention(shape: dict[str, Any], kernel: str) -> Callable[[], Result]:
@@ -334,7 +335,8 @@ def first_steps(out: Path) -> Iterator[Step]:
     yield Step("tests attention_hopper", tests(TESTS["attention_hopper"], out / "tests_attention_hopper.log", 240), 90)
     for shape in shapes_of("attention"):
         if shape["seqlen"] == 2048:
-            step = with_hopper(time_op("attention", shape, out / "cuda_hopper.jsonl", BEST_RIVALS))
+            step = time_op("attention", shape, out / "cuda_hopper.jsonl", BEST_RIVALS)
+            step = switched_on("_attention_hopper", "ENABLED", step)
             yield Step(f"time attention_hopper {name_of(shape)}", step, 15)
 
     # The other ops.
@@ -360,6 +362,12 @@ def later_steps(out: Path) -> Iterator[Step]:
             # With the tiles that the tuning found: OUT/tuning.json, which main() makes the tuning file.
             step = time_op("attention", shape, out / "cuda_tuned.jsonl", rivals=BEST_RIVALS)
             yield Step(f"time tuned attention {name_of(shape)}", step, 15)
+
+    # The feed-forward product as a fixed grid, which is off by default: where its tiles are many.
+    for shape in shapes_of("feed_forward"):
+        step = time_op("feed_forward", shape, out / "cuda_persistent.jsonl", rivals=("fastformer",))
+        step = switched_on("_feed_forward_configs", "PERSISTENT", step)
+        yield Step(f"time persistent feed_forward {name_of(shape)}", step, 15)
 
     for op in _LATER:
         yield from times_of(op, out / "cuda.jsonl", later=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import NamedTuple
 
 import torch
@@ -13,7 +14,11 @@ GATES = ("swiglu", "geglu_tanh")  # activations of two products
 
 
 class Config(NamedTuple):
-    """A tile of the result, the depth of a step, and how a program runs; maxnreg: registers a thread at most."""
+    """A tile of the result, the depth of a step, and how a program runs.
+
+    maxnreg: registers a thread at most. programs: 0 for a program a tile; else the grid is fixed, so many programs an
+    SM, each with one tile after another.
+    """
 
     block_m: int
     block_n: int
@@ -21,6 +26,12 @@ class Config(NamedTuple):
     num_warps: int
     num_stages: int
     maxnreg: int | None = None
+    programs: int = 0
+
+
+# Whether the forward product runs as a fixed grid, each program with one tile after another, where that compiles well.
+# Off unless the environment says so: no device has shown it faster yet.
+PERSISTENT = os.environ.get("FASTFORMER_PERSISTENT_FEED_FORWARD") == "1"
 
 
 class Row(NamedTuple):
@@ -57,6 +68,19 @@ def fuses(x: Tensor, depth: int, rows: int) -> bool:
 
 def config_of(x: Tensor, depth: int, rows: int, backward: bool, activation: str) -> Config:
     """The tile of the fused product."""
+    config = _config_of(x, depth, rows, backward, activation)
+    if not PERSISTENT or backward:
+        return config
+    arch = architecture(x)
+    # Of sm_90 the two sums of a gate are not carried through the one loop: each product would be waited for. Of sm_80
+    # gelu's spill (Triton 3.6.0).
+    is_good = activation not in GATES if arch == 90 else arch == 80 and activation == "relu"
+    if arch == 0 or (is_good and config.block_m == 128):
+        return config._replace(programs=2, maxnreg=128)
+    return config
+
+
+def _config_of(x: Tensor, depth: int, rows: int, backward: bool, activation: str) -> Config:
     arch = architecture(x)
     if arch == 0:
         return Config(32, 64, 32, 4, 1)

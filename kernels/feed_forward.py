@@ -6,6 +6,9 @@ drops the same elements, sums dbias1 over its rows and, where forward kept the p
 dweight2. The other four products (hidden weight2^T + bias2, dx, dweight1, dweight2) have nothing to fuse and are
 cuBLAS's.
 
+The forward product has a second form, a fixed grid of programs with one tile after another, in which a tile's first
+loads run under the epilogue of the tile before; it is off by default (PERSISTENT, also for what it compiles to).
+
 Where cuBLAS is that much faster that a pass over the hidden layer costs less than it gains, it carries those two
 products as well, and one elementwise kernel does the rest (FUSED_GEMM decides).
 
@@ -36,6 +39,7 @@ from fastformer.kernels._launch import (
     dropout_arguments,
     launch,
     next_power_of_2,
+    num_sms,
     unsupported_device,
     unsupported_dtype,
 )
@@ -51,9 +55,8 @@ _COUNTS = ["num_rows", "row_step", "dropout"]
 
 
 @triton.jit
-def _which_tile(num_rows, num_columns, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """(row block, column block): eight row blocks at a time, so that neighbours find both operands in L2."""
-    pid = tl.program_id(0)
+def _which_tile(pid, num_rows, num_columns, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """(row block, column block) of the pid-th: eight row blocks at a time, so that neighbours find both in L2."""
     row_blocks = tl.cdiv(num_rows, BLOCK_M)
     column_blocks = tl.cdiv(num_columns, BLOCK_N)
     group = pid // (8 * column_blocks)
@@ -152,6 +155,55 @@ def _forward_epilogue(
     tl.store(hidden_ptr + rows64[:, None] * hidden_dim + columns[None, :], hidden.to(dtype), mask=here)
 
 
+@triton.jit
+def _activated_tile(
+    pid,
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    pre_ptr,
+    hidden_ptr,
+    dropout,
+    num_rows,
+    hidden_dim,
+    depth,
+    x_strides,
+    weight_strides,
+    ACTIVATION: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PRECISION: tl.constexpr,
+    PERSISTENT: tl.constexpr,
+):
+    """The pid-th tile of hidden, and of the pre-activation where backward needs it: see `_linear_activation_kernel`."""
+    GATED: tl.constexpr = ACTIVATION == "swiglu" or ACTIVATION == "geglu_tanh"
+    row_block, column_block = _which_tile(pid, num_rows, hidden_dim, BLOCK_M, BLOCK_N)
+    rows = row_block * BLOCK_M + tl.arange(0, BLOCK_M)
+    columns = column_block * BLOCK_N + tl.arange(0, BLOCK_N)
+    pre, up = _product(
+        x_ptr, weight_ptr, _inside(rows, num_rows, BLOCK_M), _inside(columns, hidden_dim, BLOCK_N), depth,
+        x_strides, (weight_strides[1], weight_strides[0]), hidden_dim, EVEN_K, GATED, BLOCK_M, BLOCK_N, BLOCK_K,
+        PRECISION,
+    )  # fmt: skip
+    first = column_block * BLOCK_N
+    # relu keeps few numbers of an element, and dropout's tiles are 16 columns wide at least.
+    if (ACTIVATION == "relu" and not PERSISTENT) or BLOCK_N < 64:
+        _forward_epilogue(
+            pre, up, bias_ptr, pre_ptr, hidden_ptr, dropout, row_block, first, num_rows, hidden_dim,
+            ACTIVATION, BLOCK_M, BLOCK_N,
+        )  # fmt: skip
+    else:
+        parts = _quarters(pre, BLOCK_M, BLOCK_N)
+        parts_up = _quarters(up, BLOCK_M, BLOCK_N)
+        for part in tl.static_range(4):
+            _forward_epilogue(
+                parts[part], parts_up[part], bias_ptr, pre_ptr, hidden_ptr, dropout, row_block,
+                first + part * (BLOCK_N // 4), num_rows, hidden_dim, ACTIVATION, BLOCK_M, BLOCK_N // 4,
+            )  # fmt: skip
+
+
 @triton.jit(do_not_specialize=_COUNTS)
 def _linear_activation_kernel(
     x_ptr,
@@ -171,32 +223,25 @@ def _linear_activation_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     PRECISION: tl.constexpr,
+    PERSISTENT: tl.constexpr,
 ):
-    """A tile of hidden = dropout(activation(x weight^T + bias)); the pre-activation too where backward needs it."""
-    GATED: tl.constexpr = ACTIVATION == "swiglu" or ACTIVATION == "geglu_tanh"
-    row_block, column_block = _which_tile(num_rows, hidden_dim, BLOCK_M, BLOCK_N)
-    rows = row_block * BLOCK_M + tl.arange(0, BLOCK_M)
-    columns = column_block * BLOCK_N + tl.arange(0, BLOCK_N)
-    pre, up = _product(
-        x_ptr, weight_ptr, _inside(rows, num_rows, BLOCK_M), _inside(columns, hidden_dim, BLOCK_N), depth,
-        x_strides, (weight_strides[1], weight_strides[0]), hidden_dim, EVEN_K, GATED, BLOCK_M, BLOCK_N, BLOCK_K,
-        PRECISION,
-    )  # fmt: skip
-    first = column_block * BLOCK_N
-    # relu keeps few numbers of an element, and dropout's tiles are 16 columns wide at least.
-    if ACTIVATION == "relu" or BLOCK_N < 64:
-        _forward_epilogue(
-            pre, up, bias_ptr, pre_ptr, hidden_ptr, dropout, row_block, first, num_rows, hidden_dim,
-            ACTIVATION, BLOCK_M, BLOCK_N,
-        )  # fmt: skip
-    else:
-        parts = _quarters(pre, BLOCK_M, BLOCK_N)
-        parts_up = _quarters(up, BLOCK_M, BLOCK_N)
-        for part in tl.static_range(4):
-            _forward_epilogue(
-                parts[part], parts_up[part], bias_ptr, pre_ptr, hidden_ptr, dropout, row_block,
-                first + part * (BLOCK_N // 4), num_rows, hidden_dim, ACTIVATION, BLOCK_M, BLOCK_N // 4,
+    """hidden = dropout(activation(x weight^T + bias)), and what backward needs.
+
+    A program has one tile; PERSISTENT: as many as there are for each program, one after another. Their loops are then
+    one for the compiler, which loads a tile's first operands while the tile before is activated.
+    """
+    if PERSISTENT:
+        num_tiles = tl.cdiv(num_rows, BLOCK_M) * tl.cdiv(hidden_dim, BLOCK_N)
+        for pid in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0), flatten=True):
+            _activated_tile(
+                pid, x_ptr, weight_ptr, bias_ptr, pre_ptr, hidden_ptr, dropout, num_rows, hidden_dim, depth, x_strides,
+                weight_strides, ACTIVATION, EVEN_K, BLOCK_M, BLOCK_N, BLOCK_K, PRECISION, True,
             )  # fmt: skip
+    else:
+        _activated_tile(
+            tl.program_id(0), x_ptr, weight_ptr, bias_ptr, pre_ptr, hidden_ptr, dropout, num_rows, hidden_dim, depth,
+            x_strides, weight_strides, ACTIVATION, EVEN_K, BLOCK_M, BLOCK_N, BLOCK_K, PRECISION, False,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -320,7 +365,7 @@ def _linear_activation_backward_kernel(
     PRECISION: tl.constexpr,
 ):
     """A tile of dhidden = dout weight, turned into dpre (and hidden); its sum over rows goes into a row of dbias."""
-    row_block, column_block = _which_tile(num_rows, hidden_dim, BLOCK_M, BLOCK_N)
+    row_block, column_block = _which_tile(tl.program_id(0), num_rows, hidden_dim, BLOCK_M, BLOCK_N)
     rows = row_block * BLOCK_M + tl.arange(0, BLOCK_M)
     columns = column_block * BLOCK_N + tl.arange(0, BLOCK_N)
     dhidden, _ = _product(
@@ -458,12 +503,14 @@ def _activated(
     pre = hidden if activation == "relu" else x.new_empty(num_rows, weight.shape[0])
     config = config_of(x, depth, num_rows, False, activation)
     programs = cdiv(num_rows, config.block_m) * cdiv(hidden_dim, config.block_n)
+    if config.programs:
+        programs = min(programs, config.programs * num_sms(x.device))
     if num_rows:
         launch(
             _linear_activation_kernel, (programs,),
             x, weight, contiguous(bias), None if activation == "relu" else pre, hidden,
             dropout, num_rows, hidden_dim, depth, x.stride(), weight.stride(),
-            ACTIVATION=activation, **_tile_of(config, x, depth),
+            ACTIVATION=activation, **_tile_of(config, x, depth), PERSISTENT=config.programs > 0,
         )  # fmt: skip
     return hidden, pre
 

@@ -11,9 +11,12 @@ import torch
 def feed_forward_call(
     dtype: torch.dtype, dim: int, activation: str, options: tuple[str, ...] = (), rows: int = 16384
 ) -> Callable[[], object]:
-    """A forward and a backward call. Options: "dropout", "no bias", "fused" or "cublas" against the table."""
+    """A forward and a backward call.
+
+    Options: "dropout", "no bias", "persistent", and "fused" or "cublas" against the table.
+    """
+    from fastformer.kernels import _feed_forward_configs as configs
     from fastformer.kernels import feed_forward as kernels
-    from fastformer.kernels._feed_forward_configs import fuses
 
     def call() -> None:
         def new(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
@@ -27,9 +30,10 @@ def feed_forward_call(
             (0.1, new(2, dtype=torch.int64)) if "dropout" in options else (0.0, None)
         )
         choice = {"fused": lambda *_: True, "cublas": lambda *_: False}
-        forced = next((choice[option] for option in options if option in choice), fuses)
+        forced = next((choice[option] for option in options if option in choice), configs.fuses)
         x = new(rows, dim)
-        with mock.patch.object(kernels, "fuses", forced):
+        persistent = mock.patch.object(configs, "PERSISTENT", "persistent" in options)
+        with mock.patch.object(kernels, "fuses", forced), persistent:
             out, saved = kernels.feed_forward_fwd(x, *weights, new(dim) if bias else None, activation, *dropout)
             kernels.feed_forward_bwd(out, x, *weights, saved, activation, *dropout, bias)
 
@@ -50,6 +54,8 @@ def cases(quick: bool) -> Iterator[tuple[str, Callable[[], object]]]:
         yield f"bf16 d512 {activation}", feed_forward_call(bf16, 512, activation, ("dropout", "fused"))
     for activation in ACTIVATIONS:
         yield f"bf16 d512 {activation} no dropout", feed_forward_call(bf16, 512, activation, ("fused",))
+        persistent = feed_forward_call(bf16, 512, activation, ("dropout", "fused", "persistent"))
+        yield f"bf16 d512 {activation} persistent", persistent
         yield f"bf16 d512 n1024 {activation}", feed_forward_call(bf16, 512, activation, ("dropout", "fused"), 1024)
         yield f"bf16 d512 {activation} cublas", feed_forward_call(bf16, 512, activation, ("dropout", "cublas"))
         yield f"fp32 d512 {activation} cublas", feed_forward_call(torch.float32, 512, activation, ("dropout", "cublas"))

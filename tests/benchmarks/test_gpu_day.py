@@ -148,17 +148,18 @@ def test_the_day_runs_to_its_end_on_a_stub(tmp_path: Path) -> None:
     assert stub["seconds"] == sum(step.seconds for step in steps(tmp_path))
     assert stub["statuses"] == [3] * (len(stub["statuses"]) - 1) + [0]
     assert len(stub["statuses"]) <= 1 + stub["seconds"] // (CHUNK - 120)  # no call leaves more than a long step's time
-    # Each mode of each shape, and again the tuned ones and those with the kernels for sm_90.
-    again = sum(line["key"].startswith(("time tuned", "time attention_hopper")) for line in lines)
+    # Each mode of each shape, and again the tuned ones and those with the kernels that are off by default.
+    prefixes = {"attention": ("time tuned", "time attention_hopper"), "feed_forward": "time persistent"}
+    again = {op: sum(line["key"].startswith(start) for line in lines) for op, start in prefixes.items()}
     timed = {op: len(shapes_of(op)) + len(shapes_of(op, later=True)) for op in benchmarks()}
     for op in ("attention", "add_layer_norm", "feed_forward", "linear_cross_entropy", "embedding", "rotary"):
-        times = timed[op] + (again if op == "attention" else 0)
+        times = timed[op] + again.get(op, 0)
         assert counts[f"cases of {op}"] == len(benchmarks()[op].modes) * times > 0
     # A decoding step's kernel as a graph, which must say its share of the bandwidth.
     replayed = [line for line in lines if line["key"].startswith("time decode_attention")]
     assert len(replayed) == counts["graphs"] == len(shapes_of("decode_attention")) > 0
     assert all(line["of_copy"]["fastformer"] > 0 and line["replay_us"]["fastformer"] > 0 for line in replayed)
-    files = ("cuda.jsonl", "cuda_tuned.jsonl", "cuda_hopper.jsonl")
+    files = ("cuda.jsonl", "cuda_tuned.jsonl", "cuda_hopper.jsonl", "cuda_persistent.jsonl")
     rows = "".join((tmp_path / name).read_text() for name in files)
     assert len(rows.splitlines()) == sum(count for name, count in counts.items() if name.startswith("cases of"))
     # Tuning: all candidates launch, and the fastest (the stub's last) is in the file that later calls read.

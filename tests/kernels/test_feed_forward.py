@@ -13,6 +13,7 @@ pytest.importorskip("triton")
 from benchmarks.timing import peak_bytes  # noqa: E402
 from fastformer.kernels import _feed_forward_configs as configs  # noqa: E402
 from fastformer.kernels import feed_forward as kernels  # noqa: E402
+from fastformer.kernels._launch import launch  # noqa: E402
 from fastformer.ops import feed_forward, use_backend  # noqa: E402
 from fastformer.ops._dropout import keep_mask  # noqa: E402
 from tests.checks import assert_op_accurate  # noqa: E402
@@ -50,12 +51,62 @@ def compare(inputs: dict[str, Tensor | None], activation: str, dropout_p: float 
     )
 
 
+@pytest.mark.parametrize("programs", [0, 1])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_wide_tiles(activation: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wide_tiles(activation: str, programs: int, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiles wide enough for epilogues in as many parts as on a GPU; the last part that has columns ends inside."""
     monkeypatch.setattr(kernels, "fuses", lambda *_: True)
-    monkeypatch.setattr(kernels, "config_of", lambda *_: configs.Config(32, 128, 32, 4, 1))
+    monkeypatch.setattr(kernels, "config_of", lambda *_: configs.Config(32, 128, 32, 4, 1, None, programs))
     compare(make_inputs((40, 24), 203, activation, device), activation, 0.2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
+@pytest.mark.parametrize("activation", ["relu", "gelu", "swiglu"])
+@pytest.mark.parametrize("rows, dim, hidden_dim", [(300, 64, 70), (33, 40, 200), (5, 32, 3)])
+def test_a_fixed_grid_does_the_same(
+    rows: int, dim: int, hidden_dim: int, activation: str, dtype: torch.dtype, device: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """To the bit: many tiles a program, more than eight blocks of rows, fewer tiles than programs."""
+    monkeypatch.setattr(kernels, "fuses", lambda *_: True)
+    monkeypatch.setattr(kernels, "num_sms", lambda _: 3)
+    grids: list[int] = []
+
+    def recorded(kernel: object, grid: tuple[int, ...], *args: object, **options: object) -> object:
+        grids.append(grid[0])
+        return launch(kernel, grid, *args, **options)
+
+    monkeypatch.setattr(kernels, "launch", recorded)
+    inputs = make_inputs((rows, dim), hidden_dim, activation, device, dtype)
+    seed = torch.tensor(SEED, device=device)
+    outs = []
+    for programs in (0, 1):
+        monkeypatch.setattr(kernels, "config_of", lambda *_, n=programs: configs.Config(32, 64, 32, 4, 1, None, n))
+        outs.append(feed_forward(**inputs, activation=activation, dropout_p=0.2, dropout_seed=seed))
+    tiles = -(-rows // 32) * -(-hidden_dim // 64)
+    assert grids == [tiles, min(tiles, 3)]
+    if device == "cpu":  # a GPU's compiler contracts products and sums of the epilogue as it likes
+        assert torch.equal(*outs)
+    else:
+        torch.testing.assert_close(*outs)
+
+
+def test_which_calls_have_a_fixed_grid(monkeypatch: pytest.MonkeyPatch) -> None:
+    """None by default; switched on, the forward products whose loop compiles well that way."""
+    half = torch.empty(0, dtype=torch.float16, device="meta")
+    assert not configs.PERSISTENT
+    found = set()
+    for arch in (80, 86, 90, 100):
+        monkeypatch.setattr(configs, "architecture", lambda _, arch=arch: arch)
+        for activation in ("relu", "gelu", "swiglu", "geglu_tanh"):
+            for switch in (False, True):
+                monkeypatch.setattr(configs, "PERSISTENT", switch)
+                for rows, depth, backward in ((1024, 512, False), (4096, 40, False), (4096, 512, True)):
+                    assert configs.config_of(half, depth, rows, backward, activation).programs == 0
+                if configs.config_of(half, 512, 4096, False, activation).programs:
+                    assert switch
+                    found.add((arch, activation))
+    assert found == {(80, "relu"), (90, "relu"), (90, "gelu")}
 
 
 @pytest.mark.parametrize("dropout_p", [0.0, 0.2, 1.0])
