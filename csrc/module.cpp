@@ -3,6 +3,7 @@
 
 #include <pybind11/pybind11.h>
 
+#include "call_module.h"
 #include "decoder_module.h"
 #include "packed_gemm_module.h"
 #include "search_module.h"
@@ -10,6 +11,7 @@
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.doc() = "fastformer's ops for the CPU";
   m.attr("instruction_set") = FASTFORMER_ISA;
+  fastformer::bind_call(m);
   fastformer::bind_packed_gemm(m);
   fastformer::bind_decoder(m);
   fastformer::bind_search(m);

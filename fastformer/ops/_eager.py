@@ -10,11 +10,15 @@ dispatcher where all keys are the ordinary ones, and takes it where anything is 
 from __future__ import annotations
 
 import functools
-from typing import Any
+from collections.abc import Callable, Hashable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+
+from fastformer.kernels import _plans
+from fastformer.ops import _extension
 
 _Key, _Keys = torch._C.DispatchKey, torch._C.DispatchKeySet
 
@@ -140,6 +144,26 @@ def device_of(args: tuple[Any, ...], places: Places) -> tuple[str | None, bool]:
         device = here
         requires_grad = requires_grad or tensor.requires_grad
     return device, requires_grad
+
+
+class Asked(NamedTuple):
+    """What every call asks of its arguments.
+
+    Attributes:
+        device_of: as it is here.
+        geometry: as `_plans` has it.
+    """
+
+    device_of: Callable[[tuple[Any, ...], Places], tuple[str | None, bool]]
+    geometry: Callable[[tuple[Any, ...]], Hashable | None]
+
+
+@functools.cache
+def asked() -> Asked:
+    """Both in C++ where the extension is there: it says the same in a fifth of the time."""
+    return Asked(
+        _extension.host_function("device_of") or device_of, _extension.host_function("geometry") or _plans.geometry
+    )
 
 
 def autograd_is_excluded() -> bool:

@@ -245,7 +245,7 @@ def define_op(
                 return run(preferred, args)
         plan = key = None
         if (_forced_backend.get() or preferred) == "triton":
-            key = _plans.geometry(args)
+            key = _eager.asked().geometry(args)
             plan = plans.get(key)
         backend = "triton" if plan is not None else _choose(op, preferred, args)
         for recorder in _recorders:
@@ -279,7 +279,7 @@ def define_op(
             return overload_(*args)
         if not (op.has_autograd and _eager.nothing_watches()):
             return formula(*args) if formula is not None and _eager.needs_formula(args) else overload_(*args)
-        device, requires_grad = _eager.device_of(args, places)
+        device, requires_grad = _eager.asked().device_of(args, places)
         if device is None:
             return formula(*args) if formula is not None and _eager.needs_formula(args) else overload_(*args)
         if not requires_grad or not torch.is_grad_enabled():

@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -13,7 +14,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from fastformer.kernels import _plans, _tuning, add_layer_norm, attention  # noqa: E402
-from fastformer.ops import _library, record_backends, use_backend  # noqa: E402
+from fastformer.ops import _extension, _library, record_backends, use_backend  # noqa: E402
 
 LAUNCHERS = {
     "attention_fwd": attention.attention_fwd,
@@ -224,19 +225,33 @@ def test_what_else_a_plan_depends_on(device: str, planned: list[str]) -> None:
     assert planned == 3 * ["attention_bwd"]
 
 
-def test_what_is_known_of_a_call(device: str) -> None:
+@pytest.mark.parametrize("where", ["python", "extension"])
+def test_what_is_known_of_a_call(device: str, where: str) -> None:
+    geometry = _plans.geometry if where == "python" else _extension.host_function("geometry")
+    if geometry is None:
+        pytest.skip("the C++ extension is not built")
     x, weight = torch.zeros(4, 8, device=device), torch.nn.Parameter(torch.zeros(8, device=device))
-    same = [(x, weight, 0.5, [True, False], None), (x.clone(), weight.detach(), 0.5, [True, False], None)]
-    assert _plans.geometry(same[0]) == _plans.geometry(same[1]) is not None
+    rest = (0.5, [True, False], None, "gelu", torch.bfloat16, 7)
+    same: list[Args] = [(x, weight, *rest), (x.clone(), weight.detach(), *rest)]
+    assert geometry(same[0]) == geometry(same[1]) is not None
     others: list[Args] = [
-        (x.half(), *same[0][1:]), (x[:2], *same[0][1:]), (torch.zeros(8, 4, device=device).t(), *same[0][1:]),
-        (unaligned(x), *same[0][1:]), (x, None, *same[0][2:]), (x, weight, 0.25, [True, False], None),
-        (x, weight, 0.5, [True, True], None), (x, weight, 0.5, [True, False], 1), (x.to("meta"), *same[0][1:]),
+        (x.half(), weight, *rest), (x[:2], weight, *rest), (torch.zeros(8, 4, device=device).t(), weight, *rest),
+        (unaligned(x), weight, *rest), (x, None, *rest), (x.to("meta"), weight, *rest), (x, x, *rest),
+        (x.view(4, 8, 1), weight, *rest), (x, weight),
     ]  # fmt: skip
-    keys = {_plans.geometry(args) for args in [*same, *others]}
+    instead = {0: (0.25, 1.0, None), 1: ([True, True], [True], [], [True, False, None]), 2: (1, False, x),
+               3: ("relu", "gelu ", ""), 4: (torch.float16, None), 5: (8, -7, 7 + 2**32, 2**62)}  # fmt: skip
+    others += [(x, weight, *rest[:n], value, *rest[n + 1 :]) for n, values in instead.items() for value in values]
+    keys = {geometry(args) for args in [*same, *others]}
     assert len(keys) == 1 + len(others) and None not in keys
-    assert _plans.geometry((x, object())) is None
-    assert _plans.geometry((x.as_subclass(type("Other", (Tensor,), {})),)) is None
+    unknown: tuple[Any, ...] = (object(), x.as_subclass(type("Other", (Tensor,), {})), (1, 2), b"x", np.float64(1.0))
+    assert {geometry((x, one)) for one in unknown} == {None}
+    torch.use_deterministic_algorithms(True)
+    try:
+        keys.add(geometry(same[0]))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert len(keys) == 2 + len(others)
 
 
 def test_plans_are_not_without_end(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -335,6 +335,44 @@ def test_the_keys_of_plain_tensors() -> None:
     assert sorted(_eager._PLAIN.values()) == ["cpu", "cuda"]
 
 
+def test_the_extension_knows_plain_tensors_as_python_does() -> None:
+    function = _extension.host_function("device_of")
+    if function is None:
+        pytest.skip("the C++ extension is not built")
+    x, leaf = torch.randn(2, 2), torch.randn(2, 2, requires_grad=True)
+    other: Tensor = x.as_subclass(type("Other", (Tensor,), {}))
+    with torch.inference_mode():
+        inferred = torch.randn(2, 2)
+    with FakeTensorMode():
+        fake = torch.randn(2, 2)
+    tensors = [
+        x, leaf, leaf * 2, torch.nn.Parameter(x), torch.nn.Buffer(x), x.t(), torch.randn(0), other, inferred, fake,
+        x.to("meta"), x.to_sparse(), torch.randn(2, dtype=torch.complex64).conj(), torch._efficientzerotensor(2), None,
+        "a", 3,
+    ]  # fmt: skip
+    calls: list[tuple[Any, ...]] = [(first, second, 1.0, 1, True) for first in tensors for second in tensors]
+    calls += [(x, None, wrong, 1, True) for wrong in (1, "1.0", None, leaf)] + [(x,), (), (x, x, 1.0, 1, True, leaf)]
+    answers: set[tuple[str | None, bool]] = set()
+    schema = torch.ops.fastformer.way_fwd.default._schema
+    for _ in range(2):  # the kinds are met for the first time, and again
+        places = [_eager.Places(schema) for _ in range(2)]
+        for args in calls:
+            expected = _eager.device_of(args, places[0])
+            assert function(args, places[1]) == expected, args
+            answers.add(expected)
+        assert places[0] == places[1]
+    assert answers == {("cpu", False), ("cpu", True), (None, False)}
+    for level in (torch.func.vmap, torch.func.grad):
+        seen: list[tuple[str | None, bool]] = []
+
+        def ask(x: Tensor, seen: list[Any] = seen, function: Callable[..., Any] = function) -> Tensor:
+            seen.append(function((x, None, 1.0, 1, True), _eager.Places(schema)))
+            return x.sum()
+
+        level(ask)(x)
+        assert seen == [(None, False)]
+
+
 @pytest.mark.gpu
 def test_plain_tensors_of_a_gpu_go_past() -> None:
     x = torch.randn(4, device="cuda")

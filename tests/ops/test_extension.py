@@ -29,9 +29,12 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
     for isa in ("avx512", "avx2"):
         monkeypatch.delitem(sys.modules, f"fastformer._C_{isa}", raising=False)
-    _extension.load.cache_clear()
+    cached = (_extension.load, _extension._first_that_loads)
+    for function in cached:
+        function.cache_clear()
     yield tmp_path
-    _extension.load.cache_clear()
+    for function in cached:
+        function.cache_clear()
 
 
 def _warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -43,6 +46,18 @@ def _warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
 def test_none_is_there(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     (warning,) = _warnings(caplog)
     assert warning.startswith("no C++ extension for this CPU (AVX512)")
+
+
+def test_who_only_wants_to_be_faster_is_not_warned(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "fastformer"):
+        assert _extension.host_function("geometry") is None
+    assert not caplog.records
+    assert len(_warnings(caplog)) == 1
+
+
+def test_one_that_is_older_lacks_a_function(folder: Path) -> None:
+    (folder / "_C_avx512.py").write_text("instruction_set = 'avx512'\n")
+    assert _extension.host_function("geometry") is None and _extension.load() == "avx512"
 
 
 def test_one_that_does_not_load_is_passed_over(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
