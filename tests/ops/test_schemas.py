@@ -41,7 +41,11 @@ def _described(schema: torch.FunctionSchema) -> tuple[list[tuple[str, str, str, 
 
 
 # What an op does not hand on to its C++ function (see `cpp_call` of `define_op`).
-LEFT_OUT = {"linear_cross_entropy_bwd": {"output_mask"}, "linear_cross_entropy_fwd_bwd": {"output_mask"}}
+LEFT_OUT = {
+    "linear_cross_entropy_bwd": {"output_mask"},
+    "linear_cross_entropy_fwd_bwd": {"output_mask"},
+    "decode_attention": {"cos", "sin", "interleaved"},
+}
 CPP = _schemas("fastformer_cpp")
 PYTHON = _schemas("fastformer")
 
