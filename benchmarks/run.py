@@ -8,8 +8,9 @@
     python -m benchmarks.run --compare old.jsonl new.jsonl
 
 At the end stands ours against each rival, where ours loses, and what was disturbed, refused, wrong or missing. A
-provider that disagrees is not timed and the exit status is 1: a wrong result has no speed. Nor is a rival that
-torch.compile left uncompiled, or ours where plain PyTorch ran in the place of every kernel: the reason is printed.
+provider that disagrees is not timed, since a wrong result has no speed; where it is ours, or the baseline, the exit
+status is 1. Nor is a rival timed that torch.compile left uncompiled, or ours where plain PyTorch ran in the place of
+every kernel: the reason is printed.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class Run:
     Attributes:
         rows: of all cases.
         not_timed: (which provider of which case, why).
-        failed: whether a provider was wrong.
+        failed: whether ours was wrong, a baseline or a peer.
     """
 
     def __init__(self, options: argparse.Namespace) -> None:
@@ -69,7 +70,10 @@ class Run:
             self._leave_out(case, name, how)
         for name, how in outcome.wrong.items():
             self._leave_out(case, name, f"it is wrong: {how}")
-        self.failed = self.failed or bool(outcome.wrong)
+        must_be_right = {case.benchmark.ours, case.benchmark.baseline}
+        if case.benchmark.is_ladder:
+            must_be_right.update(case.benchmark.providers)
+        self.failed = self.failed or not must_be_right.isdisjoint(outcome.wrong)
 
     def peers(self, suite: str) -> None:
         """Measures the peers of a suite, each in a process of its own."""

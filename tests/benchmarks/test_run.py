@@ -150,6 +150,25 @@ def test_each_way_of_being_wrong_is_told_before_anything_is_timed(
     assert len(timed) == 1  # what ours is wrong about is timed for nobody
 
 
+@pytest.mark.parametrize(
+    "wrong, is_ladder, status",
+    [("rival", False, 0), ("rival", True, 1), ("fastformer", False, 1), ("power", False, 1), (None, False, 0)],
+)
+def test_who_has_to_be_right_for_the_command_to_succeed(
+    wrong: str | None, is_ladder: bool, status: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """torch.compile's sums err at times, which isn't the reader's mistake; it is told all the same."""
+    providers: dict[str, Provider] = {**TOY.providers, "rival": square}
+    if wrong is not None:
+        providers[wrong] = wrong_value
+    toy = dataclasses.replace(TOY, providers=providers, is_ladder=is_ladder)
+    monkeypatch.setattr(run_module, "benchmarks", lambda: {"toy": toy})
+    command = "--op toy --mode fwd --dtype float32 --device cpu --rounds 3 --seconds 0"
+    assert main(command.split()) == status
+    printed = capsys.readouterr().out
+    assert ("it is wrong" in printed) == (wrong is not None)
+
+
 def test_integers_have_to_be_equal() -> None:
     def rank(shift: int):
         return lambda x, shape: x["x"].argsort(-1) + shift
