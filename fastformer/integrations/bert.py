@@ -24,6 +24,7 @@ from fastformer.integrations.hugging_face import (
 )
 from fastformer.integrations.swap import Swap
 from fastformer.nn.fusing import is_traced
+from fastformer.nn.linear import project
 
 # What a forward may be given that doesn't change what it computes here.
 _HARMLESS = frozenset({"position_ids", "cache_position", "return_dict", "num_items_in_batch"})
@@ -66,7 +67,7 @@ class BertSelfOutput(bert.BertSelfOutput):
 
     def forward(self, hidden_states: Tensor, input_tensor: Tensor) -> Tensor:
         """See transformers."""
-        return _output(self, self.dense(hidden_states), input_tensor)
+        return _output(self, project(self.dense, hidden_states), input_tensor)
 
 
 class BertOutput(bert.BertOutput):
@@ -74,7 +75,7 @@ class BertOutput(bert.BertOutput):
 
     def forward(self, hidden_states: Tensor, input_tensor: Tensor) -> Tensor:
         """See transformers."""
-        return _output(self, self.dense(hidden_states), input_tensor)
+        return _output(self, project(self.dense, hidden_states), input_tensor)
 
 
 class BertLayer(bert.BertLayer):

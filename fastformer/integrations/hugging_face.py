@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
@@ -23,6 +23,7 @@ from fastformer.nn.dropout import active_dropout, dropout_seed
 from fastformer.nn.fusing import is_called_plainly, is_plain, is_plain_dropout, is_traced, norm_settings
 from fastformer.nn.layers import join
 from fastformer.nn.layout import SequenceLayout
+from fastformer.nn.linear import project
 from fastformer.nn.padding import Padding, read_padding
 from fastformer.ops import attention, varlen_attention
 from fastformer.ops import feed_forward as feed_forward_op
@@ -280,9 +281,9 @@ def fused_feed_forward(
     )  # fmt: skip
 
 
-def heads(linear: Callable[[Tensor], Tensor], x: Tensor, head_dim: int) -> Tensor:
+def heads(linear: nn.Module, x: Tensor, head_dim: int) -> Tensor:
     """linear(x) as (batch, seqlen, num_heads, head_dim)."""
-    return linear(x).unflatten(-1, (-1, head_dim))
+    return project(linear, x).unflatten(-1, (-1, head_dim))
 
 
 def is_known(module: nn.Module, *kinds: type[nn.Module]) -> bool:

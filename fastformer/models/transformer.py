@@ -19,6 +19,7 @@ from fastformer.nn.cache import KVCache
 from fastformer.nn.embedding import Embedding, PositionalEncoding, RelativePositionBias, check_buckets
 from fastformer.nn.layers import TransformerDecoderLayer, TransformerEncoderLayer
 from fastformer.nn.layout import SequenceLayout
+from fastformer.nn.linear import linear
 from fastformer.nn.norm import AddLayerNorm
 from fastformer.nn.transformer import TransformerDecoder, TransformerEncoder
 from fastformer.ops.linear_cross_entropy import linear_cross_entropy
@@ -345,7 +346,7 @@ class Transformer(PretrainedModel):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden (..., d_model) -> (..., vocab_size), scaled and with a bias where the config says so."""
-        return F.linear(self._scaled(hidden), self.output_weight, self.output_bias)
+        return linear(self._scaled(hidden), self.output_weight, self.output_bias)
 
     def top_tokens(self, hidden: Tensor, k: int, *, log_probs: bool = True) -> TopK:
         """The k best next tokens of each position, with their log-probabilities (or logits), without the logits of all.

@@ -13,6 +13,7 @@ from fastformer.nn.embedding import RotaryPositions
 from fastformer.nn.errors import InputError
 from fastformer.nn.layer_cache import AttentionCache, attention_unpacked
 from fastformer.nn.layout import SequenceLayout
+from fastformer.nn.linear import linear, project
 from fastformer.nn.masks import add_bias, is_causal_mask, merge_masks, right_padding_lengths
 from fastformer.nn.padding import Jagged, open_nested
 from fastformer.ops.attention import attention, resolve_window
@@ -226,8 +227,8 @@ class MultiheadAttention(nn.Module):
             out = attention(q, k, v, dropout_p=dropout_p, dropout_seed=seed, **options)
         out = out.flatten(-2)
         if not is_batched:
-            return self.out_proj(out[0]), None if weights is None else weights[0]
-        return self.out_proj(out if self.batch_first else out.transpose(0, 1)), weights
+            return project(self.out_proj, out[0]), None if weights is None else weights[0]
+        return project(self.out_proj, out if self.batch_first else out.transpose(0, 1)), weights
 
     def _nested(
         self, x: Tensor, opened: Jagged, need_weights: bool, average_attn_weights: bool, is_causal: bool
@@ -303,7 +304,7 @@ class MultiheadAttention(nn.Module):
             left, right = self.window_size
             window = (left, 0 if is_causal else right)
             out = attention_unpacked(q, k, v, layout, position_bias, window, dropout_p, seed)
-            return self.out_proj(out.flatten(-2))
+            return project(self.out_proj, out.flatten(-2))
         out = varlen_attention(
             q,
             k,
@@ -317,7 +318,7 @@ class MultiheadAttention(nn.Module):
             dropout_p=dropout_p,
             dropout_seed=seed,
         )
-        return self.out_proj(out.flatten(-2))
+        return project(self.out_proj, out.flatten(-2))
 
     @torch.no_grad()
     def _cached(
@@ -340,7 +341,7 @@ class MultiheadAttention(nn.Module):
         if position_bias is not None and (cache.is_static or transposed):
             raise InputError("expected a position_bias along with a cache in self-attention, and batch_first")
         if cache.is_static:
-            q = self._heads(F.linear(query, *self._q_weights()))
+            q = self._heads(linear(query, *self._q_weights()))
             out = cache.attend(q.transpose(0, 1) if transposed else q)
         else:
             if key is None or value is None:
@@ -350,7 +351,7 @@ class MultiheadAttention(nn.Module):
                 q, k, v = q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1)
             out = cache.append(q, k, v, self.window_size[0], layout if packed else None, position_bias, rotary)
         out = out.flatten(-2)
-        return self.out_proj(out.transpose(0, 1) if transposed else out)
+        return project(self.out_proj, out.transpose(0, 1) if transposed else out)
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         # One product for self-attention, one for the query and one for the memory in cross-attention.
@@ -361,10 +362,10 @@ class MultiheadAttention(nn.Module):
             )
         if self._qkv_same_embed_dim and key is query and value is query:
             weight = self.in_proj_weight
-            qkv = F.linear(query, weight, self._in_bias(weight))
+            qkv = linear(query, weight, self._in_bias(weight))
             q, k, v = qkv.split([self.embed_dim, self.kv_dim, self.kv_dim], dim=-1)
         else:
-            q = F.linear(query, *self._q_weights())
+            q = linear(query, *self._q_weights())
             k, v = self._project_kv(key, value)
         return self._heads(q), self._heads(k), self._heads(v)
 
@@ -385,13 +386,13 @@ class MultiheadAttention(nn.Module):
         if self._qkv_same_embed_dim:
             weight = self.in_proj_weight[self.embed_dim :]
             if key is value:
-                k, v = F.linear(key, weight, bias).split(sizes, dim=-1)
+                k, v = linear(key, weight, bias).split(sizes, dim=-1)
                 return k, v
             k_weight, v_weight = weight.split(sizes)
         else:
             k_weight, v_weight = self.k_proj_weight, self.v_proj_weight
         k_bias, v_bias = (None, None) if bias is None else bias.split(sizes)
-        return F.linear(key, k_weight, k_bias), F.linear(value, v_weight, v_bias)
+        return linear(key, k_weight, k_bias), linear(value, v_weight, v_bias)
 
     def _heads(self, x: Tensor) -> Tensor:
         # By num_heads, which may have been set since, as torch.nn reads it.
