@@ -60,8 +60,8 @@ def _goes_to_onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
         and F.linear is _LINEAR
         and _has_onednn()
         and not torch.is_autocast_enabled("cpu")
-        and _eager.nothing_watches()
-        and not is_traced()
+        and not (torch._C._is_torch_function_mode_enabled() or torch._C._len_torch_dispatch_stack())
+        and not (_eager.is_transformed() or is_traced())
     )  # fmt: skip
 
 

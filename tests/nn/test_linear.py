@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils.flop_counter import FlopCounterMode
 
 import fastformer
 from fastformer.nn import linear as linear_module
@@ -82,6 +83,9 @@ def test_who_has_a_say_meets_the_usual_function(products: list[int], monkeypatch
     assert type(linear(x.as_subclass(kind), weight, bias)) is kind
     with Mode():
         linear(x, weight, bias)
+    with FlopCounterMode(display=False) as counter:
+        linear(x, weight, bias)
+    assert counter.get_total_flops() == 2 * 20 * 24 * 40
     with torch.autocast("cpu", torch.bfloat16):
         assert linear(x, weight, bias).dtype == torch.bfloat16
     with torch.backends.mkldnn.flags(enabled=False):
@@ -98,8 +102,12 @@ def test_who_has_a_say_meets_the_usual_function(products: list[int], monkeypatch
         linear(x, leaf, bias)
     with torch.inference_mode():
         linear(x, leaf, bias)
+        linear(torch.randn(30, 24), weight + 1, bias)
     linear(x, nn.Parameter(weight, requires_grad=False), bias)
-    assert products[0] == 20 and len(products) >= 2
+    with torch.profiler.profile() as profile:
+        linear(x, weight, bias)
+    assert any("linear_pointwise" in event.name for event in profile.events())
+    assert products == [20, 20, 30, 20, 20]
     products.clear()
     monkeypatch.setattr(F, "linear", lambda x, weight, bias: x)
     assert linear(x, weight, bias) is x and not products
