@@ -172,16 +172,17 @@ def _model(
 
 DROP_IN = (
     _model("BERT-base, 8 sequences of 32 to 128 tokens", "bert_base", "32 to 128", "as it is, openvino", (FP32, BF16)),
-    _model("BERT-base, 8 sequences of 512 tokens", "bert_base", "512", "as it is, openvino"),
+    _model("BERT-base, 8 sequences of 512 tokens", "bert_base", "512", "as it is, openvino", (FP32, BF16)),
     _model("GPT-2 small, training step, 4 sequences of 256 tokens", "gpt2_small", "256", mode="training"),
     _model("GPT-2 small, training step, 16 to 256 tokens", "gpt2_small", "16 to 256", mode="training"),
     _model("Marian's base shape, training step, 16 pairs of 8 to 64 tokens", "marian_base", "8 to 64", mode="training"),
-    _model(
-        "Marian's base shape, training step, with the fused loss",
-        "marian_base",
-        "8 to 64",
-        ours="accelerated, fused loss",
-        mode="training",
+    *(
+        _model(label, model, seqlen, ours="accelerated, fused loss", mode="training")
+        for label, model, seqlen in (
+            ("GPT-2 small, 4 sequences of 256 tokens, with the fused loss", "gpt2_small", "256"),
+            ("GPT-2 small, 16 to 256 tokens, with the fused loss", "gpt2_small", "16 to 256"),
+            ("Marian's base shape, training step, with the fused loss", "marian_base", "8 to 64"),
+        )
     ),
     *(
         _model(f"torch.nn's encoder, 6 layers, {what}8 of {seqlen} tokens", "torch_nn_encoder", seqlen, mode=mode)
