@@ -492,11 +492,13 @@ def splits_of(tiles: int, num_blocks: int, wanted: int) -> int:
     return next(n for n, full in enumerate(fullness, 1) if full >= 0.85 * max(fullness))
 
 
-def _rotary_registers(q: Tensor, block_m: int, block_d: int) -> int | None:
+def _most_registers(q: Tensor, block_m: int, block_d: int, turns: bool) -> int | None:
     """Registers a thread at most: more than ptxas keeps to by itself, and then spills, or None where it does not."""
     if q.dtype == torch.float32 and block_d <= 64:
-        return 168
-    return 240 if block_m > SMALLEST_TILE and block_d == 64 else None
+        if architecture(q) in (86, 89):  # whose shared memory is for two programs an SM at most
+            return 240
+        return 168 if turns else None
+    return 240 if turns and block_m > SMALLEST_TILE and block_d == 64 else None
 
 
 def decode_attention(
@@ -575,7 +577,7 @@ def decode_attention(
         IS_CAUSAL=is_causal and seqlen_q > 1, ROWS=rows, HEAD_DIM=head_dim, HALF=half, INTERLEAVED=interleaved,
         UNIT=unit, TABLE_UNIT=table_unit, BLOCK_M=block_m, BLOCK_N=config.block_n, BLOCK_D=block_d, BLOCK_NEW=block_new,
         PRECISION=dot_precision(q), num_warps=config.num_warps, num_stages=config.num_stages,
-        maxnreg=None if rotary is None else _rotary_registers(q, block_m, block_d),
+        maxnreg=_most_registers(q, block_m, block_d, rotary is not None),
     )  # fmt: skip
     if num_splits > 1:
         splits = next_power_of_2(num_splits)
