@@ -16,6 +16,7 @@ from fastformer.kernels import feed_forward as kernels  # noqa: E402
 from fastformer.kernels._launch import launch  # noqa: E402
 from fastformer.ops import feed_forward, use_backend  # noqa: E402
 from fastformer.ops._dropout import keep_mask  # noqa: E402
+from fastformer.ops.feed_forward import GATED  # noqa: E402
 from tests.checks import assert_op_accurate  # noqa: E402
 from tests.conftest import HAS_GPU  # noqa: E402
 from tests.ops.test_feed_forward import ACTIVATIONS, make_inputs, plain  # noqa: E402
@@ -167,7 +168,7 @@ def test_both_paths_drop_the_same(activation: str, device: str, monkeypatch: pyt
 def test_infinities_and_nan(activation: str, path: str, device: str) -> None:
     """A row of NaN stays NaN and among itself; large numbers saturate as they do in PyTorch."""
     x = torch.tensor([[float("nan")], [1e4], [-1e4], [0.0]], device=device)
-    weight1 = torch.ones(2 if activation == "swiglu" else 1, 1, device=device)
+    weight1 = torch.ones(2 if activation in GATED else 1, 1, device=device)
     weight2 = torch.ones(1, 1, device=device)
     out = feed_forward(x, weight1, None, weight2, None, activation=activation)
     torch.testing.assert_close(out, plain(x, weight1, None, weight2, None, activation=activation), equal_nan=True)
