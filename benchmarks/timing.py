@@ -10,6 +10,10 @@ as were asked for, within limits; what was disturbed counts only where too littl
 A ratio is the median, over the rounds in which both were undisturbed, of the ratio within the round: what made a whole
 round slow cancels out of it. Measured by one function against itself, 67 times five rounds beside a neighbour that came
 and went: nine times in ten this is off by at most 6 %, the ratio of medians or of minima by 9 %, that of means by 38 %.
+
+What a short pass over memory takes depends on where that lies, by up to a third and for as long as a process lives, and
+tenfold on whether malloc had given it back. So freed memory stays (`keep_freed_memory`), and each round of short calls
+has copies of the inputs elsewhere: its median is over places, too.
 """
 
 from __future__ import annotations
@@ -30,7 +34,7 @@ from benchmarks.watch import Watcher
 ENOUGH = 3  # quiet turns, or quiet pairs of turns, that a median may be of
 _TURN = 0.03  # seconds that one turn of a function should take at least: several slices of the scheduler
 _SHORT = 0.5  # seconds of a call of each function: what takes longer visits so much memory that its place is no matter
-_TOUCHED = 2**30  # bytes of the heap
+_TOUCHED = 2**30  # bytes of the heap, more than the short calls of a case take together
 _FLUSHED = 256 * 2**20  # bytes: more than any L2 cache has
 _MOST = 3  # times the rounds that were asked for, where turns are disturbed
 
