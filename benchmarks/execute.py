@@ -1,9 +1,16 @@
-"""One case: its providers are checked, those that are right take turns, and each gives a row."""
+"""Cases: their providers are checked, those that are right take turns, in passes over all cases, and each gives a row.
+
+A pass over many cases takes minutes, so that the passes of one meet other hours of the machine (`timing`). A case whose
+passes disagree, or that was disturbed too often, gets further ones as long as its time lasts; what disagrees then is
+recorded as not quiet.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,8 +19,12 @@ import torch
 from benchmarks.case import Benchmark, cast, timed_call
 from benchmarks.checking import verdicts_of
 from benchmarks.roofline import measure_machine
-from benchmarks.suites import chosen_providers
-from benchmarks.timing import peak_bytes, time_interleaved
+from benchmarks.suites import Case, chosen_providers
+from benchmarks.timing import ENOUGH, Interleaved, peak_bytes
+
+_MOST = 3  # times the passes that were asked for, where they disagree
+_LASTING = 0.2  # seconds of a pass over a case on a CPU, at least: what is short has several rounds
+_APART = 3.0  # seconds between the passes over a case on a CPU, where there is time for it
 
 
 @dataclass
@@ -44,73 +55,150 @@ def run_case(
     device: str,
     *,
     providers: Sequence[str] = (),
-    rounds: int = 15,
+    rounds: int = 16,
     seconds: float = 60.0,
 ) -> Outcome:
-    """Checks the providers of one case and times those that are right, side by side.
+    """Checks the providers of one case and times those that are right, side by side; see `run_cases`."""
+    case = Case(benchmark, shape, mode, str(dtype).removeprefix("torch."))
+    [(_, outcome)] = run_cases([case], device, providers=providers, rounds=rounds, seconds=seconds)
+    return outcome
+
+
+def run_cases(
+    cases: Iterable[Case],
+    device: str,
+    *,
+    providers: Sequence[str] = (),
+    rounds: int = 16,
+    seconds: float = 60.0,
+    told: Callable[[str, Case], object] = lambda doing, case: None,
+) -> Iterator[tuple[Case, Outcome]]:
+    """Checks the providers of some cases and times those that are right, side by side, in passes over all of the cases.
 
     Args:
-        shape: where it has "threads", PyTorch computes with so many.
+        cases: where a shape has "threads", PyTorch computes with so many.
+        device: "cpu" or "cuda".
         providers: which, besides ours and the baseline; empty = all.
-        rounds, seconds: see `time_interleaved`.
+        rounds: passes, in each of which a provider has an undisturbed turn, where it's short several. Fewer, but at
+            least three, when `seconds` are used up; up to three times as many where they disagree.
+        seconds: about how long each case may be timed, in all passes together.
+        told: hears what is done next to which case.
 
     Raises:
         Exception: whatever ours or the baseline raises; a rival that can't take the case is left out instead.
     """
-    with _threads(shape.get("threads")):
-        return _run(benchmark, shape, mode, dtype, device, providers, rounds, seconds)
-
-
-def _run(
-    benchmark: Benchmark,
-    shape: dict[str, Any],
-    mode: str,
-    dtype: torch.dtype,
-    device: str,
-    providers: Sequence[str],
-    rounds: int,
-    seconds: float,
-) -> Outcome:
-    outcome = Outcome()
-    same = {
-        "suite": benchmark.suite,
-        "op": benchmark.name,
-        "mode": mode,
-        "dtype": str(dtype).removeprefix("torch."),
-        "shape": dict(shape),
-        "threads": torch.get_num_threads(),
+    # torch.compile gives a function up after eight shapes and goes on eagerly. All of these cases' are kept.
+    torch._dynamo.reset()
+    limits: dict[str, Any] = {
+        "recompile_limit": 10**6,
+        "accumulated_recompile_limit": 10**6,
+        "fail_on_recompile_limit_hit": True,
     }
-    for name, how in benchmark.missing(device).items():
-        if not providers or name in providers:
-            outcome.rows.append({**same, "provider": name, "missing": how})
-    chosen = {}
-    for name in chosen_providers(benchmark, device, providers):
-        if (reason := benchmark.left_out(name, shape)) is not None:
-            outcome.refused[name] = reason
-        else:
-            chosen[name] = benchmark.providers[name]
-    verdicts = verdicts_of(benchmark, chosen, shape, mode, dtype, device)
-    outcome.wrong |= verdicts.wrong
-    outcome.refused |= verdicts.refused
-    if not (verdicts.passed(benchmark.ours) and verdicts.passed(benchmark.baseline)):
-        return outcome
-    torch.manual_seed(0)
-    made = benchmark.make_inputs(shape, device)
+    with torch._dynamo.config.patch(**limits):
+        running = []
+        for case in cases:
+            told("check", case)
+            running.append(_Running(case, device, providers))
+        began = -math.inf
+        while more := [each for each in running if each.wants_more(rounds, seconds)]:
+            if device == "cpu" and (left := began + min(_APART, seconds / rounds) - time.perf_counter()) > 0:
+                time.sleep(left)
+            began = time.perf_counter()
+            for each in more:
+                told(f"pass {each.passes + 1}", each.case)
+                each.take(rounds, seconds)
+        for each in running:
+            yield each.case, each.finish()
 
-    def calls_on_copies() -> dict[str, Callable[[], object]]:
-        inputs = cast(made, dtype)
-        return {name: timed_call(call, inputs, shape, mode) for name, call in chosen.items() if verdicts.passed(name)}
 
-    calls = calls_on_copies()
-    timings = time_interleaved(calls, rounds=rounds, device=device, seconds=seconds, anew=calls_on_copies)
-    flops, moved = benchmark.flops(shape, mode), benchmark.moved(shape, mode, dtype.itemsize)
-    machine = measure_machine(dtype, device) if flops or moved else None
-    floor = machine.floor(flops, moved) if machine else None
-    for name, timing in timings.items():
-        speedup = timings.ratio(name, benchmark.baseline)
-        outcome.rows.append(
-            {
-                **same,
+class _Running:
+    """A case that was checked and is being timed."""
+
+    def __init__(self, case: Case, device: str, providers: Sequence[str]) -> None:
+        self.case, self._device, self._dtype = case, device, getattr(torch, case.dtype)
+        self._outcome, self._timer = Outcome(), Interleaved(device)
+        benchmark = case.benchmark
+        with _threads(case):
+            self._same = {
+                "suite": benchmark.suite,
+                "op": benchmark.name,
+                "mode": case.mode,
+                "dtype": case.dtype,
+                "shape": dict(case.shape),
+                "threads": torch.get_num_threads(),
+            }
+            for name, how in benchmark.missing(device).items():
+                if not providers or name in providers:
+                    self._outcome.rows.append({**self._same, "provider": name, "missing": how})
+            chosen = {}
+            for name in chosen_providers(benchmark, device, providers):
+                if (reason := benchmark.left_out(name, case.shape)) is not None:
+                    self._outcome.refused[name] = reason
+                else:
+                    chosen[name] = benchmark.providers[name]
+            verdicts = verdicts_of(benchmark, chosen, case.shape, case.mode, self._dtype, device)
+        self._outcome.wrong |= verdicts.wrong
+        self._outcome.refused |= verdicts.refused
+        self._backends = verdicts.backends
+        self._right = {name: call for name, call in chosen.items() if verdicts.passed(name)}
+        if not (verdicts.passed(benchmark.ours) and verdicts.passed(benchmark.baseline)):
+            self._right = {}  # there is nothing to compare
+
+    @property
+    def passes(self) -> int:
+        """How many were taken."""
+        return self._timer.passes
+
+    def wants_more(self, rounds: int, seconds: float) -> bool:
+        """Whether another pass is due."""
+        measured = self._timer.rounds
+        if not self._right or self.passes >= _MOST * rounds:
+            return False
+        if self.passes < min(ENOUGH, rounds):
+            return True
+        if self._timer.seconds > seconds:
+            return False
+        baseline = self.case.benchmark.baseline
+        return self.passes < rounds or any(measured.ratio(name, baseline).quiet is False for name in self._right)
+
+    def take(self, rounds: int, seconds: float) -> None:
+        """Takes a pass, on inputs that lie elsewhere than the last one's."""
+        with _threads(self.case):
+            copies = self._copies()
+            self._timer.take(
+                copies(), rounds=1, seconds=seconds / rounds, anew=copies,
+                lasting=_LASTING if self._device == "cpu" else 0.0,
+            )  # fmt: skip
+
+    def _copies(self) -> Callable[[], dict[str, Callable[[], object]]]:
+        """What makes the calls of all providers, on new copies of the same inputs each time."""
+        shape, mode = self.case.shape, self.case.mode
+        torch.manual_seed(0)
+        made = self.case.benchmark.make_inputs(shape, self._device)
+
+        def calls() -> dict[str, Callable[[], object]]:
+            inputs = cast(made, self._dtype)
+            return {name: timed_call(call, inputs, shape, mode) for name, call in self._right.items()}
+
+        return calls
+
+    def finish(self) -> Outcome:
+        """The rows of what was timed, after those of what is missing."""
+        if self._right:
+            with _threads(self.case):
+                self._outcome.rows += self._rows()
+        return self._outcome
+
+    def _rows(self) -> Iterator[dict[str, Any]]:
+        benchmark, shape, mode = self.case.benchmark, self.case.shape, self.case.mode
+        timings, calls = self._timer.rounds, self._copies()()
+        flops, moved = benchmark.flops(shape, mode), benchmark.moved(shape, mode, self._dtype.itemsize)
+        machine = measure_machine(self._dtype, self._device) if flops or moved else None
+        floor = machine.floor(flops, moved) if machine else None
+        for name, timing in timings.items():
+            speedup = timings.ratio(name, benchmark.baseline)
+            yield {
+                **self._same,
                 "provider": name,
                 "ms_p50": 1e3 * timing.p50,
                 "ms_p20": 1e3 * timing.p20,
@@ -120,6 +208,9 @@ def _run(
                 **({} if benchmark.is_ladder else {"ours": timings.ratio(benchmark.ours, name).value}),
                 "rounds": len(timings.turns[name]),
                 "disturbed": timings.disturbed(name),
+                "slow": timings.slow(name),
+                "passes": speedup.passes,
+                "uncertainty": speedup.uncertainty,
                 "quiet": speedup.quiet,
                 "tflop_s": flops / timing.p50 / 1e12 if flops else None,
                 "gb_s": moved / timing.p50 / 1e9 if moved else None,
@@ -127,17 +218,16 @@ def _run(
                 "floor_ms": 1e3 * floor if floor else None,
                 "share": floor / timing.p50 if floor else None,
                 "bound": machine.bound(flops, moved) if machine else None,
-                "peak_mib": peak_bytes(calls[name], device) / 2**20,
-                "backends": verdicts.backends[name],
+                "peak_mib": peak_bytes(calls[name], self._device) / 2**20,
+                "backends": self._backends[name],
             }
-        )
-    return outcome
 
 
 @contextlib.contextmanager
-def _threads(count: int | None) -> Iterator[None]:
+def _threads(case: Case) -> Iterator[None]:
+    """PyTorch computes with as many as the case's shape says."""
     before = torch.get_num_threads()
-    torch.set_num_threads(count or before)
+    torch.set_num_threads(case.shape.get("threads") or before)
     try:
         yield
     finally:

@@ -61,7 +61,15 @@ FIELDS: dict[str, Field] = {
     "ours": Field(_NUMBER, "times that ours is faster than it, from turns of the same rounds"),
     "rounds": Field(_COUNT, "turns that were taken"),
     "disturbed": Field(_NUMBER + _UNKNOWN, "the share of them that something disturbed; null: nobody watched"),
-    "quiet": Field(_FLAG + _UNKNOWN, "whether `speedup` is from undisturbed turns alone; null: nobody watched"),
+    "slow": Field(_NUMBER, "the share of them that were beside a slow clock"),
+    "passes": Field(_COUNT, "with time between them, that the rounds behind `speedup` are of"),
+    "uncertainty": Field(
+        _NUMBER + _UNKNOWN,
+        "half the 95 % interval of `speedup`, as a share of it, by how far its passes lie apart; null: it has one pass",
+    ),
+    "quiet": Field(
+        _FLAG + _UNKNOWN, "whether `speedup` is of undisturbed turns alone, and its passes agree; null: nobody watched"
+    ),
     "ms_step": Field(_NUMBER, "milliseconds of a step of decoding"),
     "ms_by_threads": Field(_TABLE, "threads -> ms_p50"),
     "ms_quiet": Field(_NUMBER, "ms_p50 without the neighbours"),

@@ -22,6 +22,7 @@ from benchmarks.highlights import is_ours
 from benchmarks.latest import RESULTS, Results, Row, case_of, was_timed
 from benchmarks.plot.charts import charts, name_of
 from benchmarks.plot.style import svg, two_digits
+from benchmarks.summary import doubt
 
 OUT = record.ROOT / "build" / "report.html"
 _PICTURES = {
@@ -235,7 +236,9 @@ def _turns(row: Mapping[str, Any]) -> str:
     """How many, and whether something else was at work."""
     rounds, disturbed = row.get("rounds"), row.get("disturbed")
     text = "" if rounds is None else str(rounds)
-    if disturbed is not None and (disturbed >= _DISTURBED or row.get("quiet") is False):
+    if (why := doubt(row)) is not None:
+        text += f' <span class="warn">{why}</span>'
+    elif disturbed is not None and disturbed >= _DISTURBED:
         text += f' <span class="warn">{100 * disturbed:.0f} % disturbed</span>'
     return text
 

@@ -7,10 +7,14 @@
     python -m benchmarks.run --out benchmarks/results/cpu.jsonl
     python -m benchmarks.run --compare old.jsonl new.jsonl
 
-At the end stands ours against each rival, where ours loses, and what was disturbed, refused, wrong or missing. A
-provider that disagrees is not timed, since a wrong result has no speed; where it is ours, or the baseline, the exit
-status is 1. Nor is a rival timed that torch.compile left uncompiled, or ours where plain PyTorch ran in the place of
-every kernel: the reason is printed.
+Cases are checked, and then timed in passes over all of them (24 at most at once), so that what a case gave in one
+minute is held against others; their rows are written when the last pass is over. `--rounds` are such passes, and
+`--seconds` is what a case may be timed for in all of them, further passes over what disagrees included.
+
+At the end stands ours against each rival, where ours loses, and what was disturbed, unsteady, refused, wrong or
+missing. A provider that disagrees is not timed, since a wrong result has no speed; where it is ours, or the baseline,
+the exit status is 1. Nor is a rival timed that torch.compile left uncompiled, or ours where plain PyTorch ran in the
+place of every kernel: the reason is printed.
 """
 
 from __future__ import annotations
@@ -19,7 +23,7 @@ import argparse
 import importlib
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +35,7 @@ from tqdm import tqdm  # noqa: E402
 from benchmarks import fits, record  # noqa: E402
 from benchmarks.case import SUITES  # noqa: E402
 from benchmarks.comparing import compare  # noqa: E402
-from benchmarks.execute import run_case  # noqa: E402
+from benchmarks.execute import Outcome, run_cases  # noqa: E402
 from benchmarks.experiments import EXPERIMENTS  # noqa: E402
 from benchmarks.suites import DEFAULT, Case, benchmarks, chosen_cases, listing, nothing_fits  # noqa: E402
 from benchmarks.summary import summary, table, title  # noqa: E402
@@ -56,14 +60,22 @@ class Run:
         self._shared = record.environment(options.device)
         _say("{device}, {threads} threads, torch {torch}, commit {commit}".format(**self._shared))
 
-    def case(self, case: Case) -> None:
-        """Measures one."""
+    def cases(self, cases: Sequence[Case]) -> None:
+        """Measures some, a group after the other: what is compiled is kept while passes are taken."""
         options = self._options
+        with tqdm(total=len(cases), unit="case", file=sys.stderr, disable=None, leave=False) as bar:
+            for first in range(0, len(cases), _TOGETHER):
+                _say(f"\n{len(cases[first : first + _TOGETHER])} cases are checked and then timed, in passes over all")
+                for case, outcome in run_cases(
+                    cases[first : first + _TOGETHER], options.device, providers=options.provider or (),
+                    rounds=options.rounds, seconds=options.seconds,
+                    told=lambda doing, case: bar.set_description(f"{doing}: {case.benchmark.name} {case.mode}"),
+                ):  # fmt: skip
+                    self._case(case, outcome)
+                    bar.update()
+
+    def _case(self, case: Case, outcome: Outcome) -> None:
         _say(f"\n{case}")
-        outcome = run_case(
-            case.benchmark, case.shape, case.mode, getattr(torch, case.dtype), options.device,
-            providers=options.provider or (), rounds=options.rounds, seconds=options.seconds,
-        )  # fmt: skip
         for row in outcome.rows:
             self._keep(row)
         for name, how in outcome.refused.items():
@@ -128,12 +140,11 @@ def main(arguments: list[str] | None = None) -> int:
         for name in experiments:
             print(f"experiment {name}: {EXPERIMENTS[name]}")
         return 0
-    options.rounds = options.rounds or (9 if options.quick else 15)
-    options.seconds = options.seconds if options.seconds is not None else (4.0 if options.quick else 60.0)
+    options.rounds = options.rounds or 16
+    options.seconds = options.seconds if options.seconds is not None else (9.0 if options.quick else 60.0)
     keep_freed_memory()
     run = Run(options)
-    for case in _with_bar(chosen):
-        run.case(case)
+    run.cases(chosen)
     for suite in with_peers:
         run.peers(suite)
     print(summary(run.rows, run.not_timed))
@@ -147,19 +158,12 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 _PEERS = ("decoding", "model")  # the suites that have some
+_TOGETHER = 24  # cases that passes are taken over, at most: their modules and what was compiled stay in memory
 
 
 def _peers() -> Any:
     """Their module, which asks what is installed."""
     return importlib.import_module("benchmarks.peers.suite")
-
-
-def _with_bar(cases: Sequence[Case]) -> Iterator[Case]:
-    """The cases, with a bar on a terminal's stderr."""
-    with tqdm(cases, unit="case", file=sys.stderr, disable=None, leave=False) as bar:
-        for case in bar:
-            bar.set_description(f"{case.benchmark.name} {case.mode}")
-            yield case
 
 
 def _say(text: str) -> None:
@@ -176,9 +180,9 @@ def _parser(ops: Sequence[str]) -> argparse.ArgumentParser:
     parser.add_argument("--shape", nargs="+", type=key_value, default=[], help="such as seqlen=2048 (all)")
     parser.add_argument("--provider", nargs="+", help="which providers, besides ours and the baseline (all)")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--quick", action="store_true", help="few shapes, one dtype, few rounds")
-    parser.add_argument("--rounds", type=int, help="undisturbed turns of each provider (15; 9 with --quick)")
-    parser.add_argument("--seconds", type=float, help="about how long one case may be timed (60; 4 with --quick)")
+    parser.add_argument("--quick", action="store_true", help="few shapes, one dtype, less time")
+    parser.add_argument("--rounds", type=int, help="passes, with a turn of each provider or several (16)")
+    parser.add_argument("--seconds", type=float, help="about how long one case may be timed (60; 9 with --quick)")
     parser.add_argument("--out", type=Path, help="append JSON lines to this file")
     parser.add_argument("--list", action="store_true", help="print what would run, and what is missing and why")
     parser.add_argument("--compare", nargs=2, type=Path, metavar=("OLD", "NEW"), help="compare two files of results")

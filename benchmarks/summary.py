@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from benchmarks.timing import STEADY
+
 Row = Mapping[str, Any]
 OURS = ("fastformer", "accelerated")  # as they are called where several of ours are compared
 
@@ -17,6 +19,8 @@ def table(row: Row) -> str:
     parts = [f"    {name:<22}"]
     if row.get("speedup") is not None:
         parts.append(f"{row['speedup']:>6.2f}x")
+        if row.get("uncertainty") is not None:
+            parts[-1] += f" ±{row['uncertainty']:>3.0%}" if row["provider"] != row["baseline"] else " " * 5
     parts.append(f"{row['ms_p50']:>10.3f} ms [{row['ms_p20']:.3f}, {row['ms_p80']:.3f}]")
     reached = ""
     if row.get("bound") == "memory" and row.get("gb_s"):
@@ -31,9 +35,20 @@ def table(row: Row) -> str:
         parts.append(f"peak {row['peak_mib']:.0f} MiB")
     if row.get("backends"):
         parts.append("on " + ", ".join(sorted(set(row["backends"].values()))))
-    if row.get("quiet") is False:
-        parts.append(f"disturbed: {row['disturbed']:.0%} of {row['rounds']} turns")
+    if (why := doubt(row)) is not None:
+        parts.append(why)
     return "  ".join(parts)
+
+
+def doubt(row: Row) -> str | None:
+    """Why a row's ratio isn't to be relied on; None where it is, or where nobody knows."""
+    if row.get("quiet") is not False:
+        return None
+    if (row.get("uncertainty") or 0.0) > STEADY:
+        return f"unsteady over {row['passes']} passes"
+    if row.get("slow", 0.0) > row["disturbed"]:
+        return f"slow clock: {row['slow']:.0%} of {row['rounds']} turns"
+    return f"disturbed: {row['disturbed']:.0%} of {row['rounds']} turns"
 
 
 def title(row: Row) -> str:
@@ -83,7 +98,7 @@ def summary(rows: Sequence[Row], not_timed: Iterable[tuple[str, str]] = ()) -> s
     lines += _part("Missing", list(absent))
     if any(row.get("quiet") is False for row in rows):
         count, watched = (sum(row.get("quiet") in states for row in rows) for states in ((False,), (False, True)))
-        lines += ["", f"~ {count} of {watched} rows were disturbed: run again when the machine is quiet"]
+        lines += ["", f"~ {count} of {watched} rows were disturbed or unsteady: run again when the machine is quiet"]
     return "\n".join(lines)
 
 

@@ -40,6 +40,7 @@ def checked(number: int) -> Verdicts:
     """What the checks found of a case's providers."""
     benchmark, shape, mode, dtype = CASES[number]
     chosen = {name: benchmark.providers[name] for name in chosen_providers(benchmark, DEVICE, ())}
+    torch._dynamo.reset()  # torch.compile gives a function up after eight shapes and goes on eagerly
     return verdicts_of(benchmark, chosen, shape, mode, getattr(torch, dtype), DEVICE)
 
 

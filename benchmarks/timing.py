@@ -11,17 +11,19 @@ A ratio is the median, over the rounds in which both were undisturbed, of the ra
 round slow cancels out of it. Measured by one function against itself, 67 times five rounds beside a neighbour that came
 and went: nine times in ten this is off by at most 6 %, the ratio of medians or of minima by 9 %, that of means by 38 %.
 
-What a short pass over memory takes depends on where that lies, by up to a third and for as long as a process lives, and
-tenfold on whether malloc had given it back. So freed memory stays (`keep_freed_memory`), and each round of short calls
-has copies of the inputs elsewhere: its median is over places, too.
+What lasts for longer than the rounds, such as a neighbour on the other thread of the core that nobody watches, favours
+some functions over others, and rounds that follow one another can't tell. So the runner takes them in passes with time
+between them, and how far the passes lie apart says what the ratio is worth (`Ratio.uncertainty`).
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
+import math
 import os
 import random
+import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -32,9 +34,10 @@ import torch
 from benchmarks.watch import Watcher
 
 ENOUGH = 3  # quiet turns, or quiet pairs of turns, that a median may be of
-_TURN = 0.03  # seconds that one turn of a function should take at least: several slices of the scheduler
-_SHORT = 0.5  # seconds of a call of each function: what takes longer visits so much memory that its place is no matter
-_TOUCHED = 2**30  # bytes of the heap, more than the short calls of a case take together
+STEADY = 0.06  # the uncertainty that a ratio may have: of two such, 1 in 800 lies 15 % apart
+_TURN = 0.01  # seconds that one turn of a function should take at least
+_SHORT = 0.1  # seconds of a call of each function: what takes longer visits so much memory that its place is no matter
+_TOUCHED = 2**30  # bytes of the heap
 _FLUSHED = 256 * 2**20  # bytes: more than any L2 cache has
 _MOST = 3  # times the rounds that were asked for, where turns are disturbed
 
@@ -56,25 +59,47 @@ class Timing:
 
 
 class Turn(NamedTuple):
-    """One turn of a function: the seconds of a call, and whether something disturbed it (None: nobody knows)."""
+    """One turn of a function.
+
+    Attributes:
+        seconds: of a call.
+        disturbed: whether others took what it needed of the cores (None: nobody knows).
+        slow: whether it was beside a slow clock.
+    """
 
     seconds: float
     disturbed: bool | None
+    slow: bool = False
 
 
 class Ratio(NamedTuple):
-    """How many times faster one is than another, and whether that is from quiet turns (None: nobody knows)."""
+    """How many times faster one is than another.
+
+    Attributes:
+        value: the median over the rounds of all passes.
+        quiet: whether it is from undisturbed turns of passes that agree, some at full clock (None: nobody knows).
+        passes: that had a round which counts.
+        uncertainty: half of its 95 % interval, as a share of it, by how far the passes' ratios lie apart; None of one.
+    """
 
     value: float
     quiet: bool | None
+    passes: int = 1
+    uncertainty: float | None = None
 
 
 class Rounds(Mapping[str, Timing]):
-    """The turns of functions that were timed side by side; a mapping from name to timing."""
+    """The turns of functions that were timed side by side; a mapping from name to timing.
 
-    def __init__(self, turns: Mapping[str, list[Turn]]) -> None:
-        """turns: by name, one a round."""
+    Attributes:
+        turns: by name, one a round.
+        passes: of each round, the number of its pass.
+    """
+
+    def __init__(self, turns: dict[str, list[Turn]], passes: list[int] | None = None) -> None:
+        """passes: None: all rounds are of one."""
         self.turns = turns
+        self.passes = [0] * len(next(iter(turns.values()), [])) if passes is None else passes
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.turns)
@@ -89,20 +114,131 @@ class Rounds(Mapping[str, Timing]):
 
     def ratio(self, name: str, to: str) -> Ratio:
         """How many times faster `name` is than `to`."""
-        pairs = list(zip(self.turns[name], self.turns[to], strict=True))
-        quiet = [(own, other) for own, other in pairs if not own.disturbed and not other.disturbed]
-        is_quiet = None if pairs[0][0].disturbed is None else len(quiet) >= ENOUGH
-        used = pairs if len(quiet) < ENOUGH else quiet
-        return Ratio(Timing.of([other.seconds / own.seconds for own, other in used]).p50, is_quiet)
+        pairs = list(zip(self.turns[name], self.turns[to], self.passes, strict=True))
+        quiet = [pair for pair in pairs if not pair[0].disturbed and not pair[1].disturbed]
+        used = quiet if self._are_enough(quiet) else pairs
+        ratios: dict[int, list[float]] = {}
+        for own, other, number in used:
+            ratios.setdefault(number, []).append(other.seconds / own.seconds)
+        uncertainty = _uncertainty([statistics.median(each) for each in ratios.values()])
+        is_quiet = None
+        if pairs[0][0].disturbed is not None:
+            is_quiet = self._are_enough([pair for pair in quiet if not pair[0].slow and not pair[1].slow])
+        if uncertainty is not None and uncertainty > STEADY:
+            is_quiet = False
+        return Ratio(statistics.median(sum(ratios.values(), [])), is_quiet, len(ratios), uncertainty)
+
+    def _are_enough(self, pairs: list[tuple[Turn, Turn, int]]) -> bool:
+        """Whether a ratio may be of some pairs of turns: they are of several passes where several were taken."""
+        passes = {number for *_, number in pairs}
+        return len(pairs) >= ENOUGH and len(passes) >= min(ENOUGH, len(set(self.passes)))
 
     def disturbed(self, name: str) -> float | None:
         """The share of a function's turns that something disturbed; None where nobody knows."""
         turns = self.turns[name]
         return None if turns[0].disturbed is None else sum(bool(turn.disturbed) for turn in turns) / len(turns)
 
-    def fewest_quiet(self) -> int:
-        """Of any function, the fewest turns that nothing is known to have disturbed."""
-        return min(sum(not turn.disturbed for turn in turns) for turns in self.turns.values())
+    def slow(self, name: str) -> float:
+        """The share of a function's turns that were beside a slow clock."""
+        return sum(turn.slow for turn in self.turns[name]) / len(self.turns[name])
+
+    def fewest_quiet(self, number: int) -> int:
+        """Of any function, the fewest turns of a pass that nothing is known to have disturbed."""
+        return min(
+            sum(not turn.disturbed for turn, of in zip(turns, self.passes, strict=True) if of == number)
+            for turns in self.turns.values()
+        )
+
+
+def _uncertainty(ratios: list[float]) -> float | None:
+    """Half of the 95 % interval of the middle of some ratios, as a share of it; None where there is but one.
+
+    By their logarithms, since 2 and 1/2 are as far from 1, and Student's t, since few may agree by chance.
+    """
+    count = len(ratios) - 1
+    if not count:
+        return None
+    # Its 97.5 % quantile, by the expansion of Cornish and Fisher: 3.9 of three ratios, 2.4 of eight, 2.0 of many.
+    z = 1.96
+    t = z + (z**3 + z) / (4 * count) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * count**2)
+    return t * statistics.stdev(map(math.log, ratios)) / math.sqrt(len(ratios))
+
+
+class Interleaved:
+    """Functions that are timed side by side, in one pass or in several with time between them.
+
+    Attributes:
+        rounds: of all passes so far.
+        seconds: that they took, without the first calls, which may compile.
+    """
+
+    def __init__(self, device: str) -> None:
+        """device: "cpu" or "cuda"."""
+        self.rounds = Rounds({}, [])
+        self.seconds = 0.0
+        self._device, self._turn = device, _cuda_turn if device == "cuda" else _cpu_turn
+        self._fastest: dict[str, float] = {}
+
+    @property
+    def passes(self) -> int:
+        """How many were taken."""
+        return self.rounds.passes[-1] + 1 if self.rounds.passes else 0
+
+    def take(
+        self,
+        functions: Mapping[str, Callable[[], object]],
+        *,
+        rounds: int,
+        seconds: float,
+        fewest: int = 1,
+        lasting: float = 0.0,
+        watcher: Watcher | None = None,
+        anew: Callable[[], Mapping[str, Callable[[], object]]] | None = None,
+    ) -> None:
+        """Takes a pass.
+
+        Args:
+            functions: by name, the same in each pass.
+            rounds: quiet turns of each; fewer quiet ones when three times as many turns were taken.
+            seconds: about how long all of it may take, of which an eighth may be spent waiting for quiet.
+            fewest: rounds, when the seconds are used up.
+            lasting: seconds that the pass goes on for when there are as many rounds as that: of what is short, many.
+            watcher, anew: see `time_interleaved`.
+        """
+        watcher = watcher or (Watcher(torch.get_num_threads()) if self._device == "cpu" else Watcher(0, proc=None))
+        if is_first := not self._fastest:
+            self._fastest = {name: min(self._turn(each, 1) for _ in range(3)) for name, each in functions.items()}
+        repeats = {name: max(1, round(_TURN / max(self._fastest[name], 1e-7))) for name in functions}
+        is_short = sum(self._fastest.values()) < _SHORT
+        moves = is_short and anew is not None and self._device == "cpu"
+        number, done, patience = self.passes, 0, seconds / 8
+        began = time.perf_counter()
+        if is_short and not moves and not is_first:
+            for function in functions.values():
+                self._turn(function, 1)
+        while True:
+            passed = time.perf_counter() - began
+            if done >= fewest and passed > seconds:
+                break
+            if done >= rounds and passed >= lasting:
+                if done >= _MOST * rounds or self.rounds.fewest_quiet(number) >= rounds:
+                    break
+                waited = time.perf_counter()
+                watcher.wait(patience)
+                patience -= time.perf_counter() - waited
+            if anew is not None and moves:
+                _held[:] = _blocks(len(self.rounds.passes))
+                functions = anew()
+                for function in functions.values():
+                    self._turn(function, 2)  # meets the memory that no round had before
+            for name in list(functions)[:: -1 if len(self.rounds.passes) % 2 else 1]:
+                watcher.begin()
+                taken = self._turn(functions[name], 1 if self._device == "cuda" else repeats[name])
+                self.rounds.turns.setdefault(name, []).append(Turn(taken, watcher.end(), watcher.is_slow))
+            self.rounds.passes.append(number)
+            done += 1
+        _held.clear()
+        self.seconds += time.perf_counter() - began
 
 
 def time_interleaved(
@@ -114,7 +250,7 @@ def time_interleaved(
     watcher: Watcher | None = None,
     anew: Callable[[], Mapping[str, Callable[[], object]]] | None = None,
 ) -> Rounds:
-    """Times functions side by side.
+    """Times functions side by side, in one pass.
 
     Args:
         functions: by name.
@@ -125,39 +261,9 @@ def time_interleaved(
         watcher: None: one for as many threads as PyTorch has on a CPU; on a GPU nobody watches.
         anew: makes the functions on new copies of their inputs. It is called in each round on a CPU, if they are short.
     """
-    turn = _cuda_turn if device == "cuda" else _cpu_turn
-    watcher = watcher or (Watcher(torch.get_num_threads()) if device == "cpu" else Watcher(0, proc=None))
-    fastest = {name: _warm_up(function, turn) for name, function in functions.items()}
-    repeats = {name: max(1, round(_TURN / max(taken, 1e-7))) for name, taken in fastest.items()}
-    moves = anew is not None and device == "cpu" and sum(fastest.values()) < _SHORT
-    turns: dict[str, list[Turn]] = {name: [] for name in functions}
-    measured = Rounds(turns)
-    began, patience = time.perf_counter(), seconds / 8
-    for done in range(_MOST * rounds):
-        if done >= min(ENOUGH, rounds) and time.perf_counter() - began > seconds:
-            break
-        if done >= rounds:
-            if measured.fewest_quiet() >= rounds:
-                break
-            waited = time.perf_counter()
-            watcher.wait(patience)
-            patience -= time.perf_counter() - waited
-        if anew is not None and moves:
-            _held[:] = _blocks(done)
-            functions = anew()
-            for function in functions.values():
-                turn(function, 2)  # meets the memory that no round had before
-        for name in list(functions)[:: -1 if done % 2 else 1]:
-            watcher.begin()
-            taken = turn(functions[name], 1 if device == "cuda" else repeats[name])
-            turns[name].append(Turn(taken, watcher.end()))
-    _held.clear()
-    return measured
-
-
-def _warm_up(function: Callable[[], object], turn: Callable[[Callable[[], object], int], float]) -> float:
-    """Runs the function thrice; the seconds of the fastest call."""
-    return min(turn(function, 1) for _ in range(3))
+    timer = Interleaved(device)
+    timer.take(functions, rounds=rounds, seconds=seconds, fewest=min(ENOUGH, rounds), watcher=watcher, anew=anew)
+    return timer.rounds
 
 
 def _blocks(number: int) -> list[torch.Tensor]:

@@ -6,7 +6,8 @@ ticks of 10 ms, so that a look goes back over a quarter of a second, at least, a
 leave free are theirs.
 A fixed piece of work, timed now and then against its best, tells of a slower clock, and of a neighbour on the other
 thread of a core, whom no machine of a cloud is told of. He may be there as long as a process lives, so that the best is
-kept from one to the next (`BEST`). Elsewhere than on Linux nobody knows.
+kept from one to the next (`BEST`). He is no reason to take a turn again: he comes and goes by the second on a machine
+that is let to many, and what he does to a ratio is told by passes (`timing`). Elsewhere than on Linux nobody knows.
 """
 
 from __future__ import annotations
@@ -39,9 +40,12 @@ class _Sample(NamedTuple):
 
 
 class Watcher:
-    """Says of each turn whether something disturbed it.
+    """Says of each turn whether something disturbed it, and whether the clock is slow.
 
     watcher.begin(); ...; disturbed = watcher.end()
+
+    Attributes:
+        is_slow: whether the fixed work took far longer than at best when it was tried last.
 
     Args:
         threads: that the turns compute with.
@@ -65,8 +69,8 @@ class Watcher:
         self._cores = cores or os.cpu_count() or 1
         self._threads = min(threads, self._cores)
         self._samples: collections.deque[_Sample] = collections.deque(maxlen=4096)
-        self._best = _known().get(_machine(), math.inf) if fixed_work is None and self._proc is not None else math.inf
-        self._began, self._tried, self._is_slow = clock(), -WINDOW, False
+        self._best = _known().get(_machine(), math.inf) if fixed_work is None else math.inf
+        self._began, self._tried, self.is_slow = clock(), -WINDOW, False
 
     def begin(self) -> None:
         """A turn begins."""
@@ -92,7 +96,7 @@ class Watcher:
         taken = max(0.0, others - (self._cores - self._threads) * passed) + max(
             0.0, now.stolen - then.stolen - rounding
         )
-        return taken > ALLOWED * self._threads * passed or self._is_slow
+        return taken > ALLOWED * self._threads * passed
 
     def wait(self, seconds: float) -> None:
         """Sleeps until nobody disturbs, for so long at most."""
@@ -113,8 +117,8 @@ class Watcher:
                 self._best = taken
                 if self._fixed_work is _fixed_work:
                     _remember(taken)
-            self._is_slow = taken > SLOWER * self._best
-            if not self._is_slow:
+            self.is_slow = taken > SLOWER * self._best
+            if not self.is_slow:
                 break
             time.sleep(0.01)
 

@@ -68,7 +68,7 @@ def make_baseline(name: str, shape: Shape) -> nn.Module:
     return baseline.Layer(dim, 4 * dim, heads, is_decoder, False, dropout, dropout, dropout, 1e-5)
 
 
-@functools.lru_cache(maxsize=8)
+@functools.lru_cache(maxsize=64)  # those of the cases that passes are taken over
 def _module(kind: str, name: str, key: tuple[tuple[str, Any], ...], training: bool, like: tuple[Any, ...]) -> nn.Module:
     shape = dict(key)
     generator = torch.get_rng_state()

@@ -157,7 +157,12 @@ def test_the_report_has_tables_pictures_losses_and_what_is_missing(tmp_path: Pat
     text = page(tmp_path, [*ROWS, disturbed])
     assert text.count("<svg") == len(DRAWN) and "<script" not in text and "prefers-color-scheme: dark" in text
     assert not re.search(r'(src|href)="(?!#)', text.replace("xlink:href", ""))  # nothing from elsewhere
-    assert "pip install sdpa" in text and "50 % disturbed" in text and "42 % of memory" in text and "1,234" in text
+    assert (
+        "pip install sdpa" in text
+        and "disturbed: 50% of 12 turns" in text
+        and "42 % of memory" in text
+        and "1,234" in text
+    )
     losses = text[text.index('id="losses"') : text.index('id="ops"')]
     assert "rotary: fwdbwd, bfloat16" in losses and ">0.50<" in losses and "float32" not in losses
     for shown in (

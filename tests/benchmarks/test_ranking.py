@@ -58,8 +58,8 @@ def test_a_fifth_is_seen_beside_a_neighbour(threads: int, neighbour: None, capsy
         found = []
         for _ in range(10):
             rounds = time_interleaved({"it": work, "slower": slower}, rounds=9, device="cpu", seconds=6.0)
-            value, quiet = rounds.ratio("it", "slower")
-            found.append((round(value, 3), quiet, len(rounds.turns["it"]), rounds.disturbed("it")))
+            ratio = rounds.ratio("it", "slower")
+            found.append((round(ratio.value, 3), ratio.quiet, len(rounds.turns["it"]), rounds.disturbed("it")))
         with capsys.disabled():
             print(f"\n{threads} threads: ratio, quiet, turns, disturbed: {found}")
         assert all(value > 1 for value, *_ in found)

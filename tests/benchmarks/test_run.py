@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import functools
 import json
 import runpy
 import sys
@@ -14,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import execute, record, timing
+from benchmarks import record, timing
 from benchmarks import run as run_module
 from benchmarks.case import SUITES, Benchmark, Inputs, Need, Provider, Shape
 from benchmarks.checking import difference
@@ -24,7 +23,6 @@ from benchmarks.models.bench_decoding import BENCHMARKS, ladder
 from benchmarks.run import main
 from benchmarks.suites import ROOT, Case, benchmarks, chosen_cases, listing, nothing_fits
 from benchmarks.summary import table
-from benchmarks.watch import Watcher
 from fastformer.generation.engines import ENGINES
 from fastformer.ops import add_layer_norm, use_backend
 
@@ -138,11 +136,11 @@ def test_each_way_of_being_wrong_is_told_before_anything_is_timed(
 ) -> None:
     timed: list[set[str]] = []
 
-    def note(calls: dict[str, Callable[[], object]], **_: object) -> timing.Rounds:
+    def note(self: timing.Interleaved, calls: dict[str, Callable[[], object]], **_: object) -> None:
         timed.append(set(calls))
-        return timing.Rounds({name: [timing.Turn(1.0, False)] * 3 for name in calls})
+        self.rounds = timing.Rounds({name: [timing.Turn(1.0, False)] * 3 for name in calls}, [0, 1, 2])
 
-    monkeypatch.setattr(execute, "time_interleaved", note)
+    monkeypatch.setattr(timing.Interleaved, "take", note)
     outcome = run(dataclasses.replace(TOY, providers={**TOY.providers, "rival": provider}))
     assert list(outcome.wrong) == ["rival"] and says in outcome.wrong["rival"]
     assert timed == [{"fastformer", "power"}]
@@ -291,58 +289,6 @@ def test_a_shape_says_how_many_threads() -> None:
     assert torch.get_num_threads() == before
 
 
-def test_percentiles() -> None:
-    timing_ = timing.Timing.of([0.4, 0.1, 0.3, 0.2])
-    assert (timing_.p20, timing_.p50, timing_.p80) == pytest.approx((0.16, 0.25, 0.34))
-    assert timing.Timing.of([2.0]) == timing.Timing(2.0, 2.0, 2.0)
-
-
-def test_turns_are_interleaved(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(timing, "_TURN", 0.0)
-    order: list[str] = []
-    functions = {name: (lambda name=name: order.append(name)) for name in ("a", "b")}
-    timing.time_interleaved(functions, rounds=4, device="cpu", watcher=Watcher(1, proc=None))
-    assert order == ["a"] * 3 + ["b"] * 3 + ["a", "b", "b", "a"] * 2
-
-
-@pytest.mark.parametrize("device, seconds, moves", [("cpu", 0.0, True), ("cpu", 1.0, False), ("cuda", 0.0, False)])
-def test_each_round_of_short_calls_has_inputs_elsewhere(
-    device: str, seconds: float, moves: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Timed are the calls on the copies of this round, all on the same ones, and after two calls that aren't timed."""
-    made: list[torch.Tensor] = []
-    calls: list[tuple[str, int, int]] = []
-    held: list[int] = []
-
-    def note(name: str, number: int) -> None:
-        calls.append((name, number, 1))
-
-    def anew() -> dict[str, Callable[[], object]]:
-        made.append(torch.empty(10_000))
-        return {name: functools.partial(note, name, len(made)) for name in ("a", "b")}
-
-    def turn(function: Callable[[], object], repeats: int) -> float:
-        function()
-        calls[-1] = (*calls[-1][:2], repeats)
-        held.append(sum(block.numel() for block in timing._held))
-        return seconds or 0.01
-
-    monkeypatch.setattr(timing, "_cpu_turn", turn)
-    monkeypatch.setattr(timing, "_cuda_turn", turn)
-    timing.time_interleaved(anew(), rounds=4, device=device, watcher=Watcher(1, proc=None), anew=anew)
-    assert len(made) == (5 if moves else 1)
-    assert len({t.data_ptr() for t in made}) == len(made)
-    assert len(set(held)) == len(made)  # what lies before the copies differs from round to round
-    timed = calls[6:]
-    if moves:
-        warm, turns = [("a", 2), ("b", 2)], [("a", 3), ("b", 3)]
-        expected = [[*warm, *turns], [*warm, *turns[::-1]]] * 2
-        assert timed == [(name, n + 2, times) for n, round_ in enumerate(expected) for name, times in round_]
-    else:
-        assert {number for _, number, _ in timed} == {1} and len(timed) == 8
-    assert not timing._held
-
-
 def test_a_case_is_timed_on_copies_of_its_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[torch.Tensor] = []
 
@@ -440,7 +386,7 @@ def test_quick_takes_the_first_dtype_and_both_ends_of_the_modes() -> None:
 
 
 def test_list_measures_nothing(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_module, "run_case", refuses)
+    monkeypatch.setattr(run_module, "run_cases", refuses)
     assert main(["--list", "--device", "cpu", "--suite", "ops", "--op", "attention", "--quick"]) == 0
     text = capsys.readouterr().out
     assert "attention fwd float32 batch=" in text and "without sdpa cudnn: it is for cuda alone" in text

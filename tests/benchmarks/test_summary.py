@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from benchmarks.summary import summary, table
+from benchmarks.summary import doubt, summary, table
 
 CASE = {"suite": "ops", "op": "rotary", "mode": "fwd", "dtype": "float32", "shape": {"batch": 4}}
 
@@ -29,7 +29,9 @@ def test_ours_against_each_rival() -> None:
     assert lines[losses + 1].split() == ["0.90x", "torch.compile", "rotary", "fwd", "float32", "batch=4"]
     assert lines[losses + 2] == ""
     assert text.count("sdpa, rotary: it is wrong: tensor 0") == 1
-    assert "  liger: pip install liger-kernel" in lines and lines[-1].startswith("~ 1 of 5 rows were disturbed")
+    assert "  liger: pip install liger-kernel" in lines and lines[-1].startswith(
+        "~ 1 of 5 rows were disturbed or unsteady"
+    )
 
 
 def test_peers_are_summed_up_by_what_ours_is_measured_against() -> None:
@@ -56,3 +58,12 @@ def test_a_row_shows_what_it_reaches_of_the_roofline() -> None:
     memory = table(row("eager", 1.0, bound="memory", quiet=False, disturbed=0.75, rounds=12, **times))
     assert "7.0 GB/s (42%)" in memory and "GFLOP/s" not in memory and "disturbed: 75% of 12 turns" in memory
     assert "is missing: pip install x" in table(CASE | {"provider": "x", "missing": "pip install x"})
+
+
+def test_a_row_says_why_it_is_not_quiet() -> None:
+    fields = {"rounds": 12, "passes": 9, "disturbed": 0.25, "slow": 0.5, "uncertainty": 0.05}
+    assert doubt(row("eager", 1.0, **fields)) is None and doubt(row("eager", 1.0, **fields | {"quiet": None})) is None
+    fields["quiet"] = False
+    assert doubt(row("eager", 1.0, **fields)) == "slow clock: 50% of 12 turns"
+    assert doubt(row("eager", 1.0, **fields | {"slow": 0.0})) == "disturbed: 25% of 12 turns"
+    assert doubt(row("eager", 1.0, **fields | {"uncertainty": 0.2})) == "unsteady over 9 passes"
