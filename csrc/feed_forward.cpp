@@ -86,11 +86,10 @@ void forward(const Tensor& x, const Tensor& weight1, const OptionalTensor& bias1
   const auto w1 = Right<T>::transposed(weight1.narrow(0, 0, hidden), rows);
   const auto w1_up = Right<T>::transposed(weight1.narrow(0, hidden, gated ? hidden : 0), rows);
   for_each_tile(rows, hidden, gated ? 2 * dim : dim, [&](const TileOf& t) {
-    acc gate[kTileRows * kTileColumns], up[kTileRows * kTileColumns];
+    acc gate[kTileSize], up[kTileSize];
     w1.multiply_tile(t, xp, gate);
     if (gated) w1_up.multiply_tile(t, xp, up);
-    for (int64_t r = 0; r < t.rows; ++r)
-      epilogue.row(t.row + r, t.column, t.columns, gate + r * kTileColumns, up + r * kTileColumns);
+    for (int64_t r = 0; r < t.rows; ++r) epilogue.row(t.row + r, t.column, t.columns, gate + r * t.ld, up + r * t.ld);
   });
   multiply<T>(rows, hidden_rows.const_data_ptr<T>(), Right<T>::transposed(weight2, rows),
               bias2 ? bias2->const_data_ptr<T>() : nullptr, out.mutable_data_ptr<T>());
@@ -154,10 +153,10 @@ Gradients backward(const Tensor& dout, const Tensor& x, const Tensor& weight1, b
   const Tensor strided1 = strided(weight1), strided2 = strided(weight2);
   const auto w2 = Right<T>::as_is(strided2, rows);
   for_each_tile(rows, hidden, dim_out, [&](const TileOf& t) {
-    acc dhidden[kTileRows * kTileColumns];
+    acc dhidden[kTileSize];
     w2.multiply_tile(t, doutp, dhidden);
     for (int64_t r = 0; r < t.rows; ++r)
-      backward_row<T>(activation, dropout, hidden, t.row + r, t.column, t.columns, dhidden + r * kTileColumns,
+      backward_row<T>(activation, dropout, hidden, t.row + r, t.column, t.columns, dhidden + r * t.ld,
                       saved.const_data_ptr<T>(), dpre.mutable_data_ptr<T>(), hidden_rows.mutable_data_ptr<T>());
   });
   Tensor dx = at::empty(x.sizes(), x.options());

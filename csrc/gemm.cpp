@@ -4,10 +4,12 @@
 
 #include <ATen/native/CPUBlas.h>
 
+#include <algorithm>
 #include <array>
 #include <cstdlib>
 #include <utility>
 
+#include "buffer.h"
 #include "transpose.h"
 
 namespace fastformer {
@@ -260,6 +262,14 @@ bool use_brgemm() {
 
 namespace {
 
+// Whether rows so far apart fall into one set of a first-level cache, which has 4 KB a way: more of them than it has
+// ways evict one another, and every step in k waits for the second level.
+template <typename T>
+bool rows_collide(int64_t m, int64_t stride) {
+  constexpr int64_t kWay = 4096, kWays = 8;
+  return m > kWays && stride * static_cast<int64_t>(sizeof(T)) % kWay == 0;
+}
+
 // Some rows of A against one panel, in groups of nearly the same number of rows.
 template <typename T>
 void rows_of_panel(int64_t m, Left<T> a, const T* panel, int64_t k, acc_t<T>* c, int64_t ldc, int64_t columns,
@@ -295,12 +305,25 @@ void gemm(int64_t m, int64_t n, int64_t k, const T* a, int64_t lda, const T* pac
     }
   }
   // Long products are cut so that a panel's slice and the rows' slice stay in the second-level cache.
+  constexpr int64_t kApart = kDepth + 64 / static_cast<int64_t>(sizeof(T));  // elements between copied rows
+  const bool copies = n > kPanel && rows_collide<T>(m, lda);
+  const int64_t block = copies ? std::min<int64_t>(m, 64) : m;
+  Buffer<T> copied;
+  if (copies) copied = Buffer<T>(block * kApart);
   for (int64_t p = 0; p < k; p += kDepth) {
     const int64_t depth = std::min(kDepth, k - p);
-    const T* panel = packed + p * kPanel;
-    for (int64_t j = 0; j < n; j += kPanel, panel += panel_size)
-      rows_of_panel<T>(m, {a + p, lda, kPair<T>}, panel, depth, c + j, ldc, std::min(kPanel, n - j),
-                       accumulate || p > 0);
+    for (int64_t first = 0; first < m; first += block) {
+      const int64_t rows = std::min(block, m - first);
+      Left<T> left{a + first * lda + p, lda, kPair<T>};
+      if (copies) {
+        for (int64_t i = 0; i < rows; ++i) std::copy_n(left.data + i * lda, depth, copied.data() + i * kApart);
+        left = {copied.data(), kApart, kPair<T>};
+      }
+      const T* panel = packed + p * kPanel;
+      for (int64_t j = 0; j < n; j += kPanel, panel += panel_size)
+        rows_of_panel<T>(rows, left, panel, depth, c + first * ldc + j, ldc, std::min(kPanel, n - j),
+                         accumulate || p > 0);
+    }
   }
 }
 

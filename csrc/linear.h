@@ -15,8 +15,12 @@ namespace fastformer {
 
 using at::Tensor;
 
+// A tile is wide where there are many rows; up to kTallRows of them are one tall tile.
 constexpr int64_t kTileRows = 64;
 constexpr int64_t kTileColumns = 256;
+constexpr int64_t kTileSize = kTileRows * kTileColumns;
+constexpr int64_t kTallRows = 256;
+constexpr int64_t kTallColumns = kTileSize / kTallRows;
 
 // pack() of gemm.h, panels shared out among the threads.
 template <typename T>
@@ -37,29 +41,30 @@ Buffer<T> packed_as_is(const Tensor& matrix) {
 
 struct TileOf {
   int64_t row, rows, column, columns;  // columns is a multiple of kPanel except at the end
+  int64_t ld;                          // elements between the rows of its results, kTileSize in all
 };
 
 // Runs f(tile) over the tiles of an (m, n) result, 2 * m * n * k FLOPs in all.
 template <typename F>
 void for_each_tile(int64_t m, int64_t n, int64_t k, F&& f) {
-  // Where one tile holds all rows, narrow ones leave every thread something to do.
-  const int64_t down = (m + kTileRows - 1) / kTileRows, width = down == 1 ? kTileColumns / 4 : kTileColumns,
-                across = (n + width - 1) / width;
+  const bool tall = m <= kTallRows;
+  const int64_t height = tall ? kTallRows : kTileRows, width = tall ? kTallColumns : kTileColumns;
+  const int64_t down = (m + height - 1) / height, across = (n + width - 1) / width;
   for_each_task(down * across, 2 * m * n * k >= kSerialFlops, [&](int64_t i) {
-    const int64_t row = i / across * kTileRows, column = i % across * width;
-    f(TileOf{row, std::min(kTileRows, m - row), column, std::min(width, n - column)});
+    const int64_t row = i / across * height, column = i % across * width;
+    f(TileOf{row, std::min(height, m - row), column, std::min(width, n - column), width});
   });
 }
 
-// B (k, n) of products x * B with so many rows: packed for all of them, or, where there is one tile of rows, panel by
-// panel on its way through the cache, or not at all for a handful. The sums are the same bit for bit: what a row gives
-// does not depend on the others.
+// B (k, n) of products x * B with so many rows: packed for all of them, or, where there is one tile of rows, slice by
+// slice on its way through the cache (writing all of it and reading it again would take as long as the product), or not
+// at all for a handful. The sums are the same bit for bit: what a row gives does not depend on the others.
 template <typename T>
 class Right {
  public:
   // The matrix whose element (i, j) is b[i * stride_k + j * stride_n].
   Right(const T* b, int64_t stride_k, int64_t stride_n, int64_t k, int64_t n, int64_t rows)
-      : b_(b), stride_k_(stride_k), stride_n_(stride_n), k_(k), n_(n), packed_(rows > kTileRows) {
+      : b_(b), stride_k_(stride_k), stride_n_(stride_n), k_(k), n_(n), packed_(rows > kTallRows) {
     unpacked_ = rows <= kFewRows / 2 && stride_k == 1 && !std::is_same_v<T, double> &&
                 !(std::is_same_v<T, bfloat16> && use_brgemm());
     if (packed_) panels_ = packed<T>(b, stride_k, stride_n, k, n);
@@ -75,20 +80,23 @@ class Right {
   int64_t k() const { return k_; }
   int64_t n() const { return n_; }
 
-  // x[rows] * B[:, columns] of a tile, into `to` with kTileColumns a row, whole panels of them.
+  // x[rows] * B[:, columns] of a tile, into `to` with t.ld a row, whole panels of them.
   void multiply_tile(const TileOf& t, const T* x, acc_t<T>* to) const {
     const T* left = x + t.row * k_;
     const T* columns = b_ + t.column * stride_n_;
-    const int64_t panel = packed_size<T>(k_, kPanel);
+    const int64_t wide = round_up(t.columns, kPanel);
     if (packed_)
-      return gemm<T>(t.rows, round_up(t.columns, kPanel), k_, left, k_, panels_.data() + t.column / kPanel * panel, to,
-                     kTileColumns, false);
+      return gemm<T>(t.rows, wide, k_, left, k_, panels_.data() + t.column / kPanel * packed_size<T>(k_, kPanel), to,
+                     t.ld, false);
     if constexpr (!std::is_same_v<T, double>)
-      if (unpacked_) return gemm_unpacked<T>(t.rows, t.columns, k_, left, k_, columns, stride_n_, to, kTileColumns);
-    Buffer<T> scratch(panel);
-    for (int64_t c = 0; c < t.columns; c += kPanel) {
-      pack<T>(columns + c * stride_n_, stride_k_, stride_n_, k_, std::min(kPanel, t.columns - c), scratch.data());
-      gemm<T>(t.rows, kPanel, k_, left, k_, scratch.data(), to + c, kTileColumns, false);
+      if (unpacked_) return gemm_unpacked<T>(t.rows, t.columns, k_, left, k_, columns, stride_n_, to, t.ld);
+    // As gemm() would cut it; brgemm has cuts of its own.
+    const int64_t most = std::is_same_v<T, bfloat16> && use_brgemm() ? k_ : std::min(k_, kDepth);
+    Buffer<T> slice(packed_size<T>(most, wide));
+    for (int64_t p = 0; p < k_; p += most) {
+      const int64_t depth = std::min(most, k_ - p);
+      pack<T>(columns + p * stride_k_, stride_k_, stride_n_, depth, t.columns, slice.data());
+      gemm<T>(t.rows, wide, depth, left + p, k_, slice.data(), to, t.ld, p > 0);
     }
   }
 
@@ -105,7 +113,7 @@ void store_tile(const TileOf& t, const acc_t<T>* result, const T* bias, T* y, in
   using V = Vec<acc_t<T>>;
   for (int64_t r = 0; r < t.rows; ++r)
     for_each_vec<acc_t<T>>(t.columns, [&](int64_t c, int64_t w) {
-      V v = V::load(result + r * kTileColumns + c, w);
+      V v = V::load(result + r * t.ld + c, w);
       if (bias) v = v + V::load(bias + t.column + c, w);
       v.store(y + (t.row + r) * ldy + t.column + c, w);
     });
@@ -115,7 +123,7 @@ void store_tile(const TileOf& t, const acc_t<T>* result, const T* bias, T* y, in
 template <typename T>
 void multiply(int64_t m, const T* x, const Right<T>& b, const T* bias, T* y) {
   for_each_tile(m, b.n(), b.k(), [&](const TileOf& t) {
-    acc_t<T> result[kTileRows * kTileColumns];
+    acc_t<T> result[kTileSize];
     b.multiply_tile(t, x, result);
     store_tile<T>(t, result, bias, y, b.n());
   });
@@ -130,10 +138,10 @@ Tensor weight_gradient(const Tensor& dy, const Tensor& x) {
   const Buffer<T> left = packed_as_is<T>(dy), right = packed_as_is<T>(x);
   T* to = dweight.mutable_data_ptr<T>();
   for_each_tile(n, k, m, [&](const TileOf& t) {
-    acc_t<T> result[kTileRows * kTileColumns] = {};
+    acc_t<T> result[kTileSize] = {};
     const int64_t panel = packed_size<T>(m, kPanel);
     gemm_transposed<T>(t.rows, t.columns, m, left.data() + t.row / kPanel * panel,
-                       right.data() + t.column / kPanel * panel, result, kTileColumns);
+                       right.data() + t.column / kPanel * panel, result, t.ld);
     store_tile<T>(t, result, nullptr, to, k);
   });
   return dweight;

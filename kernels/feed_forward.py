@@ -157,26 +157,11 @@ def _forward_epilogue(
 
 @triton.jit
 def _activated_tile(
-    pid,
-    x_ptr,
-    weight_ptr,
-    bias_ptr,
-    pre_ptr,
-    hidden_ptr,
-    dropout,
-    num_rows,
-    hidden_dim,
-    depth,
-    x_strides,
+    pid, x_ptr, weight_ptr, bias_ptr, pre_ptr, hidden_ptr, dropout, num_rows, hidden_dim, depth, x_strides,
     weight_strides,
-    ACTIVATION: tl.constexpr,
-    EVEN_K: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    PRECISION: tl.constexpr,
-    PERSISTENT: tl.constexpr,
-):
+    ACTIVATION: tl.constexpr, EVEN_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    PRECISION: tl.constexpr, PERSISTENT: tl.constexpr,
+):  # fmt: skip
     """The pid-th tile of hidden, and of the pre-activation where backward needs it: see `_linear_activation_kernel`."""
     GATED: tl.constexpr = ACTIVATION == "swiglu" or ACTIVATION == "geglu_tanh"
     row_block, column_block = _which_tile(pid, num_rows, hidden_dim, BLOCK_M, BLOCK_N)
@@ -206,25 +191,10 @@ def _activated_tile(
 
 @triton.jit(do_not_specialize=_COUNTS)
 def _linear_activation_kernel(
-    x_ptr,
-    weight_ptr,
-    bias_ptr,
-    pre_ptr,
-    hidden_ptr,
-    dropout,
-    num_rows,
-    hidden_dim,
-    depth,
-    x_strides,
-    weight_strides,
-    ACTIVATION: tl.constexpr,
-    EVEN_K: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    PRECISION: tl.constexpr,
-    PERSISTENT: tl.constexpr,
-):
+    x_ptr, weight_ptr, bias_ptr, pre_ptr, hidden_ptr, dropout, num_rows, hidden_dim, depth, x_strides, weight_strides,
+    ACTIVATION: tl.constexpr, EVEN_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    PRECISION: tl.constexpr, PERSISTENT: tl.constexpr,
+):  # fmt: skip
     """hidden = dropout(activation(x weight^T + bias)), and what backward needs.
 
     A program has one tile; PERSISTENT: as many as there are for each program, one after another. Their loops are then

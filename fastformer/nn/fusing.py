@@ -16,8 +16,9 @@ from torch.utils._device import DeviceContext
 
 from fastformer.nn.norm import AddLayerNorm
 
+LINEARS = (nn.Linear, nn.modules.linear.NonDynamicallyQuantizableLinear)
 _KINDS: tuple[type[nn.Module], ...] = (
-    *(nn.Linear, nn.Dropout, nn.Identity, nn.LayerNorm, nn.RMSNorm, AddLayerNorm, nn.ReLU, nn.GELU),
+    *(*LINEARS, nn.Dropout, nn.Identity, nn.LayerNorm, nn.RMSNorm, AddLayerNorm, nn.ReLU, nn.GELU),
 )
 # What they were written to do: people replace the forward of a class, too, its call, and the functions behind it.
 _FORWARDS = {kind: kind.forward for kind in _KINDS}

@@ -10,13 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fastformer.nn.fusing import is_plain, is_traced
+from fastformer.nn.fusing import LINEARS, is_plain, is_traced
 from fastformer.ops import _eager
 
 _FEWEST_ROWS = 16  # below, reading the weight is what takes time
 _LINEAR = F.linear
-_FORWARD = nn.Linear.forward
-_KINDS = (nn.Linear, nn.modules.linear.NonDynamicallyQuantizableLinear)
 _PLAIN_TENSORS = (Tensor, nn.Parameter)
 
 
@@ -35,7 +33,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 def project(module: nn.Module, x: Tensor) -> Tensor:
     """`module(x)`, which is `linear` where that is all that the module does."""
-    if is_plain(module, *_KINDS) and type(module).forward is _FORWARD:
+    if is_plain(module, *LINEARS):
         assert isinstance(module, nn.Linear)
         return linear(x, module.weight, module.bias)
     return module(x)
@@ -46,15 +44,19 @@ def _by_onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _goes_to_onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    # First what most calls that stay are told by: on a GPU, of half dtypes, of a step's few rows.
+    if torch.compiler.is_compiling() or x.dtype != torch.float32 or x.device.type != "cpu":
+        return False
+    if weight.dim() != 2 or not x.numel() >= _FEWEST_ROWS * weight.shape[1] > 0:
+        return False
     tensors = (x, weight) if bias is None else (x, weight, bias)
-    if torch.compiler.is_compiling() or any(type(t) not in _PLAIN_TENSORS for t in tensors):
+    if any(type(t) not in _PLAIN_TENSORS for t in tensors):
         return False
     needs_gradient = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
     return (
         not needs_gradient
-        and all(t.dtype == torch.float32 and t.device.type == "cpu" and t.layout == torch.strided for t in tensors)
-        and x.dim() > 0 and weight.dim() == 2 and x.shape[-1] == weight.shape[1]
-        and x.numel() >= _FEWEST_ROWS * weight.shape[1] > 0
+        and all(t.dtype == x.dtype and t.device == x.device and t.layout == torch.strided for t in tensors)
+        and x.shape[-1] == weight.shape[1]
         and weight.is_contiguous()
         and (bias is None or bias.shape == weight.shape[:1])
         and F.linear is _LINEAR
@@ -62,7 +64,7 @@ def _goes_to_onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
         and not torch.is_autocast_enabled("cpu")
         and not (torch._C._is_torch_function_mode_enabled() or torch._C._len_torch_dispatch_stack())
         and not (_eager.is_transformed() or is_traced())
-    )  # fmt: skip
+    )
 
 
 def _has_onednn() -> bool:

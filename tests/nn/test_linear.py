@@ -13,6 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import fastformer
 from fastformer.nn import linear as linear_module
+from fastformer.nn.fusing import LINEARS
 from fastformer.nn.linear import linear, project
 from tests.checks import assert_accurate
 
@@ -130,7 +131,7 @@ def test_a_module_is_called_where_it_does_more(products: list[int], monkeypatch:
         for module in (hooked, patched, Half(24, 40), nn.Identity()):
             assert torch.equal(project(module, x), module(x))
         monkeypatch.setattr(nn.Linear, "forward", lambda self, x: x)
-        for kind in linear_module._KINDS:
+        for kind in LINEARS:
             assert project(kind(24, 40), x) is x
     assert not products
 
