@@ -110,16 +110,17 @@ def _dominators(blocks: Blocks) -> list[int]:
     """For each block the set, as bits, of blocks that lie on every way to it from an entry."""
     count = len(blocks.spans)
     everything = (1 << count) - 1
-    # A block that nothing branches to by name (a jump table's, another warp's part) is an entry too.
-    result = [everything if blocks.predecessors[block] and block else 1 << block for block in range(count)]
+    # A block that no other branches to by name (a jump table's, another warp's part) is an entry too.
+    before_it = [[each for each in blocks.predecessors[block] if each != block] for block in range(count)]
+    result = [everything if before_it[block] and block else 1 << block for block in range(count)]
     changed = True
     while changed:
         changed = False
         for block in range(1, count):
-            if not blocks.predecessors[block]:
+            if not before_it[block]:
                 continue
             common = everything
-            for before in blocks.predecessors[block]:
+            for before in before_it[block]:
                 common &= result[before]
             common |= 1 << block
             if common != result[block]:

@@ -93,6 +93,24 @@ def test_a_wait_is_no_inner_loop() -> None:
     assert opcodes(once) == []
 
 
+def test_a_part_that_a_jump_table_leads_to() -> None:
+    """Its first instructions wait for registers and branch back to themselves: that makes them no less an entry."""
+    code = """
+        BRX R2 -0x1c0
+        .L_x_1:
+        USETMAXREG.TRY_ALLOC.CTAPOOL UP0, 0xf0
+        @!P0 BRA `(.L_x_1)
+        FADD R2, R2, R3
+        @P1 BRA `(.L_x_3)
+        MUFU.EX2 R2, R2
+        .L_x_3:
+        FFMA R2, R2, R3, R4
+        @P0 BRA `(.L_x_3)
+        EXIT
+    """
+    assert opcodes(code) == [["FFMA", "BRA"]]
+
+
 def test_a_branch_over_a_part_stays_in_the_loop_and_one_out_of_it_does_not() -> None:
     code = """
         .L_x_0:
