@@ -9,7 +9,11 @@ products a block of scores. A program owns tile after tile of 128 keys of a head
   product, then dS; P and dS go through shared memory, because dV = P^T dO and dK = dS^T Q want them transposed. Its
   share of dQ = dS K is added to global memory while those two run.
 
-fp32: scores, P, dS, the three sums. P and dS are rounded to the inputs' dtype for their products.
+fp32: scores, P, dS, the three sums. P and dS (with dropout dS / keep_scale) are rounded to the inputs' dtype for their
+products.
+
+A consumer has 240 registers a thread, and dropout needs them all: what the launcher can work out comes as an argument,
+which an instruction reads without a register (`scales`), and addresses are made anew where they are used.
 """
 
 from __future__ import annotations
@@ -114,7 +118,7 @@ def _produce(
 @gluon.jit
 def _steps(
     first_step, last_step, consumer: gl.constexpr, blocks, buffers, barriers, count, first_key, state, pointers, dq_row,
-    plane, bounds, window, drawn, softmax_scale, HEAD_DIM: gl.constexpr, STAGES: gl.constexpr, CHECK: gl.constexpr,
+    plane, bounds, window, drawn, scales, HEAD_DIM: gl.constexpr, STAGES: gl.constexpr, CHECK: gl.constexpr,
     DROPOUT: gl.constexpr,
 ):  # fmt: skip
     """Steps [first_step, last_step) of a consumer, one block of rows each: (dk, dv)."""
@@ -122,6 +126,7 @@ def _steps(
     q_full, dout_full, row_empty, key_full, key_empty = barriers
     row_lse_ptr, delta_ptr, dq_ptr = pointers
     len_q, len_k, diagonal = bounds
+    factor, grad_scale, drop_scale = scales
     dk, dv = state
     BLOCK_D: gl.constexpr = k_buffers.shape[5]
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, CONSUMER_KEYS, 16])
@@ -149,19 +154,24 @@ def _steps(
         lse = gl.load(row_lse_ptr + rows, mask=rows < len_q, other=float("inf"))
         delta = gl.load(delta_ptr + rows, mask=rows < len_q, other=0.0)
         if DROPOUT:
+            # What is summed up is dS / keep_scale = P (dP - delta / keep_scale): one factor of a sum, not of each dP.
+            delta *= drop_scale
             keep = _keep_words(first_row, first_key, plane, drawn, CONSUMER_KEYS)
         s = warpgroup_mma_wait(1, deps=[s])
         if CHECK:
-            # Keys and their limits count from first_key, so that a thread's keys differ by constants.
+            # Keys and their limits count from first_key. Two bits of a key are the lane's: with those on the limits'
+            # side a thread compares with numbers, not with a register for each key.
             keys = gl.arange(0, CONSUMER_KEYS, layout=gl.SliceLayout(0, S_LAYOUT))[None, :]
+            of_lane = keys & 6
+            keys = keys & ~6
             end = rows * 0 + len_k
             if window[1] is not None:
                 end = gl.minimum(rows + (diagonal + window[1] + 1), end)
-            visible = keys < (end - first_key)[:, None]
+            visible = keys < (end - first_key)[:, None] - of_lane
             if window[0] is not None:
-                visible = visible & (keys >= (rows + (diagonal - window[0] - first_key))[:, None])
+                visible = visible & (keys >= (rows + (diagonal - window[0] - first_key))[:, None] - of_lane)
             s = gl.where(visible, s, float("-inf"))
-        p = gl.exp2(s * (softmax_scale * 1.4426950408889634) - (lse * 1.4426950408889634)[:, None])
+        p = gl.exp2(s * factor - (lse * 1.4426950408889634)[:, None])
         words = _pack(p, DTYPE)
         if DROPOUT:
             keep = gl.convert_layout(keep, words.type.layout)
@@ -170,8 +180,8 @@ def _steps(
         dp = warpgroup_mma_wait(0, deps=[dp])
         if DROPOUT:
             even, odd = gl.split(dp.reshape([ROWS, CONSUMER_KEYS // 2, 2]))
-            even = gl.where((keep & 1) != 0, even * drawn[4], 0.0)
-            odd = gl.where(keep < 0, odd * drawn[4], 0.0)
+            even = gl.where((keep & 1) != 0, even, 0.0)
+            odd = gl.where(keep < 0, odd, 0.0)
             dp = gl.convert_layout(gl.join(even, odd).reshape([ROWS, CONSUMER_KEYS]), S_LAYOUT)
         words = _pack(p * (dp - delta[:, None]), DTYPE)
         ds_shared.store(_unpack(words, DTYPE, S_LAYOUT))
@@ -184,9 +194,11 @@ def _steps(
         dq = warpgroup_mma_wait(2, deps=[dq])
         inside = gl.arange(0, ROWS, layout=gl.SliceLayout(1, D_LAYOUT))
         dims = gl.arange(0, BLOCK_D, layout=gl.SliceLayout(0, D_LAYOUT))
-        dq_at = dq_ptr + first_row.to(gl.int64) * dq_row + inside[:, None] * dq_row + dims[None, :]
-        here = (first_row + inside < len_q)[:, None] & (dims < HEAD_DIM)[None, :]
-        gl.atomic_add(dq_at, dq * softmax_scale, mask=here, sem="relaxed")
+        # The product of a sum, not a sum of products: a thread keeps none of them in registers from step to step.
+        inside += first_row
+        dq_at = dq_ptr + (inside.to(gl.int64) * dq_row)[:, None] + dims[None, :]
+        here = (inside < len_q)[:, None] & (dims < HEAD_DIM)[None, :]
+        gl.atomic_add(dq_at, dq * grad_scale, mask=here, sem="relaxed")
         dv, dk = warpgroup_mma_wait(0, deps=[dv, dk])
         mbarrier.arrive(row_empty.index(stage), count=1)
     return dk, dv
@@ -195,7 +207,7 @@ def _steps(
 @gluon.jit
 def _consume(
     consumer: gl.constexpr, row_lse_ptr, delta_ptr, dq_ptr, dk_ptr, dv_ptr, buffers, barriers, planes, lengths, window,
-    dropout, softmax_scale, dq_strides, dk_strides, lse_strides, num_tiles, LENGTHS: gl.constexpr,
+    dropout, scales, dq_strides, dk_strides, lse_strides, num_tiles, LENGTHS: gl.constexpr,
     HEAD_DIM: gl.constexpr, UNIT: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """A consumer: 64 keys of each tile, their dk and dv, and their share of dq."""
@@ -225,11 +237,11 @@ def _consume(
             state = (dk, dv)
             state = _steps(
                 0, blocks[3], consumer, blocks, buffers, barriers, count, first_key, state, pointers,
-                dq_strides[1] * UNIT, plane, bounds, window, drawn, softmax_scale, HEAD_DIM, STAGES, True, DROPOUT,
+                dq_strides[1] * UNIT, plane, bounds, window, drawn, scales, HEAD_DIM, STAGES, True, DROPOUT,
             )  # fmt: skip
             state = _steps(
                 blocks[3], blocks[5], consumer, blocks, buffers, barriers, count, first_key, state, pointers,
-                dq_strides[1] * UNIT, plane, bounds, window, drawn, softmax_scale, HEAD_DIM, STAGES, False, DROPOUT,
+                dq_strides[1] * UNIT, plane, bounds, window, drawn, scales, HEAD_DIM, STAGES, False, DROPOUT,
             )  # fmt: skip
             dk, dv = state
             mbarrier.arrive(key_empty.index(consumer), count=1)
@@ -239,7 +251,7 @@ def _consume(
         stored = len_k
         if LENGTHS == "seqlens_k":
             stored = len_k * 0 + lengths[3]
-        dk = (dk * softmax_scale).to(dk_ptr.dtype.element_ty)
+        dk = (dk * scales[1]).to(dk_ptr.dtype.element_ty)
         dv = (dv * drawn[4]).to(dv_ptr.dtype.element_ty)
         _store_rows(dk, dk_ptr, dk_strides, batch, start_k, first_key, head, stored, HEAD_DIM, UNIT)
         _store_rows(dv, dv_ptr, dk_strides, batch, start_k, first_key, head, stored, HEAD_DIM, UNIT)
@@ -262,7 +274,7 @@ def _attention_hopper_bwd_kernel(
     dropout,
     batch_rows,
     num_tiles,
-    softmax_scale,
+    scales,
     dq_strides,
     dk_strides,
     lse_strides,
@@ -300,7 +312,7 @@ def _attention_hopper_bwd_kernel(
                 _consume,
                 (
                     0, row_lse_ptr, delta_ptr, dq_ptr, dk_ptr, dv_ptr, buffers, barriers, planes, lengths, window,
-                    dropout, softmax_scale, dq_strides, dk_strides, lse_strides, num_tiles, LENGTHS, HEAD_DIM, UNIT,
+                    dropout, scales, dq_strides, dk_strides, lse_strides, num_tiles, LENGTHS, HEAD_DIM, UNIT,
                     STAGES,
                 ),
             ),
@@ -308,7 +320,7 @@ def _attention_hopper_bwd_kernel(
                 _consume,
                 (
                     1, row_lse_ptr, delta_ptr, dq_ptr, dk_ptr, dv_ptr, buffers, barriers, planes, lengths, window,
-                    dropout, softmax_scale, dq_strides, dk_strides, lse_strides, num_tiles, LENGTHS, HEAD_DIM, UNIT,
+                    dropout, scales, dq_strides, dk_strides, lse_strides, num_tiles, LENGTHS, HEAD_DIM, UNIT,
                     STAGES,
                 ),
             ),

@@ -367,12 +367,11 @@ def _store_rows(
         [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [64, BLOCK_D],
     )  # fmt: skip
     out = gl.convert_layout(out, LAYOUT)
-    rows = gl.arange(0, CONSUMER_ROWS, layout=gl.SliceLayout(1, LAYOUT))
+    rows = first_row + gl.arange(0, CONSUMER_ROWS, layout=gl.SliceLayout(1, LAYOUT))
     dims = gl.arange(0, BLOCK_D, layout=gl.SliceLayout(0, LAYOUT))
-    first = batch.to(gl.int64) * strides[0] + (start + first_row).to(gl.int64) * strides[1]
-    out_ptr += (first + head.to(gl.int64) * strides[2]) * UNIT
-    pointers = out_ptr + rows[:, None] * (strides[1] * UNIT) + dims[None, :]
-    here = (first_row + rows < length)[:, None] & (dims < HEAD_DIM)[None, :]
+    out_ptr += (batch.to(gl.int64) * strides[0] + head.to(gl.int64) * strides[2]) * UNIT
+    pointers = out_ptr + ((start + rows).to(gl.int64) * (strides[1] * UNIT))[:, None] + dims[None, :]
+    here = (rows < length)[:, None] & (dims < HEAD_DIM)[None, :]
     gl.store(pointers, out, mask=here)
 
 

@@ -307,7 +307,7 @@ def plan_backward(
     deterministic = torch.are_deterministic_algorithms_enabled()
     if problem.seqlen_k <= config.block_n:
         dq_mode = "store"
-    elif deterministic or config.split:
+    elif deterministic or (config.split and not by_hopper):  # the plain form's tile is split, not that of sm_90's own
         dq_mode = "none"
     else:
         dq_mode = "atomic"

@@ -110,6 +110,20 @@ def test_softmax_runs_under_a_product_on_sm_90(rows: list[Row]) -> None:
             assert loop["instructions"] <= 900  # 64 x 128 scores a warpgroup, with dropout and a diagonal
 
 
+@pytest.mark.parametrize("options, most", [("causal", 500), ("causal+dropout", 740)])
+def test_a_backward_for_sm_90_that_keeps_all_in_registers(rows: list[Row], options: str, most: int) -> None:
+    """With dropout, too: the scores wait with dO V^T still in flight, and dq with the products of dk and dv."""
+    case = f"bf16 d64 hopper {options}"
+    (row,) = (row for row in rows if row["kernel"] == "_attention_hopper_bwd_kernel" and case in row["cases"])
+    assert row["spilled"] == 0 and row["narrow"] == 0
+    assert not any(row["kernel"] in ("_dkdv_kernel", "_dq_kernel") for row in rows if case in row["cases"])
+    loops = [loop for loop in row["loops"] if "exp2" in loop]
+    assert len(loops) >= 2
+    for loop in loops:
+        assert loop["waits"] == [1, 0, 2, 0] and loop["exp2_a_score"] == 1 and "local" not in loop
+        assert loop["barriers"] <= 3 and loop["instructions"] <= most
+
+
 @pytest.mark.parametrize("options", ["causal", "causal+packed", "bool_keys", "causal+dropout"])
 def test_two_forward_programs_an_sm(rows: list[Row], options: str) -> None:
     """Each waits for its products in full: the other one's exp2 fills the gap."""
@@ -123,13 +137,16 @@ def test_another_compiler_leaves_room_for_two_programs(tmp_path: Path) -> None:
     import triton
 
     out = tmp_path / "report.jsonl"
-    result = run("--quick", "--arch", "90", "--only", "attention", "--out", str(out), triton_in=BESIDE)
+    result = run(
+        "--quick", "--arch", "90", "--only", "attention", "attention_hopper", "--out", str(out), triton_in=BESIDE
+    )
     assert result.returncode == 0, result.stdout + result.stderr
     found = [json.loads(line) for line in out.read_text().splitlines()]
     assert triton.__version__ not in {row["triton"] for row in found}, "expected another compiler"
     for options in ("causal", "causal+packed", "bool_keys", "causal+dropout"):
         (row,) = of_attention(found, options, "_attention_fwd_kernel")
         assert row["ctas"] >= 2, options
+    assert any(row["kernel"] == "_attention_hopper_bwd_kernel" for row in found)  # run() saw that nothing spills
 
 
 @pytest.mark.parametrize(

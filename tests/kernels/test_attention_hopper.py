@@ -106,6 +106,10 @@ CASES = {
     "seqlens_k": replace(BASE, batch=2, seqlen_q=70, lengths=(129, 0)),
     "packed": replace(BASE, batch=3, packed=True, lengths_q=(130, 0, 200), lengths=(257, 40, 300), window=(None, 0)),
     "dropout": replace(BASE, dropout_p=0.3, window=(None, 0)),
+    "dropout, seqlens_k": replace(BASE, batch=2, seqlen_q=70, window=(100, 5), lengths=(129, 0), dropout_p=0.5),
+    "dropout, packed": replace(
+        BASE, batch=3, packed=True, lengths_q=(130, 0, 70), lengths=(257, 40, 90), dropout_p=0.9
+    ),
     "head_dim 128": replace(BASE, head_dim=128, window=(None, 0), dropout_p=0.1),
     "head_dim 72": replace(BASE, head_dim=72, seqlen_q=100),
 }
@@ -284,7 +288,12 @@ BACKWARD_MISTAKES = {
     "the dropout's halves": ("gl.where(keep < 0, odd", "gl.where((keep & 1) != 0, odd"),
     "dropout's keys": ("plane, drawn, CONSUMER_KEYS)", "plane + 1, drawn, CONSUMER_KEYS)"),
     "dv unscaled": ("dv = (dv * drawn[4])", "dv = (dv * 1.0)"),
-    "dk unscaled": ("dk = (dk * softmax_scale)", "dk = (dk * 1.0)"),
+    "dk unscaled": ("dk = (dk * scales[1])", "dk = (dk * 1.0)"),
+    "dq unscaled": ("dq * grad_scale, mask", "dq * 1.0, mask"),
+    "delta scaled": ("delta *= drop_scale", "delta *= 1.0"),
+    "dq of the first rows": ("inside += first_row", "inside += 0"),
+    "the lane's keys": ("keys = keys & ~6", "keys = keys & ~0"),
+    "the lane's limits": ("(end - first_key)[:, None] - of_lane", "(end - first_key)[:, None]"),
     "the last key": ("rows + (diagonal + window[1] + 1)", "rows + (diagonal + window[1])"),
     "edges after the middle": ("gl.where(step < left, first", "gl.where(step <= left, first"),
     "the rest of the gradient": ("stored = len_k * 0 + lengths[3]", "stored = len_k"),
@@ -378,9 +387,18 @@ def test_off_until_switched_on(monkeypatch: pytest.MonkeyPatch) -> None:
             assert hopper.takes(problem, q, k, v, None) == (enabled and capability == 90)
             assert hopper.takes_backward(problem, q, k, v, q, None) == (enabled and capability == 90)
     monkeypatch.setattr(hopper, "architecture", lambda _: 90)
-    for spilling in (problem_of(replace(case, dropout_p=0.1), q, k), problem_of(BASE, q, k)):
-        assert hopper.takes(spilling, q, k, v, None) and not hopper.takes_backward(spilling, q, k, v, q, None)
+    for other in (problem_of(replace(case, dropout_p=0.1), q, k), problem_of(BASE, q, k)):
+        assert hopper.takes_backward(other, q, k, v, q, None)
     assert not hopper.takes_backward(problem, q, k, v, q[:, :1].expand(q.shape), None)
+    half_q, half_k, half_v = q.half(), k.half(), v.half()
+    for dropout_p, taken in ((0.5, True), (0.51, False)):
+        problem_with = problem_of(replace(case, dropout_p=dropout_p), q, k)
+        assert hopper.takes_backward(problem_with, q, k, v, q, None)
+        assert hopper.takes_backward(problem_with, half_q, half_k, half_v, half_q, None) == taken
+    wide = make_inputs(replace(case, head_dim=128), torch.bfloat16)
+    q, k, v = wide["q"], wide["k"], wide["v"]
+    problem = problem_of(replace(case, head_dim=128), q, k)
+    assert hopper.takes(problem, q, k, v, None) and not hopper.takes_backward(problem, q, k, v, q, None)
 
 
 def test_descriptors_are_kept_and_keep_no_tensor() -> None:

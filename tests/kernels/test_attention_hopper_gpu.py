@@ -100,7 +100,8 @@ def test_repeats_to_the_bit(head_dim: int) -> None:
         assert torch.equal(again, out) and torch.equal(lse_again, lse), f"run {run}"
 
 
-def test_backward_beside_the_plain_form(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("dropout_p", [0.0, 0.1])
+def test_backward_beside_the_plain_form(dropout_p: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """dk and dv to the bit from run to run; dq adds up by atomics in any order."""
     q, k, v, dout = (torch.randn(4, 1500, 8, 64, device="cuda", dtype=torch.bfloat16) for _ in range(4))
     launched: list[bool] = []
@@ -111,7 +112,7 @@ def test_backward_beside_the_plain_form(monkeypatch: pytest.MonkeyPatch) -> None
         launch(*args)
 
     monkeypatch.setattr(hopper, "launch_backward", launch_backward)
-    rest = (None, None, 0.125, None, 0, 0.0, None)
+    rest = (None, None, 0.125, None, 0, dropout_p, torch.tensor(SEED, device="cuda") if dropout_p else None)
     out, lse = kernels.attention_fwd(q, k, v, *rest)
     runs = [kernels.attention_bwd(dout, q, k, v, out, lse, *rest, False)[:3] for _ in range(20)]
     assert len(launched) == 20
