@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 from benchmarks import record
+from benchmarks.summary import OURS
 
 
 def compare(old: Path, new: Path) -> str:
@@ -23,12 +25,12 @@ def compare(old: Path, new: Path) -> str:
         if known is None or now is None or then is None:
             continue
         parts = [f"{then / now:>6.2f}x"]
-        if row.get("speedup") and known.get("speedup"):
-            against = f"against {row['baseline']}: " if "baseline" in row else ""
-            parts.append(f"({against}{known['speedup']:.2f}x -> {row['speedup']:.2f}x)")
-            if row.get("quiet") and known.get("quiet") and row["provider"] != row["baseline"]:
-                ratios = sorted((known["speedup"], row["speedup"]))
-                apart.append((ratios[1] / ratios[0] - 1, " ".join(record.key(row))))
+        for what, ratio, quiet in _ratios(row):
+            if known.get(ratio):
+                parts.append(f"({what}: {known[ratio]:.2f}x -> {row[ratio]:.2f}x)")
+                if row.get(quiet) and known.get(quiet):
+                    smaller, larger = sorted((known[ratio], row[ratio]))
+                    apart.append((larger / smaller - 1, f"{what}: {' '.join(record.key(row))}"))
         if known.get("backends", row.get("backends")) != row.get("backends"):
             parts.append(f"(other backends: {known['backends']} -> {row.get('backends')})")
         lines.append("  ".join([*parts, " ".join(record.key(row))]))
@@ -38,3 +40,12 @@ def compare(old: Path, new: Path) -> str:
         most, where = max(apart)
         lines.append(f"of {len(apart)} ratios that were quiet in both, none differs by more than {most:.1%} ({where})")
     return "\n".join(lines)
+
+
+def _ratios(row: record.Row) -> Iterator[tuple[str, str, str]]:
+    """(what it is, field, field that says whether it was quiet) of the ratios that a line has to other lines."""
+    provider, baseline = row.get("provider"), row.get("baseline")
+    if row.get("speedup") and (baseline is None or baseline != provider):
+        yield "speedup" if baseline is None else f"against {baseline}", "speedup", "quiet"
+        if row.get("ours") and provider not in OURS:  # that of the baseline is the speedup of ours
+            yield "ours against it", "ours", "ours_quiet"

@@ -20,7 +20,7 @@ from benchmarks.case import Benchmark, cast, timed_call
 from benchmarks.checking import verdicts_of
 from benchmarks.roofline import measure_machine
 from benchmarks.suites import Case, chosen_providers
-from benchmarks.timing import ENOUGH, Interleaved, peak_bytes
+from benchmarks.timing import ENOUGH, Interleaved, Ratio, peak_bytes
 
 _MOST = 3  # times the passes that were asked for, where they disagree
 _LASTING = 0.2  # seconds of a pass over a case on a CPU, at least: what is short has several rounds
@@ -85,7 +85,8 @@ def run_cases(
         told: hears what is done next to which case.
 
     Raises:
-        Exception: whatever ours or the baseline raises; a rival that can't take the case is left out instead.
+        BaseException: whatever ours or the baseline raises, or whoever stops it, such as KeyboardInterrupt; after the
+            cases that have passes enough. A rival that can't take a case is left out instead.
     """
     # torch.compile gives a function up after eight shapes and goes on eagerly. All of these cases' are kept.
     torch._dynamo.reset()
@@ -95,20 +96,26 @@ def run_cases(
         "fail_on_recompile_limit_hit": True,
     }
     with torch._dynamo.config.patch(**limits):
-        running = []
+        running, stopped = [], None
         for case in cases:
             told("check", case)
             running.append(_Running(case, device, providers))
         began = -math.inf
-        while more := [each for each in running if each.wants_more(rounds, seconds)]:
-            if device == "cpu" and (left := began + min(_APART, seconds / rounds) - time.perf_counter()) > 0:
-                time.sleep(left)
-            began = time.perf_counter()
-            for each in more:
-                told(f"pass {each.passes + 1}", each.case)
-                each.take(rounds, seconds)
+        try:
+            while more := [each for each in running if each.wants_more(rounds, seconds)]:
+                if device == "cpu" and (left := began + min(_APART, seconds / rounds) - time.perf_counter()) > 0:
+                    time.sleep(left)
+                began = time.perf_counter()
+                for each in more:
+                    told(f"pass {each.passes + 1}", each.case)
+                    each.take(rounds, seconds)
+        except BaseException as error:  # minutes of passes are not lost by it
+            stopped = error
         for each in running:
-            yield each.case, each.finish()
+            if stopped is None or each.passes >= ENOUGH:
+                yield each.case, each.finish()
+        if stopped is not None:
+            raise stopped
 
 
 class _Running:
@@ -151,15 +158,23 @@ class _Running:
 
     def wants_more(self, rounds: int, seconds: float) -> bool:
         """Whether another pass is due."""
-        measured = self._timer.rounds
         if not self._right or self.passes >= _MOST * rounds:
             return False
         if self.passes < min(ENOUGH, rounds):
             return True
         if self._timer.seconds > seconds:
             return False
-        baseline = self.case.benchmark.baseline
-        return self.passes < rounds or any(measured.ratio(name, baseline).quiet is False for name in self._right)
+        return self.passes < rounds or any(
+            ratio.quiet is False for name in self._right for ratio in (self._speedup(name), self._ours(name)) if ratio
+        )
+
+    def _speedup(self, name: str) -> Ratio:
+        return self._timer.rounds.ratio(name, self.case.benchmark.baseline)
+
+    def _ours(self, name: str) -> Ratio | None:
+        """How many times faster ours is; None where all are ours."""
+        benchmark = self.case.benchmark
+        return None if benchmark.is_ladder else self._timer.rounds.ratio(benchmark.ours, name)
 
     def take(self, rounds: int, seconds: float) -> None:
         """Takes a pass, on inputs that lie elsewhere than the last one's."""
@@ -196,7 +211,7 @@ class _Running:
         machine = measure_machine(self._dtype, self._device) if flops or moved else None
         floor = machine.floor(flops, moved) if machine else None
         for name, timing in timings.items():
-            speedup = timings.ratio(name, benchmark.baseline)
+            speedup, ours = self._speedup(name), self._ours(name)
             yield {
                 **self._same,
                 "provider": name,
@@ -205,7 +220,9 @@ class _Running:
                 "ms_p80": 1e3 * timing.p80,
                 "speedup": speedup.value,
                 "baseline": benchmark.baseline,
-                **({} if benchmark.is_ladder else {"ours": timings.ratio(benchmark.ours, name).value}),
+                **(
+                    {"ours": ours.value, "ours_uncertainty": ours.uncertainty, "ours_quiet": ours.quiet} if ours else {}
+                ),
                 "rounds": len(timings.turns[name]),
                 "disturbed": timings.disturbed(name),
                 "slow": timings.slow(name),

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from benchmarks import record
 from benchmarks.latest import Row, case_of, matches, platform_of, was_timed
+from benchmarks.summary import is_quiet
 
 Fields = Mapping[str, Any]
 
@@ -39,11 +40,20 @@ class Comparison(NamedTuple):
     @property
     def ratio(self) -> float:
         """How many times faster ours is: out of turns of the same rounds where the runner says so, else of medians."""
-        if self.ours["provider"] == "fastformer" and self.rival.get("ours"):
+        if self._is_of_rounds:
             return float(self.rival["ours"])
         ours, rival = record.seconds(self.ours), record.seconds(self.rival)
         assert ours and rival
         return rival / ours
+
+    @property
+    def is_unsteady(self) -> bool:
+        """Whether something disturbed it, or its passes disagree; False where nobody watched."""
+        return self._is_of_rounds and is_quiet(self.rival) is False
+
+    @property
+    def _is_of_rounds(self) -> bool:
+        return self.ours["provider"] == "fastformer" and bool(self.rival.get("ours"))
 
 
 @dataclass(frozen=True)

@@ -66,7 +66,8 @@ class Numbers:
         what = f"{case.label}, {panel}, against {against}"
         for found in case.comparisons(self.results.rows):
             if (found.panel, found.against) == (panel, against):
-                return self.shown(two_digits(found.ratio), what, [found.ours, found.rival])
+                mark = "~" if found.is_unsteady else ""
+                return self.shown(two_digits(found.ratio) + mark, what, [found.ours, found.rival])
         return self._missing(what)
 
     def shown(self, text: str, what: str, rows: Iterable[Row]) -> str:
@@ -145,11 +146,11 @@ def machine(numbers: Numbers) -> str:
     """On what."""
     rows = [row for row in numbers.results.rows if row.get("device") and row.get("threads")]
 
-    def all_of(field: str) -> str:
-        return ", ".join(sorted({str(row[field]) for row in rows if row.get(field) is not None}))
+    def all_of(field: str, between: str = ", ") -> str:
+        return between.join(sorted({str(row[field]) for row in rows if row.get(field) is not None}))
 
     return prose(
-        f"Measured on: {all_of('device')} ({all_of('capability')}), {all_of('cores')} cores, "
+        f"Measured on: {all_of('device', '; ')} ({all_of('capability')}), {all_of('cores')} cores, "
         f"PyTorch {all_of('torch')}, Triton {all_of('triton')}, Python {all_of('python')}."
     )
 

@@ -8,8 +8,9 @@
     python -m benchmarks.run --compare old.jsonl new.jsonl
 
 Cases are checked, and then timed in passes over all of them (24 at most at once), so that what a case gave in one
-minute is held against others; their rows are written when the last pass is over. `--rounds` are such passes, and
-`--seconds` is what a case may be timed for in all of them, further passes over what disagrees included.
+minute is held against others; their rows are written when the last pass is over, or when somebody stops the run
+(Ctrl-C, SIGTERM). `--rounds` are such passes, and `--seconds` is what a case may be timed for in all of them, further
+passes over what disagrees included.
 
 At the end stands ours against each rival, where ours loses, and what was disturbed, unsteady, refused, wrong or
 missing. A provider that disagrees is not timed, since a wrong result has no speed; where it is ours, or the baseline,
@@ -22,6 +23,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -57,7 +59,7 @@ class Run:
         self.not_timed: list[tuple[str, str]] = []
         self.failed = False
         self._options = options
-        self._shared = record.environment(options.device)
+        self._shared = record.environment(options.device) | ({"quick": True} if options.quick else {})
         _say("{device}, {threads} threads, torch {torch}, commit {commit}".format(**self._shared))
 
     def cases(self, cases: Sequence[Case]) -> None:
@@ -112,7 +114,10 @@ class Run:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs what was asked for. Returns 1 when a provider disagreed; exits with 2 where nothing fits the command."""
+    """Runs what was asked for.
+
+    Returns 1 when a provider disagreed, 130 when somebody stopped it; exits with 2 where nothing fits the command.
+    """
     known = benchmarks()
     parser = _parser(sorted(known))
     options = parser.parse_args(arguments)
@@ -144,10 +149,15 @@ def main(arguments: list[str] | None = None) -> int:
     options.seconds = options.seconds if options.seconds is not None else (9.0 if options.quick else 60.0)
     keep_freed_memory()
     run = Run(options)
-    run.cases(chosen)
-    for suite in with_peers:
-        run.peers(suite)
-    print(summary(run.rows, run.not_timed))
+    try:
+        run.cases(chosen)
+        for suite in with_peers:
+            run.peers(suite)
+    except KeyboardInterrupt:
+        print("stopped: what follows is of the cases that had passes enough", file=sys.stderr)
+        return 130
+    finally:
+        print(summary(run.rows, run.not_timed))
     if any(row["suite"] == "scaling" for row in run.rows):
         print("\n" + fits.report(run.rows))
     for name in experiments:
@@ -198,4 +208,5 @@ def key_value(text: str) -> tuple[str, str]:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     sys.exit(main())

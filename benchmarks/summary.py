@@ -40,8 +40,14 @@ def table(row: Row) -> str:
     return "  ".join(parts)
 
 
+def is_quiet(row: Row) -> bool | None:
+    """Whether the ratio of ours to a row can be relied on, or its `speedup` where it has none; None: nobody knows."""
+    quiet = row.get("ours_quiet", row.get("quiet"))
+    return quiet if quiet is None else bool(quiet)
+
+
 def doubt(row: Row) -> str | None:
-    """Why a row's ratio isn't to be relied on; None where it is, or where nobody knows."""
+    """Why a row's `speedup` isn't to be relied on; None where it is, or where nobody knows."""
     if row.get("quiet") is not False:
         return None
     if (row.get("uncertainty") or 0.0) > STEADY:
@@ -96,9 +102,10 @@ def summary(rows: Sequence[Row], not_timed: Iterable[tuple[str, str]] = ()) -> s
     lines += _part("Not timed", list(dict.fromkeys(f"  {which}: {why}" for which, why in not_timed)))
     absent = dict.fromkeys(f"  {row['provider']}: {row['missing']}" for row in rows if "missing" in row)
     lines += _part("Missing", list(absent))
-    if any(row.get("quiet") is False for row in rows):
-        count, watched = (sum(row.get("quiet") in states for row in rows) for states in ((False,), (False, True)))
-        lines += ["", f"~ {count} of {watched} rows were disturbed or unsteady: run again when the machine is quiet"]
+    shown = [is_quiet(row) for row in rows if against(row) is not None or rung(row) is not None]
+    if False in shown:
+        count, watched = shown.count(False), len(shown) - shown.count(None)
+        lines += ["", f"~ {count} of {watched} ratios were disturbed or unsteady: run again when the machine is quiet"]
     return "\n".join(lines)
 
 
@@ -123,7 +130,7 @@ def _ratios(what: str, rows: Sequence[Row], ratio: Callable[[Row], tuple[str, fl
 
 
 def _mark(row: Row) -> str:
-    return "~" if row.get("quiet") is False else ""
+    return "~" if is_quiet(row) is False else ""
 
 
 def _part(name: str, lines: list[str]) -> list[str]:

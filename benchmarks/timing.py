@@ -231,10 +231,13 @@ class Interleaved:
                 functions = anew()
                 for function in functions.values():
                     self._turn(function, 2)  # meets the memory that no round had before
+            turns = {}
             for name in list(functions)[:: -1 if len(self.rounds.passes) % 2 else 1]:
                 watcher.begin()
                 taken = self._turn(functions[name], 1 if self._device == "cuda" else repeats[name])
-                self.rounds.turns.setdefault(name, []).append(Turn(taken, watcher.end(), watcher.is_slow))
+                turns[name] = Turn(taken, watcher.end(), watcher.is_slow)
+            for name, turn in turns.items():  # whole rounds alone, if somebody stops it
+                self.rounds.turns.setdefault(name, []).append(turn)
             self.rounds.passes.append(number)
             done += 1
         _held.clear()

@@ -16,6 +16,7 @@ from benchmarks.case import Benchmark, Inputs, Provider, Shape
 from benchmarks.execute import Outcome, run_cases
 from benchmarks.suites import Case
 from benchmarks.summary import table
+from benchmarks.timing import STEADY
 from benchmarks.watch import Watcher
 
 
@@ -65,7 +66,7 @@ def case_of(name: str, providers: dict[str, Provider], **fields: Any) -> Case:
 
 
 class Work:
-    """A case whose ours takes a second, and whose eager takes `ratio(pass)` seconds, or as many times `unit`.
+    """Cases whose ours takes a second, and whose eager takes `ratio(pass)` seconds, or as many times `unit`.
 
     Attributes:
         passes: "check" or "pass N" of each case, in order.
@@ -79,16 +80,22 @@ class Work:
         self.doing = doing
         self.told.append((doing, case.benchmark.name))
 
-    def case(self, name: str, ratio: Callable[[int], float], unit: float = 1.0) -> Case:
-        def provider(takes: Callable[[int], float]) -> Provider:
-            def run(x: Inputs, shape: Shape) -> torch.Tensor:
-                if self.doing.startswith("pass"):
-                    self.clock.now += unit * takes(int(self.doing.removeprefix("pass ")))
-                return x["x"] * 2
+    def provider(self, takes: Callable[[int], float], unit: float) -> Provider:
+        def run(x: Inputs, shape: Shape) -> torch.Tensor:
+            if self.doing.startswith("pass"):
+                self.clock.now += unit * takes(int(self.doing.removeprefix("pass ")))
+            return x["x"] * 2
 
-            return run
+        return run
 
-        return case_of(name, {"fastformer": provider(lambda number: 1.0), "eager": provider(ratio)})
+    def case(
+        self,
+        name: str,
+        ratio: Callable[[int], float],
+        unit: float = 1.0,
+        ours: Callable[[int], float] = lambda number: 1.0,
+    ) -> Case:
+        return case_of(name, {"fastformer": self.provider(ours, unit), "eager": self.provider(ratio, unit)})
 
     def run(self, *cases: Case, rounds: int = 8, seconds: float = 1000.0) -> dict[str, dict[str, Any]]:
         """The row of ours of each case."""
@@ -127,6 +134,47 @@ def test_a_case_whose_passes_disagree_gets_further_ones_alone_until_they_say_eno
     assert "± 9%" in table(rows["unsteady"]) and "unsteady over 24 passes" in table(rows["unsteady"])
     assert 8 < work.passes("once") < 24 and rows["once"]["quiet"] is True and rows["once"]["speedup"] == 2.0
     assert work.told[-1] == ("pass 24", "unsteady")
+
+
+def test_ours_against_a_rival_has_an_uncertainty_of_its_own(clock: Clock) -> None:
+    """Both may lie steadily from the baseline, and by opposite jitter not from one another."""
+    rows = {}
+    for seconds in (45.0, 1000.0):
+        work = Work(clock)
+        case = work.case("op", lambda number: 2.0, ours=lambda number: 1 + 0.08 * (number % 2))
+        case.benchmark.providers["rival"] = work.provider(lambda number: 3 - 0.24 * (number % 2), 1.0)
+        [(_, outcome)] = run_cases([case], "cpu", rounds=8, seconds=seconds, told=work.hear)
+        rows[work.passes("op")] = outcome.rows
+    few, more = rows
+    assert few == 8 < more < 24
+    ours, eager, rival = rows[few]
+    assert (eager["uncertainty"], eager["quiet"]) == (0.0, True) and eager["ours_uncertainty"] > 0.01
+    assert ours["quiet"] is rival["quiet"] is eager["ours_quiet"] is True and rival["ours_quiet"] is False
+    assert rival["uncertainty"] < STEADY < rival["ours_uncertainty"]
+    assert (eager["ours"], rival["ours"]) == (pytest.approx(1.93, abs=0.1), pytest.approx(2.78, abs=0.25))
+    assert rival["speedup"] == pytest.approx(0.69, abs=0.04)
+    assert rows[more][2]["ours_quiet"] is True and rows[more][2]["ours_uncertainty"] < STEADY
+
+
+@pytest.mark.parametrize("stops_at", ["pass 2", "pass 5"])
+def test_who_stops_it_gets_what_has_passes_enough(clock: Clock, stops_at: str) -> None:
+    work = Work(clock)
+
+    def stop(number: int) -> float:
+        if work.doing == stops_at:
+            work.doing = "the end"
+            raise KeyboardInterrupt
+        return 2.0
+
+    found = []
+    with pytest.raises(KeyboardInterrupt):
+        for case, outcome in run_cases(
+            [work.case("one", lambda number: 3.0), work.case("two", stop), work.case("three", lambda number: 4.0)],
+            "cpu", rounds=8, seconds=1000.0, told=work.hear,
+        ):  # fmt: skip
+            found.append((case.benchmark.name, outcome.rows[0]["speedup"], outcome.rows[0]["rounds"]))
+    passes = {"pass 2": [], "pass 5": [("one", 3.0, 5), ("two", 2.0, 4), ("three", 4.0, 4)]}
+    assert found == [(name, pytest.approx(ratio), rounds) for name, ratio, rounds in passes[stops_at]]
 
 
 def test_the_seconds_end_it_after_three_passes(clock: Clock) -> None:
@@ -182,6 +230,6 @@ def test_a_run_takes_cases_in_groups(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(run_module, "run_cases", note)
     monkeypatch.setattr(run_module, "_TOGETHER", 3)
-    options = argparse.Namespace(device="cpu", provider=None, rounds=5, seconds=6.0, out=None)
+    options = argparse.Namespace(device="cpu", provider=None, rounds=5, seconds=6.0, out=None, quick=False)
     run_module.Run(options).cases([case_of(str(number), {"eager": lambda x, shape: x["x"]}) for number in range(7)])
     assert taken == [3, 3, 1]

@@ -79,6 +79,20 @@ def write(folder: Path, lines: list[dict[str, object]]) -> None:
     (folder / "cpu.jsonl").write_text("".join(json.dumps(row) + "\n" for row in lines))
 
 
+def test_a_ratio_that_was_not_quiet_is_marked(folder: Path) -> None:
+    """By the rival's line, which has the ratio of ours; a rival that ours' own disturbance is about is none."""
+    readme = folder / "README.md"
+    for fields, shown in (
+        ({"ours": 2.4, "quiet": True, "ours_quiet": False}, "2.4~ times"),
+        ({"ours": 2.4, "quiet": False, "ours_quiet": True}, "2.4 times"),
+        ({"ours": 2.4, "quiet": False}, "2.4~ times"),
+        ({"ours": 2.4}, "2.4 times"),
+        ({"quiet": False}, "2.5 times"),
+    ):
+        write(folder, [LINES[0], LINES[1] | fields])
+        assert run(folder, "--write") == 0 and f"\n{shown}\n" in readme.read_text()
+
+
 def run(folder: Path, *arguments: str) -> int:
     return main([*arguments, "--results", str(folder), "--readme", str(folder / "README.md")])
 

@@ -7,7 +7,7 @@ import dataclasses
 import json
 import runpy
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -18,7 +18,7 @@ from benchmarks import run as run_module
 from benchmarks.case import SUITES, Benchmark, Inputs, Need, Provider, Shape
 from benchmarks.checking import difference
 from benchmarks.comparing import compare
-from benchmarks.execute import run_case
+from benchmarks.execute import Outcome, run_case
 from benchmarks.models.bench_decoding import BENCHMARKS, ladder
 from benchmarks.run import main
 from benchmarks.suites import ROOT, Case, benchmarks, chosen_cases, listing, nothing_fits
@@ -322,7 +322,10 @@ def test_command_and_compare(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert {"commit", "dirty", "device", "threads", "torch", "command", "time", "backends"} <= rows[0].keys()
     old = tmp_path / "old.jsonl"
     old.write_text("".join(json.dumps(row | {"ms_p50": 2 * row["ms_p50"]}) + "\n" for row in rows))
-    assert compare(old, out).count("2.00x  (against eager") == len(rows)
+    assert all(row["quick"] for row in rows)
+    said = compare(old, out)
+    assert said.count("  2.00x  ") == len(rows) == 2
+    assert said.count("  2.00x  (against eager: ") == 1 and "1.00x -> 1.00x" not in said
     for line in ("{", "[]", "3"):
         old.write_text(line + "\n")
         with pytest.raises(ValueError, match="old.jsonl, line 1: expected a JSON object"):
@@ -344,7 +347,32 @@ def test_compare_tells_how_far_quiet_ratios_differ(tmp_path: Path) -> None:
     old = lines("old", (2.0, True), (3.0, True), (5.0, False), (5.0, True))
     new = lines("new", (2.2, True), (2.5, True), (9.0, True), (9.0, False))
     said = compare(old, new).splitlines()[-1]
-    assert said == "of 2 ratios that were quiet in both, none differs by more than 20.0% (op1 fastformer)"
+    assert said == (
+        "of 2 ratios that were quiet in both, none differs by more than 20.0% (against eager: op1 fastformer)"
+    )
+
+
+def test_compare_holds_ours_to_each_rival(tmp_path: Path) -> None:
+    """Both may be as far from the baseline as before, within 15 %, and from one another not."""
+    paths = [tmp_path / "old", tmp_path / "new"]
+    for path, ours, rival, ratio in zip(paths, (2.0, 2.2), (1.0, 0.9), (2.0, 2.44), strict=True):
+        row = {"op": "op", "baseline": "eager", "ms_p50": 1.0, "quiet": True}
+        record.append(path, row | {"provider": "fastformer", "speedup": ours, "ours": 1.0, "ours_quiet": True})
+        record.append(path, row | {"provider": "eager", "speedup": 1.0, "ours": ours, "ours_quiet": True})
+        record.append(path, row | {"provider": "other", "speedup": rival, "ours": ratio, "ours_quiet": True})
+    lines = compare(*paths).splitlines()
+    assert "(against eager: 1.00x -> 0.90x)  (ours against it: 2.00x -> 2.44x)  op other" in lines[2]
+    assert lines[-1] == (
+        "of 3 ratios that were quiet in both, none differs by more than 22.0% (ours against it: op other)"
+    )
+    unsteady = tmp_path / "unsteady"
+    unsteady.write_text(
+        paths[1].read_text().replace('"ours": 2.44, "ours_quiet": true', '"ours": 9, "ours_quiet": false')
+    )
+    said = compare(paths[0], unsteady).splitlines()[-1]
+    assert said.startswith(
+        "of 2 ratios that were quiet in both, none differs by more than 11.1% (against eager: op other"
+    )
 
 
 def options(**fields: object) -> argparse.Namespace:
@@ -358,6 +386,24 @@ def options(**fields: object) -> argparse.Namespace:
         "quick": False,
     }
     return argparse.Namespace(**{**given, "device": "cpu", **fields})
+
+
+def test_a_run_that_is_stopped_keeps_and_sums_up_what_it_has(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row = {"suite": "ops", "op": "rotary", "mode": "fwd", "dtype": "float32", "shape": {}, "provider": "eager",
+           "ms_p50": 1.0, "ms_p20": 1.0, "ms_p80": 1.0, "speedup": 1.0, "baseline": "eager", "ours": 2.5}  # fmt: skip
+
+    def stopped(cases: list[Case], *_: object, **__: object) -> Iterator[tuple[Case, Outcome]]:
+        yield cases[0], Outcome([row])
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(run_module, "run_cases", stopped)
+    out = tmp_path / "cpu.jsonl"
+    assert main(["--op", "rotary", "--device", "cpu", "--out", str(out)]) == 130
+    assert [row["ours"] for row in record.read(out)] == [2.5]
+    printed = capsys.readouterr()
+    assert "ops: ours is faster than" in printed.out and "2.50x" in printed.out and "stopped: " in printed.err
 
 
 def test_which_suites_run() -> None:
@@ -417,7 +463,7 @@ def test_compare_of_rows_without_times_or_shapes(tmp_path: Path) -> None:
     old.write_text("".join(json.dumps(row) + "\n" for row in (tokens, other)))
     rows = (tokens | {"tokens_s": 150.0, "speedup": 2.5}, tokens | {"batching": "random"}, other)
     new.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert compare(old, new) == "  1.50x  (2.00x -> 2.50x)  batching fp32 packed"
+    assert compare(old, new) == "  1.50x  (speedup: 2.00x -> 2.50x)  batching fp32 packed"
 
 
 @pytest.mark.parametrize(
