@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import json
 import pickle
 from collections.abc import Callable, Iterator
@@ -378,40 +377,3 @@ def test_adapters(family, first):
     step.assert_same(expected)
     # What a stranger wrote may look at other tokens, so it gets them all, padding too.
     assert PACKED not in step.ran and "feed_forward_fwd" not in step.ran
-
-
-@pytest.mark.parametrize("family", ["bert", "marian"])
-def test_a_loss_by_num_items_in_batch(family):
-    """Trainer's way of saying how many tokens the whole batch has: it reaches each layer, and packs all the same."""
-    model = make(family)
-    if "kwargs" not in inspect.signature(model.forward).parameters:
-        pytest.skip("this version's forward takes no such argument")
-    options = batch() | {"num_items_in_batch": torch.tensor(50)}
-    expected = Step(model, **options)
-    step = Step(accelerated(family), **options)
-    step.assert_same(expected)
-    assert PACKED in step.ran
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("family", ["bert", "marian"])
-@pytest.mark.parametrize("options", [{}, {"gradient_checkpointing": True}, {"gradient_accumulation_steps": 2}], ids=str)
-def test_trainer(family, options, tmp_path):
-    pytest.importorskip("accelerate", reason="transformers' Trainer needs the accelerate library")
-    from transformers import Trainer, TrainingArguments
-
-    examples = [{name: tensor[i % N] for name, tensor in batch().items()} for i in range(2 * N)]
-    losses = []
-    for model in (make(family).float(), accelerated(family).float()):
-        arguments = TrainingArguments(
-            str(tmp_path / "run"), max_steps=4, per_device_train_batch_size=2, logging_steps=1, report_to=[],
-            use_cpu=True, save_steps=4, disable_tqdm=True, seed=1, learning_rate=1e-2, **options,
-        )  # fmt: skip
-        trainer = Trainer(model, arguments, train_dataset=examples)
-        with record_backends() as ran:
-            trainer.train()
-        losses.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
-    assert (PACKED in {name for name, _ in ran}) == ("gradient_checkpointing" not in options)
-    assert len(losses[0]) == 4 and losses[0] == pytest.approx(losses[1], rel=1e-4)
-    for file in tmp_path.glob("run/**/*.json"):
-        assert "fastformer" not in file.read_text().lower(), file.name

@@ -1,0 +1,268 @@
+"""peft's LoRA on accelerated models: outputs, and what the adapters learn, are those of the models as they were."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, VeloraConfig, get_peft_model
+from torch import Tensor
+from transformers import BertForMaskedLM
+
+import fastformer
+from fastformer.ops._library import record_backends
+from tests.checks import assert_accurate, small_draws
+from tests.integrations import test_bert as bert
+from tests.integrations import test_causal as causal
+from tests.nn.comparing import assert_same
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
+
+IDS, RIGHT, LEFT = causal.IDS, causal.RIGHT, causal.LEFT
+PACKED, FUSED = "varlen_attention_fwd", "feed_forward_fwd"
+FAMILIES = ("bert", "gpt2", "llama")
+families = pytest.mark.parametrize("family", FAMILIES)
+ATTENTIONS = {"bert": ["query", "value"], "gpt2": ["c_attn"], "llama": ["q_proj", "v_proj"]}
+HEADS = {"bert": "decoder", "gpt2": "lm_head", "llama": "lm_head"}
+
+
+def make(family: str) -> Any:
+    return (bert.make(BertForMaskedLM) if family == "bert" else causal.make(family)).train()
+
+
+def exactly(family: str) -> contextlib.AbstractContextManager[None]:
+    return causal.exactly(family) if family == "llama" else contextlib.nullcontext()
+
+
+def adapt(model: Any, **options: Any) -> Any:
+    """With random weights in both halves of each adapter: peft begins with zeros, which add nothing."""
+    torch.manual_seed(8)
+    settings = {"r": 2, "lora_alpha": 3, "target_modules": "all-linear", "init_lora_weights": False}
+    return get_peft_model(model, LoraConfig(**settings | options))
+
+
+def prepared(family: str, first: str, **options: Any) -> Any:
+    """The adapted model: plain, or accelerated before or after it was adapted."""
+    model = make(family)
+    if first == "accelerate":
+        assert fastformer.accelerate(model).swapped
+    adapted = adapt(model, **options)
+    if first == "LoRA":
+        assert fastformer.accelerate(adapted).swapped
+    return adapted
+
+
+class Step:
+    """The logits at tokens, the gradients that a random dy gives the adapters, by name, and which of our ops ran."""
+
+    def __init__(self, model: Any, mask: Tensor | None, **options: Any) -> None:
+        torch.manual_seed(7)
+        model.zero_grad()
+        given = {} if mask is None else {"attention_mask": mask.long()}
+        with record_backends() as ran:
+            logits = model(input_ids=IDS, **given, **options).logits
+        self.ran = {name for name, _ in ran}
+        self.logits = logits if mask is None else logits * mask[..., None]
+        dy = torch.randn(logits.shape, dtype=torch.float64).to(logits.dtype)
+        if self.logits.requires_grad:
+            (self.logits * dy).sum().backward()
+        self.gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+    def assert_same(self, other: Step) -> None:
+        assert_same(self.logits, other.logits, "logits", 1e-9)
+        assert self.gradients.keys() == other.gradients.keys()
+        for name, gradient in other.gradients.items():
+            assert_same(self.gradients[name], gradient, name, 1e-9)
+
+
+def exact_step(family: str, model: Any, mask: Tensor | None, **options: Any) -> Step:
+    with exactly(family):
+        step = Step(model, mask, **options)
+    assert not step.ran
+    return step
+
+
+@families
+@pytest.mark.parametrize("first", ["accelerate", "LoRA"])
+@pytest.mark.parametrize("mask", [None, RIGHT, LEFT], ids=["no mask", "right", "left"])
+@pytest.mark.parametrize("where", ["attention", "everywhere"])
+def test_computes_and_learns_the_same(family, first, mask, where):
+    """Padded batches are packed as without adapters, which look at one token at a time."""
+    options = {"target_modules": ATTENTIONS[family]} if where == "attention" else {}
+    expected = exact_step(family, prepared(family, "", **options), mask)
+    model = prepared(family, first, **options)
+    step = Step(model, mask)
+    step.assert_same(expected)
+    assert len(step.gradients) >= 2 * 2 and all("lora_" in name for name in step.gradients)
+    # BERT's pooler reads the first token, so that what is padded on the left stays padded.
+    assert (PACKED in step.ran) == (mask is not None and not (family == "bert" and mask is LEFT))
+    assert (FUSED in step.ran) == (where == "attention" and family != "llama")
+    with model.disable_adapter(), exactly(family):
+        assert not torch.allclose(Step(model, mask).logits, step.logits), "the adapters say something"
+
+
+@families
+@pytest.mark.parametrize("first", ["accelerate", "LoRA"])
+def test_in_fp32_by_the_rule(family, first):
+    """At most twice the error of the adapted model as it was, for the logits and the gradient of each adapter."""
+    results: dict[str, dict[str, list[Tensor]]] = {}
+    for which in ("exact", "plain", first):
+        model = prepared(family, which)
+        if which != "exact":
+            model.float()
+        for draw in range(small_draws()):
+            torch.manual_seed(draw)
+            with exactly(family) if which == "exact" else contextlib.nullcontext():
+                out = model(input_ids=IDS, attention_mask=RIGHT.long()).logits * RIGHT[..., None]
+            dy = torch.randn(out.shape, dtype=torch.float64).to(out.dtype)
+            learning = {name: p for name, p in model.named_parameters() if p.requires_grad}
+            gradients = torch.autograd.grad(out, [*learning.values()], dy)
+            for name, value in [("logits", out), *zip(learning, gradients, strict=True)]:
+                results.setdefault(which, {}).setdefault(name, []).append(value)
+    exact, plain, ours = ({name: torch.stack(drawn) for name, drawn in each.items()} for each in results.values())
+    assert ours.keys() == exact.keys() and len(ours) > 10
+    for name, value in ours.items():
+        assert_accurate(value, plain[name], exact[name], name)
+
+
+@families
+@pytest.mark.parametrize("first", ["accelerate", "LoRA"])
+@pytest.mark.parametrize("how", ["merge_and_unload", "merge_adapter", "unload"])
+def test_merged_and_taken_off_again(family, first, how):
+    """Merging writes into the weights, and what is unloaded is the model as it was: fused and packed, or restored."""
+    expected, model = prepared(family, ""), prepared(family, first)
+    with exactly(family):
+        adapted = Step(expected, RIGHT).logits
+    made = [getattr(each, how)() or each for each in (expected, model)]
+    with torch.no_grad():
+        plain, step = exact_step(family, made[0], RIGHT), Step(made[1], RIGHT)
+        step.assert_same(plain)
+        assert PACKED in step.ran and ((FUSED in step.ran) == (how != "merge_adapter" and family != "llama"))
+        same = torch.allclose(step.logits, adapted)
+        assert same == (how != "unload")
+        if how == "merge_adapter":
+            model.unmerge_adapter()
+            assert_same(Step(model, RIGHT).logits, adapted, "unmerged", 1e-9)
+            return
+        assert made[1].state_dict().keys() == made[0].state_dict().keys()
+        assert fastformer.restore(made[1])
+        exact_step(family, made[1], RIGHT).assert_same(plain)
+        assert [type(module) for module in made[1].modules()] == [type(module) for module in made[0].modules()]
+
+
+def other_adapters(model: Any) -> Any:
+    model.add_adapter("other", LoraConfig(r=3, target_modules="all-linear", init_lora_weights=False))
+    return model
+
+
+# Adapters that see more than a token: another one for each row of the batch; one that begins to act at a token of each
+# row; one that goes by an average over the first batch that comes, padding and all.
+WATCHED: dict[str, dict[str, Any]] = {
+    "rows": {},
+    "alora": {"alora_invocation_tokens": [int(IDS[0, 2])], "task_type": "CAUSAL_LM"},
+    "velora": {"velora_config": VeloraConfig(num_groups=2, init_type="batch_average_once")},
+}
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+@pytest.mark.parametrize("first", ["accelerate", "LoRA"])
+@pytest.mark.parametrize("what", WATCHED)
+def test_adapters_that_see_more_than_a_token_get_the_whole_batch(family, first, what):
+    plain, model = (prepared(family, which, **WATCHED[what]) for which in ("", first))
+    options = {}
+    if what == "rows":
+        options = {"adapter_names": ["default", "other", "__base__", "other"]}
+        for each in (plain, model):
+            torch.manual_seed(9)
+            each.add_adapter("other", LoraConfig(r=3, target_modules="all-linear", init_lora_weights=False))
+            each.eval()
+    expected, step = exact_step(family, plain, RIGHT, **options), Step(model, RIGHT, **options)
+    step.assert_same(expected)
+    assert PACKED not in step.ran and len(step.gradients) > 4
+
+
+@families
+@pytest.mark.parametrize("first", ["accelerate", "LoRA"])
+def test_dora_is_packed(family, first):
+    """Its norm is that of a weight."""
+    expected = exact_step(family, prepared(family, "", use_dora=True), RIGHT)
+    step = Step(prepared(family, first, use_dora=True), RIGHT)
+    step.assert_same(expected)
+    assert PACKED in step.ran
+
+
+@families
+def test_what_is_trained_beside_the_adapters(family):
+    """A whole copy of the head, in a wrapper of peft's, outside of the stack; and adapters on it and the embedding."""
+    embedding = {"bert": "word_embeddings", "gpt2": "wte", "llama": "embed_tokens"}[family]
+    for options in (
+        {"modules_to_save": [HEADS[family]]},
+        {"target_modules": [*ATTENTIONS[family], embedding, HEADS[family]]},
+    ):
+        expected = exact_step(family, prepared(family, "", **options), RIGHT)
+        step = Step(prepared(family, "accelerate", **options), RIGHT)
+        step.assert_same(expected)
+        assert PACKED in step.ran and any(HEADS[family] in name for name in step.gradients)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+@pytest.mark.parametrize("on_the_head", [False, True])
+def test_the_fused_loss(family, on_the_head):
+    """A head with an adapter gives its logits, for the loss would be that of the weight alone."""
+    targets = [*ATTENTIONS[family], HEADS[family]] if on_the_head else ATTENTIONS[family]
+    model, plain = (prepared(family, "", target_modules=targets) for _ in range(2))
+    fastformer.accelerate(model, fused_loss=True)
+    found = causal.run(model, RIGHT)
+    with exactly(family):
+        expected = causal.run(plain, RIGHT)
+    assert (found.logits is None) == (not on_the_head)
+    learning = [[p for p in each.parameters() if p.requires_grad] for each in (model, plain)]
+    pairs = zip(
+        [found.loss, *torch.autograd.grad(found.loss, learning[0])],
+        [expected.loss, *torch.autograd.grad(expected.loss, learning[1])],
+        strict=True,
+    )
+    for ours, theirs in pairs:
+        assert_same(ours, theirs, "loss or gradient", 1e-6)  # transformers takes a decoder's loss in fp32
+
+
+@families
+def test_dropout_acts_in_the_adapters(family):
+    """With a probability of one the adapters say nothing in training, and all in evaluation."""
+    model = prepared(family, "accelerate", lora_dropout=1.0)
+    with torch.no_grad():
+        with_all = Step(model.eval(), RIGHT).logits
+        without = Step(model.train(), RIGHT).logits
+        with model.disable_adapter():
+            assert_same(without, Step(model, RIGHT).logits, "dropped", 1e-12)
+    assert not torch.allclose(with_all, without)
+
+
+@families
+def test_saved_adapters_are_loaded_into_either(family, tmp_path):
+    expected = prepared(family, "", task_type="FEATURE_EXTRACTION")
+    prepared(family, "accelerate", task_type="FEATURE_EXTRACTION").save_pretrained(tmp_path)
+    assert "fastformer" not in (tmp_path / "adapter_config.json").read_text().lower()
+    plain = exact_step(family, expected.eval(), RIGHT)
+    for accelerated in (False, True):
+        model = make(family).eval()
+        if accelerated:
+            fastformer.accelerate(model)
+        loaded = PeftModel.from_pretrained(model, tmp_path)
+        with contextlib.nullcontext() if accelerated else exactly(family):
+            step = Step(loaded, RIGHT)
+        assert_same(step.logits, plain.logits, "loaded", 1e-9)
+        assert (PACKED in step.ran) == accelerated
+
+
+def test_without_a_task_peft_writes_down_the_class_of_the_model(tmp_path):
+    model = prepared("gpt2", "accelerate")
+    model.save_pretrained(tmp_path)
+    written = lambda: json.loads((tmp_path / "adapter_config.json").read_text())["auto_mapping"]  # noqa: E731
+    assert written() == {"base_model_class": "GPT2LMHeadModel", "parent_library": "fastformer.integrations.gpt2"}
+    fastformer.restore(model)
+    model.save_pretrained(tmp_path)
+    assert written()["parent_library"] == "transformers.models.gpt2.modeling_gpt2"
