@@ -15,8 +15,8 @@ flushed before every turn; their rows go to DIR/cuda.jsonl. Reads nothing outsid
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
-import importlib
 import json
 import os
 import re
@@ -36,6 +36,7 @@ from benchmarks.case import Benchmark, Inputs, cast
 from benchmarks.execute import run_case
 from benchmarks.roofline import measure_machine
 from benchmarks.suites import benchmarks
+from benchmarks.switches import HOPPER, PERSISTENT, Switch, not_theirs, switched_on
 from benchmarks.timing import time_interleaved
 from fastformer.graphs import Graphs
 
@@ -134,23 +135,42 @@ def run_side_by_side(commands: list[tuple[list[str], dict[str, str], Path]], lim
     return result
 
 
-def time_op(op: str, shape: dict[str, Any], results: Path, rivals: tuple[str, ...] = ()) -> Callable[[], Result]:
+def time_op(
+    op: str, shape: dict[str, Any], results: Path, rivals: tuple[str, ...] = (), switch: Switch | None = None
+) -> Callable[[], Result]:
     """A step: the runner's own cases of one shape in bf16, in every mode; its rows go to `results`.
 
-    rivals: which, beside ours and the baseline; empty = all.
+    Args:
+        rivals: which, beside ours and the baseline; empty = all.
+        switch: kernels that are off by default, with which ours is timed, in the modes that have any of them. Where a
+            turn of ours didn't launch them, the line is wrong, and `results` has no row of the mode.
     """
 
     def run() -> Result:
         benchmark = benchmarks()[op]
         line: Result = {"ok": True, "wrong": {}, "refused": {}, "speedup": {}}
+        if switch is not None:
+            line |= {"switched_on": switch.name, "launched": {}}
         for mode in benchmark.modes:
-            outcome = run_case(benchmark, shape, mode, torch.bfloat16, "cuda", providers=rivals, rounds=20)
-            for row in outcome.rows:
-                record.append(results, record.environment("cuda") | row)
-            for row in outcome.timed:
-                line["speedup"][f"{mode} {row['provider']}"] = round(row["speedup"], 3)
+            expected = frozenset() if switch is None else switch.expected(shape, mode)
+            if switch is not None and not expected:
+                line["refused"][f"{mode} {benchmark.ours}"] = f"{switch.name} has no kernel for it"
+                continue
+            with contextlib.nullcontext() if switch is None else switched_on(switch) as launched:
+                outcome = run_case(benchmark, shape, mode, torch.bfloat16, "cuda", providers=rivals, rounds=20)
             line["wrong"] |= outcome.wrong
             line["refused"] |= outcome.refused
+            if launched is not None:
+                line["launched"][mode] = dict(launched)
+                turns = sum(row["rounds"] for row in outcome.timed if row["provider"] == benchmark.ours)
+                if (how := not_theirs(expected, launched, turns)) is not None:
+                    line["wrong"].setdefault(benchmark.ours, f"{mode}: {how}")
+                    continue
+            for row in outcome.rows:
+                named = {} if switch is None else {"switched_on": switch.name}
+                record.append(results, record.environment("cuda") | row | named)
+            for row in outcome.timed:
+                line["speedup"][f"{mode} {row['provider']}"] = round(row["speedup"], 3)
         # A rival that errs is only left out; ours must be right.
         line["ok"] = benchmark.ours not in line["wrong"]
         return line
@@ -201,21 +221,6 @@ def time_replays(op: str, shape: dict[str, Any], results: Path) -> Callable[[], 
         return line
 
     return run
-
-
-def switched_on(module: str, switch: str, run: Callable[[], Result]) -> Callable[[], Result]:
-    """A step with kernels that are off by default: `switch` of fastformer.kernels.<module> is on while it runs."""
-
-    def with_switch() -> Result:
-        kernels = importlib.import_module(f"fastformer.kernels.{module}")
-        was = getattr(kernels, switch)
-        setattr(kernels, switch, True)
-        try:
-            return run() | {"switched_on": module}
-        finally:
-            setattr(kernels, switch, was)
-
-    return with_switch
 
 
 def tune_attention(shape: dict[str, Any], kernel: str) -> Callable[[], Result]:
@@ -335,8 +340,7 @@ def first_steps(out: Path) -> Iterator[Step]:
     yield Step("tests attention_hopper", tests(TESTS["attention_hopper"], out / "tests_attention_hopper.log", 240), 90)
     for shape in shapes_of("attention"):
         if shape["seqlen"] == 2048:
-            step = time_op("attention", shape, out / "cuda_hopper.jsonl", BEST_RIVALS)
-            step = switched_on("_attention_hopper", "ENABLED", step)
+            step = time_op("attention", shape, out / "cuda_hopper.jsonl", BEST_RIVALS, HOPPER)
             yield Step(f"time attention_hopper {name_of(shape)}", step, 15)
 
     # The other ops.
@@ -365,8 +369,7 @@ def later_steps(out: Path) -> Iterator[Step]:
 
     # The feed-forward product as a fixed grid, which is off by default: where its tiles are many.
     for shape in shapes_of("feed_forward"):
-        step = time_op("feed_forward", shape, out / "cuda_persistent.jsonl", rivals=("fastformer",))
-        step = switched_on("_feed_forward_configs", "PERSISTENT", step)
+        step = time_op("feed_forward", shape, out / "cuda_persistent.jsonl", ("fastformer",), PERSISTENT)
         yield Step(f"time persistent feed_forward {name_of(shape)}", step, 15)
 
     for op in _LATER:

@@ -21,6 +21,7 @@ ENABLED = os.environ.get("FASTFORMER_HOPPER_ATTENTION") == "1"
 
 # Chosen by what they compile to, not yet measured: no spills with the registers of two consumers (232 a thread).
 BLOCK_DS = (64, 128)
+BACKWARD_BLOCK_DS = (64,)  # where a consumer's registers hold dk and dv
 TILE_ROWS = 128
 CONSUMER_ROWS = 64
 # A ragged descriptor's middle row, and the extent of its two leading dimensions.
@@ -110,12 +111,12 @@ def ragged_descriptor(x: Tensor, rows: int, block_d: int) -> Any:
 def takes_backward(problem: Problem, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, attn_mask: Tensor | None) -> bool:
     """Whether the backward kernel takes a call whose dq may be added up by atomics.
 
-    head_dim 64 at most, where a consumer's registers hold dk and dv. It rounds dS divided by dropout's keep_scale: in
-    fp16 that may bring small numbers a bit closer to the smallest there is, not more.
+    It rounds dS divided by dropout's keep_scale: in fp16 that may bring small numbers a bit closer to the smallest
+    there is, not more.
     """
     return (
         takes(problem, q, k, v, attn_mask)
-        and problem.block_d == 64
+        and problem.block_d in BACKWARD_BLOCK_DS
         and (q.dtype != torch.float16 or problem.dropout[2] <= 2)
         and _addressable(dout, problem.lengths == "packed")
     )

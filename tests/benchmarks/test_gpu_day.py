@@ -12,10 +12,14 @@ import time
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
+from benchmarks import gpu_day, record
+from benchmarks.case import Benchmark, cast, timed_call
+from benchmarks.execute import Outcome
 from benchmarks.gpu_day import (
     CHUNK,
     LEASE,
@@ -29,9 +33,12 @@ from benchmarks.gpu_day import (
     run_side_by_side,
     shapes_of,
     steps,
+    time_op,
     work_through,
 )
 from benchmarks.suites import benchmarks
+from benchmarks.switches import BWD, FWD, HOPPER
+from fastformer.ops import use_backend
 from tests import conftest
 
 
@@ -131,9 +138,51 @@ def test_steps_fit_the_lease_and_have_keys_of_their_own(tmp_path: Path) -> None:
         assert f"time {op} " in keys, op
 
 
+def test_a_line_of_kernels_that_are_off_by_default_is_theirs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the op has met the call before; and a line whose turns didn't launch them is wrong, and no result."""
+    pytest.importorskip("triton")
+    from fastformer.kernels import _attention_hopper as hopper
+
+    torch.use_deterministic_algorithms(False)  # which has a form of the backward pass of its own
+    launched: list[str] = []
+    monkeypatch.setattr(hopper, "launch", lambda kernel, *_, **__: launched.append(kernel.fn.__name__))
+    monkeypatch.setattr(hopper, "_processors", lambda device: 2)
+    monkeypatch.setattr(hopper, "architecture", lambda x: 90)
+    shape = {"batch": 1, "seqlen": 70, "heads": 2, "head_dim": 64, "causal": True, "dropout_p": 0.0}
+
+    def run_ours(benchmark: Benchmark, shape: dict, mode: str, *rest: Any, **options: Any) -> Outcome:
+        with use_backend("triton"):
+            inputs = cast(benchmark.make_inputs(shape, "cpu"), torch.float16)
+            call = timed_call(benchmark.providers[benchmark.ours], inputs, shape, mode)
+            for _ in range(3):
+                call()
+        return Outcome(rows=[{"mode": mode, "provider": benchmark.ours, "speedup": 2.0, "rounds": 3}])
+
+    monkeypatch.setattr(gpu_day, "run_case", run_ours)
+    monkeypatch.setattr(record, "environment", lambda device: {})
+    results = tmp_path / "cuda.jsonl"
+    assert time_op("attention", shape, results)()["ok"] and not launched
+    line = time_op("attention", shape, results, (), HOPPER)()
+    assert line["ok"], line
+    assert list(line["speedup"]) == ["fwd fastformer", "bwd fastformer", "fwdbwd fastformer"]
+    assert line["launched"]["fwdbwd"] == {FWD: 4, BWD: 3}  # it makes the gradients' shapes of one
+    assert line["launched"]["bwd"] == {FWD: 1, BWD: 3} and line["launched"]["fwd"] == {FWD: 3}
+    rows = [json.loads(row) for row in results.read_text().splitlines()]
+    assert [row.get("switched_on") for row in rows] == 3 * [None] + 3 * ["attention_hopper"]
+
+    count = len(launched)
+    run_ours(benchmarks()["attention"], shape, "fwdbwd")
+    assert len(launched) == count  # off again
+
+    monkeypatch.setattr(hopper, "architecture", lambda x: 89)
+    line = time_op("attention", shape, results, (), HOPPER)()
+    assert not line["ok"] and f"0 launches of {FWD}" in line["wrong"]["fastformer"] and not line["speedup"]
+    assert len(results.read_text().splitlines()) == len(rows)
+
+
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="no triton")
 def test_the_day_runs_to_its_end_on_a_stub(tmp_path: Path) -> None:
-    """Every step once, all of them right, in calls of nine minutes; what is launched is launched, on fake tensors."""
+    """Every step once, all of them right, in calls of nine minutes; no kernel runs (see the stub for what is real)."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     command = [sys.executable, str(ROOT / "tests" / "benchmarks" / "stub_device.py"), str(tmp_path)]
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), environment.get("PYTHONPATH")]))
@@ -152,9 +201,20 @@ def test_the_day_runs_to_its_end_on_a_stub(tmp_path: Path) -> None:
     prefixes = {"attention": ("time tuned", "time attention_hopper"), "feed_forward": "time persistent"}
     again = {op: sum(line["key"].startswith(start) for line in lines) for op, start in prefixes.items()}
     timed = {op: len(shapes_of(op)) + len(shapes_of(op, later=True)) for op in benchmarks()}
+    without = sum(
+        len(line["refused"]) for line in lines if "switched_on" in line
+    )  # modes that have none of the kernels
     for op in ("attention", "add_layer_norm", "feed_forward", "linear_cross_entropy", "embedding", "rotary"):
         times = timed[op] + again.get(op, 0)
-        assert counts[f"cases of {op}"] == len(benchmarks()[op].modes) * times > 0
+        assert counts[f"cases of {op}"] == len(benchmarks()[op].modes) * times - without * (op == "attention") > 0
+    # What is off by default was launched where a line says so, backward too where there is a kernel for that.
+    hopper = [line["launched"] for line in lines if line["key"].startswith("time attention_hopper")]
+    assert [len(launched) for launched in hopper] == [3, 2, 3, 2] and without == 2  # head_dim 64, 128
+    assert all(
+        launched["fwdbwd"][FWD] == 1 and launched["fwdbwd"].get(BWD, 0) == ("bwd" in launched) for launched in hopper
+    )
+    persistent = [line["launched"] for line in lines if line["key"].startswith("time persistent")]
+    assert persistent and all(each["fwd"] == {"_linear_activation_kernel": 1} for each in persistent)
     # A decoding step's kernel as a graph, which must say its share of the bandwidth.
     replayed = [line for line in lines if line["key"].startswith("time decode_attention")]
     assert len(replayed) == counts["graphs"] == len(shapes_of("decode_attention")) > 0
@@ -184,9 +244,12 @@ def test_device_tests_of_attention_take_several_blocks() -> None:
     """Of rows and of keys, with the tiles that an H200 gets: a loop of one step shows neither races nor stale rows."""
     pytest.importorskip("triton")
     from fastformer.kernels import _attention_configs as configs
+    from fastformer.kernels._attention_common import mask_kind
     from fastformer.kernels.attention import describe_dense
+    from tests.kernels.attention_cases import make_inputs
     from tests.kernels.test_attention_gpu import CASES
 
+    masked: set[bool] = set()
     assert {"packed", "dropout", "bool_keys", "bias", "causal"} <= {name for case in CASES for name in case.options}
     for case in (case.times(11) for case in CASES):
         q, k = (
@@ -196,9 +259,11 @@ def test_device_tests_of_attention_take_several_blocks() -> None:
         seed = torch.tensor([1, 2]) if case.dropout_p else None
         left, right = case.window
         problem = describe_dense(q, k, None, case.scale, left, right, case.dropout_p, seed)
-        call = configs.call_of(90, problem, q.dtype, case.mask != "none")
+        call = configs.call_of(90, problem, q.dtype, mask_kind(make_inputs(case, q.dtype)["mask"]))
+        masked.add(call.masked)
         for config in (configs.forward_config(call), configs.backward_config(call)):
             assert case.seqlen_q > 2 * config.block_m and case.seqlen_k > 2 * config.block_n, case.options
+    assert masked == {False, True}  # each with the tile that it gets
 
 
 def test_what_is_checked_of_attention_fits_a_device() -> None:

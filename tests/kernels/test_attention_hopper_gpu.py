@@ -12,6 +12,7 @@ import torch
 pytest.importorskip("triton")
 
 from fastformer.kernels import _attention_hopper as hopper  # noqa: E402
+from fastformer.kernels import _plans  # noqa: E402
 from fastformer.kernels import attention as kernels  # noqa: E402
 from tests.kernels.attention_cases import SEED, Case, case_of, check, make_inputs, run_triton  # noqa: E402
 
@@ -38,7 +39,9 @@ def _on_hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
 
     monkeypatch.setattr(hopper, "ENABLED", True)
     monkeypatch.setattr(hopper, "launch_forward", launch_forward)
+    _plans.forget()  # what chose the plain form in a test before, and afterwards what chose these
     yield launched
+    _plans.forget()
     assert launched, "the plain form ran"
 
 
