@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -96,11 +97,12 @@ def test_right_padding_becomes_lengths():
     assert not calls, "left padding is no length"
 
 
-def masked(**options: Any) -> Any:
-    sizes: dict[str, Any] = {"batch_size": 4, "q_length": 9, "kv_length": 9}
+def masked(real: Tensor = RIGHT, **options: Any) -> Any:
+    seqlen = real.shape[1]
+    sizes: dict[str, Any] = {"batch_size": 4, "q_length": seqlen, "kv_length": seqlen}
     if "cache_position" in ALL_MASK_ATTENTION_FUNCTIONS["sdpa"].__code__.co_varnames:
-        sizes = {"batch_size": 4, "cache_position": torch.arange(9), "kv_length": 9}
-    return make_mask(**{**sizes, "mask_function": causal_mask_function, "attention_mask": RIGHT, **options})
+        sizes = {"batch_size": 4, "cache_position": torch.arange(seqlen), "kv_length": seqlen}
+    return make_mask(**{**sizes, "mask_function": causal_mask_function, "attention_mask": real, **options})
 
 
 def test_what_a_mask_means_is_known_until_it_changes():
@@ -109,9 +111,54 @@ def test_what_a_mask_means_is_known_until_it_changes():
     assert meaning is not None and meaning.is_causal and meaning.seqlens_k.tolist() == [9, 4, 2, 7]
     mask[0, 0, 3, 5] = True
     assert _known(mask) is None
-    assert _known(masked(attention_mask=RIGHT.flip(1))) is None
+    mask[0, 0, 3, 5] = False
+    assert _known(mask) is meaning
+    assert _known(masked(RIGHT.flip(1))) is None
     assert _known(masked(mask_function=sliding_window_causal_mask_function(3))) is None
     assert _known(torch.ones(4, 1, 9, 9, dtype=torch.bool)) is None and _known(None) is None
+
+
+WRITES: dict[str, Callable[[Tensor], Any]] = {
+    "item": lambda mask: mask.__setitem__((0, 0, -1, 0), False),
+    "data": lambda mask: mask.data[0, 0, -1].__setitem__(0, False),
+    "detach": lambda mask: mask.detach()[0, 0, -1].__setitem__(0, False),
+    "numpy": lambda mask: mask.numpy().__setitem__((0, 0, -1, 0), False),
+    "another's memory": lambda mask: setattr(mask, "data", mask.tril(-1)),
+    "another's dtype": lambda mask: setattr(
+        mask, "data", torch.zeros(mask.shape).masked_fill(~mask.tril(-1), -torch.inf)
+    ),
+}
+
+
+@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize("seqlen", [8, 9])
+def test_no_write_into_a_mask_passes_unseen(seqlen, write):
+    """Whatever way it takes: most of them count no version."""
+    real = torch.arange(seqlen) < torch.tensor([[seqlen], [4], [2], [7]])
+    mask = masked(real)
+    attention = make("llama").model.layers[0].self_attn
+    q, k = torch.randn(4, 4, seqlen, 8, dtype=torch.float64), torch.randn(4, 2, seqlen, 8, dtype=torch.float64)
+
+    def attended() -> Tensor:
+        return attention_interface.attention_forward(attention, q, k, k, mask)[0]
+
+    def expected() -> Tensor:
+        scores = q @ k.repeat_interleave(2, 1).mT * 8**-0.5
+        scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask.double()
+        return (scores.softmax(-1).nan_to_num() @ k.repeat_interleave(2, 1)).transpose(1, 2)
+
+    assert _known(mask) is not None
+    before = attended()
+    assert_same(before, expected(), "before", 1e-9)
+    WRITES[write](mask)
+    assert _known(mask) is None
+    assert_same(attended(), expected(), "after", 1e-9)
+    assert not torch.allclose(attended(), before), "the write says something else"
+
+
+def test_masks_of_inference_are_understood_too():
+    with torch.inference_mode():
+        assert _known(masked()) is not None
 
 
 @pytest.mark.skipif(RETURNS_TUPLES, reason="before 5 transformers' function knows neither")
