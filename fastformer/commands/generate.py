@@ -17,8 +17,9 @@ def generate(
     greedy: bool = False,
     num_beams: int = 1,
     num_return_sequences: int = 1,
-    length_penalty: float = 0.6,
-    early_stopping: bool = False,
+    beam_rules: Literal["tensor2tensor", "transformers"] = "tensor2tensor",
+    length_penalty: float | None = None,
+    early_stopping: bool | Literal["never"] = False,
     num_beam_groups: int = 1,
     diversity_penalty: float = 0.0,
     min_new_tokens: int = 0,
@@ -44,8 +45,11 @@ def generate(
         greedy: take the best token always, without sampling
         num_beams: above 1, search with so many beams instead of sampling
         num_return_sequences: so many continuations, with a line of --- between them
-        length_penalty: alpha of ((5 + length) / 6) ** alpha, for beams
-        early_stopping: stop when num_beams hypotheses are finished, better ones possible or not
+        beam_rules: whose beam search; transformers is that of Hugging Face's generate
+        length_penalty: alpha of ((5 + length) / 6) ** alpha, by transformers' rules of length ** alpha, which divides
+            the score of beams; by default 0.6, by transformers' rules 1.0
+        early_stopping: stop when num_beams hypotheses are finished, better ones possible or not; never, of
+            transformers' rules alone, goes on while a better one is possible
         num_beam_groups: so many groups of beams, which avoid each other's tokens; with --diversity_penalty
         diversity_penalty: what a token costs for each time that an earlier group has just chosen it
         min_new_tokens: the shortest continuation
@@ -91,6 +95,7 @@ def generate(
         [ids],
         num_beams=num_beams,
         num_return_sequences=num_return_sequences,
+        beam_rules=beam_rules,
         length_penalty=length_penalty,
         early_stopping=early_stopping,
         num_beam_groups=num_beam_groups,

@@ -32,8 +32,9 @@ def translate(
     skip_long: bool = False,
     n_best: int = 1,
     num_beams: int = 1,
-    length_penalty: float = 0.6,
-    early_stopping: bool = False,
+    beam_rules: Literal["tensor2tensor", "transformers"] = "tensor2tensor",
+    length_penalty: float | None = None,
+    early_stopping: bool | Literal["never"] = False,
     num_beam_groups: int = 1,
     diversity_penalty: float = 0.0,
     min_new_tokens: int = 0,
@@ -69,8 +70,11 @@ def translate(
             its own: number of the input line, tab, score (log-probability, for beams with the length penalty), tab,
             translation
         num_beams: hypotheses that are followed; 1 is greedy
-        length_penalty: alpha of ((5 + length) / 6) ** alpha, for beams
-        early_stopping: stop when num_beams hypotheses are finished, better ones possible or not
+        beam_rules: whose beam search; transformers is that of Hugging Face's generate
+        length_penalty: alpha of ((5 + length) / 6) ** alpha, by transformers' rules of length ** alpha, which divides
+            the score of beams; by default 0.6, by transformers' rules 1.0
+        early_stopping: stop when num_beams hypotheses are finished, better ones possible or not; never, of
+            transformers' rules alone, goes on while a better one is possible
         num_beam_groups: so many groups of beams, which avoid each other's tokens; with --diversity_penalty
         diversity_penalty: what a token costs for each time that an earlier group has just chosen it
         min_new_tokens: the shortest output
@@ -107,6 +111,7 @@ def translate(
     settings = translator.settings(
         {
             "num_beams": num_beams,
+            "beam_rules": beam_rules,
             "length_penalty": length_penalty,
             "early_stopping": early_stopping,
             "num_beam_groups": num_beam_groups,

@@ -16,7 +16,7 @@ from fastformer.generation.processors import Processor
 from fastformer.generation.request_maker import RequestMaker
 from fastformer.generation.requests import Request
 from fastformer.generation.scheduler import Scheduler, run
-from fastformer.generation.search import NEVER
+from fastformer.generation.search import NEVER, BeamRules, EarlyStopping
 from fastformer.generation.settings import GenerationSettings
 
 _CPU_BYTES, _CPU_ROWS, _GPU_ROWS = 512 * 2**20, 512, 1024
@@ -60,8 +60,9 @@ def generate(
     min_new_tokens: int = 0,
     max_time: float | None = None,
     num_beams: int = 1,
-    length_penalty: float = 0.6,
-    early_stopping: bool = False,
+    beam_rules: BeamRules = "tensor2tensor",
+    length_penalty: float | None = None,
+    early_stopping: EarlyStopping = False,
     num_beam_groups: int = 1,
     diversity_penalty: float = 0.0,
     do_sample: bool = False,
@@ -108,17 +109,25 @@ def generate(
         min_new_tokens: no EOS before so many.
         max_time: seconds after which decoding ends with what there is; inputs that haven't begun then give nothing.
         num_beams: hypotheses that are followed.
-        length_penalty: alpha of ((5 + length) / 6) ** alpha, which divides a beam's score (tensor2tensor).
-        early_stopping: stop a beam search when num_beams hypotheses are finished, better ones possible or not.
-        num_beam_groups, diversity_penalty: groups of beams that avoid each other's tokens; see `BeamSearch`.
+        beam_rules: whose beam search: "tensor2tensor" (see `BeamSearch`), or "transformers", that of Hugging Face's
+            `generate` (see `TransformersBeamSearch`). The two give a beam's score another penalty, and end otherwise.
+        length_penalty: alpha of ((5 + length) / 6) ** alpha, which divides a beam's score (tensor2tensor), or of
+            length ** alpha (transformers), where length counts the new tokens, EOS included. None: 0.6, or 1.0 by
+            transformers' rules, as it is there.
+        early_stopping: stop a beam search when num_beams hypotheses are finished, better ones possible or not. False
+            goes on: by tensor2tensor's rules while a better one is possible; by transformers' rules while the best that
+            goes on, as long as it is now, beats the worst finished one. "never", of transformers' rules alone, compares
+            what it could become at max_new_tokens.
+        num_beam_groups, diversity_penalty: groups of beams that avoid each other's tokens; see `BeamSearch`. Not by
+            transformers' rules.
         do_sample: draw from the distribution, after temperature, top_k and top_p.
         temperature: below 1 sharpens the distribution.
         top_k: draw from so many best tokens; 0 = all.
         top_p: draw from the smallest set of tokens that holds this probability; 1 = all.
         seed: of the sampling; None: one that PyTorch's default generator gives.
         num_return_sequences: at most num_beams for a beam search: its best hypotheses, the finished ones first, then
-            those cut at max_new_tokens, each group best first. Where fewer exist, the rest is PAD alone with score
-            -inf. With do_sample: draws for each input.
+            those cut at max_new_tokens, each group best first; by transformers' rules all together, best first. Where
+            fewer exist, the rest is PAD alone with score -inf. With do_sample: draws for each input.
         repetition_penalty, no_repeat_ngram_size: see `processors`; they look at new tokens.
         suppress_tokens: ids that are never said.
         bad_words_ids: sequences of ids that are never said.
@@ -154,6 +163,7 @@ def generate(
         min_new_tokens=min_new_tokens,
         max_time=max_time,
         num_beams=num_beams,
+        beam_rules=beam_rules,
         length_penalty=length_penalty,
         early_stopping=early_stopping,
         num_beam_groups=num_beam_groups,

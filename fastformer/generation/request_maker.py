@@ -14,7 +14,7 @@ from fastformer.generation.engines.interface import is_searching_engine, is_shor
 from fastformer.generation.native_search import NativeSearch
 from fastformer.generation.processors import SEARCH_RULES, make_processors
 from fastformer.generation.requests import Request
-from fastformer.generation.search import BeamSearch, RowSearch, Sampling, Search
+from fastformer.generation.search import BeamSearch, RowSearch, Sampling, Search, TransformersBeamSearch
 from fastformer.generation.settings import GenerationSettings
 from fastformer.ops import _extension
 from fastformer.special_ids import SpecialIds
@@ -92,6 +92,7 @@ class RequestMaker:
         # What the searches in C++ don't have, the engine is asked for step by step.
         self._is_native = is_searching_engine(self.engine) and _extension.module() is not None
         self._is_native = self._is_native and not settings.do_sample and settings.num_beam_groups == 1
+        self._is_native = self._is_native and (settings.num_beams == 1 or settings.beam_rules == "tensor2tensor")
         unsaid = {*settings.suppress_tokens, *self.ids.eos}
         allowed = len({*settings.shortlist} - unsaid) if settings.shortlist else model.config.vocab_size - len(unsaid)
         self._leaves_words = allowed > 0
@@ -161,20 +162,29 @@ class RequestMaker:
                     limit,
                     eos,
                     settings.num_beams,
-                    alpha=settings.length_penalty,
+                    alpha=settings.alpha,
                     num_return=settings.num_return_sequences,
-                    early_stopping=settings.early_stopping,
+                    early_stopping=settings.early_stopping is True,
                     min_tokens=settings.min_new_tokens,
                     suppressed=settings.suppress_tokens,
+                )
+            if settings.num_beams > 1 and settings.beam_rules == "transformers":
+                return TransformersBeamSearch(
+                    limit,
+                    eos,
+                    settings.num_beams,
+                    alpha=settings.alpha,
+                    num_return=settings.num_return_sequences,
+                    early_stopping=settings.early_stopping,
                 )
             if settings.num_beams > 1:
                 return BeamSearch(
                     limit,
                     eos,
                     settings.num_beams,
-                    alpha=settings.length_penalty,
+                    alpha=settings.alpha,
                     num_return=settings.num_return_sequences,
-                    early_stopping=settings.early_stopping,
+                    early_stopping=settings.early_stopping is True,
                     num_groups=settings.num_beam_groups,
                     diversity_penalty=settings.diversity_penalty,
                 )

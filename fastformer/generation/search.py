@@ -7,10 +7,14 @@ import random
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 from fastformer.generation.engines.interface import Draw
 
 NEVER = -math.inf  # the score of what isn't there
+
+BeamRules = Literal["tensor2tensor", "transformers"]  # `BeamSearch` and `TransformersBeamSearch`
+EarlyStopping = bool | Literal["never"]
 
 
 @dataclass(slots=True)
@@ -211,7 +215,7 @@ class BeamSearch(Search):
         self._groups = [_Beams(width, min(num_return, width)) for _ in range(num_groups)]
         self._alive = [hypothesis for group in self._groups for hypothesis in group.alive]
         # So many that `width` of them go on, whichever of them end.
-        self._wanted = (1 + len(eos)) * width
+        self._wanted = self._ending = (1 + len(eos)) * width
         # The penalty is for tokens of other groups' beams: behind those, enough are left.
         self.num_candidates = self._wanted + num_beams - width
         self._length = 0
@@ -266,15 +270,17 @@ class BeamSearch(Search):
                 cost = self.diversity_penalty * chosen.get(token, 0)
                 pool.append((-score - value + cost, beam, token, value))
         pool.sort()
-        penalty = length_penalty(self._length, self.alpha)
+        penalty = self._penalty(self._length)
         alive: list[Hypothesis] = []
         origin: list[int] = []
         ended = False
-        for negative, beam, token, value in pool[: self._wanted]:
+        for rank, (negative, beam, token, value) in enumerate(pool[: self._wanted]):
             if negative == math.inf:
                 break
             parent = group.alive[beam]
             if token in self.eos:
+                if rank >= self._ending:
+                    continue
                 score = -negative / penalty
                 group.finished.append(Hypothesis([*parent.tokens, token], [*parent.log_probs, value], score))
                 ended = True
@@ -289,6 +295,9 @@ class BeamSearch(Search):
             group.alive = []  # what still goes on is worse than what is finished
             return []
         return origin
+
+    def _penalty(self, length: int) -> float:
+        return length_penalty(length, self.alpha)
 
     def _is_done(self, group: _Beams) -> bool:
         if self.early_stopping:
@@ -305,3 +314,61 @@ class BeamSearch(Search):
         for part in (finished, cut):
             part.sort(key=lambda hypothesis: -hypothesis.score)
         return (finished + cut)[: self.num_return]
+
+
+class TransformersBeamSearch(BeamSearch):
+    """Beam search by the rules of Hugging Face transformers' `generate`.
+
+    They are those of version 5.23 (`_beam_search` in its generation/utils.py), in these places others than
+    tensor2tensor's:
+
+    - A score is the sum of the log-probabilities, divided by length ** alpha. The length is that of the new tokens, EOS
+      included.
+    - A hypothesis ends where its EOS is among the num_beams best continuations of all beams; an EOS behind those is
+      dropped. The best num_beams that ended are kept.
+    - Before its limit it is done as soon as num_beams hypotheses have ended and the worst of these is at least as good
+      as the best that goes on, whose sum is divided by its own length ** alpha: it is not asked what it may become.
+      With early_stopping "never" and alpha > 0 the length there is the limit. With True it is done as soon as num_beams
+      have ended.
+    - Hypotheses that are cut at the limit compete with those that ended.
+
+    Args:
+        limit, eos, num_beams, num_return: see `BeamSearch`.
+        alpha: the exponent, which is called length_penalty there.
+        early_stopping: see above.
+    """
+
+    def __init__(
+        self,
+        limit: int,
+        eos: frozenset[int],
+        num_beams: int,
+        *,
+        alpha: float = 1.0,
+        num_return: int = 1,
+        early_stopping: EarlyStopping = False,
+    ) -> None:
+        super().__init__(
+            limit, eos, num_beams, alpha=alpha, num_return=num_return, early_stopping=early_stopping is True
+        )
+        self._ending = num_beams
+        self._looks_ahead = early_stopping == "never" and alpha > 0
+
+    def _penalty(self, length: int) -> float:
+        return float(float(length) ** self.alpha)
+
+    def _is_done(self, group: _Beams) -> bool:
+        if self._length >= self.limit or len(group.finished) < group.width or not group.alive:
+            return False
+        if self.early_stopping:
+            return True
+        best = group.alive[0].score / self._penalty(self.limit if self._looks_ahead else self._length)
+        return group.finished[-1].score >= best
+
+    def results(self) -> list[Hypothesis]:
+        """The finished and the cut hypotheses, best first; at most num_return."""
+        (group,) = self._groups
+        cut = [
+            Hypothesis(h.tokens, h.log_probs, h.score / self._penalty(self._length)) for h in group.alive if h.tokens
+        ]
+        return sorted(group.finished + cut, key=lambda hypothesis: -hypothesis.score)[: self.num_return]

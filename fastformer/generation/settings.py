@@ -8,9 +8,10 @@ import math
 import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from fastformer.generation.precisions import check_precision
+from fastformer.generation.search import BeamRules, EarlyStopping
 
 if TYPE_CHECKING:
     from fastformer.generation.processors import Processor
@@ -32,10 +33,11 @@ _INTEGERS = (
     "seed",
 )
 _NUMBERS = ("length_penalty", "temperature", "top_p", "repetition_penalty", "diversity_penalty", "max_time")
-_SWITCHES = ("early_stopping", "do_sample", "use_cache")
+_SWITCHES = ("do_sample", "use_cache")
 _OPTIONAL = (  # None says something
     "max_new_tokens",
     "max_time",
+    "length_penalty",
     "seed",
     "forced_bos_token_id",
     "forced_eos_token_id",
@@ -55,8 +57,9 @@ class GenerationSettings:
     max_new_tokens: int | None = None
     min_new_tokens: int = 0
     num_beams: int = 1
-    length_penalty: float = 0.6
-    early_stopping: bool = False
+    beam_rules: BeamRules = "tensor2tensor"
+    length_penalty: float | None = None
+    early_stopping: EarlyStopping = False
     do_sample: bool = False
     temperature: float = 1.0
     top_k: int = 0
@@ -108,6 +111,13 @@ class GenerationSettings:
     def samples(self) -> int:
         """How many rows an input has that know nothing of each other."""
         return self.num_return_sequences if self.num_beams == 1 else 1
+
+    @property
+    def alpha(self) -> float:
+        """The length penalty: the one that was asked for, or what the rules have by default."""
+        if self.length_penalty is not None:
+            return self.length_penalty
+        return 1.0 if self.beam_rules == "transformers" else 0.6
 
     def check_model(self, vocab_size: int) -> None:
         """Holds the ids and the beams against a model's vocabulary.
@@ -179,6 +189,11 @@ class GenerationSettings:
             if name in _INTEGERS:  # NumPy's become Python's
                 self._set(name, int(value))
 
+        if self.beam_rules not in get_args(BeamRules):
+            raise ValueError(f"expected beam_rules to be 'tensor2tensor' or 'transformers', got {self.beam_rules!r}")
+        if not isinstance(self.early_stopping, bool) and self.early_stopping != "never":
+            raise ValueError(f"expected early_stopping to be True, False or 'never', got {self.early_stopping!r}")
+
     def _check_ranges(self) -> None:
         if self.max_new_tokens is not None and self.max_new_tokens < 1:
             raise ValueError(f"expected max_new_tokens of at least 1, got {self.max_new_tokens}")
@@ -229,6 +244,15 @@ class GenerationSettings:
             raise ValueError(
                 "expected num_beam_groups > 1 together with a diversity_penalty > 0, got "
                 f"{groups} and {self.diversity_penalty}"
+            )
+        if self.beam_rules == "transformers" and groups > 1:
+            raise ValueError(
+                f"expected beam_rules='tensor2tensor' with num_beam_groups {groups}: transformers' rules have no groups"
+            )
+        if self.beam_rules == "tensor2tensor" and self.early_stopping == "never":
+            raise ValueError(
+                "expected beam_rules='transformers' with early_stopping='never': by tensor2tensor's rules False never "
+                "stops while a better hypothesis is possible"
             )
         if beams > 1 and returned > beams:
             raise ValueError(f"expected num_return_sequences of at most num_beams {beams}, got {returned}")

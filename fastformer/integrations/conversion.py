@@ -47,12 +47,10 @@ def from_huggingface(model: nn.Module) -> Transformer:
 
     `fastformer.generate` gives the tokens of transformers' generate where it is greedy. What a generation_config adds
     (bad_words_ids, forced_bos_token_id, forced_eos_token_id, no_repeat_ngram_size, num_beams) has to be said again, and
-    a BartConfig alone makes one that forces EOS at the limit. Scores of beams are the same with
-    `length_penalty=0.0` in both; otherwise transformers divides by length ** length_penalty, and this library by
-    ((5 + length) / 6) ** length_penalty. Three differences remain. What is forbidden takes part in the softmax there
-    and not here, so that beams score as they do there with `renormalize_logits=True`. An end counts here where it is
-    among the 2 * num_beams best continuations, there among the num_beams best. Hypotheses that max_new_tokens cuts
-    stand here behind those that ended, there they compete with them.
+    a BartConfig alone makes one that forces EOS at the limit. With `beam_rules="transformers"` beams are scored, ended
+    and compared as they are there (see `TransformersBeamSearch`), with the same length_penalty and early_stopping. One
+    difference remains: what is forbidden takes part in the softmax there and not here, so that beams score as they do
+    there with `renormalize_logits=True`.
 
     `models.Transformer` and `torch.nn.Transformer` need no conversion: the entries of a state_dict that begin with
     "encoder." and "decoder." are the same where the model is pre-norm with `attention_bias=True`.

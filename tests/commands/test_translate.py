@@ -159,9 +159,10 @@ def test_sampling(run, expected, capsys) -> None:
         {"do_sample": True, "temperature": 0.5, "top_k": 7, "top_p": 0.9, "seed": 11, "num_return_sequences": 3},
         {"num_beams": 4, "length_penalty": 1.5, "early_stopping": True, "num_return_sequences": 2},
         {"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 0.5, "max_time": 7.5},
+        {"num_beams": 4, "beam_rules": "transformers", "length_penalty": 2.0, "early_stopping": "never"},
         {"min_new_tokens": 2, "max_new_tokens": 5, "repetition_penalty": 1.25, "no_repeat_ngram_size": 3},
     ],
-    ids=["sampling", "beams", "groups and time", "lengths and repetitions"],
+    ids=["sampling", "beams", "groups and time", "rules", "lengths and repetitions"],
 )
 def test_each_flag_reaches_the_search(run, settings, monkeypatch) -> None:
     given = []

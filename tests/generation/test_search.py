@@ -12,7 +12,7 @@ import torch
 from fastformer.generation.engines import Selection
 from fastformer.generation.engines.choice import choose
 from fastformer.generation.processors import EndWhereNothingFollows, MinNewTokens, NoRepeatNgrams
-from fastformer.generation.search import BeamSearch, RowSearch, Sampling, length_penalty
+from fastformer.generation.search import BeamSearch, RowSearch, Sampling, TransformersBeamSearch, length_penalty
 from fastformer.generation.search import Hypothesis as Found
 from tests.generation.toy import (
     EOS,
@@ -24,14 +24,15 @@ from tests.generation.toy import (
     every_hypothesis,
     plain_beam_search,
     plain_greedy,
+    plain_transformers_search,
 )
 
 
 def beams_of(engine: ToyEngine, limits: list[int], beams: int, *, ends: Collection[int] = (EOS,), **options):
     """What a beam search finds for each source, all of them decoded together."""
+    kind = options.pop("kind", BeamSearch)
     requests = [
-        ask(source, partial(BeamSearch, limit, frozenset(ends), beams, **options))
-        for source, limit in enumerate(limits)
+        ask(source, partial(kind, limit, frozenset(ends), beams, **options)) for source, limit in enumerate(limits)
     ]
     return decode(engine, requests, max_rows=10_000)
 
@@ -100,6 +101,22 @@ def test_several_ends_and_a_vocabulary_of_which_little_is_seen(ends, early_stopp
         for source, found in enumerate(beams_of(engine, [6] * 6, 3, **options)):
             expected = plain_beam_search(engine, source, 6, 3, 0.6, 3, early_stopping, ends=ends)
             assert_found(found, expected)
+
+
+@pytest.mark.parametrize("early_stopping", [False, True, "never"])
+@pytest.mark.parametrize(("beams", "returned"), [(2, 1), (3, 3), (4, 2)])
+@pytest.mark.parametrize("alpha", [-0.3, 0.0, 0.6, 2.0])
+def test_transformers_rules_are_the_plain_ones(beams, returned, early_stopping, alpha) -> None:
+    options = {"alpha": alpha, "num_return": returned, "early_stopping": early_stopping}
+    for ends in ((EOS,), (3, 5)):
+        for lift in (-1.0, 1.0, 4.0):
+            engine = ToyEngine(10, vocab=20)
+            engine.table[..., list(ends)] += lift
+            limits = [1 + 3 * source % 14 for source in range(10)]
+            together = beams_of(engine, limits, beams, kind=TransformersBeamSearch, ends=ends, **options)
+            for source, found in enumerate(together):
+                plain = engine, source, limits[source], beams, alpha, returned, early_stopping
+                assert_found(found, plain_transformers_search(*plain, ends=ends))
 
 
 @pytest.mark.parametrize("early_stopping", [False, True])

@@ -65,6 +65,15 @@ from fastformer.generation.settings import GenerationSettings
         ({"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": -1}, "of at least 0, got 2 and -1"),
         ({"num_beam_groups": 2.0}, "expected num_beam_groups to be an integer, got 2.0"),
         ({"diversity_penalty": math.nan}, "expected diversity_penalty to be a finite number, got nan"),
+        ({"beam_rules": "hf"}, "expected beam_rules to be 'tensor2tensor' or 'transformers', got 'hf'"),
+        ({"beam_rules": None}, "expected beam_rules to be 'tensor2tensor' or 'transformers', got None"),
+        ({"early_stopping": 1}, "expected early_stopping to be True, False or 'never', got 1"),
+        ({"early_stopping": "always"}, "expected early_stopping to be True, False or 'never', got 'always'"),
+        ({"early_stopping": "never"}, "expected beam_rules='transformers' with early_stopping='never': by tensor2"),
+        (
+            {"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 1.0, "beam_rules": "transformers"},
+            "expected beam_rules='tensor2tensor' with num_beam_groups 2: transformers' rules have no groups",
+        ),
         ({"eos_token_id": []}, "expected eos_token_id to be an id or some, got none"),
         ({"eos_token_id": "1"}, "expected eos_token_id to be a list, got '1'"),
         ({"eos_token_id": [1, 2.0]}, "expected eos_token_id to hold integers, got 2.0"),
@@ -108,6 +117,15 @@ def test_what_is_harmless_is_taken() -> None:
     groups = GenerationSettings(num_beams=6, num_beam_groups=3, diversity_penalty=1, num_return_sequences=6)
     assert groups.num_beam_groups == 3
     assert GenerationSettings(engine="kv_cache").engine == "kv_cache"
+
+
+def test_the_rules_have_penalties_of_their_own() -> None:
+    assert GenerationSettings().alpha == 0.6 and GenerationSettings(beam_rules="transformers").alpha == 1.0
+    for rules in ("tensor2tensor", "transformers"):
+        assert GenerationSettings(beam_rules=rules, length_penalty=0).alpha == 0
+    for stopping in (True, False, "never"):
+        settings = GenerationSettings(beam_rules="transformers", early_stopping=stopping)
+        assert settings.early_stopping == stopping
 
 
 def test_lists_are_taken_as_people_hold_them_and_kept() -> None:

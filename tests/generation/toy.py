@@ -257,6 +257,43 @@ def plain_beam_search(
     return (sorted(whole, reverse=True) + sorted(cut, reverse=True))[:returned]
 
 
+def plain_transformers_search(
+    engine: ToyEngine,
+    source: int,
+    limit: int,
+    beams: int,
+    alpha: float,
+    returned: int,
+    early_stopping: bool | str,
+    *,
+    ends: Collection[int] = (EOS,),
+) -> list[Hypothesis]:
+    """Beam search by transformers' rules, with lists: a step ends hypotheses, then asks whether it was the last."""
+    alive: list[Hypothesis] = [(0.0, ())]
+    finished: list[Hypothesis] = []
+    for length in range(1, limit + 1):
+        candidates = sorted(
+            (
+                (score + gained, (*sequence, token))
+                for score, sequence in alive
+                for token, gained in enumerate(engine.continuations(source, sequence))
+                if gained > -math.inf
+            ),
+            reverse=True,
+        )[: (1 + len(ends)) * beams]
+        ending = [one for one in candidates[:beams] if one[1][-1] in ends or length == limit]
+        finished += [(score / length**alpha, tokens) for score, tokens in ending]
+        finished = sorted(finished, reverse=True)[:beams]
+        alive = [one for one in candidates if one[1][-1] not in ends][:beams]
+        is_full = len(finished) == beams
+        if is_full and early_stopping is True:
+            break
+        far = limit if early_stopping == "never" and alpha > 0 else length
+        if is_full and not any(score / far**alpha > finished[-1][0] for score, _ in alive[:1]):
+            break
+    return finished[:returned]
+
+
 def plain_greedy(engine: ToyEngine, source: int, limit: int, ends: Collection[int] = (EOS,)) -> tuple[int, ...]:
     """The best token again and again."""
     tokens: tuple[int, ...] = ()
