@@ -154,9 +154,14 @@ def test_other_dtypes(way, dtype, model, watched) -> None:
     assert watched.single == 0
 
 
+# Of each kind of search one: greedy, beams, and those whose tokens the host draws behind a step.
+UNWATCHED: list[dict[str, Any]] = [*WAYS[:3], {"do_sample": True, "seed": 3, "num_return_sequences": 2, "top_p": 0.9}]
+
+
 @pytest.mark.parametrize("name", ["rms gelu gqa", "two vocabularies", "rotary windows", "gpt windows"])
-@pytest.mark.parametrize("way", [0, 1, 2])
-def test_a_step_never_waits_for_the_device(name, way, monkeypatch) -> None:
+@pytest.mark.parametrize("way", range(len(UNWATCHED)), ids=["greedy", "beams", "beams with rules", "sampling"])
+def test_a_step_never_waits_for_the_device_and_finds_the_same(name, way, monkeypatch) -> None:
+    """Each whole step, its search included, where nothing may be read: the tokens are those of recomputing."""
     step, steps = GraphEngine._step_lanes, []
 
     def guarded(self: GraphEngine, lanes: Any) -> None:
@@ -167,10 +172,11 @@ def test_a_step_never_waits_for_the_device(name, way, monkeypatch) -> None:
     monkeypatch.setattr(GraphEngine, "_step_lanes", guarded)
     monkeypatch.setattr(GraphEngine, "_capture", lambda self, lanes: None)  # each step is a call
     model = drawn(CONFIGS[name][0], **CONFIGS[name][1])
-    if way < 2 and name.startswith("r"):  # they choose among logits that Python sees
+    if way != 2 and name.startswith("r"):  # they choose among logits that Python sees
         model.__class__ = Coarse if isinstance(model, Transformer) else CoarseGPT
-    generate(model, ids(5, 2, 7), max_new_tokens=9, engine="graph", **WAYS[way])
+    found, expected = both(model, ids(5, 2, 7), max_new_tokens=9, **UNWATCHED[way])
     assert len(steps) >= 8 and min(steps) > 40
+    assert_same(found, expected)
 
 
 def test_groups_that_leave_and_come_move_between_few_graphs(model, watched) -> None:
