@@ -35,8 +35,8 @@ class Benchmark:
         suite: which of SUITES it belongs to.
         is_ladder: all providers are ours, and are compared with the baseline alone.
         shapes: by device, "cpu" and "cuda". "threads" in a shape is how many PyTorch computes with. Where a shape has
-            a dropout_p, ours is checked against its reference backend with the same seed; the rivals draw masks of
-            their own and can't be.
+            a dropout_p, ours is checked against its reference backend with the same seed; the others draw masks of
+            their own, and are checked without.
         make_inputs: (shape, device) -> fp32 or integer tensors; floating ones are cast to the dtype.
         providers: by name; the first is ours.
         baseline: the provider that ratios are against, and that is right in fp64.
@@ -52,6 +52,8 @@ class Benchmark:
             said.
         compiled: the providers that torch.compile makes, which have to prove that they were compiled.
         checked: (shape) -> the shape at which it is checked, where the baseline in fp64 would take too much memory.
+        without_dropout: (shape) -> that shape without dropout; None where providers have their dropout from elsewhere,
+            and another benchmark checks them.
         oracles: provider -> what is right in fp64 for it, where that isn't the baseline: cases may ask several
             questions, such as what a causal mask leaves.
         left_out: (provider, shape) -> why it isn't timed at a shape, such as the memory it would take; None where it
@@ -74,6 +76,7 @@ class Benchmark:
     agreement: Mapping[str, float] = field(default_factory=dict)
     compiled: tuple[str, ...] = ()
     checked: Callable[[Shape], Shape] = lambda shape: shape
+    without_dropout: Callable[[Shape], Shape | None] = lambda shape: {**shape, "dropout_p": 0.0}
     oracles: Mapping[str, Provider] = field(default_factory=dict)
     left_out: Callable[[str, Shape], str | None] = lambda provider, shape: None
     needs: Mapping[str, Need] = field(default_factory=dict)

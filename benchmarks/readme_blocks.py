@@ -91,10 +91,13 @@ class Numbers:
         commands = dict.fromkeys(command for each in found for command in each.split("; "))
         return "\n".join(["```", *map(wrapped, commands), "```"]) if commands else ""
 
-    def picture(self, name: str) -> str:
-        """The picture, where it can be drawn."""
+    def picture(self, name: str, *, with_commands: bool = False) -> str:
+        """The picture, where it can be drawn; with_commands: those of its rows are to be shown as those of a figure."""
         chart = charts()[name]
-        if not chart.select(self.results):
+        rows = chart.select(self.results)
+        if with_commands:
+            self.shown("", f"the picture {name}", rows)
+        if not rows:
             self.missing.append(f"the rows of the picture {name} ({chart.command})")
             return ""
         return f"![{chart.alt}](benchmarks/pictures/{name}.svg)"
@@ -219,6 +222,9 @@ def accelerated(numbers: Numbers) -> str:
     )
 
 
+_DECODING_PICTURES = ("decoding_ladder", "decoding_throughput", "token_times")
+
+
 def decoding(numbers: Numbers) -> str:
     """Beside other engines, and step by step."""
     rows = []
@@ -238,7 +244,7 @@ def decoding(numbers: Numbers) -> str:
     )
     return paragraphs(
         table(["times faster", *names, "than"], rows), read, numbers.commands(),
-        numbers.picture("decoding_ladder"), numbers.picture("decoding_throughput"), numbers.picture("token_times"),
+        *(numbers.picture(name, with_commands=True) for name in _DECODING_PICTURES), numbers.commands(),
     )  # fmt: skip
 
 

@@ -8,8 +8,9 @@ A watcher says which turns something disturbed (`watch`). Rounds are added until
 as were asked for, within limits; what was disturbed counts only where too little else is left, and then is marked.
 
 A ratio is the median, over the rounds in which both were undisturbed, of the ratio within the round: what made a whole
-round slow cancels out of it. Measured by one function against itself, 67 times five rounds beside a neighbour that came
-and went: nine times in ten this is off by at most 6 %, the ratio of medians or of minima by 9 %, that of means by 38 %.
+round slow cancels out of it. Measured by one function against itself, in 67 passes of five rounds beside a neighbour
+that came and went: nine times in ten this was off by at most 6 %, the ratio of medians or of minima by 9 %, that of
+means by 38 %.
 
 What lasts for longer than the rounds, such as a neighbour on the other thread of the core that nobody watches, favours
 some functions over others, and rounds that follow one another can't tell. So the runner takes them in passes with time

@@ -25,6 +25,7 @@ from benchmarks.suites import ROOT, Case, benchmarks, chosen_cases, listing, not
 from benchmarks.summary import table
 from fastformer.generation.engines import ENGINES
 from fastformer.ops import add_layer_norm, use_backend
+from fastformer.ops._library import forced_backend
 
 SHAPE = {"rows": 64}
 
@@ -229,12 +230,69 @@ def test_a_row_names_the_backends_that_ran() -> None:
 
 
 def test_a_rival_without_dropout_is_left_out_where_there_is_some() -> None:
-    """Rivals draw masks of their own and are not checked then, but they may still refuse."""
+    """Rivals draw masks of their own and are checked without, and they may refuse either."""
     shape = {"rows": 64, "dropout_p": 0.1}
     rival = dataclasses.replace(TOY, providers={**TOY.providers, "rival": refuses})
     outcome = run_case(rival, shape, "fwd", torch.float32, "cpu", rounds=1, seconds=0.0)
     assert "not this shape" in outcome.refused["rival"]
     assert [row["provider"] for row in outcome.rows] == ["fastformer", "power"]
+
+
+def dropped(x: Inputs, shape: Shape) -> torch.Tensor:
+    return torch.nn.functional.dropout(x["x"] ** 2, shape["dropout_p"])
+
+
+def wrong_where_nothing_is_dropped(x: Inputs, shape: Shape) -> torch.Tensor:
+    return dropped(x, shape) + 1e-3
+
+
+def test_a_rival_with_a_mask_of_its_own_has_to_be_right_without() -> None:
+    shapes: list[float] = []
+
+    def ours(x: Inputs, shape: Shape) -> torch.Tensor:
+        shapes.append(shape["dropout_p"])
+        return x["x"] ** 2
+
+    providers = {"fastformer": ours, "power": dropped, "right": dropped, "wrong": wrong_where_nothing_is_dropped}
+    toy = dataclasses.replace(TOY, providers=providers)
+    shape = {"rows": 64, "dropout_p": 0.5}
+    outcome = run_case(toy, shape, "fwdbwd", torch.float32, "cpu", rounds=1, seconds=0.0)
+    assert list(outcome.wrong) == ["wrong"] and "tensor 0: error" in outcome.wrong["wrong"]
+    assert [row["provider"] for row in outcome.rows] == ["fastformer", "power", "right"]
+    assert all(row["shape"] == shape for row in outcome.rows) and set(shapes) == {0.5}
+    elsewhere = dataclasses.replace(toy, without_dropout=lambda shape: None)
+    assert not run_case(elsewhere, shape, "fwdbwd", torch.float32, "cpu", rounds=1, seconds=0.0).wrong
+
+
+def test_ours_with_dropout_has_to_be_as_its_reference() -> None:
+    def ours(x: Inputs, shape: Shape) -> torch.Tensor:
+        seed = torch.tensor([1, 2]) if forced_backend() == "reference" else torch.tensor([1, shape["other"]])
+        return add_layer_norm(x["x"], dropout_p=shape["dropout_p"], dropout_seed=seed)[0]
+
+    toy = dataclasses.replace(TOY, providers={"fastformer": ours, "power": dropped})
+    for other, wrong in ((2, []), (3, ["fastformer"])):
+        shape = {"rows": 64, "dropout_p": 0.5, "other": other}
+        outcome = run_case(toy, shape, "fwd", torch.float32, "cpu", rounds=1, seconds=0.0)
+        assert list(outcome.wrong) == wrong
+
+
+@pytest.mark.parametrize("role, times, is_wrong", [("ours", 5, True), ("rival", 9, False), ("rival", 12, True)])
+def test_how_far_ours_and_rivals_may_err(role: str, times: float, is_wrong: bool) -> None:
+    """In units of what the baseline errs: ours by three, rivals by ten."""
+
+    def off(factor: float) -> Provider:
+        def run(x: Inputs, shape: Shape) -> torch.Tensor:
+            square = x["x"] ** 2
+            return square if x["x"].dtype == torch.float64 else square + factor * 1e-3
+
+        return run
+
+    providers = {"fastformer": off(1), "power": off(1), "rival": off(1)}
+    name = {"ours": "fastformer", "rival": "rival"}[role]
+    outcome = run(dataclasses.replace(TOY, providers=providers | {name: off(times)}), "fwd")
+    assert list(outcome.wrong) == ([name] if is_wrong else [])
+    ladder = dataclasses.replace(TOY, providers=providers | {"rival": off(5)}, is_ladder=True)
+    assert list(run(ladder, "fwd").wrong) == ["rival"]  # all are ours there
 
 
 def test_what_torch_compile_makes_is_compiled_on_every_shape() -> None:
