@@ -10,7 +10,7 @@ import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
-from benchmarks.fits import groups, growth
+from benchmarks.fits import causal_over_full, groups, growth
 from benchmarks.highlights import DROP_IN, MODELS, MODULES, OPS, PEERS, Case, Comparison
 from benchmarks.latest import Results, Row, value_of
 from benchmarks.models.bench_scaling import EXPECTED
@@ -269,7 +269,12 @@ def scaling(numbers: Numbers) -> str:
         lengths = f"{fits[0].lengths[0]} to {fits[0].lengths[-1]}"
         lines.append([name_of(name), lengths, time, f"{expected.time:g}", memory, f"{expected.memory:g}"])
     head = ["exponents of n, by least squares", "n", "time", "expected", "memory", "expected"]
-    return paragraphs("### Growth with the length", table(head, lines), picture, numbers.commands())
+    triangle = ""
+    if (share := causal_over_full(providers)) is not None:
+        used = [providers[name][share[0]] for name in ("fastformer", "fastformer causal")]
+        part = numbers.shown(f"{share[1]:.2f}", "causal over full", used)
+        triangle = f"At n = {share[0]:,} causal attention takes {part} of the time of the full one."
+    return paragraphs("### Growth with the length", table(head, lines), triangle, picture, numbers.commands())
 
 
 def full_batch(numbers: Numbers) -> str:

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.fits import fit, groups, main, report
+from benchmarks.fits import causal_over_full, fit, groups, growth, main, report
+from benchmarks.latest import Results
 
 LENGTHS = [128 << i for i in range(7)]
 
@@ -102,3 +103,16 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     with pytest.raises(SystemExit, match="2"):
         main([str(path)])
     assert 'expected rows of the suite "scaling"' in capsys.readouterr().err
+
+
+def test_what_was_measured_grows_as_it_has_to() -> None:
+    """The committed lines of a CPU in fp32: linear memory, a window's linear time, and half of the time for half."""
+    found = groups(Results().find(suite="scaling", dtype="float32"))
+    assert found, "no line of the suite is committed"
+    for providers in found.values():
+        for name in ("fastformer", "fastformer causal", "fastformer window"):
+            assert growth(providers[name])[1].exponent == pytest.approx(1.0, abs=0.1), name
+        assert growth(providers["fastformer window"])[0].exponent == pytest.approx(1.0, abs=0.15)
+        assert growth(providers["baseline"])[1].exponent == pytest.approx(2.0, abs=0.1)
+        share = causal_over_full(providers)
+        assert share is not None and share[0] >= 8192 and share[1] <= 0.6
