@@ -40,10 +40,10 @@ class GreedySearch final : public Search {
   std::vector<Hypothesis> results() const override { return {line_of(last_[0])}; }
 };
 
-class BeamSearch final : public Search {
+class BeamSearch : public Search {
  public:
   BeamSearch(int64_t limit, std::vector<int32_t> eos, int64_t num_beams, double alpha, int64_t num_return,
-             bool early_stopping)
+             EarlyStopping early_stopping)
       : Search(limit, std::move(eos)),
         num_beams_(num_beams),
         num_return_(num_return),
@@ -51,7 +51,8 @@ class BeamSearch final : public Search {
         early_stopping_(early_stopping),
         best_penalty_(length_penalty(alpha > 0 ? limit : 1, alpha)) {
     num_candidates = (1 + static_cast<int64_t>(eos_.size())) * num_beams;  // num_beams go on, whichever end
-    num_rows = 1;                                                          // all begin alike
+    num_ending_ = num_candidates;
+    num_rows = 1;  // all begin alike
     peak_rows = num_beams;
     last_ = {-1};
     scores_ = {0.0};
@@ -71,13 +72,14 @@ class BeamSearch final : public Search {
     }
     const auto wanted = pool_.begin() + num_candidates;
     std::partial_sort(pool_.begin(), wanted, pool_.end());
-    const double penalty = length_penalty(num_tokens, alpha_);
+    const double penalty = penalty_of(num_tokens);
     bool ended = false;
     parents_.clear();
     next_.clear();
     next_scores_.clear();
     for (auto candidate = pool_.begin(); candidate != wanted && candidate->negative != kInfinity; ++candidate) {
       const bool is_end = ends(candidate->token);
+      if (is_end && candidate - pool_.begin() >= num_ending_) continue;
       if (!is_end && static_cast<int64_t>(next_.size()) == num_beams_) continue;
       const int32_t node = append(last_[candidate->beam], candidate->token, candidate->value);
       if (is_end) {
@@ -95,16 +97,21 @@ class BeamSearch final : public Search {
       best_first(finished_);
       if (static_cast<int64_t>(finished_.size()) > num_beams_) finished_.resize(num_beams_);
     }
-    if (last_.empty() || num_tokens >= limit || is_decided()) return finish();
+    if (last_.empty() || num_tokens >= limit) return finish();
+    if (is_decided()) {
+      last_.clear();  // what still goes on is worse than what is finished
+      return finish();
+    }
     num_rows = static_cast<int64_t>(last_.size());
     return parents_;
   }
 
   std::vector<Hypothesis> results() const override {
     std::vector<Scored> all = finished_;
-    const double penalty = length_penalty(num_tokens, alpha_);
+    const double penalty = penalty_of(num_tokens);
     for (size_t row = 0; has_begun() && row < last_.size(); ++row)  // the best of those cut come first already
       all.push_back({last_[row], scores_[row] / penalty});
+    order(all);
     if (static_cast<int64_t>(all.size()) > num_return_) all.resize(num_return_);
     std::vector<Hypothesis> found;
     for (const Scored& one : all) {
@@ -113,6 +120,36 @@ class BeamSearch final : public Search {
     }
     return found;
   }
+
+ protected:
+  struct Scored {
+    int32_t node = -1;
+    double score = 0.0;
+  };
+
+  static void best_first(std::vector<Scored>& all) {
+    std::stable_sort(all.begin(), all.end(), [](const Scored& a, const Scored& b) { return a.score > b.score; });
+  }
+
+  // What divides the score of a hypothesis of so many tokens.
+  virtual double penalty_of(int64_t length) const { return length_penalty(length, alpha_); }
+
+  // Whether what still goes on is worse than what is finished; before the limit, where something goes on.
+  virtual bool is_decided() const {
+    const int64_t finished = static_cast<int64_t>(finished_.size());
+    if (early_stopping_ == EarlyStopping::kYes) return finished == num_beams_;
+    return finished >= num_return_ && finished_[num_return_ - 1].score >= scores_[0] / best_penalty_;
+  }
+
+  // Orders results: here the finished stand before the cut, as they come.
+  virtual void order(std::vector<Scored>&) const {}
+
+  const int64_t num_beams_, num_return_;
+  const double alpha_;
+  const EarlyStopping early_stopping_;
+  int64_t num_ending_;          // only among so many of the best does an end count
+  std::vector<double> scores_;  // of each row
+  std::vector<Scored> finished_;
 
  private:
   // In the order of its members: the best score, negated, of equals the first beam's lowest id.
@@ -125,30 +162,34 @@ class BeamSearch final : public Search {
     }
   };
 
-  struct Scored {
-    int32_t node = -1;
-    double score = 0.0;
-  };
-
-  static void best_first(std::vector<Scored>& all) {
-    std::stable_sort(all.begin(), all.end(), [](const Scored& a, const Scored& b) { return a.score > b.score; });
-  }
-
-  // Whether what still goes on is worse than what is finished.
-  bool is_decided() const {
-    const int64_t finished = static_cast<int64_t>(finished_.size());
-    if (early_stopping_) return finished == num_beams_;
-    return finished >= num_return_ && finished_[num_return_ - 1].score >= scores_[0] / best_penalty_;
-  }
-
-  const int64_t num_beams_, num_return_;
-  const double alpha_;
-  const bool early_stopping_;
-  const double best_penalty_;                 // the best that dividing by a penalty can still do for a score below zero
-  std::vector<double> scores_, next_scores_;  // of each row
+  const double best_penalty_;  // the best that dividing by a penalty can still do for a score below zero
+  std::vector<double> next_scores_;
   std::vector<int32_t> next_;
   std::vector<Candidate> pool_;
-  std::vector<Scored> finished_;
+};
+
+class TransformersBeamSearch final : public BeamSearch {
+ public:
+  TransformersBeamSearch(int64_t limit, std::vector<int32_t> eos, int64_t num_beams, double alpha, int64_t num_return,
+                         EarlyStopping early_stopping)
+      : BeamSearch(limit, std::move(eos), num_beams, alpha, num_return, early_stopping),
+        looks_ahead_(early_stopping == EarlyStopping::kNever && alpha > 0) {
+    num_ending_ = num_beams;
+  }
+
+ protected:
+  double penalty_of(int64_t length) const override { return std::pow(static_cast<double>(length), alpha_); }
+
+  bool is_decided() const override {
+    if (static_cast<int64_t>(finished_.size()) < num_beams_) return false;
+    if (early_stopping_ == EarlyStopping::kYes) return true;
+    return finished_.back().score >= scores_[0] / penalty_of(looks_ahead_ ? limit : num_tokens);
+  }
+
+  void order(std::vector<Scored>& all) const override { best_first(all); }
+
+ private:
+  const bool looks_ahead_;
 };
 
 }  // namespace
@@ -183,7 +224,10 @@ std::unique_ptr<Search> make_greedy_search(int64_t limit, std::vector<int32_t> e
 }
 
 std::unique_ptr<Search> make_beam_search(int64_t limit, std::vector<int32_t> eos, int64_t num_beams, double alpha,
-                                         int64_t num_return, bool early_stopping) {
+                                         int64_t num_return, EarlyStopping early_stopping, bool by_transformers_rules) {
+  if (by_transformers_rules)
+    return std::make_unique<TransformersBeamSearch>(limit, std::move(eos), num_beams, alpha, num_return,
+                                                    early_stopping);
   return std::make_unique<BeamSearch>(limit, std::move(eos), num_beams, alpha, num_return, early_stopping);
 }
 

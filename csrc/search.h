@@ -74,7 +74,14 @@ class Search {
 // The best token again and again. The score of its result is 0: the sum of the log-probabilities is the caller's.
 std::unique_ptr<Search> make_greedy_search(int64_t limit, std::vector<int32_t> eos);
 
+// Whether a beam search ends before its limit as soon as num_beams hypotheses have ended.
+enum class EarlyStopping {
+  kNo,
+  kYes,
+  kNever,  // of transformers' rules: nor while a hypothesis may still become better
+};
+
 std::unique_ptr<Search> make_beam_search(int64_t limit, std::vector<int32_t> eos, int64_t num_beams, double alpha,
-                                         int64_t num_return, bool early_stopping);
+                                         int64_t num_return, EarlyStopping early_stopping, bool by_transformers_rules);
 
 }  // namespace fastformer

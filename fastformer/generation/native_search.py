@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Protocol, cast
 
-from fastformer.generation.search import NEVER, Hypothesis, Search, bad_numbers
+from fastformer.generation.search import NEVER, BeamRules, EarlyStopping, Hypothesis, Search, bad_numbers
 from fastformer.ops import _extension
 
 
@@ -48,6 +48,8 @@ class _Extension(Protocol):
         early_stopping: bool,
         min_tokens: int,
         suppressed: Sequence[int],
+        by_transformers_rules: bool,
+        never_stops: bool,
     ) -> SearchHandle: ...
 
     def last_tokens(self, searches: Sequence[SearchHandle]) -> list[int]: ...
@@ -79,7 +81,8 @@ class SearchRules(NamedTuple):
 
 
 class NativeSearch(Search):
-    """A search that lives in C++: what `RowSearch` (one row, the best token) and `BeamSearch` (without groups) find.
+    """A search that lives in C++: what `RowSearch` (one row, the best token), `BeamSearch` (without groups) and
+    `TransformersBeamSearch` find.
 
     Args:
         handle: the search of the extension.
@@ -114,15 +117,25 @@ class NativeSearch(Search):
         eos: frozenset[int],
         num_beams: int,
         *,
+        beam_rules: BeamRules = "tensor2tensor",
         alpha: float = 0.6,
         num_return: int = 1,
-        early_stopping: bool = False,
+        early_stopping: EarlyStopping = False,
         min_tokens: int = 0,
         suppressed: Sequence[int] = (),
     ) -> NativeSearch:
-        """The like of `BeamSearch`; min_tokens and suppressed as for `greedy`."""
+        """The like of `BeamSearch`, or of `TransformersBeamSearch`; min_tokens and suppressed as for `greedy`."""
         handle = _extension_module().beam_search(
-            limit, sorted(eos), num_beams, alpha, num_return, early_stopping, min_tokens, suppressed
+            limit,
+            sorted(eos),
+            num_beams,
+            alpha,
+            num_return,
+            early_stopping is True,
+            min_tokens,
+            suppressed,
+            beam_rules == "transformers",
+            early_stopping == "never",
         )
         return cls(handle, SearchRules(num_beams, tuple(sorted(eos)), min_tokens, tuple(sorted(suppressed))))
 

@@ -92,7 +92,6 @@ class RequestMaker:
         # What the searches in C++ don't have, the engine is asked for step by step.
         self._is_native = is_searching_engine(self.engine) and _extension.module() is not None
         self._is_native = self._is_native and not settings.do_sample and settings.num_beam_groups == 1
-        self._is_native = self._is_native and (settings.num_beams == 1 or settings.beam_rules == "tensor2tensor")
         unsaid = {*settings.suppress_tokens, *self.ids.eos}
         allowed = len({*settings.shortlist} - unsaid) if settings.shortlist else model.config.vocab_size - len(unsaid)
         self._leaves_words = allowed > 0
@@ -162,9 +161,10 @@ class RequestMaker:
                     limit,
                     eos,
                     settings.num_beams,
+                    beam_rules=settings.beam_rules,
                     alpha=settings.alpha,
                     num_return=settings.num_return_sequences,
-                    early_stopping=settings.early_stopping is True,
+                    early_stopping=settings.early_stopping,
                     min_tokens=settings.min_new_tokens,
                     suppressed=settings.suppress_tokens,
                 )

@@ -20,6 +20,10 @@ namespace {
 
 constexpr int64_t kDim = 256, kInner = 1024, kVocab = 1000, kMaxLen = 64;
 
+std::unique_ptr<Search> three_beams(int64_t limit) {
+  return make_beam_search(limit, {1}, 3, 0.6, 1, EarlyStopping::kNo, limit % 2 == 0);
+}
+
 // Each phase adds up what the one before it has written.
 uint64_t add_up(int threads, int rounds) {
   constexpr int64_t kPhases = 6, kTasks = 7;
@@ -85,7 +89,7 @@ std::vector<float> decode(const std::shared_ptr<const PackedModel>& model, int32
   }
   session.release({1});
   session.reorder({{2}, {0}});
-  const std::unique_ptr<Search> greedy = make_greedy_search(9, {1}), beams = make_beam_search(9, {1}, 3, 0.6, 1, false);
+  const std::unique_ptr<Search> greedy = make_greedy_search(9, {1}), beams = three_beams(9);
   session.run({greedy.get(), beams.get()}, {21, 22}, {20, 10.0, 0}, true, threads);
   for (const Search* search : {greedy.get(), beams.get()})
     for (const Hypothesis& one : search->results()) said.insert(said.end(), one.log_probs.begin(), one.log_probs.end());
@@ -102,7 +106,7 @@ std::vector<float> decode_many(const std::shared_ptr<const PackedModel>& model, 
   for (int32_t i = 0; i < kGroups; ++i) {
     prompts.push_back({i, 5});
     tokens.push_back(i + 1);
-    searches.push_back(i % 3 ? make_greedy_search(2 + i % 9, {1}) : make_beam_search(2 + i % 9, {1}, 3, 0.6, 1, false));
+    searches.push_back(i % 3 ? make_greedy_search(2 + i % 9, {1}) : three_beams(2 + i % 9));
   }
   session.admit({}, prompts, threads);
   std::vector<Search*> going;

@@ -279,7 +279,7 @@ def searches_or_says_why_not(kind: str, arguments: list[Any], candidates: Any, v
         if kind == "greedy":
             search = EXT.greedy_search(arguments[0], arguments[1], 0, arguments[6])
         else:
-            search = EXT.beam_search(*arguments[:6], 0, arguments[6])
+            search = EXT.beam_search(*arguments[:6], 0, *arguments[6:])
         for _ in range(3):
             search.advance(candidates, values, first)
             EXT.last_tokens([search, search])
@@ -291,7 +291,7 @@ def searches_or_says_why_not(kind: str, arguments: list[Any], candidates: Any, v
 
 queries = given(
     st.sampled_from(["greedy", "beams"]),
-    st.tuples(ints, lists, ints, st.floats(), ints, st.booleans(), lists).map(list),
+    st.tuples(ints, lists, ints, st.floats(), ints, st.booleans(), lists, st.booleans(), st.booleans()).map(list),
     st.lists(st.lists(ints, max_size=9), max_size=5),
     st.lists(st.lists(st.floats(width=32), max_size=9), max_size=5),
     st.integers(-2, 3),

@@ -122,6 +122,15 @@ def test_the_tokens_are_those_of_recomputing(place, name, watched) -> None:
     assert watched.plain <= 8 and watched.captures <= watched.plain and watched.replays > 20
 
 
+@pytest.mark.parametrize("early_stopping", [False, True, "never"])
+def test_searches_by_transformers_rules_run_on_the_device(early_stopping, model, watched) -> None:
+    way = {"num_beams": 3, "num_return_sequences": 3, "beam_rules": "transformers", "length_penalty": 1.5}
+    for ends in ((1,), (1, 9, 11)):
+        options = {**way, "eos_token_id": ends, "early_stopping": early_stopping}
+        assert_same(*both(model, ids(3, 9, 14, 1, 6, vocab=VOCAB), max_new_tokens=20, **options))
+    assert watched.single == 0 and watched.replays > 20
+
+
 class Coarse(Transformer):
     """Among its logits many are equal."""
 

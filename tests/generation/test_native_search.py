@@ -18,7 +18,14 @@ from fastformer.generation.processors import SuppressTokens
 from fastformer.generation.request_maker import RequestMaker
 from fastformer.generation.requests import Request
 from fastformer.generation.scheduler import Scheduler, run
-from fastformer.generation.search import BeamSearch, Hypothesis, RowSearch, Sampling, Search
+from fastformer.generation.search import (
+    BeamSearch,
+    Hypothesis,
+    RowSearch,
+    Sampling,
+    Search,
+    TransformersBeamSearch,
+)
 from fastformer.generation.settings import GenerationSettings
 from fastformer.ops import _extension
 from tests.generation.toy import EOS, MeteredEngine, RunningEngine, ToyEngine, ask, decode, plain_greedy
@@ -40,7 +47,11 @@ def pair(dice: random.Random, eos: frozenset[int]) -> tuple[Search, NativeSearch
         "num_return": dice.randint(1, beams),
         "early_stopping": dice.random() < 0.3,
     }
-    return BeamSearch(limit, eos, beams, **options), NativeSearch.beams(limit, eos, beams, **options)
+    if dice.random() < 0.5:
+        return BeamSearch(limit, eos, beams, **options), NativeSearch.beams(limit, eos, beams, **options)
+    options["early_stopping"] = dice.choice([True, False, "never"])
+    native = NativeSearch.beams(limit, eos, beams, beam_rules="transformers", **options)
+    return TransformersBeamSearch(limit, eos, beams, **options), native
 
 
 def candidates(dice: random.Random, vocab: int, count: int, gap: float) -> tuple[list[int], list[float]]:
@@ -335,6 +346,9 @@ def test_an_engine_that_searches_is_told_by_its_run() -> None:
         ({}, True),
         ({"num_beams": 3, "num_return_sequences": 2, "length_penalty": 1.7, "early_stopping": True}, True),
         ({"num_beams": 4, "eos_token_id": (1, 7)}, True),
+        ({"num_beams": 4, "num_return_sequences": 3, "beam_rules": "transformers"}, True),
+        ({"num_beams": 3, "length_penalty": 2.0, "beam_rules": "transformers", "early_stopping": "never"}, True),
+        ({"num_beams": 3, "length_penalty": 2.0, "beam_rules": "transformers", "early_stopping": True}, True),
         ({"do_sample": True, "seed": 1}, False),
         ({"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 0.5}, False),
     ],
