@@ -12,7 +12,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from benchmarks.timing import time_interleaved
+from benchmarks.case import Benchmark, Inputs, Shape
+from benchmarks.execute import run_case
 
 BUSY = """
 import time
@@ -35,33 +36,45 @@ def neighbour() -> Iterator[None]:
     os.kill(int(started.stdout), signal.SIGKILL)
 
 
+def make_inputs(shape: Shape, device: str) -> Inputs:
+    return {"a": torch.randn(400 * shape["threads"], 400), "b": torch.randn(400, 400)}
+
+
+def work(x: Inputs, shape: Shape) -> torch.Tensor:
+    for _ in range(9):
+        torch.mm(x["a"], x["b"])
+    return torch.mm(x["a"], x["b"])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("threads", [1, 2])
 def test_a_fifth_is_seen_beside_a_neighbour(threads: int, neighbour: None, capsys: pytest.CaptureFixture[str]) -> None:
+    """With the rounds and seconds that --quick gives a case."""
+    shape = {"threads": threads}
+    inputs = make_inputs(shape, "cpu")
+
+    def seconds() -> float:
+        began = time.perf_counter()
+        work(inputs, shape)
+        return time.perf_counter() - began
+
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
-    try:
-        a, b = torch.randn(400 * threads, 400), torch.randn(400, 400)
+    pause = 0.2 * min(seconds() for _ in range(30))
+    torch.set_num_threads(before)
 
-        def work(times: int = 10) -> float:
-            began = time.perf_counter()
-            for _ in range(times):
-                torch.mm(a, b)
-            return time.perf_counter() - began
+    def slower(x: Inputs, shape: Shape) -> torch.Tensor:
+        time.sleep(pause)
+        return work(x, shape)
 
-        pause = 0.2 * min(work() for _ in range(30))
-
-        def slower() -> None:
-            work()
-            time.sleep(pause)
-
-        found = []
-        for _ in range(10):
-            rounds = time_interleaved({"it": work, "slower": slower}, rounds=9, device="cpu", seconds=6.0)
-            ratio = rounds.ratio("it", "slower")
-            found.append((round(ratio.value, 3), ratio.quiet, len(rounds.turns["it"]), rounds.disturbed("it")))
-        with capsys.disabled():
-            print(f"\n{threads} threads: ratio, quiet, turns, disturbed: {found}")
-        assert all(value > 1 for value, *_ in found)
-    finally:
-        torch.set_num_threads(before)
+    benchmark = Benchmark(
+        name="work", shapes={"cpu": [shape]}, make_inputs=make_inputs, providers={"fastformer": work, "slower": slower},
+        baseline="slower",
+    )  # fmt: skip
+    found = []
+    for _ in range(10):
+        ours, _ = run_case(benchmark, shape, "fwd", torch.float32, "cpu", rounds=16, seconds=9.0).rows
+        found.append((round(ours["speedup"], 3), ours["quiet"], ours["passes"], ours["rounds"], ours["disturbed"]))
+    with capsys.disabled():
+        print(f"\n{threads} threads: ratio, quiet, passes, rounds, disturbed: {found}")
+    assert all(ratio > 1 for ratio, *_ in found)
