@@ -302,12 +302,16 @@ def test_what_the_cache_does_not_have_gives_nan(
     assert int(out.isnan().flatten(1).any(1).sum()) == len(rows)
 
 
+LENGTHS = [1, 2, 15, 16, 17, 63, 64, 65, 129, 500, 999, 1000]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("length", [1, 2, 15, 16, 17, 63, 64, 65, 129, 500, 999, 1000])
+@pytest.mark.parametrize("length", LENGTHS)
 def test_lengths_beams_and_groups(length: int, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lengths to 1000, beams and groups of 1 to 8, one to many shares, new tokens and windows, drawn."""
+    """One to many shares, new tokens and windows, drawn; all beams and groups at each length, each pair at three."""
     choose = random.Random(length)
-    for beams, group in itertools.product(range(1, 9), range(1, 9)):
+    pairs = itertools.product(range(1, 9), range(1, 9))
+    for beams, group in (pair for pair in pairs if (sum(pair) + LENGTHS.index(length)) % 4 == 0):
         heads = group * choose.choice((1, 2))
         sizes = {"num_heads": heads, "num_kv_heads": heads // group, "max_seqlen": length + 6}
         lengths = tuple(choose.choice((length, choose.randint(0, length), 0)) for _ in range(3))
