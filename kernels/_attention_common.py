@@ -190,7 +190,17 @@ def mask_ptrs(ptr, strides, rows, columns):
 
 
 @triton.jit
-def load_mask(ptr, strides, rows, columns, bounds, MASK: tl.constexpr, CHECK_ROWS: tl.constexpr, CHECK: tl.constexpr):
+def load_mask(
+    ptr,
+    strides,
+    rows,
+    columns,
+    start,
+    bounds,
+    MASK: tl.constexpr,
+    CHECK_ROWS: tl.constexpr,
+    CHECK: tl.constexpr,
+):
     """What `score_tile` applies as `mask`, broadcastable to the tile.
 
     Call it before the scores' product: the compiler settles the layout of the softmax by which of the two comes last,
@@ -199,6 +209,7 @@ def load_mask(ptr, strides, rows, columns, bounds, MASK: tl.constexpr, CHECK_ROW
     Args:
         ptr: where the mask of this batch and head starts.
         rows, columns: of the tile, as `score_tile` takes them.
+        start: the first of the columns.
         MASK: "none", or "bool" or "additive", with "_keys" where all rows share one row of it.
         CHECK_ROWS, CHECK: whether rows and keys may be beyond their number.
     """
@@ -208,7 +219,14 @@ def load_mask(ptr, strides, rows, columns, bounds, MASK: tl.constexpr, CHECK_ROW
     else:
         KEYS_ALONE: tl.constexpr = MASK == "bool_keys" or MASK == "additive_keys"
         if KEYS_ALONE:
-            ptrs = ptr + columns.to(tl.int64) * strides[3]
+            # A start is one number for the whole program. Added first, it costs a 64-bit sum a step and no register (a
+            # boolean mask's kernel has none to spare); added last, a register pair and one instruction a step.
+            before = tl.cast(start, tl.int64) * strides[3]
+            inside = (columns - start).to(tl.int64) * strides[3]
+            if MASK == "bool_keys":
+                ptrs = (ptr + before) + inside
+            else:
+                ptrs = (ptr + inside) + before
             here = columns < len_k
         else:
             ptrs = mask_ptrs(ptr, strides, rows, columns)
@@ -224,6 +242,10 @@ def load_mask(ptr, strides, rows, columns, bounds, MASK: tl.constexpr, CHECK_ROW
             # minimum of floats, where comparing and selecting takes four.
             limit = tl.add(mask.to(tl.uint32) << 31, 0xFF800000, sanitize_overflow=False)
             return limit.to(tl.float32, bitcast=True)
+        if mask.dtype == tl.bfloat16:
+            # The upper half of a float32: two operations a pair that shares a register, where a conversion takes three.
+            bits = mask.to(tl.uint16, bitcast=True).to(tl.uint32) << 16
+            return bits.to(tl.float32, bitcast=True)
         return mask.to(tl.float32)
 
 
@@ -289,7 +311,8 @@ def score_tile(
 def needs_exact_weights(MASK, dtype):
     """Whether `softmax_weights` subtracts in the units of `base`.
 
-    For fp32's precision, and for added masks of float32's lowest number, which times log2(e) is no number.
+    For fp32's precision, and for added masks of float32's lowest number, which times log2(e) is no number (the forward
+    pass takes `row_units` for those, where the inputs are no fp32).
     """
     return dtype == tl.float32 or MASK in ("additive", "additive_keys")
 
@@ -300,6 +323,26 @@ def softmax_weights(s, scale, base, EXACT: tl.constexpr):
     if EXACT:
         return tl.exp2((s * scale - base) * 1.4426950408889634)
     return tl.exp2(s * (scale * 1.4426950408889634) - base * 1.4426950408889634)
+
+
+@triton.constexpr_function
+def takes_row_units(MASK, dtype):
+    """Whether the forward pass weighs by `row_units`: added masks, where fp32's precision isn't asked for."""
+    return dtype != tl.float32 and MASK in ("additive", "additive_keys")
+
+
+@triton.jit
+def row_units(peak):
+    """(unit, level) of rows, whose weights are exp2(s * unit - level): one operation an element, for added masks.
+
+    unit is log2(e) and level the peak in it, rounded. That rounding multiplies all weights under one peak, and their
+    sum, by one factor: 1 beside peaks that leave scores their digits, between 2**-8 and 2**8 at most. Weights under an
+    earlier peak keep theirs, an error like that of the scores' own roundings. Far peaks have unit 1: float32's lowest
+    number times log2(e) is no number, and scores lie 16 apart there, so that beside the highest none has weight in
+    either base.
+    """
+    unit = tl.where(tl.abs(peak) < 1.5e8, 1.4426950408889634, 1.0)
+    return unit, peak * unit
 
 
 class Problem(NamedTuple):

@@ -89,7 +89,7 @@ def _dq_kernel(
             if work_ptr is not None:
                 tl.atomic_add(work_ptr, 1)
             k = load_tile(k_ptr, start, len_k, k_strides[1] * UNIT, BLOCK_N, HEAD_DIM, BLOCK_D, CHECK)
-            mask = load_mask(mask_ptr, mask_strides, rows[:, None], columns[None, :], bounds, MASK, True, CHECK)
+            mask = load_mask(mask_ptr, mask_strides, rows[:, None], columns[None, :], start, bounds, MASK, True, CHECK)
             s, scale = score_tile(
                 q, k, mask, rows[:, None], columns[None, :], bounds, window, softmax_scale, MASK, CHECK, PRECISION
             )

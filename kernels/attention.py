@@ -40,9 +40,11 @@ from fastformer.kernels._attention_common import (
     plane_strides,
     planes_of,
     readable,
+    row_units,
     score_tile,
     softmax_weights,
     spans_of,
+    takes_row_units,
 )
 from fastformer.kernels._attention_configs import LARGEST_FP32_HEAD_DIM, Config, call_of, forward_config, tile_of
 from fastformer.kernels._dropout import keep_mask_tile, kept_or_zero, load_dropout
@@ -116,7 +118,10 @@ def _attention_fwd_kernel(
     q = load_tile(q_ptr, first_row, len_q, q_strides[1] * UNIT, BLOCK_M, HEAD_DIM, BLOCK_D, True)
     acc = tl.zeros((BLOCK_M, BLOCK_D), dtype=tl.float32)
     total = tl.zeros((BLOCK_M,), dtype=tl.float32)
-    peak = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
+    ROW_UNITS: tl.constexpr = takes_row_units(MASK, q_ptr.dtype.element_ty)
+    # With row units float32's lowest number serves as well as -inf, and no difference of two peaks is NaN.
+    LOWEST: tl.constexpr = -3.4028234663852886e38 if ROW_UNITS else float("-inf")
+    peak = tl.full((BLOCK_M,), LOWEST, dtype=tl.float32)
     first, full_first, full_last, last = key_range(first_row, bounds, window, BLOCK_M, BLOCK_N)
     spans = spans_of(first, full_first, full_last, last, BLOCK_N, window[0] is not None)
     EXACT: tl.constexpr = needs_exact_weights(MASK, q_ptr.dtype.element_ty)
@@ -128,20 +133,24 @@ def _attention_fwd_kernel(
             if work_ptr is not None:
                 tl.atomic_add(work_ptr, 1)
             k = load_tile(k_ptr, start, len_k, k_strides[1] * UNIT, BLOCK_N, HEAD_DIM, BLOCK_D, CHECK)
-            mask = load_mask(mask_ptr, mask_strides, rows[:, None], columns[None, :], bounds, MASK, True, CHECK)
+            mask = load_mask(mask_ptr, mask_strides, rows[:, None], columns[None, :], start, bounds, MASK, True, CHECK)
             s, scale = score_tile(
                 q, k, mask, rows[:, None], columns[None, :], bounds, window, softmax_scale, MASK, CHECK, PRECISION
             )
             # The peak is in natural units, as lse is: fp32 gradients feel each rounding of lse.
             new_peak = tl.maximum(peak, tl.max(s, 1) * scale)
-            # A row that has seen nothing yet has peak -inf, and -inf - -inf is NaN.
             base = new_peak
-            if CHECK or MASK != "none":
-                if EXACT:
-                    base = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-                else:
-                    base = tl.maximum(new_peak, -1e38)
-            p = softmax_weights(s, scale, base[:, None], EXACT)
+            if ROW_UNITS:
+                unit, level = row_units(new_peak)
+                p = tl.exp2(tl.fma(s, unit[:, None], -level[:, None]))
+            else:
+                # A row that has seen nothing yet has peak -inf, and -inf - -inf is NaN.
+                if CHECK or MASK != "none":
+                    if EXACT:
+                        base = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+                    else:
+                        base = tl.maximum(new_peak, -1e38)
+                p = softmax_weights(s, scale, base[:, None], EXACT)
             fade = tl.exp2((peak - base) * 1.4426950408889634)
             total = total * fade + tl.sum(p, 1)
             if dropout[0] is not None:
@@ -151,7 +160,11 @@ def _attention_fwd_kernel(
             peak = new_peak
 
     # A row with nothing to attend to: total 0, out 0, lse -inf.
-    lse = peak + tl.log2(total) * 0.6931471805599453
+    exponent = tl.log2(total)
+    if ROW_UNITS:
+        unit, level = row_units(peak)
+        exponent -= tl.fma(peak, unit, -level)
+    lse = peak + exponent * 0.6931471805599453
     lse = tl.where(total > 0, lse, tl.where(total == 0, float("-inf"), total))
     acc = acc * (drawn[4] / tl.where(total == 0, 1.0, total))[:, None]
     lse_ptrs = lse_ptr + batch * lse_strides[0] + head * lse_strides[1] + start_q + rows

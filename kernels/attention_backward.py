@@ -197,7 +197,7 @@ def _dkdv_kernel(
     # A mask that all rows share is the same in every step.
     key_mask = 0.0
     if MASK == "bool_keys" or MASK == "additive_keys":
-        key_mask = load_mask(mask_ptr, mask_strides, 0, columns[:, None], bounds, MASK, False, True)
+        key_mask = load_mask(mask_ptr, mask_strides, 0, columns[:, None], first_key, bounds, MASK, False, True)
     first, full_first, full_last, last = row_range(first_key, bounds, window, BLOCK_M, BLOCK_N)
     if DQ == "store":
         # The one key block writes dq of every row, also of those that see no key.
@@ -215,7 +215,9 @@ def _dkdv_kernel(
             q = load_tile(q_ptr, start, len_q, q_strides[1] * UNIT, BLOCK_M, HEAD_DIM, BLOCK_D, CHECK)
             mask = key_mask
             if MASK == "bool" or MASK == "additive":
-                mask = load_mask(mask_ptr, mask_strides, rows[None, :], columns[:, None], bounds, MASK, CHECK, CHECK)
+                mask = load_mask(
+                    mask_ptr, mask_strides, rows[None, :], columns[:, None], first_key, bounds, MASK, CHECK, CHECK
+                )
             s, scale = score_tile(
                 k, q, mask, rows[None, :], columns[:, None], bounds, window, softmax_scale, MASK, CHECK, PRECISION
             )

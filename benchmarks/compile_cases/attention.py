@@ -58,7 +58,9 @@ OPTIONS: tuple[tuple[str, ...], ...] = (
     ("window", "additive", "dropout", "seqlens_k", "gqa"),
 )  # fmt: skip
 # What tests/benchmarks/test_compile_report.py asks for.
-QUICK_OPTIONS: tuple[tuple[str, ...], ...] = (("causal", "dropout"), ("causal", "packed"), ("bool_keys",), ("bool",))
+QUICK_OPTIONS: tuple[tuple[str, ...], ...] = (
+    ("causal", "dropout"), ("causal", "packed"), ("bool_keys",), ("bool",), ("additive_keys",),
+)  # fmt: skip
 
 
 def cases(quick: bool) -> Iterator[tuple[str, Callable[[], object]]]:

@@ -124,7 +124,10 @@ def test_a_backward_for_sm_90_that_keeps_all_in_registers(rows: list[Row], optio
         assert loop["barriers"] <= 3 and loop["instructions"] <= most
 
 
-@pytest.mark.parametrize("options", ["causal", "causal+packed", "bool_keys", "causal+dropout"])
+TWO_PROGRAMS = ("causal", "causal+packed", "bool_keys", "additive_keys", "causal+dropout")
+
+
+@pytest.mark.parametrize("options", TWO_PROGRAMS)
 def test_two_forward_programs_an_sm(rows: list[Row], options: str) -> None:
     """Each waits for its products in full: the other one's exp2 fills the gap."""
     (row,) = of_attention(rows, options, "_attention_fwd_kernel")
@@ -143,9 +146,11 @@ def test_another_compiler_leaves_room_for_two_programs(tmp_path: Path) -> None:
     assert result.returncode == 0, result.stdout + result.stderr
     found = [json.loads(line) for line in out.read_text().splitlines()]
     assert triton.__version__ not in {row["triton"] for row in found}, "expected another compiler"
-    for options in ("causal", "causal+packed", "bool_keys", "causal+dropout"):
+    for options in TWO_PROGRAMS:
         (row,) = of_attention(found, options, "_attention_fwd_kernel")
         assert row["ctas"] >= 2, options
+    for options in ("bool_keys", "additive_keys"):
+        assert instructions(found, options) <= 1.25 * instructions(found, "causal"), options
     assert any(row["kernel"] == "_attention_hopper_bwd_kernel" for row in found)  # run() saw that nothing spills
 
 
@@ -154,6 +159,7 @@ def test_another_compiler_leaves_room_for_two_programs(tmp_path: Path) -> None:
     [
         ("causal+packed", 1.05),
         ("bool_keys", 1.25),
+        ("additive_keys", 1.25),
         ("causal+dropout", 1.8),
     ],
 )

@@ -1,0 +1,102 @@
+"""Added masks whose numbers leave fp32 no room for scores, and masks in other dtypes and strides, in the kernels."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from fastformer.kernels import attention as kernels  # noqa: E402
+from fastformer.kernels._attention_configs import Config  # noqa: E402
+from tests.conftest import HAS_GPU  # noqa: E402
+from tests.kernels.attention_cases import case_of, make_inputs, run_triton  # noqa: E402
+
+LOWEST, NOTHING = torch.finfo(torch.float32).min, float("-inf")
+# What is added to the scores of a row's first half, and of its second.
+PAIRS = [
+    (-1e4, -1e4), (-1e4, -1e4 + 0.5), (-1e6 + 1, -1e6), (-1.3e6, -1.3e6), (-1e9, 0.0), (0.0, -1e9), (-1e9, -1e9),
+    (-1e9, -2e9), (-3.3e9, -3.3e9), (-1e10, -1e10), (-7.7e12, -7.7e12), (-1e30, LOWEST), (LOWEST, -1e30),
+    (LOWEST, LOWEST), (LOWEST, 3.0), (NOTHING, LOWEST), (LOWEST, NOTHING), (NOTHING, NOTHING), (NOTHING, 2.5),
+    (-1.6e8, -1.4e8), (-1.4e8, -1.6e8), (1.4e8, 1.6e8), (1.6e8, 1.4e8), (1e9, -1e9), (5e9, 5e9), (1e30, 3e38),
+]  # fmt: skip
+
+
+@pytest.fixture
+def fused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A multiplication and addition is rounded once, as on a GPU: the interpreter rounds the product, too."""
+    if HAS_GPU:
+        return
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    def create_fma(self: object, x: TensorHandle, y: TensorHandle, z: TensorHandle) -> TensorHandle:
+        with np.errstate(over="ignore", invalid="ignore"):
+            exact = x.data.astype(np.float64) * y.data + z.data
+            return TensorHandle(exact.astype(np.float32), z.dtype.scalar)
+
+    monkeypatch.setattr(InterpreterBuilder, "create_fma", create_fma)
+
+
+def run_on_zeros(mask: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """out and lse of the kernel where all scores are 0, in tiles of 32 x 32."""
+    zeros = torch.zeros(1, mask.shape[2], 1, 16, dtype=torch.float16, device=mask.device)
+    keys = torch.zeros_like(values)
+    problem = kernels.describe_dense(zeros, keys, None, 0.25, None, None, 0.0, None)
+    return kernels.launch_forward(zeros, keys, values, mask, problem, config=Config(32, 32, 4, 1))
+
+
+@pytest.mark.parametrize("seqlen_k", [128, 120])
+def test_weights_under_any_number(seqlen_k: int, fused: None, device: str) -> None:
+    """Four blocks of keys, so that sums fade from one to the next; the last one may be short."""
+    mask = torch.tensor(PAIRS, device=device).repeat_interleave(seqlen_k // 2, 1)[None, None]
+    values = torch.randn(1, seqlen_k, 1, 16, device=device).half()
+    out, lse = run_on_zeros(mask, values)
+    weights = torch.softmax(mask[0, 0].double(), -1).nan_to_num(0.0)  # a row that sees nothing is 0
+    torch.testing.assert_close(out[0, :, 0].double(), weights @ values[0, :, 0].double(), rtol=2e-3, atol=1e-3)
+    exact = torch.logsumexp(mask[0, 0].double(), -1)
+    torch.testing.assert_close(lse[0, 0].double(), exact, rtol=2**-23, atol=2**-20)
+
+
+def test_lse_has_no_rounding_but_its_own(fused: None, device: str) -> None:
+    """Weights in units of a rounded peak: what the rounding did to their sum is taken back."""
+    far = -1e6 * (1 + torch.rand(256, device=device))
+    values = torch.zeros(1, 64, 1, 16, dtype=torch.float16, device=device)
+    _, lse = run_on_zeros(far[None, None, :, None].expand(1, 1, 256, 64).contiguous(), values)
+    exact = far.double() + torch.tensor(64.0, device=device, dtype=torch.float64).log()
+    ulp = torch.where(exact.abs() < 2**20, 2**-4, 2**-3)
+    assert ((lse[0, 0].double() - exact).abs() <= 0.51 * ulp).all()
+
+
+@pytest.mark.parametrize("option", ["additive", "additive_keys"])
+def test_bfloat16_masks(option: str, device: str) -> None:
+    """Their bits are the upper half of a float32's."""
+    case = case_of(option)
+    assert case is not None
+    inputs = make_inputs(case, torch.float16, device)
+    assert inputs["mask"] is not None
+    narrow = inputs["mask"].bfloat16()
+    wide = run_triton(case, inputs | {"mask": narrow.float()})
+    results = run_triton(case, inputs | {"mask": narrow})
+    for name in ("out", "lse"):
+        assert torch.equal(results[name], wide[name]), name
+
+
+@pytest.mark.parametrize("option", ["bool", "bool_keys", "additive", "additive_keys"])
+def test_strided_masks(option: str, device: str) -> None:
+    """Every second column of a wider mask, over several blocks of keys."""
+    case = case_of(option)
+    assert case is not None
+    case = replace(case, heads=1, kv_heads=1, head_dim=16, seqlen_k=120)
+    inputs = make_inputs(case, torch.float16, device)
+    mask = inputs["mask"]
+    assert mask is not None
+    wide = torch.stack([mask, torch.zeros_like(mask)], -1).flatten(-2)[..., ::2]
+    assert not wide.is_contiguous() and torch.equal(wide, mask)
+    straight = run_triton(case, inputs)
+    strided = run_triton(case, inputs | {"mask": wide})
+    for name in ("out", "lse", "dk", "dv"):  # on a GPU dq is added up in any order
+        assert torch.equal(straight[name], strided[name]), name
