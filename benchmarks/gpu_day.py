@@ -135,12 +135,22 @@ def run_side_by_side(commands: list[tuple[list[str], dict[str, str], Path]], lim
     return result
 
 
+# The share of a step's estimate that the turns of its cases may take: compiling and checking take the rest.
+TIMING = 0.5
+
+
 def time_op(
-    op: str, shape: dict[str, Any], results: Path, rivals: tuple[str, ...] = (), switch: Switch | None = None
+    op: str,
+    shape: dict[str, Any],
+    results: Path,
+    seconds: float,
+    rivals: tuple[str, ...] = (),
+    switch: Switch | None = None,
 ) -> Callable[[], Result]:
     """A step: the runner's own cases of one shape in bf16, in every mode; its rows go to `results`.
 
     Args:
+        seconds: what the step takes by its estimate: passes that disagree go on for as long as that leaves.
         rivals: which, beside ours and the baseline; empty = all.
         switch: kernels that are off by default, with which ours is timed, in the modes that have any of them. Where a
             turn of ours didn't launch them, the line is wrong, and `results` has no row of the mode.
@@ -157,7 +167,10 @@ def time_op(
                 line["refused"][f"{mode} {benchmark.ours}"] = f"{switch.name} has no kernel for it"
                 continue
             with contextlib.nullcontext() if switch is None else switched_on(switch) as launched:
-                outcome = run_case(benchmark, shape, mode, torch.bfloat16, "cuda", providers=rivals, rounds=20)
+                outcome = run_case(
+                    benchmark, shape, mode, torch.bfloat16, "cuda", providers=rivals, rounds=20,
+                    seconds=TIMING * seconds / len(benchmark.modes),
+                )  # fmt: skip
             line["wrong"] |= outcome.wrong
             line["refused"] |= outcome.refused
             if launched is not None:
@@ -194,14 +207,14 @@ def captured(function: Callable[[], object]) -> Callable[[], object]:
     return graphs.capture(work).replay
 
 
-def time_replays(op: str, shape: dict[str, Any], results: Path) -> Callable[[], Result]:
+def time_replays(op: str, shape: dict[str, Any], results: Path, seconds: float) -> Callable[[], Result]:
     """A step: `time_op`, then each provider that is right as a CUDA graph, which a decoding engine replays.
 
     The line has the microseconds of a replay and, as a share of the bandwidth of a copy, the bytes that the work needs.
     """
 
     def run() -> Result:
-        line = time_op(op, shape, results)()
+        line = time_op(op, shape, results, seconds / 2)()
         benchmark = benchmarks()[op]
         inputs = inputs_of(benchmark, shape)
         replays: dict[str, Callable[[], object]] = {}
@@ -213,7 +226,7 @@ def time_replays(op: str, shape: dict[str, Any], results: Path) -> Callable[[], 
             except RuntimeError as error:  # a rival may wait for the host
                 line["refused"][f"{name} as a graph"] = str(error)[:200]
                 line["ok"] = line["ok"] and name != benchmark.ours
-        timings = time_interleaved(replays, rounds=30, device="cuda")
+        timings = time_interleaved(replays, rounds=30, device="cuda", seconds=TIMING * seconds / 2)
         bandwidth = measure_machine(torch.bfloat16, "cuda").bandwidth
         moved = benchmark.moved(shape, "fwd", 2)
         line["replay_us"] = {name: round(1e6 * timing.p50, 2) for name, timing in timings.items()}
@@ -249,7 +262,7 @@ def tune_attention(shape: dict[str, Any], kernel: str) -> Callable[[], Result]:
             return kernels.launch_forward(q, k, v, None, problem, config=config)
 
         def milliseconds(function: Callable[[], object]) -> float:
-            return 1e3 * time_interleaved({"it": function}, rounds=8, device="cuda")["it"].p50
+            return 1e3 * time_interleaved({"it": function}, rounds=8, device="cuda", seconds=0.5)["it"].p50
 
         candidates = [
             configs.Config(block_m, block_n, warps, stages, maxnreg=most)
@@ -272,6 +285,8 @@ def tune_attention(shape: dict[str, Any], kernel: str) -> Callable[[], Result]:
 # Of the runner's shapes those that a first machine has time for; an op that is not here has all of them there.
 _FIRST: dict[str, Callable[[dict[str, Any]], bool]] = {
     "attention": lambda shape: shape["causal"] and shape["seqlen"] in (256, 2048, 8192),
+    "masked_attention": lambda shape: shape["head_dim"] == 64,
+    "packed_attention": lambda shape: shape["head_dim"] == 64 and shape["causal"],
     "add_layer_norm": lambda shape: shape["dim"] != 1024 and shape["rows"] > 2048,
     "feed_forward": lambda shape: shape["dropout_p"] > 0 and shape["activation"] == "relu",
     "embedding": lambda shape: shape["dropout_p"] > 0,
@@ -283,6 +298,8 @@ _FIRST: dict[str, Callable[[dict[str, Any]], bool]] = {
 # And those that a second one has time for.
 _LATER: dict[str, Callable[[dict[str, Any]], bool]] = {
     "attention": lambda shape: shape["seqlen"] == 2048 or (shape["causal"] and shape["seqlen"] != 128),
+    "masked_attention": lambda shape: True,
+    "packed_attention": lambda shape: True,
     "add_layer_norm": lambda shape: shape["dim"] != 1024 and shape["dropout_p"] > 0,
     "feed_forward": lambda shape: shape["dropout_p"] > 0,
     "rotary": lambda shape: shape["head_dim"] == 64,
@@ -302,18 +319,24 @@ def shapes_of(op: str, *, later: bool = False) -> list[dict[str, Any]]:
 def times_of(op: str, results: Path, *, later: bool = False) -> Iterator[Step]:
     """An op's steps for `shapes_of`."""
     for shape in shapes_of(op, later=later):
-        if op == "decode_attention":
-            run, seconds = time_replays(op, shape, results), 12.0
-        else:
-            run, seconds = time_op(op, shape, results), _SECONDS.get(op, 15.0)
+        seconds = _SECONDS.get(op, 15.0)
         # Beside gpt2 there is Hugging Face, whose step is compiled first.
         if op == "graph_decoding" and shape["model"] == "gpt2":
             seconds = 75.0
-        yield Step(f"time {op} {name_of(shape)}", run, seconds)
+        time_it = time_replays if op == "decode_attention" else time_op
+        yield Step(f"time {op} {name_of(shape)}", time_it(op, shape, results, seconds), seconds)
 
 
 # Most of a training step's is torch.compile's time for the rival, twelve layers forward and backward.
-_SECONDS = {"attention": 30.0, "decoding": 20.0, "graph_decoding": 20.0, "training_step": 120.0}
+_SECONDS = {
+    "attention": 30.0,
+    "masked_attention": 30.0,
+    "packed_attention": 30.0,
+    "decode_attention": 12.0,
+    "decoding": 20.0,
+    "graph_decoding": 20.0,
+    "training_step": 120.0,
+}
 
 
 def steps(out: Path) -> Iterator[Step]:
@@ -334,13 +357,14 @@ def first_steps(out: Path) -> Iterator[Step]:
 
     # Attention: right, and how fast beside its rivals.
     yield Step("tests attention", tests(TESTS["attention"], out / "tests_attention.log", 480), 200)
-    yield from times_of("attention", results)
+    for op in ("attention", "masked_attention", "packed_attention"):
+        yield from times_of(op, results)
 
     # The kernels for sm_90, which are off by default: right, and the same rivals beside them.
     yield Step("tests attention_hopper", tests(TESTS["attention_hopper"], out / "tests_attention_hopper.log", 240), 90)
     for shape in shapes_of("attention"):
         if shape["seqlen"] == 2048:
-            step = time_op("attention", shape, out / "cuda_hopper.jsonl", BEST_RIVALS, HOPPER)
+            step = time_op("attention", shape, out / "cuda_hopper.jsonl", 15, BEST_RIVALS, HOPPER)
             yield Step(f"time attention_hopper {name_of(shape)}", step, 15)
 
     # The other ops.
@@ -364,12 +388,12 @@ def later_steps(out: Path) -> Iterator[Step]:
             for kernel in ("attention_fwd", "attention_bwd"):
                 yield Step(f"tune {kernel} {name_of(shape)}", tune_attention(shape, kernel), 60)
             # With the tiles that the tuning found: OUT/tuning.json, which main() makes the tuning file.
-            step = time_op("attention", shape, out / "cuda_tuned.jsonl", rivals=BEST_RIVALS)
+            step = time_op("attention", shape, out / "cuda_tuned.jsonl", 15, BEST_RIVALS)
             yield Step(f"time tuned attention {name_of(shape)}", step, 15)
 
     # The feed-forward product as a fixed grid, which is off by default: where its tiles are many.
     for shape in shapes_of("feed_forward"):
-        step = time_op("feed_forward", shape, out / "cuda_persistent.jsonl", ("fastformer",), PERSISTENT)
+        step = time_op("feed_forward", shape, out / "cuda_persistent.jsonl", 15, ("fastformer",), PERSISTENT)
         yield Step(f"time persistent feed_forward {name_of(shape)}", step, 15)
 
     for op in _LATER:

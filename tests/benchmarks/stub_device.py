@@ -35,6 +35,7 @@ class StubDevice:
 
     def __init__(self) -> None:
         self.now = 0.0
+        self.timed = 0.0  # seconds that the turns of a step may take
         self.counts: Counter[str] = Counter()
         self.tests: list[str] = []
 
@@ -49,14 +50,20 @@ class StubDevice:
         self.tests += [argument for argument in commands[0][0] if argument.startswith("tests/")]
         return {"ok": True, "failed": [], "tails": {}}
 
-    def run_case(self, benchmark: Any, shape: dict[str, Any], mode: str, dtype: Any, device: str, **_: Any) -> Outcome:
+    def run_case(
+        self, benchmark: Any, shape: dict[str, Any], mode: str, dtype: Any, device: str, *, seconds: float, **_: Any
+    ) -> Outcome:
+        self.timed += seconds
         assert mode in benchmark.modes and shape in benchmark.shapes["cuda"] and device == "cuda"
         self.counts[f"cases of {benchmark.name}"] += 1
         launch_ours(benchmark.name, shape, dtype)
         row = {"op": benchmark.name, "mode": mode, "provider": benchmark.ours, "speedup": 2.0, "rounds": 1}
         return Outcome(rows=[row])
 
-    def time_interleaved(self, functions: dict[str, Callable[[], object]], **_: Any) -> dict[str, Timing]:
+    def time_interleaved(
+        self, functions: dict[str, Callable[[], object]], *, seconds: float, **_: Any
+    ) -> dict[str, Timing]:
+        self.timed += seconds
         for function in functions.values():
             function()
         self.counts["timings of tiles"] += 1
@@ -74,16 +81,19 @@ class StubDevice:
     def _run(self, step: gpu_day.Step) -> dict[str, Any]:
         self.now += step.seconds
         self.counts["steps"] += 1
+        self.timed = 0.0
         with FakeTensorMode(allow_non_fake_inputs=True), recorded(90) as launches:
             result = step.run()
+        assert self.timed <= gpu_day.TIMING * step.seconds, f"{step.key}: {self.timed} s of turns"
         self.counts["launches"] += len(launches)
         return result
 
 
 def launch_ours(op: str, shape: dict[str, Any], dtype: torch.dtype) -> None:
     """Both passes of a case, by the launchers as the compile report calls them."""
-    if op == "attention":
-        options = ("causal",) * shape["causal"] + ("dropout",) * bool(shape["dropout_p"])
+    if op in ("attention", "masked_attention", "packed_attention"):
+        options = ("causal",) * shape.get("causal", False) + ("dropout",) * bool(shape.get("dropout_p"))
+        options += (shape["mask"],) if op == "masked_attention" else ("packed",) * (op == "packed_attention")
         attention_call(dtype, shape["head_dim"], options, shape["seqlen"])()
     if op == "feed_forward":
         options = ("dropout",) * bool(shape["dropout_p"]) + ("persistent",) * _feed_forward_configs.PERSISTENT

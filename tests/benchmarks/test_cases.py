@@ -80,6 +80,14 @@ def tiny_shapes() -> list[tuple[str, dict[str, Any]]]:
             ("attention", {"batch": 1, "seqlen": 9, "heads": 2, "head_dim": 16, "causal": causal, "dropout_p": 0.0})
             for causal in (True, False)
         ),
+        *(
+            ("masked_attention", {"batch": 3, "seqlen": 33, "heads": 2, "head_dim": 16, "mask": mask})
+            for mask in ("bool_keys", "additive")
+        ),
+        *(
+            ("packed_attention", {"batch": 3, "seqlen": 9, "heads": 2, "head_dim": 16, "causal": causal})
+            for causal in (True, False)
+        ),
         *(("add_layer_norm", {"rows": 5, "dim": 16, "dropout_p": p}) for p in (0.0, 0.1)),
         ("feed_forward", {"rows": 5, "dim": 16, "hidden_dim": 64, "activation": "gelu", "dropout_p": 0.0}),
         ("linear_cross_entropy", {"rows": 12, "dim": 16, "vocab_size": 40}),
@@ -101,7 +109,7 @@ def tiny_shapes() -> list[tuple[str, dict[str, Any]]]:
 def test_all_providers_of_a_case_agree(name: str, shape: dict[str, Any]) -> None:
     """But for what torch.compile makes, which takes seconds each: the runner checks it whenever it is timed."""
     case = benchmarks()[name]
-    assert shape.keys() == case.shapes["cpu"][0].keys()
+    assert shape.keys() == (case.shapes.get("cpu") or case.shapes["cuda"])[0].keys()
     eager = {name: call for name, call in case.offered("cpu").items() if name not in case.compiled}
     for mode in case.modes:
         found = verdicts_of(case, eager, shape, mode, torch.float32, "cpu")
@@ -161,6 +169,12 @@ def test_arithmetic_leaves_out_what_is_of_no_use() -> None:
     known = benchmarks()
     attention = {"batch": 1, "seqlen": 3, "heads": 1, "head_dim": 1, "causal": True, "dropout_p": 0.0}
     assert known["attention"].flops(attention, "fwd") == 4 * 9 / 2  # as the published charts count it
+    lengths = {"batch": 2, "seqlen": 8, "heads": 3, "head_dim": 5}  # 8 and 6
+    masked, packed = known["masked_attention"], known["packed_attention"]
+    assert masked.flops(lengths | {"mask": "bool_keys"}, "fwd") == 4 * 3 * 5 * 8 * (8 + 6)
+    assert masked.flops(lengths | {"mask": "additive"}, "bwd") == 10 * 3 * 5 * 8 * (8 + 8)
+    for causal in (False, True):
+        assert packed.flops(lengths | {"causal": causal}, "fwd") == 4 * 3 * 5 * (64 + 36) / (1 + causal)
     entropy = {"rows": 21, "dim": 2, "vocab_size": 5}
     ignored = int((known["linear_cross_entropy"].make_inputs(entropy, "cpu")["target"] == -100).sum())
     assert known["linear_cross_entropy"].flops(entropy, "fwdbwd") == 6 * (21 - ignored) * 2 * 5 and ignored == 3
@@ -186,6 +200,11 @@ def test_bytes_are_those_of_the_tensors() -> None:
     moved = known["embedding"].moved
     assert moved(shape, "fwd", 4) == of((2, 5, 16), (2, 5, 16))
     assert moved(shape, "fwdbwd", 4) - moved(shape, "fwd", 4) == of((2, 5, 16), (40, 16))
+    heads = {"batch": 2, "seqlen": 8, "heads": 3, "head_dim": 5}
+    q = (16, 3, 5)
+    assert known["masked_attention"].moved(heads | {"mask": "additive"}, "fwd", 4) == of(*[q] * 4, (3, 8, 8))
+    assert known["masked_attention"].moved(heads | {"mask": "bool_keys"}, "bwd", 4) == of(*[q] * 8) + 2 * 8
+    assert known["packed_attention"].moved(heads | {"causal": True}, "fwd", 4) == of(*[(14, 3, 5)] * 4)
     shape = {"rows": 12, "dim": 16, "vocab_size": 40}
     assert known["linear_cross_entropy"].moved(shape, "fwdbwd", 4) == 2 * of((12, 16), (40, 16))
     moved = known["add_layer_norm"].moved

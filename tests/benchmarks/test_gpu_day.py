@@ -136,6 +136,9 @@ def test_steps_fit_the_lease_and_have_keys_of_their_own(tmp_path: Path) -> None:
         assert f"tests {op}" in keys or f"time {op}" in keys, op
     for op in ("attention", "add_layer_norm", "feed_forward", "linear_cross_entropy", "decode_attention"):
         assert f"time {op} " in keys, op
+    for kind in ("bool_keys", "additive"):
+        assert any(step.key.startswith("time masked_attention ") and f"mask={kind}" in step.key for step in first)
+    assert "time packed_attention " in keys
 
 
 def test_a_line_of_kernels_that_are_off_by_default_is_theirs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,8 +164,8 @@ def test_a_line_of_kernels_that_are_off_by_default_is_theirs(tmp_path: Path, mon
     monkeypatch.setattr(gpu_day, "run_case", run_ours)
     monkeypatch.setattr(record, "environment", lambda device: {})
     results = tmp_path / "cuda.jsonl"
-    assert time_op("attention", shape, results)()["ok"] and not launched
-    line = time_op("attention", shape, results, (), HOPPER)()
+    assert time_op("attention", shape, results, 15)()["ok"] and not launched
+    line = time_op("attention", shape, results, 15, (), HOPPER)()
     assert line["ok"], line
     assert list(line["speedup"]) == ["fwd fastformer", "bwd fastformer", "fwdbwd fastformer"]
     assert line["launched"]["fwdbwd"] == {FWD: 4, BWD: 3}  # it makes the gradients' shapes of one
@@ -175,7 +178,7 @@ def test_a_line_of_kernels_that_are_off_by_default_is_theirs(tmp_path: Path, mon
     assert len(launched) == count  # off again
 
     monkeypatch.setattr(hopper, "architecture", lambda x: 89)
-    line = time_op("attention", shape, results, (), HOPPER)()
+    line = time_op("attention", shape, results, 15, (), HOPPER)()
     assert not line["ok"] and f"0 launches of {FWD}" in line["wrong"]["fastformer"] and not line["speedup"]
     assert len(results.read_text().splitlines()) == len(rows)
 
@@ -204,7 +207,8 @@ def test_the_day_runs_to_its_end_on_a_stub(tmp_path: Path) -> None:
     without = sum(
         len(line["refused"]) for line in lines if "switched_on" in line
     )  # modes that have none of the kernels
-    for op in ("attention", "add_layer_norm", "feed_forward", "linear_cross_entropy", "embedding", "rotary"):
+    masks = ("masked_attention", "packed_attention")
+    for op in ("attention", *masks, "add_layer_norm", "feed_forward", "linear_cross_entropy", "embedding", "rotary"):
         times = timed[op] + again.get(op, 0)
         assert counts[f"cases of {op}"] == len(benchmarks()[op].modes) * times - without * (op == "attention") > 0
     # What is off by default was launched where a line says so, backward too where there is a kernel for that.
@@ -268,12 +272,13 @@ def test_device_tests_of_attention_take_several_blocks() -> None:
 
 def test_what_is_checked_of_attention_fits_a_device() -> None:
     """The timed shapes, but for batch and heads, which no kernel's tile depends on: scores of 2 GiB in fp64."""
-    attention = benchmarks()["attention"]
-    for shape in attention.shapes["cuda"]:
-        small = attention.checked(shape)
-        assert small["batch"] * small["heads"] * shape["seqlen"] ** 2 * 8 <= 2**31
-        assert small["batch"] * small["heads"] >= min(shape["batch"] * shape["heads"], 4)
-        assert {**small, "batch": 0, "heads": 0} == {**shape, "batch": 0, "heads": 0}
+    for name in ("attention", "masked_attention", "packed_attention"):
+        attention = benchmarks()[name]
+        for shape in attention.shapes["cuda"]:
+            small = attention.checked(shape)
+            assert small["batch"] * small["heads"] * shape["seqlen"] ** 2 * 8 <= 2**31
+            assert small["batch"] * small["heads"] >= min(shape["batch"] * shape["heads"], 4)
+            assert {**small, "batch": 0, "heads": 0} == {**shape, "batch": 0, "heads": 0}
 
 
 def test_flops_of_the_published_charts() -> None:
