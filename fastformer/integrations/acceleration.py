@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
+import torch.nn.modules.module as torch_module
 from torch import nn
 
 from fastformer.integrations import torch_nn
@@ -23,23 +24,28 @@ class Report:
         swapped: by each module's name in the model ("" is the model itself), the class that it had.
         left: by name, why a module that looked like one of the known ones was left as it is.
         attention: the names of the transformers models whose attention was led to ours, whatever their family.
+        hooked: by name, which hooks there are on a swapped module, or on one inside of it. They see and change what
+            they did before: nothing is fused over such a module, and no padding left out around it. Hooks that come
+            later are called, too, and stand in the report of the next call.
     """
 
     swapped: dict[str, str] = field(default_factory=dict)
     left: dict[str, str] = field(default_factory=dict)
     attention: list[str] = field(default_factory=list)
+    hooked: dict[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
         counts = Counter(self.swapped.values())
         lines = [f"swapped: {', '.join(f'{count} {name}' for name, count in counts.items()) or 'nothing'}"]
         if self.attention:
             lines.append(f"attention led to ours: {', '.join(name or 'the model' for name in self.attention)}")
-        reasons: dict[str, list[str]] = {}
-        for name, reason in self.left.items():
-            reasons.setdefault(reason, []).append(name or "the model")
-        for reason, names in reasons.items():
-            shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-            lines.append(f"left as they are: {shown}: {reason}")
+        for what, noted in (("left as they are", self.left), ("hooked, and called as before", self.hooked)):
+            reasons: dict[str, list[str]] = {}
+            for name, reason in noted.items():
+                reasons.setdefault(reason, []).append(name or "the model")
+            for reason, names in reasons.items():
+                shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+                lines.append(f"{what}: {shown}: {reason}")
         return "\n".join(lines)
 
 
@@ -60,7 +66,7 @@ def accelerate(model: nn.Module, *, fused_loss: bool = False) -> Report:
             evaluation, without labels, and under torch.compile they are there as before.
 
     Returns:
-        What was swapped, what was left, and why. A second call swaps nothing.
+        What was swapped, what was left and why, what is hooked. A second call swaps nothing.
 
     Raises:
         ValueError: this is no module, or has no head whose loss could be fused.
@@ -82,6 +88,7 @@ def accelerate(model: nn.Module, *, fused_loss: bool = False) -> Report:
         from fastformer.integrations.attention_interface import lead
 
         report.attention = lead(model)
+    report.hooked = _hooked(model)
     return report
 
 
@@ -113,6 +120,35 @@ def restore(model: nn.Module) -> list[str]:
 
         lead_back(model)
     return [name for name, _ in found]
+
+
+_HOOKS = {
+    "_forward_pre_hooks": "a forward pre-hook",
+    "_forward_hooks": "a forward hook",
+    "_backward_pre_hooks": "a backward pre-hook",
+    "_backward_hooks": "a backward hook",
+}
+# Where transformers has the hooks by which it records outputs. While it records none, nobody minds them.
+_RECORDING = "transformers.utils.output_capturing"
+
+
+def _hooked(model: nn.Module) -> dict[str, str]:
+    """See `Report.hooked`."""
+    inside = {inner for module in model.modules() if is_swapped(module) for inner in module.modules()}
+    on_all = ["a hook on all modules"] if torch_module._has_any_global_hook() else []
+    found = {}
+    for name, module in model.named_modules():
+        kinds = [
+            kind for attribute, kind in _HOOKS.items() if any(map(_is_anothers, getattr(module, attribute).values()))
+        ]
+        kinds += on_all if is_swapped(module) else []
+        if module in inside and kinds:
+            found[name] = ", ".join(kinds)
+    return found
+
+
+def _is_anothers(hook: object) -> bool:
+    return getattr(hook, "__module__", None) != _RECORDING
 
 
 # Of transformers: the file of a family here, and the module whose classes it swaps. A model of a family has loaded it.

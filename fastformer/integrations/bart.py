@@ -61,7 +61,7 @@ class EncoderLayer(_Layer):
         if args or _asks_for_weights(kwargs) or hidden_states.dtype == torch.float16:  # which it clamps
             return super().forward(hidden_states, attention_mask, *args, **kwargs)
         x, mask = entered(hidden_states, attention_mask)
-        attended = self.self_attn(hidden_states=x, attention_mask=mask, **kwargs)[0]
+        attended = _attended(self.self_attn, x, attention_mask=mask, **kwargs)
         x = self._feed_forward(self._join(attended, x, self.self_attn_layer_norm))
         return (x,) if RETURNS_TUPLES else x
 
@@ -92,18 +92,21 @@ class DecoderLayer(_Layer):
             return super().forward(hidden_states, **names, **kwargs)
         x = hidden_states
         options = {"past_key_values": past_key_values, **kwargs}
-        attended = self.self_attn(hidden_states=x, attention_mask=attention_mask, **options)[0]
+        attended = _attended(self.self_attn, x, attention_mask=attention_mask, **options)
         x = self._join(attended, x, self.self_attn_layer_norm)
         if encoder_hidden_states is not None:
-            attended = self.encoder_attn(
-                hidden_states=x,
-                key_value_states=encoder_hidden_states,
-                attention_mask=encoder_attention_mask,
-                **options,
-            )[0]
+            options |= {"key_value_states": encoder_hidden_states, "attention_mask": encoder_attention_mask}
+            attended = _attended(self.encoder_attn, x, **options)
             x = self._join(attended, x, self.encoder_attn_layer_norm)
         x = self._feed_forward(x)
         return (x,) if RETURNS_TUPLES else x
+
+
+def _attended(attention: Any, x: Tensor, **options: Any) -> Tensor:
+    """What an attention gives. Hooks see how it is called, so it is as transformers does: by name, before 5."""
+    out = attention(hidden_states=x, **options) if RETURNS_TUPLES else attention(x, **options)
+    attended: Tensor = out[0]
+    return attended
 
 
 def _asks_for_weights(kwargs: dict[str, Any]) -> bool:

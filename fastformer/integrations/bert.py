@@ -122,18 +122,19 @@ class BertEncoder(bert.BertEncoder):
         return out
 
     def _is_ours(self) -> bool:
-        # Whatever stands between may call the attention again after the stack has ended, as a checkpoint does.
+        # Whatever stands between may call the attention again after the stack has ended, as a checkpoint does. (It is
+        # `may_pack` that asks for hooks.)
         attentions = [
             layer.attention.self
             for layer in self.layer
-            if is_known(layer, BertLayer) and is_known(layer.attention, bert.BertAttention)
+            if type(layer) is BertLayer and type(layer.attention) is bert.BertAttention
         ]
         chunked = any(layer.chunk_size_feed_forward for layer in self.layer)
         return (
             not chunked
             and len(attentions) == len(self.layer)
             and all(
-                is_known(each, BertSelfAttention) and each._is_simple((), {}) and not getattr(each, "is_causal", False)
+                type(each) is BertSelfAttention and each._is_simple((), {}) and not getattr(each, "is_causal", False)
                 for each in attentions
             )
         )

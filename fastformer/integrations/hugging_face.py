@@ -20,7 +20,7 @@ except ImportError:  # before 5
     output_capturing = None
 
 from fastformer.nn.dropout import active_dropout, dropout_seed
-from fastformer.nn.fusing import is_called_plainly, is_plain, is_plain_dropout, is_traced, norm_settings
+from fastformer.nn.fusing import is_called_plainly, is_plain, is_plain_dropout, is_traced, is_watched, norm_settings
 from fastformer.nn.layers import join
 from fastformer.nn.layout import SequenceLayout
 from fastformer.nn.linear import project
@@ -154,7 +154,7 @@ def may_pack(stack: nn.Module) -> bool:
 
     What is inside of the stack must be called as it was written. What computes the whole stack again packs again.
     """
-    if is_traced() or _keeps_padding.get():
+    if is_traced() or is_watched() or _keeps_padding.get():
         return False
     modules = list(stack.modules())
     if any(module.training and getattr(module, "gradient_checkpointing", False) for module in modules):
