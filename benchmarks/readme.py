@@ -1,11 +1,11 @@
-"""README's "Numbers" out of the committed results: checks that each figure there is one of theirs, or writes them.
+"""README's figures out of the committed results: checks that each one is one of theirs, or writes them.
 
     python -m benchmarks.readme           # what differs, and what was not measured; 1 where README is stale
     python -m benchmarks.readme --write
     python -m benchmarks.readme --list    # each figure with its file, line and command
 
-The section's figures stand between `<!-- numbers: NAME -->` and `<!-- end -->`; `benchmarks/readme_blocks.py` says what
-stands there. A figure whose line is missing reads "not measured".
+They stand between `<!-- numbers: NAME -->` and `<!-- end -->`; `benchmarks/readme_blocks.py` says what stands there.
+The section "Numbers" has no figure elsewhere. One whose line is missing reads "not measured".
 """
 
 from __future__ import annotations
@@ -42,13 +42,14 @@ def written(text: str, numbers: Numbers) -> str:
     """README with its blocks as the results have them.
 
     Raises:
-        ValueError: a block that nobody declared, or a declared one that README doesn't have, or has twice.
+        ValueError: a block that nobody declared, or a declared one that README doesn't have, or has twice; there is no
+            section for the others.
     """
-    section = section_of(text)
-    names = [name for name, _ in _BLOCK.findall(section)]
+    section_of(text)
+    names = [name for name, _ in _BLOCK.findall(text)]
     if sorted(names) != sorted(BLOCKS):
         raise ValueError(f"expected README's blocks to be {sorted(BLOCKS)}, each once; got {sorted(names)}")
-    if len(names) != section.count("<!-- numbers:") or len(names) != section.count("<!-- end -->"):
+    if len(names) != text.count("<!-- numbers:") or len(names) != text.count("<!-- end -->"):
         raise ValueError("expected every block of README's numbers to begin on a line of its own and to end")
 
     def block(found: re.Match[str]) -> str:
@@ -56,7 +57,7 @@ def written(text: str, numbers: Numbers) -> str:
         content += "\n" if content else ""
         return f"<!-- numbers: {found.group(1)} -->\n{content}<!-- end -->"
 
-    return text.replace(section, _BLOCK.sub(block, section))
+    return _BLOCK.sub(block, text)
 
 
 def loose_figures(text: str) -> list[str]:

@@ -70,6 +70,18 @@ class Numbers:
                 return self.shown(two_digits(found.ratio) + mark, what, [found.ours, found.rival])
         return self._missing(what)
 
+    def milliseconds(self, case: Case, panel: str, against: str) -> tuple[str, str]:
+        """What a call takes the other, and what it takes ours: medians of the two lines that the ratio is made of."""
+        what = f"{case.label}, {panel}, milliseconds"
+        for found in case.comparisons(self.results.rows):
+            if (found.panel, found.against) == (panel, against):
+                theirs, ours = (float(row["ms_p50"]) for row in (found.rival, found.ours))
+                return (
+                    self.shown(two_digits(theirs), f"{what} of {against}", [found.rival]),
+                    self.shown(two_digits(ours), f"{what} of ours", [found.ours]),
+                )
+        return self._missing(what), self._missing(what)
+
     def shown(self, text: str, what: str, rows: Iterable[Row]) -> str:
         """The text, noted down as made of these rows."""
         rows = list(rows)
@@ -156,6 +168,24 @@ def machine(numbers: Numbers) -> str:
         f"Measured on: {all_of('device', '; ')} ({all_of('capability')}), {all_of('cores')} cores, "
         f"PyTorch {all_of('torch')}, Triton {all_of('triton')}, Python {all_of('python')}."
     )
+
+
+def first(numbers: Numbers) -> str:
+    """The first example: a model that exists, before and after."""
+    case = _case(DROP_IN, "BERT-base, 8 sequences of 32 to 128 tokens")
+    before, after = numbers.milliseconds(case, "fp32", "as it is")
+    code = f"""\
+        ```python
+        import fastformer, transformers
+
+        model = transformers.BertModel.from_pretrained("bert-base-uncased").eval()
+        model(**batch)  # before: {before} ms
+        print(fastformer.accelerate(model))  # swapped: 1 BertEncoder, 12 BertLayer, ...
+        model(**batch)  # after: {after} ms
+        ```"""
+    shape = case.label.partition(", ")[2]
+    where = f"`batch` is {shape}, in fp32, under `torch.inference_mode()` on a CPU (see [Numbers](#numbers))."
+    return paragraphs(textwrap.dedent(code), prose(f"{where} `fastformer.restore(model)` undoes it."))
 
 
 def summary(numbers: Numbers) -> str:
@@ -360,6 +390,7 @@ def losses(numbers: Numbers) -> str:
 
 
 BLOCKS: dict[str, Callable[[Numbers], str]] = {
+    "first": first,
     "machine": machine,
     "summary": summary,
     "losses": losses,

@@ -110,6 +110,25 @@ def test_a_figure_changed_by_hand_shows(folder: Path, capsys: pytest.CaptureFixt
     assert "-2.6 times" in out and "+2.5 times" in out
 
 
+def test_a_block_may_stand_outside_of_the_section(folder: Path) -> None:
+    block = "<!-- numbers: toy -->\n2.5 times\n<!-- end -->\n"
+    edit(folder, block, "")
+    edit(folder, "# x\n", f"# x\n\n{block}")
+    assert run(folder) == 0
+    edit(folder, "2.5 times", "2.6 times")
+    assert run(folder) == 1 and run(folder, "--write") == 0
+    assert (folder / "README.md").read_text().startswith(f"# x\n\n{block}")
+
+
+def test_milliseconds_are_those_of_the_lines_of_the_ratio(tmp_path: Path) -> None:
+    older = [line("fastformer", 3.0, time="2026-01-01"), line("eager", 7.0, time="2026-01-01")]
+    write(tmp_path, [*LINES, *older])
+    numbers = Numbers(Results(tmp_path))
+    assert numbers.milliseconds(TOY, "fp32", "eager") == ("5.0", "2.0")
+    assert [figure.origin for figure in numbers.figures] == ["cpu.jsonl:2", "cpu.jsonl:1"]
+    assert numbers.milliseconds(TOY, "bf16", "eager") == (NOT_MEASURED, NOT_MEASURED) and numbers.missing
+
+
 def test_a_line_changed_alone_shows(folder: Path) -> None:
     write(folder, [LINES[0], line("eager", 5.4)])
     assert run(folder) == 1
