@@ -14,7 +14,7 @@ from fastformer.nn.errors import InputError
 from fastformer.nn.layer_cache import AttentionCache, attention_unpacked
 from fastformer.nn.layout import SequenceLayout
 from fastformer.nn.linear import linear, project
-from fastformer.nn.masks import add_bias, is_causal_mask, merge_masks, right_padding_lengths
+from fastformer.nn.masks import add_bias, attended_lengths, is_causal_mask, merge_masks, right_padding_lengths
 from fastformer.nn.padding import Jagged, open_nested
 from fastformer.ops.attention import attention, resolve_window
 from fastformer.ops.attention_weights import attention_weights
@@ -206,7 +206,10 @@ class MultiheadAttention(nn.Module):
         seqlens_k = None if memory_layout is None else memory_layout.seqlens
         if seqlens_k is None and key_padding_mask is not None and key_padding_mask.shape == (batch, seqlen_k):
             seqlens_k = right_padding_lengths(key_padding_mask)
-            key_padding_mask = key_padding_mask if seqlens_k is None else None
+            if seqlens_k is None:
+                seqlens_k = attended_lengths(key_padding_mask)
+            else:
+                key_padding_mask = None
         mask = merge_masks(attn_mask, key_padding_mask, batch, self.num_heads, seqlen_q, seqlen_k)
         if position_bias is not None:
             if not (is_batched and self.batch_first):

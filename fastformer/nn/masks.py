@@ -11,6 +11,10 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from fastformer.nn.errors import InputError
 from fastformer.nn.fusing import is_traced
 
+# Counting takes a device three small kernels a call, more than fewer keys than these could spare attention. Reckoned,
+# not yet measured.
+LEAST_KEYS = 512
+
 # mask on a device -> (its version, whether it was causal)
 _causal_masks = WeakTensorKeyDictionary()
 
@@ -51,8 +55,8 @@ def is_causal_mask(mask: Tensor | None, size: int | None = None) -> bool:
 def right_padding_lengths(mask: Tensor) -> Tensor | None:
     """The lengths that a key_padding_mask says, so that padding is skipped instead of masked; None where it says more.
 
-    Reads the mask, and so only on a CPU: on a GPU that would wait for the device in every step, and the kernels read
-    such a mask as one row. Not while compiling, tracing or under functorch either.
+    Reads the mask, and so only on a CPU: on a GPU that would wait for the device in every step, and `attended_lengths`
+    are counted there. Not while compiling, tracing or under functorch either.
 
     Args:
         mask: (batch, seqlen_k), as torch.nn takes it.
@@ -60,13 +64,37 @@ def right_padding_lengths(mask: Tensor) -> Tensor | None:
     Returns:
         (batch,) int32 if the mask is bool and ignores the last keys of each row, if any, and no others.
     """
-    if type(mask) is not Tensor or mask.dtype != torch.bool or mask.dim() != 2 or mask.device.type != "cpu":
+    if type(mask) is not Tensor or mask.dtype != torch.bool or mask.dim() != 2 or not _can_be_read(mask):
         return None
     if is_traced():
         return None
     lengths = mask.shape[1] - mask.sum(1)
     is_right = torch.equal(mask, torch.arange(mask.shape[1]) >= lengths[:, None])
     return lengths.to(torch.int32) if is_right else None
+
+
+def attended_lengths(mask: Tensor) -> Tensor | None:
+    """How many keys of each row there are up to the last that a key_padding_mask leaves, counted on its device.
+
+    Beside such lengths the mask changes nothing behind them and still says all before them, whatever it is; blocks of
+    right padding are skipped. Nothing waits for the device, so that compilers, tracers and graphs have it, too.
+
+    Args:
+        mask: (batch, seqlen_k), as torch.nn takes it: bool, or additive, where -inf alone hides a key.
+
+    Returns:
+        (batch,) int32; None where that spares nothing: on a CPU, which reads the mask, and where there are few keys.
+    """
+    if mask.dim() != 2 or mask.shape[1] < LEAST_KEYS or _can_be_read(mask):
+        return None
+    hidden = mask if mask.dtype == torch.bool else mask.detach() == -torch.inf
+    ends = torch.arange(1, mask.shape[1] + 1, dtype=torch.int32, device=mask.device)
+    return ends.masked_fill(hidden, 0).amax(1)
+
+
+def _can_be_read(mask: Tensor) -> bool:
+    """Whether the host reads the mask's memory as its own, and waits for no device."""
+    return mask.device.type == "cpu"
 
 
 def merge_masks(

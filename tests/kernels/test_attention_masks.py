@@ -100,3 +100,26 @@ def test_strided_masks(option: str, device: str) -> None:
     strided = run_triton(case, inputs | {"mask": wide})
     for name in ("out", "lse", "dk", "dv"):  # on a GPU dq is added up in any order
         assert torch.equal(straight[name], strided[name]), name
+
+
+@pytest.mark.parametrize("option", ["bool_keys", "additive_keys"])
+def test_lengths_that_a_mask_implies(option: str, device: str) -> None:
+    """Beside the mask they change no result, of a row without any key either; NaN behind them is not read."""
+    case = case_of(option)
+    assert case is not None
+    case = replace(case, batch=3, heads=1, kv_heads=1, head_dim=16, seqlen_k=100)
+    inputs = make_inputs(case, torch.float16, device)
+    lengths = torch.tensor([70, 0, 100], device=device)
+    hidden = torch.arange(100, device=device) >= lengths[:, None]
+    hidden[0, 20:60] = hidden[2, :40] = True
+    hidden = hidden[:, None, None]
+    mask = inputs["mask"]
+    assert mask is not None
+    inputs["mask"] = ~hidden if mask.dtype == torch.bool else mask.nan_to_num(neginf=0.5).masked_fill(hidden, NOTHING)
+    masked = run_triton(case, inputs)
+    bounded = replace(case, lengths=tuple(lengths.tolist()))
+    behind = (torch.arange(100, device=device) >= lengths[:, None])[..., None, None]
+    poisoned = {name: inputs[name].masked_fill(behind, float("nan")) for name in ("k", "v")}
+    results = run_triton(bounded, inputs | poisoned)
+    for name, expected in masked.items():
+        torch.testing.assert_close(results[name], expected, rtol=1e-3, atol=1e-5, msg=name)

@@ -1,6 +1,9 @@
-"""A key_padding_mask of plain right padding is lengths, any other one stays a mask, and no answer is stale."""
+"""A key_padding_mask of right padding is lengths, any other stays a mask, and lengths beside one change nothing."""
 
 from __future__ import annotations
+
+import importlib
+from typing import Any
 
 import pytest
 import torch
@@ -8,10 +11,12 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fastformer import ops
-from fastformer.nn import MultiheadAttention, TransformerEncoder, TransformerEncoderLayer
+from fastformer.nn import MultiheadAttention, TransformerEncoder, TransformerEncoderLayer, masks
 from fastformer.nn import attention as module_of_attention
-from fastformer.nn.masks import is_causal_mask, right_padding_lengths, square_subsequent_mask
+from fastformer.nn.masks import attended_lengths, is_causal_mask, right_padding_lengths, square_subsequent_mask
+from tests.no_sync import NoSync
 
+module_of_op = importlib.import_module("fastformer.ops.attention")  # the package has a function of this name
 LENGTHS = [5, 7, 0, 1]
 
 
@@ -115,3 +120,91 @@ def test_lengths_give_what_the_mask_gives(need_weights: bool, is_causal: bool, m
     assert used == [(True, False), (False, True)]
     for ours, masked in zip(*results, strict=True):
         torch.testing.assert_close(ours, masked)
+
+
+def padded_anyhow() -> dict[str, Tensor]:
+    """(4, 7): what a key_padding_mask may be, and a row that ignores every key in each."""
+    right, hole = right_padded(), right_padded()
+    hole[1, 3] = hole[1, 6] = True
+    left = torch.tensor([[1, 1, 1, 0, 0, 0, 0], [0] * 7, [1] * 7, [1, 0, 0, 0, 0, 1, 1]]).bool()
+    added = torch.linspace(-2.0, 1.0, 28, dtype=torch.float64).view(4, 7).masked_fill(hole, -torch.inf)
+    lowest = torch.zeros(4, 7, dtype=torch.float64).masked_fill(right, torch.finfo(torch.float32).min)
+    return {"right": right, "hole": hole, "left": left, "added": added, "lowest": lowest, "nothing": right & ~right}
+
+
+@pytest.fixture
+def on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Masks and lengths that the host can't read, as a GPU's; and seven keys are enough to count."""
+    monkeypatch.setattr(masks, "_can_be_read", lambda mask: False)
+    monkeypatch.setattr(module_of_op, "is_readable", lambda lengths: False)
+    monkeypatch.setattr(masks, "LEAST_KEYS", 1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "lengths"),
+    [
+        ("right", [5, 7, 0, 1]), ("hole", [5, 6, 0, 1]), ("left", [7, 7, 0, 5]), ("added", [5, 6, 0, 1]),
+        ("lowest", [7] * 4), ("nothing", [7] * 4),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_lengths_beside_a_mask_change_nothing(
+    kind: str, lengths: list[int], is_causal: bool, on_a_device: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The output, the weights and every gradient; both are used, and nothing waits for a device."""
+    module = MultiheadAttention(16, 2, dtype=torch.float64)
+    query = torch.randn(6, 4, 16, dtype=torch.float64, requires_grad=True)
+    key = torch.randn(7, 4, 16, dtype=torch.float64, requires_grad=True)
+    padding = padded_anyhow()[kind]
+    used = []
+    original = ops.attention
+
+    def recorded(*args: Tensor, **options: Any) -> object:
+        used.append((options["attn_mask"] is None, options["seqlens_k"]))
+        return original(*args, **options)
+
+    monkeypatch.setattr(module_of_attention, "attention", recorded)
+    results = []
+    for counted in (True, False):
+        if not counted:
+            monkeypatch.setattr(module_of_attention, "attended_lengths", lambda mask: None)
+        for need_weights in (False, True):
+            with NoSync():
+                out, weights = module(query, key, key, padding, need_weights=need_weights, is_causal=is_causal)
+                seen = out if weights is None else out + weights.square().sum()
+                seen = (seen * torch.arange(seen.numel(), dtype=torch.float64).view_as(out)).sum()
+                gradients = torch.autograd.grad(seen, [query, key, *module.parameters()])
+            results.append([out, *([] if weights is None else [weights]), *gradients])
+    assert not any(without_mask for without_mask, _ in used)
+    assert [None if of_call is None else of_call.tolist() for _, of_call in used] == [lengths, lengths, None, None]
+    assert used[0][1].dtype == torch.int32
+    for ours, masked in zip(results[0] + results[1], results[2] + results[3], strict=True):
+        torch.testing.assert_close(ours, masked)
+
+
+def test_where_no_lengths_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU, which reads masks, and where there are few keys."""
+    long = torch.zeros(2, masks.LEAST_KEYS, dtype=torch.bool)
+    assert attended_lengths(long) is None
+    assert attended_lengths(long.to("meta")) is not None
+    assert attended_lengths(long[:, 1:].to("meta")) is None
+    assert attended_lengths(long[0].to("meta")) is None
+
+
+def test_lengths_are_counted_in_each_run_of_a_trace(on_a_device: None) -> None:
+    """A graph, a compiled module and vmap count those of the mask that they are given."""
+    module = MultiheadAttention(16, 2, batch_first=True, dtype=torch.float64).eval().requires_grad_(False)
+    x = torch.randn(4, 7, 16, dtype=torch.float64)
+    kinds = padded_anyhow()
+
+    def attending(x: Tensor, padding: Tensor) -> Tensor:
+        return module(x, x, x, padding, need_weights=False)[0]
+
+    forms = (
+        make_fx(attending)(x, kinds["right"]),
+        torch.compile(attending, backend="aot_eager", fullgraph=True, dynamic=True),
+        lambda x, padding: torch.vmap(attending)(x[:, None], padding[:, None])[:, 0],
+    )
+    for form in forms:
+        for kind in ("right", "left", "hole", "nothing"):
+            torch.testing.assert_close(form(x, kinds[kind]), attending(x, kinds[kind]))
