@@ -5,15 +5,25 @@ from __future__ import annotations
 import math
 from collections.abc import Collection
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 
 from fastformer.generation.engines import Selection
 from fastformer.generation.engines.choice import choose
+from fastformer.generation.native_search import NativeSearch
 from fastformer.generation.processors import EndWhereNothingFollows, MinNewTokens, NoRepeatNgrams
-from fastformer.generation.search import BeamSearch, RowSearch, Sampling, TransformersBeamSearch, length_penalty
+from fastformer.generation.search import (
+    BeamSearch,
+    RowSearch,
+    Sampling,
+    Search,
+    TransformersBeamSearch,
+    length_penalty,
+)
 from fastformer.generation.search import Hypothesis as Found
+from fastformer.ops import _extension
 from tests.generation.toy import (
     EOS,
     VOCAB,
@@ -35,6 +45,12 @@ def beams_of(engine: ToyEngine, limits: list[int], beams: int, *, ends: Collecti
         ask(source, partial(kind, limit, frozenset(ends), beams, **options)) for source, limit in enumerate(limits)
     ]
     return decode(engine, requests, max_rows=10_000)
+
+
+def native_transformers_search(*args: Any, **options: Any) -> Search:
+    if _extension.module() is None:
+        pytest.skip("no C++ extension for this CPU")
+    return NativeSearch.beams(*args, beam_rules="transformers", **options)
 
 
 def assert_found(found: list[Found], expected: list[Hypothesis]) -> None:
@@ -103,20 +119,37 @@ def test_several_ends_and_a_vocabulary_of_which_little_is_seen(ends, early_stopp
             assert_found(found, expected)
 
 
+@pytest.mark.parametrize("kind", [TransformersBeamSearch, native_transformers_search])
 @pytest.mark.parametrize("early_stopping", [False, True, "never"])
 @pytest.mark.parametrize(("beams", "returned"), [(2, 1), (3, 3), (4, 2)])
 @pytest.mark.parametrize("alpha", [-0.3, 0.0, 0.6, 2.0])
-def test_transformers_rules_are_the_plain_ones(beams, returned, early_stopping, alpha) -> None:
+def test_transformers_rules_are_the_plain_ones(beams, returned, early_stopping, alpha, kind) -> None:
     options = {"alpha": alpha, "num_return": returned, "early_stopping": early_stopping}
     for ends in ((EOS,), (3, 5)):
         for lift in (-1.0, 1.0, 4.0):
             engine = ToyEngine(10, vocab=20)
             engine.table[..., list(ends)] += lift
             limits = [1 + 3 * source % 14 for source in range(10)]
-            together = beams_of(engine, limits, beams, kind=TransformersBeamSearch, ends=ends, **options)
+            together = beams_of(engine, limits, beams, kind=kind, ends=ends, **options)
             for source, found in enumerate(together):
                 plain = engine, source, limits[source], beams, alpha, returned, early_stopping
                 assert_found(found, plain_transformers_search(*plain, ends=ends))
+
+
+@pytest.mark.parametrize("kind", [TransformersBeamSearch, native_transformers_search])
+@pytest.mark.parametrize(
+    ("early_stopping", "alpha", "length"), [(False, 1.0, 2), ("never", 1.0, 4), (False, -1.0, 2), ("never", -1.0, 2)]
+)
+@pytest.mark.parametrize(("mean", "goes_on"), [(-2.0, False), (-1.875, True)])
+def test_by_transformers_rules_what_is_only_as_good_is_not_waited_for(
+    mean, goes_on, early_stopping, alpha, length, kind
+) -> None:
+    search = kind(4, frozenset({EOS}), 2, alpha=alpha, early_stopping=early_stopping)
+    assert search.advance([[3, EOS, 4, 5]], [[-1.0, -2.0, -3.0, -9.0]], 0) == [0, 0]
+    # Now two have ended, the worse with -2 for each of two tokens; the best that goes on has `mean` for each of those
+    # that count for it.
+    values = [[-3.0, mean * length + 1.0, -99.0, -99.0], [-99.0] * 4]
+    assert bool(search.advance([[EOS, 3, 4, 5]] * 2, values, 0)) == goes_on
 
 
 @pytest.mark.parametrize("early_stopping", [False, True])
