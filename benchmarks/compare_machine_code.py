@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,6 +31,7 @@ def compare(before: Path, after: Path) -> str:
     What AFTER has no line of, of a compiler, an architecture or an op, was not compiled again and is left out.
     """
     old, new = _by_case(before), _by_case(after)
+    compiled = {_target(key) for key in old}
     again = {_group(key) for key in new}
     old = {key: line for key, line in old.items() if _group(key) in again}
     changes: dict[tuple[str | int, ...], list[Change]] = {}
@@ -42,10 +44,30 @@ def compare(before: Path, after: Path) -> str:
         titles = sorted(change.title for change in group)
         lines.append(titles[0] + (f" (and {len(titles) - 1} more)" if len(titles) > 1 else ""))
         lines += [f"    {field}" for field in group[0].fields]
-    for name, keys in (("gone", old.keys() - new.keys()), ("new", new.keys() - old.keys())):
-        lines += [f"{name}: {_title(key)}" for key in sorted(keys)]
+    lines += [f"gone: {_title(key)}" for key in sorted(old.keys() - new.keys())]
+    lines += [f"new: {_title(key)}" for key in sorted(new.keys() - old.keys()) if _target(key) in compiled]
+    unmet = Counter(_target(key) for key in new if _target(key) not in compiled)
+    lines += [f"new: all {count} of sm_{arch} triton {triton}" for (triton, arch), count in sorted(unmet.items())]
     same = sum(key in new for key in old) - sum(map(len, changes.values()))
     lines.append(f"{sum(map(len, changes.values()))} launches changed, {same} did not")
+    return "\n".join(lines)
+
+
+def compare_all(before: Path, after: Path) -> str:
+    """Before and after of every launch that both files have, changed or not, a line each; then what has no before."""
+    old, new = _by_case(before), _by_case(after)
+    lines = [
+        f"{_title(key)}: {', '.join(_before_and_after(old[key], new[key]))}" for key in sorted(old.keys() & new.keys())
+    ]
+    missing = new.keys() - old.keys()
+    compiled, kernels = {_target(key) for key in old}, {(key.op, key.kernel) for key in old}
+    elsewhere = sum(_target(key) not in compiled for key in missing)
+    added = sum(_target(key) in compiled and (key.op, key.kernel) not in kernels for key in missing)
+    lines.append(
+        f"{len(lines)} of {len(new)} launches have a before; of {len(missing)} there is none: {elsewhere} of an "
+        f"architecture or a compiler that was not asked then, {added} of kernels that did not exist, "
+        f"{len(missing) - elsewhere - added} of cases or launches that did not"
+    )
     return "\n".join(lines)
 
 
@@ -61,6 +83,19 @@ class Key(NamedTuple):
 
 def _group(key: Key) -> tuple[str, int, str]:
     return key.triton, key.arch, key.op
+
+
+def _target(key: Key) -> tuple[str, int]:
+    return key.triton, key.arch
+
+
+def _before_and_after(old: Line, new: Line) -> Iterator[str]:
+    """What a launch has, and the instructions and exp2 of each of its loops."""
+    for name in _OF_LAUNCH:
+        yield f"{name} {old[name]} -> {new[name]}"
+    for name in ("instructions", "exp2"):
+        one, other = ("+".join(str(loop.get(name, 0)) for loop in line["loops"]) for line in (old, new))
+        yield f"{name} {one} -> {other}"
 
 
 def _by_case(path: Path) -> dict[Key, Line]:

@@ -235,3 +235,19 @@ def test_compare_wants_two_files(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     with pytest.raises(SystemExit, match="2"):
         compile_report.main()
     assert "expected two files of --out, a.jsonl is none" in capsys.readouterr().err
+
+
+def test_every_launch_is_compared_where_it_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before, after = tmp_path / "before.jsonl", tmp_path / "after.jsonl"
+    for path in (before, after):
+        path.write_text("")
+    for option, said in (([], "0 launches changed, 0 did not"), (["--every"], "0 of 0 launches have a before")):
+        monkeypatch.setattr(sys, "argv", ["compile_report", "--compare", str(before), str(after), *option])
+        assert compile_report.main() == 0
+        assert capsys.readouterr().out.startswith(said)
+    monkeypatch.setattr(sys, "argv", ["compile_report", "--every"])
+    with pytest.raises(SystemExit, match="2"):
+        compile_report.main()
+    assert "expected --compare with --every" in capsys.readouterr().err
