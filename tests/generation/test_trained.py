@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from fastformer.cli import main
 from fastformer.data.number_words import english
@@ -83,6 +84,25 @@ def test_engines_and_batches(trained, num_beams) -> None:
         rows = [row for batch in batches for row in batch[0]]
         scores = [score for batch in batches for score in batch[1]]
         assert_same((rows, scores), (expected[0][:count], expected[1][:count]))
+
+
+@pytest.mark.parametrize("num_beams", [1, 4])
+def test_threads_change_no_bit(trained, num_beams) -> None:
+    """The C++ engine sums whole: one thread gives the tokens and scores of two, in whatever batch."""
+    model, inputs = trained
+    if not HAS_CPP or type(model).__name__ == "LSTMSeq2Seq":
+        pytest.skip("the C++ engine is not built, or has no LSTM")
+    before, found = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            whole = decode(model, inputs, num_beams, engine="cpp")
+            parts = [decode(model, inputs[start : start + 7], num_beams, engine="cpp") for start in range(0, 70, 7)]
+            found.append((whole, parts))
+    finally:
+        torch.set_num_threads(before)
+    assert found[0] == found[1]
+    assert_same(found[0][0], decode(model, inputs, num_beams, engine="kv_cache"))
 
 
 def test_whoever_else_is_there(trained) -> None:
