@@ -89,10 +89,10 @@ def make(folder: Path, *, separate: bool = False, bad_words: bool = True) -> Any
     return model, tokenizer
 
 
-def said_by_transformers(model: Any, tokenizer: Any, texts: list[str]) -> list[str]:
+def said_by_transformers(model: Any, tokenizer: Any, texts: list[str], **options: Any) -> list[str]:
     inputs = tokenizer(texts, return_tensors="pt", padding=True)
     with torch.inference_mode():
-        ids = model.generate(**inputs, max_new_tokens=20, **MORE)
+        ids = model.generate(**inputs, max_new_tokens=20, **MORE, **options)
     return tokenizer.batch_decode(ids, skip_special_tokens=True)
 
 
@@ -118,6 +118,20 @@ def test_translates_as_transformers_does(separate, shared, tmp_path, capsys):
     for text in TEXTS:
         assert [*ours.encode(text), 0] == tokenizer(text)["input_ids"]
         assert [*ours.encode_target(text), 0] == tokenizer(text_target=text)["input_ids"]
+
+
+@pytest.mark.parametrize("stopping", [False, True, "never"])
+def test_beams_are_those_of_transformers_by_its_rules(stopping, shared, tmp_path, capsys):
+    folder, model, tokenizer = shared
+    options = {"num_beams": 4, "length_penalty": 2.0, "early_stopping": stopping}
+    # What may not be said has no part in our softmax.
+    expected = said_by_transformers(model, tokenizer, TEXTS, renormalize_logits=True, **options)
+    file = tmp_path / "in.txt"
+    file.write_text("\n".join(TEXTS) + "\n", encoding="utf-8")
+    flags = [part for name, value in options.items() for part in (f"--{name}", str(value).lower())]
+    more = ["--beam_rules", "transformers", "--no_repeat_ngram_size", "2", *FEW]
+    assert main(["translate", str(folder), "--file", str(file), *flags, *more]) == 0
+    assert capsys.readouterr().out.splitlines() == expected and len(set(expected)) > 2
 
 
 def test_pad_may_be_said_where_nothing_forbids_it(tmp_path, shared):
