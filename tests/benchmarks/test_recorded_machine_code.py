@@ -100,6 +100,7 @@ def test_exp2_once_a_score_under_a_mask(rows: list[Row], triton: str, options: s
     "options, without, most",
     [
         ("bool_keys", "full", 1.25),  # issue 13: the masked loop at most 1.25x, with a mask that all rows share
+        ("additive_keys", "full", 1.25),
         ("dropout", "full", 1.8),  # issue 13: dropout adds at most 80 % to the loop
         ("causal+dropout", "causal", 1.8),
         ("packed+dropout", "packed+gqa", 1.8),
@@ -108,6 +109,18 @@ def test_exp2_once_a_score_under_a_mask(rows: list[Row], triton: str, options: s
 )
 def test_what_an_option_adds_to_the_loop(rows: list[Row], triton: str, options: str, without: str, most: float) -> None:
     assert 1 < instructions(rows, triton, options) / instructions(rows, triton, without) <= most
+
+
+@pytest.mark.parametrize("triton", COMPILERS)
+def test_a_mask_that_all_rows_share_over_a_diagonal(rows: list[Row], triton: str) -> None:
+    """The second loop, over the diagonal's blocks: the same limit, and two programs for both kinds of such masks."""
+    with_mask, without = (
+        forward(rows, triton, options)["loops"] for options in ("causal+bool_keys+dropout", "causal+dropout")
+    )
+    assert len(with_mask) == len(without) == 2
+    assert with_mask[1]["instructions"] <= 1.25 * without[1]["instructions"]
+    for options in ("bool_keys", "additive_keys", "causal+bool_keys+dropout"):
+        assert forward(rows, triton, options)["ctas"] >= 2, options
 
 
 def test_every_launch_has_its_before_or_is_counted(rows: list[Row]) -> None:
