@@ -69,7 +69,7 @@ class Watcher:
         self._cores = cores or os.cpu_count() or 1
         self._threads = min(threads, self._cores)
         self._samples: collections.deque[_Sample] = collections.deque(maxlen=4096)
-        self._best = _known().get(_machine(), math.inf) if fixed_work is None else math.inf
+        self._best = _known().get(_machine(), math.inf) if fixed_work is None and self._proc is not None else math.inf
         self._began, self._tried, self.is_slow = clock(), -WINDOW, False
 
     def begin(self) -> None:

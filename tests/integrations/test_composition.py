@@ -34,7 +34,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::F
 
 N, L = 4, 9
 REAL = torch.arange(L) < torch.tensor([[9], [4], [1], [7]])
-IDS = torch.randint(5, 60, (N, L)).masked_fill(~REAL, 1)
+IDS = torch.randint(5, 60, (N, L), generator=torch.Generator().manual_seed(0)).masked_fill(~REAL, 1)
 LABELS = IDS.masked_fill(~REAL, -100)
 PACKED = "varlen_attention_fwd"
 

@@ -107,16 +107,21 @@ def test_computes_and_learns_the_same(family, first, mask, where):
 @families
 @pytest.mark.parametrize("first", ["accelerate", "LoRA"])
 def test_in_fp32_by_the_rule(family, first):
-    """At most twice the error of the adapted model as it was, for the logits and the gradients of the adapters."""
+    """At most twice the error of the adapted model as it was, for the logits and the gradient of each adapter.
+
+    Each draw has tokens of its own, since draws over the same tokens share the forward pass's errors; and there are
+    64, since of eight the largest error of a small gradient is luck, up to three times as large in either model.
+    """
     results: dict[str, dict[str, list[Tensor]]] = {}
     for which in ("exact", "plain", first):
         model = prepared(family, which)
         if which != "exact":
             model.float()
-        for draw in range(small_draws()):
+        for draw in range(8 * small_draws()):
             torch.manual_seed(draw)
+            ids = torch.randint(5, 60, IDS.shape)
             with exactly(family) if which == "exact" else contextlib.nullcontext():
-                out = model(input_ids=IDS, attention_mask=RIGHT.long()).logits * RIGHT[..., None]
+                out = model(input_ids=ids, attention_mask=RIGHT.long()).logits * RIGHT[..., None]
             dy = torch.randn(out.shape, dtype=torch.float64).to(out.dtype)
             learning = {name: p for name, p in model.named_parameters() if p.requires_grad}
             gradients = torch.autograd.grad(out, [*learning.values()], dy)
@@ -124,13 +129,8 @@ def test_in_fp32_by_the_rule(family, first):
                 results.setdefault(which, {}).setdefault(name, []).append(value)
     exact, plain, ours = ({name: torch.stack(drawn) for name, drawn in each.items()} for each in results.values())
     assert ours.keys() == exact.keys() and len(ours) > 10
-    assert_accurate(ours.pop("logits"), plain["logits"], exact["logits"], "logits")
-
-    def together(gradients: dict[str, Tensor]) -> Tensor:
-        """In units of each tensor's largest entry: of one small tensor plain PyTorch's largest error is luck."""
-        return torch.cat([(gradients[name].double() / exact[name].abs().max()).flatten() for name in ours])
-
-    assert_accurate(together(ours).float(), together(plain).float(), together(exact), "gradients")
+    for name, value in ours.items():
+        assert_accurate(value, plain[name], exact[name], name)
 
 
 @families
