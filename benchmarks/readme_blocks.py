@@ -61,26 +61,28 @@ class Numbers:
             return self._missing(f"{field} of {where}")
         return self.shown(show(found), f"{field} of {where}", rows)
 
+    def _found(self, case: Case, panel: str, against: str) -> Comparison | None:
+        found = case.comparisons(self.results.rows)
+        return next((each for each in found if (each.panel, each.against) == (panel, against)), None)
+
     def ratio(self, case: Case, panel: str, against: str) -> str:
         """How many times faster ours is."""
         what = f"{case.label}, {panel}, against {against}"
-        for found in case.comparisons(self.results.rows):
-            if (found.panel, found.against) == (panel, against):
-                mark = "~" if found.is_unsteady else ""
-                return self.shown(two_digits(found.ratio) + mark, what, [found.ours, found.rival])
-        return self._missing(what)
+        found = self._found(case, panel, against)
+        if found is None:
+            return self._missing(what)
+        return self.shown(two_digits(found.ratio) + "~" * found.is_unsteady, what, [found.ours, found.rival])
 
     def milliseconds(self, case: Case, panel: str, against: str) -> tuple[str, str]:
         """What a call takes the other, and what it takes ours: medians of the two lines that the ratio is made of."""
         what = f"{case.label}, {panel}, milliseconds"
-        for found in case.comparisons(self.results.rows):
-            if (found.panel, found.against) == (panel, against):
-                theirs, ours = (float(row["ms_p50"]) for row in (found.rival, found.ours))
-                return (
-                    self.shown(two_digits(theirs), f"{what} of {against}", [found.rival]),
-                    self.shown(two_digits(ours), f"{what} of ours", [found.ours]),
-                )
-        return self._missing(what), self._missing(what)
+        found = self._found(case, panel, against)
+        if found is None:
+            return self._missing(what), self._missing(what)
+        return (
+            self.shown(two_digits(found.rival["ms_p50"]), f"{what} of {against}", [found.rival]),
+            self.shown(two_digits(found.ours["ms_p50"]), f"{what} of ours", [found.ours]),
+        )
 
     def shown(self, text: str, what: str, rows: Iterable[Row]) -> str:
         """The text, noted down as made of these rows."""
