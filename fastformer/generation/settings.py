@@ -276,9 +276,13 @@ def _is_integer(value: object) -> bool:
 
 
 def _listed(name: str, values: Any) -> tuple[Any, ...]:
+    error = ValueError(f"expected {name} to be a list, got {values!r:.60}")
     if isinstance(values, str | bytes | Mapping) or not isinstance(values, Iterable):
-        raise ValueError(f"expected {name} to be a list, got {values!r:.60}")
-    return tuple(values)
+        raise error
+    try:
+        return tuple(values)
+    except TypeError:  # a tensor or an array is an Iterable, and one of no dimension can't be iterated over
+        raise error from None
 
 
 def _ids(name: str, values: Any) -> tuple[int, ...]:
