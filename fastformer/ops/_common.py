@@ -47,14 +47,19 @@ def check_dtype(name: str, parameter: Tensor | None, dtype: torch.dtype) -> None
         raise ValueError(f"expected {name} in x's dtype {dtype}, got {parameter.dtype}")
 
 
-def is_readable(tensor: Tensor) -> bool:
-    """Whether looking at a tensor's numbers costs nothing: it is in a CPU's memory, and nobody traces or batches."""
+def is_plain(tensor: Tensor) -> bool:
+    """Whether a tensor is one of numbers, of no subclass, and nobody traces or batches."""
     return (
         not torch.compiler.is_compiling()
         and type(tensor) is Tensor
-        and tensor.device.type == "cpu"
         and torch._C._functorch.maybe_current_level() is None
+        and not torch._C._functorch.is_legacy_batchedtensor(tensor)  # of autograd's is_grads_batched
     )
+
+
+def is_readable(tensor: Tensor) -> bool:
+    """Whether looking at a tensor's numbers costs nothing: it is in a CPU's memory, and nobody traces or batches."""
+    return tensor.device.type == "cpu" and is_plain(tensor)
 
 
 def check_range(indices: Tensor, size: int, expected: str) -> None:

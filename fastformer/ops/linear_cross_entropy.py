@@ -27,6 +27,8 @@ from fastformer.ops._common import (
     check_range,
     check_vector,
     described,
+    is_plain,
+    is_readable,
 )
 from fastformer.ops._library import autocast, define_op, differentiate, forbid_double_backward, register_autograd
 
@@ -326,13 +328,26 @@ def _setup_context_with_gradients(ctx: Any, inputs: tuple[Any, ...], output: tup
     ctx.mark_non_differentiable(*output[1:])
 
 
-def _backward_with_gradients(ctx: Any, dloss: Tensor, *_: None) -> tuple[Tensor | None, ...]:
+def _scaled(gradient: Tensor, dloss: Tensor) -> Tensor:
+    """gradient * dloss, in the gradient's own memory where nobody reads it again: it may be as large as the weight."""
+    if torch._C._autograd._get_current_graph_task_keep_graph() or not (is_plain(gradient) and is_plain(dloss)):
+        return gradient * dloss
+    if is_readable(dloss) and dloss == 1:
+        return gradient
+    return gradient.mul_(dloss)
+
+
+def _multiplied(ctx: Any, dloss: Tensor, multiply: Callable[[Tensor, Tensor], Tensor]) -> tuple[Tensor | None, ...]:
     # dloss is fp32 and has no dimension, so the products keep each gradient's dtype.
     gradients = (
-        gradient * dloss if wanted else None
+        multiply(gradient, dloss) if wanted else None
         for gradient, wanted in zip(ctx.saved_tensors, ctx.output_mask, strict=True)
     )
     return *gradients, *(None,) * 7
+
+
+def _backward_with_gradients(ctx: Any, dloss: Tensor, *_: None) -> tuple[Tensor | None, ...]:
+    return _multiplied(ctx, dloss, _scaled)
 
 
 def _differentiable_backward(ctx: Any, dlosses: Tensor, _: None) -> tuple[Tensor | None, ...]:
@@ -362,12 +377,13 @@ class _Constant(torch.autograd.Function):
 
 
 def _once_differentiable_backward(ctx: Any, dloss: Tensor, *_: None) -> tuple[Tensor | None, ...]:
+    gradients = _multiplied(ctx, dloss, torch.mul)
     if not torch.is_grad_enabled():
-        return _backward_with_gradients(ctx, dloss)
+        return gradients
     asked = torch.zeros((), requires_grad=True)
     return tuple(
         None if gradient is None else _Constant.apply(gradient, asked)  # type: ignore[no-untyped-call]
-        for gradient in _backward_with_gradients(ctx, dloss)
+        for gradient in gradients
     )
 
 

@@ -425,3 +425,30 @@ def test_a_graph_that_is_kept(reduction: str, backend: str, device: str) -> None
     torch.autograd.grad(3 * loss, leaves, retain_graph=True)
     for ours, again in zip(once, torch.autograd.grad(0.5 * loss, leaves), strict=True):
         assert torch.equal(0.5 * ours, again)
+
+
+@pytest.mark.parametrize("factor", [1.0, 3.0])
+@pytest.mark.parametrize("keep", [False, True])
+def test_gradients_are_not_copied(factor: float, keep: bool, backend: str, device: str) -> None:
+    """A graph that ends hands out the gradients that it kept, scaled where they lie; one that is kept makes others."""
+    x, weight, target, bias = make_inputs((5, 16), 40, device).values()
+    leaves = [each.requires_grad_() for each in (x, weight, bias)]
+    options = -100, 0.0, False, 0.0, True, [True, True, True]
+    loss, *kept = OP.linear_cross_entropy_fwd_bwd(x, weight, bias, target, *options)
+    expected = [factor * each for each in kept]
+    ours = torch.autograd.grad(factor * loss, leaves, retain_graph=keep)
+    for each, gradient, want in zip(kept, ours, expected, strict=True):
+        assert torch.equal(gradient, want)
+        assert (gradient.data_ptr() == each.data_ptr()) is not keep
+
+
+def test_gradients_of_a_batch_of_losses(backend: str, device: str) -> None:
+    """Several dloss at once, which autograd asks for with is_grads_batched, leave the kept gradients as they are."""
+    inputs = make_inputs((5, 16), 40, device)
+    leaves = [inputs[name].requires_grad_() for name in NAMES]
+    loss = linear_cross_entropy(**inputs)
+    expected = torch.autograd.grad(loss, leaves, retain_graph=True)
+    factors = torch.tensor([1.0, 3.0], device=device)
+    batched = torch.autograd.grad(loss, leaves, factors, is_grads_batched=True)
+    for ours, one in zip(batched, expected, strict=True):
+        torch.testing.assert_close(ours, torch.stack([one, 3 * one]))
