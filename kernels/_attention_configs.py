@@ -137,10 +137,10 @@ BACKWARD_FP32: Table = {
     (80, 128): Row(Config(16, 16, 8, 1), Config(16, 16, 8, 1, exact=True), Config(16, 16, 8, 1, exact=True)),
     (90, 32): Row(Config(16, 32, 8, 1)),
     (90, 64): Row(Config(32, 32, 8, 1), Config(16, 32, 8, 1), Config(16, 32, 8, 1), Config(16, 16, 8, 1)),
-    (90, 128): Row(Config(32, 16, 8, 1), Config(16, 16, 8, 1), Config(16, 16, 8, 1)),
+    (90, 128): Row(Config(32, 16, 8, 1), Config(16, 16, 8, 1), Config(16, 16, 8, 1), Config(16, 16, 8, 2, exact=True)),
     (100, 32): Row(Config(16, 32, 8, 1)),
     (100, 64): Row(Config(16, 32, 8, 1), Config(16, 32, 4, 1), both=Config(16, 32, 4, 1)),
-    (100, 128): Row(Config(16, 16, 8, 1)),
+    (100, 128): Row(Config(16, 16, 8, 1), both=Config(16, 16, 8, 2, exact=True)),
     (120, 128): Row(Config(16, 16, 8, 2, exact=True)),
 }
 DQ: Table = {
