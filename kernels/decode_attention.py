@@ -53,7 +53,6 @@ class Config(NamedTuple):
     block_n: int
     num_warps: int
     num_stages: int
-    programs: int  # that share an SM, by the shared memory and registers that they take
 
 
 # Three TF32 products an operand pair spill in every tile of a larger head.
@@ -61,13 +60,24 @@ LARGEST_FP32_HEAD_DIM = 128
 # (fp32, head_dim up to) -> config; small enough for 99 KB of shared memory, which every architecture since 8.0 has. Not
 # yet measured: chosen by what they compile to, with some 40 KB of loads under way on each SM.
 CONFIGS = {
-    (False, 64): Config(32, 64, 4, 3, 4),
-    (False, 128): Config(32, 32, 4, 3, 4),
-    (False, 256): Config(16, 32, 4, 3, 2),
-    (True, 64): Config(16, 32, 4, 3, 3),
-    (True, LARGEST_FP32_HEAD_DIM): Config(16, 16, 4, 3, 2),
+    (False, 64): Config(32, 64, 4, 3),
+    (False, 128): Config(32, 32, 4, 3),
+    (False, 256): Config(16, 32, 4, 3),
+    (True, 64): Config(16, 32, 4, 3),
+    (True, LARGEST_FP32_HEAD_DIM): Config(16, 16, 4, 3),
 }
-_INTERPRETED = Config(32, 16, 4, 1, 1)
+_INTERPRETED = Config(32, 16, 4, 1)
+# (fp32, head_dim up to, a tile of more than SMALLEST_TILE rows) -> programs that share an SM, by the registers and the
+# shared memory that most of its launches compile to: of sm_80, of sm_90 and 100, and where an SM has 100 KB.
+PROGRAMS = {
+    (False, 64, False): (4, 4, 2),
+    (False, 64, True): (3, 3, 2),
+    (False, 128, False): (4, 4, 2),
+    (False, 128, True): (2, 2, 2),
+    (False, 256, False): (2, 2, 1),
+    (True, 64, False): (3, 3, 2),
+    (True, LARGEST_FP32_HEAD_DIM, False): (2, 2, 1),
+}
 SMALLEST_TILE = 16
 # Rows of the batch that one tile may span.
 MOST_ROWS, LEAST_ROWS = 16, 4
@@ -297,7 +307,8 @@ def _decode_attention_kernel(
             new_tokens = tl.where(split == num_splits - 1, tl.where(writes, seqlen_new, last_new), 0)
         else:
             new_tokens = tl.where((split == 0) & writes, seqlen_new, 0)
-        for start in range(0, new_tokens, BLOCK_NEW):
+        # Loads ahead would take the turned tokens' tables twice, with large heads more than an SM's shared memory.
+        for start in tl.range(0, new_tokens, BLOCK_NEW, num_stages=1 if HALF > 0 else None):
             tokens = start + tl.arange(0, BLOCK_NEW)
             new = tokens < seqlen_new
             stored = new
@@ -454,15 +465,24 @@ def why_unsupported(
     return unsupported_device(q)
 
 
+def _kind(q: Tensor) -> tuple[bool, int]:
+    """The key of CONFIGS."""
+    is_fp32 = q.dtype == torch.float32
+    return next(key for key in CONFIGS if key[0] == is_fp32 and q.shape[-1] <= key[1])
+
+
 def config_of(q: Tensor) -> Config:
     """The tile of a call."""
-    if q.device.type != "cuda":
-        return _INTERPRETED
-    return next(
-        config
-        for (is_fp32, head_dim), config in CONFIGS.items()
-        if is_fp32 == (q.dtype == torch.float32) and q.shape[-1] <= head_dim
-    )
+    return CONFIGS[_kind(q)] if q.is_cuda else _INTERPRETED
+
+
+def programs_at_once(q: Tensor, block_m: int) -> int:
+    """How many programs a device runs at a time, about."""
+    if not q.is_cuda:
+        return num_sms(q.device)
+    kind = (*_kind(q), block_m > SMALLEST_TILE)
+    of_80, of_90, of_others = PROGRAMS[kind]
+    return {80: of_80, 90: of_90, 100: of_90}.get(architecture(q), of_others) * num_sms(q.device)
 
 
 def rows_together(batch: int, rows_of_one: int, num_kv_heads: int, largest_m: int, wanted: int) -> int:
@@ -536,21 +556,21 @@ def decode_attention(
 
     config = config_of(q)
     rows_of_one = seqlen_q * num_heads // num_kv_heads
-    wanted = config.programs * num_sms(q.device)
-    rows = (
-        1
-        if cache_batch_idx is None
-        else rows_together(batch, max(rows_of_one, 1), num_kv_heads, config.largest_m, wanted)
-    )
+    turns = cos is not None and cos.shape[1] > 0
+    rows = 1
+    if cache_batch_idx is not None:
+        wanted = programs_at_once(q, config.largest_m)
+        rows = rows_together(batch, max(rows_of_one, 1), num_kv_heads, config.largest_m, wanted)
     block_m = max(SMALLEST_TILE, min(config.largest_m, next_power_of_2(rows * rows_of_one)))
     tiles = cdiv(batch, rows) if rows > 1 else batch * max(1, cdiv(rows_of_one, block_m))
+    wanted = programs_at_once(q, block_m)
     num_splits = splits_of(tiles * num_kv_heads, cdiv(max_seqlen, config.block_n), wanted)
     partial = stats = None
     if num_splits > 1:
         partial = out.new_empty((batch, seqlen_q, num_heads, num_splits, head_dim), dtype=torch.float32)
         stats = out.new_empty((batch, seqlen_q, num_heads, num_splits, 2), dtype=torch.float32)
     rotary, half, table_unit = None, 0, 1
-    if cos is not None and sin is not None and cos.shape[1]:
+    if turns and cos is not None and sin is not None:
         cos, sin = (t if t.stride(1) == 1 else t.contiguous() for t in (cos, sin))
         half, table_unit = cos.shape[1], stride_unit(cos, sin)
         rotary = cos, sin, cos.shape[0], cos.stride(0) // table_unit, sin.stride(0) // table_unit
@@ -577,7 +597,7 @@ def decode_attention(
         IS_CAUSAL=is_causal and seqlen_q > 1, ROWS=rows, HEAD_DIM=head_dim, HALF=half, INTERLEAVED=interleaved,
         UNIT=unit, TABLE_UNIT=table_unit, BLOCK_M=block_m, BLOCK_N=config.block_n, BLOCK_D=block_d, BLOCK_NEW=block_new,
         PRECISION=dot_precision(q), num_warps=config.num_warps, num_stages=config.num_stages,
-        maxnreg=_most_registers(q, block_m, block_d, rotary is not None),
+        maxnreg=_most_registers(q, block_m, block_d, turns),
     )  # fmt: skip
     if num_splits > 1:
         splits = next_power_of_2(num_splits)

@@ -9,7 +9,7 @@ USUAL = {
     r"|bf16 d512 (affine|residual\+affine\+rms norm)",
     "attention": r"bf16 d(64|128) (?!n\d|deterministic)|bf16 d256 (full|causal|causal\+dropout|window)$"
     r"|fp32 d64 causal",
-    "decode_attention": r"bf16 d(64|128) |fp32 d64 ",
+    "decode_attention": r"bf16 d(64|128) |fp32 d64 |(bf16 d256|fp32 d128) step table gqa",
     "embedding": r"bf16 d(512|4096) positions\+dropout|bf16 d512 plain",
     "feed_forward": r"bf16 d512 (relu|gelu|swiglu)( cublas| no dropout)?$|bf16 d512 (relu|gelu) persistent"
     r"|bf16 d512 n1024 relu|fp32 d512 relu cublas",

@@ -54,7 +54,9 @@ def cases(quick: bool) -> Iterator[tuple[str, Callable[[], object]]]:
     bf16 = torch.bfloat16
     yield "bf16 d64 step table splits", decode_call(bf16, 64, seqlen_new=1)
     yield "bf16 d64 beams table n128", decode_call(bf16, 64, batch=256, beams=4, max_seqlen=128)
-    yield "bf16 d64 step table gqa rotary half", decode_call(bf16, 64, heads=32, seqlen_new=1, rotary="half")
+    for head_dim in (64, 256):
+        step = decode_call(bf16, head_dim, heads=32, seqlen_new=1, rotary="half")
+        yield f"bf16 d{head_dim} step table gqa rotary half", step
     if quick:
         return
     fp32 = torch.float32
@@ -64,7 +66,7 @@ def cases(quick: bool) -> Iterator[tuple[str, Callable[[], object]]]:
         yield f"{title} step table gqa", decode_call(dtype, head_dim, heads=32, seqlen_new=1)
         for layout in ("half", "interleaved"):
             step = decode_call(dtype, head_dim, heads=32, seqlen_new=1, rotary=layout)
-            if (dtype, head_dim, layout) != (bf16, 64, "half"):
+            if (dtype, layout) != (bf16, "half") or head_dim not in (64, 256):
                 yield f"{title} step table gqa rotary {layout}", step
         yield f"{title} beams table", decode_call(dtype, head_dim, batch=64, beams=4)
         yield f"{title} prompt table gqa", decode_call(dtype, head_dim, heads=32, seqlen_q=100, seqlen_new=100)

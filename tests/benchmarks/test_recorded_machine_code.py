@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from benchmarks.compare_machine_code import compare, compare_all
-from benchmarks.compile_report import ARCHITECTURES
+from benchmarks.compile_report import ARCHITECTURES, recorded
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 AFTER, BEFORE = RESULTS / "machine_code.jsonl", RESULTS / "machine_code_before.jsonl"
@@ -156,3 +159,37 @@ def test_the_hosts_time_of_a_call(call: str, most: float) -> None:
         assert not row["dirty"] and 0 < row["microseconds"][call] <= most, row["triton"]
     (before,) = read(RESULTS / "host_time_before.jsonl")
     assert before["microseconds"][call] > most
+
+
+def test_decode_attention_counts_on_as_many_programs_as_share_an_sm(rows: list[Row]) -> None:
+    """A walk is divided by how many programs run at once: within what its launches compile to, of every kind."""
+    pytest.importorskip("triton")
+    from fastformer.kernels._launch import num_sms
+    from fastformer.kernels.decode_attention import PROGRAMS, programs_at_once
+
+    dtypes = {"bf16": torch.bfloat16, "fp32": torch.float32}
+    found = defaultdict(list)
+    for row in rows:
+        if row["kernel"] == "_decode_attention_kernel":
+            dtype, head_dim = row["cases"][0].split()[:2]
+            found[row["arch"], dtypes[dtype], int(head_dim[1:]), int(row["tile"].split("x")[0])].append(row["ctas"])
+    kinds = {(dtype == torch.float32, head_dim, block_m > 16) for _, dtype, head_dim, block_m in found}
+    assert kinds == PROGRAMS.keys()
+    for (arch, dtype, head_dim, block_m), programs in found.items():
+        with FakeTensorMode(), recorded(arch):
+            q = torch.empty(1, 1, 1, head_dim, dtype=dtype, device="cuda")
+            due = programs_at_once(q, block_m) / num_sms(q.device)
+        assert min(programs) <= due <= max(programs), (arch, dtype, head_dim, block_m, programs)
+
+
+def test_rotary_leaves_decode_attention_its_room(rows: list[Row]) -> None:
+    """Turning takes no shared memory: new tokens' rotary tables, loaded ahead, were more than an SM of sm_86 has."""
+    for row in rows:
+        if row["kernel"] == "_decode_attention_kernel" and "rotary" in row["cases"][0].split():
+            plain = row["cases"][0].split(" rotary")[0]
+            (other,) = (
+                each for each in rows
+                if (each["arch"], each["triton"], each["kernel"]) == (row["arch"], row["triton"], row["kernel"])
+                and plain in each["cases"]
+            )  # fmt: skip
+            assert row["shared"] <= other["shared"], (row["arch"], row["cases"])
