@@ -29,8 +29,8 @@ class Results:
         rows: the lines that count, in the order of the files' names and of the lines.
     """
 
-    def __init__(self, folder: Path = RESULTS) -> None:
-        """Reads every `*.jsonl`.
+    def __init__(self, folder: Path = RESULTS, *, with_quick: bool = False) -> None:
+        """Reads every `*.jsonl`; with_quick: the lines of a --quick run count, too.
 
         Raises:
             ValueError: no such folder, or a line that is not a JSON object; file and line are named.
@@ -46,7 +46,7 @@ class Results:
                 self._origins[id(row)] = f"{path.name}:{number}"
                 everything.append(row)
         self._everything = everything  # keeps the rows, and with them their ids
-        self.rows = latest(everything)
+        self.rows = latest(row for row in everything if with_quick or not row.get("quick"))
 
     def origin(self, row: Row) -> str:
         """The file and the line of a row, such as "cpu.jsonl:12"."""
@@ -77,7 +77,7 @@ def latest(rows: Iterable[Row]) -> list[Row]:
     """The lines of each case's latest run. Of lines without a time the last of its kind counts."""
     timed: dict[str, str] = {}
     last: dict[tuple[str, ...], Row] = {}
-    rows = [row for row in rows if not row.get("quick")]
+    rows = list(rows)
     for row in rows:
         if time := row.get("time"):
             case = case_of(row)

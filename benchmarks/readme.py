@@ -3,6 +3,7 @@
     python -m benchmarks.readme           # what differs, and what was not measured; 1 where README is stale
     python -m benchmarks.readme --write
     python -m benchmarks.readme --list    # each figure with its file, line and command
+    python -m benchmarks.readme --tables build  # README's tables out of the lines of your own runs in build/
 
 They stand between `<!-- numbers: NAME -->` and `<!-- end -->`; `benchmarks/readme_blocks.py` says what stands there.
 The section "Numbers" has no figure elsewhere. One whose line is missing reads "not measured".
@@ -17,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks.latest import RESULTS, Results
-from benchmarks.readme_blocks import BLOCKS, Numbers
+from benchmarks.readme_blocks import BLOCKS, Numbers, tables_of
 
 README = Path(__file__).parents[1] / "README.md"
 _SECTION = re.compile(r"^## Numbers\n.*?(?=^## |\Z)", re.MULTILINE | re.DOTALL)
@@ -79,15 +80,20 @@ def complaints(text: str, numbers: Numbers) -> list[str]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Checks, writes or lists. Returns 1 where README is stale, or has a figure outside of all blocks."""
+    """Does what was asked for. Returns 1 where README is stale, or has a figure outside of all blocks."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.readme", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--write", action="store_true", help="write the blocks")
     parser.add_argument("--list", action="store_true", help="print each figure with its line and its command")
+    parser.add_argument("--tables", type=Path, help="a folder whose lines to print as README's tables, quick ones too")
     parser.add_argument("--results", type=Path, default=RESULTS, help="the folder of JSON lines")
     parser.add_argument("--readme", type=Path, default=README, help="the file to check or to write")
     options = parser.parse_args(arguments)
     say: Callable[[str], None] = print
     try:
+        if options.tables:
+            tables = tables_of(Results(options.tables, with_quick=True))
+            say(tables or f"{options.tables} has no line of README's tables")
+            return 0
         numbers = Numbers(Results(options.results))
         text = options.readme.read_text(encoding="utf-8")
         if options.write:

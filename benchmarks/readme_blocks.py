@@ -144,19 +144,42 @@ def wrapped(command: str) -> str:
     return "\n".join(lines)
 
 
-def times_faster(numbers: Numbers, cases: Sequence[Case], what: str) -> str:
-    """A table: a line for each case, a column for each rival; fp32 and bf16 in a cell, as `2.2 · 3.5`."""
+def times_faster(numbers: Numbers, cases: Sequence[Case], what: str, *, measured_alone: bool = False) -> str:
+    """A table: a line for each case, a column for each rival; fp32 and bf16 in a cell, as `2.2 · 3.5`.
+
+    measured_alone: without what was not measured, rather than with words that say so.
+    """
     results = numbers.results.rows
-    rivals = list(dict.fromkeys(rival for case in cases for rival in case.rivals(results)))
+    measured = [list(case.comparisons(results)) for case in cases]
+    rivals = dict.fromkeys(rival for case in cases for rival in case.rivals(results))
+    if measured_alone:
+        there = {found.against for each in measured for found in each}
+        rivals = dict.fromkeys(rival for rival in rivals if rival in there)
     rows = []
-    for case in cases:
+    for case, comparisons in zip(cases, measured, strict=True):
+        if measured_alone and not comparisons:
+            continue
         cells = []
         for rival in rivals:
-            measured = {found.panel for found in case.comparisons(results) if found.against == rival}
-            panels = [panel.name for panel in case.panels if rival in case.against or panel.name in measured]
-            cells.append(" · ".join(numbers.ratio(case, panel, rival) for panel in panels))
+            panels = {found.panel for found in comparisons if found.against == rival}
+            if rival in case.against and not measured_alone:
+                panels.update(panel.name for panel in case.panels)
+            in_order = (panel.name for panel in case.panels if panel.name in panels)
+            cells.append(" · ".join(numbers.ratio(case, panel, rival) for panel in in_order))
         rows.append([case.label, *cells])
     return table([what, *map(name_of, rivals)], rows)
+
+
+def tables_of(results: Results) -> str:
+    """README's tables out of the lines of a run of one's own, as far as they have them; "" where they have none."""
+    numbers = Numbers(results)
+    tables = []
+    for cases in (MODELS, MODULES, OPS):
+        panels = dict.fromkeys(found.panel for case in cases for found in case.comparisons(results.rows))
+        if panels:
+            what = f"times faster, {' · '.join(panels)}, than"
+            tables.append(times_faster(numbers, cases, what, measured_alone=True))
+    return paragraphs(*tables)
 
 
 def machine(numbers: Numbers) -> str:

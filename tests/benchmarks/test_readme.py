@@ -225,6 +225,22 @@ def test_all_blocks_can_be_written_without_any_result(tmp_path: Path) -> None:
     assert {name for name, block in BLOCKS.items() if NOT_MEASURED in block(numbers)} >= {"models", "ops", "decoding"}
 
 
+def test_a_quick_run_has_tables_of_its_own_and_no_figure_of_readme(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    norm = {"op": "add_layer_norm", "mode": "fwdbwd", "shape": {"rows": 4096, "dim": 512, "dropout_p": 0.1}}
+    write(tmp_path, [each | norm | {"quick": True} for each in LINES])
+    assert main(["--tables", str(tmp_path)]) == 0
+    assert capsys.readouterr().out == (
+        "| times faster, fp32, than | eager PyTorch |\n| --- | --- |\n"
+        "| add_layer_norm (4096, 512), dropout, training | 2.5 |\n"
+    )
+    assert not Results(tmp_path).rows
+    write(tmp_path, LINES)  # of no case that README shows
+    assert main(["--tables", str(tmp_path)]) == 0
+    assert "has no line of README's tables" in capsys.readouterr().out
+
+
 def test_the_results_are_read_whole() -> None:
     assert {path.stem for path in RESULTS.glob("*.jsonl")} >= {"cpu", "peers", "training"}
     assert len(Results().rows) > 100
