@@ -61,7 +61,7 @@ sanitize-memory: $(INSTALLED)
 	cd $(SANITIZED) && export LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" \
 		ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 && ../../$(BIN)/pytest tests/ops -k cpp && \
 		../../$(BIN)/pytest -m "not gpu" tests/engine tests/generation/test_cpp_engine.py \
-		tests/generation/test_bad_input.py tests/generation/test_native_search.py
+		tests/generation/test_bad_input.py tests/generation/test_native_search.py tests/generation/test_any_call.py
 
 # The engine's threads under ThreadSanitizer, without Python, whose own threads it doesn't know.
 RACES := decoder forward vocabulary token_cache packed_model packed_gemm packed_brgemm phases search cpu_features kept_memory gemm
