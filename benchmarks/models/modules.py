@@ -186,7 +186,7 @@ def _shapes(batch: int, seqlen: int, dim: int, heads: int) -> list[dict[str, Any
     return [{**sizes, "padding": padding} for padding in ("half", "none")]
 
 
-def benchmarks_of(name: str, quick: int = 1) -> list[Benchmark]:
+def benchmarks_of(name: str) -> list[Benchmark]:
     """Evaluation and training of one module. Training has dropout as it is trained, and none, to be checked."""
     shapes = {"cpu": _shapes(8, 128, 512, 8), "cuda": _shapes(32, 512, 1024, 16)}
     kinds = ("fastformer", "torch.nn", "torch.compile", "baseline")
@@ -203,7 +203,6 @@ def benchmarks_of(name: str, quick: int = 1) -> list[Benchmark]:
             shapes=shapes,
             providers={kind: evaluation(kind, name) for kind in kinds},
             modes=("fwd",),
-            quick=quick,
             flops=lambda shape, mode: flops_of(name, shape, training=False),
             **common,
         ),
@@ -216,7 +215,7 @@ def benchmarks_of(name: str, quick: int = 1) -> list[Benchmark]:
             providers={kind: training(kind, name) for kind in kinds},
             oracles={"baseline": training("torch.nn", name, like="baseline")},
             modes=("step",),
-            quick=quick,
+            quick=int(name not in STACKED),  # to compile the backward of a stack takes a minute, and to check it
             flops=lambda shape, mode: flops_of(name, shape, training=True),
             **common,
         ),
