@@ -1,5 +1,6 @@
 // For ThreadSanitizer (`make sanitize`): callers who run phases at once, and sessions of one model on several threads,
-// each of which takes helpers where it gets them, for few rows and for so many that they are dealt to the threads.
+// each of which takes helpers where it gets them, for few rows and for so many that they are dealt to the threads: a
+// decoder alone in fp32 and bf16, and one with an encoder in int8.
 // Exits with 1 where a number isn't the one that one thread finds.
 
 #include <atomic>
@@ -10,6 +11,7 @@
 #include <random>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "../../csrc/decoder.h"
@@ -39,7 +41,9 @@ uint64_t add_up(int threads, int rounds) {
   return written.back().back();
 }
 
-std::shared_ptr<const PackedModel> make_model(std::map<std::string, std::vector<float>>& memory) {
+// It keeps no tensor: each is copied as it is packed.
+std::shared_ptr<const PackedModel> make_model(Precision precision, bool has_encoder) {
+  std::map<std::string, std::vector<float>> memory;
   ModelTensors tensors;
   std::mt19937 generator(1);
   std::normal_distribution<float> draw(0.f, 0.06f);
@@ -49,15 +53,24 @@ std::shared_ptr<const PackedModel> make_model(std::map<std::string, std::vector<
     for (float& value : values) value = draw(generator);
     tensors[name] = {values.data(), false, shape};
   };
+  const auto add_attention = [&](const std::string& name) {
+    add(name + ".in_proj_weight", {3 * kDim, kDim}), add(name + ".out_proj.weight", {kDim, kDim});
+  };
+  const auto add_layer = [&](const std::string& name) {
+    add_attention(name + ".self_attn");
+    add(name + ".linear1.weight", {kInner, kDim}), add(name + ".linear2.weight", {kDim, kInner});
+  };
   add("target_embedding", {kVocab, kDim}), add("output", {kVocab, kDim}), add("target_positions", {kMaxLen, kDim});
-  add("decoder.layers.0.self_attn.in_proj_weight", {3 * kDim, kDim});
-  add("decoder.layers.0.self_attn.out_proj.weight", {kDim, kDim});
-  add("decoder.layers.0.linear1.weight", {kInner, kDim}), add("decoder.layers.0.linear2.weight", {kDim, kInner});
-  const ModelOptions options{.precision = Precision::fp32,
+  add_layer("decoder.layers.0");
+  if (has_encoder) {
+    add("source_embedding", {kVocab, kDim}), add("source_positions", {kMaxLen, kDim});
+    add_layer("encoder.layers.0"), add_attention("decoder.layers.0.multihead_attn");
+  }
+  const ModelOptions options{.precision = precision,
                              .d_model = kDim,
                              .num_heads = 4,
                              .num_kv_heads = 4,
-                             .num_encoder_layers = -1,
+                             .num_encoder_layers = has_encoder ? 1 : -1,
                              .num_decoder_layers = 1,
                              .norm_first = true,
                              .rms_norm = false,
@@ -71,16 +84,23 @@ std::shared_ptr<const PackedModel> make_model(std::map<std::string, std::vector<
   return std::make_shared<PackedModel>(options, tensors);
 }
 
-// Prompts, steps, forks and whole searches; what all of it said.
+void note(const Search& search, std::vector<float>& said) {
+  for (const Hypothesis& one : search.results()) said.insert(said.end(), one.log_probs.begin(), one.log_probs.end());
+}
+
+// Prompts, steps, forks, whole searches and a shortlist; what all of it said.
 std::vector<float> decode(const std::shared_ptr<const PackedModel>& model, int32_t seed, int threads) {
   Session session(model, 2048);
-  std::vector<float> said;
-  session.admit({}, {{seed, 5, 6}, {7, 8, 9, 10}, {11}}, threads);
+  std::vector<float> said, logits(2 * kVocab);
+  std::vector<Ids> sources;
+  if (model->options.has_encoder()) sources = {{4, 3, seed}, {5}, {6, 7, 8, 9, 10, 11}};
+  session.admit(sources, {{seed, 5, 6}, {7, 8, 9, 10}, {11}}, threads);
   Ids tokens{12, 13, 14};
-  const Choice choice{2, true, {}, nullptr, {}};
+  const Choice choice{2, true, {0, 2}, logits.data(), {{13, 0, 2}, {seed, 1, 3}}};
   for (int step = 0; step < 12; ++step) {
     const Chosen& chosen = session.step(tokens, choice, threads);
     said.insert(said.end(), chosen.values.begin(), chosen.values.end());
+    said.push_back(logits[step]), said.push_back(logits[kVocab + step]);
     tokens.clear();
     for (size_t row = 0; row < chosen.ids.size(); row += 2) tokens.push_back(chosen.ids[row]);
     if (step != 5) continue;
@@ -91,8 +111,13 @@ std::vector<float> decode(const std::shared_ptr<const PackedModel>& model, int32
   session.reorder({{2}, {0}});
   const std::unique_ptr<Search> greedy = make_greedy_search(9, {1}), beams = three_beams(9);
   session.run({greedy.get(), beams.get()}, {21, 22}, {20, 10.0, 0}, true, threads);
-  for (const Search* search : {greedy.get(), beams.get()})
-    for (const Hypothesis& one : search->results()) said.insert(said.end(), one.log_probs.begin(), one.log_probs.end());
+  note(*greedy, said), note(*beams, said);
+  session.release({0, 1});
+  session.set_shortlist({1, seed, 40, 41, 42, 43, 44, 999});
+  session.admit(sources, {{seed}, {7, 8}, {11}}, threads);
+  const std::unique_ptr<Search> few = three_beams(5), one = make_greedy_search(6, {1}), other = three_beams(7);
+  session.run({few.get(), one.get(), other.get()}, {40, 41, 42}, {20, 10.0, 0}, true, threads);
+  for (const Search* search : {few.get(), one.get(), other.get()}) note(*search, said);
   return said;
 }
 
@@ -100,15 +125,16 @@ std::vector<float> decode(const std::shared_ptr<const PackedModel>& model, int32
 std::vector<float> decode_many(const std::shared_ptr<const PackedModel>& model, int threads) {
   constexpr int64_t kGroups = 60;
   Session session(model, 3200);
-  std::vector<Ids> prompts;
+  std::vector<Ids> sources, prompts;
   std::vector<std::unique_ptr<Search>> searches;
   Ids tokens;
   for (int32_t i = 0; i < kGroups; ++i) {
     prompts.push_back({i, 5});
+    if (model->options.has_encoder()) sources.push_back(Ids(1 + i % 19, i + 3));
     tokens.push_back(i + 1);
     searches.push_back(i % 3 ? make_greedy_search(2 + i % 9, {1}) : three_beams(2 + i % 9));
   }
-  session.admit({}, prompts, threads);
+  session.admit(sources, prompts, threads);
   std::vector<Search*> going;
   for (const auto& search : searches) going.push_back(search.get());
   while (!going.empty()) {
@@ -131,8 +157,7 @@ std::vector<float> decode_many(const std::shared_ptr<const PackedModel>& model, 
     if (!going.empty() && session.step_tokens() > session.free_tokens()) return {};
   }
   std::vector<float> said;
-  for (const auto& search : searches)
-    for (const Hypothesis& one : search->results()) said.insert(said.end(), one.log_probs.begin(), one.log_probs.end());
+  for (const auto& search : searches) note(*search, said);
   return said;
 }
 
@@ -141,18 +166,25 @@ std::vector<float> decode_many(const std::shared_ptr<const PackedModel>& model, 
 int main() {
   std::atomic<int> wrong{0};
   const uint64_t sum = add_up(1, 300);
-  std::map<std::string, std::vector<float>> memory;
-  const auto model = make_model(memory);
-  const std::vector<float> first = decode(model, 3, 1), second = decode(model, 4, 1);
-  const std::vector<float> many = decode_many(model, 1);
-  if (first == second || many.empty()) ++wrong;
+  struct Case {
+    std::shared_ptr<const PackedModel> model;
+    std::vector<float> first, second, many;  // what one thread finds
+  };
+  std::vector<Case> cases;
+  for (const auto& [precision, has_encoder] :
+       {std::pair(Precision::fp32, false), std::pair(Precision::bf16, false), std::pair(Precision::int8, true)}) {
+    const auto model = make_model(precision, has_encoder);
+    cases.push_back({model, decode(model, 3, 1), decode(model, 4, 1), decode_many(model, 1)});
+    if (cases.back().first == cases.back().second || cases.back().many.empty()) ++wrong;
+  }
   std::vector<std::thread> callers;
   for (int caller = 0; caller < 5; ++caller)
     callers.emplace_back([&, caller] {
-      for (int turn = 0; turn < 4; ++turn) {
+      for (int turn = 0; turn < 6; ++turn) {
+        const Case& one = cases[turn % cases.size()];
         if (caller < 2) wrong += add_up(2 + turn % 3, 300) != sum;
-        else if (caller < 4) wrong += decode(model, caller + 1, 1 + turn) != (caller == 2 ? first : second);
-        else wrong += decode_many(model, 2 + turn % 2) != many;
+        else if (caller < 4) wrong += decode(one.model, caller + 1, 1 + turn) != (caller == 2 ? one.first : one.second);
+        else wrong += decode_many(one.model, 2 + turn % 2) != one.many;
       }
     });
   for (std::thread& caller : callers) caller.join();
