@@ -346,6 +346,21 @@ def full_batch(numbers: Numbers) -> str:
     return paragraphs(prose(text), numbers.commands())
 
 
+def precisions(numbers: Numbers) -> str:
+    """What the smaller ones cost in quality."""
+
+    def row(precision: str) -> list[str]:
+        def of(field: str, show: Callable[[float], str], num_beams: int) -> str:
+            return numbers.value(field, show, op="translate_precisions", precision=precision, num_beams=num_beams)
+
+        scores = (of("sacrebleu_test2016", "{:.2f}".format, num_beams) for num_beams in (1, 4))
+        same = (of("same_tokens", "{:,.0f}".format, num_beams) for num_beams in (1, 4))
+        return [precision, *scores, *same]
+
+    head = ["BLEU of test2016", "greedy", "4 beams", "lines as in fp32, greedy", "4 beams"]
+    return paragraphs(table(head, map(row, ("fp32", "bf16", "int8"))), numbers.commands())
+
+
 def experiments(numbers: Numbers) -> str:
     """What each found, in a sentence, with its picture."""
     from benchmarks.experiments import EXPERIMENTS
@@ -426,6 +441,7 @@ BLOCKS: dict[str, Callable[[Numbers], str]] = {
     "decoding": decoding,
     "scaling": scaling,
     "full_batch": full_batch,
+    "precisions": precisions,
     "experiments": experiments,
     "trained": trained,
 }

@@ -28,6 +28,11 @@ int64_t blocks_for(int64_t num_tokens) {
   return std::max<int64_t>(1, blocks_of(num_tokens));
 }
 
+// Work is cut into as many tasks: with none, nothing would be done.
+void check_threads(int threads) {
+  if (threads < 1) throw std::invalid_argument("expected one thread or more");
+}
+
 }  // namespace
 
 // The lanes of a run step groups of their own. The cache's blocks are taken and swept under `mutex`.
@@ -72,6 +77,7 @@ void Session::check(const std::vector<Ids>& sources, const std::vector<Ids>& tok
 }
 
 void Session::admit(const std::vector<Ids>& sources, const std::vector<Ids>& tokens, int threads) {
+  check_threads(threads);
   check(sources, tokens);
   const size_t first = cache_.groups.size();
   try {
@@ -163,6 +169,7 @@ Batch Session::batch_of(const Places& groups, const Ids& tokens) const {
 }
 
 const Chosen& Session::step(const Ids& tokens, const Choice& choice, int threads) {
+  check_threads(threads);
   if (choice.k < 1) throw std::invalid_argument("expected k of at least 1");
   begin_step(tokens);
   Places all(cache_.groups.size());
@@ -174,6 +181,7 @@ const Chosen& Session::step(const Ids& tokens, const Choice& choice, int threads
 
 std::vector<int64_t> Session::run(const std::vector<Search*>& searches, const Ids& tokens, const RunLimits& limits,
                                   bool log_probs, int threads) {
+  check_threads(threads);
   if (static_cast<int64_t>(searches.size()) != num_groups()) throw std::invalid_argument("expected a search a group");
   int64_t peak_rows = 0;
   for (size_t i = 0; i < searches.size(); ++i) {

@@ -26,6 +26,7 @@ class Session {
   // num_tokens: what the cache has room for, sources included.
   Session(std::shared_ptr<const PackedModel> model, int64_t num_tokens);
 
+  // threads: one or more, here and below.
   // Appends a group of one row for each prompt: reads its source (for a model with an encoder) and its tokens.
   void admit(const std::vector<Ids>& sources, const std::vector<Ids>& tokens, int threads);
   // Appends a token to each row.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import io
 import logging
@@ -31,6 +32,15 @@ def test_summaries_are_the_first_lines_of_the_docstrings() -> None:
     for name, summary in cli.COMMANDS.items():
         function = getattr(importlib.import_module(f"fastformer.commands.{name}"), name)
         assert function.__doc__.partition("\n")[0] == summary
+
+
+def test_a_command_collects_little_garbage_and_leaves_the_threshold_as_it_was(monkeypatch) -> None:
+    before, seen = gc.get_threshold(), []
+    monkeypatch.setattr(cli, "_run", lambda words: seen.append(gc.get_threshold()) or 0)
+    assert main(["doctor"]) == 0
+    monkeypatch.setattr(cli, "_run", lambda words: 1 / 0)
+    assert main(["doctor"]) == 1
+    assert gc.get_threshold() == before and seen[0][0] > 10 * before[0]
 
 
 def test_train_saved_the_resolved_settings(run) -> None:

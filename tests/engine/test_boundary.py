@@ -196,7 +196,7 @@ def stays_as_it_was_after_an_error(which: str, what: list[tuple[Any, ...]], thre
         assert session.free_tokens() == BLOCKS * 16
 
 
-sequences = given(st.sampled_from(["gpt", "transformer"]), calls, st.sampled_from([-1, 0, 1, 2]))
+sequences = given(st.sampled_from(["gpt", "transformer"]), calls, st.sampled_from([0, 1, 2, 3]))
 test_a_session_is_as_it_was_after_an_error = FEW(sequences(stays_as_it_was_after_an_error))
 test_sessions_are_as_they_were_after_many_errors = pytest.mark.slow(MANY(sequences(stays_as_it_was_after_an_error)))
 
@@ -228,6 +228,9 @@ def wrong_calls(session: Any) -> dict[str, tuple[Callable[[], object], str]]:
         "None for a search": (lambda: session.run([None, search], [3, 3], 1, 1.0, 0, True, 1), "searches that go on"),
         "a search twice": (lambda: session.run([search] * 2, [3, 3], 1, 1.0, 0, True, 1), "a search of its own"),
         "a token too few for searches": (lambda: session.run(two, [3], 1, 1.0, 0, True, 1), "a token for each row"),
+        "no thread to admit": (lambda: session.admit([], [[3]], 0), "one thread or more"),
+        "no thread to step": (lambda: session.step([3, 3], 1, True, [], None, -1), "one thread or more"),
+        "no thread to search": (lambda: session.run(two, [3, 3], 1, 1.0, 0, True, 0), "one thread or more"),
         "a shortlist while there are rows": (lambda: session.set_shortlist([3, 4]), "no rows while"),
     }
 
