@@ -69,11 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 @contextlib.contextmanager
 def _few_collections() -> Iterator[None]:
-    """Lets Python look for garbage less often: to import torch makes half a million objects, all of which stay.
-
-    By the default of 700 objects a tenth of a short translation's time went into collections, while so many as here
-    take no more than some megabytes.
-    """
+    """Lets Python look for garbage less often: what an import of torch makes stays, and takes a tenth less time so."""
     before = gc.get_threshold()
     gc.set_threshold(50_000, 20, 50)
     try:
