@@ -13,7 +13,17 @@ import torch.nn.modules.module as torch_module
 from torch import nn
 
 from fastformer.integrations import torch_nn
-from fastformer.integrations.swap import Swap, by_original, has_changed, is_swapped, swap, unswap, why_left
+from fastformer.integrations.swap import (
+    Swap,
+    by_original,
+    forget,
+    has_changed,
+    is_derived,
+    is_swapped,
+    swap,
+    unswap,
+    why_left,
+)
 
 
 @dataclass
@@ -59,8 +69,8 @@ def accelerate(model: nn.Module, *, fused_loss: bool = False) -> Report:
     Args:
         model: any module. Known are those of torch.nn (`MultiheadAttention`, `TransformerEncoderLayer`,
             `TransformerDecoderLayer`, `TransformerEncoder`, `TransformerDecoder`, `Transformer`), and of transformers
-            the layers of BART, BERT, GPT-2, Llama, Marian and T5. Any model of transformers whose attention is "sdpa"
-            has it led to ours.
+            the layers of BART, BERT, GPT-2, Llama, Marian and T5. In any model of transformers the linear maps are
+            swapped, and attention that is "sdpa" is led to ours.
         fused_loss: for training: BartForConditionalGeneration, GPT2LMHeadModel, LlamaForCausalLM and MarianMTModel give
             the loss of their labels without ever holding the logits: in training the output's `logits` is None. In
             evaluation, without labels, and under torch.compile they are there as before.
@@ -76,12 +86,14 @@ def accelerate(model: nn.Module, *, fused_loss: bool = False) -> Report:
     swaps = known_swaps()
     if fused_loss:
         swaps |= _fused_losses(model)
+    products = _products(model)
     report = Report()
     for name, module in list(model.named_modules()):
-        reason = why_left(module, swaps)
+        known = products.get(module) or swaps.get(type(module))
+        reason = why_left(module, swaps if known is None else {known.original: known})
         if reason is not None:
             report.left[name] = reason
-        elif (known := swaps.get(type(module))) is not None:
+        elif known is not None:
             report.swapped[name] = type(module).__name__
             swap(module, known)
     if "transformers" in sys.modules:
@@ -99,27 +111,31 @@ def restore(model: nn.Module) -> list[str]:
         model: what `accelerate` was given, or any module that has such modules inside.
 
     Returns:
-        The names of the modules that were restored.
+        The names of the modules that were restored. One that was given a class of somebody else's since keeps that.
 
     Raises:
-        ValueError: this is no module; one inside was given another class since, as `fully_shard` does.
+        ValueError: this is no module; one inside was given a class since that is made of ours, as `fully_shard` does.
     """
     if not isinstance(model, nn.Module):
         raise ValueError(f"expected a torch.nn.Module, got {type(model).__name__}")
     found = [(name, module) for name, module in model.named_modules() if is_swapped(module)]
     for name, module in found:
-        if has_changed(module):
+        if has_changed(module) and is_derived(module):
             raise ValueError(
                 f"expected modules of the classes that accelerate gave them, got {type(module).__name__} "
                 f"in {name or 'the model'}: restore before what gave it this class (fully_shard, for one)"
             )
-    for _, module in found:
-        unswap(module)
+    changed = {name for name, module in found if has_changed(module)}
+    for name, module in found:
+        if name in changed:
+            forget(module)
+        else:
+            unswap(module)
     if "transformers" in sys.modules:
         from fastformer.integrations.attention_interface import lead_back
 
         lead_back(model)
-    return [name for name, _ in found]
+    return [name for name, _ in found if name not in changed]
 
 
 _HOOKS = {
@@ -155,6 +171,15 @@ def _is_anothers(hook: object) -> bool:
 _FAMILIES = {
     name: f"transformers.models.{name}.modeling_{name}" for name in ("bart", "bert", "gpt2", "llama", "marian", "t5")
 }
+
+
+def _products(model: nn.Module) -> dict[nn.Module, Swap]:
+    """The linear maps in it to be swapped, which are those of transformers' models."""
+    if "transformers" not in sys.modules:
+        return {}
+    from fastformer.integrations.products import products_of
+
+    return products_of(model)
 
 
 def known_swaps() -> dict[type[nn.Module], Swap]:

@@ -19,6 +19,7 @@ from transformers.models.bart.modeling_bart import shift_tokens_right
 
 from fastformer.integrations.hugging_face import gives_tuple
 from fastformer.nn.fusing import is_plain, is_traced
+from fastformer.nn.linear import LINEARS
 from fastformer.ops import linear_cross_entropy
 
 IGNORED = -100
@@ -47,7 +48,7 @@ class FusedLoss(nn.Module):
         return (
             isinstance(given.get("labels"), Tensor)
             and not gives_tuple(config, given)
-            and is_plain(head, nn.Linear)
+            and is_plain(head, *LINEARS)
             and isinstance(head, nn.Linear)
             and head.out_features == getattr(config, "decoder_vocab_size", config.vocab_size)
         )

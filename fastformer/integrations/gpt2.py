@@ -8,7 +8,6 @@ from typing import Any
 
 from torch import Tensor, nn
 from transformers.models.gpt2 import modeling_gpt2 as gpt2
-from transformers.pytorch_utils import Conv1D
 
 from fastformer.integrations.attention_interface import NAME, attention_forward
 from fastformer.integrations.causal import (
@@ -31,6 +30,7 @@ from fastformer.integrations.hugging_face import (
     nothing_else,
     plain_dropout,
 )
+from fastformer.integrations.products import is_plain_conv1d
 from fastformer.integrations.swap import Swap
 from fastformer.ops import feed_forward
 
@@ -56,7 +56,7 @@ class GPT2MLP(gpt2.GPT2MLP):
         return super().forward(hidden_states) if out is None else self.dropout(out)
 
     def _fused(self, x: Tensor) -> Tensor | None:
-        if not (is_known(self.c_fc, Conv1D) and is_known(self.c_proj, Conv1D)):
+        if not (is_plain_conv1d(self.c_fc) and is_plain_conv1d(self.c_proj)):
             return None
         activation = fused_activation(self.act)
         if activation is None or x.numel() < _FEW_ROWS * x.shape[-1]:

@@ -23,7 +23,7 @@ from fastformer.nn.dropout import active_dropout, dropout_seed
 from fastformer.nn.fusing import is_called_plainly, is_plain, is_plain_dropout, is_traced, is_watched, norm_settings
 from fastformer.nn.layers import join
 from fastformer.nn.layout import SequenceLayout
-from fastformer.nn.linear import project
+from fastformer.nn.linear import LINEARS, project
 from fastformer.nn.padding import Padding, read_padding
 from fastformer.ops import attention, varlen_attention
 from fastformer.ops import feed_forward as feed_forward_op
@@ -272,7 +272,7 @@ def fused_feed_forward(
 ) -> Tensor | None:
     """linear2(dropout(activation(linear1(x)))) as one op; None where somebody touched a part, or it has no such op."""
     name = fused_activation(activation)
-    if name is None or not (is_plain(linear1, nn.Linear) and is_plain(linear2, nn.Linear)):
+    if name is None or not (is_plain(linear1, *LINEARS) and is_plain(linear2, *LINEARS)):
         return None
     assert isinstance(linear1, nn.Linear) and isinstance(linear2, nn.Linear)
     return feed_forward_op(

@@ -86,8 +86,19 @@ def swap(module: nn.Module, with_: Swap) -> None:
 
 
 def has_changed(module: nn.Module) -> bool:
-    """Whether somebody gave a swapped module another class since, as FSDP2 does, which `unswap` would take away."""
+    """Whether somebody gave a swapped module another class since."""
     return type(module) is not getattr(module, _MEMORY).swapped
+
+
+def is_derived(module: nn.Module) -> bool:
+    """Whether that class is made of ours, as FSDP2's are, so that `unswap` would take it away."""
+    return isinstance(module, getattr(module, _MEMORY).swapped)
+
+
+def forget(module: nn.Module) -> None:
+    """Removes what a swap left in a module that has a class of somebody else's."""
+    for name in (*getattr(module, _MEMORY).added, _MEMORY):
+        delattr(module, name)
 
 
 def unswap(module: nn.Module) -> None:
@@ -95,8 +106,7 @@ def unswap(module: nn.Module) -> None:
     memory: _Memory = getattr(module, _MEMORY)
     forget_restored_forward(module)
     module.__class__ = memory.original
-    for name in (*memory.added, _MEMORY):
-        delattr(module, name)
+    forget(module)
 
 
 def forget_restored_forward(module: nn.Module) -> None:

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastformer.models.common import IGNORE_INDEX, Activation, Norm, cache_dtype, check_heads
@@ -19,6 +18,7 @@ from fastformer.nn.embedding import Embedding, PositionalEncoding, RotaryEmbeddi
 from fastformer.nn.feed_forward import is_gated
 from fastformer.nn.layers import TransformerEncoderLayer
 from fastformer.nn.layout import SequenceLayout
+from fastformer.nn.linear import linear
 from fastformer.nn.norm import AddLayerNorm
 from fastformer.nn.transformer import TransformerEncoder
 from fastformer.ops.linear_cross_entropy import linear_cross_entropy
@@ -218,7 +218,7 @@ class GPT(PretrainedModel):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden (..., d_model) -> (..., vocab_size)."""
-        return F.linear(hidden, self.output_weight)
+        return linear(hidden, self.output_weight)
 
     def top_tokens(self, hidden: Tensor, k: int, *, log_probs: bool = True) -> TopK:
         """The k best next tokens of each position: see `Transformer.top_tokens`."""

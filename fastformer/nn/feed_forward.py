@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from fastformer.nn.dropout import active_dropout, dropout_seed
 from fastformer.nn.errors import InputError
 from fastformer.nn.fusing import is_plain, is_plain_dropout, is_untouched
+from fastformer.nn.linear import LINEARS
 from fastformer.ops.feed_forward import ACTIVATIONS, GATED, feed_forward
 
 Activation = str | Callable[[Tensor], Tensor]
@@ -59,7 +60,7 @@ def apply_feed_forward(
     Where somebody replaced one of the modules (an adapter, a quantised linear) or hooked it, each is called.
     """
     name = fused_name(activation)
-    linears = is_untouched(linear1, nn.Linear) and is_untouched(linear2, nn.Linear)
+    linears = is_untouched(linear1, *LINEARS) and is_untouched(linear2, *LINEARS)
     if name is not None and linears and is_plain_dropout(dropout):
         assert isinstance(linear1, nn.Linear) and isinstance(linear2, nn.Linear)
         dropout_p = active_dropout(dropout)

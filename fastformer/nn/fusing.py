@@ -22,6 +22,8 @@ _KINDS: tuple[type[nn.Module], ...] = (
 )
 # What they were written to do: people replace the forward of a class, too, its call, and the functions behind it.
 _FORWARDS = {kind: kind.forward for kind in _KINDS}
+# Classes of ours that compute what another does -> that other one.
+STAND_INS: dict[type[nn.Module], type[nn.Module]] = {}
 _CALL = nn.Module.__call__
 _PLAIN_TENSORS = (type(None), nn.Parameter, Tensor)
 
@@ -65,6 +67,12 @@ def _has_no_hooks(module: nn.Module) -> bool:
     )
 
 
+def is_written_as_known(kind: type[nn.Module]) -> bool:
+    """Whether nobody replaced the forward of a class, or of the one that a class of ours stands in for."""
+    original = STAND_INS.get(kind, kind)
+    return _FORWARDS.get(original, original.forward) is original.forward
+
+
 def is_plain(module: object, *kinds: type[nn.Module]) -> bool:
     """Whether a module is exactly of one of these kinds, is called plainly, and has plain tensors.
 
@@ -81,7 +89,7 @@ def is_untouched(module: object, *kinds: type[nn.Module]) -> bool:
     if kind not in kinds:
         return False
     assert isinstance(module, nn.Module)
-    if _FORWARDS.get(kind, kind.forward) is not kind.forward or not _has_no_hooks(module):
+    if not is_written_as_known(kind) or not _has_no_hooks(module):
         return False
     for tensor in module._parameters.values():  # noqa: SIM110  a generator takes longer than all else here
         if type(tensor) not in _PLAIN_TENSORS:

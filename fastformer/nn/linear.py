@@ -1,34 +1,60 @@
-"""x W^T + b as `F.linear` computes it, by the library that is fast at it on this CPU.
+"""x W^T + b as `F.linear` computes it, by the library that is fast at it on this CPU, and so its gradients.
 
 PyTorch leaves a product in fp32 to MKL, which uses half of the vectors' width on CPUs that Intel didn't make. oneDNN,
-which PyTorch has too, uses all of it: 2.2 times the speed on a Zen 5, from 16 rows to 4,096.
+which PyTorch has too, uses all of it: 2.2 times the speed on a Zen 5, from 16 rows to 4,096, and 1.1 to 1.6 times on a
+Zen 4, whose vectors are executed by halves.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fastformer.nn.fusing import LINEARS, is_plain, is_traced
+from fastformer.nn import fusing
+from fastformer.nn.fusing import is_plain, is_traced, is_written_as_known
 from fastformer.ops import _eager
 
 _FEWEST_ROWS = 16  # below, reading the weight is what takes time
+_FEWEST_TO_LEARN = 2**24  # multiplications; below, what Python adds to autograd takes time
+# A weight of more elements, a vocabulary's, is read in slices of so many features, which a cache holds.
+_LARGE, _SLICE = 2**23, 2048
 _LINEAR = F.linear
 _PLAIN_TENSORS = (Tensor, nn.Parameter)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`F.linear(x, weight, bias)`; where it is for inference in fp32 on a CPU, through oneDNN.
+    """`F.linear(x, weight, bias)`; in fp32 on a CPU, where nobody but autograd has a say, through oneDNN.
 
     Args:
         x: (..., in_features).
-        weight: (out_features, in_features).
+        weight: (out_features, in_features), or the transpose of a contiguous one.
         bias: (out_features,), or None.
     """
-    if _goes_to_onednn(x, weight, bias):
+    if not _goes_to_onednn(x, weight, bias):
+        return F.linear(x, weight, bias)
+    if not _needs_gradient(x, weight, bias):
         return _by_onednn(x, weight, bias)
-    return F.linear(x, weight, bias)
+    if x.numel() * weight.shape[0] < _FEWEST_TO_LEARN:
+        return F.linear(x, weight, bias)
+    out: Tensor = _Learning.apply(x, weight, bias)  # type: ignore[no-untyped-call]
+    return out
+
+
+class Linear(nn.Linear):
+    """torch.nn's, by `linear`: the class that `fastformer.accelerate` gives to those of models that it knows."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """See torch.nn."""
+        if not is_written_as_known(Linear):
+            return super().forward(input)
+        return linear(input, self.weight, self.bias)
+
+
+fusing.STAND_INS[Linear] = nn.Linear
+LINEARS = (*fusing.LINEARS, Linear)
 
 
 def project(module: nn.Module, x: Tensor) -> Tensor:
@@ -39,8 +65,54 @@ def project(module: nn.Module, x: Tensor) -> Tensor:
     return module(x)
 
 
+class _Learning(torch.autograd.Function):
+    """The product and its gradients, which are products as well, differentiable in their turn."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        x_learns, weight_learns, _ = ctx.needs_input_grad
+        ctx.save_for_backward(x if weight_learns else None, weight if x_learns else None)
+        ctx.is_transposed = not weight.is_contiguous()
+        return _by_onednn(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        x_learns, weight_learns, bias_learns = ctx.needs_input_grad
+        x, weight = ctx.saved_tensors
+        dx = dweight = dbias = None
+        # As the forward pass was, whatever surrounds this one.
+        with torch.autocast("cpu", enabled=False):
+            if x_learns:
+                dx = linear(dout, weight.t())
+            dout = dout.reshape(-1, dout.shape[-1])
+            if weight_learns:
+                x = x.reshape(-1, x.shape[-1])
+                dweight = _transposed_product(x, dout).t() if ctx.is_transposed else _transposed_product(dout, x)
+            if bias_learns:
+                dbias = dout.sum(0)
+        return dx, dweight, dbias
+
+
+def _transposed_product(a: Tensor, b: Tensor) -> Tensor:
+    """a^T b for a (rows, m) and b (rows, n)."""
+    if a.shape[1] * b.shape[1] <= _LARGE or torch.is_grad_enabled():
+        return linear(a.t(), b.contiguous().t())
+    slices = a.split(_SLICE, dim=1)
+    out = a.new_empty(a.shape[1], b.shape[1])
+    for slice_, to in zip(slices, out.split(_SLICE), strict=True):
+        to.copy_(linear(slice_.t(), b.contiguous().t()))
+    return out
+
+
 def _by_onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+    product = torch.ops.mkldnn._linear_pointwise
+    if weight.numel() <= _LARGE or weight.is_contiguous() or weight.shape[1] <= _SLICE:
+        return product(x, weight, bias, "none", [], "")
+    slices = zip(x.split(_SLICE, dim=-1), weight.split(_SLICE, dim=1), strict=True)
+    out = product(*next(slices), bias, "none", [], "")
+    for each in slices:
+        out += product(*each, None, "none", [], "")
+    return out
 
 
 def _goes_to_onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
@@ -52,19 +124,21 @@ def _goes_to_onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     tensors = (x, weight) if bias is None else (x, weight, bias)
     if any(type(t) not in _PLAIN_TENSORS for t in tensors):
         return False
-    needs_gradient = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
     return (
-        not needs_gradient
-        and all(t.dtype == x.dtype and t.device == x.device and t.layout == torch.strided for t in tensors)
+        all(t.dtype == x.dtype and t.device == x.device and t.layout == torch.strided for t in tensors)
         and x.shape[-1] == weight.shape[1]
-        and weight.is_contiguous()
+        and (weight.is_contiguous() or weight.t().is_contiguous())  # oneDNN has slow code alone for all else
         and (bias is None or bias.shape == weight.shape[:1])
         and F.linear is _LINEAR
         and _has_onednn()
         and not torch.is_autocast_enabled("cpu")
         and not (torch._C._is_torch_function_mode_enabled() or torch._C._len_torch_dispatch_stack())
-        and not (_eager.is_transformed() or is_traced())
+        and not (_eager.is_transformed() or is_traced() or torch._C._functorch.is_legacy_batchedtensor(x))
     )
+
+
+def _needs_gradient(*tensors: Tensor | None) -> bool:
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
 def _has_onednn() -> bool:

@@ -26,6 +26,7 @@ from fastformer.nn.layers import (
     join,
 )
 from fastformer.nn.layout import SequenceLayout
+from fastformer.nn.linear import LINEARS
 from fastformer.nn.masks import as_additive, is_causal_mask, square_subsequent_mask
 from fastformer.nn.norm import AddLayerNorm
 from fastformer.nn.padding import open_nested, read_padding
@@ -91,8 +92,8 @@ def _takes_packed(layer: nn.Module) -> bool:
         type(layer).forward in (TransformerEncoderLayer.forward, TransformerDecoderLayer.forward)
         and is_called_plainly(layer)
         and all(map(_attends_packed, attentions))
-        and is_untouched(layer.linear1, nn.Linear)
-        and is_untouched(layer.linear2, nn.Linear)
+        and is_untouched(layer.linear1, *LINEARS)
+        and is_untouched(layer.linear2, *LINEARS)
         # Others may look at more than one token.
         and fused_name(layer.activation) is not None
         and is_untouched(layer.dropout, *DROPOUTS)
@@ -105,7 +106,7 @@ def _attends_packed(attention: nn.Module) -> bool:
         is_our_attention(attention)
         and attention.bias_k is None
         and not attention.add_zero_attn
-        and is_untouched(attention.out_proj, nn.Linear, nn.modules.linear.NonDynamicallyQuantizableLinear)
+        and is_untouched(attention.out_proj, *LINEARS)
     )
 
 

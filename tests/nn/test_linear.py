@@ -1,20 +1,22 @@
-"""Products for inference go to oneDNN, what anybody else has a say in goes to `F.linear`, and both are the same."""
+"""Products go to oneDNN, what anybody but autograd has a say in goes to `F.linear`, and both are the same."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import fastformer
 from fastformer.nn import linear as linear_module
-from fastformer.nn.fusing import LINEARS
-from fastformer.nn.linear import linear, project
+from fastformer.nn.linear import LINEARS, linear, project
 from tests.checks import assert_accurate
 
 pytestmark = pytest.mark.skipif(not linear_module._IS_THERE, reason="this PyTorch has no oneDNN")
@@ -78,7 +80,8 @@ def test_who_has_a_say_meets_the_usual_function(products: list[int], monkeypatch
     for dtype in (torch.bfloat16, torch.float64):
         assert linear(x.to(dtype), weight.to(dtype), bias.to(dtype)).dtype == dtype
     linear(x[:15], weight, bias)
-    linear(x, torch.randn(24, 40).t(), bias)
+    linear(x, torch.randn(40, 30)[:, :24], bias)  # oneDNN has slow code for it
+    linear(x, torch.randn(30, 40)[:24].t()[::2], bias[::2])
     linear(x[:0], weight, bias)
     kind = type("Other", (Tensor,), {})
     assert type(linear(x.as_subclass(kind), weight, bias)) is kind
@@ -99,6 +102,8 @@ def test_who_has_a_say_meets_the_usual_function(products: list[int], monkeypatch
             linear(*wrong)
     torch.compile(linear, fullgraph=True, backend="eager")(x, weight, bias)
     assert not products
+    linear(x, torch.randn(24, 40).t(), bias)
+    assert products.pop() == 20
     with torch.no_grad():
         linear(x, leaf, bias)
     with torch.inference_mode():
@@ -112,6 +117,156 @@ def test_who_has_a_say_meets_the_usual_function(products: list[int], monkeypatch
     products.clear()
     monkeypatch.setattr(F, "linear", lambda x, weight, bias: x)
     assert linear(x, weight, bias) is x and not products
+
+
+@pytest.fixture
+def learns_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear_module, "_FEWEST_TO_LEARN", 0)
+
+
+def learners(make: Callable[[], tuple[Tensor, Tensor, Tensor | None]], dtype: torch.dtype) -> list[Tensor | None]:
+    # As they lie: what is a view of another layout stays one.
+    return [None if t is None else t.to(dtype).detach().requires_grad_() for t in make()]
+
+
+def plainly_contiguous() -> tuple[Tensor, Tensor, Tensor]:
+    return inputs(5, 20, 24)
+
+
+def transposed_weight() -> tuple[Tensor, Tensor, Tensor]:
+    torch.manual_seed(1)
+    return torch.randn(40, 24), torch.randn(24, 33).t(), torch.randn(33)
+
+
+def strided_input() -> tuple[Tensor, Tensor, None]:
+    torch.manual_seed(2)
+    return torch.randn(24, 50).t(), torch.randn(17, 24), None
+
+
+@pytest.mark.parametrize("slices", [False, True], ids=["whole", "slices"])
+@pytest.mark.parametrize("how", ["dense", "expanded", "strided"])
+@pytest.mark.parametrize("make", [plainly_contiguous, transposed_weight, strided_input])
+def test_gradients_are_those_of_the_product(
+    make: Callable[[], Any], how: str, slices: bool, learns_small: None, monkeypatch: pytest.MonkeyPatch,
+    products: list[int],
+) -> None:  # fmt: skip
+    if slices:
+        monkeypatch.setattr(linear_module, "_LARGE", 100)
+        monkeypatch.setattr(linear_module, "_SLICE", 16)
+    found = []
+    for function, dtype in ((linear, torch.float32), (F.linear, torch.float32), (F.linear, torch.float64)):
+        tensors = learners(make, dtype)
+        out = function(*tensors)
+        torch.manual_seed(3)
+        dout = torch.randn(out.shape)
+        if how == "expanded":
+            dout = torch.randn(out.shape[-1]).expand(out.shape)
+        if how == "strided":
+            dout = torch.randn(*out.shape, 2)[..., 1]
+        grads = torch.autograd.grad(out, [t for t in tensors if t is not None], dout.to(dtype))
+        found.append((out, *grads))
+        if function is linear:
+            assert type(out.grad_fn).__name__ == "_LearningBackward" and len(products) >= 3
+            products.clear()
+    for ours, plain, exact in zip(*found, strict=True):
+        assert_accurate(ours, plain, exact)
+    assert found[0][2].stride() == tensors[1].stride(), "a gradient lies as its weight"
+    assert not products
+
+
+@contextlib.contextmanager
+def keeping() -> Iterator[set[int]]:
+    """Where the tensors lie that autograd keeps in the block."""
+    kept: set[int] = set()
+
+    def keep(t: Tensor) -> Tensor:
+        kept.add(t.data_ptr())
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+        yield kept
+
+
+def test_only_what_learns_has_a_gradient_and_is_kept(learns_small: None, products: list[int]) -> None:
+    x, weight, bias = plainly_contiguous()
+    for which in range(1, 8):
+        tensors = [t.clone().requires_grad_(bool(which >> i & 1)) for i, t in enumerate((x, weight, bias))]
+        with keeping() as kept:
+            out = linear(*tensors)
+        assert kept == {
+            t.data_ptr() for t, other in ((x_, w_) for x_, w_ in [tensors[:2], tensors[1::-1]]) if other.requires_grad
+        }
+        products.clear()
+        out.sum().backward()
+        for t, plain in zip(tensors, (x, weight, bias), strict=True):
+            assert (t.grad is not None) == t.requires_grad
+            assert t.grad is None or t.grad.shape == plain.shape
+        assert len(products) == sum(t.requires_grad for t in tensors[:2])
+
+
+def test_who_has_a_say_in_learning_meets_the_usual_function(learns_small: None, products: list[int]) -> None:
+    x, weight, bias = plainly_contiguous()
+    weight.requires_grad_()
+    step = linear(x, weight, bias)
+    assert products
+    products.clear()
+
+    def vjp(dout: Tensor) -> Tensor:
+        return torch.autograd.grad(step, weight, dout, retain_graph=True)[0]
+
+    # Gradients of many losses at once, and by functorch through a graph from outside.
+    douts = torch.randn(3, *step.shape)
+    each = torch.stack([vjp(dout) for dout in douts])
+    products.clear()
+    (batched,) = torch.autograd.grad(step, weight, douts, retain_graph=True, is_grads_batched=True)
+    torch.testing.assert_close(batched, each)
+    torch.testing.assert_close(torch.func.vmap(vjp)(douts), each)
+    torch.testing.assert_close(vjp(douts[0].as_subclass(type("Other", (Tensor,), {}))).as_subclass(Tensor), each[0])
+    with FlopCounterMode(display=False) as counter:
+        vjp(douts[0])
+    assert counter.get_total_flops() == 2 * 100 * 24 * 40
+    torch.func.grad(lambda w: linear(x, w, bias).sum())(weight.detach())
+    torch.compile(lambda: linear(x, weight, bias).sum(), fullgraph=True, backend="eager")().backward()
+    assert not products
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(vjp(douts[0]), each[0])
+    assert products == [40]
+
+
+def test_small_products_learn_by_the_usual_function(products: list[int]) -> None:
+    rows = linear_module._FEWEST_TO_LEARN // (64 * 64)
+    weight = torch.randn(64, 64, requires_grad=True)
+    assert type(linear(torch.randn(rows - 1, 64), weight).grad_fn).__name__ == "MmBackward0" and not products
+    assert type(linear(torch.randn(rows, 64), weight).grad_fn).__name__ == "_LearningBackward" and products == [rows]
+
+
+def test_gradients_have_gradients(learns_small: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear_module, "_LARGE", 100)
+    for function in (linear, F.linear):
+        x, weight, bias = (t.requires_grad_() for t in plainly_contiguous())
+        dx, dweight, dbias = torch.autograd.grad(
+            function(x, weight, bias).square().sum(), (x, weight, bias), create_graph=True
+        )
+        seconds = torch.autograd.grad(dx.square().sum() + dweight.sum() + dbias.square().sum(), (x, weight, bias))
+        if function is linear:
+            found = seconds
+    for ours, plain in zip(found, seconds, strict=True):
+        torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-3)
+
+
+def test_a_changed_weight_is_noticed_and_a_checkpoint_computes_again(learns_small: None, products: list[int]) -> None:
+    x, weight, bias = (t.requires_grad_() for t in plainly_contiguous())
+    out = linear(x, weight, bias)
+    with torch.no_grad():
+        weight.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+    products.clear()
+    checkpoint(linear, x, weight, bias, use_reentrant=False).sum().backward()
+    assert len(products) == 4  # forward, again, and two gradients
+    expected = torch.autograd.grad(F.linear(x, weight, bias).sum(), (x, weight, bias))
+    for t, plain in zip((x, weight, bias), expected, strict=True):
+        torch.testing.assert_close(t.grad, plain, rtol=1e-4, atol=1e-4)
 
 
 class Half(nn.Linear):
