@@ -44,14 +44,15 @@ struct TileOf {
   int64_t ld;                          // elements between the rows of its results, kTileSize in all
 };
 
-// Runs f(tile) over the tiles of an (m, n) result, 2 * m * n * k FLOPs in all.
+// Runs f(tile) over the tiles of an (m, n) result, 2 * m * n * k FLOPs in all: down the rows first, so that the right
+// operand's columns stay in the cache, of which there are more than of the left one's rows.
 template <typename F>
 void for_each_tile(int64_t m, int64_t n, int64_t k, F&& f) {
   const bool tall = m <= kTallRows;
   const int64_t height = tall ? kTallRows : kTileRows, width = tall ? kTallColumns : kTileColumns;
   const int64_t down = (m + height - 1) / height, across = (n + width - 1) / width;
   for_each_task(down * across, 2 * m * n * k >= kSerialFlops, [&](int64_t i) {
-    const int64_t row = i / across * height, column = i % across * width;
+    const int64_t row = i % down * height, column = i / down * width;
     f(TileOf{row, std::min(height, m - row), column, std::min(width, n - column), width});
   });
 }
