@@ -13,6 +13,7 @@ from torch.autograd import forward_ad
 from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from fastformer.integrations.bias import BlockDiagonal, Window
+from fastformer.nn.fusing import is_traced
 from fastformer.ops import attention, varlen_attention
 from fastformer.ops.attention import expand_mask, resolve_scale, why_no_kernel
 
@@ -38,7 +39,8 @@ def scaled_dot_product_attention(
         query: (batch, num_heads, seqlen_q, head_dim), floating point; other ranks are PyTorch's.
         key, value: (batch, num_heads, seqlen_k, head_dim); with enable_gqa of fewer heads.
         attn_mask: broadcastable to (batch, num_heads, seqlen_q, seqlen_k), bool (True = attend) or added to the scores.
-            Along with is_causal PyTorch decides. Or a `torch.nn.attention.bias.CausalBias`, a `Window`, or a
+            Along with is_causal PyTorch decides. On a CPU a long one that is a triangle or a window for all batches and
+            heads is skipped by, not added. Or a `torch.nn.attention.bias.CausalBias`, a `Window`, or a
             `BlockDiagonal` for a batch of one.
         dropout_p: the probability that an attention weight is dropped; a multiple of 1/256 is taken. As in PyTorch, it
             acts whatever the mode.
@@ -66,6 +68,8 @@ def scaled_dot_product_attention(
             attn_mask = _as_mask(attn_mask, query, key)
         return _torchs(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     window = Window(None, query.shape[-2] - key.shape[-2]) if is_causal else Window()
+    if isinstance(attn_mask, Tensor) and (band := _band_of(attn_mask, query, key)) is not None:
+        attn_mask = band
     if isinstance(attn_mask, Window):
         window, attn_mask = attn_mask, None
     out = attention(
@@ -117,6 +121,37 @@ def _as_mask(window: Window, query: Tensor, key: Tensor) -> Tensor:
     if window.right is not None:
         mask = mask.tril(seqlen_k - seqlen_q + window.right)
     return mask if window.left is None else mask.triu(seqlen_k - seqlen_q - window.left)
+
+
+# Multiplications of an attention that takes long beside reading its mask.
+_WORTH_READING = 2**24
+
+
+def _band_of(mask: Tensor, query: Tensor, key: Tensor) -> Window | None:
+    """The window that a mask is for all batches and heads, so that what it hides is skipped; None where it says more.
+
+    Reads the mask in each call, since it may have been written to without a trace, and so only on a CPU, and where that
+    is little beside the attention.
+    """
+    seqlen_q, seqlen_k = query.shape[-2], key.shape[-2]
+    shared = all(size == 1 or step == 0 for size, step in zip(mask.shape[:-2], mask.stride()[:-2], strict=True))
+    if mask.device.type != "cpu" or mask.requires_grad or is_traced() or not shared:
+        return None
+    if mask.shape[-2:] != (seqlen_q, seqlen_k) or query.numel() * seqlen_k < _WORTH_READING:
+        return None
+    rows = mask[(0,) * (mask.dim() - 2)]
+    if rows.dtype == torch.bool:
+        seen, is_hidden = rows, None
+    else:  # the lowest number hides a key as -inf does, where the row has another
+        seen, is_hidden = rows == 0, lambda: rows <= torch.finfo(rows.dtype).min
+    # The first row says where the band ends, the last one where it begins.
+    ends, begins = int(seen[0].sum()), int(seen[-1].int().argmax())
+    right = None if ends == seqlen_k else ends - 1 - (seqlen_k - seqlen_q)
+    window = Window(seqlen_k - 1 - begins if begins else None, right)
+    expected = _as_mask(window, query, key)
+    if not torch.equal(seen, expected) or not bool(expected.any(-1).all()):
+        return None
+    return window if is_hidden is None or torch.equal(is_hidden(), ~expected) else None
 
 
 def _why_not(

@@ -15,6 +15,8 @@ from torch.nn.functional import scaled_dot_product_attention as imported_before
 
 import fastformer
 import fastformer.functional as FF
+from fastformer import ops
+from fastformer.integrations import sdpa
 from fastformer.ops._library import record_backends
 from tests.nn.comparing import assert_same
 
@@ -94,6 +96,112 @@ def test_biases_are_masks(seqlens):
 
 def _zero_where_nothing(out: Tensor, seen: Tensor) -> Tensor:
     return torch.where(seen.any(-1, keepdim=True), out, 0.0)
+
+
+def band(seqlens: tuple[int, int], left: int | None, right: int | None) -> Tensor:
+    """(seqlen_q, seqlen_k), True from `left` before to `right` behind the diagonal that begins at the top left."""
+    distance = torch.arange(seqlens[1]) - torch.arange(seqlens[0])[:, None]
+    return (distance <= (seqlens[1] if right is None else right)) & (distance >= (-(10**6) if left is None else -left))
+
+
+def additive(mask: Tensor, lowest: float = -torch.inf, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.zeros(mask.shape, dtype=dtype).masked_fill(~mask, lowest)
+
+
+@pytest.fixture
+def masks_given(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, Any]]:
+    """(attn_mask, window_size) of each call of our attention."""
+    calls: list[tuple[Any, Any]] = []
+
+    def attention(*args: Any, **options: Any) -> Tensor:
+        calls.append((options["attn_mask"], options["window_size"]))
+        return ops.attention(*args, **options)
+
+    monkeypatch.setattr(sdpa, "attention", attention)
+    monkeypatch.setattr(sdpa, "_WORTH_READING", 0)
+    return calls
+
+
+LOWEST = torch.finfo(torch.float64).min
+# (seqlens, left, right) from the top left -> the window from the bottom right.
+BANDS = [
+    ((7, 7), None, 0, (None, 0)),
+    ((5, 7), None, 0, (None, -2)),
+    ((5, 7), None, 2, (None, 0)),
+    ((7, 5), None, 1, (None, 3)),
+    ((7, 7), 2, 0, (2, 0)),
+    ((7, 7), 2, None, (2, None)),
+    ((6, 9), 1, 4, (4, 1)),
+    ((7, 7), None, None, (None, None)),
+]
+
+
+@pytest.mark.parametrize("kind", ["bool", "-inf", "lowest", "four dimensions", "expanded"])
+@pytest.mark.parametrize(("seqlens", "left", "right", "window"), BANDS)
+def test_masks_that_are_windows_are_skipped_by(seqlens, left, right, window, kind, masks_given):
+    data = inputs(seqlens=seqlens)
+    mask = band(seqlens, left, right)
+    given = {
+        "bool": mask, "-inf": additive(mask), "lowest": additive(mask, LOWEST), "four dimensions": mask[None, None],
+        "expanded": additive(mask).expand(B, H, *seqlens),
+    }[kind]  # fmt: skip
+    results = []
+    for function in (FF.scaled_dot_product_attention, F.scaled_dot_product_attention):
+        out = function(*data, attn_mask=given)
+        results.append([out, *torch.autograd.grad(out, data, torch.ones_like(out).cumsum(-1))])
+    assert masks_given == [(None, window)]
+    for part, ours, theirs in zip(("out", "dq", "dk", "dv"), *results, strict=True):
+        assert_same(ours, theirs, part)
+
+
+def changed(mask: Tensor, at: tuple[int, int], value: Any) -> Tensor:
+    mask = mask.clone()
+    mask[at] = value
+    return mask
+
+
+CAUSAL = band((S, S), None, 0)
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        changed(CAUSAL, (3, 4), True),
+        changed(CAUSAL, (3, 1), False),
+        changed(band((S, S), 2, 0), (4, 3), False),
+        changed(additive(CAUSAL), (3, 1), -1.0),
+        changed(additive(CAUSAL), (3, 1), 0.5),
+        changed(additive(CAUSAL), (0, 6), -1e9),
+        changed(additive(CAUSAL), (0, 6), torch.finfo(torch.float32).min),
+        additive(CAUSAL) - 1,
+        additive(CAUSAL).requires_grad_(),
+        torch.stack([CAUSAL, CAUSAL])[:, None],
+        band((S, S), 2, -1),  # a query that sees no key
+        band((S, S), -1, None),
+        CAUSAL[:, :1],
+    ],
+)
+def test_masks_that_say_more_are_masks(mask, masks_given):
+    q, k, v = inputs(seqlens=(S, S))
+    expected = F.scaled_dot_product_attention(q, k, v, mask)
+    out = FF.scaled_dot_product_attention(q, k, v, mask)
+    assert [window for _, window in masks_given] == [(None, None)] and masks_given[0][0] is mask
+    empty = (mask == False) if mask.dtype == torch.bool else mask == -torch.inf  # noqa: E712
+    assert_same(out, expected.masked_fill(empty.expand(*empty.shape[:-1], S).all(-1)[..., None], 0), "out")
+
+
+def test_a_mask_is_read_anew_and_a_short_one_not_at_all(masks_given, monkeypatch):
+    (q, k, v), mask = inputs(seqlens=(S, S)), CAUSAL.clone()
+    FF.scaled_dot_product_attention(q, k, v, mask)
+    mask.data[4, 1] = False
+    assert_same(
+        FF.scaled_dot_product_attention(q, k, v, mask),
+        F.scaled_dot_product_attention(q, k, v, mask),
+        "out",
+    )
+    assert [window for _, window in masks_given] == [(None, 0), (None, None)]
+    monkeypatch.undo()
+    assert sdpa._WORTH_READING > B * H * S * S * D
 
 
 def test_blocks_on_the_diagonal():
