@@ -139,7 +139,7 @@ BANDS = [
 @pytest.mark.parametrize("kind", ["bool", "-inf", "lowest", "four dimensions", "expanded"])
 @pytest.mark.parametrize(("seqlens", "left", "right", "window"), BANDS)
 def test_masks_that_are_windows_are_skipped_by(seqlens, left, right, window, kind, masks_given):
-    data = inputs(seqlens=seqlens)
+    q, k, v = inputs(seqlens=seqlens)
     mask = band(seqlens, left, right)
     given = {
         "bool": mask, "-inf": additive(mask), "lowest": additive(mask, LOWEST), "four dimensions": mask[None, None],
@@ -147,8 +147,8 @@ def test_masks_that_are_windows_are_skipped_by(seqlens, left, right, window, kin
     }[kind]  # fmt: skip
     results = []
     for function in (FF.scaled_dot_product_attention, F.scaled_dot_product_attention):
-        out = function(*data, attn_mask=given)
-        results.append([out, *torch.autograd.grad(out, data, torch.ones_like(out).cumsum(-1))])
+        out = function(q, k, v, given)
+        results.append([out, *torch.autograd.grad(out, (q, k, v), torch.ones_like(out).cumsum(-1))])
     assert masks_given == [(None, window)]
     for part, ours, theirs in zip(("out", "dq", "dk", "dv"), *results, strict=True):
         assert_same(ours, theirs, part)
