@@ -43,7 +43,8 @@ class OpenVino(Runtime):
             except ImportError as error:
                 raise Missing("not installed: pip install nncf") from error
             converted = nncf.compress_weights(converted, mode=nncf.CompressWeightsMode.INT8_SYM)
-            settings["DYNAMIC_QUANTIZATION_GROUP_SIZE"] = str(2**64 - 1)  # a scale for each row; no int is so long to it
+            # A scale for each row. It takes no Python int as long as that.
+            settings["DYNAMIC_QUANTIZATION_GROUP_SIZE"] = str(2**64 - 1)
         return openvino.Core().compile_model(converted, "CPU", settings)
 
     def run(self, work: Work, prepared: Any) -> Tensor:
