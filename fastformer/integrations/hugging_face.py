@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import generic
 
 try:
@@ -20,7 +21,15 @@ except ImportError:  # before 5
     output_capturing = None
 
 from fastformer.nn.dropout import active_dropout, dropout_seed
-from fastformer.nn.fusing import is_called_plainly, is_plain, is_plain_dropout, is_traced, is_watched, norm_settings
+from fastformer.nn.fusing import (
+    PLAIN_CALLS,
+    is_called_plainly,
+    is_plain,
+    is_plain_dropout,
+    is_traced,
+    is_watched,
+    norm_settings,
+)
 from fastformer.nn.layers import join
 from fastformer.nn.layout import SequenceLayout
 from fastformer.nn.linear import LINEARS, project
@@ -28,6 +37,8 @@ from fastformer.nn.padding import Padding, read_padding
 from fastformer.ops import attention, varlen_attention
 from fastformer.ops import feed_forward as feed_forward_op
 
+# Before 5 layers have a call of their own, for checkpoints; who packs asks whether there are any.
+PLAIN_CALLS.add(GradientCheckpointingLayer.__call__)
 # Before 5 a layer gives a tuple.
 RETURNS_TUPLES = int(transformers.__version__.split(".")[0]) < 5
 

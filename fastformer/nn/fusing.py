@@ -25,6 +25,8 @@ _FORWARDS = {kind: kind.forward for kind in _KINDS}
 # Classes of ours that compute what another does -> that other one.
 STAND_INS: dict[type[nn.Module], type[nn.Module]] = {}
 _CALL = nn.Module.__call__
+# Calls of other libraries' classes that come down to it.
+PLAIN_CALLS: set[object] = set()
 _PLAIN_TENSORS = (type(None), nn.Parameter, Tensor)
 
 
@@ -63,7 +65,7 @@ def _has_no_hooks(module: nn.Module) -> bool:
         or own["_backward_pre_hooks"]
         or "forward" in own
         or own.get("_compiled_call_impl") is not None
-        or type(module).__call__ is not _CALL
+        or not (type(module).__call__ is _CALL or type(module).__call__ in PLAIN_CALLS)
     )
 
 
