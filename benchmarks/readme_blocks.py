@@ -282,8 +282,7 @@ def _others_in_int8(numbers: Numbers) -> str:
     """What runtimes make of a model in int8, which ours has for decoding alone."""
     found = [
         (name_of(provider), [
-            numbers.value("speedup", two_digits, op="drop_in", model="bert_base", seqlen=seqlen, provider=provider,
-                          dtype="int8")
+            numbers.value("speedup", op="drop_in", model="bert_base", seqlen=seqlen, provider=provider, dtype="int8")
             for seqlen in ("32 to 128", "512")
         ])
         for provider in ("openvino", "onnxruntime")

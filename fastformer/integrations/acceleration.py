@@ -16,8 +16,6 @@ from fastformer.integrations import torch_nn
 from fastformer.integrations.swap import (
     Swap,
     by_original,
-    forget,
-    has_changed,
     is_derived,
     is_swapped,
     swap,
@@ -120,22 +118,17 @@ def restore(model: nn.Module) -> list[str]:
         raise ValueError(f"expected a torch.nn.Module, got {type(model).__name__}")
     found = [(name, module) for name, module in model.named_modules() if is_swapped(module)]
     for name, module in found:
-        if has_changed(module) and is_derived(module):
+        if is_derived(module):
             raise ValueError(
                 f"expected modules of the classes that accelerate gave them, got {type(module).__name__} "
                 f"in {name or 'the model'}: restore before what gave it this class (fully_shard, for one)"
             )
-    changed = {name for name, module in found if has_changed(module)}
-    for name, module in found:
-        if name in changed:
-            forget(module)
-        else:
-            unswap(module)
+    restored = [name for name, module in found if unswap(module)]
     if "transformers" in sys.modules:
         from fastformer.integrations.attention_interface import lead_back
 
         lead_back(model)
-    return [name for name, _ in found if name not in changed]
+    return restored
 
 
 _HOOKS = {

@@ -140,10 +140,7 @@ def _band_of(mask: Tensor, query: Tensor, key: Tensor) -> Window | None:
     if mask.shape[-2:] != (seqlen_q, seqlen_k) or query.numel() * seqlen_k < _WORTH_READING:
         return None
     rows = mask[(0,) * (mask.dim() - 2)]
-    if rows.dtype == torch.bool:
-        seen, is_hidden = rows, None
-    else:  # the lowest number hides a key as -inf does, where the row has another
-        seen, is_hidden = rows == 0, lambda: rows <= torch.finfo(rows.dtype).min
+    seen = rows if rows.dtype == torch.bool else rows == 0
     # The first row says where the band ends, the last one where it begins.
     ends, begins = int(seen[0].sum()), int(seen[-1].int().argmax())
     right = None if ends == seqlen_k else ends - 1 - (seqlen_k - seqlen_q)
@@ -151,7 +148,10 @@ def _band_of(mask: Tensor, query: Tensor, key: Tensor) -> Window | None:
     expected = _as_mask(window, query, key)
     if not torch.equal(seen, expected) or not bool(expected.any(-1).all()):
         return None
-    return window if is_hidden is None or torch.equal(is_hidden(), ~expected) else None
+    # The lowest number hides a key as -inf does, where the row has another.
+    if rows.dtype != torch.bool and not torch.equal(rows <= torch.finfo(rows.dtype).min, ~expected):
+        return None
+    return window
 
 
 def _why_not(

@@ -85,28 +85,22 @@ def swap(module: nn.Module, with_: Swap) -> None:
     module.__class__ = with_.swapped
 
 
-def has_changed(module: nn.Module) -> bool:
-    """Whether somebody gave a swapped module another class since."""
-    return type(module) is not getattr(module, _MEMORY).swapped
-
-
 def is_derived(module: nn.Module) -> bool:
-    """Whether that class is made of ours, as FSDP2's are, so that `unswap` would take it away."""
-    return isinstance(module, getattr(module, _MEMORY).swapped)
+    """Whether somebody gave a swapped module a class made of ours since, as FSDP2 does: `unswap` can't take it away."""
+    swapped = getattr(module, _MEMORY).swapped
+    return type(module) is not swapped and isinstance(module, swapped)
 
 
-def forget(module: nn.Module) -> None:
-    """Removes what a swap left in a module that has a class of somebody else's."""
-    for name in (*getattr(module, _MEMORY).added, _MEMORY):
-        delattr(module, name)
-
-
-def unswap(module: nn.Module) -> None:
-    """Gives a swapped module back what it had."""
+def unswap(module: nn.Module) -> bool:
+    """Gives a swapped module back what it had. False where somebody gave it another class since, which it keeps."""
     memory: _Memory = getattr(module, _MEMORY)
-    forget_restored_forward(module)
-    module.__class__ = memory.original
-    forget(module)
+    is_ours = type(module) is memory.swapped
+    if is_ours:
+        forget_restored_forward(module)
+        module.__class__ = memory.original
+    for name in (*memory.added, _MEMORY):
+        delattr(module, name)
+    return is_ours
 
 
 def forget_restored_forward(module: nn.Module) -> None:

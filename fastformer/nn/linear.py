@@ -1,8 +1,7 @@
 """x W^T + b as `F.linear` computes it, by the library that is fast at it on this CPU, and so its gradients.
 
 PyTorch leaves a product in fp32 to MKL, which uses half of the vectors' width on CPUs that Intel didn't make. oneDNN,
-which PyTorch has too, uses all of it: 2.2 times the speed on a Zen 5, from 16 rows to 4,096, and 1.1 to 1.6 times on a
-Zen 4, whose vectors are executed by halves.
+which PyTorch has too, uses all of it: 2.2 times the speed on a Zen 5, from 16 rows to 4,096.
 """
 
 from __future__ import annotations
@@ -18,7 +17,8 @@ from fastformer.nn.fusing import is_plain, is_traced, is_written_as_known
 from fastformer.ops import _eager
 
 _FEWEST_ROWS = 16  # below, reading the weight is what takes time
-_FEWEST_TO_LEARN = 2**24  # multiplications; below, what Python adds to autograd takes time
+# Multiplications; below, a call of oneDNN's takes longer than it spares. In learning Python adds to that.
+_FEWEST, _FEWEST_TO_LEARN = 2**22, 2**24
 # A weight of more elements, a vocabulary's, is read in slices of so many features, which a cache holds.
 _LARGE, _SLICE = 2**23, 2048
 _LINEAR = F.linear
@@ -37,8 +37,6 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return F.linear(x, weight, bias)
     if not _needs_gradient(x, weight, bias):
         return _by_onednn(x, weight, bias)
-    if x.numel() * weight.shape[0] < _FEWEST_TO_LEARN:
-        return F.linear(x, weight, bias)
     out: Tensor = _Learning.apply(x, weight, bias)  # type: ignore[no-untyped-call]
     return out
 
@@ -95,12 +93,12 @@ class _Learning(torch.autograd.Function):
 
 def _transposed_product(a: Tensor, b: Tensor) -> Tensor:
     """a^T b for a (rows, m) and b (rows, n)."""
+    b = b.contiguous()
     if a.shape[1] * b.shape[1] <= _LARGE or torch.is_grad_enabled():
-        return linear(a.t(), b.contiguous().t())
-    slices = a.split(_SLICE, dim=1)
+        return linear(a.t(), b.t())
     out = a.new_empty(a.shape[1], b.shape[1])
-    for slice_, to in zip(slices, out.split(_SLICE), strict=True):
-        to.copy_(linear(slice_.t(), b.contiguous().t()))
+    for part, to in zip(a.split(_SLICE, dim=1), out.split(_SLICE), strict=True):
+        to.copy_(linear(part.t(), b.t()))
     return out
 
 
@@ -122,6 +120,8 @@ def _goes_to_onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     if weight.dim() != 2 or not x.numel() >= _FEWEST_ROWS * weight.shape[1] > 0:
         return False
     tensors = (x, weight) if bias is None else (x, weight, bias)
+    if x.numel() * weight.shape[0] < (_FEWEST_TO_LEARN if _needs_gradient(*tensors) else _FEWEST):
+        return False
     if any(type(t) not in _PLAIN_TENSORS for t in tensors):
         return False
     return (

@@ -14,7 +14,7 @@ from transformers import BertForMaskedLM
 
 import fastformer
 from fastformer.ops._library import record_backends
-from tests.checks import small_draws
+from tests.checks import assert_accurate, small_draws
 from tests.integrations import test_bert as bert
 from tests.integrations import test_causal as causal
 from tests.nn.comparing import assert_same
@@ -107,10 +107,10 @@ def test_computes_and_learns_the_same(family, first, mask, where):
 @families
 @pytest.mark.parametrize("first", ["accelerate", "LoRA"])
 def test_in_fp32_by_the_rule(family, first):
-    """At most 1.5 times the error of the adapted model as it was, for the logits and each adapter's gradient.
+    """At most twice the error of the adapted model as it was, for the logits and the gradient of each adapter.
 
-    By the mean square: the largest error of a small gradient is luck, up to three times as large in either model. Each
-    draw has tokens of its own, since draws over the same tokens share the forward pass's errors.
+    Each draw has tokens of its own, since draws over the same tokens share the forward pass's errors; and there are
+    64, since of eight the largest error of a small gradient is luck, up to three times as large in either model.
     """
     results: dict[str, dict[str, list[Tensor]]] = {}
     for which in ("exact", "plain", first):
@@ -130,8 +130,7 @@ def test_in_fp32_by_the_rule(family, first):
     exact, plain, ours = ({name: torch.stack(drawn) for name, drawn in each.items()} for each in results.values())
     assert ours.keys() == exact.keys() and len(ours) > 10
     for name, value in ours.items():
-        error, allowed = ((found - exact[name]).square().mean().sqrt() for found in (value, plain[name]))
-        assert error <= 1.5 * allowed, f"{name}: error {error:.3e} > 1.5 x plain's {allowed:.3e}"
+        assert_accurate(value, plain[name], exact[name], name)
 
 
 @families

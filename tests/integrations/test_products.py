@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections import Counter
 from typing import Any
 
@@ -10,51 +9,27 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import (
-    BertConfig,
-    BertForMaskedLM,
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    T5Config,
-    T5ForConditionalGeneration,
-    ViTConfig,
-    ViTForImageClassification,
-)
+from transformers import BertForMaskedLM, ViTConfig, ViTForImageClassification
 from transformers.pytorch_utils import Conv1D
 
 import fastformer
 from fastformer.integrations import products
 from fastformer.nn import linear as linear_module
 from tests.integrations import test_bart as seq2seq
-from tests.integrations.test_causal import exactly
+from tests.integrations import test_bert as bert
+from tests.integrations import test_causal as causal
+from tests.integrations import test_t5 as t5
 
+DRAWS = 8
 IDS = torch.randint(5, 60, (4, 9), generator=torch.Generator().manual_seed(0))
-_BERT = {
-    "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 3, "intermediate_size": 40, "vocab_size": 60,
-    "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0,
-}  # fmt: skip
 MAKE: dict[str, Any] = {
     "bart": lambda: seq2seq.make("bart"),
     "marian": lambda: seq2seq.make("marian"),
-    "bert": lambda: BertForMaskedLM(BertConfig(**_BERT)),
-    "gpt2": lambda: GPT2LMHeadModel(
-        GPT2Config(vocab_size=60, n_embd=24, n_layer=2, n_head=3, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
-    ),
-    "llama": lambda: LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=60, hidden_size=24, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4,
-            intermediate_size=40,
-        )
-    ),
-    "t5": lambda: T5ForConditionalGeneration(
-        T5Config(
-            vocab_size=60, d_model=24, d_kv=8, d_ff=40, num_layers=2, num_heads=3, dropout_rate=0.0,
-            decoder_start_token_id=0,
-        )
-    ),
-}  # fmt: skip
+    "bert": lambda: bert.make(BertForMaskedLM),
+    "gpt2": lambda: causal.make("gpt2"),
+    "llama": lambda: causal.make("llama"),
+    "t5": lambda: t5.make(),
+}
 # (Linear, Conv1D): of the layers, and the head.
 MAPS = {
     "bart": (2 * 6 + 2 * 10 + 1, 0),
@@ -64,14 +39,13 @@ MAPS = {
     "llama": (2 * 7 + 1, 0),
     "t5": (2 * 6 + 2 * 10 + 1, 0),
 }
-CALLED = {"bart": 4 * 2 + 8 * 2 + 1, "marian": 4 * 2 + 8 * 2 + 1, "bert": 4 * 2 + 2, "gpt2": 2 * 2 + 1, "t5": 25} | {
-    "llama": 7 * 2 + 1
-}
+# Products: forward and two gradients of each map, but for those of feed-forward networks, which are an op. Llama's k
+# and v are (8, 24): their gradients have too few rows.
+PRODUCTS = {"bart": 3 * 25, "marian": 3 * 25, "bert": 3 * 10, "gpt2": 3 * 5, "llama": 3 * 15 - 4, "t5": 3 * 25}
 families = pytest.mark.parametrize("family", MAKE)
 
 
 def make(family: str, dtype: torch.dtype = torch.float32) -> Any:
-    torch.manual_seed(5)
     return MAKE[family]().to(dtype).train()
 
 
@@ -86,44 +60,50 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
         return real(x, weight, bias)
 
     monkeypatch.setattr(linear_module, "_by_onednn", by_onednn)
-    monkeypatch.setattr(linear_module, "_FEWEST_TO_LEARN", 0)
+    for bound in ("_FEWEST", "_FEWEST_TO_LEARN"):
+        monkeypatch.setattr(linear_module, bound, 0)
     return shapes
 
 
-def step(model: Any) -> dict[str, Tensor]:
-    """The loss, the logits and the gradients."""
-    model.zero_grad()
-    out = model(IDS, labels=IDS)
-    out.loss.backward()
-    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    return {"loss": out.loss.detach(), "logits": out.logits.detach()} | gradients
+def steps(model: Any) -> dict[str, Tensor]:
+    """The loss, the logits and the gradients, over draws of tokens: the errors of one small gradient are luck."""
+    found: dict[str, list[Tensor]] = {}
+    for draw in range(DRAWS):
+        ids = torch.randint(5, 60, (4, 9), generator=torch.Generator().manual_seed(draw))
+        model.zero_grad()
+        out = model(ids, labels=ids)
+        out.loss.backward()
+        gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        for name, value in ({"loss": out.loss, "logits": out.logits} | gradients).items():
+            found.setdefault(name, []).append(value.detach().clone())
+    return {name: torch.stack(values) for name, values in found.items()}
 
 
 @families
 def test_losses_and_gradients_by_the_rule(family: str, counted: list[tuple[int, ...]]) -> None:
-    with exactly(family):
-        exact = step(make(family, torch.float64))
+    with causal.exactly(family), t5.exactly():
+        exact = steps(make(family, torch.float64))
     model = make(family)
-    plain = step(model)
+    plain = steps(model)
     assert not counted
     report = fastformer.accelerate(model)
     kinds = Counter(report.swapped.values())
     assert (kinds["Linear"], kinds["Conv1D"]) == MAPS[family] and not report.left
-    ours = step(model)
+    ours = steps(model)
     if linear_module._IS_THERE:
-        # Forward and two gradients of each, but for those of feed-forward networks, which are an op.
-        assert len(counted) == 3 * CALLED[family] and counted.count((24, 60)) == 1
+        assert len(counted) == PRODUCTS[family] * DRAWS and counted.count((24, 60)) == DRAWS
     assert ours.keys() == plain.keys() and len(ours) > 10
+    largest = max(float(value.norm()) for value in exact.values())
     for name, value in ours.items():
         error, allowed = ((found - exact[name]).norm() for found in (value, plain[name]))
         if exact[name].norm() < 1e-12:  # a bias of keys, which changes nothing: all of its gradient is rounding
-            assert value.norm() < 1e-7
+            assert value.norm() < 1e-5 * largest
             continue
         scale = exact[name].norm() * torch.finfo(torch.float32).eps
         assert error <= 2 * allowed + scale, f"{name}: {error:.2e} > 2 x {allowed:.2e}"
     fastformer.restore(model)
     counted.clear()
-    for name, value in step(model).items():
+    for name, value in steps(model).items():
         assert torch.equal(value, plain[name]), name
     assert not counted and not any(isinstance(each, linear_module.Linear) for each in model.modules())
 
@@ -171,16 +151,13 @@ def test_what_somebody_put_there_is_called(monkeypatch: pytest.MonkeyPatch, coun
         model(IDS)
     assert counted
     counted.clear()
-    for kind, x in ((Conv1D, torch.randn(20, 24)), (nn.Linear, torch.randn(20, 24))):
-        own = model.transformer.h[0].attn.c_proj if kind is Conv1D else model.lm_head
+    x = torch.randn(20, 24)
+    for kind, own in ((Conv1D, model.transformer.h[0].attn.c_proj), (nn.Linear, model.lm_head)):
         with monkeypatch.context() as patched:
             patched.setattr(kind, "forward", lambda self, x: x)
             assert own(x) is x
-        with monkeypatch.context() as patched, contextlib.suppress(AttributeError):
-            patched.setattr(F, "linear", lambda x, weight, bias=None: x)
-            if kind is nn.Linear:
-                assert own(x) is x
-    assert not counted
+    monkeypatch.setattr(F, "linear", lambda x, weight, bias=None: x)
+    assert model.lm_head(x) is x and not counted
 
 
 def test_a_head_of_another_size_comes_later() -> None:
@@ -188,8 +165,8 @@ def test_a_head_of_another_size_comes_later() -> None:
     fastformer.accelerate(model)
     model.resize_token_embeddings(70)
     assert model(IDS).logits.shape == (4, 9, 70)
-    again = fastformer.accelerate(model)
-    assert list(again.swapped.values()) in ([], ["Linear"])
+    fastformer.accelerate(model)
+    assert type(model.lm_head) is linear_module.Linear
     assert model(IDS).logits.shape == (4, 9, 70)
 
 

@@ -33,6 +33,7 @@ def products(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return real(x, weight, bias)
 
     monkeypatch.setattr(linear_module, "_by_onednn", counted)
+    monkeypatch.setattr(linear_module, "_FEWEST", 0)
     return rows
 
 
@@ -233,9 +234,14 @@ def test_who_has_a_say_in_learning_meets_the_usual_function(learns_small: None, 
     assert products == [40]
 
 
-def test_small_products_learn_by_the_usual_function(products: list[int]) -> None:
+def test_small_products_go_the_usual_way(products: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     rows = linear_module._FEWEST_TO_LEARN // (64 * 64)
     weight = torch.randn(64, 64, requires_grad=True)
+    monkeypatch.setattr(linear_module, "_FEWEST", 20 * 64 * 64)
+    linear(torch.randn(19, 64), weight.detach())
+    assert not products
+    linear(torch.randn(20, 64), weight.detach())
+    assert products.pop() == 20
     assert type(linear(torch.randn(rows - 1, 64), weight).grad_fn).__name__ == "MmBackward0" and not products
     assert type(linear(torch.randn(rows, 64), weight).grad_fn).__name__ == "_LearningBackward" and products == [rows]
 
