@@ -442,6 +442,19 @@ def test_gradients_are_not_copied(factor: float, keep: bool, backend: str, devic
         assert (gradient.data_ptr() == each.data_ptr()) is not keep
 
 
+@pytest.mark.parametrize("through", ["the function", "the dispatcher"])
+def test_backward_makes_nothing_as_large_as_the_weight(through: str, backend: str, device: str) -> None:
+    """The gradients are there already, and nobody wants zeros for theirs."""
+    inputs = make_inputs((4, 8), 4000, device)
+    x, weight, target, bias = (each.requires_grad_(each.is_floating_point()) for each in inputs.values())
+    if through == "the function":
+        loss = linear_cross_entropy(x, weight, target, bias)
+    else:
+        loss = OP.linear_cross_entropy_fwd_bwd(x, weight, bias, target, -100, 0.0, False, 0.0, True, [True] * 3)[0]
+    assert peak_bytes((3 * loss).backward, device) < weight.numel() * weight.element_size() / 2
+    assert weight.grad is not None
+
+
 def test_gradients_of_a_batch_of_losses(backend: str, device: str) -> None:
     """Several dloss at once, which autograd asks for with is_grads_batched, leave the kept gradients as they are."""
     inputs = make_inputs((5, 16), 40, device)
