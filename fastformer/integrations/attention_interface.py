@@ -13,7 +13,7 @@ from transformers.integrations import sdpa_attention
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 
-from fastformer.integrations.hugging_face import attend, packed_layout
+from fastformer.integrations.hugging_face import attend, packed_layouts
 from fastformer.integrations.sdpa import scaled_dot_product_attention
 from fastformer.nn.fusing import is_traced
 from fastformer.ops import attention
@@ -49,7 +49,7 @@ def attention_forward(
         (batch, seqlen_q, num_heads, head_dim), and None for the weights.
     """
     is_causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
-    if packed_layout() is not None:
+    if packed_layouts() is not None:
         q, k, v = (each.transpose(1, 2) for each in (query, key, value))
         return attend(q, k, v, None, dropout_p=dropout, scale=scaling, is_causal=is_causal), None
     is_causal = is_causal and attention_mask is None and query.shape[2] > 1

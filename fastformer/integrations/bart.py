@@ -1,7 +1,8 @@
-"""transformers' BART, and what Marian's layers have in common with it: packed encoder, joined norms, fused FFN."""
+"""transformers' BART, and what Marian's layers have in common with it: packed stacks, joined norms, fused FFN."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -10,12 +11,13 @@ from torch import Tensor, nn
 from transformers.models.bart import modeling_bart as bart
 
 from fastformer.integrations.attention_interface import NAME
-from fastformer.integrations.causal import signed_as
-from fastformer.integrations.fused_loss import Seq2SeqLoss
+from fastformer.integrations.causal import Causal, KeepsPadding, signed_as, staying_padded
+from fastformer.integrations.fused_loss import IGNORED, Seq2SeqLoss
 from fastformer.integrations.hugging_face import (
     RETURNS_TUPLES,
     add_and_norm,
     entered,
+    entered_memory,
     fused_feed_forward,
     gives_tuple,
     keeps_recording,
@@ -23,6 +25,8 @@ from fastformer.integrations.hugging_face import (
     packing,
 )
 from fastformer.integrations.swap import Swap
+from fastformer.nn.fusing import is_traced
+from fastformer.nn.padding import Padding, read_padding
 
 
 class _Layer(nn.Module):
@@ -67,7 +71,7 @@ class EncoderLayer(_Layer):
 
 
 class DecoderLayer(_Layer):
-    """A decoder layer, with or without a cache."""
+    """A decoder layer, with or without a cache, of packed tokens or of a padded batch."""
 
     def forward(
         self,
@@ -90,13 +94,14 @@ class DecoderLayer(_Layer):
             if cross_head_mask is not None:
                 kwargs["cross_attn_layer_head_mask"] = cross_head_mask
             return super().forward(hidden_states, **names, **kwargs)
-        x = hidden_states
+        x, mask = entered(hidden_states, attention_mask)
         options = {"past_key_values": past_key_values, **kwargs}
-        attended = _attended(self.self_attn, x, attention_mask=attention_mask, **options)
+        attended = _attended(self.self_attn, x, attention_mask=mask, **options)
         x = self._join(attended, x, self.self_attn_layer_norm)
         if encoder_hidden_states is not None:
-            options |= {"key_value_states": encoder_hidden_states, "attention_mask": encoder_attention_mask}
-            attended = _attended(self.encoder_attn, x, **options)
+            with entered_memory(encoder_hidden_states, encoder_attention_mask) as (memory, mask):
+                options |= {"key_value_states": memory, "attention_mask": mask}
+                attended = _attended(self.encoder_attn, x, **options)
             x = self._join(attended, x, self.encoder_attn_layer_norm)
         x = self._feed_forward(x)
         return (x,) if RETURNS_TUPLES else x
@@ -146,6 +151,79 @@ class Encoder(nn.Module):
         )
 
 
+_MEMORY = ("encoder_hidden_states", "encoder_attention_mask")
+
+
+class Decoder(Causal):
+    """A decoder whose layers see packed tokens, of its own and of the encoder's. Out come zeros at its padding.
+
+    Attributes:
+        kinds: of its layers and of their attentions, exactly.
+    """
+
+    kinds: ClassVar[tuple[type[nn.Module], ...]]
+    layers: Any
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """See transformers."""
+        own = {name: value for name, value in kwargs.items() if name not in _MEMORY}
+        padding = None if self._fills_cache(kwargs) else self._padding(args, own)
+        if padding is None:
+            return super().forward(*args, **kwargs)
+        memory, mask = (kwargs.get(name) for name in _MEMORY)
+        memory_padding = None if memory is None else _memory_padding(memory, mask, padding.shape[0])
+        if memory is not None and memory_padding is None:
+            return super().forward(*args, **kwargs)
+        with packing(padding, memory=memory_padding) as run:
+            out = super().forward(*args, **kwargs | {"return_dict": True})
+        out.last_hidden_state = run.leave(out.last_hidden_state)
+        return out.to_tuple() if gives_tuple(self.config, kwargs) else out
+
+    def _layers(self) -> Sequence[nn.Module]:
+        return list(self.layers)
+
+    def _is_ours(self, layer: Any) -> bool:
+        return all(type(each) in self.kinds for each in (layer, layer.self_attn, layer.encoder_attn))
+
+
+def _memory_padding(memory: Any, mask: Any, batch: int) -> Padding | None:
+    """Where an encoder's output (batch, seqlen, dim) is padding; None where it is another's, or a row has no tokens."""
+    if type(memory) is not Tensor or memory.dim() != 3 or memory.shape[0] != batch:
+        return None
+    if mask is not None and (type(mask) is not Tensor or mask.shape != memory.shape[:2]):
+        return None
+    padding = read_padding(memory, None if mask is None else mask == 0, True)
+    # Before transformers 5 such a row attends to everything, and to nothing where it is packed.
+    return None if padding is None or not bool(padding.layout.read_seqlens().all()) else padding
+
+
+class Seq2SeqModel(nn.Module):
+    """A language model that keeps its decoder from packing where outputs at padding are read."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """See transformers."""
+        if is_traced() or not _sees_padding(args, kwargs):
+            return super().forward(*args, **kwargs)
+        with staying_padded():
+            return super().forward(*args, **kwargs)
+
+
+def _sees_padding(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether labels count where the decoder's mask says that there is padding."""
+    if len(args) > _NAMES_BEFORE_MASK:
+        return True
+    mask, labels = kwargs.get("decoder_attention_mask"), kwargs.get("labels")
+    if mask is None or labels is None:
+        return False
+    if not (isinstance(mask, Tensor) and isinstance(labels, Tensor)) or mask.shape != labels.shape:
+        return True
+    return bool(((labels != IGNORED) & (mask == 0)).any())
+
+
+# input_ids, attention_mask, decoder_input_ids
+_NAMES_BEFORE_MASK = 3
+
+
 class BartEncoderLayer(EncoderLayer, bart.BartEncoderLayer):
     """Fused."""
 
@@ -162,14 +240,51 @@ class BartEncoder(Encoder, bart.BartEncoder):
 
 
 @keeps_recording
+@signed_as(bart.BartDecoder)
+class BartDecoder(Decoder, bart.BartDecoder):
+    """Packed."""
+
+    kinds = (BartDecoderLayer, bart.BartAttention)
+
+
+@keeps_recording
 @signed_as(bart.BartForConditionalGeneration)
-class BartWithLoss(Seq2SeqLoss, bart.BartForConditionalGeneration):
-    """With the fused loss."""
+class BartForConditionalGeneration(Seq2SeqModel, bart.BartForConditionalGeneration):
+    """Packed where nobody looks at padding."""
+
+
+@keeps_recording
+@signed_as(bart.BartForConditionalGeneration)
+class BartWithLoss(Seq2SeqModel, Seq2SeqLoss, bart.BartForConditionalGeneration):
+    """The same, with the fused loss."""
+
+
+@keeps_recording
+@signed_as(bart.BartForCausalLM)
+class BartForCausalLM(KeepsPadding, bart.BartForCausalLM):
+    """Padded."""
+
+
+@keeps_recording
+@signed_as(bart.BartForQuestionAnswering)
+class BartForQuestionAnswering(KeepsPadding, bart.BartForQuestionAnswering):
+    """Padded."""
+
+
+@keeps_recording
+@signed_as(bart.BartForSequenceClassification)
+class BartForSequenceClassification(KeepsPadding, bart.BartForSequenceClassification):
+    """Padded."""
 
 
 SWAPS = (
     Swap(bart.BartEncoderLayer, BartEncoderLayer),
     Swap(bart.BartDecoderLayer, BartDecoderLayer),
     Swap(bart.BartEncoder, BartEncoder),
+    Swap(bart.BartDecoder, BartDecoder),
+    Swap(bart.BartForConditionalGeneration, BartForConditionalGeneration),
+    Swap(bart.BartForCausalLM, BartForCausalLM),
+    Swap(bart.BartForQuestionAnswering, BartForQuestionAnswering),
+    Swap(bart.BartForSequenceClassification, BartForSequenceClassification),
 )
 LOSS_SWAPS = (Swap(bart.BartForConditionalGeneration, BartWithLoss),)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 
@@ -19,6 +20,7 @@ from fastformer.integrations.hugging_face import (
     may_pack,
     nothing_else,
     packing,
+    unread,
 )
 from fastformer.integrations.swap import forget_restored_forward
 from fastformer.nn.fusing import is_traced
@@ -79,8 +81,8 @@ def writes_plainly(cache: Any) -> bool:
     return cache is None or type(cache) in (DynamicCache, PackedCache)
 
 
-class Stack(nn.Module):
-    """Leaves padding out where no cache goes before: its layers see packed tokens. What comes out is zeros there."""
+class Causal(nn.Module):
+    """A stack that may leave padding out where no cache goes before."""
 
     config: Any
 
@@ -90,25 +92,16 @@ class Stack(nn.Module):
     def _is_ours(self, layer: nn.Module) -> bool:
         raise NotImplementedError
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """See transformers."""
-        padding = self._padding(args, kwargs)
-        if padding is None:
-            return super().forward(*args, **kwargs)
-        with packing(padding, self._layers()[-1]):
-            out = super().forward(*args, **kwargs | {"return_dict": True})
-        out.last_hidden_state = out.last_hidden_state.masked_fill(kwargs["attention_mask"][..., None] == 0, 0)
-        return out.to_tuple() if gives_tuple(self.config, kwargs) else out
-
     def _padding(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Padding | None:
-        mask, ids = kwargs.get("attention_mask"), args[0] if args else kwargs.get("input_ids")
+        ids = args[0] if args else kwargs.get("input_ids")
         ids = kwargs.get("inputs_embeds") if ids is None else ids
-        if is_traced() or type(mask) is not Tensor or type(ids) is not Tensor or len(args) > 1 or _unpacked.get():
+        if is_traced() or type(ids) is not Tensor or len(args) > 1 or _unpacked.get():
             return None
+        if ids.dim() != (3 if ids.is_floating_point() else 2):
+            return None
+        left_out = self._left_out(ids.shape[:2], kwargs)
         cache = kwargs.get("past_key_values")
-        if mask.dim() != 2 or mask.shape != ids.shape[:2] or ids.dim() != (3 if ids.is_floating_point() else 2):
-            return None
-        if cache is not None and (type(cache) is not DynamicCache or cache.get_seq_length() != 0):
+        if left_out is None or (cache is not None and (type(cache) is not DynamicCache or cache.get_seq_length() != 0)):
             return None
         config = self.config
         asked = (config.output_hidden_states, config.output_attentions, kwargs.get("is_causal") is False)
@@ -123,15 +116,49 @@ class Stack(nn.Module):
                 forget_restored_forward(module)
         if not may_pack(self):
             return None
-        padding = read_padding(ids, mask == 0, True)
+        padding = read_padding(ids, left_out, True)
         return None if padding is None or padding.is_none or not padding.tokens.numel() else padding
+
+    def _left_out(self, shape: torch.Size, kwargs: dict[str, Any]) -> Tensor | None:
+        """Where in a batch (batch, seqlen) there is padding, or what nobody reads; None where nothing says so."""
+        mask, left_out = kwargs.get("attention_mask"), None
+        if mask is not None:
+            if type(mask) is not Tensor or mask.dim() != 2 or mask.shape != shape:
+                return None
+            left_out = mask == 0
+        behind = None if self._fills_cache(kwargs) else unread(shape)
+        if behind is None:
+            return left_out
+        return behind if left_out is None else left_out | behind
+
+    def _fills_cache(self, kwargs: dict[str, Any]) -> bool:
+        use_cache = kwargs.get("use_cache")
+        use_cache = getattr(self.config, "use_cache", False) if use_cache is None else use_cache
+        return bool(use_cache) or kwargs.get("past_key_values") is not None
+
+
+class Stack(Causal):
+    """Its layers see packed tokens where there is padding. What comes out is zeros there."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """See transformers."""
+        padding = self._padding(args, kwargs)
+        if padding is None:
+            return super().forward(*args, **kwargs)
+        with packing(padding, self._layers()[-1]):
+            out = super().forward(*args, **kwargs | {"return_dict": True})
+        mask = kwargs.get("attention_mask")
+        if mask is not None:
+            out.last_hidden_state = out.last_hidden_state.masked_fill(mask[..., None] == 0, 0)
+        return out.to_tuple() if gives_tuple(self.config, kwargs) else out
 
 
 _unpacked: ContextVar[bool] = ContextVar("fastformer_unpacked", default=False)
 
 
 @contextlib.contextmanager
-def _stays_padded() -> Iterator[None]:
+def staying_padded() -> Iterator[None]:
+    """No causal stack packs in the block: somebody reads what it gives at padding."""
     token = _unpacked.set(True)
     try:
         yield
@@ -170,7 +197,7 @@ class LanguageModel(nn.Module):
         """See transformers."""
         if is_traced() or not sees_padding(args, kwargs):
             return super().forward(*args, **kwargs)
-        with _stays_padded():
+        with staying_padded():
             return super().forward(*args, **kwargs)
 
 
@@ -181,7 +208,7 @@ class KeepsPadding(nn.Module):
         """See transformers."""
         if is_traced():
             return super().forward(*args, **kwargs)
-        with _stays_padded():
+        with staying_padded():
             return super().forward(*args, **kwargs)
 
 

@@ -17,7 +17,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_outputs import CausalLMOutputWithCrossAttentions, CausalLMOutputWithPast, Seq2SeqLMOutput
 from transformers.models.bart.modeling_bart import shift_tokens_right
 
-from fastformer.integrations.hugging_face import gives_tuple
+from fastformer.integrations.hugging_face import gives_tuple, leaving_unread
 from fastformer.nn.fusing import is_plain, is_traced
 from fastformer.nn.linear import LINEARS
 from fastformer.ops import linear_cross_entropy
@@ -77,9 +77,10 @@ class CausalLoss(FusedLoss):
         target = given.get("shift_labels")
         if target is None:
             target = F.pad(labels, (0, 1), value=ignored)[..., 1:]
-        out = self.base_model(
-            **{name: value for name, value in given.items() if name not in ("labels", "logits_to_keep")}
-        )
+        with leaving_unread(_behind_the_last(target != ignored)):
+            out = self.base_model(
+                **{name: value for name, value in given.items() if name not in ("labels", "logits_to_keep")}
+            )
         loss = _loss(out.last_hidden_state, self.lm_head, None, target, ignored, given.get("num_items_in_batch"))
         parts = {name: out.get(name) for name in ("past_key_values", "hidden_states", "attentions")}
         if "cross_attentions" in inspect.signature(type(out)).parameters:
@@ -101,10 +102,22 @@ class Seq2SeqLoss(FusedLoss):
             shifted = shift_tokens_right(labels, config.pad_token_id, config.decoder_start_token_id)
             given = given | {"decoder_input_ids": shifted}
         given = given | {"use_cache": False}
-        out = self.base_model(**{name: value for name, value in given.items() if name != "labels"})
+        with leaving_unread(_behind_the_last(labels != IGNORED)):
+            out = self.base_model(**{name: value for name, value in given.items() if name != "labels"})
         loss = _loss(out.last_hidden_state, self.lm_head, self.final_logits_bias[0], labels, IGNORED, None)
         parts = {name: value for name, value in out.items() if name != "last_hidden_state"}
         return Seq2SeqLMOutput(loss=loss, **parts)
+
+
+def _behind_the_last(counts: Tensor) -> Tensor | None:
+    """Positions (batch, seqlen) behind the last one of their row that counts: nothing that is read depends on them.
+
+    None where they are few, or where finding out would make the host wait.
+    """
+    if counts.device.type != "cpu" or counts.dim() != 2:
+        return None
+    behind = counts.flip(1).cumsum(1).flip(1) == 0
+    return behind if int(behind.sum()) * 16 >= behind.numel() > 0 else None
 
 
 def _loss(

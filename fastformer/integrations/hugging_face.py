@@ -49,17 +49,40 @@ class Packing:
     Args:
         known: the padding, where the stack knows it; else the first layer's mask tells.
         last: the layer behind which the tokens are padded again, where it isn't the stack that does that.
+        memory: the padding of what the layers attend to besides, an encoder's output.
 
     Attributes:
         padding: what was left out, from the first layer on; None while nothing is.
         last: see above.
+        crosses: whether it is the memory that is attended to now.
     """
 
-    def __init__(self, known: Padding | None = None, last: nn.Module | None = None) -> None:
+    def __init__(
+        self, known: Padding | None = None, last: nn.Module | None = None, memory: Padding | None = None
+    ) -> None:
         self.padding: Padding | None = None
         self.last = last
+        self.crosses = False
         self._known = known
         self._has_begun = False
+        self._memory_padding = memory
+        self._packed_memory: Tensor | None = None
+
+    @property
+    def layouts(self) -> tuple[SequenceLayout, SequenceLayout] | None:
+        """How queries and keys lie now; None while nothing is packed."""
+        if self.padding is None:
+            return None
+        keys = self._memory_padding if self.crosses else self.padding
+        assert keys is not None
+        return self.padding.layout, keys.layout
+
+    def enter_memory(self, memory: Tensor) -> Tensor:
+        """What layers attend to in place of the memory (batch, seqlen, dim): (1, total, dim), packed once for all."""
+        if self._packed_memory is None:
+            assert self._memory_padding is not None
+            self._packed_memory = self._memory_padding.pack(memory)[None]
+        return self._packed_memory
 
     def enter(self, x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """What a layer works on in place of x (batch, seqlen, dim) and its mask: once packed (1, total, dim), None."""
@@ -82,9 +105,11 @@ _lock = threading.Lock()
 
 
 @contextlib.contextmanager
-def packing(known: Padding | None = None, last: nn.Module | None = None) -> Iterator[Packing]:
+def packing(
+    known: Padding | None = None, last: nn.Module | None = None, memory: Padding | None = None
+) -> Iterator[Packing]:
     """Layers of the block take part in a `Packing`."""
-    begun = Packing(known, last)
+    begun = Packing(known, last, memory)
     token = _packing.set(begun)
     _count(1)
     try:
@@ -103,6 +128,29 @@ def _count(more: int) -> None:
 def going_on() -> Packing | None:
     """The run that a layer takes part in, if there is one."""
     return None if _num_runs == 0 else _packing.get()
+
+
+_unread: ContextVar[Tensor | None] = ContextVar("fastformer_unread", default=None)
+
+
+@contextlib.contextmanager
+def leaving_unread(positions: Tensor | None) -> Iterator[None]:
+    """In the block nobody reads what causal stacks give at these positions.
+
+    Args:
+        positions: (batch, seqlen), bool, in each row a number of the last ones; None: all are read.
+    """
+    token = _unread.set(positions)
+    try:
+        yield
+    finally:
+        _unread.reset(token)
+
+
+def unread(shape: torch.Size) -> Tensor | None:
+    """The positions of `leaving_unread`, for a batch of this shape."""
+    positions = _unread.get()
+    return None if positions is None or positions.shape != shape else positions
 
 
 _keeps_padding: ContextVar[bool] = ContextVar("fastformer_keeps_padding", default=False)
@@ -124,10 +172,24 @@ def entered(x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
     return (x, mask) if run is None else run.enter(x, mask)
 
 
-def packed_layout() -> SequenceLayout | None:
-    """How the tokens lie that attentions are given: None for a padded batch."""
+@contextlib.contextmanager
+def entered_memory(memory: Tensor, mask: Tensor | None) -> Iterator[tuple[Tensor, Tensor | None]]:
+    """What a layer attends to in the block in place of a memory and its mask, if a run is going on that has packed."""
     run = going_on()
-    return None if run is None or run.padding is None else run.padding.layout
+    if run is None or run.padding is None:
+        yield memory, mask
+        return
+    run.crosses = True
+    try:
+        yield run.enter_memory(memory), None
+    finally:
+        run.crosses = False
+
+
+def packed_layouts() -> tuple[SequenceLayout, SequenceLayout] | None:
+    """How the queries and the keys lie that attentions are given: None for a padded batch."""
+    run = going_on()
+    return None if run is None else run.layouts
 
 
 def key_padding_of(mask: Tensor | None) -> Tensor | None:
@@ -229,13 +291,13 @@ def attend(
         dropout_p, scale: as in `ops.attention`.
         is_causal: query i sees no key after its own.
     """
-    layout = packed_layout()
-    if layout is not None:
-        assert mask is None and layout.cu_seqlens is not None and q.shape[0] == 1
-        cu_seqlens, longest = layout.cu_seqlens, layout.max_seqlen
+    layouts = packed_layouts()
+    if layouts is not None:
+        queries, keys = layouts
+        assert mask is None and queries.cu_seqlens is not None and keys.cu_seqlens is not None and q.shape[0] == 1
         out = varlen_attention(
-            q[0], k[0], v[0], cu_seqlens, cu_seqlens, longest, longest, is_causal=is_causal, softmax_scale=scale,
-            dropout_p=dropout_p,
+            q[0], k[0], v[0], queries.cu_seqlens, keys.cu_seqlens, queries.max_seqlen, keys.max_seqlen,
+            is_causal=is_causal, softmax_scale=scale, dropout_p=dropout_p,
         )  # fmt: skip
         return out[None]
     return attention(q, k, v, attn_mask=mask, is_causal=is_causal, softmax_scale=scale, dropout_p=dropout_p)

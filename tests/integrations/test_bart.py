@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor
 from transformers import BartConfig, BartForConditionalGeneration, MarianConfig, MarianMTModel
 
@@ -17,6 +18,8 @@ from tests.nn.comparing import assert_same
 IDS = torch.randint(5, 60, (4, 9), generator=torch.Generator().manual_seed(0))
 RIGHT = torch.arange(9) < torch.tensor([[9], [4], [1], [7]])
 TARGETS = torch.randint(5, 60, (4, 6), generator=torch.Generator().manual_seed(1))
+# Of the decoder: two rows are whole for the encoder and not here, and the other way round.
+BEHIND = torch.arange(6) < torch.tensor([[2], [6], [1], [4]])
 families = pytest.mark.parametrize("family", ["bart", "marian"])
 
 
@@ -59,7 +62,7 @@ def test_computes_the_same(mask, mode, family):
             report = fastformer.accelerate(model)
             kinds = Counter(report.swapped.values())
             linears = 2 * 6 + 2 * 10 + 1
-            assert kinds["Linear"] == linears and len(report.swapped) - linears == 5
+            assert kinds["Linear"] == linears and len(report.swapped) - linears == 7
             assert not report.left and report.attention == [""]
             names = ran(lambda: run(model, mask))
             assert {"add_layer_norm_fwd", "feed_forward_fwd", "attention_fwd"} <= names
@@ -72,6 +75,97 @@ def test_computes_the_same(mask, mode, family):
             assert ours is None or ours.abs().max() < 1e-12
         else:
             assert_same(ours, theirs, "output or gradient", 1e-9)
+
+
+def run_both(model: Any, mask: Tensor | None, own: Tensor, **options: Any) -> Any:
+    """With a mask for the decoder, too, and no labels at what it leaves out."""
+    options = {"labels": TARGETS.masked_fill(~own, -100), "decoder_input_ids": TARGETS.flip(1)} | options
+    encoder_mask = None if mask is None else mask.long()
+    return model(IDS, attention_mask=encoder_mask, decoder_attention_mask=own.long(), **options)
+
+
+@families
+@pytest.mark.parametrize("fused_loss", [False, True])
+@pytest.mark.parametrize(
+    "own", [BEHIND, BEHIND.flip(1), BEHIND & (torch.arange(6) != 1)], ids=["right", "left", "holes"]
+)
+@pytest.mark.parametrize("mask", [None, RIGHT, RIGHT.flip(1)], ids=["no mask", "right", "left"])
+def test_a_decoder_leaves_padding_out(mask, own, fused_loss, family):
+    model = make(family).train()
+    results = []
+    for accelerated in (False, True):
+        if accelerated:
+            fastformer.accelerate(model, fused_loss=fused_loss)
+            # Nothing else is packed where the encoder has no mask, nor is anything attended to with padding.
+            names = ran(lambda: run_both(model, mask, own))
+            assert "varlen_attention_fwd" in names and ("attention_fwd" in names) == (mask is None)
+        out = run_both(model, mask, own)
+        grads = torch.autograd.grad(out.loss, [p for p in model.parameters() if p.requires_grad], allow_unused=True)
+        logits = [] if fused_loss else [out.logits * own[..., None]]
+        results.append([out.loss, *(g for g in grads if g is not None and g.abs().max() > 1e-12), *logits])
+    for ours, theirs in zip(results[1], results[0], strict=False):
+        assert_same(ours, theirs, "output or gradient", 1e-9)
+    hidden = model.model(
+        input_ids=IDS, decoder_input_ids=TARGETS, decoder_attention_mask=own.long(), use_cache=False
+    ).last_hidden_state
+    assert not hidden[~own].any() and hidden[own].all()
+
+
+@families
+@pytest.mark.parametrize("what", ["labels", "cache", "hook", "hidden states"])
+def test_a_decoder_stays_padded_where_somebody_looks(what, family):
+    model = make(family).eval()
+    options: dict[str, Any] = {}
+    if what == "labels":
+        options["labels"] = TARGETS
+    elif what == "cache":
+        options |= {"labels": None, "use_cache": True}
+    elif what == "hidden states":
+        options["output_hidden_states"] = True
+    results = []
+    for accelerated in (False, True):
+        if accelerated:
+            fastformer.accelerate(model)
+            if what == "hook":
+                model.model.decoder.layers[0].fc1.register_forward_hook(lambda *args: None)
+            assert ("varlen_attention_fwd" in ran(lambda: run_both(model, None, BEHIND))) == (what != "hook")
+            assert "varlen_attention_fwd" not in ran(lambda: run_both(model, None, BEHIND, **options))
+        results.append(run_both(model, None, BEHIND, **options))
+    assert_same(results[1].logits, results[0].logits, what, 1e-9)
+    assert bool(results[1].past_key_values) == bool(results[0].past_key_values)
+
+
+@families
+def test_a_row_without_memory_is_what_it_was(family):
+    """Before transformers 5 it attends to all keys that are ignored, since then to none."""
+    decoder = make(family).model.decoder.eval()
+    memory, mask = torch.randn(4, 9, 24, dtype=torch.float64), RIGHT & (torch.arange(4) != 2)[:, None]
+    given: dict[str, Any] = {"attention_mask": BEHIND.long(), "encoder_hidden_states": memory, "use_cache": False}
+
+    def hidden(mask: Tensor) -> Tensor:
+        return decoder(TARGETS, encoder_attention_mask=mask.long(), **given).last_hidden_state * BEHIND[..., None]
+
+    with torch.no_grad():
+        expected = hidden(mask)
+        fastformer.accelerate(decoder)
+        assert "varlen_attention_fwd" in ran(lambda: hidden(RIGHT))
+        assert_same(hidden(mask), expected, "a row without memory", 1e-9)
+
+
+@pytest.mark.parametrize("name", ["BartForSequenceClassification", "BartForQuestionAnswering"])
+def test_heads_that_read_padding_see_it(name):
+    torch.manual_seed(5)
+    model = getattr(transformers, name)(make("bart").config).double().eval()
+    ids = IDS.clone()
+    ids[:, -1] = 2  # the end token, which a classifier reads
+    masks = {
+        "attention_mask": torch.ones(4, 9).long(),
+        "decoder_attention_mask": (torch.arange(9) < 5).long().expand(4, 9),
+    }
+    with torch.no_grad():
+        expected = model(input_ids=ids, **masks, use_cache=False)[0]
+        fastformer.accelerate(model)
+        assert_same(model(input_ids=ids, **masks, use_cache=False)[0], expected, name, 1e-9)
 
 
 @families

@@ -82,6 +82,23 @@ def test_the_loss_of_the_plain_model(mask, family):
     assert_same_as_plain(family, mask)
 
 
+@families
+def test_what_is_behind_the_last_label_is_left_out(family):
+    """Without a mask, too: nothing that the loss reads depends on it."""
+    model = make(family)
+    fastformer.accelerate(model, fused_loss=True)
+    labels = labels_of(family, RIGHT if family in ("gpt2", "llama") else None)
+    packs = lambda **options: "varlen_attention_fwd" in causal.ran(lambda: run(model, family, **options))  # noqa: E731
+    assert packs(labels=labels, use_cache=False)
+    # All before a label that counts is read. (A decoder alone predicts nothing at its last position.)
+    ends = labels.clone()
+    ends[:, -1] = 7
+    assert packs(labels=ends, use_cache=False) == (family in ("gpt2", "llama"))
+    if family in ("gpt2", "llama"):
+        assert not packs(labels=labels, use_cache=True)  # a cache holds it
+    assert_same_as_plain(family, labels=labels, use_cache=False)
+
+
 @decoders
 def test_a_loss_by_num_items_in_batch(family):
     assert_same_as_plain(family, RIGHT, num_items_in_batch=torch.tensor(50))
