@@ -96,11 +96,13 @@ def figure(title: str, *, footer: str = "", rows: int = 1, columns: int = 1, hei
         axes.set_axisbelow(True)
         axes.grid(color="#808080", alpha=0.25, linewidth=0.6)
     if footer:
-        fig.text(0.01, 0.06 / height, footer, fontsize=8, color=INK)
+        size = 8 * min(1.0, _FOOTER_LETTERS / len(footer))  # results of two machines make a long line
+        fig.text(0.01, 0.06 / height, footer, fontsize=size, color=INK)
     return fig
 
 
 _FOOTER = 0.22  # inches
+_FOOTER_LETTERS = 115  # what fits at 8 points
 
 
 def _reserve(fig: Figure, inches: float) -> None:
