@@ -115,26 +115,27 @@ struct Tile {
         probabilities(std::is_same_v<T, acc> ? 0 : kQueries * kKeys) {}
 };
 
-// Scales the scores of query i, columns [begin, end) of a block that starts at key j, and puts them under the mask.
-// What is not allowed is -inf whatever the score is, NaN too.
+// Scales the scores of query i, columns [begin, end) of a block that starts at key j, and puts them under the mask, in
+// base e: a mask's lowest number times log2(e) would be -inf. What is not allowed is -inf whatever the score is, NaN
+// too.
 template <typename acc>
 void apply(const Mask& mask, int64_t b, int64_t h, int64_t i, int64_t j, int64_t begin, int64_t end, acc scale,
            acc* x) {
   using V = Vec<acc>;
-  const V factor(scale), log2e(acc(1.4426950408889634)), hidden(-std::numeric_limits<acc>::infinity());
+  const V factor(scale), hidden(-std::numeric_limits<acc>::infinity());
   const bool boolean = mask.boolean;
   mask.with_row<acc>(b, h, i, [&](auto load) {
     for (int64_t c = begin; c < end; c += V::size) {
       const int64_t n = std::min<int64_t>(V::size, end - c);
       const V score = V::load(x + c, n), of_mask = load(j + c, n);
-      const V masked =
-          boolean ? where_positive(of_mask, score * factor, hidden) : fmadd(score, factor, of_mask * log2e);
+      const V masked = boolean ? where_positive(of_mask, score * factor, hidden) : fmadd(score, factor, of_mask);
       masked.store(x + c, n);
     }
   });
 }
 
-// Turns a row's scores into probabilities relative to its running maximum. Returns the factor for what came before.
+// Turns a row's scores into probabilities relative to its running maximum, which is in base e under a mask and in base
+// 2 without. Returns the factor for what came before.
 template <typename T>
 acc_t<T> softmax_row(const Problem& p, const Mask& mask, const Sequence& s, int64_t b, int64_t h, int64_t i, int64_t j,
                      int64_t width, acc_t<T>* x, T* probability, const acc_t<T>* keep, acc_t<T>& row_max,
@@ -144,31 +145,33 @@ acc_t<T> softmax_row(const Problem& p, const Mask& mask, const Sequence& s, int6
   Interval seen = p.keys_of(s, i);
   const int64_t begin = std::clamp<int64_t>(seen.begin - j, 0, width),
                 end = std::clamp<int64_t>(seen.end - j, begin, width);
-  const acc scale = p.scale2<acc>();
+  const bool masked = mask.on;
+  const acc scale = p.scale2<acc>(), log2e = acc(1.4426950408889634);
   acc largest = -std::numeric_limits<acc>::infinity();
-  if (mask.on) apply(mask, b, h, i, j, begin, end, scale, x);
+  if (masked) apply(mask, b, h, i, j, begin, end, static_cast<acc>(p.softmax_scale), x);
   V most(largest);
   int64_t whole = begin;
   for (; whole + V::size <= end; whole += V::size) most = max(most, V::load(x + whole));
   largest = most.max();
   for (; whole < end; ++whole) largest = std::max(largest, x[whole]);
   // softmax_scale < 0 would pick the minimum; see why_unsupported
-  if (!mask.on && begin < end) largest *= scale;
+  if (!masked && begin < end) largest *= scale;
   const acc before = row_max;
   row_max = std::max(before, largest);
   const acc base = row_max == -std::numeric_limits<acc>::infinity() ? acc(0) : row_max;
-  const V factor(mask.on ? acc(1) : scale), shift(-base);
+  const V factor(masked ? log2e : scale), shift(-base);
   V sum(acc(0));
   for (int64_t c = 0; c < begin; ++c) probability[c] = T(0);
   for (int64_t c = begin; c < end; c += V::size) {
     const int64_t n = std::min<int64_t>(V::size, end - c);
-    V e = exp2(fmadd(V::load(x + c, n), factor, shift)).first_lanes(n);
+    const V score = V::load(x + c, n);
+    V e = exp2(masked ? (score + shift) * factor : fmadd(score, factor, shift)).first_lanes(n);
     sum = sum + e;
     if (p.dropout.on) e = e * V::load(keep + c, n);
     e.store(probability + c, n);
   }
   for (int64_t c = end; c < round_up(width, kPair<T>); ++c) probability[c] = T(0);
-  const acc rescale = before == row_max ? acc(1) : std::exp2(before - base);
+  const acc rescale = before == row_max ? acc(1) : std::exp2(masked ? (before - base) * log2e : before - base);
   row_sum = row_sum * rescale + sum.sum();
   return rescale;
 }
@@ -217,8 +220,10 @@ void attend(const Problem& p, const Mask& mask, const Rows<const T>& q, const Pa
     T* to = out.at(b, s.q_start + first + r, h);
     for_each_vec<acc>(
         dim, [&](int64_t c, int64_t n) { (V::load(tile.out.data() + r * dim + c, n) * inverse).store(to + c, n); });
-    lse[s.lse_start + h * p.lse_head_stride + first + r] =
-        sum == 0 ? -std::numeric_limits<acc>::infinity() : (tile.row_max[r] + std::log2(sum)) * static_cast<acc>(kLn2);
+    acc& lse_of_row = lse[s.lse_start + h * p.lse_head_stride + first + r];
+    if (sum == 0) lse_of_row = -std::numeric_limits<acc>::infinity();
+    else if (mask.on) lse_of_row = tile.row_max[r] + std::log(sum);
+    else lse_of_row = (tile.row_max[r] + std::log2(sum)) * static_cast<acc>(kLn2);
   }
 }
 

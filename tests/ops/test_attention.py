@@ -144,6 +144,27 @@ def test_rows_that_see_nothing_are_zero(backend, device) -> None:
     assert (gradients["dq"].transpose(1, 2)[empty] == 0).all()
 
 
+@pytest.mark.parametrize("lowest", [0.7, 1.0])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["fp64", "fp32"])
+def test_a_row_under_the_lowest_number_is_no_row_that_sees_nothing(dtype, lowest, backend, device) -> None:
+    # Masks that are added hide padding by it, and where they hide all PyTorch takes the mean.
+    if backend == "triton" and dtype == torch.float64:
+        pytest.skip("the kernels take no fp64")
+    torch.manual_seed(4)
+    q, k, v = (torch.randn(1, n, 2, 16, dtype=dtype, device=device) for n in (5, 150, 150))
+    mask = torch.zeros(5, 150, dtype=dtype, device=device)
+    mask[1], mask[2, :140], mask[3, 3:] = (lowest * torch.finfo(dtype).min,) * 3
+    mask[4] = -torch.inf
+    out, lse = attention(q, k, v, attn_mask=mask, return_lse=True)
+    q, k, v, mask = (each.double().cpu() for each in (q, k, v, mask))
+    scores = torch.einsum("bqhd,bkhd->bhqk", q, k) / 4 + mask
+    scores[:, :, 1] = mask[1, 0]  # beside which a score is nothing, in fp64 as well
+    expected = torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1).nan_to_num(0), v)
+    torch.testing.assert_close(out.double().cpu(), expected, rtol=1e-5, atol=1e-6)
+    exact_lse = scores.logsumexp(-1)
+    torch.testing.assert_close(lse.double().cpu(), exact_lse, rtol=2**-22, atol=1e-6)
+
+
 def test_non_contiguous_inputs(backend, device) -> None:
     q, k, v = (torch.randn(2, 3, 20, 16, device=device).transpose(1, 2) for _ in range(3))
     strided = torch.randn(2, 20, 3, 32, device=device)[..., ::2]
