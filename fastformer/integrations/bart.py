@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers.models.bart import modeling_bart as bart
 
 from fastformer.integrations.attention_interface import NAME
-from fastformer.integrations.causal import Causal, KeepsPadding, signed_as, staying_padded
+from fastformer.integrations.causal import Causal, KeepsPadding, LanguageModel, signed_as
 from fastformer.integrations.fused_loss import IGNORED, Seq2SeqLoss
 from fastformer.integrations.hugging_face import (
     RETURNS_TUPLES,
@@ -118,7 +118,32 @@ def _asks_for_weights(kwargs: dict[str, Any]) -> bool:
     return bool(kwargs.get("output_attentions")) or kwargs.get("layer_head_mask") is not None
 
 
-class Encoder(nn.Module):
+class _Masks(nn.Module):
+    """A stack that makes no mask which hides nothing, or the triangle alone: before 5 for "sdpa", and so for ours."""
+
+    config: Any
+
+    def _update_full_mask(self, mask: Any, *args: Any) -> Any:
+        stack: Any = super()
+        return None if self._hides_nothing(mask) else stack._update_full_mask(mask, *args)
+
+    def _update_cross_attn_mask(self, memory: Any, mask: Any, *args: Any) -> Any:
+        stack: Any = super()
+        return None if self._hides_nothing(mask) else stack._update_cross_attn_mask(memory, mask, *args)
+
+    def _update_causal_mask(self, mask: Any, x: Tensor, positions: Tensor, cache: Any) -> Any:
+        # Behind what a cache holds a triangle begins elsewhere, but for one query, and a static one has keys to hide.
+        is_whole = cache is None or (not cache.is_compileable and (x.shape[1] == 1 or cache.get_seq_length() == 0))
+        stack: Any = super()
+        return None if is_whole and self._hides_nothing(mask) else stack._update_causal_mask(mask, x, positions, cache)
+
+    def _hides_nothing(self, mask: Any) -> bool:
+        if is_traced() or self.config._attn_implementation != NAME or type(mask) is not Tensor or mask.dim() != 2:
+            return False
+        return bool((mask == 1).all())
+
+
+class Encoder(_Masks):
     """An encoder whose layers see packed tokens. What comes out is zeros at padding.
 
     Attributes:
@@ -154,7 +179,7 @@ class Encoder(nn.Module):
 _MEMORY = ("encoder_hidden_states", "encoder_attention_mask")
 
 
-class Decoder(Causal):
+class Decoder(_Masks, Causal):
     """A decoder whose layers see packed tokens, of its own and of the encoder's. Out come zeros at its padding.
 
     Attributes:
@@ -197,31 +222,21 @@ def _memory_padding(memory: Any, mask: Any, batch: int) -> Padding | None:
     return None if padding is None or not bool(padding.layout.read_seqlens().all()) else padding
 
 
-class Seq2SeqModel(nn.Module):
-    """A language model that keeps its decoder from packing where outputs at padding are read."""
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """See transformers."""
-        if is_traced() or not _sees_padding(args, kwargs):
-            return super().forward(*args, **kwargs)
-        with staying_padded():
-            return super().forward(*args, **kwargs)
+_NAMES_BEFORE_MASK = 3  # input_ids, attention_mask, decoder_input_ids
 
 
-def _sees_padding(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether labels count where the decoder's mask says that there is padding."""
-    if len(args) > _NAMES_BEFORE_MASK:
-        return True
-    mask, labels = kwargs.get("decoder_attention_mask"), kwargs.get("labels")
-    if mask is None or labels is None:
-        return False
-    if not (isinstance(mask, Tensor) and isinstance(labels, Tensor)) or mask.shape != labels.shape:
-        return True
-    return bool(((labels != IGNORED) & (mask == 0)).any())
+class Seq2SeqModel(LanguageModel):
+    """A language model that keeps its decoder from packing where labels count at the decoder's padding."""
 
-
-# input_ids, attention_mask, decoder_input_ids
-_NAMES_BEFORE_MASK = 3
+    def _sees_padding(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        if len(args) > _NAMES_BEFORE_MASK:
+            return True
+        mask, labels = kwargs.get("decoder_attention_mask"), kwargs.get("labels")
+        if mask is None or labels is None:
+            return False
+        if not (isinstance(mask, Tensor) and isinstance(labels, Tensor)) or mask.shape != labels.shape:
+            return True
+        return bool(((labels != IGNORED) & (mask == 0)).any())
 
 
 class BartEncoderLayer(EncoderLayer, bart.BartEncoderLayer):

@@ -123,7 +123,7 @@ class Causal(nn.Module):
         """Where in a batch (batch, seqlen) there is padding, or what nobody reads; None where nothing says so."""
         mask, left_out = kwargs.get("attention_mask"), None
         if mask is not None:
-            if type(mask) is not Tensor or mask.dim() != 2 or mask.shape != shape:
+            if type(mask) is not Tensor or mask.shape != shape:
                 return None
             left_out = mask == 0
         behind = None if self._fills_cache(kwargs) else unread(shape)
@@ -195,21 +195,20 @@ class LanguageModel(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """See transformers."""
-        if is_traced() or not sees_padding(args, kwargs):
+        if is_traced() or not self._sees_padding(args, kwargs):
             return super().forward(*args, **kwargs)
         with staying_padded():
             return super().forward(*args, **kwargs)
 
+    def _sees_padding(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        return sees_padding(args, kwargs)
 
-class KeepsPadding(nn.Module):
+
+class KeepsPadding(LanguageModel):
     """A head that reads what its stack gives at padding: a softmax over all tokens, the last one, labels anywhere."""
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """See transformers."""
-        if is_traced():
-            return super().forward(*args, **kwargs)
-        with staying_padded():
-            return super().forward(*args, **kwargs)
+    def _sees_padding(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        return True
 
 
 def signed_as(original: type[nn.Module]) -> Callable[[Model], Model]:

@@ -37,8 +37,9 @@ from fastformer.nn.padding import Padding, read_padding
 from fastformer.ops import attention, varlen_attention
 from fastformer.ops import feed_forward as feed_forward_op
 
-# Before 5 layers have a call of their own, for checkpoints; who packs asks whether there are any.
-PLAIN_CALLS.add(GradientCheckpointingLayer.__call__)
+# Before 5 layers have a call of their own, for checkpoints; who packs asks whether there are any. Nobody calls the
+# containers, which peft keeps adapters in.
+PLAIN_CALLS.update((GradientCheckpointingLayer.__call__, nn.ParameterDict.__call__, nn.ParameterList.__call__))
 # Before 5 a layer gives a tuple.
 RETURNS_TUPLES = int(transformers.__version__.split(".")[0]) < 5
 

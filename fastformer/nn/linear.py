@@ -1,7 +1,7 @@
 """x W^T + b as `F.linear` computes it, by the library that is fast at it on this CPU, and so its gradients.
 
 PyTorch leaves a product in fp32 to MKL, which uses half of the vectors' width on CPUs that Intel didn't make. oneDNN,
-which PyTorch has too, uses all of it: 2.2 times the speed on a Zen 5, from 16 rows to 4,096.
+which PyTorch has too, uses all of it.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from tests.nn.comparing import assert_same
 IDS = torch.randint(5, 60, (4, 9), generator=torch.Generator().manual_seed(0))
 RIGHT = torch.arange(9) < torch.tensor([[9], [4], [1], [7]])
 TARGETS = torch.randint(5, 60, (4, 6), generator=torch.Generator().manual_seed(1))
-# Of the decoder: two rows are whole for the encoder and not here, and the other way round.
+# Of the decoder, whole where the encoder's row isn't.
 BEHIND = torch.arange(6) < torch.tensor([[2], [6], [1], [4]])
 families = pytest.mark.parametrize("family", ["bart", "marian"])
 
@@ -103,7 +103,7 @@ def test_a_decoder_leaves_padding_out(mask, own, fused_loss, family):
         grads = torch.autograd.grad(out.loss, [p for p in model.parameters() if p.requires_grad], allow_unused=True)
         logits = [] if fused_loss else [out.logits * own[..., None]]
         results.append([out.loss, *(g for g in grads if g is not None and g.abs().max() > 1e-12), *logits])
-    for ours, theirs in zip(results[1], results[0], strict=False):
+    for ours, theirs in zip(results[1], results[0], strict=True):
         assert_same(ours, theirs, "output or gradient", 1e-9)
     hidden = model.model(
         input_ids=IDS, decoder_input_ids=TARGETS, decoder_attention_mask=own.long(), use_cache=False
@@ -152,16 +152,21 @@ def test_a_row_without_memory_is_what_it_was(family):
         assert_same(hidden(mask), expected, "a row without memory", 1e-9)
 
 
-@pytest.mark.parametrize("name", ["BartForSequenceClassification", "BartForQuestionAnswering"])
+@pytest.mark.parametrize(
+    "name", ["BartForSequenceClassification", "BartForQuestionAnswering", "BartForCausalLM", "MarianForCausalLM"]
+)
 def test_heads_that_read_padding_see_it(name):
     torch.manual_seed(5)
-    model = getattr(transformers, name)(make("bart").config).double().eval()
+    family = "bart" if "Bart" in name else "marian"
+    model = getattr(transformers, name)(make(family).config).double().eval()
     ids = IDS.clone()
     ids[:, -1] = 2  # the end token, which a classifier reads
     masks = {
         "attention_mask": torch.ones(4, 9).long(),
         "decoder_attention_mask": (torch.arange(9) < 5).long().expand(4, 9),
     }
+    if "Causal" in name:  # a decoder alone
+        masks = {"attention_mask": masks["decoder_attention_mask"]}
     with torch.no_grad():
         expected = model(input_ids=ids, **masks, use_cache=False)[0]
         fastformer.accelerate(model)
@@ -194,7 +199,7 @@ def test_what_asks_for_more_is_answered(what, family):
     elif what == "weights":
         options["output_attentions"] = True
     elif what == "checkpointing":
-        model.gradient_checkpointing_enable()
+        model.gradient_checkpointing_enable({"use_reentrant": False})
     elif what == "a hook":
         model.model.encoder.layers[1].fc1.register_forward_hook(lambda module, args, out: seen.append(out.detach()))
     elif what == "a tuple":
