@@ -208,17 +208,25 @@ _PRECISIONS = (
 )
 
 
-def _decoding(label: str, batch: int, num_beams: int, model: str = "base", against: str = "ctranslate2") -> Case:
+def _decoding(
+    label: str,
+    batch: int,
+    num_beams: int,
+    model: str = "base",
+    against: str = "ctranslate2",
+    panels: tuple[Panel, ...] = _PRECISIONS[:1],
+) -> Case:
     where = {"op": "peers", "model": model, "batch": batch, "num_beams": num_beams}
-    return Case(label, where, (against,), panels=_PRECISIONS if model == "base" else _PRECISIONS[:1])
+    return Case(label, where, (against,), panels=panels)
 
 
 PEERS = (
-    _decoding("base, greedy, 1 source", 1, 1),
-    _decoding("base, 4 beams, 1 source", 1, 4),
-    _decoding("base, greedy, 16 sources", 16, 1),
-    _decoding("base, 4 beams, 16 sources", 16, 4),
+    _decoding("base, greedy, 1 source", 1, 1, panels=_PRECISIONS),
+    _decoding("base, 4 beams, 1 source", 1, 4, panels=_PRECISIONS),
+    _decoding("base, greedy, 16 sources", 16, 1, panels=_PRECISIONS),
+    _decoding("base, 4 beams, 16 sources", 16, 4, panels=_PRECISIONS),
     _decoding("a trained base, 8 to 60 tokens, one by one", 1, 1, "run"),
     _decoding("a trained base, 8 to 60 tokens, 16 at once", 16, 1, "run"),
     _decoding("GPT-2's small shape, one prompt", 1, 1, "gpt2", "llama.cpp"),
+    _decoding("GPT-2's small shape, one prompt, fp32", 1, 1, "gpt2", "transformers", _PRECISIONS[2:]),
 )

@@ -1,7 +1,8 @@
 """The lines of `benchmarks/results/` that count: of each case those of its latest run. README and pictures take these.
 
 A run's lines share their time, and its providers took turns, so that their ratios mean something; lines of an earlier
-run of the same case are history, even those of a provider that the latest run left out.
+run of the same case are history, even those of a provider that the latest run left out. Decoding beside one engine and
+beside another are two cases: they need not be here at once.
 """
 
 from __future__ import annotations
@@ -65,6 +66,8 @@ def case_of(row: Mapping[str, Any]) -> str:
     # Peers run with the number of threads that is better for each; all else is told apart by it.
     if row.get("op") != "peers":
         parts["threads"] = row.get("threads")
+    elif baseline := row.get("baseline"):
+        parts["beside"] = baseline.rpartition(" ")[0]
     return json.dumps(parts, sort_keys=True)
 
 

@@ -305,8 +305,9 @@ def decoding(numbers: Numbers) -> str:
         for rival in case.rivals(numbers.results.rows):
             measured = {found.panel for found in case.comparisons(numbers.results.rows) if found.against == rival}
             wanted = measured | ({panel.name for panel in case.panels} if rival in case.against else set())
-            cells = [numbers.ratio(case, name, rival) if name in wanted else "" for name in names]
-            rows.append([case.label, *cells, name_of(rival)])
+            if wanted:
+                cells = [numbers.ratio(case, name, rival) if name in wanted else "" for name in names]
+                rows.append([case.label, *cells, name_of(rival)])
     greedy = {"op": "peers", "model": "base", "batch": 1, "num_beams": 1, "provider": "fastformer", "precision": "int8"}
     share = numbers.value("share_of_cached", lambda share: f"{100 * share:.0f} %", **greedy)
     read = prose(

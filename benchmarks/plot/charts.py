@@ -342,7 +342,7 @@ CHARTS: dict[str, Chart] = {
     ),
     "peers": _speedups(
         "Decoding: how many times faster than other engines on the same weights",
-        "bars: how many times faster decoding is than CTranslate2's and llama.cpp's",
+        "bars: how many times faster decoding is than that of CTranslate2, llama.cpp and transformers",
         _RUN.format("decoding"), PEERS,
     ),
     "scaling": Chart(

@@ -54,6 +54,7 @@ _COLORS = {
     "openvino": ORANGE,
     "onnxruntime": BLUE,
     "llama.cpp": GREEN,
+    "transformers": SKY,
 }
 _OTHERS = (BLUE, GREEN, SKY, PURPLE, ORANGE)
 MARKERS = "osD^vPX*"

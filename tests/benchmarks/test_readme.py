@@ -146,6 +146,21 @@ def test_the_latest_run_counts_as_a_whole(folder: Path) -> None:
     assert f"{NOT_MEASURED} times" in (folder / "README.md").read_text()
 
 
+def test_decoding_beside_another_engine_is_no_later_run(tmp_path: Path) -> None:
+    beside = [
+        [line(each, ms, op="peers", time=time, baseline=f"{engine} fp32", threads=2) for each, ms in speeds.items()]
+        for time, engine, speeds in (
+            ("2026-01-01", "one", {"fastformer": 3.0, "one": 4.0}),
+            ("2026-01-03", "one", {"fastformer": 2.0, "one": 6.0}),
+            ("2026-01-04", "other", {"fastformer": 1.0, "other": 5.0}),
+        )
+    ]
+    write(tmp_path, [row for rows in beside for row in rows])
+    case = Case("peers", {"op": "peers"}, ("one", "other"))
+    numbers = Numbers(Results(tmp_path))
+    assert [numbers.ratio(case, "fp32", rival) for rival in case.against] == ["3.0", "5.0"]
+
+
 def test_a_missing_line_is_said_and_listed(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write(
         folder, [LINES[0], SHARED | {"op": "toy", "mode": "fwd", "provider": "eager", "missing": "pip install eager"}]
