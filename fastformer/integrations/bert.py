@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import functools
+import contextlib
 from typing import Any
 
 from torch import Tensor
 from transformers.models.bert import modeling_bert as bert
 
 from fastformer.integrations.attention_interface import NAME
+from fastformer.integrations.causal import KeepsPadding, LanguageModel, TokenLabels, signed_as
 from fastformer.integrations.hugging_face import (
     add_and_norm,
     attend,
@@ -16,6 +17,7 @@ from fastformer.integrations.hugging_face import (
     heads,
     is_known,
     keeping_padding,
+    keeps_recording,
     key_padding_of,
     may_pack,
     nothing_else,
@@ -23,7 +25,6 @@ from fastformer.integrations.hugging_face import (
     plain_dropout,
 )
 from fastformer.integrations.swap import Swap
-from fastformer.nn.fusing import is_traced
 from fastformer.nn.linear import project
 
 # What a forward may be given that doesn't change what it computes here.
@@ -140,19 +141,48 @@ class BertEncoder(bert.BertEncoder):
         )
 
 
-class BertForQuestionAnswering(bert.BertForQuestionAnswering):
-    """Its softmax is over the padding, too, which therefore stays."""
+class _Head(LanguageModel):
+    """The encoder has a way of its own to leave padding out."""
 
-    @functools.wraps(bert.BertForQuestionAnswering.forward)
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """See transformers."""
-        if is_traced():
-            return super().forward(*args, **kwargs)
-        with keeping_padding():
-            return super().forward(*args, **kwargs)
+    def _staying_padded(self) -> contextlib.AbstractContextManager[None]:
+        return keeping_padding()
+
+
+@keeps_recording
+@signed_as(bert.BertForMaskedLM)
+class BertForMaskedLM(_Head, TokenLabels, bert.BertForMaskedLM):
+    """Packed where no label counts at padding."""
+
+
+@keeps_recording
+@signed_as(bert.BertForPreTraining)
+class BertForPreTraining(_Head, TokenLabels, bert.BertForPreTraining):
+    """Packed where no label counts at padding."""
+
+
+@keeps_recording
+@signed_as(bert.BertForTokenClassification)
+class BertForTokenClassification(_Head, TokenLabels, bert.BertForTokenClassification):
+    """Packed where no label counts at padding."""
+
+
+@keeps_recording
+@signed_as(bert.BertLMHeadModel)
+class BertLMHeadModel(_Head, bert.BertLMHeadModel):
+    """Packed where nobody looks at padding."""
+
+
+@keeps_recording
+@signed_as(bert.BertForQuestionAnswering)
+class BertForQuestionAnswering(_Head, KeepsPadding, bert.BertForQuestionAnswering):
+    """Padded."""
 
 
 SWAPS = (
+    Swap(bert.BertForMaskedLM, BertForMaskedLM),
+    Swap(bert.BertForPreTraining, BertForPreTraining),
+    Swap(bert.BertForTokenClassification, BertForTokenClassification),
+    Swap(bert.BertLMHeadModel, BertLMHeadModel),
     Swap(bert.BertForQuestionAnswering, BertForQuestionAnswering),
     Swap(_Attention, BertSelfAttention),
     Swap(bert.BertSelfOutput, BertSelfOutput),

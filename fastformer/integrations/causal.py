@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any, TypeVar
@@ -197,11 +198,14 @@ class LanguageModel(nn.Module):
         """See transformers."""
         if is_traced() or not self._sees_padding(args, kwargs):
             return super().forward(*args, **kwargs)
-        with staying_padded():
+        with self._staying_padded():
             return super().forward(*args, **kwargs)
 
     def _sees_padding(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         return sees_padding(args, kwargs)
+
+    def _staying_padded(self) -> contextlib.AbstractContextManager[None]:
+        return staying_padded()
 
 
 class KeepsPadding(LanguageModel):
@@ -209,6 +213,19 @@ class KeepsPadding(LanguageModel):
 
     def _sees_padding(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         return True
+
+
+class TokenLabels(LanguageModel):
+    """A head with a label for each token, of which transformers counts those at padding like others."""
+
+    def _sees_padding(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        given = inspect.signature(self.forward).bind_partial(*args).arguments | kwargs if args else kwargs
+        mask, labels = given.get("attention_mask"), given.get("labels")
+        if mask is None or labels is None:
+            return False
+        if not (isinstance(mask, Tensor) and isinstance(labels, Tensor)) or mask.shape != labels.shape:
+            return True
+        return bool(((labels != -100) & (mask == 0)).any())
 
 
 def signed_as(original: type[nn.Module]) -> Callable[[Model], Model]:

@@ -14,6 +14,7 @@ from fastformer.integrations.causal import (
     KeepsPadding,
     LanguageModel,
     Stack,
+    TokenLabels,
     entered_cache,
     left,
     signed_as,
@@ -157,10 +158,17 @@ class GPT2ForSequenceClassification(KeepsPadding, gpt2.GPT2ForSequenceClassifica
     """Padded."""
 
 
+@keeps_recording
+@signed_as(gpt2.GPT2ForTokenClassification)
+class GPT2ForTokenClassification(TokenLabels, gpt2.GPT2ForTokenClassification):
+    """Packed where no label counts at padding."""
+
+
 SWAPS = (
     Swap(gpt2.GPT2DoubleHeadsModel, GPT2DoubleHeadsModel),
     Swap(gpt2.GPT2ForQuestionAnswering, GPT2ForQuestionAnswering),
     Swap(gpt2.GPT2ForSequenceClassification, GPT2ForSequenceClassification),
+    Swap(gpt2.GPT2ForTokenClassification, GPT2ForTokenClassification),
     Swap(gpt2.GPT2MLP, GPT2MLP),
     Swap(gpt2.GPT2Block, GPT2Block),
     Swap(gpt2.GPT2Model, GPT2Model),

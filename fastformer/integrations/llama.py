@@ -16,6 +16,7 @@ from fastformer.integrations.causal import (
     KeepsPadding,
     LanguageModel,
     Stack,
+    TokenLabels,
     entered_cache,
     entered_positions,
     left,
@@ -102,9 +103,16 @@ class LlamaForSequenceClassification(KeepsPadding, llama.LlamaForSequenceClassif
     """Padded."""
 
 
+@keeps_recording
+@signed_as(llama.LlamaForTokenClassification)
+class LlamaForTokenClassification(TokenLabels, llama.LlamaForTokenClassification):
+    """Packed where no label counts at padding."""
+
+
 SWAPS = (
     Swap(llama.LlamaForQuestionAnswering, LlamaForQuestionAnswering),
     Swap(llama.LlamaForSequenceClassification, LlamaForSequenceClassification),
+    Swap(llama.LlamaForTokenClassification, LlamaForTokenClassification),
     Swap(llama.LlamaRMSNorm, LlamaRMSNorm),
     Swap(llama.LlamaDecoderLayer, LlamaDecoderLayer),
     Swap(llama.LlamaModel, LlamaModel),

@@ -1,0 +1,83 @@
+"""Heads with a label for each token: labels at padding count like others, as they do in transformers."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+import fastformer
+from tests.integrations import test_bert as bert
+from tests.integrations import test_causal as causal
+from tests.integrations.test_causal import IDS, LEFT, RIGHT, ran
+from tests.nn.comparing import assert_same
+
+PACKED = "varlen_attention_fwd"
+heads = pytest.mark.parametrize(
+    "name",
+    [
+        *("BertForMaskedLM", "BertForPreTraining", "BertForTokenClassification", "BertLMHeadModel"),
+        *("GPT2ForTokenClassification", "LlamaForTokenClassification"),
+    ],
+)
+
+
+def make(name: str) -> Any:
+    kind = getattr(transformers, name)
+    if name.startswith("Bert"):
+        return bert.make(kind).eval()
+    torch.manual_seed(6)
+    return kind(causal.make(name[:-22].lower()).config).double().eval()
+
+
+def options_of(name: str, labels: Any) -> dict[str, Any]:
+    if name == "BertForPreTraining":
+        return {"labels": labels, "next_sentence_label": torch.tensor([0, 1, 1, 0])}
+    return {"labels": labels % 2 if "Token" in name else labels}
+
+
+def exactly(name: str) -> Any:
+    return causal.exactly("llama") if "Llama" in name else contextlib.nullcontext()
+
+
+@heads
+@pytest.mark.parametrize("mask", [RIGHT, LEFT], ids=["right", "left"])
+@pytest.mark.parametrize("how", ["by name", "by position"])
+def test_labels_at_padding_count_as_before(how, mask, name):
+    model, options = make(name), options_of(name, IDS)
+
+    def step() -> list[torch.Tensor]:
+        if how == "by position":
+            before = (IDS, None) if "GPT2" in name else (IDS,)  # the cache comes second there
+            loss = model(*before, mask.long(), **options).loss
+        else:
+            loss = model(input_ids=IDS, attention_mask=mask.long(), **options).loss
+        used = [p for p in model.parameters() if p.requires_grad]
+        found = torch.autograd.grad(loss, used, allow_unused=True)
+        return [loss, *(g for g in found if g is not None and g.abs().max() > 1e-9)]
+
+    with exactly(name):
+        expected = step()
+    fastformer.accelerate(model)
+    # transformers takes some losses in fp32, whatever the model's dtype.
+    for ours, theirs in zip(step(), expected, strict=True):
+        assert_same(ours, theirs, "loss or gradient", 1e-6)
+    assert PACKED not in ran(step)
+
+
+@heads
+def test_a_batch_is_packed_where_none_counts(name):
+    model = make(name)
+    options = options_of(name, IDS)
+    options["labels"] = options["labels"].masked_fill(~RIGHT, -100)
+    with exactly(name):
+        expected = model(IDS, attention_mask=RIGHT.long(), **options).loss
+    fastformer.accelerate(model)
+    assert PACKED in ran(lambda: model(IDS, attention_mask=RIGHT.long(), **options))
+    assert_same(model(IDS, attention_mask=RIGHT.long(), **options).loss, expected, "loss", 1e-6)
+    assert PACKED in ran(lambda: model(IDS, attention_mask=RIGHT.long()))
+    fastformer.restore(model)
+    assert type(model) is getattr(transformers, name)
