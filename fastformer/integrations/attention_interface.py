@@ -52,6 +52,21 @@ def attention_forward(
     if packed_layouts() is not None:
         q, k, v = (each.transpose(1, 2) for each in (query, key, value))
         return attend(q, k, v, None, dropout_p=dropout, scale=scaling, is_causal=is_causal), None
+    return attend_padded(module, query, key, value, attention_mask, dropout, scaling, is_causal, **kwargs)
+
+
+def attend_padded(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float,
+    scaling: float | None,
+    is_causal: bool,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """`attention_forward` of a padded batch, whatever is packed around it."""
     is_causal = is_causal and attention_mask is None and query.shape[2] > 1
     bias = kwargs.get("position_bias")
     others = (kwargs.get(name) for name in _OTHERS)

@@ -166,14 +166,12 @@ class Encoder(_Masks):
     def _may_pack(self) -> bool:
         config: Any = self.config
         asked = (config.output_hidden_states, config.output_attentions)
+        return config._attn_implementation == NAME and not any(asked) and self._is_ours() and may_pack(self)
+
+    def _is_ours(self) -> bool:
         layers: Any = self.layers
-        return (
-            config._attn_implementation == NAME
-            and not any(asked)
-            # Whatever else stands there may call an attention again after the stack has ended, as a checkpoint does.
-            and all(type(layer) in self.kinds and type(layer.self_attn) in self.kinds for layer in layers)
-            and may_pack(self)
-        )
+        # Whatever else stands there may call an attention again after the stack has ended, as a checkpoint does.
+        return all(type(layer) in self.kinds and type(layer.self_attn) in self.kinds for layer in layers)
 
 
 _MEMORY = ("encoder_hidden_states", "encoder_attention_mask")

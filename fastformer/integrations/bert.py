@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 from torch import Tensor
 from transformers.models.bert import modeling_bert as bert
 
 from fastformer.integrations.attention_interface import NAME
-from fastformer.integrations.causal import KeepsPadding, LanguageModel, TokenLabels, signed_as
+from fastformer.integrations.causal import EncoderHead, KeepsPadding, TokenLabels, signed_as
 from fastformer.integrations.hugging_face import (
     add_and_norm,
     attend,
     fused_feed_forward,
     heads,
     is_known,
-    keeping_padding,
     keeps_recording,
     key_padding_of,
     may_pack,
@@ -141,40 +139,33 @@ class BertEncoder(bert.BertEncoder):
         )
 
 
-class _Head(LanguageModel):
-    """The encoder has a way of its own to leave padding out."""
-
-    def _staying_padded(self) -> contextlib.AbstractContextManager[None]:
-        return keeping_padding()
-
-
 @keeps_recording
 @signed_as(bert.BertForMaskedLM)
-class BertForMaskedLM(_Head, TokenLabels, bert.BertForMaskedLM):
+class BertForMaskedLM(EncoderHead, TokenLabels, bert.BertForMaskedLM):
     """Packed where no label counts at padding."""
 
 
 @keeps_recording
 @signed_as(bert.BertForPreTraining)
-class BertForPreTraining(_Head, TokenLabels, bert.BertForPreTraining):
+class BertForPreTraining(EncoderHead, TokenLabels, bert.BertForPreTraining):
     """Packed where no label counts at padding."""
 
 
 @keeps_recording
 @signed_as(bert.BertForTokenClassification)
-class BertForTokenClassification(_Head, TokenLabels, bert.BertForTokenClassification):
+class BertForTokenClassification(EncoderHead, TokenLabels, bert.BertForTokenClassification):
     """Packed where no label counts at padding."""
 
 
 @keeps_recording
 @signed_as(bert.BertLMHeadModel)
-class BertLMHeadModel(_Head, bert.BertLMHeadModel):
+class BertLMHeadModel(EncoderHead, bert.BertLMHeadModel):
     """Packed where nobody looks at padding."""
 
 
 @keeps_recording
 @signed_as(bert.BertForQuestionAnswering)
-class BertForQuestionAnswering(_Head, KeepsPadding, bert.BertForQuestionAnswering):
+class BertForQuestionAnswering(EncoderHead, KeepsPadding, bert.BertForQuestionAnswering):
     """Padded."""
 
 

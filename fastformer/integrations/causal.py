@@ -18,6 +18,7 @@ from fastformer.integrations.hugging_face import (
     RETURNS_TUPLES,
     gives_tuple,
     going_on,
+    keeping_padding,
     may_pack,
     nothing_else,
     packing,
@@ -206,6 +207,13 @@ class LanguageModel(nn.Module):
 
     def _staying_padded(self) -> contextlib.AbstractContextManager[None]:
         return staying_padded()
+
+
+class EncoderHead(LanguageModel):
+    """Keeps an encoder from packing, too."""
+
+    def _staying_padded(self) -> contextlib.AbstractContextManager[None]:
+        return keeping_padding()
 
 
 class KeepsPadding(LanguageModel):

@@ -1,7 +1,8 @@
-"""transformers' T5: norms and the FFN fused, attention with its position bias led to ours.
+"""transformers' T5: norms and the FFN fused, attention with its position bias led to ours, a packed encoder.
 
-Its batches stay padded: the bias goes by where tokens stand. The gated FFN runs as transformers has it: our op wants
-its two first weights as one, which they aren't.
+The bias goes by where tokens stand, so attention alone is of the padded batch. The decoder stays padded: it keeps a
+cache in training, too. The gated FFN runs as transformers has it: our op wants its two first weights as one, which they
+aren't.
 """
 
 from __future__ import annotations
@@ -12,9 +13,21 @@ import torch
 from torch import Tensor
 from transformers.models.t5 import modeling_t5 as t5
 
-from fastformer.integrations.hugging_face import fused_feed_forward, plain_dropout
+from fastformer.integrations.attention_interface import attend_padded
+from fastformer.integrations.bart import Encoder
+from fastformer.integrations.causal import EncoderHead, TokenLabels, signed_as
+from fastformer.integrations.hugging_face import (
+    RETURNS_TUPLES,
+    entered,
+    fused_feed_forward,
+    going_on,
+    keeping_padding,
+    keeps_recording,
+    plain_dropout,
+)
 from fastformer.integrations.rms import RMSNorm
 from fastformer.integrations.swap import Swap
+from fastformer.nn.fusing import is_traced
 
 
 class T5LayerNorm(RMSNorm, t5.T5LayerNorm):
@@ -40,7 +53,84 @@ class T5DenseActDense(t5.T5DenseActDense):
         return super().forward(hidden_states)
 
 
-SWAPS = (
+class T5Attention(t5.T5Attention):
+    """Of packed tokens, too, which are padded again between the projections."""
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        mask: Tensor | None = None,
+        key_value_states: Tensor | None = None,
+        position_bias: Tensor | None = None,
+        past_key_values: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        """See transformers."""
+        run = going_on()
+        if run is None or (padding := run.padding) is None:
+            return super().forward(hidden_states, mask, key_value_states, position_bias, past_key_values, **kwargs)
+        q, k, v = (
+            padding.unpack(projection(hidden_states)[0]).unflatten(-1, (self.n_heads, -1)).transpose(1, 2)
+            for projection in (self.q, self.k, self.v)
+        )
+        if position_bias is None and self.has_relative_attention_bias:
+            seqlen = padding.shape[1]
+            position_bias = self.compute_bias(seqlen, seqlen, device=q.device)
+        dropout_p = self.dropout if self.training else 0.0
+        out, _ = attend_padded(
+            self, q, k, v, mask, dropout_p, self.scaling, False, position_bias=position_bias, **kwargs
+        )
+        return self.o(padding.pack(out.flatten(2))[None]), position_bias, None
+
+
+class T5Block(t5.T5Block):
+    """Of packed tokens or of a padded batch, whose mask attention has in either case."""
+
+    def forward(self, hidden_states: Tensor, attention_mask: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
+        """See transformers."""
+        return super().forward(entered(hidden_states, attention_mask)[0], attention_mask, *args, **kwargs)
+
+
+def _has_tokens(mask: Any) -> bool:
+    # Of a row without any a decoder takes the mean, padding as it is.
+    return type(mask) is Tensor and mask.dim() == 2 and bool((mask != 0).any(1).all())
+
+
+@keeps_recording
+@signed_as(t5.T5Stack)
+class T5Stack(Encoder, t5.T5Stack):
+    """Packed where it is an encoder."""
+
+    block: Any
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """See transformers."""
+        mask = args[1] if len(args) > 1 else kwargs.get("attention_mask")
+        if is_traced() or mask is None or self.is_decoder or _has_tokens(mask):
+            return super().forward(*args, **kwargs)
+        with keeping_padding():
+            return super().forward(*args, **kwargs)
+
+    def _is_ours(self) -> bool:
+        attends = [(block, block.layer[0], block.layer[0].SelfAttention) for block in self.block]
+        kinds = (T5Block, t5.T5LayerSelfAttention, T5Attention)
+        return not self.is_decoder and all(tuple(map(type, each)) == kinds for each in attends)
+
+
+@keeps_recording
+@signed_as(t5.T5ForTokenClassification)
+class T5ForTokenClassification(EncoderHead, TokenLabels, t5.T5ForTokenClassification):
+    """Packed where no label counts at padding."""
+
+
+SWAPS: tuple[Swap, ...] = (
     Swap(t5.T5LayerNorm, T5LayerNorm),
     Swap(t5.T5DenseActDense, T5DenseActDense),
 )
+if not RETURNS_TUPLES:  # before 5 attention is written out in the model
+    SWAPS += (
+        Swap(t5.T5Attention, T5Attention),
+        Swap(t5.T5Block, T5Block),
+        Swap(t5.T5Stack, T5Stack),
+        Swap(t5.T5ForTokenClassification, T5ForTokenClassification),
+    )

@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import T5Config, T5ForConditionalGeneration
-from transformers.models.t5.modeling_t5 import T5LayerNorm
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from transformers import T5Config, T5EncoderModel, T5ForConditionalGeneration, T5ForTokenClassification
+from transformers.models.t5.modeling_t5 import T5Attention, T5LayerNorm
 
 import fastformer
-from fastformer.integrations.hugging_face import RETURNS_TUPLES
+from fastformer.integrations.hugging_face import RETURNS_TUPLES, fused_feed_forward
 from fastformer.ops._library import record_backends
 from tests.nn.comparing import assert_same
 
@@ -147,3 +148,79 @@ def test_dropout_acts_in_training():
     assert not torch.equal(run(model, RIGHT).logits, run(model, RIGHT).logits)
     model.eval()
     assert torch.equal(run(model, RIGHT).logits, run(model, RIGHT).logits)
+
+
+def rows_computed(monkeypatch: pytest.MonkeyPatch, call: Any) -> set[int]:
+    """How many tokens the FFNs of the encoder's layers were given, which come first."""
+    seen: list[int] = []
+
+    def spied(x: Tensor, *args: Any) -> Tensor | None:
+        seen.append(x.numel() // x.shape[-1])
+        return fused_feed_forward(x, *args)
+
+    monkeypatch.setattr("fastformer.integrations.t5.fused_feed_forward", spied)
+    call()
+    monkeypatch.undo()
+    return {*seen[:2]}
+
+
+HOLES = RIGHT & (torch.arange(9) != 2)
+
+
+@pytest.mark.skipif(RETURNS_TUPLES, reason="before transformers 5 attention is written out in the model")
+@pytest.mark.parametrize("mode", ["train", "eval"])
+@pytest.mark.parametrize("mask", [RIGHT, RIGHT.flip(1), HOLES], ids=["right", "left", "holes"])
+def test_the_encoder_leaves_padding_out(mask, mode, monkeypatch):
+    model = getattr(make(), mode)()
+    compare(mask, model)
+    assert rows_computed(monkeypatch, lambda: run(model, mask)) == {int(mask.sum())}
+    assert rows_computed(monkeypatch, lambda: run(model, None)) == {mask.numel()}
+    hidden = model.encoder(IDS, attention_mask=mask.long()).last_hidden_state
+    assert not hidden[~mask].any() and hidden[mask].abs().min() > 0
+
+
+@pytest.mark.skipif(RETURNS_TUPLES, reason="before transformers 5 attention is written out in the model")
+def test_a_row_without_tokens_stays(monkeypatch):
+    """A decoder takes the mean of what stands there."""
+    model, mask = make(), RIGHT & (torch.arange(4) != 2)[:, None]
+    with exactly(), sdpa_kernel(SDPBackend.MATH):  # whose gradients are right under a mask that hides all
+        theirs = outputs(model, mask)
+    fastformer.accelerate(model)
+    for i, (mine, other) in enumerate(zip(outputs(model, mask), theirs, strict=True)):
+        assert_same(mine, other, f"output or gradient {i}", 1e-9)
+    assert rows_computed(monkeypatch, lambda: run(model, mask)) == {mask.numel()}
+
+
+@pytest.mark.skipif(RETURNS_TUPLES, reason="before transformers 5 attention is written out in the model")
+@pytest.mark.parametrize("what", ["hidden states", "a hook", "checkpointing", "another attention"])
+def test_the_encoder_stays_padded_where_somebody_looks(what, monkeypatch):
+    model = make().train()
+    options: dict[str, Any] = {}
+    if what == "hidden states":
+        options["output_hidden_states"] = True
+    elif what == "checkpointing":
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    elif what == "another attention":
+        model.encoder.block[1].layer[0].SelfAttention.__class__ = type("Other", (T5Attention,), {})
+    fastformer.accelerate(model)
+    if what == "a hook":
+        model.encoder.block[1].layer[0].SelfAttention.q.register_forward_hook(lambda *args: None)
+    assert rows_computed(monkeypatch, lambda: run(model, RIGHT, **options)) == {RIGHT.numel()}
+
+
+@pytest.mark.skipif(RETURNS_TUPLES, reason="before transformers 5 attention is written out in the model")
+@pytest.mark.parametrize("kind", [T5EncoderModel, T5ForTokenClassification])
+def test_an_encoder_alone(kind, monkeypatch):
+    torch.manual_seed(5)
+    model = kind(make().config).double().eval()
+    given: dict[str, Any] = {"input_ids": IDS, "attention_mask": RIGHT.long()}
+    counted = {"labels": IDS % 2} if kind is T5ForTokenClassification else {}
+    with exactly():
+        expected = model(**given)[0]
+        loss = model(**given, **counted)[0]
+    fastformer.accelerate(model)
+    assert rows_computed(monkeypatch, lambda: model(**given)) == {int(RIGHT.sum())}
+    assert_same(model(**given)[0] * RIGHT[..., None], expected * RIGHT[..., None], "at tokens", 1e-9)
+    if counted:  # also at padding
+        assert_same(model(**given, **counted)[0], loss, "loss", 1e-6)
+        assert rows_computed(monkeypatch, lambda: model(**given, **counted)) == {RIGHT.numel()}
