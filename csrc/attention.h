@@ -70,6 +70,7 @@ struct Mask {
   bool on = false, boolean = false;
 
   Mask(const OptionalTensor& mask, at::ScalarType acc);
+  bool adds() const { return on && !boolean; }
 
   // Calls f(load): load(j, n) are the values of one query for n keys from j on, 1 or 0 where they are boolean.
   template <typename acc, typename F>

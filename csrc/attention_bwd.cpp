@@ -34,6 +34,26 @@ struct Inputs {
   const acc_t<T>* lse;
 };
 
+// Where a mask that is added leaves a row nothing but numbers so large that they swallow its scores, lse has no room
+// for the logarithm of how many keys are alike. Here it is, for query i; else 0.
+template <typename acc>
+acc log_of_alike(const Problem& p, const Mask& mask, const Sequence& s, int64_t b, int64_t h, int64_t i, acc lse) {
+  using V = Vec<acc>;
+  // From here on numbers are 32 apart.
+  constexpr acc kSwallows = std::is_same_v<acc, float> ? acc(1 << 28) : acc(int64_t(1) << 57);
+  if (!(std::abs(lse) >= kSwallows) || std::isinf(lse)) return acc(0);
+  const Interval seen = p.keys_of(s, i);
+  acc alike = 0;
+  mask.with_row<acc>(b, h, i, [&](auto load) {
+    for (int64_t j = seen.begin; j < seen.end; j += V::size) {
+      const int64_t n = std::min<int64_t>(V::size, seen.end - j);
+      const V above = load(j, n) - V(lse);
+      alike += exp(where_positive(above, V(acc(0)), above)).first_lanes(n).sum();
+    }
+  });
+  return std::log(std::max(acc(1), alike));
+}
+
 // Everything of one query head that the tiles read.
 template <typename T>
 struct QueryHead {
@@ -41,8 +61,9 @@ struct QueryHead {
   Buffer<T> q_t, dout_t;  // (head_dim, queries), packed: right operands of the scores
   Buffer<T> q, dout;      // (queries, head_dim), packed: right operands of dK and dV
   Buffer<acc> lse, delta, dq;
+  Buffer<acc> log_alike;  // under a mask that is added: see log_of_alike
 
-  QueryHead(const Problem& p, const Sequence& s, const Inputs<T>& in, int64_t b, int64_t h) {
+  QueryHead(const Problem& p, const Mask& mask, const Sequence& s, const Inputs<T>& in, int64_t b, int64_t h) {
     const int64_t n = s.seqlen_q, dim = p.head_dim, padded = round_up(n, kPanel);
     q_t = Buffer<T>(packed_size<T>(dim, n)), dout_t = Buffer<T>(packed_size<T>(dim, n));
     q = Buffer<T>(packed_size<T>(n, dim)), dout = Buffer<T>(packed_size<T>(n, dim));
@@ -64,6 +85,9 @@ struct QueryHead {
           dim, [&](int64_t c, int64_t m) { sum = fmadd(Vec<acc>::load(o + c, m), Vec<acc>::load(d + c, m), sum); });
       delta.data()[i] = sum.sum();
     }
+    if (!mask.adds()) return;
+    log_alike = filled(padded, acc(0));
+    for (int64_t i = 0; i < n; ++i) log_alike.data()[i] = log_of_alike(p, mask, s, b, h, i, lse.data()[i]);
   }
 };
 
@@ -116,7 +140,9 @@ void tile_gradients(const Problem& p, const Mask& mask, const Sequence& s, const
   using acc = acc_t<T>;
   using V = Vec<acc>;
   // In base e: a factor of log2(e) would round the exponent once more, and nothing cancels that here.
-  const V scale(static_cast<acc>(p.softmax_scale)), hidden(-std::numeric_limits<acc>::infinity());
+  const V scale(static_cast<acc>(p.softmax_scale)), hidden(-std::numeric_limits<acc>::infinity()),
+      far(acc(int64_t(1) << 32));
+  const bool adds = mask.adds();
   const acc* lse = head.lse.data() + i;
   const acc* delta = head.delta.data() + i;
   for (int64_t r = 0; r < keys; ++r) {
@@ -128,10 +154,18 @@ void tile_gradients(const Problem& p, const Mask& mask, const Sequence& s, const
     const int64_t begin = std::clamp<int64_t>(seen.begin - i, 0, kPanel),
                   end = std::clamp<int64_t>(seen.end - i, begin, kPanel);
     for (int64_t c = 0; c < kPanel; c += V::size) {
-      V score = V::load(x + c), shift = V(acc(0)) - V::load(lse + c);
-      if (mask.boolean) score = where_positive(V::load(tile.mask + r * kPanel + c), score, hidden);
-      else if (mask.on) shift = V::load(tile.mask + r * kPanel + c) - V::load(lse + c);
-      const V probability = exp(fmadd(score, scale, shift));
+      V score = V::load(x + c), of_mask(acc(0));
+      const V of_lse = V::load(lse + c);
+      if (mask.on) of_mask = V::load(tile.mask + r * kPanel + c);
+      if (mask.boolean) score = where_positive(of_mask, score, hidden), of_mask = V(acc(0));
+      V exponent = fmadd(score, scale, of_mask - of_lse);
+      if (adds) {
+        // Far from zero the score was lost beside the mask in the forward pass: it mustn't be what is left of the
+        // difference here.
+        const V lost = fmadd(score, scale, of_mask) - of_lse - V::load(head.log_alike.data() + i + c);
+        exponent = where_positive(of_lse * of_lse - far, lost, exponent);
+      }
+      const V probability = exp(exponent);
       V gradient = V::load(dp + c);
       V kept = probability;
       if (p.dropout.on) {
@@ -180,7 +214,7 @@ KeyGradients<acc_t<T>> attend_backward(const Problem& p, const Mask& mask, const
   static thread_local Tile<T> tile;
 
   for (int64_t h = first_head; h < end_head; ++h) {
-    QueryHead<T> head(p, s, in, b, h);
+    QueryHead<T> head(p, mask, s, in, b, h);
     for (int64_t j = 0; j < s.keys; j += kKeys) {
       const int64_t keys = std::min(kKeys, s.keys - j);
       const Interval seen{p.queries_of(s, j).begin, p.queries_of(s, j + keys - 1).end};

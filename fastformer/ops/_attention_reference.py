@@ -140,7 +140,10 @@ def exponentials(scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 def probabilities(q: Tensor, k: Tensor, lse: Tensor, scores: Scores) -> Tensor:
     """exp(scores - lse), before dropout, in the accumulation type; rows that see nothing are 0."""
-    return (scores(q, k) - lse.masked_fill(lse == -torch.inf, 0.0).unsqueeze(-1)).exp()
+    lse = lse.masked_fill(lse == -torch.inf, 0.0).unsqueeze(-1)
+    weights = (scores(q, k) - lse).exp()
+    # Beside a mask that swallows the scores lse has no room for the logarithm of how many keys are alike.
+    return weights / weights.sum(-1, keepdim=True).clamp_min(1.0).where(lse.abs() > 2**28, 1.0)
 
 
 def attend_backward(

@@ -165,6 +165,35 @@ def test_a_row_under_the_lowest_number_is_no_row_that_sees_nothing(dtype, lowest
     torch.testing.assert_close(lse.double().cpu(), exact_lse, rtol=2**-22, atol=1e-6)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["fp64", "fp32"])
+def test_gradients_beside_a_mask_that_swallows_scores(dtype, backend, device) -> None:
+    """lse is the mask then, and has no room for the logarithm of how many keys there are."""
+    if backend == "triton" and dtype == torch.float64:
+        pytest.skip("the kernels take no fp64")
+    torch.manual_seed(5)
+    q, k, v = (torch.randn(1, n, 1, 16, dtype=dtype, device=device) for n in (5, 40, 40))
+    q, k, v = ((each * scale).requires_grad_() for each, scale in ((q, 6), (k, 6), (v, 1)))  # scores of 100
+    mask = torch.zeros(5, 40, dtype=dtype, device=device)
+    mask[0, 7], mask[1], mask[1, 3] = 1e30, -1e30, -1e20
+    mask[2], mask[3], mask[4] = torch.finfo(dtype).min, -1e30, -1e30
+    mask[4, 30:] = -torch.inf
+    weights = mask.softmax(-1)
+    for row in range(5):
+        dout = torch.zeros(1, 5, 1, 16, dtype=dtype, device=device)
+        dout[:, row] = torch.randn(16, dtype=dtype, device=device)
+        dq, dk, dv = torch.autograd.grad(attention(q, k, v, attn_mask=mask), (q, k, v), dout)
+        expected = torch.einsum("qk,bqhd->bkhd", weights, dout)
+        if backend in ("triton", "fallback") and row >= 2:  # which, as PyTorch's own, give each of them a weight of 1
+            assert (dv.abs() <= 1.001 * dout[:, row].abs()).all()
+            continue
+        torch.testing.assert_close(dv, expected, rtol=1e-5, atol=1e-6)
+        dscores = weights[row] * torch.einsum(
+            "bkhd,bhd->k", v - torch.einsum("k,bkhd->bhd", weights[row], v)[:, None], dout[:, row]
+        )
+        torch.testing.assert_close(dq[0, row, 0], dscores @ k[0, :, 0] / 4, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(dk[0, :, 0], torch.outer(dscores, q[0, row, 0]) / 4, rtol=1e-4, atol=1e-4)
+
+
 def test_non_contiguous_inputs(backend, device) -> None:
     q, k, v = (torch.randn(2, 3, 20, 16, device=device).transpose(1, 2) for _ in range(3))
     strided = torch.randn(2, 20, 3, 32, device=device)[..., ::2]
