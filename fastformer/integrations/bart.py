@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from transformers.models.bart import modeling_bart as bart
 
 from fastformer.integrations.attention_interface import NAME
-from fastformer.integrations.causal import Causal, KeepsPadding, LanguageModel, signed_as
-from fastformer.integrations.fused_loss import IGNORED, Seq2SeqLoss
+from fastformer.integrations.causal import Causal, KeepsPadding, LanguageModel, labels_count_at_padding, signed_as
+from fastformer.integrations.fused_loss import Seq2SeqLoss
 from fastformer.integrations.hugging_face import (
     RETURNS_TUPLES,
     add_and_norm,
@@ -229,12 +229,7 @@ class Seq2SeqModel(LanguageModel):
     def _sees_padding(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         if len(args) > _NAMES_BEFORE_MASK:
             return True
-        mask, labels = kwargs.get("decoder_attention_mask"), kwargs.get("labels")
-        if mask is None or labels is None:
-            return False
-        if not (isinstance(mask, Tensor) and isinstance(labels, Tensor)) or mask.shape != labels.shape:
-            return True
-        return bool(((labels != IGNORED) & (mask == 0)).any())
+        return labels_count_at_padding(kwargs.get("decoder_attention_mask"), kwargs.get("labels"))
 
 
 class BartEncoderLayer(EncoderLayer, bart.BartEncoderLayer):

@@ -149,9 +149,9 @@ class Stack(Causal):
             return super().forward(*args, **kwargs)
         with packing(padding, self._layers()[-1]):
             out = super().forward(*args, **kwargs | {"return_dict": True})
-        mask = kwargs.get("attention_mask")
-        if mask is not None:
-            out.last_hidden_state = out.last_hidden_state.masked_fill(mask[..., None] == 0, 0)
+        left_out = self._left_out(torch.Size(padding.shape), kwargs)
+        assert left_out is not None
+        out.last_hidden_state = out.last_hidden_state.masked_fill(left_out[..., None], 0)  # whose norm adds its bias
         return out.to_tuple() if gives_tuple(self.config, kwargs) else out
 
 
@@ -192,6 +192,15 @@ def sees_padding(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     return bool(((labels[:, 1:] != -100) & (mask[:, :-1] == 0)).any())
 
 
+def labels_count_at_padding(mask: Any, labels: Any) -> bool:
+    """Whether labels, one for each token, count where a mask says that there is padding, or may do so."""
+    if mask is None or labels is None:
+        return False
+    if not (isinstance(mask, Tensor) and isinstance(labels, Tensor)) or mask.shape != labels.shape:
+        return True
+    return bool(((labels != -100) & (mask == 0)).any())
+
+
 class LanguageModel(nn.Module):
     """Keeps the stack from packing where outputs at padding are read."""
 
@@ -228,12 +237,7 @@ class TokenLabels(LanguageModel):
 
     def _sees_padding(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         given = inspect.signature(self.forward).bind_partial(*args).arguments | kwargs if args else kwargs
-        mask, labels = given.get("attention_mask"), given.get("labels")
-        if mask is None or labels is None:
-            return False
-        if not (isinstance(mask, Tensor) and isinstance(labels, Tensor)) or mask.shape != labels.shape:
-            return True
-        return bool(((labels != -100) & (mask == 0)).any())
+        return labels_count_at_padding(given.get("attention_mask"), given.get("labels"))
 
 
 def signed_as(original: type[nn.Module]) -> Callable[[Model], Model]:

@@ -91,6 +91,14 @@ def test_ours_has_one_colour() -> None:
     assert plot.color_of("torch.nn") != plot.color_of("torch.nn, torch.compile")
 
 
+@pytest.mark.parametrize("machines", [1, 2, 4])
+def test_a_footer_fits(machines: int) -> None:
+    names = ", ".join(f"AMD EPYC, family 2{n}, model 17" for n in range(machines))
+    fig = style.figure("a title", footer=f"{names} · 2 threads · PyTorch 2.13.0+cpu · commit 4ccf218, 70defd8, 7452703")
+    extent = fig.texts[-1].get_window_extent()
+    assert extent.x0 >= 0 and extent.x1 <= fig.bbox.width
+
+
 def test_bad_calls(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="got none"):
         plot.save(picture(), "empty", [], tmp_path)

@@ -97,6 +97,14 @@ def test_what_is_behind_the_last_label_is_left_out(family):
     if family in ("gpt2", "llama"):
         assert not packs(labels=labels, use_cache=True)  # a cache holds it
     assert_same_as_plain(family, labels=labels, use_cache=False)
+    # A hook on the stack sees zeros there.
+    stack = {"gpt2": "transformer", "llama": "model"}.get(family, "model.decoder")
+    seen: list[Tensor] = []
+    model.get_submodule(stack).register_forward_hook(lambda module, args, out: seen.append(out.last_hidden_state))
+    run(model, family, labels=labels, use_cache=False)
+    counts = (labels != -100).flip(1).cummax(1).values.flip(1)
+    read = torch.cat([counts[:, 1:], counts[:, :1] & False], 1) if family in ("gpt2", "llama") else counts
+    assert not seen[0][~read].any() and seen[0][read].any(-1).all()
 
 
 @decoders

@@ -30,7 +30,7 @@ def make(name: str) -> Any:
     if name.startswith("Bert"):
         return bert.make(kind).eval()
     torch.manual_seed(6)
-    return kind(causal.make(name[:-22].lower()).config).double().eval()
+    return kind(causal.make(name.removesuffix("ForTokenClassification").lower()).config).double().eval()
 
 
 def options_of(name: str, labels: Any) -> dict[str, Any]:
