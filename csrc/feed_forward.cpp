@@ -31,7 +31,8 @@ struct Forward {
   int64_t hidden;
   const T* bias1;
   T* saved;        // (rows, hidden) or, with a gate, (rows, 2 * hidden)
-  T* hidden_rows;  // (rows, hidden); `saved` itself for ReLU
+  T* hidden_rows;  // (rows, hidden), hidden_stride apart; `saved` itself for ReLU
+  int64_t hidden_stride;
 
   // Finishes columns [column, column + columns) of a row whose products are in `gate` (and `up`).
   void row(int64_t r, int64_t column, int64_t columns, const acc* gate, const acc* up) const {
@@ -39,7 +40,7 @@ struct Forward {
     if (dropout.on) dropout.multipliers(r, 0, column, columns, keep);
     const bool gated = is_gated(activation);
     T* pre_to = saved + r * (gated ? 2 * hidden : hidden) + column;
-    T* hidden_to = hidden_rows + r * hidden + column;
+    T* hidden_to = hidden_rows + r * hidden_stride + column;
     // Copies: what *this holds would be read again after every store, which may alias anything.
     const Activation a = activation;
     const bool drops = dropout.on;
@@ -75,24 +76,25 @@ void forward(const Tensor& x, const Tensor& weight1, const OptionalTensor& bias1
   using acc = acc_t<T>;
   const int64_t rows = x.size(0), dim = x.size(1), hidden = weight2.size(1);
   const bool gated = is_gated(activation);
-  const Tensor hidden_rows = activation == Activation::relu ? saved : at::empty({rows, hidden}, x.options());
+  const Tensor hidden_rows = activation == Activation::relu ? saved : empty_rows<T>(rows, hidden, x);
   const Forward<T> epilogue{activation,
                             dropout,
                             hidden,
                             bias1 ? bias1->const_data_ptr<T>() : nullptr,
                             saved.mutable_data_ptr<T>(),
-                            hidden_rows.mutable_data_ptr<T>()};
+                            hidden_rows.mutable_data_ptr<T>(),
+                            hidden_rows.stride(0)};
   const T* xp = x.const_data_ptr<T>();
   const auto w1 = Right<T>::transposed(weight1.narrow(0, 0, hidden), rows);
   const auto w1_up = Right<T>::transposed(weight1.narrow(0, hidden, gated ? hidden : 0), rows);
   for_each_tile(rows, hidden, gated ? 2 * dim : dim, [&](const TileOf& t) {
     acc gate[kTileSize], up[kTileSize];
-    w1.multiply_tile(t, xp, gate);
-    if (gated) w1_up.multiply_tile(t, xp, up);
+    w1.multiply_tile(t, xp, dim, gate);
+    if (gated) w1_up.multiply_tile(t, xp, dim, up);
     for (int64_t r = 0; r < t.rows; ++r) epilogue.row(t.row + r, t.column, t.columns, gate + r * t.ld, up + r * t.ld);
   });
-  multiply<T>(rows, hidden_rows.const_data_ptr<T>(), Right<T>::transposed(weight2, rows),
-              bias2 ? bias2->const_data_ptr<T>() : nullptr, out.mutable_data_ptr<T>());
+  multiply<T>(hidden_rows, Right<T>::transposed(weight2, rows), bias2 ? bias2->const_data_ptr<T>() : nullptr,
+              out.mutable_data_ptr<T>());
 }
 
 // A weight with a stride of 1: as it is, also where it is a view of its transpose.
@@ -106,23 +108,22 @@ Tensor gradient_like(const Tensor& weight, const Tensor& dy, const Tensor& x) {
 
 using Gradients = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
 
-// dpre and, where it was not kept, the hidden, from a tile of dhidden = dout W2.
+// dpre and, where it was not kept, the hidden, from a tile of dhidden = dout W2: columns of a row, from `column` on.
 template <typename T>
 void backward_row(Activation activation, const Dropout& dropout, int64_t hidden, int64_t r, int64_t column,
-                  int64_t columns, const acc_t<T>* dhidden, const T* saved, T* dpre, T* hidden_rows) {
+                  int64_t columns, const acc_t<T>* dhidden, const T* saved, T* dpre, T* hidden_row) {
   using acc = acc_t<T>;
   using V = Vec<acc>;
   const bool gated = is_gated(activation);
-  const int64_t at = r * (gated ? 2 * hidden : hidden) + column;
   acc keep[kTileColumns + Dropout::kGroup];
   if (dropout.on && activation != Activation::relu) dropout.multipliers(r, 0, column, columns, keep);
   const V scale(static_cast<acc>(dropout.scale));
   const bool drops = dropout.on;
   for_each_vec<acc>(columns, [=, &keep](int64_t c, int64_t n) {
     V dh = V::load(dhidden + c, n);
-    const V x = V::load(saved + at + c, n);
+    const V x = V::load(saved + c, n);
     if (activation == Activation::relu) {
-      where_positive(x, dh * scale, V(acc(0))).store(dpre + at + c, n);
+      where_positive(x, dh * scale, V(acc(0))).store(dpre + c, n);
       return;
     }
     V multiplier(acc(1));
@@ -130,15 +131,15 @@ void backward_row(Activation activation, const Dropout& dropout, int64_t hidden,
     dh = dh * multiplier;
     V h;
     if (gated) {
-      const V up = V::load(saved + at + hidden + c, n), open = activate<acc>(activation, x);
+      const V up = V::load(saved + hidden + c, n), open = activate<acc>(activation, x);
       h = open * up;
-      (dh * up * activation_derivative<acc>(activation, x)).store(dpre + at + c, n);
-      (dh * open).store(dpre + at + hidden + c, n);
+      (dh * up * activation_derivative<acc>(activation, x)).store(dpre + c, n);
+      (dh * open).store(dpre + hidden + c, n);
     } else {
       h = activate<acc>(activation, x);
-      (dh * activation_derivative<acc>(activation, x)).store(dpre + at + c, n);
+      (dh * activation_derivative<acc>(activation, x)).store(dpre + c, n);
     }
-    (h * multiplier).store(hidden_rows + r * hidden + column + c, n);
+    (h * multiplier).store(hidden_row + c, n);
   });
 }
 
@@ -147,20 +148,24 @@ Gradients backward(const Tensor& dout, const Tensor& x, const Tensor& weight1, b
                    const Tensor& saved, Activation activation, const Dropout& dropout, bool has_bias2) {
   using acc = acc_t<T>;
   const int64_t rows = x.size(0), dim_out = weight2.size(0), hidden = weight2.size(1), wide = weight1.size(0);
-  Tensor dpre = at::empty({rows, wide}, x.options());
+  const Tensor dpre = empty_rows<T>(rows, wide, x);
   const Tensor hidden_rows = activation == Activation::relu ? saved : at::empty({rows, hidden}, x.options());
   const T* doutp = dout.const_data_ptr<T>();
   const Tensor strided1 = strided(weight1), strided2 = strided(weight2);
   const auto w2 = Right<T>::as_is(strided2, rows);
   for_each_tile(rows, hidden, dim_out, [&](const TileOf& t) {
     acc dhidden[kTileSize];
-    w2.multiply_tile(t, doutp, dhidden);
-    for (int64_t r = 0; r < t.rows; ++r)
-      backward_row<T>(activation, dropout, hidden, t.row + r, t.column, t.columns, dhidden + r * t.ld,
-                      saved.const_data_ptr<T>(), dpre.mutable_data_ptr<T>(), hidden_rows.mutable_data_ptr<T>());
+    w2.multiply_tile(t, doutp, dim_out, dhidden);
+    for (int64_t r = 0; r < t.rows; ++r) {
+      const int64_t row = t.row + r;
+      backward_row<T>(activation, dropout, hidden, row, t.column, t.columns, dhidden + r * t.ld,
+                      saved.const_data_ptr<T>() + row * wide + t.column,
+                      dpre.mutable_data_ptr<T>() + row * dpre.stride(0) + t.column,
+                      hidden_rows.mutable_data_ptr<T>() + row * hidden + t.column);
+    }
   });
   Tensor dx = at::empty(x.sizes(), x.options());
-  multiply<T>(rows, dpre.const_data_ptr<T>(), Right<T>::as_is(strided1, rows), nullptr, dx.mutable_data_ptr<T>());
+  multiply<T>(dpre, Right<T>::as_is(strided1, rows), nullptr, dx.mutable_data_ptr<T>());
   const Tensor none = at::empty({0}, x.options());
   return {dx, gradient_like<T>(weight1, dpre, x), has_bias1 ? column_sums<T>(dpre) : none,
           gradient_like<T>(weight2, dout, hidden_rows), has_bias2 ? column_sums<T>(dout) : at::empty({0}, x.options())};

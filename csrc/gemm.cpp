@@ -79,6 +79,13 @@ template <typename T>
 struct Left {
   const T* data;
   int64_t row, step;
+
+  // What step p of k should ask the caches for: the rows are more streams than a hardware prefetcher follows. A line
+  // of a row lasts for kLine steps, in which each row has its turn; where a step moves on by a line, so does this.
+  const T* ahead(int64_t p) const {
+    constexpr int64_t kLine = 64 / sizeof(T) / kPair<T>, kAhead = 2 * kLine;
+    return data + p % kLine * row + (p + kAhead) * step;
+  }
 };
 
 // Walks down the rows of A with a pointer for every fourth: x86 adds up to three times a stride in the address itself,
@@ -124,6 +131,7 @@ void rows_times_panel(Left<float> a, const float* b, int64_t k, float* c, int64_
   for (int64_t p = 0; p < k; ++p, b += kPanel, rows.advance()) {
     V right[kVecs];
     for (int j = 0; j < kVecs; ++j) right[j] = V::load(b + j * V::size);
+    __builtin_prefetch(a.ahead(p));
 #pragma GCC unroll 16
     for (int i = 0; i < kRows; ++i) {
       const V left(*rows[i]);
@@ -262,14 +270,6 @@ bool use_brgemm() {
 
 namespace {
 
-// Whether rows so far apart fall into one set of a first-level cache, which has 4 KB a way: more of them than it has
-// ways evict one another, and every step in k waits for the second level.
-template <typename T>
-bool rows_collide(int64_t m, int64_t stride) {
-  constexpr int64_t kWay = 4096, kWays = 8;
-  return m > kWays && stride * static_cast<int64_t>(sizeof(T)) % kWay == 0;
-}
-
 // Some rows of A against one panel, in groups of nearly the same number of rows.
 template <typename T>
 void rows_of_panel(int64_t m, Left<T> a, const T* panel, int64_t k, acc_t<T>* c, int64_t ldc, int64_t columns,
@@ -306,7 +306,8 @@ void gemm(int64_t m, int64_t n, int64_t k, const T* a, int64_t lda, const T* pac
   }
   // Long products are cut so that a panel's slice and the rows' slice stay in the second-level cache.
   constexpr int64_t kApart = kDepth + 64 / static_cast<int64_t>(sizeof(T));  // elements between copied rows
-  const bool copies = n > kPanel && rows_collide<T>(m, lda);
+  constexpr int64_t kWays = 8;                                               // of a set of a first-level cache
+  const bool copies = n > kPanel && m > kWays && row_stride<T>(lda) != lda;
   const int64_t block = copies ? std::min<int64_t>(m, 64) : m;
   Buffer<T> copied;
   if (copies) copied = Buffer<T>(block * kApart);

@@ -48,6 +48,14 @@ template <typename T>
 void gemm(int64_t m, int64_t n, int64_t k, const T* a, int64_t lda, const T* packed, acc_t<T>* c, int64_t ldc,
           bool accumulate, int64_t packed_k);
 
+// Elements from one row of A to the next, at least k, so that gemm() reads them where they lie: rows that fall into one
+// set of a first-level cache, which has 4 KB a way, evict one another, and many of them are copied.
+template <typename T>
+int64_t row_stride(int64_t k) {
+  constexpr int64_t kWay = 4096, kLine = 64, kSize = sizeof(T);
+  return k * kSize % kWay == 0 ? k + kLine / kSize : k;
+}
+
 template <typename T>
 void gemm(int64_t m, int64_t n, int64_t k, const T* a, int64_t lda, const T* packed, acc_t<T>* c, int64_t ldc,
           bool accumulate) {

@@ -33,10 +33,10 @@ Buffer<T> packed(const T* b, int64_t stride_k, int64_t stride_n, int64_t k, int6
   return to;
 }
 
-// A matrix as the right operand of x * matrix.
+// Rows for a product to read, (rows, columns) and so far apart that none of them need be copied.
 template <typename T>
-Buffer<T> packed_as_is(const Tensor& matrix) {
-  return packed<T>(matrix.const_data_ptr<T>(), matrix.size(1), 1, matrix.size(0), matrix.size(1));
+Tensor empty_rows(int64_t rows, int64_t columns, const Tensor& like) {
+  return at::empty({rows, row_stride<T>(columns)}, like.options()).narrow(1, 0, columns);
 }
 
 struct TileOf {
@@ -81,23 +81,23 @@ class Right {
   int64_t k() const { return k_; }
   int64_t n() const { return n_; }
 
-  // x[rows] * B[:, columns] of a tile, into `to` with t.ld a row, whole panels of them.
-  void multiply_tile(const TileOf& t, const T* x, acc_t<T>* to) const {
-    const T* left = x + t.row * k_;
+  // x[rows] * B[:, columns] of a tile, into `to` with t.ld a row, whole panels of them. x has ldx elements a row.
+  void multiply_tile(const TileOf& t, const T* x, int64_t ldx, acc_t<T>* to) const {
+    const T* left = x + t.row * ldx;
     const T* columns = b_ + t.column * stride_n_;
     const int64_t wide = round_up(t.columns, kPanel);
     if (packed_)
-      return gemm<T>(t.rows, wide, k_, left, k_, panels_.data() + t.column / kPanel * packed_size<T>(k_, kPanel), to,
+      return gemm<T>(t.rows, wide, k_, left, ldx, panels_.data() + t.column / kPanel * packed_size<T>(k_, kPanel), to,
                      t.ld, false);
     if constexpr (!std::is_same_v<T, double>)
-      if (unpacked_) return gemm_unpacked<T>(t.rows, t.columns, k_, left, k_, columns, stride_n_, to, t.ld);
+      if (unpacked_) return gemm_unpacked<T>(t.rows, t.columns, k_, left, ldx, columns, stride_n_, to, t.ld);
     // As gemm() would cut it; brgemm has cuts of its own.
     const int64_t most = std::is_same_v<T, bfloat16> && use_brgemm() ? k_ : std::min(k_, kDepth);
     Buffer<T> slice(packed_size<T>(most, wide));
     for (int64_t p = 0; p < k_; p += most) {
       const int64_t depth = std::min(most, k_ - p);
       pack<T>(columns + p * stride_k_, stride_k_, stride_n_, depth, t.columns, slice.data());
-      gemm<T>(t.rows, wide, depth, left + p, k_, slice.data(), to, t.ld, p > 0);
+      gemm<T>(t.rows, wide, depth, left + p, ldx, slice.data(), to, t.ld, p > 0);
     }
   }
 
@@ -120,40 +120,60 @@ void store_tile(const TileOf& t, const acc_t<T>* result, const T* bias, T* y, in
     });
 }
 
-// y (m, n) = x (m, k) * B (+ bias), rounded once.
+// y (m, n) = x (m, k) * B (+ bias), rounded once. x may have its rows apart.
 template <typename T>
-void multiply(int64_t m, const T* x, const Right<T>& b, const T* bias, T* y) {
-  for_each_tile(m, b.n(), b.k(), [&](const TileOf& t) {
+void multiply(const Tensor& x, const Right<T>& b, const T* bias, T* y) {
+  const T* from = x.const_data_ptr<T>();
+  for_each_tile(x.size(0), b.n(), b.k(), [&](const TileOf& t) {
     acc_t<T> result[kTileSize];
-    b.multiply_tile(t, x, result);
+    b.multiply_tile(t, from, x.stride(0), result);
     store_tile<T>(t, result, bias, y, b.n());
   });
 }
 
-// dweight (n, k) = dy (m, n)^T * x (m, k).
+// dweight (n, k) = dy (m, n)^T * x (m, k), rows of both possibly apart. The wider one is packed slice by slice on its
+// way through the cache, the other one once.
 template <typename T>
 Tensor weight_gradient(const Tensor& dy, const Tensor& x) {
   if (std::is_same_v<T, bfloat16> && use_brgemm()) return at::mm(dy.t(), x);  // AMX there, FMA here
+  constexpr int64_t kWidest = 128;
+  static_assert(kWidest * kWidest <= kTileSize && kWidest % kPanel == 0);
   const int64_t m = dy.size(0), n = dy.size(1), k = x.size(1);
   Tensor dweight = at::empty({n, k}, x.options());
-  const Buffer<T> left = packed_as_is<T>(dy), right = packed_as_is<T>(x);
+  if (m == 0) return dweight.zero_();
+  const bool cuts_dy = n >= k;
+  const Tensor &wide = cuts_dy ? dy : x, &narrow = cuts_dy ? x : dy;
+  const int64_t columns = wide.size(1), panel = packed_size<T>(m, kPanel),
+                width = std::min(kWidest, round_up(columns / (4 * at::get_num_threads()) + 1, kPanel)),
+                slices = (columns + width - 1) / width;
+  const Buffer<T> whole = packed<T>(narrow.const_data_ptr<T>(), narrow.stride(0), 1, m, narrow.size(1));
+  const T* from = wide.const_data_ptr<T>();
   T* to = dweight.mutable_data_ptr<T>();
-  for_each_tile(n, k, m, [&](const TileOf& t) {
-    acc_t<T> result[kTileSize] = {};
-    const int64_t panel = packed_size<T>(m, kPanel);
-    gemm_transposed<T>(t.rows, t.columns, m, left.data() + t.row / kPanel * panel,
-                       right.data() + t.column / kPanel * panel, result, t.ld);
-    store_tile<T>(t, result, nullptr, to, k);
+  for_each_worker(slices, 2 * m * n * k >= kSerialFlops, [&](auto next) {
+    Buffer<T> slice(packed_size<T>(m, width));
+    for (int64_t i = next(); i < slices; i = next()) {
+      const int64_t first = i * width, count = std::min(width, columns - first);
+      pack<T>(from + first, wide.stride(0), 1, m, count, slice.data());
+      for (int64_t j = 0; j < narrow.size(1); j += kWidest) {
+        const int64_t others = std::min(kWidest, narrow.size(1) - j);
+        const T* part = whole.data() + j / kPanel * panel;
+        const TileOf t = cuts_dy ? TileOf{first, count, j, others, kWidest} : TileOf{j, others, first, count, kWidest};
+        acc_t<T> result[kTileSize];
+        gemm_transposed<T>(t.rows, t.columns, m, cuts_dy ? slice.data() : part, cuts_dy ? part : slice.data(), result,
+                           t.ld);
+        store_tile<T>(t, result, nullptr, to, k);
+      }
+    }
   });
   return dweight;
 }
 
-// The sums of the columns of y (m, n), a block of rows at a time: rounding grows with the number of blocks and the
-// length of one, not with the number of rows.
+// The sums of the columns of y (m, n), rows possibly apart, a block of rows at a time: rounding grows with the number
+// of blocks and the length of one, not with the number of rows.
 template <typename T>
 Tensor column_sums(const Tensor& y) {
   using V = Vec<acc_t<T>>;
-  const int64_t m = y.size(0), n = y.size(1);
+  const int64_t m = y.size(0), n = y.size(1), ld = y.stride(0);
   Tensor sums = at::empty({n}, y.options());
   const T* from = y.const_data_ptr<T>();
   T* to = sums.mutable_data_ptr<T>();
@@ -164,7 +184,7 @@ Tensor column_sums(const Tensor& y) {
       V sum(acc_t<T>(0));
       for (int64_t first = 0; first < m; first += kBlock) {
         V block(acc_t<T>(0));
-        for (int64_t r = first; r < std::min(m, first + kBlock); ++r) block = block + V::load(from + r * n + c, w);
+        for (int64_t r = first; r < std::min(m, first + kBlock); ++r) block = block + V::load(from + r * ld + c, w);
         sum = sum + block;
       }
       sum.store(to + c, w);

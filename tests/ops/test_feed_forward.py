@@ -107,6 +107,17 @@ def test_shapes(
     )
 
 
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_of_whole_kilobytes(dtype: torch.dtype, activation: str, device: str) -> None:
+    """On a CPU the hidden's rows then lie further apart than they are long."""
+    if reason := missing_backend("cpp", "feed_forward"):
+        pytest.skip(reason)
+    inputs = make_inputs((90, 20), 2048, activation, device, dtype)
+    with use_backend("cpp"):
+        assert_op_accurate(partial(feed_forward, activation=activation), partial(plain, activation=activation), inputs)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("dim", [512, 1024])
