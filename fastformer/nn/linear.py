@@ -1,7 +1,7 @@
 """x W^T + b as `F.linear` computes it, by the library that is fast at it on this CPU, and so its gradients.
 
 PyTorch leaves a product in fp32 to MKL, which uses half of the vectors' width on CPUs that Intel didn't make. oneDNN,
-which PyTorch has too, uses all of it.
+which PyTorch has too, uses all of it. The weight's gradient is our own kernel's.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from fastformer.nn import fusing
 from fastformer.nn.fusing import is_plain, is_traced, is_written_as_known
-from fastformer.ops import _eager
+from fastformer.ops import _eager, _extension
 
 _FEWEST_ROWS = 16  # below, reading the weight is what takes time
 # Multiplications; below, a call of oneDNN's takes longer than it spares. In learning Python adds to that.
@@ -92,14 +92,13 @@ class _Learning(torch.autograd.Function):
 
 
 def _transposed_product(a: Tensor, b: Tensor) -> Tensor:
-    """a^T b for a (rows, m) and b (rows, n)."""
+    """a^T b for a (rows, m) and b (rows, n); oneDNN would read transposed copies of both."""
+    ours = _extension.function("linear_weight_grad")
     b = b.contiguous()
-    if a.shape[1] * b.shape[1] <= _LARGE or torch.is_grad_enabled():
+    if ours is None or torch.is_grad_enabled() or not _goes_to_onednn(a.t(), b.t(), None):
         return linear(a.t(), b.t())
-    out = a.new_empty(a.shape[1], b.shape[1])
-    for part, to in zip(a.split(_SLICE, dim=1), out.split(_SLICE), strict=True):
-        to.copy_(linear(part.t(), b.t()))
-    return out
+    product: Tensor = ours(a, b)
+    return product
 
 
 def _by_onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

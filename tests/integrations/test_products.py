@@ -19,6 +19,7 @@ from tests.integrations import test_bart as seq2seq
 from tests.integrations import test_bert as bert
 from tests.integrations import test_causal as causal
 from tests.integrations import test_t5 as t5
+from tests.products import notice_products
 
 DRAWS = 8
 IDS = torch.randint(5, 60, (4, 9), generator=torch.Generator().manual_seed(0))
@@ -51,15 +52,9 @@ def make(family: str, dtype: torch.dtype = torch.float32) -> Any:
 
 @pytest.fixture(autouse=True)
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
-    """The shapes of the weights whose products went to oneDNN, which the smallest do here."""
+    """The shapes of the weights whose products went to oneDNN or to our kernel, which the smallest do here."""
     shapes: list[tuple[int, ...]] = []
-    real = linear_module._by_onednn
-
-    def by_onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        shapes.append(tuple(weight.shape))
-        return real(x, weight, bias)
-
-    monkeypatch.setattr(linear_module, "_by_onednn", by_onednn)
+    notice_products(monkeypatch, lambda x, weight: shapes.append(tuple(weight.shape)))
     for bound in ("_FEWEST", "_FEWEST_TO_LEARN"):
         monkeypatch.setattr(linear_module, bound, 0)
     return shapes

@@ -17,22 +17,18 @@ from torch.utils.flop_counter import FlopCounterMode
 import fastformer
 from fastformer.nn import linear as linear_module
 from fastformer.nn.linear import LINEARS, linear, project
+from fastformer.ops import _extension
 from tests.checks import assert_accurate
+from tests.products import notice_products
 
 pytestmark = pytest.mark.skipif(not linear_module._IS_THERE, reason="this PyTorch has no oneDNN")
 
 
 @pytest.fixture(autouse=True)
 def products(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The rows of each product that went to oneDNN."""
+    """The rows of each product that went to oneDNN, or to our kernel of the weight's gradient."""
     rows: list[int] = []
-    real = linear_module._by_onednn
-
-    def counted(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        rows.append(x.numel() // x.shape[-1])
-        return real(x, weight, bias)
-
-    monkeypatch.setattr(linear_module, "_by_onednn", counted)
+    notice_products(monkeypatch, lambda x, weight: rows.append(x.numel() // x.shape[-1]))
     monkeypatch.setattr(linear_module, "_FEWEST", 0)
     return rows
 
@@ -145,12 +141,15 @@ def strided_input() -> tuple[Tensor, Tensor, None]:
 
 
 @pytest.mark.parametrize("slices", [False, True], ids=["whole", "slices"])
+@pytest.mark.parametrize("has_kernel", [True, False], ids=["kernel", "none"])
 @pytest.mark.parametrize("how", ["dense", "expanded", "strided"])
 @pytest.mark.parametrize("make", [plainly_contiguous, transposed_weight, strided_input])
 def test_gradients_are_those_of_the_product(
-    make: Callable[[], Any], how: str, slices: bool, learns_small: None, monkeypatch: pytest.MonkeyPatch,
-    products: list[int],
+    make: Callable[[], Any], how: str, slices: bool, has_kernel: bool, learns_small: None,
+    monkeypatch: pytest.MonkeyPatch, products: list[int],
 ) -> None:  # fmt: skip
+    if not has_kernel:
+        monkeypatch.setattr(_extension, "function", lambda name: None)
     if slices:
         monkeypatch.setattr(linear_module, "_LARGE", 100)
         monkeypatch.setattr(linear_module, "_SLICE", 16)
