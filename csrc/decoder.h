@@ -31,8 +31,9 @@ class Session {
   void admit(const std::vector<Ids>& sources, const std::vector<Ids>& tokens, int threads);
   // Appends a token to each row.
   const Chosen& step(const Ids& tokens, const Choice& choice, int threads);
-  // Steps each row, at least once, until its search is done or the run ends: at its limits, or for lack of memory. The
-  // first tokens are given, the others the searches choose. Returns how many steps each group took.
+  // Steps each row, at least once, until its search is done or the run ends: at its limits, for lack of memory, or when
+  // a thread has no more rows. The first tokens are given, the others the searches choose. Returns how many steps each
+  // group took.
   //
   // A few rows are stepped together by all threads, which meets at each phase. Many rows are dealt to the threads, each
   // of which steps its own: they read the weights again, but nobody waits for anybody. That is better, too, where other

@@ -88,6 +88,31 @@ void note(const Search& search, std::vector<float>& said) {
   for (const Hypothesis& one : search.results()) said.insert(said.end(), one.log_probs.begin(), one.log_probs.end());
 }
 
+// Runs, one after the other, until all searches are done, and their groups gone; false where memory doesn't do. A run
+// may end early for many reasons, and one of them, that a lane is through with its rows, is a matter of timing.
+bool finish(Session& session, std::vector<Search*> going, Ids tokens, const RunLimits& limits, int threads) {
+  while (!going.empty()) {
+    session.run(going, tokens, limits, true, threads);
+    std::vector<Search*> left;
+    std::vector<int64_t> gone;
+    tokens.clear();
+    for (size_t i = 0; i < going.size(); ++i) {
+      if (going[i]->is_done) {
+        gone.push_back(static_cast<int64_t>(i));
+        continue;
+      }
+      left.push_back(going[i]);
+      const size_t before = tokens.size();
+      tokens.resize(before + going[i]->num_rows);
+      going[i]->last_tokens(tokens.data() + before);
+    }
+    session.release(gone);
+    going.swap(left);
+    if (!going.empty() && session.step_tokens() > session.free_tokens()) return false;
+  }
+  return true;
+}
+
 // Prompts, steps, forks, whole searches and a shortlist; what all of it said.
 std::vector<float> decode(const std::shared_ptr<const PackedModel>& model, int32_t seed, int threads) {
   Session session(model, 2048);
@@ -110,13 +135,12 @@ std::vector<float> decode(const std::shared_ptr<const PackedModel>& model, int32
   session.release({1});
   session.reorder({{2}, {0}});
   const std::unique_ptr<Search> greedy = make_greedy_search(9, {1}), beams = three_beams(9);
-  session.run({greedy.get(), beams.get()}, {21, 22}, {20, 10.0, 0}, true, threads);
+  if (!finish(session, {greedy.get(), beams.get()}, {21, 22}, {20, 10.0, 0}, threads)) return {};
   note(*greedy, said), note(*beams, said);
-  session.release({0, 1});
   session.set_shortlist({1, seed, 40, 41, 42, 43, 44, 999});
   session.admit(sources, {{seed}, {7, 8}, {11}}, threads);
   const std::unique_ptr<Search> few = three_beams(5), one = make_greedy_search(6, {1}), other = three_beams(7);
-  session.run({few.get(), one.get(), other.get()}, {40, 41, 42}, {20, 10.0, 0}, true, threads);
+  if (!finish(session, {few.get(), one.get(), other.get()}, {40, 41, 42}, {20, 10.0, 0}, threads)) return {};
   for (const Search* search : {few.get(), one.get(), other.get()}) note(*search, said);
   return said;
 }
@@ -137,25 +161,7 @@ std::vector<float> decode_many(const std::shared_ptr<const PackedModel>& model, 
   session.admit(sources, prompts, threads);
   std::vector<Search*> going;
   for (const auto& search : searches) going.push_back(search.get());
-  while (!going.empty()) {
-    session.run(going, tokens, {1000, 0.005, 20}, true, threads);
-    std::vector<Search*> left;
-    std::vector<int64_t> gone;
-    tokens.clear();
-    for (size_t i = 0; i < going.size(); ++i) {
-      if (going[i]->is_done) {
-        gone.push_back(static_cast<int64_t>(i));
-        continue;
-      }
-      left.push_back(going[i]);
-      const size_t before = tokens.size();
-      tokens.resize(before + going[i]->num_rows);
-      going[i]->last_tokens(tokens.data() + before);
-    }
-    session.release(gone);
-    going.swap(left);
-    if (!going.empty() && session.step_tokens() > session.free_tokens()) return {};
-  }
+  if (!finish(session, going, tokens, {1000, 0.005, 20}, threads)) return {};
   std::vector<float> said;
   for (const auto& search : searches) note(*search, said);
   return said;
@@ -175,7 +181,7 @@ int main() {
        {std::pair(Precision::fp32, false), std::pair(Precision::bf16, false), std::pair(Precision::int8, true)}) {
     const auto model = make_model(precision, has_encoder);
     cases.push_back({model, decode(model, 3, 1), decode(model, 4, 1), decode_many(model, 1)});
-    if (cases.back().first == cases.back().second || cases.back().many.empty()) ++wrong;
+    if (cases.back().first == cases.back().second || cases.back().first.empty() || cases.back().many.empty()) ++wrong;
     // While nobody else takes the helpers, who let one caller alone deal rows to them at a time.
     wrong += decode(model, 3, 2) != cases.back().first, wrong += decode_many(model, 2) != cases.back().many;
   }
