@@ -98,10 +98,8 @@ class BeamSearch : public Search {
       if (static_cast<int64_t>(finished_.size()) > num_beams_) finished_.resize(num_beams_);
     }
     if (last_.empty() || num_tokens >= limit) return finish();
-    if (is_decided()) {
-      last_.clear();  // what still goes on is worse than what is finished
-      return finish();
-    }
+    drop_hopeless();
+    if (last_.empty()) return finish();
     num_rows = static_cast<int64_t>(last_.size());
     return parents_;
   }
@@ -134,11 +132,15 @@ class BeamSearch : public Search {
   // What divides the score of a hypothesis of so many tokens.
   virtual double penalty_of(int64_t length) const { return length_penalty(length, alpha_); }
 
-  // Whether what still goes on is worse than what is finished; before the limit, where something goes on.
+  // Whether enough is finished, whatever goes on.
   virtual bool is_decided() const {
-    const int64_t finished = static_cast<int64_t>(finished_.size());
-    if (early_stopping_ == EarlyStopping::kYes) return finished == num_beams_;
-    return finished >= num_return_ && finished_[num_return_ - 1].score >= scores_[0] / best_penalty_;
+    return early_stopping_ == EarlyStopping::kYes && static_cast<int64_t>(finished_.size()) == num_beams_;
+  }
+
+  // Whether nothing that goes on from such a score can be among the results.
+  virtual bool is_hopeless(double score) const {
+    return early_stopping_ != EarlyStopping::kYes && static_cast<int64_t>(finished_.size()) >= num_return_ &&
+           finished_[num_return_ - 1].score >= score / best_penalty_;
   }
 
   // Orders results: here the finished stand before the cut, as they come.
@@ -162,6 +164,16 @@ class BeamSearch : public Search {
     }
   };
 
+  // Drops what goes on to no avail. What goes on from it stays behind all that goes on from the others, so that these
+  // find what they would find beside it.
+  void drop_hopeless() {
+    size_t rows = is_decided() ? 0 : last_.size();
+    while (rows > 0 && is_hopeless(scores_[rows - 1])) --rows;
+    last_.resize(rows);
+    scores_.resize(rows);
+    parents_.resize(rows);
+  }
+
   const double best_penalty_;  // the best that dividing by a penalty can still do for a score below zero
   std::vector<double> next_scores_;
   std::vector<int32_t> next_;
@@ -182,8 +194,13 @@ class TransformersBeamSearch final : public BeamSearch {
 
   bool is_decided() const override {
     if (static_cast<int64_t>(finished_.size()) < num_beams_) return false;
-    if (early_stopping_ == EarlyStopping::kYes) return true;
-    return finished_.back().score >= scores_[0] / penalty_of(looks_ahead_ ? limit : num_tokens);
+    return early_stopping_ == EarlyStopping::kYes ||
+           finished_.back().score >= scores_[0] / penalty_of(looks_ahead_ ? limit : num_tokens);
+  }
+
+  bool is_hopeless(double score) const override {
+    return static_cast<int64_t>(finished_.size()) == num_beams_ &&
+           finished_.back().score >= score / penalty_of(alpha_ > 0 ? limit : num_tokens);
   }
 
   void order(std::vector<Scored>& all) const override { best_first(all); }

@@ -178,9 +178,10 @@ class _Beams:
 class BeamSearch(Search):
     """Beam search as tensor2tensor does it: 2 * num_beams candidates a step, finished hypotheses kept apart.
 
-    It is done when no hypothesis alive can still beat the num_return-th finished one: its score can only fall, and is
-    divided at best by the penalty of the longest length. With early_stopping: when num_beams are finished. It is also
-    done at its limit; hypotheses cut there stand behind the finished ones, whatever their scores.
+    A hypothesis alive is dropped when it can't beat the num_return-th finished one any more: its score can only fall,
+    and is divided at best by the penalty of the longest length. It is done when none is left, or, with early_stopping,
+    when num_beams are finished. It is also done at its limit; hypotheses cut there stand behind the finished ones,
+    whatever their scores.
 
     With num_groups > 1 it is diverse beam search (Vijayakumar et al. 2018): the groups choose in turn, and a token
     costs `diversity_penalty` for each time that an earlier group has just chosen it. Scores then include the penalty.
@@ -291,10 +292,19 @@ class BeamSearch(Search):
         if ended:
             group.finished.sort(key=lambda hypothesis: -hypothesis.score)
             del group.finished[group.width :]
+        self._drop_hopeless(group)
+        return origin[: len(group.alive)]
+
+    def _drop_hopeless(self, group: _Beams) -> None:
+        """Drops what goes on to no avail.
+
+        Of one group also its worst alone: what goes on from them stays behind all that goes on from the others, so that
+        these find what they would find beside them. Other groups would miss their tokens.
+        """
         if self._is_done(group):
-            group.alive = []  # what still goes on is worse than what is finished
-            return []
-        return origin
+            group.alive.clear()
+        while len(self._groups) == 1 and group.alive and self._is_hopeless(group, group.alive[-1].score):
+            group.alive.pop()
 
     def _penalty(self, length: int) -> float:
         return length_penalty(length, self.alpha)
@@ -302,9 +312,13 @@ class BeamSearch(Search):
     def _is_done(self, group: _Beams) -> bool:
         if self.early_stopping:
             return len(group.finished) == group.width
-        if len(group.finished) < group.num_return or not group.alive:
+        return bool(group.alive) and self._is_hopeless(group, group.alive[0].score)
+
+    def _is_hopeless(self, group: _Beams, score: float) -> bool:
+        """Whether nothing that goes on from such a score can be among the results."""
+        if self.early_stopping or len(group.finished) < group.num_return:
             return False
-        return group.finished[group.num_return - 1].score >= group.alive[0].score / self._best_penalty
+        return group.finished[group.num_return - 1].score >= score / self._best_penalty
 
     def results(self) -> list[Hypothesis]:
         """The finished hypotheses, best first, then the cut ones, best first; at most num_return."""
@@ -364,6 +378,11 @@ class TransformersBeamSearch(BeamSearch):
             return True
         best = group.alive[0].score / self._penalty(self.limit if self._looks_ahead else self._length)
         return group.finished[-1].score >= best
+
+    def _is_hopeless(self, group: _Beams, score: float) -> bool:
+        if self._length >= self.limit or len(group.finished) < group.width:
+            return False
+        return group.finished[-1].score >= score / self._penalty(self.limit if self.alpha > 0 else self._length)
 
     def results(self) -> list[Hypothesis]:
         """The finished and the cut hypotheses, best first; at most num_return."""

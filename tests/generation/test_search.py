@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Collection
 from functools import partial
 from typing import Any
@@ -47,10 +48,14 @@ def beams_of(engine: ToyEngine, limits: list[int], beams: int, *, ends: Collecti
     return decode(engine, requests, max_rows=10_000)
 
 
-def native_transformers_search(*args: Any, **options: Any) -> Search:
+def native_search(*args: Any, **options: Any) -> Search:
     if _extension.module() is None:
         pytest.skip("no C++ extension for this CPU")
-    return NativeSearch.beams(*args, beam_rules="transformers", **options)
+    return NativeSearch.beams(*args, **options)
+
+
+def native_transformers_search(*args: Any, **options: Any) -> Search:
+    return native_search(*args, beam_rules="transformers", **options)
 
 
 def assert_found(found: list[Found], expected: list[Hypothesis]) -> None:
@@ -150,6 +155,44 @@ def test_by_transformers_rules_what_is_only_as_good_is_not_waited_for(
     # that count for it.
     values = [[-3.0, mean * length + 1.0, -99.0, -99.0], [-99.0] * 4]
     assert bool(search.advance([[EOS, 3, 4, 5]] * 2, values, 0)) == goes_on
+
+
+@pytest.mark.parametrize("kind", [BeamSearch, native_search])
+@pytest.mark.parametrize(
+    ("last", "early_stopping", "goes_on"), [(-2.875, False, [0, 0]), (-3.0, False, [0]), (-3.0, True, [0, 0])]
+)
+def test_what_can_only_become_as_good_is_dropped(kind, last, early_stopping, goes_on) -> None:
+    # What has ended has -2. At the limit a sum is divided by (5 + 4) / 6.
+    search = kind(4, frozenset({EOS}), 2, alpha=1.0, early_stopping=early_stopping)
+    assert search.advance([[3, EOS, 4, 5]], [[-1.0, -2.0, last, -9.0]], 0) == goes_on
+    assert search.num_rows == len(goes_on) and search.last_tokens() == [3, 4][: len(goes_on)]
+
+
+@pytest.mark.parametrize("kind", [TransformersBeamSearch, native_transformers_search])
+@pytest.mark.parametrize(
+    ("last", "early_stopping", "goes_on"),
+    [(-2.875, "never", [0, 0]), (-3.0, "never", [0]), (-3.0, False, []), (-3.0, True, [])],
+)
+def test_by_transformers_rules_it_must_be_no_better_than_the_worst(kind, last, early_stopping, goes_on) -> None:
+    search = kind(4, frozenset({EOS, 2}), 2, alpha=1.0, early_stopping=early_stopping)
+    assert search.advance([[EOS, 2, 3, 4, 5, 6]], [[-0.25, -0.75, -1.0, last, -9.0, -9.0]], 0) == goes_on
+
+
+@pytest.mark.parametrize(("kind", "owner"), [(BeamSearch, BeamSearch), (native_search, NativeSearch)])
+def test_fewer_rows_go_on_as_more_becomes_hopeless(kind, owner, monkeypatch) -> None:
+    rows: Counter[int] = Counter()
+    advance = owner.advance
+
+    def counted(*args: Any) -> list[int]:
+        parents = advance(*args)
+        rows[len(parents)] += 1
+        return parents
+
+    monkeypatch.setattr(owner, "advance", counted)
+    engine = ToyEngine(40, vocab=20, eos=1.0)
+    for source, found in enumerate(beams_of(engine, [12] * 40, 4, kind=kind)):
+        assert_found(found, plain_beam_search(engine, source, 12, 4, 0.6, 1, False))
+    assert min(rows[1], rows[2], rows[3]) >= 5
 
 
 @pytest.mark.parametrize("early_stopping", [False, True])
