@@ -163,8 +163,8 @@ bool takes_brgemm(Precision precision, int64_t rows) {
          can_brgemm(precision);
 }
 
-// Rows of bf16 always go in the same groups, by the same kernel of brgemm, and their sums in the blocks of steps that
-// the other kernels have, added up here: with add_C, AMX would go on with the sum so far as one long sum. Integers are
+// Rows of bf16 always go in the same groups, by the same kernel of brgemm, and their sums in blocks of steps, as
+// in the other kernels, added up here: with add_C, AMX would go on with the sum so far as one long sum. Integers are
 // exact in any order.
 template <typename Path>
 void gemm_by_tiles(const PackedRows& x, int64_t rows, const PackedWeight& w, int64_t begin, int64_t end, float* out,
@@ -285,9 +285,9 @@ void gemm(const PackedRows& x, int64_t rows, const PackedWeight& w, int64_t begi
           int64_t ld) {
   if (rows <= 0 || begin >= end) return;
   if (w.k > 0 && takes_brgemm(w.precision, rows)) {
-    // The blocks of bf16 are as long as vdpbf16ps has them.
-    const auto by_tiles = w.precision == Precision::int8 ? gemm_by_tiles<DotInt8> : gemm_by_tiles<FloatSums<128>>;
-    return by_tiles(x, rows, w, begin, end, out, ld);
+    // Without AMX, in tests, brgemm multiplies by vdpbf16ps as well: blocks of its length. AMX rounds less often.
+    const auto bf16 = cpu_features().amx_bf16 ? gemm_by_tiles<FloatSums<128>> : gemm_by_tiles<FloatSums<32>>;
+    return (w.precision == Precision::int8 ? gemm_by_tiles<DotInt8> : bf16)(x, rows, w, begin, end, out, ld);
   }
   const Kernels& all = kernels(w.precision);
   int shape = 0;

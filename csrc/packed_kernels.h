@@ -151,7 +151,8 @@ struct WidenedBf16 : FloatSums<64> {
 
 #if defined(CPU_CAPABILITY_AVX512)
 
-struct DotBf16 : FloatSums<128> {
+// Intel rounds after each product of a pair, AMD after both.
+struct DotBf16 : FloatSums<32> {
   using Right = Ints;
   using Left = Ints;
   static constexpr std::array<Shape, 2> kShapes{{{4, 6}, {2, 13}}};
