@@ -66,7 +66,7 @@ def test_what_is_left_out_of_a_shape_is_named_with_its_reason() -> None:
 def tiny_shapes() -> list[tuple[str, dict[str, Any]]]:
     """Of each case a shape that takes no time, with every option that its shapes have."""
     modules = [
-        (name + suffix, {"batch": 4, "seqlen": 10, "dim": 32, "heads": 4, "padding": padding, **options})
+        (name + suffix, {"batch": 4, "seqlen": 14, "dim": 32, "heads": 4, "padding": padding, **options})
         for name in ("multihead_attention", "encoder_layer", "decoder_layer", "encoder", "decoder")
         for suffix, options in (("", {}), ("_training", {"dropout_p": 0.0}), ("_training", {"dropout_p": 0.1}))
         for padding in ("none", "half")

@@ -139,7 +139,7 @@ def test_head_dims(head_dim: int, device: str) -> None:
 @pytest.mark.parametrize("seqlen_q, seqlen_k", [(1, 70), (70, 2), (64, 32), (33, 65)])
 def test_lengths(seqlen_q: int, seqlen_k: int, device: str) -> None:
     for window in ((None, None), (None, 0), (3, 2)):
-        check(Case(batch=1, seqlen_q=seqlen_q, seqlen_k=seqlen_k, window=window), torch.float32, device)
+        check(Case(batch=3, seqlen_q=seqlen_q, seqlen_k=seqlen_k, window=window), torch.float32, device)
 
 
 @pytest.mark.parametrize(
