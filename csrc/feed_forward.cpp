@@ -182,13 +182,13 @@ std::tuple<Tensor, Tensor> feed_forward_fwd(const Tensor& x, const Tensor& weigh
   const Tensor rows = as_rows(x);
   std::vector<int64_t> shape = x.sizes().vec();
   shape.back() = weight2.size(0);
-  Tensor out = at::empty({rows.size(0), weight2.size(0)}, x.options()),
+  Tensor out = at::empty(shape, x.options()),  // no view: autograd lets none of a function's be changed
          saved = at::empty({rows.size(0), weight1.size(0)}, x.options());
   dispatch(x.scalar_type(), "feed_forward", [&]<typename T>() {
     forward<T>(rows, strided(weight1), contiguous(bias1), strided(weight2), contiguous(bias2),
                activation_named(activation), Dropout(dropout_p, dropout_seed), out, saved);
   });
-  return {out.view(shape), saved};
+  return {out, saved};
 }
 
 Gradients feed_forward_bwd(const Tensor& dout, const Tensor& x, const Tensor& weight1, const OptionalTensor& bias1,

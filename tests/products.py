@@ -12,18 +12,18 @@ from fastformer.nn import linear as linear_module
 from fastformer.ops import _extension
 
 
-def notice_products(monkeypatch: pytest.MonkeyPatch, note: Callable[[Tensor, Tensor], None]) -> None:
-    """Has `note(x, weight)` called at each product x W^T of oneDNN's, and of our kernel of the weight's gradient."""
+def notice_products(monkeypatch: pytest.MonkeyPatch, note: Callable[[Tensor, Tensor, bool], None]) -> None:
+    """Has `note(x, weight, is_kernel)` called at each product x W^T of oneDNN's and of our kernel's, of a gradient."""
     by_onednn, find = linear_module._by_onednn, _extension.function
     kernel = find("linear_weight_grad")
 
     def noted(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        note(x, weight)
+        note(x, weight, False)
         return by_onednn(x, weight, bias)
 
     def noted_kernel(a: Tensor, b: Tensor) -> Tensor:
         assert kernel is not None
-        note(a.t(), b.t())
+        note(a.t(), b.t(), True)
         out: Tensor = kernel(a, b)
         return out
 

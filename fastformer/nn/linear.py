@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from fastformer.nn import fusing
 from fastformer.nn.fusing import is_plain, is_traced, is_written_as_known
 from fastformer.ops import _eager, _extension
+from fastformer.ops._library import unviewed
 
 _FEWEST_ROWS = 16  # below, reading the weight is what takes time
 # Multiplications; below, a call of oneDNN's takes longer than it spares. In learning Python adds to that.
@@ -70,11 +71,15 @@ class _Learning(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         x_learns, weight_learns, _ = ctx.needs_input_grad
         ctx.save_for_backward(x if weight_learns else None, weight if x_learns else None)
+        ctx.set_materialize_grads(False)
         ctx.is_transposed = not weight.is_contiguous()
-        return _by_onednn(x, weight, bias)
+        out: Tensor = unviewed(_by_onednn(x, weight, bias))
+        return out
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dout: Tensor | None) -> tuple[Tensor | None, ...]:
+        if dout is None:
+            return None, None, None
         x_learns, weight_learns, bias_learns = ctx.needs_input_grad
         x, weight = ctx.saved_tensors
         dx = dweight = dbias = None
@@ -93,11 +98,11 @@ class _Learning(torch.autograd.Function):
 
 def _transposed_product(a: Tensor, b: Tensor) -> Tensor:
     """a^T b for a (rows, m) and b (rows, n); oneDNN would read transposed copies of both."""
-    ours = _extension.function("linear_weight_grad")
     b = b.contiguous()
-    if ours is None or torch.is_grad_enabled() or not _goes_to_onednn(a.t(), b.t(), None):
+    if torch.is_grad_enabled() or not _goes_to_onednn(a.t(), b.t(), None):
         return linear(a.t(), b.t())
-    product: Tensor = ours(a, b)
+    ours = _extension.function("linear_weight_grad")  # only here: torch.compile can't follow how it is found
+    product: Tensor = linear(a.t(), b.t()) if ours is None else ours(a, b)
     return product
 
 

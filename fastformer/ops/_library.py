@@ -331,6 +331,12 @@ def _choose(op: Definition, preferred: str, args: tuple[Any, ...]) -> str:
     return instead
 
 
+def unviewed(value: Any) -> Any:
+    """A new tensor as no view of what it was made of: autograd lets no view that a function gives be changed."""
+    is_view = isinstance(value, Tensor) and value._is_view()
+    return torch.ops.aten._unsafe_view.default(value, value.shape) if is_view else value
+
+
 def register_autograd(
     name: str,
     backward: Callable[..., Any],
@@ -344,7 +350,8 @@ def register_autograd(
 
     Args:
         name: of the op.
-        backward: (ctx, *gradients of the outputs) -> those of the inputs.
+        backward: (ctx, *gradients of the outputs) -> those of the inputs. An output that nobody reads has None; where
+            all have, this isn't called.
         setup_context: as torch.library.register_autograd takes it.
         differentiable_backward: what runs in place of `backward` where its results are to be differentiated again, and
             under functorch and forward mode; None where `backward` itself is of differentiable operations.
@@ -353,9 +360,13 @@ def register_autograd(
     def setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         # A context variable does not reach the thread in which autograd runs a GPU's backward pass.
         ctx.forced_backend = _forced_backend.get()
+        # Zeros in place of no gradient would be one for parameters that have none, which an optimizer then moves.
+        ctx.set_materialize_grads(False)
         setup_context(ctx, inputs, output)
 
     def run(ctx: Any, *grads: Tensor | None) -> Any:
+        if all(grad is None for grad in grads):
+            return (None,) * len(ctx.needs_input_grad)
         if differentiable_backward is not None and (torch.is_grad_enabled() or _eager.is_transformed()):
             return differentiable_backward(ctx, *grads)
         if ctx.forced_backend is None:
@@ -365,6 +376,7 @@ def register_autograd(
 
     def forward(ctx: Any, *args: Any) -> Any:
         output = op.run(_PREFERRED[args[0].device.type], args)
+        output = tuple(map(unviewed, output)) if isinstance(output, tuple) else unviewed(output)
         setup(ctx, args, output)
         return output
 

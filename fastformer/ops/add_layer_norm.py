@@ -186,16 +186,16 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
     kept = residual is not None or dropout_p > 0.0
     ctx.save_for_backward(residual_out if kept else x, weight, mean, rstd, dropout_seed)
     ctx.mark_non_differentiable(mean, rstd, *(() if kept else (residual_out,)))
-    ctx.set_materialize_grads(False)
     ctx.dropout_p, ctx.rms_norm, ctx.x_dtype = dropout_p, rms_norm, x.dtype
     ctx.bias_dtype = None if bias is None else bias.dtype
 
 
 def _backward(ctx: Any, dy: Tensor | None, dresidual_out: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
     s, weight, mean, rstd, dropout_seed = ctx.saved_tensors
+    is_read = dy is not None  # the norm, else the sum alone
     if dy is None:
         dy = s.new_zeros(s.shape, dtype=ctx.x_dtype)
-    has_bias = ctx.bias_dtype is not None and ctx.needs_input_grad[3]
+    has_bias = is_read and ctx.bias_dtype is not None and ctx.needs_input_grad[3]
     dx, dresidual, dweight, dbias = _bwd(
         dy, dresidual_out, s, weight, mean, rstd, ctx.dropout_p, dropout_seed, ctx.rms_norm, has_bias, ctx.x_dtype
     )
@@ -206,7 +206,7 @@ def _backward(ctx: Any, dy: Tensor | None, dresidual_out: Tensor | None, *_: Non
     return (
         dx,
         dresidual if ctx.needs_input_grad[1] else None,
-        None if weight is None else dweight,
+        dweight if is_read and weight is not None else None,
         dbias if has_bias else None,
         *(None,) * 4,
     )

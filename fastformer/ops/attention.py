@@ -126,20 +126,17 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
     out, lse = output
     ctx.save_for_backward(q, k, v, out, lse, attn_mask, seqlens_k, dropout_seed)
     ctx.mark_non_differentiable(lse)
-    ctx.set_materialize_grads(False)
     ctx.options = options
 
 
-def _backward(ctx: Any, dout: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
-    if dout is None:
-        return (None,) * 10
+def _backward(ctx: Any, dout: Tensor, _: None) -> tuple[Tensor | None, ...]:
     *tensors, attn_mask, seqlens_k, dropout_seed = ctx.saved_tensors
     needs_mask_grad = attn_mask is not None and attn_mask.is_floating_point() and ctx.needs_input_grad[3]
     dq, dk, dv, dmask = _bwd(dout, *tensors, attn_mask, seqlens_k, *ctx.options, dropout_seed, needs_mask_grad)
     return dq, dk, dv, dmask if needs_mask_grad else None, *(None,) * 6
 
 
-def _differentiable_backward(ctx: Any, dout: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+def _differentiable_backward(ctx: Any, dout: Tensor, _: None) -> tuple[Tensor | None, ...]:
     q, k, v, _, _, attn_mask, seqlens_k, dropout_seed = ctx.saved_tensors
 
     def formula(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None) -> Tensor:

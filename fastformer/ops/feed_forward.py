@@ -173,13 +173,10 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
     # bias2, a parameter, is there for double backward alone.
     ctx.save_for_backward(x, weight1, bias1, weight2, bias2, saved, dropout_seed)
     ctx.mark_non_differentiable(saved)
-    ctx.set_materialize_grads(False)
     ctx.activation, ctx.dropout_p, ctx.has_bias2 = activation, dropout_p, bias2 is not None
 
 
-def _backward(ctx: Any, dout: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
-    if dout is None:
-        return (None,) * 8
+def _backward(ctx: Any, dout: Tensor, _: None) -> tuple[Tensor | None, ...]:
     x, weight1, bias1, weight2, _, saved, dropout_seed = ctx.saved_tensors
     dx, dweight1, dbias1, dweight2, dbias2 = _bwd(
         dout, x, weight1, bias1, weight2, saved, ctx.activation, ctx.dropout_p, dropout_seed, ctx.has_bias2
@@ -194,7 +191,7 @@ def _backward(ctx: Any, dout: Tensor | None, _: None) -> tuple[Tensor | None, ..
     )
 
 
-def _differentiable_backward(ctx: Any, dout: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+def _differentiable_backward(ctx: Any, dout: Tensor, _: None) -> tuple[Tensor | None, ...]:
     *inputs, _, dropout_seed = ctx.saved_tensors
 
     def formula(*inputs: Any) -> Tensor:

@@ -313,12 +313,9 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
     x, weight, bias, target, *ctx.options = inputs
     ctx.save_for_backward(x, weight, bias, target, output[1])
     ctx.mark_non_differentiable(output[1])
-    ctx.set_materialize_grads(False)
 
 
-def _backward(ctx: Any, dlosses: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
-    if dlosses is None:
-        return (None,) * 8
+def _backward(ctx: Any, dlosses: Tensor, _: None) -> tuple[Tensor | None, ...]:
     x, weight, bias, target, lse = ctx.saved_tensors
     needed = list(ctx.needs_input_grad[:3])
     gradients = _bwd(dlosses, x, weight, bias, target, lse, *(*ctx.options, needed))
@@ -329,8 +326,6 @@ def _setup_context_with_gradients(ctx: Any, inputs: tuple[Any, ...], output: tup
     ctx.output_mask = [wanted and x is not None for x, wanted in zip(inputs[:3], inputs[-1], strict=True)]
     ctx.save_for_backward(*output[1:])
     ctx.mark_non_differentiable(*output[1:])
-    # Or autograd would fill zeros for the gradients of gradients, one of which is as large as the weight.
-    ctx.set_materialize_grads(False)
 
 
 def _scaled(gradient: Tensor, dloss: Tensor) -> Tensor:
@@ -342,11 +337,7 @@ def _scaled(gradient: Tensor, dloss: Tensor) -> Tensor:
     return gradient.mul_(dloss)
 
 
-def _multiplied(
-    ctx: Any, dloss: Tensor | None, multiply: Callable[[Tensor, Tensor], Tensor]
-) -> tuple[Tensor | None, ...]:
-    if dloss is None:
-        return (None,) * 10
+def _multiplied(ctx: Any, dloss: Tensor, multiply: Callable[[Tensor, Tensor], Tensor]) -> tuple[Tensor | None, ...]:
     # dloss is fp32 and has no dimension, so the products keep each gradient's dtype.
     gradients = (
         multiply(gradient, dloss) if wanted else None
@@ -355,13 +346,11 @@ def _multiplied(
     return *gradients, *(None,) * 7
 
 
-def _backward_with_gradients(ctx: Any, dloss: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+def _backward_with_gradients(ctx: Any, dloss: Tensor, *_: None) -> tuple[Tensor | None, ...]:
     return _multiplied(ctx, dloss, _scaled)
 
 
-def _differentiable_backward(ctx: Any, dlosses: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
-    if dlosses is None:
-        return (None,) * 8
+def _differentiable_backward(ctx: Any, dlosses: Tensor, _: None) -> tuple[Tensor | None, ...]:
     x, weight, bias, target, _lse = ctx.saved_tensors
 
     def formula(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -387,7 +376,7 @@ class _Constant(torch.autograd.Function):
         )
 
 
-def _once_differentiable_backward(ctx: Any, dloss: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+def _once_differentiable_backward(ctx: Any, dloss: Tensor, *_: None) -> tuple[Tensor | None, ...]:
     gradients = _multiplied(ctx, dloss, torch.mul)
     if not torch.is_grad_enabled():
         return gradients

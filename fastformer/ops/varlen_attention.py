@@ -175,18 +175,15 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
     out, lse = output
     ctx.save_for_backward(q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, dropout_seed)
     ctx.mark_non_differentiable(lse)
-    ctx.set_materialize_grads(False)
     ctx.options = options
 
 
-def _backward(ctx: Any, dout: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
-    if dout is None:
-        return (None,) * 12
+def _backward(ctx: Any, dout: Tensor, _: None) -> tuple[Tensor | None, ...]:
     *tensors, dropout_seed = ctx.saved_tensors
     return *_bwd(dout, *tensors, *ctx.options, dropout_seed), *(None,) * 9
 
 
-def _differentiable_backward(ctx: Any, dout: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+def _differentiable_backward(ctx: Any, dout: Tensor, _: None) -> tuple[Tensor | None, ...]:
     q, k, v, _, _, *cu_seqlens, dropout_seed = ctx.saved_tensors
 
     def formula(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

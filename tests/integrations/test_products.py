@@ -54,7 +54,7 @@ def make(family: str, dtype: torch.dtype = torch.float32) -> Any:
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     """The shapes of the weights whose products went to oneDNN or to our kernel, which the smallest do here."""
     shapes: list[tuple[int, ...]] = []
-    notice_products(monkeypatch, lambda x, weight: shapes.append(tuple(weight.shape)))
+    notice_products(monkeypatch, lambda x, weight, is_kernel: shapes.append(tuple(weight.shape)))
     for bound in ("_FEWEST", "_FEWEST_TO_LEARN"):
         monkeypatch.setattr(linear_module, bound, 0)
     return shapes

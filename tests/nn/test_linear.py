@@ -19,16 +19,29 @@ from fastformer.nn import linear as linear_module
 from fastformer.nn.linear import LINEARS, linear, project
 from fastformer.ops import _extension
 from tests.checks import assert_accurate
+from tests.ops.test_outputs import Stop
 from tests.products import notice_products
 
 pytestmark = pytest.mark.skipif(not linear_module._IS_THERE, reason="this PyTorch has no oneDNN")
 
 
+class Products(list[int]):
+    """The rows of each product that went to oneDNN or to our kernel of the weight's gradient; the kernel's alone."""
+
+    def __init__(self) -> None:
+        self.of_kernel: list[int] = []
+
+
 @pytest.fixture(autouse=True)
-def products(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The rows of each product that went to oneDNN, or to our kernel of the weight's gradient."""
-    rows: list[int] = []
-    notice_products(monkeypatch, lambda x, weight: rows.append(x.numel() // x.shape[-1]))
+def products(monkeypatch: pytest.MonkeyPatch) -> Products:
+    """See there."""
+    rows = Products()
+
+    def note(x: Tensor, weight: Tensor, is_kernel: bool) -> None:
+        for each in (rows, rows.of_kernel) if is_kernel else (rows,):
+            each.append(x.numel() // x.shape[-1])
+
+    notice_products(monkeypatch, note)
     monkeypatch.setattr(linear_module, "_FEWEST", 0)
     return rows
 
@@ -146,7 +159,7 @@ def strided_input() -> tuple[Tensor, Tensor, None]:
 @pytest.mark.parametrize("make", [plainly_contiguous, transposed_weight, strided_input])
 def test_gradients_are_those_of_the_product(
     make: Callable[[], Any], how: str, slices: bool, has_kernel: bool, learns_small: None,
-    monkeypatch: pytest.MonkeyPatch, products: list[int],
+    monkeypatch: pytest.MonkeyPatch, products: Products,
 ) -> None:  # fmt: skip
     if not has_kernel:
         monkeypatch.setattr(_extension, "function", lambda name: None)
@@ -167,6 +180,7 @@ def test_gradients_are_those_of_the_product(
         found.append((out, *grads))
         if function is linear:
             assert type(out.grad_fn).__name__ == "_LearningBackward" and len(products) >= 3
+            assert len(products.of_kernel) == (has_kernel and _extension.function("linear_weight_grad") is not None)
             products.clear()
     for ours, plain, exact in zip(*found, strict=True):
         assert_accurate(ours, plain, exact)
@@ -245,8 +259,35 @@ def test_small_products_go_the_usual_way(products: list[int], monkeypatch: pytes
     assert type(linear(torch.randn(rows, 64), weight).grad_fn).__name__ == "_LearningBackward" and products == [rows]
 
 
-def test_gradients_have_gradients(learns_small: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear_module, "_LARGE", 100)
+def test_what_it_gives_may_be_changed_and_no_gradient_is_none(learns_small: None, products: list[int]) -> None:
+    x, weight, bias = (t.requires_grad_() for t in plainly_contiguous())
+    for shape in ((-1, 24), (10, 10, 24)):
+        products.clear()
+        out = linear(x.view(shape), weight, bias)
+        assert products == [100] and type(out.grad_fn).__name__ == "_LearningBackward"
+        expected = out.detach() / 2
+        out /= 2
+        out[0] = 0
+        assert torch.equal(out[1:], expected[1:])
+        found = torch.autograd.grad(out.sum(), (x, weight, bias))
+        plain = F.linear(x.view(shape), weight, bias) / 2
+        for ours, theirs in zip(found, torch.autograd.grad(plain[1:].sum(), (x, weight, bias)), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+        other = torch.zeros(out.shape, requires_grad=True)
+        Stop.apply(linear(x.view(shape), weight, bias), other).sum().backward()
+        assert other.grad is not None and x.grad is weight.grad is bias.grad is None
+
+
+def test_a_compiled_backward_pass_follows(learns_small: None) -> None:
+    x, weight, bias = (t.requires_grad_() for t in plainly_contiguous())
+    with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager", fullgraph=True)):
+        linear(x, weight, bias).square().sum().backward()
+    plain = torch.autograd.grad(F.linear(x, weight, bias).square().sum(), (x, weight, bias))
+    for t, expected in zip((x, weight, bias), plain, strict=True):
+        torch.testing.assert_close(t.grad, expected, rtol=1e-4, atol=1e-3)
+
+
+def test_gradients_have_gradients(learns_small: None) -> None:
     for function in (linear, F.linear):
         x, weight, bias = (t.requires_grad_() for t in plainly_contiguous())
         dx, dweight, dbias = torch.autograd.grad(

@@ -25,7 +25,18 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("rows", "m", "n"),
     # The wider one is cut into slices of 128 columns at most, which panels of 32 and groups of 14 rows make up.
-    [(1, 1, 1), (5, 33, 7), (7, 3, 130), (40, 129, 128), (40, 128, 129), (90, 300, 31), (513, 70, 257), (1100, 40, 16)],
+    [
+        (1, 1, 1),
+        (5, 33, 7),
+        (7, 3, 130),
+        (40, 129, 128),
+        (40, 128, 129),
+        (90, 300, 31),
+        (513, 70, 257),
+        (1100, 40, 16),
+        (41, 150, 140),
+        (41, 140, 150),
+    ],  # fmt: skip
 )
 def test_it_is_the_product(rows: int, m: int, n: int, dtype: torch.dtype) -> None:
     torch.manual_seed(rows)

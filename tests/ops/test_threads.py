@@ -136,8 +136,8 @@ CASES: dict[str, Run] = {
     "linear_topk": lambda dtype: _linear_topk(dtype, 150),
     "linear_topk-few-rows": lambda dtype: _linear_topk(dtype, 2),
     # Cut into other slices on each number of threads, once the left and once the right one.
-    "linear_weight_grad": lambda dtype: (CPP.linear_weight_grad(*_heads(dtype, (700, 800), (700, 90))),),
-    "linear_weight_grad-wide": lambda dtype: (CPP.linear_weight_grad(*_heads(dtype, (700, 90), (700, 800))),),
+    "linear_weight_grad": lambda dtype: (CPP.linear_weight_grad(*_heads(dtype, (700, 400), (700, 90))),),
+    "linear_weight_grad-wide": lambda dtype: (CPP.linear_weight_grad(*_heads(dtype, (700, 90), (700, 400))),),
     "rotary": lambda dtype: _rotary(dtype, False),
     "rotary-interleaved": lambda dtype: _rotary(dtype, True),
 }
