@@ -99,7 +99,7 @@ def plan_epoch(lengths: Tensor, *, max_tokens: int, batching: str, seed: int, ep
     longest = longest_sides(lengths, max_tokens)
     # Neighbouring seeds must not share epochs; a generator takes 64 bits.
     generator = torch.Generator().manual_seed((seed * 1_000_003 + epoch) % 2**63)
-    order = torch.randperm(len(lengths), generator=generator)
+    order = torch.randperm(len(lengths), generator=generator, device="cpu")
     if batching == "bucketed":
         return _bucketed(order, longest, max_tokens, generator)
     return _cut(order.tolist(), lengths.tolist(), max_tokens, padded=batching == "random")
@@ -152,7 +152,7 @@ def _bucketed(order: Tensor, longest: Tensor, max_tokens: int, generator: torch.
     for pool in torch.split(order, pool_size):
         ranked = pool[torch.argsort(longest[pool], stable=True)].tolist()  # ties stay in random order
         batches += _cut(ranked, sides, max_tokens, padded=True)
-    return [batches[i] for i in torch.randperm(len(batches), generator=generator).tolist()]
+    return [batches[i] for i in torch.randperm(len(batches), generator=generator, device="cpu").tolist()]
 
 
 def collate(examples: Sequence[Example], *, packed: bool, special_ids: SpecialIds = SpecialIds()) -> Batch:
@@ -196,7 +196,7 @@ def collate(examples: Sequence[Example], *, packed: bool, special_ids: SpecialId
 
 def layout_of(sequences: Sequence[Sequence[int]], *, packed: bool) -> SequenceLayout:
     """The layout of sequences padded to the longest, or packed."""
-    seqlens = torch.tensor([len(sequence) for sequence in sequences], dtype=torch.int32)
+    seqlens = torch.tensor([len(sequence) for sequence in sequences], dtype=torch.int32, device="cpu")
     make = SequenceLayout.packed if packed else SequenceLayout.padded
     return make(seqlens, int(seqlens.max()))
 
@@ -208,7 +208,7 @@ def _join(sequences: Sequence[Sequence[int]], fill: int, packed: bool) -> Tensor
             ids.extend(sequence)
         return torch.frombuffer(ids, dtype=torch.int64)
     width = max(len(sequence) for sequence in sequences)
-    return torch.tensor([[*sequence, *[fill] * (width - len(sequence))] for sequence in sequences])
+    return torch.tensor([[*sequence, *[fill] * (width - len(sequence))] for sequence in sequences], device="cpu")
 
 
 def padding_ratio(lengths: Tensor, batches: Sequence[Sequence[int]], *, packed: bool) -> float:

@@ -251,8 +251,8 @@ def _prefixes(decoder_input_ids: TokenIds | None, count: int, model: Model, make
 
 
 def _listener(streamer: Streamer, prompt: Sequence[int]) -> Callable[[int], object]:
-    streamer.put(torch.tensor([list(prompt)]))
-    return lambda token: streamer.put(torch.tensor([token]))
+    streamer.put(torch.tensor([list(prompt)], device="cpu"))
+    return lambda token: streamer.put(torch.tensor([token], device="cpu"))
 
 
 def _gathered(

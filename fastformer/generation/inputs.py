@@ -31,7 +31,7 @@ def as_batch(ids: Any, pad_id: int, device: torch.device, name: str = "input_ids
     wanted = f"expected {name} {_WANTED}"
     if not isinstance(ids, Tensor) and hasattr(ids, "__array__"):
         try:
-            ids = torch.as_tensor(ids)
+            ids = torch.as_tensor(ids, device="cpu")
         except (TypeError, ValueError) as error:
             raise ValueError(f"{wanted}; got {type(ids).__name__} ({error})") from error
     if not isinstance(ids, Tensor):
@@ -98,7 +98,7 @@ def _is_list(value: Any) -> bool:
 def pad(sequences: Sequence[Sequence[int]], pad_id: int = 0) -> Tensor:
     """Lists of ids as (batch, seqlen) int64, padded on the right."""
     width = max(map(len, sequences))
-    return torch.tensor([[*row, *[pad_id] * (width - len(row))] for row in sequences], dtype=torch.long)
+    return torch.tensor([[*row, *[pad_id] * (width - len(row))] for row in sequences], dtype=torch.long, device="cpu")
 
 
 def as_inputs(

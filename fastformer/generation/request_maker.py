@@ -98,7 +98,7 @@ class RequestMaker:
         # Each input draws numbers of its own, which depend on the seed and its place alone.
         self._seed = settings.seed
         if settings.do_sample and settings.seed is None:
-            self._seed = int(torch.randint(2**62, ()))
+            self._seed = int(torch.randint(2**62, (), device="cpu"))
         self._made = 0
 
     def check(self, row: Sequence[int], prefix: Sequence[int] = (), *, width: int | None = None) -> CheckedInput:

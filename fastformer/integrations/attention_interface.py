@@ -137,7 +137,7 @@ def make_mask(
         return mask
     real = attention_mask.bool()
     seqlens_k = real.sum(1, dtype=torch.int32)
-    if torch.equal(real, torch.arange(real.shape[1]) < seqlens_k[:, None]):
+    if torch.equal(real, torch.arange(real.shape[1], device=real.device) < seqlens_k[:, None]):
         _meanings[mask] = _Meaning(seqlens_k, is_causal, mask.clone())
     return mask
 

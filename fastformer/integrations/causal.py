@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
+from transformers.loss import loss_utils
 
 from fastformer.integrations.attention_interface import NAME
 from fastformer.integrations.hugging_face import (
@@ -113,6 +114,8 @@ class Causal(nn.Module):
         layers = self._layers()
         if config._attn_implementation != NAME or not layers or not all(map(self._is_ours, layers)):
             return None
+        if any(layer is layers[-1] for layer in layers[:-1]):  # where it comes first, tokens would be padded again
+            return None
         if RETURNS_TUPLES:
             for module in self.modules():
                 forget_restored_forward(module)
@@ -128,6 +131,8 @@ class Causal(nn.Module):
             if type(mask) is not Tensor or mask.shape != shape:
                 return None
             left_out = mask == 0
+        elif kwargs.get("position_ids") is not None:  # which transformers reads documents from that stand in one row
+            return None
         behind = None if self._fills_cache(kwargs) else unread(shape)
         if behind is None:
             return left_out
@@ -206,10 +211,16 @@ class LanguageModel(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """See transformers."""
-        if is_traced() or not self._sees_padding(args, kwargs):
+        if is_traced() or not (self._has_own_loss(args, kwargs) or self._sees_padding(args, kwargs)):
             return super().forward(*args, **kwargs)
         with self._staying_padded():
             return super().forward(*args, **kwargs)
+
+    def _has_own_loss(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether a loss is asked for that isn't transformers': it may read whatever it likes."""
+        if len(args) < 2 and kwargs.get("labels") is None:
+            return False
+        return getattr(getattr(self, "loss_function", None), "__module__", None) != loss_utils.__name__
 
     def _sees_padding(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         return sees_padding(args, kwargs)

@@ -146,7 +146,9 @@ def _loss(
         reduction="sum",
     )  # fmt: skip
     if num_items is None:
-        return total / (target != ignored).sum()
+        count = (target != ignored).sum()
+        # NaN beside the division, and not through it, whose gradient would be NaN as well.
+        return torch.where(count > 0, total / count.clamp(min=1), torch.nan)
     return total / (num_items.to(total.device) if isinstance(num_items, torch.Tensor) else num_items)
 
 

@@ -98,7 +98,8 @@ def _block_diagonal(
             f"got query {tuple(query.shape)} and key {tuple(key.shape)}"
         )
     cu_seqlens_q, cu_seqlens_k = (
-        torch.tensor([0, *each], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(query.device) for each in seqlens
+        torch.tensor([0, *each], dtype=torch.int32, device="cpu").cumsum(0, dtype=torch.int32).to(query.device)
+        for each in seqlens
     )
     out = varlen_attention(
         query[0].transpose(0, 1),

@@ -222,7 +222,7 @@ def _scales_output(settings: Mapping[str, Any]) -> bool:
 def _heads_in_use(config: TransformerConfig, state: Mapping[str, Tensor]) -> int:
     """How many heads there are up to the last that isn't all zeros."""
     heads = config.num_heads
-    used = torch.zeros(heads, dtype=torch.bool)
+    used = torch.zeros(heads, dtype=torch.bool, device="cpu")
     for name, tensor in state.items():
         if name.endswith("in_proj_weight"):
             used |= tensor.view(3, heads, -1).any(-1).any(0).cpu()

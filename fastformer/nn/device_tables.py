@@ -33,7 +33,7 @@ class DeviceTables:
         device: torch.device,
     ) -> None:
         ends = BlockTables.ends(max_rows, max_seqlen, max_source_seqlen)
-        self._memory = torch.zeros(ends[-1], dtype=torch.int32)
+        self._memory = torch.zeros(ends[-1], dtype=torch.int32, device="cpu")
         self._sent = self._memory if self.is_host(device) else torch.zeros_like(self._memory, device=device)
         parts = self._sent.tensor_split(ends[:-1])
         self.seqlens, self.keys, slots, self.source_seqlens, sources = parts

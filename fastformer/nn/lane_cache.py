@@ -57,11 +57,11 @@ class LaneCache(KVCache):
         is_cuda = device.type == "cuda"
         self._sent = torch.zeros(ends[-1], dtype=torch.int32, device=device)
         # Pinned, so that the device can fetch it by itself; it is waited for between two loads.
-        self._staged = torch.zeros(ends[-1], dtype=torch.int32, pin_memory=is_cuda)
+        self._staged = torch.zeros(ends[-1], dtype=torch.int32, device="cpu", pin_memory=is_cuda)
         slots, self._seqlens, self._last, source_slots, self._source_seqlens = self._sent.tensor_split(ends[:-1])
         self._slots, self._source_slots = slots.view(lanes, width), source_slots.view(num_groups, source_width)
         self._next = torch.zeros(num_steps, lanes, dtype=torch.int32, device=device)
-        self._staged_next = torch.zeros(num_steps, lanes, dtype=torch.int32, pin_memory=is_cuda)
+        self._staged_next = torch.zeros(num_steps, lanes, dtype=torch.int32, device="cpu", pin_memory=is_cuda)
         self._host = np.split(self._staged.numpy(), ends[:-1])
         self._step = torch.zeros(1, dtype=torch.int64, device=device)
         self._counts = np.zeros(0, np.int32)

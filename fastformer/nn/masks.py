@@ -69,7 +69,7 @@ def right_padding_lengths(mask: Tensor) -> Tensor | None:
     if is_traced():
         return None
     lengths = mask.shape[1] - mask.sum(1)
-    is_right = torch.equal(mask, torch.arange(mask.shape[1]) >= lengths[:, None])
+    is_right = torch.equal(mask, torch.arange(mask.shape[1], device=mask.device) >= lengths[:, None])
     return lengths.to(torch.int32) if is_right else None
 
 

@@ -56,7 +56,7 @@ def read_padding(x: Tensor, key_padding_mask: Tensor | None, batch_first: bool) 
     """
     batch, seqlen = x.shape[:2] if batch_first else (x.shape[1], x.shape[0])
     if key_padding_mask is None:
-        real = torch.ones(batch, seqlen, dtype=torch.bool)
+        real = torch.ones(batch, seqlen, dtype=torch.bool, device="cpu")
     elif key_padding_mask.shape != (batch, seqlen) or key_padding_mask.requires_grad or key_padding_mask.is_meta:
         return None
     elif key_padding_mask.dtype == torch.bool:
@@ -70,7 +70,7 @@ def read_padding(x: Tensor, key_padding_mask: Tensor | None, batch_first: bool) 
             return None
     where = real.flatten().nonzero().squeeze(1)
     seqlens = real.sum(1)
-    position = torch.arange(seqlen)
+    position = torch.arange(seqlen, device="cpu")  # whatever the default device is
     ends = torch.where(real, position + 1, 0).amax(1) if seqlen else seqlens
     starts = torch.where(real, position, seqlen).amin(1) if seqlen else seqlens
     is_contiguous = bool(((ends - starts == seqlens) | (seqlens == 0)).all())
@@ -99,7 +99,7 @@ class Jagged(NamedTuple):
         else:
             rows = x.unbind()
             values = torch.cat(rows)
-            seqlens = torch.tensor([len(row) for row in rows])
+            seqlens = torch.tensor([len(row) for row in rows], device="cpu")
             offsets = torch.nn.functional.pad(seqlens.cumsum(0), (1, 0)).to(values.device)
         layout = SequenceLayout.packed(seqlens, int(seqlens.max()) if len(seqlens) else 0)
         return cls(values, layout.to(values.device), offsets, is_jagged)

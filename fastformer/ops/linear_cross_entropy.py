@@ -380,7 +380,7 @@ def _once_differentiable_backward(ctx: Any, dloss: Tensor, *_: None) -> tuple[Te
     gradients = _multiplied(ctx, dloss, torch.mul)
     if not torch.is_grad_enabled():
         return gradients
-    asked = torch.zeros((), requires_grad=True)
+    asked = torch.zeros((), device="cpu", requires_grad=True)
     return tuple(
         None if gradient is None else _Constant.apply(gradient, asked)  # type: ignore[no-untyped-call]
         for gradient in gradients

@@ -55,7 +55,7 @@ def lengths_of(examples: Sequence[Example]) -> torch.Tensor:
     """(examples, 2): source and target lengths."""
     if isinstance(examples, Examples):
         return examples.lengths
-    return torch.tensor([example.lengths for example in examples])
+    return torch.tensor([example.lengths for example in examples], device="cpu")
 
 
 @torch.inference_mode()

@@ -149,7 +149,7 @@ class _Inputs:
     def fill(self, values: Sequence[Tensor]) -> None:
         """Copies values of the same shapes and dtypes in. On a GPU nobody waits for the copy."""
         # PyTorch gives pinned memory out again only once the copies from it are done.
-        host = torch.empty(self._bytes.shape, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
+        host = torch.empty(self._bytes.shape, dtype=torch.uint8, device="cpu", pin_memory=self._device.type == "cuda")
         for view, value in zip(self._views(host, values), values, strict=True):
             view.copy_(value)
         self._bytes.copy_(host, non_blocking=True)
@@ -188,7 +188,7 @@ class GraphUpdates:
         Raises:
             CaptureError: the update does what no graph can hold.
         """
-        values = [*_tensors(batches), torch.tensor(numbers, dtype=torch.float32)]
+        values = [*_tensors(batches), torch.tensor(numbers, dtype=torch.float32, device="cpu")]
         key = (_size(batches[0]), len(batches))
         slot = self._slots.get(key)
         if slot is None:

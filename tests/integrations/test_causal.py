@@ -175,6 +175,43 @@ def test_labels_at_padding_count_as_before(family):
     assert_all_same(results[1], results[0], "loss with padding")
 
 
+@families
+def test_a_loss_of_ones_own_sees_padding(family):
+    """It may count whatever it likes there."""
+    model = make(family)
+    model.loss_function = lambda logits, labels, **options: logits.square().mean()
+    results = []
+    for accelerated in (False, True):
+        if accelerated:
+            fastformer.accelerate(model)
+            assert "varlen_attention_fwd" not in ran(lambda: run(model, RIGHT))
+            assert "varlen_attention_fwd" in ran(lambda: run(model, RIGHT, labels=None))
+        with contextlib.nullcontext() if accelerated else exactly(family):
+            out = run(model, RIGHT)
+            results.append([out.loss, *gradients(model, out.loss)])
+    assert_all_same(results[1], results[0], "a loss of one's own")
+
+
+@families
+@pytest.mark.parametrize("order", [[0, 1, 0, 1], [0, 0], [0, 0, 1]], ids=str)
+def test_layers_that_are_there_several_times(order, family):
+    model = make(family)
+    stack = model.base_model
+    name = "h" if family == "gpt2" else "layers"
+    layers = getattr(stack, name)
+    setattr(stack, name, nn.ModuleList([layers[i] for i in order]))
+    stack.config.num_hidden_layers = len(order)
+    with exactly(family):
+        theirs = run(model, RIGHT, use_cache=False)
+        expected = [theirs.loss, *gradients(model, theirs.loss)]
+    fastformer.accelerate(model)
+    assert ("varlen_attention_fwd" in ran(lambda: run(model, RIGHT, use_cache=False))) == (
+        order[-1] == 1 and len(order) == 3
+    )
+    ours = run(model, RIGHT, use_cache=False)
+    assert_all_same([ours.loss, *gradients(model, ours.loss)], expected, "layers again")
+
+
 MORE = ["hidden states", "weights", "checkpointing", "a hook", "a tuple", "the last logits", "a forward of its own"]
 
 

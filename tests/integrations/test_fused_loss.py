@@ -114,6 +114,14 @@ def test_a_loss_by_num_items_in_batch(family):
 
 
 @decoders
+def test_documents_that_stand_in_one_row(family):
+    """Without a mask transformers reads them from the positions."""
+    labels = IDS.masked_fill(torch.arange(9) > 6, -100)
+    positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 0, 1]]).expand(4, -1)
+    assert_same_as_plain(family, labels=labels, position_ids=positions, use_cache=False)
+
+
+@decoders
 def test_labels_that_are_shifted_already(family):
     shifted = torch.randint(5, 60, (4, 9)).masked_fill(torch.rand(4, 9) < 0.3, -100)
     assert_same_as_plain(family, shift_labels=shifted)
@@ -138,7 +146,9 @@ def test_inputs_of_the_decoder_that_are_given(family):
 def test_a_loss_of_nothing_is_nan(family):
     model = make(family)
     fastformer.accelerate(model, fused_loss=True)
-    assert run(model, family, labels=torch.full_like(labels_of(family, None), -100)).loss.isnan()
+    loss = run(model, family, labels=torch.full_like(labels_of(family, None), -100)).loss
+    assert loss.isnan()
+    assert not any(gradient.any() for gradient in gradients(model, loss)), "a step that learns nothing breaks nothing"
 
 
 @families

@@ -288,7 +288,7 @@ def _tensors(model: Transformer | GPT) -> dict[str, Array]:
 def _by_distance(relative: RelativePositionBias, model: Transformer) -> Tensor:
     """What csrc/packed_model.h's PositionBias reads: in units of q k^T, which are scaled afterwards."""
     reach = min(relative.max_distance, model.config.max_len - 1)
-    rows = relative.table[relative.buckets(torch.arange(-reach, reach + 1))]
+    rows = relative.table[relative.buckets(torch.arange(-reach, reach + 1, device=relative.table.device))]
     return rows.float().T * _attention(model).head_dim ** 0.5
 
 

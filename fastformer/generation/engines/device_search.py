@@ -71,19 +71,19 @@ class DeviceSearch:
         self._ends = list(accumulate((lanes, num_groups, num_groups)))
         is_cuda = device.type == "cuda"
         self._sent = torch.zeros(self._ends[-1], dtype=torch.int32, device=device)
-        self._staged = torch.zeros(self._ends[-1], dtype=torch.int32, pin_memory=is_cuda)
+        self._staged = torch.zeros(self._ends[-1], dtype=torch.int32, device="cpu", pin_memory=is_cuda)
         self.tokens, self._said, self._least = self._sent.tensor_split(self._ends[:-1])
         self._scores = torch.zeros(lanes, dtype=torch.float64, device=device)
-        self._staged_scores = torch.zeros(lanes, dtype=torch.float64, pin_memory=is_cuda)
+        self._staged_scores = torch.zeros(lanes, dtype=torch.float64, device="cpu", pin_memory=is_cuda)
         widths = (lanes * num_candidates, lanes * num_candidates, lanes, lanes, 2 * lanes)
         self._columns = list(accumulate(widths))
         self._record = torch.zeros(num_steps, self._columns[-1], dtype=torch.int32, device=device)
         self._eos = torch.tensor(rules.eos, dtype=torch.int64, device=device)
         self._first_lanes = torch.arange(0, lanes, self.num_beams, device=device)[:, None]
         self._itself = torch.arange(lanes, dtype=torch.int32, device=device)
-        ends = torch.zeros(vocab_size, dtype=torch.bool)
+        ends = torch.zeros(vocab_size, dtype=torch.bool, device="cpu")
         ends[list(rules.eos)] = True
-        banned = torch.zeros(vocab_size, dtype=torch.bool)
+        banned = torch.zeros(vocab_size, dtype=torch.bool, device="cpu")
         banned[list(rules.suppressed)] = True
         self._is_end, self._is_suppressed = ends.to(device), banned.to(device)
 

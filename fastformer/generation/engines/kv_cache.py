@@ -125,13 +125,13 @@ def new_cache(model: EncoderDecoder | DecoderOnly, max_rows: int, num_tokens: in
 
 def packed(sequences: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, SequenceLayout]:
     """Lists of ids one after another, (total,), and their layout."""
-    ids = torch.tensor([token for sequence in sequences for token in sequence], dtype=torch.long)
+    ids = torch.tensor([token for sequence in sequences for token in sequence], dtype=torch.long, device="cpu")
     return ids.to(device), packed_layout([len(sequence) for sequence in sequences], device)
 
 
 def packed_layout(lengths: Sequence[int], device: torch.device) -> SequenceLayout:
     """The layout of sequences of these lengths, one after another."""
-    return SequenceLayout.packed(torch.tensor(lengths), max(lengths)).to(device)
+    return SequenceLayout.packed(torch.tensor(lengths, device="cpu"), max(lengths)).to(device)
 
 
 def choose_from_hidden(model: EncoderDecoder | DecoderOnly, hidden: Tensor, selection: Selection) -> Candidates:

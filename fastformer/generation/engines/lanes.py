@@ -70,7 +70,7 @@ class Lanes:
             self.tokens = self.search.tokens
         else:
             self.tokens = torch.zeros(groups, dtype=torch.int32, device=device)
-            self._staged = torch.zeros(groups, dtype=torch.int32, pin_memory=device.type == "cuda")
+            self._staged = torch.zeros(groups, dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda")
         beams = 1 if self.search is None else self.search.num_beams
         self.cache = LaneCache(cache, groups, beams, shape.width, shape.source_width, num_steps, spare)
 
