@@ -18,10 +18,12 @@ from fastformer.integrations.swap import (
     by_original,
     is_derived,
     is_swapped,
+    original_class,
     swap,
     unswap,
     why_left,
 )
+from fastformer.nn.fusing import is_written_as_known
 
 
 @dataclass
@@ -30,7 +32,9 @@ class Report:
 
     Attributes:
         swapped: by each module's name in the model ("" is the model itself), the class that it had.
-        left: by name, why a module that looked like one of the known ones was left as it is.
+        left: by name, why a module that looked like one of the known ones was left as it is. Or that somebody replaced
+            the forward of a swapped module's class, or of one inside of it: that is called, and nothing is packed
+            through it, for as long as it is there.
         attention: the names of the transformers models whose attention was led to ours, whatever their family.
         hooked: by name, which hooks there are on a swapped module, or on one inside of it. They see and change what
             they did before: nothing is fused over such a module, and no padding left out around it. Hooks that come
@@ -98,7 +102,11 @@ def accelerate(model: nn.Module, *, fused_loss: bool = False) -> Report:
         from fastformer.integrations.attention_interface import lead
 
         report.attention = lead(model)
-    report.hooked = _hooked(model)
+    inside = {inner for module in model.modules() if is_swapped(module) for inner in module.modules()}
+    for name, module in model.named_modules():
+        if module in inside and not is_written_as_known(type(module)):
+            report.left[name] = f"{original_class(module).__name__}.forward was replaced"
+    report.hooked = _hooked(model, inside)
     return report
 
 
@@ -141,9 +149,8 @@ _HOOKS = {
 _RECORDING = "transformers.utils.output_capturing"
 
 
-def _hooked(model: nn.Module) -> dict[str, str]:
-    """See `Report.hooked`."""
-    inside = {inner for module in model.modules() if is_swapped(module) for inner in module.modules()}
+def _hooked(model: nn.Module, inside: set[nn.Module]) -> dict[str, str]:
+    """See `Report.hooked`; `inside` are the swapped modules, and those inside of them."""
     on_all = ["a hook on all modules"] if torch_module._has_any_global_hook() else []
     found = {}
     for name, module in model.named_modules():
@@ -181,11 +188,14 @@ def known_swaps() -> dict[type[nn.Module], Swap]:
 
 
 def _families() -> list[Any]:
-    return [
-        importlib.import_module(f"fastformer.integrations.{name}")
-        for name, theirs in _FAMILIES.items()
-        if theirs in sys.modules
-    ]
+    loaded = [name for name, theirs in _FAMILIES.items() if theirs in sys.modules]
+    families = [importlib.import_module(f"fastformer.integrations.{name}") for name in loaded]
+    if loaded:
+        from fastformer.integrations.hugging_face import know
+
+        for name in loaded:  # a forward that was another when the family was first seen may be back
+            know(sys.modules[_FAMILIES[name]])
+    return families
 
 
 def _fused_losses(model: nn.Module) -> dict[type[nn.Module], Swap]:

@@ -21,12 +21,15 @@ from fastformer.integrations.hugging_face import (
     fused_feed_forward,
     gives_tuple,
     keeps_recording,
+    know,
     may_pack,
     packing,
 )
 from fastformer.integrations.swap import Swap
-from fastformer.nn.fusing import is_traced
+from fastformer.nn.fusing import is_traced, is_written_as_known
 from fastformer.nn.padding import Padding, read_padding
+
+know(bart)
 
 
 class _Layer(nn.Module):
@@ -62,7 +65,8 @@ class EncoderLayer(_Layer):
 
     def forward(self, hidden_states: Tensor, attention_mask: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
         """See transformers."""
-        if args or _asks_for_weights(kwargs) or hidden_states.dtype == torch.float16:  # which it clamps
+        is_other = args or not is_written_as_known(type(self))
+        if is_other or _asks_for_weights(kwargs) or hidden_states.dtype == torch.float16:  # which it clamps
             return super().forward(hidden_states, attention_mask, *args, **kwargs)
         x, mask = entered(hidden_states, attention_mask)
         attended = _attended(self.self_attn, x, attention_mask=mask, **kwargs)
@@ -89,11 +93,10 @@ class DecoderLayer(_Layer):
             "encoder_attention_mask": encoder_attention_mask, "past_key_values": past_key_values,
             "use_cache": use_cache,
         }  # fmt: skip
-        cross_head_mask = kwargs.pop("cross_attn_layer_head_mask", None)
-        if _asks_for_weights(kwargs) or cross_head_mask is not None or kwargs.get("layer_head_mask") is not None:
-            if cross_head_mask is not None:
-                kwargs["cross_attn_layer_head_mask"] = cross_head_mask
+        is_other = kwargs.get("cross_attn_layer_head_mask") is not None or not is_written_as_known(type(self))
+        if is_other or _asks_for_weights(kwargs):
             return super().forward(hidden_states, **names, **kwargs)
+        kwargs.pop("cross_attn_layer_head_mask", None)
         x, mask = entered(hidden_states, attention_mask)
         options = {"past_key_values": past_key_values, **kwargs}
         attended = _attended(self.self_attn, x, attention_mask=mask, **options)

@@ -17,13 +17,17 @@ from fastformer.integrations.hugging_face import (
     is_known,
     keeps_recording,
     key_padding_of,
+    know,
     may_pack,
     nothing_else,
     packing,
     plain_dropout,
 )
 from fastformer.integrations.swap import Swap
+from fastformer.nn.fusing import is_written_as_known
 from fastformer.nn.linear import project
+
+know(bert)
 
 # What a forward may be given that doesn't change what it computes here.
 _HARMLESS = frozenset({"position_ids", "cache_position", "return_dict", "num_items_in_batch"})
@@ -48,7 +52,8 @@ class BertSelfAttention(_Attention):
     def _is_simple(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         implementation = self.config._attn_implementation if hasattr(self, "config") else "sdpa"
         return (
-            nothing_else(args, kwargs, _HARMLESS)
+            is_written_as_known(BertSelfAttention)
+            and nothing_else(args, kwargs, _HARMLESS)
             and implementation in ("sdpa", NAME)
             and getattr(self, "position_embedding_type", "absolute") == "absolute"
         )
@@ -66,6 +71,8 @@ class BertSelfOutput(bert.BertSelfOutput):
 
     def forward(self, hidden_states: Tensor, input_tensor: Tensor) -> Tensor:
         """See transformers."""
+        if not is_written_as_known(BertSelfOutput):
+            return super().forward(hidden_states, input_tensor)
         return _output(self, project(self.dense, hidden_states), input_tensor)
 
 
@@ -74,6 +81,8 @@ class BertOutput(bert.BertOutput):
 
     def forward(self, hidden_states: Tensor, input_tensor: Tensor) -> Tensor:
         """See transformers."""
+        if not is_written_as_known(BertOutput):
+            return super().forward(hidden_states, input_tensor)
         return _output(self, project(self.dense, hidden_states), input_tensor)
 
 
@@ -83,6 +92,10 @@ class BertLayer(bert.BertLayer):
     attention: Any
     intermediate: Any
     output: Any
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """See transformers, which else would give this class for good the forward that its layer has now."""
+        return super().forward(*args, **kwargs)
 
     def feed_forward_chunk(self, attention_output: Tensor) -> Tensor:
         """See transformers."""

@@ -28,12 +28,16 @@ from fastformer.integrations.hugging_face import (
     is_known,
     join_residual,
     keeps_recording,
+    know,
     nothing_else,
     plain_dropout,
 )
 from fastformer.integrations.products import is_plain_conv1d
 from fastformer.integrations.swap import Swap
+from fastformer.nn.fusing import is_written_as_known
 from fastformer.ops import feed_forward
+
+know(gpt2)
 
 # The names of what a block may be given by position, behind its hidden states.
 _NAMES = tuple(inspect.signature(gpt2.GPT2Block.forward).parameters)[2:]
@@ -57,7 +61,7 @@ class GPT2MLP(gpt2.GPT2MLP):
         return super().forward(hidden_states) if out is None else self.dropout(out)
 
     def _fused(self, x: Tensor) -> Tensor | None:
-        if not (is_plain_conv1d(self.c_fc) and is_plain_conv1d(self.c_proj)):
+        if not (is_written_as_known(GPT2MLP) and is_plain_conv1d(self.c_fc) and is_plain_conv1d(self.c_proj)):
             return None
         activation = fused_activation(self.act)
         if activation is None or x.numel() < _FEW_ROWS * x.shape[-1]:
@@ -92,7 +96,11 @@ class GPT2Block(gpt2.GPT2Block):
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """See transformers."""
         given = dict(zip(_NAMES, args, strict=False)) | kwargs
-        if not (nothing_else((), given, _HARMLESS) and writes_plainly(given.get("past_key_values"))):
+        if not (
+            is_written_as_known(GPT2Block)
+            and nothing_else((), given, _HARMLESS)
+            and writes_plainly(given.get("past_key_values"))
+        ):
             return super().forward(hidden_states, *args, **kwargs)
         x, mask = entered(hidden_states, given.get("attention_mask"))
         cache = entered_cache(given.get("past_key_values"))

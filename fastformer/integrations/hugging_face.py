@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 from collections.abc import Iterator
 from contextvars import ContextVar
+from types import ModuleType
 from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
+from transformers import activations
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import generic
 
@@ -22,12 +25,14 @@ except ImportError:  # before 5
 
 from fastformer.nn.dropout import active_dropout, dropout_seed
 from fastformer.nn.fusing import (
+    FORWARDS,
     PLAIN_CALLS,
     is_called_plainly,
     is_plain,
     is_plain_dropout,
     is_traced,
     is_watched,
+    is_written_as_known,
     norm_settings,
 )
 from fastformer.nn.layers import join
@@ -42,6 +47,30 @@ from fastformer.ops import feed_forward as feed_forward_op
 PLAIN_CALLS.update((GradientCheckpointingLayer.__call__, nn.ParameterDict.__call__, nn.ParameterList.__call__))
 # Before 5 a layer gives a tuple.
 RETURNS_TUPLES = int(transformers.__version__.split(".")[0]) < 5
+# Where transformers' forwards and what decorates them are written.
+_THEIRS = tuple(os.path.join(each.__path__[0], "") for each in (transformers, nn, torch.utils))
+
+
+def know(source: ModuleType) -> None:
+    """Remembers what classes in a module of transformers do, so that a forward that somebody replaces is noticed."""
+    for kind in vars(source).values():
+        if not (isinstance(kind, type) and issubclass(kind, nn.Module)) or kind.forward is nn.Module.forward:
+            continue
+        if FORWARDS.get(kind) is None:
+            FORWARDS[kind] = kind.forward if _is_theirs(kind) else None
+
+
+def _is_theirs(kind: type[nn.Module]) -> bool:
+    """Whether a class's forward is what stands in its source, by where it says that it comes from."""
+    owner = next(each for each in kind.__mro__ if "forward" in vars(each))
+    forward: Any = vars(owner)["forward"]
+    said = (getattr(forward, "__module__", None), getattr(forward, "__qualname__", None))
+    # A wrapper has the names of what it wraps, and code of its own.
+    written_in = getattr(getattr(forward, "__code__", None), "co_filename", "")
+    return said == (owner.__module__, f"{owner.__qualname__}.forward") and written_in.startswith(_THEIRS)
+
+
+know(activations)
 
 
 class Packing:
@@ -226,11 +255,14 @@ def padding_of(x: Tensor, mask: Tensor | None) -> Padding | None:
 def may_pack(stack: nn.Module) -> bool:
     """Whether nobody would see that a stack's tokens are packed: no hooks, and nothing computed again later.
 
-    What is inside of the stack must be called as it was written. What computes the whole stack again packs again.
+    What is inside of the stack must be called as it was written, and so must the stack itself. What computes the whole
+    stack again packs again.
     """
     if is_traced() or is_watched() or _keeps_padding.get():
         return False
     modules = list(stack.modules())
+    if not all(is_written_as_known(type(module)) for module in modules):
+        return False
     if any(module.training and getattr(module, "gradient_checkpointing", False) for module in modules):
         return False
     return all(
@@ -325,8 +357,6 @@ def join_residual(x: Tensor, residual: Tensor, dropout_p: float, norm: nn.Module
 
 def fused_activation(activation: object) -> str | None:
     """What `ops.feed_forward` calls one of transformers' activations; None for those that it doesn't have."""
-    from transformers import activations
-
     if is_plain(activation, nn.ReLU):
         return "relu"
     if is_plain(activation, nn.SiLU):
@@ -362,7 +392,7 @@ def heads(linear: nn.Module, x: Tensor, head_dim: int) -> Tensor:
 
 def is_known(module: nn.Module, *kinds: type[nn.Module]) -> bool:
     """Whether a module is exactly of one of these classes, and a call of it is a call of that class's forward."""
-    return type(module) in kinds and is_called_plainly(module)
+    return type(module) in kinds and is_written_as_known(type(module)) and is_called_plainly(module)
 
 
 def gives_tuple(config: Any, kwargs: dict[str, Any]) -> bool:

@@ -24,9 +24,12 @@ from fastformer.integrations.causal import (
     writes_plainly,
 )
 from fastformer.integrations.fused_loss import CausalLoss
-from fastformer.integrations.hugging_face import entered, keeps_recording, nothing_else
+from fastformer.integrations.hugging_face import entered, keeps_recording, know, nothing_else
 from fastformer.integrations.rms import RMSNorm, join_rms
 from fastformer.integrations.swap import Swap
+from fastformer.nn.fusing import is_written_as_known
+
+know(llama)
 
 # The names of what a layer may be given by position, behind its hidden states.
 _NAMES = tuple(inspect.signature(llama.LlamaDecoderLayer.forward).parameters)[2:]
@@ -53,7 +56,11 @@ class LlamaDecoderLayer(llama.LlamaDecoderLayer):
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """See transformers."""
         given = dict(zip(_NAMES, args, strict=False)) | kwargs
-        if not (nothing_else((), given, _HARMLESS) and writes_plainly(given.get("past_key_values"))):
+        if not (
+            is_written_as_known(LlamaDecoderLayer)
+            and nothing_else((), given, _HARMLESS)
+            and writes_plainly(given.get("past_key_values"))
+        ):
             return super().forward(hidden_states, *args, **kwargs)
         x, given["attention_mask"] = entered(hidden_states, given.get("attention_mask"))
         given["past_key_values"] = entered_cache(given.get("past_key_values"))

@@ -7,8 +7,10 @@ from transformers.models.marian import modeling_marian as marian
 from fastformer.integrations.bart import Decoder, DecoderLayer, Encoder, EncoderLayer, Seq2SeqModel
 from fastformer.integrations.causal import KeepsPadding, signed_as
 from fastformer.integrations.fused_loss import Seq2SeqLoss
-from fastformer.integrations.hugging_face import keeps_recording
+from fastformer.integrations.hugging_face import keeps_recording, know
 from fastformer.integrations.swap import Swap
+
+know(marian)
 
 
 class MarianEncoderLayer(EncoderLayer, marian.MarianEncoderLayer):

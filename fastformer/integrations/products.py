@@ -6,11 +6,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers import pytorch_utils as theirs
 
-from fastformer.integrations.hugging_face import is_known
+from fastformer.integrations.hugging_face import is_known, know
 from fastformer.integrations.swap import Swap, by_original
+from fastformer.nn.fusing import is_written_as_known
 from fastformer.nn.linear import Linear, linear
 
-_CONV1D = theirs.Conv1D.forward
+know(theirs)
 
 
 class Conv1D(theirs.Conv1D):
@@ -21,18 +22,14 @@ class Conv1D(theirs.Conv1D):
 
     def forward(self, x: Tensor) -> Tensor:
         """See transformers."""
-        if not _is_as_written():
+        if not is_written_as_known(Conv1D):
             return super().forward(x)
         return linear(x, self.weight.t(), self.bias)
 
 
-def _is_as_written() -> bool:
-    return theirs.Conv1D.forward is _CONV1D
-
-
 def is_plain_conv1d(module: nn.Module) -> bool:
     """Whether a call of a module is this product, and nothing else."""
-    return is_known(module, theirs.Conv1D, Conv1D) and _is_as_written()
+    return is_known(module, theirs.Conv1D, Conv1D)
 
 
 SWAPS = by_original([Swap(nn.Linear, Linear), Swap(theirs.Conv1D, Conv1D)])

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from fastformer.integrations.hugging_face import is_known
 from fastformer.nn.dropout import dropout_seed
+from fastformer.nn.fusing import is_written_as_known
 from fastformer.ops import add_layer_norm
 
 
@@ -42,4 +43,4 @@ def join_rms(x: Tensor, residual: Tensor, dropout_p: float, norm: nn.Module) -> 
 
 def _fits(norm: RMSNorm, x: Tensor) -> bool:
     plain = type(norm.weight) is nn.Parameter and type(x) in (Tensor, nn.Parameter)
-    return plain and x.dtype == norm.weight.dtype and x.dtype != torch.float16
+    return plain and is_written_as_known(type(norm)) and x.dtype == norm.weight.dtype and x.dtype != torch.float16

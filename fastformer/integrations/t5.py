@@ -23,11 +23,14 @@ from fastformer.integrations.hugging_face import (
     going_on,
     keeping_padding,
     keeps_recording,
+    know,
     plain_dropout,
 )
 from fastformer.integrations.rms import RMSNorm
 from fastformer.integrations.swap import Swap
-from fastformer.nn.fusing import is_traced
+from fastformer.nn.fusing import is_traced, is_written_as_known
+
+know(t5)
 
 
 class T5LayerNorm(RMSNorm, t5.T5LayerNorm):
@@ -42,7 +45,7 @@ class T5DenseActDense(t5.T5DenseActDense):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """See transformers."""
-        dropout_p = plain_dropout(self.dropout)
+        dropout_p = plain_dropout(self.dropout) if is_written_as_known(T5DenseActDense) else None
         weights = (getattr(self.wi, "weight", None), getattr(self.wo, "weight", None))
         dtypes = {weight.dtype for weight in weights if isinstance(weight, Tensor)}
         # In half precision the second weight may be kept in fp32.

@@ -18,10 +18,11 @@ from fastformer.nn.norm import AddLayerNorm
 
 LINEARS = (nn.Linear, nn.modules.linear.NonDynamicallyQuantizableLinear)
 _KINDS: tuple[type[nn.Module], ...] = (
-    *(*LINEARS, nn.Dropout, nn.Identity, nn.LayerNorm, nn.RMSNorm, AddLayerNorm, nn.ReLU, nn.GELU),
+    *(*LINEARS, nn.Dropout, nn.Identity, nn.LayerNorm, nn.RMSNorm, AddLayerNorm, nn.ReLU, nn.GELU, nn.SiLU),
 )
 # What they were written to do: people replace the forward of a class, too, its call, and the functions behind it.
-_FORWARDS = {kind: kind.forward for kind in _KINDS}
+# None: somebody had done so before they were known.
+FORWARDS: dict[type[nn.Module], object] = {kind: kind.forward for kind in _KINDS}
 # Classes of ours that compute what another does -> that other one.
 STAND_INS: dict[type[nn.Module], type[nn.Module]] = {}
 _CALL = nn.Module.__call__
@@ -70,9 +71,11 @@ def _has_no_hooks(module: nn.Module) -> bool:
 
 
 def is_written_as_known(kind: type[nn.Module]) -> bool:
-    """Whether nobody replaced the forward of a class, or of the one that a class of ours stands in for."""
-    original = STAND_INS.get(kind, kind)
-    return _FORWARDS.get(original, original.forward) is original.forward
+    """Whether nobody replaced the forward of a class that is known, or of the known one that it is derived from."""
+    for original in kind.__mro__:
+        if original in FORWARDS:
+            return FORWARDS[original] is original.forward
+    return True
 
 
 def is_plain(module: object, *kinds: type[nn.Module]) -> bool:

@@ -1,0 +1,168 @@
+"""Forwards that somebody replaced on classes of transformers: they are called as without us, on padded batches."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import BertForMaskedLM, activations, pytorch_utils
+
+import fastformer
+from fastformer.integrations.hugging_face import RETURNS_TUPLES
+from fastformer.nn import fusing
+from fastformer.ops._library import record_backends
+from tests.integrations import test_bart as seq2seq
+from tests.integrations import test_bert as bert
+from tests.integrations import test_causal as causal
+from tests.integrations import test_t5 as t5
+
+RIGHT, IDS, TARGETS = causal.RIGHT, causal.IDS, seq2seq.TARGETS
+MAKE: dict[str, Callable[[], Any]] = {
+    "bart": lambda: seq2seq.make("bart"),
+    "marian": lambda: seq2seq.make("marian"),
+    "bert": lambda: bert.make(BertForMaskedLM),
+    "gpt2": lambda: causal.make("gpt2"),
+    "llama": lambda: causal.make("llama"),
+    "t5": t5.make,
+    "swish": lambda: bert.make(BertForMaskedLM, hidden_act="swish"),
+}
+# Of each family what is swapped, what is fused with its neighbours, and what is packed through.
+CLASSES = {
+    "bart": ("Attention", "EncoderLayer", "DecoderLayer", "Encoder", "Decoder", "ForConditionalGeneration"),
+    "marian": ("Attention", "EncoderLayer", "DecoderLayer", "Encoder", "Decoder", "MTModel"),
+    "bert": ("SelfAttention", "SelfOutput", "Attention", "Intermediate", "Output", "Layer", "Encoder", "ForMaskedLM"),
+    "gpt2": ("Attention", "MLP", "Block", "Model", "LMHeadModel"),
+    "llama": ("RMSNorm", "Attention", "MLP", "DecoderLayer", "Model", "ForCausalLM"),
+    "t5": ("LayerNorm", "DenseActDense"),
+}
+if not RETURNS_TUPLES:  # before 5 T5 is packed nowhere
+    CLASSES["t5"] += ("Attention", "LayerSelfAttention", "LayerFF", "Block", "Stack")
+PREFIXES = {"bart": "Bart", "marian": "Marian", "bert": "Bert", "gpt2": "GPT2", "llama": "Llama", "t5": "T5"}
+CASES = [(family, PREFIXES[family] + name) for family, names in CLASSES.items() for name in names]
+CASES += [("gpt2", "Conv1D"), ("gpt2", "NewGELUActivation"), ("bert", "GELUActivation"), ("swish", "SiLU")]
+
+
+def source(family: str) -> Any:
+    return importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+
+
+def find(family: str, name: str) -> Any:
+    if name == "BertSelfAttention":  # before 5 the one that models attend by has another name
+        name = "BertSdpaSelfAttention" if RETURNS_TUPLES else name
+    places = (source(family), pytorch_utils, activations) if family in CLASSES else (nn,)
+    return next(getattr(each, name) for each in places if hasattr(each, name))
+
+
+def run(model: Any) -> list[Tensor]:
+    """The logits of real tokens, and the gradients."""
+    options = {"decoder_input_ids": TARGETS} if model.config.is_encoder_decoder else {}
+    torch.manual_seed(0)
+    logits = model(input_ids=IDS, attention_mask=RIGHT.long(), **options).logits
+    logits = logits if options else logits * RIGHT[..., None]
+    model.zero_grad()
+    logits.square().sum().backward()
+    return [logits, *(parameter.grad for parameter in model.parameters() if parameter.grad is not None)]
+
+
+def replace(monkeypatch: pytest.MonkeyPatch, kind: type[nn.Module]) -> list[Any]:
+    """Puts a forward on a class that computes as before and keeps what it sees of tokens (by their shape) and masks."""
+    seen: list[Any] = []
+    theirs = kind.forward
+
+    @functools.wraps(theirs)  # as a careful hand would
+    def own(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        values = (*args, *kwargs.values())
+        seen.append([tuple(value.shape) for value in values if isinstance(value, Tensor) and value.dim() > 1])
+        return theirs(self, *args, **kwargs)
+
+    monkeypatch.setattr(kind, "forward", own)
+    return seen
+
+
+@pytest.mark.parametrize("comes", ["before", "later"])
+@pytest.mark.parametrize(("family", "name"), CASES)
+def test_a_replaced_forward_is_called_as_without_us(family, name, comes, monkeypatch):
+    kind = find(family, name)
+    with monkeypatch.context() as patched:
+        seen = replace(patched, kind)
+        with causal.exactly(family) if name != "LlamaRMSNorm" else contextlib.nullcontext():
+            expected = run(MAKE[family]())
+        theirs, model = list(seen), MAKE[family]()
+        assert theirs
+        if comes == "before":
+            report = fastformer.accelerate(model)
+            named = {place for place, module in model.named_modules() if isinstance(module, kind)}
+            assert report.left == dict.fromkeys(named, f"{kind.__name__}.forward was replaced")
+            assert f"{kind.__name__}.forward was replaced" in str(report)
+    if comes == "later":
+        assert not fastformer.accelerate(model).left
+    with monkeypatch.context() as patched:
+        seen = replace(patched, kind)
+        for ours, other in zip(run(model), expected, strict=True):
+            torch.testing.assert_close(ours, other, rtol=1e-5, atol=1e-6)
+        assert seen == theirs
+    # It isn't there any more: all is fast again.
+    fresh = MAKE[family]()
+    fastformer.accelerate(fresh)
+    assert ran(model) == ran(fresh)
+
+
+def ran(model: Any) -> set[str]:
+    with record_backends() as backends:
+        run(model)
+    return {name for name, _ in backends}
+
+
+@pytest.mark.parametrize("family", CLASSES)
+def test_what_transformers_wrote_is_known_as_such(family):
+    fastformer.accelerate(MAKE[family]())
+    found = {each for each in vars(source(family)).values() if isinstance(each, type) and each in fusing.FORWARDS}
+    assert len(found) > 8
+    assert all(map(fusing.is_written_as_known, found))
+
+
+# Replaced before fastformer is imported, now and then with transformers' own names.
+EARLY = """
+import functools, torch
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.models.llama import modeling_llama as llama
+
+calls = []
+theirs = llama.LlamaAttention.forward
+
+@functools.wraps(theirs)
+def own(self, *args, **kwargs):
+    calls.append(kwargs["attention_mask"] is not None)
+    return theirs(self, *args, **kwargs)
+
+class Norm(llama.LlamaRMSNorm):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+llama.LlamaAttention.forward, llama.LlamaRMSNorm = own, Norm
+torch.manual_seed(0)
+sizes = dict(vocab_size=60, hidden_size=24, intermediate_size=40, num_hidden_layers=2, num_attention_heads=6)
+model = LlamaForCausalLM(LlamaConfig(**sizes)).eval()
+ids, mask = torch.randint(60, (2, 9)), torch.tensor([[1] * 9, [1] * 4 + [0] * 5])
+expected = model(ids, attention_mask=mask).logits * mask[..., None]
+
+import fastformer
+left = fastformer.accelerate(model).left
+assert left["model.layers.0.self_attn"] == "LlamaAttention.forward was replaced", left
+assert left["model.norm"] == "Norm.forward was replaced", left
+calls.clear()
+torch.testing.assert_close(model(ids, attention_mask=mask).logits * mask[..., None], expected, rtol=1e-4, atol=1e-5)
+assert calls == [True, True], calls
+"""
+
+
+def test_what_was_replaced_before_we_came():
+    subprocess.run([sys.executable, "-c", EARLY], check=True)
