@@ -8,7 +8,7 @@ import threading
 from collections.abc import Iterator
 from contextvars import ContextVar
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +23,7 @@ try:
 except ImportError:  # before 5
     output_capturing = None
 
+from fastformer.integrations.swap import original_class
 from fastformer.nn.dropout import active_dropout, dropout_seed
 from fastformer.nn.fusing import (
     FORWARDS,
@@ -272,17 +273,31 @@ def may_pack(stack: nn.Module) -> bool:
     )
 
 
-# Where the classes are that look at one token at a time, or are attentions of the families.
-_BY_TOKEN = (
-    *("fastformer.", "transformers.activations", "transformers.models.", "transformers.pytorch_utils"),
-    *(f"torch.nn.modules.{name}" for name in ("activation", "container", "dropout", "linear", "normalization")),
-    *("torch.nn.modules.sparse", "peft.tuners.lora."),
+# What of torch.nn looks at one token (its last dimension) at a time, or at one number, whatever its settings.
+_BY_TOKEN = frozenset(
+    {
+        *(nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict),
+        *(*LINEARS, nn.Identity, nn.Embedding, nn.Dropout, nn.AlphaDropout),
+        *(nn.CELU, nn.ELU, nn.GELU, nn.Hardshrink, nn.Hardsigmoid, nn.Hardswish, nn.Hardtanh, nn.LeakyReLU),
+        *(nn.LogSigmoid, nn.Mish, nn.RReLU, nn.ReLU, nn.ReLU6, nn.SELU, nn.SiLU, nn.Sigmoid, nn.Softplus),
+        *(nn.Softshrink, nn.Softsign, nn.Tanh, nn.Tanhshrink, nn.Threshold),
+    }
 )
 
 
 def _works_by_token(module: nn.Module) -> bool:
     # What a user wrote may look at the other tokens of a row.
-    return type(module).__module__.startswith(_BY_TOKEN)
+    kind = original_class(module) if type(module).__module__.startswith("fastformer.") else type(module)
+    if kind in (nn.Softmax, nn.Softmin, nn.LogSoftmax, nn.GLU):
+        return bool(module.dim == -1)
+    if kind in (nn.LayerNorm, nn.RMSNorm):
+        return len(cast(nn.LayerNorm, module).normalized_shape) == 1
+    if kind is nn.PReLU:  # of several parameters each is a position's
+        return bool(module.num_parameters == 1)
+    if kind.__module__.startswith("torch."):
+        return kind in _BY_TOKEN
+    # Of a family, where attentions know what is packed; or of peft.
+    return kind in FORWARDS or kind.__module__.startswith("peft.tuners.lora.")
 
 
 def _records_nothing(module: nn.Module) -> bool:

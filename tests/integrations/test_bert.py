@@ -114,6 +114,50 @@ def test_padding_stays_where_it_is_seen(what):
     assert_same(after[1], before[1], "logits or pooled", 1e-9)
 
 
+class Mixing(torch.nn.Module):
+    """What transformers may have for families that aren't known."""
+
+    __module__ = "transformers.models.other.modeling_other"
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + x.cumsum(1)
+
+
+@pytest.mark.parametrize("activation", [
+    torch.nn.Softmax(-1), torch.nn.LogSoftmax(-1), torch.nn.Sigmoid(), torch.nn.PReLU(), torch.nn.LayerNorm(40),
+    torch.nn.Sequential(torch.nn.Tanh(), torch.nn.Dropout(0.0)),
+], ids=str)  # fmt: skip
+def test_what_looks_at_one_token_is_packed_through(activation):
+    assert "varlen_attention_fwd" in with_activation(activation)
+
+
+@pytest.mark.parametrize("activation", [
+    torch.nn.Softmax(1), torch.nn.Softmax(2), torch.nn.LogSoftmax(1), torch.nn.Softmax2d(), torch.nn.PReLU(9),
+    torch.nn.LocalResponseNorm(3), torch.nn.CrossMapLRN2d(3), torch.nn.LayerNorm((9, 40)), torch.nn.GroupNorm(3, 9),
+    torch.nn.Dropout1d(0.5), torch.nn.Sequential(torch.nn.Softmax(1)), Mixing(),
+], ids=str)  # fmt: skip
+def test_what_looks_at_others_sees_the_batch(activation):
+    if isinstance(activation, torch.nn.CrossMapLRN2d):
+        activation = torch.nn.Sequential(torch.nn.Unflatten(2, (8, 5)), activation, torch.nn.Flatten(2))
+    assert "varlen_attention_fwd" not in with_activation(activation)
+
+
+def with_activation(activation: torch.nn.Module) -> set[str]:
+    """What ran of ours in a model whose activation is another, and which computes as it did."""
+    model = make()
+    for layer in model.encoder.layer:
+        layer.intermediate.intermediate_act_fn = activation.double()
+
+    def run() -> Tensor:
+        torch.manual_seed(0)
+        return model(IDS, attention_mask=RIGHT.long()).last_hidden_state * RIGHT[..., None]
+
+    before = run()
+    fastformer.accelerate(model)
+    assert_same(run(), before, "hidden states", 1e-9)
+    return ran(run)
+
+
 def test_padding_comes_out_as_zeros():
     model = make().eval()
     fastformer.accelerate(model)
