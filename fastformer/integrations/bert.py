@@ -47,7 +47,9 @@ class BertSelfAttention(_Attention):
         )
         is_causal = attention_mask is None and bool(getattr(self, "is_causal", self.is_decoder))
         dropout_p = self.dropout.p if self.training else 0.0
-        return attend(q, k, v, attention_mask, dropout_p=dropout_p, is_causal=is_causal).flatten(-2), None
+        scale = getattr(self, "scaling", None)  # which models have from 5 on
+        out = attend(q, k, v, attention_mask, dropout_p=dropout_p, scale=scale, is_causal=is_causal)
+        return out.flatten(-2), None
 
     def _is_simple(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         implementation = self.config._attn_implementation if hasattr(self, "config") else "sdpa"

@@ -158,6 +158,20 @@ def with_activation(activation: torch.nn.Module) -> set[str]:
     return ran(run)
 
 
+@pytest.mark.parametrize("mask", [None, RIGHT], ids=["no mask", "right"])
+def test_a_scale_of_ones_own(mask):
+    model = make().eval()
+    for layer in model.encoder.layer:
+        if not hasattr(layer.attention.self, "scaling"):
+            pytest.skip("before transformers 5 there is none")
+        layer.attention.self.scaling *= 0.25
+    options = {} if mask is None else {"attention_mask": mask.long()}
+    real = 1 if mask is None else mask[..., None]
+    before = model(IDS, **options).last_hidden_state * real
+    fastformer.accelerate(model)
+    assert_same(model(IDS, **options).last_hidden_state * real, before, "hidden states", 1e-9)
+
+
 def test_padding_comes_out_as_zeros():
     model = make().eval()
     fastformer.accelerate(model)
