@@ -76,9 +76,14 @@ class T5Attention(t5.T5Attention):
             padding.unpack(projection(hidden_states)[0]).unflatten(-1, (self.n_heads, -1)).transpose(1, 2)
             for projection in (self.q, self.k, self.v)
         )
-        if position_bias is None and self.has_relative_attention_bias:
+        if position_bias is None:
             seqlen = padding.shape[1]
-            position_bias = self.compute_bias(seqlen, seqlen, device=q.device)
+            # The first block's is all blocks', and zero where it has none.
+            position_bias = (
+                self.compute_bias(seqlen, seqlen, device=q.device)
+                if self.has_relative_attention_bias
+                else q.new_zeros(1, self.n_heads, seqlen, seqlen)
+            )
         dropout_p = self.dropout if self.training else 0.0
         out, _ = attend_padded(
             self, q, k, v, mask, dropout_p, self.scaling, False, position_bias=position_bias, **kwargs

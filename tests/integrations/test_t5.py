@@ -179,6 +179,14 @@ def test_the_encoder_leaves_padding_out(mask, mode, monkeypatch):
     assert not hidden[~mask].any() and hidden[mask].abs().min() > 0
 
 
+@pytest.mark.parametrize("mask", [None, RIGHT], ids=["no mask", "right"])
+def test_the_first_block_decides_on_the_bias(mask):
+    """Where it has none, there is none for the others, too."""
+    model = make().eval()
+    model.encoder.block = torch.nn.ModuleList(reversed(model.encoder.block))
+    compare(mask, model)
+
+
 @pytest.mark.skipif(RETURNS_TUPLES, reason="before transformers 5 attention is written out in the model")
 def test_a_row_without_tokens_stays(monkeypatch):
     """A decoder takes the mean of what stands there."""
