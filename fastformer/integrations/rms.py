@@ -42,5 +42,7 @@ def join_rms(x: Tensor, residual: Tensor, dropout_p: float, norm: nn.Module) -> 
 
 
 def _fits(norm: RMSNorm, x: Tensor) -> bool:
-    plain = type(norm.weight) is nn.Parameter and type(x) in (Tensor, nn.Parameter)
-    return plain and is_written_as_known(type(norm)) and x.dtype == norm.weight.dtype and x.dtype != torch.float16
+    weight = norm._parameters.get("weight")  # what reads another would make it once more
+    if type(weight) is not nn.Parameter or type(x) not in (Tensor, nn.Parameter):
+        return False
+    return x.dtype == weight.dtype and x.dtype != torch.float16 and is_written_as_known(type(norm))

@@ -46,7 +46,8 @@ class T5DenseActDense(t5.T5DenseActDense):
     def forward(self, hidden_states: Tensor) -> Tensor:
         """See transformers."""
         dropout_p = plain_dropout(self.dropout) if is_written_as_known(T5DenseActDense) else None
-        weights = (getattr(self.wi, "weight", None), getattr(self.wo, "weight", None))
+        # Those that are parameters: reading one that is made of others would make it once more.
+        weights = (self.wi._parameters.get("weight"), self.wo._parameters.get("weight"))
         dtypes = {weight.dtype for weight in weights if isinstance(weight, Tensor)}
         # In half precision the second weight may be kept in fp32.
         if dropout_p is not None and len(dtypes) == 1 and torch.float16 not in dtypes | {hidden_states.dtype}:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.utils.parametrize as parametrize
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -26,9 +27,13 @@ from transformers import (
     MarianConfig,
     MarianMTModel,
 )
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.t5.modeling_t5 import T5LayerNorm
+from transformers.pytorch_utils import Conv1D
 
 import fastformer
 from fastformer.ops._library import record_backends
+from tests.integrations import test_t5 as t5
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
 
@@ -329,6 +334,38 @@ def test_copies_and_pickles(family):
         assert fastformer.restore(made) and made.config._attn_implementation == "sdpa"
         assert not Step(made).ran
     assert model.config._attn_implementation == "fastformer", "a copy has a config of its own"
+
+
+class Counted(nn.Module):
+    """A parametrization that counts how often a weight is made."""
+
+    count = 0
+
+    def forward(self, weight: Tensor) -> Tensor:
+        self.count += 1
+        return weight
+
+
+@pytest.mark.parametrize("comes", ["before", "later"])
+@pytest.mark.parametrize("family", ["bert", "marian", "gpt2", "llama", "t5"])
+def test_weights_that_are_made_are_made_as_often(family, comes):
+    counts = []
+    for accelerated in (False, True):
+        model = t5.make() if family == "t5" else make(family)
+        if accelerated and comes == "later":
+            fastformer.accelerate(model)
+        made: dict[str, Counted] = {}
+        for name, module in list(model.named_modules()):
+            if isinstance(module, nn.Linear | nn.LayerNorm | Conv1D | LlamaRMSNorm | T5LayerNorm):
+                made[name] = Counted()
+                parametrize.register_parametrization(module, "weight", made[name])
+        if accelerated and comes == "before":
+            fastformer.accelerate(model)
+        for each in made.values():
+            each.count = 0
+        model(input_ids=IDS, attention_mask=REAL.long(), labels=LABELS)
+        counts.append({name: each.count for name, each in made.items()})
+    assert counts[1] == counts[0] and len(counts[0]) > 8
 
 
 @pytest.mark.parametrize("family", ["bert", "marian"])
