@@ -13,7 +13,7 @@ from transformers.integrations import sdpa_attention
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 
-from fastformer.integrations.hugging_face import attend, packed_layouts
+from fastformer.integrations.hugging_face import attend, attends_as_known, packed_layouts
 from fastformer.integrations.sdpa import scaled_dot_product_attention
 from fastformer.nn.fusing import is_traced
 from fastformer.ops import attention
@@ -73,7 +73,7 @@ def attend_padded(
     # A step of decoding has one query: PyTorch is done with it on a CPU before ours has begun.
     is_step = query.shape[2] == 1 and query.device.type == "cpu"
     asked = any(each is not None and each is not False for each in others)
-    if is_step or asked or (bias is not None and _biased_mask is None):
+    if is_step or asked or not attends_as_known() or (bias is not None and _biased_mask is None):
         options = {"dropout": dropout, "scaling": scaling, "is_causal": is_causal, **kwargs}
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
     if bias is not None:

@@ -12,6 +12,7 @@ from fastformer.integrations.causal import EncoderHead, KeepsPadding, TokenLabel
 from fastformer.integrations.hugging_face import (
     add_and_norm,
     attend,
+    attends_as_known,
     fused_feed_forward,
     heads,
     is_known,
@@ -55,6 +56,7 @@ class BertSelfAttention(_Attention):
         implementation = self.config._attn_implementation if hasattr(self, "config") else "sdpa"
         return (
             is_written_as_known(BertSelfAttention)
+            and attends_as_known()
             and nothing_else(args, kwargs, _HARMLESS)
             and implementation in ("sdpa", NAME)
             and getattr(self, "position_embedding_type", "absolute") == "absolute"

@@ -23,6 +23,7 @@ try:
 except ImportError:  # before 5
     output_capturing = None
 
+from fastformer.integrations.sdpa import scaled_dot_product_attention
 from fastformer.integrations.swap import original_class
 from fastformer.nn.dropout import active_dropout, dropout_seed
 from fastformer.nn.fusing import (
@@ -72,6 +73,12 @@ def _is_theirs(kind: type[nn.Module]) -> bool:
 
 
 know(activations)
+
+
+def attends_as_known() -> bool:
+    """Whether the function by which transformers attends is PyTorch's, or ours; not what somebody put in its place."""
+    known = (torch._C._nn.scaled_dot_product_attention, scaled_dot_product_attention)
+    return F.scaled_dot_product_attention in known
 
 
 class Packing:
@@ -259,7 +266,7 @@ def may_pack(stack: nn.Module) -> bool:
     What is inside of the stack must be called as it was written, and so must the stack itself. What computes the whole
     stack again packs again.
     """
-    if is_traced() or is_watched() or _keeps_padding.get():
+    if is_traced() or is_watched() or _keeps_padding.get() or not attends_as_known():
         return False
     modules = list(stack.modules())
     if not all(is_written_as_known(type(module)) for module in modules):

@@ -12,10 +12,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import BertForMaskedLM, activations, pytorch_utils
 
 import fastformer
+from fastformer.integrations import sdpa
 from fastformer.integrations.hugging_face import RETURNS_TUPLES
 from fastformer.nn import fusing
 from fastformer.ops._library import record_backends
@@ -61,12 +63,12 @@ def find(family: str, name: str) -> Any:
     return next(getattr(each, name) for each in places if hasattr(each, name))
 
 
-def run(model: Any) -> list[Tensor]:
+def run(model: Any, mask: Tensor | None = RIGHT) -> list[Tensor]:
     """The logits of real tokens, and the gradients."""
     options = {"decoder_input_ids": TARGETS} if model.config.is_encoder_decoder else {}
     torch.manual_seed(0)
-    logits = model(input_ids=IDS, attention_mask=RIGHT.long(), **options).logits
-    logits = logits if options else logits * RIGHT[..., None]
+    logits = model(input_ids=IDS, attention_mask=None if mask is None else mask.long(), **options).logits
+    logits = logits if options or mask is None else logits * mask[..., None]
     model.zero_grad()
     logits.square().sum().backward()
     return [logits, *(parameter.grad for parameter in model.parameters() if parameter.grad is not None)]
@@ -130,6 +132,31 @@ def test_what_transformers_wrote_is_known_as_such(family):
     found = {each for each in vars(source(family)).values() if isinstance(each, type) and each in fusing.FORWARDS}
     assert len(found) > 8
     assert all(map(fusing.is_written_as_known, found))
+
+
+@pytest.mark.parametrize("mask", [None, RIGHT], ids=["no mask", "right"])
+@pytest.mark.parametrize("family", CLASSES)
+def test_another_attention_is_called_as_without_us(family, mask, monkeypatch):
+    model, calls = MAKE[family](), []
+    theirs = F.scaled_dot_product_attention
+
+    def own(q: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        calls.append(q.shape)
+        return 2 * theirs(q, *args, **kwargs)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(F, "scaled_dot_product_attention", own)
+        with causal.exactly(family), t5.exactly():
+            expected, before = run(model, mask), [*calls]
+        calls.clear()
+        fastformer.accelerate(model)
+        for ours, other in zip(run(model, mask), expected, strict=True):
+            torch.testing.assert_close(ours, other, rtol=1e-5, atol=1e-6)
+        assert calls == before and bool(calls) != (family == "t5" and RETURNS_TUPLES)  # which writes attention out
+    fast = ran(model)
+    with monkeypatch.context() as patched:
+        patched.setattr(F, "scaled_dot_product_attention", sdpa.scaled_dot_product_attention)
+        assert ran(model) == fast
 
 
 # Replaced before fastformer is imported, now and then with transformers' own names.
