@@ -18,7 +18,7 @@ from transformers.modeling_outputs import CausalLMOutputWithCrossAttentions, Cau
 from transformers.models.bart.modeling_bart import shift_tokens_right
 
 from fastformer.integrations.hugging_face import gives_tuple, leaving_unread
-from fastformer.nn.fusing import is_plain, is_traced
+from fastformer.nn.fusing import is_plain, is_traced, is_written_as_known
 from fastformer.nn.linear import LINEARS
 from fastformer.ops import linear_cross_entropy
 
@@ -38,7 +38,8 @@ class FusedLoss(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """See transformers."""
-        given = None if is_traced() or not self.training else _by_name(type(self).forward, self, args, kwargs)
+        is_other = is_traced() or not self.training or not is_written_as_known(type(self))
+        given = None if is_other else _by_name(type(self).forward, self, args, kwargs)
         if given is None or not self._is_fusable(given):
             return super().forward(*args, **kwargs)
         return self._output(given)

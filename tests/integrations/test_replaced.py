@@ -120,6 +120,18 @@ def test_a_replaced_forward_is_called_as_without_us(family, name, comes, monkeyp
     assert ran(model) == ran(fresh)
 
 
+@pytest.mark.parametrize(("family", "name"), [
+    ("bart", "BartForConditionalGeneration"), ("marian", "MarianMTModel"), ("gpt2", "GPT2LMHeadModel"),
+    ("llama", "LlamaForCausalLM"),
+])  # fmt: skip
+def test_a_replaced_head_gives_its_own_loss(family, name, monkeypatch):
+    model, kind = MAKE[family]().train(), find(family, name)
+    fastformer.accelerate(model, fused_loss=True)
+    assert model(IDS, labels=IDS).logits is None
+    seen = replace(monkeypatch, kind)
+    assert model(IDS, labels=IDS).logits is not None and len(seen) == 1
+
+
 def ran(model: Any) -> set[str]:
     with record_backends() as backends:
         run(model)
