@@ -23,8 +23,6 @@ _KINDS: tuple[type[nn.Module], ...] = (
 # What they were written to do: people replace the forward of a class, too, its call, and the functions behind it.
 # None: somebody had done so before they were known.
 FORWARDS: dict[type[nn.Module], object] = {kind: kind.forward for kind in _KINDS}
-# Classes of ours that compute what another does -> that other one.
-STAND_INS: dict[type[nn.Module], type[nn.Module]] = {}
 _CALL = nn.Module.__call__
 # Calls of other libraries' classes that come down to it.
 PLAIN_CALLS: set[object] = set()
