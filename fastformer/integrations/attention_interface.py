@@ -12,8 +12,9 @@ from transformers import AttentionInterface, PreTrainedModel, masking_utils
 from transformers.integrations import sdpa_attention
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from fastformer.integrations.hugging_face import attend, attends_as_known, packed_layouts
+from fastformer.integrations.hugging_face import attend, attends_as_known, attends_by_theirs, packed_layouts
 from fastformer.integrations.sdpa import scaled_dot_product_attention
 from fastformer.nn.fusing import is_traced
 from fastformer.ops import attention
@@ -48,6 +49,13 @@ def attention_forward(
     Returns:
         (batch, seqlen_q, num_heads, head_dim), and None for the weights.
     """
+    if not attends_by_theirs() and packed_layouts() is None:
+        given = kwargs if is_causal is None else kwargs | {"is_causal": is_causal}
+        theirs = ALL_ATTENTION_FUNCTIONS["sdpa"]
+        out: tuple[Tensor, Tensor | None] = theirs(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **given
+        )
+        return out
     is_causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     if packed_layouts() is not None:
         q, k, v = (each.transpose(1, 2) for each in (query, key, value))

@@ -29,6 +29,7 @@ from fastformer.nn.fusing import is_written_as_known
 from fastformer.nn.linear import project
 
 know(bert)
+_CHUNK = bert.BertLayer.feed_forward_chunk
 
 # What a forward may be given that doesn't change what it computes here.
 _HARMLESS = frozenset({"position_ids", "cache_position", "return_dict", "num_items_in_batch"})
@@ -104,6 +105,8 @@ class BertLayer(bert.BertLayer):
     def feed_forward_chunk(self, attention_output: Tensor) -> Tensor:
         """See transformers."""
         inner, outer = self.intermediate, self.output
+        if bert.BertLayer.feed_forward_chunk is not _CHUNK:
+            return super().feed_forward_chunk(attention_output)
         if is_known(inner, bert.BertIntermediate) and is_known(outer, BertOutput, bert.BertOutput):
             out = fused_feed_forward(attention_output, inner.dense, inner.intermediate_act_fn, outer.dense)
             if out is not None:

@@ -23,6 +23,7 @@ from fastformer.integrations.causal import (
 from fastformer.integrations.fused_loss import CausalLoss
 from fastformer.integrations.hugging_face import (
     RETURNS_TUPLES,
+    attends_by_theirs,
     entered,
     fused_activation,
     is_known,
@@ -117,7 +118,9 @@ class GPT2Block(gpt2.GPT2Block):
 
     def _attends_plainly(self) -> bool:
         attention = self.attn
-        return is_known(attention, gpt2.GPT2Attention) and attention.config._attn_implementation == NAME
+        if not is_known(attention, gpt2.GPT2Attention):
+            return False
+        return attention.config._attn_implementation == NAME and attends_by_theirs()
 
 
 @keeps_recording

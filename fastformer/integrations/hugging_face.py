@@ -15,7 +15,9 @@ import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
 from transformers import activations
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import generic
 
 try:
@@ -76,9 +78,14 @@ know(activations)
 
 
 def attends_as_known() -> bool:
-    """Whether the function by which transformers attends is PyTorch's, or ours; not what somebody put in its place."""
+    """Whether what transformers attends by is its own and PyTorch's, or ours; not what somebody put in its place."""
     known = (torch._C._nn.scaled_dot_product_attention, scaled_dot_product_attention)
-    return F.scaled_dot_product_attention in known
+    return F.scaled_dot_product_attention in known and attends_by_theirs()
+
+
+def attends_by_theirs() -> bool:
+    """Whether nobody registered another attention under the name of "sdpa"."""
+    return ALL_ATTENTION_FUNCTIONS["sdpa"] is sdpa_attention_forward
 
 
 class Packing:

@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import BertForMaskedLM, activations, pytorch_utils
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import fastformer
 from fastformer.integrations import sdpa
@@ -144,6 +146,38 @@ def test_what_transformers_wrote_is_known_as_such(family):
     found = {each for each in vars(source(family)).values() if isinstance(each, type) and each in fusing.FORWARDS}
     assert len(found) > 8
     assert all(map(fusing.is_written_as_known, found))
+
+
+@pytest.mark.parametrize("mask", [None, RIGHT], ids=["no mask", "right"])
+@pytest.mark.parametrize("family", CLASSES)
+@pytest.mark.skipif(RETURNS_TUPLES, reason="before 5 not all families look their attention up")
+def test_what_is_registered_as_sdpa_is_called_as_without_us(family, mask, monkeypatch):
+    model, calls = MAKE[family](), []
+
+    def own(module: nn.Module, q: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+        calls.append((q.shape, {name: value for name, value in kwargs.items() if not isinstance(value, Tensor)}))
+        return 2 * sdpa_attention_forward(module, q, *args, **kwargs)[0], None
+
+    with monkeypatch.context() as patched:
+        patched.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "sdpa", own)
+        with causal.exactly(family), t5.exactly():
+            expected, before = run(model, mask), [*calls]
+        calls.clear()
+        fastformer.accelerate(model)
+        for ours, other in zip(run(model, mask), expected, strict=True):
+            torch.testing.assert_close(ours, other, rtol=1e-5, atol=1e-6)
+        assert before and calls == before
+    fresh = MAKE[family]()
+    fastformer.accelerate(fresh)
+    assert ran(model) == ran(fresh)
+
+
+def test_a_chunk_of_bert_that_was_replaced_is_called(monkeypatch):
+    model = MAKE["bert"]()
+    fastformer.accelerate(model)
+    own = lambda self, x: 2 * x  # noqa: E731
+    monkeypatch.setattr(find("bert", "BertLayer"), "feed_forward_chunk", own)
+    torch.testing.assert_close(run(model, None)[0], run(MAKE["bert"](), None)[0], rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("mask", [None, RIGHT], ids=["no mask", "right"])
