@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 from collections.abc import Iterator
 from contextvars import ContextVar
@@ -32,6 +31,7 @@ from fastformer.nn.fusing import (
     FORWARDS,
     PLAIN_CALLS,
     is_called_plainly,
+    is_its_own,
     is_plain,
     is_plain_dropout,
     is_traced,
@@ -51,8 +51,6 @@ from fastformer.ops import feed_forward as feed_forward_op
 PLAIN_CALLS.update((GradientCheckpointingLayer.__call__, nn.ParameterDict.__call__, nn.ParameterList.__call__))
 # Before 5 a layer gives a tuple.
 RETURNS_TUPLES = int(transformers.__version__.split(".")[0]) < 5
-# Where transformers' forwards and what decorates them are written.
-_THEIRS = tuple(os.path.join(each.__path__[0], "") for each in (transformers, nn, torch.utils))
 
 
 def know(source: ModuleType) -> None:
@@ -61,17 +59,8 @@ def know(source: ModuleType) -> None:
         if not (isinstance(kind, type) and issubclass(kind, nn.Module)) or kind.forward is nn.Module.forward:
             continue
         if FORWARDS.get(kind) is None:
-            FORWARDS[kind] = kind.forward if _is_theirs(kind) else None
-
-
-def _is_theirs(kind: type[nn.Module]) -> bool:
-    """Whether a class's forward is what stands in its source, by where it says that it comes from."""
-    owner = next(each for each in kind.__mro__ if "forward" in vars(each))
-    forward: Any = vars(owner)["forward"]
-    said = (getattr(forward, "__module__", None), getattr(forward, "__qualname__", None))
-    # A wrapper has the names of what it wraps, and code of its own.
-    written_in = getattr(getattr(forward, "__code__", None), "co_filename", "")
-    return said == (owner.__module__, f"{owner.__qualname__}.forward") and written_in.startswith(_THEIRS)
+            # What decorates a forward is written in torch.utils, too.
+            FORWARDS[kind] = kind.forward if is_its_own(kind, transformers, nn, torch.utils) else None
 
 
 know(activations)

@@ -8,6 +8,7 @@ from torch import nn
 
 import fastformer.nn as fnn
 from fastformer.integrations.swap import Swap
+from fastformer.nn.fusing import is_its_own
 
 
 class MultiheadAttention(fnn.MultiheadAttention, nn.MultiheadAttention):  # type: ignore[misc]
@@ -46,11 +47,20 @@ def _stack_attributes(stack: nn.Module) -> dict[str, Any]:
     return {"gradient_checkpointing": False}
 
 
+def _nothing(module: nn.Module) -> dict[str, Any]:
+    return {}
+
+
+def _why_not(module: nn.Module) -> str | None:
+    kind = type(module)
+    return None if is_its_own(kind, nn) else f"{kind.__name__}.forward was replaced"
+
+
 SWAPS = (
-    Swap(nn.MultiheadAttention, MultiheadAttention, _attention_attributes),
-    Swap(nn.TransformerEncoderLayer, TransformerEncoderLayer),
-    Swap(nn.TransformerDecoderLayer, TransformerDecoderLayer),
-    Swap(nn.TransformerEncoder, TransformerEncoder, _stack_attributes),
-    Swap(nn.TransformerDecoder, TransformerDecoder, _stack_attributes),
-    Swap(nn.Transformer, Transformer),
+    Swap(nn.MultiheadAttention, MultiheadAttention, _attention_attributes, _why_not),
+    Swap(nn.TransformerEncoderLayer, TransformerEncoderLayer, _nothing, _why_not),
+    Swap(nn.TransformerDecoderLayer, TransformerDecoderLayer, _nothing, _why_not),
+    Swap(nn.TransformerEncoder, TransformerEncoder, _stack_attributes, _why_not),
+    Swap(nn.TransformerDecoder, TransformerDecoder, _stack_attributes, _why_not),
+    Swap(nn.Transformer, Transformer, _nothing, _why_not),
 )

@@ -6,7 +6,9 @@ forward of its own, a subclass, a parametrised weight) would be left out without
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import os
+from types import ModuleType
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -74,6 +76,20 @@ def is_written_as_known(kind: type[nn.Module]) -> bool:
         if original in FORWARDS:
             return FORWARDS[original] is original.forward
     return True
+
+
+def is_its_own(kind: type[nn.Module], *packages: ModuleType) -> bool:
+    """Whether a class's forward is what stands in its source, in one of these packages, by where it says it comes from.
+
+    For classes that may have been patched before anybody asks.
+    """
+    owner = next(each for each in kind.__mro__ if "forward" in vars(each))
+    forward: Any = vars(owner)["forward"]
+    said = (getattr(forward, "__module__", None), getattr(forward, "__qualname__", None))
+    # A wrapper has the names of what it wraps, and code of its own.
+    written_in = getattr(getattr(forward, "__code__", None), "co_filename", "")
+    places = tuple(os.path.join(each.__path__[0], "") for each in packages)
+    return said == (owner.__module__, f"{owner.__qualname__}.forward") and written_in.startswith(places)
 
 
 def is_plain(module: object, *kinds: type[nn.Module]) -> bool:

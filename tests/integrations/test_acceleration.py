@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import pickle
 from typing import Any
 
@@ -199,6 +200,33 @@ def test_what_is_left_and_why():
     text = str(report)
     assert "1 MultiheadAttention" in text and "0: Mine is a subclass" in text and "1.self_attn: it has" in text
     assert str(fastformer.accelerate(nn.Linear(2, 2))) == "swapped: nothing"
+
+
+@pytest.mark.parametrize("name", ["MultiheadAttention", "TransformerEncoderLayer", "TransformerEncoder", "Transformer"])
+def test_a_class_whose_forward_was_replaced_is_left(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    kind, calls = getattr(nn, name), []
+    theirs = kind.forward
+
+    @functools.wraps(theirs)
+    def own(self: nn.Module, *args: Any, **options: Any) -> Any:
+        calls.append(args[0].shape)
+        return theirs(self, *args, **options)
+
+    monkeypatch.setattr(kind, "forward", own)
+    model = nn.Transformer(E, H, 1, 1, FF, **ARGS).double()
+    x = torch.randn(N, L, E, dtype=torch.float64)
+    mask = torch.zeros(N, L, dtype=torch.bool)
+    mask[0, 2:] = True
+    results = []
+    for accelerated in (False, True):
+        if accelerated:
+            report = fastformer.accelerate(model)
+            assert set(report.left.values()) == {f"{name}.forward was replaced"} and report.swapped
+        results.append((model(x, x, src_key_padding_mask=mask, memory_key_padding_mask=mask), [*calls]))
+        calls.clear()
+    (expected, theirs_seen), (found, seen) = results
+    assert_same(found, expected, "output")
+    assert seen == theirs_seen and seen
 
 
 @pytest.mark.parametrize(
