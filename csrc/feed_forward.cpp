@@ -182,8 +182,8 @@ std::tuple<Tensor, Tensor> feed_forward_fwd(const Tensor& x, const Tensor& weigh
   const Tensor rows = as_rows(x);
   std::vector<int64_t> shape = x.sizes().vec();
   shape.back() = weight2.size(0);
-  Tensor out = at::empty(shape, x.options()),  // no view: autograd lets none of a function's be changed
-         saved = at::empty({rows.size(0), weight1.size(0)}, x.options());
+  // Not a view of rows: autograd lets no view that a function gives be changed.
+  Tensor out = at::empty(shape, x.options()), saved = at::empty({rows.size(0), weight1.size(0)}, x.options());
   dispatch(x.scalar_type(), "feed_forward", [&]<typename T>() {
     forward<T>(rows, strided(weight1), contiguous(bias1), strided(weight2), contiguous(bias2),
                activation_named(activation), Dropout(dropout_p, dropout_seed), out, saved);
