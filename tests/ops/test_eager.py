@@ -431,7 +431,8 @@ def observe(call: Callable[..., Any], backend: str, wanted: tuple[str, ...], con
             for times in ("first", "again"):
                 seen[times] = torch.autograd.grad(outputs[0], inputs, grad, retain_graph=True)
             doubled = torch.autograd.grad(outputs[0], inputs, grad.clone().requires_grad_(), create_graph=True)
-            seen["double backward"] = torch.autograd.grad(doubled[0].sum(), inputs)
+            # None for a norm's weight alone, whose gradient doesn't depend on it: as PyTorch's own has it.
+            seen["double backward"] = torch.autograd.grad(doubled[0].sum(), inputs, allow_unused=True)
             with use_backend(backend):
                 outputs = call(tensors)
             with torch.no_grad():
@@ -468,7 +469,7 @@ def test_both_ways_are_one_op(
     for what, expected in through.items():
         if what in ("outputs", "first", "again", "double backward"):
             for ours, theirs in zip(past[what], expected, strict=True):
-                assert torch.equal(ours, theirs), what
+                assert ours is theirs is None or torch.equal(ours, theirs), what
         else:
             assert past[what] == expected, what
     assert {backend for _, backend in past["ran"]} == {_backend}
