@@ -47,10 +47,6 @@ def _stack_attributes(stack: nn.Module) -> dict[str, Any]:
     return {"gradient_checkpointing": False}
 
 
-def _nothing(module: nn.Module) -> dict[str, Any]:
-    return {}
-
-
 def _why_not(module: nn.Module) -> str | None:
     kind = type(module)
     return None if is_its_own(kind, nn) else f"{kind.__name__}.forward was replaced"
@@ -58,9 +54,9 @@ def _why_not(module: nn.Module) -> str | None:
 
 SWAPS = (
     Swap(nn.MultiheadAttention, MultiheadAttention, _attention_attributes, _why_not),
-    Swap(nn.TransformerEncoderLayer, TransformerEncoderLayer, _nothing, _why_not),
-    Swap(nn.TransformerDecoderLayer, TransformerDecoderLayer, _nothing, _why_not),
+    Swap(nn.TransformerEncoderLayer, TransformerEncoderLayer, why_not=_why_not),
+    Swap(nn.TransformerDecoderLayer, TransformerDecoderLayer, why_not=_why_not),
     Swap(nn.TransformerEncoder, TransformerEncoder, _stack_attributes, _why_not),
     Swap(nn.TransformerDecoder, TransformerDecoder, _stack_attributes, _why_not),
-    Swap(nn.Transformer, Transformer, _nothing, _why_not),
+    Swap(nn.Transformer, Transformer, why_not=_why_not),
 )

@@ -148,6 +148,18 @@ def test_what_transformers_wrote_is_known_as_such(family):
     assert all(map(fusing.is_written_as_known, found))
 
 
+def attended_alike(model: Any, family: str, mask: Tensor | None, calls: list[Any]) -> bool:
+    """Accelerates a model, which gives the same by the same calls as before; whether there were any."""
+    with causal.exactly(family), t5.exactly():
+        expected, before = run(model, mask), [*calls]
+    calls.clear()
+    fastformer.accelerate(model)
+    for ours, other in zip(run(model, mask), expected, strict=True):
+        torch.testing.assert_close(ours, other, rtol=1e-5, atol=1e-6)
+    assert calls == before
+    return bool(before)
+
+
 @pytest.mark.parametrize("mask", [None, RIGHT], ids=["no mask", "right"])
 @pytest.mark.parametrize("family", CLASSES)
 @pytest.mark.skipif(RETURNS_TUPLES, reason="before 5 not all families look their attention up")
@@ -160,13 +172,7 @@ def test_what_is_registered_as_sdpa_is_called_as_without_us(family, mask, monkey
 
     with monkeypatch.context() as patched:
         patched.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "sdpa", own)
-        with causal.exactly(family), t5.exactly():
-            expected, before = run(model, mask), [*calls]
-        calls.clear()
-        fastformer.accelerate(model)
-        for ours, other in zip(run(model, mask), expected, strict=True):
-            torch.testing.assert_close(ours, other, rtol=1e-5, atol=1e-6)
-        assert before and calls == before
+        assert attended_alike(model, family, mask, calls)
     fresh = MAKE[family]()
     fastformer.accelerate(fresh)
     assert ran(model) == ran(fresh)
@@ -192,13 +198,8 @@ def test_another_attention_is_called_as_without_us(family, mask, monkeypatch):
 
     with monkeypatch.context() as patched:
         patched.setattr(F, "scaled_dot_product_attention", own)
-        with causal.exactly(family), t5.exactly():
-            expected, before = run(model, mask), [*calls]
-        calls.clear()
-        fastformer.accelerate(model)
-        for ours, other in zip(run(model, mask), expected, strict=True):
-            torch.testing.assert_close(ours, other, rtol=1e-5, atol=1e-6)
-        assert calls == before and bool(calls) != (family == "t5" and RETURNS_TUPLES)  # which writes attention out
+        attended = attended_alike(model, family, mask, calls)
+        assert attended != (family == "t5" and RETURNS_TUPLES)  # which writes attention out
     fast = ran(model)
     with monkeypatch.context() as patched:
         patched.setattr(F, "scaled_dot_product_attention", sdpa.scaled_dot_product_attention)
