@@ -5,7 +5,9 @@
 // A task is a block of queries of one head. It walks the key blocks that its rows can see and no others: the loop bound
 // is the mask, so causal attention does half the work and a window of r does O(r n). Inside a block a row's visible
 // keys are an interval, and nothing outside of it is exponentiated. Keys and values of a head are packed once (O(n d)
-// scratch) for all its query blocks and, with grouped heads, for all heads of the group.
+// scratch) for all its query blocks and, with grouped heads, for all heads of the group. The softmax goes over a
+// block of scores twice: for the largest of each row, and, when the rows' statistics have moved on, for the
+// exponentials, so that no row waits for its own sums.
 //
 // Per block of (m, n) scores: 4 m n head_dim FLOPs in two products, about 12 vector instructions per 16 scores for the
 // softmax. Scores, statistics and the output accumulate in fp32 (fp64 for fp64); bf16 probabilities are rounded for the
@@ -62,57 +64,42 @@ Problem Problem::packed(const Tensor& q, const Tensor& k, const Tensor& cu_seqle
 
 namespace {
 
-constexpr int64_t kQueries = 64;  // rows of a task
-constexpr int64_t kKeys = 128;    // columns of a block of scores: 64 x 128 floats stay in the first-level cache
+constexpr int64_t kQueries = 64;   // rows of a task
+constexpr int64_t kKeys = 128;     // columns of a block of scores: 64 x 128 floats stay in the first-level cache
+constexpr int64_t kManyHeads = 8;  // of keys and values, for each thread
 constexpr int64_t kKeepStride = kKeys + Dropout::kGroup;  // between the dropout multipliers of two rows
 constexpr double kLn2 = 0.6931471805599453;
 
-// K^T and V of every (batch, kv head), packed.
+// K^T and V of one kv head of one sequence, packed.
 template <typename T>
-struct PackedKV {
-  Buffer<T> storage;
-  std::vector<int64_t> start;  // of each (sequence, kv head)
-  int64_t num_kv_heads, head_dim;
+struct PackedHead {
+  const T *keys = nullptr, *values = nullptr;
 
-  PackedKV(const Problem& p, const Rows<const T>& k, const Rows<const T>& v)
-      : num_kv_heads(p.num_kv_heads), head_dim(p.head_dim) {
-    int64_t total = 0;
-    for (const Sequence& s : p.sequences)
-      for (int64_t h = 0; h < num_kv_heads; ++h) {
-        start.push_back(total);
-        total += packed_size<T>(head_dim, s.keys) + packed_size<T>(s.keys, head_dim);
-      }
-    storage = Buffer<T>(total);
-    for_each_task(p.batch * num_kv_heads, total > 2 * kSerialElements, [&](int64_t task) {
-      const int64_t b = task / num_kv_heads, h = task % num_kv_heads;
-      const Sequence& s = p.sequences[b];
-      T* to = storage.data() + start[task];
-      pack<T>(k.at(s.k_batch, s.k_start, h), 1, k.stride, head_dim, s.keys, to);
-      pack<T>(v.at(s.k_batch, s.k_start, h), v.stride, 1, s.keys, head_dim, to + packed_size<T>(head_dim, s.keys));
-    });
+  PackedHead() = default;
+  static int64_t size(const Problem& p, const Sequence& s) {
+    return packed_size<T>(p.head_dim, s.keys) + packed_size<T>(s.keys, p.head_dim);
   }
-  const T* keys(int64_t b, int64_t h, int64_t j) const {  // j a multiple of kPanel
-    return storage.data() + start[b * num_kv_heads + h] + j * round_up(head_dim, kPair<T>);
-  }
-  const T* values(const Sequence& s, int64_t b, int64_t h, int64_t j) const {
-    return storage.data() + start[b * num_kv_heads + h] + packed_size<T>(head_dim, s.keys) + j * kPanel;
+  PackedHead(const Problem& p, const Sequence& s, int64_t kv_head, const Rows<const T>& k, const Rows<const T>& v,
+             T* storage)
+      : keys(storage), values(storage + packed_size<T>(p.head_dim, s.keys)) {
+    pack<T>(k.at(s.k_batch, s.k_start, kv_head), 1, k.stride, p.head_dim, s.keys, storage);
+    pack<T>(v.at(s.k_batch, s.k_start, kv_head), v.stride, 1, s.keys, p.head_dim,
+            storage + packed_size<T>(p.head_dim, s.keys));
   }
 };
 
-// The scratch of a thread's task.
+// The scratch of a thread's tasks. The statistics have a value for each row, and are worked on a vector of rows at a
+// time.
 template <typename T>
 struct Tile {
   using acc = acc_t<T>;
-  std::vector<acc> scores, out, keep, row_max, row_sum;
-  std::vector<T> probabilities;  // of bf16; other types use `scores` itself
+  Buffer<acc> scores{kQueries * kKeys}, out, keep{2 * kKeepStride};
+  Buffer<T> probabilities{std::is_same_v<T, acc> ? 0 : kQueries * kKeys};  // of bf16; other types use `scores` itself
+  acc row_max[kQueries], row_sum[kQueries];
+  acc largest[kQueries];  // in a block of keys; what row_max then is
+  acc rescale[kQueries];  // the factor for what came before the block
 
-  explicit Tile(int64_t head_dim)
-      : scores(kQueries * kKeys),
-        out(kQueries * head_dim),
-        keep(2 * kKeepStride),
-        row_max(kQueries),
-        row_sum(kQueries),
-        probabilities(std::is_same_v<T, acc> ? 0 : kQueries * kKeys) {}
+  explicit Tile(int64_t head_dim) : out(kQueries * head_dim) {}
 };
 
 // Scales the scores of query i, columns [begin, end) of a block that starts at key j, and puts them under the mask, in
@@ -134,92 +121,134 @@ void apply(const Mask& mask, int64_t b, int64_t h, int64_t i, int64_t j, int64_t
   });
 }
 
-// Turns a row's scores into probabilities relative to its running maximum, which is in base e under a mask and in base
-// 2 without. Returns the factor for what came before.
+// The largest of n numbers, -inf of none. Where one is NaN it may be any of the others.
+template <typename acc>
+acc largest_of(const acc* x, int64_t n) {
+  using V = Vec<acc>;
+  acc most = -std::numeric_limits<acc>::infinity();
+  if (n < V::size) {
+    for (int64_t c = 0; c < n; ++c) most = std::max(most, x[c]);
+    return most;
+  }
+  V even(most), odd(most);
+  int64_t c = 0;
+  for (; c + 2 * V::size <= n; c += 2 * V::size)
+    even = max(even, V::load(x + c)), odd = max(odd, V::load(x + c + V::size));
+  if (c + V::size <= n) even = max(even, V::load(x + c));
+  return max(max(odd, V::load(x + n - V::size)), even).max();
+}
+
+// Moves the running maxima and sums of `rows` rows on to the largest scores of a block. Maxima are in base e under a
+// mask and in base 2 without. Returns whether any row has to be rescaled for it.
 template <typename T>
-acc_t<T> softmax_row(const Problem& p, const Mask& mask, const Sequence& s, int64_t b, int64_t h, int64_t i, int64_t j,
-                     int64_t width, acc_t<T>* x, T* probability, const acc_t<T>* keep, acc_t<T>& row_max,
-                     acc_t<T>& row_sum) {
+bool advance(bool masked, int64_t rows, Tile<T>& tile) {
   using acc = acc_t<T>;
   using V = Vec<acc>;
-  Interval seen = p.keys_of(s, i);
-  const int64_t begin = std::clamp<int64_t>(seen.begin - j, 0, width),
-                end = std::clamp<int64_t>(seen.end - j, begin, width);
-  const bool masked = mask.on;
-  const acc scale = p.scale2<acc>(), log2e = acc(1.4426950408889634);
-  acc largest = -std::numeric_limits<acc>::infinity();
-  if (masked) apply(mask, b, h, i, j, begin, end, static_cast<acc>(p.softmax_scale), x);
-  V most(largest);
-  int64_t whole = begin;
-  for (; whole + V::size <= end; whole += V::size) most = max(most, V::load(x + whole));
-  largest = most.max();
-  for (; whole < end; ++whole) largest = std::max(largest, x[whole]);
-  // softmax_scale < 0 would pick the minimum; see why_unsupported
-  if (!masked && begin < end) largest *= scale;
-  const acc before = row_max;
-  row_max = std::max(before, largest);
-  const acc base = row_max == -std::numeric_limits<acc>::infinity() ? acc(0) : row_max;
-  const V factor(masked ? log2e : scale), shift(-base);
+  const V lowest(std::numeric_limits<acc>::lowest()), one(acc(1)), factor(masked ? acc(1.4426950408889634) : acc(1));
+  uint32_t moved = 0;
+  for (int64_t r = 0; r < rows; r += V::size) {
+    const V before = V::load(tile.row_max + r), now = max(V::load(tile.largest + r), before);
+    // -inf, where a row has seen nothing yet, would be subtracted from itself.
+    const V rescale = exp2((before - max(lowest, now)) * factor);
+    now.store(tile.row_max + r);
+    rescale.store(tile.rescale + r);
+    (V::load(tile.row_sum + r) * rescale).store(tile.row_sum + r);
+    moved |= lanes_above(one, rescale);
+  }
+  return moved != 0;
+}
+
+// Turns a row's scores in columns [begin, end) of a block into probabilities relative to its running maximum, with
+// zeros around them, and returns their sum over the lanes' columns. `masked` and `keep` (of dropout) say what is to be
+// done besides.
+template <typename T>
+Vec<acc_t<T>> exponentiate(const Problem& p, bool masked, int64_t begin, int64_t end, int64_t width, acc_t<T> row_max,
+                           const acc_t<T>* x, const acc_t<T>* keep, T* probability) {
+  using acc = acc_t<T>;
+  using V = Vec<acc>;
+  const V factor(masked ? acc(1.4426950408889634) : p.scale2<acc>()),
+      shift(-std::max(std::numeric_limits<acc>::lowest(), row_max));
+  const bool drops = p.dropout.on;
+  std::fill(probability, probability + begin, T(0));
   V sum(acc(0));
-  for (int64_t c = 0; c < begin; ++c) probability[c] = T(0);
-  for (int64_t c = begin; c < end; c += V::size) {
-    const int64_t n = std::min<int64_t>(V::size, end - c);
-    const V score = V::load(x + c, n);
+  for_each_vec<acc>(end - begin, [=, &sum](int64_t c, int64_t n) {
+    const V score = V::load(x + begin + c, n);
     V e = exp2(masked ? (score + shift) * factor : fmadd(score, factor, shift)).first_lanes(n);
     sum = sum + e;
-    if (p.dropout.on) e = e * V::load(keep + c, n);
-    e.store(probability + c, n);
-  }
-  for (int64_t c = end; c < round_up(width, kPair<T>); ++c) probability[c] = T(0);
-  const acc rescale = before == row_max ? acc(1) : std::exp2(masked ? (before - base) * log2e : before - base);
-  row_sum = row_sum * rescale + sum.sum();
-  return rescale;
+    if (drops) e = e * V::load(keep + begin + c, n);
+    e.store(probability + begin + c, n);
+  });
+  std::fill(probability + end, probability + round_up(width, kPair<T>), T(0));
+  return sum;
 }
 
 // One task: queries [first, first + rows) of one head.
 template <typename T>
-void attend(const Problem& p, const Mask& mask, const Rows<const T>& q, const PackedKV<T>& kv, const Rows<T>& out,
+void attend(const Problem& p, const Mask& mask, const Rows<const T>& q, const PackedHead<T>& kv, const Rows<T>& out,
             acc_t<T>* lse, int64_t b, int64_t h, int64_t first, Tile<T>& tile) {
   using acc = acc_t<T>;
   using V = Vec<acc>;
   const Sequence& s = p.sequences[b];
-  const int64_t rows = std::min(kQueries, s.seqlen_q - first), dim = p.head_dim, kv_head = p.kv_head(h);
-  std::fill(tile.row_max.begin(), tile.row_max.end(), -std::numeric_limits<acc>::infinity());
-  std::fill(tile.row_sum.begin(), tile.row_sum.end(), acc(0));
-  std::fill(tile.out.begin(), tile.out.end(), acc(0));
+  const int64_t rows = std::min(kQueries, s.seqlen_q - first), dim = p.head_dim;
+  // Behind the last row a maximum stays as it is.
+  std::fill(std::fill_n(tile.row_max, rows, -std::numeric_limits<acc>::infinity()), tile.row_max + kQueries, acc(0));
+  std::fill_n(tile.row_sum, kQueries, acc(0));
+  std::fill_n(tile.largest, kQueries, -std::numeric_limits<acc>::infinity());
+  acc *const scores = tile.scores.data(), *const sums = tile.out.data();
+  T* probabilities;
+  if constexpr (std::is_same_v<T, acc>) probabilities = scores;
+  else probabilities = tile.probabilities.data();
   // What any of the rows sees: from the first row's first key to the last row's last key.
   const Interval seen{p.keys_of(s, first).begin, p.keys_of(s, first + rows - 1).end};
-  for (int64_t j = seen.begin / kPanel * kPanel; j < seen.end; j += kKeys) {
+  const int64_t start = seen.begin / kPanel * kPanel;
+  if (seen.empty()) std::fill_n(sums, rows * dim, acc(0));
+  for (int64_t j = start; j < seen.end; j += kKeys) {
     const int64_t width = std::min(kKeys, seen.end - j);
-    acc* scores = tile.scores.data();
-    gemm<T>(rows, round_up(width, kPanel), dim, q.at(b, s.q_start + first, h), q.stride, kv.keys(b, kv_head, j), scores,
-            kKeys, false);
-    T* probabilities;
-    if constexpr (std::is_same_v<T, acc>) probabilities = scores;
-    else probabilities = tile.probabilities.data();
+    gemm<T>(rows, round_up(width, kPanel), dim, q.at(b, s.q_start + first, h), q.stride,
+            kv.keys + j * round_up(dim, kPair<T>), scores, kKeys, false);
+    const auto columns_of = [&](int64_t r) {
+      const Interval keys = p.keys_of(s, first + r);
+      const int64_t begin = std::clamp<int64_t>(keys.begin - j, 0, width);
+      return Interval{begin, std::clamp<int64_t>(keys.end - j, begin, width)};
+    };
+    const acc scale = mask.on ? acc(1) : p.scale2<acc>();  // not negative: see cpp_unsupported of ops/attention.py
     for (int64_t r = 0; r < rows; ++r) {
-      acc* keep = tile.keep.data() + r % 2 * kKeepStride;
-      // Two rows at a time, for the vectors' sake.
-      if (p.dropout.on && r % 2 == 0)
-        p.dropout.multipliers(first + r, std::min<int64_t>(2, rows - r), b * p.num_heads + h, j, width, keep,
-                              kKeepStride);
-      const acc rescale = softmax_row<T>(p, mask, s, b, h, first + r, j, width, scores + r * kKeys,
-                                         probabilities + r * kKeys, keep, tile.row_max[r], tile.row_sum[r]);
-      if (rescale != acc(1))
-        for_each_vec<acc>(dim, [&](int64_t c, int64_t n) {
-          acc* to = tile.out.data() + r * dim + c;
-          (V::load(to, n) * V(rescale)).store(to, n);
-        });
+      const auto [begin, end] = columns_of(r);
+      acc* x = scores + r * kKeys;
+      if (mask.on) apply(mask, b, h, first + r, j, begin, end, static_cast<acc>(p.softmax_scale), x);
+      tile.largest[r] = largest_of(x + begin, end - begin) * scale;
     }
-    gemm<T>(rows, dim, round_up(width, kPair<T>), probabilities, kKeys, kv.values(s, b, kv_head, j), tile.out.data(),
-            dim, true, s.keys);
+    const bool moved = advance(mask.on, rows, tile);
+    for (int64_t r = 0; r < rows; r += 4) {
+      V of_row[4] = {V(acc(0)), V(acc(0)), V(acc(0)), V(acc(0))};
+      for (int64_t i = r; i < std::min(r + 4, rows); ++i) {
+        acc* keep = tile.keep.data() + i % 2 * kKeepStride;
+        // Two rows at a time, for the vectors' sake.
+        if (p.dropout.on && i % 2 == 0)
+          p.dropout.multipliers(first + i, std::min<int64_t>(2, rows - i), b * p.num_heads + h, j, width, keep,
+                                kKeepStride);
+        const auto [begin, end] = columns_of(i);
+        of_row[i - r] = exponentiate<T>(p, mask.on, begin, end, width, tile.row_max[i], scores + i * kKeys, keep,
+                                        probabilities + i * kKeys);
+      }
+      acc sum[4];
+      store_sums(of_row[0], of_row[1], of_row[2], of_row[3], sum);
+      for (int i = 0; i < 4; ++i) tile.row_sum[r + i] += sum[i];
+    }
+    if (moved && j > start)
+      for (int64_t r = 0; r < rows; ++r)
+        for_each_vec<acc>(dim, [&, factor = V(tile.rescale[r])](int64_t c, int64_t n) {
+          acc* to = sums + r * dim + c;
+          (V::load(to, n) * factor).store(to, n);
+        });
+    gemm<T>(rows, dim, round_up(width, kPair<T>), probabilities, kKeys, kv.values + j * kPanel, sums, dim, j > start,
+            s.keys);
   }
   for (int64_t r = 0; r < rows; ++r) {
     const acc sum = tile.row_sum[r];
     const V inverse(sum == 0 ? acc(0) : acc(1) / sum);  // 0: a row that sees nothing; a NaN stays
     T* to = out.at(b, s.q_start + first + r, h);
-    for_each_vec<acc>(
-        dim, [&](int64_t c, int64_t n) { (V::load(tile.out.data() + r * dim + c, n) * inverse).store(to + c, n); });
+    for_each_vec<acc>(dim, [&](int64_t c, int64_t n) { (V::load(sums + r * dim + c, n) * inverse).store(to + c, n); });
     acc& lse_of_row = lse[s.lse_start + h * p.lse_head_stride + first + r];
     if (sum == 0) lse_of_row = -std::numeric_limits<acc>::infinity();
     else if (mask.on) lse_of_row = tile.row_max[r] + std::log(sum);
@@ -231,29 +260,54 @@ template <typename T>
 void forward(const Problem& p, const OptionalTensor& attn_mask, const Tensor& q, const Tensor& k, const Tensor& v,
              Tensor& out, Tensor& lse) {
   const Mask mask(attn_mask, lse.scalar_type());
-  const Rows<const T> q_rows(q);
+  const Rows<const T> q_rows(q), k_rows(k), v_rows(v);
   const Rows<T> out_rows(out);
   acc_t<T>* lse_data = static_cast<acc_t<T>*>(lse.data_ptr());
-  const PackedKV<T> kv(p, Rows<const T>(k), Rows<const T>(v));
-
+  const int64_t kv_heads = p.batch * p.num_kv_heads, group = p.num_heads / p.num_kv_heads;
+  int64_t scores = 0;
+  for (const Sequence& s : p.sequences) scores += s.seqlen_q * s.keys * p.num_heads;
+  const bool parallel = scores > kSerialScores;
+  // Where there are heads enough for the threads, one is packed by who then works on all of its queries.
+  if (!parallel || kv_heads >= kManyHeads * at::get_num_threads()) {
+    int64_t largest = 0;
+    for (const Sequence& s : p.sequences) largest = std::max(largest, PackedHead<T>::size(p, s));
+    for_each_worker(kv_heads, parallel, [&](auto next) {
+      Tile<T> tile(p.head_dim);
+      Buffer<T> storage(largest);
+      for (int64_t i = next(); i < kv_heads; i = next()) {
+        const int64_t b = i / p.num_kv_heads, kv_head = i % p.num_kv_heads;
+        const Sequence& s = p.sequences[b];
+        if (s.seqlen_q == 0) continue;
+        const PackedHead<T> kv(p, s, kv_head, k_rows, v_rows, storage.data());
+        for (int64_t h = kv_head * group; h < (kv_head + 1) * group; ++h)
+          for (int64_t first = 0; first < s.seqlen_q; first += kQueries)
+            attend<T>(p, mask, q_rows, kv, out_rows, lse_data, b, h, first, tile);
+      }
+    });
+    return;
+  }
+  std::vector<Buffer<T>> storage(kv_heads);
+  std::vector<PackedHead<T>> packed(kv_heads);
+  for_each_task(kv_heads, parallel, [&](int64_t i) {
+    const Sequence& s = p.sequences[i / p.num_kv_heads];
+    storage[i] = Buffer<T>(PackedHead<T>::size(p, s));
+    packed[i] = PackedHead<T>(p, s, i % p.num_kv_heads, k_rows, v_rows, storage[i].data());
+  });
   struct Task {
     int64_t batch, head, first;
   };
   std::vector<Task> tasks;
-  int64_t scores = 0;
   for (int64_t b = 0; b < p.batch; ++b)
-    for (int64_t h = 0; h < p.num_heads; ++h) {
-      const Sequence& s = p.sequences[b];
-      scores += s.seqlen_q * s.keys;
+    for (int64_t h = 0; h < p.num_heads; ++h)
       // The last queries first: under a causal mask they have the most to do.
-      for (int64_t first = (s.seqlen_q - 1) / kQueries * kQueries; first >= 0 && s.seqlen_q > 0; first -= kQueries)
-        tasks.push_back({b, h, first});
+      for (int64_t n = (p.sequences[b].seqlen_q + kQueries - 1) / kQueries; n > 0; --n)
+        tasks.push_back({b, h, (n - 1) * kQueries});
+  for_each_worker(static_cast<int64_t>(tasks.size()), parallel, [&](auto next) {
+    Tile<T> tile(p.head_dim);
+    for (int64_t i = next(); i < static_cast<int64_t>(tasks.size()); i = next()) {
+      const auto [b, h, first] = tasks[i];
+      attend<T>(p, mask, q_rows, packed[b * p.num_kv_heads + p.kv_head(h)], out_rows, lse_data, b, h, first, tile);
     }
-  for_each_task(static_cast<int64_t>(tasks.size()), scores > kSerialScores, [&](int64_t task) {
-    thread_local std::optional<Tile<T>> tile;
-    if (!tile || static_cast<int64_t>(tile->out.size()) != kQueries * p.head_dim) tile.emplace(p.head_dim);
-    const auto [b, h, first] = tasks[task];
-    attend<T>(p, mask, q_rows, kv, out_rows, lse_data, b, h, first, *tile);
   });
 }
 

@@ -270,16 +270,23 @@ bool use_brgemm() {
 
 namespace {
 
-// Some rows of A against one panel, in groups of nearly the same number of rows.
+// How rows of A are shared out among calls of the micro-kernels: groups of nearly the same number of rows, the first
+// `few` of which have one row less than the others.
+struct Groups {
+  int64_t count, few, rows;
+
+  explicit Groups(int64_t m) : count((m + kMaxRows - 1) / kMaxRows), few(count - m % count), rows(m / count) {}
+};
+
+// All rows of A against one panel.
 template <typename T>
-void rows_of_panel(int64_t m, Left<T> a, const T* panel, int64_t k, acc_t<T>* c, int64_t ldc, int64_t columns,
+void rows_of_panel(Groups groups, Left<T> a, const T* panel, int64_t k, acc_t<T>* c, int64_t ldc, int64_t columns,
                    bool accumulate) {
   const Kernels<T>& table = kernels<T>();
-  const int64_t groups = (m + kMaxRows - 1) / kMaxRows;
-  for (int64_t g = 0, first = 0; g < groups; ++g) {
-    const int64_t rows = (m - first) / (groups - g);
-    table[rows - 1]({a.data + first * a.row, a.row, a.step}, panel, k, c + first * ldc, ldc, columns, accumulate);
-    first += rows;
+  for (int64_t g = 0; g < groups.count; ++g) {
+    const int64_t rows = groups.rows + (g >= groups.few);
+    table[rows - 1](a, panel, k, c, ldc, columns, accumulate);
+    a.data += rows * a.row, c += rows * ldc;
   }
 }
 
@@ -320,9 +327,10 @@ void gemm(int64_t m, int64_t n, int64_t k, const T* a, int64_t lda, const T* pac
         for (int64_t i = 0; i < rows; ++i) std::copy_n(left.data + i * lda, depth, copied.data() + i * kApart);
         left = {copied.data(), kApart, kPair<T>};
       }
+      const Groups groups(rows);
       const T* panel = packed + p * kPanel;
       for (int64_t j = 0; j < n; j += kPanel, panel += panel_size)
-        rows_of_panel<T>(rows, left, panel, depth, c + first * ldc + j, ldc, std::min(kPanel, n - j),
+        rows_of_panel<T>(groups, left, panel, depth, c + first * ldc + j, ldc, std::min(kPanel, n - j),
                          accumulate || p > 0);
     }
   }
@@ -332,12 +340,13 @@ template <typename T>
 void gemm_transposed(int64_t m, int64_t n, int64_t k, const T* packed_a, const T* packed_b, acc_t<T>* c, int64_t ldc) {
   const int64_t panel_size = round_up(k, kPair<T>) * kPanel;
   for (int64_t p = 0; p < k; p += kDepth)
-    for (int64_t i = 0; i < m; i += kPanel)
+    for (int64_t i = 0; i < m; i += kPanel) {
+      const Groups groups(std::min(kPanel, m - i));
       for (int64_t j = 0; j < n; j += kPanel)
-        rows_of_panel<T>(std::min(kPanel, m - i),
-                         {packed_a + i / kPanel * panel_size + p * kPanel, kPair<T>, kPanel * kPair<T>},
+        rows_of_panel<T>(groups, {packed_a + i / kPanel * panel_size + p * kPanel, kPair<T>, kPanel * kPair<T>},
                          packed_b + j / kPanel * panel_size + p * kPanel, std::min(kDepth, k - p), c + i * ldc + j, ldc,
                          std::min(kPanel, n - j), p > 0);
+    }
 }
 
 void gemm_release() {
