@@ -1,5 +1,7 @@
 #include "kept_memory.h"
 
+#include <c10/core/CPUAllocator.h>
+#include <pthread.h>
 #include <sys/mman.h>
 
 #include <algorithm>
@@ -26,7 +28,11 @@ struct Kept {
   int64_t bytes = 0;
 };
 Kept& kept() {
-  static Kept* const all = new Kept;
+  static Kept* const all = [] {
+    // A process that forks while another of its threads is in here would leave the child a lock that nobody opens.
+    pthread_atfork([] { kept().mutex.lock(); }, [] { kept().mutex.unlock(); }, [] { kept().mutex.unlock(); });
+    return new Kept;
+  }();
   return *all;
 }
 
@@ -61,6 +67,18 @@ KeptMemory::~KeptMemory() {
   }
   all.chunks.push_back({data_, bytes_});
   all.bytes += bytes_;
+}
+
+c10::DataPtr kept_data(int64_t bytes) {
+  auto* memory = new KeptMemory(bytes);
+  c10::profiledCPUMemoryReporter().New(memory->data(), static_cast<size_t>(bytes));
+  return {memory->data(), memory,
+          [](void* context) {
+            auto* gone = static_cast<KeptMemory*>(context);
+            c10::profiledCPUMemoryReporter().Delete(gone->data());
+            delete gone;
+          },
+          c10::Device(c10::kCPU)};
 }
 
 }  // namespace fastformer

@@ -1,7 +1,9 @@
-// Large buffers that outlive their users: a session begins with every call of `generate`, and fresh pages from the
-// system cost more than many of its steps.
+// Large buffers that outlive their users: a session begins with every call of `generate`, an op packs weights in every
+// call, and fresh pages from the system cost more than many steps of the one and a fifth of the other.
 
 #pragma once
+
+#include <c10/core/Allocator.h>
 
 #include <cstdint>
 #include <utility>
@@ -29,6 +31,9 @@ class KeptMemory {
   char* data_ = nullptr;
   int64_t bytes_ = 0;
 };
+
+// The same as what PyTorch's allocators give, and counted by its profiler as theirs is.
+c10::DataPtr kept_data(int64_t bytes);
 
 // Rows of floats for the steps of a session; what they hold is undefined after make_room.
 class Floats {
