@@ -144,6 +144,15 @@ def test_rows_that_see_nothing_are_zero(backend, device) -> None:
     assert (gradients["dq"].transpose(1, 2)[empty] == 0).all()
 
 
+def test_rows_that_see_nothing_do_not_see_what_the_memory_held(backend: str, device: str) -> None:
+    """A call after one of NaN alone, whose scratch memory it is likely to be given."""
+    q, k, v = (torch.randn(1, 24, 1, 64, device=device) for _ in range(3))
+    for _ in range(3):
+        assert attention(q, k, v * torch.nan).isnan().all()
+        out = attention(q, k, v, seqlens_k=torch.zeros(1, dtype=torch.int32, device=device))
+        assert torch.equal(out, torch.zeros_like(out))
+
+
 @pytest.mark.parametrize("lowest", [0.7, 1.0])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["fp64", "fp32"])
 def test_a_row_under_the_lowest_number_is_no_row_that_sees_nothing(dtype, lowest, backend, device) -> None:
