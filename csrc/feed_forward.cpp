@@ -3,9 +3,10 @@
 //
 //   pre = x W1^T + b1,   hidden = dropout(act(pre)),   out = hidden W2^T + b2
 //
-// ReLU keeps the hidden alone (kept and positive is hidden > 0); the others keep the pre-activation alone and make the
-// hidden again in backward. Forward 4 rows dim hidden FLOPs, backward twice that. Sums are fp32 (fp64 for fp64) and
-// rounded once, after the bias; a row's result does not depend on how many rows there are.
+// Where backward will be asked for, ReLU keeps the hidden alone (kept and positive is hidden > 0); the others keep the
+// pre-activation alone and make the hidden again in backward. Forward 4 rows dim hidden FLOPs, backward twice that.
+// Sums are fp32 (fp64 for fp64) and rounded once, after the bias; a row's result does not depend on how many rows there
+// are.
 
 #include <torch/library.h>
 
@@ -22,6 +23,15 @@ namespace {
 
 using OptionalTensor = std::optional<Tensor>;
 
+// x as memory of type T holds it.
+template <typename T>
+Vec<acc_t<T>> rounded(Vec<acc_t<T>> x) {
+  if constexpr (std::is_same_v<T, acc_t<T>>) return x;
+  T lanes[Vec<acc_t<T>>::size];
+  x.store(lanes);
+  return Vec<acc_t<T>>::load(lanes);
+}
+
 template <typename T>
 struct Forward {
   using acc = acc_t<T>;
@@ -30,8 +40,8 @@ struct Forward {
   Dropout dropout;
   int64_t hidden;
   const T* bias1;
-  T* saved;        // (rows, hidden) or, with a gate, (rows, 2 * hidden)
-  T* hidden_rows;  // (rows, hidden), hidden_stride apart; `saved` itself for ReLU
+  T* pre;          // (rows, hidden) or, with a gate, (rows, 2 * hidden); null where it isn't kept
+  T* hidden_rows;  // (rows, hidden), hidden_stride apart
   int64_t hidden_stride;
 
   // Finishes columns [column, column + columns) of a row whose products are in `gate` (and `up`).
@@ -39,7 +49,7 @@ struct Forward {
     acc keep[kTileColumns + Dropout::kGroup];
     if (dropout.on) dropout.multipliers(r, 0, column, columns, keep);
     const bool gated = is_gated(activation);
-    T* pre_to = saved + r * (gated ? 2 * hidden : hidden) + column;
+    T* pre_to = pre ? pre + r * (gated ? 2 * hidden : hidden) + column : nullptr;
     T* hidden_to = hidden_rows + r * hidden_stride + column;
     // Copies: what *this holds would be read again after every store, which may alias anything.
     const Activation a = activation;
@@ -53,13 +63,14 @@ struct Forward {
       if (a == Activation::relu) {
         h = activate<acc>(a, x);
       } else {
-        x.store(pre_to + c, n);
-        x = V::load(pre_to + c, n);  // as backward will see it
+        x = rounded<T>(x);  // as backward sees it
+        if (pre_to) x.store(pre_to + c, n);
         if (gated) {
           V y = V::load(up + c, n);
           if (bias) y = y + V::load(bias + width + c, n);
-          y.store(pre_to + width + c, n);
-          h = activate<acc>(a, x) * V::load(pre_to + width + c, n);
+          y = rounded<T>(y);
+          if (pre_to) y.store(pre_to + width + c, n);
+          h = activate<acc>(a, x) * y;
         } else {
           h = activate<acc>(a, x);
         }
@@ -72,16 +83,18 @@ struct Forward {
 
 template <typename T>
 void forward(const Tensor& x, const Tensor& weight1, const OptionalTensor& bias1, const Tensor& weight2,
-             const OptionalTensor& bias2, Activation activation, const Dropout& dropout, Tensor& out, Tensor& saved) {
+             const OptionalTensor& bias2, Activation activation, const Dropout& dropout, bool needs_saved, Tensor& out,
+             Tensor& saved) {
   using acc = acc_t<T>;
   const int64_t rows = x.size(0), dim = x.size(1), hidden = weight2.size(1);
   const bool gated = is_gated(activation);
-  const Tensor hidden_rows = activation == Activation::relu ? saved : empty_rows<T>(rows, hidden, x);
+  const bool keeps_hidden = needs_saved && activation == Activation::relu;
+  const Tensor hidden_rows = keeps_hidden ? saved : scratch_rows<T>(rows, hidden, x);
   const Forward<T> epilogue{activation,
                             dropout,
                             hidden,
                             bias1 ? bias1->const_data_ptr<T>() : nullptr,
-                            saved.mutable_data_ptr<T>(),
+                            needs_saved && !keeps_hidden ? saved.mutable_data_ptr<T>() : nullptr,
                             hidden_rows.mutable_data_ptr<T>(),
                             hidden_rows.stride(0)};
   const T* xp = x.const_data_ptr<T>();
@@ -148,7 +161,7 @@ Gradients backward(const Tensor& dout, const Tensor& x, const Tensor& weight1, b
                    const Tensor& saved, Activation activation, const Dropout& dropout, bool has_bias2) {
   using acc = acc_t<T>;
   const int64_t rows = x.size(0), dim_out = weight2.size(0), hidden = weight2.size(1), wide = weight1.size(0);
-  const Tensor dpre = empty_rows<T>(rows, wide, x);
+  const Tensor dpre = scratch_rows<T>(rows, wide, x);
   const Tensor hidden_rows = activation == Activation::relu ? saved : at::empty({rows, hidden}, x.options());
   const T* doutp = dout.const_data_ptr<T>();
   const Tensor strided1 = strided(weight1), strided2 = strided(weight2);
@@ -178,15 +191,16 @@ OptionalTensor contiguous(const OptionalTensor& t) { return t ? OptionalTensor(t
 std::tuple<Tensor, Tensor> feed_forward_fwd(const Tensor& x, const Tensor& weight1, const OptionalTensor& bias1,
                                             const Tensor& weight2, const OptionalTensor& bias2,
                                             std::string_view activation, double dropout_p,
-                                            const OptionalTensor& dropout_seed) {
+                                            const OptionalTensor& dropout_seed, bool needs_saved) {
   const Tensor rows = as_rows(x);
   std::vector<int64_t> shape = x.sizes().vec();
   shape.back() = weight2.size(0);
   // Not a view of rows: autograd lets no view that a function gives be changed.
-  Tensor out = at::empty(shape, x.options()), saved = at::empty({rows.size(0), weight1.size(0)}, x.options());
+  Tensor out = at::empty(shape, x.options());
+  Tensor saved = needs_saved ? at::empty({rows.size(0), weight1.size(0)}, x.options()) : at::empty({0}, x.options());
   dispatch(x.scalar_type(), "feed_forward", [&]<typename T>() {
     forward<T>(rows, strided(weight1), contiguous(bias1), strided(weight2), contiguous(bias2),
-               activation_named(activation), Dropout(dropout_p, dropout_seed), out, saved);
+               activation_named(activation), Dropout(dropout_p, dropout_seed), needs_saved, out, saved);
   });
   return {out, saved};
 }
@@ -207,8 +221,7 @@ Gradients feed_forward_bwd(const Tensor& dout, const Tensor& x, const Tensor& we
 TORCH_LIBRARY_FRAGMENT(fastformer_cpp, m) {
   m.def(
       "feed_forward_fwd(Tensor x, Tensor weight1, Tensor? bias1, Tensor weight2, Tensor? bias2, str activation, float "
-      "dropout_p, "
-      "Tensor? dropout_seed) -> (Tensor, Tensor)");
+      "dropout_p, Tensor? dropout_seed, bool needs_saved) -> (Tensor, Tensor)");
   m.def(
       "feed_forward_bwd(Tensor dout, Tensor x, Tensor weight1, Tensor? bias1, Tensor weight2, Tensor saved, str "
       "activation, "

@@ -5,7 +5,10 @@
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/from_blob.h>
 #include <ATen/ops/mm.h>
+
+#include <memory>
 
 #include "buffer.h"
 #include "gemm.h"
@@ -33,10 +36,12 @@ Buffer<T> packed(const T* b, int64_t stride_k, int64_t stride_n, int64_t k, int6
   return to;
 }
 
-// Rows for a product to read, (rows, columns) and so far apart that none of them need be copied.
+// Scratch rows for a product to read, (rows, columns) and so far apart that none of them need be copied.
 template <typename T>
-Tensor empty_rows(int64_t rows, int64_t columns, const Tensor& like) {
-  return at::empty({rows, row_stride<T>(columns)}, like.options()).narrow(1, 0, columns);
+Tensor scratch_rows(int64_t rows, int64_t columns, const Tensor& like) {
+  const int64_t stride = row_stride<T>(columns);
+  const auto memory = std::make_shared<Buffer<T>>(rows * stride);
+  return at::from_blob(memory->data(), {rows, columns}, {stride, 1}, [memory](void*) {}, like.options());
 }
 
 struct TileOf {

@@ -141,14 +141,15 @@ def _forward_epilogue(
         width = hidden_dim
         if GATED:
             width = 2 * hidden_dim
-        pre_ptrs = pre_ptr + rows64[:, None] * width + columns[None, :]
         # Backward activates what is stored, so forward does too.
         rounded = pre.to(dtype)
-        tl.store(pre_ptrs, rounded, mask=here)
+        if pre_ptr is not None:
+            tl.store(pre_ptr + rows64[:, None] * width + columns[None, :], rounded, mask=here)
         pre = rounded.to(tl.float32)
         if GATED:
             rounded = up.to(dtype)
-            tl.store(pre_ptrs + hidden_dim, rounded, mask=here)
+            if pre_ptr is not None:
+                tl.store(pre_ptr + rows64[:, None] * width + columns[None, :] + hidden_dim, rounded, mask=here)
             up = rounded.to(tl.float32)
     hidden = activate(pre, up, ACTIVATION)
     hidden = drop_tile(hidden, rows, first_column, dropout, BLOCK_M, BLOCK_N)
@@ -454,23 +455,25 @@ def _activated(
     bias: Tensor | None,
     activation: str,
     dropout: Dropout,
+    needs_saved: bool,
 ) -> tuple[Tensor, Tensor]:
-    """(hidden, saved): dropout(activation(x weight^T + bias)) and what backward needs of it."""
+    """(hidden, saved): dropout(activation(x weight^T + bias)) and what backward needs of it, (0,) unless it is."""
     num_rows, depth = x.shape
     hidden_dim = weight.shape[0] // 2 if activation in GATES else weight.shape[0]
     if not fuses(x, depth, num_rows):
-        pre = F.linear(x, weight, bias)
-        hidden = pre if activation == "relu" else x.new_empty(num_rows, hidden_dim)
+        product = F.linear(x, weight, bias)
+        in_place = activation == "relu" or not (needs_saved or activation in GATES)
+        hidden = product if in_place else x.new_empty(num_rows, hidden_dim)
         block_m, block_n = _elementwise_block(hidden_dim)
         if num_rows:
             launch(
                 _activation_kernel, (cdiv(num_rows, block_m), cdiv(hidden_dim, block_n)),
-                pre, hidden, dropout, num_rows, hidden_dim,
+                product, hidden, dropout, num_rows, hidden_dim,
                 ACTIVATION=activation, BLOCK_M=block_m, BLOCK_N=block_n, num_warps=4,
             )  # fmt: skip
-        return hidden, pre
+        return hidden, product if needs_saved else x.new_empty(0)
     hidden = x.new_empty(num_rows, hidden_dim)
-    pre = hidden if activation == "relu" else x.new_empty(num_rows, weight.shape[0])
+    pre = x.new_empty(num_rows, weight.shape[0]) if needs_saved and activation != "relu" else None
     config = config_of(x, depth, num_rows, False, activation)
     programs = cdiv(num_rows, config.block_m) * cdiv(hidden_dim, config.block_n)
     if config.programs:
@@ -478,11 +481,12 @@ def _activated(
     if num_rows:
         launch(
             _linear_activation_kernel, (programs,),
-            x, weight, contiguous(bias), None if activation == "relu" else pre, hidden,
+            x, weight, contiguous(bias), pre, hidden,
             dropout, num_rows, hidden_dim, depth, x.stride(), weight.stride(),
             ACTIVATION=activation, **_tile_of(config, x, depth), PERSISTENT=config.programs > 0,
         )  # fmt: skip
-    return hidden, pre
+    saved = hidden if activation == "relu" else pre
+    return hidden, saved if saved is not None and needs_saved else x.new_empty(0)
 
 
 def _activated_backward(
@@ -547,11 +551,12 @@ def feed_forward_fwd(
     activation: str,
     dropout_p: float,
     dropout_seed: Tensor | None,
+    needs_saved: bool,
 ) -> tuple[Tensor, Tensor]:
     """`fastformer::feed_forward_fwd`: (out, saved)."""
     rows = x.reshape(-1, x.shape[-1])
     dropout = dropout_arguments(dropout_p, dropout_seed)
-    hidden, saved = _activated(rows, weight1, bias1, activation, dropout)
+    hidden, saved = _activated(rows, weight1, bias1, activation, dropout, needs_saved)
     return F.linear(hidden, weight2, bias2).view(*x.shape[:-1], weight2.shape[0]), saved
 
 

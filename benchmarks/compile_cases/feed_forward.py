@@ -34,8 +34,10 @@ def feed_forward_call(
         x = new(rows, dim)
         persistent = mock.patch.object(configs, "PERSISTENT", "persistent" in options)
         with mock.patch.object(kernels, "fuses", forced), persistent:
-            out, saved = kernels.feed_forward_fwd(x, *weights, new(dim) if bias else None, activation, *dropout)
-            kernels.feed_forward_bwd(out, x, *weights, saved, activation, *dropout, bias)
+            learns = "inference" not in options
+            out, saved = kernels.feed_forward_fwd(x, *weights, new(dim) if bias else None, activation, *dropout, learns)
+            if learns:
+                kernels.feed_forward_bwd(out, x, *weights, saved, activation, *dropout, bias)
 
     return call
 
@@ -54,6 +56,7 @@ def cases(quick: bool) -> Iterator[tuple[str, Callable[[], object]]]:
         yield f"bf16 d512 {activation}", feed_forward_call(bf16, 512, activation, ("dropout", "fused"))
     for activation in ACTIVATIONS:
         yield f"bf16 d512 {activation} no dropout", feed_forward_call(bf16, 512, activation, ("fused",))
+        yield f"bf16 d512 {activation} inference", feed_forward_call(bf16, 512, activation, ("fused", "inference"))
         persistent = feed_forward_call(bf16, 512, activation, ("dropout", "fused", "persistent"))
         yield f"bf16 d512 {activation} persistent", persistent
         yield f"bf16 d512 n1024 {activation}", feed_forward_call(bf16, 512, activation, ("dropout", "fused"), 1024)

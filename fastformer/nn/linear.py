@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from fastformer.nn import fusing
 from fastformer.nn.fusing import is_plain, is_traced, is_written_as_known
 from fastformer.ops import _eager, _extension
+from fastformer.ops._common import needs_gradient
 from fastformer.ops._library import unviewed
 
 _FEWEST_ROWS = 16  # below, reading the weight is what takes time
@@ -36,7 +37,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """
     if not _goes_to_onednn(x, weight, bias):
         return F.linear(x, weight, bias)
-    if not _needs_gradient(x, weight, bias):
+    if not needs_gradient(x, weight, bias):
         return _by_onednn(x, weight, bias)
     out: Tensor = _Learning.apply(x, weight, bias)  # type: ignore[no-untyped-call]
     return out
@@ -123,7 +124,7 @@ def _goes_to_onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     if weight.dim() != 2 or not x.numel() >= _FEWEST_ROWS * weight.shape[1] > 0:
         return False
     tensors = (x, weight) if bias is None else (x, weight, bias)
-    if x.numel() * weight.shape[0] < (_FEWEST_TO_LEARN if _needs_gradient(*tensors) else _FEWEST):
+    if x.numel() * weight.shape[0] < (_FEWEST_TO_LEARN if needs_gradient(*tensors) else _FEWEST):
         return False
     if any(type(t) not in _PLAIN_TENSORS for t in tensors):
         return False
@@ -138,10 +139,6 @@ def _goes_to_onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
         and not (torch._C._is_torch_function_mode_enabled() or torch._C._len_torch_dispatch_stack())
         and not (_eager.is_transformed() or is_traced() or torch._C._functorch.is_legacy_batchedtensor(x))
     )
-
-
-def _needs_gradient(*tensors: Tensor | None) -> bool:
-    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
 def _has_onednn() -> bool:

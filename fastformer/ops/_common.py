@@ -47,6 +47,11 @@ def check_dtype(name: str, parameter: Tensor | None, dtype: torch.dtype) -> None
         raise ValueError(f"expected {name} in x's dtype {dtype}, got {parameter.dtype}")
 
 
+def needs_gradient(*tensors: Tensor | None) -> bool:
+    """Whether autograd will record what is computed from them."""
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+
+
 def is_plain(tensor: Tensor) -> bool:
     """Whether a tensor is one of numbers, of no subclass, and nobody traces or batches."""
     return (

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fastformer.ops._common import accumulation_dtype, check_dtype, check_features, check_vector
+from fastformer.ops._common import accumulation_dtype, check_dtype, check_features, check_vector, needs_gradient
 from fastformer.ops._dropout import drop, keep_scale, resolve_dropout
 from fastformer.ops._library import autocast, define_op, differentiate, forbid_double_backward, register_autograd
 
@@ -62,19 +62,26 @@ def feed_forward_reference(
     activation: str,
     dropout_p: float,
     dropout_seed: Tensor | None,
+    needs_saved: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """(out, saved). saved, what backward needs: for relu the hidden after dropout, else the pre-activation; in rows."""
+    """(out, saved). saved, what backward needs: for relu the hidden after dropout, else the pre-activation; in rows.
+
+    It is (0,) unless it is needed.
+    """
     pre = F.linear(x.reshape(-1, x.shape[-1]), weight1, bias1)
     hidden = drop(_activate(pre.to(accumulation_dtype(x.dtype)), activation), dropout_p, dropout_seed).to(x.dtype)
     out = F.linear(hidden, weight2, bias2).reshape(*x.shape[:-1], weight2.shape[0])
+    if not needs_saved:
+        return out, x.new_empty(0)
     return out, hidden if activation == "relu" else pre
 
 
 def _fwd_fake(
     x: Tensor, weight1: Tensor, bias1: Tensor | None, weight2: Tensor, *options: object
 ) -> tuple[Tensor, Tensor]:
-    rows = x.numel() // x.shape[-1]
-    return x.new_empty(*x.shape[:-1], weight2.shape[0]), x.new_empty(rows, weight1.shape[0])
+    needs_saved = options[-1]
+    saved = x.new_empty(x.numel() // x.shape[-1], weight1.shape[0]) if needs_saved else x.new_empty(0)
+    return x.new_empty(*x.shape[:-1], weight2.shape[0]), saved
 
 
 def _weight_gradient(dy: Tensor, x: Tensor, weight: Tensor) -> Tensor:
@@ -149,7 +156,7 @@ def _cpp_unsupported(op_name: str, *, x: Tensor, **_: object) -> str | None:
 
 _fwd = define_op(
     "feed_forward_fwd(Tensor x, Tensor weight1, Tensor? bias1, Tensor weight2, Tensor? bias2, str activation, "
-    "float dropout_p, Tensor? dropout_seed) -> (Tensor out, Tensor saved)",
+    "float dropout_p, Tensor? dropout_seed, bool needs_saved) -> (Tensor out, Tensor saved)",
     feed_forward_reference,
     stem="feed_forward",
     fake=_fwd_fake,
@@ -168,7 +175,7 @@ _bwd = define_op(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    x, weight1, bias1, weight2, bias2, activation, dropout_p, dropout_seed = inputs
+    x, weight1, bias1, weight2, bias2, activation, dropout_p, dropout_seed, _ = inputs
     saved = output[1]
     # bias2, a parameter, is there for double backward alone.
     ctx.save_for_backward(x, weight1, bias1, weight2, bias2, saved, dropout_seed)
@@ -187,7 +194,7 @@ def _backward(ctx: Any, dout: Tensor, _: None) -> tuple[Tensor | None, ...]:
         None if bias1 is None else dbias1,
         dweight2,
         dbias2 if ctx.has_bias2 else None,
-        *(None,) * 3,
+        *(None,) * 4,
     )
 
 
@@ -198,7 +205,7 @@ def _differentiable_backward(ctx: Any, dout: Tensor, _: None) -> tuple[Tensor | 
         options: Any = (ctx.activation, ctx.dropout_p, dropout_seed)
         return feed_forward_reference(*inputs, *options)[0]
 
-    return *differentiate(formula, tuple(inputs), ctx.needs_input_grad[:5], dout), *(None,) * 3
+    return *differentiate(formula, tuple(inputs), ctx.needs_input_grad[:5], dout), *(None,) * 4
 
 
 register_autograd(
@@ -258,5 +265,7 @@ def feed_forward(
         check_dtype(name, parameter, x.dtype)
     dropout_p, dropout_seed = resolve_dropout(dropout_p, dropout_seed, x.device)
     rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
-    out, _ = _fwd(rows, weight1, bias1, weight2, bias2, activation, dropout_p, dropout_seed)
+    # What backward reads is as large as the widest matrix in here, or twice as large: it isn't written for nobody.
+    needs_saved = needs_gradient(x, weight1, bias1, weight2, bias2)
+    out, _ = _fwd(rows, weight1, bias1, weight2, bias2, activation, dropout_p, dropout_seed, needs_saved)
     return out if x.dim() == 2 else out.reshape(*x.shape[:-1], weight2.shape[0])

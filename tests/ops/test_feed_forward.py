@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -227,13 +229,54 @@ def test_opcheck(activation: str, dropout_p: float, biases: bool, backend: str, 
         inputs |= {name: inputs[name].T.contiguous().T for name in ("weight1", "weight2")}
     x, weight1, bias1, weight2, bias2 = (t if t is None else t.requires_grad_() for t in inputs.values())
     seed = draw_seed(device) if dropout_p else None
-    args = (x, weight1, bias1, weight2, bias2, activation, dropout_p, seed)
+    args = (x, weight1, bias1, weight2, bias2, activation, dropout_p, seed, True)
     torch.library.opcheck(OP.feed_forward_fwd.default, args)
+    without = tuple(t.detach() if isinstance(t, Tensor) else t for t in args[:-1])
+    torch.library.opcheck(OP.feed_forward_fwd.default, (*without, False))
 
     out, saved = (t.detach() for t in OP.feed_forward_fwd(*args))
     x, weight1, bias1, weight2 = (t if t is None else t.detach() for t in (x, weight1, bias1, weight2))
     backward = (torch.randn_like(out), x, weight1, bias1, weight2, saved, activation, dropout_p, seed, biases)
     torch.library.opcheck(OP.feed_forward_bwd.default, backward)
+
+
+@pytest.mark.parametrize("dropout_p", [0.0, 0.3])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_backward_needs_is_written_where_it_is_asked_for(
+    dtype: torch.dtype, activation: str, dropout_p: float, backend: str, device: str
+) -> None:
+    inputs = make_inputs((37, 48), 40, activation, device, dtype)
+    options = (activation, dropout_p, draw_seed(device) if dropout_p else None)
+    out, saved = OP.feed_forward_fwd(*inputs.values(), *options, True)
+    out_alone, nothing = OP.feed_forward_fwd(*inputs.values(), *options, False)
+    assert torch.equal(out_alone, out)
+    assert saved.shape == (37, 80 if activation in GATED else 40) and nothing.shape == (0,)
+
+
+@pytest.mark.parametrize("learns", [None, "x", "weight1", "bias1", "weight2", "bias2"])
+def test_backward_is_asked_for_where_something_learns(
+    learns: str | None, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = sys.modules["fastformer.ops.feed_forward"]
+    asked, op = [], module._fwd
+
+    def watched(*args: Any) -> tuple[Tensor, Tensor]:
+        asked.append(args[-1])
+        out: tuple[Tensor, Tensor] = op(*args)
+        return out
+
+    monkeypatch.setattr(module, "_fwd", watched)
+    inputs = make_inputs((4, 16), 24, "gelu", device)
+    if learns is not None:
+        inputs[learns].requires_grad_()
+    out = feed_forward(**inputs, activation="gelu")
+    assert asked == [learns is not None] and out.requires_grad == (learns is not None)
+    with torch.no_grad():
+        feed_forward(**inputs, activation="gelu")
+    with torch.inference_mode():
+        feed_forward(**inputs, activation="gelu")
+    assert asked[1:] == [False, False]
 
 
 def test_compile(backend: str, device: str) -> None:

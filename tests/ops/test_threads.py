@@ -85,7 +85,7 @@ def _feed_forward(dtype: torch.dtype, activation: str) -> tuple[Tensor, ...]:
     wide = 600 if activation == "swiglu" else 300
     x, w1, b1, w2, b2, dout = _heads(dtype, (200, 64), (wide, 64), (wide,), (70, 300), (70,), (200, 70))
     w1, w2 = w1 * 0.1, w2 * 0.1
-    out, saved = CPP.feed_forward_fwd(x, w1, b1, w2, b2, activation, 0.1, SEED)
+    out, saved = CPP.feed_forward_fwd(x, w1, b1, w2, b2, activation, 0.1, SEED, True)
     return out, saved, *CPP.feed_forward_bwd(dout, x, w1, b1, w2, saved, activation, 0.1, SEED, True)
 
 
