@@ -72,15 +72,15 @@ constexpr double kLn2 = 0.6931471805599453;
 
 // K^T and V of one kv head of one sequence, packed.
 template <typename T>
-struct PackedHead {
+struct PackedKV {
   const T *keys = nullptr, *values = nullptr;
 
-  PackedHead() = default;
+  PackedKV() = default;
   static int64_t size(const Problem& p, const Sequence& s) {
     return packed_size<T>(p.head_dim, s.keys) + packed_size<T>(s.keys, p.head_dim);
   }
-  PackedHead(const Problem& p, const Sequence& s, int64_t kv_head, const Rows<const T>& k, const Rows<const T>& v,
-             T* storage)
+  PackedKV(const Problem& p, const Sequence& s, int64_t kv_head, const Rows<const T>& k, const Rows<const T>& v,
+           T* storage)
       : keys(storage), values(storage + packed_size<T>(p.head_dim, s.keys)) {
     pack<T>(k.at(s.k_batch, s.k_start, kv_head), 1, k.stride, p.head_dim, s.keys, storage);
     pack<T>(v.at(s.k_batch, s.k_start, kv_head), v.stride, 1, s.keys, p.head_dim,
@@ -96,7 +96,7 @@ struct Tile {
   Buffer<acc> scores{kQueries * kKeys}, out, keep{2 * kKeepStride};
   Buffer<T> probabilities{std::is_same_v<T, acc> ? 0 : kQueries * kKeys};  // of bf16; other types use `scores` itself
   acc row_max[kQueries], row_sum[kQueries];
-  acc largest[kQueries];  // in a block of keys; what row_max then is
+  acc largest[kQueries];  // score of a row in a block of keys
   acc rescale[kQueries];  // the factor for what came before the block
 
   explicit Tile(int64_t head_dim) : out(kQueries * head_dim) {}
@@ -121,7 +121,7 @@ void apply(const Mask& mask, int64_t b, int64_t h, int64_t i, int64_t j, int64_t
   });
 }
 
-// The largest of n numbers, -inf of none. Where one is NaN it may be any of the others.
+// The largest of n numbers, -inf of none. Where one is NaN it may be that one or any other.
 template <typename acc>
 acc largest_of(const acc* x, int64_t n) {
   using V = Vec<acc>;
@@ -159,7 +159,7 @@ bool advance(bool masked, int64_t rows, Tile<T>& tile) {
 }
 
 // Turns a row's scores in columns [begin, end) of a block into probabilities relative to its running maximum, with
-// zeros around them, and returns their sum over the lanes' columns. `masked` and `keep` (of dropout) say what is to be
+// zeros around them, and returns their sum, lane by lane. `masked` and `keep` (of dropout) say what is to be
 // done besides.
 template <typename T>
 Vec<acc_t<T>> exponentiate(const Problem& p, bool masked, int64_t begin, int64_t end, int64_t width, acc_t<T> row_max,
@@ -184,7 +184,7 @@ Vec<acc_t<T>> exponentiate(const Problem& p, bool masked, int64_t begin, int64_t
 
 // One task: queries [first, first + rows) of one head.
 template <typename T>
-void attend(const Problem& p, const Mask& mask, const Rows<const T>& q, const PackedHead<T>& kv, const Rows<T>& out,
+void attend(const Problem& p, const Mask& mask, const Rows<const T>& q, const PackedKV<T>& kv, const Rows<T>& out,
             acc_t<T>* lse, int64_t b, int64_t h, int64_t first, Tile<T>& tile) {
   using acc = acc_t<T>;
   using V = Vec<acc>;
@@ -270,7 +270,7 @@ void forward(const Problem& p, const OptionalTensor& attn_mask, const Tensor& q,
   // Where there are heads enough for the threads, one is packed by who then works on all of its queries.
   if (!parallel || kv_heads >= kManyHeads * at::get_num_threads()) {
     int64_t largest = 0;
-    for (const Sequence& s : p.sequences) largest = std::max(largest, PackedHead<T>::size(p, s));
+    for (const Sequence& s : p.sequences) largest = std::max(largest, PackedKV<T>::size(p, s));
     for_each_worker(kv_heads, parallel, [&](auto next) {
       Tile<T> tile(p.head_dim);
       Buffer<T> storage(largest);
@@ -278,7 +278,7 @@ void forward(const Problem& p, const OptionalTensor& attn_mask, const Tensor& q,
         const int64_t b = i / p.num_kv_heads, kv_head = i % p.num_kv_heads;
         const Sequence& s = p.sequences[b];
         if (s.seqlen_q == 0) continue;
-        const PackedHead<T> kv(p, s, kv_head, k_rows, v_rows, storage.data());
+        const PackedKV<T> kv(p, s, kv_head, k_rows, v_rows, storage.data());
         for (int64_t h = kv_head * group; h < (kv_head + 1) * group; ++h)
           for (int64_t first = 0; first < s.seqlen_q; first += kQueries)
             attend<T>(p, mask, q_rows, kv, out_rows, lse_data, b, h, first, tile);
@@ -287,11 +287,11 @@ void forward(const Problem& p, const OptionalTensor& attn_mask, const Tensor& q,
     return;
   }
   std::vector<Buffer<T>> storage(kv_heads);
-  std::vector<PackedHead<T>> packed(kv_heads);
+  std::vector<PackedKV<T>> packed(kv_heads);
   for_each_task(kv_heads, parallel, [&](int64_t i) {
     const Sequence& s = p.sequences[i / p.num_kv_heads];
-    storage[i] = Buffer<T>(PackedHead<T>::size(p, s));
-    packed[i] = PackedHead<T>(p, s, i % p.num_kv_heads, k_rows, v_rows, storage[i].data());
+    storage[i] = Buffer<T>(PackedKV<T>::size(p, s));
+    packed[i] = PackedKV<T>(p, s, i % p.num_kv_heads, k_rows, v_rows, storage[i].data());
   });
   struct Task {
     int64_t batch, head, first;

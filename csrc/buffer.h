@@ -11,8 +11,8 @@
 
 namespace fastformer {
 
-// From here on a buffer is of kept memory: the C library gives as much back to the system when it is freed, and fresh
-// pages for the packed weights of one feed-forward network cost a fifth of its time.
+// From here on a buffer is of kept memory: the C library gives as much back to the system when it is freed, and an op
+// that packs weights would meet fresh pages in each call.
 constexpr int64_t kLargeBuffer = int64_t{1} << 20;
 
 // n elements that nobody has written yet (std::vector would spend a pass on zeros), aligned to a cache line. What

@@ -26,10 +26,13 @@ using OptionalTensor = std::optional<Tensor>;
 // x as memory of type T holds it.
 template <typename T>
 Vec<acc_t<T>> rounded(Vec<acc_t<T>> x) {
-  if constexpr (std::is_same_v<T, acc_t<T>>) return x;
-  T lanes[Vec<acc_t<T>>::size];
-  x.store(lanes);
-  return Vec<acc_t<T>>::load(lanes);
+  if constexpr (std::is_same_v<T, acc_t<T>>) {
+    return x;
+  } else {
+    T lanes[Vec<acc_t<T>>::size];
+    x.store(lanes);
+    return Vec<acc_t<T>>::load(lanes);
+  }
 }
 
 template <typename T>

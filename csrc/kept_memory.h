@@ -1,5 +1,5 @@
 // Large buffers that outlive their users: a session begins with every call of `generate`, an op packs weights in every
-// call, and fresh pages from the system cost more than many steps of the one and a fifth of the other.
+// call, and fresh pages from the system cost much of either's time.
 
 #pragma once
 

@@ -457,7 +457,7 @@ def _activated(
     dropout: Dropout,
     needs_saved: bool,
 ) -> tuple[Tensor, Tensor]:
-    """(hidden, saved): dropout(activation(x weight^T + bias)) and what backward needs of it, (0,) unless it is."""
+    """(hidden, saved): dropout(activation(x weight^T + bias)), and what backward needs of it or else (0,)."""
     num_rows, depth = x.shape
     hidden_dim = weight.shape[0] // 2 if activation in GATES else weight.shape[0]
     if not fuses(x, depth, num_rows):
@@ -485,8 +485,9 @@ def _activated(
             dropout, num_rows, hidden_dim, depth, x.stride(), weight.stride(),
             ACTIVATION=activation, **_tile_of(config, x, depth), PERSISTENT=config.programs > 0,
         )  # fmt: skip
-    saved = hidden if activation == "relu" else pre
-    return hidden, saved if saved is not None and needs_saved else x.new_empty(0)
+    if not needs_saved:
+        return hidden, x.new_empty(0)
+    return hidden, hidden if pre is None else pre
 
 
 def _activated_backward(

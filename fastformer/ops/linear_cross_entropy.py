@@ -29,6 +29,7 @@ from fastformer.ops._common import (
     described,
     is_plain,
     is_readable,
+    needs_gradient,
 )
 from fastformer.ops._library import autocast, define_op, differentiate, forbid_double_backward, register_autograd
 
@@ -460,7 +461,7 @@ def linear_cross_entropy(
 
     rows, flat_target = x.reshape(-1, x.shape[-1]), target.reshape(-1)
     options = (ignore_index, label_smoothing, smooth_others, z_loss)
-    needed = [torch.is_grad_enabled() and t is not None and t.requires_grad for t in (x, weight, bias)]
+    needed = [needs_gradient(t) for t in (x, weight, bias)]
     if reduction == "none" or not any(needed):
         losses = _fwd(rows, weight, bias, flat_target, *options)[0]
         if reduction == "none":

@@ -174,6 +174,18 @@ def test_infinities_and_nan(activation: str, path: str, device: str) -> None:
     torch.testing.assert_close(out, plain(x, weight1, None, weight2, None, activation=activation), equal_nan=True)
 
 
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_inference_gives_what_learning_gives(activation: str, path: str, device: str) -> None:
+    x, weight1, bias1, weight2, bias2 = make_inputs((40, 16), 72, activation, device).values()
+    seed = torch.tensor(SEED, device=device)
+    (out, saved), (out_alone, nothing) = (
+        kernels.feed_forward_fwd(x, weight1, bias1, weight2, bias2, activation, 0.3, seed, needs_saved)
+        for needs_saved in (True, False)
+    )
+    assert torch.equal(out_alone, out)
+    assert saved.shape == (40, 144 if activation in GATED else 72) and nothing.shape == (0,)
+
+
 def test_relu_keeps_no_pre_activation(path: str, device: str) -> None:
     """What forward leaves of the hidden width is the hidden layer after dropout: zero where backward must be."""
     inputs = make_inputs((6, 24), 40, "relu", device)
@@ -207,6 +219,11 @@ def test_peak_memory(activation: str, forward: int, backward: int, path: str, de
     def run() -> None:
         outs.append(feed_forward(**leaves, activation=activation, dropout_p=0.1, dropout_seed=seed))
 
+    # In inference the pre-activation is no tensor of its own, but for cuBLAS's product of a gate.
+    with torch.no_grad():
+        alone = 3 if activation == "swiglu" and path == "cublas" else 1
+        assert alone * tensor <= peak_bytes(run, device) <= alone * tensor + small
+    outs.clear()
     assert forward * tensor <= peak_bytes(run, device) <= forward * tensor + small
     # While backward runs, what forward has saved is still there.
     saved = 2 if activation == "swiglu" else 1
