@@ -1,5 +1,5 @@
 // Attention of many queries of one head at once, against keys and values that were packed together: for prompts and
-// encoders, where the products decide. A step's few queries go through attend_row of rows.h.
+// encoders, where the products decide. A step's few queries go through attend_heads of rows.h.
 
 #pragma once
 

@@ -97,7 +97,6 @@ struct Call {
 template <typename T>
 void decode(const Call& call, const Tensor& q, const Cache<T>& k_cache, const Cache<T>& v_cache, const Tensor& k,
             const Tensor& v, Tensor& out) {
-  using acc = acc_t<T>;
   const Problem& p = call.p;
   const Rows<const T> q_rows(q), k_rows(k), v_rows(v);
   const Rows<T> out_rows(out);
@@ -108,28 +107,23 @@ void decode(const Call& call, const Tensor& q, const Cache<T>& k_cache, const Ca
   // other often share theirs.
   const int64_t heads = p.batch >= 4 * at::get_num_threads() ? p.num_kv_heads : 1, parts = p.num_kv_heads / heads;
   for_each_task(p.batch * parts, elements > kSerialElements, [&](int64_t task) {
-    static thread_local std::vector<acc> scores;
-    const int64_t b = task / parts, first_head = task % parts * heads, end_head = first_head + heads;
+    const int64_t b = task / parts, first = task % parts * heads;
     const Sequence s = call.sequence(b);
     const int64_t row = s.k_batch;
-    if (static_cast<int64_t>(scores.size()) < s.keys + kScoreRoom) scores.resize(2 * s.keys + kScoreRoom);
     call.places.with(row, [&](auto tokens) {
-      for (int64_t kv_head = first_head; kv_head < end_head; ++kv_head) {
-        const T* keys = k_cache.at(row, kv_head);
-        const T* values = v_cache.at(row, kv_head);
-        if (call.fresh) {
+      if (call.fresh)
+        for (int64_t kv_head = first; kv_head < first + heads; ++kv_head) {
           const auto places = tokens.from(s.keys - call.fresh);
           append<T>(k_rows, k_cache, places, row, kv_head, call.fresh, p.head_dim);
           append<T>(v_rows, v_cache, places, row, kv_head, call.fresh, p.head_dim);
         }
-        for (int64_t h = kv_head * group; h < (kv_head + 1) * group; ++h)
-          for (int64_t i = 0; i < s.seqlen_q; ++i) {
-            const Interval seen = p.keys_of(s, i);
-            const bool last = h + 1 == (kv_head + 1) * group && i + 1 == s.seqlen_q;
-            attend_row<T>(q_rows.at(b, i, h), keys, values, k_cache.stride, v_cache.stride, tokens.from(seen.begin),
-                          std::max<int64_t>(0, seen.end - seen.begin), p.head_dim, p.scale2<acc>(), scores.data(),
-                          out_rows.at(b, i, h), last && kv_head + 1 < end_head ? keys + k_cache.head_stride : nullptr);
-          }
+      const Heads<const T> keys{k_cache.at(row, first), k_cache.head_stride, k_cache.stride};
+      const Heads<const T> values{v_cache.at(row, first), v_cache.head_stride, v_cache.stride};
+      for (int64_t i = 0; i < s.seqlen_q; ++i) {
+        const Interval seen = p.keys_of(s, i);
+        attend_heads<T, T>({q_rows.at(b, i, first * group), q_rows.head_stride}, keys, values, heads * group, group,
+                           tokens.from(seen.begin), std::max<int64_t>(0, seen.end - seen.begin), p.head_dim,
+                           p.scale2<acc_t<T>>(), {out_rows.at(b, i, first * group), out_rows.head_stride});
       }
     });
   });

@@ -33,20 +33,14 @@ void activate_row(Activation activation, float* hidden, int64_t n) {
   });
 }
 
-std::vector<float>& scores_of_this_thread(int64_t keys) {
-  static thread_local std::vector<float> scores;
-  if (static_cast<int64_t>(scores.size()) < keys + kScoreRoom) scores.resize(2 * keys + kScoreRoom);
-  return scores;
-}
-
-// A query as the cache has its keys.
+// Queries as the cache has its keys.
 template <typename T>
-const T* as_cached(const float* q, int64_t dim) {
+const T* as_cached(const float* q, int64_t n) {
   if constexpr (std::is_same_v<T, float>) return q;
   else {
     static thread_local std::vector<T> row;
-    row.resize(dim);
-    narrow_row(q, dim, row.data());
+    row.resize(n);
+    narrow_row(q, n, row.data());
     return row.data();
   }
 }
@@ -118,13 +112,17 @@ void Forward::add_rows(int64_t rows, int threads, F&& row) {
                      }});
 }
 
+// some(span, begin, end) for kv heads of each span, as many together as a task has of them.
 template <typename F>
-void Forward::add_heads(const Batch& batch, int threads, F&& head) {
+void Forward::add_heads(const Batch& batch, int threads, F&& some) {
   const int64_t heads = model_.options.num_kv_heads, all = static_cast<int64_t>(batch.spans.size()) * heads;
   const int64_t tasks = threads == 1 ? 1 : std::min<int64_t>(all, 2 * threads);
   phases_.push_back({tasks, [=, &batch](int64_t task) {
-                       for (int64_t i = all * task / tasks; i < all * (task + 1) / tasks; ++i)
-                         head(batch.spans[i / heads], i % heads);
+                       const int64_t last = all * (task + 1) / tasks;
+                       for (int64_t i = all * task / tasks, next; i < last; i = next) {
+                         next = std::min((i / heads + 1) * heads, last);
+                         some(batch.spans[i / heads], i % heads, i % heads + next - i);
+                       }
                      }});
 }
 
@@ -181,9 +179,9 @@ void Forward::add_stack(const PackedStack& stack, const Batch& batch, bool is_en
     const PackedLayer& layer = stack.layers[i];
     add_product(narrow_, layer.qkv, qkv_.data(), rows, threads);
     with_cache_type(o.precision, [&]<typename T>() {
-      add_heads(batch, threads, [=, this, &stack](const Span& span, int64_t head) {
-        if (is_encoder) attend_own_span<T>(span, head, stack);
-        else attend_self<T>(static_cast<int64_t>(i), span, head, stack);
+      add_heads(batch, threads, [=, this, &stack](const Span& span, int64_t begin, int64_t end) {
+        if (!is_encoder) return attend_self<T>(static_cast<int64_t>(i), span, begin, end, stack);
+        for (int64_t head = begin; head < end; ++head) attend_own_span<T>(span, head, stack);
       });
     });
     project_context(layer.out);
@@ -191,8 +189,9 @@ void Forward::add_stack(const PackedStack& stack, const Batch& batch, bool is_en
     if (!is_encoder && o.has_encoder()) {
       add_product(narrow_, layer.cross_q, qkv_.data(), rows, threads);
       with_cache_type(o.precision, [&]<typename T>() {
-        add_heads(batch, threads,
-                  [=, this](const Span& span, int64_t head) { attend_source<T>(static_cast<int64_t>(i), span, head); });
+        add_heads(batch, threads, [=, this](const Span& span, int64_t begin, int64_t end) {
+          attend_source<T>(static_cast<int64_t>(i), span, begin, end);
+        });
       });
       project_context(layer.cross_out);
       finish(&layer.norm2, &layer.norm3);
@@ -215,65 +214,88 @@ void Forward::add_stores(const Batch& batch, int threads) {
   for (size_t i = 0; i < model_.decoder.layers.size(); ++i) {
     add_product(narrow_, model_.decoder.layers[i].cross_kv, qkv_.data(), rows, threads);
     with_cache_type(o.precision, [&]<typename T>() {
-      add_heads(batch, threads, [=, this](const Span& span, int64_t head) {
-        T* keys = reinterpret_cast<T*>(cache_.keys(static_cast<int64_t>(i), head));
-        T* values = reinterpret_cast<T*>(cache_.keys(static_cast<int64_t>(i), head) + cache_.values_offset());
-        for (int64_t t = span.begin; t < span.end; ++t) {
-          const float* from = qkv_.data() + t * ld + head * dim;
-          const int64_t slot = span.group->source[t - span.begin];
-          narrow_row(from, dim, keys + slot * dim);
-          narrow_row(from + kv_dim, dim, values + slot * dim);
-        }
+      add_heads(batch, threads, [=, this](const Span& span, int64_t begin, int64_t end) {
+        for (int64_t head = begin; head < end; ++head)
+          for (int64_t t = span.begin; t < span.end; ++t) {
+            const float* from = qkv_.data() + t * ld + head * dim;
+            const int64_t slot = span.group->source[t - span.begin];
+            narrow_row(from, dim, keys_of<T>(i, head) + slot * dim);
+            narrow_row(from + kv_dim, dim, values_of<T>(i, head) + slot * dim);
+          }
       });
     });
   }
 }
 
-// ---- attention: the tokens of a span, the query heads of one kv head ----
+// ---- attention: the tokens of a span, the query heads of the kv heads [begin, end) ----
 
 template <typename T>
-void Forward::attend_self(int64_t layer, const Span& span, int64_t kv_head, const PackedStack& stack) {
+T* Forward::keys_of(int64_t layer, int64_t head) const {
+  return reinterpret_cast<T*>(cache_.keys(layer, head));
+}
+
+template <typename T>
+T* Forward::values_of(int64_t layer, int64_t head) const {
+  return reinterpret_cast<T*>(cache_.keys(layer, head) + cache_.values_offset());
+}
+
+// One token's queries, the row q of them all, against those of its keys and values that `slots` says.
+template <typename T, typename Bias>
+void Forward::attend_token(int64_t layer, const float* q, int64_t begin, int64_t end, const int32_t* slots,
+                           int64_t count, float* context, Bias bias) {
+  const int64_t dim = model_.options.head_dim(), group = model_.options.num_heads / model_.options.num_kv_heads;
+  const int64_t first = begin * group, heads = (end - begin) * group;
+  const int64_t next_head = cache_.head_stride() / static_cast<int64_t>(sizeof(T));
+  const T* queries = as_cached<T>(q + first * dim, heads * dim);
+  attend_heads<T, float>({queries, dim}, {keys_of<T>(layer, begin), next_head, dim},
+                         {values_of<T>(layer, begin), next_head, dim}, heads, group, BySlot{slots, 1}, count, dim,
+                         score_scale(dim), {context + first * dim, dim},
+                         [=](int64_t h, float* scores) { bias(first + h, scores); });
+}
+
+template <typename T>
+void Forward::attend_self(int64_t layer, const Span& span, int64_t begin, int64_t end, const PackedStack& stack) {
+  const ModelOptions& o = model_.options;
+  const int64_t dim = o.head_dim(), ld = padded(o.d_model + 2 * o.kv_dim()), group = o.num_heads / o.num_kv_heads;
+  for (int64_t t = span.begin; t < span.end; ++t) {
+    const int64_t position = span.first_position + t - span.begin, slot = span.row->slots[position];
+    float *q = qkv_.data() + t * ld, *k = q + o.d_model, *v = k + o.kv_dim();
+    const auto turn = [&](float* x) {
+      if (!model_.is_rotary()) return;
+      const float *cos = model_.cos(position), *sin = model_.sin(position);
+      if (o.rotary_interleaved) turn_neighbours<float>(x, cos, sin, dim / 2, x);
+      else turn_halves<float>(x, cos, sin, dim / 2, x);
+    };
+    for (int64_t h = begin * group; h < end * group; ++h) turn(q + h * dim);
+    for (int64_t head = begin; head < end; ++head) {
+      turn(k + head * dim);
+      narrow_row(k + head * dim, dim, keys_of<T>(layer, head) + slot * dim);
+      narrow_row(v + head * dim, dim, values_of<T>(layer, head) + slot * dim);
+    }
+  }
+  if (span.is_prompt) {
+    for (int64_t head = begin; head < end; ++head) attend_prompt<T>(layer, span, head, stack);
+    return;
+  }
+  const int64_t position = span.first_position;
+  const int64_t first = stack.window < 0 ? 0 : std::max<int64_t>(0, position - stack.window);
+  const int64_t count = position + 1 - first;
+  const PositionBias* bias = stack.position_bias ? &stack.position_bias : nullptr;
+  attend_token<T>(layer, qkv_.data() + span.begin * ld, begin, end, span.row->slots.data() + first, count,
+                  context_.data() + span.begin * o.d_model, [=](int64_t h, float* scores) {
+                    if (bias) bias->add_to(h, position, first, count, scores);
+                  });
+}
+
+// The queries of one kv head together, which the cache holds by now.
+template <typename T>
+void Forward::attend_prompt(int64_t layer, const Span& span, int64_t kv_head, const PackedStack& stack) {
   const ModelOptions& o = model_.options;
   const int64_t window = stack.window;
   const PositionBias* bias = stack.position_bias ? &stack.position_bias : nullptr;
   const int64_t dim = o.head_dim(), ld = padded(o.d_model + 2 * o.kv_dim()), group = o.num_heads / o.num_kv_heads;
-  T* keys = reinterpret_cast<T*>(cache_.keys(layer, kv_head));
-  T* values = reinterpret_cast<T*>(cache_.keys(layer, kv_head) + cache_.values_offset());
+  const T *keys = keys_of<T>(layer, kv_head), *values = values_of<T>(layer, kv_head);
   const int32_t* slots = span.row->slots.data();
-  const int64_t next_head = cache_.head_stride() / static_cast<int64_t>(sizeof(T));
-  for (int64_t t = span.begin; t < span.end; ++t) {
-    const int64_t position = span.first_position + t - span.begin, slot = slots[position];
-    float* q = qkv_.data() + t * ld;
-    float *k = q + o.d_model + kv_head * dim, *v = k + o.kv_dim();
-    if (model_.is_rotary()) {
-      const float *cos = model_.cos(position), *sin = model_.sin(position);
-      const auto turn = [&](float* x) {
-        if (o.rotary_interleaved) turn_neighbours<float>(x, cos, sin, dim / 2, x);
-        else turn_halves<float>(x, cos, sin, dim / 2, x);
-      };
-      for (int64_t h = kv_head * group; h < (kv_head + 1) * group; ++h) turn(q + h * dim);
-      turn(k);
-    }
-    narrow_row(k, dim, keys + slot * dim);
-    narrow_row(v, dim, values + slot * dim);
-  }
-  const float scale2 = score_scale(dim);
-  if (!span.is_prompt) {
-    const int64_t position = span.first_position, first = window < 0 ? 0 : std::max<int64_t>(0, position - window);
-    const int64_t count = position + 1 - first;
-    float* scores = scores_of_this_thread(count).data();
-    for (int64_t h = kv_head * group; h < (kv_head + 1) * group; ++h) {
-      const bool is_last = h + 1 == (kv_head + 1) * group && kv_head + 1 < o.num_kv_heads;
-      const auto add_bias = [=](float* x) {
-        if (bias) bias->add_to(h, position, first, count, x);
-      };
-      attend_row<T, float>(as_cached<T>(qkv_.data() + span.begin * ld + h * dim, dim), keys, values, dim, dim,
-                           BySlot{slots + first, 1}, count, dim, scale2, scores,
-                           context_.data() + span.begin * o.d_model + h * dim, is_last ? keys + next_head : nullptr,
-                           add_bias);
-    }
-    return;
-  }
   const int64_t rows = span.end - span.begin, end = span.first_position + rows;
   // The products sum keys in slices of kDepth, which lie alike wherever the prompt was cut.
   const int64_t begin = window < 0 ? 0 : std::max<int64_t>(0, span.first_position - window) / kDepth * kDepth;
@@ -286,7 +308,7 @@ void Forward::attend_self(int64_t layer, const Span& span, int64_t kv_head, cons
   const auto place = [=](int64_t i) { return span.first_position + i - begin; };
   for (int64_t h = kv_head * group; h < (kv_head + 1) * group; ++h)
     scratch.packed.attend(
-        qkv_.data() + span.begin * ld + h * dim, ld, rows, scale2,
+        qkv_.data() + span.begin * ld + h * dim, ld, rows, score_scale(dim),
         [=](int64_t i) { return window < 0 ? 0 : std::max<int64_t>(0, place(i) - window); },
         [=](int64_t i) { return place(i) + 1; },
         [=](int64_t i, int64_t key, int64_t count, float* x) {
@@ -321,23 +343,12 @@ void Forward::attend_own_span(const Span& span, int64_t kv_head, const PackedSta
 }
 
 template <typename T>
-void Forward::attend_source(int64_t layer, const Span& span, int64_t kv_head) {
+void Forward::attend_source(int64_t layer, const Span& span, int64_t begin, int64_t end) {
   const ModelOptions& o = model_.options;
-  const int64_t dim = o.head_dim(), ld = padded(o.d_model), group = o.num_heads / o.num_kv_heads;
-  const T* keys = reinterpret_cast<const T*>(cache_.keys(layer, kv_head));
-  const T* values = reinterpret_cast<const T*>(cache_.keys(layer, kv_head) + cache_.values_offset());
-  const int64_t next_head = cache_.head_stride() / static_cast<int64_t>(sizeof(T));
   const std::vector<int32_t>& source = span.group->source;
-  const int64_t count = source.size();
-  const float scale2 = score_scale(dim);
-  float* scores = scores_of_this_thread(count).data();
   for (int64_t t = span.begin; t < span.end; ++t)
-    for (int64_t h = kv_head * group; h < (kv_head + 1) * group; ++h) {
-      const bool is_last = h + 1 == (kv_head + 1) * group && kv_head + 1 < o.num_kv_heads;
-      attend_row<T, float>(as_cached<T>(qkv_.data() + t * ld + h * dim, dim), keys, values, dim, dim,
-                           BySlot{source.data(), 1}, count, dim, scale2, scores,
-                           context_.data() + t * o.d_model + h * dim, is_last ? keys + next_head : nullptr);
-    }
+    attend_token<T>(layer, qkv_.data() + t * padded(o.d_model), begin, end, source.data(),
+                    static_cast<int64_t>(source.size()), context_.data() + t * o.d_model, NoBias());
 }
 
 }  // namespace fastformer

@@ -56,15 +56,24 @@ class Forward {
   template <typename F>
   void add_rows(int64_t rows, int threads, F&& row);
   template <typename F>
-  void add_heads(const Batch& batch, int threads, F&& head);
+  void add_heads(const Batch& batch, int threads, F&& some);
   void normalise(int64_t row, const float* delta, const Norm* norm, bool keep);
 
   template <typename T>
-  void attend_self(int64_t layer, const Span& span, int64_t kv_head, const PackedStack& stack);
+  T* keys_of(int64_t layer, int64_t head) const;
+  template <typename T>
+  T* values_of(int64_t layer, int64_t head) const;
+  template <typename T, typename Bias>
+  void attend_token(int64_t layer, const float* q, int64_t begin, int64_t end, const int32_t* slots, int64_t count,
+                    float* context, Bias bias);
+  template <typename T>
+  void attend_self(int64_t layer, const Span& span, int64_t begin, int64_t end, const PackedStack& stack);
+  template <typename T>
+  void attend_prompt(int64_t layer, const Span& span, int64_t kv_head, const PackedStack& stack);
   template <typename T>
   void attend_own_span(const Span& span, int64_t kv_head, const PackedStack& stack);
   template <typename T>
-  void attend_source(int64_t layer, const Span& span, int64_t kv_head);
+  void attend_source(int64_t layer, const Span& span, int64_t begin, int64_t end);
 
   const PackedModel& model_;
   TokenCache& cache_;

@@ -11,6 +11,7 @@
 #include <limits>
 #include <type_traits>
 #include <utility>
+#include <vector>
 
 #include "cpu_features.h"
 #include "simd.h"
@@ -181,13 +182,11 @@ void weighted_sum(const acc_t<T>* weight, const T* v, int64_t stride, Tokens tok
   if constexpr (std::is_same_v<T, bfloat16>)
     for (; c + 32 <= dim; c += 32) weighted_pairs(weight, v + c, stride, tokens, keys, factor, out + c);
 #endif
-  for (; c + kVecs * W <= dim; c += kVecs * W)
+  for (; dim - c >= kVecs * W; c += kVecs * W)
     weighted_columns<kVecs>(weight, v + c, stride, tokens, keys, W, factor, out + c);
   for (; c < dim; c += W)
     weighted_columns<1>(weight, v + c, stride, tokens, keys, std::min<int64_t>(W, dim - c), factor, out + c);
 }
-
-constexpr int64_t kScoreRoom = 16;  // what attend_row writes beyond the scores of a row
 
 // Fetches the n elements at p into the second-level cache: the first has no room for what is wanted so much later.
 template <typename T>
@@ -217,30 +216,39 @@ void four_scores(const T* q, const T* const* row, Dim dim, acc_t<T>* scores) {
   store_sums(sum[0], sum[1], sum[2], sum[3], scores);
 }
 
-struct NoBias {
-  template <typename acc>
-  void operator()(acc*) const {}
+// Queries, keys, values or results of a row's heads; of keys and values token t begins t * stride behind its head.
+template <typename T>
+struct Heads {
+  T* data;
+  int64_t head_stride, stride = 0;
+  T* at(int64_t head) const { return data + head * head_stride; }
 };
 
-// attend_row for a `dim` that is a number, or a std::integral_constant for which the loops are unrolled.
-template <bool kPairs, typename T, typename Q, typename Tokens, typename Dim, typename Bias>
-void attend_row_of(const T* q, const T* k, const T* v, int64_t k_stride, int64_t v_stride, Tokens tokens, int64_t keys,
-                   Dim dim, acc_t<T> scale2, acc_t<T>* scores, Q* out, const T* next_k, Bias bias) {
-  using acc = acc_t<T>;
-  using V = Vec<acc>;
-  constexpr acc kNothing = -std::numeric_limits<acc>::infinity();
+// The products of a query with the first `keys` of `tokens`. Tables scatter the tokens, which no hardware foresees:
+// the values at v are fetched meanwhile, and the keys of the same tokens at next_k, if any.
+template <bool kPairs, typename T, typename Tokens, typename Dim>
+void score_keys(const T* q, const T* k, int64_t k_stride, const T* v, int64_t v_stride, const T* next_k, Tokens tokens,
+                int64_t keys, Dim dim, acc_t<T>* scores) {
   for (int64_t j = 0; j < keys; j += 4) {
     const T* row[4];
     for (int64_t u = 0; u < 4; ++u) {
       const int64_t token = tokens(std::min(j + u, keys - 1));
       row[u] = k + token * k_stride;
       prefetch(v + token * v_stride, dim);
+      if (next_k) prefetch(next_k + token * k_stride, dim);
     }
     four_scores<kPairs>(q, row, dim, scores + j);
   }
-  if (next_k)
-    for (int64_t j = 0; j < keys; ++j) prefetch(next_k + tokens(j) * k_stride, dim);
-  bias(scores);
+}
+
+constexpr int64_t kScoreRoom = 16;  // that a row of scores has behind its last one
+
+// The weights of a softmax over scores times scale2, which is in powers of two, before they are divided by their sum:
+// returns the factor that does so. Nothing is visible: 0. A NaN stays.
+template <typename acc>
+acc weigh(acc scale2, int64_t keys, acc* scores) {
+  using V = Vec<acc>;
+  constexpr acc kNothing = -std::numeric_limits<acc>::infinity();
   // Scores that weigh nothing fill the last vector, so that no step below has a rest.
   V(kNothing).store(scores + keys);
   V most(kNothing), total(acc(0));
@@ -257,31 +265,51 @@ void attend_row_of(const T* q, const T* k, const T* v, int64_t k_stride, int64_t
     total = total + e;
   }
   const acc sum = total.sum();
-  const acc inverse = sum == 0 ? acc(0) : acc(1) / sum;  // 0: a row that sees nothing; a NaN stays
-  weighted_sum<T>(scores, v, v_stride, tokens, keys, dim, inverse, out);
+  return sum == 0 ? acc(0) : acc(1) / sum;
 }
 
-// One query row against the first `keys` of `tokens` in the cache of its kv head, whose keys and values are k_stride
-// and v_stride elements apart. `scores` has room for keys + kScoreRoom. Without keys the result is zeros.
+struct NoBias {
+  template <typename acc>
+  void operator()(int64_t, acc*) const {}
+};
+
+// attend_heads for a `dim` that is a number, or a std::integral_constant for which the loops are unrolled.
+template <bool kPairs, typename T, typename Q, typename Tokens, typename Dim, typename Bias>
+void attend_heads_of(Heads<const T> q, Heads<const T> k, Heads<const T> v, int64_t heads, int64_t group, Tokens tokens,
+                     int64_t keys, Dim dim, acc_t<T> scale2, Heads<Q> out, Bias bias) {
+  using acc = acc_t<T>;
+  static thread_local std::vector<acc> memory;
+  if (static_cast<int64_t>(memory.size()) < keys + kScoreRoom) memory.resize(2 * keys + kScoreRoom);
+  acc* scores = memory.data();
+  for (int64_t h = 0; h < heads; ++h) {
+    const int64_t kv_head = h / group;
+    const bool has_next = h % group == 0 && h + group < heads;
+    score_keys<kPairs>(q.at(h), k.at(kv_head), k.stride, v.at(kv_head), v.stride,
+                       has_next ? k.at(kv_head + 1) : nullptr, tokens, keys, dim, scores);
+    bias(h, scores);
+    const acc factor = weigh(scale2, keys, scores);
+    weighted_sum<T>(scores, v.at(kv_head), v.stride, tokens, keys, dim, factor, out.at(h));
+  }
+}
+
+// One row's queries against the first `keys` of `tokens` in a cache: `group` heads of queries read a head of k and v.
+// Without keys the result is zeros. bias(head, scores) adds to what the products gave, before the scale.
 //
-// Tables scatter the tokens, which no hardware foresees: the values are fetched while the scores are made, and before
-// the values are summed the keys of the same tokens at next_k, where the next head is given.
-//
-// T: what the cache and the query hold; Q: the result. bias(scores) adds to what the products gave, before the scale.
+// T: what the cache and the queries hold; Q: the result.
 template <typename T, typename Q, typename Tokens, typename Bias = NoBias>
-void attend_row(const T* q, const T* k, const T* v, int64_t k_stride, int64_t v_stride, Tokens tokens, int64_t keys,
-                int64_t dim, acc_t<T> scale2, acc_t<T>* scores, Q* out, const T* next_k = nullptr, Bias bias = {}) {
+void attend_heads(Heads<const T> q, Heads<const T> k, Heads<const T> v, int64_t heads, int64_t group, Tokens tokens,
+                  int64_t keys, int64_t dim, acc_t<T> scale2, Heads<Q> out, Bias bias = {}) {
   const auto run = [=](auto size) {
 #if defined(CPU_CAPABILITY_AVX512)
     if constexpr (std::is_same_v<T, bfloat16>) {
       static const bool has_pairs = cpu_features().avx512_bf16;
       if (has_pairs && size % 32 == 0)
-        return attend_row_of<true, T, Q>(q, k, v, k_stride, v_stride, tokens, keys, size, scale2, scores, out, next_k,
-                                         bias);
+        return attend_heads_of<true>(q, k, v, heads, group, tokens, keys, size, scale2, out, bias);
     }
 #endif
-    attend_row_of<false, T, Q>(q, k, v, k_stride, v_stride, tokens, keys, size, scale2, scores, out, next_k, bias);
+    attend_heads_of<false>(q, k, v, heads, group, tokens, keys, size, scale2, out, bias);
   };
+  if (dim == 32) return run(std::integral_constant<int64_t, 32>());
   if (dim == 64) return run(std::integral_constant<int64_t, 64>());
   if (dim == 128) return run(std::integral_constant<int64_t, 128>());
   run(dim);
