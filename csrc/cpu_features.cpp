@@ -47,4 +47,6 @@ const CpuFeatures& cpu_features() {
   return features;
 }
 
+bool is_intel_cpu() { return __builtin_cpu_is("intel"); }
+
 }  // namespace fastformer

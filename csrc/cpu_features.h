@@ -19,4 +19,7 @@ struct CpuFeatures {
 // Throws std::invalid_argument for a name in FASTFORMER_CPU_FEATURES that is none of the above.
 const CpuFeatures& cpu_features();
 
+// Did Intel make this CPU?
+bool is_intel_cpu();
+
 }  // namespace fastformer

@@ -56,6 +56,7 @@ void bind_packed_gemm(py::module_& m) {
   m.def("packed_linear", &packed_linear, py::arg("x"), py::arg("weight"), py::arg("bias"), py::arg("precision"),
         "x (rows, k) times weight (n, k) transposed, plus bias (n,) or None, by the products of the decoding engine.");
   m.def("cpu_features", &names_of_features, "Instructions that the CPU has and FASTFORMER_CPU_FEATURES allows.");
+  m.def("is_intel_cpu", &is_intel_cpu, "Did Intel make this CPU?");
   m.def("num_brgemm_products", &num_brgemm_products,
         "How many products the calling thread has sent to brgemm, which takes them where the CPU has AMX.");
 }

@@ -13,7 +13,11 @@ from fastformer.ops import _extension
 
 
 def notice_products(monkeypatch: pytest.MonkeyPatch, note: Callable[[Tensor, Tensor, bool], None]) -> None:
-    """Has `note(x, weight, is_kernel)` called at each product x W^T of oneDNN's and of our kernel's, of a gradient."""
+    """Has `note(x, weight, is_kernel)` called at each product x W^T of oneDNN's and of our kernel's, of a gradient.
+
+    They take products on Intel's CPUs, too, from here on.
+    """
+    monkeypatch.setattr(linear_module, "_suits_mkl", lambda: False)
     by_onednn, find = linear_module._by_onednn, _extension.function
     kernel = find("linear_weight_grad")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +22,8 @@ from fastformer.ops import _extension
 from tests.checks import assert_accurate
 from tests.ops.test_outputs import Stop
 from tests.products import notice_products
+
+SUITS_MKL = linear_module._suits_mkl.__wrapped__  # as it was before `products` spoke for it
 
 pytestmark = pytest.mark.skipif(not linear_module._IS_THERE, reason="this PyTorch has no oneDNN")
 
@@ -127,6 +130,25 @@ def test_who_has_a_say_meets_the_usual_function(products: list[int], monkeypatch
     products.clear()
     monkeypatch.setattr(F, "linear", lambda x, weight, bias: x)
     assert linear(x, weight, bias) is x and not products
+
+
+@pytest.mark.parametrize("maker", ["intel", "another", "unknown"])
+@pytest.mark.parametrize("has_mkl", [True, False], ids=["mkl", "none"])
+def test_intel_cpus_keep_mkl(maker: str, has_mkl: bool, products: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    probe = {"intel": lambda: True, "another": lambda: False}.get(maker)
+    monkeypatch.setattr(_extension, "host_function", lambda name: probe if name == "is_intel_cpu" else None)
+    monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: has_mkl)
+    monkeypatch.setattr(linear_module, "_suits_mkl", SUITS_MKL)
+    x, weight, bias = inputs(20, 24)
+    torch.testing.assert_close(linear(x, weight, bias), F.linear(x, weight, bias))
+    assert bool(products) == (maker != "intel" or not has_mkl)
+
+
+def test_the_maker_of_this_cpu() -> None:
+    is_intel = _extension.host_function("is_intel_cpu")
+    if is_intel is None or not Path("/proc/cpuinfo").exists():
+        pytest.skip("needs the C++ extension and Linux")
+    assert is_intel() == ("GenuineIntel" in Path("/proc/cpuinfo").read_text())
 
 
 @pytest.fixture
