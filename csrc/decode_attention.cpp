@@ -117,13 +117,17 @@ void decode(const Call& call, const Tensor& q, const Cache<T>& k_cache, const Ca
           append<T>(k_rows, k_cache, places, row, kv_head, call.fresh, p.head_dim);
           append<T>(v_rows, v_cache, places, row, kv_head, call.fresh, p.head_dim);
         }
-      const Heads<const T> keys{k_cache.at(row, first), k_cache.head_stride, k_cache.stride};
-      const Heads<const T> values{v_cache.at(row, first), v_cache.head_stride, v_cache.stride};
-      for (int64_t i = 0; i < s.seqlen_q; ++i) {
-        const Interval seen = p.keys_of(s, i);
-        attend_heads<T, T>({q_rows.at(b, i, first * group), q_rows.head_stride}, keys, values, heads * group, group,
-                           tokens.from(seen.begin), std::max<int64_t>(0, seen.end - seen.begin), p.head_dim,
-                           p.scale2<acc_t<T>>(), {out_rows.at(b, i, first * group), out_rows.head_stride});
+      // Several queries read the keys of a head one after the other.
+      const int64_t together = s.seqlen_q == 1 ? heads : 1;
+      for (int64_t kv_head = first; kv_head < first + heads; kv_head += together) {
+        const Heads<const T> keys{k_cache.at(row, kv_head), k_cache.head_stride, k_cache.stride};
+        const Heads<const T> values{v_cache.at(row, kv_head), v_cache.head_stride, v_cache.stride};
+        for (int64_t i = 0; i < s.seqlen_q; ++i) {
+          const Interval seen = p.keys_of(s, i);
+          attend_heads<T, T>({q_rows.at(b, i, kv_head * group), q_rows.head_stride}, keys, values, together * group,
+                             group, tokens.from(seen.begin), std::max<int64_t>(0, seen.end - seen.begin), p.head_dim,
+                             p.scale2<acc_t<T>>(), {out_rows.at(b, i, kv_head * group), out_rows.head_stride});
+        }
       }
     });
   });

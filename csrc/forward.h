@@ -82,7 +82,7 @@ class Forward {
 
   std::vector<Phase> phases_;
   // Of the tokens of a batch: the residual stream, what a product gives, queries with keys and values, what attention
-  // gives, the inside of the feed-forward network; each row ld_ of that apart.
+  // gives, the inside of the feed-forward network. Rows that a product writes are as wide as its panels.
   Floats x_, y_, qkv_, context_, hidden_;
   PackedRows narrow_, wide_;
 };

@@ -224,8 +224,11 @@ struct Heads {
   T* at(int64_t head) const { return data + head * head_stride; }
 };
 
-// The products of a query with the first `keys` of `tokens`. Tables scatter the tokens, which no hardware foresees:
-// the values at v are fetched meanwhile, and the keys of the same tokens at next_k, if any.
+constexpr int64_t kScoreRoom = 16;  // elements behind a row's last score that may be written
+
+// The products of a query with the first `keys` of `tokens`, to scores with kScoreRoom. Tables scatter the tokens,
+// which no hardware foresees: the values at v are fetched meanwhile, and then the keys of the same tokens at next_k, if
+// any.
 template <bool kPairs, typename T, typename Tokens, typename Dim>
 void score_keys(const T* q, const T* k, int64_t k_stride, const T* v, int64_t v_stride, const T* next_k, Tokens tokens,
                 int64_t keys, Dim dim, acc_t<T>* scores) {
@@ -235,16 +238,15 @@ void score_keys(const T* q, const T* k, int64_t k_stride, const T* v, int64_t v_
       const int64_t token = tokens(std::min(j + u, keys - 1));
       row[u] = k + token * k_stride;
       prefetch(v + token * v_stride, dim);
-      if (next_k) prefetch(next_k + token * k_stride, dim);
     }
     four_scores<kPairs>(q, row, dim, scores + j);
   }
+  if (next_k)
+    for (int64_t j = 0; j < keys; ++j) prefetch(next_k + tokens(j) * k_stride, dim);
 }
 
-constexpr int64_t kScoreRoom = 16;  // that a row of scores has behind its last one
-
-// The weights of a softmax over scores times scale2, which is in powers of two, before they are divided by their sum:
-// returns the factor that does so. Nothing is visible: 0. A NaN stays.
+// Turns scores with kScoreRoom into the weights of a softmax over them times scale2, in powers of two, but for the
+// division by their sum: returns 1 / sum, or 0 where nothing is visible. A NaN stays.
 template <typename acc>
 acc weigh(acc scale2, int64_t keys, acc* scores) {
   using V = Vec<acc>;
@@ -293,7 +295,8 @@ void attend_heads_of(Heads<const T> q, Heads<const T> k, Heads<const T> v, int64
 }
 
 // One row's queries against the first `keys` of `tokens` in a cache: `group` heads of queries read a head of k and v.
-// Without keys the result is zeros. bias(head, scores) adds to what the products gave, before the scale.
+// Without keys the result is zeros. bias(head, scores), its heads counted from q's first, adds to what the products
+// gave, before the scale.
 //
 // T: what the cache and the queries hold; Q: the result.
 template <typename T, typename Q, typename Tokens, typename Bias = NoBias>

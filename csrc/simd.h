@@ -107,7 +107,8 @@ struct Vec<float> {
     return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(condition.v, _mm512_setzero_ps(), _CMP_NLE_UQ), y.v, x.v);
   }
   friend uint32_t lanes_above(Vec a, Vec b) { return _mm512_cmp_ps_mask(a.v, b.v, _CMP_NLE_UQ); }
-  friend Vec where_above(Vec a, Vec b, Vec x) {  // zero elsewhere
+  // x where a is above b or either is NaN, else zero.
+  friend Vec where_above(Vec a, Vec b, Vec x) {
     return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(a.v, b.v, _CMP_NLE_UQ), x.v);
   }
   friend Vec swap_neighbours(Vec a) { return _mm512_permute_ps(a.v, 0xB1); }  // 1, 0, 3, 2, ...
@@ -186,9 +187,8 @@ struct Vec<float> {
   friend uint32_t lanes_above(Vec a, Vec b) {
     return static_cast<uint32_t>(_mm256_movemask_ps(_mm256_cmp_ps(a.v, b.v, _CMP_NLE_UQ)));
   }
-  friend Vec where_above(Vec a, Vec b, Vec x) {  // zero elsewhere
-    return _mm256_and_ps(x.v, _mm256_cmp_ps(a.v, b.v, _CMP_NLE_UQ));
-  }
+  // x where a is above b or either is NaN, else zero.
+  friend Vec where_above(Vec a, Vec b, Vec x) { return _mm256_and_ps(x.v, _mm256_cmp_ps(a.v, b.v, _CMP_NLE_UQ)); }
   friend Vec swap_neighbours(Vec a) { return _mm256_permute_ps(a.v, 0xB1); }  // 1, 0, 3, 2, ...
   friend Vec round(Vec a) { return _mm256_round_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
   // a * 2**n for an integral n, in two halves so that the exponent field never overflows.
@@ -224,9 +224,8 @@ struct Vec<float> {
 #endif
 
 // 2**x to about 1 ulp: x = n + f with |f| <= 1/2, and a polynomial of degree 6 (Taylor, f ln 2) for 2**f. From -inf to
-// -126 it is 0, NaN and +inf give NaN (as inf - inf does, what a softmax makes of a score of inf). Denormal numbers are
-// left out, and never made on the way: one of them, among scores that are hidden above all, stops an Intel CPU for a
-// hundred and more cycles.
+// -126 it is 0, NaN stays, and what +inf gives depends on the CPU (inf or NaN). No denormal number is made here: hidden
+// scores would make many, and one stops an Intel CPU for a hundred cycles and more.
 inline Vec<float> exp2(Vec<float> x) {
   const Vec<float> lowest(-126.f), above = max(lowest, x);
   const Vec<float> n = round(above), f = above - n;
@@ -240,7 +239,8 @@ inline Vec<float> exp2(Vec<float> x) {
   return where_above(x, lowest, scale_by_power(p, n));
 }
 
-// e**x. The product with log2(e) is split in two so that a large |x| keeps its last bits. Ends as above.
+// e**x. The product with log2(e) is split in two so that a large |x| keeps its last bits. Ends as above, with 0 up to
+// -87.33.
 inline Vec<float> exp(Vec<float> x) {
   constexpr float log2e = 1.44269504f;
   constexpr float ln2_high = 0.693359375f, ln2_low = -2.12194440e-4f;

@@ -167,11 +167,13 @@ def test_long_sources_and_prompts_are_read_whole(kind, window) -> None:
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("kind", [Transformer, GPT])
-def test_bits_depend_neither_on_the_batch_nor_on_the_number_of_threads(kind, precision) -> None:
-    # Large enough for a second thread to take part in each step.
+@pytest.mark.parametrize(
+    ("kind", "positions"), [(Transformer, {}), (GPT, {}), (Transformer, {"positions": "relative"})]
+)
+def test_bits_depend_neither_on_the_batch_nor_on_the_number_of_threads(kind, positions, precision) -> None:
+    # Large enough for a second thread to take part in each step, which begins in the middle of a row's heads.
     sizes: dict[str, Any] = {"d_model": 264, "num_heads": 6, "num_kv_heads": 2, "d_ff": 700, "vocab_size": 1100}
-    model, dice = drawn(kind, **sizes), random.Random(3)
+    model, dice = drawn(kind, **sizes, **positions), random.Random(3)
     prompts = [prompt_of(model, dice, length, length % 4) for length in (1, 5, 16, 17, 31, 40)]
     new = [ids(dice, 3, 1100) for _ in prompts]
     engine = CppEngine(model, precision)

@@ -42,6 +42,9 @@ STEPS = [
     Step("first-token", (0, 0)),
     Step("one-token", (7, 39)),
     Step("gqa", (30, 1, 12), num_kv_heads=2),
+    Step("gqa-many-rows", (30, 1, 12, 7, 3, 0, 39, 20), num_kv_heads=2),  # a thread takes a row's heads together
+    Step("gqa-many-rows-several", (30, 1, 12, 7, 3, 0, 37, 20), seqlen_q=3, seqlen_new=3, num_kv_heads=2),
+    Step("head-dim-32", (30, 1, 12, 7, 3, 0, 39, 20), num_kv_heads=2, head_dim=32),
     Step("mqa", (30, 1), num_kv_heads=1, head_dim=64),
     Step("prefill", (0, 5), seqlen_q=9, seqlen_new=9),
     Step("several-tokens", (11, 3), seqlen_q=3, seqlen_new=3, num_kv_heads=2),
