@@ -168,7 +168,7 @@ def test_long_sources_and_prompts_are_read_whole(kind, window) -> None:
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize(
-    ("kind", "positions"), [(Transformer, {}), (GPT, {}), (Transformer, {"positions": "relative"})]
+    ("kind", "positions"), [(Transformer, {}), (GPT, {"positions": "rotary"}), (Transformer, {"positions": "relative"})]
 )
 def test_bits_depend_neither_on_the_batch_nor_on_the_number_of_threads(kind, positions, precision) -> None:
     # Large enough for a second thread to take part in each step, which begins in the middle of a row's heads.

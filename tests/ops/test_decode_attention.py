@@ -63,6 +63,7 @@ STEPS = [
     Step("rotary-interleaved-part", (11, 3), seqlen_q=3, seqlen_new=3, head_dim=40, rotary_dim=24, interleaved=True),
     Step("rotary-more-new-than-queries", (3, 20), seqlen_q=2, seqlen_new=5, rotary_dim=16),
 ]
+BY_NAME = {step.name: step for step in STEPS}
 
 
 def make_inputs(step: Step, dtype: torch.dtype, device: str, unused: float = 1e4) -> dict[str, Tensor | None]:
@@ -195,7 +196,7 @@ def test_one_key_far_above_the_others(key: int, backend: str, device: str) -> No
 
 def test_strided_caches_and_queries(backend: str, device: str) -> None:
     """A cache may be a layer of a larger one, and q a slice of a joint projection."""
-    step = STEPS[2]
+    step = BY_NAME["gqa"]
     inputs = make_inputs(step, torch.float32, device)
     exact = plain_step(step, inputs, torch.float64)
     shape = inputs["k_cache"].shape
@@ -288,7 +289,7 @@ def test_beams_share_a_history(block_size: int, dtype: torch.dtype, backend: str
 
 
 def test_a_table_in_order_is_the_identity(backend: str, device: str) -> None:
-    step = STEPS[2]
+    step = BY_NAME["gqa"]
     inputs = make_inputs(step, torch.float32, device)
     copies = {name: inputs[name].clone() for name in ("k_cache", "v_cache")}
     table = torch.arange(3 * 40, dtype=torch.int32, device=device).view(3, 40)
@@ -318,12 +319,20 @@ def test_positions_that_the_tables_do_not_have(backend: str, device: str) -> Non
 @pytest.mark.parametrize(
     "step, change, message",
     [
-        (STEPS[1], {"cache_seqlens": [7, 40]}, r"expected cache_seqlens in \[0, 40\), got 40"),
-        (STEPS[1], {"cache_seqlens": [-1, 3]}, r"expected cache_seqlens in \[0, 40\), got -1"),
-        (STEPS[9], {"cache_seqlens": [7, 41]}, r"expected cache_seqlens in \[0, 41\), got 41"),
-        (STEPS[4], {"cache_seqlens": [0, 32]}, r"expected cache_seqlens in \[0, 32\), got 32"),
-        (STEPS[10], {"cache_batch_idx": [0, 0, 2, 1, 1, 1]}, r"expected cache_batch_idx in \[0, 2\), got 2"),
-        (STEPS[10], {"cache_batch_idx": [0, 0, 1, 1, 1, -1]}, r"expected cache_batch_idx in \[0, 2\), got -1"),
+        (BY_NAME["one-token"], {"cache_seqlens": [7, 40]}, r"expected cache_seqlens in \[0, 40\), got 40"),
+        (BY_NAME["one-token"], {"cache_seqlens": [-1, 3]}, r"expected cache_seqlens in \[0, 40\), got -1"),
+        (BY_NAME["cross"], {"cache_seqlens": [7, 41]}, r"expected cache_seqlens in \[0, 41\), got 41"),
+        (BY_NAME["prefill"], {"cache_seqlens": [0, 32]}, r"expected cache_seqlens in \[0, 32\), got 32"),
+        (
+            BY_NAME["cross-beams"],
+            {"cache_batch_idx": [0, 0, 2, 1, 1, 1]},
+            r"expected cache_batch_idx in \[0, 2\), got 2",
+        ),
+        (
+            BY_NAME["cross-beams"],
+            {"cache_batch_idx": [0, 0, 1, 1, 1, -1]},
+            r"expected cache_batch_idx in \[0, 2\), got -1",
+        ),
     ],
 )
 def test_numbers_that_the_cache_does_not_have(
@@ -377,7 +386,7 @@ def test_the_last_slot_is_one(backend: str) -> None:
 
 
 def test_compiled_with_a_table(device: str) -> None:
-    step = STEPS[2]
+    step = BY_NAME["gqa"]
     inputs, _ = through_table(step, make_inputs(step, torch.float32, device))
     expected = run(step, inputs | {name: inputs[name].clone() for name in ("k_cache", "v_cache")})
     compiled = torch.compile(run, fullgraph=True, dynamic=True, backend="aot_eager")
@@ -387,7 +396,7 @@ def test_compiled_with_a_table(device: str) -> None:
 
 
 def test_a_cache_that_is_not_contiguous_in_head_dim(monkeypatch: pytest.MonkeyPatch) -> None:
-    step = STEPS[2]
+    step = BY_NAME["gqa"]
     inputs = make_inputs(step, torch.float32, "cpu")
     expected = run(step, inputs)
     turned = inputs | {"k_cache": inputs["k_cache"].transpose(2, 3).contiguous().transpose(2, 3)}
@@ -401,14 +410,14 @@ def test_a_cache_that_is_not_contiguous_in_head_dim(monkeypatch: pytest.MonkeyPa
 
 
 def test_without_gradients(backend: str, device: str) -> None:
-    step = STEPS[2]
+    step = BY_NAME["gqa"]
     inputs, _ = through_table(step, make_inputs(step, torch.float32, device))
     inputs["q"].requires_grad_()
     assert not run(step, inputs).requires_grad
 
 
 @pytest.mark.parametrize("with_table", [False, True])
-@pytest.mark.parametrize("step", [STEPS[1], STEPS[11]], ids=str)
+@pytest.mark.parametrize("step", [BY_NAME["one-token"], BY_NAME["cross-beams-swapped"]], ids=str)
 def test_opcheck(step: Step, with_table: bool, device: str) -> None:
     inputs = make_inputs(step, torch.float32, device) | {"slot_table": None}
     if with_table:
@@ -424,7 +433,7 @@ def test_opcheck(step: Step, with_table: bool, device: str) -> None:
 
 @pytest.mark.parametrize("far", [2**62, 2**63 - 1, 2**70])
 def test_a_window_beyond_all_numbers_hides_nothing(far: int, backend: str, device: str) -> None:
-    inputs = make_inputs(STEPS[1], torch.float32, device)
+    inputs = make_inputs(BY_NAME["one-token"], torch.float32, device)
     expected = decode_attention(**{name: None if t is None else t.clone() for name, t in inputs.items()})
     assert torch.equal(decode_attention(**inputs, window_left=far), expected)
 
@@ -459,14 +468,14 @@ TABLES = {"cos": torch.zeros(40, 8), "sin": torch.zeros(40, 8)}
     ],
 )  # fmt: skip
 def test_errors(change: dict, message: str) -> None:
-    inputs = make_inputs(STEPS[1], torch.float32, "cpu") | change
+    inputs = make_inputs(BY_NAME["one-token"], torch.float32, "cpu") | change
     with pytest.raises(ValueError, match=message):
         decode_attention(**inputs)
 
 
 @pytest.mark.parametrize("name", ["k_cache", "v_cache"])
 def test_a_cache_that_does_not_flatten(name: str) -> None:
-    inputs = make_inputs(STEPS[1], torch.float32, "cpu")
+    inputs = make_inputs(BY_NAME["one-token"], torch.float32, "cpu")
     inputs[name] = torch.zeros(2, 41, 4, 16)[:, :40]
     table = torch.zeros(2, 40, **INT32)
     with pytest.raises(ValueError, match=rf"a {name} that flattens .* blocks lie 2624 apart, not 2560"):
