@@ -101,7 +101,8 @@ def outcome(call: Callable[..., Any], *args: Any, **given_: Any) -> tuple[str, A
 def assert_alike(one: tuple[str, Any], other: tuple[str, Any]) -> None:
     assert one[0] == other[0], (one, other)
     if one[0] == "error":
-        assert one[1] == other[1] and "expected" in one[1], one[1]
+        words, others = (text.replace("'kv_cache'", "'cpp'") for _, text in (one, other))  # an engine's name
+        assert words == others and "expected" in words, (words, others)
         return
     (a, b) = one[1], other[1]
     assert torch.equal(a.sequences, b.sequences)
