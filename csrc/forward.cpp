@@ -260,15 +260,16 @@ void Forward::attend_self(int64_t layer, const Span& span, int64_t begin, int64_
   for (int64_t t = span.begin; t < span.end; ++t) {
     const int64_t position = span.first_position + t - span.begin, slot = span.row->slots[position];
     float *q = qkv_.data() + t * ld, *k = q + o.d_model, *v = k + o.kv_dim();
-    const auto turn = [&](float* x) {
-      if (!model_.is_rotary()) return;
+    if (model_.is_rotary()) {
       const float *cos = model_.cos(position), *sin = model_.sin(position);
-      if (o.rotary_interleaved) turn_neighbours<float>(x, cos, sin, dim / 2, x);
-      else turn_halves<float>(x, cos, sin, dim / 2, x);
-    };
-    for (int64_t h = begin * group; h < end * group; ++h) turn(q + h * dim);
+      const auto turn = [&](float* x) {
+        if (o.rotary_interleaved) turn_neighbours<float>(x, cos, sin, dim / 2, x);
+        else turn_halves<float>(x, cos, sin, dim / 2, x);
+      };
+      for (int64_t h = begin * group; h < end * group; ++h) turn(q + h * dim);
+      for (int64_t head = begin; head < end; ++head) turn(k + head * dim);
+    }
     for (int64_t head = begin; head < end; ++head) {
-      turn(k + head * dim);
       narrow_row(k + head * dim, dim, keys_of<T>(layer, head) + slot * dim);
       narrow_row(v + head * dim, dim, values_of<T>(layer, head) + slot * dim);
     }
