@@ -227,8 +227,7 @@ TORCH_LIBRARY_FRAGMENT(fastformer_cpp, m) {
       "dropout_p, Tensor? dropout_seed, bool needs_saved) -> (Tensor, Tensor)");
   m.def(
       "feed_forward_bwd(Tensor dout, Tensor x, Tensor weight1, Tensor? bias1, Tensor weight2, Tensor saved, str "
-      "activation, "
-      "float dropout_p, Tensor? dropout_seed, bool has_bias2) -> (Tensor, Tensor, Tensor, Tensor, Tensor)");
+      "activation, float dropout_p, Tensor? dropout_seed, bool has_bias2) -> (Tensor, Tensor, Tensor, Tensor, Tensor)");
 }
 
 TORCH_LIBRARY_IMPL(fastformer_cpp, CPU, m) {

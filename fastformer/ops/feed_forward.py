@@ -2,10 +2,9 @@
 
     out = dropout(activation(x weight1^T + bias1)) weight2^T + bias2
 
-Vaswani et al. 2017, section 3.3 (ReLU); Hendrycks and Gimpel 2016 (GELU; SiLU,
-x sigmoid(x)); Shazeer 2020, "GLU Variants Improve
-Transformer" (SwiGLU: silu(gate) * up; GEGLU: gelu(gate) * up, with tanh in T5 1.1). The dropout after the activation
-is tensor2tensor's.
+Vaswani et al. 2017, section 3.3 (ReLU); Hendrycks and Gimpel 2016 (GELU; SiLU, x sigmoid(x)); Shazeer 2020, "GLU
+Variants Improve Transformer" (SwiGLU: silu(gate) * up; GEGLU: gelu(gate) * up, with tanh in T5 1.1). The dropout after
+the activation is tensor2tensor's.
 """
 
 from __future__ import annotations

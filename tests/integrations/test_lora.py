@@ -14,7 +14,7 @@ from transformers import BertForMaskedLM
 
 import fastformer
 from fastformer.ops._library import record_backends
-from tests.checks import assert_accurate, small_draws
+from tests.checks import error, small_draws
 from tests.integrations import test_bert as bert
 from tests.integrations import test_causal as causal
 from tests.nn.comparing import assert_same
@@ -109,8 +109,9 @@ def test_computes_and_learns_the_same(family, first, mask, where):
 def test_in_fp32_by_the_rule(family, first):
     """At most twice the error of the adapted model as it was, for the logits and the gradient of each adapter.
 
-    Each draw has tokens of its own, since draws over the same tokens share the forward pass's errors; and there are
-    64, since of eight the largest error of a small gradient is luck, up to three times as large in either model.
+    Each draw has tokens of its own, since draws over the same tokens share the forward pass's errors. It is the mean of
+    64 draws' largest errors that counts: now and then a draw errs by several times as much as the others in one of
+    the models alone (a gradient of queries or keys, where differences of large numbers are left), plain or ours.
     """
     results: dict[str, dict[str, list[Tensor]]] = {}
     for which in ("exact", "plain", first):
@@ -130,7 +131,14 @@ def test_in_fp32_by_the_rule(family, first):
     exact, plain, ours = ({name: torch.stack(drawn) for name, drawn in each.items()} for each in results.values())
     assert ours.keys() == exact.keys() and len(ours) > 10
     for name, value in ours.items():
-        assert_accurate(value, plain[name], exact[name], name)
+        err_ours, err_plain = mean_error(value, exact[name]), mean_error(plain[name], exact[name])
+        ulp = torch.finfo(torch.float32).eps * float(exact[name].abs().max())
+        assert err_ours <= 2 * err_plain + ulp, f"{name}: error {err_ours:.3e}, plain's {err_plain:.3e}, ulp {ulp:.3e}"
+
+
+def mean_error(values: Tensor, exact: Tensor) -> float:
+    """The mean over draws of each draw's largest error."""
+    return sum(map(error, values, exact)) / len(values)
 
 
 @families
