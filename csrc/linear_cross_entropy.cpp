@@ -31,11 +31,10 @@ constexpr int64_t kSumRows =
     16;  // rows of dbias summed in fp32 before the sum goes to fp64: long fp32 sums lose digits
 constexpr int64_t kForwardRows = 4096;
 
-// Rows of a chunk whose logits are kept. A large vocabulary gets few, for memory's sake (half as many where eager's
-// logits, too, take half); a small one gets more, since every chunk packs the weight anew.
-template <typename T>
+// Rows of a chunk whose logits are kept. A large vocabulary gets few, for memory's sake, a small one more: every chunk
+// packs the weight anew and goes over all of dW.
 int64_t chunk_rows(int64_t vocab_size) {
-  constexpr int64_t kFewest = std::is_same_v<T, bfloat16> ? 256 : 512, kMost = 1024, kLogits = kFewest << 15;
+  constexpr int64_t kFewest = 512, kMost = 1024, kLogits = kFewest << 15;
   return std::clamp(kLogits / vocab_size / kRowBlock * kRowBlock, kFewest, kMost);
 }
 
@@ -200,7 +199,7 @@ struct LinearCrossEntropy {
 
   // Loss and gradients, or, where `losses` is null, gradients alone. row_scale: (rows,), 0 for ignored rows.
   void with_gradients(const acc* row_scale, acc* losses, Tensor& dx, Tensor& dweight, Tensor& dbias) const {
-    const int64_t largest = chunk_rows<T>(vocab_size), chunks = std::max<int64_t>(1, (rows + largest - 1) / largest);
+    const int64_t largest = chunk_rows(vocab_size), chunks = std::max<int64_t>(1, (rows + largest - 1) / largest);
     const int64_t most = (rows + chunks - 1) / chunks;
     const int64_t groups = std::min(tiles(), std::max<int64_t>(kGroups, at::get_num_threads()));
     Buffer<acc> logits(tiles() * most * kTileColumns), dx_sums(groups * most * dim);

@@ -31,7 +31,7 @@ void turn(const Tensor& x, const Tensor& cos_table, const Tensor& sin_table, con
   const int64_t seqlen = x.size(1), heads = x.size(2), dim = x.size(3), half = cos_table.size(1), rest = dim - 2 * half;
   const T* from = x.const_data_ptr<T>();
   T* to = out.mutable_data_ptr<T>();
-  const int64_t tokens = x.size(0) * seqlen;
+  const int64_t tokens = x.size(0) * seqlen, head_stride = x.stride(2), token_stride[] = {x.stride(0), x.stride(1)};
   for_row_ranges(tokens, heads * dim, [&](int64_t begin, int64_t end) {
     std::vector<acc> cos(2 * half), sin(2 * half);
     for (int64_t token = begin; token < end; ++token) {
@@ -39,12 +39,12 @@ void turn(const Tensor& x, const Tensor& cos_table, const Tensor& sin_table, con
       lay_out_angles(cos_table.const_data_ptr<acc>() + position * half,
                      sin_table.const_data_ptr<acc>() + position * half, half, interleaved, inverse, cos.data(),
                      sin.data());
-      for (int64_t head = 0; head < heads; ++head) {
-        const T* features = from + token / seqlen * x.stride(0) + token % seqlen * x.stride(1) + head * x.stride(2);
-        T* turned = to + (token * heads + head) * dim;
+      const T* features = from + token / seqlen * token_stride[0] + token % seqlen * token_stride[1];
+      T* turned = to + token * heads * dim;
+      for (int64_t head = 0; head < heads; ++head, features += head_stride, turned += dim) {
         if (interleaved) turn_neighbours<T>(features, cos.data(), sin.data(), half, turned);
         else turn_halves<T>(features, cos.data(), sin.data(), half, turned);
-        std::copy_n(features + 2 * half, rest, turned + 2 * half);
+        if (rest > 0) std::copy_n(features + 2 * half, rest, turned + 2 * half);
       }
     }
   });
