@@ -261,8 +261,8 @@ def ops(numbers: Numbers) -> str:
         for provider, dtype in (("fastformer", "float32"), ("eager", "float32"), ("fastformer", "bfloat16"))
     )
     memory = prose(
-        f"linear_cross_entropy of (4096, 512) and 32,000 tokens takes {ours} MiB beside its inputs, gradients "
-        f"included, where eager takes {plain} (bf16: {half})."
+        f"linear_cross_entropy of (4096, 512) and 32,000 tokens takes {ours} MiB (bf16: {half}) beside its inputs, "
+        f"gradients included, where eager takes {plain}."
     )
     return paragraphs(times_faster(numbers, OPS, "times faster, fp32 · bf16, than"), memory, numbers.commands())
 
