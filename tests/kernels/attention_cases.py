@@ -90,9 +90,9 @@ def case_of(*names: str) -> Case | None:
     return case
 
 
-def make_inputs(case: Case, dtype: torch.dtype, device: str = "cpu") -> dict[str, Tensor | None]:
+def make_inputs(case: Case, dtype: torch.dtype, device: str = "cpu", number: int = 0) -> dict[str, Tensor | None]:
     """Random tensors of a case, in fp64 rounded to `dtype`, so that every form starts from the same numbers."""
-    generator = torch.Generator().manual_seed(len(repr(case)) + 1)
+    generator = torch.Generator().manual_seed(len(repr(case)) + 1 + 1000 * number)
 
     def draw(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype).to(device)
@@ -227,12 +227,18 @@ def why_unsupported(op_name: str, *args: object) -> str | None:
 
 def check(case: Case, dtype: torch.dtype, device: str = "cpu", inputs: dict[str, Tensor | None] | None = None) -> None:
     """The test rule for out, lse and every gradient of a case."""
-    inputs = inputs or make_inputs(case, dtype, device)
-    ours = run_triton(case, inputs)
-    exact = plain(case, inputs, torch.float64)
-    eager = plain(case, inputs, dtype)
-    if case.packed:
-        exact, eager = packed_results(case, exact), packed_results(case, eager)
+    # Of a handful of rows plain PyTorch's largest error is a matter of luck, and of the CPU: they are drawn some times.
+    draws = 6 if inputs is None and case.batch * case.heads * case.seqlen_q < 32 else 1
+    results: list[tuple[dict[str, Tensor], ...]] = []
+    for i in range(draws):
+        drawn = inputs or make_inputs(case, dtype, device, i)
+        exact, eager = plain(case, drawn, torch.float64), plain(case, drawn, dtype)
+        if case.packed:
+            exact, eager = packed_results(case, exact), packed_results(case, eager)
+        results.append((run_triton(case, drawn), exact, eager))
+    ours, exact, eager = (
+        {name: torch.stack([one[name] for one in each]) for name in each[0]} for each in zip(*results, strict=True)
+    )
     for name, value in ours.items():
         if dtype == torch.float32 and value.is_cuda:
             # Three TF32 products carry 2**-21 or so each, not eager's 2**-24: the bound that the docs state.
