@@ -1,23 +1,20 @@
-// Packing and micro-kernels behind gemm.h.
+// Packing behind gemm.h, and the order of the work.
 
 #include "gemm.h"
 
 #include <ATen/native/CPUBlas.h>
 
 #include <algorithm>
-#include <array>
 #include <cstdlib>
-#include <utility>
 
 #include "buffer.h"
+#include "gemm_kernels.h"
 #include "transpose.h"
 
 namespace fastformer {
 namespace {
 
 #if defined(CPU_CAPABILITY_AVX512)
-constexpr int kMaxRows = 14;  // 28 accumulators, two vectors of B, the broadcasts come from memory
-
 // Rows a and b of 2 * kBlock 16-bit elements, side by side: (a0, b0), (a1, b1), ...
 inline void interleave(const bfloat16* a, const bfloat16* b, bfloat16* to) {
   const __m512i x = load_lanes(a), y = load_lanes(b);
@@ -28,8 +25,6 @@ inline void interleave(const bfloat16* a, const bfloat16* b, bfloat16* to) {
   store_lanes(to + 32, _mm512_permutex2var_epi64(low, second, high));
 }
 #else
-constexpr int kMaxRows = 6;  // 12 accumulators of 16
-
 inline void interleave(const bfloat16* a, const bfloat16* b, bfloat16* to) {
   const __m256i x = load_lanes(a), y = load_lanes(b);
   const __m256i low = _mm256_unpacklo_epi16(x, y), high = _mm256_unpackhi_epi16(x, y);
@@ -74,184 +69,16 @@ void pack_panel(const T* b, int64_t stride_k, int64_t stride_n, int64_t k, int64
   pack_panel_slowly(b, stride_k, stride_n, done, k, columns, panel);
 }
 
-// Where a micro-kernel finds A: element (i, p) at data[i * row + p / kPair * step + p % kPair].
-template <typename T>
-struct Left {
-  const T* data;
-  int64_t row, step;
-
-  // What step p of k should ask the caches for: the rows are more streams than a hardware prefetcher follows. A line
-  // of a row lasts for kLine steps, in which each row has its turn; where a step moves on by a line, so does this.
-  const T* ahead(int64_t p) const {
-    constexpr int64_t kLine = 64 / sizeof(T) / kPair<T>, kAhead = 2 * kLine;
-    return data + p % kLine * row + (p + kAhead) * step;
-  }
-};
-
-// Walks down the rows of A with a pointer for every fourth: x86 adds up to three times a stride in the address itself,
-// so that a step in k moves few pointers and computes no others.
-template <typename T, int kRows>
-struct Rows {
-  const T* base[(kRows + 3) / 4];
-  int64_t row, step;
-
-  explicit Rows(Left<T> a) : row(a.row), step(a.step) {
-    for (int g = 0; g < (kRows + 3) / 4; ++g) base[g] = a.data + 4 * g * a.row;
-  }
-  const T* operator[](int i) const { return base[i / 4] + i % 4 * row; }
-  void advance() {
-    for (auto& pointer : base) pointer += step;
-  }
-};
-
-// Sums of kRows rows, stored or added where they belong; `columns` of them exist.
-template <int kRows, int kVecs>
-inline void store_sums(const Vec<float> (&sum)[kRows][kVecs], float* c, int64_t ldc, int64_t columns, bool accumulate) {
-  using V = Vec<float>;
-  for (int i = 0; i < kRows; ++i)
-    for (int j = 0; j < kVecs; ++j) {
-      const int64_t n = columns - j * V::size;
-      if (n <= 0) continue;
-      float* to = c + i * ldc + j * V::size;
-      (accumulate ? sum[i][j] + V::load(to, n) : sum[i][j]).store(to, n);
-    }
-}
-
-// The micro-kernels: kRows rows of A against one panel. `columns` of the result are written.
-
-template <int kRows>
-void rows_times_panel(Left<float> a, const float* b, int64_t k, float* c, int64_t ldc, int64_t columns,
-                      bool accumulate) {
-  using V = Vec<float>;
-  constexpr int kVecs = kPanel / V::size;
-  V sum[kRows][kVecs];
-  for (int i = 0; i < kRows; ++i)
-    for (int j = 0; j < kVecs; ++j) sum[i][j] = V(0.f);
-  Rows<float, kRows> rows(a);
-  for (int64_t p = 0; p < k; ++p, b += kPanel, rows.advance()) {
-    V right[kVecs];
-    for (int j = 0; j < kVecs; ++j) right[j] = V::load(b + j * V::size);
-    __builtin_prefetch(a.ahead(p));
-#pragma GCC unroll 16
-    for (int i = 0; i < kRows; ++i) {
-      const V left(*rows[i]);
-      for (int j = 0; j < kVecs; ++j) sum[i][j] = fmadd(left, right[j], sum[i][j]);
-    }
-  }
-  store_sums(sum, c, ldc, columns, accumulate);
-}
-
-#if defined(CPU_CAPABILITY_AVX512)
-// Two neighbours in k at once; beyond an odd k the second one is zero.
-template <int kRows, bool kWhole>
-__attribute__((target("avx512bf16"), always_inline)) inline void add_pair(const Rows<bfloat16, kRows>& rows,
-                                                                          const bfloat16* b, __m512 (&sum)[kRows][2]) {
-  const __m512bh right0 = (__m512bh)load_lanes(b), right1 = (__m512bh)load_lanes(b + kPanel);
-#pragma GCC unroll 16
-  for (int i = 0; i < kRows; ++i) {
-    uint32_t both;
-    if (kWhole) std::memcpy(&both, rows[i], 4);
-    else both = rows[i]->x;
-    const __m512bh left = (__m512bh)_mm512_set1_epi32(static_cast<int>(both));
-    sum[i][0] = _mm512_dpbf16_ps(sum[i][0], left, right0);
-    sum[i][1] = _mm512_dpbf16_ps(sum[i][1], left, right1);
-  }
-}
-
-template <int kRows>
-__attribute__((target("avx512bf16"))) void rows_times_panel_bf16(Left<bfloat16> a, const bfloat16* b, int64_t k,
-                                                                 float* c, int64_t ldc, int64_t columns,
-                                                                 bool accumulate) {
-  __m512 sum[kRows][2];
-  for (int i = 0; i < kRows; ++i) sum[i][0] = sum[i][1] = _mm512_setzero_ps();
-  Rows<bfloat16, kRows> rows(a);
-  for (int64_t p = 0; p + 2 <= k; p += 2, b += 2 * kPanel, rows.advance()) add_pair<kRows, true>(rows, b, sum);
-  if (k % 2) add_pair<kRows, false>(rows, b, sum);
-  for (int i = 0; i < kRows; ++i)
-    for (int j = 0; j < 2; ++j) {
-      const int64_t n = columns - j * 16;
-      if (n <= 0) continue;
-      const __mmask16 mask = Vec<float>::first(n);
-      float* to = c + i * ldc + j * 16;
-      const __m512 old = accumulate ? _mm512_maskz_loadu_ps(mask, to) : _mm512_setzero_ps();
-      _mm512_mask_storeu_ps(to, mask, _mm512_add_ps(sum[i][j], old));
-    }
-}
-#endif
-
-// bf16 by widening: the low half of a 32-bit unit is the even row of k, the high half the odd one.
-template <int kRows>
-void rows_times_panel_widened(Left<bfloat16> a, const bfloat16* b, int64_t k, float* c, int64_t ldc, int64_t columns,
-                              bool accumulate) {
-  using V = Vec<float>;
-  constexpr int kVecs = kPanel / V::size;
-  V sum[kRows][kVecs];
-  for (int i = 0; i < kRows; ++i)
-    for (int j = 0; j < kVecs; ++j) sum[i][j] = V(0.f);
-  for (int64_t p = 0; p < k; p += 2, b += 2 * kPanel) {
-    const bool whole = p + 2 <= k;
-    // The even rows of k, then the odd ones: both at once would not fit the registers of AVX2.
-    for (int odd = 0; odd < (whole ? 2 : 1); ++odd) {
-      V right[kVecs];
-      for (int j = 0; j < kVecs; ++j) {
-        const Lanes x = load_lanes(b + j * 2 * V::size);
-        right[j] = odd ? upper_halves(x) : lower_halves(x);
-      }
-#pragma GCC unroll 16
-      for (int i = 0; i < kRows; ++i) {
-        const V left(static_cast<float>(a.data[i * a.row + p / 2 * a.step + odd]));
-        for (int j = 0; j < kVecs; ++j) sum[i][j] = fmadd(left, right[j], sum[i][j]);
-      }
-    }
-  }
-  store_sums(sum, c, ldc, columns, accumulate);
-}
-
-template <int kRows>
-void rows_times_panel_double(Left<double> a, const double* b, int64_t k, double* c, int64_t ldc, int64_t columns,
-                             bool accumulate) {
-  for (int i = 0; i < kRows; ++i) {
-    double sum[kPanel] = {};
-    for (int64_t p = 0; p < k; ++p)
-      for (int64_t j = 0; j < kPanel; ++j) sum[j] += a.data[i * a.row + p * a.step] * b[p * kPanel + j];
-    for (int64_t j = 0; j < columns; ++j) c[i * ldc + j] = accumulate ? c[i * ldc + j] + sum[j] : sum[j];
-  }
-}
-
-template <typename T>
-using Kernel = void (*)(Left<T>, const T*, int64_t, acc_t<T>*, int64_t, int64_t, bool);
-
-template <typename T>
-using Kernels = std::array<Kernel<T>, kMaxRows>;
-
-template <int... i>
-Kernels<float> float_kernels(std::integer_sequence<int, i...>) {
-  return {rows_times_panel<i + 1>...};
-}
-template <int... i>
-Kernels<double> double_kernels(std::integer_sequence<int, i...>) {
-  return {rows_times_panel_double<i + 1>...};
-}
-template <int... i>
-Kernels<bfloat16> bfloat16_kernels(std::integer_sequence<int, i...>) {
-#if defined(CPU_CAPABILITY_AVX512)
-  if (__builtin_cpu_supports("avx512bf16")) return {rows_times_panel_bf16<i + 1>...};
-#endif
-  return {rows_times_panel_widened<i + 1>...};
-}
-
-template <typename T>
-const Kernels<T>& kernels() {
-  constexpr auto rows = std::make_integer_sequence<int, kMaxRows>{};
-  static const Kernels<T> table = [&] {
-    if constexpr (std::is_same_v<T, float>) return float_kernels(rows);
-    else if constexpr (std::is_same_v<T, double>) return double_kernels(rows);
-    else return bfloat16_kernels(rows);
-  }();
-  return table;
-}
-
 }  // namespace
+
+bool has_bf16_dot() {
+#if defined(CPU_CAPABILITY_AVX512)
+  static const bool has = __builtin_cpu_supports("avx512bf16");
+  return has;
+#else
+  return false;
+#endif
+}
 
 // brgemm runs on AVX512_BF16 too: FASTFORMER_BRGEMM=1 takes it there for tests.
 bool use_brgemm() {
@@ -270,23 +97,71 @@ bool use_brgemm() {
 
 namespace {
 
-// How rows of A are shared out among calls of the micro-kernels: groups of nearly the same number of rows, the first
-// `few` of which have one row less than the others.
-struct Groups {
-  int64_t count, few, rows;
+// bf16 without instructions for it: rows and panels are widened, some at a time, for the kernels of fp32. The sums are
+// those of the same order.
 
-  explicit Groups(int64_t m) : count((m + kMaxRows - 1) / kMaxRows), few(count - m % count), rows(m / count) {}
-};
+constexpr int64_t kWidenedRows = 64;  // of A, kDepth of each: half of a small second-level cache
+constexpr int64_t kWidenedApart = kDepth + 16;
 
-// All rows of A against one panel.
-template <typename T>
-void rows_of_panel(Groups groups, Left<T> a, const T* panel, int64_t k, acc_t<T>* c, int64_t ldc, int64_t columns,
-                   bool accumulate) {
-  const Kernels<T>& table = kernels<T>();
-  for (int64_t g = 0; g < groups.count; ++g) {
-    const int64_t rows = groups.rows + (g >= groups.few);
-    table[rows - 1](a, panel, k, c, ldc, columns, accumulate);
-    a.data += rows * a.row, c += rows * ldc;
+// `depth` rows of k of a panel.
+void widen_panel(const bfloat16* panel, int64_t depth, float* to) {
+  using V = Vec<float>;
+  for (int64_t p = 0; p < depth; p += 2, panel += 2 * kPanel, to += 2 * kPanel)
+    for (int64_t j = 0; j < kPanel; j += V::size) {
+      const Lanes x = load_lanes(panel + 2 * j);
+      lower_halves(x).store(to + j);
+      if (p + 1 < depth) upper_halves(x).store(to + kPanel + j);
+    }
+}
+
+void gemm_widened(int64_t m, int64_t n, int64_t k, const bfloat16* a, int64_t lda, const bfloat16* packed, float* c,
+                  int64_t ldc, bool accumulate, int64_t panel_size) {
+  static const auto of_bf16_panels = widened_kernels(kRowNumbers);
+  alignas(64) float rows[kWidenedRows * kWidenedApart], panel[kDepth * kPanel];
+  for (int64_t p = 0; p < k; p += kDepth) {
+    const int64_t depth = std::min(kDepth, k - p);
+    for (int64_t first = 0; first < m; first += kWidenedRows) {
+      const int64_t count = std::min(kWidenedRows, m - first);
+      for (int64_t i = 0; i < count; ++i)
+        for_each_vec<float>(depth, [&](int64_t column, int64_t width) {
+          Vec<float>::load(a + (first + i) * lda + p + column, width).store(rows + i * kWidenedApart + column, width);
+        });
+      const Left<float> left{rows, kWidenedApart, 1};
+      const Groups groups(count);
+      const bfloat16* from = packed + p * kPanel;
+      float* to = c + first * ldc;
+      for (int64_t j = 0; j < n; j += kPanel, from += panel_size) {
+        const int64_t columns = std::min(kPanel, n - j);
+        if (groups.count == 1) {
+          of_bf16_panels[count - 1](left, from, depth, to + j, ldc, columns, accumulate || p > 0);
+          continue;
+        }
+        widen_panel(from, depth, panel);
+        rows_of_panel<float>(groups, left, panel, depth, to + j, ldc, columns, accumulate || p > 0);
+      }
+    }
+  }
+}
+
+void gemm_transposed_widened(int64_t m, int64_t n, int64_t k, const bfloat16* packed_a, const bfloat16* packed_b,
+                             float* c, int64_t ldc) {
+  constexpr int64_t kPanels = 128 / kPanel;  // of A at once
+  const int64_t panel_size = round_up(k, kPair<bfloat16>) * kPanel;
+  Buffer<float> left(kPanels * kDepth * kPanel);
+  alignas(64) float right[kDepth * kPanel];
+  for (int64_t p = 0; p < k; p += kDepth) {
+    const int64_t depth = std::min(kDepth, k - p);
+    for (int64_t first = 0; first < m; first += kPanels * kPanel) {
+      const int64_t last = std::min(m, first + kPanels * kPanel);
+      for (int64_t i = first; i < last; i += kPanel)
+        widen_panel(packed_a + i / kPanel * panel_size + p * kPanel, depth, left.data() + (i - first) * kDepth);
+      for (int64_t j = 0; j < n; j += kPanel) {
+        widen_panel(packed_b + j / kPanel * panel_size + p * kPanel, depth, right);
+        for (int64_t i = first; i < last; i += kPanel)
+          rows_of_panel<float>(Groups(std::min(kPanel, m - i)), {left.data() + (i - first) * kDepth, 1, kPanel}, right,
+                               depth, c + i * ldc + j, ldc, std::min(kPanel, n - j), p > 0);
+      }
+    }
   }
 }
 
@@ -310,8 +185,9 @@ void gemm(int64_t m, int64_t n, int64_t k, const T* a, int64_t lda, const T* pac
         at::native::cpublas::brgemm(m, kPanel, k, lda, kPanel, ldc, accumulate, a, packed, c + j, true);
       return;
     }
+    if (!has_bf16_dot()) return gemm_widened(m, n, k, a, lda, packed, c, ldc, accumulate, panel_size);
   }
-  // Long products are cut so that a panel's slice and the rows' slice stay in the second-level cache.
+  // Cut so, a panel's slice and the rows' slice stay in the caches, too.
   constexpr int64_t kApart = kDepth + 64 / static_cast<int64_t>(sizeof(T));  // elements between copied rows
   constexpr int64_t kWays = 8;                                               // of a set of a first-level cache
   const bool copies = n > kPanel && m > kWays && row_stride<T>(lda) != lda;
@@ -338,6 +214,8 @@ void gemm(int64_t m, int64_t n, int64_t k, const T* a, int64_t lda, const T* pac
 
 template <typename T>
 void gemm_transposed(int64_t m, int64_t n, int64_t k, const T* packed_a, const T* packed_b, acc_t<T>* c, int64_t ldc) {
+  if constexpr (std::is_same_v<T, bfloat16>)
+    if (!has_bf16_dot()) return gemm_transposed_widened(m, n, k, packed_a, packed_b, c, ldc);
   const int64_t panel_size = round_up(k, kPair<T>) * kPanel;
   for (int64_t p = 0; p < k; p += kDepth)
     for (int64_t i = 0; i < m; i += kPanel) {

@@ -128,7 +128,7 @@ std::array<Kernel<T>, kFewRows> kernels(std::integer_sequence<int, i...>) {
     }...};
   } else {
 #if defined(CPU_CAPABILITY_AVX512)
-    if (__builtin_cpu_supports("avx512bf16"))
+    if (has_bf16_dot())
       return {[](const T* a, int64_t lda, const Columns<T>& b, int64_t first, int64_t last, float* sums) {
         multiply_columns_bf16<i + 1>({a, lda}, b, first, last, sums);
       }...};
