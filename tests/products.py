@@ -1,4 +1,4 @@
-"""Which products went to a kernel of ours or to oneDNN, and not to F.linear."""
+"""Which products went to kernels of ours or to oneDNN, and not to F.linear."""
 
 from __future__ import annotations
 
@@ -13,17 +13,20 @@ from fastformer.ops import _extension
 
 
 def notice_products(monkeypatch: pytest.MonkeyPatch, note: Callable[[Tensor, Tensor, bool], None]) -> None:
-    """Has `note(x, weight, is_kernel)` called at each product x W^T of oneDNN's and of our kernel's, of a gradient.
+    """Has `note(x, weight, is_gradient)` called at each product x W^T of oneDNN's and of our kernels.
 
-    They take products on Intel's CPUs, too, from here on.
+    `is_gradient`: the kernel of weights' gradients took it. They take products on Intel's CPUs, too, from here on.
     """
     monkeypatch.setattr(linear_module, "_suits_mkl", lambda: False)
-    by_onednn, find = linear_module._by_onednn, _extension.function
+    find = _extension.function
     kernel = find("linear_weight_grad")
 
-    def noted(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        note(x, weight, False)
-        return by_onednn(x, weight, bias)
+    def noting(product: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def noted(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+            note(x, weight, False)
+            return product(x, weight, bias)
+
+        return noted
 
     def noted_kernel(a: Tensor, b: Tensor) -> Tensor:
         assert kernel is not None
@@ -34,5 +37,6 @@ def notice_products(monkeypatch: pytest.MonkeyPatch, note: Callable[[Tensor, Ten
     def function(name: str) -> Any:
         return noted_kernel if name == "linear_weight_grad" and kernel is not None else find(name)
 
-    monkeypatch.setattr(linear_module, "_by_onednn", noted)
+    for name in ("_by_onednn", "_by_kernel"):
+        monkeypatch.setattr(linear_module, name, noting(getattr(linear_module, name)))
     monkeypatch.setattr(_extension, "function", function)

@@ -1,7 +1,8 @@
-"""x W^T + b as `F.linear` computes it, by the library that is fast at it on this CPU, and so its gradients.
+"""x W^T + b as `F.linear` computes it, by whatever is fast at it on this CPU, and so its gradients.
 
-PyTorch leaves a product in fp32 to MKL, which uses half of the vectors' width on CPUs that Intel didn't make. oneDNN,
-which PyTorch has too, uses all of it. The weight's gradient is our own kernel's. On Intel's CPUs MKL keeps them all.
+PyTorch leaves a product in fp32 to MKL, which uses half of AVX-512's width on CPUs that Intel didn't make; oneDNN uses
+all of it, and PyTorch has that, too. With AVX2 our own kernel is ahead of both, and by far in bf16, for which PyTorch has
+plain loops there. The weight's gradient is our kernel's wherever MKL isn't kept, as it is on Intel's CPUs in fp32.
 """
 
 from __future__ import annotations
@@ -19,27 +20,33 @@ from fastformer.ops import _eager, _extension
 from fastformer.ops._common import needs_gradient
 from fastformer.ops._library import unviewed
 
-_FEWEST_ROWS = 16  # below, reading the weight is what takes time
-# Multiplications; below, a call of oneDNN's takes longer than it spares. In learning Python adds to that.
+# Multiplications; below, a call takes longer than it spares. In learning Python adds to that.
 _FEWEST, _FEWEST_TO_LEARN = 2**22, 2**24
-# A weight of more elements, a vocabulary's, is read in slices of so many features, which a cache holds.
+_FEWEST_IN_BF16 = 2**18  # of what PyTorch's loops take so long for
+# A weight of more elements, a vocabulary's, is read by oneDNN in slices of so many features, which a cache holds.
 _LARGE, _SLICE = 2**23, 2048
 _LINEAR = F.linear
 _PLAIN_TENSORS = (Tensor, nn.Parameter)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`F.linear(x, weight, bias)`; in fp32 on a CPU that doesn't suit MKL, where autograd alone has a say, by oneDNN.
+    """`F.linear(x, weight, bias)`; where autograd alone has a say, by the library that suits the CPU.
 
     Args:
         x: (..., in_features).
         weight: (out_features, in_features), or the transpose of a contiguous one.
         bias: (out_features,), or None.
     """
-    if not _goes_to_onednn(x, weight, bias):
+    if _is_cast_for_us(x, weight, bias):
+        # As autocast would hand them to F.linear.
+        x, weight = x.to(torch.bfloat16), weight.to(torch.bfloat16)
+        bias = None if bias is None else bias.to(torch.bfloat16)
+        with torch.autocast("cpu", enabled=False):
+            return linear(x, weight, bias)
+    if not _is_led(x, weight, bias):
         return F.linear(x, weight, bias)
     if not needs_gradient(x, weight, bias):
-        return _by_onednn(x, weight, bias)
+        return _product(x, weight, bias)
     out: Tensor = _Learning.apply(x, weight, bias)  # type: ignore[no-untyped-call]
     return out
 
@@ -74,7 +81,7 @@ class _Learning(torch.autograd.Function):
         ctx.save_for_backward(x if weight_learns else None, weight if x_learns else None)
         ctx.set_materialize_grads(False)
         ctx.is_transposed = not weight.is_contiguous()
-        out: Tensor = unviewed(_by_onednn(x, weight, bias))
+        out: Tensor = unviewed(_product(x, weight, bias))
         return out
 
     @staticmethod
@@ -98,13 +105,22 @@ class _Learning(torch.autograd.Function):
 
 
 def _transposed_product(a: Tensor, b: Tensor) -> Tensor:
-    """a^T b for a (rows, m) and b (rows, n); oneDNN would read transposed copies of both."""
+    """a^T b for a (rows, m) and b (rows, n); as a product of x and a weight it would be of transposed copies."""
     b = b.contiguous()
-    if torch.is_grad_enabled() or not _goes_to_onednn(a.t(), b.t(), None):
+    if torch.is_grad_enabled() or not _is_led(a.t(), b.t(), None):
         return linear(a.t(), b.t())
     ours = _extension.function("linear_weight_grad")  # only here: torch.compile can't follow how it is found
     product: Tensor = linear(a.t(), b.t()) if ours is None else ours(a, b)
     return product
+
+
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return _by_kernel(x, weight, bias) if _suits_kernel(x.dtype) else _by_onednn(x, weight, bias)
+
+
+def _by_kernel(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    out: Tensor = torch.ops.fastformer_cpp.linear(x, weight, bias)
+    return out
 
 
 def _by_onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -118,27 +134,52 @@ def _by_onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return out
 
 
-def _goes_to_onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+def _is_led(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     # First what most calls that stay are told by: on a GPU, of half dtypes, of a step's few rows.
-    if torch.compiler.is_compiling() or x.dtype != torch.float32 or x.device.type != "cpu" or _suits_mkl():
+    if torch.compiler.is_compiling() or x.device.type != "cpu" or x.dtype not in (torch.float32, torch.bfloat16):
         return False
-    if weight.dim() != 2 or not x.numel() >= _FEWEST_ROWS * weight.shape[1] > 0:
+    if weight.dim() != 2 or (size := x.numel() * weight.shape[0]) < _FEWEST_IN_BF16:
+        return False
+    by_kernel, is_bf16 = _suits_kernel(x.dtype), x.dtype == torch.bfloat16
+    if not by_kernel and (is_bf16 or _suits_mkl()):
+        return False
+    # With fewer rows, reading the weight is what takes time.
+    fewest_rows = 2 if is_bf16 else 4 if by_kernel else 16
+    if not x.numel() >= fewest_rows * weight.shape[1] > 0:
         return False
     tensors = (x, weight) if bias is None else (x, weight, bias)
-    if x.numel() * weight.shape[0] < (_FEWEST_TO_LEARN if needs_gradient(*tensors) else _FEWEST):
-        return False
-    if any(type(t) not in _PLAIN_TENSORS for t in tensors):
+    if not is_bf16 and size < (_FEWEST_TO_LEARN if needs_gradient(*tensors) else _FEWEST):
         return False
     return (
-        all(t.dtype == x.dtype and t.device == x.device and t.layout == torch.strided for t in tensors)
+        _has_no_other_say(*tensors)
+        and all(t.dtype == x.dtype for t in tensors)
         and x.shape[-1] == weight.shape[1]
         and (weight.is_contiguous() or weight.t().is_contiguous())  # oneDNN has slow code alone for all else
         and (bias is None or bias.shape == weight.shape[:1])
-        and F.linear is _LINEAR
-        and _has_onednn()
+        and (by_kernel or _has_onednn())
         and not torch.is_autocast_enabled("cpu")
+        and not torch._C._functorch.is_legacy_batchedtensor(x)
+    )
+
+
+def _is_cast_for_us(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Whether autocast would have bf16 of what our kernel is the one to multiply."""
+    if not torch.is_autocast_enabled("cpu") or torch.compiler.is_compiling():
+        return False
+    if torch.get_autocast_dtype("cpu") != torch.bfloat16 or not _suits_kernel(torch.bfloat16):
+        return False
+    tensors = (x, weight) if bias is None else (x, weight, bias)
+    return _has_no_other_say(*tensors) and all(t.dtype in (torch.float32, torch.bfloat16) for t in tensors)
+
+
+def _has_no_other_say(*tensors: Tensor) -> bool:
+    """Whether nobody but autograd and autocast would see a call of F.linear with these tensors."""
+    return (
+        all(type(t) in _PLAIN_TENSORS for t in tensors)
+        and all(t.device.type == "cpu" and t.layout == torch.strided for t in tensors)
+        and F.linear is _LINEAR
         and not (torch._C._is_torch_function_mode_enabled() or torch._C._len_torch_dispatch_stack())
-        and not (_eager.is_transformed() or is_traced() or torch._C._functorch.is_legacy_batchedtensor(x))
+        and not (_eager.is_transformed() or is_traced())
     )
 
 
@@ -149,6 +190,17 @@ def _suits_mkl() -> bool:
         return False
     is_intel = _extension.host_function("is_intel_cpu")
     return is_intel is not None and is_intel()
+
+
+def _suits_kernel(dtype: torch.dtype) -> bool:
+    if _extension.load() != "avx2":
+        return False
+    return not _has_bf16_in_onednn() if dtype == torch.bfloat16 else not _suits_mkl()
+
+
+@cache
+def _has_bf16_in_onednn() -> bool:
+    return _IS_THERE and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def _has_onednn() -> bool:

@@ -40,9 +40,8 @@ MAPS = {
     "llama": (2 * 7 + 1, 0),
     "t5": (2 * 6 + 2 * 10 + 1, 0),
 }
-# Products: forward and two gradients of each map, but for those of feed-forward networks, which are an op. Llama's k
-# and v are (8, 24): their gradients have too few rows.
-PRODUCTS = {"bart": 3 * 25, "marian": 3 * 25, "bert": 3 * 10, "gpt2": 3 * 5, "llama": 3 * 15 - 4, "t5": 3 * 25}
+# Products: forward and two gradients of each map, but for those of feed-forward networks, which are an op.
+PRODUCTS = {"bart": 3 * 25, "marian": 3 * 25, "bert": 3 * 10, "gpt2": 3 * 5, "llama": 3 * 15, "t5": 3 * 25}
 families = pytest.mark.parametrize("family", MAKE)
 
 
@@ -52,10 +51,10 @@ def make(family: str, dtype: torch.dtype = torch.float32) -> Any:
 
 @pytest.fixture(autouse=True)
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
-    """The shapes of the weights whose products went to oneDNN or to our kernel, which the smallest do here."""
+    """The shapes of the weights whose products went to oneDNN or to our kernels, which the smallest do here."""
     shapes: list[tuple[int, ...]] = []
     notice_products(monkeypatch, lambda x, weight, is_kernel: shapes.append(tuple(weight.shape)))
-    for bound in ("_FEWEST", "_FEWEST_TO_LEARN"):
+    for bound in ("_FEWEST", "_FEWEST_TO_LEARN", "_FEWEST_IN_BF16"):
         monkeypatch.setattr(linear_module, bound, 0)
     return shapes
 
@@ -86,7 +85,9 @@ def test_losses_and_gradients_by_the_rule(family: str, counted: list[tuple[int, 
     assert (kinds["Linear"], kinds["Conv1D"]) == MAPS[family] and not report.left
     ours = steps(model)
     if linear_module._IS_THERE:
-        assert len(counted) == PRODUCTS[family] * DRAWS and counted.count((24, 60)) == DRAWS
+        # Llama's k and v are (8, 24): to oneDNN their gradients have too few rows.
+        left = 4 if family == "llama" and not linear_module._suits_kernel(torch.float32) else 0
+        assert len(counted) == (PRODUCTS[family] - left) * DRAWS and counted.count((24, 60)) == DRAWS
     assert ours.keys() == plain.keys() and len(ours) > 10
     largest = max(float(value.norm()) for value in exact.values())
     for name, value in ours.items():

@@ -1,4 +1,4 @@
-"""Products go to oneDNN, what anybody but autograd has a say in goes to `F.linear`, and both are the same."""
+"""Products go to oneDNN or our kernel, what others than autograd have a say in to `F.linear`, and all are the same."""
 
 from __future__ import annotations
 
@@ -20,19 +20,32 @@ from fastformer.nn import linear as linear_module
 from fastformer.nn.linear import LINEARS, linear, project
 from fastformer.ops import _extension
 from tests.checks import assert_accurate
+from tests.conftest import missing_backend
 from tests.ops.test_outputs import Stop
 from tests.products import notice_products
 
-SUITS_MKL = linear_module._suits_mkl.__wrapped__  # as it was before `products` spoke for it
+# As they were before fixtures spoke for them.
+SUITS_MKL = linear_module._suits_mkl.__wrapped__
+SUITS_KERNEL = linear_module._suits_kernel
 
 pytestmark = pytest.mark.skipif(not linear_module._IS_THERE, reason="this PyTorch has no oneDNN")
 
 
 class Products(list[int]):
-    """The rows of each product that went to oneDNN or to our kernel of the weight's gradient; the kernel's alone."""
+    """The rows of each product that was led somewhere; those of the kernel of weights' gradients alone."""
 
     def __init__(self) -> None:
-        self.of_kernel: list[int] = []
+        self.of_gradients: list[int] = []
+
+
+@pytest.fixture(params=["onednn", "kernel"], autouse=True)
+def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Whose the products are, on any CPU; the kernel takes bf16, too."""
+    library: str = request.param
+    if library == "kernel" and (reason := missing_backend("cpp", "linear")):
+        pytest.skip(reason)
+    monkeypatch.setattr(linear_module, "_suits_kernel", lambda dtype: library == "kernel")
+    return library
 
 
 @pytest.fixture(autouse=True)
@@ -40,12 +53,13 @@ def products(monkeypatch: pytest.MonkeyPatch) -> Products:
     """See there."""
     rows = Products()
 
-    def note(x: Tensor, weight: Tensor, is_kernel: bool) -> None:
-        for each in (rows, rows.of_kernel) if is_kernel else (rows,):
+    def note(x: Tensor, weight: Tensor, is_gradient: bool) -> None:
+        for each in (rows, rows.of_gradients) if is_gradient else (rows,):
             each.append(x.numel() // x.shape[-1])
 
     notice_products(monkeypatch, note)
     monkeypatch.setattr(linear_module, "_FEWEST", 0)
+    monkeypatch.setattr(linear_module, "_FEWEST_IN_BF16", 0)
     return rows
 
 
@@ -81,7 +95,9 @@ class Mode(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
 
-def test_who_has_a_say_meets_the_usual_function(products: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_has_a_say_meets_the_usual_function(
+    library: str, products: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     x, weight, bias = inputs(20, 24)
     leaf = weight.clone().requires_grad_()
     for args in [
@@ -90,9 +106,9 @@ def test_who_has_a_say_meets_the_usual_function(products: list[int], monkeypatch
         (x, weight, bias.clone().requires_grad_()),
     ]:
         assert linear(*args).requires_grad
-    for dtype in (torch.bfloat16, torch.float64):
+    for dtype in (torch.float16, torch.float64):
         assert linear(x.to(dtype), weight.to(dtype), bias.to(dtype)).dtype == dtype
-    linear(x[:15], weight, bias)
+    linear(x[: 3 if library == "kernel" else 15], weight, bias)
     linear(x, torch.randn(40, 30)[:, :24], bias)  # oneDNN has slow code for it
     linear(x, torch.randn(30, 40)[:24].t()[::2], bias[::2])
     linear(x[:0], weight, bias)
@@ -103,10 +119,12 @@ def test_who_has_a_say_meets_the_usual_function(products: list[int], monkeypatch
     with FlopCounterMode(display=False) as counter:
         linear(x, weight, bias)
     assert counter.get_total_flops() == 2 * 20 * 24 * 40
-    with torch.autocast("cpu", torch.bfloat16):
-        assert linear(x, weight, bias).dtype == torch.bfloat16
+    with torch.autocast("cpu", torch.float16):
+        assert linear(x, weight, bias).dtype == torch.float16
     with torch.backends.mkldnn.flags(enabled=False):
         linear(x, weight, bias)
+    assert products == [20] * (library == "kernel")
+    products.clear()
     torch.func.vmap(lambda row: linear(row, weight, bias))(x[None])
     torch.func.jvp(lambda x: linear(x, weight, bias), (x,), (x,))
     assert linear(x.to("meta"), weight.to("meta"), bias.to("meta")).device.type == "meta"
@@ -125,11 +143,60 @@ def test_who_has_a_say_meets_the_usual_function(products: list[int], monkeypatch
     linear(x, nn.Parameter(weight, requires_grad=False), bias)
     with torch.profiler.profile() as profile:
         linear(x, weight, bias)
-    assert any("linear_pointwise" in event.name for event in profile.events())
+    name = {"onednn": "linear_pointwise", "kernel": "fastformer_cpp::linear"}[library]
+    assert any(name in event.name for event in profile.events())
     assert products == [20, 20, 30, 20, 20]
     products.clear()
     monkeypatch.setattr(F, "linear", lambda x, weight, bias: x)
     assert linear(x, weight, bias) is x and not products
+
+
+def test_bf16_is_our_kernels_where_onednn_has_none(library: str, products: Products) -> None:
+    x, weight, bias = (t.bfloat16() for t in inputs(3, 50, 24))
+    found = linear(x, weight, bias)
+    assert products == [150] * (library == "kernel")
+    exact = F.linear(x.double(), weight.double(), bias.double())
+    assert_accurate(found, F.linear(x, weight, bias), exact)
+    products.clear()
+    linear(x[0, :1], weight, bias)
+    assert not products
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_autocast_to_bf16_is_that_of_the_usual_function(library: str, dtype: torch.dtype, products: Products) -> None:
+    found = []
+    for function in (linear, F.linear):
+        x, weight, bias = (t.to(dtype).requires_grad_() for t in inputs(3, 50, 24))
+        with torch.autocast("cpu", torch.bfloat16):
+            out = function(x, weight, bias)
+        found.append((out, *torch.autograd.grad(out.float().square().sum(), (x, weight, bias))))
+        assert len(products) == (3 if library == "kernel" else 0)
+    for ours, plain in zip(*found, strict=True):
+        assert ours.dtype == plain.dtype
+        torch.testing.assert_close(ours, plain, rtol=2e-2, atol=2e-2 * float(plain.abs().max()))
+    products.clear()
+    # Where somebody else has a say, or autocast wants another dtype, nothing is cast by us.
+    x, weight, bias = inputs(3, 50, 24)
+    with torch.autocast("cpu", torch.float16):
+        linear(x, weight, bias)
+    with torch.autocast("cpu", torch.bfloat16), Mode():
+        assert linear(x, weight, bias).dtype == torch.bfloat16
+    with torch.autocast("cpu", torch.bfloat16):
+        assert linear(x.double(), weight.double(), bias.double()).dtype == torch.float64
+    assert not products
+
+
+@pytest.mark.parametrize("isa", ["avx2", "avx512", None])
+@pytest.mark.parametrize("has_bf16", [True, False], ids=["bf16", "none"])
+@pytest.mark.parametrize("suits_mkl", [True, False], ids=["mkl", "not"])
+def test_whom_the_kernel_suits(
+    isa: str | None, has_bf16: bool, suits_mkl: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_extension, "load", lambda: isa)
+    monkeypatch.setattr(linear_module, "_has_bf16_in_onednn", lambda: has_bf16)
+    monkeypatch.setattr(linear_module, "_suits_mkl", lambda: suits_mkl)
+    assert SUITS_KERNEL(torch.float32) == (isa == "avx2" and not suits_mkl)
+    assert SUITS_KERNEL(torch.bfloat16) == (isa == "avx2" and not has_bf16)
 
 
 @pytest.mark.parametrize("maker", ["intel", "another", "unknown"])
@@ -139,6 +206,7 @@ def test_intel_cpus_keep_mkl(maker: str, has_mkl: bool, products: list[int], mon
     monkeypatch.setattr(_extension, "host_function", lambda name: probe if name == "is_intel_cpu" else None)
     monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: has_mkl)
     monkeypatch.setattr(linear_module, "_suits_mkl", SUITS_MKL)
+    monkeypatch.setattr(linear_module, "_suits_kernel", SUITS_KERNEL)
     x, weight, bias = inputs(20, 24)
     torch.testing.assert_close(linear(x, weight, bias), F.linear(x, weight, bias))
     assert bool(products) == (maker != "intel" or not has_mkl)
@@ -202,7 +270,7 @@ def test_gradients_are_those_of_the_product(
         found.append((out, *grads))
         if function is linear:
             assert type(out.grad_fn).__name__ == "_LearningBackward" and len(products) >= 3
-            assert len(products.of_kernel) == (has_kernel and _extension.function("linear_weight_grad") is not None)
+            assert len(products.of_gradients) == (has_kernel and _extension.function("linear_weight_grad") is not None)
             products.clear()
     for ours, plain, exact in zip(*found, strict=True):
         assert_accurate(ours, plain, exact)

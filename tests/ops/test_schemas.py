@@ -46,8 +46,8 @@ LEFT_OUT = {
     "linear_cross_entropy_fwd_bwd": {"output_mask"},
     "decode_attention": {"cos", "sin", "interleaved"},
 }
-# No op's: `nn.linear` calls it within the backward pass of a function of its own.
-WITHOUT_AN_OP = {"linear_weight_grad"}
+# No ops': `nn.linear` calls them where nobody but autograd has a say, whose function it brings.
+WITHOUT_AN_OP = {"linear", "linear_weight_grad"}
 CPP = _schemas("fastformer_cpp")
 PYTHON = _schemas("fastformer")
 

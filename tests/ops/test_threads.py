@@ -135,6 +135,8 @@ CASES: dict[str, Run] = {
     "linear_cross_entropy": _linear_cross_entropy,
     "linear_topk": lambda dtype: _linear_topk(dtype, 150),
     "linear_topk-few-rows": lambda dtype: _linear_topk(dtype, 2),
+    "linear": lambda dtype: (CPP.linear(*_heads(dtype, (300, 90), (400, 90)), None),),
+    "linear-few-rows": lambda dtype: (CPP.linear(*_heads(dtype, (3, 90), (400, 90)), None),),
     # Cut into other slices on each number of threads, once the left and once the right one.
     "linear_weight_grad": lambda dtype: (CPP.linear_weight_grad(*_heads(dtype, (700, 400), (700, 90))),),
     "linear_weight_grad-wide": lambda dtype: (CPP.linear_weight_grad(*_heads(dtype, (700, 90), (700, 400))),),

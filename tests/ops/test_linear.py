@@ -1,0 +1,116 @@
+"""The C++ kernel of linear maps: x W^T + b at every size and layout that `nn.linear` hands over."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tests.checks import assert_accurate
+from tests.conftest import missing_backend
+
+
+@pytest.fixture(autouse=True)
+def _needs_the_extension() -> None:
+    if reason := missing_backend("cpp", "linear"):
+        pytest.skip(reason)
+
+
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    out: Tensor = torch.ops.fastformer_cpp.linear(x, weight, bias)
+    return out
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=["fp32", "bf16", "fp64"])
+@pytest.mark.parametrize(
+    ("rows", "features", "out"),
+    # Few rows aren't packed for; up to 256 are a tall tile; products longer than 512 are sums of sums.
+    [
+        (1, 1, 1), (3, 70, 33), (4, 513, 130), (7, 33, 65), (15, 512, 16), (40, 1030, 48), (65, 64, 130),
+        (256, 40, 70), (257, 40, 300), (300, 600, 31),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("is_transposed", [False, True], ids=["weight", "transposed"])
+def test_it_is_the_product(rows: int, features: int, out: int, is_transposed: bool, dtype: torch.dtype) -> None:
+    torch.manual_seed(rows)
+    x, bias = torch.randn(rows, features).to(dtype), torch.randn(out).to(dtype)
+    weight = (torch.randn(features, out).t() if is_transposed else torch.randn(out, features)).to(dtype)
+    assert weight.is_contiguous() != is_transposed or 1 in weight.shape
+    for b in (bias, None):
+        exact = F.linear(x.double(), weight.double(), None if b is None else b.double())
+        found = _product(x, weight, b)
+        assert found.shape == (rows, out) and found.is_contiguous() and found.dtype == dtype
+        if dtype is torch.float64:
+            torch.testing.assert_close(found, exact, rtol=1e-12, atol=1e-12)
+        else:
+            assert_accurate(found, F.linear(x, weight, b), exact)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_a_row_depends_on_no_other(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    x, weight, bias = torch.randn(300, 700).to(dtype), torch.randn(90, 700).to(dtype), torch.randn(90).to(dtype)
+    whole = _product(x, weight, bias)
+    for first, last in ((0, 1), (3, 7), (5, 11), (17, 40), (100, 260), (43, 300)):
+        assert torch.equal(_product(x[first:last], weight, bias), whole[first:last]), (first, last)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_a_vocabulary_is_taken_some_rows_after_the_others(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    x, weight = torch.randn(260, 64).to(dtype), torch.randn(66_000, 64).to(dtype)
+    assert weight.numel() > 2**22
+    found = _product(x, weight)
+    assert_accurate(found, F.linear(x, weight), F.linear(x.double(), weight.double()))
+
+
+def test_tensors_may_lie_as_they_like() -> None:
+    torch.manual_seed(0)
+    weight, bias = torch.randn(40, 24), torch.randn(40)
+    for x in (
+        torch.randn(2, 3, 5, 24),
+        torch.randn(20, 2, 24)[:, 1],
+        torch.randn(24, 30).t(),
+        torch.randn(20, 48)[:, ::2],
+        torch.randn(1, 20, 24).expand(3, 20, 24),
+        torch.randn(3, 24, 20).transpose(1, 2),
+        torch.randn(24),
+    ):
+        for w, b in (
+            (weight, bias),
+            (torch.randn(40, 50)[:, 3:27], torch.randn(80)[::2]),
+            (torch.randn(80, 48)[::2, ::2], torch.randn(1).expand(40)),
+            (torch.randn(40, 1).expand(40, 24), None),
+        ):
+            torch.testing.assert_close(_product(x, w, b), F.linear(x, w, b), rtol=1e-4, atol=1e-4)
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    x, weight, bias = torch.randn(6, 5), torch.randn(7, 5), torch.randn(7)
+    for args in (
+        (x, weight.t(), bias),
+        (x, weight, bias[:6]),
+        (x, weight, bias[None]),
+        (x, weight[None], bias),
+        (x, weight.double(), bias),
+        (x, weight, bias.double()),
+        (x[0, 0], weight, bias),
+    ):
+        with pytest.raises(RuntimeError, match=r"expected \(..., in_features\), \(out_features, in_features\)"):
+            _product(*args)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_nothing_to_add_up_gives_the_bias_and_nan_stays_where_it_is(dtype: torch.dtype) -> None:
+    bias = torch.randn(7).to(dtype)
+    assert _product(torch.empty(0, 5, dtype=dtype), torch.empty(7, 5, dtype=dtype), bias).shape == (0, 7)
+    assert _product(torch.empty(4, 5, dtype=dtype), torch.empty(0, 5, dtype=dtype)).shape == (4, 0)
+    empty = _product(torch.empty(4, 0, dtype=dtype), torch.empty(7, 0, dtype=dtype), bias)
+    assert torch.equal(empty, bias.expand(4, 7))
+    x, weight = torch.randn(30, 50).to(dtype), torch.randn(70, 50).to(dtype)
+    x[4, 7] = torch.nan
+    found = _product(x, weight)
+    assert found[4].isnan().all() and found.isnan().sum() == 70
+    weight[69, 49] = torch.inf
+    assert _product(torch.ones(30, 50, dtype=dtype), weight)[:, 69].isinf().all()
