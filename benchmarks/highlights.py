@@ -6,7 +6,7 @@ To show another case, add a line; to show another rival, add its name where it t
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from benchmarks import record
@@ -229,4 +229,14 @@ PEERS = (
     _decoding("a trained base, 8 to 60 tokens, 16 at once", 16, 1, "run"),
     _decoding("GPT-2's small shape, one prompt", 1, 1, "gpt2", "llama.cpp"),
     _decoding("GPT-2's small shape, one prompt, fp32", 1, 1, "gpt2", "transformers", _PRECISIONS[2:]),
+)
+
+# Where the CPU has no AVX-512.
+AVX2 = (
+    replace(DROP_IN[0], against=("as it is",)),
+    replace(DROP_IN[1], against=("as it is",)),
+    *(case for case in DROP_IN if case.where["model"] == "torch_nn_encoder"),
+)
+AVX2_PEERS = tuple(
+    replace(case, panels=(_PRECISIONS[0], _PRECISIONS[2])) for case in PEERS if case.where["model"] == "base"
 )

@@ -16,8 +16,10 @@ from benchmarks import record
 
 Row = dict[str, Any]
 RESULTS = Path(__file__).parent / "results"
-# What was compiled, and what a launch costs the host: neither is a speed of a provider.
-_OTHER_KINDS = ("machine_code", "host_time")
+# What was compiled, and what a launch costs the host, neither of which is a speed of a provider; and what was measured
+# on CPUs without AVX-512, where other code runs: README shows it apart.
+WITHOUT_AVX512 = "avx2"
+_OTHER_KINDS = ("machine_code", "host_time", WITHOUT_AVX512)
 # What makes two lines of the same case; the providers and their precisions are what is compared.
 _CASE = ("op", "mode", "dtype", "model", "data")
 _ABSENT = object()
@@ -27,21 +29,28 @@ class Results:
     """All files of a folder.
 
     Attributes:
+        folder: the folder.
         rows: the lines that count, in the order of the files' names and of the lines.
     """
 
-    def __init__(self, folder: Path = RESULTS, *, with_quick: bool = False) -> None:
-        """Reads every `*.jsonl`; with_quick: the lines of a --quick run count, too.
+    def __init__(self, folder: Path = RESULTS, *, with_quick: bool = False, kind: str | None = None) -> None:
+        """Reads every `*.jsonl`.
+
+        Args:
+            folder: where they are.
+            with_quick: the lines of a --quick run count, too.
+            kind: only the files of another kind, whose names begin so. They are left out else.
 
         Raises:
             ValueError: no such folder, or a line that is not a JSON object; file and line are named.
         """
         if not folder.is_dir():
             raise ValueError(f"expected a folder of results, but there is no folder {folder}")
+        self.folder = folder
         self._origins: dict[int, str] = {}
         everything = []
         for path in sorted(folder.glob("*.jsonl")):
-            if path.stem.startswith(_OTHER_KINDS):
+            if not path.stem.startswith(kind) if kind else path.stem.startswith(_OTHER_KINDS):
                 continue
             for number, row in enumerate(record.read(path), 1):
                 self._origins[id(row)] = f"{path.name}:{number}"

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from benchmarks.fits import causal_over_full, groups, growth
-from benchmarks.highlights import DROP_IN, MODELS, MODULES, OPS, PEERS, Case, Comparison
-from benchmarks.latest import Results, Row, value_of
+from benchmarks.highlights import AVX2, AVX2_PEERS, DROP_IN, MODELS, MODULES, OPS, PEERS, Case, Comparison
+from benchmarks.latest import WITHOUT_AVX512, Results, Row, value_of
 from benchmarks.models.bench_scaling import EXPECTED
 from benchmarks.plot.charts import charts, name_of
 from benchmarks.plot.style import two_digits
@@ -297,17 +297,23 @@ def _others_in_int8(numbers: Numbers) -> str:
 _DECODING_PICTURES = ("decoding_ladder", "decoding_throughput", "token_times")
 
 
-def decoding(numbers: Numbers) -> str:
-    """Beside other engines, and step by step."""
+def _beside_engines(numbers: Numbers, cases: Sequence[Case]) -> str:
+    """A table: a line for each case and engine, a column for each precision."""
     rows = []
-    names = [panel.name for panel in PEERS[0].panels]
-    for case in PEERS:
+    names = [panel.name for panel in cases[0].panels]
+    for case in cases:
         for rival in case.rivals(numbers.results.rows):
             measured = {found.panel for found in case.comparisons(numbers.results.rows) if found.against == rival}
             wanted = measured | ({panel.name for panel in case.panels} if rival in case.against else set())
             if wanted:
                 cells = [numbers.ratio(case, name, rival) if name in wanted else "" for name in names]
                 rows.append([case.label, *cells, name_of(rival)])
+    return table(["times faster", *names, "than"], rows)
+
+
+def decoding(numbers: Numbers) -> str:
+    """Beside other engines, and step by step."""
+    engines = _beside_engines(numbers, PEERS)
     greedy = {"op": "peers", "model": "base", "batch": 1, "num_beams": 1, "provider": "fastformer", "precision": "int8"}
     share = numbers.value("share_of_cached", lambda share: f"{100 * share:.0f} %", **greedy)
     read = prose(
@@ -316,9 +322,27 @@ def decoding(numbers: Numbers) -> str:
         "ended most of its sentences."
     )
     return paragraphs(
-        table(["times faster", *names, "than"], rows), read, numbers.commands(),
+        engines, read, numbers.commands(),
         *(numbers.picture(name, with_commands=True) for name in _DECODING_PICTURES), numbers.commands(),
     )  # fmt: skip
+
+
+def avx2(numbers: Numbers) -> str:
+    """On CPUs without AVX-512."""
+    own = Numbers(Results(numbers.results.folder, kind=WITHOUT_AVX512))
+    if not own.results.rows:
+        numbers.missing.append("lines of a CPU without AVX-512")
+        return ""
+    devices = "; ".join(sorted({f"{row['device']}, {row['cores']} cores" for row in own.results.rows}))
+    text = (
+        f"On {devices}. Vectors are half as wide, int8 has no products of its own, and for bf16 PyTorch has plain "
+        "loops, ours the rate of fp32."
+    )
+    measured = times_faster(own, AVX2, "times faster, fp32 · bf16, than", measured_alone=True)
+    tables = (measured, _beside_engines(own, AVX2_PEERS))
+    numbers.figures += own.figures
+    numbers.missing += own.missing
+    return paragraphs("### Without AVX-512", prose(text), *tables, numbers.commands())
 
 
 def scaling(numbers: Numbers) -> str:
@@ -457,6 +481,7 @@ BLOCKS: dict[str, Callable[[Numbers], str]] = {
     "ops": ops,
     "accelerated": accelerated,
     "decoding": decoding,
+    "avx2": avx2,
     "scaling": scaling,
     "full_batch": full_batch,
     "precisions": precisions,

@@ -11,11 +11,11 @@ import pytest
 pytest.importorskip("matplotlib", reason="not installed: pip install matplotlib")
 
 from benchmarks.highlights import Case
-from benchmarks.latest import RESULTS, Results
+from benchmarks.latest import RESULTS, WITHOUT_AVX512, Results
 from benchmarks.plot.charts import charts
 from benchmarks.plot.style import PICTURES, digest, stamp_of
 from benchmarks.readme import README, complaints, loose_figures, main, written
-from benchmarks.readme_blocks import BLOCKS, NOT_MEASURED, Numbers
+from benchmarks.readme_blocks import BLOCKS, NOT_MEASURED, Numbers, avx2
 
 TEXT = README.read_text(encoding="utf-8")
 STALE = "python -m benchmarks.readme --write (and python -m benchmarks.plot)"
@@ -91,6 +91,26 @@ def test_a_ratio_that_was_not_quiet_is_marked(folder: Path) -> None:
     ):
         write(folder, [LINES[0], LINES[1] | fields])
         assert run(folder, "--write") == 0 and f"\n{shown}\n" in readme.read_text()
+
+
+def test_what_was_measured_without_avx512_stands_apart(folder: Path) -> None:
+    """Though it is newer, and of the same case."""
+    lacking = Numbers(Results(folder))
+    assert avx2(lacking) == "" and len(lacking.missing) == 1
+    same = {"op": "drop_in", "model": "torch_nn_encoder", "dtype": "fp32", "device": "Zen 2", "capability": "AVX2",
+            "shape": {"seqlen": "128"}, "mode": "forward", "time": "2026-02-03"}  # fmt: skip
+    lines = [line("accelerated", 2.0, **same), line("as it is", 14.0, **same), line("eager", 9.0, time="2026-02-03")]
+    (folder / "avx2.jsonl").write_text("".join(json.dumps(row) + "\n" for row in lines))
+    assert run(folder) == 0, "the other blocks are as they were"
+    assert len(Results(folder, kind=WITHOUT_AVX512).rows) == 3
+    numbers = Numbers(Results(folder))
+    text = avx2(numbers)
+    assert (
+        "On EPYC, 2 cores; Zen 2, 2 cores." in text
+        and "6 layers, 8 of 128 tokens | 7.0 |" in text
+        and "python -m x" in text
+    )
+    assert [figure.origin for figure in numbers.figures] == ["avx2.jsonl:1, avx2.jsonl:2"] and numbers.missing
 
 
 def run(folder: Path, *arguments: str) -> int:
