@@ -1,8 +1,8 @@
 """x W^T + b as `F.linear` computes it, by whatever is fast at it on this CPU, and so its gradients.
 
 PyTorch leaves a product in fp32 to MKL, which uses half of AVX-512's width on CPUs that Intel didn't make; oneDNN uses
-all of it, and PyTorch has that, too. With AVX2 our own kernel is ahead of both, and by far in bf16, for which PyTorch has
-plain loops there. The weight's gradient is our kernel's wherever MKL isn't kept, as it is on Intel's CPUs in fp32.
+all of it, and PyTorch has that, too. With AVX2 our own kernel is ahead of both, and by far in bf16, for which PyTorch
+has plain loops there. The weight's gradient is our kernel's wherever MKL isn't kept, as it is on Intel's CPUs in fp32.
 """
 
 from __future__ import annotations
@@ -167,6 +167,9 @@ def _is_cast_for_us(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     if not torch.is_autocast_enabled("cpu") or torch.compiler.is_compiling():
         return False
     if torch.get_autocast_dtype("cpu") != torch.bfloat16 or not _suits_kernel(torch.bfloat16):
+        return False
+    # Autocast keeps what it has cast until it ends; for few rows, casting the weight once more is what would take time.
+    if weight.dim() != 2 or x.numel() < 16 * weight.shape[1]:
         return False
     tensors = (x, weight) if bias is None else (x, weight, bias)
     return _has_no_other_say(*tensors) and all(t.dtype in (torch.float32, torch.bfloat16) for t in tensors)
