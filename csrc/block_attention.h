@@ -39,7 +39,7 @@ class PackedHead {
     for (int64_t begin = 0; begin < rows; begin += kRows) {
       const int64_t m = std::min(kRows, rows - begin);
       // From the slice of the first key that any of these rows sees, so that sums don't depend on who is among them.
-      const int64_t from = first(begin) / kDepth * kDepth, seen = std::max<int64_t>(0, end(begin + m - 1) - from);
+      const int64_t from = first(begin) / kDepth<T> * kDepth<T>, seen = std::max<int64_t>(0, end(begin + m - 1) - from);
       const int64_t width = round_up(std::max<int64_t>(1, seen), kPanel);
       scores_.resize(kRows * width);
       if constexpr (!std::is_same_v<T, float>) weights_.resize(kRows * width);

@@ -299,7 +299,7 @@ void Forward::attend_prompt(int64_t layer, const Span& span, int64_t kv_head, co
   const int32_t* slots = span.row->slots.data();
   const int64_t rows = span.end - span.begin, end = span.first_position + rows;
   // The products sum keys in slices of kDepth, which lie alike wherever the prompt was cut.
-  const int64_t begin = window < 0 ? 0 : std::max<int64_t>(0, span.first_position - window) / kDepth * kDepth;
+  const int64_t begin = window < 0 ? 0 : std::max<int64_t>(0, span.first_position - window) / kDepth<T> * kDepth<T>;
   HeadScratch<T>& scratch = head_scratch<T>((end - begin) * dim);
   for (int64_t position = begin; position < end; ++position) {
     std::copy_n(keys + slots[position] * dim, dim, scratch.keys.data() + (position - begin) * dim);

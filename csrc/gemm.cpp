@@ -100,8 +100,9 @@ namespace {
 // bf16 without instructions for it: rows and panels are widened, some at a time, for the kernels of fp32. The sums are
 // those of the same order.
 
-constexpr int64_t kWidenedRows = 64;  // of A, kDepth of each: half of a small second-level cache
-constexpr int64_t kWidenedApart = kDepth + 16;
+constexpr int64_t kWidenedRows = 64;  // of A
+constexpr int64_t kWidenedDepth = kDepth<bfloat16>;
+constexpr int64_t kWidenedApart = kWidenedDepth + 16;
 
 // `depth` rows of k of a panel.
 void widen_panel(const bfloat16* panel, int64_t depth, float* to) {
@@ -117,9 +118,9 @@ void widen_panel(const bfloat16* panel, int64_t depth, float* to) {
 void gemm_widened(int64_t m, int64_t n, int64_t k, const bfloat16* a, int64_t lda, const bfloat16* packed, float* c,
                   int64_t ldc, bool accumulate, int64_t panel_size) {
   static const auto of_bf16_panels = widened_kernels(kRowNumbers);
-  alignas(64) float rows[kWidenedRows * kWidenedApart], panel[kDepth * kPanel];
-  for (int64_t p = 0; p < k; p += kDepth) {
-    const int64_t depth = std::min(kDepth, k - p);
+  alignas(64) float rows[kWidenedRows * kWidenedApart], panel[kWidenedDepth * kPanel];
+  for (int64_t p = 0; p < k; p += kWidenedDepth) {
+    const int64_t depth = std::min(kWidenedDepth, k - p);
     for (int64_t first = 0; first < m; first += kWidenedRows) {
       const int64_t count = std::min(kWidenedRows, m - first);
       for (int64_t i = 0; i < count; ++i)
@@ -147,19 +148,19 @@ void gemm_transposed_widened(int64_t m, int64_t n, int64_t k, const bfloat16* pa
                              float* c, int64_t ldc) {
   constexpr int64_t kPanels = 128 / kPanel;  // of A at once
   const int64_t panel_size = round_up(k, kPair<bfloat16>) * kPanel;
-  Buffer<float> left(kPanels * kDepth * kPanel);
-  alignas(64) float right[kDepth * kPanel];
-  for (int64_t p = 0; p < k; p += kDepth) {
-    const int64_t depth = std::min(kDepth, k - p);
+  Buffer<float> left(kPanels * kWidenedDepth * kPanel);
+  alignas(64) float right[kWidenedDepth * kPanel];
+  for (int64_t p = 0; p < k; p += kWidenedDepth) {
+    const int64_t depth = std::min(kWidenedDepth, k - p);
     for (int64_t first = 0; first < m; first += kPanels * kPanel) {
       const int64_t last = std::min(m, first + kPanels * kPanel);
       for (int64_t i = first; i < last; i += kPanel)
-        widen_panel(packed_a + i / kPanel * panel_size + p * kPanel, depth, left.data() + (i - first) * kDepth);
+        widen_panel(packed_a + i / kPanel * panel_size + p * kPanel, depth, left.data() + (i - first) * kWidenedDepth);
       for (int64_t j = 0; j < n; j += kPanel) {
         widen_panel(packed_b + j / kPanel * panel_size + p * kPanel, depth, right);
         for (int64_t i = first; i < last; i += kPanel)
-          rows_of_panel<float>(Groups(std::min(kPanel, m - i)), {left.data() + (i - first) * kDepth, 1, kPanel}, right,
-                               depth, c + i * ldc + j, ldc, std::min(kPanel, n - j), p > 0);
+          rows_of_panel<float>(Groups(std::min(kPanel, m - i)), {left.data() + (i - first) * kWidenedDepth, 1, kPanel},
+                               right, depth, c + i * ldc + j, ldc, std::min(kPanel, n - j), p > 0);
       }
     }
   }
@@ -188,14 +189,14 @@ void gemm(int64_t m, int64_t n, int64_t k, const T* a, int64_t lda, const T* pac
     if (!has_bf16_dot()) return gemm_widened(m, n, k, a, lda, packed, c, ldc, accumulate, panel_size);
   }
   // Cut so, a panel's slice and the rows' slice stay in the caches, too.
-  constexpr int64_t kApart = kDepth + 64 / static_cast<int64_t>(sizeof(T));  // elements between copied rows
-  constexpr int64_t kWays = 8;                                               // of a set of a first-level cache
+  constexpr int64_t kApart = kDepth<T> + 64 / static_cast<int64_t>(sizeof(T));  // elements between copied rows
+  constexpr int64_t kWays = 8;                                                  // of a set of a first-level cache
   const bool copies = n > kPanel && m > kWays && row_stride<T>(lda) != lda;
   const int64_t block = copies ? std::min<int64_t>(m, 64) : m;
   Buffer<T> copied;
   if (copies) copied = Buffer<T>(block * kApart);
-  for (int64_t p = 0; p < k; p += kDepth) {
-    const int64_t depth = std::min(kDepth, k - p);
+  for (int64_t p = 0; p < k; p += kDepth<T>) {
+    const int64_t depth = std::min(kDepth<T>, k - p);
     for (int64_t first = 0; first < m; first += block) {
       const int64_t rows = std::min(block, m - first);
       Left<T> left{a + first * lda + p, lda, kPair<T>};
@@ -217,13 +218,13 @@ void gemm_transposed(int64_t m, int64_t n, int64_t k, const T* packed_a, const T
   if constexpr (std::is_same_v<T, bfloat16>)
     if (!has_bf16_dot()) return gemm_transposed_widened(m, n, k, packed_a, packed_b, c, ldc);
   const int64_t panel_size = round_up(k, kPair<T>) * kPanel;
-  for (int64_t p = 0; p < k; p += kDepth)
+  for (int64_t p = 0; p < k; p += kDepth<T>)
     for (int64_t i = 0; i < m; i += kPanel) {
       const Groups groups(std::min(kPanel, m - i));
       for (int64_t j = 0; j < n; j += kPanel)
         rows_of_panel<T>(groups, {packed_a + i / kPanel * panel_size + p * kPanel, kPair<T>, kPanel * kPair<T>},
-                         packed_b + j / kPanel * panel_size + p * kPanel, std::min(kDepth, k - p), c + i * ldc + j, ldc,
-                         std::min(kPanel, n - j), p > 0);
+                         packed_b + j / kPanel * panel_size + p * kPanel, std::min(kDepth<T>, k - p), c + i * ldc + j,
+                         ldc, std::min(kPanel, n - j), p > 0);
     }
 }
 

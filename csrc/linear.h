@@ -97,7 +97,7 @@ class Right {
     if constexpr (!std::is_same_v<T, double>)
       if (unpacked_) return gemm_unpacked<T>(t.rows, t.columns, k_, left, ldx, columns, stride_n_, to, t.ld);
     // As gemm() would cut it; brgemm has cuts of its own.
-    const int64_t most = std::is_same_v<T, bfloat16> && use_brgemm() ? k_ : std::min(k_, kDepth);
+    const int64_t most = std::is_same_v<T, bfloat16> && use_brgemm() ? k_ : std::min(k_, kDepth<T>);
     Buffer<T> slice(packed_size<T>(most, wide));
     for (int64_t p = 0; p < k_; p += most) {
       const int64_t depth = std::min(most, k_ - p);
