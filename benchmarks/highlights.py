@@ -232,10 +232,8 @@ PEERS = (
 )
 
 # Where the CPU has no AVX-512.
-AVX2 = (
-    replace(DROP_IN[0], against=("as it is",)),
-    replace(DROP_IN[1], against=("as it is",)),
-    *(case for case in DROP_IN if case.where["model"] == "torch_nn_encoder"),
+AVX2 = tuple(
+    replace(case, against=("as it is",)) for case in DROP_IN if case.where["model"] in ("bert_base", "torch_nn_encoder")
 )
 AVX2_PEERS = tuple(
     replace(case, panels=(_PRECISIONS[0], _PRECISIONS[2])) for case in PEERS if case.where["model"] == "base"

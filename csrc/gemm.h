@@ -3,7 +3,7 @@
 //
 // B is packed once and used by many row blocks. It lies in panels of kPanel columns, rows of k inside a panel; bf16
 // keeps two rows of k side by side (VNNI), which is what vdpbf16ps and AMX read. Columns beyond n and an odd last row
-// of bf16 are zero. A is read where it lies, by broadcast.
+// of bf16 are zero. A is read where it lies, by broadcast, or from a widened copy of some rows.
 //
 //   float     6 to 14 rows by two vectors of accumulators, FMA
 //   bfloat16  oneDNN's brgemm where the CPU has AMX; else vdpbf16ps where it has AVX512_BF16; else as float

@@ -35,7 +35,7 @@ struct Columns {
   }
 };
 
-// The rows of A with a pointer for every fourth, as in gemm.cpp.
+// The rows of A with a pointer for every fourth, as in gemm_kernels.h.
 template <typename T, int kRows>
 struct Rows {
   const T* base[(kRows + 3) / 4];

@@ -25,7 +25,9 @@ Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>
   shape.back() = weight.size(0);
   Tensor out = at::empty(shape, x.options());
   if (weight.size(1) == 0) return bias ? out.copy_(bias->expand(shape)) : out.zero_();
-  const Tensor rows = x.reshape({-1, x.size(-1)}), from = rows.stride(1) == 1 ? rows : rows.contiguous();
+  const Tensor rows = x.reshape({-1, x.size(-1)});
+  // Rows that lie in one another are what oneDNN's brgemm does not expect.
+  const Tensor from = rows.stride(1) == 1 && rows.stride(0) >= rows.size(1) ? rows : rows.contiguous();
   const Tensor strided = weight.stride(0) == 1 || weight.stride(1) == 1 ? weight : weight.contiguous();
   const Tensor added = bias ? bias->contiguous() : Tensor();
   const int64_t n = weight.size(0), m = from.size(0), most = weight.numel() > kMostPacked ? kTallRows : m;

@@ -53,6 +53,11 @@ def _first_that_loads() -> str | None:
     return None
 
 
+def instruction_set() -> str | None:
+    """That of the extension ("avx512", "avx2"); None without one, of which nobody is warned here."""
+    return _first_that_loads()
+
+
 def host_function(name: str) -> Callable[..., Any] | None:
     """A function of the module that saves time in every call, on a GPU too; where it is missing, nobody is warned."""
     isa = _first_that_loads()

@@ -53,7 +53,7 @@ def make(family: str, dtype: torch.dtype = torch.float32) -> Any:
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     """The shapes of the weights whose products went to oneDNN or to our kernels, which the smallest do here."""
     shapes: list[tuple[int, ...]] = []
-    notice_products(monkeypatch, lambda x, weight, is_kernel: shapes.append(tuple(weight.shape)))
+    notice_products(monkeypatch, lambda x, weight, is_gradient: shapes.append(tuple(weight.shape)))
     for bound in ("_FEWEST", "_FEWEST_TO_LEARN", "_FEWEST_IN_BF16"):
         monkeypatch.setattr(linear_module, bound, 0)
     return shapes

@@ -194,11 +194,14 @@ def test_autocast_to_bf16_is_that_of_the_usual_function(library: str, dtype: tor
 def test_whom_the_kernel_suits(
     isa: str | None, has_bf16: bool, suits_mkl: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_extension, "load", lambda: isa)
+    monkeypatch.setattr(_extension, "instruction_set", lambda: isa)
+    monkeypatch.setattr(_extension, "function", {"linear": "the kernel"}.get)
     monkeypatch.setattr(linear_module, "_has_bf16_in_onednn", lambda: has_bf16)
     monkeypatch.setattr(linear_module, "_suits_mkl", lambda: suits_mkl)
     assert SUITS_KERNEL(torch.float32) == (isa == "avx2" and not suits_mkl)
     assert SUITS_KERNEL(torch.bfloat16) == (isa == "avx2" and not has_bf16)
+    monkeypatch.setattr(_extension, "function", lambda name: None)  # it was built before
+    assert not SUITS_KERNEL(torch.float32) and not SUITS_KERNEL(torch.bfloat16)
 
 
 @pytest.mark.parametrize("maker", ["intel", "another", "unknown"])
@@ -278,6 +281,24 @@ def test_gradients_are_those_of_the_product(
         assert_accurate(ours, plain, exact)
     assert found[0][2].stride() == tensors[1].stride(), "a gradient lies as its weight"
     assert not products
+
+
+@pytest.mark.parametrize("how", ["dense", "expanded", "strided"])
+@pytest.mark.parametrize("make", [plainly_contiguous, transposed_weight, strided_input])
+def test_gradients_in_bf16(make: Callable[[], Any], how: str, library: str, products: Products) -> None:
+    found = []
+    for function, dtype in ((linear, torch.bfloat16), (F.linear, torch.bfloat16), (F.linear, torch.float64)):
+        tensors = [None if t is None else t.detach().to(dtype).requires_grad_() for t in learners(make, torch.bfloat16)]
+        out = function(*tensors)
+        torch.manual_seed(3)
+        dout = torch.randn(*out.shape, 2)[..., 1] if how == "strided" else torch.randn(out.shape)
+        if how == "expanded":
+            dout = torch.randn(out.shape[-1]).expand(out.shape)
+        dout = dout.bfloat16().to(dtype)
+        found.append((out, *torch.autograd.grad(out, [t for t in tensors if t is not None], dout)))
+        assert len(products) == (3 if library == "kernel" else 0)
+    for ours, plain, exact in zip(*found, strict=True):
+        assert_accurate(ours, plain, exact)
 
 
 @contextlib.contextmanager

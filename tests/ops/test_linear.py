@@ -25,10 +25,10 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=["fp32", "bf16", "fp64"])
 @pytest.mark.parametrize(
     ("rows", "features", "out"),
-    # Few rows aren't packed for; up to 256 are a tall tile; products longer than 512 are sums of sums.
+    # Few rows aren't packed for; up to 256 are a tall tile; products longer than 192 (bf16: 512) are sums of sums.
     [
-        (1, 1, 1), (3, 70, 33), (4, 513, 130), (7, 33, 65), (15, 512, 16), (40, 1030, 48), (65, 64, 130),
-        (256, 40, 70), (257, 40, 300), (300, 600, 31),
+        (1, 1, 1), (3, 70, 33), (4, 513, 130), (7, 33, 65), (9, 191, 20), (15, 512, 16), (20, 193, 40), (40, 1030, 48),
+        (65, 64, 130), (66, 385, 33), (256, 40, 70), (257, 40, 300), (300, 600, 31),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("is_transposed", [False, True], ids=["weight", "transposed"])
@@ -48,9 +48,10 @@ def test_it_is_the_product(rows: int, features: int, out: int, is_transposed: bo
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_a_row_depends_on_no_other(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("features", [192, 700, 1025])
+def test_a_row_depends_on_no_other(features: int, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
-    x, weight, bias = torch.randn(300, 700).to(dtype), torch.randn(90, 700).to(dtype), torch.randn(90).to(dtype)
+    x, weight, bias = (torch.randn(*shape).to(dtype) for shape in ((300, features), (90, features), (90,)))
     whole = _product(x, weight, bias)
     for first, last in ((0, 1), (3, 7), (5, 11), (17, 40), (100, 260), (43, 300)):
         assert torch.equal(_product(x[first:last], weight, bias), whole[first:last]), (first, last)
@@ -65,7 +66,8 @@ def test_a_vocabulary_is_taken_some_rows_after_the_others(dtype: torch.dtype) ->
     assert_accurate(found, F.linear(x, weight), F.linear(x.double(), weight.double()))
 
 
-def test_tensors_may_lie_as_they_like() -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_tensors_may_lie_as_they_like(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     weight, bias = torch.randn(40, 24), torch.randn(40)
     for x in (
@@ -76,6 +78,8 @@ def test_tensors_may_lie_as_they_like() -> None:
         torch.randn(1, 20, 24).expand(3, 20, 24),
         torch.randn(3, 24, 20).transpose(1, 2),
         torch.randn(24),
+        torch.randn(24).expand(30, 24),
+        torch.randn(60).as_strided((30, 24), (1, 1)),
     ):
         for w, b in (
             (weight, bias),
@@ -83,7 +87,18 @@ def test_tensors_may_lie_as_they_like() -> None:
             (torch.randn(80, 48)[::2, ::2], torch.randn(1).expand(40)),
             (torch.randn(40, 1).expand(40, 24), None),
         ):
-            torch.testing.assert_close(_product(x, w, b), F.linear(x, w, b), rtol=1e-4, atol=1e-4)
+            # Layouts that a change of the dtype keeps.
+            given = [None if t is None else _like(t, dtype) for t in (x, w, b)]
+            exact = F.linear(*(None if t is None else t.double() for t in given)).to(dtype)
+            bound = 1e-4 if dtype == torch.float32 else 2e-2
+            torch.testing.assert_close(_product(*given), exact, rtol=bound, atol=bound)
+
+
+def _like(t: Tensor, dtype: torch.dtype) -> Tensor:
+    """A tensor that lies in its memory as t does in its own."""
+    memory = torch.empty(t.untyped_storage().nbytes() // t.element_size(), dtype=t.dtype)
+    memory.untyped_storage().copy_(t.untyped_storage())
+    return memory.to(dtype).as_strided(t.shape, t.stride(), t.storage_offset())
 
 
 def test_what_does_not_fit_is_refused() -> None:
