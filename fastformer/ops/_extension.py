@@ -29,7 +29,7 @@ def load() -> str | None:
     A module that does not load (built against another torch, say) is passed over with a warning: the ops run on plain
     PyTorch then. FASTFORMER_STRICT=1 makes the missing kernels errors.
     """
-    isa = _first_that_loads()
+    isa = instruction_set()
     if isa is None:
         logger.warning(
             "no C++ extension for this CPU (%s): the ops run on plain PyTorch. See `fastformer doctor`.",
@@ -39,7 +39,8 @@ def load() -> str | None:
 
 
 @cache
-def _first_that_loads() -> str | None:
+def instruction_set() -> str | None:
+    """That of the module which fits this CPU and loads; None without one, of which nobody is warned here."""
     capability = torch.backends.cpu.get_cpu_capability()
     for isa, capabilities in _MODULES.items():
         name = f"fastformer._C_{isa}"
@@ -53,14 +54,9 @@ def _first_that_loads() -> str | None:
     return None
 
 
-def instruction_set() -> str | None:
-    """That of the extension ("avx512", "avx2"); None without one, of which nobody is warned here."""
-    return _first_that_loads()
-
-
 def host_function(name: str) -> Callable[..., Any] | None:
     """A function of the module that saves time in every call, on a GPU too; where it is missing, nobody is warned."""
-    isa = _first_that_loads()
+    isa = instruction_set()
     return None if isa is None else getattr(importlib.import_module(f"fastformer._C_{isa}"), name, None)
 
 
