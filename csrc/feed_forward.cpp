@@ -100,13 +100,14 @@ void forward(const Tensor& x, const Tensor& weight1, const OptionalTensor& bias1
                             needs_saved && !keeps_hidden ? saved.mutable_data_ptr<T>() : nullptr,
                             hidden_rows.mutable_data_ptr<T>(),
                             hidden_rows.stride(0)};
-  const T* xp = x.const_data_ptr<T>();
+  const Tensor left = readable_rows<T>(x);
+  const T* xp = left.const_data_ptr<T>();
   const auto w1 = Right<T>::transposed(weight1.narrow(0, 0, hidden), rows);
   const auto w1_up = Right<T>::transposed(weight1.narrow(0, hidden, gated ? hidden : 0), rows);
   for_each_tile(rows, hidden, gated ? 2 * dim : dim, [&](const TileOf& t) {
     acc gate[kTileSize], up[kTileSize];
-    w1.multiply_tile(t, xp, dim, gate);
-    if (gated) w1_up.multiply_tile(t, xp, dim, up);
+    w1.multiply_tile(t, xp, left.stride(0), gate);
+    if (gated) w1_up.multiply_tile(t, xp, left.stride(0), up);
     for (int64_t r = 0; r < t.rows; ++r) epilogue.row(t.row + r, t.column, t.columns, gate + r * t.ld, up + r * t.ld);
   });
   multiply<T>(hidden_rows, Right<T>::transposed(weight2, rows), bias2 ? bias2->const_data_ptr<T>() : nullptr,
@@ -166,12 +167,13 @@ Gradients backward(const Tensor& dout, const Tensor& x, const Tensor& weight1, b
   const int64_t rows = x.size(0), dim_out = weight2.size(0), hidden = weight2.size(1), wide = weight1.size(0);
   const Tensor dpre = scratch_rows<T>(rows, wide, x);
   const Tensor hidden_rows = activation == Activation::relu ? saved : at::empty({rows, hidden}, x.options());
-  const T* doutp = dout.const_data_ptr<T>();
+  const Tensor left = readable_rows<T>(dout);
+  const T* doutp = left.const_data_ptr<T>();
   const Tensor strided1 = strided(weight1), strided2 = strided(weight2);
   const auto w2 = Right<T>::as_is(strided2, rows);
   for_each_tile(rows, hidden, dim_out, [&](const TileOf& t) {
     acc dhidden[kTileSize];
-    w2.multiply_tile(t, doutp, dim_out, dhidden);
+    w2.multiply_tile(t, doutp, left.stride(0), dhidden);
     for (int64_t r = 0; r < t.rows; ++r) {
       const int64_t row = t.row + r;
       backward_row<T>(activation, dropout, hidden, row, t.column, t.columns, dhidden + r * t.ld,

@@ -190,8 +190,7 @@ void gemm(int64_t m, int64_t n, int64_t k, const T* a, int64_t lda, const T* pac
   }
   // Cut so, a panel's slice and the rows' slice stay in the caches, too.
   constexpr int64_t kApart = kDepth<T> + 64 / static_cast<int64_t>(sizeof(T));  // elements between copied rows
-  constexpr int64_t kWays = 8;                                                  // of a set of a first-level cache
-  const bool copies = n > kPanel && m > kWays && row_stride<T>(lda) != lda;
+  const bool copies = n > kPanel && evict_one_another<T>(m, lda);
   const int64_t block = copies ? std::min<int64_t>(m, 64) : m;
   Buffer<T> copied;
   if (copies) copied = Buffer<T>(block * kApart);

@@ -87,6 +87,15 @@ bool use_brgemm();
 // Whether a CPU and this module have products of bf16, vdpbf16ps. Else they are widened, with the rate of fp32.
 bool has_bf16_dot();
 
+// Whether so many rows of A, so many elements apart, evict one another in gemm(): not where it reads them through
+// brgemm or widens them, and not where the groups in which it takes them are of no more rows than a set has ways.
+template <typename T>
+bool evict_one_another(int64_t rows, int64_t apart) {
+  constexpr int64_t kFew = 16;
+  if (std::is_same_v<T, bfloat16> && (use_brgemm() || !has_bf16_dot())) return false;
+  return rows > kFew && row_stride<T>(apart) != apart;
+}
+
 // brgemm keeps the AMX tiles configured between calls; a thread calls this when it is done with its products.
 void gemm_release();
 

@@ -30,7 +30,7 @@ Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>
   const Tensor from = rows.stride(1) == 1 && rows.stride(0) >= rows.size(1) ? rows : rows.contiguous();
   const Tensor strided = weight.stride(0) == 1 || weight.stride(1) == 1 ? weight : weight.contiguous();
   const Tensor added = bias ? bias->contiguous() : Tensor();
-  const int64_t n = weight.size(0), m = from.size(0), most = weight.numel() > kMostPacked ? kTallRows : m;
+  const int64_t n = weight.size(0), m = from.size(0), most = weight.numel() > kMostPacked ? most_tall_rows() : m;
   dispatch(x.scalar_type(), "linear", [&]<typename T>() {
     const T* bias_data = bias ? added.const_data_ptr<T>() : nullptr;
     for (int64_t first = 0; first < m; first += most) {

@@ -18,12 +18,15 @@ namespace fastformer {
 
 using at::Tensor;
 
-// A tile is wide where there are many rows; up to kTallRows of them are one tall tile.
+// A tile is wide where there are many rows, and tall where there are few, of which it takes kTallRows.
 constexpr int64_t kTileRows = 64;
 constexpr int64_t kTileColumns = 256;
 constexpr int64_t kTileSize = kTileRows * kTileColumns;
 constexpr int64_t kTallRows = 256;
 constexpr int64_t kTallColumns = kTileSize / kTallRows;
+// Up to so many: B is packed once for each tall tile on its way through the cache, or else once as a whole, which is
+// written and read again. With AMX a product takes no longer than packing.
+inline int64_t most_tall_rows() { return use_brgemm() ? kTallRows : 2 * kTallRows; }
 
 // pack() of gemm.h, panels shared out among the threads.
 template <typename T>
@@ -44,6 +47,20 @@ Tensor scratch_rows(int64_t rows, int64_t columns, const Tensor& like) {
   return at::from_blob(memory->data(), {rows, columns}, {stride, 1}, [memory](void*) {}, like.options());
 }
 
+// x (rows, columns), or a copy of it for gemm() to read, which would copy the rows of each tile else.
+template <typename T>
+Tensor readable_rows(const Tensor& x) {
+  const int64_t rows = x.size(0), columns = x.size(1), apart = x.stride(0);
+  if (!evict_one_another<T>(rows, apart)) return x;
+  const Tensor copy = scratch_rows<T>(rows, columns, x);
+  const T* from = x.const_data_ptr<T>();
+  T* to = copy.mutable_data_ptr<T>();
+  for_row_ranges(rows, columns, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) std::copy_n(from + i * apart, columns, to + i * copy.stride(0));
+  });
+  return copy;
+}
+
 struct TileOf {
   int64_t row, rows, column, columns;  // columns is a multiple of kPanel except at the end
   int64_t ld;                          // elements between the rows of its results, kTileSize in all
@@ -53,7 +70,7 @@ struct TileOf {
 // operand's columns stay in the cache, of which there are more than of the left one's rows.
 template <typename F>
 void for_each_tile(int64_t m, int64_t n, int64_t k, F&& f) {
-  const bool tall = m <= kTallRows;
+  const bool tall = m <= most_tall_rows();
   const int64_t height = tall ? kTallRows : kTileRows, width = tall ? kTallColumns : kTileColumns;
   const int64_t down = (m + height - 1) / height, across = (n + width - 1) / width;
   for_each_task(down * across, 2 * m * n * k >= kSerialFlops, [&](int64_t i) {
@@ -62,15 +79,14 @@ void for_each_tile(int64_t m, int64_t n, int64_t k, F&& f) {
   });
 }
 
-// B (k, n) of products x * B with so many rows: packed for all of them, or, where there is one tile of rows, slice by
-// slice on its way through the cache (writing all of it and reading it again would take as long as the product), or not
+// B (k, n) of products x * B with so many rows: packed for all of them, or slice by slice where tiles are tall, or not
 // at all for a handful. The sums are the same bit for bit: what a row gives does not depend on the others.
 template <typename T>
 class Right {
  public:
   // The matrix whose element (i, j) is b[i * stride_k + j * stride_n].
   Right(const T* b, int64_t stride_k, int64_t stride_n, int64_t k, int64_t n, int64_t rows)
-      : b_(b), stride_k_(stride_k), stride_n_(stride_n), k_(k), n_(n), packed_(rows > kTallRows) {
+      : b_(b), stride_k_(stride_k), stride_n_(stride_n), k_(k), n_(n), packed_(rows > most_tall_rows()) {
     unpacked_ = rows <= kFewRows / 2 && stride_k == 1 && !std::is_same_v<T, double> &&
                 !(std::is_same_v<T, bfloat16> && use_brgemm());
     if (packed_) panels_ = packed<T>(b, stride_k, stride_n, k, n);
@@ -128,10 +144,11 @@ void store_tile(const TileOf& t, const acc_t<T>* result, const T* bias, T* y, in
 // y (m, n) = x (m, k) * B (+ bias), rounded once. x may have its rows apart.
 template <typename T>
 void multiply(const Tensor& x, const Right<T>& b, const T* bias, T* y) {
-  const T* from = x.const_data_ptr<T>();
+  const Tensor rows = readable_rows<T>(x);
+  const T* from = rows.const_data_ptr<T>();
   for_each_tile(x.size(0), b.n(), b.k(), [&](const TileOf& t) {
     acc_t<T> result[kTileSize];
-    b.multiply_tile(t, from, x.stride(0), result);
+    b.multiply_tile(t, from, rows.stride(0), result);
     store_tile<T>(t, result, bias, y, b.n());
   });
 }

@@ -1,8 +1,9 @@
-"""x W^T + b as `F.linear` computes it, by whatever is fast at it on this CPU, and so its gradients.
+"""x W^T + b as `F.linear` computes it, and so its gradients, by our own kernels where they are ahead on this CPU.
 
-PyTorch leaves a product in fp32 to MKL, which uses half of AVX-512's width on CPUs that Intel didn't make; oneDNN uses
-all of it, and PyTorch has that, too. With AVX2 our own kernel is ahead of both, and by far in bf16, for which PyTorch
-has plain loops there. The weight's gradient is our kernel's wherever MKL isn't kept, as it is on Intel's CPUs in fp32.
+In fp32 that is where Intel didn't make the CPU: PyTorch's MKL uses half of AVX-512's width there, and less than AVX2
+has. (PyTorch has oneDNN's products in fp32, too, which are a few percent faster than ours with AVX-512, and wrong by
+twice as much as MKL's and ours, in the worst element up to five times.) In bf16 it is where oneDNN has no products, and
+PyTorch plain loops.
 """
 
 from __future__ import annotations
@@ -23,14 +24,12 @@ from fastformer.ops._library import unviewed
 # Multiplications; below, a call takes longer than it spares. In learning Python adds to that.
 _FEWEST, _FEWEST_TO_LEARN = 2**22, 2**24
 _FEWEST_IN_BF16 = 2**18  # of what PyTorch's loops take so long for
-# A weight of more elements, a vocabulary's, is read by oneDNN in slices of so many features, which a cache holds.
-_LARGE, _SLICE = 2**23, 2048
 _LINEAR = F.linear
 _PLAIN_TENSORS = (Tensor, nn.Parameter)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`F.linear(x, weight, bias)`; where autograd alone has a say, by the library that suits the CPU.
+    """`F.linear(x, weight, bias)`; where autograd alone has a say, by the kernel that suits the CPU.
 
     Args:
         x: (..., in_features).
@@ -109,28 +108,16 @@ def _transposed_product(a: Tensor, b: Tensor) -> Tensor:
     b = b.contiguous()
     if torch.is_grad_enabled() or not _is_led(a.t(), b.t(), None):
         return linear(a.t(), b.t())
-    ours = _extension.function("linear_weight_grad")  # only here: torch.compile can't follow how it is found
-    product: Tensor = linear(a.t(), b.t()) if ours is None else ours(a, b)
-    return product
+    return _weight_gradient(a, b)
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return _by_kernel(x, weight, bias) if _suits_kernel(x.dtype) else _by_onednn(x, weight, bias)
-
-
-def _by_kernel(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     out: Tensor = torch.ops.fastformer_cpp.linear(x, weight, bias)
     return out
 
 
-def _by_onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    product = torch.ops.mkldnn._linear_pointwise
-    if weight.numel() <= _LARGE or weight.is_contiguous() or weight.shape[1] <= _SLICE:
-        return product(x, weight, bias, "none", [], "")
-    slices = zip(x.split(_SLICE, dim=-1), weight.split(_SLICE, dim=1), strict=True)
-    out = product(*next(slices), bias, "none", [], "")
-    for each in slices:
-        out += product(*each, None, "none", [], "")
+def _weight_gradient(dout: Tensor, x: Tensor) -> Tensor:
+    out: Tensor = torch.ops.fastformer_cpp.linear_weight_grad(dout, x)
     return out
 
 
@@ -140,12 +127,11 @@ def _is_led(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
         return False
     if weight.dim() != 2 or (size := x.numel() * weight.shape[0]) < _FEWEST_IN_BF16:
         return False
-    by_kernel, is_bf16 = _suits_kernel(x.dtype), x.dtype == torch.bfloat16
-    if not by_kernel and (is_bf16 or _suits_mkl()):
+    if not _suits_kernel(x.dtype):
         return False
+    is_bf16 = x.dtype == torch.bfloat16
     # With fewer rows, reading the weight is what takes time.
-    fewest_rows = 2 if is_bf16 else 4 if by_kernel else 16
-    if not x.numel() >= fewest_rows * weight.shape[1] > 0:
+    if not x.numel() >= (2 if is_bf16 else 4) * weight.shape[1] > 0:
         return False
     tensors = (x, weight) if bias is None else (x, weight, bias)
     if not is_bf16 and size < (_FEWEST_TO_LEARN if needs_gradient(*tensors) else _FEWEST):
@@ -154,9 +140,8 @@ def _is_led(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
         _has_no_other_say(*tensors)
         and all(t.dtype == x.dtype for t in tensors)
         and x.shape[-1] == weight.shape[1]
-        and (weight.is_contiguous() or weight.t().is_contiguous())  # oneDNN has slow code alone for all else
+        and (weight.is_contiguous() or weight.t().is_contiguous())  # all else would be copied
         and (bias is None or bias.shape == weight.shape[:1])
-        and (by_kernel or _has_onednn())
         and not torch.is_autocast_enabled("cpu")
         and not torch._C._functorch.is_legacy_batchedtensor(x)
     )
@@ -186,29 +171,23 @@ def _has_no_other_say(*tensors: Tensor) -> bool:
     )
 
 
+def _suits_kernel(dtype: torch.dtype) -> bool:
+    # One that was built before the kernel was written lacks it.
+    if _extension.instruction_set() is None or _extension.function("linear") is None:
+        return False
+    return not (_has_bf16_in_onednn() if dtype == torch.bfloat16 else _suits_mkl())
+
+
 @cache
 def _suits_mkl() -> bool:
-    # There MKL is as fast as oneDNN forward, and faster than oneDNN and our kernel in learning.
+    # There MKL uses whole vectors; in learning it is faster than our kernel.
     if not torch.backends.mkl.is_available():
         return False
     is_intel = _extension.host_function("is_intel_cpu")
     return is_intel is not None and is_intel()
 
 
-def _suits_kernel(dtype: torch.dtype) -> bool:
-    # One that was built before the kernel was written lacks it.
-    if _extension.instruction_set() != "avx2" or _extension.function("linear") is None:
-        return False
-    return not _has_bf16_in_onednn() if dtype == torch.bfloat16 else not _suits_mkl()
-
-
 @cache
 def _has_bf16_in_onednn() -> bool:
-    return _IS_THERE and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-
-
-def _has_onednn() -> bool:
-    return torch._C._get_mkldnn_enabled() and _IS_THERE
-
-
-_IS_THERE = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    probe = getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", None)
+    return torch.backends.mkldnn.is_available() and probe is not None and bool(probe())

@@ -1,4 +1,4 @@
-"""The linear maps of transformers' models: swapped, by oneDNN where it is there, and by whatever somebody put there."""
+"""The linear maps of transformers' models: swapped, by our kernels where there are any, or what somebody put there."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def make(family: str, dtype: torch.dtype = torch.float32) -> Any:
 
 @pytest.fixture(autouse=True)
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
-    """The shapes of the weights whose products went to oneDNN or to our kernels, which the smallest do here."""
+    """The shapes of the weights whose products went to our kernels, which the smallest do here."""
     shapes: list[tuple[int, ...]] = []
     notice_products(monkeypatch, lambda x, weight, is_gradient: shapes.append(tuple(weight.shape)))
     for bound in ("_FEWEST", "_FEWEST_TO_LEARN", "_FEWEST_IN_BF16"):
@@ -84,10 +84,8 @@ def test_losses_and_gradients_by_the_rule(family: str, counted: list[tuple[int, 
     kinds = Counter(report.swapped.values())
     assert (kinds["Linear"], kinds["Conv1D"]) == MAPS[family] and not report.left
     ours = steps(model)
-    if linear_module._IS_THERE:
-        # Llama's k and v are (8, 24): to oneDNN their gradients have too few rows.
-        left = 4 if family == "llama" and not linear_module._suits_kernel(torch.float32) else 0
-        assert len(counted) == (PRODUCTS[family] - left) * DRAWS and counted.count((24, 60)) == DRAWS
+    if linear_module._suits_kernel(torch.float32):
+        assert len(counted) == PRODUCTS[family] * DRAWS and counted.count((24, 60)) == DRAWS
     assert ours.keys() == plain.keys() and len(ours) > 10
     largest = max(float(value.norm()) for value in exact.values())
     for name, value in ours.items():

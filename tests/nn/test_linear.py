@@ -1,4 +1,4 @@
-"""Products go to oneDNN or our kernel, what others than autograd have a say in to `F.linear`, and all are the same."""
+"""Products go to our kernel, what others than autograd have a say in to `F.linear`, and all are the same."""
 
 from __future__ import annotations
 
@@ -24,11 +24,7 @@ from tests.conftest import missing_backend
 from tests.ops.test_outputs import Stop
 from tests.products import notice_products
 
-# As they were before fixtures spoke for them.
-SUITS_MKL = linear_module._suits_mkl.__wrapped__
-SUITS_KERNEL = linear_module._suits_kernel
-
-pytestmark = pytest.mark.skipif(not linear_module._IS_THERE, reason="this PyTorch has no oneDNN")
+SUITS_MKL = linear_module._suits_mkl.__wrapped__  # as it was before a fixture spoke for it
 
 
 class Products(list[int]):
@@ -38,19 +34,11 @@ class Products(list[int]):
         self.of_gradients: list[int] = []
 
 
-@pytest.fixture(params=["onednn", "kernel"], autouse=True)
-def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Whose the products are, on any CPU; the kernel takes bf16, too."""
-    library: str = request.param
-    if library == "kernel" and (reason := missing_backend("cpp", "linear")):
-        pytest.skip(reason)
-    monkeypatch.setattr(linear_module, "_suits_kernel", lambda dtype: library == "kernel")
-    return library
-
-
 @pytest.fixture(autouse=True)
 def products(monkeypatch: pytest.MonkeyPatch) -> Products:
-    """See there."""
+    """See there: on any CPU that has the kernel, in bf16, too."""
+    if reason := missing_backend("cpp", "linear"):
+        pytest.skip(reason)
     rows = Products()
 
     def note(x: Tensor, weight: Tensor, is_gradient: bool) -> None:
@@ -58,6 +46,7 @@ def products(monkeypatch: pytest.MonkeyPatch) -> Products:
             each.append(x.numel() // x.shape[-1])
 
     notice_products(monkeypatch, note)
+    monkeypatch.setattr(linear_module, "_has_bf16_in_onednn", lambda: False)
     monkeypatch.setattr(linear_module, "_FEWEST", 0)
     monkeypatch.setattr(linear_module, "_FEWEST_IN_BF16", 0)
     return rows
@@ -95,9 +84,7 @@ class Mode(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
 
-def test_who_has_a_say_meets_the_usual_function(
-    library: str, products: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_who_has_a_say_meets_the_usual_function(products: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     x, weight, bias = inputs(20, 24)
     leaf = weight.clone().requires_grad_()
     for args in [
@@ -108,8 +95,8 @@ def test_who_has_a_say_meets_the_usual_function(
         assert linear(*args).requires_grad
     for dtype in (torch.float16, torch.float64):
         assert linear(x.to(dtype), weight.to(dtype), bias.to(dtype)).dtype == dtype
-    linear(x[: 3 if library == "kernel" else 15], weight, bias)
-    linear(x, torch.randn(40, 30)[:, :24], bias)  # oneDNN has slow code for it
+    linear(x[:3], weight, bias)
+    linear(x, torch.randn(40, 30)[:, :24], bias)
     linear(x, torch.randn(30, 40)[:24].t()[::2], bias[::2])
     linear(x[:0], weight, bias)
     kind = type("Other", (Tensor,), {})
@@ -121,10 +108,6 @@ def test_who_has_a_say_meets_the_usual_function(
     assert counter.get_total_flops() == 2 * 20 * 24 * 40
     with torch.autocast("cpu", torch.float16):
         assert linear(x, weight, bias).dtype == torch.float16
-    with torch.backends.mkldnn.flags(enabled=False):
-        linear(x, weight, bias)
-    assert products == [20] * (library == "kernel")
-    products.clear()
     torch.func.vmap(lambda row: linear(row, weight, bias))(x[None])
     torch.func.jvp(lambda x: linear(x, weight, bias), (x,), (x,))
     assert linear(x.to("meta"), weight.to("meta"), bias.to("meta")).device.type == "meta"
@@ -143,18 +126,17 @@ def test_who_has_a_say_meets_the_usual_function(
     linear(x, nn.Parameter(weight, requires_grad=False), bias)
     with torch.profiler.profile() as profile:
         linear(x, weight, bias)
-    name = {"onednn": "linear_pointwise", "kernel": "fastformer_cpp::linear"}[library]
-    assert any(name in event.name for event in profile.events())
+    assert any("fastformer_cpp::linear" in event.name for event in profile.events())
     assert products == [20, 20, 30, 20, 20]
     products.clear()
     monkeypatch.setattr(F, "linear", lambda x, weight, bias: x)
     assert linear(x, weight, bias) is x and not products
 
 
-def test_bf16_is_our_kernels_where_onednn_has_none(library: str, products: Products) -> None:
+def test_bf16_is_our_kernels_where_onednn_has_none(products: Products) -> None:
     x, weight, bias = (t.bfloat16() for t in inputs(3, 50, 24))
     found = linear(x, weight, bias)
-    assert products == [150] * (library == "kernel")
+    assert products == [150]
     exact = F.linear(x.double(), weight.double(), bias.double())
     assert_accurate(found, F.linear(x, weight, bias), exact)
     products.clear()
@@ -163,14 +145,14 @@ def test_bf16_is_our_kernels_where_onednn_has_none(library: str, products: Produ
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_autocast_to_bf16_is_that_of_the_usual_function(library: str, dtype: torch.dtype, products: Products) -> None:
+def test_autocast_to_bf16_is_that_of_the_usual_function(dtype: torch.dtype, products: Products) -> None:
     found = []
     for function in (linear, F.linear):
         x, weight, bias = (t.to(dtype).requires_grad_() for t in inputs(3, 50, 24))
         with torch.autocast("cpu", torch.bfloat16):
             out = function(x, weight, bias)
         found.append((out, *torch.autograd.grad(out.float().square().sum(), (x, weight, bias))))
-        assert len(products) == (3 if library == "kernel" else 0)
+        assert len(products) == 3
     for ours, plain in zip(*found, strict=True):
         assert ours.dtype == plain.dtype
         torch.testing.assert_close(ours, plain, rtol=2e-2, atol=2e-2 * float(plain.abs().max()))
@@ -198,10 +180,11 @@ def test_whom_the_kernel_suits(
     monkeypatch.setattr(_extension, "function", {"linear": "the kernel"}.get)
     monkeypatch.setattr(linear_module, "_has_bf16_in_onednn", lambda: has_bf16)
     monkeypatch.setattr(linear_module, "_suits_mkl", lambda: suits_mkl)
-    assert SUITS_KERNEL(torch.float32) == (isa == "avx2" and not suits_mkl)
-    assert SUITS_KERNEL(torch.bfloat16) == (isa == "avx2" and not has_bf16)
+    suits = linear_module._suits_kernel
+    assert suits(torch.float32) == (isa is not None and not suits_mkl)
+    assert suits(torch.bfloat16) == (isa is not None and not has_bf16)
     monkeypatch.setattr(_extension, "function", lambda name: None)  # it was built before
-    assert not SUITS_KERNEL(torch.float32) and not SUITS_KERNEL(torch.bfloat16)
+    assert not suits(torch.float32) and not suits(torch.bfloat16)
 
 
 @pytest.mark.parametrize("maker", ["intel", "another", "unknown"])
@@ -211,7 +194,6 @@ def test_intel_cpus_keep_mkl(maker: str, has_mkl: bool, products: list[int], mon
     monkeypatch.setattr(_extension, "host_function", lambda name: probe if name == "is_intel_cpu" else None)
     monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: has_mkl)
     monkeypatch.setattr(linear_module, "_suits_mkl", SUITS_MKL)
-    monkeypatch.setattr(linear_module, "_suits_kernel", SUITS_KERNEL)
     x, weight, bias = inputs(20, 24)
     torch.testing.assert_close(linear(x, weight, bias), F.linear(x, weight, bias))
     assert bool(products) == (maker != "intel" or not has_mkl)
@@ -248,19 +230,11 @@ def strided_input() -> tuple[Tensor, Tensor, None]:
     return torch.randn(24, 50).t(), torch.randn(17, 24), None
 
 
-@pytest.mark.parametrize("slices", [False, True], ids=["whole", "slices"])
-@pytest.mark.parametrize("has_kernel", [True, False], ids=["kernel", "none"])
 @pytest.mark.parametrize("how", ["dense", "expanded", "strided"])
 @pytest.mark.parametrize("make", [plainly_contiguous, transposed_weight, strided_input])
 def test_gradients_are_those_of_the_product(
-    make: Callable[[], Any], how: str, slices: bool, has_kernel: bool, learns_small: None,
-    monkeypatch: pytest.MonkeyPatch, products: Products,
-) -> None:  # fmt: skip
-    if not has_kernel:
-        monkeypatch.setattr(_extension, "function", lambda name: None)
-    if slices:
-        monkeypatch.setattr(linear_module, "_LARGE", 100)
-        monkeypatch.setattr(linear_module, "_SLICE", 16)
+    make: Callable[[], Any], how: str, learns_small: None, products: Products
+) -> None:
     found = []
     for function, dtype in ((linear, torch.float32), (F.linear, torch.float32), (F.linear, torch.float64)):
         tensors = learners(make, dtype)
@@ -274,8 +248,8 @@ def test_gradients_are_those_of_the_product(
         grads = torch.autograd.grad(out, [t for t in tensors if t is not None], dout.to(dtype))
         found.append((out, *grads))
         if function is linear:
-            assert type(out.grad_fn).__name__ == "_LearningBackward" and len(products) >= 3
-            assert len(products.of_gradients) == (has_kernel and _extension.function("linear_weight_grad") is not None)
+            assert type(out.grad_fn).__name__ == "_LearningBackward" and len(products) == 3
+            assert len(products.of_gradients) == 1
             products.clear()
     for ours, plain, exact in zip(*found, strict=True):
         assert_accurate(ours, plain, exact)
@@ -285,7 +259,7 @@ def test_gradients_are_those_of_the_product(
 
 @pytest.mark.parametrize("how", ["dense", "expanded", "strided"])
 @pytest.mark.parametrize("make", [plainly_contiguous, transposed_weight, strided_input])
-def test_gradients_in_bf16(make: Callable[[], Any], how: str, library: str, products: Products) -> None:
+def test_gradients_in_bf16(make: Callable[[], Any], how: str, products: Products) -> None:
     found = []
     for function, dtype in ((linear, torch.bfloat16), (F.linear, torch.bfloat16), (F.linear, torch.float64)):
         tensors = [None if t is None else t.detach().to(dtype).requires_grad_() for t in learners(make, torch.bfloat16)]
@@ -296,7 +270,7 @@ def test_gradients_in_bf16(make: Callable[[], Any], how: str, library: str, prod
             dout = torch.randn(out.shape[-1]).expand(out.shape)
         dout = dout.bfloat16().to(dtype)
         found.append((out, *torch.autograd.grad(out, [t for t in tensors if t is not None], dout)))
-        assert len(products) == (3 if library == "kernel" else 0)
+        assert len(products) == 3
     for ours, plain, exact in zip(*found, strict=True):
         assert_accurate(ours, plain, exact)
 
