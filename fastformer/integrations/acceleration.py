@@ -73,9 +73,10 @@ def accelerate(model: nn.Module, *, fused_loss: bool = False) -> Report:
             `TransformerDecoderLayer`, `TransformerEncoder`, `TransformerDecoder`, `Transformer`), and of transformers
             the layers of BART, BERT, GPT-2, Llama, Marian and T5. In any model of transformers the linear maps are
             swapped, and attention that is "sdpa" is led to ours.
-        fused_loss: for training: BartForConditionalGeneration, GPT2LMHeadModel, LlamaForCausalLM and MarianMTModel give
-            the loss of their labels without ever holding the logits: in training the output's `logits` is None. In
-            evaluation, without labels, and under torch.compile they are there as before.
+        fused_loss: for training: BartForConditionalGeneration, GPT2LMHeadModel, LlamaForCausalLM, MarianMTModel and
+            T5ForConditionalGeneration (of transformers 5) give the loss of their labels without ever holding the
+            logits: in training the output's `logits` is None. In evaluation, without labels, and under torch.compile
+            they are there as before.
 
     Returns:
         What was swapped, what was left and why, what is hooked. A second call swaps nothing.

@@ -169,12 +169,16 @@ class Encoder(_Masks):
     def _may_pack(self) -> bool:
         config: Any = self.config
         asked = (config.output_hidden_states, config.output_attentions)
-        return config._attn_implementation == NAME and not any(asked) and self._is_ours() and may_pack(self)
-
-    def _is_ours(self) -> bool:
-        layers: Any = self.layers
         # Whatever else stands there may call an attention again after the stack has ended, as a checkpoint does.
-        return all(type(layer) in self.kinds and type(layer.self_attn) in self.kinds for layer in layers)
+        ours = all(map(self._is_ours, self._layers()))
+        return config._attn_implementation == NAME and not any(asked) and ours and may_pack(self)
+
+    def _layers(self) -> Sequence[nn.Module]:
+        layers: Any = self.layers
+        return list(layers)
+
+    def _is_ours(self, layer: Any) -> bool:
+        return all(type(each) in self.kinds for each in (layer, layer.self_attn))
 
 
 _MEMORY = ("encoder_hidden_states", "encoder_attention_mask")

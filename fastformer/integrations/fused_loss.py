@@ -97,6 +97,13 @@ class Seq2SeqLoss(FusedLoss):
     def _is_fusable(self, given: dict[str, Any]) -> bool:
         return super()._is_fusable(given) and not given.get("use_cache") and self.lm_head.bias is None
 
+    def _decoded(self, given: dict[str, Any]) -> Any:
+        """What the model without its head gives; its last hidden state is what the head reads."""
+        return self.base_model(**given)
+
+    def _bias(self) -> Tensor | None:
+        return self.final_logits_bias[0]
+
     def _output(self, given: dict[str, Any]) -> Seq2SeqLMOutput:
         labels, config = given["labels"], self.config
         if given.get("decoder_input_ids") is None and given.get("decoder_inputs_embeds") is None:
@@ -104,8 +111,8 @@ class Seq2SeqLoss(FusedLoss):
             given = given | {"decoder_input_ids": shifted}
         given = given | {"use_cache": False}
         with leaving_unread(_behind_the_last(labels != IGNORED)):
-            out = self.base_model(**{name: value for name, value in given.items() if name != "labels"})
-        loss = _loss(out.last_hidden_state, self.lm_head, self.final_logits_bias[0], labels, IGNORED, None)
+            out = self._decoded({name: value for name, value in given.items() if name != "labels"})
+        loss = _loss(out.last_hidden_state, self.lm_head, self._bias(), labels, IGNORED, None)
         parts = {name: value for name, value in out.items() if name != "last_hidden_state"}
         return Seq2SeqLMOutput(loss=loss, **parts)
 

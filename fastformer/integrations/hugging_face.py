@@ -118,6 +118,11 @@ class Packing:
             self._packed_memory = self._memory_padding.pack(memory)[None]
         return self._packed_memory
 
+    def leave_memory(self, x: Tensor) -> Tensor:
+        """What was made of the packed memory, padded as that was: (batch, seqlen, ...)."""
+        assert self._memory_padding is not None
+        return self._memory_padding.unpack(x[0])
+
     def enter(self, x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """What a layer works on in place of x (batch, seqlen, dim) and its mask: once packed (1, total, dim), None."""
         if not self._has_begun:

@@ -1,24 +1,29 @@
-"""transformers' T5: norms and the FFN fused, attention with its position bias led to ours, a packed encoder.
+"""transformers' T5: norms and the FFN fused, attention with its position bias led to ours, packed stacks.
 
-The bias goes by where tokens stand, so attention alone is of the padded batch. The decoder stays padded: it keeps a
-cache in training, too. The gated FFN runs as transformers has it: our op wants its two first weights as one, which they
-aren't.
+The bias goes by where tokens stand, so self-attention alone is of the padded batch, and what the decoder's cache holds,
+which it keeps in training, too. The gated FFN runs as transformers has it: our op wants its two first weights as one,
+which they aren't.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.models.t5 import modeling_t5 as t5
 
 from fastformer.integrations.attention_interface import attend_padded
-from fastformer.integrations.bart import Encoder
-from fastformer.integrations.causal import EncoderHead, TokenLabels, signed_as
+from fastformer.integrations.bart import Decoder, Encoder, Seq2SeqModel
+from fastformer.integrations.causal import EncoderHead, KeepsPadding, TokenLabels, signed_as
+from fastformer.integrations.fused_loss import Seq2SeqLoss
 from fastformer.integrations.hugging_face import (
     RETURNS_TUPLES,
+    Packing,
+    attend,
     entered,
+    entered_memory,
     fused_feed_forward,
     going_on,
     keeping_padding,
@@ -29,6 +34,7 @@ from fastformer.integrations.hugging_face import (
 from fastformer.integrations.rms import RMSNorm
 from fastformer.integrations.swap import Swap
 from fastformer.nn.fusing import is_traced, is_written_as_known
+from fastformer.nn.padding import Padding
 
 know(t5)
 
@@ -58,7 +64,7 @@ class T5DenseActDense(t5.T5DenseActDense):
 
 
 class T5Attention(t5.T5Attention):
-    """Of packed tokens, too, which are padded again between the projections."""
+    """Of packed tokens, too: to a memory as they are; to one another, where their places count, padded again."""
 
     def forward(
         self,
@@ -71,12 +77,18 @@ class T5Attention(t5.T5Attention):
     ) -> Any:
         """See transformers."""
         run = going_on()
-        if run is None or (padding := run.padding) is None:
+        if run is None or run.padding is None:
             return super().forward(hidden_states, mask, key_value_states, position_bias, past_key_values, **kwargs)
+        if key_value_states is not None:
+            return self._to_memory(run, hidden_states, key_value_states, past_key_values), None, None
+        padding = run.padding
         q, k, v = (
             padding.unpack(projection(hidden_states)[0]).unflatten(-1, (self.n_heads, -1)).transpose(1, 2)
             for projection in (self.q, self.k, self.v)
         )
+        if past_key_values is not None:
+            own = getattr(past_key_values, "self_attention_cache", past_key_values)
+            k, v = own.update(k, v, self.layer_idx)
         if position_bias is None:
             seqlen = padding.shape[1]
             # The first block's is all blocks', and zero where it has none.
@@ -85,11 +97,29 @@ class T5Attention(t5.T5Attention):
                 if self.has_relative_attention_bias
                 else q.new_zeros(1, self.n_heads, seqlen, seqlen)
             )
-        dropout_p = self.dropout if self.training else 0.0
         out, _ = attend_padded(
-            self, q, k, v, mask, dropout_p, self.scaling, False, position_bias=position_bias, **kwargs
-        )
+            self, q, k, v, mask, self._acting_dropout(), self.scaling, self.is_causal, position_bias=position_bias,
+            **kwargs,
+        )  # fmt: skip
         return self.o(padding.pack(out.flatten(2))[None]), position_bias, None
+
+    def _to_memory(self, run: Packing, x: Tensor, memory: Tensor, cache: Any) -> Tensor:
+        """Without a bias, which is zero for a memory."""
+        with entered_memory(memory, None) as (packed, _):
+            q, k, v = (
+                projection(of).unflatten(-1, (self.n_heads, -1))
+                for projection, of in ((self.q, x), (self.k, packed), (self.v, packed))
+            )
+            if cache is not None:
+                padded = (run.leave_memory(each).transpose(1, 2) for each in (k, v))
+                cache.cross_attention_cache.update(*padded, self.layer_idx)
+                cache.is_updated[self.layer_idx] = True
+            attended = attend(q, k, v, None, dropout_p=self._acting_dropout(), scale=self.scaling)
+        out: Tensor = self.o(attended.flatten(2))
+        return out
+
+    def _acting_dropout(self) -> float:
+        return float(self.dropout) if self.training else 0.0
 
 
 class T5Block(t5.T5Block):
@@ -107,8 +137,8 @@ def _has_tokens(mask: Any) -> bool:
 
 @keeps_recording
 @signed_as(t5.T5Stack)
-class T5Stack(Encoder, t5.T5Stack):
-    """Packed where it is an encoder."""
+class T5Stack(Encoder, Decoder, t5.T5Stack):
+    """Packed: as an encoder by the mask that its first block is given, as a decoder by the mask that it is given."""
 
     block: Any
 
@@ -120,10 +150,66 @@ class T5Stack(Encoder, t5.T5Stack):
         with keeping_padding():
             return super().forward(*args, **kwargs)
 
-    def _is_ours(self) -> bool:
-        attends = [(block, block.layer[0], block.layer[0].SelfAttention) for block in self.block]
-        kinds = (T5Block, t5.T5LayerSelfAttention, T5Attention)
-        return not self.is_decoder and all(tuple(map(type, each)) == kinds for each in attends)
+    def _may_pack(self) -> bool:
+        return not self.is_decoder and super()._may_pack()
+
+    def _padding(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Padding | None:
+        packs = self.is_decoder and self.config.is_encoder_decoder  # whose cache has a part for each attention
+        return super()._padding(args, kwargs) if packs else None
+
+    def _fills_cache(self, kwargs: dict[str, Any]) -> bool:
+        # Its own begins empty, and holds padded keys and values.
+        return kwargs.get("past_key_values") is not None
+
+    def _layers(self) -> Sequence[nn.Module]:
+        return list(self.block)
+
+    def _is_ours(self, layer: Any) -> bool:
+        parts = [layer, layer.layer[0], layer.layer[0].SelfAttention]
+        kinds = [T5Block, t5.T5LayerSelfAttention, T5Attention]
+        if self.is_decoder:
+            parts += [layer.layer[1], layer.layer[1].EncDecAttention]
+            kinds += [t5.T5LayerCrossAttention, T5Attention]
+        return [type(part) for part in parts] == kinds
+
+
+@keeps_recording
+@signed_as(t5.T5ForConditionalGeneration)
+class T5ForConditionalGeneration(Seq2SeqModel, t5.T5ForConditionalGeneration):
+    """Packed where nobody looks at padding."""
+
+
+@keeps_recording
+@signed_as(t5.T5ForConditionalGeneration)
+class T5WithLoss(Seq2SeqModel, Seq2SeqLoss, t5.T5ForConditionalGeneration):
+    """The same, with the fused loss: in training no cache is kept but for who asks."""
+
+    config: Any
+    model_dim: int
+
+    def _is_fusable(self, given: dict[str, Any]) -> bool:
+        return super()._is_fusable(given) and self.config.decoder_start_token_id is not None
+
+    def _decoded(self, given: dict[str, Any]) -> Any:
+        out = t5.T5Model.forward(self, **given)
+        if self.config.scale_decoder_outputs:
+            out.last_hidden_state = out.last_hidden_state * self.model_dim**-0.5
+        return out
+
+    def _bias(self) -> Tensor | None:
+        return None
+
+
+@keeps_recording
+@signed_as(t5.T5ForQuestionAnswering)
+class T5ForQuestionAnswering(KeepsPadding, t5.T5ForQuestionAnswering):
+    """Its decoder is padded."""
+
+
+@keeps_recording
+@signed_as(t5.T5ForSequenceClassification)
+class T5ForSequenceClassification(KeepsPadding, t5.T5ForSequenceClassification):
+    """Its decoder is padded."""
 
 
 @keeps_recording
@@ -141,5 +227,9 @@ if not RETURNS_TUPLES:  # before 5 attention is written out in the model
         Swap(t5.T5Attention, T5Attention),
         Swap(t5.T5Block, T5Block),
         Swap(t5.T5Stack, T5Stack),
+        Swap(t5.T5ForConditionalGeneration, T5ForConditionalGeneration),
+        Swap(t5.T5ForQuestionAnswering, T5ForQuestionAnswering),
+        Swap(t5.T5ForSequenceClassification, T5ForSequenceClassification),
         Swap(t5.T5ForTokenClassification, T5ForTokenClassification),
     )
+LOSS_SWAPS = () if RETURNS_TUPLES else (Swap(t5.T5ForConditionalGeneration, T5WithLoss),)

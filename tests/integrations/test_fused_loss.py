@@ -11,8 +11,10 @@ from torch import Tensor, nn
 from transformers import BertConfig, BertModel
 
 import fastformer
+from fastformer.integrations.hugging_face import RETURNS_TUPLES
 from tests.integrations import test_bart as seq2seq
 from tests.integrations import test_causal as causal
+from tests.integrations import test_t5 as t5
 from tests.integrations.test_causal import IDS, LEFT, RIGHT
 from tests.nn.comparing import assert_same
 
@@ -21,25 +23,30 @@ HEADS = {
     "llama": "LlamaForCausalLM",
     "bart": "BartForConditionalGeneration",
     "marian": "MarianMTModel",
-}
+} | ({} if RETURNS_TUPLES else {"t5": "T5ForConditionalGeneration"})  # before 5 attention is written out in the model
+DECODERS = ("gpt2", "llama")
 families = pytest.mark.parametrize("family", HEADS)
-decoders = pytest.mark.parametrize("family", ["gpt2", "llama"])
+decoders = pytest.mark.parametrize("family", DECODERS)
 
 
 def make(family: str) -> Any:
-    model = (causal if family in ("gpt2", "llama") else seq2seq).make(family)
+    if family == "t5":
+        return t5.make(use_cache=False).train()
+    model = (causal if family in DECODERS else seq2seq).make(family)
     if family in ("bart", "marian"):
         model.final_logits_bias.normal_()
     return model.train()
 
 
 def exactly(family: str) -> Any:
+    if family == "t5":
+        return t5.exactly()
     return causal.exactly(family) if family == "llama" else contextlib.nullcontext()
 
 
 def labels_of(family: str, mask: Tensor | None) -> Tensor:
     """The ids where the mask has tokens; for an encoder and a decoder other targets, with some ignored."""
-    if family in ("gpt2", "llama"):
+    if family in DECODERS:
         return causal.labels_of(mask)
     return seq2seq.TARGETS.masked_fill(torch.arange(6) > torch.tensor([[5], [2], [3], [0]]), -100)
 
@@ -67,7 +74,7 @@ def assert_same_as_plain(family: str, mask: Tensor | None = None, **options: Any
     assert found.logits is None and type(found) is type(expected)
     assert {name for name in expected if name != "logits"} == set(found)
     # transformers takes a decoder's loss in fp32, whatever the model's dtype.
-    tolerance = 1e-6 if family in ("gpt2", "llama") else 1e-9
+    tolerance = 1e-6 if family in DECODERS else 1e-9
     pairs = zip([found.loss, *gradients(model, found.loss)], [expected.loss, *gradients_expected], strict=True)
     for ours, theirs in pairs:
         if theirs.abs().max() < 1e-7:  # a bias of keys has no gradient, but for rounding
@@ -87,23 +94,23 @@ def test_what_is_behind_the_last_label_is_left_out(family):
     """Without a mask, too: nothing that the loss reads depends on it."""
     model = make(family)
     fastformer.accelerate(model, fused_loss=True)
-    labels = labels_of(family, RIGHT if family in ("gpt2", "llama") else None)
+    labels = labels_of(family, RIGHT if family in DECODERS else None)
     packs = lambda **options: "varlen_attention_fwd" in causal.ran(lambda: run(model, family, **options))  # noqa: E731
     assert packs(labels=labels, use_cache=False)
     # All before a label that counts is read. (A decoder alone predicts nothing at its last position.)
     ends = labels.clone()
     ends[:, -1] = 7
-    assert packs(labels=ends, use_cache=False) == (family in ("gpt2", "llama"))
-    if family in ("gpt2", "llama"):
+    assert packs(labels=ends, use_cache=False) == (family in DECODERS)
+    if family in DECODERS:
         assert not packs(labels=labels, use_cache=True)  # a cache holds it
     assert_same_as_plain(family, labels=labels, use_cache=False)
     # A hook on the stack sees zeros there.
-    stack = {"gpt2": "transformer", "llama": "model"}.get(family, "model.decoder")
+    stack = {"gpt2": "transformer", "llama": "model", "t5": "decoder"}.get(family, "model.decoder")
     seen: list[Tensor] = []
     model.get_submodule(stack).register_forward_hook(lambda module, args, out: seen.append(out.last_hidden_state))
     run(model, family, labels=labels, use_cache=False)
     counts = (labels != -100).flip(1).cummax(1).values.flip(1)
-    read = torch.cat([counts[:, 1:], counts[:, :1] & False], 1) if family in ("gpt2", "llama") else counts
+    read = torch.cat([counts[:, 1:], counts[:, :1] & False], 1) if family in DECODERS else counts
     assert not seen[0][~read].any() and seen[0][read].any(-1).all()
 
 
@@ -137,7 +144,7 @@ def test_hidden_states_that_are_asked_for(family):
     assert_same_as_plain(family, output_hidden_states=True)
 
 
-@pytest.mark.parametrize("family", ["bart", "marian"])
+@pytest.mark.parametrize("family", [name for name in HEADS if name not in DECODERS])
 def test_inputs_of_the_decoder_that_are_given(family):
     assert_same_as_plain(family, decoder_input_ids=torch.randint(5, 60, (4, 6)))
 
@@ -160,7 +167,7 @@ def test_logits_where_no_loss_is_trained(family):
 
 
 def decoder_inputs(family: str) -> dict[str, Tensor]:
-    return {"decoder_input_ids": seq2seq.TARGETS} if family in ("bart", "marian") else {}
+    return {} if family in DECODERS else {"decoder_input_ids": seq2seq.TARGETS}
 
 
 @families
@@ -254,3 +261,22 @@ def test_asked_for_too_late(family):
     fastformer.accelerate(model)
     with pytest.raises(ValueError, match="restore the model first"):
         fastformer.accelerate(model, fused_loss=True)
+
+
+@pytest.mark.skipif(RETURNS_TUPLES, reason="before transformers 5 attention is written out in the model")
+@pytest.mark.parametrize("is_scaled", [True, False])
+def test_t5_keeps_no_cache_that_nobody_asked_for(is_scaled):
+    """Its config asks for one in each call. What a head reads is scaled where it is tied to the embedding."""
+    model, plain = (t5.make(use_cache=True, tie_word_embeddings=is_scaled).train() for _ in range(2))
+    assert model.config.scale_decoder_outputs == is_scaled
+    fastformer.accelerate(model, fused_loss=True)
+    with exactly("t5"):
+        expected = run(plain, "t5", RIGHT)
+    found = run(model, "t5", RIGHT)
+    assert found.logits is None and found.past_key_values is None and expected.past_key_values is not None
+    assert_same(found.loss, expected.loss, "loss", 1e-9)
+    asked = run(model, "t5", RIGHT, use_cache=True)
+    assert asked.logits is not None and asked.past_key_values.get_seq_length() == 6
+    model.config.decoder_start_token_id = None
+    with pytest.raises(ValueError, match="decoder_start_token_id"):
+        run(model, "t5", RIGHT)

@@ -11,7 +11,15 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from transformers import T5Config, T5EncoderModel, T5ForConditionalGeneration, T5ForTokenClassification
+from transformers import (
+    T5Config,
+    T5EncoderModel,
+    T5ForConditionalGeneration,
+    T5ForQuestionAnswering,
+    T5ForSequenceClassification,
+    T5ForTokenClassification,
+    T5Model,
+)
 from transformers.models.t5.modeling_t5 import T5Attention, T5LayerNorm
 
 import fastformer
@@ -150,7 +158,7 @@ def test_dropout_acts_in_training():
     assert torch.equal(run(model, RIGHT).logits, run(model, RIGHT).logits)
 
 
-def rows_computed(monkeypatch: pytest.MonkeyPatch, call: Any) -> set[int]:
+def rows_computed(monkeypatch: pytest.MonkeyPatch, call: Any, of: slice = slice(2)) -> set[int]:
     """How many tokens the FFNs of the encoder's layers were given, which come first."""
     seen: list[int] = []
 
@@ -161,7 +169,7 @@ def rows_computed(monkeypatch: pytest.MonkeyPatch, call: Any) -> set[int]:
     monkeypatch.setattr("fastformer.integrations.t5.fused_feed_forward", spied)
     call()
     monkeypatch.undo()
-    return {*seen[:2]}
+    return {*seen[of]}
 
 
 HOLES = RIGHT & (torch.arange(9) != 2)
@@ -232,3 +240,139 @@ def test_an_encoder_alone(kind, monkeypatch):
     if counted:  # also at padding
         assert_same(model(**given, **counted)[0], loss, "loss", 1e-6)
         assert rows_computed(monkeypatch, lambda: model(**given, **counted)) == {RIGHT.numel()}
+
+
+ENDS = torch.arange(6) < torch.tensor([[6], [3], [1], [4]])
+BEGINS = ENDS.flip(1)
+GAPS = ENDS & (torch.arange(6) != 1)
+DECODER = slice(2, 4)
+packs = pytest.mark.skipif(RETURNS_TUPLES, reason="before transformers 5 attention is written out in the model")
+
+
+def run_decoder(model: Any, real: Tensor | None, **options: Any) -> Any:
+    """Labels count where `real` says that there are tokens of the decoder."""
+    given = {"attention_mask": RIGHT.long(), "labels": TARGETS} | options
+    if real is not None:
+        given["decoder_attention_mask"] = real.long()
+        given["labels"] = given["labels"].masked_fill(~real, -100)
+    return model(IDS, **given)
+
+
+def decoded(model: Any, real: Tensor, **options: Any) -> list[Tensor]:
+    """The loss, the logits and keys and values at tokens, and gradients."""
+    out = run_decoder(model, real, **options)
+    found = [out.loss, out.logits[real]]
+    if out.past_key_values is not None:
+        cache = out.past_key_values
+        for layers, kept in ((cache.self_attention_cache.layers, real), (cache.cross_attention_cache.layers, RIGHT)):
+            found += [each.transpose(1, 2)[kept] for layer in layers for each in (layer.keys, layer.values)]
+        assert cache.is_updated == {0: True, 1: True} and cache.get_seq_length() == 6
+    grads = torch.autograd.grad(out.loss, [*model.parameters()], allow_unused=True)
+    return [*found, *[g for g in grads if g is not None]]
+
+
+@packs
+@pytest.mark.parametrize("use_cache", [True, False], ids=["cache", "none"])
+@pytest.mark.parametrize("mode", ["train", "eval"])
+@pytest.mark.parametrize("real", [ENDS, BEGINS, GAPS], ids=["right", "left", "gaps"])
+def test_the_decoder_leaves_padding_out(real, mode, use_cache, monkeypatch):
+    model = getattr(make(use_cache=use_cache), mode)()
+    with exactly():
+        theirs = decoded(model, real)
+    fastformer.accelerate(model)
+    ours = decoded(model, real)
+    assert len(ours) == len(theirs) > 20 + 8 * use_cache
+    for i, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
+        assert_same(mine, other, f"output or gradient {i}", 1e-9)
+    names = ran(lambda: run_decoder(model, real))
+    assert {"attention_fwd", "varlen_attention_fwd"} <= names
+    assert rows_computed(monkeypatch, lambda: run_decoder(model, real), DECODER) == {int(real.sum())}
+    assert rows_computed(monkeypatch, lambda: run_decoder(model, None), DECODER) == {real.numel()}
+    assert not run_decoder(model, real).logits[~real].any()
+
+
+@packs
+def test_a_cache_of_a_packed_decoder_goes_on():
+    model = make().eval()
+    more = torch.randint(5, 60, (4, 2), generator=torch.Generator().manual_seed(2))
+    mask = torch.cat([GAPS, torch.ones(4, 2, dtype=torch.bool)], 1).long()
+
+    def both_steps() -> Tensor:
+        out = run_decoder(model, GAPS)
+        options = {"past_key_values": out.past_key_values, "encoder_outputs": (out.encoder_last_hidden_state,)}
+        step = model(attention_mask=RIGHT.long(), decoder_input_ids=more, decoder_attention_mask=mask, **options)
+        logits: Tensor = step.logits
+        return logits
+
+    with torch.no_grad(), exactly():
+        expected = both_steps()
+        fastformer.accelerate(model)
+        assert_same(both_steps(), expected, "logits", 1e-9)
+
+
+@packs
+@pytest.mark.parametrize(
+    "what",
+    ["labels at padding", "a cache", "hidden states", "a hook", "checkpointing", "another attention", "no tokens"],
+)
+def test_the_decoder_stays_padded_where_somebody_looks(what, monkeypatch):
+    model, mask = make().train(), RIGHT
+    options: dict[str, Any] = {}
+    attention = model.decoder.block[1].layer[1].EncDecAttention
+    if what == "labels at padding":
+        options["labels"] = TARGETS
+    elif what == "a cache":
+        options["past_key_values"] = run_decoder(model, None).past_key_values
+    elif what == "hidden states":
+        options["output_hidden_states"] = True
+    elif what == "checkpointing":
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    elif what == "another attention":
+        attention.__class__ = type("Other", (T5Attention,), {})
+    elif what == "no tokens":  # to attend to
+        mask = RIGHT & (torch.arange(4) != 2)[:, None]
+    fastformer.accelerate(model)
+    if what == "a hook":
+        attention.q.register_forward_hook(lambda *args: None)
+    real = torch.cat([torch.ones(4, 6), ENDS], 1).long() if what == "a cache" else ENDS.long()
+
+    def call() -> Any:
+        given = {"attention_mask": mask.long(), "labels": TARGETS.masked_fill(~ENDS, -100)} | options
+        return model(IDS, decoder_attention_mask=real, **given)
+
+    assert rows_computed(monkeypatch, call, DECODER) == {ENDS.numel()}
+
+
+@packs
+def test_dropout_acts_in_a_packed_decoder():
+    model = make(dropout_rate=0.4)
+    fastformer.accelerate(model)
+    first, second = (run_decoder(model, ENDS).logits[ENDS] for _ in range(2))
+    assert not torch.equal(first, second) and first.isfinite().all()
+
+
+@packs
+@pytest.mark.parametrize("kind", [T5ForSequenceClassification, T5ForQuestionAnswering, T5Model])
+def test_other_heads_of_the_decoder(kind, monkeypatch):
+    """What reads a decoder's outputs at padding keeps it from packing."""
+    torch.manual_seed(5)
+    model = kind(make(eos_token_id=1).config).double().eval()
+    ids = IDS.clone()
+    ids[:, -1] = 1
+    # The first of these heads makes the decoder's inputs of the encoder's.
+    shape = RIGHT.shape if kind is T5ForSequenceClassification else ENDS.shape
+    real = RIGHT if kind is T5ForSequenceClassification else ENDS
+    given: dict[str, Any] = {"attention_mask": RIGHT.long(), "decoder_attention_mask": real.long()}
+    if kind is not T5ForSequenceClassification:
+        given["decoder_input_ids"] = TARGETS
+    with exactly():
+        expected = model(ids, **given)
+    fastformer.accelerate(model)
+    found = model(ids, **given)
+    rows = int(real.sum()) if kind is T5Model else shape.numel()
+    assert rows_computed(monkeypatch, lambda: model(ids, **given), DECODER) == {rows}
+    for ours, theirs in zip(found.to_tuple()[: 1 if kind is T5Model else 2], expected.to_tuple(), strict=False):
+        if kind is T5Model:
+            ours, theirs = ours[real], theirs[real]
+        if isinstance(ours, Tensor):
+            assert_same(ours, theirs, "an output", 1e-9)
