@@ -18,7 +18,7 @@ namespace fastformer {
 
 using at::Tensor;
 
-// A tile is wide where there are many rows, and tall where there are few, of which it takes kTallRows.
+// A tile is wide where there are many rows, and tall where there are few, of which it takes up to kTallRows.
 constexpr int64_t kTileRows = 64;
 constexpr int64_t kTileColumns = 256;
 constexpr int64_t kTileSize = kTileRows * kTileColumns;
@@ -26,7 +26,7 @@ constexpr int64_t kTallRows = 256;
 constexpr int64_t kTallColumns = kTileSize / kTallRows;
 // Up to so many: B is packed once for each tall tile on its way through the cache, or else once as a whole, which is
 // written and read again. With AMX a product takes no longer than packing.
-inline int64_t most_tall_rows() { return use_brgemm() ? kTallRows : 2 * kTallRows; }
+inline int64_t most_tall_rows() { return use_brgemm() ? kTallRows : 3 * kTallRows; }
 
 // pack() of gemm.h, panels shared out among the threads.
 template <typename T>
@@ -71,8 +71,9 @@ struct TileOf {
 template <typename F>
 void for_each_tile(int64_t m, int64_t n, int64_t k, F&& f) {
   const bool tall = m <= most_tall_rows();
-  const int64_t height = tall ? kTallRows : kTileRows, width = tall ? kTallColumns : kTileColumns;
-  const int64_t down = (m + height - 1) / height, across = (n + width - 1) / width;
+  const int64_t most = tall ? kTallRows : kTileRows, width = tall ? kTallColumns : kTileColumns;
+  const int64_t down = (m + most - 1) / most, across = (n + width - 1) / width;
+  const int64_t height = tall ? (m + down - 1) / std::max<int64_t>(down, 1) : most;
   for_each_task(down * across, 2 * m * n * k >= kSerialFlops, [&](int64_t i) {
     const int64_t row = i % down * height, column = i / down * width;
     f(TileOf{row, std::min(height, m - row), column, std::min(width, n - column), width});

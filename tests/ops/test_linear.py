@@ -25,12 +25,12 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=["fp32", "bf16", "fp64"])
 @pytest.mark.parametrize(
     ("rows", "features", "out"),
-    # Few rows aren't packed for; up to 512 are tall tiles; products longer than 192 (bf16: 512) are sums of sums; rows
-    # of 1,024 (bf16: 2,048) are copied.
+    # Few rows aren't packed for; up to 768 are tall tiles of equal heights; products longer than 192 (bf16: 512) are
+    # sums of sums; rows of 1,024 (bf16: 2,048) are copied.
     [
         (1, 1, 1), (3, 70, 33), (4, 513, 130), (7, 33, 65), (9, 191, 20), (15, 512, 16), (20, 193, 40), (40, 1030, 48),
-        (65, 64, 130), (66, 385, 33), (256, 40, 70), (257, 40, 300), (300, 600, 31), (513, 40, 300), (16, 1024, 33),
-        (17, 1024, 40), (40, 2048, 70), (530, 1024, 65),
+        (65, 64, 130), (66, 385, 33), (256, 40, 70), (257, 40, 300), (300, 600, 31), (513, 40, 300), (769, 40, 300),
+        (16, 1024, 33), (17, 1024, 40), (40, 2048, 70), (530, 1024, 65),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("is_transposed", [False, True], ids=["weight", "transposed"])
