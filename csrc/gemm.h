@@ -88,7 +88,7 @@ bool use_brgemm();
 bool has_bf16_dot();
 
 // Whether so many rows of A, so many elements apart, evict one another in gemm(): not where it reads them through
-// brgemm or widens them, and not where the groups in which it takes them are of no more rows than a set has ways.
+// brgemm or widens them, and up to 16 not by much, of which it takes 8 at a time, as many as a set has ways.
 template <typename T>
 bool evict_one_another(int64_t rows, int64_t apart) {
   constexpr int64_t kFew = 16;

@@ -1,5 +1,5 @@
-// A linear map, x W^T + b, and the gradient of its weight, dout^T x: for fastformer/nn/linear.py, which asks for the
-// one where this is the fastest there is, and else for oneDNN's.
+// A linear map, x W^T + b, and the gradient of its weight, dout^T x: for fastformer/nn/linear.py, which asks for them
+// where PyTorch's are slower.
 
 #include "linear.h"
 

@@ -145,7 +145,7 @@ void store_tile(const TileOf& t, const acc_t<T>* result, const T* bias, T* y, in
 // y (m, n) = x (m, k) * B (+ bias), rounded once. x may have its rows apart.
 template <typename T>
 void multiply(const Tensor& x, const Right<T>& b, const T* bias, T* y) {
-  const Tensor rows = readable_rows<T>(x);
+  const Tensor rows = b.n() > kPanel ? readable_rows<T>(x) : x;
   const T* from = rows.const_data_ptr<T>();
   for_each_tile(x.size(0), b.n(), b.k(), [&](const TileOf& t) {
     acc_t<T> result[kTileSize];

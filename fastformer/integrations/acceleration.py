@@ -215,5 +215,5 @@ def _fused_losses(model: nn.Module) -> dict[type[nn.Module], Swap]:
         )
     raise ValueError(
         "expected a model with a head whose loss can be fused (BartForConditionalGeneration, GPT2LMHeadModel, "
-        f"LlamaForCausalLM, MarianMTModel), got {type(model).__name__}"
+        f"LlamaForCausalLM, MarianMTModel, T5ForConditionalGeneration of transformers 5), got {type(model).__name__}"
     )

@@ -178,7 +178,7 @@ class Encoder(_Masks):
         return list(layers)
 
     def _is_ours(self, layer: Any) -> bool:
-        return all(type(each) in self.kinds for each in (layer, layer.self_attn))
+        return are_of(self.kinds, layer, "self_attn")
 
 
 _MEMORY = ("encoder_hidden_states", "encoder_attention_mask")
@@ -213,7 +213,12 @@ class Decoder(_Masks, Causal):
         return list(self.layers)
 
     def _is_ours(self, layer: Any) -> bool:
-        return all(type(each) in self.kinds for each in (layer, layer.self_attn, layer.encoder_attn))
+        return are_of(self.kinds, layer, "self_attn", "encoder_attn")
+
+
+def are_of(kinds: Sequence[type[nn.Module]], layer: nn.Module, *names: str) -> bool:
+    """Whether a layer and what it has under these names are exactly of one of these classes."""
+    return type(layer) in kinds and all(type(getattr(layer, name, None)) in kinds for name in names)
 
 
 def _memory_padding(memory: Any, mask: Any, batch: int) -> Padding | None:
@@ -231,12 +236,16 @@ _NAMES_BEFORE_MASK = 3  # input_ids, attention_mask, decoder_input_ids
 
 
 class Seq2SeqModel(LanguageModel):
-    """A language model that keeps its decoder from packing where labels count at the decoder's padding."""
+    """A language model that keeps its decoder from packing where labels count at its padding, or it ends with some."""
 
     def _sees_padding(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        mask, labels = kwargs.get("decoder_attention_mask"), kwargs.get("labels")
         if len(args) > _NAMES_BEFORE_MASK:
             return True
-        return labels_count_at_padding(kwargs.get("decoder_attention_mask"), kwargs.get("labels"))
+        if labels is None and isinstance(mask, Tensor) and mask.dim() == 2:
+            # Who generates goes on from the last logits.
+            return not bool(mask[:, -1:].all())
+        return labels_count_at_padding(mask, labels)
 
 
 class BartEncoderLayer(EncoderLayer, bart.BartEncoderLayer):

@@ -252,7 +252,10 @@ class TokenLabels(LanguageModel):
 
 
 def signed_as(original: type[nn.Module]) -> Callable[[Model], Model]:
-    """Gives a derived class's forward the name and signature of the original's, which generate and trainers read."""
+    """Gives a derived class the original's name, which is saved with a model, and its forward the original's signature.
+
+    generate and trainers read the signature.
+    """
 
     def sign(derived: Model) -> Model:
         forward = derived.forward
@@ -262,6 +265,7 @@ def signed_as(original: type[nn.Module]) -> Callable[[Model], Model]:
             return forward(self, *args, **kwargs)
 
         derived.forward = signed
+        derived.__name__ = original.__name__
         return derived
 
     return sign

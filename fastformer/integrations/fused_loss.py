@@ -143,6 +143,8 @@ def _loss(
     """
     assert isinstance(head, nn.Linear)
     hidden, target = hidden.flatten(0, 1), target.flatten().to(hidden.device)
+    if len(hidden) != len(target):
+        raise ValueError(f"expected a label for each of {len(hidden)} tokens, got {len(target)}")
     if bias is None:
         bias = head.bias
     if hidden.device.type == "cpu":  # elsewhere the host would wait for the number of rows

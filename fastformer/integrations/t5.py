@@ -87,8 +87,7 @@ class T5Attention(t5.T5Attention):
             for projection in (self.q, self.k, self.v)
         )
         if past_key_values is not None:
-            own = getattr(past_key_values, "self_attention_cache", past_key_values)
-            k, v = own.update(k, v, self.layer_idx)
+            k, v = past_key_values.self_attention_cache.update(k, v, self.layer_idx)
         if position_bias is None:
             seqlen = padding.shape[1]
             # The first block's is all blocks', and zero where it has none.
@@ -97,6 +96,7 @@ class T5Attention(t5.T5Attention):
                 if self.has_relative_attention_bias
                 else q.new_zeros(1, self.n_heads, seqlen, seqlen)
             )
+        kwargs.pop("is_causal", None)
         out, _ = attend_padded(
             self, q, k, v, mask, self._acting_dropout(), self.scaling, self.is_causal, position_bias=position_bias,
             **kwargs,
@@ -141,11 +141,13 @@ class T5Stack(Encoder, Decoder, t5.T5Stack):
     """Packed: as an encoder by the mask that its first block is given, as a decoder by the mask that it is given."""
 
     block: Any
+    is_decoder: bool
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """See transformers."""
         mask = args[1] if len(args) > 1 else kwargs.get("attention_mask")
-        if is_traced() or mask is None or self.is_decoder or _has_tokens(mask):
+        is_seen = mask is not None and not self.is_decoder and not _has_tokens(mask)
+        if is_traced() or not (is_seen or kwargs.get("is_causal") is not None):
             return super().forward(*args, **kwargs)
         with keeping_padding():
             return super().forward(*args, **kwargs)
@@ -165,12 +167,20 @@ class T5Stack(Encoder, Decoder, t5.T5Stack):
         return list(self.block)
 
     def _is_ours(self, layer: Any) -> bool:
-        parts = [layer, layer.layer[0], layer.layer[0].SelfAttention]
-        kinds = [T5Block, t5.T5LayerSelfAttention, T5Attention]
+        if type(layer) is not T5Block:
+            return False
+        attends: list[tuple[type[nn.Module], str, bool]] = [(t5.T5LayerSelfAttention, "SelfAttention", self.is_decoder)]
         if self.is_decoder:
-            parts += [layer.layer[1], layer.layer[1].EncDecAttention]
-            kinds += [t5.T5LayerCrossAttention, T5Attention]
-        return [type(part) for part in parts] == kinds
+            attends.append((t5.T5LayerCrossAttention, "EncDecAttention", False))
+        if len(layer.layer) != len(attends) + 1:
+            return False
+        for part, (kind, name, is_causal) in zip(layer.layer, attends, strict=False):
+            attention = getattr(part, name, None)
+            if type(part) is not kind or type(attention) is not T5Attention or attention.is_causal != is_causal:
+                return False
+            if name == "EncDecAttention" and attention.has_relative_attention_bias:
+                return False
+        return True
 
 
 @keeps_recording

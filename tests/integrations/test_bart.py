@@ -188,6 +188,43 @@ def test_generates_the_same(num_beams, family):
 
 
 @families
+@pytest.mark.parametrize("use_cache", [True, False], ids=["cache", "none"])
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_generates_the_same_behind_padded_beginnings(side, use_cache, family):
+    """Whoever generates reads the logits of the last position, be that padding."""
+    model = make(family).eval()
+    real = torch.arange(4) < torch.tensor([[4], [2], [1], [3]])
+    real = real if side == "right" else real.flip(1)
+    given = {"attention_mask": RIGHT.long(), "decoder_attention_mask": real.long(), "use_cache": use_cache}
+    given |= {"decoder_input_ids": TARGETS[:, :4], "max_new_tokens": 6, "do_sample": False}
+    expected = model.generate(IDS, **given)
+    fastformer.accelerate(model)
+    assert torch.equal(model.generate(IDS, **given), expected)
+
+
+class Wrapped(torch.nn.Module):
+    def __init__(self, inner: torch.nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.inner(*args, **kwargs)
+
+
+@families
+def test_a_wrapped_layer_keeps_its_stack_padded(family):
+    results = []
+    for accelerated in (False, True):
+        model = make(family)
+        for stack in (model.model.encoder, model.model.decoder):
+            stack.layers[1] = Wrapped(stack.layers[1])
+        if accelerated:
+            fastformer.accelerate(model)
+        results.append(run(model, RIGHT).logits)
+    assert_same(results[1], results[0], "logits", 1e-9)
+
+
+@families
 @pytest.mark.parametrize("what", ["hidden states", "weights", "checkpointing", "a hook", "a tuple"])
 def test_what_asks_for_more_is_answered(what, family):
     model = make(family, **({"attn_implementation": "eager"} if what == "weights" else {}))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from typing import Any
 
 import pytest
@@ -280,3 +281,30 @@ def test_t5_keeps_no_cache_that_nobody_asked_for(is_scaled):
     model.config.decoder_start_token_id = None
     with pytest.raises(ValueError, match="decoder_start_token_id"):
         run(model, "t5", RIGHT)
+
+
+@families
+def test_labels_of_another_length_are_refused(family):
+    """As by the plain model, whose loss pairs them with tokens."""
+    model = make(family)
+    fastformer.accelerate(model, fused_loss=True)
+    labels = labels_of(family, RIGHT if family in DECODERS else None)
+    assert (labels == -100).any()
+    for other in (labels[:, :-1], torch.cat([labels, labels], 1)):
+        with pytest.raises(ValueError, match="expected a label for each of"):
+            run(model, family, labels=other, **decoder_inputs(family))
+
+
+@families
+def test_the_name_of_the_model_is_saved(family, tmp_path):
+    model = make(family).eval()
+    expected = run(model, family).logits
+    fastformer.accelerate(model, fused_loss=True)
+    assert type(model).__name__ == HEADS[family]
+    model.save_pretrained(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["architectures"] == [HEADS[family]]
+    torch.save(model, tmp_path / "model.pt")
+    assert torch.equal(
+        run(torch.load(tmp_path / "model.pt", weights_only=False), family).logits, run(model, family).logits
+    )
+    torch.testing.assert_close(run(model, family).logits, expected, rtol=1e-6, atol=1e-6)

@@ -30,6 +30,8 @@ from tests.nn.comparing import assert_same
 IDS = torch.randint(5, 60, (4, 9), generator=torch.Generator().manual_seed(0))
 RIGHT = torch.arange(9) < torch.tensor([[9], [4], [1], [7]])
 TARGETS = torch.randint(5, 60, (4, 6), generator=torch.Generator().manual_seed(1))
+ENDS = torch.arange(6) < torch.tensor([[6], [3], [1], [4]])
+BEGINS = ENDS.flip(1)
 
 
 def make(**options: Any) -> Any:
@@ -129,6 +131,20 @@ def test_generates_the_same(num_beams):
     fastformer.restore(model)
     assert model.config._attn_implementation == implementation and not ran(lambda: run(model, RIGHT))
     assert not any("fastformer" in type(module).__module__ for module in model.modules())
+
+
+@pytest.mark.parametrize("use_cache", [True, False], ids=["cache", "none"])
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_generates_the_same_behind_padded_beginnings(side, use_cache):
+    """Whoever generates reads the logits of the last position, be that padding."""
+    model = make().eval()
+    real = ENDS if side == "right" else BEGINS
+    given = {"attention_mask": RIGHT.long(), "decoder_attention_mask": real.long(), "use_cache": use_cache}
+    given |= {"decoder_input_ids": TARGETS, "max_new_tokens": 6, "do_sample": False}
+    with exactly():
+        expected = model.generate(IDS, **given)
+    fastformer.accelerate(model)
+    assert torch.equal(model.generate(IDS, **given), expected)
 
 
 @pytest.mark.parametrize("kind", ["relu", "gated-gelu"])
@@ -242,8 +258,6 @@ def test_an_encoder_alone(kind, monkeypatch):
         assert rows_computed(monkeypatch, lambda: model(**given, **counted)) == {RIGHT.numel()}
 
 
-ENDS = torch.arange(6) < torch.tensor([[6], [3], [1], [4]])
-BEGINS = ENDS.flip(1)
 GAPS = ENDS & (torch.arange(6) != 1)
 DECODER = slice(2, 4)
 packs = pytest.mark.skipif(RETURNS_TUPLES, reason="before transformers 5 attention is written out in the model")
@@ -344,11 +358,79 @@ def test_the_decoder_stays_padded_where_somebody_looks(what, monkeypatch):
 
 
 @packs
-def test_dropout_acts_in_a_packed_decoder():
-    model = make(dropout_rate=0.4)
+@pytest.mark.parametrize("which", [0, 1], ids=["self", "memory"])
+def test_dropout_acts_in_a_packed_decoder(which):
+    """That of an attention alone, whose rows are packed."""
+    model = make(dropout_rate=0.4).train()
+    model.encoder.eval()
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    for block in model.decoder.block:
+        for part, name in ((0, "SelfAttention"), (1, "EncDecAttention")):
+            getattr(block.layer[part], name).dropout = 0.4 * (part == which)
     fastformer.accelerate(model)
-    first, second = (run_decoder(model, ENDS).logits[ENDS] for _ in range(2))
-    assert not torch.equal(first, second) and first.isfinite().all()
+    first, second = (run_decoder(model, ENDS).logits for _ in range(2))
+    assert not torch.equal(first, second) and first.isfinite().all() and not first[~ENDS].any()
+    model.eval()
+    assert torch.equal(*(run_decoder(model, ENDS).logits for _ in range(2)))
+
+
+class Wrapped(torch.nn.Module):
+    def __init__(self, inner: torch.nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.inner(*args, **kwargs)
+
+
+@pytest.mark.parametrize(
+    "what", ["no memory", "a wrapped block", "a bias for the memory", "two sides", "is_causal", "is_causal=None"]
+)
+def test_surgery_on_the_decoder(what):
+    """Blocks that aren't as they were keep the stack padded."""
+
+    def changed() -> Any:
+        model = make(use_cache=False)
+        for i, block in enumerate(model.decoder.block):
+            if what == "no memory":
+                del block.layer[1]
+            elif what == "two sides":
+                block.layer[0].SelfAttention.is_causal = False
+            elif what == "a wrapped block" and i == 1:
+                model.decoder.block[i] = Wrapped(block)
+                model.encoder.block[i] = Wrapped(model.encoder.block[i])
+            elif what == "a bias for the memory" and i == 0:
+                attention = block.layer[1].EncDecAttention
+                attention.has_relative_attention_bias = True
+                attention.relative_attention_bias = torch.nn.Embedding(8, 3).double()
+                torch.nn.init.normal_(attention.relative_attention_bias.weight, std=2)
+        return model
+
+    if RETURNS_TUPLES and what in ("no memory", "is_causal", "is_causal=None"):
+        pytest.skip("before transformers 5 layers give tuples of other lengths then, and take no such argument")
+    options = {"is_causal": True if what == "is_causal" else None} if what.startswith("is_causal") else {}
+    for given in ({}, {"attention_mask": None}, {"decoder_attention_mask": ENDS.long()}):
+        results = []
+        for fused in (None, False, True):
+            model = changed().train()
+            if fused is not None and not (RETURNS_TUPLES and fused):
+                fastformer.accelerate(model, fused_loss=fused)
+            labels = TARGETS.masked_fill(~ENDS, -100)
+            with exactly() if fused is None else contextlib.nullcontext():
+                if what == "no memory":
+                    out = model.decoder(TARGETS, attention_mask=given.get("decoder_attention_mask", ENDS.long()))
+                    loss = out.last_hidden_state[ENDS].square().mean()
+                else:
+                    loss = model(IDS, **{"attention_mask": RIGHT.long(), "labels": labels} | given, **options).loss
+            grads = torch.autograd.grad(loss, [*model.parameters()], allow_unused=True)
+            results.append([loss, *grads])
+        for ours in results[1:]:
+            for i, (mine, other) in enumerate(zip(ours, results[0], strict=True)):
+                assert (mine is None) == (other is None)
+                if mine is not None:
+                    assert_same(mine, other, f"loss or gradient {i}", 1e-5 if RETURNS_TUPLES else 1e-9)
 
 
 @packs
