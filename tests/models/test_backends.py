@@ -15,7 +15,7 @@ from torch import Tensor
 from fastformer.models import Transformer, TransformerConfig
 from fastformer.nn import SequenceLayout
 from fastformer.ops import use_backend
-from tests.checks import assert_accurate
+from tests.checks import assert_accurate, small_draws
 from tests.conftest import HAS_GPU, missing_backend
 
 
@@ -45,17 +45,21 @@ def step(model: Transformer, backend: str, packed: bool, lengths: tuple[list[int
 
 
 def check(backend: str, device: str, dtype: torch.dtype, packed: bool, lengths: tuple[list[int], list[int]]) -> None:
-    torch.manual_seed(0)
+    """The rule, over some models: of one alone plain PyTorch is lucky with a gradient or another."""
     config = TransformerConfig(
         vocab_size=1000, d_model=128, num_heads=2, d_ff=256, num_encoder_layers=2, num_decoder_layers=2, max_len=700,
         dropout=0.1, attention_dropout=0.2, activation_dropout=0.1,
     )  # fmt: skip
-    model = Transformer(config, device=device, dtype=dtype)
-    ours = step(model, backend, packed, lengths)
-    plain = step(model, "reference", packed, lengths)
-    exact = step(copy.deepcopy(model).double(), "reference", packed, lengths)
-    for name, value in ours.items():
-        assert_accurate(value, plain[name], exact[name], name)
+    ours, plain, exact = [], [], []
+    for draw in range(small_draws()):
+        torch.manual_seed(draw)
+        model = Transformer(config, device=device, dtype=dtype)
+        ours.append(step(model, backend, packed, lengths))
+        plain.append(step(model, "reference", packed, lengths))
+        exact.append(step(copy.deepcopy(model).double(), "reference", packed, lengths))
+    for name in ours[0]:
+        found, usual, right = (torch.stack([each[name] for each in draws]) for draws in (ours, plain, exact))
+        assert_accurate(found, usual, right, name)
 
 
 @pytest.mark.skipif(HAS_GPU, reason="on a GPU the sizes below run")
