@@ -167,20 +167,17 @@ class T5Stack(Encoder, Decoder, t5.T5Stack):
         return list(self.block)
 
     def _is_ours(self, layer: Any) -> bool:
-        if type(layer) is not T5Block:
+        memory = [t5.T5LayerCrossAttention] if self.is_decoder else []
+        kinds = [t5.T5LayerSelfAttention, *memory, t5.T5LayerFF]
+        if type(layer) is not T5Block or [type(part) for part in layer.layer] != kinds:
             return False
-        attends: list[tuple[type[nn.Module], str, bool]] = [(t5.T5LayerSelfAttention, "SelfAttention", self.is_decoder)]
-        if self.is_decoder:
-            attends.append((t5.T5LayerCrossAttention, "EncDecAttention", False))
-        if len(layer.layer) != len(attends) + 1:
+        own = layer.layer[0].SelfAttention
+        if type(own) is not T5Attention or own.is_causal != self.is_decoder:
             return False
-        for part, (kind, name, is_causal) in zip(layer.layer, attends, strict=False):
-            attention = getattr(part, name, None)
-            if type(part) is not kind or type(attention) is not T5Attention or attention.is_causal != is_causal:
-                return False
-            if name == "EncDecAttention" and attention.has_relative_attention_bias:
-                return False
-        return True
+        if not self.is_decoder:
+            return True
+        crossing = layer.layer[1].EncDecAttention
+        return type(crossing) is T5Attention and not (crossing.is_causal or crossing.has_relative_attention_bias)
 
 
 @keeps_recording

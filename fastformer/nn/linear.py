@@ -1,9 +1,8 @@
 """x W^T + b as `F.linear` computes it, and so its gradients, by our own kernels where they are ahead on this CPU.
 
 In fp32 that is where Intel didn't make the CPU: PyTorch's MKL uses half of AVX-512's width there, and less than AVX2
-has. (PyTorch has oneDNN's products in fp32, too, which are a few percent faster than ours with AVX-512, and wrong by
-twice as much as MKL's and ours, in the worst element up to five times.) In bf16 it is where oneDNN has no products, and
-PyTorch plain loops.
+has. (oneDNN's products in fp32, which PyTorch has, too, err by more than the rule allows that ours are held to.) In
+bf16 it is where oneDNN has no products, and PyTorch plain loops.
 """
 
 from __future__ import annotations

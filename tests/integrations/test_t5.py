@@ -25,6 +25,7 @@ from transformers.models.t5.modeling_t5 import T5Attention, T5LayerNorm
 import fastformer
 from fastformer.integrations.hugging_face import RETURNS_TUPLES, fused_feed_forward
 from fastformer.ops._library import record_backends
+from tests.integrations.test_bart import Wrapped
 from tests.nn.comparing import assert_same
 
 IDS = torch.randint(5, 60, (4, 9), generator=torch.Generator().manual_seed(0))
@@ -374,15 +375,6 @@ def test_dropout_acts_in_a_packed_decoder(which):
     assert not torch.equal(first, second) and first.isfinite().all() and not first[~ENDS].any()
     model.eval()
     assert torch.equal(*(run_decoder(model, ENDS).logits for _ in range(2)))
-
-
-class Wrapped(torch.nn.Module):
-    def __init__(self, inner: torch.nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.inner(*args, **kwargs)
 
 
 @pytest.mark.parametrize(
