@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastformer.models.foreign import check_floating, joined, number_of, some
+from fastformer.models.pretrained import Undrawn
 from fastformer.models.transformer import Transformer, TransformerConfig
 from fastformer.ops.embedding import sinusoidal_positions
 from fastformer.special_ids import SpecialIds
@@ -141,7 +142,8 @@ def transformer_from_bart(
         weights["output_bias"] = bias
     if left:
         raise ValueError(f"expected the tensors of a {form.name}, got others as well: {some(left)}")
-    model = Transformer(config, device=device, dtype=dtype or target_embedding.dtype)
+    with Undrawn():
+        model = Transformer(config, device=device, dtype=dtype or target_embedding.dtype)
     for name, parameter in model.state_dict().items():
         if parameter.shape != weights[name].shape:
             raise ValueError(f"expected {name} of shape {tuple(parameter.shape)}, got {tuple(weights[name].shape)}")

@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from fastformer.files import write_atomically
 from fastformer.models.quantization import INT8, SCALE, packed_state, round_weights, unpacked_state
@@ -33,6 +34,22 @@ _NO_DIGEST = "0" * 64
 
 Model = TypeVar("Model", bound="PretrainedModel")
 AnyModel = TypeVar("AnyModel", bound=nn.Module)
+
+
+class Undrawn(TorchFunctionMode):
+    """A model that is made in here is to be loaded next, so its parameters aren't drawn: that would take as long as to
+    read them, and move the caller's random numbers on.
+    """
+
+    _DRAWS = frozenset(
+        {Tensor.uniform_, Tensor.normal_, nn.init.uniform_, nn.init.normal_, nn.init.kaiming_uniform_},
+    )  # xavier_uniform_ and xavier_normal_ call the first two
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in self._DRAWS:
+            return args[0] if args else kwargs["tensor"]
+        return func(*args, **kwargs)
 
 
 class Saved(Protocol):
@@ -247,7 +264,8 @@ def load_saved(
         if tensor.is_floating_point() and not (quantization and name.endswith(SCALE))
     }
     try:
-        model = make(values, dtype or (saved.pop() if len(saved) == 1 else None))
+        with Undrawn():
+            model = make(values, dtype or (saved.pop() if len(saved) == 1 else None))
     except (TypeError, RuntimeError) as error:
         raise ValueError(f"{path / CONFIG} has settings that no {architecture} can have ({error})") from error
     if quantization is not None:

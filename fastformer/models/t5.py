@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastformer.models.foreign import check_floating, joined, number_of, some
+from fastformer.models.pretrained import Undrawn
 from fastformer.models.transformer import Transformer, TransformerConfig
 from fastformer.special_ids import SpecialIds
 
@@ -140,7 +141,8 @@ def transformer_from_t5(
         weights |= {"source_embedding.weight": source, "target_embedding.weight": target, "output.weight": output}
     if left:
         raise ValueError(f"expected the tensors of a {name}, got others as well: {some(left)}")
-    model = Transformer(config, device=device, dtype=dtype or target.dtype)
+    with Undrawn():
+        model = Transformer(config, device=device, dtype=dtype or target.dtype)
     for ours, parameter in model.state_dict().items():
         if parameter.shape != weights[ours].shape:
             raise ValueError(f"expected {ours} of shape {tuple(parameter.shape)}, got {tuple(weights[ours].shape)}")

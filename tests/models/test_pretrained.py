@@ -52,6 +52,19 @@ def test_gpt_round_trip(tmp_path):
     assert torch.equal(loaded(ids), model.eval()(ids))
 
 
+@pytest.mark.parametrize("kind", ["concatenated", "learned", "relative", "GPT"])
+def test_loading_draws_no_random_numbers(tmp_path, kind):
+    if kind == "GPT":
+        model = GPT.from_preset("llama-small", vocab_size=20, d_model=24, num_layers=2)
+    else:
+        model = Transformer.from_preset("tiny", **CONFIG, positions=kind)
+    model.save_pretrained(tmp_path)
+    before = torch.get_rng_state()
+    state = type(model).from_pretrained(tmp_path).state_dict()
+    assert torch.equal(torch.get_rng_state(), before)
+    assert all(torch.equal(state[name], value) for name, value in model.state_dict().items())
+
+
 def test_the_tokenizer_is_saved_along(model, tmp_path):
     class Tokenizer:
         def save(self, folder):
