@@ -102,7 +102,8 @@ def accelerate(model: nn.Module, *, fused_loss: bool = False) -> Report:
     if "transformers" in sys.modules:
         from fastformer.integrations.attention_interface import lead
 
-        report.attention = lead(model)
+        report.attention, left = lead(model)
+        report.left |= left
     inside = {inner for module in model.modules() if is_swapped(module) for inner in module.modules()}
     for name, module in model.named_modules():
         if module in inside and not is_written_as_known(type(module)):

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+import inspect
+import re
+import sys
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
-from transformers import AttentionInterface, PreTrainedModel, masking_utils
+from transformers import AttentionInterface, PretrainedConfig, masking_utils
 from transformers.integrations import sdpa_attention
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
@@ -23,6 +26,12 @@ from fastformer.ops.attention import resolve_scale, why_no_kernel
 NAME = "fastformer"
 # What a call may bring along that a function without it does not compute.
 _OTHERS = ("softcap", "cache", "s_aux", "output_attentions")
+# What a call brings where it leaves a part of its mask to the attention.
+_SPARSE = ("sparse_indices", "block_indices")
+# Those that ask for "sdpa" in vain: their masks are the same by any name that isn't "eager".
+_KNOWN_TO_ASK = {
+    f"transformers.models.{each}.modeling_{each}" for each in ("bart", "bert", "gpt2", "llama", "marian", "t5")
+}
 # A position bias and a mask, or a triangle, as one mask that is added; from 5 on.
 _biased_mask: Any = getattr(sdpa_attention, "create_position_bias_mask", None)
 
@@ -48,7 +57,12 @@ def attention_forward(
 
     Returns:
         (batch, seqlen_q, num_heads, head_dim), and None for the weights.
+
+    Raises:
+        ValueError: the keys that a query sees are given as indices, and not by the mask.
     """
+    if sparse := [name for name in _SPARSE if kwargs.get(name) is not None]:
+        raise ValueError(f"expected what each query sees as a mask, got {sparse[0]}: use the attention \"sdpa\"")
     if not attends_by_theirs() and packed_layouts() is None:
         given = kwargs if is_causal is None else kwargs | {"is_causal": is_causal}
         theirs = ALL_ATTENTION_FUNCTIONS["sdpa"]
@@ -172,29 +186,61 @@ AttentionInterface.register(NAME, attention_forward)
 AttentionMaskInterface.register(NAME, make_mask)
 
 
-def lead(model: nn.Module) -> list[str]:
-    """Gives each part of a model that attends by "sdpa" our name for it; returns the names of these parts."""
-    led = []
-    for name, config in _configs(model):
+def lead(model: nn.Module) -> tuple[list[str], dict[str, str]]:
+    """Gives each part of a model that attends by "sdpa" our name for it.
+
+    Returns:
+        The names of these parts, and of those whose code asks for the name "sdpa" why they were left: they would take
+        another way by ours (Falcon's would add the mask's trues to its scores).
+    """
+    led, left = [], {}
+    for name, config, classes in _configs(model):
         if config._attn_implementation == "sdpa":
-            config._attn_implementation = NAME
-            led.append(name)
-    return led
+            asking = sorted({each for each in classes if _asks_for_sdpa(each)})
+            if asking:
+                left[name] = f'its attention: {asking[0]} asks whether it is called "sdpa"'
+            else:
+                _name(config, NAME)
+                led.append(name)
+    return led, left
 
 
 def lead_back(model: nn.Module) -> list[str]:
     """Undoes `lead`."""
     led = []
-    for name, config in _configs(model):
+    for name, config, _ in _configs(model):
         if config._attn_implementation == NAME:
-            config._attn_implementation = "sdpa"
+            _name(config, "sdpa")
             led.append(name)
     return led
 
 
-def _configs(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    seen = set()
+def _name(config: Any, attention_name: str) -> None:
+    config._attn_implementation_internal = attention_name  # the property names the attention of all parts as well
+
+
+def _configs(model: nn.Module) -> list[tuple[str, Any, set[str]]]:
+    """The configs of a model's parts; with each the first part's name, and the Python modules whose code reads it."""
+    found: dict[int, tuple[str, Any, set[str]]] = {}
     for name, module in model.named_modules():
-        if isinstance(module, PreTrainedModel) and id(module.config) not in seen:
-            seen.add(id(module.config))
-            yield name, module.config
+        config = getattr(module, "config", None)
+        if isinstance(config, PretrainedConfig):
+            _, _, classes = found.setdefault(id(config), (name, config, set()))
+            classes.update(each.__module__ for each in type(module).__mro__)
+    return list(found.values())
+
+
+@functools.cache
+def _asks_for_sdpa(name: str) -> bool:
+    """Whether the code of a Python module compares an attention's name with "sdpa", or looks it up by it."""
+    package, is_model = name.partition(".")[0], name.startswith("transformers.models.")
+    if package in ("torch", "fastformer", "builtins") or (package == "transformers" and not is_model):
+        return False
+    if name in _KNOWN_TO_ASK:
+        return False
+    try:
+        code = inspect.getsource(sys.modules[name])
+    except (KeyError, OSError, TypeError):
+        return True  # nobody can tell
+    before = (code[: found.start()].rstrip() for found in re.finditer("""["']sdpa["']""", code))
+    return any(not (each.endswith("[") or re.search(r"(?<![=!<>])=$", each)) for each in before)

@@ -8,6 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
+import transformers
 from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 from transformers.masking_utils import (
@@ -61,7 +62,7 @@ def test_computes_the_same_at_real_tokens(family, mask):
     results = []
     for led in (False, True):
         if led:
-            assert lead(model) == [""] and model.config._attn_implementation == NAME
+            assert lead(model) == ([""], {}) and model.config._attn_implementation == NAME
             assert ran(lambda: model(IDS, **options))
         out = model(IDS, labels=labels, **options)
         learned = [p for p in model.parameters() if p.requires_grad]
@@ -169,6 +170,8 @@ def test_what_the_ops_do_not_compute_goes_to_transformers():
     q, k = torch.randn(2, 4, 5, 8, dtype=torch.float64), torch.randn(2, 2, 5, 8, dtype=torch.float64)
     with record_backends() as backends, pytest.raises(ValueError, match="softcap"):
         attention_interface.attention_forward(attention, q, k, k, None, softcap=3.0)
+    with pytest.raises(ValueError, match="what each query sees as a mask, got sparse_indices"):
+        attention_interface.attention_forward(attention, q, k, k, None, sparse_indices=torch.zeros(2, 5, 3))
     assert not backends
     bias = torch.randn(1, 4, 5, 5, dtype=torch.float64)
     with record_backends() as backends:
@@ -176,6 +179,77 @@ def test_what_the_ops_do_not_compute_goes_to_transformers():
     assert backends
     scores = q @ k.repeat_interleave(2, 1).mT * 8**-0.5 + bias
     assert_same(out, (scores.softmax(-1) @ k.repeat_interleave(2, 1)).transpose(1, 2), "with a bias")
+
+
+SMALL = {"vocab_size": 60, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+SPARSE = SMALL | {
+    "num_key_value_heads": 4, "intermediate_size": 48, "moe_intermediate_size": 16, "q_lora_rank": 16,
+    "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8, "index_topk": 3,
+    "index_n_heads": 2, "index_head_dim": 16, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 2,
+    "n_routed_experts": 4, "num_experts_per_tok": 2, "max_position_embeddings": 64,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family, options", [("Falcon", SMALL), ("DeepseekV32", SPARSE), ("GlmMoeDsa", SPARSE)])
+def test_code_that_asks_for_the_name_sdpa_is_not_led(family, options):
+    """It would add a mask of trues to the scores, or see all keys."""
+    if not hasattr(transformers, f"{family}Config"):
+        pytest.skip("of late versions of transformers 5")
+    torch.manual_seed(5)
+    model = getattr(transformers, f"{family}ForCausalLM")(getattr(transformers, f"{family}Config")(**options)).eval()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    with torch.no_grad():
+        expected = model(IDS).logits
+        report = fastformer.accelerate(model)
+        assert_same(model(IDS).logits, expected, "logits", 1e-5)
+    assert not report.attention and 'asks whether it is called "sdpa"' in report.left[""]
+    assert model.config._attn_implementation == "sdpa"
+
+
+class _Asking(LlamaForCausalLM):
+    def forward(self, *args: Any, **options: Any) -> Any:
+        assert self.config._attn_implementation == "sdpa"
+        return super().forward(*args, **options)
+
+
+def test_code_of_ones_own_that_asks_is_not_led():
+    model = _Asking(make("llama").config)
+    assert fastformer.accelerate(model).left[""].startswith(f"its attention: {__name__} asks")
+    model(IDS)
+
+
+def test_a_part_is_led_without_the_parts_in_it():
+    """`config._attn_implementation = ...` would name the attention of every part."""
+    config = transformers.EncoderDecoderConfig.from_encoder_decoder_configs(
+        transformers.BertConfig(**SMALL, intermediate_size=40),
+        transformers.BertConfig(**SMALL, intermediate_size=40, is_decoder=True, add_cross_attention=True),
+    )
+    model = transformers.EncoderDecoderModel(config)
+    model.encoder.config._attn_implementation = "eager"
+    model.decoder.config._attn_implementation = model.config._attn_implementation_internal = "sdpa"
+    led, left = lead(model)
+    assert "encoder" not in led and "decoder" in led and not left
+    assert model.encoder.config._attn_implementation == "eager"
+    assert model.decoder.config._attn_implementation == NAME
+
+
+def test_models_of_one_config_are_led_together():
+    model = make("llama")
+    other = LlamaForCausalLM(model.config)
+    fastformer.accelerate(model)
+    assert other.config._attn_implementation == NAME
+    fastformer.restore(model)
+    assert other.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.skipif(RETURNS_TUPLES, reason="4.57 batches on a GPU alone")
+def test_continuous_batching_wants_another_name():
+    model = make("llama").float().eval()
+    options = {"max_new_tokens": 2, "do_sample": False, "eos_token_id": 2, "pad_token_id": 0}
+    fastformer.accelerate(model)
+    with pytest.raises(ValueError, match="fastformer is not supported for continuous batching"):
+        model.generate_batch(inputs=[[5, 6, 7]], generation_config=transformers.GenerationConfig(**options))
 
 
 def test_the_report_names_it():
