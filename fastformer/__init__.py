@@ -2,8 +2,8 @@
 
 `fastformer.nn` has the modules of torch.nn; `Transformer` and `GPT` are whole models, `generate` decodes with them, a
 `Translator` reads and writes text, and an `AsyncTranslator` does so for many tasks at once. `accelerate` makes a model
-that somebody else wrote compute on the same ops, in place, and `restore` undoes it. These are loaded on first use:
-importing the package alone stays cheap.
+that somebody else wrote compute on the same ops, in place, and `restore` undoes it. These and the packages below are
+loaded on first use: importing the package alone stays cheap.
 """
 
 from __future__ import annotations
@@ -48,12 +48,17 @@ _HOMES = {
     "restore": "fastformer.integrations",
 }
 
+# As torch.nn is there once torch is imported.
+_PACKAGES = ("data", "functional", "generation", "integrations", "models", "nn", "ops", "training")
+
 
 def __getattr__(name: str) -> object:
+    if name in _PACKAGES:
+        return importlib.import_module(f"fastformer.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module 'fastformer' has no attribute {name!r}")
     return getattr(importlib.import_module(_HOMES[name]), name)
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *__all__, *_PACKAGES})

@@ -18,7 +18,9 @@ def test_the_root_offers_its_names_lazily() -> None:
     code = (
         "import sys, fastformer\n"
         "assert 'torch' not in sys.modules\n"
-        "assert {'GPT', 'Transformer', 'Translator', 'generate'} <= set(dir(fastformer))\n"
+        "assert {'GPT', 'Transformer', 'Translator', 'generate', 'nn', 'functional'} <= set(dir(fastformer))\n"
+        "assert fastformer.nn is sys.modules['fastformer.nn'] and fastformer.nn.MultiheadAttention\n"
+        "assert fastformer.functional.scaled_dot_product_attention and fastformer.ops.attention\n"
         "from fastformer.models import GPT, Transformer\n"
         "from fastformer.generation import Translator, generate\n"
         "assert fastformer.GPT is GPT and fastformer.Transformer is Transformer\n"
