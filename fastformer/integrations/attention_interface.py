@@ -62,7 +62,7 @@ def attention_forward(
         ValueError: the keys that a query sees are given as indices, and not by the mask.
     """
     if sparse := [name for name in _SPARSE if kwargs.get(name) is not None]:
-        raise ValueError(f"expected what each query sees as a mask, got {sparse[0]}: use the attention \"sdpa\"")
+        raise ValueError(f'expected what each query sees as a mask, got {sparse[0]}: use the attention "sdpa"')
     if not attends_by_theirs() and packed_layouts() is None:
         given = kwargs if is_causal is None else kwargs | {"is_causal": is_causal}
         theirs = ALL_ATTENTION_FUNCTIONS["sdpa"]

@@ -207,7 +207,7 @@ def test_code_that_asks_for_the_name_sdpa_is_not_led(family, options):
     assert model.config._attn_implementation == "sdpa"
 
 
-class _Asking(LlamaForCausalLM):
+class _Asking(LlamaForCausalLM):  # type: ignore[misc]
     def forward(self, *args: Any, **options: Any) -> Any:
         assert self.config._attn_implementation == "sdpa"
         return super().forward(*args, **options)

@@ -54,10 +54,11 @@ def test_gpt_round_trip(tmp_path):
 
 @pytest.mark.parametrize("kind", ["concatenated", "learned", "relative", "GPT"])
 def test_loading_draws_no_random_numbers(tmp_path, kind):
-    if kind == "GPT":
-        model = GPT.from_preset("llama-small", vocab_size=20, d_model=24, num_layers=2)
-    else:
-        model = Transformer.from_preset("tiny", **CONFIG, positions=kind)
+    model: GPT | Transformer = (
+        GPT.from_preset("llama-small", vocab_size=20, d_model=24, num_layers=2)
+        if kind == "GPT"
+        else Transformer.from_preset("tiny", **CONFIG, positions=kind)
+    )
     model.save_pretrained(tmp_path)
     before = torch.get_rng_state()
     state = type(model).from_pretrained(tmp_path).state_dict()
