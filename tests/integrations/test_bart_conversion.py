@@ -48,10 +48,10 @@ def made(
     **options: Any,
 ) -> Any:
     """A model of transformers whose every parameter matters."""
-    torch.manual_seed(seed)
     name = FAMILIES[family]
     config = getattr(transformers, f"{name}Config")(**SIZES | options)
     model = getattr(transformers, f"{name}ForConditionalGeneration")(config).to(dtype).eval()
+    torch.manual_seed(seed)  # however much the version at hand has drawn
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if family != "Pegasus" or "embed_positions" not in name:  # sines
@@ -110,6 +110,9 @@ def test_a_model_goes_there_and_back(family, options, tmp_path):
     expected = logits_of(back)
     back.save_pretrained(tmp_path / "theirs")
     saved = type(back).from_pretrained(tmp_path / "theirs", dtype=torch.float64)
+    if IS_OLD and untied:  # a BART's or mBART's sides, ours or not, it loads without the matrix that they share
+        for stack in (saved.model.encoder, saved.model.decoder):
+            stack.embed_tokens.weight = saved.model.shared.weight
     torch.testing.assert_close(logits_of(saved), expected, rtol=1e-6, atol=1e-6)
     for model, folder in ((ours, "ours"), (ours.quantize(), "int8")):
         model.save_pretrained(tmp_path / folder)
@@ -158,7 +161,7 @@ SEARCHES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("variant", ["scaled, bias", "untied"])
 @pytest.mark.parametrize("search", SEARCHES)
 def test_generates_the_same_tokens(search, variant, family, engine):
-    theirs = made(family, torch.float32, seed=5, scale=0.9, **VARIANTS[variant])
+    theirs = made(family, torch.float32, seed=24, scale=0.9, **VARIANTS[variant])
     if search == "beams that end":
         theirs.final_logits_bias[0, EOS] += 12
     options = SEARCHES[search]
@@ -213,7 +216,7 @@ def test_what_they_lack_is_refused():
 def test_an_accelerated_model_is_converted(fused_loss, family):
     theirs = made(family, bias=True)
     expected = logits_of(theirs)
-    if fused_loss and family not in ("bart", "marian"):
+    if fused_loss and family != "BART":
         pytest.skip("accelerate doesn't know this family's head")
     fastformer.accelerate(theirs, fused_loss=fused_loss)
     torch.testing.assert_close(from_huggingface(theirs)(SOURCE, TARGET), expected, rtol=1e-9, atol=1e-9)

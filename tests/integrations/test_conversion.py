@@ -46,8 +46,8 @@ variants = pytest.mark.parametrize("options", VARIANTS.values(), ids=VARIANTS.ke
 
 
 def marian(dtype: torch.dtype = torch.float64, *, bias: bool = False, embed_pad: bool = False, **options: Any) -> Any:
-    torch.manual_seed(3)
     model = MarianMTModel(MarianConfig(**SIZES | options)).to(dtype).eval()
+    torch.manual_seed(3)  # however much the version at hand has drawn
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "embed_positions" not in name:
@@ -169,9 +169,9 @@ SEARCHES: dict[str, tuple[dict[str, float], dict[str, Any]]] = {
 @pytest.mark.parametrize("search", SEARCHES)
 def test_generates_the_same_tokens(search, variant, engine):
     weights, options = SEARCHES[search]
-    theirs = opinionated(marian(torch.float32, **VARIANTS[variant]), **weights)
+    theirs = opinionated(marian(torch.float32, **VARIANTS[variant]), seed=19, **weights)
     expected = generated(theirs, **options)
-    assert len({*map(tuple, expected)}) > 1 or IS_OLD  # which draws other weights
+    assert len({*map(tuple, expected)}) > 1
     found = from_huggingface(theirs).generate(SOURCE, max_new_tokens=20, engine=engine, **options)
     assert [until_end(row) for row in found.tolist()] == expected
 

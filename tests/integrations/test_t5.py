@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from transformers import (
     T5ForTokenClassification,
     T5Model,
 )
+from transformers.models.mt5.modeling_mt5 import MT5Attention, MT5LayerNorm
 from transformers.models.t5.modeling_t5 import T5Attention, T5LayerNorm
 
 import fastformer
@@ -35,8 +37,8 @@ ENDS = torch.arange(6) < torch.tensor([[6], [3], [1], [4]])
 BEGINS = ENDS.flip(1)
 
 
-def make(**options: Any) -> Any:
-    torch.manual_seed(4)
+def make(*, seed: int = 4, **options: Any) -> Any:
+    torch.manual_seed(seed)
     sizes: dict[str, Any] = {"vocab_size": 60, "d_model": 24, "d_kv": 8, "d_ff": 40, "num_layers": 2, "num_heads": 3}
     sizes |= {"dropout_rate": 0.0, "relative_attention_num_buckets": 8, "relative_attention_max_distance": 10}
     made = T5ForConditionalGeneration(T5Config(**sizes | {"decoder_start_token_id": 0} | options)).double()
@@ -46,17 +48,36 @@ def make(**options: Any) -> Any:
     return made
 
 
+def exact_norm(self: Any, x: Tensor) -> Tensor:
+    return self.weight * (x * (x.square().mean(-1, keepdim=True) + self.variance_epsilon).rsqrt())
+
+
+def exact_attention(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """An attention that keeps scores in fp64 as they are where it asks for fp32."""
+
+    @functools.wraps(forward)
+    def run(*args: Any, **options: Any) -> Any:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Tensor, "float", lambda x: x if x.dtype == torch.float64 else x.to(torch.float32))
+            return forward(*args, **options)
+
+    return run
+
+
 @contextlib.contextmanager
-def exactly() -> Iterator[None]:
-    """While transformers' own code runs: statistics are not rounded to fp32."""
-    theirs = T5LayerNorm.forward
+def exactly(*, accelerated: bool = False) -> Iterator[None]:
+    """While transformers' own code runs: neither statistics nor, as before 5, a softmax are rounded to fp32.
 
-    def forward(self: Any, x: Tensor) -> Tensor:
-        return self.weight * (x * (x.square().mean(-1, keepdim=True) + self.variance_epsilon).rsqrt())
-
-    T5LayerNorm.forward = forward
-    yield
-    T5LayerNorm.forward = theirs
+    Of an accelerated model that is its attention before 5, and nothing from then on.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        if not accelerated:
+            for norm in (T5LayerNorm, MT5LayerNorm):
+                patch.setattr(norm, "forward", exact_norm)
+        if RETURNS_TUPLES:
+            for attention in (T5Attention, MT5Attention):
+                patch.setattr(attention, "forward", exact_attention(attention.forward))
+        yield
 
 
 def run(model: Any, mask: Tensor | None, **options: Any) -> Any:
@@ -81,11 +102,11 @@ def compare(mask: Tensor | None, model: Any, **options: Any) -> set[str]:
     with exactly():
         theirs = outputs(model, mask, **options)
     fastformer.accelerate(model)
-    ours = outputs(model, mask, **options)
+    with exactly(accelerated=True):
+        ours = outputs(model, mask, **options)
     assert len(ours) == len(theirs)
-    # transformers before 5 takes the softmax in fp32.
     for i, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
-        assert_same(mine, other, f"output or gradient {i}", 1e-5 if RETURNS_TUPLES else 1e-9)
+        assert_same(mine, other, f"output or gradient {i}", 1e-9)
     return ran(lambda: run(model, mask, **options))
 
 
@@ -151,20 +172,26 @@ def test_generates_the_same_behind_padded_beginnings(side, use_cache):
 @pytest.mark.parametrize("kind", ["relu", "gated-gelu"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_errs_no_more_than_before(dtype, kind):
-    """Also where the second weight of the FFN stays in fp32, as transformers loads it."""
-    model = make(feed_forward_proj=kind).eval()
-    with exactly():
-        exact = run(model, RIGHT).logits
-    model = model.to(dtype)
-    for layer in model.modules():
-        if hasattr(layer, "wo"):
-            layer.wo.float()
-    plain = run(model, RIGHT).logits
-    ours = copy.deepcopy(model)
-    fastformer.accelerate(ours)
-    after = run(ours, RIGHT).logits
-    assert after.dtype == plain.dtype
-    assert (after - exact).norm() <= 1.5 * (plain - exact).norm()
+    """Also where the second weight of the FFN stays in fp32, as transformers loads it.
+
+    Which of the two rounds luckily is a matter of the weights, so that the geometric mean over several counts.
+    """
+    ratios = []
+    for seed in range(16):
+        model = make(feed_forward_proj=kind, seed=seed).eval()
+        with torch.no_grad(), exactly():
+            exact = run(model, RIGHT).logits
+        model = model.to(dtype)
+        for layer in model.modules():
+            if hasattr(layer, "wo"):
+                layer.wo.float()
+        ours = copy.deepcopy(model)
+        assert fastformer.accelerate(ours).swapped
+        with torch.no_grad():
+            plain, after = run(model, RIGHT).logits, run(ours, RIGHT).logits
+        assert after.dtype == plain.dtype
+        ratios.append((after - exact).norm() / (plain - exact).norm())
+    assert torch.stack(ratios).log().mean().exp() <= 1.1
 
 
 def test_dropout_acts_in_training():
@@ -405,12 +432,12 @@ def test_surgery_on_the_decoder(what):
     options = {"is_causal": True if what == "is_causal" else None} if what.startswith("is_causal") else {}
     for given in ({}, {"attention_mask": None}, {"decoder_attention_mask": ENDS.long()}):
         results = []
-        for fused in (None, False, True):
+        for fused in (None, False) if RETURNS_TUPLES else (None, False, True):
             model = changed().train()
-            if fused is not None and not (RETURNS_TUPLES and fused):
+            if fused is not None:
                 fastformer.accelerate(model, fused_loss=fused)
             labels = TARGETS.masked_fill(~ENDS, -100)
-            with exactly() if fused is None else contextlib.nullcontext():
+            with exactly(accelerated=fused is not None):
                 if what == "no memory":
                     out = model.decoder(TARGETS, attention_mask=given.get("decoder_attention_mask", ENDS.long()))
                     loss = out.last_hidden_state[ENDS].square().mean()
@@ -422,7 +449,7 @@ def test_surgery_on_the_decoder(what):
             for i, (mine, other) in enumerate(zip(ours, results[0], strict=True)):
                 assert (mine is None) == (other is None)
                 if mine is not None:
-                    assert_same(mine, other, f"loss or gradient {i}", 1e-5 if RETURNS_TUPLES else 1e-9)
+                    assert_same(mine, other, f"loss or gradient {i}", 1e-9)
 
 
 @packs
