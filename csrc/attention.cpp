@@ -68,7 +68,6 @@ constexpr int64_t kQueries = 64;   // rows of a task
 constexpr int64_t kKeys = 128;     // columns of a block of scores: 64 x 128 floats stay in the first-level cache
 constexpr int64_t kManyHeads = 8;  // of keys and values, for each thread
 constexpr int64_t kKeepStride = kKeys + Dropout::kGroup;  // between the dropout multipliers of two rows
-constexpr double kLn2 = 0.6931471805599453;
 
 // K^T and V of one kv head of one sequence, packed.
 template <typename T>
@@ -138,13 +137,13 @@ acc largest_of(const acc* x, int64_t n) {
   return max(max(odd, V::load(x + n - V::size)), even).max();
 }
 
-// Moves the running maxima and sums of `rows` rows on to the largest scores of a block. Maxima are in base e under a
-// mask and in base 2 without. Returns whether any row has to be rescaled for it.
+// Moves the running maxima and sums of `rows` rows on to the largest scores of a block, of which `unit` makes powers of
+// two. Returns whether any row has to be rescaled for it.
 template <typename T>
-bool advance(bool masked, int64_t rows, Tile<T>& tile) {
+bool advance(acc_t<T> unit, int64_t rows, Tile<T>& tile) {
   using acc = acc_t<T>;
   using V = Vec<acc>;
-  const V lowest(std::numeric_limits<acc>::lowest()), one(acc(1)), factor(masked ? acc(1.4426950408889634) : acc(1));
+  const V lowest(std::numeric_limits<acc>::lowest()), one(acc(1)), factor(unit);
   uint32_t moved = 0;
   for (int64_t r = 0; r < rows; r += V::size) {
     const V before = V::load(tile.row_max + r), now = max(V::load(tile.largest + r), before);
@@ -159,21 +158,20 @@ bool advance(bool masked, int64_t rows, Tile<T>& tile) {
 }
 
 // Turns a row's scores in columns [begin, end) of a block into probabilities relative to its running maximum, with
-// zeros around them, and returns their sum, lane by lane. `masked` and `keep` (of dropout) say what is to be
-// done besides.
+// zeros around them, and returns their sum, lane by lane. `unit`: see advance. `keep`: of dropout.
 template <typename T>
-Vec<acc_t<T>> exponentiate(const Problem& p, bool masked, int64_t begin, int64_t end, int64_t width, acc_t<T> row_max,
+Vec<acc_t<T>> exponentiate(const Problem& p, acc_t<T> unit, int64_t begin, int64_t end, int64_t width, acc_t<T> row_max,
                            const acc_t<T>* x, const acc_t<T>* keep, T* probability) {
   using acc = acc_t<T>;
   using V = Vec<acc>;
-  const V factor(masked ? acc(1.4426950408889634) : p.scale2<acc>()),
-      shift(-std::max(std::numeric_limits<acc>::lowest(), row_max));
+  const V factor(unit), lowered(std::max(std::numeric_limits<acc>::lowest(), row_max));
   const bool drops = p.dropout.on;
   std::fill(probability, probability + begin, T(0));
   V sum(acc(0));
   for_each_vec<acc>(end - begin, [=, &sum](int64_t c, int64_t n) {
     const V score = V::load(x + begin + c, n);
-    V e = exp2(masked ? (score + shift) * factor : fmadd(score, factor, shift)).first_lanes(n);
+    // Not score * factor - rounded(max * factor): for large scores that is a large number at the maximum itself.
+    V e = exp2((score - lowered) * factor).first_lanes(n);
     sum = sum + e;
     if (drops) e = e * V::load(keep + begin + c, n);
     e.store(probability + begin + c, n);
@@ -198,6 +196,8 @@ void attend(const Problem& p, const Mask& mask, const Rows<const T>& q, const Pa
   T* probabilities;
   if constexpr (std::is_same_v<T, acc>) probabilities = scores;
   else probabilities = tile.probabilities.data();
+  // Scores are scaled where they are put under a mask. Not negative: see cpp_unsupported of ops/attention.py.
+  const acc unit = mask.on ? acc(1.4426950408889634) : p.scale2<acc>();
   // What any of the rows sees: from the first row's first key to the last row's last key.
   const Interval seen{p.keys_of(s, first).begin, p.keys_of(s, first + rows - 1).end};
   const int64_t start = seen.begin / kPanel * kPanel;
@@ -211,14 +211,13 @@ void attend(const Problem& p, const Mask& mask, const Rows<const T>& q, const Pa
       const int64_t begin = std::clamp<int64_t>(keys.begin - j, 0, width);
       return Interval{begin, std::clamp<int64_t>(keys.end - j, begin, width)};
     };
-    const acc scale = mask.on ? acc(1) : p.scale2<acc>();  // not negative: see cpp_unsupported of ops/attention.py
     for (int64_t r = 0; r < rows; ++r) {
       const auto [begin, end] = columns_of(r);
       acc* x = scores + r * kKeys;
       if (mask.on) apply(mask, b, h, first + r, j, begin, end, static_cast<acc>(p.softmax_scale), x);
-      tile.largest[r] = largest_of(x + begin, end - begin) * scale;
+      tile.largest[r] = largest_of(x + begin, end - begin);
     }
-    const bool moved = advance(mask.on, rows, tile);
+    const bool moved = advance(unit, rows, tile);
     for (int64_t r = 0; r < rows; r += 4) {
       V of_row[4] = {V(acc(0)), V(acc(0)), V(acc(0)), V(acc(0))};
       for (int64_t i = r; i < std::min(r + 4, rows); ++i) {
@@ -228,7 +227,7 @@ void attend(const Problem& p, const Mask& mask, const Rows<const T>& q, const Pa
           p.dropout.multipliers(first + i, std::min<int64_t>(2, rows - i), b * p.num_heads + h, j, width, keep,
                                 kKeepStride);
         const auto [begin, end] = columns_of(i);
-        of_row[i - r] = exponentiate<T>(p, mask.on, begin, end, width, tile.row_max[i], scores + i * kKeys, keep,
+        of_row[i - r] = exponentiate<T>(p, unit, begin, end, width, tile.row_max[i], scores + i * kKeys, keep,
                                         probabilities + i * kKeys);
       }
       acc sum[4];
@@ -251,8 +250,7 @@ void attend(const Problem& p, const Mask& mask, const Rows<const T>& q, const Pa
     for_each_vec<acc>(dim, [&](int64_t c, int64_t n) { (V::load(sums + r * dim + c, n) * inverse).store(to + c, n); });
     acc& lse_of_row = lse[s.lse_start + h * p.lse_head_stride + first + r];
     if (sum == 0) lse_of_row = -std::numeric_limits<acc>::infinity();
-    else if (mask.on) lse_of_row = tile.row_max[r] + std::log(sum);
-    else lse_of_row = (tile.row_max[r] + std::log2(sum)) * static_cast<acc>(kLn2);
+    else lse_of_row = tile.row_max[r] * (mask.on ? acc(1) : static_cast<acc>(p.softmax_scale)) + std::log(sum);
   }
 }
 

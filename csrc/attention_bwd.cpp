@@ -165,7 +165,8 @@ void tile_gradients(const Problem& p, const Mask& mask, const Sequence& s, const
         const V lost = fmadd(score, scale, of_mask) - of_lse - V::load(head.log_alike.data() + i + c);
         exponent = where_positive(of_lse * of_lse - far, lost, exponent);
       }
-      const V probability = exp(exponent);
+      // Large scores leave lse no digits: what is above 0 by its rounding mustn't be a large number.
+      const V probability = exp(where_positive(V(acc(0)) - exponent, exponent, V(acc(0))));
       V gradient = V::load(dp + c);
       V kept = probability;
       if (p.dropout.on) {

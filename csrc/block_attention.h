@@ -59,10 +59,10 @@ class PackedHead {
         std::fill(x + right, x + width, kNothing);
         V most(kNothing), total(0.f);
         for (int64_t c = 0; c < width; c += V::size) most = max(most, V::load(x + c));
-        const float largest = most.max() * scale2;
-        const V shift(largest == kNothing ? 0.f : largest);
+        const float largest = most.max();
+        const V lowered(largest == kNothing ? 0.f : largest);
         for (int64_t c = 0; c < width; c += V::size) {
-          const V e = exp2(V::load(x + c) * V(scale2) - shift);
+          const V e = exp2((V::load(x + c) - lowered) * V(scale2));
           if constexpr (std::is_same_v<T, float>) e.store(x + c);
           else e.store(weights_.data() + i * width + c);
           total = total + e;

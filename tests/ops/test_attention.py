@@ -101,6 +101,27 @@ def test_one_key_far_above_the_others(key, masked, backend, device) -> None:
     torch.testing.assert_close(lse, torch.full_like(lse, 1000.0))
 
 
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("size", [1e8, 1e10, 1e14])
+def test_scores_beyond_all_digits(size, masked, backend, device) -> None:
+    """A rounding of the largest score is a large number here, and mustn't become one beside the score itself."""
+    generator = torch.Generator().manual_seed(3)
+    own = (torch.eye(32) * (1 + torch.rand(32, generator=generator)))[None, :, None]
+    q = (own * size**0.5).to(device).requires_grad_()
+    k = (own * (size**0.5 * 1.1)).to(device).requires_grad_()
+    v = torch.randn(1, 32, 1, 32, generator=generator).to(device).requires_grad_()
+    attn_mask = torch.zeros(32, 32, device=device) if masked else None
+    out = attention(q, k, v, attn_mask=attn_mask, softmax_scale=0.3)
+    torch.testing.assert_close(out, v)
+    dout = torch.randn(1, 32, 1, 32, generator=generator).to(device)
+    dq, dk, dv = torch.autograd.grad(out, (q, k, v), dout)
+    if backend == "reference":  # it keeps the weights: lse has no digits to make them from again
+        torch.testing.assert_close(dv, dout)
+    if backend != "fallback":  # PyTorch's weights are e^8 here, and more
+        assert dv.abs().max() <= dout.abs().max()
+        assert all(each.abs().max() < 100 * size**0.5 for each in (dq, dk))
+
+
 # Where a query's first or last key lies beside the edge of a tile or of a pair of bf16, and tiles of every part.
 EDGES = [
     *((n, m, (None, 0)) for n, m in ((140, 151), (129, 128), (63, 65), (65, 64), (31, 160), (128, 257), (2, 129))),
