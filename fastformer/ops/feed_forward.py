@@ -265,6 +265,7 @@ def feed_forward(
     dropout_p, dropout_seed = resolve_dropout(dropout_p, dropout_seed, x.device)
     rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
     # What backward reads is as large as the widest matrix in here, or twice as large: it isn't written for nobody.
-    needs_saved = needs_gradient(x, weight1, bias1, weight2, bias2)
+    # A trace says the same whether it is taken, or taken again to check it, with gradients or without.
+    needs_saved = torch._C._get_tracing_state() is not None or needs_gradient(x, weight1, bias1, weight2, bias2)
     out, _ = _fwd(rows, weight1, bias1, weight2, bias2, activation, dropout_p, dropout_seed, needs_saved)
     return out if x.dim() == 2 else out.reshape(*x.shape[:-1], weight2.shape[0])

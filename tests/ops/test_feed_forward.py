@@ -285,6 +285,25 @@ def test_compile(backend: str, device: str) -> None:
         assert_op_accurate(compiled, plain, make_inputs(shape, 40, "relu", device))
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
+def test_a_trace_checks_out() -> None:
+    """torch.jit.trace takes another trace without gradients, and compares the two."""
+    generator = torch.Generator().manual_seed(6)
+    x, other, weight1, weight2 = (
+        torch.randn(*sizes, generator=generator) for sizes in ((5, 8), (3, 8), (12, 8), (8, 12))
+    )
+    weights = weight1.requires_grad_(), weight2.requires_grad_()
+
+    def call(x: Tensor, weight1: Tensor, weight2: Tensor) -> Tensor:
+        return feed_forward(x, weight1, None, weight2, None, activation="gelu")
+
+    traced = torch.jit.trace(call, (x, *weights))
+    found, expected = traced(other, *weights), call(other, *weights)
+    torch.testing.assert_close(found, expected)
+    gradients = torch.autograd.grad(found.sum(), weights)
+    torch.testing.assert_close(gradients, torch.autograd.grad(expected.sum(), weights))
+
+
 def test_autocast_runs_the_products_in_its_dtype(device: str) -> None:
     inputs = make_inputs((5, 16), 24, "gelu", device)
     leaves = {name: value.requires_grad_() for name, value in inputs.items()}
