@@ -49,7 +49,9 @@ def scaled_dot_product_attention(
         enable_gqa: key and value may have fewer heads, each for num_heads / num_kv_heads query heads.
 
     Returns:
-        (batch, num_heads, seqlen_q, head_dim).
+        (batch, num_heads, seqlen_q, head_dim). Its dimensions lie in memory in query's order, as PyTorch's fused
+        attention on CPUs has them: contiguous for a contiguous query, and for one that was transposed from (batch,
+        seqlen_q, num_heads, head_dim) transposed from that. So they do with dropout, where PyTorch's are contiguous.
 
     Raises:
         ValueError: a bias along with is_causal; blocks that don't fit. What PyTorch raises for what it takes.
@@ -72,16 +74,35 @@ def scaled_dot_product_attention(
         attn_mask = band
     if isinstance(attn_mask, Window):
         window, attn_mask = attn_mask, None
+    # Our output has the heads of a token side by side. What lies head by head is given as heads that are a batch.
+    by_head = (
+        query.is_contiguous()
+        and key.is_contiguous()
+        and value.is_contiguous()
+        and key.shape[1] == query.shape[1]
+        and (attn_mask is None or attn_mask.shape[:-2].numel() == 1)
+    )
+    q, k, v = (each.flatten(0, 1).unsqueeze(2) if by_head else each.transpose(1, 2) for each in (query, key, value))
     out = attention(
-        query.transpose(1, 2),
-        key.transpose(1, 2),
-        value.transpose(1, 2),
+        q,
+        k,
+        v,
         attn_mask=attn_mask,
         window_size=(window.left, window.right),
         softmax_scale=scale,
         dropout_p=dropout_p,
     )
-    return out.transpose(1, 2)
+    return out.view(query.shape) if by_head else _laid_out_as(query, out)
+
+
+def _laid_out_as(query: Tensor, out: Tensor) -> Tensor:
+    """An output (batch, seqlen_q, num_heads, head_dim) under PyTorch's shape, in the order in memory of a query."""
+    strides = query.stride()
+    order = sorted(range(3), key=lambda dim: -strides[dim]) if strides[3] == 1 else [0, 1, 2]
+    out = out.transpose(1, 2)
+    if order == [0, 2, 1]:  # as usual: what a linear map made, split into heads
+        return out
+    return out.permute(*order, 3).contiguous().permute(*(order.index(dim) for dim in range(3)), 3)
 
 
 def _block_diagonal(
@@ -113,7 +134,7 @@ def _block_diagonal(
         softmax_scale=scale,
         dropout_p=dropout_p,
     )
-    return out.transpose(0, 1)[None]
+    return _laid_out_as(query, out[None])
 
 
 def _as_mask(window: Window, query: Tensor, key: Tensor) -> Tensor:

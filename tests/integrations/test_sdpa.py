@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 from torch.nn.functional import scaled_dot_product_attention as imported_before
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastformer
 import fastformer.functional as FF
@@ -63,6 +65,77 @@ def test_equals_pytorch(name, seqlens):
         results.append([out, *torch.autograd.grad(out, data, torch.ones_like(out).cumsum(-1))])
     for part, ours, theirs in zip(("out", "dq", "dk", "dv"), *results, strict=True):
         assert_same(ours, theirs, part)
+
+
+ORDERS = list(itertools.permutations(range(4)))
+
+
+def lying(x: Tensor, order: tuple[int, ...]) -> Tensor:
+    """x, whose dimensions lie in memory in this order, from the outermost in."""
+    return x.detach().permute(order).contiguous().permute([order.index(dim) for dim in range(4)])
+
+
+def of_every_fourth(x: Tensor, order: tuple[int, ...]) -> Tensor:
+    """The same as a part of a tensor that has more between the rows of the innermost dimension."""
+    rows = torch.stack((x.detach().permute(order),) * 4, 3).contiguous()[:, :, :, 1]
+    return rows.permute([order.index(dim) for dim in range(4)])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_an_output_lies_in_memory_as_pytorchs(name):
+    """In query's order, whatever that of the others."""
+    q, *others = (each.detach() for each in inputs(grouped=name == "grouped"))
+    options = dict(CASES[name])
+    if "attn_mask" in options:
+        options["attn_mask"] = options["attn_mask"][..., :L, :S]
+    k, v = others
+    for order, is_dense, learns in itertools.product(ORDERS, (True, False), (True, False)):
+        query = lying(q, order) if is_dense else of_every_fourth(q, order)
+        for key in (k, lying(k, (0, 2, 1, 3))):
+            query.requires_grad_(learns)
+            theirs = F.scaled_dot_product_attention(query, key, v, **options)
+            ours = FF.scaled_dot_product_attention(query, key, v, **options)
+            assert ours.stride() == theirs.stride(), (order, is_dense)
+            assert_same(ours, theirs, "out")
+
+
+class Copies(TorchDispatchMode):
+    """Counts what copies."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.copies = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.copies += any(word in str(function) for word in ("clone", "copy", "contiguous"))
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("dropout_p", [0.0, 0.3])
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 2, 1, 3)], ids=["contiguous", "split into heads"])
+def test_an_output_is_copied_only_for_heads_apart_that_share_keys_or_masks(order, name, dropout_p):
+    options = dict(CASES[name])
+    if "attn_mask" in options:
+        options["attn_mask"] = options["attn_mask"][..., :L, :S]
+    query, k, v = (lying(each, order) for each in inputs(grouped=name == "grouped"))
+    options["dropout_p"] = dropout_p
+    with Copies() as counted:
+        out = FF.scaled_dot_product_attention(query, k, v, **options)
+    is_copied = order == (0, 1, 2, 3) and name in ("bool", "additive", "per key", "grouped")
+    assert counted.copies == is_copied
+    assert out.stride() == query.stride()
+
+
+def test_dropout_drops_the_same_however_its_input_lies():
+    data = inputs(seqlens=(32, 32))
+    outs = []
+    for order in ((0, 1, 2, 3), (0, 2, 1, 3), (2, 0, 1, 3)):
+        torch.manual_seed(3)
+        q, k, v = (lying(each, order) for each in data)
+        outs.append(FF.scaled_dot_product_attention(q, k, v, dropout_p=0.4))
+    for out in outs[1:]:
+        assert_same(out, outs[0], "out")
 
 
 def test_dropout_drops():
@@ -211,6 +284,9 @@ def test_blocks_on_the_diagonal():
     for (a, b), (c, d) in (((0, 2), (0, 4)), ((2, 3), (4, 6)), ((3, 6), (6, 9))):
         alone = FF.scaled_dot_product_attention(q[:, :, a:b], k[:, :, c:d], v[:, :, c:d], FF.Window(None, 0))
         assert_same(out[:, :, a:b], alone, f"{a} to {b}")
+    assert out.is_contiguous()
+    turned, *others = (lying(each, (0, 2, 1, 3)) for each in (q, k, v))
+    assert FF.scaled_dot_product_attention(turned, others[0], others[1], blocks).stride() == turned.stride()
     with pytest.raises(ValueError, match="6 queries and 6 keys"):
         FF.scaled_dot_product_attention(q, k, v, FF.BlockDiagonal([2, 1, 3]))
     with pytest.raises(ValueError, match="BlockDiagonal or is_causal, got both"):
@@ -292,6 +368,8 @@ def test_activate_catches_every_call():
         assert_same(out, expected[1], "a learned mask")
         for ours, theirs in zip(torch.autograd.grad(out.sum(), [q, learned]), expected_grad, strict=True):
             assert_same(ours, theirs, "its gradients")
+        for name, call in calls.items():
+            assert call().view(B * H, L, D).shape == (B * H, L, D), f"{name} lies as PyTorch's"
         with pytest.raises(RuntimeError, match="active already"):
             fastformer.activate()
     assert not any(ours_ran(call) for call in calls.values())
