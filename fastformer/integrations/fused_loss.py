@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
+import sys
+from types import ModuleType
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
 from torch.nn import functional as F
+from transformers.loss import loss_utils
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_outputs import CausalLMOutputWithCrossAttentions, CausalLMOutputWithPast, Seq2SeqLMOutput
-from transformers.models.bart.modeling_bart import shift_tokens_right
 
 from fastformer.integrations.hugging_face import gives_tuple, leaving_unread
 from fastformer.nn.fusing import is_plain, is_traced, is_written_as_known
@@ -23,13 +27,32 @@ from fastformer.nn.linear import LINEARS
 from fastformer.ops import linear_cross_entropy
 
 IGNORED = -100
+_CROSS_ENTROPY = nn.CrossEntropyLoss
+
+
+def _losses() -> tuple[object, ...]:
+    """What the losses come down to that are fused."""
+    kind = _CROSS_ENTROPY
+    functions = (F.cross_entropy, loss_utils.fixed_cross_entropy, ForCausalLMLoss)
+    return (*functions, kind.__init__, kind.__call__, kind.forward)
+
+
+def _is_as_written(function: object) -> bool:
+    """Whether a function's code is PyTorch's or transformers', where a wrapper has no more than the names."""
+    written_in = getattr(getattr(function, "__code__", None), "co_filename", "")
+    return written_in.startswith(tuple(os.path.join(each.__path__[0], "") for each in (nn, transformers)))
+
+
+# None: somebody had replaced it before it was known.
+_KNOWN = tuple(each if _is_as_written(each) else None for each in _losses())
 
 
 class FusedLoss(nn.Module):
     """A head whose output has the loss and no logits where it is in training and given labels.
 
     Whatever else is asked of it (a tuple, some of the logits, another loss) is computed as transformers has it, and so
-    is all under torch.compile, which would break the graph at what is read from the arguments.
+    is all where somebody replaced what computes the loss, and under torch.compile, which would break the graph at what
+    is read from the arguments.
     """
 
     config: Any
@@ -52,6 +75,7 @@ class FusedLoss(nn.Module):
             and is_plain(head, *LINEARS)
             and isinstance(head, nn.Linear)
             and head.out_features == getattr(config, "decoder_vocab_size", config.vocab_size)
+            and _losses() == _KNOWN
         )
 
     def _output(self, given: dict[str, Any]) -> Any:
@@ -95,7 +119,12 @@ class Seq2SeqLoss(FusedLoss):
     final_logits_bias: Tensor
 
     def _is_fusable(self, given: dict[str, Any]) -> bool:
-        return super()._is_fusable(given) and not given.get("use_cache") and self.lm_head.bias is None
+        return (
+            super()._is_fusable(given)
+            and not given.get("use_cache")
+            and self.lm_head.bias is None
+            and getattr(_source(self), "CrossEntropyLoss", None) is _CROSS_ENTROPY
+        )
 
     def _decoded(self, given: dict[str, Any]) -> Any:
         """What the model without its head gives; its last hidden state is what the head reads."""
@@ -104,17 +133,35 @@ class Seq2SeqLoss(FusedLoss):
     def _bias(self) -> Tensor | None:
         return self.final_logits_bias[0]
 
+    def _shifted(self, labels: Tensor) -> Tensor:
+        """What the decoder reads, by whatever stands where the model's own forward looks for it."""
+        shift: Any = getattr(self, "_shift_right", None)
+        if shift is not None:  # T5
+            shifted: Tensor = shift(labels)
+            return shifted
+        config, shift = self.config, _source(self).shift_tokens_right
+        shifted = shift(labels, config.pad_token_id, config.decoder_start_token_id)
+        return shifted
+
     def _output(self, given: dict[str, Any]) -> Seq2SeqLMOutput:
-        labels, config = given["labels"], self.config
+        labels = given["labels"]
         if given.get("decoder_input_ids") is None and given.get("decoder_inputs_embeds") is None:
-            shifted = shift_tokens_right(labels, config.pad_token_id, config.decoder_start_token_id)
-            given = given | {"decoder_input_ids": shifted}
+            given = given | {"decoder_input_ids": self._shifted(labels)}
         given = given | {"use_cache": False}
         with leaving_unread(_behind_the_last(labels != IGNORED)):
             out = self._decoded({name: value for name, value in given.items() if name != "labels"})
-        loss = _loss(out.last_hidden_state, self.lm_head, self._bias(), labels, IGNORED, None)
+        hidden, bias = out.last_hidden_state, self._bias()
+        loss = _loss(hidden, self.lm_head, bias, labels, IGNORED, None)
+        if not torch.is_autocast_enabled(loss.device.type):  # under which a loss is fp32; else it is as the logits
+            loss = loss.to(hidden.dtype if bias is None else torch.promote_types(hidden.dtype, bias.dtype))
         parts = {name: value for name, value in out.items() if name != "last_hidden_state"}
         return Seq2SeqLMOutput(loss=loss, **parts)
+
+
+def _source(head: nn.Module) -> ModuleType:
+    """Where transformers wrote the class that a head's is derived from: there its forward looks for functions."""
+    kinds = type(head).__mro__
+    return next(sys.modules[each.__module__] for each in kinds if each.__module__.startswith("transformers."))
 
 
 def _behind_the_last(counts: Tensor) -> Tensor | None:

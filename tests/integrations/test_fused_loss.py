@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
+import subprocess
+import sys
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import BertConfig, BertModel
+from transformers.loss import loss_utils
 
 import fastformer
 from fastformer.integrations.hugging_face import RETURNS_TUPLES
+from fastformer.ops._library import use_backend
 from tests.integrations import test_bart as seq2seq
 from tests.integrations import test_causal as causal
 from tests.integrations import test_t5 as t5
 from tests.integrations.test_causal import IDS, LEFT, RIGHT
+from tests.integrations.test_replaced import source
 from tests.nn.comparing import assert_same
 
 HEADS = {
@@ -209,6 +216,138 @@ def test_a_loss_function_of_the_user(family):
     fastformer.accelerate(model, fused_loss=True)
     out = run(model, family)
     assert out.loss == out.logits.square().sum()
+
+
+def times(factor: float, function: Any) -> Any:
+    @functools.wraps(function)  # as a careful hand would
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        return factor * function(*args, **kwargs)
+
+    return wrapped
+
+
+LOSSES = ("cross_entropy", "fixed_cross_entropy", "forward", "__call__", "CrossEntropyLoss")
+
+
+@pytest.mark.parametrize(
+    ("family", "name"),
+    # A decoder's code knows no class of a loss.
+    [(family, name) for family in HEADS for name in LOSSES if name != "CrossEntropyLoss" or family not in DECODERS],
+)
+def test_what_somebody_put_in_place_of_the_loss(family, name, monkeypatch):
+    """It acts as without us, and is fast again when it has gone."""
+    owner = {"cross_entropy": F, "fixed_cross_entropy": loss_utils, "CrossEntropyLoss": source(family)}
+    place = owner.get(name, nn.CrossEntropyLoss)
+    model, plain = make(family), make(family)
+    fastformer.accelerate(model, fused_loss=True)
+    with exactly(family):
+        before = run(plain, family).loss
+    with monkeypatch.context() as patched:
+        old = getattr(place, name)
+        new = functools.partial(old, label_smoothing=0.3) if name == "CrossEntropyLoss" else times(3.0, old)
+        patched.setattr(place, name, new)
+        with exactly(family):
+            expected = run(plain, family)
+        found = run(model, family)
+        assert_same(found.loss, expected.loss, "loss", 1e-6)
+        is_asked = name == "cross_entropy" or (name == "fixed_cross_entropy") == (family in DECODERS)
+        assert torch.allclose(expected.loss, before, rtol=1e-6) != is_asked
+        assert found.logits is not None or not is_asked
+    assert run(model, family).logits is None
+
+
+EARLY = """
+import functools, sys
+import torch
+from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel, MarianConfig, MarianMTModel
+from transformers.models.marian import modeling_marian
+
+old = torch.nn.functional.cross_entropy
+
+@functools.wraps(old)
+def own(*args, **kwargs):
+    return 3 * old(*args, **kwargs)
+
+if sys.argv[1] == "function":
+    nn.functional.cross_entropy = own
+elif sys.argv[1] == "class":
+    modeling_marian.CrossEntropyLoss = functools.partial(nn.CrossEntropyLoss, label_smoothing=0.3)
+sizes = dict(vocab_size=60, d_model=24, encoder_layers=1, decoder_layers=1, encoder_attention_heads=3)
+sizes |= dict(decoder_attention_heads=3, encoder_ffn_dim=40, decoder_ffn_dim=40, max_position_embeddings=64)
+sizes |= dict(pad_token_id=1, eos_token_id=2, bos_token_id=0, dropout=0.0, decoder_start_token_id=1)
+marian = MarianMTModel(MarianConfig(**sizes)).train()
+sizes = dict(vocab_size=60, n_embd=24, n_layer=1, n_head=3, eos_token_id=2, bos_token_id=0)
+gpt2 = GPT2LMHeadModel(GPT2Config(**sizes, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)).train()
+ids = torch.randint(3, 60, (2, 9))
+expected = [model(input_ids=ids, labels=ids).loss for model in (marian, gpt2)]
+
+import fastformer
+for model, loss in zip((marian, gpt2), expected):
+    fastformer.accelerate(model, fused_loss=True)
+    found = model(input_ids=ids, labels=ids)
+    torch.testing.assert_close(found.loss, loss, rtol=1e-4, atol=1e-5)
+    is_replaced = sys.argv[1] == "function" or (sys.argv[1] == "class" and model is marian)
+    assert (found.logits is not None) == is_replaced, (sys.argv[1], type(model))
+"""
+
+
+@pytest.mark.parametrize("what", ["function", "class", "nothing"])
+def test_what_somebody_put_there_before_we_came(what):
+    subprocess.run([sys.executable, "-c", EARLY, what], check=True)
+
+
+@pytest.mark.parametrize(
+    ("family", "place"),
+    [("bart", "function"), ("marian", "function")]
+    + [("t5", place) for place in ("class", "instance") if "t5" in HEADS],
+)
+def test_another_shift_of_the_labels(family, place, monkeypatch):
+    """The decoder reads what it gives."""
+    model, plain = make(family), make(family)
+    fastformer.accelerate(model, fused_loss=True)
+    before = run(model, family).loss
+    if place == "function":
+        theirs = source(family).shift_tokens_right
+        own: Any = lambda labels, pad_token_id, decoder_start_token_id: theirs(  # noqa: E731
+            labels, pad_token_id, decoder_start_token_id
+        ).flip(1)
+        monkeypatch.setattr(source(family), "shift_tokens_right", own)
+    elif place == "class":
+        monkeypatch.setattr(source(family).T5PreTrainedModel, "_shift_right", lambda self, labels: labels.relu())
+    else:
+        for each in (model, plain):
+            each._shift_right = torch.relu
+    with exactly(family):
+        expected = run(plain, family)
+    found = run(model, family)
+    assert found.logits is None and found.loss != before
+    assert_same(found.loss, expected.loss, "loss", 1e-9)
+    pairs = zip(gradients(model, found.loss), gradients(plain, expected.loss), strict=True)
+    assert all(torch.allclose(ours, theirs, rtol=1e-6, atol=1e-9) for ours, theirs in pairs)
+
+
+@families
+@pytest.mark.parametrize(
+    ("dtype", "cast"),
+    [(torch.bfloat16, False), (torch.float16, False), (torch.float32, True), (torch.bfloat16, True)],
+    ids=["bf16", "fp16", "fp32, autocast", "bf16, autocast"],
+)
+def test_a_loss_has_the_dtype_of_the_plain_one(dtype, cast, family):
+    """Its gradients are by the rule: the cast of a loss comes behind them."""
+    exact = make(family)
+    model, plain = make(family).to(dtype), make(family).to(dtype)
+    fastformer.accelerate(model, fused_loss=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=cast), use_backend("reference"):
+        found, expected = run(model, family), run(plain, family)
+    assert found.logits is None and found.loss.dtype == expected.loss.dtype
+    assert found.loss.dtype == (torch.float32 if cast or family in DECODERS else dtype)
+    with exactly(family):
+        reference = run(exact, family)
+    names = [(exact, reference.loss), (model, found.loss), (plain, expected.loss)]
+    right, ours, theirs = (torch.cat([g.double().flatten() for g in gradients(*each)]) for each in names)
+    bits = torch.finfo(torch.bfloat16 if cast else dtype).eps
+    assert (ours - right).norm() <= 2 * (theirs - right).norm() + bits * right.norm()
 
 
 @decoders
