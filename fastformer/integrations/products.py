@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers import pytorch_utils as theirs
@@ -9,7 +10,7 @@ from transformers import pytorch_utils as theirs
 from fastformer.integrations.hugging_face import is_known, know
 from fastformer.integrations.swap import Swap, by_original
 from fastformer.nn.fusing import is_written_as_known
-from fastformer.nn.linear import Linear, linear
+from fastformer.nn.linear import Linear, is_ours, linear
 
 know(theirs)
 
@@ -22,14 +23,23 @@ class Conv1D(theirs.Conv1D):
 
     def forward(self, x: Tensor) -> Tensor:
         """See transformers."""
-        if not is_written_as_known(Conv1D):
-            return super().forward(x)
-        return linear(x, self.weight.t(), self.bias)
+        # What parametrizations make at each access is left to be made once.
+        has_both = self._parameters.keys() >= {"weight", "bias"}
+        if has_both and is_written_as_known(Conv1D) and _has_its_product():
+            weight, bias = self.weight.t(), self.bias
+            if is_ours(x, weight, bias):
+                return linear(x, weight, bias)
+        return super().forward(x)  # by torch.addmm, and not by F.linear
+
+
+def _has_its_product() -> bool:
+    """Whether nobody replaced the function by which transformers multiplies."""
+    return torch.addmm is torch._C._VariableFunctions.addmm
 
 
 def is_plain_conv1d(module: nn.Module) -> bool:
     """Whether a call of a module is this product, and nothing else."""
-    return is_known(module, theirs.Conv1D, Conv1D)
+    return is_known(module, theirs.Conv1D, Conv1D) and _has_its_product()
 
 
 SWAPS = by_original([Swap(nn.Linear, Linear), Swap(theirs.Conv1D, Conv1D)])

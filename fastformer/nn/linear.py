@@ -120,6 +120,11 @@ def _weight_gradient(dout: Tensor, x: Tensor) -> Tensor:
     return out
 
 
+def is_ours(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Whether `linear` of these is our kernel's, and not F.linear's."""
+    return _is_led(x, weight, bias) or _is_cast_for_us(x, weight, bias)
+
+
 def _is_led(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     # First what most calls that stay are told by: on a GPU, of half dtypes, of a step's few rows.
     if torch.compiler.is_compiling() or x.device.type != "cpu" or x.dtype not in (torch.float32, torch.bfloat16):

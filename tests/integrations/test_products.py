@@ -174,6 +174,54 @@ def test_a_patched_conv1d_is_honoured_in_the_fused_network(monkeypatch: pytest.M
     assert products.Conv1D.forward is not Conv1D.forward
 
 
+@pytest.mark.parametrize("rows", [4, 64], ids=["few rows", "many rows"])
+@pytest.mark.parametrize(("place", "name"), [(F, "linear"), (torch, "addmm")])
+def test_a_function_that_somebody_put_there_acts_as_without_us(place, name, rows, monkeypatch):
+    """transformers multiplies Conv1D's by torch.addmm, and all else by F.linear."""
+    model, plain = make("gpt2"), make("gpt2")
+    fastformer.accelerate(model)
+    ids = IDS[:1, :1].expand(rows, 9)
+    before = model(ids).logits
+    theirs = getattr(place, name)
+    calls: list[tuple[int, ...]] = []
+
+    def own(*args: Any, **kwargs: Any) -> Tensor:
+        out: Tensor = theirs(*args, **kwargs)
+        calls.append(tuple(out.shape))
+        return 1.25 * out
+
+    monkeypatch.setattr(place, name, own)
+    expected = plain(ids).logits
+    asked = calls.copy()
+    calls.clear()
+    found = model(ids).logits
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    assert len(asked) == (1 if name == "linear" else 8) and calls == asked
+    assert not torch.allclose(found, before, rtol=1e-2)
+
+
+@pytest.mark.parametrize("rows", [1, 60])
+@pytest.mark.parametrize("name", ["weight", "bias"])
+def test_a_parameter_that_is_made_is_made_once(name: str, rows: int) -> None:
+    model = make("gpt2")
+    fastformer.accelerate(model)
+    made: list[int] = []
+
+    class Doubled(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            made.append(1)
+            return 2 * x
+
+    module, x = model.transformer.h[0].attn.c_proj, torch.randn(1, rows, 24)
+    expected = Conv1D.forward(module, x) + Conv1D.forward(module, torch.zeros_like(x) if name == "bias" else x)
+    if name == "weight":
+        expected = expected - module.bias
+    nn.utils.parametrize.register_parametrization(module, name, Doubled())
+    made.clear()
+    torch.testing.assert_close(module(x), expected, rtol=1e-4, atol=1e-5)
+    assert len(made) == 1
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_what_is_quantised_first_is_called_and_later_is_left() -> None:
     from torch.ao.nn.quantized.dynamic import Linear as Quantised
