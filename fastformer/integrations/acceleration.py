@@ -18,12 +18,12 @@ from fastformer.integrations.swap import (
     by_original,
     is_derived,
     is_swapped,
-    original_class,
+    own_methods,
     swap,
     unswap,
     why_left,
 )
-from fastformer.nn.fusing import is_written_as_known
+from fastformer.nn.fusing import replacement
 
 
 @dataclass
@@ -33,8 +33,8 @@ class Report:
     Attributes:
         swapped: by each module's name in the model ("" is the model itself), the class that it had.
         left: by name, why a module that looked like one of the known ones was left as it is. Or that somebody replaced
-            the forward of a swapped module's class, or of one inside of it: that is called, and nothing is packed
-            through it, for as long as it is there.
+            the forward of a swapped module's class, or of one inside of it (or of torch.nn's a block, or the function
+            that attends): that is called, and nothing is packed through it, for as long as it is there.
         attention: the names of the transformers models whose attention was led to ours, whatever their family.
         hooked: by name, which hooks there are on a swapped module, or on one inside of it. They see and change what
             they did before: nothing is fused over such a module, and no padding left out around it. Hooks that come
@@ -106,8 +106,8 @@ def accelerate(model: nn.Module, *, fused_loss: bool = False) -> Report:
         report.left |= left
     inside = {inner for module in model.modules() if is_swapped(module) for inner in module.modules()}
     for name, module in model.named_modules():
-        if module in inside and not is_written_as_known(type(module)):
-            report.left[name] = f"{original_class(module).__name__}.forward was replaced"
+        if module in inside and (found := replacement(type(module))) is not None:
+            report.left[name] = f"{found.replaced} was replaced"
     report.hooked = _hooked(model, inside)
     return report
 
@@ -122,7 +122,8 @@ def restore(model: nn.Module) -> list[str]:
         The names of the modules that were restored. One that was given a class of somebody else's since keeps that.
 
     Raises:
-        ValueError: this is no module; one inside was given a class since that is made of ours, as `fully_shard` does.
+        ValueError: this is no module; one inside was given a class since that is made of ours, as `fully_shard` does,
+            or a forward of its own (or another method of ours), which may hold the one that it had.
     """
     if not isinstance(model, nn.Module):
         raise ValueError(f"expected a torch.nn.Module, got {type(model).__name__}")
@@ -132,6 +133,11 @@ def restore(model: nn.Module) -> list[str]:
             raise ValueError(
                 f"expected modules of the classes that accelerate gave them, got {type(module).__name__} "
                 f"in {name or 'the model'}: restore before what gave it this class (fully_shard, for one)"
+            )
+        if own := own_methods(module):
+            raise ValueError(
+                f"expected modules with the methods of the classes that accelerate gave them, got another {own[0]} in "
+                f"{name or 'the model'}, which may call ours: take it away, or restore before what put it there"
             )
     restored = [name for name, module in found if unswap(module)]
     if "transformers" in sys.modules:

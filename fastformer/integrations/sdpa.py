@@ -13,7 +13,7 @@ from torch.autograd import forward_ad
 from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from fastformer.integrations.bias import BlockDiagonal, Window
-from fastformer.nn.fusing import is_traced
+from fastformer.nn.fusing import ATTENTIONS, is_traced
 from fastformer.ops import attention, varlen_attention
 from fastformer.ops.attention import expand_mask, resolve_scale, why_no_kernel
 
@@ -93,6 +93,9 @@ def scaled_dot_product_attention(
         dropout_p=dropout_p,
     )
     return out.view(query.shape) if by_head else _laid_out_as(query, out)
+
+
+ATTENTIONS.add(scaled_dot_product_attention)
 
 
 def _laid_out_as(query: Tensor, out: Tensor) -> Tensor:

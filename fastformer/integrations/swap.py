@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from types import MethodType
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -20,6 +21,7 @@ class _Memory(NamedTuple):
     original: type[nn.Module]
     swapped: type[nn.Module]
     added: tuple[str, ...]
+    had: frozenset[str]  # the names in its __dict__
 
 
 def _nothing(module: Any) -> dict[str, Any]:
@@ -78,10 +80,10 @@ def original_class(module: nn.Module) -> type[nn.Module]:
 
 def swap(module: nn.Module, with_: Swap) -> None:
     """Gives a module the other class."""
-    added = with_.attributes(module)
+    added, had = with_.attributes(module), frozenset(vars(module))
     for name, value in added.items():
         setattr(module, name, value)
-    setattr(module, _MEMORY, _Memory(type(module), with_.swapped, tuple(added)))
+    setattr(module, _MEMORY, _Memory(type(module), with_.swapped, tuple(added), had))
     module.__class__ = with_.swapped
 
 
@@ -91,12 +93,28 @@ def is_derived(module: nn.Module) -> bool:
     return type(module) is not swapped and isinstance(module, swapped)
 
 
+def own_methods(module: nn.Module) -> list[str]:
+    """The methods of ours in whose place somebody put others on a swapped module itself, which may hold ours.
+
+    What was there before it was swapped holds none of ours.
+    """
+    memory: _Memory = getattr(module, _MEMORY)
+    return [
+        name
+        for name in vars(module).keys() - memory.had - {_MEMORY, *memory.added}
+        if callable(ours := getattr(memory.swapped, name, None))
+        and ours is not getattr(memory.original, name, None)
+        and not _is_of_its_class(module, name)
+    ]
+
+
 def unswap(module: nn.Module) -> bool:
     """Gives a swapped module back what it had. False where somebody gave it another class since, which it keeps."""
     memory: _Memory = getattr(module, _MEMORY)
     is_ours = type(module) is memory.swapped
     if is_ours:
-        forget_restored_forward(module)
+        for name in [each for each in vars(module).keys() - memory.had if _is_of_its_class(module, each)]:
+            del module.__dict__[name]
         module.__class__ = memory.original
     for name in (*memory.added, _MEMORY):
         delattr(module, name)
@@ -105,9 +123,13 @@ def unswap(module: nn.Module) -> bool:
 
 def forget_restored_forward(module: nn.Module) -> None:
     """Removes a forward that is the class's own, which is left by who records what a module gives and puts it back."""
-    own: Any = module.__dict__.get("forward")
-    if getattr(own, "__func__", None) is type(module).forward and own.__self__ is module:
+    if _is_of_its_class(module, "forward"):
         del module.__dict__["forward"]
+
+
+def _is_of_its_class(module: nn.Module, name: str) -> bool:
+    own: Any = vars(module).get(name)
+    return isinstance(own, MethodType) and own.__self__ is module and own.__func__ is getattr(type(module), name, None)
 
 
 def by_original(swaps: Iterable[Swap]) -> dict[type[nn.Module], Swap]:

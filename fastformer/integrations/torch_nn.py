@@ -8,7 +8,7 @@ from torch import nn
 
 import fastformer.nn as fnn
 from fastformer.integrations.swap import Swap
-from fastformer.nn.fusing import is_its_own
+from fastformer.nn.fusing import BLOCKS, is_its_own
 
 
 class MultiheadAttention(fnn.MultiheadAttention, nn.MultiheadAttention):  # type: ignore[misc]
@@ -49,7 +49,10 @@ def _stack_attributes(stack: nn.Module) -> dict[str, Any]:
 
 def _why_not(module: nn.Module) -> str | None:
     kind = type(module)
-    return None if is_its_own(kind, nn) else f"{kind.__name__}.forward was replaced"
+    for name in ("forward", *BLOCKS.get(kind, ())):
+        if not is_its_own(kind, nn, method=name):
+            return f"{kind.__name__}.{name} was replaced"
+    return None
 
 
 SWAPS = (

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from fastformer.nn.dropout import check_dropout, dropout_seed
 from fastformer.nn.embedding import RotaryPositions
 from fastformer.nn.errors import InputError
+from fastformer.nn.fusing import yields_to_torch
 from fastformer.nn.layer_cache import AttentionCache, attention_unpacked
 from fastformer.nn.layout import SequenceLayout
 from fastformer.nn.linear import linear, project
@@ -110,6 +111,7 @@ class MultiheadAttention(nn.Module):
             if bias is not None:
                 nn.init.xavier_normal_(bias)
 
+    @yields_to_torch
     def forward(
         self,
         query: Tensor,
@@ -272,7 +274,7 @@ class MultiheadAttention(nn.Module):
         Returns:
             k and v: (batch, seqlen_k, num_kv_heads, head_dim), or (total_k, num_kv_heads, head_dim).
         """
-        k, v = self._project_kv(key, key if value is None else value)
+        k, v = self._project_kv(key, key if value is None else value, *self._in_proj())
         k, v = self._heads(k), self._heads(v)
         if key.dim() == 3 and not self.batch_first:
             k, v = k.transpose(0, 1), v.transpose(0, 1)
@@ -344,7 +346,7 @@ class MultiheadAttention(nn.Module):
         if position_bias is not None and (cache.is_static or transposed):
             raise InputError("expected a position_bias along with a cache in self-attention, and batch_first")
         if cache.is_static:
-            q = self._heads(linear(query, *self._q_weights()))
+            q = self._heads(linear(query, *self._q_weights(*self._in_proj())))
             out = cache.attend(q.transpose(0, 1) if transposed else q)
         else:
             if key is None or value is None:
@@ -363,39 +365,38 @@ class MultiheadAttention(nn.Module):
                 f"expected query, key and value of size {self.embed_dim}, {self.kdim} and {self.vdim} in the last "
                 f"dimension, got {query.shape[-1]}, {key.shape[-1]} and {value.shape[-1]}"
             )
-        if self._qkv_same_embed_dim and key is query and value is query:
-            weight = self.in_proj_weight
-            qkv = linear(query, weight, self._in_bias(weight))
+        weight, bias = self._in_proj()
+        if weight is not None and key is query and value is query:
+            qkv = linear(query, weight, _of_dtype(bias, weight))
             q, k, v = qkv.split([self.embed_dim, self.kv_dim, self.kv_dim], dim=-1)
         else:
-            q = linear(query, *self._q_weights())
-            k, v = self._project_kv(key, value)
+            q = linear(query, *self._q_weights(weight, bias))
+            k, v = self._project_kv(key, value, weight, bias)
         return self._heads(q), self._heads(k), self._heads(v)
 
-    def _q_weights(self) -> tuple[Tensor, Tensor | None]:
-        weight = self.in_proj_weight[: self.embed_dim] if self._qkv_same_embed_dim else self.q_proj_weight
-        bias = self._in_bias(weight)
-        return weight, None if bias is None else bias[: self.embed_dim]
+    def _in_proj(self) -> tuple[Tensor | None, Tensor | None]:
+        # Read once a call: a parametrised one is made anew each time. The weight is None where there are three.
+        return self.in_proj_weight if self._qkv_same_embed_dim else None, self.in_proj_bias
 
-    def _in_bias(self, weight: Tensor) -> Tensor | None:
-        # Of another dtype than its weight, PyTorch's linear takes a bias or not by how the input lies in memory.
-        bias = self.in_proj_bias
-        return bias if bias is None or bias.dtype == weight.dtype else bias.to(weight.dtype)
+    def _q_weights(self, weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        weight = self.q_proj_weight if weight is None else weight[: self.embed_dim]
+        return weight, None if bias is None else _of_dtype(bias[: self.embed_dim], weight)
 
-    def _project_kv(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    def _project_kv(
+        self, key: Tensor, value: Tensor, weight: Tensor | None, bias: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         sizes = [self.kv_dim, self.kv_dim]
-        bias = self._in_bias(self.in_proj_weight if self._qkv_same_embed_dim else self.k_proj_weight)
         bias = None if bias is None else bias[self.embed_dim :]
-        if self._qkv_same_embed_dim:
-            weight = self.in_proj_weight[self.embed_dim :]
+        if weight is None:
+            k_weight, v_weight = self.k_proj_weight, self.v_proj_weight
+        else:
+            weight = weight[self.embed_dim :]
             if key is value:
-                k, v = linear(key, weight, bias).split(sizes, dim=-1)
+                k, v = linear(key, weight, _of_dtype(bias, weight)).split(sizes, dim=-1)
                 return k, v
             k_weight, v_weight = weight.split(sizes)
-        else:
-            k_weight, v_weight = self.k_proj_weight, self.v_proj_weight
         k_bias, v_bias = (None, None) if bias is None else bias.split(sizes)
-        return linear(key, k_weight, k_bias), linear(value, v_weight, v_bias)
+        return linear(key, k_weight, _of_dtype(k_bias, k_weight)), linear(value, v_weight, _of_dtype(v_bias, v_weight))
 
     def _heads(self, x: Tensor) -> Tensor:
         # By num_heads, which may have been set since, as torch.nn reads it.
@@ -445,6 +446,11 @@ class MultiheadAttention(nn.Module):
         """What print shows."""
         heads = f"{self.num_heads}" if self.num_kv_heads == self.num_heads else f"{self.num_heads}/{self.num_kv_heads}"
         return f"{self.embed_dim}, heads={heads}, dropout={self.dropout}, batch_first={self.batch_first}"
+
+
+def _of_dtype(bias: Tensor | None, weight: Tensor) -> Tensor | None:
+    # Of another dtype than its weight, PyTorch's linear takes a bias or not by how the input lies in memory.
+    return bias if bias is None or bias.dtype == weight.dtype else bias.to(weight.dtype)
 
 
 def _check_dimensions(

@@ -6,9 +6,11 @@ forward of its own, a subclass, a parametrised weight) would be left out without
 
 from __future__ import annotations
 
+import functools
 import os
+from collections.abc import Callable
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -21,14 +23,25 @@ from fastformer.nn.norm import AddLayerNorm
 LINEARS = (nn.Linear, nn.modules.linear.NonDynamicallyQuantizableLinear)
 _KINDS: tuple[type[nn.Module], ...] = (
     *(*LINEARS, nn.Dropout, nn.Identity, nn.LayerNorm, nn.RMSNorm, AddLayerNorm, nn.ReLU, nn.GELU, nn.SiLU),
+    *(nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer),
+    *(nn.TransformerEncoder, nn.TransformerDecoder, nn.Transformer),
 )
 # What they were written to do: people replace the forward of a class, too, its call, and the functions behind it.
 # None: somebody had done so before they were known.
 FORWARDS: dict[type[nn.Module], object] = {kind: kind.forward for kind in _KINDS}
+# The seams of torch.nn's layers, which their forwards call.
+BLOCKS: dict[type[nn.Module], dict[str, object]] = {
+    kind: {name: getattr(kind, name) for name in ("_sa_block", "_mha_block", "_ff_block") if hasattr(kind, name)}
+    for kind in (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
+}
 _CALL = nn.Module.__call__
 # Calls of other libraries' classes that come down to it.
 PLAIN_CALLS: set[object] = set()
+# What may stand for PyTorch's attention: its own, and ours by its name, of `integrations`.
+ATTENTIONS: set[object] = {torch._C._nn.scaled_dot_product_attention}
+_MULTI_HEAD_ATTENTION = F.multi_head_attention_forward
 _PLAIN_TENSORS = (type(None), nn.Parameter, Tensor)
+Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def _functions() -> tuple[object, ...]:
@@ -71,25 +84,68 @@ def _has_no_hooks(module: nn.Module) -> bool:
 
 
 def is_written_as_known(kind: type[nn.Module]) -> bool:
-    """Whether nobody replaced the forward of a class that is known, or of the known one that it is derived from."""
+    """Whether nobody replaced the forward of a class that is known, or of the known one that it is derived from.
+
+    Nor the blocks of a layer of torch.nn, nor the functions by which its attention attends.
+    """
+    return replacement(kind) is None
+
+
+class Replacement(NamedTuple):
+    """What somebody put in the place of what a class was written to do; see `is_written_as_known`."""
+
+    original: type[nn.Module]
+    replaced: str
+
+
+def replacement(kind: type[nn.Module]) -> Replacement | None:
+    """What is replaced of a class, or of the known one that it is derived from; None: nothing."""
     for original in kind.__mro__:
         if original in FORWARDS:
-            return FORWARDS[original] is original.forward
-    return True
+            if FORWARDS[original] is not original.forward:
+                return Replacement(original, f"{original.__name__}.forward")
+            if original is nn.MultiheadAttention:
+                if F.scaled_dot_product_attention not in ATTENTIONS:
+                    return Replacement(original, "torch.nn.functional.scaled_dot_product_attention")
+                if F.multi_head_attention_forward is not _MULTI_HEAD_ATTENTION:
+                    return Replacement(original, "torch.nn.functional.multi_head_attention_forward")
+            if original in BLOCKS:
+                for name, block in BLOCKS[original].items():
+                    if getattr(original, name) is not block:
+                        return Replacement(original, f"{original.__name__}.{name}")
+            return None
+    return None
 
 
-def is_its_own(kind: type[nn.Module], *packages: ModuleType) -> bool:
-    """Whether a class's forward is what stands in its source, in one of these packages, by where it says it comes from.
+# What the methods of torch.nn take no argument for.
+_OURS_ALONE = frozenset({"layout", "memory_layout", "cache", "rotary", "position_bias"})
+
+
+def yields_to_torch(method: Method) -> Method:
+    """For methods under the names of torch.nn's: those are called where somebody replaced what was accelerated."""
+
+    @functools.wraps(method)
+    def called(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        found = replacement(type(self))
+        if found is None or not _OURS_ALONE.isdisjoint(kwargs):
+            return method(self, *args, **kwargs)
+        return getattr(found.original, method.__name__)(self, *args, **kwargs)
+
+    return called  # type: ignore[return-value]
+
+
+def is_its_own(kind: type[nn.Module], *packages: ModuleType, method: str = "forward") -> bool:
+    """Whether a class's method is what stands in its source, in one of these packages, by where it says it comes from.
 
     For classes that may have been patched before anybody asks.
     """
-    owner = next(each for each in kind.__mro__ if "forward" in vars(each))
-    forward: Any = vars(owner)["forward"]
-    said = (getattr(forward, "__module__", None), getattr(forward, "__qualname__", None))
+    owner = next(each for each in kind.__mro__ if method in vars(each))
+    function: Any = vars(owner)[method]
+    said = (getattr(function, "__module__", None), getattr(function, "__qualname__", None))
     # A wrapper has the names of what it wraps, and code of its own.
-    written_in = getattr(getattr(forward, "__code__", None), "co_filename", "")
+    written_in = getattr(getattr(function, "__code__", None), "co_filename", "")
     places = tuple(os.path.join(each.__path__[0], "") for each in packages)
-    return said == (owner.__module__, f"{owner.__qualname__}.forward") and written_in.startswith(places)
+    return said == (owner.__module__, f"{owner.__qualname__}.{method}") and written_in.startswith(places)
 
 
 def is_plain(module: object, *kinds: type[nn.Module]) -> bool:

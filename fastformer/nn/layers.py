@@ -19,7 +19,9 @@ from fastformer.nn.fusing import (
     is_untouched,
     is_untouched_norm,
     is_watched,
+    is_written_as_known,
     read_norm,
+    yields_to_torch,
 )
 from fastformer.nn.layer_cache import LayerCache
 from fastformer.nn.layout import SequenceLayout
@@ -70,7 +72,20 @@ def given(**options: Any) -> dict[str, Any]:
 
 def is_our_attention(module: nn.Module) -> bool:
     """Whether a module attends as ours does, and nobody else sees what it is given."""
-    return type(module).forward is MultiheadAttention.forward and is_called_plainly(module)
+    return (
+        type(module).forward is MultiheadAttention.forward
+        and is_written_as_known(type(module))
+        and is_called_plainly(module)
+    )
+
+
+def is_our_layer(module: nn.Module) -> bool:
+    """Whether a module computes as our layers do, and nobody else sees what it is given."""
+    return (
+        type(module).forward in (TransformerEncoderLayer.forward, TransformerDecoderLayer.forward)
+        and is_written_as_known(type(module))
+        and is_called_plainly(module)
+    )
 
 
 class _Layer(nn.Module):
@@ -191,6 +206,7 @@ class TransformerEncoderLayer(_Layer):
     dropout1: nn.Dropout
     dropout2: nn.Dropout
 
+    @yields_to_torch
     def forward(
         self,
         src: Tensor | ResidualStream,
@@ -250,6 +266,7 @@ class TransformerEncoderLayer(_Layer):
         stream = ResidualStream(self._feed_forward(y), residual, active_dropout(self.dropout2))
         return stream if isinstance(src, ResidualStream) else stream.value()
 
+    @yields_to_torch
     def _sa_block(
         self,
         x: Tensor,
@@ -260,6 +277,7 @@ class TransformerEncoderLayer(_Layer):
     ) -> Tensor:
         return self.dropout1(self._self_attention(x, attn_mask, key_padding_mask, is_causal, **options))
 
+    @yields_to_torch
     def _ff_block(self, x: Tensor) -> Tensor:
         return self.dropout2(self._feed_forward(x))
 
@@ -282,6 +300,7 @@ class TransformerDecoderLayer(_Layer):
     dropout2: nn.Dropout
     dropout3: nn.Dropout
 
+    @yields_to_torch
     def forward(
         self,
         tgt: Tensor | ResidualStream,
@@ -369,6 +388,7 @@ class TransformerDecoderLayer(_Layer):
             **options,
         )[0]
 
+    @yields_to_torch
     def _sa_block(
         self,
         x: Tensor,
@@ -379,6 +399,7 @@ class TransformerDecoderLayer(_Layer):
     ) -> Tensor:
         return self.dropout1(self._self_attention(x, attn_mask, key_padding_mask, is_causal, **options))
 
+    @yields_to_torch
     def _mha_block(
         self,
         x: Tensor,
@@ -390,6 +411,7 @@ class TransformerDecoderLayer(_Layer):
     ) -> Tensor:
         return self.dropout2(self._cross_attention(x, mem, attn_mask, key_padding_mask, is_causal, **options))
 
+    @yields_to_torch
     def _ff_block(self, x: Tensor) -> Tensor:
         return self.dropout3(self._feed_forward(x))
 

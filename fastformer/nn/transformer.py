@@ -16,13 +16,21 @@ from fastformer.nn.cached_step import CachedStep, check_layers, check_masks
 from fastformer.nn.embedding import RotaryPositions
 from fastformer.nn.errors import InputError
 from fastformer.nn.feed_forward import Activation, fused_name
-from fastformer.nn.fusing import DROPOUTS, is_called_plainly, is_traced, is_untouched, norm_settings
+from fastformer.nn.fusing import (
+    DROPOUTS,
+    is_traced,
+    is_untouched,
+    is_written_as_known,
+    norm_settings,
+    yields_to_torch,
+)
 from fastformer.nn.layers import (
     ResidualStream,
     TransformerDecoderLayer,
     TransformerEncoderLayer,
     given,
     is_our_attention,
+    is_our_layer,
     join,
 )
 from fastformer.nn.layout import SequenceLayout
@@ -84,13 +92,16 @@ class _Stack(nn.Module):
         return any(layer.self_attn.window_size != (None, None) for layer in self.layers)
 
 
+def _takes_layout(layer: nn.Module) -> bool:
+    return isinstance(layer, TransformerEncoderLayer) and is_written_as_known(type(layer))
+
+
 def _takes_packed(layer: nn.Module) -> bool:
     if not isinstance(layer, TransformerEncoderLayer | TransformerDecoderLayer):
         return False
     attentions = [layer.self_attn, *([layer.multihead_attn] if layer.has_cross_attention else [])]
     return (
-        type(layer).forward in (TransformerEncoderLayer.forward, TransformerDecoderLayer.forward)
-        and is_called_plainly(layer)
+        is_our_layer(layer)
         and all(map(_attends_packed, attentions))
         and is_untouched(layer.linear1, *LINEARS)
         and is_untouched(layer.linear2, *LINEARS)
@@ -115,8 +126,7 @@ def _takes_stream(layer: nn.Module) -> bool:
     # tensors.
     return (
         isinstance(layer, TransformerEncoderLayer | TransformerDecoderLayer)
-        and type(layer).forward in (TransformerEncoderLayer.forward, TransformerDecoderLayer.forward)
-        and is_called_plainly(layer)
+        and is_our_layer(layer)
         and layer.norm_first
         and layer.may_join()
     )
@@ -155,6 +165,7 @@ class TransformerEncoder(_Stack):
         self.enable_nested_tensor = enable_nested_tensor
         self.mask_check = mask_check
 
+    @yields_to_torch
     def forward(
         self,
         src: Tensor,
@@ -187,6 +198,8 @@ class TransformerEncoder(_Stack):
             InputError: masks along with a cache; a full cache.
         """
         if src.is_nested:
+            if isinstance(self, nn.TransformerEncoder) and not all(map(_takes_layout, self.layers)):
+                return super().forward(src, mask, src_key_padding_mask, is_causal)
             others = (layout, cache, rotary, position_bias)
             opened, is_causal = open_nested(src, mask, src_key_padding_mask, is_causal, *others)
             values = TransformerEncoder.forward(self, opened.values, is_causal=is_causal, layout=opened.layout)
@@ -215,7 +228,7 @@ class TransformerEncoder(_Stack):
             own = None if cache is None else cache[i]
             options = given(layout=layout, cache=own, rotary=rotary, position_bias=position_bias)
             masks = {"src_mask": mask, "src_key_padding_mask": src_key_padding_mask}
-            if type(layer).forward is not TransformerEncoderLayer.forward or not is_called_plainly(layer):
+            if not is_our_layer(layer):
                 # torch.nn's stack gives its layers masks that are added.
                 masks = {name: as_additive(each, src.dtype) for name, each in masks.items()}
             return layer(state, **masks, is_causal=is_causal, **options)
@@ -243,6 +256,7 @@ class TransformerDecoder(_Stack):
     def __init__(self, decoder_layer: nn.Module, num_layers: int, norm: nn.Module | None = None) -> None:
         super().__init__(decoder_layer, num_layers, norm)
 
+    @yields_to_torch
     def forward(
         self,
         tgt: Tensor,
@@ -435,6 +449,7 @@ class Transformer(nn.Module):
         self._reset_parameters()
         self.d_model, self.nhead, self.batch_first = d_model, nhead, batch_first
 
+    @yields_to_torch
     def forward(
         self,
         src: Tensor,

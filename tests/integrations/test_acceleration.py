@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 import torch.nn.utils.parametrize as parametrize
 from torch import Tensor, nn
 
 import fastformer
+from fastformer.functional import scaled_dot_product_attention
 from fastformer.ops._library import record_backends
 from tests.nn.comparing import assert_same, padding_mask, randomised
 
@@ -167,6 +169,37 @@ def test_restore_after_further_surgery():
     assert not ran and len(calls) == 4
 
 
+@pytest.mark.parametrize("name", ["self_attn.forward", "forward", "_sa_block", "_ff_block"])
+def test_restore_leaves_no_method_that_calls_ours(name):
+    """Whoever put another in front of one of ours would call it on a module that is ours no more."""
+    model = randomised(Classifier())
+    x = model(IDS)
+    report = fastformer.accelerate(model)
+    classes = [type(module) for module in model.modules()]
+    place, _, method = f"encoder.layers.1.{name}".rpartition(".")
+    module = model.get_submodule(place)
+    before = getattr(module, method)
+    setattr(module, method, lambda *args, **options: before(*args, **options))
+    assert_same(model(IDS), x, "output")
+    with pytest.raises(ValueError, match=rf"got another {method} in {place}, which may call ours: take it away"):
+        fastformer.restore(model)
+    assert classes == [type(module) for module in model.modules()], "nothing is restored"
+    setattr(module, method, before)  # as those do who take theirs away again
+    assert sorted(fastformer.restore(model)) == sorted(report.swapped)
+    assert method not in vars(module) and torch.equal(model(IDS), x)
+
+
+def test_restore_leaves_a_method_that_was_there_before():
+    model = randomised(nn.TransformerEncoderLayer(E, H, FF, **ARGS))
+    before = model._ff_block
+    model._ff_block = own = lambda x: 2 * before(x)  # noqa: E731
+    x = torch.randn(N, L, E, dtype=torch.float64)
+    expected = model(x)
+    fastformer.accelerate(model)
+    assert_same(model(x), expected, "output")
+    assert fastformer.restore(model) and model._ff_block is own and torch.equal(model(x), expected)
+
+
 @pytest.mark.parametrize("name", ["window_size", "_fastformer_swapped"])
 def test_attributes_of_the_users_own_stay_theirs(name):
     model = nn.MultiheadAttention(E, H, batch_first=True)
@@ -227,6 +260,91 @@ def test_a_class_whose_forward_was_replaced_is_left(name: str, monkeypatch: pyte
     (expected, theirs_seen), (found, seen) = results
     assert_same(found, expected, "output")
     assert seen == theirs_seen and seen
+
+
+STACKS = (nn.TransformerEncoder, nn.TransformerDecoder, nn.Transformer)
+LAYERS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
+PATCHES: list[tuple[Any, str]] = [
+    *((kind, "forward") for kind in (nn.MultiheadAttention, *LAYERS, *STACKS)),
+    *((kind, name) for kind in LAYERS for name in ("_sa_block", "_mha_block", "_ff_block") if hasattr(kind, name)),
+    *((F, name) for name in ("scaled_dot_product_attention", "multi_head_attention_forward")),
+]
+
+
+def results_of(model: nn.Module) -> list[Tensor]:
+    """What it gives for real tokens, and the gradients."""
+    generator = torch.Generator().manual_seed(0)
+    src, tgt = (torch.randn(N, L, E, dtype=torch.float64, generator=generator) for _ in range(2))
+    masks = {f"{of}_key_padding_mask": PADDING for of in ("src", "tgt", "memory")}
+    out = model(src, tgt, tgt_mask=CAUSAL, tgt_is_causal=True, **masks) * ~PADDING[..., None]
+    return [out, *grads(model, out)]
+
+
+@pytest.mark.parametrize("norm_first", [False, True], ids=["post-norm", "pre-norm"])
+@pytest.mark.parametrize("comes", ["before", "later"])
+@pytest.mark.parametrize(("owner", "name"), PATCHES, ids=lambda each: getattr(each, "__name__", each))
+def test_what_is_replaced_of_torch_is_called_as_without_us(owner, name, comes, norm_first, monkeypatch):
+    plain = randomised(nn.Transformer(E, H, 2, 2, FF, norm_first=norm_first, **ARGS))
+    model, fresh = copy.deepcopy(plain), copy.deepcopy(plain)
+    theirs, calls = getattr(owner, name), []
+
+    def own(*args: Any, **options: Any) -> Any:
+        given = (*args, *options.values())
+        calls.append([(each.shape, each.dtype) for each in given if type(each) is Tensor])
+        out = theirs(*args, **options)
+        return (2 * out[0], *out[1:]) if isinstance(out, tuple) else 2 * out
+
+    if comes == "later":
+        assert not fastformer.accelerate(model).left
+    with monkeypatch.context() as patched:
+        patched.setattr(owner, name, own)
+        left = fastformer.accelerate(model).left
+        assert set(left.values()) == {f"{owner.__name__}.{name} was replaced"}
+        expected, before = results_of(plain), [*calls]
+        calls.clear()
+        for ours, other in zip(results_of(model), expected, strict=True):
+            assert (ours - other).abs().max() <= 1e-10 * other.abs().max().clamp(min=1e-3)
+        assert calls == before and before
+    # It isn't there any more: all is fast.
+    fastformer.accelerate(model)
+    fastformer.accelerate(fresh)
+    assert not torch.allclose(results_of(model)[0], expected[0])
+    assert ran(model) == ran(fresh) > {"varlen_attention_fwd", "feed_forward_fwd"}
+
+
+@pytest.mark.parametrize(("owner", "name"), PATCHES, ids=lambda each: getattr(each, "__name__", each))
+def test_nested_tensors_go_to_what_is_replaced_as_without_us(owner, name, monkeypatch):
+    layer = nn.TransformerEncoderLayer(12, 2, FF, **ARGS)
+    plain = randomised(nn.TransformerEncoder(layer, 2)).eval()
+    model = copy.deepcopy(plain)
+    fastformer.accelerate(model)
+    theirs = getattr(owner, name)
+
+    def own(*args: Any, **options: Any) -> Any:
+        out = theirs(*args, **options)
+        return (2 * out[0], *out[1:]) if isinstance(out, tuple) else 2 * out
+
+    monkeypatch.setattr(owner, name, own)
+    nested = torch.nested.nested_tensor([torch.randn(n, 12, dtype=torch.float64) for n in (5, 3)])
+    with torch.no_grad():
+        ours, expected = (each(nested).to_padded_tensor(0.0) for each in (model, plain))
+    assert_same(ours, expected, "output")
+
+
+def ran(model: nn.Module) -> set[str]:
+    with record_backends() as backends:
+        results_of(model)
+    return {name for name, _ in backends}
+
+
+def test_attention_of_ours_is_none_that_was_replaced(monkeypatch):
+    model = randomised(nn.Transformer(E, H, 2, 2, FF, **ARGS))
+    fastformer.accelerate(model)
+    fast = ran(model)
+    with fastformer.activate():
+        assert ran(model) == fast
+    monkeypatch.setattr(F, "scaled_dot_product_attention", scaled_dot_product_attention)
+    assert ran(model) == fast > {"varlen_attention_fwd"}
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from pathlib import Path
 from typing import Any
@@ -9,8 +10,11 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.nn.functional as F
+import torch.nn.utils.parametrize as parametrize
 from torch import Tensor, nn
 
+import fastformer
 import fastformer.nn as fast
 
 TESTS = Path(__file__).parent.parent
@@ -95,6 +99,69 @@ def test_torchs_private_fast_path_is_not_called() -> None:
             library.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()(x)
             library.MultiheadAttention(8, 2, batch_first=True).eval()(x, x, x)
             assert of_layers.called is of_attentions.called is called
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [
+        (nn.TransformerEncoderLayer, "_sa_block"),
+        (nn.MultiheadAttention, "forward"),
+        (F, "multi_head_attention_forward"),
+        (F, "scaled_dot_product_attention"),
+    ],
+    ids=lambda each: getattr(each, "__name__", each),
+)
+def test_what_is_replaced_is_called_where_it_was(owner: Any, name: str) -> None:
+    theirs = nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True)
+    swapped, ours = copy.deepcopy(theirs), fast.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True)
+    fastformer.accelerate(swapped)
+    x = torch.randn(2, 3, 8)
+    with mock.patch.object(owner, name, autospec=owner is not F, side_effect=getattr(owner, name)) as replaced:
+        for is_training, called in ((True, [True, True, False]), (False, [False, name == "forward", False])):
+            found = []
+            with torch.set_grad_enabled(is_training):
+                for layer in (theirs, swapped, ours):
+                    replaced.reset_mock()
+                    layer.train(is_training)(x)
+                    found.append(replaced.called)
+            assert found == called
+
+
+class Counted(nn.Module):
+    """A parametrization."""
+
+    count = 0
+
+    def forward(self, weight: Tensor) -> Tensor:
+        self.count += 1
+        return weight.clone()
+
+
+def test_a_parametrised_weight_is_made_once() -> None:
+    x, y = torch.randn(2, 3, 8), torch.randn(2, 4, 8)
+    for query, key, value, theirs_count in ((x, x, x, 3), (x, y, y, 1), (x, y, y.clone(), 1)):
+        counts = []
+        for attention in attentions(0.0):
+            weight, bias = Counted(), Counted()
+            parametrize.register_parametrization(attention, "in_proj_weight", weight)
+            parametrize.register_parametrization(attention, "in_proj_bias", bias)
+            weight.count = bias.count = 0
+            attention(query, key, value)
+            counts.append((weight.count, bias.count))
+        assert counts[0] == (1, 1) and counts[1][0] == theirs_count
+
+
+@pytest.mark.parametrize("option", ["add_bias_kv", "add_zero_attn"])
+def test_extra_keys_are_behind_no_triangle(option: str) -> None:
+    ours, theirs = (each.MultiheadAttention(8, 2, batch_first=True, **{option: True}) for each in (fast, nn))
+    ours.load_state_dict(theirs.state_dict())
+    x, triangle = torch.randn(2, 3, 8), torch.ones(3, 3, dtype=torch.bool).triu(1)
+    call: dict[str, Any] = {"attn_mask": triangle, "is_causal": True}
+    expected = theirs(x, x, x, **call)[0]  # where weights are asked for, torch.nn adds the mask
+    for need_weights in (True, False):
+        assert torch.allclose(ours(x, x, x, **call, need_weights=need_weights)[0], expected, atol=1e-6)
+    hidden = theirs(x, x, x, **call, need_weights=False)[0]
+    assert not torch.allclose(hidden[:, :-1], expected[:, :-1], atol=1e-3)
 
 
 def test_causal_needs_no_mask() -> None:
