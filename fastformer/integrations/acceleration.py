@@ -34,7 +34,9 @@ class Report:
         swapped: by each module's name in the model ("" is the model itself), the class that it had.
         left: by name, why a module that looked like one of the known ones was left as it is. Or that somebody replaced
             the forward of a swapped module's class, or of one inside of it (or of torch.nn's a block, or the function
-            that attends): that is called, and nothing is packed through it, for as long as it is there.
+            that attends): that is called, and nothing is packed through it, for as long as it is there. Or, of a
+            stack, that a model of transformers around it which isn't known may read what it gives at padding: it
+            computes that, until `restore`.
         attention: the names of the transformers models whose attention was led to ours, whatever their family.
         hooked: by name, which hooks there are on a swapped module, or on one inside of it. They see and change what
             they did before: nothing is fused over such a module, and no padding left out around it. Hooks that come
@@ -101,9 +103,10 @@ def accelerate(model: nn.Module, *, fused_loss: bool = False) -> Report:
             swap(module, known)
     if "transformers" in sys.modules:
         from fastformer.integrations.attention_interface import lead
+        from fastformer.integrations.readers import mark
 
         report.attention, left = lead(model)
-        report.left |= left
+        report.left |= left | mark(model)
     inside = {inner for module in model.modules() if is_swapped(module) for inner in module.modules()}
     for name, module in model.named_modules():
         if module in inside and (found := replacement(type(module))) is not None:
@@ -142,8 +145,10 @@ def restore(model: nn.Module) -> list[str]:
     restored = [name for name, module in found if unswap(module)]
     if "transformers" in sys.modules:
         from fastformer.integrations.attention_interface import lead_back
+        from fastformer.integrations.readers import unmark
 
         lead_back(model)
+        unmark(model)
     return restored
 
 

@@ -25,11 +25,13 @@ from fastformer.integrations.hugging_face import (
     may_pack,
     packing,
 )
+from fastformer.integrations.readers import PackingStack, hand_on
 from fastformer.integrations.swap import Swap
 from fastformer.nn.fusing import is_traced, is_written_as_known
 from fastformer.nn.padding import Padding, read_padding
 
 know(bart)
+hand_on(bart.BartModel, bart.BartDecoderWrapper)
 
 
 class _Layer(nn.Module):
@@ -146,7 +148,7 @@ class _Masks(nn.Module):
         return bool((mask == 1).all())
 
 
-class Encoder(_Masks):
+class Encoder(_Masks, PackingStack):
     """An encoder whose layers see packed tokens. What comes out is zeros at padding.
 
     Attributes:

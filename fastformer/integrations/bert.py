@@ -24,11 +24,15 @@ from fastformer.integrations.hugging_face import (
     packing,
     plain_dropout,
 )
+from fastformer.integrations.readers import PackingStack, hand_on
 from fastformer.integrations.swap import Swap
 from fastformer.nn.fusing import is_written_as_known
 from fastformer.nn.linear import project
 
 know(bert)
+hand_on(bert.BertModel)
+# Which read what the pooler makes of the first token.
+hand_on(bert.BertForMultipleChoice, bert.BertForNextSentencePrediction, bert.BertForSequenceClassification)
 _CHUNK = bert.BertLayer.feed_forward_chunk
 
 # What a forward may be given that doesn't change what it computes here.
@@ -120,7 +124,7 @@ def _starts_real(mask: Tensor | None) -> bool:
     return key_padding_mask is None or not bool(key_padding_mask[:, :1].any())
 
 
-class BertEncoder(bert.BertEncoder):
+class BertEncoder(PackingStack, bert.BertEncoder):
     """Leaves padding out: its layers see packed tokens. What comes out is zeros at padding."""
 
     layer: Any

@@ -25,6 +25,7 @@ from fastformer.integrations.hugging_face import (
     packing,
     unread,
 )
+from fastformer.integrations.readers import PackingStack
 from fastformer.integrations.swap import forget_restored_forward
 from fastformer.nn.fusing import is_traced
 from fastformer.nn.padding import Padding, read_padding
@@ -84,7 +85,7 @@ def writes_plainly(cache: Any) -> bool:
     return cache is None or type(cache) in (DynamicCache, PackedCache)
 
 
-class Causal(nn.Module):
+class Causal(PackingStack):
     """A stack that may leave padding out where no cache goes before."""
 
     config: Any
@@ -98,7 +99,7 @@ class Causal(nn.Module):
     def _padding(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Padding | None:
         ids = args[0] if args else kwargs.get("input_ids")
         ids = kwargs.get("inputs_embeds") if ids is None else ids
-        if is_traced() or type(ids) is not Tensor or len(args) > 1 or _unpacked.get():
+        if is_traced() or type(ids) is not Tensor or len(args) > 1:
             return None
         if ids.dim() != (3 if ids.is_floating_point() else 2):
             return None
@@ -119,7 +120,7 @@ class Causal(nn.Module):
         if RETURNS_TUPLES:
             for module in self.modules():
                 forget_restored_forward(module)
-        if not may_pack(self):
+        if not may_pack(self, is_read=_unpacked.get()):
             return None
         padding = read_padding(ids, left_out, True)
         return None if padding is None or padding.is_none or not padding.tokens.numel() else padding

@@ -24,10 +24,11 @@ try:
 except ImportError:  # before 5
     output_capturing = None
 
-from fastformer.integrations.sdpa import scaled_dot_product_attention
+from fastformer.integrations.readers import may_be_read
 from fastformer.integrations.swap import original_class
 from fastformer.nn.dropout import active_dropout, dropout_seed
 from fastformer.nn.fusing import (
+    ATTENTIONS,
     FORWARDS,
     PLAIN_CALLS,
     is_called_plainly,
@@ -68,8 +69,7 @@ know(activations)
 
 def attends_as_known() -> bool:
     """Whether what transformers attends by is its own and PyTorch's, or ours; not what somebody put in its place."""
-    known = (torch._C._nn.scaled_dot_product_attention, scaled_dot_product_attention)
-    return F.scaled_dot_product_attention in known and attends_by_theirs()
+    return F.scaled_dot_product_attention in ATTENTIONS and attends_by_theirs()
 
 
 def attends_by_theirs() -> bool:
@@ -261,18 +261,24 @@ def padding_of(x: Tensor, mask: Tensor | None) -> Padding | None:
     return None if padding is None or padding.is_none or not padding.tokens.numel() else padding
 
 
-def may_pack(stack: nn.Module) -> bool:
+def may_pack(stack: nn.Module, is_read: bool = False) -> bool:
     """Whether nobody would see that a stack's tokens are packed: no hooks, and nothing computed again later.
 
-    What is inside of the stack must be called as it was written, and so must the stack itself. What computes the whole
-    stack again packs again.
+    What is inside of the stack must be called as it was written, and so must the stack itself. What is around it must
+    not read its padding (see `readers`). What computes the whole stack again packs again.
+
+    Args:
+        stack: that is called.
+        is_read: whether the head around it says that it reads padding.
     """
-    if is_traced() or is_watched() or _keeps_padding.get() or not attends_as_known():
+    if is_traced() or is_watched() or not attends_as_known():
         return False
     modules = list(stack.modules())
     if not all(is_written_as_known(type(module)) for module in modules):
         return False
     if any(module.training and getattr(module, "gradient_checkpointing", False) for module in modules):
+        return False
+    if may_be_read(stack, told=is_read or _keeps_padding.get()):
         return False
     return all(
         _works_by_token(each) and (is_called_plainly(each) or _records_nothing(each))

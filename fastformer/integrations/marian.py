@@ -8,9 +8,11 @@ from fastformer.integrations.bart import Decoder, DecoderLayer, Encoder, Encoder
 from fastformer.integrations.causal import KeepsPadding, signed_as
 from fastformer.integrations.fused_loss import Seq2SeqLoss
 from fastformer.integrations.hugging_face import keeps_recording, know
+from fastformer.integrations.readers import hand_on
 from fastformer.integrations.swap import Swap
 
 know(marian)
+hand_on(marian.MarianModel, marian.MarianDecoderWrapper)
 
 
 class MarianEncoderLayer(EncoderLayer, marian.MarianEncoderLayer):

@@ -31,12 +31,14 @@ from fastformer.integrations.hugging_face import (
     know,
     plain_dropout,
 )
+from fastformer.integrations.readers import hand_on
 from fastformer.integrations.rms import RMSNorm
 from fastformer.integrations.swap import Swap
 from fastformer.nn.fusing import is_traced, is_written_as_known
 from fastformer.nn.padding import Padding
 
 know(t5)
+hand_on(t5.T5Model, t5.T5EncoderModel)
 
 
 class T5LayerNorm(RMSNorm, t5.T5LayerNorm):
