@@ -63,7 +63,8 @@ def attention_forward(
     """
     if sparse := [name for name in _SPARSE if kwargs.get(name) is not None]:
         raise ValueError(f'expected what each query sees as a mask, got {sparse[0]}: use the attention "sdpa"')
-    if not attends_by_theirs() and packed_layouts() is None:
+    is_tensor = isinstance(query, Tensor)  # torch.fx has others in its place
+    if not (is_tensor and attends_by_theirs()) and packed_layouts() is None:
         given = kwargs if is_causal is None else kwargs | {"is_causal": is_causal}
         theirs = ALL_ATTENTION_FUNCTIONS["sdpa"]
         out: tuple[Tensor, Tensor | None] = theirs(

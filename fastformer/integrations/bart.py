@@ -259,6 +259,7 @@ class BartDecoderLayer(DecoderLayer, bart.BartDecoderLayer):
 
 
 @keeps_recording
+@signed_as(bart.BartEncoder)
 class BartEncoder(Encoder, bart.BartEncoder):
     """Packed."""
 

@@ -24,6 +24,7 @@ class MarianDecoderLayer(DecoderLayer, marian.MarianDecoderLayer):
 
 
 @keeps_recording
+@signed_as(marian.MarianEncoder)
 class MarianEncoder(Encoder, marian.MarianEncoder):
     """Packed."""
 

@@ -126,8 +126,10 @@ def is_ours(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
 
 
 def _is_led(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    if torch.compiler.is_compiling() or not isinstance(x, Tensor):  # torch.fx has others in its place
+        return False
     # First what most calls that stay are told by: on a GPU, of half dtypes, of a step's few rows.
-    if torch.compiler.is_compiling() or x.device.type != "cpu" or x.dtype not in (torch.float32, torch.bfloat16):
+    if x.device.type != "cpu" or x.dtype not in (torch.float32, torch.bfloat16):
         return False
     if weight.dim() != 2 or (size := x.numel() * weight.shape[0]) < _FEWEST_IN_BF16:
         return False

@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import BartConfig, BartForConditionalGeneration, MarianConfig, MarianMTModel
 
 import fastformer
+from fastformer.integrations.hugging_face import RETURNS_TUPLES
 from fastformer.ops._library import record_backends
 from tests.nn.comparing import assert_same
 
@@ -200,6 +201,36 @@ def test_generates_the_same_behind_padded_beginnings(side, use_cache, family):
     expected = model.generate(IDS, **given)
     fastformer.accelerate(model)
     assert torch.equal(model.generate(IDS, **given), expected)
+
+
+@families
+def test_generates_on_from_a_cache(family):
+    """transformers gives an encoder what its signature takes; before 5 that is no cache."""
+    model = make(family).eval()
+    options = {"attention_mask": RIGHT.long(), "max_new_tokens": 3, "do_sample": False, "return_dict_in_generate": True}
+
+    def tokens() -> Tensor:
+        first = model.generate(IDS, **options)
+        given = {"decoder_input_ids": first.sequences, "past_key_values": first.past_key_values}
+        found: Tensor = model.generate(IDS, **given, **options).sequences
+        return found
+
+    expected = tokens()
+    fastformer.accelerate(model)
+    assert torch.equal(tokens(), expected)
+
+
+@families
+@pytest.mark.skipif(not RETURNS_TUPLES, reason="transformers 5 has no symbolic tracing")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_is_traced_symbolically(family):
+    from transformers.utils import fx
+
+    model = make(family, use_cache=False).eval()
+    fastformer.accelerate(model)
+    given = {"input_ids": IDS, "attention_mask": RIGHT.long(), "decoder_input_ids": TARGETS}
+    traced = fx.symbolic_trace(model, [*given])
+    assert_same(traced(**given)["logits"], model(**given).logits, "logits", 1e-9)
 
 
 class Wrapped(torch.nn.Module):
