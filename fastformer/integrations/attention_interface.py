@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import dis
 import functools
 import inspect
-import re
 import sys
+from types import CodeType
 from typing import Any, NamedTuple
 
 import torch
@@ -197,7 +198,7 @@ def lead(model: nn.Module) -> tuple[list[str], dict[str, str]]:
     led, left = [], {}
     for name, config, classes in _configs(model):
         if config._attn_implementation == "sdpa":
-            asking = sorted({each for each in classes if _asks_for_sdpa(each)})
+            asking = sorted(each.__module__ for each in classes if _asks_for_sdpa(each))
             if asking:
                 left[name] = f'its attention: {asking[0]} asks whether it is called "sdpa"'
             else:
@@ -220,28 +221,49 @@ def _name(config: Any, attention_name: str) -> None:
     config._attn_implementation_internal = attention_name  # the property names the attention of all parts as well
 
 
-def _configs(model: nn.Module) -> list[tuple[str, Any, set[str]]]:
-    """The configs of a model's parts; with each the first part's name, and the Python modules whose code reads it."""
-    found: dict[int, tuple[str, Any, set[str]]] = {}
+def _configs(model: nn.Module) -> list[tuple[str, Any, set[type[nn.Module]]]]:
+    """The configs of a model's parts; with each the first part's name, and the classes of those that have it."""
+    found: dict[int, tuple[str, Any, set[type[nn.Module]]]] = {}
     for name, module in model.named_modules():
-        config = getattr(module, "config", None)
+        config = vars(module).get("config")
         if isinstance(config, PretrainedConfig):
             _, _, classes = found.setdefault(id(config), (name, config, set()))
-            classes.update(each.__module__ for each in type(module).__mro__)
+            classes.update(type(module).__mro__)
     return list(found.values())
 
 
+def _asks_for_sdpa(kind: type) -> bool:
+    """Whether the code of a class, or of a file of transformers' models with one, compares something with "sdpa"."""
+    if kind.__module__.startswith("transformers.models."):
+        return kind.__module__ not in _KNOWN_TO_ASK and _file_asks(kind.__module__)
+    if kind.__module__.partition(".")[0] in ("torch", "transformers", "fastformer", "builtins"):
+        return False
+    return _compares(kind)
+
+
 @functools.cache
-def _asks_for_sdpa(name: str) -> bool:
-    """Whether the code of a Python module compares an attention's name with "sdpa", or looks it up by it."""
-    package, is_model = name.partition(".")[0], name.startswith("transformers.models.")
-    if package in ("torch", "fastformer", "builtins") or (package == "transformers" and not is_model):
-        return False
-    if name in _KNOWN_TO_ASK:
-        return False
-    try:
-        code = inspect.getsource(sys.modules[name])
-    except (KeyError, OSError, TypeError):
-        return True  # nobody can tell
-    before = (code[: found.start()].rstrip() for found in re.finditer("""["']sdpa["']""", code))
-    return any(not (each.endswith("[") or re.search(r"(?<![=!<>])=$", each)) for each in before)
+def _file_asks(name: str) -> bool:
+    own = (each for each in vars(sys.modules[name]).values() if getattr(each, "__module__", None) == name)
+    return any(map(_compares, own))
+
+
+def _compares(thing: object) -> bool:
+    if isinstance(thing, type):
+        return any(map(_compares, vars(thing).values()))
+    function = inspect.unwrap(getattr(thing, "fget", None) or getattr(thing, "__func__", thing))  # type: ignore[arg-type]
+    code = getattr(function, "__code__", None)
+    return isinstance(code, CodeType) and _code_compares(code)
+
+
+def _code_compares(code: CodeType) -> bool:
+    last: list[object] = []
+    for step in dis.get_instructions(code):
+        # Of two operands the first may be followed by what loads the second.
+        if step.opname in ("COMPARE_OP", "CONTAINS_OP") and any(_is_or_has_sdpa(each) for each in last[-4:]):
+            return True
+        last.append(step.argval if step.opname == "LOAD_CONST" else None)
+    return any(_code_compares(each) for each in code.co_consts if isinstance(each, CodeType))
+
+
+def _is_or_has_sdpa(constant: object) -> bool:
+    return constant == "sdpa" or (isinstance(constant, (tuple, frozenset)) and "sdpa" in constant)

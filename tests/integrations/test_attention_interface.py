@@ -219,6 +219,42 @@ def test_code_of_ones_own_that_asks_is_not_led():
     model(IDS)
 
 
+class _AskingForOneOf(LlamaForCausalLM):  # type: ignore[misc]
+    def forward(self, *args: Any, **options: Any) -> Any:
+        if self.config._attn_implementation not in ["sdpa", "flash_attention_2"]:
+            raise AssertionError
+        return super().forward(*args, **options)
+
+
+class _NotAsking(LlamaForCausalLM):  # type: ignore[misc]
+    def forward(self, *args: Any, **options: Any) -> Any:
+        choices = {"choices": ["sdpa", "eager"]}
+        assert choices
+        return super().forward(*args, **options)
+
+
+def test_what_is_compared_with_the_name_decides():
+    """Not what stands in the file."""
+    asking, other = (kind(make("llama").config) for kind in (_AskingForOneOf, _NotAsking))
+    assert fastformer.accelerate(asking).left[""].startswith(f"its attention: {__name__} asks")
+    asking(IDS)
+    assert fastformer.accelerate(other).attention == [""]
+
+
+class _Guarded(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(3, 3)
+
+    @property
+    def config(self) -> Any:
+        raise RuntimeError("nobody asked for it")
+
+
+def test_properties_are_left_alone():
+    assert fastformer.accelerate(_Guarded()).attention == []
+
+
 def test_a_part_is_led_without_the_parts_in_it():
     """`config._attn_implementation = ...` would name the attention of every part."""
     config = transformers.EncoderDecoderConfig.from_encoder_decoder_configs(
