@@ -96,14 +96,14 @@ def is_derived(module: nn.Module) -> bool:
 def own_methods(module: nn.Module) -> list[str]:
     """The methods of ours in whose place somebody put others on a swapped module itself, which may hold ours.
 
-    What was there before it was swapped holds none of ours.
+    What was there before it was swapped holds none of ours, and nor does the original's own.
     """
     memory: _Memory = getattr(module, _MEMORY)
     return [
         name
         for name in vars(module).keys() - memory.had - {_MEMORY, *memory.added}
         if callable(ours := getattr(memory.swapped, name, None))
-        and ours is not getattr(memory.original, name, None)
+        and getattr(memory.original, name, None) not in (ours, getattr(vars(module)[name], "__func__", None))
         and not _is_of_its_class(module, name)
     ]
 

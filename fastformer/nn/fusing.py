@@ -18,6 +18,7 @@ import torch.nn.modules.module as torch_module
 from torch import Tensor, nn, overrides
 from torch.utils._device import DeviceContext
 
+import fastformer
 from fastformer.nn.norm import AddLayerNorm
 
 LINEARS = (nn.Linear, nn.modules.linear.NonDynamicallyQuantizableLinear)
@@ -27,8 +28,8 @@ _KINDS: tuple[type[nn.Module], ...] = (
     *(nn.TransformerEncoder, nn.TransformerDecoder, nn.Transformer),
 )
 # What they were written to do: people replace the forward of a class, too, its call, and the functions behind it.
-# None: somebody had done so before they were known.
-FORWARDS: dict[type[nn.Module], object] = {kind: kind.forward for kind in _KINDS}
+# None, here and below: somebody had done so before they were known.
+FORWARDS: dict[type[nn.Module], object] = {}
 # The seams of torch.nn's layers, which their forwards call.
 BLOCKS: dict[type[nn.Module], dict[str, object]] = {
     kind: {name: getattr(kind, name) for name in ("_sa_block", "_mha_block", "_ff_block") if hasattr(kind, name)}
@@ -39,7 +40,6 @@ _CALL = nn.Module.__call__
 PLAIN_CALLS: set[object] = set()
 # What may stand for PyTorch's attention: its own, and ours by its name, of `integrations`.
 ATTENTIONS: set[object] = {torch._C._nn.scaled_dot_product_attention}
-_MULTI_HEAD_ATTENTION = F.multi_head_attention_forward
 _PLAIN_TENSORS = (type(None), nn.Parameter, Tensor)
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -48,7 +48,14 @@ def _functions() -> tuple[object, ...]:
     return (F.linear, F.layer_norm, F.rms_norm, F.dropout, F.relu, F.gelu, F.silu)
 
 
-_FUNCTIONS = _functions()
+def _is_of_torch(function: Any) -> bool:
+    """Whether a function is as PyTorch has it: its code is there, where a wrapper has no more than the names."""
+    code = getattr(function, "__code__", None)
+    return code is None or code.co_filename.startswith(os.path.join(os.path.dirname(torch.__file__), ""))
+
+
+_FUNCTIONS = tuple(each if _is_of_torch(each) else None for each in _functions())
+_MULTI_HEAD_ATTENTION = F.multi_head_attention_forward if _is_of_torch(F.multi_head_attention_forward) else None
 
 
 def is_watched() -> bool:
@@ -124,14 +131,15 @@ _OURS_ALONE = frozenset({"layout", "memory_layout", "cache", "rotary", "position
 def yields_to_torch(method: Method) -> Method:
     """For methods under the names of torch.nn's: those are called where somebody replaced what was accelerated."""
 
-    @functools.wraps(method)
     def called(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         found = replacement(type(self))
         if found is None or not _OURS_ALONE.isdisjoint(kwargs):
             return method(self, *args, **kwargs)
         return getattr(found.original, method.__name__)(self, *args, **kwargs)
 
-    return called  # type: ignore[return-value]
+    # torch.compile counts what it compiles by code: one for all would be at its limit soon.
+    called.__code__ = called.__code__.replace(co_name=method.__qualname__)
+    return functools.wraps(method)(called)  # type: ignore[return-value]
 
 
 def is_its_own(kind: type[nn.Module], *packages: ModuleType, method: str = "forward") -> bool:
@@ -146,6 +154,9 @@ def is_its_own(kind: type[nn.Module], *packages: ModuleType, method: str = "forw
     written_in = getattr(getattr(function, "__code__", None), "co_filename", "")
     places = tuple(os.path.join(each.__path__[0], "") for each in packages)
     return said == (owner.__module__, f"{owner.__qualname__}.{method}") and written_in.startswith(places)
+
+
+FORWARDS.update({kind: kind.forward if is_its_own(kind, nn, fastformer) else None for kind in _KINDS})
 
 
 def is_plain(module: object, *kinds: type[nn.Module]) -> bool:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import copy
 import functools
 import pickle
+import subprocess
+import sys
+from types import MethodType
 from typing import Any
 
 import pytest
@@ -198,6 +201,66 @@ def test_restore_leaves_a_method_that_was_there_before():
     fastformer.accelerate(model)
     assert_same(model(x), expected, "output")
     assert fastformer.restore(model) and model._ff_block is own and torch.equal(model(x), expected)
+
+
+def test_restore_leaves_a_method_of_the_originals():
+    """As those put it there who look for the forward beneath wrappers."""
+    model = randomised(nn.TransformerEncoderLayer(E, H, FF, **ARGS))
+    x = torch.randn(N, L, E, dtype=torch.float64)
+    expected = model(x)
+    fastformer.accelerate(model)
+    model.forward = MethodType(nn.TransformerEncoderLayer.forward, model)
+    assert fastformer.restore(model)
+    assert_same(model(x), expected, "output")
+
+
+def test_modules_of_many_kinds_are_compiled_each():
+    """torch.compile has a limit for each code: methods of ours under torch.nn's names have codes of their own."""
+    model = randomised(nn.Transformer(E, H, 1, 1, FF, **ARGS))
+    x = torch.randn(N, L, E, dtype=torch.float64)
+    fastformer.accelerate(model)
+    encoder, decoder = model.encoder.layers[0], model.decoder.layers[0]
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(recompile_limit=2, fail_on_recompile_limit_hit=True):
+        for module, count in ((encoder, 1), (decoder, 2), (encoder.self_attn, 3), (model.encoder, 1), (model, 2)):
+            found, expected = (each(*[x] * count) for each in (torch.compile(module, backend="eager"), module))
+            if isinstance(module, nn.MultiheadAttention):
+                found, expected = found[0], expected[0]
+            assert_same(found, expected, type(module).__name__)
+
+
+EARLY = """
+import torch, fastformer
+from torch import nn
+from torch.nn import functional as F
+calls = []
+
+def counting(name, function):
+    def wrapped(*args, **kwargs):
+        calls.append(name)
+        return function(*args, **kwargs)
+    return wrapped
+
+F.multi_head_attention_forward = counting("attention", F.multi_head_attention_forward)
+nn.LayerNorm.forward = counting("norm", nn.LayerNorm.forward)
+nn.Linear.forward = counting("linear", nn.Linear.forward)
+F.relu = counting("relu", F.relu)
+model = nn.TransformerEncoderLayer(8, 2, 12, batch_first=True)
+x = torch.randn(2, 3, 8)
+model(x)
+expected = sorted(calls)
+fastformer.accelerate(model)
+calls.clear()
+model(x)
+print(expected)
+print(sorted(calls))
+"""
+
+
+def test_what_was_replaced_before_we_came_is_called():
+    done = subprocess.run([sys.executable, "-c", EARLY], capture_output=True, text=True, check=True)
+    theirs, ours = map(eval, done.stdout.splitlines())
+    assert "attention" in theirs and theirs == ours
 
 
 @pytest.mark.parametrize("name", ["window_size", "_fastformer_swapped"])
