@@ -99,7 +99,7 @@ class Causal(PackingStack):
     def _padding(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Padding | None:
         ids = args[0] if args else kwargs.get("input_ids")
         ids = kwargs.get("inputs_embeds") if ids is None else ids
-        if is_traced() or type(ids) is not Tensor or len(args) > 1:
+        if is_traced() or type(ids) is not Tensor or len(args) > 1 or _unpacked.get():
             return None
         if ids.dim() != (3 if ids.is_floating_point() else 2):
             return None
@@ -120,7 +120,7 @@ class Causal(PackingStack):
         if RETURNS_TUPLES:
             for module in self.modules():
                 forget_restored_forward(module)
-        if not may_pack(self, is_read=_unpacked.get()):
+        if not may_pack(self):
             return None
         padding = read_padding(ids, left_out, True)
         return None if padding is None or padding.is_none or not padding.tokens.numel() else padding

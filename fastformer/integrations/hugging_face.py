@@ -261,24 +261,20 @@ def padding_of(x: Tensor, mask: Tensor | None) -> Padding | None:
     return None if padding is None or padding.is_none or not padding.tokens.numel() else padding
 
 
-def may_pack(stack: nn.Module, is_read: bool = False) -> bool:
+def may_pack(stack: nn.Module) -> bool:
     """Whether nobody would see that a stack's tokens are packed: no hooks, and nothing computed again later.
 
     What is inside of the stack must be called as it was written, and so must the stack itself. What is around it must
-    not read its padding (see `readers`). What computes the whole stack again packs again.
-
-    Args:
-        stack: that is called.
-        is_read: whether the head around it says that it reads padding.
+    not read its padding, and be no checkpoint (see `readers`).
     """
-    if is_traced() or is_watched() or not attends_as_known():
+    if is_traced() or is_watched() or _keeps_padding.get() or not attends_as_known():
         return False
     modules = list(stack.modules())
     if not all(is_written_as_known(type(module)) for module in modules):
         return False
     if any(module.training and getattr(module, "gradient_checkpointing", False) for module in modules):
         return False
-    if may_be_read(stack, told=is_read or _keeps_padding.get()):
+    if may_be_read(stack):
         return False
     return all(
         _works_by_token(each) and (is_called_plainly(each) or _records_nothing(each))

@@ -23,8 +23,8 @@ class Conv1D(theirs.Conv1D):
 
     def forward(self, x: Tensor) -> Tensor:
         """See transformers."""
-        # What parametrizations make at each access is left to be made once.
-        has_both = self._parameters.keys() >= {"weight", "bias"}
+        # What parametrizations make at each access is left to be made once. A step's one row is never ours.
+        has_both = x.numel() > x.shape[-1] and self._parameters.keys() >= {"weight", "bias"}
         if has_both and is_written_as_known(Conv1D) and _has_its_product():
             weight, bias = self.weight.t(), self.bias
             if is_ours(x, weight, bias):

@@ -10,8 +10,8 @@ from __future__ import annotations
 import sys
 from types import FrameType
 
-import torch
 from torch import nn
+from torch.utils import checkpoint
 from transformers import PreTrainedModel
 
 from fastformer.nn.fusing import is_written_as_known
@@ -27,8 +27,6 @@ def hand_on(*kinds: type[nn.Module]) -> None:
 
 # The attribute of a stack that `accelerate` saw in a model that may read what it gives at padding.
 _MARK = "_fastformer_stays_padded"
-# That in which it says whether its last call, the backward pass apart, was to stay padded.
-_WAS_READ = "_fastformer_was_read"
 
 
 class PackingStack(nn.Module):
@@ -53,30 +51,21 @@ def mark(model: nn.Module) -> dict[str, str]:
 def unmark(model: nn.Module) -> None:
     """Undoes `mark`."""
     for module in model.modules():
-        for name in (_MARK, _WAS_READ):
-            vars(module).pop(name, None)
+        vars(module).pop(_MARK, None)
 
 
-def may_be_read(stack: nn.Module, told: bool) -> bool:
+def may_be_read(stack: nn.Module) -> bool:
     """Whether a model of transformers is around a stack, or calls it, that may read what it gives at padding.
 
-    Args:
-        stack: that is called.
-        told: whether a head of ours around this call says that it does.
+    So it is in a checkpoint, too, which calls again in the backward pass: who was around the first call isn't there.
     """
-    own = vars(stack)
-    if _MARK in own:
+    if _MARK in vars(stack):
         return True
-    # In a backward pass it is a checkpoint that calls: who was around the first call isn't there.
-    if torch._C._current_graph_task_id() < 0:
-        own[_WAS_READ] = told or _is_called_by_unknown()
-    return told or own.get(_WAS_READ, False)
-
-
-def _is_called_by_unknown() -> bool:
     frame: FrameType | None = sys._getframe()
     last: object = None
     while frame is not None:
+        if frame.f_globals.get("__name__") == checkpoint.__name__:
+            return True
         caller = _module_of(frame)
         if caller is not last and isinstance(caller, PreTrainedModel):
             if not (_is_of_known_class(caller) and is_written_as_known(type(caller))):
@@ -91,16 +80,19 @@ _CALLS = ("forward", "_call_impl")
 
 
 def _module_of(frame: FrameType) -> object:
-    """The module whose call a frame is, or whose method, where it is one of transformers' (as `generate` is).
-
-    Elsewhere nothing is looked at: before Python 3.13 a frame that was keeps what its locals held.
-    """
+    """The module whose call a frame is, or whose method, where it is one of transformers' (as `generate` is)."""
     code = frame.f_code
     if code.co_argcount == 0:
         return None
     name = code.co_varnames[0]
     is_method = name == "self" and frame.f_globals.get("__name__", "").startswith("transformers.")
-    return frame.f_locals.get(name) if code.co_name in _CALLS or is_method else None
+    if not (code.co_name in _CALLS or is_method):
+        return None
+    local = frame.f_locals
+    module = local.get(name)
+    if sys.version_info < (3, 13):  # there it is a copy, which the frame would keep, and what it held
+        local.clear()
+    return module
 
 
 def _is_of_known_class(model: nn.Module) -> bool:

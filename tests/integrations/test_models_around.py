@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+import weakref
 from types import MethodType
 from typing import Any
 from unittest import mock
@@ -20,7 +21,7 @@ from transformers.models.bert.modeling_bert import BertForMaskedLM, BertModel, B
 import fastformer
 from fastformer.integrations.acceleration import known_swaps
 from fastformer.integrations.hugging_face import RETURNS_TUPLES
-from fastformer.integrations.readers import _HANDING_ON, _MARK, _WAS_READ
+from fastformer.integrations.readers import _HANDING_ON, _MARK
 from fastformer.nn.padding import Padding
 
 VOCAB = 64
@@ -123,7 +124,7 @@ def test_a_language_model_in_a_model_that_is_not_known():
     language_model = copy.deepcopy(model.model.language_model)
     assert not packs(lambda: language_model(input_ids=IDS, attention_mask=MASK))
     fastformer.restore(model)
-    assert not any({_MARK, _WAS_READ} & vars(module).keys() for module in model.modules())
+    assert not any(_MARK in vars(module) for module in model.modules())
     fastformer.accelerate(model.model.language_model)
     assert packs(lambda: model.model.language_model(input_ids=IDS, attention_mask=MASK))
     assert not packs(lambda: model(**given))
@@ -395,6 +396,60 @@ def test_what_is_computed_again_for_a_head_that_reads_padding_stays_padded(name,
     setattr(model, base, Checkpointed())
     for mine, other in zip(gradients(), theirs, strict=True):
         assert_equal(mine, other)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("reads", [False, True], ids=["the stack", "the head"])
+def test_calls_between_a_checkpoint_and_its_backward_pass(reads, use_reentrant):
+    """What is computed again is what was, whoever called the stack since."""
+    model = make("GPT2LMHeadModel")
+    model.config.use_cache = False
+
+    def stack() -> Tensor:
+        return (model.transformer(IDS, attention_mask=MASK).last_hidden_state * MASK[..., None]).square().sum()
+
+    def head() -> Tensor:
+        loss: Tensor = model(IDS, attention_mask=MASK, labels=IDS).loss  # at padding, too
+        return loss
+
+    def gradients() -> list[Tensor]:
+        first, then = (head, stack) if reads else (stack, head)
+        one = torch.ones((), dtype=torch.float64, requires_grad=True)
+        out = checkpoint(lambda one: first() * one, one, use_reentrant=use_reentrant)
+        with torch.no_grad():
+            then()
+        model.zero_grad()
+        out.backward()
+        return [parameter.grad.clone() for parameter in model.transformer.parameters()]
+
+    theirs = gradients()
+    fastformer.accelerate(model)
+    for mine, other in zip(gradients(), theirs, strict=True):
+        assert_equal(mine, other)
+
+
+def test_nothing_of_the_callers_is_kept():
+    """Asking a frame for its locals makes a copy of them, before Python 3.13."""
+    bert = make("BertModel")
+    freed = []
+
+    class Own(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bert = bert
+
+        def forward(self, ids: Tensor) -> Any:
+            x = self.bert.embeddings.word_embeddings(ids)
+            there = weakref.ref(x)
+            out = self.bert(inputs_embeds=x, attention_mask=MASK).last_hidden_state
+            del x
+            freed.append(there() is None)
+            return out
+
+    fastformer.accelerate(bert)
+    with torch.no_grad():
+        Own()(IDS)
+    assert freed == [True]
 
 
 def test_a_part_compiles_with_its_head():
