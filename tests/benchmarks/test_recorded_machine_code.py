@@ -164,8 +164,8 @@ def test_the_hosts_time_of_a_call(call: str, most: float) -> None:
 def test_decode_attention_counts_on_as_many_programs_as_share_an_sm(rows: list[Row]) -> None:
     """A walk is divided by how many programs run at once: within what its launches compile to, of every kind."""
     pytest.importorskip("triton")
+    from fastformer.kernels._decode_attention_configs import PROGRAMS, programs_at_once
     from fastformer.kernels._launch import num_sms
-    from fastformer.kernels.decode_attention import PROGRAMS, programs_at_once
 
     dtypes = {"bf16": torch.bfloat16, "fp32": torch.float32}
     found = defaultdict(list)

@@ -12,13 +12,14 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
+from fastformer.kernels import _decode_attention_configs as configs  # noqa: E402
 from fastformer.kernels import decode_attention as kernels  # noqa: E402
 from fastformer.ops import decode_attention, rotary, use_backend  # noqa: E402
 from tests.checks import assert_accurate  # noqa: E402
 from tests.kernels.test_add_layer_norm import assert_untouched, guarded  # noqa: E402, F401
 from tests.ops.test_decode_attention import Step, assert_entered, make_inputs, plain_step, run, through_table  # noqa: E402
 
-BLOCK_N = kernels._INTERPRETED.block_n
+BLOCK_N = configs.INTERPRETED_TILE.block_n
 
 
 @pytest.fixture(autouse=True)
@@ -243,23 +244,23 @@ def test_calls_with_nothing_to_do(device: str) -> None:
 
 def test_rows_that_are_chosen() -> None:
     """Beams fill a tile where there are programs enough without them; a tile has no more rows than it has room for."""
-    assert kernels.rows_together(1024, 1, 8, 64, 528) == 8
-    assert kernels.rows_together(4096, 1, 8, 64, 528) == 16
-    assert kernels.rows_together(8, 1, 8, 64, 528) == 4
-    assert kernels.rows_together(3, 1, 8, 64, 528) == 2
-    assert kernels.rows_together(4096, 12, 1, 64, 1) == 4
-    assert kernels.rows_together(4096, 100, 1, 64, 1) == 1
+    assert configs.rows_together(1024, 1, 8, 64, 528) == 8
+    assert configs.rows_together(4096, 1, 8, 64, 528) == 16
+    assert configs.rows_together(8, 1, 8, 64, 528) == 4
+    assert configs.rows_together(3, 1, 8, 64, 528) == 2
+    assert configs.rows_together(4096, 12, 1, 64, 1) == 4
+    assert configs.rows_together(4096, 100, 1, 64, 1) == 1
 
 
 def test_shares_that_are_chosen() -> None:
     """Never idle SMs where there is work for them, never shares of less than two blocks, none where it can't pay."""
-    assert kernels.splits_of(8, 4, 264) == 1
-    assert kernels.splits_of(264, 1000, 264) == 1
-    assert kernels.splits_of(8, 1000, 264) == 29  # 232 programs, 88 % of a wave
-    assert kernels.splits_of(8, 20, 264) == 9
-    assert kernels.splits_of(1, 10**6, 10**6) == 109  # 85 % of MOST_SPLITS
+    assert configs.splits_of(8, 4, 264) == 1
+    assert configs.splits_of(264, 1000, 264) == 1
+    assert configs.splits_of(8, 1000, 264) == 29  # 232 programs, 88 % of a wave
+    assert configs.splits_of(8, 20, 264) == 9
+    assert configs.splits_of(1, 10**6, 10**6) == 109  # 85 % of MOST_SPLITS
     for tiles, blocks, wanted in itertools.product((1, 7, 60, 150, 263), (5, 9, 100), (2, 132, 264)):
-        splits = kernels.splits_of(tiles, blocks, wanted)
+        splits = configs.splits_of(tiles, blocks, wanted)
         assert splits == 1 or blocks >= 2 * splits
         waves = -(-tiles * splits // wanted)
         assert splits == 1 or (splits - 1) * tiles < waves * wanted

@@ -8,7 +8,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from fastformer.kernels import decode_attention as kernels  # noqa: E402
+from fastformer.kernels._decode_attention_configs import LARGEST_FP32_HEAD_DIM  # noqa: E402
 from fastformer.ops import decode_attention, use_backend  # noqa: E402
 from tests.kernels.test_decode_attention import check, force  # noqa: E402
 from tests.ops.test_decode_attention import Step, make_inputs, run, through_table  # noqa: E402
@@ -32,7 +32,7 @@ def test_rotary(
     splits: int | None, head_dim: int, rotary_dim: int, dtype: torch.dtype, interleaved: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    if dtype == torch.float32 and head_dim > kernels.LARGEST_FP32_HEAD_DIM:
+    if dtype == torch.float32 and head_dim > LARGEST_FP32_HEAD_DIM:
         pytest.skip("the kernel refuses it")
     force(monkeypatch, splits)
     sizes = {"num_heads": 8, "num_kv_heads": 2, "head_dim": head_dim, "max_seqlen": 1010}
@@ -50,7 +50,7 @@ LENGTHS = (0, 1, 63, 64, 65, 127, 500, 1000)
 @pytest.mark.parametrize("head_dim", [16, 40, 64, 80, 128, 256])
 @pytest.mark.parametrize("group", [1, 4, 8])
 def test_steps(group: int, head_dim: int, table: bool, dtype: torch.dtype) -> None:
-    if dtype == torch.float32 and head_dim > kernels.LARGEST_FP32_HEAD_DIM:
+    if dtype == torch.float32 and head_dim > LARGEST_FP32_HEAD_DIM:
         pytest.skip("the kernel refuses it")
     sizes = {"num_heads": 2 * group, "num_kv_heads": 2, "head_dim": head_dim, "max_seqlen": 1010}
     check(Step("", LENGTHS, **sizes), dtype, "cuda", table)
