@@ -6,6 +6,7 @@ import dis
 import functools
 import inspect
 import sys
+from collections import deque
 from types import CodeType
 from typing import Any, NamedTuple
 
@@ -19,7 +20,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMa
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from fastformer.integrations.hugging_face import attend, attends_as_known, attends_by_theirs, packed_layouts
-from fastformer.integrations.sdpa import scaled_dot_product_attention
+from fastformer.integrations.sdpa import attend_heads
 from fastformer.nn.fusing import is_traced
 from fastformer.ops import attention
 from fastformer.ops.attention import resolve_scale, why_no_kernel
@@ -111,9 +112,7 @@ def attend_padded(
             )
             return out, None
     grouped = key.shape[1] != query.shape[1]
-    out = scaled_dot_product_attention(
-        query, key, value, attention_mask, dropout, is_causal, scaling, enable_gqa=grouped
-    )
+    out = attend_heads(query, key, value, attention_mask, dropout, is_causal, scaling, grouped, lies_as_query=False)
     return out.transpose(1, 2).contiguous(), None
 
 
@@ -238,28 +237,29 @@ def _asks_for_sdpa(kind: type) -> bool:
         return kind.__module__ not in _KNOWN_TO_ASK and _file_asks(kind.__module__)
     if kind.__module__.partition(".")[0] in ("torch", "transformers", "fastformer", "builtins"):
         return False
-    return _compares(kind)
+    return _class_compares(kind)
 
 
 @functools.cache
 def _file_asks(name: str) -> bool:
     own = (each for each in vars(sys.modules[name]).values() if getattr(each, "__module__", None) == name)
-    return any(map(_compares, own))
+    return any(_class_compares(each) if isinstance(each, type) else _compares(each) for each in own)
+
+
+def _class_compares(kind: type) -> bool:
+    return any(map(_compares, vars(kind).values()))
 
 
 def _compares(thing: object) -> bool:
-    if isinstance(thing, type):
-        return any(map(_compares, vars(thing).values()))
     function = inspect.unwrap(getattr(thing, "fget", None) or getattr(thing, "__func__", thing))  # type: ignore[arg-type]
     code = getattr(function, "__code__", None)
     return isinstance(code, CodeType) and _code_compares(code)
 
 
 def _code_compares(code: CodeType) -> bool:
-    last: list[object] = []
+    last: deque[object] = deque(maxlen=4)  # of two operands the first may be followed by what loads the second
     for step in dis.get_instructions(code):
-        # Of two operands the first may be followed by what loads the second.
-        if step.opname in ("COMPARE_OP", "CONTAINS_OP") and any(_is_or_has_sdpa(each) for each in last[-4:]):
+        if step.opname in ("COMPARE_OP", "CONTAINS_OP") and any(map(_is_or_has_sdpa, last)):
             return True
         last.append(step.argval if step.opname == "LOAD_CONST" else None)
     return any(_code_compares(each) for each in code.co_consts if isinstance(each, CodeType))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import os
 import sys
 from types import ModuleType
 from typing import Any
@@ -22,7 +21,8 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_outputs import CausalLMOutputWithCrossAttentions, CausalLMOutputWithPast, Seq2SeqLMOutput
 
 from fastformer.integrations.hugging_face import gives_tuple, leaving_unread
-from fastformer.nn.fusing import is_plain, is_traced, is_written_as_known
+from fastformer.integrations.swap import original_class
+from fastformer.nn.fusing import if_written_in, is_plain, is_traced, is_written_as_known
 from fastformer.nn.linear import LINEARS
 from fastformer.ops import linear_cross_entropy
 
@@ -37,14 +37,7 @@ def _losses() -> tuple[object, ...]:
     return (*functions, kind.__init__, kind.__call__, kind.forward)
 
 
-def _is_as_written(function: object) -> bool:
-    """Whether a function's code is PyTorch's or transformers', where a wrapper has no more than the names."""
-    written_in = getattr(getattr(function, "__code__", None), "co_filename", "")
-    return written_in.startswith(tuple(os.path.join(each.__path__[0], "") for each in (nn, transformers)))
-
-
-# None: somebody had replaced it before it was known.
-_KNOWN = tuple(each if _is_as_written(each) else None for each in _losses())
+_KNOWN = if_written_in(_losses(), nn, transformers)
 
 
 class FusedLoss(nn.Module):
@@ -159,9 +152,8 @@ class Seq2SeqLoss(FusedLoss):
 
 
 def _source(head: nn.Module) -> ModuleType:
-    """Where transformers wrote the class that a head's is derived from: there its forward looks for functions."""
-    kinds = type(head).__mro__
-    return next(sys.modules[each.__module__] for each in kinds if each.__module__.startswith("transformers."))
+    """Where transformers wrote the class that a head had: there its forward looks for functions."""
+    return sys.modules[original_class(head).__module__]
 
 
 def _behind_the_last(counts: Tensor) -> Tensor | None:

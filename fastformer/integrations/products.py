@@ -10,7 +10,7 @@ from transformers import pytorch_utils as theirs
 from fastformer.integrations.hugging_face import is_known, know
 from fastformer.integrations.swap import Swap, by_original
 from fastformer.nn.fusing import is_written_as_known
-from fastformer.nn.linear import Linear, is_ours, linear
+from fastformer.nn.linear import Linear, own_product
 
 know(theirs)
 
@@ -26,9 +26,9 @@ class Conv1D(theirs.Conv1D):
         # What parametrizations make at each access is left to be made once. A step's one row is never ours.
         has_both = x.numel() > x.shape[-1] and self._parameters.keys() >= {"weight", "bias"}
         if has_both and is_written_as_known(Conv1D) and _has_its_product():
-            weight, bias = self.weight.t(), self.bias
-            if is_ours(x, weight, bias):
-                return linear(x, weight, bias)
+            out = own_product(x, self.weight.t(), self.bias)
+            if out is not None:
+                return out
         return super().forward(x)  # by torch.addmm, and not by F.linear
 
 

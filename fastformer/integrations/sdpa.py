@@ -56,6 +56,28 @@ def scaled_dot_product_attention(
     Raises:
         ValueError: a bias along with is_causal; blocks that don't fit. What PyTorch raises for what it takes.
     """
+    return attend_heads(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, lies_as_query=True)
+
+
+ATTENTIONS.add(scaled_dot_product_attention)
+
+
+def attend_heads(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: AttentionBias,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+    *,
+    lies_as_query: bool,
+) -> Tensor:
+    """`scaled_dot_product_attention`; without `lies_as_query` the output lies as is quickest.
+
+    For our kernels that is transposed from (batch, seqlen_q, num_heads, head_dim).
+    """
     if attn_mask is not None and is_causal:
         if type(attn_mask) is not Tensor:
             raise ValueError(f"expected a {type(attn_mask).__name__} or is_causal, got both")
@@ -76,7 +98,8 @@ def scaled_dot_product_attention(
         window, attn_mask = attn_mask, None
     # Our output has the heads of a token side by side. What lies head by head is given as heads that are a batch.
     by_head = (
-        query.is_contiguous()
+        lies_as_query
+        and query.is_contiguous()
         and key.is_contiguous()
         and value.is_contiguous()
         and key.shape[1] == query.shape[1]
@@ -92,10 +115,9 @@ def scaled_dot_product_attention(
         softmax_scale=scale,
         dropout_p=dropout_p,
     )
-    return out.view(query.shape) if by_head else _laid_out_as(query, out)
-
-
-ATTENTIONS.add(scaled_dot_product_attention)
+    if by_head:
+        return out.view(query.shape)
+    return _laid_out_as(query, out) if lies_as_query else out.transpose(1, 2)
 
 
 def _laid_out_as(query: Tensor, out: Tensor) -> Tensor:

@@ -41,9 +41,8 @@ class Undrawn(TorchFunctionMode):
     read them, and move the caller's random numbers on.
     """
 
-    _DRAWS = frozenset(
-        {Tensor.uniform_, Tensor.normal_, nn.init.uniform_, nn.init.normal_, nn.init.kaiming_uniform_},
-    )  # xavier_uniform_ and xavier_normal_ call the first two
+    # xavier_uniform_ and xavier_normal_ call the first two.
+    _DRAWS = frozenset({Tensor.uniform_, Tensor.normal_, nn.init.uniform_, nn.init.normal_, nn.init.kaiming_uniform_})
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

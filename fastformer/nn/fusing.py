@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable
-from types import ModuleType
+from collections.abc import Callable, Iterable
+from types import BuiltinFunctionType, ModuleType
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -48,14 +48,22 @@ def _functions() -> tuple[object, ...]:
     return (F.linear, F.layer_norm, F.rms_norm, F.dropout, F.relu, F.gelu, F.silu)
 
 
-def _is_of_torch(function: Any) -> bool:
-    """Whether a function is as PyTorch has it: its code is there, where a wrapper has no more than the names."""
+def is_written_in(function: object, *packages: ModuleType) -> bool:
+    """Whether a function's code is in one of these packages, or built in; a wrapper has no more than the names."""
+    if isinstance(function, BuiltinFunctionType):
+        return True
     code = getattr(function, "__code__", None)
-    return code is None or code.co_filename.startswith(os.path.join(os.path.dirname(torch.__file__), ""))
+    places = tuple(os.path.join(each.__path__[0], "") for each in packages)
+    return code is not None and code.co_filename.startswith(places)
 
 
-_FUNCTIONS = tuple(each if _is_of_torch(each) else None for each in _functions())
-_MULTI_HEAD_ATTENTION = F.multi_head_attention_forward if _is_of_torch(F.multi_head_attention_forward) else None
+def if_written_in(functions: Iterable[object], *packages: ModuleType) -> tuple[object, ...]:
+    """The functions as they are found, and None for each that somebody had replaced before."""
+    return tuple(each if is_written_in(each, *packages) else None for each in functions)
+
+
+_FUNCTIONS = if_written_in(_functions(), nn)
+(_MULTI_HEAD_ATTENTION,) = if_written_in([F.multi_head_attention_forward], nn)
 
 
 def is_watched() -> bool:
@@ -150,10 +158,7 @@ def is_its_own(kind: type[nn.Module], *packages: ModuleType, method: str = "forw
     owner = next(each for each in kind.__mro__ if method in vars(each))
     function: Any = vars(owner)[method]
     said = (getattr(function, "__module__", None), getattr(function, "__qualname__", None))
-    # A wrapper has the names of what it wraps, and code of its own.
-    written_in = getattr(getattr(function, "__code__", None), "co_filename", "")
-    places = tuple(os.path.join(each.__path__[0], "") for each in packages)
-    return said == (owner.__module__, f"{owner.__qualname__}.{method}") and written_in.startswith(places)
+    return said == (owner.__module__, f"{owner.__qualname__}.{method}") and is_written_in(function, *packages)
 
 
 FORWARDS.update({kind: kind.forward if is_its_own(kind, nn, fastformer) else None for kind in _KINDS})

@@ -35,6 +35,12 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         weight: (out_features, in_features), or the transpose of a contiguous one.
         bias: (out_features,), or None.
     """
+    out = own_product(x, weight, bias)
+    return F.linear(x, weight, bias) if out is None else out
+
+
+def own_product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
+    """`linear` where it isn't F.linear's to compute; else None."""
     if _is_cast_for_us(x, weight, bias):
         # As autocast would hand them to F.linear.
         x, weight = x.to(torch.bfloat16), weight.to(torch.bfloat16)
@@ -42,7 +48,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         with torch.autocast("cpu", enabled=False):
             return linear(x, weight, bias)
     if not _is_led(x, weight, bias):
-        return F.linear(x, weight, bias)
+        return None
     if not needs_gradient(x, weight, bias):
         return _product(x, weight, bias)
     out: Tensor = _Learning.apply(x, weight, bias)  # type: ignore[no-untyped-call]
@@ -118,11 +124,6 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 def _weight_gradient(dout: Tensor, x: Tensor) -> Tensor:
     out: Tensor = torch.ops.fastformer_cpp.linear_weight_grad(dout, x)
     return out
-
-
-def is_ours(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether `linear` of these is our kernel's, and not F.linear's."""
-    return _is_led(x, weight, bias) or _is_cast_for_us(x, weight, bias)
 
 
 def _is_led(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:

@@ -233,6 +233,9 @@ class _NotAsking(LlamaForCausalLM):  # type: ignore[misc]
         return super().forward(*args, **options)
 
 
+_NotAsking.itself = _NotAsking  # as registries do
+
+
 def test_what_is_compared_with_the_name_decides():
     """Not what stands in the file."""
     asking, other = (kind(make("llama").config) for kind in (_AskingForOneOf, _NotAsking))
