@@ -19,7 +19,10 @@ RESULTS = Path(__file__).parent / "results"
 # What was compiled, and what a launch costs the host, neither of which is a speed of a provider; and what was measured
 # on CPUs without AVX-512, where other code runs: README shows it apart.
 WITHOUT_AVX512 = "avx2"
-_OTHER_KINDS = ("machine_code", "host_time", WITHOUT_AVX512)
+# What PyTorch is beside accelerate() where MKL has its whole rate: README shows it beside the latest CPU, where it has
+# half of it.
+AT_FULL_RATE = "drop_in_full_rate"
+_OTHER_KINDS = ("machine_code", "host_time", WITHOUT_AVX512, AT_FULL_RATE)
 # What makes two lines of the same case; the providers and their precisions are what is compared.
 _CASE = ("op", "mode", "dtype", "model", "data")
 _ABSENT = object()

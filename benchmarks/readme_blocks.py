@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from benchmarks.fits import causal_over_full, groups, growth
 from benchmarks.highlights import AVX2, AVX2_PEERS, DROP_IN, MODELS, MODULES, OPS, PEERS, Case, Comparison
-from benchmarks.latest import WITHOUT_AVX512, Results, Row, value_of
+from benchmarks.latest import AT_FULL_RATE, WITHOUT_AVX512, Results, Row, value_of
 from benchmarks.models.bench_scaling import EXPECTED
 from benchmarks.plot.charts import charts, name_of
 from benchmarks.plot.style import two_digits
@@ -272,10 +272,24 @@ def accelerated(numbers: Numbers) -> str:
     return paragraphs(
         times_faster(numbers, DROP_IN, "times faster, fp32 · bf16, than"),
         _others_in_int8(numbers),
+        _at_full_rate(numbers),
         numbers.picture("drop_in"),
-        commands := numbers.commands(),
-        "`benchmarks.drop_in` is `benchmarks.peers` now, `--dtype` is `--precision`." if "drop_in" in commands else "",
+        numbers.commands(),
     )
+
+
+def _at_full_rate(numbers: Numbers) -> str:
+    """The same where PyTorch's own products are as fast as the CPU."""
+    own = Numbers(Results(numbers.results.folder, kind=AT_FULL_RATE))
+    if not own.results.rows:
+        numbers.missing.append("lines of a CPU where PyTorch's products have its whole rate")
+        return ""
+    devices = "; ".join(sorted({f"{row['device']}, {row['cores']} cores" for row in own.results.rows}))
+    text = f"On {devices}, where PyTorch's own products in fp32 have the CPU's whole rate, less is left to gain:"
+    measured = times_faster(own, DROP_IN, "times faster, fp32 · bf16, than", measured_alone=True)
+    numbers.figures += own.figures
+    numbers.missing += own.missing
+    return paragraphs(prose(text), measured)
 
 
 def _others_in_int8(numbers: Numbers) -> str:

@@ -11,11 +11,11 @@ import pytest
 pytest.importorskip("matplotlib", reason="not installed: pip install matplotlib")
 
 from benchmarks.highlights import Case
-from benchmarks.latest import RESULTS, WITHOUT_AVX512, Results
+from benchmarks.latest import AT_FULL_RATE, RESULTS, WITHOUT_AVX512, Results
 from benchmarks.plot.charts import charts
 from benchmarks.plot.style import PICTURES, digest, stamp_of
 from benchmarks.readme import README, complaints, loose_figures, main, written
-from benchmarks.readme_blocks import BLOCKS, NOT_MEASURED, Numbers, avx2
+from benchmarks.readme_blocks import BLOCKS, NOT_MEASURED, Numbers, accelerated, avx2
 
 TEXT = README.read_text(encoding="utf-8")
 STALE = "python -m benchmarks.readme --write (and python -m benchmarks.plot)"
@@ -111,6 +111,21 @@ def test_what_was_measured_without_avx512_stands_apart(folder: Path) -> None:
         and "python -m x" in text
     )
     assert [figure.origin for figure in numbers.figures] == ["avx2.jsonl:1, avx2.jsonl:2"] and numbers.missing
+
+
+def test_what_was_measured_at_full_rate_has_a_table_of_its_own(folder: Path) -> None:
+    """Though it is newer, and of the same case."""
+    same = {"op": "drop_in", "model": "torch_nn_encoder", "dtype": "fp32", "shape": {"seqlen": "128"},
+            "mode": "forward"}  # fmt: skip
+    write(folder, [*LINES, line("accelerated", 2.0, **same), line("as it is", 14.0, **same)])
+    lacking = Numbers(Results(folder))
+    assert "6 layers, 8 of 128 tokens | 7.0 |" in accelerated(lacking)
+    assert any("whole rate" in what for what in lacking.missing)
+    same |= {"device": "Zen 4", "time": "2026-02-03"}
+    lines = [line("accelerated", 2.0, **same), line("as it is", 3.0, **same)]
+    (folder / f"{AT_FULL_RATE}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in lines))
+    first, second = accelerated(Numbers(Results(folder))).split("On Zen 4, 2 cores, where")
+    assert "6 layers, 8 of 128 tokens | 7.0 |" in first and "6 layers, 8 of 128 tokens | 1.5 |" in second
 
 
 def run(folder: Path, *arguments: str) -> int:
