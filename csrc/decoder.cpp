@@ -98,7 +98,7 @@ void Session::admit(const std::vector<Ids>& sources, const std::vector<Ids>& tok
 void Session::read_sources(const std::vector<Ids>& sources, size_t first, int threads) {
   int64_t total = 0, most = kPrefillTokens;
   for (const Ids& source : sources) total += static_cast<int64_t>(source.size());
-  const bool is_apart = threads > 1 && (total > kPrefillTokens || is_held_up());
+  const bool is_apart = threads > 1 && total > kPrefillTokens;
   if (is_apart) {
     const int64_t rounds = (total + kPrefillTokens * threads - 1) / (kPrefillTokens * threads);
     most = std::max<int64_t>(1, (total + rounds * threads - 1) / (rounds * threads));
@@ -305,7 +305,7 @@ int Session::threads_for(int64_t rows, int threads) const {
 
 int Session::lanes_for(int64_t rows, int threads) const {
   threads = threads_for(rows, threads);
-  return threads > 1 && (rows >= kRowsApart * threads || is_held_up()) ? threads : 1;
+  return threads > 1 && rows >= kRowsApart * threads ? threads : 1;
 }
 
 }  // namespace fastformer

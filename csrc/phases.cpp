@@ -2,7 +2,6 @@
 
 #include <immintrin.h>
 #include <pthread.h>
-#include <sched.h>
 #include <signal.h>
 
 #include <algorithm>
@@ -13,6 +12,8 @@
 #include <thread>
 #include <utility>
 
+#include "crowd.h"
+
 namespace fastformer {
 namespace {
 
@@ -20,14 +21,11 @@ using Clock = std::chrono::steady_clock;
 using Duration = Clock::duration;
 
 constexpr int kMostThreads = 256;
-constexpr int kSpins = 1000;                                  // of 10 to 50 ns, before a waiting thread yields
-constexpr Duration kIdle = std::chrono::microseconds(300);    // that a helper waits for more before it sleeps
-constexpr Duration kUnfair = std::chrono::microseconds(200);  // more lost than gained, before the caller goes on alone
-// For so many times what was lost it does: a lone stall costs little, and those that come again and again more and
-// more.
-constexpr int kLeastRest = 4, kMostRest = 256;
+constexpr int kSpins = 10000;                               // of 10 to 50 ns, before a waiting thread sleeps
+constexpr Duration kIdle = std::chrono::microseconds(300);  // that a helper waits for more before it sleeps for good
 
-// Waits for what another thread does within microseconds, or within milliseconds where it has no core just now.
+// Waits for what another thread does within microseconds, or within milliseconds where it has no core just now. Then it
+// sleeps rather than yields: who yields gives his share of the core away, and Linux takes him at his word.
 class Waiting {
  public:
   void once() {
@@ -35,7 +33,7 @@ class Waiting {
       ++spins_;
       _mm_pause();
     } else {
-      sched_yield();
+      std::this_thread::sleep_for(std::chrono::nanoseconds(1));
     }
   }
   bool is_long() const { return spins_ == kSpins; }
@@ -43,6 +41,12 @@ class Waiting {
  private:
   int spins_ = 0;
 };
+
+int64_t num_tasks(const std::vector<Phase>& phases) {
+  int64_t tasks = 0;
+  for (const Phase& phase : phases) tasks += std::max<int64_t>(phase.tasks, 0);
+  return tasks;
+}
 
 void run_alone(const std::vector<Phase>& phases) {
   for (const Phase& phase : phases)
@@ -60,10 +64,9 @@ class Team {
   // The phases on `threads` threads, the caller's included; false, and nothing is done, while others run. `meets`: the
   // threads wait for each other again and again, so they run only while that pays.
   bool run(const std::vector<Phase>& phases, int threads, bool meets) {
-    if (meets && rests()) return false;
     if (is_busy_.exchange(true, std::memory_order_acquire)) return false;
     const auto begun = Clock::now();
-    const int helpers = grow(std::min(threads, kMostThreads) - 1);
+    const int helpers = meets && crowd_.is_alone() ? 0 : grow(std::min(threads, kMostThreads) - 1);
     phases_ = &phases;
     place_ = 0;
     is_finished_.store(false, std::memory_order_relaxed);
@@ -73,26 +76,22 @@ class Team {
       helpers_[i]->is_asleep.store(0, std::memory_order_seq_cst);
       helpers_[i]->is_asleep.notify_one();
     }
-    int64_t own = go_on();
-    Duration waited{0};
+    go_on();
+    bool has_waited = false;
     while (!is_finished_.load(std::memory_order_acquire)) {
-      const int64_t worked = work(0);
-      own += worked;
-      if (worked > 0 || is_finished_.load(std::memory_order_acquire)) continue;
-      const auto before = Clock::now();
-      for (Waiting waiting; !is_open() && !is_finished_.load(std::memory_order_acquire);) waiting.once();
-      waited += Clock::now() - before;
+      if (work(0) || is_finished_.load(std::memory_order_acquire)) continue;
+      Waiting waiting;
+      while (!is_open() && !is_finished_.load(std::memory_order_acquire)) waiting.once();
+      has_waited |= waiting.is_long();
     }
     wanted_.store(0, std::memory_order_relaxed);
     const std::exception_ptr thrown = std::exchange(thrown_, nullptr);
     has_thrown_.store(false, std::memory_order_relaxed);
-    if (meets) judge(Clock::now() - begun, waited, own);
+    if (meets) crowd_.note(Clock::now() - begun, num_tasks(phases), has_waited);
     is_busy_.store(false, std::memory_order_release);
     if (thrown) std::rethrow_exception(thrown);
     return true;
   }
-
-  bool rests() const { return Clock::now() < rest_until_.load(std::memory_order_relaxed); }
 
  private:
   struct alignas(64) Helper {
@@ -101,18 +100,19 @@ class Team {
 
   bool is_open() const { return next_.load(std::memory_order_relaxed) < end_.load(std::memory_order_acquire); }
 
-  // Takes tasks while there are any; how many. A helper of this place takes them only in runs that want so many.
-  int64_t work(int place) {
-    int64_t worked = 0;
+  // Takes tasks while there are any; whether there were. A helper of this place takes them only in runs that want so
+  // many.
+  bool work(int place) {
+    bool has_worked = false;
     while (true) {
       int64_t task = next_.load(std::memory_order_relaxed);
       // The order matters: wanted_ is what goes with end_, or it is newer, and then the task is taken already.
-      if (task >= end_.load(std::memory_order_acquire)) return worked;
-      if (wanted_.load(std::memory_order_relaxed) < place) return worked;
+      if (task >= end_.load(std::memory_order_acquire)) return has_worked;
+      if (wanted_.load(std::memory_order_relaxed) < place) return has_worked;
       if (!next_.compare_exchange_weak(task, task + 1, std::memory_order_relaxed)) continue;
       call(*phase_, task - start_);
-      ++worked;
-      worked += finish_task();
+      finish_task();
+      has_worked = true;
     }
   }
 
@@ -125,18 +125,17 @@ class Team {
     }
   }
 
-  // A task is done; behind the last one of a phase the next phase comes. How many tasks of it were done here.
-  int64_t finish_task() { return remaining_.fetch_sub(1, std::memory_order_acq_rel) == 1 ? go_on() : 0; }
+  // A task is done; behind the last one of a phase the next phase comes.
+  void finish_task() {
+    if (remaining_.fetch_sub(1, std::memory_order_acq_rel) == 1) go_on();
+  }
 
   // Opens the next phase. Nobody can take a task meanwhile: what stands here is this thread's until end_ moves. Phases
   // of one task, and the first task of the others, are done at once: it is quicker than to have another thread woken.
-  // How many.
-  int64_t go_on() {
-    int64_t worked = 0;
+  void go_on() {
     while (place_ < phases_->size()) {
       const Phase& phase = (*phases_)[place_++];
       if (phase.tasks <= 0) continue;
-      ++worked;
       if (phase.tasks == 1) {
         call(phase, 0);
         continue;
@@ -147,10 +146,9 @@ class Team {
       next_.store(start_ + 1, std::memory_order_relaxed);
       end_.store(start_ + phase.tasks, std::memory_order_release);
       call(phase, 0);
-      if (remaining_.fetch_sub(1, std::memory_order_acq_rel) != 1) return worked;
+      if (remaining_.fetch_sub(1, std::memory_order_acq_rel) != 1) return;
     }
     is_finished_.store(true, std::memory_order_release);
-    return worked;
   }
 
   // What a helper does all its life.
@@ -197,21 +195,6 @@ class Team {
     return std::min(static_cast<int>(helpers_.size()), count);
   }
 
-  // Whether helpers are worth it: on a machine with other work, the caller may wait for one without a core for longer
-  // than all of them have worked. Then it goes on alone for many times as long, and so loses a few per cent at most.
-  void judge(Duration all, Duration waited, int64_t own) {
-    if (waited < kUnfair) return;
-    int64_t tasks = 0;
-    for (const Phase& phase : *phases_) tasks += std::max<int64_t>(phase.tasks, 0);
-    const Duration lost = waited - (all - waited) * (tasks - own) / std::max<int64_t>(own, 1);
-    if (lost < kUnfair) return;
-    const auto now = Clock::now(), until = rest_until_.load(std::memory_order_relaxed);
-    const bool again = now - until < until - rested_;
-    rest_ = again ? std::min(4 * rest_, kMostRest) : kLeastRest;
-    rested_ = now;
-    rest_until_.store(now + std::min<Duration>(lost * rest_, std::chrono::seconds(1)), std::memory_order_relaxed);
-  }
-
   // One cache line: to end a phase, open the next and take a task of it costs three transfers of it, and not twice as
   // many of two.
   alignas(64) std::atomic<int64_t> next_{0};
@@ -229,9 +212,7 @@ class Team {
   // The caller's, whoever it is.
   alignas(64) std::atomic<bool> is_busy_{false};
   std::vector<std::unique_ptr<Helper>> helpers_;
-  Clock::time_point rested_{};                                      // when it last went on alone,
-  std::atomic<Clock::time_point> rest_until_{Clock::time_point{}};  // and until when
-  int rest_ = kLeastRest;
+  Crowd crowd_;
 };
 
 // Never deleted: helpers stand in it until the process ends. A child of fork has no helpers, and begins with a new one.
@@ -254,7 +235,5 @@ void run_phases(const std::vector<Phase>& phases, int threads) {
 }
 
 bool run_apart(const Phase& tasks) { return team().run({tasks}, static_cast<int>(tasks.tasks), false); }
-
-bool is_held_up() { return team().rests(); }
 
 }  // namespace fastformer

@@ -19,8 +19,8 @@ struct Phase {
 
 // Runs the tasks of each phase, in any order and side by side, phase after phase; what a phase has written, the next
 // ones read. The caller is one of the `threads`; the others belong to a team that the process has once, and sleep when
-// there is nothing to do. While the team is busy with another caller's phases, and for a while after the system has
-// held its threads up for longer than they helped, the caller does all alone.
+// there is nothing to do. While the team is busy with another caller's phases, and while other work on the machine
+// makes them slower than one thread, the caller does all alone.
 //
 // What a task throws, the caller gets when all is over; where several do, one of it. Later phases run all the same, or
 // don't.
@@ -29,8 +29,5 @@ void run_phases(const std::vector<Phase>& phases, int threads);
 // Runs tasks that are long and wait for nobody, one a thread; it is over when the last one is. False, and nothing is
 // done, while the team is busy with another caller. What a task throws: see run_phases.
 bool run_apart(const Phase& tasks);
-
-// Whether callers of run_phases do all alone just now, because the machine has other work.
-bool is_held_up();
 
 }  // namespace fastformer

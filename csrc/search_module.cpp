@@ -11,7 +11,9 @@
 #include <stdexcept>
 #include <string>
 #include <thread>
+#include <tuple>
 
+#include "crowd.h"
 #include "phases.h"
 #include "search.h"
 
@@ -130,6 +132,17 @@ int64_t phases_threads(int64_t tasks, int64_t rounds, int threads) {
   return most;
 }
 
+// Which of runs, of (seconds, tasks, whether the caller waited long), are the caller's alone.
+std::vector<bool> crowd_check(const std::vector<std::tuple<double, int64_t, bool>>& runs) {
+  Crowd crowd;
+  std::vector<bool> alone;
+  for (const auto& [seconds, tasks, waited_long] : runs) {
+    alone.push_back(crowd.is_alone());
+    crowd.note(std::chrono::duration_cast<Crowd::Duration>(std::chrono::duration<double>(seconds)), tasks, waited_long);
+  }
+  return alone;
+}
+
 }  // namespace
 
 void bind_search(py::module_& m) {
@@ -162,6 +175,7 @@ void bind_search(py::module_& m) {
   m.def("last_tokens", &last_tokens);
   m.def("places_of_done", &places_of_done);
   m.def("_phases_check", &phases_check);
+  m.def("_crowd_check", &crowd_check);
   m.def("_phases_break", &phases_break);
   m.def("_phases_threads", &phases_threads);
 }
