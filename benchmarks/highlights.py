@@ -227,6 +227,7 @@ PEERS = (
     _decoding("base, 4 beams, 16 sources", 16, 4, panels=_PRECISIONS),
     _decoding("a trained base, 8 to 60 tokens, one by one", 1, 1, "run"),
     _decoding("a trained base, 8 to 60 tokens, 16 at once", 16, 1, "run"),
+    _decoding("a trained base, 8 to 60 tokens, 4 beams, one by one", 1, 4, "run"),
     _decoding("a trained base, 8 to 60 tokens, 4 beams, 16 at once", 16, 4, "run"),
     _decoding("GPT-2's small shape, one prompt", 1, 1, "gpt2", "llama.cpp"),
     _decoding("GPT-2's small shape, one prompt, fp32", 1, 1, "gpt2", "transformers", _PRECISIONS[2:]),
