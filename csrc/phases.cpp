@@ -76,18 +76,27 @@ class Team {
       helpers_[i]->is_asleep.store(0, std::memory_order_seq_cst);
       helpers_[i]->is_asleep.notify_one();
     }
-    go_on();
+    int64_t own = go_on();
+    Duration waited{0};
     bool has_waited = false;
     while (!is_finished_.load(std::memory_order_acquire)) {
-      if (work(0) || is_finished_.load(std::memory_order_acquire)) continue;
+      const int64_t worked = work(0);
+      own += worked;
+      if (worked > 0 || is_finished_.load(std::memory_order_acquire)) continue;
+      const auto before = Clock::now();
       Waiting waiting;
       while (!is_open() && !is_finished_.load(std::memory_order_acquire)) waiting.once();
       has_waited |= waiting.is_long();
+      waited += Clock::now() - before;
     }
     wanted_.store(0, std::memory_order_relaxed);
     const std::exception_ptr thrown = std::exchange(thrown_, nullptr);
     has_thrown_.store(false, std::memory_order_relaxed);
-    if (meets) crowd_.note(Clock::now() - begun, num_tasks(phases), has_waited);
+    if (meets) {
+      const Duration time = Clock::now() - begun;
+      const int64_t tasks = num_tasks(phases);
+      crowd_.note(time, tasks, has_waited, (time - waited) * tasks / std::max<int64_t>(own, 1));
+    }
     is_busy_.store(false, std::memory_order_release);
     if (thrown) std::rethrow_exception(thrown);
     return true;
@@ -100,19 +109,18 @@ class Team {
 
   bool is_open() const { return next_.load(std::memory_order_relaxed) < end_.load(std::memory_order_acquire); }
 
-  // Takes tasks while there are any; whether there were. A helper of this place takes them only in runs that want so
-  // many.
-  bool work(int place) {
-    bool has_worked = false;
+  // Takes tasks while there are any; how many. A helper of this place takes them only in runs that want so many.
+  int64_t work(int place) {
+    int64_t worked = 0;
     while (true) {
       int64_t task = next_.load(std::memory_order_relaxed);
       // The order matters: wanted_ is what goes with end_, or it is newer, and then the task is taken already.
-      if (task >= end_.load(std::memory_order_acquire)) return has_worked;
-      if (wanted_.load(std::memory_order_relaxed) < place) return has_worked;
+      if (task >= end_.load(std::memory_order_acquire)) return worked;
+      if (wanted_.load(std::memory_order_relaxed) < place) return worked;
       if (!next_.compare_exchange_weak(task, task + 1, std::memory_order_relaxed)) continue;
       call(*phase_, task - start_);
-      finish_task();
-      has_worked = true;
+      ++worked;
+      worked += finish_task();
     }
   }
 
@@ -125,17 +133,18 @@ class Team {
     }
   }
 
-  // A task is done; behind the last one of a phase the next phase comes.
-  void finish_task() {
-    if (remaining_.fetch_sub(1, std::memory_order_acq_rel) == 1) go_on();
-  }
+  // A task is done; behind the last one of a phase the next phase comes. How many tasks of it were done here.
+  int64_t finish_task() { return remaining_.fetch_sub(1, std::memory_order_acq_rel) == 1 ? go_on() : 0; }
 
   // Opens the next phase. Nobody can take a task meanwhile: what stands here is this thread's until end_ moves. Phases
   // of one task, and the first task of the others, are done at once: it is quicker than to have another thread woken.
-  void go_on() {
+  // How many.
+  int64_t go_on() {
+    int64_t worked = 0;
     while (place_ < phases_->size()) {
       const Phase& phase = (*phases_)[place_++];
       if (phase.tasks <= 0) continue;
+      ++worked;
       if (phase.tasks == 1) {
         call(phase, 0);
         continue;
@@ -146,9 +155,10 @@ class Team {
       next_.store(start_ + 1, std::memory_order_relaxed);
       end_.store(start_ + phase.tasks, std::memory_order_release);
       call(phase, 0);
-      if (remaining_.fetch_sub(1, std::memory_order_acq_rel) != 1) return;
+      if (remaining_.fetch_sub(1, std::memory_order_acq_rel) != 1) return worked;
     }
     is_finished_.store(true, std::memory_order_release);
+    return worked;
   }
 
   // What a helper does all its life.

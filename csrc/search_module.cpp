@@ -132,13 +132,14 @@ int64_t phases_threads(int64_t tasks, int64_t rounds, int threads) {
   return most;
 }
 
-// Which of runs, of (seconds, tasks, whether the caller waited long), are the caller's alone.
-std::vector<bool> crowd_check(const std::vector<std::tuple<double, int64_t, bool>>& runs) {
+// Which of runs, of (milliseconds, tasks, whether the caller waited long, milliseconds by one), are the caller's alone.
+std::vector<bool> crowd_check(const std::vector<std::tuple<int64_t, int64_t, bool, int64_t>>& runs) {
+  using Milliseconds = std::chrono::milliseconds;
   Crowd crowd;
   std::vector<bool> alone;
-  for (const auto& [seconds, tasks, waited_long] : runs) {
+  for (const auto& [time, tasks, waited_long, by_one] : runs) {
     alone.push_back(crowd.is_alone());
-    crowd.note(std::chrono::duration_cast<Crowd::Duration>(std::chrono::duration<double>(seconds)), tasks, waited_long);
+    crowd.note(Milliseconds(time), tasks, waited_long, Milliseconds(by_one));
   }
   return alone;
 }

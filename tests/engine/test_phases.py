@@ -103,14 +103,13 @@ def test_a_fork_in_the_middle_of_another_threads_run_leaves_the_child_able_to_ru
     assert MODULE._phases_check(sizes, 20, 2) == right
 
 
-def windows_alone(together: float, alone: float, waits: bool, count: int) -> str:
-    """Windows of 30 ms, in runs of 10, at these speeds with helpers and without: T for each together, A for alone."""
-    runs: list[tuple[float, int, bool]] = []
-    for _ in range(3 * count):
-        is_alone = MODULE._crowd_check([*runs, (0.01, 1, False)])[-1]
-        runs.append(
-            (0.01, round(1000 * (alone if is_alone else together)), waits and not is_alone and len(runs) % 3 == 0)
-        )
+def windows_alone(together: int, alone: int, waits: bool, by_one: int, count: int) -> str:
+    """Windows of 30 ms, in runs of 10, in which so many tasks are done together or alone, and would take by_one at
+    one thread's pace: T for each window together, A for alone."""
+    runs: list[tuple[int, int, bool, int]] = []
+    for place in range(3 * count):
+        is_alone = MODULE._crowd_check([*runs, (10, 1, False, 10)])[-1]
+        runs.append((10, alone, False, 10) if is_alone else (10, together, waits and place % 3 == 0, by_one))
     modes = MODULE._crowd_check(runs)
     assert all(len(set(modes[i : i + 3])) == 1 for i in range(0, len(modes), 3))
     return "".join("TA"[mode] for mode in modes[::3])
@@ -118,17 +117,14 @@ def windows_alone(together: float, alone: float, waits: bool, count: int) -> str
 
 def test_callers_go_on_alone_while_that_is_faster_and_only_then() -> None:
     """And ask again, less and less often as the answer stays, as long as threads wait long for each other."""
-    assert windows_alone(1, 2, waits=False, count=99) == 99 * "T"
-    assert (
-        windows_alone(2, 1, waits=True, count=99) == "TA" + 17 * "T" + "A" + 33 * "T" + "A" + 33 * "T" + "A" + 11 * "T"
-    )
-    assert windows_alone(1, 2, waits=True, count=60) == "TA" + 9 * "A" + "T" + 17 * "A" + "T" + 30 * "A"
+    assert windows_alone(10, 20, False, 20, 99) == windows_alone(10, 20, True, 30, 99) == 99 * "T"
+    assert windows_alone(20, 10, True, 29, 99) == "TA" + 17 * "T" + "A" + 33 * "T" + "A" + 33 * "T" + "A" + 11 * "T"
+    assert windows_alone(10, 20, True, 20, 60) == "TA" + 9 * "A" + "T" + 17 * "A" + "T" + 30 * "A"
 
 
 def test_callers_have_helpers_again_when_these_are_faster_again() -> None:
-    crowded, quiet = [(0.03, 10, True), (0.03, 20, False)], [(0.03, 20, False)] * 9 + [(0.03, 40, False)] * 30
-    modes = MODULE._crowd_check(crowded + quiet)
-    assert modes == [False] + 10 * [True] + 30 * [False]
+    runs = [(30, 10, True, 20), (30, 20, False, 30)] + [(30, 20, False, 30)] * 9 + [(30, 40, False, 60)] * 30
+    assert MODULE._crowd_check(runs) == [False] + 10 * [True] + 30 * [False]
 
 
 def until(holds: Callable[[], bool]) -> bool:
