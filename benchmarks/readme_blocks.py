@@ -338,7 +338,8 @@ def decoding(numbers: Numbers) -> str:
     read = prose(
         f"With one source, int8 takes its weights at {share} of the speed at which as many bytes are merely read, "
         f"again and again. Beside two busy processes on the same two cores, which leave it half of them, "
-        f"two threads keep {kept[0]} of their speed, with 16 sources {kept[1]}. The trained base (6 + 6 layers) learned Multi30k by the first command below."
+        f"two threads keep {kept[0]} of their speed, with 16 sources {kept[1]}. The "
+        "trained base (6 + 6 layers) learned Multi30k by the first command below."
     )
     trained = "```\n" + _TRAINED_BASE + "\n```"
     return paragraphs(
