@@ -19,8 +19,8 @@ RESULTS = Path(__file__).parent / "results"
 # What was compiled, and what a launch costs the host, neither of which is a speed of a provider; and what was measured
 # on CPUs without AVX-512, where other code runs: README shows it apart.
 WITHOUT_AVX512 = "avx2"
-# What PyTorch is beside accelerate() where MKL has its whole rate: README shows it beside the latest CPU, where it has
-# half of it.
+# What accelerate() gains where PyTorch's own products have the CPU's whole rate: less than on the latest one, where
+# they have half of it.
 AT_FULL_RATE = "drop_in_full_rate"
 _OTHER_KINDS = ("machine_code", "host_time", WITHOUT_AVX512, AT_FULL_RATE)
 # What makes two lines of the same case; the providers and their precisions are what is compared.

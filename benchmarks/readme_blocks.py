@@ -5,9 +5,10 @@ A cell is a field of one line, or the ratio of two lines of one run; the block e
 
 from __future__ import annotations
 
+import contextlib
 import re
 import textwrap
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from benchmarks.fits import causal_over_full, groups, growth
@@ -280,16 +281,25 @@ def accelerated(numbers: Numbers) -> str:
 
 def _at_full_rate(numbers: Numbers) -> str:
     """The same where PyTorch's own products are as fast as the CPU."""
-    own = Numbers(Results(numbers.results.folder, kind=AT_FULL_RATE))
+    lacking = "lines of a CPU where PyTorch's products have its whole rate"
+    with _elsewhere(numbers, AT_FULL_RATE, lacking) as (own, where):
+        if not where:
+            return ""
+        text = f"On {where}, where PyTorch's own products in fp32 have the CPU's whole rate, less is left to gain:"
+        measured = times_faster(own, DROP_IN, "times faster, fp32 · bf16, than", measured_alone=True)
+    return paragraphs(prose(text), measured)
+
+
+@contextlib.contextmanager
+def _elsewhere(numbers: Numbers, kind: str, what: str) -> Iterator[tuple[Numbers, str]]:
+    """The lines that stand apart, and the machines that they are of, "" where there are none; what is taken of them
+    counts among the block's figures."""
+    own = Numbers(Results(numbers.results.folder, kind=kind))
     if not own.results.rows:
-        numbers.missing.append("lines of a CPU where PyTorch's products have its whole rate")
-        return ""
-    devices = "; ".join(sorted({f"{row['device']}, {row['cores']} cores" for row in own.results.rows}))
-    text = f"On {devices}, where PyTorch's own products in fp32 have the CPU's whole rate, less is left to gain:"
-    measured = times_faster(own, DROP_IN, "times faster, fp32 · bf16, than", measured_alone=True)
+        own.missing.append(what)
+    yield own, "; ".join(sorted({f"{row['device']}, {row['cores']} cores" for row in own.results.rows}))
     numbers.figures += own.figures
     numbers.missing += own.missing
-    return paragraphs(prose(text), measured)
 
 
 def _others_in_int8(numbers: Numbers) -> str:
@@ -350,19 +360,15 @@ def decoding(numbers: Numbers) -> str:
 
 def avx2(numbers: Numbers) -> str:
     """On CPUs without AVX-512."""
-    own = Numbers(Results(numbers.results.folder, kind=WITHOUT_AVX512))
-    if not own.results.rows:
-        numbers.missing.append("lines of a CPU without AVX-512")
-        return ""
-    devices = "; ".join(sorted({f"{row['device']}, {row['cores']} cores" for row in own.results.rows}))
-    text = (
-        f"On {devices}. Vectors are half as wide, int8 has no products of its own, and for bf16 PyTorch has plain "
-        "loops, ours the rate of fp32."
-    )
-    measured = times_faster(own, AVX2, "times faster, fp32 · bf16, than", measured_alone=True)
-    tables = (measured, _beside_engines(own, AVX2_PEERS))
-    numbers.figures += own.figures
-    numbers.missing += own.missing
+    with _elsewhere(numbers, WITHOUT_AVX512, "lines of a CPU without AVX-512") as (own, where):
+        if not where:
+            return ""
+        text = (
+            f"On {where}. Vectors are half as wide, int8 has no products of its own, and for bf16 PyTorch has plain "
+            "loops, ours the rate of fp32."
+        )
+        measured = times_faster(own, AVX2, "times faster, fp32 · bf16, than", measured_alone=True)
+        tables = (measured, _beside_engines(own, AVX2_PEERS))
     return paragraphs("### Without AVX-512", prose(text), *tables, numbers.commands())
 
 

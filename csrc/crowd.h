@@ -1,4 +1,4 @@
-// Whether helpers are worth it beside the other work of the machine: phases.h asks.
+// Whether helpers are worth it beside the other work of the machine; phases.cpp asks.
 
 #pragma once
 
