@@ -187,6 +187,22 @@ AttentionInterface.register(NAME, attention_forward)
 AttentionMaskInterface.register(NAME, make_mask)
 
 
+class _RegisteredName(str):
+    """Our name as a config holds it. Unpickling one imports this module, and so registers the name in that process."""
+
+    __slots__ = ()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _name_in_config, ()
+
+
+def _name_in_config() -> str:
+    return _NAME_IN_CONFIG
+
+
+_NAME_IN_CONFIG = _RegisteredName(NAME)
+
+
 def lead(model: nn.Module) -> tuple[list[str], dict[str, str]]:
     """Gives each part of a model that attends by "sdpa" our name for it.
 
@@ -201,7 +217,7 @@ def lead(model: nn.Module) -> tuple[list[str], dict[str, str]]:
             if asking:
                 left[name] = f'its attention: {asking[0]} asks whether it is called "sdpa"'
             else:
-                _name(config, NAME)
+                _name(config, _NAME_IN_CONFIG)
                 led.append(name)
     return led, left
 

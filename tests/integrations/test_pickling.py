@@ -1,0 +1,117 @@
+"""Accelerated models, and the configs of such, in a process that has never heard of fastformer."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+
+import fastformer
+from fastformer.integrations.attention_interface import lead
+from fastformer.ops._library import record_backends
+
+ROOT = Path(__file__).parents[2]
+IDS = torch.randint(5, 60, (3, 7), generator=torch.Generator().manual_seed(0))
+MASK = (torch.arange(7) < torch.tensor([[7], [4], [1]])).long()
+SIZES = {"vocab_size": 60, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
+FAMILIES = ("bart", "bert", "distilbert", "gpt2", "llama", "marian", "qwen2", "roberta", "t5", "torch")
+BART = {"vocab_size": 60, "d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2,
+        "decoder_attention_heads": 2, "encoder_ffn_dim": 24, "decoder_ffn_dim": 24, "pad_token_id": 1}  # fmt: skip
+DISTILBERT = {"vocab_size": 60, "dim": 16, "hidden_dim": 24, "n_layers": 2, "n_heads": 2}
+T5 = {"vocab_size": 60, "d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 2, "num_heads": 2,
+      "decoder_start_token_id": 0}  # fmt: skip
+# What a fresh process does with each file, in a child of its own: what one import leaves behind, no other sees.
+LOADS = """
+import os, sys, torch, transformers
+import transformers.modeling_utils
+failed = []
+for path in sys.argv[1:]:
+    if pid := os.fork():
+        failed += [path] if os.waitpid(pid, 0)[1] else []
+        continue
+    status = 1
+    try:
+        assert not any(name.partition(".")[0] == "fastformer" for name in sys.modules)
+        made, inputs, expected, told = torch.load(path, weights_only=False)
+        if isinstance(made, transformers.PretrainedConfig):
+            name, weights = told
+            model = getattr(transformers, name)(made).eval()
+            model.load_state_dict(weights)
+            with torch.no_grad():
+                torch.testing.assert_close(model(**inputs)[0][0], expected[0])
+        else:
+            from fastformer.ops._library import record_backends
+            with torch.no_grad(), record_backends() as ran:
+                torch.testing.assert_close(made(**inputs)[0], expected)
+            assert sorted(name for name, _ in ran) == told, ran
+        status = 0
+    except BaseException:
+        import traceback
+        traceback.print_exc()
+    finally:
+        os._exit(status)
+sys.exit(f"failed: {failed}" if failed else 0)
+"""
+
+
+def make(family: str) -> tuple[Any, dict[str, Any]]:
+    """A small model in evaluation, and what to call it with."""
+    torch.manual_seed(0)
+    text = {"input_ids": IDS, "attention_mask": MASK}
+    pair = text | {"decoder_input_ids": IDS}
+    layer = nn.TransformerEncoderLayer(16, 2, 24, batch_first=True)
+    if family == "torch":
+        return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval(), {"src": torch.randn(3, 7, 16)}
+    made: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
+        "bart": (transformers.BartForConditionalGeneration, BART, pair),
+        "bert": (transformers.BertForMaskedLM, SIZES, text),
+        "distilbert": (transformers.DistilBertModel, DISTILBERT, text),
+        "gpt2": (transformers.GPT2LMHeadModel, {"vocab_size": 60, "n_embd": 16, "n_layer": 2, "n_head": 2}, text),
+        "llama": (transformers.LlamaForCausalLM, SIZES | {"num_key_value_heads": 1}, text),
+        "marian": (transformers.MarianMTModel, BART, pair),
+        "qwen2": (transformers.Qwen2ForCausalLM, SIZES | {"num_key_value_heads": 1}, text),
+        "roberta": (transformers.RobertaForMaskedLM, SIZES, text),
+        "t5": (transformers.T5ForConditionalGeneration, T5, pair),
+    }
+    model, sizes, inputs = made[family]
+    return model(model.config_class(**sizes)).eval(), inputs
+
+
+def written(folder: Path, family: str, kind: str) -> Path:
+    """A file with an accelerated model or the config of one, a call, what it gives, and what tells that it is right."""
+    model, inputs = make(family)
+    if kind == "led alone":
+        assert lead(model)[0]
+    else:
+        fastformer.accelerate(model)
+    with torch.no_grad(), record_backends() as ran:
+        out = model(**inputs)[0]
+    told: Any = (type(model).__name__, model.state_dict()) if kind == "config" else sorted(name for name, _ in ran)
+    path = folder / f"{family}, {kind}.pt"
+    torch.save((model.config if kind == "config" else model, inputs, out, told), path)
+    return path
+
+
+def test_a_fresh_process_loads_them_all(tmp_path):
+    files = [written(tmp_path, family, "accelerated") for family in FAMILIES]
+    files.append(written(tmp_path, "qwen2", "led alone"))
+    files += [written(tmp_path, family, "config") for family in ("bert", "distilbert")]
+    done = subprocess.run([sys.executable, "-c", LOADS, *map(str, files)], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_copied_config_holds_the_name_and_no_file_does(tmp_path):
+    model, _ = make("bert")
+    fastformer.accelerate(model)
+    for config in (copy.copy(model.config), copy.deepcopy(model.config), pickle.loads(pickle.dumps(model.config, 0))):
+        assert config._attn_implementation == "fastformer"
+        assert config == model.config
+    model.config.save_pretrained(tmp_path)
+    assert "fastformer" not in (tmp_path / "config.json").read_text()
