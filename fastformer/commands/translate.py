@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import select
 import sys
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, Literal
+from typing import TYPE_CHECKING, Literal
+
+from fastformer.commands._lines import Texts, arriving, file_lines, prefix_lines
 
 if TYPE_CHECKING:
-    from fastformer.generation.bad_texts import BadTexts
     from fastformer.generation.flow import Source
     from fastformer.generation.texts import Answer, Item
 
@@ -142,19 +140,19 @@ def translate(
 
         pairs = read_pairs(file, reference)
         references = [target for _, target in pairs]
-        prefixes = [prefix] * len(pairs) if prefix_file is None else _prefix_lines(prefix_file)
+        prefixes = [prefix] * len(pairs) if prefix_file is None else prefix_lines(prefix_file)
         source = IterableSource(as_items([text for text, _ in pairs], prefixes))
     elif file is not None:
-        lines = IterableSource(_file_lines(Path(file)))
+        lines = IterableSource(file_lines(Path(file)))
         if prefix_file is None:
-            source = _Texts(lines, file, bad, prefix)
+            source = Texts(lines, file, bad, prefix)
         else:
-            texts = _Texts(lines, file, bad, None)
-            source = IterableSource(as_items((item.text for item in texts), _prefix_lines(prefix_file)))
+            texts = Texts(lines, file, bad, None)
+            source = IterableSource(as_items((item.text for item in texts), prefix_lines(prefix_file)))
     elif sys.stdin is None:
         raise ValueError("expected a text, --file, or lines on standard input, which is closed")
     else:
-        source = _Texts(_arriving(sys.stdin.buffer), "standard input", bad, prefix)
+        source = Texts(arriving(sys.stdin.buffer), "standard input", bad, prefix)
 
     found: list[str] = []
     total = 0
@@ -201,97 +199,6 @@ def _check_prefixes(file: str | None, attention: str | None, prefix: str | None,
         raise ValueError("expected --file with --prefix_file: it has a line for each of its lines")
     if prefix is not None and attention is not None:
         raise ValueError("expected --prefix or --attention, got both: what a translation itself looks at is drawn")
-
-
-def _prefix_lines(file: str) -> list[str]:
-    """The lines of a file of prefixes."""
-    path = Path(file)
-    if not path.is_file():
-        raise ValueError(f"expected a text file, but there is no file {path}")
-    try:
-        text = path.read_bytes().decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: expected UTF-8, got byte 0x{error.object[error.start]:02x}; convert it") from error
-    lines = text.split("\n")
-    return [line.removesuffix("\r") for line in (lines if lines[-1] else lines[:-1])]
-
-
-class _Texts:
-    """Lines as texts. One that is no UTF-8 is a bad text, which becomes an empty one when it is skipped."""
-
-    def __init__(self, lines: Source[bytes], name: str, bad: BadTexts, prefix: str | None) -> None:
-        self._lines, self._name, self._bad, self._prefix = lines, name, bad, prefix
-        self._number = 0
-
-    def get(self, wait: bool) -> Item | None:
-        from fastformer.generation.bad_texts import TextError
-        from fastformer.generation.texts import Item
-
-        line = self._lines.get(wait)
-        if line is None:
-            return None
-        self._number += 1
-        line = line.removeprefix(b"\xef\xbb\xbf") if self._number == 1 else line
-        try:
-            return Item(line.removesuffix(b"\r").decode("utf-8"), self._prefix)
-        except UnicodeDecodeError as error:
-            self._bad.meet(
-                TextError(
-                    f"{self._name}, line {self._number}: expected UTF-8, got byte 0x{line[error.start]:02x} at "
-                    f"position {error.start}; convert the file, for example with iconv"
-                )
-            )
-            return Item("")
-
-    def __iter__(self) -> Iterator[Item]:
-        with contextlib.suppress(EOFError):
-            while (item := self.get(wait=True)) is not None:
-                yield item
-
-
-def _file_lines(path: Path) -> Iterator[bytes]:
-    if not path.exists() or path.is_dir():
-        raise ValueError(f"expected a text file, but there is no file {path}")
-    if path.is_file() and path.stat().st_size == 0:
-        raise ValueError(f"{path} is empty: expected at least one line of text")
-    with path.open("rb") as file:
-        yield from _without_ends(file)
-
-
-def _without_ends(lines: Iterable[bytes]) -> Iterator[bytes]:
-    return (line.removesuffix(b"\n") for line in lines)
-
-
-def _arriving(stream: BinaryIO) -> Source[bytes]:
-    from fastformer.generation.flow import IterableSource
-
-    try:
-        return _PipeLines(stream.fileno())
-    except OSError:  # no file of the system's: all of it is there
-        return IterableSource(_without_ends(stream))
-
-
-class _PipeLines:
-    """Lines as somebody writes them: who writes one and waits gets its answer, and a fast pipe fills the batch."""
-
-    def __init__(self, descriptor: int) -> None:
-        self._descriptor = descriptor
-        self._lines: deque[bytes] = deque()
-        self._rest, self._is_open = b"", True
-
-    def get(self, wait: bool) -> bytes | None:
-        while not self._lines and self._is_open:
-            if not select.select([self._descriptor], [], [], None if wait else 0)[0]:
-                return None
-            chunk = os.read(self._descriptor, 1 << 16)
-            *whole, self._rest = (self._rest + chunk).split(b"\n")
-            self._lines += whole
-            if not chunk:
-                self._is_open = False
-                self._lines += [self._rest] if self._rest else []
-        if not self._lines:
-            raise EOFError
-        return self._lines.popleft()
 
 
 def _best(answer: Answer) -> str:

@@ -15,6 +15,7 @@ import torch
 
 from fastformer.cli import main
 from fastformer.commands import translate
+from fastformer.commands._lines import arriving
 from fastformer.data import ByteTokenizer
 from fastformer.generation import Translator
 from fastformer.generation.settings import GenerationSettings
@@ -111,7 +112,7 @@ def test_ctrl_c_ends_in_one_word_behind_the_answers(run, expected, capsys, monke
 def test_lines_are_told_as_they_come() -> None:
     reading, writing = os.pipe()
     with os.fdopen(reading, "rb") as stream, os.fdopen(writing, "wb", buffering=0) as sink:
-        lines = translate._arriving(stream)
+        lines = arriving(stream)
         assert lines.get(wait=False) is None
         sink.write(b"a\nb\nhalf")
         assert [lines.get(wait=False) for _ in range(3)] == [b"a", b"b", None]
