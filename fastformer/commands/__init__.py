@@ -22,3 +22,13 @@ def command_line(*words: object) -> str:
     else:
         start = ["fastformer"]
     return shlex.join([*start, *map(str, words)])
+
+
+def listed_paths(text: str) -> list[str]:
+    """Paths that commas separate; what exists as a whole is one path, whatever is in its name."""
+    if "," not in text or Path(text).exists():
+        return [text]
+    paths = text.split(",")
+    if not all(paths):
+        raise ValueError(f"expected paths separated by commas, got an empty one in {text!r}")
+    return paths

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 IGNORE_INDEX = -100
+_ROWS = 256  # whose logits `chosen_log_probs` holds at a time
 
 Norm = Literal["layer", "rms"]
 Activation = Literal["relu", "gelu", "gelu_tanh", "silu", "swiglu", "geglu_tanh"]
@@ -30,3 +32,22 @@ def cache_dtype(weight: Tensor) -> torch.dtype:
     if weight.dtype != torch.float64 and torch.is_autocast_enabled(weight.device.type):
         return torch.get_autocast_dtype(weight.device.type)
     return weight.dtype
+
+
+def chosen_log_probs(logits_of: Callable[[Tensor], Tensor], hidden: Tensor, tokens: Tensor) -> Tensor:
+    """The log-probability of a token at each position, by a function that makes logits, for a few rows at a time.
+
+    Args:
+        logits_of: hidden states (rows, d_model) -> (rows, vocab_size).
+        hidden: (..., d_model).
+        tokens: (...) ids, int64.
+
+    Returns:
+        (...), fp32 (fp64 for logits in fp64).
+    """
+    found = []
+    for rows, ids in zip(hidden.flatten(0, -2).split(_ROWS), tokens.flatten().split(_ROWS), strict=True):
+        logits = logits_of(rows)
+        logits = logits if logits.dtype == torch.float64 else logits.float()
+        found.append(logits.gather(-1, ids[:, None]).squeeze(-1) - logits.logsumexp(-1))
+    return torch.cat(found).view(tokens.shape)

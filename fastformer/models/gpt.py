@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 import torch
 from torch import Tensor, nn
 
-from fastformer.models.common import IGNORE_INDEX, Activation, Norm, cache_dtype, check_heads
+from fastformer.models.common import IGNORE_INDEX, Activation, Norm, cache_dtype, check_heads, chosen_log_probs
 from fastformer.models.inputs import check_ids
 from fastformer.models.pretrained import PretrainedModel, placement
 from fastformer.nn.attention import MultiheadAttention
@@ -225,6 +225,12 @@ class GPT(PretrainedModel):
         if type(self).logits is not GPT.logits or "logits" in self.__dict__:
             return best_of_logits(self.logits(hidden), k, log_probs=log_probs)
         return linear_topk(hidden, self.output_weight, k, log_probs=log_probs)
+
+    def token_log_probs(self, hidden: Tensor, tokens: Tensor) -> Tensor:
+        """The log-probability of a given next token at each position: see `Transformer.token_log_probs`."""
+        if type(self).logits is not GPT.logits or "logits" in self.__dict__:
+            return chosen_log_probs(self.logits, hidden, tokens)
+        return -linear_cross_entropy(hidden, self.output_weight, tokens, reduction="none")
 
     def forward(self, tokens: Tensor, *, layout: SequenceLayout | None = None) -> Tensor:
         """The logits of the next token at each position: (batch, seqlen, vocab_size) or (total, vocab_size)."""

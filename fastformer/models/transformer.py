@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastformer.models.attention_maps import record_attention
-from fastformer.models.common import IGNORE_INDEX, Activation, Norm, cache_dtype, check_heads
+from fastformer.models.common import IGNORE_INDEX, Activation, Norm, cache_dtype, check_heads, chosen_log_probs
 from fastformer.models.inputs import check_ids, trailing_padding
 from fastformer.models.pretrained import PretrainedModel, placement
 from fastformer.nn.attention import MultiheadAttention
@@ -367,6 +367,22 @@ class Transformer(PretrainedModel):
         if type(self).logits is not Transformer.logits or "logits" in self.__dict__:
             return best_of_logits(self.logits(hidden), k, log_probs=log_probs)
         return linear_topk(*self._last_product(hidden), k, log_probs=log_probs)
+
+    def token_log_probs(self, hidden: Tensor, tokens: Tensor) -> Tensor:
+        """The log-probability of a given next token at each position, without the logits of all.
+
+        Where a subclass or an instance has `logits` of its own, these count.
+
+        Args:
+            hidden: (..., d_model), from `decode`.
+            tokens: (...) ids.
+
+        Returns:
+            (...), fp32 (fp64 for a model in fp64).
+        """
+        if type(self).logits is not Transformer.logits or "logits" in self.__dict__:
+            return chosen_log_probs(self.logits, hidden, tokens)
+        return -linear_cross_entropy(*self._last_product(hidden), tokens, reduction="none")
 
     def forward(
         self,

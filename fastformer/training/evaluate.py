@@ -11,6 +11,7 @@ from torch import nn
 
 from fastformer.data import Batch, Example, Examples, collate, plan_epoch
 from fastformer.generation import Translator
+from fastformer.settings import BleuTokenize
 from fastformer.special_ids import SpecialIds
 
 
@@ -100,19 +101,50 @@ def translate_and_score(
     return scores
 
 
-def corpus_scores(found: list[str], references: list[str]) -> dict[str, tuple[float, str]]:
-    """sacreBLEU's BLEU and chrF of translations, each with the signature that says how it was computed.
+def corpus_scores(
+    found: Sequence[str],
+    references: Sequence[str],
+    *more_references: Sequence[str],
+    bleu_tokenize: BleuTokenize = "13a",
+    ter: bool = False,
+) -> dict[str, tuple[float, str]]:
+    """sacreBLEU's scores of translations, each with the signature that says how it was computed.
+
+    Args:
+        found: the translations; empty ones count as such.
+        references: the right translations, one for each.
+        more_references: further ones, as many in each.
+        bleu_tokenize: how BLEU cuts text into words: "zh", "ja-mecab" and "ko-mecab" for languages without spaces.
+        ter: add the translation edit rate.
+
+    Returns:
+        "BLEU", "chrF" and, where it was asked for, "TER".
 
     Raises:
-        ImportError: sacrebleu is not installed.
+        ImportError: sacrebleu is not installed, or what it needs for this bleu_tokenize.
+    """
+    metrics, given = corpus_metrics(bleu_tokenize, ter), [list(references), *map(list, more_references)]
+    return {
+        name: (metric.corpus_score(list(found), given).score, str(metric.get_signature()))
+        for name, metric in metrics.items()
+    }
+
+
+def corpus_metrics(bleu_tokenize: BleuTokenize = "13a", ter: bool = False) -> dict[str, Any]:
+    """The metrics of `corpus_scores` by name, as sacreBLEU's objects.
+
+    Raises:
+        ImportError: see `corpus_scores`.
     """
     try:
         from sacrebleu.metrics.bleu import BLEU
         from sacrebleu.metrics.chrf import CHRF
+        from sacrebleu.metrics.ter import TER
     except ImportError as error:
         raise ImportError("BLEU and chrF need sacrebleu: pip install 'fastformer[train]'") from error
-    metrics = {"BLEU": BLEU(), "chrF": CHRF()}
-    return {
-        name: (metric.corpus_score(found, [references]).score, str(metric.get_signature()))
-        for name, metric in metrics.items()
-    }
+    try:
+        bleu = BLEU(tokenize=bleu_tokenize)
+    except (RuntimeError, ImportError) as error:
+        extra = bleu_tokenize.partition("-")[0]
+        raise ImportError(f"bleu_tokenize {bleu_tokenize} needs pip install 'sacrebleu[{extra}]'") from error
+    return {"BLEU": bleu, "chrF": CHRF(), **({"TER": TER()} if ter else {})}

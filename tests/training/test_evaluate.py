@@ -88,3 +88,15 @@ def test_bleu_is_asked_of_sentences_only(reference, has_bleu) -> None:
     scores = translate_and_score(Fixed([target for _, target in pairs]), pairs, 0.0, 0)
     assert (scores.bleu is not None) == has_bleu == ("bleu_signature" in scores.signatures)
     assert scores.chrf == pytest.approx(100)
+
+
+def test_scores_with_several_references_other_words_and_ter() -> None:
+    found, first, second = ["我喜欢苹果", "", "好的"], ["我喜欢吃苹果", "是的", "好的"], ["我喜欢苹果", "是", "好"]
+    plain = corpus_scores(found, first, bleu_tokenize="zh", ter=True)
+    assert 0 < plain["BLEU"][0] < 100 and "tok:zh" in plain["BLEU"][1] and plain["TER"][0] > 0
+    assert corpus_scores(found, first)["BLEU"][0] == 0  # a line is a word
+    both = corpus_scores(found, first, second, bleu_tokenize="zh")
+    assert both["BLEU"][0] > plain["BLEU"][0] and "nrefs:2" in both["BLEU"][1] and set(both) == {"BLEU", "chrF"}
+    assert corpus_scores(["", ""], ["", ""], ter=True).keys() == {"BLEU", "chrF", "TER"}
+    with pytest.raises(ImportError, match="ja-mecab"):
+        corpus_scores(found, first, bleu_tokenize="ja-mecab")
