@@ -10,7 +10,6 @@ import contextlib
 import gc
 import importlib
 import logging
-import os
 import re
 import signal
 import sys
@@ -18,7 +17,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 
-from fastformer import __version__
+from fastformer import __version__, console
 from fastformer.settings import suggestion
 
 # The function of a command has its name and stands in fastformer/commands/ under the same one.
@@ -33,6 +32,9 @@ COMMANDS = {
     "doctor": "Says which versions are installed, and which backend each op gets here and why.",
 }
 
+# Those whose work is in a folder: it is done whether its messages are read or not.
+SAVING = {"train", "average", "quantize", "demo"}
+
 # Which extra of the installation has a package; the others are in "train".
 EXTRAS = {"matplotlib": "plot", "transformers": "hf"}
 OUT_OF_MEMORY = re.compile("out of memory|not enough memory|can't allocate memory", re.IGNORECASE)
@@ -46,21 +48,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     Returns:
         The exit code: 0; 1 for a mistake of the user or of this program; 2 for flags that don't exist or don't fit;
-        after a signal 128 plus its number, so 130 for Ctrl-C.
+        after a signal 128 plus its number, so 130 for Ctrl-C. Where standard output takes no more text: a command that
+        saves its work goes on, and its code says how the work went; for others it is 0 if their reader went away, as
+        `head` does, and 1 if a disk is full or the stream was closed.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     own = words[: words.index("--")] if "--" in words else words
     debug = "--debug" in own
     if debug:
         words.remove("--debug")
-    with warnings.catch_warnings(), _few_collections():
+    with warnings.catch_warnings(), _few_collections(), console.standard_streams():
         _quieten(debug)
         try:
-            return _run(words)
-        except BrokenPipeError:  # `fastformer translate | head`
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            return 0
+            code = _run(words)
+            sys.stdout.flush()  # while a failure can still be told
+            return code
         except (Exception, KeyboardInterrupt) as error:
+            if isinstance(error, console.OutputLostError) and error.has_left:  # `fastformer translate | head`
+                return 0
             if debug:
                 traceback.print_exc()
             code, message = _explained(error)
@@ -158,6 +163,8 @@ def _call(name: str, words: list[str]) -> int:
         module = importlib.import_module(f"fastformer.commands.{name}")
         parsing = importlib.import_module("fastformer.commands._parsing")
         values = parsing.parse(module, name, words)
+    if name in SAVING and isinstance(sys.stdout, console.Output):
+        sys.stdout.outlived = True
     function: Callable[..., int | None] = getattr(module, name)
     return function(**values) or 0
 

@@ -13,7 +13,7 @@ from fastformer.files import write_atomically
 from fastformer.generation import Translator, draw_attention
 from fastformer.run_folder.checkpoint import FOLDER
 from fastformer.run_folder.lock import RunLock
-from fastformer.training import TrainConfig, Trainer, start
+from fastformer.training import TrainConfig, Trainer, run_log, start
 from fastformer.training.examples import number_texts
 from fastformer.training.interrupts import Interrupted, Interrupts
 from fastformer.training.plot import draw_losses
@@ -83,6 +83,8 @@ def clear(folder: Path) -> None:
             for path in place.iterdir() if place.is_dir() else ():
                 if (path.is_file() or path.is_symlink()) and any(path.match(name) for name in names):
                     path.unlink()
+        for path in filter(run_log.wrote, folder.glob("train*.log")):
+            path.unlink()
         if saved.is_dir() and not any(saved.iterdir()):
             saved.rmdir()
 

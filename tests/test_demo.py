@@ -64,7 +64,13 @@ def test_a_second_demo_replaces_its_own_files_alone(tmp_path) -> None:
     (folder / "checkpoints").mkdir()
     for name in written & {"model.safetensors", "metrics.jsonl", "checkpoints/step-00000001.pt"}:
         (folder / name).write_text("of a demo")
-    mine = {"notes.txt": "my notes", "checkpoints/best.pt": "my model", "checkpoints/step-1.pt": "mine", "sub/x": "x"}
+    mine = {
+        "notes.txt": "my notes",
+        "train-2.log": "my log",
+        "checkpoints/best.pt": "my model",
+        "checkpoints/step-1.pt": "mine",
+        "sub/x": "x",
+    }
     for name, text in mine.items():
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(text)

@@ -15,6 +15,7 @@ MODULES = [path for path in MODULES if not path.is_relative_to(ROOT / "fastforme
 ALLOWED = {
     "kernels": set(),
     "baseline": set(),
+    "console": set(),
     "graphs": set(),
     "ops": {"kernels"},
     "nn": {"ops", "special_ids"},
@@ -27,6 +28,7 @@ ALLOWED = {
     "generation": {"graphs", "models", "nn", "ops", "run_folder", "special_ids"},
     "training": {
         "baseline",
+        "console",
         "data",
         "files",
         "generation",

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from fastformer.commands._lines import Texts, arriving, file_lines, prefix_lines
+from fastformer.console import OutputLostError
 
 if TYPE_CHECKING:
     from fastformer.generation.flow import Source
@@ -155,16 +156,23 @@ def translate(
         source = Texts(arriving(sys.stdin.buffer), "standard input", bad, prefix)
 
     found: list[str] = []
-    total = 0
+    total, lost = 0, None
     with _progress(file) as advance:
         for answers in translator.answers(source, settings, bad, log_probs=n_best > 1):
-            _print_answers(answers, n_best, total + 1)
+            try:
+                _print_answers(answers, n_best, total + 1)
+            except OutputLostError as error:
+                if references is None:
+                    raise
+                lost = error  # the scores are told elsewhere
             if references is not None:
                 found += [_best(answer) for answer in answers]
             total += len(answers)
             advance(len(answers))
     if references is not None:
         _print_scores(found, references)
+    if lost is not None:
+        raise lost
 
 
 def _check_inputs(

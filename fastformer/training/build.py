@@ -31,6 +31,7 @@ from fastformer.training.examples import load_data
 from fastformer.training.graph_updates import check_device
 from fastformer.training.interrupts import Interrupts
 from fastformer.training.progress import METRICS
+from fastformer.training.run_log import RunLog
 from fastformer.training.settings import CONFIG, absolute_paths, check_unchanged, save_config
 from fastformer.training.trainer import Trainer
 
@@ -109,7 +110,9 @@ def start(
     lock = RunLock(folder)
     try:
         lock.acquire()
-        return _start(absolute_paths(config), folder, device, lock, going_on, interrupts)
+        log = RunLog(folder)
+        with log.listening():
+            return _start(absolute_paths(config), folder, device, lock, going_on, interrupts, log)
     except BaseException:
         lock.release()
         if made:  # a mistake leaves no folder behind
@@ -120,7 +123,13 @@ def start(
 
 
 def _start(
-    config: TrainConfig, folder: Path, device: torch.device, lock: RunLock, resume: bool, interrupts: Interrupts | None
+    config: TrainConfig,
+    folder: Path,
+    device: torch.device,
+    lock: RunLock,
+    resume: bool,
+    interrupts: Interrupts | None,
+    log: RunLog,
 ) -> Trainer:
     for place in (folder, folder / FOLDER):
         remove_left_overs(place)
@@ -138,7 +147,7 @@ def _start(
     model = build_model(config, data.tokenizer.vocab_size, data.tokenizer.special_ids)
     if weights is not None:
         model.load_state_dict(weights)
-    trainer = Trainer(config, folder, model, data, device, lock=lock, interrupts=interrupts)
+    trainer = Trainer(config, folder, model, data, device, lock=lock, interrupts=interrupts, log=log)
     if config.epochs:
         steps = count_updates(config, trainer.lengths)
         logger.info("%g epochs are %d updates", config.epochs, steps)

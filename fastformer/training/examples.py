@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from fastformer import console
 from fastformer.data import ByteTokenizer, Examples, Tokenizer, load_tokenizer, train_bpe
 from fastformer.data.examples import encode_pair, windows
 from fastformer.data.number_words import english, german, number_pairs
@@ -111,7 +112,7 @@ def encode_all(tokenizer: Tokenizer, texts: Sequence[str], what: str) -> Iterato
 
 def _progress(starts: range, what: str) -> Iterable[int]:
     """The same numbers, with a bar where there is a terminal, tqdm, and something to wait for."""
-    if len(starts) > 1 and sys.stderr.isatty():
+    if len(starts) > 1 and console.is_terminal(sys.stderr):
         try:
             from tqdm import tqdm
         except ImportError:

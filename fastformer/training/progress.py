@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
 import os
 import sys
 import time
@@ -11,9 +13,13 @@ from typing import Any
 
 import torch
 
+from fastformer import console
 from fastformer.data import Batch
 from fastformer.files import write_atomically
 from fastformer.training.evaluate import Scores
+from fastformer.training.run_log import RunLog
+
+logger = logging.getLogger("fastformer")
 
 
 class Meter:
@@ -71,6 +77,7 @@ class Meter:
 
 
 METRICS = "metrics.jsonl"
+_SAMPLE = 200  # characters of a sample in the log; an untrained model may say one word for ever
 
 
 class Progress:
@@ -81,12 +88,15 @@ class Progress:
         done: updates done before; what metrics.jsonl says of later ones is dropped, for they come again.
         validated: the last validation done before; likewise.
         run: the run folder.
+        log: gets each line too; None: the terminal alone does.
 
     Raises:
         ValueError: something else stands where metrics.jsonl is to be written.
     """
 
-    def __init__(self, steps: int, done: int, validated: int, run: Path) -> None:
+    def __init__(self, steps: int, done: int, validated: int, run: Path, log: RunLog | None = None) -> None:
+        self._log, self._output = log, console.outlived_output()
+        self._lacks_end = False  # a line of metrics.jsonl could not be written, or not to its end
         self._metrics = run / METRICS
         if os.path.lexists(self._metrics) and (self._metrics.is_symlink() or not self._metrics.is_file()):
             raise ValueError(f"expected {self._metrics} to be a file, got a link, a folder or a pipe: take it away")
@@ -141,7 +151,8 @@ class Progress:
                 parts.append(f"{label} {score:.2f}")
                 values[name] = score
         self.say(f"validation {'of the average ' if average else ''}at {step}: " + "  ".join(parts))
-        for source, found, reference in scores.samples:
+        for sample in scores.samples:
+            source, found, reference = (console.printable(text, _SAMPLE) for text in sample)
             self.say(f"  {source}\n    -> {found}" + ("" if found == reference else f"\n    ({reference})"))
         self._write(step, "average" if average else "validation", values | {"kept": kept} | scores.signatures)
 
@@ -150,23 +161,36 @@ class Progress:
         if self._bar is not None:
             self._bar.close()
         if self._board is not None:
-            self._board.close()
+            with contextlib.suppress(OSError):  # a full disk; the model is what counts
+                self._board.close()
 
     def say(self, line: str) -> None:
         """A line for people."""
+        if self._log is not None:
+            self._log.write(line)
         if self._bar is not None:
-            self._bar.write(line, file=sys.stdout)
+            self._bar.write(line, file=self._output)
         else:
-            print(line)
-        sys.stdout.flush()
+            print(line, file=self._output)
+        self._output.flush()
 
     def _write(self, step: int, kind: str, values: dict[str, Any]) -> None:
-        with open(self._metrics, "a", encoding="utf-8") as file:
-            file.write(json.dumps({"step": step, "kind": kind, **values}) + "\n")
+        line = json.dumps({"step": step, "kind": kind, **values}) + "\n"
+        try:
+            with open(self._metrics, "a", encoding="utf-8") as file:
+                file.write("\n" + line if self._lacks_end else line)
+            self._lacks_end = False
+        except OSError as error:
+            self._lacks_end = True
+            logger.warning("%s lacks the line of update %d: %s", self._metrics, step, error.strerror)
         if self._board is not None:
-            for name, value in values.items():
-                if isinstance(value, float):
-                    self._board.add_scalar(f"{kind}/{name}", value, step)
+            try:
+                for name, value in values.items():
+                    if isinstance(value, float):
+                        self._board.add_scalar(f"{kind}/{name}", value, step)
+            except OSError as error:
+                self._board = None
+                logger.warning("TensorBoard gets nothing from update %d on: %s", step, error.strerror)
 
 
 def duration(seconds: float) -> str:
@@ -190,7 +214,7 @@ def _comes_before(line: bytes, done: int, validated: int) -> bool:
 
 def _progress_bar(steps: int, done: int) -> Any:
     """The bar; None without a terminal or without tqdm."""
-    if not sys.stderr.isatty():
+    if not console.is_terminal(sys.stderr):
         return None
     try:
         from tqdm import tqdm

@@ -31,6 +31,7 @@ from fastformer.training.fingerprint import fingerprint
 from fastformer.training.graph_updates import GraphUpdates, check_device, pad_batch, size_of, why_uncapturable
 from fastformer.training.interrupts import Interrupted, Interrupts
 from fastformer.training.progress import Meter, Progress
+from fastformer.training.run_log import RunLog
 from fastformer.training.schedule import learning_rate
 from fastformer.training.state import restore, state_of
 
@@ -54,6 +55,7 @@ class Trainer:
         device: where.
         lock: of the run folder; by default one that is taken when training starts.
         interrupts: who catches signals; by default this trainer, while it trains.
+        log: what the run says; by default what it says from now on.
 
     Raises:
         ValueError: settings that this model can't take.
@@ -69,7 +71,9 @@ class Trainer:
         *,
         lock: RunLock | None = None,
         interrupts: Interrupts | None = None,
+        log: RunLog | None = None,
     ) -> None:
+        self.log = log or RunLog(run)
         self.config, self.run, self.data, self.device = config, run, data, device
         self.special_ids = SpecialIds.of(model.config)
         self.special_ids.check_tokenizer(data.tokenizer.special_ids, "the model")
@@ -129,8 +133,8 @@ class Trainer:
         self.finished = False
         if self.graphs is not None:
             self._check_capturable()
-        with self.lock, self.interrupts, self.interrupts.held(), contextlib.ExitStack() as stack:
-            progress = Progress(self.config.steps, self.step, self.validated, self.run)
+        with self.lock, self.interrupts, self.interrupts.held(), self.log, contextlib.ExitStack() as stack:
+            progress = Progress(self.config.steps, self.step, self.validated, self.run, self.log)
             stack.callback(progress.close)
             scores = self._run_updates(progress)
             return self._finish(progress, scores)

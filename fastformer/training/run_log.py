@@ -1,0 +1,118 @@
+"""train.log: all that a training says, with the time, whatever becomes of its terminal."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import os
+import re
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import TextIO
+
+from fastformer import console
+
+logger = logging.getLogger("fastformer")
+
+_MARK = re.compile(rb"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d fastformer train: ")
+
+
+class RunLog(logging.Handler):
+    """The log of a run folder. What is said before it is entered is kept until then.
+
+    The file is train.log, or, where something stands that no run wrote (`| tee run/train.log`), train-2.log and so on.
+    A log that can't be written ends no training: a warning says so.
+
+    Args:
+        run: the folder; it has to be there when the log is entered.
+    """
+
+    def __init__(self, run: Path) -> None:
+        super().__init__()
+        self._run = run
+        self._kept: list[str] = []
+        self._file: TextIO | None = None
+        self._failed = False
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Takes what is logged meanwhile."""
+        self.write(record.getMessage())
+
+    def write(self, text: str) -> None:
+        """Adds a text, which may have several lines."""
+        self._kept.append(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
+        if self._file is not None:
+            try:
+                self._file.write("".join(self._kept))
+                self._file.flush()
+            except OSError as error:
+                self._fail(error)
+            self._kept.clear()
+
+    @contextlib.contextmanager
+    def listening(self) -> Iterator[None]:
+        """Takes what is logged inside."""
+        is_new = self not in logger.handlers
+        if is_new:
+            logger.addHandler(self)
+        try:
+            yield
+        finally:
+            if is_new:
+                logger.removeHandler(self)
+
+    def __enter__(self) -> RunLog:
+        logger.addHandler(self)
+        before, self._kept = self._kept, []
+        try:
+            self._file = _open(_own_path(self._run))
+        except OSError as error:
+            self._fail(error)
+        self.write(f"fastformer train: process {os.getpid()} in {console.printable(str(self._run.absolute()))}")
+        self._kept += before
+        for loss in console.losses():
+            self.write(f"{loss} takes no text: this file alone has the log")
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None:
+            self.write(f"ended by {type(error).__name__}: {error}")
+        logger.removeHandler(self)
+        if self._file is not None:
+            with contextlib.suppress(OSError):
+                self._file.close()
+        self._file, self._kept, self._failed = None, [], False
+
+    def _fail(self, error: OSError) -> None:
+        if not self._failed:
+            self._failed = True  # first of all: this handler hears the warning too
+            logger.warning("the log in %s can't be written (%s): the training goes on", self._run, error.strerror)
+
+
+def _own_path(run: Path) -> Path:
+    """The first name that is free, or whose file a run wrote."""
+    for number in itertools.count(1):
+        path = run / ("train.log" if number == 1 else f"train-{number}.log")
+        if not os.path.lexists(path) or wrote(path):
+            return path
+    raise AssertionError("numbers don't end")
+
+
+def wrote(path: Path) -> bool:
+    """Whether a file is the log of a run."""
+    if path.is_symlink() or not path.is_file():
+        return False
+    with path.open("rb") as file:
+        return _MARK.match(file.readline(200)) is not None
+
+
+def _open(path: Path) -> TextIO:
+    # O_NOFOLLOW: a link in this place could make us write elsewhere.
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0)
+    descriptor = os.open(path, flags, 0o666)
+    return open(descriptor, "w", encoding="utf-8", errors="backslashreplace", newline="\n")

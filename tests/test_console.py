@@ -1,0 +1,112 @@
+"""Standard streams that fail, that spell ASCII alone, or that are closed."""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+import sys
+
+import pytest
+
+from fastformer import cli, console
+from fastformer.console import Output, OutputLostError, printable, standard_streams
+
+posix = pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full, which Linux has")
+
+
+def widowed() -> io.TextIOWrapper:
+    """A pipe without a reader."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    return os.fdopen(writing, "w")
+
+
+def dropped(stream: io.TextIOWrapper) -> None:
+    with pytest.raises(OSError):
+        stream.close()
+
+
+def test_work_goes_on_without_its_output_and_says_so_once(caplog) -> None:
+    stream = widowed()
+    output = Output(stream, "standard output", outlived=True)
+    for _ in range(3):
+        print("a line", file=output, flush=True)
+    assert output.lost == "Broken pipe"
+    assert [record.levelno for record in caplog.records] == [logging.WARNING] and "Broken pipe" in caplog.text
+    dropped(stream)
+
+
+def test_other_commands_end_with_their_output() -> None:
+    stream = widowed()
+    output = Output(stream, "standard output", outlived=False)
+    for _ in range(2):
+        with pytest.raises(OutputLostError) as lost:
+            print("a line", file=output, flush=True)
+        assert lost.value.has_left
+    dropped(stream)
+    closed = Output(None, "standard output", outlived=False)
+    with pytest.raises(OutputLostError, match="closed") as lost:
+        closed.write("a line")
+    assert not lost.value.has_left
+
+
+@posix
+def test_a_full_disk_is_an_error_of_a_command_that_prints(monkeypatch, capsys) -> None:
+    from fastformer.commands import doctor
+
+    monkeypatch.setattr(doctor, "doctor", lambda: print("all is well"))
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        assert cli.main(["doctor"]) == 1
+        assert "No space left" in capsys.readouterr().err
+        dropped(full)
+    stream = widowed()
+    monkeypatch.setattr(sys, "stdout", stream)
+    assert cli.main(["doctor"]) == 0
+    assert capsys.readouterr().err == ""
+    dropped(stream)
+    monkeypatch.setattr(sys, "stdout", None)
+    assert cli.main(["doctor"]) == 1
+    assert "standard output" in capsys.readouterr().err
+
+
+def test_an_error_without_standard_error_is_a_code_and_not_printed_elsewhere(monkeypatch, capsys) -> None:
+    monkeypatch.setattr(sys, "stderr", None)
+    assert cli.main(["doctr"]) == 2
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "cp1252"])
+def test_what_is_printed_is_utf8_whatever_the_locale(encoding, monkeypatch) -> None:
+    raw = io.BytesIO(), io.BytesIO()
+    streams = [io.TextIOWrapper(buffer, encoding=encoding) for buffer in raw]
+    monkeypatch.setattr(sys, "stdout", streams[0])
+    monkeypatch.setattr(sys, "stderr", streams[1])
+    with standard_streams():
+        print("zwölf \u4e2d \U0001f600 \udcff")
+        print("zwölf \u4e2d \udcff", file=sys.stderr)
+    assert raw[0].getvalue() == "zwölf \u4e2d \U0001f600 ".encode() + b"\xff\n"
+    assert raw[1].getvalue() == "zwölf \u4e2d \\udcff\n".encode()
+    assert [stream.encoding for stream in streams] == [encoding] * 2  # as they were
+
+
+def test_what_a_stream_cannot_spell_is_escaped() -> None:
+    raw = io.BytesIO()
+    output = Output(io.TextIOWrapper(raw, encoding="ascii"), "standard output", outlived=False)
+    print("zwölf", file=output, flush=True)
+    assert raw.getvalue() == b"zw\\xf6lf\n"
+
+
+def test_a_text_for_a_terminal() -> None:
+    assert printable("a\x1b[2Jb\x00\r\n\x9b\u2028\u202ec") == "a\\x1b[2Jb\\x00\\r\\n\\x9b\\u2028\\u202ec"
+    fine = "Straße \u4e2d\u6587 \u05e9\u05dc\u05d5\u05dd \u0645\u06cc\u200c\u062e \U0001f469\u200d\U0001f52c\u00a0x"
+    assert printable(fine) == fine
+    assert printable("x" * 10, 10) == "x" * 10 and printable("x" * 11, 10) == "x" * 9 + "…"
+
+
+def test_a_closed_stream_is_no_terminal() -> None:
+    stream = io.StringIO()
+    assert not console.is_terminal(stream) and not console.is_terminal(None)
+    stream.close()
+    assert not console.is_terminal(stream)

@@ -1,0 +1,205 @@
+"""A training outlives its terminal, and train.log has all that it said."""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from fastformer.cli import main
+from fastformer.run_folder import load_model
+from fastformer.training import start
+from fastformer.training.run_log import RunLog
+from tests.training.tiny import changed, contents, lines, losses
+
+TIME = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d ")
+
+
+class Failing(io.StringIO):
+    """A stream on a device that went away, say a terminal."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__()
+        self.error = error
+
+    def write(self, text: str) -> int:
+        raise self.error
+
+    def flush(self) -> None:
+        raise self.error
+
+
+class FailingTerminal(Failing):
+    def isatty(self) -> bool:
+        return True
+
+
+def same_model(one: Path, other: Path) -> bool:
+    a, b = (load_model(run)[0].state_dict() for run in (one, other))
+    return all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_the_log_has_what_the_terminal_has_and_the_time(config, tmp_path, capsys) -> None:
+    start(changed(config, steps=3), tmp_path / "run").train()
+    said = [line for line in capsys.readouterr().out.splitlines() if line]
+    log = (tmp_path / "run" / "train.log").read_text().splitlines()
+    assert "fastformer train" in log[0] and all(TIME.match(line) for line in log)
+    assert [line[20:] for line in log if line[20:] in said] == said and len(said) > 3
+    start(changed(config, steps=4), tmp_path / "run", resume=True).train()
+    longer = (tmp_path / "run" / "train.log").read_text().splitlines()
+    assert longer[: len(log)] == log and any("update      4/4" in line for line in longer[len(log) :])
+
+
+@pytest.mark.parametrize(
+    "error",
+    [BrokenPipeError(32, "Broken pipe"), OSError(28, "No space left on device"), OSError(5, "Input/output error"),
+     ValueError("I/O operation on closed file")],
+    ids=lambda error: str(error),
+)  # fmt: skip
+def test_a_training_ends_as_it_would_have(config, tmp_path, monkeypatch, error) -> None:
+    config = changed(config, steps=4)
+    start(config, tmp_path / "whole").train()
+    for number, (out, err) in enumerate(((Failing, io.StringIO), (Failing, FailingTerminal))):
+        monkeypatch.setattr(sys, "stdout", out(error))
+        monkeypatch.setattr(sys, "stderr", err(error) if err is FailingTerminal else err())
+        run = tmp_path / f"run-{number}"
+        words = ["train", str(run), "--config", str(tmp_path / "whole" / "config.yaml")]
+        if number:
+            assert main(words) == 0
+        else:  # the library, without the command
+            start(config, run).train()
+        monkeypatch.undo()
+        assert same_model(run, tmp_path / "whole") and losses(run) == losses(tmp_path / "whole")
+        log = (run / "train.log").read_text()
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        assert f"standard output takes no more text ({reason})" in log and "update      4/4" in log
+
+
+def test_closed_streams(config, tmp_path, monkeypatch) -> None:
+    start(changed(config, steps=2), tmp_path / "whole").train()
+    for name in ("stdin", "stdout", "stderr"):
+        monkeypatch.setattr(sys, name, None)
+    assert main(["train", str(tmp_path / "run"), "--config", str(tmp_path / "whole" / "config.yaml")]) == 0
+    start(changed(config, steps=2), tmp_path / "library").train()
+    monkeypatch.undo()
+    assert "standard output (it is closed)" in (tmp_path / "run" / "train.log").read_text()
+    assert same_model(tmp_path / "run", tmp_path / "whole") and same_model(tmp_path / "library", tmp_path / "whole")
+
+
+def test_what_no_run_wrote_stays_as_it_is(config, tmp_path) -> None:
+    run, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
+    run.mkdir()
+    (run / "train.log").write_text("mine\n")
+    (run / "train-2.log").symlink_to(elsewhere)
+    trainer = start(changed(config, steps=1), run)
+    trainer.train()
+    assert (run / "train.log").read_text() == "mine\n" and not elsewhere.exists()
+    assert "update      1/1" in (run / "train-3.log").read_text()
+    start(changed(config, steps=2), run, resume=True).train()
+    assert "update      2/2" in (run / "train-3.log").read_text() and not (run / "train-4.log").exists()
+
+
+def test_a_log_that_cannot_be_written_ends_nothing(config, tmp_path, monkeypatch, caplog) -> None:
+    trainer = start(changed(config, steps=2), tmp_path / "run")
+    monkeypatch.setattr("fastformer.training.run_log._open", lambda path: Failing(OSError(28, "No space left")))
+    trainer.train()
+    assert trainer.finished and caplog.text.count("can't be written (No space left)") == 1
+
+
+def test_an_error_stands_in_the_log(config, tmp_path, monkeypatch) -> None:
+    trainer = start(config, tmp_path / "run")
+
+    def broken(*_: object) -> None:
+        raise RuntimeError("the roof is on fire")
+
+    monkeypatch.setattr(trainer, "_update", broken)
+    with pytest.raises(RuntimeError):
+        trainer.train()
+    assert "ended by RuntimeError: the roof is on fire" in (tmp_path / "run" / "train.log").read_text()
+    assert not any(isinstance(handler, RunLog) for handler in logging.getLogger("fastformer").handlers)
+
+
+def test_a_mistake_leaves_no_log(config, tmp_path) -> None:
+    (tmp_path / "empty.tsv").write_text("")
+    with pytest.raises(ValueError):
+        start(changed(config, train_tsv=str(tmp_path / "empty.tsv")), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+    start(changed(config, steps=1), tmp_path / "run").train()
+    before = contents(tmp_path / "run")
+    start(changed(config, steps=1), tmp_path / "run", resume=True).train()  # nothing is left to do
+    assert contents(tmp_path / "run").keys() == before.keys()
+
+
+def test_a_full_disk_under_metrics_ends_nothing(config, tmp_path, monkeypatch, caplog) -> None:
+    import builtins
+
+    trainer = start(changed(config, steps=4), tmp_path / "run")
+    original, opened = builtins.open, []
+
+    def full(file, *args, **options):
+        if str(file).endswith("metrics.jsonl"):
+            opened.append(file)
+            if len(opened) == 2:
+                raise OSError(28, "No space left")
+        return original(file, *args, **options)
+
+    monkeypatch.setattr(builtins, "open", full)
+    trainer.train()
+    monkeypatch.undo()
+    text = (tmp_path / "run" / "metrics.jsonl").read_text()
+    (tmp_path / "run" / "metrics.jsonl").write_text("\n".join(filter(None, text.splitlines())))
+    assert [line["step"] for line in lines(tmp_path / "run", "train")] == [1, 3, 4]
+    assert "lacks the line of update 2" in caplog.text
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full and a POSIX shell")
+@pytest.mark.parametrize(
+    ("how", "status", "streams"),
+    [
+        ("{} | head -n 3; exit ${{PIPESTATUS[0]}}", 0, ["standard output"]),
+        ("{} 2>&1 | head -n 1; exit ${{PIPESTATUS[0]}}", 0, ["standard output", "standard error"]),
+        ("{} | (exec <&-; sleep 1); exit ${{PIPESTATUS[0]}}", 0, ["standard output"]),  # a tee that died
+        ("{} > /dev/full", 0, ["standard output"]),
+        ("{} > /dev/full 2>&1", 0, ["standard output", "standard error"]),
+        ("{} >&-", 0, ["standard output"]),
+        ("{} 2>&- > /dev/null", 0, ["standard error"]),
+        ("{} <&- >&- 2>&-", 0, ["standard output", "standard error"]),
+        ("LC_ALL=C PYTHONUTF8=0 PYTHONCOERCECLOCALE=0 PYTHONIOENCODING=ascii {}", 0, []),
+    ],
+)
+def test_a_training_outlives_real_streams(config, tmp_path, how, status, streams) -> None:
+    """The command as a process of its own: same model, same checkpoints, an honest code, and a word in train.log."""
+    import yaml
+
+    config = changed(config, steps=30, save_every=10, val_examples=4, tokenizer="bytes")
+    start(config, tmp_path / "whole").train()
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump(config.to_dict()))
+    words = [
+        sys.executable,
+        "-m",
+        "fastformer.cli",
+        "train",
+        str(tmp_path / "run"),
+        "--config",
+        str(tmp_path / "c.yaml"),
+    ]
+    line = how.format(" ".join(words))
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run(["bash", "-c", line], env=environment, capture_output=True, timeout=300)
+    assert done.returncode == status, done.stderr
+    assert b"Traceback" not in done.stderr and b"bug" not in done.stderr + done.stdout
+    assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "whole"), rel=1e-5)
+    names = [sorted(path.name for path in (tmp_path / run / "checkpoints").iterdir()) for run in ("run", "whole")]
+    assert names[0] == names[1]
+    log = (tmp_path / "run" / "train.log").read_text()
+    assert "update     30/30" in log and "the model in" in log
+    for stream in ("standard output", "standard error"):
+        assert (stream in log) == (stream in streams), log
