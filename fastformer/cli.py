@@ -25,7 +25,7 @@ COMMANDS = {
     "train": "Trains on text files or on the built-in task; writes a run folder.",
     "translate": "Translates a text, a file, or standard input line by line.",
     "generate": "Continues a prompt with a language model.",
-    "score": "Scores translations against references.",
+    "score": "Scores translations: against references, or by the probability that a model gives them.",
     "average": "Averages the weights of a run's last checkpoints into its model.",
     "quantize": "Rounds a model's weights to int8, into a folder of its own.",
     "demo": "Trains a number translator on this machine and shows it.",

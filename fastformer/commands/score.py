@@ -2,41 +2,219 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import math
+import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from fastformer.settings import BleuTokenize
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    import torch
+
+    from fastformer.generation.bad_texts import BadTexts, TextError
+    from fastformer.generation.texts import TokenScored
+
+_LEFT = ("its score at -inf", "their scores are -inf")  # where a line was skipped
+_LINES = 4096  # of a language model's file, that are scored before the first of them is printed
 USAGE = "fastformer score --hypotheses FILE --reference FILE | fastformer score RUN --file FILE [--target FILE]"
 
 
 def score(
+    run: str | None = None,
     *,
+    file: str | None = None,
+    target: str | None = None,
+    by_line: bool = False,
+    context: int | None = None,
+    token_scores: bool = False,
+    device: str = "auto",
+    precision: Literal["fp32", "bf16", "fp16"] | None = None,
+    on_error: Literal["stop", "skip"] = "stop",
+    skip_long: bool = False,
+    max_tokens: int = 8192,
     hypotheses: str | None = None,
     reference: str | None = None,
     baseline: str | None = None,
     bleu_tokenize: BleuTokenize = "13a",
     ter: bool = False,
 ) -> None:
-    """Scores translations against references.
+    """Scores translations: against references, or by the probability that a model gives them.
 
-    It prints BLEU and chrF of the whole, each with the signature by which sacrebleu says how it was computed.
+    With --hypotheses it prints BLEU and chrF of the whole, each with the signature by which sacrebleu says how it was
+    computed. With a RUN it prints a line for each line of --target: the log-probability, that of a token on average,
+    and the perplexity, separated by tabs; of a language model those of the whole --file. Totals go to standard error.
 
     Args:
-        hypotheses: translations of any system, one a line; an empty line is an empty translation
+        run: the run folder of a translator or of a language model, or the folder of a BART, a Marian or a T5 as
+            transformers saves it
+        file: a UTF-8 file: the sources of --target, one a line; or the text that a language model reads
+        target: translations of --file by any system, a line each; of an empty line an empty one
+        by_line: of a language model, take each line of --file as a text of its own, without its line end
+        context: of a language model, how many tokens stand before a token at least, where a text is longer than the
+            model's positions; by default half of these
+        token_scores: add a fourth column, a JSON list of each token with its log-probability
+        device: auto (a GPU if there is one), cpu, cuda, cuda:1, ...
+        precision: what the weights become; without it they stay as they were saved
+        on_error: at a pair of lines that is too long or no UTF-8, stop, or skip it with the score -inf and a warning
+        skip_long: skip what is only too long
+        max_tokens: of a batch; fewer take less memory
+        hypotheses: translations by any system, one a line; an empty line is an empty translation
         reference: the right translations, as many lines; several files, separated by commas, for several references
-        baseline: translations of another system; adds its scores, and the probability (p) that a difference as large
+        baseline: translations by another system; adds its scores, and the probability (p) that a difference as large
             as the one found is chance, by paired bootstrap over 1,000 samples
         bleu_tokenize: how BLEU cuts text into words; zh, ja-mecab and ko-mecab are for languages without spaces
         ter: add the translation edit rate (lower is better)
     """
-    if hypotheses is None or reference is None:
-        raise ValueError("expected --hypotheses together with --reference")
-    _score_hypotheses(hypotheses, reference, baseline, bleu_tokenize, ter)
+    by_model, by_reference = (run, file, target), (hypotheses, reference, baseline)
+    if any(by_model) == any(by_reference):
+        raise ValueError("expected RUN and --file, or --hypotheses and --reference")
+    if any(by_reference):
+        if hypotheses is None or reference is None:
+            raise ValueError("expected --hypotheses together with --reference")
+        _score_hypotheses(hypotheses, reference, baseline, bleu_tokenize, ter)
+        return
+    if run is None or file is None:
+        raise ValueError("expected RUN together with --file")
+
+    from fastformer.generation.bad_texts import BadTexts
+    from fastformer.run_folder import choose_device
+
+    place = choose_device(device)
+    if _is_language_model(run):
+        if target is not None:
+            raise ValueError(f"expected no --target for the language model in {run}: it scores --file")
+        bad = BadTexts(on_error, skip_long, _LEFT)
+        _score_text(run, file, by_line, context, token_scores, place, precision, bad, max_tokens)
+        return
+    if target is None:
+        raise ValueError(f"expected --target, translations of the lines of --file, for the translator in {run}")
+    if by_line or context is not None:
+        raise ValueError("expected --by_line and --context for a language model alone")
+    _score_translations(run, file, target, token_scores, place, precision, on_error, skip_long, max_tokens)
+
+
+def _is_language_model(run: str) -> bool:
+    from fastformer.models import read_architecture
+
+    try:
+        return read_architecture(run) == "GPT"
+    except ValueError:  # a folder of transformers, or none: loading it says more
+        return False
+
+
+def _score_translations(
+    run: str,
+    file: str,
+    target: str,
+    token_scores: bool,
+    device: torch.device,
+    precision: str | None,
+    on_error: str,
+    skip_long: bool,
+    max_tokens: int,
+) -> None:
+    from fastformer.generation import Translator
+    from fastformer.generation.bad_texts import BadTexts
+    from fastformer.generation.scoring import score_texts
+
+    bad = BadTexts(on_error, skip_long, _LEFT)
+    sources, targets = _lines(file), _lines(target)
+    _check_counts(sources, file, targets, target)
+    translator = Translator.from_pretrained(run, device=device, precision=precision)
+    total = _Total()
+    for found in score_texts(translator, zip(sources, targets, strict=True), bad, max_tokens):
+        _print(found, token_scores)
+        total.add(found)
+    total.report()
+
+
+def _score_text(
+    run: str,
+    file: str,
+    by_line: bool,
+    context: int | None,
+    token_scores: bool,
+    device: torch.device,
+    precision: str | None,
+    bad: BadTexts,
+    max_tokens: int,
+) -> None:
+    """Prints what a language model thinks of a file."""
+    from fastformer.data.text import read_text
+    from fastformer.generation.flow import evaluating
+    from fastformer.generation.precisions import DTYPES
+    from fastformer.generation.scoring import score_rows, window_parts
+    from fastformer.generation.texts import TokenScored
+    from fastformer.run_folder import load_model
+
+    model, tokenizer = load_model(run, ("GPT",), device=device, dtype=DTYPES.get(precision or ""))
+    if by_line:
+        texts, skipped = [], set()
+        for place, line in enumerate(_lines(file)):
+            if not isinstance(line, str):
+                bad.meet(line)
+                skipped.add(place)
+            texts.append(line if isinstance(line, str) else "")
+        rows = tokenizer.encode_batch(texts)
+        bad.report(len(texts))
+    else:
+        texts, skipped = [read_text(file, skip_bad=bad.on_error == "skip")], set()
+        pieces = tokenizer.encode_batch(tokenizer.pieces(texts[0]))
+        # As in training, where EOS ends a document.
+        rows = [[*(i for ids in pieces for i in ids), tokenizer.special_ids.first_eos]]
+    total = _Total()
+    for start in range(0, len(rows), _LINES):
+        some = rows[start : start + _LINES]
+        with evaluating(model):
+            scores = score_rows(model, [window_parts(row, model.config.max_len, context) for row in some], max_tokens)
+        for place, (row, log_probs) in enumerate(zip(some, scores, strict=True), start):
+            tokens = list(zip(tokenizer.tokens(row[1:]), log_probs, strict=True))
+            found = TokenScored(texts[place], -math.inf if place in skipped else math.fsum(log_probs), tokens)
+            _print(found, token_scores)
+            total.add(found)
+    total.report()
+
+
+class _Total:
+    """Sums up scores for a last line on standard error."""
+
+    def __init__(self) -> None:
+        self._texts = self._tokens = self._characters = 0
+        self._score = 0.0
+
+    def add(self, found: TokenScored) -> None:
+        """Counts a text, if it has any scored tokens."""
+        if found.tokens:
+            self._texts, self._tokens = self._texts + 1, self._tokens + len(found.tokens)
+            self._characters += len(found.text)
+            self._score += found.score
+
+    def report(self) -> None:
+        """Prints the line."""
+        from fastformer.generation.texts import perplexity
+
+        if not self._tokens:
+            print("there was nothing to score", file=sys.stderr)
+            return
+        mean = self._score / self._tokens
+        print(
+            f"scored {self._texts:,} text{'s' * (self._texts > 1)} of {self._tokens:,} tokens: log-probability "
+            f"{self._score:.2f}, {mean:.4f} a token, {self._score / max(self._characters, 1):.4f} a character; "
+            f"perplexity {perplexity(mean):.4f}",
+            file=sys.stderr,
+        )
+
+
+def _print(found: TokenScored, token_scores: bool) -> None:
+    columns = [f"{value:.6f}" for value in (found.score, found.per_token, found.perplexity)]
+    if token_scores:
+        columns.append(json.dumps([[token, round(value, 6)] for token, value in found.tokens], ensure_ascii=False))
+    print("\t".join(columns))
 
 
 def _score_hypotheses(
@@ -45,12 +223,14 @@ def _score_hypotheses(
     from fastformer.commands import listed_paths
     from fastformer.training.evaluate import corpus_metrics, corpus_scores
 
-    found = _lines(hypotheses)
-    references = [_lines(file) for file in listed_paths(reference)]
-    others = None if baseline is None else _lines(baseline)
-    for name, lines in zip([*listed_paths(reference), baseline], [*references, others], strict=True):
-        if lines is not None and len(lines) != len(found):
-            raise ValueError(f"expected as many lines in {name} as in {hypotheses}, {len(found):,}, got {len(lines):,}")
+    found = _readable(_lines(hypotheses))
+    files = listed_paths(reference)
+    references = [_readable(_lines(file)) for file in files]
+    others = None if baseline is None else _readable(_lines(baseline))
+    for file, lines in zip(files, references, strict=True):
+        _check_counts(found, hypotheses, lines, file)
+    if baseline is not None and others is not None:
+        _check_counts(found, hypotheses, others, baseline)
     if others is None:
         scores = corpus_scores(found, *references, bleu_tokenize=bleu_tokenize, ter=ter)
         for name, (value, signature) in scores.items():
@@ -70,21 +250,38 @@ def _score_hypotheses(
         print(f"{name} {second.score:.2f}  baseline {first.score:.2f}  p = {chance:.4f}  {signed}")
 
 
-def _lines(file: str) -> list[str]:
-    """The lines of a UTF-8 file, empty ones too, however long."""
-    path = Path(file)
-    if not path.exists() or path.is_dir():
-        raise ValueError(f"expected a text file, but there is no file {path}")
-    data = path.read_bytes().removeprefix(b"\xef\xbb\xbf")
-    if not data:
-        raise ValueError(f"{path} is empty: expected at least one line")
-    lines = []
-    for number, line in enumerate(data.removesuffix(b"\n").split(b"\n"), 1):
+def _lines(file: str) -> list[str | TextError]:
+    """The lines of a UTF-8 file, empty ones too and however long, or what is wrong with them."""
+    from fastformer.commands._lines import file_lines
+    from fastformer.generation.bad_texts import TextError
+
+    lines: list[str | TextError] = []
+    for number, line in enumerate(file_lines(Path(file)), 1):
+        line = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
         try:
             lines.append(line.removesuffix(b"\r").decode("utf-8"))
         except UnicodeDecodeError as error:
-            raise ValueError(
-                f"{path}, line {number:,}: expected UTF-8, got byte 0x{line[error.start]:02x}; convert the file, for "
-                "example with iconv"
-            ) from error
+            lines.append(
+                TextError(
+                    f"{file}, line {number:,}: expected UTF-8, got byte 0x{line[error.start]:02x}; convert the file, "
+                    "for example with iconv"
+                )
+            )
+    if not lines:
+        raise ValueError(f"{file} is empty: expected at least one line")
     return lines
+
+
+def _readable(lines: list[str | TextError]) -> list[str]:
+    """The lines, of which none may be bad."""
+    found = []
+    for line in lines:
+        if not isinstance(line, str):
+            raise line
+        found.append(line)
+    return found
+
+
+def _check_counts(lines: Sequence[object], file: str, others: Sequence[object], other: str) -> None:
+    if len(lines) != len(others):
+        raise ValueError(f"expected as many lines in {other} as in {file}, {len(lines):,}, got {len(others):,}")

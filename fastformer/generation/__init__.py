@@ -4,6 +4,7 @@ from fastformer.generation.async_translator import AsyncTranslator as AsyncTrans
 from fastformer.generation.generate import GenerateOutput as GenerateOutput
 from fastformer.generation.generate import generate as generate
 from fastformer.generation.heatmap import draw_attention as draw_attention
+from fastformer.generation.scoring import score as score
 from fastformer.generation.settings import GenerationSettings as GenerationSettings
 from fastformer.generation.streaming import TextStreamer as TextStreamer
 from fastformer.generation.translator import Translator as Translator

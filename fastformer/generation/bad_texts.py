@@ -34,21 +34,27 @@ class BadTexts:
     Args:
         on_error: "stop" raises the first error; "skip" logs a warning and leaves the answer empty.
         skip_long: skip what is only too long, whatever on_error says.
+        left: what skipping leaves, for messages: of one text, and of several.
 
     Attributes:
         skipped: how many were skipped.
     """
 
-    def __init__(self, on_error: str = "stop", skip_long: bool = False) -> None:
+    def __init__(
+        self,
+        on_error: str = "stop",
+        skip_long: bool = False,
+        left: tuple[str, str] = ("its translation empty", "their translations are empty"),
+    ) -> None:
         if on_error not in ("stop", "skip"):
             raise ValueError(f"expected on_error to be 'stop' or 'skip', got {on_error!r}")
-        self.on_error, self.skip_long, self.skipped = on_error, skip_long, 0
+        self.on_error, self.skip_long, self.skipped, self._left = on_error, skip_long, 0, left
 
     def meet(self, error: TextError) -> None:
         """Raises the error, or skips its text."""
         if self.on_error != "skip" and not (self.skip_long and error.is_long):
             advice = "skip_long or on_error skip leaves" if error.is_long else "on_error skip leaves"
-            raise TextError(f"{error}; {advice} its translation empty", is_long=error.is_long) from error
+            raise TextError(f"{error}; {advice} {self._left[0]}", is_long=error.is_long) from error
         self.skipped += 1
         if self.skipped <= _SHOWN_SKIPS:
             logger.warning("skipped %s", error)
@@ -56,4 +62,4 @@ class BadTexts:
     def report(self, total: int) -> None:
         """Says at the end how many were skipped, if any were."""
         if self.skipped:
-            logger.warning("skipped %s of %s texts; their translations are empty", f"{self.skipped:,}", f"{total:,}")
+            logger.warning("skipped %s of %s texts; %s", f"{self.skipped:,}", f"{total:,}", self._left[1])

@@ -66,13 +66,13 @@ def _lists(ids: Any, name: str) -> list[list[int]]:
     return found
 
 
-def as_rows(ids: Any, pad_id: int | None, start_id: int, name: str) -> list[list[int]]:
+def as_rows(ids: Any, pad_id: int | None, start_id: int | None, name: str) -> list[list[int]]:
     """Ids of several beginnings as lists, without the padding of a tensor and without a start token in front.
 
     Args:
         ids: as `as_batch` takes them; a list may be empty.
         pad_id: what a tensor or an array has around shorter rows; None: all its ids are tokens.
-        start_id: of a decoder.
+        start_id: of a decoder; None: there is none to take away.
         name: of the argument, for messages.
 
     Raises:

@@ -47,16 +47,39 @@ def as_items(texts: str | Iterable[str], target_prefix: str | Iterable[str | Non
     return _paired(iter(texts), iter(target_prefix))
 
 
+def as_pairs(texts: str | Iterable[str], translations: str | Iterable[str]) -> Iterable[tuple[str, str]]:
+    """Texts, each with its translation.
+
+    Raises:
+        ValueError: something else than texts, or translations that don't go with them (of iterables, when they end).
+    """
+    if isinstance(texts, str) != isinstance(translations, str):
+        raise ValueError(
+            "expected translations as a str for one text and as a list for several, got "
+            f"{type(translations).__name__} for {type(texts).__name__}"
+        )
+    if isinstance(texts, str) and isinstance(translations, str):
+        return [(texts, translations)]
+    for values in (texts, translations):
+        if isinstance(values, bytes | bytearray | Mapping) or not isinstance(values, Iterable):
+            raise ValueError(f"expected a text, or a list of texts, got {type(values).__name__}")
+    return _together(iter(texts), iter(translations), "translations", "translation")
+
+
 def _paired(texts: Iterator[str], prefixes: Iterator[str | None]) -> Iterator[Item]:
+    return itertools.starmap(Item, _together(texts, prefixes, "target_prefix", "target_prefix"))
+
+
+def _together(texts: Iterator[Any], others: Iterator[Any], name: str, one: str) -> Iterator[tuple[Any, Any]]:
     missing = object()
     for number in itertools.count():
-        text, prefix = next(texts, missing), next(prefixes, missing)
-        if text is missing and prefix is missing:
+        text, other = next(texts, missing), next(others, missing)
+        if text is missing and other is missing:
             return
-        if text is missing or prefix is missing:
-            more, fewer = ("texts", "target_prefix") if prefix is missing else ("target_prefix", "texts")
-            raise ValueError(f"expected a target_prefix for each text, got {number} of {fewer} and more of {more}")
-        yield Item(text, prefix)  # type: ignore[arg-type]
+        if text is missing or other is missing:
+            more, fewer = ("texts", name) if other is missing else (name, "texts")
+            raise ValueError(f"expected a {one} for each text, got {number} of {fewer} and more of {more}")
+        yield text, other
 
 
 class Scored(NamedTuple):
@@ -72,6 +95,23 @@ class TokenScored(NamedTuple):
     text: str
     score: float
     tokens: list[tuple[str, float]]
+
+    @property
+    def per_token(self) -> float:
+        """The mean log-probability of the tokens; where there are none, -inf for a text that was skipped, else NaN."""
+        if not self.tokens:
+            return -math.inf if self.score == -math.inf else math.nan
+        return math.fsum(log_prob for _, log_prob in self.tokens) / len(self.tokens)
+
+    @property
+    def perplexity(self) -> float:
+        """exp(-per_token)."""
+        return perplexity(self.per_token)
+
+
+def perplexity(per_token: float) -> float:
+    """exp of the negative mean log-probability of a token; inf where a float can't hold it."""
+    return math.exp(-per_token) if not per_token < -700 else math.inf
 
 
 class Answer:

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import json
+import math
+
 import pytest
+import torch
 
 from fastformer.cli import main
-from fastformer.training.evaluate import corpus_scores
+from fastformer.data import ByteTokenizer
+from fastformer.data.examples import windows
+from fastformer.generation import Translator, score
+from fastformer.models import GPT, Transformer
+from fastformer.run_folder import load_model
+from fastformer.training.evaluate import corpus_scores, negative_log_likelihood
 
 REFERENCE = ["ein Mann geht nach Hause", "zwei Hunde", "", "ja", "eine Frau liest ein Buch im Park"]
 BETTER = ["ein Mann geht nach Hause", "", "", "ja", "eine Frau liest ein Buch am Park"]
@@ -68,3 +77,113 @@ def test_what_does_not_fit_is_named(files, tmp_path, capsys) -> None:
         assert main(["score", *arguments]) == 1
         out, err = capsys.readouterr()
         assert expected in err and not out
+
+
+@pytest.fixture(scope="module")
+def translator(tmp_path_factory) -> str:
+    folder = tmp_path_factory.mktemp("score") / "run"
+    torch.manual_seed(0)
+    sizes = {"d_model": 32, "d_ff": 64, "num_heads": 4, "max_len": 40}
+    Transformer.from_preset("tiny", vocab_size=259, **sizes).save_pretrained(folder, ByteTokenizer())
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def language_model(tmp_path_factory) -> str:
+    folder = tmp_path_factory.mktemp("score") / "gpt"
+    torch.manual_seed(0)
+    sizes = {"d_model": 32, "num_layers": 2, "num_heads": 4, "max_len": 16}
+    GPT.from_preset("tiny", vocab_size=259, **sizes).save_pretrained(folder, ByteTokenizer())
+    return str(folder)
+
+
+def rows_of(out: str) -> list[list[float]]:
+    return [[float(value) for value in line.split("\t")] for line in out.removesuffix("\n").split("\n")]
+
+
+def test_what_a_model_thinks_of_translations(translator, tmp_path, capsys) -> None:
+    sources, targets = ["one", "", "two words", "three"], ["eins", "", "", "drei" * 3]
+    given = ["score", translator, "--file", write(tmp_path / "s", sources), "--target", write(tmp_path / "t", targets)]
+    assert main(given) == 0
+    out, err = capsys.readouterr()
+    due = Translator.from_pretrained(translator).score(sources, targets)
+    for row, one in zip(rows_of(out), due, strict=True):
+        assert row == pytest.approx([one.score, one.per_token, one.perplexity], abs=1e-5, nan_ok=True)
+    count = sum(len(one.tokens) for one in due)
+    total = sum(one.score for one in due)
+    assert count == 5 + 1 + 13
+    assert f"3 texts of {count} tokens: log-probability {total:.2f}, {total / count:.4f} a token" in err
+    assert f"perplexity {math.exp(-total / count):.4f}" in err
+    assert main([*given, "--token_scores", "--precision", "bf16"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    pairs = json.loads(lines[0].split("\t")[3])
+    assert [token for token, _ in pairs] == ["e", "i", "n", "s", "</s>"]
+    assert sum(value for _, value in pairs) == pytest.approx(float(lines[0].split("\t")[0]), abs=1e-4)
+    assert sum(value for _, value in pairs) == pytest.approx(due[0].score, abs=0.5)
+    assert sum(value for _, value in pairs) != pytest.approx(due[0].score, abs=1e-5)
+
+
+def test_bad_pairs_stop_or_leave_their_place(translator, tmp_path, capsys, caplog) -> None:
+    source, target = tmp_path / "s", tmp_path / "t"
+    source.write_bytes(b"one\n\xff\nthree\n" + b"x" * 50 + b"\nfive\n\n")
+    target.write_bytes(b"1\n2\n\xff\n4\n5\n6\n")
+    given = ["score", translator, "--file", str(source), "--target", str(target)]
+    assert main(given) == 1
+    assert f"{source}, line 2: expected UTF-8" in capsys.readouterr().err
+    assert main([*given, "--on_error", "skip"]) == 0
+    found = rows_of(capsys.readouterr().out)
+    assert [row[0] == -math.inf for row in found] == [False, True, True, True, False, True]
+    assert [record.message for record in caplog.records][-1].startswith("skipped 4 of 6 texts")
+    write(target, ["1"])
+    assert main(given) == 1
+    assert f"as many lines in {target} as in {source}, 6, got 1" in capsys.readouterr().err
+
+
+def test_the_perplexity_of_a_text_is_that_of_a_validation(language_model, tmp_path, capsys) -> None:
+    text = "a text of several windows,\nand a second line\n"
+    file = tmp_path / "text"
+    file.write_bytes(text.replace("\n", "\r\n").encode())
+    model, tokenizer = load_model(language_model, ("GPT",))
+    examples = windows([*tokenizer.encode(text), 1], 16)
+    nll = negative_log_likelihood(model, examples, max_tokens=100, packed=True, device=torch.device("cpu"))
+    assert main(["score", language_model, "--file", str(file), "--context", "1"]) == 0
+    out, err = capsys.readouterr()
+    ((total, mean, perplexity),) = rows_of(out)
+    assert total == pytest.approx(-nll * len(text), rel=1e-5)  # a token a byte, EOS, and nothing for the first
+    assert (mean, perplexity) == pytest.approx((-nll, math.exp(nll)), rel=1e-5)
+    assert f"{total / len(text):.4f} a character" in err
+    assert main(["score", language_model, "--file", str(file)]) == 0
+    assert rows_of(capsys.readouterr().out)[0] != pytest.approx([total, mean, perplexity], rel=1e-6)
+
+
+def test_each_line_of_a_text_by_itself(language_model, tmp_path, capsys, caplog) -> None:
+    file = tmp_path / "text"
+    file.write_bytes(b"one\n\nx\nmore than sixteen bytes\n\xff\none\n")
+    given = ["score", language_model, "--file", str(file), "--by_line"]
+    assert main(given) == 1
+    assert "line 5: expected UTF-8" in capsys.readouterr().err
+    assert main([*given, "--on_error", "skip"]) == 0
+    found = rows_of(capsys.readouterr().out)
+    model, tokenizer = load_model(language_model, ("GPT",))
+    due = score(model, [tokenizer.encode("one"), tokenizer.encode("more than sixteen bytes")])
+    assert [found[0][0], found[3][0]] == pytest.approx([sum(row) for row in due], abs=1e-5)
+    assert found[5] == found[0] and found[1][0] == found[2][0] == 0 and math.isnan(found[1][2])
+    assert found[4] == [-math.inf, -math.inf, math.inf] and "skipped 1 of 6" in caplog.text
+
+
+def test_flags_that_belong_to_another_purpose_are_named(translator, language_model, tmp_path, capsys) -> None:
+    file = write(tmp_path / "f", ["a"])
+    for arguments, expected in (
+        ([translator, "--file", file], "expected --target"),
+        ([language_model, "--file", file, "--target", file], "expected no --target"),
+        ([translator, "--file", file, "--target", file, "--by_line"], "for a language model alone"),
+        ([translator, "--file", file, "--target", file, "--context", "3"], "for a language model alone"),
+        ([translator], "--file"),
+        (["--file", file, "--target", file], "RUN"),
+        ([translator, "--hypotheses", file, "--reference", file], "expected RUN and --file, or --hypotheses"),
+        ([str(tmp_path), "--file", file, "--target", file], "which isn't there"),
+        ([language_model, "--file", file, "--context", "17"], "context from 1 to the model's max_len 16"),
+        ([translator, "--file", file, "--target", file, "--max_tokens", "0"], "max_tokens"),
+    ):
+        assert main(["score", *arguments]) == 1
+        assert expected in capsys.readouterr().err

@@ -11,6 +11,7 @@ import transformers
 from torch import Tensor
 
 import fastformer
+from fastformer.generation import score
 from fastformer.integrations import from_huggingface, to_huggingface
 from fastformer.models import Transformer
 from fastformer.nn import SequenceLayout
@@ -86,6 +87,17 @@ def test_logits_are_the_same(dtype, tolerance, family, options):
     packed = [layout.pack(ids) for layout, ids in zip(layouts, (SOURCE, TARGET), strict=True)]
     found = ours(*packed, source_layout=layouts[0], target_layout=layouts[1])
     assert (found - layouts[1].pack(expected)).abs().max() < tolerance * expected.abs().max()
+
+
+@families
+@pytest.mark.parametrize("options", [VARIANTS["scaled, bias"], VARIANTS["untied"]], ids=["tied", "untied"])
+def test_scores_are_the_log_probabilities_of_theirs(family, options):
+    theirs = made(family, **options)
+    targets = [[*row[1:], EOS] for row in TARGET.tolist()]  # behind the start token
+    expected = logits_of(theirs).log_softmax(-1)
+    found = score(from_huggingface(theirs), SOURCE, [row[:4] for row in targets])
+    for values, log_probs, target in zip(found, expected, targets, strict=True):
+        assert values == pytest.approx(log_probs[range(4), target[:4]].tolist(), abs=1e-5)
 
 
 @families

@@ -1,0 +1,317 @@
+"""Forced decoding: the log-probability that a model gives to tokens that are there already."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import count, islice
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from fastformer.generation.bad_texts import BadTexts, TextError
+from fastformer.generation.decoders import (
+    DecoderOnly,
+    EncoderDecoder,
+    Model,
+    Recurrent,
+    as_model,
+    device_of,
+    is_decoder_only,
+    is_encoder_decoder,
+    is_recurrent,
+)
+from fastformer.generation.engines.kv_cache import packed
+from fastformer.generation.flow import evaluating
+from fastformer.generation.inputs import TokenIds, as_rows
+from fastformer.generation.inputs import pad as padded
+from fastformer.generation.settings import GenerationSettings
+from fastformer.generation.texts import TokenScored
+from fastformer.models.common import chosen_log_probs
+from fastformer.nn import SequenceLayout
+from fastformer.special_ids import SpecialIds
+
+if TYPE_CHECKING:
+    from fastformer.generation.translator import Translator
+
+_TEXTS = 4096  # that are read before the first of them is scored: enough to find some of like length
+MAX_TOKENS = 8192  # of a batch, on its longer side: its activations are held at once
+
+
+class Part(NamedTuple):
+    """What is computed at once: a target, or a window of a long text.
+
+    Attributes:
+        source: the ids that an encoder reads; none for a language model.
+        inputs: what the decoder is given.
+        outputs: what follows each of them.
+        known: so many of the outputs, the first ones, are context alone.
+    """
+
+    source: Sequence[int]
+    inputs: Sequence[int]
+    outputs: Sequence[int]
+    known: int = 0
+
+    @property
+    def length(self) -> int:
+        """Of the longer side."""
+        return max(len(self.source), len(self.inputs))
+
+
+def score(
+    model: Model | nn.Module,
+    input_ids: TokenIds,
+    target_ids: TokenIds | None = None,
+    *,
+    context: int | None = None,
+    pad_token_id: int | None = None,
+    decoder_start_token_id: int | None = None,
+    max_tokens: int = MAX_TOKENS,
+) -> list[list[float]]:
+    """The log-probability of each token of given sequences (forced decoding).
+
+    It is computed by the model's modules, in the precision that they have. The sum over a sequence that `generate` has
+    found by greedy decoding is the score that it gave it, up to rounding.
+
+    Args:
+        model: a `models.Transformer` or `baseline.LSTMSeq2Seq` (input_ids are sources), or a `models.GPT` (input_ids
+            are what is scored). It runs as it is: call `model.eval()` first, or dropout is on.
+        input_ids: as `generate` takes them. Padding at the ends of a tensor or an array is left out.
+        target_ids: for a model that reads sources: the outputs, one for each source, without the start token, and with
+            EOS where it is to count.
+        context: for a language model: how many tokens stand before a token at least, where a sequence is longer than
+            the model's max_len and is read in windows; more is closer to the truth and costs more. None: half of
+            max_len.
+        pad_token_id, decoder_start_token_id: in place of the model's.
+        max_tokens: of a batch, on its longer side, padding included. A longer sequence is a batch of its own.
+
+    Returns:
+        For each sequence the natural logarithms of its tokens' probabilities; for a language model from the second
+        token on, for nothing stands before the first.
+
+    Raises:
+        ValueError: a model that doesn't decode, ids that are none or out of the vocabulary, other numbers of sources
+            and targets, an empty source, a source or a target longer than the model's max_len.
+    """
+    decoder = as_model(model)
+    config = decoder.config
+    settings = GenerationSettings(pad_token_id=pad_token_id, decoder_start_token_id=decoder_start_token_id)
+    settings.check_model(config.vocab_size)
+    own = SpecialIds.of(config)
+    pad = own.pad if pad_token_id is None else pad_token_id
+    pad_id = None if pad in own.eos else pad  # it may be the end of a sequence
+    start = own.start if decoder_start_token_id is None else decoder_start_token_id
+    rows = as_rows(input_ids, pad_id, None, "input_ids")
+    if is_decoder_only(decoder):
+        if target_ids is not None:
+            raise ValueError(f"expected no target_ids for {type(model).__name__}: its input_ids are scored")
+        return score_rows(decoder, [window_parts(row, config.max_len, context) for row in rows], max_tokens)
+    if target_ids is None:
+        raise ValueError(f"expected target_ids for {type(model).__name__}: what it is to say of each source")
+    if context is not None:
+        raise ValueError(f"expected no context for {type(model).__name__}: a target is read as a whole")
+    targets = as_rows(target_ids, pad_id, None, "target_ids")
+    if len(targets) != len(rows):
+        raise ValueError(f"expected target_ids of {len(rows)} rows, as input_ids have, got {len(targets)}")
+    return score_rows(decoder, [[target_part(*pair, start)] for pair in zip(rows, targets, strict=True)], max_tokens)
+
+
+def target_part(source: Sequence[int], target: Sequence[int], start: int) -> Part:
+    """A target as a whole, behind the start token."""
+    return Part(source, [start, *target[:-1]] if target else [], target)
+
+
+def window_parts(row: Sequence[int], max_len: int, context: int | None = None) -> list[Part]:
+    """A text as windows of at most max_len tokens, in which each token but the first is scored once.
+
+    Args:
+        row: the ids of the text.
+        max_len: the most that a model reads at once.
+        context: tokens that stand before a scored one at least, but at the text's beginning; None: half of max_len.
+
+    Raises:
+        ValueError: a context that leaves no room, or none.
+    """
+    context = max(max_len // 2, 1) if context is None else context
+    if not isinstance(context, int) or not 1 <= context <= max_len:
+        raise ValueError(f"expected context from 1 to the model's max_len {max_len}, got {context!r}")
+    parts, done = [], 1  # so many tokens are scored, or have nothing before them
+    while done < len(row):
+        begin = max(0, done - context) if done > 1 else 0
+        end = min(begin + max_len, len(row) - 1)
+        parts.append(Part((), row[begin:end], row[begin + 1 : end + 1], known=done - begin - 1))
+        done = end + 1
+    return parts
+
+
+@torch.inference_mode()
+def score_rows(model: Model, rows: Sequence[Sequence[Part]], max_tokens: int = MAX_TOKENS) -> list[list[float]]:
+    """The log-probabilities of the outputs of each row's parts, batched by length.
+
+    Raises:
+        ValueError: see `score`.
+    """
+    if not isinstance(max_tokens, int) or max_tokens < 1:
+        raise ValueError(f"expected max_tokens to be an integer of at least 1, got {max_tokens!r}")
+    parts = [part for row in rows for part in row]
+    check_parts(model, parts)
+    found: list[list[float]] = [[] for _ in parts]
+    for places in _batches(parts, max_tokens):
+        batch = [parts[place] for place in places]
+        values = iter(_log_probs(model, batch).tolist())
+        for place, part in zip(places, batch, strict=True):
+            found[place] = [next(values) for _ in part.outputs][part.known :]
+    each = iter(found)
+    return [[value for _ in row for value in next(each)] for row in rows]
+
+
+def check_parts(model: Model, parts: Sequence[Part]) -> None:
+    """Holds ids and lengths against a model, which may look no more: on a GPU it doesn't.
+
+    Raises:
+        ValueError: ids out of the vocabulary, an empty source, one side longer than the model's max_len.
+    """
+    config = model.config
+    reads_source = not is_decoder_only(model)
+    source_size = getattr(config, "source_vocab_size", None) or config.vocab_size
+    for part in parts:
+        if reads_source and not part.source:
+            raise ValueError("expected at least one token in each source, got an empty one")
+        sides = (("source", part.source, source_size), ("target", (*part.inputs[:1], *part.outputs), config.vocab_size))
+        for name, ids, size in sides:
+            if len(ids) - (name == "target") > config.max_len:
+                raise ValueError(
+                    f"expected {name} sequences of at most max_len = {config.max_len} tokens, got "
+                    f"{len(ids) - (name == 'target')}"
+                )
+            if ids and not 0 <= min(ids) <= max(ids) < size:
+                raise ValueError(
+                    f"expected {name} ids from 0 to {size - 1}, got {min(ids)} to {max(ids)}: was another tokenizer "
+                    "used?"
+                )
+
+
+def _batches(parts: Sequence[Part], max_tokens: int) -> Iterator[list[int]]:
+    """The places of parts of like length, the longest first: what memory can't hold fails at once."""
+    places: list[int] = []
+    for place in sorted(range(len(parts)), key=lambda place: -parts[place].length):
+        if not parts[place].outputs:
+            continue
+        if places and (len(places) + 1) * parts[places[0]].length > max_tokens:
+            yield places
+            places = []
+        places.append(place)
+    if places:
+        yield places
+
+
+def _log_probs(model: Model, parts: Sequence[Part]) -> Tensor:
+    """(total,): the log-probabilities of the outputs of a batch, one part after another."""
+    outputs, _ = packed([part.outputs for part in parts], device_of(model))
+    if is_recurrent(model):
+        return chosen_log_probs(model.output, _recurrent_states(model, parts), outputs)
+    assert is_encoder_decoder(model) or is_decoder_only(model)
+    hidden = _hidden(model, parts)
+    own = getattr(model, "token_log_probs", None)
+    found: Tensor = chosen_log_probs(model.logits, hidden, outputs) if own is None else own(hidden, outputs)
+    return found
+
+
+def _hidden(model: EncoderDecoder | DecoderOnly, parts: Sequence[Part]) -> Tensor:
+    device = device_of(model)
+    ids, layout = packed([part.inputs for part in parts], device)
+    if is_decoder_only(model):
+        return model.decode(ids, layout=layout)
+    assert is_encoder_decoder(model)
+    sources, source_layout = packed([part.source for part in parts], device)
+    return model.decode(ids, model.encode(sources, source_layout), layout=layout, memory_layout=source_layout)
+
+
+def _recurrent_states(model: Recurrent, parts: Sequence[Part]) -> Tensor:
+    """(total, d_model): what a recurrent model, which reads padded batches alone, has at each input."""
+    device = device_of(model)
+    sources, inputs = (
+        padded(ids).to(device) for ids in zip(*((part.source, part.inputs) for part in parts), strict=True)
+    )
+    seqlens = torch.tensor([len(part.source) for part in parts], device=device)
+    memory, state = model.encode(sources, SequenceLayout.padded(seqlens, sources.shape[1]))
+    mask = (torch.arange(sources.shape[1], device=device) < seqlens[:, None])[:, None]
+    hidden, _, _ = model.decode(inputs, memory, mask, state)
+    lengths = torch.tensor([len(part.inputs) for part in parts], device=device)
+    return hidden[torch.arange(inputs.shape[1], device=device) < lengths[:, None]]
+
+
+def score_texts(
+    translator: Translator,
+    pairs: Iterable[tuple[str | TextError, str | TextError]],
+    bad: BadTexts,
+    max_tokens: int = MAX_TOKENS,
+) -> Iterator[TokenScored]:
+    """The score of each translation, given its text, in order; see `Translator.score`.
+
+    Args:
+        translator: whose model and tokenizer.
+        pairs: of a text and its translation; or of what is wrong with either.
+        bad: what becomes of pairs that can't be scored; it reports at the end.
+        max_tokens: see `score`.
+    """
+    model, tokenizer, start = translator.model, translator.tokenizer, SpecialIds.of(translator.model.config).start
+    numbers, rest, total = count(1), iter(pairs), 0
+    while chunk := list(islice(rest, _TEXTS)):
+        total += len(chunk)
+        rows: list[list[Part] | None] = []
+        for text, translation in chunk:
+            number = next(numbers)
+            try:
+                found = _target_ids(translator, text, translation, number)
+                rows.append([target_part(*found, start)] if found else [])
+            except TextError as error:
+                bad.meet(error)
+                rows.append(None)
+        with evaluating(model):
+            scores = iter(score_rows(model, [row for row in rows if row is not None], max_tokens))
+        for (_, translation), row in zip(chunk, rows, strict=True):
+            translation = "" if isinstance(translation, TextError) else translation
+            if row is None:
+                yield TokenScored(translation, -math.inf, [])
+                continue
+            log_probs = next(scores)
+            tokens = tokenizer.tokens(row[0].outputs) if row else []
+            yield TokenScored(translation, math.fsum(log_probs), list(zip(tokens, log_probs, strict=True)))
+    bad.report(total)
+
+
+def _target_ids(
+    translator: Translator, text: str | TextError, translation: str | TextError, number: int
+) -> tuple[Sequence[int], Sequence[int]] | None:
+    """The ids of a text and of its translation, EOS at both ends; None where both are empty.
+
+    Raises:
+        TextError: a text that can't be translated, or a translation that the model can't say.
+    """
+    for side in (text, translation):
+        if isinstance(side, TextError):
+            raise side
+    assert not isinstance(text, TextError)
+    if not isinstance(translation, str):
+        raise ValueError(
+            f"translations[{number - 1}]: expected a str, got {type(translation).__name__} {translation!r:.40}"
+        )
+    if isinstance(text, str) and not text.strip() and not translation.strip():
+        return None
+    source = translator.encode(text, number)
+    try:
+        target = [*translator.encode_target(translation), SpecialIds.of(translator.model.config).first_eos]
+    except ValueError as error:
+        raise TextError(f"text {number}: its translation: {error}") from error
+    if len(target) > (max_len := translator.model.config.max_len):
+        raise TextError(
+            f"text {number}: expected a translation of at most {max_len} tokens, got {len(target)}", is_long=True
+        )
+    try:
+        check_parts(translator.model, [target_part(source, target, 0)])
+    except ValueError as error:
+        raise TextError(f"text {number}: {error}") from error
+    return source, target

@@ -1,0 +1,186 @@
+"""Forced decoding against plain computation, and against what a search says of what it found."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import math
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from fastformer.data import ByteTokenizer
+from fastformer.generation import Translator, generate, score
+from fastformer.generation.texts import TokenScored
+from fastformer.models import GPT, Transformer
+from tests.generation.small import EOS, VOCAB, next_logits, real
+
+DICE = random.Random(5)
+
+
+def ids(low: int, high: int) -> list[int]:
+    return [DICE.randrange(3, VOCAB) for _ in range(DICE.randint(low, high))]
+
+
+SOURCES = [ids(1, 20) for _ in range(9)]
+TARGETS = [[*ids(0, 20), EOS] for _ in range(8)] + [[]]
+
+
+def plain(model: Any, source: list[int], target: list[int]) -> list[float]:
+    """The log-probabilities of a target alone, of a GPT those behind the source."""
+    logits = next_logits(model, source, target)[: len(target)].double()
+    return logits.log_softmax(-1)[range(len(target)), target].tolist()
+
+
+@pytest.mark.parametrize("max_tokens", [1, 60, 10_000])
+def test_each_token_as_computed_alone(any_model, max_tokens) -> None:
+    if isinstance(any_model, GPT):
+        found = score(any_model, SOURCES, max_tokens=max_tokens)
+        due = [plain(any_model, row[:1], row[1:]) for row in SOURCES]
+    else:
+        found = score(any_model, SOURCES, TARGETS, max_tokens=max_tokens)
+        due = [plain(any_model, *pair) for pair in zip(SOURCES, TARGETS, strict=True)]
+    assert [len(row) for row in found] == [len(row) for row in due] and any(due)
+    for row, expected in zip(found, due, strict=True):
+        assert row == pytest.approx(expected, abs=2e-5)
+
+
+def test_what_greedy_decoding_found_has_the_score_that_it_gave(any_model) -> None:
+    out = generate(any_model, SOURCES, max_new_tokens=20, return_dict_in_generate=True)
+    for number, source in enumerate(SOURCES):
+        sequence = real(out.sequences[number])
+        if isinstance(any_model, GPT):
+            (found,) = score(any_model, [sequence])
+            found = found[len(source) - 1 :]
+        else:
+            (found,) = score(any_model, [source], [sequence])
+        assert math.fsum(found) == pytest.approx(out.scores[number].item(), abs=1e-4)
+        assert found == pytest.approx(out.token_log_probs[number][: len(found)].tolist(), abs=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["bf16", "fp64", "own logits"])
+def test_other_precisions_and_logits_of_the_models_own(kind, model, gpt) -> None:
+    source, target = [5, 17, 9, 30, 12, 8], [7, 21, 33, 9, 14, 1]
+    for which in (model, gpt):
+        other = copy.deepcopy(which)
+        if kind == "own logits":
+            other.logits = lambda hidden, logits=other.logits: logits(hidden) * -2.0
+            other = other.double()
+        else:
+            other = other.bfloat16() if kind == "bf16" else other.double()
+        (found,) = score(other, [source]) if which is gpt else score(other, [source], [target])
+        pair = (source[:1], source[1:]) if which is gpt else (source, target)
+        # In 16 bits logits that were written are rounded; the scores need not be.
+        assert found == pytest.approx(plain(other, *pair), abs=0.1 if kind == "bf16" else 1e-9)
+        if kind == "bf16":
+            assert found != pytest.approx(plain(which, *pair), abs=1e-5)
+            assert any(value != torch.tensor(value).bfloat16().item() for value in found)
+
+
+@pytest.mark.parametrize("context", [1, 7, 16, None])
+def test_a_long_text_is_read_in_windows_that_know_what_stands_before(gpt, context) -> None:
+    small = GPT(type(gpt.config)(**{**vars(gpt.config), "max_len": 16})).eval()
+    small.load_state_dict({k: v[:16] if "position" in k else v for k, v in gpt.state_dict().items()})
+    for length in (1, 2, 16, 17, 18, 33, 60):
+        row = [DICE.randrange(VOCAB) for _ in range(length)]
+        (found,) = score(small, [row], context=context)
+        assert len(found) == length - 1
+        known, least = 0, 8 if context is None else context
+        for place, value in enumerate(found, 1):
+            # What it must have been told: one of the stretches before it, and no shorter one than was asked for.
+            stretches = range(min(place, least), min(place, 16) + 1)
+            due = [next_logits(small, row[place - n : place], [])[-1].log_softmax(-1)[row[place]] for n in stretches]
+            near = [n for n, expected in zip(stretches, due, strict=True) if abs(expected - value) < 1e-4]
+            assert near
+            known += max(near)
+        if context == 16:
+            assert known == sum(min(place, 16) for place in range(1, length))
+
+
+def test_what_can_not_be_scored_is_said(model, gpt, lstm) -> None:
+    for arguments, expected in (
+        ((model, [[5]]), "expected target_ids for Transformer"),
+        ((gpt, [[5]], [[6]]), "expected no target_ids for GPT"),
+        ((model, [[5], [6]], [[7]]), "target_ids of 2 rows"),
+        ((model, [[]], [[7]]), "at least one token in each source"),
+        ((lstm, [[]], [[7]]), "at least one token in each source"),
+        ((model, [[5]], [[VOCAB]]), f"target ids from 0 to {VOCAB - 1}"),
+        ((model, [[-1]], [[5]]), f"source ids from 0 to {VOCAB - 1}"),
+        ((gpt, [[5, VOCAB]]), f"target ids from 0 to {VOCAB - 1}"),
+        ((model, [[5]], [[5] * 129]), "target sequences of at most max_len = 128 tokens, got 129"),
+        ((model, [[5] * 129], [[5]]), "source sequences of at most max_len = 128 tokens, got 129"),
+        ((torch.nn.Linear(2, 2), [[5]]), "got Linear"),
+    ):
+        with pytest.raises(ValueError, match=expected):
+            score(*arguments)
+    for context in (0, 129, 1.5):
+        with pytest.raises(ValueError, match="context from 1 to the model's max_len 128"):
+            score(gpt, [[5, 6]], context=context)
+    with pytest.raises(ValueError, match="expected no context for Transformer"):
+        score(model, [[5]], [[5]], context=4)
+    assert score(model, torch.tensor([[5, 6, 0], [7, 0, 0]]), torch.tensor([[7, 1, 0], [8, 9, 1]])) == score(
+        model, [[5, 6], [7]], [[7, 1], [8, 9, 1]]
+    )
+
+
+@pytest.fixture(scope="module")
+def translator() -> Translator:
+    torch.manual_seed(0)
+    sizes = {"d_model": 32, "d_ff": 64, "num_heads": 4, "max_len": 40, "tie_embeddings": False}
+    model = Transformer.from_preset("tiny", vocab_size=259, **sizes)
+    for parameter in model.parameters():
+        parameter.data *= 2 if parameter.dim() == 2 else 1
+    model.output.weight.data[130:] = model.output.weight.data[:3] = 0  # it writes ASCII, mostly
+    return Translator(model, ByteTokenizer())
+
+
+def test_texts_and_their_translations(translator) -> None:
+    texts = ["one", "a longer one", "x"]
+    made = translator.translate(texts, max_new_tokens=12, return_token_scores=True)
+    found = translator.score(texts, [one.text for one in made])
+    assert len({one.text for one in made}) == 3
+    for due, forced in zip(made, found, strict=True):
+        assert forced.text == due.text and [token for token, _ in forced.tokens][-1] == "</s>"
+        cut = forced.tokens[: len(due.tokens)]  # it was cut at 12 tokens, without EOS
+        assert [token for token, _ in cut] == [token for token, _ in due.tokens]
+        assert [value for _, value in cut] == pytest.approx([value for _, value in due.tokens], abs=1e-4)
+        assert forced.score == pytest.approx(sum(value for _, value in forced.tokens))
+        assert forced.per_token == pytest.approx(forced.score / len(forced.tokens))
+        assert forced.perplexity == pytest.approx(math.exp(-forced.per_token))
+    assert translator.score("one", made[0].text) == found[0]
+    assert translator.score(iter(texts), (one.text for one in made)) == found and translator.score([], []) == []
+    assert not translator.model.encoder.layers[0].linear1.weight.is_inference() and translator.model.training
+
+
+def test_pairs_that_can_not_be_scored_stay_in_their_places(translator, caplog) -> None:
+    texts, translations = ["a", "", "b", "c" * 50, "", "d", "e"], ["x", "", "y" * 50, "z", "z", "", "\ud800"]
+    for number, (text, translation) in enumerate(zip(texts, translations, strict=True), 1):
+        if number in (1, 2, 6):
+            translator.score([text], [translation])
+            continue
+        with pytest.raises(ValueError, match="text 1: .* leaves its score at -inf"):
+            translator.score([text], [translation])
+    with caplog.at_level(logging.WARNING, "fastformer"):
+        found = translator.score(texts, translations, on_error="skip")
+    assert [one.score == -math.inf for one in found] == [False, False, True, True, True, False, True]
+    assert [one.text for one in found] == translations
+    assert found[1] == TokenScored("", 0.0, []) and math.isnan(found[1].perplexity)
+    assert [token for token, _ in found[5].tokens] == ["</s>"] and found[2].perplexity == math.inf
+    said = [record.message for record in caplog.records]
+    assert len(said) == 5 and "text 3" in said[0] and said[-1] == "skipped 4 of 7 texts; their scores are -inf"
+    assert [one.score for one in translator.score(["a", "b" * 50], ["x", "y"], skip_long=True)][1] == -math.inf
+    for arguments, expected in (
+        (("a", ["x"]), "as a str for one text"),
+        ((["a"], "x"), "as a str for one text"),
+        ((["a"], []), "expected a translation for each text, got 0 of translations and more of texts"),
+        ((["a"], ["x", "y"]), "expected a translation for each text, got 1 of texts and more of translations"),
+        ((["a"], [None]), r"translations\[0\]: expected a str"),
+        (([b"a"], ["x"]), r"texts\[0\]: expected a str"),
+        ((7, ["x"]), "list of texts"),
+    ):
+        with pytest.raises(ValueError, match=expected):
+            translator.score(*arguments)
+    with pytest.raises(ValueError, match="only the engine 'cpp' computes in int8"):
+        Translator(translator.model, translator.tokenizer, precision="int8").score("a", "b")
