@@ -112,7 +112,10 @@ def _is_done(held: tuple[object, Request | None]) -> bool:
 @contextlib.contextmanager
 def evaluating(model: Model) -> Iterator[None]:
     """Sets a model to evaluation; behind it each of its modules is as it was."""
-    training = [module for module in model.modules() if module.training] if isinstance(model, nn.Module) else []
+    modules: list[nn.Module] = [model] if isinstance(model, nn.Module) else []
+    for module in modules:  # model.modules() takes ten times as long, which a stream pays for each token
+        modules += [child for child in module._modules.values() if child is not None]
+    training = [module for module in modules if module.training]
     for module in training:
         module.training = False
     try:

@@ -30,6 +30,7 @@ class Request:
         is_done: whether it has ended, well or not.
         is_cancelled: set by `cancel`.
         on_cancel: is told of it; who runs the request sets it.
+        num_told: how many tokens on_token has been told.
     """
 
     def __init__(
@@ -51,7 +52,7 @@ class Request:
         self.on_cancel: Callable[[], object] | None = None
         self.is_done = self.is_cancelled = False
         self._make_search = make_search
-        self._told = self._steps = self._kept_steps = 0
+        self.num_told = self._steps = self._kept_steps = 0
         self._kept: list[Hypothesis] = []  # what was there when it had to begin anew
         self.search = make_search()
         if on_token is not None and self.search.peak_rows != 1:
@@ -137,10 +138,15 @@ class Request:
         if self.on_token is not None:
             try:
                 # While it goes on its row says them; the results are for the end.
-                tokens = self.search.results()[0].tokens if is_done else self.search.tokens(0)
-                while self._told < len(tokens):  # after a new beginning, the first were told already
-                    self._told += 1
-                    self.on_token(tokens[self._told - 1])
+                if is_done:
+                    new = self.search.results()[0].tokens[self.num_told :]
+                elif self.num_told == self._steps - 1:  # the usual case, whose cost doesn't grow with the text
+                    new = self.search.last_tokens()
+                else:  # after a new beginning, the first were told already
+                    new = self.search.tokens(0)[self.num_told :]
+                for token in new:
+                    self.num_told += 1
+                    self.on_token(token)
             except Exception as error:  # as above
                 self.fail(error)
                 return False

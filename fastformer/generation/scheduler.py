@@ -22,6 +22,10 @@ _PREFILL_TOKENS = 8192  # that one admission reads: its activations are held at 
 # steps, which is longer than any text.
 _RUN_SECONDS = 0.01
 _RUN_STEPS = 1_000_000
+# Where a listener waits for tokens, each of the first comes by itself, and the others so few at a time, within the same
+# milliseconds, that a reader doesn't notice.
+_FIRST_TOLD = 64
+_TOLD_STEPS = 4
 
 
 class Scheduler:
@@ -134,7 +138,7 @@ class Scheduler:
             searches,
             tokens,
             log_probs=any(request.log_probs for request in running),
-            max_steps=1 if any(request.on_token for request in running) else _RUN_STEPS,
+            max_steps=self._most_steps(),
             seconds=_RUN_SECONDS,
             # Those whom memory keeps waiting may find some as soon as one ends.
             least_rows=min(self._least_rows(), self._running_rows),
@@ -146,6 +150,13 @@ class Scheduler:
             if not request.take_steps(steps[place], searches[place].error if is_done else None, is_done):
                 gone.append(place)
         return self._release(gone)
+
+    def _most_steps(self) -> int:
+        """How many steps may be taken before listeners are told."""
+        listening = [request.num_told for request in self.running if request.on_token is not None]
+        if not listening:
+            return _RUN_STEPS
+        return 1 if min(listening) < _FIRST_TOLD else _TOLD_STEPS
 
     def clear(self) -> None:
         """Forgets all requests, and gives back what they hold."""

@@ -1,8 +1,7 @@
-"""Text piece by piece, as the tokens come that it is made of."""
+"""Text piece by piece, as the tokens come that it is made of, and where a stop text ends it."""
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterable, Sequence
 from typing import Protocol
@@ -11,7 +10,17 @@ from torch import Tensor
 
 # A detokenizer may change what stands behind the last word: take off spaces, join an apostrophe with what follows it.
 _UNSETTLED = re.compile(r"\s\W*\Z")
+_LOOK_BACK = 16  # characters that such a change is looked for in
 _BROKEN = "\N{REPLACEMENT CHARACTER}"
+_MOST_BROKEN = 3  # bytes of a character that isn't complete yet
+_PROBES = ("\U0010ffff", "\ue000", "\u0378")  # no characters: hardly a vocabulary has one as a whole
+
+# The tokens that are decoded again for a new one: at first and at most, where fewer are known to do; then so many as
+# give the text that the longer window gave.
+_WINDOW = 24
+_KEPT = (8, 32, 128)
+_CONTEXT = 4  # characters that the text of both windows has in common, before what isn't certain
+_LATENESS = 64  # a long window is decoded when it has grown by a 64th part, which keeps the cost linear
 
 
 class Detokenizer(Protocol):
@@ -32,30 +41,50 @@ class TextPieces:
     The pieces, one after another, are the text of all tokens together. A piece is given as soon as no later token can
     change it, so some come a token late; a run of tokens that spell single bytes may come as a whole.
 
+    The cost is linear: for a token only the last few are decoded, from where their text is known to go on as the text
+    of all tokens does. Of a tokenizer for which no such place is found, pieces come later and later.
+
     Args:
         tokenizer: see above.
         begin: ids that stand before the first token.
         is_told: their text is known already: the pieces go on from it.
+        stop: texts that end the text, without being part of it. They are looked for behind the text of `begin`.
+
+    Attributes:
+        is_stopped: whether a stop text has come; what follows is left out.
     """
 
-    def __init__(self, tokenizer: Detokenizer, begin: Sequence[int] = (), *, is_told: bool = False) -> None:
-        self._tokenizer, self._ids, self._begin = tokenizer, list(begin), len(begin)
-        self._byte = _lone_byte(tokenizer)
-        self._before = tokenizer.decode(self._ids) if is_told else ""
-        self._told = self._before
+    def __init__(
+        self, tokenizer: Detokenizer, begin: Sequence[int] = (), *, is_told: bool = False, stop: Sequence[str] = ()
+    ) -> None:
+        self._tokenizer, self._ids, self._begin, self._stop = tokenizer, list(begin), len(begin), tuple(stop)
+        self._runs = _ByteRuns(tokenizer)
+        before = tokenizer.decode(self._ids) if begin and (is_told or stop) else ""
+        self._unsearched = 0 if is_told else len(before)  # characters that may hold a stop text
+        self._before = before if is_told else ""
+        self._given: list[str] = []
+        self._held = ""  # certain, and perhaps the beginning of a stop text
+        # The text of the ids from `start` to `end`, of which so many characters are certain.
+        self._start, self._end, self._text = 0, len(begin) if is_told else 0, self._before
+        self._certain = len(self._before)
+        self._most = _WINDOW
+        self._seen = self._closed = self._end  # the ids looked at, and those of them before a run that goes on
+        self._looked = self._end  # the ids that a stop text was looked for in
+        self.is_stopped = False
 
     def add(self, tokens: Iterable[int]) -> str:
         """Takes new tokens; gives the text that is certain by now and hasn't been given, "" where there is none."""
-        self._ids += tokens
-        text = self._tokenizer.decode(self._ids)
-        if self._byte is not None:
-            # Some tokenizers spell a run of bytes as a whole: with one that is no UTF-8, none of it is.
-            text = os.path.commonprefix([text, self._tokenizer.decode([*self._ids, self._byte])])
-        text = _UNSETTLED.sub("", text.rstrip(_BROKEN))
-        if not text.startswith(self._told):
+        if self.is_stopped:
             return ""
-        piece, self._told = text[len(self._told) :], text
-        return piece
+        self._ids += tokens
+        if not self._stop:
+            return self._give(self._grow())
+        self._held += self._grow()
+        if self._find_stop(self._held + self._uncertain()) >= 0:
+            return self._stopped()
+        kept = len(self._held) - _beginning(self._held, self._stop)
+        piece, self._held = self._held[:kept], self._held[kept:]
+        return self._give(piece)
 
     def end(self) -> str:
         """There are no more tokens: gives the rest.
@@ -63,15 +92,95 @@ class TextPieces:
         Raises:
             ValueError: the tokenizer gives a text that doesn't begin with what it gave before.
         """
-        text = self._tokenizer.decode(self._ids)
-        if text.startswith(self._told):
-            return text[len(self._told) :]
-        if self._told == self._before:  # new tokens have changed the text of those before them
+        return "" if self.is_stopped else self._stopped() if self._stop else self._give(self._rest())
+
+    def _give(self, piece: str) -> str:
+        if piece:
+            self._given.append(piece)
+            self._unsearched = max(0, self._unsearched - len(piece))
+        return piece
+
+    def _grow(self) -> str:
+        """The text that has become certain."""
+        if self._runs.are_whole:  # a run that goes on is left for later
+            for place in range(len(self._ids) - 1, self._seen - 1, -1):
+                if not self._runs.go_on_behind(self._ids[place]):
+                    self._closed = place + 1
+                    break
+        else:
+            self._closed = len(self._ids)
+        self._seen, end = len(self._ids), self._closed
+        new = end - self._end
+        if not new or new * _LATENESS < min(end - self._start, end - self._begin):
+            return ""
+        text = self._tokenizer.decode(self._ids[self._start : end])
+        if not text.startswith(self._text[: self._certain]):
+            return ""
+        # An end of the text that is spelled by tokens would hide all behind it, in every window that it is in.
+        is_open, before = text != self._text, self._end
+        self._text, self._end = text, end
+        piece = text[self._certain : self._settled(text)]
+        self._certain += len(piece)
+        if piece and is_open and end - self._start > self._most:
+            self._move(before)
+        return piece
+
+    def _settled(self, text: str) -> int:
+        """How many characters of a text no later token changes."""
+        end = len(text)
+        if not self._runs.are_whole:
+            least = end - _MOST_BROKEN
+            while end > max(least, 0) and text[end - 1] == _BROKEN:
+                end -= 1
+        found = _UNSETTLED.search(text, max(0, end - _LOOK_BACK), end)
+        return len(text[: found.start()].rstrip()) if found else end
+
+    def _move(self, latest: int) -> None:
+        """Begins the window later, at the latest at a given token, if it then gives the same text."""
+        uncertain = len(self._text) - self._certain
+        for kept in _KEPT:
+            start = min(latest, self._end - kept)
+            if start <= self._start:
+                break
+            text = self._tokenizer.decode(self._ids[start : self._end])
+            needed = uncertain + _CONTEXT
+            if len(text) >= needed and self._text.endswith(text[len(text) - needed :]):
+                self._start, self._text, self._certain = start, text, len(text) - uncertain
+                self._most = max(_WINDOW, 2 * kept)
+                return
+        self._most = 2 * (self._end - self._start)
+
+    def _rest(self) -> str:
+        """What the text of all tokens has behind what was given."""
+        text, given = self._tokenizer.decode(self._ids), self._before + "".join(self._given)
+        if text.startswith(given):
+            return text[len(given) :]
+        if not self._given:  # new tokens have changed the text of those before them
             return self._tokenizer.decode(self._ids[self._begin :])
         raise ValueError(
-            f"expected a tokenizer whose text only grows, got {text[-40:]!r} behind {self._told[-40:]!r}: what it says "
-            "can't be streamed"
+            f"expected a tokenizer whose text only grows, got {text[-40:]!r} behind {given[-40:]!r}: its text can't be "
+            "streamed"
         )
+
+    def _find_stop(self, ahead: str) -> int:
+        """Where a stop text begins in what comes next, -1 where there is none."""
+        return find_stop(ahead, self._stop, self._unsearched)
+
+    def _uncertain(self) -> str:
+        """The text behind what is certain, as it is by now."""
+        text, new = self._text, len(self._ids) - self._looked
+        if self._end < len(self._ids) and new * _LATENESS >= len(self._ids) - self._start:
+            text, self._looked = self._tokenizer.decode(self._ids[self._start :]), len(self._ids)
+            if not text.startswith(self._text[: self._certain]):
+                return ""
+        return text[self._certain :]
+
+    def _stopped(self) -> str:
+        """The rest, up to a stop text."""
+        rest = self._rest()
+        place = self._find_stop(rest)
+        self.is_stopped = place >= 0
+        return self._give(rest[:place] if place >= 0 else rest)
 
 
 class TextStreamer:
@@ -80,16 +189,18 @@ class TextStreamer:
     Args:
         tokenizer: with encode and decode.
         prompt: printed first, in place of the text of the ids that decoding begins with; None: that text.
+        stop: texts that end the text, without being printed; give them to `generate` as stop_strings too.
     """
 
-    def __init__(self, tokenizer: Detokenizer, *, prompt: str | None = None) -> None:
-        self._tokenizer, self._prompt = tokenizer, prompt
+    def __init__(self, tokenizer: Detokenizer, *, prompt: str | None = None, stop: Sequence[str] = ()) -> None:
+        self._tokenizer, self._prompt, self._stop = tokenizer, prompt, tuple(stop)
         self._pieces: TextPieces | None = None
 
     def put(self, value: Tensor) -> None:
         """Takes ids: first (1, length) what decoding begins with, then (1,) each new token."""
         if self._pieces is None:
-            self._pieces = TextPieces(self._tokenizer, value.flatten().tolist(), is_told=self._prompt is not None)
+            is_told = self._prompt is not None
+            self._pieces = TextPieces(self._tokenizer, value.flatten().tolist(), is_told=is_told, stop=self._stop)
             self.write(self._prompt or "")
             return
         self.write(self._pieces.add(value.tolist()))
@@ -106,10 +217,44 @@ class TextStreamer:
             print(text, end="", flush=True)
 
 
-def _lone_byte(tokenizer: Detokenizer) -> int | None:
-    """A token that spells a byte which is no text by itself; None where there is none."""
-    try:
-        ids = tokenizer.encode("\U0010ffff")  # no character: no vocabulary has it as a whole
-    except ValueError:
-        return None
-    return next((i for i in ids if tokenizer.decode([i]) == _BROKEN), None)
+def find_stop(text: str, stop: Sequence[str], start: int = 0) -> int:
+    """Where the first of some texts begins in another, at `start` or later; -1 where there is none."""
+    return min((place for one in stop if (place := text.find(one, start)) >= 0), default=-1)
+
+
+def _beginning(text: str, stop: Sequence[str]) -> int:
+    """How many characters at the end of a text may be the beginning of one of some others."""
+    most = min(len(text), max(map(len, stop), default=1) - 1)
+    return next((n for n in range(most, 0, -1) if any(one.startswith(text[-n:]) for one in stop)), 0)
+
+
+class _ByteRuns:
+    """What is known of tokens that spell single bytes.
+
+    Some tokenizers spell a run of such tokens as a whole: with one that is no UTF-8, none of it is.
+
+    Attributes:
+        are_whole: whether this one does.
+    """
+
+    def __init__(self, tokenizer: Detokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._goes_on: dict[int, bool] = {}
+        self.are_whole = False
+        for self._character in _PROBES:
+            try:
+                self._ids = tokenizer.encode(self._character)
+            except ValueError:
+                continue
+            # A byte that is no text by itself.
+            self._byte = next((i for i in self._ids if tokenizer.decode([i]) == _BROKEN), None)
+            if self._byte is not None:
+                self.are_whole = self.go_on_behind(self._byte)
+                return
+
+    def go_on_behind(self, token: int) -> bool:
+        """Whether a run goes on behind a token: a byte, or one that is left out."""
+        if token not in self._goes_on:
+            text = self._tokenizer.decode([*self._ids, token, *([] if self._byte is None else [self._byte])])
+            self._goes_on[token] = self._character not in text
+        return self._goes_on[token]

@@ -2,41 +2,36 @@
 
 from __future__ import annotations
 
-import random
 import string
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from fastformer.data import ByteTokenizer
-from fastformer.data.tokenizer import train_bpe
 from fastformer.generation import generate
 from fastformer.generation.streaming import TextPieces, TextStreamer
 from fastformer.models import GPT
+from tests.generation.detokenizers import KINDS, Counted, detokenizer
 
+BROKEN = "\N{REPLACEMENT CHARACTER}"
 TEXT = "Zwölf Boxkämpfer — 日本語のテキスト, naïve 👩‍🚀 café's  end.\n\n  A new line isn't lost\t!"
 
 
-class WordPiece:
-    """A tokenizer of words that, as that of BERT, takes spaces back when an apostrophe or a stop follows."""
-
-    words = ("<pad>", "</s>", "<unk>", "don", "'", "t", "go", ".", "now", "!", "##ne")
-
-    def __init__(self) -> None:
-        decoders = pytest.importorskip("tokenizers", reason="the decoder is the tokenizers library's").decoders
-        self.decoder = decoders.WordPiece(cleanup=True)
-
-    def encode(self, text: str) -> list[int]:
-        return [2]
-
-    def decode(self, ids) -> str:
-        return self.decoder.decode([self.words[i] for i in ids if i > 2])
-
-
 @pytest.fixture(scope="module")
-def bpe():
-    pytest.importorskip("tokenizers", reason="a BPE needs the tokenizers library")
-    return train_bpe([string.ascii_letters + " ä the then there and\nanother's line"] * 3, 100)
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("tokenizers")
+
+
+@pytest.fixture(params=KINDS)
+def tokenizer(request, folder):
+    return detokenizer(request.param, folder)
+
+
+@pytest.fixture
+def bpe(folder):
+    return detokenizer("bpe", folder)
 
 
 def pieces_of(tokenizer, ids, begin=(), **options) -> list[str]:
@@ -44,33 +39,87 @@ def pieces_of(tokenizer, ids, begin=(), **options) -> list[str]:
     return [*(pieces.add([i]) for i in ids), pieces.end()]
 
 
-@pytest.mark.parametrize("kind", ["bytes", "bpe"])
-def test_real_text_comes_as_it_is(kind, request) -> None:
-    tokenizer = ByteTokenizer() if kind == "bytes" else request.getfixturevalue("bpe")
+@pytest.mark.parametrize("kind", ["bytes", "bpe", "byte level", "sentencepiece"])
+def test_real_text_comes_as_it_is(kind, folder) -> None:
+    tokenizer = detokenizer(kind, folder)
     ids = tokenizer.encode(TEXT)
     pieces = pieces_of(tokenizer, ids)
     assert "".join(pieces) == tokenizer.decode(ids)
-    assert not any("\N{REPLACEMENT CHARACTER}" in piece for piece in pieces)
+    assert not any(BROKEN in piece for piece in pieces)
     assert sum(map(bool, pieces)) > 30
     if kind == "bytes":
         assert pieces[:8] == ["Z", "w", "", "ö", "l", "f", "", " B"]
-    assert "".join(pieces_of(tokenizer, [*ids, 1, *ids])) == tokenizer.decode(ids)
+    if kind != "sentencepiece":  # whose EOS is another id
+        assert "".join(pieces_of(tokenizer, [*ids, 1, *ids])) == tokenizer.decode(ids)
 
 
-@pytest.mark.parametrize("kind", ["bytes", "bpe", "words"])
-def test_whatever_the_tokens_the_pieces_are_the_text(kind, request) -> None:
-    # Tokens as no text has them: broken bytes, spaces and line ends in rows, specials between.
-    tokenizer = {"bytes": ByteTokenizer, "words": WordPiece}.get(kind, lambda: request.getfixturevalue("bpe"))()
-    size = len(tokenizer.words) if kind == "words" else tokenizer.vocab_size
-    chance = random.Random(0)
-    usual = [i for i in range(size) if i != 1]
-    odd = [i for i in usual if not tokenizer.decode([i]).isalpha()]
-    for _ in range(150):
-        ids = [chance.choice(usual if chance.random() < 0.5 else odd) for _ in range(20)]
-        cut = chance.randrange(20)
-        assert "".join(pieces_of(tokenizer, ids[cut:], ids[:cut])) == tokenizer.decode(ids)
-        pieces = TextPieces(tokenizer)
-        assert pieces.add(ids[:cut]) + pieces.add(ids[cut:]) + pieces.end() == tokenizer.decode(ids)
+# Tokens as no text has them: broken bytes, spaces and line ends in rows, specials between, the same one many times.
+RUNS = st.lists(st.tuples(st.floats(0, 1, exclude_max=True), st.sampled_from([1, 1, 1, 2, 3, 40])), max_size=30)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(RUNS, st.integers(0, 40), st.booleans(), st.randoms(use_true_random=False))
+def test_whatever_the_tokens_the_pieces_are_the_text(tokenizer, runs, cut, is_told, chance) -> None:
+    odd = [i for i in range(tokenizer.vocab_size) if i != 1 and not tokenizer.decode([i]).isalpha()]
+    ids: list[int] = []
+    for place, times in runs:
+        usual = range(tokenizer.vocab_size) if chance.random() < 0.5 else odd
+        ids += [usual[int(place * len(usual))]] * times
+    assert "".join(pieces_of(tokenizer, ids[cut:], ids[:cut])) == tokenizer.decode(ids)
+    pieces = TextPieces(tokenizer)
+    assert pieces.add(ids[:cut]) + pieces.add(ids[cut:]) + pieces.end() == tokenizer.decode(ids)
+    before = tokenizer.decode(ids[:cut])
+    if is_told and tokenizer.decode(ids).startswith(before):
+        assert "".join(pieces_of(tokenizer, ids[cut:], ids[:cut], is_told=True)) == tokenizer.decode(ids)[len(before) :]
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.text(st.sampled_from("ab 's.,\n\t日本語é́ä👩‍🚀 ि\u200d"), max_size=200))
+def test_the_pieces_of_text_are_the_text(tokenizer, text) -> None:
+    ids = tokenizer.encode(text)
+    pieces = pieces_of(tokenizer, ids)
+    assert "".join(pieces) == tokenizer.decode(ids)
+    assert not any(BROKEN in piece for piece in pieces)
+
+
+@pytest.mark.parametrize("unit", [TEXT, "日本語のテキスト", "\n", " ", "a", "''", ". "], ids=repr)
+def test_the_cost_of_a_token_does_not_grow_with_the_text(tokenizer, unit) -> None:
+    cost: list[float] = []
+    for size in (500, 4000):
+        ids = (tokenizer.encode(unit) * size)[:size]
+        counted = Counted(tokenizer)
+        assert "".join(pieces_of(counted, ids)) == tokenizer.decode(ids)
+        cost.append(counted.decoded / size)
+    assert cost[1] < 1.5 * cost[0] + 2 and cost[1] < 100
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "words"])
+def test_a_long_beginning_is_not_decoded_for_each_token(kind, folder) -> None:
+    tokenizer = detokenizer(kind, folder)
+    begin = (tokenizer.encode(TEXT) * 200)[:4000]
+    new = tokenizer.encode("and then there")
+    counted = Counted(tokenizer)
+    pieces = pieces_of(counted, new * 20, begin, is_told=True)
+    assert "".join(pieces) == tokenizer.decode(begin + new * 20)[len(tokenizer.decode(begin)) :]
+    assert counted.decoded < 8 * len(begin)
+    assert sum(map(bool, pieces)) > 20 or "and" not in tokenizer.decode(new)
+
+
+def test_a_tokenizer_whose_text_depends_on_all_tokens_is_slow_and_right() -> None:
+    class Numbering:
+        """Numbers its words, so that no window of them says what the whole does."""
+
+        def encode(self, text: str) -> list[int]:
+            return [0]
+
+        def decode(self, ids) -> str:
+            return " ".join(f"{number}{string.ascii_lowercase[i]}" for number, i in enumerate(ids))
+
+    ids = [i % 26 for i in range(3000)]
+    counted = Counted(Numbering())
+    pieces = pieces_of(counted, ids)
+    assert "".join(pieces) == Numbering().decode(ids)
+    assert sum(map(bool, pieces)) > 100 and counted.decoded < 100 * len(ids)
 
 
 def test_what_is_told_already_is_not_said_again(bpe) -> None:
@@ -91,6 +140,53 @@ def test_a_tokenizer_that_takes_back_what_it_said_is_an_error() -> None:
 
     with pytest.raises(ValueError, match="expected a tokenizer whose text only grows, got 'ba' behind 'a'"):
         pieces_of(Backwards(), [0, 1])
+
+
+def stopped(tokenizer, ids, stop, begin=()) -> list[str]:
+    pieces = TextPieces(tokenizer, begin, is_told=True, stop=stop)
+    found = []
+    for i in ids:
+        assert not pieces.is_stopped
+        found.append(pieces.add([i]))
+        if pieces.is_stopped:
+            break
+    return [*found, pieces.end()]
+
+
+@pytest.mark.parametrize(
+    "stop", [["lost"], ["isn't l", "zzz"], ["\n\n"], ["日本"], ["x", "é"], [" "], [TEXT], ["café's  "]]
+)
+def test_what_stands_behind_a_stop_text_and_itself_are_left_out(tokenizer, stop) -> None:
+    ids = tokenizer.encode(TEXT)
+    said = tokenizer.decode(ids)
+    places = [place for one in stop if (place := said.find(one)) >= 0]
+    found = stopped(tokenizer, ids, stop)
+    assert "".join(found) == said[: min(places, default=len(said))]
+    if places:  # not a token is read that isn't needed
+        shown = [tokenizer.decode(ids[:n]) for n in range(len(ids) + 1)]
+        assert len(found) - 1 == next(n for n, text in enumerate(shown) if any(one in text for one in stop))
+
+
+def test_a_stop_text_that_does_not_come_is_shown_as_late_as_it_must_be() -> None:
+    tokenizer = ByteTokenizer()
+    assert stopped(tokenizer, tokenizer.encode("a#b##c#"), ["##!", "x"]) == ["a", "", "#b", "", "", "##c", "", "#"]
+    # What stands before the text is no part of it.
+    assert "".join(stopped(tokenizer, tokenizer.encode("#b##c"), ["##"], tokenizer.encode("##a#"))) == "#b"
+    pieces = TextPieces(tokenizer, tokenizer.encode("##a#"), stop=["##"])
+    assert pieces.add(tokenizer.encode("#b##c")) == "##a##b" and pieces.is_stopped and pieces.end() == ""
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.text("ab.", max_size=60), st.lists(st.text("ab.", min_size=1, max_size=4), min_size=1, max_size=3))
+def test_the_first_of_several_stop_texts_counts(tokenizer, text, stop) -> None:
+    ids = tokenizer.encode(text)
+    said = tokenizer.decode(ids)
+    shown = (tokenizer.decode(ids[:n]) for n in range(len(ids) + 1))
+    final = next((one for one in shown if any(end in one for end in stop)), said)
+    assert (
+        "".join(stopped(tokenizer, ids, stop))
+        == final[: min((final.find(s) for s in stop if s in final), default=None)]
+    )
 
 
 class Recorder:
