@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import fnmatch
+import json
 import os
 import re
 import secrets
+import stat
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
-_LEFT_OVER = re.compile(r"\..+\.[0-9a-f]{16}\.tmp")
+_MOST_JSON = 1 << 28  # bytes; a vocabulary of a million tokens takes a fifth of it
+_LEFT_OVER = re.compile(r"\.(.+)\.[0-9a-f]{16}\.tmp")
 
 
 def write_atomically(path: Path, data: bytes | bytearray | memoryview) -> None:
@@ -39,11 +45,73 @@ def write_atomically(path: Path, data: bytes | bytearray | memoryview) -> None:
         ) from error
 
 
-def remove_left_overs(folder: Path) -> None:
-    """Removes what a process that was killed in the middle of `write_atomically` left in a folder."""
+def remove_left_overs(folder: Path, names: Iterable[str]) -> None:
+    """Removes what a process that was killed in the middle of `write_atomically` left in a folder.
+
+    Args:
+        folder: where.
+        names: patterns of the names that were to be written, such as "step-*.pt"; any other file stays.
+    """
     for path in folder.glob(".*.tmp"):
-        if _LEFT_OVER.fullmatch(path.name):
+        left_over = _LEFT_OVER.fullmatch(path.name)
+        if left_over and any(fnmatch.fnmatchcase(left_over[1], name) for name in names) and is_plain_file(path):
             path.unlink(missing_ok=True)
+
+
+def is_plain_file(path: Path) -> bool:
+    """Whether a path is a file itself: no link, folder, pipe or device. Only files are ever written here."""
+    try:
+        return stat.S_ISREG(path.lstat().st_mode)
+    except OSError:
+        return False
+
+
+def check_places(folder: Path, names: Iterable[str]) -> None:
+    """Makes sure that files of these names can be written, or replaced, in a folder.
+
+    A link is no obstacle: `write_atomically` puts a file in its place and leaves what it points to alone.
+
+    Raises:
+        ValueError: a folder, a pipe or a device has one of the names.
+    """
+    for name in names:
+        path = folder / name
+        if os.path.lexists(path) and not path.is_symlink() and not is_plain_file(path):
+            raise ValueError(f"expected {path} to be a file, got a folder, a pipe or a device: take it away")
+
+
+def read_json(path: Path, *, unique_names: bool = False) -> dict[str, Any]:
+    """The JSON object in a file.
+
+    Args:
+        path: the file.
+        unique_names: refuse an object that has a name twice, of which the last one would count.
+
+    Raises:
+        ValueError: no file, one that is damaged or far too large, or no object in it.
+    """
+    if not path.is_file():  # a pipe may never be written to
+        raise ValueError(f"expected the file {path}, which isn't there: was the model saved completely?")
+    size = path.stat().st_size
+    if size > _MOST_JSON:
+        raise ValueError(f"expected {path} to be a small file, got {size:,} bytes: copy it again")
+    try:
+        text = path.read_bytes().decode("utf-8")
+        values = json.loads(text, object_pairs_hook=_unique if unique_names else None)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is no JSON or cut short ({error}): save or copy the model again") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"expected {path} to hold a JSON object, got a {type(values).__name__}")
+    return values
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in values:
+            raise ValueError(f"{name!r} is there twice")
+        values[name] = value
+    return values
 
 
 def _sync_folder(folder: Path) -> None:

@@ -51,8 +51,11 @@ def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(tmp_path, monke
 
 
 def test_left_overs_of_a_kill_are_removed_and_nothing_else(tmp_path) -> None:
-    kept = [".mine.tmp", ".a.0123456789abcde.tmp", "a.0123456789abcdef.tmp", ".hidden"]
-    for name in (*kept, ".a.pt.0123456789abcdef.tmp"):
+    end = "0123456789abcdef.tmp"
+    kept = [".mine.tmp", ".a.pt.0123456789abcde.tmp", f"a.pt.{end}", ".hidden", f".thesis.{end}", f".link.pt.{end}"]
+    for name in (*kept[:-1], f".a.pt.{end}", f".b.json.{end}"):
         (tmp_path / name).touch()
-    remove_left_overs(tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(kept)
+    (tmp_path / kept[-1]).symlink_to(tmp_path / ".hidden")
+    (tmp_path / f".folder.pt.{end}").mkdir()
+    remove_left_overs(tmp_path, ["*.pt", "b.json"])
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*kept, f".folder.pt.{end}"])

@@ -15,7 +15,7 @@ def quantize(run: str, out: str) -> None:
         run: the run folder
         out: the folder to write, which isn't there yet or is empty
     """
-    from fastformer.models.pretrained import WEIGHTS
+    from fastformer.models.weights import WEIGHTS
     from fastformer.run_folder import load_model
 
     folder = Path(out)

@@ -13,8 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastformer.models.foreign import check_floating, joined, number_of, some
-from fastformer.models.pretrained import Undrawn
+from fastformer.models.foreign import check_floating, depth_of, flag_of, joined, load_foreign, number_of, some
 from fastformer.models.transformer import Transformer, TransformerConfig
 from fastformer.ops.embedding import sinusoidal_positions
 from fastformer.special_ids import SpecialIds
@@ -96,21 +95,25 @@ def transformer_from_bart(
     form, left = FORMS[settings["model_type"]], dict(state)
     check_floating(left)
     start, pad, eos = (_id(settings, f"{name}_token_id", form) for name in ("decoder_start", "pad", "eos"))
+    special_ids = SpecialIds(pad=pad, eos=eos, unk=unk, start=start)
     source_embedding, target_embedding, output = _embeddings(settings, left, form)
     tied = source_embedding is target_embedding is output
     bias = left.pop(_BIAS, target_embedding.new_zeros(1, len(target_embedding)))
     if bias.shape != (1, len(target_embedding)):
         raise ValueError(f"expected {_BIAS} of shape {(1, len(target_embedding))}, got {tuple(bias.shape)}")
     bias = bias[0].clone()
-    bias[[*never]] = _NEVER
+    never = [*never]
+    if outside := [token for token in never if token >= len(bias)]:
+        raise ValueError(f"expected bad_words_ids below the vocabulary's size {len(bias)}, got {outside[0]}")
+    bias[never] = _NEVER
     config = TransformerConfig(
         vocab_size=len(target_embedding),
         source_vocab_size=None if tied else len(source_embedding),
         d_model=number_of(settings, "d_model"),
         num_heads=_same(settings, "encoder_attention_heads", "decoder_attention_heads"),
         d_ff=_same(settings, "encoder_ffn_dim", "decoder_ffn_dim"),
-        num_encoder_layers=number_of(settings, "encoder_layers"),
-        num_decoder_layers=number_of(settings, "decoder_layers"),
+        num_encoder_layers=depth_of(settings, "encoder_layers", state),
+        num_decoder_layers=depth_of(settings, "decoder_layers", state),
         norm_first=form.norm_first,
         layer_norm_eps=layer_norm_eps,
         activation=_activation(settings.get("activation_function", "gelu")),
@@ -118,14 +121,14 @@ def transformer_from_bart(
         attention_dropout=settings.get("attention_dropout", 0.0),
         activation_dropout=settings.get("activation_dropout", 0.0),
         positions=form.positions,  # type: ignore[arg-type]
-        scale_embedding=bool(settings.get("scale_embedding", False)),
+        scale_embedding=flag_of(settings, "scale_embedding", False),
         embedding_norm=form.embedding_norm,
         embed_pad=any(bool(matrix[pad].any()) for matrix in (source_embedding, target_embedding) if pad < len(matrix)),
         tie_embeddings=tied,
         output_bias=bool(bias.any()),
         attention_bias=True,
         max_len=number_of(settings, "max_position_embeddings"),
-        special_ids=SpecialIds(pad=pad, eos=eos, unk=unk, start=start),
+        special_ids=special_ids,
     )
     weights = {name: joined(left, theirs, form.name) for name, theirs in _names(config).items()}
     for name, theirs in _POSITIONS.items():
@@ -142,13 +145,7 @@ def transformer_from_bart(
         weights["output_bias"] = bias
     if left:
         raise ValueError(f"expected the tensors of a {form.name}, got others as well: {some(left)}")
-    with Undrawn():
-        model = Transformer(config, device=device, dtype=dtype or target_embedding.dtype)
-    for name, parameter in model.state_dict().items():
-        if parameter.shape != weights[name].shape:
-            raise ValueError(f"expected {name} of shape {tuple(parameter.shape)}, got {tuple(weights[name].shape)}")
-    model.load_state_dict(weights)
-    return model.eval()
+    return load_foreign(config, weights, device=device, dtype=dtype or target_embedding.dtype)
 
 
 def bart_from_transformer(model: Transformer) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -268,8 +265,8 @@ def _embeddings(settings: Mapping[str, Any], left: dict[str, Tensor], form: Form
     found = {name: left.pop(name, None) for name in (_SHARED, _SOURCE, _TARGET, _OUTPUT)}
     # A file holds one of the matrices that are tied.
     is_tied, is_shared = (
-        settings.get("tie_word_embeddings", True),
-        settings.get("share_encoder_decoder_embeddings", True),
+        flag_of(settings, "tie_word_embeddings", True),
+        flag_of(settings, "share_encoder_decoder_embeddings", True),
     )
     groups = [{_TARGET} | ({_OUTPUT} if is_tied else set()), {_SOURCE}, {_OUTPUT}]
     if is_shared:
@@ -294,9 +291,12 @@ def _equal(a: Tensor, b: Tensor) -> bool:
 
 
 def _check_positions(name: str, table: Tensor, config: TransformerConfig, form: Form) -> None:
-    expected = sinusoidal_positions(config.max_len, config.d_model, config.positions, device=table.device)
     atol = 1e-6 if table.element_size() >= 4 else 1e-2
-    if table.shape != expected.shape or not torch.allclose(table.float(), expected, rtol=0, atol=atol):
+    is_right = table.shape == (config.max_len, config.d_model)  # before a table of the same size is made
+    if is_right:
+        expected = sinusoidal_positions(config.max_len, config.d_model, config.positions, device=table.device)
+        is_right = torch.allclose(table.float(), expected, rtol=0, atol=atol)
+    if not is_right:
         raise ValueError(f"expected {name} to be {form.name}'s sines and cosines, got another table")
 
 

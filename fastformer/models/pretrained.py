@@ -1,7 +1,7 @@
 """Saving and loading a model: a folder with model.safetensors, config.json and, if there is one, tokenizer.json.
 
-The metadata of model.safetensors holds the SHA-256 of the file (taken with 64 zeros in its own place), so that a
-changed bit is noticed. A file without one, as other programs write it, loads all the same.
+The weights may stand in several files as well, with an index: `fastformer.models.weights` says how, and how a changed
+bit is noticed.
 
 Of a quantised model config.json says "quantization": "int8", and the file holds each of its rounded matrices X as int8,
 with the scales of its rows beside it as X.scale (`fastformer.models.quantization`).
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import hashlib
 import json
 import os
 from collections.abc import Callable, Mapping
@@ -22,15 +21,17 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from fastformer.files import write_atomically
-from fastformer.models.quantization import INT8, SCALE, packed_state, round_weights, unpacked_state
+from fastformer.files import read_json, write_atomically
+from fastformer.models import weights
+from fastformer.models.quantization import INT8, SCALE, packed_entries, packed_state, round_weights, unpacked_state
+from fastformer.models.weights import FLOATING, WEIGHTS, Entry, SavedWeights, check_entries, to_bytes
 from fastformer.settings import suggestion
 from fastformer.special_ids import SpecialIds
 
-WEIGHTS = "model.safetensors"
 CONFIG = "config.json"
 _QUANTIZATION = "quantization"  # in config.json
-_NO_DIGEST = "0" * 64
+_FEW_LAYERS = 100  # which are made on "meta" at once
+_TABLES = 1 << 28  # bytes of memory that tables of positions may take in any model
 
 Model = TypeVar("Model", bound="PretrainedModel")
 AnyModel = TypeVar("AnyModel", bound=nn.Module)
@@ -190,12 +191,12 @@ class PretrainedModel(nn.Module):
                 missing, unexpected or misshapen tensors, or weights that are NaN or infinite.
         """
 
-        def make(values: dict[str, Any], dtype: torch.dtype | None) -> Model:
+        def make(values: dict[str, Any], device: torch.device | str | None, dtype: torch.dtype | None) -> Model:
             config = config_from_dict(cls.config_class, values)
             return cls(config, device=device, dtype=dtype)
 
         placement(device, dtype)
-        return load_saved(folder, cls.__name__, make, dtype=dtype)
+        return load_saved(folder, cls.__name__, make, device=device, dtype=dtype)
 
 
 def save_model(
@@ -222,10 +223,7 @@ def save_model(
     if getattr(model, "precision", None) == INT8:
         config[_QUANTIZATION] = INT8
         state = packed_state(model, state)
-    metadata = {"format": "pt", **(notes or {}), "sha256": _NO_DIGEST}
-    data = bytearray(_safetensors().save(state, metadata))
-    place = data.index(f'"sha256":"{_NO_DIGEST}"'.encode()) + len('"sha256":"')
-    data[place : place + len(_NO_DIGEST)] = hashlib.sha256(data).hexdigest().encode()
+    data = to_bytes(state, notes or {})
     write_atomically(path / WEIGHTS, data)
     write_atomically(path / CONFIG, (json.dumps(config, indent=2) + "\n").encode())
     if tokenizer is not None:
@@ -235,8 +233,9 @@ def save_model(
 def load_saved(
     folder: str | os.PathLike[str],
     architecture: str,
-    make: Callable[[dict[str, Any], torch.dtype | None], AnyModel],
+    make: Callable[[dict[str, Any], torch.device | str | None, torch.dtype | None], AnyModel],
     *,
+    device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
 ) -> AnyModel:
     """What `save_model` wrote, in evaluation mode.
@@ -244,38 +243,102 @@ def load_saved(
     Args:
         folder: of the model.
         architecture: the one that it has to be.
-        make: builds the model from its settings, in a dtype.
+        make: builds the model from its settings, on a device, in a dtype.
+        device: of the parameters; None: the CPU.
         dtype: of the parameters; None: what they were saved as.
 
     Raises:
         ValueError: as `PretrainedModel.from_pretrained`.
     """
     path = Path(folder)
-    values = _read_config(path, architecture)
-    weights = path / WEIGHTS
-    state = read_weights(weights)
+    values = _read_config(path)
+    if (found := values.pop("architecture")) != architecture:
+        raise ValueError(f"expected a folder of {architecture}, got one of {found!r}: {path}")
+    saved = SavedWeights.in_folder(path)
     quantization = values.pop(_QUANTIZATION, None)
     if quantization not in (None, INT8):
         raise ValueError(f"expected a {_QUANTIZATION} of {INT8!r} in {path / CONFIG}, got {quantization!r}")
-    saved = {
-        tensor.dtype
-        for name, tensor in state.items()
-        if tensor.is_floating_point() and not (quantization and name.endswith(SCALE))
+    dtypes: set[Any] = {
+        entry.dtype
+        for name, entry in saved.entries.items()
+        if entry.dtype in FLOATING and not (quantization and name.endswith(SCALE))
     }
+    dtype = dtype or (dtypes.pop() if len(dtypes) == 1 else None)
+
+    def check(model: nn.Module) -> None:
+        expected = {name: Entry(tuple(tensor.shape)) for name, tensor in model.state_dict().items()}
+        if quantization is not None:
+            expected = packed_entries(model, expected)
+        check_entries(saved.path, f"its {CONFIG}", saved.entries, expected)
+        check_tables(model, path / CONFIG)
+
     try:
-        with Undrawn():
-            model = make(values, dtype or (saved.pop() if len(saved) == 1 else None))
+        for name, value in values.items():
+            check_depth(name, value, len(saved.entries), path / CONFIG)
+        model = make_to_load(lambda device: make(values, device, dtype), device, check)
     except (TypeError, RuntimeError) as error:
         raise ValueError(f"{path / CONFIG} has settings that no {architecture} can have ({error})") from error
+    state = saved.read()
     if quantization is not None:
-        try:
-            state = unpacked_state(model, state)
-        except ValueError as error:
-            raise ValueError(f"{weights} doesn't fit its {CONFIG}, which says {INT8}: {error}") from error
+        state = unpacked_state(model, state)
         model.precision = quantization
-    _check_state(weights, state, model.state_dict())
     model.load_state_dict(state)
     return model.eval()
+
+
+def make_to_load(
+    make: Callable[[torch.device | str | None], AnyModel],
+    device: torch.device | str | None,
+    check: Callable[[AnyModel], None],
+) -> AnyModel:
+    """A model whose weights are loaded next.
+
+    It is made on "meta" first, where it takes no memory: settings that don't fit the weights allocate nothing.
+
+    Args:
+        make: makes it on a device.
+        device: for the model.
+        check: raises a ValueError for one that doesn't fit.
+    """
+    with Undrawn():
+        check(make("meta"))
+        return make(device)
+
+
+def check_depth(name: str, value: object, num_tensors: int, origin: object) -> None:
+    """Refuses far more layers than there are tensors: even on "meta" a layer takes time and memory.
+
+    Args:
+        name: of a setting; those that end with "layers" count.
+        value: of the setting.
+        num_tensors: in the file.
+        origin: of the settings.
+
+    Raises:
+        ValueError: too many.
+    """
+    if name.endswith("layers") and isinstance(value, int) and value > max(num_tensors, _FEW_LAYERS):
+        raise ValueError(f"expected {origin} to fit its {num_tensors} tensors, got {name} {value}")
+
+
+def check_tables(model: nn.Module, origin: object) -> None:
+    """Refuses settings that ask for much more memory than the weights take: no file says how large tables are.
+
+    Args:
+        model: as it would be, on "meta".
+        origin: of the settings.
+
+    Raises:
+        ValueError: tables of positions that are far larger than the weights.
+    """
+    weights_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
+    table_bytes = sum(b.numel() * b.element_size() for b in model.buffers())
+    if table_bytes > max(_TABLES, 8 * weights_bytes):
+        config: Any = model.config
+        raise ValueError(
+            f"expected {origin} to have a max_len that suits a model of {weights_bytes / 2**20:.1f} MiB, got "
+            f"{config.max_len}, whose positions take {table_bytes / 2**20:,.0f} MiB"
+        )
 
 
 def read_notes(folder: str | os.PathLike[str]) -> dict[str, str]:
@@ -284,82 +347,7 @@ def read_notes(folder: str | os.PathLike[str]) -> dict[str, str]:
     Raises:
         ValueError: a damaged file.
     """
-    file = Path(folder) / WEIGHTS
-    if not file.is_file():
-        return {}
-    metadata, _ = _read_metadata(file)
-    return {name: value for name, value in metadata.items() if name not in ("format", "sha256")}
-
-
-def _read_config(path: Path, architecture: str) -> dict[str, Any]:
-    if not path.is_dir():
-        raise ValueError(f"expected a folder with {WEIGHTS} and {CONFIG}, but there is no folder {path}")
-    file = path / CONFIG
-    if not file.is_file():
-        raise ValueError(f"expected the file {file}, which isn't there: is {path} a model's folder?")
-    try:
-        values = json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{file} is no JSON or cut short ({error}): save or copy the model again") from error
-    if not isinstance(values, dict) or "architecture" not in values:
-        raise ValueError(f"expected {file} to name an 'architecture': it wasn't written by fastformer")
-    found = values.pop("architecture")
-    if found != architecture:
-        raise ValueError(f"expected a folder of {architecture}, got one of {found!r}: {path}")
-    return values
-
-
-def read_weights(file: Path) -> dict[str, torch.Tensor]:
-    """The tensors of a safetensors file, after a look at its checksum and for weights that are no numbers.
-
-    Raises:
-        ImportError: safetensors is not installed.
-        ValueError: no such file, a damaged one, or NaN or infinite weights.
-    """
-    if not file.is_file():
-        raise ValueError(f"expected the file {file}, which isn't there: was the model saved completely?")
-    _check_digest(file)
-    try:
-        state: dict[str, torch.Tensor] = _safetensors().load_file(file)
-    except Exception as error:  # safetensors raises a type of its own, and OSError for an empty file
-        raise ValueError(_damaged(file, error)) from error
-    for name, tensor in state.items():
-        if tensor.is_floating_point() and not tensor.isfinite().all():
-            raise ValueError(f"{file} holds NaN or infinite weights in {name}: its training went wrong; train anew")
-    return state
-
-
-def _read_metadata(file: Path) -> tuple[dict[str, str], bytes]:
-    """The metadata of a safetensors file and its first bytes: the header's length and the header."""
-    try:
-        with open(file, "rb") as data:
-            start = data.read(8)
-            size = int.from_bytes(start, "little")
-            if len(start) < 8 or size > file.stat().st_size:
-                raise ValueError("the header is cut short")
-            start += data.read(size)
-        metadata = json.loads(start[8:]).get("__metadata__", {})
-        return {str(name): str(value) for name, value in metadata.items()}, start
-    except (ValueError, AttributeError, RecursionError) as error:
-        raise ValueError(_damaged(file, error)) from error
-
-
-def _check_digest(file: Path) -> None:
-    metadata, start = _read_metadata(file)
-    expected = metadata.get("sha256")
-    if expected is None:
-        return
-    digest = hashlib.sha256(start.replace(f'"sha256":"{expected}"'.encode(), f'"sha256":"{_NO_DIGEST}"'.encode(), 1))
-    with open(file, "rb") as data:
-        data.seek(len(start))
-        while block := data.read(1 << 22):
-            digest.update(block)
-    if digest.hexdigest() != expected:
-        raise ValueError(_damaged(file, "its checksum is another"))
-
-
-def _damaged(file: Path, why: object) -> str:
-    return f"{file} is damaged or cut short ({why}): save or copy the model again"
+    return weights.read_notes(Path(folder))
 
 
 def read_architecture(folder: str | os.PathLike[str]) -> str:
@@ -368,35 +356,16 @@ def read_architecture(folder: str | os.PathLike[str]) -> str:
     Raises:
         ValueError: no such folder or file, or a damaged one.
     """
-    file = Path(folder) / CONFIG
+    return str(_read_config(Path(folder))["architecture"])
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    if not folder.is_dir():
+        raise ValueError(f"expected a folder with {WEIGHTS} and {CONFIG}, but there is no folder {folder}")
+    file = folder / CONFIG
     if not file.is_file():
         raise ValueError(f"expected the file {file}, which isn't there: is {folder} a model's folder?")
-    try:
-        return str(json.loads(file.read_text(encoding="utf-8"))["architecture"])
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise ValueError(f"{file} is cut short or names no 'architecture' ({error!r})") from error
-
-
-def _check_state(file: Path, state: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    missing = sorted(expected.keys() - state.keys())
-    unexpected = sorted(state.keys() - expected.keys())
-    misshapen = [
-        f"{name}: expected {tuple(expected[name].shape)}, got {tuple(state[name].shape)}"
-        for name in sorted(expected.keys() & state.keys())
-        if expected[name].shape != state[name].shape
-    ]
-    problems = []
-    for what, names in (("missing", missing), ("unexpected", unexpected), ("misshapen", misshapen)):
-        if names:
-            shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-            problems.append(f"{what} tensors: {shown}")
-    if problems:
-        raise ValueError(f"{file} doesn't fit its {CONFIG}: {'; '.join(problems)}")
-
-
-def _safetensors() -> Any:
-    try:
-        import safetensors.torch
-    except ImportError as error:
-        raise ImportError("saving and loading needs safetensors: pip install 'fastformer[train]'") from error
-    return safetensors.torch
+    values = read_json(file)
+    if "architecture" not in values:
+        raise ValueError(f"expected {file} to name an 'architecture': it wasn't written by fastformer")
+    return values

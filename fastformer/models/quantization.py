@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from fastformer.models.weights import Entry
 from fastformer.nn.attention import MultiheadAttention
 
 INT8 = "int8"
@@ -80,22 +81,23 @@ def packed_state(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor
     return packed
 
 
-def unpacked_state(model: nn.Module, packed: dict[str, Tensor]) -> dict[str, Tensor]:
-    """What `packed_state` was given, in the model's dtype; entries that don't fit stay for others to complain about.
+def packed_entries(model: nn.Module, entries: dict[str, Entry]) -> dict[str, Entry]:
+    """What `packed_state` gives for a model, as names, shapes and dtypes.
 
-    Raises:
-        ValueError: an entry that should be int8 and isn't, or has no scales that fit.
+    Args:
+        model: on any device, "meta" too.
+        entries: of its state.
     """
+    packed = dict(entries)
+    for name in quantized_names(model):
+        shape = entries[name].shape
+        packed[name], packed[name + SCALE] = Entry(shape, torch.int8), Entry(shape[:1], torch.float32)
+    return packed
+
+
+def unpacked_state(model: nn.Module, packed: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What `packed_state` was given, in the model's dtype; the entries are those of `packed_entries`."""
     state, own = dict(packed), model.state_dict()
     for name in quantized_names(model):
-        q = packed.get(name)
-        if q is None:
-            continue
-        scale = state.pop(name + SCALE, None)
-        if q.dtype != torch.int8 or q.dim() != 2:
-            raise ValueError(f"expected {name} to be a matrix of int8, got {q.dtype} of shape {tuple(q.shape)}")
-        if scale is None or scale.dtype != torch.float32 or scale.shape != q.shape[:1]:
-            found = "none" if scale is None else f"{scale.dtype} of shape {tuple(scale.shape)}"
-            raise ValueError(f"expected {name + SCALE} to hold {len(q)} scales in fp32, got {found}")
-        state[name] = from_grid(q, scale, own[name].dtype)
+        state[name] = from_grid(state[name], state.pop(name + SCALE), own[name].dtype)
     return state

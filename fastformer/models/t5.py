@@ -16,8 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastformer.models.foreign import check_floating, joined, number_of, some
-from fastformer.models.pretrained import Undrawn
+from fastformer.models.foreign import check_floating, depth_of, flag_of, joined, load_foreign, number_of, some
 from fastformer.models.transformer import Transformer, TransformerConfig
 from fastformer.special_ids import SpecialIds
 
@@ -88,6 +87,7 @@ def transformer_from_t5(
     if pad is None or eos is None:
         raise ValueError(f"expected a {name} with a pad_token_id and an eos_token_id, got {pad!r} and {eos!r}")
     start = settings.get("decoder_start_token_id")
+    special_ids = SpecialIds(pad=pad, eos=eos, unk=unk, start=pad if start is None else start)
     source, target, output = _embeddings(left, name)
     tied = source is target is output
     d_model, head_dim, heads = (number_of(settings, key) for key in ("d_model", "d_kv", "num_heads"))
@@ -99,7 +99,7 @@ def transformer_from_t5(
     activation = settings.get("feed_forward_proj", "relu")
     if activation not in _ACTIVATIONS:
         raise ValueError(f"expected a feed_forward_proj out of {(*_ACTIVATIONS,)}, got {activation!r}")
-    depth = number_of(settings, "num_layers")
+    depth = depth_of(settings, "num_layers", state)
     dropout = settings.get("dropout_rate", 0.1)
     config = TransformerConfig(
         **_OPTIONS,
@@ -109,7 +109,9 @@ def transformer_from_t5(
         num_heads=d_model // head_dim,
         d_ff=number_of(settings, "d_ff"),
         num_encoder_layers=depth,
-        num_decoder_layers=depth if settings.get("num_decoder_layers") is None else settings["num_decoder_layers"],
+        num_decoder_layers=(
+            depth if settings.get("num_decoder_layers") is None else depth_of(settings, "num_decoder_layers", state)
+        ),
         layer_norm_eps=settings.get("layer_norm_epsilon", 1e-6),
         activation=_ACTIVATIONS[activation],  # type: ignore[arg-type]
         dropout=dropout,
@@ -117,11 +119,11 @@ def transformer_from_t5(
         activation_dropout=dropout,
         num_buckets=settings.get("relative_attention_num_buckets", 32),
         max_distance=settings.get("relative_attention_max_distance", 128),
-        embed_pad=any(bool(matrix[pad].any()) for matrix in (source, target)),
+        embed_pad=any(bool(matrix[pad].any()) for matrix in (source, target) if pad < len(matrix)),
         tie_embeddings=tied,
         scale_output=_scales_output(settings),
         max_len=settings.get("n_positions") or _MAX_LEN,
-        special_ids=SpecialIds(pad=pad, eos=eos, unk=unk, start=pad if start is None else start),
+        special_ids=special_ids,
     )
     missing = d_model - heads * head_dim
     weights = {}
@@ -141,13 +143,7 @@ def transformer_from_t5(
         weights |= {"source_embedding.weight": source, "target_embedding.weight": target, "output.weight": output}
     if left:
         raise ValueError(f"expected the tensors of a {name}, got others as well: {some(left)}")
-    with Undrawn():
-        model = Transformer(config, device=device, dtype=dtype or target.dtype)
-    for ours, parameter in model.state_dict().items():
-        if parameter.shape != weights[ours].shape:
-            raise ValueError(f"expected {ours} of shape {tuple(parameter.shape)}, got {tuple(weights[ours].shape)}")
-    model.load_state_dict(weights)
-    return model.eval()
+    return load_foreign(config, weights, device=device, dtype=dtype or target.dtype)
 
 
 def t5_from_transformer(model: Transformer) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -218,7 +214,7 @@ def _scales_output(settings: Mapping[str, Any]) -> bool:
     """Whether the hidden states are scaled: what says so has two names, and to old versions meant tied as well."""
     if settings["model_type"] == "mt5":
         return False
-    return bool(settings.get("scale_decoder_outputs", settings.get("tie_word_embeddings", True)))
+    return flag_of(settings, "scale_decoder_outputs", flag_of(settings, "tie_word_embeddings", True))
 
 
 def _heads_in_use(config: TransformerConfig, state: Mapping[str, Tensor]) -> int:

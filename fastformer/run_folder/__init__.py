@@ -110,7 +110,8 @@ def _load(
     if architecture == "GPT":
         return GPT.from_pretrained(run, device=device, dtype=dtype)
 
-    def make(values: dict[str, Any], dtype: torch.dtype | None) -> LSTMSeq2Seq:
-        return LSTMSeq2Seq(**asdict(config_from_dict(LSTMConfig, values))).to(device=device, dtype=dtype)
+    def make(values: dict[str, Any], device: torch.device | str | None, dtype: torch.dtype | None) -> LSTMSeq2Seq:
+        with torch.device(device or "cpu"):
+            return LSTMSeq2Seq(**asdict(config_from_dict(LSTMConfig, values))).to(dtype=dtype)
 
-    return load_saved(run, architecture, make, dtype=dtype)
+    return load_saved(run, architecture, make, device=device, dtype=dtype)

@@ -17,13 +17,14 @@ import torch
 from fastformer.data.bart import BartTokenizer, byte_level_bpe
 from fastformer.data.marian import check_vocab
 from fastformer.data.tokenizer import TOKENIZER, read_backend
+from fastformer.files import read_json
 from fastformer.models import Transformer
+from fastformer.models.foreign import flag_of
 from fastformer.models.pretrained import CONFIG
 from fastformer.run_folder.hugging_face import (
     generation_settings,
     load_weights,
     read_file,
-    read_json,
     special_tokens,
 )
 
@@ -71,7 +72,7 @@ def _tokenizer(folder: Path) -> tokenizers.Tokenizer:
     vocab = check_vocab(folder / "vocab.json", read_json(folder / "vocab.json"))
     merges = read_file(folder / "merges.txt")
     file = folder / "tokenizer_config.json"
-    has_space = bool(file.is_file() and read_json(file).get("add_prefix_space"))
+    has_space = file.is_file() and flag_of(read_json(file), "add_prefix_space", False)
     return byte_level_bpe(folder / "merges.txt", vocab, merges, add_prefix_space=has_space)
 
 

@@ -18,13 +18,16 @@ from typing import Any
 
 import torch
 
-from fastformer.files import write_atomically
+from fastformer.files import is_plain_file, write_atomically
+from fastformer.models.weights import Entry, check_entries, check_finite, check_plain, entries_of
+from fastformer.run_folder.torch_archive import read_archive
 
 logger = logging.getLogger("fastformer")
 
 FOLDER = "checkpoints"
 _MARK = b"sha256:"
 _COMMENT_LENGTH = len(_MARK) + 2 * hashlib.sha256().digest_size
+_NAME = re.compile("step-([0-9]{8}|[1-9][0-9]{8,})[.]pt")
 _PARTS = {"config": str, "model": dict, "counters": dict}
 
 
@@ -44,7 +47,7 @@ def save_checkpoint(
     Raises:
         OSError: it could not be written (a full disk, say); what was there before is still there.
     """
-    folder = run / FOLDER
+    folder = checkpoint_folder(run)
     folder.mkdir(parents=True, exist_ok=True)
     buffer = io.BytesIO()
     torch.save(state, buffer)
@@ -53,18 +56,39 @@ def save_checkpoint(
     data += _MARK + hashlib.sha256(data).hexdigest().encode()
     path = folder / f"step-{step:08d}.pt"
     write_atomically(path, data)
-    older = [old for old in checkpoints(run) if step_of(old) < step]
+    older = [old for old in checkpoints(run) if step_of(old) < step and is_plain_file(old)]
     planned = [old for old in older if regular(step_of(old))]
     kept = {path, *planned[max(0, len(planned) + 1 - keep_last) :]}
     for old in checkpoints(run):  # later ones too: they were damaged, or this update would come after them
-        if old not in kept:
+        if old not in kept and is_plain_file(old):  # a link, say, is not by this program
             old.unlink()
     return path
 
 
+def checkpoint_folder(run: Path) -> Path:
+    """Where the checkpoints of a run are, or will be.
+
+    Raises:
+        ValueError: a link or a file of that name. Old checkpoints are deleted, and behind a link they may belong to
+            another run.
+    """
+    folder = run / FOLDER
+    if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
+        found = "a link" if folder.is_symlink() else "something else"
+        raise ValueError(
+            f"expected {folder} to be a folder, got {found} of that name: take it away. To keep a run on another disk, "
+            "make the whole run folder a link"
+        )
+    return folder
+
+
 def checkpoints(run: Path) -> list[Path]:
-    """The checkpoints of a run, oldest first."""
-    found = [path for path in (run / FOLDER).glob("step-*.pt") if re.fullmatch(r"step-\d+\.pt", path.name)]
+    """The checkpoints of a run, oldest first: files with the names that `save_checkpoint` gives.
+
+    Raises:
+        ValueError: see `checkpoint_folder`.
+    """
+    found = [path for path in checkpoint_folder(run).glob("step-*.pt") if _NAME.fullmatch(path.name)]
     return sorted(found, key=step_of)
 
 
@@ -79,21 +103,27 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
     Raises:
         ValueError: the file is damaged, cut short, or no checkpoint of a training.
     """
-    if not path.is_file():  # nobody may ever write into a pipe
+    if not path.is_file():  # a pipe may never be written to
         raise ValueError(f"expected the file {path}, got something else of that name")
-    data = path.read_bytes()
+    with path.open("rb") as file:
+        size = file.seek(0, 2)
+        file.seek(max(0, size - _COMMENT_LENGTH))
+        comment = file.read()
+        file.seek(0)  # a file without a checksum may be of any size
+        data = file.read() if comment.startswith(_MARK) else b""
     body = memoryview(data)[:-_COMMENT_LENGTH]
-    if data[len(body) :] != _MARK + hashlib.sha256(body).hexdigest().encode():
-        raise ValueError(f"{path} is damaged or cut short ({len(data):,} bytes)")
-    try:
-        state = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-    except Exception as error:  # torch raises what the unpickler and the archive's reader raise
-        raise ValueError(f"{path} is no checkpoint of plain tensors and values ({type(error).__name__})") from error
+    if not data or comment != _MARK + hashlib.sha256(body).hexdigest().encode():
+        raise ValueError(f"{path} is damaged or cut short ({size:,} bytes)")
+    state = read_archive(io.BytesIO(data), path, "checkpoint")
     if not isinstance(state, dict):
         raise ValueError(f"expected {path} to hold a dict, got {type(state).__name__}")
     for name, kind in _PARTS.items():
         if not isinstance(state.get(name), kind):
             raise ValueError(f"expected {path} to hold {name!r} as {kind.__name__}, got {state.get(name)!r:.80}")
+    if (found := state["counters"].get("step")) != step_of(path):
+        raise ValueError(f"expected {path} to be of that update, got {found!r:.40}: was the file renamed?")
+    check_plain(path, state["model"])
+    check_finite(path, state["model"])
     return state
 
 
@@ -118,15 +148,14 @@ def average_weights(paths: list[Path]) -> dict[str, torch.Tensor]:
     if not paths:
         raise ValueError("expected at least one checkpoint to average, got none")
     sums: dict[str, torch.Tensor] = {}
-    dtypes: dict[str, torch.dtype] = {}
+    expected: dict[str, Entry] = {}
     for path in paths:
-        weights = _validated_weights(load_checkpoint(path))
-        if sums and {name: w.shape for name, w in weights.items()} != {name: w.shape for name, w in sums.items()}:
-            raise ValueError(f"expected checkpoints of one model, but {path} differs from {paths[0]}")
+        weights = _validated_weights(path)
+        expected = expected or entries_of(weights)
+        check_entries(path, f"{paths[0].name}, with which it is averaged", entries_of(weights), expected)
         for name, weight in weights.items():
             sums[name] = sums[name] + weight.double() if name in sums else weight.double()
-            dtypes[name] = weight.dtype
-    return {name: (total / len(paths)).to(dtypes[name]) for name, total in sums.items()}
+    return {name: (total / len(paths)).to(weights[name].dtype) for name, total in sums.items()}
 
 
 def describe_average(paths: list[Path]) -> str:
@@ -134,7 +163,12 @@ def describe_average(paths: list[Path]) -> str:
     return f"the average of updates {', '.join(str(step_of(path)) for path in paths)}"
 
 
-def _validated_weights(state: dict[str, Any]) -> dict[str, torch.Tensor]:
-    averaged: dict[str, torch.Tensor] | None = state.get("ema")
+def _validated_weights(path: Path) -> dict[str, torch.Tensor]:
+    state = load_checkpoint(path)
     weights: dict[str, torch.Tensor] = state["model"]
-    return weights if averaged is None else {name: averaged[f"module.{name}"] for name in weights}
+    ema = state.get("ema")
+    if ema is None:
+        return weights
+    averaged: dict[str, Any] = {name: ema.get(f"module.{name}") for name in weights} if isinstance(ema, dict) else {}
+    check_plain(path, averaged)
+    return averaged

@@ -1,14 +1,13 @@
 """What the folders have in common that transformers saves: read without transformers.
 
 config.json                  says "model_type"
-model.safetensors            or pytorch_model.bin, as older ones have it
+model.safetensors            or pytorch_model.bin, as older ones have it; or several files, with an index
 tokenizer_config.json        what the special tokens are called, if they have other names than usual
 generation_config.json       which ids may never be said (bad_words_ids), if any
 """
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -17,11 +16,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastformer.files import read_json
 from fastformer.models import Transformer
 from fastformer.models.bart import transformer_from_bart
-from fastformer.models.pretrained import CONFIG, WEIGHTS, read_weights
+from fastformer.models.pretrained import CONFIG
 from fastformer.models.t5 import NAMES as T5_NAMES
 from fastformer.models.t5 import transformer_from_t5
+from fastformer.models.weights import (
+    WEIGHTS,
+    SavedWeights,
+    check_finite,
+    check_plain,
+    check_shard,
+    index_of,
+    read_index,
+)
+from fastformer.run_folder.torch_archive import read_archive
 
 logger = logging.getLogger("fastformer")
 
@@ -32,10 +42,10 @@ _OLD_WEIGHTS = "pytorch_model.bin"
 def model_type(folder: Path) -> str | None:
     """The family whose model a folder holds, such as "bart"; None where it isn't one of transformers."""
     try:
-        values = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return None  # somebody else says what is wrong with it
-    found = values.get("model_type") if isinstance(values, dict) and "architecture" not in values else None
+        values = read_json(folder / CONFIG)
+    except (OSError, ValueError):
+        return None  # the loader says what is wrong with it
+    found = values.get("model_type") if "architecture" not in values else None
     return found if isinstance(found, str) else None
 
 
@@ -138,15 +148,27 @@ def _is_id(value: object) -> bool:
 
 
 def _weights(folder: Path) -> dict[str, Tensor]:
-    file, old = folder / WEIGHTS, folder / _OLD_WEIGHTS
-    if file.is_file() or not old.is_file():
-        return read_weights(file)
-    try:
-        state = torch.load(old, map_location="cpu", weights_only=True)
-    except Exception as error:  # what the unpickler and the archive's reader raise
-        raise ValueError(f"{old} is damaged or holds more than tensors ({type(error).__name__})") from error
-    if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
-        raise ValueError(f"expected {old} to hold tensors by name, got {type(state).__name__}")
+    old = folder / _OLD_WEIGHTS
+    index = index_of(old)
+    if (folder / WEIGHTS).is_file() or index_of(folder / WEIGHTS) or not (old.is_file() or index):
+        return SavedWeights.in_folder(folder).read()
+    if index is None:
+        return _unpickled(old)
+    state: dict[str, Tensor] = {}
+    for file, names in read_index(index).items():
+        found = _unpickled(file)
+        check_shard(index, file, names, found)
+        state |= found
+    return state
+
+
+def _unpickled(file: Path) -> dict[str, Tensor]:
+    with file.open("rb") as data:
+        state = read_archive(data, file, "file")
+    if not isinstance(state, dict):
+        raise ValueError(f"expected {file} to hold tensors by name, got {type(state).__name__}")
+    check_plain(file, state)
+    check_finite(file, state)
     return state
 
 
@@ -159,19 +181,3 @@ def read_file(file: Path) -> bytes:
     if not file.is_file():
         raise ValueError(f"expected the file {file}, which isn't there: was the model saved completely?")
     return file.read_bytes()
-
-
-def read_json(file: Path) -> dict[str, Any]:
-    """The JSON object in a file.
-
-    Raises:
-        ValueError: it isn't there, or damaged.
-    """
-    data = read_file(file)
-    try:
-        values = json.loads(data.decode("utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{file} is no JSON or cut short ({error}): copy it again") from error
-    if not isinstance(values, dict):
-        raise ValueError(f"expected {file} to hold a JSON object, got a {type(values).__name__}")
-    return values

@@ -5,10 +5,13 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import re
 import socket
 from pathlib import Path
 from types import TracebackType
 from typing import Any
+
+from fastformer.files import is_plain_file
 
 fcntl: Any
 try:
@@ -19,6 +22,7 @@ except ImportError:  # Windows
 logger = logging.getLogger("fastformer")
 
 LOCK = ".lock"
+_HOLDER = re.compile(rb"(process \d+ on .*\n?)?")  # what stands in it; nothing after a crash
 
 
 class RunLock:
@@ -39,10 +43,13 @@ class RunLock:
         """Takes the lock; nothing happens if it is held already.
 
         Raises:
-            ValueError: another process, or another trainer of this one, trains in the folder.
+            ValueError: another process, or another trainer of this one, trains in the folder; something else than the
+                lock of a run has its name.
         """
         if self._descriptor is not None or fcntl is None:
             return
+        if os.path.lexists(self._file) and not is_plain_file(self._file):
+            raise ValueError(f"expected {self._file} to be a file, got a link, a folder or a pipe: take it away")
         # O_NOFOLLOW: a link in this place could make us write elsewhere.
         descriptor = os.open(self._file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
         try:
@@ -57,6 +64,9 @@ class RunLock:
                 f"{self._file.parent} is being trained by {holder or 'another process'}: wait for it or end it, or "
                 "take another folder"
             ) from error
+        if not _HOLDER.fullmatch(os.pread(descriptor, 1000, 0)):
+            os.close(descriptor)
+            raise ValueError(f"expected {self._file} to be the lock of a run, got another file: take it away")
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
         self._descriptor = descriptor

@@ -13,9 +13,10 @@ from pathlib import Path
 import torch
 
 from fastformer.data.marian import MarianTokenizer, check_vocab, read_sentencepiece
+from fastformer.files import read_json
 from fastformer.models import Transformer
 from fastformer.models.pretrained import CONFIG
-from fastformer.run_folder.hugging_face import load_weights, read_file, read_json, special_tokens
+from fastformer.run_folder.hugging_face import load_weights, read_file, special_tokens
 
 _NAMES = {"unk": "<unk>", "eos": "</s>", "pad": "<pad>"}
 

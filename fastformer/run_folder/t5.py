@@ -15,9 +15,10 @@ from fastformer.data.bart import BartTokenizer
 from fastformer.data.marian import read_sentencepiece
 from fastformer.data.t5 import T5Tokenizer
 from fastformer.data.tokenizer import TOKENIZER, read_backend
+from fastformer.files import read_json
 from fastformer.models import Transformer
 from fastformer.models.pretrained import CONFIG
-from fastformer.run_folder.hugging_face import load_weights, read_file, read_json, special_tokens
+from fastformer.run_folder.hugging_face import load_weights, read_file, special_tokens
 
 _NAMES = {"unk": "<unk>", "eos": "</s>", "pad": "<pad>"}
 _SENTENCEPIECE = "spiece.model"

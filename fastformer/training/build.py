@@ -16,13 +16,13 @@ from torch import Tensor, nn
 from fastformer.baseline import LSTMSeq2Seq
 from fastformer.data import BPETokenizer, ByteTokenizer, Tokenizer, load_tokenizer, plan_epoch
 from fastformer.data.tokenizer import NUM_BYTES, TOKENIZER
-from fastformer.files import remove_left_overs
+from fastformer.files import check_places, remove_left_overs
 from fastformer.generation.request_maker import EXTRA_LENGTH
 from fastformer.models import GPT, Transformer
 from fastformer.models.pretrained import CONFIG as MODEL_CONFIG
-from fastformer.models.pretrained import WEIGHTS
+from fastformer.models.weights import WEIGHTS
 from fastformer.run_folder import choose_device, load_model
-from fastformer.run_folder.checkpoint import FOLDER, checkpoints, latest_checkpoint
+from fastformer.run_folder.checkpoint import checkpoint_folder, checkpoints, latest_checkpoint
 from fastformer.run_folder.lock import LOCK, RunLock
 from fastformer.settings import suggestion
 from fastformer.special_ids import SpecialIds
@@ -37,6 +37,8 @@ from fastformer.training.trainer import Trainer
 
 logger = logging.getLogger("fastformer")
 
+# Besides the checkpoints and the lock.
+WRITTEN = (TOKENIZER, MODEL_CONFIG, WEIGHTS, CONFIG, METRICS)
 KINDS: dict[str, Architecture] = {"Transformer": "transformer", "GPT": "gpt", "LSTMSeq2Seq": "lstm"}
 
 
@@ -100,7 +102,7 @@ def start(
     if not going_on and (checkpoints(folder) or (folder / WEIGHTS).exists()):
         raise ValueError(f"{folder} holds a run already: give --resume to go on with it, or another folder")
     if not going_on and folder.is_dir() and not (folder / LOCK).exists():  # else they are left of a run that was killed
-        found = [name for name in (TOKENIZER, MODEL_CONFIG, CONFIG, METRICS) if os.path.lexists(folder / name)]
+        found = [name for name in WRITTEN if os.path.lexists(folder / name)]
         if found:
             raise ValueError(
                 f"expected a new run folder, got {folder} with a {found[0]} that no run wrote: give another"
@@ -131,8 +133,9 @@ def _start(
     interrupts: Interrupts | None,
     log: RunLog,
 ) -> Trainer:
-    for place in (folder, folder / FOLDER):
-        remove_left_overs(place)
+    check_places(folder, WRITTEN)
+    remove_left_overs(folder, WRITTEN)
+    remove_left_overs(checkpoint_folder(folder), ["step-*.pt"])
     found, tokenizer, weights = None, None, None
     if resume:
         found = latest_checkpoint(folder)

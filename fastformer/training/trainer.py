@@ -19,7 +19,8 @@ from fastformer.data import Batch, collate, plan_epoch
 from fastformer.data.batching import longest_sides
 from fastformer.generation import Translator
 from fastformer.graphs import Graphs
-from fastformer.models.pretrained import WEIGHTS, save_model
+from fastformer.models.pretrained import save_model
+from fastformer.models.weights import WEIGHTS
 from fastformer.run_folder.checkpoint import average_weights, checkpoints, describe_average, save_checkpoint
 from fastformer.run_folder.lock import RunLock
 from fastformer.special_ids import SpecialIds
@@ -208,6 +209,11 @@ class Trainer:
                 seed=self.config.seed,
                 epoch=self.epoch,
             )
+            if self.batch > len(plan):
+                raise ValueError(
+                    f"expected at most {len(plan)} batches of epoch {self.epoch} to be done, as it has, got "
+                    f"{self.batch} batches: the checkpoint that training went on from is of other data"
+                )
             while self.batch < len(plan):
                 examples = [self.data.train[i] for i in plan[self.batch]]
                 group.append(collate(examples, packed=self.packed, special_ids=self.special_ids))

@@ -149,7 +149,7 @@ def test_another_architecture(folder):
     (folder / "config.json").write_text('{"hidden_size": 3}')
     with pytest.raises(ValueError, match="to name an 'architecture': it wasn't written by fastformer"):
         Transformer.from_pretrained(folder)
-    with pytest.raises(ValueError, match="names no 'architecture'"):
+    with pytest.raises(ValueError, match="to name an 'architecture'"):
         read_architecture(folder)
 
 

@@ -189,7 +189,7 @@ def test_what_is_missing_or_damaged_is_named(name, shared, tmp_path, capsys):
         ("config.json", {"pad_token_id": 3}, "to have '<pad>' with the pad_token_id of config.json, 3, got 1"),
         ("config.json", {"bos_token_id": 3}, "to have '<s>' with the bos_token_id of config.json, 3, got 0"),
         ("config.json", {"encoder_layers": 1}, "got others as well: model.encoder.layers.1"),
-        ("config.json", {"max_position_embeddings": 32}, r"source_position.table of shape \(32, 32\), got \(64, 32\)"),
+        ("config.json", {"max_position_embeddings": 32}, r"source_position.table: expected \(32, 32\), got \(64, 32\)"),
         ("config.json", {"model_type": "led"}, "that of a BART, a Marian or a T5, got one of 'led'"),
         ("vocab.json", {"more": 1000}, "expected ids below .*, got 1000"),
     ],

@@ -100,6 +100,75 @@ def test_odd_files_run_no_code_and_are_named(tmp_path, capsys, data, message) ->
     assert "code ran" not in capsys.readouterr().out
 
 
+def test_a_compressed_checkpoint_is_not_inflated(tmp_path) -> None:
+    path = save_checkpoint(tmp_path, 3, state(3) | {"rng": torch.zeros(1 << 20)}, keep_last=1)
+    with zipfile.ZipFile(path) as archive:
+        entries = {entry.filename: archive.read(entry) for entry in archive.infolist()}
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, data in entries.items():
+            archive.writestr(name, data)
+        archive.comment = b" " * _COMMENT_LENGTH
+    path.write_bytes(sealed(buffer.getvalue()[:-_COMMENT_LENGTH]))
+    with pytest.raises(ValueError, match="step-00000003.pt as torch.save writes it, got a compressed archive"):
+        load_checkpoint(path)
+    assert latest_checkpoint(tmp_path) is None
+
+
+def test_a_file_of_gigabytes_without_a_checksum_is_not_read(tmp_path) -> None:
+    path = save_checkpoint(tmp_path, 3, state(3), keep_last=1)
+    os.truncate(path, 30 << 30)
+    with pytest.raises(ValueError, match="step-00000003.pt is damaged or cut short"):
+        load_checkpoint(path)
+
+
+def test_the_same_state_is_the_same_bytes(tmp_path) -> None:
+    paths = [save_checkpoint(tmp_path / name, 3, state(3), keep_last=1) for name in "ab"]
+    assert paths[0].read_bytes() == paths[1].read_bytes()
+
+
+def test_a_checkpoint_under_the_name_of_another_update(tmp_path) -> None:
+    path = save_checkpoint(tmp_path, 3, state(3), keep_last=1)
+    path.rename(path.with_name("step-00000900.pt"))
+    with pytest.raises(ValueError, match="step-00000900.pt to be of that update, got 3"):
+        load_checkpoint(path.with_name("step-00000900.pt"))
+
+
+@pytest.mark.skipif(os.name != "posix", reason="links need no rights on POSIX alone")
+def test_only_files_of_our_own_go(tmp_path) -> None:
+    folder = save_checkpoint(tmp_path, 7, state(7), keep_last=1).parent
+    others = ["step-1.pt", "step-00000001.pt.bak", "step-٠٠٠٠٠٠٠١.pt", "step-000000001.pt"]
+    for name in others:
+        (folder / name).write_text("mine")
+    (tmp_path / "precious").write_text("precious")
+    (folder / "step-00000002.pt").symlink_to(tmp_path / "precious")
+    (folder / "step-00000003.pt").mkdir()
+    os.mkfifo(folder / "step-00000004.pt")
+    save_checkpoint(tmp_path, 8, state(8), keep_last=1)
+    assert all((folder / name).read_text() == "mine" for name in others)
+    assert (tmp_path / "precious").read_text() == "precious"
+    left = {path.name for path in folder.iterdir()} - {*others}
+    assert left == {f"step-0000000{i}.pt" for i in (2, 3, 4, 8)}
+
+
+@pytest.mark.skipif(os.name != "posix", reason="links need no rights on POSIX alone")
+def test_a_link_in_place_of_the_folder_is_refused(tmp_path) -> None:
+    other, run = tmp_path / "other", tmp_path / "run"
+    run.mkdir()
+    path = save_checkpoint(other, 1, state(1), keep_last=1)
+    for put in (
+        lambda path: path.symlink_to(other / "checkpoints"),
+        lambda path: path.symlink_to("nowhere"),
+        lambda path: path.write_text("mine"),
+    ):
+        (run / "checkpoints").unlink(missing_ok=True)
+        put(run / "checkpoints")
+        for call in (lambda: save_checkpoint(run, 9, state(9), keep_last=1), lambda: checkpoints(run)):
+            with pytest.raises(ValueError, match="checkpoints to be a folder"):
+                call()
+    assert [path.name for path in path.parent.iterdir()] == [path.name]
+
+
 def test_which_checkpoints_stay(tmp_path) -> None:
     for step in (2, 4, 6, 8):
         save_checkpoint(tmp_path, step, state(step), keep_last=3)
@@ -156,7 +225,7 @@ def test_the_average_is_the_mean_in_each_dtype(tmp_path) -> None:
     with pytest.raises(ValueError, match="expected at least one checkpoint to average"):
         average_weights([])
     other = save_checkpoint(tmp_path, 4, state(4) | {"model": {"a": torch.zeros(3)}}, keep_last=9)
-    with pytest.raises(ValueError, match="expected checkpoints of one model, but .*step-00000004.pt differs"):
+    with pytest.raises(ValueError, match="expected .*step-00000004.pt to fit step-00000001.pt.*missing tensors: b"):
         average_weights([*paths, other])
 
 

@@ -66,9 +66,20 @@ def test_a_file_system_without_locks_gets_a_warning(tmp_path, monkeypatch, caplo
 def test_a_planted_link_is_not_followed(tmp_path) -> None:
     (tmp_path / "victim").write_text("precious")
     (tmp_path / LOCK).symlink_to(tmp_path / "victim")
-    with pytest.raises(OSError):
+    with pytest.raises(ValueError, match=f"{LOCK} to be a file, got a link"):
         RunLock(tmp_path).acquire()
     assert (tmp_path / "victim").read_text() == "precious"
+
+
+def test_a_file_of_that_name_that_is_no_lock_stays(tmp_path) -> None:
+    (tmp_path / LOCK).write_text("my notes\nprocess 3 on a host\n")
+    with pytest.raises(ValueError, match=f"{LOCK} to be the lock of a run, got another file"):
+        RunLock(tmp_path).acquire()
+    assert (tmp_path / LOCK).read_text() == "my notes\nprocess 3 on a host\n"
+    (tmp_path / LOCK).write_text("")  # as a process leaves it that is killed before it writes its name
+    for _ in range(2):
+        with RunLock(tmp_path):
+            assert str(os.getpid()) in (tmp_path / LOCK).read_text()
 
 
 def test_two_trainers_in_a_folder(config, tmp_path) -> None:

@@ -212,7 +212,7 @@ def test_what_is_missing_or_damaged_is_named(name, shared, tmp_path, capsys):
         ("config.json", {"d_model": "big"}, "expected d_model to be an integer, got 'big'"),
         ("config.json", {"encoder_layers": 1}, "got others as well: model.encoder.layers.1"),
         ("config.json", {"decoder_layers": 3}, "got none called model.decoder.layers.2"),
-        ("config.json", {"encoder_ffn_dim": 40, "decoder_ffn_dim": 40}, r"of shape \(40, 32\), got \(48, 32\)"),
+        ("config.json", {"encoder_ffn_dim": 40, "decoder_ffn_dim": 40}, r"expected \(40, 32\), got \(48, 32\)"),
         ("vocab.json", {"more": 1000}, "ids up to 1000"),
         ("vocab.json", {"<unk>": None}, "to map pieces to ids, got None for '<unk>'"),
         ("generation_config.json", {"bad_words_ids": [7]}, "expected bad_words_ids to be lists of ids"),

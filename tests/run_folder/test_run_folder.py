@@ -117,5 +117,5 @@ def test_settings_that_an_lstm_does_not_have(tmp_path) -> None:
         ):
             load_model(tmp_path)
     (tmp_path / "config.json").write_text(config.replace('"d_model": 16', '"d_model": 18'))
-    with pytest.raises(ValueError, match="model.safetensors doesn't fit its config.json"):
+    with pytest.raises(ValueError, match="model.safetensors to fit its config.json, got misshapen"):
         load_model(tmp_path)

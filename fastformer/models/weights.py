@@ -1,0 +1,300 @@
+"""The weights in a folder: one model.safetensors, or several files and the index that says which tensor is where.
+
+The headers are read first. They are small, and a caller can hold the names, shapes and dtypes in them against a model
+before anything is allocated.
+
+The metadata of a model.safetensors that fastformer wrote holds the SHA-256 of the file (taken with 64 zeros in its own
+place), so that a changed bit is noticed. A file without one, as other programs write it, loads all the same.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fastformer.files import read_json
+
+WEIGHTS = "model.safetensors"
+_INDEX = ".index.json"  # behind the name that the weights would have in one file
+_NO_DIGEST = "0" * 64
+_MOST_HEADER = 100_000_000  # bytes; the limit of the safetensors library
+
+FLOATING = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+# As safetensors calls them.
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I8": torch.int8}
+
+
+class Entry(NamedTuple):
+    """What a file says of a tensor, or what a model expects of one.
+
+    Attributes:
+        shape: its sizes.
+        dtype: of PyTorch; of a kind that no weight has, its name in the file. None: any floating-point dtype will do.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype | str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class SavedWeights:
+    """The weights in a folder, of which the headers alone are read so far.
+
+    Attributes:
+        path: the file that stands for them in messages: model.safetensors or the index.
+        files: those that hold the tensors.
+        entries: what the headers say of each tensor.
+        metadata: of model.safetensors; empty where there are several files.
+    """
+
+    path: Path
+    files: tuple[Path, ...]
+    entries: dict[str, Entry]
+    metadata: dict[str, str]
+
+    @classmethod
+    def in_folder(cls, folder: Path) -> SavedWeights:
+        """Reads the headers, and holds the files against their checksums.
+
+        Raises:
+            ValueError: a file that isn't there or is damaged; an index and files that contradict each other.
+        """
+        path = folder / WEIGHTS
+        if (index := index_of(path)) is None:
+            metadata, entries = _checked_header(path)
+            return cls(path, (path,), entries, metadata)
+        found: dict[str, Entry] = {}
+        shards = read_index(index)
+        for file, names in shards.items():
+            _, entries = _checked_header(file)
+            check_shard(index, file, names, entries)
+            found |= entries
+        return cls(index, (*shards,), found, {})
+
+    def read(self) -> dict[str, Tensor]:
+        """The tensors, after a look for weights that are no numbers.
+
+        Raises:
+            ImportError: safetensors is not installed.
+            ValueError: a damaged file, or NaN or infinite weights.
+        """
+        state: dict[str, Tensor] = {}
+        for file in self.files:
+            try:
+                found: dict[str, Tensor] = safetensors_library().load_file(file)
+            except Exception as error:  # safetensors raises a type of its own, and OSError for an empty file
+                raise ValueError(_damaged(file, error)) from error
+            check_finite(file, found)
+            state |= found
+        return state
+
+
+def to_bytes(state: dict[str, Tensor], notes: Mapping[str, str]) -> bytearray:
+    """A safetensors file with its checksum. The same tensors and notes give the same bytes."""
+    data = bytearray(safetensors_library().save(state, {"format": "pt", **notes, "sha256": _NO_DIGEST}))
+    # The library writes the metadata in another order each time.
+    size = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + size])
+    header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+    text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    data[: 8 + size] = len(text).to_bytes(8, "little") + text
+    place = data.index(_digest_field(_NO_DIGEST), 0, 8 + len(text)) + len('"sha256":"')
+    data[place : place + len(_NO_DIGEST)] = hashlib.sha256(data).hexdigest().encode()
+    return data
+
+
+def read_notes(folder: Path) -> dict[str, str]:
+    """The notes that `to_bytes` got for model.safetensors; empty where there is none.
+
+    Raises:
+        ValueError: a damaged file.
+    """
+    if not (folder / WEIGHTS).is_file():
+        return {}
+    metadata, _, _ = _read_header(folder / WEIGHTS)
+    return {name: value for name, value in metadata.items() if name not in ("format", "sha256")}
+
+
+def check_entries(origin: object, expects: object, found: Mapping[str, Entry], expected: Mapping[str, Entry]) -> None:
+    """Holds tensors against those that a model expects.
+
+    Args:
+        origin: where they are from, for messages.
+        expects: what says how they should be: the settings, say.
+        found, expected: by name.
+
+    Raises:
+        ValueError: missing, unexpected or misshapen tensors, or another dtype.
+    """
+    shared = sorted(expected.keys() & found.keys())
+    misshapen = [
+        f"{name}: expected {expected[name].shape}, got {found[name].shape}"
+        for name in shared
+        if expected[name].shape != found[name].shape
+    ]
+    other = [
+        f"{name}: expected {_describe(expected[name].dtype)}, got {_describe(found[name].dtype)}"
+        for name in shared
+        if found[name].dtype not in (FLOATING if expected[name].dtype is None else (expected[name].dtype,))
+    ]
+    problems = []
+    for what, names in (
+        ("missing tensors", sorted(expected.keys() - found.keys())),
+        ("unexpected tensors", sorted(found.keys() - expected.keys())),
+        ("misshapen tensors", misshapen),
+        ("tensors of another dtype", other),
+    ):
+        if names:
+            shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+            problems.append(f"{what}: {shown}")
+    if problems:
+        raise ValueError(f"expected {origin} to fit {expects}, got {'; '.join(problems)}")
+
+
+def entries_of(state: Mapping[str, Tensor]) -> dict[str, Entry]:
+    """The names, shapes and dtypes of tensors."""
+    return {name: Entry(tuple(tensor.shape), tensor.dtype) for name, tensor in state.items()}
+
+
+def check_plain(origin: object, state: Mapping[Any, Any]) -> None:
+    """Holds values that were unpickled against what weights are.
+
+    Raises:
+        ValueError: a name that is no text; a value that is no tensor, or one that is sparse, without memory of its own
+            for each element, or has gradients to come.
+    """
+    for name, value in state.items():
+        if not isinstance(name, str):
+            raise ValueError(f"expected {origin} to hold tensors by name, got the name {name!r:.60}")
+        if not isinstance(value, Tensor):
+            raise ValueError(f"expected {origin} to hold tensors alone, got {name} as {type(value).__name__}")
+        # A view can say that it is huge: one element, repeated.
+        is_dense = value.layout == torch.strided and not (value.is_quantized or value.is_nested or value.is_meta)
+        if not is_dense or value.numel() * value.element_size() > value.untyped_storage().nbytes():
+            raise ValueError(f"expected {origin} to hold dense tensors, got {name} as a sparse or expanded one")
+        if value.requires_grad:
+            raise ValueError(f"expected {origin} to hold weights alone, got {name} as a part of a computation")
+
+
+def check_finite(origin: object, state: Mapping[str, Tensor]) -> None:
+    """Raises ValueError for weights that are NaN or infinite."""
+    for name, tensor in state.items():
+        if tensor.dtype in FLOATING and not tensor.isfinite().all():
+            raise ValueError(f"{origin} holds NaN or infinite weights in {name}: its training went wrong; train anew")
+
+
+def index_of(path: Path) -> Path | None:
+    """The index of weights that stand in several files; None where they stand in `path`, or nowhere."""
+    index = path.with_name(path.name + _INDEX)
+    return index if index.is_file() and not path.is_file() else None
+
+
+def read_index(index: Path) -> dict[Path, list[str]]:
+    """Which files an index names, and which tensors are in each.
+
+    Raises:
+        ValueError: a damaged index, one that names a tensor twice, a file that isn't there or isn't in its folder.
+    """
+    listed = read_json(index, unique_names=True).get("weight_map")
+    if not isinstance(listed, dict) or not listed:
+        raise ValueError(f"expected {index} to hold a weight_map, from tensors to files, got {listed!r:.60}")
+    files: dict[Path, list[str]] = {}
+    for name, file in listed.items():
+        if not isinstance(file, str) or Path(file).name != file or "\0" in file:
+            raise ValueError(f"expected {index} to name files beside it, got {file!r} for {name}")
+        files.setdefault(index.parent / file, []).append(name)
+    for path, names in files.items():
+        if not path.is_file():
+            raise ValueError(
+                f"expected the file {path}, which isn't there: {index.name} says that it holds {len(names)} of "
+                f"{len(listed)} tensors; was the model copied completely?"
+            )
+    return files
+
+
+def check_shard(index: Path, file: Path, names: Iterable[str], found: Iterable[str]) -> None:
+    """Holds the tensors of one file against the index.
+
+    Raises:
+        ValueError: one that is missing, or one that the index doesn't have, or has in another file.
+    """
+    expected, held = {*names}, {*found}
+    for what, some in (("lacks", expected - held), ("holds", held - expected)):
+        if some:
+            raise ValueError(
+                f"{file} doesn't fit {index.name}: it {what} {min(some)}, which {index.name} "
+                + ("says is in it" if what == "lacks" else "says is in another file, or nowhere")
+                + "; copy the model again"
+            )
+
+
+def _read_header(file: Path) -> tuple[dict[str, str], dict[str, Entry], bytes]:
+    """The metadata of a safetensors file, what it says of its tensors, and its first bytes, up to their end."""
+    if not file.is_file():
+        raise ValueError(f"expected the file {file}, which isn't there: was the model saved completely?")
+    try:
+        with open(file, "rb") as data:
+            start = data.read(8)
+            size = int.from_bytes(start, "little")
+            if len(start) < 8 or size > file.stat().st_size:
+                raise ValueError("the header is cut short")
+            if size > _MOST_HEADER:
+                raise ValueError(f"the header says that it has {size:,} bytes")
+            start += data.read(size)
+        header = json.loads(start[8:])
+        metadata = {str(name): str(value) for name, value in header.pop("__metadata__", {}).items()}
+        entries = {}
+        for name, value in header.items():
+            shape = tuple(int(length) for length in value["shape"])
+            entries[name] = Entry(shape, _DTYPES.get(value["dtype"], value["dtype"]))
+        return metadata, entries, start
+    except (ValueError, AttributeError, KeyError, TypeError, RecursionError) as error:
+        raise ValueError(_damaged(file, error)) from error
+
+
+def _checked_header(file: Path) -> tuple[dict[str, str], dict[str, Entry]]:
+    """The metadata and the tensors that the header of a file names, which is as it was written."""
+    metadata, entries, start = _read_header(file)
+    expected = metadata.get("sha256")
+    if expected is not None:
+        digest = hashlib.sha256(start.replace(_digest_field(expected), _digest_field(_NO_DIGEST), 1))
+        with open(file, "rb") as data:
+            data.seek(len(start))
+            while block := data.read(1 << 22):
+                digest.update(block)
+        if digest.hexdigest() != expected:
+            raise ValueError(_damaged(file, "its checksum is another"))
+    return metadata, entries
+
+
+def _digest_field(digest: str) -> bytes:
+    return f'"sha256":"{digest}"'.encode()
+
+
+def _describe(dtype: torch.dtype | str | None) -> str:
+    return "floating-point numbers" if dtype is None else str(dtype).removeprefix("torch.")
+
+
+def _damaged(file: Path, why: object) -> str:
+    return f"{file} is damaged or cut short ({why}): save or copy the model again"
+
+
+def safetensors_library() -> Any:
+    """The safetensors library's part for PyTorch.
+
+    Raises:
+        ImportError: it is not installed.
+    """
+    try:
+        import safetensors.torch
+    except ImportError as error:
+        raise ImportError("saving and loading needs safetensors: pip install 'fastformer[train]'") from error
+    return safetensors.torch

@@ -1,0 +1,226 @@
+"""Files of weights: what is asked of them before anything is allocated, several files for one, the same bytes again."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+
+from fastformer.models import GPT, Transformer
+from fastformer.models.pretrained import save_model
+from fastformer.run_folder import load_model
+from tests.models.test_pretrained import CONFIG
+
+
+@pytest.fixture
+def model() -> Transformer:
+    torch.manual_seed(1)
+    return Transformer.from_preset("tiny", **CONFIG)
+
+
+@pytest.fixture
+def folder(model, tmp_path) -> Path:
+    model.save_pretrained(tmp_path / "run")
+    return tmp_path / "run"
+
+
+def configure(folder: Path, **changes: object) -> None:
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+def shard(folder: Path, count: int = 3) -> Path:
+    """The weights in several files, with the index that transformers writes."""
+    state = safetensors.torch.load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    names = sorted(state)
+    weight_map: dict[str, str] = {}
+    for i in range(count):
+        file = f"model-{i + 1:05}-of-{count:05}.safetensors"
+        weight_map |= dict.fromkeys(names[i::count], file)
+        safetensors.torch.save_file({name: state[name] for name in names[i::count]}, folder / file)
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"metadata": {"total_size": 1}, "weight_map": weight_map}))
+    return index
+
+
+def test_the_same_weights_and_notes_are_the_same_bytes(model, tmp_path) -> None:
+    notes = {f"note {i}": 'of "ü" \x07\n' for i in range(9)}
+    digests = set()
+    for i in range(8):
+        save_model(model, tmp_path / str(i), notes=notes)
+        digests.add(hashlib.sha256((tmp_path / str(i) / "model.safetensors").read_bytes()).hexdigest())
+    assert len(digests) == 1
+    plain = safetensors.torch.load_file(tmp_path / "0" / "model.safetensors")
+    assert all(torch.equal(plain[name], value) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("kind", ["Transformer", "GPT", "int8"])
+def test_several_files_are_as_good_as_one(kind, model, tmp_path) -> None:
+    model = {
+        "Transformer": lambda: model,
+        "GPT": lambda: GPT.from_preset("tiny", vocab_size=20, d_model=24, num_layers=2, num_heads=2),
+        "int8": model.quantize,
+    }[kind]()
+    model.save_pretrained(tmp_path)
+    shard(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path)
+    assert loaded.precision == model.precision
+    assert all(torch.equal(loaded.state_dict()[name], value) for name, value in model.state_dict().items())
+
+
+def remap(index: Path, **files: str) -> None:
+    values = json.loads(index.read_text())
+    for name, file in files.items():
+        values["weight_map"][name.replace("__", ".")] = file
+    index.write_text(json.dumps(values))
+
+
+SECOND = "model-00002-of-00003.safetensors"
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (lambda index: (index.parent / SECOND).unlink(), SECOND),
+        (lambda index: os.truncate(index.parent / SECOND, 100), SECOND),
+        (lambda index: (index.parent / SECOND).write_bytes(b""), SECOND),
+        (lambda index: os.truncate(index, 100), "index.json"),
+        (lambda index: index.write_text('{"weight_map": {}}'), "weight_map"),
+        (lambda index: index.write_text('{"weight_map": {"a": 3}}'), "got 3 for a"),
+        (lambda index: index.write_text("[]"), "index.json"),
+        (lambda index: remap(index, encoder__norm__weight="../run/" + SECOND), r"\.\./run"),
+        (lambda index: remap(index, encoder__norm__weight="/dev/zero"), "/dev/zero"),
+        (lambda index: remap(index, encoder__norm__weight="none.safetensors"), "none.safetensors"),
+        (lambda index: remap(index, encoder__norm__weights=SECOND), "encoder.norm.weights"),
+        (
+            lambda index: index.write_text(
+                index.read_text().replace('"weight_map": {', f'"weight_map": {{"encoder.norm.weight": "{SECOND}", ')
+            ),
+            "'encoder.norm.weight' is there twice",
+        ),
+        (
+            lambda index: safetensors.torch.save_file(
+                safetensors.torch.load_file(index.parent / SECOND)
+                | safetensors.torch.load_file(index.parent / SECOND.replace("2", "1", 1)),
+                index.parent / SECOND,
+            ),
+            f"{SECOND}.* holds ",
+        ),
+    ],
+)
+def test_files_that_contradict_their_index_are_named(folder, damage, said) -> None:
+    index = shard(folder)
+    Transformer.from_pretrained(folder)
+    damage(index)
+    with pytest.raises(ValueError, match=said):
+        Transformer.from_pretrained(folder)
+
+
+def rewritten(folder: Path, dtype: str, old: str = "F32") -> None:
+    """A header that calls the first tensor another thing, as no checksum notices."""
+    file = folder / "model.safetensors"
+    safetensors.torch.save_file(safetensors.torch.load_file(file), file)
+    file.write_bytes(file.read_bytes().replace(f'"dtype":"{old}"'.encode(), f'"dtype":"{dtype}"'.encode(), 1))
+
+
+@pytest.mark.parametrize("dtype", ["I32", "U32", "XYZ", "C64"])
+def test_weights_that_are_no_floating_point_numbers_are_named(folder, dtype) -> None:
+    rewritten(folder, dtype)
+    with pytest.raises(ValueError, match=f"model.safetensors .*expected floating-point numbers, got .*{dtype[-2:]}"):
+        Transformer.from_pretrained(folder)
+
+
+def test_integers_of_the_right_size_are_not_taken_as_weights(model, folder) -> None:
+    state = model.state_dict()
+    for wrong in (torch.int64, torch.uint8, torch.bool, torch.complex64, torch.float8_e5m2):
+        changed = state | {"encoder.norm.weight": state["encoder.norm.weight"].to(wrong)}
+        safetensors.torch.save_file(changed, folder / "model.safetensors")
+        with pytest.raises(ValueError, match=r"encoder\.norm\.weight: expected floating-point numbers"):
+            Transformer.from_pretrained(folder)
+
+
+SIZES = [
+    {"num_encoder_layers": 1_000_000},
+    {"num_decoder_layers": 20_000},
+    {"max_len": 10_000_000},
+    {"d_model": 1_000_000},
+    {"d_ff": 10**11},
+    {"vocab_size": 10**9},
+]
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_settings_of_a_huge_model_allocate_nothing(folder, sizes, monkeypatch) -> None:
+    configure(folder, **sizes)
+    made = []
+    check = Transformer.__init__
+
+    def counted(self, config, *, device=None, dtype=None):
+        made.append(str(device))
+        check(self, config, device=device, dtype=dtype)
+
+    monkeypatch.setattr(Transformer, "__init__", counted)
+    with pytest.raises(ValueError, match="config.json"):
+        Transformer.from_pretrained(folder)
+    assert made in ([], ["meta"])
+
+
+@pytest.mark.parametrize("positions", ["sinusoidal", "rotary"])
+def test_tables_of_positions_are_held_against_the_weights(positions, tmp_path) -> None:
+    GPT.from_preset("tiny", vocab_size=20, d_model=32, num_layers=1, num_heads=2, positions=positions).save_pretrained(
+        tmp_path
+    )
+    configure(tmp_path, max_len=20_000)
+    assert GPT.from_pretrained(tmp_path).config.max_len == 20_000
+    configure(tmp_path, max_len=100_000_000)
+    with pytest.raises(ValueError, match="config.json to have a max_len that suits .* got 100000000"):
+        GPT.from_pretrained(tmp_path)
+
+
+def test_a_header_or_settings_of_gigabytes_are_not_read(folder) -> None:
+    weights, config = folder / "model.safetensors", folder / "config.json"
+    with weights.open("wb") as file:
+        file.write((30 << 30).to_bytes(8, "little") + b"{")
+        file.truncate((30 << 30) + 100)
+    with pytest.raises(ValueError, match="model.safetensors is damaged"):
+        Transformer.from_pretrained(folder)
+    os.truncate(config, 30 << 30)
+    with pytest.raises(ValueError, match="config.json to be a small file"):
+        Transformer.from_pretrained(folder)
+
+
+@pytest.mark.skipif(os.name != "posix", reason="pipes and devices are POSIX")
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json", "model.safetensors.index.json"])
+def test_pipes_and_devices_are_not_opened(name, folder) -> None:
+    (folder / "tokenizer.json").write_text('{"type": "bytes"}')
+    if "index" in name:
+        (folder / "model.safetensors").unlink()
+    for put in (os.mkfifo, lambda path: os.symlink("/dev/zero", path)):
+        (folder / name).unlink(missing_ok=True)
+        put(folder / name)
+        with pytest.raises(ValueError, match=name.removesuffix(".index.json")):
+            load_model(folder, ("Transformer",))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.name != "posix", reason="limits of memory are POSIX")
+def test_huge_settings_need_no_memory(folder) -> None:
+    """In a process that may not have more than 4 GiB, which torch's import alone needs half of."""
+    for sizes in SIZES:
+        configure(folder, **json.loads((folder / "config.json").read_text()) | sizes)
+        code = (
+            "import resource, sys; resource.setrlimit(resource.RLIMIT_AS, (4 << 30, 4 << 30))\n"
+            "from fastformer.models import Transformer\n"
+            f"try: Transformer.from_pretrained({str(folder)!r})\n"
+            "except ValueError as error: sys.exit(0 if 'config.json' in str(error) else str(error))\n"
+            "sys.exit('loaded')"
+        )
+        subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
