@@ -2,26 +2,47 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
+from fastformer.commands import command_line
 
-def average(run: str, *, last: int = 5) -> None:
+logger = logging.getLogger("fastformer")
+
+
+def average(run: str, *, last: int | None = None) -> None:
     """Averages the weights of a run's last checkpoints into its model.
 
     Args:
         run: the run folder
-        last: how many checkpoints
+        last: how many checkpoints; by default all that the run kept
     """
-    from fastformer.models.pretrained import save_model
+    from fastformer.files import check_places
+    from fastformer.models.pretrained import CONFIG, save_model
+    from fastformer.models.weights import WEIGHTS, check_entries, entries_of
     from fastformer.run_folder import load_model
     from fastformer.run_folder.checkpoint import average_weights, checkpoints, describe_average
     from fastformer.run_folder.lock import RunLock
 
-    if last < 1:
+    if last is not None and last < 1:
         raise ValueError(f"expected --last of at least 1, got {last}")
-    model, tokenizer = load_model(run)
-    with RunLock(Path(run)):
-        found = checkpoints(Path(run))[-last:]
-        model.load_state_dict(average_weights(found))
-        save_model(model, run, tokenizer, notes={"model": describe_average(found)})
+    folder = Path(run)
+    if not checkpoints(folder):
+        raise ValueError(f"expected a run with checkpoints to average, but {run} has none")
+    check_places(folder, (WEIGHTS, CONFIG))
+    model, _ = load_model(run)
+    with RunLock(folder):
+        found = checkpoints(folder)[-(last or 0) :]
+        weights = average_weights(found)
+        check_entries(found[-1], f"the model in {run}", entries_of(weights), entries_of(model.state_dict()))
+        model.load_state_dict(weights)
+        save_model(model, run, notes={"model": describe_average(found)})
+    if last is not None and len(found) < last:
+        logger.warning(
+            "--last asks for %d checkpoints; %s has %d, which were averaged (to keep more, train with --keep_last %d)",
+            last, run, len(found), last,
+        )  # fmt: skip
     print(f"averaged {', '.join(path.stem for path in found)} into {run}")
+    if type(model).__name__ != "GPT":
+        score = command_line("translate", run, "--file", "SOURCE", "--reference", "TARGET")
+        print(f"nothing was validated; {score} scores the model")

@@ -99,7 +99,7 @@ def check_unchanged(config: TrainConfig, saved: str, origin: object) -> None:
     """
     try:
         before = asdict(TrainConfig.from_dict(json.loads(saved)))
-    except (AttributeError, TypeError, ValueError) as error:
+    except (AttributeError, RecursionError, TypeError, ValueError) as error:
         raise ValueError(f"{origin} holds no settings that can be read ({error}): train anew") from error
     after = asdict(config)
     for name in FIXED.split():

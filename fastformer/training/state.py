@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
+from fastformer.models.weights import check_entries, check_finite, check_plain, entries_of
 from fastformer.special_ids import SpecialIds
 from fastformer.training.fingerprint import check_same
 
@@ -51,28 +54,71 @@ def restore(trainer: Trainer, state: dict[str, Any], origin: object) -> None:
     """Puts a trainer where `state_of` found one; see `Trainer.load_state_dict`.
 
     Raises:
-        ValueError: the state is of other data or of another model, or incomplete.
+        ValueError: the state is of other data or of another model, incomplete, or holds values that no training has.
     """
     try:
         # Checkpoints of earlier versions name no special ids: they had the defaults.
         SpecialIds.from_dict(state.get("special_ids", {})).check_tokenizer(trainer.special_ids, str(origin))
         check_same(state["data"], trainer.fingerprint, origin)
-        trainer.model.load_state_dict(state["model"])
-        trainer.optimizer.load_state_dict(state["optimizer"])
-        trainer.rate = float(trainer.optimizer.param_groups[0]["lr"])
+        _load_weights(trainer.model, state["model"], origin)
+        _load_optimizer(trainer, state["optimizer"], origin)
         if state["scaler"] and trainer.scaler.is_enabled():
             trainer.scaler.load_state_dict(state["scaler"])
         if trainer.ema is not None:
-            trainer.ema.load_state_dict(state["ema"])
-        counters = {name: int(value) for name, value in state["counters"].items()}
+            _load_weights(trainer.ema, state["ema"], origin)
+        counters = {name: _count(name, value) for name, value in state["counters"].items()}
         trainer.step, trainer.epoch, trainer.batch = counters["step"], counters["epoch"], counters["batch"]
         trainer.validated, trainer.finished = counters["validated"], bool(counters["finished"])
+        batches = trainer.step * trainer.config.accumulate
+        for name, most in (("epoch", batches), ("batch", batches), ("validated", trainer.step), ("finished", 1)):
+            if counters[name] > most:
+                raise ValueError(f"expected {name} of at most {most} after update {trainer.step}, got {counters[name]}")
         trainer.best.load_state_dict(state["best"])
-        trainer.trained_seconds = float(state["trained_seconds"])
-        trainer.losses = [(int(step), float(loss)) for step, loss in state["losses"]]
-        trainer.meter.load_state_dict(state["meter"])
+        trainer.trained_seconds = _amount("trained_seconds", state["trained_seconds"])
+        trainer.losses = [(_count("a step", step), float(loss)) for step, loss in state["losses"]]
+        trainer.meter.load_state_dict({name: _amount(name, value) for name, value in state["meter"].items()})
         torch.set_rng_state(state["rng"])
         if state["cuda_rng"] is not None and trainer.device.type == "cuda":
             torch.cuda.set_rng_state(state["cuda_rng"], trainer.device)
-    except (AttributeError, IndexError, KeyError, RuntimeError, TypeError) as error:
+    except (AttributeError, IndexError, KeyError, OverflowError, RuntimeError, TypeError) as error:
         raise ValueError(f"{origin} is of another model than the settings describe, or incomplete: {error}") from error
+    except ValueError as error:
+        raise error if str(origin) in str(error) else ValueError(f"{origin}: {error}") from error
+
+
+def _load_weights(model: nn.Module, weights: Any, origin: object) -> None:
+    check_plain(origin, weights)
+    check_finite(origin, weights)
+    own = model.state_dict()
+    check_entries(origin, "the model that the settings describe", entries_of(weights), entries_of(own))
+    model.load_state_dict(weights)
+
+
+def _load_optimizer(trainer: Trainer, state: dict[str, Any], origin: object) -> None:
+    """The optimizer's averages come from the checkpoint; its options are those of the settings."""
+    now = [dict(group) for group in trainer.optimizer.param_groups]
+    parameters = [parameter for group in now for parameter in group["params"]]
+    for number, kept in state["state"].items():
+        check_plain(origin, kept)
+        check_finite(origin, kept)
+        shape = tuple(parameters[number].shape)
+        for name, value in kept.items():
+            if tuple(value.shape) not in ((), shape):
+                raise ValueError(f"expected {name} of the optimizer of shape {shape}, got {tuple(value.shape)}")
+    trainer.optimizer.load_state_dict(state)
+    trainer.rate = _amount("lr", float(trainer.optimizer.param_groups[0]["lr"]))
+    for group, options in zip(trainer.optimizer.param_groups, now, strict=True):
+        group.update({name: options[name] for name in ("betas", "eps", "weight_decay")})
+
+
+def _count(name: str, value: Any) -> int:
+    """A number of things that were done."""
+    if not isinstance(value, int) or not 0 <= value < 2**53:
+        raise ValueError(f"expected {name} to be a count, got {value!r}")
+    return int(value)
+
+
+def _amount(name: str, value: Any) -> float:
+    if not isinstance(value, int | float) or not 0 <= value < math.inf:
+        raise ValueError(f"expected {name} to be a number of at least 0, got {value!r}")
+    return value

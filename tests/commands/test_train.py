@@ -15,6 +15,7 @@ from fastformer.run_folder.checkpoint import latest_checkpoint
 from fastformer.run_folder.lock import RunLock
 from fastformer.training import Trainer
 from fastformer.training.settings import load_config
+from tests.training.tiny import contents
 
 FLAGS = [
     "--tokenizer",
@@ -50,6 +51,50 @@ def step(run: str) -> int:
     found = latest_checkpoint(Path(run))
     assert found is not None
     return int(found[1]["counters"]["step"])
+
+
+@pytest.mark.skipif(os.name != "posix", reason="links need no rights on POSIX alone")
+def test_nothing_is_written_or_deleted_behind_a_link(command, tmp_path, capsys) -> None:
+    run, other = tmp_path / "run", tmp_path / "other"
+    line = [*command, "--steps", "3", "--save_every", "1", "--keep_last", "1"]
+    assert main(line) == 0
+    again = ["train", str(run), "--resume", "--steps", "5"]
+    (run / "checkpoints").rename(other)
+    (other / "step-00000001.pt").write_text("of another run")
+    (other / ".step-00000009.pt.0123456789abcdef.tmp").touch()
+    (run / "checkpoints").symlink_to(other)
+    before = contents(tmp_path)
+    for words in (again, [*again[:2], "--resume", "auto", *line[2:]], line):
+        assert main(words) == 1
+        assert "checkpoints to be a folder, got a link" in capsys.readouterr().err
+    assert contents(tmp_path) == before
+    # Files of the run that are links are replaced, and what they point to stays; the run itself may be a link.
+    (run / "checkpoints").unlink()
+    (other / "step-00000001.pt").unlink()
+    other.rename(run / "checkpoints")
+    names = ["config.yaml", "model.safetensors", "config.json", "tokenizer.json"]
+    for name in names:
+        (run / name).rename(tmp_path / name)
+        (run / name).symlink_to(tmp_path / name)
+    (tmp_path / "link").symlink_to(run)
+    before = {name: (tmp_path / name).read_bytes() for name in names}
+    assert main(["train", str(tmp_path / "link"), *again[2:]]) == 0
+    assert before == {name: (tmp_path / name).read_bytes() for name in names}
+    assert step(str(run)) == 5 and (tmp_path / "link").is_symlink()
+
+
+@pytest.mark.skipif(os.name != "posix", reason="pipes are POSIX")
+@pytest.mark.parametrize("name", ["config.yaml", "model.safetensors", "config.json", "tokenizer.json", ".lock"])
+def test_what_is_no_file_under_a_name_of_the_run_is_refused_at_once(name, command, tmp_path, capsys) -> None:
+    run = tmp_path / "run"
+    assert main([*command, "--steps", "1"]) == 0
+    for put in (os.mkfifo, Path.mkdir):
+        (run / name).rmdir() if (run / name).is_dir() else (run / name).unlink()
+        put(run / name)
+        before = contents(run)
+        assert main(["train", str(run), "--resume", "--steps", "2"]) == 1
+        assert name in capsys.readouterr().err
+        assert contents(run) == before
 
 
 @pytest.mark.skipif(os.name != "posix", reason="these signals are POSIX")

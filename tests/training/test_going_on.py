@@ -11,7 +11,8 @@ import time
 import pytest
 import torch
 
-from fastformer.run_folder.checkpoint import checkpoints, latest_checkpoint, step_of
+from fastformer.cli import main
+from fastformer.run_folder.checkpoint import checkpoints, latest_checkpoint, load_checkpoint, save_checkpoint, step_of
 from fastformer.training import Trainer, start
 from fastformer.training import trainer as module
 from fastformer.training.settings import load_config
@@ -110,8 +111,72 @@ def test_a_checkpoint_without_its_parts(config, tmp_path) -> None:
         with pytest.raises(ValueError, match="step-1.pt"):
             trainer.load_state_dict(state, "step-1.pt")
     other = start(changed(config, settings=SIZES | {"d_ff": 24}), tmp_path / "other")
-    with pytest.raises(ValueError, match="step-1.pt is of another model than the settings describe"):
+    with pytest.raises(ValueError, match="step-1.pt to fit the model that the settings describe"):
         other.load_state_dict(trainer.state_dict(), "step-1.pt")
+
+
+def put(state: dict, path: str, value: object) -> None:
+    *parts, last = path.split("/")
+    for part in parts:
+        state = state[int(part) if part.isdigit() else part]
+    state[last] = value(state[last]) if callable(value) else value
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ("counters/step", -5),
+        ("counters/step", 10**18),
+        ("counters/step", 1.5),
+        ("counters/epoch", -1),
+        ("counters/batch", -1),
+        ("counters/batch", 10**15),
+        ("counters/validated", 99),
+        ("trained_seconds", math.inf),
+        ("trained_seconds", -1.0),
+        ("meter/seconds", math.nan),
+        ("meter/tokens", -3),
+        ("losses", [[1, "high"]]),
+        ("model/embedding.weight", lambda weight: weight.double()),
+        ("model/embedding.weight", lambda weight: weight.to_sparse()),
+        ("model/embedding.weight", lambda weight: weight.clone().requires_grad_()),
+        ("model/embedding.weight", lambda weight: weight * math.inf),
+        ("model/embedding.weight", 3),
+        ("model/3", torch.zeros(1)),
+        ("optimizer/state", lambda kept: {i: v | {"exp_avg": torch.zeros(7, 7)} for i, v in kept.items()}),
+        ("config", "[" * 100_000),
+        ("config", "{}"),
+    ],
+)
+def test_values_that_no_training_leaves(config, tmp_path, capsys, path, value) -> None:
+    run = tmp_path / "run"
+    start(changed(config, steps=2, log_every=2), run).train()
+    state = load_checkpoint(checkpoints(run)[-1])
+    put(state, path, value)
+    save_checkpoint(run, 2, state, keep_last=1)
+    before = contents(run)
+    assert main(["train", str(run), "--resume", "--steps", "3"]) == 1
+    error = capsys.readouterr().err
+    assert run.name in error and "a bug" not in error
+    assert contents(run) == before
+
+
+def test_more_batches_than_an_epoch_has(config, tmp_path) -> None:
+    trainer = start(changed(config, steps=30), tmp_path / "run")
+    trainer.train()
+    state = trainer.state_dict()
+    state["counters"] |= {"batch": 20}
+    again = start(changed(config, steps=31), tmp_path / "run", resume=True)
+    again.load_state_dict(state)
+    with pytest.raises(ValueError, match="20 batches"):
+        again.train()
+
+
+def test_options_of_the_optimizer_that_are_given_anew_count(config, tmp_path) -> None:
+    start(changed(config, steps=2), tmp_path / "run").train()
+    new = changed(config, steps=3, beta1=0.5, beta2=0.7, eps=1e-3, weight_decay=0.25)
+    (group,) = start(new, tmp_path / "run", resume=True).optimizer.param_groups
+    assert (group["betas"], group["eps"], group["weight_decay"]) == ((0.5, 0.7), 1e-3, 0.25)
 
 
 @pytest.mark.slow

@@ -1,0 +1,100 @@
+"""`fastformer average`: what is averaged is said, and nothing but the run's own model is written."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from fastformer.cli import main
+from fastformer.models import Transformer
+from fastformer.models.pretrained import read_notes
+from fastformer.run_folder.checkpoint import checkpoints, load_checkpoint, save_checkpoint
+from fastformer.training import start
+from tests.training.conftest import config as config
+from tests.training.conftest import no_tensorboard as no_tensorboard
+from tests.training.tiny import changed, contents
+
+
+@pytest.fixture
+def run(config, tmp_path) -> Path:
+    start(changed(config, steps=4, save_every=1, val_every=0), tmp_path / "run").train()
+    return tmp_path / "run"
+
+
+def mean(paths: list[Path]) -> torch.Tensor:
+    return torch.stack([load_checkpoint(path)["model"]["embedding.weight"] for path in paths]).double().mean(0).float()
+
+
+def test_how_many_are_averaged(run, capsys, caplog) -> None:
+    found = checkpoints(run)
+    assert len(found) == 3  # what --keep_last keeps
+    for words, paths in (([], found), (["--last", "2"], found[1:]), (["--last", "10"], found)):
+        caplog.clear()
+        assert main(["average", str(run), *words]) == 0
+        assert torch.equal(Transformer.from_pretrained(run).embedding.weight, mean(paths))
+        assert read_notes(run)["model"].endswith(", ".join(str(int(path.stem[5:])) for path in paths))
+        said = capsys.readouterr().out
+        assert str(run) in said and "--reference" in said  # which gives a score
+        assert ("--keep_last 10" in caplog.text) == (words == ["--last", "10"])
+
+
+def test_a_run_without_checkpoints_is_named(run, tmp_path, capsys) -> None:
+    for path in checkpoints(run):
+        path.unlink()
+    before = contents(run)
+    assert main(["average", str(run)]) == 1
+    assert str(run) in capsys.readouterr().err and contents(run) == before
+
+
+def sparse(weight: torch.Tensor) -> object:
+    return weight.to_sparse()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        sparse,
+        lambda weight: 3,
+        lambda weight: weight.to(torch.int32),
+        lambda weight: weight.double(),
+        lambda weight: weight[:1],
+        lambda weight: torch.zeros(1, 1).expand(10**7, 10**7),
+        lambda weight: weight * torch.nan,
+    ],
+    ids=["sparse", "plain", "integers", "fp64", "misshapen", "expanded", "nan"],
+)
+def test_a_checkpoint_without_proper_weights_is_named(change, run, capsys) -> None:
+    last = checkpoints(run)[-1]
+    state = load_checkpoint(last)
+    state["model"]["embedding.weight"] = change(state["model"]["embedding.weight"])
+    save_checkpoint(run, 4, state, keep_last=3)
+    before = contents(run)
+    assert main(["average", str(run)]) == 1
+    error = capsys.readouterr().err
+    assert last.name in error and "embedding.weight" in error and "a bug" not in error
+    assert contents(run) == before
+
+
+@pytest.mark.skipif(os.name != "posix", reason="links need no rights on POSIX alone")
+def test_links_are_not_followed_out_of_the_run(run, tmp_path, capsys) -> None:
+    other = tmp_path / "other"
+    (run / "checkpoints").rename(other)
+    (run / "checkpoints").symlink_to(other)
+    before = contents(other), contents(run)
+    assert main(["average", str(run)]) == 1
+    assert "checkpoints to be a folder, got a link" in capsys.readouterr().err
+    assert (contents(other), contents(run)) == before
+    # The run itself may be a link, and its files may be: they are replaced, and what they point to stays.
+    (run / "checkpoints").unlink()
+    other.rename(run / "checkpoints")
+    for name in ("model.safetensors", "config.json"):
+        (run / name).rename(tmp_path / name)
+        (run / name).symlink_to(tmp_path / name)
+    (tmp_path / "link").symlink_to(run)
+    outside = [(tmp_path / name).read_bytes() for name in ("model.safetensors", "config.json")]
+    assert main(["average", str(tmp_path / "link")]) == 0
+    assert outside == [(tmp_path / name).read_bytes() for name in ("model.safetensors", "config.json")]
+    assert "average" in read_notes(run)["model"]
