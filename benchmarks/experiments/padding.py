@@ -23,9 +23,9 @@ from benchmarks.experiments.experiment import Experiment, Finding, Row, positive
 from benchmarks.models.bench_training_step import MULTI30K
 from benchmarks.plot import style
 from fastformer.data.batching import Batch, collate, padding_ratio, plan_epoch
+from fastformer.data.bpe import train_bpe
 from fastformer.data.examples import Example, encode_pair
 from fastformer.data.text import read_pairs
-from fastformer.data.tokenizer import train_bpe
 from fastformer.models import Transformer
 
 if TYPE_CHECKING:

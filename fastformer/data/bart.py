@@ -9,13 +9,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fastformer.data.checks import check_text, checked_ids, until_eos
 from fastformer.data.tokenizer import (
     TOKENIZER,
-    check_text,
     encode_batch,
+    library_errors,
     read_backend,
     tokenizers_library,
-    until_eos,
     visible,
 )
 from fastformer.files import write_atomically
@@ -38,13 +38,21 @@ class BartTokenizer:
         vocab_size: of the model, which may have more ids than there are tokens.
         special_ids: of the model.
         bos: what sources and outputs begin with; None: nothing.
+        name: what messages call the tokenizer.
 
     Raises:
         ValueError: tokens beyond vocab_size.
     """
 
+    words_begin_with_space = True
+
     def __init__(
-        self, backend: tokenizers.Tokenizer, vocab_size: int, special_ids: SpecialIds, bos: int | None
+        self,
+        backend: tokenizers.Tokenizer,
+        vocab_size: int,
+        special_ids: SpecialIds,
+        bos: int | None,
+        name: str = "the tokenizer",
     ) -> None:
         largest = max(backend.get_vocab().values(), default=0)
         if largest >= vocab_size:
@@ -53,7 +61,7 @@ class BartTokenizer:
         backend.no_truncation()
         backend.encode_special_tokens = True  # "</s>" in a text is text
         self._backend, self._vocab_size, self._special_ids = backend, vocab_size, special_ids
-        self._bos = [] if bos is None else [bos]
+        self._bos, self._name = [] if bos is None else [bos], name
 
     @property
     def special_ids(self) -> SpecialIds:
@@ -72,7 +80,7 @@ class BartTokenizer:
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """`encode` of many texts, on all cores."""
-        return [[*self._bos, *ids] for ids in encode_batch(self._backend, texts)]
+        return [[*self._bos, *ids] for ids in encode_batch(self._backend, texts, self._name)]
 
     def pieces(self, text: str) -> list[str]:
         """The text as it is."""
@@ -80,14 +88,13 @@ class BartTokenizer:
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of ids: special tokens are skipped, EOS ends it; broken UTF-8 becomes U+FFFD."""
-        kept = until_eos(ids, self._special_ids)
-        if max(kept, default=0) >= self._vocab_size:
-            raise ValueError(f"expected ids below {self._vocab_size}, got {max(kept)}: was another tokenizer used?")
-        return str(self._backend.decode(kept, skip_special_tokens=True))
+        kept = until_eos(ids, self._special_ids, self._vocab_size)
+        with library_errors(f"{self._name} can't decode these ids"):
+            return str(self._backend.decode(kept, skip_special_tokens=True))
 
     def tokens(self, ids: Iterable[int]) -> list[str]:
         """Each id as its token."""
-        return [visible(self._backend.id_to_token(i)) for i in ids]
+        return [visible(self._backend.id_to_token(i)) for i in checked_ids(ids, self._vocab_size)]
 
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Writes tokenizer.json."""
@@ -111,7 +118,7 @@ def saved_bart(file: Path, values: Mapping[str, Any]) -> BartTokenizer:
     try:
         ids = SpecialIds.from_dict(values["special_ids"])
         bos = None if values["bos"] is None else int(values["bos"])
-        return BartTokenizer(read_backend(file, values["backend"]), int(values["vocab_size"]), ids, bos)
+        return BartTokenizer(read_backend(file, values["backend"]), int(values["vocab_size"]), ids, bos, str(file))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ValueError(f"{file} is damaged or no tokenizer ({error}): copy it again or convert anew") from error
 

@@ -10,7 +10,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fastformer.data.tokenizer import TOKENIZER, check_text, check_texts, until_eos, visible
+from fastformer.data.checks import check_text, check_texts, checked_ids, until_eos
+from fastformer.data.tokenizer import TOKENIZER, visible
 from fastformer.files import write_atomically
 from fastformer.special_ids import SpecialIds
 
@@ -55,6 +56,7 @@ class MarianTokenizer:
         self._source_vocab, self._target_vocab = dict(source_vocab), dict(target_vocab)
         self._source_pieces = {i: piece for piece, i in source_vocab.items()}
         self._target_pieces = {i: piece for piece, i in target_vocab.items()}
+        self._source_size = max(vocab_size, 1 + max(source_vocab.values(), default=0))
         self._vocab_size, self._special_ids, self._unk = vocab_size, special_ids, special_ids.unk
 
     @property
@@ -95,19 +97,17 @@ class MarianTokenizer:
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of a translation's ids: special tokens are skipped, EOS ends it."""
-        kept = [i for i in until_eos(ids, self._special_ids) if i != self._unk]
-        if max(kept, default=0) >= self._vocab_size:
-            raise ValueError(f"expected ids below {self._vocab_size}, got {max(kept)}: was another tokenizer used?")
+        kept = [i for i in until_eos(ids, self._special_ids, self._vocab_size) if i != self._unk]
         pieces = [self._target_pieces[i] for i in kept if i in self._target_pieces]
         return str(self._target.decode_pieces(pieces)).replace("▁", " ").strip()
 
     def tokens(self, ids: Iterable[int]) -> list[str]:
         """Each id of a translation as its piece."""
-        return [visible(self._target_pieces.get(i)) for i in ids]
+        return [visible(self._target_pieces.get(i)) for i in checked_ids(ids, self._vocab_size)]
 
     def source_tokens(self, ids: Iterable[int]) -> list[str]:
         """Each id of a source as its piece."""
-        return [visible(self._source_pieces.get(i)) for i in ids]
+        return [visible(self._source_pieces.get(i)) for i in checked_ids(ids, self._source_size)]
 
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Writes tokenizer.json."""

@@ -10,8 +10,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fastformer.data.checks import check_text, check_texts, checked_ids, until_eos
 from fastformer.data.marian import read_sentencepiece
-from fastformer.data.tokenizer import TOKENIZER, check_text, check_texts, until_eos, visible
+from fastformer.data.tokenizer import TOKENIZER, visible
 from fastformer.files import write_atomically
 from fastformer.special_ids import SpecialIds
 
@@ -69,14 +70,13 @@ class T5Tokenizer:
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of ids: what has no piece and special tokens are skipped, EOS ends it."""
-        kept = until_eos(ids, self._special_ids)
-        if max(kept, default=0) >= self._vocab_size:
-            raise ValueError(f"expected ids below {self._vocab_size}, got {max(kept)}: was another tokenizer used?")
+        kept = until_eos(ids, self._special_ids, self._vocab_size)
         return str(self._processor.decode([i for i in kept if i < self._size and i != self._special_ids.unk]))
 
     def tokens(self, ids: Iterable[int]) -> list[str]:
         """Each id as its piece."""
-        return [visible(self._processor.id_to_piece(i) if i < self._size else None) for i in ids]
+        each = checked_ids(ids, self._vocab_size)
+        return [visible(self._processor.id_to_piece(i) if i < self._size else None) for i in each]
 
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Writes tokenizer.json."""

@@ -16,17 +16,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from fastformer.data import bart, marian, t5
+from fastformer.data.bpe import BPETokenizer, is_our_bpe
+from fastformer.data.checks import SPECIAL_TOKENS, check_text, checked_ids, until_eos
 from fastformer.data.tokenizer import (
-    SPECIAL_TOKENS,
+    BYTES,
     TOKENIZER,
-    BPETokenizer,
-    ByteTokenizer,
     Tokenizer,
-    check_text,
     encode_batch,
-    is_our_bpe,
+    library_errors,
     read_backend,
-    until_eos,
+    saved_bytes,
     visible,
 )
 from fastformer.files import write_atomically
@@ -96,6 +95,7 @@ class ForeignTokenizer:
     """
 
     special_ids = SpecialIds()
+    words_begin_with_space = True
 
     def __init__(self, model: ForeignModel, ids: ForeignIds) -> None:
         self._model, self._ids = model, ids
@@ -128,14 +128,15 @@ class ForeignTokenizer:
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of ids: special tokens are skipped, EOS ends it."""
-        theirs = [self._theirs[i] for i in until_eos(ids, self.special_ids) if i != self.special_ids.unk]
+        kept = until_eos(ids, self.special_ids, self.vocab_size)
+        theirs = [self._theirs[i] for i in kept if i != self.special_ids.unk]
         return self._model.decode([i for i in theirs if i is not None])
 
     def tokens(self, ids: Iterable[int]) -> list[str]:
         """Each id as its piece of text."""
         return [
             SPECIAL_TOKENS[i] if i < len(SPECIAL_TOKENS) else visible(self._model.token(self._theirs[i] or 0))
-            for i in ids
+            for i in checked_ids(ids, self.vocab_size)
         ]
 
     def unknown(self, text: str, ids: Sequence[int]) -> list[str]:
@@ -157,13 +158,18 @@ class ForeignTokenizer:
 
 
 class HuggingFaceModel:
-    """A tokenizer of the `tokenizers` library. The padding and truncation that a file may hold are switched off."""
+    """A tokenizer of the `tokenizers` library. The padding and truncation that a file may hold are switched off.
 
-    def __init__(self, backend: tokenizers.Tokenizer) -> None:
+    Args:
+        backend: the tokenizer.
+        name: what messages call it.
+    """
+
+    def __init__(self, backend: tokenizers.Tokenizer, name: str = "the tokenizer") -> None:
         backend.no_padding()
         backend.no_truncation()
         backend.encode_special_tokens = True  # "</s>" in a text is text
-        self._backend = backend
+        self._backend, self._name = backend, name
 
     def size(self) -> int:
         """One more than the largest id."""
@@ -171,11 +177,12 @@ class HuggingFaceModel:
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """The ids of texts, on all cores."""
-        return encode_batch(self._backend, texts)
+        return encode_batch(self._backend, texts, self._name)
 
     def decode(self, ids: list[int]) -> str:
         """The text of ids, without special tokens."""
-        return str(self._backend.decode(ids, skip_special_tokens=True))
+        with library_errors(f"{self._name} can't decode these ids"):
+            return str(self._backend.decode(ids, skip_special_tokens=True))
 
     def token(self, id: int) -> str | None:
         """The token of an id."""
@@ -183,7 +190,8 @@ class HuggingFaceModel:
 
     def unknown(self, text: str, unk: int) -> list[str]:
         """The parts of a text that became `unk`."""
-        encoding = self._backend.encode(text, add_special_tokens=False)
+        with library_errors(f"{self._name} can't encode the text {text[:40]!r}"):
+            encoding = self._backend.encode(text, add_special_tokens=False)
         return [text[start:end] for i, (start, end) in zip(encoding.ids, encoding.offsets, strict=True) if i == unk]
 
     def to_json(self) -> dict[str, Any]:
@@ -265,8 +273,8 @@ def _in_folder(folder: Path) -> Path:
 
 def _tokenizer_json(file: Path) -> Tokenizer:
     values = _read_json(file)
-    if values.get("type") == "bytes":
-        return ByteTokenizer()
+    if values.get("type") == BYTES:
+        return saved_bytes(file, values)
     if values.get("type") == marian.TYPE:
         return marian.saved_marian(file, values)
     if values.get("type") == bart.TYPE:
@@ -283,7 +291,8 @@ def _tokenizer_json(file: Path) -> Tokenizer:
     backend = read_backend(file, values)
     if is_our_bpe(backend):
         return BPETokenizer(backend)
-    return ForeignTokenizer(HuggingFaceModel(backend), _huggingface_ids(file.parent, backend, values["model"]))
+    model = HuggingFaceModel(backend, str(file))
+    return ForeignTokenizer(model, _huggingface_ids(file.parent, backend, values["model"]))
 
 
 def _saved(file: Path, values: dict[str, Any]) -> Tokenizer:
@@ -293,7 +302,7 @@ def _saved(file: Path, values: dict[str, Any]) -> Tokenizer:
         if values["library"] == "sentencepiece":
             model: ForeignModel = _processor(file, base64.b64decode(values["model"], validate=True))
         else:
-            model = HuggingFaceModel(read_backend(file, values["model"]))
+            model = HuggingFaceModel(read_backend(file, values["model"]), str(file))
         return ForeignTokenizer(model, ids)
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{file} is damaged or no tokenizer ({error}): copy it again or train anew") from error

@@ -468,6 +468,8 @@ class Translator:
             raise ValueError(
                 f"target_prefix[{number - 1}]: expected a str or None, got {type(prefix).__name__} {prefix!r:.40}"
             )
+        if getattr(self.tokenizer, "words_begin_with_space", False):
+            prefix = prefix.rstrip(" ")  # else the next word would bring a second space
         try:
             return self.encode_target(prefix)
         except ValueError as error:

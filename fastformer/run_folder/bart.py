@@ -59,7 +59,7 @@ def load_bart(
     try:
         model = load_weights(folder, settings, unk=special["unk"], device=device, dtype=dtype)
         config = model.config
-        tokenizer = BartTokenizer(backend, config.vocab_size, config.special_ids, special["bos"])
+        tokenizer = BartTokenizer(backend, config.vocab_size, config.special_ids, special["bos"], str(folder))
     except (ValueError, IndexError) as error:
         raise ValueError(f"{folder}: {error}") from error
     _tell(folder, generation_settings(folder, settings))

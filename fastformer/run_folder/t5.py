@@ -53,7 +53,7 @@ def load_t5(
         model = load_weights(folder, settings, unk=special["unk"], device=device, dtype=dtype)
         sizes = model.config.vocab_size, model.config.special_ids
         if file.name == TOKENIZER:
-            return model, BartTokenizer(backend, *sizes, None)
+            return model, BartTokenizer(backend, *sizes, None, str(file))
         return model, T5Tokenizer(processor, *sizes)
     except (ValueError, IndexError) as error:
         raise ValueError(f"{folder}: {error}") from error

@@ -2,55 +2,27 @@
 
 from __future__ import annotations
 
+import json
 import random
-import sys
+import re
 import unicodedata
 
 import pytest
+import torch
 
-from fastformer.data import BPETokenizer, ByteTokenizer, Tokenizer, load_tokenizer, train_bpe
+from fastformer.data import ByteTokenizer, Tokenizer, load_tokenizer, train_bpe
 from fastformer.data import tokenizer as module
+from fastformer.data.checks import SPECIAL_TOKENS
 from fastformer.data.number_words import english, german, number_pairs
-from fastformer.data.tokenizer import SPECIAL_TOKENS
 from fastformer.special_ids import SpecialIds
+from tests.data.odd_texts import random_text
 
 TEXTS = [words(n) for n in number_pairs(500, seed=0) for words in (english, german)]
-# The tokenizers library normalises by an older Unicode than Python; these characters mean the same in both.
-CHARACTERS = [
-    chr(code)
-    for code in range(sys.maxunicode + 1)
-    if unicodedata.ucd_3_2_0.category(chr(code)) not in ("Cn", "Cs", "Co")
-]
-SPELLED_LIKE_SPECIAL = ("<pad>", "</s>", "<unk>", "<0x0A>", "<0xFF>", "<s>", "▁", "Ġ", "\ufeff", "�")
 
 
 @pytest.fixture(params=["bytes", "bpe"])
 def tokenizer(request: pytest.FixtureRequest) -> Tokenizer:
     return ByteTokenizer() if request.param == "bytes" else train_bpe(TEXTS, 200)
-
-
-def random_text(chooser: random.Random) -> str:
-    kinds = (
-        lambda: chooser.choice(CHARACTERS),
-        lambda: chooser.choice("one two<>"),
-        lambda: chooser.choice("  \n\t\r\x00\x0b\x0c\x85\u2028"),
-        lambda: chooser.choice(SPELLED_LIKE_SPECIAL),
-        lambda: chooser.choice("😀🏳️‍🌈漢字ﬁ½é́ⅸ\u00a0"),
-    )
-    return "".join(chooser.choice(kinds)() for _ in range(chooser.randrange(25)))
-
-
-def test_every_text_comes_back_in_its_normal_form() -> None:
-    # The alphabet of the second one holds line ends, "<" and what special tokens are spelled with.
-    chooser = random.Random(0)
-    noisy = [random_text(chooser) for _ in range(300)] + [" ".join(SPELLED_LIKE_SPECIAL * 5)] * 50
-    for bpe in (train_bpe(TEXTS, 200), train_bpe(noisy, 600)):
-        texts = [random_text(chooser) for _ in range(1500)]
-        texts += ["", " ", "   x", "x  ", "\n", "\n\n\nx\n", "a\n b\n  c \n \n", *SPELLED_LIKE_SPECIAL]
-        for text, ids in zip(texts, bpe.encode_batch(texts), strict=True):
-            assert bpe.decode(ids) == unicodedata.normalize("NFKC", text), ascii(text)
-            assert not {0, 1, 2} & set(ids), ascii(text)  # no special token by spelling, and nothing unknown
-            assert bpe.encode(text) == ids
 
 
 def test_bytes_keep_every_text() -> None:
@@ -88,37 +60,6 @@ def test_special_tokens_spelled_in_a_text_are_text(tokenizer) -> None:
         assert tokenizer.decode(tokenizer.encode(f"eins {token}zwei")) == f"eins {token}zwei"
 
 
-def test_words_are_the_same_tokens_wherever_they_stand() -> None:
-    bpe = train_bpe(TEXTS, 200)
-    word = bpe.encode("hundred")
-    assert bpe.tokens(word)[0].startswith("▁")
-    assert bpe.encode("hundred hundred") == word * 2
-    newline = bpe.encode("\n")[1:]  # behind the space that every text begins with
-    assert len(newline) == 1 and bpe.encode("hundred\nhundred") == [*word, *newline, *word]
-
-
-@pytest.mark.parametrize("vocab_size", [20, 60, 200])
-def test_bytes_stand_beside_the_vocabulary(vocab_size) -> None:
-    bpe = train_bpe(TEXTS, vocab_size)
-    assert bpe.vocab_size == vocab_size + 256
-    assert bpe.tokens([3, 3 + 0xAB, 258]) == ["<0x00>", "<0xAB>", "<0xFF>"]
-    assert all(not token.startswith("<0x") for token in bpe.tokens(range(259, bpe.vocab_size)))
-
-
-def test_a_small_vocabulary_keeps_room_for_words() -> None:
-    # 2,000 characters that come once must not push out the words that come 400 times.
-    rare = [chr(0x4E00 + i) for i in range(2000)]
-    bpe = train_bpe(["hundred thousand"] * 400 + rare, 60)
-    assert len(bpe.encode("hundred thousand")) == 2
-    assert bpe.vocab_size == 60 + 256 and bpe.decode(bpe.encode("".join(rare))) == "".join(rare)
-
-
-def test_training_does_not_depend_on_chance() -> None:
-    rare = ["".join(chr(0x4E00 + (i * 7 + j) % 500) for j in range(30)) for i in range(50)]
-    first, second = train_bpe(rare, 100), train_bpe(rare, 100)
-    assert first.tokens(range(first.vocab_size)) == second.tokens(range(second.vocab_size))
-
-
 def test_pieces_of_a_long_text(tokenizer, monkeypatch) -> None:
     monkeypatch.setattr(module, "_PIECE", 40)
     chooser = random.Random(2)
@@ -143,10 +84,80 @@ def test_lone_surrogates_are_refused(tokenizer) -> None:
             call("ab\udcff")
 
 
-def test_errors() -> None:
-    import tokenizers
+def test_what_is_no_id_is_refused(tokenizer) -> None:
+    size = tokenizer.vocab_size
+    for ids in ([size], [9, -1], [2**40], [9.0], ["9"], [None], [torch.tensor([9, 9])], "9", b"9", 9, torch.tensor(9)):
+        for call in (tokenizer.decode, tokenizer.tokens):
+            with pytest.raises(ValueError, match="expected ids"):
+                call(ids)
+    assert tokenizer.decode([9, 1, size]) == tokenizer.decode([9])  # what stands behind the end is not read
+    assert tokenizer.decode(torch.tensor([size - 1])) == tokenizer.decode([size - 1])
 
-    with pytest.raises(ValueError, match="vocab_size of more than the 3 special tokens, got 3"):
-        train_bpe(TEXTS, 3)
-    with pytest.raises(ValueError, match="expected a tokenizer that train_bpe made"):
-        BPETokenizer(tokenizers.Tokenizer(tokenizers.models.BPE()))
+
+def user_defined(kind: str, tokens: list[str], *, drop: bool = False, **options: str) -> Tokenizer:
+    if kind == "bytes":
+        return ByteTokenizer(tokens, drop_user_tokens=drop)
+    return train_bpe(
+        [*TEXTS, "<2de> one <2fr> eins"], 200, user_tokens=tokens, drop_user_tokens=drop, spaces=kind, **options
+    )
+
+
+TAGS = ["<2de>", "<2fr>", "<2de>x", "[½]", "ß"]
+
+
+@pytest.mark.parametrize("kind", ["bytes", "keep", "collapse"])
+def test_user_tokens_are_neither_split_nor_normalised(kind, tmp_path) -> None:
+    tokenizer = user_defined(kind, TAGS)
+    single = {tag: tokenizer.encode(tag) for tag in TAGS}
+    assert all(len(ids) == 1 for ids in single.values()) and len(set(map(tuple, single.values()))) == len(TAGS)
+    assert max(max(ids) for ids in single.values()) < tokenizer.vocab_size
+    tokenizer.save(tmp_path)
+    loaded, chooser = load_tokenizer(tmp_path), random.Random(4)
+    texts = ["<2de> one", "one<2de>", "(<2fr>)", "one <2de><2de>x\ntwo\n<2fr> x", "<2d e>", "<2DE>", "a\n<2de>\nb"]
+    texts += ["".join(chooser.choice([*TAGS, "one", " ", "\n", "ﬁ", "<2"]) for _ in range(12)) for _ in range(200)]
+    for text, ids in zip(texts, tokenizer.encode_batch(texts), strict=True):
+        parts = re.split("(<2de>x|<2de>|<2fr>|\\[½\\]|ß)", text)
+        if kind != "bytes":
+            parts[::2] = [unicodedata.normalize("NFKC", part) for part in parts[::2]]
+        if kind == "collapse":
+            parts = [re.sub(" *\n *", "\n", re.sub("  +", " ", part)) for part in parts]
+            parts[0], parts[-1] = parts[0].lstrip(), parts[-1].rstrip()
+        assert tokenizer.decode(ids) == loaded.decode(ids) == "".join(parts), text
+        assert loaded.encode(text) == tokenizer.encode(text) == ids
+        found = [tokenizer.tokens([i])[0] for i in ids if [i] in single.values()]
+        assert found == parts[1::2], text
+
+
+@pytest.mark.parametrize("kind", ["bytes", "keep", "collapse"])
+def test_user_tokens_may_be_left_out_of_texts(kind, tmp_path) -> None:
+    tokenizer = user_defined(kind, ["<2de>", "<2fr>"], drop=True)
+    tokenizer.save(tmp_path)
+    for each in (tokenizer, load_tokenizer(tmp_path)):
+        ids = each.encode("<2de>one two")
+        assert each.decode(ids) == "one two" and each.decode(ids[:1]) == "" and each.tokens(ids)[0] == "<2de>"
+        assert each.decode(each.encode("one<2fr> two")) == "one two"
+        assert ids == user_defined(kind, ["<2de>", "<2fr>"]).encode("<2de>one two")
+    if kind == "collapse":
+        assert tokenizer.decode(tokenizer.encode("<2de> one two")) == "one two"
+
+
+@pytest.mark.parametrize("tokens", ["<2de>", [""], ["a b"], ["</s>"], ["<0x4a>"], ["x", "x"], ["\udcff"], [3]])
+def test_user_tokens_that_cannot_be(tokens) -> None:
+    for make in (ByteTokenizer, lambda tokens: train_bpe(TEXTS, 200, user_tokens=tokens)):
+        with pytest.raises(ValueError, match="expected"):
+            make(tokens)
+
+
+def test_a_learned_token_is_never_a_user_token() -> None:
+    # Lower case, the text spells the user token "<x>", which has to stay another one.
+    bpe = train_bpe(["one <X> two"] * 50, 60, normalization="lower", user_tokens=["<x>"])
+    assert bpe.decode(bpe.encode("one <X>")) == "one <x>" and bpe.encode("<x>")[0] not in bpe.encode("one <X>")
+    with pytest.raises(ValueError, match="expected user tokens that no text becomes by its normalization, got 'x'"):
+        train_bpe(["one X two"] * 50, 60, normalization="lower", user_tokens=["x"])
+
+
+def test_damaged_bytes(tmp_path) -> None:
+    for values in ({"user_tokens": 3}, {"user_tokens": [""]}, {"user_tokens": ["a"], "drop_user_tokens": 1}):
+        (tmp_path / "tokenizer.json").write_text(json.dumps({"type": "bytes", **values}))
+        with pytest.raises(ValueError, match="damaged|expected user tokens"):
+            load_tokenizer(tmp_path)

@@ -6,12 +6,16 @@ import io
 import json
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tokenizers
-from tokenizers import decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from fastformer.data import load_tokenizer, train_bpe
+from fastformer.data.bart import BartTokenizer
+from fastformer.data.marian import MarianTokenizer
+from fastformer.data.t5 import T5Tokenizer
 from fastformer.data.tokenizer_files import ForeignIds, ForeignTokenizer, HuggingFaceModel
 from fastformer.special_ids import SpecialIds
 
@@ -263,3 +267,81 @@ def test_ids_that_cannot_be(tmp_path) -> None:
         pad, eos, unk = chooser.sample(range(size), 3)
         tokenizer = ForeignTokenizer(model, ForeignIds(pad, eos, unk))
         assert len(tokenizer._theirs) == size and set(tokenizer._theirs) == set(range(size))
+
+
+def exploding(kind: str) -> tokenizers.Tokenizer:
+    """A tokenizer with a regular expression that gives up on forty letters."""
+    backend = byte_level(["</s>"])
+    pattern = tokenizers.Regex("(a+)+$")
+    if kind == "pre_tokenizer":
+        backend.pre_tokenizer = pre_tokenizers.Sequence(
+            [pre_tokenizers.Split(pattern, "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        )
+    elif kind == "normalizer":
+        backend.normalizer = normalizers.Replace(pattern, "b")
+    else:
+        backend.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Fuse(), decoders.Replace(pattern, "b")])
+    return backend
+
+
+@pytest.mark.parametrize("kind", ["pre_tokenizer", "normalizer", "decoder"])
+def test_a_regular_expression_that_gives_up_is_a_value_error(kind, tmp_path) -> None:
+    text = "a" * 40 + "!"
+    as_it_was = load_tokenizer(saved(tmp_path / "one", exploding(kind)))
+    as_it_was.save(tmp_path)
+    bart = BartTokenizer(exploding(kind), 400, SpecialIds(pad=398, eos=399, unk=None), None, name="the bart")
+    found = ((as_it_was, "one/tokenizer.json"), (load_tokenizer(tmp_path), "json"), (bart, "the bart"))
+    for tokenizer, name in found[:1] if kind == "normalizer" else found:  # half a second each
+        with pytest.raises(ValueError, match=f"{name} can't (en|de)code") as caught:
+            tokenizer.decode(tokenizer.encode(text))
+        assert not isinstance(caught.value.__cause__, Exception)  # it would have passed any `except Exception`
+        assert tokenizer.decode(tokenizer.encode("good")) == "good"
+    if kind == "pre_tokenizer":
+        with pytest.raises(ValueError, match=r"one/tokenizer.json can't encode the text 'aaaa"):
+            as_it_was.encode_batch(["good", text])
+
+
+def test_an_id_far_beyond_the_tokens_is_refused(tmp_path, monkeypatch) -> None:
+    whole = json.loads(byte_level(["</s>"]).to_str())
+    vocab = whole["model"]["vocab"]
+    far = {**whole["model"], "vocab": {**vocab, "zzz": 2**31}}
+    added = [{**whole["added_tokens"][0], "id": 2**31 - 5}]
+    saved_by_us = {"special_ids": {"pad": None, "eos": None, "unk": None}, "library": "tokenizers", "type": "foreign"}
+    monkeypatch.setattr(tokenizers.Tokenizer, "from_str", lambda text: pytest.fail("it was read"))
+    for values in ({**whole, "model": far}, {**whole, "added_tokens": added}, {**saved_by_us, "model": {"model": far}}):
+        (tmp_path / "tokenizer.json").write_text(json.dumps(values))
+        with pytest.raises(ValueError, match=r"tokenizer.json to have ids of about .* the id 2147483"):
+            load_tokenizer(tmp_path)
+
+
+def test_ids_with_gaps_are_taken(tmp_path) -> None:
+    backend = json.loads(byte_level(["</s>"]).to_str())
+    backend["model"]["vocab"]["zzz"] = 1000
+    (tmp_path / "tokenizer.json").write_text(json.dumps(backend))
+    tokenizer = load_tokenizer(tmp_path)
+    assert (
+        tokenizer.decode(tokenizer.encode("two dogs")) == "two dogs" and tokenizer.vocab_size == 1001 + 2
+    )  # and two special ids
+
+
+def test_what_is_no_id_is_refused(tmp_path, sentencepiece_model) -> None:
+    (tmp_path / "a.model").write_bytes(sentencepiece_model)
+    import sentencepiece
+
+    processor = sentencepiece.SentencePieceProcessor(model_proto=sentencepiece_model)
+    pieces = {processor.id_to_piece(i): i for i in range(processor.get_piece_size())}
+    ids = SpecialIds(pad=24, eos=2, unk=0, start=24)
+    found: list[Any] = [
+        load_tokenizer(saved(tmp_path / "hf", byte_level(["</s>"]))),
+        load_tokenizer(tmp_path / "a.model"),
+        T5Tokenizer(processor, 30, ids),
+        MarianTokenizer(processor, processor, pieces, pieces, 25, ids),
+        BartTokenizer(byte_level([]), 400, SpecialIds(), None),
+    ]
+    for tokenizer in found:
+        calls = [tokenizer.decode, tokenizer.tokens, *([tokenizer.source_tokens] if tokenizer is found[3] else [])]
+        for wrong in ([tokenizer.vocab_size], [-1], [2**40], [5.0], ["5"], "5", 5):
+            for call in calls:
+                with pytest.raises(ValueError, match="expected ids"):
+                    call(wrong)
+        assert isinstance(tokenizer.decode([tokenizer.vocab_size - 1]), str)

@@ -10,9 +10,9 @@ import string
 import pytest
 
 from fastformer.data import ByteTokenizer
+from fastformer.data.bpe import train_bpe
 from fastformer.data.marian import MarianTokenizer
 from fastformer.data.t5 import T5Tokenizer
-from fastformer.data.tokenizer import train_bpe
 from fastformer.data.tokenizer_files import load_tokenizer
 from fastformer.special_ids import SpecialIds
 

@@ -1,0 +1,376 @@
+"""A byte-pair encoding of our own, trained by the `tokenizers` library."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import re
+import unicodedata
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+from fastformer.data.checks import SPECIAL_TOKENS, check_text, check_texts, checked_ids, until_eos
+from fastformer.data.tokenizer import (
+    NUM_BYTES,
+    TOKENIZER,
+    encode_batch,
+    library_errors,
+    line_pieces,
+    tokenizers_library,
+    visible,
+)
+from fastformer.data.user_tokens import UserTokens
+from fastformer.files import write_atomically
+from fastformer.special_ids import SpecialIds
+
+if TYPE_CHECKING:
+    import tokenizers
+
+Normalization = Literal["nfkc", "nfc", "none", "nfkc_lower", "nfc_lower", "lower"]
+Spaces = Literal["keep", "collapse"]
+
+MAX_TOKEN_LENGTH = 32  # no token of Multi30k's 32,000 most useful ones is longer
+_UNK = SPECIAL_TOKENS[2]
+_FIRST_BYTE = len(SPECIAL_TOKENS)
+_BYTE_IDS = range(_FIRST_BYTE, _FIRST_BYTE + NUM_BYTES)
+_MOST_TOKENS = 2**24  # the library would set memory aside for more than any text has
+# Characters of a word, a run of spaces or one of line ends that are encoded as one. Learning takes time that grows with
+# the square of a word's length, and languages that write no spaces have words as long as their lines.
+_LONGEST_WORD = 128
+# What the library's decoder takes for a byte is more than what it writes: "<0x4a>" and "<0x+a>", too.
+_SPELLED = r"pad|/s|unk|0x[0-9A-Fa-f+][0-9A-Fa-f]"
+
+
+@dataclass(frozen=True)
+class TextForm:
+    """What a BPE does to a text before it looks for tokens.
+
+    Attributes:
+        normalization: the form that the text is brought to: Unicode's NFKC, which also changes how a text looks ("10²"
+            becomes "102", "½" becomes "1⁄2", a no-break space becomes a space); NFC, which does not; or "none". With
+            "_lower", or "lower" for it alone, the text becomes lower case.
+        spaces: "keep" them all; or "collapse" runs of spaces and tabs into one space and take off white space at the
+            ends of the text and beside its line ends.
+        is_old: of a tokenizer of an earlier version, which didn't cut long words.
+    """
+
+    normalization: Normalization = "nfkc"
+    spaces: Spaces = "keep"
+    is_old: bool = False
+
+    def __post_init__(self) -> None:
+        for name, value, choices in (
+            ("normalization", self.normalization, get_args(Normalization)),
+            ("spaces", self.spaces, get_args(Spaces)),
+        ):
+            if value not in choices:
+                raise ValueError(f"expected {name} out of {choices}, got {value!r}")
+
+
+class BPETokenizer:
+    """A byte-pair encoding of the `tokenizers` library; `train_bpe` makes one.
+
+    It knows every text: `decode(encode(text))` is `normalize(text)`. Words begin with their space, and the first word
+    of each line is given one (decoding takes it off again), so that a word is the same token wherever it stands. What
+    no token spells is spelled in bytes, ids 3 to 258.
+
+    Args:
+        backend: a `tokenizers.Tokenizer` that `train_bpe` made, or that was read from a file which it wrote.
+    """
+
+    special_ids = SpecialIds()
+    words_begin_with_space = True
+
+    def __init__(self, backend: tokenizers.Tokenizer) -> None:
+        form = _form_of(backend) if hasattr(backend, "id_to_token") else None
+        if form is None:
+            raise ValueError("expected a tokenizer that train_bpe made; load_tokenizer reads those of other programs")
+        values = json.loads(backend.to_str())
+        added = [token for token in values["added_tokens"] if token["id"] >= _FIRST_BYTE]
+        # In the file, user tokens that are dropped are special ones, so that other programs can drop them too.
+        self._user = UserTokens(
+            (token["content"] for token in added), is_dropped=any(token["special"] for token in added)
+        )
+        self._user_ids = {token["content"]: int(token["id"]) for token in added}
+        backend.encode_special_tokens = True  # "</s>" in a text is text; the file can't say so
+        self._backend, self._form = backend, form
+        self._encoder = _without_user_tokens(values) if added else backend
+        names = {i: token for token, i in backend.get_vocab().items()}
+        self._tokens = [names.get(i, "") for i in range(1 + max(names))]
+        self._dropped = set(self._user_ids.values()) if self._user.is_dropped else set()
+
+    @property
+    def vocab_size(self) -> int:
+        """The number of ids, special ones and bytes included."""
+        return self._backend.get_vocab_size()
+
+    @property
+    def form(self) -> TextForm:
+        """What it does to a text before it looks for tokens."""
+        return self._form
+
+    @property
+    def user_tokens(self) -> tuple[str, ...]:
+        """The tokens that its user defined."""
+        return self._user.tokens
+
+    def normalize(self, text: str) -> str:
+        """The text as the tokenizer reads it, which is what `decode(encode(text))` gives; user tokens stay."""
+        check_text(text)
+        return "".join(self._normalized(text))
+
+    def _normalized(self, text: str) -> list[str]:
+        """Text, user token, text, ..., text: each text in its normal form."""
+        normalizers = tokenizers_library().normalizers
+        form = normalizers.Sequence(_normalizers(self._form))
+        parts = [part if place % 2 else form.normalize_str(part) for place, part in enumerate(self._user.split(text))]
+        if self._form.spaces == "collapse":
+            strip = normalizers.Strip
+            parts[0] = strip(left=True, right=False).normalize_str(parts[0])
+            parts[-1] = strip(left=False, right=True).normalize_str(parts[-1])
+            parts[::2] = [part.replace(" \n", "\n").replace("\n ", "\n") for part in parts[::2]]
+        return parts
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of a text, without EOS."""
+        check_text(text)
+        return [i for ids in self.encode_batch(self.pieces(text)) for i in ids]
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """`encode` of many texts, on all cores."""
+        if not self._user:
+            return encode_batch(self._backend, texts)
+        check_texts(texts)
+        # The library would give the text behind a user token a space, as the first word of a line has it.
+        found: list[list[str]] = []
+        for text in texts:
+            check_text(text)
+            parts = self._normalized(text)
+            parts[::2] = [re.sub(r"\n(?=[^\n])", "\n ", part) for part in parts[::2]]
+            if parts[0]:
+                parts[0] = f" {parts[0]}"
+            found.append(parts)
+        encoded = iter(encode_batch(self._encoder, [part for parts in found for part in parts[::2]]))
+        return [
+            [i for place, part in enumerate(parts) for i in ([self._user_ids[part]] if place % 2 else next(encoded))]
+            for parts in found
+        ]
+
+    def pieces(self, text: str) -> list[str]:
+        """Cuts a long text behind line ends; where spaces are collapsed, a text has no ends but its own."""
+        return line_pieces(text) if self._form.spaces == "keep" else [text]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of ids: special tokens are skipped, EOS ends it; broken UTF-8 becomes U+FFFD."""
+        parts: list[str] = []
+        spelled = bytearray()  # the bytes of characters that no token spells
+        kept = [i for i in until_eos(ids, self.special_ids, self.vocab_size) if i >= _FIRST_BYTE]
+        for i in kept:
+            if i in _BYTE_IDS:
+                spelled.append(i - _FIRST_BYTE)
+                continue
+            if spelled:
+                parts.append(spelled.decode("utf-8", errors="replace"))
+                spelled.clear()
+            if i not in self._dropped:
+                parts.append(self._tokens[i])
+        parts.append(spelled.decode("utf-8", errors="replace"))
+        text = "".join(parts)
+        if not kept or self._tokens[kept[0]] not in self._user_ids or self._dropped:
+            text = text.removeprefix(" ")  # which the first word was given
+        return text.replace("\n ", "\n")
+
+    def tokens(self, ids: Iterable[int]) -> list[str]:
+        """Each id as its piece of text, with visible spaces and line ends."""
+        return [visible(self._tokens[i]) for i in checked_ids(ids, self.vocab_size)]
+
+    def save(self, folder: str | os.PathLike[str]) -> None:
+        """Writes tokenizer.json, which the tokenizers and transformers libraries read too."""
+        write_atomically(Path(folder, TOKENIZER), self._backend.to_str(pretty=True).encode())
+
+
+def train_bpe(
+    texts: Iterable[str],
+    vocab_size: int,
+    *,
+    normalization: Normalization = "nfkc",
+    spaces: Spaces = "keep",
+    max_token_length: int = MAX_TOKEN_LENGTH,
+    user_tokens: Iterable[str] = (),
+    drop_user_tokens: bool = False,
+) -> BPETokenizer:
+    """A byte-pair encoding learned from texts (for a translator: of both languages).
+
+    Args:
+        texts: lines, or pieces of documents with the line ends in them.
+        vocab_size: the most ids it may have, special and user tokens included, beside the 256 bytes: they come on top,
+            so that a small vocabulary has as much room for words as before. At most half of it goes to single
+            characters, the most frequent ones; the others are spelled in bytes.
+        normalization, spaces: see `TextForm`.
+        max_token_length: the most characters of a token, its space included; at least 2.
+        user_tokens: tokens that you define: a text that spells one gets its id, and neither is it split nor normalised.
+        drop_user_tokens: leave them out of decoded text.
+
+    Raises:
+        ImportError: the tokenizers library is not installed.
+        ValueError: a vocab_size that leaves no room beside the special tokens and yours, text with a lone surrogate, a
+            setting that is not allowed, or a user token that can't be one.
+    """
+    library = tokenizers_library()
+    form, user = TextForm(normalization, spaces), UserTokens(user_tokens, is_dropped=drop_user_tokens)
+    for name, value in (("vocab_size", vocab_size), ("max_token_length", max_token_length)):
+        if not isinstance(value, int) or isinstance(value, bool) or not 2 <= value < _MOST_TOKENS:
+            raise ValueError(f"expected {name} to be an integer of at least 2 below {_MOST_TOKENS:,}, got {value!r}")
+    taken = len(SPECIAL_TOKENS) + len(user.tokens)
+    if vocab_size <= taken:
+        yours = f" and your {len(user.tokens)}" if user else ""
+        raise ValueError(
+            f"expected vocab_size of more than the {len(SPECIAL_TOKENS)} special tokens{yours}, got {vocab_size}"
+        )
+    check_texts(texts)
+    texts = list(texts)  # they are read more than once
+    for text in texts:
+        check_text(text)
+    if user:
+        texts = [part for text in texts for part in user.split(text)[::2]]
+    fallback = [f"<0x{byte:02X}>" for byte in range(NUM_BYTES)]
+    room = vocab_size - len(user.tokens)
+    alphabet = _alphabet(texts, room // 2, form)
+    learner = _pipeline(library.models.BPE(unk_token=_UNK, byte_fallback=True), form, user.tokens)
+    trainer = library.trainers.BpeTrainer(
+        vocab_size=room + NUM_BYTES,
+        special_tokens=[*SPECIAL_TOKENS, *fallback],
+        show_progress=False,
+        max_token_length=max_token_length + 1,  # the library keeps tokens below it
+        **({} if alphabet is None else {"initial_alphabet": alphabet, "limit_alphabet": len(alphabet)}),
+    )
+    with library_errors("the BPE can't be learned"):
+        learner.train_from_iterator(texts, trainer)
+    # The bytes were special for the trainer, to get their ids; now they are ordinary tokens that text never spells.
+    model = json.loads(learner.to_str())["model"]
+    for token in user.tokens:
+        if token in model["vocab"]:  # a single character
+            raise ValueError(f"expected user tokens that no text becomes by its normalization, got {token!r}")
+    backend = _pipeline(
+        library.models.BPE(
+            vocab=model["vocab"],
+            merges=[(left, right) for left, right in model["merges"]],
+            unk_token=_UNK,
+            byte_fallback=True,
+        ),
+        form,
+        user.tokens,
+    )
+    backend.add_special_tokens(list(SPECIAL_TOKENS))
+    added = [library.AddedToken(token, normalized=False, special=user.is_dropped) for token in user.tokens]
+    (backend.add_special_tokens if user.is_dropped else backend.add_tokens)(added)
+    return BPETokenizer(backend)
+
+
+def _alphabet(texts: Sequence[str], limit: int, form: TextForm) -> list[str] | None:
+    """The most frequent characters of some texts; None where there are no more than the limit."""
+    if len(set().union(*texts)) < limit:
+        return None
+    counts = Counter({" ": len(texts)})
+    for text in texts:
+        if form.normalization.startswith("nf"):
+            text = unicodedata.normalize("NFKC" if form.normalization.startswith("nfkc") else "NFC", text)
+        counts.update(text.lower() if form.normalization.endswith("lower") else text)
+    return sorted(counts, key=lambda character: (-counts[character], character))[:limit]
+
+
+def _normalizers(form: TextForm) -> list[Any]:
+    """What a part of a text goes through, whatever is around it."""
+    library = tokenizers_library()
+    normalizers = library.normalizers
+    found: list[Any] = []
+    if form.normalization.startswith("nfkc"):
+        found.append(normalizers.NFKC())
+    elif form.normalization.startswith("nfc"):
+        found.append(normalizers.NFC())
+    if form.normalization.endswith("lower"):
+        found.append(normalizers.Lowercase())
+    if form.spaces == "collapse":
+        found.append(normalizers.Replace(library.Regex(r"[ \t]+"), " "))
+    return found
+
+
+def _pipeline(model: tokenizers.models.BPE, form: TextForm, user_tokens: Sequence[str]) -> tokenizers.Tokenizer:
+    """A model between what prepares a text for it and what undoes that."""
+    library = tokenizers_library()
+    normalizers, splits, decoders = library.normalizers, library.pre_tokenizers, library.decoders
+    backend: tokenizers.Tokenizer = library.Tokenizer(model)
+    ends = [normalizers.Strip(), normalizers.Replace(" \n", "\n"), normalizers.Replace("\n ", "\n")]
+    backend.normalizer = normalizers.Sequence(
+        [
+            *_normalizers(form),
+            *(ends if form.spaces == "collapse" else []),
+            normalizers.Prepend(" "),  # to the text
+            normalizers.Replace(library.Regex(r"\n(?=[^\n])"), "\n "),  # and to each later line that has something
+        ]
+    )
+    # No token may be spelled like a special token, a byte or a user token.
+    spelled = r"<(?=(?:pad|/s|unk|0x[0-9A-F]{2})>)" if form.is_old else rf"<(?=(?:{_SPELLED})>)"
+    for token in user_tokens if not form.is_old else ():
+        spelled += f"|{re.escape(token[0])}(?={re.escape(token[1:])})"
+    # Words with their space; further spaces; line ends.
+    most = "+" if form.is_old else f"{{1,{_LONGEST_WORD}}}"
+    words = rf" ?[^ \n]{most}| {most}(?![^ \n])|\n{most}"
+    backend.pre_tokenizer = splits.Sequence(
+        [splits.Split(library.Regex(spelled), "isolated"), splits.Split(library.Regex(words), "isolated")]
+    )
+    backend.decoder = decoders.Sequence(
+        [
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Replace("\n ", "\n"),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    return backend
+
+
+def is_our_bpe(backend: tokenizers.Tokenizer) -> bool:
+    """Whether `train_bpe` made this tokenizer: its special ids and all that is around the model are as there."""
+    return _form_of(backend) is not None
+
+
+def _form_of(backend: tokenizers.Tokenizer) -> TextForm | None:
+    """What a tokenizer that `train_bpe` made does to a text; None: it made another one."""
+    first = [*SPECIAL_TOKENS, *(f"<0x{byte:02X}>" for byte in range(NUM_BYTES))]
+    if [backend.id_to_token(i) for i in range(len(first))] != first:
+        return None
+    values = json.loads(backend.to_str())
+    if not values["model"].get("byte_fallback"):
+        return None
+    user_tokens = tuple(token["content"] for token in values["added_tokens"] if token["id"] >= _FIRST_BYTE)
+    around = {name: values[name] for name in _AROUND}
+    return next((form for form in _FORMS if _around(form, user_tokens) == around), None)
+
+
+_AROUND = ("truncation", "padding", "normalizer", "pre_tokenizer", "post_processor", "decoder")
+_FORMS = (
+    *(TextForm(*choice) for choice in product(get_args(Normalization), get_args(Spaces))),
+    TextForm(is_old=True),
+)
+
+
+@functools.lru_cache(maxsize=64)
+def _around(form: TextForm, user_tokens: tuple[str, ...]) -> dict[str, Any]:
+    """All but the model, as a file has it."""
+    values = json.loads(_pipeline(tokenizers_library().models.BPE(), form, user_tokens).to_str())
+    return {name: values[name] for name in _AROUND}
+
+
+def _without_user_tokens(values: dict[str, Any]) -> tokenizers.Tokenizer:
+    """The tokenizer in a file as one that takes normalised text and knows no user tokens."""
+    added = [token for token in values["added_tokens"] if token["id"] < _FIRST_BYTE]
+    plain = {**values, "normalizer": None, "added_tokens": added}
+    backend: tokenizers.Tokenizer = tokenizers_library().Tokenizer.from_str(json.dumps(plain))
+    backend.encode_special_tokens = True
+    return backend
