@@ -32,3 +32,11 @@ def listed_paths(text: str) -> list[str]:
     if not all(paths):
         raise ValueError(f"expected paths separated by commas, got an empty one in {text!r}")
     return paths
+
+
+def listed_numbers(flag: str, text: str) -> list[float]:
+    """Numbers that commas separate; the flag is named where one is none."""
+    try:
+        return [float(word) for word in text.split(",")]
+    except ValueError as error:
+        raise ValueError(f"expected {flag} as numbers separated by commas, got {text!r:.60}") from error

@@ -51,7 +51,7 @@ def score(
 
     Args:
         run: the run folder of a translator or of a language model, or the folder of a BART, a Marian or a T5 as
-            transformers saves it
+            transformers saves it; several translators, separated by commas, score together, by their mean probability
         file: a UTF-8 file: the sources of --target, one a line; or the text that a language model reads
         target: translations of --file by any system, a line each; of an empty line an empty one
         by_line: of a language model, take each line of --file as a text of its own, without its line end
@@ -118,6 +118,7 @@ def _score_translations(
     skip_long: bool,
     max_tokens: int,
 ) -> None:
+    from fastformer.commands import listed_paths
     from fastformer.generation import Translator
     from fastformer.generation.bad_texts import BadTexts
     from fastformer.generation.scoring import score_texts
@@ -125,7 +126,8 @@ def _score_translations(
     bad = BadTexts(on_error, skip_long, _LEFT)
     sources, targets = _lines(file), _lines(target)
     _check_counts(sources, file, targets, target)
-    translator = Translator.from_pretrained(run, device=device, precision=precision)
+    runs = listed_paths(run)
+    translator = Translator.from_pretrained(runs if len(runs) > 1 else run, device=device, precision=precision)
     total = _Total()
     for found in score_texts(translator, zip(sources, targets, strict=True), bad, max_tokens):
         _print(found, token_scores)

@@ -25,6 +25,8 @@ def translate(
     attention: str | None = None,
     prefix: str | None = None,
     prefix_file: str | None = None,
+    ensemble_weights: str | None = None,
+    ensemble_mean: Literal["probabilities", "log_probabilities"] = "probabilities",
     device: str = "auto",
     precision: Literal["fp32", "bf16", "fp16", "int8"] | None = None,
     on_error: Literal["stop", "skip"] = "stop",
@@ -54,13 +56,16 @@ def translate(
     A line of output for each line of input, in order; empty lines stay empty.
 
     Args:
-        run: the run folder, or that of a BART, a Marian or a T5 as transformers saves it
+        run: the run folder, or that of a BART, a Marian or a T5 as transformers saves it; several, separated by commas,
+            translate together: at each step the mean of what they say counts
         text: what to translate; without it and without --file, the lines of standard input, answered as they come
         file: a UTF-8 file, one sentence a line
         reference: the right translations of --file, a line each: prints BLEU and chrF
         attention: draw what the translation looked at into this PNG
         prefix: what the translations begin with; they go on with the next word
         prefix_file: the same for the lines of --file, one a line; an empty line is none
+        ensemble_weights: of several runs: a number for each, separated by commas; by default all count the same
+        ensemble_mean: of several runs: of their probabilities, or of their logarithms
         device: auto (a GPU if there is one), cpu, cuda, cuda:1, ...
         precision: what the weights become; int8 is for a CPU alone; without it they stay as they were saved
         on_error: at a line that is too long or no UTF-8, stop, or skip it with an empty line in its place and a warning
@@ -89,6 +94,7 @@ def translate(
         max_batch_size: rows that are decoded together: lines times beams or samples; by default 512, on a GPU 1,024
         max_batch_bytes: what the caches of those may take; by default 512 MiB, on a GPU a quarter of what is free
     """
+    from fastformer.commands import listed_numbers, listed_paths
     from fastformer.generation import Translator, draw_attention
     from fastformer.generation.bad_texts import BadTexts
     from fastformer.generation.flow import IterableSource
@@ -100,10 +106,15 @@ def translate(
         check_picture(attention)
     _check_inputs(text, file, reference, attention, n_best, num_beams, do_sample)
     _check_prefixes(file, attention, prefix, prefix_file)
+    runs = listed_paths(run)
+    if len(runs) == 1 and ensemble_weights is not None:
+        raise ValueError(f"expected --ensemble_weights with several runs, RUN1,RUN2, got one: {run}")
     translator = Translator.from_pretrained(
-        run,
+        runs if len(runs) > 1 else run,
         device=choose_device("cpu" if (device, precision) == ("auto", "int8") else device),
         precision=precision,
+        ensemble_weights=None if ensemble_weights is None else listed_numbers("--ensemble_weights", ensemble_weights),
+        ensemble_mean=ensemble_mean,
         max_batch_size=max_batch_size,
         max_batch_bytes=max_batch_bytes,
     )

@@ -1,8 +1,8 @@
-"""What decoding asks of a model: one of three kinds, by the methods that it has and not by its class."""
+"""What decoding asks of a model: one of three kinds, or several of them, by its methods and not by its class."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol, TypeAlias, TypeGuard, cast
 
 import torch
@@ -124,7 +124,25 @@ class Recurrent(Protocol):
         ...
 
 
-Model: TypeAlias = EncoderDecoder | DecoderOnly | Recurrent
+class Ensembled(Protocol):
+    """An `Ensemble` of models."""
+
+    @property
+    def config(self) -> Sizes:
+        """Its sizes."""
+        ...
+
+    @property
+    def members(self) -> Iterable[object]:
+        """The models."""
+        ...
+
+    def combine(self, logits: Sequence[Tensor]) -> Tensor:
+        """See `Ensemble.combine`."""
+        ...
+
+
+Model: TypeAlias = EncoderDecoder | DecoderOnly | Recurrent | Ensembled
 
 
 def as_model(model: object) -> Model:
@@ -134,7 +152,7 @@ def as_model(model: object) -> Model:
         ValueError: it lacks the methods of each.
     """
     cached, recurrent = ("logits", "top_tokens", "empty_cache"), ("encode", "output")
-    if _has(model, "config", "decode") and (_has(model, *cached) or _has(model, *recurrent)):
+    if is_ensemble(model) or _has(model, "config", "decode") and (_has(model, *cached) or _has(model, *recurrent)):
         return cast(Model, model)
     raise ValueError(
         "expected a fastformer.models.Transformer or GPT, a baseline.LSTMSeq2Seq, or a model with their methods, got "
@@ -143,8 +161,15 @@ def as_model(model: object) -> Model:
 
 
 def is_decoder_only(model: object) -> TypeGuard[DecoderOnly]:
-    """True for a language model, whose inputs are prompts; False for what reads a source."""
+    """True for a language model, or an ensemble of them, whose inputs are prompts; False for what reads a source."""
+    if is_ensemble(model):
+        return all(is_decoder_only(member) for member in model.members)
     return _has(model, "empty_cache") and not _has(model, "encode")
+
+
+def is_ensemble(model: object) -> TypeGuard[Ensembled]:
+    """True for several models that decode as one."""
+    return _has(model, "config", "members", "combine")
 
 
 def is_recurrent(model: object) -> TypeGuard[Recurrent]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import count, islice
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -20,6 +20,7 @@ from fastformer.generation.decoders import (
     device_of,
     is_decoder_only,
     is_encoder_decoder,
+    is_ensemble,
     is_recurrent,
 )
 from fastformer.generation.engines.kv_cache import packed
@@ -210,13 +211,27 @@ def _batches(parts: Sequence[Part], max_tokens: int) -> Iterator[list[int]]:
 def _log_probs(model: Model, parts: Sequence[Part]) -> Tensor:
     """(total,): the log-probabilities of the outputs of a batch, one part after another."""
     outputs, _ = packed([part.outputs for part in parts], device_of(model))
-    if is_recurrent(model):
-        return chosen_log_probs(model.output, _recurrent_states(model, parts), outputs)
-    assert is_encoder_decoder(model) or is_decoder_only(model)
-    hidden = _hidden(model, parts)
-    own = getattr(model, "token_log_probs", None)
-    found: Tensor = chosen_log_probs(model.logits, hidden, outputs) if own is None else own(hidden, outputs)
+    hidden, logits_of = _states(model, parts)
+    own = getattr(model, "token_log_probs", None)  # which needs no logits
+    found: Tensor = chosen_log_probs(logits_of, hidden, outputs) if own is None else own(hidden, outputs)
     return found
+
+
+def _states(model: Model, parts: Sequence[Part]) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+    """What a model has at each input, (total, size), and what makes logits of it."""
+    if is_ensemble(model):
+        found = [_states(as_model(member), parts) for member in model.members]
+
+        def combined(rows: Tensor) -> Tensor:
+            each = rows.split([hidden.shape[1] for hidden, _ in found], 1)
+            pairs = zip(each, found, strict=True)
+            return model.combine([logits_of(own.to(hidden.dtype)) for own, (hidden, logits_of) in pairs])
+
+        return torch.cat([hidden for hidden, _ in found], 1), combined
+    if is_recurrent(model):
+        return _recurrent_states(model, parts), model.output
+    assert is_encoder_decoder(model) or is_decoder_only(model)
+    return _hidden(model, parts), model.logits
 
 
 def _hidden(model: EncoderDecoder | DecoderOnly, parts: Sequence[Part]) -> Tensor:

@@ -6,7 +6,7 @@ import itertools
 import os
 import time
 from array import array
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, overload
 
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from fastformer.generation.bad_texts import BadTexts, TextError, failure
 from fastformer.generation.decoders import Model, as_model, device_of, is_decoder_only
 from fastformer.generation.engines import Engine
+from fastformer.generation.ensemble import Ensemble, Mean
 from fastformer.generation.flow import IterableSource, Source, evaluating, in_turn
 from fastformer.generation.generate import new_scheduler
 from fastformer.generation.inputs import pad
@@ -45,8 +46,8 @@ class Translator:
     """Translates texts with a trained model.
 
     Args:
-        model: a `models.Transformer`, a `baseline.LSTMSeq2Seq`, or a model with the methods of one of them. It is set
-            to evaluation while it translates.
+        model: a `models.Transformer`, a `baseline.LSTMSeq2Seq`, an `Ensemble` of such, or a model with the methods of
+            one of them. It is set to evaluation while it translates.
         tokenizer: of both sides.
         max_batch_size: rows that are decoded together: texts times beams or samples. None: 512 on a CPU, 1,024 on a
             GPU.
@@ -82,39 +83,47 @@ class Translator:
     @classmethod
     def from_pretrained(
         cls,
-        run: str | os.PathLike[str],
+        run: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
         tokenizer: TextCodec | None = None,
         *,
         device: torch.device | str | None = None,
         precision: str | None = None,
+        ensemble_weights: Sequence[float] | None = None,
+        ensemble_mean: Mean = "probabilities",
         max_batch_size: int | None = None,
         max_batch_bytes: int | None = None,
     ) -> Translator:
-        """The translator of a run folder, whichever architecture it holds.
+        """The translator of a run folder, whichever architecture it holds; or of several, which translate together.
 
         Args:
-            run: the folder, or that of a BART, a Marian or a T5 as transformers saves it.
+            run: the folder, or that of a BART, a Marian or a T5 as transformers saves it. Or a list of folders, whose
+                tokenizers must be the same: see `Ensemble`.
             tokenizer: None: the folder's own.
             device: where it runs; None: the CPU.
             precision: the dtype that the weights are loaded as, which the caches follow: "fp32", "bf16" or "fp16"; or
                 "int8": they are loaded as they were saved, and the C++ engine rounds them, on a CPU. None: as they were
                 saved, be it as int8 (`model.quantize()`). Logits and scores are fp32 always.
+            ensemble_weights, ensemble_mean: of several folders; see `Ensemble`.
             max_batch_size, max_batch_bytes: see the class.
 
         Raises:
             ValueError: a folder that holds no translator, or is damaged; no such device or precision.
         """
-        from fastformer.run_folder import load_model
+        from fastformer.run_folder.ensemble import load_models
 
         check_precision(precision)
-        dtype = DTYPES.get(precision or "")
-        model, own = load_model(run, ("Transformer", "LSTMSeq2Seq"), device=device, dtype=dtype)
+        dtype, is_one = DTYPES.get(precision or ""), isinstance(run, str | os.PathLike)
+        runs = [run] if isinstance(run, str | os.PathLike) else list(run)
+        if ensemble_weights is not None and is_one:
+            raise ValueError("expected ensemble_weights for several folders, got one folder")
+        models, own = load_models(runs, ("Transformer", "LSTMSeq2Seq"), device=device, dtype=dtype)
+        model = models[0] if is_one else Ensemble(models, ensemble_weights, ensemble_mean)
         return cls(
             model,
             tokenizer or own,
             max_batch_size=max_batch_size,
             max_batch_bytes=max_batch_bytes,
-            precision=asked_precision(model, precision),
+            precision=next(filter(None, (asked_precision(one, precision) for one in models)), None),
         )
 
     @overload  # a str is an iterable of str as well: the first that fits counts

@@ -309,3 +309,34 @@ def test_contradictions(run, tmp_path, capsys) -> None:
     assert main(["translate", run, "x", "--on_error", "ignore"]) == 2
     assert main(["translate", run, "x", "--precision", "int4"]) == 2
     assert main(["translate", run, "x", "--repetition_penalty", "nan"]) == 2
+
+
+def test_several_runs_translate_and_score_together(run, tmp_path, capsys) -> None:
+    torch.manual_seed(5)
+    settings = {"d_model": 16, "d_ff": 32, "num_heads": 2, "max_len": 40}
+    other = str(tmp_path / "a,b")  # a comma in a name
+    Transformer.from_preset("tiny", vocab_size=259, **settings).save_pretrained(other, ByteTokenizer())
+    assert main(["translate", other, "one", *FEW]) == 0
+    assert lines_of(capsys.readouterr().out) == [
+        shown(Translator.from_pretrained(other).translate("one", max_new_tokens=6))
+    ]
+    plain = str(tmp_path / "other")
+    Path(other).rename(plain)
+    both = Translator.from_pretrained([run, plain], ensemble_weights=[1, 3], ensemble_mean="log_probabilities")
+    flags = ["--ensemble_weights", "1,3", "--ensemble_mean", "log_probabilities"]
+    assert main(["translate", f"{run},{plain}", "one", "--num_beams", "2", *flags, *FEW]) == 0
+    due = both.translate("one", num_beams=2, max_new_tokens=6)
+    assert lines_of(capsys.readouterr().out) == [shown(due)]
+    file = tmp_path / "t"
+    file.write_text("one\n")
+    assert main(["score", f"{run},{plain}", "--file", str(file), "--target", str(file)]) == 0
+    found = float(capsys.readouterr().out.split("\t")[0])
+    assert found == pytest.approx(Translator.from_pretrained([run, plain]).score("one", "one").score, abs=1e-5)
+    for arguments, expected in (
+        ([run, "one", "--ensemble_weights", "1"], "with several runs"),
+        ([f"{run},{plain}", "one", "--ensemble_weights", "1,x"], "expected --ensemble_weights as numbers"),
+        ([f"{run},{plain}", "one", "--ensemble_weights", "1"], "a weight for each of 2 models"),
+        ([f"{run},", "one"], "separated by commas"),
+    ):
+        assert main(["translate", *arguments]) == 1
+        assert expected in capsys.readouterr().err

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from fastformer.baseline import LSTMSeq2Seq
+from fastformer.generation import Ensemble
 from fastformer.models import GPT, Transformer
 from tests.generation.small import VOCAB
 
@@ -42,6 +43,17 @@ def lstm() -> LSTMSeq2Seq:
     for parameter in model.parameters():
         parameter.data *= 3
     return model
+
+
+@pytest.fixture(scope="session")
+@torch.inference_mode(False)  # whichever test comes first
+def ensemble(model) -> Ensemble:
+    torch.manual_seed(2)
+    settings = {"d_model": 16, "d_ff": 32, "num_heads": 2, "num_decoder_layers": 1, "max_len": 200}
+    other = Transformer.from_preset("tiny", vocab_size=VOCAB, tie_embeddings=False, **settings).eval()
+    for parameter in other.parameters():
+        parameter.data *= 2 if parameter.dim() == 2 else 1
+    return Ensemble([model, other], [3, 1])
 
 
 @pytest.fixture(params=["model", "gpt", "lstm"])

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from fastformer.generation.decoders import Model
+from fastformer.generation.decoders import Model, as_model, is_ensemble
 from fastformer.generation.engines.cpp import CppEngine
+from fastformer.generation.engines.ensemble import EnsembleEngine
 from fastformer.generation.engines.graph import GraphEngine
 from fastformer.generation.engines.interface import Candidates as Candidates
 from fastformer.generation.engines.interface import Draw as Draw
@@ -25,6 +26,8 @@ ENGINES = tuple(engine.name for engine in _ENGINES)
 def choose_engine(model: Model, name: str | None = None, precision: str | None = None) -> Engine:
     """An engine for a model.
 
+    That of an ensemble has no name: it is made of engines for the models in it, of which name and precision are asked.
+
     Args:
         model: what decodes.
         name: one of ENGINES; None: the fastest that can, "graph" left out.
@@ -38,6 +41,8 @@ def choose_engine(model: Model, name: str | None = None, precision: str | None =
     if name is not None and name not in ENGINES:
         raise ValueError(f"expected an engine out of {', '.join(ENGINES)}, got {name!r}")
     check_precision(precision)
+    if is_ensemble(model):
+        return EnsembleEngine(model, lambda member: choose_engine(as_model(member), name, precision))
     reasons: dict[str, list[str]] = {}
     for engine in _ENGINES:
         if name == engine.name or (name is None and engine not in _BY_NAME):

@@ -1,0 +1,126 @@
+"""Several models that decode as one: at each step the mean of what they say may follow."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from fastformer.generation.decoders import Model, as_model, device_of, is_decoder_only, is_ensemble
+from fastformer.special_ids import SpecialIds
+
+Mean = Literal["probabilities", "log_probabilities"]
+
+
+@dataclass(frozen=True)
+class EnsembleConfig:
+    """What decoding asks of an ensemble.
+
+    Attributes:
+        vocab_size, source_vocab_size: of each of the models.
+        max_len: the least of theirs.
+        d_model: the largest of theirs.
+        special_ids: of each of the models.
+    """
+
+    vocab_size: int
+    source_vocab_size: int
+    max_len: int
+    d_model: int
+    special_ids: SpecialIds
+
+
+class Ensemble(nn.Module):
+    """Models of one vocabulary, to be decoded together: `generate(Ensemble([a, b]), ids)`.
+
+    A step asks each model for its distribution over the next token, and the search sees their mean. Every option of
+    `generate` works; processors, `repetition_penalty` among them, are given log-probabilities where a model alone gives
+    them its logits. `engine=` and `precision=` are asked of each model. Each is stepped by an engine of its own, the
+    C++ engine where it can; the searches run in Python, not in C++ as for a model alone.
+
+    Args:
+        models: each a `models.Transformer` or a `baseline.LSTMSeq2Seq`, or else each a `models.GPT`. One may be there
+            several times.
+        weights: of the models, more than 0; they are divided by their sum. None: all the same.
+        mean: of the "probabilities" (arithmetic, as fairseq and OpenNMT take it); or of the "log_probabilities"
+            (geometric, as Marian takes it), which is divided by its sum over the vocabulary.
+
+    Raises:
+        ValueError: no models, models that don't decode, that read unlike inputs, whose vocabularies differ in size or
+            whose special ids differ, that are on several devices; weights that don't go with them.
+    """
+
+    def __init__(
+        self, models: Iterable[nn.Module], weights: Sequence[float] | None = None, mean: Mean = "probabilities"
+    ) -> None:
+        super().__init__()
+        models = list(models)
+        if not models:
+            raise ValueError("expected at least one model for an ensemble, got none")
+        for model in models:
+            if is_ensemble(as_model(model)) or not isinstance(model, nn.Module):
+                raise ValueError(f"expected models that are modules and no ensembles, got {type(model).__name__}")
+        if mean not in get_args(Mean):
+            raise ValueError(f"expected mean to be 'probabilities' or 'log_probabilities', got {mean!r}")
+        self.members = nn.ModuleList(models)
+        self.mean = mean
+        self.config = _config([as_model(model) for model in models])
+        self.weights = _shares(weights, len(models))
+
+    def combine(self, logits: Sequence[Tensor]) -> Tensor:
+        """The logarithm of the mean distribution.
+
+        Args:
+            logits: of each model, (..., vocab_size).
+
+        Returns:
+            (..., vocab_size), fp32.
+        """
+        log_probs = [one.float().log_softmax(-1) for one in logits]
+        if self.mean == "log_probabilities":
+            weighted = [one * weight for one, weight in zip(log_probs, self.weights, strict=True)]
+            return torch.stack(weighted).sum(0).log_softmax(-1)
+        weighted = [one + math.log(weight) for one, weight in zip(log_probs, self.weights, strict=True)]
+        return torch.stack(weighted).logsumexp(0)
+
+
+def _shares(weights: Sequence[float] | None, count: int) -> tuple[float, ...]:
+    if weights is None:
+        return (1 / count,) * count
+    numbers = list(weights)
+    if len(numbers) != count:
+        raise ValueError(f"expected a weight for each of {count} models, got {len(numbers)}")
+    for number in numbers:
+        if isinstance(number, bool) or not isinstance(number, int | float) or not 0 < number < math.inf:
+            raise ValueError(f"expected weights of more than 0, got {number!r}")
+    return tuple(number / sum(numbers) for number in numbers)
+
+
+def _config(models: Sequence[Model]) -> EnsembleConfig:
+    first, configs = models[0], [model.config for model in models]
+    found = [
+        EnsembleConfig(
+            vocab_size=config.vocab_size,
+            source_vocab_size=getattr(config, "source_vocab_size", None) or config.vocab_size,
+            max_len=min(one.max_len for one in configs),
+            d_model=max(one.d_model for one in configs),
+            special_ids=SpecialIds.of(config),
+        )
+        for config in configs
+    ]
+    for number, (model, config) in enumerate(zip(models, found, strict=True), 1):
+        if is_decoder_only(model) != is_decoder_only(first):
+            raise ValueError("expected models that all read a source, or that all continue prompts, got both kinds")
+        for name in ("vocab_size", "source_vocab_size", "special_ids"):
+            mine, theirs = getattr(config, name), getattr(found[0], name)
+            if mine != theirs:
+                raise ValueError(
+                    f"expected models of one vocabulary, got {name} {theirs} of the first and {mine} of number {number}"
+                )
+        if device_of(model) != device_of(first):
+            raise ValueError(f"expected models on one device, got {device_of(first)} and {device_of(model)}")
+    return found[0]

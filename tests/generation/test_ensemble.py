@@ -1,0 +1,167 @@
+"""Ensembles: what several models say together, against the mean computed plainly, through every search."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from fastformer.baseline import LSTMSeq2Seq
+from fastformer.data import ByteTokenizer
+from fastformer.generation import Ensemble, Translator, generate, score
+from fastformer.models import GPT, Transformer
+from fastformer.models.pretrained import save_model
+from fastformer.special_ids import SpecialIds
+from tests.generation.small import EOS, VOCAB, mixed_sources, needs_cpp, next_logits
+
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"num_beams": 3, "num_return_sequences": 2},
+    {"num_beams": 3, "beam_rules": "transformers"},
+    {"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 0.4},
+    {"do_sample": True, "seed": 3, "num_return_sequences": 2, "top_k": 9, "temperature": 1.3},
+    {"no_repeat_ngram_size": 2, "suppress_tokens": [7, 8], "min_new_tokens": 5},
+    {"shortlist": [*range(5, 30)]},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda o: ",".join(o) or "greedy")
+@pytest.mark.parametrize("mean", ["probabilities", "log_probabilities"])
+def test_one_model_twice_says_what_it_says(model, mean, options) -> None:
+    options = {"max_new_tokens": 9, "return_dict_in_generate": True, **options}
+    sources = mixed_sources(4)
+    alone = generate(model, sources, **options)
+    twice = generate(Ensemble([model, model], [1, 4], mean), sources, **options)
+    assert torch.equal(twice.sequences, alone.sequences) and len(set(map(tuple, alone.sequences.tolist()))) > 1
+    assert torch.allclose(twice.scores, alone.scores, atol=1e-4)
+    assert torch.allclose(twice.token_log_probs, alone.token_log_probs, atol=1e-4)
+
+
+def plain(models: list[Any], weights: list[float], mean: str, source: list[int], steps: int) -> tuple[list[int], float]:
+    """Greedy decoding of the mean, everything computed anew for each token."""
+    tokens: list[int] = []
+    total = 0.0
+    while len(tokens) < steps and EOS not in tokens:
+        each = [next_logits(one, source, tokens)[-1].double().log_softmax(-1) for one in models]
+        if mean == "probabilities":
+            log_probs = sum(w * one.exp() for w, one in zip(weights, each, strict=True)).log()
+        else:
+            log_probs = sum(w * one for w, one in zip(weights, each, strict=True)).log_softmax(-1)
+        tokens.append(int(log_probs.argmax()))
+        total += float(log_probs.max())
+    return tokens, total
+
+
+@pytest.mark.parametrize("engine", [None, "kv_cache"])
+@pytest.mark.parametrize("mean", ["probabilities", "log_probabilities"])
+def test_two_models_say_the_mean_of_what_they_say(ensemble, lstm, mean, engine) -> None:
+    sources = [row[row != 0].tolist() for row in mixed_sources(5)]
+    members = [*ensemble.members, *([lstm] if engine is None else [])]
+    weights = [0.5, 0.3, 0.2] if engine is None else [0.25, 0.75]
+    both = Ensemble(members, [10 * weight for weight in weights], mean)
+    out = generate(both, sources, max_new_tokens=12, engine=engine, return_dict_in_generate=True)
+    alone = [plain(members, weights, mean, source, 12) for source in sources]
+    forced = score(both, sources, [tokens for tokens, _ in alone])
+    for place, (tokens, total) in enumerate(alone):
+        assert out.sequences[place].tolist() == [*tokens, *[0] * (out.sequences.shape[1] - len(tokens))]
+        assert out.scores[place] == pytest.approx(total, abs=1e-4)
+        assert math.fsum(forced[place]) == pytest.approx(total, abs=1e-4)
+    assert [tokens for tokens, _ in alone] != [plain(members[:1], [1], mean, source, 12)[0] for source in sources]
+
+
+def test_language_models_go_on_together(gpt) -> None:
+    torch.manual_seed(3)
+    other = copy.deepcopy(gpt)
+    for parameter in other.parameters():
+        parameter.data += 0.1 * torch.randn_like(parameter)
+    both = Ensemble([gpt, other])
+    prompt = [5, 9, 12]
+    out = generate(both, [prompt], max_new_tokens=8, return_dict_in_generate=True)
+    tokens, total = plain([gpt, other], [0.5, 0.5], "probabilities", prompt, 8)
+    assert out.sequences[0, 3:].tolist() == tokens and out.scores[0] == pytest.approx(total, abs=1e-4)
+    assert math.fsum(score(both, out.sequences[:1])[0][2:]) == pytest.approx(total, abs=1e-4)
+
+
+@needs_cpp
+def test_a_precision_and_an_engine_are_asked_of_each_model(ensemble) -> None:
+    sources = mixed_sources(3)
+    small = generate(ensemble, sources, max_new_tokens=6, precision="int8", return_dict_in_generate=True)
+    full = generate(ensemble, sources, max_new_tokens=6, return_dict_in_generate=True)
+    assert (small.token_log_probs - full.token_log_probs).abs().max() > 0
+    with pytest.raises(ValueError, match="engine 'kv_cache' can't decode a Transformer in int8"):
+        generate(ensemble, sources, precision="int8", engine="kv_cache")
+
+
+def test_what_makes_no_ensemble_is_named(model, gpt, lstm, ensemble) -> None:
+    larger = Transformer.from_preset("tiny", vocab_size=VOCAB + 1, d_model=32, d_ff=64, num_heads=4)
+    special = Transformer.from_preset(
+        "tiny", vocab_size=VOCAB, d_model=32, d_ff=64, num_heads=4, special_ids=SpecialIds(start=3)
+    )
+    for arguments, expected in (
+        (([],), "at least one model"),
+        (([model, gpt],), "got both kinds"),
+        (([model, larger],), f"got vocab_size {VOCAB} of the first and {VOCAB + 1} of number 2"),
+        (([model, special],), "got special_ids"),
+        (([model, ensemble],), "no ensembles, got Ensemble"),
+        (([torch.nn.Linear(2, 2)],), "got Linear"),
+        (([model, lstm], [1]), "a weight for each of 2 models, got 1"),
+        (([model, lstm], [1, 0]), "weights of more than 0, got 0"),
+        (([model, lstm], [1, math.nan]), "weights of more than 0, got nan"),
+        (([model, lstm], None, "median"), "got 'median'"),
+    ):
+        with pytest.raises(ValueError, match=expected):
+            Ensemble(*arguments)
+    assert Ensemble([model, lstm]).config.max_len == 128 < lstm.config.max_len
+    with pytest.raises(ValueError, match="at most max_len = 128 tokens, got 129"):
+        generate(Ensemble([model, lstm]), [[5] * 129])
+
+
+def test_folders_translate_together(tmp_path) -> None:
+    models: dict[str, Any] = {}
+    for seed, name in enumerate(["a", "b", "lstm"]):
+        torch.manual_seed(seed)
+        sizes = {"d_model": 32, "d_ff": 64, "num_heads": 4, "max_len": 40, "tie_embeddings": False}
+        models[name] = (
+            LSTMSeq2Seq(vocab_size=259, d_model=32)
+            if name == "lstm"
+            else Transformer.from_preset("tiny", vocab_size=259, **sizes)
+        )
+        for parameter in models[name].parameters():
+            parameter.data *= 2 if parameter.dim() == 2 else 1
+        models[name].output.weight.data[130:] = models[name].output.weight.data[:3] = 0  # it writes ASCII, mostly
+        save_model(models[name], tmp_path / name, ByteTokenizer())
+    texts, few = ["one", "a longer text", ""], {"max_new_tokens": 6}
+    folders = [tmp_path / name for name in models]
+    translator = Translator.from_pretrained(folders, ensemble_weights=[2, 1, 1])
+    due = Translator(Ensemble(models.values(), [2, 1, 1]), ByteTokenizer())
+    for options in (few, {**few, "num_beams": 3}):
+        found = list(translator.stream(texts, **options))
+        assert found == list(due.stream(texts, **options)) and found[2] == ""
+    assert "".join(translator.stream("one", **few)) == translator.translate("one", **few)
+    assert models["a"].training  # as it was
+    made = translator.translate("one", **few, return_token_scores=True)
+    forced = translator.score("one", made.text)
+    assert [v for _, v in forced.tokens][: len(made.tokens)] == pytest.approx(
+        [v for _, v in made.tokens], abs=1e-4
+    ) or (
+        "�" in made.text  # what it said is no UTF-8, and was given in another way
+    )
+    with pytest.raises(ValueError, match="attention_maps"):
+        translator.attention("one")
+    GPT.from_preset("tiny", vocab_size=259, d_model=32, num_heads=4, num_layers=1).save_pretrained(
+        tmp_path / "gpt", ByteTokenizer()
+    )
+    for arguments, expected in (
+        (([tmp_path / "a", tmp_path / "gpt"],), "GPT"),
+        (([],), "at least one run folder"),
+        (([tmp_path / "a", tmp_path / "nowhere"],), "nowhere"),
+    ):
+        with pytest.raises(ValueError, match=expected):
+            Translator.from_pretrained(*arguments)
+    with pytest.raises(ValueError, match="for several folders"):
+        Translator.from_pretrained(tmp_path / "a", ensemble_weights=[1])
+    with pytest.raises(ValueError, match="a weight for each of 2 models, got 1"):
+        Translator.from_pretrained([tmp_path / "a", tmp_path / "b"], ensemble_weights=[1])
