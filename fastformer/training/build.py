@@ -30,6 +30,7 @@ from fastformer.training.config import OF_TOKENIZER, Architecture, TrainConfig
 from fastformer.training.examples import load_data
 from fastformer.training.graph_updates import check_device
 from fastformer.training.interrupts import Interrupts
+from fastformer.training.moved import check_origin, check_there, check_tokenizer, digest_of
 from fastformer.training.progress import METRICS
 from fastformer.training.run_log import RunLog
 from fastformer.training.settings import CONFIG, absolute_paths, check_unchanged, save_config
@@ -141,8 +142,12 @@ def _start(
         found = latest_checkpoint(folder)
         if found is None:
             raise ValueError(f"every checkpoint in {folder} is damaged: train anew in another folder")
-        check_unchanged(config, found[1]["config"], found[0])
-        tokenizer = load_tokenizer(folder) if (folder / TOKENIZER).is_file() else None
+        before = check_unchanged(config, found[1]["config"], found[0])
+        check_there(config)
+        if (folder / TOKENIZER).is_file():
+            tokenizer = load_tokenizer(folder)
+            check_tokenizer(config, before, tokenizer)
+        check_origin(config, before, found[1].get("init_weights"))
     elif config.init_from:
         config, source, tokenizer = take_over(config)
         weights = source.state_dict()
@@ -151,6 +156,7 @@ def _start(
     if weights is not None:
         model.load_state_dict(weights)
     trainer = Trainer(config, folder, model, data, device, lock=lock, interrupts=interrupts, log=log)
+    trainer.init_weights = None if weights is None else digest_of(weights)
     if config.epochs:
         steps = count_updates(config, trainer.lengths)
         logger.info("%g epochs are %d updates", config.epochs, steps)

@@ -260,6 +260,11 @@ class TrainConfig(Machine, Validation, Optimisation, Data, Model):
                 wanted = "train_text" if self.model == "gpt" else "pairs of texts"
                 raise ValueError(f"expected {wanted} for model {self.model}, got {names[0]}{hint}")
 
+    def data_flags(self) -> str:
+        """The flags that name the data, with their values: "--train_tsv a.tsv, --val_tsv b.tsv"."""
+        names = [name for names in SOURCES.values() for name in names if getattr(self, name)]
+        return ", ".join(f"--{name} {getattr(self, name)}" for name in names)
+
     def model_config(self, vocab_size: int, max_len: int | None = None, special_ids: SpecialIds = SpecialIds()) -> Any:
         """The settings of the model: the preset's, and over them those that were given.
 

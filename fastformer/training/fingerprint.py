@@ -21,8 +21,13 @@ def describe(found: dict[str, int | str]) -> str:
     return f"{found['examples']:,} examples of {found['source_tokens']:,} and {found['target_tokens']:,} tokens"
 
 
-def check_same(expected: dict[str, int | str], found: dict[str, int | str], run: object) -> None:
+def check_same(expected: dict[str, int | str], found: dict[str, int | str], run: object, flags: str = "") -> None:
     """Holds the data of a run that goes on against those that it began with.
+
+    Args:
+        expected, found: fingerprints.
+        run: the checkpoint, for messages.
+        flags: that name the data, for messages.
 
     Raises:
         ValueError: other data.
@@ -33,6 +38,6 @@ def check_same(expected: dict[str, int | str], found: dict[str, int | str], run:
     if before == now:
         now = "as many of other content or in another order"
     raise ValueError(
-        f"expected the training data that {run} is about, {before}, got {now}: give the same files, or train anew in "
-        "another folder"
+        f"expected {f'{flags} to hold ' if flags else ''}the training data that {run} is about, {before}, got {now}: "
+        "give the same files, or train anew in another folder"
     )

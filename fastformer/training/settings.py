@@ -11,16 +11,14 @@ from typing import Any
 
 from fastformer.files import write_atomically
 from fastformer.run_folder.checkpoint import checkpoints
-from fastformer.training.config import TrainConfig, merged
+from fastformer.training.config import SOURCES, TrainConfig, merged
 
 logger = logging.getLogger("fastformer")
 
 CONFIG = "config.yaml"
-# The weights, the data and their order: a run that goes on can't change them.
-FIXED = (
-    "model preset settings task train_source train_target train_tsv train_text tokenizer vocab_size seqlen max_len "
-    "batching max_tokens accumulate ema init_from seed"
-)
+# The weights, the data and their order depend on these: a run that goes on can't change them. What paths lead to is
+# compared by content (`training.moved`).
+FIXED = "model preset settings task vocab_size seqlen max_len batching max_tokens accumulate ema seed"
 PATHS = "train_source train_target val_source val_target train_tsv val_tsv train_text val_text init_from"
 
 
@@ -40,6 +38,12 @@ def run_config(run: str | os.PathLike[str], given: dict[str, Any], resume: bool 
     before = load_config(run).to_dict()
     if "epochs" in given and "steps" not in given:
         del before["steps"]
+    kinds = {kind: [name for name in names if given.get(name)] for kind, names in SOURCES.items()}
+    if any(not name.startswith("val_") for names in kinds.values() for name in names):
+        # The same data as a file of another kind: what was said of the other one is no longer true.
+        for kind, names in SOURCES.items():
+            if kind != "task" and not kinds[kind]:
+                before |= dict.fromkeys(names)
     return TrainConfig.from_dict(merged(before, given))
 
 
@@ -86,7 +90,7 @@ def read_yaml(path: str | os.PathLike[str]) -> dict[str, Any]:
     return values
 
 
-def check_unchanged(config: TrainConfig, saved: str, origin: object) -> None:
+def check_unchanged(config: TrainConfig, saved: str, origin: object) -> TrainConfig:
     """Holds the settings of a run that goes on against those in its checkpoint, which are the ones that count.
 
     Args:
@@ -94,14 +98,17 @@ def check_unchanged(config: TrainConfig, saved: str, origin: object) -> None:
         saved: the settings in the checkpoint, as JSON.
         origin: the checkpoint.
 
+    Returns:
+        The settings in the checkpoint.
+
     Raises:
         ValueError: another value of a setting that what was done so far depends on.
     """
     try:
-        before = asdict(TrainConfig.from_dict(json.loads(saved)))
+        settings = TrainConfig.from_dict(json.loads(saved))
     except (AttributeError, RecursionError, TypeError, ValueError) as error:
         raise ValueError(f"{origin} holds no settings that can be read ({error}): train anew") from error
-    after = asdict(config)
+    before, after = asdict(settings), asdict(config)
     for name in FIXED.split():
         if before[name] != after[name]:
             raise ValueError(
@@ -111,6 +118,7 @@ def check_unchanged(config: TrainConfig, saved: str, origin: object) -> None:
     for name, value in after.items():
         if before[name] != value:
             logger.info("from here on %s is %s (it was %s)", name, value, before[name])
+    return settings
 
 
 def absolute_paths(config: TrainConfig) -> TrainConfig:

@@ -44,6 +44,7 @@ def state_of(trainer: Trainer) -> dict[str, Any]:
         "losses": [list(entry) for entry in trainer.losses],
         "meter": trainer.meter.state_dict(),
         "data": trainer.fingerprint,
+        "init_weights": trainer.init_weights,
         "special_ids": asdict(trainer.special_ids),
         "rng": torch.get_rng_state(),
         "cuda_rng": torch.cuda.get_rng_state(trainer.device) if trainer.device.type == "cuda" else None,
@@ -59,7 +60,7 @@ def restore(trainer: Trainer, state: dict[str, Any], origin: object) -> None:
     try:
         # Checkpoints of earlier versions name no special ids: they had the defaults.
         SpecialIds.from_dict(state.get("special_ids", {})).check_tokenizer(trainer.special_ids, str(origin))
-        check_same(state["data"], trainer.fingerprint, origin)
+        check_same(state["data"], trainer.fingerprint, origin, trainer.config.data_flags())
         _load_weights(trainer.model, state["model"], origin)
         _load_optimizer(trainer, state["optimizer"], origin)
         if state["scaler"] and trainer.scaler.is_enabled():
@@ -73,6 +74,7 @@ def restore(trainer: Trainer, state: dict[str, Any], origin: object) -> None:
         for name, most in (("epoch", batches), ("batch", batches), ("validated", trainer.step), ("finished", 1)):
             if counters[name] > most:
                 raise ValueError(f"expected {name} of at most {most} after update {trainer.step}, got {counters[name]}")
+        trainer.init_weights = state.get("init_weights")
         trainer.best.load_state_dict(state["best"])
         trainer.trained_seconds = _amount("trained_seconds", state["trained_seconds"])
         trainer.losses = [(_count("a step", step), float(loss)) for step, loss in state["losses"]]

@@ -109,6 +109,7 @@ class Trainer:
         self.validated = 0  # the update of the last validation
         self.finished = False  # nothing is left to do, with the settings as they are
         self.trained_seconds = 0.0
+        self.init_weights: str | None = None  # the digest of those that init_from gave
         self.losses: list[tuple[int, float]] = []  # (update, mean loss since the last entry)
         if config.checkpointing:
             stacks = [m for m in model.modules() if hasattr(m, "gradient_checkpointing")]

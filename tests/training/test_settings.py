@@ -26,11 +26,6 @@ OTHER = {
     "preset": "base",
     "settings": {"d_model": 32},
     "task": "numbers",
-    "train_source": "/x",
-    "train_target": "/x",
-    "train_tsv": "/x",
-    "train_text": "/x",
-    "tokenizer": "bpe",
     "vocab_size": 5,
     "seqlen": 5,
     "max_len": 5,
@@ -38,7 +33,6 @@ OTHER = {
     "max_tokens": 5,
     "accumulate": 5,
     "ema": 0.5,
-    "init_from": "/x",
     "seed": 5,
 }
 

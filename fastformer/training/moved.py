@@ -1,0 +1,101 @@
+"""What a run that goes on may find in another place: its data, its tokenizer, the run that it began from.
+
+What counts is the content. A path is where it is today: on another mount, under another name, relative or absolute.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+from torch import Tensor
+
+from fastformer.data import Tokenizer, load_tokenizer
+from fastformer.data.tokenizer import TOKENIZER
+from fastformer.models.weights import safetensors_library
+from fastformer.run_folder import load_model
+from fastformer.training.config import SOURCES, TrainConfig
+
+_WORDS = ("bpe", "bytes")  # what a tokenizer may be, besides a path
+
+
+def check_there(config: TrainConfig) -> None:
+    """Makes sure that the data of a run that goes on are where its settings say.
+
+    Raises:
+        ValueError: a file that isn't there; the flag that says where it is now is named.
+    """
+    for name in (name for kind, names in SOURCES.items() if kind != "task" for name in names):
+        path = getattr(config, name)
+        if path and not os.path.exists(path):
+            raise ValueError(
+                f"expected the run's {name} in {path}, but there is no file: if it moved, give --{name} with its new "
+                "place; what is in it is held against what the run began with"
+            )
+
+
+def check_tokenizer(config: TrainConfig, before: TrainConfig, own: Tokenizer) -> None:
+    """Holds a tokenizer that is given anew against the one in the run folder, which is used.
+
+    Args:
+        config: the settings now.
+        before: those in the checkpoint.
+        own: the tokenizer in the run folder.
+
+    Raises:
+        ValueError: another tokenizer.
+    """
+    if config.tokenizer == before.tokenizer:
+        return
+    is_path = config.tokenizer not in _WORDS
+    if is_path and (
+        _saved(load_tokenizer(config.tokenizer)) == _saved(own)
+        if os.path.exists(config.tokenizer)
+        else (
+            before.tokenizer not in _WORDS  # it moved, and a run that goes on doesn't open it
+        )
+    ):
+        return
+    raise ValueError(
+        f"a run that goes on keeps its tokenizer: expected that of {before.tokenizer}, got another in "
+        f"{config.tokenizer}; leave --tokenizer out, or train anew in another folder"
+    )
+
+
+def check_origin(config: TrainConfig, before: TrainConfig, digest: str | None) -> None:
+    """Holds an init_from that is given anew against the weights that the run began with.
+
+    Args:
+        config, before: see `check_tokenizer`.
+        digest: of those weights, by `digest_of`; None where an earlier version began the run.
+
+    Raises:
+        ValueError: other weights, or a run that didn't begin with any.
+    """
+    now, was = config.init_from, before.init_from
+    if now == was:
+        return
+    if (
+        now is None
+        or was is None
+        or (digest is not None and os.path.exists(now) and digest_of(load_model(now)[0].state_dict()) != digest)
+    ):
+        raise ValueError(
+            f"a run that goes on keeps its init_from: expected the weights that were in {was}, got those in {now}; "
+            "leave --init_from out, or train anew in another folder"
+        )
+
+
+def digest_of(state: Mapping[str, Tensor]) -> str:
+    """A SHA-256 of weights, whatever file they are in."""
+    plain = {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
+    return hashlib.sha256(safetensors_library().save(plain)).hexdigest()
+
+
+def _saved(tokenizer: Tokenizer) -> bytes:
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer.save(folder)
+        return Path(folder, TOKENIZER).read_bytes()
