@@ -55,8 +55,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     own = words[: words.index("--")] if "--" in words else words
     debug = "--debug" in own
-    if debug:
-        words.remove("--debug")
     with warnings.catch_warnings(), _few_collections(), console.standard_streams():
         _quieten(debug)
         try:
@@ -154,7 +152,7 @@ def _call(name: str, words: list[str]) -> int:
     """Parses the words by the signature of the command's function, and calls it."""
     if name == "doctor":  # it has to work where nothing else does
         parser = argparse.ArgumentParser(prog="fastformer doctor", description=COMMANDS[name], exit_on_error=False)
-        _, unknown = parser.parse_known_args(words)
+        _, unknown = parser.parse_known_args([word for word in words if word != "--debug"])
         if unknown:
             raise argparse.ArgumentError(None, f"unrecognized arguments: {' '.join(unknown)}")
         values: dict[str, object] = {}

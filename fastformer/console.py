@@ -142,6 +142,14 @@ def standard_streams() -> Iterator[None]:
         sys.stdout, sys.stderr = before
 
 
+def typed(text: str) -> str:
+    """A word of the command line as text: UTF-8 where it is that, whatever the locale took its bytes for."""
+    try:
+        return os.fsencode(text).decode("utf-8")
+    except UnicodeError:
+        return text
+
+
 def printable(text: str, most: int | None = None) -> str:
     """A text as it may be shown on a terminal: without control characters, and cut.
 

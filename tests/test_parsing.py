@@ -28,6 +28,9 @@ def module() -> ModuleType:
         greedy: bool = False,
         resume: bool | Literal["auto"] = False,
         max_len: int | None = None,
+        prefix: str | None = None,
+        file: str | None = None,
+        part: list[str] | None = None,
     ) -> None:
         """Does nothing.
 
@@ -39,9 +42,13 @@ def module() -> ModuleType:
             greedy: at once
             resume: go on
             max_len: how long
+            prefix: what it begins with
+            file: of texts
+            part: of it
         """
 
     found.sample = sample  # type: ignore[attr-defined]
+    found.FILLED_BY = ("file",)  # type: ignore[attr-defined]
     return found
 
 
@@ -59,10 +66,20 @@ def module() -> ModuleType:
         ("--greedy r", {"run": "r", "greedy": True}),
         ("r --greedy", {"run": "r", "greedy": True}),
         ("r t --greedy --count 2", {"run": "r", "text": "t", "greedy": True, "count": 2}),
-        ("r --greedy false", {"run": "r", "greedy": False}),
+        ("r t --greedy false", {"run": "r", "text": "t", "greedy": False}),
+        ("--greedy False r t", {"run": "r", "text": "t", "greedy": False}),
+        ("r --greedy ON t", {"run": "r", "text": "t", "greedy": True}),
+        ("r --greedy 0 -- t", {"run": "r", "text": "t", "greedy": False}),
+        ("--greedy 1 --resume no r t", {"run": "r", "text": "t", "greedy": True, "resume": False}),
+        ("--greedy true", {"run": "true", "greedy": True}),  # the folder is missing otherwise
+        ("--greedy r true", {"run": "r", "text": "true", "greedy": True}),
+        ("r --greedy -- no", {"run": "r", "text": "no", "greedy": True}),
+        ("r --greedy no way", {"run": "r", "text": "way", "greedy": False}),
+        ("r --greedy=0 no", {"run": "r", "text": "no", "greedy": False}),
+        ("r --file f --greedy False", {"run": "r", "file": "f", "greedy": False}),
         ("r --greedy=false", {"run": "r", "greedy": False}),
         ("--resume r", {"run": "r", "resume": True}),
-        ("r --resume auto", {"run": "r", "resume": "auto"}),
+        ("r --resume auto t", {"run": "r", "text": "t", "resume": "auto"}),
         ("r --resume=auto", {"run": "r", "resume": "auto"}),
         ("r --resume true t", {"run": "r", "text": "t", "resume": True}),
         ("r --count 2 t", {"run": "r", "text": "t", "count": 2}),
@@ -71,6 +88,16 @@ def module() -> ModuleType:
         ("r -3", {"run": "r", "text": "-3"}),
         ("r --count 2 -- --share", {"run": "r", "text": "--share", "count": 2}),
         ("r null", {"run": "r", "text": "null"}),
+        ("r --count 1e3", {"run": "r", "count": 1000}),
+        ("r --count 4_0 --max_len 2.0", {"run": "r", "count": 40, "max_len": 2}),
+        ("r --count 010", {"run": "r", "count": 10}),
+        ("r --share 1_0 --max_len None", {"run": "r", "share": 10.0, "max_len": None}),
+        ("r -red", {"run": "r", "text": "-red"}),
+        ("r --max_len 5 -red", {"run": "r", "text": "-red", "max_len": 5}),
+        ("r --prefix --note t", {"run": "r", "text": "t", "prefix": "--note"}),
+        ("r --prefix=--count t", {"run": "r", "text": "t", "prefix": "--count"}),
+        ("r --prefix= t", {"run": "r", "text": "t", "prefix": ""}),
+        ("r --part a --part #b", {"run": "r", "part": ["a", "#b"]}),
         ("r \ufeff", {"run": "r", "text": "\ufeff"}),
         ("r - --greedy", {"run": "r", "text": "-", "greedy": True}),
         ("-- r --max-len", {"run": "r", "text": "--max-len"}),
@@ -86,7 +113,22 @@ def test_words_become_values(module, words, values) -> None:
     [
         ("", "required: run"),
         ("r t u", "unrecognized arguments: u"),
-        ("r --coutn 3", "unrecognized arguments: --coutn=3; did you mean '--count'?; see `fastformer sample --help`"),
+        ("r --coutn 3", "unrecognized arguments: --coutn; did you mean '--count'?; see `fastformer sample --help`"),
+        ("r -count 3", "did you mean '--count'"),
+        ("r --count:3", "did you mean '--count'"),
+        ("r --count", "expected one argument behind --count"),
+        ("r --count --greedy t", "expected one argument behind --count, got the flag --greedy"),
+        ("r --count --x t", "expected one argument behind --count"),
+        ("r --prefix --greedy t", "--prefix=--greedy"),
+        ("r --prefix -- t", "--prefix=--"),
+        ("r --greedy True", "expected --greedy=True, or 'True' behind --"),
+        ("r --resume auto", "expected --resume=auto, or 'auto' behind --"),
+        ("r --count 0x4", "expected --count to be an integer, got '0x4'"),
+        ("r --count 1:30", "expected --count to be an integer, got '1:30'"),
+        ("r --count 1e999", "expected --count to be an integer, got '1e999'"),
+        ("r --count true", "expected --count to be an integer, got 'true'"),
+        ("r --share 0x4", "expected --share to be a number, got '0x4'"),
+        ("r --greedy=maybe", "expected --greedy to be true or false, got 'maybe'"),
         ("r --cou 3", "did you mean '--count'"),  # no abbreviations: they would change with each new flag
         ("r --count 1.5", "expected --count to be an integer, got '1.5'"),
         ("r --resume=never", "expected --resume to be true or false or 'auto', got 'never'"),

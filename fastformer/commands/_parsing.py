@@ -5,13 +5,15 @@ from __future__ import annotations
 import argparse
 import inspect
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 from typing import Any, get_args, get_type_hints
 
 from docstring_parser import parse as parse_docstring
 from jsonargparse import ArgumentParser, DefaultHelpFormatter
 
+from fastformer import console
+from fastformer.commands import _words
 from fastformer.settings import choices, describe, describe_bounds, suggestion, why_not
 
 
@@ -21,7 +23,8 @@ def parse(module: ModuleType, name: str, words: Sequence[str]) -> dict[str, Any]
     Args:
         module: of the command. `add_settings(parser)`, if it has one, adds flags beyond the function's signature,
             `SHORT` says what is short for which flag, and `USAGE` is the first line of the help where the signature
-            doesn't say enough.
+            doesn't say enough, `FILLED_BY` are flags that leave no room for an argument that may be missing, and
+            `TEXTS` are the parameters that are texts and no names of files.
         name: of the command and of its function.
         words: of the command line, behind the command.
 
@@ -34,18 +37,66 @@ def parse(module: ModuleType, name: str, words: Sequence[str]) -> dict[str, Any]
         usage=getattr(module, "USAGE", None) or _usage(name, function),
         description=inspect.getdoc(function).partition("\n")[0],  # type: ignore[union-attr]
         formatter_class=Help,
+        epilog=_words.HELP,
         exit_on_error=False,
         allow_abbrev=False,
     )
     hints = _add_signature(parser, function)
     hints |= module.add_settings(parser) if hasattr(module, "add_settings") else {}
     short = getattr(module, "SHORT", {})
-    words = _with_values(_spelled_out(words, short), hints)
+    parameters = [p for p in inspect.signature(function).parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
+    places = _words.Places(
+        sum(p.default is p.empty for p in parameters), len(parameters), frozenset(getattr(module, "FILLED_BY", ()))
+    )
+    flags = {key: hint for key, hint in hints.items() if key not in {p.name for p in parameters}}
+    alone = frozenset(flag[2:] for action in parser._actions if action.nargs == "?" for flag in action.option_strings)
+    written = getattr(module, "TEXTS", ())
     try:
-        return dict(parser.parse_args(words, defaults=False).as_dict())
+        hint = "; a text like this goes behind --" if written else ""
+        typed = _words.split(words, flags, short, places, alone, hint)
+        texts: dict[str, Any] = {}
+        spelled = [_spelled(key, value, flags, texts) for key, value in typed.flags]
+        # jsonargparse would read a text as YAML, so it gets another word in its place.
+        for place, word in enumerate(typed.arguments):
+            if place < len(parameters) and _words.is_text(hints[parameters[place].name]):
+                texts[parameters[place].name], word = word, "text"
+            spelled.append(word)
+        if any(word.startswith("-") for word in spelled[len(typed.flags) :]):
+            spelled.insert(len(typed.flags), "--")
+        values = dict(parser.parse_args(spelled, defaults=False).as_dict())
     except argparse.ArgumentError as error:
-        message = explain(str(error), hints, short)
+        message = explain(str(error), hints)
         raise argparse.ArgumentError(None, f"{message}; see `fastformer {name} --help`") from error
+    for key, text in texts.items():
+        _put(values, key, console.typed(text) if key in written else text)
+    return values
+
+
+def _spelled(name: str, value: str | None, hints: Mapping[str, Any], texts: dict[str, Any]) -> str:
+    """A flag as jsonargparse reads it; a text goes to `texts` instead."""
+    if value is None:
+        return f"--{name}"
+    hint = hints.get(name, str)
+    if _words.is_texts(hint):
+        texts.setdefault(name, []).append(value)
+        return f"--{name}=[]"
+    if _words.is_text(hint):
+        texts[name] = value
+        return f"--{name}=text"
+    plain = _words.plain(value, hint)
+    if plain is None:
+        raise argparse.ArgumentError(
+            None, f"expected --{name} to be {describe(hint)}, got {value!r}{suggestion(value.strip(), choices(hint))}"
+        )
+    return f"--{name}={plain}"
+
+
+def _put(values: dict[str, Any], key: str, value: Any) -> None:
+    """Sets values["a"]["b"] for the key "a.b"."""
+    *outer, last = key.split(".")
+    for name in outer:
+        values = values[name]
+    values[last] = value
 
 
 class Help(DefaultHelpFormatter):
@@ -86,31 +137,21 @@ def _usage(name: str, function: Callable[..., Any]) -> str:
     return " ".join(["fastformer", name, *words, "[--FLAG VALUE ...]"])
 
 
-def explain(message: str, hints: Mapping[str, Any], short: Iterable[str] = (), flag: str = "--") -> str:
+def explain(message: str, hints: Mapping[str, Any], flag: str = "--") -> str:
     """jsonargparse's message in one line: what was expected, what came, the nearest name.
 
     Args:
         message: of the error.
         hints: the type of each setting.
-        short: further flags that exist.
         flag: stands before the name of a setting.
     """
     key = re.match(r'Parser key "([^"]+)"', message)
-    value = re.search(r"(?:Got|Given) value: (.*)$", message, re.DOTALL)
+    value = re.search(r"(?:Got|Given) value: ([^\n]*)", message)
     if key and value and key[1] in hints:
         hint, given = hints[key[1]], value[1].strip()
         problem = why_not(given, hint) or f"to be {describe(hint)}"
         return f"expected {flag}{key[1]} {problem}, got {given!r}{suggestion(given, choices(hint))}"
-    message = " ".join(message.split())
-    wrong = re.search(r"unrecognized arguments: (--[^\s=]*)", message)
-    return message + (_nearest_flag(wrong[1], hints, short) if wrong else "")
-
-
-def _nearest_flag(wrong: str, hints: Mapping[str, Any], short: Iterable[str]) -> str:
-    inner = f"model.{wrong.removeprefix('--')}"
-    if inner in hints:
-        return f"; did you mean '--{inner}'?"
-    return suggestion(wrong, [*short, *(f"--{name}" for name in hints)])
+    return " ".join(message.split())
 
 
 def _add_signature(parser: ArgumentParser, function: Callable[..., Any]) -> dict[str, Any]:
@@ -127,53 +168,3 @@ def _add_signature(parser: ArgumentParser, function: Callable[..., Any]) -> dict
             kind = str if hints[p.name] == str | None else hints[p.name]
             parser.add_argument(p.name, type=kind, nargs="?", default=p.default, help=texts[p.name])
     return {p.name: hints[p.name] for p in parameters}
-
-
-def _spelled_out(words: Sequence[str], short: Mapping[str, str]) -> list[str]:
-    """--max-steps is --max_steps, and what is short for a flag becomes that flag; behind `--` all stays as it is."""
-    end = list(words).index("--") if "--" in words else len(words)
-    spelled = []
-    for word in words[:end]:
-        name, equals, value = word.partition("=")
-        name = "--" + name[2:].replace("-", "_") if name.startswith("--") else name
-        spelled.append(short.get(name, name) + equals + value)
-    return spelled + list(words[end:])
-
-
-def _with_values(words: Sequence[str], hints: Mapping[str, Any]) -> list[str]:
-    """The arguments, then each flag in one word with its value.
-
-    `--greedy` alone becomes `--greedy=true`; so does `--resume`, which takes a word of its own too: `--resume auto`.
-    argparse itself fails on an argument that may be missing where flags stand before it (`RUN --num_beams 4 TEXT`), and
-    takes `-1e-3` behind `--lr` for a flag.
-    """
-    rest = list(words)
-    flags: list[str] = []
-    arguments: list[str] = []
-    while rest and rest[0] != "--":
-        word = rest.pop(0)
-        if not _is_flag(word):
-            arguments.append(word)
-            continue
-        hint = hints.get(word.removeprefix("--"))
-        if hint is bool or bool in get_args(hint):
-            taken = bool(rest) and rest[0] in ("true", "false", "yes", "no", *choices(hint))
-            word = f"{word}={rest.pop(0) if taken else 'true'}"
-        elif word not in ("-h", "--help") and "=" not in word and rest and not _is_flag(rest[0]):
-            word = f"{word}={rest.pop(0)}"
-        flags.append(word)
-    arguments += rest[1:]
-    if any(word.startswith("-") for word in arguments):
-        return [*flags, "--", *arguments]
-    return arguments + flags
-
-
-def _is_flag(word: str) -> bool:
-    """Whether a word is a flag, as argparse sees it: neither a number nor a text with spaces."""
-    if not word.startswith("-") or word == "-" or " " in word.partition("=")[0]:
-        return False
-    try:
-        float(word)
-    except ValueError:
-        return True
-    return False

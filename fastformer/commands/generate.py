@@ -7,6 +7,8 @@ from typing import Literal
 
 logger = logging.getLogger("fastformer")
 
+TEXTS = ("prompt",)
+
 
 def generate(
     run: str,

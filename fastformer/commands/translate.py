@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from fastformer.generation.flow import Source
     from fastformer.generation.texts import Answer, Item
 
+FILLED_BY = ("file",)  # a text or a file, not both
+TEXTS = ("text", "prefix")
+
 
 def translate(
     run: str,

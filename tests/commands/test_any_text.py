@@ -1,0 +1,175 @@
+"""What is translated is what was given, whatever it looks like: as an argument, a prefix, a file, a pipe."""
+
+from __future__ import annotations
+
+import io
+import os
+import random
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fastformer.cli import main
+from fastformer.generation import Translator
+
+PIECES = [
+    "--", "-", "---", "-red", "-h", "#", "#1 hit", "&x", "*x", "null", "Null", "~", "!!null", "!x", "True",
+    "false", "no", "off", "0", "1", "1e5", "0x4", "010", "1:30", ".inf", "nan", "2020-01-01", "@f", "{a: 1}",
+    "{", "[", "[]", "]", "'", '"', '"a', "\\", "\\n", "%", "%s", "|", ">", "? ", ": ", "a: b", "- a", "`id`",
+    "$HOME", "$(id)", "*", "=", "a=b", "--x", "--file", "--num_beams", "--num-beams=4", "--note=x",
+    "--Yes, a well-known man", "-- So-called art", "--a-b c", "--help", "--debug", "-num_beams", "auto",
+    "never", "<0x4a>", "</s>", "<unk>", "\t", " ", "  ", "\x01", "\x1b[2J", "\x7f", "\x85", "\x0b", "\x0c",
+    "\x1c", "\u2028", "\u2029", "\ufeff", "\u200b", "\u202e", "e\u0301", "é", "½", "ﬁ", "ß", "\u4e2d\u6587",
+    "\u05e9\u05dc", "\U0001f469\u200d\U0001f52c", "\U0010ffff", "word", "two words", ".", ",", "well-known",
+    "_", "__",
+]  # fmt: skip
+
+
+def odd_texts(count: int, seed: int) -> list[str]:
+    """Each piece alone, then mixtures of them; none is blank."""
+    draw = random.Random(seed)
+    texts = [piece for piece in PIECES if piece.strip()]
+    while len(texts) < count:
+        text = draw.choice(["", " "]).join(draw.choices(PIECES, k=draw.randint(1, 5)))
+        if draw.random() < 0.3:
+            text += "".join(chr(draw.choice((draw.randrange(1, 128), draw.randrange(0xA0, 0xD800)))) for _ in range(3))
+        text = text.replace("\n", "").strip("\r")
+        texts += [text] if text.strip() else []
+    draw.shuffle(texts)
+    return texts[:count]
+
+
+class Echo:
+    """A translator whose translation is the text, behind its prefix; it keeps what it was given."""
+
+    def __init__(self) -> None:
+        self.given: list[tuple[str, str | None]] = []
+
+    def settings(self, options):
+        return options
+
+    def answers(self, source, settings, bad, *, log_probs):
+        while True:
+            try:
+                item = source.get(wait=True)
+            except EOFError:
+                return
+            self.given.append((item.text, item.prefix))
+            yield [self.Answer(item)]
+
+    class Answer:
+        def __init__(self, item) -> None:
+            self._text = f"{item.prefix or ''}{item.text}"
+
+        def texts(self) -> list[str]:
+            return [self._text]
+
+
+@pytest.fixture
+def echo(monkeypatch) -> Echo:
+    translator = Echo()
+    monkeypatch.setattr(Translator, "from_pretrained", lambda *_, **__: translator)
+    return translator
+
+
+LOOKS_LIKE_A_FLAG = re.compile(r"--[A-Za-z][A-Za-z0-9_.-]*(=.*)?|-h|-num[_-]beams(=.*)?", re.DOTALL)
+
+
+def try_words(echo: Echo, text: str, prefix: str, capsys) -> None:
+    for words, given, always in (
+        (["--", text], (text, None), True),
+        ([f"--prefix={prefix}", "--", text], (text, prefix), True),
+        ([text, "--prefix", prefix], (text, prefix), False),
+        (["--prefix", prefix, "--skip_long", text], (text, prefix), False),
+    ):
+        if not always and (text.startswith("--num-beams=4") or text in ("--", "--debug")):  # flags of the command
+            continue
+        echo.given.clear()
+        try:
+            code = main(["translate", "run", *words])
+        except SystemExit:  # the help
+            code = 2
+        out, err = capsys.readouterr()
+        if code == 2:
+            assert not always, words  # behind `--` everything is a text
+            odd = [word for word in (text, prefix) if LOOKS_LIKE_A_FLAG.match(word) or word == "--"]
+            switched = "--skip_long" in words and text.lower() in ("true", "false", "yes", "no", "on", "off", "1", "0")
+            assert (odd or switched) and not echo.given and ("--" in err or "usage" in out), (words, err)
+        else:
+            assert (code, echo.given) == (0, [given]), words
+
+
+def test_arguments_and_prefixes(echo, capsys) -> None:
+    texts = odd_texts(40, seed=0)
+    for text, prefix in zip(texts[:20], texts[20:], strict=True):
+        try_words(echo, text, prefix, capsys)
+
+
+@pytest.mark.slow
+def test_a_thousand_arguments_and_prefixes(echo, capsys) -> None:
+    """The same for every piece and a thousand mixtures."""
+    texts = odd_texts(1000, seed=1)
+    for text, prefix in zip(texts, texts[::-1], strict=True):
+        try_words(echo, text, prefix, capsys)
+
+
+def test_a_thousand_lines_of_a_file_and_of_standard_input(echo, tmp_path, monkeypatch, capsys) -> None:
+    texts, prefixes = odd_texts(1000, seed=2), odd_texts(1000, seed=3)
+    file, others = tmp_path / "#1.txt", tmp_path / "null"
+    file.write_bytes("".join(f"{text}\n" for text in texts).encode())
+    others.write_bytes("".join(f"{text}\n" for text in prefixes).encode())
+    texts[0] = texts[0].removeprefix("\ufeff")  # at the beginning of a file it is a byte order mark
+    prefixes[0] = prefixes[0].removeprefix("\ufeff")
+    shown = [text.replace("\r", " ") for text in texts]
+    monkeypatch.chdir(tmp_path)
+    for words, before in ((["--file", "#1.txt"], None), (["--file=#1.txt", "--prefix", "&x"], "&x")):
+        assert main(["translate", "run", *words]) == 0
+        assert echo.given == [(text, before) for text in texts]
+        assert capsys.readouterr().out.removesuffix("\n").split("\n") == [(before or "") + text for text in shown]
+        echo.given.clear()
+    assert main(["translate", "run", "--file", "#1.txt", "--prefix_file", "null"]) == 0
+    assert echo.given == list(zip(texts, prefixes, strict=True))
+    echo.given.clear()
+    with open(file, "rb") as stream:
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(stream))
+        assert main(["translate", "run", "--prefix=~"]) == 0
+    assert echo.given == [(text, "~") for text in texts]
+
+
+def test_names_of_files_are_text_for_training_too(tmp_path, monkeypatch) -> None:
+    from fastformer.commands import train
+    from fastformer.commands._parsing import parse
+
+    for name in ("#1.txt", "null", "~", "&x", "@f", "{a: 1}", "1e5", "True", "-data", "!!null"):
+        flags = {"train_text": name, "val_source": name, "config": name, "init_from": name, "tokenizer": name}
+        words = [word for flag, value in flags.items() for word in (f"--{flag}", value)]
+        assert parse(train, "train", [name, *words]) == {"run": name, **flags}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("locale", ["C.UTF-8", "C"])
+def test_through_real_words_and_pipes(tmp_path, locale) -> None:
+    """A process of its own, in a UTF-8 and in an ASCII locale: argument, prefix and a pipe of a thousand lines."""
+    texts = odd_texts(1000, seed=4)
+    texts[0] = "word"
+    code = (
+        "import sys; from tests.commands.test_any_text import Echo; from fastformer.generation import Translator\n"
+        "Translator.from_pretrained = lambda *_, **__: Echo()\n"
+        "from fastformer.cli import main; sys.exit(main())"
+    )
+    root = str(Path(__file__).parents[2])
+    environment = {**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1", "LC_ALL": locale}
+    environment |= {"PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"} if locale == "C" else {}
+    before = "~ \u4e2d zwölf "
+    command = [sys.executable, "-c", code, "translate", "run", f"--prefix={before}"]
+    given = "".join(f"{text}\n" for text in texts).encode()
+    done = subprocess.run(command, input=given, env=environment, capture_output=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    shown = [(before + text).replace("\r", " ") for text in texts]
+    assert done.stdout.decode().removesuffix("\n").split("\n") == shown
+    for text in ("--", "#1 hit", "-red", "&x zwölf", "\U0001f600", "null"):
+        done = subprocess.run([*command, "--", text], env=environment, capture_output=True, timeout=300)
+        assert done.stdout.decode() == before + text + "\n", done.stderr

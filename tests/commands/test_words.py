@@ -1,0 +1,55 @@
+"""What is meant by flags of other toolkits, and what the help says of texts."""
+
+from __future__ import annotations
+
+import pytest
+
+from fastformer.cli import main
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("translate r --beam_size 4", "--num_beams"),
+        ("translate r --max_length 4", "--max_new_tokens"),
+        ("translate r --input f", "--file"),
+        ("translate r --output f", "standard output"),
+        ("generate r t --max_length 4", "--max_new_tokens"),
+        ("train r --block_size 4", "--seqlen"),
+        ("train r --learning-rate 4", "--lr"),
+        ("train r --gradient_accumulation_steps=4", "--accumulate"),
+        ("train r --max_steps 4", "'--steps'"),
+        ("train r --output_dir f", "RUN"),
+        ("train r --d_model 4", "--model.d_model"),
+    ],
+)
+def test_flags_of_other_toolkits(words, said, capsys) -> None:
+    assert main(words.split()) == 2
+    error = capsys.readouterr().err
+    assert (
+        said in error
+        and words.split()[2 if "generate" not in words else 3].partition("=")[0].replace("-r", "_r") in error
+    )
+
+
+def test_the_help_says_how_a_text_is_given(capsys) -> None:
+    with pytest.raises(SystemExit):
+        main(["translate", "--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert "behind --" in text and "--FLAG=TEXT" in text and "--FLAG=false" in text
+
+
+def test_a_message_has_nothing_of_the_parsers_insides(capsys) -> None:
+    for words in (
+        "train r --seed 1.5",
+        "train r --model.d_model 1e",
+        "train r --precision fp33",
+        "train r --task 7",
+        "average r --last x",
+        "translate r t --max_batch_bytes 1.5e",
+        "translate r t --early_stopping x",
+        "generate r t --top_p a",
+    ):
+        main(words.split())
+        error = capsys.readouterr().err
+        assert not any(inside in error for inside in ("class", "NoneType", "Literal", "type=", "Union", "\\n")), error
