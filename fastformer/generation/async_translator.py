@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping
 from types import TracebackType
@@ -23,6 +25,8 @@ from fastformer.generation.texts import Answer, Item, as_form
 from fastformer.generation.translator import Translator, check_one_stream
 
 _SHOWN = 40  # characters of a text that an error names
+
+_open: weakref.WeakSet[AsyncTranslator] = weakref.WeakSet()  # those whose threads may run
 
 
 class AsyncTranslator:
@@ -69,9 +73,10 @@ class AsyncTranslator:
                 raise RuntimeError("expected an AsyncTranslator that is closed, got one that is open already")
             self._is_closing = self._is_cancelling = False
             self._failure = None
-            # A daemon: a program that forgets to close this may end all the same.
+            # A daemon: the interpreter doesn't wait for it, and `_stop_all` ends it where the program forgot to.
             self._thread = threading.Thread(target=self._work, name="AsyncTranslator", daemon=True)
             self._thread.start()
+            _open.add(self)
         return self
 
     async def __aexit__(
@@ -88,17 +93,31 @@ class AsyncTranslator:
             cancel: end what runs and what waits, whose tasks get a RuntimeError; without, they get their translations
                 first.
         """
-        with self._changed:
-            thread = self._thread
-            if thread is None:
-                return
-            self._is_closing = True
-            self._is_cancelling = self._is_cancelling or cancel
-            self._changed.notify()
+        thread = self._ask_to_end(cancel=cancel)
+        if thread is None:
+            return
         await asyncio.to_thread(thread.join)
         with self._changed:
             if self._thread is thread:
                 self._thread = None
+                _open.discard(self)
+
+    def _ask_to_end(self, *, cancel: bool) -> threading.Thread | None:
+        """Has the thread end when its work is done, or at once; the thread, None where there is none."""
+        with self._changed:
+            if self._thread is not None:
+                self._is_closing = True
+                self._is_cancelling = self._is_cancelling or cancel
+                self._changed.notify()
+            return self._thread
+
+    def _stop(self) -> None:
+        """Ends the thread, whatever it does, and waits for that; for the end of the program."""
+        thread = self._thread
+        # In a process that was forked the thread isn't there, and it may have held the lock.
+        if thread is not None and thread.is_alive():
+            self._ask_to_end(cancel=True)
+            thread.join()
 
     async def translate(
         self,
@@ -297,6 +316,17 @@ class AsyncTranslator:
             if not job.request.is_done:
                 job.request.fail(_broken(error))
             job.tell(None)
+
+
+@atexit.register
+def _stop_all() -> None:
+    """Ends the threads of what was left open.
+
+    An interpreter that ends kills its daemons when they come back from C++, which C++ answers by aborting the program.
+    The threads that aren't daemons have ended by now: those may use a translator until then.
+    """
+    for front in list(_open):
+        front._stop()
 
 
 def _broken(error: BaseException) -> RuntimeError:
