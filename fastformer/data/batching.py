@@ -76,7 +76,9 @@ class Batch:
         )
 
 
-def plan_epoch(lengths: Tensor, *, max_tokens: int, batching: str, seed: int, epoch: int) -> list[list[int]]:
+def plan_epoch(
+    lengths: Tensor, *, max_tokens: int, batching: str, seed: int, epoch: int, weights: Tensor | None = None
+) -> list[list[int]]:
     """Which examples form the batches of an epoch, in order.
 
     Args:
@@ -84,9 +86,11 @@ def plan_epoch(lengths: Tensor, *, max_tokens: int, batching: str, seed: int, ep
         max_tokens: of a batch and side: padded tokens for "random" and "bucketed", real ones for "packed".
         batching: one of BATCHINGS.
         seed, epoch: the order is a function of them.
+        weights: (examples,) how often the epoch has each example; of a fraction, which ones is drawn for each epoch.
+            None: each once.
 
     Returns:
-        Lists of indices; every example is in exactly one.
+        Lists of indices; without weights every example is in exactly one.
 
     Raises:
         ValueError: an unknown batching, lengths of another shape, or an example longer than max_tokens.
@@ -99,7 +103,14 @@ def plan_epoch(lengths: Tensor, *, max_tokens: int, batching: str, seed: int, ep
     longest = longest_sides(lengths, max_tokens)
     # Neighbouring seeds must not share epochs; a generator takes 64 bits.
     generator = torch.Generator().manual_seed((seed * 1_000_003 + epoch) % 2**63)
-    order = torch.randperm(len(lengths), generator=generator, device="cpu")
+    if weights is None:
+        order = torch.randperm(len(lengths), generator=generator, device="cpu")
+    else:
+        if weights.shape != lengths.shape[:1]:
+            raise ValueError(f"expected weights ({len(lengths)},), got {tuple(weights.shape)}")
+        times = (weights + torch.rand(len(lengths), generator=generator, device="cpu")).floor().long()
+        order = torch.arange(len(lengths), device="cpu").repeat_interleave(times)
+        order = order[torch.randperm(len(order), generator=generator, device="cpu")]
     if batching == "bucketed":
         return _bucketed(order, longest, max_tokens, generator)
     return _cut(order.tolist(), lengths.tolist(), max_tokens, padded=batching == "random")

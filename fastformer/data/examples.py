@@ -52,6 +52,12 @@ class Examples(Sequence[Example]):
                 raise ValueError(f"expected ids, integers of 32 bits, got {side!r:.60}") from error
             self._ends.append(len(self._ids))
 
+    def extend(self, others: Examples) -> None:
+        """Adds all of some other examples."""
+        before = len(self._ids)
+        self._ids.extend(others._ids)
+        self._ends.extend(before + end for end in others._ends[1:])
+
     def __len__(self) -> int:
         return len(self._ends) // 2
 

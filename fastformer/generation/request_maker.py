@@ -16,7 +16,6 @@ from fastformer.generation.processors import SEARCH_RULES, make_processors
 from fastformer.generation.requests import Request
 from fastformer.generation.search import BeamSearch, RowSearch, Sampling, Search, TransformersBeamSearch
 from fastformer.generation.settings import GenerationSettings
-from fastformer.generation.stopping import make_stop
 from fastformer.ops import _extension
 from fastformer.special_ids import SpecialIds
 
@@ -30,13 +29,11 @@ class CheckedInput(NamedTuple):
         row: the ids of a source, or of a prompt.
         prefix: what the output of a source begins with, without the start token.
         limit: how many new tokens it may get.
-        least: no end before so many of them.
     """
 
     row: Sequence[int]
     prefix: Sequence[int]
     limit: int
-    least: int = 0
 
 
 class DecodingIds(NamedTuple):
@@ -95,10 +92,6 @@ class RequestMaker:
         # What the searches in C++ don't have, the engine is asked for step by step.
         self._is_native = is_searching_engine(self.engine) and _extension.module() is not None
         self._is_native = self._is_native and not settings.do_sample and settings.num_beam_groups == 1
-        self._is_native = self._is_native and not settings.stopping_criteria
-        # Of what processors give as it is, only those of this library are known to give nothing above 0.
-        self._may_rise = settings.keeps_scores and bool(settings.logits_processor)
-        self._is_native = self._is_native and not self._may_rise
         unsaid = {*settings.suppress_tokens, *self.ids.eos}
         allowed = len({*settings.shortlist} - unsaid) if settings.shortlist else model.config.vocab_size - len(unsaid)
         self._leaves_words = allowed > 0
@@ -124,7 +117,7 @@ class RequestMaker:
         if is_decoder_only(self.model):
             limit = most_new_tokens(self.model, len(row), self.settings, width)
             _check_ids(row, config.vocab_size, "token")
-            return CheckedInput(row, (), limit, self.settings.least_tokens(len(row) if width is None else width))
+            return CheckedInput(row, (), limit)
         if len(row) > config.max_len:
             raise ValueError(
                 f"expected source sequences of at most max_len = {config.max_len} tokens, got {len(row)}: cut them, or "
@@ -133,7 +126,7 @@ class RequestMaker:
         limit = most_new_tokens(self.model, len(row), self.settings, prefix=len(prefix))
         _check_ids(row, getattr(config, "source_vocab_size", None) or config.vocab_size, "source")
         _check_ids(prefix, config.vocab_size, "target")
-        return CheckedInput(row, prefix, limit, self.settings.least_tokens(1 + len(prefix)))
+        return CheckedInput(row, prefix, limit)
 
     def make(
         self,
@@ -157,11 +150,12 @@ class RequestMaker:
         place = self._made if place is None else place
         self._made = place + 1
         seed = random.Random(f"{self._seed} {place}").getrandbits(64) if settings.do_sample else 0
-        stop = make_stop(settings.stopping_criteria, prompt.tokens, self.engine.device)
 
         def make_search() -> Search:
             if self._is_native and settings.num_beams == 1:
-                return NativeSearch.greedy(limit, eos, min_tokens=checked.least, suppressed=settings.suppress_tokens)
+                return NativeSearch.greedy(
+                    limit, eos, min_tokens=settings.min_new_tokens, suppressed=settings.suppress_tokens
+                )
             if self._is_native:
                 return NativeSearch.beams(
                     limit,
@@ -171,7 +165,7 @@ class RequestMaker:
                     alpha=settings.alpha,
                     num_return=settings.num_return_sequences,
                     early_stopping=settings.early_stopping,
-                    min_tokens=checked.least,
+                    min_tokens=settings.min_new_tokens,
                     suppressed=settings.suppress_tokens,
                 )
             if settings.num_beams > 1 and settings.beam_rules == "transformers":
@@ -182,8 +176,6 @@ class RequestMaker:
                     alpha=settings.alpha,
                     num_return=settings.num_return_sequences,
                     early_stopping=settings.early_stopping,
-                    may_rise=self._may_rise,
-                    stop=stop,
                 )
             if settings.num_beams > 1:
                 return BeamSearch(
@@ -195,28 +187,20 @@ class RequestMaker:
                     early_stopping=settings.early_stopping is True,
                     num_groups=settings.num_beam_groups,
                     diversity_penalty=settings.diversity_penalty,
-                    stop=stop,
                 )
             sampling = None
             if settings.do_sample:
                 sampling = Sampling(settings.temperature, settings.top_k, settings.top_p, seed)
-            return RowSearch(limit, eos, settings.samples, sampling, stop=stop)
+            return RowSearch(limit, eos, settings.samples, sampling)
 
         processors = make_processors(
-            settings,
-            self.ids.eos,
-            len(prompt.tokens),
-            limit,
-            min_tokens=checked.least,
-            has_shortlist=self._has_shortlist,
+            settings, self.ids.eos, len(prompt.tokens), limit, has_shortlist=self._has_shortlist
         )
-        masks_alone = all(isinstance(one, SEARCH_RULES) for one in processors)
         return Request(
             prompt,
             make_search,
             processors=processors,
-            search_suffices=self._leaves_words and masks_alone and not settings.keeps_scores,
-            keeps_scores=settings.keeps_scores,
+            search_suffices=self._leaves_words and all(isinstance(one, SEARCH_RULES) for one in processors),
             log_probs=self.log_probs,
             max_time=settings.max_time,
             on_token=on_token,
@@ -230,6 +214,8 @@ def special_ids(model: Model, settings: GenerationSettings) -> DecodingIds:
     eos = settings.eos_token_id
     ends = own.eos if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
     start = own.start if settings.decoder_start_token_id is None else settings.decoder_start_token_id
+    if len(set(ends)) < len(ends):
+        raise ValueError(f"expected different ids of eos, got {list(ends)}")
     if settings.pad_token_id is None and pad_id in ends:
         raise ValueError(
             f"expected two ids for eos_token_id and pad_token_id, got {pad_id} for both, which is the model's pad: "
@@ -266,25 +252,12 @@ def most_new_tokens(
             f"expected {what} of fewer tokens than the model's max_len {max_len}, got {prefix or width}: there is no "
             "room for a new one"
         )
-    begun = 1 + prefix if not is_decoder_only(model) else width
-    wanted, least = settings.max_new_tokens, settings.least_tokens(begun)
-    name, more = "max_new_tokens", 0
-    if wanted is None and settings.max_length is not None:
-        name, more = "max_length", begun  # which counts what stands before the new tokens
-        wanted = settings.max_length - begun
-        if wanted < 1:
+    wanted, least = settings.max_new_tokens, settings.min_new_tokens
+    for name, value in (("max_new_tokens", wanted or 0), ("min_new_tokens", least)):
+        if value > room:
             raise ValueError(
-                f"expected max_length of more than the {begun} that outputs begin with, got {settings.max_length}; "
-                "max_new_tokens doesn't count them"
+                f"expected {name} of at most {room}{behind}, for the model's max_len is {max_len}; got {value}"
             )
-    if wanted is None:  # only then it is meant: else everything ends at what was wanted
-        name, more = ("min_new_tokens", 0) if settings.min_new_tokens else ("min_length", begun)
-    value = least if wanted is None else wanted
-    if value > room:
-        raise ValueError(
-            f"expected {name} of at most {room + more}{behind}, for the model's max_len is {max_len}; "
-            f"got {value + more}"
-        )
     return wanted or max(default, least)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -15,8 +15,6 @@ NEVER = -math.inf  # the score of what isn't there
 
 BeamRules = Literal["tensor2tensor", "transformers"]  # `BeamSearch` and `TransformersBeamSearch`
 EarlyStopping = bool | Literal["never"]
-# Says of rows of new tokens which of them end with their last one, beside those that end with EOS.
-Stop = Callable[[Sequence[Sequence[int]]], Sequence[bool]]
 
 
 @dataclass(slots=True)
@@ -116,21 +114,12 @@ class RowSearch(Search):
         eos: the ids that end a row.
         num_rows: 1, or the number of samples.
         sampling: None: the best token.
-        stop: None: EOS alone ends a row.
     """
 
     num_candidates = 1
 
-    def __init__(
-        self,
-        limit: int,
-        eos: frozenset[int],
-        num_rows: int = 1,
-        sampling: Sampling | None = None,
-        *,
-        stop: Stop | None = None,
-    ) -> None:
-        self.limit, self.eos, self.sampling, self._stop = limit, eos, sampling, stop
+    def __init__(self, limit: int, eos: frozenset[int], num_rows: int = 1, sampling: Sampling | None = None) -> None:
+        self.limit, self.eos, self.sampling = limit, eos, sampling
         self.num_rows = self.peak_rows = num_rows
         self._rows = [Hypothesis() for _ in range(num_rows)]
         self._alive = list(range(num_rows))
@@ -167,10 +156,6 @@ class RowSearch(Search):
             if token not in self.eos and len(row.tokens) < self.limit:
                 parents.append(parent)
                 alive.append(place)
-        if self._stop is not None and alive:
-            stops = self._stop([self._rows[place].tokens for place in alive])
-            parents = [parent for parent, ends in zip(parents, stops, strict=True) if not ends]
-            alive = [place for place, ends in zip(alive, stops, strict=True) if not ends]
         self._alive, self.num_rows = alive, len(alive)
         return parents
 
@@ -210,7 +195,6 @@ class BeamSearch(Search):
         early_stopping: see above.
         num_groups: divides num_beams.
         diversity_penalty: see above.
-        stop: None: EOS alone ends a hypothesis.
     """
 
     def __init__(
@@ -224,10 +208,8 @@ class BeamSearch(Search):
         early_stopping: bool = False,
         num_groups: int = 1,
         diversity_penalty: float = 0.0,
-        stop: Stop | None = None,
     ) -> None:
         self.limit, self.eos, self.alpha, self.early_stopping = limit, eos, alpha, early_stopping
-        self._stop = stop
         self.num_return, self.diversity_penalty = num_return, diversity_penalty
         self.num_rows, self.peak_rows = num_groups, num_beams
         width = num_beams // num_groups
@@ -293,14 +275,11 @@ class BeamSearch(Search):
         alive: list[Hypothesis] = []
         origin: list[int] = []
         ended = False
-        best = [one for one in pool[: self._wanted] if one[0] < math.inf]
-        ends = [token in self.eos for _, _, token, _ in best]
-        if self._stop is not None and best:
-            stops = self._stop([[*group.alive[beam].tokens, token] for _, beam, token, _ in best])
-            ends = [end or stop for end, stop in zip(ends, stops, strict=True)]
-        for rank, (negative, beam, token, value) in enumerate(best):
+        for rank, (negative, beam, token, value) in enumerate(pool[: self._wanted]):
+            if negative == math.inf:
+                break
             parent = group.alive[beam]
-            if ends[rank]:
+            if token in self.eos:
                 if rank >= self._ending:
                     continue
                 score = -negative / penalty
@@ -371,8 +350,6 @@ class TransformersBeamSearch(BeamSearch):
         limit, eos, num_beams, num_return: see `BeamSearch`.
         alpha: the exponent, which is called length_penalty there.
         early_stopping: see above.
-        may_rise: a token may have a value above 0, so that the score of what goes on has no bound.
-        stop: see `BeamSearch`.
     """
 
     def __init__(
@@ -384,13 +361,11 @@ class TransformersBeamSearch(BeamSearch):
         alpha: float = 1.0,
         num_return: int = 1,
         early_stopping: EarlyStopping = False,
-        may_rise: bool = False,
-        stop: Stop | None = None,
     ) -> None:
         super().__init__(
-            limit, eos, num_beams, alpha=alpha, num_return=num_return, early_stopping=early_stopping is True, stop=stop
+            limit, eos, num_beams, alpha=alpha, num_return=num_return, early_stopping=early_stopping is True
         )
-        self._ending, self._may_rise = num_beams, may_rise
+        self._ending = num_beams
         self._looks_ahead = early_stopping == "never" and alpha > 0
 
     def _penalty(self, length: int) -> float:
@@ -405,7 +380,7 @@ class TransformersBeamSearch(BeamSearch):
         return group.finished[-1].score >= best
 
     def _is_hopeless(self, group: _Beams, score: float) -> bool:
-        if self._may_rise or self._length >= self.limit or len(group.finished) < group.width:
+        if self._length >= self.limit or len(group.finished) < group.width:
             return False
         return group.finished[-1].score >= score / self._penalty(self.limit if self.alpha > 0 else self._length)
 

@@ -158,7 +158,7 @@ def _start(
     trainer = Trainer(config, folder, model, data, device, lock=lock, interrupts=interrupts, log=log)
     trainer.init_weights = None if weights is None else digest_of(weights)
     if config.epochs:
-        steps = count_updates(config, trainer.lengths)
+        steps = count_updates(config, trainer.lengths, data.weights)
         logger.info("%g epochs are %d updates", config.epochs, steps)
         config = trainer.config = replace(config, steps=steps, epochs=0.0)
     if found is not None:
@@ -187,17 +187,23 @@ def _start(
     return trainer
 
 
-def count_updates(config: TrainConfig, lengths: Tensor) -> int:
+def count_updates(config: TrainConfig, lengths: Tensor, weights: Tensor | None = None) -> int:
     """How many updates `epochs` passes over the data are, at least one.
 
     Args:
         config: the settings.
         lengths: (examples, 2) source and target lengths of the training data.
+        weights: (examples,) how often an epoch has each example; None: once.
     """
     batches = 0.0
     for epoch in range(math.ceil(config.epochs)):
         plan = plan_epoch(
-            lengths, max_tokens=config.max_tokens, batching=config.batching, seed=config.seed, epoch=epoch
+            lengths,
+            max_tokens=config.max_tokens,
+            batching=config.batching,
+            seed=config.seed,
+            epoch=epoch,
+            weights=weights,
         )
         batches += len(plan) * min(1.0, config.epochs - epoch)
     # The batches of an update may come from two epochs, so that only the very last ones can be too few.

@@ -6,14 +6,19 @@ its help, the check of its type and bounds and the key of the YAML file follow f
 
 from __future__ import annotations
 
+import math
+import os
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from fastformer.baseline.lstm import LSTMConfig
+from fastformer.data.bpe import MAX_TOKEN_LENGTH, Normalization, Spaces
+from fastformer.data.filters import PairFilter
+from fastformer.data.user_tokens import UserTokens
 from fastformer.models import GPT, GPTConfig, Transformer, TransformerConfig
 from fastformer.models.pretrained import config_from_dict
-from fastformer.settings import Amount, Count, Positive, Probability, Seed, check_settings, suggestion
+from fastformer.settings import Amount, Count, Positive, Probability, Range, Seed, check_settings, suggestion
 from fastformer.special_ids import SpecialIds
 
 Architecture = Literal["transformer", "gpt", "lstm"]
@@ -65,21 +70,24 @@ class Model:
 class Data:
     """The data: `task`, or train_source with train_target, or train_tsv, or (for a gpt) train_text.
 
+    Several corpora are named with commas between them, or as a list in YAML: `--train_tsv news.tsv,talks.tsv`.
+
     Attributes:
         task: "numbers", the built-in task, with settings that suit it unless others are given; leave it out to train
             on files.
         train_source: a UTF-8 file, one sentence a line, aligned line by line with train_target.
         train_target: its translations.
-        val_source: likewise for validation; without it the last hundredth of the training data is held out.
+        val_source: likewise for validation; without it a hundredth of each corpus is held out, at most 500 lines.
         val_target: the translations of val_source.
         train_tsv: a file of source<TAB>target lines instead.
         val_tsv: likewise for validation.
         train_text: plain text, for a gpt: a file, or a folder of *.txt files, each of which is a document.
-        val_text: likewise for validation; without it the last tenth of train_text is held out.
+        val_text: likewise for validation; without it the last tenth of each corpus is held out.
+        held_out: which pairs are held out where no validation data are given: "random" ones, which the seed and the
+            number of lines decide on, or the "last" ones of each corpus.
+        data_weights: how often an epoch has each example of a corpus, one number for each, such as 2,0.5; a fraction
+            draws other examples in each epoch. Left out: once.
         skip_bad_lines: leave out lines that are empty, too long or no UTF-8, and count them, instead of stopping.
-        tokenizer: "bpe" (trained on the training text), "bytes", or the path of a tokenizer: a tokenizer.json, a
-            SentencePiece .model, a folder with one of them, a run.
-        vocab_size: of a BPE, both languages together; 256 bytes, which spell what no token does, come on top.
         seqlen: window of a language model.
         max_len: longer examples are left out, and counted.
     """
@@ -93,11 +101,58 @@ class Data:
     val_tsv: str | None = None
     train_text: str | None = None
     val_text: str | None = None
+    held_out: Literal["random", "last"] = "random"
+    data_weights: str | None = None
     skip_bad_lines: bool = False
-    tokenizer: str = "bpe"
-    vocab_size: Positive = 8000
     seqlen: Positive = 128
     max_len: Positive = 256
+
+
+@dataclass
+class Filters:
+    """Filters of training pairs; the log counts what they leave out by reason. Lengths are in characters.
+
+    Attributes:
+        max_length_ratio: the longer side of a pair has at most so many times the length of the shorter one; 0 = any.
+        min_chars: the least length of a side; 0 = any.
+        max_chars: the greatest length of a side; 0 = any.
+        drop_duplicates: leave out a pair that came before, in any corpus.
+        drop_identical: leave out a pair whose sides are the same.
+    """
+
+    max_length_ratio: Amount = 0.0
+    min_chars: Count = 0
+    max_chars: Count = 0
+    drop_duplicates: bool = False
+    drop_identical: bool = False
+
+
+@dataclass
+class Tokens:
+    """The tokenizer. It is saved with the model, so that text is read in the same way when the model is used.
+
+    Attributes:
+        tokenizer: "bpe" (trained on the training text), "bytes", or the path of a tokenizer: a tokenizer.json, a
+            SentencePiece .model, a folder with one of them, a run.
+        vocab_size: of a BPE, both languages together; 256 bytes, which spell what no token does, come on top.
+        normalization: the form that a BPE brings text to: "nfkc" (Unicode's, which also changes how a text looks: "10²"
+            becomes "102", "½" becomes "1⁄2", a no-break space becomes a space), "nfc" (which doesn't), or "none"; with
+            "_lower", or as "lower" alone, in lower case. Translations come in that form, too.
+        spaces: "collapse": a BPE takes runs of spaces for one and drops those at the ends, in training and use; "keep":
+            spaces are text; "auto": collapse for translators, keep for a gpt.
+        max_token_length: the most characters of a BPE's token, its space included.
+        user_tokens: tokens that you define, with commas between them, such as <2de>,<2fr>: a text that spells one is
+            neither split nor normalised there.
+        drop_user_tokens: leave them out of what the model writes, as special tokens are.
+    """
+
+    tokenizer: str = "bpe"
+    vocab_size: Positive = 8000
+    normalization: Normalization = "nfkc"
+    spaces: Literal["auto"] | Spaces = "auto"
+    max_token_length: Annotated[int, Range(2)] = MAX_TOKEN_LENGTH
+    user_tokens: str | None = None
+    drop_user_tokens: bool = False
 
 
 @dataclass
@@ -205,12 +260,21 @@ VALIDATED_BY = {
     "train_text": "val_text",
 }
 
+# The settings that take several values, with commas between them: corpora and what belongs to each, and tokens.
+SEVERAL = {
+    *(name for kind, names in SOURCES.items() if kind != "task" for name in names),
+    "data_weights",
+    "user_tokens",
+}
+
+_LEAST_WEIGHT = 0.001
+
 # In the order in which `fastformer train --help` shows them.
-SECTIONS = (Model, Data, Optimisation, Validation, Machine)
+SECTIONS = (Model, Data, Filters, Tokens, Optimisation, Validation, Machine)
 
 
 @dataclass
-class TrainConfig(Machine, Validation, Optimisation, Data, Model):
+class TrainConfig(Machine, Validation, Optimisation, Tokens, Filters, Data, Model):
     """The settings of `fastformer train`: those of all sections, as one flat list of keywords."""
 
     def __post_init__(self) -> None:
@@ -219,6 +283,9 @@ class TrainConfig(Machine, Validation, Optimisation, Data, Model):
             if getattr(self, name) == "":
                 raise ValueError(f"expected {name} to name a file, got an empty text")
         self._check_sources()
+        UserTokens(split_at_commas(self.user_tokens))
+        if self.model == "gpt" and self.spaces == "collapse":
+            raise ValueError("expected spaces keep or auto for a gpt, which learns spaces and line ends, got collapse")
         for name in sorted(SPECIAL_IDS & self.settings.keys()):
             raise ValueError(f"expected no {name} among the model's settings: the tokenizer decides on it")
         if self.init_from is None:  # else the run that it names decides
@@ -260,10 +327,39 @@ class TrainConfig(Machine, Validation, Optimisation, Data, Model):
                 wanted = "train_text" if self.model == "gpt" else "pairs of texts"
                 raise ValueError(f"expected {wanted} for model {self.model}, got {names[0]}{hint}")
 
+        counts = {name: len(paths_of(getattr(self, name))) for names in given.values() for name in names}
+        for one, other in (("train_source", "train_target"), ("val_source", "val_target")):
+            if counts.get(one) != counts.get(other):
+                raise ValueError(f"expected as many files as {one} in {other}, got {counts[one]} and {counts[other]}")
+        corpora = max((counts[name] for name in trained), default=1)
+        if self.data_weights is not None and len(self.weights()) != corpora:
+            raise ValueError(f"expected data_weights for {corpora} corpora, got {self.data_weights!r}")
+
     def data_flags(self) -> str:
         """The flags that name the data, with their values: "--train_tsv a.tsv, --val_tsv b.tsv"."""
         names = [name for names in SOURCES.values() for name in names if getattr(self, name)]
         return ", ".join(f"--{name} {getattr(self, name)}" for name in names)
+
+    def weights(self) -> list[float]:
+        """How often an epoch has each example, for each corpus; empty: once.
+
+        Raises:
+            ValueError: no numbers, or some that make no sense.
+        """
+        try:
+            found = [float(word) for word in split_at_commas(self.data_weights)]
+        except ValueError:
+            found = [math.nan]
+        if not all(_LEAST_WEIGHT <= weight <= 1 / _LEAST_WEIGHT for weight in found):
+            raise ValueError(
+                f"expected data_weights from {_LEAST_WEIGHT} to {1 / _LEAST_WEIGHT:g}, one for each corpus with commas "
+                f"between them, got {self.data_weights!r}"
+            )
+        return found
+
+    def pair_filter(self) -> PairFilter:
+        """What training pairs have to be."""
+        return PairFilter(**{f.name: getattr(self, f.name) for f in fields(PairFilter)})
 
     def model_config(self, vocab_size: int, max_len: int | None = None, special_ids: SpecialIds = SpecialIds()) -> Any:
         """The settings of the model: the preset's, and over them those that were given.
@@ -316,6 +412,16 @@ class TrainConfig(Machine, Validation, Optimisation, Data, Model):
         return {"model": model, **values}
 
 
+def split_at_commas(text: str | None) -> list[str]:
+    """The values of a setting that takes several; none for None."""
+    return [] if text is None else [value.strip() for value in text.split(",")]
+
+
+def paths_of(text: str) -> list[str]:
+    """The paths of a setting that takes several; one that exists as a whole may have a comma in its name."""
+    return [text] if os.path.exists(text) else split_at_commas(text)
+
+
 def _suited(nested: dict[str, Any]) -> dict[str, Any]:
     """The values, and behind them what suits their task."""
     task = nested.get("task")
@@ -345,6 +451,7 @@ def unused(config: TrainConfig, given: Iterable[str]) -> list[str]:
         given: the names of those that a person gave.
     """
     gpt, trained_bpe = config.model == "gpt", config.tokenizer == "bpe" and config.init_from is None
+    of_bytes = config.tokenizer == "bytes" and config.init_from is None
     reasons = {
         "seqlen": "" if gpt else "it is the window of a gpt; max_len bounds the examples of a translator",
         "max_len": "it bounds the examples of a translator; seqlen is the window of a gpt" if gpt else "",
@@ -354,8 +461,28 @@ def unused(config: TrainConfig, given: Iterable[str]) -> list[str]:
         "smooth_others": "" if config.label_smoothing else "label_smoothing is 0",
         "patience": "" if config.val_every else "val_every is 0, so that nothing is validated before the end",
         "skip_bad_lines": "the built-in task has none" if config.task else "",
+        "held_out": _why_nothing_is_drawn(config),
+        "user_tokens": "" if trained_bpe or of_bytes else "only a BPE that this run trains, and bytes, take them",
+        "drop_user_tokens": "" if config.user_tokens else "there are no user_tokens",
+        **dict.fromkeys(
+            ("normalization", "spaces", "max_token_length"),
+            "" if trained_bpe else "only a BPE that this run trains takes it",
+        ),
+        **dict.fromkeys(
+            (f.name for f in fields(Filters)),
+            "only training pairs from files are filtered" if config.task or gpt else "",
+        ),
+        "data_weights": "the built-in task is one corpus" if config.task else "",
     }
     return [f"{name} is not used: {reasons[name]}" for name in given if reasons.get(name) and getattr(config, name)]
+
+
+def _why_nothing_is_drawn(config: TrainConfig) -> str:
+    if config.model == "gpt":
+        return "the last tenth of a text is held out"
+    if config.task:
+        return "the built-in task has numbers of its own for validation"
+    return "there are validation data" if config.val_source or config.val_tsv else ""
 
 
 def check_names(values: dict[str, Any]) -> None:
@@ -380,9 +507,25 @@ def check_names(values: dict[str, Any]) -> None:
 
 def _nested(values: dict[str, Any]) -> dict[str, Any]:
     """`model: gpt` and `preset: tiny` as `model: {name: gpt, preset: tiny}`."""
-    rest = {key: value for key, value in values.items() if key not in ("model", "preset")}
+    rest = {key: _joined(key, value) for key, value in values.items() if key not in ("model", "preset")}
     model = values.get("model", {})
     model = dict(model) if isinstance(model, dict) else {"name": model}
     if "preset" in values:
         model["preset"] = values["preset"]
     return {"model": model, **rest} if model else rest
+
+
+def _joined(key: str, value: Any) -> Any:
+    """A list, or a number for one corpus, as YAML may have it, as the text with commas that a flag has.
+
+    Raises:
+        ValueError: a value that has a comma itself.
+    """
+    if key == "data_weights" and isinstance(value, int | float) and not isinstance(value, bool):
+        return str(value)
+    if key not in SEVERAL or not isinstance(value, list):
+        return value
+    words = [str(word) for word in value]
+    if len(words) > 1 and any("," in word for word in words):
+        raise ValueError(f"expected {key} to be values without commas, got {value!r}")
+    return ",".join(words)

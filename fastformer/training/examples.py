@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import random
 import sys
 import time
 from array import array
@@ -10,14 +11,18 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+import torch
+from torch import Tensor
+
 from fastformer import console
 from fastformer.data import ByteTokenizer, Examples, Tokenizer, load_tokenizer, train_bpe
+from fastformer.data.bpe import Spaces
 from fastformer.data.examples import encode_pair, windows
 from fastformer.data.number_words import english, german, number_pairs
 from fastformer.data.text import read_documents, read_pairs, read_tsv
 from fastformer.data.tokenizer import line_pieces
 from fastformer.data.tokenizer_files import ForeignTokenizer
-from fastformer.training.config import TrainConfig
+from fastformer.training.config import TrainConfig, paths_of, split_at_commas
 
 logger = logging.getLogger("fastformer")
 
@@ -34,6 +39,7 @@ class Data:
         tokenizer: for both sides.
         train, val: encoded examples.
         val_texts: the validation pairs as text, for scores; empty for a language model.
+        weights: (examples,) fp32: how often an epoch has each training example; None: once.
         val_characters: of a language model's validation text.
     """
 
@@ -41,11 +47,12 @@ class Data:
     train: Examples
     val: Examples
     val_texts: Pairs
+    weights: Tensor | None = None
     val_characters: int = 0
 
 
 def load_data(config: TrainConfig, tokenizer: Tokenizer | None = None) -> Data:
-    """Reads, tokenizes and splits what the settings name.
+    """Reads, filters, splits and tokenizes what the settings name.
 
     Args:
         config: the settings.
@@ -56,25 +63,37 @@ def load_data(config: TrainConfig, tokenizer: Tokenizer | None = None) -> Data:
     """
     if config.model == "gpt":
         return _load_text(config, tokenizer)
-    train_texts, val_texts = _pairs(config)
+    corpora, val_texts = _pairs(config)
+    train_texts = [pair for corpus in corpora for pair in corpus]
     if tokenizer is None:
         tokenizer = make_tokenizer(config, [text for pair in train_texts for text in pair])
-    train, _ = _encode_pairs(tokenizer, train_texts, config.max_len, "training")
-    val, val_texts = _encode_pairs(tokenizer, val_texts, config.max_len, "validation")
-    return Data(tokenizer, train, val, val_texts)
+    train, places = _encode_pairs(tokenizer, train_texts, config.max_len, "training")
+    val, kept = _encode_pairs(tokenizer, val_texts, config.max_len, "validation")
+    weights = _weights(config, map(len, corpora))
+    return Data(
+        tokenizer, train, val, [val_texts[place] for place in kept], None if weights is None else weights[places]
+    )
 
 
-def _encode_pairs(tokenizer: Tokenizer, pairs: Pairs, max_len: int, what: str) -> tuple[Examples, Pairs]:
-    """The examples of at most max_len tokens, and their texts."""
+def _weights(config: TrainConfig, sizes: Iterable[int]) -> Tensor | None:
+    """How often an epoch has each example, from the weights and sizes of the corpora; None: each once."""
+    weights = config.weights()
+    if not weights or config.task:
+        return None
+    return torch.cat([torch.full((size,), weight) for weight, size in zip(weights, sizes, strict=True)])
+
+
+def _encode_pairs(tokenizer: Tokenizer, pairs: Pairs, max_len: int, what: str) -> tuple[Examples, list[int]]:
+    """The examples of at most max_len tokens, and which pairs they are."""
     examples, kept = Examples(), []
     if hasattr(tokenizer, "encode_target"):
         raise ValueError("expected a tokenizer of both sides, got one with another model for the target, as Marian's")
     encoded = encode_all(tokenizer, [text for pair in pairs for text in pair], what)
-    for pair, source, target in zip(pairs, encoded, encoded, strict=True):  # one iterator, two steps at a time
+    for place, (source, target) in enumerate(zip(encoded, encoded, strict=True)):  # one iterator, two steps at a time
         example = encode_pair(source, target, special_ids=tokenizer.special_ids)
         if max(example.lengths) <= max_len:
             examples.append(example.source, example.target)
-            kept.append(pair)
+            kept.append(place)
     if not examples:
         raise ValueError(f"every {what} example is longer than max_len {max_len}: raise max_len")
     if len(kept) < len(pairs):
@@ -124,41 +143,103 @@ def _progress(starts: range, what: str) -> Iterable[int]:
 
 def make_tokenizer(config: TrainConfig, texts: Sequence[str]) -> Tokenizer:
     """The tokenizer that the settings name, trained on the texts if it is to be."""
+    user_tokens = split_at_commas(config.user_tokens)
     if config.tokenizer == "bytes":
-        return ByteTokenizer()
+        return ByteTokenizer(user_tokens, drop_user_tokens=config.drop_user_tokens)
     if config.tokenizer == "bpe":
         logger.info("learning a BPE of %d tokens", config.vocab_size)
-        return train_bpe(texts, config.vocab_size)
+        spaces: Spaces = "keep" if config.model == "gpt" else "collapse"
+        return train_bpe(
+            texts,
+            config.vocab_size,
+            normalization=config.normalization,
+            spaces=spaces if config.spaces == "auto" else config.spaces,
+            max_token_length=config.max_token_length,
+            user_tokens=user_tokens,
+            drop_user_tokens=config.drop_user_tokens,
+        )
     return load_tokenizer(config.tokenizer)
 
 
-def _pairs(config: TrainConfig) -> tuple[Pairs, Pairs]:
+def _pairs(config: TrainConfig) -> tuple[list[Pairs], Pairs]:
+    """The training pairs of each corpus, and those of validation."""
     if config.train_text:
         raise ValueError(f"expected pairs of texts for model {config.model}, got train_text; did you mean gpt?")
     if config.task == "numbers":
-        return number_texts(config.seed)
-    if config.train_tsv:
-        train = read_tsv(config.train_tsv, skip_bad=config.skip_bad_lines)
-        if config.val_tsv:
-            return train, read_tsv(config.val_tsv, skip_bad=config.skip_bad_lines)
-        return _hold_out(train)
-    if config.train_source and config.train_target:
-        train = read_pairs(config.train_source, config.train_target, skip_bad=config.skip_bad_lines)
-        if config.val_source and config.val_target:
-            return train, read_pairs(config.val_source, config.val_target, skip_bad=config.skip_bad_lines)
-        return _hold_out(train)
-    raise ValueError(
-        "expected data to train on, got none: give task numbers, or train_source with train_target, or train_tsv "
-        "(train_text for model gpt)"
+        train, val = number_texts(config.seed)
+        return [train], val
+    corpora = _filtered(config, _read_pairs(config, "train"))
+    if not corpora:
+        raise ValueError(
+            "expected data to train on, got none: give task numbers, or train_source with train_target, or train_tsv "
+            "(train_text for model gpt)"
+        )
+    val = [pair for corpus in _read_pairs(config, "val") for pair in corpus]
+    return (corpora, val) if val else _hold_out(config, corpora)
+
+
+def _read_pairs(config: TrainConfig, part: str) -> list[Pairs]:
+    """The pairs of each corpus; `part` is "train" or "val"."""
+    skip_bad = config.skip_bad_lines
+    source, target, tsv = (getattr(config, f"{part}_{name}") for name in ("source", "target", "tsv"))
+    if tsv:
+        return [read_tsv(path, skip_bad=skip_bad) for path in paths_of(tsv)]
+    if source and target:
+        both = zip(paths_of(source), paths_of(target), strict=True)
+        return [read_pairs(one, other, skip_bad=skip_bad) for one, other in both]
+    return []
+
+
+def _filtered(config: TrainConfig, corpora: list[Pairs]) -> list[Pairs]:
+    """The pairs that the filters leave; the log counts the others by reason."""
+    wanted = config.pair_filter()
+    if not wanted:
+        return corpora
+    kept, left_out = wanted.apply(corpora)
+    total = sum(map(len, corpora))
+    reasons = ", ".join(f"{count:,} {reason}" for reason, count in left_out.most_common())
+    if corpora and not any(kept):
+        raise ValueError(f"the filters leave out all {total:,} training pairs: {reasons}")
+    logger.info(
+        "filters left out %s of %s training pairs%s",
+        f"{left_out.total():,}",
+        f"{total:,}",
+        f": {reasons}" if reasons else "",
     )
+    return kept
 
 
-def _hold_out(train: Pairs) -> tuple[Pairs, Pairs]:
-    """Without validation data the last hundredth (at most 500 lines) is taken out of the training data."""
-    count = min(500, max(1, len(train) // 100))
-    if len(train) <= count:
-        raise ValueError(f"expected at least 2 training lines, or validation files, got {len(train)}")
-    return train[:-count], train[-count:]
+def _hold_out(config: TrainConfig, corpora: list[Pairs]) -> tuple[list[Pairs], Pairs]:
+    """Without validation data a hundredth of each corpus (at most 500 lines of all) is taken out of the training data.
+
+    Which lines is a function of the seed and of the numbers of lines, so that a run that goes on has the same ones.
+    """
+    total = sum(map(len, corpora))
+    most = min(500, max(1, total // 100))
+    if total <= most:
+        raise ValueError(f"expected at least 2 training lines, or validation files, got {total}")
+    train: list[Pairs] = []
+    val: Pairs = []
+    before = 0
+    for corpus in corpora:
+        count = most * (before + len(corpus)) // total - most * before // total
+        before += len(corpus)
+        held_out = set(range(len(corpus) - count, len(corpus)))
+        if config.held_out == "random":
+            held_out = _drawn(len(corpus), count, config.seed)
+        train.append([pair for place, pair in enumerate(corpus) if place not in held_out])
+        val += [corpus[place] for place in sorted(held_out)]
+    how = f"drawn at random by seed {config.seed}" if config.held_out == "random" else "the last ones"
+    logger.info("held out %s of %s training pairs for validation: %s", f"{len(val):,}", f"{total:,}", how)
+    return train, val
+
+
+def _drawn(total: int, count: int, seed: int) -> set[int]:
+    """Some of the first numbers, at random. Of Python's generator only what no version changes is used."""
+    chooser, found = random.Random(seed), set[int]()
+    while len(found) < count:
+        found.add(int(chooser.random() * total))
+    return found
 
 
 def number_texts(seed: int) -> tuple[Pairs, Pairs]:
@@ -175,18 +256,29 @@ def number_texts(seed: int) -> tuple[Pairs, Pairs]:
 def _load_text(config: TrainConfig, tokenizer: Tokenizer | None) -> Data:
     if not config.train_text:
         raise ValueError("expected train_text, a text file or a folder of them, for model gpt, got none")
-    train_texts = read_documents(config.train_text, skip_bad=config.skip_bad_lines)
+    corpora = [read_documents(path, skip_bad=config.skip_bad_lines) for path in paths_of(config.train_text)]
     if config.val_text:
-        val_texts = read_documents(config.val_text, skip_bad=config.skip_bad_lines)
+        paths = paths_of(config.val_text)
+        val_texts = [text for path in paths for text in read_documents(path, skip_bad=config.skip_bad_lines)]
     else:
-        train_texts, val_texts = _cut_tenth(train_texts, config.train_text)
+        cut = [_cut_tenth(texts, path) for texts, path in zip(corpora, paths_of(config.train_text), strict=True)]
+        corpora, val_texts = [left for left, _ in cut], [text for _, held_out in cut for text in held_out]
+        total, held_out = (sum(map(len, texts)) for texts in ([t for left in corpora for t in left], val_texts))
+        logger.info(
+            "held out %s of %s characters for validation: the last ones", f"{held_out:,}", f"{total + held_out:,}"
+        )
     if tokenizer is None:
-        tokenizer = make_tokenizer(config, [piece for text in train_texts for piece in line_pieces(text)])
+        pieces = [piece for texts in corpora for text in texts for piece in line_pieces(text)]
+        tokenizer = make_tokenizer(config, pieces)
     if "\n" not in tokenizer.decode(tokenizer.encode("a\nb")):
         logger.warning("the tokenizer drops line ends, so the model will write none: train a bpe, or use bytes")
-    train = windows(_document_ids(tokenizer, train_texts, "training"), config.seqlen)
+    train, sizes = Examples(), []
+    for texts in corpora:
+        found = windows(_document_ids(tokenizer, texts, "training"), config.seqlen)
+        sizes.append(len(found))
+        train.extend(found)
     val = windows(_document_ids(tokenizer, val_texts, "validation"), config.seqlen)
-    return Data(tokenizer, train, val, [], sum(map(len, val_texts)))
+    return Data(tokenizer, train, val, [], _weights(config, sizes), sum(map(len, val_texts)))
 
 
 def _cut_tenth(documents: list[str], path: str) -> tuple[list[str], list[str]]:

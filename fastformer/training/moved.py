@@ -17,7 +17,7 @@ from fastformer.data import Tokenizer, load_tokenizer
 from fastformer.data.tokenizer import TOKENIZER
 from fastformer.models.weights import safetensors_library
 from fastformer.run_folder import load_model
-from fastformer.training.config import SOURCES, TrainConfig
+from fastformer.training.config import SOURCES, TrainConfig, paths_of
 
 _WORDS = ("bpe", "bytes")  # what a tokenizer may be, besides a path
 
@@ -29,12 +29,12 @@ def check_there(config: TrainConfig) -> None:
         ValueError: a file that isn't there; the flag that says where it is now is named.
     """
     for name in (name for kind, names in SOURCES.items() if kind != "task" for name in names):
-        path = getattr(config, name)
-        if path and not os.path.exists(path):
-            raise ValueError(
-                f"expected the run's {name} in {path}, but there is no file: if it moved, give --{name} with its new "
-                "place; what is in it is held against what the run began with"
-            )
+        for path in paths_of(getattr(config, name) or os.curdir):
+            if not os.path.exists(path):
+                raise ValueError(
+                    f"expected the run's {name} in {path}, but there is no file: if it moved, give --{name} with its "
+                    "new place; what is in it is held against what the run began with"
+                )
 
 
 def check_tokenizer(config: TrainConfig, before: TrainConfig, own: Tokenizer) -> None:

@@ -11,14 +11,20 @@ from typing import Any
 
 from fastformer.files import write_atomically
 from fastformer.run_folder.checkpoint import checkpoints
-from fastformer.training.config import SOURCES, TrainConfig, merged
+from fastformer.training.config import SEVERAL, SOURCES, TrainConfig, merged, paths_of
 
 logger = logging.getLogger("fastformer")
 
 CONFIG = "config.yaml"
 # The weights, the data and their order depend on these: a run that goes on can't change them. What paths lead to is
 # compared by content (`training.moved`).
-FIXED = "model preset settings task vocab_size seqlen max_len batching max_tokens accumulate ema seed"
+FIXED = (
+    "model preset settings task vocab_size seqlen max_len batching max_tokens accumulate ema seed "
+    "held_out data_weights max_length_ratio min_chars max_chars drop_duplicates drop_identical "
+    "normalization spaces max_token_length user_tokens drop_user_tokens"
+)
+# What runs of earlier versions did, whose settings don't say so.
+EARLIER = {"held_out": "last", "spaces": "keep"}
 PATHS = "train_source train_target val_source val_target train_tsv val_tsv train_text val_text init_from"
 
 
@@ -68,7 +74,7 @@ def load_config(run: str | os.PathLike[str]) -> TrainConfig:
     # Half of a YAML file is often valid YAML, so the document's end mark is asked for.
     if not file.read_text(encoding="utf-8").rstrip().endswith("\n..."):
         raise ValueError(f"expected {file} to end with a line of three dots, as it was written: is it cut short?")
-    return TrainConfig.from_dict(values)
+    return TrainConfig.from_dict({**EARLIER, **values})
 
 
 def read_yaml(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -105,7 +111,7 @@ def check_unchanged(config: TrainConfig, saved: str, origin: object) -> TrainCon
         ValueError: another value of a setting that what was done so far depends on.
     """
     try:
-        settings = TrainConfig.from_dict(json.loads(saved))
+        settings = TrainConfig.from_dict({**EARLIER, **json.loads(saved)})
     except (AttributeError, RecursionError, TypeError, ValueError) as error:
         raise ValueError(f"{origin} holds no settings that can be read ({error}): train anew") from error
     before, after = asdict(settings), asdict(config)
@@ -126,7 +132,15 @@ def absolute_paths(config: TrainConfig) -> TrainConfig:
     found = {name: getattr(config, name) for name in PATHS.split()}
     if config.tokenizer not in ("bpe", "bytes"):
         found["tokenizer"] = config.tokenizer
-    return replace(config, **{name: os.path.abspath(path) for name, path in found.items() if path})
+    absolute: dict[str, Any] = {name: _absolute(name, path) for name, path in found.items() if path}
+    return replace(config, **absolute)
+
+
+def _absolute(name: str, path: str) -> str:
+    paths = paths_of(path) if name in SEVERAL else [path]
+    found = [os.path.abspath(one) for one in paths]
+    # A folder with a comma in its name can't stand in a list.
+    return ",".join(paths if len(found) > 1 and any("," in one for one in found) else found)
 
 
 def _yaml() -> Any:

@@ -209,6 +209,7 @@ class Trainer:
                 batching=self.config.batching,
                 seed=self.config.seed,
                 epoch=self.epoch,
+                weights=self.data.weights,
             )
             if self.batch > len(plan):
                 raise ValueError(

@@ -167,3 +167,22 @@ def test_errors() -> None:
     with pytest.raises(ValueError, match="longest example, 39 tokens, got 20"):
         plan("packed", max_tokens=20)
     assert collate([Example([], [3, 1])], packed=True).num_source_tokens == 0
+
+
+@pytest.mark.parametrize("batching", BATCHINGS)
+def test_weights_say_how_often_an_epoch_has_an_example(batching) -> None:
+    lengths = torch.randint(1, 9, (900, 2), generator=torch.Generator().manual_seed(0))
+    weights = torch.tensor([2.0, 1.0, 0.25]).repeat_interleave(300)
+    options = {"max_tokens": 64, "batching": batching, "seed": 3}
+    counts = []
+    for epoch in range(8):
+        plan = plan_epoch(lengths, epoch=epoch, weights=weights, **options)
+        assert plan == plan_epoch(lengths, epoch=epoch, weights=weights, **options)
+        counts.append(torch.bincount(torch.tensor([i for batch in plan for i in batch]), minlength=900))
+        assert counts[-1][:300].eq(2).all() and counts[-1][300:600].eq(1).all() and counts[-1][600:].max() == 1
+        assert 40 < counts[-1][600:].sum() < 110
+    assert sum(counts)[600:].gt(0).float().mean() > 0.8  # other ones in each epoch
+    once = plan_epoch(lengths, epoch=0, weights=torch.ones(900), **options)
+    assert sorted(i for batch in once for i in batch) == list(range(900))
+    with pytest.raises(ValueError, match=r"expected weights \(900,\), got \(3,\)"):
+        plan_epoch(lengths, epoch=0, weights=torch.ones(3), **options)

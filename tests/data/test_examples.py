@@ -52,3 +52,11 @@ def test_no_window_predicts_nothing() -> None:
         found = [example.target for example in windows(list(range(count)), 4)]
         assert all(len(target) >= 2 for target in found)
         assert [token for target in found for token in target[1:]] == list(range(1, count))
+
+
+def test_examples_are_put_together() -> None:
+    examples, others = Examples(LIST[:20]), Examples(LIST[20:])
+    examples.extend(others)
+    examples.extend(Examples())
+    assert list(examples) == LIST and examples.fingerprint() == Examples(LIST).fingerprint()
+    assert list(others) == LIST[20:]

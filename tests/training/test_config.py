@@ -60,3 +60,17 @@ def test_a_task_brings_what_suits_it_behind_what_is_given() -> None:
     assert TrainConfig.from_dict({"train_tsv": "x"}) == TrainConfig(train_tsv="x")
     tuned = TrainConfig.from_dict({"task": "numbers", "init_from": "run"})
     assert (tuned.vocab_size, tuned.settings, tuned.lr) == (TrainConfig().vocab_size, {}, TASKS["numbers"]["lr"])
+
+
+def test_lists_are_texts_with_commas() -> None:
+    given = {"train_tsv": ["a.tsv", "b.tsv"], "data_weights": [2, 0.5], "user_tokens": ["<2de>", "<2fr>"]}
+    config = TrainConfig.from_dict(given)
+    assert (config.train_tsv, config.user_tokens) == ("a.tsv,b.tsv", "<2de>,<2fr>") and config.weights() == [2, 0.5]
+    assert TrainConfig.from_dict(config.to_dict()) == config
+    assert (
+        TrainConfig.from_dict({"train_tsv": "a", "data_weights": 2}).weights() == [2] and TrainConfig().weights() == []
+    )
+    with pytest.raises(ValueError, match="expected user_tokens to be values without commas"):
+        TrainConfig.from_dict({"user_tokens": ["a,b", "c"]})
+    with pytest.raises(ValueError, match="expected tokenizer to be text, got"):
+        TrainConfig.from_dict({"tokenizer": ["a", "b"]})

@@ -6,7 +6,9 @@ import dataclasses
 import logging
 import shutil
 import sys
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tokenizers
@@ -14,7 +16,7 @@ import torch
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 import fastformer
-from fastformer.data import BPETokenizer, ByteTokenizer, collate, load_tokenizer
+from fastformer.data import Batch, BPETokenizer, ByteTokenizer, Example, collate, load_tokenizer
 from fastformer.data.number_words import english, german
 from fastformer.models import GPT
 from fastformer.training import TrainConfig, examples, start
@@ -33,14 +35,122 @@ def texts_of(data: Data, part: str) -> list[tuple[str, str]]:
     return [(decode(example.source), decode(example.target)) for example in getattr(data, part)]
 
 
-def test_what_is_held_out_is_not_trained_on(tmp_path) -> None:
+def test_what_is_held_out_is_not_trained_on(tmp_path, caplog) -> None:
     pairs = [(f"s{i}", f"t{i}") for i in range(250)]
-    config = TrainConfig(train_tsv=lines(tmp_path / "a", ["\t".join(pair) for pair in pairs]), tokenizer="bytes")
-    data = load_data(config)
-    assert texts_of(data, "train") == pairs[:-2] and texts_of(data, "val") == data.val_texts == pairs[-2:]
+    tsv = lines(tmp_path / "a", ["\t".join(pair) for pair in pairs])
     source, target = (lines(tmp_path / name, [pair[i] for pair in pairs]) for i, name in enumerate("st"))
-    again = load_data(TrainConfig(train_source=source, train_target=target, tokenizer="bytes"))
-    assert texts_of(again, "train") == pairs[:-2] and again.val_texts == pairs[-2:]
+    drawn = set()
+    for files in ({"train_tsv": tsv}, {"train_source": source, "train_target": target}):
+        with caplog.at_level(logging.INFO):
+            last = load_data(TrainConfig(**files, tokenizer="bytes", held_out="last"))
+        assert texts_of(last, "train") == pairs[:-2] and texts_of(last, "val") == last.val_texts == pairs[-2:]
+        assert "held out 2 of 250 training pairs for validation: the last ones" in caplog.text
+        for seed in range(8):
+            caplog.clear()
+            with caplog.at_level(logging.INFO):
+                data = load_data(TrainConfig(**files, tokenizer="bytes", seed=seed))
+            assert f"held out 2 of 250 training pairs for validation: drawn at random by seed {seed}" in caplog.text
+            assert texts_of(data, "val") == data.val_texts and len(data.val_texts) == 2
+            assert texts_of(data, "train") == [pair for pair in pairs if pair not in data.val_texts]
+            drawn.add(tuple(data.val_texts))
+    assert 6 <= len(drawn) <= 8  # by the seed, and the same for the same lines in other files
+
+
+def test_the_random_split_is_what_it_always_was(tmp_path) -> None:
+    # A run that goes on asks for its held-out lines again, under another version perhaps.
+    file = lines(tmp_path / "a", [f"s{i}\tt{i}" for i in range(400)])
+    data = load_data(TrainConfig(train_tsv=file, tokenizer="bytes", seed=5))
+    assert [source for source, _ in data.val_texts] == ["s249", "s296", "s318", "s376"]
+
+
+def test_a_hundredth_of_each_corpus_is_held_out(tmp_path) -> None:
+    files = [lines(tmp_path / name, [f"{name}{i}\tt" for i in range(n)]) for name, n in (("a", 300), ("b", 100))]
+    for held_out in ("last", "random"):
+        data = load_data(TrainConfig(train_tsv=",".join(files), tokenizer="bytes", held_out=held_out))
+        assert [source[0] for source, _ in data.val_texts] == ["a", "a", "a", "b"]
+        train = texts_of(data, "train")
+        assert len(train) == 396 and not {*train} & {*data.val_texts} and data.weights is None
+
+
+def test_corpora_have_weights(tmp_path, monkeypatch) -> None:
+    long = "x" * 70
+    files = [
+        lines(tmp_path / name, [*(f"{name}{i}\tt" for i in range(n)), f"{long}\tt"]) for name, n in (("a", 3), ("b", 2))
+    ]
+    val = lines(tmp_path / "val", ["v\tt"])
+    options = {"val_tsv": f"{val},{val}", "data_weights": "3,0.5", "tokenizer": "bytes", "max_len": 64}
+    data = load_data(TrainConfig(train_tsv=",".join(files), **options))
+    assert [source for source, _ in texts_of(data, "train")] == ["a0", "a1", "a2", "b0", "b1"]
+    assert data.weights is not None and data.weights.tolist() == [3, 3, 3, 0.5, 0.5]  # long ones are left out
+    assert data.val_texts == [("v", "t")] * 2
+    model = {"d_model": 16, "d_ff": 16, "num_heads": 1, "num_encoder_layers": 1, "num_decoder_layers": 1}
+    config = TrainConfig(
+        train_tsv=",".join(files), **options, settings=model, epochs=4, max_tokens=9, device="cpu", val_examples=0
+    )
+    trained: list[str] = []
+
+    def noted(examples: list[Example], **options: Any) -> Batch:
+        trained.extend(data.tokenizer.decode(example.source) for example in examples)
+        return collate(examples, **options)
+
+    monkeypatch.setattr("fastformer.training.trainer.collate", noted)
+    trainer = start(config, tmp_path / "run")
+    assert trainer.config.steps >= 4 * 3  # nine to eleven examples in an epoch, three in a batch
+    trainer.train()
+    counts = Counter(trained)
+    assert [counts[f"a{i}"] for i in range(3)] == [12] * 3 and 1 <= counts["b0"] + counts["b1"] <= 7
+
+
+def test_texts_have_weights(tmp_path) -> None:
+    (tmp_path / "b").mkdir()
+    files = [lines(tmp_path / "a", ["x" * 99]), lines(tmp_path / "b" / "1.txt", ["y" * 49]) and str(tmp_path / "b")]
+    config = TrainConfig(
+        model="gpt", train_text=",".join(files), data_weights="1,4", tokenizer="bytes", seqlen=10, settings={}
+    )
+    data = load_data(config)
+    assert data.weights is not None and data.weights.tolist() == [1.0] * 9 + [4.0] * 5
+    texts = ["".join(data.tokenizer.tokens(example.target)) for example in data.train]
+    assert texts[0] == "x" * 11 and texts[9] == "y" * 11
+    assert data.val_characters == 10 + 5  # the last tenth of each
+
+
+def test_filters_count_by_reason(tmp_path, caplog) -> None:
+    file = lines(tmp_path / "a", ["one\teins", "two\ttwo", "one\teins", f"x\t{'y' * 50}", "three\tdrei"])
+    options = {"train_tsv": file, "val_tsv": file, "tokenizer": "bytes", "drop_duplicates": True}
+    with caplog.at_level(logging.INFO):
+        data = load_data(TrainConfig(**options, drop_identical=True, max_length_ratio=4))
+    assert texts_of(data, "train") == [("one", "eins"), ("three", "drei")] and len(data.val) == 5
+    said = next(message for message in caplog.messages if message.startswith("filters left out 3 of 5"))
+    assert all(part in said for part in ("1 duplicate", "1 with identical sides", "1 of a length ratio above 4"))
+    with pytest.raises(ValueError, match="the filters leave out all 5 training pairs: 5 of fewer than 100 characters"):
+        load_data(TrainConfig(**options, min_chars=100))
+
+
+@pytest.mark.parametrize("tokenizer", ["bpe", "bytes"])
+def test_settings_of_the_tokenizer_stay_with_the_run(tmp_path, tokenizer) -> None:
+    file = lines(tmp_path / "a", ["<2de> One 10²\tEins 10²", "<2fr>  One\tUn"] * 9)
+    model = {"d_model": 16, "d_ff": 16, "num_heads": 1, "num_encoder_layers": 1, "num_decoder_layers": 1}
+    config = TrainConfig(
+        train_tsv=file, tokenizer=tokenizer, vocab_size=60, normalization="lower", max_token_length=2, device="cpu",
+        user_tokens="<2de>, <2fr>", drop_user_tokens=True, settings=model,
+    )  # fmt: skip
+    start(config, tmp_path / "run")
+    loaded = load_tokenizer(tmp_path / "run")
+    ids = loaded.encode("<2de>  One 10² ")
+    assert loaded.tokens(ids)[0] == "<2de>"
+    if tokenizer == "bytes":
+        assert loaded.decode(ids) == "  One 10² "
+    else:
+        assert loaded.decode(ids) == "one 10²" and max(map(len, loaded.tokens(range(259, loaded.vocab_size - 2)))) <= 2
+
+
+def test_spaces_are_text_for_a_language_model_alone(tmp_path) -> None:
+    pairs, text = lines(tmp_path / "a", ["a  b\tc "] * 40), lines(tmp_path / "t", ["a  b "] * 40)
+    for spaces, of_pairs, of_text in (("auto", "a b", "a  b "), ("keep", "a  b ", "a  b ")):
+        translator = load_data(TrainConfig(train_tsv=pairs, vocab_size=20, spaces=spaces)).tokenizer
+        gpt = load_data(TrainConfig(model="gpt", train_text=text, vocab_size=20, spaces=spaces)).tokenizer
+        assert translator.decode(translator.encode("a  b ")) == of_pairs
+        assert gpt.decode(gpt.encode("a  b ")) == of_text
 
 
 def test_numbers_of_validation_are_not_trained_on() -> None:

@@ -31,6 +31,18 @@ from fastformer.training.config import TrainConfig, unused
         ({"model": "lstm", "batching": "bucketed", "train_text": "a"}, ("model lstm", "train_text")),
         ({"train_tsv": ""}, ("train_tsv", "an empty text")),
         ({"init_from": ""}, ("init_from", "an empty text")),
+        ({"train_source": "a,b", "train_target": "c"}, ("train_source", "train_target", "2 and 1")),
+        (
+            {"train_source": "a", "train_target": "b", "val_source": "c,d", "val_target": "e"},
+            ("val_source", "val_target", "2 and 1"),
+        ),
+        ({"train_tsv": "a,b", "data_weights": "2"}, ("data_weights for 2 corpora", "'2'")),
+        ({"train_tsv": "a,b", "data_weights": "2,x"}, ("data_weights", "'2,x'")),
+        ({"train_tsv": "a,b", "data_weights": "1,0"}, ("data_weights", "'1,0'")),
+        ({"train_tsv": "a,b", "data_weights": "1,nan"}, ("data_weights", "'1,nan'")),
+        ({"train_tsv": "a", "user_tokens": "<a>,"}, ("user tokens", "''")),
+        ({"train_tsv": "a", "user_tokens": "<a>,</s>"}, ("user tokens", "'</s>'")),
+        ({"model": "gpt", "train_text": "a", "spaces": "collapse"}, ("spaces keep", "gpt", "collapse")),
     ],
 )
 def test_contradicting_data_is_refused_and_named(given, named) -> None:
@@ -71,6 +83,13 @@ def test_data_that_fits_is_taken(given) -> None:
         ({"val_every": 0}, {"patience": 3}, ["patience"]),
         ({"val_every": 0}, {"patience": 0}, []),
         ({"task": "numbers"}, {"skip_bad_lines": True}, ["skip_bad_lines"]),
+        ({"task": "numbers"}, {"held_out": "last", "data_weights": "2"}, ["held_out", "data_weights"]),
+        ({"train_tsv": "a", "val_tsv": "b"}, {"held_out": "last"}, ["held_out"]),
+        ({"train_tsv": "a"}, {"held_out": "last", "data_weights": "2"}, []),
+        ({"model": "gpt"}, {"held_out": "last", "drop_duplicates": True}, ["held_out", "drop_duplicates"]),
+        ({"tokenizer": "bytes"}, {"normalization": "none", "user_tokens": "<a>"}, ["normalization"]),
+        ({"tokenizer": "a.model"}, {"spaces": "keep", "user_tokens": "<a>"}, ["spaces", "user_tokens"]),
+        ({}, {"drop_user_tokens": True, "max_token_length": 9}, ["drop_user_tokens"]),
     ],
 )
 def test_what_changes_nothing_is_said(config, given, said) -> None:

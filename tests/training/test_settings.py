@@ -19,7 +19,7 @@ from fastformer.training.settings import (
     run_config,
     save_config,
 )
-from tests.training.tiny import changed, contents
+from tests.training.tiny import PAIRS, changed, contents, write_pairs
 
 OTHER = {
     "model": "gpt",
@@ -34,6 +34,18 @@ OTHER = {
     "accumulate": 5,
     "ema": 0.5,
     "seed": 5,
+    "held_out": "last",
+    "data_weights": "2",
+    "max_length_ratio": 3.0,
+    "min_chars": 5,
+    "max_chars": 5,
+    "drop_duplicates": True,
+    "drop_identical": True,
+    "normalization": "none",
+    "spaces": "keep",
+    "max_token_length": 5,
+    "user_tokens": "<x>",
+    "drop_user_tokens": True,
 }
 
 
@@ -124,3 +136,29 @@ def test_paths_mean_the_same_from_anywhere(tmp_path, monkeypatch) -> None:
     assert (found.train_tsv, found.val_tsv) == (os.path.join(os.getcwd(), "a.tsv"), "/b.tsv")
     assert found.tokenizer == os.path.join(os.getcwd(), "sub", "tokenizer.json") and found.train_text is None
     assert absolute_paths(TrainConfig(tokenizer="bytes")).tokenizer == "bytes"
+    for name in ("c,d.tsv", "e.tsv"):
+        (tmp_path / name).touch()
+    for given, meant in (("a.tsv, b/c.tsv", ["a.tsv", "b/c.tsv"]), ("c,d.tsv", ["c,d.tsv"]), ("e.tsv,", ["e.tsv", ""])):
+        absolute = absolute_paths(TrainConfig(train_tsv=given)).train_tsv
+        assert absolute == ",".join(os.path.abspath(path) for path in meant)
+
+
+def test_a_run_of_an_earlier_version_keeps_the_split_that_it_had(config, tmp_path) -> None:
+    write_pairs(tmp_path / "more.tsv", PAIRS * 6)
+    config = changed(
+        config, train_tsv=str(tmp_path / "more.tsv"), val_tsv=None, held_out="last", spaces="keep", steps=2
+    )
+    run = tmp_path / "run"
+    trainer = start(config, run)
+    trainer.train()
+    file, saved = run / "config.yaml", json.dumps(config.to_dict())
+    for line in ("held_out: last\n", "spaces: keep\n"):
+        assert line in file.read_text()
+        file.write_text(file.read_text().replace(line, ""))
+    assert load_config(run).held_out == "last" and load_config(run).spaces == "keep"
+    found = {name: value for name, value in json.loads(saved).items() if name not in ("held_out", "spaces")}
+    assert check_unchanged(config, json.dumps(found), "step-1.pt") == config
+    again = start(run_config(run, {"steps": 3}, True), run, resume=True)
+    assert again.data.val_texts == trainer.data.val_texts == (PAIRS * 6)[-2:]
+    with pytest.raises(ValueError, match="a run that goes on keeps its held_out: expected 'last', got 'random'"):
+        check_unchanged(changed(config, held_out="random"), json.dumps(found), "step-1.pt")

@@ -1,0 +1,65 @@
+"""Which training pairs are left out, and why."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+Pair = tuple[str, str]
+
+
+@dataclass(frozen=True)
+class PairFilter:
+    """What a training pair has to be. Lengths are in characters, without white space at the ends.
+
+    Attributes:
+        max_length_ratio: the longer side has at most so many times the characters of the shorter one; 0 = any.
+        min_chars: the fewest characters of a side; 0 = any.
+        max_chars: the most characters of a side; 0 = any.
+        drop_duplicates: a pair that came before, in any of the corpora, is left out.
+        drop_identical: a pair whose sides are the same is left out.
+    """
+
+    max_length_ratio: float = 0.0
+    min_chars: int = 0
+    max_chars: int = 0
+    drop_duplicates: bool = False
+    drop_identical: bool = False
+
+    def __bool__(self) -> bool:
+        return self != PairFilter()
+
+    def apply(self, corpora: Sequence[Sequence[Pair]]) -> tuple[list[list[Pair]], Counter[str]]:
+        """The pairs of each corpus that stay, in their order, and how many were left out for each reason.
+
+        A pair with several faults is counted once, under the first reason of the list above.
+        """
+        left_out: Counter[str] = Counter()
+        seen: set[Pair] = set()
+        kept: list[list[Pair]] = []
+        for corpus in corpora:
+            kept.append([])
+            for pair in corpus:
+                reason = self._why_not(pair)
+                if reason is None and self.drop_duplicates:
+                    reason = "duplicate" if pair in seen else None
+                    seen.add(pair)
+                if reason is None:
+                    kept[-1].append(pair)
+                else:
+                    left_out[reason] += 1
+        return kept, left_out
+
+    def _why_not(self, pair: Pair) -> str | None:
+        source, target = (side.strip() for side in pair)
+        shorter, longer = sorted((len(source), len(target)))
+        if self.max_length_ratio and longer > self.max_length_ratio * shorter:
+            return f"of a length ratio above {self.max_length_ratio:g}"
+        if shorter < self.min_chars:
+            return f"of fewer than {self.min_chars} characters"
+        if self.max_chars and longer > self.max_chars:
+            return f"of more than {self.max_chars} characters"
+        if self.drop_identical and source == target:
+            return "with identical sides"
+        return None
