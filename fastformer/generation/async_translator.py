@@ -171,7 +171,7 @@ class AsyncTranslator:
         async def pieces() -> AsyncIterator[str]:
             job = _Job(text)
             job.request = maker.make(checked, place=0, on_token=job.tell)
-            found = TextPieces(self.translator.tokenizer, checked.prefix)
+            found = TextPieces(self.translator.tokenizer, checked.prefix, stop=settings.stop_strings)
             self._submit(job)
             try:
                 while (token := await job.events.get()) is not None:
@@ -186,7 +186,10 @@ class AsyncTranslator:
         return pieces()
 
     def _maker(self, settings: GenerationSettings, *, log_probs: bool) -> RequestMaker:
-        return RequestMaker(self.translator.model, settings, log_probs=log_probs, engine=self._engine)
+        translator = self.translator
+        return RequestMaker(
+            translator.model, settings, log_probs=log_probs, engine=self._engine, tokenizer=translator.tokenizer
+        )
 
     def _settings(self, options: Mapping[str, Any]) -> GenerationSettings:
         settings = self.translator.settings(options)

@@ -14,10 +14,10 @@ from fastformer.generation.engines import Engine
 from fastformer.generation.inputs import TokenIds, as_inputs, as_rows, left_padded, pad
 from fastformer.generation.processors import Processor
 from fastformer.generation.request_maker import RequestMaker
-from fastformer.generation.requests import Request
 from fastformer.generation.scheduler import Scheduler, run
-from fastformer.generation.search import NEVER, BeamRules, EarlyStopping
-from fastformer.generation.settings import GenerationSettings
+from fastformer.generation.search import NEVER, BeamRules, EarlyStopping, Hypothesis
+from fastformer.generation.settings import GenerationSettings, Window
+from fastformer.generation.streaming import Detokenizer
 
 _CPU_BYTES, _CPU_ROWS, _GPU_ROWS = 512 * 2**20, 512, 1024
 
@@ -79,6 +79,9 @@ def generate(
     forced_bos_token_id: int | None = None,
     forced_eos_token_id: int | None = None,
     logits_processor: Processor | Sequence[Processor] = (),
+    stop_strings: str | Sequence[str] = (),
+    tokenizer: Detokenizer | None = None,
+    window: Window = "stop",
     eos_token_id: int | Sequence[int] | None = None,
     pad_token_id: int | None = None,
     decoder_start_token_id: int | None = None,
@@ -137,6 +140,15 @@ def generate(
         forced_eos_token_id: the new token at the limit.
         logits_processor: functions of (input_ids, scores) that give scores, called in turn after all others for each
             input; see `processors`.
+        stop_strings: a text or some: a row ends with the token that completes one of them in the text of its new
+            tokens. The ids hold it; what gives text leaves it out. Not for beams.
+        tokenizer: with encode and decode; needed for stop_strings.
+        window: what becomes of a prompt and its new tokens that are more than the model's max_len. "stop": decoding
+            ends there, and an error says so where more was asked for. "slide": whenever max_len tokens are full, or
+            the prompt leaves no room, the model reads the last max_len // 2 of them anew, as if the text began there,
+            and goes on: it always sees between the last half and all of max_len tokens, at the cost of reading half a
+            window for every half a window of new tokens. It needs max_new_tokens, and isn't for beams. The outputs,
+            and options that look at what was said, hold the whole text.
         eos_token_id: the ids that end a row; None: the model's.
         pad_token_id: of inputs and outputs; None: the model's. It may be one that ends a row, as is usual with GPT-2:
             then it fills the outputs, and without an attention_mask nothing in input_ids is padding.
@@ -182,6 +194,8 @@ def generate(
         forced_bos_token_id=forced_bos_token_id,
         forced_eos_token_id=forced_eos_token_id,
         logits_processor=logits_processor,
+        stop_strings=stop_strings,
+        window=window,
         eos_token_id=eos_token_id,
         pad_token_id=pad_token_id,
         decoder_start_token_id=decoder_start_token_id,
@@ -193,7 +207,7 @@ def generate(
         raise ValueError(f"expected a streamer with put and end, got {type(streamer).__name__}")
     decoder = as_model(model)
     device = device_of(decoder)
-    maker = RequestMaker(decoder, settings, log_probs=return_dict_in_generate)
+    maker = RequestMaker(decoder, settings, log_probs=return_dict_in_generate, tokenizer=tokenizer)
     with torch.inference_mode():
         pad_id = maker.ids.pad
         marks = maker.ids.marks_padding
@@ -202,15 +216,19 @@ def generate(
         prefixes = _prefixes(decoder_input_ids, len(rows), decoder, maker)
         width = inputs.shape[1]
         checked = [maker.check(row, prefix, width=width) for row, prefix in zip(rows, prefixes, strict=True)]
-        requests = [maker.make(one) for one in checked]
+        # Samples of one input slide apart: then each is a request.
+        samples: list[int | None] = [*range(settings.samples)] if settings.window == "slide" else [None]
+        requests = [maker.make(one, place=place, sample=k) for place, one in enumerate(checked) for k in samples]
         if streamer is not None:
             if len(requests) > 1 or requests[0].search.peak_rows > 1:
                 raise ValueError("expected one input, without beams or several samples, along with a streamer")
-            requests[0].on_token = _listener(streamer, requests[0].prompt.tokens)
+            requests[0].on_token = _listener(streamer, requests[0].before)
         run(new_scheduler(maker.engine), requests)
         if streamer is not None:
             streamer.end()
-        out = _gathered(requests, prefixes, settings.num_return_sequences, pad_id, device)
+        found = [request.results for request in requests]
+        found = [sum(found[first : first + len(samples)], []) for first in range(0, len(found), len(samples))]
+        out = _gathered(found, prefixes, settings.num_return_sequences, pad_id, device)
         if is_decoder_only(decoder):
             prompts = left_padded(inputs, layout, pad_id).repeat_interleave(num_return_sequences, 0)
             out.sequences = torch.cat((prompts, out.sequences), 1)
@@ -256,14 +274,13 @@ def _listener(streamer: Streamer, prompt: Sequence[int]) -> Callable[[int], obje
 
 
 def _gathered(
-    requests: list[Request], prefixes: list[list[int]], num_return: int, pad_id: int, device: torch.device
+    results: list[list[Hypothesis]], prefixes: list[list[int]], num_return: int, pad_id: int, device: torch.device
 ) -> GenerateOutput:
     """What was found as tensors; rows of PAD where an input has fewer hypotheses than were asked for."""
     sequences: list[list[int]] = []
     log_probs: list[list[float]] = []
     scores: list[float] = []
-    for request, prefix in zip(requests, prefixes, strict=True):
-        found = request.results
+    for found, prefix in zip(results, prefixes, strict=True):
         missing = num_return - len(found)
         sequences += [[*prefix, *hypothesis.tokens] for hypothesis in found] + [[]] * missing
         log_probs += [hypothesis.log_probs for hypothesis in found] + [[]] * missing

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -13,9 +14,10 @@ from fastformer.generation.engines import Engine, Prompt, choose_engine
 from fastformer.generation.engines.interface import is_searching_engine, is_shortlist_engine
 from fastformer.generation.native_search import NativeSearch
 from fastformer.generation.processors import SEARCH_RULES, make_processors
-from fastformer.generation.requests import Request
+from fastformer.generation.requests import Request, window_end
 from fastformer.generation.search import BeamSearch, RowSearch, Sampling, Search, TransformersBeamSearch
 from fastformer.generation.settings import GenerationSettings
+from fastformer.generation.streaming import Detokenizer, TextPieces
 from fastformer.ops import _extension
 from fastformer.special_ids import SpecialIds
 
@@ -63,6 +65,7 @@ class RequestMaker:
         settings: what was asked for.
         log_probs: whether scores are wanted.
         engine: what decodes them; None: the one that the settings name, or the fastest that can.
+        tokenizer: of the outputs, where the settings have stop_strings.
 
     Attributes:
         engine: what decodes them.
@@ -73,14 +76,29 @@ class RequestMaker:
     """
 
     def __init__(
-        self, model: Model, settings: GenerationSettings, *, log_probs: bool = True, engine: Engine | None = None
+        self,
+        model: Model,
+        settings: GenerationSettings,
+        *,
+        log_probs: bool = True,
+        engine: Engine | None = None,
+        tokenizer: Detokenizer | None = None,
     ) -> None:
         settings.check_model(model.config.vocab_size)
+        if settings.stop_strings and not all(callable(getattr(tokenizer, name, None)) for name in ("encode", "decode")):
+            raise ValueError(
+                f"expected tokenizer=, with encode and decode, along with stop_strings, got {type(tokenizer).__name__}"
+            )
+        if settings.window == "slide" and not is_decoder_only(model):
+            raise ValueError(
+                f"expected window='stop' for {type(model).__name__}, which reads a source: split what is longer than "
+                "its max_len"
+            )
         if is_decoder_only(model) and settings.decoder_start_token_id is not None:
             raise ValueError(
                 f"expected no decoder_start_token_id for {type(model).__name__}: its prompts are the beginning"
             )
-        self.model, self.settings = model, settings
+        self.model, self.settings, self._tokenizer = model, settings, tokenizer
         self.log_probs = log_probs or settings.num_beams > 1
         self.ids = special_ids(model, settings)
         name = settings.engine if settings.use_cache else "recompute"
@@ -92,6 +110,7 @@ class RequestMaker:
         # What the searches in C++ don't have, the engine is asked for step by step.
         self._is_native = is_searching_engine(self.engine) and _extension.module() is not None
         self._is_native = self._is_native and not settings.do_sample and settings.num_beam_groups == 1
+        self._is_native = self._is_native and not settings.stop_strings
         unsaid = {*settings.suppress_tokens, *self.ids.eos}
         allowed = len({*settings.shortlist} - unsaid) if settings.shortlist else model.config.vocab_size - len(unsaid)
         self._leaves_words = allowed > 0
@@ -133,6 +152,7 @@ class RequestMaker:
         checked: CheckedInput,
         *,
         place: int | None = None,
+        sample: int | None = None,
         on_token: Callable[[int], object] | None = None,
     ) -> Request:
         """The request of an input.
@@ -140,23 +160,38 @@ class RequestMaker:
         Args:
             checked: what `check` gave.
             place: of the input among all, which says what it draws; None: behind the last one made.
+            sample: which of its samples the request is for; None: all.
             on_token: is told each new token.
         """
         settings, eos, limit = self.settings, frozenset(self.ids.eos), checked.limit
+        begin = list(checked.row) if is_decoder_only(self.model) else [self.ids.start, *checked.prefix]
+        prompt, window, max_len = Prompt(list(checked.row), begin), None, self.model.config.max_len
         if is_decoder_only(self.model):
-            prompt = Prompt(None, list(checked.row))
-        else:
-            prompt = Prompt(list(checked.row), [self.ids.start, *checked.prefix])
+            prompt = Prompt(None, begin)
+            if settings.window == "slide" and len(begin) + limit > max_len:
+                prompt, window = Prompt(None, window_end(begin, max_len)), max_len
         place = self._made if place is None else place
         self._made = place + 1
         seed = random.Random(f"{self._seed} {place}").getrandbits(64) if settings.do_sample else 0
+        is_native = self._is_native and window is None
+        before = checked.row if is_decoder_only(self.model) else checked.prefix
+
+        def make_end() -> Callable[[int], bool]:
+            assert self._tokenizer is not None
+            pieces = TextPieces(self._tokenizer, before, is_told=True, stop=settings.stop_strings)
+
+            def is_end(token: int) -> bool:
+                pieces.add([token])
+                return pieces.is_stopped
+
+            return is_end
 
         def make_search() -> Search:
-            if self._is_native and settings.num_beams == 1:
+            if is_native and settings.num_beams == 1:
                 return NativeSearch.greedy(
                     limit, eos, min_tokens=settings.min_new_tokens, suppressed=settings.suppress_tokens
                 )
-            if self._is_native:
+            if is_native:
                 return NativeSearch.beams(
                     limit,
                     eos,
@@ -191,11 +226,12 @@ class RequestMaker:
             sampling = None
             if settings.do_sample:
                 sampling = Sampling(settings.temperature, settings.top_k, settings.top_p, seed)
-            return RowSearch(limit, eos, settings.samples, sampling)
+            rows = settings.samples
+            if sampling is not None and sample is not None:
+                sampling, rows = replace(sampling, sample=sample, num_samples=rows), 1
+            return RowSearch(limit, eos, rows, sampling, make_end if settings.stop_strings else None)
 
-        processors = make_processors(
-            settings, self.ids.eos, len(prompt.tokens), limit, has_shortlist=self._has_shortlist
-        )
+        processors = make_processors(settings, self.ids.eos, len(begin), limit, has_shortlist=self._has_shortlist)
         return Request(
             prompt,
             make_search,
@@ -204,6 +240,9 @@ class RequestMaker:
             log_probs=self.log_probs,
             max_time=settings.max_time,
             on_token=on_token,
+            window=window,
+            before=begin,
+            stop_strings=settings.stop_strings,
         )
 
 
@@ -239,6 +278,8 @@ def most_new_tokens(
     Raises:
         ValueError: the model's max_len leaves too little room.
     """
+    if settings.window == "slide" and settings.max_new_tokens is not None:
+        return settings.max_new_tokens
     max_len, width = model.config.max_len, seqlen if width is None else width
     if not is_decoder_only(model):
         room = max_len - prefix
@@ -246,17 +287,22 @@ def most_new_tokens(
     else:
         room = default = max_len - width
         behind = f" behind a prompt of {width}"
-    if room < 1:
-        what = "a prefix" if not is_decoder_only(model) else "prompts"
+    if room < 1 and not is_decoder_only(model):
         raise ValueError(
-            f"expected {what} of fewer tokens than the model's max_len {max_len}, got {prefix or width}: there is no "
-            "room for a new one"
+            f"expected a prefix of fewer tokens than the model's max_len {max_len}, got {prefix}: there is no room for "
+            "a new one"
+        )
+    if room < 1:
+        raise ValueError(
+            f"expected prompts of fewer tokens than the model's max_len {max_len}, got {width}: there is no room for a "
+            "new one; cut the prompt, or with window='slide' and max_new_tokens the model sees its end alone"
         )
     wanted, least = settings.max_new_tokens, settings.min_new_tokens
+    advice = "; with window='slide' it goes on, and sees the end of the text alone" if is_decoder_only(model) else ""
     for name, value in (("max_new_tokens", wanted or 0), ("min_new_tokens", least)):
         if value > room:
             raise ValueError(
-                f"expected {name} of at most {room}{behind}, for the model's max_len is {max_len}; got {value}"
+                f"expected {name} of at most {room}{behind}, for the model's max_len is {max_len}; got {value}{advice}"
             )
     return wanted or max(default, least)
 

@@ -23,6 +23,10 @@ class Request:
         log_probs: whether scores are wanted; without, log-probabilities aren't computed, and scores mean nothing.
         max_time: seconds after which it ends with what there is; None: no such end.
         on_token: is told each new token, of a request of one row.
+        window: how many tokens the model sees at most, of a request of one row without a source: when it is full, the
+            request goes on from its last half. None: it never is.
+        before: what stands before the new tokens, where the prompt is only its end; None: the prompt.
+        stop_strings: texts that end what is found, and are left out of its text.
 
     Attributes:
         results: what was found, best first; empty before the end.
@@ -30,6 +34,7 @@ class Request:
         is_done: whether it has ended, well or not.
         is_cancelled: set by `cancel`.
         on_cancel: is told of it; who runs the request sets it.
+        before: the ids that stand before the new ones.
         num_told: how many tokens on_token has been told.
     """
 
@@ -43,9 +48,15 @@ class Request:
         log_probs: bool = True,
         max_time: float | None = None,
         on_token: Callable[[int], object] | None = None,
+        window: int | None = None,
+        before: Sequence[int] | None = None,
+        stop_strings: Sequence[str] = (),
     ) -> None:
         self.prompt, self.processors, self.log_probs, self.on_token = prompt, processors, log_probs, on_token
         self.search_suffices = search_suffices or not processors
+        self.window, self.stop_strings = window, stop_strings
+        self.before = prompt.tokens if before is None else before
+        self._first_prompt, self._slid_at = prompt, 0
         self.deadline = None if max_time is None else time.monotonic() + max_time
         self.results: list[Hypothesis] = []
         self.error: Exception | None = None
@@ -71,7 +82,24 @@ class Request:
     @property
     def expected_tokens(self) -> int:
         """How many new tokens it is likely to get, about."""
-        return min(self.search.limit, max(_EXPECTED, len(self.prompt.source or ())))
+        return min(self.most_tokens, max(_EXPECTED, len(self.prompt.source or ())))
+
+    @property
+    def most_tokens(self) -> int:
+        """How many new tokens it gets at most, or behind its prompt before its window is full."""
+        if self.window is None:
+            return self.search.limit
+        return min(self.search.limit, max(1, self.window - len(self.prompt.tokens)))
+
+    @property
+    def is_full(self) -> bool:
+        """Whether its window has no room for another token."""
+        return self.window is not None and len(self.prompt.tokens) + self._steps - self._slid_at >= self.window
+
+    def slide(self) -> None:
+        """Goes on from the last half of a window that is full, as its new prompt."""
+        tokens = [*self.before, *self.search.tokens(0)]
+        self.prompt, self._slid_at = Prompt(None, window_end(tokens, self.window or 0)), self._steps
 
     def is_late(self, now: float) -> bool:
         """Whether its time is over."""
@@ -92,11 +120,11 @@ class Request:
     @property
     def length(self) -> int:
         """How many ids the decoder has behind it, in each row."""
-        return len(self.prompt.tokens) + self._steps
+        return len(self.before) + self._steps
 
     def history(self) -> list[list[int]]:
         """For each row the ids that the decoder has behind it, the prompt's included."""
-        before = list(self.prompt.tokens)
+        before = list(self.before)
         if not self._steps:
             return [before] * self.num_rows
         return [before + self.search.tokens(row) for row in range(self.num_rows)]
@@ -172,3 +200,9 @@ class Request:
         if self._steps > self._kept_steps:
             self._kept, self._kept_steps = self.search.results(), self._steps
         self.search, self._steps = self._make_search(), 0
+        self.prompt, self._slid_at = self._first_prompt, 0
+
+
+def window_end(tokens: Sequence[int], window: int) -> Sequence[int]:
+    """What the model still sees of tokens that leave no room in its window: the last half of one."""
+    return tokens[-max(1, window // 2) :] if len(tokens) >= window else tokens

@@ -108,15 +108,19 @@ class Scheduler:
             rows = request.num_rows
             kept = request.advance(candidates, first)
             first += rows
-            if kept:
+            if kept and not request.is_full:
                 parents.append(kept)
                 changed = changed or kept != list(range(rows))
             else:
                 gone.append(place)
-        ended = self._release(gone)
+        left = self._release(gone)
         if changed:
             self.engine.reorder(parents)
-        return ended
+        for request in reversed(left):
+            if not request.is_done:  # its window is full: it is read again, without its older half
+                request.slide()
+                self._return(request)
+        return [request for request in left if request.is_done]
 
     def _native_searches(self) -> list[NativeSearch]:
         """The searches of all that run, where an engine can advance all of them; else none."""
@@ -242,7 +246,7 @@ class Scheduler:
         return self.engine.tokens_needed(request.prompt, request.search.peak_rows, request.expected_tokens)
 
     def _most(self, request: Request) -> int:
-        return self.engine.tokens_needed(request.prompt, request.search.peak_rows, request.search.limit)
+        return self.engine.tokens_needed(request.prompt, request.search.peak_rows, request.most_tokens)
 
     def _start(self) -> None:
         """Before the first request of a batch: memory for all that wait, at most the budget; at least for the first."""
@@ -271,10 +275,14 @@ class Scheduler:
                 self._least = 2 * self._tokens  # rows that fall away and come again may need more than was said
             self._release([len(self.running) - 1])
             youngest.restart()
-            self.waiting.appendleft(youngest)
-            self._waiting_rows += youngest.search.peak_rows
+            self._return(youngest)
             if not self.running:  # it began beside others, in memory that wasn't meant for it: now it gets its own
                 self._admit()
+
+    def _return(self, request: Request) -> None:
+        """Puts a request that has left the engine at the head of the queue."""
+        self.waiting.appendleft(request)
+        self._waiting_rows += request.search.peak_rows
 
     def _selection(self) -> Selection:
         running = self.running

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -34,12 +34,17 @@ class Hypothesis:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How `RowSearch` draws."""
+    """How `RowSearch` draws.
+
+    With `num_samples` its one row draws what row `sample` of so many would.
+    """
 
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
     seed: int = 0
+    sample: int = 0
+    num_samples: int | None = None
 
 
 def length_penalty(length: int, alpha: float) -> float:
@@ -114,12 +119,21 @@ class RowSearch(Search):
         eos: the ids that end a row.
         num_rows: 1, or the number of samples.
         sampling: None: the best token.
+        make_end: makes for each row a function that is told its tokens and says whether the row ends with one.
     """
 
     num_candidates = 1
 
-    def __init__(self, limit: int, eos: frozenset[int], num_rows: int = 1, sampling: Sampling | None = None) -> None:
+    def __init__(
+        self,
+        limit: int,
+        eos: frozenset[int],
+        num_rows: int = 1,
+        sampling: Sampling | None = None,
+        make_end: Callable[[], Callable[[int], bool]] | None = None,
+    ) -> None:
         self.limit, self.eos, self.sampling = limit, eos, sampling
+        self._ends = None if make_end is None else [make_end() for _ in range(num_rows)]
         self.num_rows = self.peak_rows = num_rows
         self._rows = [Hypothesis() for _ in range(num_rows)]
         self._alive = list(range(num_rows))
@@ -139,8 +153,11 @@ class RowSearch(Search):
         if sampling is None or numbered is None:
             return None
         # Each sample has a number of its own at each step, whichever of its neighbours have ended.
-        numbers = [numbered.random() for _ in self._rows]
-        return [Draw(sampling.temperature, sampling.top_k, sampling.top_p, numbers[place]) for place in self._alive]
+        numbers = [numbered.random() for _ in range(sampling.num_samples or len(self._rows))]
+        first = sampling.sample
+        return [
+            Draw(sampling.temperature, sampling.top_k, sampling.top_p, numbers[first + place]) for place in self._alive
+        ]
 
     def advance(self, ids: Sequence[Sequence[int]], values: Sequence[Sequence[float]], first: int) -> list[int]:
         """See `Search.advance`."""
@@ -153,7 +170,8 @@ class RowSearch(Search):
             token = ids[first + parent][0]
             row.tokens.append(token)
             row.log_probs.append(value[0])
-            if token not in self.eos and len(row.tokens) < self.limit:
+            is_ended = self._ends is not None and self._ends[place](token)
+            if token not in self.eos and len(row.tokens) < self.limit and not is_ended:
                 parents.append(parent)
                 alive.append(place)
         self._alive, self.num_rows = alive, len(alive)

@@ -8,13 +8,15 @@ import math
 import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
 from fastformer.generation.precisions import check_precision
 from fastformer.generation.search import BeamRules, EarlyStopping
 
 if TYPE_CHECKING:
     from fastformer.generation.processors import Processor
+
+Window: TypeAlias = Literal["stop", "slide"]  # what becomes of a text that fills the model's positions
 
 _SEEDS = range(-(2**63), 2**64)  # what torch.Generator takes
 
@@ -75,6 +77,8 @@ class GenerationSettings:
     forced_bos_token_id: int | None = None
     forced_eos_token_id: int | None = None
     logits_processor: Processor | Sequence[Processor] = ()
+    stop_strings: str | Sequence[str] = ()
+    window: Window = "stop"
     max_time: float | None = None
     eos_token_id: int | Sequence[int] | None = None
     pad_token_id: int | None = None
@@ -157,6 +161,11 @@ class GenerationSettings:
         self._set("bad_words_ids", tuple(_ids("bad_words_ids", word) for word in words))
         if not all(self.bad_words_ids):
             raise ValueError("expected each of bad_words_ids to hold ids, got an empty one")
+        stop = self.stop_strings
+        self._set("stop_strings", (stop,) if isinstance(stop, str) else _listed("stop_strings", stop))
+        for one in self.stop_strings:
+            if not isinstance(one, str) or not one:
+                raise ValueError(f"expected stop_strings to hold texts that aren't empty, got {one!r:.60}")
         given = self.logits_processor
         # Hugging Face's list of processors can be called itself; it is a list all the same.
         is_one = callable(given) and not isinstance(given, list)
@@ -191,6 +200,8 @@ class GenerationSettings:
 
         if self.beam_rules not in get_args(BeamRules):
             raise ValueError(f"expected beam_rules to be 'tensor2tensor' or 'transformers', got {self.beam_rules!r}")
+        if self.window not in get_args(Window):
+            raise ValueError(f"expected window to be 'stop' or 'slide', got {self.window!r}")
         if not isinstance(self.early_stopping, bool) and self.early_stopping != "never":
             raise ValueError(f"expected early_stopping to be True, False or 'never', got {self.early_stopping!r}")
 
@@ -258,6 +269,13 @@ class GenerationSettings:
             raise ValueError(f"expected num_return_sequences of at most num_beams {beams}, got {returned}")
         if beams == 1 and returned > 1 and not self.do_sample:
             raise ValueError("expected num_return_sequences 1 for greedy decoding; use num_beams or do_sample for more")
+        if self.window == "slide" and self.max_new_tokens is None:
+            raise ValueError(
+                "expected max_new_tokens along with window='slide': the model's positions end nothing then"
+            )
+        for name, wanted in (("window='slide'", self.window == "slide"), ("stop_strings", bool(self.stop_strings))):
+            if wanted and beams > 1:
+                raise ValueError(f"expected num_beams 1 with {name}, got {beams}: decode greedily, or sample")
         if not self.do_sample:
             for name, neutral in (("temperature", 1.0), ("top_k", 0), ("top_p", 1.0)):
                 if getattr(self, name) != neutral:

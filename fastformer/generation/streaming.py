@@ -222,6 +222,12 @@ def find_stop(text: str, stop: Sequence[str], start: int = 0) -> int:
     return min((place for one in stop if (place := text.find(one, start)) >= 0), default=-1)
 
 
+def before_stop(text: str, stop: Sequence[str], start: int = 0) -> str:
+    """A text up to the first of some others that begins at `start` or later."""
+    place = find_stop(text, stop, start)
+    return text if place < 0 else text[:place]
+
+
 def _beginning(text: str, stop: Sequence[str]) -> int:
     """How many characters at the end of a text may be the beginning of one of some others."""
     most = min(len(text), max(map(len, stop), default=1) - 1)

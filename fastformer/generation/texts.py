@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 from fastformer.generation.requests import Request
 from fastformer.generation.search import Hypothesis
 from fastformer.generation.settings import GenerationSettings
-from fastformer.generation.streaming import Detokenizer
+from fastformer.generation.streaming import Detokenizer, before_stop
 
 
 class TextCodec(Detokenizer, Protocol):
@@ -126,10 +126,15 @@ class Answer:
         self._tokenizer = tokenizer
         self._found: list[Hypothesis] = [] if request is None else request.results
         self._prefix = [] if request is None else request.prompt.tokens[1:]  # behind the start token
+        self._stop = () if request is None else request.stop_strings
 
     def texts(self) -> list[str]:
         """The translations, best first."""
-        return [self._tokenizer.decode([*self._prefix, *hypothesis.tokens]) for hypothesis in self._found]
+        texts = [self._tokenizer.decode([*self._prefix, *hypothesis.tokens]) for hypothesis in self._found]
+        if not self._stop:
+            return texts
+        start = len(self._tokenizer.decode(self._prefix))
+        return [before_stop(text, self._stop, start) for text in texts]
 
     def scored(self) -> list[Scored]:
         """The translations with their scores, best first."""

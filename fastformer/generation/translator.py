@@ -405,7 +405,7 @@ class Translator:
         def pieces() -> Iterator[str]:
             tokens: list[int] = []
             request = maker.make(checked, on_token=tokens.append)
-            found = TextPieces(self.tokenizer, checked.prefix)
+            found = TextPieces(self.tokenizer, checked.prefix, stop=settings.stop_strings)
             scheduler = self.new_scheduler(maker.engine, is_endless=False)
             scheduler.submit([request])
             while not request.is_done:
@@ -423,7 +423,7 @@ class Translator:
     def _maker(self, settings: GenerationSettings, log_probs: bool) -> RequestMaker:
         # The choice of the engine is for the mode that the model will be in.
         with evaluating(self.model):
-            return RequestMaker(self.model, settings, log_probs=log_probs)
+            return RequestMaker(self.model, settings, log_probs=log_probs, tokenizer=self.tokenizer)
 
     def new_scheduler(self, engine: Engine, *, is_endless: bool) -> Scheduler:
         """A scheduler within this translator's limits; see `Scheduler`."""

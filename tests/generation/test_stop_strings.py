@@ -1,0 +1,140 @@
+"""Decoding ends where a stop text is complete, which no text holds, whichever tokens spell it."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+
+import pytest
+import torch
+
+from fastformer.baseline import LSTMSeq2Seq
+from fastformer.data import ByteTokenizer
+from fastformer.generation import AsyncTranslator, Translator, generate
+from fastformer.generation.streaming import TextStreamer
+from fastformer.models import GPT, Transformer
+from tests.generation.small import needs_cpp
+
+TOKENIZER = ByteTokenizer()
+ENGINES = [pytest.param("cpp", marks=needs_cpp), "kv_cache"]
+LETTERS = [i for i in range(259) if i not in [ord(c) + 3 for c in "abcde \n"]]
+MANY = {"max_new_tokens": 40, "min_new_tokens": 40, "suppress_tokens": LETTERS}
+PROMPTS = [TOKENIZER.encode(text) for text in ("ab", "a longer one, aaa", "c")]
+WAYS = [
+    {},
+    {"do_sample": True, "seed": 5, "temperature": 1.5},
+    {"do_sample": True, "seed": 5, "temperature": 1.5, "num_return_sequences": 3},
+    {"repetition_penalty": 1.2},
+]
+
+
+@pytest.fixture(scope="module")
+def gpt() -> GPT:
+    torch.manual_seed(0)
+    model = GPT.from_preset("tiny", vocab_size=259, d_model=32, num_layers=1, num_heads=4, max_len=64)
+    model.embedding.weight.data *= 3
+    return model.eval()
+
+
+@pytest.fixture(scope="module")
+def translator() -> Translator:
+    torch.manual_seed(0)
+    sizes = {"d_model": 32, "d_ff": 32, "num_heads": 2, "num_encoder_layers": 1, "num_decoder_layers": 1}
+    model = Transformer.from_preset("tiny", vocab_size=259, max_len=64, **sizes).eval()
+    model.embedding.weight.data *= 3
+    return Translator(model, TOKENIZER)
+
+
+def stops_of(text: str) -> list[str]:
+    """Some texts that come in it: of several tokens, of one, and of one whose beginning comes before."""
+    return [text[9:13], text[20], text[:6] + "a", text[30:33]]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_each_row_ends_with_the_token_that_completes_one(gpt, way, engine) -> None:
+    options = {**MANY, **way, "engine": engine}
+    count = way.get("num_return_sequences", 1)
+    width = max(map(len, PROMPTS))
+    full = [row[width:] for row in generate(gpt, PROMPTS, **options).tolist()]
+    for stop in stops_of(TOKENIZER.decode(full[-1])):
+        found = generate(gpt, PROMPTS, stop_strings=[stop, "never"], tokenizer=TOKENIZER, **options)
+        assert found.shape[0] == len(PROMPTS) * count
+        for row, whole in zip(found.tolist(), full, strict=True):
+            new = [i for i in row[width:] if i]
+            needed = [n for n in range(1, 41) if stop in TOKENIZER.decode(whole[:n])]
+            assert new == whole[: min(needed, default=40)]
+        assert torch.equal(found, generate(gpt, PROMPTS, stop_strings=stop, tokenizer=TOKENIZER, **options))
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_a_translation_ends_before_it(translator, way) -> None:
+    texts = ["ab", "c", "a longer one"]
+    options = {**MANY, **way}
+    full = translator.translate(texts, target_prefix=["", "xe", "de"], **options)
+    some = list(itertools.chain(*full)) if "num_return_sequences" in way else full
+    for stop in stops_of(some[-1]):
+        found = translator.translate(texts, target_prefix=["", "xe", "de"], stop_strings=stop, **options)
+        ends = list(itertools.chain(*found)) if "num_return_sequences" in way else found
+        for end, whole, prefix in zip(ends, some, [0, 2, 2] if some is full else [0] * 3 + [2] * 6, strict=True):
+            place = whole.find(stop, prefix)  # what was given isn't looked at
+            assert end == (whole if place < 0 else whole[:place])
+        if some is full:
+            for text, begin, expected in zip(texts, ["", "xe", "de"], found, strict=True):
+                if not way.get("do_sample") or text == "ab":  # what is drawn depends on the place
+                    pieces = list(translator.stream(text, target_prefix=begin, stop_strings=stop, **options))
+                    assert "".join(pieces) == expected
+            scored = translator.translate(texts, stop_strings=stop, return_token_scores=True, **options)
+            assert all(len(answer.tokens) >= len(answer.text) and stop not in answer.text for answer in scored)
+
+
+def test_many_tasks_have_stop_texts_of_their_own(translator) -> None:
+    stops = [[], ["a"], ["b", "e "], [" "]]
+
+    async def main() -> None:
+        async with AsyncTranslator(translator) as front:
+            whole = [front.translate("ab", stop_strings=stop, **MANY) for stop in stops]
+            found = await asyncio.gather(*whole)
+            assert found == [translator.translate("ab", stop_strings=stop, **MANY) for stop in stops]
+            assert len(set(map(len, found))) > 1
+            for stop, text in zip(stops, found, strict=True):
+                assert "".join([piece async for piece in front.stream("ab", stop_strings=stop, **MANY)]) == text
+
+    asyncio.run(main())
+
+
+def test_a_streamer_holds_back_what_may_become_one(gpt, capsys) -> None:
+    whole = TOKENIZER.decode(generate(gpt, PROMPTS[:1], **MANY)[0].tolist())
+    for stop in stops_of(whole[2:]):
+        streamer = TextStreamer(TOKENIZER, stop=[stop])
+        generate(gpt, PROMPTS[:1], stop_strings=[stop], tokenizer=TOKENIZER, streamer=streamer, **MANY)
+        place = whole.find(stop, 2)
+        assert capsys.readouterr().out == whole[: place if place >= 0 else None] + "\n"
+
+
+def test_it_goes_with_a_window_that_slides(gpt) -> None:
+    options = {"window": "slide", "max_new_tokens": 150, "suppress_tokens": [1, *LETTERS], "do_sample": True, "seed": 1}
+    whole = TOKENIZER.decode(generate(gpt, PROMPTS[:1], **options)[0].tolist())[2:]
+    stop = whole[98:104]
+    found = generate(gpt, PROMPTS[:1], stop_strings=[stop], tokenizer=TOKENIZER, **options)
+    assert TOKENIZER.decode(found[0].tolist())[2:] == whole[: whole.index(stop) + len(stop)]
+
+
+def test_a_recurrent_model_ends_too() -> None:
+    model = LSTMSeq2Seq(vocab_size=259, d_model=32)  # says the same byte for ever
+    model.output.weight.data.zero_()
+    model.output.bias.data[ord("q") + 3] = 9.0
+    translator = Translator(model, TOKENIZER)
+    assert translator.translate("a", max_new_tokens=9, stop_strings="qqqq") == ""
+    assert translator.translate("a", max_new_tokens=3, stop_strings="qqqq") == "qqq"
+
+
+def test_what_cannot_be_a_stop_text(gpt, translator) -> None:
+    for stop in ([""], "", [3], 3, ["a", None], b"a"):
+        with pytest.raises(ValueError, match="stop_strings"):
+            translator.translate("a", stop_strings=stop)
+    for tokenizer in (None, "bytes", torch):
+        with pytest.raises(ValueError, match="expected tokenizer=.* along with stop_strings"):
+            generate(gpt, PROMPTS, stop_strings="a", tokenizer=tokenizer)
+    with pytest.raises(ValueError, match="expected num_beams 1 with stop_strings, got 4"):
+        translator.translate("a", stop_strings="a", num_beams=4)
