@@ -48,8 +48,10 @@ Count = Annotated[int, Range(0)]
 Amount = Annotated[float, Range(0)]
 Probability = Annotated[float, Range(0, below=1)]
 Seed = Annotated[int, Range(0, most=INT64_MAX)]
-# How sacreBLEU cuts text into words for BLEU. It has others, which download a model.
-BleuTokenize = Literal["13a", "intl", "zh", "ja-mecab", "ko-mecab", "char", "none"]
+# How sacreBLEU cuts text into words for BLEU. The last three need a model that stands in its folder already.
+BleuTokenize = Literal[
+    "13a", "intl", "zh", "ja-mecab", "ko-mecab", "char", "none", "flores101", "flores200", "spBLEU-1K"
+]
 
 
 def check_settings(settings: Any) -> None:

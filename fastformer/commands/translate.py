@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Literal
 
 from fastformer.commands._lines import Texts, arriving, file_lines, prefix_lines
 from fastformer.console import OutputLostError
+from fastformer.settings import BleuTokenize
 
 if TYPE_CHECKING:
     from fastformer.generation.flow import Source
@@ -18,6 +20,8 @@ if TYPE_CHECKING:
 FILLED_BY = ("file",)  # a text or a file, not both
 TEXTS = ("text", "prefix")
 
+logger = logging.getLogger("fastformer")
+
 
 def translate(
     run: str,
@@ -25,6 +29,7 @@ def translate(
     *,
     file: str | None = None,
     reference: str | None = None,
+    bleu_tokenize: BleuTokenize = "13a",
     attention: str | None = None,
     prefix: str | None = None,
     prefix_file: str | None = None,
@@ -64,6 +69,7 @@ def translate(
         text: what to translate; without it and without --file, the lines of standard input, answered as they come
         file: a UTF-8 file, one sentence a line
         reference: the right translations of --file, a line each: prints BLEU and chrF
+        bleu_tokenize: how BLEU cuts text into words; zh, ja-mecab, ko-mecab and char are for languages without spaces
         attention: draw what the translation looked at into this PNG
         prefix: what the translations begin with; they go on with the next word
         prefix_file: the same for the lines of --file, one a line; an empty line is none
@@ -109,6 +115,12 @@ def translate(
         check_picture(attention)
     _check_inputs(text, file, reference, attention, n_best, num_beams, do_sample)
     _check_prefixes(file, attention, prefix, prefix_file)
+    if reference is not None:
+        from fastformer.training.evaluate import corpus_metrics
+
+        corpus_metrics(bleu_tokenize)  # raises before anything is translated
+    elif bleu_tokenize != "13a":
+        raise ValueError(f"expected --reference with --bleu_tokenize {bleu_tokenize}, got none")
     runs = listed_paths(run)
     if len(runs) == 1 and ensemble_weights is not None:
         raise ValueError(f"expected --ensemble_weights with several runs, RUN1,RUN2, got one: {run}")
@@ -184,7 +196,7 @@ def translate(
             total += len(answers)
             advance(len(answers))
     if references is not None:
-        _print_scores(found, references)
+        _print_scores(found, references, bleu_tokenize)
     if lost is not None:
         raise lost
 
@@ -261,8 +273,11 @@ def _progress(file: str | None) -> Iterator[Callable[[int], object]]:
         yield bar.update
 
 
-def _print_scores(found: list[str], references: list[str]) -> None:
-    from fastformer.training.evaluate import corpus_scores
+def _print_scores(found: list[str], references: list[str], bleu_tokenize: BleuTokenize) -> None:
+    from fastformer.training.evaluate import corpus_scores, words_hint
 
-    for name, (score, signature) in corpus_scores(found, references).items():
-        print(f"{name} {score:.2f}  {signature}", file=sys.stderr)
+    scores = corpus_scores(found, references, bleu_tokenize=bleu_tokenize)
+    for name, (score, signature) in scores.items():
+        print(f"{name} {score:.2f}  {signature}  ({len(references):,} lines)", file=sys.stderr)
+    if (hint := words_hint(references, bleu_tokenize)) is not None:
+        logger.warning(hint)

@@ -3,23 +3,33 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from fastformer.training.config import TrainConfig
-from fastformer.training.evaluate import Scores
+from fastformer.training.evaluate import Scores, corpus_metrics, words_hint
 
+logger = logging.getLogger("fastformer")
+
+_ZERO = 0.005  # a BLEU below it is shown as 0.00
 _SHOWN = {"nll": "nll {:.4f}", "bleu": "BLEU {:.2f}", "chrf": "chrF {:.2f}", "exact_match": "exact match {:.4f}"}
 
 
-def choose_measure(config: TrainConfig) -> str:
+def choose_measure(config: TrainConfig, references: Sequence[str] = ()) -> str:
     """What "better" means in a run: the setting best_by, and for "auto" what fits the task.
 
-    Numbers are right or wrong: exact match. Translations: BLEU. Where nothing is translated (language models,
-    val_examples 0, no sacrebleu): the likelihood.
+    Numbers are right or wrong: exact match. Translations: BLEU, or chrF where BLEU finds no words. Where nothing is
+    translated (language models, val_examples 0, no sacrebleu): the likelihood.
+
+    Args:
+        config: the settings.
+        references: the right translations in validation.
 
     Raises:
+        ImportError: what bleu_tokenize needs is not installed.
         ValueError: a measure that this run can't take.
     """
     asked = config.best_by
@@ -32,7 +42,13 @@ def choose_measure(config: TrainConfig) -> str:
     elif measure in ("bleu", "chrf") and importlib.util.find_spec("sacrebleu") is None:
         missing = "sacrebleu: pip install 'fastformer[train]'"
     if missing is None:
-        return measure
+        if measure != "bleu":
+            return measure
+        corpus_metrics(config.bleu_tokenize)  # raises before the first validation
+        hint = words_hint(references, config.bleu_tokenize)
+        if hint is not None:
+            logger.warning("%s%s", hint, "" if asked == "bleu" else "; the best model is chosen by chrF")
+        return "bleu" if hint is None or asked == "bleu" else "chrf"
     if asked == "auto":
         return "nll"
     raise ValueError(f"best_by {asked} needs {missing}; give --best_by nll or auto to do without")
@@ -63,10 +79,12 @@ class Record:
 
     def beats(self, other: Record, measure: str) -> bool:
         """Whether it is better. Scores are compared with scores of the same kind on the same data only: where the
-        measure is missing on a side, or alike on both (a BLEU of 0 on single words), the likelihood decides."""
+        measure is missing on a side, or alike on both, the likelihood decides. Before it chrF does where BLEU is 0.00
+        on both, which says that it can't tell them apart."""
         if self.data != other.data:
             return True  # nothing is known of the other on this data
-        for name in (measure, "nll"):
+        is_zero = measure == "bleu" and max(self.bleu or 0.0, other.bleu or 0.0) < _ZERO
+        for name in ("chrf", "nll") if is_zero else (measure, "nll"):
             ours, theirs = self._higher_is_better(name), other._higher_is_better(name)
             if ours is None or theirs is None or (name != "nll" and self.translated != other.translated):
                 continue

@@ -18,7 +18,17 @@ from fastformer.data.filters import PairFilter
 from fastformer.data.user_tokens import UserTokens
 from fastformer.models import GPT, GPTConfig, Transformer, TransformerConfig
 from fastformer.models.pretrained import config_from_dict
-from fastformer.settings import Amount, Count, Positive, Probability, Range, Seed, check_settings, suggestion
+from fastformer.settings import (
+    Amount,
+    BleuTokenize,
+    Count,
+    Positive,
+    Probability,
+    Range,
+    Seed,
+    check_settings,
+    suggestion,
+)
 from fastformer.special_ids import SpecialIds
 
 Architecture = Literal["transformer", "gpt", "lstm"]
@@ -211,6 +221,9 @@ class Validation:
         keep_last: checkpoints that stay, besides the best model.
         patience: stop after so many validations without a better one; 0 = never.
         val_examples: decoded for exact match and BLEU; 0 = none.
+        bleu_tokenize: how BLEU cuts text into words: "13a", for languages with spaces; "zh", "ja-mecab", "ko-mecab",
+            "char" or "flores200" for others. "flores101", "flores200" and "spBLEU-1K" need their model in sacreBLEU's
+            folder.
         samples: translations in the log.
         best_by: what "the best model" means: "nll", "bleu", "chrf", "exact_match", or "auto", which fits the task.
     """
@@ -223,6 +236,7 @@ class Validation:
     keep_last: Positive = 3
     patience: Count = 0
     val_examples: Count = 200
+    bleu_tokenize: BleuTokenize = "13a"
     samples: Count = 3
     best_by: Literal["auto", "nll", "bleu", "chrf", "exact_match"] = "auto"
 
@@ -458,6 +472,7 @@ def unused(config: TrainConfig, given: Iterable[str]) -> list[str]:
         "vocab_size": "" if trained_bpe else "only a BPE that this run trains has a size to choose",
         "val_examples": "only translations are compared with references" if gpt else "",
         "samples": "nothing is translated in validation" if gpt or not config.val_examples else "",
+        "bleu_tokenize": "nothing is translated in validation" if gpt or not config.val_examples else "",
         "smooth_others": "" if config.label_smoothing else "label_smoothing is 0",
         "patience": "" if config.val_every else "val_every is 0, so that nothing is validated before the end",
         "skip_bad_lines": "the built-in task has none" if config.task else "",

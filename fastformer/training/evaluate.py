@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import unicodedata
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,6 +16,16 @@ from fastformer.data import Batch, Example, Examples, collate, plan_epoch
 from fastformer.generation import Translator
 from fastformer.settings import BleuTokenize
 from fastformer.special_ids import SpecialIds
+
+_MODELS = ("flores101", "flores200", "spBLEU-1K")
+# Scripts without spaces, as Unicode calls them, and what finds their words.
+_WITHOUT_SPACES = {
+    "CJK": "zh",
+    "HIRAGANA": "ja-mecab",
+    "KATAKANA": "ja-mecab",
+    **dict.fromkeys(("THAI", "LAO", "KHMER", "MYANMAR", "TIBETAN"), "char"),
+}
+_LONG_WORD = 30  # characters
 
 
 @dataclass
@@ -26,6 +39,8 @@ class Scores:
         bleu, chrf: sacreBLEU's scores of the corpus, None without the library, BLEU also where no reference has four
             words; signatures say how.
         samples: (source, translation, reference).
+        translated: how many lines all scores but nll are of, the first ones.
+        lines: how many there are.
     """
 
     nll: float
@@ -35,6 +50,8 @@ class Scores:
     chrf: float | None = None
     signatures: dict[str, str] = field(default_factory=dict)
     samples: list[tuple[str, str, str]] = field(default_factory=list)
+    translated: int = 0
+    lines: int = 0
 
 
 def model_loss(model: nn.Module, batch: Batch, **options: Any) -> torch.Tensor:
@@ -82,20 +99,30 @@ def negative_log_likelihood(
 
 
 def translate_and_score(
-    translator: Translator, pairs: list[tuple[str, str]], nll: float, num_samples: int, **options: Any
+    translator: Translator,
+    pairs: list[tuple[str, str]],
+    nll: float,
+    num_samples: int,
+    *,
+    bleu_tokenize: BleuTokenize = "13a",
+    **options: Any,
 ) -> Scores:
     """Translates the sources and compares with the references."""
     sources, references = [source for source, _ in pairs], [target for _, target in pairs]
     found = translator.translate(sources, **options)
-    scores = Scores(nll, exact_match=sum(a == b for a, b in zip(found, references, strict=True)) / len(pairs))
+    exact_match = sum(a == b for a, b in zip(found, references, strict=True)) / len(pairs)
+    scores = Scores(nll, exact_match=exact_match, translated=len(pairs))
     scores.samples = list(zip(sources, found, references, strict=True))[:num_samples]
     try:
-        (bleu, bleu_signature), (scores.chrf, chrf_signature) = corpus_scores(found, references).values()
+        metrics = corpus_metrics(bleu_tokenize)
     except ImportError:
         return scores  # exact match is there
+    found_scores = corpus_scores(found, references, bleu_tokenize=bleu_tokenize)
+    (bleu, bleu_signature), (scores.chrf, chrf_signature) = found_scores.values()
     scores.signatures = {"chrf_signature": chrf_signature}
     # BLEU counts runs of up to four words: where no reference has four, it is 0 whatever was said.
-    if any(len(reference.split()) >= 4 for reference in references):
+    words = metrics["BLEU"].tokenizer
+    if any(len(words(reference).split()) >= 4 for reference in references):
         scores.bleu = bleu
         scores.signatures["bleu_signature"] = bleu_signature
     return scores
@@ -114,7 +141,8 @@ def corpus_scores(
         found: the translations; empty ones count as such.
         references: the right translations, one for each.
         more_references: further ones, as many in each.
-        bleu_tokenize: how BLEU cuts text into words: "zh", "ja-mecab" and "ko-mecab" for languages without spaces.
+        bleu_tokenize: how BLEU cuts text into words: "zh", "ja-mecab", "ko-mecab", and "char" or "flores200" for other
+            languages without spaces.
         ter: add the translation edit rate.
 
     Returns:
@@ -122,6 +150,7 @@ def corpus_scores(
 
     Raises:
         ImportError: sacrebleu is not installed, or what it needs for this bleu_tokenize.
+        ValueError: the model of this bleu_tokenize isn't in sacrebleu's folder.
     """
     metrics, given = corpus_metrics(bleu_tokenize, ter), [list(references), *map(list, more_references)]
     return {
@@ -135,6 +164,7 @@ def corpus_metrics(bleu_tokenize: BleuTokenize = "13a", ter: bool = False) -> di
 
     Raises:
         ImportError: see `corpus_scores`.
+        ValueError: see `corpus_scores`.
     """
     try:
         from sacrebleu.metrics.bleu import BLEU
@@ -142,9 +172,49 @@ def corpus_metrics(bleu_tokenize: BleuTokenize = "13a", ter: bool = False) -> di
         from sacrebleu.metrics.ter import TER
     except ImportError as error:
         raise ImportError("BLEU and chrF need sacrebleu: pip install 'fastformer[train]'") from error
+    _check_model(bleu_tokenize)
     try:
         bleu = BLEU(tokenize=bleu_tokenize)
     except (RuntimeError, ImportError) as error:
         extra = bleu_tokenize.partition("-")[0]
         raise ImportError(f"bleu_tokenize {bleu_tokenize} needs pip install 'sacrebleu[{extra}]'") from error
     return {"BLEU": bleu, "chrF": CHRF(), **({"TER": TER()} if ter else {})}
+
+
+def _check_model(bleu_tokenize: str) -> None:
+    """sacreBLEU would download the model of a tokenizer that it doesn't have."""
+    if bleu_tokenize not in _MODELS:
+        return
+    from sacrebleu.tokenizers.tokenizer_spm import SPM_MODELS
+    from sacrebleu.utils import SACREBLEU_DIR
+
+    url = SPM_MODELS[bleu_tokenize]["url"]
+    file = Path(SACREBLEU_DIR, "models", Path(url).name)
+    if not file.is_file():
+        raise ValueError(f"bleu_tokenize {bleu_tokenize} needs the model {file}, which isn't there: get it from {url}")
+
+
+def words_hint(references: Sequence[str], bleu_tokenize: str) -> str | None:
+    """What to say where BLEU can't find the words of references, which have no spaces; None where it can.
+
+    Args:
+        references: the right translations.
+        bleu_tokenize: as it was chosen; one that doesn't need spaces finds words.
+    """
+    if bleu_tokenize not in ("13a", "intl", "none"):
+        return None
+    scripts = [{unicodedata.name(letter, "").partition(" ")[0] for letter in text} for text in references]
+    # Such a text is one run, unless it was cut into words. One in another script is a word, unless it is very long.
+    runs = [
+        some
+        for some, text in zip(scripts, references, strict=True)
+        if len(text.split()) == 1 and (some & _WITHOUT_SPACES.keys() or len(text) > _LONG_WORD)
+    ]
+    if 2 * len(runs) <= len(references):
+        return None
+    found = Counter(script for some in runs for script in some & _WITHOUT_SPACES.keys())
+    advice = "HIRAGANA" if found["HIRAGANA"] else max(found, key=lambda script: found[script], default="THAI")
+    return (
+        f"the references have no spaces, and BLEU by {bleu_tokenize} takes what stands between spaces for a word: give "
+        f"--bleu_tokenize {_WITHOUT_SPACES[advice]}, or look at chrF"
+    )

@@ -150,6 +150,10 @@ class Progress:
             if score is not None:
                 parts.append(f"{label} {score:.2f}")
                 values[name] = score
+        if scores.translated:
+            some = f"first {scores.translated:,} of {scores.lines:,}" if scores.translated < scores.lines else "all"
+            parts.append(f"({some} lines translated)")
+            values["translated"] = scores.translated
         self.say(f"validation {'of the average ' if average else ''}at {step}: " + "  ".join(parts))
         for sample in scores.samples:
             source, found, reference = (console.printable(text, _SAMPLE) for text in sample)

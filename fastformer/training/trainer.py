@@ -104,7 +104,11 @@ class Trainer:
         self.lengths, self.fingerprint = lengths_of(data.train), fingerprint(data.train)
         longest_sides(self.lengths, config.max_tokens)  # before anything is written
         self.pairs = data.val_texts[: config.val_examples]
-        self.best = Best(choose_measure(config), str(fingerprint(data.val)["sha256"]), len(self.pairs))
+        self.best = Best(
+            choose_measure(config, [target for _, target in self.pairs]),
+            str(fingerprint(data.val)["sha256"]),
+            len(self.pairs),
+        )
         self.step, self.epoch, self.batch = 0, 0, 0  # of the epoch, batches done
         self.validated = 0  # the update of the last validation
         self.finished = False  # nothing is left to do, with the settings as they are
@@ -341,7 +345,15 @@ class Trainer:
         if not self.pairs:
             characters, tokens = self.data.val_characters, int(lengths_of(self.data.val)[:, 1].sum())
             return Scores(nll, nll_per_character=nll * tokens / characters if characters else None)
-        return translate_and_score(Translator(model, self.data.tokenizer), self.pairs, nll, self.config.samples)
+        scores = translate_and_score(
+            Translator(model, self.data.tokenizer),
+            self.pairs,
+            nll,
+            self.config.samples,
+            bleu_tokenize=self.config.bleu_tokenize,
+        )
+        scores.lines = len(self.data.val_texts)
+        return scores
 
     def _validate_and_keep(self, progress: Progress) -> Scores | None:
         """Validates; the run folder gets the weights if they are the best so far. None if a signal broke it off."""

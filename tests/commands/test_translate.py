@@ -311,6 +311,24 @@ def test_contradictions(run, tmp_path, capsys) -> None:
     assert main(["translate", run, "x", "--repetition_penalty", "nan"]) == 2
 
 
+def test_bleu_of_words_that_are_chosen(run, tmp_path, capsys, caplog) -> None:
+    (tmp_path / "in").write_text("one\ntwo\nthree\n")
+    (tmp_path / "right").write_text("我喜欢吃苹果\n他去北京了\n谢谢\n")
+    line = ["translate", run, "--file", str(tmp_path / "in"), "--reference", str(tmp_path / "right"), *FEW]
+    for flags, signature, hint in (([], "tok:13a", True), (["--bleu_tokenize", "zh"], "tok:zh", False)):
+        caplog.clear()
+        assert main([*line, *flags]) == 0
+        error = capsys.readouterr().err
+        assert signature in error and error.count("3 lines") == 2
+        assert ("--bleu_tokenize zh" in caplog.text) == hint
+    for flags in (["--bleu_tokenize", "ja-mecab"], ["--bleu_tokenize", "flores200"]):
+        assert main([*line, *flags]) == 1
+        captured = capsys.readouterr()
+        assert captured.out == "" and flags[1] in captured.err  # before anything is translated
+    assert main(["translate", run, "one", "--bleu_tokenize", "zh"]) == 1
+    assert "--reference" in capsys.readouterr().err
+
+
 def test_several_runs_translate_and_score_together(run, tmp_path, capsys) -> None:
     torch.manual_seed(5)
     settings = {"d_model": 16, "d_ff": 32, "num_heads": 2, "max_len": 40}

@@ -30,6 +30,24 @@ def test_the_measure_fits_the_task(settings, measure) -> None:
     assert choose_measure(TrainConfig(**settings)) == measure
 
 
+CHINESE = ["我喜欢吃苹果。", "他昨天去北京了。", "one of four spaced words"]
+
+
+def test_where_bleu_finds_no_words_chrf_decides(caplog) -> None:
+    for given, measure in (
+        ({}, "chrf"),
+        ({"best_by": "bleu"}, "bleu"),
+        ({"bleu_tokenize": "zh"}, "bleu"),
+        ({"best_by": "nll"}, "nll"),
+    ):
+        caplog.clear()
+        assert choose_measure(TrainConfig(train_tsv="x", **given), CHINESE) == measure
+        assert ("--bleu_tokenize zh" in caplog.text) == ("zh" not in given.values() and "nll" not in given.values())
+    assert choose_measure(TrainConfig(train_tsv="x"), ["good day to you all"]) == "bleu"
+    with pytest.raises(ImportError, match="ja-mecab"):
+        choose_measure(TrainConfig(train_tsv="x", bleu_tokenize="ja-mecab"))
+
+
 def test_without_sacrebleu(monkeypatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert choose_measure(TrainConfig(train_tsv="x")) == "nll"
@@ -55,6 +73,9 @@ def record(nll: float, bleu: float | None = None, data: str = "x", translated: i
         (record(2.0, 30.0), record(1.0, 29.9)),  # the measure counts
         (record(1.0, 0.0), record(2.0, 0.0)),  # single words: BLEU is 0 on both
         (record(1.0, 30.0), record(2.0, 30.0)),  # a tie
+        (record(2.0, 0.001, chrf=30.0), record(1.0, 0.002, chrf=20.0)),  # both are shown as 0.00
+        (record(2.0, 0.0, chrf=30.0), record(1.0, 0.0, chrf=20.0)),
+        (record(2.0, 5.0, chrf=1.0), record(1.0, 4.0, chrf=20.0)),
         (record(3.0, 0.1), record(1.0, 0.0)),
         (record(1.0), record(2.0, 30.0)),  # nothing translated now: a likelihood is no BLEU
         (record(1.0, 10.0), record(2.0)),

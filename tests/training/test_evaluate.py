@@ -9,7 +9,13 @@ from torch.nn import functional as F
 from fastformer.baseline import LSTMSeq2Seq
 from fastformer.data import ByteTokenizer, Example
 from fastformer.models import GPT, Transformer
-from fastformer.training.evaluate import corpus_scores, lengths_of, negative_log_likelihood, translate_and_score
+from fastformer.training.evaluate import (
+    corpus_scores,
+    lengths_of,
+    negative_log_likelihood,
+    translate_and_score,
+    words_hint,
+)
 
 EXAMPLES = [Example([5, 6, 7, 1], [8, 9, 1]), Example([5, 1], [6, 1]), Example([7, 8, 1], [9, 9, 9, 5, 1])]
 CPU = torch.device("cpu")
@@ -88,6 +94,57 @@ def test_bleu_is_asked_of_sentences_only(reference, has_bleu) -> None:
     scores = translate_and_score(Fixed([target for _, target in pairs]), pairs, 0.0, 0)
     assert (scores.bleu is not None) == has_bleu == ("bleu_signature" in scores.signatures)
     assert scores.chrf == pytest.approx(100)
+
+
+CHINESE = ["我喜欢吃苹果。", "他昨天去北京了。", "今天的天气很好。", "谢谢"]
+THAI = ["ฉันชอบกินแอปเปิ้ล", "เมื่อวานเขาไปกรุงเทพ"]
+JAPANESE = ["私はりんごが好きです。", "昨日東京へ行きました。"]
+KOREAN = ["나는 사과를 좋아한다.", "어제 서울에 갔다."]
+
+
+@pytest.mark.parametrize(
+    ("references", "tokenize", "advice"),
+    [
+        (CHINESE, "13a", "zh"),
+        (CHINESE, "intl", "zh"),
+        (CHINESE, "none", "zh"),
+        (CHINESE, "zh", None),
+        (CHINESE, "char", None),
+        ([" ".join(text) for text in CHINESE], "13a", None),  # cut into words already
+        ([*CHINESE, "one of four spaced words"], "13a", "zh"),
+        (JAPANESE, "13a", "ja-mecab"),
+        (THAI, "13a", "char"),
+        (KOREAN, "13a", None),
+        (["yes", "no", "Guten Tag"], "13a", None),
+        (["GATTACA" * 9, "ACGT" * 20], "13a", "char"),
+        ([], "13a", None),
+    ],
+)
+def test_references_without_spaces_are_noticed(references, tokenize, advice) -> None:
+    hint = words_hint(references, tokenize)
+    assert hint is None if advice is None else f"--bleu_tokenize {advice}," in hint
+
+
+def test_bleu_of_a_language_without_spaces() -> None:
+    pairs = list(zip("abcd", CHINESE, strict=True))
+    answers = [text.replace("苹果", "梨") for text in CHINESE]
+    scores = translate_and_score(Fixed(answers), pairs, 1.0, 0, bleu_tokenize="zh")
+    assert 50 < scores.bleu < 100 and "tok:zh" in scores.signatures["bleu_signature"]
+    assert translate_and_score(Fixed(answers), pairs, 1.0, 0).bleu is None and scores.translated == 4
+
+
+@pytest.mark.parametrize("tokenize", ["flores101", "flores200", "spBLEU-1K"])
+def test_nothing_is_downloaded(tokenize, monkeypatch, tmp_path) -> None:
+    import sacrebleu.tokenizers.tokenizer_spm as tokenizers
+    import sacrebleu.utils
+
+    def download(*arguments):
+        raise AssertionError("a download")
+
+    monkeypatch.setattr(sacrebleu.utils, "SACREBLEU_DIR", str(tmp_path))
+    monkeypatch.setattr(tokenizers, "download_file", download)
+    with pytest.raises(ValueError, match=f"bleu_tokenize {tokenize} needs the model {tmp_path}.*, which isn't there"):
+        corpus_scores(["a"], ["a"], bleu_tokenize=tokenize)
 
 
 def test_scores_with_several_references_other_words_and_ter() -> None:

@@ -17,7 +17,7 @@ from fastformer.training import trainer as module
 from fastformer.training.config import TrainConfig
 from fastformer.training.evaluate import Scores, negative_log_likelihood
 from fastformer.training.schedule import learning_rate
-from tests.training.tiny import SIZES, changed, lines, losses, weights
+from tests.training.tiny import SIZES, changed, lines, losses, weights, write_pairs
 
 NO_DROPOUT = {"dropout": 0.0, "attention_dropout": 0.0, "activation_dropout": 0.0}
 
@@ -224,13 +224,23 @@ def test_validation_leaves_training_as_it_was(config, tmp_path) -> None:
 def test_as_many_are_translated_as_val_examples_says(config, tmp_path, monkeypatch, val_examples, expected) -> None:
     counts = []
 
-    def count(translator, pairs, nll, num_samples):
+    def count(translator, pairs, nll, num_samples, **options):
         counts.append(len(pairs))
         return Scores(nll)
 
     monkeypatch.setattr(module, "translate_and_score", count)
     start(changed(config, steps=1, val_examples=val_examples), tmp_path / "run").train()
     assert counts == ([] if expected is None else [expected])
+
+
+def test_a_validation_says_of_how_many_lines_it_is(config, tmp_path, capsys) -> None:
+    references = [(f"{i}", "一个 句子" if i > 2 else "一个句子") for i in range(8)]
+    config = changed(config, val_tsv=write_pairs(tmp_path / "val.tsv", references), steps=1, bleu_tokenize="char")
+    for count, said in ((3, "first 3 of 8 lines"), (99, "all lines")):
+        start(changed(config, val_examples=count), tmp_path / str(count)).train()
+        (line,) = lines(tmp_path / str(count), "validation")
+        assert line["translated"] == min(count, 8) and "tok:char" in line["bleu_signature"]
+        assert said in capsys.readouterr().out
 
 
 def test_a_line_of_the_log_is_the_mean_since_the_last_one(config, tmp_path, monkeypatch) -> None:
