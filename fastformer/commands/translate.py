@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import sys
+from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -14,6 +15,7 @@ from fastformer.console import OutputLostError
 from fastformer.settings import BleuTokenize
 
 if TYPE_CHECKING:
+    from fastformer.generation.alignment import Alignment
     from fastformer.generation.flow import Source
     from fastformer.generation.texts import Answer, Item
 
@@ -31,6 +33,9 @@ def translate(
     reference: str | None = None,
     bleu_tokenize: BleuTokenize = "13a",
     attention: str | None = None,
+    align: bool | Literal["words", "tokens"] = False,
+    align_layer: int | None = None,
+    align_head: int | None = None,
     prefix: str | None = None,
     prefix_file: str | None = None,
     ensemble_weights: str | None = None,
@@ -71,6 +76,10 @@ def translate(
         reference: the right translations of --file, a line each: prints BLEU and chrF
         bleu_tokenize: how BLEU cuts text into words; zh, ja-mecab, ko-mecab and char are for languages without spaces
         attention: draw what the translation looked at into this PNG
+        align: add to each translation a tab and which source word stands behind each of its words, such as 0-0 2-1:
+            pairs of a source and a target place, counted from 0; words are what spaces separate; or align tokens
+        align_layer: whose attention tells, of the decoder's layers, from 1; by default the last but one
+        align_head: of that layer, from 1; by default the mean of all
         prefix: what the translations begin with; they go on with the next word
         prefix_file: the same for the lines of --file, one a line; an empty line is none
         ensemble_weights: of several runs: a number for each, separated by commas; by default all count the same
@@ -105,6 +114,7 @@ def translate(
     """
     from fastformer.commands import listed_numbers, listed_paths
     from fastformer.generation import Translator, draw_attention
+    from fastformer.generation.alignment import Aligner, align_answers
     from fastformer.generation.bad_texts import BadTexts
     from fastformer.generation.flow import IterableSource
     from fastformer.generation.heatmap import check_picture
@@ -121,6 +131,8 @@ def translate(
         corpus_metrics(bleu_tokenize)  # raises before anything is translated
     elif bleu_tokenize != "13a":
         raise ValueError(f"expected --reference with --bleu_tokenize {bleu_tokenize}, got none")
+    if not align and (align_layer, align_head) != (None, None):
+        raise ValueError("expected --align with --align_layer and --align_head")
     runs = listed_paths(run)
     if len(runs) == 1 and ensemble_weights is not None:
         raise ValueError(f"expected --ensemble_weights with several runs, RUN1,RUN2, got one: {run}")
@@ -154,6 +166,8 @@ def translate(
             "num_return_sequences": n_best,
         }
     )
+    unit: Literal["words", "tokens"] = "tokens" if align == "tokens" else "words"
+    aligner = Aligner(translator, unit, align_layer, align_head) if align else None
     bad, references = BadTexts(on_error, skip_long), None
     if text is not None:
         if not text.strip():
@@ -183,10 +197,13 @@ def translate(
 
     found: list[str] = []
     total, lost = 0, None
+    remembered = _Remembered(source)
     with _progress(file) as advance:
-        for answers in translator.answers(source, settings, bad, log_probs=n_best > 1):
+        for answers in translator.answers(remembered, settings, bad, log_probs=n_best > 1):
+            texts_of = remembered.take(len(answers))
+            alignments = None if aligner is None else align_answers(aligner, texts_of, answers)
             try:
-                _print_answers(answers, n_best, total + 1)
+                _print_answers(answers, n_best, total + 1, alignments)
             except OutputLostError as error:
                 if references is None:
                     raise
@@ -239,15 +256,43 @@ def _best(answer: Answer) -> str:
     return next(iter(answer.texts()), "")
 
 
-def _print_answers(answers: list[Answer], n_best: int, first: int) -> None:
+class _Remembered:
+    """A source that remembers its texts until their answers are there."""
+
+    def __init__(self, source: Source[Item]) -> None:
+        self._source = source
+        self._texts: deque[str] = deque()
+
+    def get(self, wait: bool) -> Item | None:
+        """See `Source.get`."""
+        item = self._source.get(wait)
+        if item is not None:
+            self._texts.append(item.text)
+        return item
+
+    def take(self, count: int) -> list[str]:
+        """The texts of the next answers."""
+        return [self._texts.popleft() for _ in range(count)]
+
+
+def _print_answers(
+    answers: list[Answer], n_best: int, first: int, alignments: list[list[Alignment]] | None = None
+) -> None:
     """A line for each text, or for each of its n best; what is printed is out at once."""
+    from fastformer.generation.alignment import pharaoh
+
     lines = []
-    for number, answer in enumerate(answers, first):
-        if n_best == 1:
-            lines.append(_one_line(_best(answer)))
-        else:
-            found = [f"{number}\t{score:.6f}\t{_one_line(text)}" for text, score in answer.scored()]
-            lines += found or [f"{number}\t-inf\t"]
+    for place, answer in enumerate(answers):
+        columns = [[_one_line(text)] for text in answer.texts()]
+        if n_best > 1:
+            scores = [score for _, score in answer.scored()]
+            columns = [[f"{score:.6f}", *row] for score, row in zip(scores, columns, strict=True)]
+        if alignments is not None:
+            pairs = zip(columns, alignments[place], strict=True)
+            columns = [[word.replace("\t", " ") for word in row] + [pharaoh(found)] for row, found in pairs]
+        nothing = ["-inf"] * (n_best > 1) + [""] * (1 if alignments is None else 2)
+        number = [str(first + place)] * (n_best > 1)
+        lines += ["\t".join([*number, *row]) for row in (columns or [nothing])[:n_best]]
     print("\n".join(lines), flush=True)
 
 

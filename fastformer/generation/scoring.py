@@ -34,7 +34,7 @@ from fastformer.nn import SequenceLayout
 from fastformer.special_ids import SpecialIds
 
 if TYPE_CHECKING:
-    from fastformer.generation.translator import Translator
+    from fastformer.generation.judge import Judge
 
 _TEXTS = 4096  # that are read before the first of them is scored: enough to find some of like length
 MAX_TOKENS = 8192  # of a batch, on its longer side: its activations are held at once
@@ -259,7 +259,7 @@ def _recurrent_states(model: Recurrent, parts: Sequence[Part]) -> Tensor:
 
 
 def score_texts(
-    translator: Translator,
+    translator: Judge,
     pairs: Iterable[tuple[str | TextError, str | TextError]],
     bad: BadTexts,
     max_tokens: int = MAX_TOKENS,
@@ -280,7 +280,7 @@ def score_texts(
         for text, translation in chunk:
             number = next(numbers)
             try:
-                found = _target_ids(translator, text, translation, number)
+                found = encoded_pair(translator, text, translation, number)
                 rows.append([target_part(*found, start)] if found else [])
             except TextError as error:
                 bad.meet(error)
@@ -298,8 +298,8 @@ def score_texts(
     bad.report(total)
 
 
-def _target_ids(
-    translator: Translator, text: str | TextError, translation: str | TextError, number: int
+def encoded_pair(
+    translator: Judge, text: str | TextError, translation: str | TextError, number: int
 ) -> tuple[Sequence[int], Sequence[int]] | None:
     """The ids of a text and of its translation, EOS at both ends; None where both are empty.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from fastformer.generation.requests import Request
@@ -127,6 +127,12 @@ class Answer:
         self._found: list[Hypothesis] = [] if request is None else request.results
         self._prefix = [] if request is None else request.prompt.tokens[1:]  # behind the start token
         self._stop = () if request is None else request.stop_strings
+        self._source = () if request is None else request.prompt.source or ()
+
+    @property
+    def sequences(self) -> list[tuple[Sequence[int], list[int]]]:
+        """The ids of the source and of each translation, best first: its prefix and what is new."""
+        return [(self._source, [*self._prefix, *hypothesis.tokens]) for hypothesis in self._found]
 
     def texts(self) -> list[str]:
         """The translations, best first."""

@@ -13,21 +13,21 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor, nn
 
+from fastformer.generation.alignment import check_attention, cross_attention
 from fastformer.generation.bad_texts import BadTexts, TextError, failure
-from fastformer.generation.decoders import Model, as_model, device_of, is_decoder_only
+from fastformer.generation.decoders import Model, as_model, is_decoder_only
 from fastformer.generation.engines import Engine
 from fastformer.generation.ensemble import Ensemble, Mean
 from fastformer.generation.flow import IterableSource, Source, evaluating, in_turn
 from fastformer.generation.generate import new_scheduler
-from fastformer.generation.inputs import pad
-from fastformer.generation.precisions import DTYPES, asked_precision, check_precision, why_not_by_modules
+from fastformer.generation.judge import Judge
+from fastformer.generation.precisions import DTYPES, asked_precision, check_precision
 from fastformer.generation.request_maker import CheckedInput, RequestMaker, most_new_tokens
 from fastformer.generation.requests import Request
 from fastformer.generation.scheduler import Scheduler, run
-from fastformer.generation.scoring import MAX_TOKENS, score_texts
 from fastformer.generation.settings import GenerationSettings
 from fastformer.generation.streaming import TextPieces
-from fastformer.generation.texts import Answer, Form, Item, TextCodec, as_form, as_items, as_pairs
+from fastformer.generation.texts import Answer, Form, Item, TextCodec, as_form, as_items
 from fastformer.generation.texts import Scored as Scored
 from fastformer.generation.texts import TokenScored as TokenScored
 from fastformer.special_ids import SpecialIds
@@ -42,7 +42,7 @@ _INSTEAD = {
 }
 
 
-class Translator:
+class Translator(Judge):
     """Translates texts with a trained model.
 
     Args:
@@ -351,47 +351,6 @@ class Translator:
 
         return answers()
 
-    def score(
-        self,
-        texts: str | Iterable[str],
-        translations: str | Iterable[str],
-        *,
-        on_error: str = "stop",
-        skip_long: bool = False,
-        max_tokens: int = MAX_TOKENS,
-    ) -> Any:
-        """What the model thinks of translations that exist (forced decoding).
-
-        It is computed by the model's modules, in the precision that they have. Of a translation that `translate` has
-        found by greedy decoding it is the score that `return_scores` gives, up to rounding, where the text's tokens are
-        those that the model said.
-
-        Args:
-            texts: a text, or texts, as `translate` takes them.
-            translations: a str for a str, else one for each text. That of an empty text has to be empty; an empty one
-                of another text is scored as such.
-            on_error: "stop", or "skip": a pair that can't be scored (an empty text, a side longer than the model's
-                max_len) gets the score -inf and a warning that names it by its number.
-            skip_long: skip what is only too long.
-            max_tokens: of a batch, on its longer side, padding included.
-
-        Returns:
-            A `TokenScored(text, score, tokens)` for a str, else a list with one for each text: the translation; its
-            log-probability, without a length penalty; and its tokens, EOS included, each with its own. It also has
-            `per_token` and `perplexity`. Where text and translation are empty there are no tokens, and the score is 0.
-
-        Raises:
-            ValueError: something that is no text, other numbers of texts and translations, a pair that can't be scored
-                (named by its number, from 1).
-        """
-        # Score with the modules alone: an int8 model's are those of its rounded weights.
-        reason = why_not_by_modules(self.model, self.precision)
-        if reason is not None:
-            raise ValueError(f"expected a precision that the model's modules have, to score in: {reason}")
-        bad = BadTexts(on_error, skip_long, ("its score at -inf", "their scores are -inf"))
-        found = list(score_texts(self, as_pairs(texts, translations), bad, max_tokens))
-        return found[0] if isinstance(texts, str) else found
-
     def _pieces(self, item: Item, settings: GenerationSettings, bad: BadTexts) -> Iterator[str]:
         """The translation of a text, piece by piece."""
         maker = self._maker(settings, False)
@@ -514,20 +473,16 @@ class Translator:
         Raises:
             ValueError: a text that can't be translated, or a model without `attention_maps`.
         """
-        attention_maps = getattr(self.model, "attention_maps", None)
-        if attention_maps is None:
-            raise ValueError(f"expected a model with attention_maps, which {type(self.model).__name__} doesn't have")
+        check_attention(self.model)
         source = self.encode(_text(text, 1))
         with evaluating(self.model), torch.inference_mode():
-            ids = pad([source]).to(device_of(self.model))
             maker = self._maker(self.settings({}), False)
             request = maker.make(maker.check(source))
             run(new_scheduler(maker.engine), [request])
-            target = request.results[0].tokens
-            shifted = torch.tensor([[maker.ids.start, *target[:-1]]], device=ids.device)
-            weights: Tensor = attention_maps(ids, shifted)["cross"][:, 0]
+        target = request.results[0].tokens
+        (weights,) = cross_attention(self.model, [(source, target)])
         source_tokens = getattr(self.tokenizer, "source_tokens", self.tokenizer.tokens)(source)
-        return source_tokens, self.tokenizer.tokens(target), weights.float().cpu().clone()
+        return source_tokens, self.tokenizer.tokens(target), weights
 
 
 def _text(text: object, number: int) -> str:

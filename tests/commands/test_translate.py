@@ -358,3 +358,37 @@ def test_several_runs_translate_and_score_together(run, tmp_path, capsys) -> Non
     ):
         assert main(["translate", *arguments]) == 1
         assert expected in capsys.readouterr().err
+
+
+def test_alignments_stand_behind_the_translations(run, tmp_path, capsys) -> None:
+    texts = ["one two", "", "a longer  line", "three"]
+    file = tmp_path / "in.txt"
+    file.write_text("\n".join(texts) + "\n")
+
+    def rows(*flags: str) -> list[list[str]]:
+        assert main(["translate", run, "--file", str(file), *FEW, *flags]) == 0
+        return [line.split("\t") for line in lines_of(capsys.readouterr().out)]
+
+    plain = [row[0] for row in rows()]
+    aligned = rows("--align")
+    assert [row[0] for row in aligned] == [text.replace("\t", " ") for text in plain]
+    assert all(len(row) == 2 for row in aligned) and aligned[1] == ["", ""]
+    for text, (said, pairs) in zip(texts, aligned, strict=True):
+        places = [tuple(map(int, pair.split("-"))) for pair in pairs.split()]
+        assert [target for _, target in places] == list(range(len(said.split()) if text else 0))
+        assert all(source < len(text.split()) for source, _ in places)
+    tokens = rows("--align", "tokens", "--align_layer", "2", "--align_head", "3")
+    assert [len(row[1].split()) for row in tokens] == [6, 0, 6, 6]
+    assert tokens != rows("--align", "tokens", "--align_layer", "1")
+    best = rows("--align", "--n_best", "2", "--num_beams", "2", "--prefix", "x y")
+    assert [row[0] for row in best] == ["1", "1", "2", "3", "3", "4", "4"] and {len(row) for row in best} == {4}
+    assert best[2] == ["2", "-inf", "", ""] and best[0][2].startswith("x y") and "-0" in best[0][3].split()[0]
+    for flags, expected in (
+        (["--align_layer", "2"], "expected --align"),
+        (["--align", "--align_layer", "3"], "a layer from 1 to 2"),
+        (["--align", "--align_head", "0"], "head"),
+        (["--align=letters"], "--align"),
+    ):
+        assert main(["translate", run, "--file", str(file), *FEW, *flags]) in (1, 2)
+        out, err = capsys.readouterr()
+        assert expected in err and not out

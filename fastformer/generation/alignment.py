@@ -1,0 +1,266 @@
+"""Which source words stand behind the words of a translation, by what the decoder looks at (cross-attention)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from os.path import commonprefix
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, get_args
+
+import torch
+from torch import Tensor
+
+from fastformer.generation.bad_texts import BadTexts, TextError
+from fastformer.generation.decoders import Model, device_of
+from fastformer.generation.flow import evaluating
+from fastformer.generation.inputs import pad
+from fastformer.generation.scoring import encoded_pair
+from fastformer.special_ids import SpecialIds
+
+if TYPE_CHECKING:
+    from fastformer.generation.judge import Judge
+    from fastformer.generation.texts import Answer
+
+Unit = Literal["words", "tokens"]
+Alignment: TypeAlias = list[tuple[int, int]]  # of a source and a target place, in the order of the target
+Places: TypeAlias = list[range]  # the words that each token belongs to; a space alone belongs to none
+
+_BROKEN = "\N{REPLACEMENT CHARACTER}"
+_MOST_PAIRS = 2**17  # of positions in a batch: what all heads of all layers look at is held at once
+
+
+class Side(NamedTuple):
+    """A text as a model reads or says it.
+
+    Attributes:
+        ids: without EOS.
+        places: what each id belongs to.
+        num_places: the number of words, or of tokens.
+    """
+
+    ids: Sequence[int]
+    places: Places
+    num_places: int
+
+
+def cross_attention(model: Model, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[Tensor]:
+    """What the decoder looks at while it says given tokens.
+
+    Args:
+        model: with `attention_maps`; it is set to evaluation while it runs.
+        pairs: ids of a source, and of what is said of it, without the start token.
+
+    Returns:
+        For each pair (num_layers, num_heads, len(target), len(source)), fp32, on the CPU. A row is what is looked at
+        where its token is chosen.
+
+    Raises:
+        ValueError: a model without `attention_maps`.
+    """
+    attention_maps = check_attention(model)
+    special, device = SpecialIds.of(model.config), device_of(model)
+    found: list[Any] = [None] * len(pairs)
+    for places in _batches([max(map(len, pair)) for pair in pairs]):
+        sources = pad([pairs[place][0] for place in places], special.pad).to(device)
+        shifted = pad([[special.start, *pairs[place][1][:-1]] for place in places], special.pad).to(device)
+        with evaluating(model), torch.inference_mode():
+            weights = attention_maps(sources, shifted)["cross"]
+        for row, place in enumerate(places):
+            source, target = pairs[place]
+            found[place] = weights[:, row, :, : len(target), : len(source)].float().cpu().clone()
+    return found
+
+
+def check_attention(model: Model) -> Callable[[Tensor, Tensor], dict[str, Tensor]]:
+    """The `attention_maps` of a model.
+
+    Raises:
+        ValueError: it has none.
+    """
+    attention_maps: Callable[[Tensor, Tensor], dict[str, Tensor]] | None = getattr(model, "attention_maps", None)
+    if attention_maps is None:
+        raise ValueError(f"expected a model with attention_maps, which {type(model).__name__} doesn't have")
+    return attention_maps
+
+
+def _batches(lengths: Sequence[int]) -> Iterator[list[int]]:
+    """The places of pairs of like length, the longest first."""
+    places: list[int] = []
+    for place in sorted(range(len(lengths)), key=lambda place: -lengths[place]):
+        if places and (len(places) + 1) * lengths[places[0]] ** 2 > _MOST_PAIRS:
+            yield places
+            places = []
+        places.append(place)
+    if places:
+        yield places
+
+
+class Aligner:
+    """Aligns sources with their translations.
+
+    Each word of a translation is aligned with the one source word that its tokens look at most while they are chosen:
+    what the tokens of a source word get is added up, and the mean is taken over the tokens of the translation's word.
+    EOS counts on neither side.
+
+    Args:
+        translator: whose model and tokenizer.
+        unit: align "words", which are what spaces separate, or "tokens".
+        layer: of the decoder, from 1, whose attention is taken; None: see `default_layer`.
+        head: of that layer, from 1; None: the mean of all.
+
+    Raises:
+        ValueError: a model without `attention_maps`, another unit, a layer or a head that is no integer of at least 1.
+    """
+
+    def __init__(
+        self, translator: Judge, unit: Unit = "words", layer: int | None = None, head: int | None = None
+    ) -> None:
+        check_attention(translator.model)
+        if unit not in get_args(Unit):
+            raise ValueError(f"expected unit to be 'words' or 'tokens', got {unit!r}")
+        for name, value in (("layer", layer), ("head", head)):
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+                raise ValueError(f"expected {name} to be an integer of at least 1, got {value!r}")
+        self.translator, self._unit, self._layer, self._head = translator, unit, layer, head
+        self._eos = SpecialIds.of(translator.model.config).eos
+
+    def source(self, text: str, ids: Sequence[int]) -> Side:
+        """A source that was encoded."""
+        return self._written(text, ids, self.translator.tokenizer.encode)
+
+    def target(self, text: str, ids: Sequence[int]) -> Side:
+        """A translation that was encoded."""
+        return self._written(text, ids, self.translator.encode_target)
+
+    def said(self, ids: Sequence[int], text: str) -> Side:
+        """A translation that the model has made; its text may end before its tokens do, at a stop text."""
+        ids = self._without_eos(ids)
+        if self._unit == "tokens":
+            return _each(ids)
+        places, count = said_words(ids, self.translator.tokenizer.decode)
+        count = min(count, len(text.split()))
+        return Side(ids, [range(min(mine.start, count), min(mine.stop, count)) for mine in places], count)
+
+    def _written(self, text: str, ids: Sequence[int], encode: Callable[[str], Sequence[int]]) -> Side:
+        ids = self._without_eos(ids)
+        return _each(ids) if self._unit == "tokens" else Side(ids, written_words(text, ids, encode), len(text.split()))
+
+    def _without_eos(self, ids: Sequence[int]) -> Sequence[int]:
+        return ids[:-1] if ids and ids[-1] in self._eos else ids
+
+    def align(self, pairs: Sequence[tuple[Side, Side]]) -> list[Alignment]:
+        """The alignments of sources and their translations; empty where either has no words.
+
+        Raises:
+            ValueError: a layer or a head that the model doesn't have.
+        """
+        eos = self._eos[0]
+        worth = [place for place, (source, target) in enumerate(pairs) if source.num_places and target.num_places]
+        found: list[Alignment] = [[] for _ in pairs]
+        ids = [([*pairs[place][0].ids, eos], [*pairs[place][1].ids, eos]) for place in worth]
+        for place, weights in zip(worth, cross_attention(self.translator.model, ids), strict=True):
+            source, target = pairs[place]
+            chosen = self._chosen(weights)[: len(target.ids), : len(source.ids)].double()
+            scores = _members(target, mean=True) @ chosen @ _members(source, mean=False).T
+            said = [word for word in range(target.num_places) if any(word in places for places in target.places)]
+            found[place] = [(int(scores[word].argmax()), word) for word in said]
+        return found
+
+    def _chosen(self, weights: Tensor) -> Tensor:
+        """(target, source): of the layer and the head, or the mean of the heads."""
+        layer = default_layer(len(weights)) if self._layer is None else self._layer
+        for name, value, most in (("layer", layer, len(weights)), ("head", self._head or 1, weights.shape[1])):
+            if value > most:
+                raise ValueError(f"expected a {name} from 1 to {most}, as the model's decoder has, got {value}")
+        heads = weights[layer - 1]
+        return heads.mean(0) if self._head is None else heads[self._head - 1]
+
+
+def default_layer(num_layers: int) -> int:
+    """The layer, from 1, that aligns best as a rule: the last but one (Garg et al. 2019), or the only one."""
+    return max(num_layers - 1, 1)
+
+
+def _each(ids: Sequence[int]) -> Side:
+    return Side(ids, [range(place, place + 1) for place in range(len(ids))], len(ids))
+
+
+def _members(side: Side, *, mean: bool) -> Tensor:
+    """(num_places, len(ids)): which tokens belong to each word; for a mean, with rows that sum to 1."""
+    members = torch.zeros(side.num_places, len(side.ids), dtype=torch.float64, device="cpu")
+    for place, words in enumerate(side.places):
+        members[list(words), place] = 1.0
+    return members / members.sum(1, keepdim=True).clamp(min=1.0) if mean else members
+
+
+def written_words(text: str, ids: Sequence[int], encode: Callable[[str], Sequence[int]]) -> Places:
+    """The words of a text that each of its tokens belongs to.
+
+    Args:
+        text: whose words are separated by whitespace.
+        ids: of the text, without EOS.
+        encode: made ids of the text.
+    """
+    places: Places = [range(0)] * len(ids)
+    end = done = 0
+    for word, spelled in enumerate(text.split()):
+        begin = text.index(spelled, end)
+        end = begin + len(spelled)
+        # What the text up to here shares with the whole is said by then: up to the word, and up to its end.
+        first, last = (len(commonprefix([list(encode(text[:place])), list(ids)])) for place in (begin, end))
+        first = max(first, done)
+        done = max(last, first)
+        places[first:done] = [range(word, word + 1)] * (done - first)
+    return places
+
+
+def said_words(ids: Sequence[int], decode: Callable[[Iterable[int]], str]) -> tuple[Places, int]:
+    """The words of a decoded text that each of its tokens belongs to, and how many words there are."""
+    places: Places = []
+    before = ""
+    for end in range(1, len(ids) + 1):
+        text = decode(ids[:end])
+        added = text[len(commonprefix([before.rstrip(), text])) :]
+        count, known = len(text.split()), len(before.split())
+        goes_on = known > 0 and not added[:1].isspace()
+        # One more byte of a character may show nothing new.
+        is_said = bool(added.strip()) or (not added and text.endswith(_BROKEN))
+        places.append(range(known - goes_on, count) if is_said else range(0))
+        before = text
+    return places, len(before.split())
+
+
+def align_texts(
+    aligner: Aligner, pairs: Iterable[tuple[str | TextError, str | TextError]], bad: BadTexts
+) -> list[Alignment]:
+    """The alignment of each text with its translation; see `Translator.align`."""
+    sides: list[tuple[Side, Side]] = []
+    nothing = Side((), [], 0)
+    for number, (text, translation) in enumerate(pairs, 1):
+        try:
+            found = encoded_pair(aligner.translator, text, translation, number)
+        except TextError as error:
+            bad.meet(error)
+            found = None
+        if found is None:
+            sides.append((nothing, nothing))
+            continue
+        source, target = found
+        sides.append((aligner.source(str(text), source), aligner.target(str(translation), target)))
+    bad.report(len(sides))
+    return aligner.align(sides)
+
+
+def align_answers(aligner: Aligner, texts: Sequence[str], answers: Sequence[Answer]) -> list[list[Alignment]]:
+    """The alignments of texts with each of their translations that a translator has made."""
+    pairs = [
+        (aligner.source(text, source), aligner.said(target, said))
+        for text, answer in zip(texts, answers, strict=True)
+        for (source, target), said in zip(answer.sequences, answer.texts(), strict=True)
+    ]
+    found = iter(aligner.align(pairs))
+    return [[next(found) for _ in answer.sequences] for answer in answers]
+
+
+def pharaoh(alignment: Alignment) -> str:
+    """ "0-0 1-2": the places of source and target, from 0, of each pair."""
+    return " ".join(f"{source}-{target}" for source, target in alignment)
