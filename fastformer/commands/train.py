@@ -22,7 +22,7 @@ logger = logging.getLogger("fastformer")
 # What is short to type, and what it stands for.
 SHORT = {"--model": "--model.name", "--preset": "--model.preset"}
 # The tokenizer decides on these.
-NO_FLAGS = {*OF_TOKENIZER, "source_vocab_size"}
+NO_FLAGS = OF_TOKENIZER
 USAGE = "fastformer train RUN [--config FILE] [--resume] [--SETTING VALUE ...]"
 
 

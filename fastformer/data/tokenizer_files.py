@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from fastformer.data import bart, marian, t5
+from fastformer.data import bart, marian, pair, t5
 from fastformer.data.bpe import BPETokenizer, is_our_bpe
 from fastformer.data.checks import SPECIAL_TOKENS, check_text, checked_ids, until_eos
 from fastformer.data.tokenizer import (
@@ -254,7 +254,7 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
         file = _in_folder(file)
     if not file.is_file():  # nobody may ever write into a pipe
         raise ValueError(f"expected a {TOKENIZER} or a SentencePiece model, got {file}, which is no file")
-    return _sentencepiece(file) if file.suffix == ".model" else _tokenizer_json(file)
+    return _sentencepiece(file) if file.suffix == ".model" else _tokenizer_json(file, _read_json(file))
 
 
 def _in_folder(folder: Path) -> Path:
@@ -271,8 +271,7 @@ def _in_folder(folder: Path) -> Path:
     raise ValueError(f"expected the file {folder / TOKENIZER}, which isn't there: {advice}")
 
 
-def _tokenizer_json(file: Path) -> Tokenizer:
-    values = _read_json(file)
+def _tokenizer_json(file: Path, values: dict[str, Any]) -> Tokenizer:
     if values.get("type") == BYTES:
         return saved_bytes(file, values)
     if values.get("type") == marian.TYPE:
@@ -283,6 +282,8 @@ def _tokenizer_json(file: Path) -> Tokenizer:
         return t5.saved_t5(file, values)
     if values.get("type") == "foreign":
         return _saved(file, values)
+    if values.get("type") == pair.TYPE:
+        return _saved_pair(file, values)
     if not isinstance(values.get("model"), dict):
         keys = ", ".join(map(repr, list(values)[:5])) or "nothing"
         raise ValueError(
@@ -293,6 +294,15 @@ def _tokenizer_json(file: Path) -> Tokenizer:
         return BPETokenizer(backend)
     model = HuggingFaceModel(backend, str(file))
     return ForeignTokenizer(model, _huggingface_ids(file.parent, backend, values["model"]))
+
+
+def _saved_pair(file: Path, values: dict[str, Any]) -> pair.PairTokenizer:
+    """What `PairTokenizer.save` wrote."""
+    sides = values.get("source"), values.get("target")
+    if not all(isinstance(side, dict) and side.get("type") != pair.TYPE for side in sides):
+        raise ValueError(f"{file} is damaged or no tokenizer (it holds no source and target): copy it again")
+    source, target = (_tokenizer_json(file, dict(side or {})) for side in sides)
+    return pair.PairTokenizer(source, target)
 
 
 def _saved(file: Path, values: dict[str, Any]) -> Tokenizer:

@@ -21,7 +21,7 @@ from torch import nn
 
 from fastformer.baseline import LSTMSeq2Seq
 from fastformer.baseline.lstm import LSTMConfig
-from fastformer.data import Tokenizer, load_tokenizer
+from fastformer.data import PairTokenizer, Tokenizer, load_tokenizer
 from fastformer.data.tokenizer import TOKENIZER
 from fastformer.models import GPT, Transformer, read_architecture
 from fastformer.models.pretrained import config_from_dict, load_saved
@@ -94,6 +94,13 @@ def load_model(
         raise ValueError(
             f"expected a tokenizer of {model.config.vocab_size} ids beside the model in {run}, got one of "
             f"{tokenizer.vocab_size}: {TOKENIZER} is of another run"
+        )
+    read = getattr(model.config, "source_vocab_size", None) or model.config.vocab_size
+    has = tokenizer.source_vocab_size if isinstance(tokenizer, PairTokenizer) else read
+    if has != read:
+        raise ValueError(
+            f"expected a tokenizer of {read} source ids beside the model in {run}, got one of {has}: {TOKENIZER} is of "
+            "another run"
         )
     SpecialIds.of(model.config).check_tokenizer(tokenizer.special_ids, f"the model in {run}")
     return model, tokenizer

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from fastformer.baseline import LSTMSeq2Seq
-from fastformer.data import BPETokenizer, ByteTokenizer, Tokenizer, load_tokenizer, plan_epoch
+from fastformer.data import BPETokenizer, ByteTokenizer, PairTokenizer, Tokenizer, load_tokenizer, plan_epoch
 from fastformer.data.tokenizer import NUM_BYTES, TOKENIZER
 from fastformer.files import check_places, remove_left_overs
 from fastformer.generation.request_maker import EXTRA_LENGTH
@@ -43,19 +43,25 @@ WRITTEN = (TOKENIZER, MODEL_CONFIG, WEIGHTS, CONFIG, METRICS)
 KINDS: dict[str, Architecture] = {"Transformer": "transformer", "GPT": "gpt", "LSTMSeq2Seq": "lstm"}
 
 
-def build_model(config: TrainConfig, vocab_size: int, special_ids: SpecialIds = SpecialIds()) -> nn.Module:
+def build_model(
+    config: TrainConfig,
+    vocab_size: int,
+    special_ids: SpecialIds = SpecialIds(),
+    source_vocab_size: int | None = None,
+) -> nn.Module:
     """The freshly initialised model of the settings, seeded.
 
     Args:
         config: the settings.
         vocab_size, special_ids: of the tokenizer.
+        source_vocab_size: of a tokenizer with a vocabulary for each side; None: it has one for both.
 
     Raises:
         ValueError: an unknown preset or setting (the nearest one is suggested).
     """
     torch.manual_seed(config.seed)
     longest = config.seqlen if config.model == "gpt" else config.max_len + EXTRA_LENGTH
-    settings = config.model_config(vocab_size, longest, special_ids)
+    settings = config.model_config(vocab_size, longest, special_ids, source_vocab_size)
     if config.model == "lstm":
         return LSTMSeq2Seq(**asdict(settings))
     return GPT(settings) if config.model == "gpt" else Transformer(settings)
@@ -152,7 +158,8 @@ def _start(
         config, source, tokenizer = take_over(config)
         weights = source.state_dict()
     data = load_data(config, tokenizer)
-    model = build_model(config, data.tokenizer.vocab_size, data.tokenizer.special_ids)
+    source_vocab_size = getattr(data.tokenizer, "source_vocab_size", None)
+    model = build_model(config, data.tokenizer.vocab_size, data.tokenizer.special_ids, source_vocab_size)
     if weights is not None:
         model.load_state_dict(weights)
     trainer = Trainer(config, folder, model, data, device, lock=lock, interrupts=interrupts, log=log)
@@ -170,11 +177,11 @@ def _start(
     save_config(folder, config)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     logger.info(
-        "%s: %s parameters, %s training examples, vocabulary %d, %s",
+        "%s: %s parameters, %s training examples, vocabulary %s, %s",
         config.model,
         f"{parameters:,}",
         f"{len(data.train):,}",
-        data.tokenizer.vocab_size,
+        f"{source_vocab_size} to {data.tokenizer.vocab_size}" if source_vocab_size else data.tokenizer.vocab_size,
         json.dumps(
             {
                 "device": str(trainer.device),
@@ -223,6 +230,7 @@ def take_over(config: TrainConfig) -> tuple[TrainConfig, Any, Tokenizer]:
     model, tokenizer = load_model(run)
     kind, sizes, plain = KINDS[type(model).__name__], asdict(model.config), TrainConfig()
     sizes = {name: value for name, value in sizes.items() if name not in OF_TOKENIZER}
+    shared, target = not isinstance(tokenizer, PairTokenizer), getattr(tokenizer, "target", tokenizer)
 
     def refuse(name: str, given: object, has: object) -> None:
         raise ValueError(f"init_from {run} has {name} {has!r}, got {given!r}: leave {name} out")
@@ -230,17 +238,17 @@ def take_over(config: TrainConfig) -> tuple[TrainConfig, Any, Tokenizer]:
     # A setting at its default was not given, as far as one can see.
     if config.model not in (kind, plain.model):
         refuse("model", config.model, kind)
-    vocab_size = tokenizer.vocab_size - (
-        NUM_BYTES if isinstance(tokenizer, BPETokenizer) else 0
-    )  # as the setting counts
+    if shared and not config.shared_vocab:
+        refuse("shared_vocab", False, True)
+    vocab_size = target.vocab_size - (NUM_BYTES if isinstance(target, BPETokenizer) else 0)  # as the setting counts
     if config.vocab_size not in (vocab_size, plain.vocab_size):
         refuse("vocab_size", config.vocab_size, vocab_size)
-    has = "bytes" if isinstance(tokenizer, ByteTokenizer) else "bpe"
+    has = "bytes" if isinstance(target, ByteTokenizer) else "bpe"
     if config.tokenizer not in (has, plain.tokenizer):
         refuse("tokenizer", config.tokenizer, has)
     given = dict(config.settings)
     if config.preset != plain.preset:
-        asked = asdict(config.model_config(max(config.vocab_size, 2)))
+        asked = asdict(config.model_config(max(config.vocab_size, 2), source_vocab_size=None if shared else 2))
         given = {name: asked[name] for name in sizes if name in asked and name != "max_len"} | given
     for name, value in given.items():
         if name not in sizes:
@@ -252,4 +260,5 @@ def take_over(config: TrainConfig) -> tuple[TrainConfig, Any, Tokenizer]:
         logger.info("%s is %d, for %s has no more positions", longest, sizes["max_len"], run)
         config = replace(config, **{longest: sizes["max_len"]})
     dropout = {name: value for name, value in config.settings.items() if name.endswith("dropout")}
-    return replace(config, model=kind, settings={**sizes, **dropout}), model, tokenizer
+    settings = {**sizes, **dropout}
+    return replace(config, model=kind, settings=settings, shared_vocab=shared), model, tokenizer

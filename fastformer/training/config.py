@@ -40,7 +40,7 @@ ARCHITECTURES: dict[Architecture, tuple[type[Any], dict[str, dict[str, Any]]]] =
 }
 # The settings of a model that its tokenizer decides on. The LSTM has its special ids as fields of its own.
 SPECIAL_IDS = {"special_ids", *(f.name for f in fields(SpecialIds))}
-OF_TOKENIZER = {"vocab_size", *SPECIAL_IDS}
+OF_TOKENIZER = {"vocab_size", "source_vocab_size", *SPECIAL_IDS}
 
 # What suits a built-in task, in place of the defaults; what a person gives goes before both.
 TASKS: dict[str, dict[str, Any]] = {
@@ -145,6 +145,8 @@ class Tokens:
         tokenizer: "bpe" (trained on the training text), "bytes", or the path of a tokenizer: a tokenizer.json, a
             SentencePiece .model, a folder with one of them, a run.
         vocab_size: of a BPE, both languages together; 256 bytes, which spell what no token does, come on top.
+        shared_vocab: one vocabulary and one table of embeddings for source and target; false: each side has its own
+            (of vocab_size each, or with tokenizer the paths of two, source first, with a comma between them).
         normalization: the form that a BPE brings text to: "nfkc" (Unicode's, which also changes how a text looks: "10²"
             becomes "102", "½" becomes "1⁄2", a no-break space becomes a space), "nfc" (which doesn't), or "none"; with
             "_lower", or as "lower" alone, in lower case. Translations come in that form, too.
@@ -158,6 +160,7 @@ class Tokens:
 
     tokenizer: str = "bpe"
     vocab_size: Positive = 8000
+    shared_vocab: bool = True
     normalization: Normalization = "nfkc"
     spaces: Literal["auto"] | Spaces = "auto"
     max_token_length: Annotated[int, Range(2)] = MAX_TOKEN_LENGTH
@@ -274,13 +277,14 @@ VALIDATED_BY = {
     "train_text": "val_text",
 }
 
-# The settings that take several values, with commas between them: corpora and what belongs to each, and tokens.
+# The settings that take several values, with commas between them.
 SEVERAL = {
     *(name for kind, names in SOURCES.items() if kind != "task" for name in names),
     "data_weights",
     "user_tokens",
 }
 
+WORDS = ("bpe", "bytes")  # what the tokenizer may be, besides paths
 _LEAST_WEIGHT = 0.001
 
 # In the order in which `fastformer train --help` shows them.
@@ -300,10 +304,11 @@ class TrainConfig(Machine, Validation, Optimisation, Tokens, Filters, Data, Mode
         UserTokens(split_at_commas(self.user_tokens))
         if self.model == "gpt" and self.spaces == "collapse":
             raise ValueError("expected spaces keep or auto for a gpt, which learns spaces and line ends, got collapse")
-        for name in sorted(SPECIAL_IDS & self.settings.keys()):
+        for name in sorted(OF_TOKENIZER & self.settings.keys()):
             raise ValueError(f"expected no {name} among the model's settings: the tokenizer decides on it")
         if self.init_from is None:  # else the run that it names decides
-            self.model_config(vocab_size=max(self.vocab_size, 2))
+            size = max(self.vocab_size, 2)
+            self.model_config(vocab_size=size, source_vocab_size=None if self.shared_vocab else size)
             bound, longest = ("seqlen", self.seqlen) if self.model == "gpt" else ("max_len", self.max_len)
             positions = self.settings.get("max_len", longest)
             if positions < longest:
@@ -375,13 +380,20 @@ class TrainConfig(Machine, Validation, Optimisation, Tokens, Filters, Data, Mode
         """What training pairs have to be."""
         return PairFilter(**{f.name: getattr(self, f.name) for f in fields(PairFilter)})
 
-    def model_config(self, vocab_size: int, max_len: int | None = None, special_ids: SpecialIds = SpecialIds()) -> Any:
+    def model_config(
+        self,
+        vocab_size: int,
+        max_len: int | None = None,
+        special_ids: SpecialIds = SpecialIds(),
+        source_vocab_size: int | None = None,
+    ) -> Any:
         """The settings of the model: the preset's, and over them those that were given.
 
         Args:
             vocab_size: of the tokenizer.
             max_len: the longest sequence, unless the settings say otherwise.
             special_ids: of the tokenizer.
+            source_vocab_size: of a tokenizer with a vocabulary for each side; None: it has one for both.
 
         Raises:
             ValueError: an unknown preset or setting (the nearest one is suggested), or one that is not allowed.
@@ -390,10 +402,15 @@ class TrainConfig(Machine, Validation, Optimisation, Tokens, Filters, Data, Mode
         if self.preset not in presets:
             hint = suggestion(self.preset, presets)
             raise ValueError(f"expected a preset of {self.model} out of {sorted(presets)}, got {self.preset!r}{hint}")
-        if "vocab_size" in self.settings:
-            raise ValueError("expected vocab_size beside the model's settings: the tokenizer decides on the model's")
         longest = {} if max_len is None else {"max_len": max_len}
-        of_tokenizer = {"vocab_size": vocab_size, "special_ids": special_ids, **asdict(special_ids)}
+        sides: dict[str, Any] = {}
+        if source_vocab_size is not None:
+            if self.model != "transformer":
+                raise ValueError(f"expected model transformer for two vocabularies (shared_vocab), got {self.model}")
+            if self.settings.get("tie_embeddings"):
+                raise ValueError("expected model.tie_embeddings false for two vocabularies (shared_vocab), got true")
+            sides = {"source_vocab_size": source_vocab_size, "tie_embeddings": False}
+        of_tokenizer = {"vocab_size": vocab_size, "special_ids": special_ids, **asdict(special_ids), **sides}
         own = {f.name for f in fields(config_class)}
         of_tokenizer = {name: value for name, value in of_tokenizer.items() if name in own}
         values = {**presets[self.preset], **longest, **self.settings, **of_tokenizer}

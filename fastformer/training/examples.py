@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 
 from fastformer import console
-from fastformer.data import ByteTokenizer, Examples, Tokenizer, load_tokenizer, train_bpe
+from fastformer.data import ByteTokenizer, Examples, PairTokenizer, Tokenizer, load_tokenizer, train_bpe
 from fastformer.data.bpe import Spaces
 from fastformer.data.examples import encode_pair, windows
 from fastformer.data.number_words import english, german, number_pairs
 from fastformer.data.text import read_documents, read_pairs, read_tsv
 from fastformer.data.tokenizer import line_pieces
 from fastformer.data.tokenizer_files import ForeignTokenizer
-from fastformer.training.config import TrainConfig, paths_of, split_at_commas
+from fastformer.training.config import WORDS, TrainConfig, paths_of, split_at_commas
 
 logger = logging.getLogger("fastformer")
 
@@ -36,7 +36,7 @@ class Data:
     """What a run trains and validates on.
 
     Attributes:
-        tokenizer: for both sides.
+        tokenizer: for both sides; or a `PairTokenizer`.
         train, val: encoded examples.
         val_texts: the validation pairs as text, for scores; empty for a language model.
         weights: (examples,) fp32: how often an epoch has each training example; None: once.
@@ -66,7 +66,7 @@ def load_data(config: TrainConfig, tokenizer: Tokenizer | None = None) -> Data:
     corpora, val_texts = _pairs(config)
     train_texts = [pair for corpus in corpora for pair in corpus]
     if tokenizer is None:
-        tokenizer = make_tokenizer(config, [text for pair in train_texts for text in pair])
+        tokenizer = tokenizer_of(config, train_texts)
     train, places = _encode_pairs(tokenizer, train_texts, config.max_len, "training")
     val, kept = _encode_pairs(tokenizer, val_texts, config.max_len, "validation")
     weights = _weights(config, map(len, corpora))
@@ -86,10 +86,14 @@ def _weights(config: TrainConfig, sizes: Iterable[int]) -> Tensor | None:
 def _encode_pairs(tokenizer: Tokenizer, pairs: Pairs, max_len: int, what: str) -> tuple[Examples, list[int]]:
     """The examples of at most max_len tokens, and which pairs they are."""
     examples, kept = Examples(), []
-    if hasattr(tokenizer, "encode_target"):
-        raise ValueError("expected a tokenizer of both sides, got one with another model for the target, as Marian's")
-    encoded = encode_all(tokenizer, [text for pair in pairs for text in pair], what)
-    for place, (source, target) in enumerate(zip(encoded, encoded, strict=True)):  # one iterator, two steps at a time
+    if isinstance(tokenizer, PairTokenizer):
+        sources = encode_all(tokenizer.source, [source for source, _ in pairs], f"{what} source")
+        targets = encode_all(tokenizer.target, [target for _, target in pairs], f"{what} target")
+    elif hasattr(tokenizer, "encode_target"):
+        raise ValueError("expected a tokenizer that can be trained with, got one of a Marian")
+    else:  # one iterator, two steps at a time
+        sources = targets = encode_all(tokenizer, [text for pair in pairs for text in pair], what)
+    for place, (source, target) in enumerate(zip(sources, targets, strict=True)):
         example = encode_pair(source, target, special_ids=tokenizer.special_ids)
         if max(example.lengths) <= max_len:
             examples.append(example.source, example.target)
@@ -141,6 +145,21 @@ def _progress(starts: range, what: str) -> Iterable[int]:
     return starts
 
 
+def tokenizer_of(config: TrainConfig, pairs: Pairs) -> Tokenizer:
+    """The tokenizer of a translator, trained on its training pairs if it is to be; see `make_tokenizer`."""
+    if config.shared_vocab:
+        return make_tokenizer(config, [text for pair in pairs for text in pair])
+    if config.tokenizer in WORDS:
+        sides = ([source for source, _ in pairs], [target for _, target in pairs])
+        return PairTokenizer(*(make_tokenizer(config, side) for side in sides))
+    found = [load_tokenizer(path) for path in paths_of(config.tokenizer)]
+    if len(found) == 1 and isinstance(found[0], PairTokenizer):
+        return found[0]
+    if len(found) != 2:
+        raise ValueError(f"expected the paths of two tokenizers for shared_vocab false, got {config.tokenizer!r}")
+    return PairTokenizer(*found)
+
+
 def make_tokenizer(config: TrainConfig, texts: Sequence[str]) -> Tokenizer:
     """The tokenizer that the settings name, trained on the texts if it is to be."""
     user_tokens = split_at_commas(config.user_tokens)
@@ -158,7 +177,10 @@ def make_tokenizer(config: TrainConfig, texts: Sequence[str]) -> Tokenizer:
             user_tokens=user_tokens,
             drop_user_tokens=config.drop_user_tokens,
         )
-    return load_tokenizer(config.tokenizer)
+    found = load_tokenizer(config.tokenizer)
+    if isinstance(found, PairTokenizer):
+        raise ValueError(f"{config.tokenizer} has a vocabulary for each side: expected shared_vocab false")
+    return found
 
 
 def _pairs(config: TrainConfig) -> tuple[list[Pairs], Pairs]:

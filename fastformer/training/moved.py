@@ -13,13 +13,12 @@ from pathlib import Path
 
 from torch import Tensor
 
-from fastformer.data import Tokenizer, load_tokenizer
+from fastformer.data import Tokenizer
 from fastformer.data.tokenizer import TOKENIZER
 from fastformer.models.weights import safetensors_library
 from fastformer.run_folder import load_model
-from fastformer.training.config import SOURCES, TrainConfig, paths_of
-
-_WORDS = ("bpe", "bytes")  # what a tokenizer may be, besides a path
+from fastformer.training.config import SOURCES, WORDS, TrainConfig, paths_of
+from fastformer.training.examples import tokenizer_of
 
 
 def check_there(config: TrainConfig) -> None:
@@ -50,12 +49,12 @@ def check_tokenizer(config: TrainConfig, before: TrainConfig, own: Tokenizer) ->
     """
     if config.tokenizer == before.tokenizer:
         return
-    is_path = config.tokenizer not in _WORDS
+    is_path = config.tokenizer not in WORDS
     if is_path and (
-        _saved(load_tokenizer(config.tokenizer)) == _saved(own)
-        if os.path.exists(config.tokenizer)
+        _saved(tokenizer_of(config, [])) == _saved(own)
+        if all(map(os.path.exists, paths_of(config.tokenizer)))
         else (
-            before.tokenizer not in _WORDS  # it moved, and a run that goes on doesn't open it
+            before.tokenizer not in WORDS  # it moved, and a run that goes on doesn't open it
         )
     ):
         return

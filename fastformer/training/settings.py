@@ -11,7 +11,7 @@ from typing import Any
 
 from fastformer.files import write_atomically
 from fastformer.run_folder.checkpoint import checkpoints
-from fastformer.training.config import SEVERAL, SOURCES, TrainConfig, merged, paths_of
+from fastformer.training.config import SEVERAL, SOURCES, WORDS, TrainConfig, merged, paths_of
 
 logger = logging.getLogger("fastformer")
 
@@ -21,7 +21,7 @@ CONFIG = "config.yaml"
 FIXED = (
     "model preset settings task vocab_size seqlen max_len batching max_tokens accumulate ema seed "
     "held_out data_weights max_length_ratio min_chars max_chars drop_duplicates drop_identical "
-    "normalization spaces max_token_length user_tokens drop_user_tokens"
+    "shared_vocab normalization spaces max_token_length user_tokens drop_user_tokens"
 )
 # What runs of earlier versions did, whose settings don't say so.
 EARLIER = {"held_out": "last", "spaces": "keep"}
@@ -130,7 +130,7 @@ def check_unchanged(config: TrainConfig, saved: str, origin: object) -> TrainCon
 def absolute_paths(config: TrainConfig) -> TrainConfig:
     """The same settings with paths that mean the same from any folder."""
     found = {name: getattr(config, name) for name in PATHS.split()}
-    if config.tokenizer not in ("bpe", "bytes"):
+    if config.tokenizer not in WORDS:
         found["tokenizer"] = config.tokenizer
     absolute: dict[str, Any] = {name: _absolute(name, path) for name, path in found.items() if path}
     return replace(config, **absolute)

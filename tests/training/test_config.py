@@ -72,5 +72,5 @@ def test_lists_are_texts_with_commas() -> None:
     )
     with pytest.raises(ValueError, match="expected user_tokens to be values without commas"):
         TrainConfig.from_dict({"user_tokens": ["a,b", "c"]})
-    with pytest.raises(ValueError, match="expected tokenizer to be text, got"):
-        TrainConfig.from_dict({"tokenizer": ["a", "b"]})
+    with pytest.raises(ValueError, match="expected init_from to be text or null, got"):
+        TrainConfig.from_dict({"init_from": ["a", "b"]})

@@ -34,6 +34,7 @@ OTHER = {
     "accumulate": 5,
     "ema": 0.5,
     "seed": 5,
+    "shared_vocab": False,
     "held_out": "last",
     "data_weights": "2",
     "max_length_ratio": 3.0,

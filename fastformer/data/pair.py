@@ -1,0 +1,98 @@
+"""A tokenizer for each side of a translator whose source and target have vocabularies of their own."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from fastformer.data.tokenizer import TOKENIZER, Tokenizer
+from fastformer.files import write_atomically
+from fastformer.special_ids import SpecialIds
+
+TYPE = "pair"  # in tokenizer.json
+
+
+class PairTokenizer:
+    """Encodes sources by one tokenizer, and translations by another (`encode_target`); decodes translations.
+
+    Args:
+        source: of what is translated.
+        target: of translations.
+
+    Raises:
+        ValueError: different special ids, or a side that is a pair itself.
+    """
+
+    def __init__(self, source: Tokenizer, target: Tokenizer) -> None:
+        for side, tokenizer in (("source", source), ("target", target)):
+            if hasattr(tokenizer, "encode_target"):
+                raise ValueError(f"expected a tokenizer of the {side} alone, got one of two vocabularies")
+        if source.special_ids != target.special_ids:
+            raise ValueError(
+                f"expected one set of special ids, got {source.special_ids} of the source and {target.special_ids} of "
+                "the target"
+            )
+        self.source, self.target = source, target
+
+    @property
+    def special_ids(self) -> SpecialIds:
+        """Those of both sides."""
+        return self.target.special_ids
+
+    @property
+    def vocab_size(self) -> int:
+        """The number of the target's ids."""
+        return self.target.vocab_size
+
+    @property
+    def source_vocab_size(self) -> int:
+        """The number of the source's ids."""
+        return self.source.vocab_size
+
+    @property
+    def words_begin_with_space(self) -> bool:
+        """Whether a word of a translation brings the space before it."""
+        return bool(getattr(self.target, "words_begin_with_space", False))
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of a source, without EOS."""
+        return self.source.encode(text)
+
+    def encode_target(self, text: str) -> list[int]:
+        """The ids of a translation, without EOS."""
+        return self.target.encode(text)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """`encode` of many sources."""
+        return self.source.encode_batch(texts)
+
+    def pieces(self, text: str) -> list[str]:
+        """Cuts a long source where its tokenizer does."""
+        return self.source.pieces(text)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of a translation's ids: special tokens are skipped, EOS ends it."""
+        return self.target.decode(ids)
+
+    def tokens(self, ids: Iterable[int]) -> list[str]:
+        """Each id of a translation as its piece."""
+        return self.target.tokens(ids)
+
+    def source_tokens(self, ids: Iterable[int]) -> list[str]:
+        """Each id of a source as its piece."""
+        return self.source.tokens(ids)
+
+    def save(self, folder: str | os.PathLike[str]) -> None:
+        """Writes both into one tokenizer.json."""
+        values = {"type": TYPE, "source": _values(self.source), "target": _values(self.target)}
+        write_atomically(Path(folder, TOKENIZER), json.dumps(values, ensure_ascii=False).encode() + b"\n")
+
+
+def _values(tokenizer: Tokenizer) -> Any:
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer.save(folder)
+        return json.loads(Path(folder, TOKENIZER).read_text(encoding="utf-8"))
