@@ -90,7 +90,7 @@ def _encode_pairs(tokenizer: Tokenizer, pairs: Pairs, max_len: int, what: str) -
         sources = encode_all(tokenizer.source, [source for source, _ in pairs], f"{what} source")
         targets = encode_all(tokenizer.target, [target for _, target in pairs], f"{what} target")
     elif hasattr(tokenizer, "encode_target"):
-        raise ValueError("expected a tokenizer that can be trained with, got one of a Marian")
+        raise ValueError("expected a tokenizer of both sides, or one for each, got that of a Marian")
     else:  # one iterator, two steps at a time
         sources = targets = encode_all(tokenizer, [text for pair in pairs for text in pair], what)
     for place, (source, target) in enumerate(zip(sources, targets, strict=True)):

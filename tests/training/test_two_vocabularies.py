@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -81,7 +82,7 @@ def test_it_goes_on_and_is_fine_tuned(run, config, tmp_path) -> None:
     del again
     with pytest.raises(ValueError, match="a run that goes on keeps its shared_vocab"):
         start(run_config(copy, {"steps": 6, "shared_vocab": True}, True), copy, resume=True)
-    before = load_model(run)[1]
+    before: Any = load_model(run)[1]
     plain = TrainConfig(train_tsv=config.train_tsv, val_tsv=config.val_tsv, max_tokens=256, steps=1, device="cpu")
     for name, changes in (
         ("tuned", {"init_from": str(run)}),
