@@ -6,6 +6,8 @@ from fastformer.generation.generate import GenerateOutput as GenerateOutput
 from fastformer.generation.generate import generate as generate
 from fastformer.generation.heatmap import draw_attention as draw_attention
 from fastformer.generation.scoring import score as score
+from fastformer.generation.sentences import Sentence as Sentence
+from fastformer.generation.sentences import split_sentences as split_sentences
 from fastformer.generation.settings import GenerationSettings as GenerationSettings
 from fastformer.generation.streaming import TextStreamer as TextStreamer
 from fastformer.generation.translator import Translator as Translator

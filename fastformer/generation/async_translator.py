@@ -16,6 +16,7 @@ from typing import Any
 from fastformer.generation.bad_texts import failure
 from fastformer.generation.engines import choose_engine
 from fastformer.generation.flow import evaluating
+from fastformer.generation.paragraphs import check_split, parts_of
 from fastformer.generation.request_maker import RequestMaker
 from fastformer.generation.requests import Request
 from fastformer.generation.scheduler import Scheduler
@@ -124,6 +125,7 @@ class AsyncTranslator:
         text: str,
         *,
         target_prefix: str | None = None,
+        split: bool = False,
         return_scores: bool = False,
         return_token_scores: bool = False,
         **options: Any,
@@ -132,7 +134,7 @@ class AsyncTranslator:
 
         Args:
             text: what to translate.
-            target_prefix, return_scores, return_token_scores, options: see `Translator.translate`.
+            target_prefix, split, return_scores, return_token_scores, options: see `Translator.translate`.
 
         Raises:
             ValueError: see `Translator.translate`.
@@ -140,31 +142,66 @@ class AsyncTranslator:
         """
         settings = self._settings(options)
         form = as_form(settings, return_scores, return_token_scores)
+        check_split(split, form, target_prefix)
+        if split:
+            return "".join([piece async for piece in self._sentences(text, settings)])
         maker = self._maker(settings, log_probs=form.log_probs)
         checked = self.translator.encode_item(Item(text, target_prefix), 1, maker)
+        return form.of(await self._answer(text, maker.make(checked, place=0)))
+
+    async def _answer(self, text: str, request: Request) -> Answer:
+        """Waits for a request of a text."""
         job = _Job(text)
-        job.request = maker.make(checked, place=0)
+        job.request = request
         self._submit(job)
         try:
             await job.events.get()
-            return form.of(Answer(self.translator.tokenizer, job.finished()))
+            return Answer(self.translator.tokenizer, job.finished())
         finally:
             self._leave(job)
 
-    def stream(self, text: str, *, target_prefix: str | None = None, **options: Any) -> AsyncIterator[str]:
+    async def _sentences(self, text: str, settings: GenerationSettings) -> AsyncIterator[str]:
+        """The translations of a text's sentences, which decode together, with the white space behind each."""
+        # All are encoded first, so that a bad one is named before the work.
+        maker = self._maker(settings, log_probs=False)
+        parts = parts_of(self.translator, text, 1, maker)
+        tasks = [
+            None
+            if part.checked is None
+            else asyncio.ensure_future(self._answer(text, maker.make(part.checked, place=place)))
+            for place, part in enumerate(parts)
+        ]
+        try:
+            for part, task in zip(parts, tasks, strict=True):
+                said = "" if task is None else "".join((await task).texts())
+                if said or part.space:
+                    yield said + part.space
+        finally:
+            for task in tasks:
+                if task is not None:
+                    task.cancel()
+
+    def stream(
+        self, text: str, *, target_prefix: str | None = None, split: bool = False, **options: Any
+    ) -> AsyncIterator[str]:
         """Gives a text's translation piece by piece, as `Translator.stream` does.
 
         Leaving the loop over it cancels the request, as soon as nobody holds the iterator.
 
         Args:
             text: what to translate.
-            target_prefix, options: see `Translator.translate`; neither beams nor several samples can be streamed.
+            target_prefix, split, options: see `Translator.translate`; neither beams nor several samples can be
+                streamed, but beams with split, whose pieces are sentences.
 
         Raises:
             ValueError, RuntimeError: see `translate`; the first at once.
         """
         settings = self._settings(options)
-        check_one_stream(as_form(settings, False, False), settings)
+        form = as_form(settings, False, False)
+        check_split(split, form, target_prefix)
+        if split:
+            return self._sentences(text, settings)
+        check_one_stream(form, settings)
         maker = self._maker(settings, log_probs=False)
         checked = self.translator.encode_item(Item(text, target_prefix), 1, maker)
 

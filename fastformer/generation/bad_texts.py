@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import logging
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from fastformer.generation.requests import Request
 
 logger = logging.getLogger("fastformer")
 
@@ -26,6 +30,12 @@ def failure(name: str, error: Exception) -> Exception:
     if isinstance(error, ValueError):
         return ValueError(f"{name}: {error}")
     return RuntimeError(f"{name}: {type(error).__name__}: {error}")
+
+
+def check_request(request: Request | None, name: object) -> None:
+    """Raises the error of a request, which says which text met it."""
+    if request is not None and request.error is not None:
+        raise failure(f"text {name}", request.error) from request.error
 
 
 class BadTexts:

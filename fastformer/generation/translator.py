@@ -14,13 +14,14 @@ import torch
 from torch import Tensor, nn
 
 from fastformer.generation.alignment import check_attention, cross_attention
-from fastformer.generation.bad_texts import BadTexts, TextError, failure
+from fastformer.generation.bad_texts import BadTexts, TextError, check_request
 from fastformer.generation.decoders import Model, as_model, is_decoder_only
 from fastformer.generation.engines import Engine
 from fastformer.generation.ensemble import Ensemble, Mean
 from fastformer.generation.flow import IterableSource, Source, evaluating, in_turn
 from fastformer.generation.generate import new_scheduler
 from fastformer.generation.judge import Judge
+from fastformer.generation.paragraphs import check_split, joined, translated_parts
 from fastformer.generation.precisions import DTYPES, asked_precision, check_precision
 from fastformer.generation.request_maker import CheckedInput, RequestMaker, most_new_tokens
 from fastformer.generation.requests import Request
@@ -134,6 +135,7 @@ class Translator(Judge):
         target_prefix: str | None = ...,
         on_error: str = ...,
         skip_long: bool = ...,
+        split: bool = ...,
         return_scores: Literal[False] = ...,
         return_token_scores: Literal[False] = ...,
     ) -> str: ...
@@ -146,6 +148,7 @@ class Translator(Judge):
         target_prefix: Iterable[str | None] | None = ...,
         on_error: str = ...,
         skip_long: bool = ...,
+        split: bool = ...,
         return_scores: Literal[False] = ...,
         return_token_scores: Literal[False] = ...,
     ) -> list[str]: ...
@@ -158,6 +161,7 @@ class Translator(Judge):
         target_prefix: str | Iterable[str | None] | None = ...,
         on_error: str = ...,
         skip_long: bool = ...,
+        split: bool = ...,
         return_scores: bool = ...,
         return_token_scores: bool = ...,
         **options: Any,
@@ -170,6 +174,7 @@ class Translator(Judge):
         target_prefix: str | Iterable[str | None] | None = None,
         on_error: str = "stop",
         skip_long: bool = False,
+        split: bool = False,
         return_scores: bool = False,
         return_token_scores: bool = False,
         **options: Any,
@@ -184,6 +189,9 @@ class Translator(Judge):
             on_error: "stop", or "skip": a text that can't be translated (empty, or longer than the model's max_len)
                 gets an empty translation and a warning that names it by its number.
             skip_long: skip what is only too long.
+            split: cut each text into sentences (`split_sentences`), which are translated by themselves, and put
+                the white space that was between them between their translations. An empty text stays as it is. Neither
+                for several translations and scores nor along with a target_prefix.
             return_scores: give `Scored(text, score)` in place of each translation.
             return_token_scores: give `TokenScored(text, score, tokens)`, where tokens are pairs of a new token and its
                 log-probability.
@@ -201,8 +209,15 @@ class Translator(Judge):
         """
         settings, bad = self.settings(options), BadTexts(on_error, skip_long)
         form = as_form(settings, return_scores, return_token_scores)
+        check_split(split, form, target_prefix)
         maker, began = self._maker(settings, form.log_probs), time.monotonic()
         is_one = isinstance(texts, str)
+        if split:
+            deadline = None if settings.max_time is None else began + settings.max_time
+            items = IterableSource(as_items(texts, None))
+            parts = translated_parts(self, items, maker, bad, read_ahead=READ_AHEAD, deadline=deadline)
+            said = [form.of(answer) for ready in joined(parts) for answer in ready]
+            return said[0] if is_one else said
         # All are read first, so that a bad one is named before the work; held are their ids alone, in few bytes.
         inputs: list[CheckedInput | None] = []
         for number, item in enumerate(as_items(texts, target_prefix), 1):
@@ -229,7 +244,7 @@ class Translator(Judge):
         scheduler = self.new_scheduler(maker.engine, is_endless=False)
         for ready in in_turn(scheduler, source, begin, model=self.model, read_ahead=READ_AHEAD):
             for index, request in ready:
-                _check(request, index + 1)
+                check_request(request, index + 1)
                 answers[index] = form.of(Answer(self.tokenizer, request))
         bad.report(len(inputs))
         return answers[0] if is_one else answers
@@ -243,6 +258,7 @@ class Translator(Judge):
         read_ahead: int = ...,
         on_error: str = ...,
         skip_long: bool = ...,
+        split: bool = ...,
         return_scores: Literal[False] = ...,
         return_token_scores: Literal[False] = ...,
     ) -> Iterator[str]: ...
@@ -256,6 +272,7 @@ class Translator(Judge):
         read_ahead: int = ...,
         on_error: str = ...,
         skip_long: bool = ...,
+        split: bool = ...,
         return_scores: bool = ...,
         return_token_scores: bool = ...,
         **options: Any,
@@ -269,6 +286,7 @@ class Translator(Judge):
         read_ahead: int = READ_AHEAD,
         on_error: str = "stop",
         skip_long: bool = False,
+        split: bool = False,
         return_scores: bool = False,
         return_token_scores: bool = False,
         **options: Any,
@@ -280,12 +298,13 @@ class Translator(Judge):
 
         Args:
             texts: texts, of which whole translations come; or one text, of which pieces come. The pieces, one after
-                another, are what `translate` gives. They can't come from beams or several samples.
+                another, are what `translate` gives. They can't come from beams or several samples. With split they are
+                sentences, which may come from beams.
             target_prefix: see `translate`; for texts an iterable as well, which is read along with them.
             read_ahead: how many texts are read, at most, before the first of them is answered. An iterable can't be
                 asked what has come: where its texts come slowly, 1 answers each before the next is read.
-            on_error, skip_long, return_scores, return_token_scores: see `translate`.
-            options: of `generate`; max_time is that of each text, from when it is read.
+            on_error, skip_long, split, return_scores, return_token_scores: see `translate`.
+            options: of `generate`; max_time is that of each text, with split of each sentence, from when it is read.
 
         Raises:
             ValueError: see `translate`; a read_ahead below 1. A text that can't be translated stops the stream when the
@@ -295,11 +314,17 @@ class Translator(Judge):
         form = as_form(settings, return_scores, return_token_scores)
         if not isinstance(read_ahead, int) or isinstance(read_ahead, bool) or read_ahead < 1:
             raise ValueError(f"expected read_ahead of at least 1, got {read_ahead!r}")
+        check_split(split, form, target_prefix)
         items = as_items(texts, target_prefix)
+        if isinstance(texts, str) and split:
+            maker = self._maker(settings, False)
+            parts = translated_parts(self, IterableSource(items), maker, bad, read_ahead=read_ahead)
+            return (text for ready in parts for text, _ in ready if text)
         if isinstance(texts, str):
             check_one_stream(form, settings)
             return self._pieces(next(iter(items)), settings, bad)
-        answers = self.answers(IterableSource(items), settings, bad, log_probs=form.log_probs, read_ahead=read_ahead)
+        source = IterableSource(items)
+        answers = self.answers(source, settings, bad, log_probs=form.log_probs, read_ahead=read_ahead, split=split)
         return (form.of(answer) for ready in answers for answer in ready)
 
     def answers(
@@ -310,6 +335,7 @@ class Translator(Judge):
         *,
         log_probs: bool,
         read_ahead: int = READ_AHEAD,
+        split: bool = False,
     ) -> Iterator[list[Answer]]:
         """Translates what comes from a source, in order: what `stream` and the command are made of.
 
@@ -319,11 +345,14 @@ class Translator(Judge):
             bad: what becomes of texts that can't be translated; it reports at the end.
             log_probs: whether scores are wanted.
             read_ahead: see `stream`.
+            split: see `translate`; the caller has seen to `check_split`.
 
         Yields:
             The answers whose turn it is.
         """
         maker, numbers = self._maker(settings, log_probs), itertools.count(1)
+        if split:
+            return joined(translated_parts(self, source, maker, bad, read_ahead=read_ahead))
 
         def begin(item: Item) -> Request | None:
             number = next(numbers)
@@ -344,7 +373,7 @@ class Translator(Judge):
                     total += 1
                     if found and request is not None and request.error is not None:
                         yield found  # what comes before it
-                    _check(request, total)
+                    check_request(request, total)
                     found.append(Answer(self.tokenizer, request))
                 yield found
             bad.report(total)
@@ -373,7 +402,7 @@ class Translator(Judge):
                 if piece := found.add(tokens):
                     yield piece
                 tokens.clear()
-            _check(request, 1)
+            check_request(request, 1)
             if piece := found.end():
                 yield piece
 
@@ -404,7 +433,7 @@ class Translator(Judge):
         most_new_tokens(self.model, 1, settings)
         return settings
 
-    def encode(self, text: str, number: int = 1) -> list[int]:
+    def encode(self, text: str, number: int | str = 1) -> list[int]:
         """The source ids of a text, EOS at the end.
 
         Raises:
@@ -418,13 +447,14 @@ class Translator(Judge):
             raise TextError(f"text {number}: {error}") from error
         max_len = self.model.config.max_len
         if len(ids) > max_len:
+            advice = "cut it" if isinstance(number, str) else "split it into sentences"  # where it is one already
             raise TextError(
-                f"text {number}: expected at most {max_len} tokens, got {len(ids)}: split it into sentences",
+                f"text {number}: expected at most {max_len} tokens, got {len(ids)}: {advice}",
                 is_long=True,
             )
         return ids
 
-    def encode_prefix(self, prefix: str | None, number: int = 1) -> list[int]:
+    def encode_prefix(self, prefix: str | None, number: int | str = 1) -> list[int]:
         """The ids that a translation is to begin with, without EOS.
 
         Raises:
@@ -452,7 +482,7 @@ class Translator(Judge):
         # A tokenizer may have another vocabulary for the target.
         return list(getattr(self.tokenizer, "encode_target", self.tokenizer.encode)(text))
 
-    def encode_item(self, item: Item, number: int, maker: RequestMaker) -> CheckedInput:
+    def encode_item(self, item: Item, number: int | str, maker: RequestMaker) -> CheckedInput:
         """The ids of a text and of its prefix, held against the model.
 
         Raises:
@@ -485,9 +515,10 @@ class Translator(Judge):
         return source_tokens, self.tokenizer.tokens(target), weights
 
 
-def _text(text: object, number: int) -> str:
+def _text(text: object, number: int | str) -> str:
     if not isinstance(text, str):
-        raise ValueError(f"texts[{number - 1}]: expected a str, got {type(text).__name__} {text!r:.40}")
+        place = number - 1 if isinstance(number, int) else number
+        raise ValueError(f"texts[{place}]: expected a str, got {type(text).__name__} {text!r:.40}")
     return text
 
 
@@ -498,9 +529,3 @@ def check_one_stream(form: Form, settings: GenerationSettings) -> None:
             "expected no beams, several samples or scores along with one text to stream: its pieces come before the "
             "end is known; translate gives them"
         )
-
-
-def _check(request: Request | None, number: int) -> None:
-    """Raises the error of a request, which names its text."""
-    if request is not None and request.error is not None:
-        raise failure(f"text {number}", request.error) from request.error

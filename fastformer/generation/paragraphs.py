@@ -1,0 +1,171 @@
+"""Paragraphs: cut into sentences, which are translated as one batch, and put together again."""
+
+from __future__ import annotations
+
+import itertools
+from array import array
+from collections import deque
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, NamedTuple
+
+from fastformer.generation.bad_texts import BadTexts, TextError, check_request
+from fastformer.generation.flow import Source, in_turn
+from fastformer.generation.request_maker import CheckedInput, RequestMaker
+from fastformer.generation.requests import Request
+from fastformer.generation.sentences import split_sentences
+from fastformer.generation.texts import Answer, Form, Item
+
+if TYPE_CHECKING:
+    from fastformer.generation.translator import Translator
+
+
+class Part(NamedTuple):
+    """A sentence on its way to the model.
+
+    Attributes:
+        name: of its text and itself, in messages.
+        checked: its ids; None: there is nothing to translate.
+        space: the white space behind it, or before the first.
+        is_last: of its text.
+    """
+
+    name: str
+    checked: CheckedInput | None
+    space: str
+    is_last: bool
+
+
+class Joined(Answer):
+    """What became of a text whose sentences were translated one by one.
+
+    Args:
+        text: the translation.
+    """
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+
+    def texts(self) -> list[str]:
+        """The translation."""
+        return [self._text]
+
+
+def check_split(split: object, form: Form, prefix: object) -> None:
+    """Raises a ValueError where texts can't be translated sentence by sentence."""
+    if not isinstance(split, bool):
+        raise ValueError(f"expected split to be True or False, got {split!r}")
+    if split and (form.is_list or form.log_probs):
+        raise ValueError(
+            "expected neither several translations nor scores along with split: those of sentences make none of a text"
+        )
+    if split and prefix is not None:
+        raise ValueError(
+            "expected no target_prefix along with split: the sentences of a text are translated each by itself, and it "
+            "would have to begin one of them alone"
+        )
+
+
+class _Parts:
+    """A source of texts as one of their sentences. All of a text are encoded before the first of them is given."""
+
+    def __init__(self, source: Source[Item], translator: Translator, maker: RequestMaker, bad: BadTexts) -> None:
+        self._source, self._translator, self._maker, self._bad = source, translator, maker, bad
+        self._ready: deque[Part | None] = deque()  # None: the text is skipped
+        self._count = 0
+
+    def get(self, wait: bool) -> Part | None:
+        """See `Source.get`."""
+        if not self._ready:
+            item = self._source.get(wait)
+            if item is None:
+                return None
+            self._count += 1
+            self._ready += parts_of(self._translator, item.text, self._count, self._maker, self._bad)
+        return self._ready.popleft()
+
+
+def parts_of(
+    translator: Translator, text: str, number: int, maker: RequestMaker, bad: BadTexts | None = None
+) -> list[Part]:
+    """The sentences of a text, at least one part; a text that is skipped has one with no space.
+
+    Raises:
+        TextError: a sentence that can't be translated, where `bad` doesn't skip it.
+        ValueError: something that is no text.
+    """
+    if not isinstance(text, str):
+        raise ValueError(f"texts[{number - 1}]: expected a str, got {type(text).__name__} {text!r:.40}")
+    sentences = split_sentences(text)
+    parts: list[Part] = []
+    for place, (sentence, space) in enumerate(sentences, 1):
+        name, checked = f"{number}, sentence {place}", None
+        if sentence:
+            try:
+                checked = translator.encode_item(Item(sentence), name, maker)
+                checked = checked._replace(row=array("q", checked.row))
+            except TextError as error:
+                if bad is None:
+                    raise
+                bad.meet(error)
+                return [Part(name, None, "", True)]
+        parts.append(Part(name, checked, space, place == len(sentences)))
+    return parts or [Part(str(number), None, "", True)]
+
+
+def translated_parts(
+    translator: Translator,
+    source: Source[Item],
+    maker: RequestMaker,
+    bad: BadTexts,
+    *,
+    read_ahead: int,
+    deadline: float | None = None,
+) -> Iterator[list[tuple[str, bool]]]:
+    """The translations of sentences with the white space behind each, and whether one is the last of its text.
+
+    Args:
+        translator: what translates.
+        source: of texts.
+        maker: of its requests.
+        bad: what becomes of texts that can't be translated; it reports at the end.
+        read_ahead: the most sentences that are held at a time.
+        deadline: when all of it ends, as `time.monotonic` says it; None: each sentence has the settings' max_time.
+    """
+    places = itertools.count()
+
+    def begin(part: Part) -> Request | None:
+        place = next(places)
+        if part.checked is None:
+            return None
+        request = maker.make(part.checked, place=place)
+        request.deadline = request.deadline if deadline is None else deadline
+        return request
+
+    total = 0
+    scheduler = translator.new_scheduler(maker.engine, is_endless=True)
+    parts = _Parts(source, translator, maker, bad)
+    for ready in in_turn(scheduler, parts, begin, model=translator.model, read_ahead=read_ahead):
+        found: list[tuple[str, bool]] = []
+        for part, request in ready:
+            if found and request is not None and request.error is not None:
+                yield found  # what comes before it
+            check_request(request, part.name)
+            said = "".join(Answer(translator.tokenizer, request).texts())
+            found.append((said + part.space, part.is_last))
+            total += part.is_last
+        yield found
+    bad.report(total)
+
+
+def joined(parts: Iterable[list[tuple[str, bool]]]) -> Iterator[list[Answer]]:
+    """The answers of whole texts, as soon as the last of their sentences is there."""
+    text: list[str] = []
+    for ready in parts:
+        found: list[Answer] = []
+        for said, is_last in ready:
+            text.append(said)
+            if is_last:
+                found.append(Joined("".join(text)))
+                text.clear()
+        if found:
+            yield found

@@ -1,0 +1,115 @@
+"""Paragraphs are translated sentence by sentence, in one batch, and keep the white space between."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from fastformer.data import ByteTokenizer
+from fastformer.generation import AsyncTranslator, Translator, split_sentences
+from fastformer.models import Transformer
+from tests.generation.weights import drawn
+
+TEXT = " One. Two!\t\tThree is longer...  Four?\r\n\n  Five\u3000六。七！「八。」\u2028Nine \n"
+TEXTS = [TEXT, "", "a", " \n ", "Aa. Bb.", "Aa.  Bb.\t"]
+
+
+@pytest.fixture(scope="module")
+def translator() -> Translator:
+    return Translator(drawn(Transformer, vocab_size=259, max_len=24), ByteTokenizer())
+
+
+def by_hand(translator: Translator, text: str, **options) -> str:
+    return "".join(
+        (translator.translate(one, **options) if one else "") + space for one, space in split_sentences(text)
+    )
+
+
+@pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"stop_strings": ["e"]}], ids=str)
+def test_each_sentence_is_translated_by_itself(translator, options) -> None:
+    options = {**options, "max_new_tokens": 6}
+    expected = [by_hand(translator, text, **options) for text in TEXTS]
+    assert len(set(expected)) == len(TEXTS) and expected[1] == "" and expected[3] == " \n "
+    assert translator.translate(TEXTS, split=True, **options) == expected
+    assert [translator.translate(text, split=True, **options) for text in TEXTS] == expected
+    assert list(translator.stream(iter(TEXTS), split=True, **options)) == expected
+    assert list(translator.stream(iter(TEXTS), split=True, read_ahead=1, **options)) == expected
+    pieces = list(translator.stream(TEXT, split=True, **options))
+    assert "".join(pieces) == expected[0] and len(pieces) > 6 and all(pieces)
+    assert list(translator.stream("", split=True, **options)) == []
+
+    async def main() -> None:
+        async with AsyncTranslator(translator) as front:
+            found = await asyncio.gather(*(front.translate(text, split=True, **options) for text in TEXTS))
+            assert found == expected
+            assert "".join([piece async for piece in front.stream(TEXT, split=True, **options)]) == expected[0]
+
+    asyncio.run(main())
+
+
+def test_the_sentences_of_all_texts_are_one_batch(translator, monkeypatch) -> None:
+    admitted: list[int] = []
+    engine = type(
+        translator.new_scheduler(translator._maker(translator.settings({}), False).engine, is_endless=True).engine
+    )
+    admit = engine.admit
+
+    def counted(self, prompts) -> None:
+        admitted.append(len(prompts))
+        admit(self, prompts)
+
+    monkeypatch.setattr(engine, "admit", counted)
+    translator.translate(["Ab cd. Ef gh.", "Ij! Kl?", "Mn"], split=True, max_new_tokens=4)
+    assert admitted == [5]
+
+
+def test_a_long_text_is_no_longer_too_long(translator, caplog) -> None:
+    text = "A short one. " * 9
+    with pytest.raises(ValueError, match="text 1: expected at most 24 tokens, got 118: split it into sentences"):
+        translator.translate(text)
+    assert translator.translate(text, split=True, max_new_tokens=3).count(" ") >= 9
+    long = "Good. And a sentence that is much too long for it. Good."
+    with pytest.raises(ValueError, match="text 2, sentence 2: expected at most 24 tokens, got 45: cut it"):
+        translator.translate(["a", long], split=True)
+    with pytest.raises(ValueError, match="text 2, sentence 2"):
+        list(translator.stream(["a", long], split=True))
+    # A text without one of its sentences would be wrong without a sign of it.
+    expected = [translator.translate("Good.", max_new_tokens=5), "", translator.translate("b", max_new_tokens=5)]
+    for options in ({"on_error": "skip"}, {"skip_long": True}):
+        texts = ["Good.", long, "b"]
+        assert translator.translate(texts, split=True, max_new_tokens=5, **options) == expected
+        assert list(translator.stream(texts, split=True, max_new_tokens=5, **options)) == expected
+    assert "skipped 1 of 3 texts" in caplog.text
+
+
+def test_an_error_on_the_way_names_its_sentence(translator) -> None:
+    def broken(input_ids, scores):
+        raise KeyError("on purpose")
+
+    with pytest.raises(RuntimeError, match="text 1, sentence 1: KeyError"):
+        translator.translate(["Aa. Bb.", "C"], split=True, logits_processor=broken)
+
+    async def main() -> None:
+        async with AsyncTranslator(translator) as front:
+            with pytest.raises(RuntimeError, match="KeyError"):
+                await front.translate("Aa. Bb.", split=True, logits_processor=broken)
+            with pytest.raises(ValueError, match="text 1, sentence 2: expected at most 24"):
+                await front.translate("Aa. " + "B" * 40, split=True)
+
+    asyncio.run(main())
+
+
+def test_what_does_not_go_with_it(translator) -> None:
+    for options, words in (
+        ({"num_beams": 2, "num_return_sequences": 2}, "neither several translations nor scores along with split"),
+        ({"return_scores": True}, "neither several translations nor scores along with split"),
+        ({"return_token_scores": True}, "neither several translations nor scores along with split"),
+        ({"target_prefix": ["a"]}, "no target_prefix along with split"),
+        ({"split": "en"}, "expected split to be True or False, got 'en'"),
+    ):
+        for call in (translator.translate, translator.stream):
+            with pytest.raises(ValueError, match=words):
+                call(["a"], **{"split": True, **options})
+    with pytest.raises(ValueError, match=r"texts\[1\]: expected a str, got int"):
+        translator.translate(["a", 3], split=True)
