@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, ParamSpec, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from fastformer.generation.decoders import Model, as_model, device_of, is_decoder_only
 from fastformer.generation.engines import Engine
+from fastformer.generation.foreign_options import check_names, with_config
 from fastformer.generation.inputs import TokenIds, as_inputs, as_rows, left_padded, pad
 from fastformer.generation.processors import Processor
 from fastformer.generation.request_maker import RequestMaker
 from fastformer.generation.scheduler import Scheduler, run
 from fastformer.generation.search import NEVER, BeamRules, EarlyStopping, Hypothesis
 from fastformer.generation.settings import GenerationSettings, Window
+from fastformer.generation.stopping import StoppingCriterion
 from fastformer.generation.streaming import Detokenizer
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 _CPU_BYTES, _CPU_ROWS, _GPU_ROWS = 512 * 2**20, 512, 1024
 
@@ -50,15 +57,34 @@ class Streamer(Protocol):
         ...
 
 
+def _with_named_options(function: Callable[P, R]) -> Callable[P, R]:
+    """Calls a function with the options that are given by name or by a generation_config; see there."""
+    known = [*inspect.signature(function).parameters]
+    settings = [field.name for field in fields(GenerationSettings)]
+
+    @functools.wraps(function)
+    def call(*args: P.args, **options: P.kwargs) -> R:
+        check_names(options, known)
+        merged: Any = with_config(options, settings) if "generation_config" in options else options
+        return function(*args, **merged)
+
+    return call
+
+
+@_with_named_options
 def generate(
     model: Model | nn.Module,
     input_ids: TokenIds,
     *,
     attention_mask: Tensor | None = None,
     decoder_input_ids: TokenIds | None = None,
+    generation_config: Mapping[str, Any] | Any = None,
     max_new_tokens: int | None = None,
     min_new_tokens: int = 0,
+    max_length: int | None = None,
+    min_length: int = 0,
     max_time: float | None = None,
+    stopping_criteria: StoppingCriterion | Sequence[StoppingCriterion] = (),
     num_beams: int = 1,
     beam_rules: BeamRules = "tensor2tensor",
     length_penalty: float | None = None,
@@ -79,6 +105,7 @@ def generate(
     forced_bos_token_id: int | None = None,
     forced_eos_token_id: int | None = None,
     logits_processor: Processor | Sequence[Processor] = (),
+    renormalize_logits: bool = True,
     stop_strings: str | Sequence[str] = (),
     tokenizer: Detokenizer | None = None,
     window: Window = "stop",
@@ -107,10 +134,19 @@ def generate(
         decoder_input_ids: what each output of a model that reads sources begins with, for example the first words of a
             translation: one row, or a list, for each input, in the forms of input_ids; the start token may stand in
             front. The outputs hold them, while lengths and scores count new tokens.
+        generation_config: options as transformers' GenerationConfig or a mapping holds them; what is given by name
+            comes first. They are read as transformers reads them: unless you say otherwise, by its beam_rules and with
+            its defaults for renormalize_logits (False) and, with do_sample, top_k (50). An option that isn't one here
+            is an error.
         max_new_tokens: None: for a source its own length + 100, at most the model's max_len; for prompts what max_len
             leaves behind the longest.
-        min_new_tokens: no EOS before so many.
+        min_new_tokens: no EOS before so many. Where it is above max_new_tokens, everything ends there.
+        max_length, min_length: the same, counting what an output begins with, too: the prompt (as long as the longest
+            one of a batch), or the start token and the decoder_input_ids. Where both are given, the number of new
+            tokens counts.
         max_time: seconds after which decoding ends with what there is; inputs that haven't begun then give nothing.
+        stopping_criteria: functions of (input_ids, scores) that say where rows end, as Hugging Face's do; see
+            `stopping.make_stop`.
         num_beams: hypotheses that are followed.
         beam_rules: whose beam search: "tensor2tensor" (see `BeamSearch`), or "transformers", that of Hugging Face's
             `generate` (see `TransformersBeamSearch`). The two give a beam's score another penalty, and end otherwise.
@@ -131,12 +167,14 @@ def generate(
         num_return_sequences: at most num_beams for a beam search: its best hypotheses, the finished ones first, then
             those cut at max_new_tokens, each group best first; by transformers' rules all together, best first. Where
             fewer exist, the rest is PAD alone with score -inf. With do_sample: draws for each input.
-        repetition_penalty, no_repeat_ngram_size: see `processors`; they look at new tokens.
+        repetition_penalty, no_repeat_ngram_size: see `processors`. They look at new tokens; by transformers' rules,
+            also without beams, at the start token, the decoder_input_ids or the prompt, too.
         suppress_tokens: ids that are never said.
         bad_words_ids: sequences of ids that are never said.
         shortlist: where it isn't empty, only these ids, those that end a row and forced ones are said, and
             log-probabilities are those among them. The engine "cpp" computes no others, which is faster.
-        forced_bos_token_id: the first new token.
+        forced_bos_token_id: the first new token; by transformers' rules only behind one id alone, a start token or a
+            prompt of one.
         forced_eos_token_id: the new token at the limit.
         logits_processor: functions of (input_ids, scores) that give scores, called in turn after all others for each
             input; see `processors`.
@@ -149,6 +187,8 @@ def generate(
             and goes on: it always sees between the last half and all of max_len tokens, at the cost of reading half a
             window for every half a window of new tokens. It needs max_new_tokens, and isn't for beams. The outputs,
             and options that look at what was said, hold the whole text.
+        renormalize_logits: make log-probabilities of what the processors give. False, transformers' default, takes it
+            as the scores of beams, in which tokens that were forbidden keep their share; by its rules alone.
         eos_token_id: the ids that end a row; None: the model's.
         pad_token_id: of inputs and outputs; None: the model's. It may be one that ends a row, as is usual with GPT-2:
             then it fills the outputs, and without an attention_mask nothing in input_ids is padding.
@@ -173,7 +213,10 @@ def generate(
     settings = GenerationSettings(
         max_new_tokens=max_new_tokens,
         min_new_tokens=min_new_tokens,
+        max_length=max_length,
+        min_length=min_length,
         max_time=max_time,
+        stopping_criteria=stopping_criteria,
         num_beams=num_beams,
         beam_rules=beam_rules,
         length_penalty=length_penalty,
@@ -196,6 +239,7 @@ def generate(
         logits_processor=logits_processor,
         stop_strings=stop_strings,
         window=window,
+        renormalize_logits=renormalize_logits,
         eos_token_id=eos_token_id,
         pad_token_id=pad_token_id,
         decoder_start_token_id=decoder_start_token_id,

@@ -2,8 +2,13 @@
 
 A processor is called as Hugging Face's are: `processor(input_ids, scores) -> scores`, with the ids that the decoder has
 behind it, (rows, length), its start token or prompt included, and the logits of what may follow, (rows, vocab_size)
-fp32. The rows are those of one request: its beams, or its samples. Theirs work here, and so does any function. Those of
-this module look at each row alone, and are given the rows of several requests that ask for the same at once.
+fp32. For beams by transformers' rules, the scores are log-probabilities, as they are there. What comes back may be of
+another floating-point or integer dtype, or a NumPy array: it is cast. The rows are those of one request: its beams, or
+its samples. Hugging Face's processors work here, and so does any function. Those of this module look at each row alone,
+and are given the rows of several requests that ask for the same at once.
+
+What a repetition is depends on the rules. By tensor2tensor's only new tokens count. By transformers' rules, whatever
+stands before the next token counts: the prompt, the start token of a decoder and the ids behind it.
 
 The logits of a model in 16 bits are rounded to these, while a request without processors chooses among sums that are
 not: of two nearly equal tokens, a processor that changes nothing may see the other one chosen.
@@ -34,6 +39,7 @@ def make_processors(
     prompt_length: int,
     limit: int,
     *,
+    min_tokens: int | None = None,
     has_shortlist: bool = False,
 ) -> tuple[Processor, ...]:
     """The processors that the settings ask for, the user's own last.
@@ -43,58 +49,78 @@ def make_processors(
         eos: the ids that end a row.
         prompt_length: the ids that stand before the first new one.
         limit: the most new tokens.
+        min_tokens: no end before so many new tokens; None: what the settings say for such a prompt alone.
         has_shortlist: the engine itself keeps to the settings' shortlist.
     """
+    by_transformers_rules = settings.beam_rules == "transformers"
+    ignored = 0 if by_transformers_rules else prompt_length
+    own = settings.logits_processor
+    min_tokens = settings.least_tokens(prompt_length) if min_tokens is None else min_tokens
     found: list[Processor] = []
     if settings.shortlist and not has_shortlist:
         found.append(Shortlist(tuple(sorted({*settings.shortlist, *eos}))))
     if settings.repetition_penalty != 1.0:
-        found.append(RepetitionPenalty(settings.repetition_penalty, prompt_length))
+        found.append(RepetitionPenalty(settings.repetition_penalty, ignored))
     if settings.no_repeat_ngram_size:
-        found.append(NoRepeatNgrams(settings.no_repeat_ngram_size, prompt_length))
-    if settings.bad_words_ids:
-        found.append(BadWords(settings.bad_words_ids))
+        found.append(NoRepeatNgrams(settings.no_repeat_ngram_size, ignored))
+    words = settings.bad_words_ids
+    if by_transformers_rules:  # an end is no word there
+        words = [word for word in words if len(word) > 1 or word[0] not in eos]
+    if words:
+        found.append(BadWords(tuple(words)))
     if settings.suppress_tokens:
         found.append(SuppressTokens(settings.suppress_tokens))
-    if settings.min_new_tokens:
-        found.append(MinNewTokens(settings.min_new_tokens, prompt_length, tuple(eos)))
+    if min_tokens:
+        found.append(MinNewTokens(min_tokens, prompt_length, tuple(eos)))
     if found:
         found.append(EndWhereNothingFollows(tuple(eos)))
     if settings.forced_bos_token_id is not None:
-        found.append(ForcedToken(settings.forced_bos_token_id, prompt_length))
+        # By transformers' rules it stands behind one id or nowhere.
+        found.append(ForcedToken(settings.forced_bos_token_id, 1 if by_transformers_rules else prompt_length))
     if settings.forced_eos_token_id is not None:
         found.append(ForcedToken(settings.forced_eos_token_id, prompt_length + limit - 1))
-    own = settings.logits_processor
-    return (*found, own) if callable(own) else (*found, *own)
+    found += (own,) if callable(own) else own
+    if found and by_transformers_rules and settings.num_beams > 1:
+        found.insert(1 if isinstance(found[0], Shortlist) else 0, LogProbs())
+    return tuple(found)
+
+
+@dataclass(frozen=True)
+class LogProbs(RowWise):
+    """Turns logits into log-probabilities."""
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """See the module."""
+        return scores.log_softmax(-1)
 
 
 @dataclass(frozen=True)
 class RepetitionPenalty(RowWise):
-    """Divides the positive and multiplies the negative logits of new tokens that were there.
+    """Divides the positive and multiplies the negative scores of tokens that were there, behind some that don't count.
 
     As Keskar et al. 2019, "CTRL", section 4.1.
     """
 
     penalty: float
-    prompt_length: int
+    ignored: int
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """See the module."""
-        history = input_ids[:, self.prompt_length :]
+        history = input_ids[:, self.ignored :]
         seen = scores.gather(1, history)
         return scores.scatter(1, history, torch.where(seen > 0, seen / self.penalty, seen * self.penalty))
 
 
 @dataclass(frozen=True)
 class NoRepeatNgrams(RowWise):
-    """Forbids each token that would complete an n-gram which the new tokens have already."""
+    """Forbids each token that would complete an n-gram for a second time, behind some tokens that don't count."""
 
     size: int
-    prompt_length: int
+    ignored: int
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """See the module."""
-        history = input_ids[:, self.prompt_length :]
+        history = input_ids[:, self.ignored :]
         if history.shape[1] < self.size:
             return scores
         grams = history.unfold(1, self.size, 1)  # (rows, count, size)
@@ -190,5 +216,6 @@ class ForcedToken(RowWise):
         return forced
 
 
-# What the searches in C++ are told, and an engine that runs them sees to, as long as there is something left to say.
-SEARCH_RULES = (SuppressTokens, MinNewTokens, EndWhereNothingFollows)
+# What the searches in C++ are told, and an engine that runs them sees to, as long as there is something left to say:
+# it forbids tokens, and makes log-probabilities of what is left.
+SEARCH_RULES = (LogProbs, SuppressTokens, MinNewTokens, EndWhereNothingFollows)

@@ -17,6 +17,7 @@ from fastformer.generation.processors import SEARCH_RULES, make_processors
 from fastformer.generation.requests import Request, window_end
 from fastformer.generation.search import BeamSearch, RowSearch, Sampling, Search, TransformersBeamSearch
 from fastformer.generation.settings import GenerationSettings
+from fastformer.generation.stopping import make_stop
 from fastformer.generation.streaming import Detokenizer, TextPieces
 from fastformer.ops import _extension
 from fastformer.special_ids import SpecialIds
@@ -31,11 +32,13 @@ class CheckedInput(NamedTuple):
         row: the ids of a source, or of a prompt.
         prefix: what the output of a source begins with, without the start token.
         limit: how many new tokens it may get.
+        least: no end before so many of them.
     """
 
     row: Sequence[int]
     prefix: Sequence[int]
     limit: int
+    least: int = 0
 
 
 class DecodingIds(NamedTuple):
@@ -110,7 +113,10 @@ class RequestMaker:
         # What the searches in C++ don't have, the engine is asked for step by step.
         self._is_native = is_searching_engine(self.engine) and _extension.module() is not None
         self._is_native = self._is_native and not settings.do_sample and settings.num_beam_groups == 1
-        self._is_native = self._is_native and not settings.stop_strings
+        self._is_native = self._is_native and not settings.stop_strings and not settings.stopping_criteria
+        # Of what processors give as it is, only those of this library are known to give nothing above 0.
+        self._may_rise = settings.keeps_scores and bool(settings.logits_processor)
+        self._is_native = self._is_native and not self._may_rise
         unsaid = {*settings.suppress_tokens, *self.ids.eos}
         allowed = len({*settings.shortlist} - unsaid) if settings.shortlist else model.config.vocab_size - len(unsaid)
         self._leaves_words = allowed > 0
@@ -136,7 +142,7 @@ class RequestMaker:
         if is_decoder_only(self.model):
             limit = most_new_tokens(self.model, len(row), self.settings, width)
             _check_ids(row, config.vocab_size, "token")
-            return CheckedInput(row, (), limit)
+            return CheckedInput(row, (), limit, self.settings.least_tokens(len(row) if width is None else width))
         if len(row) > config.max_len:
             raise ValueError(
                 f"expected source sequences of at most max_len = {config.max_len} tokens, got {len(row)}: cut them, or "
@@ -145,7 +151,7 @@ class RequestMaker:
         limit = most_new_tokens(self.model, len(row), self.settings, prefix=len(prefix))
         _check_ids(row, getattr(config, "source_vocab_size", None) or config.vocab_size, "source")
         _check_ids(prefix, config.vocab_size, "target")
-        return CheckedInput(row, prefix, limit)
+        return CheckedInput(row, prefix, limit, self.settings.least_tokens(1 + len(prefix)))
 
     def make(
         self,
@@ -175,6 +181,7 @@ class RequestMaker:
         seed = random.Random(f"{self._seed} {place}").getrandbits(64) if settings.do_sample else 0
         is_native = self._is_native and window is None
         before = checked.row if is_decoder_only(self.model) else checked.prefix
+        stop = make_stop(settings.stopping_criteria, begin, self.engine.device)
 
         def make_end() -> Callable[[int], bool]:
             assert self._tokenizer is not None
@@ -188,9 +195,7 @@ class RequestMaker:
 
         def make_search() -> Search:
             if is_native and settings.num_beams == 1:
-                return NativeSearch.greedy(
-                    limit, eos, min_tokens=settings.min_new_tokens, suppressed=settings.suppress_tokens
-                )
+                return NativeSearch.greedy(limit, eos, min_tokens=checked.least, suppressed=settings.suppress_tokens)
             if is_native:
                 return NativeSearch.beams(
                     limit,
@@ -200,7 +205,7 @@ class RequestMaker:
                     alpha=settings.alpha,
                     num_return=settings.num_return_sequences,
                     early_stopping=settings.early_stopping,
-                    min_tokens=settings.min_new_tokens,
+                    min_tokens=checked.least,
                     suppressed=settings.suppress_tokens,
                 )
             if settings.num_beams > 1 and settings.beam_rules == "transformers":
@@ -211,6 +216,8 @@ class RequestMaker:
                     alpha=settings.alpha,
                     num_return=settings.num_return_sequences,
                     early_stopping=settings.early_stopping,
+                    may_rise=self._may_rise,
+                    stop=stop,
                 )
             if settings.num_beams > 1:
                 return BeamSearch(
@@ -222,6 +229,7 @@ class RequestMaker:
                     early_stopping=settings.early_stopping is True,
                     num_groups=settings.num_beam_groups,
                     diversity_penalty=settings.diversity_penalty,
+                    stop=stop,
                 )
             sampling = None
             if settings.do_sample:
@@ -229,14 +237,23 @@ class RequestMaker:
             rows = settings.samples
             if sampling is not None and sample is not None:
                 sampling, rows = replace(sampling, sample=sample, num_samples=rows), 1
-            return RowSearch(limit, eos, rows, sampling, make_end if settings.stop_strings else None)
+            return RowSearch(limit, eos, rows, sampling, make_end if settings.stop_strings else None, stop=stop)
 
-        processors = make_processors(settings, self.ids.eos, len(begin), limit, has_shortlist=self._has_shortlist)
+        processors = make_processors(
+            settings,
+            self.ids.eos,
+            len(begin),
+            limit,
+            min_tokens=checked.least,
+            has_shortlist=self._has_shortlist,
+        )
+        masks_alone = all(isinstance(one, SEARCH_RULES) for one in processors)
         return Request(
             prompt,
             make_search,
             processors=processors,
-            search_suffices=self._leaves_words and all(isinstance(one, SEARCH_RULES) for one in processors),
+            search_suffices=self._leaves_words and masks_alone and not settings.keeps_scores,
+            keeps_scores=settings.keeps_scores,
             log_probs=self.log_probs,
             max_time=settings.max_time,
             on_token=on_token,
@@ -253,8 +270,6 @@ def special_ids(model: Model, settings: GenerationSettings) -> DecodingIds:
     eos = settings.eos_token_id
     ends = own.eos if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
     start = own.start if settings.decoder_start_token_id is None else settings.decoder_start_token_id
-    if len(set(ends)) < len(ends):
-        raise ValueError(f"expected different ids of eos, got {list(ends)}")
     if settings.pad_token_id is None and pad_id in ends:
         raise ValueError(
             f"expected two ids for eos_token_id and pad_token_id, got {pad_id} for both, which is the model's pad: "
@@ -297,13 +312,26 @@ def most_new_tokens(
             f"expected prompts of fewer tokens than the model's max_len {max_len}, got {width}: there is no room for a "
             "new one; cut the prompt, or with window='slide' and max_new_tokens the model sees its end alone"
         )
-    wanted, least = settings.max_new_tokens, settings.min_new_tokens
     advice = "; with window='slide' it goes on, and sees the end of the text alone" if is_decoder_only(model) else ""
-    for name, value in (("max_new_tokens", wanted or 0), ("min_new_tokens", least)):
-        if value > room:
+    begun = 1 + prefix if not is_decoder_only(model) else width
+    wanted, least = settings.max_new_tokens, settings.least_tokens(begun)
+    name, more = "max_new_tokens", 0
+    if wanted is None and settings.max_length is not None:
+        name, more = "max_length", begun  # which counts what stands before the new tokens
+        wanted = settings.max_length - begun
+        if wanted < 1:
             raise ValueError(
-                f"expected {name} of at most {room}{behind}, for the model's max_len is {max_len}; got {value}{advice}"
+                f"expected max_length of more than the {begun} that outputs begin with, got {settings.max_length}; "
+                "max_new_tokens doesn't count them"
             )
+    if wanted is None:  # only then it is meant: else everything ends at what was wanted
+        name, more = ("min_new_tokens", 0) if settings.min_new_tokens else ("min_length", begun)
+    value = least if wanted is None else wanted
+    if value > room:
+        raise ValueError(
+            f"expected {name} of at most {room + more}{behind}, for the model's max_len is {max_len}; "
+            f"got {value + more}{advice}"
+        )
     return wanted or max(default, least)
 
 

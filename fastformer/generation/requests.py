@@ -20,6 +20,7 @@ class Request:
         make_search: makes its search; again when it has to begin anew, and then the same one.
         processors: edit its logits, in this order.
         search_suffices: its search sees to all that the processors ask for, where an engine runs it.
+        keeps_scores: what the processors give are its scores: no log-probabilities are made of them.
         log_probs: whether scores are wanted; without, log-probabilities aren't computed, and scores mean nothing.
         max_time: seconds after which it ends with what there is; None: no such end.
         on_token: is told each new token, of a request of one row.
@@ -45,6 +46,7 @@ class Request:
         *,
         processors: Sequence[Processor] = (),
         search_suffices: bool = False,
+        keeps_scores: bool = False,
         log_probs: bool = True,
         max_time: float | None = None,
         on_token: Callable[[int], object] | None = None,
@@ -57,6 +59,7 @@ class Request:
         self.window, self.stop_strings = window, stop_strings
         self.before = prompt.tokens if before is None else before
         self._first_prompt, self._slid_at = prompt, 0
+        self.keeps_scores = keeps_scores and bool(processors)
         self.deadline = None if max_time is None else time.monotonic() + max_time
         self.results: list[Hypothesis] = []
         self.error: Exception | None = None

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Iterable
 from functools import partial
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -288,6 +289,7 @@ class Scheduler:
         running = self.running
         logit_rows: list[int] = []
         draws: list[Draw | None] = []  # for each of them
+        keeps: list[bool] = []  # likewise
         edited: list[tuple[Request, range]] = []  # which of them are a request's
         first, has_draws = 0, False
         for request in running:
@@ -301,12 +303,14 @@ class Scheduler:
             has_draws = has_draws or own is not None
             logit_rows += rows
             draws += own if own is not None else [None] * len(rows)
+            keeps += [request.keeps_scores] * len(rows)
         return Selection(
             num_candidates=max(request.search.num_candidates for request in running),
             log_probs=any(request.log_probs for request in running),
             logit_rows=logit_rows,
             process=partial(_process, edited) if edited else None,
             draws=draws if has_draws else None,
+            keeps=keeps if any(keeps) else None,
         )
 
 
@@ -337,11 +341,25 @@ def _kind(request: Request) -> tuple[object, ...]:
 
 
 def _checked(found: object, scores: Tensor, processor: object) -> Tensor:
-    if not isinstance(found, Tensor) or found.shape != scores.shape:
-        what = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
-        name = getattr(processor, "__name__", type(processor).__name__)
-        raise ValueError(f"expected a processor to give scores of shape {tuple(scores.shape)}, got {what} from {name}")
-    return found
+    """What a processor gave, in the dtype of the scores.
+
+    Raises:
+        ValueError: it isn't one number for each score, on their device.
+    """
+    if isinstance(found, np.ndarray) and found.dtype.kind in "fiu":
+        found = torch.as_tensor(np.ascontiguousarray(found), device=scores.device)
+    name = getattr(processor, "__name__", type(processor).__name__)
+    wanted = f"expected a processor to give scores of shape {tuple(scores.shape)}"
+    if not isinstance(found, Tensor):
+        raise ValueError(f"{wanted}, got {type(found).__name__} from {name}")
+    if found.is_nested or found.layout != torch.strided or found.dtype == torch.bool or found.is_complex():
+        kind = "a nested tensor" if found.is_nested else f"{found.dtype} of layout {found.layout}"
+        raise ValueError(f"{wanted} as dense numbers, got {kind} from {name}")
+    if found.shape != scores.shape:
+        raise ValueError(f"{wanted}, got {tuple(found.shape)} from {name}")
+    if found.device != scores.device:
+        raise ValueError(f"{wanted} on {scores.device}, got scores on {found.device} from {name}")
+    return found.to(scores.dtype)
 
 
 def run(scheduler: Scheduler, requests: list[Request]) -> None:

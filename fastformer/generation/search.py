@@ -15,6 +15,8 @@ NEVER = -math.inf  # the score of what isn't there
 
 BeamRules = Literal["tensor2tensor", "transformers"]  # `BeamSearch` and `TransformersBeamSearch`
 EarlyStopping = bool | Literal["never"]
+# Says of rows of new tokens which of them end with their last one, beside those that end with EOS.
+Stop = Callable[[Sequence[Sequence[int]]], Sequence[bool]]
 
 
 @dataclass(slots=True)
@@ -120,6 +122,7 @@ class RowSearch(Search):
         num_rows: 1, or the number of samples.
         sampling: None: the best token.
         make_end: makes for each row a function that is told its tokens and says whether the row ends with one.
+        stop: None: EOS alone ends a row.
     """
 
     num_candidates = 1
@@ -131,8 +134,10 @@ class RowSearch(Search):
         num_rows: int = 1,
         sampling: Sampling | None = None,
         make_end: Callable[[], Callable[[int], bool]] | None = None,
+        *,
+        stop: Stop | None = None,
     ) -> None:
-        self.limit, self.eos, self.sampling = limit, eos, sampling
+        self.limit, self.eos, self.sampling, self._stop = limit, eos, sampling, stop
         self._ends = None if make_end is None else [make_end() for _ in range(num_rows)]
         self.num_rows = self.peak_rows = num_rows
         self._rows = [Hypothesis() for _ in range(num_rows)]
@@ -174,6 +179,10 @@ class RowSearch(Search):
             if token not in self.eos and len(row.tokens) < self.limit and not is_ended:
                 parents.append(parent)
                 alive.append(place)
+        if self._stop is not None and alive:
+            stops = self._stop([self._rows[place].tokens for place in alive])
+            parents = [parent for parent, ends in zip(parents, stops, strict=True) if not ends]
+            alive = [place for place, ends in zip(alive, stops, strict=True) if not ends]
         self._alive, self.num_rows = alive, len(alive)
         return parents
 
@@ -213,6 +222,7 @@ class BeamSearch(Search):
         early_stopping: see above.
         num_groups: divides num_beams.
         diversity_penalty: see above.
+        stop: None: EOS alone ends a hypothesis.
     """
 
     def __init__(
@@ -226,8 +236,10 @@ class BeamSearch(Search):
         early_stopping: bool = False,
         num_groups: int = 1,
         diversity_penalty: float = 0.0,
+        stop: Stop | None = None,
     ) -> None:
         self.limit, self.eos, self.alpha, self.early_stopping = limit, eos, alpha, early_stopping
+        self._stop = stop
         self.num_return, self.diversity_penalty = num_return, diversity_penalty
         self.num_rows, self.peak_rows = num_groups, num_beams
         width = num_beams // num_groups
@@ -293,11 +305,14 @@ class BeamSearch(Search):
         alive: list[Hypothesis] = []
         origin: list[int] = []
         ended = False
-        for rank, (negative, beam, token, value) in enumerate(pool[: self._wanted]):
-            if negative == math.inf:
-                break
+        best = [one for one in pool[: self._wanted] if one[0] < math.inf]
+        ends = [token in self.eos for _, _, token, _ in best]
+        if self._stop is not None and best:
+            stops = self._stop([[*group.alive[beam].tokens, token] for _, beam, token, _ in best])
+            ends = [end or stop for end, stop in zip(ends, stops, strict=True)]
+        for rank, (negative, beam, token, value) in enumerate(best):
             parent = group.alive[beam]
-            if token in self.eos:
+            if ends[rank]:
                 if rank >= self._ending:
                     continue
                 score = -negative / penalty
@@ -368,6 +383,8 @@ class TransformersBeamSearch(BeamSearch):
         limit, eos, num_beams, num_return: see `BeamSearch`.
         alpha: the exponent, which is called length_penalty there.
         early_stopping: see above.
+        may_rise: a token may have a value above 0, so that the score of what goes on has no bound.
+        stop: see `BeamSearch`.
     """
 
     def __init__(
@@ -379,11 +396,13 @@ class TransformersBeamSearch(BeamSearch):
         alpha: float = 1.0,
         num_return: int = 1,
         early_stopping: EarlyStopping = False,
+        may_rise: bool = False,
+        stop: Stop | None = None,
     ) -> None:
         super().__init__(
-            limit, eos, num_beams, alpha=alpha, num_return=num_return, early_stopping=early_stopping is True
+            limit, eos, num_beams, alpha=alpha, num_return=num_return, early_stopping=early_stopping is True, stop=stop
         )
-        self._ending = num_beams
+        self._ending, self._may_rise = num_beams, may_rise
         self._looks_ahead = early_stopping == "never" and alpha > 0
 
     def _penalty(self, length: int) -> float:
@@ -398,7 +417,7 @@ class TransformersBeamSearch(BeamSearch):
         return group.finished[-1].score >= best
 
     def _is_hopeless(self, group: _Beams, score: float) -> bool:
-        if self._length >= self.limit or len(group.finished) < group.width:
+        if self._may_rise or self._length >= self.limit or len(group.finished) < group.width:
             return False
         return group.finished[-1].score >= score / self._penalty(self.limit if self.alpha > 0 else self._length)
 

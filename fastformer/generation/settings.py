@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
+import logging
 import math
 import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
+from fastformer.generation.foreign_options import check_names, with_config
 from fastformer.generation.precisions import check_precision
 from fastformer.generation.search import BeamRules, EarlyStopping
 
 if TYPE_CHECKING:
     from fastformer.generation.processors import Processor
+    from fastformer.generation.stopping import StoppingCriterion
+
+logger = logging.getLogger("fastformer")
 
 Window: TypeAlias = Literal["stop", "slide"]  # what becomes of a text that fills the model's positions
 
@@ -23,6 +27,8 @@ _SEEDS = range(-(2**63), 2**64)  # what torch.Generator takes
 _INTEGERS = (
     "max_new_tokens",
     "min_new_tokens",
+    "max_length",
+    "min_length",
     "num_beams",
     "top_k",
     "no_repeat_ngram_size",
@@ -35,9 +41,10 @@ _INTEGERS = (
     "seed",
 )
 _NUMBERS = ("length_penalty", "temperature", "top_p", "repetition_penalty", "diversity_penalty", "max_time")
-_SWITCHES = ("do_sample", "use_cache")
+_SWITCHES = ("do_sample", "use_cache", "renormalize_logits")
 _OPTIONAL = (  # None says something
     "max_new_tokens",
+    "max_length",
     "max_time",
     "length_penalty",
     "seed",
@@ -58,6 +65,8 @@ class GenerationSettings:
 
     max_new_tokens: int | None = None
     min_new_tokens: int = 0
+    max_length: int | None = None
+    min_length: int = 0
     num_beams: int = 1
     beam_rules: BeamRules = "tensor2tensor"
     length_penalty: float | None = None
@@ -77,6 +86,8 @@ class GenerationSettings:
     forced_bos_token_id: int | None = None
     forced_eos_token_id: int | None = None
     logits_processor: Processor | Sequence[Processor] = ()
+    renormalize_logits: bool = True
+    stopping_criteria: StoppingCriterion | Sequence[StoppingCriterion] = ()
     stop_strings: str | Sequence[str] = ()
     window: Window = "stop"
     max_time: float | None = None
@@ -98,12 +109,8 @@ class GenerationSettings:
         if not isinstance(options, Mapping):
             raise ValueError(f"expected options as a mapping of names to values, got {type(options).__name__}")
         known = [field.name for field in dataclasses.fields(cls)]
-        for name in options:
-            if name not in known:
-                near = difflib.get_close_matches(str(name), known, n=1)
-                hint = f"; did you mean {near[0]!r}?" if near else f"; there are {', '.join(known)}"
-                raise ValueError(f"there is no option {name!r} here{hint}")
-        return cls(**options)
+        check_names(options, [*known, "generation_config"])
+        return cls(**with_config(options, known))
 
     def __post_init__(self) -> None:
         self._check_lists()
@@ -122,6 +129,15 @@ class GenerationSettings:
         if self.length_penalty is not None:
             return self.length_penalty
         return 1.0 if self.beam_rules == "transformers" else 0.6
+
+    def least_tokens(self, begun: int) -> int:
+        """How many new tokens come before an end, in an output that begins with so many, its start token included."""
+        return self.min_new_tokens or max(0, self.min_length - begun)
+
+    @property
+    def keeps_scores(self) -> bool:
+        """Whether beams take what the processors give as it is, and make no log-probabilities of it."""
+        return self.num_beams > 1 and not self.renormalize_logits
 
     def check_model(self, vocab_size: int) -> None:
         """Holds the ids and the beams against a model's vocabulary.
@@ -152,7 +168,8 @@ class GenerationSettings:
         """Lists become tuples, so that nobody changes them afterwards."""
         eos = self.eos_token_id
         if eos is not None:
-            self._set("eos_token_id", (_id("eos_token_id", eos),) if _is_integer(eos) else _ids("eos_token_id", eos))
+            ends = (_id("eos_token_id", eos),) if _is_integer(eos) else _ids("eos_token_id", eos)
+            self._set("eos_token_id", tuple(dict.fromkeys(ends)))
             if not self.eos_token_id:
                 raise ValueError("expected eos_token_id to be an id or some, got none")
         self._set("suppress_tokens", _ids("suppress_tokens", self.suppress_tokens))
@@ -161,21 +178,20 @@ class GenerationSettings:
         self._set("bad_words_ids", tuple(_ids("bad_words_ids", word) for word in words))
         if not all(self.bad_words_ids):
             raise ValueError("expected each of bad_words_ids to hold ids, got an empty one")
-        stop = self.stop_strings
-        self._set("stop_strings", (stop,) if isinstance(stop, str) else _listed("stop_strings", stop))
+        strings = self.stop_strings
+        self._set("stop_strings", (strings,) if isinstance(strings, str) else _listed("stop_strings", strings))
         for one in self.stop_strings:
             if not isinstance(one, str) or not one:
                 raise ValueError(f"expected stop_strings to hold texts that aren't empty, got {one!r:.60}")
-        given = self.logits_processor
-        # Hugging Face's list of processors can be called itself; it is a list all the same.
-        is_one = callable(given) and not isinstance(given, list)
-        processors = (given,) if is_one else _listed("logits_processor", given)
-        self._set("logits_processor", processors)
-        for processor in processors:
-            if not callable(processor):
-                raise ValueError(
-                    f"expected logits_processor to hold functions of (input_ids, scores), got {processor!r:.60}"
-                )
+        for name in ("logits_processor", "stopping_criteria"):
+            given = getattr(self, name)
+            # Hugging Face's lists of them can be called themselves; they are lists all the same.
+            is_one = callable(given) and not isinstance(given, list)
+            functions = (given,) if is_one else _listed(name, given)
+            self._set(name, functions)
+            for function in functions:
+                if not callable(function):
+                    raise ValueError(f"expected {name} to hold functions of (input_ids, scores), got {function!r:.60}")
 
     def _set(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)
@@ -208,8 +224,11 @@ class GenerationSettings:
     def _check_ranges(self) -> None:
         if self.max_new_tokens is not None and self.max_new_tokens < 1:
             raise ValueError(f"expected max_new_tokens of at least 1, got {self.max_new_tokens}")
-        if self.min_new_tokens < 0:
-            raise ValueError(f"expected min_new_tokens of at least 0, got {self.min_new_tokens}")
+        if self.max_length is not None and self.max_length < 1:
+            raise ValueError(f"expected max_length of at least 1, got {self.max_length}")
+        for name, least in (("min_new_tokens", self.min_new_tokens), ("min_length", self.min_length)):
+            if least < 0:
+                raise ValueError(f"expected {name} of at least 0, got {least}")
         if min(self.num_beams, self.num_return_sequences) < 1:
             raise ValueError(
                 "expected num_beams and num_return_sequences of at least 1, got "
@@ -243,8 +262,10 @@ class GenerationSettings:
         if self.engine is not None and not self.use_cache:
             raise ValueError(f"expected engine or use_cache=False, got both: engine={self.engine!r}")
         if self.max_new_tokens is not None and self.min_new_tokens > self.max_new_tokens:
-            raise ValueError(
-                f"expected min_new_tokens of at most max_new_tokens {self.max_new_tokens}, got {self.min_new_tokens}"
+            logger.warning(
+                "min_new_tokens %d is above max_new_tokens %d: everything ends at the latter",
+                self.min_new_tokens,
+                self.max_new_tokens,
             )
         if self.do_sample and beams > 1:
             raise ValueError("expected do_sample or num_beams > 1, got both")
@@ -264,6 +285,11 @@ class GenerationSettings:
             raise ValueError(
                 "expected beam_rules='transformers' with early_stopping='never': by tensor2tensor's rules False never "
                 "stops while a better hypothesis is possible"
+            )
+        if self.beam_rules == "tensor2tensor" and not self.renormalize_logits:
+            raise ValueError(
+                "expected beam_rules='transformers' with renormalize_logits=False: by tensor2tensor's rules scores are "
+                "log-probabilities"
             )
         if beams > 1 and returned > beams:
             raise ValueError(f"expected num_return_sequences of at most num_beams {beams}, got {returned}")

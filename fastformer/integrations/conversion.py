@@ -45,12 +45,14 @@ def from_huggingface(model: nn.Module) -> Transformer:
     n_positions; since no table ends there, `config.max_len` may be set to more. With an untied head it has one
     embedding, which is here one for each side. An mT5 comes back as a T5.
 
-    `fastformer.generate` gives the tokens of transformers' generate where it is greedy. What a generation_config adds
-    (bad_words_ids, forced_bos_token_id, forced_eos_token_id, no_repeat_ngram_size, num_beams) has to be said again, and
-    a BartConfig alone makes one that forces EOS at the limit. With `beam_rules="transformers"` beams are scored, ended
-    and compared as they are there (see `TransformersBeamSearch`), with the same length_penalty and early_stopping. One
-    difference remains: what is forbidden takes part in the softmax there and not here, so that beams score as they do
-    there with `renormalize_logits=True`.
+    `fastformer.generate` gives the tokens of transformers' generate with `beam_rules="transformers"`, greedy or with
+    beams, for every option that both have. Beams are scored, ended and compared as they are there (see
+    `TransformersBeamSearch`), and penalties look at the start token and the decoder_input_ids as well as at new tokens,
+    which by tensor2tensor's rules alone count. One default is another: what processors give is normalised again here,
+    as it is there with `renormalize_logits=True`; say False for their default. What the model's generation_config adds
+    (bad_words_ids, forced_bos_token_id, forced_eos_token_id, no_repeat_ngram_size, num_beams) has to be said again, or
+    handed over as `generation_config=model.generation_config`; a BartConfig alone makes one that forces EOS at the
+    limit.
 
     `models.Transformer` and `torch.nn.Transformer` need no conversion: the entries of a state_dict that begin with
     "encoder." and "decoder." are the same where the model is pre-norm with `attention_bias=True`.

@@ -54,7 +54,8 @@ def scaled_dot_product_attention(
         seqlen_q, num_heads, head_dim) transposed from that. So they do with dropout, where PyTorch's are contiguous.
 
     Raises:
-        ValueError: a bias along with is_causal; blocks that don't fit. What PyTorch raises for what it takes.
+        ValueError: key and value of different lengths; a bias along with is_causal; blocks that don't fit. What PyTorch
+            raises for what it takes.
     """
     return attend_heads(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, lies_as_query=True)
 
@@ -78,6 +79,11 @@ def attend_heads(
 
     For our kernels that is transposed from (batch, seqlen_q, num_heads, head_dim).
     """
+    if not (key.is_nested or value.is_nested) and key.shape[-2:-1] != value.shape[-2:-1]:
+        # PyTorch's kernel for CPUs asks for no such thing, and reads past the keys where there are more values.
+        raise ValueError(
+            f"expected key and value of one length, got key {tuple(key.shape)} and value {tuple(value.shape)}"
+        )
     if attn_mask is not None and is_causal:
         if type(attn_mask) is not Tensor:
             raise ValueError(f"expected a {type(attn_mask).__name__} or is_causal, got both")

@@ -122,7 +122,6 @@ class MultiheadAttention(nn.Module):
         attn_mask: Tensor | None = None,
         average_attn_weights: bool = True,
         is_causal: bool = False,
-        *,
         layout: SequenceLayout | None = None,
         memory_layout: SequenceLayout | None = None,
         cache: AttentionCache | None = None,
@@ -220,7 +219,7 @@ class MultiheadAttention(nn.Module):
         options: dict[str, Any] = {
             "attn_mask": mask,
             "seqlens_k": seqlens_k,
-            "window_size": self._window(is_causal, seqlen_q, seqlen_k),
+            "window_size": self._window(is_causal, 0 if same else seqlen_q - seqlen_k),
         }
         dropout_p, seed = self._dropout(q)
         weights = None
@@ -409,11 +408,12 @@ class MultiheadAttention(nn.Module):
         dropout_p = self.dropout if self.training else 0.0
         return dropout_p, dropout_seed(dropout_p, q.device)
 
-    def _window(self, is_causal: bool, seqlen_q: int, seqlen_k: int) -> Window:
+    def _window(self, is_causal: bool, diagonal: int) -> Window:
         left, right = self.window_size
         if is_causal:
-            # torch.nn's triangle starts at the top left corner, the op's window at the bottom right one.
-            diagonal = seqlen_q - seqlen_k
+            # torch.nn's triangle starts at the top left corner, the op's window at the bottom right one: seqlen_q -
+            # seqlen_k keys further left. torch.jit.trace has tensors for sizes.
+            diagonal = int(diagonal) if isinstance(diagonal, Tensor) else diagonal
             right = diagonal if right is None else min(right, diagonal)
         return left, right
 

@@ -133,6 +133,7 @@ def replacement(kind: type[nn.Module]) -> Replacement | None:
 
 
 # What the methods of torch.nn take no argument for.
+# Given by name. They are not keyword-only: torch.onnx's older exporter gives every default by position.
 _OURS_ALONE = frozenset({"layout", "memory_layout", "cache", "rotary", "position_bias"})
 
 

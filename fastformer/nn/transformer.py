@@ -172,7 +172,6 @@ class TransformerEncoder(_Stack):
         mask: Tensor | None = None,
         src_key_padding_mask: Tensor | None = None,
         is_causal: bool | None = None,
-        *,
         layout: SequenceLayout | None = None,
         cache: KVCache | None = None,
         rotary: RotaryPositions | None = None,
@@ -267,7 +266,6 @@ class TransformerDecoder(_Stack):
         memory_key_padding_mask: Tensor | None = None,
         tgt_is_causal: bool | None = None,
         memory_is_causal: bool = False,
-        *,
         layout: SequenceLayout | None = None,
         memory_layout: SequenceLayout | None = None,
         cache: KVCache | None = None,
@@ -463,7 +461,6 @@ class Transformer(nn.Module):
         src_is_causal: bool | None = None,
         tgt_is_causal: bool | None = None,
         memory_is_causal: bool = False,
-        *,
         layout: SequenceLayout | None = None,
         memory_layout: SequenceLayout | None = None,
     ) -> Tensor:

@@ -58,6 +58,7 @@ def is_plain(tensor: Tensor) -> bool:
         not torch.compiler.is_compiling()
         and type(tensor) is Tensor
         and torch._C._functorch.maybe_current_level() is None
+        and torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is None  # of make_fx
         and not torch._C._functorch.is_legacy_batchedtensor(tensor)  # of autograd's is_grads_batched
     )
 

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from fastformer.ops._common import described
+from fastformer.ops._eager import is_traced_for_onnx
 
 _MASK32 = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
@@ -107,6 +108,8 @@ def keep_mask(dropout_seed: Tensor, dropout_p: float, rows: int, columns: int, p
         bool (planes, rows, columns), True = kept.
     """
     device = dropout_seed.device
+    if is_traced_for_onnx():  # the exporter has no bits of integers, and draws of its own in the graph
+        return torch.rand((planes, rows, columns), device=device) >= threshold(dropout_p) / 256
     seed, offset = dropout_seed[0], dropout_seed[1]
     groups = (columns + 63) // 64
     words = philox(

@@ -124,9 +124,14 @@ def is_differentiated(tensor: Tensor) -> bool:
 
 def needs_formula(args: tuple[Any, ...]) -> bool:
     """Whether a call has to be made of PyTorch's own operations, which know more than a forward and a backward pass."""
-    if is_transformed():
+    if is_transformed() or is_traced_for_onnx():
         return True
     return not _ORDINARY.issuperset(map(type, args)) and any(map(_has_a_say, map(type, args)))
+
+
+def is_traced_for_onnx() -> bool:
+    """Whether torch.onnx's older exporter traces, which knows PyTorch's own operations only."""
+    return torch._C._get_tracing_state() is not None and torch.onnx.is_in_onnx_export()
 
 
 def device_of(args: tuple[Any, ...], places: Places) -> tuple[str | None, bool]:

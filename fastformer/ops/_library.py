@@ -27,6 +27,7 @@ from types import MappingProxyType, ModuleType
 from typing import Any, ParamSpec, TypeVar, cast, overload
 
 import torch
+import torch._decomp
 import torch._library.autograd
 from torch import Tensor
 
@@ -273,6 +274,8 @@ def define_op(
     LIBRARY.impl(name, lambda *args: run(_PREFERRED["cpu"], args), "CPU")
     torch.library.register_fake(f"fastformer::{name}", _without_memory(name, fake), lib=LIBRARY)
     op.run = run
+    if formula is not None:
+        _register_decomposition(overload_, formula, fake)
 
     def call(*args: Any) -> Any:
         if torch.compiler.is_compiling():
@@ -289,6 +292,17 @@ def define_op(
         return op.apply(*args)
 
     return cast(Callable[P, T], call)
+
+
+def _register_decomposition(overload_: Any, formula: Callable[..., Any], fake: Callable[..., Any]) -> None:
+    """Lets torch.onnx, and whoever asks `torch._decomp.get_decompositions`, take the op apart.
+
+    torch.compile and `run_decompositions()` decompose only what they name themselves, so they keep the op.
+    """
+    torch._decomp.register_decomposition(overload_, unsafe=True)(formula)
+    # With symbolic shapes a fake tensor would take a decomposition, and its strides, for the op's fake if there were
+    # no entry here.
+    torch._decomp.register_decomposition(overload_, type="meta", unsafe=True)(fake)
 
 
 def _without_memory(name: str, fake: Callable[..., object]) -> Callable[..., object]:

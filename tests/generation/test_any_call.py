@@ -62,6 +62,9 @@ options = st.fixed_dictionaries(
         "forced_eos_token_id": st.integers(1, VOCAB - 1),
         "eos_token_id": st.integers(1, VOCAB - 1) | st.lists(st.integers(1, VOCAB - 1), min_size=1, max_size=3),
         "max_time": st.just(1000.0),
+        "max_length": st.integers(8, 20),
+        "min_length": st.integers(0, 12),
+        "renormalize_logits": st.booleans(),
     },
 )  # fmt: skip
 sampled = st.fixed_dictionaries({
@@ -79,7 +82,8 @@ NAMES = (
     "num_beam_groups", "diversity_penalty", "do_sample", "temperature", "top_k", "top_p", "seed",
     "num_return_sequences", "repetition_penalty", "no_repeat_ngram_size", "suppress_tokens", "bad_words_ids",
     "shortlist", "forced_bos_token_id", "forced_eos_token_id", "logits_processor", "eos_token_id", "pad_token_id",
-    "decoder_start_token_id", "use_cache", "precision",
+    "decoder_start_token_id", "use_cache", "precision", "max_length", "min_length", "renormalize_logits",
+    "stopping_criteria", "generation_config",
 )  # fmt: skip
 wrong = st.dictionaries(st.sampled_from(NAMES), odd, min_size=1, max_size=2)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -334,7 +335,6 @@ def test_the_models_own_ids_are_honoured(others, kind) -> None:
         ({"eos_token_id": [1, 40]}, "expected eos_token_id from 0 to 39, as the model's vocabulary has, got 40"),
         ({"eos_token_id": 0}, "expected two ids for eos_token_id and pad_token_id, got 0 for both"),
         ({"eos_token_id": [5, 0]}, "got 0 for both, which is the model's pad: with pad_token_id=0 too, nothing in an"),
-        ({"eos_token_id": [6, 6]}, r"expected different ids of eos, got \[6, 6\]"),
         ({"decoder_start_token_id": 40}, "expected decoder_start_token_id from 0 to 39"),
         ({"forced_bos_token_id": -1}, "expected forced_bos_token_id from 0 to 39, .* got -1"),
         ({"forced_eos_token_id": 40}, "expected forced_eos_token_id from 0 to 39, .* got 40"),
@@ -347,6 +347,95 @@ def test_the_models_own_ids_are_honoured(others, kind) -> None:
 def test_errors(model, options, message) -> None:
     with pytest.raises(ValueError, match=message):
         generate(model, mixed_sources(2), max_new_tokens=3, **options)
+
+
+@pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"do_sample": True, "seed": 4}], ids=str)
+def test_lengths_may_count_what_an_output_begins_with(any_model, options) -> None:
+    is_prompted = isinstance(any_model, GPT)
+    inputs, prefix = [[5, 6, 7], [8, 9]], None if is_prompted else [[4, 3], [5]]
+    # Prompts count as long as the longest one is; else each counts its own ids and the start token.
+    for row, begun in enumerate([3, 3] if is_prompted else [3, 2]):
+        for most, least in ((8, 0), (8, 6), (9, 30), (7, 1)):
+            for together in (True, False) if not is_prompted else (True,):
+
+                def said(rows=slice(None) if together else slice(row, row + 1), **lengths):  # noqa: B023
+                    more = {} if is_prompted else {"decoder_input_ids": prefix[rows]}
+                    return generate(any_model, inputs[rows], **more, **lengths, **options, eos_token_id=[1, 9, 13, 21])
+
+                one = real(said(max_length=most, min_length=least)[row if together else 0])
+                due = said(max_new_tokens=most - begun, min_new_tokens=max(0, least - begun))
+                assert one == real(due[row if together else 0])
+    shorter = generate(
+        any_model, [[5, 6, 7]], max_length=99, max_new_tokens=2, min_length=50, min_new_tokens=2, **options
+    )
+    assert shorter.shape[1] == 2 + 3 * is_prompted  # the number of new tokens counts
+    begins = 3 if is_prompted else 1
+    with pytest.raises(ValueError, match=f"max_length of more than the {begins} .* max_new_tokens"):
+        generate(any_model, [[5, 6, 7]], max_length=begins, **options)
+    with pytest.raises(ValueError, match="expected max_length of at most"):
+        generate(any_model, [[5, 6, 7]], max_length=10**6, **options)
+    with pytest.raises(ValueError, match="expected min_length of at most"):
+        generate(any_model, [[5, 6, 7]], min_length=10**6, **options)
+
+
+@pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"do_sample": True, "seed": 4}], ids=str)
+def test_a_least_above_the_most_ends_there_and_an_end_may_be_named_twice(any_model, options, caplog) -> None:
+    inputs = [[5, 6, 7], [8, 9]]
+    found = generate(any_model, inputs, min_new_tokens=9, max_new_tokens=4, **options)
+    assert "min_new_tokens 9 is above max_new_tokens 4" in caplog.text
+    assert torch.equal(found, generate(any_model, inputs, min_new_tokens=4, max_new_tokens=4, **options))
+    assert not (found[:, -4:] == EOS).any()
+    twice, once = (
+        generate(any_model, inputs, max_new_tokens=9, eos_token_id=ends, **options) for ends in ([9, 5, 9], [9, 5])
+    )
+    assert torch.equal(twice, once)
+
+
+@pytest.mark.parametrize(
+    ("name", "nearest"),
+    [
+        ("max_lenght", "max_length"),
+        ("min_new_token", "min_new_tokens"),
+        ("num_beam", "num_beams"),
+        ("beam_size", "num_beams"),
+        ("inputs", "input_ids"),
+        ("stop", "stop_strings"),
+        ("logits_procesor", "logits_processor"),
+        ("max_tokens", "max_new_tokens"),
+    ],
+)
+def test_a_name_that_is_none_is_answered_with_the_nearest(any_model, name, nearest) -> None:
+    for call in (partial(generate, any_model), any_model.generate):
+        with pytest.raises(ValueError, match=f"no option '{name}' here; did you mean '{nearest}'"):
+            call([[5, 6]], **{name: 3})
+
+
+@pytest.mark.parametrize("engine", [CPP, "kv_cache", "recompute"])
+@pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"num_beams": 2, "beam_rules": "transformers"}], ids=str)
+def test_a_criterion_may_end_rows(model, options, engine) -> None:
+    seen: list[torch.Tensor] = []
+
+    def third(input_ids, scores, **more):
+        assert scores is None
+        seen.append(input_ids)
+        return torch.full((len(input_ids),), input_ids.shape[1] == 1 + 3)
+
+    inputs, given = [[5, 6, 7], [8, 9]], {"engine": engine, "min_new_tokens": 5, "max_new_tokens": 9, **options}
+    found = generate(model, inputs, stopping_criteria=third, **given)
+    assert found.shape[1] == 3 and seen and all(int(ids[0, 0]) == 0 for ids in seen)
+    if not options:
+        assert torch.equal(found, generate(model, inputs, **given)[:, :3])
+    # Several may be asked; one alone may speak for all rows, and samples are asked like others.
+    plain = [lambda ids, scores: False, lambda ids, scores: ids.shape[1] >= 3]
+    assert generate(model, inputs, stopping_criteria=plain, **given).shape[1] == 2
+    if not options:
+        drawn = generate(model, inputs, stopping_criteria=plain, do_sample=True, num_return_sequences=3, **given)
+        assert drawn.shape == (6, 2)
+    never = generate(model, inputs, stopping_criteria=[lambda ids, scores: torch.zeros(len(ids), dtype=bool)], **given)
+    assert torch.equal(never, generate(model, inputs, **given))
+    for wrong in (None, 1, torch.ones(7, dtype=torch.bool), torch.ones(len(inputs)), "yes"):
+        with pytest.raises(ValueError, match="expected a stopping criterion to give a boolean"):
+            generate(model, inputs, stopping_criteria=lambda ids, scores, wrong=wrong: wrong, **given)
 
 
 def test_one_id_may_end_a_row_and_fill_it(any_model) -> None:

@@ -6,10 +6,12 @@ import math
 import re
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from fastformer.generation import generate
 from fastformer.generation.engines import Draw, Prompt
 from fastformer.generation.engines.choice import draw, warp
 from fastformer.generation.processors import (
@@ -26,6 +28,7 @@ from fastformer.generation.requests import Request
 from fastformer.generation.scheduler import Scheduler, run
 from fastformer.generation.search import BeamSearch, RowSearch, Sampling
 from fastformer.generation.settings import GenerationSettings
+from tests.generation.small import CPP
 from tests.generation.toy import EOS, START, VOCAB, ToyEngine, ask, decode, plain_greedy
 
 NEVER = -math.inf
@@ -239,6 +242,13 @@ def narrows(input_ids: Tensor, scores: Tensor) -> Tensor:
         (raises, RuntimeError, "mine"),
         (forgets, ValueError, r"processor to give scores of shape \(1, 5\), got NoneType from forgets"),
         (narrows, ValueError, r"processor to give scores of shape \(1, 5\), got \(1, 4\) from narrows"),
+        (lambda ids, scores: scores.to("meta"), ValueError, "scores .* on cpu, got scores on meta from <lambda>"),
+        (lambda ids, scores: scores > 0, ValueError, "as dense numbers, got torch.bool"),
+        (lambda ids, scores: scores + 0j, ValueError, "as dense numbers, got torch.complex64"),
+        (lambda ids, scores: scores.to_sparse(), ValueError, "as dense numbers, got .*sparse"),
+        (lambda ids, scores: scores.tolist(), ValueError, "got list"),
+        (lambda ids, scores: scores.numpy() > 0, ValueError, "got ndarray"),
+        (lambda ids, scores: scores.numpy().astype(str), ValueError, "got ndarray"),
     ],
 )
 def test_one_that_fails_hits_its_own_request_only(processor, kind, message) -> None:
@@ -259,6 +269,36 @@ def test_one_that_fails_hits_its_own_request_only(processor, kind, message) -> N
     assert isinstance(requests[1].error, kind) and re.search(message, str(requests[1].error))
     with pytest.raises(kind, match=message):
         decode(engine, [ask(0, greedy), ask(1, greedy, processors=[processor])])
+
+
+GIVEN = {
+    "fp64": lambda scores: scores.double(),
+    "fp16": lambda scores: scores.half(),
+    "bf16": lambda scores: scores.bfloat16(),
+    "int64": lambda scores: scores.long(),
+    "uint8": lambda scores: scores.to(torch.uint8),
+    "NumPy": lambda scores: scores.numpy(),
+    "NumPy fp64": lambda scores: scores.numpy().astype(np.float64),
+    "NumPy fp16": lambda scores: scores.numpy().astype(np.float16),
+    "NumPy backwards": lambda scores: scores.numpy()[:, ::-1][:, ::-1],
+    "a view": lambda scores: scores.T.contiguous().T,
+}
+
+
+@pytest.mark.parametrize("kind", GIVEN)
+@pytest.mark.parametrize("engine", [CPP, "kv_cache", "recompute"])
+def test_scores_of_any_numbers_are_taken(kind, engine, model) -> None:
+    def numbers(input_ids: Tensor, scores: Tensor) -> Tensor:
+        return (scores - scores.amin(-1, keepdim=True)).round()  # which all of the types hold
+
+    def given(input_ids: Tensor, scores: Tensor) -> object:
+        return GIVEN[kind](numbers(input_ids, scores))
+
+    options = {"engine": engine, "max_new_tokens": 6, "return_dict_in_generate": True}
+    for more in ({}, {"num_beams": 3}, {"do_sample": True, "seed": 3, "temperature": 2.0}):
+        due = generate(model, [[5, 6, 7], [8]], logits_processor=numbers, **options, **more)
+        found = generate(model, [[5, 6, 7], [8]], logits_processor=given, **options, **more)
+        assert torch.equal(found.sequences, due.sequences) and torch.equal(found.scores, due.scores)
 
 
 def test_requests_that_ask_for_the_same_are_processed_at_once(monkeypatch) -> None:

@@ -417,6 +417,29 @@ def test_activate_leaves_the_rest_to_pytorch():
 
 
 @pytest.mark.usefixtures("_deactivated")
+@pytest.mark.parametrize("values", [S - 1, S + 40])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_keys_and_values_of_two_lengths_are_refused(dtype, values):
+    """PyTorch's kernel for CPUs reads past the keys where there are more values, and else leaves keys out."""
+    q, k, _ = (each.detach() for each in inputs(dtype=dtype))
+    v = torch.randn(B, H, values, D, dtype=dtype)
+    mask = torch.ones(L, S, dtype=torch.bool)
+    calls = {
+        "plain": ((q, k, v), {}),
+        "masked": ((q, k, v, mask), {}),
+        "causal": ((q, k, v), {"is_causal": True}),
+        "grouped": ((q, k[:, :1], v[:, :1]), {"enable_gqa": True}),
+        "three dimensions": ((q[0], k[0], v[0]), {}),
+        "learned": ((q.requires_grad_(), k, v), {"dropout_p": 0.1}),
+    }
+    for tensors, options in calls.values():
+        with pytest.raises(ValueError, match="key and value of one length"):
+            FF.scaled_dot_product_attention(*tensors, **options)
+        with fastformer.activate(), pytest.raises(ValueError, match="key and value of one length"):
+            F.scaled_dot_product_attention(*tensors, **options)
+
+
+@pytest.mark.usefixtures("_deactivated")
 def test_activate_under_autocast_computes_in_its_dtype():
     q, k, v = inputs(dtype=torch.float32)
     with torch.autocast("cpu", dtype=torch.bfloat16):

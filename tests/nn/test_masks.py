@@ -85,6 +85,21 @@ def test_a_trace_reads_the_mask_of_each_call() -> None:
     torch.testing.assert_close(make_fx(module)(*seen)(*others) * real, module(*others) * real)
 
 
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+@pytest.mark.parametrize("seqlen_k", [7, 9])
+def test_a_trace_of_causal_attention(seqlen_k: int) -> None:
+    """Where a trace has tensors for sizes; the queries may be traced at any length, as a triangle knows none."""
+    module = MultiheadAttention(16, 2, batch_first=True).requires_grad_(False)
+
+    def call(x: Tensor, y: Tensor) -> Tensor:
+        memory = x if seqlen_k == 7 else y
+        return module(x, memory, memory, is_causal=True, need_weights=False)[0]
+
+    x, y = torch.randn(2, 7, 16), torch.randn(2, 9, 16)
+    traced = torch.jit.trace(call, (x, y), check_trace=False)
+    torch.testing.assert_close(traced(y[:, :7], y), call(y[:, :7], y))
+
+
 def test_lengths_first_read_in_inference_mode_serve_training() -> None:
     module = MultiheadAttention(16, 2, batch_first=True)
     x, mask = torch.randn(4, 7, 16), right_padded()

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad, gradcheck, gradgradcheck
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from fastformer import ops
-from fastformer.ops import record_backends, use_backend
+from fastformer.ops import _library, record_backends, use_backend
 
 SEED = torch.tensor([3, 5])
 CU_Q, CU_K = (torch.tensor(ends, dtype=torch.int32) for ends in ([0, 2, 2, 5], [0, 3, 5, 7]))
@@ -317,6 +318,55 @@ def test_a_subclass_is_asked_in_words_that_it_knows(kind: type[Tensor]) -> None:
         assert all(type(y) is kind for y in outputs)
         close(tuple(y.held if isinstance(y, Wrapped) else y.as_subclass(Tensor) for y in outputs), expected)
     assert kind is Wrapped or any("matmul" in function for function in Asked.asked)
+
+
+def decompositions() -> dict[Any, Any]:
+    found = torch._decomp.get_decompositions([getattr(torch.ops.fastformer, name).default for name in _library.OPS])
+    assert found
+    return found
+
+
+def names_of(graph: torch.fx.Graph) -> set[str]:
+    return {str(node.target) for node in graph.nodes if "fastformer" in str(node.target)}
+
+
+@pytest.mark.parametrize(("call", "inputs"), CALLS)
+def test_a_graph_can_be_taken_apart(call: Call, inputs: Inputs) -> None:
+    whole = make_fx(call)(*inputs)
+    assert names_of(whole.graph)
+    apart = make_fx(call, decomposition_table=decompositions())(*inputs)
+    assert not names_of(apart.graph)
+    others = tuple(torch.randn_like(x) for x in inputs)
+    close(apart(*others), call(*others))
+
+
+def test_an_exported_program_is_taken_apart_on_request_alone() -> None:
+    class Attending(torch.nn.Module):
+        def forward(self, q: Tensor, k: Tensor) -> Tensor:
+            return ops.attention(q, k, k, is_causal=True)
+
+    q, k, _ = _heads()
+    others = randn(3, 5, 4, 2), randn(3, 6, 2, 2)
+    sizes = [{0: torch.export.Dim("batch"), 1: torch.export.Dim(name)} for name in ("seqlen_q", "seqlen_k")]
+    program = torch.export.export(Attending(), (q, k), dynamic_shapes=tuple(sizes))
+    whole = program.run_decompositions()
+    assert names_of(whole.graph) == {"fastformer.attention_fwd.default"}
+    apart = program.run_decompositions(torch.export.default_decompositions() | decompositions())
+    assert not names_of(apart.graph)
+    for each in (whole, apart):
+        close(each.module()(*others), Attending()(*others))
+
+
+def test_symbolic_shapes_come_from_the_fake(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What torch.compile believes about strides is what the kernels promise, and not what the formula would give."""
+    for op in decompositions():
+        monkeypatch.setitem(torch._decomp.decomposition_table, op, lambda *args: pytest.fail("the formula was asked"))
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        assert isinstance(q.shape[0], torch.SymInt)
+        return ops.attention(q, k, v)
+
+    assert names_of(make_fx(call, tracing_mode="symbolic")(*_heads()).graph) == {"fastformer.attention_fwd.default"}
 
 
 def test_ordinary_calls_never_run_the_formula() -> None:

@@ -37,7 +37,11 @@ def choose(logits: Tensor, selection: Selection) -> Candidates:
         ids[rows, 0] = tokens
         values[rows, 0] = logits[rows, tokens]
     if selection.log_probs:
-        values = values - _log_total(logits)
+        total = _log_total(logits)
+        if selection.keeps is not None:
+            kept = [row for row, keeps in zip(selection.logit_rows, selection.keeps, strict=True) if keeps]
+            total[kept] = 0.0
+        values = values - total
     values = values.masked_fill(broken, torch.nan)  # what was drawn may be another than the NaN
     return Candidates(ids.tolist(), values.tolist())
 

@@ -48,6 +48,8 @@ class Selection:
             engine that can't show its logits says so in `why_unsupported`.
         draws: for each of logit_rows how to draw its token, or None to take the best ones; None: no row draws. A drawn
             row has one candidate, with its log-probability before warping.
+        keeps: for each of logit_rows whether what `process` gives are the values, of which no log-probabilities are to
+            be made; None: no row's.
     """
 
     num_candidates: int
@@ -55,6 +57,7 @@ class Selection:
     logit_rows: Sequence[int] = ()
     process: Callable[[Tensor], Tensor] | None = None
     draws: Sequence[Draw | None] | None = None
+    keeps: Sequence[bool] | None = None
 
 
 class Candidates(NamedTuple):
