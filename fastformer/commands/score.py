@@ -148,7 +148,7 @@ def _score_text(
 ) -> None:
     """Prints what a language model thinks of a file."""
     from fastformer.data.text import read_text
-    from fastformer.generation.flow import evaluating
+    from fastformer.generation.evaluation import evaluating
     from fastformer.generation.precisions import DTYPES
     from fastformer.generation.scoring import score_rows, window_parts
     from fastformer.generation.texts import TokenScored

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fastformer.generation.bad_texts import BadTexts, TextError
 from fastformer.generation.decoders import Model, device_of
-from fastformer.generation.flow import evaluating
+from fastformer.generation.evaluation import evaluating
 from fastformer.generation.inputs import pad
 from fastformer.generation.scoring import encoded_pair
 from fastformer.special_ids import SpecialIds

@@ -15,7 +15,7 @@ from typing import Any
 
 from fastformer.generation.bad_texts import failure
 from fastformer.generation.engines import choose_engine
-from fastformer.generation.flow import evaluating
+from fastformer.generation.evaluation import Evaluation, evaluating
 from fastformer.generation.paragraphs import check_split, parts_of
 from fastformer.generation.request_maker import RequestMaker
 from fastformer.generation.requests import Request
@@ -296,10 +296,10 @@ class AsyncTranslator:
                 self._changed.wait_for(lambda: self._inbox or self._is_closing)
                 if not self._inbox:
                     return
-            with evaluating(self.translator.model):
-                scheduler = self._run(scheduler)
+            with evaluating(self.translator.model) as mode:
+                scheduler = self._run(scheduler, mode)
 
-    def _run(self, scheduler: Scheduler) -> Scheduler:
+    def _run(self, scheduler: Scheduler, mode: Evaluation) -> Scheduler:
         """Steps until there is nothing to do; the scheduler that it ends with."""
         while True:
             with self._changed:
@@ -318,6 +318,7 @@ class AsyncTranslator:
             if scheduler.is_idle:
                 return scheduler
             try:
+                mode.hold()
                 ended = scheduler.step()
             except BaseException as error:  # of the model: the thread outlives it
                 ended, scheduler = self._recover(error, scheduler)

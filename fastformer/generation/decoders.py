@@ -149,15 +149,35 @@ def as_model(model: object) -> Model:
     """The model, of which is known that it decodes in one of the three ways.
 
     Raises:
-        ValueError: it lacks the methods of each.
+        ValueError: it lacks the methods of each, or its parameters hold no values.
     """
     cached, recurrent = ("logits", "top_tokens", "empty_cache"), ("encode", "output")
     if is_ensemble(model) or _has(model, "config", "decode") and (_has(model, *cached) or _has(model, *recurrent)):
+        if isinstance(model, nn.Module) and (name := _on_meta(model)) is not None:
+            raise ValueError(
+                f"expected a {type(model).__name__} whose parameters hold values, got {name!r} on the device meta: "
+                "load its weights, or move it with model.to_empty(device=...) and fill it"
+            )
         return cast(Model, model)
     raise ValueError(
         "expected a fastformer.models.Transformer or GPT, a baseline.LSTMSeq2Seq, or a model with their methods, got "
         f"{type(model).__name__}"
     )
+
+
+def _on_meta(model: nn.Module) -> str | None:
+    """The name of a tensor that has no memory; None where there is none, or hooks bring what is missing."""
+    stack = [("", model)]
+    found: str | None = None
+    for prefix, module in stack:
+        if hasattr(module, "_hf_hook"):  # accelerate's, which loads what it offloaded
+            return None
+        stack += [(f"{prefix}{name}.", child) for name, child in module._modules.items() if child is not None]
+        for tensors in (module._parameters, module._buffers):
+            for name, tensor in tensors.items():
+                if found is None and tensor is not None and tensor.is_meta:
+                    found = prefix + name
+    return found
 
 
 def is_decoder_only(model: object) -> TypeGuard[DecoderOnly]:

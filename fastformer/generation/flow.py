@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Generic, Protocol, TypeVar
 
-from torch import nn
-
 from fastformer.generation.decoders import Model
+from fastformer.generation.evaluation import evaluating
 from fastformer.generation.requests import Request
 from fastformer.generation.scheduler import Scheduler
 
@@ -93,8 +91,9 @@ def in_turn(
         read(wait=not held)
         if not held:
             break
-        with evaluating(model):
+        with evaluating(model) as mode:
             while not _is_done(held[0]):
+                mode.hold()
                 scheduler.step()
                 read(wait=False)
         ready = [held.popleft()]
@@ -107,19 +106,3 @@ def in_turn(
 
 def _is_done(held: tuple[object, Request | None]) -> bool:
     return held[1] is None or held[1].is_done
-
-
-@contextlib.contextmanager
-def evaluating(model: Model) -> Iterator[None]:
-    """Sets a model to evaluation; behind it each of its modules is as it was."""
-    modules: list[nn.Module] = [model] if isinstance(model, nn.Module) else []
-    for module in modules:  # model.modules() takes ten times as long, which a stream pays for each token
-        modules += [child for child in module._modules.values() if child is not None]
-    training = [module for module in modules if module.training]
-    for module in training:
-        module.training = False
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from fastformer.generation.decoders import Model, as_model, device_of, is_decoder_only
 from fastformer.generation.engines import Engine
+from fastformer.generation.evaluation import evaluating
 from fastformer.generation.foreign_options import check_names, with_config
 from fastformer.generation.inputs import TokenIds, as_inputs, as_rows, left_padded, pad
 from fastformer.generation.processors import Processor
@@ -124,7 +125,8 @@ def generate(
 
     Args:
         model: a `models.Transformer` or `baseline.LSTMSeq2Seq` (input_ids are sources), or a `models.GPT` (input_ids
-            are prompts). It runs as it is: call `model.eval()` first, or dropout is on.
+            are prompts). It decodes in evaluation, without dropout; behind it each of its modules is in the mode that
+            it was in.
         input_ids: (batch, seqlen) integers, padded on either side, as a tensor or an array; (seqlen,) is a batch of
             one. Or a list of ids, or a list of such lists, which may differ in length. They are moved to the model's
             device.
@@ -251,8 +253,8 @@ def generate(
         raise ValueError(f"expected a streamer with put and end, got {type(streamer).__name__}")
     decoder = as_model(model)
     device = device_of(decoder)
-    maker = RequestMaker(decoder, settings, log_probs=return_dict_in_generate, tokenizer=tokenizer)
-    with torch.inference_mode():
+    with evaluating(decoder) as mode, torch.inference_mode():
+        maker = RequestMaker(decoder, settings, log_probs=return_dict_in_generate, tokenizer=tokenizer)
         pad_id = maker.ids.pad
         marks = maker.ids.marks_padding
         inputs, layout = as_inputs(input_ids, attention_mask, pad_id, device, marks_padding=marks)
@@ -267,7 +269,7 @@ def generate(
             if len(requests) > 1 or requests[0].search.peak_rows > 1:
                 raise ValueError("expected one input, without beams or several samples, along with a streamer")
             requests[0].on_token = _listener(streamer, requests[0].before)
-        run(new_scheduler(maker.engine), requests)
+        run(new_scheduler(maker.engine), requests, mode.hold)
         if streamer is not None:
             streamer.end()
         found = [request.results for request in requests]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 
 import numpy as np
@@ -362,14 +362,21 @@ def _checked(found: object, scores: Tensor, processor: object) -> Tensor:
     return found.to(scores.dtype)
 
 
-def run(scheduler: Scheduler, requests: list[Request]) -> None:
+def run(scheduler: Scheduler, requests: list[Request], before_step: Callable[[], object] | None = None) -> None:
     """Runs requests to their end.
+
+    Args:
+        scheduler: runs them; one that is idle.
+        requests: see above.
+        before_step: called before each step.
 
     Raises:
         Exception: the first error of any of them; the others are forgotten then.
     """
     scheduler.submit(requests)
     while not scheduler.is_idle:
+        if before_step is not None:
+            before_step()
         for request in scheduler.step():
             if request.error is not None:
                 scheduler.clear()

@@ -24,7 +24,7 @@ from fastformer.generation.decoders import (
     is_recurrent,
 )
 from fastformer.generation.engines.kv_cache import packed
-from fastformer.generation.flow import evaluating
+from fastformer.generation.evaluation import evaluating
 from fastformer.generation.inputs import TokenIds, as_rows
 from fastformer.generation.inputs import pad as padded
 from fastformer.generation.settings import GenerationSettings

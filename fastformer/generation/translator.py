@@ -18,7 +18,8 @@ from fastformer.generation.bad_texts import BadTexts, TextError, check_request
 from fastformer.generation.decoders import Model, as_model, is_decoder_only
 from fastformer.generation.engines import Engine
 from fastformer.generation.ensemble import Ensemble, Mean
-from fastformer.generation.flow import IterableSource, Source, evaluating, in_turn
+from fastformer.generation.evaluation import evaluating
+from fastformer.generation.flow import IterableSource, Source, in_turn
 from fastformer.generation.generate import new_scheduler
 from fastformer.generation.judge import Judge
 from fastformer.generation.paragraphs import check_split, joined, translated_parts

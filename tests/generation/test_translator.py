@@ -31,7 +31,7 @@ SEED = {"seed": 7}
 @pytest.fixture(scope="module")
 def model() -> Transformer:
     torch.manual_seed(0)
-    return Transformer.from_preset("tiny", vocab_size=259, d_model=32, d_ff=64, num_heads=4, max_len=64)
+    return Transformer.from_preset("tiny", vocab_size=259, d_model=32, d_ff=64, num_heads=4, max_len=64).eval()
 
 
 def talkative(model: Transformer, never: Sequence[int] = ()) -> Transformer:

@@ -1,0 +1,149 @@
+"""Decoding never drops out, whichever threads decode a model that is in training, and leaves the modes as they were."""
+
+from __future__ import annotations
+
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from torch import nn
+
+from fastformer.baseline import LSTMSeq2Seq
+from fastformer.data import ByteTokenizer
+from fastformer.generation import Translator, generate
+from fastformer.generation.evaluation import evaluating
+from fastformer.models import GPT, Transformer
+
+SIZES = {"vocab_size": 259, "d_model": 32, "d_ff": 64, "num_heads": 4, "dropout": 0.5}
+
+
+def transformer() -> Transformer:
+    torch.manual_seed(2)
+    return Transformer.from_preset("tiny", **SIZES)
+
+
+@pytest.fixture
+def often():
+    """Threads take turns so often that each step of one meets the others."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    yield
+    sys.setswitchinterval(before)
+
+
+@pytest.mark.parametrize("engine", ["kv_cache", None])
+def test_threads_that_come_and_go_never_drop_out(engine, often) -> None:
+    model = transformer()
+    translator, texts = Translator(model.eval(), ByteTokenizer()), ["ab", "c", "def"]
+    options = {"max_new_tokens": 6} | ({"engine": engine} if engine else {})
+    ids = [[5, 6, 7], [8]]
+    due = translator.translate(texts, **options), generate(model, ids, **options).tolist()
+    model.train()
+    model.encoder.layers[0].eval()
+    modes = [module.training for module in model.modules()]
+
+    def work(number: int) -> list[bool]:
+        found = []
+        for turn in range(4):
+            if (number + turn) % 3 == 0:
+                found.append(generate(model, ids, **options).tolist() == due[1])
+            elif (number + turn) % 3 == 1:
+                found.append(translator.translate(texts, **options) == due[0])
+            else:
+                with pytest.raises(ValueError, match="at most|too long"):
+                    translator.translate(["x" * 3000], **options)
+        return found
+
+    with ThreadPoolExecutor(4) as pool:
+        found = [one for row in pool.map(work, range(8)) for one in row]
+    assert len(found) > 20 and all(found)
+    assert [module.training for module in model.modules()] == modes
+
+
+@pytest.mark.parametrize("kind", ["model", "gpt", "lstm"])
+def test_generate_decodes_in_evaluation(kind) -> None:
+    torch.manual_seed(2)
+    model = {
+        "model": transformer,
+        "gpt": lambda: GPT.from_preset("tiny", **SIZES),
+        "lstm": lambda: LSTMSeq2Seq(vocab_size=40, d_model=32, dropout=0.5),
+    }[kind]()
+    for options in ({}, {"num_beams": 3}, {"do_sample": True, "seed": 1}):
+        due = generate(model.eval(), [[5, 6, 7]], max_new_tokens=12, **options)
+        found = generate(model.train(), [[5, 6, 7]], max_new_tokens=12, **options)
+        assert torch.equal(found, due) and all(module.training for module in model.modules())
+    with pytest.raises(ValueError, match="ids from 0 to"):
+        generate(model, [[10**6]])
+    assert all(module.training for module in model.modules())
+
+
+def test_the_last_to_leave_sets_back_what_was_in_training() -> None:
+    shared = nn.Dropout(0.5)
+    one, other = nn.Sequential(shared, nn.Linear(2, 2)), nn.Sequential(shared, nn.Linear(2, 2).eval())
+    with evaluating(one):
+        with evaluating(one), evaluating(other):  # also within each other
+            assert not shared.training and not other.training
+        assert other.training and not other[1].training and not shared.training and not one.training
+        with pytest.raises(KeyError), evaluating(other):
+            raise KeyError
+        assert not shared.training and not one[1].training
+    assert shared.training and one.training and one[1].training and not other[1].training
+    # Two that overlap, of which the first to come leaves first.
+    first, second = evaluating(one), evaluating(other)
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert one.training and one[1].training and not shared.training and not other.training
+    second.__exit__(None, None, None)
+    assert shared.training and other.training and not other[1].training
+
+
+def test_who_trains_meanwhile_gets_his_way_behind_it() -> None:
+    model = transformer().eval()
+    with evaluating(model) as mode:
+        model.train()
+        mode.hold()
+        assert not any(module.training for module in model.modules())
+        with evaluating(model):
+            model.decoder.train()
+        mode.hold()
+        assert not any(module.training for module in model.modules())
+    assert all(module.training for module in model.modules())
+
+
+def test_a_thread_that_trains_is_held_back_at_each_step(often) -> None:
+    model = transformer()
+    translator, steps = Translator(model.eval(), ByteTokenizer()), []
+    due = translator.translate(["ab", "c"], max_new_tokens=8, engine="kv_cache")
+    decode = model.decode
+
+    def watched(*args, **options):
+        steps.append(any(module.training for module in model.modules()))
+        done = decode(*args, **options)
+        model.train()  # as another thread might, between any two steps
+        return done
+
+    model.decode = watched
+    assert translator.translate(["ab", "c"], max_new_tokens=8, engine="kv_cache") == due
+    assert "".join(translator.stream("ab", max_new_tokens=8, engine="kv_cache")) == due[0]
+    assert len(steps) > 8 and not any(steps)
+
+
+@pytest.mark.parametrize("kind", [Transformer, GPT, LSTMSeq2Seq])
+def test_models_without_values_are_refused(kind) -> None:
+    with torch.device("meta"):
+        model = kind(vocab_size=40, d_model=32) if kind is LSTMSeq2Seq else kind.from_preset("tiny", vocab_size=259)
+    calls = [lambda: generate(model, [[5, 6]]), lambda: model.generate(torch.tensor([[5, 6]]), num_beams=2)]
+    if kind is not LSTMSeq2Seq:
+        calls.append(lambda: Translator(model, ByteTokenizer()))
+    for call in calls:
+        with pytest.raises(ValueError, match=f"expected a {kind.__name__} .* on the device meta"):
+            call()
+
+
+def test_one_part_without_values_is_named() -> None:
+    model = transformer().eval()
+    model.decoder.layers[1].linear1.to("meta")
+    with pytest.raises(ValueError, match=r"'decoder.layers.1.linear1.weight' on the device meta"):
+        generate(model, [[5, 6]])
