@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import re
 import sys
 import unicodedata
 from collections.abc import Iterator
@@ -160,6 +161,13 @@ def printable(text: str, most: int | None = None) -> str:
     if most is not None and len(text) > most:
         text = text[: most - 1] + "…"
     return "".join(_escaped(character) if not character.isprintable() else character for character in text)
+
+
+def shown(text: str, stream: TextIO | None) -> str:
+    """A text as it may go to a stream: on a terminal without control characters but line ends and tabs, else as is."""
+    if not is_terminal(stream):
+        return text
+    return "".join(part if part in "\n\t" else printable(part) for part in re.split("([\n\t])", text))
 
 
 def _escaped(character: str) -> str:

@@ -68,7 +68,9 @@ def parse(module: ModuleType, name: str, words: Sequence[str]) -> dict[str, Any]
         message = explain(str(error), hints)
         raise argparse.ArgumentError(None, f"{message}; see `fastformer {name} --help`") from error
     for key, text in texts.items():
-        _put(values, key, console.typed(text) if key in written else text)
+        if key in written:
+            text = list(map(console.typed, text)) if isinstance(text, list) else console.typed(text)
+        _put(values, key, text)
     return values
 
 

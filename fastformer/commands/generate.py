@@ -2,18 +2,36 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
-from typing import Literal
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+from fastformer.console import is_terminal, shown
+
+if TYPE_CHECKING:
+    from fastformer.data import Tokenizer
+    from fastformer.generation.flow import Source
+    from fastformer.generation.request_maker import RequestMaker
+    from fastformer.generation.requests import Request
+    from fastformer.generation.texts import Item
 
 logger = logging.getLogger("fastformer")
 
-TEXTS = ("prompt",)
+FILLED_BY = ("file",)  # a prompt or a file, not both
+TEXTS = ("prompt", "stop")
+_READ_AHEAD = 4096  # prompts of a file that are held at a time
 
 
 def generate(
     run: str,
-    prompt: str,
+    prompt: str | None = None,
     *,
+    file: str | None = None,
+    stop: list[str] | None = None,
+    window: Literal["stop", "slide"] = "stop",
     device: str = "auto",
     precision: Literal["fp32", "bf16", "fp16", "int8"] | None = None,
     greedy: bool = False,
@@ -36,12 +54,22 @@ def generate(
 ) -> None:
     """Continues a prompt with a language model.
 
-    It samples, if no flag says otherwise. One continuation is printed as it is made; several, or those of beams, at the
-    end.
+    It samples, if no flag says otherwise. The continuation of one prompt is printed as it is made; several, or those of
+    beams, at the end.
+
+    With --file, or without a prompt, each line is a prompt, of the file or of standard input. All are decoded
+    together, and there is a line of output for each, in order: the prompt and its continuation, in which a line end is
+    written as \\n. With --num_return_sequences there are as many lines, each behind the number of its prompt and a tab.
+    Empty lines stay empty.
 
     Args:
         run: the run folder
-        prompt: the text to continue
+        prompt: the text to continue; - is standard input
+        file: a UTF-8 file, one prompt a line; - is standard input
+        stop: a text that ends the continuation and isn't printed; it may stand there several times. In most shells
+            $'\\n' is a line end
+        window: what becomes of a text that fills the model's positions: stop ends it there; slide forgets the older
+            half of what the model sees and goes on, up to --max_new_tokens, and takes a longer prompt by its end
         device: auto (a GPU if there is one), cpu, cuda, cuda:1, ...
         precision: what the weights become; int8 is for a CPU alone; without it they stay as they were saved
         greedy: take the best token always, without sampling
@@ -66,11 +94,64 @@ def generate(
     """
     from torch import Tensor
 
+    from fastformer.generation import GenerationSettings
     from fastformer.generation import generate as search
     from fastformer.generation.precisions import DTYPES, asked_precision
-    from fastformer.generation.streaming import TextStreamer
+    from fastformer.generation.request_maker import RequestMaker
     from fastformer.run_folder import choose_device, load_model
 
+    if prompt is not None and file is not None:
+        raise ValueError(f"expected a prompt or --file, got both: {prompt!r:.60} and {file}")
+    _check_sampling(
+        greedy, num_beams, num_return_sequences, {"temperature": temperature, "top_k": top_k, "top_p": top_p}
+    )
+    place = choose_device("cpu" if (device, precision) == ("auto", "int8") else device)
+    model, tokenizer = load_model(run, ("GPT",), device=place, dtype=DTYPES.get(precision or ""))
+    options: dict[str, Any] = {
+        "num_beams": num_beams,
+        "num_return_sequences": num_return_sequences,
+        "beam_rules": beam_rules,
+        "length_penalty": length_penalty,
+        "early_stopping": early_stopping,
+        "num_beam_groups": num_beam_groups,
+        "diversity_penalty": diversity_penalty,
+        "min_new_tokens": min_new_tokens,
+        "max_new_tokens": max_new_tokens,
+        "max_time": max_time,
+        "repetition_penalty": repetition_penalty,
+        "no_repeat_ngram_size": no_repeat_ngram_size,
+        "do_sample": not greedy and num_beams == 1,
+        "temperature": temperature,
+        "top_k": top_k,
+        "top_p": top_p,
+        "seed": seed,
+        "precision": asked_precision(model, precision),
+        "stop_strings": tuple(stop or ()),
+        "window": window,
+    }
+    say = _Sayings(tokenizer, options["stop_strings"], model.config.max_len)
+    if prompt is None or prompt == "-":
+        maker = RequestMaker(model, GenerationSettings(**options), log_probs=False, tokenizer=tokenizer)
+        _continue_lines(maker, say, "-" if file is None else file)
+        say.report(max_new_tokens)
+        return
+    ids = say.encode(prompt)
+    if not ids:
+        raise ValueError("expected a prompt of at least one token, got an empty one")
+    say.warn_of_unknown()
+    # What is sampled or greedy comes token by token; beams and several samples are known at the end.
+    streamer = say.streamer(prompt) if max(num_beams, num_return_sequences) == 1 else None
+    out = search(model, [ids], streamer=streamer, tokenizer=tokenizer, **options)
+    assert isinstance(out, Tensor)
+    new = [row[len(ids) :] for row in out.tolist()]
+    if streamer is None:
+        print(shown("\n---\n".join(say.text(prompt, ids, tokens) for tokens in new), sys.stdout))
+    for tokens in new:
+        say.note_end(ids, tokens)
+    say.report(max_new_tokens)
+
+
+def _check_sampling(greedy: bool, num_beams: int, num_return_sequences: int, sampling: dict[str, float]) -> None:
     if greedy and num_beams > 1:
         raise ValueError(f"expected --greedy or --num_beams {num_beams}, got both")
     if greedy and num_return_sequences > 1:
@@ -78,49 +159,160 @@ def generate(
             f"expected --greedy or --num_return_sequences {num_return_sequences}, got both: "
             "the best token always makes one continuation"
         )
-    for name, value, neutral in (("temperature", temperature, 1.0), ("top_k", top_k, 0), ("top_p", top_p, 1.0)):
-        if value != neutral and (greedy or num_beams > 1):
+    for name, value in sampling.items():
+        if value != (0 if name == "top_k" else 1.0) and (greedy or num_beams > 1):
             other = "--greedy" if greedy else f"--num_beams {num_beams}"
             raise ValueError(f"expected {other} or --{name} {value}, got both: it is sampling that a {name} changes")
-    place = choose_device("cpu" if (device, precision) == ("auto", "int8") else device)
-    model, tokenizer = load_model(run, ("GPT",), device=place, dtype=DTYPES.get(precision or ""))
-    ids = tokenizer.encode(prompt)
-    if not ids:
-        raise ValueError("expected a prompt of at least one token, got an empty one")
-    unknown = 0 if tokenizer.special_ids.unk is None else ids.count(tokenizer.special_ids.unk)
-    if unknown:
-        logger.warning("the tokenizer doesn't know %d of the prompt's %d tokens", unknown, len(ids))
-    # What is sampled or greedy comes token by token; beams and several samples are known at the end.
-    streamer = TextStreamer(tokenizer, prompt=prompt) if max(num_beams, num_return_sequences) == 1 else None
-    out = search(
-        model,
-        [ids],
-        num_beams=num_beams,
-        num_return_sequences=num_return_sequences,
-        beam_rules=beam_rules,
-        length_penalty=length_penalty,
-        early_stopping=early_stopping,
-        num_beam_groups=num_beam_groups,
-        diversity_penalty=diversity_penalty,
-        min_new_tokens=min_new_tokens,
-        max_new_tokens=max_new_tokens,
-        max_time=max_time,
-        repetition_penalty=repetition_penalty,
-        no_repeat_ngram_size=no_repeat_ngram_size,
-        do_sample=not greedy and num_beams == 1,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        seed=seed,
-        precision=asked_precision(model, precision),
-        streamer=streamer,
-    )
-    if streamer is not None:
-        return
-    assert isinstance(out, Tensor)
-    texts = []
-    for row in out.tolist():
+
+
+class _Sayings:
+    """What prompts become, and what there is to say of them at the end.
+
+    Args:
+        tokenizer: of the model.
+        stop: texts that end a continuation.
+        max_len: of the model.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str], max_len: int) -> None:
+        self._tokenizer, self._stop, self._max_len = tokenizer, stop, max_len
+        self._tokens = self._unknown = self._cut = 0
+
+    def encode(self, prompt: str) -> list[int]:
+        """The ids of a prompt."""
+        ids = self._tokenizer.encode(prompt)
+        unk = self._tokenizer.special_ids.unk
+        self._tokens += len(ids)
+        self._unknown += 0 if unk is None else ids.count(unk)
+        return ids
+
+    def text(self, prompt: str, ids: Sequence[int], tokens: Sequence[int]) -> str:
+        """A prompt, as it was typed, and its continuation."""
+        from fastformer.generation.streaming import before_stop
+
+        said, again = self._tokenizer.decode([*ids, *tokens]), self._tokenizer.decode(ids)
+        said = before_stop(said, self._stop, len(again))
         # A tokenizer may give back a prompt that it doesn't hold quite as it was, a line end say.
-        said, again = tokenizer.decode(row), tokenizer.decode(ids)
-        texts.append(prompt + said[len(again) :] if said.startswith(again) else said)
-    print("\n---\n".join(texts))
+        return prompt + said[len(again) :] if said.startswith(again) else said
+
+    def streamer(self, prompt: str) -> Any:
+        """Prints a continuation as it is made."""
+        from fastformer.generation.streaming import TextStreamer
+
+        class Streamer(TextStreamer):
+            def write(self, text: str) -> None:
+                super().write(shown(text, sys.stdout))
+
+        return Streamer(self._tokenizer, prompt=prompt, stop=self._stop)
+
+    def note_end(self, ids: Sequence[int], tokens: Sequence[int]) -> None:
+        """Notes whether a continuation ended because the model has no more positions."""
+        special = self._tokenizer.special_ids
+        is_ended = any(token in special.eos or token == special.pad for token in tokens)
+        self._cut += not is_ended and len(ids) + len(tokens) == self._max_len
+
+    def warn_of_unknown(self) -> None:
+        """Says how much of the prompts the tokenizer doesn't know."""
+        if self._unknown:
+            logger.warning("the tokenizer doesn't know %d of the prompt's %d tokens", self._unknown, self._tokens)
+
+    def report(self, max_new_tokens: int | None) -> None:
+        """Says how to go on, where texts ended with the model's positions and nothing else was asked for."""
+        if self._cut and max_new_tokens is None:
+            logger.info(
+                "ended where the model's %d positions do: --window slide --max_new_tokens N goes on", self._max_len
+            )
+
+
+class _Prompt(NamedTuple):
+    """A prompt on its way: its number, its text, and which of its samples is asked for (None: all)."""
+
+    number: int
+    text: str
+    sample: int | None
+
+
+def _continue_lines(maker: RequestMaker, say: _Sayings, file: str) -> None:
+    """Prints a line for each prompt of a file, or of standard input."""
+    import torch
+
+    from fastformer.commands._lines import Texts, arriving, file_lines
+    from fastformer.generation.bad_texts import BadTexts, failure
+    from fastformer.generation.flow import IterableSource, in_turn
+    from fastformer.generation.generate import new_scheduler
+
+    settings, bad, name = maker.settings, BadTexts(), "standard input" if file == "-" else file
+    if file != "-":
+        texts = Texts(IterableSource(file_lines(Path(file))), name, bad, None)
+    elif sys.stdin is None:
+        raise ValueError("expected a prompt, --file, or lines on standard input, which is closed")
+    else:
+        if is_terminal(sys.stdin):
+            print("continues each line that you type; Ctrl-D ends", file=sys.stderr)
+        texts = Texts(arriving(sys.stdin.buffer), name, bad, None)
+    # Samples of one prompt slide apart: then each is a request.
+    slides = settings.window == "slide" and settings.samples > 1
+    prompts = _Prompts(texts, list(range(settings.samples)) if slides else [None])
+    ids: dict[int, list[int]] = {}
+
+    def begin(prompt: _Prompt) -> Request | None:
+        if not prompt.text.strip():
+            return None
+        try:
+            row = ids.setdefault(prompt.number, []) or say.encode(prompt.text)
+            ids[prompt.number] = row
+            return maker.make(maker.check(row), place=prompt.number - 1, sample=prompt.sample)
+        except ValueError as error:
+            raise ValueError(f"{name}, line {prompt.number}: {error}") from error
+
+    scheduler = new_scheduler(maker.engine, is_endless=True)
+    with torch.inference_mode():
+        for ready in in_turn(scheduler, prompts, begin, model=maker.model, read_ahead=_READ_AHEAD):
+            lines: list[str] = []
+            for prompt, request in ready:
+                if request is None:
+                    lines += [_numbered(prompt, "", settings.num_return_sequences)]
+                    continue
+                if request.error is not None:
+                    _print_lines(lines)
+                    raise failure(f"{name}, line {prompt.number}", request.error) from request.error
+                row = ids[prompt.number]
+                for found in request.results:
+                    text = say.text(prompt.text, row, found.tokens)
+                    lines.append(_numbered(prompt, text, settings.num_return_sequences))
+                    say.note_end(row, found.tokens)
+                if prompt.sample in (None, settings.samples - 1):
+                    del ids[prompt.number]
+            _print_lines(lines)
+    say.warn_of_unknown()
+
+
+class _Prompts:
+    """A source of lines as one of prompts, each for some samples."""
+
+    def __init__(self, texts: Source[Item], samples: Sequence[int | None]) -> None:
+        self._texts, self._samples, self._numbers = texts, samples, itertools.count(1)
+        self._ready: Iterator[_Prompt] = iter(())
+
+    def get(self, wait: bool) -> _Prompt | None:
+        """See `Source.get`."""
+        for prompt in self._ready:
+            return prompt
+        item = self._texts.get(wait)
+        if item is None:
+            return None
+        number = next(self._numbers)
+        samples = self._samples if item.text.strip() else [None]
+        self._ready = iter([_Prompt(number, item.text, sample) for sample in samples])
+        return next(self._ready)
+
+
+def _numbered(prompt: _Prompt, text: str, count: int) -> str:
+    """A text as a line of the output."""
+    line = text.replace("\r", "\\r").replace("\n", "\\n")
+    return f"{prompt.number}\t{line}" if count > 1 else line
+
+
+def _print_lines(lines: Sequence[str]) -> None:
+    if lines:
+        print(shown("\n".join(lines), sys.stdout), flush=True)
