@@ -217,7 +217,7 @@ VALUES: list[tuple[str, tuple[str, ...]]] = [
     ("train new --config null_key.yaml", ("unknown setting None",)),
     ("train new --config number_model_key.yaml", ("unknown setting 1 of the model",)),
     ("train new --config deep.yaml", ("deep.yaml", "no YAML")),
-    ("train new --config date.yaml", ("date.yaml", "no YAML")),
+    ("train new --config date.yaml", ("date.yaml", "steps to be an integer", "2020-13-45")),
     ("train new --config tag.yaml", ("tag.yaml", "no YAML")),
     ("train new --config two.yaml", ("two.yaml", "no YAML")),
     ("train new --config tab.yaml", ("tab.yaml", "no YAML")),

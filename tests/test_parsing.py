@@ -203,8 +203,8 @@ def test_the_help_of_a_model_shows_its_settings_and_presets(capsys) -> None:
         main(["train", "--model.help", "gpt"])
     text = " ".join(capsys.readouterr().out.split())
     assert not end.value.code
-    assert "--model.rotary_base" in text and "the slowest rotation is near 1 / base" in text and "default: 384" in text
-    assert "llama-small norm rms, activation swiglu" in text
+    assert "--model.rotary_base" in text and "the slowest rotation is near 1 / base" in text and "default: 128" in text
+    assert "norm rms, activation swiglu" in text
     assert "num_encoder_layers" not in text and "--model.vocab_size" not in text
 
 
@@ -238,7 +238,10 @@ def test_the_help_speaks_plainly(name, capsys) -> None:
     if name == "train":
         assert "--resume [auto] go on" in text
         assert "--max_tokens MAX_TOKENS of a batch, on the longer side. (an integer; default: 4096)" in text
-        assert "on the attention weights (a number in [0, 1))" in text and "(true or false; default: false)" in text
+        assert (
+            "on the attention weights; by default 0.1 (gpt 0.0) (a number in [0, 1))" in text
+            and "(true or false; default: false)" in text
+        )
     if name == "translate":
         assert "usage: fastformer translate RUN [TEXT] [--FLAG VALUE ...]" in text
         assert "--skip_long skip what" in text and "--file FILE a UTF-8 file, one sentence a line --" in text

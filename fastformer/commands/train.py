@@ -5,17 +5,30 @@ from __future__ import annotations
 import argparse
 import logging
 from collections.abc import Sequence
-from typing import Any, Literal, get_type_hints
+from dataclasses import asdict
+from typing import Any, Literal, cast, get_args, get_type_hints
 
 from docstring_parser import parse as parse_docstring
 from jsonargparse import ArgumentParser
 
-from fastformer.commands import command_line
+from fastformer.commands import _words, command_line
 from fastformer.commands._parsing import Help, explain
+from fastformer.settings import choices, suggestion, why_not
 from fastformer.training.build import start
-from fastformer.training.config import ARCHITECTURES, OF_TOKENIZER, SECTIONS, Model, check_names, merged, unused
+from fastformer.training.config import (
+    ARCHITECTURES,
+    OF_TOKENIZER,
+    SECTIONS,
+    Architecture,
+    Model,
+    check_names,
+    merged,
+    unused,
+    whole_numbers,
+)
 from fastformer.training.interrupts import Interrupts
-from fastformer.training.settings import read_yaml, run_config
+from fastformer.training.settings import run_config
+from fastformer.training.yaml_file import read_yaml
 
 logger = logging.getLogger("fastformer")
 
@@ -23,6 +36,7 @@ logger = logging.getLogger("fastformer")
 SHORT = {"--model": "--model.name", "--preset": "--model.preset"}
 # The tokenizer decides on these.
 NO_FLAGS = OF_TOKENIZER
+NUM_TOKENS = 1000  # of a model that is described only
 USAGE = "fastformer train RUN [--config FILE] [--resume] [--SETTING VALUE ...]"
 
 
@@ -32,7 +46,8 @@ def train(run: str, *, config: str | None = None, resume: bool | Literal["auto"]
     Args:
         run: the run folder
         config: a YAML file with settings; flags override it
-        resume: go on with the run in the folder; auto: go on if there is one, else begin
+        resume: go on with the run in the folder from its last checkpoint; auto: go on if there is one, else begin. To
+            begin anew from its best model instead, name it by --init_from and give another folder
         settings: those that flags gave, as `TrainConfig.from_dict` reads them
     """
     with Interrupts() as interrupts:
@@ -59,11 +74,42 @@ def read_settings(path: str) -> dict[str, Any]:
     hints = add_settings(parser)
     try:
         check_names(values)
+        values = _checked(values, hints)
         return dict(parser.parse_object(values, defaults=False).as_dict())
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
     except argparse.ArgumentError as error:
         raise ValueError(f"{path}: {explain(str(error), hints, flag='')}") from error
+
+
+def _checked(values: dict[str, Any], hints: dict[str, Any]) -> dict[str, Any]:
+    """The values, of which those are refused that jsonargparse would read as something else.
+
+    Raises:
+        ValueError: a text for true or false, or a setting that the tokenizer decides on.
+    """
+    values = whole_numbers(values)
+    model = dict(values.get("model", {}))
+    if model.get("source_vocab_size", 0) is None:  # as it stands in the config.yaml of a run
+        del model["source_vocab_size"]
+    for name in NO_FLAGS & model.keys():
+        advice = "; give vocab_size outside of the model's settings" if name.endswith("vocab_size") else ""
+        raise ValueError(f"expected no {name} among the model's settings, for the tokenizer decides on it{advice}")
+    flat = {**values, **{f"model.{name}": value for name, value in model.items()}}
+    for name, value in flat.items():
+        hint = hints.get(name)
+        if not isinstance(value, str) or hint is None or _words.is_text(hint) or value in choices(hint):
+            continue
+        # A text that spells a number is one, but jsonargparse would read more than that as a number.
+        plain = None if bool in (hint, *get_args(hint)) else _words.plain(value, hint)
+        if plain is None:
+            quotes = ": leave the quotes out" if value.lower() in _words.SWITCH else ""
+            raise ValueError(
+                f"expected {name} {why_not(value, hint)}, got {value!r}{suggestion(value, choices(hint))}{quotes}"
+            )
+        flat[name] = plain
+    model = {name: flat[f"model.{name}"] for name in model}
+    return {**{name: flat[name] for name in values}, **({"model": model} if model else {})}
 
 
 def add_settings(parser: ArgumentParser) -> dict[str, Any]:
@@ -82,8 +128,8 @@ def _add_model(parser: ArgumentParser) -> dict[str, Any]:
     """--model gpt, --preset tiny, and --model.X for each setting X of any architecture."""
     group = parser.add_argument_group(
         "The model",
-        "--model and --preset choose it; --model.X sets X over the preset's value. `--model.help gpt` shows what a gpt "
-        "has and what its presets are.",
+        "--model and --preset choose it; --model.X sets X over the preset's value. The defaults are those of preset "
+        f"{Model.preset}; `--model.help gpt` shows what a gpt has and what its presets are.",
     )
     group.add_argument("--model.help", action=_ModelHelp, metavar="NAME", help="show an architecture and its presets")
     kinds = get_type_hints(Model)
@@ -106,8 +152,32 @@ def _add_model(parser: ArgumentParser) -> dict[str, Any]:
                 )
     for key, hint in hints.items():
         if key not in ("model.help", "model.name", "model.preset"):
-            group.add_argument(f"--{key}", type=hint, default=argparse.SUPPRESS, help=texts[key])
+            text = texts[key] + _described_defaults(key.removeprefix("model."))
+            group.add_argument(f"--{key}", type=hint, default=argparse.SUPPRESS, help=text)
     return hints
+
+
+def _defaults(architecture: str) -> dict[str, Any]:
+    """What a model's settings are without a flag: those of the preset that is the default."""
+    config_class, presets = ARCHITECTURES[cast(Architecture, architecture)]
+    values = asdict(config_class(vocab_size=NUM_TOKENS, **presets[Model.preset]))
+    # The longest example decides on it.
+    return {name: value for name, value in values.items() if name not in NO_FLAGS | {"max_len"}}
+
+
+def _described_defaults(name: str) -> str:
+    """ "; by default 128 (gpt 64)": the first architecture's, and where the others have another."""
+    found = {kind: values[name] for kind in ARCHITECTURES if name in (values := _defaults(kind))}
+    shown = {kind: _shown(value) for kind, value in found.items() if value is not None}
+    if not shown:
+        return ""
+    first = next(iter(shown.values()))
+    others = [f"{kind} {text}" for kind, text in shown.items() if text != first]
+    return f"; by default {first}" + (f" ({', '.join(others)})" if others else "")
+
+
+def _shown(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 class _ModelHelp(argparse.Action):
@@ -129,8 +199,13 @@ class _ModelHelp(argparse.Action):
             config_class, presets = ARCHITECTURES[name]
             shown = ArgumentParser(usage=argparse.SUPPRESS, add_help=False, formatter_class=Help)
             shown.add_class_arguments(config_class, "model", as_group=False, skip=NO_FLAGS)
-            print(f"--model {name}\n\n{shown.format_help().strip()}\n\npresets (--preset), over the defaults above:")
-            for preset, changes in presets.items():
-                print(f"  {preset:<12} {', '.join(f'{key} {value}' for key, value in changes.items()) or '-'}")
+            defaults = _defaults(name)
+            shown.set_defaults({f"model.{key}": value for key, value in {**defaults, "max_len": None}.items()})
+            print(f"--model {name}; the defaults are those of --preset {Model.preset}\n")
+            print(f"{shown.format_help().strip()}\n\npresets (--preset):")
+            varied = [key for key in defaults if any(key in changes for changes in presets.values())]
+            for preset in presets:
+                config = asdict(config_class(vocab_size=NUM_TOKENS, **presets[preset]))
+                print(f"  {preset:<12} {', '.join(f'{key} {_shown(config[key])}' for key in varied) or 'as above'}")
             print()
         parser.exit()

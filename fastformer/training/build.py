@@ -33,6 +33,7 @@ from fastformer.training.interrupts import Interrupts
 from fastformer.training.moved import check_origin, check_there, check_tokenizer, digest_of
 from fastformer.training.progress import METRICS
 from fastformer.training.run_log import RunLog
+from fastformer.training.schedule import surprises
 from fastformer.training.settings import CONFIG, absolute_paths, check_unchanged, save_config
 from fastformer.training.trainer import Trainer
 
@@ -166,15 +167,23 @@ def _start(
     trainer.init_weights = None if weights is None else digest_of(weights)
     if config.epochs:
         steps = count_updates(config, trainer.lengths, data.weights)
-        logger.info("%g epochs are %d updates", config.epochs, steps)
+        logger.info(
+            "%g epoch%s %s %d update%s",
+            config.epochs, "" if config.epochs == 1 else "s", "is" if config.epochs == 1 else "are", steps,
+            "" if steps == 1 else "s",
+        )  # fmt: skip
         config = trainer.config = replace(config, steps=steps, epochs=0.0)
+    done, rate = 0, 0.0
     if found is not None:
         path, state = found
         trainer.load_state_dict(state, path)
         logger.info("going on from %s", path)
+        done, rate = trainer.step, trainer.rate
     else:
         data.tokenizer.save(folder)
     save_config(folder, config)
+    for sentence in surprises(config, model.config.d_model, done, rate):  # type: ignore[union-attr, arg-type]
+        logger.warning(sentence)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     logger.info(
         "%s: %s parameters, %s training examples, vocabulary %s, %s",

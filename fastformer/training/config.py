@@ -10,7 +10,7 @@ import math
 import os
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, fields
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_type_hints
 
 from fastformer.baseline.lstm import LSTMConfig
 from fastformer.data.bpe import MAX_TOKEN_LENGTH, Normalization, Spaces
@@ -28,6 +28,7 @@ from fastformer.settings import (
     Seed,
     check_settings,
     suggestion,
+    why_not,
 )
 from fastformer.special_ids import SpecialIds
 
@@ -189,7 +190,8 @@ class Optimisation:
         clip: the largest gradient norm; 0 = off.
         label_smoothing: in training; validation reports the plain NLL.
         smooth_others: spread it over the other classes, as tensor2tensor does.
-        init_from: a run folder whose model and tokenizer the training begins with (fine-tuning).
+        init_from: a run folder whose model and tokenizer the training begins with (fine-tuning): its best model, or its
+            average, with a new optimizer, rates from the beginning, and no update done.
     """
 
     batching: Literal["packed", "bucketed", "random"] = "packed"
@@ -427,7 +429,7 @@ class TrainConfig(Machine, Validation, Optimisation, Tokens, Filters, Data, Mode
         """
         if not isinstance(values, dict):
             raise ValueError(f"expected settings as a mapping of names to values, got {type(values).__name__}")
-        nested = _nested(values)
+        nested = whole_numbers(_nested(values))
         check_names(nested)
         if values.get("epochs") and "steps" in values:
             raise ValueError(f"expected steps or epochs, got both: {values['steps']!r} and {values['epochs']!r}")
@@ -468,10 +470,27 @@ def _suited(nested: dict[str, Any]) -> dict[str, Any]:
 
 
 def merged(values: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-    """The values with the changes over them, within the mapping of the model too."""
+    """The values with the changes over them, within the mapping of the model too.
+
+    A change takes away what it contradicts: epochs the steps, data of one kind those of another.
+    """
     before, after = _nested(values), _nested(changes)
+    rivals = _rivals(after)
+    before = {name: value for name, value in before.items() if name not in rivals}
     model = {**before.get("model", {}), **after.get("model", {})}
     return {**before, **after, **({"model": model} if model else {})}
+
+
+def _rivals(changes: dict[str, Any]) -> set[str]:
+    """The settings that contradict changes which are made."""
+    rivals: set[str] = set()
+    for one, other in (("steps", "epochs"), ("epochs", "steps")):
+        if changes.get(one) and other not in changes:
+            rivals.add(other)
+    trained = {kind for kind, names in SOURCES.items() for name in names if changes.get(name) and name[:4] != "val_"}
+    if trained:
+        rivals |= {name for kind, names in SOURCES.items() if kind not in trained for name in names}
+    return rivals - {name for name, value in changes.items() if value}
 
 
 def unused(config: TrainConfig, given: Iterable[str]) -> list[str]:
@@ -545,6 +564,24 @@ def _nested(values: dict[str, Any]) -> dict[str, Any]:
     if "preset" in values:
         model["preset"] = values["preset"]
     return {"model": model, **rest} if model else rest
+
+
+def whole_numbers(nested: dict[str, Any]) -> dict[str, Any]:
+    """The values, with 1e3 as an integer where an integer is asked for: YAML reads it as a number with a fraction."""
+    model = nested.get("model")
+    kinds = [get_type_hints(TrainConfig, include_extras=True)]
+    if isinstance(model, dict):
+        of_models = [get_type_hints(config_class, include_extras=True) for config_class, _ in ARCHITECTURES.values()]
+        nested = {**nested, "model": {name: _as_integer(value, name, of_models) for name, value in model.items()}}
+    return {name: _as_integer(value, name, kinds) for name, value in nested.items()}
+
+
+def _as_integer(value: Any, name: str, kinds: list[dict[str, Any]]) -> Any:
+    if isinstance(value, float) and value.is_integer():
+        hints = [hints[name] for hints in kinds if name in hints]
+        if any(why_not(int(value), hint) is None and why_not(value, hint) is not None for hint in hints):
+            return int(value)
+    return value
 
 
 def _joined(key: str, value: Any) -> Any:

@@ -20,7 +20,7 @@ from fastformer.data.bpe import Spaces
 from fastformer.data.examples import encode_pair, windows
 from fastformer.data.number_words import english, german, number_pairs
 from fastformer.data.text import read_documents, read_pairs, read_tsv
-from fastformer.data.tokenizer import line_pieces
+from fastformer.data.tokenizer import NUM_BYTES, line_pieces
 from fastformer.data.tokenizer_files import ForeignTokenizer
 from fastformer.training.config import WORDS, TrainConfig, paths_of, split_at_commas
 
@@ -168,7 +168,7 @@ def make_tokenizer(config: TrainConfig, texts: Sequence[str]) -> Tokenizer:
     if config.tokenizer == "bpe":
         logger.info("learning a BPE of %d tokens", config.vocab_size)
         spaces: Spaces = "keep" if config.model == "gpt" else "collapse"
-        return train_bpe(
+        tokenizer = train_bpe(
             texts,
             config.vocab_size,
             normalization=config.normalization,
@@ -177,6 +177,10 @@ def make_tokenizer(config: TrainConfig, texts: Sequence[str]) -> Tokenizer:
             user_tokens=user_tokens,
             drop_user_tokens=config.drop_user_tokens,
         )
+        learned = tokenizer.vocab_size - NUM_BYTES
+        if learned < config.vocab_size:
+            logger.info("the training text has no more than %d of them", learned)
+        return tokenizer
     found = load_tokenizer(config.tokenizer)
     if isinstance(found, PairTokenizer):
         raise ValueError(f"{config.tokenizer} has a vocabulary for each side: expected shared_vocab false")

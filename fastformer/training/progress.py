@@ -8,6 +8,7 @@ import logging
 import os
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ class Meter:
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
         self.loss = torch.zeros((), device=device)
+        self._paused: float | None = None  # since when
         self.reset()
 
     def reset(self) -> None:
@@ -45,13 +47,27 @@ class Meter:
         self._tokens += sum(batch.num_tokens for batch in batches)
         self._slots += sum(batch.num_slots for batch in batches)
 
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """What is done inside is no training, and its time doesn't count."""
+        began = time.perf_counter()
+        self._paused = began
+        try:
+            yield
+        finally:
+            self._paused = None
+            self._started += time.perf_counter() - began
+
+    def _seconds(self) -> float:
+        return (time.perf_counter() if self._paused is None else self._paused) - self._started
+
     def mean_loss(self) -> float:
         """Mean loss of the updates so far."""
         return float(self.loss) / max(self._updates, 1)
 
     def report(self) -> dict[str, float]:
         """The numbers of a log line."""
-        seconds = max(time.perf_counter() - self._started, 1e-9)
+        seconds = max(self._seconds(), 1e-9)
         return {
             "loss": self.mean_loss(),
             "tokens_per_second": self._tokens / seconds,
@@ -65,7 +81,7 @@ class Meter:
             "updates": self._updates,
             "tokens": self._tokens,
             "slots": self._slots,
-            "seconds": time.perf_counter() - self._started,
+            "seconds": self._seconds(),
         }
 
     def load_state_dict(self, state: dict[str, float]) -> None:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import math
 
+from fastformer.training.config import TrainConfig
+
 FLOOR = 0.02  # of the peak, where the linear and cosine schedules end
+_JUMP = 2.0  # of the rate, in either direction, where a run goes on with other settings
 
 
 def learning_rate(step: int, *, schedule: str, lr: float, warmup: int, steps: int, d_model: int) -> float:
@@ -31,3 +34,41 @@ def learning_rate(step: int, *, schedule: str, lr: float, warmup: int, steps: in
     if schedule == "cosine":
         return lr * (FLOOR + (1 - FLOOR) * 0.5 * (1 + math.cos(math.pi * progress)))
     return lr * (1 - (1 - FLOOR) * progress)
+
+
+def rate_of(config: TrainConfig, step: int, d_model: int) -> float:
+    """The learning rate of an update by the settings of a run."""
+    return learning_rate(
+        step, schedule=config.schedule, lr=config.lr, warmup=config.warmup, steps=config.steps, d_model=d_model
+    )
+
+
+def surprises(config: TrainConfig, d_model: int, done: int = 0, last_rate: float = 0.0) -> list[str]:
+    """What the rates of a run do that its settings don't show at a glance, each with what to give instead.
+
+    Args:
+        config: the settings.
+        d_model: width of the model.
+        done: updates before this start.
+        last_rate: of the last of them.
+    """
+    found = []
+    if config.warmup >= config.steps > 1 and config.lr:
+        reached, peak = (rate_of(config, step, d_model) for step in (config.steps, config.warmup))
+        found.append(
+            f"the warmup of {config.warmup} updates is not over when the run ends, after {config.steps}: its rate ends "
+            f"at {reached:.2e}, {100 * reached / peak:.0f} % of the peak; give --warmup {config.steps // 10}, or more "
+            "steps"
+        )
+    if 0 < done < config.steps and last_rate:
+        # The rate of the last update by these settings: what they do from one update to the next is no surprise.
+        before, after = rate_of(config, done, d_model), rate_of(config, done + 1, d_model)
+        ratio = before / last_rate
+        if not 1 / _JUMP <= ratio <= _JUMP:
+            found.append(
+                f"the rate goes from {last_rate:.2e} at update {done} to {after:.2e} at the next one, by a factor of "
+                f"{after / last_rate:.3g}: schedule {config.schedule} depends on steps ({config.steps}), warmup "
+                f"({config.warmup}) and lr ({config.lr:g}); to keep the rate, give --schedule constant --warmup 0 --lr "
+                f"{last_rate:.3g}"
+            )
+    return found

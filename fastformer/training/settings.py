@@ -11,7 +11,8 @@ from typing import Any
 
 from fastformer.files import write_atomically
 from fastformer.run_folder.checkpoint import checkpoints
-from fastformer.training.config import SEVERAL, SOURCES, WORDS, TrainConfig, merged, paths_of
+from fastformer.training.config import SEVERAL, WORDS, TrainConfig, merged, paths_of
+from fastformer.training.yaml_file import read_yaml, yaml_library
 
 logger = logging.getLogger("fastformer")
 
@@ -42,20 +43,12 @@ def run_config(run: str | os.PathLike[str], given: dict[str, Any], resume: bool 
     if not resume or (resume == "auto" and not checkpoints(Path(run))):
         return TrainConfig.from_dict(given)
     before = load_config(run).to_dict()
-    if "epochs" in given and "steps" not in given:
-        del before["steps"]
-    kinds = {kind: [name for name in names if given.get(name)] for kind, names in SOURCES.items()}
-    if any(not name.startswith("val_") for names in kinds.values() for name in names):
-        # The same data as a file of another kind: what was said of the other one is no longer true.
-        for kind, names in SOURCES.items():
-            if kind != "task" and not kinds[kind]:
-                before |= dict.fromkeys(names)
     return TrainConfig.from_dict(merged(before, given))
 
 
 def save_config(run: Path, config: TrainConfig) -> None:
     """Writes config.yaml, unless that is what it says already."""
-    data = _yaml().safe_dump(config.to_dict(), sort_keys=False, explicit_end=True).encode()
+    data = yaml_library().safe_dump(config.to_dict(), sort_keys=False, explicit_end=True).encode()
     file = run / CONFIG
     if not file.is_file() or file.read_bytes() != data:
         write_atomically(file, data)
@@ -75,25 +68,6 @@ def load_config(run: str | os.PathLike[str]) -> TrainConfig:
     if not file.read_text(encoding="utf-8").rstrip().endswith("\n..."):
         raise ValueError(f"expected {file} to end with a line of three dots, as it was written: is it cut short?")
     return TrainConfig.from_dict({**EARLIER, **values})
-
-
-def read_yaml(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The settings that a YAML file holds.
-
-    Raises:
-        ValueError: no such file, no YAML, or no settings in it.
-    """
-    yaml, file = _yaml(), Path(path)
-    if not file.is_file():
-        raise ValueError(f"expected a YAML file with settings, but there is no file {file}")
-    try:
-        values = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, ValueError, RecursionError) as error:  # a date that is none is a ValueError
-        raise ValueError(f"{file} is no YAML: {error}") from error
-    if not isinstance(values, dict):
-        found = "nothing" if values is None else type(values).__name__
-        raise ValueError(f"expected settings in {file}, one `name: value` a line, got {found}: is it cut short?")
-    return values
 
 
 def check_unchanged(config: TrainConfig, saved: str, origin: object) -> TrainConfig:
@@ -138,14 +112,7 @@ def absolute_paths(config: TrainConfig) -> TrainConfig:
 
 def _absolute(name: str, path: str) -> str:
     paths = paths_of(path) if name in SEVERAL else [path]
-    found = [os.path.abspath(one) for one in paths]
+    # The shell knows ~ alone at the beginning of a word.
+    found = [os.path.abspath(one if os.path.exists(one) else os.path.expanduser(one)) for one in paths]
     # A folder with a comma in its name can't stand in a list.
     return ",".join(paths if len(found) > 1 and any("," in one for one in found) else found)
-
-
-def _yaml() -> Any:
-    try:
-        import yaml
-    except ImportError as error:
-        raise ImportError("training writes its settings as YAML: pip install 'fastformer[train]'") from error
-    return yaml

@@ -33,7 +33,7 @@ from fastformer.training.graph_updates import GraphUpdates, check_device, pad_ba
 from fastformer.training.interrupts import Interrupted, Interrupts
 from fastformer.training.progress import Meter, Progress
 from fastformer.training.run_log import RunLog
-from fastformer.training.schedule import learning_rate
+from fastformer.training.schedule import rate_of
 from fastformer.training.state import restore, state_of
 
 logger = logging.getLogger("fastformer")
@@ -174,12 +174,14 @@ class Trainer:
             else:
                 progress.advance(self.step)
             if validating:
-                if not checkpoints(self.run):  # a model that is kept belongs to a run that can go on
-                    self.save()
-                scores = self._validate_and_keep(progress) or scores
+                with self.meter.paused():
+                    if not checkpoints(self.run):  # a model that is kept belongs to a run that can go on
+                        self.save()
+                    scores = self._validate_and_keep(progress) or scores
                 self.model.train()
             if saving and not last:
-                self.save()
+                with self.meter.paused():
+                    self.save()
             if last or self._end():
                 break
         return scores
@@ -241,14 +243,7 @@ class Trainer:
         config = self.config
         # Every token of the update weighs the same, in whichever batch it stands.
         tokens = sum(batch.num_target_tokens for batch in batches)
-        self.rate = learning_rate(
-            self.step + 1,
-            schedule=config.schedule,
-            lr=config.lr,
-            warmup=config.warmup,
-            steps=config.steps,
-            d_model=self.model.config.d_model,  # type: ignore[union-attr, arg-type]
-        )
+        self.rate = rate_of(config, self.step + 1, self.model.config.d_model)  # type: ignore[union-attr, arg-type]
         if self.graphs is not None:
             self.graphs(batches, [tokens, self.rate, self._share()])
             return self.loss, self.norm

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import signal
 from pathlib import Path
 
 import pytest
 
 from fastformer.cli import main
+from fastformer.data import load_tokenizer
 from fastformer.models.pretrained import read_notes
 from fastformer.run_folder.checkpoint import latest_checkpoint
 from fastformer.run_folder.lock import RunLock
-from fastformer.training import Trainer
+from fastformer.training import TrainConfig, Trainer
 from fastformer.training.settings import load_config
 from tests.training.tiny import contents
 
@@ -51,6 +53,47 @@ def step(run: str) -> int:
     found = latest_checkpoint(Path(run))
     assert found is not None
     return int(found[1]["counters"]["step"])
+
+
+def help_of(words: list[str], capsys) -> str:
+    with pytest.raises(SystemExit):
+        main(["train", *words])
+    return " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize("kind", ["transformer", "gpt", "lstm"])
+def test_the_help_says_what_a_model_is_by_default(kind, capsys) -> None:
+    settings = TrainConfig(model=kind, batching="bucketed").model_config(99)
+    shown, presets = help_of(["--model.help", kind], capsys).split("presets (--preset):")
+    everything = help_of(["--help"], capsys)
+    for name, hint in (("d_model", "an integer"), ("dropout", "a number")):
+        value = getattr(settings, name)
+        flag = shown.partition(f"--model.{name} ")[2].partition("--model.")[0]
+        assert f"default: {value})" in flag and hint in flag
+        flag = everything.partition(f"--model.{name} ")[2].partition("--model.")[0]
+        assert re.search(rf"by default {value}|{kind} {value}[,)]", flag), flag
+    assert "max_len" not in everything.partition("by default")[0]
+    if kind == "transformer":
+        assert re.search(r"base d_model 512, .*num_encoder_layers 6", presets)
+        assert re.search(r"tiny d_model 128, .*num_encoder_layers 2", presets)
+
+
+def test_epochs_are_told_as_a_person_counts(command, caplog) -> None:
+    caplog.set_level(logging.INFO)
+    for epochs, said in (("1", "1 epoch is "), ("2", "2 epochs are "), ("0.01", "0.01 epochs are 1 update")):
+        caplog.clear()
+        assert (
+            main([command[0], f"{command[1]}{epochs}", *command[2:], "--epochs", epochs, "--max_minutes", "1e-9"]) == 0
+        )
+        assert said in caplog.text and "1 updates" not in caplog.text
+
+
+def test_a_text_with_fewer_tokens_than_asked_for(command, caplog) -> None:
+    caplog.set_level(logging.INFO)
+    command[command.index("bytes")] = "bpe"
+    assert main([*command, "--vocab_size", "4000", "--steps", "1"]) == 0
+    learned = load_tokenizer(command[1]).vocab_size - 256
+    assert learned < 4000 and f"no more than {learned} of them" in caplog.text
 
 
 @pytest.mark.skipif(os.name != "posix", reason="links need no rights on POSIX alone")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fastformer.training import TrainConfig
-from fastformer.training.config import TASKS
+from fastformer.training.config import TASKS, merged
 
 
 @pytest.mark.parametrize(
@@ -60,6 +60,38 @@ def test_a_task_brings_what_suits_it_behind_what_is_given() -> None:
     assert TrainConfig.from_dict({"train_tsv": "x"}) == TrainConfig(train_tsv="x")
     tuned = TrainConfig.from_dict({"task": "numbers", "init_from": "run"})
     assert (tuned.vocab_size, tuned.settings, tuned.lr) == (TrainConfig().vocab_size, {}, TASKS["numbers"]["lr"])
+
+
+A, B, C = {"train_tsv": "a", "val_tsv": "b"}, {"train_source": "c", "train_target": "d"}, {"task": "numbers"}
+
+
+@pytest.mark.parametrize(
+    ("values", "changes", "expected"),
+    [
+        ({"epochs": 2}, {"steps": 1}, {"steps": 1}),
+        ({"steps": 900, "epochs": 0.0}, {"epochs": 3}, {"epochs": 3}),
+        ({"steps": 900}, {"epochs": 0}, {"steps": 900, "epochs": 0}),
+        ({"steps": 900}, {"lr": 1}, {"steps": 900, "lr": 1}),
+        (A, B, B),
+        (B | {"val_source": "x", "val_target": "y"}, A, A),
+        (C, A, A),
+        (A, C, C),
+        (A, {"model": "gpt", "train_text": "t"}, {"model": {"name": "gpt"}, "train_text": "t"}),
+        (A, {"train_tsv": "z"}, {"train_tsv": "z", "val_tsv": "b"}),
+        (A, {"val_tsv": "z"}, {"train_tsv": "a", "val_tsv": "z"}),
+        (A | dict.fromkeys(("task", "train_text")), B, B),
+    ],
+)
+def test_a_change_takes_away_what_it_contradicts(values, changes, expected) -> None:
+    found = merged(values, changes)
+    assert {name: value for name, value in found.items() if value is not None} == expected
+    TrainConfig.from_dict(found)
+
+
+def test_contradicting_changes_are_refused_still() -> None:
+    for changes in ({"steps": 1, "epochs": 2}, A | B, A | C):
+        with pytest.raises(ValueError, match=", got "):
+            TrainConfig.from_dict(merged({"steps": 5}, changes))
 
 
 def test_lists_are_texts_with_commas() -> None:

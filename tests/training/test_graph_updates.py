@@ -25,7 +25,7 @@ from fastformer.training import graph_updates as module
 from fastformer.training import trainer as trainer_module
 from fastformer.training.evaluate import model_loss
 from fastformer.training.graph_updates import Size, pad_batch, round_up, size_of
-from fastformer.training.schedule import learning_rate
+from fastformer.training.schedule import rate_of
 from fastformer.training.settings import load_config
 from fastformer.training.trainer import DivergedError
 from tests.no_sync import HostSync
@@ -38,11 +38,7 @@ def on_a_tape(monkeypatch) -> None:
     monkeypatch.setenv("FASTFORMER_CPU_GRAPHS", "1")
     monkeypatch.setattr(trainer_module, "Graphs", TapeGraphs)
     # A graph takes its rate as fp32; with such rates the ordinary trainer comes to the same bits.
-    monkeypatch.setattr(trainer_module, "learning_rate", rate_of)
-
-
-def rate_of(step: int, **options: Any) -> float:
-    return float(torch.tensor(learning_rate(step, **options)))
+    monkeypatch.setattr(trainer_module, "rate_of", lambda *given: float(torch.tensor(rate_of(*given))))
 
 
 @pytest.fixture
@@ -258,7 +254,7 @@ def test_a_checkpoint_knows_nothing_of_graphs(graphs, tmp_path) -> None:
     assert shape(states[0]) == shape(states[1])
     for state in states:
         (group,) = state["optimizer"]["param_groups"]
-        assert group["lr"] == rate_of(4, schedule="linear", lr=2e-3, warmup=4, steps=4, d_model=16)
+        assert group["lr"] == float(torch.tensor(rate_of(config, 4, 16)))
         assert group["capturable"] is False and state["ema"]["n_averaged"] == 4
     # Each goes on as the other.
     on = start(changed(config, steps=8), tmp_path / "plain", resume=True)

@@ -15,7 +15,7 @@ import torch
 from fastformer.training import TrainConfig, Trainer, start
 from fastformer.training import trainer as trainer_module
 from fastformer.training.graph_updates import pad_batch, size_of
-from fastformer.training.schedule import learning_rate
+from fastformer.training.schedule import rate_of
 from tests.training.tiny import PAIRS, Crash, changed, lines, losses, weights, write_pairs
 
 pytestmark = [
@@ -29,9 +29,7 @@ SIZES = {"d_model": 64, "d_ff": 128, "num_heads": 2, "num_encoder_layers": 2, "n
 @pytest.fixture
 def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TrainConfig:
     # A graph takes its rate as fp32.
-    monkeypatch.setattr(
-        trainer_module, "learning_rate", lambda *args, **options: float(torch.tensor(learning_rate(*args, **options)))
-    )
+    monkeypatch.setattr(trainer_module, "rate_of", lambda *given: float(torch.tensor(rate_of(*given))))
     return TrainConfig(
         train_tsv=write_pairs(tmp_path / "train.tsv", PAIRS * 5),
         val_tsv=write_pairs(tmp_path / "val.tsv", PAIRS[:8]),

@@ -7,8 +7,10 @@ import json
 import pytest
 
 from fastformer.data import Batch, Example, collate
+from fastformer.training import start
 from fastformer.training.evaluate import Scores
 from fastformer.training.progress import Meter, Progress, duration
+from tests.training.tiny import changed, lines
 
 
 def test_lines_that_come_again_are_dropped_and_damaged_ones_too(tmp_path) -> None:
@@ -74,6 +76,68 @@ def test_meter_counts_real_tokens_and_goes_on_after_a_checkpoint() -> None:
     assert meter.loss is place and meter.mean_loss() == 0.0 and meter.report()["padding"] == 1.0
     add(meter, 7.0, [batch])
     assert meter.mean_loss() == 7.0
+
+
+class Clock:
+    """Time that a test moves."""
+
+    def __init__(self, monkeypatch) -> None:
+        self.now = 100.0
+        monkeypatch.setattr("fastformer.training.progress.time.perf_counter", lambda: self.now)
+
+
+def test_the_speed_behind_a_checkpoint_is_that_of_training(monkeypatch) -> None:
+    clock, batch = Clock(monkeypatch), collate([Example([5, 6, 1], [7, 1])], packed=False)
+    meter = Meter()
+    meter.count([batch])
+    clock.now += 2.0
+    assert meter.report()["tokens_per_second"] == 2.5
+    state = meter.state_dict()
+    clock.now += 1000.0  # until the run goes on, in another process
+    other = Meter()
+    other.load_state_dict(state)
+    assert other.report()["tokens_per_second"] == 2.5
+    clock.now += 3.0
+    other.count([batch])
+    assert other.report()["tokens_per_second"] == 2.0
+
+
+def test_what_is_no_training_does_not_count(monkeypatch) -> None:
+    clock, batch = Clock(monkeypatch), collate([Example([5, 6, 1], [7, 1])], packed=False)
+    meter = Meter()
+    meter.count([batch])
+    clock.now += 1.0
+    with meter.paused():
+        clock.now += 50.0
+        assert meter.state_dict()["seconds"] == 1.0
+    clock.now += 1.0
+    assert meter.report()["tokens_per_second"] == 2.5
+    with pytest.raises(KeyboardInterrupt), meter.paused():
+        clock.now += 50.0
+        raise KeyboardInterrupt
+    assert meter.report()["tokens_per_second"] == 2.5
+
+
+@pytest.mark.parametrize("what", ["validate", "save"])
+def test_the_line_behind_a_validation_or_a_save_has_the_speed_of_training(config, tmp_path, monkeypatch, what) -> None:
+    clock = Clock(monkeypatch)
+    config = changed(config, steps=9, log_every=4, **{f"{'val' if what == 'validate' else 'save'}_every": 3})
+    trainer = start(config, tmp_path / "run")
+    update, slow = trainer._update, getattr(trainer, what)
+
+    def timed(batches):
+        clock.now += 1.0
+        return update(batches)
+
+    def waited(*arguments):
+        clock.now += 600.0
+        return slow(*arguments)
+
+    trainer._update = timed
+    setattr(trainer, what, waited)
+    trainer.train()
+    for line in lines(tmp_path / "run", "train"):
+        assert 20 < line["tokens_per_second"] <= 128, line
 
 
 @pytest.mark.slow

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from fastformer.training.schedule import FLOOR, learning_rate
+from fastformer.training import TrainConfig, start
+from fastformer.training.schedule import FLOOR, learning_rate, rate_of, surprises
+from tests.training.tiny import changed
 
 
 def test_values_of_the_papers() -> None:
@@ -38,3 +40,59 @@ def test_decays() -> None:
     assert learning_rate(35, schedule="cosine", **options) > learning_rate(35, schedule="linear", **options)
     assert learning_rate(100, schedule="constant", **options) == 1e-3
     assert learning_rate(1, schedule="constant", **{**options, "warmup": 0}) == 1e-3
+
+
+def config_of(**settings) -> TrainConfig:
+    return TrainConfig(train_tsv="x", **settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"steps": 10, "warmup": 500}, ("500", "10", "2 %", "--warmup 1")),
+        ({"steps": 8}, ("200", "8", "4 %", "--warmup")),
+        ({"steps": 100, "warmup": 200, "schedule": "noam"}, ("200", "100", "50 %")),
+        ({"steps": 1000, "warmup": 200}, ()),
+        ({"steps": 100, "warmup": 50, "schedule": "constant"}, ()),
+        ({"steps": 10, "warmup": 0}, ()),
+        ({"steps": 1}, ()),
+    ],
+)
+def test_a_warmup_that_never_ends_is_mentioned(settings, said) -> None:
+    found = surprises(config_of(**settings), 64)
+    assert len(found) == bool(said)
+    assert all(word in sentence for sentence in found for word in said)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "jumps"),
+    [
+        ({}, {"steps": 40}, True),  # the linear schedule had ended
+        ({"schedule": "cosine"}, {"steps": 40}, True),
+        ({"schedule": "constant"}, {"steps": 40}, False),
+        ({"schedule": "noam"}, {"steps": 40}, False),
+        ({"schedule": "constant"}, {"steps": 40, "lr": 0.1}, True),
+        ({"schedule": "constant"}, {"steps": 40, "lr": 1e-6}, True),
+        ({}, {"steps": 40, "schedule": "constant"}, True),
+        ({"steps": 2000}, {}, False),  # interrupted
+        ({"steps": 2000, "warmup": 19}, {}, False),
+    ],
+)
+def test_a_rate_that_jumps_where_a_run_goes_on_is_mentioned(before, after, jumps) -> None:
+    settings = {"steps": 20, "warmup": 5} | before
+    last = rate_of(config_of(**settings), 20, 64)
+    found = surprises(config_of(**(settings | after)), 64, 20, last)
+    assert len(found) == jumps
+    if jumps:
+        assert f"{last:.2e}" in found[0] and f"--lr {last:.3g}" in found[0]
+
+
+def test_runs_mention_them(config, tmp_path, caplog) -> None:
+    start(changed(config, warmup=50, steps=4), tmp_path / "run").train()
+    assert "--warmup" in caplog.text
+    caplog.clear()
+    start(changed(config, warmup=1, steps=4), tmp_path / "other").train()
+    start(changed(config, warmup=1, steps=4), tmp_path / "other", resume=True)
+    assert "rate" not in caplog.text
+    start(changed(config, warmup=1, steps=40), tmp_path / "other", resume=True)
+    assert "--schedule constant" in caplog.text

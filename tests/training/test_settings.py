@@ -15,10 +15,10 @@ from fastformer.training.settings import (
     absolute_paths,
     check_unchanged,
     load_config,
-    read_yaml,
     run_config,
     save_config,
 )
+from fastformer.training.yaml_file import read_yaml
 from tests.training.tiny import PAIRS, changed, contents, write_pairs
 
 OTHER = {

@@ -1,0 +1,137 @@
+"""YAML files of settings: numbers as a person means them, and nothing that is silently another thing."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from fastformer.cli import main
+from fastformer.commands.train import read_settings
+from fastformer.training import TrainConfig, start
+from fastformer.training.settings import absolute_paths, load_config, run_config
+from fastformer.training.yaml_file import read_yaml
+from tests.training.tiny import changed
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("1e0", 1.0),
+        ("1e3", 1000.0),
+        ("1e-3", 1e-3),
+        (".5", 0.5),
+        ("-.5e1", -5.0),
+        ("1.", 1.0),
+        ("010", 10),
+        ("-007", -7),
+        ("1_000", 1000),
+        ("+3", 3),
+        ("-.inf", -math.inf),
+        ("yes", True),
+        ("null", None),
+        ("~", None),
+        ("0x4", "0x4"),
+        ("0o7", "0o7"),
+        ("1:30", "1:30"),
+        ("2024-01-01", "2024-01-01"),
+        ("2020-13-45", "2020-13-45"),
+        ('"010"', "010"),
+        ("", None),
+    ],
+)
+def test_values(text, value, tmp_path) -> None:
+    (tmp_path / "a.yaml").write_text(f"a: {text}\n")
+    found = read_yaml(tmp_path / "a.yaml")["a"]
+    assert found == value and type(found) is type(value)
+
+
+@pytest.mark.parametrize(
+    "text", ["steps: 3\nlr: 1\nsteps: 4\n", "model: {d_ff: 3, d_ff: 3}\n", "model:\n  d_ff: 1\n  'd_ff': 2\n"]
+)
+def test_a_name_that_is_there_twice(text, tmp_path, capsys) -> None:
+    file = tmp_path / "twice.yaml"
+    file.write_text(text)
+    assert main(["train", str(tmp_path / "run"), "--config", str(file)]) == 1
+    error = capsys.readouterr().err
+    assert "twice.yaml" in error and ("'steps'" in error or "'d_ff'" in error) and "line" in error
+
+
+def test_a_merged_mapping_may_be_overridden(tmp_path) -> None:
+    (tmp_path / "a.yaml").write_text("model: &small {d_ff: 3, d_model: 4}\nother: {<<: *small, d_ff: 5}\n")
+    assert read_yaml(tmp_path / "a.yaml")["other"] == {"d_ff": 5, "d_model": 4}
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("steps: 1e3\nmodel: {d_ff: 6.4e1, dropout: 1e-1}\n", {"steps": 1000, "d_ff": 64, "dropout": 0.1}),
+        ("seed: 010\n", {"seed": 10}),
+        ('steps: "7"\nlr: "1e-3"\n', {"steps": 7, "lr": 1e-3}),
+        ("checkpointing: yes\n", {"checkpointing": True}),
+        ("train_tsv: [a.tsv, b.tsv]\ndata_weights: [2, 0.5]\n", {"train_tsv": "a.tsv,b.tsv", "data_weights": "2,0.5"}),
+    ],
+)
+def test_settings(text, expected, tmp_path) -> None:
+    (tmp_path / "a.yaml").write_text(text)
+    config = TrainConfig.from_dict(read_settings(str(tmp_path / "a.yaml")))
+    found = {name: getattr(config, name, config.settings.get(name)) for name in expected}
+    assert found == expected and all(type(found[name]) is type(value) for name, value in expected.items())
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('model: {norm_first: "no"}\n', "norm_first"),
+        ('checkpointing: "yes"\n', "checkpointing"),
+        ("checkpointing: maybe\n", "checkpointing"),
+        ("checkpointing: 1\n", "checkpointing"),
+        ("model: {vocab_size: 5}\n", "tokenizer"),
+        ("model: {source_vocab_size: 5}\n", "tokenizer"),
+        ("model: {special_ids: {pad: 0}}\n", "tokenizer"),
+        ("steps: 1.5\n", "steps"),
+        ("steps: 0x4\n", "steps"),
+        ("max_minutes: 1:30\n", "max_minutes"),
+        ("steps: 2020-01-01\n", "steps"),
+    ],
+)
+def test_what_is_another_thing_is_refused(text, said, tmp_path, capsys) -> None:
+    (tmp_path / "a.yaml").write_text(text)
+    assert main(["train", str(tmp_path / "run"), "--config", str(tmp_path / "a.yaml")]) == 1
+    error = capsys.readouterr().err
+    assert "a.yaml" in error and said in error and "not accepted" not in error
+
+
+def test_settings_of_another_run_and_flags_over_them(config, tmp_path) -> None:
+    """A run's config.yaml has every setting, so that each flag contradicts one of them."""
+    start(changed(config, steps=1), tmp_path / "first").train()
+    data = ["--train_tsv", config.train_tsv, "--val_examples", "0", "--device", "cpu", "--max_tokens", "64"]
+    assert main(["train", str(tmp_path / "tuned"), *data, "--steps", "1", "--init_from", str(tmp_path / "first")]) == 0
+    file = str(tmp_path / "tuned" / "config.yaml")  # whose model has every size
+    assert main(["train", str(tmp_path / "again"), "--config", file, "--epochs", "0.2"]) == 0
+    file = str(tmp_path / "first" / "config.yaml")
+    assert (
+        main(["train", str(tmp_path / "numbers"), "--config", file, "--task", "numbers", "--max_minutes", "1e-9"]) == 0
+    )
+
+
+def test_the_settings_of_a_run_that_were_edited(config, tmp_path) -> None:
+    start(changed(config, steps=1), tmp_path / "run").train()
+    file = tmp_path / "run" / "config.yaml"
+    file.write_text(file.read_text().replace("steps: 1\n", "steps: 1e1\n").replace("seed: 0\n", "seed: 00\n"))
+    assert load_config(tmp_path / "run").steps == 10
+    assert run_config(tmp_path / "run", {"epochs": 3}, True).epochs == 3
+
+
+def test_a_home_folder_is_found(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "c.yaml").write_text("steps: 3\n")
+    assert read_yaml("~/c.yaml") == {"steps": 3}
+    settings = TrainConfig(train_tsv="~/a.tsv,~/b.tsv", tokenizer="~/t.json", init_from="~/run", val_tsv="v.tsv")
+    found = absolute_paths(settings)
+    assert found.train_tsv == f"{tmp_path}/a.tsv,{tmp_path}/b.tsv" and found.tokenizer == f"{tmp_path}/t.json"
+    assert found.init_from == f"{tmp_path}/run" and found.val_tsv == f"{tmp_path}/v.tsv"
+    (tmp_path / "~").mkdir()
+    (tmp_path / "~" / "a.tsv").touch()  # of that very name
+    assert absolute_paths(TrainConfig(train_tsv="~/a.tsv")).train_tsv == f"{tmp_path}/~/a.tsv"
