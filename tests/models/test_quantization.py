@@ -9,9 +9,12 @@ import pytest
 import safetensors.torch
 import torch
 
+from fastformer.generation import generate
 from fastformer.models import GPT, Transformer
 from fastformer.models.quantization import from_grid, quantized_names, to_grid
 from fastformer.nn import MultiheadAttention
+from tests.generation.small import needs_cpp
+from tests.generation.weights import drawn
 
 SMALL = {"vocab_size": 24, "d_model": 16, "num_heads": 2, "d_ff": 24, "max_len": 9, "attention_bias": True}
 
@@ -170,3 +173,25 @@ def test_a_model_with_nan_is_not_quantised() -> None:
     model.decoder.layers[1].linear2.weight.data[3, 2] = torch.nan
     with pytest.raises(ValueError, match="decoder.layers.1.linear2.weight: expected finite weights"):
         model.quantize()
+
+
+@needs_cpp
+@pytest.mark.parametrize("tie_embeddings", [True, False])
+def test_embeddings_are_all_that_a_folder_differs_in_from_a_model_in_int8(tie_embeddings) -> None:
+    model = drawn(Transformer, tie_embeddings=tie_embeddings)
+    source = torch.randint(3, 70, (12, 9), generator=torch.Generator().manual_seed(1))
+
+    def found(model: Transformer) -> torch.Tensor:
+        out = generate(model, source, max_new_tokens=8, precision="int8", return_dict_in_generate=True)
+        return out.token_log_probs
+
+    others, full = copy.deepcopy(model), model.quantize()
+    state = others.state_dict()
+    for name in quantized_names(others):
+        if "embedding" not in name:
+            state[name].copy_(from_grid(*to_grid(state[name]), torch.float32))
+    assert torch.equal(found(others), found(model)) and not torch.equal(found(full), found(model))
+    for name in quantized_names(full):
+        if "embedding" in name:
+            full.state_dict()[name].copy_(model.state_dict()[name])
+    assert torch.equal(found(full), found(model))
