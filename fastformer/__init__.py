@@ -2,8 +2,8 @@
 
 `fastformer.nn` has the modules of torch.nn; `Transformer` and `GPT` are whole models, `generate` decodes with them, a
 `Translator` reads and writes text, and an `AsyncTranslator` does so for many tasks at once. `accelerate` makes a model
-that somebody else wrote compute on the same ops, in place, and `restore` undoes it. These and the packages below are
-loaded on first use: importing the package alone stays cheap.
+that already exists compute on the same ops, in place, `report` says how, and `restore` undoes it. These and the
+packages below are loaded on first use: importing the package alone stays cheap.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from fastformer.integrations import accelerate as accelerate
     from fastformer.integrations import activate as activate
     from fastformer.integrations import deactivate as deactivate
+    from fastformer.integrations import report as report
     from fastformer.integrations import restore as restore
     from fastformer.models import GPT as GPT
     from fastformer.models import Transformer as Transformer
@@ -33,6 +34,7 @@ __all__ = [
     "activate",
     "deactivate",
     "generate",
+    "report",
     "restore",
 ]
 
@@ -45,6 +47,7 @@ _HOMES = {
     "activate": "fastformer.integrations",
     "deactivate": "fastformer.integrations",
     "generate": "fastformer.generation",
+    "report": "fastformer.integrations",
     "restore": "fastformer.integrations",
 }
 

@@ -85,7 +85,7 @@ class Accelerated(AsItIs):
 
     def prepare(self, work: Work) -> nn.Module:
         """The model, whose classes are ours now."""
-        report = fastformer.accelerate(work.model, fused_loss=self.fused_loss)
+        report = fastformer.report(fastformer.accelerate(work.model, fused_loss=self.fused_loss))
         if not report.swapped:
             raise ValueError(f"expected that accelerate takes the model, but it left all of it: {report}")
         return work.model

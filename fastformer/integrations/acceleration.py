@@ -7,7 +7,7 @@ import sys
 from collections import Counter
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any
+from typing import Any, Literal, TypeVar, get_args
 
 import torch.nn.modules.module as torch_module
 from torch import nn
@@ -18,6 +18,7 @@ from fastformer.integrations.swap import (
     by_original,
     is_derived,
     is_swapped,
+    original_class,
     own_methods,
     swap,
     unswap,
@@ -25,94 +26,141 @@ from fastformer.integrations.swap import (
 )
 from fastformer.nn.fusing import replacement
 
+Model = TypeVar("Model", bound=nn.Module)
+Padding = Literal["auto", "skip", "compute"]
+
 
 @dataclass
 class Report:
-    """What `accelerate` did.
+    """What is accelerated of a model, by the names of its modules ("" is the model itself).
 
     Attributes:
-        swapped: by each module's name in the model ("" is the model itself), the class that it had.
-        left: by name, why a module that looked like one of the known ones was left as it is. Or that somebody replaced
-            the forward of a swapped module's class, or of one inside of it (or of torch.nn's a block, or the function
-            that attends): that is called, and nothing is packed through it, for as long as it is there. Or, of a
-            stack, that a model of transformers around it which isn't known may read what it gives at padding: it
-            computes that, until `restore`.
-        attention: the names of the transformers models whose attention was led to ours, whatever their family.
-        hooked: by name, which hooks there are on a swapped module, or on one inside of it. They see and change what
-            they did before: nothing is fused over such a module, and no padding left out around it. Hooks that come
-            later are called, too, and stand in the report of the next call.
+        swapped: the class that each swapped module had.
+        left: why a module that looks like one of the known ones is as it was. Or what was replaced of the class of a
+            swapped module, or of one inside of it (a forward, a block of torch.nn's layers, the function that attends):
+            that is called, and no padding is left out around it, for as long as it is there.
+        attention: the models of transformers whose attention is led to the ops of this library, whatever their family.
+        hooked: which hooks there are on a swapped module, or on one inside of it. They see and change what they did
+            before: nothing is fused over such a module, and no padding is left out around it.
+        padding: of each stack of transformers' that may leave padding out, what stands at padded positions of its
+            output, and why.
     """
 
     swapped: dict[str, str] = field(default_factory=dict)
     left: dict[str, str] = field(default_factory=dict)
     attention: list[str] = field(default_factory=list)
     hooked: dict[str, str] = field(default_factory=dict)
+    padding: dict[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
         counts = Counter(self.swapped.values())
         lines = [f"swapped: {', '.join(f'{count} {name}' for name, count in counts.items()) or 'nothing'}"]
         if self.attention:
-            lines.append(f"attention led to ours: {', '.join(name or 'the model' for name in self.attention)}")
-        for what, noted in (("left as they are", self.left), ("hooked, and called as before", self.hooked)):
-            reasons: dict[str, list[str]] = {}
-            for name, reason in noted.items():
-                reasons.setdefault(reason, []).append(name or "the model")
-            for reason, names in reasons.items():
+            lines.append(f"attention led to fastformer: {', '.join(name or 'the model' for name in self.attention)}")
+        noted = {"left as they are": self.left, "hooked, and called as before": self.hooked, "padding": self.padding}
+        for what, reasons_by_name in noted.items():
+            names_by_reason: dict[str, list[str]] = {}
+            for name, reason in reasons_by_name.items():
+                names_by_reason.setdefault(reason, []).append(name or "the model")
+            for reason, names in names_by_reason.items():
                 shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
                 lines.append(f"{what}: {shown}: {reason}")
         return "\n".join(lines)
 
 
-def accelerate(model: nn.Module, *, fused_loss: bool = False) -> Report:
-    """Makes the modules of a model that we know compute on our ops, in place.
+def accelerate(model: Model, *, fused_loss: bool = False, padding: Padding = "auto") -> Model:
+    """Makes the modules of a model that this library knows compute on its ops, in place.
 
     Parameters, buffers, submodules, hooks and state_dict keys stay what they are, and so does each object: optimizers
-    and wrappers go on as before. `isinstance` still says what it said. What was subclassed or has a forward of its own
-    is left alone; what somebody hooked or replaced inside of a module is called as before.
+    and wrappers go on as before. `isinstance` still says what it said. A subclass, or a module with a forward of its
+    own, is left alone. What you hooked or replaced inside of a module is called as before. `report` says what was done.
+
+    A stack of transformers' that leaves padding out gives zeros at padded positions. Whether one may do so is decided
+    here, by the model that you hand in, and a model that you build around an accelerated one later doesn't change it.
 
     Args:
         model: any module. Known are those of torch.nn (`MultiheadAttention`, `TransformerEncoderLayer`,
             `TransformerDecoderLayer`, `TransformerEncoder`, `TransformerDecoder`, `Transformer`), and of transformers
             the layers of BART, BERT, GPT-2, Llama, Marian and T5. In any model of transformers the linear maps are
-            swapped, and attention that is "sdpa" is led to ours.
+            swapped, and attention that is "sdpa" is led to the ops of this library.
         fused_loss: for training: BartForConditionalGeneration, GPT2LMHeadModel, LlamaForCausalLM, MarianMTModel and
             T5ForConditionalGeneration (of transformers 5) give the loss of their labels without ever holding the
             logits: in training the output's `logits` is None. In evaluation, without labels, and under torch.compile
             they are there as before.
+        padding: of transformers' stacks. "auto" leaves padding out where the model is of a class that is known (also
+            inside of peft's models and DistributedDataParallel), all parts that read its stacks work on one position at
+            a time, and a call asks for nothing at padded positions, such as labels there; everything else computes
+            padding as the plain model does. "skip" leaves it out everywhere: you promise that nothing reads padded
+            positions. "compute" leaves it out nowhere.
 
     Returns:
-        What was swapped, what was left and why, what is hooked. A second call swaps nothing.
+        The model itself. A second call swaps nothing.
 
     Raises:
-        ValueError: this is no module, or has no head whose loss could be fused.
+        ValueError: this is no module, has no head whose loss could be fused, or `padding` is another word.
     """
-    if not isinstance(model, nn.Module):
-        raise ValueError(f"expected a torch.nn.Module, got {type(model).__name__}")
+    _check_module(model)
+    if padding not in get_args(Padding):
+        raise ValueError(f"expected padding to be one of {', '.join(map(repr, get_args(Padding)))}, got {padding!r}")
     swaps = known_swaps()
     if fused_loss:
         swaps |= _fused_losses(model)
     products = _products(model)
-    report = Report()
-    for name, module in list(model.named_modules()):
+    for module in list(model.modules()):
         known = products.get(module) or swaps.get(type(module))
-        reason = why_left(module, swaps if known is None else {known.original: known})
-        if reason is not None:
-            report.left[name] = reason
-        elif known is not None:
-            report.swapped[name] = type(module).__name__
+        if known is not None and why_left(module, {known.original: known}) is None:
             swap(module, known)
     if "transformers" in sys.modules:
         from fastformer.integrations.attention_interface import lead
-        from fastformer.integrations.readers import mark
+        from fastformer.integrations.padding import decide
 
-        report.attention, left = lead(model)
-        report.left |= left | mark(model)
+        lead(model)
+        decide(model, padding)
+    return model
+
+
+def report(model: nn.Module) -> Report:
+    """What `accelerate` did to a model, as it stands now.
+
+    Args:
+        model: any module, accelerated or not.
+
+    Returns:
+        What is swapped, what is left and why, what is hooked, and what stands at padded positions. Hooks and patches
+        that came since `accelerate` are in it. `print` shows it in a few lines.
+
+    Raises:
+        ValueError: this is no module.
+    """
+    _check_module(model)
+    swaps, products = known_swaps(), _products(model)
+    found = Report()
+    for name, module in model.named_modules():
+        if is_swapped(module):
+            found.swapped[name] = original_class(module).__name__
+            continue
+        known = products.get(module)
+        reason = why_left(module, swaps if known is None else {known.original: known})
+        if reason is not None:
+            found.left[name] = reason
+    if "transformers" in sys.modules:
+        from fastformer.integrations.attention_interface import led
+        from fastformer.integrations.padding import described
+
+        found.attention, left = led(model)
+        found.left |= left
+        found.padding = described(model)
     inside = {inner for module in model.modules() if is_swapped(module) for inner in module.modules()}
     for name, module in model.named_modules():
-        if module in inside and (found := replacement(type(module))) is not None:
-            report.left[name] = f"{found.replaced} was replaced"
-    report.hooked = _hooked(model, inside)
-    return report
+        if module in inside and (replaced := replacement(type(module))) is not None:
+            found.left[name] = f"{replaced.replaced} was replaced"
+    found.hooked = _hooked(model, inside)
+    return found
+
+
+def _check_module(model: object) -> None:
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"expected a torch.nn.Module, got {type(model).__name__}")
 
 
 def restore(model: nn.Module) -> list[str]:
@@ -128,8 +176,7 @@ def restore(model: nn.Module) -> list[str]:
         ValueError: this is no module; one inside was given a class since that is made of ours, as `fully_shard` does,
             or a forward of its own (or another method of ours), which may hold the one that it had.
     """
-    if not isinstance(model, nn.Module):
-        raise ValueError(f"expected a torch.nn.Module, got {type(model).__name__}")
+    _check_module(model)
     found = [(name, module) for name, module in model.named_modules() if is_swapped(module)]
     for name, module in found:
         if is_derived(module):
@@ -145,10 +192,10 @@ def restore(model: nn.Module) -> list[str]:
     restored = [name for name, module in found if unswap(module)]
     if "transformers" in sys.modules:
         from fastformer.integrations.attention_interface import lead_back
-        from fastformer.integrations.readers import unmark
+        from fastformer.integrations.padding import forget
 
         lead_back(model)
-        unmark(model)
+        forget(model)
     return restored
 
 

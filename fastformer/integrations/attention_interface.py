@@ -203,23 +203,30 @@ def _name_in_config() -> str:
 _NAME_IN_CONFIG = _RegisteredName(NAME)
 
 
-def lead(model: nn.Module) -> tuple[list[str], dict[str, str]]:
-    """Gives each part of a model that attends by "sdpa" our name for it.
+def lead(model: nn.Module) -> None:
+    """Gives each part of a model that attends by "sdpa" our name for it, unless its code asks for that name."""
+    for _, config, classes in _configs(model):
+        if config._attn_implementation == "sdpa" and not _asking(classes):
+            _name(config, _NAME_IN_CONFIG)
 
-    Returns:
-        The names of these parts, and of those whose code asks for the name "sdpa" why they were left: they would take
-        another way by ours (Falcon's would add the mask's trues to its scores).
+
+def led(model: nn.Module) -> tuple[list[str], dict[str, str]]:
+    """The names of the parts of a model that `lead` gave our name, and why others were left.
+
+    Those whose code asks for the name "sdpa" would take another way by ours (Falcon's would add the mask's trues to its
+    scores).
     """
-    led, left = [], {}
+    found, left = [], {}
     for name, config, classes in _configs(model):
-        if config._attn_implementation == "sdpa":
-            asking = sorted(each.__module__ for each in classes if _asks_for_sdpa(each))
-            if asking:
-                left[name] = f'its attention: {asking[0]} asks whether it is called "sdpa"'
-            else:
-                _name(config, _NAME_IN_CONFIG)
-                led.append(name)
-    return led, left
+        if config._attn_implementation == NAME:
+            found.append(name)
+        elif config._attn_implementation == "sdpa" and (asking := _asking(classes)):
+            left[name] = f'its attention: {asking[0]} asks whether it is called "sdpa"'
+    return found, left
+
+
+def _asking(classes: set[type[nn.Module]]) -> list[str]:
+    return sorted(each.__module__ for each in classes if _asks_for_sdpa(each))
 
 
 def lead_back(model: nn.Module) -> list[str]:

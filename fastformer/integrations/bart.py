@@ -11,7 +11,14 @@ from torch import Tensor, nn
 from transformers.models.bart import modeling_bart as bart
 
 from fastformer.integrations.attention_interface import NAME
-from fastformer.integrations.causal import Causal, KeepsPadding, LanguageModel, labels_count_at_padding, signed_as
+from fastformer.integrations.causal import (
+    Causal,
+    KeepsPadding,
+    LanguageModel,
+    derive,
+    labels_count_at_padding,
+    signed_as,
+)
 from fastformer.integrations.fused_loss import Seq2SeqLoss
 from fastformer.integrations.hugging_face import (
     RETURNS_TUPLES,
@@ -22,16 +29,15 @@ from fastformer.integrations.hugging_face import (
     gives_tuple,
     keeps_recording,
     know,
-    may_pack,
     packing,
 )
-from fastformer.integrations.readers import PackingStack, hand_on
+from fastformer.integrations.padding import Owner, PackingStack, know_parts
 from fastformer.integrations.swap import Swap
 from fastformer.nn.fusing import is_traced, is_written_as_known
 from fastformer.nn.padding import Padding, read_padding
 
 know(bart)
-hand_on(bart.BartModel, bart.BartDecoderWrapper)
+know_parts(bart.BartClassificationHead)
 
 
 class _Layer(nn.Module):
@@ -173,7 +179,7 @@ class Encoder(_Masks, PackingStack):
         asked = (config.output_hidden_states, config.output_attentions)
         # Whatever else stands there may call an attention again after the stack has ended, as a checkpoint does.
         ours = all(map(self._is_ours, self._layers()))
-        return config._attn_implementation == NAME and not any(asked) and ours and may_pack(self)
+        return config._attn_implementation == NAME and not any(asked) and ours and self.may_leave_out()
 
     def _layers(self) -> Sequence[nn.Module]:
         layers: Any = self.layers
@@ -249,6 +255,12 @@ class Seq2SeqModel(LanguageModel):
             return not bool(mask[:, -1:].all())
         return labels_count_at_padding(mask, labels)
 
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """See transformers, whose `generate` calls the encoder by itself, and masks its padding in each step."""
+        generation: Any = super()
+        with self.granting(causal=False):
+            return generation.generate(*args, **kwargs)
+
 
 class BartEncoderLayer(EncoderLayer, bart.BartEncoderLayer):
     """Fused."""
@@ -274,37 +286,18 @@ class BartDecoder(Decoder, bart.BartDecoder):
     kinds = (BartDecoderLayer, bart.BartAttention)
 
 
-@keeps_recording
-@signed_as(bart.BartForConditionalGeneration)
-class BartForConditionalGeneration(Seq2SeqModel, bart.BartForConditionalGeneration):
-    """Packed where nobody looks at padding."""
+BartForConditionalGeneration = derive(__name__, bart.BartForConditionalGeneration, Seq2SeqModel)
+BartWithLoss = derive(__name__, bart.BartForConditionalGeneration, Seq2SeqModel, Seq2SeqLoss, name="BartWithLoss")
+BartForCausalLM = derive(__name__, bart.BartForCausalLM, KeepsPadding)
+BartForQuestionAnswering = derive(__name__, bart.BartForQuestionAnswering, KeepsPadding)
+BartForSequenceClassification = derive(__name__, bart.BartForSequenceClassification, KeepsPadding)
 
 
-@keeps_recording
-@signed_as(bart.BartForConditionalGeneration)
-class BartWithLoss(Seq2SeqModel, Seq2SeqLoss, bart.BartForConditionalGeneration):
-    """The same, with the fused loss."""
-
-
-@keeps_recording
-@signed_as(bart.BartForCausalLM)
-class BartForCausalLM(KeepsPadding, bart.BartForCausalLM):
-    """Padded."""
-
-
-@keeps_recording
-@signed_as(bart.BartForQuestionAnswering)
-class BartForQuestionAnswering(KeepsPadding, bart.BartForQuestionAnswering):
-    """Padded."""
-
-
-@keeps_recording
-@signed_as(bart.BartForSequenceClassification)
-class BartForSequenceClassification(KeepsPadding, bart.BartForSequenceClassification):
-    """Padded."""
+BartModel = derive(__name__, bart.BartModel, Owner)
 
 
 SWAPS = (
+    Swap(bart.BartModel, BartModel),
     Swap(bart.BartEncoderLayer, BartEncoderLayer),
     Swap(bart.BartDecoderLayer, BartDecoderLayer),
     Swap(bart.BartEncoder, BartEncoder),

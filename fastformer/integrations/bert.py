@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers.models.bert import modeling_bert as bert
 
 from fastformer.integrations.attention_interface import NAME
-from fastformer.integrations.causal import EncoderHead, KeepsPadding, TokenLabels, signed_as
+from fastformer.integrations.causal import EncoderHead, KeepsPadding, TokenLabels, derive
 from fastformer.integrations.hugging_face import (
     add_and_norm,
     attend,
@@ -16,23 +16,20 @@ from fastformer.integrations.hugging_face import (
     fused_feed_forward,
     heads,
     is_known,
-    keeps_recording,
     key_padding_of,
     know,
-    may_pack,
     nothing_else,
     packing,
     plain_dropout,
 )
-from fastformer.integrations.readers import PackingStack, hand_on
+from fastformer.integrations.padding import Owner, PackingStack, know_parts
 from fastformer.integrations.swap import Swap
 from fastformer.nn.fusing import is_written_as_known
 from fastformer.nn.linear import project
 
 know(bert)
-hand_on(bert.BertModel)
-# Which read what the pooler makes of the first token.
-hand_on(bert.BertForMultipleChoice, bert.BertForNextSentencePrediction, bert.BertForSequenceClassification)
+know_parts(bert.BertPooler, bert.BertOnlyNSPHead, bert.BertOnlyMLMHead, bert.BertPreTrainingHeads)
+know_parts(bert.BertLMPredictionHead, bert.BertPredictionHeadTransform)
 _CHUNK = bert.BertLayer.feed_forward_chunk
 
 # What a forward may be given that doesn't change what it computes here.
@@ -134,7 +131,7 @@ class BertEncoder(PackingStack, bert.BertEncoder):
         if not (
             nothing_else(args, kwargs, _HARMLESS)
             and self._is_ours()
-            and may_pack(self)
+            and self.may_leave_out()
             and _starts_real(attention_mask)
         ):
             return super().forward(hidden_states, attention_mask, *args, **kwargs)
@@ -146,54 +143,37 @@ class BertEncoder(PackingStack, bert.BertEncoder):
 
     def _is_ours(self) -> bool:
         # Whatever stands between may call the attention again after the stack has ended, as a checkpoint does. (It is
-        # `may_pack` that asks for hooks.)
-        attentions = [
-            layer.attention.self
-            for layer in self.layer
-            if type(layer) is BertLayer and type(layer.attention) is bert.BertAttention
-        ]
-        chunked = any(layer.chunk_size_feed_forward for layer in self.layer)
-        return (
-            not chunked
-            and len(attentions) == len(self.layer)
-            and all(
-                type(each) is BertSelfAttention and each._is_simple((), {}) and not getattr(each, "is_causal", False)
-                for each in attentions
-            )
-        )
+        # `may_leave_out` that asks for hooks.)
+        return all(map(_attends_plainly, self.layer))
 
 
-@keeps_recording
-@signed_as(bert.BertForMaskedLM)
-class BertForMaskedLM(EncoderHead, TokenLabels, bert.BertForMaskedLM):
-    """Packed where no label counts at padding."""
+def _attends_plainly(layer: Any) -> bool:
+    if type(layer) is not BertLayer or type(layer.attention) is not bert.BertAttention:
+        return False
+    attention: Any = layer.attention.self
+    is_ours = type(attention) is BertSelfAttention and attention._is_simple((), {})
+    return is_ours and not getattr(attention, "is_causal", False) and not layer.chunk_size_feed_forward
 
 
-@keeps_recording
-@signed_as(bert.BertForPreTraining)
-class BertForPreTraining(EncoderHead, TokenLabels, bert.BertForPreTraining):
-    """Packed where no label counts at padding."""
+BertForMaskedLM = derive(__name__, bert.BertForMaskedLM, EncoderHead, TokenLabels)
+BertForPreTraining = derive(__name__, bert.BertForPreTraining, EncoderHead, TokenLabels)
+BertForTokenClassification = derive(__name__, bert.BertForTokenClassification, EncoderHead, TokenLabels)
+BertLMHeadModel = derive(__name__, bert.BertLMHeadModel, EncoderHead)
+BertForQuestionAnswering = derive(__name__, bert.BertForQuestionAnswering, EncoderHead, KeepsPadding)
 
 
-@keeps_recording
-@signed_as(bert.BertForTokenClassification)
-class BertForTokenClassification(EncoderHead, TokenLabels, bert.BertForTokenClassification):
-    """Packed where no label counts at padding."""
-
-
-@keeps_recording
-@signed_as(bert.BertLMHeadModel)
-class BertLMHeadModel(EncoderHead, bert.BertLMHeadModel):
-    """Packed where nobody looks at padding."""
-
-
-@keeps_recording
-@signed_as(bert.BertForQuestionAnswering)
-class BertForQuestionAnswering(EncoderHead, KeepsPadding, bert.BertForQuestionAnswering):
-    """Padded."""
+# What follows reads what the pooler makes of the first token.
+BertModel = derive(__name__, bert.BertModel, Owner)
+BertForMultipleChoice = derive(__name__, bert.BertForMultipleChoice, Owner)
+BertForNextSentencePrediction = derive(__name__, bert.BertForNextSentencePrediction, Owner)
+BertForSequenceClassification = derive(__name__, bert.BertForSequenceClassification, Owner)
 
 
 SWAPS = (
+    Swap(bert.BertModel, BertModel),
+    Swap(bert.BertForMultipleChoice, BertForMultipleChoice),
+    Swap(bert.BertForNextSentencePrediction, BertForNextSentencePrediction),
+    Swap(bert.BertForSequenceClassification, BertForSequenceClassification),
     Swap(bert.BertForMaskedLM, BertForMaskedLM),
     Swap(bert.BertForPreTraining, BertForPreTraining),
     Swap(bert.BertForTokenClassification, BertForTokenClassification),

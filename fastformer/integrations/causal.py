@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Sequence
-from contextvars import ContextVar
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -15,18 +13,8 @@ from transformers import DynamicCache
 from transformers.loss import loss_utils
 
 from fastformer.integrations.attention_interface import NAME
-from fastformer.integrations.hugging_face import (
-    RETURNS_TUPLES,
-    gives_tuple,
-    going_on,
-    keeping_padding,
-    may_pack,
-    nothing_else,
-    packing,
-    unread,
-)
-from fastformer.integrations.readers import PackingStack
-from fastformer.integrations.swap import forget_restored_forward
+from fastformer.integrations.hugging_face import gives_tuple, going_on, keeps_recording, nothing_else, packing
+from fastformer.integrations.padding import Owner, PackingStack, unread
 from fastformer.nn.fusing import is_traced
 from fastformer.nn.padding import Padding, read_padding
 
@@ -88,6 +76,7 @@ def writes_plainly(cache: Any) -> bool:
 class Causal(PackingStack):
     """A stack that may leave padding out where no cache goes before."""
 
+    IS_CAUSAL = True
     config: Any
 
     def _layers(self) -> Sequence[nn.Module]:
@@ -99,7 +88,7 @@ class Causal(PackingStack):
     def _padding(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Padding | None:
         ids = args[0] if args else kwargs.get("input_ids")
         ids = kwargs.get("inputs_embeds") if ids is None else ids
-        if is_traced() or type(ids) is not Tensor or len(args) > 1 or _unpacked.get():
+        if is_traced() or type(ids) is not Tensor or len(args) > 1:
             return None
         if ids.dim() != (3 if ids.is_floating_point() else 2):
             return None
@@ -117,10 +106,7 @@ class Causal(PackingStack):
             return None
         if any(layer is layers[-1] for layer in layers[:-1]):  # where it comes first, tokens would be padded again
             return None
-        if RETURNS_TUPLES:
-            for module in self.modules():
-                forget_restored_forward(module)
-        if not may_pack(self):
+        if not self.may_leave_out():
             return None
         padding = read_padding(ids, left_out, True)
         return None if padding is None or padding.is_none or not padding.tokens.numel() else padding
@@ -161,19 +147,6 @@ class Stack(Causal):
         return out.to_tuple() if gives_tuple(self.config, kwargs) else out
 
 
-_unpacked: ContextVar[bool] = ContextVar("fastformer_unpacked", default=False)
-
-
-@contextlib.contextmanager
-def staying_padded() -> Iterator[None]:
-    """No causal stack packs in the block: somebody reads what it gives at padding."""
-    token = _unpacked.set(True)
-    try:
-        yield
-    finally:
-        _unpacked.reset(token)
-
-
 def sees_padding(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether what a language model is asked for depends on what the stack gives at padding.
 
@@ -207,15 +180,12 @@ def labels_count_at_padding(mask: Any, labels: Any) -> bool:
     return bool(((labels != -100) & (mask == 0)).any())
 
 
-class LanguageModel(nn.Module):
-    """Keeps the stack from packing where outputs at padding are read."""
+class LanguageModel(Owner):
+    """A head that reads what its causal stack gives at padding where labels or the last logits ask for it."""
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """See transformers."""
-        if is_traced() or not (self._has_own_loss(args, kwargs) or self._sees_padding(args, kwargs)):
-            return super().forward(*args, **kwargs)
-        with self._staying_padded():
-            return super().forward(*args, **kwargs)
+    def reads_padding(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """See `Owner`."""
+        return self._has_own_loss(args, kwargs) or self._sees_padding(args, kwargs)
 
     def _has_own_loss(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether a loss is asked for that isn't transformers': it may read whatever it likes."""
@@ -226,22 +196,17 @@ class LanguageModel(nn.Module):
     def _sees_padding(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         return sees_padding(args, kwargs)
 
-    def _staying_padded(self) -> contextlib.AbstractContextManager[None]:
-        return staying_padded()
-
 
 class EncoderHead(LanguageModel):
-    """Keeps an encoder from packing, too."""
+    """The same of a stack that isn't causal."""
 
-    def _staying_padded(self) -> contextlib.AbstractContextManager[None]:
-        return keeping_padding()
+    READS_ENCODERS = True
 
 
 class KeepsPadding(LanguageModel):
     """A head that reads what its stack gives at padding: a softmax over all tokens, the last one, labels anywhere."""
 
-    def _sees_padding(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        return True
+    ALWAYS_READS = True
 
 
 class TokenLabels(LanguageModel):
@@ -250,6 +215,24 @@ class TokenLabels(LanguageModel):
     def _sees_padding(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         given = inspect.signature(self.forward).bind_partial(*args).arguments | kwargs if args else kwargs
         return labels_count_at_padding(given.get("attention_mask"), given.get("labels"))
+
+
+def derive(module: str, original: type[nn.Module], *kinds: type[nn.Module], name: str | None = None) -> Any:
+    """A class of ours for a model of transformers, under its name, whose forward has its signature.
+
+    The name is saved with a model, and generate and trainers read the signature. `inspect.unwrap` and what goes by
+    `__wrapped__`, as accelerate's `unwrap_model` does, stop at our forward.
+
+    Args:
+        module: where the class is kept, and pickle finds it.
+        original: the class of transformers.
+        kinds: what it is derived from before that.
+        name: under which it is kept; by default the original's.
+    """
+    kept = name or original.__name__
+    doc = f"transformers' {original.__name__}, on our ops."
+    namespace = {"__module__": module, "__qualname__": kept, "__doc__": doc}
+    return keeps_recording(signed_as(original)(type(original.__name__, (*kinds, original), namespace)))
 
 
 def signed_as(original: type[nn.Module]) -> Callable[[Model], Model]:
@@ -261,10 +244,12 @@ def signed_as(original: type[nn.Module]) -> Callable[[Model], Model]:
     def sign(derived: Model) -> Model:
         forward = derived.forward
 
-        @functools.wraps(original.forward)
         def signed(self: Any, *args: Any, **kwargs: Any) -> Any:
             return forward(self, *args, **kwargs)
 
+        functools.update_wrapper(signed, original.forward)
+        del signed.__wrapped__  # type: ignore[attr-defined]
+        signed.__signature__ = inspect.signature(original.forward)  # type: ignore[attr-defined]
         derived.forward = signed
         derived.__name__ = original.__name__
         return derived

@@ -20,7 +20,8 @@ from transformers.loss import loss_utils
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_outputs import CausalLMOutputWithCrossAttentions, CausalLMOutputWithPast, Seq2SeqLMOutput
 
-from fastformer.integrations.hugging_face import gives_tuple, leaving_unread
+from fastformer.integrations.hugging_face import gives_tuple
+from fastformer.integrations.padding import leaving_unread
 from fastformer.integrations.swap import original_class
 from fastformer.nn.fusing import if_written_in, is_plain, is_traced, is_written_as_known
 from fastformer.nn.linear import LINEARS

@@ -15,6 +15,7 @@ from fastformer.integrations.causal import (
     LanguageModel,
     Stack,
     TokenLabels,
+    derive,
     entered_cache,
     left,
     signed_as,
@@ -139,40 +140,12 @@ class GPT2Model(Stack, gpt2.GPT2Model):
         return is_known and bool(getattr(layer.attn, "is_causal", False))
 
 
-@keeps_recording
-@signed_as(gpt2.GPT2LMHeadModel)
-class GPT2LMHeadModel(LanguageModel, gpt2.GPT2LMHeadModel):
-    """Packed where nobody looks at padding."""
-
-
-@keeps_recording
-@signed_as(gpt2.GPT2LMHeadModel)
-class GPT2WithLoss(LanguageModel, CausalLoss, gpt2.GPT2LMHeadModel):
-    """The same, with the fused loss."""
-
-
-@keeps_recording
-@signed_as(gpt2.GPT2DoubleHeadsModel)
-class GPT2DoubleHeadsModel(KeepsPadding, gpt2.GPT2DoubleHeadsModel):
-    """Padded."""
-
-
-@keeps_recording
-@signed_as(gpt2.GPT2ForQuestionAnswering)
-class GPT2ForQuestionAnswering(KeepsPadding, gpt2.GPT2ForQuestionAnswering):
-    """Padded."""
-
-
-@keeps_recording
-@signed_as(gpt2.GPT2ForSequenceClassification)
-class GPT2ForSequenceClassification(KeepsPadding, gpt2.GPT2ForSequenceClassification):
-    """Padded."""
-
-
-@keeps_recording
-@signed_as(gpt2.GPT2ForTokenClassification)
-class GPT2ForTokenClassification(TokenLabels, gpt2.GPT2ForTokenClassification):
-    """Packed where no label counts at padding."""
+GPT2LMHeadModel = derive(__name__, gpt2.GPT2LMHeadModel, LanguageModel)
+GPT2WithLoss = derive(__name__, gpt2.GPT2LMHeadModel, LanguageModel, CausalLoss, name="GPT2WithLoss")
+GPT2DoubleHeadsModel = derive(__name__, gpt2.GPT2DoubleHeadsModel, KeepsPadding)
+GPT2ForQuestionAnswering = derive(__name__, gpt2.GPT2ForQuestionAnswering, KeepsPadding)
+GPT2ForSequenceClassification = derive(__name__, gpt2.GPT2ForSequenceClassification, KeepsPadding)
+GPT2ForTokenClassification = derive(__name__, gpt2.GPT2ForTokenClassification, TokenLabels)
 
 
 SWAPS = (

@@ -24,7 +24,6 @@ try:
 except ImportError:  # before 5
     output_capturing = None
 
-from fastformer.integrations.readers import may_be_read
 from fastformer.integrations.swap import original_class
 from fastformer.nn.dropout import active_dropout, dropout_seed
 from fastformer.nn.fusing import (
@@ -36,7 +35,7 @@ from fastformer.nn.fusing import (
     is_plain,
     is_plain_dropout,
     is_traced,
-    is_watched,
+    is_unhooked,
     is_written_as_known,
     norm_settings,
 )
@@ -169,42 +168,6 @@ def going_on() -> Packing | None:
     return None if _num_runs == 0 else _packing.get()
 
 
-_unread: ContextVar[Tensor | None] = ContextVar("fastformer_unread", default=None)
-
-
-@contextlib.contextmanager
-def leaving_unread(positions: Tensor | None) -> Iterator[None]:
-    """In the block nobody reads what causal stacks give at these positions.
-
-    Args:
-        positions: (batch, seqlen), bool, in each row a number of the last ones; None: all are read.
-    """
-    token = _unread.set(positions)
-    try:
-        yield
-    finally:
-        _unread.reset(token)
-
-
-def unread(shape: torch.Size) -> Tensor | None:
-    """The positions of `leaving_unread`, for a batch of this shape."""
-    positions = _unread.get()
-    return None if positions is None or positions.shape != shape else positions
-
-
-_keeps_padding: ContextVar[bool] = ContextVar("fastformer_keeps_padding", default=False)
-
-
-@contextlib.contextmanager
-def keeping_padding() -> Iterator[None]:
-    """Nothing is packed in the block: somebody reads what is computed at padding."""
-    token = _keeps_padding.set(True)
-    try:
-        yield
-    finally:
-        _keeps_padding.reset(token)
-
-
 def entered(x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """`Packing.enter` of the run that is going on, if there is one."""
     run = going_on()
@@ -261,28 +224,6 @@ def padding_of(x: Tensor, mask: Tensor | None) -> Padding | None:
     return None if padding is None or padding.is_none or not padding.tokens.numel() else padding
 
 
-def may_pack(stack: nn.Module) -> bool:
-    """Whether nobody would see that a stack's tokens are packed: no hooks, and nothing computed again later.
-
-    What is inside of the stack must be called as it was written, and so must the stack itself. What is around it must
-    not read its padding, and be no checkpoint (see `readers`).
-    """
-    if is_traced() or is_watched() or _keeps_padding.get() or not attends_as_known():
-        return False
-    modules = list(stack.modules())
-    if not all(is_written_as_known(type(module)) for module in modules):
-        return False
-    if any(module.training and getattr(module, "gradient_checkpointing", False) for module in modules):
-        return False
-    if may_be_read(stack):
-        return False
-    return all(
-        _works_by_token(each) and (is_called_plainly(each) or _records_nothing(each))
-        for each in modules
-        if each is not stack
-    )
-
-
 # What of torch.nn looks at one token (its last dimension) at a time, or at one number, whatever its settings.
 _BY_TOKEN = frozenset(
     {
@@ -295,8 +236,11 @@ _BY_TOKEN = frozenset(
 )
 
 
-def _works_by_token(module: nn.Module) -> bool:
-    # What a user wrote may look at the other tokens of a row.
+def works_by_token(module: nn.Module) -> bool:
+    """Whether a module inside of a stack, without what is inside of it, looks at one token at a time.
+
+    So do attentions that are known, which are told where the tokens of a packed batch are.
+    """
     kind = original_class(module) if type(module).__module__.startswith("fastformer.") else type(module)
     if kind in (nn.Softmax, nn.Softmin, nn.LogSoftmax, nn.GLU):
         return bool(module.dim == -1)
@@ -306,19 +250,25 @@ def _works_by_token(module: nn.Module) -> bool:
         return bool(module.num_parameters == 1)
     if kind.__module__.startswith("torch."):
         return kind in _BY_TOKEN
-    # Of a family, where attentions know what is packed; or of peft.
     return kind in FORWARDS or kind.__module__.startswith("peft.tuners.lora.")
 
 
-def _records_nothing(module: nn.Module) -> bool:
-    """Whether the only hooks of a module are those by which transformers records outputs, and it records none now."""
-    if output_capturing is None or output_capturing._active_collector.get():
+def is_recording() -> bool:
+    """Whether transformers records what modules give, by hooks that it leaves on them."""
+    return output_capturing is not None and bool(output_capturing._active_collector.get())
+
+
+def is_unhooked_or_recorded(module: nn.Module) -> bool:
+    """Whether a call of a module is a call of its class's forward, but for what transformers records on request."""
+    if is_unhooked(module):
+        return True
+    if output_capturing is None:
         return False
-    own = module.__dict__
-    hooks = [*own["_forward_hooks"].values()]
-    plain = not (own["_forward_pre_hooks"] or own["_backward_hooks"] or own["_backward_pre_hooks"])
-    plain = plain and "forward" not in own and own.get("_compiled_call_impl") is None
-    return plain and all(hook.__module__ == output_capturing.__name__ for hook in hooks)
+    own = vars(module)
+    others = own["_forward_pre_hooks"] or own["_backward_hooks"] or own["_backward_pre_hooks"]
+    if others or "forward" in own or own.get("_compiled_call_impl") is not None:
+        return False
+    return all(hook.__module__ == output_capturing.__name__ for hook in own["_forward_hooks"].values())
 
 
 Stack = TypeVar("Stack", bound=type[nn.Module])

@@ -17,6 +17,7 @@ from fastformer.integrations.causal import (
     LanguageModel,
     Stack,
     TokenLabels,
+    derive,
     entered_cache,
     entered_positions,
     left,
@@ -86,34 +87,11 @@ class LlamaModel(Stack, llama.LlamaModel):
         return is_known and bool(getattr(layer.self_attn, "is_causal", False))
 
 
-@keeps_recording
-@signed_as(llama.LlamaForCausalLM)
-class LlamaForCausalLM(LanguageModel, llama.LlamaForCausalLM):
-    """Packed where nobody looks at padding."""
-
-
-@keeps_recording
-@signed_as(llama.LlamaForCausalLM)
-class LlamaWithLoss(LanguageModel, CausalLoss, llama.LlamaForCausalLM):
-    """The same, with the fused loss."""
-
-
-@keeps_recording
-@signed_as(llama.LlamaForQuestionAnswering)
-class LlamaForQuestionAnswering(KeepsPadding, llama.LlamaForQuestionAnswering):
-    """Padded."""
-
-
-@keeps_recording
-@signed_as(llama.LlamaForSequenceClassification)
-class LlamaForSequenceClassification(KeepsPadding, llama.LlamaForSequenceClassification):
-    """Padded."""
-
-
-@keeps_recording
-@signed_as(llama.LlamaForTokenClassification)
-class LlamaForTokenClassification(TokenLabels, llama.LlamaForTokenClassification):
-    """Packed where no label counts at padding."""
+LlamaForCausalLM = derive(__name__, llama.LlamaForCausalLM, LanguageModel)
+LlamaWithLoss = derive(__name__, llama.LlamaForCausalLM, LanguageModel, CausalLoss, name="LlamaWithLoss")
+LlamaForQuestionAnswering = derive(__name__, llama.LlamaForQuestionAnswering, KeepsPadding)
+LlamaForSequenceClassification = derive(__name__, llama.LlamaForSequenceClassification, KeepsPadding)
+LlamaForTokenClassification = derive(__name__, llama.LlamaForTokenClassification, TokenLabels)
 
 
 SWAPS = (

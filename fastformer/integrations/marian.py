@@ -5,14 +5,13 @@ from __future__ import annotations
 from transformers.models.marian import modeling_marian as marian
 
 from fastformer.integrations.bart import Decoder, DecoderLayer, Encoder, EncoderLayer, Seq2SeqModel
-from fastformer.integrations.causal import KeepsPadding, signed_as
+from fastformer.integrations.causal import KeepsPadding, derive, signed_as
 from fastformer.integrations.fused_loss import Seq2SeqLoss
 from fastformer.integrations.hugging_face import keeps_recording, know
-from fastformer.integrations.readers import hand_on
+from fastformer.integrations.padding import Owner
 from fastformer.integrations.swap import Swap
 
 know(marian)
-hand_on(marian.MarianModel, marian.MarianDecoderWrapper)
 
 
 class MarianEncoderLayer(EncoderLayer, marian.MarianEncoderLayer):
@@ -39,25 +38,16 @@ class MarianDecoder(Decoder, marian.MarianDecoder):
     kinds = (MarianDecoderLayer, marian.MarianAttention)
 
 
-@keeps_recording
-@signed_as(marian.MarianMTModel)
-class MarianMTModel(Seq2SeqModel, marian.MarianMTModel):
-    """Packed where nobody looks at padding."""
+MarianMTModel = derive(__name__, marian.MarianMTModel, Seq2SeqModel)
+MarianWithLoss = derive(__name__, marian.MarianMTModel, Seq2SeqModel, Seq2SeqLoss, name="MarianWithLoss")
+MarianForCausalLM = derive(__name__, marian.MarianForCausalLM, KeepsPadding)
 
 
-@keeps_recording
-@signed_as(marian.MarianMTModel)
-class MarianWithLoss(Seq2SeqModel, Seq2SeqLoss, marian.MarianMTModel):
-    """The same, with the fused loss."""
-
-
-@keeps_recording
-@signed_as(marian.MarianForCausalLM)
-class MarianForCausalLM(KeepsPadding, marian.MarianForCausalLM):
-    """Padded."""
+MarianModel = derive(__name__, marian.MarianModel, Owner)
 
 
 SWAPS = (
+    Swap(marian.MarianModel, MarianModel),
     Swap(marian.MarianEncoderLayer, MarianEncoderLayer),
     Swap(marian.MarianDecoderLayer, MarianDecoderLayer),
     Swap(marian.MarianEncoder, MarianEncoder),

@@ -16,7 +16,7 @@ from transformers.models.t5 import modeling_t5 as t5
 
 from fastformer.integrations.attention_interface import attend_padded
 from fastformer.integrations.bart import Decoder, Encoder, Seq2SeqModel
-from fastformer.integrations.causal import EncoderHead, KeepsPadding, TokenLabels, signed_as
+from fastformer.integrations.causal import EncoderHead, KeepsPadding, TokenLabels, derive, signed_as
 from fastformer.integrations.fused_loss import Seq2SeqLoss
 from fastformer.integrations.hugging_face import (
     RETURNS_TUPLES,
@@ -26,19 +26,18 @@ from fastformer.integrations.hugging_face import (
     entered_memory,
     fused_feed_forward,
     going_on,
-    keeping_padding,
     keeps_recording,
     know,
     plain_dropout,
 )
-from fastformer.integrations.readers import hand_on
+from fastformer.integrations.padding import Owner, know_parts
 from fastformer.integrations.rms import RMSNorm
 from fastformer.integrations.swap import Swap
 from fastformer.nn.fusing import is_traced, is_written_as_known
 from fastformer.nn.padding import Padding
 
 know(t5)
-hand_on(t5.T5Model, t5.T5EncoderModel)
+know_parts(t5.T5ClassificationHead)
 
 
 class T5LayerNorm(RMSNorm, t5.T5LayerNorm):
@@ -148,11 +147,12 @@ class T5Stack(Encoder, Decoder, t5.T5Stack):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """See transformers."""
         mask = args[1] if len(args) > 1 else kwargs.get("attention_mask")
-        is_seen = mask is not None and not self.is_decoder and not _has_tokens(mask)
-        if is_traced() or not (is_seen or kwargs.get("is_causal") is not None):
-            return super().forward(*args, **kwargs)
-        with keeping_padding():
-            return super().forward(*args, **kwargs)
+        stays_padded = not is_traced() and (
+            kwargs.get("is_causal") is not None or (mask is not None and not self.is_decoder and not _has_tokens(mask))
+        )
+        if stays_padded:
+            return t5.T5Stack.forward(self, *args, **kwargs)
+        return super().forward(*args, **kwargs)
 
     def _may_pack(self) -> bool:
         return not self.is_decoder and super()._may_pack()
@@ -182,10 +182,7 @@ class T5Stack(Encoder, Decoder, t5.T5Stack):
         return type(crossing) is T5Attention and not (crossing.is_causal or crossing.has_relative_attention_bias)
 
 
-@keeps_recording
-@signed_as(t5.T5ForConditionalGeneration)
-class T5ForConditionalGeneration(Seq2SeqModel, t5.T5ForConditionalGeneration):
-    """Packed where nobody looks at padding."""
+T5ForConditionalGeneration = derive(__name__, t5.T5ForConditionalGeneration, Seq2SeqModel)
 
 
 @keeps_recording
@@ -209,22 +206,13 @@ class T5WithLoss(Seq2SeqModel, Seq2SeqLoss, t5.T5ForConditionalGeneration):
         return None
 
 
-@keeps_recording
-@signed_as(t5.T5ForQuestionAnswering)
-class T5ForQuestionAnswering(KeepsPadding, t5.T5ForQuestionAnswering):
-    """Its decoder is padded."""
+T5ForQuestionAnswering = derive(__name__, t5.T5ForQuestionAnswering, KeepsPadding)
+T5ForSequenceClassification = derive(__name__, t5.T5ForSequenceClassification, KeepsPadding)
+T5ForTokenClassification = derive(__name__, t5.T5ForTokenClassification, EncoderHead, TokenLabels)
 
 
-@keeps_recording
-@signed_as(t5.T5ForSequenceClassification)
-class T5ForSequenceClassification(KeepsPadding, t5.T5ForSequenceClassification):
-    """Its decoder is padded."""
-
-
-@keeps_recording
-@signed_as(t5.T5ForTokenClassification)
-class T5ForTokenClassification(EncoderHead, TokenLabels, t5.T5ForTokenClassification):
-    """Packed where no label counts at padding."""
+T5Model = derive(__name__, t5.T5Model, Owner)
+T5EncoderModel = derive(__name__, t5.T5EncoderModel, Owner)
 
 
 SWAPS: tuple[Swap, ...] = (
@@ -236,6 +224,8 @@ if not RETURNS_TUPLES:  # before 5 attention is written out in the model
         Swap(t5.T5Attention, T5Attention),
         Swap(t5.T5Block, T5Block),
         Swap(t5.T5Stack, T5Stack),
+        Swap(t5.T5Model, T5Model),
+        Swap(t5.T5EncoderModel, T5EncoderModel),
         Swap(t5.T5ForConditionalGeneration, T5ForConditionalGeneration),
         Swap(t5.T5ForQuestionAnswering, T5ForQuestionAnswering),
         Swap(t5.T5ForSequenceClassification, T5ForSequenceClassification),

@@ -82,10 +82,11 @@ def is_watched() -> bool:
 
 def is_called_plainly(module: nn.Module) -> bool:
     """Whether a call of a module is a call of its class's forward: not hooked, patched or compiled by itself."""
-    return _has_no_hooks(module) and not is_watched()
+    return is_unhooked(module) and not is_watched()
 
 
-def _has_no_hooks(module: nn.Module) -> bool:
+def is_unhooked(module: nn.Module) -> bool:
+    """`is_called_plainly`, for code that has asked `is_watched` for many modules at once."""
     own = module.__dict__
     return not (
         own["_forward_hooks"]
@@ -176,12 +177,12 @@ def is_plain(module: object, *kinds: type[nn.Module]) -> bool:
 
 
 def is_untouched(module: object, *kinds: type[nn.Module]) -> bool:
-    """`is_plain`, for who has asked `is_watched` for many modules at once."""
+    """`is_plain`, for code that has asked `is_watched` for many modules at once."""
     kind = type(module)
     if kind not in kinds:
         return False
     assert isinstance(module, nn.Module)
-    if not is_written_as_known(kind) or not _has_no_hooks(module):
+    if not is_written_as_known(kind) or not is_unhooked(module):
         return False
     for tensor in module._parameters.values():  # noqa: SIM110  a generator takes longer than all else here
         if type(tensor) not in _PLAIN_TENSORS:

@@ -61,7 +61,7 @@ def test_a_model_computes_the_same_on_our_ops(norm_first):
     modules = list(model.modules())
     expected = model(IDS)
     expected_grads = grads(model, expected)
-    report = fastformer.accelerate(model)
+    report = fastformer.report(fastformer.accelerate(model))
     assert report.swapped == {
         "encoder": "TransformerEncoder",
         "encoder.layers.0": "TransformerEncoderLayer",
@@ -81,14 +81,14 @@ def test_a_model_computes_the_same_on_our_ops(norm_first):
     assert_same(out, expected, "output")
     for a, b in zip(grads(model, out), expected_grads, strict=True):
         assert (a is None and b is None) or (a - b).abs().max() <= 1e-10 * b.abs().max().clamp(min=1e-3)
-    assert not fastformer.accelerate(model).swapped, "a second time there is nothing to do"
+    assert fastformer.report(fastformer.accelerate(model)) == report, "a second time there is nothing to do"
 
 
 def test_restore_leaves_no_trace():
     model = randomised(Classifier())
     before = {name: (type(m), sorted(m.__dict__)) for name, m in model.named_modules()}
     x = model(IDS)
-    report = fastformer.accelerate(model)
+    report = fastformer.report(fastformer.accelerate(model))
     assert sorted(fastformer.restore(model)) == sorted(report.swapped)
     assert before == {name: (type(m), sorted(m.__dict__)) for name, m in model.named_modules()}
     with record_backends() as ran:
@@ -103,7 +103,7 @@ def test_the_model_itself_and_both_stacks():
         src, tgt = torch.randn(N, S, E, dtype=torch.float64), torch.randn(N, L, E, dtype=torch.float64)
         options = {"tgt_mask": CAUSAL, "tgt_key_padding_mask": PADDING, "tgt_is_causal": True}
         expected = model(src, tgt, **options)
-        report = fastformer.accelerate(model)
+        report = fastformer.report(fastformer.accelerate(model))
         assert report.swapped[""] == "Transformer" and len(report.swapped) == 1 + 2 + 2 + 2 + 2 + 4
         real = ~PADDING[..., None]
         assert_same(model(src, tgt, **options) * real, expected * real, "output")
@@ -177,7 +177,7 @@ def test_restore_leaves_no_method_that_calls_ours(name):
     """Whoever put another in front of one of ours would call it on a module that is ours no more."""
     model = randomised(Classifier())
     x = model(IDS)
-    report = fastformer.accelerate(model)
+    report = fastformer.report(fastformer.accelerate(model))
     classes = [type(module) for module in model.modules()]
     place, _, method = f"encoder.layers.1.{name}".rpartition(".")
     module = model.get_submodule(place)
@@ -267,7 +267,7 @@ def test_what_was_replaced_before_we_came_is_called():
 def test_attributes_of_the_users_own_stay_theirs(name):
     model = nn.MultiheadAttention(E, H, batch_first=True)
     setattr(model, name, (0, 0))
-    report = fastformer.accelerate(model)
+    report = fastformer.report(fastformer.accelerate(model))
     assert not report.swapped and report.left == {"": f"it has an attribute {name} already"}
     assert fastformer.restore(model) == [] and getattr(model, name) == (0, 0)
 
@@ -286,7 +286,7 @@ def test_what_is_left_and_why():
     x = torch.randn(N, L, E, dtype=torch.float64)
     model.eval()
     expected = model(x)
-    report = fastformer.accelerate(model)
+    report = fastformer.report(fastformer.accelerate(model))
     assert report.left == {
         "0": "Mine is a subclass of TransformerEncoderLayer, and may compute something else",
         "1.self_attn": "it has a forward of its own",
@@ -295,7 +295,7 @@ def test_what_is_left_and_why():
     assert_same(model(x), expected, "output")
     text = str(report)
     assert "1 MultiheadAttention" in text and "0: Mine is a subclass" in text and "1.self_attn: it has" in text
-    assert str(fastformer.accelerate(nn.Linear(2, 2))) == "swapped: nothing"
+    assert str(fastformer.report(fastformer.accelerate(nn.Linear(2, 2)))) == "swapped: nothing"
 
 
 @pytest.mark.parametrize("name", ["MultiheadAttention", "TransformerEncoderLayer", "TransformerEncoder", "Transformer"])
@@ -316,7 +316,7 @@ def test_a_class_whose_forward_was_replaced_is_left(name: str, monkeypatch: pyte
     results = []
     for accelerated in (False, True):
         if accelerated:
-            report = fastformer.accelerate(model)
+            report = fastformer.report(fastformer.accelerate(model))
             assert set(report.left.values()) == {f"{name}.forward was replaced"} and report.swapped
         results.append((model(x, x, src_key_padding_mask=mask, memory_key_padding_mask=mask), [*calls]))
         calls.clear()
@@ -358,10 +358,10 @@ def test_what_is_replaced_of_torch_is_called_as_without_us(owner, name, comes, n
         return (2 * out[0], *out[1:]) if isinstance(out, tuple) else 2 * out
 
     if comes == "later":
-        assert not fastformer.accelerate(model).left
+        assert not fastformer.report(fastformer.accelerate(model)).left
     with monkeypatch.context() as patched:
         patched.setattr(owner, name, own)
-        left = fastformer.accelerate(model).left
+        left = fastformer.report(fastformer.accelerate(model)).left
         assert set(left.values()) == {f"{owner.__name__}.{name} was replaced"}
         expected, before = results_of(plain), [*calls]
         calls.clear()
@@ -420,7 +420,7 @@ def test_attention_of_every_kind(options):
     sizes = (E, options.get("kdim", E), options.get("vdim", E))
     q, k, v = (torch.randn(N, S, size, dtype=torch.float64) for size in sizes)
     expected, expected_weights = model(q, k, v)
-    assert fastformer.accelerate(model).swapped == {"": "MultiheadAttention"}
+    assert fastformer.report(fastformer.accelerate(model)).swapped == {"": "MultiheadAttention"}
     out, weights = model(q, k, v)
     assert_same(out, expected, "output")
     assert_same(weights, expected_weights, "weights")

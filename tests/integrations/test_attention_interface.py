@@ -19,7 +19,7 @@ from transformers.masking_utils import (
 
 import fastformer
 from fastformer.integrations import attention_interface
-from fastformer.integrations.attention_interface import NAME, _known, lead, lead_back, make_mask
+from fastformer.integrations.attention_interface import NAME, _known, lead, lead_back, led, make_mask
 from fastformer.integrations.hugging_face import RETURNS_TUPLES
 from fastformer.ops import attention as fastformer_attention
 from fastformer.ops._library import record_backends
@@ -60,9 +60,10 @@ def test_computes_the_same_at_real_tokens(family, mask):
     labels = IDS if mask is None else IDS.masked_fill(~mask, -100)
     real = torch.ones(4, 9, 1).double() if mask is None else mask[..., None].double()
     results = []
-    for led in (False, True):
-        if led:
-            assert lead(model) == ([""], {}) and model.config._attn_implementation == NAME
+    for is_led in (False, True):
+        if is_led:
+            lead(model)
+            assert led(model) == ([""], {}) and model.config._attn_implementation == NAME
             assert ran(lambda: model(IDS, **options))
         out = model(IDS, labels=labels, **options)
         learned = [p for p in model.parameters() if p.requires_grad]
@@ -201,7 +202,7 @@ def test_code_that_asks_for_the_name_sdpa_is_not_led(family, options):
         torch.nn.init.normal_(parameter, std=0.2)
     with torch.no_grad():
         expected = model(IDS).logits
-        report = fastformer.accelerate(model)
+        report = fastformer.report(fastformer.accelerate(model))
         assert_same(model(IDS).logits, expected, "logits", 1e-5)
     assert not report.attention and 'asks whether it is called "sdpa"' in report.left[""]
     assert model.config._attn_implementation == "sdpa"
@@ -215,7 +216,7 @@ class _Asking(LlamaForCausalLM):  # type: ignore[misc]
 
 def test_code_of_ones_own_that_asks_is_not_led():
     model = _Asking(make("llama").config)
-    assert fastformer.accelerate(model).left[""].startswith(f"its attention: {__name__} asks")
+    assert fastformer.report(fastformer.accelerate(model)).left[""].startswith(f"its attention: {__name__} asks")
     model(IDS)
 
 
@@ -239,9 +240,9 @@ _NotAsking.itself = _NotAsking  # as registries do
 def test_what_is_compared_with_the_name_decides():
     """Not what stands in the file."""
     asking, other = (kind(make("llama").config) for kind in (_AskingForOneOf, _NotAsking))
-    assert fastformer.accelerate(asking).left[""].startswith(f"its attention: {__name__} asks")
+    assert fastformer.report(fastformer.accelerate(asking)).left[""].startswith(f"its attention: {__name__} asks")
     asking(IDS)
-    assert fastformer.accelerate(other).attention == [""]
+    assert fastformer.report(fastformer.accelerate(other)).attention == [""]
 
 
 class _Guarded(torch.nn.Module):
@@ -255,7 +256,7 @@ class _Guarded(torch.nn.Module):
 
 
 def test_properties_are_left_alone():
-    assert fastformer.accelerate(_Guarded()).attention == []
+    assert fastformer.report(fastformer.accelerate(_Guarded())).attention == []
 
 
 def test_a_part_is_led_without_the_parts_in_it():
@@ -267,8 +268,9 @@ def test_a_part_is_led_without_the_parts_in_it():
     model = transformers.EncoderDecoderModel(config)
     model.encoder.config._attn_implementation = "eager"
     model.decoder.config._attn_implementation = model.config._attn_implementation_internal = "sdpa"
-    led, left = lead(model)
-    assert "encoder" not in led and "decoder" in led and not left
+    lead(model)
+    names, left = led(model)
+    assert "encoder" not in names and "decoder" in names and not left
     assert model.encoder.config._attn_implementation == "eager"
     assert model.decoder.config._attn_implementation == NAME
 
@@ -293,8 +295,10 @@ def test_continuous_batching_wants_another_name():
 
 def test_the_report_names_it():
     model = make("mistral")
-    report = fastformer.accelerate(model)
-    assert report.attention == [""] and "attention led to ours: the model" in str(report)
+    report = fastformer.report(fastformer.accelerate(model))
+    assert report.attention == [""] and "attention led to fastformer: the model" in str(report)
     eager = make("mistral")
     eager.set_attn_implementation("eager")
-    assert fastformer.accelerate(eager).attention == [] and eager.config._attn_implementation == "eager"
+    assert (
+        fastformer.report(fastformer.accelerate(eager)).attention == [] and eager.config._attn_implementation == "eager"
+    )

@@ -104,7 +104,7 @@ def test_computes_the_same(mask, use_cache, mode, family):
     results = []
     for accelerated in (False, True):
         if accelerated:
-            report = fastformer.accelerate(model)
+            report = fastformer.report(fastformer.accelerate(model))
             assert not report.left and report.attention == [""]
             names = ran(lambda: run(model, mask, use_cache=use_cache))
             assert "add_layer_norm_fwd" in names and ("feed_forward_fwd" in names) == (family == "gpt2")
@@ -116,7 +116,10 @@ def test_computes_the_same(mask, use_cache, mode, family):
         assert (out.past_key_values is not None) == use_cache
     assert_all_same(results[1], results[0], "loss, logits or gradient")
     if mask is not None:
-        assert not model.base_model(IDS, attention_mask=mask.long()).last_hidden_state[~mask].any()
+        given = {"input_ids": IDS, "attention_mask": mask.long()}
+        assert model.base_model(**given).last_hidden_state[~mask].any()  # called by itself it may be read
+        fastformer.accelerate(model.base_model, padding="skip")
+        assert not model.base_model(**given).last_hidden_state[~mask].any()
 
 
 @families
@@ -240,7 +243,7 @@ def test_what_asks_for_more_is_answered(what, family):
     results = []
     for accelerated in (False, True):
         if accelerated:
-            report = fastformer.accelerate(model)
+            report = fastformer.report(fastformer.accelerate(model))
             # Before 5 who recorded hidden states put the forwards back as attributes.
             was_touched = what == "a forward of its own" and family == "gpt2"
             assert bool(report.left) == was_touched or (RETURNS_TUPLES and what == "hidden states")
@@ -317,6 +320,21 @@ def test_dropout_acts_in_training(family):
         assert torch.equal(run(model, RIGHT).logits, run(model, RIGHT).logits)
 
 
+def test_a_hooked_attention_drops_once():
+    """GPT-2's attention has a dropout of its own, which is called with it where something listens to it."""
+    model = make("gpt2", resid_pdrop=0.5, embd_pdrop=0.0, attn_pdrop=0.0, n_layer=1).train()
+    fastformer.accelerate(model)
+    block, dropped = model.transformer.h[0], []
+    block.attn.register_forward_hook(lambda module, args, out: None)
+    before: list[Tensor] = []
+    block.ln_1.register_forward_pre_hook(lambda module, args: before.append(args[0]))
+    block.ln_2.register_forward_pre_hook(lambda module, args: dropped.append(args[0] - before[-1]))
+    for _ in range(20):
+        run(model, None)
+    share = float(torch.stack(dropped).eq(0).double().mean())
+    assert abs(share - 0.5) < 0.03
+
+
 @pytest.mark.parametrize("mask", [None, RIGHT], ids=["no mask", "right"])
 @pytest.mark.parametrize(
     "family, name",
@@ -384,7 +402,7 @@ def test_generates_the_same_from_the_logits_at_padding(family):
 def test_a_tuple_holds_what_a_dict_does(how, family):
     model = make(family).eval()
     stack = model.base_model
-    fastformer.accelerate(model)
+    fastformer.accelerate(model, padding="skip")
     given = {"input_ids": IDS, "attention_mask": RIGHT.long()}
     with torch.no_grad():
         expected = stack(**given).to_tuple()

@@ -32,7 +32,6 @@ from transformers.models.t5.modeling_t5 import T5LayerNorm
 from transformers.pytorch_utils import Conv1D
 
 import fastformer
-from fastformer.integrations.hugging_face import keeping_padding
 from fastformer.ops._library import record_backends
 from tests.integrations import test_t5 as t5
 
@@ -97,7 +96,7 @@ def make(family: str, dropout: float = 0.0, num_layers: int = 2) -> Any:
 
 def accelerated(family: str, **options: Any) -> Any:
     model = make(family, **options)
-    assert fastformer.accelerate(model).swapped
+    assert fastformer.report(fastformer.accelerate(model)).swapped
     return model
 
 
@@ -181,7 +180,7 @@ def test_layers_compiled_one_by_one(family, how, monkeypatch):
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
 def test_a_checkpoint_around_the_whole(family, reentrant, dropout):
-    """What is computed again drops the same; it isn't packed, but for torch.nn's, of which nobody around is asked."""
+    """What is computed again drops the same, and leaves out the same padding: the checkpoint calls the whole model."""
 
     class Whole(nn.Module):
         def __init__(self, base: nn.Module) -> None:
@@ -192,11 +191,10 @@ def test_a_checkpoint_around_the_whole(family, reentrant, dropout):
             begin = torch.ones((), dtype=torch.float64, requires_grad=True)
             return (checkpoint(lambda one: self.base(**options)[0] * one, begin, use_reentrant=reentrant),)
 
-    with keeping_padding():
-        expected = Step(accelerated(family, dropout=dropout)) if dropout else Step(make(family))
+    expected = Step(accelerated(family, dropout=dropout)) if dropout else Step(make(family))
     step = Step(Whole(accelerated(family, dropout=dropout)))
     step.assert_same(expected)
-    assert (PACKED in step.ran) == (family == "torch.nn")
+    assert PACKED in step.ran
 
 
 @pytest.mark.parametrize("family", ["bert", "marian"])
@@ -272,7 +270,7 @@ def test_ddp(family, options, one_process):
     expected = Step(make(family))
     before = nn.parallel.DistributedDataParallel(accelerated(family), **options)
     after = nn.parallel.DistributedDataParallel(make(family), **options)
-    assert fastformer.accelerate(after).swapped
+    assert fastformer.report(fastformer.accelerate(after)).swapped
     for model in (before, after):
         for _ in range(2):
             step = Step(model)
@@ -303,7 +301,7 @@ def test_fsdp2(family, one_process):
     expected = Step(make(family))
     before = shard(accelerated(family))
     after = shard(make(family))
-    report = fastformer.accelerate(after)
+    report = fastformer.report(fastformer.accelerate(after))
     assert any("FSDP" in reason and "is a subclass of" in reason for reason in report.left.values())
     for model in (before, after):
         whole(Step(model)).assert_same(expected)
@@ -380,7 +378,7 @@ def test_what_is_saved_knows_nothing_of_us(family, tmp_path):
     assert json.loads((tmp_path / "config.json").read_text())["architectures"] == [type(model).__name__]
     made = type(model).from_pretrained(tmp_path, dtype=torch.float64).train()
     Step(made).assert_same(expected)
-    assert fastformer.accelerate(made).swapped
+    assert fastformer.report(fastformer.accelerate(made)).swapped
     Step(made).assert_same(expected)
 
 
@@ -409,7 +407,7 @@ def test_adapters(family, first):
     expected = Step(adapt(make(family)))
     model = adapt(make(family)) if first == "adapters" else accelerated(family)
     if first == "adapters":
-        assert fastformer.accelerate(model).swapped
+        assert fastformer.report(fastformer.accelerate(model)).swapped
     else:
         adapt(model)
     step = Step(model)

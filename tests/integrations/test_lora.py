@@ -49,10 +49,10 @@ def prepared(family: str, first: str, **options: Any) -> Any:
     """The adapted model: plain, or accelerated before or after it was adapted."""
     model = make(family)
     if first == "accelerate":
-        assert fastformer.accelerate(model).swapped
+        assert fastformer.report(fastformer.accelerate(model)).swapped
     adapted = adapt(model, **options)
     if first == "LoRA":
-        assert fastformer.accelerate(adapted).swapped
+        assert fastformer.report(fastformer.accelerate(adapted)).swapped
     return adapted
 
 

@@ -81,7 +81,7 @@ def test_losses_and_gradients_by_the_rule(family: str, counted: list[tuple[int, 
     model = make(family)
     plain = steps(model)
     assert not counted
-    report = fastformer.accelerate(model)
+    report = fastformer.report(fastformer.accelerate(model))
     kinds = Counter(report.swapped.values())
     assert (kinds["Linear"], kinds["Conv1D"]) == MAPS[family] and not report.left
     ours = steps(model)
@@ -111,7 +111,7 @@ def test_a_model_whose_family_is_not_known() -> None:
     model = ViTForImageClassification(config).eval()
     pixels = torch.randn(2, 3, 32, 32)
     expected = model(pixels).logits
-    report = fastformer.accelerate(model)
+    report = fastformer.report(fastformer.accelerate(model))
     assert set(report.swapped.values()) == {"Linear"} and len(report.swapped) == 2 * 6 + 1
     torch.testing.assert_close(model(pixels).logits, expected, rtol=1e-4, atol=1e-5)
 
@@ -125,7 +125,7 @@ def test_only_those_of_transformers_models_and_none_of_their_kind() -> None:
     inner.lm_head.__class__ = Doubled
     model = nn.ModuleDict({"inner": inner, "own": nn.Linear(3, 3)})
     expected = inner(IDS).logits
-    report = fastformer.accelerate(model)
+    report = fastformer.report(fastformer.accelerate(model))
     assert type(model["own"]) is nn.Linear and type(inner.lm_head) is Doubled
     assert Counter(report.swapped.values())["Linear"] == 0 and not report.left
     torch.testing.assert_close(inner(IDS).logits, expected)
@@ -134,7 +134,7 @@ def test_only_those_of_transformers_models_and_none_of_their_kind() -> None:
 def test_what_somebody_put_there_is_called(monkeypatch: pytest.MonkeyPatch, counted: list[tuple[int, ...]]) -> None:
     model = make("gpt2")
     model.lm_head.forward = lambda x: x
-    report = fastformer.accelerate(model)
+    report = fastformer.report(fastformer.accelerate(model))
     assert report.left == {"lm_head": "it has a forward of its own"}
     assert model(IDS).logits.shape[-1] == 24
     model = make("gpt2")
@@ -230,7 +230,7 @@ def test_what_is_quantised_first_is_called_and_later_is_left() -> None:
     first, later = make("bert").eval(), make("bert").eval()
     quantize_dynamic(first, {nn.Linear}, inplace=True)
     expected = first(IDS).logits
-    report = fastformer.accelerate(first)
+    report = fastformer.report(fastformer.accelerate(first))
     assert "Linear" not in report.swapped.values() and isinstance(first.cls.predictions.decoder, Quantised)
     torch.testing.assert_close(first(IDS).logits, expected, rtol=1e-3, atol=1e-4)
     fastformer.accelerate(later)

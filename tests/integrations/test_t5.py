@@ -186,7 +186,7 @@ def test_half_precision_errs_no_more_than_before(dtype, kind):
             if hasattr(layer, "wo"):
                 layer.wo.float()
         ours = copy.deepcopy(model)
-        assert fastformer.accelerate(ours).swapped
+        assert fastformer.report(fastformer.accelerate(ours)).swapped
         with torch.no_grad():
             plain, after = run(model, RIGHT).logits, run(ours, RIGHT).logits
         assert after.dtype == plain.dtype
@@ -227,6 +227,8 @@ def test_the_encoder_leaves_padding_out(mask, mode, monkeypatch):
     compare(mask, model)
     assert rows_computed(monkeypatch, lambda: run(model, mask)) == {int(mask.sum())}
     assert rows_computed(monkeypatch, lambda: run(model, None)) == {mask.numel()}
+    assert model.encoder(IDS, attention_mask=mask.long()).last_hidden_state[~mask].any()  # by itself it may be read
+    fastformer.accelerate(model.encoder, padding="skip")
     hidden = model.encoder(IDS, attention_mask=mask.long()).last_hidden_state
     assert not hidden[~mask].any() and hidden[mask].abs().min() > 0
 
@@ -284,6 +286,21 @@ def test_an_encoder_alone(kind, monkeypatch):
     if counted:  # also at padding
         assert_same(model(**given, **counted)[0], loss, "loss", 1e-6)
         assert rows_computed(monkeypatch, lambda: model(**given, **counted)) == {RIGHT.numel()}
+
+
+@pytest.mark.parametrize("mode", ["train", "eval"])
+@pytest.mark.parametrize("kind", [T5EncoderModel, T5ForConditionalGeneration])
+def test_compiles_as_one_graph_with_a_mask(kind, mode):
+    """As the plain model does: no value of the mask is looked at."""
+    model = getattr(kind(make().config).double(), mode)()
+    given = {"input_ids": IDS, "attention_mask": RIGHT.long()}
+    given |= {"decoder_input_ids": IDS} if kind is T5ForConditionalGeneration else {}
+    with exactly():
+        expected = model(**given)[0]
+    fastformer.accelerate(model)
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    real = torch.ones_like(RIGHT) if kind is T5ForConditionalGeneration else RIGHT
+    assert_same(compiled(**given)[0] * real[..., None], expected * real[..., None], "output", 1e-6)
 
 
 GAPS = ENDS & (torch.arange(6) != 1)

@@ -81,7 +81,7 @@ def test_trainer(options, family, how, tmp_path):
         model = make(family)
         begun = {name: weight.clone() for name, weight in model.state_dict().items()}
         if ours:
-            assert fastformer.accelerate(model, fused_loss=how == "fused loss").swapped
+            assert fastformer.report(fastformer.accelerate(model, fused_loss=how == "fused loss")).swapped
         if how == "LoRA":
             torch.manual_seed(2)
             targets = {"target_modules": "all-linear", "init_lora_weights": False}
