@@ -195,6 +195,9 @@ class _RegisteredName(str):
     def __reduce__(self) -> tuple[Any, ...]:
         return _name_in_config, ()
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> _RegisteredName:
+        return self  # as any text; a compiler that traces a copy of a config can't follow `__reduce__`
+
 
 def _name_in_config() -> str:
     return _NAME_IN_CONFIG

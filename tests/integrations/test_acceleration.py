@@ -427,6 +427,7 @@ def test_attention_of_every_kind(options):
 
 
 def test_wrong_arguments():
-    for function in (fastformer.accelerate, fastformer.restore):
+    functions: list[Any] = [fastformer.accelerate, fastformer.report, fastformer.restore]
+    for function in functions:
         with pytest.raises(ValueError, match=r"expected a torch\.nn\.Module, got str"):
             function("model")

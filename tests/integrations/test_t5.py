@@ -292,6 +292,7 @@ def test_an_encoder_alone(kind, monkeypatch):
 @pytest.mark.parametrize("kind", [T5EncoderModel, T5ForConditionalGeneration])
 def test_compiles_as_one_graph_with_a_mask(kind, mode):
     """As the plain model does: no value of the mask is looked at."""
+    torch._dynamo.reset()
     model = getattr(kind(make().config).double(), mode)()
     given = {"input_ids": IDS, "attention_mask": RIGHT.long()}
     given |= {"decoder_input_ids": IDS} if kind is T5ForConditionalGeneration else {}
