@@ -134,6 +134,10 @@ def translate(
     if not align and (align_layer, align_head) != (None, None):
         raise ValueError("expected --align with --align_layer and --align_head")
     runs = listed_paths(run)
+    if len(runs) > 1 and (align or attention is not None):
+        raise ValueError(
+            f"expected one run with --align or --attention, got {len(runs)}: what one decoder looks at counts"
+        )
     if len(runs) == 1 and ensemble_weights is not None:
         raise ValueError(f"expected --ensemble_weights with several runs, RUN1,RUN2, got one: {run}")
     translator = Translator.from_pretrained(

@@ -98,8 +98,7 @@ class Aligner:
     """Aligns sources with their translations.
 
     Each word of a translation is aligned with the one source word that its tokens look at most while they are chosen:
-    what the tokens of a source word get is added up, and the mean is taken over the tokens of the translation's word.
-    EOS counts on neither side.
+    what each of them gives to each token of the source word is added up. EOS counts on neither side.
 
     Args:
         translator: whose model and tokenizer.
@@ -160,7 +159,7 @@ class Aligner:
         for place, weights in zip(worth, cross_attention(self.translator.model, ids), strict=True):
             source, target = pairs[place]
             chosen = self._chosen(weights)[: len(target.ids), : len(source.ids)].double()
-            scores = _members(target, mean=True) @ chosen @ _members(source, mean=False).T
+            scores = _members(target) @ chosen @ _members(source).T
             said = [word for word in range(target.num_places) if any(word in places for places in target.places)]
             found[place] = [(int(scores[word].argmax()), word) for word in said]
         return found
@@ -184,12 +183,12 @@ def _each(ids: Sequence[int]) -> Side:
     return Side(ids, [range(place, place + 1) for place in range(len(ids))], len(ids))
 
 
-def _members(side: Side, *, mean: bool) -> Tensor:
-    """(num_places, len(ids)): which tokens belong to each word; for a mean, with rows that sum to 1."""
+def _members(side: Side) -> Tensor:
+    """(num_places, len(ids)): 1 where a token belongs to a word."""
     members = torch.zeros(side.num_places, len(side.ids), dtype=torch.float64, device="cpu")
     for place, words in enumerate(side.places):
         members[list(words), place] = 1.0
-    return members / members.sum(1, keepdim=True).clamp(min=1.0) if mean else members
+    return members
 
 
 def written_words(text: str, ids: Sequence[int], encode: Callable[[str], Sequence[int]]) -> Places:

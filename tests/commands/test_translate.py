@@ -355,6 +355,7 @@ def test_several_runs_translate_and_score_together(run, tmp_path, capsys) -> Non
         ([f"{run},{plain}", "one", "--ensemble_weights", "1,x"], "expected --ensemble_weights as numbers"),
         ([f"{run},{plain}", "one", "--ensemble_weights", "1"], "a weight for each of 2 models"),
         ([f"{run},", "one"], "separated by commas"),
+        ([f"{run},{plain}", "one", "--align"], "expected one run with --align"),
     ):
         assert main(["translate", *arguments]) == 1
         assert expected in capsys.readouterr().err

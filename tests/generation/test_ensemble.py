@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -12,6 +12,11 @@ import torch
 from fastformer.baseline import LSTMSeq2Seq
 from fastformer.data import ByteTokenizer
 from fastformer.generation import Ensemble, Translator, generate, score
+from fastformer.generation.engines.ensemble import EnsembleEngine
+from fastformer.generation.generate import new_scheduler
+from fastformer.generation.request_maker import RequestMaker
+from fastformer.generation.scheduler import run
+from fastformer.generation.settings import GenerationSettings
 from fastformer.models import GPT, Transformer
 from fastformer.models.pretrained import save_model
 from fastformer.special_ids import SpecialIds
@@ -55,21 +60,20 @@ def plain(models: list[Any], weights: list[float], mean: str, source: list[int],
     return tokens, total
 
 
-@pytest.mark.parametrize("engine", [None, "kv_cache"])
-@pytest.mark.parametrize("mean", ["probabilities", "log_probabilities"])
+@pytest.mark.parametrize(("mean", "engine"), [("probabilities", "kv_cache"), ("log_probabilities", None)])
 def test_two_models_say_the_mean_of_what_they_say(ensemble, lstm, mean, engine) -> None:
-    sources = [row[row != 0].tolist() for row in mixed_sources(5)]
+    sources = [row[row != 0].tolist() for row in mixed_sources(3)]
     members = [*ensemble.members, *([lstm] if engine is None else [])]
     weights = [0.5, 0.3, 0.2] if engine is None else [0.25, 0.75]
     both = Ensemble(members, [10 * weight for weight in weights], mean)
-    out = generate(both, sources, max_new_tokens=12, engine=engine, return_dict_in_generate=True)
-    alone = [plain(members, weights, mean, source, 12) for source in sources]
+    out = generate(both, sources, max_new_tokens=8, engine=engine, return_dict_in_generate=True)
+    alone = [plain(members, weights, mean, source, 8) for source in sources]
     forced = score(both, sources, [tokens for tokens, _ in alone])
     for place, (tokens, total) in enumerate(alone):
         assert out.sequences[place].tolist() == [*tokens, *[0] * (out.sequences.shape[1] - len(tokens))]
         assert out.scores[place] == pytest.approx(total, abs=1e-4)
         assert math.fsum(forced[place]) == pytest.approx(total, abs=1e-4)
-    assert [tokens for tokens, _ in alone] != [plain(members[:1], [1], mean, source, 12)[0] for source in sources]
+    assert [tokens for tokens, _ in alone] != [plain(members[:1], [1], mean, source, 8)[0] for source in sources]
 
 
 def test_language_models_go_on_together(gpt) -> None:
@@ -83,6 +87,35 @@ def test_language_models_go_on_together(gpt) -> None:
     tokens, total = plain([gpt, other], [0.5, 0.5], "probabilities", prompt, 8)
     assert out.sequences[0, 3:].tolist() == tokens and out.scores[0] == pytest.approx(total, abs=1e-4)
     assert math.fsum(score(both, out.sequences[:1])[0][2:]) == pytest.approx(total, abs=1e-4)
+
+
+def test_models_that_take_unlike_memory_find_room_together(lstm) -> None:
+    large = Transformer.from_preset("tiny", vocab_size=VOCAB, d_model=32, d_ff=64, num_heads=4, max_len=128).eval()
+    maker = RequestMaker(Ensemble([large, lstm]), GenerationSettings(num_beams=2, max_new_tokens=20, min_new_tokens=17))
+    sources, found = [[5 + i % 7] * (1 + 5 * i % 23) for i in range(6)], []
+    for max_bytes in (None, 1, 40_000):
+        requests = [maker.make(maker.check(source)) for source in sources]
+        run(new_scheduler(maker.engine, max_bytes=max_bytes), requests)
+        found.append([request.results[0].tokens for request in requests])
+    assert found[0] == found[1] == found[2]
+
+
+class Memory:
+    """Of an engine, what is free and what a step takes."""
+
+    token_bytes = 3
+
+    def __init__(self, free: int, step: int) -> None:
+        self.free_tokens, self.step_tokens = (lambda: free), (lambda: step)
+
+
+def test_there_is_room_for_a_step_where_each_model_has_room(ensemble) -> None:
+    for pairs in ([(100, 16), (5, 0)], [(16, 16), (40, 40)], [(10, 16), (5, 0)], [(100, 16), (5, 6)], [(0, 0), (9, 0)]):
+        memories = [Memory(*pair) for pair in reversed(pairs)]
+        engine: Any = EnsembleEngine(ensemble, cast(Any, lambda _, left=memories: left.pop()))
+        assert (engine.step_tokens() <= engine.free_tokens()) == all(step <= free for free, step in pairs)
+        assert engine.step_tokens() >= 0 and engine.free_tokens() == min(free for free, _ in pairs)
+        assert engine.token_bytes == 6
 
 
 @needs_cpp

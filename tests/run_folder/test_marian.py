@@ -120,6 +120,22 @@ def test_translates_as_transformers_does(separate, shared, tmp_path, capsys):
         assert [*ours.encode_target(text), 0] == tokenizer(text_target=text)["input_ids"]
 
 
+def test_scores_are_the_log_probabilities_of_transformers(shared):
+    folder, model, tokenizer = shared
+    translations = ["eine Frau", "der Hund liest 漢", "zwei Vögel im Park", ""]
+    for text, translation, found in zip(
+        TEXTS, translations, Translator.from_pretrained(folder).score(TEXTS, translations), strict=True
+    ):
+        labels = tokenizer(text_target=translation, return_tensors="pt").input_ids
+        with torch.inference_mode():
+            logits = model(**tokenizer(text, return_tensors="pt"), labels=labels).logits[0]
+        allowed = logits.clone()
+        allowed[:, tokenizer.pad_token_id] = -1e9
+        expected = allowed.log_softmax(-1)[range(labels.shape[1]), labels[0]]
+        assert [value for _, value in found.tokens] == pytest.approx(expected.tolist(), abs=1e-3)
+        assert found.score == pytest.approx(expected.sum().item(), rel=1e-5)
+
+
 @pytest.mark.parametrize("stopping", [False, True, "never"])
 def test_beams_are_those_of_transformers_by_its_rules(stopping, shared, tmp_path, capsys):
     folder, model, tokenizer = shared
