@@ -44,6 +44,7 @@ def translate(
     precision: Literal["fp32", "bf16", "fp16", "int8"] | None = None,
     on_error: Literal["stop", "skip"] = "stop",
     skip_long: bool = False,
+    split: bool = False,
     n_best: int = 1,
     num_beams: int = 1,
     beam_rules: Literal["tensor2tensor", "transformers"] = "tensor2tensor",
@@ -88,6 +89,8 @@ def translate(
         precision: what the weights become; int8 is for a CPU alone; without it they stay as they were saved
         on_error: at a line that is too long or no UTF-8, stop, or skip it with an empty line in its place and a warning
         skip_long: skip what is only too long
+        split: cut each line into sentences, which are translated by themselves, and keep the white space between them;
+            a text in place of a line may hold line ends
         n_best: above 1, so many translations of each line, from --num_beams or --do_sample, each on a line of
             its own: number of the input line, tab, score (log-probability, for beams with the length penalty), tab,
             translation
@@ -125,6 +128,8 @@ def translate(
         check_picture(attention)
     _check_inputs(text, file, reference, attention, n_best, num_beams, do_sample)
     _check_prefixes(file, attention, prefix, prefix_file)
+    others = {"prefix": prefix, "prefix_file": prefix_file, "attention": attention, "align": align or None}
+    _check_split(split, n_best, [name for name, value in others.items() if value is not None])
     if reference is not None:
         from fastformer.training.evaluate import corpus_metrics
 
@@ -203,11 +208,14 @@ def translate(
     total, lost = 0, None
     remembered = _Remembered(source)
     with _progress(file) as advance:
-        for answers in translator.answers(remembered, settings, bad, log_probs=n_best > 1):
+        for answers in translator.answers(remembered, settings, bad, log_probs=n_best > 1, split=split):
             texts_of = remembered.take(len(answers))
             alignments = None if aligner is None else align_answers(aligner, texts_of, answers)
             try:
-                _print_answers(answers, n_best, total + 1, alignments)
+                if split and text is not None:
+                    _print_text(_best(answers[0]))
+                else:
+                    _print_answers(answers, n_best, total + 1, alignments)
             except OutputLostError as error:
                 if references is None:
                     raise
@@ -256,6 +264,12 @@ def _check_prefixes(file: str | None, attention: str | None, prefix: str | None,
         raise ValueError("expected --prefix or --attention, got both: what a translation itself looks at is drawn")
 
 
+def _check_split(split: bool, n_best: int, others: list[str]) -> None:
+    if split and (n_best > 1 or others):
+        other = f"--n_best {n_best}" if n_best > 1 else f"--{others[0]}"
+        raise ValueError(f"expected --split or {other}, got both: each sentence is translated by itself")
+
+
 def _best(answer: Answer) -> str:
     return next(iter(answer.texts()), "")
 
@@ -283,6 +297,7 @@ def _print_answers(
     answers: list[Answer], n_best: int, first: int, alignments: list[list[Alignment]] | None = None
 ) -> None:
     """A line for each text, or for each of its n best; what is printed is out at once."""
+    from fastformer.console import shown
     from fastformer.generation.alignment import pharaoh
 
     lines = []
@@ -297,7 +312,14 @@ def _print_answers(
         nothing = ["-inf"] * (n_best > 1) + [""] * (1 if alignments is None else 2)
         number = [str(first + place)] * (n_best > 1)
         lines += ["\t".join([*number, *row]) for row in (columns or [nothing])[:n_best]]
-    print("\n".join(lines), flush=True)
+    print(shown("\n".join(lines), sys.stdout), flush=True)
+
+
+def _print_text(text: str) -> None:
+    """A text that may have several lines."""
+    from fastformer.console import shown
+
+    print(shown(text, sys.stdout), flush=True)
 
 
 def _one_line(text: str) -> str:

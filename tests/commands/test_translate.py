@@ -8,6 +8,7 @@ import select
 import subprocess
 import sys
 import threading
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -268,6 +269,37 @@ def test_a_bar_where_a_person_watches(run, tmp_path, capsys, monkeypatch) -> Non
     monkeypatch.setattr(sys, "stderr", quiet := io.StringIO())
     assert main(arguments) == 0
     assert quiet.getvalue() == ""
+
+
+def test_paragraphs_are_translated_sentence_by_sentence(run, expected, tmp_path, capsys) -> None:
+    lines = ["One is. Two are!\tThree", "", "alone", "A much longer one that is no sentence. " * 2]
+    (tmp_path / "in.txt").write_text("\n".join(lines) + "\n")
+    answers = [shown(expected(line.rstrip(), split=True)) for line in lines]
+    assert answers[0].count("\t") == 1 and answers[0].startswith(shown(expected("One is.")) + " ")
+    assert main(["translate", run, "--file", str(tmp_path / "in.txt"), "--split", *FEW]) == 0
+    assert [line.rstrip(" ") for line in lines_of(capsys.readouterr().out)] == [text.rstrip(" ") for text in answers]
+    text = "One is. Two are!\n\n\tThree"
+    assert main(["translate", run, text, "--split", *FEW]) == 0
+    assert capsys.readouterr().out == expected(text, split=True) + "\n"
+    for flags, other in (
+        (["--n_best", "2", "--num_beams", "2"], "--n_best 2"),
+        (["--prefix", "a"], "--prefix"),
+        (["--attention", "a.png"], "--attention"),
+        (["--align"], "--align"),
+    ):
+        assert main(["translate", run, "a", *flags, "--split"]) == 1
+        assert f"expected --split or {other}, got both" in capsys.readouterr().err
+
+
+def test_a_terminal_gets_no_control_characters(run, monkeypatch) -> None:
+    said = "\x1b[31mred\x07\tend"
+    monkeypatch.setattr("fastformer.generation.texts.Answer.texts", lambda self: [said])
+    for is_terminal in (True, False):
+        screen = io.StringIO()
+        monkeypatch.setattr(screen, "isatty", partial(bool, is_terminal))
+        monkeypatch.setattr(sys, "stdout", screen)
+        assert main(["translate", run, "a", *FEW]) == 0
+        assert screen.getvalue() == ("\\x1b[31mred\\x07\tend\n" if is_terminal else said + "\n")
 
 
 def test_a_line_stays_a_line() -> None:
