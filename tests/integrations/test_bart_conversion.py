@@ -232,3 +232,38 @@ def test_an_accelerated_model_is_converted(fused_loss, family):
         pytest.skip("accelerate doesn't know this family's head")
     fastformer.accelerate(theirs, fused_loss=fused_loss)
     torch.testing.assert_close(from_huggingface(theirs)(SOURCE, TARGET), expected, rtol=1e-9, atol=1e-9)
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "bart": {"positions": "learned", "embedding_norm": True, "norm_first": False},
+    "mbart": {"positions": "learned", "embedding_norm": True, "norm_first": True},
+    "marian": {"positions": "halves", "norm_first": False},
+    "pegasus": {"positions": "halves", "norm_first": True},
+    "t5": {
+        "positions": "relative", "norm": "rms", "bias": False, "attention_bias": False, "scale_embedding": False,
+        "norm_first": True, "layer_norm_eps": 1e-6,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", OPTIONS)
+@pytest.mark.parametrize("eos", [(1, 7), (7, 1, 4), (1,)])
+def test_every_end_of_a_sequence_goes_there_and_back(kind, eos) -> None:
+    special = fastformer.models.SpecialIds(pad=0, eos=eos, unk=None, start=0)
+    sizes = {"vocab_size": 40, "d_model": 16, "num_heads": 2, "d_ff": 24, "max_len": 12, "special_ids": special}
+    torch.manual_seed(0)
+    ours = Transformer.from_preset("tiny", **({"layer_norm_eps": 1e-5} | OPTIONS[kind] | sizes)).eval()
+    theirs = to_huggingface(ours)
+    assert theirs.config.model_type == kind
+    expected: Any = [*eos] if len(eos) > 1 else eos[0]
+    assert theirs.config.eos_token_id == theirs.generation_config.eos_token_id == expected
+    assert from_huggingface(theirs).config.special_ids.eos == eos
+    # Each of them ends what is generated, here and there.
+    source = torch.tensor([[5, 6, 8, eos[0]]])
+    for end in eos:
+        bias = torch.zeros(40)
+        bias[end] = 1e4
+        found = theirs.generate(
+            source, max_new_tokens=4, logits_processor=[lambda ids, logits, bias=bias: logits + bias]
+        )
+        assert found[0].tolist() == [0, end]
