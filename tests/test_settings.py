@@ -12,7 +12,8 @@ import pytest
 from fastformer.baseline.lstm import LSTMConfig
 from fastformer.models import GPT, GPTConfig, Transformer, TransformerConfig
 from fastformer.settings import Range, check_settings, describe, suggestion, why_not
-from fastformer.training.config import ARCHITECTURES, SECTIONS, TrainConfig
+from fastformer.training.config import TrainConfig
+from fastformer.training.sections import ARCHITECTURES, SECTIONS
 
 CONFIGS = (TransformerConfig, GPTConfig, LSTMConfig)
 

@@ -15,18 +15,9 @@ from fastformer.commands import _words, command_line
 from fastformer.commands._parsing import Help, explain
 from fastformer.settings import choices, suggestion, why_not
 from fastformer.training.build import start
-from fastformer.training.config import (
-    ARCHITECTURES,
-    OF_TOKENIZER,
-    SECTIONS,
-    Architecture,
-    Model,
-    check_names,
-    merged,
-    unused,
-    whole_numbers,
-)
+from fastformer.training.config import check_names, merged, unused, whole_numbers
 from fastformer.training.interrupts import Interrupts
+from fastformer.training.sections import ARCHITECTURES, OF_TOKENIZER, SECTIONS, Architecture, Model
 from fastformer.training.settings import run_config
 from fastformer.training.yaml_file import read_yaml
 

@@ -26,7 +26,7 @@ from fastformer.run_folder.checkpoint import checkpoint_folder, checkpoints, lat
 from fastformer.run_folder.lock import LOCK, RunLock
 from fastformer.settings import suggestion
 from fastformer.special_ids import SpecialIds
-from fastformer.training.config import OF_TOKENIZER, Architecture, TrainConfig
+from fastformer.training.config import TrainConfig
 from fastformer.training.examples import load_data
 from fastformer.training.graph_updates import check_device
 from fastformer.training.interrupts import Interrupts
@@ -34,6 +34,7 @@ from fastformer.training.moved import check_origin, check_there, check_tokenizer
 from fastformer.training.progress import METRICS
 from fastformer.training.run_log import RunLog
 from fastformer.training.schedule import surprises
+from fastformer.training.sections import OF_TOKENIZER, Architecture
 from fastformer.training.settings import CONFIG, absolute_paths, check_unchanged, save_config
 from fastformer.training.trainer import Trainer
 

@@ -22,7 +22,8 @@ from fastformer.data.number_words import english, german, number_pairs
 from fastformer.data.text import read_documents, read_pairs, read_tsv
 from fastformer.data.tokenizer import NUM_BYTES, line_pieces
 from fastformer.data.tokenizer_files import ForeignTokenizer
-from fastformer.training.config import WORDS, TrainConfig, paths_of, split_at_commas
+from fastformer.training.config import TrainConfig, paths_of, split_at_commas
+from fastformer.training.sections import WORDS
 
 logger = logging.getLogger("fastformer")
 

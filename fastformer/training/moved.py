@@ -17,8 +17,9 @@ from fastformer.data import Tokenizer
 from fastformer.data.tokenizer import TOKENIZER
 from fastformer.models.weights import safetensors_library
 from fastformer.run_folder import load_model
-from fastformer.training.config import SOURCES, WORDS, TrainConfig, paths_of
+from fastformer.training.config import TrainConfig, paths_of
 from fastformer.training.examples import tokenizer_of
+from fastformer.training.sections import SOURCES, WORDS
 
 
 def check_there(config: TrainConfig) -> None:

@@ -11,7 +11,8 @@ from typing import Any
 
 from fastformer.files import write_atomically
 from fastformer.run_folder.checkpoint import checkpoints
-from fastformer.training.config import SEVERAL, WORDS, TrainConfig, merged, paths_of
+from fastformer.training.config import TrainConfig, merged, paths_of
+from fastformer.training.sections import SEVERAL, WORDS
 from fastformer.training.yaml_file import read_yaml, yaml_library
 
 logger = logging.getLogger("fastformer")

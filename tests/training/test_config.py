@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from fastformer.training import TrainConfig
-from fastformer.training.config import TASKS, merged
+from fastformer.training.config import merged
+from fastformer.training.sections import TASKS
 
 
 @pytest.mark.parametrize(

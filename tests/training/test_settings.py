@@ -137,6 +137,8 @@ def test_paths_mean_the_same_from_anywhere(tmp_path, monkeypatch) -> None:
     assert (found.train_tsv, found.val_tsv) == (os.path.join(os.getcwd(), "a.tsv"), "/b.tsv")
     assert found.tokenizer == os.path.join(os.getcwd(), "sub", "tokenizer.json") and found.train_text is None
     assert absolute_paths(TrainConfig(tokenizer="bytes")).tokenizer == "bytes"
+    two = absolute_paths(TrainConfig(tokenizer="a.model,b", shared_vocab=False)).tokenizer
+    assert two == f"{os.path.join(os.getcwd(), 'a.model')},{os.path.join(os.getcwd(), 'b')}"
     for name in ("c,d.tsv", "e.tsv"):
         (tmp_path / name).touch()
     for given, meant in (("a.tsv, b/c.tsv", ["a.tsv", "b/c.tsv"]), ("c,d.tsv", ["c,d.tsv"]), ("e.tsv,", ["e.tsv", ""])):

@@ -15,7 +15,7 @@ from fastformer.models import Transformer
 from fastformer.run_folder.checkpoint import latest_checkpoint
 from fastformer.special_ids import SpecialIds
 from fastformer.training import TrainConfig, Trainer, start
-from fastformer.training.config import OF_TOKENIZER
+from fastformer.training.sections import OF_TOKENIZER
 from tests.training.tiny import PAIRS, changed, losses
 
 # Bytes that no text here has become special ids.
