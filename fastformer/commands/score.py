@@ -51,7 +51,7 @@ def score(
 
     Args:
         run: the run folder of a translator or of a language model, or the folder of a BART, a Marian or a T5 as
-            transformers saves it; several translators, separated by commas, score together, by their mean probability
+            transformers saves it; several, separated by commas, score together, by the mean of their probabilities
         file: a UTF-8 file: the sources of --target, one a line; or the text that a language model reads
         target: translations of --file by any system, a line each; of an empty line an empty one
         by_line: of a language model, take each line of --file as a text of its own, without its line end
@@ -99,10 +99,11 @@ def score(
 
 
 def _is_language_model(run: str) -> bool:
+    from fastformer.commands import listed_paths
     from fastformer.models import read_architecture
 
     try:
-        return read_architecture(run) == "GPT"
+        return read_architecture(listed_paths(run)[0]) == "GPT"
     except ValueError:  # a folder of transformers, or none: loading it says more
         return False
 
@@ -147,14 +148,17 @@ def _score_text(
     max_tokens: int,
 ) -> None:
     """Prints what a language model thinks of a file."""
+    from fastformer.commands import listed_paths
     from fastformer.data.text import read_text
+    from fastformer.generation import Ensemble
     from fastformer.generation.evaluation import evaluating
     from fastformer.generation.precisions import DTYPES
     from fastformer.generation.scoring import score_rows, window_parts
     from fastformer.generation.texts import TokenScored
-    from fastformer.run_folder import load_model
+    from fastformer.run_folder.ensemble import load_models
 
-    model, tokenizer = load_model(run, ("GPT",), device=device, dtype=DTYPES.get(precision or ""))
+    models, tokenizer = load_models(listed_paths(run), ("GPT",), device=device, dtype=DTYPES.get(precision or ""))
+    model = models[0] if len(models) == 1 else Ensemble(models)
     if by_line:
         texts, skipped = [], set()
         for place, line in enumerate(_lines(file)):

@@ -88,11 +88,12 @@ class PairTokenizer:
 
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Writes both into one tokenizer.json."""
-        values = {"type": TYPE, "source": _values(self.source), "target": _values(self.target)}
+        values = {"type": TYPE, "source": contents(self.source), "target": contents(self.target)}
         write_atomically(Path(folder, TOKENIZER), json.dumps(values, ensure_ascii=False).encode() + b"\n")
 
 
-def _values(tokenizer: Tokenizer) -> Any:
+def contents(tokenizer: Tokenizer) -> Any:
+    """All that a tokenizer is: what it writes into its file, as plain values."""
     with tempfile.TemporaryDirectory() as folder:
         tokenizer.save(folder)
         return json.loads(Path(folder, TOKENIZER).read_text(encoding="utf-8"))

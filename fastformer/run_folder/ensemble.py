@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import os
-import tempfile
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from fastformer.data import Tokenizer
-from fastformer.data.tokenizer import TOKENIZER
+from fastformer.data.pair import contents
 from fastformer.run_folder import load_model
 
 
@@ -32,19 +29,12 @@ def load_models(
         raise ValueError("expected at least one run folder, got none")
     loaded = [load_model(run, expected, device=device, dtype=dtype) for run in runs]
     tokenizer = loaded[0][1]
-    contents = _contents(tokenizer)
+    expected_contents = contents(tokenizer)
     for run, (_, other) in zip(runs[1:], loaded[1:], strict=True):
-        if other.vocab_size != tokenizer.vocab_size or _contents(other) != contents:
+        if other.vocab_size != tokenizer.vocab_size or contents(other) != expected_contents:
             what = f"one of {other.vocab_size} ids" if other.vocab_size != tokenizer.vocab_size else "another one"
             raise ValueError(
                 f"expected runs of one tokenizer: {runs[0]} has one of {tokenizer.vocab_size} ids, {run} has {what}; "
                 "train the second run with --tokenizer and the folder of the first"
             )
     return [model for model, _ in loaded], tokenizer
-
-
-def _contents(tokenizer: Tokenizer) -> object:
-    """All that a tokenizer is: what it writes into its file."""
-    with tempfile.TemporaryDirectory() as folder:
-        tokenizer.save(folder)
-        return json.loads(Path(folder, TOKENIZER).read_bytes())

@@ -153,7 +153,10 @@ def test_the_perplexity_of_a_text_is_that_of_a_validation(language_model, tmp_pa
     assert (mean, perplexity) == pytest.approx((-nll, math.exp(nll)), rel=1e-5)
     assert f"{total / len(text):.4f} a character" in err
     assert main(["score", language_model, "--file", str(file)]) == 0
-    assert rows_of(capsys.readouterr().out)[0] != pytest.approx([total, mean, perplexity], rel=1e-6)
+    other = rows_of(capsys.readouterr().out)[0]
+    assert other != pytest.approx([total, mean, perplexity], rel=1e-6)
+    assert main(["score", f"{language_model},{language_model}", "--file", str(file)]) == 0
+    assert rows_of(capsys.readouterr().out)[0] == pytest.approx(other, rel=1e-5)
 
 
 def test_each_line_of_a_text_by_itself(language_model, tmp_path, capsys, caplog) -> None:
