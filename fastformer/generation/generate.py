@@ -181,7 +181,7 @@ def generate(
         logits_processor: functions of (input_ids, scores) that give scores, called in turn after all others for each
             input; see `processors`.
         stop_strings: a text or some: a row ends with the token that completes one of them in the text of its new
-            tokens. The ids hold it; what gives text leaves it out. Not for beams.
+            tokens. The ids hold it; what gives text leaves it out. A beam that ends so counts as one that ends in EOS.
         tokenizer: with encode and decode; needed for stop_strings.
         window: what becomes of a prompt and its new tokens that are more than the model's max_len. "stop": decoding
             ends there, and an error says so where more was asked for. "slide": whenever max_len tokens are full, or

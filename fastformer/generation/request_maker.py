@@ -15,10 +15,10 @@ from fastformer.generation.engines.interface import is_searching_engine, is_shor
 from fastformer.generation.native_search import NativeSearch
 from fastformer.generation.processors import SEARCH_RULES, make_processors
 from fastformer.generation.requests import Request, window_end
-from fastformer.generation.search import BeamSearch, RowSearch, Sampling, Search, TransformersBeamSearch
+from fastformer.generation.search import BeamSearch, RowSearch, Sampling, Search, Stop, TransformersBeamSearch
 from fastformer.generation.settings import GenerationSettings
-from fastformer.generation.stopping import make_stop
-from fastformer.generation.streaming import Detokenizer, TextPieces
+from fastformer.generation.stopping import any_of, make_stop
+from fastformer.generation.streaming import Detokenizer, StopTexts, TextPieces
 from fastformer.ops import _extension
 from fastformer.special_ids import SpecialIds
 
@@ -183,15 +183,21 @@ class RequestMaker:
         before = checked.row if is_decoder_only(self.model) else checked.prefix
         stop = make_stop(settings.stopping_criteria, begin, self.engine.device)
 
-        def make_end() -> Callable[[int], bool]:
+        def make_pieces() -> TextPieces:
             assert self._tokenizer is not None
-            pieces = TextPieces(self._tokenizer, before, is_told=True, stop=settings.stop_strings)
+            return TextPieces(self._tokenizer, before, is_told=True, stop=settings.stop_strings)
+
+        def make_end() -> Callable[[int], bool]:
+            pieces = make_pieces()
 
             def is_end(token: int) -> bool:
                 pieces.add([token])
                 return pieces.is_stopped
 
             return is_end
+
+        def make_beam_stop() -> Stop | None:
+            return any_of(stop, StopTexts(make_pieces()) if settings.stop_strings else None)
 
         def make_search() -> Search:
             if is_native and settings.num_beams == 1:
@@ -217,7 +223,7 @@ class RequestMaker:
                     num_return=settings.num_return_sequences,
                     early_stopping=settings.early_stopping,
                     may_rise=self._may_rise,
-                    stop=stop,
+                    stop=make_beam_stop(),
                 )
             if settings.num_beams > 1:
                 return BeamSearch(
@@ -229,7 +235,7 @@ class RequestMaker:
                     early_stopping=settings.early_stopping is True,
                     num_groups=settings.num_beam_groups,
                     diversity_penalty=settings.diversity_penalty,
-                    stop=stop,
+                    stop=make_beam_stop(),
                 )
             sampling = None
             if settings.do_sample:

@@ -299,9 +299,8 @@ class GenerationSettings:
             raise ValueError(
                 "expected max_new_tokens along with window='slide': the model's positions end nothing then"
             )
-        for name, wanted in (("window='slide'", self.window == "slide"), ("stop_strings", bool(self.stop_strings))):
-            if wanted and beams > 1:
-                raise ValueError(f"expected num_beams 1 with {name}, got {beams}: decode greedily, or sample")
+        if self.window == "slide" and beams > 1:
+            raise ValueError(f"expected num_beams 1 with window='slide', got {beams}: decode greedily, or sample")
         if not self.do_sample:
             for name, neutral in (("temperature", 1.0), ("top_k", 0), ("top_p", 1.0)):
                 if getattr(self, name) != neutral:

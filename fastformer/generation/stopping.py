@@ -44,6 +44,14 @@ def make_stop(
     return stop
 
 
+def any_of(*stops: Stop | None) -> Stop | None:
+    """Ends rows where any of some does; None where none is one."""
+    given = [stop for stop in stops if stop is not None]
+    if len(given) < 2:
+        return given[0] if given else None
+    return lambda rows: [any(ends) for ends in zip(*(stop(rows) for stop in given), strict=True)]
+
+
 def _checked(found: Any, count: int, criterion: object) -> list[bool]:
     if isinstance(found, bool):
         return [found] * count

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Iterable, Sequence
 from typing import Protocol
@@ -93,6 +94,12 @@ class TextPieces:
             ValueError: the tokenizer gives a text that doesn't begin with what it gave before.
         """
         return "" if self.is_stopped else self._stopped() if self._stop else self._give(self._rest())
+
+    def copy(self) -> TextPieces:
+        """Goes on from here, apart from this one."""
+        found = copy.copy(self)
+        found._ids, found._given = list(self._ids), list(self._given)
+        return found
 
     def _give(self, piece: str) -> str:
         if piece:
@@ -215,6 +222,33 @@ class TextStreamer:
         """Prints a piece; a class of your own may do something else with it."""
         if text:
             print(text, end="", flush=True)
+
+
+class StopTexts:
+    """Says which rows end with a stop text: a `Stop` of a search.
+
+    Args:
+        pieces: what each row begins as, with the stop texts.
+    """
+
+    def __init__(self, pieces: TextPieces) -> None:
+        self._begin = pieces
+        self._known: dict[tuple[int, ...], TextPieces] = {}  # of the rows that go on, by their tokens
+
+    def __call__(self, rows: Sequence[Sequence[int]]) -> list[bool]:
+        """Whether each row, new tokens of which all but the last were there before, ends with its last token."""
+        found = {tuple(row): self._after(tuple(row)) for row in rows}
+        shortest = min(map(len, rows), default=0)
+        # Groups of beams come one after another, each with rows of the same length.
+        self._known = {key: pieces for key, pieces in self._known.items() if len(key) >= shortest - 1} | found
+        return [found[tuple(row)].is_stopped for row in rows]
+
+    def _after(self, row: tuple[int, ...]) -> TextPieces:
+        before = self._known.get(row[:-1])
+        pieces = (before or self._begin).copy()
+        for token in row if before is None else row[-1:]:
+            pieces.add([token])
+        return pieces
 
 
 def find_stop(text: str, stop: Sequence[str], start: int = 0) -> int:

@@ -2,9 +2,9 @@
 
 A row of a matrix becomes scale * q, with q int8 from -127 to 127 and scale = max|row| / 127 in fp32. What was rounded
 to such a grid in a dtype stays as it is when it is rounded again in that dtype (dividing 127 * scale by 127 in fp32
-gives scale back, whatever its mantissa), so a folder can hold q and scale and give the same bits back. Another dtype has
-a grid of its own: of a folder that was rounded in fp32, loaded as bf16 and saved again, weights differ by up to a unit in
-bf16's last place.
+gives scale back, whatever its mantissa), so a folder can hold q and scale and give the same bits back. Another dtype
+has a grid of its own: of a folder that was rounded in fp32, loaded as bf16 and saved again, weights differ by up to a
+unit in bf16's last place.
 """
 
 from __future__ import annotations

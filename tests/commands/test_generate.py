@@ -148,7 +148,6 @@ def test_contradictions(run, capsys) -> None:
         (["--window", "slid"], "window"),
         (["--file", "somewhere"], "expected a prompt or --file, got both: 'a' and somewhere"),
         (["--stop", ""], "expected stop_strings to hold texts that aren't empty"),
-        (["--num_beams", "2", "--stop", "x"], "expected num_beams 1 with stop_strings"),
         (["--device", "toaster"], "expected a device that this PyTorch can use"),
         (["--seed", str(2**70)], "expected a seed from"),
     ):

@@ -329,7 +329,6 @@ def test_contradictions(run, tmp_path, capsys) -> None:
         ),
         (["x", "--do_sample", "--num_beams", "2"], "expected do_sample or num_beams > 1, got both"),
         (["x", "--temperature", "2"], "expected do_sample=True with temperature 2.0"),
-        (["x", "--min_new_tokens", "7", *FEW], "min_new_tokens of at most max_new_tokens 6, got 7"),
         (["x", "--repetition_penalty", "-1"], "expected repetition_penalty > 0"),
         (["x", "--max_new_tokens", "41"], "expected max_new_tokens of at most 40"),
         ([" "], "expected something to translate"),

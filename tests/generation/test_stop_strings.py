@@ -88,6 +88,37 @@ def test_a_translation_ends_before_it(translator, way) -> None:
             assert all(len(answer.tokens) >= len(answer.text) and stop not in answer.text for answer in scored)
 
 
+BEAMS = [
+    {"num_beams": 4, "num_return_sequences": 4},
+    {"num_beams": 4, "num_return_sequences": 2, "num_beam_groups": 2, "diversity_penalty": 0.3},
+    {"num_beams": 3, "num_return_sequences": 3, "beam_rules": "transformers"},
+]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("way", BEAMS, ids=str)
+def test_a_beam_that_ends_with_one_is_finished(translator, way, engine) -> None:
+    # One token as the stop text, or as the end, is the same search.
+    options = {"max_new_tokens": 14, "suppress_tokens": LETTERS, "engine": engine, "return_token_scores": True, **way}
+    texts = ["ab", "c"]
+    space = TOKENIZER.encode(" ")[0]
+    expected = translator.translate(texts, eos_token_id=[1, space], **options)
+    found = translator.translate(texts, stop_strings=" ", eos_token_id=[1, 258], **options)
+    assert [[round(one.score, 4) for one in beams] for beams in found] == [
+        [round(one.score, 4) for one in beams] for beams in expected
+    ]
+    assert [[one.tokens[-1][0] for one in beams] for beams in found] == [
+        [one.tokens[-1][0] for one in beams] for beams in expected
+    ]
+    assert all(" " not in one.text for beams in found for one in beams)
+    # Of several tokens: no hypothesis goes on behind it, whichever beam it forked from.
+    stop = next(one.text[3:5] for one in found[0] if len(one.text) > 5)
+    for beams in translator.translate(texts, stop_strings=stop, **options):
+        for one in beams:
+            said = "".join(token for token, _ in one.tokens)
+            assert stop not in said[:-1] and stop not in one.text
+
+
 def test_many_tasks_have_stop_texts_of_their_own(translator) -> None:
     stops = [[], ["a"], ["b", "e "], [" "]]
 
@@ -136,5 +167,3 @@ def test_what_cannot_be_a_stop_text(gpt, translator) -> None:
     for tokenizer in (None, "bytes", torch):
         with pytest.raises(ValueError, match="expected tokenizer=.* along with stop_strings"):
             generate(gpt, PROMPTS, stop_strings="a", tokenizer=tokenizer)
-    with pytest.raises(ValueError, match="expected num_beams 1 with stop_strings, got 4"):
-        translator.translate("a", stop_strings="a", num_beams=4)
