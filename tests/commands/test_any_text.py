@@ -51,7 +51,7 @@ class Echo:
     def settings(self, options):
         return options
 
-    def answers(self, source, settings, bad, *, log_probs):
+    def answers(self, source, settings, bad, *, log_probs, split=None):
         while True:
             try:
                 item = source.get(wait=True)
