@@ -109,7 +109,8 @@ class Help(DefaultHelpFormatter):
             return "show this help and exit"
         hint, default = _hint(action), action.default
         notes = ["required"] if action.required and action.option_strings else []
-        if hint is not None and not (action.metavar is None and action.choices) and describe(hint) != "text":
+        is_plain = hint is None or _words.is_texts(hint) or describe(hint) == "text"
+        if not is_plain and not (action.metavar is None and action.choices):
             words = describe_bounds(hint)
             notes.append(words.removesuffix(" or null") if default is None else words)
         if default is not None and default != argparse.SUPPRESS:
@@ -124,7 +125,8 @@ class Help(DefaultHelpFormatter):
         return str(super()._format_args(action, default_metavar))
 
     def _format_action_invocation(self, action: argparse.Action) -> str:
-        return str(super()._format_action_invocation(action)).rstrip()
+        # jsonargparse's own way to append to a list: here the flag does so by itself.
+        return re.sub(r", --\w+\+(?: \S+)?", "", str(super()._format_action_invocation(action))).rstrip()
 
 
 def _hint(action: argparse.Action) -> Any:

@@ -64,8 +64,9 @@ def generate(
 
     Args:
         run: the run folder
-        prompt: the text to continue; - is standard input
-        file: a UTF-8 file, one prompt a line; - is standard input
+        prompt: the text to continue; without it, or with -, the lines of standard input as those of --file
+        file: a UTF-8 file, one prompt a line (- is standard input); for each a line of output, in order, in which line
+            ends are written as \\n, with --num_return_sequences so many, each behind the number of the prompt and a tab
         stop: a text that ends the continuation and isn't printed; it may stand there several times. In most shells
             $'\\n' is a line end
         window: what becomes of a text that fills the model's positions: stop ends it there; slide forgets the older

@@ -98,6 +98,7 @@ def test_sampling_is_the_default_and_the_help_says_so(run, capsys) -> None:
     with pytest.raises(SystemExit):
         main(["generate", "--help"])
     text = " ".join(capsys.readouterr().out.split())
+    assert "--stop STOP a text" in text and "--stop+" not in text and "(list)" not in text
     assert "1 is greedy" not in text and "search with so many beams instead of sampling" in text
 
 
