@@ -60,9 +60,6 @@ inline Tensor empty_rows(const Tensor& t, int64_t used) {
   return rows;
 }
 
-// The tensor itself when its rows are contiguous in head_dim, as the products read them; else a copy.
-inline Tensor rows_of(const Tensor& t) { return t.stride(-1) == 1 || t.numel() == 0 ? t : t.contiguous(); }
-
 // The mask of a call: what may be attended to, or what is added to the scores. Strides are 0 where it is broadcast.
 struct Mask {
   Tensor values;  // boolean, bf16 or in the accumulation type; along the keys they lie side by side

@@ -22,4 +22,8 @@ inline at::ScalarType accumulation_dtype(at::ScalarType dtype) {
   return dtype == at::kDouble ? at::kDouble : at::kFloat;
 }
 
+// The tensor itself when each row lies dense, as kernels read them, wherever the rows are (in an expanded tensor all in
+// one place); else a copy.
+inline at::Tensor rows_of(const at::Tensor& t) { return t.stride(-1) == 1 || t.numel() == 0 ? t : t.contiguous(); }
+
 }  // namespace fastformer

@@ -33,7 +33,8 @@ template <typename T, typename P>
 void forward(const Tensor& ids, const Tensor& weight, const OptionalTensor& table, const OptionalTensor& positions,
              double scale, int64_t padding_idx, const Dropout& dropout, Tensor& out) {
   using acc = acc_t<T>;
-  const int64_t dim = weight.size(1), seqlen = ids.size(-1);
+  const int64_t dim = weight.size(1), seqlen = ids.size(-1), stride = weight.stride(0);
+  const int64_t table_stride = table ? table->stride(0) : 0;
   const int64_t* id = ids.const_data_ptr<int64_t>();
   const int64_t* position = positions ? positions->const_data_ptr<int64_t>() : nullptr;
   const T* w = weight.const_data_ptr<T>();
@@ -43,8 +44,8 @@ void forward(const Tensor& ids, const Tensor& weight, const OptionalTensor& tabl
   for_row_ranges(ids.numel(), dim, [&](int64_t begin, int64_t end) {
     std::vector<acc> keep(dropout.on ? dim + Dropout::kGroup : 0);
     for (int64_t i = begin; i < end; ++i) {
-      const T* token = id[i] == padding_idx ? nullptr : w + id[i] * dim;
-      const P* place = p ? p + (position ? position[i] : i % seqlen) * dim : nullptr;
+      const T* token = id[i] == padding_idx ? nullptr : w + id[i] * stride;
+      const P* place = p ? p + (position ? position[i] : i % seqlen) * table_stride : nullptr;
       if (dropout.on) dropout.multipliers(i, 0, 0, dim, keep.data());
       embed_row(token, place, factor, dropout.on ? keep.data() : nullptr, dim, to + i * dim);
     }
@@ -121,7 +122,7 @@ void sum_rows(const T* dout, int64_t dim, const ByRow& tokens, int64_t skipped, 
 Tensor embedding_fwd(const Tensor& ids_in, const Tensor& weight_in, const OptionalTensor& table_in,
                      const OptionalTensor& positions_in, double scale, int64_t padding_idx, double dropout_p,
                      const OptionalTensor& dropout_seed, bool /* atomics */) {
-  const Tensor ids = checked_indices(ids_in, weight_in.size(0), "token ids"), weight = weight_in.contiguous();
+  const Tensor ids = checked_indices(ids_in, weight_in.size(0), "token ids"), weight = rows_of(weight_in);
   OptionalTensor table, positions;
   if (positions_in) positions = checked_indices(*positions_in, table_in->size(0), "positions");
   std::vector<int64_t> shape = ids.sizes().vec();
@@ -132,7 +133,7 @@ Tensor embedding_fwd(const Tensor& ids_in, const Tensor& weight_in, const Option
     using acc = acc_t<T>;
     // A table in another dtype than the weight's is read in what the sum is computed in.
     const bool same = !table_in || table_in->scalar_type() == weight.scalar_type();
-    if (table_in) table = table_in->to(same ? weight.scalar_type() : c10::CppTypeToScalarType<acc>::value).contiguous();
+    if (table_in) table = rows_of(table_in->to(same ? weight.scalar_type() : c10::CppTypeToScalarType<acc>::value));
     if (same) forward<T, T>(ids, weight, table, positions, scale, padding_idx, dropout, out);
     else forward<T, acc>(ids, weight, table, positions, scale, padding_idx, dropout, out);
   });

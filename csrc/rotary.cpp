@@ -31,13 +31,14 @@ void turn(const Tensor& x, const Tensor& cos_table, const Tensor& sin_table, con
   const int64_t seqlen = x.size(1), heads = x.size(2), dim = x.size(3), half = cos_table.size(1), rest = dim - 2 * half;
   const T* from = x.const_data_ptr<T>();
   T* to = out.mutable_data_ptr<T>();
+  const int64_t cos_stride = cos_table.stride(0), sin_stride = sin_table.stride(0);
   const int64_t tokens = x.size(0) * seqlen, head_stride = x.stride(2), token_stride[] = {x.stride(0), x.stride(1)};
   for_row_ranges(tokens, heads * dim, [&](int64_t begin, int64_t end) {
     std::vector<acc> cos(2 * half), sin(2 * half);
     for (int64_t token = begin; token < end; ++token) {
       const int64_t position = positions ? positions[token] : token % seqlen;
-      lay_out_angles(cos_table.const_data_ptr<acc>() + position * half,
-                     sin_table.const_data_ptr<acc>() + position * half, half, interleaved, inverse, cos.data(),
+      lay_out_angles(cos_table.const_data_ptr<acc>() + position * cos_stride,
+                     sin_table.const_data_ptr<acc>() + position * sin_stride, half, interleaved, inverse, cos.data(),
                      sin.data());
       const T* features = from + token / seqlen * token_stride[0] + token % seqlen * token_stride[1];
       T* turned = to + token * heads * dim;
@@ -59,8 +60,7 @@ Tensor rotary_fwd(const Tensor& x, const Tensor& cos, const Tensor& sin, const O
   Tensor view = x.dim() == 4 ? x : x.reshape({-1, seqlen, x.size(-2), x.size(-1)});
   if (view.stride(3) != 1) view = view.contiguous();
   const at::ScalarType wide = accumulation_dtype(x.scalar_type());
-  const Tensor cosines = cos.narrow(0, 0, tabled).to(wide).contiguous(),
-               sines = sin.narrow(0, 0, tabled).to(wide).contiguous();
+  const Tensor cosines = rows_of(cos.narrow(0, 0, tabled).to(wide)), sines = rows_of(sin.narrow(0, 0, tabled).to(wide));
   dispatch(x.scalar_type(), "rotary", [&]<typename T>() {
     turn<T>(view, cosines, sines, positions ? rows.const_data_ptr<int64_t>() : nullptr, interleaved, inverse, out);
   });

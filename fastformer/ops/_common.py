@@ -36,9 +36,16 @@ def check_number(name: str, value: object, least: float = -math.inf) -> None:
 
 
 def check_vector(name: str, vector: Tensor | None, size: int) -> None:
-    """Raises ValueError unless the vector is None or of shape (size,)."""
-    if vector is not None and vector.shape != (size,):
-        raise ValueError(f"expected {name} of shape ({size},), got {tuple(vector.shape)}")
+    """Raises ValueError unless the vector is None or floating point of shape (size,)."""
+    if vector is None:
+        return
+    if not isinstance(vector, Tensor) or vector.shape != (size,) or not vector.is_floating_point():
+        raise ValueError(f"expected a floating-point {name} of shape ({size},), got {described(vector)}")
+
+
+def is_matrix(value: object, columns: int) -> bool:
+    """Whether this is a floating-point tensor (any number of rows, columns)."""
+    return isinstance(value, Tensor) and value.dim() == 2 and value.shape[1] == columns and value.is_floating_point()
 
 
 def check_dtype(name: str, parameter: Tensor | None, dtype: torch.dtype) -> None:
@@ -50,6 +57,19 @@ def check_dtype(name: str, parameter: Tensor | None, dtype: torch.dtype) -> None
 def needs_gradient(*tensors: Tensor | None) -> bool:
     """Whether autograd will record what is computed from them."""
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+
+
+class SharedReason(str):
+    """Why the kernels of a backend can't take a call, where that is the same for all ops: told once for all of them."""
+
+    __slots__ = ()
+
+
+def no_cpp_code(dtype: torch.dtype) -> SharedReason | None:
+    """Why the C++ kernels can't take a call in a dtype; None where they can."""
+    if dtype in (torch.float32, torch.bfloat16, torch.float64):
+        return None
+    return SharedReason(f"it computes in fp32, bf16 and fp64, not {dtype}")
 
 
 def is_plain(tensor: Tensor) -> bool:

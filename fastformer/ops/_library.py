@@ -33,6 +33,7 @@ from torch import Tensor
 
 from fastformer.kernels import _plans
 from fastformer.ops import _eager, _extension
+from fastformer.ops._common import SharedReason
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -340,8 +341,11 @@ def _choose(op: Definition, preferred: str, args: tuple[Any, ...]) -> str:
     instead = "reference" if why_not(op, "torch", args) else "torch"
     # Where there is no extension at all, the loader has said so for all ops together.
     if (op.name, reason) not in _told and not (backend == "cpp" and _extension.load() is None):
+        # A model in fp16 on a CPU would have a line for each op, all of them for one reason.
+        is_known = isinstance(reason, SharedReason) and any(other == reason for _, other in _told)
         _told.add((op.name, reason))
-        logger.warning("%s runs on %s, not on %s: %s", op.name, _DESCRIBED[instead], backend, reason)
+        level = logging.DEBUG if is_known else logging.WARNING
+        logger.log(level, "%s runs on %s, not on %s: %s", op.name, _DESCRIBED[instead], backend, reason)
     return instead
 
 

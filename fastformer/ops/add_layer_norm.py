@@ -13,7 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastformer.ops._common import accumulation_dtype, check_features, check_number, check_vector, described
+from fastformer.ops._common import (
+    accumulation_dtype,
+    check_features,
+    check_number,
+    check_vector,
+    described,
+    no_cpp_code,
+)
 from fastformer.ops._dropout import drop, resolve_dropout
 from fastformer.ops._library import define_op, differentiate, forbid_double_backward, register_autograd
 
@@ -153,11 +160,11 @@ def _bwd_cpp_unsupported(op_name: str, *, s: Tensor, x_dtype: torch.dtype, **_: 
 
 
 def _no_cpp_code(x_dtype: torch.dtype, stream: torch.dtype) -> str | None:
-    if x_dtype == stream and x_dtype in (torch.float32, torch.float64, torch.bfloat16):
+    if x_dtype == stream and no_cpp_code(x_dtype) is None:
         return None
     if (x_dtype, stream) == (torch.bfloat16, torch.float32):
         return None
-    return f"no C++ code for x {x_dtype} with a residual stream of {stream}"
+    return no_cpp_code(x_dtype) or f"no C++ code for x {x_dtype} with a residual stream of {stream}"
 
 
 _fwd = define_op(
@@ -270,7 +277,9 @@ def add_layer_norm(
         ValueError: shapes that do not agree, an integer x, dropout_p outside [0, 1].
     """
     check_features(x)
-    if residual is not None and (residual.shape != x.shape or not residual.is_floating_point()):
+    if residual is not None and (
+        not isinstance(residual, Tensor) or residual.shape != x.shape or not residual.is_floating_point()
+    ):
         raise ValueError(f"expected a floating-point residual of x's shape {tuple(x.shape)}, got {described(residual)}")
     check_vector("weight", weight, x.shape[-1])
     check_vector("bias", bias, x.shape[-1])

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fastformer.ops._attention_reference import Scores, attend, attend_backward
 from fastformer.ops._attention_torch import attend_torch, attend_torch_backward, unsupported
-from fastformer.ops._common import accumulation_dtype, check_number, described, is_readable
+from fastformer.ops._common import accumulation_dtype, check_number, described, is_readable, no_cpp_code
 from fastformer.ops._dropout import resolve_dropout
 from fastformer.ops._library import (
     OPS,
@@ -92,8 +92,8 @@ def _bwd_fake(
 
 def cpp_unsupported(op_name: str, *, q: Tensor, softmax_scale: float, **_: object) -> str | None:
     """What the C++ attention kernels can't take, for dense, packed and cached attention alike."""
-    if q.dtype not in (torch.float32, torch.bfloat16, torch.float64):
-        return f"it computes in fp32, bf16 and fp64, not {q.dtype}"
+    if (reason := no_cpp_code(q.dtype)) is not None:
+        return reason
     return None if softmax_scale > 0 else f"it needs a positive softmax_scale, not {softmax_scale}"
 
 
@@ -165,9 +165,11 @@ def why_no_kernel(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, sof
     return why_not(OPS["attention_fwd"], backend, (q, k, v, attn_mask, *options))
 
 
-def check_heads(q: Tensor, k: Tensor, v: Tensor, dims: int, layout: str) -> None:
+def check_heads(
+    q: Tensor, k: Tensor, v: Tensor, dims: int, layout: str, names: tuple[str, str, str] = ("q", "k", "v")
+) -> None:
     """Raises ValueError unless q, k and v fit together: ranks, dtypes, head_dim, and heads that divide."""
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
+    for name, tensor in zip(names, (q, k, v), strict=True):
         if not isinstance(tensor, Tensor) or tensor.dim() != dims or not tensor.is_floating_point():
             raise ValueError(f"expected a floating-point {name} {layout}, got {described(tensor)}")
     if not q.dtype == k.dtype == v.dtype:

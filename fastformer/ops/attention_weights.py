@@ -139,8 +139,8 @@ def attention_weights(
     check_heads(q, k, k, 4, "(batch, seqlen, num_heads, head_dim)")
     check_seqlens_k(seqlens_k, k)
     expected = (q.shape[0], q.shape[2], q.shape[1])
-    if tuple(lse.shape) != expected:
-        raise ValueError(f"expected lse of shape {expected}, got {described(lse)}")
+    if not isinstance(lse, Tensor) or tuple(lse.shape) != expected or not lse.is_floating_point():
+        raise ValueError(f"expected a floating-point lse of shape {expected}, got {described(lse)}")
     left, right = resolve_window(is_causal, window_size)
     scale = resolve_scale(softmax_scale, q.shape[-1])
     return _fwd(q, k, lse, expand_mask(attn_mask, q, k), seqlens_k, scale, left, right)

@@ -210,7 +210,7 @@ def decode_attention(
             )
     (q,) = autocast("decode_attention", q)
     k, v = autocast("decode_attention", k, v)
-    check_heads(q, k_cache, v_cache, 4, "(batch, seqlen, num_heads, head_dim)")
+    check_heads(q, k_cache, v_cache, 4, "(batch, seqlen, num_heads, head_dim)", ("q", "k_cache", "v_cache"))
     cache_batch = k_cache.shape[0]
     if slot_table is not None:
         cache_batch = _check_slot_table(slot_table, k_cache, v_cache)
@@ -218,6 +218,9 @@ def decode_attention(
     if (k is None) != (v is None):
         raise ValueError("expected k and v together, got one of them")
     if k is not None and v is not None:
+        for name, tensor in (("k", k), ("v", v)):
+            if not isinstance(tensor, Tensor):
+                raise ValueError(f"expected a tensor {name} or None, got {described(tensor)}")
         if cache_batch_idx is not None:
             raise ValueError("expected no cache_batch_idx with k and v: rows that share a cache row can't append to it")
         expected = (q.shape[0], k.shape[1] if k.dim() == 4 else "seqlen_new", *k_cache.shape[2:])

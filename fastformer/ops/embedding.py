@@ -16,7 +16,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fastformer.ops._common import INTEGERS, accumulation_dtype, check_number, check_range, described
+from fastformer.ops._common import (
+    INTEGERS,
+    accumulation_dtype,
+    check_number,
+    check_range,
+    described,
+    is_matrix,
+    no_cpp_code,
+)
 from fastformer.ops._dropout import drop, resolve_dropout
 from fastformer.ops._library import define_op, forbid_double_backward, register_autograd
 
@@ -103,17 +111,13 @@ def _bwd_fake(
 
 
 def _fwd_cpp_unsupported(op_name: str, *, weight: Tensor, **_: object) -> str | None:
-    return _no_cpp_code(weight.dtype)
+    return no_cpp_code(weight.dtype)
 
 
 def _bwd_cpp_unsupported(op_name: str, *, dout: Tensor, dtype: torch.dtype, **_: object) -> str | None:
     if dtype != dout.dtype:
         return f"no C++ code for a gradient in {dout.dtype} of a weight in {dtype}"
-    return _no_cpp_code(dtype)
-
-
-def _no_cpp_code(dtype: torch.dtype) -> str | None:
-    return None if dtype in (torch.float32, torch.float64, torch.bfloat16) else f"no C++ code for {dtype}"
+    return no_cpp_code(dtype)
 
 
 _fwd = define_op(
@@ -215,14 +219,16 @@ def embedding(
         raise ValueError(f"expected a floating-point weight (num_embeddings, dim), got {described(weight)}")
     num_embeddings, dim = weight.shape
     if position_table is not None:
-        if position_table.dim() != 2 or position_table.shape[1] != dim:
-            raise ValueError(f"expected position_table (num_positions, {dim}), got shape {tuple(position_table.shape)}")
+        if not is_matrix(position_table, dim):
+            raise ValueError(
+                f"expected a floating-point position_table (num_positions, {dim}), got {described(position_table)}"
+            )
         if positions is None and ids.shape[-1] > position_table.shape[0]:
             raise ValueError(f"expected at most {position_table.shape[0]} tokens (position_table), got {ids.shape[-1]}")
     if positions is not None:
         if position_table is None:
             raise ValueError("expected a position_table with positions, got None")
-        if positions.shape != ids.shape or positions.dtype not in INTEGERS:
+        if not isinstance(positions, Tensor) or positions.shape != ids.shape or positions.dtype not in INTEGERS:
             raise ValueError(f"expected integer positions of shape {tuple(ids.shape)}, got {described(positions)}")
     check_number("scale", scale)
     if padding_idx is None:

@@ -15,7 +15,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fastformer.ops._common import accumulation_dtype, check_dtype, check_features, check_vector, needs_gradient
+from fastformer.ops._common import (
+    accumulation_dtype,
+    check_dtype,
+    check_features,
+    check_vector,
+    described,
+    is_matrix,
+    needs_gradient,
+    no_cpp_code,
+)
 from fastformer.ops._dropout import drop, keep_scale, resolve_dropout
 from fastformer.ops._library import autocast, define_op, differentiate, forbid_double_backward, register_autograd
 
@@ -148,9 +157,7 @@ def _bwd_fake(
 
 
 def _cpp_unsupported(op_name: str, *, x: Tensor, **_: object) -> str | None:
-    if x.dtype in (torch.float32, torch.float64, torch.bfloat16):
-        return None
-    return f"it computes in fp32, bf16 and fp64, not {x.dtype}"
+    return no_cpp_code(x.dtype)
 
 
 _fwd = define_op(
@@ -249,15 +256,15 @@ def feed_forward(
     x, weight1, weight2 = autocast("feed_forward", x, weight1, weight2)
     bias1, bias2 = autocast("feed_forward", bias1, bias2)
     check_features(x)
-    if weight1.dim() != 2 or weight1.shape[1] != x.shape[-1]:
-        raise ValueError(f"expected weight1 (hidden_dim, {x.shape[-1]}), got shape {tuple(weight1.shape)}")
+    if not is_matrix(weight1, x.shape[-1]):
+        raise ValueError(f"expected a floating-point weight1 (hidden_dim, {x.shape[-1]}), got {described(weight1)}")
     if activation in GATED and weight1.shape[0] % 2:
         raise ValueError(
             f"expected an even number of rows in weight1 (gate and up) for {activation}, got {weight1.shape[0]}"
         )
     hidden_dim = weight1.shape[0] // 2 if activation in GATED else weight1.shape[0]
-    if weight2.dim() != 2 or weight2.shape[1] != hidden_dim:
-        raise ValueError(f"expected weight2 (out_dim, {hidden_dim}), got shape {tuple(weight2.shape)}")
+    if not is_matrix(weight2, hidden_dim):
+        raise ValueError(f"expected a floating-point weight2 (out_dim, {hidden_dim}), got {described(weight2)}")
     check_vector("bias1", bias1, weight1.shape[0])
     check_vector("bias2", bias2, weight2.shape[0])
     for name, parameter in (("weight1", weight1), ("bias1", bias1), ("weight2", weight2), ("bias2", bias2)):

@@ -27,9 +27,11 @@ from fastformer.ops._common import (
     check_range,
     check_vector,
     described,
+    is_matrix,
     is_plain,
     is_readable,
     needs_gradient,
+    no_cpp_code,
 )
 from fastformer.ops._library import autocast, define_op, differentiate, forbid_double_backward, register_autograd
 
@@ -267,9 +269,7 @@ def _fwd_bwd_fake(
 
 
 def _cpp_unsupported(op_name: str, *, x: Tensor, **_: object) -> str | None:
-    if x.dtype in (torch.float32, torch.float64, torch.bfloat16):
-        return None
-    return f"no C++ code for {x.dtype}"
+    return no_cpp_code(x.dtype)
 
 
 def _cpp_masked(function: Callable[..., tuple[Tensor, ...]], *args: Any) -> Any:
@@ -449,8 +449,8 @@ def linear_cross_entropy(
     x, weight = autocast("linear_cross_entropy", x, weight)
     (bias,) = autocast("linear_cross_entropy", bias)
     check_features(x)
-    if weight.dim() != 2 or weight.shape[1] != x.shape[-1] or weight.shape[0] == 0:
-        raise ValueError(f"expected weight (vocab_size, {x.shape[-1]}), got shape {tuple(weight.shape)}")
+    if not is_matrix(weight, x.shape[-1]) or weight.shape[0] == 0:
+        raise ValueError(f"expected a floating-point weight (vocab_size, {x.shape[-1]}), got {described(weight)}")
     if not isinstance(target, Tensor) or target.shape != x.shape[:-1] or target.dtype not in INTEGERS:
         raise ValueError(f"expected an integer target of shape {tuple(x.shape[:-1])}, got {described(target)}")
     check_vector("bias", bias, weight.shape[0])

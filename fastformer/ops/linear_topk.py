@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fastformer.ops._common import accumulation_dtype, check_dtype, check_features
+from fastformer.ops._common import accumulation_dtype, check_dtype, check_features, described, is_matrix, no_cpp_code
 from fastformer.ops._library import autocast, define_op, refuse_derivatives
 
 # Rows whose logits the reference holds at a time, and classes whose weights it widens at a time: these stay in a cache.
@@ -131,9 +131,7 @@ def _fake(x: Tensor, weight: Tensor, k: int, log_probs: bool) -> tuple[Tensor, T
 
 
 def _cpp_unsupported(op_name: str, *, x: Tensor, **_: object) -> str | None:
-    if x.dtype in (torch.float32, torch.float64, torch.bfloat16):
-        return None
-    return f"no C++ code for {x.dtype}"
+    return no_cpp_code(x.dtype)
 
 
 _op = define_op(
@@ -175,9 +173,8 @@ def linear_topk(x: Tensor, weight: Tensor, k: int, *, log_probs: bool = True) ->
     refuse_derivatives("linear_topk", x, weight)
     x, weight = autocast("linear_topk", x, weight)
     check_features(x)
-    if not isinstance(weight, Tensor) or weight.dim() != 2 or weight.shape[1] != x.shape[-1] or weight.shape[0] == 0:
-        came = f"shape {tuple(weight.shape)}" if isinstance(weight, Tensor) else type(weight).__name__
-        raise ValueError(f"expected weight (vocab_size, {x.shape[-1]}), got {came}")
+    if not is_matrix(weight, x.shape[-1]) or weight.shape[0] == 0:
+        raise ValueError(f"expected a floating-point weight (vocab_size, {x.shape[-1]}), got {described(weight)}")
     check_dtype("weight", weight, x.dtype)
     _check_k(k, weight.shape[0])
     if not isinstance(log_probs, bool):

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastformer.ops._common import INTEGERS, accumulation_dtype, check_range, described
+from fastformer.ops._common import INTEGERS, accumulation_dtype, check_range, described, no_cpp_code
 from fastformer.ops._library import define_op, register_autograd
 
 
@@ -43,7 +43,7 @@ def _fake(x: Tensor, *options: object) -> Tensor:
 
 
 def _cpp_unsupported(op_name: str, *, x: Tensor, **_: object) -> str | None:
-    return None if x.dtype in (torch.float32, torch.float64, torch.bfloat16) else f"no C++ code for {x.dtype}"
+    return no_cpp_code(x.dtype)
 
 
 _fwd = define_op(
@@ -93,17 +93,23 @@ def rotary(
     if positions is None:
         if x.shape[-3] > num_positions:
             raise ValueError(f"expected at most {num_positions} positions (cos, sin), got a sequence of {x.shape[-3]}")
-    elif positions.shape != x.shape[:-2] or positions.dtype not in INTEGERS:
+    elif not isinstance(positions, Tensor) or positions.shape != x.shape[:-2] or positions.dtype not in INTEGERS:
         raise ValueError(f"expected integer positions of shape {tuple(x.shape[:-2])}, got {described(positions)}")
     return _fwd(x, cos, sin, positions, interleaved, False)
 
 
 def check_tables(x: Tensor, cos: Tensor, sin: Tensor) -> int:
     """The number of their positions; raises ValueError unless cos and sin are tables for heads of x's size."""
-    if cos.dim() != 2 or cos.shape != sin.shape or 2 * cos.shape[1] > x.shape[-1]:
+    if (
+        not (isinstance(cos, Tensor) and isinstance(sin, Tensor))
+        or not (cos.is_floating_point() and sin.is_floating_point())
+        or cos.dim() != 2
+        or cos.shape != sin.shape
+        or 2 * cos.shape[1] > x.shape[-1]
+    ):
         raise ValueError(
-            f"expected cos and sin (num_positions, at most {x.shape[-1] // 2}), "
-            f"got shapes {tuple(cos.shape)} and {tuple(sin.shape)}"
+            f"expected floating-point cos and sin (num_positions, at most {x.shape[-1] // 2}), "
+            f"got {described(cos)} and {described(sin)}"
         )
     return cos.shape[0]
 

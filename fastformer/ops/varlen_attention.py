@@ -74,8 +74,9 @@ def _prepare(
     return queries, keys, scores
 
 
-def _is_empty(q: Tensor, k: Tensor, cu_seqlens_q: Tensor, max_seqlen_q: int) -> bool:
-    return q.shape[0] == 0 or k.shape[0] == 0 or cu_seqlens_q.numel() == 1 or max_seqlen_q == 0
+def _is_empty(q: Tensor, k: Tensor, cu_seqlens_q: Tensor, max_seqlen_q: int, max_seqlen_k: int) -> bool:
+    """Whether no query has a key to see."""
+    return 0 in (q.shape[0], k.shape[0], cu_seqlens_q.numel() - 1, max_seqlen_q, max_seqlen_k)
 
 
 def varlen_attention_reference(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
@@ -95,7 +96,7 @@ def _padded(
     *options: Any,
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) by a function of padded sequences."""
-    if _is_empty(q, k, options[0], options[2]):
+    if _is_empty(q, k, options[0], options[2], options[3]):
         lse = torch.full((q.shape[1], q.shape[0]), -torch.inf, dtype=accumulation_dtype(q.dtype), device=q.device)
         return q.new_zeros(q.shape), lse
     queries, keys, scores = _prepare(q, k, *options)
@@ -127,7 +128,7 @@ def _padded_backward(
     *options: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv) by a function of padded sequences."""
-    if _is_empty(q, k, options[0], options[2]):
+    if _is_empty(q, k, options[0], options[2], options[3]):
         return q.new_zeros(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)
     queries, keys, scores = _prepare(q, k, *options)
     padded_lse = queries.pad(lse.T).transpose(1, 2)

@@ -266,7 +266,7 @@ def test_what_cpp_takes() -> None:
             leaf = x.to(dtype).requires_grad_()
             y, residual_out = add_layer_norm(leaf, x.to(stream))
             (y.double() * residual_out.double()).sum().backward()
-        with pytest.raises(NotImplementedError, match="no C.. code for x torch.float16 with a residual stream"):
+        with pytest.raises(NotImplementedError, match="not torch.float16"):
             add_layer_norm(x.half())
 
 
@@ -278,9 +278,9 @@ def test_wrong_calls() -> None:
         add_layer_norm(torch.ones(2, 0))
     with pytest.raises(ValueError, match=r"residual of x's shape \(2, 8\), got torch.float32 of shape \(1, 8\)"):
         add_layer_norm(x, x[:1])
-    with pytest.raises(ValueError, match=r"expected weight of shape \(8,\), got \(7,\)"):
+    with pytest.raises(ValueError, match=r"floating-point weight of shape \(8,\), got .*\(7,\)"):
         add_layer_norm(x, x, torch.ones(7))
-    with pytest.raises(ValueError, match=r"expected bias of shape \(8,\), got \(1, 8\)"):
+    with pytest.raises(ValueError, match=r"floating-point bias of shape \(8,\), got .*\(1, 8\)"):
         add_layer_norm(x, x, torch.ones(8), torch.ones(1, 8))
     with pytest.raises(ValueError, match=r"dropout_p in \[0, 1\], got 1.5"):
         add_layer_norm(x, dropout_p=1.5)

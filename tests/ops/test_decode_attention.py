@@ -438,6 +438,24 @@ def test_a_window_beyond_all_numbers_hides_nothing(far: int, backend: str, devic
     assert torch.equal(decode_attention(**inputs, window_left=far), expected)
 
 
+@pytest.mark.parametrize("max_seqlen", [16, 37])
+@pytest.mark.parametrize("hidden", [0, 1, 2])
+def test_a_window_that_hides_the_first_keys_of_a_full_row(
+    hidden: int, max_seqlen: int, backend: str, device: str
+) -> None:
+    """The last query of a row as long as its cache sees all keys but `hidden`: a window is left out for none alone."""
+    q, new = (torch.ones(1, 1, 1, 8, device=device) for _ in range(2))
+    k, v = torch.rand(1, max_seqlen, 1, 8, device=device), torch.randn(1, max_seqlen, 1, 8, device=device)
+    k[:, :2] = 2.0  # as much as all others
+    lengths = torch.tensor([max_seqlen - 1], dtype=torch.int32, device=device)
+    caches = k.clone(), v.clone()
+    out = decode_attention(q, *caches, lengths, k=new, v=new, window_left=max_seqlen - 1 - hidden)
+    k[:, -1], v[:, -1] = new[:, 0], new[:, 0]
+    weights = (k[0, hidden:, 0].double() @ q[0, 0, 0].double() * 8**-0.5).softmax(0)
+    expected = (weights @ v[0, hidden:, 0].double()).float()
+    torch.testing.assert_close(out[0, 0, 0], expected, rtol=1e-5, atol=1e-5)
+
+
 TABLES = {"cos": torch.zeros(40, 8), "sin": torch.zeros(40, 8)}
 
 

@@ -57,6 +57,23 @@ def make_inputs(
     }
 
 
+@pytest.mark.parametrize("of_table", [False, True])
+def test_rows_that_lie_in_one_place_are_read_there(of_table: bool, backend: str, device: str) -> None:
+    """An expanded weight or table, of 64 MiB if it were copied: no kernel needs it as large as it looks."""
+    ids = torch.tensor([[7, 3, 2**17]], device=device)
+    row, rows = torch.randn(1, 64, device=device), torch.randn(9, 64, device=device)
+    expanded = row.expand(2**18, 64)
+    ids, arguments, expected = {
+        False: (ids, {}, row.expand(1, 3, 64)),
+        True: (ids % 9, {"position_table": expanded, "positions": ids}, rows[ids % 9] + row),
+    }[of_table]
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiled:
+        out = embedding(ids, rows if of_table else expanded, **arguments)
+    torch.testing.assert_close(out, expected, rtol=0, atol=0)
+    if backend == "cpp":
+        assert sum(max(each.self_cpu_memory_usage, 0) for each in profiled.key_averages()) < 2**20
+
+
 @pytest.mark.parametrize("scale, padding_idx", [(1.0, None), (5.0, 0), (0.3, -2)])
 @pytest.mark.parametrize("positions", ["none", "in order", "given"])
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -273,7 +290,7 @@ def test_wrong_calls() -> None:
         call(ids=torch.ones(2))
     with pytest.raises(ValueError, match=r"floating-point weight \(num_embeddings, dim\), got .* of shape \(8,\)"):
         call(weight=torch.ones(8))
-    with pytest.raises(ValueError, match=r"expected position_table \(num_positions, 8\), got shape \(19, 7\)"):
+    with pytest.raises(ValueError, match=r"floating-point position_table \(num_positions, 8\), got .*\(19, 7\)"):
         call(position_table=torch.ones(19, 7))
     with pytest.raises(ValueError, match=r"at most 2 tokens \(position_table\), got 3"):
         call(position_table=torch.ones(2, 8), positions=None)

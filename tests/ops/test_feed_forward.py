@@ -374,15 +374,15 @@ def test_wrong_calls() -> None:
         call(activation="tanh")
     with pytest.raises(ValueError, match=r"floating-point x.*got torch.int64 of shape \(3, 8\)"):
         call(x=torch.ones(3, 8, dtype=torch.int64))
-    with pytest.raises(ValueError, match=r"expected weight1 \(hidden_dim, 8\), got shape \(12, 7\)"):
+    with pytest.raises(ValueError, match=r"floating-point weight1 \(hidden_dim, 8\), got .*\(12, 7\)"):
         call(weight1=torch.ones(12, 7))
     with pytest.raises(ValueError, match=r"even number of rows in weight1 \(gate and up\) for swiglu, got 13"):
         call(activation="swiglu", weight1=torch.ones(13, 8))
-    with pytest.raises(ValueError, match=r"expected weight2 \(out_dim, 6\), got shape \(8, 12\)"):
+    with pytest.raises(ValueError, match=r"floating-point weight2 \(out_dim, 6\), got .*\(8, 12\)"):
         call(activation="swiglu")
-    with pytest.raises(ValueError, match=r"expected bias1 of shape \(12,\), got \(8,\)"):
+    with pytest.raises(ValueError, match=r"floating-point bias1 of shape \(12,\), got .*\(8,\)"):
         call(bias1=torch.ones(8))
-    with pytest.raises(ValueError, match=r"expected bias2 of shape \(8,\), got \(12,\)"):
+    with pytest.raises(ValueError, match=r"floating-point bias2 of shape \(8,\), got .*\(12,\)"):
         call(bias2=torch.ones(12))
     with pytest.raises(ValueError, match=r"expected weight2 in x's dtype torch.float32, got torch.bfloat16"):
         call(weight2=inputs["weight2"].bfloat16())

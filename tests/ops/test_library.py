@@ -180,6 +180,27 @@ def test_a_refusal_is_logged_once_and_strict_forbids_it(
         toy(x)
 
 
+def test_what_all_ops_share_is_told_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """A model in fp16 on a CPU says so by the first of its ops; the others are in the log of a debugger."""
+    if _extension.load() is None:
+        pytest.skip("the C++ extension is not built: the loader speaks for all ops")
+    monkeypatch.setenv("FASTFORMER_STRICT", "0")
+    monkeypatch.setattr(_library, "_told", set())
+    x = torch.randn(2, 4, 2, 8, dtype=torch.float16)
+    rows = x.flatten(0, 2)
+    with caplog.at_level(logging.DEBUG, "fastformer"):
+        for _ in range(2):
+            ops.attention(x, x, x)
+            ops.add_layer_norm(rows)
+            ops.feed_forward(rows, rows, None, rows.T, None)
+            ops.embedding(torch.tensor([1]), rows)
+            ops.linear_topk(rows, rows, 2)
+    assert [record.levelname for record in caplog.records] == ["WARNING"] + ["DEBUG"] * 4
+    names = ("attention_fwd", "add_layer_norm_fwd", "feed_forward_fwd", "embedding_fwd", "linear_topk")
+    for record, name in zip(caplog.records, names, strict=True):
+        assert record.message.startswith(name) and "float16" in record.message
+
+
 def test_a_forced_backend_that_is_missing_is_an_error() -> None:
     with (
         use_backend("triton"),

@@ -303,7 +303,7 @@ def test_fp16_falls_back_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     if reason := missing_backend("cpp", "linear_topk"):
         pytest.skip(reason)
     x, weight = make_inputs((3, 8), 12, "cpu", torch.float16)
-    with pytest.raises(NotImplementedError, match="no C\\+\\+ code for torch.float16"):
+    with pytest.raises(NotImplementedError, match="not torch.float16"):
         linear_topk(x, weight, 2)
     monkeypatch.setenv("FASTFORMER_STRICT", "0")
     with record_backends() as ran:
@@ -315,9 +315,9 @@ def test_wrong_calls() -> None:
     x, weight = make_inputs((3, 8), 12, "cpu")
     with pytest.raises(ValueError, match=r"floating-point x.*got torch.int64 of shape \(3, 8\)"):
         linear_topk(x.long(), weight, 2)
-    with pytest.raises(ValueError, match=r"expected weight \(vocab_size, 8\), got shape \(12, 7\)"):
+    with pytest.raises(ValueError, match=r"floating-point weight \(vocab_size, 8\), got .*\(12, 7\)"):
         linear_topk(x, weight[:, 1:], 2)
-    with pytest.raises(ValueError, match=r"expected weight \(vocab_size, 8\), got shape \(0, 8\)"):
+    with pytest.raises(ValueError, match=r"floating-point weight \(vocab_size, 8\), got .*\(0, 8\)"):
         linear_topk(x, weight[:0], 1)
     with pytest.raises(ValueError, match="weight in x's dtype torch.float32, got torch.bfloat16"):
         linear_topk(x, weight.bfloat16(), 2)

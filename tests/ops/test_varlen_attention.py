@@ -190,6 +190,19 @@ def test_rows_beyond_the_sequences_are_zero(
     assert lse[:, used[0] :].isneginf().all() and lse[:, : used[0]].isfinite().all()
 
 
+@pytest.mark.parametrize("longest", [0, 3])
+@pytest.mark.parametrize("lengths_k", [(0,), (0, 0)], ids=["one", "two"])
+def test_no_sequence_has_a_key(lengths_k: tuple[int, ...], longest: int, backend: str, device: str) -> None:
+    """Zeros, and gradients of zero, where the keys' rows belong to no sequence, whatever the longest is said to be."""
+    q, k, v = (torch.randn(rows, 1, 16, device=device, requires_grad=True) for rows in (4, 3, 3))
+    ends_q = [4 * i // len(lengths_k) for i in range(len(lengths_k) + 1)]
+    cu_q, cu_k = (torch.tensor(ends, dtype=torch.int32, device=device) for ends in (ends_q, [0, *lengths_k]))
+    out, lse = varlen_attention(q, k, v, cu_q, cu_k, 4, longest, return_lse=True)
+    assert not out.any() and lse.isneginf().all()
+    for gradient in torch.autograd.grad(out, (q, k, v), torch.randn_like(out)):
+        assert not gradient.any()
+
+
 def test_equals_the_padded_batch(backend: str, device: str) -> None:
     """The same numbers as attention with seqlens_k, dropout and all."""
     case = Packed("", (17, 5), (17, 5), Case("", dropout_p=0.25))
