@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 import torch
 
 from benchmarks import record
+from benchmarks import token_times as token_times_module
 from benchmarks.peers.cases import make_model
 from benchmarks.token_times import Clock, Line, lines, main, medians, token_times
 from fastformer.generation.engines import ENGINES
@@ -52,6 +54,17 @@ def test_plot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for row in rows:
         record.check(row)
     assert capsys.readouterr().out.count("ms at the end") == 2
+
+
+def test_what_is_printed_leaves_the_encoders_token_out(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An eighth of the tokens at either end, the first token, which has the encoder's time, in neither."""
+    seconds = [5.0, 0.001, 0.003, *[0.010] * 12, 0.004, 0.008]
+    monkeypatch.setattr(token_times_module, "token_times", lambda *_, **__: seconds)
+    assert main(["tiny", "--tokens", str(len(seconds)), "--rounds", "1", "--engines", "kv_cache"]) == 0
+    printed = re.search(r"([\d.]+) ms a token at the start, ([\d.]+) ms at the end", capsys.readouterr().out)
+    assert printed is not None and [float(each) for each in printed.groups()] == [2.0, 6.0]
 
 
 def test_bad_commands(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -1,0 +1,50 @@
+"""Large buffers of the C++ code are kept for the next ones, however many have gone before."""
+
+from __future__ import annotations
+
+import ctypes
+import resource
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from fastformer import ops
+from fastformer.ops import _extension
+
+PR_SET_THP_DISABLE, PR_GET_THP_DISABLE = 41, 42
+
+
+def faults() -> int:
+    """How many fresh pages this process has been given."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+
+@pytest.fixture
+def small_pages() -> Iterator[None]:
+    """Memory in pages of 4 KB, so that fresh memory shows as thousands of faults."""
+    prctl = getattr(ctypes.CDLL(None), "prctl", None)
+    if prctl is None or (was := prctl(PR_GET_THP_DISABLE, 0, 0, 0, 0)) < 0:
+        pytest.skip("only Linux can switch huge pages off for a process")
+    prctl(PR_SET_THP_DISABLE, 1, 0, 0, 0)
+    yield
+    prctl(PR_SET_THP_DISABLE, was, 0, 0, 0)
+
+
+@pytest.mark.usefixtures("small_pages")
+def test_a_buffer_is_kept_however_many_have_gone() -> None:
+    """Each call has a buffer of 8 MiB for its logits: 40 of them are far more than are kept at a time."""
+    if _extension.load() is None:
+        pytest.skip("the C++ extension is not built")
+    before = faults()
+    torch.empty(2**21 + 1, device="cpu").fill_(1.0)
+    if faults() - before < 1000:
+        pytest.skip("here fresh memory has no faults by which it could be told")
+    x, weight = torch.randn(512, 8, requires_grad=True), torch.randn(4096, 8)
+    target = torch.zeros(512, dtype=torch.int64)
+    for _ in range(30):
+        ops.linear_cross_entropy(x, weight, target)
+    before = faults()
+    for _ in range(10):
+        ops.linear_cross_entropy(x, weight, target)
+    assert faults() - before < 2000, "each call had fresh pages, 2048 of them"
