@@ -1,6 +1,6 @@
 """What each shipped kernel compiles to, without a GPU: registers, spills, programs an SM, and what its loops run.
 
-    python -m benchmarks.compile_report [--arch 90 ...] [--only attention ...] [--quick | --usual] [--jobs N]
+    python -m benchmarks.compile_report [--arch 90 ...] [--only attention ...] [--once | --quick | --usual] [--jobs N]
         [--out FILE]
     python -m benchmarks.compile_report --compare BEFORE.jsonl AFTER.jsonl [--every]
 
@@ -270,7 +270,7 @@ def products_of(launch: Launch) -> list[int]:
 
 
 def cases(stem: str, quick: bool) -> Iterator[tuple[str, Callable[[], object]]]:
-    """(title, call) of a stem's launches; quick: what `make test` has time for."""
+    """(title, call) of a stem's launches; quick: what the tests ask for."""
     return _module(stem).cases(quick)
 
 
@@ -288,14 +288,21 @@ class Work(NamedTuple):
 
 
 def distinct_launches(archs: list[int], stems: list[str], size: str) -> list[Work]:
-    """Every distinct launch of every case, once an architecture. size: "quick", "usual" or "all"."""
+    """Every distinct launch of every case, once an architecture.
+
+    Args:
+        archs: architectures.
+        stems: of the ops.
+        size: "once" (of the quick cases each kernel's first launch), "quick", "usual" or "all".
+    """
     found: list[Work] = []
+    kernels: set[tuple[int, str]] = set()
     for arch, stem in itertools.product(archs, stems):
         if arch not in getattr(_module(stem), "ARCHITECTURES", ARCHITECTURES):
             continue
         seen: dict[tuple[str, ...], Work] = {}
         wanted = re.compile(USUAL.get(stem, "") if size == "usual" else "")
-        for title, call in cases(stem, size == "quick"):
+        for title, call in cases(stem, size in ("once", "quick")):
             if not wanted.search(title):
                 continue
             times: Counter[str] = Counter()
@@ -303,6 +310,9 @@ def distinct_launches(archs: list[int], stems: list[str], size: str) -> list[Wor
                 name = launch.kernel.fn.__name__
                 times[name] += 1
                 key = (name, repr(_signature(launch)), repr(launch.options))
+                if size == "once" and key not in seen and (arch, name) in kernels:
+                    continue
+                kernels.add((arch, name))
                 if key not in seen:
                     seen[key] = Work(launch, stem, arch, [])
                     found.append(seen[key])
@@ -369,7 +379,16 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", default=STEMS, choices=STEMS, help="some of the stems")
     size = parser.add_mutually_exclusive_group()
     parser.set_defaults(size="all")
-    size.add_argument("--quick", action="store_const", dest="size", const="quick", help="what `make test` has time for")
+    size.add_argument(
+        "--once",
+        action="store_const",
+        dest="size",
+        const="once",
+        help="each kernel once: what `make test` has time for",
+    )
+    size.add_argument(
+        "--quick", action="store_const", dest="size", const="quick", help="the cases that the tests ask for"
+    )
     size.add_argument(
         "--usual", action="store_const", dest="size", const="usual", help="the cases of the committed file"
     )

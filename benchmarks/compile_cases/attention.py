@@ -68,7 +68,7 @@ QUICK_OPTIONS: tuple[tuple[str, ...], ...] = (
 
 
 def cases(quick: bool) -> Iterator[tuple[str, Callable[[], object]]]:
-    """(title, call) of everything to compile. Quick: what `make test` has time for."""
+    """(title, call) of everything to compile. Quick: what the tests ask for."""
     bf16, fp32 = torch.bfloat16, torch.float32
     if quick:
         for options in QUICK_OPTIONS:

@@ -1,5 +1,6 @@
-"""The compile report's quick subset is green, and what the machine code of attention must not lose.
+"""The compile report is green, and what the machine code of attention must not lose.
 
+By default each kernel is compiled once; slow are the other cases of a kernel, each with options of its own.
 The report runs in its own process: interpreted kernels can't be compiled.
 """
 
@@ -40,13 +41,35 @@ ATTENTION = ("causal", "causal+packed", "bool_keys", "bool", "causal+dropout")
 CAUSAL = "deterministic causal"  # the forward is the same
 
 
-@pytest.fixture(scope="module")
-def rows(tmp_path_factory: pytest.TempPathFactory) -> list[Row]:
-    """The quick report's rows for sm_90, for all tests of this file."""
-    out = tmp_path_factory.mktemp("report") / "report.jsonl"
-    result = run("--quick", "--arch", "90", "--out", str(out))
+def slow_but_for(quick: str, *values: Any) -> list[Any]:
+    """Values for a test, all slow but the one that the default report has a case for."""
+    return [pytest.param(*each, marks=() if each[0] == quick else pytest.mark.slow)
+            for each in (value if isinstance(value, tuple) else (value,) for value in values)]  # fmt: skip
+
+
+def reported(folder: Path, size: str) -> list[Row]:
+    out = folder / "report.jsonl"
+    result = run(size, "--arch", "90", "--out", str(out))
     assert result.returncode == 0, result.stdout + result.stderr
     return [json.loads(line) for line in out.read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def of_each_kernel(tmp_path_factory: pytest.TempPathFactory) -> list[Row]:
+    return reported(tmp_path_factory.mktemp("once"), "--once")
+
+
+@pytest.fixture(scope="module")
+def of_each_case(tmp_path_factory: pytest.TempPathFactory) -> list[Row]:
+    return reported(tmp_path_factory.mktemp("quick"), "--quick")
+
+
+@pytest.fixture
+def rows(request: pytest.FixtureRequest) -> list[Row]:
+    """Rows for sm_90: one of each kernel, for slow tests one of each case."""
+    is_slow = request.node.get_closest_marker("slow") is not None
+    found: list[Row] = request.getfixturevalue("of_each_case" if is_slow else "of_each_kernel")
+    return found
 
 
 def of_attention(rows: list[Row], options: str, *kernels: str) -> list[Row]:
@@ -64,8 +87,12 @@ def instructions(rows: list[Row], options: str) -> int:
     return row["loops"][0]["instructions"]
 
 
-def test_quick_report_is_green(rows: list[Row]) -> None:
-    """Every kernel that there is compiles, and spills nothing: what the interpreter takes the compiler may not."""
+@pytest.mark.parametrize("size", ["once", pytest.param("quick", marks=pytest.mark.slow)])
+def test_the_report_is_green(rows: list[Row], size: str) -> None:
+    """Every kernel that there is compiles, and spills nothing: what the interpreter takes the compiler may not.
+
+    The slow one: in each of the cases that are asked for here.
+    """
     sources = "".join(path.read_text() for path in (ROOT / "kernels").glob("*.py"))
     assert {row["kernel"] for row in rows} == set(re.findall(r"def (\w+_kernel)\(", sources))
     assert all(row["spilled"] == 0 and 0 < row["registers"] <= 255 for row in rows)
@@ -74,10 +101,7 @@ def test_quick_report_is_green(rows: list[Row]) -> None:
     assert all(row["loops"] for row in rows)
 
 
-@pytest.mark.parametrize(
-    "options",
-    ["causal", "causal+packed", "bool_keys", "bool", "causal+dropout"],
-)
+@pytest.mark.parametrize("options", slow_but_for("causal+dropout", *ATTENTION))
 def test_exp2_once_a_score(rows: list[Row], options: str) -> None:
     """And once a row and block, for what fades: 1.06 in a tile of 128 x 64."""
     for row in of_attention(rows, options, "_attention_fwd_kernel", "_dkdv_kernel"):
@@ -85,10 +109,7 @@ def test_exp2_once_a_score(rows: list[Row], options: str) -> None:
             assert 1 <= loop["exp2_a_score"] <= 1.15, row["kernel"]
 
 
-@pytest.mark.parametrize(
-    "options",
-    ["causal", "causal+packed", "bool_keys", "bool", "causal+dropout"],
-)
+@pytest.mark.parametrize("options", slow_but_for("causal+dropout", *ATTENTION))
 def test_products_are_of_warp_groups(rows: list[Row], options: str) -> None:
     """No mma.sync, which has little more than half of wgmma's rate."""
     backward = ("_dkdv_kernel", "_dq_kernel") if options == "causal" else ("_dkdv_kernel",)
@@ -110,7 +131,7 @@ def test_softmax_runs_under_a_product_on_sm_90(rows: list[Row]) -> None:
             assert loop["instructions"] <= 900  # 64 x 128 scores a warpgroup, with dropout and a diagonal
 
 
-@pytest.mark.parametrize("options, most", [("causal", 500), ("causal+dropout", 740)])
+@pytest.mark.parametrize("options, most", slow_but_for("causal+dropout", ("causal", 500), ("causal+dropout", 740)))
 def test_a_backward_for_sm_90_that_keeps_all_in_registers(rows: list[Row], options: str, most: int) -> None:
     """With dropout, too: the scores wait with dO V^T still in flight, and dq with the products of dk and dv."""
     case = f"bf16 d64 hopper {options}"
@@ -124,6 +145,7 @@ def test_a_backward_for_sm_90_that_keeps_all_in_registers(rows: list[Row], optio
         assert loop["barriers"] <= 3 and loop["instructions"] <= most
 
 
+@pytest.mark.slow
 def test_rotary_leaves_decode_attention_its_room(rows: list[Row]) -> None:
     """New tokens' rotary tables, loaded ahead, took 128 KB at head_dim 256, where sm_86, 89 and 120 have 99."""
     found = [row["shared"] for row in rows if row["cases"] == ["bf16 d256 step table gqa rotary half"]]
@@ -133,7 +155,7 @@ def test_rotary_leaves_decode_attention_its_room(rows: list[Row]) -> None:
 TWO_PROGRAMS = ("causal", "causal+packed", "bool_keys", "additive_keys", "causal+dropout")
 
 
-@pytest.mark.parametrize("options", TWO_PROGRAMS)
+@pytest.mark.parametrize("options", slow_but_for("causal+dropout", *TWO_PROGRAMS))
 def test_two_forward_programs_an_sm(rows: list[Row], options: str) -> None:
     """Each waits for its products in full: the other one's exp2 fills the gap."""
     (row,) = of_attention(rows, options, "_attention_fwd_kernel")
@@ -160,6 +182,7 @@ def test_another_compiler_leaves_room_for_two_programs(tmp_path: Path) -> None:
     assert any(row["kernel"] == "_attention_hopper_bwd_kernel" for row in found)  # run() saw that nothing spills
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options, most",
     [
@@ -174,7 +197,7 @@ def test_what_an_option_adds_to_the_loop(rows: list[Row], options: str, most: fl
     assert instructions(rows, options) <= most * instructions(rows, "causal")
 
 
-@pytest.mark.parametrize("options", ATTENTION)
+@pytest.mark.parametrize("options", slow_but_for("causal+dropout", *ATTENTION))
 def test_nothing_but_a_mask_is_loaded_in_the_loop(rows: list[Row], options: str) -> None:
     """K, V and (backward) Q and dO come by asynchronous copies, ahead of their use."""
     for row in of_attention(rows, options, "_attention_fwd_kernel", "_dkdv_kernel"):

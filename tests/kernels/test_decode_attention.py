@@ -16,6 +16,7 @@ from fastformer.kernels import _decode_attention_configs as configs  # noqa: E40
 from fastformer.kernels import decode_attention as kernels  # noqa: E402
 from fastformer.ops import decode_attention, rotary, use_backend  # noqa: E402
 from tests.checks import assert_accurate  # noqa: E402
+from tests.covering import covering  # noqa: E402
 from tests.kernels.test_add_layer_norm import assert_untouched, guarded  # noqa: E402, F401
 from tests.ops.test_decode_attention import Step, assert_entered, make_inputs, plain_step, run, through_table  # noqa: E402
 
@@ -75,9 +76,15 @@ ROTARY_STEPS = [
 ]
 
 
-@pytest.mark.parametrize("splits, table", [(1, True), (2, False), (3, True), (20, False)])
-@pytest.mark.parametrize("rotary_dim, interleaved", [(16, False), (16, True), (12, False), (4, True)])
-@pytest.mark.parametrize("step", ROTARY_STEPS, ids=str)
+@pytest.mark.parametrize(
+    "step, rotary_dim, interleaved, splits, table",
+    covering(
+        ROTARY_STEPS,
+        [(16, False), (16, True), (12, False), (4, True)],
+        [(1, True), (2, False), (3, True), (20, False)],
+    ),
+    ids=str,
+)
 def test_rotary_in_any_number_of_shares(
     step: Step,
     rotary_dim: int,

@@ -11,6 +11,7 @@ import triton.language as tl  # noqa: E402
 from fastformer.kernels._dropout import keep_mask_tile, load_dropout  # noqa: E402
 from fastformer.kernels._launch import dropout_arguments  # noqa: E402
 from fastformer.ops._dropout import keep_mask, keep_scale, threshold  # noqa: E402
+from tests.covering import covering  # noqa: E402
 
 
 @triton.jit
@@ -29,9 +30,14 @@ def _mask_kernel(
     tl.store(out_ptr + (plane * rows + row[:, None]) * columns + column[None, :], keep.to(tl.int8), mask=inside)
 
 
-@pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("block_m, block_n", [(16, 32), (32, 8), (1, 64), (8, 16), (2, 256), (4, 128)])
-@pytest.mark.parametrize("dropout_p", [1e-4, 0.1, 0.5, 0.999, 1.0])
+@pytest.mark.parametrize(
+    "dropout_p, block_m, block_n, transposed",
+    covering(
+        [1e-4, 0.1, 0.5, 0.999, 1.0],
+        [(16, 32), (32, 8), (1, 64), (8, 16), (2, 256), (4, 128)],
+        [False, True],
+    ),
+)
 def test_tile_is_the_reference(block_m: int, block_n: int, dropout_p: float, transposed: bool, device: str) -> None:
     rows, columns, planes = block_m + 3, 149, 2  # two groups of 64 and a part of one
     # Both halves of the seed and an offset beyond 32 bits: each word of key and counter matters.

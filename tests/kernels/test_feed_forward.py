@@ -19,6 +19,7 @@ from fastformer.ops._dropout import keep_mask  # noqa: E402
 from fastformer.ops.feed_forward import GATED  # noqa: E402
 from tests.checks import assert_op_accurate  # noqa: E402
 from tests.conftest import HAS_GPU  # noqa: E402
+from tests.covering import covering  # noqa: E402
 from tests.ops.test_feed_forward import ACTIVATIONS, make_inputs, plain  # noqa: E402
 
 SEED = (2**61 + 12345, 2**33 + 77)
@@ -61,9 +62,10 @@ def test_wide_tiles(activation: str, programs: int, device: str, monkeypatch: py
     compare(make_inputs((40, 24), 203, activation, device), activation, 0.2)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
-@pytest.mark.parametrize("activation", ["relu", "gelu", "swiglu"])
-@pytest.mark.parametrize("rows, dim, hidden_dim", [(300, 64, 70), (33, 40, 200), (5, 32, 3)])
+@pytest.mark.parametrize(
+    "rows, dim, hidden_dim, activation, dtype",
+    covering([(300, 64, 70), (33, 40, 200), (5, 32, 3)], ["relu", "gelu", "swiglu"], [torch.float32, torch.float16]),
+)
 def test_a_fixed_grid_does_the_same(
     rows: int, dim: int, hidden_dim: int, activation: str, dtype: torch.dtype, device: str,
     monkeypatch: pytest.MonkeyPatch,
