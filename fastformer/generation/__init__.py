@@ -1,6 +1,7 @@
 """Decoding: one search, engines behind it, and the Translator for text."""
 
 from fastformer.generation.async_translator import AsyncTranslator as AsyncTranslator
+from fastformer.generation.engines.packed import repack as repack
 from fastformer.generation.ensemble import Ensemble as Ensemble
 from fastformer.generation.generate import GenerateOutput as GenerateOutput
 from fastformer.generation.generate import generate as generate

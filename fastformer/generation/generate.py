@@ -126,7 +126,8 @@ def generate(
     Args:
         model: a `models.Transformer` or `baseline.LSTMSeq2Seq` (input_ids are sources), or a `models.GPT` (input_ids
             are prompts). It decodes in evaluation, without dropout; behind it each of its modules is in the mode that
-            it was in.
+            it was in. The engine "cpp" packs its weights once, and again when they have changed; see
+            `fastformer.generation.repack` for changes that it may not notice.
         input_ids: (batch, seqlen) integers, padded on either side, as a tensor or an array; (seqlen,) is a batch of
             one. Or a list of ids, or a list of such lists, which may differ in length. They are moved to the model's
             device.

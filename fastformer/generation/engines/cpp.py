@@ -66,7 +66,8 @@ class CppEngine:
     output of a weight, and a scale and a zero for each row that is multiplied by it. The residual stream, norms and
     softmax are fp32 always; keys and values, and the tables of embeddings and positions, are fp32 or, for the smaller
     two, bf16. A row's bits depend neither on its neighbours nor on the number of threads. Weights that change are
-    packed again when the next batch begins; see `packed.fingerprint` for how that is noticed.
+    packed again when the next batch begins; see `packed.fingerprint` for how that is noticed, and `packed.repack` for
+    where it may not be.
 
     Args:
         model: see above; `why_unsupported` says what it may not have.
@@ -80,15 +81,15 @@ class CppEngine:
         assert isinstance(model, Transformer | GPT)
         self.precision = precision or own_precision(model)
         self._model, self._config = model, model.config
-        self._packed = self._pack()
+        self._packed = self._pack(may_be_old=True)  # `admit` asks again
         self._shortlist: list[int] = []
         self._attention = _attention(model)
         self._num_tokens, self._num_groups = BLOCK_SIZE, 0
         self._session = self._new_session(BLOCK_SIZE)
 
-    def _pack(self) -> object:
+    def _pack(self, *, may_be_old: bool = False) -> object:
         model, precision = self._model, self.precision
-        return packed(model, precision, lambda: _pack(model, precision))
+        return packed(model, precision, lambda: _pack(model, precision), may_be_old=may_be_old)
 
     @classmethod
     def why_unsupported(cls, model: object, precision: str | None = None) -> str | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import mmap
 import os
 import threading
 from collections.abc import Callable
@@ -15,10 +17,14 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
+from fastformer.generation.engines.page_watch import PageWatch
+
 T = TypeVar("T")
 
-_SAMPLES = 32  # of each tensor
+_SAMPLES = 32  # of each tensor, where the system doesn't say what was written
+_WHOLE_BYTES = 2 * mmap.PAGESIZE  # tensors below are read whole
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_numbers = itertools.count()
 
 
 class Fingerprint(NamedTuple):
@@ -26,14 +32,15 @@ class Fingerprint(NamedTuple):
 
     layout: tuple[list[Any], ...]
     versions: list[int]
-    samples: bytes
+    period: int
+    read: bytes
     config: tuple[object, ...]
 
 
 class _Watch:
-    """The places where a model keeps its tensors, and views of some elements of each: looking again is cheap.
+    """The places where a model keeps its tensors, and what tells that these were written: looking again is cheap.
 
-    The views keep the memory of tensors that were replaced until the model is looked at again.
+    It keeps the memory of tensors that were replaced until the model is looked at again.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -45,11 +52,36 @@ class _Watch:
         self._objects = [kept[name] for kept, name in self._places]
         self.tensors = [value for value in self._objects if isinstance(value, Tensor)]
         self.layout = _layout(self.tensors)
-        self.samples = [_sample(tensor.detach()) for tensor in self.tensors if tensor.numel()]
+        memory = [_memory(tensor.detach()) for tensor in self.tensors if tensor.numel()]
+        self._pages: PageWatch | None = PageWatch(map(_range, memory))
+        is_pinned = torch.cuda.is_initialized() and any(tensor.is_pinned() for tensor in self.tensors)
+        if is_pinned or not self._pages.begin():
+            self._pages = None
+        self.period = next(_numbers)
+        self._read = [part for bits in memory for part in _read(bits, is_watched=self._pages is not None)]
 
     def is_current(self) -> bool:
         """Whether the model keeps the same objects in the same places."""
         return all(map(is_, self._objects, starmap(dict.get, self._places)))
+
+    def look(self) -> bytes:
+        """Begins another period where the watched memory was written; what has to be read to know about the rest."""
+        if self._pages is not None and self._pages.is_written():
+            self.period = next(_numbers)
+            if not self._pages.begin():
+                return next(_numbers).to_bytes(
+                    8, "big"
+                )  # as it does in a child process that is denied what its parent had
+        return b"".join([part.tobytes() for part in self._read])
+
+    def end(self) -> None:
+        """Looks no more. It comes before another look at the same memory begins, which it would end."""
+        if self._pages is not None:
+            self._pages.end()
+
+    def __del__(self) -> None:
+        if hasattr(self, "_pages"):
+            self.end()
 
 
 _watches: WeakKeyDictionary[nn.Module, _Watch] = WeakKeyDictionary()
@@ -58,8 +90,10 @@ _watches: WeakKeyDictionary[nn.Module, _Watch] = WeakKeyDictionary()
 def fingerprint(model: nn.Module) -> Fingerprint:
     """What is another one when a parameter or buffer of a model was changed or replaced, or its config was.
 
-    PyTorch counts the changes of a tensor, but for those through `parameter.data`. For them a few elements of each
-    tensor are compared: a change of all elements, as a step of an optimizer is, can't be missed, one of a few can.
+    PyTorch counts the changes of a tensor, but for those through `parameter.data` or an array that shares its memory.
+    Where Linux says what was written (see `page_watch`), each of these is noticed as well. Elsewhere a few elements of
+    each matrix are compared, and all of each vector: there, a change of a few elements of a matrix can be missed; see
+    `repack`.
 
     Args:
         model: for which `why_not_packable` gives None: its tensors are on the CPU, and its modules are those that its
@@ -69,11 +103,12 @@ def fingerprint(model: nn.Module) -> Fingerprint:
     current = watch is not None and watch.is_current()
     layout = _layout(watch.tensors) if watch is not None and current else ()
     if watch is None or not current or layout != watch.layout:
+        if watch is not None:
+            watch.end()
         watch = _watches[model] = _Watch(model)
         layout = watch.layout
-    samples = np.concatenate(watch.samples).tobytes() if watch.samples else b""
-    config = tuple(vars(model.config).values())
-    return Fingerprint(layout, [tensor._version for tensor in watch.tensors], samples, config)
+    versions, read = [tensor._version for tensor in watch.tensors], watch.look()
+    return Fingerprint(layout, versions, watch.period, read, tuple(vars(model.config).values()))
 
 
 def _layout(tensors: list[Tensor]) -> tuple[list[Any], ...]:
@@ -87,20 +122,36 @@ def _layout(tensors: list[Tensor]) -> tuple[list[Any], ...]:
     )
 
 
-def _sample(tensor: Tensor) -> npt.NDArray[np.integer[Any]]:
-    """Some elements as bits, a view."""
+def _memory(tensor: Tensor) -> npt.NDArray[np.integer[Any]]:
+    """All that lies between a tensor's first and last element, as bits, a view."""
     extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    # An odd step doesn't stay in one column of a matrix whose width is a power of two.
-    step = max(1, extent // _SAMPLES) | 1
     bits = tensor.as_strided((extent,), (1,)).view(_BITS[tensor.element_size()])
-    return cast(npt.NDArray[np.integer[Any]], bits.numpy()[::step])
+    return cast(npt.NDArray[np.integer[Any]], bits.numpy())
+
+
+def _range(bits: npt.NDArray[np.integer[Any]]) -> tuple[int, int]:
+    # A small tensor is read whole: its page has neighbours, and so have the first and the last page of a large one.
+    begin = bits.ctypes.data
+    return (begin, begin + bits.nbytes) if bits.nbytes >= _WHOLE_BYTES else (begin, begin)
+
+
+def _read(bits: npt.NDArray[np.integer[Any]], *, is_watched: bool) -> list[npt.NDArray[np.integer[Any]]]:
+    """What of a tensor is compared itself: what no watched page holds, or where nothing is watched some elements."""
+    if bits.nbytes < _WHOLE_BYTES:
+        return [bits]
+    if not is_watched:
+        # An odd step doesn't stay in one column of a matrix whose width is a power of two.
+        return [bits[:: max(1, len(bits) // _SAMPLES) | 1]]
+    page, size = mmap.PAGESIZE, bits.itemsize
+    before, behind = -bits.ctypes.data % page // size, (bits.ctypes.data + bits.nbytes) % page // size
+    return [bits[:before], bits[len(bits) - behind :]]
 
 
 _lock = threading.Lock()
 _packed: WeakKeyDictionary[nn.Module, dict[str, tuple[Fingerprint, Any]]] = WeakKeyDictionary()
 
 
-def packed(model: nn.Module, precision: str, pack: Callable[[], T]) -> T:
+def packed(model: nn.Module, precision: str, pack: Callable[[], T], *, may_be_old: bool = False) -> T:
     """What `pack` made of a model in a precision, made again when the model has changed since.
 
     There is one at a time for each model and precision, the same in all threads, and none when the model is gone.
@@ -109,15 +160,39 @@ def packed(model: nn.Module, precision: str, pack: Callable[[], T]) -> T:
         model: for which `why_not_packable` gives None.
         precision: names what is packed.
         pack: packs it. What it returns must not refer to the model, or neither would ever be let go.
+        may_be_old: what is there will do, whatever has become of the model since: the caller asks again before use.
     """
     with _lock:
         kept = _packed.setdefault(model, {})
+        if may_be_old and precision in kept:
+            return cast(T, kept[precision][1])
         now = fingerprint(model)
         for name in [name for name, (before, _) in kept.items() if before != now]:
             del kept[name]  # there may be no memory for two
         if precision not in kept:
             kept[precision] = (now, pack())
         return cast(T, kept[precision][1])
+
+
+def repack(model: nn.Module) -> None:
+    """Has the next batch pack the weights of a model again for the C++ engine, in `generate` as in a Translator.
+
+    It is for changes that nobody counts, through `parameter.data` or an array that shares its memory, where the system
+    doesn't tell what was written: without Linux 6.7 or newer, in a sandbox that forbids `userfaultfd` (as Docker's
+    default one does), or in memory that is a file's, shared with other processes, or pinned for a device. There, a
+    change of a few elements of a matrix can go unnoticed. All other changes are noticed without this.
+
+    Args:
+        model: the one that was changed, or one that holds it.
+
+    Raises:
+        ValueError: something else than a module.
+    """
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"expected a model, got {type(model).__name__}")
+    with _lock:
+        for module in model.modules():
+            _packed.pop(module, None)
 
 
 def _renew_lock() -> None:

@@ -1,0 +1,218 @@
+"""Whatever is written into watched memory is noticed, and into a model's weights, whichever way it is done."""
+
+from __future__ import annotations
+
+import copy
+import mmap
+import os
+import random
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from fastformer.generation import generate, repack
+from fastformer.generation.engines import packed as packed_module
+from fastformer.generation.engines import page_watch
+from fastformer.generation.engines.packed import fingerprint, packed
+from fastformer.generation.engines.page_watch import PageWatch
+from fastformer.models import GPT, Transformer
+from tests.generation.small import needs_cpp
+from tests.generation.weights import drawn
+
+PAGE = mmap.PAGESIZE
+
+
+def can_watch() -> bool:
+    tensor = torch.zeros(4 * PAGE, dtype=torch.uint8)
+    return watch_of(tensor).begin()
+
+
+def watch_of(*tensors: torch.Tensor) -> PageWatch:
+    return PageWatch([(one.data_ptr(), one.data_ptr() + one.numel() * one.element_size()) for one in tensors])
+
+
+needs_watch = pytest.mark.skipif(not can_watch(), reason="this system doesn't say what was written")
+
+
+@needs_watch
+def test_each_byte_is_watched_and_reading_is_not_writing(tmp_path) -> None:
+    tensor = torch.randn(64 * PAGE // 4)
+    watch = watch_of(tensor)
+    assert watch.is_written()  # until it has begun
+    (begin, end), dice = watch.ranges[0], random.Random(1)
+    assert begin - tensor.data_ptr() < PAGE and tensor.data_ptr() + 64 * PAGE - end < PAGE
+    first, count = (begin - tensor.data_ptr()) // 4, (end - begin) // 4
+    for place in (first, first + count - 1, *(dice.randrange(first, first + count) for _ in range(40))):
+        assert watch.begin() and not watch.is_written()
+        float(tensor.sum()), tensor.clone(), tensor.numpy().tobytes()
+        assert not watch.is_written()
+        tensor[place] += 1
+        assert watch.is_written() and watch.is_written()
+    # By the kernel, and by another thread.
+    (tmp_path / "bytes").write_bytes(bytes(8))
+    assert watch.begin()
+    with open(tmp_path / "bytes", "rb") as file:
+        file.readinto(memoryview(tensor.numpy()[first + 9 : first + 11]).cast("B"))
+    assert watch.is_written() and watch.begin()
+    thread = threading.Thread(target=lambda: tensor[first:].fill_(1))
+    thread.start()
+    thread.join()
+    assert watch.is_written()
+    # What lies beside it isn't watched.
+    assert watch.begin()
+    tensor[:first] = 0
+    assert not watch.is_written()
+    watch.end()
+    assert watch.is_written()
+
+
+@needs_watch
+def test_one_that_begins_takes_nothing_from_another() -> None:
+    tensor = torch.zeros(40 * PAGE // 4)
+    elsewhere = torch.zeros(8 * PAGE)
+    whole, part, other = watch_of(tensor), watch_of(tensor[15 * PAGE // 4 :]), watch_of(elsewhere)
+    assert whole.begin() and part.begin() and other.begin()
+    tensor[20 * PAGE // 4] = 1
+    assert part.begin() and not part.is_written() and whole.is_written()
+    assert whole.begin() and not whole.is_written() and not other.is_written()
+    part.end()  # which takes the other's protection away: that is no silence
+    assert whole.is_written() and whole.begin() and not whole.is_written()
+
+
+@needs_watch
+def test_a_child_and_its_parent_write_apart() -> None:
+    tensor = torch.zeros(8 * PAGE // 4)
+    watch = watch_of(tensor)
+    assert watch.begin()
+    pid = os.fork()
+    if pid == 0:
+        fine = watch.is_written() and watch.begin() and not watch.is_written()
+        tensor[3 * PAGE // 4] = 1
+        os._exit(0 if fine and watch.is_written() else 1)
+    assert os.waitpid(pid, 0)[1] == 0
+    assert not watch.is_written()
+    tensor[3 * PAGE // 4] = 1
+    assert watch.is_written()
+
+
+@needs_watch
+def test_memory_that_others_may_write_is_not_watched(tmp_path) -> None:
+    file = tmp_path / "weights"
+    file.write_bytes(bytes(8 * PAGE))
+    for mode in ("r+", "c"):
+        assert not watch_of(torch.from_numpy(np.memmap(file, np.float32, mode))).begin()
+    assert not watch_of(torch.ones(8 * PAGE // 4).share_memory_()).begin()
+
+
+# A model's weights.
+
+EDITS: dict[str, Callable[[torch.Tensor, int], Any]] = {
+    "an element of data": lambda p, i: p.data.view(-1)[i].add_(1.0),
+    "a row of data": lambda p, i: p.data[i % len(p)].neg_(),
+    "copied into a row": lambda p, i: p.data[i % len(p)].copy_(torch.full_like(p.data[0], 0.5)),
+    "NumPy": lambda p, i: np.add.at(p.detach().numpy().reshape(-1), i, 1.0),
+    "a column": lambda p, i: p.data[..., i % p.shape[-1]].mul_(1.5),
+    "in place": lambda p, i: p.requires_grad_(False).view(-1)[i].add_(1.0),
+    "a bit": lambda p, i: p.data.view(torch.int32).view(-1)[i].bitwise_xor_(1),
+}
+SIZES: dict[str, Any] = {"vocab_size": 300, "d_model": 64, "num_heads": 4, "d_ff": 96}
+
+
+@needs_watch
+def test_a_change_of_any_element_is_noticed() -> None:
+    dice = random.Random(3)
+    for kind in (Transformer, GPT):
+        model = drawn(kind, **SIZES)
+        parameters = [p for p in model.parameters() if p.dim() == 2] + [*model.parameters()]
+        assert any(p.numel() * 4 > 4 * PAGE for p in parameters)
+        for _ in range(60):
+            before = fingerprint(model)
+            assert fingerprint(model) == before
+            parameter = dice.choice(parameters)
+            EDITS[dice.choice([*EDITS])](parameter, dice.randrange(parameter.numel()))
+            assert fingerprint(model) != before
+
+
+@needs_watch
+@needs_cpp
+@pytest.mark.parametrize("precision", ["fp32", "int8"])
+def test_the_next_call_says_what_a_model_of_the_new_weights_says(precision) -> None:
+    dice, said = random.Random(4), set()
+    model = drawn(Transformer, **SIZES)
+    options = {"precision": precision, "max_new_tokens": 6, "engine": "cpp"}
+    for name in EDITS:
+        parameter = dice.choice([model.embedding.weight, model.decoder.layers[1].linear2.weight])
+        with torch.no_grad():
+            for _ in range(3):
+                row = int(generate(model, [[5, 6, 7]], **options)[0, 0])
+                EDITS[name](parameter, row % parameter.numel())
+        found = generate(model, [[5, 6, 7]], **options)
+        assert torch.equal(found, generate(copy.deepcopy(model), [[5, 6, 7]], **options)), name
+        said.add(str(found.tolist()))
+    assert len(said) > 2
+
+
+@needs_cpp
+def test_a_call_looks_once(monkeypatch) -> None:
+    looks, look = [], packed_module.fingerprint
+
+    def counted(model: Any) -> packed_module.Fingerprint:
+        looks.append(1)
+        return look(model)
+
+    monkeypatch.setattr(packed_module, "fingerprint", counted)
+    model = drawn(Transformer, **SIZES)
+    generate(model, [[5, 6, 7]], max_new_tokens=3)
+    looks.clear()
+    generate(model, [[5, 6, 7]], max_new_tokens=3)
+    assert len(looks) == 1
+
+
+@pytest.fixture
+def blind(monkeypatch) -> None:
+    """As on a system that doesn't say what was written."""
+    monkeypatch.setattr(page_watch, "_system", lambda process: None)
+
+
+@pytest.mark.usefixtures("blind")
+def test_without_the_system_vectors_and_counted_changes_are_noticed() -> None:
+    model, dice = drawn(Transformer, **SIZES), random.Random(5)
+    vectors = [p for p in model.parameters() if p.dim() == 1]
+    for _ in range(20):
+        before = fingerprint(model)
+        vector = dice.choice(vectors)
+        vector.data[dice.randrange(len(vector))] += 1
+        assert fingerprint(model) != before
+    # Elements that no sample hits: PyTorch counts what isn't done behind its back.
+    before, weight = fingerprint(model), model.embedding.weight
+    weight.data[7, 3] += 1
+    assert fingerprint(model) == before
+    with torch.no_grad():
+        weight[7, 3] += 1
+    assert fingerprint(model) != before
+
+
+@needs_cpp
+@pytest.mark.usefixtures("blind")
+def test_repack_packs_again_what_was_changed_unnoticed() -> None:
+    for kind in (Transformer, GPT):
+        model = drawn(kind, **SIZES)
+        first = [packed(model, precision, lambda: object()) for precision in ("int8", "fp32")]
+        assert packed(model, "int8", lambda: object()) is first[0]
+        repack(torch.nn.ModuleList([model]))  # or what holds it
+        assert all(packed(model, name, lambda: None) is None for name in ("int8", "fp32"))
+        repack(model)
+        options = {"max_new_tokens": 8, "engine": "cpp"}
+        before, weight = generate(model, [[5, 6, 7]], **options), model.embedding.weight
+        row = int(before[0, -8])
+        weight.data[row] *= -1
+        due = generate(model, [[5, 6, 7]], **{**options, "engine": "kv_cache"})
+        repack(model)
+        assert torch.equal(generate(model, [[5, 6, 7]], **options), due) and not torch.equal(before, due)
+        repack(model)  # more often than needed
+    with pytest.raises(ValueError, match="expected a model, got dict"):
+        repack({})
