@@ -119,6 +119,28 @@ def test_each_row_says_what_it_says_alone_in_little_memory(kind, options, seed) 
     assert session.free_tokens() == blocks * BLOCK and session.step_tokens() == 0
 
 
+@pytest.mark.parametrize("kind", [Transformer, GPT])
+def test_a_step_without_room_leaves_the_rows_as_they_were(kind) -> None:
+    model = small(kind)
+    source = [[5, 6, 7]] if kind is Transformer else [[]]
+    blocks, prompts = (4 if kind is Transformer else 2), [[5, 6, 7], [8] * 16]
+
+    def session_of(tokens: list[list[int]]) -> Any:
+        session = _extension.module().Session(_pack(model, "fp32"), blocks * BLOCK)
+        session.admit(source * len(tokens), tokens, 1)
+        return session
+
+    session, quiet = session_of(prompts), session_of(prompts[:1])
+    for _ in range(2):  # the first row would find its place; the second one's block is full
+        with pytest.raises(ValueError, match="no room"):
+            session.step([4, 4], 1, True, [], None, 1)
+    session.release([1])
+    for token in (6, 11):
+        found, due = (one.step([token], VOCAB, True, [], None, 1) for one in (session, quiet))
+        assert (found[0] == due[0]).all() and (found[1] == due[1]).all()
+    assert session.free_tokens() == quiet.free_tokens()
+
+
 @pytest.mark.parametrize("length", [1, 15, 16, 17, 31, 32, 33])
 def test_a_row_takes_a_block_when_its_last_one_is_full(length) -> None:
     model = small(GPT)

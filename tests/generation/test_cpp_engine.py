@@ -245,6 +245,46 @@ def test_a_batch_that_begins_sees_weights_that_were_loaded_since() -> None:
     assert torch.equal(found, due)
 
 
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_each_batch_of_one_engine_sees_the_weights_of_its_beginning(precision) -> None:
+    model = configured(next(iter(CONFIGS)))
+    prompt, size = prompt_of(model, random.Random(1), 6), model.config.vocab_size
+    engine = CppEngine(model, precision)
+    engine.start(2, 200)
+
+    def batch(engine: CppEngine) -> list[list[float]]:
+        engine.admit([prompt])
+        found = [engine.step([token], Selection(size)).values[0] for token in (prompt.tokens[-1], 5, 6)]
+        engine.release([0])
+        return found
+
+    seen = []
+    for _ in range(3):  # what runs goes on with what it began with
+        seen.append(batch(engine))
+        fresh = CppEngine(copy.deepcopy(model), precision)
+        fresh.start(2, 200)
+        assert seen[-1] == batch(fresh)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(1.1)
+    assert seen[0] != seen[1] != seen[2]
+
+
+@pytest.mark.parametrize("kind", [Transformer, GPT])
+@pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"num_beams": 2, "beam_rules": "transformers"}], ids=str)
+def test_words_that_may_not_be_said_lie_in_many_panels(kind, options) -> None:
+    model = drawn(kind, vocab_size=300)
+    prompts = [[5, 6, 7], [8, 9], [10]]
+    orders = (list(range(10, 290)), list(range(289, 9, -1)), random.Random(2).sample(range(300), 280))
+    for suppressed in orders:
+        for least in (0, 4):
+            given = {"suppress_tokens": suppressed, "min_new_tokens": least, "max_new_tokens": 7, **options}
+            one, other = (generate(model, prompts, engine=engine, **given) for engine in ("cpp", "kv_cache"))
+            assert torch.equal(one, other)
+            new = one[:, 3 * (kind is GPT) :]
+            assert not torch.isin(new, torch.tensor(suppressed)).logical_and(new != 0).any()
+
+
 def test_neither_default_dtype_nor_modes_change_what_is_found() -> None:
     model = configured(next(iter(CONFIGS)))
     options: dict[str, Any] = {"engine": "cpp", "do_sample": True, "seed": 1, "max_new_tokens": 5}

@@ -118,6 +118,14 @@ def test_bad_words() -> None:
     assert forbidden(words(history, torch.zeros(2, 10))) == [[2, 3, 4, 7], [3, 8]]
 
 
+@pytest.mark.parametrize("length", [0, 1, 3, 4, 5, 6])
+def test_bad_words_may_be_longer_than_what_was_said(length) -> None:
+    word = (5, 6, 7, 8, 9, 10)
+    ids = torch.tensor([[*word[5 - length : 5]], [3] * length]).long()  # what stands right before the last one
+    found = BadWords((word, (4,)))(ids, torch.zeros(2, 11))
+    assert forbidden(found) == [[4, 10] if length >= 5 and ids[0, -5:].tolist() == [*word[:5]] else [4], [4]]
+
+
 def test_suppressed_tokens_and_the_least_number() -> None:
     logits = torch.randn(2, 6)
     found = SuppressTokens((1, 4))(torch.zeros(2, 1, dtype=torch.long), logits)

@@ -152,7 +152,9 @@ def test_packed_prompts_join_rows_that_are_decoding(options):
     stack.store_memory(cache, memories[0], SequenceLayout.packed(torch.tensor([3]), 3))
     first = [step(cache, [rows[0][i]]) for i in range(2)]
     cache.add(N)
+    assert len(cache[0].self_attention.seqlens) == N + 1  # what is read here is not the tail's
     new = cache.tail(1)
+    assert len(new[0].self_attention.seqlens) == N
     stack.store_memory(new, torch.cat(memories[1:]), SequenceLayout.packed(torch.tensor(sources), S))
     packed = torch.cat([row[:length] for row, length in zip(rows[1:], lengths, strict=True)])
     # Two tokens behind the last sequence, which belong to nobody.
