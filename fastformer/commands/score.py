@@ -151,7 +151,6 @@ def _score_text(
     from fastformer.commands import listed_paths
     from fastformer.data.text import read_text
     from fastformer.generation import Ensemble
-    from fastformer.generation.evaluation import evaluating
     from fastformer.generation.precisions import DTYPES
     from fastformer.generation.scoring import score_rows, window_parts
     from fastformer.generation.texts import TokenScored
@@ -176,8 +175,7 @@ def _score_text(
     total = _Total()
     for start in range(0, len(rows), _LINES):
         some = rows[start : start + _LINES]
-        with evaluating(model):
-            scores = score_rows(model, [window_parts(row, model.config.max_len, context) for row in some], max_tokens)
+        scores = score_rows(model, [window_parts(row, model.config.max_len, context) for row in some], max_tokens)
         for place, (row, log_probs) in enumerate(zip(some, scores, strict=True), start):
             tokens = list(zip(tokenizer.tokens(row[1:]), log_probs, strict=True))
             found = TokenScored(texts[place], -math.inf if place in skipped else math.fsum(log_probs), tokens)

@@ -78,7 +78,8 @@ def score(
 
     Args:
         model: a `models.Transformer` or `baseline.LSTMSeq2Seq` (input_ids are sources), or a `models.GPT` (input_ids
-            are what is scored). It runs as it is: call `model.eval()` first, or dropout is on.
+            are what is scored), or an `Ensemble`. It scores in evaluation, without dropout; behind it each of its
+            modules is in the mode that it was in.
         input_ids: as `generate` takes them. Padding at the ends of a tensor or an array is left out.
         target_ids: for a model that reads sources: the outputs, one for each source, without the start token, and with
             EOS where it is to count.
@@ -161,7 +162,8 @@ def score_rows(model: Model, rows: Sequence[Sequence[Part]], max_tokens: int = M
     found: list[list[float]] = [[] for _ in parts]
     for places in _batches(parts, max_tokens):
         batch = [parts[place] for place in places]
-        values = iter(_log_probs(model, batch).tolist())
+        with evaluating(model):
+            values = iter(_log_probs(model, batch).tolist())
         for place, part in zip(places, batch, strict=True):
             found[place] = [next(values) for _ in part.outputs][part.known :]
     each = iter(found)
@@ -285,8 +287,7 @@ def score_texts(
             except TextError as error:
                 bad.meet(error)
                 rows.append(None)
-        with evaluating(model):
-            scores = iter(score_rows(model, [row for row in rows if row is not None], max_tokens))
+        scores = iter(score_rows(model, [row for row in rows if row is not None], max_tokens))
         for (_, translation), row in zip(chunk, rows, strict=True):
             translation = "" if isinstance(translation, TextError) else translation
             if row is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import logging
 import math
 import random
@@ -97,6 +98,13 @@ def test_a_long_text_is_read_in_windows_that_know_what_stands_before(gpt, contex
             known += max(near)
         if context == 16:
             assert known == sum(min(place, 16) for place in range(1, length))
+
+
+def test_a_model_in_training_is_scored_without_dropout(model) -> None:
+    dropping = Transformer(dataclasses.replace(model.config, dropout=0.5)).train()
+    dropping.load_state_dict(model.state_dict())
+    assert score(dropping, SOURCES, TARGETS) == score(model, SOURCES, TARGETS)
+    assert all(module.training for module in dropping.modules())
 
 
 def test_what_can_not_be_scored_is_said(model, gpt, lstm) -> None:
