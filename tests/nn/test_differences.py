@@ -15,6 +15,7 @@ import torch.nn.utils.parametrize as parametrize
 from torch import Tensor, nn
 
 import fastformer
+import fastformer.functional as FF
 import fastformer.nn as fast
 
 TESTS = Path(__file__).parent.parent
@@ -51,6 +52,42 @@ def test_weights_are_those_before_dropout() -> None:
     assert torch.allclose(weights, theirs.eval()(x, x, x)[1], atol=1e-6)
     assert not torch.allclose(theirs_dropped, weights, atol=1e-3)
     assert not torch.allclose(out, ours.eval()(x, x, x)[0], atol=1e-3), "dropout acts"
+
+
+def test_gradients_of_large_scores_err_as_pytorchs_fused_ones() -> None:
+    def gradients(attend: Any, dtype: torch.dtype) -> list[Tensor]:
+        leaves = [each.to(dtype).requires_grad_() for each in inputs]
+        return [each.double() for each in torch.autograd.grad(attend(*leaves), leaves, dout.to(dtype))]
+
+    def plainly(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return (q @ k.mT * 32**-0.5).softmax(-1) @ v
+
+    ours: list[list[float]] = []
+    theirs: list[list[float]] = []
+    for seed in range(4):
+        generator = torch.Generator().manual_seed(seed)
+        inputs = [scale * torch.randn(1, 2, 64, 32, generator=generator) for scale in (100, 17, 1)]
+        dout = torch.randn(1, 2, 64, 32, generator=generator)
+        scores = inputs[0] @ inputs[1].mT * 32**-0.5
+        assert 2000 < scores.abs().max() < 20000
+        exact = gradients(plainly, torch.float64)
+        for errors, attend in ((ours, FF.scaled_dot_product_attention), (theirs, F.scaled_dot_product_attention)):
+            found = gradients(attend, torch.float32)
+            errors.append([float((a - b).abs().max()) for a, b in zip(found, exact, strict=True)])
+    for mine, other in zip(torch.tensor(ours).amax(0), torch.tensor(theirs).amax(0), strict=True):
+        assert mine <= 2 * other
+
+
+def test_gradients_that_are_zero_are_so_up_to_rounding() -> None:
+    q, k, v = torch.randn(2, 4, 5, 16, requires_grad=True), *torch.randn(2, 2, 4, 1, 16, requires_grad=True)
+    dout = torch.randn(2, 4, 5, 16)
+    dq, dk = torch.autograd.grad(FF.scaled_dot_product_attention(q, k, v), (q, k), dout)
+    # Of each score's gradient, a difference of two equal sums of 16 products, a few roundings are left.
+    noise = 2**-23 * float((dout.abs() @ v.abs().mT).max())
+    assert dq.abs().max() <= 16 * noise * k.abs().max() and dk.abs().max() <= 16 * noise * q.abs().max()
+    x, norm = torch.randn(64, 1, requires_grad=True), fast.AddLayerNorm(1)
+    (dx,) = torch.autograd.grad(norm(x), x, torch.randn(64, 1))
+    assert dx.abs().max() <= 2**-20 * norm.eps**-0.5
 
 
 def test_a_seed_repeats_itself_and_not_torch() -> None:
