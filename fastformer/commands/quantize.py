@@ -16,7 +16,7 @@ def quantize(run: str, out: str) -> None:
         run: the run folder
         out: the folder to write, which isn't there yet or is empty
     """
-    from fastformer.models.weights import WEIGHTS
+    from fastformer.models.weights import weights_size
     from fastformer.run_folder import load_model
 
     folder = Path(out)
@@ -24,5 +24,6 @@ def quantize(run: str, out: str) -> None:
         raise ValueError(f"expected a folder that isn't there yet or is empty, but there is something in {out}")
     model, tokenizer = load_model(run, ("Transformer", "GPT"))
     model.quantize().save_pretrained(folder, tokenizer)
-    before, after = ((Path(path) / WEIGHTS).stat().st_size for path in (run, out))
-    print(f"wrote {out}: {after / 2**20:.1f} MiB of weights instead of {before / 2**20:.1f}")
+    before, after = (weights_size(Path(path)) for path in (run, out))
+    instead = f" instead of {before / 2**20:.1f}" if before else ""
+    print(f"wrote {out}: {after / 2**20:.1f} MiB of weights{instead}")

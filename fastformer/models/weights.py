@@ -96,6 +96,14 @@ class SavedWeights:
         return state
 
 
+def weights_size(folder: Path) -> int:
+    """How many bytes the weights in a folder have, in however many files; 0 where they are in files of PyTorch's own."""
+    path = folder / WEIGHTS
+    index = index_of(path)
+    files = [path] if index is None else [*read_index(index)]
+    return sum(file.stat().st_size for file in files if file.is_file())
+
+
 def to_bytes(state: dict[str, Tensor], notes: Mapping[str, str]) -> bytearray:
     """A safetensors file with its checksum. The same tensors and notes give the same bytes."""
     data = bytearray(safetensors_library().save(state, {"format": "pt", **notes, "sha256": _NO_DIGEST}))

@@ -93,8 +93,10 @@ class Record:
         return False
 
     def show(self, measure: str) -> str:
-        """ "BLEU 35.10, nll 1.5290": the measure, where it was taken, and the likelihood."""
+        """ "BLEU 35.10, nll 1.5290": the measure, where it was taken, what decides in its place, and the likelihood."""
         names = [measure, "nll"] if measure != "nll" and getattr(self, measure) is not None else ["nll"]
+        if measure == "bleu" and self.bleu is not None and self.bleu < _ZERO and self.chrf is not None:
+            names.insert(1, "chrf")
         return ", ".join(_SHOWN[name].format(getattr(self, name)) for name in names)
 
     def _higher_is_better(self, name: str) -> float | None:

@@ -94,6 +94,8 @@ def start(
         raise ValueError(f"expected a TrainConfig, got {type(config).__name__} (see TrainConfig.from_dict)")
     if not os.fspath(run):
         raise ValueError("expected a run folder, got an empty name")
+    if "\0" in os.fspath(run):
+        raise ValueError(f"expected a run folder, got a name with a zero character in it: {os.fspath(run)!r}")
     try:
         os.fspath(run).encode("utf-8")
     except UnicodeEncodeError as error:  # libraries that write into it would fail later

@@ -76,6 +76,14 @@ def test_weights_in_several_files(family, kind, made, tmp_path) -> None:
         path.write_bytes(whole)
 
 
+@pytest.mark.parametrize("kind", ["safetensors", "bin"])
+def test_weights_in_several_files_are_quantised(kind, folder, tmp_path, capsys) -> None:
+    shard(folder, kind)
+    assert main(["quantize", str(folder), str(tmp_path / "small")]) == 0
+    assert ("instead of" in capsys.readouterr().out) == (kind == "safetensors")
+    assert load_model(tmp_path / "small", ("Transformer",))[0].precision == "int8"
+
+
 def unsafe(folder: Path, change: Callable[[dict], object]) -> str:
     """The weights as an older file, with a change."""
     state = safetensors.torch.load_file(folder / "model.safetensors")

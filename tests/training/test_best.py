@@ -98,6 +98,7 @@ def test_each_measure_looks_at_its_own_score() -> None:
     assert one.beats(other, "bleu") and other.beats(one, "chrf")
     assert one.beats(other, "nll") and one.beats(other, "exact_match")
     assert (one.show("bleu"), one.show("nll")) == ("BLEU 10.00, nll 1.0000", "nll 1.0000")
+    assert record(1.0, 0.0, chrf=5.0).show("bleu") == "BLEU 0.00, chrF 5.00, nll 1.0000"  # which decided
     assert record(1.0).show("bleu") == "nll 1.0000"
 
 

@@ -37,6 +37,8 @@ def test_errors(config, tmp_path) -> None:
         start(config, tmp_path / "run", resume=True)
     with pytest.raises(ValueError, match="expected a run folder, got an empty name"):
         start(config, "")
+    with pytest.raises(ValueError, match="zero character"):
+        start(config, f"{tmp_path}/\0")
     with pytest.raises(ValueError, match="expected resume to be true, false or 'auto', got 'maybe'"):
         start(config, tmp_path / "run", resume="maybe")
 
