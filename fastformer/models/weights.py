@@ -97,7 +97,7 @@ class SavedWeights:
 
 
 def weights_size(folder: Path) -> int:
-    """How many bytes the weights in a folder have, in however many files; 0 where they are in files of PyTorch's own."""
+    """How many bytes the weights in a folder have, in one file or several; 0 where torch.save wrote them."""
     path = folder / WEIGHTS
     index = index_of(path)
     files = [path] if index is None else [*read_index(index)]
