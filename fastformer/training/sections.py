@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, fields
 from typing import Annotated, Any, Literal
 
 from fastformer.baseline.lstm import LSTMConfig
-from fastformer.data.bpe import MAX_TOKEN_LENGTH, Normalization, Spaces
+from fastformer.data.bpe import MAX_TOKEN_LENGTH, Normalization
 from fastformer.models import GPT, GPTConfig, Transformer, TransformerConfig
 from fastformer.settings import Amount, BleuTokenize, Count, Positive, Probability, Range, Seed
 from fastformer.special_ids import SpecialIds
@@ -69,13 +69,14 @@ class Data:
     Attributes:
         task: "numbers", the built-in task, with settings that suit it unless others are given; leave it out to train
             on files.
-        train_source: a UTF-8 file, one sentence a line, aligned line by line with train_target.
+        train_source: a UTF-8 file, one sentence a line, aligned line by line with train_target; or several files with
+            commas between them, and as many in train_target.
         train_target: its translations.
         val_source: likewise for validation; without it a hundredth of each corpus is held out, at most 500 lines.
         val_target: the translations of val_source.
-        train_tsv: a file of source<TAB>target lines instead.
+        train_tsv: a file of source<TAB>target lines instead, or several.
         val_tsv: likewise for validation.
-        train_text: plain text, for a gpt: a file, or a folder of *.txt files, each of which is a document.
+        train_text: plain text, for a gpt: a file, or a folder of *.txt files, each of which is a document; or several.
         val_text: likewise for validation; without it the last tenth of each corpus is held out.
         held_out: which pairs are held out where no validation data are given: "random" ones, which the seed and the
             number of lines decide on, or the "last" ones of each corpus.
@@ -146,7 +147,7 @@ class Tokens:
     vocab_size: Positive = 8000
     shared_vocab: bool = True
     normalization: Normalization = "nfkc"
-    spaces: Literal["auto"] | Spaces = "auto"
+    spaces: Literal["auto", "collapse", "keep"] = "auto"
     max_token_length: Annotated[int, Range(2)] = MAX_TOKEN_LENGTH
     user_tokens: str | None = None
     drop_user_tokens: bool = False
