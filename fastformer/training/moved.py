@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import hashlib
 import os
-import tempfile
 from collections.abc import Mapping
-from pathlib import Path
 
 from torch import Tensor
 
 from fastformer.data import Tokenizer
-from fastformer.data.tokenizer import TOKENIZER
+from fastformer.data.pair import contents
 from fastformer.models.weights import safetensors_library
 from fastformer.run_folder import load_model
 from fastformer.training.config import TrainConfig, paths_of
@@ -52,7 +50,7 @@ def check_tokenizer(config: TrainConfig, before: TrainConfig, own: Tokenizer) ->
         return
     is_path = config.tokenizer not in WORDS
     if is_path and (
-        _saved(tokenizer_of(config, [])) == _saved(own)
+        contents(tokenizer_of(config, [])) == contents(own)
         if all(map(os.path.exists, paths_of(config.tokenizer)))
         else (
             before.tokenizer not in WORDS  # it moved, and a run that goes on doesn't open it
@@ -93,9 +91,3 @@ def digest_of(state: Mapping[str, Tensor]) -> str:
     """A SHA-256 of weights, whatever file they are in."""
     plain = {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
     return hashlib.sha256(safetensors_library().save(plain)).hexdigest()
-
-
-def _saved(tokenizer: Tokenizer) -> bytes:
-    with tempfile.TemporaryDirectory() as folder:
-        tokenizer.save(folder)
-        return Path(folder, TOKENIZER).read_bytes()
