@@ -147,8 +147,7 @@ def report(model: nn.Module) -> Report:
         from fastformer.integrations.attention_interface import led
         from fastformer.integrations.padding import described
 
-        found.attention, left = led(model)
-        found.left |= left
+        found.attention = led(model)
         found.padding = described(model)
     inside = {inner for module in model.modules() if is_swapped(module) for inner in module.modules()}
     for name, module in model.named_modules():

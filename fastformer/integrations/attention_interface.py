@@ -1,39 +1,40 @@
-"""Our attention under a name that transformers looks up: `config._attn_implementation = "fastformer"`."""
+"""What transformers calls as "sdpa": our attention in models that `accelerate` has led to it, transformers' in others.
+
+The config of a model goes on to say "sdpa": code that asks for that name, of transformers or your own, finds what it
+found before. Which modules are led is written on the modules.
+"""
 
 from __future__ import annotations
 
-import dis
-import functools
-import inspect
-import sys
-from collections import deque
-from types import CodeType
-from typing import Any, NamedTuple
+import weakref
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
-from transformers import AttentionInterface, PretrainedConfig, masking_utils
+from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel, masking_utils
 from transformers.integrations import sdpa_attention
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from fastformer.integrations.hugging_face import attend, attends_as_known, attends_by_theirs, packed_layouts
+from fastformer.integrations.hugging_face import (
+    SDPA_FUNCTIONS,
+    attend,
+    attends_as_known,
+    attends_by_theirs,
+    packed_layouts,
+)
 from fastformer.integrations.sdpa import attend_heads
 from fastformer.nn.fusing import is_traced
 from fastformer.ops import attention
 from fastformer.ops.attention import resolve_scale, why_no_kernel
 
-NAME = "fastformer"
 # What a call may bring along that a function without it does not compute.
-_OTHERS = ("softcap", "cache", "s_aux", "output_attentions")
-# What a call brings where it leaves a part of its mask to the attention.
-_SPARSE = ("sparse_indices", "block_indices")
-# Those that ask for "sdpa" in vain: their masks are the same by any name that isn't "eager".
-_KNOWN_TO_ASK = {
-    f"transformers.models.{each}.modeling_{each}" for each in ("bart", "bert", "gpt2", "llama", "marian", "t5")
-}
+_OTHERS = ("softcap", "cache", "s_aux", "output_attentions", "sparse_indices", "block_indices")
+# What stood under the name before.
+_their_attention: Any = ALL_ATTENTION_FUNCTIONS["sdpa"]
+_their_mask: Any = ALL_MASK_ATTENTION_FUNCTIONS["sdpa"]
 # A position bias and a mask, or a triangle, as one mask that is added; from 5 on.
 _biased_mask: Any = getattr(sdpa_attention, "create_position_bias_mask", None)
 
@@ -59,24 +60,20 @@ def attention_forward(
 
     Returns:
         (batch, seqlen_q, num_heads, head_dim), and None for the weights.
-
-    Raises:
-        ValueError: the keys that a query sees are given as indices, and not by the mask.
     """
-    if sparse := [name for name in _SPARSE if kwargs.get(name) is not None]:
-        raise ValueError(f'expected what each query sees as a mask, got {sparse[0]}: use the attention "sdpa"')
-    is_tensor = isinstance(query, Tensor)  # torch.fx has others in its place
-    if not (is_tensor and attends_by_theirs()) and packed_layouts() is None:
+    if packed_layouts() is not None:
+        q, k, v = (each.transpose(1, 2) for each in (query, key, value))
+        is_causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+        return attend(q, k, v, None, dropout_p=dropout, scale=scaling, is_causal=is_causal), None
+    # torch.fx has others in the place of tensors.
+    if not (LED in vars(module) and isinstance(query, Tensor) and attends_by_theirs()):
         given = kwargs if is_causal is None else kwargs | {"is_causal": is_causal}
-        theirs = ALL_ATTENTION_FUNCTIONS["sdpa"]
-        out: tuple[Tensor, Tensor | None] = theirs(
+        out: tuple[Tensor, Tensor | None] = _their_attention(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **given
         )
         return out
+    _remember(module)
     is_causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
-    if packed_layouts() is not None:
-        q, k, v = (each.transpose(1, 2) for each in (query, key, value))
-        return attend(q, k, v, None, dropout_p=dropout, scale=scaling, is_causal=is_causal), None
     return attend_padded(module, query, key, value, attention_mask, dropout, scaling, is_causal, **kwargs)
 
 
@@ -140,7 +137,9 @@ def make_mask(
     """
     if mask_function is not None:
         kwargs["mask_function"] = mask_function
-    mask = ALL_MASK_ATTENTION_FUNCTIONS["sdpa"](*args, attention_mask=attention_mask, **kwargs)
+    mask: Tensor | None = _their_mask(*args, attention_mask=attention_mask, **kwargs)
+    if is_traced() or not _is_of_led(kwargs.get("config")):
+        return mask
     is_causal = mask_function is masking_utils.causal_mask_function
     is_full = mask_function is getattr(masking_utils, "bidirectional_mask_function", masking_utils)
     whole = kwargs.get("kv_length") in (None, mask.shape[-1]) if mask is not None else False
@@ -149,7 +148,6 @@ def make_mask(
         or attention_mask is None
         or attention_mask.dim() != 2
         or attention_mask.device.type != "cpu"  # where reading it costs nothing
-        or is_traced()
         or type(mask) is not Tensor
         or not (is_full or (is_causal and mask.shape[-1] == mask.shape[-2]))
         or not whole
@@ -183,113 +181,67 @@ def _is_equal(mask: Tensor, other: Tensor) -> bool:
     return torch.equal(mask, other)
 
 
-AttentionInterface.register(NAME, attention_forward)
-AttentionMaskInterface.register(NAME, make_mask)
+AttentionInterface.register("sdpa", attention_forward)
+AttentionMaskInterface.register("sdpa", make_mask)
+if _their_attention is sdpa_attention_forward:
+    SDPA_FUNCTIONS.add(attention_forward)
 
 
-class _RegisteredName(str):
-    """Our name as a config holds it. Unpickling one imports this module, and so registers the name in that process."""
+class _Led:
+    """That a module is led. Unpickling one imports this module, whose functions transformers then finds."""
 
-    __slots__ = ()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _name_in_config, ()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _RegisteredName:
-        return self  # as any text; a compiler that traces a copy of a config can't follow `__reduce__`
+    def __reduce__(self) -> str:
+        return "_led"
 
 
-def _name_in_config() -> str:
-    return _NAME_IN_CONFIG
-
-
-_NAME_IN_CONFIG = _RegisteredName(NAME)
+# The attribute of modules that are led.
+LED = "_fastformer_attention"
+_led = _Led()
+# The configs of models that are led, by their ids: transformers makes masks by a config.
+_configs_of_led: dict[int, weakref.ref[PretrainedConfig]] = {}
 
 
 def lead(model: nn.Module) -> None:
-    """Gives each part of a model that attends by "sdpa" our name for it, unless its code asks for that name."""
-    for _, config, classes in _configs(model):
-        if config._attn_implementation == "sdpa" and not _asking(classes):
-            _name(config, _NAME_IN_CONFIG)
+    """Leads the attention of models of transformers to our ops, inside of a model, for as long as it is "sdpa"."""
+    for around in model.modules():
+        if isinstance(around, PreTrainedModel):
+            for module in around.modules():
+                vars(module)[LED] = _led
+                _remember(module)
 
 
-def led(model: nn.Module) -> tuple[list[str], dict[str, str]]:
-    """The names of the parts of a model that `lead` gave our name, and why others were left.
-
-    Those whose code asks for the name "sdpa" would take another way by ours (Falcon's would add the mask's trues to its
-    scores).
-    """
-    found, left = [], {}
-    for name, config, classes in _configs(model):
-        if config._attn_implementation == NAME:
-            found.append(name)
-        elif config._attn_implementation == "sdpa" and (asking := _asking(classes)):
-            left[name] = f'its attention: {asking[0]} asks whether it is called "sdpa"'
-    return found, left
-
-
-def _asking(classes: set[type[nn.Module]]) -> list[str]:
-    return sorted(each.__module__ for each in classes if _asks_for_sdpa(each))
-
-
-def lead_back(model: nn.Module) -> list[str]:
+def lead_back(model: nn.Module) -> None:
     """Undoes `lead`."""
-    led = []
-    for name, config, _ in _configs(model):
-        if config._attn_implementation == NAME:
-            _name(config, "sdpa")
-            led.append(name)
-    return led
+    for module in model.modules():
+        vars(module).pop(LED, None)
 
 
-def _name(config: Any, attention_name: str) -> None:
-    config._attn_implementation_internal = attention_name  # the property names the attention of all parts as well
+def is_led(module: nn.Module) -> bool:
+    """Whether a module of a model of transformers attends by our ops."""
+    return LED in vars(module) and getattr(module.config, "_attn_implementation", None) == "sdpa"
 
 
-def _configs(model: nn.Module) -> list[tuple[str, Any, set[type[nn.Module]]]]:
-    """The configs of a model's parts; with each the first part's name, and the classes of those that have it."""
-    found: dict[int, tuple[str, Any, set[type[nn.Module]]]] = {}
+def led(model: nn.Module) -> list[str]:
+    """The names of the parts of a model that are led, each with a config of its own."""
+    found: dict[int, str] = {}
     for name, module in model.named_modules():
         config = vars(module).get("config")
-        if isinstance(config, PretrainedConfig):
-            _, _, classes = found.setdefault(id(config), (name, config, set()))
-            classes.update(type(module).__mro__)
+        if isinstance(config, PretrainedConfig) and is_led(module):
+            found.setdefault(id(config), name)
     return list(found.values())
 
 
-def _asks_for_sdpa(kind: type) -> bool:
-    """Whether the code of a class, or of a file of transformers' models with one, compares something with "sdpa"."""
-    if kind.__module__.startswith("transformers.models."):
-        return kind.__module__ not in _KNOWN_TO_ASK and _file_asks(kind.__module__)
-    if kind.__module__.partition(".")[0] in ("torch", "transformers", "fastformer", "builtins"):
-        return False
-    return _class_compares(kind)
+def _remember(module: nn.Module) -> None:
+    """Notes the config of a module that is led: what its masks mean is worth knowing."""
+    if is_traced():
+        return
+    config = vars(module).get("config")
+    if not isinstance(config, PretrainedConfig) or _is_of_led(config):
+        return
+    key = id(config)
+    _configs_of_led[key] = weakref.ref(config, lambda _: _configs_of_led.pop(key, None))
 
 
-@functools.cache
-def _file_asks(name: str) -> bool:
-    own = (each for each in vars(sys.modules[name]).values() if getattr(each, "__module__", None) == name)
-    return any(_class_compares(each) if isinstance(each, type) else _compares(each) for each in own)
-
-
-def _class_compares(kind: type) -> bool:
-    return any(map(_compares, vars(kind).values()))
-
-
-def _compares(thing: object) -> bool:
-    function = inspect.unwrap(getattr(thing, "fget", None) or getattr(thing, "__func__", thing))  # type: ignore[arg-type]
-    code = getattr(function, "__code__", None)
-    return isinstance(code, CodeType) and _code_compares(code)
-
-
-def _code_compares(code: CodeType) -> bool:
-    last: deque[object] = deque(maxlen=4)  # of two operands the first may be followed by what loads the second
-    for step in dis.get_instructions(code):
-        if step.opname in ("COMPARE_OP", "CONTAINS_OP") and any(map(_is_or_has_sdpa, last)):
-            return True
-        last.append(step.argval if step.opname == "LOAD_CONST" else None)
-    return any(_code_compares(each) for each in code.co_consts if isinstance(each, CodeType))
-
-
-def _is_or_has_sdpa(constant: object) -> bool:
-    return constant == "sdpa" or (isinstance(constant, (tuple, frozenset)) and "sdpa" in constant)
+def _is_of_led(config: PretrainedConfig | None) -> bool:
+    there = _configs_of_led.get(id(config))
+    return there is not None and there() is config

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.models.bart import modeling_bart as bart
 
-from fastformer.integrations.attention_interface import NAME
+from fastformer.integrations.attention_interface import is_led
 from fastformer.integrations.causal import (
     Causal,
     KeepsPadding,
@@ -33,7 +33,7 @@ from fastformer.integrations.hugging_face import (
 )
 from fastformer.integrations.padding import Owner, PackingStack, know_parts
 from fastformer.integrations.swap import Swap
-from fastformer.nn.fusing import is_traced, is_written_as_known
+from fastformer.nn.fusing import is_written_as_known
 from fastformer.nn.padding import Padding, read_padding
 
 know(bart)
@@ -129,32 +129,7 @@ def _asks_for_weights(kwargs: dict[str, Any]) -> bool:
     return bool(kwargs.get("output_attentions")) or kwargs.get("layer_head_mask") is not None
 
 
-class _Masks(nn.Module):
-    """A stack that makes no mask which hides nothing, or the triangle alone: before 5 for "sdpa", and so for ours."""
-
-    config: Any
-
-    def _update_full_mask(self, mask: Any, *args: Any) -> Any:
-        stack: Any = super()
-        return None if self._hides_nothing(mask) else stack._update_full_mask(mask, *args)
-
-    def _update_cross_attn_mask(self, memory: Any, mask: Any, *args: Any) -> Any:
-        stack: Any = super()
-        return None if self._hides_nothing(mask) else stack._update_cross_attn_mask(memory, mask, *args)
-
-    def _update_causal_mask(self, mask: Any, x: Tensor, positions: Tensor, cache: Any) -> Any:
-        # Behind what a cache holds a triangle begins elsewhere, but for one query, and a static one has keys to hide.
-        is_whole = cache is None or (not cache.is_compileable and (x.shape[1] == 1 or cache.get_seq_length() == 0))
-        stack: Any = super()
-        return None if is_whole and self._hides_nothing(mask) else stack._update_causal_mask(mask, x, positions, cache)
-
-    def _hides_nothing(self, mask: Any) -> bool:
-        if is_traced() or self.config._attn_implementation != NAME or type(mask) is not Tensor or mask.dim() != 2:
-            return False
-        return bool((mask == 1).all())
-
-
-class Encoder(_Masks, PackingStack):
+class Encoder(PackingStack):
     """An encoder whose layers see packed tokens. What comes out is zeros at padding.
 
     Attributes:
@@ -179,7 +154,7 @@ class Encoder(_Masks, PackingStack):
         asked = (config.output_hidden_states, config.output_attentions)
         # Whatever else stands there may call an attention again after the stack has ended, as a checkpoint does.
         ours = all(map(self._is_ours, self._layers()))
-        return config._attn_implementation == NAME and not any(asked) and ours and self.may_leave_out()
+        return is_led(self) and not any(asked) and ours and self.may_leave_out()
 
     def _layers(self) -> Sequence[nn.Module]:
         layers: Any = self.layers
@@ -192,7 +167,7 @@ class Encoder(_Masks, PackingStack):
 _MEMORY = ("encoder_hidden_states", "encoder_attention_mask")
 
 
-class Decoder(_Masks, Causal):
+class Decoder(Causal):
     """A decoder whose layers see packed tokens, of its own and of the encoder's. Out come zeros at its padding.
 
     Attributes:

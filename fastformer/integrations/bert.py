@@ -7,7 +7,6 @@ from typing import Any
 from torch import Tensor
 from transformers.models.bert import modeling_bert as bert
 
-from fastformer.integrations.attention_interface import NAME
 from fastformer.integrations.causal import EncoderHead, KeepsPadding, TokenLabels, derive
 from fastformer.integrations.hugging_face import (
     add_and_norm,
@@ -60,7 +59,7 @@ class BertSelfAttention(_Attention):
             is_written_as_known(BertSelfAttention)
             and attends_as_known()
             and nothing_else(args, kwargs, _HARMLESS)
-            and implementation in ("sdpa", NAME)
+            and implementation == "sdpa"
             and getattr(self, "position_embedding_type", "absolute") == "absolute"
         )
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 from transformers.loss import loss_utils
 
-from fastformer.integrations.attention_interface import NAME
+from fastformer.integrations.attention_interface import is_led
 from fastformer.integrations.hugging_face import gives_tuple, going_on, keeps_recording, nothing_else, packing
 from fastformer.integrations.padding import Owner, PackingStack, unread
 from fastformer.nn.fusing import is_traced
@@ -102,7 +102,7 @@ class Causal(PackingStack):
         if any((*asked, *other)) or not nothing_else((), kwargs, _HARMLESS):
             return None
         layers = self._layers()
-        if config._attn_implementation != NAME or not layers or not all(map(self._is_ours, layers)):
+        if not is_led(self) or not layers or not all(map(self._is_ours, layers)):
             return None
         if any(layer is layers[-1] for layer in layers[:-1]):  # where it comes first, tokens would be padded again
             return None

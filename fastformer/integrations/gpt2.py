@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers.models.gpt2 import modeling_gpt2 as gpt2
 
-from fastformer.integrations.attention_interface import NAME, attention_forward
+from fastformer.integrations.attention_interface import attention_forward, is_led
 from fastformer.integrations.causal import (
     KeepsPadding,
     LanguageModel,
@@ -121,7 +121,7 @@ class GPT2Block(gpt2.GPT2Block):
         attention = self.attn
         if not is_known(attention, gpt2.GPT2Attention):
             return False
-        return attention.config._attn_implementation == NAME and attends_by_theirs()
+        return is_led(attention) and attends_by_theirs()
 
 
 @keeps_recording

@@ -66,14 +66,18 @@ def know(source: ModuleType) -> None:
 know(activations)
 
 
+# What may stand under the name "sdpa": transformers' own, and ours in front of it (`attention_interface`).
+SDPA_FUNCTIONS: set[object] = {sdpa_attention_forward}
+
+
 def attends_as_known() -> bool:
     """Whether what transformers attends by is its own and PyTorch's, or ours; not what somebody put in its place."""
     return F.scaled_dot_product_attention in ATTENTIONS and attends_by_theirs()
 
 
 def attends_by_theirs() -> bool:
-    """Whether nobody registered another attention under the name of "sdpa"."""
-    return ALL_ATTENTION_FUNCTIONS["sdpa"] is sdpa_attention_forward
+    """Whether no other attention was registered under the name of "sdpa"."""
+    return ALL_ATTENTION_FUNCTIONS["sdpa"] in SDPA_FUNCTIONS
 
 
 class Packing:

@@ -331,9 +331,9 @@ def test_copies_and_pickles(family):
         step = Step(made)
         step.assert_same(expected)
         assert PACKED in step.ran
-        assert fastformer.restore(made) and made.config._attn_implementation == "sdpa"
+        assert fastformer.restore(made)
         assert not Step(made).ran
-    assert model.config._attn_implementation == "fastformer", "a copy has a config of its own"
+    assert PACKED in Step(model).ran, "a copy has modules of its own"
 
 
 class Counted(nn.Module):
