@@ -7,7 +7,7 @@ found before. Which modules are led is written on the modules.
 from __future__ import annotations
 
 import weakref
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
