@@ -164,6 +164,8 @@ CALLS: list[tuple[str, Callable[[], object], tuple[str, ...]]] = [
     ("half of the best", lambda: ops.linear_topk(ROWS[0], ROWS[0], 1.5), ("k to be an integer", "got 1.5")),
     ("logs as text", lambda: ops.linear_topk(ROWS[0], ROWS[0], 1, log_probs="no"), ("log_probs", "'no'")),
     ("a base of 0", lambda: ops.rotary_tables(5, 8, base=0), ("base above 0", "0")),
+    ("no number of positions", lambda: ops.sinusoidal_positions(None, 8), ("num_positions", "None")),
+    ("a timescale of 0", lambda: ops.sinusoidal_positions(5, 8, max_timescale=0), ("max_timescale above 0", "0")),
     ("half a position", lambda: ops.rotary_tables(5.5, 8), ("num_positions", "5.5")),
     # Modules.
     ("attention that drops too much", lambda: fnn.MultiheadAttention(16, 2, 1.5), ("dropout in [0, 1]", "1.5")),

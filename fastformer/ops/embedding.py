@@ -265,12 +265,15 @@ def sinusoidal_positions(
         (num_positions, dim), computed in fp64.
 
     Raises:
-        ValueError: another kind, a negative num_positions, dim < 1.
+        ValueError: another kind, a negative num_positions, dim < 1, a max_timescale that is none.
     """
     if kind not in ("interleaved", "halves", "concatenated"):
         raise ValueError(f'expected kind "interleaved", "halves" or "concatenated", got {kind!r}')
-    if num_positions < 0 or dim < 1:
-        raise ValueError(f"expected num_positions >= 0 and dim >= 1, got {num_positions} and {dim}")
+    whole = isinstance(num_positions, int) and isinstance(dim, int)
+    if not whole or num_positions < 0 or dim < 1:
+        raise ValueError(f"expected integers num_positions >= 0 and dim >= 1, got {num_positions!r} and {dim!r}")
+    if not isinstance(max_timescale, int | float) or not 0 < max_timescale < math.inf:
+        raise ValueError(f"expected max_timescale above 0, got {max_timescale!r}")
     if device is not None and torch.device(device).type == "meta":  # the formula would import a compiler there, for 1 s
         return torch.empty(num_positions, dim, dtype=dtype, device=device)
     position = torch.arange(num_positions, dtype=torch.float64, device=device)[:, None]
