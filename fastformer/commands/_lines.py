@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import os
+import io
 import select
+import sys
 from collections import deque
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
+
+from fastformer.data import files
+from fastformer.data.tables import column_of
+from fastformer.data.text import BadLine, check_plain, read_rows
+from fastformer.generation.bad_texts import TextError
 
 if TYPE_CHECKING:
     from fastformer.generation.bad_texts import BadTexts
@@ -16,45 +21,65 @@ if TYPE_CHECKING:
     from fastformer.generation.texts import Item
 
 
-def prefix_lines(file: str) -> list[str]:
-    """The lines of a file of prefixes."""
-    path = Path(file)
-    if not path.is_file():
-        raise ValueError(f"expected a text file, but there is no file {path}")
-    try:
-        text = path.read_bytes().decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: expected UTF-8, got byte 0x{error.object[error.start]:02x}; convert it") from error
-    lines = text.split("\n")
-    return [line.removesuffix("\r") for line in (lines if lines[-1] else lines[:-1])]
+def file_lines(path: str) -> Iterator[bytes | BadLine]:
+    """The lines of a file, empty ones too and however long, without LF; or the rows of a table's column.
+
+    Raises:
+        ValueError: no such file, an empty one, a table without a column, damaged data.
+    """
+    if column_of(path) is not None:
+        for row in read_rows(path, allow_empty=True, max_line=None):
+            yield row.encode() if isinstance(row, str) else row
+        return
+    number = 0
+    with files.open_bytes(path) as file:
+        for number, line in enumerate(_without_ends(file), 1):
+            if number == 1:
+                line = line.removeprefix(b"\xef\xbb\xbf")
+                check_plain(path, line)
+            yield line
+    if not number:
+        raise ValueError(f"{files.shown(path)} is empty: expected at least one line of text")
+
+
+def all_lines(file: str) -> list[str | TextError]:
+    """The lines of a file as texts, or what is wrong with them; see `file_lines`."""
+    return [_as_text(line, file, number) for number, line in enumerate(file_lines(file), 1)]
+
+
+def good_lines(file: str) -> list[str]:
+    """The lines of a file, none of which may be bad.
+
+    Raises:
+        TextError: one is.
+    """
+    found = []
+    for line in all_lines(file):
+        if not isinstance(line, str):
+            raise line
+        found.append(line)
+    return found
 
 
 class Texts:
     """Lines as texts. One that is no UTF-8 is a bad text, which becomes an empty one when it is skipped."""
 
-    def __init__(self, lines: Source[bytes], name: str, bad: BadTexts, prefix: str | None) -> None:
+    def __init__(self, lines: Source[bytes | BadLine], name: str, bad: BadTexts, prefix: str | None) -> None:
         self._lines, self._name, self._bad, self._prefix = lines, name, bad, prefix
         self._number = 0
 
     def get(self, wait: bool) -> Item | None:
-        from fastformer.generation.bad_texts import TextError
         from fastformer.generation.texts import Item
 
         line = self._lines.get(wait)
         if line is None:
             return None
         self._number += 1
-        line = line.removeprefix(b"\xef\xbb\xbf") if self._number == 1 else line
-        try:
-            return Item(line.removesuffix(b"\r").decode("utf-8"), self._prefix)
-        except UnicodeDecodeError as error:
-            self._bad.meet(
-                TextError(
-                    f"{self._name}, line {self._number}: expected UTF-8, got byte 0x{line[error.start]:02x} at "
-                    f"position {error.start}; convert the file, for example with iconv"
-                )
-            )
-            return Item("")
+        text = _as_text(line, self._name, self._number)
+        if isinstance(text, str):
+            return Item(text, self._prefix)
+        self._bad.meet(text)
+        return Item("")
 
     def __iter__(self) -> Iterator[Item]:
         with contextlib.suppress(EOFError):
@@ -62,47 +87,69 @@ class Texts:
                 yield item
 
 
-def file_lines(path: Path) -> Iterator[bytes]:
-    if not path.exists() or path.is_dir():
-        raise ValueError(f"expected a text file, but there is no file {path}")
-    if path.is_file() and path.stat().st_size == 0:
-        raise ValueError(f"{path} is empty: expected at least one line of text")
-    with path.open("rb") as file:
-        yield from _without_ends(file)
+def _as_text(line: bytes | BadLine, name: str, number: int) -> str | TextError:
+    if isinstance(line, BadLine):
+        return TextError(f"{line.name}, line {line.number:,}: {line.message}")
+    line = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
+    try:
+        return line.removesuffix(b"\r").decode("utf-8")
+    except UnicodeDecodeError as error:
+        return TextError(
+            f"{files.shown(name)}, line {number:,}: expected UTF-8, got byte 0x{line[error.start]:02x} at position "
+            f"{error.start}; convert the file, for example with iconv"
+        )
 
 
 def _without_ends(lines: Iterable[bytes]) -> Iterator[bytes]:
     return (line.removesuffix(b"\n") for line in lines)
 
 
-def arriving(stream: BinaryIO) -> Source[bytes]:
+def arriving() -> Source[bytes]:
+    """The lines of standard input as they come.
+
+    Raises:
+        ValueError: it is closed.
+    """
     from fastformer.generation.flow import IterableSource
 
+    if sys.stdin is None:
+        raise ValueError("expected a text, --file, or lines on standard input, which is closed")
     try:
-        return PipeLines(stream.fileno())
+        return PipeLines(sys.stdin.fileno())
     except OSError:  # no file of the system's: all of it is there
-        return IterableSource(_without_ends(stream))
+        return IterableSource(_without_ends(files.open_bytes(files.STDIN)))
 
 
 class PipeLines:
     """Lines of a pipe as they arrive: a writer that waits for the answer to a line gets it; a fast one fills the batch.
+
+    What is compressed is read by blocks, and waited for.
 
     Args:
         descriptor: of the pipe.
     """
 
     def __init__(self, descriptor: int) -> None:
-        self._descriptor = descriptor
+        self._descriptor, self._pipe = descriptor, io.FileIO(descriptor, closefd=False)
         self._lines: deque[bytes] = deque()
         self._begun: list[bytes] = []  # the pieces of a line whose end hasn't arrived
-        self._is_open = True
+        self._is_open, self._is_first = True, True
+        self._unpacked: BinaryIO | None = None
 
     def get(self, wait: bool) -> bytes | None:
         """See `Source.get`."""
-        while not self._lines and self._is_open:
+        while not self._lines and self._is_open and self._unpacked is None:
             if not select.select([self._descriptor], [], [], None if wait else 0)[0]:
                 return None
-            chunk = os.read(self._descriptor, 1 << 16)
+            if self._is_first:
+                self._is_first = False
+                chunk = files.beginning(self._pipe)
+                stream = files.unpacked(chunk, io.FileIO(self._descriptor, closefd=False), files.STDIN)
+                if files.compression(chunk) is not None:
+                    self._unpacked = stream
+                    break
+            else:
+                chunk = self._pipe.read(1 << 16)
             first, *others = chunk.split(b"\n")
             self._begun.append(first)
             if others:
@@ -113,6 +160,9 @@ class PipeLines:
                 self._is_open = False
                 rest = b"".join(self._begun)
                 self._lines += [rest] if rest else []
+        if self._unpacked is not None:
+            for line in self._unpacked:
+                return line.removesuffix(b"\n")
         if not self._lines:
             raise EOFError
         return self._lines.popleft()

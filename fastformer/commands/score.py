@@ -6,7 +6,6 @@ import json
 import logging
 import math
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from fastformer.settings import BleuTokenize
@@ -16,7 +15,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from fastformer.generation.bad_texts import BadTexts, TextError
+    from fastformer.generation.bad_texts import BadTexts
     from fastformer.generation.texts import TokenScored
 
 _LEFT = ("its score at -inf", "their scores are -inf")  # where a line was skipped
@@ -120,12 +119,13 @@ def _score_translations(
     max_tokens: int,
 ) -> None:
     from fastformer.commands import listed_paths
+    from fastformer.commands._lines import all_lines
     from fastformer.generation import Translator
     from fastformer.generation.bad_texts import BadTexts
     from fastformer.generation.scoring import score_texts
 
     bad = BadTexts(on_error, skip_long, _LEFT)
-    sources, targets = _lines(file), _lines(target)
+    sources, targets = all_lines(file), all_lines(target)
     _check_counts(sources, file, targets, target)
     runs = listed_paths(run)
     translator = Translator.from_pretrained(runs if len(runs) > 1 else run, device=device, precision=precision)
@@ -149,6 +149,7 @@ def _score_text(
 ) -> None:
     """Prints what a language model thinks of a file."""
     from fastformer.commands import listed_paths
+    from fastformer.commands._lines import all_lines
     from fastformer.data.text import read_text
     from fastformer.generation import Ensemble
     from fastformer.generation.precisions import DTYPES
@@ -160,7 +161,7 @@ def _score_text(
     model = models[0] if len(models) == 1 else Ensemble(models)
     if by_line:
         texts, skipped = [], set()
-        for place, line in enumerate(_lines(file)):
+        for place, line in enumerate(all_lines(file)):
             if not isinstance(line, str):
                 bad.meet(line)
                 skipped.add(place)
@@ -225,12 +226,13 @@ def _score_hypotheses(
     hypotheses: str, reference: str, baseline: str | None, bleu_tokenize: BleuTokenize, ter: bool
 ) -> None:
     from fastformer.commands import listed_paths
+    from fastformer.commands._lines import good_lines
     from fastformer.training.evaluate import corpus_metrics, corpus_scores
 
-    found = _readable(_lines(hypotheses))
+    found = good_lines(hypotheses)
     files = listed_paths(reference)
-    references = [_readable(_lines(file)) for file in files]
-    others = None if baseline is None else _readable(_lines(baseline))
+    references = [good_lines(file) for file in files]
+    others = None if baseline is None else good_lines(baseline)
     for file, lines in zip(files, references, strict=True):
         _check_counts(found, hypotheses, lines, file)
     if baseline is not None and others is not None:
@@ -252,38 +254,6 @@ def _score_hypotheses(
         # It counts the samples that differ by more, and finds none where the systems are equal.
         chance = 1.0 if first.score == second.score else second.p_value
         print(f"{name} {second.score:.2f}  baseline {first.score:.2f}  p = {chance:.4f}  {signed}")
-
-
-def _lines(file: str) -> list[str | TextError]:
-    """The lines of a UTF-8 file, empty ones too and however long, or what is wrong with them."""
-    from fastformer.commands._lines import file_lines
-    from fastformer.generation.bad_texts import TextError
-
-    lines: list[str | TextError] = []
-    for number, line in enumerate(file_lines(Path(file)), 1):
-        line = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
-        try:
-            lines.append(line.removesuffix(b"\r").decode("utf-8"))
-        except UnicodeDecodeError as error:
-            lines.append(
-                TextError(
-                    f"{file}, line {number:,}: expected UTF-8, got byte 0x{line[error.start]:02x}; convert the file, "
-                    "for example with iconv"
-                )
-            )
-    if not lines:
-        raise ValueError(f"{file} is empty: expected at least one line")
-    return lines
-
-
-def _readable(lines: list[str | TextError]) -> list[str]:
-    """The lines, of which none may be bad."""
-    found = []
-    for line in lines:
-        if not isinstance(line, str):
-            raise line
-        found.append(line)
-    return found
 
 
 def _check_counts(lines: Sequence[object], file: str, others: Sequence[object], other: str) -> None:

@@ -10,14 +10,16 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from fastformer.commands._lines import Texts, arriving, file_lines, prefix_lines
-from fastformer.console import OutputLostError
+from fastformer.console import OutputLostError, is_terminal
 from fastformer.settings import BleuTokenize
 
 if TYPE_CHECKING:
     from fastformer.generation.alignment import Alignment
+    from fastformer.generation.bad_texts import TextError
     from fastformer.generation.flow import Source
     from fastformer.generation.texts import Answer, Item
+
+logger = logging.getLogger("fastformer")
 
 FILLED_BY = ("file",)  # a text or a file, not both
 TEXTS = ("text", "prefix")
@@ -73,7 +75,8 @@ def translate(
         run: the run folder, or that of a BART, a Marian or a T5 as transformers saves it; several, separated by commas,
             translate together: at each step the mean of what they say counts
         text: what to translate; without it and without --file, the lines of standard input, answered as they come
-        file: a UTF-8 file, one sentence a line
+        file: a UTF-8 file, one sentence a line; compressed or not; - is standard input, FILE.jsonl:COLUMN a column of
+            JSON lines, as of .parquet, .csv and .tsv
         reference: the right translations of --file, a line each: prints BLEU and chrF
         bleu_tokenize: how BLEU cuts text into words; zh, ja-mecab, ko-mecab and char are for languages without spaces
         attention: draw what the translation looked at into this PNG
@@ -116,6 +119,7 @@ def translate(
         max_batch_bytes: what the caches of those may take; by default 512 MiB, on a GPU a quarter of what is free
     """
     from fastformer.commands import listed_numbers, listed_paths
+    from fastformer.commands._lines import Texts, all_lines, arriving, file_lines, good_lines
     from fastformer.generation import Translator, draw_attention
     from fastformer.generation.alignment import Aligner, align_answers
     from fastformer.generation.bad_texts import BadTexts
@@ -185,24 +189,20 @@ def translate(
             draw_attention(*translator.attention(text), attention, title=text)
             print(f"drew {attention}", file=sys.stderr)
         source: Source[Item] = IterableSource(as_items(text, prefix))
-    elif reference is not None and file is not None:
-        from fastformer.data.text import read_pairs
-
-        pairs = read_pairs(file, reference)
-        references = [target for _, target in pairs]
-        prefixes = [prefix] * len(pairs) if prefix_file is None else prefix_lines(prefix_file)
-        source = IterableSource(as_items([text for text, _ in pairs], prefixes))
-    elif file is not None:
-        lines = IterableSource(file_lines(Path(file)))
-        if prefix_file is None:
-            source = Texts(lines, file, bad, prefix)
-        else:
-            texts = Texts(lines, file, bad, None)
-            source = IterableSource(as_items((item.text for item in texts), prefix_lines(prefix_file)))
-    elif sys.stdin is None:
-        raise ValueError("expected a text, --file, or lines on standard input, which is closed")
+    elif file is None or (file == "-" and reference is None and prefix_file is None):
+        if is_terminal(sys.stdin):
+            print("translates each line that you type; Ctrl-D ends", file=sys.stderr)
+        source = Texts(arriving(), "-", bad, prefix)
     else:
-        source = Texts(arriving(sys.stdin.buffer), "standard input", bad, prefix)
+        lines = file_lines(file)
+        if reference is not None:
+            there = list(lines)
+            references, lines = all_lines(reference), iter(there)
+            _check_references(references, reference, len(there), file, on_error)
+        texts = Texts(IterableSource(lines), file, bad, prefix)
+        source = texts
+        if prefix_file is not None:
+            source = IterableSource(as_items((item.text for item in texts), good_lines(prefix_file)))
 
     found: list[str] = []
     total, lost = 0, None
@@ -225,7 +225,9 @@ def translate(
             total += len(answers)
             advance(len(answers))
     if references is not None:
-        _print_scores(found, references, bleu_tokenize)
+        pairs = [(text, right) for text, right in zip(found, references, strict=True) if isinstance(right, str)]
+        texts_found, texts_right = (list(side) for side in zip(*pairs, strict=True))
+        _print_scores(texts_found, texts_right, bleu_tokenize)
     if lost is not None:
         raise lost
 
@@ -253,6 +255,20 @@ def _check_inputs(
         raise ValueError(
             f"expected --num_beams of at least --n_best {n_best}, or --do_sample; got --num_beams {num_beams}"
         )
+
+
+def _check_references(references: list[str | TextError], reference: str, count: int, file: str, on_error: str) -> None:
+    """Holds the references against the lines of the file; bad ones end it, or are left out of the scores."""
+    if len(references) != count:
+        raise ValueError(
+            f"expected as many lines in {reference} as in {file}, {count:,}, got {len(references):,}: the two files "
+            "must be aligned line by line"
+        )
+    bad = [line for line in references if not isinstance(line, str)]
+    if bad and (on_error != "skip" or len(bad) == count):
+        raise ValueError(f"{bad[0]}; --on_error skip leaves such lines out of the scores")
+    if bad:
+        logger.warning("left %d of %d lines out of the scores, the first of them for %s", len(bad), count, bad[0])
 
 
 def _check_prefixes(file: str | None, attention: str | None, prefix: str | None, prefix_file: str | None) -> None:
@@ -330,7 +346,7 @@ def _one_line(text: str) -> str:
 @contextlib.contextmanager
 def _progress(file: str | None) -> Iterator[Callable[[int], object]]:
     """Counts lines on a bar on standard error, for a file whose answers a person doesn't see go by."""
-    if file is None or not Path(file).is_file() or not sys.stderr.isatty() or sys.stdout.isatty():
+    if file is None or not Path(file).is_file() or not is_terminal(sys.stderr) or is_terminal(sys.stdout):
         yield lambda lines: None
         return
     try:
@@ -338,7 +354,10 @@ def _progress(file: str | None) -> Iterator[Callable[[int], object]]:
     except ImportError:  # a bar is no reason to stop
         yield lambda lines: None
         return
-    with Path(file).open("rb") as lines:
+    from fastformer.data.files import open_bytes
+
+    total = None
+    with contextlib.suppress(ValueError), open_bytes(file) as lines:  # translating says what is wrong with it
         total = sum(1 for _ in lines)
     with tqdm(total=total, unit="line", file=sys.stderr) as bar:
         yield bar.update

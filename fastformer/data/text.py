@@ -1,21 +1,28 @@
 """Text files in, lines out; bad lines are named by file and number, and are refused or left out and counted.
 
 A line ends at LF or CRLF and nowhere else: other characters that some programs break lines at (form feed, U+2028, ...)
-are text.
+are text. Files may be compressed, pipes, or standard input ("-"; see `files`); "pairs.jsonl:en" is a column of a table
+(see `tables`), each of whose rows is a line, whatever line ends are in it.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import os
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from fastformer.data.files import read_bytes, shown
+from fastformer.data.tables import BadRow, column_of, columns, kind_of, read_column
 
 logger = logging.getLogger("fastformer")
 
 MAX_LINE = 20_000  # characters; longer is hardly a sentence, and one such line would fill a batch
 _SHOWN = 5  # bad lines that a message names
+_AS_COLUMNS = "--train_source FILE.tsv:1 --train_target FILE.tsv:2"
 _HINT = "; `fastformer train` leaves bad lines out with --skip_bad_lines"
 
 
@@ -47,12 +54,43 @@ def read_lines(path: str | os.PathLike[str], *, allow_empty: bool = False) -> li
         ValueError: no such file, an empty file, or bad lines: bytes that are no UTF-8, an empty line, a line of over
             MAX_LINE characters. The message names the file, counts the bad lines, and names the first few.
     """
-    return split_lines(_read(path), str(path), allow_empty=allow_empty)
+    return _all_good(read_rows(path, allow_empty=allow_empty))
+
+
+def read_rows(
+    path: str | os.PathLike[str], *, allow_empty: bool = False, max_line: int | None = MAX_LINE
+) -> list[str | BadLine]:
+    """The lines of a file or the texts of a column, or what is wrong with them.
+
+    Args:
+        path: the file, or FILE:COLUMN.
+        allow_empty: take empty lines as empty strings.
+        max_line: characters of a line at most; None: any number.
+
+    Raises:
+        ValueError: no such file or column, an empty file, a table without a column, damaged data.
+        ImportError: what reads the file is not installed.
+    """
+    name, found = os.fspath(path), column_of(path)
+    if found is None:
+        return list(_parse(_read(path), shown(name), allow_empty=allow_empty, max_line=max_line))
+    rows = read_column(*found)
+    if not rows:
+        raise ValueError(f"{found[0]} is empty: expected at least one row")
+    return [
+        BadLine(name, number, text.kind, text.message)
+        if isinstance(text, BadRow)
+        else _judged(text, name, number, allow_empty, max_line)
+        for number, text in rows
+    ]
 
 
 def split_lines(data: bytes, name: str, *, allow_empty: bool = False, first: int = 1) -> list[str]:
     """The lines of some bytes, as `read_lines`; messages name the file `name` and count lines from `first`."""
-    parsed = list(_parse(data, name, allow_empty=allow_empty, first=first))
+    return _all_good(list(_parse(data, name, allow_empty=allow_empty, first=first)))
+
+
+def _all_good(parsed: Sequence[str | BadLine]) -> list[str]:
     bad = [line for line in parsed if isinstance(line, BadLine)]
     if bad:
         raise ValueError(_refusal(bad, len(parsed)))
@@ -71,7 +109,7 @@ def read_pairs(
     Raises:
         ValueError: what `read_lines` raises, or different numbers of lines.
     """
-    sources, targets = (list(_parse(_read(path), str(path))) for path in (source, target))
+    sources, targets = read_rows(source), read_rows(target)
     if len(sources) != len(targets):
         raise ValueError(
             f"expected as many lines in {target} as in {source}, got {len(targets):,} and {len(sources):,}: "
@@ -91,7 +129,9 @@ def read_tsv(path: str | os.PathLike[str], *, skip_bad: bool = False) -> list[tu
         ValueError: what `read_lines` raises, or a line without exactly one tab and text on both sides.
     """
     rows: list[tuple[str | BadLine, str | BadLine]] = []
-    for number, line in enumerate(_parse(_read(path), str(path)), 1):
+    if column_of(path) is not None:
+        raise ValueError(f"expected a file of source<TAB>target lines, got one column, {path}: {_AS_COLUMNS}")
+    for number, line in enumerate(_parse(_read(path, is_tsv=True), shown(str(path))), 1):
         if isinstance(line, BadLine):
             rows.append((line, line))
             continue
@@ -100,7 +140,8 @@ def read_tsv(path: str | os.PathLike[str], *, skip_bad: bool = False) -> list[tu
             rows.append((fields[0], fields[1]))
             continue
         kind = "with an empty side" if len(fields) == 2 else f"of {len(fields)} field{'s' * (len(fields) > 1)}"
-        bad = BadLine(str(path), number, kind, f"expected source<TAB>target, got a line {kind}")
+        hint = f"; of more columns name two: {_AS_COLUMNS}" if len(fields) > 2 else ""
+        bad = BadLine(str(path), number, kind, f"expected source<TAB>target, got a line {kind}{hint}")
         rows.append((bad, bad))
     return _good(rows, str(path), skip_bad)
 
@@ -115,11 +156,14 @@ def read_text(path: str | os.PathLike[str], *, skip_bad: bool = False) -> str:
     Raises:
         ValueError: no such file, an empty file, lines that are no UTF-8.
     """
+    if column_of(path) is not None:
+        rows = [(line, line) for line in read_rows(path, allow_empty=True, max_line=None)]
+        return "\n".join(line for line, _ in _good(rows, str(path), skip_bad)) + "\n"
     data = _read(path)
     try:
         return data.decode("utf-8").replace("\r\n", "\n")
     except UnicodeDecodeError:
-        lines = [(line, line) for line in _parse(data, str(path), allow_empty=True, max_line=len(data))]
+        lines = [(line, line) for line in _parse(data, str(path), allow_empty=True, max_line=None)]
         text = "\n".join(line for line, _ in _good(lines, str(path), skip_bad))
         return text + "\n" if data.endswith(b"\n") else text
 
@@ -127,29 +171,102 @@ def read_text(path: str | os.PathLike[str], *, skip_bad: bool = False) -> str:
 def read_documents(path: str | os.PathLike[str], *, skip_bad: bool = False) -> list[str]:
     """The texts that a language model learns from: a file is one document; of a folder each *.txt file, by name.
 
+    Each row of a table's column is a document too. Of a folder, what is left out is counted in the log.
+
     Raises:
-        ValueError: what `read_text` raises, or a folder without *.txt files.
+        ValueError: what `read_text` raises, or a folder without *.txt files with text in them.
     """
     if not Path(path).is_dir():
-        return [read_text(path, skip_bad=skip_bad)]
-    files = sorted(file for file in Path(path).glob("*.txt") if file.is_file())
-    if not files:
-        raise ValueError(f"expected a text file or a folder of *.txt files, but there are none in {path}")
-    return [read_text(file, skip_bad=skip_bad) for file in files]
+        if column_of(path) is None:
+            return [read_text(path, skip_bad=skip_bad)]
+        rows = [(line, line) for line in read_rows(path, max_line=None)]
+        return [line for line, _ in _good(rows, str(path), skip_bad)]
+    documents, left_out = [], Counter[str]()
+    for file in sorted(Path(path).iterdir()):
+        reason = _why_no_document(file)
+        if reason is None:
+            try:
+                documents.append(read_text(file, skip_bad=skip_bad))
+            except _NothingError as error:
+                reason = error.reason
+        left_out.update([reason] if reason is not None else [])
+    counts = ", ".join(f"{count:,} {reason}" for reason, count in left_out.items())
+    if not documents:
+        raise ValueError(
+            f"expected a text file or a folder of *.txt files, but there are none in {path}"
+            + (f" with text in them: {counts}" if counts else "")
+        )
+    logger.info("read %s documents of %s%s", f"{len(documents):,}", path, f"; left out {counts}" if counts else "")
+    return documents
 
 
-def _read(path: str | os.PathLike[str]) -> bytes:
-    file = Path(path)
-    if not file.is_file():
-        raise ValueError(f"expected a text file, but there is no file {file}")
-    data = file.read_bytes().removeprefix(b"\xef\xbb\xbf")
+class _NothingError(ValueError):
+    """A file without a single line that can be used."""
+
+    def __init__(self, message: str, reason: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+def _why_no_document(file: Path) -> str | None:
+    """Why a file in a folder is no document; None: it is one. macOS, for one, leaves "._a.txt" beside "a.txt"."""
+    if file.is_dir():
+        return "in a subfolder or more (give each folder a training of its own, or join them)"
+    name = file.name.lower()
+    for suffix in (".gz", ".bz2", ".xz", ".zst"):
+        name = name.removesuffix(suffix)
+    if not name.endswith(".txt"):
+        return "of another kind than *.txt"
+    if name.startswith("."):
+        return "hidden"
+    return None if file.is_file() else "not a file"
+
+
+def _read(path: str | os.PathLike[str], *, is_tsv: bool = False) -> bytes:
+    """A file's bytes, which are lines of text.
+
+    Raises:
+        ValueError: no such file, one without text, or a table.
+    """
+    name = shown(os.fspath(path))
+    data = read_bytes(path).removeprefix(b"\xef\xbb\xbf")
     if not data.strip():
-        raise ValueError(f"{file} is empty: expected at least one line of text")
+        raise _NothingError(f"{name} is empty: expected at least one line of text", "empty")
+    check_plain(path, data, is_tsv=is_tsv)
     return data
 
 
+def check_plain(path: str | os.PathLike[str], data: bytes, *, is_tsv: bool = False) -> None:
+    """Makes sure that a file isn't a table, which nobody wants to be read as text with its quotes and commas.
+
+    Args:
+        path: the file.
+        data: its first bytes at least.
+        is_tsv: whether it is read as source<TAB>target.
+
+    Raises:
+        ValueError: it is one by its name.
+    """
+    kind, first = kind_of(path), data.split(b"\n", 1)[0]
+    if kind in ("JSON lines", "CSV"):
+        raise ValueError(
+            f"{os.fspath(path)} is {kind}, of which one column is text: expected {columns(path, data)}"
+            + (" (with --train_source and --train_target)" if is_tsv else "")
+            + "; to read it as it stands, give it another name"
+        )
+    try:
+        is_object = first.startswith(b"{") and isinstance(json.loads(first), dict)
+    except (ValueError, RecursionError):
+        is_object = False
+    if is_object:
+        logger.warning(
+            "%s begins with a JSON object, which is read as text: for a column of JSON lines name it FILE.jsonl:COLUMN",
+            os.fspath(path),
+        )
+
+
 def _parse(
-    data: bytes, name: str, *, allow_empty: bool = False, first: int = 1, max_line: int = MAX_LINE
+    data: bytes, name: str, *, allow_empty: bool = False, first: int = 1, max_line: int | None = MAX_LINE
 ) -> Iterator[str | BadLine]:
     """Each line of some bytes: its text, or what is wrong with it."""
     for number, line in enumerate(data.removesuffix(b"\n").split(b"\n"), first):
@@ -160,13 +277,16 @@ def _parse(
             message = f"expected UTF-8, got {byte}; convert the file, for example with iconv"
             yield BadLine(name, number, "not UTF-8", message)
             continue
-        if not text.strip() and not allow_empty:
-            yield BadLine(name, number, "empty", "expected text, got an empty line; remove it (on both sides)")
-        elif len(text) > max_line:
-            message = f"expected at most {max_line:,} characters, got {len(text):,}; split it into sentences"
-            yield BadLine(name, number, "too long", message)
-        else:
-            yield text
+        yield _judged(text, name, number, allow_empty, max_line)
+
+
+def _judged(text: str, name: str, number: int, allow_empty: bool, max_line: int | None) -> str | BadLine:
+    if not text.strip() and not allow_empty:
+        return BadLine(name, number, "empty", "expected text, got an empty line; remove it (on both sides)")
+    if max_line is not None and len(text) > max_line:
+        message = f"expected at most {max_line:,} characters, got {len(text):,}; split it into sentences"
+        return BadLine(name, number, "too long", message)
+    return text
 
 
 def _good(rows: Sequence[tuple[str | BadLine, str | BadLine]], where: str, skip_bad: bool) -> list[tuple[str, str]]:
@@ -183,7 +303,7 @@ def _good(rows: Sequence[tuple[str | BadLine, str | BadLine]], where: str, skip_
     if bad and not skip_bad:
         raise ValueError(_refusal(bad, len(rows)) + _HINT)
     if not good:
-        raise ValueError(f"every line of {where} is bad: {_by_kind(bad)}")
+        raise _NothingError(f"every line of {where} is bad: {_by_kind(bad)}", bad[0].kind)
     if bad:
         logger.warning("left out %s of %s lines of %s: %s", f"{len(bad):,}", f"{len(rows):,}", where, _by_kind(bad))
     return good

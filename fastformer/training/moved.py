@@ -12,7 +12,9 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from fastformer.data import Tokenizer
+from fastformer.data.files import STDIN
 from fastformer.data.pair import contents
+from fastformer.data.tables import file_of
 from fastformer.models.weights import safetensors_library
 from fastformer.run_folder import load_model
 from fastformer.training.config import TrainConfig, paths_of
@@ -28,7 +30,7 @@ def check_there(config: TrainConfig) -> None:
     """
     for name in (name for kind, names in SOURCES.items() if kind != "task" for name in names):
         for path in paths_of(getattr(config, name) or os.curdir):
-            if not os.path.exists(path):
+            if path != STDIN and not os.path.exists(file_of(path)):
                 raise ValueError(
                     f"expected the run's {name} in {path}, but there is no file: if it moved, give --{name} with its "
                     "new place; what is in it is held against what the run began with"

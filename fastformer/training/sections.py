@@ -69,14 +69,16 @@ class Data:
     Attributes:
         task: "numbers", the built-in task, with settings that suit it unless others are given; leave it out to train
             on files.
-        train_source: a UTF-8 file, one sentence a line, aligned line by line with train_target; or several files with
-            commas between them, and as many in train_target.
+        train_source: a UTF-8 file, one sentence a line, aligned line by line with train_target; compressed or not, a
+            pipe, or a column of a table: FILE.jsonl:COLUMN, .parquet, .csv or .tsv; or several files with commas
+            between them, and as many in train_target.
         train_target: its translations.
         val_source: likewise for validation; without it a hundredth of each corpus is held out, at most 500 lines.
         val_target: the translations of val_source.
         train_tsv: a file of source<TAB>target lines instead, or several.
         val_tsv: likewise for validation.
-        train_text: plain text, for a gpt: a file, or a folder of *.txt files, each of which is a document; or several.
+        train_text: plain text, for a gpt: a file, a folder of *.txt files, each of which is a document, or a column of
+            a table, each row of which is one; or several.
         val_text: likewise for validation; without it the last tenth of each corpus is held out.
         held_out: which pairs are held out where no validation data are given: "random" ones, which the seed and the
             number of lines decide on, or the "last" ones of each corpus.

@@ -9,6 +9,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from fastformer.data.files import STDIN
 from fastformer.files import write_atomically
 from fastformer.run_folder.checkpoint import checkpoints
 from fastformer.training.config import TrainConfig, merged, paths_of
@@ -64,6 +65,8 @@ def load_config(run: str | os.PathLike[str]) -> TrainConfig:
     file = Path(run) / CONFIG
     if not file.is_file() and not checkpoints(Path(run)):
         raise ValueError(f"expected a run to go on with, but {run} has no checkpoints")
+    if file.exists() and not file.is_file():  # a pipe would be waited for
+        raise ValueError(f"expected a YAML file with settings, but there is no file {file}")
     values = read_yaml(file)
     # Half of a YAML file is often valid YAML, so the document's end mark is asked for.
     if not file.read_text(encoding="utf-8").rstrip().endswith("\n..."):
@@ -107,7 +110,7 @@ def absolute_paths(config: TrainConfig) -> TrainConfig:
     found = {name: getattr(config, name) for name in PATHS.split()}
     if config.tokenizer not in WORDS:
         found["tokenizer"] = config.tokenizer
-    absolute: dict[str, Any] = {name: _absolute(name, path) for name, path in found.items() if path}
+    absolute: dict[str, Any] = {name: _absolute(name, path) for name, path in found.items() if path and path != STDIN}
     return replace(config, **absolute)
 
 

@@ -8,6 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from fastformer.data.files import is_there, read_bytes
+
 # YAML 1.1 would read 010 and 0x4 in other bases, 1:30 as 90, and 1e3 as a text.
 _NUMBERS = {
     "int": (r"[-+]?[0-9][0-9_]*", lambda text: int(text, 10)),
@@ -27,10 +29,10 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
         ValueError: no such file, no YAML, a name that is there twice, or no settings in it.
     """
     yaml, file = yaml_library(), Path(path).expanduser()
-    if not file.is_file():
+    if not is_there(file):  # it may be a pipe
         raise ValueError(f"expected a YAML file with settings, but there is no file {file}")
     try:
-        values = yaml.load(file.read_text(encoding="utf-8"), Loader=_loader())
+        values = yaml.load(read_bytes(file).decode("utf-8"), Loader=_loader())
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ValueError(f"{file} is no YAML: {error}") from error
     if not isinstance(values, dict):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gzip
 import io
+import json
 import os
 import select
 import subprocess
@@ -16,7 +18,7 @@ import torch
 
 from fastformer.cli import main
 from fastformer.commands import translate
-from fastformer.commands._lines import arriving
+from fastformer.commands._lines import PipeLines
 from fastformer.data import ByteTokenizer
 from fastformer.generation import Translator
 from fastformer.generation.settings import GenerationSettings
@@ -113,7 +115,7 @@ def test_ctrl_c_ends_in_one_word_behind_the_answers(run, expected, capsys, monke
 def test_lines_are_told_as_they_come() -> None:
     reading, writing = os.pipe()
     with os.fdopen(reading, "rb") as stream, os.fdopen(writing, "wb", buffering=0) as sink:
-        lines = arriving(stream)
+        lines = PipeLines(stream.fileno())
         assert lines.get(wait=False) is None
         sink.write(b"a\nb\nhalf")
         assert [lines.get(wait=False) for _ in range(3)] == [b"a", b"b", None]
@@ -200,6 +202,41 @@ def test_device_precision_and_memory(run, capsys, monkeypatch) -> None:
     for device in ("cuda:77", "meta", "toaster"):
         assert main(["translate", run, "one", "--device", device]) == 1
         assert f"expected a device that this PyTorch can use, got '{device}'" in capsys.readouterr().err
+
+
+def test_scores_of_a_file_with_empty_and_bad_lines(run, expected, tmp_path, capsys, caplog) -> None:
+    file, reference = tmp_path / "in.txt", tmp_path / "ref.txt"
+    file.write_bytes(b"one\n\n" + b"x" * 60 + b"\ntwo\n")
+    reference.write_bytes(f"{shown(expected('one'))}\n\n{'y' * 30_000}\n{shown(expected('two'))}\n".encode())
+    arguments = ["translate", run, "--file", str(file), "--reference", str(reference), *FEW]
+    assert main(arguments) == 1  # the third line is too long for the model
+    assert "--skip_bad_lines" not in capsys.readouterr().err
+    assert main([*arguments, "--on_error", "skip"]) == 0
+    out, err = capsys.readouterr()
+    assert lines_of(out) == [shown(expected("one")), "", "", shown(expected("two"))] and "BLEU" in err
+    reference.write_bytes(reference.read_bytes().replace(b"y" * 30_000, b"no\xff"))
+    assert main([*arguments, "--skip_long"]) == 1
+    err = capsys.readouterr().err
+    assert "ref.txt, line 3: expected UTF-8" in err and "--on_error skip" in err
+    assert main([*arguments, "--on_error", "skip"]) == 0
+    assert "chrF 100.00" in capsys.readouterr().err and "left 1 of 4 lines out of the scores" in caplog.text
+    reference.write_text("one line\n")
+    assert main(arguments) == 1
+    assert "expected as many lines in" in capsys.readouterr().err
+
+
+def test_a_column_of_a_table_and_a_compressed_file(run, expected, tmp_path, capsys, monkeypatch) -> None:
+    rows, file = [{"en": "one", "de": "x"}, {"en": "two\nlines", "de": "y"}, {"de": "z"}], tmp_path / "in.jsonl.gz"
+    file.write_bytes(gzip.compress("\n".join(map(json.dumps, rows)).encode()))
+    arguments = ["translate", run, "--file", f"{file}:en", *FEW]
+    assert main(arguments) == 1
+    assert "line 3: expected a column en" in capsys.readouterr().err
+    assert main([*arguments, "--on_error", "skip", "--reference", f"{file}:de"]) == 0
+    out, err = capsys.readouterr()
+    assert lines_of(out) == [shown(expected("one")), shown(expected("two\nlines")), ""] and "chrF" in err
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(gzip.compress(b"one\n"))))
+    assert main(["translate", run, "--file", "-", *FEW]) == 0
+    assert lines_of(capsys.readouterr().out) == [shown(expected("one"))]
 
 
 def test_a_bad_line_is_named_or_skipped(run, expected, tmp_path, capsys, caplog) -> None:

@@ -25,11 +25,7 @@ from fastformer.cli import main
 )
 def test_flags_of_other_toolkits(words, said, capsys) -> None:
     assert main(words.split()) == 2
-    error = capsys.readouterr().err
-    assert (
-        said in error
-        and words.split()[2 if "generate" not in words else 3].partition("=")[0].replace("-r", "_r") in error
-    )
+    assert said in capsys.readouterr().err
 
 
 def test_the_help_says_how_a_text_is_given(capsys) -> None:

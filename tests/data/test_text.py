@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import logging
 from pathlib import Path
 
@@ -137,3 +138,34 @@ def test_a_folder_holds_a_document_a_file(tmp_path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match=r"a folder of \*.txt files, but there are none in"):
         read_documents(tmp_path / "empty")
+
+
+def test_odd_files_of_a_folder_are_left_out_and_counted(tmp_path, caplog) -> None:
+    for name, data in {
+        "b.txt": b"two\n", "A.TXT": b"one", "c.txt.gz": gzip.compress(b"three"), "empty.txt": b"",
+        "blank.txt": b" \n\n", "._a.txt": b"\x00\x05\x16\x07\xff", ".B.TXT": b"hidden", "notes.md": b"no",
+        "latin.txt": b"\xff",
+    }.items():  # fmt: skip
+        write(tmp_path / name, data)
+    (tmp_path / "sub.txt").mkdir()
+    (tmp_path / "gone.txt").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(ValueError, match=r"latin\.txt, line 1: expected UTF-8"):
+        read_documents(tmp_path)
+    with caplog.at_level(logging.INFO):
+        assert read_documents(tmp_path, skip_bad=True) == ["one", "two\n", "three"]
+    said = caplog.messages[-1]
+    for part in (
+        "read 3 documents",
+        "2 empty",
+        "2 hidden",
+        "1 of another kind",
+        "1 in a subfolder",
+        "1 not a file",
+        "1 not UTF-8",
+    ):
+        assert part in said, said
+    for file in tmp_path.iterdir():
+        if file.name not in ("empty.txt", "sub.txt"):
+            file.unlink()
+    with pytest.raises(ValueError, match=r"there are none in .* with text in them: 1 empty, 1 in a subfolder"):
+        read_documents(tmp_path)

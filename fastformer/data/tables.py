@@ -1,0 +1,225 @@
+"""A column of a table as texts: "pairs.jsonl:en", "pairs.parquet:translation.de", "pairs.csv:german", "pairs.tsv:2".
+
+JSON lines (or a JSON list) and Parquet have columns by name, within them by more names with dots. In CSV and TSV a name
+is looked for in the first line; a number counts from 1, and takes the first line for text.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import importlib
+import io
+import json
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fastformer.data.files import is_there, read_bytes
+
+_KINDS = {
+    ".jsonl": "JSON lines", ".ndjson": "JSON lines", ".json": "JSON", ".parquet": "Parquet", ".pq": "Parquet",
+    ".csv": "CSV", ".tsv": "TSV",
+}  # fmt: skip
+_PACKED = (".gz", ".bz2", ".xz", ".zst")
+_MISSING = object()
+
+
+@dataclass(frozen=True)
+class BadRow:
+    """A row without a text in the column.
+
+    Attributes:
+        kind: in a word or two, to count by.
+        message: what was expected and what came.
+    """
+
+    kind: str
+    message: str
+
+
+def kind_of(path: str | os.PathLike[str]) -> str | None:
+    """What kind of table a file is by its name; None: of another kind."""
+    name = os.fspath(path).lower()
+    for suffix in _PACKED:
+        name = name.removesuffix(suffix)
+    return _KINDS.get(os.path.splitext(name)[1])
+
+
+def column_of(path: str | os.PathLike[str]) -> tuple[str, str] | None:
+    """The file and the column that a path names; None: it is a file as it stands."""
+    name = os.fspath(path)
+    file, colon, column = name.rpartition(":")
+    if not colon or not column or kind_of(file) is None or os.path.lexists(name):
+        return None
+    return file, column
+
+
+def file_of(path: str | os.PathLike[str]) -> str:
+    """The file that a path names, with a column or without."""
+    return (column_of(path) or (os.fspath(path),))[0]
+
+
+def read_column(file: str, column: str) -> list[tuple[int, str | BadRow]]:
+    """The texts of a column, each with the number of its row or line.
+
+    Raises:
+        ValueError: no such file or column, or a table that is damaged.
+        ImportError: a Parquet file, without the package that reads it.
+    """
+    if not is_there(file):
+        raise ValueError(f"expected a table, but there is no file {file}")
+    kind = kind_of(file)
+    if kind in ("CSV", "TSV"):
+        return list(_of_lines(file, column, _csv(file) if kind == "CSV" else _tsv(file)))
+    rows = list(_parquet(file, column) if kind == "Parquet" else _json(file))
+    values = [(number, row if isinstance(row, BadRow) else _look_up(row, column)) for number, row in rows]
+    if {id(value) for _, value in values if not isinstance(value, BadRow)} == {id(_MISSING)}:
+        raise ValueError(_no_column(file, column, names_in(row for _, row in rows)))
+    return [(number, _as_text(value, column)) for number, value in values]
+
+
+def names_in(rows: Iterable[object]) -> list[str]:
+    """The columns of the first rows, for a message; those of a mapping within a row with dots."""
+    names: dict[str, None] = {}
+    for _, row in zip(range(20), rows, strict=False):
+        for name, value in row.items() if isinstance(row, dict) else ():
+            inner = value if isinstance(value, dict) else {"": None}
+            names |= {f"{name}.{key}".rstrip("."): None for key in inner}
+    return list(names)
+
+
+def columns(path: str | os.PathLike[str], data: bytes) -> str:
+    """How the columns of a table are named, for a message: "FILE.jsonl:en, FILE.jsonl:de"."""
+    kind, first = kind_of(path), data.split(b"\n", 1)[0].decode("utf-8", "replace").strip("\r\ufeff")
+    names = []
+    if kind in ("JSON lines", "JSON"):
+        with contextlib.suppress(ValueError):
+            names = names_in([json.loads(first)])
+    elif kind == "CSV":
+        names = next(csv.reader([first], delimiter=_delimiter(first)), [])
+    return ", ".join(f"{os.fspath(path)}:{name}" for name in names[:6] or ["COLUMN"])
+
+
+def _json(file: str) -> Iterator[tuple[int, object]]:
+    data = read_bytes(file).removeprefix(b"\xef\xbb\xbf")
+    if data.lstrip().startswith(b"["):
+        try:
+            rows = json.loads(data)
+        except ValueError as error:
+            raise ValueError(f"{file} is no JSON: {error}") from error
+        yield from enumerate(rows, 1)
+        return
+    for number, line in enumerate(data.split(b"\n"), 1):
+        if not line.strip():
+            continue
+        try:
+            yield number, json.loads(line)
+        except UnicodeDecodeError:
+            yield number, BadRow("not UTF-8", "expected UTF-8")
+        except (ValueError, RecursionError) as error:
+            yield number, BadRow("no JSON", f"expected a JSON object in a line, got no JSON ({error})")
+
+
+def _parquet(file: str, column: str) -> Iterator[tuple[int, object]]:
+    try:
+        parquet = importlib.import_module("pyarrow.parquet")
+    except ImportError as error:
+        raise ImportError(f"reading {file} needs pyarrow: pip install 'fastformer[parquet]'") from error
+    try:
+        table = parquet.ParquetFile(file)
+        names = table.schema_arrow.names
+        top = column if column in names else column.partition(".")[0]
+        if top not in names:
+            raise LookupError
+        number = 0
+        for batch in table.iter_batches(columns=[top]):
+            for row in batch.to_pylist():
+                number += 1
+                yield number, row
+    except LookupError:
+        raise ValueError(_no_column(file, column, names)) from None
+    except (OSError, ValueError) as error:  # ArrowInvalid is a ValueError
+        raise ValueError(f"{file} is no Parquet file, or a damaged one: {error}") from error
+
+
+def _csv(file: str) -> Iterator[tuple[int, list[str]]]:
+    # Bytes that are no UTF-8 are kept apart until it is known whether they are in the column.
+    text = read_bytes(file).removeprefix(b"\xef\xbb\xbf").decode("utf-8", "surrogateescape")
+    limit = csv.field_size_limit(2**31 - 1)
+    reader = csv.reader(io.StringIO(text, newline=""), delimiter=_delimiter(text.partition("\n")[0]), strict=True)
+    try:
+        for row in reader:
+            if row:
+                yield reader.line_num, row
+    except csv.Error as error:
+        raise ValueError(f"{file}, line {reader.line_num:,}: expected CSV: {error}") from error
+    finally:
+        csv.field_size_limit(limit)
+
+
+def _tsv(file: str) -> Iterator[tuple[int, list[str]]]:
+    data = read_bytes(file).removeprefix(b"\xef\xbb\xbf").removesuffix(b"\n")
+    for number, line in enumerate(data.split(b"\n"), 1):
+        yield number, line.removesuffix(b"\r").decode("utf-8", "surrogateescape").split("\t")
+
+
+def _delimiter(first: str) -> str:
+    return max(",;\t", key=first.count)
+
+
+def _of_lines(file: str, column: str, rows: Iterator[tuple[int, Sequence[str]]]) -> Iterator[tuple[int, str | BadRow]]:
+    first = next(rows, None)
+    if first is None:
+        return
+    if column in first[1]:
+        place = first[1].index(column)
+    elif column.isdecimal() and int(column) > 0:
+        place, rows = int(column) - 1, _again(first, rows)
+        if place >= len(first[1]):
+            raise ValueError(f"expected a column {column} in {file}, got {len(first[1])} columns in its first line")
+    else:
+        raise ValueError(_no_column(file, column, first[1]))
+    for number, row in rows:
+        if place >= len(row):
+            yield number, BadRow("too short", f"expected a column {column}, got a line of {len(row)} fields")
+        else:
+            yield number, _as_text(row[place], column)
+
+
+def _again(first: Any, rest: Iterator[Any]) -> Iterator[Any]:
+    yield first
+    yield from rest
+
+
+def _look_up(row: object, column: str) -> object:
+    if isinstance(row, dict) and column in row:
+        return row[column]
+    for name in column.split("."):
+        if not isinstance(row, dict) or name not in row:
+            return _MISSING
+        row = row[name]
+    return row
+
+
+def _as_text(value: object, column: str) -> str | BadRow:
+    if isinstance(value, BadRow):
+        return value
+    if value is _MISSING:
+        return BadRow(f"without {column}", f"expected a column {column}, which is missing here")
+    if value is None:
+        return BadRow("empty", f"expected text in column {column}, got null")
+    if not isinstance(value, str):
+        return BadRow("no text", f"expected text in column {column}, got {value!r:.60}")
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return BadRow("not UTF-8", f"expected UTF-8 in column {column}, got {ascii(value):.60}")
+    return value
+
+
+def _no_column(file: str, column: str, names: Sequence[str]) -> str:
+    shown = ", ".join(names[:20]) or "none that has a name"
+    return f"expected a column {column} in {Path(file).name}, which has: {shown}"
