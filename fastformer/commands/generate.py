@@ -6,7 +6,6 @@ import itertools
 import logging
 import sys
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from fastformer.console import is_terminal, shown
@@ -244,13 +243,11 @@ def _continue_lines(maker: RequestMaker, say: _Sayings, file: str) -> None:
 
     settings, bad, name = maker.settings, BadTexts(), "standard input" if file == "-" else file
     if file != "-":
-        texts = Texts(IterableSource(file_lines(Path(file))), name, bad, None)
-    elif sys.stdin is None:
-        raise ValueError("expected a prompt, --file, or lines on standard input, which is closed")
+        texts = Texts(IterableSource(file_lines(file)), name, bad, None)
     else:
         if is_terminal(sys.stdin):
             print("continues each line that you type; Ctrl-D ends", file=sys.stderr)
-        texts = Texts(arriving(sys.stdin.buffer), name, bad, None)
+        texts = Texts(arriving(), name, bad, None)
     # Samples of one prompt slide apart: then each is a request.
     slides = settings.window == "slide" and settings.samples > 1
     prompts = _Prompts(texts, list(range(settings.samples)) if slides else [None])
