@@ -111,7 +111,6 @@ FLAGS: list[tuple[str, tuple[str, ...]]] = [
     ("train new --model.norm batch", ("--model.norm", "'layer' or 'rms'", "got 'batch'")),
     ("translate run x --beams 4", ("--beams", "did you mean '--num_beams'?")),
     ("translate run two words", ("unrecognized arguments: words",)),
-    ("generate gpt", ("required", "prompt")),
     ("generate gpt x --tempratur 1", ("did you mean '--temperature'?",)),
     ("average run 3", ("unrecognized arguments: 3",)),
     ("demo folder", ("unrecognized arguments: folder",)),
