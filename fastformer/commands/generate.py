@@ -12,6 +12,7 @@ from fastformer.console import is_terminal, shown
 
 if TYPE_CHECKING:
     from fastformer.data import Tokenizer
+    from fastformer.generation.bad_texts import BadTexts
     from fastformer.generation.flow import Source
     from fastformer.generation.request_maker import RequestMaker
     from fastformer.generation.requests import Request
@@ -31,6 +32,7 @@ def generate(
     file: str | None = None,
     stop: list[str] | None = None,
     window: Literal["stop", "slide"] = "stop",
+    on_error: Literal["stop", "skip"] = "stop",
     device: str = "auto",
     precision: Literal["fp32", "bf16", "fp16", "int8"] | None = None,
     greedy: bool = False,
@@ -70,6 +72,7 @@ def generate(
             $'\\n' is a line end
         window: what becomes of a text that fills the model's positions: stop ends it there; slide forgets the older
             half of what the model sees and goes on, up to --max_new_tokens, and takes a longer prompt by its end
+        on_error: at a line that is too long or no UTF-8, stop, or skip it with an empty line in its place and a warning
         device: auto (a GPU if there is one), cpu, cuda, cuda:1, ...
         precision: what the weights become; int8 is for a CPU alone; without it they stay as they were saved
         greedy: take the best token always, without sampling
@@ -96,6 +99,7 @@ def generate(
 
     from fastformer.generation import GenerationSettings
     from fastformer.generation import generate as search
+    from fastformer.generation.bad_texts import BadTexts
     from fastformer.generation.precisions import DTYPES, asked_precision
     from fastformer.generation.request_maker import RequestMaker
     from fastformer.run_folder import choose_device, load_model
@@ -132,7 +136,8 @@ def generate(
     say = _Sayings(tokenizer, options["stop_strings"], model.config.max_len)
     if prompt is None or prompt == "-":
         maker = RequestMaker(model, GenerationSettings(**options), log_probs=False, tokenizer=tokenizer)
-        _continue_lines(maker, say, "-" if file is None else file)
+        bad = BadTexts(on_error, left=("its line empty", "their lines are empty"))
+        _continue_lines(maker, say, "-" if file is None else file, bad)
         say.report(max_new_tokens)
         return
     ids = say.encode(prompt)
@@ -232,16 +237,16 @@ class _Prompt(NamedTuple):
     sample: int | None
 
 
-def _continue_lines(maker: RequestMaker, say: _Sayings, file: str) -> None:
+def _continue_lines(maker: RequestMaker, say: _Sayings, file: str, bad: BadTexts) -> None:
     """Prints a line for each prompt of a file, or of standard input."""
     import torch
 
     from fastformer.commands._lines import Texts, arriving, file_lines
-    from fastformer.generation.bad_texts import BadTexts, failure
+    from fastformer.generation.bad_texts import TextError, failure
     from fastformer.generation.flow import IterableSource, in_turn
     from fastformer.generation.generate import new_scheduler
 
-    settings, bad, name = maker.settings, BadTexts(), "standard input" if file == "-" else file
+    settings, name = maker.settings, "standard input" if file == "-" else file
     if file != "-":
         texts = Texts(IterableSource(file_lines(file)), name, bad, None)
     else:
@@ -261,16 +266,21 @@ def _continue_lines(maker: RequestMaker, say: _Sayings, file: str) -> None:
             ids[prompt.number] = row
             return maker.make(maker.check(row), place=prompt.number - 1, sample=prompt.sample)
         except ValueError as error:
-            raise ValueError(f"{name}, line {prompt.number}: {error}") from error
+            if not prompt.sample:  # else it was met with the first
+                bad.meet(TextError(f"{name}, line {prompt.number}: {error}"))
+            return None
 
-    scheduler = new_scheduler(maker.engine, is_endless=True)
+    total, scheduler = 0, new_scheduler(maker.engine, is_endless=True)
     with torch.inference_mode():
         for ready in in_turn(scheduler, prompts, begin, model=maker.model, read_ahead=_READ_AHEAD):
             lines: list[str] = []
             for prompt, request in ready:
                 if request is None:
-                    lines += [_numbered(prompt, "", settings.num_return_sequences)]
+                    if not prompt.sample:
+                        total += 1
+                        lines.append(_numbered(prompt, "", settings.num_return_sequences))
                     continue
+                total += not prompt.sample
                 if request.error is not None:
                     _print_lines(lines)
                     raise failure(f"{name}, line {prompt.number}", request.error) from request.error
@@ -283,6 +293,7 @@ def _continue_lines(maker: RequestMaker, say: _Sayings, file: str) -> None:
                     del ids[prompt.number]
             _print_lines(lines)
     say.warn_of_unknown()
+    bad.report(total)
 
 
 class _Prompts:

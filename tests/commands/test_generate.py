@@ -199,7 +199,7 @@ def test_prompts_of_a_file_are_answered_line_by_line(run, model, file, capsys, m
         )
 
 
-def test_what_is_wrong_with_a_line_is_said_with_its_number(run, tmp_path, capsys) -> None:
+def test_what_is_wrong_with_a_line_is_said_with_its_number(run, tmp_path, capsys, caplog) -> None:
     path = tmp_path / "prompts.txt"
     path.write_text("good\n" + "x" * 50 + "\nlast\n")
     assert main(["generate", run, "--file", str(path), "--greedy"]) == 1
@@ -208,6 +208,16 @@ def test_what_is_wrong_with_a_line_is_said_with_its_number(run, tmp_path, capsys
     assert "prompts.txt, line 2: expected prompts of fewer tokens than the model's max_len 40, got 50" in err
     assert main(["generate", run, "--file", str(path), "--greedy", "--window", "slide", *FEW]) == 0
     assert [line[:4] for line in capsys.readouterr().out.split("\n")] == ["good", "xxxx", "last", ""]
+    for more in ([], ["--window", "slide", "--num_return_sequences", "2"]):
+        path.write_bytes(b"good\n\xff\n" + b"x" * 50 + b"\nlast\n")
+        flags = ["--on_error", "skip", "--seed", "1", *FEW, *more]
+        assert main(["generate", run, "--file", str(path), *flags]) == 0
+        lines = capsys.readouterr().out.split("\n")
+        expected_lines = (
+            ["1\tg", "1\tg", "2\t", "3\tx", "3\tx", "4\tl", "4\tl", ""] if more else ["goo", "", "", "las", ""]
+        )
+        assert [line[:3] for line in lines] == expected_lines
+        assert f"skipped {1 if more else 2} of 4 texts; their lines are empty" in caplog.text
     assert main(["generate", run, "--file", str(tmp_path / "none")]) == 1
     path.write_bytes(b"good\n\xff\n")
     assert main(["generate", run, "--file", str(path), *FEW]) == 1
