@@ -6,6 +6,7 @@ import io
 import logging
 import os
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -110,3 +111,46 @@ def test_a_closed_stream_is_no_terminal() -> None:
     assert not console.is_terminal(stream) and not console.is_terminal(None)
     stream.close()
     assert not console.is_terminal(stream)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.name != "posix", reason="needs a POSIX shell")
+def test_every_command_without_a_standard_stream(tmp_path) -> None:
+    """As processes of their own: each of the streams closed; what prints can't end well without its output."""
+    import subprocess
+
+    from fastformer.data import ByteTokenizer
+    from fastformer.models import GPT
+
+    (tmp_path / "t.tsv").write_text("".join(f"word {i}\twort {i}\n" for i in range(30)))
+    (tmp_path / "f.txt").write_text("word 1\n\nword 2\n")
+    sizes = ["--model.d_model", "16", "--model.num_heads", "2", "--model.d_ff", "32", "--model.num_encoder_layers", "1"]
+    sizes += ["--model.num_decoder_layers", "1", "--tokenizer", "bytes", "--max_len", "40", "--val_examples", "0"]
+    run = str(tmp_path / "run")
+    assert (
+        cli.main(["train", run, "--train_tsv", str(tmp_path / "t.tsv"), "--steps", "2", "--save_every", "1", *sizes])
+        == 0
+    )
+    gpt = GPT.from_preset("tiny", vocab_size=259, d_model=16, d_ff=32, num_heads=2, num_layers=1, max_len=40)
+    gpt.save_pretrained(tmp_path / "gpt", ByteTokenizer())
+    few = "--max_new_tokens 3"
+    for number, (line, saves) in enumerate((
+        (f"translate run 'word 1' {few}", False),
+        (f"translate run --file f.txt {few}", False),
+        (f"generate gpt 'word' {few}", False),
+        ("score --hypotheses f.txt --reference f.txt", False),
+        ("average run --last 2", True),
+        ("quantize run OUT", True),
+        ("doctor", False),
+    )):  # fmt: skip
+        for closed in ("<&-", ">&-", "2>&-", "<&- >&- 2>&-"):
+            words = line.replace("OUT", f"out-{number}-{len(closed)}-{closed[0]}")
+            shell = f"'{sys.executable}' -m fastformer.cli {words} {closed}"
+            environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[1])}
+            done = subprocess.run(
+                ["bash", "-c", shell], cwd=tmp_path, env=environment, capture_output=True, timeout=200
+            )
+            assert b"bug" not in done.stderr + done.stdout and b"Traceback" not in done.stderr, (shell, done)
+            lost = ">&-" in closed.replace("2>&-", "") and not saves
+            assert done.returncode == (1 if lost else 0), (shell, done)
+            assert bool(done.stdout) == (" >&-" not in f" {closed}"), (shell, done)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from fastformer.console import OutputLostError, is_terminal
+from fastformer.console import OutputLostError, is_terminal, printable
 from fastformer.settings import BleuTokenize
 
 if TYPE_CHECKING:
@@ -339,8 +339,9 @@ def _print_text(text: str) -> None:
 
 
 def _one_line(text: str) -> str:
-    # A model of bytes may say a line end, and lines are counted.
-    return text.replace("\r", " ").replace("\n", " ")
+    # A model of bytes may say a line end, and lines are counted; to a terminal it may say anything.
+    text = text.replace("\r", " ").replace("\n", " ")
+    return printable(text) if is_terminal(sys.stdout) else text
 
 
 @contextlib.contextmanager
