@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -18,10 +19,17 @@ from tests.training.conftest import no_tensorboard as no_tensorboard
 from tests.training.tiny import changed, contents
 
 
+@pytest.fixture(scope="module")
+def trained() -> dict[str, Path]:
+    return {}
+
+
 @pytest.fixture
-def run(config, tmp_path) -> Path:
-    start(changed(config, steps=4, save_every=1, val_every=0), tmp_path / "run").train()
-    return tmp_path / "run"
+def run(trained, config, tmp_path, tmp_path_factory) -> Path:
+    if not trained:
+        trained["run"] = tmp_path_factory.mktemp("average") / "run"
+        start(changed(config, steps=4, save_every=1, val_every=0), trained["run"]).train()
+    return shutil.copytree(trained["run"], tmp_path / "run")
 
 
 def mean(paths: list[Path]) -> torch.Tensor:

@@ -58,7 +58,10 @@ def run(folder: str, form: str, data: Path | str, steps: int, *more: str) -> int
     return main(["train", folder, *words(form, data), "--steps", str(steps), *more])
 
 
-@pytest.mark.parametrize("form", ["tsv", "parallel", "bpe", "text", "tokenizer"])
+SLOW = [pytest.param(form, marks=pytest.mark.slow) for form in FORMS if form != "tsv"]  # every other form of data
+
+
+@pytest.mark.parametrize("form", ["tsv", *SLOW])
 def test_data_on_another_mount(form, data, tmp_path) -> None:
     form = FORMS[form]
     assert run("whole", form, data, 3) == 0
@@ -71,6 +74,7 @@ def test_data_on_another_mount(form, data, tmp_path) -> None:
     assert str(tmp_path / "mount") in settings.data_flags() and "/data/" not in settings.data_flags()
 
 
+@pytest.mark.slow
 def test_an_edited_config_yaml_says_where_the_data_are_too(data, tmp_path) -> None:
     assert run("run", FORMS["tsv"], data, 1) == 0
     data.rename(tmp_path / "mount")
@@ -86,7 +90,7 @@ def test_the_same_data_as_files_of_another_kind(data) -> None:
 
 
 def test_data_that_are_gone_are_asked_for(data, tmp_path, capsys) -> None:
-    for form, flag in (("tsv", "train_tsv"), ("parallel", "train_source"), ("text", "train_text")):
+    for form, flag in (("parallel", "train_source"), ("text", "train_text")):
         assert run(form, FORMS[form], data, 1) == 0
         data.rename(tmp_path / "mount")
         before = contents(tmp_path / form)
@@ -101,8 +105,16 @@ def edited(data: Path) -> None:
         (data / name).write_text((data / name).read_text().replace("aaa", "aba"))
 
 
-@pytest.mark.parametrize(("form", "flag"), [("tsv", "train_tsv"), ("parallel", "train_source"), ("text", "train_text")])
-@pytest.mark.parametrize("moved", [True, False])
+@pytest.mark.parametrize(
+    ("form", "flag", "moved"),
+    [
+        ("tsv", "train_tsv", True),
+        ("text", "train_text", False),
+        pytest.param("tsv", "train_tsv", False, marks=pytest.mark.slow),
+        pytest.param("text", "train_text", True, marks=pytest.mark.slow),
+        pytest.param("parallel", "train_source", True, marks=pytest.mark.slow),
+    ],
+)
 def test_another_corpus_is_refused(form, flag, moved, data, tmp_path, capsys) -> None:
     form = FORMS[form]
     assert run("run", form, data, 1) == 0
@@ -122,7 +134,7 @@ def other_tokenizer(data: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "code"),
     [
-        (lambda place: None, 0),
+        pytest.param(lambda place: None, 0, marks=pytest.mark.slow),
         (lambda place: (place / "tokenizer.json").unlink(), 0),  # the run has its own
         (other_tokenizer, 1),
     ],

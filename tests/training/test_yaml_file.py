@@ -9,6 +9,7 @@ import pytest
 from fastformer.cli import main
 from fastformer.commands.train import read_settings
 from fastformer.training import TrainConfig, start
+from fastformer.training.config import merged
 from fastformer.training.settings import absolute_paths, load_config, run_config
 from fastformer.training.yaml_file import read_yaml
 from tests.training.tiny import changed
@@ -105,22 +106,24 @@ def test_what_is_another_thing_is_refused(text, said, tmp_path, capsys) -> None:
 def test_settings_of_another_run_and_flags_over_them(config, tmp_path) -> None:
     """A run's config.yaml has every setting, so that each flag contradicts one of them."""
     start(changed(config, steps=1), tmp_path / "first").train()
-    data = ["--train_tsv", config.train_tsv, "--val_examples", "0", "--device", "cpu", "--max_tokens", "64"]
-    assert main(["train", str(tmp_path / "tuned"), *data, "--steps", "1", "--init_from", str(tmp_path / "first")]) == 0
-    file = str(tmp_path / "tuned" / "config.yaml")  # whose model has every size
-    assert main(["train", str(tmp_path / "again"), "--config", file, "--epochs", "0.2"]) == 0
-    file = str(tmp_path / "first" / "config.yaml")
-    assert (
-        main(["train", str(tmp_path / "numbers"), "--config", file, "--task", "numbers", "--max_minutes", "1e-9"]) == 0
-    )
+    options = {"steps": 1, "val_examples": 0, "device": "cpu", "init_from": str(tmp_path / "first")}
+    start(TrainConfig(train_tsv=config.train_tsv, **options), tmp_path / "tuned")
+    for run in ("first", "tuned"):  # the model of the second has every size
+        given = read_settings(str(tmp_path / run / "config.yaml"))
+        assert TrainConfig.from_dict(given) == load_config(tmp_path / run)
+        found = TrainConfig.from_dict(merged(given, {"epochs": 0.2, "train_source": "a", "train_target": "b"}))
+        assert (found.epochs, found.train_tsv, found.train_source) == (0.2, None, "a")
+        assert TrainConfig.from_dict(merged(given, {"task": "numbers"})).val_tsv is None
 
 
 def test_the_settings_of_a_run_that_were_edited(config, tmp_path) -> None:
-    start(changed(config, steps=1), tmp_path / "run").train()
+    start(changed(config, steps=1), tmp_path / "run")
     file = tmp_path / "run" / "config.yaml"
     file.write_text(file.read_text().replace("steps: 1\n", "steps: 1e1\n").replace("seed: 0\n", "seed: 00\n"))
     assert load_config(tmp_path / "run").steps == 10
-    assert run_config(tmp_path / "run", {"epochs": 3}, True).epochs == 3
+    (tmp_path / "run" / "checkpoints").mkdir()
+    (tmp_path / "run" / "checkpoints" / "step-00000001.pt").touch()
+    assert run_config(tmp_path / "run", {"epochs": 3}, "auto").epochs == 3
 
 
 def test_a_home_folder_is_found(tmp_path, monkeypatch) -> None:
