@@ -144,7 +144,7 @@ def test_every_command_without_a_standard_stream(tmp_path) -> None:
         ("doctor", False),
     )):  # fmt: skip
         for closed in ("<&-", ">&-", "2>&-", "<&- >&- 2>&-"):
-            words = line.replace("OUT", f"out-{number}-{len(closed)}-{closed[0]}")
+            words = line.replace("OUT", "-".join(["out", str(number), *map(str, closed.encode())]))
             shell = f"'{sys.executable}' -m fastformer.cli {words} {closed}"
             environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[1])}
             done = subprocess.run(
