@@ -24,8 +24,6 @@ logger = logging.getLogger("fastformer")
 FILLED_BY = ("file",)  # a text or a file, not both
 TEXTS = ("text", "prefix")
 
-logger = logging.getLogger("fastformer")
-
 
 def translate(
     run: str,
