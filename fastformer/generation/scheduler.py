@@ -26,7 +26,7 @@ _RUN_STEPS = 1_000_000
 # Where a listener waits for tokens, each of the first comes by itself, and the others so few at a time, within the same
 # milliseconds, that a reader doesn't notice.
 _FIRST_TOLD = 64
-_TOLD_STEPS = 4
+_TOLD_STEPS = 8
 
 
 class Scheduler:

@@ -18,8 +18,8 @@ _PROBES = ("\U0010ffff", "\ue000", "\u0378")  # no characters: hardly a vocabula
 
 # The tokens that are decoded again for a new one: at first and at most, where fewer are known to do; then so many as
 # give the text that the longer window gave.
-_WINDOW = 24
-_KEPT = (8, 32, 128)
+_WINDOW = 12
+_KEPT = (5, 20, 80, 320)
 _CONTEXT = 4  # characters that the text of both windows has in common, before what isn't certain
 _LATENESS = 64  # a long window is decoded when it has grown by a 64th part, which keeps the cost linear
 
