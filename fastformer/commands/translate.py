@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from fastformer.console import OutputLostError, is_terminal, printable
+from fastformer.console import OutputLostError, is_terminal, shown
 from fastformer.settings import BleuTokenize
 
 if TYPE_CHECKING:
@@ -311,7 +311,6 @@ def _print_answers(
     answers: list[Answer], n_best: int, first: int, alignments: list[list[Alignment]] | None = None
 ) -> None:
     """A line for each text, or for each of its n best; what is printed is out at once."""
-    from fastformer.console import shown
     from fastformer.generation.alignment import pharaoh
 
     lines = []
@@ -331,15 +330,12 @@ def _print_answers(
 
 def _print_text(text: str) -> None:
     """A text that may have several lines."""
-    from fastformer.console import shown
-
     print(shown(text, sys.stdout), flush=True)
 
 
 def _one_line(text: str) -> str:
-    # A model of bytes may say a line end, and lines are counted; to a terminal it may say anything.
-    text = text.replace("\r", " ").replace("\n", " ")
-    return printable(text) if is_terminal(sys.stdout) else text
+    # A model of bytes may say a line end, and lines are counted.
+    return text.replace("\r", " ").replace("\n", " ")
 
 
 @contextlib.contextmanager

@@ -139,17 +139,6 @@ def test_a_thousand_lines_of_a_file_and_of_standard_input(echo, tmp_path, monkey
     assert echo.given == [(text, "~") for text in texts]
 
 
-def test_a_terminal_is_not_commanded_by_a_translation(echo, monkeypatch, capsys) -> None:
-    class Terminal(io.StringIO):
-        def isatty(self) -> bool:
-            return True
-
-    for screen, shown in ((Terminal(), "a\\x1b[2Jb\\u202e\n"), (io.StringIO(), "a\x1b[2Jb\u202e\n")):
-        monkeypatch.setattr(sys, "stdout", screen)
-        assert main(["translate", "run", "a\x1b[2Jb\u202e"]) == 0
-        assert screen.getvalue() == shown
-
-
 def test_a_terminal_that_waits_says_so(echo, monkeypatch, capsys) -> None:
     class Keyboard(io.TextIOWrapper):
         def isatty(self) -> bool:
