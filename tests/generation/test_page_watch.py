@@ -100,12 +100,64 @@ def test_a_child_and_its_parent_write_apart() -> None:
 
 
 @needs_watch
-def test_memory_that_others_may_write_is_not_watched(tmp_path) -> None:
+def test_a_child_of_the_same_id_has_a_watch_of_its_own(monkeypatch) -> None:
+    mine = os.getpid()
+    monkeypatch.setattr(os, "getpid", lambda: mine)  # as in two containers, one in the other
+    tensor = torch.zeros(8 * PAGE // 4)
+    watch = watch_of(tensor)
+    assert watch.begin()
+    pid = os.fork()
+    if pid == 0:
+        tensor[3 * PAGE // 4] = 1
+        fine = watch.is_written() and watch.begin() and not watch.is_written()
+        tensor[3 * PAGE // 4] = 2
+        os._exit(0 if fine and watch.is_written() else 1)
+    assert os.waitpid(pid, 0)[1] == 0
+    assert not watch.is_written()
+
+
+@needs_watch
+def test_memory_that_others_may_write_is_watched_for_what_this_process_writes(tmp_path) -> None:
     file = tmp_path / "weights"
     file.write_bytes(bytes(8 * PAGE))
-    for mode in ("r+", "c"):
-        assert not watch_of(torch.from_numpy(np.memmap(file, np.float32, mode))).begin()
-    assert not watch_of(torch.ones(8 * PAGE // 4).share_memory_()).begin()
+    own, copied, changed = torch.zeros(8 * PAGE), np.memmap(file, np.float32, "c"), np.memmap(file, np.float32, "r+")
+    shared = torch.ones(8 * PAGE // 4).share_memory_()
+    for tensor in (torch.from_numpy(copied), torch.from_numpy(changed), shared, own):
+        watch = watch_of(tensor)
+        for value in (3, 4):
+            assert watch.begin() and watch.is_private == (tensor is own)
+            float(tensor.sum()), tensor.clone()
+            assert not watch.is_written()
+            tensor[5000] = value
+            assert watch.is_written()
+
+
+def mappings() -> int:
+    with open("/proc/self/maps", encoding="utf-8") as file:
+        return sum(1 for _ in file)
+
+
+@needs_watch
+def test_watching_takes_few_of_the_mappings_that_a_process_may_have(tmp_path, monkeypatch) -> None:
+    memory = torch.zeros(2000, 4 * PAGE, dtype=torch.uint8)
+    rest, every_other = watch_of(torch.zeros(8 * PAGE)), watch_of(*memory[::2])
+    before = mappings()
+    assert every_other.begin() and mappings() - before < 10
+    memory[1].fill_(1)  # between two that are watched
+    assert not every_other.is_written()
+    memory[1998, -PAGE - 1] = 1
+    assert every_other.is_written()
+    every_other.end()
+    # What can't be watched as a whole leaves nothing behind.
+    (tmp_path / "weights").write_bytes(bytes(8 * PAGE))
+    fixed = np.memmap(tmp_path / "weights", np.uint8, "r")
+    place = fixed.ctypes.data
+    before = mappings()
+    ranges = [*every_other.ranges[:4], (place, place + 8 * PAGE)]
+    assert not PageWatch(ranges).begin() and mappings() == before
+    # Nor is more taken than a part of what there is.
+    monkeypatch.setattr(page_watch, "_most_spans", lambda: 0)
+    assert not rest.begin() and rest.is_written()
 
 
 # A model's weights.
@@ -135,6 +187,26 @@ def test_a_change_of_any_element_is_noticed() -> None:
             parameter = dice.choice(parameters)
             EDITS[dice.choice([*EDITS])](parameter, dice.randrange(parameter.numel()))
             assert fingerprint(model) != before
+
+
+@needs_watch
+@pytest.mark.parametrize("way", ["mapped privately", "mapped for all", "shared"])
+def test_a_change_of_weights_in_a_file_or_in_shared_memory_is_noticed(tmp_path, way) -> None:
+    model, dice = drawn(GPT, **SIZES), random.Random(6)
+    if way == "shared":
+        model.share_memory()
+    else:
+        torch.save(model.state_dict(), tmp_path / "weights.pt")
+        flags = mmap.MAP_PRIVATE if way == "mapped privately" else mmap.MAP_SHARED
+        with torch.serialization.set_default_mmap_options(flags):
+            model.load_state_dict(torch.load(tmp_path / "weights.pt", mmap=True), assign=True)
+    parameters = [*model.parameters()]
+    for _ in range(30):
+        before = fingerprint(model)
+        assert fingerprint(model) == before
+        parameter = dice.choice(parameters)
+        EDITS["an element of data"](parameter, dice.randrange(parameter.numel()))
+        assert fingerprint(model) != before
 
 
 @needs_watch

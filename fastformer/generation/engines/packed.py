@@ -58,7 +58,9 @@ class _Watch:
         if is_pinned or not self._pages.begin():
             self._pages = None
         self.period = next(_numbers)
-        self._read = [part for bits in memory for part in _read(bits, is_watched=self._pages is not None)]
+        self._read = [part for bits in memory for part in _edges(bits)] if self._pages is not None else []
+        if self._pages is None or not self._pages.is_private:
+            self._read += map(_samples, memory)
 
     def is_current(self) -> bool:
         """Whether the model keeps the same objects in the same places."""
@@ -91,9 +93,9 @@ def fingerprint(model: nn.Module) -> Fingerprint:
     """What is another one when a parameter or buffer of a model was changed or replaced, or its config was.
 
     PyTorch counts the changes of a tensor, but for those through `parameter.data` or an array that shares its memory.
-    Where Linux says what was written (see `page_watch`), each of these is noticed as well. Elsewhere a few elements of
-    each matrix are compared, and all of each vector: there, a change of a few elements of a matrix can be missed; see
-    `repack`.
+    Where Linux says what was written (see `page_watch`), each of these is noticed as well. Elsewhere, and where other
+    processes may write, a few elements of each matrix are compared, and all of each vector: there, a change of a few
+    elements of a matrix can be missed; see `repack`.
 
     Args:
         model: for which `why_not_packable` gives None: its tensors are on the CPU, and its modules are those that its
@@ -135,16 +137,20 @@ def _range(bits: npt.NDArray[np.integer[Any]]) -> tuple[int, int]:
     return (begin, begin + bits.nbytes) if bits.nbytes >= _WHOLE_BYTES else (begin, begin)
 
 
-def _read(bits: npt.NDArray[np.integer[Any]], *, is_watched: bool) -> list[npt.NDArray[np.integer[Any]]]:
-    """What of a tensor is compared itself: what no watched page holds, or where nothing is watched some elements."""
+def _edges(bits: npt.NDArray[np.integer[Any]]) -> list[npt.NDArray[np.integer[Any]]]:
+    """What of a tensor no watched page holds."""
     if bits.nbytes < _WHOLE_BYTES:
         return [bits]
-    if not is_watched:
-        # An odd step doesn't stay in one column of a matrix whose width is a power of two.
-        return [bits[:: max(1, len(bits) // _SAMPLES) | 1]]
     page, size = mmap.PAGESIZE, bits.itemsize
-    before, behind = -bits.ctypes.data % page // size, (bits.ctypes.data + bits.nbytes) % page // size
-    return [bits[:before], bits[len(bits) - behind :]]
+    # Rounded up: memory that begins at any byte has elements on both sides of a page's end.
+    before, behind = -(bits.ctypes.data // -page) * page - bits.ctypes.data, (bits.ctypes.data + bits.nbytes) % page
+    return [bits[: -(-before // size)], bits[len(bits) - -(-behind // size) :]]
+
+
+def _samples(bits: npt.NDArray[np.integer[Any]]) -> npt.NDArray[np.integer[Any]]:
+    """What of a tensor is compared where the pages don't tell all."""
+    # An odd step doesn't stay in one column of a matrix whose width is a power of two.
+    return bits if bits.nbytes < _WHOLE_BYTES else bits[:: max(1, len(bits) // _SAMPLES) | 1]
 
 
 _lock = threading.Lock()
@@ -177,10 +183,11 @@ def packed(model: nn.Module, precision: str, pack: Callable[[], T], *, may_be_ol
 def repack(model: nn.Module) -> None:
     """Has the next batch pack the weights of a model again for the C++ engine, in `generate` as in a Translator.
 
-    It is for changes that nobody counts, through `parameter.data` or an array that shares its memory, where the system
-    doesn't tell what was written: without Linux 6.7 or newer, in a sandbox that forbids `userfaultfd` (as Docker's
-    default one does), or in memory that is a file's, shared with other processes, or pinned for a device. There, a
-    change of a few elements of a matrix can go unnoticed. All other changes are noticed without this.
+    It is for changes that PyTorch doesn't count, through `parameter.data` or an array that shares its memory, where the
+    system doesn't tell what was written: without Linux 6.7 or newer, in a sandbox that forbids `userfaultfd` (as
+    Docker's default one does), in memory that is pinned for a device, and for models beyond the first thousands in one
+    process. It is also for what another process writes to memory or a file that this one has mapped. There, a change of
+    a few elements of a matrix can go unnoticed. All other changes are noticed without this.
 
     Args:
         model: the one that was changed, or one that holds it.

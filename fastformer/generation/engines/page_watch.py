@@ -10,6 +10,7 @@ from __future__ import annotations
 import bisect
 import contextlib
 import ctypes
+import logging
 import mmap
 import os
 import platform
@@ -19,7 +20,10 @@ import weakref
 from collections.abc import Iterable, Sequence
 from functools import cache
 
+logger = logging.getLogger("fastformer")
+
 Range = tuple[int, int]  # addresses, from and to
+Process = tuple[int, int]  # its id, which another process may get again, and how many forks there are behind it
 
 _PAGE = mmap.PAGESIZE
 _SYS_USERFAULTFD = 323  # of x86-64, as the C++ engine is
@@ -28,6 +32,11 @@ _API, _REGISTER, _UNREGISTER, _SCAN = 0xC018AA3F, 0xC020AA00, 0x8010AA01, 0xC060
 _FEATURES = 1 << 0 | 1 << 13 | 1 << 15  # write protection, of pages not yet there as well, and nobody is told
 _WRITE_PROTECT, _PROTECTED_ALONE = 1, 2  # flags of a scan; the second fails where memory isn't registered
 _WRITTEN = 1 << 1  # a kind of pages
+# Linux splits the mappings of a process at the ends of what is registered, and limits their number: with none left, the
+# next allocation of the program would fail. So ranges this close are registered as one, and this part of all is taken.
+_NEAR = 256 * 2**10
+_SHARE_OF_MAPPINGS = 8
+_USUAL_MAPPINGS = 65530
 
 
 class _System:
@@ -82,36 +91,50 @@ class _System:
 
 
 @cache
-def _system(process: int) -> _System | None:
+def _system(process: Process) -> _System | None:
     # What a child inherits speaks of its parent's memory: each process has its own.
     if sys.platform != "linux" or platform.machine() != "x86_64":
         return None
     try:
         return _System()
-    except (OSError, AttributeError):
+    except (OSError, AttributeError) as error:
+        logger.info("this system doesn't say which memory was written (%s); see fastformer.generation.repack", error)
         return None
+
+
+@cache
+def _most_spans() -> int:
+    mappings = _USUAL_MAPPINGS
+    with contextlib.suppress(OSError, ValueError), open("/proc/sys/vm/max_map_count", encoding="ascii") as file:
+        mappings = int(file.read())
+    return mappings // _SHARE_OF_MAPPINGS // 2  # each is cut off at both ends
 
 
 class PageWatch:
     """Notices whatever this process writes into some memory, by any way: also through NumPy, or a file that is read.
 
-    What another process writes to memory that both share isn't noticed, nor what a device does: such memory isn't
-    watched.
+    What a device writes isn't noticed, nor what another process writes to memory or a file that both have mapped; see
+    `is_private`.
 
     Args:
         ranges: of addresses; the whole pages in them are watched. They are memory of this process for as long as this
             object is there.
+
+    Attributes:
+        is_private: since the first `begin`, whether no file and no other process can change the memory.
     """
 
     def __init__(self, ranges: Iterable[Range]) -> None:
         self.ranges: Sequence[Range] = sorted({(_up(begin), end // _PAGE * _PAGE) for begin, end in ranges})
         self.ranges = [(begin, end) for begin, end in self.ranges if begin < end]
-        self._process = 0
+        self.is_private = False
+        self._process: Process | None = None
+        self._spans: Sequence[Range] = ()  # what is registered: the ranges, and what lies between near ones
         self._is_written = True
 
     def begin(self) -> bool:
         """Forgets what was written until now; False where the system can't tell what will be."""
-        process = os.getpid()
+        process = _this_process()
         system = _system(process)
         if system is None:
             return False
@@ -119,19 +142,34 @@ class PageWatch:
             for other in list(_all):
                 if other is not self and _overlap(self.ranges, other.ranges):
                     other._look()  # before what it would have seen is forgotten
-            try:
-                if self._process != process or not self._protect(system):
-                    if not _are_private(self.ranges):
-                        return False
-                    for one in self.ranges:
-                        system.register(*one)
-                    if not self._protect(system):
-                        return False
-            except OSError:
+            if (self._process != process or not self._protect(system)) and not self._register(system):
                 return False
             self._process, self._is_written = process, False
             _all.add(self)
             return True
+
+    def _register(self, system: _System) -> bool:
+        self._process, self._spans = None, ()
+        try:
+            self.is_private, spans = _spans(self.ranges)
+            if len(spans) + sum(len(other._spans) for other in _all) > _most_spans():
+                return False
+            for count, one in enumerate(spans):
+                self._spans = spans[: count + 1]
+                system.register(*one)
+        except OSError:  # some of it can't be, or there are no more mappings to be had
+            self._unregister(system)
+            return False
+        if self._protect(system):
+            return True
+        self._unregister(system)
+        return False
+
+    def _unregister(self, system: _System) -> None:
+        for one in self._spans:
+            with contextlib.suppress(OSError):  # it isn't there any more
+                system.unregister(*one)
+        self._spans = ()
 
     def _protect(self, system: _System) -> bool:
         try:
@@ -148,12 +186,11 @@ class PageWatch:
 
     def _look(self) -> bool:
         if not self._is_written:
-            system = _system(os.getpid())
+            process = _this_process()
+            system = _system(process)
             try:
                 self._is_written = (
-                    system is None
-                    or self._process != os.getpid()
-                    or any(system.is_written(*one) for one in self.ranges)
+                    system is None or self._process != process or any(system.is_written(*one) for one in self.ranges)
                 )
             except OSError:  # some of it was given back and is other memory by now
                 self._is_written = True
@@ -161,33 +198,41 @@ class PageWatch:
 
     def end(self) -> None:
         """Watches no more."""
-        system = _system(os.getpid()) if self._process == os.getpid() else None
-        for one in self.ranges if system is not None else ():
-            with contextlib.suppress(OSError):  # it isn't there any more
-                system.unregister(*one)  # type: ignore[union-attr]
-        self._process, self._is_written = 0, True
+        process = _this_process()
+        system = _system(process) if self._process == process else None
+        if system is not None:
+            self._unregister(system)
+        self._process, self._spans, self._is_written = None, (), True
 
 
 _lock = threading.RLock()
 _all: weakref.WeakSet[PageWatch] = weakref.WeakSet()
+_forks = 0
 
 
-def _renew_lock() -> None:
-    # A child process has none of the threads that might have held it.
-    global _lock
+def _this_process() -> Process:
+    return os.getpid(), _forks
+
+
+def _renew() -> None:
+    # A child process has none of the threads that might have held the lock, and nothing registered.
+    global _lock, _forks
     _lock = threading.RLock()
+    _forks += 1
+    for watch in list(_all):
+        watch._spans = ()
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_renew_lock)
+    os.register_at_fork(after_in_child=_renew)
 
 
 def _up(address: int) -> int:
     return -(-address // _PAGE) * _PAGE
 
 
-def _are_private(ranges: Sequence[Range]) -> bool:
-    """Whether no file and no other process writes to these ranges, which go upward."""
+def _spans(ranges: Sequence[Range]) -> tuple[bool, list[Range]]:
+    """Whether no file and no other process writes to some ranges, which go upward, and what to register for them."""
     mapped: list[list[int]] = []
     with open("/proc/self/maps", encoding="utf-8", errors="replace") as lines:
         for line in lines:
@@ -199,12 +244,23 @@ def _are_private(ranges: Sequence[Range]) -> bool:
                 mapped[-1][1] = end
             else:
                 mapped.append([begin, end])
-    places = (bisect.bisect_right(mapped, begin, key=lambda one: one[0]) - 1 for begin, _ in ranges)
-    return all(place >= 0 and end <= mapped[place][1] for place, (_, end) in zip(places, ranges, strict=True))
+    is_private, found, last = True, list[Range](), -1
+    for begin, end in ranges:
+        place = bisect.bisect_right(mapped, begin, key=lambda one: one[0]) - 1
+        if place < 0 or mapped[place][1] < end:
+            is_private, place = False, -1
+        if found and begin <= found[-1][1] + (_NEAR if place == last >= 0 else 0):
+            found[-1] = found[-1][0], max(end, found[-1][1])
+        else:
+            found.append((begin, end))
+        last = place
+    return is_private, found
 
 
 def _overlap(some: Sequence[Range], others: Sequence[Range]) -> bool:
     """Whether any of the ones, upward, has memory in common with any of the others, upward."""
+    if not some or not others or some[-1][1] <= others[0][0] or others[-1][1] <= some[0][0]:
+        return False
     first, second = iter(some), iter(others)
     one, other = next(first, None), next(second, None)
     while one is not None and other is not None:
