@@ -10,6 +10,7 @@ import weakref
 from typing import Any, NamedTuple
 
 import torch
+import transformers
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel, masking_utils
@@ -26,7 +27,7 @@ from fastformer.integrations.hugging_face import (
     packed_layouts,
 )
 from fastformer.integrations.sdpa import attend_heads
-from fastformer.nn.fusing import is_traced
+from fastformer.nn.fusing import is_traced, is_written_in
 from fastformer.ops import attention
 from fastformer.ops.attention import resolve_scale, why_no_kernel
 
@@ -181,6 +182,7 @@ def _is_equal(mask: Tensor, other: Tensor) -> bool:
     return torch.equal(mask, other)
 
 
+_MASKS: tuple[object, ...] = (make_mask, _their_mask) if is_written_in(_their_mask, transformers) else ()
 AttentionInterface.register("sdpa", attention_forward)
 AttentionMaskInterface.register("sdpa", make_mask)
 if _their_attention is sdpa_attention_forward:
@@ -214,6 +216,11 @@ def lead_back(model: nn.Module) -> None:
     """Undoes `lead`."""
     for module in model.modules():
         vars(module).pop(LED, None)
+
+
+def masks_as_known() -> bool:
+    """Whether no other masks were registered under the name of "sdpa"."""
+    return ALL_MASK_ATTENTION_FUNCTIONS["sdpa"] in _MASKS
 
 
 def is_led(module: nn.Module) -> bool:

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import GenerationMixin
 from transformers.models.bart import modeling_bart as bart
 
 from fastformer.integrations.attention_interface import is_led
@@ -31,7 +32,8 @@ from fastformer.integrations.hugging_face import (
     know,
     packing,
 )
-from fastformer.integrations.padding import Owner, PackingStack, know_parts
+from fastformer.integrations.padding import Owner, PackingStack
+from fastformer.integrations.parts import know_parts
 from fastformer.integrations.swap import Swap
 from fastformer.nn.fusing import is_written_as_known
 from fastformer.nn.padding import Padding, read_padding
@@ -152,9 +154,11 @@ class Encoder(PackingStack):
     def _may_pack(self) -> bool:
         config: Any = self.config
         asked = (config.output_hidden_states, config.output_attentions)
-        # Whatever else stands there may call an attention again after the stack has ended, as a checkpoint does.
-        ours = all(map(self._is_ours, self._layers()))
-        return is_led(self) and not any(asked) and ours and self.may_leave_out()
+        return is_led(self) and not any(asked) and self.may_leave_out()
+
+    def has_known_layers(self) -> bool:
+        """See `PackingStack`."""
+        return all(map(self._is_ours, self._layers()))
 
     def _layers(self) -> Sequence[nn.Module]:
         layers: Any = self.layers
@@ -230,11 +234,24 @@ class Seq2SeqModel(LanguageModel):
             return not bool(mask[:, -1:].all())
         return labels_count_at_padding(mask, labels)
 
-    def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """See transformers, whose `generate` calls the encoder by itself, and masks its padding in each step."""
-        generation: Any = super()
+
+def _encoding(name: str) -> Any:
+    """A method of transformers' that `generate` calls to run the encoder, whose padding it masks in each step.
+
+    It is all of `generate` that may leave padding out: the rest also calls code of yours, which may read an encoder.
+    """
+
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         with self.granting(causal=False):
-            return generation.generate(*args, **kwargs)
+            return getattr(super(Seq2SeqModel, self), name)(*args, **kwargs)
+
+    return method
+
+
+# As versions of transformers call it.
+for _name in ("_prepare_encoder_decoder_kwargs_for_generation", "_prepare_text_encoder_decoder_kwargs_for_generation"):
+    if hasattr(GenerationMixin, _name):
+        setattr(Seq2SeqModel, _name, _encoding(_name))
 
 
 class BartEncoderLayer(EncoderLayer, bart.BartEncoderLayer):

@@ -21,7 +21,8 @@ from fastformer.integrations.hugging_face import (
     packing,
     plain_dropout,
 )
-from fastformer.integrations.padding import Owner, PackingStack, know_parts
+from fastformer.integrations.padding import Owner, PackingStack
+from fastformer.integrations.parts import know_parts
 from fastformer.integrations.swap import Swap
 from fastformer.nn.fusing import is_written_as_known
 from fastformer.nn.linear import project
@@ -124,12 +125,14 @@ class BertEncoder(PackingStack, bert.BertEncoder):
     """Leaves padding out: its layers see packed tokens. What comes out is zeros at padding."""
 
     layer: Any
+    config: Any
 
     def forward(self, hidden_states: Tensor, attention_mask: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
         """See transformers."""
         if not (
             nothing_else(args, kwargs, _HARMLESS)
-            and self._is_ours()
+            and bert.BertLayer.feed_forward_chunk is _CHUNK
+            and (_Attention is not bert.BertSelfAttention or self.config._attn_implementation == "sdpa")
             and self.may_leave_out()
             and _starts_real(attention_mask)
         ):
@@ -140,18 +143,22 @@ class BertEncoder(PackingStack, bert.BertEncoder):
         out.last_hidden_state = run.leave(out.last_hidden_state)
         return out
 
-    def _is_ours(self) -> bool:
-        # Whatever stands between may call the attention again after the stack has ended, as a checkpoint does. (It is
-        # `may_leave_out` that asks for hooks.)
-        return all(map(_attends_plainly, self.layer))
+    def has_known_layers(self) -> bool:
+        """See `PackingStack`."""
+        return all(_attends_plainly(layer, self.config) for layer in self.layer)
 
 
-def _attends_plainly(layer: Any) -> bool:
+def _attends_plainly(layer: Any, config: Any) -> bool:
     if type(layer) is not BertLayer or type(layer.attention) is not bert.BertAttention:
         return False
     attention: Any = layer.attention.self
-    is_ours = type(attention) is BertSelfAttention and attention._is_simple((), {})
-    return is_ours and not getattr(attention, "is_causal", False) and not layer.chunk_size_feed_forward
+    return (
+        type(attention) is BertSelfAttention
+        and getattr(attention, "config", config) is config  # which is asked how to attend at each call
+        and getattr(attention, "position_embedding_type", "absolute") == "absolute"
+        and not getattr(attention, "is_causal", False)
+        and not layer.chunk_size_feed_forward
+    )
 
 
 BertForMaskedLM = derive(__name__, bert.BertForMaskedLM, EncoderHead, TokenLabels)

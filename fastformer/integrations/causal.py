@@ -8,14 +8,16 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
+import transformers
 from torch import Tensor, nn
 from transformers import DynamicCache
 from transformers.loss import loss_utils
 
-from fastformer.integrations.attention_interface import is_led
+from fastformer.integrations.attention_interface import is_led, masks_as_known
+from fastformer.integrations.fused_loss import are_losses_known
 from fastformer.integrations.hugging_face import gives_tuple, going_on, keeps_recording, nothing_else, packing
 from fastformer.integrations.padding import Owner, PackingStack, unread
-from fastformer.nn.fusing import is_traced
+from fastformer.nn.fusing import is_traced, is_written_in
 from fastformer.nn.padding import Padding, read_padding
 
 Model = TypeVar("Model", bound=type[nn.Module])
@@ -76,8 +78,15 @@ def writes_plainly(cache: Any) -> bool:
 class Causal(PackingStack):
     """A stack that may leave padding out where no cache goes before."""
 
-    IS_CAUSAL = True
     config: Any
+
+    def is_causal_stack(self) -> bool:
+        """See `PackingStack`."""
+        return True
+
+    def has_known_layers(self) -> bool:
+        """See `PackingStack`."""
+        return all(map(self._is_ours, self._layers()))
 
     def _layers(self) -> Sequence[nn.Module]:
         raise NotImplementedError
@@ -102,11 +111,10 @@ class Causal(PackingStack):
         if any((*asked, *other)) or not nothing_else((), kwargs, _HARMLESS):
             return None
         layers = self._layers()
-        if not is_led(self) or not layers or not all(map(self._is_ours, layers)):
+        # Where the last layer also comes earlier, tokens would be padded again there.
+        if not layers or layers.count(layers[-1]) > 1:
             return None
-        if any(layer is layers[-1] for layer in layers[:-1]):  # where it comes first, tokens would be padded again
-            return None
-        if not self.may_leave_out():
+        if not (is_led(self) and masks_as_known() and self.may_leave_out()):
             return None
         padding = read_padding(ids, left_out, True)
         return None if padding is None or padding.is_none or not padding.tokens.numel() else padding
@@ -191,7 +199,9 @@ class LanguageModel(Owner):
         """Whether a loss is asked for that isn't transformers': it may read whatever it likes."""
         if len(args) < 2 and kwargs.get("labels") is None:
             return False
-        return getattr(getattr(self, "loss_function", None), "__module__", None) != loss_utils.__name__
+        loss = getattr(self, "loss_function", None)
+        is_theirs = getattr(loss, "__module__", None) == loss_utils.__name__ and is_written_in(loss, transformers)
+        return not (is_theirs and are_losses_known())
 
     def _sees_padding(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         return sees_padding(args, kwargs)

@@ -41,6 +41,11 @@ def _losses() -> tuple[object, ...]:
 _KNOWN = if_written_in(_losses(), nn, transformers)
 
 
+def are_losses_known() -> bool:
+    """Whether nobody replaced what the losses of heads come down to."""
+    return _losses() == _KNOWN
+
+
 class FusedLoss(nn.Module):
     """A head whose output has the loss and no logits where it is in training and given labels.
 
@@ -69,7 +74,7 @@ class FusedLoss(nn.Module):
             and is_plain(head, *LINEARS)
             and isinstance(head, nn.Linear)
             and head.out_features == getattr(config, "decoder_vocab_size", config.vocab_size)
-            and _losses() == _KNOWN
+            and are_losses_known()
         )
 
     def _output(self, given: dict[str, Any]) -> Any:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextvars import ContextVar
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any, TypeVar, cast
 
 import torch
@@ -30,6 +31,7 @@ from fastformer.nn.fusing import (
     ATTENTIONS,
     FORWARDS,
     PLAIN_CALLS,
+    has_plain_call,
     is_called_plainly,
     is_its_own,
     is_plain,
@@ -37,6 +39,7 @@ from fastformer.nn.fusing import (
     is_traced,
     is_unhooked,
     is_written_as_known,
+    is_written_in,
     norm_settings,
 )
 from fastformer.nn.layers import join
@@ -53,6 +56,12 @@ PLAIN_CALLS.update((GradientCheckpointingLayer.__call__, nn.ParameterDict.__call
 RETURNS_TUPLES = int(transformers.__version__.split(".")[0]) < 5
 
 
+# By the name of a module of transformers: the functions (and losses) that its classes find there. None: another stood
+# there when they were first seen.
+_FUNCTIONS: dict[str, dict[str, object]] = {}
+_LOSSES = frozenset({"CrossEntropyLoss", "BCEWithLogitsLoss", "MSELoss"})
+
+
 def know(source: ModuleType) -> None:
     """Remembers what classes in a module of transformers do, so that a forward that somebody replaces is noticed."""
     for kind in vars(source).values():
@@ -61,6 +70,20 @@ def know(source: ModuleType) -> None:
         if FORWARDS.get(kind) is None:
             # What decorates a forward is written in torch.utils, too.
             FORWARDS[kind] = kind.forward if is_its_own(kind, transformers, nn, torch.utils) else None
+    if not source.__name__.startswith("transformers.models."):
+        return
+    known = _FUNCTIONS.setdefault(source.__name__, {})
+    for name, value in vars(source).items():
+        is_asked = isinstance(value, FunctionType) and value.__module__.split(".")[0] not in sys.stdlib_module_names
+        if known.get(name) is None and (is_asked or name in known or name in _LOSSES):
+            is_own = is_written_in(value, transformers, torch) or value is getattr(nn, name, None)
+            known[name] = value if is_own else None
+
+
+def sources_of(kinds: Iterable[type[nn.Module]]) -> list[tuple[dict[str, Any], dict[str, object]]]:
+    """Of the modules of transformers in which classes are written: their variables, and what was known of them."""
+    names = {each.__module__ for kind in kinds for each in kind.__mro__}
+    return [(vars(sys.modules[name]), _FUNCTIONS[name]) for name in sorted(names & _FUNCTIONS.keys())]
 
 
 know(activations)
@@ -269,6 +292,8 @@ def is_unhooked_or_recorded(module: nn.Module) -> bool:
     if output_capturing is None:
         return False
     own = vars(module)
+    if not has_plain_call(module):
+        return False
     others = own["_forward_pre_hooks"] or own["_backward_hooks"] or own["_backward_pre_hooks"]
     if others or "forward" in own or own.get("_compiled_call_impl") is not None:
         return False

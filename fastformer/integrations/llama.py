@@ -79,7 +79,11 @@ class LlamaModel(Stack, llama.LlamaModel):
     layers: Any
 
     def _layers(self) -> Sequence[nn.Module]:
-        return list(self.layers[: self.config.num_hidden_layers])
+        return list(self.layers)[: self.config.num_hidden_layers]
+
+    def has_known_layers(self) -> bool:
+        """See `PackingStack`. The config may say later that more of them are called."""
+        return all(map(self._is_ours, self.layers))
 
     def _is_ours(self, layer: Any) -> bool:
         # A wrapper around the attention may call it again after the stack has ended, as a checkpoint does.

@@ -17,7 +17,6 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any, ClassVar, Literal, NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -27,10 +26,12 @@ from fastformer.integrations.hugging_face import (
     attends_as_known,
     is_recording,
     is_unhooked_or_recorded,
+    sources_of,
     works_by_token,
 )
-from fastformer.integrations.swap import forget_restored_forward, is_swapped, original_class
-from fastformer.nn.fusing import is_traced, is_watched, is_written_as_known, is_written_in
+from fastformer.integrations.parts import code_of, own_function, reads_one_position, replaced_function
+from fastformer.integrations.swap import forget_restored_forward
+from fastformer.nn.fusing import has_plain_call, is_traced, is_watched, is_written_as_known, is_written_in
 from fastformer.nn.guards import Guards
 
 
@@ -41,11 +42,22 @@ class Rule:
         self.reason = reason  # why the stacks never leave padding out; None: where their owner grants it
 
 
-class Role(NamedTuple):
-    """A module's part in a rule: its owner, or one of the stacks under it, or both."""
+class Role:
+    """A module's part in a rule: its owner, or one of the stacks under it, or both.
 
-    rule: Rule
-    owns: bool
+    Attributes:
+        plan: what was found out about an owner. A copy finds it out for itself.
+    """
+
+    __slots__ = ("owns", "plan", "rule")
+
+    def __init__(self, rule: Rule, owns: bool) -> None:
+        self.rule = rule
+        self.owns = owns
+        self.plan: _Plan | None = None
+
+    def __reduce__(self) -> tuple[type[Role], tuple[Rule, bool]]:
+        return Role, (self.rule, self.owns)
 
 
 class Grant(NamedTuple):
@@ -53,35 +65,52 @@ class Grant(NamedTuple):
 
     rule: Rule
     causal: bool  # whether those with a causal mask may, too
+    stacks: frozenset[int]  # see `_Plan`
 
 
 class _Plan(NamedTuple):
+    """No part of it holds the owner, which holds it, so that a model is freed when nothing else holds it."""
+
     reason: str | None
     guards: Guards
-    checkpointed: list[nn.Module]  # which compute their layers again while they train
-    is_recorded: bool  # whether transformers' own hooks, which record outputs on request, are on a module
+    stacks: frozenset[int]  # the ids of those whose layers are known; the guards hold all but the owner
+    checkpointed: list[nn.Module]  # inside of the owner, those that compute their layers again while they train
+    is_checkpointed: bool  # the same of the owner
 
 
 # The attribute in which a module remembers its role.
 ROLE = "_fastformer_padding"
 _grant: ContextVar[Grant | None] = ContextVar("fastformer_padding_grant", default=None)
-_plans: WeakKeyDictionary[nn.Module, _Plan] = WeakKeyDictionary()
 
 
 class PackingStack(nn.Module):
     """A stack that may leave padding out."""
 
-    IS_CAUSAL: ClassVar[bool] = False
+    def is_causal_stack(self) -> bool:
+        """Whether it has a causal mask."""
+        return False
+
+    def has_known_layers(self) -> bool:
+        """Whether each of its layers takes packed tokens, and calls no attention once the stack has ended.
+
+        Asked once, and again when `nn.guards` finds the model changed.
+        """
+        raise NotImplementedError
 
     def may_leave_out(self) -> bool:
         """Whether nothing that runs now reads what this stack gives at padded positions."""
+        if is_traced():
+            return False
         role = vars(self).get(ROLE)
-        if role is None or role.rule.reason is not None or is_traced() or is_watched() or not attends_as_known():
+        if role is None or role.rule.reason is not None or is_watched() or is_recording() or not attends_as_known():
             return False
         if not role.owns:
             grant = _grant.get()
-            return grant is not None and grant.rule is role.rule and (grant.causal or not self.IS_CAUSAL)
-        return why_not(self) is None
+            if grant is None or grant.rule is not role.rule or id(self) not in grant.stacks:
+                return False
+            return grant.causal or not self.is_causal_stack()
+        plan = _plan_of(self, role)
+        return id(self) in plan.stacks and _why_not(self, plan) is None
 
 
 class Owner(nn.Module):
@@ -99,8 +128,7 @@ class Owner(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """See transformers."""
-        role = vars(self).get(ROLE)
-        if role is None or not role.owns or is_traced():
+        if is_traced() or (role := vars(self).get(ROLE)) is None or not role.owns:
             return super().forward(*args, **kwargs)
         reads = self.ALWAYS_READS or self.reads_padding(args, kwargs)
         with self.granting(causal=not reads, encoders=not (reads and self.READS_ENCODERS)):
@@ -114,12 +142,14 @@ class Owner(nn.Module):
             causal: whether those with a causal mask may.
             encoders: whether any may.
         """
-        role = vars(self).get(ROLE)
-        if role is None or not role.owns or is_traced():
+        if is_traced() or (role := vars(self).get(ROLE)) is None or not role.owns:
             yield
             return
-        granted = encoders and why_not(self) is None
-        token = _grant.set(Grant(role.rule, causal) if granted else None)
+        grant = None
+        if encoders and role.rule.reason is None:
+            plan = _plan_of(self, role)
+            grant = Grant(role.rule, causal, plan.stacks) if _why_not(self, plan) is None else None
+        token = _grant.set(grant)
         try:
             yield
         finally:
@@ -130,19 +160,21 @@ class Owner(nn.Module):
         return False
 
 
-def why_not(owner: nn.Module) -> str | None:
-    """Why an owner's stacks compute padding now, whatever the call; None: they need not."""
-    plan = _plans.get(owner)
+def _plan_of(owner: nn.Module, role: Role) -> _Plan:
+    plan = role.plan
     if plan is None or not plan.guards.hold(owner):
-        plan = _plans[owner] = _planned(owner)
+        plan = role.plan = _planned(owner)
+    return plan
+
+
+def _why_not(owner: nn.Module, plan: _Plan) -> str | None:
+    """Why an owner's stacks compute padding now, whatever the call; None: they need not."""
     if plan.reason is not None:
         return plan.reason
     if not _is_called_plainly(owner):
         return f"{type(owner).__name__} has a hook, or a forward of its own"
-    if any(module.training for module in plan.checkpointed):
+    if (plan.is_checkpointed and owner.training) or any(module.training for module in plan.checkpointed):
         return "its layers are computed again in the backward pass"
-    if plan.is_recorded and is_recording():
-        return "what its modules give is recorded"
     return None
 
 
@@ -153,21 +185,17 @@ def _is_called_plainly(owner: nn.Module) -> bool:
     positions.
     """
     own = vars(owner)
+    if not has_plain_call(owner):
+        return False
     if not own["_forward_hooks"] and "forward" not in own:
         return True
     libraries = [sys.modules[name] for name in ("torch", "transformers", "accelerate") if name in sys.modules]
-    if not all(is_written_in(_code_of(hook), *libraries) for hook in own["_forward_hooks"].values()):
+    if not all(is_written_in(code_of(hook), *libraries) for hook in own["_forward_hooks"].values()):
         return False
     function = getattr(own.get("forward"), "__func__", own.get("forward"))
     while function is not None and function is not type(owner).forward:
-        function = getattr(function, "__wrapped__", None) if is_written_in(_code_of(function), *libraries) else None
+        function = getattr(function, "__wrapped__", None) if is_written_in(code_of(function), *libraries) else None
     return "forward" not in own or function is not None
-
-
-def _code_of(function: object) -> object:
-    """What has the code of a function, or of an object that is called as one."""
-    function = getattr(function, "__func__", function)
-    return function if hasattr(function, "__code__") else vars(type(function)).get("__call__")
 
 
 def _planned(owner: nn.Module) -> _Plan:
@@ -175,22 +203,33 @@ def _planned(owner: nn.Module) -> _Plan:
     if RETURNS_TUPLES:
         for module in inside:
             forget_restored_forward(module)
-    names = {module: name for name, module in owner.named_modules()}
     reading = _reading(owner)
-    reason = None if is_written_as_known(type(owner)) else f"the forward of {type(owner).__name__} was replaced"
-    for module, may_hold in reading.items():
-        if reason is not None:
-            break
+    sources = sources_of({type(module) for module in (owner, *reading)})
+    checkpointed = [module for module in inside if getattr(module, "gradient_checkpointing", False)]
+    stacks = [module for module in (owner, *reading) if isinstance(module, PackingStack)]
+    known = frozenset(id(stack) for stack in stacks if stack.has_known_layers())
+    watched = [(space, name) for space, functions in sources for name in functions]
+    is_checkpointed = bool(getattr(owner, "gradient_checkpointing", False))
+    reason = _first_reason(owner, reading) or replaced_function(sources)
+    return _Plan(reason, Guards(owner, reading, watched), known, checkpointed, is_checkpointed)
+
+
+def _first_reason(owner: nn.Module, reading: dict[nn.Module, bool]) -> str | None:
+    """What of a model reads several positions, or may do so; None: nothing."""
+    names = {module: name for name, module in owner.named_modules()}
+    for module, may_hold in {owner: True, **reading}.items():
         kind = type(module).__name__
         if not is_written_as_known(type(module)):
-            reason = f"the forward of {kind} was replaced"
-        elif not may_hold:
-            reason = f"{names[module]} is a {kind}, which may read several positions"
-        elif not is_unhooked_or_recorded(module):
-            reason = f"{names[module]} has a hook, or a forward of its own"
-    checkpointed = [module for module in owner.modules() if getattr(module, "gradient_checkpointing", False)]
-    is_recorded = any(vars(module)["_forward_hooks"] for module in reading)
-    return _Plan(reason, Guards(owner, reading), checkpointed, is_recorded)
+            return f"the forward of {kind} was replaced"
+        if (own := own_function(module)) is not None:
+            return f"{names[module] or kind}.{own} is a function of yours, which may read several positions"
+        if module is owner:
+            continue
+        if not may_hold:
+            return f"{names[module]} is a {kind}, which may read several positions"
+        if not is_unhooked_or_recorded(module):
+            return f"{names[module]} has a hook, or a forward of its own"
+    return None
 
 
 def _reading(owner: nn.Module) -> dict[nn.Module, bool]:
@@ -219,22 +258,6 @@ def _collect(module: nn.Module, owner: nn.Module, found: dict[nn.Module, bool]) 
                 found[part] = reads_one_position(part)
 
 
-_PARTS: set[type[nn.Module]] = set()
-
-
-def know_parts(*kinds: type[nn.Module]) -> None:
-    """Remembers classes of transformers' heads and poolers that read one position at a time, or the first one."""
-    _PARTS.update(kinds)
-
-
-def reads_one_position(part: nn.Module) -> bool:
-    """Whether a part of a head, without what is inside of it, reads one position at a time, or the first one."""
-    kind = original_class(part) if is_swapped(part) else type(part)
-    if kind.__module__ == "peft.utils.other":  # which keeps copies of a part, and calls one of them
-        return True
-    return kind in _PARTS or (not kind.__module__.startswith("transformers.models.") and works_by_token(part))
-
-
 # Modules around an owner that give on what it gives, by the beginning of where they are defined.
 _HANDING_ON = ("peft.", "torch.nn.parallel.", "torch._dynamo.")
 
@@ -249,7 +272,7 @@ def decide(model: nn.Module, choice: Literal["auto", "skip", "compute"]) -> None
     """
     stacks = [module for module in model.modules() if isinstance(module, PackingStack)]
     if choice == "compute":
-        rule = Rule('padding="compute" was asked for')
+        rule = Rule('you asked for padding="compute"')
         _give(model, Role(rule, True))
         for stack in stacks:
             _give(stack, Role(rule, stack is model))
@@ -273,7 +296,7 @@ def _find_owners(model: nn.Module, stacks: Sequence[nn.Module]) -> None:
             break
         owner = around[0]
     is_known = isinstance(owner, (Owner, PackingStack))
-    rule = Rule(None if is_known else f"{type(owner).__name__}, which is around it, may read what stands there")
+    rule = Rule(None if is_known else f"the model around it, {type(owner).__name__}, may read padded positions")
     for module in model.modules():
         if (role := vars(module).get(ROLE)) is not None and id(role.rule) in inside:
             del vars(module)[ROLE]
@@ -284,14 +307,12 @@ def _find_owners(model: nn.Module, stacks: Sequence[nn.Module]) -> None:
 
 def _give(module: nn.Module, role: Role) -> None:
     vars(module)[ROLE] = role
-    _plans.pop(module, None)
 
 
 def forget(model: nn.Module) -> None:
     """Undoes `decide`."""
     for module in model.modules():
         vars(module).pop(ROLE, None)
-        _plans.pop(module, None)
 
 
 def described(model: nn.Module) -> dict[str, str]:
@@ -310,15 +331,21 @@ def _described(stack: PackingStack, rule: Rule, owner: nn.Module | None) -> str:
     if reason is None and owner is None:
         reason = "the model that decides is not among these modules"
     elif reason is None and owner is not None:
-        reason = why_not(owner)
-        kind = type(owner).__name__
-        if reason is None and isinstance(owner, Owner) and owner.ALWAYS_READS:
-            reason = f"{kind} reads what stands there" if stack.IS_CAUSAL or owner.READS_ENCODERS else None
+        plan = _plan_of(owner, vars(owner)[ROLE])
+        reason = _why_not(owner, plan)
+        attention = getattr(getattr(stack, "config", None), "_attn_implementation", None)
+        if reason is None and attention != "sdpa":
+            reason = f"its attention is {attention!r}, and not 'sdpa'"
+        if reason is None and id(stack) not in plan.stacks:
+            reason = "its layers, or their attention, are of other classes or settings than it knows"
+        reads = isinstance(owner, Owner) and owner.ALWAYS_READS and (stack.is_causal_stack() or owner.READS_ENCODERS)
+        if reason is None and reads:
+            reason = f"{type(owner).__name__} reads padded positions"
     if reason is not None:
         return f"padding is computed: {reason}"
     if owner is stack:
         return "padding is left out, and zeros stand there"
-    return f"padding is left out, and zeros stand there, where a call of {type(owner).__name__} reads nothing there"
+    return f"padding is left out, and zeros stand there, in calls of {type(owner).__name__} that don't read it"
 
 
 _unread: ContextVar[Tensor | None] = ContextVar("fastformer_unread", default=None)

@@ -30,7 +30,8 @@ from fastformer.integrations.hugging_face import (
     know,
     plain_dropout,
 )
-from fastformer.integrations.padding import Owner, know_parts
+from fastformer.integrations.padding import Owner
+from fastformer.integrations.parts import know_parts
 from fastformer.integrations.rms import RMSNorm
 from fastformer.integrations.swap import Swap
 from fastformer.nn.fusing import is_traced, is_written_as_known
@@ -153,6 +154,14 @@ class T5Stack(Encoder, Decoder, t5.T5Stack):
         if stays_padded:
             return t5.T5Stack.forward(self, *args, **kwargs)
         return super().forward(*args, **kwargs)
+
+    def is_causal_stack(self) -> bool:
+        """See `PackingStack`."""
+        return self.is_decoder
+
+    def has_known_layers(self) -> bool:
+        """See `PackingStack`."""
+        return Decoder.has_known_layers(self)
 
     def _may_pack(self) -> bool:
         return not self.is_decoder and super()._may_pack()

@@ -95,8 +95,14 @@ def is_unhooked(module: nn.Module) -> bool:
         or own["_backward_pre_hooks"]
         or "forward" in own
         or own.get("_compiled_call_impl") is not None
-        or not (type(module).__call__ is _CALL or type(module).__call__ in PLAIN_CALLS)
+        or not has_plain_call(module)
     )
+
+
+def has_plain_call(module: nn.Module) -> bool:
+    """Whether nobody replaced the call of a module's class."""
+    call = type(module).__call__
+    return call is _CALL or call in PLAIN_CALLS
 
 
 def is_written_as_known(kind: type[nn.Module]) -> bool:
