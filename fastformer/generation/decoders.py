@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol, TypeAlias, TypeGuard, cast
 
@@ -165,19 +166,31 @@ def as_model(model: object) -> Model:
     )
 
 
+def modules_of(model: nn.Module) -> list[nn.Module]:
+    """All modules of a model, each once; what `model.modules()` gives, in another order and a third of the time."""
+    found, seen = [model], {id(model)}
+    for module in found:  # which grows meanwhile
+        for child in module._modules.values():
+            if child is not None and id(child) not in seen:
+                seen.add(id(child))
+                found.append(child)
+    return found
+
+
 def _on_meta(model: nn.Module) -> str | None:
     """The name of a tensor that has no memory; None where there is none, or hooks bring what is missing."""
-    stack = [("", model)]
-    found: str | None = None
-    for prefix, module in stack:
-        if hasattr(module, "_hf_hook"):  # accelerate's, which loads what it offloaded
-            return None
-        stack += [(f"{prefix}{name}.", child) for name, child in module._modules.items() if child is not None]
-        for tensors in (module._parameters, module._buffers):
-            for name, tensor in tensors.items():
-                if found is None and tensor is not None and tensor.is_meta:
-                    found = prefix + name
-    return found
+    modules, found = modules_of(model), False
+    for module in modules:  # all of it for each call of generate: names are for the error alone
+        for parameter in module._parameters.values():
+            found = found or (parameter is not None and parameter.is_meta)
+        for buffer in module._buffers.values():
+            found = found or (buffer is not None and buffer.is_meta)
+    if not found:
+        return None
+    if any(hasattr(module, "_hf_hook") for module in modules):  # accelerate's, which loads what it offloaded
+        return None
+    named = itertools.chain(model.named_parameters(), model.named_buffers())
+    return next(name for name, tensor in named if tensor.is_meta)
 
 
 def is_decoder_only(model: object) -> TypeGuard[DecoderOnly]:
@@ -189,7 +202,8 @@ def is_decoder_only(model: object) -> TypeGuard[DecoderOnly]:
 
 def is_ensemble(model: object) -> TypeGuard[Ensembled]:
     """True for several models that decode as one."""
-    return _has(model, "config", "members", "combine")
+    # Of the class first: a module that is asked for what it doesn't have searches long.
+    return hasattr(type(model), "combine") and _has(model, "config", "members")
 
 
 def is_recurrent(model: object) -> TypeGuard[Recurrent]:

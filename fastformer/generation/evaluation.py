@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from fastformer.generation.decoders import Model
+from fastformer.generation.decoders import Model, modules_of
 
 _lock = threading.Lock()
 # The modules that were in training, by their ids, and how many are at work that want them in evaluation.
@@ -24,7 +24,7 @@ class Evaluation:
     """
 
     def __init__(self, model: Model) -> None:
-        self._modules = list(model.modules()) if isinstance(model, nn.Module) else []
+        self._modules = modules_of(model) if isinstance(model, nn.Module) else []
         self._own: dict[int, nn.Module] = {}  # which of them count this one in
 
     def hold(self) -> None:

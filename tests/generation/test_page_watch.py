@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import ctypes
 import mmap
 import os
 import random
@@ -130,6 +131,31 @@ def test_memory_that_others_may_write_is_watched_for_what_this_process_writes(tm
             assert not watch.is_written()
             tensor[5000] = value
             assert watch.is_written()
+
+
+@needs_watch
+def test_memory_between_two_ranges_may_be_given_back_and_used_for_something_else() -> None:
+    libc = ctypes.CDLL(None)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+    libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    memory = mmap.mmap(-1, 12 * PAGE, flags=flags)
+    memory[:] = b"a" * len(memory)
+    numbers = np.frombuffer(memory, np.uint8)
+    begin = numbers.ctypes.data
+    watch = PageWatch([(begin, begin + 4 * PAGE), (begin + 8 * PAGE, begin + 12 * PAGE)])
+    assert watch.begin() and not watch.is_written()
+    assert libc.munmap(begin + 5 * PAGE, 2 * PAGE) == 0
+    assert not watch.is_written()
+    fixed = 0x10  # MAP_FIXED
+    assert libc.mmap(begin + 5 * PAGE, 2 * PAGE, 3, flags | fixed, -1, 0) == begin + 5 * PAGE
+    for place in (3 * PAGE, 8 * PAGE):
+        assert not watch.is_written()
+        memory[5 * PAGE + place // 8] = 1  # which isn't watched
+        assert not watch.is_written()
+        memory[place] = 1
+        assert watch.is_written() and watch.begin() and not watch.is_written()
 
 
 def mappings() -> int:

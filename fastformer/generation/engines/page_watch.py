@@ -39,6 +39,29 @@ _SHARE_OF_MAPPINGS = 8
 _USUAL_MAPPINGS = 65530
 
 
+class _Question:
+    """Which pages of a range were written, in the form in which Linux is asked, any number of times.
+
+    Args:
+        begin, end: of the range.
+        most: how many runs of such pages it names at most, the first ones.
+
+    Attributes:
+        address: of that form.
+    """
+
+    def __init__(self, begin: int, end: int, most: int = 1) -> None:
+        self.most, self._found = most, (ctypes.c_uint64 * (3 * most))()
+        where, flags = ctypes.addressof(self._found), _PROTECTED_ALONE
+        pages = 1 if most == 1 else 0  # the first is enough, or all
+        self._form = (ctypes.c_uint64 * 12)(96, flags, begin, end, 0, where, most, pages, 0, _WRITTEN, 0, _WRITTEN)
+        self.address = ctypes.addressof(self._form)
+
+    def answer(self, count: int) -> bytes | None:
+        """What Linux wrote as its answer, so many runs; None where there may be more of them."""
+        return bytes(memoryview(self._found).cast("B")[: 24 * count]) if count < self.most else None
+
+
 class _System:
     """The two descriptors that a process asks by."""
 
@@ -83,11 +106,12 @@ class _System:
         flags = _WRITE_PROTECT | _PROTECTED_ALONE
         self._ioctl(self._pages, _SCAN, 96, flags, begin, end, 0, 0, 0, 0, 0, _WRITTEN, 0, _WRITTEN)
 
-    def is_written(self, begin: int, end: int) -> bool:
-        """Whether a page was written since. OSError where the memory isn't registered any more."""
-        found = (ctypes.c_uint64 * 3)()
-        where, flags = ctypes.addressof(found), _PROTECTED_ALONE
-        return self._ioctl(self._pages, _SCAN, 96, flags, begin, end, 0, where, 1, 1, 0, _WRITTEN, 0, _WRITTEN) > 0
+    def count(self, question: _Question) -> int:
+        """How many runs of written pages there are. OSError where the memory isn't registered any more."""
+        found = int(self._call(self._pages, _SCAN, question.address))
+        if found < 0:
+            raise OSError(ctypes.get_errno(), "ioctl")
+        return found
 
 
 @cache
@@ -128,6 +152,10 @@ class PageWatch:
         self.ranges: Sequence[Range] = sorted({(_up(begin), end // _PAGE * _PAGE) for begin, end in ranges})
         self.ranges = [(begin, end) for begin, end in self.ranges if begin < end]
         self.is_private = False
+        self._questions = [_Question(*one) for one in self.ranges]
+        # All that is registered is asked for in fewer calls: what was written between the ranges is the same as a rule.
+        self._overview: list[_Question] = []
+        self._between: list[bytes | None] = []
         self._process: Process | None = None
         self._spans: Sequence[Range] = ()  # what is registered: the ranges, and what lies between near ones
         self._is_written = True
@@ -160,10 +188,13 @@ class PageWatch:
         except OSError:  # some of it can't be, or there are no more mappings to be had
             self._unregister(system)
             return False
-        if self._protect(system):
-            return True
-        self._unregister(system)
-        return False
+        if not self._protect(system):
+            self._unregister(system)
+            return False
+        # Some more runs than there are places between the ranges of one span.
+        self._overview = [_Question(*one, 2 * len(self.ranges) + 2) for one in spans]
+        self._between = []
+        return True
 
     def _unregister(self, system: _System) -> None:
         for one in self._spans:
@@ -189,12 +220,23 @@ class PageWatch:
             process = _this_process()
             system = _system(process)
             try:
-                self._is_written = (
-                    system is None or self._process != process or any(system.is_written(*one) for one in self.ranges)
-                )
+                self._is_written = system is None or self._process != process or self._asks(system)
             except OSError:  # some of it was given back and is other memory by now
                 self._is_written = True
         return self._is_written
+
+    def _asks(self, system: _System) -> bool:
+        seen: list[bytes | None] = []
+        try:
+            seen = [question.answer(system.count(question)) for question in self._overview]
+        except OSError:  # what lay between the ranges was given back, and is other memory by now
+            self._overview = []
+        if seen and None not in seen and seen == self._between:
+            return False
+        if any(system.count(question) for question in self._questions):
+            return True
+        self._between = seen  # none of it is in a range, for none of these was written afterwards
+        return False
 
     def end(self) -> None:
         """Watches no more."""
