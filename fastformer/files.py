@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-_MOST_JSON = 1 << 28  # bytes; a vocabulary of a million tokens takes a fifth of it
+_MOST = 1 << 28  # bytes; a vocabulary of a million tokens takes a fifth of it
 _LEFT_OVER = re.compile(r"\.(.+)\.[0-9a-f]{16}\.tmp")
 
 
@@ -80,6 +80,18 @@ def check_places(folder: Path, names: Iterable[str]) -> None:
             raise ValueError(f"expected {path} to be a file, got a folder, a pipe or a device: take it away")
 
 
+def read_small(path: Path) -> bytes:
+    """The bytes of a file of settings or of a vocabulary.
+
+    Raises:
+        ValueError: it is far too large for one, and would take the memory that it says.
+    """
+    size = path.stat().st_size
+    if size > _MOST:
+        raise ValueError(f"expected {path} to be a small file, got {size:,} bytes: copy it again")
+    return path.read_bytes()
+
+
 def read_json(path: Path, *, unique_names: bool = False) -> dict[str, Any]:
     """The JSON object in a file.
 
@@ -92,11 +104,9 @@ def read_json(path: Path, *, unique_names: bool = False) -> dict[str, Any]:
     """
     if not path.is_file():  # a pipe may never be written to
         raise ValueError(f"expected the file {path}, which isn't there: was the model saved completely?")
-    size = path.stat().st_size
-    if size > _MOST_JSON:
-        raise ValueError(f"expected {path} to be a small file, got {size:,} bytes: copy it again")
+    data = read_small(path)
     try:
-        text = path.read_bytes().decode("utf-8")
+        text = data.decode("utf-8")
         values = json.loads(text, object_pairs_hook=_unique if unique_names else None)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is no JSON or cut short ({error}): save or copy the model again") from error

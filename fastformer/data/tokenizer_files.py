@@ -28,7 +28,7 @@ from fastformer.data.tokenizer import (
     saved_bytes,
     visible,
 )
-from fastformer.files import write_atomically
+from fastformer.files import read_small, write_atomically
 from fastformer.special_ids import SpecialIds
 
 if TYPE_CHECKING:
@@ -342,7 +342,7 @@ def _huggingface_ids(folder: Path, backend: tokenizers.Tokenizer, model: dict[st
 
 
 def _sentencepiece(file: Path) -> Tokenizer:
-    model = _processor(file, file.read_bytes())
+    model = _processor(file, read_small(file))
     processor = model._processor
     pad, eos, unk = (i if i >= 0 else None for i in (processor.pad_id(), processor.eos_id(), processor.unk_id()))
     return ForeignTokenizer(model, ForeignIds.distinct(pad=pad, eos=eos, unk=unk))
@@ -353,8 +353,9 @@ def _processor(file: Path, model: bytes) -> SentencePieceModel:
 
 
 def _read_json(file: Path) -> dict[str, Any]:
+    data = read_small(file)
     try:
-        values = json.loads(file.read_text(encoding="utf-8"))
+        values = json.loads(data.decode("utf-8"))
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{file} is damaged or no tokenizer ({error}): copy it again or train anew") from error
     if not isinstance(values, dict):

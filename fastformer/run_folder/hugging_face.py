@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastformer.files import read_json
+from fastformer.files import read_json, read_small
 from fastformer.models import Transformer
 from fastformer.models.bart import transformer_from_bart
 from fastformer.models.pretrained import CONFIG
@@ -173,11 +173,11 @@ def _unpickled(file: Path) -> dict[str, Tensor]:
 
 
 def read_file(file: Path) -> bytes:
-    """The bytes of a file.
+    """The bytes of a small file.
 
     Raises:
-        ValueError: it isn't there.
+        ValueError: it isn't there, or is far too large.
     """
     if not file.is_file():
         raise ValueError(f"expected the file {file}, which isn't there: was the model saved completely?")
-    return file.read_bytes()
+    return read_small(file)

@@ -314,6 +314,15 @@ def test_an_id_far_beyond_the_tokens_is_refused(tmp_path, monkeypatch) -> None:
             load_tokenizer(tmp_path)
 
 
+@pytest.mark.parametrize("name", ["tokenizer.json", "spiece.model", "special_tokens_map.json"])
+def test_a_file_of_gigabytes_is_not_read(name, tmp_path) -> None:
+    (tmp_path / "tokenizer.json").write_text(byte_level(["</s>"]).to_str())
+    with (tmp_path / name).open("ab") as file:
+        file.truncate(30 << 30)
+    with pytest.raises(ValueError, match=f"{name} to be a small file"):
+        load_tokenizer(tmp_path / name if name == "spiece.model" else tmp_path)
+
+
 def test_ids_with_gaps_are_taken(tmp_path) -> None:
     backend = json.loads(byte_level(["</s>"]).to_str())
     backend["model"]["vocab"]["zzz"] = 1000
