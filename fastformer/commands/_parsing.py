@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import inspect
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from types import ModuleType
 from typing import Any, get_args, get_type_hints
 
@@ -23,8 +23,9 @@ def parse(module: ModuleType, name: str, words: Sequence[str]) -> dict[str, Any]
     Args:
         module: of the command. `add_settings(parser)`, if it has one, adds flags beyond the function's signature,
             `SHORT` says what is short for which flag, and `USAGE` is the first line of the help where the signature
-            doesn't say enough, `FILLED_BY` are flags that leave no room for an argument that may be missing, and
-            `TEXTS` are the parameters that are texts and no names of files.
+            doesn't say enough, `FILLED_BY` are flags that leave no room for an argument that may be missing,
+            `TEXTS` are the parameters that are texts and no names of files, and `LISTED` are the flags that take
+            several values with commas between them.
         name: of the command and of its function.
         words: of the command line, behind the command.
 
@@ -54,6 +55,7 @@ def parse(module: ModuleType, name: str, words: Sequence[str]) -> dict[str, Any]
     try:
         hint = "; a text like this goes behind --" if written else ""
         typed = _words.split(words, flags, short, places, alone, hint)
+        _check_listed(typed.flags, getattr(module, "LISTED", ()))
         texts: dict[str, Any] = {}
         spelled = [_spelled(key, value, flags, texts) for key, value in typed.flags]
         # jsonargparse would read a text as YAML, so it gets another word in its place.
@@ -72,6 +74,21 @@ def parse(module: ModuleType, name: str, words: Sequence[str]) -> dict[str, Any]
             text = list(map(console.typed, text)) if isinstance(text, list) else console.typed(text)
         _put(values, key, text)
     return values
+
+
+def _check_listed(flags: Sequence[tuple[str, str | None]], listed: Collection[str]) -> None:
+    """Of a flag that is repeated the last value counts, as elsewhere; a list would lose the rest of it unseen.
+
+    Raises:
+        argparse.ArgumentError: a flag that takes a list is repeated with another value.
+    """
+    given: dict[str, str | None] = {}
+    for name, value in flags:
+        if name in listed and given.setdefault(name, value) != value:
+            raise argparse.ArgumentError(
+                None,
+                f"expected --{name} once, got it with {given[name]!r} and {value!r}: put commas between the values",
+            )
 
 
 def _spelled(name: str, value: str | None, hints: Mapping[str, Any], texts: dict[str, Any]) -> str:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from fastformer.generation.texts import TokenScored
 
 _LEFT = ("its score at -inf", "their scores are -inf")  # where a line was skipped
+LISTED = ("reference",)
 _LINES = 4096  # of a language model's file, that are scored before the first of them is printed
 USAGE = "fastformer score --hypotheses FILE --reference FILE | fastformer score RUN --file FILE [--target FILE]"
 

@@ -17,7 +17,7 @@ from fastformer.settings import choices, suggestion, why_not
 from fastformer.training.build import start
 from fastformer.training.config import check_names, merged, unused, whole_numbers
 from fastformer.training.interrupts import Interrupts
-from fastformer.training.sections import ARCHITECTURES, OF_TOKENIZER, SECTIONS, Architecture, Model
+from fastformer.training.sections import ARCHITECTURES, OF_TOKENIZER, SECTIONS, SEVERAL, Architecture, Model
 from fastformer.training.settings import run_config
 from fastformer.training.yaml_file import read_yaml
 
@@ -25,6 +25,7 @@ logger = logging.getLogger("fastformer")
 
 # What is short to type, and what it stands for.
 SHORT = {"--model": "--model.name", "--preset": "--model.preset"}
+LISTED = frozenset(SEVERAL - {"tokenizer"})  # of tokenizers there is mostly one
 # The tokenizer decides on these.
 NO_FLAGS = OF_TOKENIZER
 NUM_TOKENS = 1000  # of a model that is described only

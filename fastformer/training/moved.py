@@ -78,10 +78,13 @@ def check_origin(config: TrainConfig, before: TrainConfig, digest: str | None) -
     now, was = config.init_from, before.init_from
     if now == was:
         return
-    if (
-        now is None
-        or was is None
-        or (digest is not None and os.path.exists(now) and digest_of(load_model(now)[0].state_dict()) != digest)
+    if was is None:
+        raise ValueError(
+            f"expected no init_from for a run that goes on and began without one, got {now}: leave --init_from out, or "
+            "train anew in another folder"
+        )
+    if now is None or (
+        digest is not None and os.path.exists(now) and digest_of(load_model(now)[0].state_dict()) != digest
     ):
         raise ValueError(
             f"a run that goes on keeps its init_from: expected the weights that were in {was}, got those in {now}; "

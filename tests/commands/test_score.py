@@ -46,6 +46,14 @@ def test_hypotheses_against_references(files, capsys) -> None:
     assert capsys.readouterr().out.split()[1] == f"{corpus_scores(BETTER, REFERENCE[::-1])['BLEU'][0]:.2f}"
 
 
+def test_a_second_flag_of_references_does_not_replace_the_first(files, capsys) -> None:
+    given = ["score", "--hypotheses", files["better"], "--reference", files["reference"]]
+    assert main([*given, "--reference", files["worse"]]) == 2
+    told = capsys.readouterr().err
+    assert files["reference"] in told and files["worse"] in told and "comma" in told
+    assert main([*given, "--reference", files["reference"]]) == 0  # of a script that says the same again
+
+
 def test_two_systems_are_compared(files, capsys) -> None:
     given = ["score", "--hypotheses", files["better"], "--reference", files["reference"], "--baseline"]
     found = []
