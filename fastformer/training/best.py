@@ -79,12 +79,11 @@ class Record:
 
     def beats(self, other: Record, measure: str) -> bool:
         """Whether it is better. Scores are compared with scores of the same kind on the same data only: where the
-        measure is missing on a side, or alike on both, the likelihood decides. Before it chrF does where BLEU is 0.00
-        on both, which says that it can't tell them apart."""
+        measure is missing on a side, or alike on both (a BLEU that is shown as 0.00 is), the likelihood decides."""
         if self.data != other.data:
             return True  # nothing is known of the other on this data
         is_zero = measure == "bleu" and max(self.bleu or 0.0, other.bleu or 0.0) < _ZERO
-        for name in ("chrf", "nll") if is_zero else (measure, "nll"):
+        for name in ("nll",) if is_zero else (measure, "nll"):
             ours, theirs = self._higher_is_better(name), other._higher_is_better(name)
             if ours is None or theirs is None or (name != "nll" and self.translated != other.translated):
                 continue
@@ -93,10 +92,8 @@ class Record:
         return False
 
     def show(self, measure: str) -> str:
-        """ "BLEU 35.10, nll 1.5290": the measure, where it was taken, what decides in its place, and the likelihood."""
+        """ "BLEU 35.10, nll 1.5290": the measure, where it was taken, and the likelihood."""
         names = [measure, "nll"] if measure != "nll" and getattr(self, measure) is not None else ["nll"]
-        if measure == "bleu" and self.bleu is not None and self.bleu < _ZERO and self.chrf is not None:
-            names.insert(1, "chrf")
         return ", ".join(_SHOWN[name].format(getattr(self, name)) for name in names)
 
     def _higher_is_better(self, name: str) -> float | None:
