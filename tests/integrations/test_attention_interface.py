@@ -269,6 +269,7 @@ def test_a_copy_is_led_and_its_masks_are_understood():
     assert led(other) and ran(lambda: other(IDS))
 
 
+@pytest.mark.slow  # it makes and compiles a cache of its own, twice
 @pytest.mark.skipif(RETURNS_TUPLES, reason="4.57 batches on a GPU alone")
 def test_continuous_batching_knows_the_name():
     model = make("llama").float().eval()

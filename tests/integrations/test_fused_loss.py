@@ -290,7 +290,9 @@ for model, loss in zip((marian, gpt2), expected):
 """
 
 
-@pytest.mark.parametrize("what", ["function", "class", "nothing"])
+@pytest.mark.parametrize(
+    "what", [pytest.param("function", marks=pytest.mark.slow), "class", pytest.param("nothing", marks=pytest.mark.slow)]
+)
 def test_what_somebody_put_there_before_we_came(what):
     subprocess.run([sys.executable, "-c", EARLY, what], check=True)
 

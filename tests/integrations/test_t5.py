@@ -288,8 +288,16 @@ def test_an_encoder_alone(kind, monkeypatch):
         assert rows_computed(monkeypatch, lambda: model(**given, **counted)) == {RIGHT.numel()}
 
 
-@pytest.mark.parametrize("mode", ["train", "eval"])
-@pytest.mark.parametrize("kind", [T5EncoderModel, T5ForConditionalGeneration])
+@pytest.mark.parametrize(
+    "kind, mode",
+    [
+        *((T5EncoderModel, "eval"), (T5ForConditionalGeneration, "train")),
+        *(
+            pytest.param(*each, marks=pytest.mark.slow)
+            for each in ((T5EncoderModel, "train"), (T5ForConditionalGeneration, "eval"))
+        ),
+    ],
+)
 def test_compiles_as_one_graph_with_a_mask(kind, mode):
     """As the plain model does: no value of the mask is looked at."""
     torch._dynamo.reset()

@@ -15,6 +15,7 @@ from fastformer.ops import feed_forward, use_backend
 from fastformer.ops._dropout import draw_seed, keep_mask, keep_scale
 from tests.checks import assert_op_accurate
 from tests.conftest import missing_backend
+from tests.covering import covering
 
 ACTIVATIONS = ["relu", "gelu", "gelu_tanh", "silu", "swiglu", "geglu_tanh"]
 GATED = ("swiglu", "geglu_tanh")
@@ -146,9 +147,7 @@ def test_not_contiguous(activation: str, backend: str, device: str) -> None:
     assert_op_accurate(partial(feed_forward, activation=activation), partial(plain, activation=activation), inputs)
 
 
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize("rows", [3, 70])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype, rows, activation", covering(DTYPES, [3, 70], ACTIVATIONS))
 def test_weights_that_are_views_of_their_transpose(
     dtype: torch.dtype, rows: int, activation: str, backend: str, device: str
 ) -> None:
@@ -161,9 +160,7 @@ def test_weights_that_are_views_of_their_transpose(
     assert [each.stride() for each in gradients] == [each.stride() for each in leaves], "they lie as the weights do"
 
 
-@pytest.mark.parametrize("dropout_p", [0.1, 1.0])
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype, activation, dropout_p", covering(DTYPES, ACTIVATIONS, [0.1, 1.0]))
 def test_dropout_is_the_formula(
     dtype: torch.dtype, activation: str, dropout_p: float, backend: str, device: str
 ) -> None:
