@@ -262,8 +262,7 @@ def _continue_lines(maker: RequestMaker, say: _Sayings, file: str, bad: BadTexts
         if not prompt.text.strip():
             return None
         try:
-            row = ids.setdefault(prompt.number, []) or say.encode(prompt.text)
-            ids[prompt.number] = row
+            row = ids[prompt.number] = ids.get(prompt.number) or say.encode(prompt.text)
             return maker.make(maker.check(row), place=prompt.number - 1, sample=prompt.sample)
         except ValueError as error:
             if not prompt.sample:  # else it was met with the first

@@ -237,7 +237,7 @@ def _read(path: str | os.PathLike[str], *, is_tsv: bool = False) -> bytes:
 
 
 def check_plain(path: str | os.PathLike[str], data: bytes, *, is_tsv: bool = False) -> None:
-    """Makes sure that a file isn't a table, which nobody wants to be read as text with its quotes and commas.
+    """Makes sure that a file isn't a table, whose quotes and commas would be learned as text.
 
     Args:
         path: the file.

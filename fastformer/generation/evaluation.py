@@ -17,7 +17,7 @@ _held: dict[int, int] = {}
 
 
 class Evaluation:
-    """The modules of a model in evaluation, as long as somebody wants them so.
+    """The modules of a model in evaluation, for as long as a thread decodes with it.
 
     Args:
         model: what decodes.
@@ -47,7 +47,7 @@ class Evaluation:
             for place, module in self._own.items():
                 if _held[place] > 1:
                     _held[place] -= 1
-                else:  # in this order: who looks without the lock sees one of the two
+                else:  # in this order: a look without the lock sees one of the two
                     module.training = True
                     del _held[place]
             self._own = {}

@@ -242,7 +242,7 @@ def _encoding(name: str) -> Any:
     """
 
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with self.granting(causal=False):
+        with self.granting(lambda: True):
             return getattr(super(Seq2SeqModel, self), name)(*args, **kwargs)
 
     return method

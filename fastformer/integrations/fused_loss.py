@@ -42,7 +42,7 @@ _KNOWN = if_written_in(_losses(), nn, transformers)
 
 
 def are_losses_known() -> bool:
-    """Whether nobody replaced what the losses of heads come down to."""
+    """Whether what the losses of heads come down to is PyTorch's and transformers' own."""
     return _losses() == _KNOWN
 
 

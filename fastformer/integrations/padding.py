@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -128,27 +128,27 @@ class Owner(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """See transformers."""
-        if is_traced() or (role := vars(self).get(ROLE)) is None or not role.owns:
+        if is_traced():  # where no stack leaves padding out
             return super().forward(*args, **kwargs)
-        reads = self.ALWAYS_READS or self.reads_padding(args, kwargs)
-        with self.granting(causal=not reads, encoders=not (reads and self.READS_ENCODERS)):
+        with self.granting(lambda: self.ALWAYS_READS or self.reads_padding(args, kwargs)):
             return super().forward(*args, **kwargs)
 
     @contextlib.contextmanager
-    def granting(self, *, causal: bool, encoders: bool = True) -> Iterator[None]:
+    def granting(self, reads: Callable[[], bool]) -> Iterator[None]:
         """In the block stacks may leave padding out, if this is their owner and its parts allow it.
 
         Args:
-            causal: whether those with a causal mask may.
-            encoders: whether any may.
+            reads: whether padded positions are read in the block. It is asked only where that decides: the answer may
+                stand in the values of a mask, for which the host waits on a GPU.
         """
         if is_traced() or (role := vars(self).get(ROLE)) is None or not role.owns:
             yield
             return
         grant = None
-        if encoders and role.rule.reason is None:
-            plan = _plan_of(self, role)
-            grant = Grant(role.rule, causal, plan.stacks) if _why_not(self, plan) is None else None
+        if role.rule.reason is None and _why_not(self, plan := _plan_of(self, role)) is None:
+            is_read = reads()
+            if not (is_read and self.READS_ENCODERS):
+                grant = Grant(role.rule, not is_read, plan.stacks)
         token = _grant.set(grant)
         try:
             yield

@@ -100,7 +100,7 @@ def is_unhooked(module: nn.Module) -> bool:
 
 
 def has_plain_call(module: nn.Module) -> bool:
-    """Whether nobody replaced the call of a module's class."""
+    """Whether a module's class has the call that it was written with."""
     call = type(module).__call__
     return call is _CALL or call in PLAIN_CALLS
 

@@ -296,7 +296,7 @@ def define_op(
 
 
 def _register_decomposition(overload_: Any, formula: Callable[..., Any], fake: Callable[..., Any]) -> None:
-    """Lets torch.onnx, and whoever asks `torch._decomp.get_decompositions`, take the op apart.
+    """Lets torch.onnx and `torch._decomp.get_decompositions` take the op apart.
 
     torch.compile and `run_decompositions()` decompose only what they name themselves, so they keep the op.
     """

@@ -13,6 +13,7 @@ from transformers import BertConfig, BertForMaskedLM, BertForQuestionAnswering, 
 import fastformer
 from fastformer.integrations.hugging_face import RETURNS_TUPLES
 from fastformer.ops._library import record_backends
+from tests.integrations.test_bart import Wrapped
 from tests.nn.comparing import assert_same
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
@@ -259,17 +260,6 @@ def test_dropout_acts_in_training():
     assert not torch.equal(run(), run())
     model.eval()
     assert torch.equal(run(), run())
-
-
-class Wrapped(torch.nn.Module):
-    """A layer, or what is inside of one, with a module of your own around it."""
-
-    def __init__(self, inner: torch.nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.inner(*args, **kwargs)
 
 
 @pytest.mark.parametrize("order", ["wrapped first", "accelerated first"])

@@ -484,3 +484,13 @@ def test_more_layers_than_the_config_says():
         fastformer.accelerate(model)
         assert_equal(model(IDS, attention_mask=MASK).logits[MASK.bool()], theirs)
         assert packs(lambda: model(IDS, attention_mask=MASK))
+
+
+@pytest.mark.parametrize("padding", ["auto", "compute"])
+def test_no_value_of_a_mask_is_looked_at_where_nothing_can_be_left_out(padding):
+    """On a GPU the host would wait for it, in each step."""
+    model = make("GPT2LMHeadModel")
+    fastformer.accelerate(model, padding=padding)
+    with torch.no_grad(), mock.patch.object(type(model), "reads_padding", return_value=False) as asked:
+        model(input_ids=IDS, attention_mask=MASK)
+    assert asked.called == (padding == "auto")

@@ -71,9 +71,8 @@ class _Watch:
         if self._pages is not None and self._pages.is_written():
             self.period = next(_numbers)
             if not self._pages.begin():
-                return next(_numbers).to_bytes(
-                    8, "big"
-                )  # as it does in a child process that is denied what its parent had
+                # A child process may be denied what its parent had: then each look is another.
+                return next(_numbers).to_bytes(8, "big")
         return b"".join([part.tobytes() for part in self._read])
 
     def end(self) -> None:

@@ -29,7 +29,7 @@ _PAGE = mmap.PAGESIZE
 _SYS_USERFAULTFD = 323  # of x86-64, as the C++ engine is
 _USER_MODE_ONLY = 1  # all that a process without privileges may ask for
 _API, _REGISTER, _UNREGISTER, _SCAN = 0xC018AA3F, 0xC020AA00, 0x8010AA01, 0xC0606610  # ioctls
-_FEATURES = 1 << 0 | 1 << 13 | 1 << 15  # write protection, of pages not yet there as well, and nobody is told
+_FEATURES = 1 << 0 | 1 << 13 | 1 << 15  # write protection, of pages not yet there as well, without a notice
 _WRITE_PROTECT, _PROTECTED_ALONE = 1, 2  # flags of a scan; the second fails where memory isn't registered
 _WRITTEN = 1 << 1  # a kind of pages
 # Linux splits the mappings of a process at the ends of what is registered, and limits their number: with none left, the
