@@ -20,6 +20,7 @@ import importlib
 import importlib.util
 import logging
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -273,10 +274,11 @@ def define_op(
     LIBRARY.impl(name, lambda *args: run("reference", args), "CompositeExplicitAutograd")
     LIBRARY.impl(name, lambda *args: run(_PREFERRED["cuda"], args), "CUDA")
     LIBRARY.impl(name, lambda *args: run(_PREFERRED["cpu"], args), "CPU")
+    if formula is not None:
+        fake = _kept_by_inductor(overload_, fake)
+        _register_decomposition(overload_, formula, fake)
     torch.library.register_fake(f"fastformer::{name}", _without_memory(name, fake), lib=LIBRARY)
     op.run = run
-    if formula is not None:
-        _register_decomposition(overload_, formula, fake)
 
     def call(*args: Any) -> Any:
         if torch.compiler.is_compiling():
@@ -304,6 +306,26 @@ def _register_decomposition(overload_: Any, formula: Callable[..., Any], fake: C
     # With symbolic shapes a fake tensor would take a decomposition, and its strides, for the op's fake if there were
     # no entry here.
     torch._decomp.register_decomposition(overload_, type="meta", unsafe=True)(fake)
+
+
+def _kept_by_inductor(overload_: Any, fake: Callable[..., Any]) -> Callable[..., Any]:
+    """The fake, which also tells Inductor that an op with a decomposition is to be called as it is.
+
+    Where the environment variable CI is set, Inductor takes a decomposition that it does not use for a mistake of its
+    own developers and raises. A list in its module of lowerings names the exceptions. Importing that module takes
+    seconds, so the op is added by its first fake call after the import: Inductor traces a graph, by fakes, before it
+    lowers it.
+    """
+    name = overload_.name()
+
+    @functools.wraps(fake)
+    def told(*args: Any) -> Any:
+        lowering = sys.modules.get("torch._inductor.lowering")
+        if lowering is not None:
+            getattr(lowering, "FALLBACK_ALLOW_LIST", set()).add(name)
+        return fake(*args)
+
+    return told
 
 
 def _without_memory(name: str, fake: Callable[..., object]) -> Callable[..., object]:

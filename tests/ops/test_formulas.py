@@ -400,3 +400,23 @@ def test_the_dispatchers_entry_knows_the_formula_too() -> None:
 
 def expected_loss(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return ops.attention(q, k, v, softmax_scale=0.5).square().sum()
+
+
+def test_inductor_keeps_an_op_where_it_is_strict_about_decompositions(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Inductor raises in continuous integration, which it knows by this variable, when it sees a decomposition that it
+    # does not use.
+    monkeypatch.setenv("CI", "true")
+    from torch._inductor import lowering
+
+    op = torch.ops.fastformer.rotary_fwd.default
+    lowering.lowerings.pop(op, None)
+    lowering.FALLBACK_ALLOW_LIST.discard(op.name())
+    x = torch.randn(1, 3, 2, 4)
+    cos, sin = torch.randn(2, 3, 2)
+
+    def call(x: Tensor) -> Tensor:
+        return ops.rotary(x, cos, sin) + 1
+
+    torch._dynamo.reset()
+    with torch._inductor.config.patch(force_disable_caches=True):
+        torch.testing.assert_close(torch.compile(call, fullgraph=True)(x), call(x))
