@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from fastformer.generation.bad_texts import BadTexts, TextError
-from fastformer.generation.decoders import Model, device_of
 from fastformer.generation.evaluation import evaluating
 from fastformer.generation.inputs import pad
+from fastformer.generation.model_protocols import Model, device_of
 from fastformer.generation.scoring import encoded_pair
 from fastformer.special_ids import SpecialIds
 

@@ -10,7 +10,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from fastformer.generation.decoders import Model, as_model, device_of, is_decoder_only, is_ensemble
+from fastformer.generation.model_protocols import Model, as_model, device_of, is_decoder_only, is_ensemble
 from fastformer.special_ids import SpecialIds
 
 Mean = Literal["probabilities", "log_probabilities"]

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from fastformer.generation.decoders import Model, modules_of
+from fastformer.generation.model_protocols import Model, modules_of
 
 _lock = threading.Lock()
 # The modules that were in training, by their ids, and how many are at work that want them in evaluation.

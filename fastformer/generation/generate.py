@@ -11,11 +11,11 @@ from typing import Any, ParamSpec, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
-from fastformer.generation.decoders import Model, as_model, device_of, is_decoder_only
 from fastformer.generation.engines import Engine
 from fastformer.generation.evaluation import evaluating
 from fastformer.generation.foreign_options import check_names, with_config
 from fastformer.generation.inputs import TokenIds, as_inputs, as_rows, left_padded, pad
+from fastformer.generation.model_protocols import Model, as_model, device_of, is_decoder_only
 from fastformer.generation.processors import Processor
 from fastformer.generation.request_maker import RequestMaker
 from fastformer.generation.scheduler import Scheduler, run

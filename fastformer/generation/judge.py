@@ -8,7 +8,7 @@ from typing import overload
 
 from fastformer.generation.alignment import Aligner, Alignment, Unit, align_texts
 from fastformer.generation.bad_texts import BadTexts
-from fastformer.generation.decoders import Model
+from fastformer.generation.model_protocols import Model
 from fastformer.generation.precisions import why_not_by_modules
 from fastformer.generation.scoring import MAX_TOKENS, score_texts
 from fastformer.generation.texts import TextCodec, TokenScored, as_pairs

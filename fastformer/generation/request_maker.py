@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 import torch
 
-from fastformer.generation.decoders import Model, is_decoder_only
 from fastformer.generation.engines import Engine, Prompt, choose_engine
-from fastformer.generation.engines.interface import is_searching_engine, is_shortlist_engine
+from fastformer.generation.engines.base import is_searching_engine, is_shortlist_engine
+from fastformer.generation.model_protocols import Model, is_decoder_only
 from fastformer.generation.native_search import NativeSearch
 from fastformer.generation.processors import SEARCH_RULES, make_processors
 from fastformer.generation.requests import Request, window_end

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from fastformer.generation.engines.interface import Candidates, Draw, Prompt
+from fastformer.generation.engines.base import Candidates, Draw, Prompt
 from fastformer.generation.processors import Processor
 from fastformer.generation.search import Hypothesis, Search
 

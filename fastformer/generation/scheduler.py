@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fastformer.generation.engines.interface import Draw, Engine, SearchingEngine, Selection, is_searching_engine
+from fastformer.generation.engines.base import Draw, Engine, SearchingEngine, Selection, is_searching_engine
 from fastformer.generation.native_search import NativeSearch, last_tokens, places_of_done
 from fastformer.generation.processors import RowWise
 from fastformer.generation.requests import Request

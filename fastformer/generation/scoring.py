@@ -11,7 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from fastformer.generation.bad_texts import BadTexts, TextError
-from fastformer.generation.decoders import (
+from fastformer.generation.engines.kv_cache import packed
+from fastformer.generation.evaluation import evaluating
+from fastformer.generation.inputs import TokenIds, as_rows
+from fastformer.generation.inputs import pad as padded
+from fastformer.generation.model_protocols import (
     DecoderOnly,
     EncoderDecoder,
     Model,
@@ -23,10 +27,6 @@ from fastformer.generation.decoders import (
     is_ensemble,
     is_recurrent,
 )
-from fastformer.generation.engines.kv_cache import packed
-from fastformer.generation.evaluation import evaluating
-from fastformer.generation.inputs import TokenIds, as_rows
-from fastformer.generation.inputs import pad as padded
 from fastformer.generation.settings import GenerationSettings
 from fastformer.generation.texts import TokenScored
 from fastformer.models.common import chosen_log_probs

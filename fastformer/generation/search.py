@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from fastformer.generation.engines.interface import Draw
+from fastformer.generation.engines.base import Draw
 
 NEVER = -math.inf  # the score of what isn't there
 

@@ -15,13 +15,13 @@ from torch import Tensor, nn
 
 from fastformer.generation.alignment import check_attention, cross_attention
 from fastformer.generation.bad_texts import BadTexts, TextError, check_request
-from fastformer.generation.decoders import Model, as_model, is_decoder_only
 from fastformer.generation.engines import Engine
 from fastformer.generation.ensemble import Ensemble, Mean
 from fastformer.generation.evaluation import evaluating
 from fastformer.generation.flow import IterableSource, Source, in_turn
 from fastformer.generation.generate import new_scheduler
 from fastformer.generation.judge import Judge
+from fastformer.generation.model_protocols import Model, as_model, is_decoder_only
 from fastformer.generation.paragraphs import check_split, joined, translated_parts
 from fastformer.generation.precisions import DTYPES, asked_precision, check_precision
 from fastformer.generation.request_maker import CheckedInput, RequestMaker, most_new_tokens

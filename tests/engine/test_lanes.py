@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+from fastformer.generation.engines.base import Prompt
 from fastformer.generation.engines.cpp import CppEngine
-from fastformer.generation.engines.interface import Prompt
 from fastformer.generation.native_search import NativeSearch, last_tokens
 from fastformer.generation.requests import Request
 from fastformer.generation.scheduler import Scheduler

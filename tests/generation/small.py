@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from fastformer.baseline import LSTMSeq2Seq
+from fastformer.generation.engines.base import Candidates, Selection
 from fastformer.generation.engines.cpp import CppEngine
-from fastformer.generation.engines.interface import Candidates, Selection
 from fastformer.generation.engines.kv_cache import KVCacheEngine
 from fastformer.models import GPT
 from fastformer.ops import _extension

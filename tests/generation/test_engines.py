@@ -15,12 +15,12 @@ from torch import Tensor
 
 from fastformer.generation import Ensemble
 from fastformer.generation.engines import ENGINES, Draw, Engine, Prompt, Selection, choose_engine
-from fastformer.generation.engines.choice import draw
 from fastformer.generation.engines.cpp import CppEngine
 from fastformer.generation.engines.graph import GraphEngine
 from fastformer.generation.engines.kv_cache import KVCacheEngine
 from fastformer.generation.engines.recompute import CrossCacheEngine, EncodeOnceEngine, RecomputeEngine
 from fastformer.generation.engines.recurrent import RecurrentEngine
+from fastformer.generation.engines.sampling import draw
 from fastformer.generation.precisions import dtype_precision, own_precision
 from fastformer.generation.requests import Request
 from fastformer.generation.scheduler import Scheduler, run

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from fastformer.generation import requests as requests_module
-from fastformer.generation.engines.interface import is_searching_engine
+from fastformer.generation.engines.base import is_searching_engine
 from fastformer.generation.native_search import NativeSearch, last_tokens, places_of_done
 from fastformer.generation.processors import SuppressTokens
 from fastformer.generation.request_maker import RequestMaker

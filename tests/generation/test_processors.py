@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fastformer.generation import generate
 from fastformer.generation.engines import Draw, Prompt
-from fastformer.generation.engines.choice import draw, warp
+from fastformer.generation.engines.sampling import draw, warp
 from fastformer.generation.processors import (
     BadWords,
     EndWhereNothingFollows,

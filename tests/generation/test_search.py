@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from fastformer.generation.engines import Selection
-from fastformer.generation.engines.choice import choose
+from fastformer.generation.engines.sampling import choose
 from fastformer.generation.native_search import NativeSearch
 from fastformer.generation.processors import EndWhereNothingFollows, MinNewTokens, NoRepeatNgrams
 from fastformer.generation.search import (

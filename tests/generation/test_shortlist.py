@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from fastformer.generation import GenerationSettings, Translator, generate
-from fastformer.generation.decoders import as_model
 from fastformer.generation.engines import ENGINES, choose_engine
-from fastformer.generation.engines.interface import is_shortlist_engine
+from fastformer.generation.engines.base import is_shortlist_engine
 from fastformer.generation.engines.kv_cache import KVCacheEngine
+from fastformer.generation.model_protocols import as_model
 from fastformer.generation.request_maker import RequestMaker
 from tests.generation.small import EOS, VOCAB, mixed_sources, new_tokens, next_logits, real
 

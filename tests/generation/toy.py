@@ -10,7 +10,7 @@ from typing import ClassVar
 import torch
 
 from fastformer.generation.engines import Candidates, Prompt, Selection
-from fastformer.generation.engines.choice import choose
+from fastformer.generation.engines.sampling import choose
 from fastformer.generation.native_search import NativeSearch, places_of_done
 from fastformer.generation.requests import Request
 from fastformer.generation.scheduler import Scheduler, run

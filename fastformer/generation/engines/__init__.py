@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from fastformer.generation.decoders import Model, as_model, is_ensemble
+from fastformer.generation.engines.base import Candidates as Candidates
+from fastformer.generation.engines.base import Draw as Draw
+from fastformer.generation.engines.base import Engine as Engine
+from fastformer.generation.engines.base import Prompt as Prompt
+from fastformer.generation.engines.base import Selection as Selection
 from fastformer.generation.engines.cpp import CppEngine
 from fastformer.generation.engines.ensemble import EnsembleEngine
 from fastformer.generation.engines.graph import GraphEngine
-from fastformer.generation.engines.interface import Candidates as Candidates
-from fastformer.generation.engines.interface import Draw as Draw
-from fastformer.generation.engines.interface import Engine as Engine
-from fastformer.generation.engines.interface import Prompt as Prompt
-from fastformer.generation.engines.interface import Selection as Selection
 from fastformer.generation.engines.kv_cache import KVCacheEngine
 from fastformer.generation.engines.recompute import CrossCacheEngine, EncodeOnceEngine, RecomputeEngine
 from fastformer.generation.engines.recurrent import RecurrentEngine
+from fastformer.generation.model_protocols import Model, as_model, is_ensemble
 from fastformer.generation.precisions import check_precision
 
 # Without a wish the first that can decode the model does, but for those that have to be named: what a GPU makes of the

@@ -11,11 +11,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from fastformer.generation.decoders import Model
-from fastformer.generation.engines.choice import choose
-from fastformer.generation.engines.interface import Candidates, Prompt, Selection
+from fastformer.generation.engines.base import Candidates, Prompt, Selection
 from fastformer.generation.engines.packable import why_not_packable
 from fastformer.generation.engines.packed import packed
+from fastformer.generation.engines.sampling import choose
+from fastformer.generation.model_protocols import Model
 from fastformer.generation.native_search import NativeSearch
 from fastformer.generation.precisions import own_precision
 from fastformer.models import GPT, Transformer

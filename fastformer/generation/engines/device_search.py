@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from fastformer.generation.engines.choice import best_candidates
+from fastformer.generation.engines.sampling import best_candidates
 from fastformer.generation.native_search import SearchRules
 from fastformer.generation.search import NEVER
 

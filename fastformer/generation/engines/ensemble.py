@@ -8,9 +8,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fastformer.generation.decoders import Ensembled, device_of, is_ensemble
-from fastformer.generation.engines.choice import choose
-from fastformer.generation.engines.interface import Candidates, Engine, Prompt, Selection
+from fastformer.generation.engines.base import Candidates, Engine, Prompt, Selection
+from fastformer.generation.engines.sampling import choose
+from fastformer.generation.model_protocols import Ensembled, device_of, is_ensemble
 
 
 class EnsembleEngine:

@@ -20,9 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fastformer.generation.decoders import Model, is_decoder_only, is_encoder_decoder
+from fastformer.generation.engines.base import Candidates, Prompt, Selection
 from fastformer.generation.engines.device_search import DeviceSearch, Record
-from fastformer.generation.engines.interface import Candidates, Prompt, Selection
 from fastformer.generation.engines.kv_cache import KVCacheEngine, choose_from_hidden, new_cache
 from fastformer.generation.engines.lanes import (
     Lanes,
@@ -33,6 +32,7 @@ from fastformer.generation.engines.lanes import (
     rounded,
     why_not_captured,
 )
+from fastformer.generation.model_protocols import Model, is_decoder_only, is_encoder_decoder
 from fastformer.generation.native_search import NativeSearch, last_tokens
 from fastformer.generation.search import NEVER
 from fastformer.graphs import CaptureError, Graphs

@@ -9,7 +9,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fastformer.generation.decoders import (
+from fastformer.generation.engines.base import Candidates, Prompt, Selection
+from fastformer.generation.engines.sampling import choose
+from fastformer.generation.model_protocols import (
     DecoderOnly,
     EncoderDecoder,
     Model,
@@ -17,8 +19,6 @@ from fastformer.generation.decoders import (
     is_decoder_only,
     is_encoder_decoder,
 )
-from fastformer.generation.engines.choice import choose
-from fastformer.generation.engines.interface import Candidates, Prompt, Selection
 from fastformer.generation.precisions import why_not_by_modules
 from fastformer.nn import KVCache, SequenceLayout
 from fastformer.nn.cache import BLOCK_SIZE

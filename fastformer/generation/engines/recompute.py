@@ -15,7 +15,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fastformer.generation.decoders import (
+from fastformer.generation.engines.base import Candidates, Prompt, Selection
+from fastformer.generation.engines.kv_cache import choose_from_hidden, new_cache, packed, packed_layout
+from fastformer.generation.model_protocols import (
     DecoderOnly,
     EncoderDecoder,
     Model,
@@ -23,8 +25,6 @@ from fastformer.generation.decoders import (
     is_decoder_only,
     is_encoder_decoder,
 )
-from fastformer.generation.engines.interface import Candidates, Prompt, Selection
-from fastformer.generation.engines.kv_cache import choose_from_hidden, new_cache, packed, packed_layout
 from fastformer.generation.precisions import why_not_by_modules
 from fastformer.nn import SequenceLayout
 

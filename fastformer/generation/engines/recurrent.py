@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastformer.generation.decoders import Model, Recurrent, State, device_of, is_recurrent
-from fastformer.generation.engines.choice import choose
-from fastformer.generation.engines.interface import Candidates, Prompt, Selection
+from fastformer.generation.engines.base import Candidates, Prompt, Selection
+from fastformer.generation.engines.sampling import choose
 from fastformer.generation.inputs import pad
+from fastformer.generation.model_protocols import Model, Recurrent, State, device_of, is_recurrent
 from fastformer.generation.precisions import why_not_by_modules
 from fastformer.nn import SequenceLayout
 

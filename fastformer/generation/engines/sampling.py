@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fastformer.generation.engines.interface import Candidates, Draw, Selection
+from fastformer.generation.engines.base import Candidates, Draw, Selection
 from fastformer.ops.linear_topk import best_of_logits
 
 # Sharper than this, temperatures make no difference, and their reciprocals leave fp32.
