@@ -1,7 +1,7 @@
 """Modules: parameters plus one call into ops. torch.nn's names, signatures and state_dict keys."""
 
+from fastformer.cache.kv_cache import KVCache as KVCache
 from fastformer.nn.attention import MultiheadAttention as MultiheadAttention
-from fastformer.nn.cache import KVCache as KVCache
 from fastformer.nn.embedding import Embedding as Embedding
 from fastformer.nn.embedding import PositionalEncoding as PositionalEncoding
 from fastformer.nn.embedding import RelativePositionBias as RelativePositionBias

@@ -8,11 +8,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fastformer.cache.layer_view import AttentionCache
+from fastformer.nn.cached_attention import append_cached, attend_cached, attention_unpacked
 from fastformer.nn.dropout import check_dropout, dropout_seed
 from fastformer.nn.embedding import RotaryPositions
 from fastformer.nn.errors import InputError
 from fastformer.nn.fusing import yields_to_torch
-from fastformer.nn.layer_cache import AttentionCache, attention_unpacked
 from fastformer.nn.layout import SequenceLayout
 from fastformer.nn.linear import linear, project
 from fastformer.nn.masks import add_bias, attended_lengths, is_causal_mask, merge_masks, right_padding_lengths
@@ -346,14 +347,15 @@ class MultiheadAttention(nn.Module):
             raise InputError("expected a position_bias along with a cache in self-attention, and batch_first")
         if cache.is_static:
             q = self._heads(linear(query, *self._q_weights(*self._in_proj())))
-            out = cache.attend(q.transpose(0, 1) if transposed else q)
+            out = attend_cached(cache, q.transpose(0, 1) if transposed else q)
         else:
             if key is None or value is None:
                 raise InputError("expected key and value; only a static cache takes their place")
             q, k, v = self._project(query, key, value)
             if transposed:
                 q, k, v = q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1)
-            out = cache.append(q, k, v, self.window_size[0], layout if packed else None, position_bias, rotary)
+            packed_layout = layout if packed else None
+            out = append_cached(cache, q, k, v, self.window_size[0], packed_layout, position_bias, rotary)
         out = out.flatten(-2)
         return project(self.out_proj, out.transpose(0, 1) if transposed else out)
 

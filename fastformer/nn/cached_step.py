@@ -6,8 +6,8 @@ from typing import cast
 
 from torch import Tensor, nn
 
+from fastformer.cache.kv_cache import KVCache
 from fastformer.nn.attention import MultiheadAttention
-from fastformer.nn.cache import KVCache
 from fastformer.nn.layout import SequenceLayout
 
 

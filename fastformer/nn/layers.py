@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fastformer.cache.layer_view import LayerCache
 from fastformer.nn.attention import MultiheadAttention, Window
 from fastformer.nn.dropout import active_dropout, dropout_seed
 from fastformer.nn.embedding import RotaryPositions
@@ -23,7 +24,6 @@ from fastformer.nn.fusing import (
     read_norm,
     yields_to_torch,
 )
-from fastformer.nn.layer_cache import LayerCache
 from fastformer.nn.layout import SequenceLayout
 from fastformer.nn.masks import as_additive
 from fastformer.nn.norm import AddLayerNorm

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from fastformer.nn.cache import KVCache
+from fastformer.cache.kv_cache import KVCache
 from fastformer.nn.cached_step import CachedStep, check_layers, check_masks
 from fastformer.nn.embedding import RotaryPositions
 from fastformer.nn.errors import InputError

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from fastformer.cache.block_pool import CacheFullError
 from fastformer.generation import Ensemble
 from fastformer.generation.engines import ENGINES, Draw, Engine, Prompt, Selection, choose_engine
 from fastformer.generation.engines.cpp import CppEngine
@@ -27,7 +28,6 @@ from fastformer.generation.scheduler import Scheduler, run
 from fastformer.generation.search import BeamSearch, RowSearch, Sampling
 from fastformer.models import GPT, Transformer
 from fastformer.nn import KVCache
-from fastformer.nn.block_pool import CacheFullError
 from fastformer.ops import _extension
 from tests.generation import toy
 from tests.generation.small import CPP, DEFAULT, EOS, HAS_CPP, VOCAB, next_logits

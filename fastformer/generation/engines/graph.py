@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from fastformer.cache.block_pool import CacheFullError, Ints
 from fastformer.generation.engines.base import Candidates, Prompt, Selection
 from fastformer.generation.engines.device_search import DeviceSearch, Record
 from fastformer.generation.engines.kv_cache import KVCacheEngine, choose_from_hidden, new_cache
@@ -37,7 +38,6 @@ from fastformer.generation.native_search import NativeSearch, last_tokens
 from fastformer.generation.search import NEVER
 from fastformer.graphs import CaptureError, Graphs
 from fastformer.nn import KVCache
-from fastformer.nn.block_pool import CacheFullError, Ints
 from fastformer.ops import _library
 
 logger = logging.getLogger("fastformer")

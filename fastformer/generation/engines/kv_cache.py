@@ -9,6 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from fastformer.cache.kv_cache import BLOCK_SIZE
 from fastformer.generation.engines.base import Candidates, Prompt, Selection
 from fastformer.generation.engines.sampling import choose
 from fastformer.generation.model_protocols import (
@@ -21,7 +22,6 @@ from fastformer.generation.model_protocols import (
 )
 from fastformer.generation.precisions import why_not_by_modules
 from fastformer.nn import KVCache, SequenceLayout
-from fastformer.nn.cache import BLOCK_SIZE
 
 
 class KVCacheEngine:

@@ -8,12 +8,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from fastformer.cache.block_pool import Ints
+from fastformer.cache.fixed_shape import LaneCache
 from fastformer.generation.engines.device_search import DeviceSearch
 from fastformer.generation.native_search import SearchRules
 from fastformer.graphs import Graph
 from fastformer.nn import KVCache
-from fastformer.nn.block_pool import Ints
-from fastformer.nn.lane_cache import LaneCache
 
 
 class Shape(NamedTuple):

@@ -15,7 +15,7 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from fastformer.nn.block_pool import BlockPool, Bools, Ints
+from fastformer.cache.block_pool import BlockPool, Bools, Ints
 
 Count = TypeVar("Count", int, Ints)
 

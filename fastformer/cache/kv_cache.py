@@ -11,10 +11,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from fastformer.nn.block_pool import CacheFullError as CacheFullError
-from fastformer.nn.blocks import blocks_of, spread
-from fastformer.nn.device_tables import DeviceTables
-from fastformer.nn.layer_cache import AttentionCache, LayerCache, host_lengths, memory_lengths
+from fastformer.cache.block_pool import CacheFullError as CacheFullError
+from fastformer.cache.block_table import blocks_of, spread
+from fastformer.cache.device_tables import DeviceTables
+from fastformer.cache.layer_view import AttentionCache, LayerCache, host_lengths, memory_lengths
 
 BLOCK_SIZE = 16
 

@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fastformer.nn.block_pool import Ints
-from fastformer.nn.cache import KVCache
-from fastformer.nn.layer_cache import AttentionCache, LayerCache
+from fastformer.cache.block_pool import Ints
+from fastformer.cache.kv_cache import KVCache
+from fastformer.cache.layer_view import AttentionCache, LayerCache
 
 
 class LaneCache(KVCache):

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from fastformer.nn.cache import CacheFullError, KVCache
-from fastformer.nn.device_tables import DeviceTables
+from fastformer.cache.device_tables import DeviceTables
+from fastformer.cache.kv_cache import CacheFullError, KVCache
 from tests.nn.comparing import taken
 
 LAYERS, ROWS, SEQLEN, SOURCE, SIZE = 2, 9, 23, 7, 4

@@ -7,8 +7,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from fastformer.nn.block_pool import Ints
-from fastformer.nn.blocks import BlockTables, spread
+from fastformer.cache.block_pool import Ints
+from fastformer.cache.block_table import BlockTables, spread
 
 
 class DeviceTables:

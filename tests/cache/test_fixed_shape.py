@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 import torch
 
+from fastformer.cache.block_pool import CacheFullError
+from fastformer.cache.fixed_shape import LaneCache
+from fastformer.cache.layer_view import AttentionCache
 from fastformer.nn import KVCache
-from fastformer.nn.block_pool import CacheFullError
-from fastformer.nn.lane_cache import LaneCache
-from fastformer.nn.layer_cache import AttentionCache
+from fastformer.nn.cached_attention import attend_cached
 from tests.no_sync import NoSync
 
 BEAMS, GROUPS, SIZE, LONGEST, SPARE = 3, 4, 4, 40, 6
@@ -152,7 +153,7 @@ def test_the_sources_of_groups_are_where_their_lanes_look() -> None:
     q = torch.randn(3 * BEAMS, 1, 1, 1)
     own = torch.arange(3).repeat_interleave(BEAMS)
     alone = AttentionCache(cross.k, cross.v, cross.slot_table[own], cross.seqlens[own])
-    torch.testing.assert_close(cross.attend(q), alone.attend(q))
+    torch.testing.assert_close(attend_cached(cross, q), attend_cached(alone, q))
 
 
 def test_blocks_that_are_not_there_are_not_taken() -> None:

@@ -1,0 +1,6 @@
+"""The keys and values that decoding keeps, in blocks that requests take, share and give back."""
+
+from fastformer.cache.block_pool import CacheFullError as CacheFullError
+from fastformer.cache.kv_cache import KVCache as KVCache
+from fastformer.cache.layer_view import AttentionCache as AttentionCache
+from fastformer.cache.layer_view import LayerCache as LayerCache

@@ -1,0 +1,165 @@
+"""Attention along with a cache: what is stored, and which op reads it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fastformer.cache.layer_view import AttentionCache
+from fastformer.nn.embedding import RotaryPositions
+from fastformer.nn.layout import SequenceLayout
+from fastformer.nn.masks import add_bias
+from fastformer.ops.attention import attention
+from fastformer.ops.decode_attention import decode_attention
+from fastformer.ops.varlen_attention import varlen_attention
+
+
+def attend_cached(cache: AttentionCache, q: Tensor) -> Tensor:
+    """Cross-attention of q: (rows, seqlen_q, num_heads, head_dim), or packed (total, num_heads, head_dim)."""
+    packed, index = q.dim() == 3, cache.batch_index
+    if packed and index is not None:
+        # Each token reads the source of its own row; those behind the last sequence read any.
+        q, index = q[:, None], F.pad(index, (0, len(q) - len(index)))
+    if cache.rows_per_source > 1:
+        # Rows of one token each: as queries of one row they share what is read of their source.
+        q = q.reshape(-1, cache.rows_per_source, *q.shape[2:])
+    out = decode_attention(
+        q, cache.k, cache.v, cache.seqlens, cache_batch_idx=index, slot_table=cache.slot_table, is_causal=False
+    )
+    if cache.rows_per_source > 1:
+        return out.reshape(-1, 1, *q.shape[2:])
+    return out.flatten(0, 1) if packed else out
+
+
+def append_cached(
+    cache: AttentionCache,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    window_left: int | None,
+    packed: SequenceLayout | None,
+    position_bias: Tensor | None = None,
+    rotary: RotaryPositions | None = None,
+) -> Tensor:
+    """Stores k and v, and attends from q to them and to what the rows hold before them.
+
+    Args:
+        cache: of a self-attention.
+        q: (rows, seqlen, num_heads, head_dim), or packed (total, num_heads, head_dim).
+        k, v: likewise, of num_kv_heads.
+        window_left: how many keys before its own a query sees; None = all.
+        packed: the layout of packed prompts.
+        position_bias: added to the scores; see `MultiheadAttention`.
+        rotary: rotates q and k; without positions of its own, by those in the cache.
+
+    Raises:
+        ValueError: another number of rows than the cache has, tokens that were not reserved.
+    """
+    batch, seqlen = q.shape[:2] if packed is None else (packed.batch_size, packed.max_seqlen)
+    if seqlen > cache.reserved:
+        raise ValueError(f"expected the tokens to be reserved first (KVCache.reserve), got {seqlen} more")
+    is_step = packed is None and not (cache.is_empty and seqlen > 1)
+    tables: dict[str, Any] = {}
+    if rotary is not None:
+        if is_step and rotary.positions is None and position_bias is None:
+            tables = {"cos": rotary.cos, "sin": rotary.sin, "interleaved": rotary.interleaved}
+        else:
+            if is_step and rotary.positions is None:
+                rotary = rotary._replace(positions=cache.seqlens[:, None] + torch.arange(seqlen, device=q.device))
+            q, k = rotary.rotate(q, k)
+    if is_step:
+        if position_bias is not None:
+            return _append_and_gather(cache, q, k, v, window_left, position_bias)
+        return decode_attention(
+            q, cache.k, cache.v, cache.seqlens, k=k, v=v, slot_table=cache.slot_table, window_left=window_left, **tables
+        )
+    if batch != len(cache.seqlens):
+        raise ValueError(f"expected the {len(cache.seqlens)} rows of the cache, got a batch of {batch}")
+    if k.shape[-2:] != cache.k.shape[-2:]:
+        expected, got = tuple(cache.k.shape[-2:]), tuple(k.shape[-2:])
+        raise ValueError(f"expected num_kv_heads and head_dim {expected}, as the cache has, got {got}")
+    window = (window_left, 0)
+    if packed is not None:
+        if not cache.is_empty or cache.packed_slots is None or packed.cu_seqlens is None:
+            raise ValueError("expected rows that are empty, reserved with their lengths, for packed prompts")
+        cu_seqlens, slots = packed.cu_seqlens, cache.packed_slots
+        if position_bias is None:
+            out = varlen_attention(q, k, v, cu_seqlens, cu_seqlens, seqlen, seqlen, window_size=window)
+        else:
+            out = attention_unpacked(q, k, v, packed, position_bias, window)
+        k, v = k[: len(slots)], v[: len(slots)]
+    else:
+        # The first tokens see each other alone: the kernel that skips the triangle, then one copy.
+        out = attention(q, k, v, attn_mask=position_bias, window_size=window)
+        slots = cache.slot_table[:, :seqlen].flatten().long()
+        k, v = k.flatten(0, 1), v.flatten(0, 1)
+    _write(cache, slots, k, v)
+    return out
+
+
+def _write(cache: AttentionCache, slots: Tensor, k: Tensor, v: Tensor) -> None:
+    cache.k.flatten(0, 1).index_copy_(0, slots, k.to(cache.k.dtype))
+    cache.v.flatten(0, 1).index_copy_(0, slots, v.to(cache.v.dtype))
+
+
+def _append_and_gather(
+    cache: AttentionCache, q: Tensor, k: Tensor, v: Tensor, window_left: int | None, position_bias: Tensor
+) -> Tensor:
+    """No kernel for a cache takes a bias: what the rows hold is copied side by side."""
+    rows, seqlen, until = q.shape[0], q.shape[1], position_bias.shape[-1]
+    if rows != len(cache.seqlens) or until > cache.slot_table.shape[1]:
+        raise ValueError(
+            f"expected {len(cache.seqlens)} rows, and a position_bias of at most {cache.slot_table.shape[1]} keys, "
+            f"got {rows} and {until}"
+        )
+    own = cache.seqlens[:, None].long() + torch.arange(seqlen, device=q.device)
+    _write(cache, cache.slot_table.gather(1, own).flatten().long(), k.flatten(0, 1), v.flatten(0, 1))
+    position = torch.arange(until, device=q.device)
+    # Behind a row's end there may be anything: block 0 is zeros.
+    slots = cache.slot_table[:, :until].long().masked_fill(position > own[:, -1:], 0)
+    keys, values = (x.flatten(0, 1)[slots] for x in (cache.k, cache.v))
+    seen = position <= own[..., None]
+    if window_left is not None:
+        seen &= position >= own[..., None] - window_left
+    return attention(q, keys, values, attn_mask=add_bias(position_bias, seen[:, None]))
+
+
+def attention_unpacked(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: SequenceLayout,
+    position_bias: Tensor,
+    window_size: tuple[int | None, int | None],
+    dropout_p: float = 0.0,
+    dropout_seed: Tensor | None = None,
+) -> Tensor:
+    """Self-attention of packed sequences with a bias, which no kernel for them takes: each has a row of its own.
+
+    Args:
+        q: (total, num_heads, head_dim).
+        k, v: (total, num_kv_heads, head_dim).
+        layout: how they are packed.
+        position_bias: (1, num_heads, max_seqlen, max_seqlen).
+        window_size, dropout_p, dropout_seed: see `ops.attention`.
+
+    Returns:
+        q's shape; zeros behind the last sequence.
+    """
+    q_rows, k_rows, v_rows = (layout.unpack(x) for x in (q, k, v))
+    out = attention(
+        q_rows,
+        k_rows,
+        v_rows,
+        attn_mask=position_bias,
+        seqlens_k=layout.seqlens,
+        window_size=window_size,
+        dropout_p=dropout_p,
+        dropout_seed=dropout_seed,
+    )
+    assert layout.cu_seqlens is not None
+    is_real = torch.arange(len(q), device=q.device) < layout.cu_seqlens[-1]
+    return layout.pack(out).where(is_real[:, None, None], 0.0)
