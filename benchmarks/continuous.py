@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import record
+from benchmarks.measure import record
 from fastformer.generation import Translator
 from fastformer.generation.engines import choose_engine
 from fastformer.generation.generate import new_scheduler

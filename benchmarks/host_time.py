@@ -31,7 +31,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import CompiledKernel
 from triton.runtime.jit import JITFunction
 
-from benchmarks import record
+from benchmarks.measure import record
 from fastformer.kernels import _launch, add_layer_norm, attention, attention_backward
 from fastformer.ops import _library
 from fastformer.ops import add_layer_norm as add_layer_norm_op

@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from benchmarks import record
+from benchmarks.measure import record
 from fastformer.data.text import read_pairs
 from fastformer.generation import Translator
 from fastformer.training.evaluate import corpus_scores

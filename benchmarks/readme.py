@@ -5,7 +5,7 @@
     python -m benchmarks.readme --list    # each figure with its file, line and command
     python -m benchmarks.readme --tables build  # README's tables out of the lines of your own runs in build/
 
-They stand between `<!-- numbers: NAME -->` and `<!-- end -->`; `benchmarks/readme_blocks.py` says what stands there.
+They stand between `<!-- numbers: NAME -->` and `<!-- end -->`; `benchmarks/publish/blocks.py` says what stands there.
 The section "Numbers" has no figure elsewhere. One whose line is missing reads "not measured".
 """
 
@@ -17,8 +17,8 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks.latest import RESULTS, Results
-from benchmarks.readme_blocks import BLOCKS, Numbers, tables_of
+from benchmarks.publish.blocks import BLOCKS, Numbers, tables_of
+from benchmarks.publish.latest import RESULTS, Results
 
 README = Path(__file__).parents[1] / "README.md"
 _SECTION = re.compile(r"^## Numbers\n.*?(?=^## |\Z)", re.MULTILINE | re.DOTALL)

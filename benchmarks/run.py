@@ -34,14 +34,17 @@ os.environ.setdefault("FASTFORMER_STRICT", "1")  # nothing is measured on a sile
 import torch  # noqa: E402
 from tqdm import tqdm  # noqa: E402
 
-from benchmarks import fits, record  # noqa: E402
-from benchmarks.case import SUITES  # noqa: E402
-from benchmarks.comparing import compare  # noqa: E402
-from benchmarks.execute import Outcome, run_cases  # noqa: E402
 from benchmarks.experiments import EXPERIMENTS  # noqa: E402
-from benchmarks.suites import DEFAULT, Case, benchmarks, chosen_cases, listing, nothing_fits  # noqa: E402
-from benchmarks.summary import summary, table, title  # noqa: E402
-from benchmarks.timing import keep_freed_memory  # noqa: E402
+from benchmarks.measure import (
+    record,  # noqa: E402
+    scaling_fits,  # noqa: E402
+)
+from benchmarks.measure.case import SUITES  # noqa: E402
+from benchmarks.measure.comparing import compare  # noqa: E402
+from benchmarks.measure.console import summary, table, title  # noqa: E402
+from benchmarks.measure.execute import Outcome, run_cases  # noqa: E402
+from benchmarks.measure.suites import DEFAULT, Case, benchmarks, chosen_cases, listing, nothing_fits  # noqa: E402
+from benchmarks.measure.timing import keep_freed_memory  # noqa: E402
 
 
 class Run:
@@ -159,7 +162,7 @@ def main(arguments: list[str] | None = None) -> int:
     finally:
         print(summary(run.rows, run.not_timed))
     if any(row["suite"] == "scaling" for row in run.rows):
-        print("\n" + fits.report(run.rows))
+        print("\n" + scaling_fits.report(run.rows))
     for name in experiments:
         print(f"\nexperiment {name}: {EXPERIMENTS[name]}", flush=True)
         told = (["--quick"] if options.quick else []) + (["--out", str(options.out)] if options.out else [])

@@ -17,9 +17,9 @@ os.environ.setdefault("FASTFORMER_STRICT", "1")
 
 import torch  # noqa: E402
 
-from benchmarks.case import cast, timed_call  # noqa: E402
-from benchmarks.checking import Verdicts, verdicts_of  # noqa: E402
-from benchmarks.suites import Case, benchmarks, chosen_cases, chosen_providers  # noqa: E402
+from benchmarks.measure.case import cast, timed_call  # noqa: E402
+from benchmarks.measure.checking import Verdicts, verdicts_of  # noqa: E402
+from benchmarks.measure.suites import Case, benchmarks, chosen_cases, chosen_providers  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

@@ -18,10 +18,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from benchmarks import record
+from benchmarks.measure import record
 from benchmarks.peers.cases import CASES, make_job, make_model
 from benchmarks.peers.job import PRECISIONS, Model
-from benchmarks.plot.charts import draw_token_times
+from benchmarks.publish.charts import draw_token_times
 from fastformer.generation import generate
 from fastformer.generation.engines import ENGINES
 from fastformer.generation.generate import Streamer

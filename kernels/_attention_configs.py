@@ -1,6 +1,6 @@
 """Tile sizes of the attention kernels: static tables, so that no first call waits for a tuner.
 
-No row has been measured on a device yet. Each was chosen by what it compiles to (`benchmarks/compile_report.py`: no
+No row has been measured on a device yet. Each was chosen by what it compiles to (`benchmarks/machine_code`: no
 spills, shared memory within the architecture's limit, wgmma or tcgen05 where the tile has 64 rows) and by the tiles
 that published kernels use. A file of measured rows overrides them (`_tuning.py`).
 

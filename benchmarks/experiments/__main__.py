@@ -9,10 +9,10 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks import record
 from benchmarks.experiments import EXPERIMENTS
 from benchmarks.experiments.experiment import RESULTS, Row, last_run, load
-from benchmarks.plot import style
+from benchmarks.measure import record
+from benchmarks.publish import style
 
 PAGE = Path(__file__).with_name("README.md")
 _HEAD = """# The sources' experiments

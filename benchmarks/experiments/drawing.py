@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.experiments.experiment import Row
-from benchmarks.plot import style
+from benchmarks.publish import style
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

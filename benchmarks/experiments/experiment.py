@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from benchmarks import record
 from benchmarks.experiments import EXPERIMENTS
+from benchmarks.measure import record
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

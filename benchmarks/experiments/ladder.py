@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from benchmarks import record
 from benchmarks.experiments.experiment import Experiment, Finding, Row, positive
 from benchmarks.experiments.learning import learn, numbers
-from benchmarks.plot import style
-from benchmarks.timing import time_interleaved
+from benchmarks.measure import record
+from benchmarks.measure.timing import time_interleaved
+from benchmarks.publish import style
 from fastformer.data.examples import encode_pair
 from fastformer.generation import generate
 from fastformer.generation.engines import ENGINES

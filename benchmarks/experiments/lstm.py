@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
-from benchmarks import record
 from benchmarks.experiments.drawing import draw_curves
 from benchmarks.experiments.experiment import Experiment, Finding, Row, Spread, final, positive, value
 from benchmarks.experiments.learning import SMALL, learn
+from benchmarks.measure import record
 
 TRANSFORMER, LSTM = "Transformer", "LSTM with attention"
 # One layer each of a size that makes as many parameters as SMALL has; each has the better learning rate of 5e-3, 1e-2.

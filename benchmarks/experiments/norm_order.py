@@ -12,10 +12,10 @@ import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from benchmarks import record
 from benchmarks.experiments.drawing import draw_curves
 from benchmarks.experiments.experiment import Experiment, Finding, Row, Spread, final, positive
 from benchmarks.experiments.learning import SMALL, learn
+from benchmarks.measure import record
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

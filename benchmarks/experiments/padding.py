@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from benchmarks import record
+from benchmarks.cases.models.bench_training_step import MULTI30K
 from benchmarks.experiments.experiment import Experiment, Finding, Row, positive
-from benchmarks.models.bench_training_step import MULTI30K
-from benchmarks.plot import style
+from benchmarks.measure import record
+from benchmarks.publish import style
 from fastformer.data.batching import Batch, collate, padding_ratio, plan_epoch
 from fastformer.data.bpe import train_bpe
 from fastformer.data.examples import Example, encode_pair

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from benchmarks import record
 from benchmarks.experiments.drawing import draw_curves
 from benchmarks.experiments.experiment import Experiment, Finding, Row, Spread, final, positive, value
 from benchmarks.experiments.learning import SMALL, learn
+from benchmarks.measure import record
 
 LAYOUTS = {"interleaved (the paper)": "interleaved", "concatenated (tensor2tensor)": "concatenated"}
 

@@ -23,15 +23,15 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import record
+from benchmarks.measure import record
+from benchmarks.measure.console import table
+from benchmarks.measure.console import title as title_of
 from benchmarks.peers import models, neighbours, suite
 from benchmarks.peers.cases import CASES, GPTS
 from benchmarks.peers.job import PRECISIONS
 from benchmarks.peers.side_by_side import Row
 from benchmarks.peers.suite import Plan
 from benchmarks.peers.worker import Failed, peers
-from benchmarks.summary import table
-from benchmarks.summary import title as title_of
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
+from benchmarks.measure.timing import Timing
 from benchmarks.peers.job import Job, Tokens
-from benchmarks.timing import Timing
 
 # OpenMP's threads go on spinning for up to 200 ms behind their last work (KMP_BLOCKTIME), in another's turn.
 PAUSE = 0.3

@@ -6,12 +6,12 @@ import functools
 import os
 from collections.abc import Iterator
 
+from benchmarks.measure.timing import Timing
 from benchmarks.peers.cases import make_job
 from benchmarks.peers.compare import PAUSE, busy_neighbours, fair_share, num_tokens, take_turns
 from benchmarks.peers.side_by_side import Row, close, start
 from benchmarks.peers.suite import Plan
 from benchmarks.peers.worker import Worker
-from benchmarks.timing import Timing
 
 _BUSY_SECONDS = 1.0  # of a turn beside neighbours: many slices of the scheduler
 

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 import fastformer
+from benchmarks.measure.timing import keep_freed_memory
 from benchmarks.peers.job import Missing, Peer, Step, Turn
 from benchmarks.peers.models import Work, gradients, make_work, outputs
-from benchmarks.timing import keep_freed_memory
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.float32}  # int8 is made of fp32
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from benchmarks.measure.timing import Timing
 from benchmarks.peers.compare import (
     PAUSE,
     TURN,
@@ -31,7 +32,6 @@ from benchmarks.peers.job import Job, Missing, Step, Tokens
 from benchmarks.peers.models import Results
 from benchmarks.peers.reading import DRAM
 from benchmarks.peers.worker import Failed, Place, Worker
-from benchmarks.timing import Timing
 
 Workers = dict[tuple[Thing, int], Worker]
 Row = dict[str, Any]

@@ -1,4 +1,4 @@
-"""A GPU day on a device that is none: `python tests/benchmarks/stub_device.py OUT` runs `gpu_day` to its end.
+"""A GPU day on a device that is none: `python tests/benchmarks/stub_device.py OUT` runs `gpu_run_plan` to its end.
 
 Time is the steps' own estimates. Tests and cases are counted in place of being run, and no kernel is. But what tuning
 launches, and of attention's and the feed-forward network's cases what ours does, forward and backward, comes from the
@@ -20,13 +20,13 @@ from unittest import mock
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from benchmarks import gpu_day
-from benchmarks.compile_cases.attention import attention_call
-from benchmarks.compile_cases.feed_forward import feed_forward_call
-from benchmarks.compile_report import recorded
-from benchmarks.execute import Outcome
-from benchmarks.roofline import Machine
-from benchmarks.timing import Timing
+from benchmarks import gpu_run_plan
+from benchmarks.machine_code.cases.attention import attention_call
+from benchmarks.machine_code.cases.feed_forward import feed_forward_call
+from benchmarks.machine_code.report import recorded
+from benchmarks.measure.execute import Outcome
+from benchmarks.measure.roofline import Machine
+from benchmarks.measure.timing import Timing
 from fastformer.kernels import _feed_forward_configs
 
 
@@ -45,7 +45,7 @@ class StubDevice:
     def run_side_by_side(self, commands: list[tuple[list[str], dict[str, str], Path]], limit: float) -> dict[str, Any]:
         shards = {environment["FASTFORMER_TEST_SHARD"] for _, environment, _ in commands}
         assert shards == {f"{index}/{len(commands)}" for index in range(len(commands))}
-        assert 0 < limit <= gpu_day.CHUNK
+        assert 0 < limit <= gpu_run_plan.CHUNK
         self.counts["test runs"] += 1
         self.tests += [argument for argument in commands[0][0] if argument.startswith("tests/")]
         return {"ok": True, "failed": [], "tails": {}}
@@ -73,18 +73,18 @@ class StubDevice:
         self.counts["graphs"] += 1
         return function
 
-    def steps(self, out: Path, real: Callable[[Path], Iterator[gpu_day.Step]]) -> Iterator[gpu_day.Step]:
+    def steps(self, out: Path, real: Callable[[Path], Iterator[gpu_run_plan.Step]]) -> Iterator[gpu_run_plan.Step]:
         """The real steps, each of which takes as long as it says."""
         for step in real(out):
             yield step._replace(run=partial(self._run, step))
 
-    def _run(self, step: gpu_day.Step) -> dict[str, Any]:
+    def _run(self, step: gpu_run_plan.Step) -> dict[str, Any]:
         self.now += step.seconds
         self.counts["steps"] += 1
         self.timed = 0.0
         with FakeTensorMode(allow_non_fake_inputs=True), recorded(90) as launches:
             result = step.run()
-        assert self.timed <= gpu_day.TIMING * step.seconds, f"{step.key}: {self.timed} s of turns"
+        assert self.timed <= gpu_run_plan.TIMING * step.seconds, f"{step.key}: {self.timed} s of turns"
         self.counts["launches"] += len(launches)
         return result
 
@@ -108,20 +108,20 @@ def main() -> None:
         mock.patch.object(torch.cuda, "get_device_name", lambda *_: "stub"),
         mock.patch.object(torch.cuda, "get_device_capability", lambda *_: (9, 0)),
         mock.patch.object(torch.cuda, "synchronize", stub.synchronize),
-        mock.patch.object(gpu_day, "run_side_by_side", stub.run_side_by_side),
-        mock.patch.object(gpu_day, "run_case", stub.run_case),
-        mock.patch.object(gpu_day, "time_interleaved", stub.time_interleaved),
-        mock.patch.object(gpu_day, "captured", stub.captured),
+        mock.patch.object(gpu_run_plan, "run_side_by_side", stub.run_side_by_side),
+        mock.patch.object(gpu_run_plan, "run_case", stub.run_case),
+        mock.patch.object(gpu_run_plan, "time_interleaved", stub.time_interleaved),
+        mock.patch.object(gpu_run_plan, "captured", stub.captured),
         # Fake tensors can't be copied to a device that is none.
-        mock.patch.object(gpu_day, "inputs_of", lambda benchmark, shape: benchmark.make_inputs(shape, "cpu")),
-        mock.patch.object(gpu_day, "measure_machine", lambda *_: Machine(1e15, 4e12)),
-        mock.patch.object(gpu_day, "steps", partial(stub.steps, real=gpu_day.steps)),
-        mock.patch.object(gpu_day, "work_through", partial(gpu_day.work_through, clock=lambda: stub.now)),
-        mock.patch.object(sys, "argv", ["gpu_day", "--out", str(out)]),
+        mock.patch.object(gpu_run_plan, "inputs_of", lambda benchmark, shape: benchmark.make_inputs(shape, "cpu")),
+        mock.patch.object(gpu_run_plan, "measure_machine", lambda *_: Machine(1e15, 4e12)),
+        mock.patch.object(gpu_run_plan, "steps", partial(stub.steps, real=gpu_run_plan.steps)),
+        mock.patch.object(gpu_run_plan, "work_through", partial(gpu_run_plan.work_through, clock=lambda: stub.now)),
+        mock.patch.object(sys, "argv", ["gpu_run_plan", "--out", str(out)]),
         mock.patch.object(sys, "stdout", sys.stderr),
     ):
         while not statuses or (statuses[-1] == 3 and len(statuses) < 20):
-            statuses.append(gpu_day.main())
+            statuses.append(gpu_run_plan.main())
     print(json.dumps({"statuses": statuses, "seconds": stub.now, "counts": stub.counts, "tests": stub.tests}))
 
 

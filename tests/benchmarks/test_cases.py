@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks.case import Benchmark, Inputs, Shape, results
-from benchmarks.checking import verdicts_of
-from benchmarks.execute import Outcome, run_case
-from benchmarks.models import bench_training_step
-from benchmarks.models.modules import call, lengths_of, module_of
-from benchmarks.suites import benchmarks
+from benchmarks.cases.models import bench_training_step
+from benchmarks.cases.models.modules import call, lengths_of, module_of
+from benchmarks.measure.case import Benchmark, Inputs, Shape, results
+from benchmarks.measure.checking import verdicts_of
+from benchmarks.measure.execute import Outcome, run_case
+from benchmarks.measure.suites import benchmarks
 
 SHAPE = {"rows": 8}
 

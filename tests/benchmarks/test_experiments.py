@@ -16,7 +16,6 @@ import torch
 
 import fastformer.training.examples
 import fastformer.training.trainer
-from benchmarks import record
 from benchmarks.experiments import (
     EXPERIMENTS,
     __main__,
@@ -31,7 +30,8 @@ from benchmarks.experiments import (
 from benchmarks.experiments.drawing import mean_curve
 from benchmarks.experiments.experiment import RESULTS, Finding, Spread, final, last_run, load
 from benchmarks.experiments.learning import Curve, learn
-from benchmarks.plot import style
+from benchmarks.measure import record
+from benchmarks.publish import style
 from fastformer.data.batching import padding_ratio
 from fastformer.generation.engines import ENGINES
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from benchmarks.suites import benchmarks
+from benchmarks.measure.suites import benchmarks
 
 
 def module(monkeypatch: pytest.MonkeyPatch, name: str, **members: object) -> None:

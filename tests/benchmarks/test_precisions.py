@@ -10,7 +10,8 @@ import pytest
 
 pytest.importorskip("sacrebleu", reason="not installed: pip install 'fastformer[train]'")
 
-from benchmarks import precisions, record
+from benchmarks import precisions
+from benchmarks.measure import record
 
 RIGHT = ["ein Hund läuft durch das Gras", "zwei Männer sitzen auf einer Bank"]
 

@@ -13,16 +13,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import record, timing
 from benchmarks import run as run_module
-from benchmarks.case import SUITES, Benchmark, Inputs, Need, Provider, Shape
-from benchmarks.checking import difference
-from benchmarks.comparing import compare
-from benchmarks.execute import Outcome, run_case
-from benchmarks.models.bench_decoding import BENCHMARKS, ladder
+from benchmarks.cases.models.bench_decoding import BENCHMARKS, ladder
+from benchmarks.measure import record, timing
+from benchmarks.measure.case import SUITES, Benchmark, Inputs, Need, Provider, Shape
+from benchmarks.measure.checking import difference
+from benchmarks.measure.comparing import compare
+from benchmarks.measure.console import table
+from benchmarks.measure.execute import Outcome, run_case
+from benchmarks.measure.suites import ROOT, Case, benchmarks, chosen_cases, listing, nothing_fits
 from benchmarks.run import main
-from benchmarks.suites import ROOT, Case, benchmarks, chosen_cases, listing, nothing_fits
-from benchmarks.summary import table
 from fastformer.generation.engines import ENGINES
 from fastformer.ops import add_layer_norm, use_backend
 from fastformer.ops._library import forced_backend
@@ -361,7 +361,7 @@ def test_a_case_is_timed_on_copies_of_its_inputs(monkeypatch: pytest.MonkeyPatch
 
 
 def test_every_benchmark_knows_its_providers_and_shapes() -> None:
-    stems = {path.stem.removeprefix("bench_") for path in (ROOT / "benchmarks").glob("*/bench_*.py")}
+    stems = {path.stem.removeprefix("bench_") for path in (ROOT / "benchmarks").glob("cases/*/bench_*.py")}
     known = benchmarks()
     ops = {"attention", "add_layer_norm", "embedding", "feed_forward", "linear_cross_entropy", "rotary"}
     assert stems <= known.keys() and ops | {"decoding"} <= stems

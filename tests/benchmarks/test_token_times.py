@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import record
 from benchmarks import token_times as token_times_module
+from benchmarks.measure import record
 from benchmarks.peers.cases import make_model
 from benchmarks.token_times import Clock, Line, lines, main, medians, token_times
 from fastformer.generation.engines import ENGINES

@@ -10,7 +10,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from benchmarks.timing import peak_bytes  # noqa: E402
+from benchmarks.measure.timing import peak_bytes  # noqa: E402
 from fastformer.kernels import _feed_forward_configs as configs  # noqa: E402
 from fastformer.kernels import feed_forward as kernels  # noqa: E402
 from fastformer.kernels._launch import launch  # noqa: E402

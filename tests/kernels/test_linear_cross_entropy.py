@@ -12,7 +12,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from benchmarks.timing import peak_bytes  # noqa: E402
+from benchmarks.measure.timing import peak_bytes  # noqa: E402
 from fastformer.kernels import linear_cross_entropy as kernels  # noqa: E402
 from fastformer.ops import linear_cross_entropy, use_backend  # noqa: E402
 from tests.checks import assert_op_accurate  # noqa: E402

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from benchmarks.timing import peak_bytes
+from benchmarks.measure.timing import peak_bytes
 from fastformer.ops import linear_cross_entropy
 from tests.checks import assert_op_accurate
 

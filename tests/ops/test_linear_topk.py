@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from benchmarks.timing import peak_bytes
+from benchmarks.measure.timing import peak_bytes
 from fastformer.ops import linear_topk, record_backends, use_backend
 from fastformer.ops.linear_topk import best_of_logits
 from tests.checks import assert_accurate, small_draws

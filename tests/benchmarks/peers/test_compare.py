@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.measure.record import command
+from benchmarks.measure.timing import Timing
 from benchmarks.peers import cases, worker
 from benchmarks.peers.__main__ import main
 from benchmarks.peers.compare import (
@@ -30,8 +32,6 @@ from benchmarks.peers.compare import (
 from benchmarks.peers.job import Job, until_end
 from benchmarks.peers.reading import DRAM, bytes_per_step
 from benchmarks.peers.side_by_side import rates
-from benchmarks.record import command
-from benchmarks.timing import Timing
 from fastformer.models import GPT, Transformer
 
 OURS, THEIRS = Thing("fastformer", "int8"), Thing("ctranslate2", "int8")

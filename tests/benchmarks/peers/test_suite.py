@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import record
+from benchmarks.measure import record
 from benchmarks.peers import models, side_by_side, suite
 from benchmarks.peers.job import Job, Missing, Step, Turn
 from benchmarks.peers.models import Results

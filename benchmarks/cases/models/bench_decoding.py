@@ -1,0 +1,132 @@
+"""The engines that decode, from the plainest to the fastest, against the plainest. The same tokens come out of each.
+
+recompute     encoder and decoder run over everything for each new token
+encode_once   the encoder runs once
+cross_cache   and the keys and values of cross-attention are computed once
+kv_cache      and those of self-attention are kept: a step computes one token
+graph         and a step with its search is one launch of a CUDA graph (on a GPU)
+cpp           and a step is one call of C++; cpp_bf16, cpp_int8: with such weights (on a CPU)
+
+Rounded weights part from the others' tokens at near-ties, of which random weights have many: half have to agree.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from benchmarks.measure.case import Benchmark, Inputs, Provider, Shape
+from fastformer.generation import generate
+from fastformer.generation.engines import ENGINES
+from fastformer.models import Transformer
+
+
+@functools.cache
+def model(preset: str, device: str) -> Transformer:
+    """A model with random weights that never says EOS: its logit is 0, and the best are far above."""
+    torch.manual_seed(0)
+    made = Transformer.from_preset(preset, vocab_size=8000, device=device).eval()
+    with torch.no_grad():
+        made.output_weight[made.config.special_ids.first_eos] = 0.0
+    return made
+
+
+def make_inputs(shape: Shape, device: str) -> Inputs:
+    """Sources of mixed lengths, padded."""
+    source = torch.randint(3, 8000, (shape["batch"], shape["source"]), device=device)
+    for row in range(shape["batch"]):
+        source[row, shape["source"] // 2 + row % (shape["source"] // 2) + 1 :] = 0
+    return {"source": source}
+
+
+def engine(name: str, precision: str | None = None) -> Provider:
+    """The provider of an engine."""
+
+    def provider(x: Inputs, shape: Shape) -> torch.Tensor:
+        tokens = generate(
+            model(shape["preset"], str(x["source"].device)),
+            x["source"],
+            max_new_tokens=shape["new_tokens"],
+            num_beams=shape["num_beams"],
+            engine=name,
+            precision=precision,
+        )
+        assert isinstance(tokens, torch.Tensor)
+        return tokens
+
+    return provider
+
+
+def batch_shapes(new_tokens: int, batches: Sequence[int], threads: Sequence[int | None]) -> list[dict[str, Any]]:
+    """Greedy decoding with `base` at batches of many sizes, by so many threads (None: those that PyTorch has)."""
+    sizes = {"preset": "base", "source": 24, "new_tokens": new_tokens, "num_beams": 1}
+    return [
+        {**sizes, "batch": batch} | ({} if count is None else {"threads": count})
+        for batch in batches
+        for count in threads
+    ]
+
+
+ROUNDED = ("cpp_bf16", "cpp_int8")
+
+
+def ladder(engines: Sequence[str]) -> dict[str, Provider]:
+    """The providers of those of the engines that decode a Transformer, the one that every machine has first."""
+    rungs = {name: engine(name) for name in engines if name != "recurrent"}
+    if "cpp" in rungs:
+        rungs["cpp"] = engine("cpp", "fp32")
+        rungs |= {name: engine("cpp", name.removeprefix("cpp_")) for name in ROUNDED}
+    return {"kv_cache": rungs.pop("kv_cache"), **rungs}
+
+
+ONLY_ON = {**dict.fromkeys(("cpp", *ROUNDED), "cpu"), "graph": "cuda"}
+CACHED = {name: call for name, call in ladder(ENGINES).items() if name == "kv_cache" or name in ONLY_ON}
+
+
+BENCHMARKS = [
+    Benchmark(
+        name="decoding",
+        suite="decoding",
+        is_ladder=True,
+        shapes={
+            device: [
+                {"preset": preset, "batch": batch, "source": 24, "new_tokens": 24, "num_beams": beams}
+                for preset, batch, beams in sizes
+            ]
+            for device, sizes in {
+                "cpu": (("tiny", 16, 1), ("tiny", 16, 4), ("base", 8, 1)),
+                "cuda": (("base", 64, 1), ("base", 64, 4)),
+            }.items()
+        },
+        make_inputs=make_inputs,
+        providers=ladder(ENGINES),
+        baseline="recompute",
+        modes=("fwd",),
+        dtypes=("float32",),
+        tokens=lambda shape: shape["batch"] * shape["new_tokens"],
+        only_on=ONLY_ON,
+        agreement=dict.fromkeys(ROUNDED, 0.5),
+    ),
+    # Without what recomputes, which takes minutes here. That kv_cache says the same as it is checked above.
+    Benchmark(
+        name="decoding_batches",
+        suite="decoding",
+        is_ladder=True,
+        shapes={
+            "cpu": batch_shapes(16, (1, 4, 16, 64), (1, 2)),
+            "cuda": batch_shapes(64, (1, 4, 16, 64), (None,)),
+        },
+        make_inputs=make_inputs,
+        providers=CACHED,
+        baseline="kv_cache",
+        modes=("fwd",),
+        dtypes=("float32",),
+        quick=2,
+        tokens=lambda shape: shape["batch"] * shape["new_tokens"],
+        only_on=ONLY_ON,
+        agreement=dict.fromkeys(ROUNDED, 0.5),
+    ),
+]

@@ -1,0 +1,94 @@
+"""Decoding by CUDA graphs beside the cached modules, and beside Hugging Face's generate with a static, compiled cache.
+
+All in bf16, with the same random weights, of which none says EOS. They part from each other at near-ties: half of our
+tokens have to agree, and Hugging Face's are timed whatever they are (`benchmarks.peers` holds them against ours in
+fp32).
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+from benchmarks.measure.case import Benchmark, Inputs, Provider, Shape
+from benchmarks.peers.cases import make_model
+from benchmarks.peers.hugging_face import convert
+from benchmarks.peers.job import Missing, Model
+from fastformer.generation import generate
+from fastformer.models import GPT
+
+_PROMPT = 32
+
+
+@functools.cache
+def model(name: str, device: str) -> Model:
+    """One of `benchmarks.peers`' models."""
+    return make_model({"name": name}).to(device, torch.bfloat16)
+
+
+@functools.cache
+def their_model(name: str, device: str) -> Any:
+    """The same weights in Hugging Face's GPT-2."""
+    ours = make_model({"name": name})
+    if not isinstance(ours, GPT):
+        raise Missing("a static cache is compared with a decoder-only model")
+    return convert(ours).to(device, torch.bfloat16)
+
+
+def make_inputs(shape: Shape, device: str) -> Inputs:
+    """Prompts, or sources, of one length."""
+    vocab_size = model(shape["model"], device).config.vocab_size
+    return {"ids": torch.randint(3, vocab_size, (shape["batch"], _PROMPT), device=device)}
+
+
+def engine(name: str) -> Provider:
+    """The provider of an engine."""
+
+    def provider(x: Inputs, shape: Shape) -> torch.Tensor:
+        ours = model(shape["model"], x["ids"].device.type)
+        tokens = generate(ours, x["ids"], max_new_tokens=shape["new_tokens"], num_beams=shape["num_beams"], engine=name)
+        assert isinstance(tokens, torch.Tensor)
+        return tokens
+
+    return provider
+
+
+@torch.no_grad()
+def transformers(x: Inputs, shape: Shape) -> torch.Tensor:
+    """Hugging Face's generate. With a static cache on a GPU it compiles the step by itself."""
+    found: torch.Tensor = their_model(shape["model"], x["ids"].device.type).generate(
+        input_ids=x["ids"],
+        attention_mask=torch.ones_like(x["ids"]),
+        num_beams=shape["num_beams"],
+        max_new_tokens=shape["new_tokens"],
+        min_new_tokens=shape["new_tokens"],
+        do_sample=False,
+        cache_implementation="static",
+    )
+    return found
+
+
+BENCHMARKS = [
+    Benchmark(
+        name="graph_decoding",
+        suite="decoding",
+        shapes={
+            "cpu": [{"model": "gpt-tiny", "batch": 2, "new_tokens": 12, "num_beams": 1}],
+            "cuda": [
+                {"model": name, "batch": batch, "new_tokens": 64, "num_beams": beams}
+                for name, beams in (("gpt2", 1), ("base", 4))
+                for batch in (1, 16)
+            ],
+        },
+        make_inputs=make_inputs,
+        providers={"graph": engine("graph"), "kv_cache": engine("kv_cache"), "transformers": transformers},
+        baseline="kv_cache",
+        modes=("fwd",),
+        dtypes=("bfloat16",),
+        tokens=lambda shape: shape["batch"] * shape["new_tokens"],
+        only_on={"transformers": "cuda"},
+        agreement={"graph": 0.5, "transformers": 0.0},
+    )
+]

@@ -1,0 +1,182 @@
+"""What a layer costs as sequences grow: table 1 of "Attention Is All You Need" (Vaswani et al. 2017), measured.
+
+Self-attention over n positions of width d takes O(n^2 d) operations, restricted to the r last positions O(r n d), a
+recurrent layer O(n d^2) one after the other. Memory is not in the table: scores that are kept take O(n^2) of it, fused
+attention O(n). All forward and backward, one sequence, heads * head_dim = 512 as the LSTM's width.
+`benchmarks.measure.scaling_fits` takes the exponents out of the rows.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from benchmarks.measure.case import Benchmark, Inputs, Provider, Shape
+from fastformer.ops import attention
+
+HEADS, HEAD_DIM = 8, 64
+WINDOW = 127  # keys before a query's own, which it sees too: 128
+
+
+@dataclass(frozen=True)
+class Growth:
+    """What the paper, or arithmetic, says that a layer takes: exponents of n, and the whole term."""
+
+    time: float
+    memory: float
+    operations: str
+
+
+def make_inputs(shape: Shape, device: str) -> Inputs:
+    """q, k, v (1, seqlen, heads, head_dim)."""
+    size = (1, shape["seqlen"], shape["heads"], HEAD_DIM)
+    return {name: torch.randn(size, device=device, requires_grad=True) for name in ("q", "k", "v")}
+
+
+def ours(**options: Any) -> Provider:
+    """fastformer.ops.attention."""
+    return lambda x, shape: attention(x["q"], x["k"], x["v"], **options)
+
+
+@functools.cache
+def materialised(visible: str) -> Provider:
+    """As fastformer.baseline has it: scores, mask, weights, each in memory. visible: "all", "causal" or "window"."""
+
+    def run(x: Inputs, shape: Shape) -> Tensor:
+        q, k, v = (x[name].transpose(1, 2) for name in "qkv")
+        scores = q @ k.transpose(-2, -1) / HEAD_DIM**0.5
+        if visible != "all":
+            seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
+            scores = scores.masked_fill(~(seen.triu(-WINDOW) if visible == "window" else seen), -1e9)
+        return (scores.softmax(-1) @ v).transpose(1, 2)
+
+    return run
+
+
+def sdpa(is_causal: bool) -> Provider:
+    """scaled_dot_product_attention."""
+
+    def run(x: Inputs, shape: Shape) -> Tensor:
+        q, k, v = (x[name].transpose(1, 2) for name in "qkv")
+        return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal).transpose(1, 2)
+
+    return run
+
+
+def left_out(provider: str, shape: Shape) -> str | None:
+    """What keeps all scores is not run where several times their size would not fit into an ordinary memory."""
+    if provider != "baseline" or shape["materialised"]:
+        return None
+    return (
+        f"its scores alone are {4 * shape['heads'] * shape['seqlen'] ** 2 / 2**30:.0f} GiB in fp32, held several times"
+    )
+
+
+LONGEST_CHECKED = 4096
+
+
+def checked(shape: Shape) -> Shape:
+    """One head, up to a length at which its scores take 128 MiB in fp64."""
+    return {**shape, "heads": 1, "seqlen": min(shape["seqlen"], LONGEST_CHECKED)}
+
+
+def make_lstm_inputs(shape: Shape, device: str) -> Inputs:
+    """x (1, seqlen, width), and an LSTM's parameters for it, uniform as torch.nn's."""
+    width = shape["width"]
+    parameters = {
+        "input": (4 * width, width),
+        "hidden": (4 * width, width),
+        "bias1": (4 * width,),
+        "bias2": (4 * width,),
+    }
+    bound = width**-0.5
+    inputs = {name: torch.empty(size, device=device).uniform_(-bound, bound) for name, size in parameters.items()}
+    inputs["x"] = torch.randn(1, shape["seqlen"], width, device=device)
+    return {name: tensor.requires_grad_() for name, tensor in inputs.items()}
+
+
+def lstm(x: Inputs, shape: Shape) -> Tensor:
+    """What torch.nn.LSTM calls, one layer."""
+    state = x["x"].new_zeros(1, 1, shape["width"])
+    parameters = [x["input"], x["hidden"], x["bias1"], x["bias2"]]
+    return torch.lstm(x["x"], (state, state), parameters, True, 1, 0.0, True, False, True)[0]
+
+
+PROVIDERS: dict[str, Provider] = {
+    "fastformer": ours(),
+    "fastformer causal": ours(is_causal=True),
+    "fastformer window": ours(window_size=(WINDOW, 0)),
+    "sdpa": sdpa(False),
+    "sdpa causal": sdpa(True),
+    "baseline": materialised("all"),
+}
+
+EXPECTED = {
+    "fastformer": Growth(2, 1, "O(n^2 d)"),
+    "fastformer causal": Growth(2, 1, "O(n^2 d / 2)"),
+    "fastformer window": Growth(1, 1, "O(r n d)"),
+    "sdpa": Growth(2, 1, "O(n^2 d)"),
+    "sdpa causal": Growth(2, 1, "O(n^2 d / 2)"),
+    "baseline": Growth(2, 2, "O(n^2 d)"),
+    "torch.nn.LSTM": Growth(1, 1, "O(n d^2)"),
+}
+
+
+def _lengths(shortest: int, longest: int) -> list[int]:
+    return [shortest << i for i in range((longest // shortest).bit_length())]
+
+
+def _shapes(longest: int, materialised_to: int) -> list[dict[str, Any]]:
+    return [
+        {"seqlen": n, "heads": HEADS, "head_dim": HEAD_DIM, "window": WINDOW, "materialised": n <= materialised_to}
+        for n in _lengths(128, longest)
+    ]
+
+
+BENCHMARKS = [
+    Benchmark(
+        name="scaling",
+        suite="scaling",
+        # The scores of 8 heads are 512 MiB in fp32 at 4096, 8 GiB at 16384.
+        shapes={"cpu": _shapes(8192, materialised_to=4096), "cuda": _shapes(65536, materialised_to=16384)},
+        make_inputs=make_inputs,
+        providers=PROVIDERS,
+        baseline="fastformer",  # ratios are those to full attention
+        oracles={
+            name: materialised(visible)
+            for visible, names in {
+                "all": ("fastformer", "sdpa", "baseline"),
+                "causal": ("fastformer causal", "sdpa causal"),
+                "window": ("fastformer window",),
+            }.items()
+            for name in names
+        },
+        modes=("fwdbwd",),
+        dtypes=("float32", "bfloat16"),
+        quick=4,
+        tokens=lambda shape: shape["seqlen"],
+        checked=checked,
+        left_out=left_out,
+    ),
+    Benchmark(
+        name="scaling_lstm",
+        suite="scaling",
+        shapes={
+            device: [{"seqlen": n, "width": HEADS * HEAD_DIM} for n in _lengths(128, longest)]
+            for device, longest in (("cpu", 8192), ("cuda", 8192))
+        },
+        make_inputs=make_lstm_inputs,
+        providers={"torch.nn.LSTM": lstm},
+        baseline="torch.nn.LSTM",
+        modes=("fwdbwd",),
+        dtypes=("float32",),  # a CPU has no kernel for it in bf16
+        quick=4,
+        tokens=lambda shape: shape["seqlen"],
+        checked=lambda shape: {**shape, "seqlen": 128},
+    ),
+]

@@ -1,0 +1,222 @@
+"""What the benchmarks of modules share: the same weights in each rival's module, evaluation, and a training step.
+
+The rivals are torch.nn, torch.nn under torch.compile, and `fastformer.baseline`. All get the weights of torch.nn's; the
+biases of attention, which the baseline hasn't got, are 0, as torch.nn begins with. Where half is padding, lengths are
+spread evenly. What a module says at padding is nobody's business: all write zeros there before they return, and the
+gradient that comes back is zero there.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import fastformer.nn
+from benchmarks.measure.case import Benchmark, Inputs, Provider, Shape
+from fastformer.baseline import transformer as baseline
+
+LAYERS = 6
+STACKED = {"encoder": "encoder_layer", "decoder": "decoder_layer"}
+
+
+def lengths_of(shape: Shape) -> list[int]:
+    """How long the sequences are: with half of the batch as padding, from one (2 * batch)-th up in equal steps."""
+    batch, seqlen = shape["batch"], shape["seqlen"]
+    if shape["padding"] == "none":
+        return [seqlen] * batch
+    return [max(1, round(seqlen * (2 * row + 1) / (2 * batch))) for row in range(batch)]
+
+
+def make_inputs(shape: Shape, device: str) -> Inputs:
+    """x, memory and the gradient that comes back (batch, seqlen, dim); padding (batch, seqlen), True = padding."""
+    size = shape["batch"], shape["seqlen"], shape["dim"]
+    inputs = {name: torch.randn(size, device=device, requires_grad=True) for name in ("x", "memory")}
+    padding = torch.arange(shape["seqlen"])[None] >= torch.tensor(lengths_of(shape))[:, None]
+    dout = torch.randn(size).masked_fill(padding[..., None], 0.0).to(device)
+    return inputs | {"dout": dout, "padding": padding.to(device)}
+
+
+def make(name: str, library: Any, shape: Shape) -> nn.Module:
+    """A module of torch.nn, or of fastformer.nn, which has the same names and arguments; post-norm as their default."""
+    dim, heads, dropout = shape["dim"], shape["heads"], shape.get("dropout_p", 0.0)
+    made: nn.Module
+    if name == "multihead_attention":
+        made = library.MultiheadAttention(dim, heads, dropout, batch_first=True)
+    elif name in STACKED:
+        stack = library.TransformerEncoder if name == "encoder" else library.TransformerDecoder
+        made = stack(make(STACKED[name], library, shape), LAYERS)
+    else:
+        layer = library.TransformerEncoderLayer if name == "encoder_layer" else library.TransformerDecoderLayer
+        made = layer(dim, heads, 4 * dim, dropout, batch_first=True)
+    return made
+
+
+def make_baseline(name: str, shape: Shape) -> nn.Module:
+    """The same of fastformer.baseline."""
+    dim, heads, dropout = shape["dim"], shape["heads"], shape.get("dropout_p", 0.0)
+    if name == "multihead_attention":
+        return baseline.MultiHeadAttention(dim, heads, dropout)
+    if name in STACKED:
+        layers = [make_baseline(STACKED[name], shape) for _ in range(LAYERS)]
+        return baseline.Stack(layers, None)  # type: ignore[arg-type]
+    is_decoder = name == "decoder_layer"
+    return baseline.Layer(dim, 4 * dim, heads, is_decoder, False, dropout, dropout, dropout, 1e-5)
+
+
+@functools.lru_cache(maxsize=64)  # those of the cases that passes are taken over
+def _module(kind: str, name: str, key: tuple[tuple[str, Any], ...], training: bool, like: tuple[Any, ...]) -> nn.Module:
+    shape = dict(key)
+    generator = torch.get_rng_state()
+    torch.manual_seed(0)
+    original = make(name, nn, shape)
+    for parameter in original.parameters():
+        if parameter.dim() > 1:  # a stack begins with copies of one layer, among which a mistake would not show
+            nn.init.xavier_uniform_(parameter)
+    for layer in original.modules():
+        if isinstance(layer, (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)):
+            # Far from relu's kink, one half on and one off: a unit that rounding turns over would be a gradient of
+            # another function, in anybody's.
+            layer.linear1.bias.data.fill_(4.0)[::2].neg_()
+    torch.set_rng_state(generator)
+    if kind == "fastformer":
+        module = make(name, fastformer.nn, shape)
+        module.load_state_dict(original.state_dict())
+    elif kind == "baseline":
+        module = make_baseline(name, shape)
+        module.load_state_dict({key: original.state_dict()[key] for key in module.state_dict()})
+    else:
+        module = copy.deepcopy(original)
+    return module.to(*like).train(training)
+
+
+def module_of(kind: str, name: str, x: Inputs, shape: Shape, training: bool) -> nn.Module:
+    """The module of one rival, made once, in the dtype and on the device of the inputs."""
+    sizes = {each: shape[each] for each in ("dim", "heads", "dropout_p") if each in shape}
+    return _module(kind, name, tuple(sizes.items()), training, (x["x"].device, x["x"].dtype))
+
+
+def call(kind: str, name: str, module: nn.Module, x: Inputs, shape: Shape) -> Tensor:
+    """What a user of that module writes. Padding is named where there is some."""
+    tokens, memory = x["x"], x["memory"]
+    is_decoder = name in ("decoder", "decoder_layer")
+    padding = None if shape["padding"] == "none" else x["padding"]
+    hidden = torch.ones(tokens.shape[1], tokens.shape[1], dtype=torch.bool, device=tokens.device).triu(1)
+    out: Tensor
+    if kind == "baseline":
+        seen = (~x["padding"])[:, None, None]
+        if name == "multihead_attention":
+            out = module(tokens, tokens, seen)
+        else:
+            out = module(tokens, seen & ~hidden, memory, seen) if is_decoder else module(tokens, seen)
+    elif name == "multihead_attention":
+        out, _ = module(tokens, tokens, tokens, key_padding_mask=padding, need_weights=False)
+    elif is_decoder:
+        out = module(
+            tokens, memory, tgt_mask=hidden, tgt_is_causal=True,
+            tgt_key_padding_mask=padding, memory_key_padding_mask=padding,
+        )  # fmt: skip
+    else:
+        out = module(tokens, src_key_padding_mask=padding)
+    return out
+
+
+# As a function of ours: dynamo skips torch.nn's own files where Module.compile would begin.
+_compiled_call = torch.compile(call, dynamic=False)
+
+
+def _call_of(kind: str) -> Callable[..., Tensor]:
+    return _compiled_call if kind == "torch.compile" else call
+
+
+def evaluation(kind: str, name: str) -> Provider:
+    """The module in evaluation: its output, zeros at padding."""
+
+    def run(x: Inputs, shape: Shape) -> Tensor:
+        out = _call_of(kind)(kind, name, module_of(kind, name, x, shape, False), x, shape)
+        return out if shape["padding"] == "none" else out.masked_fill_(x["padding"][..., None], 0.0)
+
+    return run
+
+
+def training(kind: str, name: str, like: str | None = None) -> Provider:
+    """The module in training, forward and backward: the gradients of its inputs and of all that it has learned.
+
+    like: give those alone that this kind of module has, too.
+    """
+
+    def run(x: Inputs, shape: Shape) -> list[Tensor]:
+        torch.manual_seed(0)  # the same dropout in every call, so that backends can be compared
+        module = module_of(kind, name, x, shape, True)
+        parameters = dict(module.named_parameters())
+        inputs = [x["x"], x["memory"]] if name in ("decoder", "decoder_layer") else [x["x"]]
+        found = torch.autograd.grad(
+            _call_of(kind)(kind, name, module, x, shape), [*inputs, *parameters.values()], x["dout"]
+        )
+        if like is None:
+            return list(found)
+        names = dict(module_of(like, name, x, shape, True).named_parameters()).keys()
+        by_name = dict(zip(parameters, found[len(inputs) :], strict=True))
+        return [*found[: len(inputs)], *(by_name[each] for each in names)]
+
+    return run
+
+
+def flops_of(name: str, shape: Shape, training: bool) -> float:
+    """Products alone, of real tokens: 2 a weight forward, and 4 and 10 a score and column of q in attention."""
+    lengths, dim = lengths_of(shape), shape["dim"]
+    tokens, scores = sum(lengths), sum(n * n for n in lengths)
+    attention, feed_forward = 4 * dim**2, 8 * dim**2
+    weights, seen = {
+        "multihead_attention": (attention, scores),
+        "encoder_layer": (attention + feed_forward, scores),
+        "decoder_layer": (2 * attention + feed_forward, 1.5 * scores),  # of which half of its own
+    }[STACKED.get(name, name)]
+    linear, products = 2.0 * tokens * weights, 4.0 * seen * dim
+    layers = LAYERS if name in STACKED else 1
+    return layers * (3 * linear + 3.5 * products if training else linear + products)
+
+
+def _shapes(batch: int, seqlen: int, dim: int, heads: int) -> list[dict[str, Any]]:
+    sizes = {"batch": batch, "seqlen": seqlen, "dim": dim, "heads": heads}
+    return [{**sizes, "padding": padding} for padding in ("half", "none")]
+
+
+def benchmarks_of(name: str) -> list[Benchmark]:
+    """Evaluation and training of one module. Training has dropout as it is trained, and none, to be checked."""
+    shapes = {"cpu": _shapes(8, 128, 512, 8), "cuda": _shapes(32, 512, 1024, 16)}
+    kinds = ("fastformer", "torch.nn", "torch.compile", "baseline")
+    common: dict[str, Any] = {
+        "suite": "modules",
+        "make_inputs": make_inputs,
+        "baseline": "torch.nn",
+        "compiled": ("torch.compile",),
+        "tokens": lambda shape: sum(lengths_of(shape)),
+    }
+    return [
+        Benchmark(
+            name=name,
+            shapes=shapes,
+            providers={kind: evaluation(kind, name) for kind in kinds},
+            modes=("fwd",),
+            flops=lambda shape, mode: flops_of(name, shape, training=False),
+            **common,
+        ),
+        Benchmark(
+            name=f"{name}_training",
+            shapes={
+                device: [{**shape, "dropout_p": p} for p in (0.0, 0.1) for shape in each]
+                for device, each in shapes.items()
+            },
+            providers={kind: training(kind, name) for kind in kinds},
+            oracles={"baseline": training("torch.nn", name, like="baseline")},
+            modes=("step",),
+            quick=int(name not in STACKED),  # to compile the backward of a stack takes a minute, and to check it
+            flops=lambda shape, mode: flops_of(name, shape, training=True),
+            **common,
+        ),
+    ]

@@ -1,0 +1,75 @@
+"""The feed-forward network against linear, activation, dropout, linear."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+from benchmarks.measure.case import Benchmark, Inputs, Shape
+from fastformer.ops import feed_forward
+
+
+def make_inputs(shape: Shape, device: str) -> Inputs:
+    """x (rows, dim) and the four parameters, scaled as a trained network's."""
+    rows, dim, hidden = shape["rows"], shape["dim"], shape["hidden_dim"]
+    inputs = {
+        "x": torch.randn(rows, dim, device=device),
+        "weight1": torch.randn(hidden, dim, device=device) * dim**-0.5,
+        "bias1": torch.randn(hidden, device=device) * 0.1,
+        "weight2": torch.randn(dim, hidden, device=device) * hidden**-0.5,
+        "bias2": torch.randn(dim, device=device) * 0.1,
+    }
+    inputs = {name: tensor.requires_grad_() for name, tensor in inputs.items()}
+    return inputs | {"seed": torch.tensor([1, 2], device=device)}
+
+
+def ours(x: Inputs, shape: Shape) -> torch.Tensor:
+    """fastformer.ops.feed_forward."""
+    parameters = x["weight1"], x["bias1"], x["weight2"], x["bias2"]
+    return feed_forward(
+        x["x"], *parameters, activation=shape["activation"], dropout_p=shape["dropout_p"], dropout_seed=x["seed"]
+    )
+
+
+def eager(x: Inputs, shape: Shape) -> torch.Tensor:
+    """Four calls of PyTorch."""
+    hidden = F.dropout(getattr(F, shape["activation"])(F.linear(x["x"], x["weight1"], x["bias1"])), shape["dropout_p"])
+    return F.linear(hidden, x["weight2"], x["bias2"])
+
+
+compiled = torch.compile(eager, dynamic=False)
+
+
+def moved(shape: Shape, mode: str, itemsize: int) -> float:
+    """Forward: x, both weights, out. Backward: dout, x, both weights, their gradients. Hidden values need not be."""
+    rows, weights = shape["rows"] * shape["dim"], 2 * shape["dim"] * shape["hidden_dim"]
+    return float(itemsize * (2 * rows + weights if mode == "fwd" else 5 * rows + 3 * weights))
+
+
+def _shapes(rows: int, *dims: int) -> list[dict[str, Any]]:
+    return [
+        {"rows": rows, "dim": dim, "hidden_dim": 4 * dim, "activation": activation, "dropout_p": dropout_p}
+        for dim in dims
+        for activation in ("relu", "gelu")
+        for dropout_p in (0.0, 0.1)
+    ]
+
+
+BENCHMARKS = [
+    Benchmark(
+        name="feed_forward",
+        shapes={
+            "cpu": _shapes(2048, 512),
+            "cuda": _shapes(8192, 512, 1024),
+        },
+        make_inputs=make_inputs,
+        providers={"fastformer": ours, "eager": eager, "torch.compile": compiled},
+        baseline="eager",
+        quick=2,
+        flops=lambda s, mode: (4 if mode == "fwd" else 12) * s["rows"] * s["dim"] * s["hidden_dim"],
+        moved=moved,
+        compiled=("torch.compile",),
+    )
+]

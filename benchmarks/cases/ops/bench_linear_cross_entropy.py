@@ -1,0 +1,79 @@
+"""The loss over a vocabulary, chunked, against logits in memory."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional as F
+
+from benchmarks.measure.case import Benchmark, Inputs, Shape
+from fastformer.ops import linear_cross_entropy
+
+
+def make_inputs(shape: Shape, device: str) -> Inputs:
+    """x (rows, dim), weight (vocab_size, dim), target (rows,) with a tenth ignored."""
+    rows, dim, vocab_size = shape["rows"], shape["dim"], shape["vocab_size"]
+    target = torch.randint(vocab_size, (rows,), device=device)
+    target[::10] = -100
+    return {
+        "x": torch.randn(rows, dim, device=device, requires_grad=True),
+        "weight": (torch.randn(vocab_size, dim, device=device) * dim**-0.5).requires_grad_(),
+        "target": target,
+    }
+
+
+def ours(x: Inputs, shape: Shape) -> torch.Tensor:
+    """fastformer.ops.linear_cross_entropy."""
+    return linear_cross_entropy(x["x"], x["weight"], x["target"], label_smoothing=0.1)
+
+
+def eager(x: Inputs, shape: Shape) -> torch.Tensor:
+    """F.linear and F.cross_entropy on fp32 logits."""
+    logits = F.linear(x["x"], x["weight"])
+    return F.cross_entropy(
+        logits if logits.dtype == torch.float64 else logits.float(), x["target"], label_smoothing=0.1
+    )
+
+
+compiled = torch.compile(eager, dynamic=False)
+
+
+def liger(x: Inputs, shape: Shape) -> torch.Tensor:
+    """Liger's fused linear cross-entropy, where the package is installed."""
+    from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
+
+    return LigerFusedLinearCrossEntropyLoss(label_smoothing=0.1)(x["weight"], x["x"], x["target"])
+
+
+def flops(shape: Shape, mode: str) -> float:
+    """Logits, dx and dweight, of the rows that count."""
+    return 6.0 * (shape["rows"] - -(-shape["rows"] // 10)) * shape["dim"] * shape["vocab_size"]
+
+
+def moved(shape: Shape, mode: str, itemsize: int) -> float:
+    """x and weight are read, dx and dweight written; logits need not be."""
+    return 2.0 * (shape["rows"] + shape["vocab_size"]) * shape["dim"] * itemsize
+
+
+BENCHMARKS = [
+    Benchmark(
+        name="linear_cross_entropy",
+        shapes={
+            "cpu": [
+                {"rows": 1024, "dim": 512, "vocab_size": 8000},
+                {"rows": 4096, "dim": 512, "vocab_size": 32000},
+            ],
+            "cuda": [
+                {"rows": 8192, "dim": 512, "vocab_size": 32000},
+                {"rows": 4096, "dim": 4096, "vocab_size": 128000},
+            ],
+        },
+        make_inputs=make_inputs,
+        providers={"fastformer": ours, "eager": eager, "torch.compile": compiled, "liger": liger},
+        baseline="eager",
+        modes=("fwdbwd",),
+        only_on={"liger": "cuda"},
+        compiled=("torch.compile",),
+        flops=flops,
+        moved=moved,
+    )
+]

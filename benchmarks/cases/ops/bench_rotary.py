@@ -1,0 +1,57 @@
+"""Rotary positions in one pass against slices, four products and a concatenation."""
+
+from __future__ import annotations
+
+import torch
+
+from benchmarks.measure.case import Benchmark, Inputs, Shape
+from fastformer.ops import rotary, rotary_tables
+
+
+def make_inputs(shape: Shape, device: str) -> Inputs:
+    """x (batch, seqlen, heads, head_dim), and the tables of as many positions."""
+    size = (shape["batch"], shape["seqlen"], shape["heads"], shape["head_dim"])
+    cos, sin = rotary_tables(shape["seqlen"], shape["head_dim"], device=device)
+    return {"x": torch.randn(size, device=device, requires_grad=True), "cos": cos, "sin": sin}
+
+
+def ours(x: Inputs, shape: Shape) -> torch.Tensor:
+    """fastformer.ops.rotary."""
+    return rotary(x["x"], x["cos"], x["sin"])
+
+
+def eager(x: Inputs, shape: Shape) -> torch.Tensor:
+    """As models write it (GPT-NeoX, Llama): the two halves, each turned."""
+    first, second = x["x"].chunk(2, dim=-1)
+    cos, sin = x["cos"][:, None], x["sin"][:, None]
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+
+compiled = torch.compile(eager, dynamic=False)
+
+
+def moved(shape: Shape, mode: str, itemsize: int) -> float:
+    """A pass reads and writes every element once; the tables stay in a cache."""
+    tensor = shape["batch"] * shape["seqlen"] * shape["heads"] * shape["head_dim"] * itemsize
+    return tensor * {"fwd": 2, "bwd": 2, "fwdbwd": 4}[mode]
+
+
+BENCHMARKS = [
+    Benchmark(
+        name="rotary",
+        shapes={
+            "cpu": [{"batch": 4, "seqlen": 512, "heads": 8, "head_dim": 64}],
+            "cuda": [
+                {"batch": 4, "seqlen": n, "heads": h, "head_dim": d}
+                for n in (512, 4096)
+                for h, d in ((16, 64), (16, 128))
+            ],
+        },
+        make_inputs=make_inputs,
+        providers={"fastformer": ours, "eager": eager, "torch.compile": compiled},
+        baseline="eager",
+        modes=("fwd", "bwd", "fwdbwd"),
+        moved=moved,
+        compiled=("torch.compile",),
+    )
+]

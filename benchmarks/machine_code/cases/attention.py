@@ -1,0 +1,97 @@
+"""Calls of the attention launchers that the compile report records: every option, each head_dim, both lengths."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+
+
+def attention_call(
+    dtype: torch.dtype, head_dim: int, options: tuple[str, ...], seqlen: int, deterministic: bool = False
+) -> Callable[[], object]:
+    """A forward and a backward call of the attention launchers with these options."""
+    from fastformer.kernels import attention as kernels
+
+    def call() -> None:
+        batch, heads, kv_heads = 2, 8, 4 if "gqa" in options else 8
+
+        def new(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
+            return torch.empty(shape, dtype=dtype, device="cuda")
+
+        window = (100 if "window" in options else None, 0 if {"causal", "window"} & set(options) else None)
+        dropout: tuple[float, torch.Tensor | None] = (
+            (0.1, new(2, dtype=torch.int64)) if "dropout" in options else (0.0, None)
+        )
+        was = torch.are_deterministic_algorithms_enabled()
+        torch.use_deterministic_algorithms(deterministic)
+        try:
+            if "packed" in options:
+                q, k = new(batch * seqlen, heads, head_dim), new(batch * seqlen, kv_heads, head_dim)
+                cu = new(batch + 1, dtype=torch.int32)
+                rest = (cu, cu, seqlen, seqlen, head_dim**-0.5, *window, *dropout)
+                out, lse = kernels.varlen_attention_fwd(q, k, k, *rest)
+                kernels.varlen_attention_bwd(out, q, k, k, out, lse, *rest)
+                return
+            q, k = new(batch, seqlen, heads, head_dim), new(batch, seqlen, kv_heads, head_dim)
+            mask = None
+            if {"bool", "additive", "bool_keys", "additive_keys"} & set(options):
+                # "_keys": the same for all rows, as torch.nn's key_padding_mask is.
+                same_rows = {"bool_keys", "additive_keys"} & set(options)
+                shape = (batch, 1, 1, seqlen) if same_rows else (1, heads, seqlen, seqlen)
+                mask = new(*shape, dtype=torch.bool if {"bool", "bool_keys"} & set(options) else dtype)
+            lengths = new(batch, dtype=torch.int32) if "seqlens_k" in options else None
+            dense_rest = (mask, lengths, head_dim**-0.5, *window, *dropout)
+            out, lse = kernels.attention_fwd(q, k, k, *dense_rest)
+            learned = bool({"additive", "additive_keys"} & set(options))
+            kernels.attention_bwd(out, q, k, k, out, lse, *dense_rest, learned)
+        finally:
+            torch.use_deterministic_algorithms(was)
+
+    return call
+
+
+OPTIONS: tuple[tuple[str, ...], ...] = (
+    (), ("causal",), ("seqlens_k",), ("causal", "seqlens_k", "gqa"), ("causal", "packed"), ("packed", "gqa"),
+    ("window",), ("dropout",), ("causal", "dropout"), ("packed", "dropout"), ("bool_keys",), ("bool",),
+    ("additive_keys",), ("additive",), ("bool_keys", "dropout"), ("causal", "bool_keys", "dropout"),
+    ("window", "additive", "dropout", "seqlens_k", "gqa"),
+)  # fmt: skip
+# Three products for one leave the fewest registers for a mask and for dropout.
+FP32_OPTIONS: tuple[tuple[str, ...], ...] = (
+    ("causal", "bool"), ("causal", "dropout"), ("causal", "bool_keys", "dropout"), ("causal", "bool", "dropout"),
+)  # fmt: skip
+# What tests/benchmarks/machine_code/test_report.py asks for.
+QUICK_OPTIONS: tuple[tuple[str, ...], ...] = (
+    ("causal", "dropout"), ("causal", "packed"), ("bool_keys",), ("bool",), ("additive_keys",),
+)  # fmt: skip
+
+
+def cases(quick: bool) -> Iterator[tuple[str, Callable[[], object]]]:
+    """(title, call) of everything to compile. Quick: what the tests ask for."""
+    bf16, fp32 = torch.bfloat16, torch.float32
+    if quick:
+        for options in QUICK_OPTIONS:
+            yield "bf16 d64 " + "+".join(options), attention_call(bf16, 64, options, 4096)
+        yield "bf16 d64 deterministic causal", attention_call(bf16, 64, ("causal",), 4096, deterministic=True)
+        return
+    for head_dim in (16, 32, 40, 64, 80, 128, 256):
+        for options in OPTIONS:
+            title = f"bf16 d{head_dim} " + "+".join(options or ("full",))
+            yield title, attention_call(bf16, head_dim, options, 4096)
+    for head_dim in (32, 64, 128, 256):
+        for seqlen in (128, 512):
+            for options in ((), ("causal", "dropout")):
+                title = f"bf16 d{head_dim} n{seqlen} " + "+".join(options or ("full",))
+                yield title, attention_call(bf16, head_dim, options, seqlen)
+        for options in (("causal",), ("window", "additive", "dropout", "seqlens_k", "gqa")):
+            title = f"bf16 d{head_dim} deterministic " + "+".join(options)
+            yield title, attention_call(bf16, head_dim, options, 4096, deterministic=True)
+    yield "fp16 d64 causal", attention_call(torch.float16, 64, ("causal",), 4096)
+    for head_dim in (32, 64, 128):
+        for options in FP32_OPTIONS:
+            yield f"fp32 d{head_dim} " + "+".join(options), attention_call(fp32, head_dim, options, 4096)
+        for options in (("causal",), ("window", "additive", "dropout", "seqlens_k", "gqa")):
+            title = f"fp32 d{head_dim} " + "+".join(options)
+            yield title, attention_call(fp32, head_dim, options, 4096)
+            yield title + " deterministic", attention_call(fp32, head_dim, options, 4096, deterministic=True)

@@ -1,0 +1,433 @@
+"""What each shipped kernel compiles to, without a GPU: registers, spills, programs an SM, and what its loops run.
+
+    python -m benchmarks.compile_report [--arch 90 ...] [--only attention ...] [--once | --quick | --usual] [--jobs N]
+        [--out FILE]
+    python -m benchmarks.compile_report --compare BEFORE.jsonl AFTER.jsonl [--every]
+
+The launchers themselves are called, on fake CUDA tensors, with Triton's launch replaced by a recorder; what they would
+have launched is compiled for each architecture. So the report sees the tiles, types and specialisation that ship.
+Exit status 1 on a violation: a compile error, spilled registers, more shared memory than the architecture has, or fewer
+matrix instructions than the kernel has products.
+
+Under each launch stand its inner loops, from the machine code (see `sass.py`, also for why a bound is no
+speed). Only sm_90 has a bound: that of an H200.
+
+`benchmarks/results/machine_code.jsonl` is what `--usual --out benchmarks/results/machine_code.jsonl` writes, run once
+with each compiler: a second one beside the installed one (`pip install --target DIR triton==3.6.0`) comes first on
+PYTHONPATH. --out keeps the rows of other compilers, architectures and ops.
+
+`benchmarks/results/machine_code_before.jsonl` is what it was at commit 6f21b97, before the kernels were tuned by it, of
+the seven of twelve pairs of an architecture and a compiler that there were, without what follows from the counts
+(clocks, what a loop is bound by). `--compare benchmarks/results/machine_code_before.jsonl
+benchmarks/results/machine_code.jsonl --every` shows each launch before and after.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import itertools
+import json
+import multiprocessing
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from benchmarks.machine_code import compare, sass
+from benchmarks.machine_code.cases import USUAL
+
+# Shared memory that one program may have, in bytes.
+SHARED_LIMIT = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
+ARCHITECTURES = tuple(SHARED_LIMIT)
+STEMS = sorted(path.stem for path in (Path(__file__).parent / "cases").glob("[a-z]*.py"))
+# The matrix instruction of a product whose result has 64 rows or more; smaller ones are mma.sync everywhere.
+WIDE = {80: "mma.sync", 86: "mma.sync", 89: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma", 120: "mma.sync"}
+
+_TYPES = {
+    torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64", torch.bool: "i1",
+    torch.uint8: "u8", torch.int8: "i8", torch.int16: "i16", torch.int32: "i32", torch.int64: "i64",
+}  # fmt: skip
+
+MATRIX = ("wgmma", "mma_sync")
+BOUNDS = ("tflops", "serial_tflops", "gbs")
+LoopLine = dict[str, Any]  # what the report says of one loop, by name
+
+
+class Launch(NamedTuple):
+    """One recorded launch: a jitted function, its arguments by name, the compiler's options."""
+
+    kernel: Any
+    arguments: dict[str, Any]
+    options: dict[str, int]
+
+
+class Row(NamedTuple):
+    """One launch, compiled: a line of the report."""
+
+    op: str  # the stem of its cases
+    kernel: str
+    arch: int
+    triton: str  # the compiler's version
+    cases: tuple[str, ...]  # the titles of all cases that launch it, "title #2" for the second such launch of a case
+    tile: str
+    registers: int = 0
+    spilled: int = 0  # bytes of stack a thread
+    shared: int = 0  # bytes a program
+    ctas: int = 0  # programs an SM
+    limit: str = ""  # what keeps an SM from more of them
+    wide: int = 0  # wgmma or tcgen05.mma instructions in the PTX
+    narrow: int = 0  # mma.sync instructions
+    loops: tuple[LoopLine, ...] = ()  # inner loops; of a kernel without one, the whole kernel
+    problems: tuple[str, ...] = ()
+
+
+@contextlib.contextmanager
+def recorded(arch: int) -> Iterator[list[Launch]]:
+    """Collects launches instead of making them; the launchers believe in a GPU of this compute capability."""
+    import triton
+
+    launches: list[Launch] = []
+
+    def record(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        names = [param.name for param in self.params]
+        arguments = dict(zip(names, args, strict=False))
+        arguments |= {name: value for name, value in kwargs.items() if name in names}
+        options = {name: value for name, value in kwargs.items() if name not in names}
+        launches.append(Launch(self, arguments, options))
+
+    capability = (arch // 10, arch % 10)
+    with (
+        mock.patch.object(triton.runtime.JITFunction, "run", record),
+        mock.patch.object(torch.cuda, "get_device_capability", lambda *_: capability),
+        mock.patch.object(torch.cuda, "get_device_properties", lambda *_: mock.Mock(multi_processor_count=132)),
+        mock.patch.object(FakeTensor, "data_ptr", lambda _: 0, create=True),
+    ):
+        yield launches
+
+
+# A parameter by its index; an element of a tuple by the indices on the way to it.
+Place = tuple[int, ...]
+
+
+class Signature(NamedTuple):
+    """What Triton's own launch would specialise on."""
+
+    types: dict[str, Any]  # of each parameter; of a tuple the types of its elements
+    constants: dict[Place, Any]
+    attributes: dict[Place, list[list[Any]]]  # which arguments are multiples of 16
+
+
+def _signature(launch: Launch) -> Signature:
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    signature = Signature({}, {}, {})
+
+    def describe(value: Any, path: Place, is_constexpr: bool, free: bool) -> Any:
+        if isinstance(value, tuple) and not is_constexpr:
+            return tuple(describe(each, (*path, i), False, free) for i, each in enumerate(value))
+        if is_constexpr or value is None or (type(value) is int and value == 1 and not free):
+            signature.constants[path] = value
+            return "constexpr"
+        if isinstance(value, torch.Tensor):
+            if not free:
+                signature.attributes[path] = [["tt.divisibility", 16]]
+            return "*" + _TYPES[value.dtype]
+        if isinstance(value, TensorDescriptor):
+            return f"tensordesc<{_TYPES[value.base.dtype]}{list(value.block_shape)},{value.layout!r}>"
+        if isinstance(value, float):
+            return "fp32"
+        if value % 16 == 0 and not free:
+            signature.attributes[path] = [["tt.divisibility", 16]]
+        return "i32" if -(2**31) <= value < 2**31 else "i64"
+
+    for index, param in enumerate(launch.kernel.params):
+        value = launch.arguments[param.name]
+        signature.types[param.name] = describe(value, (index,), param.is_constexpr, param.do_not_specialize)
+    return signature
+
+
+def compile_launch(launch: Launch, op: str, arch: int, cases: tuple[str, ...]) -> Row:
+    """Compiles one recorded launch and reads what came out."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    signature = _signature(launch)
+    blocks = launch.arguments
+    tile = "x".join(str(blocks[name]) for name in ("BLOCK_M", "BLOCK_N") if name in blocks)
+    tile += f" w{launch.options.get('num_warps', 4)} s{launch.options.get('num_stages', 3)}"
+    if (cap := launch.options.get("maxnreg")) is not None:
+        tile += f" r{cap}"
+    row = Row(op, launch.kernel.fn.__name__, arch, triton.__version__, cases, tile.strip())
+    source_type = GluonASTSource if launch.kernel.is_gluon() else ASTSource
+    source = source_type(
+        fn=launch.kernel, signature=signature.types, constexprs=signature.constants, attrs=signature.attributes
+    )
+    try:
+        compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=launch.options)
+    except Exception as error:  # any failure of any pass is a row of the report
+        return row._replace(problems=(f"does not compile: {str(error)[:200]}",))
+    metadata = compiled.metadata
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        usage = dict(re.findall(r"(REG|STACK):(\d+)", _tool("cuobjdump", "--dump-resource-usage", file.name)))
+        instructions = sass.parse(_tool("nvdisasm", "-c", file.name))
+    ctas, limit = sass.ctas_an_sm(
+        arch, metadata.num_warps, int(usage["REG"]), metadata.shared, getattr(metadata, "tmem_size", 0) or 0
+    )
+    ptx = compiled.asm["ptx"]
+    scores = scores_of(launch, metadata.num_warps)
+    found = sass.loops(instructions)
+    row = row._replace(
+        registers=int(usage["REG"]),
+        spilled=int(usage["STACK"]),
+        shared=metadata.shared,
+        ctas=ctas,
+        limit=limit,
+        wide=ptx.count(WIDE[arch]),
+        narrow=ptx.count("mma.sync"),
+        loops=tuple(
+            _loop_line(sass.count(each), arch, metadata.num_warps, scores) | ({} if found else {"whole_kernel": True})
+            for each in found or [instructions]
+        ),
+    )
+    return row._replace(problems=tuple(_problems(row, products_of(launch))))
+
+
+def _tool(name: str, *arguments: str) -> str:
+    """The output of one of the binary utilities that come with Triton."""
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name
+    return subprocess.run([tool, *arguments], capture_output=True, text=True, check=True).stdout
+
+
+def _problems(row: Row, products: list[int]) -> Iterator[str]:
+    """What must not be; products: see `products_of`."""
+    expected_wide = sum(rows >= 64 for rows in products) if row.arch in (90, 100) else 0
+    if row.spilled > 0:
+        yield f"spills {row.spilled} bytes"
+    if row.shared > SHARED_LIMIT[row.arch]:
+        yield f"shared memory {row.shared} > {SHARED_LIMIT[row.arch]}"
+    if row.wide < expected_wide:
+        yield f"{row.wide} {WIDE[row.arch]}, expected {expected_wide} or more"
+    if row.wide + row.narrow < len(products):
+        yield f"{row.wide + row.narrow} matrix instructions, expected {len(products)} or more"
+
+
+def _loop_line(counts: sass.Counts, arch: int, warps: int, scores: float | None) -> LoopLine:
+    """What is written of a loop: counts that are not 0, and on sm_90 what they take and the bound."""
+    names = ("instructions", "exp2", *MATRIX, "waits", "loads", "async_loads", "stores", "barriers", "atomics", "local")
+    line: LoopLine = {name: value for name in names if (value := getattr(counts, name))}
+    if scores and counts.exp2:
+        line["exp2_a_score"] = round(counts.exp2 / scores, 2)
+    if arch == 90:
+        line["clocks"] = {name: round(value) for name, value in sass.clocks(counts, warps).items() if value}
+        bound = sass.bound(counts, warps)
+        line["bound_by"] = bound.unit
+        line |= {name: round(value) for name in BOUNDS if (value := getattr(bound, name))}
+    return line
+
+
+def scores_of(launch: Launch, warps: int) -> float | None:
+    """How many elements of its score tile a thread has: of a program's threads, or as the kernel's module says."""
+    declared = getattr(sys.modules[launch.kernel.fn.__module__], "SCORES", {}).get(launch.kernel.fn.__name__)
+    if declared is not None:
+        return declared(launch.arguments)
+    block_m, block_n = (launch.arguments.get(name) for name in ("BLOCK_M", "BLOCK_N"))
+    return None if block_m is None or block_n is None else block_m * block_n / (32 * warps)
+
+
+def launches_of(call: Callable[[], object], arch: int) -> list[Launch]:
+    """What `call` would launch on a GPU of this compute capability. `call` makes its own tensors, on "cuda"."""
+    with FakeTensorMode(allow_non_fake_inputs=True), recorded(arch) as launches:
+        call()
+    return launches
+
+
+def products_of(launch: Launch) -> list[int]:
+    """The rows of each product in a launch's source for the matrix units, as its module declares in PRODUCTS, or []."""
+    if launch.arguments.get("PRECISION") == "ieee":
+        return []  # fp32 by FMA
+    module = sys.modules[launch.kernel.fn.__module__]
+    declared = getattr(module, "PRODUCTS", {}).get(launch.kernel.fn.__name__)
+    return declared(launch.arguments) if declared else []
+
+
+def cases(stem: str, quick: bool) -> Iterator[tuple[str, Callable[[], object]]]:
+    """(title, call) of a stem's launches; quick: what the tests ask for."""
+    return _module(stem).cases(quick)
+
+
+def _module(stem: str) -> Any:
+    return importlib.import_module(f"benchmarks.machine_code.cases.{stem}")
+
+
+class Work(NamedTuple):
+    """A distinct launch, and the cases that make it."""
+
+    launch: Launch
+    op: str
+    arch: int
+    titles: list[str]
+
+
+def distinct_launches(archs: list[int], stems: list[str], size: str) -> list[Work]:
+    """Every distinct launch of every case, once an architecture.
+
+    Args:
+        archs: architectures.
+        stems: of the ops.
+        size: "once" (of the quick cases each kernel's first launch), "quick", "usual" or "all".
+    """
+    found: list[Work] = []
+    kernels: set[tuple[int, str]] = set()
+    for arch, stem in itertools.product(archs, stems):
+        if arch not in getattr(_module(stem), "ARCHITECTURES", ARCHITECTURES):
+            continue
+        seen: dict[tuple[str, ...], Work] = {}
+        wanted = re.compile(USUAL.get(stem, "") if size == "usual" else "")
+        for title, call in cases(stem, size in ("once", "quick")):
+            if not wanted.search(title):
+                continue
+            times: Counter[str] = Counter()
+            for launch in launches_of(call, arch):
+                name = launch.kernel.fn.__name__
+                times[name] += 1
+                key = (name, repr(_signature(launch)), repr(launch.options))
+                if size == "once" and key not in seen and (arch, name) in kernels:
+                    continue
+                kernels.add((arch, name))
+                if key not in seen:
+                    seen[key] = Work(launch, stem, arch, [])
+                    found.append(seen[key])
+                numbered = title if times[name] == 1 else f"{title} #{times[name]}"
+                if numbered not in seen[key].titles:
+                    seen[key].titles.append(numbered)
+    return found
+
+
+_todo: list[Work] = []  # what the processes of `report` find in the memory that they are forked from
+
+
+def _compile_one(index: int) -> Row:
+    work = _todo[index]
+    return compile_launch(work.launch, work.op, work.arch, tuple(work.titles))
+
+
+def report(archs: list[int], stems: list[str], size: str, jobs: int = 1) -> Iterator[Row]:
+    """Compiles what `distinct_launches` gives, in processes side by side; rows come in its order."""
+    _todo[:] = distinct_launches(archs, stems, size)
+    if jobs == 1:
+        yield from map(_compile_one, range(len(_todo)))
+        return
+    with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("fork")) as pool:
+        yield from pool.map(_compile_one, range(len(_todo)))
+
+
+def merge(path: Path, rows: list[Row], archs: list[int], stems: list[str]) -> None:
+    """Writes rows, one JSON line each, in the place of those that the file has of the same compiler, archs and ops."""
+    import triton
+
+    lines = path.read_text().splitlines() if path.exists() else []
+    kept = [
+        line
+        for line in map(json.loads, lines)
+        if not (line["triton"] == triton.__version__ and line["arch"] in archs and line["op"] in stems)
+    ]
+    ordered = sorted(
+        kept + [row._asdict() for row in rows], key=lambda line: (line["triton"], line["arch"], line["op"])
+    )
+    path.write_text("".join(json.dumps(line, separators=(",", ":")) + "\n" for line in ordered))
+
+
+def show(row: Row) -> str:
+    """A row as lines to read: the launch, then its loops."""
+    lines = [
+        f"{row.arch:>4} {row.kernel:24} {row.tile:16} {row.registers:>4} {row.spilled:>5} {row.shared:>7} "
+        f"{row.ctas:>4} {row.wide:>5} {row.narrow:>5}  {row.cases[0]}"
+        + "".join(f"  !! {problem}" for problem in row.problems)
+    ]
+    for loop in row.loops:
+        counted = {name: value for name, value in loop.items() if name not in ("clocks", "bound_by", *BOUNDS)}
+        lines.append("       " + ", ".join(f"{name} {value}" for name, value in counted.items()))
+        if "clocks" in loop:
+            clocks = ", ".join(f"{name} {value}" for name, value in loop["clocks"].items())
+            bounds = "".join(f", {name} {loop[name]}" for name in BOUNDS if name in loop)
+            lines.append(f"         clocks: {clocks}; bound by {loop['bound_by']}{bounds}")
+    return "\n".join(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--arch", type=int, nargs="+", default=list(ARCHITECTURES), choices=ARCHITECTURES)
+    parser.add_argument("--only", nargs="+", default=STEMS, choices=STEMS, help="some of the stems")
+    size = parser.add_mutually_exclusive_group()
+    parser.set_defaults(size="all")
+    size.add_argument(
+        "--once",
+        action="store_const",
+        dest="size",
+        const="once",
+        help="each kernel once: what `make test` has time for",
+    )
+    size.add_argument(
+        "--quick", action="store_const", dest="size", const="quick", help="the cases that the tests ask for"
+    )
+    size.add_argument(
+        "--usual", action="store_const", dest="size", const="usual", help="the cases of the committed file"
+    )
+    parser.add_argument("--jobs", type=int, default=1, help="processes that compile side by side")
+    parser.add_argument("--out", type=Path, help="JSON lines, one a row, merged into what the file has")
+    parser.add_argument(
+        "--compare", type=Path, nargs=2, metavar=("BEFORE", "AFTER"), help="two such files; no compiling"
+    )
+    parser.add_argument("--every", action="store_true", help="with --compare: also the launches that did not change")
+    args = parser.parse_args()
+    if args.every and args.compare is None:
+        parser.error("expected --compare with --every")
+    if args.compare is not None:
+        for path in args.compare:
+            if not path.is_file():
+                parser.error(f"expected two files of --out, {path} is none")
+        show_all = compare.compare_all if args.every else compare.compare
+        print(show_all(*args.compare))
+        return 0
+    if args.jobs < 1:
+        parser.error(f"expected --jobs of 1 or more, got {args.jobs}")
+    if os.environ.get("TRITON_INTERPRET", "0") == "1":
+        parser.error("expected TRITON_INTERPRET unset: interpreted functions can't be compiled")
+    import triton
+
+    print(f"triton {triton.__version__}, torch {torch.__version__}")
+    print(f"arch {'kernel':24} {'tile':16} {'reg':>4} {'spill':>5} {'shared':>7} ctas {'wide':>5} {'sync':>5}  case")
+    rows: list[Row] = []
+    for (arch, op), group in itertools.groupby(
+        report(args.arch, args.only, args.size, args.jobs), lambda row: (row.arch, row.op)
+    ):
+        rows_of_op = []
+        for row in group:
+            print(show(row), flush=True)
+            rows_of_op.append(row)
+        if args.out is not None:  # an hour of compiling outlives an interruption, op by op
+            merge(args.out, rows_of_op, [arch], [op])
+        rows += rows_of_op
+    if args.out is not None:
+        merge(args.out, rows, args.arch, args.only)  # also where an op has nothing to launch any more
+    bad = sum(bool(row.problems) for row in rows)
+    print(f"{len(rows)} kernels, {bad} with problems")
+    return 1 if bad or not rows else 0

@@ -1,0 +1,375 @@
+"""Machine code as text (SASS, from nvdisasm), its loops, and the bound that a loop's instructions give on an H200.
+
+A loop is found by its backward branch: a branch to a block that lies on every way to it. What it takes is counted in
+clocks of each unit of one SM: issue slots, tensor cores, the exp2 unit, the integer and the fp32 lanes, shared memory.
+The slowest unit bounds how fast the loop can be.
+
+A bound is no speed. It leaves out latencies, waits, barriers, caches, bank conflicts and everything before and after
+the loop; a kernel that overlaps badly stays far below it. It says what can't be reached, and which unit to spare first.
+What a device reaches is measured (`benchmarks/gpu_run_plan.py`), and nothing else is quoted as a speed.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import NamedTuple
+
+
+class Instruction(NamedTuple):
+    """One line of SASS, such as `@!P0 BRA `(.L_x_1)`."""
+
+    address: int
+    predicate: str  # "@!P0", or "" where it always runs
+    opcode: str  # with its modifiers: "LDG.E.128"
+    operands: str
+    target: int | None = None  # address of a label that it names
+
+    @property
+    def base(self) -> str:
+        return self.opcode.partition(".")[0]
+
+
+_INSTRUCTION = re.compile(r"^\s*/\*([0-9a-f]{4,})\*/\s+(@!?U?P\w+\s+)?([A-Z][\w.]*)\s*([^;]*?)\s*;")
+_LABEL = re.compile(r"^([.$\w]+):\s*$")
+_TARGET = re.compile(r"`\(([^)]+)\)")
+
+
+def parse(sass: str) -> list[Instruction]:
+    """The instructions of a kernel, from what `nvdisasm -c` prints of its cubin."""
+    labels: dict[str, int] = {}
+    waiting: list[str] = []  # labels whose instruction is still to come
+    lines = []
+    for line in sass.splitlines():
+        if (label := _LABEL.match(line)) is not None:
+            waiting.append(label[1])
+        elif (found := _INSTRUCTION.match(line)) is not None:
+            address = int(found[1], 16)
+            labels |= dict.fromkeys(waiting, address)
+            waiting.clear()
+            lines.append((address, (found[2] or "").strip(), found[3], found[4]))
+    instructions = []
+    for address, predicate, opcode, operands in lines:
+        name = _TARGET.search(operands)
+        target = labels.get(name[1]) if name is not None else None
+        instructions.append(Instruction(address, predicate, opcode, operands, target))
+    return instructions
+
+
+_LEAVES = {"EXIT", "RET", "KILL", "BRA", "BRX", "JMP", "JMX"}  # what follows is reached from elsewhere
+
+
+def _successors(instructions: list[Instruction]) -> list[list[int]]:
+    """By index: where control may go after each instruction."""
+    index = {instruction.address: i for i, instruction in enumerate(instructions)}
+    meeting: dict[str, int] = {}  # the barrier register of a BSSY -> where its threads meet again
+    result: list[list[int]] = []
+    for i, instruction in enumerate(instructions):
+        after = []
+        register = instruction.operands.split(",")[0]
+        if instruction.base == "BSSY" and instruction.target is not None:
+            meeting[register] = index[instruction.target]
+        elif instruction.base == "BSYNC" and register in meeting:
+            after.append(meeting[register])
+        elif instruction.target is not None:  # a branch; a call far away is how a long branch is spelled
+            after.append(index[instruction.target])
+        # A uniform branch carries its condition among the operands: BRA.U !UP0, `(...).
+        always = not instruction.predicate and "UP" not in instruction.operands.split("`")[0]
+        if not (instruction.base in _LEAVES and always) and i + 1 < len(instructions):
+            after.append(i + 1)
+        result.append(sorted(set(after)))
+    return result
+
+
+class Blocks(NamedTuple):
+    """Stretches of instructions without a branch in or out, and where control goes from each."""
+
+    spans: list[range]
+    successors: list[list[int]]
+    predecessors: list[list[int]]
+
+
+def _blocks(instructions: list[Instruction]) -> Blocks:
+    successors = _successors(instructions)
+    starts = {0}
+    for i, after in enumerate(successors):
+        if after != [i + 1]:
+            starts |= {*after, i + 1}
+    ordered = sorted(start for start in starts if start < len(instructions))
+    spans = [range(*pair) for pair in zip(ordered, [*ordered[1:], len(instructions)], strict=True)]
+    number = {span.start: block for block, span in enumerate(spans)}
+    onward = [[number[after] for after in successors[span[-1]]] for span in spans]
+    backward: list[list[int]] = [[] for _ in spans]
+    for block, targets in enumerate(onward):
+        for target in targets:
+            backward[target].append(block)
+    return Blocks(spans, onward, backward)
+
+
+def _dominators(blocks: Blocks) -> list[int]:
+    """For each block the set, as bits, of blocks that lie on every way to it from an entry."""
+    count = len(blocks.spans)
+    everything = (1 << count) - 1
+    # A block that no other branches to by name (a jump table's, another warp's part) is an entry too.
+    before_it = [[each for each in blocks.predecessors[block] if each != block] for block in range(count)]
+    result = [everything if before_it[block] and block else 1 << block for block in range(count)]
+    changed = True
+    while changed:
+        changed = False
+        for block in range(1, count):
+            if not before_it[block]:
+                continue
+            common = everything
+            for before in before_it[block]:
+                common &= result[before]
+            common |= 1 << block
+            if common != result[block]:
+                result[block], changed = common, True
+    return result
+
+
+def loops(instructions: list[Instruction]) -> list[list[Instruction]]:
+    """The inner loops, in the order of the code: those that do work and have no other such loop in them.
+
+    A loop that only waits (for a barrier in shared memory, or the endless one behind the last EXIT) does none.
+    """
+    if not instructions:
+        return []
+    blocks = _blocks(instructions)
+    dominators = _dominators(blocks)
+    bodies: dict[int, set[int]] = {}  # by the block at the head, where branches with one head are one loop
+    for block, targets in enumerate(blocks.successors):
+        for head in targets:
+            if not dominators[block] >> head & 1:
+                continue
+            body = bodies.setdefault(head, {head})
+            todo = [block]
+            while todo:
+                if (each := todo.pop()) not in body:
+                    body.add(each)
+                    todo += blocks.predecessors[each]
+    working = {
+        head: body
+        for head, body in bodies.items()
+        if any(_does_work(instructions[i]) for block in body for i in blocks.spans[block])
+    }
+    inner = [
+        body
+        for head, body in sorted(working.items())
+        if not any(other in body and working[other] < body for other in working if other != head)
+    ]
+    return [[instructions[i] for block in sorted(body) for i in blocks.spans[block]] for body in inner]
+
+
+# Opcodes by what they do. Matrix instructions: of a warp group (sm_90), of tensor memory (sm_100), of one warp.
+_WGMMA = {"HGMMA", "QGMMA", "IGMMA", "BGMMA"}
+_TCGEN05 = {"UTCHMMA", "UTCQMMA", "UTCIMMA", "UTCOMMA"}
+_MMA_SYNC = {"HMMA", "QMMA", "IMMA", "BMMA", "OMMA", "DMMA"}
+_GLOBAL_STORES = {"STG", "ST", "UTMASTG", "UBLKCP"}
+_ASYNC_LOADS = {"LDGSTS", "UTMALDG", "UBLKCP"}
+_ATOMICS = {"ATOM", "ATOMG", "RED", "REDG", "UTMAREDG", "UBLKRED"}
+_SHARED = {"LDS", "STS", "LDSM", "STSM", "ATOMS", "SHFL"}  # a shuffle goes the same way
+# By the lanes of an SM that take them, after the CUDA C++ Programming Guide's table of throughputs (9.0): 64 a clock.
+_INTEGER = {
+    "LOP3", "PLOP3", "IADD3", "IADD", "VIADD", "VIADDMNMX", "VIMNMX", "IMNMX", "SHF", "SHL", "SHR", "PRMT", "SEL",
+    "FSEL", "ISETP", "FSETP", "FMNMX", "LEA", "SGXT", "BMSK", "IABS", "F2FP", "I2FP", "MOV", "HMNMX2", "P2R", "R2P",
+}  # fmt: skip
+_FP32 = {"FFMA", "FMUL", "FADD", "HFMA2", "HADD2", "HMUL2"}  # 128 a clock
+_IMAD = {"IMAD"}  # on the fp32 lanes, 64 a clock
+
+
+def _does_work(instruction: Instruction) -> bool:
+    return (
+        instruction.base in _WGMMA | _TCGEN05 | _MMA_SYNC | _GLOBAL_STORES | _ASYNC_LOADS | _ATOMICS | _FP32
+        or instruction.base in ("LDG", "LD", "MUFU")
+    )  # fmt: skip
+
+
+class Counts(NamedTuple):
+    """What one warp runs once through a stretch of code; a block that some runs skip counts in full."""
+
+    instructions: int = 0
+    exp2: int = 0
+    wgmma: int = 0  # of a warp group, or of tensor memory
+    mma_sync: int = 0
+    waits: tuple[int, ...] = ()  # how many groups of wgmma each wait leaves in flight: 0 is a full stop
+    loads: int = 0  # of global memory into registers: nothing in the loop hides their latency
+    async_loads: int = 0  # into shared memory, ahead of their use
+    stores: int = 0
+    barriers: int = 0
+    atomics: int = 0
+    local: int = 0  # spilled registers, written or read
+    integer: int = 0  # on the 64 lanes for integers, comparisons, selections, conversions
+    fp32: float = 0  # on the 128 lanes for fp32; an integer multiplication takes one twice
+    special: int = 0  # exp2, reciprocals, logarithms
+    shared_bytes: int = 0  # of shared memory, read or written
+    global_bytes: int = 0  # of global memory, read, written or added to
+    flops: int = 0  # by matrix instructions
+    tensor_clocks: float = 0  # of an SM, for this warp's share of them
+
+
+def count(instructions: Iterable[Instruction]) -> Counts:
+    """Counts a stretch of code, such as one loop."""
+    each = list(map(_count_one, instructions))
+    sums = {name: sum(getattr(one, name) for one in each) for name in Counts._fields if name != "waits"}
+    return Counts(**sums, waits=tuple(wait for one in each for wait in one.waits))
+
+
+def _count_one(instruction: Instruction) -> Counts:
+    base, opcode = instruction.base, instruction.opcode
+    width = _bytes_of(opcode) * 32 if base in _SHARED | _ATOMICS | {"LDG", "LD", "LDGSTS", "STG", "ST"} else 0
+    flops, tensor_clocks, shared = _matrix(instruction)
+    return Counts(
+        instructions=base != "NOP",
+        exp2=opcode.startswith("MUFU.EX2"),
+        wgmma=base in _WGMMA | _TCGEN05,
+        mma_sync=base in _MMA_SYNC,
+        waits=(int(instruction.operands.split(",")[-1], 16),) if opcode.startswith("WARPGROUP.DEPBAR") else (),
+        loads=base in ("LDG", "LD"),
+        async_loads=base in _ASYNC_LOADS,
+        stores=base in _GLOBAL_STORES - _ASYNC_LOADS,
+        barriers=base == "BAR",
+        atomics=base in _ATOMICS,
+        local=base in ("LDL", "STL"),
+        integer=base in _INTEGER,
+        fp32=(base in _FP32) + 2 * (base in _IMAD),
+        special=base == "MUFU",
+        shared_bytes=shared + (width if base in _SHARED or base == "LDGSTS" else 0),
+        global_bytes=0 if base in _SHARED else width,
+        flops=flops,
+        tensor_clocks=tensor_clocks,
+    )
+
+
+def _bytes_of(opcode: str) -> int:
+    """Bytes a thread of a load or a store, by the modifiers of its opcode: 4 where none says otherwise."""
+    base, *modifiers = opcode.split(".")
+    if base in ("LDSM", "STSM"):
+        return 4 * int(next((m for m in modifiers if m in ("2", "4")), "1"))
+    for modifier in modifiers:
+        if modifier in ("32", "64", "128", "256"):
+            return int(modifier) // 8
+        if modifier in ("U8", "S8", "8"):
+            return 1
+        if modifier in ("U16", "S16", "16", "BF16", "F16"):
+            return 2
+        if modifier == "F32x4":
+            return 16
+        if modifier == "F32x2":
+            return 8
+    return 4
+
+
+_SHAPE = re.compile(r"\.(\d+)x(\d+)x(\d+)\.")
+# Operands of wgmma: the result, A where it is in registers, gdesc (of B, or of A and B), what the product is added to.
+_A_IN_REGISTERS = re.compile(r"R\d+, R\d+")
+_WARP_SHAPES = {"884": (8, 8, 4), "1684": (16, 8, 4), "1688": (16, 8, 8), "16816": (16, 8, 16), "16832": (16, 8, 32)}
+# Of one SM, dense, 16 bits: 989 TFLOP/s = 132 * 1.83 GHz * 4096. mma.sync reaches 63 % of it there (Luo et al. 2024,
+# "Benchmarking and Dissecting the Nvidia Hopper GPU Architecture via Microbenchmarking").
+FLOPS_A_CLOCK = 4096
+MMA_SYNC_SHARE = 0.63
+
+
+def _matrix(instruction: Instruction) -> tuple[int, float, int]:
+    """(FLOPs, clocks of an SM's tensor cores, bytes of shared memory) of one matrix instruction, a warp's share.
+
+    The shape of a tensor-memory product is not in its instruction: nothing is counted for it.
+    """
+    opcode = instruction.opcode + "."
+    rate = FLOPS_A_CLOCK / 2 if ".TF32." in opcode else FLOPS_A_CLOCK * 2 if ".E4M3." in opcode else FLOPS_A_CLOCK
+    if instruction.base in _WGMMA and (shape := _SHAPE.search(opcode)) is not None:
+        m, n, k = map(int, shape.groups())
+        flops = 2 * m * n * k // 4  # four warps share it
+        # Each row of a step is 32 bytes, whatever its type. B lies in shared memory, A there or in registers.
+        rows = n if _A_IN_REGISTERS.match(instruction.operands) else m + n
+        return flops, flops / rate, 32 * rows // 4
+    if instruction.base in _MMA_SYNC:
+        shape_name = opcode.split(".")[1]
+        if shape_name in _WARP_SHAPES:
+            m, n, k = _WARP_SHAPES[shape_name]
+            return 2 * m * n * k, 2 * m * n * k / (rate * MMA_SYNC_SHARE), 0
+    return 0, 0.0, 0
+
+
+class Limits(NamedTuple):
+    """What one SM of an architecture holds at a time (CUDA C++ Programming Guide, "Compute Capabilities")."""
+
+    warps: int
+    ctas: int
+    shared: int  # bytes; each CTA takes 1 KB more than it asks for
+    registers: int = 65536
+    tensor_columns: int = 512  # sm_100's tensor memory
+
+
+SM_LIMITS = {
+    80: Limits(64, 32, 167_936), 86: Limits(48, 16, 102_400), 89: Limits(48, 24, 102_400),
+    90: Limits(64, 32, 233_472), 100: Limits(64, 32, 233_472), 120: Limits(48, 24, 102_400),
+}  # fmt: skip
+
+
+def ctas_an_sm(arch: int, warps: int, registers: int, shared: int, tensor_columns: int = 0) -> tuple[int, str]:
+    """How many programs an SM runs at a time, and what keeps it from more.
+
+    Args:
+        warps: of one program.
+        registers: a thread; they are given out to warps in units of 256.
+        shared: bytes a program.
+        tensor_columns: of tensor memory a program.
+    """
+    limits = SM_LIMITS[arch]
+    of_a_warp = -(-32 * registers // 256) * 256
+    warps_by_registers = limits.registers // of_a_warp // 4 * 4  # each of the four schedulers has a quarter
+    fits = {
+        "registers": warps_by_registers // warps,
+        "shared memory": limits.shared // (-(-shared // 128) * 128 + 1024),
+        "warps": limits.warps // warps,
+        "programs": limits.ctas,
+    }
+    if tensor_columns:
+        fits["tensor memory"] = limits.tensor_columns // tensor_columns
+    limit = min(fits, key=lambda name: fits[name])
+    return fits[limit], limit
+
+
+# One H200: SMs, clock (that of the data sheet's 989 TFLOP/s), bytes a second of its memory.
+SMS, HERTZ, MEMORY = 132, 1.83e9, 4.8e12
+
+
+def clocks(counts: Counts, warps: int) -> dict[str, float]:
+    """Clocks of one sm_90 SM that a program of `warps` warps keeps each unit busy, once through the counted code.
+
+    Four schedulers issue an instruction a clock each; 16 exp2, 64 integer and 128 fp32 results and 128 bytes of shared
+    memory a clock. Where only some of the warps run the loop, all units' clocks are that much too high: the bound, a
+    ratio, is the same.
+    """
+    lanes = 32 * warps
+    return {
+        "issue": counts.instructions * warps / 4,
+        "tensor": counts.tensor_clocks * warps,
+        "exp2": counts.special * lanes / 16,
+        "integer": counts.integer * lanes / 64,
+        "fp32": counts.fp32 * lanes / 128,
+        "shared": counts.shared_bytes * warps / 128,
+    }
+
+
+class Bound(NamedTuple):
+    """What the code could reach at most on an H200, if nothing but its busiest unit took time. No speed."""
+
+    unit: str
+    tflops: float = 0  # of the matrix instructions, where there are any
+    serial_tflops: float = 0  # if the tensor cores and the other units never worked at the same time
+    gbs: float = 0  # of the global memory that the code touches, elsewhere
+
+
+def bound(counts: Counts, warps: int) -> Bound:
+    """The bound of a loop on sm_90, or of a whole kernel without loops."""
+    busy = clocks(counts, warps)
+    unit = max(busy, key=lambda name: busy[name])
+    longest = busy[unit]
+    if counts.flops:
+        rate = counts.flops * warps * SMS * HERTZ / 1e12
+        serial = busy["tensor"] + max(value for name, value in busy.items() if name != "tensor")
+        return Bound(unit, tflops=rate / longest, serial_tflops=rate / serial)
+    gbs = counts.global_bytes * warps * SMS * HERTZ / longest / 1e9 if longest else 0.0
+    return Bound("memory", gbs=MEMORY / 1e9) if gbs > MEMORY / 1e9 else Bound(unit, gbs=gbs)

@@ -1,0 +1,51 @@
+"""Two files of results, line by line: what became faster, and how far their ratios agree."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from benchmarks.measure import record
+from benchmarks.measure.console import OURS
+
+
+def compare(old: Path, new: Path) -> str:
+    """Old over new, line by line: above 1 is faster now. Lines of all kinds may share a file.
+
+    The last line says which ratio differs most among those that were quiet in both.
+
+    Raises:
+        ValueError: a file that is not there, or a line that is not a JSON object.
+    """
+    before = {record.key(row): row for row in record.read(old)}
+    lines, apart = [], []
+    for row in record.read(new):
+        known = before.get(record.key(row))
+        now, then = record.seconds(row), None if known is None else record.seconds(known)
+        if known is None or now is None or then is None:
+            continue
+        parts = [f"{then / now:>6.2f}x"]
+        for what, ratio, quiet in _ratios(row):
+            if known.get(ratio):
+                parts.append(f"({what}: {known[ratio]:.2f}x -> {row[ratio]:.2f}x)")
+                if row.get(quiet) and known.get(quiet):
+                    smaller, larger = sorted((known[ratio], row[ratio]))
+                    apart.append((larger / smaller - 1, f"{what}: {' '.join(record.key(row))}"))
+        if known.get("backends", row.get("backends")) != row.get("backends"):
+            parts.append(f"(other backends: {known['backends']} -> {row.get('backends')})")
+        lines.append("  ".join([*parts, " ".join(record.key(row))]))
+    if not lines:
+        return "no line of one file has a line about the same thing, with a time, in the other"
+    if apart:
+        most, where = max(apart)
+        lines.append(f"of {len(apart)} ratios that were quiet in both, none differs by more than {most:.1%} ({where})")
+    return "\n".join(lines)
+
+
+def _ratios(row: record.Row) -> Iterator[tuple[str, str, str]]:
+    """(what it is, field, field that says whether it was quiet) of the ratios that a line has to other lines."""
+    provider, baseline = row.get("provider"), row.get("baseline")
+    if row.get("speedup") and (baseline is None or baseline != provider):
+        yield "speedup" if baseline is None else f"against {baseline}", "speedup", "quiet"
+        if row.get("ours") and provider not in OURS:  # that of the baseline is the speedup of ours
+            yield "ours against it", "ours", "ours_quiet"

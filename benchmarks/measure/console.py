@@ -1,0 +1,137 @@
+"""What people read: a line for each row, and at the end ours against each rival, and where ours loses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from benchmarks.measure.timing import STEADY
+
+Row = Mapping[str, Any]
+OURS = ("fastformer", "accelerated")  # as they are called where several of ours are compared
+
+
+def table(row: Row) -> str:
+    """A row: the ratio first, the absolute time with its spread behind it, then what it reaches of the roofline."""
+    name = " ".join(str(row[part]) for part in ("provider", "precision") if part in row)
+    if "missing" in row:
+        return f"    {name:<22} is missing: {row['missing']}"
+    parts = [f"    {name:<22}"]
+    if row.get("speedup") is not None:
+        parts.append(f"{row['speedup']:>6.2f}x")
+        if row.get("uncertainty") is not None:
+            parts[-1] += f" ±{row['uncertainty']:>3.0%}" if row["provider"] != row["baseline"] else " " * 5
+    parts.append(f"{row['ms_p50']:>10.3f} ms [{row['ms_p20']:.3f}, {row['ms_p80']:.3f}]")
+    reached = ""
+    if row.get("bound") == "memory" and row.get("gb_s"):
+        reached = f"{row['gb_s']:>7.1f} GB/s"
+    elif row.get("tflop_s"):
+        reached = f"{1e3 * row['tflop_s']:>7.0f} GFLOP/s"
+    if reached:
+        parts.append(reached + (f" ({row['share']:.0%})" if row.get("share") else ""))
+    if row.get("tokens_s"):
+        parts.append(f"{row['tokens_s']:>9,.0f} tokens/s")
+    if row.get("peak_mib") is not None:
+        parts.append(f"peak {row['peak_mib']:.0f} MiB")
+    if row.get("backends"):
+        parts.append("on " + ", ".join(sorted(set(row["backends"].values()))))
+    if (why := doubt(row)) is not None:
+        parts.append(why)
+    return "  ".join(parts)
+
+
+def is_quiet(row: Row) -> bool | None:
+    """Whether the ratio of ours to a row can be relied on, or its `speedup` where it has none; None: nobody knows."""
+    quiet = row.get("ours_quiet", row.get("quiet"))
+    return quiet if quiet is None else bool(quiet)
+
+
+def doubt(row: Row) -> str | None:
+    """Why a row's `speedup` isn't to be relied on; None where it is, or where nobody knows."""
+    if row.get("quiet") is not False:
+        return None
+    if (row.get("uncertainty") or 0.0) > STEADY:
+        return f"unsteady over {row['passes']} passes"
+    if row.get("slow", 0.0) > row["disturbed"]:
+        return f"slow clock: {row['slow']:.0%} of {row['rounds']} turns"
+    return f"disturbed: {row['disturbed']:.0%} of {row['rounds']} turns"
+
+
+def title(row: Row) -> str:
+    """The case of a row, in a line."""
+    sizes = (f"{name}={value}" for name, value in row["shape"].items())
+    return " ".join([*(str(row[part]) for part in ("op", "model", "mode", "dtype") if part in row), *sizes])
+
+
+def against(row: Row) -> tuple[str, float] | None:
+    """(a rival, how many times faster ours is), where a row tells it."""
+    if "ours" in row:
+        return (row["provider"], row["ours"]) if row["provider"] not in OURS else None
+    if row.get("speedup") and row["provider"] in OURS and row.get("baseline") and row["baseline"] != row["provider"]:
+        return row["baseline"], row["speedup"]
+    return None
+
+
+def rung(row: Row) -> tuple[str, float] | None:
+    """(one of several of ours, how many times faster it is than the plainest), where a row is of a ladder."""
+    is_rung = "ours" not in row and row["provider"] not in OURS
+    if is_rung and row.get("speedup") and row.get("baseline") not in (None, row["provider"]):
+        return row["provider"], row["speedup"]
+    return None
+
+
+def summary(rows: Sequence[Row], not_timed: Iterable[tuple[str, str]] = ()) -> str:
+    """The end of a run.
+
+    Args:
+        rows: of any suites.
+        not_timed: (which provider of which case, why).
+    """
+    lines: list[str] = []
+    for suite in dict.fromkeys(row["suite"] for row in rows):
+        own = [row for row in rows if row["suite"] == suite]
+        lines += _ratios(f"{suite}: ours is faster than", own, against)
+        for baseline in dict.fromkeys(row["baseline"] for row in own if rung(row) is not None):
+            same = [row for row in own if row.get("baseline") == baseline]
+            lines += _ratios(f"{suite}: faster than {baseline}", same, rung)
+    losses: dict[tuple[str, str], str] = {}
+    for row in rows:
+        if (found := against(row)) is not None and found[1] < 1:
+            losses.setdefault((title(row), found[0]), f"  {found[1]:.2f}x {found[0]}  {title(row)}" + _mark(row))
+    lines += _part("Ours is slower than", list(losses.values()))
+    lines += _part("Not timed", list(dict.fromkeys(f"  {which}: {why}" for which, why in not_timed)))
+    absent = dict.fromkeys(f"  {row['provider']}: {row['missing']}" for row in rows if "missing" in row)
+    lines += _part("Missing", list(absent))
+    shown = [is_quiet(row) for row in rows if against(row) is not None or rung(row) is not None]
+    if False in shown:
+        count, watched = shown.count(False), len(shown) - shown.count(None)
+        lines += ["", f"~ {count} of {watched} ratios were disturbed or unsteady: run again when the machine is quiet"]
+    return "\n".join(lines)
+
+
+def _ratios(what: str, rows: Sequence[Row], ratio: Callable[[Row], tuple[str, float] | None]) -> list[str]:
+    """How many times faster: a line for each case, a column for each of whom `ratio` tells."""
+    cells: dict[str, dict[str, str]] = {}
+    for row in rows:
+        if (found := ratio(row)) is not None:
+            cells.setdefault(title(row), {})[found[0]] = f"{found[1]:.2f}x{_mark(row)}"
+    if not cells:
+        return []
+    rivals = list(dict.fromkeys(rival for each in cells.values() for rival in each))
+    widths = [max(8, len(rival) + 1) for rival in rivals]
+    wide = max(len(name) for name in cells)
+    wide = max(wide, len(what))
+    header = f"{what:<{wide}}"
+    lines = ["", header + "".join(f"  {rival:>{width}}" for rival, width in zip(rivals, widths, strict=True))]
+    for name, each in cells.items():
+        row_cells = (f"  {each.get(rival, ''):>{width}}" for rival, width in zip(rivals, widths, strict=True))
+        lines.append((f"{name:<{wide}}" + "".join(row_cells)).rstrip())
+    return lines
+
+
+def _mark(row: Row) -> str:
+    return "~" if is_quiet(row) is False else ""
+
+
+def _part(name: str, lines: list[str]) -> list[str]:
+    return ["", f"{name}:", *lines] if lines else []

@@ -1,0 +1,251 @@
+"""Cases: their providers are checked, those that are right take turns, in passes over all cases, and each gives a row.
+
+A pass over many cases takes minutes, so that the passes of one meet other hours of the machine (`timing`). A case whose
+passes disagree, or that was disturbed too often, gets further ones as long as its time lasts; what disagrees then is
+recorded as not quiet.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from benchmarks.measure.case import Benchmark, cast, timed_call
+from benchmarks.measure.checking import verdicts_of
+from benchmarks.measure.roofline import measure_machine
+from benchmarks.measure.suites import Case, chosen_providers
+from benchmarks.measure.timing import ENOUGH, Interleaved, Ratio, peak_bytes
+
+_MOST = 3  # times the passes that were asked for, where they disagree
+_LASTING = 0.2  # seconds of a pass over a case on a CPU, at least: what is short has several rounds
+_APART = 3.0  # seconds between the passes over a case on a CPU, where there is time for it
+
+
+@dataclass
+class Outcome:
+    """What came of one case: a row for each provider that was timed or is missing, and why the others were not.
+
+    Attributes:
+        rows: as they are written, but for what all rows of a run share.
+        wrong: provider -> how it disagrees.
+        refused: provider -> why it can't take the case.
+    """
+
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    wrong: dict[str, str] = field(default_factory=dict)
+    refused: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def timed(self) -> list[dict[str, Any]]:
+        """The rows that have a time."""
+        return [row for row in self.rows if "missing" not in row]
+
+
+def run_case(
+    benchmark: Benchmark,
+    shape: dict[str, Any],
+    mode: str,
+    dtype: torch.dtype,
+    device: str,
+    *,
+    providers: Sequence[str] = (),
+    rounds: int = 16,
+    seconds: float = 60.0,
+) -> Outcome:
+    """Checks the providers of one case and times those that are right, side by side; see `run_cases`."""
+    case = Case(benchmark, shape, mode, str(dtype).removeprefix("torch."))
+    [(_, outcome)] = run_cases([case], device, providers=providers, rounds=rounds, seconds=seconds)
+    return outcome
+
+
+def run_cases(
+    cases: Iterable[Case],
+    device: str,
+    *,
+    providers: Sequence[str] = (),
+    rounds: int = 16,
+    seconds: float = 60.0,
+    told: Callable[[str, Case], object] = lambda doing, case: None,
+) -> Iterator[tuple[Case, Outcome]]:
+    """Checks the providers of some cases and times those that are right, side by side, in passes over all of the cases.
+
+    Args:
+        cases: where a shape has "threads", PyTorch computes with so many.
+        device: "cpu" or "cuda".
+        providers: which, besides ours and the baseline; empty = all.
+        rounds: passes, in each of which a provider has an undisturbed turn, where it's short several. Fewer, but at
+            least three, when `seconds` are used up; up to three times as many where they disagree.
+        seconds: about how long each case may be timed, in all passes together.
+        told: hears what is done next to which case.
+
+    Raises:
+        BaseException: whatever ours or the baseline raises, or whoever stops it, such as KeyboardInterrupt; after the
+            cases that have passes enough. A rival that can't take a case is left out instead.
+    """
+    # torch.compile gives a function up after eight shapes and goes on eagerly. All of these cases' are kept.
+    torch._dynamo.reset()
+    limits: dict[str, Any] = {
+        "recompile_limit": 10**6,
+        "accumulated_recompile_limit": 10**6,
+        "fail_on_recompile_limit_hit": True,
+    }
+    with torch._dynamo.config.patch(**limits):
+        running, stopped = [], None
+        for case in cases:
+            told("check", case)
+            running.append(_Running(case, device, providers))
+        began = -math.inf
+        try:
+            while more := [each for each in running if each.wants_more(rounds, seconds)]:
+                if device == "cpu" and (left := began + min(_APART, seconds / rounds) - time.perf_counter()) > 0:
+                    time.sleep(left)
+                began = time.perf_counter()
+                for each in more:
+                    told(f"pass {each.passes + 1}", each.case)
+                    each.take(rounds, seconds)
+        except BaseException as error:  # minutes of passes are not lost by it
+            stopped = error
+        for each in running:
+            if stopped is None or each.passes >= ENOUGH:
+                yield each.case, each.finish()
+        if stopped is not None:
+            raise stopped
+
+
+class _Running:
+    """A case that was checked and is being timed."""
+
+    def __init__(self, case: Case, device: str, providers: Sequence[str]) -> None:
+        self.case, self._device, self._dtype = case, device, getattr(torch, case.dtype)
+        self._outcome, self._timer = Outcome(), Interleaved(device)
+        benchmark = case.benchmark
+        with _threads(case):
+            self._same = {
+                "suite": benchmark.suite,
+                "op": benchmark.name,
+                "mode": case.mode,
+                "dtype": case.dtype,
+                "shape": dict(case.shape),
+                "threads": torch.get_num_threads(),
+            }
+            for name, how in benchmark.missing(device).items():
+                if not providers or name in providers:
+                    self._outcome.rows.append({**self._same, "provider": name, "missing": how})
+            chosen = {}
+            for name in chosen_providers(benchmark, device, providers):
+                if (reason := benchmark.left_out(name, case.shape)) is not None:
+                    self._outcome.refused[name] = reason
+                else:
+                    chosen[name] = benchmark.providers[name]
+            verdicts = verdicts_of(benchmark, chosen, case.shape, case.mode, self._dtype, device)
+        self._outcome.wrong |= verdicts.wrong
+        self._outcome.refused |= verdicts.refused
+        self._backends = verdicts.backends
+        self._right = {name: call for name, call in chosen.items() if verdicts.passed(name)}
+        if not (verdicts.passed(benchmark.ours) and verdicts.passed(benchmark.baseline)):
+            self._right = {}  # there is nothing to compare
+
+    @property
+    def passes(self) -> int:
+        """How many were taken."""
+        return self._timer.passes
+
+    def wants_more(self, rounds: int, seconds: float) -> bool:
+        """Whether another pass is due."""
+        if not self._right or self.passes >= _MOST * rounds:
+            return False
+        if self.passes < min(ENOUGH, rounds):
+            return True
+        if self._timer.seconds > seconds:
+            return False
+        return self.passes < rounds or any(
+            ratio.quiet is False for name in self._right for ratio in (self._speedup(name), self._ours(name)) if ratio
+        )
+
+    def _speedup(self, name: str) -> Ratio:
+        return self._timer.rounds.ratio(name, self.case.benchmark.baseline)
+
+    def _ours(self, name: str) -> Ratio | None:
+        """How many times faster ours is; None where all are ours."""
+        benchmark = self.case.benchmark
+        return None if benchmark.is_ladder else self._timer.rounds.ratio(benchmark.ours, name)
+
+    def take(self, rounds: int, seconds: float) -> None:
+        """Takes a pass, on inputs that lie elsewhere than the last one's."""
+        with _threads(self.case):
+            copies = self._copies()
+            self._timer.take(
+                copies(), rounds=1, seconds=seconds / rounds, anew=copies,
+                lasting=_LASTING if self._device == "cpu" else 0.0,
+            )  # fmt: skip
+
+    def _copies(self) -> Callable[[], dict[str, Callable[[], object]]]:
+        """What makes the calls of all providers, on new copies of the same inputs each time."""
+        shape, mode = self.case.shape, self.case.mode
+        torch.manual_seed(0)
+        made = self.case.benchmark.make_inputs(shape, self._device)
+
+        def calls() -> dict[str, Callable[[], object]]:
+            inputs = cast(made, self._dtype)
+            return {name: timed_call(call, inputs, shape, mode) for name, call in self._right.items()}
+
+        return calls
+
+    def finish(self) -> Outcome:
+        """The rows of what was timed, after those of what is missing."""
+        if self._right:
+            with _threads(self.case):
+                self._outcome.rows += self._rows()
+        return self._outcome
+
+    def _rows(self) -> Iterator[dict[str, Any]]:
+        benchmark, shape, mode = self.case.benchmark, self.case.shape, self.case.mode
+        timings, calls = self._timer.rounds, self._copies()()
+        flops, moved = benchmark.flops(shape, mode), benchmark.moved(shape, mode, self._dtype.itemsize)
+        machine = measure_machine(self._dtype, self._device) if flops or moved else None
+        floor = machine.floor(flops, moved) if machine else None
+        for name, timing in timings.items():
+            speedup, ours = self._speedup(name), self._ours(name)
+            yield {
+                **self._same,
+                "provider": name,
+                "ms_p50": 1e3 * timing.p50,
+                "ms_p20": 1e3 * timing.p20,
+                "ms_p80": 1e3 * timing.p80,
+                "speedup": speedup.value,
+                "baseline": benchmark.baseline,
+                **(
+                    {"ours": ours.value, "ours_uncertainty": ours.uncertainty, "ours_quiet": ours.quiet} if ours else {}
+                ),
+                "rounds": len(timings.turns[name]),
+                "disturbed": timings.disturbed(name),
+                "slow": timings.slow(name),
+                "passes": speedup.passes,
+                "uncertainty": speedup.uncertainty,
+                "quiet": speedup.quiet,
+                "tflop_s": flops / timing.p50 / 1e12 if flops else None,
+                "gb_s": moved / timing.p50 / 1e9 if moved else None,
+                "tokens_s": benchmark.tokens(shape) / timing.p50 if benchmark.tokens else None,
+                "floor_ms": 1e3 * floor if floor else None,
+                "share": floor / timing.p50 if floor else None,
+                "bound": machine.bound(flops, moved) if machine else None,
+                "peak_mib": peak_bytes(calls[name], self._device) / 2**20,
+                "backends": self._backends[name],
+            }
+
+
+@contextlib.contextmanager
+def _threads(case: Case) -> Iterator[None]:
+    """PyTorch computes with as many as the case's shape says."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(case.shape.get("threads") or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

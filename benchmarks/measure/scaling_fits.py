@@ -1,0 +1,152 @@
+"""How time and memory grow with the length of a sequence: exponents fitted to the rows of the suite "scaling".
+
+    python -m benchmarks.measure.scaling_fits benchmarks/results/scaling.jsonl
+
+A power law c n^p is a line in log-log, and p is its slope by least squares. It is taken from the upper end alone, the
+lengths from an eighth of the provider's longest on: at short lengths a call's fixed costs, caches and a window that is
+not yet full bend the line, and an exponent is a statement about long ones.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import statistics
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.cases.models.bench_scaling import EXPECTED
+from benchmarks.measure import record
+
+UPPER_END = 8  # the longest length, and those down to this part of it
+LEAST_POINTS = 3  # two always lie on a line
+LONG = 4096
+
+
+@dataclass(frozen=True)
+class Fit:
+    """A power law through the upper end of some points.
+
+    Attributes:
+        exponent: the slope in log-log.
+        off: by how much the farthest point is off the line: 0.05 is 5 %.
+        lengths: those that were used.
+    """
+
+    exponent: float
+    off: float
+    lengths: tuple[int, ...]
+
+
+def fit(points: Mapping[int, float]) -> Fit:
+    """The exponent of n -> value over the upper end.
+
+    Raises:
+        ValueError: a value or length that has no logarithm, or too few points.
+    """
+    if wrong := {n: value for n, value in points.items() if not (n > 0 and 0 < value < math.inf)}:
+        raise ValueError(f"expected positive lengths and finite positive values, got {wrong}")
+    lengths = sorted(n for n in points if n * UPPER_END >= max(points))
+    if len(lengths) < LEAST_POINTS:
+        wanted = f"at least {LEAST_POINTS} lengths from an eighth of the longest on"
+        raise ValueError(f"expected {wanted}, got {lengths} of {sorted(points)}")
+    x, y = [math.log(n) for n in lengths], [math.log(points[n]) for n in lengths]
+    slope, intercept = statistics.linear_regression(x, y)
+    residuals = [abs(b - slope * a - intercept) for a, b in zip(x, y, strict=True)]
+    return Fit(slope, math.expm1(max(residuals)), tuple(lengths))
+
+
+Group = tuple[str, int, str, str]  # device, threads, mode, dtype
+
+
+def groups(rows: Iterable[dict[str, Any]]) -> dict[Group, dict[str, dict[int, dict[str, Any]]]]:
+    """(device, threads, mode, dtype) -> provider -> length -> row, of the rows about scaling that have a time.
+
+    Where a file has two rows about one thing the later one counts.
+    """
+    found: dict[Group, dict[str, dict[int, dict[str, Any]]]] = {}
+    for row in rows:
+        if str(row.get("op", "")).startswith("scaling") and row.get("ms_p50"):
+            group = row["device"], row["threads"], row["mode"], row["dtype"]
+            found.setdefault(group, {}).setdefault(row["provider"], {})[row["shape"]["seqlen"]] = row
+    return found
+
+
+def report(rows: Iterable[dict[str, Any]]) -> str:
+    """The exponents beside those of the paper's table 1, a line for each provider, a table for each machine and dtype.
+
+    Raises:
+        ValueError: no row is about scaling.
+    """
+    found = groups(rows)
+    if not found:
+        raise ValueError('expected rows of the suite "scaling" (python -m benchmarks.run --suite scaling), got none')
+    tables = []
+    for (device, threads, mode, dtype), providers in found.items():
+        lines = [
+            f"{device}, {threads} threads, {mode}, {dtype}: time ~ n^p and peak memory ~ n^m, fitted to n of each line",
+            f"    {'':<20} {'operations':<16} {'p':>5} {'(paper)':>8} {'m':>6} {'(paper)':>8}   n",
+        ]
+        for name in sorted(providers, key=lambda each: list(EXPECTED).index(each) if each in EXPECTED else math.inf):
+            lines.append(f"    {name:<20} {_line(name, providers[name])}")
+        if (found_share := causal_over_full(providers)) is not None:
+            n, share = found_share
+            lines.append(
+                f"    causal over full at n = {n}: {share:.2f} of the time (the triangle is half of the scores)"
+            )
+        if max(n for rows_ in providers.values() for n in rows_) < LONG:
+            lines.append(f"    No length reaches {LONG}: fixed costs still count, and these exponents are too small.")
+        tables.append("\n".join(lines))
+    return "\n\n".join(tables)
+
+
+def growth(rows: Mapping[int, dict[str, Any]]) -> tuple[Fit, Fit]:
+    """How the time and the peak memory of one provider grow.
+
+    Raises:
+        ValueError: as `fit`.
+    """
+    return fit({n: row["ms_p50"] for n, row in rows.items()}), fit({n: row["peak_mib"] for n, row in rows.items()})
+
+
+def _line(name: str, rows: Mapping[int, dict[str, Any]]) -> str:
+    expected = EXPECTED.get(name)
+    try:
+        time, memory = growth(rows)
+    except ValueError as error:
+        return f"no fit: {error}"
+    said = (expected.operations, f"({expected.time:g})", f"({expected.memory:g})") if expected else ("", "", "")
+    return (
+        f"{said[0]:<16} {time.exponent:>5.2f} {said[1]:>8} {memory.exponent:>6.2f} {said[2]:>8}   "
+        f"{time.lengths[0]} to {time.lengths[-1]}, off by {100 * time.off:.0f} % and {100 * memory.off:.0f} % at most"
+    )
+
+
+def causal_over_full(providers: Mapping[str, Mapping[int, dict[str, Any]]]) -> tuple[int, float] | None:
+    """(the longest length of both, our causal attention's share of the time of the full one); None: one has no row."""
+    full, causal = (providers.get(name, {}) for name in ("fastformer", "fastformer causal"))
+    if not (both := full.keys() & causal.keys()):
+        return None
+    n = max(both)
+    return n, causal[n]["ms_p50"] / full[n]["ms_p50"]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Prints the fits of some files of results."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.measure.scaling_fits", description=__doc__.splitlines()[0]
+    )
+    parser.add_argument("files", type=Path, nargs="+", help="JSON lines of benchmarks.run")
+    options = parser.parse_args(arguments)
+    try:
+        print(report(row for path in options.files for row in record.read(path)))
+    except ValueError as error:
+        parser.error(str(error))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,123 @@
+"""Which cases there are, and which of them a command asks for."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from benchmarks.cases.ops.installed import with_installed
+from benchmarks.measure.case import SUITES, Benchmark
+
+ROOT = Path(__file__).parents[2]
+DEFAULT = tuple(suite for suite in SUITES if suite != "experiments")  # they train for long, most for no speed
+
+
+class Case(NamedTuple):
+    """One comparison: what runs side by side."""
+
+    benchmark: Benchmark
+    shape: dict[str, Any]
+    mode: str
+    dtype: str
+
+    def __str__(self) -> str:
+        sizes = " ".join(f"{name}={value}" for name, value in self.shape.items())
+        return f"{self.benchmark.name} {self.mode} {self.dtype} {sizes}"
+
+
+def benchmarks() -> dict[str, Benchmark]:
+    """All benchmarks by name, from the bench_*.py in the folders beside this file."""
+    found = {}
+    for path in sorted((ROOT / "benchmarks").glob("cases/*/bench_*.py")):
+        for benchmark in importlib.import_module(f"benchmarks.cases.{path.parent.name}.{path.stem}").BENCHMARKS:
+            found[benchmark.name] = with_installed(benchmark)
+    return found
+
+
+def asked_for(known: dict[str, Benchmark], options: argparse.Namespace) -> list[Benchmark]:
+    """The benchmarks of --suite and --op, suite by suite; --op alone looks in every suite."""
+    suites = options.suite or (SUITES if options.op else DEFAULT)
+    found = [benchmark for benchmark in known.values() if benchmark.suite in suites]
+    if options.op:
+        found = [benchmark for benchmark in found if benchmark.name in options.op]
+    return sorted(found, key=lambda benchmark: (SUITES.index(benchmark.suite), benchmark.name))
+
+
+def chosen_cases(known: dict[str, Benchmark], options: argparse.Namespace) -> Iterator[Case]:
+    """All cases that the command asks for.
+
+    --quick runs the first shapes of each benchmark, as many as it says, in its first dtype, and of its modes the first
+    and the last: forward, and forward with backward. What --mode and --dtype name counts in their place.
+    """
+    for benchmark in asked_for(known, options):
+        shapes = benchmark.shapes.get(options.device, [])
+        modes, dtypes = benchmark.modes, benchmark.dtypes
+        if options.quick:
+            shapes = shapes[: benchmark.quick]
+            modes = modes if options.mode else tuple(dict.fromkeys((modes[0], modes[-1])))
+            dtypes = dtypes if options.dtype else dtypes[:1]
+        for shape in shapes:
+            if not all(str(shape.get(key)) == value for key, value in options.shape):
+                continue
+            for dtype in (d for d in dtypes if not options.dtype or d in options.dtype):
+                for mode in (m for m in modes if not options.mode or m in options.mode):
+                    yield Case(benchmark, shape, mode, dtype)
+
+
+def nothing_fits(known: dict[str, Benchmark], options: argparse.Namespace, chosen: Sequence[Case]) -> str | None:
+    """What to say where a filter leaves nothing to measure: what there is. None where something is left."""
+    asked = asked_for(known, options)
+    if not asked:
+        return (
+            f"no benchmark of {', '.join(options.op or known)} is of the suites {', '.join(options.suite or DEFAULT)}"
+        )
+    providers = {provider for benchmark in asked for provider in benchmark.offered(options.device)}
+    if unknown := set(options.provider or ()) - providers:
+        return f"expected providers out of {sorted(providers)}, got {sorted(unknown)}"
+    if chosen:
+        return None
+    shapes = [shape for benchmark in asked for shape in benchmark.shapes.get(options.device, [])]
+    values: dict[str, set[str]] = {}
+    for shape in shapes:
+        for name, value in shape.items():
+            values.setdefault(name, set()).add(str(value))
+    of_shape = ", ".join(f"{name}={'|'.join(sorted(each))}" for name, each in values.items())
+    return (
+        f"no case on {options.device} fits all of that. {', '.join(benchmark.name for benchmark in asked)} have "
+        f"modes {sorted({mode for benchmark in asked for mode in benchmark.modes})}, "
+        f"dtypes {sorted({dtype for benchmark in asked for dtype in benchmark.dtypes})}, shapes with {of_shape}"
+        + (f"; --quick leaves out {', '.join(b.name for b in asked if not b.quick)}" if options.quick else "")
+    )
+
+
+def listing(cases: Sequence[Case], device: str, wanted: Sequence[str]) -> str:
+    """What would run: each benchmark's cases, its providers, and which are left out, with the reason."""
+    lines: list[str] = []
+    suite, benchmark = None, None
+    for case in cases:
+        if case.benchmark.suite != suite:
+            suite = case.benchmark.suite
+            lines.append(f"{suite}:")
+        if case.benchmark is not benchmark:
+            benchmark = case.benchmark
+            there = chosen_providers(benchmark, device, wanted)
+            lines.append(f"  {benchmark.name}: {', '.join(there)}")
+            for name, device_of in benchmark.only_on.items():
+                if device_of != device and name in benchmark.providers:
+                    lines.append(f"    without {name}: it is for {device_of} alone")
+            lines += [f"    without {name}: {how}" for name, how in benchmark.missing(device).items()]
+        lines.append(f"    {case}")
+        for name in there:
+            if (reason := benchmark.left_out(name, case.shape)) is not None:
+                lines.append(f"      without {name}: {reason}")
+    return "\n".join(lines)
+
+
+def chosen_providers(benchmark: Benchmark, device: str, wanted: Sequence[str]) -> list[str]:
+    """The names of those that are here, in order: all, or ours, the baseline and the wanted ones."""
+    missing = benchmark.missing(device)
+    there = [name for name in benchmark.offered(device) if name not in missing]
+    return [name for name in there if not wanted or name in {benchmark.ours, benchmark.baseline, *wanted}]

@@ -1,0 +1,338 @@
+"""How a time is taken: everything interleaved in one process, medians with their spread, never a lone number.
+
+A shared machine is faster and slower by the minute. Round after round each function runs once, so that all of them meet
+the same conditions; every other round goes backwards, so that a drift within rounds favours nobody. On a CPU a function
+that is too short for the clock runs several times within its turn; on a GPU the L2 cache is flushed before each turn.
+
+A watcher says which turns something disturbed (`watch`). Rounds are added until each function has as many quiet turns
+as were asked for, within limits; what was disturbed counts only where too little else is left, and then is marked.
+
+A ratio is the median, over the rounds in which both were undisturbed, of the ratio within the round: what made a whole
+round slow cancels out of it. Measured by one function against itself, in 67 passes of five rounds beside a neighbour
+that came and went: nine times in ten this was off by at most 6 %, the ratio of medians or of minima by 9 %, that of
+means by 38 %.
+
+What lasts for longer than the rounds, such as a neighbour on the other thread of the core that nobody watches, favours
+some functions over others, and rounds that follow one another can't tell. So the runner takes them in passes with time
+between them, and how far the passes lie apart says what the ratio is worth (`Ratio.uncertainty`).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import math
+import os
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from benchmarks.measure.noise_monitor import NoiseMonitor
+
+ENOUGH = 3  # quiet turns, or quiet pairs of turns, that a median may be of
+STEADY = 0.06  # the uncertainty that a ratio may have: of two such, 1 in 800 lies 15 % apart
+_TURN = 0.01  # seconds that one turn of a function should take at least
+_SHORT = 0.1  # seconds of a call of each function: what takes longer visits so much memory that its place is no matter
+_TOUCHED = 2**30  # bytes of the heap
+_FLUSHED = 256 * 2**20  # bytes: more than any L2 cache has
+_MOST = 3  # times the rounds that were asked for, where turns are disturbed
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds of one call: median, 20th and 80th percentile of the rounds."""
+
+    p50: float
+    p20: float
+    p80: float
+
+    @classmethod
+    def of(cls, seconds: list[float]) -> Timing:
+        """The percentiles of some measurements."""
+        shares = torch.tensor([0.5, 0.2, 0.8], dtype=torch.float64)
+        p50, p20, p80 = torch.tensor(seconds, dtype=torch.float64).quantile(shares).tolist()
+        return cls(p50, p20, p80)
+
+
+class Turn(NamedTuple):
+    """One turn of a function.
+
+    Attributes:
+        seconds: of a call.
+        disturbed: whether others took what it needed of the cores (None: nobody knows).
+        slow: whether it was beside a slow clock.
+    """
+
+    seconds: float
+    disturbed: bool | None
+    slow: bool = False
+
+
+class Ratio(NamedTuple):
+    """How many times faster one is than another.
+
+    Attributes:
+        value: the median over the rounds of all passes.
+        quiet: whether it is from undisturbed turns of passes that agree, some at full clock (None: nobody knows).
+        passes: that had a round which counts.
+        uncertainty: half of its 95 % interval, as a share of it, by how far the passes' ratios lie apart; None of one.
+    """
+
+    value: float
+    quiet: bool | None
+    passes: int = 1
+    uncertainty: float | None = None
+
+
+class Rounds(Mapping[str, Timing]):
+    """The turns of functions that were timed side by side; a mapping from name to timing.
+
+    Attributes:
+        turns: by name, one a round.
+        passes: of each round, the number of its pass.
+    """
+
+    def __init__(self, turns: dict[str, list[Turn]], passes: list[int] | None = None) -> None:
+        """passes: None: all rounds are of one."""
+        self.turns = turns
+        self.passes = [0] * len(next(iter(turns.values()), [])) if passes is None else passes
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.turns)
+
+    def __len__(self) -> int:
+        return len(self.turns)
+
+    def __getitem__(self, name: str) -> Timing:
+        """Of the quiet turns, or of all where the quiet are too few."""
+        quiet = [turn.seconds for turn in self.turns[name] if not turn.disturbed]
+        return Timing.of(quiet if len(quiet) >= ENOUGH else [turn.seconds for turn in self.turns[name]])
+
+    def ratio(self, name: str, to: str) -> Ratio:
+        """How many times faster `name` is than `to`."""
+        pairs = list(zip(self.turns[name], self.turns[to], self.passes, strict=True))
+        quiet = [pair for pair in pairs if not pair[0].disturbed and not pair[1].disturbed]
+        used = quiet if self._are_enough(quiet) else pairs
+        ratios: dict[int, list[float]] = {}
+        for own, other, number in used:
+            ratios.setdefault(number, []).append(other.seconds / own.seconds)
+        uncertainty = _uncertainty([statistics.median(each) for each in ratios.values()])
+        is_quiet = None
+        if pairs[0][0].disturbed is not None:
+            is_quiet = self._are_enough([pair for pair in quiet if not pair[0].slow and not pair[1].slow])
+        if uncertainty is not None and uncertainty > STEADY:
+            is_quiet = False
+        return Ratio(statistics.median(sum(ratios.values(), [])), is_quiet, len(ratios), uncertainty)
+
+    def _are_enough(self, pairs: list[tuple[Turn, Turn, int]]) -> bool:
+        """Whether a ratio may be of some pairs of turns: they are of several passes where several were taken."""
+        passes = {number for *_, number in pairs}
+        return len(pairs) >= ENOUGH and len(passes) >= min(ENOUGH, len(set(self.passes)))
+
+    def disturbed(self, name: str) -> float | None:
+        """The share of a function's turns that something disturbed; None where nobody knows."""
+        turns = self.turns[name]
+        return None if turns[0].disturbed is None else sum(bool(turn.disturbed) for turn in turns) / len(turns)
+
+    def slow(self, name: str) -> float:
+        """The share of a function's turns that were beside a slow clock."""
+        return sum(turn.slow for turn in self.turns[name]) / len(self.turns[name])
+
+    def fewest_quiet(self, number: int) -> int:
+        """Of any function, the fewest turns of a pass that nothing is known to have disturbed."""
+        return min(
+            sum(not turn.disturbed for turn, of in zip(turns, self.passes, strict=True) if of == number)
+            for turns in self.turns.values()
+        )
+
+
+def _uncertainty(ratios: list[float]) -> float | None:
+    """Half of the 95 % interval of the middle of some ratios, as a share of it; None where there is but one.
+
+    By their logarithms, since 2 and 1/2 are as far from 1, and Student's t, since few may agree by chance.
+    """
+    count = len(ratios) - 1
+    if not count:
+        return None
+    # Its 97.5 % quantile, by the expansion of Cornish and Fisher: 3.9 of three ratios, 2.4 of eight, 2.0 of many.
+    z = 1.96
+    t = z + (z**3 + z) / (4 * count) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * count**2)
+    return t * statistics.stdev(map(math.log, ratios)) / math.sqrt(len(ratios))
+
+
+class Interleaved:
+    """Functions that are timed side by side, in one pass or in several with time between them.
+
+    Attributes:
+        rounds: of all passes so far.
+        seconds: that they took, without the first calls, which may compile.
+    """
+
+    def __init__(self, device: str) -> None:
+        """device: "cpu" or "cuda"."""
+        self.rounds = Rounds({}, [])
+        self.seconds = 0.0
+        self._device, self._turn = device, _cuda_turn if device == "cuda" else _cpu_turn
+        self._fastest: dict[str, float] = {}
+
+    @property
+    def passes(self) -> int:
+        """How many were taken."""
+        return self.rounds.passes[-1] + 1 if self.rounds.passes else 0
+
+    def take(
+        self,
+        functions: Mapping[str, Callable[[], object]],
+        *,
+        rounds: int,
+        seconds: float,
+        fewest: int = 1,
+        lasting: float = 0.0,
+        watcher: NoiseMonitor | None = None,
+        anew: Callable[[], Mapping[str, Callable[[], object]]] | None = None,
+    ) -> None:
+        """Takes a pass.
+
+        Args:
+            functions: by name, the same in each pass.
+            rounds: quiet turns of each; fewer quiet ones when three times as many turns were taken.
+            seconds: about how long all of it may take, of which an eighth may be spent waiting for quiet.
+            fewest: rounds, when the seconds are used up.
+            lasting: seconds that the pass goes on for when there are as many rounds as that: of what is short, many.
+            watcher, anew: see `time_interleaved`.
+        """
+        watcher = watcher or (
+            NoiseMonitor(torch.get_num_threads()) if self._device == "cpu" else NoiseMonitor(0, proc=None)
+        )
+        if is_first := not self._fastest:
+            self._fastest = {name: min(self._turn(each, 1) for _ in range(3)) for name, each in functions.items()}
+        repeats = {name: max(1, round(_TURN / max(self._fastest[name], 1e-7))) for name in functions}
+        is_short = sum(self._fastest.values()) < _SHORT
+        moves = is_short and anew is not None and self._device == "cpu"
+        number, done, patience = self.passes, 0, seconds / 8
+        began = time.perf_counter()
+        if is_short and not moves and not is_first:
+            for function in functions.values():
+                self._turn(function, 1)
+        while True:
+            passed = time.perf_counter() - began
+            if done >= fewest and passed > seconds:
+                break
+            if done >= rounds and passed >= lasting:
+                if done >= _MOST * rounds or self.rounds.fewest_quiet(number) >= rounds:
+                    break
+                waited = time.perf_counter()
+                watcher.wait(patience)
+                patience -= time.perf_counter() - waited
+            if anew is not None and moves:
+                _held[:] = _blocks(len(self.rounds.passes))
+                functions = anew()
+                for function in functions.values():
+                    self._turn(function, 2)  # meets the memory that no round had before
+            turns = {}
+            for name in list(functions)[:: -1 if len(self.rounds.passes) % 2 else 1]:
+                watcher.begin()
+                taken = self._turn(functions[name], 1 if self._device == "cuda" else repeats[name])
+                turns[name] = Turn(taken, watcher.end(), watcher.is_slow)
+            for name, turn in turns.items():  # whole rounds alone, if somebody stops it
+                self.rounds.turns.setdefault(name, []).append(turn)
+            self.rounds.passes.append(number)
+            done += 1
+        _held.clear()
+        self.seconds += time.perf_counter() - began
+
+
+def time_interleaved(
+    functions: Mapping[str, Callable[[], object]],
+    *,
+    rounds: int,
+    device: str,
+    seconds: float = 60.0,
+    watcher: NoiseMonitor | None = None,
+    anew: Callable[[], Mapping[str, Callable[[], object]]] | None = None,
+) -> Rounds:
+    """Times functions side by side, in one pass.
+
+    Args:
+        functions: by name.
+        rounds: quiet turns of each; fewer, but at least three turns, when `seconds` are used up, and fewer quiet ones
+            when three times as many turns were taken.
+        device: "cpu" or "cuda".
+        seconds: about how long all of it may take, of which an eighth may be spent waiting for quiet.
+        watcher: None: one for as many threads as PyTorch has on a CPU; on a GPU nobody watches.
+        anew: makes the functions on new copies of their inputs. It is called in each round on a CPU, if they are short.
+    """
+    timer = Interleaved(device)
+    timer.take(functions, rounds=rounds, seconds=seconds, fewest=min(ENOUGH, rounds), watcher=watcher, anew=anew)
+    return timer.rounds
+
+
+def _blocks(number: int) -> list[torch.Tensor]:
+    """Memory of sizes that differ from round to round, so that what is allocated after it lies elsewhere."""
+    sizes = random.Random(number)
+    return [torch.empty(int(2 ** sizes.uniform(4, 20))) for _ in range(sizes.randrange(20, 60))]
+
+
+_held: list[torch.Tensor] = []  # the blocks of this round
+
+
+def _cpu_turn(function: Callable[[], object], repeats: int) -> float:
+    began = time.perf_counter()
+    for _ in range(repeats):
+        function()
+    return (time.perf_counter() - began) / repeats
+
+
+def _cuda_turn(function: Callable[[], object], repeats: int) -> float:
+    _flush_buffer().zero_()
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(repeats):
+        function()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / 1e3 / repeats
+
+
+@functools.cache
+def _flush_buffer() -> torch.Tensor:
+    return torch.empty(_FLUSHED, dtype=torch.uint8, device="cuda")
+
+
+@functools.cache
+def keep_freed_memory() -> None:
+    """Has malloc keep what is freed, so that no call meets page faults for what the call before it had.
+
+    By default glibc gives memory back and asks for it anew, which takes longer than a pass over it, or doesn't: that
+    depends on what was freed before. jemalloc and tcmalloc keep it. Anything but glibc is left as it is.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(-4, 0)  # M_MMAP_MAX: all of it in the heap
+        mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
+        torch.zeros(_TOUCHED, dtype=torch.uint8)  # or what is new to the process faults when it is first used
+
+
+def peak_bytes(function: Callable[[], object], device: str) -> int:
+    """The most memory that was allocated at once while the function ran, beyond what was there before."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        function()
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() - before
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # or the profiler says on stderr that it begins and ends
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        function()
+    held = peak = 0
+    events = (event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]")
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        held += event.nbytes()
+        peak = max(peak, held)
+    return peak

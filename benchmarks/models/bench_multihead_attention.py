@@ -1,5 +1,0 @@
-"""nn.MultiheadAttention, self-attention without weights, against torch.nn's, compiled and not, and the baseline's."""
-
-from benchmarks.models.modules import benchmarks_of
-
-BENCHMARKS = benchmarks_of("multihead_attention")

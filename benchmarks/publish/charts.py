@@ -1,0 +1,384 @@
+"""What each picture shows: which rows it takes, and how it draws them. `CHARTS` has all of them by name."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from benchmarks.measure.scaling_fits import fit
+from benchmarks.publish import style
+from benchmarks.publish.latest import Results, Row, case_of, machine, was_timed
+from benchmarks.publish.summary import DROP_IN, MODELS, MODULES, OPS, PEERS, Case, Comparison
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A picture.
+
+    Attributes:
+        alt: what it shows, for who can't see it.
+        command: what makes its rows.
+        select: the results -> the rows that it is drawn from; none where it can't be drawn.
+        draw: those -> the picture.
+    """
+
+    alt: str
+    command: str
+    select: Callable[[Results], list[Row]]
+    draw: Callable[[list[Row]], Figure]
+
+
+_NAMES = {
+    "baseline": "the plain Transformer",
+    "fastformer.baseline": "the plain Transformer",
+    "eager": "eager PyTorch",
+    "sdpa": "PyTorch's SDPA",
+    "torch.nn eager": "torch.nn",
+    "as it is": "the model as it is",
+    "sdpa causal": "PyTorch's SDPA causal",
+    "openvino": "OpenVINO",
+    "onnxruntime": "ONNX Runtime",
+    "ctranslate2": "CTranslate2",
+}
+
+
+def name_of(provider: str) -> str:
+    """A provider as a reader knows it."""
+    return _NAMES.get(provider, provider)
+
+
+# Speed-ups as bars
+
+
+def compare(rows: list[Row], cases: Iterable[Case]) -> list[Comparison]:
+    """Ours against each rival, of the cases that were measured."""
+    return [found for case in cases for found in case.comparisons(rows)]
+
+
+def select_cases(cases: Sequence[Case], results: Results) -> list[Row]:
+    """The rows that the comparisons of these cases are made of."""
+    chosen: dict[int, Row] = {}
+    for comparison in compare(results.rows, cases):
+        for row in (comparison.ours, comparison.rival):
+            chosen[id(row)] = row
+    return list(chosen.values())
+
+
+def draw_speedups(title: str, cases: Sequence[Case], rows: list[Row]) -> Figure:
+    """How many times faster ours is than each rival: bars from 1 to the right; what is slower goes to the left."""
+    from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+
+    found = compare(rows, cases)
+    panels = list(dict.fromkeys(each.panel for each in found))
+    # A place for each (case, rival), top to bottom, the same in all panels.
+    places: dict[tuple[str, str], float] = {}
+    heights: dict[str, list[float]] = {}
+    place = 0.0
+    for case in cases:
+        for rival in dict.fromkeys(each.against for each in found if each.label == case.label):
+            places[case.label, rival] = place
+            heights.setdefault(case.label, []).append(place)
+            place += 1.0
+        if case.label in heights:
+            place += 0.7
+    fig = style.figure(title, footer=machine(rows), columns=len(panels), height=1.35 + 0.2 * place)
+    low = min(0.8, *(each.ratio / 1.12 for each in found))
+    high = max(2.0, *(each.ratio for each in found)) * 1.5
+    for axes, panel in zip(fig.axes, panels, strict=True):
+        axes.set_xscale("log")
+        axes.set(xlim=(low, high), ylim=(place - 1.0, -0.8))
+        for each in found:
+            if each.panel != panel:
+                continue
+            y = places[each.label, each.against]
+            axes.barh(
+                y,
+                each.ratio - 1,
+                left=1,
+                height=0.86,
+                color=style.color_of(each.against),
+                label=f"than {name_of(each.against)}",
+            )
+            axes.text(
+                max(each.ratio, 1.0) * 1.06, y, style.two_digits(each.ratio), va="center", fontsize=8, color=style.INK
+            )
+        axes.axvline(1, color=style.INK, linewidth=1)
+        axes.axvspan(low, 1, color="#808080", alpha=0.12, linewidth=0)
+        ticks = [tick for tick in (0.25, 0.5, 1, 2, 4, 8, 16, 32, 64) if low <= tick <= high]
+        axes.xaxis.set_major_locator(FixedLocator(ticks))
+        axes.xaxis.set_minor_locator(NullLocator())
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda tick, _: f"{tick:g}x"))
+        axes.set_yticks(
+            [sum(each) / len(each) for each in heights.values()], list(heights) if axes is fig.axes[0] else []
+        )
+        axes.tick_params(axis="y", length=0)
+        axes.grid(axis="y", visible=False)
+        axes.spines["left"].set_visible(False)
+        axes.set_title(panel, loc="left", fontsize=10)
+    fig.axes[0].set_xlabel("times faster (left of 1x: slower)", fontsize=9)
+    style.legend(fig)
+    return fig
+
+
+# Scaling
+
+
+def _grown(name: str, points: Sequence[tuple[int, float]]) -> str:
+    """A line's name with its exponent (`benchmarks.measure.scaling_fits`), where there are points enough."""
+    try:
+        return f"{name}: n^{fit(dict(points)).exponent:.1f}"
+    except ValueError:
+        return name
+
+
+def select_scaling(results: Results) -> list[Row]:
+    """In fp32, on the machine with the most lengths."""
+    rows = results.find(was_timed, suite="scaling", dtype="float32")
+    return [row for row in rows if isinstance(row["shape"].get("seqlen"), int)]
+
+
+def draw_scaling(rows: list[Row]) -> Figure:
+    """Time and memory over the length, both axes logarithmic; exponents behind the names."""
+    fig = style.figure(
+        "Time and memory over the length of a sequence, forward and backward",
+        footer=machine(rows),
+        columns=2,
+        height=4.2,
+    )
+    for axes, field, label in zip(
+        fig.axes, ("ms_p50", "peak_mib"), ("ms", "peak memory beside the inputs (MiB)"), strict=True
+    ):
+        for (name,), own in _groups(rows, "provider").items():
+            points = sorted((row["shape"]["seqlen"], row[field]) for row in own if row.get(field))
+            if not points:
+                continue
+            x, y = zip(*points, strict=True)
+            axes.plot(
+                x, y, color=style.color_of(name), linestyle=_dashes(name), marker="o", markersize=3,
+                label=_grown(name, points),
+            )  # fmt: skip
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        _plain_numbers(axes, "both")
+        axes.set(xlabel="n, positions", ylabel=label)
+        style.label_lines(axes)
+    return fig
+
+
+def _dashes(name: str) -> Any:
+    for word, dashes in (("window", (0, (1, 1.2))), ("causal", (0, (4, 1.5))), ("reference", (0, (6, 1, 1, 1)))):
+        if word in name:
+            return dashes
+    return "-"
+
+
+def _plain_numbers(axes: Axes, which: str) -> None:
+    from matplotlib.ticker import FuncFormatter, NullFormatter
+
+    for name in ("x", "y") if which == "both" else (which,):
+        axis = getattr(axes, f"{name}axis")
+        axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}" if value < 1000 else f"{value:,.0f}"))
+        axis.set_minor_formatter(NullFormatter())
+
+
+# Decoding
+
+LADDER = ("recompute", "encode_once", "cross_cache", "kv_cache", "cpp", "cpp_bf16", "cpp_int8")
+_STEPS = {
+    "recompute": "recompute: everything, for each token",
+    "encode_once": "encode_once: the encoder's output is kept",
+    "cross_cache": "cross_cache: its keys and values are kept",
+    "kv_cache": "kv_cache: the decoder's own, too",
+    "cpp": "cpp: the engine in C++, fp32",
+    "cpp_bf16": "cpp, bf16",
+    "cpp_int8": "cpp, int8",
+}
+
+
+def select_ladder(results: Results) -> list[Row]:
+    """Greedy decoding with the base model: the case with the most steps; of several the latest, with more threads."""
+    cases: dict[str, list[Row]] = {}
+    for row in results.find(was_timed, op="decoding", preset="base", num_beams=1):
+        if row["provider"] in LADDER:
+            cases.setdefault(case_of(row), []).append(row)
+
+    def rank(case: str) -> tuple[int, str, int, int]:
+        row = cases[case][0]
+        return len(cases[case]), row["time"], row["threads"], -row["shape"]["batch"]
+
+    best = max(cases, key=rank, default="")
+    return sorted(cases.get(best, []), key=lambda row: LADDER.index(row["provider"]))
+
+
+def draw_ladder(rows: list[Row]) -> Figure:
+    """Tokens a second of each step."""
+    shape = rows[0]["shape"]
+    fig = style.figure(
+        f"Greedy decoding, step by step: base model, {shape['batch']} sentences", footer=machine(rows), height=3.2
+    )
+    (axes,) = fig.axes
+    first = rows[0]["ms_p50"]
+    for place, row in enumerate(rows):
+        name = row["provider"]
+        ours = name.startswith("cpp") or name == "kv_cache"
+        axes.barh(place, row["tokens_s"], height=0.7, color=style.OURS if ours else style.GREY)
+        text = f"{row['tokens_s']:,.0f} tokens/s, {style.two_digits(first / row['ms_p50'])}x"
+        axes.text(row["tokens_s"] * 1.05, place, text, va="center", fontsize=9)
+    axes.set_xscale("log")
+    low, high = min(row["tokens_s"] for row in rows), max(row["tokens_s"] for row in rows)
+    axes.set(xlim=(low / 2, high * 6), ylim=(len(rows) - 0.4, -0.6), xlabel="tokens a second")
+    axes.set_yticks(range(len(rows)), [_STEPS[row["provider"]] for row in rows])
+    _plain_numbers(axes, "x")
+    axes.tick_params(axis="y", length=0)
+    axes.grid(axis="y", visible=False)
+    return fig
+
+
+def select_throughput(results: Results) -> list[Row]:
+    """Greedy decoding with the base model: shapes that differ in nothing but the batch, those with most batches."""
+    families: dict[str, list[Row]] = {}
+    for row in results.find(was_timed, op=("decoding", "decoding_batches"), preset="base", num_beams=1):
+        if row["provider"] in LADDER:
+            rest = {key: value for key, value in row["shape"].items() if key not in ("batch", "threads")}
+            families.setdefault(json.dumps(rest, sort_keys=True), []).append(row)
+
+    def batches(rows: list[Row]) -> int:
+        return len({row["shape"]["batch"] for row in rows})
+
+    most = max(families.values(), key=batches, default=[])
+    return most if batches(most) > 1 else []
+
+
+def draw_throughput(rows: list[Row]) -> Figure:
+    """Tokens a second over the batch; one thread is dashed."""
+    fig = style.figure("Tokens a second over the batch: greedy, base model", footer=machine(rows), height=4.0)
+    (axes,) = fig.axes
+    most = max(row["threads"] for row in rows)
+    for (name, threads), own in _groups(rows, "provider", "threads").items():
+        points = sorted((row["shape"]["batch"], row["tokens_s"]) for row in own)
+        axes.plot(
+            *zip(*points, strict=True), color=_engine_color(name), marker="o", markersize=4,
+            linestyle="-" if threads == most else (0, (4, 1.5)),
+            label=name.replace("_", ", ") if name.startswith("cpp") else name,
+        )  # fmt: skip
+        if threads != most:
+            axes.lines[-1].set_label(f"{axes.lines[-1].get_label()}, {threads} thread{'s' * (threads > 1)}")
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    _plain_numbers(axes, "both")
+    axes.set(xlabel="sentences in the batch", ylabel="tokens a second")
+    style.label_lines(axes)
+    return fig
+
+
+def _groups(rows: Iterable[Row], *fields: str) -> dict[tuple[Any, ...], list[Row]]:
+    groups: dict[tuple[Any, ...], list[Row]] = {}
+    for row in rows:
+        groups.setdefault(tuple(row.get(field) for field in fields), []).append(row)
+    return groups
+
+
+def select_token_times(results: Results) -> list[Row]:
+    """Of the model with the most lines."""
+    groups = _groups(results.find(op="token_times"), "model", "threads")
+    return max(groups.values(), key=len, default=[])
+
+
+def draw_token_times(rows: list[Row]) -> Figure:
+    """The time of each token against its position."""
+    title = f"The time of a token over its position: one input, greedy ({rows[0]['model']})"
+    fig = style.figure(title, footer=machine(rows), height=4.2)
+    (axes,) = fig.axes
+    for row in rows:
+        name, curve = row["provider"], row["curve"]
+        label = f"{name}, {row['precision']}" if name == "cpp" else name
+        dashes = {"bf16": (0, (4, 1.5)), "int8": (0, (1, 1.2))}.get(row["precision"], "-")
+        axes.plot(curve["x"], curve["y"], color=_engine_color(name), linestyle=dashes, linewidth=1.4, label=label)
+    axes.set_yscale("log")
+    _plain_numbers(axes, "y")
+    axes.set(xlabel=rows[0]["curve"]["x_label"], ylabel=rows[0]["curve"]["y_label"])
+    style.label_lines(axes)
+    return fig
+
+
+def _engine_color(name: str) -> str:
+    plain = {"recompute": style.GREY, "encode_once": style.PURPLE, "cross_cache": style.SKY, "kv_cache": style.BLUE}
+    return plain.get(name, style.OURS)
+
+
+def _speedups(title: str, alt: str, command: str, cases: Sequence[Case]) -> Chart:
+    return Chart(alt, command, functools.partial(select_cases, cases), functools.partial(draw_speedups, title, cases))
+
+
+_RUN = "python -m benchmarks.run --suite {} --out benchmarks/results/cpu.jsonl"
+
+CHARTS: dict[str, Chart] = {
+    "ops": _speedups(
+        "Single ops: how many times faster than the same in PyTorch",
+        "bars: how many times faster each op is than eager PyTorch, scaled_dot_product_attention and torch.compile",
+        _RUN.format("ops"), OPS,
+    ),
+    "modules": _speedups(
+        "Modules: how many times faster",
+        "bars: how many times faster modules are than the plain Transformer's, torch.nn's and torch.compile's",
+        _RUN.format("modules"), MODULES,
+    ),
+    "models": _speedups(
+        "Models: how many times faster",
+        "bars: how many times faster training steps are than the plain Transformer's and torch.compile's",
+        _RUN.format("model"), MODELS,
+    ),
+    "drop_in": _speedups(
+        "Models after fastformer.accelerate: how many times faster",
+        "bars: how many times faster BERT, GPT-2, Marian and torch.nn are after accelerate than before, or OpenVINO",
+        _RUN.format("model"), DROP_IN,
+    ),
+    "peers": _speedups(
+        "Decoding: how many times faster than other engines on the same weights",
+        "bars: how many times faster decoding is than that of CTranslate2, llama.cpp and transformers",
+        _RUN.format("decoding"), PEERS,
+    ),
+    "scaling": Chart(
+        "lines: time and peak memory over the length of a sequence, for each kind of attention and an LSTM",
+        _RUN.format("scaling"), select_scaling, draw_scaling,
+    ),
+    "decoding_ladder": Chart(
+        "bars: tokens a second from recomputing everything to the engine in C++ with int8",
+        _RUN.format("decoding"), select_ladder, draw_ladder,
+    ),
+    "decoding_throughput": Chart(
+        "lines: tokens a second over the batch, for each engine",
+        _RUN.format("decoding"), select_throughput, draw_throughput,
+    ),
+    "token_times": Chart(
+        "lines: milliseconds a token over its position, for each engine",
+        "python -m benchmarks.token_times base --out benchmarks/results/token_times.jsonl",
+        select_token_times, draw_token_times,
+    ),
+}  # fmt: skip
+
+
+def charts() -> dict[str, Chart]:
+    """All of them, those of the experiments at the end."""
+    from benchmarks.experiments import EXPERIMENTS
+
+    return CHARTS | {f"experiment_{name}": _experiment(name, about) for name, about in EXPERIMENTS.items()}
+
+
+def _experiment(name: str, about: str) -> Chart:
+    """The last run of an experiment, as its own module draws it."""
+    from benchmarks.experiments.experiment import last_run, load
+
+    return Chart(
+        about,
+        f"python -m benchmarks.experiments.{name} --out benchmarks/results/experiments.jsonl",
+        lambda results: last_run(results.find(suite="experiments"), name),
+        lambda rows: load(name).figure(rows),
+    )

@@ -1,0 +1,242 @@
+"""The cases that README's table and pictures show, out of all that were measured: ours against each rival.
+
+To show another case, add a line; to show another rival, add its name where it takes part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+from benchmarks.measure import record
+from benchmarks.measure.console import is_quiet
+from benchmarks.publish.latest import Row, case_of, matches, platform_of, was_timed
+
+Fields = Mapping[str, Any]
+
+
+class Panel(NamedTuple):
+    """In which number format both compute."""
+
+    name: str
+    ours: Fields
+    rival: Fields
+
+
+FP32 = Panel("fp32", {"dtype": ("float32", "fp32")}, {"dtype": ("float32", "fp32")})
+BF16 = Panel("bf16", {"dtype": ("bfloat16", "bf16")}, {"dtype": ("bfloat16", "bf16")})
+
+
+class Comparison(NamedTuple):
+    """Two rows of one run, as a ratio."""
+
+    label: str
+    panel: str
+    against: str
+    ours: Row
+    rival: Row
+
+    @property
+    def ratio(self) -> float:
+        """How many times faster ours is: out of turns of the same rounds where the runner says so, else of medians."""
+        if self._is_of_rounds:
+            return float(self.rival["ours"])
+        ours, rival = record.seconds(self.ours), record.seconds(self.rival)
+        assert ours and rival
+        return rival / ours
+
+    @property
+    def is_unsteady(self) -> bool:
+        """Whether something disturbed it, or its passes disagree; False where nobody watched."""
+        return self._is_of_rounds and is_quiet(self.rival) is False
+
+    @property
+    def _is_of_rounds(self) -> bool:
+        return self.ours["provider"] == "fastformer" and bool(self.rival.get("ours"))
+
+
+@dataclass(frozen=True)
+class Case:
+    """One line of a table, one group of bars.
+
+    Attributes:
+        label: what is measured.
+        where: the fields of its rows; those of the shape may be named without it (`benchmarks.publish.latest.matches`).
+        against: the providers that ours has to be compared with: README says where one was not measured. Others that
+            were measured beside them are shown, too.
+        ours: the provider that is ours.
+        panels: the formats.
+    """
+
+    label: str
+    where: Fields
+    against: tuple[str, ...]
+    ours: str = "fastformer"
+    panels: tuple[Panel, ...] = field(default=(FP32, BF16))
+
+    def rows(self, rows: Iterable[Row]) -> list[Row]:
+        """Those of the case, on a CPU."""
+        return [row for row in rows if matches(row, self.where) and was_timed(row) and platform_of(row) == "cpu"]
+
+    def rivals(self, rows: Iterable[Row]) -> list[str]:
+        """Those to be compared with, and then whoever else was measured."""
+        found = dict.fromkeys(row["provider"] for row in self.rows(rows))
+        return [*self.against, *(name for name in found if name not in self.against and not is_ours(name))]
+
+    def comparisons(self, rows: Iterable[Row]) -> Iterator[Comparison]:
+        """Those that were measured."""
+        rows = self.rows(rows)
+        for panel in self.panels:
+            for against in self.rivals(rows):
+                found = self._compare(rows, panel, against)
+                if found is not None:
+                    yield found
+
+    def _compare(self, rows: list[Row], panel: Panel, against: str) -> Comparison | None:
+        """Of the latest run; with the most threads, where both ran with as many.
+
+        Raises:
+            ValueError: the fields fit several cases of that run.
+        """
+        pairs = [
+            Comparison(self.label, panel.name, against, ours, rival)
+            for ours in rows
+            if matches(ours, {"provider": self.ours, **panel.ours})
+            for rival in rows
+            if matches(rival, {"provider": against, **panel.rival}) and case_of(ours) == case_of(rival)
+        ]
+
+        def rank(pair: Comparison) -> tuple[str, int]:
+            return pair.ours.get("time") or "", pair.ours.get("threads") or 0
+
+        pairs.sort(key=rank, reverse=True)
+        same = [pair for pair in pairs if rank(pair) == rank(pairs[0])]
+        if len(same) > 1:
+            shapes = [pair.ours.get("shape") for pair in same]
+            raise ValueError(f"{self.label!r} against {against}: expected fields of one case, they fit {shapes}")
+        return same[0] if same else None
+
+
+def is_ours(provider: str) -> bool:
+    """Whether it is a form of this library, or no program at all ("read" merely reads the weights)."""
+    return provider == "read" or provider.split(",")[0].split()[0] in ("fastformer", "accelerated")
+
+
+def _op(label: str, op: str, mode: str, against: str = "eager, torch.compile", **shape: Any) -> Case:
+    return Case(label, {"op": op, "mode": mode, **shape}, tuple(against.split(", ")))
+
+
+OPS = (
+    _op("causal attention (2, 8, 2048, 64), forward", "attention", "fwd", "eager, sdpa, torch.compile",
+        batch=2, seqlen=2048, causal=True, dropout_p=0.0),
+    _op("causal attention (2, 8, 2048, 64), training", "attention", "fwdbwd", "eager, sdpa, torch.compile",
+        batch=2, seqlen=2048, causal=True, dropout_p=0.0),
+    _op("causal attention (4, 8, 512, 64), dropout, training", "attention", "fwdbwd", "eager, sdpa, torch.compile",
+        batch=4, seqlen=512, causal=True, dropout_p=0.1),
+    _op("add_layer_norm (4096, 512), training", "add_layer_norm", "fwdbwd", rows=4096, dim=512, dropout_p=0.0),
+    _op("add_layer_norm (4096, 512), dropout, training", "add_layer_norm", "fwdbwd", rows=4096, dim=512, dropout_p=0.1),
+    _op("feed_forward (2048, 512, 2048), training", "feed_forward", "fwdbwd", activation="relu", dropout_p=0.0),
+    _op("feed_forward (2048, 512, 2048), dropout, training", "feed_forward", "fwdbwd",
+        activation="relu", dropout_p=0.1),
+    _op("linear_cross_entropy (4096, 512, 32000), training", "linear_cross_entropy", "fwdbwd", vocab_size=32000),
+    _op("embedding (64, 32, 512), dropout, training", "embedding", "fwdbwd", dropout_p=0.1),
+    _op("linear_topk of 64 rows (512, 32000), k 8", "linear_topk", "fwd", rows=64, vocab_size=32000, k=8),
+    _op("rotary (4, 512, 8, 64), training", "rotary", "fwdbwd"),
+)  # fmt: skip
+
+
+def _module(name: str, op: str, padding: str, *, learns: bool) -> Case:
+    what = ("training with dropout" if learns else "evaluation") + (", half of it padding" if padding == "half" else "")
+    where: dict[str, Any] = {"op": f"{op}_training", "dropout_p": 0.1} if learns else {"op": op, "mode": "fwd"}
+    return Case(f"{name}, {what}", where | {"padding": padding}, ("baseline", "torch.nn", "torch.compile"))
+
+
+MODULES = (
+    _module("MultiheadAttention", "multihead_attention", "half", learns=False),
+    _module("TransformerEncoder", "encoder", "half", learns=False),
+    _module("TransformerDecoder", "decoder", "half", learns=False),
+    _module("TransformerDecoder", "decoder", "half", learns=True),
+)
+
+MODELS = (
+    Case("training step of base, 64 sentences of 32 tokens", {"op": "training_step", "lengths": "equal"},
+         ("baseline", "torch.compile")),
+    Case("training step of base, 64 sentences of mixed length", {"op": "training_step", "lengths": "multi30k"},
+         ("baseline", "torch.compile")),
+)  # fmt: skip
+
+
+def _model(
+    label: str,
+    model: str,
+    seqlen: str,
+    against: str = "as it is",
+    panels: tuple[Panel, ...] = (FP32,),
+    ours: str = "accelerated",
+    **fields: Any,
+) -> Case:
+    where = {"op": "drop_in", "model": model, "seqlen": seqlen, **fields}
+    return Case(label, where, tuple(against.split(", ")), ours, panels)
+
+
+DROP_IN = (
+    _model("BERT-base, 8 sequences of 32 to 128 tokens", "bert_base", "32 to 128", "as it is, openvino", (FP32, BF16)),
+    _model("BERT-base, 8 sequences of 512 tokens", "bert_base", "512", "as it is, openvino", (FP32, BF16)),
+    _model("GPT-2 small, training step, 4 sequences of 256 tokens", "gpt2_small", "256", mode="training"),
+    _model("GPT-2 small, training step, 16 to 256 tokens", "gpt2_small", "16 to 256", mode="training"),
+    _model("Marian's base shape, training step, 16 pairs of 8 to 64 tokens", "marian_base", "8 to 64", mode="training"),
+    *(
+        _model(label, model, seqlen, ours="accelerated, fused loss", mode="training")
+        for label, model, seqlen in (
+            ("GPT-2 small, 4 sequences of 256 tokens, with the fused loss", "gpt2_small", "256"),
+            ("GPT-2 small, 16 to 256 tokens, with the fused loss", "gpt2_small", "16 to 256"),
+            ("Marian's base shape, training step, with the fused loss", "marian_base", "8 to 64"),
+        )
+    ),
+    *(
+        _model(f"torch.nn's encoder, 6 layers, {what}8 of {seqlen} tokens", "torch_nn_encoder", seqlen, mode=mode)
+        for seqlen in ("128", "1 to 128", "512", "1 to 512")
+        for what, mode in (("", "forward"), ("training step, ", "training"))
+    ),
+)
+
+_PRECISIONS = (
+    Panel("int8", {"precision": "int8"}, {"precision": "int8"}),
+    Panel("bf16 against its int8", {"precision": "bf16"}, {"precision": "int8"}),
+    Panel("fp32", {"precision": "fp32"}, {"precision": "fp32"}),
+)
+
+
+def _decoding(
+    label: str,
+    batch: int,
+    num_beams: int,
+    model: str = "base",
+    against: str = "ctranslate2",
+    panels: tuple[Panel, ...] = _PRECISIONS[:1],
+) -> Case:
+    where = {"op": "peers", "model": model, "batch": batch, "num_beams": num_beams}
+    return Case(label, where, (against,), panels=panels)
+
+
+PEERS = (
+    _decoding("base, greedy, 1 source", 1, 1, panels=_PRECISIONS),
+    _decoding("base, 4 beams, 1 source", 1, 4, panels=_PRECISIONS),
+    _decoding("base, greedy, 16 sources", 16, 1, panels=_PRECISIONS),
+    _decoding("base, 4 beams, 16 sources", 16, 4, panels=_PRECISIONS),
+    _decoding("a trained base, 8 to 60 tokens, one by one", 1, 1, "run"),
+    _decoding("a trained base, 8 to 60 tokens, 16 at once", 16, 1, "run"),
+    _decoding("a trained base, 8 to 60 tokens, 4 beams, one by one", 1, 4, "run"),
+    _decoding("a trained base, 8 to 60 tokens, 4 beams, 16 at once", 16, 4, "run"),
+    _decoding("GPT-2's small shape, one prompt", 1, 1, "gpt2", "llama.cpp"),
+    _decoding("GPT-2's small shape, one prompt, fp32", 1, 1, "gpt2", "transformers", _PRECISIONS[2:]),
+)
+
+# Where the CPU has no AVX-512.
+AVX2 = tuple(
+    replace(case, against=("as it is",)) for case in DROP_IN if case.where["model"] in ("bert_base", "torch_nn_encoder")
+)
+AVX2_PEERS = tuple(
+    replace(case, panels=(_PRECISIONS[0], _PRECISIONS[2])) for case in PEERS if case.where["model"] == "base"
+)

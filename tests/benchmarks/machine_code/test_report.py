@@ -1,0 +1,282 @@
+"""The compile report is green, and what the machine code of attention must not lose.
+
+By default each kernel is compiled once; slow are the other cases of a kernel, each with options of its own.
+The report runs in its own process: interpreted kernels can't be compiled.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.machine_code import report
+
+ROOT = Path(__file__).parents[3]
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="no triton")
+
+
+# A directory with another Triton in it, such as `pip install --target DIR --no-deps triton==3.6.0` makes.
+BESIDE = os.environ.get("FASTFORMER_TRITON_BESIDE")
+
+
+def run(*arguments: str, triton_in: str | None = None) -> subprocess.CompletedProcess:
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    if triton_in is not None:
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [triton_in, environment.get("PYTHONPATH")]))
+    command = [sys.executable, "-m", "benchmarks.compile_report", *arguments]
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+
+
+Row = dict[str, Any]
+ATTENTION = ("causal", "causal+packed", "bool_keys", "bool", "causal+dropout")
+CAUSAL = "deterministic causal"  # the forward is the same
+
+
+def slow_but_for(quick: str, *values: Any) -> list[Any]:
+    """Values for a test, all slow but the one that the default report has a case for."""
+    return [pytest.param(*each, marks=() if each[0] == quick else pytest.mark.slow)
+            for each in (value if isinstance(value, tuple) else (value,) for value in values)]  # fmt: skip
+
+
+def reported(folder: Path, size: str) -> list[Row]:
+    out = folder / "report.jsonl"
+    result = run(size, "--arch", "90", "--out", str(out))
+    assert result.returncode == 0, result.stdout + result.stderr
+    return [json.loads(line) for line in out.read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def of_each_kernel(tmp_path_factory: pytest.TempPathFactory) -> list[Row]:
+    return reported(tmp_path_factory.mktemp("once"), "--once")
+
+
+@pytest.fixture(scope="module")
+def of_each_case(tmp_path_factory: pytest.TempPathFactory) -> list[Row]:
+    return reported(tmp_path_factory.mktemp("quick"), "--quick")
+
+
+@pytest.fixture
+def rows(request: pytest.FixtureRequest) -> list[Row]:
+    """Rows for sm_90: one of each kernel, for slow tests one of each case."""
+    is_slow = request.node.get_closest_marker("slow") is not None
+    found: list[Row] = request.getfixturevalue("of_each_case" if is_slow else "of_each_kernel")
+    return found
+
+
+def of_attention(rows: list[Row], options: str, *kernels: str) -> list[Row]:
+    """What a case of attention at head_dim 64 launches, and of that the kernels named."""
+    case = f"bf16 d64 {CAUSAL if options == 'causal' else options}"
+    of_op = [row for row in rows if row["op"] == "attention" and case in row["cases"]]
+    found = [row for row in of_op if row["kernel"] in kernels]
+    assert len(found) == len(kernels), case
+    return found
+
+
+def instructions(rows: list[Row], options: str) -> int:
+    """Of the forward kernel's loop over blocks without a tail or a diagonal: what most of the time goes into."""
+    (row,) = of_attention(rows, options, "_attention_fwd_kernel")
+    return row["loops"][0]["instructions"]
+
+
+@pytest.mark.parametrize("size", ["once", pytest.param("quick", marks=pytest.mark.slow)])
+def test_the_report_is_green(rows: list[Row], size: str) -> None:
+    """Every kernel that there is compiles, and spills nothing: what the interpreter takes the compiler may not.
+
+    The slow one: in each of the cases that are asked for here.
+    """
+    sources = "".join(path.read_text() for path in (ROOT / "kernels").glob("*.py"))
+    assert {row["kernel"] for row in rows} == set(re.findall(r"def (\w+_kernel)\(", sources))
+    assert all(row["spilled"] == 0 and 0 < row["registers"] <= 255 for row in rows)
+    assert all(row["wide"] >= 4 for row in rows if row["kernel"] == "_attention_fwd_kernel")
+    assert all(not loop.get("local") for row in rows for loop in row["loops"])
+    assert all(row["loops"] for row in rows)
+
+
+@pytest.mark.parametrize("options", slow_but_for("causal+dropout", *ATTENTION))
+def test_exp2_once_a_score(rows: list[Row], options: str) -> None:
+    """And once a row and block, for what fades: 1.06 in a tile of 128 x 64."""
+    for row in of_attention(rows, options, "_attention_fwd_kernel", "_dkdv_kernel"):
+        for loop in row["loops"]:
+            assert 1 <= loop["exp2_a_score"] <= 1.15, row["kernel"]
+
+
+@pytest.mark.parametrize("options", slow_but_for("causal+dropout", *ATTENTION))
+def test_products_are_of_warp_groups(rows: list[Row], options: str) -> None:
+    """No mma.sync, which has little more than half of wgmma's rate."""
+    backward = ("_dkdv_kernel", "_dq_kernel") if options == "causal" else ("_dkdv_kernel",)
+    for row in of_attention(rows, options, "_attention_fwd_kernel", *backward):
+        assert row["narrow"] == 0, row["kernel"]
+        for loop in row["loops"]:
+            assert loop["wgmma"] > 0 and "mma_sync" not in loop, row["kernel"]
+
+
+def test_softmax_runs_under_a_product_on_sm_90(rows: list[Row]) -> None:
+    """Two loops over blocks, with and without a mask; each waits for the scores with P V still in flight."""
+    found = [row for row in rows if row["kernel"] == "_attention_hopper_fwd_kernel"]
+    assert found
+    for row in found:
+        loops = [loop for loop in row["loops"] if "exp2" in loop]
+        assert len(loops) >= 2 and row["narrow"] == 0  # the compiler may share one body among the consumers
+        for loop in loops:
+            assert 1 in loop["waits"] and loop["exp2_a_score"] <= 1.05 and "local" not in loop
+            assert loop["instructions"] <= 900  # 64 x 128 scores a warpgroup, with dropout and a diagonal
+
+
+@pytest.mark.parametrize("options, most", slow_but_for("causal+dropout", ("causal", 500), ("causal+dropout", 740)))
+def test_a_backward_for_sm_90_that_keeps_all_in_registers(rows: list[Row], options: str, most: int) -> None:
+    """With dropout, too: the scores wait with dO V^T still in flight, and dq with the products of dk and dv."""
+    case = f"bf16 d64 hopper {options}"
+    (row,) = (row for row in rows if row["kernel"] == "_attention_hopper_bwd_kernel" and case in row["cases"])
+    assert row["spilled"] == 0 and row["narrow"] == 0
+    assert not any(row["kernel"] in ("_dkdv_kernel", "_dq_kernel") for row in rows if case in row["cases"])
+    loops = [loop for loop in row["loops"] if "exp2" in loop]
+    assert len(loops) >= 2
+    for loop in loops:
+        assert loop["waits"] == [1, 0, 2, 0] and loop["exp2_a_score"] == 1 and "local" not in loop
+        assert loop["barriers"] <= 3 and loop["instructions"] <= most
+
+
+@pytest.mark.slow
+def test_rotary_leaves_decode_attention_its_room(rows: list[Row]) -> None:
+    """New tokens' rotary tables, loaded ahead, took 128 KB at head_dim 256, where sm_86, 89 and 120 have 99."""
+    found = [row["shared"] for row in rows if row["cases"] == ["bf16 d256 step table gqa rotary half"]]
+    assert found and max(found) <= 80 * 1024
+
+
+TWO_PROGRAMS = ("causal", "causal+packed", "bool_keys", "additive_keys", "causal+dropout")
+
+
+@pytest.mark.parametrize("options", slow_but_for("causal+dropout", *TWO_PROGRAMS))
+def test_two_forward_programs_an_sm(rows: list[Row], options: str) -> None:
+    """Each waits for its products in full: the other one's exp2 fills the gap."""
+    (row,) = of_attention(rows, options, "_attention_fwd_kernel")
+    assert row["ctas"] >= 2
+
+
+@pytest.mark.skipif(BESIDE is None, reason="FASTFORMER_TRITON_BESIDE names no directory with another Triton")
+def test_another_compiler_leaves_room_for_two_programs(tmp_path: Path) -> None:
+    """What the installed compiler is held to, of another: of 3.6.0, which took all registers where it was let."""
+    import triton
+
+    out = tmp_path / "report.jsonl"
+    result = run(
+        "--quick", "--arch", "90", "--only", "attention", "attention_hopper", "--out", str(out), triton_in=BESIDE
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    found = [json.loads(line) for line in out.read_text().splitlines()]
+    assert triton.__version__ not in {row["triton"] for row in found}, "expected another compiler"
+    for options in TWO_PROGRAMS:
+        (row,) = of_attention(found, options, "_attention_fwd_kernel")
+        assert row["ctas"] >= 2, options
+    for options in ("bool_keys", "additive_keys"):
+        assert instructions(found, options) <= 1.25 * instructions(found, "causal"), options
+    assert any(row["kernel"] == "_attention_hopper_bwd_kernel" for row in found)  # run() saw that nothing spills
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options, most",
+    [
+        ("causal+packed", 1.05),
+        ("bool_keys", 1.25),
+        ("additive_keys", 1.25),
+        ("causal+dropout", 1.8),
+    ],
+)
+def test_what_an_option_adds_to_the_loop(rows: list[Row], options: str, most: float) -> None:
+    """Instructions of the forward's main loop, beside the same without the option."""
+    assert instructions(rows, options) <= most * instructions(rows, "causal")
+
+
+@pytest.mark.parametrize("options", slow_but_for("causal+dropout", *ATTENTION))
+def test_nothing_but_a_mask_is_loaded_in_the_loop(rows: list[Row], options: str) -> None:
+    """K, V and (backward) Q and dO come by asynchronous copies, ahead of their use."""
+    for row in of_attention(rows, options, "_attention_fwd_kernel", "_dkdv_kernel"):
+        for loop in row["loops"]:
+            assert loop["async_loads"] >= 4, row["kernel"]
+            assert "bool" in options or "loads" not in loop, row["kernel"]
+
+
+def test_a_violation_is_an_exit_status(tmp_path: Path) -> None:
+    """A tile that spills, from a tuning file, turns the report red."""
+    import triton
+
+    key = f"90 False 128 False False True long triton{triton.__version__}"
+    tuning = tmp_path / "tuning.json"
+    tuning.write_text(json.dumps({"attention_fwd": {key: [128, 128, 4, 2, False]}}))
+    environment = os.environ | {"FASTFORMER_TUNING_FILE": str(tuning)}
+    environment.pop("TRITON_INTERPRET", None)
+    code = (
+        "import torch, benchmarks.machine_code.report as report\n"
+        "from benchmarks.machine_code.cases.attention import attention_call\n"
+        "call = attention_call(torch.bfloat16, 128, ('causal',), 4096)\n"
+        "print(report.compile_launch(report.launches_of(call, 90)[0], 'attention', 90, ('spilling',)).problems)"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True, check=True
+    )
+    assert "spills" in result.stdout
+
+
+def test_the_interpreter_is_refused() -> None:
+    result = subprocess.run(
+        [sys.executable, "-m", "benchmarks.compile_report"], cwd=ROOT, env=os.environ | {"TRITON_INTERPRET": "1"},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert result.returncode == 2 and "TRITON_INTERPRET" in result.stderr
+
+
+def test_a_file_keeps_what_was_not_compiled_again(tmp_path: Path) -> None:
+    """--out replaces the rows of this compiler, architecture and op, and keeps the others."""
+    import triton
+
+    out = tmp_path / "report.jsonl"
+    others = [
+        {"triton": "3.0.0", "arch": 90, "op": "rotary"},
+        {"triton": triton.__version__, "arch": 80, "op": "rotary"},
+        {"triton": triton.__version__, "arch": 90, "op": "attention"},
+    ]
+    stale = {"triton": triton.__version__, "arch": 90, "op": "rotary", "kernel": "stale"}
+    out.write_text("".join(json.dumps(line) + "\n" for line in [*others, stale]))
+    result = run("--quick", "--arch", "90", "--only", "rotary", "--out", str(out), "--jobs", "2")
+    assert result.returncode == 0, result.stdout + result.stderr
+    lines = [json.loads(line) for line in out.read_text().splitlines()]
+    assert all(line in lines for line in others) and stale not in lines
+    fresh = [line for line in lines if line not in others]
+    assert {line["kernel"] for line in fresh} == {"_rotary_kernel"}
+    # In the order of the cases, also where two processes compile: half, then interleaved, each there and back.
+    assert [line["cases"][0] for line in fresh] == [
+        "bf16 d64 half", "bf16 d64 half #2", "bf16 d64 interleaved", "bf16 d64 interleaved #2"
+    ]  # fmt: skip
+
+
+def test_compare_wants_two_files(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["compile_report", "--compare", "a.jsonl", "b.jsonl"])
+    with pytest.raises(SystemExit, match="2"):
+        report.main()
+    assert "expected two files of --out, a.jsonl is none" in capsys.readouterr().err
+
+
+def test_every_launch_is_compared_where_it_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before, after = tmp_path / "before.jsonl", tmp_path / "after.jsonl"
+    for path in (before, after):
+        path.write_text("")
+    for option, said in (([], "0 launches changed, 0 did not"), (["--every"], "0 of 0 launches have a before")):
+        monkeypatch.setattr(sys, "argv", ["compile_report", "--compare", str(before), str(after), *option])
+        assert report.main() == 0
+        assert capsys.readouterr().out.startswith(said)
+    monkeypatch.setattr(sys, "argv", ["compile_report", "--every"])
+    with pytest.raises(SystemExit, match="2"):
+        report.main()
+    assert "expected --compare with --every" in capsys.readouterr().err

@@ -1,0 +1,260 @@
+"""Machine code is read right: loops, what they count, programs an SM, bounds. On SASS written by hand."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks.machine_code.compare import compare, compare_all
+from benchmarks.machine_code.sass import Counts, bound, clocks, count, ctas_an_sm, loops, parse
+
+
+def listing(code: str) -> str:
+    """As nvdisasm prints it: an address before each instruction, labels on lines of their own."""
+    lines, address = [], 0
+    for line in filter(None, map(str.strip, code.splitlines())):
+        if line.endswith(":"):
+            lines.append(line)
+        else:
+            lines.append(f"        /*{address:04x}*/                   {line} ;")
+            address += 16
+    return "\n".join(lines)
+
+
+def opcodes(code: str) -> list[list[str]]:
+    return [[each.opcode for each in loop] for loop in loops(parse(listing(code)))]
+
+
+LOOP = """
+    LDG.E R2, desc[UR4][R2.64]
+    .L_x_1:
+    FFMA R2, R2, R3, R4
+    @P0 BRA `(.L_x_1)
+    EXIT
+    .L_x_2:
+    BRA `(.L_x_2)
+"""
+
+
+def test_lines_are_parsed() -> None:
+    code = parse(
+        "\t.section\t.text._kernel\n.text._kernel:\n"
+        "        /*0000*/              @!P0 BRA `(.L_x_0) ;\n"
+        "        /*0010*/                   HGMMA.64x64x16.F32.BF16 R24, gdesc[UR12], R24, gsb0 ;\n"
+        ".L_x_0:\n        /*0020*/                   NOP;\n"
+    )
+    assert [each.address for each in code] == [0, 16, 32]
+    assert [each.opcode for each in code] == ["BRA", "HGMMA.64x64x16.F32.BF16", "NOP"]
+    assert code[0].predicate == "@!P0" and code[0].target == 32
+    assert code[1].operands == "R24, gdesc[UR12], R24, gsb0" and code[1].predicate == "" and code[1].target is None
+
+
+def test_a_loop_is_what_lies_between_a_backward_branch_and_its_target() -> None:
+    """Neither what comes before nor the endless branch behind EXIT."""
+    assert opcodes(LOOP) == [["FFMA", "BRA"]]
+
+
+def test_only_inner_loops() -> None:
+    code = """
+        .L_x_0:
+        FADD R1, R1, R2
+        .L_x_1:
+        FMUL R1, R1, R2
+        @P0 BRA `(.L_x_1)
+        .L_x_2:
+        FFMA R1, R1, R2, R3
+        @P1 BRA `(.L_x_2)
+        @P2 BRA `(.L_x_0)
+        EXIT
+    """
+    assert opcodes(code) == [["FMUL", "BRA"], ["FFMA", "BRA"]]
+
+
+def test_a_wait_is_no_inner_loop() -> None:
+    """A spin on a barrier, far behind the code, belongs to the loop that waits, and its way back is no loop."""
+    code = """
+        .L_x_0:
+        SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [UR4], R0
+        @!P0 BRA `(.L_x_2)
+        .L_x_1:
+        FFMA R1, R1, R2, R3
+        @P1 BRA `(.L_x_0)
+        EXIT
+        .L_x_2:
+        SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [UR4], R0
+        @!P0 BRA `(.L_x_2)
+        BRA `(.L_x_1)
+    """
+    (loop,) = opcodes(code)
+    assert loop.count("FFMA") == 1 and len(loop) == 7
+    once = code.replace("@P1 BRA `(.L_x_0)", "NOP")
+    assert opcodes(once) == []
+
+
+def test_a_part_that_a_jump_table_leads_to() -> None:
+    """Its first instructions wait for registers and branch back to themselves: that makes them no less an entry."""
+    code = """
+        BRX R2 -0x1c0
+        .L_x_1:
+        USETMAXREG.TRY_ALLOC.CTAPOOL UP0, 0xf0
+        @!P0 BRA `(.L_x_1)
+        FADD R2, R2, R3
+        @P1 BRA `(.L_x_3)
+        MUFU.EX2 R2, R2
+        .L_x_3:
+        FFMA R2, R2, R3, R4
+        @P0 BRA `(.L_x_3)
+        EXIT
+    """
+    assert opcodes(code) == [["FFMA", "BRA"]]
+
+
+def test_a_branch_over_a_part_stays_in_the_loop_and_one_out_of_it_does_not() -> None:
+    code = """
+        .L_x_0:
+        FADD R1, R1, R2
+        @P0 BRA `(.L_x_1)
+        FMUL R1, R1, R2
+        .L_x_1:
+        @!P1 CALL.REL.NOINC `(.L_x_3)
+        BRA `(.L_x_0)
+        .L_x_3:
+        FFMA R1, R1, R2, R3
+        EXIT
+    """
+    assert opcodes(code) == [["FADD", "BRA", "FMUL", "CALL.REL.NOINC", "BRA"]]
+    uniform = code.replace("@P0 BRA `(", "BRA.U UP0, `(")
+    assert opcodes(uniform) == [["FADD", "BRA.U", "FMUL", "CALL.REL.NOINC", "BRA"]]
+
+
+def test_counts() -> None:
+    code = """
+        LDGSTS.E.BYPASS.128 [R1], desc[UR4][R2.64]
+        LDG.E.U8 R1, desc[UR4][R2.64]
+        @P0 LDG.E.128 R4, desc[UR4][R2.64]
+        STG.E.64 desc[UR4][R2.64], R4
+        LDL R1, [R2]
+        STL.64 [R2], R4
+        MUFU.EX2 R1, R1
+        MUFU.EX2 R2, R2
+        MUFU.RCP R2, R2
+        HMMA.16816.F32.BF16 R4, R4, R6, R4
+        HGMMA.64x64x16.F32.BF16 R24, gdesc[UR12], RZ, !UPT
+        HGMMA.64x128x16.F32.BF16 R24, R88, gdesc[UR12].tnspB, R24, gsb0
+        WARPGROUP.DEPBAR.LE gsb0, 0x1
+        WARPGROUP.DEPBAR.LE gsb0, 0x0
+        BAR.SYNC.DEFER_BLOCKING 0x0
+        RED.E.ADD.F32.FTZ.RN.STRONG.GPU desc[UR4][R2.64], R4
+        REDUX.SUM UR4, R4
+        LDSM.16.M88.4 R4, [R2]
+        LOP3.LUT R1, R1, R2, RZ, 0x3c, !PT
+        IMAD.MOV.U32 R1, RZ, RZ, R2
+        FFMA R1, R2, R3, R4
+        NOP
+    """
+    counts = count(parse(listing(code)))
+    wgmma = [2 * 64 * 64 * 16 // 4, 2 * 64 * 128 * 16 // 4]
+    assert counts == Counts(
+        instructions=21, exp2=2, wgmma=2, mma_sync=1, waits=(1, 0), loads=2, async_loads=1, stores=1, barriers=1,
+        atomics=1, local=2, integer=1, fp32=3, special=3,
+        # LDGSTS and LDSM 512 bytes each; wgmma: A and B of 64 rows, B of 128 rows; a quarter of each a warp
+        shared_bytes=2 * 512 + (128 * 32 + 128 * 32) // 4,
+        global_bytes=32 * (16 + 1 + 16 + 8 + 4),
+        flops=sum(wgmma) + 2 * 16 * 8 * 16,
+        tensor_clocks=pytest.approx(sum(wgmma) / 4096 + 2 * 16 * 8 * 16 / (4096 * 0.63)),
+    )  # fmt: skip
+    assert count([]) == Counts()
+
+
+def test_ctas_an_sm() -> None:
+    """The limit that binds, and each on its edge."""
+    assert ctas_an_sm(90, 8, 128, 65536) == (2, "registers")
+    assert ctas_an_sm(90, 8, 129, 65536) == (1, "registers")  # given out in units of 8 a thread
+    assert ctas_an_sm(90, 4, 168, 0) == (3, "registers")
+    assert ctas_an_sm(90, 5, 168, 0) == (2, "registers")  # 12 warps: three on each of the four schedulers
+    assert ctas_an_sm(90, 8, 85, 0) == (2, "registers")  # a warp takes 88 * 32 = 11 * 256 of them
+    assert ctas_an_sm(90, 6, 104, 0) == (2, "registers")  # 19 warps would fit, but only four on each scheduler
+    assert ctas_an_sm(90, 4, 32, 115_712) == (2, "shared memory")  # 2 * (113 + 1) KB = 228 KB
+    assert ctas_an_sm(90, 4, 32, 115_713) == (1, "shared memory")
+    assert ctas_an_sm(80, 4, 32, 0) == (16, "registers")
+    assert ctas_an_sm(80, 4, 24, 0) == (16, "warps")
+    assert ctas_an_sm(89, 4, 32, 0) == (12, "warps")
+    assert ctas_an_sm(86, 1, 32, 0) == (16, "programs")
+    assert ctas_an_sm(100, 4, 32, 0, tensor_columns=256) == (2, "tensor memory")
+
+
+def test_clocks_and_bound_of_a_known_loop() -> None:
+    """Attention forward, a tile of 128 x 64 at head_dim 64 by 8 warps, as one counts by hand."""
+    a_warp = 2 * 2 * 128 * 64 * 64 // 8
+    counts = Counts(instructions=303, exp2=34, special=34, flops=a_warp, tensor_clocks=a_warp / 4096)
+    busy = clocks(counts, 8)
+    assert busy["issue"] == 606 and busy["tensor"] == 512 and busy["exp2"] == 544
+    found = bound(counts, 8)
+    peak = 132 * 1.83e9 * 4096 / 1e12
+    assert found.unit == "issue" and found.gbs == 0
+    assert found.tflops == pytest.approx(peak * 512 / 606)
+    assert found.serial_tflops == pytest.approx(peak * 512 / (512 + 606))
+
+
+def test_bound_of_a_stream() -> None:
+    """Bytes a clock of the busiest unit, and no more than the memory gives."""
+    counts = Counts(instructions=100, integer=100, global_bytes=32 * 16)
+    assert clocks(counts, 4) == {"issue": 100, "tensor": 0, "exp2": 0, "integer": 200, "fp32": 0, "shared": 0}
+    found = bound(counts, 4)
+    assert found.unit == "integer" and found.tflops == 0
+    assert found.gbs == pytest.approx(4 * 512 / 200 * 132 * 1.83)
+    assert bound(counts._replace(integer=0, instructions=40), 4) == ("memory", 0, 0, 4800)
+
+
+def test_compare(tmp_path: Path) -> None:
+    """The largest change first; the same change of several cases once; what came and went is named."""
+    line = {
+        "op": "attention", "kernel": "_k", "arch": 90, "triton": "3.7.1", "cases": ["a"], "tile": "128x64 w8 s3",
+        "registers": 128, "spilled": 0, "shared": 1000, "ctas": 2, "limit": "registers", "wide": 8, "narrow": 0,
+        "loops": [{"instructions": 100, "waits": [0]}], "problems": [],
+    }  # fmt: skip
+    loop = {"instructions": 100}
+    before = [
+        line,
+        line | {"cases": ["b", "c"], "registers": 200, "ctas": 1},
+        line | {"cases": ["gone"]},
+        line | {"cases": ["same"]},
+        line | {"cases": ["not compiled again"], "arch": 80},
+    ]
+    after = [
+        line | {"loops": [loop | {"instructions": 90, "waits": [1]}]},
+        line | {"cases": ["b", "same"]},
+        line | {"cases": ["c"]},
+        line | {"cases": ["new"]},
+        line | {"cases": ["a", "b"], "arch": 86},
+        line | {"cases": ["of an op that BEFORE has not"], "op": "rotary", "arch": 80},
+    ]
+    files = []
+    for name, lines in (("before", before), ("after", after)):
+        files.append(tmp_path / name)
+        files[-1].write_text("".join(json.dumps(each) + "\n" for each in lines))
+    assert compare(*files).splitlines() == [
+        "sm_90 triton 3.7.1 _k: attention b (and 1 more)",
+        "    registers 200 -> 128",
+        "    ctas 1 -> 2",
+        "sm_90 triton 3.7.1 _k: attention a",
+        "    loop 1: instructions 100 -> 90",
+        "    loop 1: waits [0] -> [1]",
+        "gone: sm_90 triton 3.7.1 _k: attention gone",
+        "new: sm_80 triton 3.7.1 _k: rotary of an op that BEFORE has not",
+        "new: sm_90 triton 3.7.1 _k: attention new",
+        "new: all 2 of sm_86 triton 3.7.1",
+        "3 launches changed, 1 did not",
+    ]
+    assert compare(files[0], files[0]) == "0 launches changed, 6 did not"
+    title, rest = "sm_90 triton 3.7.1 _k: attention ", "spilled 0 -> 0, shared 1000 -> 1000"
+    assert compare_all(*files).splitlines() == [
+        title + f"a: registers 128 -> 128, {rest}, ctas 2 -> 2, narrow 0 -> 0, instructions 100 -> 90, exp2 0 -> 0",
+        title + f"b: registers 200 -> 128, {rest}, ctas 1 -> 2, narrow 0 -> 0, instructions 100 -> 100, exp2 0 -> 0",
+        title + f"c: registers 200 -> 128, {rest}, ctas 1 -> 2, narrow 0 -> 0, instructions 100 -> 100, exp2 0 -> 0",
+        title + f"same: registers 128 -> 128, {rest}, ctas 2 -> 2, narrow 0 -> 0, instructions 100 -> 100, exp2 0 -> 0",
+        "4 of 8 launches have a before; of 4 there is none: 2 of an architecture or a compiler that was not asked "
+        "then, 1 of kernels that did not exist, 1 of cases or launches that did not",
+    ]

@@ -1,0 +1,182 @@
+"""The watcher sees what others take, and a slow clock."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from benchmarks.measure import noise_monitor
+from benchmarks.measure.noise_monitor import NoiseMonitor
+from benchmarks.measure.timing import time_interleaved
+
+TICKS = os.sysconf("SC_CLK_TCK")
+
+
+class Machine:
+    """A machine of two cores whose time passes when it is told to, and its /proc/stat."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.now, self.own, self.others, self.stolen, self.work = folder, 0.0, 0.0, 0.0, 0.0, 1.0
+        self.write()
+
+    def write(self) -> None:
+        user, stolen = (round(TICKS * seconds) for seconds in (self.own + self.others, self.stolen))
+        (self.folder / "stat").write_text(f"cpu  {user} 0 0 999 7 0 0 {stolen} 0 0\ncpu0 1 1 1\n")
+
+    def run(self, seconds: float, *, own: float = 1.0, others: float = 0.0, stolen: float = 0.0) -> None:
+        """Time passes; so many cores each have."""
+        self.now += seconds
+        self.own += own * seconds
+        self.others += others * seconds
+        self.stolen += stolen * seconds
+        self.write()
+
+    def watcher(self, threads: int) -> NoiseMonitor:
+        return NoiseMonitor(
+            threads, proc=self.folder, clock=lambda: self.now, own=lambda: self.own,
+            fixed_work=lambda: self.work, cores=2,
+        )  # fmt: skip
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Machine:
+    return Machine(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "threads, took, disturbed",
+    [
+        (2, {"own": 2.0}, False),
+        (2, {"own": 1.0, "others": 1.0}, True),
+        (2, {"own": 1.7, "others": 0.3}, True),
+        (2, {"own": 1.9, "others": 0.1}, False),
+        (1, {"own": 1.0, "others": 1.0}, False),  # on the core that we leave free
+        (1, {"own": 0.5, "others": 1.5}, True),
+        (1, {"own": 0.8, "others": 1.0, "stolen": 0.2}, True),
+        (2, {"own": 1.0}, False),  # we waited for something, and nobody had it
+    ],
+)
+def test_what_others_take_of_the_cores_that_we_need(
+    machine: Machine, threads: int, took: dict[str, float], disturbed: bool
+) -> None:
+    watcher = machine.watcher(threads)
+    watcher.begin()
+    machine.run(1.0, **took)
+    assert watcher.end() is disturbed
+
+
+def test_a_short_turn_is_judged_by_the_last_quarter_of_a_second(machine: Machine) -> None:
+    """A tick of a neighbour in a turn of 25 ms is much of it, and half a core for a quarter of a second is one."""
+    watcher, found = machine.watcher(2), []
+    for turn in range(80):
+        busy = 40 <= turn < 56
+        watcher.begin()
+        machine.run(0.025, own=1.0, others=1.0 if busy else 0.02)
+        found.append(watcher.end())
+    assert not any(found[:40]) and all(found[44:56]) and not any(found[67:])
+
+
+def test_a_slow_clock_is_seen_until_it_is_over(machine: Machine) -> None:
+    """And it is none of what others take, which the turn is taken again for."""
+    watcher, found = machine.watcher(1), []
+    for machine.work in (1.0, 1.2, 1.4, 1.4, 1.2):
+        watcher.begin()
+        machine.run(0.3)
+        found.append((watcher.end(), watcher.is_slow))
+    assert found == [(False, slow) for slow in (False, False, True, True, False)]
+
+
+@pytest.mark.parametrize("tries, slow", [((1.4, 1.4, 1.0), False), ((1.4, 1.4, 1.4), True)])
+def test_a_hiccup_is_no_slow_clock(tries: tuple[float, ...], slow: bool, machine: Machine) -> None:
+    works = iter((1.0, *tries))
+    watcher = NoiseMonitor(1, proc=machine.folder, clock=lambda: machine.now, own=lambda: machine.own,
+                      fixed_work=lambda: next(works), cores=2)  # fmt: skip
+    for expected in (False, slow):
+        watcher.begin()
+        machine.run(0.3)
+        watcher.end()
+        assert watcher.is_slow == expected
+
+
+def test_the_best_time_of_the_machine_outlives_a_process(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who starts beside a neighbour, and never sees another hour, knows by an earlier run that this isn't all."""
+
+    def slow_turns_of_a_process(*works: float) -> list[bool]:
+        watcher = NoiseMonitor(1, proc=machine.folder, clock=lambda: machine.now, own=lambda: machine.own, cores=2)
+        found = []
+        for machine.work in works:
+            watcher.begin()
+            machine.run(0.3)
+            watcher.end()
+            found.append(watcher.is_slow)
+        return found
+
+    monkeypatch.setattr(noise_monitor, "_fixed_work", lambda: machine.work)
+    assert slow_turns_of_a_process(2.0, 2.0) == [False, False]  # nothing is known yet
+    assert slow_turns_of_a_process(2.0, 1.0, 1.2) == [False, False, False]
+    assert slow_turns_of_a_process(2.0, 1.2, 1.4) == [True, False, True]
+    kept = json.loads(noise_monitor.BEST.read_text())
+    assert list(kept.values()) == [1.0]
+    noise_monitor.BEST.write_text(json.dumps({"another machine": 0.1}))
+    assert slow_turns_of_a_process(3.0) == [False]
+    assert sorted(json.loads(noise_monitor.BEST.read_text()).values()) == [0.1, 3.0]
+    for text in ("", "[1]", "null", '{"' + next(iter(kept)) + '": "x"}'):
+        noise_monitor.BEST.write_text(text)
+        assert slow_turns_of_a_process(4.0, 6.0) == [False, True]
+
+
+def test_a_folder_that_cannot_be_written_is_no_error(
+    machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr(noise_monitor, "BEST", tmp_path / "file" / "fastformer" / "fixed_work.json")
+    monkeypatch.setattr(noise_monitor, "_fixed_work", lambda: 1.0)
+    watcher = NoiseMonitor(1, proc=machine.folder, clock=lambda: machine.now, own=lambda: machine.own, cores=2)
+    watcher.begin()
+    machine.run(0.3)
+    assert watcher.end() is False
+
+
+def test_elsewhere_nobody_knows(tmp_path: Path) -> None:
+    for proc in (None, tmp_path):
+        watcher = NoiseMonitor(1, proc=proc)
+        watcher.begin()
+        assert watcher.end() is None
+        watcher.wait(9.0)  # for nothing
+    rounds = time_interleaved({"a": lambda: None}, rounds=3, device="cpu", watcher=NoiseMonitor(1, proc=None))
+    assert rounds.disturbed("a") is None and rounds.ratio("a", "a").quiet is None and len(rounds.turns["a"]) == 3
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_what_this_process_has_started_is_ours() -> None:
+    """A child's time counts while it runs and after it."""
+    code = "import time\nend = time.process_time() + 0.3\nwhile time.process_time() < end: pass\nprint(1, flush=True)\n"
+    before = noise_monitor.own_seconds()
+    with subprocess.Popen([sys.executable, "-c", code + "time.sleep(60)"], stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None and child.stdout.readline() == "1\n"
+        running = noise_monitor.own_seconds()
+        child.kill()
+    assert running - before > 0.25 and noise_monitor.own_seconds() - before > 0.25
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_a_busy_process_is_seen() -> None:
+    """As many as there are cores, none of which we have started: their parents have ended."""
+    count = os.cpu_count() or 1
+    command = f'for i in $(seq {count}); do "{sys.executable}" -c "while True: pass" >/dev/null 2>&1 & echo $!; done'
+    started = subprocess.run(["sh", "-c", command], stdout=subprocess.PIPE, text=True, check=True)
+    try:
+        watcher = NoiseMonitor(count)
+        watcher.begin()
+        time.sleep(1.0)
+        assert watcher.end() is True
+    finally:
+        for pid in started.stdout.split():
+            os.kill(int(pid), signal.SIGKILL)

@@ -1,0 +1,80 @@
+"""A provider that is 20 % slower is ranked so, in 10 runs of 10, beside a process that is busy half of the time."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from benchmarks.measure.case import Benchmark, Inputs, Shape
+from benchmarks.measure.execute import run_case
+
+BUSY = """
+import time
+while True:
+    end = time.perf_counter() + 1.0
+    while time.perf_counter() < end:
+        pass
+    time.sleep(1.0)
+"""
+
+
+@pytest.fixture
+def neighbour() -> Iterator[None]:
+    """Somebody else's process: its parent ends, so that it is none of ours."""
+    command = f'"{sys.executable}" -c "$BUSY" >/dev/null 2>&1 & echo $!'
+    started = subprocess.run(
+        ["sh", "-c", command], env={**os.environ, "BUSY": BUSY}, stdout=subprocess.PIPE, text=True, check=True
+    )
+    yield
+    os.kill(int(started.stdout), signal.SIGKILL)
+
+
+def make_inputs(shape: Shape, device: str) -> Inputs:
+    return {"a": torch.randn(400 * shape["threads"], 400), "b": torch.randn(400, 400)}
+
+
+def work(x: Inputs, shape: Shape) -> torch.Tensor:
+    for _ in range(9):
+        torch.mm(x["a"], x["b"])
+    return torch.mm(x["a"], x["b"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_fifth_is_seen_beside_a_neighbour(threads: int, neighbour: None, capsys: pytest.CaptureFixture[str]) -> None:
+    """With the rounds and seconds that --quick gives a case."""
+    shape = {"threads": threads}
+    inputs = make_inputs(shape, "cpu")
+
+    def seconds() -> float:
+        began = time.perf_counter()
+        work(inputs, shape)
+        return time.perf_counter() - began
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    pause = 0.2 * min(seconds() for _ in range(30))
+    torch.set_num_threads(before)
+
+    def slower(x: Inputs, shape: Shape) -> torch.Tensor:
+        time.sleep(pause)
+        return work(x, shape)
+
+    benchmark = Benchmark(
+        name="work", shapes={"cpu": [shape]}, make_inputs=make_inputs, providers={"fastformer": work, "slower": slower},
+        baseline="slower",
+    )  # fmt: skip
+    found = []
+    for _ in range(10):
+        ours, _ = run_case(benchmark, shape, "fwd", torch.float32, "cpu", rounds=16, seconds=9.0).rows
+        found.append((round(ours["speedup"], 3), ours["quiet"], ours["passes"], ours["rounds"], ours["disturbed"]))
+    with capsys.disabled():
+        print(f"\n{threads} threads: ratio, quiet, passes, rounds, disturbed: {found}")
+    assert all(ratio > 1 for ratio, *_ in found)

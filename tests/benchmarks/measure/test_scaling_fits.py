@@ -1,0 +1,118 @@
+"""Exponents: exact on exact power laws, near under noise, of the upper end alone, and never of too few points."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.measure.scaling_fits import causal_over_full, fit, groups, growth, main, report
+from benchmarks.publish.latest import Results
+
+LENGTHS = [128 << i for i in range(7)]
+
+
+@pytest.mark.parametrize("exponent", [0.0, 1.0, 1.5, 2.0])
+def test_a_power_law_has_its_exponent(exponent: float) -> None:
+    found = fit({n: 3e-4 * n**exponent for n in LENGTHS})
+    assert found.exponent == pytest.approx(exponent, abs=1e-9) and found.off == pytest.approx(0.0, abs=1e-9)
+    assert found.lengths == (1024, 2048, 4096, 8192)
+
+
+def test_noise_moves_it_little_and_is_said() -> None:
+    generator = random.Random(0)
+    for _ in range(100):
+        found = fit({n: n**2 * generator.uniform(0.95, 1.05) for n in LENGTHS})
+        assert 1.95 < found.exponent < 2.05 and 0 < found.off < 0.1
+    assert fit({n: n**2 * (1.5 if n == 2048 else 1) for n in LENGTHS}).off > 0.2
+
+
+def test_the_upper_end_alone_counts() -> None:
+    """A fixed cost rules the short lengths; the longest of a provider, not of all, is where its upper end is."""
+    bent = {n: max(float(n), 1024.0) for n in LENGTHS}
+    assert fit(bent).exponent == pytest.approx(1.0)
+    assert fit({n: value for n, value in bent.items() if n <= 1024}).exponent == pytest.approx(0.0)
+    assert fit({**bent, 8192: bent[8192] * 2}).exponent > 1.2
+
+
+@pytest.mark.parametrize("lengths", [[], [4096], [4096, 8192], [128, 256, 8192], [512, 4096, 8192]])
+def test_too_few_lengths_are_an_error(lengths: list[int]) -> None:
+    with pytest.raises(ValueError, match="expected at least 3 lengths from an eighth of the longest on, got "):
+        fit({n: float(n) for n in lengths})
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])
+def test_what_has_no_logarithm_is_an_error(value: float) -> None:
+    with pytest.raises(ValueError, match="expected positive lengths and finite positive values, got {4096"):
+        fit({2048: 1.0, 4096: value, 8192: 4.0})
+
+
+def rows(provider: str, time: float, memory: float, longest: int = 8192, **changed: Any) -> list[dict[str, Any]]:
+    return [
+        {
+            "op": "scaling", "device": "a CPU", "threads": 2, "mode": "fwdbwd", "dtype": "float32",
+            "provider": provider, "shape": {"seqlen": n}, "ms_p50": 1e-6 * n**time, "peak_mib": 1e-3 * n**memory,
+        } | changed
+        for n in LENGTHS if n <= longest
+    ]  # fmt: skip
+
+
+def test_report() -> None:
+    causal = [row | {"ms_p50": 0.55 * row["ms_p50"]} for row in rows("fastformer causal", 2.0, 1.0)]
+    lstm = rows("torch.nn.LSTM", 1.25, 0.75, op="scaling_lstm")
+    other = [{"op": "attention", "provider": "sdpa", "ms_p50": 1.0, "shape": {"seqlen": 64}}]
+    found = rows("baseline", 2.2, 1.8, longest=4096) + rows("fastformer", 2.0, 1.0) + causal + lstm + other
+    lines = report(found).splitlines()
+    assert lines[0].startswith("a CPU, 2 threads, fwdbwd, float32")
+    table = {line[4:25].strip(): line[25:].split() for line in lines[2:6]}
+    assert list(table) == ["fastformer", "fastformer causal", "baseline", "torch.nn.LSTM"]  # as the paper has them
+    assert table["fastformer"][2:6] == ["2.00", "(2)", "1.00", "(1)"]
+    assert table["baseline"][2:9] == ["2.20", "(2)", "1.80", "(2)", "512", "to", "4096,"]
+    assert table["torch.nn.LSTM"][2:9] == ["1.25", "(1)", "0.75", "(1)", "1024", "to", "8192,"]
+    assert lines[6].strip().startswith("causal over full at n = 8192: 0.55 of the time") and len(lines) == 7
+
+
+def test_a_provider_that_is_missing_or_too_short_says_so_and_the_others_stand() -> None:
+    text = report(rows("fastformer", 2.0, 1.0) + rows("baseline", 2.0, 2.0, longest=256))
+    assert "no fit: expected at least 3 lengths" in next(line for line in text.splitlines() if "baseline" in line)
+    assert "causal" not in text and " 2.00 " in text
+    # Rows without times, such as an absent peer's, are nothing to fit.
+    assert "sdpa" not in report(rows("fastformer", 2.0, 1.0) + rows("sdpa", 2.0, 1.0, ms_p50=None))
+    assert "No length reaches 4096" in report(rows("fastformer", 2.0, 1.0, longest=1024)) and "No length" not in text
+    with pytest.raises(ValueError, match='expected rows of the suite "scaling"'):
+        report([])
+
+
+def test_machines_and_dtypes_are_not_mixed() -> None:
+    mixed = rows("fastformer", 2.0, 1.0) + rows("fastformer", 1.0, 1.0, dtype="bfloat16")
+    mixed += rows("fastformer", 1.5, 1.0, threads=1) + rows("fastformer", 1.0, 1.0, device="a GPU")
+    assert len(groups(mixed)) == 4 and report(mixed).count("time ~ n^p") == 4
+    # The later row about one thing counts.
+    (providers,) = groups(rows("fastformer", 2.0, 1.0) + rows("fastformer", 1.0, 1.0)).values()
+    assert providers["fastformer"][8192]["ms_p50"] == pytest.approx(1e-6 * 8192)
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "scaling.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows("fastformer window", 1.0, 1.0)))
+    assert main([str(path)]) == 0 and "O(r n d)" in capsys.readouterr().out
+    path.write_text("")
+    with pytest.raises(SystemExit, match="2"):
+        main([str(path)])
+    assert 'expected rows of the suite "scaling"' in capsys.readouterr().err
+
+
+def test_what_was_measured_grows_as_it_has_to() -> None:
+    """The committed lines of a CPU in fp32: linear memory, a window's linear time, and half of the time for half."""
+    found = groups(Results().find(suite="scaling", dtype="float32"))
+    assert found, "no line of the suite is committed"
+    for providers in found.values():
+        for name in ("fastformer", "fastformer causal", "fastformer window"):
+            assert growth(providers[name])[1].exponent == pytest.approx(1.0, abs=0.1), name
+        assert growth(providers["fastformer window"])[0].exponent == pytest.approx(1.0, abs=0.15)
+        assert growth(providers["baseline"])[1].exponent == pytest.approx(2.0, abs=0.1)
+        share = causal_over_full(providers)
+        assert share is not None and share[0] >= 8192 and share[1] <= 0.6

@@ -1,0 +1,194 @@
+"""Pictures and the report out of rows as they come: few, missing, of one provider, disturbed, or none at all."""
+
+from __future__ import annotations
+
+import json
+import re
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("matplotlib", reason="not installed: pip install matplotlib")
+
+from matplotlib.patches import Rectangle
+
+from benchmarks.plot import main
+from benchmarks.publish import report, style
+from benchmarks.publish.charts import CHARTS, charts
+from benchmarks.publish.latest import Results
+
+SHARED = {"device": "EPYC", "capability": "AVX512", "cores": 2, "threads": 2, "torch": "2.13", "triton": None,
+          "python": "3.11", "commit": "abc1234", "dirty": False, "command": "python -m x",
+          "time": "2026-01-02"}  # fmt: skip
+
+
+def line(op: str, provider: str, ms: float | None, suite: str = "ops", **fields: Any) -> dict[str, Any]:
+    times = {} if ms is None else {"ms_p50": ms, "ms_p20": 0.9 * ms, "ms_p80": 1.1 * ms}
+    return SHARED | {"suite": suite, "op": op, "provider": provider, "shape": {}} | times | fields
+
+
+def rotary(provider: str, ms: float | None, dtype: str = "float32", **fields: Any) -> dict[str, Any]:
+    return line("rotary", provider, ms, mode="fwdbwd", dtype=dtype, shape={"seqlen": 512}, **fields)
+
+
+def decoding(provider: str, batch: int, ms: float, threads: int = 2) -> dict[str, Any]:
+    shape = {"preset": "base", "batch": batch, "num_beams": 1}
+    return line("decoding", provider, ms, "decoding", shape=shape, threads=threads, tokens_s=batch * 24e3 / ms)
+
+
+def scaling(provider: str, seqlen: int, ms: float) -> dict[str, Any]:
+    shape = {"seqlen": seqlen}
+    return line("scaling", provider, ms, "scaling", shape=shape, mode="fwdbwd", dtype="float32", peak_mib=seqlen / 8)
+
+
+ROWS = [
+    rotary("fastformer", 2.0),
+    rotary("eager", 5.0),
+    rotary("fastformer", 2.0, "bfloat16"),
+    rotary("eager", 1.0, "bfloat16"),  # ours loses
+    rotary("sdpa", None, missing="pip install sdpa"),
+    *(decoding(name, batch, ms) for batch in (1, 8) for name, ms in (("recompute", 90), ("kv_cache", 30), ("cpp", 9))),
+    *(scaling(name, n, n**p / 1e3) for n in (128, 256, 512, 1024) for name, p in (("fastformer", 2), ("lstm", 1))),
+    line("token_times", "cpp", None, "decoding", model="base", precision="int8", shape={"tokens": 3},
+         curve={"x": [2, 3], "y": [1.0, 1.1], "x_label": "position", "y_label": "ms"}),
+]  # fmt: skip
+DRAWN = {"ops", "decoding_ladder", "decoding_throughput", "scaling", "token_times"}
+
+
+def write(folder: Path, rows: list[dict[str, Any]]) -> Path:
+    (folder / "cpu.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def run(folder: Path, *names: str) -> int:
+    return main([*names, "--results", str(folder), "--out", str(folder / "pictures")])
+
+
+def test_what_has_rows_is_drawn_and_the_rest_says_what_makes_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(write(tmp_path, ROWS)) == 0
+    assert {path.stem for path in (tmp_path / "pictures").iterdir()} == DRAWN
+    out = capsys.readouterr().out
+    for name in charts().keys() - DRAWN:
+        assert re.search(f"^{name} is not drawn, its rows are missing: (python -m|make) ", out, re.MULTILINE)
+    for path in (tmp_path / "pictures").iterdir():
+        ElementTree.fromstring(path.read_text(encoding="utf-8"))
+    assert run(tmp_path, "ops") == 0 and run(tmp_path, "peers") == 1
+
+
+def test_bars_are_ratios_and_losses_go_to_the_left(tmp_path: Path) -> None:
+    results = Results(write(tmp_path, ROWS))
+    rows = CHARTS["ops"].select(results)
+    assert [(row["provider"], row["dtype"]) for row in rows] == [
+        (name, dtype) for dtype in ("float32", "bfloat16") for name in ("fastformer", "eager")
+    ]
+    fp32, bf16 = CHARTS["ops"].draw(rows).axes
+    for axes, ratio in ((fp32, 2.5), (bf16, 0.5)):
+        (bar,) = (patch for patch in axes.patches if isinstance(patch, Rectangle) and patch.get_alpha() is None)
+        assert bar.get_x() == 1 and bar.get_x() + bar.get_width() == pytest.approx(ratio)
+        assert axes.get_xlim()[0] < min(ratio, 1) and axes.get_xlim()[1] > ratio
+        assert [text.get_text() for text in axes.texts] == [style.two_digits(ratio)]
+
+
+def test_turns_of_the_same_rounds_count_before_medians(tmp_path: Path) -> None:
+    rows = [rotary("fastformer", 2.0), rotary("eager", 5.0, ours=2.9)]
+    (axes,) = CHARTS["ops"].draw(CHARTS["ops"].select(Results(write(tmp_path, rows)))).axes
+    assert [text.get_text() for text in axes.texts] == ["2.9"]
+
+
+def test_one_provider_alone_gives_no_bars(tmp_path: Path) -> None:
+    results = Results(write(tmp_path, [rotary("fastformer", 2.0), rotary("eager", None, missing="pip install eager")]))
+    assert not CHARTS["ops"].select(results)
+
+
+def test_exponents_stand_behind_the_names(tmp_path: Path) -> None:
+    rows = [*ROWS, scaling("sdpa", 128, 1.0)]
+    time, memory = CHARTS["scaling"].draw(CHARTS["scaling"].select(Results(write(tmp_path, rows)))).axes
+    assert {text.get_text() for text in time.texts} == {"fastformer: n^2.0", "lstm: n^1.0", "sdpa"}
+    assert {text.get_text() for text in memory.texts} == {"fastformer: n^1.0", "lstm: n^1.0", "sdpa"}
+
+
+def test_threads_and_batches_are_told_apart(tmp_path: Path) -> None:
+    rows = [*ROWS, *(decoding("cpp", batch, 15.0, threads=1) for batch in (1, 8))]
+    (axes,) = (
+        CHARTS["decoding_throughput"].draw(CHARTS["decoding_throughput"].select(Results(write(tmp_path, rows)))).axes
+    )
+    points = {line.get_label(): line.get_xydata().tolist() for line in axes.lines if line.get_label()[0] != "_"}
+    assert points["cpp, 1 thread"] == [[1, 1600.0], [8, 12800.0]]
+    assert set(points) == {"recompute", "kv_cache", "cpp", "cpp, 1 thread"}
+
+
+def test_two_significant_digits() -> None:
+    values = {0.966: "0.97", 0.996: "1.0", 1.04: "1.0", 2.25: "2.2", 9.96: "10", 15.7: "16", 63.5: "64", 212: "210",
+              1499.6: "1,500", 0.0: "0"}  # fmt: skip
+    assert {value: style.two_digits(value) for value in values} == values
+
+
+def test_no_results(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(write(tmp_path, [])) == 0 and not (tmp_path / "pictures").exists()
+    with pytest.raises(SystemExit):
+        run(tmp_path / "none")
+    assert "no folder" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        run(tmp_path, "nothing")
+    assert "nothing" in capsys.readouterr().err
+    (tmp_path / "cpu.jsonl").write_text('{"op": "a"}\n[1]\n')
+    with pytest.raises(SystemExit):
+        run(tmp_path)
+    assert "cpu.jsonl, line 2" in capsys.readouterr().err
+
+
+# The report.
+
+
+def page(folder: Path, rows: list[dict[str, Any]]) -> str:
+    write(folder, rows)
+    assert report.main(["--results", str(folder), "--out", str(folder / "out" / "page.html")]) == 0
+    return (folder / "out" / "page.html").read_text(encoding="utf-8")
+
+
+def test_the_report_has_tables_pictures_losses_and_what_is_missing(tmp_path: Path) -> None:
+    disturbed = rotary("fastformer reference", 7.0, rounds=12, disturbed=0.5, quiet=False, share=0.42, bound="memory",
+                       floor_ms=2.94, peak_mib=1234.0, backends={"rotary": "reference"}, speedup=0.7)  # fmt: skip
+    text = page(tmp_path, [*ROWS, disturbed])
+    assert text.count("<svg") == len(DRAWN) and "<script" not in text and "prefers-color-scheme: dark" in text
+    assert not re.search(r'(src|href)="(?!#)', text.replace("xlink:href", ""))  # nothing from elsewhere
+    assert (
+        "pip install sdpa" in text
+        and "disturbed: 50% of 12 turns" in text
+        and "42 % of memory" in text
+        and "1,234" in text
+    )
+    losses = text[text.index('id="losses"') : text.index('id="ops"')]
+    assert "rotary: fwdbwd, bfloat16" in losses and ">0.50<" in losses and "float32" not in losses
+    for shown in (
+        "EPYC",
+        "abc1234 (2026-01-02)",
+        "python -m x",
+        "Not measured: <code>python -m benchmarks.experiments",
+    ):
+        assert shown in text
+    assert not re.findall(
+        r"\bnan\b|None", re.sub(r"<svg.*?</svg>", "", text, flags=re.DOTALL).replace('<td class="text">None</td>', "")
+    )
+
+
+def test_the_report_of_nothing(tmp_path: Path) -> None:
+    assert "Nothing was measured" in page(tmp_path, [])
+    text = page(tmp_path, [rotary("fastformer", 2.0)])
+    assert "Nowhere." in text and "fastformer" in text
+
+
+def test_rows_are_escaped(tmp_path: Path) -> None:
+    text = page(tmp_path, [rotary("<b>", 2.0, command="a <i> & b")])
+    assert "&lt;b&gt;" in text and "a &lt;i&gt; &amp; b" in text and "<i>" not in text
+
+
+def test_what_does_different_things_loses_to_nobody(tmp_path: Path) -> None:
+    results = Results(write(tmp_path, [scaling("fastformer", 128, 9.0), scaling("fastformer window", 128, 1.0)]))
+    assert not list(report.slower(results))
+    faster = [rotary("fastformer", 2.0), rotary("eager", 1.0, ours=1.1)]  # in turns of the same rounds
+    assert not list(report.slower(Results(write(tmp_path, faster))))

@@ -1,0 +1,296 @@
+"""README's figures and the committed pictures are those of the committed results, and a change of either shows."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("matplotlib", reason="not installed: pip install matplotlib")
+
+from benchmarks.publish.blocks import BLOCKS, NOT_MEASURED, Numbers, accelerated, avx2
+from benchmarks.publish.charts import charts
+from benchmarks.publish.latest import AT_FULL_RATE, RESULTS, WITHOUT_AVX512, Results
+from benchmarks.publish.style import PICTURES, digest, stamp_of
+from benchmarks.publish.summary import Case
+from benchmarks.readme import README, complaints, loose_figures, main, written
+
+TEXT = README.read_text(encoding="utf-8")
+STALE = "python -m benchmarks.readme --write (and python -m benchmarks.plot)"
+
+
+@pytest.fixture(scope="module")
+def results() -> Results:
+    return Results()
+
+
+def test_every_figure_of_readme_is_one_of_the_results(results: Results) -> None:
+    assert not complaints(TEXT, Numbers(results)), STALE
+
+
+def test_readme_shows_the_pictures_that_there_are() -> None:
+    shown = set(re.findall(r"\(benchmarks/pictures/(\w+)\.svg\)", TEXT))
+    assert shown and all((PICTURES / f"{name}.svg").is_file() for name in shown)
+
+
+@pytest.mark.parametrize("name", charts())
+def test_a_picture_is_that_of_its_rows(name: str, results: Results) -> None:
+    rows, path = charts()[name].select(results), PICTURES / f"{name}.svg"
+    assert path.is_file() == bool(rows), STALE
+    if rows:
+        assert stamp_of(path.read_text(encoding="utf-8")).rows == digest(rows), STALE
+
+
+def test_each_picture_has_a_chart() -> None:
+    assert {path.stem for path in PICTURES.iterdir()} <= charts().keys()
+
+
+# The same, on results and a README of their own.
+
+SHARED = {"device": "EPYC", "capability": "AVX512", "cores": 2, "threads": 2, "torch": "2.13", "command": "python -m x",
+          "time": "2026-01-02"}  # fmt: skip
+
+
+def line(provider: str, ms: float, **fields: object) -> dict[str, object]:
+    return SHARED | {"op": "toy", "mode": "fwd", "dtype": "float32", "provider": provider, "ms_p50": ms,
+                     "shape": {"rows": 4}} | fields  # fmt: skip
+
+
+LINES = [line("fastformer", 2.0), line("eager", 5.0)]
+TOY = Case("toy", {"op": "toy"}, ("eager",))
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A README with one block, up to date with one file of results."""
+    monkeypatch.setattr("benchmarks.readme.BLOCKS", {"toy": lambda n: f"{n.ratio(TOY, 'fp32', 'eager')} times"})
+    (tmp_path / "README.md").write_text(
+        "# x\n\n## Numbers\n\nWords.\n\n<!-- numbers: toy -->\n<!-- end -->\n\n## Next\n\n3\n"
+    )
+    write(tmp_path, LINES)
+    assert run(tmp_path, "--write") == 0 and run(tmp_path) == 0
+    assert "<!-- numbers: toy -->\n2.5 times\n<!-- end -->" in (tmp_path / "README.md").read_text()
+    return tmp_path
+
+
+def write(folder: Path, lines: list[dict[str, object]]) -> None:
+    (folder / "cpu.jsonl").write_text("".join(json.dumps(row) + "\n" for row in lines))
+
+
+def test_a_ratio_that_was_not_quiet_is_marked(folder: Path) -> None:
+    """By the rival's line, which has the ratio of ours; a rival that ours' own disturbance is about is none."""
+    readme = folder / "README.md"
+    for fields, shown in (
+        ({"ours": 2.4, "quiet": True, "ours_quiet": False}, "2.4~ times"),
+        ({"ours": 2.4, "quiet": False, "ours_quiet": True}, "2.4 times"),
+        ({"ours": 2.4, "quiet": False}, "2.4~ times"),
+        ({"ours": 2.4}, "2.4 times"),
+        ({"quiet": False}, "2.5 times"),
+    ):
+        write(folder, [LINES[0], LINES[1] | fields])
+        assert run(folder, "--write") == 0 and f"\n{shown}\n" in readme.read_text()
+
+
+def test_what_was_measured_without_avx512_stands_apart(folder: Path) -> None:
+    """Though it is newer, and of the same case."""
+    lacking = Numbers(Results(folder))
+    assert avx2(lacking) == "" and len(lacking.missing) == 1
+    same = {"op": "drop_in", "model": "torch_nn_encoder", "dtype": "fp32", "device": "Zen 2", "capability": "AVX2",
+            "shape": {"seqlen": "128"}, "mode": "forward", "time": "2026-02-03"}  # fmt: skip
+    lines = [line("accelerated", 2.0, **same), line("as it is", 14.0, **same), line("eager", 9.0, time="2026-02-03")]
+    (folder / "avx2.jsonl").write_text("".join(json.dumps(row) + "\n" for row in lines))
+    assert run(folder) == 0, "the other blocks are as they were"
+    assert len(Results(folder, kind=WITHOUT_AVX512).rows) == 3
+    numbers = Numbers(Results(folder))
+    text = avx2(numbers)
+    assert (
+        "On EPYC, 2 cores; Zen 2, 2 cores." in text
+        and "6 layers, 8 of 128 tokens | 7.0 |" in text
+        and "python -m x" in text
+    )
+    assert [figure.origin for figure in numbers.figures] == ["avx2.jsonl:1, avx2.jsonl:2"] and numbers.missing
+
+
+def test_what_was_measured_at_full_rate_has_a_table_of_its_own(folder: Path) -> None:
+    """Though it is newer, and of the same case."""
+    same = {"op": "drop_in", "model": "torch_nn_encoder", "dtype": "fp32", "shape": {"seqlen": "128"},
+            "mode": "forward"}  # fmt: skip
+    write(folder, [*LINES, line("accelerated", 2.0, **same), line("as it is", 14.0, **same)])
+    lacking = Numbers(Results(folder))
+    assert "6 layers, 8 of 128 tokens | 7.0 |" in accelerated(lacking)
+    assert any("whole rate" in what for what in lacking.missing)
+    same |= {"device": "Zen 4", "time": "2026-02-03"}
+    lines = [line("accelerated", 2.0, **same), line("as it is", 3.0, **same)]
+    (folder / f"{AT_FULL_RATE}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in lines))
+    first, second = accelerated(Numbers(Results(folder))).split("On Zen 4, 2 cores, where")
+    assert "6 layers, 8 of 128 tokens | 7.0 |" in first and "6 layers, 8 of 128 tokens | 1.5 |" in second
+
+
+def run(folder: Path, *arguments: str) -> int:
+    return main([*arguments, "--results", str(folder), "--readme", str(folder / "README.md")])
+
+
+def edit(folder: Path, old: str, new: str) -> None:
+    text = (folder / "README.md").read_text()
+    assert old in text
+    (folder / "README.md").write_text(text.replace(old, new, 1))
+
+
+def test_a_figure_changed_by_hand_shows(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    edit(folder, "2.5 times", "2.6 times")
+    assert run(folder) == 1
+    out = capsys.readouterr().out
+    assert "-2.6 times" in out and "+2.5 times" in out
+
+
+def test_a_block_may_stand_outside_of_the_section(folder: Path) -> None:
+    block = "<!-- numbers: toy -->\n2.5 times\n<!-- end -->\n"
+    edit(folder, block, "")
+    edit(folder, "# x\n", f"# x\n\n{block}")
+    assert run(folder) == 0
+    edit(folder, "2.5 times", "2.6 times")
+    assert run(folder) == 1 and run(folder, "--write") == 0
+    assert (folder / "README.md").read_text().startswith(f"# x\n\n{block}")
+
+
+def test_milliseconds_are_those_of_the_lines_of_the_ratio(tmp_path: Path) -> None:
+    older = [line("fastformer", 3.0, time="2026-01-01"), line("eager", 7.0, time="2026-01-01")]
+    write(tmp_path, [*LINES, *older])
+    numbers = Numbers(Results(tmp_path))
+    assert numbers.milliseconds(TOY, "fp32", "eager") == ("5.0", "2.0")
+    assert [figure.origin for figure in numbers.figures] == ["cpu.jsonl:2", "cpu.jsonl:1"]
+    assert numbers.milliseconds(TOY, "bf16", "eager") == (NOT_MEASURED, NOT_MEASURED) and numbers.missing
+
+
+def test_a_line_changed_alone_shows(folder: Path) -> None:
+    write(folder, [LINES[0], line("eager", 5.4)])
+    assert run(folder) == 1
+    assert run(folder, "--write") == 0 and "2.7 times" in (folder / "README.md").read_text()
+
+
+def test_the_latest_run_counts_as_a_whole(folder: Path) -> None:
+    """Two lines of different runs give no ratio."""
+    later = [line("fastformer", 1.0, time="2026-01-03"), line("eager", 4.0, time="2026-01-03")]
+    write(folder, [*later, *LINES])
+    run(folder, "--write")
+    assert "4.0 times" in (folder / "README.md").read_text()
+    write(folder, [*LINES, later[0]])
+    run(folder, "--write")
+    assert f"{NOT_MEASURED} times" in (folder / "README.md").read_text()
+
+
+def test_decoding_beside_another_engine_is_no_later_run(tmp_path: Path) -> None:
+    beside = [
+        [line(each, ms, op="peers", time=time, baseline=f"{engine} fp32", threads=2) for each, ms in speeds.items()]
+        for time, engine, speeds in (
+            ("2026-01-01", "one", {"fastformer": 3.0, "one": 4.0}),
+            ("2026-01-03", "one", {"fastformer": 2.0, "one": 6.0}),
+            ("2026-01-04", "other", {"fastformer": 1.0, "other": 5.0}),
+        )
+    ]
+    write(tmp_path, [row for rows in beside for row in rows])
+    case = Case("peers", {"op": "peers"}, ("one", "other"))
+    numbers = Numbers(Results(tmp_path))
+    assert [numbers.ratio(case, "fp32", rival) for rival in case.against] == ["3.0", "5.0"]
+
+
+def test_a_missing_line_is_said_and_listed(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(
+        folder, [LINES[0], SHARED | {"op": "toy", "mode": "fwd", "provider": "eager", "missing": "pip install eager"}]
+    )
+    assert run(folder) == 1  # README still says 2.5
+    assert run(folder, "--write") == 0
+    assert "not measured: toy, fp32, against eager" in capsys.readouterr().out
+    assert "not measured times" in (folder / "README.md").read_text()
+    (folder / "cpu.jsonl").write_text("")
+    assert run(folder) == 0
+
+
+@pytest.mark.parametrize("loose", ["2 times", "about 64 %", "1.5x", "3,000 lines", "(4, 8)"])
+def test_a_figure_outside_of_all_blocks_shows(folder: Path, loose: str, capsys: pytest.CaptureFixture[str]) -> None:
+    edit(folder, "Words.", f"Words {loose}.")
+    assert run(folder) == 1 and run(folder, "--write") == 1
+    assert f"outside of all blocks: Words {loose}." in capsys.readouterr().out
+
+
+def test_names_with_digits_are_no_figures() -> None:
+    assert not loose_figures("## Numbers\nfp64, bf16, x86-64, GPT-2, CTranslate2, test2016, int8\n## Next\n7\n")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("<!-- end -->", "", "each once"),
+        ("numbers: toy", "numbers: boy", "boy"),
+        ("<!-- numbers: toy -->", "<!-- numbers: toy -->\n<!-- end -->\n<!-- numbers: toy -->", "each once"),
+        ("## Numbers", "## Figures", "## Numbers"),
+    ],
+)
+def test_blocks_that_are_not_whole(
+    folder: Path, old: str, new: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    edit(folder, old, new)
+    before = (folder / "README.md").read_text()
+    with pytest.raises(SystemExit):
+        run(folder, "--write")
+    assert message in capsys.readouterr().err and (folder / "README.md").read_text() == before
+
+
+def test_a_broken_line_is_named(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with open(folder / "cpu.jsonl", "a") as file:
+        file.write('{"op": \n')
+    with pytest.raises(SystemExit):
+        run(folder)
+    assert "cpu.jsonl, line 3" in capsys.readouterr().err
+
+
+def test_the_list_has_a_line_and_a_command_for_each_figure(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(folder, "--list") == 0
+    out = capsys.readouterr().out
+    assert "2.5  toy, fp32, against eager" in out and "cpu.jsonl:1, cpu.jsonl:2: python -m x" in out
+
+
+def test_fields_that_fit_several_cases_are_refused(tmp_path: Path) -> None:
+    write(tmp_path, [*LINES, line("fastformer", 2.0, shape={"rows": 8}), line("eager", 5.0, shape={"rows": 8})])
+    with pytest.raises(ValueError, match="'rows': 8"):
+        list(TOY.comparisons(Results(tmp_path).rows))
+    assert len(list(Case("toy", {"op": "toy", "rows": 8}, ("eager",)).comparisons(Results(tmp_path).rows))) == 1
+
+
+def test_more_threads_are_shown_where_both_ran_with_them(tmp_path: Path) -> None:
+    single = [line("fastformer", 4.0, threads=1), line("eager", 40.0, threads=1)]
+    write(tmp_path, [*single, *LINES])
+    (found,) = TOY.comparisons(Results(tmp_path).rows)
+    assert found.ratio == 2.5
+    write(tmp_path, [*single, LINES[0]])  # eager with 2 threads is missing: ours with 2 is not held against it with 1
+    (found,) = TOY.comparisons(Results(tmp_path).rows)
+    assert found.ratio == 10.0
+
+
+def test_all_blocks_can_be_written_without_any_result(tmp_path: Path) -> None:
+    numbers = Numbers(Results(tmp_path))
+    assert NOT_MEASURED in written(TEXT, numbers) and len(numbers.missing) > 20
+    assert {name for name, block in BLOCKS.items() if NOT_MEASURED in block(numbers)} >= {"models", "ops", "decoding"}
+
+
+def test_a_quick_run_has_tables_of_its_own_and_no_figure_of_readme(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    norm = {"op": "add_layer_norm", "mode": "fwdbwd", "shape": {"rows": 4096, "dim": 512, "dropout_p": 0.1}}
+    write(tmp_path, [each | norm | {"quick": True} for each in LINES])
+    assert main(["--tables", str(tmp_path)]) == 0
+    assert capsys.readouterr().out == (
+        "| times faster, fp32, than | eager PyTorch |\n| --- | --- |\n"
+        "| add_layer_norm (4096, 512), dropout, training | 2.5 |\n"
+    )
+    assert not Results(tmp_path).rows
+    write(tmp_path, LINES)  # of no case that README shows
+    assert main(["--tables", str(tmp_path)]) == 0
+    assert "has no line of README's tables" in capsys.readouterr().out
+
+
+def test_the_results_are_read_whole() -> None:
+    assert {path.stem for path in RESULTS.glob("*.jsonl")} >= {"cpu", "peers", "training"}
+    assert len(Results().rows) > 100

@@ -1,0 +1,105 @@
+"""The look of pictures: same rows, same bytes; digests that notice; names that don't lie on each other."""
+
+from __future__ import annotations
+
+import re
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("matplotlib", reason="not installed: pip install matplotlib")
+
+from benchmarks.publish import style
+
+ROWS = [{"provider": "fastformer", "ms_p50": 1.5}, {"provider": "sdpa", "ms_p50": 3.0}]
+
+
+def picture(rows=ROWS, title="Time & <space>"):
+    fig = style.figure(title, footer="AMD EPYC, 2 threads", height=3)
+    (axes,) = fig.axes
+    for row in rows:
+        name = row["provider"]
+        axes.plot([1, 2, 3], [row["ms_p50"]] * 3, color=style.color_of(name), label=name)
+    axes.set(xlabel="seqlen", ylabel="ms")
+    style.label_lines(axes)
+    return fig
+
+
+def test_the_same_rows_give_the_same_bytes(tmp_path: Path) -> None:
+    first = style.save(picture(), "first", ROWS, tmp_path).read_text(encoding="utf-8")
+    assert style.save(picture(), "again", list(reversed(ROWS)), tmp_path).read_text(encoding="utf-8") == first
+    assert "<dc:date" not in first and "Time &amp; &lt;space&gt;" in first
+    ElementTree.fromstring(first)  # it is XML
+
+
+def test_the_digests_notice() -> None:
+    text = style.svg(picture(), ROWS)
+    assert style.stamp_of(text).rows == style.digest(ROWS)
+    assert style.digest([ROWS[0], {**ROWS[1], "ms_p50": 3.1}]) != style.digest(ROWS) != style.digest(ROWS[:1])
+    moved = re.sub(r'd="M (\d+)', r'd="M 9\1', text, count=1)
+    assert moved != text
+    with pytest.raises(ValueError, match="changed after it was drawn"):
+        style.stamp_of(moved)
+    with pytest.raises(ValueError, match="digests"):
+        style.stamp_of("<svg></svg>")
+
+
+def test_ink_adapts_and_nothing_is_black_or_white() -> None:
+    text = style.svg(picture(), ROWS)
+    for scheme in ("light", "dark"):
+        assert f"@media (prefers-color-scheme: {scheme})" in text
+    drawn = text[text.index("</style>") :]
+    assert "fill: #767676" in drawn and "stroke: #767676" in drawn
+    assert not re.search(r"(fill|stroke): #(000000|ffffff)", drawn)
+    assert 'style="fill' in drawn and "<text" not in drawn  # glyphs are paths
+
+
+def test_names_of_close_lines_keep_apart() -> None:
+    fig = style.figure("close")
+    (axes,) = fig.axes
+    for index in range(6):
+        axes.plot([1, 10], [1, 100 + index / 100], label=f"line {index}")
+    axes.plot([1, 10], [1, float("nan")], label="ends earlier")
+    axes.plot([1, 10], [2, 2], label="_nameless")
+    axes.set_yscale("log")
+    style.label_lines(axes)
+    places = sorted(text.get_position()[1] for text in axes.texts)
+    assert len(places) == 7 and max(places) <= 1.0
+    assert min(b - a for a, b in zip(places[1:], places[2:], strict=False)) >= 0.0549
+    by_height = sorted((text.get_position()[1], text.get_text()) for text in axes.texts)
+    assert [name for _, name in by_height] == ["ends earlier", *(f"line {index}" for index in range(6))]
+
+
+def test_the_legend_reads_row_by_row() -> None:
+    fig = style.figure("legend", columns=2)
+    for axes in fig.axes:
+        for name in "abcdef":
+            axes.plot([1], [1], label=name)
+    style.legend(fig)
+    (legend,) = fig.legends
+    columns = [["a", "e"], ["b", "f"], ["c"], ["d"]]
+    assert [text.get_text() for text in legend.get_texts()] == sum(columns, [])
+
+
+def test_ours_has_one_colour() -> None:
+    ours = {style.color_of(name) for name in ("fastformer", "fastformer reference", "cpp_int8", "fastformer, int8")}
+    assert ours == {style.OURS}
+    rivals = ("baseline", "fastformer.baseline", "eager", "torch.nn", "sdpa", "torch.nn, torch.compile", "somebody")
+    assert style.OURS not in {style.color_of(name) for name in rivals}
+    assert style.color_of("torch.nn") != style.color_of("torch.nn, torch.compile")
+
+
+@pytest.mark.parametrize("machines", [1, 2, 4])
+def test_a_footer_fits(machines: int) -> None:
+    names = ", ".join(f"AMD EPYC, family 2{n}, model 17" for n in range(machines))
+    fig = style.figure("a title", footer=f"{names} · 2 threads · PyTorch 2.13.0+cpu · commit 4ccf218, 70defd8, 7452703")
+    extent = fig.texts[-1].get_window_extent()
+    assert extent.x0 >= 0 and extent.x1 <= fig.bbox.width
+
+
+def test_bad_calls(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="got none"):
+        style.save(picture(), "empty", [], tmp_path)
+    with pytest.raises(ValueError, match=r"\.\./x"):
+        style.save(picture(), "../x", ROWS, tmp_path)
