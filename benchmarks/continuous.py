@@ -18,12 +18,12 @@ import torch
 
 from benchmarks.measure import record
 from fastformer.generation import Translator
+from fastformer.generation.config import GenerationConfig
 from fastformer.generation.engines import choose_engine
 from fastformer.generation.generate import new_scheduler
-from fastformer.generation.request_maker import RequestMaker
+from fastformer.generation.request_builder import RequestBuilder
 from fastformer.generation.requests import Request
 from fastformer.generation.scheduler import Scheduler, run
-from fastformer.generation.settings import GenerationSettings
 
 _WINDOW = 1000
 
@@ -65,15 +65,15 @@ def main(arguments: list[str] | None = None) -> int:
     model = translator.model
     lines = options.file.read_text(encoding="utf-8").splitlines()[: options.lines]
     sources = [translator.encode(line, number) for number, line in enumerate(lines, 1) if line.strip()]
-    settings = GenerationSettings(num_beams=options.num_beams)
+    settings = GenerationConfig(num_beams=options.num_beams)
     seconds: dict[str, list[float]] = {way: [] for way in WAYS}
     memory: dict[str, list[int]] = {way: [] for way in WAYS}
     found: dict[str, list[list[int]]] = {}
 
     def turn(way: str, count: int) -> tuple[float, list[list[int]], int]:
-        maker = RequestMaker(model, settings, log_probs=False)
+        builder = RequestBuilder(model, settings, log_probs=False)
         scheduler = new_scheduler(choose_engine(model), options.max_batch_size)
-        requests = [maker.make(maker.check(source)) for source in sources[:count]]
+        requests = [builder.build(builder.check(source)) for source in sources[:count]]
         samples: list[int] = []
         began = time.perf_counter()
         WAYS[way](scheduler, requests, lambda: samples.append(_resident()))

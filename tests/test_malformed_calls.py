@@ -19,7 +19,7 @@ from fastformer import ops
 from fastformer.baseline import LSTMSeq2Seq
 from fastformer.data import BPETokenizer, ByteTokenizer, Example, Examples, collate, plan_epoch, train_bpe
 from fastformer.data.number_words import english, number_pairs
-from fastformer.generation import GenerationSettings, Translator
+from fastformer.generation import GenerationConfig, Translator
 from fastformer.models import GPT, GPTConfig, Transformer, TransformerConfig
 from fastformer.nn import KVCache, SequenceLayout
 from fastformer.training import TrainConfig, start
@@ -99,11 +99,11 @@ CALLS: list[tuple[str, Callable[[], object], tuple[str, ...]]] = [
     ("a mask of text", lambda: MODEL.generate(IDS, attention_mask="x"), ("attention_mask", "'x'")),
     ("a mask of NaN", lambda: MODEL.generate(IDS, attention_mask=torch.full((2, 5), NAN)), ("attention_mask",)),
     ("prompts on meta", lambda: MODEL.generate(IDS.to("meta")), ("meta", "no values")),
-    ("two numbers of beams", lambda: GenerationSettings(num_beams=np.array([2, 3])), ("num_beams", "an integer")),
-    ("beams and a half", lambda: GenerationSettings(num_beams=torch.tensor(2.5)), ("num_beams", "an integer")),
-    ("a number as an option", lambda: GenerationSettings.from_options({3: 3}), ("no option 3",)),
-    ("no options", lambda: GenerationSettings.from_options(None), ("mapping", "NoneType")),
-    ("temperatures without end", lambda: GenerationSettings(temperature=10**400, do_sample=True), ("temperature",)),
+    ("two numbers of beams", lambda: GenerationConfig(num_beams=np.array([2, 3])), ("num_beams", "an integer")),
+    ("beams and a half", lambda: GenerationConfig(num_beams=torch.tensor(2.5)), ("num_beams", "an integer")),
+    ("a number as an option", lambda: GenerationConfig.from_options({3: 3}), ("no option 3",)),
+    ("no options", lambda: GenerationConfig.from_options(None), ("mapping", "NoneType")),
+    ("temperatures without end", lambda: GenerationConfig(temperature=10**400, do_sample=True), ("temperature",)),
     ("prefixes as text", lambda: MODEL.generate(IDS, decoder_input_ids="a"), ("decoder_input_ids", "str")),
     ("a prefix too few", lambda: MODEL.generate(IDS, decoder_input_ids=[[3]]), ("of 2 rows", "got 1")),
     ("a prefix for a GPT", lambda: LM.generate(IDS, decoder_input_ids=IDS), ("no decoder_input_ids", "GPT")),

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, BinaryIO
 from fastformer.data import files
 from fastformer.data.tables import column_of
 from fastformer.data.text import BadLine, check_plain, read_rows
-from fastformer.generation.bad_texts import TextError
+from fastformer.generation.input_errors import TextError
 
 if TYPE_CHECKING:
-    from fastformer.generation.bad_texts import BadTexts
-    from fastformer.generation.flow import Source
-    from fastformer.generation.texts import Item
+    from fastformer.generation.input_errors import ErrorPolicy
+    from fastformer.generation.ordered_stream import Source
+    from fastformer.generation.text_io import Item
 
 
 def file_lines(path: str) -> Iterator[bytes | BadLine]:
@@ -64,12 +64,12 @@ def good_lines(file: str) -> list[str]:
 class Texts:
     """Lines as texts. One that is no UTF-8 is a bad text, which becomes an empty one when it is skipped."""
 
-    def __init__(self, lines: Source[bytes | BadLine], name: str, bad: BadTexts, prefix: str | None) -> None:
-        self._lines, self._name, self._bad, self._prefix = lines, name, bad, prefix
+    def __init__(self, lines: Source[bytes | BadLine], name: str, errors: ErrorPolicy, prefix: str | None) -> None:
+        self._lines, self._name, self._errors, self._prefix = lines, name, errors, prefix
         self._number = 0
 
     def get(self, wait: bool) -> Item | None:
-        from fastformer.generation.texts import Item
+        from fastformer.generation.text_io import Item
 
         line = self._lines.get(wait)
         if line is None:
@@ -78,7 +78,7 @@ class Texts:
         text = _as_text(line, self._name, self._number)
         if isinstance(text, str):
             return Item(text, self._prefix)
-        self._bad.meet(text)
+        self._errors.handle(text)
         return Item("")
 
     def __iter__(self) -> Iterator[Item]:
@@ -110,7 +110,7 @@ def arriving() -> Source[bytes]:
     Raises:
         ValueError: it is closed.
     """
-    from fastformer.generation.flow import IterableSource
+    from fastformer.generation.ordered_stream import IterableSource
 
     if sys.stdin is None:
         raise ValueError("expected a text, --file, or lines on standard input, which is closed")

@@ -12,11 +12,11 @@ from fastformer.console import is_terminal, shown
 
 if TYPE_CHECKING:
     from fastformer.data import Tokenizer
-    from fastformer.generation.bad_texts import BadTexts
-    from fastformer.generation.flow import Source
-    from fastformer.generation.request_maker import RequestMaker
+    from fastformer.generation.input_errors import ErrorPolicy
+    from fastformer.generation.ordered_stream import Source
+    from fastformer.generation.request_builder import RequestBuilder
     from fastformer.generation.requests import Request
-    from fastformer.generation.texts import Item
+    from fastformer.generation.text_io import Item
 
 logger = logging.getLogger("fastformer")
 
@@ -97,11 +97,11 @@ def generate(
     """
     from torch import Tensor
 
-    from fastformer.generation import GenerationSettings
+    from fastformer.generation import GenerationConfig
     from fastformer.generation import generate as search
-    from fastformer.generation.bad_texts import BadTexts
+    from fastformer.generation.input_errors import ErrorPolicy
     from fastformer.generation.precisions import DTYPES, asked_precision
-    from fastformer.generation.request_maker import RequestMaker
+    from fastformer.generation.request_builder import RequestBuilder
     from fastformer.run_folder import choose_device, load_model
 
     if prompt is not None and file is not None:
@@ -135,9 +135,9 @@ def generate(
     }
     say = _Sayings(tokenizer, options["stop_strings"], model.config.max_len)
     if prompt is None or prompt == "-":
-        maker = RequestMaker(model, GenerationSettings(**options), log_probs=False, tokenizer=tokenizer)
-        bad = BadTexts(on_error, left=("its line empty", "their lines are empty"))
-        _continue_lines(maker, say, "-" if file is None else file, bad)
+        builder = RequestBuilder(model, GenerationConfig(**options), log_probs=False, tokenizer=tokenizer)
+        errors = ErrorPolicy(on_error, left=("its line empty", "their lines are empty"))
+        _continue_lines(builder, say, "-" if file is None else file, errors)
         say.report(max_new_tokens)
         return
     ids = say.encode(prompt)
@@ -237,22 +237,22 @@ class _Prompt(NamedTuple):
     sample: int | None
 
 
-def _continue_lines(maker: RequestMaker, say: _Sayings, file: str, bad: BadTexts) -> None:
+def _continue_lines(builder: RequestBuilder, say: _Sayings, file: str, errors: ErrorPolicy) -> None:
     """Prints a line for each prompt of a file, or of standard input."""
     import torch
 
     from fastformer.commands._lines import Texts, arriving, file_lines
-    from fastformer.generation.bad_texts import TextError, failure
-    from fastformer.generation.flow import IterableSource, in_turn
     from fastformer.generation.generate import new_scheduler
+    from fastformer.generation.input_errors import TextError, failure
+    from fastformer.generation.ordered_stream import IterableSource, ordered_stream
 
-    settings, name = maker.settings, "standard input" if file == "-" else file
+    settings, name = builder.settings, "standard input" if file == "-" else file
     if file != "-":
-        texts = Texts(IterableSource(file_lines(file)), name, bad, None)
+        texts = Texts(IterableSource(file_lines(file)), name, errors, None)
     else:
         if is_terminal(sys.stdin):
             print("continues each line that you type; Ctrl-D ends", file=sys.stderr)
-        texts = Texts(arriving(), name, bad, None)
+        texts = Texts(arriving(), name, errors, None)
     # Samples of one prompt slide apart: then each is a request.
     slides = settings.window == "slide" and settings.samples > 1
     prompts = _Prompts(texts, list(range(settings.samples)) if slides else [None])
@@ -263,15 +263,15 @@ def _continue_lines(maker: RequestMaker, say: _Sayings, file: str, bad: BadTexts
             return None
         try:
             row = ids[prompt.number] = ids.get(prompt.number) or say.encode(prompt.text)
-            return maker.make(maker.check(row), place=prompt.number - 1, sample=prompt.sample)
+            return builder.build(builder.check(row), place=prompt.number - 1, sample=prompt.sample)
         except ValueError as error:
             if not prompt.sample:  # else it was met with the first
-                bad.meet(TextError(f"{name}, line {prompt.number}: {error}"))
+                errors.handle(TextError(f"{name}, line {prompt.number}: {error}"))
             return None
 
-    total, scheduler = 0, new_scheduler(maker.engine, is_endless=True)
+    total, scheduler = 0, new_scheduler(builder.engine, is_endless=True)
     with torch.inference_mode():
-        for ready in in_turn(scheduler, prompts, begin, model=maker.model, read_ahead=_READ_AHEAD):
+        for ready in ordered_stream(scheduler, prompts, begin, model=builder.model, read_ahead=_READ_AHEAD):
             lines: list[str] = []
             for prompt, request in ready:
                 if request is None:
@@ -292,7 +292,7 @@ def _continue_lines(maker: RequestMaker, say: _Sayings, file: str, bad: BadTexts
                     del ids[prompt.number]
             _print_lines(lines)
     say.warn_of_unknown()
-    bad.report(total)
+    errors.report(total)
 
 
 class _Prompts:

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
     import torch
 
-    from fastformer.generation.bad_texts import BadTexts
-    from fastformer.generation.texts import TokenScored
+    from fastformer.generation.input_errors import ErrorPolicy
+    from fastformer.generation.text_io import TokenScored
 
 _LEFT = ("its score at -inf", "their scores are -inf")  # where a line was skipped
 LISTED = ("reference",)
@@ -81,15 +81,15 @@ def score(
     if run is None or file is None:
         raise ValueError("expected RUN together with --file")
 
-    from fastformer.generation.bad_texts import BadTexts
+    from fastformer.generation.input_errors import ErrorPolicy
     from fastformer.run_folder import choose_device
 
     place = choose_device(device)
     if _is_language_model(run):
         if target is not None:
             raise ValueError(f"expected no --target for the language model in {run}: it scores --file")
-        bad = BadTexts(on_error, skip_long, _LEFT)
-        _score_text(run, file, by_line, context, token_scores, place, precision, bad, max_tokens)
+        errors = ErrorPolicy(on_error, skip_long, _LEFT)
+        _score_text(run, file, by_line, context, token_scores, place, precision, errors, max_tokens)
         return
     if target is None:
         raise ValueError(f"expected --target, translations of the lines of --file, for the translator in {run}")
@@ -122,16 +122,16 @@ def _score_translations(
     from fastformer.commands import listed_paths
     from fastformer.commands._lines import all_lines
     from fastformer.generation import Translator
-    from fastformer.generation.bad_texts import BadTexts
+    from fastformer.generation.input_errors import ErrorPolicy
     from fastformer.generation.scoring import score_texts
 
-    bad = BadTexts(on_error, skip_long, _LEFT)
+    errors = ErrorPolicy(on_error, skip_long, _LEFT)
     sources, targets = all_lines(file), all_lines(target)
     _check_counts(sources, file, targets, target)
     runs = listed_paths(run)
     translator = Translator.from_pretrained(runs if len(runs) > 1 else run, device=device, precision=precision)
     total = _Total()
-    for found in score_texts(translator, zip(sources, targets, strict=True), bad, max_tokens):
+    for found in score_texts(translator, zip(sources, targets, strict=True), errors, max_tokens):
         _print(found, token_scores)
         total.add(found)
     total.report()
@@ -145,7 +145,7 @@ def _score_text(
     token_scores: bool,
     device: torch.device,
     precision: str | None,
-    bad: BadTexts,
+    errors: ErrorPolicy,
     max_tokens: int,
 ) -> None:
     """Prints what a language model thinks of a file."""
@@ -155,7 +155,7 @@ def _score_text(
     from fastformer.generation import Ensemble
     from fastformer.generation.precisions import DTYPES
     from fastformer.generation.scoring import score_rows, window_parts
-    from fastformer.generation.texts import TokenScored
+    from fastformer.generation.text_io import TokenScored
     from fastformer.run_folder.ensemble import load_models
 
     models, tokenizer = load_models(listed_paths(run), ("GPT",), device=device, dtype=DTYPES.get(precision or ""))
@@ -164,13 +164,13 @@ def _score_text(
         texts, skipped = [], set()
         for place, line in enumerate(all_lines(file)):
             if not isinstance(line, str):
-                bad.meet(line)
+                errors.handle(line)
                 skipped.add(place)
             texts.append(line if isinstance(line, str) else "")
         rows = tokenizer.encode_batch(texts)
-        bad.report(len(texts))
+        errors.report(len(texts))
     else:
-        texts, skipped = [read_text(file, skip_bad=bad.on_error == "skip")], set()
+        texts, skipped = [read_text(file, skip_bad=errors.on_error == "skip")], set()
         pieces = tokenizer.encode_batch(tokenizer.pieces(texts[0]))
         # As in training, where EOS ends a document.
         rows = [[*(i for ids in pieces for i in ids), tokenizer.special_ids.first_eos]]
@@ -202,7 +202,7 @@ class _Total:
 
     def report(self) -> None:
         """Prints the line."""
-        from fastformer.generation.texts import perplexity
+        from fastformer.generation.text_io import perplexity
 
         if not self._tokens:
             print("there was nothing to score", file=sys.stderr)

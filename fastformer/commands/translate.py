@@ -15,9 +15,9 @@ from fastformer.settings import BleuTokenize
 
 if TYPE_CHECKING:
     from fastformer.generation.alignment import Alignment
-    from fastformer.generation.bad_texts import TextError
-    from fastformer.generation.flow import Source
-    from fastformer.generation.texts import Answer, Item
+    from fastformer.generation.input_errors import TextError
+    from fastformer.generation.ordered_stream import Source
+    from fastformer.generation.text_io import Answer, Item
 
 logger = logging.getLogger("fastformer")
 
@@ -120,10 +120,10 @@ def translate(
     from fastformer.commands._lines import Texts, all_lines, arriving, file_lines, good_lines
     from fastformer.generation import Translator, draw_attention
     from fastformer.generation.alignment import Aligner, align_answers
-    from fastformer.generation.bad_texts import BadTexts
-    from fastformer.generation.flow import IterableSource
     from fastformer.generation.heatmap import check_picture
-    from fastformer.generation.texts import as_items
+    from fastformer.generation.input_errors import ErrorPolicy
+    from fastformer.generation.ordered_stream import IterableSource
+    from fastformer.generation.text_io import as_items
     from fastformer.run_folder import choose_device
 
     if attention is not None:
@@ -179,7 +179,7 @@ def translate(
     )
     unit: Literal["words", "tokens"] = "tokens" if align == "tokens" else "words"
     aligner = Aligner(translator, unit, align_layer, align_head) if align else None
-    bad, references = BadTexts(on_error, skip_long), None
+    errors, references = ErrorPolicy(on_error, skip_long), None
     if text is not None:
         if not text.strip():
             raise ValueError("expected something to translate, got an empty text")
@@ -190,14 +190,14 @@ def translate(
     elif file is None or (file == "-" and reference is None and prefix_file is None):
         if is_terminal(sys.stdin):
             print("translates each line that you type; Ctrl-D ends", file=sys.stderr)
-        source = Texts(arriving(), "-", bad, prefix)
+        source = Texts(arriving(), "-", errors, prefix)
     else:
         lines = file_lines(file)
         if reference is not None:
             there = list(lines)
             references, lines = all_lines(reference), iter(there)
             _check_references(references, reference, len(there), file, on_error)
-        texts = Texts(IterableSource(lines), file, bad, prefix)
+        texts = Texts(IterableSource(lines), file, errors, prefix)
         source = texts
         if prefix_file is not None:
             source = IterableSource(as_items((item.text for item in texts), good_lines(prefix_file)))
@@ -206,7 +206,7 @@ def translate(
     total, lost = 0, None
     remembered = _Remembered(source)
     with _progress(file) as advance:
-        for answers in translator.answers(remembered, settings, bad, log_probs=n_best > 1, split=split):
+        for answers in translator.answers(remembered, settings, errors, log_probs=n_best > 1, split=split):
             texts_of = remembered.take(len(answers))
             alignments = None if aligner is None else align_answers(aligner, texts_of, answers)
             try:

@@ -1,6 +1,8 @@
 """Decoding: one search, engines behind it, and the Translator for text."""
 
 from fastformer.generation.async_translator import AsyncTranslator as AsyncTranslator
+from fastformer.generation.config import GenerationConfig as GenerationConfig
+from fastformer.generation.config import GenerationSettings as GenerationSettings
 from fastformer.generation.engines.packed import repack as repack
 from fastformer.generation.ensemble import Ensemble as Ensemble
 from fastformer.generation.generate import GenerateOutput as GenerateOutput
@@ -9,6 +11,5 @@ from fastformer.generation.heatmap import draw_attention as draw_attention
 from fastformer.generation.scoring import score as score
 from fastformer.generation.sentences import Sentence as Sentence
 from fastformer.generation.sentences import split_sentences as split_sentences
-from fastformer.generation.settings import GenerationSettings as GenerationSettings
 from fastformer.generation.streaming import TextStreamer as TextStreamer
 from fastformer.generation.translator import Translator as Translator

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, get_args
 import torch
 from torch import Tensor
 
-from fastformer.generation.bad_texts import BadTexts, TextError
 from fastformer.generation.evaluation import evaluating
+from fastformer.generation.input_errors import ErrorPolicy, TextError
 from fastformer.generation.inputs import pad
 from fastformer.generation.model_protocols import Model, device_of
 from fastformer.generation.scoring import encoded_pair
@@ -18,7 +18,7 @@ from fastformer.special_ids import SpecialIds
 
 if TYPE_CHECKING:
     from fastformer.generation.judge import Judge
-    from fastformer.generation.texts import Answer
+    from fastformer.generation.text_io import Answer
 
 Unit = Literal["words", "tokens"]
 Alignment: TypeAlias = list[tuple[int, int]]  # of a source and a target place, in the order of the target
@@ -229,7 +229,7 @@ def said_words(ids: Sequence[int], decode: Callable[[Iterable[int]], str]) -> tu
 
 
 def align_texts(
-    aligner: Aligner, pairs: Iterable[tuple[str | TextError, str | TextError]], bad: BadTexts
+    aligner: Aligner, pairs: Iterable[tuple[str | TextError, str | TextError]], errors: ErrorPolicy
 ) -> list[Alignment]:
     """The alignment of each text with its translation; see `Translator.align`."""
     sides: list[tuple[Side, Side]] = []
@@ -238,14 +238,14 @@ def align_texts(
         try:
             found = encoded_pair(aligner.translator, text, translation, number)
         except TextError as error:
-            bad.meet(error)
+            errors.handle(error)
             found = None
         if found is None:
             sides.append((nothing, nothing))
             continue
         source, target = found
         sides.append((aligner.source(str(text), source), aligner.target(str(translation), target)))
-    bad.report(len(sides))
+    errors.report(len(sides))
     return aligner.align(sides)
 
 

@@ -13,16 +13,16 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from types import TracebackType
 from typing import Any
 
-from fastformer.generation.bad_texts import failure
+from fastformer.generation.config import GenerationConfig
 from fastformer.generation.engines import choose_engine
 from fastformer.generation.evaluation import Evaluation, evaluating
+from fastformer.generation.input_errors import failure
 from fastformer.generation.paragraphs import check_split, parts_of
-from fastformer.generation.request_maker import RequestMaker
+from fastformer.generation.request_builder import RequestBuilder
 from fastformer.generation.requests import Request
 from fastformer.generation.scheduler import Scheduler
-from fastformer.generation.settings import GenerationSettings
 from fastformer.generation.streaming import TextPieces
-from fastformer.generation.texts import Answer, Item, as_form
+from fastformer.generation.text_io import Answer, Item, as_form
 from fastformer.generation.translator import Translator, check_one_stream
 
 _SHOWN = 40  # characters of a text that an error names
@@ -145,9 +145,9 @@ class AsyncTranslator:
         check_split(split, form, target_prefix)
         if split:
             return "".join([piece async for piece in self._sentences(text, settings)])
-        maker = self._maker(settings, log_probs=form.log_probs)
-        checked = self.translator.encode_item(Item(text, target_prefix), 1, maker)
-        return form.of(await self._answer(text, maker.make(checked, place=0)))
+        builder = self._builder(settings, log_probs=form.log_probs)
+        checked = self.translator.encode_item(Item(text, target_prefix), 1, builder)
+        return form.of(await self._answer(text, builder.build(checked, place=0)))
 
     async def _answer(self, text: str, request: Request) -> Answer:
         """Waits for a request of a text."""
@@ -160,15 +160,15 @@ class AsyncTranslator:
         finally:
             self._leave(job)
 
-    async def _sentences(self, text: str, settings: GenerationSettings) -> AsyncIterator[str]:
+    async def _sentences(self, text: str, settings: GenerationConfig) -> AsyncIterator[str]:
         """The translations of a text's sentences, which decode together, with the white space behind each."""
         # All are encoded first, so that a bad one is named before the work.
-        maker = self._maker(settings, log_probs=False)
-        parts = parts_of(self.translator, text, 1, maker)
+        builder = self._builder(settings, log_probs=False)
+        parts = parts_of(self.translator, text, 1, builder)
         tasks = [
             None
             if part.checked is None
-            else asyncio.ensure_future(self._answer(text, maker.make(part.checked, place=place)))
+            else asyncio.ensure_future(self._answer(text, builder.build(part.checked, place=place)))
             for place, part in enumerate(parts)
         ]
         try:
@@ -202,12 +202,12 @@ class AsyncTranslator:
         if split:
             return self._sentences(text, settings)
         check_one_stream(form, settings)
-        maker = self._maker(settings, log_probs=False)
-        checked = self.translator.encode_item(Item(text, target_prefix), 1, maker)
+        builder = self._builder(settings, log_probs=False)
+        checked = self.translator.encode_item(Item(text, target_prefix), 1, builder)
 
         async def pieces() -> AsyncIterator[str]:
             job = _Job(text)
-            job.request = maker.make(checked, place=0, on_token=job.tell)
+            job.request = builder.build(checked, place=0, on_token=job.tell)
             found = TextPieces(self.translator.tokenizer, checked.prefix, stop=settings.stop_strings)
             self._submit(job)
             try:
@@ -222,13 +222,13 @@ class AsyncTranslator:
 
         return pieces()
 
-    def _maker(self, settings: GenerationSettings, *, log_probs: bool) -> RequestMaker:
+    def _builder(self, settings: GenerationConfig, *, log_probs: bool) -> RequestBuilder:
         translator = self.translator
-        return RequestMaker(
+        return RequestBuilder(
             translator.model, settings, log_probs=log_probs, engine=self._engine, tokenizer=translator.tokenizer
         )
 
-    def _settings(self, options: Mapping[str, Any]) -> GenerationSettings:
+    def _settings(self, options: Mapping[str, Any]) -> GenerationConfig:
         settings = self.translator.settings(options)
         if settings.precision != self.translator.precision:
             raise ValueError(

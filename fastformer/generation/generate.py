@@ -11,16 +11,16 @@ from typing import Any, ParamSpec, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
+from fastformer.generation.config import BeamRules, EarlyStopping, GenerationConfig, Window
 from fastformer.generation.engines import Engine
 from fastformer.generation.evaluation import evaluating
 from fastformer.generation.foreign_options import check_names, with_config
 from fastformer.generation.inputs import TokenIds, as_inputs, as_rows, left_padded, pad
 from fastformer.generation.model_protocols import Model, as_model, device_of, is_decoder_only
 from fastformer.generation.processors import Processor
-from fastformer.generation.request_maker import RequestMaker
+from fastformer.generation.request_builder import RequestBuilder
 from fastformer.generation.scheduler import Scheduler, run
-from fastformer.generation.search import NEVER, BeamRules, EarlyStopping, Hypothesis
-from fastformer.generation.settings import GenerationSettings, Window
+from fastformer.generation.search import NEVER, Hypothesis
 from fastformer.generation.stopping import StoppingCriterion
 from fastformer.generation.streaming import Detokenizer
 
@@ -61,7 +61,7 @@ class Streamer(Protocol):
 def _with_named_options(function: Callable[P, R]) -> Callable[P, R]:
     """Calls a function with the options that are given by name or by a generation_config; see there."""
     known = [*inspect.signature(function).parameters]
-    settings = [field.name for field in fields(GenerationSettings)]
+    settings = [field.name for field in fields(GenerationConfig)]
 
     @functools.wraps(function)
     def call(*args: P.args, **options: P.kwargs) -> R:
@@ -213,7 +213,7 @@ def generate(
         ValueError: a model that doesn't decode, ids that make no batch, settings that are out of range or contradict
             each other, an empty input, no room for a token, a model that gives NaN.
     """
-    settings = GenerationSettings(
+    settings = GenerationConfig(
         max_new_tokens=max_new_tokens,
         min_new_tokens=min_new_tokens,
         max_length=max_length,
@@ -255,22 +255,22 @@ def generate(
     decoder = as_model(model)
     device = device_of(decoder)
     with evaluating(decoder) as mode, torch.inference_mode():
-        maker = RequestMaker(decoder, settings, log_probs=return_dict_in_generate, tokenizer=tokenizer)
-        pad_id = maker.ids.pad
-        marks = maker.ids.marks_padding
+        builder = RequestBuilder(decoder, settings, log_probs=return_dict_in_generate, tokenizer=tokenizer)
+        pad_id = builder.ids.pad
+        marks = builder.ids.marks_padding
         inputs, layout = as_inputs(input_ids, attention_mask, pad_id, device, marks_padding=marks)
         rows = [row[:length] for row, length in zip(inputs.tolist(), layout.seqlens.tolist(), strict=True)]
-        prefixes = _prefixes(decoder_input_ids, len(rows), decoder, maker)
+        prefixes = _prefixes(decoder_input_ids, len(rows), decoder, builder)
         width = inputs.shape[1]
-        checked = [maker.check(row, prefix, width=width) for row, prefix in zip(rows, prefixes, strict=True)]
+        checked = [builder.check(row, prefix, width=width) for row, prefix in zip(rows, prefixes, strict=True)]
         # Samples of one input slide apart: then each is a request.
         samples: list[int | None] = [*range(settings.samples)] if settings.window == "slide" else [None]
-        requests = [maker.make(one, place=place, sample=k) for place, one in enumerate(checked) for k in samples]
+        requests = [builder.build(one, place=place, sample=k) for place, one in enumerate(checked) for k in samples]
         if streamer is not None:
             if len(requests) > 1 or requests[0].search.peak_rows > 1:
                 raise ValueError("expected one input, without beams or several samples, along with a streamer")
             requests[0].on_token = _listener(streamer, requests[0].before)
-        run(new_scheduler(maker.engine), requests, mode.hold)
+        run(new_scheduler(builder.engine), requests, mode.hold)
         if streamer is not None:
             streamer.end()
         found = [request.results for request in requests]
@@ -302,14 +302,14 @@ def new_scheduler(
     return Scheduler(engine, max_rows=max_rows, max_bytes=max_bytes, is_endless=is_endless)
 
 
-def _prefixes(decoder_input_ids: TokenIds | None, count: int, model: Model, maker: RequestMaker) -> list[list[int]]:
+def _prefixes(decoder_input_ids: TokenIds | None, count: int, model: Model, builder: RequestBuilder) -> list[list[int]]:
     """What each output begins with, without the start token."""
     if decoder_input_ids is None:
         return [[] for _ in range(count)]
     if is_decoder_only(model):
         raise ValueError(f"expected no decoder_input_ids for {type(model).__name__}: its input_ids are the beginning")
-    pad_id = maker.ids.pad if maker.ids.marks_padding else None
-    prefixes = as_rows(decoder_input_ids, pad_id, maker.ids.start, "decoder_input_ids")
+    pad_id = builder.ids.pad if builder.ids.marks_padding else None
+    prefixes = as_rows(decoder_input_ids, pad_id, builder.ids.start, "decoder_input_ids")
     if len(prefixes) != count:
         raise ValueError(f"expected decoder_input_ids of {count} rows, as input_ids have, got {len(prefixes)}")
     return prefixes

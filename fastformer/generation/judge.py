@@ -7,11 +7,11 @@ from collections.abc import Iterable
 from typing import overload
 
 from fastformer.generation.alignment import Aligner, Alignment, Unit, align_texts
-from fastformer.generation.bad_texts import BadTexts
+from fastformer.generation.input_errors import ErrorPolicy
 from fastformer.generation.model_protocols import Model
 from fastformer.generation.precisions import why_not_by_modules
 from fastformer.generation.scoring import MAX_TOKENS, score_texts
-from fastformer.generation.texts import TextCodec, TokenScored, as_pairs
+from fastformer.generation.text_io import TextCodec, TokenScored, as_pairs
 
 
 class Judge(ABC):
@@ -92,8 +92,8 @@ class Judge(ABC):
         reason = why_not_by_modules(self.model, self.precision)
         if reason is not None:
             raise ValueError(f"expected a precision that the model's modules have, to score in: {reason}")
-        bad = BadTexts(on_error, skip_long, ("its score at -inf", "their scores are -inf"))
-        found = list(score_texts(self, as_pairs(texts, translations), bad, max_tokens))
+        errors = ErrorPolicy(on_error, skip_long, ("its score at -inf", "their scores are -inf"))
+        found = list(score_texts(self, as_pairs(texts, translations), errors, max_tokens))
         return found[0] if isinstance(texts, str) else found
 
     @overload  # a str is an iterable of str as well: the first that fits counts
@@ -151,6 +151,6 @@ class Judge(ABC):
             ValueError: see `score`; a model without `attention_maps`, another unit, a layer or head that it lacks.
         """
         aligner = Aligner(self, unit, layer, head)
-        bad = BadTexts(on_error, skip_long, ("its alignment empty", "their alignments are empty"))
-        found = align_texts(aligner, as_pairs(texts, translations), bad)
+        errors = ErrorPolicy(on_error, skip_long, ("its alignment empty", "their alignments are empty"))
+        found = align_texts(aligner, as_pairs(texts, translations), errors)
         return found[0] if isinstance(texts, str) else found

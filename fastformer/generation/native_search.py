@@ -6,7 +6,8 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Protocol, cast
 
-from fastformer.generation.search import NEVER, BeamRules, EarlyStopping, Hypothesis, Search, bad_numbers
+from fastformer.generation.config import BeamRules, EarlyStopping
+from fastformer.generation.search import NEVER, Hypothesis, Search, bad_numbers
 from fastformer.ops import _extension
 
 

@@ -8,12 +8,12 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
-from fastformer.generation.bad_texts import BadTexts, TextError, check_request
-from fastformer.generation.flow import Source, in_turn
-from fastformer.generation.request_maker import CheckedInput, RequestMaker
+from fastformer.generation.input_errors import ErrorPolicy, TextError, check_request
+from fastformer.generation.ordered_stream import Source, ordered_stream
+from fastformer.generation.request_builder import CheckedInput, RequestBuilder
 from fastformer.generation.requests import Request
 from fastformer.generation.sentences import split_sentences
-from fastformer.generation.texts import Answer, Form, Item
+from fastformer.generation.text_io import Answer, Form, Item
 
 if TYPE_CHECKING:
     from fastformer.generation.translator import Translator
@@ -68,8 +68,10 @@ def check_split(split: object, form: Form, prefix: object) -> None:
 class _Parts:
     """A source of texts as one of their sentences. All of a text are encoded before the first of them is given."""
 
-    def __init__(self, source: Source[Item], translator: Translator, maker: RequestMaker, bad: BadTexts) -> None:
-        self._source, self._translator, self._maker, self._bad = source, translator, maker, bad
+    def __init__(
+        self, source: Source[Item], translator: Translator, builder: RequestBuilder, errors: ErrorPolicy
+    ) -> None:
+        self._source, self._translator, self._builder, self._errors = source, translator, builder, errors
         self._ready: deque[Part | None] = deque()  # None: the text is skipped
         self._count = 0
 
@@ -80,17 +82,17 @@ class _Parts:
             if item is None:
                 return None
             self._count += 1
-            self._ready += parts_of(self._translator, item.text, self._count, self._maker, self._bad)
+            self._ready += parts_of(self._translator, item.text, self._count, self._builder, self._errors)
         return self._ready.popleft()
 
 
 def parts_of(
-    translator: Translator, text: str, number: int, maker: RequestMaker, bad: BadTexts | None = None
+    translator: Translator, text: str, number: int, builder: RequestBuilder, errors: ErrorPolicy | None = None
 ) -> list[Part]:
     """The sentences of a text, at least one part; a text that is skipped has one with no space.
 
     Raises:
-        TextError: a sentence that can't be translated, where `bad` doesn't skip it.
+        TextError: a sentence that can't be translated, where `errors` doesn't skip it.
         ValueError: something that is no text.
     """
     if not isinstance(text, str):
@@ -101,12 +103,12 @@ def parts_of(
         name, checked = f"{number}, sentence {place}", None
         if sentence:
             try:
-                checked = translator.encode_item(Item(sentence), name, maker)
+                checked = translator.encode_item(Item(sentence), name, builder)
                 checked = checked._replace(row=array("q", checked.row))
             except TextError as error:
-                if bad is None:
+                if errors is None:
                     raise
-                bad.meet(error)
+                errors.handle(error)
                 return [Part(name, None, "", True)]
         parts.append(Part(name, checked, space, place == len(sentences)))
     return parts or [Part(str(number), None, "", True)]
@@ -115,8 +117,8 @@ def parts_of(
 def translated_parts(
     translator: Translator,
     source: Source[Item],
-    maker: RequestMaker,
-    bad: BadTexts,
+    builder: RequestBuilder,
+    errors: ErrorPolicy,
     *,
     read_ahead: int,
     deadline: float | None = None,
@@ -126,8 +128,8 @@ def translated_parts(
     Args:
         translator: what translates.
         source: of texts.
-        maker: of its requests.
-        bad: what becomes of texts that can't be translated; it reports at the end.
+        builder: of its requests.
+        errors: what becomes of texts that can't be translated; it reports at the end.
         read_ahead: the most sentences that are held at a time.
         deadline: when all of it ends, as `time.monotonic` says it; None: each sentence has the settings' max_time.
     """
@@ -137,14 +139,14 @@ def translated_parts(
         place = next(places)
         if part.checked is None:
             return None
-        request = maker.make(part.checked, place=place)
+        request = builder.build(part.checked, place=place)
         request.deadline = request.deadline if deadline is None else deadline
         return request
 
     total = 0
-    scheduler = translator.new_scheduler(maker.engine, is_endless=True)
-    parts = _Parts(source, translator, maker, bad)
-    for ready in in_turn(scheduler, parts, begin, model=translator.model, read_ahead=read_ahead):
+    scheduler = translator.new_scheduler(builder.engine, is_endless=True)
+    parts = _Parts(source, translator, builder, errors)
+    for ready in ordered_stream(scheduler, parts, begin, model=translator.model, read_ahead=read_ahead):
         found: list[tuple[str, bool]] = []
         for part, request in ready:
             if found and request is not None and request.error is not None:
@@ -154,7 +156,7 @@ def translated_parts(
             found.append((said + part.space, part.is_last))
             total += part.is_last
         yield found
-    bad.report(total)
+    errors.report(total)
 
 
 def joined(parts: Iterable[list[tuple[str, bool]]]) -> Iterator[list[Answer]]:

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from fastformer.generation.settings import GenerationSettings
+    from fastformer.generation.config import GenerationConfig
 
 Processor: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 
@@ -34,7 +34,7 @@ class RowWise:
 
 
 def make_processors(
-    settings: GenerationSettings,
+    settings: GenerationConfig,
     eos: Sequence[int],
     prompt_length: int,
     limit: int,

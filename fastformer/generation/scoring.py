@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fastformer.generation.bad_texts import BadTexts, TextError
+from fastformer.generation.config import GenerationConfig
 from fastformer.generation.engines.kv_cache import packed
 from fastformer.generation.evaluation import evaluating
+from fastformer.generation.input_errors import ErrorPolicy, TextError
 from fastformer.generation.inputs import TokenIds, as_rows
 from fastformer.generation.inputs import pad as padded
 from fastformer.generation.model_protocols import (
@@ -27,8 +28,7 @@ from fastformer.generation.model_protocols import (
     is_ensemble,
     is_recurrent,
 )
-from fastformer.generation.settings import GenerationSettings
-from fastformer.generation.texts import TokenScored
+from fastformer.generation.text_io import TokenScored
 from fastformer.models.common import chosen_log_probs
 from fastformer.nn import SequenceLayout
 from fastformer.special_ids import SpecialIds
@@ -99,7 +99,7 @@ def score(
     """
     decoder = as_model(model)
     config = decoder.config
-    settings = GenerationSettings(pad_token_id=pad_token_id, decoder_start_token_id=decoder_start_token_id)
+    settings = GenerationConfig(pad_token_id=pad_token_id, decoder_start_token_id=decoder_start_token_id)
     settings.check_model(config.vocab_size)
     own = SpecialIds.of(config)
     pad = own.pad if pad_token_id is None else pad_token_id
@@ -263,7 +263,7 @@ def _recurrent_states(model: Recurrent, parts: Sequence[Part]) -> Tensor:
 def score_texts(
     translator: Judge,
     pairs: Iterable[tuple[str | TextError, str | TextError]],
-    bad: BadTexts,
+    errors: ErrorPolicy,
     max_tokens: int = MAX_TOKENS,
 ) -> Iterator[TokenScored]:
     """The score of each translation, given its text, in order; see `Translator.score`.
@@ -271,7 +271,7 @@ def score_texts(
     Args:
         translator: whose model and tokenizer.
         pairs: of a text and its translation; or of what is wrong with either.
-        bad: what becomes of pairs that can't be scored; it reports at the end.
+        errors: what becomes of pairs that can't be scored; it reports at the end.
         max_tokens: see `score`.
     """
     model, tokenizer, start = translator.model, translator.tokenizer, SpecialIds.of(translator.model.config).start
@@ -285,7 +285,7 @@ def score_texts(
                 found = encoded_pair(translator, text, translation, number)
                 rows.append([target_part(*found, start)] if found else [])
             except TextError as error:
-                bad.meet(error)
+                errors.handle(error)
                 rows.append(None)
         scores = iter(score_rows(model, [row for row in rows if row is not None], max_tokens))
         for (_, translation), row in zip(chunk, rows, strict=True):
@@ -296,7 +296,7 @@ def score_texts(
             log_probs = next(scores)
             tokens = tokenizer.tokens(row[0].outputs) if row else []
             yield TokenScored(translation, math.fsum(log_probs), list(zip(tokens, log_probs, strict=True)))
-    bad.report(total)
+    errors.report(total)
 
 
 def encoded_pair(

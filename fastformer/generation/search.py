@@ -7,14 +7,12 @@ import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
 
+from fastformer.generation.config import EarlyStopping
 from fastformer.generation.engines.base import Draw
 
 NEVER = -math.inf  # the score of what isn't there
 
-BeamRules = Literal["tensor2tensor", "transformers"]  # `BeamSearch` and `TransformersBeamSearch`
-EarlyStopping = bool | Literal["never"]
 # Says of rows of new tokens which of them end with their last one, beside those that end with EOS.
 Stop = Callable[[Sequence[Sequence[int]]], Sequence[bool]]
 

@@ -14,24 +14,24 @@ import torch
 from torch import Tensor, nn
 
 from fastformer.generation.alignment import check_attention, cross_attention
-from fastformer.generation.bad_texts import BadTexts, TextError, check_request
+from fastformer.generation.config import GenerationConfig
 from fastformer.generation.engines import Engine
 from fastformer.generation.ensemble import Ensemble, Mean
 from fastformer.generation.evaluation import evaluating
-from fastformer.generation.flow import IterableSource, Source, in_turn
 from fastformer.generation.generate import new_scheduler
+from fastformer.generation.input_errors import ErrorPolicy, TextError, check_request
 from fastformer.generation.judge import Judge
 from fastformer.generation.model_protocols import Model, as_model, is_decoder_only
+from fastformer.generation.ordered_stream import IterableSource, Source, ordered_stream
 from fastformer.generation.paragraphs import check_split, joined, translated_parts
 from fastformer.generation.precisions import DTYPES, asked_precision, check_precision
-from fastformer.generation.request_maker import CheckedInput, RequestMaker, most_new_tokens
+from fastformer.generation.request_builder import CheckedInput, RequestBuilder, most_new_tokens
 from fastformer.generation.requests import Request
 from fastformer.generation.scheduler import Scheduler, run
-from fastformer.generation.settings import GenerationSettings
 from fastformer.generation.streaming import TextPieces
-from fastformer.generation.texts import Answer, Form, Item, TextCodec, as_form, as_items
-from fastformer.generation.texts import Scored as Scored
-from fastformer.generation.texts import TokenScored as TokenScored
+from fastformer.generation.text_io import Answer, Form, Item, TextCodec, as_form, as_items
+from fastformer.generation.text_io import Scored as Scored
+from fastformer.generation.text_io import TokenScored as TokenScored
 from fastformer.special_ids import SpecialIds
 
 READ_AHEAD = 4096  # texts of a stream that are held at a time: several batches, for one may have to wait for its turn
@@ -208,32 +208,32 @@ class Translator(Judge):
             ValueError: an unknown option (the nearest is suggested), something that is no text, a text that can't be
                 translated (named by its number, from 1).
         """
-        settings, bad = self.settings(options), BadTexts(on_error, skip_long)
+        settings, errors = self.settings(options), ErrorPolicy(on_error, skip_long)
         form = as_form(settings, return_scores, return_token_scores)
         check_split(split, form, target_prefix)
-        maker, began = self._maker(settings, form.log_probs), time.monotonic()
+        builder, began = self._builder(settings, form.log_probs), time.monotonic()
         is_one = isinstance(texts, str)
         if split:
             deadline = None if settings.max_time is None else began + settings.max_time
             items = IterableSource(as_items(texts, None))
-            parts = translated_parts(self, items, maker, bad, read_ahead=READ_AHEAD, deadline=deadline)
+            parts = translated_parts(self, items, builder, errors, read_ahead=READ_AHEAD, deadline=deadline)
             said = [form.of(answer) for ready in joined(parts) for answer in ready]
             return said[0] if is_one else said
         # All are read first, so that a bad one is named before the work; held are their ids alone, in few bytes.
         inputs: list[CheckedInput | None] = []
         for number, item in enumerate(as_items(texts, target_prefix), 1):
             try:
-                found = self.encode_item(item, number, maker)
+                found = self.encode_item(item, number, builder)
                 inputs.append(found._replace(row=array("q", found.row)))
             except TextError as error:
-                bad.meet(error)
+                errors.handle(error)
                 inputs.append(None)
 
         def begin(index: int) -> Request | None:
             found = inputs[index]
             if found is None:
                 return None
-            request = maker.make(found, place=index)
+            request = builder.build(found, place=index)
             if settings.max_time is not None:
                 request.deadline = began + settings.max_time
             return request
@@ -242,12 +242,12 @@ class Translator(Judge):
         order = sorted(range(len(inputs)), key=lambda index: -len((inputs[index] or ((),))[0]))
         source = IterableSource(order)
         answers: list[Any] = [None] * len(inputs)
-        scheduler = self.new_scheduler(maker.engine, is_endless=False)
-        for ready in in_turn(scheduler, source, begin, model=self.model, read_ahead=READ_AHEAD):
+        scheduler = self.new_scheduler(builder.engine, is_endless=False)
+        for ready in ordered_stream(scheduler, source, begin, model=self.model, read_ahead=READ_AHEAD):
             for index, request in ready:
                 check_request(request, index + 1)
                 answers[index] = form.of(Answer(self.tokenizer, request))
-        bad.report(len(inputs))
+        errors.report(len(inputs))
         return answers[0] if is_one else answers
 
     @overload
@@ -311,28 +311,28 @@ class Translator(Judge):
             ValueError: see `translate`; a read_ahead below 1. A text that can't be translated stops the stream when the
                 translations before it have been given.
         """
-        settings, bad = self.settings(options), BadTexts(on_error, skip_long)
+        settings, errors = self.settings(options), ErrorPolicy(on_error, skip_long)
         form = as_form(settings, return_scores, return_token_scores)
         if not isinstance(read_ahead, int) or isinstance(read_ahead, bool) or read_ahead < 1:
             raise ValueError(f"expected read_ahead of at least 1, got {read_ahead!r}")
         check_split(split, form, target_prefix)
         items = as_items(texts, target_prefix)
         if isinstance(texts, str) and split:
-            maker = self._maker(settings, False)
-            parts = translated_parts(self, IterableSource(items), maker, bad, read_ahead=read_ahead)
+            builder = self._builder(settings, False)
+            parts = translated_parts(self, IterableSource(items), builder, errors, read_ahead=read_ahead)
             return (text for ready in parts for text, _ in ready if text)
         if isinstance(texts, str):
             check_one_stream(form, settings)
-            return self._pieces(next(iter(items)), settings, bad)
+            return self._pieces(next(iter(items)), settings, errors)
         source = IterableSource(items)
-        answers = self.answers(source, settings, bad, log_probs=form.log_probs, read_ahead=read_ahead, split=split)
+        answers = self.answers(source, settings, errors, log_probs=form.log_probs, read_ahead=read_ahead, split=split)
         return (form.of(answer) for ready in answers for answer in ready)
 
     def answers(
         self,
         source: Source[Item],
-        settings: GenerationSettings,
-        bad: BadTexts,
+        settings: GenerationConfig,
+        errors: ErrorPolicy,
         *,
         log_probs: bool,
         read_ahead: int = READ_AHEAD,
@@ -343,7 +343,7 @@ class Translator(Judge):
         Args:
             source: of texts.
             settings: of the search, from `settings`.
-            bad: what becomes of texts that can't be translated; it reports at the end.
+            errors: what becomes of texts that can't be translated; it reports at the end.
             log_probs: whether scores are wanted.
             read_ahead: see `stream`.
             split: see `translate`; the caller has seen to `check_split`.
@@ -351,24 +351,24 @@ class Translator(Judge):
         Yields:
             The answers whose turn it is.
         """
-        maker, numbers = self._maker(settings, log_probs), itertools.count(1)
+        builder, numbers = self._builder(settings, log_probs), itertools.count(1)
         if split:
-            return joined(translated_parts(self, source, maker, bad, read_ahead=read_ahead))
+            return joined(translated_parts(self, source, builder, errors, read_ahead=read_ahead))
 
         def begin(item: Item) -> Request | None:
             number = next(numbers)
             if isinstance(item.text, str) and not item.text.strip():
                 return None
             try:
-                return maker.make(self.encode_item(item, number, maker), place=number - 1)
+                return builder.build(self.encode_item(item, number, builder), place=number - 1)
             except TextError as error:
-                bad.meet(error)
+                errors.handle(error)
                 return None
 
         def answers() -> Iterator[list[Answer]]:
             total = 0
-            scheduler = self.new_scheduler(maker.engine, is_endless=True)
-            for ready in in_turn(scheduler, source, begin, model=self.model, read_ahead=read_ahead):
+            scheduler = self.new_scheduler(builder.engine, is_endless=True)
+            for ready in ordered_stream(scheduler, source, begin, model=self.model, read_ahead=read_ahead):
                 found: list[Answer] = []
                 for _, request in ready:
                     total += 1
@@ -377,25 +377,25 @@ class Translator(Judge):
                     check_request(request, total)
                     found.append(Answer(self.tokenizer, request))
                 yield found
-            bad.report(total)
+            errors.report(total)
 
         return answers()
 
-    def _pieces(self, item: Item, settings: GenerationSettings, bad: BadTexts) -> Iterator[str]:
+    def _pieces(self, item: Item, settings: GenerationConfig, errors: ErrorPolicy) -> Iterator[str]:
         """The translation of a text, piece by piece."""
-        maker = self._maker(settings, False)
+        builder = self._builder(settings, False)
         try:
-            checked = self.encode_item(item, 1, maker)
+            checked = self.encode_item(item, 1, builder)
         except TextError as error:
-            bad.meet(error)
-            bad.report(1)
+            errors.handle(error)
+            errors.report(1)
             return iter(())
 
         def pieces() -> Iterator[str]:
             tokens: list[int] = []
-            request = maker.make(checked, on_token=tokens.append)
+            request = builder.build(checked, on_token=tokens.append)
             found = TextPieces(self.tokenizer, checked.prefix, stop=settings.stop_strings)
-            scheduler = self.new_scheduler(maker.engine, is_endless=False)
+            scheduler = self.new_scheduler(builder.engine, is_endless=False)
             scheduler.submit([request])
             while not request.is_done:
                 with evaluating(self.model):
@@ -409,16 +409,16 @@ class Translator(Judge):
 
         return pieces()
 
-    def _maker(self, settings: GenerationSettings, log_probs: bool) -> RequestMaker:
+    def _builder(self, settings: GenerationConfig, log_probs: bool) -> RequestBuilder:
         # The choice of the engine is for the mode that the model will be in.
         with evaluating(self.model):
-            return RequestMaker(self.model, settings, log_probs=log_probs, tokenizer=self.tokenizer)
+            return RequestBuilder(self.model, settings, log_probs=log_probs, tokenizer=self.tokenizer)
 
     def new_scheduler(self, engine: Engine, *, is_endless: bool) -> Scheduler:
         """A scheduler within this translator's limits; see `Scheduler`."""
         return new_scheduler(engine, self.max_batch_size, self.max_batch_bytes, is_endless=is_endless)
 
-    def settings(self, options: Mapping[str, Any]) -> GenerationSettings:
+    def settings(self, options: Mapping[str, Any]) -> GenerationConfig:
         """The settings that options of `generate` ask for, held against the model.
 
         Raises:
@@ -427,7 +427,7 @@ class Translator(Judge):
         for name, instead in _INSTEAD.items():
             if name in options:
                 raise ValueError(f"a Translator returns texts: expected {instead} instead of {name}")
-        settings = GenerationSettings.from_options(options)
+        settings = GenerationConfig.from_options(options)
         if settings.precision is None:
             settings = replace(settings, precision=self.precision)
         settings.check_model(self.model.config.vocab_size)
@@ -483,15 +483,15 @@ class Translator(Judge):
         # A tokenizer may have another vocabulary for the target.
         return list(getattr(self.tokenizer, "encode_target", self.tokenizer.encode)(text))
 
-    def encode_item(self, item: Item, number: int | str, maker: RequestMaker) -> CheckedInput:
+    def encode_item(self, item: Item, number: int | str, builder: RequestBuilder) -> CheckedInput:
         """The ids of a text and of its prefix, held against the model.
 
         Raises:
-            TextError: see `encode`, `encode_prefix`, `RequestMaker.check`.
+            TextError: see `encode`, `encode_prefix`, `RequestBuilder.check`.
         """
         ids, prefix = self.encode(item.text, number), self.encode_prefix(item.prefix, number)
         try:
-            return maker.check(ids, prefix)
+            return builder.check(ids, prefix)
         except ValueError as error:
             raise TextError(f"text {number}: {error}") from error
 
@@ -507,9 +507,9 @@ class Translator(Judge):
         check_attention(self.model)
         source = self.encode(_text(text, 1))
         with evaluating(self.model), torch.inference_mode():
-            maker = self._maker(self.settings({}), False)
-            request = maker.make(maker.check(source))
-            run(new_scheduler(maker.engine), [request])
+            builder = self._builder(self.settings({}), False)
+            request = builder.build(builder.check(source))
+            run(new_scheduler(builder.engine), [request])
         target = request.results[0].tokens
         (weights,) = cross_attention(self.model, [(source, target)])
         source_tokens = getattr(self.tokenizer, "source_tokens", self.tokenizer.tokens)(source)
@@ -523,7 +523,7 @@ def _text(text: object, number: int | str) -> str:
     return text
 
 
-def check_one_stream(form: Form, settings: GenerationSettings) -> None:
+def check_one_stream(form: Form, settings: GenerationConfig) -> None:
     """Raises a ValueError where one text's translation can't come piece by piece."""
     if form.is_list or form.log_probs or settings.num_beams > 1:
         raise ValueError(

@@ -17,7 +17,7 @@ from fastformer.baseline import LSTMSeq2Seq
 from fastformer.data import BPETokenizer, ByteTokenizer, PairTokenizer, Tokenizer, load_tokenizer, plan_epoch
 from fastformer.data.tokenizer import NUM_BYTES, TOKENIZER
 from fastformer.files import check_places, remove_left_overs
-from fastformer.generation.request_maker import EXTRA_LENGTH
+from fastformer.generation.request_builder import EXTRA_LENGTH
 from fastformer.models import GPT, Transformer
 from fastformer.models.pretrained import CONFIG as MODEL_CONFIG
 from fastformer.models.weights import WEIGHTS

@@ -13,7 +13,7 @@ import torch
 from fastformer.cli import main
 from fastformer.data import ByteTokenizer
 from fastformer.generation import generate
-from fastformer.generation.settings import GenerationSettings
+from fastformer.generation.config import GenerationConfig
 from fastformer.models import GPT
 
 FEW = ["--max_new_tokens", "6"]
@@ -84,7 +84,7 @@ def test_each_flag_reaches_the_search(run, settings, monkeypatch) -> None:
     flags = [part for name, value in settings.items() for part in (f"--{name}", str(value).lower())]
     assert main(["generate", run, "a", "--precision", "bf16", *flags]) == 0
     assert given.pop("dtype") == torch.bfloat16
-    neutral = {field.name: field.default for field in dataclasses.fields(GenerationSettings)}
+    neutral = {field.name: field.default for field in dataclasses.fields(GenerationConfig)}
     expected = neutral | settings | {"do_sample": "num_beams" not in settings}
     assert {name: given.get(name, neutral[name]) for name in neutral} == expected
 

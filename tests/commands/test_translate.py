@@ -21,7 +21,7 @@ from fastformer.commands import translate
 from fastformer.commands._lines import PipeLines
 from fastformer.data import ByteTokenizer
 from fastformer.generation import Translator
-from fastformer.generation.settings import GenerationSettings
+from fastformer.generation.config import GenerationConfig
 from fastformer.models import Transformer
 
 FEW = ["--max_new_tokens", "6"]
@@ -180,7 +180,7 @@ def test_each_flag_reaches_the_search(run, settings, monkeypatch) -> None:
     names = {"num_return_sequences": "n_best"}
     flags = [part for name, value in settings.items() for part in (f"--{names.get(name, name)}", str(value).lower())]
     assert main(["translate", run, "one", *flags]) == 0
-    assert given == [GenerationSettings(**settings)]
+    assert given == [GenerationConfig(**settings)]
 
 
 def test_device_precision_and_memory(run, capsys, monkeypatch) -> None:
@@ -330,7 +330,7 @@ def test_paragraphs_are_translated_sentence_by_sentence(run, expected, tmp_path,
 
 def test_a_terminal_gets_no_control_characters(run, monkeypatch) -> None:
     said = "\x1b[31mred\x07\tend"
-    monkeypatch.setattr("fastformer.generation.texts.Answer.texts", lambda self: [said])
+    monkeypatch.setattr("fastformer.generation.text_io.Answer.texts", lambda self: [said])
     for is_terminal in (True, False):
         screen = io.StringIO()
         monkeypatch.setattr(screen, "isatty", partial(bool, is_terminal))

@@ -20,9 +20,9 @@ from fastformer.generation.alignment import (
     said_words,
     written_words,
 )
-from fastformer.generation.bad_texts import BadTexts
-from fastformer.generation.flow import IterableSource
-from fastformer.generation.texts import Item
+from fastformer.generation.input_errors import ErrorPolicy
+from fastformer.generation.ordered_stream import IterableSource
+from fastformer.generation.text_io import Item
 from fastformer.models import Transformer
 
 TEXTS = ["the old man", "an old hat", "a cat sat on the mat", "mats and hats"]
@@ -157,7 +157,7 @@ def test_what_was_just_translated_is_aligned_as_if_it_were_given(unit) -> None:
     settings = translator.settings(options)
     answers = [
         answer
-        for some in translator.answers(IterableSource(map(Item, texts)), settings, BadTexts(), log_probs=False)
+        for some in translator.answers(IterableSource(map(Item, texts)), settings, ErrorPolicy(), log_probs=False)
         for answer in some
     ]
     made = ["".join(answer.texts()) for answer in answers]
@@ -166,7 +166,7 @@ def test_what_was_just_translated_is_aligned_as_if_it_were_given(unit) -> None:
     assert found == [one for one, text in zip(due, texts, strict=True) if text] and due[2] == []
     # A stop text ends what is printed, and here it stands behind the first word.
     stop = translator.settings({**options, "stop_strings": made[0].strip()[len(made[0].split()[0]) :][:3]})
-    (answers,) = translator.answers(IterableSource([Item(texts[0])]), stop, BadTexts(), log_probs=False)
+    (answers,) = translator.answers(IterableSource([Item(texts[0])]), stop, ErrorPolicy(), log_probs=False)
     assert answers[0].texts()[0].split() == made[0].split()[:1]
     assert unit == "tokens" or align_answers(aligner, texts[:1], answers) == [[found[0][:1]]]
     assert len(found[0]) == len(made[0].split() if unit == "words" else made[0]) and len(found[1]) > 2

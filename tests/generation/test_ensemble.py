@@ -12,11 +12,11 @@ import torch
 from fastformer.baseline import LSTMSeq2Seq
 from fastformer.data import ByteTokenizer
 from fastformer.generation import Ensemble, Translator, generate, score
+from fastformer.generation.config import GenerationConfig
 from fastformer.generation.engines.ensemble import EnsembleEngine
 from fastformer.generation.generate import new_scheduler
-from fastformer.generation.request_maker import RequestMaker
+from fastformer.generation.request_builder import RequestBuilder
 from fastformer.generation.scheduler import run
-from fastformer.generation.settings import GenerationSettings
 from fastformer.models import GPT, Transformer
 from fastformer.models.pretrained import save_model
 from fastformer.special_ids import SpecialIds
@@ -91,11 +91,12 @@ def test_language_models_go_on_together(gpt) -> None:
 
 def test_models_that_take_unlike_memory_find_room_together(lstm) -> None:
     large = Transformer.from_preset("tiny", vocab_size=VOCAB, d_model=32, d_ff=64, num_heads=4, max_len=128).eval()
-    maker = RequestMaker(Ensemble([large, lstm]), GenerationSettings(num_beams=2, max_new_tokens=20, min_new_tokens=17))
+    config = GenerationConfig(num_beams=2, max_new_tokens=20, min_new_tokens=17)
+    builder = RequestBuilder(Ensemble([large, lstm]), config)
     sources, found = [[5 + i % 7] * (1 + 5 * i % 23) for i in range(6)], []
     for max_bytes in (None, 1, 40_000):
-        requests = [maker.make(maker.check(source)) for source in sources]
-        run(new_scheduler(maker.engine, max_bytes=max_bytes), requests)
+        requests = [builder.build(builder.check(source)) for source in sources]
+        run(new_scheduler(builder.engine, max_bytes=max_bytes), requests)
         found.append([request.results[0].tokens for request in requests])
     assert found[0] == found[1] == found[2]
 

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from fastformer.generation import generate, request_maker
+from fastformer.generation import generate, request_builder
 from fastformer.generation.engines.cpp import CppEngine
 from fastformer.generation.engines.kv_cache import KVCacheEngine
 from fastformer.generation.engines.recurrent import RecurrentEngine
@@ -234,7 +234,7 @@ def test_samples_of_one_input_differ_and_stand_side_by_side(model) -> None:
 
 
 def test_each_copy_of_an_input_has_its_limit(model, monkeypatch) -> None:
-    monkeypatch.setattr(request_maker, "EXTRA_LENGTH", 2)
+    monkeypatch.setattr(request_builder, "EXTRA_LENGTH", 2)
     sources = [[5, 6, 7, 8, 9, 10], [5], [5, 6, 7]]
     out = generate(model, sources, do_sample=True, num_return_sequences=2, seed=4, eos_token_id=VOCAB - 1)
     limits = [8, 8, 3, 3, 5, 5]

@@ -16,14 +16,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastformer.generation import GenerateOutput, GenerationSettings, generate
+from fastformer.generation import GenerateOutput, GenerationConfig, generate
 from fastformer.generation import requests as requests_module
 from fastformer.generation import scheduler as scheduler_module
 from fastformer.generation.engines import graph as graph_module
 from fastformer.generation.engines.graph import GraphEngine
 from fastformer.generation.engines.lanes import bucket, rounded
 from fastformer.generation.engines.recompute import RecomputeEngine
-from fastformer.generation.request_maker import RequestMaker
+from fastformer.generation.request_builder import RequestBuilder
 from fastformer.generation.requests import Request
 from fastformer.generation.scheduler import Scheduler, run
 from fastformer.graphs import CaptureError, Graph
@@ -194,9 +194,9 @@ def test_groups_that_leave_and_come_move_between_few_graphs(model, watched) -> N
     def requests(own: Any) -> list[Request]:
         made = []
         for i, row in enumerate(ids(2, 3, 4, 5, 6, vocab=VOCAB)):  # they end in turn
-            settings = GenerationSettings(max_new_tokens=6 + 5 * i, num_beams=2, eos_token_id=39)
-            maker = RequestMaker(model, settings, engine=own)
-            made.append(maker.make(maker.check(row)))
+            settings = GenerationConfig(max_new_tokens=6 + 5 * i, num_beams=2, eos_token_id=39)
+            builder = RequestBuilder(model, settings, engine=own)
+            made.append(builder.build(builder.check(row)))
         return made
 
     plain = RecomputeEngine(model)
@@ -236,10 +236,10 @@ def test_whoever_comes_and_goes_each_finds_what_it_finds_alone(seed, model, gpt,
         row = [dice.randrange(3, VOCAB) for _ in range(dice.randint(1, 20))]
         prefix = [dice.randrange(3, VOCAB) for _ in range(dice.choice([0, 0, 4]))] if which is model else []
         makers = [
-            RequestMaker(which, GenerationSettings(**setting, engine=None if own else "recompute"), engine=own)
+            RequestBuilder(which, GenerationConfig(**setting, engine=None if own else "recompute"), engine=own)
             for own in (engine, None)
         ]
-        made = [maker.make(maker.check(row, prefix), place=i) for maker in makers]
+        made = [builder.build(builder.check(row, prefix), place=i) for builder in makers]
         run(Scheduler(makers[1].engine, max_rows=8, max_bytes=2**24), made[1:])
         pairs.append((made[0], made[1]))
     # Memory for about five of them, and rows for four.
@@ -266,10 +266,10 @@ def test_rows_reach_the_last_position(watched) -> None:
         # 56, 2 and 7 tokens until the end of the positions: between two looks most of them are beyond it.
         for lengths in ((62, 8, 57), (61, 1), (63,)):
             engine = GraphEngine(gpt)
-            maker = RequestMaker(gpt, GenerationSettings(**WAYS[way], eos_token_id=69), engine=engine)
-            plain = RequestMaker(gpt, GenerationSettings(**WAYS[way], eos_token_id=69, engine="recompute"))
-            pairs = [[one.make(one.check(row)) for row in ids(*lengths)] for one in (maker, plain)]
-            for one, requests in zip((maker, plain), pairs, strict=True):
+            builder = RequestBuilder(gpt, GenerationConfig(**WAYS[way], eos_token_id=69), engine=engine)
+            plain = RequestBuilder(gpt, GenerationConfig(**WAYS[way], eos_token_id=69, engine="recompute"))
+            pairs = [[one.build(one.check(row)) for row in ids(*lengths)] for one in (builder, plain)]
+            for one, requests in zip((builder, plain), pairs, strict=True):
                 run(Scheduler(one.engine, max_rows=64, max_bytes=2**24), requests)
             for found, due in zip(*pairs, strict=True):
                 assert [h.tokens for h in found.results] == [h.tokens for h in due.results]
@@ -287,8 +287,8 @@ def test_what_the_host_chooses_is_replayed_too(model, watched) -> None:
     for options in settings:
         results = []
         for own in (engine, plain):
-            maker = RequestMaker(model, GenerationSettings(max_new_tokens=14, **options), engine=own)
-            requests = [maker.make(maker.check(row), place=i) for i, row in enumerate(ids(3, 9, vocab=VOCAB))]
+            builder = RequestBuilder(model, GenerationConfig(max_new_tokens=14, **options), engine=own)
+            requests = [builder.build(builder.check(row), place=i) for i, row in enumerate(ids(3, 9, vocab=VOCAB))]
             run(Scheduler(own, max_rows=64, max_bytes=2**24), requests)
             results.append([[one.tokens for one in request.results] for request in requests])
         assert results[0] == results[1]
@@ -303,8 +303,8 @@ def test_searches_of_several_kinds_go_step_by_step(model, watched) -> None:
     for i, options in enumerate(settings * 2):
         row = ids(3 + i, vocab=VOCAB)[0]
         for own, into in ((engine, requests), (plain, expected)):
-            maker = RequestMaker(model, GenerationSettings(max_new_tokens=9 + i, **options), engine=own)
-            into.append(maker.make(maker.check(row)))
+            builder = RequestBuilder(model, GenerationConfig(max_new_tokens=9 + i, **options), engine=own)
+            into.append(builder.build(builder.check(row)))
     run(Scheduler(plain, max_rows=64, max_bytes=2**24), expected)
     run(Scheduler(engine, max_rows=64, max_bytes=2**24), requests)
     assert [[h.tokens for h in r.results] for r in requests] == [[h.tokens for h in r.results] for r in expected]
@@ -331,9 +331,9 @@ def test_a_model_that_gives_nan_fails_its_own_request(num_beams, model, watched)
     broken = copy.deepcopy(model)
     broken.source_embedding.weight.data[20] = torch.nan
     engine = GraphEngine(broken)
-    maker = RequestMaker(broken, GenerationSettings(max_new_tokens=10, num_beams=num_beams), engine=engine)
-    sound = maker.make(maker.check([5, 6, 7]))
-    hurt = maker.make(maker.check([5, 20, 7]))
+    builder = RequestBuilder(broken, GenerationConfig(max_new_tokens=10, num_beams=num_beams), engine=engine)
+    sound = builder.build(builder.check([5, 6, 7]))
+    hurt = builder.build(builder.check([5, 20, 7]))
     scheduler = Scheduler(engine, max_rows=64, max_bytes=2**24)
     scheduler.submit([hurt, sound])
     while not scheduler.is_idle:
@@ -347,10 +347,10 @@ def test_a_model_that_gives_nan_fails_its_own_request(num_beams, model, watched)
 
 
 def decode(engine: GraphEngine, model: Any, *lengths: int, **options: Any) -> list[list[int]]:
-    maker = RequestMaker(
-        model, GenerationSettings(**{"max_new_tokens": 12, "eos_token_id": 39, **options}), engine=engine
+    builder = RequestBuilder(
+        model, GenerationConfig(**{"max_new_tokens": 12, "eos_token_id": 39, **options}), engine=engine
     )
-    requests = [maker.make(maker.check(row)) for row in ids(*lengths, vocab=VOCAB)]
+    requests = [builder.build(builder.check(row)) for row in ids(*lengths, vocab=VOCAB)]
     run(Scheduler(engine, max_rows=64, max_bytes=2**24), requests)
     return [request.results[0].tokens for request in requests]
 
@@ -465,9 +465,9 @@ def test_few_words_leave_lanes_without_a_hypothesis(steps_per_look, num_beams, m
         engine.steps_per_look = steps_per_look
         pairs = []
         for i, row in enumerate(ids(3, 5, 4, 6, vocab=VOCAB)):
-            settings = GenerationSettings(max_new_tokens=9 + i, min_new_tokens=6, **options)
-            makers = [RequestMaker(model, settings, engine=one) for one in (engine, plain)]
-            pairs.append([maker.make(maker.check(row)) for maker in makers])
+            settings = GenerationConfig(max_new_tokens=9 + i, min_new_tokens=6, **options)
+            makers = [RequestBuilder(model, settings, engine=one) for one in (engine, plain)]
+            pairs.append([builder.build(builder.check(row)) for builder in makers])
         scheduler = Scheduler(engine, max_rows=64, max_bytes=2**24, is_endless=True)
         monkeypatch.setattr(scheduler_module, "_RUN_SECONDS", 0.0)  # one look, and somebody comes
         for found, expected in pairs:
@@ -484,17 +484,17 @@ def test_beams_go_on_behind_steps_that_somebody_else_took_part_in(model, watched
     monkeypatch.setattr(scheduler_module, "_RUN_SECONDS", 0.0)
     engine, plain = GraphEngine(model), RecomputeEngine(model)
     scheduler = Scheduler(engine, max_rows=64, max_bytes=2**24, is_endless=True)
-    settings = GenerationSettings(max_new_tokens=40, num_beams=4, num_return_sequences=4, eos_token_id=39)
-    guest = GenerationSettings(max_new_tokens=3, do_sample=True, seed=1, eos_token_id=39)
+    settings = GenerationConfig(max_new_tokens=40, num_beams=4, num_return_sequences=4, eos_token_id=39)
+    guest = GenerationConfig(max_new_tokens=3, do_sample=True, seed=1, eos_token_id=39)
     found, expected = (
-        maker.make(maker.check(ids(7, vocab=VOCAB)[0]))
-        for maker in (RequestMaker(model, settings, engine=own) for own in (engine, plain))
+        builder.build(builder.check(ids(7, vocab=VOCAB)[0]))
+        for builder in (RequestBuilder(model, settings, engine=own) for own in (engine, plain))
     )
     run(Scheduler(plain, max_rows=8, max_bytes=2**24), [expected])
     scheduler.submit([found])
     scheduler.step()
-    sampler = RequestMaker(model, guest, engine=engine)
-    scheduler.submit([sampler.make(sampler.check([5, 6]))])
+    sampler = RequestBuilder(model, guest, engine=engine)
+    scheduler.submit([sampler.build(sampler.check([5, 6]))])
     scheduler.step()
     assert [group.scores for group in engine._groups] == [None, None]  # even where no beam has moved
     run(scheduler, [])
@@ -506,8 +506,8 @@ def test_beams_go_on_behind_steps_that_somebody_else_took_part_in(model, watched
 def test_log_probabilities_are_there_where_somebody_wants_them(model) -> None:
     for wanted in (False, True):
         engine = GraphEngine(model)
-        maker = RequestMaker(model, GenerationSettings(max_new_tokens=5), engine=engine, log_probs=wanted)
-        request = maker.make(maker.check([5, 6, 7]))
+        builder = RequestBuilder(model, GenerationConfig(max_new_tokens=5), engine=engine, log_probs=wanted)
+        request = builder.build(builder.check([5, 6, 7]))
         run(Scheduler(engine, max_rows=4, max_bytes=2**20), [request])
         (lanes,) = engine._state.lanes.values()
         assert lanes.shape.log_probs == wanted

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from fastformer.generation import GenerateOutput, GenerationSettings, generate
+from fastformer.generation import GenerateOutput, GenerationConfig, generate
 from fastformer.generation.engines import graph as graph_module
 from fastformer.generation.engines.graph import GraphEngine
-from fastformer.generation.request_maker import RequestMaker
+from fastformer.generation.request_builder import RequestBuilder
 from fastformer.generation.scheduler import Scheduler, run
 from fastformer.models import GPT
 from fastformer.ops import _extension
@@ -129,10 +129,10 @@ def test_groups_that_leave_and_come_move_between_graphs(watched) -> None:
         requests = []
         for i, row in enumerate(ids(2, 3, 4, 5, 6)):
             name = None if engine_of_turn else "kv_cache"
-            settings = GenerationSettings(max_new_tokens=6 + 5 * i, num_beams=2, eos_token_id=69, engine=name)
-            maker = RequestMaker(model, settings, engine=engine_of_turn)
-            requests.append(maker.make(maker.check(row)))
-        run(Scheduler(engine_of_turn or maker.engine, max_rows=64, max_bytes=2**24), requests)
+            settings = GenerationConfig(max_new_tokens=6 + 5 * i, num_beams=2, eos_token_id=69, engine=name)
+            builder = RequestBuilder(model, settings, engine=engine_of_turn)
+            requests.append(builder.build(builder.check(row)))
+        run(Scheduler(engine_of_turn or builder.engine, max_rows=64, max_bytes=2**24), requests)
         results.append([[one.score for one in request.results] for request in requests])
     assert results[0] == results[1] and watched.captures >= 3
     for found, expected in zip(results[0], results[2], strict=True):
@@ -165,8 +165,8 @@ def test_graphs_and_their_memory_stay_within_their_budget(watched) -> None:
     engine.max_graph_bytes = 256 * 2**20
 
     def once(count: int) -> None:
-        maker = RequestMaker(model, GenerationSettings(max_new_tokens=12, eos_token_id=69), engine=engine)
-        requests = [maker.make(maker.check(row)) for row in ids(*range(3, 3 + count))]
+        builder = RequestBuilder(model, GenerationConfig(max_new_tokens=12, eos_token_id=69), engine=engine)
+        requests = [builder.build(builder.check(row)) for row in ids(*range(3, 3 + count))]
         run(Scheduler(engine, max_rows=64, max_bytes=2**26), requests)
 
     for count in (1, 2, 3, 5, 9, 17):

@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 
 from fastformer.generation import requests as requests_module
+from fastformer.generation.config import GenerationConfig
 from fastformer.generation.engines.base import is_searching_engine
 from fastformer.generation.native_search import NativeSearch, last_tokens, places_of_done
 from fastformer.generation.processors import SuppressTokens
-from fastformer.generation.request_maker import RequestMaker
+from fastformer.generation.request_builder import RequestBuilder
 from fastformer.generation.requests import Request
 from fastformer.generation.scheduler import Scheduler, run
 from fastformer.generation.search import (
@@ -26,7 +27,6 @@ from fastformer.generation.search import (
     Search,
     TransformersBeamSearch,
 )
-from fastformer.generation.settings import GenerationSettings
 from fastformer.ops import _extension
 from tests.generation.toy import EOS, MeteredEngine, RunningEngine, ToyEngine, ask, decode, plain_greedy
 
@@ -355,11 +355,11 @@ def test_an_engine_that_searches_is_told_by_its_run() -> None:
     ids=str,
 )
 def test_requests_of_such_an_engine_search_in_cpp_where_that_is_known_there(model, settings, is_native) -> None:
-    wanted = GenerationSettings(max_new_tokens=6, **settings)
-    makers = [RequestMaker(model, wanted, engine=engine(1, vocab=40)) for engine in (RunningEngine, ToyEngine)]
+    wanted = GenerationConfig(max_new_tokens=6, **settings)
+    makers = [RequestBuilder(model, wanted, engine=engine(1, vocab=40)) for engine in (RunningEngine, ToyEngine)]
     dice = random.Random(0)
     for _ in range(20):
-        native, plain = (maker.make(maker.check([5, 6])).search for maker in makers)
+        native, plain = (builder.build(builder.check([5, 6])).search for builder in makers)
         assert isinstance(native, NativeSearch) == is_native and not isinstance(plain, NativeSearch)
         while is_native and native.num_rows:
             rows = [candidates(dice, 8, plain.num_candidates, 0.5) for _ in range(plain.num_rows)]

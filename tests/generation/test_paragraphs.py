@@ -51,7 +51,7 @@ def test_each_sentence_is_translated_by_itself(translator, options) -> None:
 def test_the_sentences_of_all_texts_are_one_batch(translator, monkeypatch) -> None:
     admitted: list[int] = []
     engine = type(
-        translator.new_scheduler(translator._maker(translator.settings({}), False).engine, is_endless=True).engine
+        translator.new_scheduler(translator._builder(translator.settings({}), False).engine, is_endless=True).engine
     )
     admit = engine.admit
 

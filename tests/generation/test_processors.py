@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from fastformer.generation import generate
+from fastformer.generation.config import GenerationConfig
 from fastformer.generation.engines import Draw, Prompt
 from fastformer.generation.engines.sampling import draw, warp
 from fastformer.generation.processors import (
@@ -27,7 +28,6 @@ from fastformer.generation.processors import (
 from fastformer.generation.requests import Request
 from fastformer.generation.scheduler import Scheduler, run
 from fastformer.generation.search import BeamSearch, RowSearch, Sampling
-from fastformer.generation.settings import GenerationSettings
 from tests.generation.small import CPP
 from tests.generation.toy import EOS, START, VOCAB, ToyEngine, ask, decode, plain_greedy
 
@@ -168,7 +168,7 @@ def test_processors_leave_the_logits_as_they_were() -> None:
 
 
 def made(**options) -> tuple:
-    return make_processors(GenerationSettings(**options), (1, 2), 3, 10)
+    return make_processors(GenerationConfig(**options), (1, 2), 3, 10)
 
 
 def test_settings_make_the_processors_that_they_name() -> None:

@@ -14,7 +14,7 @@ import torch
 
 from fastformer.data import ByteTokenizer
 from fastformer.generation import Translator, generate, score
-from fastformer.generation.texts import TokenScored
+from fastformer.generation.text_io import TokenScored
 from fastformer.models import GPT, Transformer
 from tests.generation.small import EOS, VOCAB, next_logits, real
 

@@ -7,12 +7,12 @@ import math
 import pytest
 import torch
 
-from fastformer.generation import GenerationSettings, Translator, generate
+from fastformer.generation import GenerationConfig, Translator, generate
 from fastformer.generation.engines import ENGINES, choose_engine
 from fastformer.generation.engines.base import is_shortlist_engine
 from fastformer.generation.engines.kv_cache import KVCacheEngine
 from fastformer.generation.model_protocols import as_model
-from fastformer.generation.request_maker import RequestMaker
+from fastformer.generation.request_builder import RequestBuilder
 from tests.generation.small import EOS, VOCAB, mixed_sources, new_tokens, next_logits, real
 
 ALLOWED = [4, 7, 9, 11, 12, 13, 20, 25, 31, 38]
@@ -77,7 +77,7 @@ def test_it_goes_with_the_other_options(model) -> None:
 
 
 def test_an_engine_that_can_keep_to_it_gets_no_processor(model) -> None:
-    settings = GenerationSettings(shortlist=(9, 4, 9))
+    settings = GenerationConfig(shortlist=(9, 4, 9))
     assert settings.shortlist == (4, 9)
     asked: list[list[int]] = []
 
@@ -88,13 +88,13 @@ def test_an_engine_that_can_keep_to_it_gets_no_processor(model) -> None:
     fast = Fast(model)
     assert is_shortlist_engine(fast) and not is_shortlist_engine(KVCacheEngine(model))
     # One that others share keeps its vocabulary.
-    maker = RequestMaker(as_model(model), settings, engine=fast)
-    assert len(maker.make(maker.check([5, 6])).processors) == 2 and not asked
+    builder = RequestBuilder(as_model(model), settings, engine=fast)
+    assert len(builder.build(builder.check([5, 6])).processors) == 2 and not asked
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fastformer.generation.request_maker.choose_engine", lambda *args: fast)
-        maker = RequestMaker(as_model(model), settings)
-        assert maker.make(maker.check([5, 6])).processors == () and asked == [[EOS, 4, 9]]
-        RequestMaker(as_model(model), GenerationSettings())
+        patch.setattr("fastformer.generation.request_builder.choose_engine", lambda *args: fast)
+        builder = RequestBuilder(as_model(model), settings)
+        assert builder.build(builder.check([5, 6])).processors == () and asked == [[EOS, 4, 9]]
+        RequestBuilder(as_model(model), GenerationConfig())
         assert len(asked) == 1
 
 

@@ -11,10 +11,10 @@ import torch
 
 from fastformer.cli import main
 from fastformer.data.number_words import english
-from fastformer.generation import GenerateOutput, GenerationSettings, generate
+from fastformer.generation import GenerateOutput, GenerationConfig, generate
 from fastformer.generation.engines import ENGINES, choose_engine
 from fastformer.generation.generate import new_scheduler
-from fastformer.generation.request_maker import RequestMaker
+from fastformer.generation.request_builder import RequestBuilder
 from fastformer.run_folder import load_model
 from tests.generation.small import HAS_CPP
 
@@ -116,8 +116,8 @@ def test_whoever_else_is_there(trained) -> None:
         "samples": {"do_sample": True, "seed": 1, "num_return_sequences": 3},
         "diverse": {"num_beams": 6, "num_beam_groups": 3, "diversity_penalty": 0.5},
     }
-    makers = {
-        kind: RequestMaker(model, GenerationSettings(max_new_tokens=60, **options), engine=engine)
+    builders = {
+        kind: RequestBuilder(model, GenerationConfig(max_new_tokens=60, **options), engine=engine)
         for kind, options in kinds.items()
     }
     waiting = [(i, kind) for i in range(COUNT) for kind in ("greedy", "beams")]
@@ -126,11 +126,11 @@ def test_whoever_else_is_there(trained) -> None:
     while waiting or not scheduler.is_idle:
         for _ in range(min(rng.randrange(4), len(waiting))):
             i, kind = waiting.pop()
-            requests[i, kind] = makers[kind].make(makers[kind].check(inputs[i]))
+            requests[i, kind] = builders[kind].build(builders[kind].check(inputs[i]))
             scheduler.submit([requests[i, kind]])
         if waiting and rng.random() < 0.3:
-            maker = makers[rng.choice(list(kinds))]
-            others.append(maker.make(maker.check(rng.choice(inputs))))
+            builder = builders[rng.choice(list(kinds))]
+            others.append(builder.build(builder.check(rng.choice(inputs))))
             scheduler.submit(others[-1:])
         if others and rng.random() < 0.1:
             rng.choice(others).cancel()

@@ -14,10 +14,10 @@ import torch
 from fastformer.baseline import LSTMSeq2Seq
 from fastformer.data import ByteTokenizer
 from fastformer.generation import Translator, draw_attention, generate
-from fastformer.generation.bad_texts import BadTexts, TextError
 from fastformer.generation.engines import choose_engine
 from fastformer.generation.engines.cpp import CppEngine
-from fastformer.generation.texts import Item
+from fastformer.generation.input_errors import ErrorPolicy, TextError
+from fastformer.generation.text_io import Item
 from fastformer.generation.translator import Scored, TokenScored
 from fastformer.models import Transformer
 from fastformer.special_ids import SpecialIds
@@ -419,7 +419,7 @@ def test_what_has_not_come_is_not_waited_for_while_requests_run(translator) -> N
             return Item(next(self.texts))
 
     chat, found = Chat(), []
-    for answers in translator.answers(chat, translator.settings(FEW), BadTexts(), log_probs=False):
+    for answers in translator.answers(chat, translator.settings(FEW), ErrorPolicy(), log_probs=False):
         found += [answer.texts()[0] for answer in answers]
         assert len(found) == chat.said
         chat.answered += len(answers)

@@ -51,7 +51,7 @@ def test_a_precision_is_asked_of_the_engine_and_never_another_one_in_its_place(m
         made.append((engine.name, precision))
         return engine
 
-    monkeypatch.setattr("fastformer.generation.request_maker.choose_engine", spy)
+    monkeypatch.setattr("fastformer.generation.request_builder.choose_engine", spy)
     model.save_pretrained(tmp_path / "plain", ByteTokenizer())
     model.quantize().save_pretrained(tmp_path / "int8", ByteTokenizer())
     for folder, given, asked in (

@@ -10,10 +10,10 @@ import torch
 from fastformer.baseline import LSTMSeq2Seq
 from fastformer.data import ByteTokenizer
 from fastformer.generation import Translator, generate
+from fastformer.generation.config import GenerationConfig
 from fastformer.generation.generate import new_scheduler
-from fastformer.generation.request_maker import RequestMaker
+from fastformer.generation.request_builder import RequestBuilder
 from fastformer.generation.scheduler import run
-from fastformer.generation.settings import GenerationSettings
 from fastformer.models import GPT, Transformer
 from tests.generation.small import needs_cpp
 
@@ -101,11 +101,11 @@ def test_options_look_at_the_whole_text(model) -> None:
 
 
 def test_little_memory_delays_it_and_changes_nothing(model) -> None:
-    settings = GenerationSettings(**SLIDE, suppress_tokens=[1], engine="kv_cache")
-    maker = RequestMaker(model, settings)
-    requests = [maker.make(maker.check(prompt)) for prompt in PROMPTS]
+    settings = GenerationConfig(**SLIDE, suppress_tokens=[1], engine="kv_cache")
+    builder = RequestBuilder(model, settings)
+    requests = [builder.build(builder.check(prompt)) for prompt in PROMPTS]
     with torch.inference_mode():
-        run(new_scheduler(maker.engine, 3, 30 * maker.engine.token_bytes), requests)
+        run(new_scheduler(builder.engine, 3, 30 * builder.engine.token_bytes), requests)
     for prompt, request in zip(PROMPTS, requests, strict=True):
         expected = generate(model, [prompt], suppress_tokens=[1], engine="kv_cache", **SLIDE)[0, len(prompt) :]
         assert request.results[0].tokens == expected.tolist()

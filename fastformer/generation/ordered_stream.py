@@ -43,7 +43,7 @@ class IterableSource(Generic[T]):
         raise EOFError
 
 
-def in_turn(
+def ordered_stream(
     scheduler: Scheduler,
     source: Source[T],
     begin: Callable[[T], Request | None],

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
 from fastformer.generation.foreign_options import check_names, with_config
 from fastformer.generation.precisions import check_precision
-from fastformer.generation.search import BeamRules, EarlyStopping
 
 if TYPE_CHECKING:
     from fastformer.generation.processors import Processor
@@ -20,6 +19,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("fastformer")
 
+BeamRules: TypeAlias = Literal["tensor2tensor", "transformers"]  # `BeamSearch` and `TransformersBeamSearch`
+EarlyStopping: TypeAlias = bool | Literal["never"]
 Window: TypeAlias = Literal["stop", "slide"]  # what becomes of a text that fills the model's positions
 
 _SEEDS = range(-(2**63), 2**64)  # what torch.Generator takes
@@ -56,7 +57,7 @@ _OPTIONAL = (  # None says something
 
 
 @dataclass(frozen=True)
-class GenerationSettings:
+class GenerationConfig:
     """The options of a search; `generate` says what each does.
 
     Raises:
@@ -100,7 +101,7 @@ class GenerationSettings:
     seed: int | None = None
 
     @classmethod
-    def from_options(cls, options: Mapping[str, Any]) -> GenerationSettings:
+    def from_options(cls, options: Mapping[str, Any]) -> GenerationConfig:
         """The settings that keyword arguments name.
 
         Raises:
@@ -307,6 +308,9 @@ class GenerationSettings:
                     raise ValueError(
                         f"expected do_sample=True with {name} {getattr(self, name)}: without it nothing is drawn"
                     )
+
+
+GenerationSettings = GenerationConfig  # its name until 0.1
 
 
 def _is_integer(value: object) -> bool:

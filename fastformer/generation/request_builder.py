@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 
+from fastformer.generation.config import GenerationConfig
 from fastformer.generation.engines import Engine, Prompt, choose_engine
 from fastformer.generation.engines.base import is_searching_engine, is_shortlist_engine
 from fastformer.generation.model_protocols import Model, is_decoder_only
@@ -16,7 +17,6 @@ from fastformer.generation.native_search import NativeSearch
 from fastformer.generation.processors import SEARCH_RULES, make_processors
 from fastformer.generation.requests import Request, window_end
 from fastformer.generation.search import BeamSearch, RowSearch, Sampling, Search, Stop, TransformersBeamSearch
-from fastformer.generation.settings import GenerationSettings
 from fastformer.generation.stopping import any_of, make_stop
 from fastformer.generation.streaming import Detokenizer, StopTexts, TextPieces
 from fastformer.ops import _extension
@@ -26,7 +26,7 @@ EXTRA_LENGTH = 100  # a translation may be this much longer than its source (ten
 
 
 class CheckedInput(NamedTuple):
-    """An input that the model can take; see `RequestMaker.check`.
+    """An input that the model can take; see `RequestBuilder.check`.
 
     Attributes:
         row: the ids of a source, or of a prompt.
@@ -60,7 +60,7 @@ class DecodingIds(NamedTuple):
         return self.pad not in self.eos
 
 
-class RequestMaker:
+class RequestBuilder:
     """Makes the requests of one model and one set of settings.
 
     Args:
@@ -81,7 +81,7 @@ class RequestMaker:
     def __init__(
         self,
         model: Model,
-        settings: GenerationSettings,
+        settings: GenerationConfig,
         *,
         log_probs: bool = True,
         engine: Engine | None = None,
@@ -107,7 +107,7 @@ class RequestMaker:
         name = settings.engine if settings.use_cache else "recompute"
         self.engine: Engine = engine or choose_engine(model, name, settings.precision)
         self._has_shortlist = False
-        if engine is None and settings.shortlist and is_shortlist_engine(self.engine):  # it is this maker's own
+        if engine is None and settings.shortlist and is_shortlist_engine(self.engine):  # it is this builder's own
             self._has_shortlist = True
             self.engine.set_shortlist(sorted({*settings.shortlist, *self.ids.eos}))
         # What the searches in C++ don't have, the engine is asked for step by step.
@@ -153,7 +153,7 @@ class RequestMaker:
         _check_ids(prefix, config.vocab_size, "target")
         return CheckedInput(row, prefix, limit, self.settings.least_tokens(1 + len(prefix)))
 
-    def make(
+    def build(
         self,
         checked: CheckedInput,
         *,
@@ -269,7 +269,7 @@ class RequestMaker:
         )
 
 
-def special_ids(model: Model, settings: GenerationSettings) -> DecodingIds:
+def special_ids(model: Model, settings: GenerationConfig) -> DecodingIds:
     """The model's special ids, or those that the settings name instead."""
     own = SpecialIds.of(model.config)
     pad_id = own.pad if settings.pad_token_id is None else settings.pad_token_id
@@ -285,7 +285,7 @@ def special_ids(model: Model, settings: GenerationSettings) -> DecodingIds:
 
 
 def most_new_tokens(
-    model: Model, seqlen: int, settings: GenerationSettings, width: int | None = None, prefix: int = 0
+    model: Model, seqlen: int, settings: GenerationConfig, width: int | None = None, prefix: int = 0
 ) -> int:
     """How many tokens an input may get: what was asked for, or by default as much as makes sense.
 

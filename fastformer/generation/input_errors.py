@@ -38,7 +38,7 @@ def check_request(request: Request | None, name: object) -> None:
         raise failure(f"text {name}", request.error) from request.error
 
 
-class BadTexts:
+class ErrorPolicy:
     """What becomes of texts that can't be translated.
 
     Args:
@@ -60,7 +60,7 @@ class BadTexts:
             raise ValueError(f"expected on_error to be 'stop' or 'skip', got {on_error!r}")
         self.on_error, self.skip_long, self.skipped, self._left = on_error, skip_long, 0, left
 
-    def meet(self, error: TextError) -> None:
+    def handle(self, error: TextError) -> None:
         """Raises the error, or skips its text."""
         if self.on_error != "skip" and not (self.skip_long and error.is_long):
             advice = "skip_long or on_error skip leaves" if error.is_long else "on_error skip leaves"

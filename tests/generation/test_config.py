@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
+from fastformer.generation.config import GenerationConfig
 from fastformer.generation.inputs import as_batch, as_inputs
-from fastformer.generation.settings import GenerationSettings
 
 
 @pytest.mark.parametrize(
@@ -116,43 +116,43 @@ from fastformer.generation.settings import GenerationSettings
 )
 def test_errors(options, message) -> None:
     with pytest.raises(ValueError, match=message):
-        GenerationSettings.from_options(options)
+        GenerationConfig.from_options(options)
 
 
 def test_what_is_harmless_is_taken() -> None:
     for seed in (0, -(2**63), 2**64 - 1):
-        torch.Generator().manual_seed(GenerationSettings(seed=seed, do_sample=True).seed)
-    settings = GenerationSettings(num_beams=np.int64(3), top_k=0, length_penalty=1, min_new_tokens=4, max_new_tokens=4)
+        torch.Generator().manual_seed(GenerationConfig(seed=seed, do_sample=True).seed)
+    settings = GenerationConfig(num_beams=np.int64(3), top_k=0, length_penalty=1, min_new_tokens=4, max_new_tokens=4)
     assert settings.num_beams == 3 and settings.samples == 1
     assert type(settings.num_beams) is int
-    assert GenerationSettings(do_sample=True, num_return_sequences=5).samples == 5
-    assert GenerationSettings(num_beams=5, num_return_sequences=5).samples == 1
-    assert GenerationSettings(max_time=2, use_cache=False).max_time == 2
-    groups = GenerationSettings(num_beams=6, num_beam_groups=3, diversity_penalty=1, num_return_sequences=6)
+    assert GenerationConfig(do_sample=True, num_return_sequences=5).samples == 5
+    assert GenerationConfig(num_beams=5, num_return_sequences=5).samples == 1
+    assert GenerationConfig(max_time=2, use_cache=False).max_time == 2
+    groups = GenerationConfig(num_beams=6, num_beam_groups=3, diversity_penalty=1, num_return_sequences=6)
     assert groups.num_beam_groups == 3
-    assert GenerationSettings(engine="kv_cache").engine == "kv_cache"
+    assert GenerationConfig(engine="kv_cache").engine == "kv_cache"
 
 
 def test_the_rules_have_penalties_of_their_own() -> None:
-    assert GenerationSettings().alpha == 0.6 and GenerationSettings(beam_rules="transformers").alpha == 1.0
+    assert GenerationConfig().alpha == 0.6 and GenerationConfig(beam_rules="transformers").alpha == 1.0
     for rules in ("tensor2tensor", "transformers"):
-        assert GenerationSettings(beam_rules=rules, length_penalty=0).alpha == 0
+        assert GenerationConfig(beam_rules=rules, length_penalty=0).alpha == 0
     for stopping in (True, False, "never"):
-        settings = GenerationSettings(beam_rules="transformers", early_stopping=stopping)
+        settings = GenerationConfig(beam_rules="transformers", early_stopping=stopping)
         assert settings.early_stopping == stopping
 
 
 def test_lists_are_taken_as_people_hold_them_and_kept() -> None:
     ends = [np.int64(3), torch.tensor(4), 5]
-    settings = GenerationSettings(eos_token_id=ends, suppress_tokens=np.array([6, 7]), bad_words_ids=[range(2), [9]])
+    settings = GenerationConfig(eos_token_id=ends, suppress_tokens=np.array([6, 7]), bad_words_ids=[range(2), [9]])
     ends.append(6)
     assert settings.eos_token_id == (3, 4, 5) and settings.suppress_tokens == (6, 7)
     assert settings.bad_words_ids == ((0, 1), (9,))
     ids = (*settings.eos_token_id, *settings.suppress_tokens, *settings.bad_words_ids[0])
     assert all(type(token) is int for token in ids)
-    assert GenerationSettings(eos_token_id=np.int32(3)).eos_token_id == (3,)
-    assert GenerationSettings(eos_token_id=torch.tensor([3, 4])).eos_token_id == (3, 4)
-    assert GenerationSettings(eos_token_id=0, pad_token_id=1).pad_token_id == 1
+    assert GenerationConfig(eos_token_id=np.int32(3)).eos_token_id == (3,)
+    assert GenerationConfig(eos_token_id=torch.tensor([3, 4])).eos_token_id == (3, 4)
+    assert GenerationConfig(eos_token_id=0, pad_token_id=1).pad_token_id == 1
     hash(settings)
 
 
@@ -165,8 +165,8 @@ def test_processors_are_one_or_several() -> None:
         return scores
 
     for given in (keep, [keep], (keep,), Chain([keep])):
-        assert GenerationSettings(logits_processor=given).logits_processor == (keep,)
-    assert GenerationSettings().logits_processor == GenerationSettings(logits_processor=[]).logits_processor == ()
+        assert GenerationConfig(logits_processor=given).logits_processor == (keep,)
+    assert GenerationConfig().logits_processor == GenerationConfig(logits_processor=[]).logits_processor == ()
 
 
 @pytest.mark.parametrize(
@@ -185,8 +185,8 @@ def test_processors_are_one_or_several() -> None:
 )
 def test_ids_and_beams_lie_within_the_vocabulary(options, message) -> None:
     with pytest.raises(ValueError, match=message):
-        GenerationSettings(**options).check_model(10)
-    GenerationSettings(eos_token_id=9, pad_token_id=0, suppress_tokens=[9], num_beams=10).check_model(10)
+        GenerationConfig(**options).check_model(10)
+    GenerationConfig(eos_token_id=9, pad_token_id=0, suppress_tokens=[9], num_beams=10).check_model(10)
 
 
 @pytest.mark.parametrize(

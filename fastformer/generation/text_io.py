@@ -7,9 +7,9 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
+from fastformer.generation.config import GenerationConfig
 from fastformer.generation.requests import Request
 from fastformer.generation.search import Hypothesis
-from fastformer.generation.settings import GenerationSettings
 from fastformer.generation.streaming import Detokenizer, before_stop
 
 
@@ -182,7 +182,7 @@ class Form(NamedTuple):
         return found[0] if found else nothing
 
 
-def as_form(settings: GenerationSettings, scores: object, token_scores: object) -> Form:
+def as_form(settings: GenerationConfig, scores: object, token_scores: object) -> Form:
     """The form that return_scores and return_token_scores ask for.
 
     Raises:
