@@ -7,16 +7,16 @@ from pathlib import Path
 
 import torch
 
+from fastformer.checkpoints.lock import RunLock
+from fastformer.checkpoints.training_state import FOLDER
 from fastformer.commands import command_line
-from fastformer.data.number_words import english, german, number_pairs
 from fastformer.files import write_atomically
 from fastformer.generation import Translator, draw_attention
-from fastformer.run_folder.checkpoint import FOLDER
-from fastformer.run_folder.lock import RunLock
+from fastformer.number_words import english, german, number_pairs
+from fastformer.plots import draw_losses
 from fastformer.training import TrainConfig, Trainer, run_log, start
 from fastformer.training.examples import number_texts
 from fastformer.training.interrupts import Interrupted, Interrupts
-from fastformer.training.plot import draw_losses
 
 UNSEEN = 1000
 # The demo's own files: what its training writes into a run folder, its pictures, and the mark that it was here.

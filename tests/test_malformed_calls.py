@@ -18,10 +18,10 @@ from fastformer import nn as fnn
 from fastformer import ops
 from fastformer.baseline import LSTMSeq2Seq
 from fastformer.data import BPETokenizer, ByteTokenizer, Example, Examples, collate, plan_epoch, train_bpe
-from fastformer.data.number_words import english, number_pairs
 from fastformer.generation import GenerationConfig, Translator
 from fastformer.models import GPT, GPTConfig, Transformer, TransformerConfig
 from fastformer.nn import KVCache, SequenceLayout
+from fastformer.number_words import english, number_pairs
 from fastformer.training import TrainConfig, start
 
 torch.manual_seed(0)

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from benchmarks.peers.job import Job, Model, Tokens
+from fastformer.checkpoints import load_model
 from fastformer.data.text import read_lines
 from fastformer.models import GPT, Transformer
-from fastformer.run_folder import load_model
 
 LENGTHS = range(8, 61)  # of the sources of a trained model, each another
 _SOURCE, _NEW = 32, 64  # tokens, of a model with random weights

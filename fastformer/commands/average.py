@@ -17,12 +17,12 @@ def average(run: str, *, last: int | None = None) -> None:
         run: the run folder
         last: how many checkpoints; by default all that the run kept
     """
+    from fastformer.checkpoints import load_model
+    from fastformer.checkpoints.lock import RunLock
+    from fastformer.checkpoints.training_state import average_weights, checkpoints, describe_average
     from fastformer.files import check_places
     from fastformer.models.pretrained import CONFIG, save_model
     from fastformer.models.weights import WEIGHTS, check_entries, entries_of
-    from fastformer.run_folder import load_model
-    from fastformer.run_folder.checkpoint import average_weights, checkpoints, describe_average
-    from fastformer.run_folder.lock import RunLock
 
     if last is not None and last < 1:
         raise ValueError(f"expected --last of at least 1, got {last}")

@@ -97,12 +97,13 @@ def generate(
     """
     from torch import Tensor
 
+    from fastformer.checkpoints import load_model
+    from fastformer.devices import choose_device
     from fastformer.generation import GenerationConfig
     from fastformer.generation import generate as search
     from fastformer.generation.input_errors import ErrorPolicy
     from fastformer.generation.precisions import DTYPES, asked_precision
     from fastformer.generation.request_builder import RequestBuilder
-    from fastformer.run_folder import choose_device, load_model
 
     if prompt is not None and file is not None:
         raise ValueError(f"expected a prompt or --file, got both: {prompt!r:.60} and {file}")

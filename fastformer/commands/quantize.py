@@ -16,8 +16,8 @@ def quantize(run: str, out: str) -> None:
         run: the run folder
         out: the folder to write, which isn't there yet or is empty
     """
+    from fastformer.checkpoints import load_model
     from fastformer.models.weights import weights_size
-    from fastformer.run_folder import load_model
 
     folder = Path(out)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):

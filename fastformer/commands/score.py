@@ -81,8 +81,8 @@ def score(
     if run is None or file is None:
         raise ValueError("expected RUN together with --file")
 
+    from fastformer.devices import choose_device
     from fastformer.generation.input_errors import ErrorPolicy
-    from fastformer.run_folder import choose_device
 
     place = choose_device(device)
     if _is_language_model(run):
@@ -149,6 +149,7 @@ def _score_text(
     max_tokens: int,
 ) -> None:
     """Prints what a language model thinks of a file."""
+    from fastformer.checkpoints import load_models
     from fastformer.commands import listed_paths
     from fastformer.commands._lines import all_lines
     from fastformer.data.text import read_text
@@ -156,7 +157,6 @@ def _score_text(
     from fastformer.generation.precisions import DTYPES
     from fastformer.generation.scoring import score_rows, window_parts
     from fastformer.generation.text_io import TokenScored
-    from fastformer.run_folder.ensemble import load_models
 
     models, tokenizer = load_models(listed_paths(run), ("GPT",), device=device, dtype=DTYPES.get(precision or ""))
     model = models[0] if len(models) == 1 else Ensemble(models)

@@ -118,13 +118,13 @@ def translate(
     """
     from fastformer.commands import listed_numbers, listed_paths
     from fastformer.commands._lines import Texts, all_lines, arriving, file_lines, good_lines
+    from fastformer.devices import choose_device
     from fastformer.generation import Translator, draw_attention
     from fastformer.generation.alignment import Aligner, align_answers
-    from fastformer.generation.heatmap import check_picture
     from fastformer.generation.input_errors import ErrorPolicy
     from fastformer.generation.ordered_stream import IterableSource
     from fastformer.generation.text_io import as_items
-    from fastformer.run_folder import choose_device
+    from fastformer.plots import check_picture
 
     if attention is not None:
         check_picture(attention)

@@ -15,9 +15,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from fastformer.data import bart, marian, pair, t5
+from fastformer.data import pair
 from fastformer.data.bpe import BPETokenizer, is_our_bpe
 from fastformer.data.checks import SPECIAL_TOKENS, check_text, checked_ids, until_eos
+from fastformer.data.model_tokenizers import MODEL_TOKENIZERS, read_sentencepiece, saved_model_tokenizer
 from fastformer.data.tokenizer import (
     BYTES,
     TOKENIZER,
@@ -274,12 +275,8 @@ def _in_folder(folder: Path) -> Path:
 def _tokenizer_json(file: Path, values: dict[str, Any]) -> Tokenizer:
     if values.get("type") == BYTES:
         return saved_bytes(file, values)
-    if values.get("type") == marian.TYPE:
-        return marian.saved_marian(file, values)
-    if values.get("type") == bart.TYPE:
-        return bart.saved_bart(file, values)
-    if values.get("type") == t5.TYPE:
-        return t5.saved_t5(file, values)
+    if values.get("type") in MODEL_TOKENIZERS:
+        return saved_model_tokenizer(file, values)
     if values.get("type") == "foreign":
         return _saved(file, values)
     if values.get("type") == pair.TYPE:
@@ -349,7 +346,7 @@ def _sentencepiece(file: Path) -> Tokenizer:
 
 
 def _processor(file: Path, model: bytes) -> SentencePieceModel:
-    return SentencePieceModel(marian.read_sentencepiece(file, model))
+    return SentencePieceModel(read_sentencepiece(file, model))
 
 
 def _read_json(file: Path) -> dict[str, Any]:

@@ -7,9 +7,9 @@ from fastformer.generation.engines.packed import repack as repack
 from fastformer.generation.ensemble import Ensemble as Ensemble
 from fastformer.generation.generate import GenerateOutput as GenerateOutput
 from fastformer.generation.generate import generate as generate
-from fastformer.generation.heatmap import draw_attention as draw_attention
 from fastformer.generation.scoring import score as score
 from fastformer.generation.sentences import Sentence as Sentence
 from fastformer.generation.sentences import split_sentences as split_sentences
 from fastformer.generation.streaming import TextStreamer as TextStreamer
 from fastformer.generation.translator import Translator as Translator
+from fastformer.plots import draw_attention as draw_attention

@@ -111,7 +111,7 @@ class Translator(Judge):
         Raises:
             ValueError: a folder that holds no translator, or is damaged; no such device or precision.
         """
-        from fastformer.run_folder.ensemble import load_models
+        from fastformer.checkpoints import load_models
 
         check_precision(precision)
         dtype, is_one = DTYPES.get(precision or ""), isinstance(run, str | os.PathLike)

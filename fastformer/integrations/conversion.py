@@ -7,29 +7,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from fastformer.checkpoints.hf import FAMILIES, UNSUPPORTED, from_transformer
 from fastformer.integrations.swap import original_class
-from fastformer.models.bart import bart_from_transformer, transformer_from_bart
-from fastformer.models.t5 import NAMES as T5_NAMES
-from fastformer.models.t5 import t5_from_transformer, transformer_from_t5
 from fastformer.models.transformer import Transformer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-# The classes of `models.bart.FORMS` and `models.t5.NAMES`.
-_CLASSES = {
-    "bart": ("BartConfig", "BartForConditionalGeneration"),
-    "marian": ("MarianConfig", "MarianMTModel"),
-    "mbart": ("MBartConfig", "MBartForConditionalGeneration"),
-    "pegasus": ("PegasusConfig", "PegasusForConditionalGeneration"),
-    "t5": ("T5Config", "T5ForConditionalGeneration"),
-    "mt5": ("MT5Config", "MT5ForConditionalGeneration"),
-}
-# What `models.Transformer` lacks for families that people will try.
-_LACKS = {
-    "umt5": "UMT5 has a table of relative positions in each layer",
-    "m2m_100": "M2M100 counts positions from behind the id of PAD",
-}
 
 
 def from_huggingface(model: nn.Module) -> Transformer:
@@ -65,30 +48,25 @@ def from_huggingface(model: nn.Module) -> Transformer:
         ValueError: another class, or settings that `models.Transformer` doesn't have.
     """
     kind = getattr(getattr(model, "config", None), "model_type", None)
-    if kind not in _CLASSES or original_class(model).__name__ != _CLASSES[kind][1]:
-        why = f": {_LACKS[kind]}, which models.Transformer doesn't have" if kind in _LACKS else ""
-        known = ", ".join(name for _, name in _CLASSES.values())
+    family = FAMILIES.get(kind or "")
+    if family is None or original_class(model).__name__ != family.model_class:
+        why = f": {UNSUPPORTED[kind]}, which models.Transformer doesn't have" if kind in UNSUPPORTED else ""
+        known = ", ".join(family.model_class for family in FAMILIES.values())
         raise ValueError(f"expected one of transformers' {known}, got {type(model).__name__}{why}")
     found: Any = model
-    if kind in T5_NAMES:
-        weight = found.shared.weight
-        converted = transformer_from_t5(
-            found.config.to_dict(), model.state_dict(), device=weight.device, dtype=weight.dtype
-        )
-        return converted.train(model.training)
     eps = {module.eps for module in model.modules() if isinstance(module, nn.LayerNorm)}
     if len(eps) > 1:
         raise ValueError(f"expected norms of one eps, got {sorted(eps)}")
-    weight = found.lm_head.weight
-    converted = transformer_from_bart(
+    weight = found.get_input_embeddings().weight
+    converted = family.to_transformer(
         found.config.to_dict(),
         model.state_dict(),
-        layer_norm_eps=eps.pop(),
+        layer_norm_eps=eps.pop() if eps else None,
         device=weight.device,
         dtype=weight.dtype,
     )
     first = converted.embedding if converted.config.tie_embeddings else converted.source_embedding
-    if first.position is not None:  # sines, which are rounded to fp32 there and then to the weights' dtype
+    if first.position is not None:  # transformers rounds sines to fp32, then to the weights' dtype
         first.position.table.copy_(found.model.encoder.embed_positions.weight.detach())
     return converted.train(model.training)
 
@@ -109,13 +87,13 @@ def to_huggingface(model: Transformer) -> PreTrainedModel:
     """
     if type(model) is not Transformer:
         raise ValueError(f"expected a models.Transformer, got {type(model).__name__}")
-    from_transformer = t5_from_transformer if model.config.positions == "relative" else bart_from_transformer
     settings, weights = from_transformer(model)
     try:
         import transformers
     except ImportError as error:
         raise ImportError("to_huggingface needs the transformers library: pip install transformers") from error
-    config_class, model_class = (getattr(transformers, name) for name in _CLASSES[settings.pop("model_type")])
+    family = FAMILIES[settings.pop("model_type")]
+    config_class, model_class = getattr(transformers, family.config_class), getattr(transformers, family.model_class)
     theirs: Any = model_class(config_class(**settings))
     if model.config.positions == "relative" and not torch.equal(weights["shared.weight"], weights["lm_head.weight"]):
         # Version 5 of transformers makes no T5 without a tied head, but loads and saves such.

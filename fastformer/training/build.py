@@ -14,16 +14,17 @@ import torch
 from torch import Tensor, nn
 
 from fastformer.baseline import LSTMSeq2Seq
+from fastformer.checkpoints import load_model
+from fastformer.checkpoints.lock import LOCK, RunLock
+from fastformer.checkpoints.training_state import checkpoint_folder, checkpoints, latest_checkpoint
 from fastformer.data import BPETokenizer, ByteTokenizer, PairTokenizer, Tokenizer, load_tokenizer, plan_epoch
 from fastformer.data.tokenizer import NUM_BYTES, TOKENIZER
+from fastformer.devices import choose_device
 from fastformer.files import check_places, remove_left_overs
 from fastformer.generation.request_builder import EXTRA_LENGTH
 from fastformer.models import GPT, Transformer
 from fastformer.models.pretrained import CONFIG as MODEL_CONFIG
 from fastformer.models.weights import WEIGHTS
-from fastformer.run_folder import choose_device, load_model
-from fastformer.run_folder.checkpoint import checkpoint_folder, checkpoints, latest_checkpoint
-from fastformer.run_folder.lock import LOCK, RunLock
 from fastformer.settings import suggestion
 from fastformer.special_ids import SpecialIds
 from fastformer.training.config import TrainConfig

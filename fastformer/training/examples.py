@@ -18,10 +18,10 @@ from fastformer import console
 from fastformer.data import ByteTokenizer, Examples, PairTokenizer, Tokenizer, load_tokenizer, train_bpe
 from fastformer.data.bpe import Spaces
 from fastformer.data.examples import encode_pair, windows
-from fastformer.data.number_words import english, german, number_pairs
 from fastformer.data.text import read_documents, read_pairs, read_tsv
 from fastformer.data.tokenizer import NUM_BYTES, line_pieces
 from fastformer.data.tokenizer_files import ForeignTokenizer
+from fastformer.number_words import english, german, number_pairs
 from fastformer.training.config import TrainConfig, paths_of, split_at_commas
 from fastformer.training.sections import WORDS
 

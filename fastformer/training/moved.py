@@ -11,12 +11,12 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
+from fastformer.checkpoints import load_model
 from fastformer.data import Tokenizer
 from fastformer.data.files import STDIN
 from fastformer.data.pair import contents
 from fastformer.data.tables import file_of
 from fastformer.models.weights import safetensors_library
-from fastformer.run_folder import load_model
 from fastformer.training.config import TrainConfig, paths_of
 from fastformer.training.examples import tokenizer_of
 from fastformer.training.sections import SOURCES, WORDS

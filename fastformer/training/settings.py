@@ -9,9 +9,9 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from fastformer.checkpoints.training_state import checkpoints
 from fastformer.data.files import STDIN
 from fastformer.files import write_atomically
-from fastformer.run_folder.checkpoint import checkpoints
 from fastformer.training.config import TrainConfig, merged, paths_of
 from fastformer.training.sections import SEVERAL, WORDS
 from fastformer.training.yaml_file import read_yaml, yaml_library

@@ -15,14 +15,14 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
+from fastformer.checkpoints.lock import RunLock
+from fastformer.checkpoints.training_state import average_weights, checkpoints, describe_average, save_checkpoint
 from fastformer.data import Batch, collate, plan_epoch
 from fastformer.data.batching import longest_sides
 from fastformer.generation import Translator
 from fastformer.graphs import Graphs
 from fastformer.models.pretrained import save_model
 from fastformer.models.weights import WEIGHTS
-from fastformer.run_folder.checkpoint import average_weights, checkpoints, describe_average, save_checkpoint
-from fastformer.run_folder.lock import RunLock
 from fastformer.special_ids import SpecialIds
 from fastformer.training.best import Best, choose_measure
 from fastformer.training.config import TrainConfig

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
+from fastformer.checkpoints import load_model
 from fastformer.cli import main
 from fastformer.data import ByteTokenizer
 from fastformer.generation import Translator
 from fastformer.models import GPT, Transformer
 from fastformer.ops import _extension
-from fastformer.run_folder import load_model
 
 FEW = ["--max_new_tokens", "6", "--device", "cpu"]
 

@@ -8,12 +8,12 @@ import math
 import pytest
 import torch
 
+from fastformer.checkpoints import load_model
 from fastformer.cli import main
 from fastformer.data import ByteTokenizer
 from fastformer.data.examples import windows
 from fastformer.generation import Translator, score
 from fastformer.models import GPT, Transformer
-from fastformer.run_folder import load_model
 from fastformer.training.evaluate import corpus_scores, negative_log_likelihood
 
 REFERENCE = ["ein Mann geht nach Hause", "zwei Hunde", "", "ja", "eine Frau liest ein Buch im Park"]

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from fastformer.checkpoints.lock import RunLock
+from fastformer.checkpoints.training_state import latest_checkpoint
 from fastformer.cli import main
 from fastformer.data import load_tokenizer
 from fastformer.models.pretrained import read_notes
-from fastformer.run_folder.checkpoint import latest_checkpoint
-from fastformer.run_folder.lock import RunLock
 from fastformer.training import TrainConfig, Trainer
 from fastformer.training.settings import load_config
 from tests.training.tiny import contents

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastformer.data import BPETokenizer, load_tokenizer, train_bpe
-from fastformer.data.number_words import english, german, number_pairs
+from fastformer.number_words import english, german, number_pairs
 from tests.data.odd_texts import SPELLED_LIKE_SPECIAL, random_text
 
 TEXTS = [words(n) for n in number_pairs(500, seed=0) for words in (english, german)]

@@ -13,7 +13,7 @@ import torch
 from fastformer.data import ByteTokenizer, Tokenizer, load_tokenizer, train_bpe
 from fastformer.data import tokenizer as module
 from fastformer.data.checks import SPECIAL_TOKENS
-from fastformer.data.number_words import english, german, number_pairs
+from fastformer.number_words import english, german, number_pairs
 from fastformer.special_ids import SpecialIds
 from tests.data.odd_texts import random_text
 

@@ -13,9 +13,7 @@ import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from fastformer.data import load_tokenizer, train_bpe
-from fastformer.data.bart import BartTokenizer
-from fastformer.data.marian import MarianTokenizer
-from fastformer.data.t5 import T5Tokenizer
+from fastformer.data.model_tokenizers import BackendTokenizer, MarianTokenizer, SentencePieceTokenizer
 from fastformer.data.tokenizer_files import ForeignIds, ForeignTokenizer, HuggingFaceModel
 from fastformer.special_ids import SpecialIds
 
@@ -289,7 +287,7 @@ def test_a_regular_expression_that_gives_up_is_a_value_error(kind, tmp_path) -> 
     text = "a" * 40 + "!"
     as_it_was = load_tokenizer(saved(tmp_path / "one", exploding(kind)))
     as_it_was.save(tmp_path)
-    bart = BartTokenizer(exploding(kind), 400, SpecialIds(pad=398, eos=399, unk=None), None, name="the bart")
+    bart = BackendTokenizer(exploding(kind), 400, SpecialIds(pad=398, eos=399, unk=None), None, name="the bart")
     found = ((as_it_was, "one/tokenizer.json"), (load_tokenizer(tmp_path), "json"), (bart, "the bart"))
     for tokenizer, name in found[:1] if kind == "normalizer" else found:  # half a second each
         with pytest.raises(ValueError, match=f"{name} can't (en|de)code") as caught:
@@ -343,9 +341,9 @@ def test_what_is_no_id_is_refused(tmp_path, sentencepiece_model) -> None:
     found: list[Any] = [
         load_tokenizer(saved(tmp_path / "hf", byte_level(["</s>"]))),
         load_tokenizer(tmp_path / "a.model"),
-        T5Tokenizer(processor, 30, ids),
+        SentencePieceTokenizer(processor, 30, ids),
         MarianTokenizer(processor, processor, pieces, pieces, 25, ids),
-        BartTokenizer(byte_level([]), 400, SpecialIds(), None),
+        BackendTokenizer(byte_level([]), 400, SpecialIds(), None),
     ]
     for tokenizer in found:
         calls = [tokenizer.decode, tokenizer.tokens, *([tokenizer.source_tokens] if tokenizer is found[3] else [])]

@@ -11,8 +11,7 @@ import pytest
 
 from fastformer.data import ByteTokenizer
 from fastformer.data.bpe import train_bpe
-from fastformer.data.marian import MarianTokenizer
-from fastformer.data.t5 import T5Tokenizer
+from fastformer.data.model_tokenizers import MarianTokenizer, SentencePieceTokenizer
 from fastformer.data.tokenizer_files import load_tokenizer
 from fastformer.special_ids import SpecialIds
 
@@ -85,7 +84,7 @@ def _processor(**options):
 
 def _t5():
     processor = _processor(vocab_size=330, byte_fallback=True, remove_extra_whitespaces=False)
-    return T5Tokenizer(processor, processor.get_piece_size(), SpecialIds(pad=1, eos=2, unk=0))
+    return SentencePieceTokenizer(processor, processor.get_piece_size(), SpecialIds(pad=1, eos=2, unk=0))
 
 
 def _marian():

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 
+from fastformer.checkpoints import load_model
 from fastformer.cli import main
-from fastformer.data.number_words import english
 from fastformer.generation import GenerateOutput, GenerationConfig, generate
 from fastformer.generation.engines import ENGINES, choose_engine
 from fastformer.generation.generate import new_scheduler
 from fastformer.generation.request_builder import RequestBuilder
-from fastformer.run_folder import load_model
+from fastformer.number_words import english
 from tests.generation.small import HAS_CPP
 
 pytestmark = pytest.mark.slow

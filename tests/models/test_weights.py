@@ -13,9 +13,9 @@ import pytest
 import safetensors.torch
 import torch
 
+from fastformer.checkpoints import load_model
 from fastformer.models import GPT, Transformer
 from fastformer.models.pretrained import save_model
-from fastformer.run_folder import load_model
 from tests.models.test_pretrained import CONFIG
 
 

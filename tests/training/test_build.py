@@ -9,9 +9,9 @@ import shutil
 import pytest
 import torch
 
+from fastformer.checkpoints import load_model
+from fastformer.checkpoints.training_state import checkpoints
 from fastformer.data import plan_epoch, train_bpe
-from fastformer.run_folder import load_model
-from fastformer.run_folder.checkpoint import checkpoints
 from fastformer.training import TrainConfig, start
 from fastformer.training.build import build_model, count_updates
 from fastformer.training.settings import load_config

@@ -17,8 +17,8 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 import fastformer
 from fastformer.data import Batch, BPETokenizer, ByteTokenizer, Example, collate, load_tokenizer
-from fastformer.data.number_words import english, german
 from fastformer.models import GPT
+from fastformer.number_words import english, german
 from fastformer.training import TrainConfig, examples, start
 from fastformer.training.examples import Data, encode_all, load_data
 

@@ -12,8 +12,14 @@ import time
 import pytest
 import torch
 
+from fastformer.checkpoints.training_state import (
+    checkpoints,
+    latest_checkpoint,
+    load_checkpoint,
+    save_checkpoint,
+    step_of,
+)
 from fastformer.cli import main
-from fastformer.run_folder.checkpoint import checkpoints, latest_checkpoint, load_checkpoint, save_checkpoint, step_of
 from fastformer.training import Trainer, start
 from fastformer.training import trainer as module
 from fastformer.training.settings import load_config

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fastformer.checkpoints.training_state import checkpoints, latest_checkpoint, load_checkpoint
 from fastformer.cli import main
 from fastformer.data import Batch, Example, collate
 from fastformer.graphs import CaptureError, Graphs
 from fastformer.models import GPT, Transformer
-from fastformer.run_folder.checkpoint import checkpoints, latest_checkpoint, load_checkpoint
 from fastformer.training import TrainConfig, Trainer, start
 from fastformer.training import graph_updates as module
 from fastformer.training import trainer as trainer_module

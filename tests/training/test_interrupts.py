@@ -12,9 +12,9 @@ import time
 import pytest
 import torch
 
+from fastformer.checkpoints import load_model
+from fastformer.checkpoints.training_state import checkpoints, latest_checkpoint
 from fastformer.models.pretrained import read_notes
-from fastformer.run_folder import load_model
-from fastformer.run_folder.checkpoint import checkpoints, latest_checkpoint
 from fastformer.training import start
 from fastformer.training.interrupts import SIGNALS, Interrupted, Interrupts
 from tests.training.tiny import changed, lines, losses

@@ -6,9 +6,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from fastformer.checkpoints import load_model
+from fastformer.checkpoints.training_state import average_weights, checkpoints, load_checkpoint, step_of
 from fastformer.models.pretrained import read_notes
-from fastformer.run_folder import load_model
-from fastformer.run_folder.checkpoint import average_weights, checkpoints, load_checkpoint, step_of
 from fastformer.training import start
 from fastformer.training.config import TrainConfig
 from fastformer.training.evaluate import Scores

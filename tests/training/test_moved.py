@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from fastformer.checkpoints.training_state import checkpoints, load_checkpoint, save_checkpoint
 from fastformer.cli import main
 from fastformer.data import train_bpe
-from fastformer.run_folder.checkpoint import checkpoints, load_checkpoint, save_checkpoint
 from fastformer.training.settings import load_config
 from tests.training.tiny import PAIRS, contents, losses, write_pairs
 

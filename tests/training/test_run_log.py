@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from fastformer.checkpoints import load_model
 from fastformer.cli import main
-from fastformer.run_folder import load_model
 from fastformer.training import start
 from fastformer.training.run_log import RunLog
 from tests.training.tiny import changed, contents, lines, losses

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+from fastformer.checkpoints.training_state import latest_checkpoint
 from fastformer.data import ByteTokenizer
 from fastformer.models import Transformer
-from fastformer.run_folder.checkpoint import latest_checkpoint
 from fastformer.special_ids import SpecialIds
 from fastformer.training import TrainConfig, Trainer, start
 from fastformer.training.sections import OF_TOKENIZER
@@ -127,7 +127,7 @@ def test_fine_tuning_keeps_the_ids_and_refuses_another_tokenizer(config, tmp_pat
     tuning = changed(config, init_from=str(tmp_path / "first"))
     with pytest.raises(ValueError, match=r"special ids of the model in .*first, SpecialIds\(pad=3.*got one with"):
         start(tuning, tmp_path / "second")
-    monkeypatch.setattr("fastformer.run_folder.load_tokenizer", lambda folder: tokenizer)
+    monkeypatch.setattr("fastformer.checkpoints.run.load_tokenizer", lambda folder: tokenizer)
     trainer = start(tuning, tmp_path / "second")
     assert trainer.model.config.special_ids == OTHER and trainer.data.train[0].target[-1] == 7
     assert not OF_TOKENIZER & trainer.config.settings.keys()

@@ -8,10 +8,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from fastformer.checkpoints import load_model
 from fastformer.data import collate, load_tokenizer
 from fastformer.generation import Translator, generate
 from fastformer.generation.inputs import pad
-from fastformer.run_folder import load_model
 from fastformer.training import Trainer, start
 from fastformer.training import trainer as module
 from fastformer.training.config import TrainConfig

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
+from fastformer.checkpoints import load_model
 from fastformer.commands.average import average
 from fastformer.commands.quantize import quantize
 from fastformer.data import PairTokenizer, load_tokenizer
 from fastformer.generation import Translator
-from fastformer.run_folder import load_model
 from fastformer.training import TrainConfig, start
 from fastformer.training import progress as progress_module
 from fastformer.training.settings import run_config

@@ -1,26 +1,45 @@
-"""T5 (Raffel et al. 2020), its version 1.1 and mT5, as transformers names their settings and weights.
+"""T5 (Raffel et al. 2020), its version 1.1 and mT5.
 
-They are pre-norm `Transformer`s with relative positions, RMSNorm and no biases. Two things stand elsewhere there: their
-scores aren't divided by sqrt(head_dim), which the query's weights make up for, exactly where that is a power of two;
-and heads may take up less than d_model, so that heads of zeros fill it here, which say nothing and learn nothing.
+They are pre-norm `Transformer`s with relative positions, RMSNorm and no biases. Two differences are absorbed by the
+weights. T5 doesn't divide its scores by sqrt(head_dim): the weights of queries are multiplied by it instead, which is
+exact for a power of two. And T5's heads may be narrower than d_model together: heads of zeros fill the rest, which
+output nothing and learn nothing.
 
-Both directions go by plain settings and tensors, so that a folder can be read without transformers.
+tokenizer.json               of the tokenizers library; or spiece.model, a SentencePiece model
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastformer.models.foreign import check_floating, depth_of, flag_of, joined, load_foreign, number_of, some
-from fastformer.models.transformer import Transformer, TransformerConfig
+from fastformer.checkpoints.hf.common import (
+    check_floating,
+    depth_of,
+    flag_of,
+    joined,
+    load_foreign,
+    number_of,
+    read_file,
+    some,
+    special_tokens,
+)
+from fastformer.data.model_tokenizers import BackendTokenizer, SentencePieceTokenizer, read_sentencepiece
+from fastformer.data.tokenizer import TOKENIZER, read_backend
+from fastformer.files import read_json
+from fastformer.models import Transformer, TransformerConfig
 from fastformer.special_ids import SpecialIds
 
+logger = logging.getLogger("fastformer")
+
 NAMES = {"t5": "T5", "mt5": "mT5"}  # by the model_type of transformers
+_SPECIAL_TOKENS = {"unk": "<unk>", "eos": "</s>", "pad": "<pad>"}
 _MAX_LEN = 512  # of a config that doesn't say what it was trained with
 
 _ACTIVATIONS = {
@@ -65,21 +84,14 @@ def transformer_from_t5(
     state: Mapping[str, Tensor],
     *,
     unk: int | None = None,
+    never: Iterable[int] = (),
+    layer_norm_eps: float | None = None,
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
 ) -> Transformer:
-    """A `Transformer` with the weights of a T5, in evaluation mode.
-
-    Args:
-        settings: its config.json, whose model_type is one of `NAMES`.
-        state: its state_dict; of matrices that are tied any one will do.
-        unk: the tokenizer's id of the unknown.
-        device: where the parameters go; None: the CPU.
-        dtype: what they become; None: what the embeddings are.
-
-    Raises:
-        ValueError: a setting that `Transformer` doesn't have, missing, unexpected or misshapen tensors.
-    """
+    """See `ToTransformer`; the model_type of the settings is one of `NAMES`. The settings have layer_norm_epsilon."""
+    if forbidden := [*never]:  # the config has no output bias to hold them
+        logger.warning("the model forbids the ids %s, which is not applied: pass bad_words_ids to generate", forbidden)
     name, left = NAMES[settings["model_type"]], dict(state)
     check_floating(left)
     left.pop(_UNREAD, None)
@@ -265,3 +277,21 @@ def _names(config: TransformerConfig) -> dict[str, tuple[str, ...]]:
             names[f"{ours}.linear2.weight"] = (f"{theirs}.{last}.DenseReluDense.wo.weight",)
             names[f"{ours}.norm{last + 1}.weight"] = (f"{theirs}.{last}.layer_norm.weight",)
     return names
+
+
+def read_tokenizer(
+    folder: Path, settings: Mapping[str, Any]
+) -> tuple[int | None, Callable[[TransformerConfig], BackendTokenizer | SentencePieceTokenizer]]:
+    """See `ReadTokenizer`. A text has to begin with its task, such as "translate English to German: "."""
+    file = folder / TOKENIZER
+    if file.is_file():
+        backend = read_backend(file, read_json(file))
+        special = special_tokens(folder, settings, backend.get_vocab(), _SPECIAL_TOKENS, ["unk"])
+        return special["unk"], lambda config: BackendTokenizer(
+            backend, config.vocab_size, config.special_ids, None, str(file)
+        )
+    file = folder / "spiece.model"
+    processor = read_sentencepiece(file, read_file(file))
+    vocab = {processor.id_to_piece(i): i for i in range(processor.get_piece_size())}
+    special = special_tokens(folder, settings, vocab, _SPECIAL_TOKENS, ["unk"])
+    return special["unk"], lambda config: SentencePieceTokenizer(processor, config.vocab_size, config.special_ids)

@@ -10,8 +10,8 @@ import socket
 
 import pytest
 
-from fastformer.run_folder import lock as module
-from fastformer.run_folder.lock import LOCK, RunLock
+from fastformer.checkpoints import lock as module
+from fastformer.checkpoints.lock import LOCK, RunLock
 from fastformer.training import start
 from tests.training.tiny import contents
 

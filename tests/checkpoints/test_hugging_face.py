@@ -13,11 +13,11 @@ import pytest
 import safetensors.torch
 import torch
 
+from fastformer.checkpoints import load_model
 from fastformer.cli import main
-from fastformer.run_folder import load_model
-from tests.run_folder import test_bart as bart
-from tests.run_folder import test_marian as marian
-from tests.run_folder import test_t5 as t5
+from tests.checkpoints import test_bart as bart
+from tests.checkpoints import test_marian as marian
+from tests.checkpoints import test_t5 as t5
 
 FAMILIES = {"bart": bart.make, "marian": marian.make, "t5": t5.make}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fastformer.data.number_words import english, german, number_pairs
+from fastformer.number_words import english, german, number_pairs
 
 WORDS = {
     0: ("zero", "null"),

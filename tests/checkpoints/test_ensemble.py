@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from fastformer.checkpoints import load_models
 from fastformer.data import ByteTokenizer, Tokenizer, train_bpe
 from fastformer.models import Transformer
-from fastformer.run_folder.ensemble import load_models
 
 
 def test_tokenizers_are_compared_by_what_they_hold(tmp_path) -> None:

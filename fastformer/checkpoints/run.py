@@ -1,17 +1,9 @@
-"""A run folder: what a trained model is on disk, for training and for translating alike. Loading one stands here.
-
-RUN/config.json, model.safetensors   the model (`fastformer.models.pretrained`)
-RUN/tokenizer.json                   its tokenizer
-RUN/config.yaml                      the settings of the training
-RUN/checkpoints/step-*.pt            what training goes on from (`checkpoint.py`)
-RUN/.lock                            who trains in it (`lock.py`)
-RUN/metrics.jsonl                    losses and scores
-"""
+"""Loading the model and the tokenizer of a run folder, or of a folder that transformers saved."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -21,38 +13,15 @@ from torch import nn
 
 from fastformer.baseline import LSTMSeq2Seq
 from fastformer.baseline.lstm import LSTMConfig
+from fastformer.checkpoints.hf import FAMILIES, load_folder, model_type
 from fastformer.data import PairTokenizer, Tokenizer, load_tokenizer
+from fastformer.data.pair import contents
 from fastformer.data.tokenizer import TOKENIZER
 from fastformer.models import GPT, Transformer, read_architecture
 from fastformer.models.pretrained import config_from_dict, load_saved
-from fastformer.run_folder.bart import load_bart
-from fastformer.run_folder.hugging_face import model_type
-from fastformer.run_folder.marian import load_marian
-from fastformer.run_folder.t5 import load_t5
 from fastformer.special_ids import SpecialIds
 
-_LOADERS: dict[str | None, Callable[..., tuple[Transformer, Tokenizer]]] = {
-    "bart": load_bart,
-    "marian": load_marian,
-    "t5": load_t5,
-    "mt5": load_t5,
-}
 ARCHITECTURES = ("Transformer", "GPT", "LSTMSeq2Seq")
-
-
-def choose_device(name: str) -> torch.device:
-    """ "auto" is the GPU if there is one.
-
-    Raises:
-        ValueError: no such device here.
-    """
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        torch.zeros(1, device=name).cpu()  # "meta" can be allocated on and holds nothing
-    except (RuntimeError, AssertionError) as error:  # what a build without CUDA raises is an AssertionError
-        raise ValueError(f"expected a device that this PyTorch can use, got {name!r}: give cpu or auto") from error
-    return torch.device(name)
 
 
 def load_model(
@@ -75,12 +44,13 @@ def load_model(
         ValueError: another architecture, or a folder that is damaged or whose files don't belong together.
     """
     kind = model_type(Path(run)) if "Transformer" in expected else None
-    if kind in _LOADERS:
-        return _LOADERS[kind](Path(run), device=device, dtype=dtype)
     if kind is not None:
+        loadable = {name: family for name, family in FAMILIES.items() if family.read_tokenizer is not None}
+        if kind in loadable:
+            return load_folder(Path(run), loadable[kind], device=device, dtype=dtype)
         raise ValueError(
-            f"expected a run folder, or that of a BART, a Marian or a T5, got one of {kind!r}: {run}; some others can "
-            "be converted, see fastformer.integrations.from_huggingface"
+            f"expected a run folder, or transformers' folder of a {', '.join(f.name for f in loadable.values())}, got "
+            f"one of {kind!r}: {run}; fastformer.integrations.from_huggingface converts some others"
         )
     tokenizer, architecture = load_tokenizer(run), read_architecture(run)
     if architecture not in (expected or ARCHITECTURES):
@@ -104,6 +74,33 @@ def load_model(
         )
     SpecialIds.of(model.config).check_tokenizer(tokenizer.special_ids, f"the model in {run}")
     return model, tokenizer
+
+
+def load_models(
+    runs: Sequence[str | os.PathLike[str]],
+    expected: tuple[str, ...] = (),
+    *,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+) -> tuple[list[Any], Tokenizer]:
+    """The models of several folders, and the tokenizer that they share; see `load_model`.
+
+    Raises:
+        ValueError: what `load_model` raises; no folders, or tokenizers that give a text other ids or ids another text.
+    """
+    if not runs:
+        raise ValueError("expected at least one run folder, got none")
+    loaded = [load_model(run, expected, device=device, dtype=dtype) for run in runs]
+    tokenizer = loaded[0][1]
+    expected_contents = contents(tokenizer)
+    for run, (_, other) in zip(runs[1:], loaded[1:], strict=True):
+        if other.vocab_size != tokenizer.vocab_size or contents(other) != expected_contents:
+            what = f"one of {other.vocab_size} ids" if other.vocab_size != tokenizer.vocab_size else "another one"
+            raise ValueError(
+                f"expected runs of one tokenizer: {runs[0]} has one of {tokenizer.vocab_size} ids, {run} has {what}; "
+                "train the second run with --tokenizer and the folder of the first"
+            )
+    return [model for model, _ in loaded], tokenizer
 
 
 def _load(

@@ -13,11 +13,10 @@ import pytest
 import torch
 from transformers import T5Config, T5ForConditionalGeneration, T5Tokenizer
 
+from fastformer.checkpoints import load_model
 from fastformer.cli import main
 from fastformer.data import load_tokenizer
 from fastformer.generation import Translator
-from fastformer.run_folder import load_model
-from fastformer.run_folder.t5 import load_t5
 
 sentencepiece = pytest.importorskip("sentencepiece", reason="the sentencepiece library is not installed")
 pytest.importorskip("tokenizers", reason="the tokenizers library is not installed")
@@ -90,7 +89,7 @@ def test_says_what_transformers_says(file, shared, tmp_path, capsys):
     lines.write_text("\n".join(TEXTS) + "\n", encoding="utf-8")
     assert main(["translate", str(folder), "--file", str(lines), "--no_repeat_ngram_size", "2", *FEW]) == 0
     assert capsys.readouterr().out.split("\n")[:-1] == expected
-    ours = load_t5(folder)[1]
+    ours = load_model(folder, ("Transformer",))[1]
     for text in TEXTS[1:]:
         assert [*ours.encode(text), 1] == tokenizer(text)["input_ids"]
         assert ours.decode([*ours.encode(text), 1]) == text
@@ -156,7 +155,7 @@ def test_files_that_do_not_fit_are_refused(change, message, shared, tmp_path):
 def test_a_damaged_tokenizer_is_named(shared, tmp_path):
     folder = shutil.copytree(shared[0], tmp_path / "model")
     (folder / "tokenizer.json").unlink()
-    load_t5(folder)[1].save(tmp_path)
+    load_model(folder, ("Transformer",))[1].save(tmp_path)
     file = tmp_path / "tokenizer.json"
     values = json.loads(file.read_text())
     for change, message in (({"vocab_size": 3}, "expected ids below 3"), ({"model": "x"}, "damaged or no tokenizer")):

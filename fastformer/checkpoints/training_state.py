@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 
+from fastformer.checkpoints.torch_archive import read_archive
 from fastformer.files import is_plain_file, write_atomically
 from fastformer.models.weights import Entry, check_entries, check_finite, check_plain, entries_of
-from fastformer.run_folder.torch_archive import read_archive
 
 logger = logging.getLogger("fastformer")
 

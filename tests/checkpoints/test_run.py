@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from fastformer.baseline import LSTMSeq2Seq
+from fastformer.checkpoints import load_model
 from fastformer.data import ByteTokenizer
 from fastformer.models import GPT, Transformer
 from fastformer.models.pretrained import save_model
-from fastformer.run_folder import load_model
 from fastformer.special_ids import SpecialIds
 
 SIZES = {"vocab_size": 259, "d_model": 16}
@@ -119,3 +119,9 @@ def test_settings_that_an_lstm_does_not_have(tmp_path) -> None:
     (tmp_path / "config.json").write_text(config.replace('"d_model": 16', '"d_model": 18'))
     with pytest.raises(ValueError, match="model.safetensors to fit its config.json, got misshapen"):
         load_model(tmp_path)
+
+
+def test_the_old_module_is_importable() -> None:
+    from fastformer import run_folder
+
+    assert run_folder.load_model is load_model and run_folder.choose_device("cpu").type == "cpu"

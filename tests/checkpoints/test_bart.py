@@ -13,12 +13,11 @@ import pytest
 import torch
 from transformers import BartConfig, BartForConditionalGeneration, BartModel, BartTokenizerFast
 
+from fastformer.checkpoints import load_model
 from fastformer.cli import main
 from fastformer.data import load_tokenizer
-from fastformer.data.bart import byte_level_bpe
+from fastformer.data.model_tokenizers import byte_level_bpe
 from fastformer.generation import Translator
-from fastformer.run_folder import load_model
-from fastformer.run_folder.bart import load_bart
 
 tokenizers = pytest.importorskip("tokenizers", reason="the tokenizers library is not installed")
 
@@ -94,7 +93,7 @@ def test_says_what_transformers_says(files, shared, tmp_path, capsys):
     file.write_text("\n".join(texts) + "\n", encoding="utf-8")
     assert main(["translate", str(folder), "--file", str(file), "--no_repeat_ngram_size", "2", *FEW]) == 0
     assert capsys.readouterr().out.split("\n")[:-1] == [text.replace("\n", " ") for text in expected]
-    ours = load_bart(folder)[1]
+    ours = load_model(folder, ("Transformer",))[1]
     for text in texts:
         assert [*ours.encode(text), 2] == tokenizer(text)["input_ids"]
         assert ours.decode([*ours.encode(text), 2]) == text
@@ -157,8 +156,8 @@ def test_weights_without_a_head_are_read(shared, tmp_path):
 def test_what_a_search_is_asked_for_is_named(tmp_path, caplog):
     make(tmp_path / "model", asked={"forced_bos_token_id": 0, "no_repeat_ngram_size": 3})
     with caplog.at_level(logging.WARNING, "fastformer"):
-        load_bart(tmp_path / "model")
-    assert "asks a search for forced_bos_token_id=0, no_repeat_ngram_size=3: give generate" in caplog.text
+        load_model(tmp_path / "model", ("Transformer",))
+    assert "forced_bos_token_id=0, no_repeat_ngram_size=3" in caplog.text
 
 
 def test_transformers_is_not_needed(shared, monkeypatch):
@@ -190,7 +189,7 @@ def test_what_is_missing_or_damaged_is_named(name, shared, tmp_path, capsys):
         ("config.json", {"bos_token_id": 3}, "to have '<s>' with the bos_token_id of config.json, 3, got 0"),
         ("config.json", {"encoder_layers": 1}, "got others as well: model.encoder.layers.1"),
         ("config.json", {"max_position_embeddings": 32}, r"source_position.table: expected \(32, 32\), got \(64, 32\)"),
-        ("config.json", {"model_type": "led"}, "that of a BART, a Marian or a T5, got one of 'led'"),
+        ("config.json", {"model_type": "led"}, "BART, Marian, T5.* got one of 'led'"),
         ("vocab.json", {"more": 1000}, "expected ids below .*, got 1000"),
     ],
 )
@@ -214,7 +213,7 @@ def test_files_that_do_not_fit_are_refused(name, change, message, shared, tmp_pa
     ],
 )
 def test_a_damaged_tokenizer_is_named(change, message, shared, tmp_path):
-    load_bart(shared[0])[1].save(tmp_path)
+    load_model(shared[0], ("Transformer",))[1].save(tmp_path)
     file = tmp_path / "tokenizer.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | change))
     with pytest.raises(ValueError, match=message):
@@ -222,7 +221,7 @@ def test_a_damaged_tokenizer_is_named(change, message, shared, tmp_path):
 
 
 def test_the_tokenizer_keeps_to_its_vocabulary(shared):
-    tokenizer = load_bart(shared[0])[1]
+    tokenizer = load_model(shared[0], ("Transformer",))[1]
     assert tokenizer.decode([0, *tokenizer.encode("the dog"), 1, 2, 17]) == "the dog"
     with pytest.raises(ValueError, match="expected ids below .*: was another tokenizer used"):
         tokenizer.decode([tokenizer.vocab_size])

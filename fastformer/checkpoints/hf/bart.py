@@ -1,24 +1,39 @@
-"""BART (Lewis et al. 2020) and its relatives, as transformers names their settings and weights.
+"""BART (Lewis et al. 2020) and the families that differ from it in three options: Marian, mBART, Pegasus.
 
-They are `Transformer`s with biases in the attention, and often one on the logits, that differ in three options: see
-`FORMS`. Both directions go by plain settings and tensors, so that a folder can be read without transformers.
+They are `Transformer`s with biases in the attention, and often with a bias on the logits. `FORMS` has the options.
+
+tokenizer.json               a byte-level BPE; or vocab.json and merges.txt, in older folders
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastformer.models.foreign import check_floating, depth_of, flag_of, joined, load_foreign, number_of, some
-from fastformer.models.transformer import Transformer, TransformerConfig
+from fastformer.checkpoints.hf.common import (
+    check_floating,
+    depth_of,
+    flag_of,
+    joined,
+    load_foreign,
+    number_of,
+    read_file,
+    some,
+    special_tokens,
+)
+from fastformer.data.model_tokenizers import BackendTokenizer, byte_level_bpe, check_vocab
+from fastformer.data.tokenizer import TOKENIZER, read_backend
+from fastformer.files import read_json
+from fastformer.models import Transformer, TransformerConfig
 from fastformer.ops.embedding import sinusoidal_positions
 from fastformer.special_ids import SpecialIds
 
-EPS = 1e-5  # of its norms; no setting says so
+_EPS = 1e-5  # of the norms; no setting says so
 _NEVER = -30_000.0  # a bias that no logit outweighs, within fp16's range
 
 
@@ -65,6 +80,7 @@ _POSITIONS = {
     "source_position.table": "model.encoder.embed_positions.weight",
     "target_position.table": "model.decoder.embed_positions.weight",
 }
+_SPECIAL_TOKENS = {"unk": "<unk>", "eos": "</s>", "pad": "<pad>", "bos": "<s>"}
 _ATTENTIONS = {"self_attn": "self_attn", "multihead_attn": "encoder_attn"}
 
 
@@ -74,25 +90,12 @@ def transformer_from_bart(
     *,
     unk: int | None = None,
     never: Iterable[int] = (),
-    layer_norm_eps: float = EPS,
+    layer_norm_eps: float | None = None,
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
 ) -> Transformer:
-    """A `Transformer` with the weights of a BART or a relative, in evaluation mode.
-
-    Args:
-        settings: its config.json, whose model_type is one of `FORMS`.
-        state: its state_dict; of matrices that are tied any one will do.
-        unk: the tokenizer's id of the unknown.
-        never: ids that it may not say: their logits get a bias that nothing outweighs.
-        layer_norm_eps: of its norms.
-        device: where the parameters go; None: the CPU.
-        dtype: what they become; None: what they are.
-
-    Raises:
-        ValueError: a setting that `Transformer` doesn't have, missing, unexpected or misshapen tensors.
-    """
-    form, left = FORMS[settings["model_type"]], dict(state)
+    """See `ToTransformer`; the model_type of the settings is one of `FORMS`."""
+    form, left = FORMS[settings["model_type"]], _with_prefix(state)
     check_floating(left)
     start, pad, eos = (_id(settings, f"{name}_token_id", form) for name in ("decoder_start", "pad", "eos"))
     special_ids = SpecialIds(pad=pad, eos=eos, unk=unk, start=start)
@@ -115,7 +118,7 @@ def transformer_from_bart(
         num_encoder_layers=depth_of(settings, "encoder_layers", state),
         num_decoder_layers=depth_of(settings, "decoder_layers", state),
         norm_first=form.norm_first,
-        layer_norm_eps=layer_norm_eps,
+        layer_norm_eps=_EPS if layer_norm_eps is None else layer_norm_eps,
         activation=_activation(settings.get("activation_function", "gelu")),
         dropout=settings.get("dropout", 0.1),
         attention_dropout=settings.get("attention_dropout", 0.0),
@@ -156,7 +159,7 @@ def bart_from_transformer(model: Transformer) -> tuple[dict[str, Any], dict[str,
     """
     config, ids = model.config, model.config.special_ids
     kind, form = _form(config)
-    wanted = {"norm": "layer", "layer_norm_eps": EPS, "window_size": None}
+    wanted = {"norm": "layer", "layer_norm_eps": _EPS, "window_size": None}
     for name, value in wanted.items():
         if getattr(config, name) != value:
             raise ValueError(f"expected a {form.name}, with {name}={value!r}, got {getattr(config, name)!r}")
@@ -318,3 +321,31 @@ def _same(settings: Mapping[str, Any], first: str, second: str) -> int:
     if number_of(settings, second) != value:
         raise ValueError(f"expected {first} and {second} to be the same, got {value} and {settings[second]}")
     return value
+
+
+def _with_prefix(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The weights under the names of a model with a head. Without one, files of transformers lack the prefix.
+
+    Old files of BART also hold a version, which is left out.
+    """
+    kept = {name: tensor for name, tensor in state.items() if not name.endswith(".version")}
+    if any(name.startswith("model.") for name in kept):
+        return kept
+    return {f"model.{name}": tensor for name, tensor in kept.items()}
+
+
+def read_tokenizer(
+    folder: Path, settings: Mapping[str, Any]
+) -> tuple[int | None, Callable[[TransformerConfig], BackendTokenizer]]:
+    """See `ReadTokenizer`."""
+    if (folder / TOKENIZER).is_file():
+        backend = read_backend(folder / TOKENIZER, read_json(folder / TOKENIZER))
+    else:
+        vocab = check_vocab(folder / "vocab.json", read_json(folder / "vocab.json"))
+        merges, file = read_file(folder / "merges.txt"), folder / "tokenizer_config.json"
+        has_space = file.is_file() and flag_of(read_json(file), "add_prefix_space", False)
+        backend = byte_level_bpe(folder / "merges.txt", vocab, merges, add_prefix_space=has_space)
+    special = special_tokens(folder, settings, backend.get_vocab(), _SPECIAL_TOKENS, ["unk"])
+    return special["unk"], lambda config: BackendTokenizer(
+        backend, config.vocab_size, config.special_ids, special["bos"], str(folder)
+    )

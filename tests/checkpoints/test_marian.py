@@ -13,11 +13,10 @@ import pytest
 import torch
 from transformers import MarianConfig, MarianMTModel, MarianTokenizer
 
+from fastformer.checkpoints import load_model
 from fastformer.cli import main
 from fastformer.data import load_tokenizer
 from fastformer.generation import Translator
-from fastformer.run_folder import load_model
-from fastformer.run_folder.marian import load_marian
 
 sentencepiece = pytest.importorskip("sentencepiece", reason="the sentencepiece library is not installed")
 
@@ -114,7 +113,7 @@ def test_translates_as_transformers_does(separate, shared, tmp_path, capsys):
     file.write_text("\n".join(TEXTS) + "\n", encoding="utf-8")
     assert main(["translate", str(folder), "--file", str(file), "--no_repeat_ngram_size", "2", *FEW]) == 0
     assert capsys.readouterr().out.splitlines() == expected
-    ours = load_marian(folder)[1]
+    ours = load_model(folder, ("Transformer",))[1]
     for text in TEXTS:
         assert [*ours.encode(text), 0] == tokenizer(text)["input_ids"]
         assert [*ours.encode_target(text), 0] == tokenizer(text_target=text)["input_ids"]
@@ -198,7 +197,7 @@ def test_older_weights_are_read(shared, tmp_path):
     half = load_model(folder, ("Transformer",))[0].state_dict()
     for name, weight in found.items():
         assert half[name].dtype == torch.float32 and torch.equal(half[name], weight.half().float()), name
-    assert load_marian(folder, dtype=torch.bfloat16)[0].embedding.weight.dtype == torch.bfloat16
+    assert load_model(folder, ("Transformer",), dtype=torch.bfloat16)[0].embedding.weight.dtype == torch.bfloat16
 
 
 def test_transformers_is_not_needed(shared, monkeypatch):
@@ -260,7 +259,7 @@ def test_other_commands_say_that_it_is_a_translator(shared, capsys):
     ],
 )
 def test_a_damaged_tokenizer_is_named(change, message, shared, tmp_path):
-    load_marian(shared[0])[1].save(tmp_path)
+    load_model(shared[0], ("Transformer",))[1].save(tmp_path)
     file = tmp_path / "tokenizer.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | change))
     with pytest.raises(ValueError, match=message):
@@ -268,7 +267,7 @@ def test_a_damaged_tokenizer_is_named(change, message, shared, tmp_path):
 
 
 def test_the_tokenizer_keeps_to_its_vocabulary(shared):
-    tokenizer = load_marian(shared[0])[1]
+    tokenizer = load_model(shared[0], ("Transformer",))[1]
     pad, unk = tokenizer.special_ids.pad, 1
     ids = tokenizer.encode_target("der Hund")
     assert tokenizer.decode([pad, *ids, unk, pad, 0, ids[0]]) == "der Hund"

@@ -12,7 +12,7 @@ import zipfile
 import pytest
 import torch
 
-from fastformer.run_folder.checkpoint import (
+from fastformer.checkpoints.training_state import (
     _COMMENT_LENGTH,
     average_weights,
     checkpoints,

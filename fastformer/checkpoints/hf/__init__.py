@@ -1,0 +1,38 @@
+"""Models that transformers saved: one file a family, and one line a model_type in the table."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from fastformer.checkpoints.hf import bart, marian, t5
+from fastformer.checkpoints.hf.bart import bart_from_transformer, transformer_from_bart
+from fastformer.checkpoints.hf.common import Family as Family
+from fastformer.checkpoints.hf.common import load_folder as load_folder
+from fastformer.checkpoints.hf.common import model_type as model_type
+from fastformer.checkpoints.hf.t5 import t5_from_transformer, transformer_from_t5
+from fastformer.models import Transformer
+
+FAMILIES = {
+    "bart": Family("BART", "BartConfig", "BartForConditionalGeneration", transformer_from_bart, bart.read_tokenizer),
+    "marian": Family("Marian", "MarianConfig", "MarianMTModel", transformer_from_bart, marian.read_tokenizer),
+    "mbart": Family("mBART", "MBartConfig", "MBartForConditionalGeneration", transformer_from_bart),
+    "pegasus": Family("Pegasus", "PegasusConfig", "PegasusForConditionalGeneration", transformer_from_bart),
+    "t5": Family("T5", "T5Config", "T5ForConditionalGeneration", transformer_from_t5, t5.read_tokenizer),
+    "mt5": Family("mT5", "MT5Config", "MT5ForConditionalGeneration", transformer_from_t5, t5.read_tokenizer),
+}
+# What `models.Transformer` lacks for families that you may try.
+UNSUPPORTED = {
+    "umt5": "UMT5 has a table of relative positions in each layer",
+    "m2m_100": "M2M100 counts positions from behind the id of PAD",
+}
+
+
+def from_transformer(model: Transformer) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The settings and the state_dict of the family that computes what a `Transformer` does.
+
+    Raises:
+        ValueError: options that no family has.
+    """
+    return t5_from_transformer(model) if model.config.positions == "relative" else bart_from_transformer(model)

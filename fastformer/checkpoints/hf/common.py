@@ -1,0 +1,320 @@
+"""What the families of transformers' models share: reading their folders, and converting settings and weights.
+
+A folder is read without transformers:
+
+config.json                  says "model_type"
+model.safetensors            or pytorch_model.bin in older folders; or several files, with an index
+tokenizer_config.json        what the special tokens are called, if they have unusual names
+generation_config.json       what a search is asked to do
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from fastformer.checkpoints.torch_archive import read_archive
+from fastformer.data import Tokenizer
+from fastformer.files import read_json, read_small
+from fastformer.models import Transformer, TransformerConfig
+from fastformer.models.pretrained import CONFIG, check_depth, check_tables, make_to_load
+from fastformer.models.weights import (
+    FLOATING,
+    WEIGHTS,
+    Entry,
+    SavedWeights,
+    check_entries,
+    check_finite,
+    check_plain,
+    check_shard,
+    entries_of,
+    index_of,
+    read_index,
+)
+
+logger = logging.getLogger("fastformer")
+
+GENERATION = "generation_config.json"
+_OLD_WEIGHTS = "pytorch_model.bin"
+# Options of a search that change its output, with the values that change nothing.
+_SEARCH_OPTIONS = {"forced_bos_token_id": None, "no_repeat_ngram_size": 0, "min_length": 0, "repetition_penalty": 1.0}
+
+
+class ToTransformer(Protocol):
+    """Converts settings and weights to a `Transformer`."""
+
+    def __call__(
+        self,
+        settings: Mapping[str, Any],
+        state: Mapping[str, Tensor],
+        *,
+        unk: int | None = None,
+        never: Iterable[int] = (),
+        layer_norm_eps: float | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> Transformer:
+        """A `Transformer` in evaluation mode.
+
+        Args:
+            settings: the model's config.json.
+            state: its state_dict. Of tied matrices any one is enough.
+            unk: the tokenizer's id of the unknown token.
+            never: ids that the model must not generate.
+            layer_norm_eps: of its LayerNorms, if the settings don't say; None: the family's usual value.
+            device: where the parameters go; None: the CPU.
+            dtype: of the parameters; None: the dtype of the embeddings.
+
+        Raises:
+            ValueError: a setting that `Transformer` doesn't have; missing, unexpected or misshapen tensors.
+        """
+        ...
+
+
+# Reads the tokenizer's files: (folder, settings) -> the id of the unknown token, and what makes the tokenizer once the
+# model's config is known.
+ReadTokenizer = Callable[[Path, Mapping[str, Any]], tuple[int | None, Callable[[TransformerConfig], Tokenizer]]]
+
+
+class Family(NamedTuple):
+    """One model_type of transformers.
+
+    Attributes:
+        name: in messages.
+        config_class, model_class: transformers' names.
+        to_transformer: see `ToTransformer`.
+        read_tokenizer: None: folders of this family can't be loaded, only models in memory be converted.
+    """
+
+    name: str
+    config_class: str
+    model_class: str
+    to_transformer: ToTransformer
+    read_tokenizer: ReadTokenizer | None = None
+
+
+def model_type(folder: Path) -> str | None:
+    """The model_type of a folder that transformers saved, such as "bart"; None for any other folder."""
+    try:
+        values = read_json(folder / CONFIG)
+    except (OSError, ValueError):
+        return None  # the loader reports what is wrong with the file
+    found = values.get("model_type") if "architecture" not in values else None
+    return found if isinstance(found, str) else None
+
+
+def load_folder(
+    folder: Path, family: Family, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+) -> tuple[Transformer, Tokenizer]:
+    """The model and the tokenizer of a folder that transformers saved.
+
+    An id that the model's settings never let it generate gets a logit bias that no score outweighs. Other options that
+    generation_config.json has for a search have to be passed to `generate`; a warning names them.
+
+    Args:
+        folder: see above.
+        family: of the model.
+        device: where the parameters go; None: the CPU.
+        dtype: of the parameters; None: as saved, except that fp16 becomes fp32 on a CPU, which is slow in fp16.
+
+    Raises:
+        ImportError: a library that the files need is not installed.
+        ValueError: a file is missing or damaged, or the files don't belong together.
+    """
+    assert family.read_tokenizer is not None
+    settings = read_json(folder / CONFIG)
+    unk, make_tokenizer = family.read_tokenizer(folder, settings)  # small files first: their errors come at once
+    try:
+        state = _read_weights(folder)
+        is_half = any(tensor.dtype == torch.float16 for tensor in state.values())
+        if dtype is None and is_half and torch.device(device or "cpu").type == "cpu":
+            dtype = torch.float32
+        search = _search_settings(folder, settings)
+        never = _forbidden(folder, search)
+        model = family.to_transformer(settings, state, unk=unk, never=never, device=device, dtype=dtype)
+        tokenizer = make_tokenizer(model.config)
+    except (ValueError, IndexError) as error:
+        raise ValueError(f"{folder}: {error}") from error
+    asked = [f"{name}={search[name]}" for name, none in _SEARCH_OPTIONS.items() if search.get(name) not in (None, none)]
+    if asked:
+        logger.warning("%s has search options that are not applied: pass %s to generate", folder, ", ".join(asked))
+    return model, tokenizer
+
+
+def special_tokens(
+    folder: Path, settings: Mapping[str, Any], vocab: Mapping[str, int], names: Mapping[str, str], free: Iterable[str]
+) -> dict[str, int | None]:
+    """The ids of special tokens, checked against the settings of the model.
+
+    Args:
+        folder: its tokenizer_config.json may name the tokens otherwise.
+        settings: of the model, with "pad_token_id" for "pad".
+        vocab: the ids of tokens.
+        names: what the tokens are called, by their kinds.
+        free: kinds that the settings don't mention.
+
+    Raises:
+        ValueError: the vocabulary lacks a token, or the model has another id for it.
+    """
+    named, found = dict(names), {}
+    if (folder / "tokenizer_config.json").is_file():
+        for key, value in read_json(folder / "tokenizer_config.json").items():
+            name = value.get("content") if isinstance(value, dict) else value  # with its options
+            if key.removesuffix("_token") in named and key.endswith("_token") and isinstance(name, str):
+                named[key.removesuffix("_token")] = name
+    for kind, name in named.items():
+        found[kind], said = vocab.get(name), settings.get(f"{kind}_token_id")
+        if found[kind] is None or (
+            kind not in free and found[kind] not in (said if isinstance(said, list) else [said])
+        ):
+            raise ValueError(
+                f"expected the vocabulary of {folder} to have {name!r}"
+                + ("" if kind in free else f" with the {kind}_token_id of {CONFIG}, {said!r}")
+                + f", got {found[kind]!r}"
+            )
+    return found
+
+
+def read_file(file: Path) -> bytes:
+    """The bytes of a small file.
+
+    Raises:
+        ValueError: the file is missing or far too large.
+    """
+    if not file.is_file():
+        raise ValueError(f"expected the file {file}, which isn't there: was the model saved completely?")
+    return read_small(file)
+
+
+def _search_settings(folder: Path, settings: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The options of a search, from a file of their own, or in older folders from the model's settings."""
+    file = folder / GENERATION
+    return read_json(file) if file.is_file() else settings
+
+
+def _forbidden(folder: Path, search: Mapping[str, Any]) -> list[int]:
+    """The ids that may never be generated."""
+    words = search.get("bad_words_ids") or []
+    if not isinstance(words, list) or not all(isinstance(word, list) and all(map(_is_id, word)) for word in words):
+        raise ValueError(f"expected bad_words_ids to be lists of ids, got {words!r:.60}")
+    if any(len(word) != 1 for word in words):
+        logger.warning("%s forbids sequences of tokens, which is not applied: pass bad_words_ids to generate", folder)
+    return [word[0] for word in words if len(word) == 1]
+
+
+def _is_id(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _read_weights(folder: Path) -> dict[str, Tensor]:
+    old = folder / _OLD_WEIGHTS
+    index = index_of(old)
+    if (folder / WEIGHTS).is_file() or index_of(folder / WEIGHTS) or not (old.is_file() or index):
+        return SavedWeights.in_folder(folder).read()
+    if index is None:
+        return _unpickled(old)
+    state: dict[str, Tensor] = {}
+    for file, names in read_index(index).items():
+        found = _unpickled(file)
+        check_shard(index, file, names, found)
+        state |= found
+    return state
+
+
+def _unpickled(file: Path) -> dict[str, Tensor]:
+    with file.open("rb") as data:
+        state = read_archive(data, file, "file")
+    if not isinstance(state, dict):
+        raise ValueError(f"expected {file} to hold tensors by name, got {type(state).__name__}")
+    check_plain(file, state)
+    check_finite(file, state)
+    return state
+
+
+def check_floating(state: Mapping[str, Tensor]) -> None:
+    """Raises ValueError for weights that are no floating-point numbers."""
+    for name, tensor in state.items():
+        if tensor.dtype not in FLOATING:
+            raise ValueError(f"expected floating-point weights, got {name} of {tensor.dtype}")
+
+
+def joined(left: dict[str, Tensor], names: tuple[str, ...], family: str) -> Tensor:
+    """Tensors one behind another; they are taken away.
+
+    Raises:
+        ValueError: one that isn't there.
+    """
+    missing = [name for name in names if name not in left]
+    if missing:
+        raise ValueError(f"expected the tensors of a {family}, got none called {some(missing)}")
+    parts = [left.pop(name) for name in names]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def number_of(settings: Mapping[str, Any], name: str) -> int:
+    """An integer among settings.
+
+    Raises:
+        ValueError: it is something else, or isn't there.
+    """
+    value = settings.get(name)
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise ValueError(f"expected {name} to be an integer, got {value!r}")
+    return value
+
+
+def depth_of(settings: Mapping[str, Any], name: str, state: Mapping[str, Tensor]) -> int:
+    """How many layers settings ask for.
+
+    Raises:
+        ValueError: it is no integer, or there are more layers than tensors.
+    """
+    value = number_of(settings, name)
+    check_depth(name, value, len(state), "the settings")
+    return value
+
+
+def flag_of(settings: Mapping[str, Any], name: str, default: bool) -> bool:
+    """A true or false among settings; what isn't there, or is null, has its default.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    value = settings.get(name)
+    if value is not None and not isinstance(value, bool):
+        raise ValueError(f"expected {name} to be true or false, got {value!r}")
+    return default if value is None else value
+
+
+def load_foreign(
+    config: TransformerConfig,
+    weights: Mapping[str, Tensor],
+    *,
+    device: torch.device | str | None,
+    dtype: torch.dtype,
+) -> Transformer:
+    """A `Transformer` with weights, in evaluation mode.
+
+    Raises:
+        ValueError: missing, unexpected or misshapen tensors, or positions that take far more memory than the weights.
+    """
+
+    def check(model: Transformer) -> None:
+        expected = {name: Entry(tuple(tensor.shape)) for name, tensor in model.state_dict().items()}
+        check_entries("the weights", "the settings", entries_of(weights), expected)
+        check_tables(model, "the settings")
+
+    model = make_to_load(lambda device: Transformer(config, device=device, dtype=dtype), device, check)
+    model.load_state_dict(weights)
+    return model.eval()
+
+
+def some(names: Iterable[str]) -> str:
+    """The first few names, and how many more there are."""
+    known = sorted(names)
+    return ", ".join(known[:5]) + (f" and {len(known) - 5} more" if len(known) > 5 else "")

@@ -1,0 +1,38 @@
+"""Marian (Junczys-Dowmunt et al. 2018): the tokenizer. Its model is one of `bart.FORMS`.
+
+source.spm, target.spm       SentencePiece models
+vocab.json                   the ids of pieces; target_vocab.json if the target has its own
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from fastformer.checkpoints.hf.common import read_file, special_tokens
+from fastformer.data.model_tokenizers import MarianTokenizer, check_vocab, read_sentencepiece
+from fastformer.files import read_json
+from fastformer.models import TransformerConfig
+
+_SPECIAL_TOKENS = {"unk": "<unk>", "eos": "</s>", "pad": "<pad>"}
+
+
+def read_tokenizer(
+    folder: Path, settings: Mapping[str, Any]
+) -> tuple[int | None, Callable[[TransformerConfig], MarianTokenizer]]:
+    """See `ReadTokenizer`."""
+    vocab = check_vocab(folder / "vocab.json", read_json(folder / "vocab.json"))
+    own = folder / "target_vocab.json"
+    target_vocab = check_vocab(own, read_json(own)) if own.is_file() else vocab
+    source, target = (
+        read_sentencepiece(file, read_file(file)) for file in (folder / "source.spm", folder / "target.spm")
+    )
+    special = special_tokens(folder, settings, target_vocab, _SPECIAL_TOKENS, ["unk"])
+
+    def make(config: TransformerConfig) -> MarianTokenizer:
+        if max(vocab.values()) >= (config.source_vocab_size or config.vocab_size):
+            raise ValueError(f"its vocab.json has ids up to {max(vocab.values())}, which the model doesn't have")
+        return MarianTokenizer(source, target, vocab, target_vocab, config.vocab_size, config.special_ids)
+
+    return special["unk"], make

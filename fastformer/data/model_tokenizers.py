@@ -1,0 +1,360 @@
+"""Tokenizers that keep the ids of the pretrained model that they belong to.
+
+`ForeignTokenizer` (`tokenizer_files.py`) renumbers another library's tokens, for a model that is trained from scratch.
+Here the model is already trained, so each token has the id that the model knows it by. As everywhere in this library, a
+special token that is spelled out in a text is text.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from fastformer.data.checks import check_text, check_texts, checked_ids, until_eos
+from fastformer.data.tokenizer import TOKENIZER, encode_batch, library_errors, read_backend, tokenizers_library, visible
+from fastformer.files import write_atomically
+from fastformer.special_ids import SpecialIds
+
+if TYPE_CHECKING:
+    import sentencepiece
+    import tokenizers
+
+_SPECIAL = ("<s>", "<pad>", "</s>", "<unk>", "<mask>")
+
+
+class ModelTokenizer:
+    """What these tokenizers share.
+
+    Args:
+        vocab_size: the number of the model's ids; there may be fewer tokens.
+        special_ids: of the model.
+    """
+
+    type: ClassVar[str]  # in tokenizer.json
+
+    def __init__(self, vocab_size: int, special_ids: SpecialIds) -> None:
+        self._vocab_size, self._special_ids = vocab_size, special_ids
+
+    @property
+    def special_ids(self) -> SpecialIds:
+        """The model's special ids."""
+        return self._special_ids
+
+    @property
+    def vocab_size(self) -> int:
+        """The number of the model's ids."""
+        return self._vocab_size
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of a source, without EOS."""
+        raise NotImplementedError
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """`encode` of many texts."""
+        check_texts(texts)
+        return [self.encode(text) for text in texts]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of an output's ids: special tokens are skipped, EOS ends it."""
+        raise NotImplementedError
+
+    def tokens(self, ids: Iterable[int]) -> list[str]:
+        """Each id of an output as its token."""
+        raise NotImplementedError
+
+    def pieces(self, text: str) -> list[str]:
+        """The text uncut: only the library knows where its ids don't depend on the neighbours."""
+        return [text]
+
+    def save(self, folder: str | os.PathLike[str]) -> None:
+        """Writes tokenizer.json."""
+        values = {
+            "type": self.type,
+            "vocab_size": self._vocab_size,
+            "special_ids": asdict(self._special_ids),
+            **self._values(),
+        }
+        write_atomically(Path(folder, TOKENIZER), json.dumps(values, ensure_ascii=False).encode() + b"\n")
+
+    def _values(self) -> dict[str, Any]:
+        """What tokenizer.json holds beside the sizes."""
+        raise NotImplementedError
+
+
+class BackendTokenizer(ModelTokenizer):
+    """A tokenizer of the `tokenizers` library, such as BART's.
+
+    Args:
+        backend: the library's object. Padding and truncation that it may hold are switched off.
+        vocab_size, special_ids: of the model.
+        bos: the id that sources and outputs begin with; None: they begin with the text.
+        name: what messages call the tokenizer.
+
+    Raises:
+        ValueError: tokens beyond vocab_size.
+    """
+
+    type = "bart"
+    words_begin_with_space = True
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        vocab_size: int,
+        special_ids: SpecialIds,
+        bos: int | None,
+        name: str = "the tokenizer",
+    ) -> None:
+        super().__init__(vocab_size, special_ids)
+        _check_largest(max(backend.get_vocab().values(), default=0), vocab_size)
+        backend.no_padding()
+        backend.no_truncation()
+        backend.encode_special_tokens = True  # "</s>" in a text is text
+        self._backend, self._bos, self._name = backend, [] if bos is None else [bos], name
+
+    def encode(self, text: str) -> list[int]:
+        """BOS and the ids of a text, without EOS."""
+        check_text(text)
+        return self.encode_batch([text])[0]
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """`encode` of many texts, on all cores."""
+        return [[*self._bos, *ids] for ids in encode_batch(self._backend, texts, self._name)]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of ids: special tokens are skipped, EOS ends it; broken UTF-8 becomes U+FFFD."""
+        kept = until_eos(ids, self._special_ids, self._vocab_size)
+        with library_errors(f"{self._name} can't decode these ids"):
+            return str(self._backend.decode(kept, skip_special_tokens=True))
+
+    def tokens(self, ids: Iterable[int]) -> list[str]:
+        return [visible(self._backend.id_to_token(i)) for i in checked_ids(ids, self._vocab_size)]
+
+    def _values(self) -> dict[str, Any]:
+        return {"bos": self._bos[0] if self._bos else None, "backend": json.loads(self._backend.to_str())}
+
+
+class SentencePieceTokenizer(ModelTokenizer):
+    """A SentencePiece model whose ids are the model's, such as T5's.
+
+    Args:
+        processor: the SentencePiece model.
+        vocab_size: of the model, which may have ids without a piece: sentinels ("<extra_id_0>"), and unused ones.
+        special_ids: of the model.
+
+    Raises:
+        ValueError: more pieces than ids.
+    """
+
+    type = "t5"
+
+    def __init__(
+        self, processor: sentencepiece.SentencePieceProcessor, vocab_size: int, special_ids: SpecialIds
+    ) -> None:
+        super().__init__(vocab_size, special_ids)
+        self._processor, self._size = processor, int(processor.get_piece_size())
+        if self._size > vocab_size:
+            raise ValueError(f"expected ids below {vocab_size}, got {self._size} pieces: is it another model's?")
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of a text, without EOS."""
+        check_text(text)
+        return list(self._processor.encode(text))
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of ids: special tokens and ids without a piece are skipped, EOS ends it."""
+        kept = until_eos(ids, self._special_ids, self._vocab_size)
+        return str(self._processor.decode([i for i in kept if i < self._size and i != self._special_ids.unk]))
+
+    def tokens(self, ids: Iterable[int]) -> list[str]:
+        each = checked_ids(ids, self._vocab_size)
+        return [visible(self._processor.id_to_piece(i) if i < self._size else None) for i in each]
+
+    def _values(self) -> dict[str, Any]:
+        return {"model": _as_text(self._processor)}
+
+
+class MarianTokenizer(ModelTokenizer):
+    """A SentencePiece model for each side, and a table that gives each piece its id.
+
+    Sources and translations are encoded by `encode` and `encode_target`; translations are decoded. A text may begin
+    with the code of the target language, ">>fra<<", if the vocabulary has such codes.
+
+    Args:
+        source, target: SentencePiece models.
+        source_vocab, target_vocab: the ids of their pieces.
+        vocab_size: of the target, as the model has it.
+        special_ids: of the model. A piece without an id becomes unk.
+
+    Raises:
+        ValueError: ids of another vocabulary, or no unk.
+    """
+
+    type = "marian"
+
+    def __init__(
+        self,
+        source: sentencepiece.SentencePieceProcessor,
+        target: sentencepiece.SentencePieceProcessor,
+        source_vocab: Mapping[str, int],
+        target_vocab: Mapping[str, int],
+        vocab_size: int,
+        special_ids: SpecialIds,
+    ) -> None:
+        super().__init__(vocab_size, special_ids)
+        if special_ids.unk is None:
+            raise ValueError("expected an id for pieces that the vocabulary lacks, got none")
+        _check_largest(max(target_vocab.values(), default=0), vocab_size)
+        self._source, self._target, self._unk = source, target, special_ids.unk
+        self._source_vocab, self._target_vocab = dict(source_vocab), dict(target_vocab)
+        self._source_pieces = {i: piece for piece, i in source_vocab.items()}
+        self._target_pieces = {i: piece for piece, i in target_vocab.items()}
+        self._source_size = max(vocab_size, 1 + max(source_vocab.values(), default=0))
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of a source, without EOS."""
+        return self._encode(text, self._source, self._source_vocab)
+
+    def encode_target(self, text: str) -> list[int]:
+        """The ids of a translation, without EOS."""
+        return self._encode(text, self._target, self._target_vocab)
+
+    def _encode(
+        self, text: str, processor: sentencepiece.SentencePieceProcessor, vocab: Mapping[str, int]
+    ) -> list[int]:
+        check_text(text)
+        pieces = []
+        if text.startswith(">>") and (end := text.find("<<")) >= 0:
+            pieces, text = [text[: end + 2]], text[end + 2 :]
+        return [vocab.get(piece, self._unk) for piece in [*pieces, *processor.encode(text, out_type=str)]]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        kept = [i for i in until_eos(ids, self._special_ids, self._vocab_size) if i != self._unk]
+        pieces = [self._target_pieces[i] for i in kept if i in self._target_pieces]
+        return str(self._target.decode_pieces(pieces)).replace("▁", " ").strip()
+
+    def tokens(self, ids: Iterable[int]) -> list[str]:
+        return [visible(self._target_pieces.get(i)) for i in checked_ids(ids, self._vocab_size)]
+
+    def source_tokens(self, ids: Iterable[int]) -> list[str]:
+        """Each id of a source as its piece."""
+        return [visible(self._source_pieces.get(i)) for i in checked_ids(ids, self._source_size)]
+
+    def _values(self) -> dict[str, Any]:
+        return {
+            "source": _as_text(self._source),
+            "target": _as_text(self._target),
+            "source_vocab": self._source_vocab,
+            "target_vocab": None if self._source_vocab == self._target_vocab else self._target_vocab,
+        }
+
+
+MODEL_TOKENIZERS = {kind.type: kind for kind in (BackendTokenizer, SentencePieceTokenizer, MarianTokenizer)}
+
+
+def saved_model_tokenizer(file: Path, values: Mapping[str, Any]) -> ModelTokenizer:
+    """What `ModelTokenizer.save` wrote.
+
+    Args:
+        file: tokenizer.json.
+        values: in it; the type is one of `MODEL_TOKENIZERS`.
+
+    Raises:
+        ImportError: the library that the tokenizer needs is not installed.
+        ValueError: a damaged file.
+    """
+    try:
+        sizes = int(values["vocab_size"]), SpecialIds.from_dict(values["special_ids"])
+        if values["type"] == BackendTokenizer.type:
+            bos = None if values["bos"] is None else int(values["bos"])
+            return BackendTokenizer(read_backend(file, values["backend"]), *sizes, bos, str(file))
+        if values["type"] == SentencePieceTokenizer.type:
+            return SentencePieceTokenizer(_from_text(file, values["model"]), *sizes)
+        source_vocab = check_vocab(file, values["source_vocab"])
+        target_vocab = values["target_vocab"]
+        target_vocab = source_vocab if target_vocab is None else check_vocab(file, target_vocab)
+        source, target = (_from_text(file, values[side]) for side in ("source", "target"))
+        return MarianTokenizer(source, target, source_vocab, target_vocab, *sizes)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ValueError(f"{file} is damaged or no tokenizer ({error}): copy it again or convert anew") from error
+
+
+def byte_level_bpe(
+    file: Path, vocab: Mapping[str, int], merges: bytes, *, add_prefix_space: bool
+) -> tokenizers.Tokenizer:
+    """The BPE of a vocabulary and its merges.
+
+    Args:
+        file: of the merges.
+        vocab: the ids of tokens.
+        merges: two tokens a line, separated by a space, the first to be merged first, after a line of the version.
+        add_prefix_space: whether the first word of a text gets a space.
+
+    Raises:
+        ImportError: tokenizers is not installed.
+        ValueError: the merges are damaged or don't fit the vocabulary.
+    """
+    library = tokenizers_library()
+    try:
+        lines = merges.decode("utf-8").split("\n")
+        pairs = [tuple(line.split(" ")) for line in lines if line and not line.startswith("#version")]
+        backend: tokenizers.Tokenizer = library.Tokenizer(library.models.BPE(vocab=dict(vocab), merges=pairs))
+    except Exception as error:  # the library raises a bare Exception
+        raise ValueError(f"{file} is damaged, or of another vocabulary ({error}): copy it again") from error
+    backend.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=add_prefix_space)
+    backend.decoder = library.decoders.ByteLevel()
+    backend.add_special_tokens([name for name in _SPECIAL if name in vocab])
+    return backend
+
+
+def check_vocab(file: Path, values: object) -> dict[str, int]:
+    """Returns `values` if it maps pieces to ids.
+
+    Raises:
+        ValueError: it does not.
+    """
+    if not isinstance(values, dict) or not values:
+        raise ValueError(f"expected {file} to map pieces to ids, got {values!r:.60}")
+    for piece, i in values.items():
+        if not isinstance(i, int) or isinstance(i, bool) or i < 0:
+            raise ValueError(f"expected {file} to map pieces to ids, got {i!r} for {piece!r:.40}")
+    return values
+
+
+def read_sentencepiece(file: Path, model: bytes) -> sentencepiece.SentencePieceProcessor:
+    """A SentencePiece model.
+
+    Args:
+        file: where the bytes are from, for messages.
+        model: the bytes.
+
+    Raises:
+        ImportError: the library is not installed.
+        ValueError: other bytes.
+    """
+    try:
+        import sentencepiece
+    except ImportError as error:
+        raise ImportError(f"{file} needs the sentencepiece library: pip install 'fastformer[sentencepiece]'") from error
+    try:
+        return sentencepiece.SentencePieceProcessor(model_proto=model)
+    except RuntimeError as error:
+        raise ValueError(f"expected a SentencePiece model in {file}, got something else ({error})") from error
+
+
+def _as_text(processor: sentencepiece.SentencePieceProcessor) -> str:
+    return base64.b64encode(processor.serialized_model_proto()).decode("ascii")
+
+
+def _from_text(file: Path, model: str) -> sentencepiece.SentencePieceProcessor:
+    return read_sentencepiece(file, base64.b64decode(model, validate=True))
+
+
+def _check_largest(largest: int, vocab_size: int) -> None:
+    if largest >= vocab_size:
+        raise ValueError(f"expected ids below {vocab_size}, got {largest}: is it another model's tokenizer?")

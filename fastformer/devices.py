@@ -1,0 +1,20 @@
+"""The device that a command or a training runs on."""
+
+from __future__ import annotations
+
+import torch
+
+
+def choose_device(name: str) -> torch.device:
+    """ "auto" is the GPU if there is one.
+
+    Raises:
+        ValueError: no such device here.
+    """
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        torch.zeros(1, device=name).cpu()  # "meta" can be allocated on and holds nothing
+    except (RuntimeError, AssertionError) as error:  # what a build without CUDA raises is an AssertionError
+        raise ValueError(f"expected a device that this PyTorch can use, got {name!r}: give cpu or auto") from error
+    return torch.device(name)
