@@ -6,6 +6,7 @@
     python -m benchmarks.run --suite scaling --list        what would run, with what is missing and why
     python -m benchmarks.run --out benchmarks/results/cpu.jsonl
     python -m benchmarks.run --compare old.jsonl new.jsonl
+    python -m benchmarks.run --op small_work small_work_training --publish   record, then write README's tables
 
 Cases are checked, and then timed in passes over all of them (24 at most at once), so that what a case gave in one
 minute is held against others; their rows are written when the last pass is over, or when somebody stops the run
@@ -34,6 +35,7 @@ os.environ.setdefault("FASTFORMER_STRICT", "1")  # nothing is measured on a sile
 import torch  # noqa: E402
 from tqdm import tqdm  # noqa: E402
 
+from benchmarks import plot, readme  # noqa: E402
 from benchmarks.experiments import EXPERIMENTS  # noqa: E402
 from benchmarks.measure import (
     record,  # noqa: E402
@@ -45,6 +47,7 @@ from benchmarks.measure.console import summary, table, title  # noqa: E402
 from benchmarks.measure.execute import Outcome, run_cases  # noqa: E402
 from benchmarks.measure.suites import DEFAULT, Case, benchmarks, chosen_cases, listing, nothing_fits  # noqa: E402
 from benchmarks.measure.timing import keep_freed_memory  # noqa: E402
+from benchmarks.publish.latest import RESULTS  # noqa: E402
 
 
 class Run:
@@ -130,6 +133,10 @@ def main(arguments: list[str] | None = None) -> int:
         except ValueError as error:
             parser.error(str(error))
         return 0
+    if options.publish:
+        if options.out or options.quick or options.device != "cpu":
+            parser.error("--publish is for a whole run on a CPU: without --out, --quick and --device cuda")
+        options.out = RESULTS / "cpu.jsonl"
     suites = options.suite or DEFAULT
     # What is no case of ours runs where no filter asks for cases.
     is_filtered = any((options.op, options.mode, options.dtype, options.shape, options.provider))
@@ -167,6 +174,9 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"\nexperiment {name}: {EXPERIMENTS[name]}", flush=True)
         told = (["--quick"] if options.quick else []) + (["--out", str(options.out)] if options.out else [])
         importlib.import_module(f"benchmarks.experiments.{name}").main(told)
+    if options.publish and not run.failed:
+        readme.main(["--write"])
+        plot.main([])
     return 1 if run.failed else 0
 
 
@@ -190,13 +200,24 @@ def _parser(ops: Sequence[str]) -> argparse.ArgumentParser:
     parser.add_argument("--op", nargs="+", choices=ops, metavar="OP", help="which benchmarks (all); see --list")
     parser.add_argument("--mode", nargs="+", choices=("fwd", "bwd", "fwdbwd", "step"), help="which passes (all)")
     parser.add_argument("--dtype", nargs="+", help="which dtypes, such as float32 (all)")
-    parser.add_argument("--shape", nargs="+", type=key_value, default=[], help="such as seqlen=2048 (all)")
+    parser.add_argument(
+        "--shape",
+        nargs="+",
+        type=key_value,
+        default=[],
+        help="such as seqlen=2048 (all); a name given twice takes either value",
+    )
     parser.add_argument("--provider", nargs="+", help="which providers, besides ours and the baseline (all)")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--quick", action="store_true", help="few shapes, one dtype, less time")
     parser.add_argument("--rounds", type=int, help="passes, with a turn of each provider or several (16)")
     parser.add_argument("--seconds", type=float, help="about how long one case may be timed (60; 9 with --quick)")
     parser.add_argument("--out", type=Path, help="append JSON lines to this file")
+    parser.add_argument(
+        "--publish",
+        action="store_true",
+        help="append to benchmarks/results/cpu.jsonl, then write README's tables and the pictures",
+    )
     parser.add_argument("--list", action="store_true", help="print what would run, and what is missing and why")
     parser.add_argument("--compare", nargs=2, type=Path, metavar=("OLD", "NEW"), help="compare two files of results")
     return parser

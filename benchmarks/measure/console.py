@@ -42,7 +42,7 @@ def table(row: Row) -> str:
 
 def is_quiet(row: Row) -> bool | None:
     """Whether the ratio of ours to a row can be relied on, or its `speedup` where it has none; None: nobody knows."""
-    quiet = row.get("ours_quiet", row.get("quiet"))
+    quiet = row.get("quiet") if row["provider"] in OURS else row.get("ours_quiet", row.get("quiet"))
     return quiet if quiet is None else bool(quiet)
 
 
@@ -66,6 +66,8 @@ def title(row: Row) -> str:
 def against(row: Row) -> tuple[str, float] | None:
     """(a rival, how many times faster ours is), where a row tells it."""
     if "ours" in row:
+        if row["provider"] == "accelerated":
+            return f"{row['baseline']}, accelerated", row["speedup"]
         return (row["provider"], row["ours"]) if row["provider"] not in OURS else None
     if row.get("speedup") and row["provider"] in OURS and row.get("baseline") and row["baseline"] != row["provider"]:
         return row["baseline"], row["speedup"]

@@ -52,6 +52,9 @@ def chosen_cases(known: dict[str, Benchmark], options: argparse.Namespace) -> It
     --quick runs the first shapes of each benchmark, as many as it says, in its first dtype, and of its modes the first
     and the last: forward, and forward with backward. What --mode and --dtype name counts in their place.
     """
+    wanted: dict[str, set[str]] = {}
+    for key, value in options.shape:
+        wanted.setdefault(key, set()).add(value)
     for benchmark in asked_for(known, options):
         shapes = benchmark.shapes.get(options.device, [])
         modes, dtypes = benchmark.modes, benchmark.dtypes
@@ -60,7 +63,7 @@ def chosen_cases(known: dict[str, Benchmark], options: argparse.Namespace) -> It
             modes = modes if options.mode else tuple(dict.fromkeys((modes[0], modes[-1])))
             dtypes = dtypes if options.dtype else dtypes[:1]
         for shape in shapes:
-            if not all(str(shape.get(key)) == value for key, value in options.shape):
+            if not all(str(shape.get(key)) in values for key, values in wanted.items()):
                 continue
             for dtype in (d for d in dtypes if not options.dtype or d in options.dtype):
                 for mode in (m for m in modes if not options.mode or m in options.mode):

@@ -16,7 +16,19 @@ from benchmarks.measure.scaling_fits import causal_over_full, groups, growth
 from benchmarks.publish.charts import charts, name_of
 from benchmarks.publish.latest import AT_FULL_RATE, WITHOUT_AVX512, Results, Row, value_of
 from benchmarks.publish.style import two_digits
-from benchmarks.publish.summary import AVX2, AVX2_PEERS, DROP_IN, MODELS, MODULES, OPS, PEERS, Case, Comparison
+from benchmarks.publish.summary import (
+    AVX2,
+    AVX2_PEERS,
+    DROP_IN,
+    MODELS,
+    MODULES,
+    OPS,
+    PEERS,
+    SMALL_WORK,
+    Case,
+    Comparison,
+    size_of,
+)
 
 NOT_MEASURED = "not measured"
 
@@ -102,7 +114,7 @@ class Numbers:
         """Those of all figures since the last call, without where they write."""
         taken = self.figures[self._said :]
         self._said = len(self.figures)
-        found = [re.sub(r" --out \S+", "", figure.command) for figure in taken]
+        found = [re.sub(r" --out \S+| --publish", "", figure.command) for figure in taken]
         commands = dict.fromkeys(command for each in found for command in each.split("; "))
         return "\n".join(["```", *map(wrapped, commands), "```"]) if commands else ""
 
@@ -253,6 +265,23 @@ def modules(numbers: Numbers) -> str:
         numbers.picture("modules"),
         numbers.commands(),
     )
+
+
+def small_work(numbers: Numbers) -> str:
+    """Encoders so small that a call's own cost counts; "" until they were measured."""
+    lines = []
+    for size, columns in SMALL_WORK.items():
+        if any(list(case.comparisons(numbers.results.rows)) for cases in columns.values() for case in cases):
+            cells = [
+                " · ".join(numbers.ratio(case, "fp32", "torch.nn") for case in cases) for cases in columns.values()
+            ]
+            lines.append([size_of(size), *cells])
+    if not lines:
+        return ""
+    learns = {False: "evaluation", True: "training"}
+    names = {"fastformer": "fastformer.nn"}
+    head = [f"{learns[is_step]}, {names.get(ours, ours)}" for is_step, ours in next(iter(SMALL_WORK.values()))]
+    return paragraphs(table(["of torch.nn's speed, 1 · 2 threads", *head], lines), numbers.commands())
 
 
 def ops(numbers: Numbers) -> str:
@@ -483,9 +512,10 @@ def trained(numbers: Numbers) -> str:
 
 def losses(numbers: Numbers) -> str:
     """All comparisons of the tables above in which ours is slower."""
+    small = [case for columns in SMALL_WORK.values() for cases in columns.values() for case in cases]
     slower: list[Comparison] = [
         found
-        for cases in (OPS, MODULES, MODELS, DROP_IN, PEERS)
+        for cases in (OPS, MODULES, MODELS, DROP_IN, PEERS, small)
         for case in cases
         for found in case.comparisons(numbers.results.rows)
         if float(two_digits(found.ratio).replace(",", "")) < 1
@@ -506,6 +536,7 @@ BLOCKS: dict[str, Callable[[Numbers], str]] = {
     "losses": losses,
     "models": models,
     "modules": modules,
+    "small_work": small_work,
     "ops": ops,
     "accelerated": accelerated,
     "decoding": decoding,

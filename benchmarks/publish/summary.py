@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
+from benchmarks.cases.models.bench_small_work import SIZES, THREADS
 from benchmarks.measure import record
 from benchmarks.measure.console import is_quiet
 from benchmarks.publish.latest import Row, case_of, matches, platform_of, was_timed
@@ -40,8 +41,8 @@ class Comparison(NamedTuple):
     @property
     def ratio(self) -> float:
         """How many times faster ours is: out of turns of the same rounds where the runner says so, else of medians."""
-        if self._is_of_rounds:
-            return float(self.rival["ours"])
+        if (row := self._of_rounds) is not None:
+            return float(row["speedup" if row is self.ours else "ours"])
         ours, rival = record.seconds(self.ours), record.seconds(self.rival)
         assert ours and rival
         return rival / ours
@@ -49,11 +50,15 @@ class Comparison(NamedTuple):
     @property
     def is_unsteady(self) -> bool:
         """Whether something disturbed it, or its passes disagree; False where nobody watched."""
-        return self._is_of_rounds and is_quiet(self.rival) is False
+        return (row := self._of_rounds) is not None and is_quiet(row) is False
 
     @property
-    def _is_of_rounds(self) -> bool:
-        return self.ours["provider"] == "fastformer" and bool(self.rival.get("ours"))
+    def _of_rounds(self) -> Row | None:
+        """The row whose ratio is out of turns of the same rounds; None where neither has one."""
+        if self.ours["provider"] == "fastformer":
+            return self.rival if self.rival.get("ours") else None
+        is_baseline = self.ours.get("baseline") == self.rival["provider"]
+        return self.ours if self.ours.get("ours") and is_baseline else None
 
 
 @dataclass(frozen=True)
@@ -158,6 +163,34 @@ MODULES = (
     _module("TransformerDecoder", "decoder", "half", learns=False),
     _module("TransformerDecoder", "decoder", "half", learns=True),
 )
+
+
+def _small_work(size: tuple[int, int, int, int], threads: int, ours: str, *, learns: bool) -> Case:
+    dim, layers, batch, seqlen = size
+    name = "fastformer.nn" if ours == "fastformer" else ours
+    what = f"{'training' if learns else 'evaluation'}, {threads} thread{'s' * (threads > 1)}, {name}"
+    where = {
+        "op": "small_work_training" if learns else "small_work",
+        "dim": dim, "layers": layers, "batch": batch, "seqlen": seqlen, "threads": threads,
+    }  # fmt: skip
+    return Case(f"{size_of(size)}, {what}", where, ("torch.nn",), ours, (FP32,))
+
+
+def size_of(size: tuple[int, int, int, int]) -> str:
+    """A size of small work as a reader knows it."""
+    dim, layers, batch, seqlen = size
+    return f"d {dim}, {layers} layers, {batch} x {seqlen}"
+
+
+# Size -> cases, with one and with two threads, of each column of the table.
+SMALL_WORK = {
+    size: {
+        (learns, ours): [_small_work(size, threads, ours, learns=learns) for threads in THREADS]
+        for learns in (False, True)
+        for ours in ("accelerated", "fastformer")
+    }
+    for size in SIZES
+}
 
 MODELS = (
     Case("training step of base, 64 sentences of 32 tokens", {"op": "training_step", "lengths": "equal"},

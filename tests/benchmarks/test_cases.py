@@ -77,6 +77,10 @@ def tiny_shapes() -> list[tuple[str, dict[str, Any]]]:
         ("scaling_lstm", {"seqlen": 5, "width": 16}),
         *modules,
         *(
+            (name, {"dim": 16, "layers": 2, "heads": 2, "batch": 2, "seqlen": 5, "threads": 1, **options})
+            for name, options in (("small_work", {}), ("small_work_training", {"dropout_p": 0.1}))
+        ),
+        *(
             ("attention", {"batch": 1, "seqlen": 9, "heads": 2, "head_dim": 16, "causal": causal, "dropout_p": 0.0})
             for causal in (True, False)
         ),

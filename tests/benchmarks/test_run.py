@@ -491,6 +491,33 @@ def test_quick_takes_the_first_dtype_and_both_ends_of_the_modes() -> None:
     assert len(cases()) == 2 * 2 * 3
 
 
+def test_a_name_given_twice_takes_either_value() -> None:
+    toy = dataclasses.replace(
+        TOY, modes=("fwd",), dtypes=("float32",), shapes={"cpu": [{"a": a, "b": b} for a in (1, 2, 3) for b in (1, 2)]}
+    )
+    found = chosen_cases({"toy": toy}, options(shape=[("a", "1"), ("b", "2"), ("a", "3")]))
+    assert [case.shape for case in found] == [{"a": 1, "b": 2}, {"a": 3, "b": 2}]
+
+
+def test_a_published_run_is_recorded_and_then_written_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+
+    def write(arguments: list[str]) -> int:
+        done.append(f"README, after {len(record.read(tmp_path / 'cpu.jsonl'))} rows")
+        return 0
+
+    monkeypatch.setattr(run_module, "benchmarks", lambda: {"toy": TOY})
+    monkeypatch.setattr(run_module, "RESULTS", tmp_path)
+    monkeypatch.setattr("benchmarks.readme.main", write)
+    monkeypatch.setattr("benchmarks.plot.main", lambda arguments: done.append("pictures"))
+    command = "--op toy --mode fwd --dtype float32 --device cpu --rounds 3 --seconds 0 --publish"
+    assert main(command.split()) == 0 and done == ["README, after 2 rows", "pictures"]
+    for more in ("--quick", "--out x.jsonl"):  # neither is what README shows
+        with pytest.raises(SystemExit):
+            main([*command.split(), *more.split()])
+    assert len(done) == 2
+
+
 def test_list_measures_nothing(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_module, "run_cases", refuses)
     assert main(["--list", "--device", "cpu", "--suite", "ops", "--op", "attention", "--quick"]) == 0

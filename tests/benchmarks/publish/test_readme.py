@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("matplotlib", reason="not installed: pip install matplotlib")
 
-from benchmarks.publish.blocks import BLOCKS, NOT_MEASURED, Numbers, accelerated, avx2
+from benchmarks.publish.blocks import BLOCKS, NOT_MEASURED, Numbers, accelerated, avx2, losses, small_work
 from benchmarks.publish.charts import charts
 from benchmarks.publish.latest import AT_FULL_RATE, RESULTS, WITHOUT_AVX512, Results
 from benchmarks.publish.style import PICTURES, digest, stamp_of
@@ -91,6 +91,20 @@ def test_a_ratio_that_was_not_quiet_is_marked(folder: Path) -> None:
     ):
         write(folder, [LINES[0], LINES[1] | fields])
         assert run(folder, "--write") == 0 and f"\n{shown}\n" in readme.read_text()
+
+
+def test_small_work_is_shown_as_far_as_it_was_measured(folder: Path) -> None:
+    """Each of ours beside torch.nn, by the runner's own ratios; what is slower stands among the losses as well."""
+    assert small_work(Numbers(Results(folder))) == ""
+    shape = {"dim": 32, "layers": 2, "heads": 4, "batch": 1, "seqlen": 8, "threads": 1}
+    same = {"op": "small_work", "shape": shape, "threads": 1, "baseline": "torch.nn", "quiet": True}
+    write(folder, [line("fastformer", 2.0, ours=1.0, speedup=1.1, **same),
+                   line("accelerated", 2.0, ours=1.2, speedup=0.9, **same | {"quiet": False}),
+                   line("torch.nn", 2.0, ours=1.1, speedup=1.0, **same)])  # fmt: skip
+    numbers = Numbers(Results(folder))
+    (row,) = [line for line in small_work(numbers).splitlines() if line.startswith("| d ")]
+    assert [cell.strip().partition(" ")[0] for cell in row.split("|")[2:4]] == ["0.90~", "1.1"]
+    assert "0.90" in losses(numbers) and "1.1" not in losses(numbers)
 
 
 def test_what_was_measured_without_avx512_stands_apart(folder: Path) -> None:

@@ -1,0 +1,139 @@
+"""nn.TransformerEncoder at sizes where a call's own cost counts: torch.nn's as it is, accelerated, and fastformer.nn's.
+
+The stacks are post-norm with `batch_first`, hold the same weights, and get no mask. A call does nothing but the work:
+the module and its list of parameters are looked up by size.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+import fastformer.nn
+from benchmarks.measure.case import Benchmark, Inputs, Provider, Shape
+
+THREADS = (1, 2)
+# (dim, layers, batch, seqlen), from the smallest up.
+SIZES = (
+    (32, 2, 1, 8),
+    (64, 2, 1, 16),
+    (64, 4, 32, 32),
+    (128, 4, 16, 64),
+    (256, 6, 8, 128),
+    (512, 6, 1, 32),
+    (512, 6, 4, 256),
+)
+KINDS = ("fastformer", "accelerated", "torch.nn")
+
+
+class Stack(NamedTuple):
+    """A module and what its training step differentiates."""
+
+    module: nn.Module
+    parameters: list[nn.Parameter]
+
+
+def make(kind: str, shape: Shape, *, training: bool, dtype: torch.dtype) -> Stack:
+    """The stack of one provider; the weights depend on nothing but the sizes."""
+    dropout_p = shape.get("dropout_p", 0.0)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        stacks = []
+        for library in (nn, fastformer.nn):
+            layer = library.TransformerEncoderLayer(
+                shape["dim"], shape["heads"], 4 * shape["dim"], dropout_p, batch_first=True
+            )
+            stacks.append(library.TransformerEncoder(layer, shape["layers"]))
+        original, ours = stacks
+        for parameter in original.parameters():
+            if parameter.dim() > 1:  # a stack begins with copies of one layer, which would hide an exchanged weight
+                nn.init.xavier_uniform_(parameter)
+    for each in original.modules():
+        if isinstance(each, nn.TransformerEncoderLayer):
+            # Units stay clear of relu's kink, half of them on, half off: rounding can't turn one over.
+            each.linear1.bias.data.fill_(4.0)[::2].neg_()
+    if kind == "fastformer":
+        ours.load_state_dict(original.state_dict())
+        module: nn.Module = ours
+    else:
+        module = copy.deepcopy(original)
+    module = module.to(dtype).train(training)
+    if kind == "accelerated":
+        fastformer.accelerate(module)
+    return Stack(module, list(module.parameters()))
+
+
+def make_inputs(shape: Shape, device: str) -> Inputs:
+    """x and the gradient of the output, (batch, seqlen, dim)."""
+    size = shape["batch"], shape["seqlen"], shape["dim"]
+    return {"x": torch.randn(size, device=device, requires_grad=True), "dout": torch.randn(size, device=device)}
+
+
+class Call:
+    """A provider: evaluation, or a training step's forward and backward."""
+
+    def __init__(self, kind: str, *, training: bool) -> None:
+        self._kind, self._training = kind, training
+        self._stacks: dict[tuple[Any, ...], Stack] = {}
+
+    def __call__(self, inputs: Inputs, shape: Shape) -> Tensor | list[Tensor]:
+        """The output; in training the gradients of the input and of all parameters."""
+        x = inputs["x"]
+        key = shape["dim"], shape["layers"], shape.get("dropout_p", 0.0), x.dtype
+        stack = self._stacks.get(key)
+        if stack is None:
+            stack = self._stacks[key] = make(self._kind, shape, training=self._training, dtype=x.dtype)
+        if not self._training:
+            out: Tensor = stack.module(x)
+            return out
+        return list(torch.autograd.grad(stack.module(x), [x, *stack.parameters], inputs["dout"]))
+
+
+def flops_of(shape: Shape, training: bool) -> float:
+    """Of the products: 2 a weight and token forward, 4 a score and column of q; a backward pass doubles both, and
+    computes the scores again."""
+    tokens, scores = shape["batch"] * shape["seqlen"], shape["batch"] * shape["seqlen"] ** 2
+    linear, attention = 24.0 * tokens * shape["dim"] ** 2, 4.0 * scores * shape["dim"]
+    passes: float = shape["layers"]
+    return passes * (3 * linear + 3.5 * attention if training else linear + attention)
+
+
+def _shapes(**more: Any) -> list[dict[str, Any]]:
+    return [
+        {
+            "dim": dim,
+            "layers": layers,
+            "heads": 4 if dim <= 64 else 8,
+            "batch": batch,
+            "seqlen": seqlen,
+            "threads": threads,
+            **more,
+        }
+        for dim, layers, batch, seqlen in SIZES
+        for threads in THREADS
+    ]
+
+
+def _benchmark(name: str, *, training: bool) -> Benchmark:
+    providers: dict[str, Provider] = {kind: Call(kind, training=training) for kind in KINDS}
+    return Benchmark(
+        name=name,
+        suite="modules",
+        shapes={"cpu": _shapes(**({"dropout_p": 0.1} if training else {}))},
+        make_inputs=make_inputs,
+        providers=providers,
+        baseline="torch.nn",
+        modes=("step" if training else "fwd",),
+        dtypes=("float32",),
+        quick=len(THREADS),
+        # Each draws a dropout of its own; that of a stack is held to the reference by `encoder_training`.
+        checked=lambda shape: {key: value for key, value in shape.items() if key != "dropout_p"},
+        flops=lambda shape, mode: flops_of(shape, training),
+        tokens=lambda shape: shape["batch"] * shape["seqlen"],
+    )
+
+
+BENCHMARKS = [_benchmark("small_work", training=False), _benchmark("small_work_training", training=True)]
