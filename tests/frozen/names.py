@@ -1,0 +1,136 @@
+"""What others rely on by name: public names with their signatures, and the state_dict of a tiny model of each class."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import fastformer
+from tests.frozen.models import STATE_DICTS
+
+# Where people import from; README and DIFFERENCES.md name them.
+PACKAGES = (
+    "fastformer",
+    "fastformer.baseline",
+    "fastformer.data",
+    "fastformer.functional",
+    "fastformer.generation",
+    "fastformer.integrations",
+    "fastformer.models",
+    "fastformer.nn",
+    "fastformer.nn.errors",
+    "fastformer.ops",
+    "fastformer.run_folder",
+    "fastformer.training",
+)
+# Classes of which only the name is promised: their methods serve the modules and the engines.
+NAME_ALONE = {"KVCache"}
+
+
+def public_names(package: str) -> list[str]:
+    """The names that a package's file defines, or imports under their own name (`from x import y as y`)."""
+    if package == "fastformer":
+        return sorted(fastformer.__all__)
+    module = importlib.import_module(package)
+    assert module.__file__ is not None
+    found = set()
+    for statement in ast.parse(Path(module.__file__).read_text()).body:
+        if isinstance(statement, ast.ImportFrom):
+            found |= {alias.asname for alias in statement.names if alias.asname == alias.name}
+        elif isinstance(statement, ast.FunctionDef | ast.ClassDef):
+            found.add(statement.name)
+        elif isinstance(statement, ast.Assign):
+            found |= {target.id for target in statement.targets if isinstance(target, ast.Name)}
+    return sorted(name for name in found if name is not None and not name.startswith("_"))
+
+
+def parameters(function: Callable[..., Any]) -> dict[str, str]:
+    """Of a callable: its parameters in order, each with its kind and its default."""
+    found = {}
+    for name, parameter in inspect.signature(function).parameters.items():
+        kind, default = parameter.kind.name.lower(), ""
+        if parameter.default is not inspect.Parameter.empty:
+            value = parameter.default
+            default = f" = {getattr(value, '__qualname__', None) or repr(value)}"
+        found[name] = kind + default
+    return found
+
+
+def described(value: object) -> dict[str, Any] | str:
+    """What is promised of a public name: signatures of a function, or of a class and its own public methods."""
+    if inspect.isclass(value):
+        found: dict[str, Any] = {}
+        if value.__name__ in NAME_ALONE:
+            return "class"
+        if issubclass(value, Exception):
+            return "error: " + ", ".join(base.__name__ for base in value.__mro__ if base.__module__ == "builtins")
+        if not getattr(value, "_is_protocol", False) and value.__init__ is not object.__init__:
+            found["()"] = parameters(value)
+        for owner in reversed(value.__mro__):
+            if owner.__module__.startswith("fastformer"):
+                for name, member in vars(owner).items():
+                    if name.startswith("_") or isinstance(member, type):
+                        continue
+                    if isinstance(member, property):
+                        found[name] = "property"
+                    elif callable(getattr(value, name)):
+                        found[name] = parameters(getattr(value, name))
+        return found
+    if callable(value):
+        return {"()": parameters(value)}
+    return "value"
+
+
+def names_now() -> dict[str, dict[str, Any]]:
+    """Everything that is public today, package by package."""
+    return {
+        package: {name: described(getattr(importlib.import_module(package), name)) for name in public_names(package)}
+        for package in PACKAGES
+    }
+
+
+def missing(frozen: dict[str, Any] | str, now: dict[str, Any] | str, name: str) -> list[str]:
+    """What of a frozen description is gone or different; something new is no difference."""
+    if isinstance(frozen, str) or isinstance(now, str):
+        return [] if frozen == now else [f"{name}: was {frozen}, is {now}"]
+    found = []
+    for member, expected in frozen.items():
+        where = f"{name}{member}" if member == "()" else f"{name}.{member}"
+        if member not in now:
+            found.append(f"{where} is gone")
+        elif isinstance(expected, dict) and isinstance(now[member], dict):
+            found += changed_parameters(expected, now[member], where)
+        elif expected != now[member]:
+            found.append(f"{where}: was {expected}, is {now[member]}")
+    return found
+
+
+def changed_parameters(frozen: dict[str, str], now: dict[str, str], where: str) -> list[str]:
+    """Of a callable: what calls that worked would notice. Another parameter may come if it is optional."""
+    found = [
+        f"{where}: {name} was {kind}, is {now.get(name)}" for name, kind in frozen.items() if now.get(name) != kind
+    ]
+    positional = [name for name, kind in frozen.items() if kind.startswith("positional")]
+    if [name for name, kind in now.items() if kind.startswith("positional")][: len(positional)] != positional:
+        found.append(f"{where}: the order of its parameters changed")
+    for name, kind in now.items():
+        if name not in frozen and not (" = " in kind or kind.startswith("var_")):
+            found.append(f"{where}: {name} is new, and has no default")
+    return found
+
+
+def state_dicts_now() -> dict[str, dict[str, list[int]]]:
+    """Keys and shapes of a tiny model of each class."""
+    found = {}
+    for name, make in STATE_DICTS.items():
+        with torch.device("meta"):
+            model: nn.Module = make()
+        found[name] = {key: list(tensor.shape) for key, tensor in model.state_dict().items()}
+    return found

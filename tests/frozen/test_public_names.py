@@ -1,0 +1,33 @@
+"""Names, signatures and state_dict keys that others rely on are there; new ones may come."""
+
+from __future__ import annotations
+
+import importlib
+import json
+
+import pytest
+
+from tests.frozen.names import described, missing, state_dicts_now
+from tests.frozen.write import NAMES, STATE_DICTS
+
+FROZEN = json.loads(NAMES.read_text())
+
+
+@pytest.mark.parametrize("package", FROZEN)
+def test_what_was_public_is_there(package) -> None:
+    module = importlib.import_module(package)
+    gone = [name for name in FROZEN[package] if not hasattr(module, name)]
+    assert not gone, f"{package} has no {', '.join(gone)} any more"
+    changes = [
+        change
+        for name, frozen in FROZEN[package].items()
+        for change in missing(frozen, described(getattr(module, name)), name)
+    ]
+    assert not changes, "\n".join(changes)
+
+
+def test_state_dicts_have_their_keys_and_shapes() -> None:
+    frozen, now = json.loads(STATE_DICTS.read_text()), state_dicts_now()
+    assert frozen.keys() == now.keys()
+    for name, entries in frozen.items():
+        assert now[name] == entries, name
