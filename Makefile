@@ -16,7 +16,7 @@ test: $(INSTALLED)
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/clang-format --dry-run -Werror csrc/*.cpp csrc/*.h
+	$(BIN)/clang-format --dry-run -Werror csrc/*/*.cpp csrc/*/*.h
 	$(BIN)/mypy
 
 # Ours beside its rivals at a few small shapes, within ten minutes on two cores: a summary, and lines of JSON.
@@ -65,12 +65,13 @@ sanitize-memory: $(INSTALLED)
 		tests/generation/test_bad_input.py tests/generation/test_native_search.py tests/generation/test_any_call.py
 
 # The engine's threads under ThreadSanitizer, without Python, whose own threads it doesn't know.
-RACES := decoder forward vocabulary token_cache packed_model packed_gemm packed_brgemm phases search cpu_features kept_memory gemm
+RACES := $(addprefix engine/,decoder forward lm_head token_cache packed_model packed_gemm packed_brgemm search) \
+	$(addprefix common/,thread_team cpu_features buffer_pool gemm)
 sanitize-threads: $(INSTALLED)
 	mkdir -p build
 	torch=$$($(BIN)/python -c "import os, torch; print(os.path.dirname(torch.__file__))") && \
 		$(CXX) -std=c++20 -O1 -g -fsanitize=thread -fopenmp -fno-math-errno -w -mavx2 -mfma -mf16c \
-		-DCPU_CAPABILITY=AVX2 -DCPU_CAPABILITY_AVX2 -I$$torch/include -I$$torch/include/torch/csrc/api/include \
+		-DCPU_CAPABILITY=AVX2 -DCPU_CAPABILITY_AVX2 -Icsrc -I$$torch/include -I$$torch/include/torch/csrc/api/include \
 		tests/csrc/threads.cpp $(RACES:%=csrc/%.cpp) -L$$torch/lib -Wl,-rpath,$$torch/lib -ltorch_cpu -lc10 -ltorch \
 		-o build/threads
 	build/threads
@@ -78,13 +79,13 @@ sanitize-threads: $(INSTALLED)
 format: $(INSTALLED)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
-	$(BIN)/clang-format -i csrc/*.cpp csrc/*.h
+	$(BIN)/clang-format -i csrc/*/*.cpp csrc/*/*.h
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info fastformer/*.so
 
 # --no-build-isolation: an isolated build would fetch a second torch to compile against.
-$(INSTALLED): setup.py pyproject.toml constraints.txt $(wildcard csrc/*)
+$(INSTALLED): setup.py pyproject.toml constraints.txt $(wildcard csrc/*/*)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt torch numpy "setuptools>=77" wheel ninja pybind11
 	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt --no-build-isolation -e ".[dev]"

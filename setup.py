@@ -33,7 +33,7 @@ def cpp_extensions() -> dict:
     if wanted and shutil.which(compiler) is None:
         print(f"no C++ compiler ({compiler}): installing without the CPU kernels, so the ops run on plain PyTorch")
         return {}
-    sources = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "csrc").glob("*.cpp"))
+    sources = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "csrc").rglob("*.cpp"))
     if not wanted or not sources:
         return {}
     from torch.utils.cpp_extension import BuildExtension, CppExtension
@@ -54,6 +54,7 @@ def cpp_extensions() -> dict:
         CppExtension(
             f"fastformer._C_{isa}",
             sources,
+            include_dirs=[str(ROOT / "csrc")],
             extra_compile_args=[*common, f'-DFASTFORMER_ISA="{isa}"', *flags],
             extra_link_args=["-fopenmp", *os.environ.get("FASTFORMER_LDFLAGS", "").split()],
         )

@@ -73,7 +73,7 @@ def choice(op: _library.Definition, device_type: str) -> tuple[str, str]:
     Returns:
         The backend ("triton", "cpp", "torch" or "reference"), and the file of its kernel, or why there is none.
     """
-    backend, file = ("triton", f"kernels/{op.stem}.py") if device_type == "cuda" else ("cpp", f"csrc/{op.stem}.cpp")
+    backend, file = ("triton", f"kernels/{op.stem}.py") if device_type == "cuda" else ("cpp", f"csrc/ops/{op.stem}.cpp")
     if backend in op.reference_only:
         return "reference", op.reference_only[backend]
     missing = _library.missing_kernel(op, backend)

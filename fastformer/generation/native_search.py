@@ -1,4 +1,4 @@
-"""Greedy and beam search in C++ (csrc/search.cpp), for engines that take many steps in one call."""
+"""Greedy and beam search in C++ (csrc/engine/search.cpp), for engines that take many steps in one call."""
 
 from __future__ import annotations
 

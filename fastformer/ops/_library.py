@@ -66,7 +66,7 @@ class Definition:
 
     Attributes:
         name: the schema's name, `torch.ops.fastformer.<name>`.
-        stem: the file name that the op has in kernels/, csrc/, ops/, tests/ops/ and benchmarks/.
+        stem: the file name that the op has in kernels/, csrc/ops/, ops/, tests/ops/ and benchmarks/.
         arguments: the names of the schema's arguments, in order.
         reference_only: the backends that have no kernel for it by design, and why.
         cpp_unsupported: why the C++ function can't take a call.
@@ -212,7 +212,7 @@ def define_op(
             `_plans`). What asks whether they can take a call (`why_unsupported` of the Triton module,
             `cpp_unsupported`) gets them by the schema's names.
         reference: plain PyTorch, right in every dtype up to fp64.
-        stem: the file name that the op has in kernels/, csrc/, ops/, tests/ops/ and benchmarks/.
+        stem: the file name that the op has in kernels/, csrc/ops/, ops/, tests/ops/ and benchmarks/.
         fake: shapes, dtypes and strides of the outputs; reads no data.
         cpp_unsupported: (op_name, **arguments) -> why the C++ function can't take the call, or None.
         cpp_call: (the C++ function, *arguments) -> the op's results, where that function takes other arguments.

@@ -1,5 +1,5 @@
-// For ThreadSanitizer (`make sanitize`): callers who run phases at once, and sessions of one model on several threads,
-// each of which takes helpers where it gets them, for few rows and for so many that they are dealt to the threads: a
+// For ThreadSanitizer (`make sanitize`): callers who run stages at once, and sessions of one model on several threads,
+// each of which takes helpers where it gets them, for few rows and for so many that they are split among the threads: a
 // decoder alone in fp32 and bf16, and one with an encoder in int8.
 // Exits with 1 where a number isn't the one that one thread finds.
 
@@ -14,7 +14,7 @@
 #include <utility>
 #include <vector>
 
-#include "../../csrc/decoder.h"
+#include "engine/decoder.h"
 
 using namespace fastformer;
 
@@ -26,18 +26,18 @@ std::unique_ptr<Search> three_beams(int64_t limit) {
   return make_beam_search(limit, {1}, 3, 0.6, 1, EarlyStopping::kNo, limit % 2 == 0);
 }
 
-// Each phase adds up what the one before it has written.
+// Each stage adds up what the one before it has written.
 uint64_t add_up(int threads, int rounds) {
-  constexpr int64_t kPhases = 6, kTasks = 7;
-  std::vector<std::vector<uint64_t>> written(kPhases, std::vector<uint64_t>(kTasks));
-  std::vector<Phase> phases;
-  for (int64_t i = 0; i < kPhases; ++i)
-    phases.push_back({i % 3 ? kTasks : 1, [&written, i](int64_t task) {
+  constexpr int64_t kStages = 6, kTasks = 7;
+  std::vector<std::vector<uint64_t>> written(kStages, std::vector<uint64_t>(kTasks));
+  std::vector<Stage> stages;
+  for (int64_t i = 0; i < kStages; ++i)
+    stages.push_back({i % 3 ? kTasks : 1, [&written, i](int64_t task) {
                         uint64_t sum = 0;
-                        for (const uint64_t number : written[(i + kPhases - 1) % kPhases]) sum = sum * 31 + number;
+                        for (const uint64_t number : written[(i + kStages - 1) % kStages]) sum = sum * 31 + number;
                         written[i][task] = written[i][task] * 7 + sum + static_cast<uint64_t>(task) + 1;
                       }});
-  for (int round = 0; round < rounds; ++round) run_phases(phases, threads);
+  for (int round = 0; round < rounds; ++round) run_stages(stages, threads);
   return written.back().back();
 }
 
@@ -121,13 +121,13 @@ std::vector<float> decode(const std::shared_ptr<const PackedModel>& model, int32
   if (model->options.has_encoder()) sources = {{4, 3, seed}, {5}, {6, 7, 8, 9, 10, 11}};
   session.admit(sources, {{seed, 5, 6}, {7, 8, 9, 10}, {11}}, threads);
   Ids tokens{12, 13, 14};
-  const Choice choice{2, true, {0, 2}, logits.data(), {{13, 0, 2}, {seed, 1, 3}}};
+  const Selection selection{2, true, {0, 2}, logits.data(), {{13, 0, 2}, {seed, 1, 3}}};
   for (int step = 0; step < 12; ++step) {
-    const Chosen& chosen = session.step(tokens, choice, threads);
-    said.insert(said.end(), chosen.values.begin(), chosen.values.end());
+    const Candidates& candidates = session.step(tokens, selection, threads);
+    said.insert(said.end(), candidates.values.begin(), candidates.values.end());
     said.push_back(logits[step]), said.push_back(logits[kVocab + step]);
     tokens.clear();
-    for (size_t row = 0; row < chosen.ids.size(); row += 2) tokens.push_back(chosen.ids[row]);
+    for (size_t row = 0; row < candidates.ids.size(); row += 2) tokens.push_back(candidates.ids[row]);
     if (step != 5) continue;
     session.reorder({{0, 0, 0}, {0, 0}, {0}});
     tokens = {15, 16, 17, 18, 19, 20};

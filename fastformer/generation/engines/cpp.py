@@ -23,14 +23,14 @@ from fastformer.nn import Embedding, MultiheadAttention, RelativePositionBias
 from fastformer.nn.feed_forward import fused_name
 from fastformer.ops import _extension
 
-BLOCK_SIZE = 16  # tokens; csrc/token_cache.h's kBlockTokens
+BLOCK_SIZE = 16  # tokens; csrc/engine/token_cache.h's kBlockTokens
 
 Array = npt.NDArray[np.float32] | npt.NDArray[np.uint16]
 Rows = list[list[int]]
 
 
 class _Session(Protocol):
-    """csrc/decoder_module.cpp's Session."""
+    """csrc/bindings/decoder.cpp's Session."""
 
     def admit(self, sources: Sequence[Sequence[int]], tokens: Sequence[Sequence[int]], threads: int) -> None: ...
     def step(
@@ -214,7 +214,7 @@ def _pack(model: nn.Module, precision: str) -> object:
 
 
 def _options(model: Transformer | GPT, precision: str) -> dict[str, object]:
-    """What the tensors don't say: csrc/packed_model.h's ModelOptions. All layers of a stack are alike."""
+    """What the tensors don't say: csrc/engine/packed_model.h's ModelOptions. All layers of a stack are alike."""
     layer, attention, embedding = model.decoder.layers[0], _attention(model), _target_embedding(model)
     encoder_window, rotary = None, None
     if isinstance(model, Transformer):
@@ -252,7 +252,7 @@ def _target_embedding(model: Transformer | GPT) -> Embedding:
 
 
 def _tensors(model: Transformer | GPT) -> dict[str, Array]:
-    """The tensors under the names that csrc/packed_model.h wants."""
+    """The tensors under the names that csrc/engine/packed_model.h wants."""
     tensors: dict[str, Tensor] = {
         f"decoder.{name}": p for name, p in model.decoder.named_parameters(remove_duplicate=False)
     }
@@ -287,7 +287,7 @@ def _tensors(model: Transformer | GPT) -> dict[str, Array]:
 
 
 def _by_distance(relative: RelativePositionBias, model: Transformer) -> Tensor:
-    """What csrc/packed_model.h's PositionBias reads: in units of q k^T, which are scaled afterwards."""
+    """What csrc/engine/packed_model.h's PositionBias reads: in units of q k^T, which are scaled afterwards."""
     reach = min(relative.max_distance, model.config.max_len - 1)
     rows = relative.table[relative.buckets(torch.arange(-reach, reach + 1, device=relative.table.device))]
     return rows.float().T * _attention(model).head_dim ** 0.5

@@ -1,0 +1,126 @@
+// What fastformer/ops/_eager.py and kernels/_plans.py ask of the arguments of every call. They say the same in Python,
+// where the answers about six tensors take as long as the launch of a kernel.
+
+#include <ATen/Context.h>
+#include <c10/core/DispatchKeySet.h>
+#include <torch/csrc/Dtype.h>
+#include <torch/csrc/autograd/python_variable.h>
+
+#include <cstdint>
+#include <string>
+
+#include "bindings/bindings.h"
+
+namespace fastformer {
+namespace {
+
+namespace py = pybind11;
+
+// Whether it is a Tensor or a Parameter and of no class derived from them.
+bool is_tensor(PyObject* x) { return THPVariable_CheckTypeExact(Py_TYPE(x)); }
+
+template <class T>
+void put(std::string& key, T value) {
+  key.append(reinterpret_cast<const char*>(&value), sizeof value);
+}
+
+void put_tensor(std::string& key, const at::Tensor& x) {
+  const auto sizes = x.sizes(), strides = x.strides();
+  key += 'T';
+  put(key, x.scalar_type());
+  put(key, static_cast<int32_t>(sizes.size()));
+  for (const int64_t size : sizes) put(key, size);
+  for (const int64_t stride : strides) put(key, stride);
+  put(key, static_cast<uint8_t>(reinterpret_cast<uintptr_t>(x.const_data_ptr()) % 16));
+}
+
+// False where it is of a kind that no key holds.
+bool put_value(std::string& key, PyObject* x) {
+  if (x == Py_None) {
+    key += 'N';
+  } else if (PyBool_Check(x)) {
+    key += x == Py_True ? '1' : '0';
+  } else if (PyFloat_CheckExact(x)) {
+    key += 'F';
+    put(key, PyFloat_AS_DOUBLE(x));
+  } else if (PyLong_CheckExact(x)) {
+    int overflow = 0;
+    const long long value = PyLong_AsLongLongAndOverflow(x, &overflow);
+    if (overflow != 0) return false;
+    key += 'I';
+    put(key, value);
+  } else if (THPDtype_Check(x)) {
+    key += 'D';
+    put(key, reinterpret_cast<THPDtype*>(x)->scalar_type);
+  } else if (PyUnicode_CheckExact(x)) {
+    Py_ssize_t length = 0;
+    const char* text = PyUnicode_AsUTF8AndSize(x, &length);
+    if (text == nullptr) throw py::error_already_set();
+    key += 'S';
+    put(key, length);
+    key.append(text, static_cast<size_t>(length));
+  } else if (PyList_CheckExact(x)) {
+    key += 'L';
+    put(key, PyList_GET_SIZE(x));
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(x); ++i)
+      if (!put_value(key, PyList_GET_ITEM(x, i))) return false;
+  } else {
+    return false;
+  }
+  return true;
+}
+
+// `_plans.geometry`, as bytes.
+py::object geometry(const py::tuple& args) {
+  static thread_local std::string key;  // keeps its memory
+  key.clear();
+  if (args.empty() || !is_tensor(args[0].ptr())) return py::none();
+  const at::Device device = THPVariable_Unpack(args[0].ptr()).device();
+  put(key, device.type());
+  put(key, device.index());
+  put(key, at::globalContext().deterministicAlgorithms());
+  for (const py::handle argument : args) {
+    if (is_tensor(argument.ptr())) put_tensor(key, THPVariable_Unpack(argument.ptr()));
+    else if (!put_value(key, argument.ptr())) return py::none();
+  }
+  return py::bytes(key);
+}
+
+// The keys of a tensor that is nothing but strided memory, which autograd may see.
+uint64_t plain_keys(c10::DispatchKey backend, c10::DispatchKey autocast, c10::DispatchKey autograd) {
+  return c10::DispatchKeySet({backend, autocast, autograd, c10::DispatchKey::ADInplaceOrView}).raw_repr();
+}
+
+// `_eager.device_of`.
+py::tuple device_of(const py::tuple& args, const py::dict& places) {
+  using c10::DispatchKey;
+  static const uint64_t cpu = plain_keys(DispatchKey::CPU, DispatchKey::AutocastCPU, DispatchKey::AutogradCPU);
+  static const uint64_t cuda = plain_keys(DispatchKey::CUDA, DispatchKey::AutocastCUDA, DispatchKey::AutogradCUDA);
+  py::tuple kinds(args.size());
+  for (size_t i = 0; i < args.size(); ++i) kinds[i] = py::type::handle_of(args[i]);
+  // Not the dict's own lookup: `Places` knows what to do about kinds that it has not met.
+  const auto where = py::reinterpret_steal<py::tuple>(PyObject_GetItem(places.ptr(), kinds.ptr()));
+  if (!where) throw py::error_already_set();
+  uint64_t seen = 0;
+  bool requires_grad = false;
+  for (const py::handle place : where) {
+    const at::Tensor& x = THPVariable_Unpack(PyTuple_GET_ITEM(args.ptr(), PyLong_AsSsize_t(place.ptr())));
+    const uint64_t keys = x.key_set().raw_repr();
+    if ((keys != cpu && keys != cuda) || (seen != 0 && keys != seen)) return py::make_tuple(py::none(), false);
+    seen = keys;
+    requires_grad = requires_grad || x.requires_grad();
+  }
+  if (seen == 0) return py::make_tuple(py::none(), false);
+  static PyObject* const names[] = {PyUnicode_InternFromString("cpu"), PyUnicode_InternFromString("cuda")};
+  return py::make_tuple(py::handle(names[seen == cuda]), requires_grad);
+}
+
+}  // namespace
+
+void bind_eager_call(py::module_& m) {
+  m.def("geometry", &geometry, py::arg("args"), "Equal bytes for two calls that one plan serves, or None.");
+  m.def("device_of", &device_of, py::arg("args"), py::arg("places"),
+        "(the type of device on which all tensors of a call are plain ones or None, whether one requires a gradient).");
+}
+
+}  // namespace fastformer

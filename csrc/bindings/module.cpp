@@ -1,0 +1,15 @@
+// The Python module of the extension. Ops register themselves under torch.ops.fastformer_cpp, each in its own file; the
+// module says which instruction set it was compiled for, and has the objects that aren't ops.
+
+#include <pybind11/pybind11.h>
+
+#include "bindings/bindings.h"
+
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
+  m.doc() = "fastformer's ops for the CPU";
+  m.attr("instruction_set") = FASTFORMER_ISA;
+  fastformer::bind_eager_call(m);
+  fastformer::bind_packed_gemm(m);
+  fastformer::bind_decoder(m);
+  fastformer::bind_search(m);
+}

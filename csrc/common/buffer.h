@@ -1,0 +1,43 @@
+// Scratch memory of the kernels.
+
+#pragma once
+
+#include <c10/core/CPUAllocator.h>
+
+#include <algorithm>
+#include <cstdint>
+
+#include "common/buffer_pool.h"
+
+namespace fastformer {
+
+// From here on a buffer is of kept memory: the C library gives as much back to the system when it is freed, and an op
+// that packs weights would meet fresh pages in each call.
+constexpr int64_t kLargeBuffer = int64_t{1} << 20;
+
+// n elements that nobody has written yet (std::vector would spend a pass on zeros), aligned to a cache line. What
+// measures the memory of tensors measures this, too.
+template <typename T>
+class Buffer {
+ public:
+  Buffer() = default;
+  explicit Buffer(int64_t n) {
+    const int64_t bytes = n * static_cast<int64_t>(sizeof(T));
+    data_ = bytes < kLargeBuffer ? c10::GetCPUAllocator()->allocate(static_cast<size_t>(bytes)) : pooled_data(bytes);
+  }
+  T* data() { return static_cast<T*>(data_.get()); }
+  const T* data() const { return static_cast<const T*>(data_.get()); }
+
+ private:
+  c10::DataPtr data_;
+};
+
+// n elements that all hold a value.
+template <typename T>
+Buffer<T> filled(int64_t n, T value) {
+  Buffer<T> buffer(n);
+  std::fill_n(buffer.data(), n, value);
+  return buffer;
+}
+
+}  // namespace fastformer

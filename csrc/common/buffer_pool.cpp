@@ -1,0 +1,85 @@
+#include "common/buffer_pool.h"
+
+#include <c10/core/CPUAllocator.h>
+#include <pthread.h>
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <mutex>
+#include <new>
+#include <vector>
+
+namespace fastformer {
+namespace {
+
+constexpr int64_t kHugePage = int64_t{2} << 20;
+constexpr int64_t kMostKept = int64_t{64} << 20;
+
+struct Chunk {
+  char* data;
+  int64_t bytes;
+};
+
+// Never destroyed: buffers may go while the process ends.
+struct Kept {
+  std::mutex mutex;
+  std::vector<Chunk> chunks;
+  int64_t bytes = 0;
+};
+Kept& kept() {
+  static Kept* const all = [] {
+    // A process that forks while another of its threads is in here would leave the child a lock that nobody opens.
+    pthread_atfork([] { kept().mutex.lock(); }, [] { kept().mutex.unlock(); }, [] { kept().mutex.unlock(); });
+    return new Kept;
+  }();
+  return *all;
+}
+
+}  // namespace
+
+PooledMemory::PooledMemory(int64_t bytes)
+    : bytes_((std::max<int64_t>(bytes, 1) + kHugePage - 1) / kHugePage * kHugePage) {
+  Kept& all = kept();
+  {
+    const std::lock_guard lock(all.mutex);
+    auto best = all.chunks.end();
+    for (auto chunk = all.chunks.begin(); chunk != all.chunks.end(); ++chunk)
+      if (chunk->bytes >= bytes_ && (best == all.chunks.end() || chunk->bytes < best->bytes)) best = chunk;
+    if (best != all.chunks.end()) {
+      data_ = best->data, bytes_ = best->bytes;
+      all.bytes -= bytes_;
+      all.chunks.erase(best);
+      return;
+    }
+  }
+  data_ = static_cast<char*>(std::aligned_alloc(kHugePage, static_cast<size_t>(bytes_)));
+  if (data_ == nullptr) throw std::bad_alloc();
+  madvise(data_, static_cast<size_t>(bytes_), MADV_HUGEPAGE);
+}
+
+PooledMemory::~PooledMemory() {
+  if (data_ == nullptr) return;
+  Kept& all = kept();
+  const std::lock_guard lock(all.mutex);
+  if (all.bytes + bytes_ > kMostKept) {
+    std::free(data_);
+    return;
+  }
+  all.chunks.push_back({data_, bytes_});
+  all.bytes += bytes_;
+}
+
+c10::DataPtr pooled_data(int64_t bytes) {
+  auto* memory = new PooledMemory(bytes);
+  c10::profiledCPUMemoryReporter().New(memory->data(), static_cast<size_t>(bytes));
+  return {memory->data(), memory,
+          [](void* context) {
+            auto* gone = static_cast<PooledMemory*>(context);
+            c10::profiledCPUMemoryReporter().Delete(gone->data());
+            delete gone;
+          },
+          c10::Device(c10::kCPU)};
+}
+
+}  // namespace fastformer

@@ -1,0 +1,60 @@
+// Whether helpers are worth it beside the other work of the machine; stages.cpp asks.
+
+#pragma once
+
+#include <algorithm>
+#include <chrono>
+#include <cstdint>
+
+namespace fastformer {
+
+// Threads may wait for one that has no core just now for longer than they help. Whether they do hangs on the system's
+// scheduler and on the neighbours, so both ways are tried, and the faster one goes on. As long as nobody waits long,
+// or all tasks at one thread's pace would take three times as long, nothing is tried.
+class Contention {
+ public:
+  using Duration = std::chrono::steady_clock::duration;
+
+  bool prefers_one_thread() const { return is_alone_; }
+
+  // What a run took, whether its caller waited long, and what all of its tasks would have taken at the caller's pace.
+  // (Its processor time would tell that better, but to ask the system for it has the scheduler take the core away.)
+  void record(Duration time, int64_t tasks, bool waited_long, Duration by_one) {
+    time_ += time;
+    tasks_ += tasks;
+    has_waited_ |= waited_long;
+    by_one_ += by_one;
+    if (time_ < kWindow) return;
+    const double speed = static_cast<double>(tasks_) / static_cast<double>(time_.count());
+    if (is_trial_) {
+      const bool is_better = speed > speed_;
+      windows_ = is_better ? kLeastWindows : std::min(2 * windows_, kMostWindows);
+      is_trial_ = false;
+      left_ = windows_;
+      is_alone_ ^= !is_better;
+    } else if (left_ > 0) {
+      --left_;
+    } else if (is_alone_ || (has_waited_ && by_one_ < kDoubtful * time_)) {
+      speed_ = speed;
+      is_trial_ = true;
+      is_alone_ ^= true;
+    }
+    time_ = by_one_ = {};
+    tasks_ = 0;
+    has_waited_ = false;
+  }
+
+ private:
+  static constexpr Duration kWindow = std::chrono::milliseconds(30);  // many slices of a scheduler, for one speed
+  static constexpr double kDoubtful = 3;                      // by_one of so many times the time: a trial costs little
+  static constexpr int kLeastWindows = 8, kMostWindows = 32;  // between trials of what was slower
+
+  bool is_alone_ = false, is_trial_ = false;
+  int left_ = 0, windows_ = kLeastWindows;  // before the next trial
+  double speed_ = 0;                        // tasks a tick, of what is compared with a trial
+  Duration time_{0}, by_one_{0};            // of this window
+  int64_t tasks_ = 0;
+  bool has_waited_ = false;
+};
+
+}  // namespace fastformer

@@ -1,0 +1,52 @@
+// Probes behind cpu_features.h.
+
+#include "common/cpu_features.h"
+
+#include <cstdlib>
+#include <stdexcept>
+#include <string>
+#include <string_view>
+
+namespace fastformer {
+namespace {
+
+CpuFeatures probe() {
+  CpuFeatures found;
+  found.avx512_vnni = __builtin_cpu_supports("avx512vnni");
+  found.avx512_bf16 = __builtin_cpu_supports("avx512bf16");
+  found.avx_vnni = __builtin_cpu_supports("avxvnni");
+  const bool tiles = __builtin_cpu_supports("amx-tile");
+  found.amx_int8 = tiles && __builtin_cpu_supports("amx-int8");
+  found.amx_bf16 = tiles && __builtin_cpu_supports("amx-bf16");
+  const char* allowed = std::getenv("FASTFORMER_CPU_FEATURES");
+  if (allowed == nullptr) return found;
+
+  CpuFeatures kept;
+  std::string_view rest = allowed;
+  while (!rest.empty()) {
+    const std::string_view name = rest.substr(0, rest.find(','));
+    rest.remove_prefix(name.size() < rest.size() ? name.size() + 1 : rest.size());
+    if (name == "avx512_vnni") kept.avx512_vnni = found.avx512_vnni;
+    else if (name == "avx512_bf16") kept.avx512_bf16 = found.avx512_bf16;
+    else if (name == "avx_vnni") kept.avx_vnni = found.avx_vnni;
+    else if (name == "amx_int8") kept.amx_int8 = found.amx_int8;
+    else if (name == "amx_bf16") kept.amx_bf16 = found.amx_bf16;
+    else
+      throw std::invalid_argument(
+          "FASTFORMER_CPU_FEATURES: expected avx512_vnni, avx512_bf16, avx_vnni, amx_int8 or "
+          "amx_bf16, got '" +
+          std::string(name) + "'");
+  }
+  return kept;
+}
+
+}  // namespace
+
+const CpuFeatures& cpu_features() {
+  static const CpuFeatures features = probe();
+  return features;
+}
+
+bool is_intel_cpu() { return __builtin_cpu_is("intel"); }
+
+}  // namespace fastformer

@@ -1,0 +1,231 @@
+// The micro-kernels behind gemm.h, of gemm.cpp alone: some rows of A, where they lie, against one panel of B.
+
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <cstring>
+#include <utility>
+
+#include "common/gemm.h"
+#include "common/transpose.h"
+
+namespace fastformer {
+namespace {
+
+#if defined(CPU_CAPABILITY_AVX512)
+constexpr int kMaxRows = 14;  // 28 accumulators, two vectors of B, the broadcasts come from memory
+#else
+constexpr int kMaxRows = 6;  // 12 accumulators of 16
+#endif
+
+// Where a micro-kernel finds A: element (i, p) at data[i * row + p / kPair * step + p % kPair].
+template <typename T>
+struct Left {
+  const T* data;
+  int64_t row, step;
+
+  // What step p of k should ask the caches for: the rows are more streams than a hardware prefetcher follows. A line
+  // of a row lasts for kLine steps, in which each row has its turn; where a step moves on by a line, so does this.
+  const T* ahead(int64_t p) const {
+    constexpr int64_t kLine = 64 / sizeof(T) / kPair<T>, kAhead = 2 * kLine;
+    return data + p % kLine * row + (p + kAhead) * step;
+  }
+};
+
+// Walks down the rows of A with a pointer for every fourth: x86 adds up to three times a stride in the address itself,
+// so that a step in k moves few pointers and computes no others.
+template <typename T, int kRows>
+struct Rows {
+  const T* base[(kRows + 3) / 4];
+  int64_t row, step;
+
+  explicit Rows(Left<T> a) : row(a.row), step(a.step) {
+    for (int g = 0; g < (kRows + 3) / 4; ++g) base[g] = a.data + 4 * g * a.row;
+  }
+  const T* operator[](int i) const { return base[i / 4] + i % 4 * row; }
+  void advance() {
+    for (auto& pointer : base) pointer += step;
+  }
+};
+
+// Sums of kRows rows, stored or added where they belong; `columns` of them exist.
+template <int kRows, int kVecs>
+inline void store_sums(const Vec<float> (&sum)[kRows][kVecs], float* c, int64_t ldc, int64_t columns, bool accumulate) {
+  using V = Vec<float>;
+  for (int i = 0; i < kRows; ++i)
+    for (int j = 0; j < kVecs; ++j) {
+      const int64_t n = columns - j * V::size;
+      if (n <= 0) continue;
+      float* to = c + i * ldc + j * V::size;
+      (accumulate ? sum[i][j] + V::load(to, n) : sum[i][j]).store(to, n);
+    }
+}
+
+// The micro-kernels: kRows rows of A against one panel. `columns` of the result are written.
+
+template <int kRows>
+void rows_times_panel(Left<float> a, const float* b, int64_t k, float* c, int64_t ldc, int64_t columns,
+                      bool accumulate) {
+  using V = Vec<float>;
+  constexpr int kVecs = kPanel / V::size;
+  V sum[kRows][kVecs];
+  for (int i = 0; i < kRows; ++i)
+    for (int j = 0; j < kVecs; ++j) sum[i][j] = V(0.f);
+  Rows<float, kRows> rows(a);
+  for (int64_t p = 0; p < k; ++p, b += kPanel, rows.advance()) {
+    V right[kVecs];
+    for (int j = 0; j < kVecs; ++j) right[j] = V::load(b + j * V::size);
+    __builtin_prefetch(a.ahead(p));
+#pragma GCC unroll 16
+    for (int i = 0; i < kRows; ++i) {
+      const V left(*rows[i]);
+      for (int j = 0; j < kVecs; ++j) sum[i][j] = fmadd(left, right[j], sum[i][j]);
+    }
+  }
+  store_sums(sum, c, ldc, columns, accumulate);
+}
+
+#if defined(CPU_CAPABILITY_AVX512)
+// Two neighbours in k at once; beyond an odd k the second one is zero.
+template <int kRows, bool kWhole>
+__attribute__((target("avx512bf16"), always_inline)) inline void add_pair(const Rows<bfloat16, kRows>& rows,
+                                                                          const bfloat16* b, __m512 (&sum)[kRows][2]) {
+  const __m512bh right0 = (__m512bh)load_lanes(b), right1 = (__m512bh)load_lanes(b + kPanel);
+#pragma GCC unroll 16
+  for (int i = 0; i < kRows; ++i) {
+    uint32_t both;
+    if (kWhole) std::memcpy(&both, rows[i], 4);
+    else both = rows[i]->x;
+    const __m512bh left = (__m512bh)_mm512_set1_epi32(static_cast<int>(both));
+    sum[i][0] = _mm512_dpbf16_ps(sum[i][0], left, right0);
+    sum[i][1] = _mm512_dpbf16_ps(sum[i][1], left, right1);
+  }
+}
+
+template <int kRows>
+__attribute__((target("avx512bf16"))) void rows_times_panel_bf16(Left<bfloat16> a, const bfloat16* b, int64_t k,
+                                                                 float* c, int64_t ldc, int64_t columns,
+                                                                 bool accumulate) {
+  __m512 sum[kRows][2];
+  for (int i = 0; i < kRows; ++i) sum[i][0] = sum[i][1] = _mm512_setzero_ps();
+  Rows<bfloat16, kRows> rows(a);
+  for (int64_t p = 0; p + 2 <= k; p += 2, b += 2 * kPanel, rows.advance()) add_pair<kRows, true>(rows, b, sum);
+  if (k % 2) add_pair<kRows, false>(rows, b, sum);
+  for (int i = 0; i < kRows; ++i)
+    for (int j = 0; j < 2; ++j) {
+      const int64_t n = columns - j * 16;
+      if (n <= 0) continue;
+      const __mmask16 mask = Vec<float>::first(n);
+      float* to = c + i * ldc + j * 16;
+      const __m512 old = accumulate ? _mm512_maskz_loadu_ps(mask, to) : _mm512_setzero_ps();
+      _mm512_mask_storeu_ps(to, mask, _mm512_add_ps(sum[i][j], old));
+    }
+}
+#endif
+
+// A panel of bf16 as it lies, the rows of A widened: for one group of rows, which would not repay a widened panel. The
+// low half of a 32-bit unit is the even row of k, the high half the odd one.
+template <int kRows>
+void rows_times_panel_widened(Left<float> a, const bfloat16* b, int64_t k, float* c, int64_t ldc, int64_t columns,
+                              bool accumulate) {
+  using V = Vec<float>;
+  constexpr int kVecs = kPanel / V::size;
+  V sum[kRows][kVecs];
+  for (int i = 0; i < kRows; ++i)
+    for (int j = 0; j < kVecs; ++j) sum[i][j] = V(0.f);
+  Rows<float, kRows> rows(a);
+  for (int64_t p = 0; p < k; p += 2, b += 2 * kPanel) {
+    const bool whole = p + 2 <= k;
+    // The even rows of k, then the odd ones: both at once would not fit the registers of AVX2.
+    for (int odd = 0; odd < (whole ? 2 : 1); ++odd, rows.advance()) {
+      V right[kVecs];
+      for (int j = 0; j < kVecs; ++j) {
+        const Lanes x = load_lanes(b + j * 2 * V::size);
+        right[j] = odd ? upper_halves(x) : lower_halves(x);
+      }
+#pragma GCC unroll 16
+      for (int i = 0; i < kRows; ++i) {
+        const V left(*rows[i]);
+        for (int j = 0; j < kVecs; ++j) sum[i][j] = fmadd(left, right[j], sum[i][j]);
+      }
+    }
+  }
+  store_sums(sum, c, ldc, columns, accumulate);
+}
+
+template <int kRows>
+void rows_times_panel_double(Left<double> a, const double* b, int64_t k, double* c, int64_t ldc, int64_t columns,
+                             bool accumulate) {
+  for (int i = 0; i < kRows; ++i) {
+    double sum[kPanel] = {};
+    for (int64_t p = 0; p < k; ++p)
+      for (int64_t j = 0; j < kPanel; ++j) sum[j] += a.data[i * a.row + p * a.step] * b[p * kPanel + j];
+    for (int64_t j = 0; j < columns; ++j) c[i * ldc + j] = accumulate ? c[i * ldc + j] + sum[j] : sum[j];
+  }
+}
+
+template <typename T>
+using Kernel = void (*)(Left<T>, const T*, int64_t, acc_t<T>*, int64_t, int64_t, bool);
+
+template <typename T>
+using Kernels = std::array<Kernel<T>, kMaxRows>;
+
+template <int... i>
+Kernels<float> float_kernels(std::integer_sequence<int, i...>) {
+  return {rows_times_panel<i + 1>...};
+}
+template <int... i>
+Kernels<double> double_kernels(std::integer_sequence<int, i...>) {
+  return {rows_times_panel_double<i + 1>...};
+}
+template <int... i>
+Kernels<bfloat16> bfloat16_kernels(std::integer_sequence<int, i...>) {
+#if defined(CPU_CAPABILITY_AVX512)
+  return {rows_times_panel_bf16<i + 1>...};
+#else
+  return {};  // nobody asks: see has_bf16_dot
+#endif
+}
+
+using WidenedKernel = void (*)(Left<float>, const bfloat16*, int64_t, float*, int64_t, int64_t, bool);
+
+template <int... i>
+std::array<WidenedKernel, kMaxRows> widened_kernels(std::integer_sequence<int, i...>) {
+  return {rows_times_panel_widened<i + 1>...};
+}
+
+constexpr auto kRowNumbers = std::make_integer_sequence<int, kMaxRows>{};
+
+template <typename T>
+const Kernels<T>& kernels() {
+  static const Kernels<T> table = [] {
+    if constexpr (std::is_same_v<T, float>) return float_kernels(kRowNumbers);
+    else if constexpr (std::is_same_v<T, double>) return double_kernels(kRowNumbers);
+    else return bfloat16_kernels(kRowNumbers);
+  }();
+  return table;
+}
+
+// How rows of A are shared out among calls of the micro-kernels: groups of nearly the same number of rows, the first
+// `few` of which have one row less than the others.
+struct Groups {
+  int64_t count, few, rows;
+
+  explicit Groups(int64_t m) : count((m + kMaxRows - 1) / kMaxRows), few(count - m % count), rows(m / count) {}
+};
+
+// All rows of A against one panel.
+template <typename T>
+void rows_of_panel(Groups groups, Left<T> a, const T* panel, int64_t k, acc_t<T>* c, int64_t ldc, int64_t columns,
+                   bool accumulate) {
+  const Kernels<T>& table = kernels<T>();
+  for (int64_t g = 0; g < groups.count; ++g) {
+    const int64_t rows = groups.rows + (g >= groups.few);
+    table[rows - 1](a, panel, k, c, ldc, columns, accumulate);
+    a.data += rows * a.row, c += rows * ldc;
+  }
+}
+
+}  // namespace
+}  // namespace fastformer

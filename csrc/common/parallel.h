@@ -1,0 +1,53 @@
+// How work is shared out among the threads. Which thread does what is of no consequence: a task owns what it writes,
+// and whatever is summed over tasks is summed in their order, so a result depends neither on timing nor on the number
+// of threads. Below some amount of work a second thread costs more than it gives: the caller says whether it is
+// reached.
+
+#pragma once
+
+#include <ATen/Parallel.h>
+#include <c10/util/ThreadLocalDebugInfo.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+
+#include "common/gemm.h"
+
+namespace fastformer {
+
+constexpr int64_t kSerialFlops = 1 << 20;     // of products, below which they run on one thread
+constexpr int64_t kSerialElements = 1 << 15;  // read or written, likewise, where memory is what counts
+
+// Calls worker(next) once per thread; next() gives out 0, 1, ... and ends at n or beyond. A thread that the machine
+// holds up, or that meets a long task, takes fewer.
+template <typename F>
+void for_each_worker(int64_t n, bool parallel, F&& worker) {
+  std::atomic<int64_t> taken{0};
+  const auto work = [&] {
+    worker([&] { return taken.fetch_add(1, std::memory_order_relaxed); });
+    gemm_release();
+  };
+  if (!parallel || n <= 1) return work();
+  const auto profiler = c10::ThreadLocalDebugInfo::current();
+  at::parallel_for(0, std::min<int64_t>(n, at::get_num_threads()), 1, [&](int64_t, int64_t) {
+    const c10::DebugInfoGuard guard(profiler);
+    work();
+  });
+}
+
+// Runs task(0), ..., task(n - 1), each once.
+template <typename F>
+void for_each_task(int64_t n, bool parallel, F&& task) {
+  for_each_worker(n, parallel, [&](auto next) {
+    for (int64_t i = next(); i < n; i = next()) task(i);
+  });
+}
+
+// Calls range(begin, end) for equal parts of [0, rows), of `elements` each: rows that lie side by side stay together.
+template <typename F>
+void for_row_ranges(int64_t rows, int64_t elements, F&& range) {
+  at::parallel_for(0, rows, std::max<int64_t>(1, kSerialElements / std::max<int64_t>(elements, 1)), range);
+}
+
+}  // namespace fastformer

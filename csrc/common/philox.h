@@ -1,0 +1,204 @@
+// Dropout by counter, as defined in fastformer/ops/_dropout.py: Philox4x32 with 7 rounds, four calls for 64 columns.
+//
+//   column  = 64 * group + 8 * pair + 2 * call + odd
+//   key     = (seed low, seed high)
+//   counter = (4 * group + call, row, plane, offset)
+//   an element is kept when byte 2 * pair + odd of its call's four words >= threshold
+//
+// The four calls of a group run in the four 32-bit lanes of 128 bits. There the word w of all four holds the decisions
+// of columns 16 * w to 16 * w + 15 in 16-bit pieces, which one shuffle inside the 128 bits puts in order.
+
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <immintrin.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <optional>
+#include <type_traits>
+
+#include "common/simd.h"
+
+namespace fastformer {
+
+// One dropout: what it needs to say which elements of which row are kept.
+struct Dropout {
+  static constexpr int64_t kGroup = 64;  // columns that are decided together
+
+  uint32_t key0 = 0, key1 = 0, offset = 0;
+  uint32_t threshold = 0;  // decisions below it are dropped
+  double scale = 1.0;      // of what is kept
+  bool on = false;
+
+  Dropout() = default;
+  // seed: int64 (2,), the key and the offset; none where p is 0.
+  Dropout(double p, const std::optional<at::Tensor>& seed) {
+    on = p > 0 && seed.has_value();
+    if (!on) return;
+    threshold = p >= 1 ? 256 : static_cast<uint32_t>(std::clamp(std::nearbyint(p * 256.0), 1.0, 255.0));
+    scale = threshold == 256 ? 0.0 : 256.0 / (256 - static_cast<int64_t>(threshold));
+    const int64_t* pair = seed->const_data_ptr<int64_t>();
+    key0 = static_cast<uint32_t>(pair[0]);
+    key1 = static_cast<uint32_t>(static_cast<uint64_t>(pair[0]) >> 32);
+    offset = static_cast<uint32_t>(pair[seed->stride(0)]);  // the pair may be a column of something larger
+  }
+
+  // Writes the multipliers (scale or 0) of columns [first_column, first_column + n) of rows [row, row + rows), each row
+  // `stride` after the one before. What lies up to kGroup elements behind a row's n is overwritten too, so that `out`
+  // has room for (rows - 1) * stride + n + kGroup; stride >= n.
+  template <typename acc>
+  void multipliers(int64_t row, int64_t rows, int64_t plane, int64_t first_column, int64_t n, acc* out,
+                   int64_t stride) const {
+    const int64_t first_group = first_column / kGroup, before = first_column % kGroup;
+    const int64_t groups = (before + n + kGroup - 1) / kGroup, total = rows * groups;
+    const acc kept = static_cast<acc>(scale);
+    Decisions decisions;
+    int64_t r = 0, g = 0;  // of the next group: all groups of a row, then the next row's
+    for (int64_t done = 0; done < total; done += kTogether) {
+      uint32_t group_of[kTogether] = {}, row_of[kTogether] = {};
+      acc* to[kTogether];
+      const int64_t here = std::min(kTogether, total - done), first = g;
+      for (int64_t t = 0; t < here; ++t) {
+        group_of[t] = static_cast<uint32_t>(first_group + g);
+        row_of[t] = static_cast<uint32_t>(row + r);
+        to[t] = out + r * stride + g * kGroup - before;
+        if (++g == groups) g = 0, ++r;
+      }
+      decide(group_of, row_of, static_cast<uint32_t>(plane), decisions);
+      for (int64_t t = 0; t < here; ++t) {
+        if (before == 0 || (first + t) % groups > 0) {
+          write(decisions, t, kept, to[t]);
+        } else {
+          acc whole[kGroup];
+          write(decisions, t, kept, whole);
+          std::copy(whole + before, whole + kGroup, to[t] + before);
+        }
+      }
+    }
+  }
+
+  // Those of one row.
+  template <typename acc>
+  void multipliers(int64_t row, int64_t plane, int64_t first_column, int64_t n, acc* out) const {
+    multipliers(row, 1, plane, first_column, n, out, n);
+  }
+
+#if defined(CPU_CAPABILITY_AVX512)
+  static constexpr int64_t kTogether = 4;  // groups: 16 calls of Philox at once
+  using Decisions = __mmask64[4];          // bit 16 * t + c of the w-th: is column 16 * w + c of group t kept?
+
+  // The multipliers of group t.
+  template <typename acc>
+  static void write(const Decisions& decisions, int64_t t, acc kept, acc* to) {
+    for (int w = 0; w < 4; ++w) {
+      const uint64_t bits = decisions[w] >> (16 * t);
+      if constexpr (std::is_same_v<acc, float>) {
+        _mm512_storeu_ps(to + 16 * w, _mm512_maskz_mov_ps(static_cast<__mmask16>(bits), _mm512_set1_ps(kept)));
+      } else {
+        _mm512_storeu_pd(to + 16 * w, _mm512_maskz_mov_pd(static_cast<__mmask8>(bits), _mm512_set1_pd(kept)));
+        _mm512_storeu_pd(to + 16 * w + 8, _mm512_maskz_mov_pd(static_cast<__mmask8>(bits >> 8), _mm512_set1_pd(kept)));
+      }
+    }
+  }
+
+  // The decisions of a group of columns of a row each, in the columns' order.
+  void decide(const uint32_t* group_of, const uint32_t* row_of, uint32_t plane, Decisions& out) const {
+    const auto spread = [](const uint32_t* each) {  // one value to the four lanes of each 128 bits
+      const __m128i four = _mm_loadu_si128(reinterpret_cast<const __m128i*>(each));
+      return _mm512_permutexvar_epi32(_mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3),
+                                      _mm512_castsi128_si512(four));
+    };
+    const __m512i call = _mm512_broadcast_i32x4(_mm_setr_epi32(0, 1, 2, 3));
+    __m512i c0 = _mm512_add_epi32(_mm512_slli_epi32(spread(group_of), 2), call);
+    __m512i c1 = spread(row_of);
+    __m512i c2 = _mm512_set1_epi32(static_cast<int>(plane));
+    __m512i c3 = _mm512_set1_epi32(static_cast<int>(offset));
+    const __m512i m0 = _mm512_set1_epi32(static_cast<int>(0xD2511F53u)),
+                  m1 = _mm512_set1_epi32(static_cast<int>(0xCD9E8D57u));
+    uint32_t k0 = key0, k1 = key1;
+    const auto multiply = [](__m512i a, __m512i m, __m512i& low, __m512i& high) {
+      const __m512i even = _mm512_mul_epu32(a, m);
+      const __m512i odd = _mm512_mul_epu32(_mm512_srli_epi64(a, 32), m);
+      low = _mm512_mask_blend_epi32(0xAAAA, even, _mm512_slli_epi64(odd, 32));
+      high = _mm512_mask_blend_epi32(0xAAAA, _mm512_srli_epi64(even, 32), odd);
+    };
+    for (int round = 0; round < 7; ++round) {
+      __m512i low0, high0, low1, high1;
+      multiply(c0, m0, low0, high0);
+      multiply(c2, m1, low1, high1);
+      c0 = _mm512_ternarylogic_epi32(high1, c1, _mm512_set1_epi32(static_cast<int>(k0)), 0x96);
+      c1 = low1;
+      c2 = _mm512_ternarylogic_epi32(high0, c3, _mm512_set1_epi32(static_cast<int>(k1)), 0x96);
+      c3 = low0;
+      k0 += 0x9E3779B9u;
+      k1 += 0xBB67AE85u;
+    }
+    const __m512i order = _mm512_broadcast_i32x4(pairs_in_order());
+    const __m512i words[4] = {_mm512_shuffle_epi8(c0, order), _mm512_shuffle_epi8(c1, order),
+                              _mm512_shuffle_epi8(c2, order), _mm512_shuffle_epi8(c3, order)};
+    // A threshold of 256 fits no byte; whatever it keeps is multiplied by 0.
+    const __m512i limit = _mm512_set1_epi8(static_cast<char>(std::min(threshold, 255u)));
+    for (int w = 0; w < 4; ++w) out[w] = _mm512_cmpge_epu8_mask(words[w], limit);
+  }
+#else
+  static constexpr int64_t kTogether = 2;  // groups: 8 calls of Philox at once
+  struct Decisions {
+    alignas(32) uint8_t of[kTogether][kGroup];
+    uint32_t limit;
+  };
+
+  // The multipliers of group t.
+  template <typename acc>
+  static void write(const Decisions& decisions, int64_t t, acc kept, acc* to) {
+    for (int64_t i = 0; i < kGroup; ++i) to[i] = decisions.of[t][i] >= decisions.limit ? kept : acc(0);
+  }
+
+  // The decisions of a group of columns of a row each, in the columns' order.
+  void decide(const uint32_t* group_of, const uint32_t* row_of, uint32_t plane, Decisions& out) const {
+    const auto spread = [](const uint32_t* each) {  // one value to the four lanes of each 128 bits
+      return _mm256_set_m128i(_mm_set1_epi32(static_cast<int>(each[1])), _mm_set1_epi32(static_cast<int>(each[0])));
+    };
+    const __m256i call = _mm256_broadcastsi128_si256(_mm_setr_epi32(0, 1, 2, 3));
+    __m256i c0 = _mm256_add_epi32(_mm256_slli_epi32(spread(group_of), 2), call);
+    __m256i c1 = spread(row_of);
+    __m256i c2 = _mm256_set1_epi32(static_cast<int>(plane));
+    __m256i c3 = _mm256_set1_epi32(static_cast<int>(offset));
+    const __m256i m0 = _mm256_set1_epi32(static_cast<int>(0xD2511F53u)),
+                  m1 = _mm256_set1_epi32(static_cast<int>(0xCD9E8D57u));
+    uint32_t k0 = key0, k1 = key1;
+    const auto multiply = [](__m256i a, __m256i m, __m256i& low, __m256i& high) {
+      const __m256i even = _mm256_mul_epu32(a, m);
+      const __m256i odd = _mm256_mul_epu32(_mm256_srli_epi64(a, 32), m);
+      low = _mm256_blend_epi32(even, _mm256_slli_epi64(odd, 32), 0xAA);
+      high = _mm256_blend_epi32(_mm256_srli_epi64(even, 32), odd, 0xAA);
+    };
+    for (int round = 0; round < 7; ++round) {
+      __m256i low0, high0, low1, high1;
+      multiply(c0, m0, low0, high0);
+      multiply(c2, m1, low1, high1);
+      c0 = _mm256_xor_si256(_mm256_xor_si256(high1, c1), _mm256_set1_epi32(static_cast<int>(k0)));
+      c1 = low1;
+      c2 = _mm256_xor_si256(_mm256_xor_si256(high0, c3), _mm256_set1_epi32(static_cast<int>(k1)));
+      c3 = low0;
+      k0 += 0x9E3779B9u;
+      k1 += 0xBB67AE85u;
+    }
+    const __m256i order = _mm256_broadcastsi128_si256(pairs_in_order());
+    const __m256i words[4] = {_mm256_shuffle_epi8(c0, order), _mm256_shuffle_epi8(c1, order),
+                              _mm256_shuffle_epi8(c2, order), _mm256_shuffle_epi8(c3, order)};
+    out.limit = threshold;
+    for (int w = 0; w < 4; ++w) {
+      _mm_store_si128(reinterpret_cast<__m128i*>(out.of[0] + 16 * w), _mm256_castsi256_si128(words[w]));
+      _mm_store_si128(reinterpret_cast<__m128i*>(out.of[1] + 16 * w), _mm256_extracti128_si256(words[w], 1));
+    }
+  }
+#endif
+
+ private:
+  // Of four words in 128 bits: the low halves of all, then the high halves.
+  static __m128i pairs_in_order() { return _mm_setr_epi8(0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15); }
+};
+
+}  // namespace fastformer

@@ -1,0 +1,249 @@
+#include "common/thread_team.h"
+
+#include <immintrin.h>
+#include <pthread.h>
+#include <signal.h>
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <exception>
+#include <memory>
+#include <thread>
+#include <utility>
+
+#include "common/contention.h"
+
+namespace fastformer {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+using Duration = Clock::duration;
+
+constexpr int kMostThreads = 256;
+constexpr int kSpins = 10000;                               // of 10 to 50 ns, before a waiting thread sleeps
+constexpr Duration kIdle = std::chrono::microseconds(300);  // that a helper waits for more before it sleeps for good
+
+// Waits for what another thread does within microseconds, or within milliseconds where it has no core just now. Then it
+// sleeps rather than yields: who yields gives his share of the core away, and Linux takes him at his word.
+class Waiting {
+ public:
+  void once() {
+    if (spins_ < kSpins) {
+      ++spins_;
+      _mm_pause();
+    } else {
+      std::this_thread::sleep_for(std::chrono::nanoseconds(1));
+    }
+  }
+  bool is_long() const { return spins_ == kSpins; }
+
+ private:
+  int spins_ = 0;
+};
+
+int64_t num_tasks(const std::vector<Stage>& stages) {
+  int64_t tasks = 0;
+  for (const Stage& stage : stages) tasks += std::max<int64_t>(stage.tasks, 0);
+  return tasks;
+}
+
+void run_alone(const std::vector<Stage>& stages) {
+  for (const Stage& stage : stages)
+    for (int64_t task = 0; task < stage.tasks; ++task) stage.run(task);
+}
+
+// Helpers, and the one run of stages that they work on.
+//
+// The tasks of all stages that were ever opened are numbered through. `next_` is the first that nobody has taken,
+// `end_` the end of the stage that is open. Who takes task t, by moving next_ from t to t + 1, may read what stands
+// beside them about the stage (stage_, start_): it changes only when all of its tasks are done, and t isn't. A thread
+// that was held up before it has taken its task finds next_ changed, and nothing is lost.
+class ThreadTeam {
+ public:
+  // The stages on `threads` threads, the caller's included; false, and nothing is done, while others run. `meets`: the
+  // threads wait for each other again and again, so they run only while that pays.
+  bool run(const std::vector<Stage>& stages, int threads, bool meets) {
+    if (is_busy_.exchange(true, std::memory_order_acquire)) return false;
+    const auto begun = Clock::now();
+    const int helpers = meets && contention_.prefers_one_thread() ? 0 : grow(std::min(threads, kMostThreads) - 1);
+    stages_ = &stages;
+    place_ = 0;
+    is_finished_.store(false, std::memory_order_relaxed);
+    wanted_.store(helpers, std::memory_order_seq_cst);  // before a look at who sleeps: see sleep()
+    for (int i = 0; i < helpers; ++i) {
+      if (helpers_[i]->is_asleep.load(std::memory_order_seq_cst) == 0) continue;
+      helpers_[i]->is_asleep.store(0, std::memory_order_seq_cst);
+      helpers_[i]->is_asleep.notify_one();
+    }
+    int64_t own = go_on();
+    Duration waited{0};
+    bool has_waited = false;
+    while (!is_finished_.load(std::memory_order_acquire)) {
+      const int64_t worked = work(0);
+      own += worked;
+      if (worked > 0 || is_finished_.load(std::memory_order_acquire)) continue;
+      const auto before = Clock::now();
+      Waiting waiting;
+      while (!is_open() && !is_finished_.load(std::memory_order_acquire)) waiting.once();
+      has_waited |= waiting.is_long();
+      waited += Clock::now() - before;
+    }
+    wanted_.store(0, std::memory_order_relaxed);
+    const std::exception_ptr thrown = std::exchange(thrown_, nullptr);
+    has_thrown_.store(false, std::memory_order_relaxed);
+    if (meets) {
+      const Duration time = Clock::now() - begun;
+      const int64_t tasks = num_tasks(stages);
+      contention_.record(time, tasks, has_waited, (time - waited) * tasks / std::max<int64_t>(own, 1));
+    }
+    is_busy_.store(false, std::memory_order_release);
+    if (thrown) std::rethrow_exception(thrown);
+    return true;
+  }
+
+ private:
+  struct alignas(64) Helper {
+    std::atomic<uint32_t> is_asleep{0};
+  };
+
+  bool is_open() const { return next_.load(std::memory_order_relaxed) < end_.load(std::memory_order_acquire); }
+
+  // Takes tasks while there are any; how many. A helper of this place takes them only in runs that want so many.
+  int64_t work(int place) {
+    int64_t worked = 0;
+    while (true) {
+      int64_t task = next_.load(std::memory_order_relaxed);
+      // The order matters: wanted_ is what goes with end_, or it is newer, and then the task is taken already.
+      if (task >= end_.load(std::memory_order_acquire)) return worked;
+      if (wanted_.load(std::memory_order_relaxed) < place) return worked;
+      if (!next_.compare_exchange_weak(task, task + 1, std::memory_order_relaxed)) continue;
+      call(*stage_, task - start_);
+      ++worked;
+      worked += finish_task();
+    }
+  }
+
+  // Runs a task. What it throws must not pass a helper's end, nor leave the others in a run that the caller has left.
+  void call(const Stage& stage, int64_t task) {
+    try {
+      stage.run(task);
+    } catch (...) {
+      if (!has_thrown_.exchange(true, std::memory_order_relaxed)) thrown_ = std::current_exception();
+    }
+  }
+
+  // A task is done; behind the last one of a stage the next stage comes. How many tasks of it were done here.
+  int64_t finish_task() { return remaining_.fetch_sub(1, std::memory_order_acq_rel) == 1 ? go_on() : 0; }
+
+  // Opens the next stage. Nobody can take a task meanwhile: what stands here is this thread's until end_ moves. Stages
+  // of one task, and the first task of the others, are done at once: it is quicker than to have another thread woken.
+  // How many.
+  int64_t go_on() {
+    int64_t worked = 0;
+    while (place_ < stages_->size()) {
+      const Stage& stage = (*stages_)[place_++];
+      if (stage.tasks <= 0) continue;
+      ++worked;
+      if (stage.tasks == 1) {
+        call(stage, 0);
+        continue;
+      }
+      start_ = end_.load(std::memory_order_relaxed);
+      stage_ = &stage;
+      remaining_.store(stage.tasks, std::memory_order_relaxed);
+      next_.store(start_ + 1, std::memory_order_relaxed);
+      end_.store(start_ + stage.tasks, std::memory_order_release);
+      call(stage, 0);
+      if (remaining_.fetch_sub(1, std::memory_order_acq_rel) != 1) return worked;
+    }
+    is_finished_.store(true, std::memory_order_release);
+    return worked;
+  }
+
+  // What a helper does all its life.
+  void help(Helper& self, int place) {
+    while (true) {
+      work(place);
+      Waiting waiting;
+      while (!is_open() && wanted_.load(std::memory_order_relaxed) >= place) waiting.once();
+      if (wanted_.load(std::memory_order_relaxed) < place) idle(self, place);
+    }
+  }
+
+  void idle(Helper& self, int place) {
+    const auto begun = Clock::now();
+    for (Waiting waiting; wanted_.load(std::memory_order_relaxed) < place;) {
+      waiting.once();
+      if (!waiting.is_long() || Clock::now() - begun < kIdle) continue;
+      // Whoever wants helpers says so first and wakes those that are asleep then: one of both sees the other.
+      self.is_asleep.store(1, std::memory_order_seq_cst);
+      if (wanted_.load(std::memory_order_seq_cst) < place) self.is_asleep.wait(1);
+      self.is_asleep.store(0, std::memory_order_relaxed);
+    }
+  }
+
+  // As many helpers as can be had, up to `count`; how many of those there are now are wanted.
+  int grow(int count) {
+    while (static_cast<int>(helpers_.size()) < count) {
+      sigset_t all, before;
+      sigfillset(&all);
+      pthread_sigmask(SIG_SETMASK, &all, &before);  // signals are for the threads of the program
+      bool has_begun = false;
+      try {
+        helpers_.reserve(helpers_.size() + 1);
+        auto helper = std::make_unique<Helper>();
+        const int place = static_cast<int>(helpers_.size()) + 1;
+        std::thread([this, self = helper.get(), place] { help(*self, place); }).detach();
+        helpers_.push_back(std::move(helper));
+        has_begun = true;
+      } catch (const std::exception&) {  // no more threads, or no more memory: those that there are will do
+      }
+      pthread_sigmask(SIG_SETMASK, &before, nullptr);
+      if (!has_begun) break;
+    }
+    return std::min(static_cast<int>(helpers_.size()), count);
+  }
+
+  // One cache line: to end a stage, open the next and take a task of it costs three transfers of it, and not twice as
+  // many of two.
+  alignas(64) std::atomic<int64_t> next_{0};
+  std::atomic<int64_t> end_{0};
+  std::atomic<int64_t> remaining_{0};  // tasks of the open stage that aren't done
+  const Stage* stage_ = nullptr;       // the open one
+  int64_t start_ = 0;                  // its first task's number
+  size_t place_ = 0;                   // of the next stage
+  const std::vector<Stage>* stages_ = nullptr;
+  std::atomic<int> wanted_{0};  // helpers, in the run that goes on; 0 between runs
+  std::atomic<bool> is_finished_{false};
+  std::atomic<bool> has_thrown_{false};  // a task of this run; what, stands in thrown_
+  std::exception_ptr thrown_;
+
+  // The caller's, whoever it is.
+  alignas(64) std::atomic<bool> is_busy_{false};
+  std::vector<std::unique_ptr<Helper>> helpers_;
+  Contention contention_;
+};
+
+// Never deleted: helpers stand in it until the process ends. A child of fork has no helpers, and begins with a new one.
+std::atomic<ThreadTeam*> the_team{nullptr};
+[[maybe_unused]] const int watches_fork =
+    pthread_atfork(nullptr, nullptr, [] { the_team.store(nullptr, std::memory_order_relaxed); });
+
+ThreadTeam& team() {
+  ThreadTeam* found = the_team.load(std::memory_order_acquire);
+  if (found != nullptr) return *found;
+  auto made = std::make_unique<ThreadTeam>();
+  if (the_team.compare_exchange_strong(found, made.get(), std::memory_order_acq_rel)) return *made.release();
+  return *found;
+}
+
+}  // namespace
+
+void run_stages(const std::vector<Stage>& stages, int threads) {
+  if (threads <= 1 || !team().run(stages, threads, true)) run_alone(stages);
+}
+
+bool run_workers(const Stage& tasks) { return team().run({tasks}, static_cast<int>(tasks.tasks), false); }
+
+}  // namespace fastformer

@@ -1,0 +1,92 @@
+// Attention of many queries of one head at once, against keys and values that were packed together: for prompts and
+// encoders, where the products decide. A step's few queries go through attend_heads of rows.h.
+
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <limits>
+#include <vector>
+
+#include "common/gemm.h"
+
+namespace fastformer {
+
+// K^T and V of one head, for the products.
+template <typename T>
+class PackedHead {
+ public:
+  // keys, values: (count, dim), row-major.
+  void pack(const T* keys, const T* values, int64_t count, int64_t dim) {
+    count_ = count, dim_ = dim;
+    const int64_t k_size = packed_size<T>(dim, count), v_size = packed_size<T>(count, dim);
+    if (static_cast<int64_t>(keys_.size()) < k_size) keys_.resize(k_size);
+    if (static_cast<int64_t>(values_.size()) < v_size) values_.resize(v_size);
+    fastformer::pack<T>(keys, 1, dim, dim, count, keys_.data());
+    fastformer::pack<T>(values, dim, 1, count, dim, values_.data());
+  }
+
+  // Rows of queries, q_stride apart, to rows of results. Row i sees the keys [first(i), end(i)), which rise with i;
+  // one that sees nothing gives zeros. scale2: of the scores, times log2(e). bias(i, key, count, scores) adds to what
+  // the products of row i and `count` keys from `key` on gave, before the scale.
+  template <typename First, typename End, typename Bias>
+  void attend(const float* q, int64_t q_stride, int64_t rows, float scale2, First first, End end, Bias bias, float* out,
+              int64_t out_stride) {
+    using V = Vec<float>;
+    constexpr int64_t kRows = 64;
+    constexpr float kNothing = -std::numeric_limits<float>::infinity();
+    queries_.resize(kRows * dim_), sums_.resize(kRows * dim_);
+    for (int64_t begin = 0; begin < rows; begin += kRows) {
+      const int64_t m = std::min(kRows, rows - begin);
+      // From the slice of the first key that any of these rows sees, so that sums don't depend on who is among them.
+      const int64_t from = first(begin) / kDepth<T> * kDepth<T>, seen = std::max<int64_t>(0, end(begin + m - 1) - from);
+      const int64_t width = round_up(std::max<int64_t>(1, seen), kPanel);
+      scores_.resize(kRows * width);
+      if constexpr (!std::is_same_v<T, float>) weights_.resize(kRows * width);
+      for (int64_t i = 0; i < m; ++i)
+        for_each_vec<float>(dim_, [&](int64_t c, int64_t n) {
+          V::load(q + (begin + i) * q_stride + c, n).store(queries_.data() + i * dim_ + c, n);
+        });
+      gemm<T>(m, seen, dim_, queries_.data(), dim_, keys_.data() + from * round_up(dim_, kPair<T>), scores_.data(),
+              width, false);
+      float inverse[kRows];
+      for (int64_t i = 0; i < m; ++i) {
+        float* x = scores_.data() + i * width;
+        bias(begin + i, from, seen, x);
+        const int64_t left = std::clamp<int64_t>(first(begin + i) - from, 0, seen);
+        const int64_t right = std::clamp<int64_t>(end(begin + i) - from, left, seen);
+        std::fill(x, x + left, kNothing);
+        std::fill(x + right, x + width, kNothing);
+        V most(kNothing), total(0.f);
+        for (int64_t c = 0; c < width; c += V::size) most = max(most, V::load(x + c));
+        const float largest = most.max();
+        const V lowered(largest == kNothing ? 0.f : largest);
+        for (int64_t c = 0; c < width; c += V::size) {
+          const V e = exp2((V::load(x + c) - lowered) * V(scale2));
+          if constexpr (std::is_same_v<T, float>) e.store(x + c);
+          else e.store(weights_.data() + i * width + c);
+          total = total + e;
+        }
+        const float sum = total.sum();
+        inverse[i] = sum == 0 ? 0.f : 1.f / sum;  // a NaN stays
+      }
+      const T* weights;
+      if constexpr (std::is_same_v<T, float>) weights = scores_.data();
+      else weights = weights_.data();
+      // An odd last key has a row of zeros beside it, and weighs nothing here.
+      gemm<T>(m, dim_, round_up(seen, kPair<T>), weights, width, values_.data() + from * kPanel, sums_.data(), dim_,
+              false, count_);
+      for (int64_t i = 0; i < m; ++i)
+        for_each_vec<float>(dim_, [&](int64_t c, int64_t n) {
+          (V::load(sums_.data() + i * dim_ + c, n) * V(inverse[i])).store(out + (begin + i) * out_stride + c, n);
+        });
+    }
+  }
+
+ private:
+  int64_t count_ = 0, dim_ = 0;
+  std::vector<T> keys_, values_, queries_, weights_;
+  std::vector<float> scores_, sums_;
+};
+
+}  // namespace fastformer

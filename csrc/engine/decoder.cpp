@@ -1,0 +1,311 @@
+#include "engine/decoder.h"
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <limits>
+#include <mutex>
+#include <numeric>
+#include <set>
+#include <stdexcept>
+
+#include "common/thread_team.h"
+
+namespace fastformer {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+constexpr int64_t kPrefillTokens = 512;  // that go through a stack together: their activations stay in the cache
+constexpr int64_t kRowsApart = 16;       // that are worth reading the weights for them alone
+
+int64_t element_size(Precision precision) { return precision == Precision::fp32 ? 4 : 2; }
+
+// Of a cache; it has one at least.
+int64_t blocks_for(int64_t num_tokens) {
+  if (num_tokens < 0 || num_tokens > std::numeric_limits<int32_t>::max())
+    throw std::length_error("expected room for 0 or more tokens that 32 bits can count");
+  return std::max<int64_t>(1, blocks_of(num_tokens));
+}
+
+// Work is cut into as many tasks: with none, nothing would be done.
+void check_threads(int threads) {
+  if (threads < 1) throw std::invalid_argument("expected one thread or more");
+}
+
+}  // namespace
+
+// The workers of a run step groups of their own. The cache's blocks are taken and swept under `mutex`.
+struct Session::Run {
+  const std::vector<Search*>& searches;
+  const RunLimits& limits;
+  bool log_probs;
+  std::vector<int64_t> steps;  // of each group
+  std::atomic<int64_t> rows_left;
+  std::atomic<bool> is_over{false};  // there is a reason for all workers to come back
+  std::mutex mutex;
+};
+
+Session::Session(std::shared_ptr<const PackedModel> model, int64_t num_tokens)
+    : model_(std::move(model)),
+      cache_(model_->options.num_decoder_layers, model_->options.num_kv_heads, model_->options.head_dim(),
+             element_size(model_->options.precision), blocks_for(num_tokens)) {}
+
+Forward& Session::forward(size_t worker) {
+  while (forwards_.size() <= worker) forwards_.push_back(std::make_unique<Forward>(*model_, shortlist_, cache_));
+  return *forwards_[worker];
+}
+
+int64_t Session::num_rows() const {
+  int64_t rows = 0;
+  for (const TokenCache::Group& group : cache_.groups) rows += static_cast<int64_t>(group.rows.size());
+  return rows;
+}
+
+void Session::check(const std::vector<Ids>& sources, const std::vector<Ids>& tokens) const {
+  const auto inside = [](const Ids& ids, int64_t size) {
+    return std::all_of(ids.begin(), ids.end(), [=](int32_t id) { return 0 <= id && id < size; });
+  };
+  if (model_->options.has_encoder() && sources.size() != tokens.size())
+    throw std::invalid_argument("expected a source for each prompt");
+  for (const Ids& source : sources)
+    if (!inside(source, model_->source_vocab_size()) || static_cast<int64_t>(source.size()) > model_->max_len())
+      throw std::invalid_argument("expected sources of ids in the vocabulary, no longer than max_len");
+  for (const Ids& prompt : tokens)
+    if (!inside(prompt, model_->vocab_size()) || static_cast<int64_t>(prompt.size()) > model_->max_len())
+      throw std::invalid_argument("expected prompts of ids in the vocabulary, no longer than max_len");
+}
+
+void Session::admit(const std::vector<Ids>& sources, const std::vector<Ids>& tokens, int threads) {
+  check_threads(threads);
+  check(sources, tokens);
+  const size_t first = cache_.groups.size();
+  try {
+    for (size_t i = 0; i < tokens.size(); ++i) {
+      TokenCache::Group& group = cache_.add(model_->options.has_encoder() ? sources[i].size() : 0);
+      cache_.append(group, tokens[i].size());
+    }
+    if (model_->options.has_encoder()) read_sources(sources, first, threads);
+    read_prompts(tokens, first, threads);
+  } catch (...) {
+    for (; cache_.groups.size() > first;) cache_.release({static_cast<int64_t>(cache_.groups.size()) - 1});
+    throw;
+  }
+}
+
+// The sources of the groups from `first` on, each whole. So many that they don't fit into the stack together are dealt
+// to the threads.
+void Session::read_sources(const std::vector<Ids>& sources, size_t first, int threads) {
+  int64_t total = 0, most = kPrefillTokens;
+  for (const Ids& source : sources) total += static_cast<int64_t>(source.size());
+  const bool is_apart = threads > 1 && total > kPrefillTokens;
+  if (is_apart) {
+    const int64_t rounds = (total + kPrefillTokens * threads - 1) / (kPrefillTokens * threads);
+    most = std::max<int64_t>(1, (total + rounds * threads - 1) / (rounds * threads));
+  }
+  std::vector<Batch> batches;
+  for (size_t i = 0; i < sources.size(); ++i) {
+    const int64_t length = sources[i].size();
+    // Where they are dealt, a batch ends with the source that fills it, and there are no more than was said.
+    if (batches.empty() || batches.back().count() + (is_apart ? 0 : length - 1) >= most) batches.emplace_back();
+    batches.back().add(sources[i].data(), length, 0, &cache_.groups[first + i], nullptr, true);
+  }
+  const int64_t workers = is_apart ? std::min<int64_t>(threads, batches.size()) : 1;
+  for (int64_t worker = 0; worker < workers; ++worker) forward(worker);
+  std::atomic<size_t> next{0};
+  const auto read = [&](int64_t worker) {
+    for (size_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < batches.size();)
+      forwards_[worker]->read_sources(batches[i], 1);
+  };
+  if (workers > 1 && run_workers({workers, read})) return;
+  for (const Batch& batch : batches) forward(0).read_sources(batch, threads);
+}
+
+// The prompts of the groups from `first` on. A prompt may be cut: what is in front of a piece is in the cache by then.
+void Session::read_prompts(const std::vector<Ids>& tokens, size_t first, int threads) {
+  Batch batch;
+  const auto flush = [&] {
+    if (batch.count() == 0) return;
+    forward(0).read_prompts(batch, threads);
+    batch = Batch();
+  };
+  for (size_t i = 0; i < tokens.size(); ++i) {
+    const TokenCache::Group& group = cache_.groups[first + i];
+    for (int64_t at = 0, length = tokens[i].size(); at < length;) {
+      const int64_t count = std::min(length - at, kPrefillTokens - batch.count());
+      batch.add(tokens[i].data() + at, count, at, &group, &group.rows[0], true);
+      at += count;
+      if (batch.count() == kPrefillTokens) flush();
+    }
+  }
+  flush();
+}
+
+void Session::begin_step(const Ids& tokens) {
+  if (static_cast<int64_t>(tokens.size()) != num_rows() || tokens.empty())
+    throw std::invalid_argument("expected a token for each row");
+  for (const int32_t token : tokens)
+    if (token < 0 || token >= model_->vocab_size()) throw std::invalid_argument("expected tokens in the vocabulary");
+  for (const TokenCache::Group& group : cache_.groups) check_length(group);
+  if (cache_.step_tokens() > cache_.free_tokens()) throw std::length_error("the cache has no room for another token");
+  for (TokenCache::Group& group : cache_.groups) cache_.append(group, 1);
+}
+
+void Session::check_length(const TokenCache::Group& group) const {
+  for (const TokenCache::Row& row : group.rows)
+    if (static_cast<int64_t>(row.slots.size()) >= model_->max_len())
+      throw std::length_error("a row has as many tokens as the model's max_len");
+}
+
+Batch Session::batch_of(const Places& groups, const Ids& tokens) const {
+  Batch batch;
+  const int32_t* token = tokens.data();
+  for (const int64_t place : groups) {
+    const TokenCache::Group& group = cache_.groups[place];
+    for (const TokenCache::Row& row : group.rows)
+      batch.add(token++, 1, static_cast<int64_t>(row.slots.size()) - 1, &group, &row, false);
+  }
+  return batch;
+}
+
+const Candidates& Session::step(const Ids& tokens, const Selection& selection, int threads) {
+  check_threads(threads);
+  if (selection.k < 1) throw std::invalid_argument("expected k of at least 1");
+  begin_step(tokens);
+  Places all(cache_.groups.size());
+  std::iota(all.begin(), all.end(), 0);
+  return forward(0).step(batch_of(all, tokens), selection, threads_for(num_rows(), threads));
+}
+
+// ---- searches ----
+
+std::vector<int64_t> Session::run(const std::vector<Search*>& searches, const Ids& tokens, const RunLimits& limits,
+                                  bool log_probs, int threads) {
+  check_threads(threads);
+  if (static_cast<int64_t>(searches.size()) != num_groups()) throw std::invalid_argument("expected a search a group");
+  int64_t peak_rows = 0;
+  for (size_t i = 0; i < searches.size(); ++i) {
+    if (!searches[i] || searches[i]->is_done ||
+        searches[i]->num_rows != static_cast<int64_t>(cache_.groups[i].rows.size()))
+      throw std::invalid_argument("expected searches that go on, of as many rows as their groups");
+    peak_rows += searches[i]->peak_rows;
+  }
+  if (std::set<Search*>(searches.begin(), searches.end()).size() != searches.size())
+    throw std::invalid_argument("expected a search of its own for each group");
+  begin_step(tokens);
+  Run run{.searches = searches, .limits = limits, .log_probs = log_probs, .rows_left = peak_rows};
+  run.steps.resize(searches.size());
+  const int64_t rows = num_rows();
+  const std::vector<Places> workers = partition(searches, workers_for(rows, threads));
+  std::vector<Ids> said;  // to each worker
+  const int32_t* token = tokens.data();
+  for (const Places& worker : workers) {
+    int64_t count = 0;
+    for (const int64_t place : worker) count += static_cast<int64_t>(cache_.groups[place].rows.size());
+    said.emplace_back(token, token + count);
+    token += count;
+    forward(said.size() - 1);
+  }
+  const auto step = [&](int64_t worker) { run_worker(run, workers[worker], said[worker], *forwards_[worker], 1); };
+  if (workers.size() > 1 && run_workers({static_cast<int64_t>(workers.size()), step})) return run.steps;
+  Places all(searches.size());
+  std::iota(all.begin(), all.end(), 0);
+  run_worker(run, all, tokens, *forwards_[0], threads_for(rows, threads));
+  return run.steps;
+}
+
+// The groups for each worker: neighbours, about as many rows in each.
+std::vector<Session::Places> Session::partition(const std::vector<Search*>& searches, int workers) const {
+  int64_t all = 0, before = 0;
+  for (const Search* search : searches) all += search->peak_rows;
+  std::vector<Places> dealt;
+  for (size_t i = 0; i < searches.size(); ++i) {
+    if (dealt.empty() || before * workers >= all * static_cast<int64_t>(dealt.size())) dealt.emplace_back();
+    dealt.back().push_back(static_cast<int64_t>(i));
+    before += searches[i]->peak_rows;
+  }
+  return dealt;
+}
+
+void Session::run_worker(Run& run, Places groups, Ids tokens, Forward& forward, int threads) try {
+  const auto end = Clock::now() + std::chrono::duration<double>(run.limits.seconds);
+  for (int64_t steps = 1;; ++steps) {
+    Selection selection{1, run.log_probs, {}};
+    int64_t first = 0;
+    for (const int64_t place : groups) {
+      const Search& search = *run.searches[place];
+      selection.k = std::max(selection.k, search.num_candidates);
+      const int64_t behind = first + search.num_rows;
+      for (const int32_t id : search.suppressed) selection.bans.push_back({id, first, behind});
+      if (search.num_tokens < search.min_tokens)
+        for (const int32_t id : search.eos()) selection.bans.push_back({id, first, behind});
+      first = behind;
+    }
+    const Candidates& candidates = forward.step(batch_of(groups, tokens), selection, threads);
+    Places going;
+    int64_t row = 0;
+    tokens.clear();
+    for (const int64_t place : groups) {
+      Search& search = *run.searches[place];
+      TokenCache::Group& group = cache_.groups[place];
+      const int64_t at = row * candidates.k;
+      row += static_cast<int64_t>(group.rows.size());
+      const Ids& kept = search.advance(candidates.ids.data() + at, candidates.values.data() + at, candidates.k);
+      ++run.steps[place];
+      if (kept.empty()) {
+        run.rows_left -= search.peak_rows;
+        continue;
+      }
+      if (static_cast<int64_t>(kept.size()) != 1 || group.rows.size() != 1) cache_.reorder(group, kept);
+      const size_t before = tokens.size();
+      tokens.resize(before + kept.size());
+      search.last_tokens(tokens.data() + before);
+      going.push_back(place);
+    }
+    groups.swap(going);
+    // A worker that has nothing left to do gets some of the others' rows when all are dealt anew.
+    if (groups.empty() || run.rows_left < run.limits.least_rows) run.is_over = true;
+    if (run.is_over || steps >= run.limits.max_steps || Clock::now() >= end) return;
+    const std::lock_guard lock(run.mutex);
+    if (cache_.step_tokens(groups) > cache_.free_tokens()) {
+      run.is_over = true;
+      return;
+    }
+    for (const int64_t place : groups) {
+      check_length(cache_.groups[place]);
+      cache_.append(cache_.groups[place], 1);
+    }
+  }
+} catch (...) {
+  run.is_over = true;
+  throw;
+}
+
+void Session::reorder(const std::vector<Ids>& parents) {
+  if (parents.size() != cache_.groups.size()) throw std::invalid_argument("expected parents for each group");
+  for (size_t i = 0; i < parents.size(); ++i) {
+    const int32_t rows = static_cast<int32_t>(cache_.groups[i].rows.size());
+    const auto inside = [=](int32_t parent) { return 0 <= parent && parent < rows; };
+    if (parents[i].empty() || !std::all_of(parents[i].begin(), parents[i].end(), inside))
+      throw std::invalid_argument("expected parents out of a group's rows, one or more");
+  }
+  for (size_t i = 0; i < parents.size(); ++i) cache_.reorder(cache_.groups[i], parents[i]);
+}
+
+void Session::set_shortlist(const Ids& ids) {
+  if (num_groups()) throw std::invalid_argument("expected no rows while the shortlist changes");
+  shortlist_ = make_shortlist(*model_, ids);
+}
+
+// A second thread has to be worth its meetings: one for each stage.
+int Session::threads_for(int64_t rows, int threads) const {
+  constexpr int64_t kWork = 4 << 20;  // bytes of weights times rows
+  return model_->step_bytes() * std::min<int64_t>(rows, 16) < kWork ? 1 : threads;
+}
+
+int Session::workers_for(int64_t rows, int threads) const {
+  threads = threads_for(rows, threads);
+  return threads > 1 && rows >= kRowsApart * threads ? threads : 1;
+}
+
+}  // namespace fastformer

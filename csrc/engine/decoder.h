@@ -1,0 +1,78 @@
+// A decoding session: requests that come and go, stepped together through a packed model, with their searches.
+
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "engine/forward.h"
+#include "engine/packed_model.h"
+#include "engine/search.h"
+#include "engine/token_cache.h"
+
+namespace fastformer {
+
+// When a run of searches ends: at the latest after max_steps, or with the step in which so many seconds are over; and
+// when less than least_rows go on (counted by the searches' peaks).
+struct RunLimits {
+  int64_t max_steps = 1;
+  double seconds = 0;
+  int64_t least_rows = 0;
+};
+
+class Session {
+ public:
+  // num_tokens: what the cache has room for, sources included.
+  Session(std::shared_ptr<const PackedModel> model, int64_t num_tokens);
+
+  // threads: one or more, here and below.
+  // Appends a group of one row for each prompt: reads its source (for a model with an encoder) and its tokens.
+  void admit(const std::vector<Ids>& sources, const std::vector<Ids>& tokens, int threads);
+  // Appends a token to each row.
+  const Candidates& step(const Ids& tokens, const Selection& selection, int threads);
+  // Steps each row, at least once, until its search is done or the run ends: at its limits, for lack of memory, or when
+  // a thread has no more rows. The first tokens are given, the others the searches choose. Returns how many steps each
+  // group took.
+  //
+  // A few rows are stepped together by all threads, which meets at each stage. Many rows are dealt to the threads, each
+  // of which steps its own: they read the weights again, but nobody waits for anybody. That is better, too, where other
+  // processes take the cores away now and then. The bits are the same.
+  std::vector<int64_t> run(const std::vector<Search*>& searches, const Ids& tokens, const RunLimits& limits,
+                           bool log_probs, int threads);
+  void reorder(const std::vector<Ids>& parents);
+  void release(const std::vector<int64_t>& groups) { cache_.release(groups); }
+  // Only these ids may be said, sorted upward; none: all. Not while there are rows.
+  void set_shortlist(const Ids& ids);
+
+  int64_t free_tokens() const { return cache_.free_tokens(); }
+  int64_t step_tokens() { return cache_.step_tokens(); }
+  int64_t num_rows() const;
+  int64_t num_groups() const { return static_cast<int64_t>(cache_.groups.size()); }
+  const PackedModel& model() const { return *model_; }
+
+ private:
+  struct Run;                           // what those who take part in one share
+  using Places = std::vector<int64_t>;  // of groups
+
+  void check(const std::vector<Ids>& sources, const std::vector<Ids>& tokens) const;
+  int threads_for(int64_t rows, int threads) const;
+  int workers_for(int64_t rows, int threads) const;
+  void read_sources(const std::vector<Ids>& sources, size_t first, int threads);
+  void read_prompts(const std::vector<Ids>& tokens, size_t first, int threads);
+  // Gives each row its place for another token: that is how a step begins.
+  void begin_step(const Ids& tokens);
+  void check_length(const TokenCache::Group& group) const;
+  Batch batch_of(const Places& groups, const Ids& tokens) const;
+  std::vector<Places> partition(const std::vector<Search*>& searches, int workers) const;
+  // Steps and searches of these groups, whose rows have places for their tokens.
+  void run_worker(Run& run, Places groups, Ids tokens, Forward& forward, int threads);
+  Forward& forward(size_t worker);
+
+  std::shared_ptr<const PackedModel> model_;
+  TokenCache cache_;
+  Shortlist shortlist_;
+  std::vector<std::unique_ptr<Forward>> forwards_;
+};
+
+}  // namespace fastformer

@@ -1,0 +1,90 @@
+// Tokens through the stacks of a packed model: sources, prompts, and the tokens of a step.
+//
+// It is a list of stages (stages.h) whose tasks each write outputs of their own from whole sums: the bits of a row
+// depend neither on its neighbours nor on the number of threads.
+
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "common/thread_team.h"
+#include "engine/lm_head.h"
+#include "engine/packed_model.h"
+#include "engine/token_cache.h"
+
+namespace fastformer {
+
+// Neighbouring tokens of one sequence, in their order.
+struct Span {
+  int64_t begin, end, first_position;
+  const TokenCache::Group* group;  // null: an encoder's, which attend to their own span
+  const TokenCache::Row* row;
+  bool is_prompt;  // else a step's one token
+};
+
+struct Batch {
+  Ids ids, positions;
+  std::vector<Span> spans;
+  int64_t count() const { return static_cast<int64_t>(ids.size()); }
+  void add(const int32_t* tokens, int64_t count, int64_t first_position, const TokenCache::Group* group,
+           const TokenCache::Row* row, bool is_prompt);
+};
+
+// The way of one batch at a time, with the memory for what is between its products. Several may go side by side over
+// one model and one cache, as long as their batches are of different groups.
+class Forward {
+ public:
+  Forward(const PackedModel& model, const Shortlist& shortlist, TokenCache& cache)
+      : model_(model), cache_(cache), lm_head_(model, shortlist) {}
+  Forward(const Forward&) = delete;
+  Forward& operator=(const Forward&) = delete;
+
+  // Sources through the encoder; stores their keys and values for all layers of the decoder.
+  void read_sources(const Batch& batch, int threads);
+  // Prompts, or pieces of them, through the decoder.
+  void read_prompts(const Batch& batch, int threads);
+  // A token of each row, and what may follow it.
+  const Candidates& step(const Batch& batch, const Selection& selection, int threads);
+
+ private:
+  // Adds the stages of a batch's way through a stack, behind which narrow_ holds its normalised states.
+  void add_stack(const PackedStack& stack, const Batch& batch, bool is_encoder, int threads);
+  void add_stores(const Batch& batch, int threads);
+
+  void add_product(const PackedRows& in, const PackedWeight& weight, float* out, int64_t rows, int threads);
+  template <typename F>
+  void add_rows(int64_t rows, int threads, F&& row);
+  template <typename F>
+  void add_heads(const Batch& batch, int threads, F&& some);
+  void normalise(int64_t row, const float* delta, const Norm* norm, bool keep);
+
+  template <typename T>
+  T* keys_of(int64_t layer, int64_t head) const;
+  template <typename T>
+  T* values_of(int64_t layer, int64_t head) const;
+  template <typename T, typename Bias>
+  void attend_token(int64_t layer, const float* q, int64_t begin, int64_t end, const int32_t* slots, int64_t count,
+                    float* context, Bias bias);
+  template <typename T>
+  void attend_self(int64_t layer, const Span& span, int64_t begin, int64_t end, const PackedStack& stack);
+  template <typename T>
+  void attend_prompt(int64_t layer, const Span& span, int64_t kv_head, const PackedStack& stack);
+  template <typename T>
+  void attend_own_span(const Span& span, int64_t kv_head, const PackedStack& stack);
+  template <typename T>
+  void attend_source(int64_t layer, const Span& span, int64_t begin, int64_t end);
+
+  const PackedModel& model_;
+  TokenCache& cache_;
+  LmHead lm_head_;
+  Candidates candidates_;
+
+  std::vector<Stage> stages_;
+  // Of the tokens of a batch: the residual stream, what a product gives, queries with keys and values, what attention
+  // gives, the inside of the feed-forward network. Rows that a product writes are as wide as its panels.
+  FloatBuffer x_, y_, qkv_, context_, hidden_;
+  PackedRows narrow_, wide_;
+};
+
+}  // namespace fastformer

@@ -1,0 +1,164 @@
+#include "engine/lm_head.h"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <stdexcept>
+
+namespace fastformer {
+namespace {
+
+constexpr float kNever = -std::numeric_limits<float>::infinity();
+
+// Puts a value into its place among the k best, downward; of equals the first comes first.
+void insert(float value, int32_t column, int64_t k, float* values, int32_t* columns) {
+  int64_t i = k - 1;
+  for (; i > 0 && values[i - 1] < value; --i) values[i] = values[i - 1], columns[i] = columns[i - 1];
+  values[i] = value, columns[i] = column;
+}
+
+template <typename T>
+void reserve(std::vector<T>& v, int64_t n) {
+  if (static_cast<int64_t>(v.size()) < n) v.resize(n);
+}
+
+}  // namespace
+
+Shortlist make_shortlist(const PackedModel& model, const Ids& ids) {
+  for (size_t i = 0; i < ids.size(); ++i)
+    if (ids[i] < 0 || ids[i] >= model.vocab_size() || (i && ids[i] <= ids[i - 1]))
+      throw std::invalid_argument("expected a shortlist of different ids of the vocabulary, sorted upward");
+  return {ids, ids.empty() ? PackedWeight() : model.output.columns(ids)};
+}
+
+void LmHead::add_stages(const PackedRows& states, int64_t rows, const Selection& selection, int threads,
+                        Candidates& candidates, std::vector<Stage>& stages) {
+  part_panels_ = std::clamp<int64_t>((weight().num_panels + 15) / 16, 4, 64);
+  num_parts_ = (weight().num_panels + part_panels_ - 1) / part_panels_;
+  num_shards_ = std::min<int64_t>(num_parts_, threads);
+  reserve(sums_, num_parts_ * rows);
+  reserve(best_, num_shards_ * rows);
+  reserve(values_, num_shards_ * rows * selection.k);
+  reserve(columns_, num_shards_ * rows * selection.k);
+  places_.assign(selection.logit_rows.empty() ? 0 : rows, -1);
+  for (size_t i = 0; i < selection.logit_rows.size(); ++i)
+    places_.at(selection.logit_rows[i]) = static_cast<int32_t>(i);
+  bans_.clear();
+  for (Selection::Ban ban : selection.bans) {
+    if (!shortlist_.ids.empty()) {
+      const auto found = std::lower_bound(shortlist_.ids.begin(), shortlist_.ids.end(), ban.id);
+      if (found == shortlist_.ids.end() || *found != ban.id) continue;
+      ban.id = static_cast<int32_t>(found - shortlist_.ids.begin());
+    }
+    bans_.push_back(ban);
+  }
+  std::sort(bans_.begin(), bans_.end(), [](const Selection::Ban& a, const Selection::Ban& b) { return a.id < b.id; });
+  // What a shortlist leaves out stays like this.
+  if (!shortlist_.ids.empty()) std::fill_n(selection.logits, selection.logit_rows.size() * model_.vocab_size(), kNever);
+  candidates.k = selection.k;
+  candidates.ids.resize(rows * selection.k), candidates.values.resize(rows * selection.k);
+
+  stages.push_back(
+      {num_shards_, [=, this, &states, &selection](int64_t shard) { scan_shard(shard, states, rows, selection); }});
+  const int64_t tasks = threads == 1 || rows < 8 ? 1 : std::min<int64_t>(rows, 4 * threads);
+  stages.push_back({tasks, [=, this, &selection, &candidates](int64_t task) {
+                      for (int64_t row = rows * task / tasks; row < rows * (task + 1) / tasks; ++row)
+                        merge_shards(row, rows, selection, candidates);
+                    }});
+}
+
+void LmHead::scan_shard(int64_t shard, const PackedRows& states, int64_t rows, const Selection& selection) {
+  static thread_local std::vector<float> tile;
+  reserve(tile, rows * kPanelColumns);
+  const PackedWeight& w = weight();
+  const int64_t k = selection.k, vocab = model_.vocab_size();
+  Best* best = best_.data() + shard * rows;
+  for (int64_t row = 0; row < rows; ++row) {
+    const int64_t at = (shard * rows + row) * k;
+    best[row] = {kNever, false, values_.data() + at, columns_.data() + at};
+    std::fill_n(best[row].values, k, kNever);
+    std::fill_n(best[row].columns, k, 0);
+  }
+  const int64_t begin = num_parts_ * shard / num_shards_ * part_panels_;
+  const int64_t end = std::min(w.num_panels, num_parts_ * (shard + 1) / num_shards_ * part_panels_);
+  auto ban = std::lower_bound(bans_.begin(), bans_.end(), begin * kPanelColumns,
+                              [](const Selection::Ban& b, int64_t column) { return b.id < column; });
+  for (int64_t panel = begin; panel < end; ++panel) {
+    const int64_t first = panel * kPanelColumns, count = std::min(kPanelColumns, w.n - first);
+    Sum* sums = sums_.data() + panel / part_panels_ * rows;
+    if (panel % part_panels_ == 0) std::fill_n(sums, rows, Sum{kNever, 0});
+    gemm(states, rows, w, panel, panel + 1, tile.data(), kPanelColumns);
+    for (; ban != bans_.end() && ban->id < first + kPanelColumns; ++ban)
+      for (int64_t row = ban->begin; row < ban->end; ++row) tile[row * kPanelColumns + ban->id - first] = kNever;
+    for (int64_t row = 0; row < rows; ++row) {
+      float* z = tile.data() + row * kPanelColumns;
+      std::fill(z + count, z + kPanelColumns, kNever);
+      if (!places_.empty() && places_[row] >= 0) {
+        float* to = selection.logits + places_[row] * vocab;
+        for (int64_t c = 0; c < count; ++c) to[id_of(static_cast<int32_t>(first + c))] = z[c];
+      }
+      keep_best(z, first, k, best[row]);
+      if (selection.log_probs) add_exponentials(z, sums[row]);
+    }
+  }
+}
+
+// Takes in 64 logits of a row, the first of them that of column `first`.
+void LmHead::keep_best(const float* z, int64_t first, int64_t k, Best& best) {
+  using V = Vec<float>;
+  for (int64_t c = 0; c < kPanelColumns; c += V::size)
+    // A NaN is above everything.
+    for (uint32_t above = lanes_above(V::load(z + c), V(best.worst)); above; above &= above - 1) {
+      const int64_t lane = c + __builtin_ctz(above);
+      if (!(z[lane] < std::numeric_limits<float>::infinity())) {
+        best.is_broken = true;
+      } else if (z[lane] > best.worst) {
+        insert(z[lane], static_cast<int32_t>(first + lane), k, best.values, best.columns);
+        best.worst = best.values[k - 1];
+      }
+    }
+}
+
+void LmHead::add_exponentials(const float* z, Sum& sum) {
+  using V = Vec<float>;
+  V most(kNever);
+  for (int64_t c = 0; c < kPanelColumns; c += V::size) most = max(most, V::load(z + c));
+  const float largest = most.max();
+  if (largest > sum.largest) {
+    if (sum.sum > 0) sum.sum *= std::exp(sum.largest - largest);
+    sum.largest = largest;
+  }
+  if (sum.largest == kNever) return;
+  V total(0.f);
+  for (int64_t c = 0; c < kPanelColumns; c += V::size) total = total + exp(V::load(z + c) - V(sum.largest));
+  sum.sum += total.sum();
+}
+
+void LmHead::merge_shards(int64_t row, int64_t rows, const Selection& selection, Candidates& candidates) const {
+  const int64_t k = selection.k;
+  float* values = candidates.values.data() + row * k;
+  int32_t* ids = candidates.ids.data() + row * k;
+  std::copy_n(best_[row].values, k, values);
+  std::copy_n(best_[row].columns, k, ids);
+  bool is_broken = best_[row].is_broken;
+  for (int64_t shard = 1; shard < num_shards_; ++shard) {
+    const Best& best = best_[shard * rows + row];
+    is_broken = is_broken || best.is_broken;
+    for (int64_t i = 0; i < k && best.values[i] > values[k - 1]; ++i)
+      insert(best.values[i], best.columns[i], k, values, ids);
+  }
+  for (int64_t i = 0; i < k; ++i) ids[i] = id_of(ids[i]);
+  if (is_broken) return (void)std::fill_n(values, k, std::numeric_limits<float>::quiet_NaN());
+  if (!selection.log_probs) return;
+  float largest = kNever, sum = 0;
+  for (int64_t part = 0; part < num_parts_; ++part) largest = std::max(largest, sums_[part * rows + row].largest);
+  if (largest == kNever) return;  // nothing may be said
+  for (int64_t part = 0; part < num_parts_; ++part) {
+    const Sum& one = sums_[part * rows + row];
+    if (one.sum > 0) sum += one.sum * std::exp(one.largest - largest);
+  }
+  const float total = largest + std::log(sum);
+  for (int64_t i = 0; i < k; ++i) values[i] -= total;
+}
+
+}  // namespace fastformer

@@ -1,0 +1,89 @@
+// The last product of a step, and the selection of its best tokens: logits live 64 columns at a time and are never
+// written, but where somebody asks for them.
+
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "common/thread_team.h"
+#include "engine/packed_model.h"
+
+namespace fastformer {
+
+using Ids = std::vector<int32_t>;
+
+// What a step is to say of each row.
+struct Selection {
+  // What may not be said: an id, and the rows [begin, end) that it counts for.
+  struct Ban {
+    int32_t id;
+    int64_t begin, end;
+  };
+
+  int64_t k;                // its best so many tokens
+  bool log_probs;           // their log-probabilities instead of their logits
+  Ids logit_rows;           // of these rows, upward, all logits as well:
+  float* logits = nullptr;  // (len(logit_rows), vocab_size)
+  std::vector<Ban> bans;
+};
+
+// The best tokens of each row, best first, (rows, k); of equals the lowest id first. Where there are fewer than k, -inf
+// fills their places. A row with a NaN or +inf among its logits has NaN for values.
+struct Candidates {
+  int64_t k = 0;
+  Ids ids;
+  std::vector<float> values;
+};
+
+// The ids that may be said, sorted upward, and their columns of the last product; none: all.
+struct Shortlist {
+  Ids ids;
+  PackedWeight weight;
+};
+Shortlist make_shortlist(const PackedModel& model, const Ids& ids);
+
+class LmHead {
+ public:
+  // What the shortlist says when a step begins, counts.
+  LmHead(const PackedModel& model, const Shortlist& shortlist) : model_(model), shortlist_(shortlist) {}
+
+  // Adds the stages that choose for `rows` rows of normalised states. The selection is read while they run.
+  void add_stages(const PackedRows& states, int64_t rows, const Selection& selection, int threads,
+                  Candidates& candidates, std::vector<Stage>& stages);
+
+ private:
+  // Of the logits of one row in one part of the vocabulary: the largest, and the sum of exp(z - largest).
+  struct Sum {
+    float largest, sum;
+  };
+  // The k best of one row in one shard, which is a run of parts, and the worst of them; has it seen NaN or +inf?
+  struct Best {
+    float worst;
+    bool is_broken;
+    float* values;
+    int32_t* columns;
+  };
+
+  const PackedWeight& weight() const { return shortlist_.ids.empty() ? model_.output : shortlist_.weight; }
+  int32_t id_of(int32_t column) const { return shortlist_.ids.empty() ? column : shortlist_.ids[column]; }
+  void scan_shard(int64_t shard, const PackedRows& states, int64_t rows, const Selection& selection);
+  void merge_shards(int64_t row, int64_t rows, const Selection& selection, Candidates& candidates) const;
+  static void keep_best(const float* z, int64_t first, int64_t k, Best& best);
+  static void add_exponentials(const float* z, Sum& sum);
+
+  const PackedModel& model_;
+  const Shortlist& shortlist_;
+  // Of a step: its bans by column, and the place of each row among those whose logits are written (-1: none).
+  std::vector<Selection::Ban> bans_;
+  Ids places_;
+  // The parts are the vocabulary's alone, so that sums are made alike on any number of threads; the shards are the
+  // threads', since the best are the same however they are found, and each row of a shard has to find some first.
+  int64_t num_parts_ = 0, part_panels_ = 0, num_shards_ = 0;
+  std::vector<Sum> sums_;   // (parts, rows)
+  std::vector<Best> best_;  // (shards, rows)
+  std::vector<float> values_;
+  Ids columns_;
+};
+
+}  // namespace fastformer

@@ -1,0 +1,27 @@
+// A block of rows against a panel of packed_gemm.h by oneDNN's brgemm, which reaches AMX.
+
+#pragma once
+
+#include "engine/packed_gemm.h"
+
+namespace fastformer {
+
+constexpr int64_t kTileRows = 16;        // of an AMX tile: whole ones are multiplied, whatever the number of rows
+constexpr int64_t kMostBrgemmRows = 64;  // of one product
+
+// Whether products of the precision may go to brgemm: the CPU has AMX for it, and torch has oneDNN switched on. brgemm
+// runs on AVX-512 too: FASTFORMER_BRGEMM=1 sends products there on a CPU with dot products of the precision, for tests.
+bool can_brgemm(Precision precision);
+
+// sums[r * 64 + c] = those of `rows` rows (a multiple of kTileRows) from `left` on, over `steps` steps of a panel from
+// `right` on: int32 of u8 times s8, or floats of bf16, in one run of additions.
+void brgemm_panel(Precision precision, int64_t rows, const char* left, int64_t left_stride, const char* right,
+                  int64_t steps, void* sums);
+
+// Gives the tiles back; after the last product on a thread.
+void release_brgemm();
+
+// How many products the calling thread has sent to brgemm: tests prove by it that they went there.
+int64_t num_brgemm_products();
+
+}  // namespace fastformer

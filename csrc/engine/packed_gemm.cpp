@@ -1,0 +1,333 @@
+// Packing, storing and the order of the work behind packed_gemm.h.
+
+#include "engine/packed_gemm.h"
+
+#include <sys/mman.h>
+
+#include <cstdlib>
+#include <mutex>
+#include <new>
+#include <stdexcept>
+#include <string>
+#include <type_traits>
+
+#include "common/cpu_features.h"
+#include "engine/packed_brgemm.h"
+#include "engine/packed_kernels.h"
+
+namespace fastformer {
+namespace {
+
+constexpr int64_t kHugePage = int64_t(2) << 20;
+constexpr int64_t kAhead = 8192;      // bytes that one stream fetches ahead: the best of 2 KiB to 128 KiB on Zen 5
+constexpr int64_t kMostInt8 = 66311;  // k * 255 * 127 < 2^31
+
+int64_t round_up(int64_t x, int64_t multiple) { return (x + multiple - 1) / multiple * multiple; }
+
+int64_t group(Precision precision) { return precision == Precision::int8 ? 4 : precision == Precision::bf16 ? 2 : 1; }
+
+// Memory for panels: in huge pages where the system gives them (a step of decoding reads all weights, and 4 KiB pages
+// would miss the TLB), one weight after the other, so that what is fetched beyond the end of one is mostly the next.
+// A chunk is freed with the last weight in it.
+std::shared_ptr<char> allocate_panels(int64_t bytes) {
+  constexpr int64_t kChunk = int64_t(32) << 20;  // pages that are never written take no memory
+  static std::mutex mutex;
+  static std::weak_ptr<char> current;
+  static int64_t used = 0, size = 0;
+
+  const std::lock_guard lock(mutex);
+  std::shared_ptr<char> chunk = current.lock();
+  if (!chunk || size - used < bytes) {
+    const int64_t wanted = round_up(std::max(bytes, kChunk), kHugePage);
+    void* memory = std::aligned_alloc(kHugePage, static_cast<size_t>(wanted));
+    if (memory == nullptr) throw std::bad_alloc();
+    madvise(memory, static_cast<size_t>(wanted), MADV_HUGEPAGE);
+    chunk = std::shared_ptr<char>(static_cast<char*>(memory), std::free);
+    current = chunk, size = wanted, used = 0;
+  }
+  char* first = chunk.get() + used;
+  used += bytes;
+  return {std::move(chunk), first};
+}
+
+// How int8 sees the numbers of a column of W: whole = round(x * inverse), x ~ whole * scale. Both are 0 where all x are
+// (nearly) 0, for 127 / largest would overflow; the scale is NaN where one of them is not finite.
+struct Scale {
+  float scale = 0, inverse = 0;
+
+  Scale(float range, float steps, bool is_finite) {
+    constexpr float kLeast = 0x1p-120f;
+    if (!is_finite) scale = std::numeric_limits<float>::quiet_NaN();
+    else if (range >= kLeast) scale = range / steps, inverse = steps / range;
+  }
+};
+
+// The bits of |x|: as integers they are ordered like the magnitudes, infinity and NaN above all others.
+uint32_t magnitude_bits(float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, 4);
+  return bits & 0x7FFFFFFF;
+}
+
+// Rounds to the nearest even, as the vector conversions do.
+int32_t to_whole(float x, const Scale& scale) {
+  return scale.inverse == 0 ? 0 : _mm_cvtss_si32(_mm_set_ss(x * scale.inverse));
+}
+
+// What a row of x lies between, zero included.
+struct Range {
+  float low, high;
+  bool is_finite;
+};
+
+Range range_of(const float* x, int64_t k) {
+  V high(0.f), minus_low(0.f), poison(0.f);
+  for_each_vec<float>(k, [&](int64_t c, int64_t count) {
+    const V v = V::load(x + c, count);  // zero beyond the end
+    high = max(high, v), minus_low = max(minus_low, V(0.f) - v);
+    poison = fmadd(v, V(0.f), poison);  // NaN from a NaN or an infinity on
+  });
+  const float width = high.max() + minus_low.max();
+  return {-minus_low.max(), high.max(), poison.sum() == 0 && width < std::numeric_limits<float>::infinity()};
+}
+
+// round(x) + zero, from 0 to 255, of a vector.
+#if defined(CPU_CAPABILITY_AVX512)
+inline void store_whole(V x, int32_t zero, uint8_t* to) {
+  const __m512i whole = _mm512_add_epi32(_mm512_cvtps_epi32(x.v), _mm512_set1_epi32(zero));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(to),
+                   _mm512_cvtusepi32_epi8(_mm512_max_epi32(whole, _mm512_setzero_si512())));
+}
+#else
+inline void store_whole(V x, int32_t zero, uint8_t* to) {
+  const __m256i whole = _mm256_add_epi32(_mm256_cvtps_epi32(x.v), _mm256_set1_epi32(zero));
+  const __m128i words = _mm_packs_epi32(_mm256_castsi256_si128(whole), _mm256_extracti128_si256(whole, 1));
+  _mm_storel_epi64(reinterpret_cast<__m128i*>(to), _mm_packus_epi16(words, words));
+}
+#endif
+
+// The 4 bytes of a column in each step lie 256 apart, from `to` on, and are zero already.
+void pack_column(const Matrix& w, int64_t column, Precision precision, char* to, PanelTail& tail, int64_t lane) {
+  if (precision == Precision::fp32) {
+    for (int64_t i = 0; i < w.k; ++i) {
+      const float x = w.at(column, i);
+      std::memcpy(to + i * kStepBytes, &x, 4);
+    }
+  } else if (precision == Precision::bf16) {
+    for (int64_t i = 0; i < w.k; ++i) {
+      const bfloat16 x(w.at(column, i));
+      std::memcpy(to + i / 2 * kStepBytes + i % 2 * 2, &x, 2);
+    }
+  } else {
+    uint32_t bits = 0;
+    for (int64_t i = 0; i < w.k; ++i) bits = std::max(bits, magnitude_bits(w.at(column, i)));
+    float largest;
+    std::memcpy(&largest, &bits, 4);
+    const Scale scale(largest, 127, bits < 0x7F800000);
+    int32_t sum = 0;
+    for (int64_t i = 0; i < w.k; ++i) {
+      const int32_t whole = to_whole(w.at(column, i), scale);
+      to[i / 4 * kStepBytes + i % 4] = static_cast<char>(whole);
+      sum += whole;
+    }
+    tail.scale[lane] = scale.scale;
+    tail.correction[lane] = -sum;
+  }
+}
+
+const Kernels& kernels(Precision precision) {
+  static const Kernels fp32 = kernels_of<Fma>();
+  static const Kernels bf16 = [] {
+#if defined(CPU_CAPABILITY_AVX512)
+    if (cpu_features().avx512_bf16) return kernels_of<DotBf16>();
+#endif
+    return kernels_of<WidenedBf16>();
+  }();
+  static const Kernels int8 = [] {
+#if defined(CPU_CAPABILITY_AVX512)
+    const bool dot = cpu_features().avx512_vnni;
+#else
+    const bool dot = cpu_features().avx_vnni;
+#endif
+    return dot ? kernels_of<DotInt8>() : kernels_of<MultiplyInt8>();
+  }();
+  return precision == Precision::fp32 ? fp32 : precision == Precision::bf16 ? bf16 : int8;
+}
+
+// Below so many rows of int8 AMX has too little to do. Its sums of bf16 are rounded in an order of their own, so it
+// takes all rows or none: even a single one is multiplied faster than memory gives the weight.
+constexpr int64_t kFewestForAmx = 8;
+
+bool takes_brgemm(Precision precision, int64_t rows) {
+  return (precision == Precision::bf16 || (precision == Precision::int8 && rows >= kFewestForAmx)) &&
+         can_brgemm(precision);
+}
+
+// Rows of bf16 always go in the same groups, by the same kernel of brgemm, and their sums in blocks of steps, as
+// in the other kernels, added up here: with add_C, AMX would go on with the sum so far as one long sum. Integers are
+// exact in any order.
+template <typename Path>
+void gemm_by_tiles(const PackedRows& x, int64_t rows, const PackedWeight& w, int64_t begin, int64_t end, float* out,
+                   int64_t ld) {
+  constexpr int64_t kGroup = std::is_same_v<Path, DotInt8> ? kMostBrgemmRows : kTileRows;
+  alignas(64) thread_local int32_t sums[kGroup * kPanelColumns];
+  for (int64_t p = begin; p < end; ++p, out += kPanelColumns) {
+    const char* panel = w.panel(p);
+    Tile tile{};
+    tile.tail = reinterpret_cast<const PanelTail*>(panel + w.steps() * kStepBytes);
+    for (int64_t step = 0, steps; step < w.steps(); step += steps) {
+      steps = std::min(w.steps() - step, Path::kBlockSteps);
+      const Block block{step == 0, step + steps == w.steps()};
+      for (int64_t first = 0; first < rows; first += kGroup) {
+        const int64_t count = std::min(kGroup, rows - first);
+        brgemm_panel(w.precision, round_up(count, kTileRows), x.data() + first * x.stride() + step * 4, x.stride(),
+                     panel + step * kStepBytes, steps, sums);
+        tile.left_scale = x.scales() + first, tile.left_zero = x.zeros() + first;
+        for (int r = 0; r < count; ++r)
+          for (int64_t c = 0; c < kPanelColumns; c += V::size) {
+            const void* sum = sums + r * kPanelColumns + c;
+            float* to = out + (first + r) * ld + c;
+            if constexpr (std::is_same_v<Path, DotInt8>) Path::finish(load_ints(sum), tile, c, r, to, block).store(to);
+            else Path::finish(as_floats(load_ints(sum)), tile, c, r, to, block).store(to);
+          }
+      }
+    }
+  }
+  release_brgemm();
+}
+
+}  // namespace
+
+Precision precision_named(std::string_view name) {
+  if (name == "fp32") return Precision::fp32;
+  if (name == "bf16") return Precision::bf16;
+  if (name == "int8") return Precision::int8;
+  throw std::invalid_argument("precision: expected 'fp32', 'bf16' or 'int8', got '" + std::string(name) + "'");
+}
+
+PackedWeight::PackedWeight(const Matrix& weight, const float* bias, Precision precision)
+    : n(weight.n), k(weight.k), num_panels(round_up(weight.n, kPanelColumns) / kPanelColumns), precision(precision) {
+  if (precision == Precision::int8 && k > kMostInt8)
+    throw std::invalid_argument("int8: expected a weight of at most " + std::to_string(kMostInt8) +
+                                " inputs, got one of " + std::to_string(k));
+  kernels(precision);  // a wrong FASTFORMER_CPU_FEATURES throws here, and not in a product
+  steps_ = round_up(k, group(precision)) / group(precision);
+  const int64_t tail_bytes = precision == Precision::int8 ? sizeof(PanelTail) : sizeof(PanelTail::bias);
+  panel_bytes_ = steps_ * kStepBytes + tail_bytes;
+  const std::shared_ptr<char> memory = allocate_panels(num_panels * panel_bytes_);
+  for (int64_t p = 0; p < num_panels; ++p) {
+    char* panel = memory.get() + p * panel_bytes_;
+    std::memset(panel, 0, static_cast<size_t>(panel_bytes_));
+    auto& tail = *reinterpret_cast<PanelTail*>(panel + steps_ * kStepBytes);
+    for (int64_t lane = 0; lane < std::min(kPanelColumns, n - p * kPanelColumns); ++lane) {
+      const int64_t column = p * kPanelColumns + lane;
+      pack_column(weight, column, precision, panel + lane * 4, tail, lane);
+      if (bias != nullptr) tail.bias[lane] = bias[column];
+    }
+  }
+  panels_ = memory;
+}
+
+PackedWeight PackedWeight::columns(const std::vector<int32_t>& candidates) const {
+  PackedWeight some = *this;
+  some.n = static_cast<int64_t>(candidates.size());
+  some.num_panels = round_up(some.n, kPanelColumns) / kPanelColumns;
+  const std::shared_ptr<char> memory = allocate_panels(some.num_panels * panel_bytes_);
+  std::memset(memory.get(), 0, static_cast<size_t>(some.num_panels * panel_bytes_));
+  // All that a panel has, its tail included, lies column by column in units of 4 bytes.
+  for (int64_t i = 0; i < some.n; ++i) {
+    const char* from = panel(candidates[i] / kPanelColumns) + candidates[i] % kPanelColumns * 4;
+    char* to = memory.get() + i / kPanelColumns * panel_bytes_ + i % kPanelColumns * 4;
+    for (int64_t at = 0; at < panel_bytes_; at += kStepBytes) std::memcpy(to + at, from + at, 4);
+  }
+  some.panels_ = memory;
+  return some;
+}
+
+void PackedRows::Free::operator()(char* p) const { std::free(p); }
+
+void PackedRows::resize(int64_t rows, int64_t k, Precision precision) {
+  rows_ = rows, k_ = k, precision_ = precision;
+  // An odd number of cache lines: rows whose distance is a power of two would share few sets of the cache.
+  stride_ = (round_up(k, 16) * 4 / group(precision) + 63) / 64 * 64;
+  if (stride_ / 64 % 2 == 0) stride_ += 64;
+  const int64_t bytes = round_up(rows, kTileRows) * stride_;
+  if (bytes > capacity_) {
+    capacity_ = bytes;
+    data_.reset(static_cast<char*>(std::aligned_alloc(64, static_cast<size_t>(capacity_))));
+    if (!data_) throw std::bad_alloc();
+  }
+  if (static_cast<int64_t>(scales_.size()) < rows) scales_.resize(rows), zeros_.resize(rows);
+}
+
+void PackedRows::store(int64_t row, const float* x) {
+  char* to = data_.get() + row * stride_;
+  if (precision_ == Precision::fp32) {
+    std::memcpy(to, x, static_cast<size_t>(k_) * 4);
+  } else if (precision_ == Precision::bf16) {
+    // Whole vectors are written: beyond k stand zeros, as the weight has them.
+    for_each_vec<float>(
+        k_, [&](int64_t c, int64_t count) { V::load(x + c, count).store(reinterpret_cast<bfloat16*>(to) + c); });
+  } else {
+    const Range range = range_of(x, k_);
+    const Scale scale(range.high - range.low, 255, range.is_finite);
+    const bool is_zero = scale.inverse == 0;  // or not finite
+    const int32_t zero = is_zero ? 0 : to_whole(-range.low, scale);
+    scales_[static_cast<size_t>(row)] = scale.scale, zeros_[static_cast<size_t>(row)] = zero;
+    for_each_vec<float>(k_, [&](int64_t c, int64_t count) {
+      const V whole = is_zero ? V(0.f) : V::load(x + c, count) * V(scale.inverse);
+      store_whole(whole, zero, reinterpret_cast<uint8_t*>(to) + c);
+    });
+  }
+}
+
+void gemm(const PackedRows& x, int64_t rows, const PackedWeight& w, int64_t begin, int64_t end, float* out,
+          int64_t ld) {
+  if (rows <= 0 || begin >= end) return;
+  if (w.k > 0 && takes_brgemm(w.precision, rows)) {
+    // Without AMX, in tests, brgemm multiplies by vdpbf16ps as well: blocks of its length. AMX rounds less often.
+    const auto bf16 = cpu_features().amx_bf16 ? gemm_by_tiles<FloatSums<128>> : gemm_by_tiles<FloatSums<32>>;
+    return (w.precision == Precision::int8 ? gemm_by_tiles<DotInt8> : bf16)(x, rows, w, begin, end, out, ld);
+  }
+  const Kernels& all = kernels(w.precision);
+  int shape = 0;
+  while (shape + 1 < all.num_shapes && all.shapes[shape].rows < rows) ++shape;
+  const auto& [vecs, most] = all.shapes[shape];
+  // Groups of nearly the same number of rows, for each slice of the panel. The first passes fetch the next panel; a
+  // single one reads on and on, so that it need not look so far ahead.
+  const int64_t groups = (rows + most - 1) / most, slices = kFewest / vecs;
+  const int64_t passes = groups * slices;
+  const int64_t lines = passes >= 4 ? 1 : passes >= 2 ? 2 : 4;
+  const int64_t fetched = w.steps() * 64 * lines;  // bytes, in one pass
+  const int64_t tail_bytes = w.panel_bytes() - w.steps() * kStepBytes;
+  const int64_t distance = passes == 1 ? kAhead : w.panel_bytes();
+  for (int64_t p = begin; p < end; ++p, out += kPanelColumns) {
+    const char *panel = w.panel(p), *next = panel + distance;
+    const auto* tail = reinterpret_cast<const PanelTail*>(panel + w.steps() * kStepBytes);
+    // The passes over a panel fetch as much as its steps: what lies between that and the next panel's share.
+    for (const char* line = next - tail_bytes; line < next; line += 64) _mm_prefetch(line, _MM_HINT_T0);
+    int64_t pass = 0;
+    for (int64_t slice = 0; slice < slices; ++slice) {
+      const int64_t column = slice * vecs * V::size;
+      for (int64_t g = 0, first = 0; g < groups; ++g, ++pass) {
+        const int64_t count = (rows - first) / (groups - g);
+        const int which = pass * lines >= 4 ? 0 : lines == 4 ? 3 : static_cast<int>(lines);
+        const Tile tile{x.data() + first * x.stride(),
+                        x.stride(),
+                        x.scales() + first,
+                        x.zeros() + first,
+                        panel + column * 4,
+                        w.steps(),
+                        tail,
+                        column,
+                        next + pass * fetched,
+                        out + first * ld,
+                        ld};
+        all.table[shape][count - 1][which](tile);
+        first += count;
+      }
+    }
+  }
+}
+
+}  // namespace fastformer

@@ -1,0 +1,110 @@
+// Products of rows of activations with a weight that was packed once: y = x W^T + b, for the decoding engine.
+//
+// A weight lies in panels of 64 columns (outputs). Inside a panel stand, step by step of k, 64 columns times 4 bytes of
+// k: 256 bytes in the order in which they are used, so that one row reads the weight as one stream. int8 keeps 4
+// neighbours in k together, bf16 2. This is also what AMX reads. What else a panel needs (bias; int8: scales and
+// corrections) follows its last step.
+//
+//   fp32   FMA
+//   bf16   x and W are bf16, sums fp32: vdpbf16ps where the CPU has AVX512_BF16, else widened to FMA
+//   int8   W has a scale per column: symmetric, largest magnitude 127. A row of x, when it is stored, gets a scale and
+//   a
+//          zero, so that its bytes from 0 to 255 are used whole, also where nothing is below zero, as behind ReLU:
+//          x ~ scale * (byte - zero). The sum of a column times the zero puts sums of bytes right.
+//          AVX512_VNNI, AVX-VNNI, or multiplications of bytes without them: all give the same integers.
+//
+// A row's result depends on nothing but the row and W: not on the number of rows, the panels or the threads, bit for
+// bit. Where the CPU has AMX, int8 takes it from some rows on, which gives the same integers; bf16, whose sums AMX
+// rounds in an order of its own, takes it for any number of rows.
+
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string_view>
+#include <vector>
+
+#include "common/simd.h"
+
+namespace fastformer {
+
+constexpr int64_t kPanelColumns = 64;
+
+enum class Precision { fp32, bf16, int8 };
+
+// "fp32", "bf16" or "int8"; std::invalid_argument for another name.
+Precision precision_named(std::string_view name);
+
+// A matrix as it lies in a model: (n, k), rows row_stride elements apart, fp32 or bf16.
+struct Matrix {
+  const void* data;
+  bool is_bf16;
+  int64_t n, k;
+  int64_t row_stride;
+
+  float at(int64_t i, int64_t j) const {
+    return is_bf16 ? static_cast<float>(static_cast<const bfloat16*>(data)[i * row_stride + j])
+                   : static_cast<const float*>(data)[i * row_stride + j];
+  }
+};
+
+// W of y = x W^T + b. Immutable; copies share the panels. Columns from n to the end of the last panel give 0.
+//
+// int8: a column that is a scale times whole numbers up to 127, and reaches 127, is kept exactly. A column with a NaN
+// or an infinity gives NaN. Magnitudes below 2^-120 count as zero.
+class PackedWeight {
+ public:
+  PackedWeight() = default;
+  // bias: n floats, or null. Throws std::invalid_argument for a k that int8 sums have no room for (above 66,311).
+  PackedWeight(const Matrix& weight, const float* bias, Precision precision);
+
+  // Some of the columns, as they are packed.
+  PackedWeight columns(const std::vector<int32_t>& candidates) const;
+
+  int64_t n = 0, k = 0, num_panels = 0;
+  Precision precision = Precision::fp32;
+
+  int64_t steps() const { return steps_; }              // of 4 bytes of k
+  int64_t panel_bytes() const { return panel_bytes_; }  // from one panel to the next
+  const char* panel(int64_t index) const { return panels_.get() + index * panel_bytes_; }
+
+ private:
+  int64_t steps_ = 0, panel_bytes_ = 0;
+  std::shared_ptr<const char> panels_;
+};
+
+// Rows of activations as the products read them.
+class PackedRows {
+ public:
+  // Room for `rows` rows of k; what they hold is undefined. Capacity is kept.
+  void resize(int64_t rows, int64_t k, Precision precision);
+
+  // Rounds or quantises a row of k floats. Different rows may be stored from different threads.
+  // int8: a row with a NaN or an infinity, or too wide for fp32, gets the scale NaN; one narrower than 2^-120 is zero.
+  void store(int64_t row, const float* x);
+
+  int64_t rows() const { return rows_; }
+  int64_t k() const { return k_; }
+  Precision precision() const { return precision_; }
+  int64_t stride() const { return stride_; }  // bytes from one row to the next
+  const char* data() const { return data_.get(); }
+  const float* scales() const { return scales_.data(); }  // int8: of each row, and the byte of its zero
+  const int32_t* zeros() const { return zeros_.data(); }
+
+ private:
+  struct Free {
+    void operator()(char* p) const;
+  };
+  int64_t rows_ = 0, k_ = 0, stride_ = 0, capacity_ = 0;
+  Precision precision_ = Precision::fp32;
+  std::unique_ptr<char, Free> data_;
+  std::vector<float> scales_;
+  std::vector<int32_t> zeros_;
+};
+
+// out[r * ld + c - 64 * begin] = x[r] . W[c] + b[c] for the first `rows` rows and the columns c of panels [begin, end).
+// All 64 columns of a panel are written: ld >= 64 * (end - begin). x has the weight's k and precision.
+// Best at 1 to 64 rows, for which W is read once; more work as well.
+void gemm(const PackedRows& x, int64_t rows, const PackedWeight& w, int64_t begin, int64_t end, float* out, int64_t ld);
+
+}  // namespace fastformer

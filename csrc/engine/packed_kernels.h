@@ -1,0 +1,341 @@
+// The inner loops behind packed_gemm.h: some rows against some vectors of a panel, for each way of multiplying.
+//
+// A way of multiplying ("path") says what a vector of the weight is (Right), what 4 bytes of a row are once they are
+// broadcast (Left), how they are added to a Sum, and what shapes of accumulators fit the registers.
+//
+// The dot products are inline assembler that takes and returns values: they need no compiler flag, so that one module
+// serves CPUs with and without them, and GCC 12 copies and spills the accumulators around its builtins (PR 94663),
+// which costs half the rate.
+
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <limits>
+#include <utility>
+
+#include "engine/packed_gemm.h"
+
+namespace fastformer {
+
+constexpr int64_t kStepBytes = 4 * kPanelColumns;
+
+// What follows the steps of a panel.
+struct PanelTail {
+  float bias[kPanelColumns];
+  float scale[kPanelColumns];         // int8
+  int32_t correction[kPanelColumns];  // int8: minus the sum of the column
+};
+
+// The operands of one call of a kernel. `right` and `tail` are those of its first column.
+struct Tile {
+  const char* left;         // first row
+  int64_t left_stride;      // bytes
+  const float* left_scale;  // int8: of each row, and what stands for its zero
+  const int32_t* left_zero;
+  const char* right;
+  int64_t steps;
+  const PanelTail* tail;
+  int64_t column;     // of the first vector, in the panel
+  const char* ahead;  // what to fetch meanwhile
+  float* out;
+  int64_t ld;
+};
+
+using Kernel = void (*)(const Tile&);
+
+// At most `rows` rows by `vecs` vectors of accumulators.
+struct Shape {
+  int vecs, rows;
+};
+
+using V = Vec<float>;
+
+inline uint32_t four_bytes(const char* p) {
+  uint32_t bytes;
+  std::memcpy(&bytes, p, 4);
+  return bytes;
+}
+
+#if defined(CPU_CAPABILITY_AVX512)
+
+using Ints = __m512i;
+constexpr int kFewest = 4;  // vectors for a panel's columns
+inline Ints load_ints(const void* p) { return _mm512_loadu_si512(p); }
+inline Ints broadcast(uint32_t x) { return _mm512_set1_epi32(static_cast<int>(x)); }
+inline Ints add_product(Ints sum, Ints a, int32_t b) {
+  return _mm512_add_epi32(sum, _mm512_mullo_epi32(a, _mm512_set1_epi32(b)));
+}
+inline V as_floats(Ints x) { return _mm512_castsi512_ps(x); }
+inline V to_floats(Ints x) { return _mm512_cvtepi32_ps(x); }
+inline V even_bf16(Ints x) { return as_floats(_mm512_slli_epi32(x, 16)); }
+inline V odd_bf16(Ints x) { return as_floats(_mm512_and_si512(x, _mm512_set1_epi32(static_cast<int>(0xFFFF0000)))); }
+
+#else
+
+using Ints = __m256i;
+constexpr int kFewest = 8;
+inline Ints load_ints(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
+inline Ints broadcast(uint32_t x) { return _mm256_set1_epi32(static_cast<int>(x)); }
+inline Ints add_product(Ints sum, Ints a, int32_t b) {
+  return _mm256_add_epi32(sum, _mm256_mullo_epi32(a, _mm256_set1_epi32(b)));
+}
+inline V as_floats(Ints x) { return _mm256_castsi256_ps(x); }
+inline V to_floats(Ints x) { return _mm256_cvtepi32_ps(x); }
+inline V even_bf16(Ints x) { return as_floats(_mm256_slli_epi32(x, 16)); }
+inline V odd_bf16(Ints x) { return as_floats(_mm256_and_si256(x, _mm256_set1_epi32(static_cast<int>(0xFFFF0000)))); }
+
+#endif
+
+// Which of a sum's blocks of steps this is.
+struct Block {
+  bool first, last;
+};
+
+// What the paths of fp32 sums share: a long sum is one of sums, for what is rounded away grows with the length.
+template <int64_t steps>
+struct FloatSums {
+  using Sum = V;
+  static constexpr int64_t kBlockSteps = steps;
+  static Sum zero() { return V(0.f); }
+  static V finish(Sum sum, const Tile& t, int64_t column, int, const float* out, Block block) {
+    if (!block.first) sum = V::load(out) + sum;
+    return block.last ? sum + V::load(t.tail->bias + column) : sum;
+  }
+};
+
+// What the paths of int8 share: the same arithmetic of floats, whatever gave the integers. kOffset: what a path has
+// taken from the bytes of x.
+template <int32_t kOffset>
+struct IntegerSums {
+  using Sum = Ints;
+  static constexpr int64_t kBlockSteps = std::numeric_limits<int64_t>::max();
+  static Sum zero() { return broadcast(0); }
+  static V finish(Sum sum, const Tile& t, int64_t column, int row, const float*, Block) {
+    const Ints whole = add_product(sum, load_ints(t.tail->correction + column), t.left_zero[row] - kOffset);
+    const V scale = V::load(t.tail->scale + column) * V(t.left_scale[row]);
+    return fmadd(to_floats(whole), scale, V::load(t.tail->bias + column));
+  }
+};
+
+struct Fma : FloatSums<64> {
+  using Right = V;
+  using Left = V;
+#if defined(CPU_CAPABILITY_AVX512)
+  static constexpr std::array<Shape, 2> kShapes{{ {4, 6}, {2, 13} }};
+#else
+  static constexpr std::array<Shape, 3> kShapes{{{8, 1}, {4, 3}, {2, 6}}};
+#endif
+  static Right right(const char* p) { return V::load(reinterpret_cast<const float*>(p)); }
+  static Left left(const char* p) { return as_floats(broadcast(four_bytes(p))); }
+  static Sum add(Sum sum, Right w, Left x) { return fmadd(x, w, sum); }
+};
+
+// bf16 without instructions for it. The low half of a step's 4 bytes is the even k.
+struct WidenedBf16 : FloatSums<64> {
+  struct Pair {
+    V even, odd;
+  };
+  using Right = Pair;
+  using Left = Pair;
+#if defined(CPU_CAPABILITY_AVX512)
+  static constexpr std::array<Shape, 2> kShapes{{ {4, 5}, {2, 12} }};
+#else
+  static constexpr std::array<Shape, 3> kShapes{{{8, 1}, {4, 2}, {2, 4}}};
+#endif
+  static Pair widen(Ints x) { return {even_bf16(x), odd_bf16(x)}; }
+  static Right right(const char* p) { return widen(load_ints(p)); }
+  static Left left(const char* p) { return widen(broadcast(four_bytes(p))); }
+  static Sum add(Sum sum, Right w, Left x) { return fmadd(x.odd, w.odd, fmadd(x.even, w.even, sum)); }
+};
+
+#if defined(CPU_CAPABILITY_AVX512)
+
+// On an Intel CPU longer blocks erred by more than twice what plain PyTorch does (tests/engine/test_packed_gemm.py).
+struct DotBf16 : FloatSums<32> {
+  using Right = Ints;
+  using Left = Ints;
+  static constexpr std::array<Shape, 2> kShapes{{{4, 6}, {2, 13}}};
+  static Right right(const char* p) { return load_ints(p); }
+  static Left left(const char* p) { return broadcast(four_bytes(p)); }
+  static Sum add(Sum sum, Right w, Left x) {
+    asm("vdpbf16ps %2, %1, %0" : "+v"(sum.v) : "v"(w), "v"(x));
+    return sum;
+  }
+};
+
+#endif
+
+// vpdpbusd adds four products of a u8 of x and an s8 of W to each 32-bit sum.
+struct DotInt8 : IntegerSums<0> {
+  using Right = Ints;
+  using Left = Ints;
+#if defined(CPU_CAPABILITY_AVX512)
+  static constexpr std::array<Shape, 2> kShapes{{ {4, 6}, {2, 13} }};
+#else
+  static constexpr std::array<Shape, 3> kShapes{{{8, 1}, {4, 3}, {2, 6}}};
+#endif
+  static Right right(const char* p) { return load_ints(p); }
+  static Left left(const char* p) { return broadcast(four_bytes(p)); }
+  static Sum add(Sum sum, Right w, Left x) {
+#if defined(CPU_CAPABILITY_AVX512)
+    asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(x), "v"(w));
+#else
+    asm("%{vex%} vpdpbusd %2, %1, %0" : "+x"(sum) : "x"(x), "x"(w));
+#endif
+    return sum;
+  }
+};
+
+// int8 without dot products: pmaddubsw multiplies u8 by s8 and adds neighbours in 16 bits. With the bytes of x these
+// would saturate; with x - 128, as |x - 128| times W with the sign of that, they can't: 2 * 128 * 127 < 2^15.
+struct MultiplyInt8 : IntegerSums<128> {
+  using Right = Ints;
+#if defined(CPU_CAPABILITY_AVX512)
+  struct Left {
+    Ints magnitude;
+    __mmask64 negative;
+  };
+  static constexpr std::array<Shape, 2> kShapes{{ {4, 5}, {2, 11} }};
+  static Left left(const char* p) {
+    const Ints x = _mm512_xor_si512(broadcast(four_bytes(p)), broadcast(0x80808080));
+    return {_mm512_abs_epi8(x), _mm512_movepi8_mask(x)};
+  }
+  static Sum add(Sum sum, Right w, Left x) {
+    const Ints signed_w = _mm512_mask_sub_epi8(w, x.negative, _mm512_setzero_si512(), w);
+    const Ints pairs = _mm512_maddubs_epi16(x.magnitude, signed_w);
+    return add_products(sum, pairs);
+  }
+#else
+  struct Left {
+    Ints value, magnitude;
+  };
+  static constexpr std::array<Shape, 3> kShapes{{{8, 1}, {4, 2}, {2, 4}}};
+  static Left left(const char* p) {
+    const Ints x = _mm256_xor_si256(broadcast(four_bytes(p)), broadcast(0x80808080));
+    return {x, _mm256_abs_epi8(x)};
+  }
+  static Sum add(Sum sum, Right w, Left x) {
+    const Ints pairs = _mm256_maddubs_epi16(x.magnitude, _mm256_sign_epi8(w, x.value));
+    return add_products(sum, pairs);
+  }
+#endif
+  static Right right(const char* p) { return load_ints(p); }
+
+ private:
+  // Neighbours of 16 bits. Left to itself GCC 12 keeps the sum in a second register and spills others.
+  static Sum add_products(Sum sum, Ints pairs) {
+#if defined(CPU_CAPABILITY_AVX512)
+    const Ints products = _mm512_madd_epi16(pairs, _mm512_set1_epi16(1));
+#else
+    const Ints products = _mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
+#endif
+    asm("vpaddd %1, %0, %0" : "+v"(sum) : "v"(products));
+    return sum;
+  }
+};
+
+// Walks along kRows rows with a pointer for every fourth: x86 adds up to three times a stride in the address itself.
+template <int kRows>
+struct RowPointers {
+  static constexpr int kPointers = (kRows + 3) / 4;
+  const char* at[kPointers];
+  int64_t stride;
+
+  RowPointers(const char* first, int64_t stride) : stride(stride) {
+    for (int i = 0; i < kPointers; ++i) at[i] = first + 4 * i * stride;
+  }
+  const char* operator[](int row) const { return at[row / 4] + row % 4 * stride; }
+  void advance() {
+    for (auto& pointer : at) pointer += 4;
+  }
+};
+
+// kRows rows against kVecs vectors of a panel. Meanwhile kLines cache lines a step are fetched from `ahead`: arithmetic
+// and reading go on together.
+template <typename Path, int kVecs, int kRows, int kLines>
+void rows_times_panel(const Tile& tile) {
+  const Tile t = tile;  // nobody else sees it: no store can change it
+  RowPointers<kRows> left(t.left, t.left_stride);
+  const char *right = t.right, *ahead = t.ahead;
+  int64_t rest = t.steps;
+  bool is_first = true;
+  do {
+    typename Path::Sum sum[kRows][kVecs];
+#pragma GCC unroll 16
+    for (int r = 0; r < kRows; ++r)
+#pragma GCC unroll 8
+      for (int v = 0; v < kVecs; ++v) sum[r][v] = Path::zero();
+    const int64_t steps = std::min(rest, Path::kBlockSteps);
+#pragma GCC unroll 1
+    for (int64_t step = 0; step < steps; ++step, left.advance(), right += kStepBytes, ahead += 64 * kLines) {
+      // The inner loop is along the more numerous operands: the fewer ones are held in registers meanwhile.
+      if constexpr (kRows < kVecs) {
+#pragma GCC unroll 4
+        for (int line = 0; line < kLines; ++line) _mm_prefetch(ahead + line * 64, _MM_HINT_T0);
+        typename Path::Left x[kRows];
+#pragma GCC unroll 16
+        for (int r = 0; r < kRows; ++r) x[r] = Path::left(left[r]);
+#pragma GCC unroll 8
+        for (int v = 0; v < kVecs; ++v) {
+          const auto w = Path::right(right + v * sizeof(V));
+#pragma GCC unroll 16
+          for (int r = 0; r < kRows; ++r) sum[r][v] = Path::add(sum[r][v], w, x[r]);
+        }
+      } else {
+        typename Path::Right w[kVecs];
+#pragma GCC unroll 8
+        for (int v = 0; v < kVecs; ++v) w[v] = Path::right(right + v * sizeof(V));
+#pragma GCC unroll 4
+        for (int line = 0; line < kLines; ++line) _mm_prefetch(ahead + line * 64, _MM_HINT_T0);
+#pragma GCC unroll 16
+        for (int r = 0; r < kRows; ++r) {
+          const auto x = Path::left(left[r]);
+#pragma GCC unroll 8
+          for (int v = 0; v < kVecs; ++v) sum[r][v] = Path::add(sum[r][v], w[v], x);
+        }
+      }
+    }
+    rest -= steps;
+    const Block block{is_first, rest == 0};
+    float* out = t.out + t.column;
+#pragma GCC unroll 16
+    for (int r = 0; r < kRows; ++r, out += t.ld)
+#pragma GCC unroll 8
+      for (int v = 0; v < kVecs; ++v) {
+        float* to = out + v * V::size;
+        Path::finish(sum[r][v], t, t.column + v * V::size, r, to, block).store(to);
+      }
+    is_first = false;
+  } while (rest > 0);
+}
+
+// The kernels of a path: by shape, number of rows - 1, and lines that are fetched a step (0, 1, 2; 4 at index 3).
+constexpr int kMostRows = 13;
+struct Kernels {
+  using OfRows = std::array<Kernel, 4>;
+  std::array<Shape, 3> shapes{};
+  int num_shapes = 0;
+  std::array<std::array<OfRows, kMostRows>, 3> table{};
+};
+
+template <typename Path>
+Kernels kernels_of() {
+  constexpr int kNumShapes = Path::kShapes.size();
+  Kernels all;
+  all.num_shapes = kNumShapes;
+  const auto add_shape = [&]<int s, int... r>(std::integral_constant<int, s>, std::integer_sequence<int, r...>) {
+    constexpr int v = Path::kShapes[s].vecs;
+    all.shapes[s] = Path::kShapes[s];
+    ((all.table[s][r] = {rows_times_panel<Path, v, r + 1, 0>, rows_times_panel<Path, v, r + 1, 1>,
+                         rows_times_panel<Path, v, r + 1, 2>, rows_times_panel<Path, v, r + 1, 4>}),
+     ...);
+  };
+  const auto add_shapes = [&]<int... s>(std::integer_sequence<int, s...>) {
+    (add_shape(std::integral_constant<int, s>{}, std::make_integer_sequence<int, Path::kShapes[s].rows>{}), ...);
+  };
+  add_shapes(std::make_integer_sequence<int, kNumShapes>{});
+  return all;
+}
+
+}  // namespace fastformer

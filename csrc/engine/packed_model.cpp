@@ -1,0 +1,234 @@
+#include "engine/packed_model.h"
+
+#include <algorithm>
+#include <map>
+#include <stdexcept>
+
+#include "common/rows.h"
+
+namespace fastformer {
+namespace {
+
+float at(const ModelTensor& tensor, int64_t i) {
+  return tensor.is_bf16 ? static_cast<float>(static_cast<const bfloat16*>(tensor.data)[i])
+                        : static_cast<const float*>(tensor.data)[i];
+}
+
+// Looks tensors up by name, within a prefix.
+class Names {
+ public:
+  Names(const ModelTensors& tensors, std::string prefix) : tensors_(tensors), prefix_(std::move(prefix)) {}
+
+  Names within(const std::string& name) const { return {tensors_, prefix_ + name + "."}; }
+  const ModelTensor* find(const std::string& name) const {
+    const auto found = tensors_.find(prefix_ + name);
+    return found == tensors_.end() ? nullptr : &found->second;
+  }
+  const ModelTensor& get(const std::string& name) const {
+    const ModelTensor* tensor = find(name);
+    if (!tensor) throw std::invalid_argument("the model has no tensor " + prefix_ + name);
+    return *tensor;
+  }
+  std::vector<float> vector(const std::string& name, int64_t size, float otherwise) const {
+    std::vector<float> values(size, otherwise);
+    if (const ModelTensor* tensor = find(name)) {
+      check(name, *tensor, {size});
+      for (int64_t i = 0; i < size; ++i) values[i] = at(*tensor, i);
+    }
+    return values;
+  }
+  // One of two dimensions, of which the second may be given.
+  const ModelTensor& table(const std::string& name, int64_t columns = -1) const {
+    const ModelTensor& tensor = get(name);
+    if (tensor.shape.size() != 2 || tensor.shape[0] < 1 || (columns >= 0 && tensor.shape[1] != columns))
+      throw std::invalid_argument("the tensor " + prefix_ + name + " has another shape");
+    return tensor;
+  }
+  // Rows [begin, end) of a matrix of k columns.
+  Matrix matrix(const std::string& name, int64_t begin, int64_t end, int64_t rows, int64_t k) const {
+    const ModelTensor& tensor = get(name);
+    check(name, tensor, {rows, k});
+    const int64_t offset = begin * k * (tensor.is_bf16 ? 2 : 4);
+    return Matrix{static_cast<const char*>(tensor.data) + offset, tensor.is_bf16, end - begin, k, k};
+  }
+  PackedWeight weight(const std::string& name, const std::string& bias, int64_t begin, int64_t end, int64_t rows,
+                      int64_t k, Precision precision) const {
+    const Matrix values = matrix(name, begin, end, rows, k);
+    if (!find(bias)) return PackedWeight(values, nullptr, precision);
+    return PackedWeight(values, vector(bias, rows, 0).data() + begin, precision);
+  }
+
+ private:
+  void check(const std::string& name, const ModelTensor& tensor, const std::vector<int64_t>& shape) const {
+    if (tensor.shape != shape) throw std::invalid_argument("the tensor " + prefix_ + name + " has another shape");
+  }
+
+  const ModelTensors& tensors_;
+  std::string prefix_;
+};
+
+PackedLayer pack_layer(const ModelOptions& o, const Names& names, bool has_cross) {
+  const int64_t dim = o.d_model, kv = o.kv_dim(), rows = dim + 2 * kv;
+  const auto linear = [&](const Names& where, const std::string& name, int64_t n, int64_t k) {
+    return where.weight(name + ".weight", name + ".bias", 0, n, n, k, o.precision);
+  };
+  const auto norm = [&](const std::string& name) {
+    return Norm{names.vector(name + ".weight", dim, 1), names.vector(name + ".bias", dim, 0)};
+  };
+  PackedLayer layer;
+  const Names own = names.within("self_attn"), cross = names.within("multihead_attn");
+  layer.qkv = own.weight("in_proj_weight", "in_proj_bias", 0, rows, rows, dim, o.precision);
+  layer.out = linear(own, "out_proj", dim, dim);
+  if (has_cross) {
+    layer.cross_q = cross.weight("in_proj_weight", "in_proj_bias", 0, dim, rows, dim, o.precision);
+    layer.cross_kv = cross.weight("in_proj_weight", "in_proj_bias", dim, rows, rows, dim, o.precision);
+    layer.cross_out = linear(cross, "out_proj", dim, dim);
+    layer.norm3 = norm("norm3");
+  }
+  layer.norm1 = norm("norm1"), layer.norm2 = norm("norm2");
+  const int64_t inner = names.table("linear1.weight", dim).shape[0];
+  layer.ff1 = linear(names, "linear1", inner, dim);
+  layer.ff2 = linear(names, "linear2", dim, is_gated(o.activation) ? inner / 2 : inner);
+  return layer;
+}
+
+PackedStack pack_stack(const ModelOptions& o, const Names& names, int64_t num_layers, bool has_cross, int64_t window) {
+  PackedStack stack{{}, {}, window, {}};
+  for (int64_t i = 0; i < num_layers; ++i)
+    stack.layers.push_back(pack_layer(o, names.within("layers." + std::to_string(i)), has_cross));
+  if (names.find("norm.weight") || o.norm_first)
+    stack.final_norm.push_back({names.vector("norm.weight", o.d_model, 1), names.vector("norm.bias", o.d_model, 0)});
+  return stack;
+}
+
+PositionBias position_bias(const ModelOptions& o, const Names& names, const std::string& name) {
+  if (!names.find(name)) return {};
+  const ModelTensor& tensor = names.table(name);
+  const int64_t distances = tensor.shape[1];
+  if (tensor.shape[0] != o.num_heads || distances % 2 == 0)
+    throw std::invalid_argument("expected a position bias of each head, as far before a query as behind it");
+  std::vector<float> values(o.num_heads * distances);
+  for (int64_t i = 0; i < static_cast<int64_t>(values.size()); ++i) values[i] = at(tensor, i);
+  return {std::move(values), distances / 2};
+}
+
+// Before anything is divided by one of them, or multiplied by another.
+const ModelOptions& checked(const ModelOptions& o) {
+  constexpr int64_t kMost = 1 << 20;
+  const bool has_sizes = o.d_model >= 1 && o.d_model <= kMost && o.num_heads >= 1 && o.num_heads <= o.d_model &&
+                         o.num_kv_heads >= 1 && o.num_decoder_layers >= 1 && o.num_decoder_layers <= kMost;
+  if (!has_sizes || o.d_model % o.num_heads || o.num_heads % o.num_kv_heads)
+    throw std::invalid_argument("expected one or more layers, and heads that divide d_model and one another");
+  return o;
+}
+
+}  // namespace
+
+Table::Table(const ModelTensor& tensor, Precision precision) : rows_(tensor.shape[0]), dim_(tensor.shape[1]) {
+  const auto copy = [&]<typename T>(std::shared_ptr<const std::vector<T>>& to) {
+    auto values = std::make_shared<std::vector<T>>(rows_ * dim_);
+    for (int64_t i = 0; i < rows_ * dim_; ++i) (*values)[i] = static_cast<T>(at(tensor, i));
+    to = std::move(values);
+  };
+  if (precision == Precision::fp32) copy(wide_);
+  else copy(narrow_);
+}
+
+void Table::add_to(int64_t row, float factor, float* to) const {
+  const auto add = [=, this](const auto* from) {
+    for_each_vec<float>(dim_, [=](int64_t c, int64_t n) {
+      fmadd(Vec<float>::load(from + c, n), Vec<float>(factor), Vec<float>::load(to + c, n)).store(to + c, n);
+    });
+  };
+  if (wide_) add(wide_->data() + row * dim_);
+  else add(narrow_->data() + row * dim_);
+}
+
+void PositionBias::add_to(int64_t head, int64_t query, int64_t key, int64_t count, float* scores) const {
+  const float* row = values_.data() + head * (2 * reach_ + 1) + reach_;  // row[distance]
+  const int64_t near = std::clamp<int64_t>(query - reach_ - key, 0, count);
+  const int64_t far = std::clamp<int64_t>(query + reach_ + 1 - key, near, count);
+  const auto add_one = [=](int64_t begin, int64_t end, float value) {
+    for_each_vec<float>(end - begin, [=](int64_t c, int64_t n) {
+      (Vec<float>::load(scores + begin + c, n) + Vec<float>(value)).store(scores + begin + c, n);
+    });
+  };
+  add_one(0, near, row[-reach_]);
+  const float* from = row + (key + near - query);
+  for_each_vec<float>(far - near, [=](int64_t c, int64_t n) {
+    (Vec<float>::load(scores + near + c, n) + Vec<float>::load(from + c, n)).store(scores + near + c, n);
+  });
+  add_one(far, count, row[reach_]);
+}
+
+PackedModel::PackedModel(const ModelOptions& o, const ModelTensors& tensors) : options(checked(o)) {
+  const Names names(tensors, "");
+  if (o.has_encoder()) {
+    encoder = pack_stack(o, names.within("encoder"), o.num_encoder_layers, false, o.encoder_window);
+  }
+  decoder = pack_stack(o, names.within("decoder"), o.num_decoder_layers, o.has_encoder(), o.decoder_window);
+  encoder.position_bias = position_bias(o, names, "encoder_position_bias");
+  decoder.position_bias = position_bias(o, names, "decoder_position_bias");
+  std::map<const void*, Table> tables;  // what both sides have in common is kept once
+  const auto table = [&](const std::string& name) {
+    const ModelTensor& tensor = names.table(name, o.d_model);
+    const auto [place, is_new] = tables.try_emplace(tensor.data);
+    if (is_new) place->second = Table(tensor, o.precision);
+    return place->second;
+  };
+  const auto input = [&](const std::string& side) {
+    Input found{table(side + "_embedding"), {}, {}};
+    if (names.find(side + "_positions")) {
+      found.positions = table(side + "_positions");
+      max_len_ = max_len_ ? std::min(max_len_, found.positions.rows()) : found.positions.rows();
+    }
+    const Names norm = names.within(side + "_embedding_norm");
+    if (norm.find("weight"))
+      found.norm.push_back({norm.vector("weight", o.d_model, 1), norm.vector("bias", o.d_model, 0)});
+    return found;
+  };
+  target_ = input("target");
+  if (o.has_encoder()) source_ = input("source");
+  const int64_t vocab = names.table("output").shape[0];
+  if (target_.embedding.rows() < vocab) throw std::invalid_argument("expected an embedding of each token to say");
+  output = names.weight("output", "output_bias", 0, vocab, vocab, o.d_model, o.precision);
+  if (!max_len_) max_len_ = o.max_len;
+  if (const ModelTensor* cos = names.find("cos")) {
+    const ModelTensor& sin = names.table("sin", names.table("cos").shape[1]);
+    const int64_t dim = o.head_dim(), half = cos->shape[1];
+    if (2 * half != dim || sin.shape != cos->shape)
+      throw std::invalid_argument("expected rotary tables of half a head");
+    max_len_ = cos->shape[0];
+    cos_.resize(max_len_ * dim), sin_.resize(max_len_ * dim);
+    std::vector<float> c(half), s(half);
+    for (int64_t position = 0; position < max_len_; ++position) {
+      for (int64_t i = 0; i < half; ++i) c[i] = at(*cos, position * half + i), s[i] = at(sin, position * half + i);
+      lay_out_angles(c.data(), s.data(), half, o.rotary_interleaved, false, cos_.data() + position * dim,
+                     sin_.data() + position * dim);
+    }
+  }
+}
+
+void PackedModel::embed(bool is_source, int32_t token, int64_t position, float* to) const {
+  const ModelOptions& o = options;
+  const Input& input = is_source ? source_ : target_;
+  std::fill_n(to, o.d_model, 0.f);
+  if (token != o.padding_idx) input.embedding.add_to(token, o.scale, to);
+  if (input.positions) input.positions.add_to(position, 1, to);
+  for (const Norm& norm : input.norm) {
+    // Its sums are made before it writes, so it may write where it reads.
+    normalise_row<false, false, float, float, float>(to, nullptr, nullptr, norm.weight.data(), norm.bias.data(), o.eps,
+                                                     o.rms_norm, o.d_model, nullptr, to);
+  }
+}
+
+int64_t PackedModel::step_bytes() const {
+  const int64_t bits = options.precision == Precision::int8 ? 8 : options.precision == Precision::bf16 ? 16 : 32;
+  int64_t elements = output.n * output.k;
+  for (const PackedLayer& layer : decoder.layers)
+    for (const PackedWeight* w : {&layer.qkv, &layer.out, &layer.cross_q, &layer.cross_out, &layer.ff1, &layer.ff2})
+      elements += w->n * w->k;
+  return elements * bits / 8;
+}
+
+}  // namespace fastformer

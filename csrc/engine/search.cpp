@@ -1,0 +1,251 @@
+#include "engine/search.h"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <tuple>
+
+namespace fastformer {
+namespace {
+
+constexpr double kInfinity = std::numeric_limits<double>::infinity();
+
+// ((5 + length) / 6) ** alpha, length counting EOS.
+double length_penalty(int64_t length, double alpha) {
+  return std::pow((5.0 + static_cast<double>(length)) / 6.0, alpha);
+}
+
+// Values that can be ordered: no NaN, no +inf.
+bool are_sound(const float* values, int64_t count) {
+  return std::all_of(values, values + count, [](float value) { return value < kInfinity; });
+}
+
+class GreedySearch final : public Search {
+ public:
+  GreedySearch(int64_t limit, std::vector<int32_t> eos) : Search(limit, std::move(eos)) {
+    num_candidates = num_rows = peak_rows = 1;
+    last_ = {-1};
+  }
+
+  const std::vector<int32_t>& advance(const int32_t* ids, const float* values, int64_t) override {
+    if (is_done) return finish();
+    is_broken = !are_sound(values, 1);
+    if (is_broken || values[0] == -kInfinity) return finish();  // nothing may follow
+    last_[0] = append(last_[0], ids[0], values[0]);
+    if (++num_tokens >= limit || ends(ids[0])) return finish();
+    parents_.assign(1, 0);
+    return parents_;
+  }
+
+  std::vector<Hypothesis> results() const override { return {line_of(last_[0])}; }
+};
+
+class BeamSearch : public Search {
+ public:
+  BeamSearch(int64_t limit, std::vector<int32_t> eos, int64_t num_beams, double alpha, int64_t num_return,
+             EarlyStopping early_stopping)
+      : Search(limit, std::move(eos)),
+        num_beams_(num_beams),
+        num_return_(num_return),
+        alpha_(alpha),
+        early_stopping_(early_stopping),
+        best_penalty_(length_penalty(alpha > 0 ? limit : 1, alpha)) {
+    num_candidates = (1 + static_cast<int64_t>(eos_.size())) * num_beams;  // num_beams go on, whichever end
+    num_ending_ = num_candidates;
+    num_rows = 1;  // all begin alike
+    peak_rows = num_beams;
+    last_ = {-1};
+    scores_ = {0.0};
+  }
+
+  const std::vector<int32_t>& advance(const int32_t* ids, const float* values, int64_t stride) override {
+    if (is_done) return finish();
+    ++num_tokens;
+    pool_.clear();
+    for (int64_t beam = 0; beam < num_rows; ++beam, ids += stride, values += stride) {
+      if (!are_sound(values, num_candidates)) {
+        is_broken = true;
+        return finish();
+      }
+      for (int64_t i = 0; i < num_candidates; ++i)
+        pool_.push_back({-scores_[beam] - values[i], static_cast<int32_t>(beam), ids[i], values[i]});
+    }
+    const auto wanted = pool_.begin() + num_candidates;
+    std::partial_sort(pool_.begin(), wanted, pool_.end());
+    const double penalty = penalty_of(num_tokens);
+    bool ended = false;
+    parents_.clear();
+    next_.clear();
+    next_scores_.clear();
+    for (auto candidate = pool_.begin(); candidate != wanted && candidate->negative != kInfinity; ++candidate) {
+      const bool is_end = ends(candidate->token);
+      if (is_end && candidate - pool_.begin() >= num_ending_) continue;
+      if (!is_end && static_cast<int64_t>(next_.size()) == num_beams_) continue;
+      const int32_t node = append(last_[candidate->beam], candidate->token, candidate->value);
+      if (is_end) {
+        finished_.push_back({node, -candidate->negative / penalty});
+        ended = true;
+      } else {
+        next_.push_back(node);
+        next_scores_.push_back(-candidate->negative);
+        parents_.push_back(candidate->beam);
+      }
+    }
+    last_.swap(next_);
+    scores_.swap(next_scores_);
+    if (ended) {
+      best_first(finished_);
+      if (static_cast<int64_t>(finished_.size()) > num_beams_) finished_.resize(num_beams_);
+    }
+    if (last_.empty() || num_tokens >= limit) return finish();
+    drop_hopeless();
+    if (last_.empty()) return finish();
+    num_rows = static_cast<int64_t>(last_.size());
+    return parents_;
+  }
+
+  std::vector<Hypothesis> results() const override {
+    std::vector<Scored> all = finished_;
+    const double penalty = penalty_of(num_tokens);
+    for (size_t row = 0; has_begun() && row < last_.size(); ++row)  // the best of those cut come first already
+      all.push_back({last_[row], scores_[row] / penalty});
+    order(all);
+    if (static_cast<int64_t>(all.size()) > num_return_) all.resize(num_return_);
+    std::vector<Hypothesis> found;
+    for (const Scored& one : all) {
+      found.push_back(line_of(one.node));
+      found.back().score = one.score;
+    }
+    return found;
+  }
+
+ protected:
+  struct Scored {
+    int32_t node = -1;
+    double score = 0.0;
+  };
+
+  static void best_first(std::vector<Scored>& all) {
+    std::stable_sort(all.begin(), all.end(), [](const Scored& a, const Scored& b) { return a.score > b.score; });
+  }
+
+  // What divides the score of a hypothesis of so many tokens.
+  virtual double penalty_of(int64_t length) const { return length_penalty(length, alpha_); }
+
+  // Whether enough is finished, whatever goes on.
+  virtual bool is_decided() const {
+    return early_stopping_ == EarlyStopping::kYes && static_cast<int64_t>(finished_.size()) == num_beams_;
+  }
+
+  // Whether nothing that goes on from such a score can be among the results.
+  virtual bool is_hopeless(double score) const {
+    return early_stopping_ != EarlyStopping::kYes && static_cast<int64_t>(finished_.size()) >= num_return_ &&
+           finished_[num_return_ - 1].score >= score / best_penalty_;
+  }
+
+  // Orders results: here the finished stand before the cut, as they come.
+  virtual void order(std::vector<Scored>&) const {}
+
+  const int64_t num_beams_, num_return_;
+  const double alpha_;
+  const EarlyStopping early_stopping_;
+  int64_t num_ending_;          // only among so many of the best does an end count
+  std::vector<double> scores_;  // of each row
+  std::vector<Scored> finished_;
+
+ private:
+  // In the order of its members: the best score, negated, of equals the first beam's lowest id.
+  struct Candidate {
+    double negative;
+    int32_t beam, token;
+    float value;
+    bool operator<(const Candidate& other) const {
+      return std::tie(negative, beam, token, value) < std::tie(other.negative, other.beam, other.token, other.value);
+    }
+  };
+
+  // Drops what goes on to no avail. What goes on from it stays behind all that goes on from the others, so that these
+  // find what they would find beside it.
+  void drop_hopeless() {
+    size_t rows = is_decided() ? 0 : last_.size();
+    while (rows > 0 && is_hopeless(scores_[rows - 1])) --rows;
+    last_.resize(rows);
+    scores_.resize(rows);
+    parents_.resize(rows);
+  }
+
+  const double best_penalty_;  // the best that dividing by a penalty can still do for a score below zero
+  std::vector<double> next_scores_;
+  std::vector<int32_t> next_;
+  std::vector<Candidate> pool_;
+};
+
+class TransformersBeamSearch final : public BeamSearch {
+ public:
+  TransformersBeamSearch(int64_t limit, std::vector<int32_t> eos, int64_t num_beams, double alpha, int64_t num_return,
+                         EarlyStopping early_stopping)
+      : BeamSearch(limit, std::move(eos), num_beams, alpha, num_return, early_stopping),
+        looks_ahead_(early_stopping == EarlyStopping::kNever && alpha > 0) {
+    num_ending_ = num_beams;
+  }
+
+ protected:
+  double penalty_of(int64_t length) const override { return std::pow(static_cast<double>(length), alpha_); }
+
+  bool is_decided() const override {
+    if (static_cast<int64_t>(finished_.size()) < num_beams_) return false;
+    return early_stopping_ == EarlyStopping::kYes ||
+           finished_.back().score >= scores_[0] / penalty_of(looks_ahead_ ? limit : num_tokens);
+  }
+
+  bool is_hopeless(double score) const override {
+    return static_cast<int64_t>(finished_.size()) == num_beams_ &&
+           finished_.back().score >= score / penalty_of(alpha_ > 0 ? limit : num_tokens);
+  }
+
+  void order(std::vector<Scored>& all) const override { best_first(all); }
+
+ private:
+  const bool looks_ahead_;
+};
+
+}  // namespace
+
+bool Search::ends(int32_t token) const { return std::find(eos_.begin(), eos_.end(), token) != eos_.end(); }
+
+int32_t Search::append(int32_t parent, int32_t token, float log_prob) {
+  nodes_.push_back({parent, token, log_prob});
+  return static_cast<int32_t>(nodes_.size()) - 1;
+}
+
+Hypothesis Search::line_of(int32_t node) const {
+  Hypothesis line{};
+  for (; node >= 0; node = nodes_[node].parent) {
+    line.tokens.push_back(nodes_[node].token);
+    line.log_probs.push_back(nodes_[node].log_prob);
+  }
+  std::reverse(line.tokens.begin(), line.tokens.end());
+  std::reverse(line.log_probs.begin(), line.log_probs.end());
+  return line;
+}
+
+const std::vector<int32_t>& Search::finish() {
+  is_done = true;
+  num_rows = 0;
+  parents_.clear();
+  return parents_;
+}
+
+std::unique_ptr<Search> make_greedy_search(int64_t limit, std::vector<int32_t> eos) {
+  return std::make_unique<GreedySearch>(limit, std::move(eos));
+}
+
+std::unique_ptr<Search> make_beam_search(int64_t limit, std::vector<int32_t> eos, int64_t num_beams, double alpha,
+                                         int64_t num_return, EarlyStopping early_stopping, bool by_transformers_rules) {
+  if (by_transformers_rules)
+    return std::make_unique<TransformersBeamSearch>(limit, std::move(eos), num_beams, alpha, num_return,
+                                                    early_stopping);
+  return std::make_unique<BeamSearch>(limit, std::move(eos), num_beams, alpha, num_return, early_stopping);
+}
+
+}  // namespace fastformer

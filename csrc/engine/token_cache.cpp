@@ -1,0 +1,116 @@
+#include "engine/token_cache.h"
+
+#include <algorithm>
+#include <limits>
+#include <new>
+#include <numeric>
+#include <stdexcept>
+
+namespace fastformer {
+TokenCache::TokenCache(int64_t layers, int64_t kv_heads, int64_t head_dim, int64_t element_size, int64_t num_blocks)
+    : kv_heads_(kv_heads), token_bytes_(head_dim * element_size), block_slots_(layers * 2 * kv_heads * kBlockTokens) {
+  if (num_blocks > std::numeric_limits<int32_t>::max() / block_slots_)
+    throw std::length_error("expected a cache of fewer tokens: its places are counted in 32 bits");
+  seen_.resize(num_blocks);
+  if (block_slots_ > std::numeric_limits<int32_t>::max() / std::max<int64_t>(1, num_blocks))
+    throw std::length_error("expected a cache of fewer tokens: its places are counted in 32 bits");
+  // Pages that nobody has touched cost nothing, so the whole budget can be asked for.
+  memory_ = PooledMemory(block_slots_ * num_blocks * token_bytes_);
+  for (int64_t block = num_blocks; block-- > 0;) free_.push_back(static_cast<int32_t>(block));
+}
+
+int32_t TokenCache::take(Group& group) {
+  if (free_.empty() && group.was_reordered) sweep(group);
+  if (free_.empty()) throw std::length_error("the cache has no room for another token");
+  const int32_t block = free_.back();
+  free_.pop_back();
+  group.blocks.push_back(block);
+  return block;
+}
+
+int64_t TokenCache::step_tokens() {
+  std::vector<int64_t> all(groups.size());
+  std::iota(all.begin(), all.end(), 0);
+  return step_tokens(all);
+}
+
+int64_t TokenCache::step_tokens(const std::vector<int64_t>& places) {
+  int64_t blocks = 0;
+  for (const int64_t place : places)
+    for (const Row& row : groups[place].rows) blocks += row.used == kBlockTokens;
+  if (blocks * kBlockTokens > free_tokens())
+    for (const int64_t place : places)
+      if (groups[place].was_reordered) sweep(groups[place]);
+  return blocks * kBlockTokens;
+}
+
+TokenCache::Group& TokenCache::add(int64_t source_tokens) {
+  if (blocks_of(source_tokens) > static_cast<int64_t>(free_.size()))
+    throw std::length_error("the cache has no room for another source");
+  Group& group = groups.emplace_back();
+  group.rows.resize(1);
+  for (int64_t token = 0; token < source_tokens; ++token) {
+    if (token % kBlockTokens == 0) take(group);
+    group.source.push_back(slot(group.blocks.back(), token % kBlockTokens));
+  }
+  return group;
+}
+
+void TokenCache::append(Group& group, int64_t tokens) {
+  for (Row& row : group.rows)
+    for (int64_t i = 0; i < tokens; ++i) {
+      if (row.used == kBlockTokens) {
+        // Dead blocks are looked for as often as a row begins one, which is seldom enough.
+        if (group.was_reordered) sweep(group);
+        row.block = take(group);
+        row.used = 0;
+      }
+      row.slots.push_back(slot(row.block, row.used++));
+    }
+}
+
+void TokenCache::reorder(Group& group, const std::vector<int32_t>& parents) {
+  const size_t before = group.rows.size();
+  std::vector<Row> rows(parents.size());
+  for (size_t i = 0; i < parents.size(); ++i) {
+    rows[i].slots = group.rows[parents[i]].slots;
+    // A row goes on writing where the row in its place wrote.
+    if (i < before) rows[i].block = group.rows[i].block, rows[i].used = group.rows[i].used;
+  }
+  group.rows.swap(rows);
+  group.was_reordered = true;
+}
+
+void TokenCache::sweep(Group& group) {
+  const auto mark = [&](int32_t slot) { seen_[slot / block_slots_] = 1; };
+  for (const int32_t slot : group.source) mark(slot);
+  for (const Row& row : group.rows) {
+    for (const int32_t slot : row.slots) mark(slot);
+    if (row.used < kBlockTokens) seen_[row.block] = 1;
+  }
+  size_t kept = 0;
+  for (const int32_t block : group.blocks) {
+    if (seen_[block]) group.blocks[kept++] = block;
+    else free_.push_back(block);
+  }
+  group.blocks.resize(kept);
+  for (const int32_t block : group.blocks) seen_[block] = 0;
+  group.was_reordered = false;
+}
+
+void TokenCache::release(const std::vector<int64_t>& leaving) {
+  std::vector<char> leaves(groups.size());  // nothing is let go where one of them is wrong
+  for (const int64_t at : leaving) {
+    if (at < 0 || at >= static_cast<int64_t>(groups.size()) || leaves[at])
+      throw std::invalid_argument("expected different groups that are there to release");
+    leaves[at] = 1;
+  }
+  for (const int64_t at : leaving) {
+    Group& group = groups[at];
+    free_.insert(free_.end(), group.blocks.rbegin(), group.blocks.rend());
+    group.rows.clear();
+  }
+  std::erase_if(groups, [](const Group& group) { return group.rows.empty(); });
+}
+
+}  // namespace fastformer

@@ -1,0 +1,71 @@
+// Where the keys and values of a session lie: tokens of requests that come, fork, and leave, in blocks of one pool.
+//
+// A block is room for kBlockTokens tokens of all layers: (layer, keys or values, kv head, token, head_dim). A row reads
+// its history through a table that says where each token is, so rows share what they have in common, and going on from
+// another row copies a table and no token. What a row writes goes to a block of its own.
+
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "common/buffer_pool.h"
+
+namespace fastformer {
+
+constexpr int64_t kBlockTokens = 16;
+
+inline int64_t blocks_of(int64_t tokens) { return (tokens + kBlockTokens - 1) / kBlockTokens; }
+
+class TokenCache {
+ public:
+  struct Row {
+    std::vector<int32_t> slots;  // of each position: see `keys`
+    int32_t block = -1;          // that it writes to
+    int32_t used = kBlockTokens;
+  };
+  struct Group {
+    std::vector<Row> rows;
+    std::vector<int32_t> source;  // slots
+    std::vector<int32_t> blocks;  // all that it holds
+    bool was_reordered = false;   // some of its blocks may be dead
+  };
+
+  TokenCache(int64_t layers, int64_t kv_heads, int64_t head_dim, int64_t element_size, int64_t num_blocks);
+  TokenCache(const TokenCache&) = delete;
+  TokenCache& operator=(const TokenCache&) = delete;
+
+  int64_t free_tokens() const { return static_cast<int64_t>(free_.size()) * kBlockTokens; }
+  // What appending a token to each row takes, of all groups or of some; blocks that no row of them names are given back
+  // where it's too much.
+  int64_t step_tokens();
+  int64_t step_tokens(const std::vector<int64_t>& places);
+
+  // Appends a group of one row, with room for a source. Throws std::length_error without memory for it.
+  Group& add(int64_t source_tokens);
+  // Gives each row of the group its slots for so many further tokens.
+  void append(Group& group, int64_t tokens);
+  void reorder(Group& group, const std::vector<int32_t>& parents);
+  void release(const std::vector<int64_t>& groups);
+
+  // The keys of a layer and head: the token of slot s begins at keys + s * head_dim. The values: at + values_offset.
+  char* keys(int64_t layer, int64_t head) const {
+    return memory_.data() + (layer * 2 * kv_heads_ + head) * kBlockTokens * token_bytes_;
+  }
+  int64_t head_stride() const { return kBlockTokens * token_bytes_; }  // from a head to the next one
+  int64_t values_offset() const { return kv_heads_ * head_stride(); }
+
+  std::vector<Group> groups;
+
+ private:
+  int32_t take(Group& group);
+  int32_t slot(int32_t block, int64_t offset) const { return static_cast<int32_t>(block * block_slots_ + offset); }
+  void sweep(Group& group);
+
+  int64_t kv_heads_, token_bytes_, block_slots_;  // token_bytes_: of one head; block_slots_: from a block to the next
+  PooledMemory memory_;
+  std::vector<int32_t> free_;
+  std::vector<char> seen_;  // by block, for sweep
+};
+
+}  // namespace fastformer

@@ -1,0 +1,232 @@
+// Dropout, residual add and LayerNorm (or RMSNorm) in one pass over the rows.
+//
+//   s = dropout(x) + residual,   y = (s - mean) * rstd * weight + bias
+//
+// A row is read once and stays in the cache between the sum, the two-step variance and the output: forward moves
+// x, residual, s, y once each; backward reads dy, ds, s once and writes dx, dresidual once. Statistics are fp32 (fp64
+// for fp64). dweight and dbias are summed in blocks of rows whose number does not depend on the number of threads, so
+// the result is the same whatever the machine runs them with.
+
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <torch/library.h>
+
+#include <optional>
+#include <vector>
+
+#include "common/dispatch.h"
+#include "common/parallel.h"
+#include "common/philox.h"
+#include "common/rows.h"
+
+namespace fastformer {
+namespace {
+
+using at::Tensor;
+
+constexpr int64_t kGroup = 16;  // rows summed before the sum is added to the block's: long fp32 sums lose digits
+
+// The vector of a parameter in the accumulation type; `absent` throughout where there is none.
+template <typename acc>
+std::vector<acc> widened(const std::optional<Tensor>& parameter, int64_t dim, acc absent) {
+  if (!parameter.has_value()) return std::vector<acc>(dim, absent);
+  const Tensor flat = parameter->to(c10::CppTypeToScalarType<acc>::value).contiguous();
+  return {flat.const_data_ptr<acc>(), flat.const_data_ptr<acc>() + flat.numel()};
+}
+
+template <typename T, typename R>
+void forward(const Tensor& x, const std::optional<Tensor>& residual, const std::optional<Tensor>& weight,
+             const std::optional<Tensor>& bias, double eps, const Dropout& dropout, bool rms_norm, Tensor& y, Tensor& s,
+             Tensor& mean, Tensor& rstd) {
+  using acc = acc_t<T>;
+  const int64_t dim = x.size(-1), rows = dim == 0 ? 0 : x.numel() / dim;
+  const std::vector<acc> w = widened<acc>(weight, dim, 1), b = widened<acc>(bias, dim, 0);
+  const T* xp = x.const_data_ptr<T>();
+  const R* rp = residual.has_value() ? residual->const_data_ptr<R>() : nullptr;
+  R* sp = s.numel() ? s.mutable_data_ptr<R>() : nullptr;
+  T* yp = y.mutable_data_ptr<T>();
+  acc* mp = rms_norm ? nullptr : mean.mutable_data_ptr<acc>();
+  acc* rstdp = rstd.mutable_data_ptr<acc>();
+
+  const auto normalise_rows = [&]<bool kDropout, bool kResidual>(int64_t begin, int64_t end) {
+    std::vector<acc> keep(kDropout ? dim + Dropout::kGroup : 0);
+    for (int64_t r = begin; r < end; ++r) {
+      if constexpr (kDropout) dropout.multipliers(r, 0, 0, dim, keep.data());
+      const auto [mu, inverse] = normalise_row<kDropout, kResidual>(
+          xp + r * dim, rp + (kResidual ? r * dim : 0), keep.data(), w.data(), b.data(), static_cast<acc>(eps),
+          rms_norm, dim, sp + (kDropout || kResidual ? r * dim : 0), yp + r * dim);
+      if (mp) mp[r] = mu;
+      rstdp[r] = inverse;
+    }
+  };
+  for_row_ranges(rows, dim, [&](int64_t begin, int64_t end) {
+    if (dropout.on) {
+      if (rp) normalise_rows.template operator()<true, true>(begin, end);
+      else normalise_rows.template operator()<true, false>(begin, end);
+    } else {
+      if (rp) normalise_rows.template operator()<false, true>(begin, end);
+      else normalise_rows.template operator()<false, false>(begin, end);
+    }
+  });
+}
+
+// dy, ds, s -> dx (and dresidual, where it is not the same) of one row; adds the row to dw and db. `keep` and ds are
+// null where there are none.
+template <bool kDropout, bool kStream, typename T, typename R, typename acc>
+void backward_row(const T* dy, const R* ds, const R* s, const acc* keep, const acc* w, acc mean, acc rstd,
+                  bool rms_norm, int64_t dim, acc* dw, acc* db, T* dx, R* dresidual) {
+  using V = Vec<acc>;
+  const V mu(mean), inverse(rstd);
+  V sum(acc(0)), dot(acc(0));
+  for_each_vec<acc>(dim, [=, &sum, &dot](int64_t c, int64_t n) {
+    const V d = V::load(dy + c, n);
+    const V xhat = (V::load(s + c, n) - mu) * inverse;
+    const V g = d * V::load(w + c, n);
+    fmadd(d, xhat, V::load(dw + c, n)).store(dw + c, n);
+    (d + V::load(db + c, n)).store(db + c, n);
+    sum = sum + g;  // lanes beyond the row are zero: d and w read as zero there
+    dot = fmadd(g, xhat, dot);
+  });
+  const V mean_g(rms_norm ? acc(0) : sum.sum() / static_cast<acc>(dim)), mean_dot(dot.sum() / static_cast<acc>(dim));
+  for_each_vec<acc>(dim, [=](int64_t c, int64_t n) {
+    // Made again from what the first-level cache still holds: three loads and no store.
+    const V g = V::load(dy + c, n) * V::load(w + c, n);
+    const V xhat = (V::load(s + c, n) - mu) * inverse;
+    V d = (g - mean_g - xhat * mean_dot) * inverse;
+    if constexpr (kStream) d = d + V::load(ds + c, n);
+    if (dresidual) d.store(dresidual + c, n);
+    if constexpr (kDropout) d = d * V::load(keep + c, n);
+    d.store(dx + c, n);
+  });
+}
+
+template <typename T, typename R>
+void backward(const Tensor& dy, const std::optional<Tensor>& dresidual_out, const Tensor& s,
+              const std::optional<Tensor>& weight, const Tensor& mean, const Tensor& rstd, const Dropout& dropout,
+              bool rms_norm, Tensor& dx, Tensor& dresidual, Tensor& dweight, Tensor& dbias) {
+  using acc = acc_t<T>;
+  const int64_t dim = s.size(-1), rows = dim == 0 ? 0 : s.numel() / dim;
+  const std::vector<acc> w = widened<acc>(weight, dim, 1);
+  const T* dyp = dy.const_data_ptr<T>();
+  const R* dsp = dresidual_out.has_value() ? dresidual_out->const_data_ptr<R>() : nullptr;
+  const R* sp = s.const_data_ptr<R>();
+  const acc* mp = rms_norm ? nullptr : mean.const_data_ptr<acc>();
+  const acc* rstdp = rstd.const_data_ptr<acc>();
+  T* dxp = dx.mutable_data_ptr<T>();
+  R* drp = dresidual.numel() ? dresidual.mutable_data_ptr<R>() : nullptr;
+
+  // Blocks of rows, as many whatever the number of threads: their partial sums are added in order below.
+  const int64_t block = std::max<int64_t>(64, (rows + 63) / 64), blocks = (rows + block - 1) / block;
+  std::vector<acc> partial(blocks * 2 * dim, acc(0));
+  const auto differentiate_blocks = [&]<bool kDropout, bool kStream>(auto next) {
+    std::vector<acc> keep(kDropout ? dim + Dropout::kGroup : 0), group(2 * dim, acc(0));
+    for (int64_t i = next(); i < blocks; i = next()) {
+      acc* sums = partial.data() + i * 2 * dim;
+      const int64_t first = i * block, last = std::min(rows, first + block);
+      for (int64_t r = first; r < last; ++r) {
+        if constexpr (kDropout) dropout.multipliers(r, 0, 0, dim, keep.data());
+        backward_row<kDropout, kStream>(dyp + r * dim, dsp + (kStream ? r * dim : 0), sp + r * dim, keep.data(),
+                                        w.data(), mp ? mp[r] : acc(0), rstdp[r], rms_norm, dim, group.data(),
+                                        group.data() + dim, dxp + r * dim, drp ? drp + r * dim : nullptr);
+        if ((r - first) % kGroup == kGroup - 1 || r == last - 1) {
+          for (int64_t c = 0; c < 2 * dim; ++c) {
+            sums[c] += group[c];
+            group[c] = acc(0);
+          }
+        }
+      }
+    }
+  };
+  for_each_worker(blocks, rows * dim > kSerialElements, [&](auto next) {
+    if (dropout.on) {
+      if (dsp) differentiate_blocks.template operator()<true, true>(next);
+      else differentiate_blocks.template operator()<true, false>(next);
+    } else {
+      if (dsp) differentiate_blocks.template operator()<false, true>(next);
+      else differentiate_blocks.template operator()<false, false>(next);
+    }
+  });
+  for (int64_t i = 1; i < blocks; ++i)
+    for (int64_t c = 0; c < 2 * dim; ++c) partial[c] += partial[i * 2 * dim + c];
+  const auto finish = [&](Tensor& to, int64_t from) {
+    if (to.numel() == 0) return;
+    Tensor sum = at::empty({dim}, to.options().dtype(c10::CppTypeToScalarType<acc>::value));
+    for (int64_t c = 0; c < dim; ++c) sum.mutable_data_ptr<acc>()[c] = blocks ? partial[from + c] : acc(0);
+    to.copy_(sum);
+  };
+  finish(dweight, 0);
+  finish(dbias, dim);
+}
+
+// f.operator()<T, R>() for the dtypes of x and of the residual stream: the same one, or an fp32 stream beside bf16.
+template <typename F>
+void dispatch_with_stream(at::ScalarType x, at::ScalarType stream, F&& f) {
+  if (x == at::kBFloat16 && stream == at::kFloat) return f.template operator()<bfloat16, float>();
+  TORCH_CHECK(x == stream, "add_layer_norm: no C++ code for x ", x, " with residual ", stream);
+  dispatch(x, "add_layer_norm", [&]<typename T>() { f.template operator()<T, T>(); });
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> add_layer_norm_fwd(
+    const Tensor& x_in, const std::optional<Tensor>& residual_in, const std::optional<Tensor>& weight,
+    const std::optional<Tensor>& bias, double eps, double dropout_p, const std::optional<Tensor>& dropout_seed,
+    bool rms_norm) {
+  const Tensor x = x_in.contiguous();
+  const std::optional<Tensor> residual =
+      residual_in.has_value() ? std::make_optional(residual_in->contiguous()) : std::nullopt;
+  TORCH_CHECK(!residual || residual->sizes() == x.sizes(), "residual and x differ in shape");
+  const Dropout dropout(dropout_p, dropout_seed);
+  const at::ScalarType stream = residual ? residual->scalar_type() : x.scalar_type();
+  const auto statistics = x.options().dtype(accumulation_dtype(x.scalar_type()));
+  const int64_t rows = x.size(-1) == 0 ? 0 : x.numel() / x.size(-1);
+  Tensor y = at::empty(x.sizes(), x.options());
+  Tensor s = residual || dropout.on ? at::empty(x.sizes(), x.options().dtype(stream)) : at::empty({0}, x.options());
+  Tensor mean = at::empty({rms_norm ? 0 : rows}, statistics), rstd = at::empty({rows}, statistics);
+  dispatch_with_stream(x.scalar_type(), stream, [&]<typename T, typename R>() {
+    forward<T, R>(x, residual, weight, bias, eps, dropout, rms_norm, y, s, mean, rstd);
+  });
+  return {y, s, mean, rstd};
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> add_layer_norm_bwd(const Tensor& dy_in,
+                                                              const std::optional<Tensor>& dresidual_out_in,
+                                                              const Tensor& s_in, const std::optional<Tensor>& weight,
+                                                              const Tensor& mean, const Tensor& rstd, double dropout_p,
+                                                              const std::optional<Tensor>& dropout_seed, bool rms_norm,
+                                                              bool has_bias, at::ScalarType x_dtype) {
+  const Tensor dy = dy_in.contiguous(), s = s_in.contiguous();
+  const std::optional<Tensor> dresidual_out =
+      dresidual_out_in.has_value() ? std::make_optional(dresidual_out_in->contiguous()) : std::nullopt;
+  TORCH_CHECK(dy.sizes() == s.sizes(), "dy and s differ in shape");
+  const Dropout dropout(dropout_p, dropout_seed);
+  const bool same = !dropout.on && x_dtype == s.scalar_type();
+  const int64_t dim = s.size(-1);
+  const auto parameter = weight.has_value() ? weight->options() : s.options();
+  Tensor dx = at::empty(s.sizes(), s.options().dtype(x_dtype));
+  Tensor dresidual = same ? at::empty({0}, s.options()) : at::empty(s.sizes(), s.options());
+  Tensor dweight = at::empty({weight.has_value() ? dim : 0}, parameter),
+         dbias = at::empty({has_bias ? dim : 0}, parameter);
+  dispatch_with_stream(x_dtype, s.scalar_type(), [&]<typename T, typename R>() {
+    backward<T, R>(dy, dresidual_out, s, weight, mean, rstd, dropout, rms_norm, dx, dresidual, dweight, dbias);
+  });
+  return {dx, dresidual, dweight, dbias};
+}
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(fastformer_cpp, m) {
+  m.def(
+      "add_layer_norm_fwd(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, float eps, float dropout_p, "
+      "Tensor? dropout_seed, bool rms_norm) -> (Tensor, Tensor, Tensor, Tensor)");
+  m.def(
+      "add_layer_norm_bwd(Tensor dy, Tensor? dresidual_out, Tensor s, Tensor? weight, Tensor mean, Tensor rstd, "
+      "float dropout_p, Tensor? dropout_seed, bool rms_norm, bool has_bias, ScalarType x_dtype) "
+      "-> (Tensor, Tensor, Tensor, Tensor)");
+}
+
+TORCH_LIBRARY_IMPL(fastformer_cpp, CPU, m) {
+  m.impl("add_layer_norm_fwd", add_layer_norm_fwd);
+  m.impl("add_layer_norm_bwd", add_layer_norm_bwd);
+}
+
+}  // namespace fastformer

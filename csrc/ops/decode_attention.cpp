@@ -1,0 +1,241 @@
+// Attention of one or a few queries against a key-value cache, which the new keys and values enter first.
+//
+//   total = cache_seqlens + seqlen_new;   query i of seqlen_q sees keys [0, total - seqlen_q + i] when causal
+//
+// Reading the cache is the cost, so nothing is packed: the keys of a kv head stream through once for all query heads of
+// its group, as dot products, and the values once as a weighted sum. Statistics and sums are fp32 (fp64 for fp64). From
+// kBlocked queries on the products decide, and the blocked kernel of attention.cpp does the work; what a slot table
+// scatters is copied together for it, which is little beside that many queries.
+//
+// All numbers that say where to read and write are checked before anything is written.
+
+#include <ATen/ops/empty.h>
+#include <torch/library.h>
+
+#include "common/rows.h"
+#include "ops/attention.h"
+
+namespace fastformer {
+namespace {
+
+constexpr int64_t kBlocked = 16;
+
+// Where the tokens of the cache rows lie: in order, or as the slot table says.
+struct Places {
+  const int32_t* table = nullptr;
+  int64_t row_stride = 0, stride = 0;
+
+  explicit Places(const OptionalTensor& slot_table) {
+    if (!slot_table) return;
+    table = slot_table->const_data_ptr<int32_t>();
+    row_stride = slot_table->stride(0), stride = slot_table->stride(1);
+  }
+  // Calls f with the tokens of a row, as rows.h wants them.
+  template <typename F>
+  void with(int64_t row, F&& f) const {
+    if (table) f(BySlot{table + row * row_stride, stride});
+    else f(InOrder{});
+  }
+};
+
+// The caches as pointers: token t of a row begins at `at(row, head) + t * stride`. A slot counts through the blocks, so
+// with a table there is one row.
+template <typename T>
+struct Cache {
+  T* data;
+  int64_t row_stride, stride, head_stride;
+
+  Cache(const Tensor& t, const Places& places)
+      : data(static_cast<T*>(t.data_ptr())),
+        row_stride(places.table ? 0 : t.stride(0)),
+        stride(places.table && t.size(1) == 1 ? t.stride(0) : t.stride(1)),
+        head_stride(t.stride(2)) {}
+  T* at(int64_t row, int64_t head) const { return data + row * row_stride + head * head_stride; }
+};
+
+// The new tokens of one row and kv head enter the cache.
+template <typename T, typename Tokens>
+void append(const Rows<const T>& fresh, const Cache<T>& cache, Tokens tokens, int64_t row, int64_t head, int64_t count,
+            int64_t dim) {
+  for (int64_t i = 0; i < count; ++i)
+    std::memcpy(static_cast<void*>(cache.at(row, head) + tokens(i) * cache.stride), fresh.at(row, i, head),
+                dim * sizeof(T));
+}
+
+// One call, checked. What a query row reads is a Sequence: its k_batch is the cache row.
+struct Call {
+  Problem p;
+  Places places;
+  int64_t seqlen_q, fresh;
+  std::vector<int32_t> seqlens, rows;  // rows: of the queries, or nothing where query row b is cache row b
+
+  Sequence sequence(int64_t b) const {
+    const int64_t row = rows.empty() ? b : rows[b], keys = seqlens[row] + fresh;
+    return {0, 0, seqlen_q, keys, keys - seqlen_q, b * p.num_heads * seqlen_q, row};
+  }
+  // The first position that any query of the sequence sees.
+  int64_t first_seen(const Sequence& s) const { return p.keys_of(s, 0).begin; }
+
+  void check(int64_t cache_rows, int64_t max_seqlen, int64_t num_tokens) const {
+    for (int64_t b = 0; b < p.batch; ++b) {
+      const int64_t row = rows.empty() ? b : rows[b];
+      TORCH_CHECK_VALUE(row >= 0 && row < cache_rows, "expected cache_batch_idx in [0, ", cache_rows, "), got ", row);
+      TORCH_CHECK_VALUE(seqlens[row] >= 0 && seqlens[row] + fresh <= max_seqlen, "expected cache_seqlens in [0, ",
+                        max_seqlen - fresh + 1, "), got ", seqlens[row]);
+      if (!places.table) continue;
+      const Sequence s = sequence(b);
+      const int32_t* slots = places.table + row * places.row_stride;
+      for (int64_t j = std::min(first_seen(s), s.keys - fresh); j < s.keys; ++j) {
+        const int64_t slot = slots[j * places.stride];
+        TORCH_CHECK_VALUE(slot >= 0 && slot < num_tokens, "expected the slots that are written or read in [0, ",
+                          num_tokens, "), got ", slot);
+      }
+    }
+  }
+};
+
+template <typename T>
+void decode(const Call& call, const Tensor& q, const Cache<T>& k_cache, const Cache<T>& v_cache, const Tensor& k,
+            const Tensor& v, Tensor& out) {
+  const Problem& p = call.p;
+  const Rows<const T> q_rows(q), k_rows(k), v_rows(v);
+  const Rows<T> out_rows(out);
+  const int64_t group = p.num_heads / p.num_kv_heads;
+  int64_t elements = 0;
+  for (int64_t b = 0; b < p.batch; ++b) elements += call.sequence(b).keys * p.num_kv_heads * p.head_dim;
+  // A thread takes a row as a whole where there are enough of them: its tokens lie together, and rows that follow each
+  // other often share theirs.
+  const int64_t heads = p.batch >= 4 * at::get_num_threads() ? p.num_kv_heads : 1, parts = p.num_kv_heads / heads;
+  for_each_task(p.batch * parts, elements > kSerialElements, [&](int64_t task) {
+    const int64_t b = task / parts, first = task % parts * heads;
+    const Sequence s = call.sequence(b);
+    const int64_t row = s.k_batch;
+    call.places.with(row, [&](auto tokens) {
+      if (call.fresh)
+        for (int64_t kv_head = first; kv_head < first + heads; ++kv_head) {
+          const auto places = tokens.from(s.keys - call.fresh);
+          append<T>(k_rows, k_cache, places, row, kv_head, call.fresh, p.head_dim);
+          append<T>(v_rows, v_cache, places, row, kv_head, call.fresh, p.head_dim);
+        }
+      // Several queries read the keys of a head one after the other.
+      const int64_t together = s.seqlen_q == 1 ? heads : 1;
+      for (int64_t kv_head = first; kv_head < first + heads; kv_head += together) {
+        const Heads<const T> keys{k_cache.at(row, kv_head), k_cache.head_stride, k_cache.stride};
+        const Heads<const T> values{v_cache.at(row, kv_head), v_cache.head_stride, v_cache.stride};
+        for (int64_t i = 0; i < s.seqlen_q; ++i) {
+          const Interval seen = p.keys_of(s, i);
+          attend_heads<T, T>({q_rows.at(b, i, kv_head * group), q_rows.head_stride}, keys, values, together * group,
+                             group, tokens.from(seen.begin), std::max<int64_t>(0, seen.end - seen.begin), p.head_dim,
+                             p.scale2<acc_t<T>>(), {out_rows.at(b, i, kv_head * group), out_rows.head_stride});
+        }
+      }
+    });
+  });
+}
+
+// What the queries see of one cache, sequence after sequence: (1, tokens, num_kv_heads, head_dim). A sequence begins at
+// a panel of the blocked kernel, with zeros before the first token that is seen, so that the sums are those of the
+// cache in order.
+template <typename T>
+Tensor gathered(const Call& call, const Tensor& cache, const std::vector<Sequence>& sequences, int64_t tokens) {
+  const Problem& p = call.p;
+  Tensor dense = at::empty({1, tokens, p.num_kv_heads, p.head_dim}, cache.options());
+  const Cache<T> from(cache, call.places);
+  T* to = static_cast<T*>(dense.data_ptr());
+  const int64_t token_size = p.num_kv_heads * p.head_dim;
+  for_each_task(p.batch, tokens * token_size > kSerialElements, [&](int64_t b) {
+    const Sequence whole = call.sequence(b);
+    const int64_t begin = whole.keys - sequences[b].keys, seen = std::min(call.first_seen(whole), whole.keys);
+    T* row = to + sequences[b].k_start * token_size;
+    std::fill(row, row + (seen - begin) * token_size, T(0));
+    call.places.with(whole.k_batch, [&](auto place) {
+      for (int64_t j = seen; j < whole.keys; ++j)
+        for (int64_t h = 0; h < p.num_kv_heads; ++h)
+          std::memcpy(static_cast<void*>(row + (j - begin) * token_size + h * p.head_dim),
+                      from.at(whole.k_batch, h) + place(j) * from.stride, p.head_dim * sizeof(T));
+    });
+  });
+  return dense;
+}
+
+template <typename T>
+void decode_blocked(Call& call, const Tensor& q, const Tensor& k_cache, const Tensor& v_cache, const Tensor& k,
+                    const Tensor& v, Tensor& out) {
+  Problem& p = call.p;
+  const Cache<T> k_to(k_cache, call.places), v_to(v_cache, call.places);
+  const Rows<const T> k_rows(k), v_rows(v);
+  int64_t tokens = 0;
+  for (int64_t b = 0; b < p.batch; ++b) {
+    Sequence s = call.sequence(b);
+    if (call.fresh)
+      call.places.with(s.k_batch, [&](auto tokens) {
+        for (int64_t h = 0; h < p.num_kv_heads; ++h) {
+          const auto places = tokens.from(s.keys - call.fresh);
+          append<T>(k_rows, k_to, places, s.k_batch, h, call.fresh, p.head_dim);
+          append<T>(v_rows, v_to, places, s.k_batch, h, call.fresh, p.head_dim);
+        }
+      });
+    if (call.places.table) {
+      const int64_t unseen = std::min(call.first_seen(s), s.keys) / kPanel * kPanel;
+      s.k_batch = 0, s.k_start = tokens;
+      s.keys -= unseen, s.diagonal -= unseen;
+      tokens += s.keys;
+    }
+    p.sequences.push_back(s);
+  }
+  Tensor lse =
+      at::empty({p.batch, p.num_heads, q.size(1)}, q.options().dtype(c10::CppTypeToScalarType<acc_t<T>>::value));
+  if (!call.places.table) return attention_forward(p, std::nullopt, q, k_cache, v_cache, out, lse);
+  const Tensor keys = gathered<T>(call, k_cache, p.sequences, tokens);
+  const Tensor values = gathered<T>(call, v_cache, p.sequences, tokens);
+  attention_forward(p, std::nullopt, q, keys, values, out, lse);
+}
+
+Tensor decode_attention(const Tensor& q_in, Tensor k_cache, Tensor v_cache, const Tensor& cache_seqlens,
+                        const OptionalTensor& k_in, const OptionalTensor& v_in, const OptionalTensor& cache_batch_idx,
+                        const OptionalTensor& slot_table, double softmax_scale, bool is_causal,
+                        std::optional<int64_t> window_left) {
+  const Tensor q = rows_of(q_in);
+  for (const Tensor& cache : {k_cache, v_cache}) {
+    TORCH_CHECK(cache.stride(3) == 1, "the caches must be contiguous in head_dim");
+    TORCH_CHECK(
+        !slot_table || cache.size(0) <= 1 || cache.size(1) <= 1 || cache.stride(0) == cache.size(1) * cache.stride(1),
+        "the blocks of the caches must follow each other");
+  }
+  // Without new tokens the cache stands in their place; none are read from it.
+  const Tensor k = k_in ? rows_of(*k_in) : k_cache, v = v_in ? rows_of(*v_in) : v_cache;
+  Call call{{},
+            Places(slot_table),
+            q.size(1),
+            k_in ? k.size(1) : 0,
+            integers<int32_t>(cache_seqlens),
+            cache_batch_idx ? integers<int32_t>(*cache_batch_idx) : std::vector<int32_t>()};
+  Problem& p = call.p;
+  p.batch = q.size(0);
+  p.num_heads = q.size(2), p.num_kv_heads = k_cache.size(2), p.head_dim = q.size(3);
+  p.lse_head_stride = q.size(1);
+  p.used_q = q.size(0), p.used_k = k_cache.size(0);
+  p.set_options(softmax_scale, window_left, is_causal ? std::make_optional<int64_t>(0) : std::nullopt, 0.0,
+                std::nullopt);
+  const Tensor& rows = slot_table ? *slot_table : k_cache;
+  call.check(rows.size(0), rows.size(1), k_cache.size(0) * k_cache.size(1));
+  Tensor out = at::empty(q.sizes(), q.options());
+  dispatch(q.scalar_type(), "decode_attention", [&]<typename T>() {
+    if (q.size(1) >= kBlocked) return decode_blocked<T>(call, q, k_cache, v_cache, k, v, out);
+    decode<T>(call, q, {k_cache, call.places}, {v_cache, call.places}, k, v, out);
+  });
+  return out;
+}
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(fastformer_cpp, m) {
+  m.def(
+      "decode_attention(Tensor q, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor cache_seqlens, Tensor? k, Tensor? "
+      "v, "
+      "Tensor? cache_batch_idx, Tensor? slot_table, float softmax_scale, bool is_causal, int? window_left) -> Tensor");
+}
+
+TORCH_LIBRARY_IMPL(fastformer_cpp, CPU, m) { m.impl("decode_attention", decode_attention); }
+
+}  // namespace fastformer

@@ -1,0 +1,185 @@
+// Token embedding: the gather, its scale, the positions and dropout in one pass.
+//
+//   out = dropout(weight[id] * scale + position_table[position])        (a padding id counts as a row of zeros)
+//
+// Forward reads each row it needs and writes the output, nothing else. Backward sorts the tokens by the row they came
+// from and then writes every row of the gradient once: zeros, or the sum over its tokens in their order, whatever the
+// threads. Sums are fp32 (fp64 for fp64), in groups.
+
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <torch/library.h>
+
+#include <optional>
+#include <vector>
+
+#include "common/dispatch.h"
+#include "common/indices.h"
+#include "common/parallel.h"
+#include "common/philox.h"
+#include "common/rows.h"
+
+namespace fastformer {
+namespace {
+
+using at::Tensor;
+using OptionalTensor = std::optional<Tensor>;
+
+constexpr int64_t kGroup = 16;   // tokens summed before the sum is added to the row's: long fp32 sums lose digits
+constexpr int64_t kShares = 64;  // parts of a gradient, of about the same work, for the threads to share
+
+// P: the dtype of the position table.
+template <typename T, typename P>
+void forward(const Tensor& ids, const Tensor& weight, const OptionalTensor& table, const OptionalTensor& positions,
+             double scale, int64_t padding_idx, const Dropout& dropout, Tensor& out) {
+  using acc = acc_t<T>;
+  const int64_t dim = weight.size(1), seqlen = ids.size(-1), stride = weight.stride(0);
+  const int64_t table_stride = table ? table->stride(0) : 0;
+  const int64_t* id = ids.const_data_ptr<int64_t>();
+  const int64_t* position = positions ? positions->const_data_ptr<int64_t>() : nullptr;
+  const T* w = weight.const_data_ptr<T>();
+  const P* p = table ? table->const_data_ptr<P>() : nullptr;
+  T* to = out.mutable_data_ptr<T>();
+  const acc factor = static_cast<acc>(scale);
+  for_row_ranges(ids.numel(), dim, [&](int64_t begin, int64_t end) {
+    std::vector<acc> keep(dropout.on ? dim + Dropout::kGroup : 0);
+    for (int64_t i = begin; i < end; ++i) {
+      const T* token = id[i] == padding_idx ? nullptr : w + id[i] * stride;
+      const P* place = p ? p + (position ? position[i] : i % seqlen) * table_stride : nullptr;
+      if (dropout.on) dropout.multipliers(i, 0, 0, dim, keep.data());
+      embed_row(token, place, factor, dropout.on ? keep.data() : nullptr, dim, to + i * dim);
+    }
+  });
+}
+
+// The tokens of each row: those of row r are order[start[r]] .. order[start[r + 1] - 1], ascending.
+struct ByRow {
+  std::vector<int64_t> start, order;
+
+  template <typename F>
+  ByRow(int64_t tokens, int64_t rows, F&& row_of) : start(rows + 1, 0), order(tokens) {
+    for (int64_t i = 0; i < tokens; ++i) ++start[row_of(i) + 1];
+    for (int64_t r = 0; r < rows; ++r) start[r + 1] += start[r];
+    std::vector<int64_t> next(start.begin(), start.end() - 1);
+    for (int64_t i = 0; i < tokens; ++i) order[next[row_of(i)]++] = i;
+  }
+};
+
+// to = scale * (keep * from + group + total), of one row; each but `from` may be null, and then counts for nothing.
+template <typename T, typename O, typename acc>
+void add_row(const T* from, const acc* keep, const acc* group, const acc* total, acc scale, int64_t dim, O* to) {
+  using V = Vec<acc>;
+  for_each_vec<acc>(dim, [=](int64_t c, int64_t n) {
+    V v = V::load(from + c, n);
+    if (keep) v = v * V::load(keep + c, n);
+    if (group) v = v + V::load(group + c, n);
+    if (total) v = v + V::load(total + c, n);
+    (v * V(scale)).store(to + c, n);
+  });
+}
+
+// to (rows, dim): scale times the sum of a row's tokens in dropout(dout). Row `skipped` is zeros.
+template <typename T>
+void sum_rows(const T* dout, int64_t dim, const ByRow& tokens, int64_t skipped, double scale, const Dropout& dropout,
+              T* to) {
+  using acc = acc_t<T>;
+  const int64_t rows = static_cast<int64_t>(tokens.start.size()) - 1, all = static_cast<int64_t>(tokens.order.size());
+  const acc factor = static_cast<acc>(scale);
+  // A share ends where its part of (tokens + rows) does, so that one thread does not get all the frequent tokens.
+  const auto first_row = [&](int64_t share) {
+    const int64_t work = share * (all + rows) / kShares;
+    int64_t low = 0, high = rows;
+    while (low < high) {
+      const int64_t middle = (low + high) / 2;
+      if (tokens.start[middle] + middle < work) low = middle + 1;
+      else high = middle;
+    }
+    return low;
+  };
+  for_each_worker(kShares, (all + rows) * dim >= kSerialElements, [&](auto next) {
+    std::vector<acc> total(dim), group(dim), keep(dropout.on ? dim + Dropout::kGroup : 0);
+    const auto sum_row = [&](int64_t r) {
+      const int64_t from = tokens.start[r], count = r == skipped ? 0 : tokens.start[r + 1] - from;
+      if (count == 0) {
+        std::fill_n(to + r * dim, dim, T(0));
+        return;
+      }
+      for (int64_t i = 0; i < count; ++i) {
+        const int64_t token = tokens.order[from + i];
+        const bool starts = i % kGroup == 0, finishes = i % kGroup == kGroup - 1 || i == count - 1;
+        if (dropout.on) dropout.multipliers(token, 0, 0, dim, keep.data());
+        const acc *kept = dropout.on ? keep.data() : nullptr, *of_group = starts ? nullptr : group.data();
+        const acc* of_row = finishes && i >= kGroup ? total.data() : nullptr;
+        if (i == count - 1) add_row(dout + token * dim, kept, of_group, of_row, factor, dim, to + r * dim);
+        else add_row(dout + token * dim, kept, of_group, of_row, acc(1), dim, (finishes ? total : group).data());
+      }
+    };
+    for (int64_t share = next(); share < kShares; share = next())
+      for (int64_t r = first_row(share); r < (share + 1 == kShares ? rows : first_row(share + 1)); ++r) sum_row(r);
+  });
+}
+
+Tensor embedding_fwd(const Tensor& ids_in, const Tensor& weight_in, const OptionalTensor& table_in,
+                     const OptionalTensor& positions_in, double scale, int64_t padding_idx, double dropout_p,
+                     const OptionalTensor& dropout_seed, bool /* atomics */) {
+  const Tensor ids = checked_indices(ids_in, weight_in.size(0), "token ids"), weight = rows_of(weight_in);
+  OptionalTensor table, positions;
+  if (positions_in) positions = checked_indices(*positions_in, table_in->size(0), "positions");
+  std::vector<int64_t> shape = ids.sizes().vec();
+  shape.push_back(weight.size(1));
+  Tensor out = at::empty(shape, weight.options());
+  const Dropout dropout(dropout_p, dropout_seed);
+  dispatch(weight.scalar_type(), "embedding", [&]<typename T>() {
+    using acc = acc_t<T>;
+    // A table in another dtype than the weight's is read in what the sum is computed in.
+    const bool same = !table_in || table_in->scalar_type() == weight.scalar_type();
+    if (table_in) table = rows_of(table_in->to(same ? weight.scalar_type() : c10::CppTypeToScalarType<acc>::value));
+    if (same) forward<T, T>(ids, weight, table, positions, scale, padding_idx, dropout, out);
+    else forward<T, acc>(ids, weight, table, positions, scale, padding_idx, dropout, out);
+  });
+  return out;
+}
+
+std::tuple<Tensor, Tensor> embedding_bwd(const Tensor& dout_in, const Tensor& ids_in,
+                                         const OptionalTensor& positions_in, int64_t num_embeddings,
+                                         int64_t num_positions, double scale, int64_t padding_idx, double dropout_p,
+                                         const OptionalTensor& dropout_seed, at::ScalarType dtype,
+                                         bool /* atomics: these sums need none to be fast */) {
+  const Tensor dout = dout_in.contiguous(), ids = checked_indices(ids_in, num_embeddings, "token ids");
+  const int64_t dim = dout.size(-1), seqlen = ids.size(-1), tokens = ids.numel();
+  Tensor dweight = at::empty({num_embeddings, dim}, dout.options().dtype(dtype));
+  Tensor dtable =
+      num_positions ? at::empty({num_positions, dim}, dweight.options()) : at::empty({0}, dweight.options());
+  const Dropout dropout(dropout_p, dropout_seed);
+  dispatch(dtype, "embedding", [&]<typename T>() {
+    const int64_t* id = ids.const_data_ptr<int64_t>();
+    const T* from = dout.const_data_ptr<T>();
+    sum_rows<T>(from, dim, ByRow(tokens, num_embeddings, [&](int64_t i) { return id[i]; }), padding_idx, scale, dropout,
+                dweight.mutable_data_ptr<T>());
+    if (num_positions == 0) return;
+    const Tensor positions = positions_in ? checked_indices(*positions_in, num_positions, "positions") : Tensor();
+    const int64_t* position = positions_in ? positions.const_data_ptr<int64_t>() : nullptr;
+    const ByRow by_position(tokens, num_positions, [&](int64_t i) { return position ? position[i] : i % seqlen; });
+    sum_rows<T>(from, dim, by_position, -1, 1.0, dropout, dtable.mutable_data_ptr<T>());
+  });
+  return {dweight, dtable};
+}
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(fastformer_cpp, m) {
+  m.def(
+      "embedding_fwd(Tensor ids, Tensor weight, Tensor? position_table, Tensor? positions, float scale, int "
+      "padding_idx, "
+      "float dropout_p, Tensor? dropout_seed, bool atomics) -> Tensor");
+  m.def(
+      "embedding_bwd(Tensor dout, Tensor ids, Tensor? positions, int num_embeddings, int num_positions, float scale, "
+      "int padding_idx, float dropout_p, Tensor? dropout_seed, ScalarType dtype, bool atomics) -> (Tensor, Tensor)");
+}
+
+TORCH_LIBRARY_IMPL(fastformer_cpp, CPU, m) {
+  m.impl("embedding_fwd", embedding_fwd);
+  m.impl("embedding_bwd", embedding_bwd);
+}
+
+}  // namespace fastformer

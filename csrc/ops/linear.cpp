@@ -1,0 +1,66 @@
+// A linear map, x W^T + b, and the gradient of its weight, dout^T x: for fastformer/nn/linear.py, which asks for them
+// where PyTorch's are slower.
+
+#include "ops/linear.h"
+
+#include <torch/library.h>
+
+#include <optional>
+
+#include "common/dispatch.h"
+
+namespace fastformer {
+namespace {
+
+// A weight of more elements isn't packed as a whole, but for some rows after the others.
+constexpr int64_t kMostPacked = int64_t{1} << 22;
+
+Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias) {
+  TORCH_CHECK(
+      x.dim() > 0 && weight.dim() == 2 && x.size(-1) == weight.size(1) && x.scalar_type() == weight.scalar_type() &&
+          (!bias || (bias->dim() == 1 && bias->size(0) == weight.size(0) && bias->scalar_type() == x.scalar_type())),
+      "linear: expected (..., in_features), (out_features, in_features) and (out_features,) of one dtype, got ",
+      x.sizes(), " of ", x.scalar_type(), " and ", weight.sizes(), " of ", weight.scalar_type());
+  std::vector<int64_t> shape = x.sizes().vec();
+  shape.back() = weight.size(0);
+  Tensor out = at::empty(shape, x.options());
+  if (weight.size(1) == 0) return bias ? out.copy_(bias->expand(shape)) : out.zero_();
+  const Tensor rows = x.reshape({-1, x.size(-1)});
+  // Rows that lie in one another are what oneDNN's brgemm does not expect.
+  const Tensor from = rows.stride(1) == 1 && rows.stride(0) >= rows.size(1) ? rows : rows.contiguous();
+  const Tensor strided = weight.stride(0) == 1 || weight.stride(1) == 1 ? weight : weight.contiguous();
+  const Tensor added = bias ? bias->contiguous() : Tensor();
+  const int64_t n = weight.size(0), m = from.size(0), most = weight.numel() > kMostPacked ? most_tall_rows() : m;
+  dispatch(x.scalar_type(), "linear", [&]<typename T>() {
+    const T* bias_data = bias ? added.const_data_ptr<T>() : nullptr;
+    for (int64_t first = 0; first < m; first += most) {
+      const int64_t count = std::min(most, m - first);
+      multiply<T>(from.narrow(0, first, count), Right<T>::transposed(strided, count), bias_data,
+                  out.mutable_data_ptr<T>() + first * n);
+    }
+  });
+  return out;
+}
+
+Tensor linear_weight_grad(const Tensor& dout, const Tensor& x) {
+  TORCH_CHECK(dout.dim() == 2 && x.dim() == 2 && dout.size(0) == x.size(0) && dout.scalar_type() == x.scalar_type(),
+              "linear_weight_grad: expected (rows, out_features) and (rows, in_features) of one dtype, got ",
+              dout.sizes(), " of ", dout.scalar_type(), " and ", x.sizes(), " of ", x.scalar_type());
+  const auto rows = [](const Tensor& t) { return t.stride(1) == 1 ? t : t.contiguous(); };
+  return dispatch(x.scalar_type(), "linear_weight_grad",
+                  [&]<typename T>() { return weight_gradient<T>(rows(dout), rows(x)); });
+}
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(fastformer_cpp, m) {
+  m.def("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor");
+  m.def("linear_weight_grad(Tensor dout, Tensor x) -> Tensor");
+}
+
+TORCH_LIBRARY_IMPL(fastformer_cpp, CPU, m) {
+  m.impl("linear", linear);
+  m.impl("linear_weight_grad", linear_weight_grad);
+}
+
+}  // namespace fastformer

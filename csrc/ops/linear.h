@@ -1,0 +1,219 @@
+// Whole matrices on all threads: packing, tiles of X * W^T handed to an epilogue while they are in the cache, and the
+// gradient of a weight.
+
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/from_blob.h>
+#include <ATen/ops/mm.h>
+
+#include <memory>
+
+#include "common/buffer.h"
+#include "common/gemm.h"
+#include "common/parallel.h"
+
+namespace fastformer {
+
+using at::Tensor;
+
+// A tile is wide where there are many rows, and tall where there are few, of which it takes up to kTallRows.
+constexpr int64_t kTileRows = 64;
+constexpr int64_t kTileColumns = 256;
+constexpr int64_t kTileSize = kTileRows * kTileColumns;
+constexpr int64_t kTallRows = 256;
+constexpr int64_t kTallColumns = kTileSize / kTallRows;
+// Up to so many: B is packed once for each tall tile on its way through the cache, or else once as a whole, which is
+// written and read again. With AMX a product takes no longer than packing.
+inline int64_t most_tall_rows() { return use_brgemm() ? kTallRows : 3 * kTallRows; }
+
+// pack() of gemm.h, panels shared out among the threads.
+template <typename T>
+Buffer<T> packed(const T* b, int64_t stride_k, int64_t stride_n, int64_t k, int64_t n) {
+  Buffer<T> to(packed_size<T>(k, n));
+  const int64_t panel = packed_size<T>(k, kPanel);
+  for_each_task((n + kPanel - 1) / kPanel, k * n * 16 >= kSerialFlops, [&](int64_t i) {
+    pack<T>(b + i * kPanel * stride_n, stride_k, stride_n, k, std::min(kPanel, n - i * kPanel), to.data() + i * panel);
+  });
+  return to;
+}
+
+// Scratch rows for a product to read, (rows, columns) and so far apart that none of them need be copied.
+template <typename T>
+Tensor scratch_rows(int64_t rows, int64_t columns, const Tensor& like) {
+  const int64_t stride = row_stride<T>(columns);
+  const auto memory = std::make_shared<Buffer<T>>(rows * stride);
+  return at::from_blob(memory->data(), {rows, columns}, {stride, 1}, [memory](void*) {}, like.options());
+}
+
+// x (rows, columns), or a copy of it for gemm() to read, which would copy the rows of each tile else.
+template <typename T>
+Tensor readable_rows(const Tensor& x) {
+  const int64_t rows = x.size(0), columns = x.size(1), apart = x.stride(0);
+  if (!evict_one_another<T>(rows, apart)) return x;
+  const Tensor copy = scratch_rows<T>(rows, columns, x);
+  const T* from = x.const_data_ptr<T>();
+  T* to = copy.mutable_data_ptr<T>();
+  for_row_ranges(rows, columns, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) std::copy_n(from + i * apart, columns, to + i * copy.stride(0));
+  });
+  return copy;
+}
+
+struct TileOf {
+  int64_t row, rows, column, columns;  // columns is a multiple of kPanel except at the end
+  int64_t ld;                          // elements between the rows of its results, kTileSize in all
+};
+
+// Runs f(tile) over the tiles of an (m, n) result, 2 * m * n * k FLOPs in all: down the rows first, so that the right
+// operand's columns stay in the cache, of which there are more than of the left one's rows.
+template <typename F>
+void for_each_tile(int64_t m, int64_t n, int64_t k, F&& f) {
+  const bool tall = m <= most_tall_rows();
+  const int64_t most = tall ? kTallRows : kTileRows, width = tall ? kTallColumns : kTileColumns;
+  const int64_t down = (m + most - 1) / most, across = (n + width - 1) / width;
+  const int64_t height = tall ? (m + down - 1) / std::max<int64_t>(down, 1) : most;
+  for_each_task(down * across, 2 * m * n * k >= kSerialFlops, [&](int64_t i) {
+    const int64_t row = i % down * height, column = i / down * width;
+    f(TileOf{row, std::min(height, m - row), column, std::min(width, n - column), width});
+  });
+}
+
+// B (k, n) of products x * B with so many rows: packed for all of them, or slice by slice where tiles are tall, or not
+// at all for a handful. The sums are the same bit for bit: what a row gives does not depend on the others.
+template <typename T>
+class Right {
+ public:
+  // The matrix whose element (i, j) is b[i * stride_k + j * stride_n].
+  Right(const T* b, int64_t stride_k, int64_t stride_n, int64_t k, int64_t n, int64_t rows)
+      : b_(b), stride_k_(stride_k), stride_n_(stride_n), k_(k), n_(n), packed_(rows > most_tall_rows()) {
+    unpacked_ = rows <= kFewRows / 2 && stride_k == 1 && !std::is_same_v<T, double> &&
+                !(std::is_same_v<T, bfloat16> && use_brgemm());
+    if (packed_) panels_ = packed<T>(b, stride_k, stride_n, k, n);
+  }
+  // The weight (out_features, in_features) of a linear layer for x * weight^T, and for dy * weight. One of its strides
+  // should be 1.
+  static Right transposed(const Tensor& weight, int64_t rows) {
+    return {weight.const_data_ptr<T>(), weight.stride(1), weight.stride(0), weight.size(1), weight.size(0), rows};
+  }
+  static Right as_is(const Tensor& weight, int64_t rows) {
+    return {weight.const_data_ptr<T>(), weight.stride(0), weight.stride(1), weight.size(0), weight.size(1), rows};
+  }
+  int64_t k() const { return k_; }
+  int64_t n() const { return n_; }
+
+  // x[rows] * B[:, columns] of a tile, into `to` with t.ld a row, whole panels of them. x has ldx elements a row.
+  void multiply_tile(const TileOf& t, const T* x, int64_t ldx, acc_t<T>* to) const {
+    const T* left = x + t.row * ldx;
+    const T* columns = b_ + t.column * stride_n_;
+    const int64_t wide = round_up(t.columns, kPanel);
+    if (packed_)
+      return gemm<T>(t.rows, wide, k_, left, ldx, panels_.data() + t.column / kPanel * packed_size<T>(k_, kPanel), to,
+                     t.ld, false);
+    if constexpr (!std::is_same_v<T, double>)
+      if (unpacked_) return gemm_unpacked<T>(t.rows, t.columns, k_, left, ldx, columns, stride_n_, to, t.ld);
+    // As gemm() would cut it; brgemm has cuts of its own.
+    const int64_t most = std::is_same_v<T, bfloat16> && use_brgemm() ? k_ : std::min(k_, kDepth<T>);
+    Buffer<T> slice(packed_size<T>(most, wide));
+    for (int64_t p = 0; p < k_; p += most) {
+      const int64_t depth = std::min(most, k_ - p);
+      pack<T>(columns + p * stride_k_, stride_k_, stride_n_, depth, t.columns, slice.data());
+      gemm<T>(t.rows, wide, depth, left + p, ldx, slice.data(), to, t.ld, p > 0);
+    }
+  }
+
+ private:
+  const T* b_;
+  int64_t stride_k_, stride_n_, k_, n_;
+  bool packed_, unpacked_;
+  Buffer<T> panels_;
+};
+
+// A tile of results (+ bias), rounded into its place in y, which has ldy elements a row.
+template <typename T>
+void store_tile(const TileOf& t, const acc_t<T>* result, const T* bias, T* y, int64_t ldy) {
+  using V = Vec<acc_t<T>>;
+  for (int64_t r = 0; r < t.rows; ++r)
+    for_each_vec<acc_t<T>>(t.columns, [&](int64_t c, int64_t w) {
+      V v = V::load(result + r * t.ld + c, w);
+      if (bias) v = v + V::load(bias + t.column + c, w);
+      v.store(y + (t.row + r) * ldy + t.column + c, w);
+    });
+}
+
+// y (m, n) = x (m, k) * B (+ bias), rounded once. x may have its rows apart.
+template <typename T>
+void multiply(const Tensor& x, const Right<T>& b, const T* bias, T* y) {
+  const Tensor rows = b.n() > kPanel ? readable_rows<T>(x) : x;
+  const T* from = rows.const_data_ptr<T>();
+  for_each_tile(x.size(0), b.n(), b.k(), [&](const TileOf& t) {
+    acc_t<T> result[kTileSize];
+    b.multiply_tile(t, from, rows.stride(0), result);
+    store_tile<T>(t, result, bias, y, b.n());
+  });
+}
+
+// dweight (n, k) = dy (m, n)^T * x (m, k), rows of both possibly apart. The wider one is packed slice by slice on its
+// way through the cache, the other one once.
+template <typename T>
+Tensor weight_gradient(const Tensor& dy, const Tensor& x) {
+  if (std::is_same_v<T, bfloat16> && use_brgemm()) return at::mm(dy.t(), x);  // AMX there, FMA here
+  constexpr int64_t kWidest = 128;
+  static_assert(kWidest * kWidest <= kTileSize && kWidest % kPanel == 0);
+  const int64_t m = dy.size(0), n = dy.size(1), k = x.size(1);
+  Tensor dweight = at::empty({n, k}, x.options());
+  if (m == 0) return dweight.zero_();
+  const bool cuts_dy = n >= k;
+  const Tensor &wide = cuts_dy ? dy : x, &narrow = cuts_dy ? x : dy;
+  const int64_t columns = wide.size(1), panel = packed_size<T>(m, kPanel),
+                width = std::min(kWidest, round_up(columns / (4 * at::get_num_threads()) + 1, kPanel)),
+                slices = (columns + width - 1) / width;
+  const Buffer<T> whole = packed<T>(narrow.const_data_ptr<T>(), narrow.stride(0), 1, m, narrow.size(1));
+  const T* from = wide.const_data_ptr<T>();
+  T* to = dweight.mutable_data_ptr<T>();
+  for_each_worker(slices, 2 * m * n * k >= kSerialFlops, [&](auto next) {
+    Buffer<T> slice(packed_size<T>(m, width));
+    for (int64_t i = next(); i < slices; i = next()) {
+      const int64_t first = i * width, count = std::min(width, columns - first);
+      pack<T>(from + first, wide.stride(0), 1, m, count, slice.data());
+      for (int64_t j = 0; j < narrow.size(1); j += kWidest) {
+        const int64_t others = std::min(kWidest, narrow.size(1) - j);
+        const T* part = whole.data() + j / kPanel * panel;
+        const TileOf t = cuts_dy ? TileOf{first, count, j, others, kWidest} : TileOf{j, others, first, count, kWidest};
+        acc_t<T> result[kTileSize];
+        gemm_transposed<T>(t.rows, t.columns, m, cuts_dy ? slice.data() : part, cuts_dy ? part : slice.data(), result,
+                           t.ld);
+        store_tile<T>(t, result, nullptr, to, k);
+      }
+    }
+  });
+  return dweight;
+}
+
+// The sums of the columns of y (m, n), rows possibly apart, a block of rows at a time: rounding grows with the number
+// of blocks and the length of one, not with the number of rows.
+template <typename T>
+Tensor column_sums(const Tensor& y) {
+  using V = Vec<acc_t<T>>;
+  const int64_t m = y.size(0), n = y.size(1), ld = y.stride(0);
+  Tensor sums = at::empty({n}, y.options());
+  const T* from = y.const_data_ptr<T>();
+  T* to = sums.mutable_data_ptr<T>();
+  constexpr int64_t kColumns = 4 * V::size, kBlock = 32;
+  for_each_task((n + kColumns - 1) / kColumns, m * n * 8 >= kSerialFlops, [&](int64_t i) {
+    for (int64_t c = i * kColumns; c < std::min(n, (i + 1) * kColumns); c += V::size) {
+      const int64_t w = std::min<int64_t>(V::size, n - c);
+      V sum(acc_t<T>(0));
+      for (int64_t first = 0; first < m; first += kBlock) {
+        V block(acc_t<T>(0));
+        for (int64_t r = first; r < std::min(m, first + kBlock); ++r) block = block + V::load(from + r * ld + c, w);
+        sum = sum + block;
+      }
+      sum.store(to + c, w);
+    }
+  });
+  return sums;
+}
+
+}  // namespace fastformer

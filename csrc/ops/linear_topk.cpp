@@ -1,0 +1,255 @@
+// The last linear map and a choice of its best outputs: x W^T tile by tile, of which each row keeps its k best.
+//
+// The vocabulary is cut into tiles of kColumns, which the threads take in order. A tile of W is packed (a few rows
+// take it as it lies), all rows are multiplied by it while it is in the cache, and of a row's logits
+//
+//   - those above the k-th best that this thread has seen for the row enter a heap of k. Few do: one comparison for a
+//     vector of logits is what most of them cost. The indices of a thread rise, so an equal value never enters.
+//   - with log_probs, the maximum and the sum of exp(z - maximum) are kept per tile
+//
+// At the end the threads' heaps are merged and the tiles' sums are added in order. 2 rows dim vocab_size FLOPs; W is
+// read once a chunk of rows. The products of gemm.h form each sum in the same order whatever the number of rows (those
+// of oneDNN, for bf16 on AMX, seem to), and ties are broken by the index, so the bits of a row depend neither on the
+// threads nor on the other rows. Logits and sums are fp32 (fp64 for fp64).
+
+#include <ATen/ops/empty.h>
+#include <torch/library.h>
+
+#include <atomic>
+#include <limits>
+#include <vector>
+
+#include "common/dispatch.h"
+#include "ops/linear.h"
+
+namespace fastformer {
+namespace {
+
+constexpr int64_t kColumns = 128;   // of a tile: with a block of rows it stays in the second-level cache
+constexpr int64_t kRowBlock = 128;  // rows whose logits of a tile exist at a time
+constexpr int64_t kChunk = 2048;    // rows for which W is read once
+
+template <typename acc>
+struct Candidate {
+  acc value;
+  int64_t index;
+};
+
+// The order of the result; as a heap's "less" it puts the worst one on top.
+template <typename acc>
+bool better(const Candidate<acc>& a, const Candidate<acc>& b) {
+  return a.value > b.value || (a.value == b.value && a.index < b.index);
+}
+
+// What one thread has seen of the rows of a chunk: of each its k best, as a heap.
+template <typename acc>
+class Best {
+ public:
+  Best() = default;
+  Best(int64_t rows, int64_t k) : k_(k), heaps_(rows * k), rows_(rows) {}
+
+  bool broken(int64_t row) const { return rows_[row].broken; }
+  const Candidate<acc>* begin(int64_t row) const { return heaps_.data() + row * k_; }
+  const Candidate<acc>* end(int64_t row) const { return begin(row) + rows_[row].count; }
+  bool used() const { return !rows_.empty(); }
+
+  // Takes n logits of a row, the first of them that of class `first`.
+  void add(int64_t row, const acc* z, int64_t n, int64_t first) {
+    using V = Vec<acc>;
+    Row& r = rows_[row];
+    int64_t c = 0;
+    for (; r.count < k_ && c < n; ++c) offer(r, row, z[c], first + c);
+    for (; c < n; c += V::size) {
+      const int64_t w = std::min<int64_t>(V::size, n - c);
+      uint32_t above = lanes_above(V::load(z + c, w), V(r.worst));
+      if (w < V::size) above &= (1u << w) - 1;
+      for (; above; above &= above - 1) {
+        const int64_t lane = __builtin_ctz(above);
+        // The bound may have risen since. A NaN is above everything.
+        if (!(z[c + lane] <= r.worst)) offer(r, row, z[c + lane], first + c + lane);
+      }
+    }
+  }
+
+ private:
+  struct Row {
+    acc worst = -std::numeric_limits<acc>::infinity();  // of the heap, once it is full
+    int64_t count = 0;
+    bool broken = false;  // by a NaN or +inf
+  };
+
+  void offer(Row& r, int64_t row, acc value, int64_t index) {
+    if (!(value < std::numeric_limits<acc>::infinity())) {
+      r.broken = true;
+      return;
+    }
+    Candidate<acc>* heap = heaps_.data() + row * k_;
+    if (r.count == k_) std::pop_heap(heap, heap + k_, better<acc>);
+    else ++r.count;
+    heap[r.count - 1] = {value, index};
+    std::push_heap(heap, heap + r.count, better<acc>);
+    if (r.count == k_) r.worst = heap[0].value;
+  }
+
+  int64_t k_ = 0;
+  Buffer<Candidate<acc>> heaps_;
+  std::vector<Row> rows_;
+};
+
+template <typename T>
+struct LinearTopK {
+  using acc = acc_t<T>;
+  using V = Vec<acc>;
+
+  const T *x, *weight;
+  int64_t ldx, stride_dim, stride_class;
+  int64_t rows, dim, vocab_size, k;
+  bool log_probs;
+
+  int64_t tiles() const { return (vocab_size + kColumns - 1) / kColumns; }
+
+  // Rows [first, first + count): values and indices are those of the chunk, (count, k).
+  void chunk(int64_t first, int64_t count, acc* values, int64_t* indices) const {
+    Buffer<acc> maxima(log_probs ? tiles() * count : 0), sums(log_probs ? tiles() * count : 0);  // (tiles, count)
+    const bool few = count <= kFewRows && stride_dim == 1 && !std::is_same_v<T, double> &&
+                     !(std::is_same_v<T, bfloat16> && use_brgemm());
+    std::vector<Best<acc>> best(at::get_num_threads());
+    std::atomic<int64_t> workers{0};
+    for_each_worker(tiles(), 2 * count * vocab_size * dim >= kSerialFlops, [&](auto next) {
+      Best<acc>& mine = best[workers++];
+      mine = Best<acc>(count, k);
+      Buffer<T> right(few ? 0 : packed_size<T>(dim, kColumns));
+      Buffer<acc> z(std::min(count, kRowBlock) * kColumns);
+      for (int64_t tile = next(); tile < tiles(); tile = next()) {
+        const int64_t column = tile * kColumns, n = std::min(kColumns, vocab_size - column);
+        const T* classes = weight + column * stride_class;
+        if (!few) pack_tile(classes, n, right.data());
+        for (int64_t block = 0; block < count; block += kRowBlock) {
+          const int64_t m = std::min(kRowBlock, count - block);
+          const T* left = x + (first + block) * ldx;
+          if (!few) gemm<T>(m, n, dim, left, ldx, right.data(), z.data(), kColumns, false);
+          else if constexpr (!std::is_same_v<T, double>)
+            gemm_unpacked<T>(m, n, dim, left, ldx, classes, stride_class, z.data(), kColumns);
+          for (int64_t r = 0; r < m; ++r) {
+            const acc* row = z.data() + r * kColumns;
+            mine.add(block + r, row, n, column);
+            if (log_probs)
+              sum_up(row, n, maxima.data()[tile * count + block + r], sums.data()[tile * count + block + r]);
+          }
+        }
+      }
+    });
+    for_row_ranges(count, 4 * tiles() + 16 * k, [&](int64_t begin, int64_t end) {
+      std::vector<Candidate<acc>> merged;
+      for_each_vec<acc>(end - begin, [&](int64_t r, int64_t w) {
+        acc largest[V::size];
+        double log[V::size];
+        if (log_probs) finish(maxima.data() + begin + r, sums.data() + begin + r, count, w, largest, log);
+        for (int64_t lane = 0; lane < w; ++lane) {
+          const int64_t row = begin + r + lane;
+          acc* to = values + row * k;
+          if (!merge(best, row, merged)) {
+            std::fill_n(to, k, std::numeric_limits<acc>::quiet_NaN());
+            for (int64_t i = 0; i < k; ++i) indices[row * k + i] = i;
+            continue;
+          }
+          for (int64_t i = 0; i < k; ++i) {
+            const acc z = merged[i].value;
+            // Not minus the lse: a large one holds few digits of its fraction.
+            to[i] = log_probs ? static_cast<acc>(static_cast<double>(z - largest[lane]) - log[lane]) : z;
+            indices[row * k + i] = merged[i].index;
+          }
+        }
+      });
+    });
+  }
+
+  // pack() with a look ahead: the panel after the one that is packed is fetched, which, where rows are long, a hardware
+  // prefetcher does not do. (In a W with gaps between its rows it fetches what nobody needs.)
+  void pack_tile(const T* classes, int64_t n, T* to) const {
+    constexpr int64_t kSlice = 64, kLine = 64 / sizeof(T);
+    for (int64_t j = 0; j < n; j += kPanel, classes += kPanel * stride_class, to += packed_size<T>(dim, kPanel))
+      for (int64_t p = 0; p < dim; p += kSlice) {
+        const T* next = classes + kPanel * stride_class + p * kPanel;
+        for (int64_t i = 0; i < kSlice * kPanel; i += kLine) __builtin_prefetch(next + i, 0, 2);
+        pack<T>(classes + p * stride_dim, stride_dim, stride_class, std::min(kSlice, dim - p), std::min(kPanel, n - j),
+                to + p * kPanel);
+      }
+  }
+
+  // The maximum of n logits and the sum of their exp(z - maximum).
+  static void sum_up(const acc* z, int64_t n, acc& maximum, acc& sum) {
+    constexpr acc kNone = -std::numeric_limits<acc>::infinity();
+    V top(kNone);
+    acc tail = kNone;  // apart: the lanes beyond the end read as zero
+    for_each_vec<acc>(n, [&](int64_t c, int64_t w) {
+      if (w == V::size) top = max(top, V::load(z + c));
+      else
+        for (int64_t i = c; i < c + w; ++i) tail = std::max(tail, z[i]);
+    });
+    maximum = std::max(top.max(), tail);
+    const V shift(maximum == kNone ? acc(0) : maximum);
+    sum = sum_vecs<acc>(n, [&](int64_t c, int64_t w) { return exp(V::load(z + c, w) - shift).first_lanes(w); }).sum();
+  }
+
+  // The maxima of w neighbouring rows over all tiles, and the logarithms of their sums of exp(z - maximum).
+  void finish(const acc* maxima, const acc* sums, int64_t count, int64_t w, acc* largest, double* log) const {
+    V top = V::load(maxima, w);
+    for (int64_t tile = 1; tile < tiles(); ++tile) top = max(top, V::load(maxima + tile * count, w));
+    double total[V::size] = {};
+    for (int64_t tile = 0; tile < tiles(); ++tile) {
+      acc share[V::size];
+      (V::load(sums + tile * count, w) * exp(V::load(maxima + tile * count, w) - top)).store(share);
+      for (int64_t lane = 0; lane < V::size; ++lane) total[lane] += share[lane];
+    }
+    top.store(largest);
+    for (int64_t lane = 0; lane < w; ++lane) log[lane] = std::log(total[lane]);
+  }
+
+  // The k best of a row, in order; false if it is broken.
+  bool merge(const std::vector<Best<acc>>& best, int64_t row, std::vector<Candidate<acc>>& merged) const {
+    merged.clear();
+    for (const Best<acc>& part : best) {
+      if (!part.used()) continue;
+      if (part.broken(row)) return false;
+      merged.insert(merged.end(), part.begin(row), part.end(row));
+    }
+    std::partial_sort(merged.begin(), merged.begin() + k, merged.end(), better<acc>);
+    return true;
+  }
+};
+
+std::tuple<Tensor, Tensor> linear_topk(const Tensor& x_in, const Tensor& weight_in, int64_t k, bool log_probs) {
+  // Rows may lie apart, but not over one another, which oneDNN does not expect.
+  const Tensor x = x_in.stride(1) == 1 && x_in.stride(0) >= x_in.size(1) ? x_in : x_in.contiguous();
+  const Tensor weight = weight_in.stride(0) == 1 || weight_in.stride(1) == 1 ? weight_in : weight_in.contiguous();
+  const int64_t rows = x.size(0);
+  Tensor values = at::empty({rows, k}, x.options().dtype(accumulation_dtype(x.scalar_type())));
+  Tensor indices = at::empty({rows, k}, x.options().dtype(at::kLong));
+  dispatch(x.scalar_type(), "linear_topk", [&]<typename T>() {
+    const LinearTopK<T> op{x.const_data_ptr<T>(),
+                           weight.const_data_ptr<T>(),
+                           x.stride(0),
+                           weight.stride(1),
+                           weight.stride(0),
+                           rows,
+                           x.size(1),
+                           weight.size(0),
+                           k,
+                           log_probs};
+    for (int64_t first = 0; first < rows; first += kChunk)
+      op.chunk(first, std::min(kChunk, rows - first), values.mutable_data_ptr<acc_t<T>>() + first * k,
+               indices.mutable_data_ptr<int64_t>() + first * k);
+  });
+  return {values, indices};
+}
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(fastformer_cpp, m) {
+  m.def("linear_topk(Tensor x, Tensor weight, int k, bool log_probs) -> (Tensor, Tensor)");
+}
+
+TORCH_LIBRARY_IMPL(fastformer_cpp, CPU, m) { m.impl("linear_topk", linear_topk); }
+
+}  // namespace fastformer

@@ -1,0 +1,170 @@
+"""Many rows are dealt to the threads, each of which decodes its own: the tokens stay the same, and what happens to one
+request happens to it alone."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from functools import cache, partial
+from typing import Any
+
+import pytest
+import torch
+
+from fastformer.generation.engines.base import Prompt
+from fastformer.generation.engines.cpp import CppEngine
+from fastformer.generation.native_search import NativeSearch, last_tokens
+from fastformer.generation.requests import Request
+from fastformer.generation.scheduler import Scheduler
+from fastformer.models import Transformer
+from tests.engine.test_thread_team import in_child, until
+from tests.generation.small import EOS, needs_cpp
+from tests.generation.weights import drawn
+
+pytestmark = needs_cpp
+
+VOCAB, BAD_WORD, ROWS = 1100, 7, 54  # as many rows as three threads are given to themselves, and some more
+
+
+@pytest.fixture(autouse=True)
+def threads_as_before() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@cache
+def large_enough() -> Any:
+    """A model whose steps are worth more than one thread."""
+    sizes = {"d_model": 264, "num_heads": 6, "d_ff": 700, "num_encoder_layers": 1, "num_decoder_layers": 1}
+    model = drawn(Transformer, vocab_size=VOCAB, tie_embeddings=False, max_len=40, **sizes)
+    model.source_embedding.weight.data[BAD_WORD] = torch.nan
+    return model
+
+
+def requests(num_beams: int, *, bad: Sequence[int] = ()) -> list[Request]:
+    dice, made = random.Random(num_beams), []
+    for i in range(ROWS // num_beams):
+        source = [dice.randrange(10, VOCAB) for _ in range(dice.randint(1, 30))]
+        prefix = [dice.randrange(10, VOCAB) for _ in range(dice.choice([0, 0, 3]))]
+        limit, ends = dice.randint(1, 16), frozenset([EOS, *range(100, 160)])
+        search = partial(NativeSearch.greedy, limit, ends)
+        if num_beams > 1 and i % 4:
+            search = partial(NativeSearch.beams, limit, ends, num_beams, num_return=num_beams)
+        made.append(Request(Prompt([BAD_WORD, *source] if i in bad else source, [0, *prefix]), search))
+    return made
+
+
+def decode(asked: list[Request], threads: int, *, max_bytes: int = 2**26, cancelled: Sequence[int] = ()) -> list[Any]:
+    """What became of each."""
+    torch.set_num_threads(threads)
+    scheduler = Scheduler(CppEngine(large_enough()), max_rows=ROWS + 8, max_bytes=max_bytes)
+    scheduler.submit(asked)
+    scheduler.step()
+    for place in cancelled:
+        asked[place].cancel()
+    while not scheduler.is_idle:
+        scheduler.step()
+    assert scheduler.engine.free_tokens() == scheduler._tokens // 16 * 16
+    return [(str(one.error), [(h.tokens, h.log_probs, h.score) for h in one.results]) for one in asked]
+
+
+@pytest.mark.parametrize("num_beams", [1, 3])
+def test_tokens_and_scores_are_those_of_one_thread(num_beams) -> None:
+    alone = decode(requests(num_beams), 1)
+    assert len({len(results[0][0]) for _, results in alone}) >= 4
+    for threads in (2, 3, 2):
+        assert decode(requests(num_beams), threads) == alone
+
+
+def test_in_little_memory_all_find_the_same() -> None:
+    alone, token_bytes = decode(requests(3), 1), CppEngine(large_enough()).token_bytes
+    for blocks in (60, 110):
+        assert decode(requests(3), 2, max_bytes=blocks * 16 * token_bytes) == alone
+
+
+def test_what_is_broken_or_cancelled_leaves_the_others_alone() -> None:
+    alone, bad = decode(requests(1), 1), (3, 40, 50)
+    for threads in (1, 2, 3):
+        found = decode(requests(1, bad=bad), threads)
+        for place, (one, due) in enumerate(zip(found, alone, strict=True)):
+            if place in bad:
+                assert "NaN or infinite" in one[0] and not one[1]
+            else:
+                assert one == due
+    # Whether a request was done by then depends on the time.
+    found = decode(requests(1), 2, cancelled=(2, 45))
+    for place, (one, due) in enumerate(zip(found, alone, strict=True)):
+        assert one == due or (place in (2, 45) and one == ("None", []))
+
+
+def begun(engine: CppEngine, prompts: Sequence[Prompt], limits: Sequence[int]) -> list[NativeSearch]:
+    engine.start(len(prompts), 4096)
+    engine.admit(prompts)
+    return [NativeSearch.greedy(limit, frozenset([EOS]), min_tokens=limit) for limit in limits]
+
+
+def test_each_takes_a_step_and_as_many_as_it_has_tokens() -> None:
+    torch.set_num_threads(2)
+    engine = CppEngine(large_enough())
+    limits = [2] * 20 + [30] * 20
+    searches = begun(engine, [Prompt([9, 10 + i], [0]) for i in range(40)], limits)
+    limited = partial(engine.run, log_probs=False, max_steps=10**6)
+    taken = limited(searches, [0] * 40, seconds=0.0, least_rows=0)
+    assert taken == [1] * 40
+    for _ in range(60):
+        going = [search for search in searches if not search.handle.is_done]
+        if not going:
+            break
+        more = iter(limited(going, last_tokens(going), seconds=0.005, least_rows=0))
+        gone = []
+        for place, search in enumerate(searches):
+            if search in going:
+                taken[place] += next(more)
+        gone = [place for place, search in enumerate(going) if search.handle.is_done]
+        assert all(len(search.handle.tokens(0)) == taken[searches.index(search)] for search in going
+                   if not search.handle.is_done)  # fmt: skip
+        engine.release(gone)
+    assert taken == limits
+
+
+@pytest.mark.parametrize("limits, least_rows", [([2] * 20 + [36] * 20, 0), ([2, 36] * 20, 40), ([2, 36] * 20, 22)])
+def test_a_run_ends_when_one_half_is_done_or_when_others_may_come(limits, least_rows) -> None:
+    torch.set_num_threads(2)
+    engine = CppEngine(large_enough())
+
+    def ends_early() -> bool:
+        searches = begun(engine, [Prompt([9, 10 + i], [0]) for i in range(40)], limits)
+        taken = engine.run(searches, [0] * 40, log_probs=False, max_steps=10**6, seconds=60.0, least_rows=least_rows)
+        assert min(taken) >= 1 and max(taken) >= 2
+        return max(taken) < 36
+
+    assert until(ends_early)  # on a busy machine a half may be done before the other begins
+
+
+@pytest.mark.parametrize("place", [0, 39])
+def test_an_error_in_one_half_ends_the_run_and_leaves_the_session_usable(place) -> None:
+    torch.set_num_threads(2)
+    engine = CppEngine(large_enough())
+
+    def ends_early() -> bool:
+        prompts = [Prompt([9, 10 + i], [0] * (39 if i == place else 1)) for i in range(40)]
+        searches = begun(engine, prompts, [30] * 40)
+        with pytest.raises(ValueError, match="as many tokens as the model's max_len"):
+            engine.run(searches, [0] * 40, log_probs=False, max_steps=10**6, seconds=60.0, least_rows=0)
+        engine.release(range(40))
+        assert engine.free_tokens() == 4096
+        return not any(search.handle.is_done for search in searches)
+
+    assert until(ends_early)  # as above; the other half hears of it
+    alone = decode(requests(1), 1)
+    assert decode(requests(1), 2) == alone
+
+
+def test_a_child_decodes_on_several_threads_too() -> None:
+    alone = decode(requests(1), 2)
+
+    def check() -> None:
+        assert decode(requests(1), 2) == alone
+
+    in_child(check)
