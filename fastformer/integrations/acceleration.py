@@ -24,7 +24,7 @@ from fastformer.integrations.swap import (
     unswap,
     why_left,
 )
-from fastformer.nn.fusing import replacement
+from fastformer.nn.guards import replacement
 
 Model = TypeVar("Model", bound=nn.Module)
 Padding = Literal["auto", "skip", "compute"]

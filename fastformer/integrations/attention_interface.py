@@ -27,7 +27,7 @@ from fastformer.integrations.hugging_face import (
     packed_layouts,
 )
 from fastformer.integrations.sdpa import attend_heads
-from fastformer.nn.fusing import is_traced, is_written_in
+from fastformer.nn.guards import is_traced, is_written_in
 from fastformer.ops import attention
 from fastformer.ops.attention import resolve_scale, why_no_kernel
 

@@ -24,7 +24,7 @@ from fastformer.integrations.hugging_face import (
 from fastformer.integrations.padding import Owner, PackingStack
 from fastformer.integrations.parts import know_parts
 from fastformer.integrations.swap import Swap
-from fastformer.nn.fusing import is_written_as_known
+from fastformer.nn.guards import is_written_as_known
 from fastformer.nn.linear import project
 
 know(bert)

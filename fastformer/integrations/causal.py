@@ -17,7 +17,7 @@ from fastformer.integrations.attention_interface import is_led, masks_as_known
 from fastformer.integrations.fused_loss import are_losses_known
 from fastformer.integrations.hugging_face import gives_tuple, going_on, keeps_recording, nothing_else, packing
 from fastformer.integrations.padding import Owner, PackingStack, unread
-from fastformer.nn.fusing import is_traced, is_written_in
+from fastformer.nn.guards import is_traced, is_written_in
 from fastformer.nn.padding import Padding, read_padding
 
 Model = TypeVar("Model", bound=type[nn.Module])

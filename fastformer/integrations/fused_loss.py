@@ -23,7 +23,7 @@ from transformers.modeling_outputs import CausalLMOutputWithCrossAttentions, Cau
 from fastformer.integrations.hugging_face import gives_tuple
 from fastformer.integrations.padding import leaving_unread
 from fastformer.integrations.swap import original_class
-from fastformer.nn.fusing import if_written_in, is_plain, is_traced, is_written_as_known
+from fastformer.nn.guards import if_written_in, is_plain, is_traced, is_written_as_known
 from fastformer.nn.linear import LINEARS
 from fastformer.ops import linear_cross_entropy
 

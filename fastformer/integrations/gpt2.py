@@ -36,7 +36,7 @@ from fastformer.integrations.hugging_face import (
 )
 from fastformer.integrations.products import is_plain_conv1d
 from fastformer.integrations.swap import Swap
-from fastformer.nn.fusing import is_written_as_known
+from fastformer.nn.guards import is_written_as_known
 from fastformer.ops import feed_forward
 
 know(gpt2)

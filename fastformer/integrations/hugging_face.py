@@ -27,7 +27,7 @@ except ImportError:  # before 5
 
 from fastformer.integrations.swap import original_class
 from fastformer.nn.dropout import active_dropout, dropout_seed
-from fastformer.nn.fusing import (
+from fastformer.nn.guards import (
     ATTENTIONS,
     FORWARDS,
     PLAIN_CALLS,

@@ -28,7 +28,7 @@ from fastformer.integrations.fused_loss import CausalLoss
 from fastformer.integrations.hugging_face import entered, keeps_recording, know, nothing_else
 from fastformer.integrations.rms import RMSNorm, join_rms
 from fastformer.integrations.swap import Swap
-from fastformer.nn.fusing import is_written_as_known
+from fastformer.nn.guards import is_written_as_known
 
 know(llama)
 

@@ -31,8 +31,7 @@ from fastformer.integrations.hugging_face import (
 )
 from fastformer.integrations.parts import code_of, own_function, reads_one_position, replaced_function
 from fastformer.integrations.swap import forget_restored_forward
-from fastformer.nn.fusing import has_plain_call, is_traced, is_watched, is_written_as_known, is_written_in
-from fastformer.nn.guards import Guards
+from fastformer.nn.guards import Guards, has_plain_call, is_traced, is_watched, is_written_as_known, is_written_in
 
 
 class Rule:

@@ -12,8 +12,7 @@ from torch import nn
 
 from fastformer.integrations.hugging_face import works_by_token
 from fastformer.integrations.swap import is_swapped, original_class
-from fastformer.nn.fusing import is_written_in
-from fastformer.nn.guards import watched_names
+from fastformer.nn.guards import is_written_in, watched_names
 
 # Whose functions may stand on a module: they read no positions. (A wrapped forward is asked about by itself.)
 _LIBRARIES = ("torch", "transformers", "accelerate", "peft", "fastformer")

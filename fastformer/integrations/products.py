@@ -9,7 +9,7 @@ from transformers import pytorch_utils as theirs
 
 from fastformer.integrations.hugging_face import is_known, know
 from fastformer.integrations.swap import Swap, by_original
-from fastformer.nn.fusing import is_written_as_known
+from fastformer.nn.guards import is_written_as_known
 from fastformer.nn.linear import Linear, own_product
 
 know(theirs)

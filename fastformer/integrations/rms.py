@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from fastformer.integrations.hugging_face import is_known
 from fastformer.nn.dropout import dropout_seed
-from fastformer.nn.fusing import is_written_as_known
+from fastformer.nn.guards import is_written_as_known
 from fastformer.ops import add_layer_norm
 
 

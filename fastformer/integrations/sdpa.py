@@ -13,7 +13,7 @@ from torch.autograd import forward_ad
 from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from fastformer.integrations.bias import BlockDiagonal, Window
-from fastformer.nn.fusing import ATTENTIONS, is_traced
+from fastformer.nn.guards import ATTENTIONS, is_traced
 from fastformer.ops import attention, varlen_attention
 from fastformer.ops.attention import expand_mask, resolve_scale, why_no_kernel
 

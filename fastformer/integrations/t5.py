@@ -34,7 +34,7 @@ from fastformer.integrations.padding import Owner
 from fastformer.integrations.parts import know_parts
 from fastformer.integrations.rms import RMSNorm
 from fastformer.integrations.swap import Swap
-from fastformer.nn.fusing import is_traced, is_written_as_known
+from fastformer.nn.guards import is_traced, is_written_as_known
 from fastformer.nn.padding import Padding
 
 know(t5)

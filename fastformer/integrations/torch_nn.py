@@ -8,7 +8,7 @@ from torch import nn
 
 import fastformer.nn as fnn
 from fastformer.integrations.swap import Swap
-from fastformer.nn.fusing import BLOCKS, is_its_own
+from fastformer.nn.guards import BLOCKS, is_its_own
 
 
 class MultiheadAttention(fnn.MultiheadAttention, nn.MultiheadAttention):  # type: ignore[misc]

@@ -13,7 +13,7 @@ from fastformer.nn.cached_attention import append_cached, attend_cached, attenti
 from fastformer.nn.dropout import check_dropout, dropout_seed
 from fastformer.nn.embedding import RotaryPositions
 from fastformer.nn.errors import InputError
-from fastformer.nn.fusing import yields_to_torch
+from fastformer.nn.guards import yields_to_torch
 from fastformer.nn.layout import SequenceLayout
 from fastformer.nn.linear import linear, project
 from fastformer.nn.masks import add_bias, attended_lengths, is_causal_mask, merge_masks, right_padding_lengths

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from fastformer.nn.dropout import active_dropout, dropout_seed
 from fastformer.nn.errors import InputError
-from fastformer.nn.fusing import is_plain, is_plain_dropout, is_untouched
+from fastformer.nn.guards import is_plain, is_plain_dropout, is_untouched
 from fastformer.nn.linear import LINEARS
 from fastformer.ops.feed_forward import ACTIVATIONS, GATED, feed_forward
 

@@ -14,7 +14,7 @@ from fastformer.nn.dropout import active_dropout, dropout_seed
 from fastformer.nn.embedding import RotaryPositions
 from fastformer.nn.errors import InputError
 from fastformer.nn.feed_forward import Activation, apply_feed_forward, is_gated, resolve_activation
-from fastformer.nn.fusing import (
+from fastformer.nn.guards import (
     DROPOUTS,
     is_called_plainly,
     is_untouched,

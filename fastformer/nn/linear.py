@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fastformer.nn import fusing
-from fastformer.nn.fusing import is_plain, is_traced, is_written_as_known
+from fastformer.nn import guards
+from fastformer.nn.guards import is_plain, is_traced, is_written_as_known
 from fastformer.ops import _eager, _extension
 from fastformer.ops._common import needs_gradient
 from fastformer.ops._library import unviewed
@@ -65,7 +65,7 @@ class Linear(nn.Linear):
         return linear(input, self.weight, self.bias)
 
 
-LINEARS = (*fusing.LINEARS, Linear)
+LINEARS = (*guards.LINEARS, Linear)
 
 
 def project(module: nn.Module, x: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from fastformer.nn.errors import InputError
-from fastformer.nn.fusing import is_traced
+from fastformer.nn.guards import is_traced
 
 # Counting takes a device three small kernels a call, more than fewer keys than these could spare attention. Reckoned,
 # not yet measured.

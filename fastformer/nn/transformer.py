@@ -16,7 +16,7 @@ from fastformer.nn.cached_step import CachedStep, check_layers, check_masks
 from fastformer.nn.embedding import RotaryPositions
 from fastformer.nn.errors import InputError
 from fastformer.nn.feed_forward import Activation, fused_name
-from fastformer.nn.fusing import (
+from fastformer.nn.guards import (
     DROPOUTS,
     is_traced,
     is_untouched,

@@ -16,7 +16,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 import fastformer
 from fastformer.integrations.hugging_face import RETURNS_TUPLES
-from fastformer.nn import fusing
+from fastformer.nn import guards
 from fastformer.ops._library import record_backends
 from tests.integrations import test_acceleration as torch_nn
 from tests.integrations import test_bart as bart
@@ -269,6 +269,6 @@ def test_a_call_of_ones_own_is_not_plain_but_that_of_transformers_layers_is():
         def __call__(self, *args: Any, **kwargs: Any) -> Any:
             return super().__call__(*args, **kwargs)
 
-    assert fusing.is_called_plainly(torch.nn.Module()) and not fusing.is_called_plainly(Called())
+    assert guards.is_called_plainly(torch.nn.Module()) and not guards.is_called_plainly(Called())
     # transformers 4.57 has checkpoints in it, 5 leaves it to torch.nn.
-    assert fusing.is_called_plainly(GradientCheckpointingLayer())
+    assert guards.is_called_plainly(GradientCheckpointingLayer())

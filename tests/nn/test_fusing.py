@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 import fastformer.nn as fnn
-from fastformer.nn.fusing import is_plain, norm_settings
+from fastformer.nn.guards import is_plain, norm_settings
 from tests.nn.comparing import assert_same, padding_mask, randomised
 
 pytestmark = pytest.mark.filterwarnings("ignore:enable_nested_tensor", "ignore:.*nested tensors is in prototype")
