@@ -30,8 +30,22 @@ PACKAGES = (
     "fastformer.run_folder",
     "fastformer.training",
 )
-# Classes of which only the name is promised: their methods serve the modules and the engines.
+# A class of which only the name is promised: its methods serve the modules and the engines.
 NAME_ALONE = {"KVCache"}
+# Methods that classes call on each other, and users don't.
+INTERNAL = {
+    "GenerationSettings": {"from_options", "samples", "alpha", "least_tokens", "keeps_scores", "check_model"},
+    "MultiheadAttention": {"project_memory"},
+    "RelativePositionBias": {"buckets"},
+    "SequenceLayout": {"read_seqlens"},
+    "SpecialIds": {"check", "check_tokenizer"},
+    "TrainConfig": {"data_flags", "weights", "pair_filter"},
+    "Trainer": {"interrupted"},
+    "TransformerDecoder": {"store_memory"},
+    "TransformerDecoderLayer": {"may_join"},
+    "TransformerEncoderLayer": {"may_join"},
+    "Translator": {"answers", "new_scheduler", "settings", "encode_item", "encode_prefix"},
+}
 
 
 def public_names(package: str) -> list[str]:
@@ -46,8 +60,6 @@ def public_names(package: str) -> list[str]:
             found |= {alias.asname for alias in statement.names if alias.asname == alias.name}
         elif isinstance(statement, ast.FunctionDef | ast.ClassDef):
             found.add(statement.name)
-        elif isinstance(statement, ast.Assign):
-            found |= {target.id for target in statement.targets if isinstance(target, ast.Name)}
     return sorted(name for name in found if name is not None and not name.startswith("_"))
 
 
@@ -76,7 +88,7 @@ def described(value: object) -> dict[str, Any] | str:
         for owner in reversed(value.__mro__):
             if owner.__module__.startswith("fastformer"):
                 for name, member in vars(owner).items():
-                    if name.startswith("_") or isinstance(member, type):
+                    if name.startswith("_") or isinstance(member, type) or name in INTERNAL.get(value.__name__, ()):
                         continue
                     if isinstance(member, property):
                         found[name] = "property"
