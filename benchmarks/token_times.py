@@ -18,12 +18,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from benchmarks.cases.models.bench_decoding import ENGINES
+from benchmarks.cases.models.recompute_engines import decode
 from benchmarks.measure import record
 from benchmarks.peers.cases import CASES, make_job, make_model
 from benchmarks.peers.job import PRECISIONS, Model
 from benchmarks.publish.charts import draw_token_times
-from fastformer.generation import generate
-from fastformer.generation.engines import ENGINES
 from fastformer.generation.generate import Streamer
 
 _SOURCE = 32  # tokens, of a run
@@ -71,7 +71,7 @@ def token_times(model: Model, source: list[int], tokens: int, line: Line, *, may
     clock = Clock()
     least = tokens if may_end else 0
     began = time.perf_counter()
-    generate(
+    decode(
         model, [source], max_new_tokens=tokens, min_new_tokens=least, engine=line.engine, precision=line.precision,
         streamer=clock,
     )  # fmt: skip

@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from benchmarks.cases.models.bench_decoding import ENGINES
+from benchmarks.cases.models.recompute_engines import decode
 from benchmarks.experiments.experiment import Experiment, Finding, Row, positive
 from benchmarks.experiments.learning import learn, numbers
 from benchmarks.measure import record
 from benchmarks.measure.timing import time_interleaved
 from benchmarks.publish import style
 from fastformer.data.examples import encode_pair
-from fastformer.generation import generate
-from fastformer.generation.engines import ENGINES
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -113,9 +113,7 @@ def main(arguments: list[str] | None = None) -> int:
 
     def translate(rung: str) -> None:
         engine, precision = RUNGS[rung]
-        tokens = generate(model, sources, max_new_tokens=64, engine=engine, precision=precision)
-        assert isinstance(tokens, torch.Tensor)
-        found[rung] = tokens
+        found[rung] = decode(model, sources, max_new_tokens=64, engine=engine, precision=precision)
 
     rungs = [rung for rung, (engine, _) in RUNGS.items() if engine in ENGINES]
     if "cpp fp32" not in rungs:

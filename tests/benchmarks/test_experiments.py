@@ -16,6 +16,7 @@ import torch
 
 import fastformer.training.examples
 import fastformer.training.trainer
+from benchmarks.cases.models.bench_decoding import ENGINES
 from benchmarks.experiments import (
     EXPERIMENTS,
     __main__,
@@ -33,7 +34,6 @@ from benchmarks.experiments.learning import Curve, learn
 from benchmarks.measure import record
 from benchmarks.publish import style
 from fastformer.data.batching import padding_ratio
-from fastformer.generation.engines import ENGINES
 
 FOLDER = Path(learning.__file__).parent
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from benchmarks import run as run_module
-from benchmarks.cases.models.bench_decoding import BENCHMARKS, ladder
+from benchmarks.cases.models.bench_decoding import BENCHMARKS, ENGINES, ladder
 from benchmarks.measure import record, timing
 from benchmarks.measure.case import SUITES, Benchmark, Inputs, Need, Provider, Shape
 from benchmarks.measure.checking import difference
@@ -23,7 +23,6 @@ from benchmarks.measure.console import table
 from benchmarks.measure.execute import Outcome, run_case
 from benchmarks.measure.suites import ROOT, Case, benchmarks, chosen_cases, listing, nothing_fits
 from benchmarks.run import main
-from fastformer.generation.engines import ENGINES
 from fastformer.ops import add_layer_norm, use_backend
 from fastformer.ops._library import forced_backend
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from benchmarks import token_times as token_times_module
+from benchmarks.cases.models.bench_decoding import ENGINES
 from benchmarks.measure import record
 from benchmarks.peers.cases import make_model
 from benchmarks.token_times import Clock, Line, lines, main, medians, token_times
-from fastformer.generation.engines import ENGINES
 
 
 def test_clock() -> None:

@@ -1,11 +1,9 @@
 """The engines that decode, from the plainest to the fastest, against the plainest. The same tokens come out of each.
 
-recompute     encoder and decoder run over everything for each new token
-encode_once   the encoder runs once
-cross_cache   and the keys and values of cross-attention are computed once
-kv_cache      and those of self-attention are kept: a step computes one token
-graph         and a step with its search is one launch of a CUDA graph (on a GPU)
-cpp           and a step is one call of C++; cpp_bf16, cpp_int8: with such weights (on a CPU)
+recompute, encode_once, cross_cache   compute much again for each token: see `recompute_engines`
+kv_cache   all keys and values are kept: a step computes one token
+graph      and a step with its search is one launch of a CUDA graph (on a GPU)
+cpp        and a step is one call of C++; cpp_bf16, cpp_int8: with such weights (on a CPU)
 
 Rounded weights part from the others' tokens at near-ties, of which random weights have many: half have to agree.
 """
@@ -18,10 +16,12 @@ from typing import Any
 
 import torch
 
+from benchmarks.cases.models.recompute_engines import RECOMPUTING, decode
 from benchmarks.measure.case import Benchmark, Inputs, Provider, Shape
-from fastformer.generation import generate
-from fastformer.generation.engines import ENGINES
+from fastformer.generation.engines import ENGINES as OURS
 from fastformer.models import Transformer
+
+ENGINES = tuple(dict.fromkeys((*OURS, *RECOMPUTING)))
 
 
 @functools.cache
@@ -46,7 +46,7 @@ def engine(name: str, precision: str | None = None) -> Provider:
     """The provider of an engine."""
 
     def provider(x: Inputs, shape: Shape) -> torch.Tensor:
-        tokens = generate(
+        return decode(
             model(shape["preset"], str(x["source"].device)),
             x["source"],
             max_new_tokens=shape["new_tokens"],
@@ -54,8 +54,6 @@ def engine(name: str, precision: str | None = None) -> Provider:
             engine=name,
             precision=precision,
         )
-        assert isinstance(tokens, torch.Tensor)
-        return tokens
 
     return provider
 

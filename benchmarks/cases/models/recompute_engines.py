@@ -1,0 +1,178 @@
+"""Engines that keep less than `kv_cache` does, and compute it again for each token: what a cache saves, step by step.
+
+    recompute     encoder and decoder run over everything for each new token (the library's own)
+    encode_once   the encoder runs once
+    cross_cache   and the keys and values of cross-attention are computed once
+
+They give the tokens of `kv_cache`, which also keeps the keys and values of self-attention.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from fastformer.generation import GenerationConfig, generate
+from fastformer.generation.engines import Prompt
+from fastformer.generation.engines.kv_cache import new_cache, packed, packed_layout
+from fastformer.generation.engines.recompute import RecomputeEngine
+from fastformer.generation.evaluation import evaluating
+from fastformer.generation.generate import Streamer, new_scheduler
+from fastformer.generation.inputs import TokenIds, as_inputs, pad
+from fastformer.generation.model_protocols import EncoderDecoder, Model, as_model, device_of, is_encoder_decoder
+from fastformer.generation.precisions import why_not_by_modules
+from fastformer.generation.request_builder import RequestBuilder
+from fastformer.generation.scheduler import run
+from fastformer.nn import SequenceLayout
+
+
+class EncodeOnce(RecomputeEngine):
+    """Keeps what the encoder gives."""
+
+    name: ClassVar[str] = "encode_once"
+
+    def __init__(self, model: Model, precision: str | None = None) -> None:
+        super().__init__(model, precision)
+        self.memories: list[Tensor] = []  # of the groups: (source_seqlen, d_model)
+
+    @classmethod
+    def why_unsupported(cls, model: object, precision: str | None = None) -> str | None:
+        """See `Engine.why_unsupported`."""
+        if is_encoder_decoder(model):
+            return why_not_by_modules(model, precision)
+        return "it has no encoder with a cache behind it"
+
+    def start(self, max_rows: int, num_tokens: int) -> None:
+        """See `Engine.start`."""
+        super().start(max_rows, num_tokens)
+        self.memories = []
+
+    def admit(self, prompts: Sequence[Prompt]) -> None:
+        """See `Engine.admit`."""
+        super().admit(prompts)
+        assert is_encoder_decoder(self.model)
+        sources = [prompt.source or () for prompt in prompts]
+        ids, layout = packed(sources, self.device)
+        self.memories += self.model.encode(ids, layout).split([len(source) for source in sources])
+
+    def _memory(self, model: EncoderDecoder) -> tuple[Tensor, SequenceLayout]:
+        memories = [memory for memory, rows in zip(self.memories, self.rows, strict=True) for _ in rows]
+        return torch.cat(memories), packed_layout([len(memory) for memory in memories], self.device)
+
+    def release(self, groups: Sequence[int]) -> None:
+        """See `Engine.release`."""
+        super().release(groups)
+        leaving = set(groups)
+        self.memories = [memory for i, memory in enumerate(self.memories) if i not in leaving]
+
+
+class CrossCache(RecomputeEngine):
+    """Keeps the keys and values of cross-attention, and runs the decoder over all tokens again."""
+
+    name: ClassVar[str] = "cross_cache"
+
+    def __init__(self, model: Model, precision: str | None = None) -> None:
+        super().__init__(model, precision)
+        self._cache = new_cache(self.model, 1, 1)
+        self.token_bytes = self._cache.token_bytes
+
+    @classmethod
+    def why_unsupported(cls, model: object, precision: str | None = None) -> str | None:
+        """See `Engine.why_unsupported`."""
+        return EncodeOnce.why_unsupported(model, precision)
+
+    def start(self, max_rows: int, num_tokens: int) -> None:
+        """See `Engine.start`."""
+        super().start(max_rows, num_tokens)
+        self._cache = new_cache(self.model, 1, 1)  # frees the old one first: there is no memory for two
+        self._cache = new_cache(self.model, max_rows, num_tokens)
+
+    def admit(self, prompts: Sequence[Prompt]) -> None:
+        """See `Engine.admit`."""
+        super().admit(prompts)
+        assert is_encoder_decoder(self.model)
+        before = self._cache.num_groups
+        self._cache.add(len(prompts))
+        ids, layout = packed([prompt.source or () for prompt in prompts], self.device)
+        self.model.store_memory(self._cache.tail(before), self.model.encode(ids, layout), layout)
+
+    def _hidden(self, ids: Tensor, layout: SequenceLayout) -> Tensor:
+        assert is_encoder_decoder(self.model)
+        hidden = self.model.decode(ids, None, layout=layout, cache=self._cache)
+        self._cache.rewind()  # the tokens' own keys and values are computed again
+        return hidden
+
+    def reorder(self, parents: Sequence[Sequence[int]]) -> None:
+        """See `Engine.reorder`."""
+        super().reorder(parents)
+        self._cache.reorder(parents)
+
+    def release(self, groups: Sequence[int]) -> None:
+        """See `Engine.release`."""
+        super().release(groups)
+        self._cache.release(groups)
+
+    def tokens_needed(self, prompt: Prompt, num_rows: int, new_tokens: int) -> int:
+        """See `Engine.tokens_needed`."""
+        cache = self._cache
+        own = num_rows * cache.blocks_of(len(prompt.tokens) + new_tokens)
+        return (cache.blocks_of(len(prompt.source or ())) + own) * cache.block_size
+
+    def free_tokens(self) -> int:
+        """See `Engine.free_tokens`."""
+        return self._cache.free_blocks * self._cache.block_size
+
+    def step_tokens(self) -> int:
+        """See `Engine.step_tokens`."""
+        cache = self._cache
+        return sum(cache.blocks_of(len(row) + 1) for rows in self.rows for row in rows) * cache.block_size
+
+
+RECOMPUTING: dict[str, type[RecomputeEngine]] = {engine.name: engine for engine in (EncodeOnce, CrossCache)}
+
+
+def decode(
+    model: Model | nn.Module,
+    source: TokenIds,
+    *,
+    engine: str,
+    precision: str | None = None,
+    max_new_tokens: int,
+    min_new_tokens: int = 0,
+    num_beams: int = 1,
+    streamer: Streamer | None = None,
+) -> Tensor:
+    """`fastformer.generate`, by one of the library's engines or of these; a streamer hears the first input's tokens.
+
+    Returns:
+        (batch, length) ids, padded with PAD.
+
+    Raises:
+        ValueError: an engine that can't decode the model.
+    """
+    if engine not in RECOMPUTING:
+        tokens = generate(
+            model, source, max_new_tokens=max_new_tokens, min_new_tokens=min_new_tokens, num_beams=num_beams,
+            engine=engine, precision=precision, streamer=streamer,
+        )  # fmt: skip
+        assert isinstance(tokens, Tensor)
+        return tokens
+    if (reason := RECOMPUTING[engine].why_unsupported(model, precision)) is not None:
+        raise ValueError(f"engine {engine!r} can't decode a {type(model).__name__}: {reason}")
+    decoder = as_model(model)
+    settings = GenerationConfig(max_new_tokens=max_new_tokens, min_new_tokens=min_new_tokens, num_beams=num_beams)
+    with evaluating(decoder) as mode, torch.inference_mode():
+        builder = RequestBuilder(decoder, settings, log_probs=False, engine=RECOMPUTING[engine](decoder, precision))
+        ids, layout = as_inputs(
+            source, None, builder.ids.pad, device_of(decoder), marks_padding=builder.ids.marks_padding
+        )  # fmt: skip
+        rows = [row[:length] for row, length in zip(ids.tolist(), layout.seqlens.tolist(), strict=True)]
+        requests = [builder.build(builder.check(row)) for row in rows]
+        if streamer is not None:
+            streamer.put(torch.tensor([[]]))
+            requests[0].on_token = lambda token: streamer.put(torch.tensor([token]))
+        run(new_scheduler(builder.engine), requests, mode.hold)
+        return pad([list(request.results[0].tokens) for request in requests], builder.ids.pad)

@@ -1,0 +1,65 @@
+"""Engines that recompute: the tokens of the one with a cache, and each keeps what its name says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.cases.models.recompute_engines import RECOMPUTING, decode
+from fastformer.models import GPT, Transformer
+
+SOURCES = [[5, 9, 7, 4, 8], [6, 3], [4, 4, 9, 10]]
+
+
+def small() -> Transformer:
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {
+        "d_model": 32,
+        "d_ff": 64,
+        "num_heads": 4,
+        "num_encoder_layers": 2,
+        "num_decoder_layers": 2,
+    }
+    return Transformer.from_preset("tiny", vocab_size=40, **sizes).eval()
+
+
+@pytest.mark.parametrize("num_beams", [1, 3])
+def test_the_same_tokens_as_with_a_cache(num_beams: int) -> None:
+    model = small()
+    want = decode(model, SOURCES, engine="kv_cache", max_new_tokens=9, num_beams=num_beams)
+    assert len(set(map(tuple, want.tolist()))) > 1
+    for engine in RECOMPUTING:
+        assert torch.equal(decode(model, SOURCES, engine=engine, max_new_tokens=9, num_beams=num_beams), want)
+
+
+@pytest.mark.parametrize("engine", [*RECOMPUTING, "recompute"])
+def test_what_is_computed_again(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The encoder for each token or once; what cross_cache keeps isn't asked of the memory again."""
+    model = small()
+    encode, plain = model.encode, model.decode
+    encoded: list[Any] = []
+    memories: list[Any] = []
+
+    def note_encode(*args: Any, **rest: Any) -> Any:
+        encoded.append(args)
+        return encode(*args, **rest)
+
+    def note_decode(ids: Any, memory: Any, **rest: Any) -> Any:
+        memories.append(memory)
+        return plain(ids, memory, **rest)
+
+    monkeypatch.setattr(model, "encode", note_encode)
+    monkeypatch.setattr(model, "decode", note_decode)
+    tokens = decode(model, SOURCES[:1], engine=engine, max_new_tokens=6, min_new_tokens=6)
+    assert tokens.shape == (1, 6) and len(memories) == 6
+    assert len(encoded) == (6 if engine == "recompute" else 1)
+    assert (memories[0] is None) == (engine == "cross_cache")
+
+
+def test_a_model_without_an_encoder_is_refused() -> None:
+    gpt = GPT.from_preset("tiny", vocab_size=40)
+    for engine in RECOMPUTING:
+        with pytest.raises(ValueError, match=engine):
+            decode(gpt, [[5, 6]], engine=engine, max_new_tokens=2)
