@@ -337,6 +337,7 @@ class AsyncTranslator:
                 wrapped = RuntimeError(f"the model failed: {type(error).__name__}: {error}")
                 wrapped.__cause__ = error
                 request.fail(wrapped)
+        scheduler.clear()  # the error's traceback holds it, and there may be no memory for two batches
         # The limits that it had: a device that has failed may not even say how much memory is free.
         anew = Scheduler(
             self._engine, max_rows=scheduler.max_rows, max_bytes=scheduler.max_bytes, is_endless=scheduler.is_endless

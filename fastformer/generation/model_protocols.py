@@ -100,7 +100,7 @@ class DecoderOnly(Protocol):
         ...
 
 
-State: TypeAlias = tuple[Tensor, Tensor]  # hidden and cell, (num_layers, rows, dim) each
+RecurrentState: TypeAlias = tuple[Tensor, Tensor]  # hidden and cell, (num_layers, rows, dim) each
 
 
 class Recurrent(Protocol):
@@ -116,11 +116,13 @@ class Recurrent(Protocol):
         """(rows, d_model) -> (rows, vocab_size)."""
         ...
 
-    def encode(self, source: Tensor, layout: SequenceLayout | None = None) -> tuple[Tensor, State]:
+    def encode(self, source: Tensor, layout: SequenceLayout | None = None) -> tuple[Tensor, RecurrentState]:
         """See `baseline.LSTMSeq2Seq.encode`."""
         ...
 
-    def decode(self, target: Tensor, memory: Tensor, mask: Tensor, state: State) -> tuple[Tensor, Tensor, State]:
+    def decode(
+        self, target: Tensor, memory: Tensor, mask: Tensor, state: RecurrentState
+    ) -> tuple[Tensor, Tensor, RecurrentState]:
         """See `baseline.LSTMSeq2Seq.decode`."""
         ...
 

@@ -11,7 +11,6 @@ import torch
 
 from fastformer.generation.config import GenerationConfig
 from fastformer.generation.engines import Engine, Prompt, choose_engine
-from fastformer.generation.engines.base import is_searching_engine, is_shortlist_engine
 from fastformer.generation.model_protocols import Model, is_decoder_only
 from fastformer.generation.native_search import NativeSearch
 from fastformer.generation.processors import SEARCH_RULES, make_processors
@@ -107,11 +106,10 @@ class RequestBuilder:
         name = settings.engine if settings.use_cache else "recompute"
         self.engine: Engine = engine or choose_engine(model, name, settings.precision)
         self._has_shortlist = False
-        if engine is None and settings.shortlist and is_shortlist_engine(self.engine):  # it is this builder's own
-            self._has_shortlist = True
-            self.engine.set_shortlist(sorted({*settings.shortlist, *self.ids.eos}))
+        if engine is None and settings.shortlist:  # it is this builder's own
+            self._has_shortlist = self.engine.limit_to(sorted({*settings.shortlist, *self.ids.eos}))
         # What the searches in C++ don't have, the engine is asked for step by step.
-        self._is_native = is_searching_engine(self.engine) and _extension.module() is not None
+        self._is_native = self.engine.runs_searches() and _extension.module() is not None
         self._is_native = self._is_native and not settings.do_sample and settings.num_beam_groups == 1
         self._is_native = self._is_native and not settings.stop_strings and not settings.stopping_criteria
         # Of what processors give as it is, only those of this library are known to give nothing above 0.

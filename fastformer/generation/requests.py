@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from fastformer.generation.engines.base import Candidates, Draw, Prompt
+from fastformer.generation.engines.base import Candidates, Prompt, Sample
 from fastformer.generation.processors import Processor
 from fastformer.generation.search import Hypothesis, Search
 
@@ -132,9 +132,9 @@ class Request:
             return [before] * self.num_rows
         return [before + self.search.tokens(row) for row in range(self.num_rows)]
 
-    def draws(self) -> list[Draw | None] | None:
-        """For each row how its next token is drawn; None where none is."""
-        return self.search.draws()
+    def samples(self) -> list[Sample | None] | None:
+        """For each row how its next token is sampled; None where no row is."""
+        return self.search.samples()
 
     def advance(self, candidates: Candidates, first: int) -> list[int]:
         """Takes in a step; see `Search.advance`. What goes wrong is kept in `error`, and ends it."""

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from fastformer.generation.config import EarlyStopping
-from fastformer.generation.engines.base import Draw
+from fastformer.generation.engines.base import Sample
 
 NEVER = -math.inf  # the score of what isn't there
 
@@ -75,8 +75,8 @@ class Search(ABC):
     def tokens(self, row: int) -> list[int]:
         """The new tokens of a row."""
 
-    def draws(self) -> list[Draw | None] | None:
-        """For each row how its next token is drawn; None where none is."""
+    def samples(self) -> list[Sample | None] | None:
+        """For each row how its next token is sampled; None where no row is."""
         return None
 
     @abstractmethod
@@ -150,8 +150,8 @@ class RowSearch(Search):
         """The new tokens of a row that goes on."""
         return self._rows[self._alive[row]].tokens
 
-    def draws(self) -> list[Draw | None] | None:
-        """For each row how its next token is drawn."""
+    def samples(self) -> list[Sample | None] | None:
+        """See `Search.samples`."""
         sampling, numbered = self.sampling, self._random
         if sampling is None or numbered is None:
             return None
@@ -159,7 +159,8 @@ class RowSearch(Search):
         numbers = [numbered.random() for _ in range(sampling.num_samples or len(self._rows))]
         first = sampling.sample
         return [
-            Draw(sampling.temperature, sampling.top_k, sampling.top_p, numbers[first + place]) for place in self._alive
+            Sample(sampling.temperature, sampling.top_k, sampling.top_p, numbers[first + place])
+            for place in self._alive
         ]
 
     def advance(self, ids: Sequence[Sequence[int]], values: Sequence[Sequence[float]], first: int) -> list[int]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from fastformer.generation.engines.base import Batch as Batch
 from fastformer.generation.engines.base import Candidates as Candidates
-from fastformer.generation.engines.base import Draw as Draw
 from fastformer.generation.engines.base import Engine as Engine
 from fastformer.generation.engines.base import Prompt as Prompt
+from fastformer.generation.engines.base import Sample as Sample
 from fastformer.generation.engines.base import Selection as Selection
 from fastformer.generation.engines.cpp import CppEngine
 from fastformer.generation.engines.ensemble import EnsembleEngine
@@ -16,8 +17,9 @@ from fastformer.generation.engines.recurrent import RecurrentEngine
 from fastformer.generation.model_protocols import Model, as_model, is_ensemble
 from fastformer.generation.precisions import check_precision
 
-# Without a wish the first that can decode the model does, but for those that have to be named: what a GPU makes of the
-# engine "graph" is not yet measured.
+# By default the first engine that can decode the model does. "graph" has to be asked for: on a GPU it is not yet
+# measured.
+_ENGINES: tuple[type[CppEngine | KVCacheEngine | RecurrentEngine | RecomputeEngine], ...]
 _ENGINES = (CppEngine, GraphEngine, KVCacheEngine, RecurrentEngine, CrossCacheEngine, EncodeOnceEngine, RecomputeEngine)
 _BY_NAME = (GraphEngine,)
 ENGINES = tuple(engine.name for engine in _ENGINES)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, ClassVar, Protocol, cast
+from typing import ClassVar, Protocol, cast
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from fastformer.generation.engines.base import Candidates, Prompt, Selection
+from fastformer.generation.engines.base import Candidates, Engine, Limits, Prompt, SearchingBatch, Selection
 from fastformer.generation.engines.packable import why_not_packable
 from fastformer.generation.engines.packed import packed
 from fastformer.generation.engines.sampling import choose
@@ -29,7 +29,7 @@ Array = npt.NDArray[np.float32] | npt.NDArray[np.uint16]
 Rows = list[list[int]]
 
 
-class _Session(Protocol):
+class Session(Protocol):
     """csrc/bindings/decoder.cpp's Session."""
 
     def admit(self, sources: Sequence[Sequence[int]], tokens: Sequence[Sequence[int]], threads: int) -> None: ...
@@ -59,15 +59,26 @@ class _Session(Protocol):
     def step_tokens(self) -> int: ...
 
 
-class CppEngine:
-    """Steps a `models.Transformer` or a `models.GPT` on the CPU, from weights that are packed once for all engines.
+class _Extension(Protocol):
+    """What of the extension this engine uses."""
 
-    fp32 computes what the model does. bf16 rounds weights and what they are multiplied by; int8 has a scale for each
-    output of a weight, and a scale and a zero for each row that is multiplied by it. The residual stream, norms and
-    softmax are fp32 always; keys and values, and the tables of embeddings and positions, are fp32 or, for the smaller
-    two, bf16. A row's bits depend neither on its neighbours nor on the number of threads. Weights that change are
-    packed again when the next batch begins; see `packed.fingerprint` for how that is noticed, and `packed.repack` for
-    where it may not be.
+    def Session(self, packed: object, num_tokens: int) -> Session: ...
+    def PackedModel(self, options: dict[str, object], tensors: dict[str, Array]) -> object: ...
+
+
+def _extension_module() -> _Extension:
+    return cast(_Extension, _extension.module())
+
+
+class CppEngine(Engine):
+    """Steps a `models.Transformer` or a `models.GPT` on the CPU, from weights that are prepacked once for all engines.
+
+    fp32 computes what the model does. bf16 rounds the weights and their inputs; int8 has a scale for each output of a
+    weight, and a scale and a zero point for each row of its inputs. The residual stream, norms and softmax are always
+    fp32. Keys and values, and the tables of embeddings and positions, are fp32 or, in the smaller two precisions, bf16.
+    A row's bits depend neither on its neighbours nor on the number of threads. Weights that change are packed again
+    when the next batch begins; see `packed.fingerprint` for how that is noticed, and `packed.repack` for where it may
+    not be.
 
     Args:
         model: see above; `why_unsupported` says what it may not have.
@@ -81,70 +92,93 @@ class CppEngine:
         assert isinstance(model, Transformer | GPT)
         self.precision = precision or own_precision(model)
         self._model, self._config = model, model.config
-        self._packed = self._pack(may_be_old=True)  # `admit` asks again
-        self._shortlist: list[int] = []
         self._attention = _attention(model)
-        self._num_tokens, self._num_groups = BLOCK_SIZE, 0
-        self._session = self._new_session(BLOCK_SIZE)
+        self._shortlist: list[int] = []
+        self.prepacked(may_be_old=True)  # a batch asks again
 
-    def _pack(self, *, may_be_old: bool = False) -> object:
+    def prepacked(self, *, may_be_old: bool = False) -> object:
+        """The `PackedModel` of the model's weights as they are now; see `packed`."""
         model, precision = self._model, self.precision
         return packed(model, precision, lambda: _pack(model, precision), may_be_old=may_be_old)
 
     @classmethod
     def why_unsupported(cls, model: object, precision: str | None = None) -> str | None:
-        """See `Engine.why_unsupported`."""
+        """Why C++ code would compute something else than the model's modules, or not in this precision."""
         return why_not_packable(model, precision)
 
     @property
     def token_bytes(self) -> int:
         """The keys and values of a token in all layers of the decoder."""
-        return self._slots * self._attention.head_dim * (4 if self.precision == "fp32" else 2)
+        return self._cached_heads * self._attention.head_dim * (4 if self.precision == "fp32" else 2)
 
     @property
-    def _slots(self) -> int:
+    def _cached_heads(self) -> int:
         """The keys and values of a token, counted by heads."""
         config = self._config
         layers = config.num_layers if isinstance(config, GPT.config_class) else config.num_decoder_layers
         return 2 * layers * self._attention.num_kv_heads
 
-    def start(self, max_rows: int, num_tokens: int) -> None:
-        """See `Engine.start`."""
-        # Places are counted in 32 bits.
-        most = (2**31 - 1) // (self._slots * BLOCK_SIZE) * BLOCK_SIZE
-        self._num_tokens, self._num_groups = min(num_tokens, most), 0
-        self._session = self._new_session(0)  # lets go of the old one: there is no memory for two
-        self._session = self._new_session(self._num_tokens)
+    def tokens_needed(self, prompt: Prompt, num_rows: int, new_tokens: int) -> int:
+        """In whole blocks; the blocks of a row's own tokens begin where the prompt ends, somewhere in a block."""
+        own = num_rows * (_blocks_of(new_tokens) + 1)
+        return (_blocks_of(len(prompt.source or ())) + _blocks_of(len(prompt.tokens)) + own) * BLOCK_SIZE
 
-    def _new_session(self, num_tokens: int) -> _Session:
-        module = cast(Any, _extension.module())
-        session = cast(_Session, module.Session(self._packed, num_tokens))
-        if self._shortlist and num_tokens:
-            session.set_shortlist(self._shortlist)
-        return session
+    def runs_searches(self) -> bool:
+        """Greedy and beam searches."""
+        return True
 
-    def set_shortlist(self, ids: Sequence[int]) -> None:
-        """See `ShortlistEngine.set_shortlist`."""
-        self._shortlist = list(ids)
+    def limit_to(self, shortlist: Sequence[int]) -> bool:
+        """It skips the rows of the output weight for all other ids."""
+        self._shortlist = list(shortlist)
+        return True
 
-    def admit(self, prompts: Sequence[Prompt]) -> None:
-        """See `Engine.admit`."""
-        # A batch that begins sees what has become of the model's weights since the last one.
-        if self._num_groups == 0 and (now := self._pack()) is not self._packed:
-            self._packed = now
-            self._session = self._new_session(self._num_tokens)
+    def open(self, max_rows: int, num_tokens: int) -> CppBatch:
+        """See `Engine.open`."""
+        most = (2**31 - 1) // (self._cached_heads * BLOCK_SIZE) * BLOCK_SIZE  # places are counted in 32 bits
+        return CppBatch(self, self._config.vocab_size, min(num_tokens, most), self._shortlist)
+
+
+class CppBatch(SearchingBatch):
+    """A session of the extension.
+
+    It begins with the first prefill, and anew with each prefill of an empty batch whose model's weights have changed
+    meanwhile: what is decoded together sees the weights of its beginning.
+    """
+
+    def __init__(self, engine: CppEngine, vocab_size: int, num_tokens: int, shortlist: list[int]) -> None:
+        self._engine, self._vocab_size, self._num_tokens = engine, vocab_size, num_tokens
+        self._shortlist, self._num_groups = shortlist, 0
+        self._packed: object = None
+        self._session: Session | None = None
+
+    def _begin(self) -> Session:
+        packed = self._engine.prepacked()
+        if self._session is None or packed is not self._packed:
+            self._session = None  # there may be no memory for two
+            self._packed = packed
+            self._session = _extension_module().Session(packed, self._num_tokens)
+            if self._shortlist:
+                self._session.set_shortlist(self._shortlist)
+        return self._session
+
+    def prefill(self, prompts: Sequence[Prompt]) -> None:
+        session = self._begin() if self._num_groups == 0 else self.session
         sources = [list(prompt.source or ()) for prompt in prompts]
-        self._session.admit(sources, [list(prompt.tokens[:-1]) for prompt in prompts], torch.get_num_threads())
+        session.admit(sources, [list(prompt.tokens[:-1]) for prompt in prompts], torch.get_num_threads())
         self._num_groups += len(prompts)
 
+    @property
+    def session(self) -> Session:
+        """The extension's object; not before the first prefill."""
+        assert self._session is not None, "no prefill yet"
+        return self._session
+
     def step(self, tokens: Sequence[int], selection: Selection) -> Candidates:
-        """See `Engine.step`."""
-        vocab_size = self._config.vocab_size
-        shown = list(selection.logit_rows) if selection.process or selection.draws else []
-        logits = torch.empty(len(shown), vocab_size, dtype=torch.float32, device=self.device)
-        ids, values = self._session.step(
+        shown = list(selection.logit_rows) if selection.process or selection.samples else []
+        logits = torch.empty(len(shown), self._vocab_size, dtype=torch.float32, device="cpu")
+        ids, values = self.session.step(
             tokens,
-            min(selection.num_candidates, vocab_size),
+            min(selection.num_candidates, self._vocab_size),
             selection.log_probs,
             shown,
             logits.numpy() if shown else None,
@@ -157,43 +191,27 @@ class CppEngine:
                 found.ids[row], found.values[row] = chosen.ids[place], chosen.values[place]
         return found
 
-    def run(
-        self,
-        searches: Sequence[NativeSearch],
-        tokens: Sequence[int],
-        *,
-        log_probs: bool,
-        max_steps: int,
-        seconds: float,
-        least_rows: int,
+    def run_searches(
+        self, searches: Sequence[NativeSearch], tokens: Sequence[int], log_probs: bool, limits: Limits
     ) -> list[int]:
-        """See `SearchingEngine.run`. Many rows are dealt to the threads, which then take unlike numbers of steps."""
+        """With many rows each thread decodes its own rows, and the threads take different numbers of steps."""
         handles = [search.handle for search in searches]
-        threads = torch.get_num_threads()
-        return self._session.run(handles, tokens, max_steps, seconds, least_rows, log_probs, threads)
+        return self.session.run(handles, tokens, *limits, log_probs, torch.get_num_threads())
 
-    def reorder(self, parents: Sequence[Sequence[int]]) -> None:
-        """See `Engine.reorder`."""
-        self._session.reorder(parents)
+    def fork(self, parents: Sequence[Sequence[int]]) -> None:
+        self.session.reorder(parents)
 
-    def release(self, groups: Sequence[int]) -> None:
-        """See `Engine.release`."""
-        self._session.release(groups)
+    def free(self, groups: Sequence[int]) -> None:
+        self.session.release(groups)
         self._num_groups -= len(groups)
 
-    def tokens_needed(self, prompt: Prompt, num_rows: int, new_tokens: int) -> int:
-        """See `Engine.tokens_needed`."""
-        # The blocks of a row's own tokens begin where the prompt ends, somewhere in a block.
-        own = num_rows * (_blocks_of(new_tokens) + 1)
-        return (_blocks_of(len(prompt.source or ())) + _blocks_of(len(prompt.tokens)) + own) * BLOCK_SIZE
-
     def free_tokens(self) -> int:
-        """See `Engine.free_tokens`."""
+        if self._session is None:
+            return self._num_tokens // BLOCK_SIZE * BLOCK_SIZE
         return self._session.free_tokens()
 
     def step_tokens(self) -> int:
-        """See `Engine.step_tokens`."""
-        return self._session.step_tokens()
+        return 0 if self._session is None else self._session.step_tokens()
 
 
 def _blocks_of(tokens: int) -> int:
@@ -209,8 +227,7 @@ def _attention(model: Transformer | GPT) -> MultiheadAttention:
 def _pack(model: nn.Module, precision: str) -> object:
     """The `PackedModel` of a model that `why_not_packable` has nothing against."""
     assert isinstance(model, Transformer | GPT)
-    module = cast(Any, _extension.module())
-    return module.PackedModel(_options(model, precision), _tensors(model))
+    return _extension_module().PackedModel(_options(model, precision), _tensors(model))
 
 
 def _options(model: Transformer | GPT, precision: str) -> dict[str, object]:

@@ -1,26 +1,23 @@
-"""Decodes an ensemble: an engine for each of its models, stepped alongside, and one choice from the mean."""
+"""Decodes an ensemble: a batch for each of its models, stepped alongside, and one choice from their mean."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
-from fastformer.generation.engines.base import Candidates, Engine, Prompt, Selection
+from fastformer.generation.engines.base import Batch, Candidates, Engine, Prompt, Selection
 from fastformer.generation.engines.sampling import choose
 from fastformer.generation.model_protocols import Ensembled, device_of, is_ensemble
 
 
-class EnsembleEngine:
+class EnsembleEngine(Engine):
     """Steps the models of an `Ensemble`.
-
-    All engines have the same groups and rows. A step shows the logits of all rows of each of them.
 
     Args:
         model: the ensemble.
-        choose_engine: gives the engine of a model.
+        choose_engine: returns the engine of a model.
     """
 
     name: ClassVar[str] = "ensemble"
@@ -28,11 +25,11 @@ class EnsembleEngine:
     def __init__(self, model: Ensembled, choose_engine: Callable[[object], Engine]) -> None:
         self.model = model
         self.engines = [choose_engine(member) for member in model.members]
-        self.device: torch.device = device_of(model)
+        self.device = device_of(model)
 
     @classmethod
     def why_unsupported(cls, model: object, precision: str | None = None) -> str | None:
-        """See `Engine.why_unsupported`; each model in the ensemble has its own engine's say."""
+        """Each model in the ensemble has an engine of its own, which may refuse the precision."""
         return None if is_ensemble(model) else "it is no ensemble"
 
     @property
@@ -40,52 +37,53 @@ class EnsembleEngine:
         """What a token takes in all of them."""
         return sum(engine.token_bytes for engine in self.engines)
 
-    def start(self, max_rows: int, num_tokens: int) -> None:
-        """See `Engine.start`."""
-        for engine in self.engines:
-            engine.start(max_rows, num_tokens)
-
-    def admit(self, prompts: Sequence[Prompt]) -> None:
-        """See `Engine.admit`."""
-        for engine in self.engines:
-            engine.admit(prompts)
-
-    def step(self, tokens: Sequence[int], selection: Selection) -> Candidates:
-        """See `Engine.step`."""
-        shown = [_logits(engine, tokens) for engine in self.engines]
-        return choose(self.model.combine(shown), selection)
-
-    def reorder(self, parents: Sequence[Sequence[int]]) -> None:
-        """See `Engine.reorder`."""
-        for engine in self.engines:
-            engine.reorder(parents)
-
-    def release(self, groups: Sequence[int]) -> None:
-        """See `Engine.release`."""
-        for engine in self.engines:
-            engine.release(groups)
-
     def tokens_needed(self, prompt: Prompt, num_rows: int, new_tokens: int) -> int:
-        """See `Engine.tokens_needed`: what is enough for each of them."""
+        """What is enough for each of them."""
         return max(engine.tokens_needed(prompt, num_rows, new_tokens) for engine in self.engines)
 
+    def open(self, max_rows: int, num_tokens: int) -> Batch:
+        """A batch of each engine."""
+        return EnsembleBatch(self.model, [engine.open(max_rows, num_tokens) for engine in self.engines])
+
+
+class EnsembleBatch(Batch):
+    """Batches of the same groups and rows. A step shows the logits of all rows of each of them."""
+
+    def __init__(self, model: Ensembled, batches: Sequence[Batch]) -> None:
+        self._model, self._batches = model, batches
+
+    def prefill(self, prompts: Sequence[Prompt]) -> None:
+        for batch in self._batches:
+            batch.prefill(prompts)
+
+    def step(self, tokens: Sequence[int], selection: Selection) -> Candidates:
+        return choose(self._model.combine([_logits(batch, tokens) for batch in self._batches]), selection)
+
+    def fork(self, parents: Sequence[Sequence[int]]) -> None:
+        for batch in self._batches:
+            batch.fork(parents)
+
+    def free(self, groups: Sequence[int]) -> None:
+        for batch in self._batches:
+            batch.free(groups)
+
     def free_tokens(self) -> int:
-        """See `Engine.free_tokens`: what is free in each of them."""
-        return min(engine.free_tokens() for engine in self.engines)
+        """What is free in each of them."""
+        return min(batch.free_tokens() for batch in self._batches)
 
     def step_tokens(self) -> int:
-        """See `Engine.step_tokens`: more than is free where one of them has too little, whatever the others have."""
+        """More than is free where one of them has too little, whatever the others have."""
         least = self.free_tokens()
-        return max(engine.step_tokens() - (engine.free_tokens() - least) for engine in self.engines)
+        return max(batch.step_tokens() - (batch.free_tokens() - least) for batch in self._batches)
 
 
-def _logits(engine: Engine, tokens: Sequence[int]) -> Tensor:
-    """Steps an engine: (rows, vocab_size), the logits of all of its rows."""
+def _logits(batch: Batch, tokens: Sequence[int]) -> Tensor:
+    """Steps a batch: (rows, vocab_size), the logits of all of its rows."""
     shown: list[Tensor] = []
 
     def keep(logits: Tensor) -> Tensor:
         shown.append(logits)
         return logits
 
-    engine.step(tokens, Selection(1, log_probs=False, logit_rows=range(len(tokens)), process=keep))
+    batch.step(tokens, Selection(1, log_probs=False, logit_rows=range(len(tokens)), process=keep))
     return shown[0]

@@ -21,9 +21,15 @@ import torch
 from torch import Tensor, nn
 
 from fastformer.cache.block_pool import CacheFullError, Ints
-from fastformer.generation.engines.base import Candidates, Prompt, Selection
+from fastformer.generation.engines.base import Candidates, Limits, Prompt, SearchingBatch, Selection
 from fastformer.generation.engines.device_search import DeviceSearch, Record
-from fastformer.generation.engines.kv_cache import KVCacheEngine, choose_from_hidden, new_cache
+from fastformer.generation.engines.kv_cache import (
+    KVCacheBatch,
+    KVCacheEngine,
+    choose_from_hidden,
+    decode_cached,
+    new_cache,
+)
 from fastformer.generation.engines.lanes import (
     Lanes,
     Shape,
@@ -33,7 +39,7 @@ from fastformer.generation.engines.lanes import (
     rounded,
     why_not_captured,
 )
-from fastformer.generation.model_protocols import Model, is_decoder_only, is_encoder_decoder
+from fastformer.generation.model_protocols import DecoderOnly, EncoderDecoder, Model
 from fastformer.generation.native_search import NativeSearch, last_tokens
 from fastformer.generation.search import NEVER
 from fastformer.graphs import CaptureError, Graphs
@@ -55,8 +61,8 @@ class _Group:
 
     Attributes:
         prompt_length: the tokens before the first new one.
-        num_rows: that somebody asks for; the cache may have more.
-        scores: of the rows; None: nobody has counted.
+        num_rows: that are decoded; the cache may have more.
+        scores: of the rows; None: not known.
     """
 
     def __init__(self, prompt: Prompt) -> None:
@@ -75,6 +81,7 @@ class _Kept:
         lanes: of each shape, the one that was used last at the end.
         weights: the `addresses` of the model that the graphs read.
         graphs: captures them.
+        num_batches: that were opened with it.
     """
 
     cache: KVCache
@@ -83,6 +90,7 @@ class _Kept:
     lanes: OrderedDict[Shape, Lanes]
     weights: tuple[object, ...]
     graphs: Graphs
+    num_batches: int = 0
 
     @property
     def nbytes(self) -> int:
@@ -96,12 +104,14 @@ _kept: weakref.WeakKeyDictionary[nn.Module, _Kept] = weakref.WeakKeyDictionary()
 class GraphEngine(KVCacheEngine):
     """Steps a `models.Transformer` or a `models.GPT`, or what decodes like one.
 
-    Greedy and beam searches of one kind (the same beams, ends and suppressed ids) are run on the device. Whatever else
-    there is goes step by step: a graph then ends with the hidden states, from which the host chooses. On a CPU a graph
-    is a plain call, and its results are the same.
+    Greedy and beam searches of one kind (the same beams, ends and suppressed ids) run on the device. Everything else
+    goes step by step: a graph then ends with the hidden states, from which the host chooses. On a CPU a graph is a
+    plain call, and its results are the same.
 
     A shape that is new takes its first step plainly, and is captured when it is met again. What can't be captured goes
     on plainly, and the log says so once. The cache and the graphs stay with the model, for the next engine.
+
+    One batch is open at a time: it uses the cache and the graphs of the one before.
 
     Args:
         model: see above.
@@ -117,73 +127,94 @@ class GraphEngine(KVCacheEngine):
     def __init__(self, model: Model, precision: str | None = None) -> None:
         super().__init__(model, precision)
         self.steps_per_look, self.max_graph_bytes = STEPS_PER_LOOK, GRAPH_BYTES
-        self._groups: list[_Group] = []
-        self._state = _Kept(self._cache, (0, 0), np.zeros(0, np.int32), OrderedDict(), (), Graphs(self.device))
-        self._loaded: Lanes | None = None  # the lanes whose tensors say where the searches are
+        self._state = _Kept(self._empty, (0, 0), np.zeros(0, np.int32), OrderedDict(), (), Graphs(self.device))
         self._keeper: weakref.finalize[..., GraphEngine] | None = None
 
     @classmethod
     def why_unsupported(cls, model: object, precision: str | None = None) -> str | None:
-        """See `Engine.why_unsupported`."""
+        """Why graphs would leave out what the model does, besides the reasons of `KVCacheEngine`."""
         if torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu"):
             return "autocast is on, whose copies of the weights a graph can't hold: cast the model"
         if getattr(getattr(model, "config", None), "positions", None) == "relative":
             return "relative positions are a bias on the scores, which its captured steps don't add"
         return super().why_unsupported(model, precision)
 
-    # Groups come and go.
+    def runs_searches(self) -> bool:
+        """Greedy and beam searches."""
+        return True
 
-    def start(self, max_rows: int, num_tokens: int) -> None:
-        """See `Engine.start`."""
-        self._groups, self._loaded = [], None
+    def open(self, max_rows: int, num_tokens: int) -> GraphBatch:
+        """See `Engine.open`."""
         if self._keeper is None and self.device.type in _KEPT_ON and isinstance(self.model, nn.Module):
             kept = _kept.pop(self.model, None)
-            if kept is not None and kept.cache.k.device == self._cache.k.device:
-                self._state, self._cache = kept, kept.cache
+            if kept is not None and kept.cache.k.device == self._empty.k.device:
+                self._state = kept
             self._keeper = weakref.finalize(self, _keep, weakref.ref(self.model), self._state)
             self._keeper.atexit = False
+        self._make_room(max_rows, num_tokens)
+        return GraphBatch(self.model, self.device, self._state, self.steps_per_look, self.max_graph_bytes)
+
+    def _make_room(self, max_rows: int, num_tokens: int) -> None:
+        """Empties the cache; a new one, with new graphs, where it is too small or the weights have moved."""
         state, wanted, weights = self._state, (max_rows, num_tokens), addresses(self.model)
         if weights == state.weights and all(new <= old for new, old in zip(wanted, state.room, strict=True)):
-            self._cache.reset()
+            state.cache.reset()
             return
         # Somewhat more than is asked for, so that the next request, which is a little longer, needs no new graphs.
         rows, tokens = (max(rounded(new), old) for new, old in zip(wanted, state.room, strict=True))
         state.lanes.clear()
         state.room = 0, 0  # should there be no memory
-        self._cache = state.cache = new_cache(self.model, 1, 1)  # lets go of the old one: there is no memory for two
+        state.cache = self._empty  # there may be no memory for two
         # As many lanes as there are rows at most have none: that is how far `bucket` rounds up.
-        self._cache = state.cache = new_cache(self.model, rows, tokens + rows)
-        state.spare, state.room, state.weights = self._cache.set_aside(rows), (rows, tokens), weights
+        state.cache = new_cache(self.model, rows, tokens + rows)
+        state.spare, state.room, state.weights = state.cache.set_aside(rows), (rows, tokens), weights
 
-    def admit(self, prompts: Sequence[Prompt]) -> None:
-        """See `Engine.admit`."""
+
+class GraphBatch(KVCacheBatch, SearchingBatch):
+    """Rows of a `KVCache` that are stepped by graphs; see `GraphEngine`."""
+
+    def __init__(
+        self,
+        model: EncoderDecoder | DecoderOnly,
+        device: torch.device,
+        state: _Kept,
+        steps_per_look: int,
+        max_graph_bytes: int,
+    ) -> None:
+        super().__init__(model, device, state.cache)
+        self._state, self._steps_per_look, self._max_graph_bytes = state, steps_per_look, max_graph_bytes
+        state.num_batches += 1
+        self._number = state.num_batches
+        self._groups: list[_Group] = []
+        self._loaded: Lanes | None = None  # the lanes whose tensors say where the searches are
+
+    # Groups come and go.
+
+    def prefill(self, prompts: Sequence[Prompt]) -> None:
         if not self._groups and (weights := addresses(self.model)) != self._state.weights:
             # The graphs read memory that is no longer the model's, or would leave out its hooks.
             self._state.lanes.clear()
             self._state.weights = weights
         self._loaded = None
-        super().admit(prompts)
+        super().prefill(prompts)
         self._groups += [_Group(prompt) for prompt in prompts]
 
-    def release(self, groups: Sequence[int]) -> None:
-        """See `Engine.release`."""
+    def free(self, groups: Sequence[int]) -> None:
         self._loaded = None
-        super().release(groups)
+        super().free(groups)
         leaving = set(groups)
         self._groups = [group for place, group in enumerate(self._groups) if place not in leaving]
 
-    def reorder(self, parents: Sequence[Sequence[int]]) -> None:
-        """See `Engine.reorder`."""
+    def fork(self, parents: Sequence[Sequence[int]]) -> None:
         self._trim()
         self._loaded = None
-        super().reorder(parents)
+        super().fork(parents)
         for group, rows in zip(self._groups, parents, strict=True):
             if list(rows) != list(range(group.num_rows)):
                 group.scores = None
             group.num_rows = len(rows)
 
     def step(self, tokens: Sequence[int], selection: Selection) -> Candidates:
-        """See `Engine.step`."""
         for group in self._groups:
             group.scores = None
         with self._on_device():
@@ -206,7 +237,7 @@ class GraphEngine(KVCacheEngine):
         return choose_from_hidden(self.model, lanes.hidden[: len(tokens)], selection)
 
     def _trim(self) -> None:
-        """Takes out rows that nobody asks for."""
+        """Takes out rows whose search has ended."""
         sizes = [group.num_rows for group in self._groups]
         if self._cache.group_sizes != sizes:
             self._cache.reorder([range(rows) for rows in sizes])
@@ -217,20 +248,13 @@ class GraphEngine(KVCacheEngine):
     # Searches run.
 
     @torch.inference_mode()
-    def run(
-        self,
-        searches: Sequence[NativeSearch],
-        tokens: Sequence[int],
-        *,
-        log_probs: bool,
-        max_steps: int,
-        seconds: float,
-        least_rows: int,
+    def run_searches(
+        self, searches: Sequence[NativeSearch], tokens: Sequence[int], log_probs: bool, limits: Limits
     ) -> list[int]:
-        """See `SearchingEngine.run`. It looks every `steps_per_look` steps, and returns when one has ended."""
-        end = time.monotonic() + seconds
+        """Looks every `steps_per_look` steps, and returns when a search has ended."""
+        end = time.monotonic() + limits.seconds
         with self._on_device():
-            steps = self._run(searches, tokens, log_probs, max_steps, end)
+            steps = self._run(searches, tokens, log_probs, limits.max_steps, end)
         return [steps] * len(searches)
 
     def _run(
@@ -238,7 +262,7 @@ class GraphEngine(KVCacheEngine):
     ) -> int:
         steps = 0
         while True:
-            count = min(self.steps_per_look, max_steps - steps)
+            count = min(self._steps_per_look, max_steps - steps)
             taken = self._run_lanes(searches, tokens, log_probs, count) if self._is_one_kind(searches) else 0
             if taken == 0:
                 self._run_step(searches, tokens, log_probs)
@@ -357,7 +381,7 @@ class GraphEngine(KVCacheEngine):
             group.num_rows = len(parents[-1])
         if any(kept != list(range(count)) for kept, count in zip(parents, counts, strict=True)):
             self._loaded = None
-            super().reorder(parents)
+            super().fork(parents)
 
     # Lanes and graphs.
 
@@ -377,10 +401,12 @@ class GraphEngine(KVCacheEngine):
         return bucket(num_groups), width, source_width, _library.forced_backend()
 
     def _lanes_of(self, shape: Shape) -> Lanes:
+        if self._number != self._state.num_batches:
+            raise RuntimeError("expected the batch that was opened last: another one has its cache by now")
         kept = self._state.lanes
         lanes = kept.get(shape)
         if lanes is None:
-            num_steps, vocab_size = max(STEPS_PER_LOOK, self.steps_per_look), self.model.config.vocab_size
+            num_steps, vocab_size = max(STEPS_PER_LOOK, self._steps_per_look), self.model.config.vocab_size
             lanes = kept[shape] = Lanes(shape, self._cache, self._state.spare, vocab_size, num_steps)
         kept.move_to_end(shape)
         return lanes
@@ -404,10 +430,10 @@ class GraphEngine(KVCacheEngine):
                 reason = str(error)
             else:
                 lanes.graph_bytes = _taken(before, _memory(self.device))
-                while sum(one.nbytes for one in kept.values()) > self.max_graph_bytes:
+                while sum(one.nbytes for one in kept.values()) > self._max_graph_bytes:
                     oldest = next(iter(kept))
                     if kept[oldest] is lanes:
-                        reason = f"it takes more than the {self.max_graph_bytes} bytes that graphs may take"
+                        reason = f"it takes more than the {self._max_graph_bytes} bytes that graphs may take"
                         lanes.graph, lanes.graph_bytes = None, 0
                         break
                     del kept[oldest]
@@ -422,13 +448,7 @@ class GraphEngine(KVCacheEngine):
     def _step_lanes(self, lanes: Lanes) -> None:
         """A step, its search included. It reads no value on the host."""
         cache, search, model, shape = lanes.cache, lanes.search, self.model, lanes.shape
-        ids = lanes.tokens[:, None]
-        hidden: Tensor
-        if is_encoder_decoder(model):
-            hidden = model.decode(ids, None, cache=cache)[:, -1]
-        else:
-            assert is_decoder_only(model)
-            hidden = model.decode(ids, cache=cache)[:, -1]
+        hidden = decode_cached(model, lanes.tokens[:, None], cache)[:, -1]
         if search is None:
             if lanes.hidden is None:  # the first step is a plain one
                 lanes.hidden = torch.empty_like(hidden)
@@ -443,10 +463,10 @@ class GraphEngine(KVCacheEngine):
 
 
 def _memory(device: torch.device) -> tuple[int, int]:
-    """The bytes of a GPU that are in use, by whomever, and those that PyTorch holds in this process."""
+    """The bytes of a GPU that are in use by all processes, and those that PyTorch holds in this one."""
     if device.type != "cuda":
         return 0, 0
-    # A capture gives back what nobody uses, which must not hide what it takes.
+    # A capture gives unused memory back, which must not hide what it takes.
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
     return total - free, torch.cuda.memory_reserved(device)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fastformer.cache.kv_cache import BLOCK_SIZE
-from fastformer.generation.engines.base import Candidates, Prompt, Selection
+from fastformer.generation.engines.base import Batch, Candidates, Engine, Prompt, Selection
 from fastformer.generation.engines.sampling import choose
 from fastformer.generation.model_protocols import (
     DecoderOnly,
@@ -24,7 +24,7 @@ from fastformer.generation.precisions import why_not_by_modules
 from fastformer.nn import KVCache, SequenceLayout
 
 
-class KVCacheEngine:
+class KVCacheEngine(Engine):
     """Steps a `models.Transformer` or a `models.GPT`, or what decodes like one.
 
     Args:
@@ -38,12 +38,11 @@ class KVCacheEngine:
         assert is_encoder_decoder(model) or is_decoder_only(model)
         self.model: EncoderDecoder | DecoderOnly = model
         self.device = device_of(model)
-        # An empty cache of one block knows what a token costs.
-        self._cache = new_cache(self.model, 1, 1)
+        self._empty = new_cache(self.model, 1, 1)  # knows what a token costs
 
     @classmethod
     def why_unsupported(cls, model: object, precision: str | None = None) -> str | None:
-        """See `Engine.why_unsupported`."""
+        """Why the model has no KV cache, or doesn't compute in this precision."""
         if is_encoder_decoder(model) or is_decoder_only(model):
             return why_not_by_modules(model, precision)
         return "it has no cache of keys and values (new_cache)"
@@ -51,15 +50,27 @@ class KVCacheEngine:
     @property
     def token_bytes(self) -> int:
         """The keys and values of a token in all layers."""
-        return self._cache.token_bytes
+        return self._empty.token_bytes
 
-    def start(self, max_rows: int, num_tokens: int) -> None:
-        """See `Engine.start`."""
-        self._cache = new_cache(self.model, 1, 1)  # lets go of the old one: there is no memory for two
-        self._cache = new_cache(self.model, max_rows, num_tokens)
+    def tokens_needed(self, prompt: Prompt, num_rows: int, new_tokens: int) -> int:
+        """In whole blocks; the blocks of a row's own tokens begin where the prompt ends, somewhere in a block."""
+        cache = self._empty
+        own = num_rows * (cache.blocks_of(new_tokens) + 1)
+        source = cache.blocks_of(len(prompt.source or ()))
+        return (source + cache.blocks_of(len(prompt.tokens)) + own) * cache.block_size
 
-    def admit(self, prompts: Sequence[Prompt]) -> None:
-        """See `Engine.admit`."""
+    def open(self, max_rows: int, num_tokens: int) -> KVCacheBatch:
+        """See `Engine.open`."""
+        return KVCacheBatch(self.model, self.device, new_cache(self.model, max_rows, num_tokens))
+
+
+class KVCacheBatch(Batch):
+    """Rows of a `KVCache`."""
+
+    def __init__(self, model: EncoderDecoder | DecoderOnly, device: torch.device, cache: KVCache) -> None:
+        self.model, self.device, self._cache = model, device, cache
+
+    def prefill(self, prompts: Sequence[Prompt]) -> None:
         model, before = self.model, self._cache.num_groups
         self._cache.add(len(prompts))
         new = self._cache.tail(before)
@@ -76,47 +87,38 @@ class KVCacheEngine:
             model.decode(ids, layout=layout, cache=new)
 
     def step(self, tokens: Sequence[int], selection: Selection) -> Candidates:
-        """See `Engine.step`."""
         ids = torch.tensor(tokens, device=self.device)[:, None]
-        if is_encoder_decoder(self.model):
-            hidden = self.model.decode(ids, None, cache=self._cache)
-        else:
-            assert is_decoder_only(self.model)
-            hidden = self.model.decode(ids, cache=self._cache)
+        hidden = decode_cached(self.model, ids, self._cache)
         return choose_from_hidden(self.model, hidden[:, -1], selection)
 
-    def reorder(self, parents: Sequence[Sequence[int]]) -> None:
-        """See `Engine.reorder`."""
+    def fork(self, parents: Sequence[Sequence[int]]) -> None:
         self._cache.reorder(parents)
 
-    def release(self, groups: Sequence[int]) -> None:
-        """See `Engine.release`."""
+    def free(self, groups: Sequence[int]) -> None:
         self._cache.release(groups)
 
-    def tokens_needed(self, prompt: Prompt, num_rows: int, new_tokens: int) -> int:
-        """See `Engine.tokens_needed`."""
-        # The blocks of a row's own tokens begin where the prompt ends, somewhere in a block.
-        cache = self._cache
-        own = num_rows * (cache.blocks_of(new_tokens) + 1)
-        source = cache.blocks_of(len(prompt.source or ()))
-        return (source + cache.blocks_of(len(prompt.tokens)) + own) * cache.block_size
-
     def free_tokens(self) -> int:
-        """See `Engine.free_tokens`."""
         return self._cache.free_blocks * self._cache.block_size
 
     def step_tokens(self) -> int:
-        """See `Engine.step_tokens`."""
         blocks = self._cache.blocks_needed(1)
         if blocks > self._cache.free_blocks:
             self._cache.sweep()
         return blocks * self._cache.block_size
 
 
+def decode_cached(model: EncoderDecoder | DecoderOnly, ids: Tensor, cache: KVCache) -> Tensor:
+    """The hidden states behind the next tokens of a cache's rows, ids (rows, 1): (rows, 1, d_model)."""
+    if is_encoder_decoder(model):
+        return model.decode(ids, None, cache=cache)
+    assert is_decoder_only(model)
+    return model.decode(ids, cache=cache)
+
+
 def new_cache(model: EncoderDecoder | DecoderOnly, max_rows: int, num_tokens: int) -> KVCache:
     """An empty cache for so many rows and, in blocks, so many tokens."""
     longest = model.config.max_len
-    num_blocks = 2 + num_tokens // BLOCK_SIZE  # block 0 is nobody's, the last may be half needed
+    num_blocks = 2 + num_tokens // BLOCK_SIZE  # block 0 belongs to no row, and the last may be needed by half
     if is_encoder_decoder(model):
         return model.empty_cache(max_rows, longest, longest, num_blocks)
     assert is_decoder_only(model)
@@ -137,8 +139,8 @@ def packed_layout(lengths: Sequence[int], device: torch.device) -> SequenceLayou
 def choose_from_hidden(model: EncoderDecoder | DecoderOnly, hidden: Tensor, selection: Selection) -> Candidates:
     """What a step returns, from hidden states (rows, d_model); the logits are written only where they are asked for.
 
-    In 16 bits the logits are rounded, while `top_tokens` looks at the sums themselves: each row has to go its own way,
-    or its tokens would depend on its neighbours.
+    In 16 bits the logits are rounded, while `top_tokens` looks at the sums themselves. Each row takes one of the two
+    ways by itself, because its tokens must not depend on its neighbours.
     """
     num_rows, asked = hidden.shape[0], list(selection.logit_rows)
     if len(asked) == num_rows:

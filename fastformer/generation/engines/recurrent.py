@@ -9,15 +9,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastformer.generation.engines.base import Candidates, Prompt, Selection
+from fastformer.generation.engines.base import Batch, Candidates, Engine, Prompt, Selection
 from fastformer.generation.engines.sampling import choose
 from fastformer.generation.inputs import pad
-from fastformer.generation.model_protocols import Model, Recurrent, State, device_of, is_recurrent
+from fastformer.generation.model_protocols import Model, Recurrent, RecurrentState, device_of, is_recurrent
 from fastformer.generation.precisions import why_not_by_modules
 from fastformer.nn import SequenceLayout
 
 
-class RecurrentEngine:
+class RecurrentEngine(Engine):
     """Steps a `baseline.LSTMSeq2Seq`, or what decodes like one.
 
     Args:
@@ -31,11 +31,10 @@ class RecurrentEngine:
         assert is_recurrent(model)
         self.model: Recurrent = model
         self.device = device_of(model)
-        self._forget()
 
     @classmethod
     def why_unsupported(cls, model: object, precision: str | None = None) -> str | None:
-        """See `Engine.why_unsupported`."""
+        """Why the model isn't recurrent, or doesn't compute in this precision."""
         return why_not_by_modules(model, precision) if is_recurrent(model) else "it isn't recurrent"
 
     @property
@@ -43,20 +42,27 @@ class RecurrentEngine:
         """A token of a row's source, and what scoring it makes; and a share of the state."""
         return 4 * 4 * self.model.config.d_model
 
-    def start(self, max_rows: int, num_tokens: int) -> None:
-        """See `Engine.start`."""
-        self._num_tokens = num_tokens
-        self._forget()
+    def tokens_needed(self, prompt: Prompt, num_rows: int, new_tokens: int) -> int:
+        """The source, for each row."""
+        return num_rows * len(prompt.source or ())
 
-    def _forget(self) -> None:
+    def open(self, max_rows: int, num_tokens: int) -> Batch:
+        """See `Engine.open`."""
+        return RecurrentBatch(self.model, self.device, num_tokens)
+
+
+class RecurrentBatch(Batch):
+    """The encoder's output, repeated for each row, and each row's state."""
+
+    def __init__(self, model: Recurrent, device: torch.device, num_tokens: int) -> None:
+        self.model, self.device, self._num_tokens = model, device, num_tokens
         self._rows: list[int] = []  # of each group
         self._lengths: list[int] = []  # of each group's source
         self._memory: Tensor | None = None  # (rows, source_seqlen, d_model), zeros behind a source
         self._mask: Tensor | None = None  # (rows, 1, source_seqlen), True = attend
-        self._state: State | None = None
+        self._state: RecurrentState | None = None
 
-    def admit(self, prompts: Sequence[Prompt]) -> None:
-        """See `Engine.admit`."""
+    def prefill(self, prompts: Sequence[Prompt]) -> None:
         sources = [prompt.source or () for prompt in prompts]
         ids = pad(sources).to(self.device)
         seqlens = torch.tensor([len(source) for source in sources], device=self.device)
@@ -72,7 +78,7 @@ class RecurrentEngine:
         self._rows += [1] * len(prompts)
         self._lengths += [len(source) for source in sources]
 
-    def _read(self, prompts: Sequence[Prompt], memory: Tensor, mask: Tensor, state: State) -> State:
+    def _read(self, prompts: Sequence[Prompt], memory: Tensor, mask: Tensor, state: RecurrentState) -> RecurrentState:
         """The state behind all tokens of the prompts but the last."""
         prefixes = [prompt.tokens[:-1] for prompt in prompts]
         hidden, cell = state[0].clone(), state[1].clone()
@@ -85,14 +91,12 @@ class RecurrentEngine:
         return hidden, cell
 
     def step(self, tokens: Sequence[int], selection: Selection) -> Candidates:
-        """See `Engine.step`."""
         assert self._memory is not None and self._mask is not None and self._state is not None
         ids = torch.tensor(tokens, device=self.device)[:, None]
         hidden, _, self._state = self.model.decode(ids, self._memory, self._mask, self._state)
         return choose(self.model.output(hidden[:, -1]), selection)
 
-    def reorder(self, parents: Sequence[Sequence[int]]) -> None:
-        """See `Engine.reorder`."""
+    def fork(self, parents: Sequence[Sequence[int]]) -> None:
         first = 0
         index: list[int] = []
         for rows, places in zip(self._rows, parents, strict=True):
@@ -101,8 +105,7 @@ class RecurrentEngine:
         self._rows = [len(places) for places in parents]
         self._keep(index)
 
-    def release(self, groups: Sequence[int]) -> None:
-        """See `Engine.release`."""
+    def free(self, groups: Sequence[int]) -> None:
         leaving, first = set(groups), 0
         index: list[int] = []
         for group, rows in enumerate(self._rows):
@@ -122,14 +125,6 @@ class RecurrentEngine:
         self._memory, self._mask = self._memory[index, :width], self._mask[index, :, :width]
         self._state = (self._state[0][:, index], self._state[1][:, index])
 
-    def tokens_needed(self, prompt: Prompt, num_rows: int, new_tokens: int) -> int:
-        """See `Engine.tokens_needed`."""
-        return num_rows * len(prompt.source or ())
-
     def free_tokens(self) -> int:
-        """See `Engine.free_tokens`."""
+        """What no row's source takes."""
         return self._num_tokens - sum(rows * length for rows, length in zip(self._rows, self._lengths, strict=True))
-
-    def step_tokens(self) -> int:
-        """A step takes nothing that stays."""
-        return 0

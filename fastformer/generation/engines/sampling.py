@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fastformer.generation.engines.base import Candidates, Draw, Selection
+from fastformer.generation.engines.base import Candidates, Sample, Selection
 from fastformer.ops.linear_topk import best_of_logits
 
 # Sharper than this, temperatures make no difference, and their reciprocals leave fp32.
@@ -27,13 +27,13 @@ def choose(logits: Tensor, selection: Selection) -> Candidates:
         logits = logits.index_copy(0, edited, selection.process(logits[edited]))
     values, ids = best_of_logits(logits, min(selection.num_candidates, logits.shape[-1]), log_probs=False)
     broken = values[:, :1].isnan()
-    drawn = {}
-    if selection.draws is not None:
-        pairs = zip(selection.logit_rows, selection.draws, strict=True)
-        drawn = {row: how for row, how in pairs if how is not None}
-    if drawn:
-        rows = torch.tensor(list(drawn), device=logits.device)
-        tokens = draw(logits[rows], list(drawn.values()))
+    sampled = {}
+    if selection.samples is not None:
+        pairs = zip(selection.logit_rows, selection.samples, strict=True)
+        sampled = {row: how for row, how in pairs if how is not None}
+    if sampled:
+        rows = torch.tensor(list(sampled), device=logits.device)
+        tokens = sample(logits[rows], list(sampled.values()))
         ids[rows, 0] = tokens
         values[rows, 0] = logits[rows, tokens]
     if selection.log_probs:
@@ -42,12 +42,12 @@ def choose(logits: Tensor, selection: Selection) -> Candidates:
             kept = [row for row, keeps in zip(selection.logit_rows, selection.keeps, strict=True) if keeps]
             total[kept] = 0.0
         values = values - total
-    values = values.masked_fill(broken, torch.nan)  # what was drawn may be another than the NaN
+    values = values.masked_fill(broken, torch.nan)  # the token that was sampled may be another than the NaN
     return Candidates(ids.tolist(), values.tolist())
 
 
 def best_candidates(logits: Tensor, count: int, log_probs: bool) -> tuple[Tensor, Tensor]:
-    """What `choose` gives rows that aren't drawn, values and ids, (rows, count) each. No value is read on the host."""
+    """What `choose` returns for rows that aren't sampled, values and ids, (rows, count). The host reads no value."""
     values, ids = best_of_logits(logits, count, log_probs=False, may_read=False)
     return (values - _log_total(logits) if log_probs else values), ids
 
@@ -58,18 +58,18 @@ def _log_total(logits: Tensor) -> Tensor:
     return total.masked_fill(total == -torch.inf, 0.0)
 
 
-def draw(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
-    """Draws a token for each row: (rows, vocab_size) fp32 logits -> (rows,) ids.
+def sample(logits: Tensor, samples: Sequence[Sample]) -> Tensor:
+    """Samples a token for each row: (rows, vocab_size) fp32 logits -> (rows,) ids.
 
-    The token of a row depends on its logits and its draw alone, never on other rows.
+    The token of a row depends on its logits and its `Sample` alone, never on other rows.
     """
-    tokens = torch.zeros(len(draws), dtype=torch.long, device=logits.device)
-    kinds = dict.fromkeys((d.temperature, d.top_k, d.top_p) for d in draws)
-    for kind in kinds:
-        here = [row for row, d in enumerate(draws) if (d.temperature, d.top_k, d.top_p) == kind]
+    tokens = torch.zeros(len(samples), dtype=torch.long, device=logits.device)
+    kinds = [one[:3] for one in samples]  # temperature, top_k, top_p
+    for kind in dict.fromkeys(kinds):
+        here = [row for row, own in enumerate(kinds) if own == kind]
         rows = torch.tensor(here, device=logits.device)
-        uniform = torch.tensor([draws[row].uniform for row in here], dtype=torch.float64, device=logits.device)
-        # fp64: the sum of many small probabilities, of which none may be out of reach.
+        uniform = torch.tensor([samples[row].uniform for row in here], dtype=torch.float64, device=logits.device)
+        # fp64: the sum of many small probabilities, each of which must stay possible.
         cumulative = warp(logits[rows], *kind).softmax(-1).double().cumsum(-1)
         point = uniform[:, None] * cumulative[:, -1:]
         found = torch.searchsorted(cumulative, point, right=True).flatten()
@@ -87,7 +87,7 @@ def warp(logits: Tensor, temperature: float, top_k: int, top_p: float) -> Tensor
         top_p: 1 = all; the best token always stays.
 
     Returns:
-        (rows, vocab_size), of which the largest is 0; -inf for what can't be drawn.
+        (rows, vocab_size), of which the largest is 0; -inf for what can't be sampled.
     """
     # No temperature changes the order: the top_k are those of the logits as they came, which nothing has rounded.
     if 0 < top_k < logits.shape[-1]:
