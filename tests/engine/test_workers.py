@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from fastformer.generation.engines.base import Prompt
-from fastformer.generation.engines.cpp import CppEngine
+from fastformer.generation.engines.base import Limits, Prompt
+from fastformer.generation.engines.cpp import CppBatch, CppEngine
 from fastformer.generation.native_search import NativeSearch, last_tokens
 from fastformer.generation.requests import Request
 from fastformer.generation.scheduler import Scheduler
@@ -65,7 +65,6 @@ def decode(asked: list[Request], threads: int, *, max_bytes: int = 2**26, cancel
         asked[place].cancel()
     while not scheduler.is_idle:
         scheduler.step()
-    assert scheduler.engine.free_tokens() == scheduler._tokens // 16 * 16
     return [(str(one.error), [(h.tokens, h.log_probs, h.score) for h in one.results]) for one in asked]
 
 
@@ -98,25 +97,23 @@ def test_what_is_broken_or_cancelled_leaves_the_others_alone() -> None:
         assert one == due or (place in (2, 45) and one == ("None", []))
 
 
-def begun(engine: CppEngine, prompts: Sequence[Prompt], limits: Sequence[int]) -> list[NativeSearch]:
-    engine.start(len(prompts), 4096)
-    engine.admit(prompts)
-    return [NativeSearch.greedy(limit, frozenset([EOS]), min_tokens=limit) for limit in limits]
+def begun(prompts: Sequence[Prompt], limits: Sequence[int]) -> tuple[CppBatch, list[NativeSearch]]:
+    batch = CppEngine(large_enough()).open(len(prompts), 4096)
+    batch.prefill(prompts)
+    return batch, [NativeSearch.greedy(limit, frozenset([EOS]), min_tokens=limit) for limit in limits]
 
 
 def test_each_takes_a_step_and_as_many_as_it_has_tokens() -> None:
     torch.set_num_threads(2)
-    engine = CppEngine(large_enough())
     limits = [2] * 20 + [30] * 20
-    searches = begun(engine, [Prompt([9, 10 + i], [0]) for i in range(40)], limits)
-    limited = partial(engine.run, log_probs=False, max_steps=10**6)
-    taken = limited(searches, [0] * 40, seconds=0.0, least_rows=0)
+    batch, searches = begun([Prompt([9, 10 + i], [0]) for i in range(40)], limits)
+    taken = batch.run_searches(searches, [0] * 40, False, Limits(10**6, 0.0, 0))
     assert taken == [1] * 40
     for _ in range(60):
         going = [search for search in searches if not search.handle.is_done]
         if not going:
             break
-        more = iter(limited(going, last_tokens(going), seconds=0.005, least_rows=0))
+        more = iter(batch.run_searches(going, last_tokens(going), False, Limits(10**6, 0.005, 0)))
         gone = []
         for place, search in enumerate(searches):
             if search in going:
@@ -124,18 +121,17 @@ def test_each_takes_a_step_and_as_many_as_it_has_tokens() -> None:
         gone = [place for place, search in enumerate(going) if search.handle.is_done]
         assert all(len(search.handle.tokens(0)) == taken[searches.index(search)] for search in going
                    if not search.handle.is_done)  # fmt: skip
-        engine.release(gone)
+        batch.free(gone)
     assert taken == limits
 
 
-@pytest.mark.parametrize("limits, least_rows", [([2] * 20 + [36] * 20, 0), ([2, 36] * 20, 40), ([2, 36] * 20, 22)])
-def test_a_run_ends_when_one_half_is_done_or_when_others_may_come(limits, least_rows) -> None:
+@pytest.mark.parametrize("limits, min_rows", [([2] * 20 + [36] * 20, 0), ([2, 36] * 20, 40), ([2, 36] * 20, 22)])
+def test_a_run_ends_when_one_half_is_done_or_when_others_may_come(limits, min_rows) -> None:
     torch.set_num_threads(2)
-    engine = CppEngine(large_enough())
 
     def ends_early() -> bool:
-        searches = begun(engine, [Prompt([9, 10 + i], [0]) for i in range(40)], limits)
-        taken = engine.run(searches, [0] * 40, log_probs=False, max_steps=10**6, seconds=60.0, least_rows=least_rows)
+        batch, searches = begun([Prompt([9, 10 + i], [0]) for i in range(40)], limits)
+        taken = batch.run_searches(searches, [0] * 40, False, Limits(10**6, 60.0, min_rows))
         assert min(taken) >= 1 and max(taken) >= 2
         return max(taken) < 36
 
@@ -145,15 +141,14 @@ def test_a_run_ends_when_one_half_is_done_or_when_others_may_come(limits, least_
 @pytest.mark.parametrize("place", [0, 39])
 def test_an_error_in_one_half_ends_the_run_and_leaves_the_session_usable(place) -> None:
     torch.set_num_threads(2)
-    engine = CppEngine(large_enough())
 
     def ends_early() -> bool:
         prompts = [Prompt([9, 10 + i], [0] * (39 if i == place else 1)) for i in range(40)]
-        searches = begun(engine, prompts, [30] * 40)
+        batch, searches = begun(prompts, [30] * 40)
         with pytest.raises(ValueError, match="as many tokens as the model's max_len"):
-            engine.run(searches, [0] * 40, log_probs=False, max_steps=10**6, seconds=60.0, least_rows=0)
-        engine.release(range(40))
-        assert engine.free_tokens() == 4096
+            batch.run_searches(searches, [0] * 40, False, Limits(10**6, 60.0, 0))
+        batch.free(range(40))
+        assert batch.free_tokens() == 4096
         return not any(search.handle.is_done for search in searches)
 
     assert until(ends_early)  # as above; the other half hears of it

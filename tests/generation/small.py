@@ -10,8 +10,8 @@ import torch
 
 from fastformer.baseline import LSTMSeq2Seq
 from fastformer.generation.engines.base import Candidates, Selection
-from fastformer.generation.engines.cpp import CppEngine
-from fastformer.generation.engines.kv_cache import KVCacheEngine
+from fastformer.generation.engines.cpp import CppBatch
+from fastformer.generation.engines.kv_cache import KVCacheBatch
 from fastformer.models import GPT
 from fastformer.ops import _extension
 
@@ -61,20 +61,21 @@ class Call(NamedTuple):
 
 
 def watch_steps(monkeypatch: pytest.MonkeyPatch) -> list[Call]:
-    """The calls of every CppEngine and KVCacheEngine that step, from now on, whichever way they do."""
+    """The calls of every batch of the engines cpp and kv_cache that step, from now on, whichever way they do."""
     calls: list[Call] = []
-    steps, run = {kind: kind.step for kind in (CppEngine, KVCacheEngine)}, CppEngine.run
+    names = {CppBatch: "cpp", KVCacheBatch: "kv_cache"}
+    steps, run = {kind: kind.step for kind in names}, CppBatch.run_searches
 
     def step(self: Any, tokens: Sequence[int], selection: Selection) -> Candidates:
-        calls.append(Call(self.name, len(tokens), selection.log_probs, 1))
+        calls.append(Call(names[type(self)], len(tokens), selection.log_probs, 1))
         return steps[type(self)](self, tokens, selection)
 
-    def watched_run(self: CppEngine, searches: Any, tokens: Sequence[int], **options: Any) -> list[int]:
-        taken = run(self, searches, tokens, **options)
-        calls.append(Call(self.name, len(tokens), options["log_probs"], max(taken)))
+    def watched_run(self: CppBatch, searches: Any, tokens: Sequence[int], log_probs: bool, limits: Any) -> list[int]:
+        taken = run(self, searches, tokens, log_probs, limits)
+        calls.append(Call("cpp", len(tokens), log_probs, max(taken)))
         return taken
 
-    for kind in steps:
+    for kind in names:
         monkeypatch.setattr(kind, "step", step)
-    monkeypatch.setattr(CppEngine, "run", watched_run)
+    monkeypatch.setattr(CppBatch, "run_searches", watched_run)
     return calls

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fastformer.generation import generate
-from fastformer.generation.engines import Prompt, Selection
+from fastformer.generation.engines import Batch, Prompt, Selection
 from fastformer.generation.engines.cpp import CppEngine
 from fastformer.models import GPT, Transformer
 from tests.generation.small import needs_cpp
@@ -69,15 +69,14 @@ def doubled(model: Any) -> Any:
 
 def said(engine: CppEngine, prompts: Sequence[Prompt], new: Sequence[Sequence[int]]) -> list[Tensor]:
     """(steps, vocab_size) of each: the log-probabilities behind the prompt's last token, and behind the new ones."""
-    size = engine._config.vocab_size
     total = sum(len(p.source or ()) + len(p.tokens) + len(new[0]) + 64 for p in prompts)
-    engine.start(len(prompts), total)
-    engine.admit(prompts)
+    batch = engine.open(len(prompts), total)
+    batch.prefill(prompts)
     found = []
     for step in range(len(new[0]) + 1):
         tokens = [row[step - 1] if step else prompt.tokens[-1] for prompt, row in zip(prompts, new, strict=True)]
-        one = engine.step(tokens, Selection(size))
-        values = torch.empty(len(prompts), size)
+        one = batch.step(tokens, Selection(10**6))  # all that there are
+        values = torch.empty(len(prompts), len(one.ids[0]))
         values.scatter_(1, torch.tensor(one.ids), torch.tensor(one.values))
         found.append(values)
     return list(torch.stack(found, 1))
@@ -177,7 +176,7 @@ def test_bits_depend_neither_on_the_batch_nor_on_the_number_of_threads(kind, pos
     prompts = [prompt_of(model, dice, length, length % 4) for length in (1, 5, 16, 17, 31, 40)]
     new = [ids(dice, 3, 1100) for _ in prompts]
     engine = CppEngine(model, precision)
-    assert 6 * engine._packed.step_bytes > 4 << 20  # type: ignore[attr-defined]  # see threads_for
+    assert 6 * engine.prepacked().step_bytes > 4 << 20  # type: ignore[attr-defined]  # see threads_for
     with num_threads(1):
         alone = [said(engine, [prompt], [row])[0] for prompt, row in zip(prompts, new, strict=True)]
         together = said(engine, prompts, new)
@@ -250,20 +249,19 @@ def test_each_batch_of_one_engine_sees_the_weights_of_its_beginning(precision) -
     model = configured(next(iter(CONFIGS)))
     prompt, size = prompt_of(model, random.Random(1), 6), model.config.vocab_size
     engine = CppEngine(model, precision)
-    engine.start(2, 200)
+    kept = engine.open(2, 200)
 
-    def batch(engine: CppEngine) -> list[list[float]]:
-        engine.admit([prompt])
-        found = [engine.step([token], Selection(size)).values[0] for token in (prompt.tokens[-1], 5, 6)]
-        engine.release([0])
+    def decode(batch: Batch) -> list[list[float]]:
+        batch.prefill([prompt])
+        found = [batch.step([token], Selection(size)).values[0] for token in (prompt.tokens[-1], 5, 6)]
+        batch.free([0])
         return found
 
     seen = []
     for _ in range(3):  # what runs goes on with what it began with
-        seen.append(batch(engine))
+        seen.append(decode(kept))
         fresh = CppEngine(copy.deepcopy(model), precision)
-        fresh.start(2, 200)
-        assert seen[-1] == batch(fresh)
+        assert seen[-1] == decode(fresh.open(2, 200))
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.mul_(1.1)

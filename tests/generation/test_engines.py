@@ -15,13 +15,13 @@ from torch import Tensor
 
 from fastformer.cache.block_pool import CacheFullError
 from fastformer.generation import Ensemble
-from fastformer.generation.engines import ENGINES, Draw, Engine, Prompt, Selection, choose_engine
+from fastformer.generation.engines import ENGINES, Batch, Engine, Prompt, Sample, Selection, choose_engine
 from fastformer.generation.engines.cpp import CppEngine
 from fastformer.generation.engines.graph import GraphEngine
 from fastformer.generation.engines.kv_cache import KVCacheEngine
 from fastformer.generation.engines.recompute import CrossCacheEngine, EncodeOnceEngine, RecomputeEngine
 from fastformer.generation.engines.recurrent import RecurrentEngine
-from fastformer.generation.engines.sampling import draw
+from fastformer.generation.engines.sampling import sample
 from fastformer.generation.precisions import dtype_precision, own_precision
 from fastformer.generation.requests import Request
 from fastformer.generation.scheduler import Scheduler, run
@@ -110,7 +110,7 @@ class Group:
 
 
 @torch.inference_mode()
-def step(driven: Driven, groups: list[Group], dice: random.Random, selection: Selection):
+def step(driven: Driven, batch: Batch, groups: list[Group], dice: random.Random, selection: Selection):
     """Steps all rows, at first with the prompts' last tokens; gives the candidates and the logits that were due."""
     tokens, expected = [], []
     for group in groups:
@@ -119,15 +119,15 @@ def step(driven: Driven, groups: list[Group], dice: random.Random, selection: Se
             row.append(token)
             tokens.append(token)
         group.steps += 1
-    found = driven.engine.step(tokens, selection)
+    found = batch.step(tokens, selection)
     for group in groups:
         expected += [driven.expected(group.prompt, row) for row in group.rows]
     return found, expected
 
 
-def reorder(driven: Driven, groups: list[Group], dice: random.Random, widest: int) -> None:
+def fork(batch: Batch, groups: list[Group], dice: random.Random, widest: int) -> None:
     parents = [[dice.randrange(len(group.rows)) for _ in range(dice.randint(1, widest))] for group in groups]
-    driven.engine.reorder(parents)
+    batch.fork(parents)
     for group, places in zip(groups, parents, strict=True):
         group.rows = [list(group.rows[place]) for place in places]
 
@@ -137,48 +137,48 @@ def test_each_row_is_as_if_it_were_alone(driven, seed) -> None:
     dice = random.Random(seed)
     engine = driven.engine
     groups: list[Group] = []
-    engine.start(24, 10_000)
-    room = engine.free_tokens()
+    batch = engine.open(24, 10_000)
+    room = batch.free_tokens()
     for turn in range(22):
         if turn < 2 or (dice.random() < 0.25 and len([row for group in groups for row in group.rows]) < 12):
             new = [driven.prompt(dice) for _ in range(dice.randint(1, 3))]
-            engine.admit(new)
+            batch.prefill(new)
             groups += [Group(prompt) for prompt in new]
         if not groups:
             continue
-        found, expected = step(driven, groups, dice, Selection(4))
+        found, expected = step(driven, batch, groups, dice, Selection(4))
         for ids, values, logits in zip(*found, expected, strict=True):
             due = logits.log_softmax(-1)
             assert values == pytest.approx(due.topk(4).values.tolist(), abs=2e-4)
             assert values == pytest.approx(due[ids].tolist(), abs=2e-4) and len(set(ids)) == 4
         if dice.random() < 0.6:
-            reorder(driven, groups, dice, 3 if len(groups) < 5 else 2)
+            fork(batch, groups, dice, 3 if len(groups) < 5 else 2)
         if dice.random() < 0.3:
             leaving = sorted(dice.sample(range(len(groups)), dice.randint(1, len(groups))))
-            engine.release(leaving)
+            batch.free(leaving)
             groups = [group for i, group in enumerate(groups) if i not in leaving]
-    engine.release(range(len(groups)))
-    assert engine.free_tokens() == room and engine.step_tokens() == 0
+    batch.free(range(len(groups)))
+    assert batch.free_tokens() == room and batch.step_tokens() == 0
 
 
 def test_rows_of_very_different_lengths_stay_right_across_the_ends_of_blocks(driven) -> None:
     dice = random.Random(7)
     engine = driven.engine
-    engine.start(8, 10_000)
+    batch = engine.open(8, 10_000)
     groups: list[Group] = []
     for turn in range(36):
         if turn in (0, 15, 31):
             new = [driven.prompt(dice)]
-            engine.admit(new)
+            batch.prefill(new)
             groups += [Group(prompt) for prompt in new]
-        found, expected = step(driven, groups, dice, Selection(1))
+        found, expected = step(driven, batch, groups, dice, Selection(1))
         for (value,), logits in zip(found.values, expected, strict=True):
             assert value == pytest.approx(logits.log_softmax(-1).max().item(), abs=2e-4)
         if turn == 20:
-            engine.reorder([[0, 0], [0]])
+            batch.fork([[0, 0], [0]])
             groups[0].rows = [list(groups[0].rows[0]) for _ in range(2)]
         if turn == 33:
-            engine.release([0])
+            batch.free([0])
             groups = groups[1:]
 
 
@@ -190,12 +190,12 @@ def test_processing_reaches_the_rows_in_their_order_and_draws_are_where_they_poi
 ) -> None:
     dice = random.Random(1)
     engine = driven.engine
-    engine.start(16, 10_000)
+    batch = engine.open(16, 10_000)
     new = [driven.prompt(dice) for _ in range(3)]
-    engine.admit(new)
+    batch.prefill(new)
     groups = [Group(prompt) for prompt in new]
-    step(driven, groups, dice, Selection(1))
-    reorder(driven, groups, dice, 3)
+    step(driven, batch, groups, dice, Selection(1))
+    fork(batch, groups, dice, 3)
     count = sum(len(group.rows) for group in groups)
     asked = [row for row in range(count) if row % 4 != 1 or asks == "all"]
     seen: list[Tensor] = []
@@ -206,10 +206,10 @@ def test_processing_reaches_the_rows_in_their_order_and_draws_are_where_they_poi
         return logits - 3 * torch.arange(driven.vocab) * (torch.tensor(asked)[:, None] % 2)
 
     uniform = [dice.random() for _ in range(count)]
-    draws = {row: Draw(1.3, 3, 0.9, uniform[row]) if row % 3 else None for row in asked}
+    draws = {row: Sample(1.3, 3, 0.9, uniform[row]) if row % 3 else None for row in asked}
     editing = process if is_processed else None
     selection = Selection(2, log_probs, asked, editing, list(draws.values()))
-    found, expected = step(driven, groups, dice, selection)
+    found, expected = step(driven, batch, groups, dice, selection)
     for row, (ids, values, logits) in enumerate(zip(*found, expected, strict=True)):
         due = logits
         if is_processed and row in asked:
@@ -236,11 +236,11 @@ def test_processing_reaches_the_rows_in_their_order_and_draws_are_where_they_poi
 def test_in_16_bits_a_row_finds_no_other_values_because_its_neighbours_draw(pair, asked, request) -> None:
     model = copy.deepcopy(request.getfixturevalue(pair[1])).bfloat16()
     engine, found = choose_engine(model, pair[0]), []
-    draws = [Draw(1.0, 0, 1.0, 0.5)] * len(asked)
-    for selection in (Selection(3), Selection(3, logit_rows=asked, draws=draws, process=lambda logits: logits)):
-        engine.start(4, 10_000)
-        engine.admit([Prompt(None if pair[1] == "gpt" else [5, 6 + i], [3 + i]) for i in range(4)])
-        found.append(engine.step([3, 4, 5, 6], selection))
+    draws = [Sample(1.0, 0, 1.0, 0.5)] * len(asked)
+    for selection in (Selection(3), Selection(3, logit_rows=asked, samples=draws, process=lambda logits: logits)):
+        batch = engine.open(4, 10_000)
+        batch.prefill([Prompt(None if pair[1] == "gpt" else [5, 6 + i], [3 + i]) for i in range(4)])
+        found.append(batch.step([3, 4, 5, 6], selection))
     alone, beside = found
     for row in range(4):
         if row not in asked:
@@ -254,16 +254,16 @@ def test_in_16_bits_a_row_finds_no_other_values_because_its_neighbours_draw(pair
 @torch.inference_mode()
 def test_the_best_without_log_probs_are_the_same(driven) -> None:
     dice = random.Random(2)
-    driven.engine.start(8, 10_000)
+    batch = driven.engine.open(8, 10_000)
     prompts = [driven.prompt(dice) for _ in range(3)]
-    driven.engine.admit(prompts)
+    batch.prefill(prompts)
     groups = [Group(prompt) for prompt in prompts]
-    found, expected = step(driven, groups, dice, Selection(3, log_probs=False))
+    found, expected = step(driven, batch, groups, dice, Selection(3, log_probs=False))
     for ids, values, logits in zip(*found, expected, strict=True):
         best = logits.topk(3)
         assert ids == best.indices.tolist()
         assert [v - values[0] for v in values] == pytest.approx((best.values - best.values[0]).tolist(), abs=2e-4)
-    more = driven.engine.step([0] * 3, Selection(10**6))
+    more = batch.step([0] * 3, Selection(10**6))
     assert all(sorted(ids) == list(range(driven.vocab)) for ids in more.ids)  # all there are, when more are asked for
 
 
@@ -278,28 +278,28 @@ def test_memory_is_counted_and_what_was_said_to_be_enough_is_enough(pair, seed, 
     prompts = [driven.prompt(dice) for _ in range(3)]
     widest, new_tokens = [dice.randint(1, 4) for _ in prompts], dice.choice([3, 16, 17, 40])
     needed = [engine.tokens_needed(p, rows, new_tokens) for p, rows in zip(prompts, widest, strict=True)]
-    engine.start(sum(widest), sum(needed))
-    assert engine.free_tokens() >= sum(needed)
-    engine.admit(prompts)
+    batch = engine.open(sum(widest), sum(needed))
+    assert batch.free_tokens() >= sum(needed)
+    batch.prefill(prompts)
     sizes = [1] * 3
     for _ in range(new_tokens):
-        taken = engine.step_tokens()
-        assert 0 <= taken <= engine.free_tokens()
-        free = engine.free_tokens()
-        engine.step([5] * sum(sizes), Selection(1))
+        taken = batch.step_tokens()
+        assert 0 <= taken <= batch.free_tokens()
+        free = batch.free_tokens()
+        batch.step([5] * sum(sizes), Selection(1))
         if pair[0] in ("cpp", "kv_cache"):
-            assert free - engine.free_tokens() <= taken  # it also finds blocks that nobody names
+            assert free - batch.free_tokens() <= taken  # it also finds blocks that nobody names
         wanted = [dice.randint(size, most) for size, most in zip(sizes, widest, strict=True)]
         parents = [[dice.randrange(size) for _ in range(new)] for size, new in zip(sizes, wanted, strict=True)]
-        engine.reorder(parents)
+        batch.fork(parents)
         sizes = list(map(len, parents))
     for i in range(3):
-        before = engine.free_tokens()
-        engine.release([0])
+        before = batch.free_tokens()
+        batch.free([0])
         if pair[0] != "cross_cache":
-            assert engine.free_tokens() > before
-        assert engine.free_tokens() - before <= needed[i]
-    assert engine.free_tokens() >= sum(needed)
+            assert batch.free_tokens() > before
+        assert batch.free_tokens() - before <= needed[i]
+    assert batch.free_tokens() >= sum(needed)
 
 
 @torch.inference_mode()
@@ -309,12 +309,12 @@ def test_a_long_source_or_prompt_is_counted_once_and_not_much_too_high(pair, req
     long = [5 + i % 30 for i in range(100)]
     prompts = [Prompt(None, long)] if pair[1] == "gpt" else [Prompt(long, [0]), Prompt([5], [0, *long])]
     for prompt in prompts:
-        engine.start(1, 10_000)
-        before = engine.free_tokens()
-        engine.admit([prompt])
+        batch = engine.open(1, 10_000)
+        before = batch.free_tokens()
+        batch.prefill([prompt])
         for _ in range(3):
-            engine.step([5], Selection(1))
-        used = before - engine.free_tokens() + engine.step_tokens()
+            batch.step([5], Selection(1))
+        used = before - batch.free_tokens() + batch.step_tokens()
         assert used <= engine.tokens_needed(prompt, 1, 4) <= used + 32
         more = engine.tokens_needed(prompt, 4, 4) - engine.tokens_needed(prompt, 1, 4)
         # What the rows share is there once. A row's own: new tokens; or all that the decoder has; or a source.
@@ -330,16 +330,16 @@ def test_a_long_source_or_prompt_is_counted_once_and_not_much_too_high(pair, req
 )
 def test_a_step_finds_the_memory_that_it_was_said_to_take_and_no_more(pair, same, request) -> None:
     engine = choose_engine(request.getfixturevalue(pair[1]), pair[0])
-    engine.start(4, (9 if pair[0] == "cpp" else 8) * 16)
-    engine.admit([Prompt(None if pair[1] == "gpt" else [5, 6], [0])])
-    engine.reorder([[0] * 4])
+    batch = engine.open(4, (9 if pair[0] == "cpp" else 8) * 16)
+    batch.prefill([Prompt(None if pair[1] == "gpt" else [5, 6], [0])])
+    batch.fork([[0] * 4])
     steps = 0
-    while engine.step_tokens() <= engine.free_tokens():
-        engine.step([5 + steps % 7] * 4, Selection(1))
+    while batch.step_tokens() <= batch.free_tokens():
+        batch.step([5 + steps % 7] * 4, Selection(1))
         steps += 1
-        engine.reorder([[0] * 4 if same else [3, 2, 1, 0]])
+        batch.fork([[0] * 4 if same else [3, 2, 1, 0]])
     with pytest.raises(ValueError if pair[0] == "cpp" else CacheFullError, match="the cache has"):
-        engine.step([5] * 4, Selection(1))
+        batch.step([5] * 4, Selection(1))
     # Nine blocks. Rows that all go on from one of them share what lies behind them, and take a new one each.
     shared, own = (96, 32) if pair[1] == "gpt" else (80, 32)
     assert steps == (shared if same and pair[0] != "cross_cache" else own)
@@ -361,13 +361,13 @@ def test_beams_that_fall_away_and_come_again_get_the_memory_that_they_need(name,
     small, large = ask(), ask()
     starts: list[int] = []
     engine = choose_engine(model, name)
-    start = engine.start
+    open_batch = engine.open
 
-    def counted(max_rows: int, num_tokens: int) -> None:
+    def counted(max_rows: int, num_tokens: int) -> Batch:
         starts.append(num_tokens)
-        start(max_rows, num_tokens)
+        return open_batch(max_rows, num_tokens)
 
-    monkeypatch.setattr(engine, "start", counted)
+    monkeypatch.setattr(engine, "open", counted)
     run(Scheduler(engine, max_rows=8, max_bytes=1), [small])
     assert len(starts) == (1 if name == "cross_cache" else 2)
     run(Scheduler(choose_engine(model, "recompute"), max_rows=8, max_bytes=1), [large])
@@ -448,11 +448,10 @@ def test_who_joins_midway_finds_what_it_finds_alone(varied, search) -> None:
         assert [found.tokens for found in request.results] == [found.tokens for found in expected]
         for found, due in zip(request.results, expected, strict=True):
             assert found.score == pytest.approx(due.score, abs=5e-3 if is_narrow else 1e-3)
-    assert driven.engine.step_tokens() == 0
 
 
 @pytest.mark.parametrize("name", ["kv_cache", "cross_cache"])
-def test_a_new_start_lets_go_of_the_old_cache_first(name, model, monkeypatch) -> None:
+def test_the_memory_of_a_batch_that_is_dropped_is_there_for_the_next(name, model, monkeypatch) -> None:
     engine = choose_engine(model, name)
     kept: list[weakref.ref[Tensor]] = []
     held: list[int] = []  # by all caches, each time that there is a new one
@@ -466,8 +465,9 @@ def test_a_new_start_lets_go_of_the_old_cache_first(name, model, monkeypatch) ->
 
     monkeypatch.setattr(type(model), "empty_cache", watched)
     for _ in range(3):
-        engine.start(4, 1000)
-        assert engine.free_tokens() >= 1000 - 16
+        batch: Batch | None = engine.open(4, 1000)
+        assert batch is not None and batch.free_tokens() >= 1000 - 16
+        batch = None
     assert 1000 * engine.token_bytes <= max(held) < 1100 * engine.token_bytes
 
 
@@ -565,13 +565,13 @@ def as_odd(gpt: GPT) -> Any:
 def test_draws_follow_the_distribution_to_its_ends() -> None:
     logits = torch.tensor([[-math.inf, 0.0, math.log(2), -math.inf, math.log(5)]]).repeat(6, 1)
     points = [0.0, 0.1249, 0.1251, 0.3749, 0.3751, 1 - 2**-53]
-    assert draw(logits, [Draw(1.0, 0, 1.0, point) for point in points]).tolist() == [1, 1, 2, 2, 4, 4]
+    assert sample(logits, [Sample(1.0, 0, 1.0, point) for point in points]).tolist() == [1, 1, 2, 2, 4, 4]
 
 
 def test_each_row_is_drawn_in_its_own_way() -> None:
     logits = torch.randn(4, 50).repeat(6, 1)
     kinds = [(1.0, 0, 1.0), (1.0, 2, 1.0), (1.0, 0, 0.1), (0.01, 0, 1.0), (3.0, 5, 0.5), (1.0, 2, 1.0)]
-    draws = [Draw(*kind, 0.99 - 0.17 * row) for kind in kinds for row in range(4)]
-    together = draw(logits, draws).tolist()
-    assert together == [int(draw(logits[i : i + 1], [one])) for i, one in enumerate(draws)]
+    draws = [Sample(*kind, 0.99 - 0.17 * row) for kind in kinds for row in range(4)]
+    together = sample(logits, draws).tolist()
+    assert together == [int(sample(logits[i : i + 1], [one])) for i, one in enumerate(draws)]
     assert len(set(zip(together[::4], together[1::4], together[2::4], strict=True))) > 3  # it matters

@@ -21,6 +21,7 @@ from fastformer.models import GPT, Transformer
 from fastformer.models.pretrained import save_model
 from fastformer.special_ids import SpecialIds
 from tests.generation.small import EOS, VOCAB, mixed_sources, needs_cpp, next_logits
+from tests.generation.toy import ToyEngine
 
 OPTIONS: list[dict[str, Any]] = [
     {},
@@ -101,21 +102,23 @@ def test_models_that_take_unlike_memory_find_room_together(lstm) -> None:
     assert found[0] == found[1] == found[2]
 
 
-class Memory:
-    """Of an engine, what is free and what a step takes."""
+class Memory(ToyEngine):
+    """What is free and what a step takes."""
 
-    token_bytes = 3
+    token_bytes = 3  # type: ignore[assignment]
 
     def __init__(self, free: int, step: int) -> None:
-        self.free_tokens, self.step_tokens = (lambda: free), (lambda: step)
+        super().__init__(1)
+        self.free_tokens, self.step_tokens = (lambda: free), (lambda: step)  # type: ignore[method-assign]
 
 
 def test_there_is_room_for_a_step_where_each_model_has_room(ensemble) -> None:
     for pairs in ([(100, 16), (5, 0)], [(16, 16), (40, 40)], [(10, 16), (5, 0)], [(100, 16), (5, 6)], [(0, 0), (9, 0)]):
         memories = [Memory(*pair) for pair in reversed(pairs)]
         engine: Any = EnsembleEngine(ensemble, cast(Any, lambda _, left=memories: left.pop()))
-        assert (engine.step_tokens() <= engine.free_tokens()) == all(step <= free for free, step in pairs)
-        assert engine.step_tokens() >= 0 and engine.free_tokens() == min(free for free, _ in pairs)
+        batch = engine.open(1, 1)
+        assert (batch.step_tokens() <= batch.free_tokens()) == all(step <= free for free, step in pairs)
+        assert batch.step_tokens() >= 0 and batch.free_tokens() == min(free for free, _ in pairs)
         assert engine.token_bytes == 6
 
 

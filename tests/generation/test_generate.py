@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from fastformer.generation import generate, request_builder
-from fastformer.generation.engines.cpp import CppEngine
-from fastformer.generation.engines.kv_cache import KVCacheEngine
-from fastformer.generation.engines.recurrent import RecurrentEngine
+from fastformer.generation.engines.cpp import CppBatch
+from fastformer.generation.engines.kv_cache import KVCacheBatch
+from fastformer.generation.engines.recurrent import RecurrentBatch
 from fastformer.generation.generate import GenerateOutput
 from fastformer.models import GPT, Transformer
 from fastformer.nn import SequenceLayout
@@ -313,8 +313,8 @@ def test_inputs_are_held_against_the_model_before_an_engine_has_them(
     def reached(*_: object) -> None:
         raise AssertionError("an engine had it")  # which on a GPU doesn't look
 
-    for engine in (CppEngine, KVCacheEngine, RecurrentEngine):
-        monkeypatch.setattr(engine, "admit", reached)
+    for engine in (CppBatch, KVCacheBatch, RecurrentBatch):
+        monkeypatch.setattr(engine, "prefill", reached)
     with pytest.raises(ValueError, match=message):
         generate(request.getfixturevalue(kind), ids, **options)
 

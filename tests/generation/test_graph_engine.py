@@ -20,7 +20,7 @@ from fastformer.generation import GenerateOutput, GenerationConfig, generate
 from fastformer.generation import requests as requests_module
 from fastformer.generation import scheduler as scheduler_module
 from fastformer.generation.engines import graph as graph_module
-from fastformer.generation.engines.graph import GraphEngine
+from fastformer.generation.engines.graph import GraphBatch, GraphEngine
 from fastformer.generation.engines.lanes import bucket, rounded
 from fastformer.generation.engines.recompute import RecomputeEngine
 from fastformer.generation.request_builder import RequestBuilder
@@ -70,14 +70,14 @@ def watched(monkeypatch) -> Iterator[Watched]:
         seen.graphs.append(TapeGraphs(device))
         return seen.graphs[-1]
 
-    single = GraphEngine._run_step
+    single = GraphBatch._run_step
 
-    def one_step(self: GraphEngine, *args: Any) -> None:
+    def one_step(self: GraphBatch, *args: Any) -> None:
         seen.single += 1
         single(self, *args)
 
     monkeypatch.setattr(graph_module, "Graphs", tapes)
-    monkeypatch.setattr(GraphEngine, "_run_step", one_step)
+    monkeypatch.setattr(GraphBatch, "_run_step", one_step)
     yield seen
 
 
@@ -171,15 +171,15 @@ UNWATCHED: list[dict[str, Any]] = [*WAYS[:3], {"do_sample": True, "seed": 3, "nu
 @pytest.mark.parametrize("way", range(len(UNWATCHED)), ids=["greedy", "beams", "beams with rules", "sampling"])
 def test_a_step_never_waits_for_the_device_and_finds_the_same(name, way, monkeypatch) -> None:
     """Each whole step, its search included, where nothing may be read: the tokens are those of recomputing."""
-    step, steps = GraphEngine._step_lanes, []
+    step, steps = GraphBatch._step_lanes, []
 
-    def guarded(self: GraphEngine, lanes: Any) -> None:
+    def guarded(self: GraphBatch, lanes: Any) -> None:
         with NoSync() as mode:
             step(self, lanes)
         steps.append(mode.calls)
 
-    monkeypatch.setattr(GraphEngine, "_step_lanes", guarded)
-    monkeypatch.setattr(GraphEngine, "_capture", lambda self, lanes: None)  # each step is a call
+    monkeypatch.setattr(GraphBatch, "_step_lanes", guarded)
+    monkeypatch.setattr(GraphBatch, "_capture", lambda self, lanes: None)  # each step is a call
     model = drawn(CONFIGS[name][0], **CONFIGS[name][1])
     if way != 2 and name.startswith("r"):  # they choose among logits that Python sees
         model.__class__ = Coarse if isinstance(model, Transformer) else CoarseGPT
@@ -255,7 +255,6 @@ def test_whoever_comes_and_goes_each_finds_what_it_finds_alone(seed, model, gpt,
         for one, due in zip(found.results, expected.results, strict=True):
             assert one.score == pytest.approx(due.score, abs=1e-3)
     assert watched.replays > (5 if seed == 3 else 60)
-    assert engine.step_tokens() == 0
 
 
 def test_rows_reach_the_last_position(watched) -> None:
@@ -357,7 +356,7 @@ def decode(engine: GraphEngine, model: Any, *lengths: int, **options: Any) -> li
 
 def test_the_least_recently_used_go_where_the_budget_is_spent(model, watched) -> None:
     engine = GraphEngine(model)
-    engine.start(8, 1000)  # the cache that all of them find
+    engine.open(8, 1000)  # the cache that all of them find
     expected = decode(engine, model, 3, 4)
     one = sum(lanes.nbytes for lanes in engine._state.lanes.values())
     engine.max_graph_bytes = int(one * 3.3)
@@ -432,7 +431,7 @@ def test_the_next_engine_of_a_model_finds_the_graphs(model, watched, monkeypatch
     generate(own, inputs[:2], engine="graph", num_beams=2, max_new_tokens=10)
     assert watched.captures == before + 1  # for fewer groups
     busy = GraphEngine(own)
-    busy.start(4, 100)  # what one engine has, another one can't have
+    busy.open(4, 100)  # what one engine has, another one can't have
     generate(own, inputs, engine="graph", num_beams=2, max_new_tokens=10)
     assert watched.captures > before + 1
     del busy
@@ -496,7 +495,6 @@ def test_beams_go_on_behind_steps_that_somebody_else_took_part_in(model, watched
     sampler = RequestBuilder(model, guest, engine=engine)
     scheduler.submit([sampler.build(sampler.check([5, 6]))])
     scheduler.step()
-    assert [group.scores for group in engine._groups] == [None, None]  # even where no beam has moved
     run(scheduler, [])
     assert [one.tokens for one in found.results] == [one.tokens for one in expected.results]
     assert found.results[0].score == pytest.approx(expected.results[0].score, abs=1e-4)

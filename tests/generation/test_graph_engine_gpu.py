@@ -11,7 +11,7 @@ import torch
 
 from fastformer.generation import GenerateOutput, GenerationConfig, generate
 from fastformer.generation.engines import graph as graph_module
-from fastformer.generation.engines.graph import GraphEngine
+from fastformer.generation.engines.graph import GraphBatch, GraphEngine
 from fastformer.generation.request_builder import RequestBuilder
 from fastformer.generation.scheduler import Scheduler, run
 from fastformer.models import GPT
@@ -41,24 +41,24 @@ class Watched:
 @pytest.fixture(autouse=True)
 def watched(monkeypatch) -> Iterator[Watched]:
     seen = Watched()
-    replay, capture, single = GraphEngine._replay, GraphEngine._capture, GraphEngine._run_step
+    replay, capture, single = GraphBatch._replay, GraphBatch._capture, GraphBatch._run_step
 
-    def counted_replay(self: GraphEngine, lanes: Any) -> None:
+    def counted_replay(self: GraphBatch, lanes: Any) -> None:
         replay(self, lanes)
         seen.replays += isinstance(lanes.graph, torch.cuda.CUDAGraph)
         seen.plain += lanes.graph is None
 
-    def counted_capture(self: GraphEngine, lanes: Any) -> None:
+    def counted_capture(self: GraphBatch, lanes: Any) -> None:
         capture(self, lanes)
         seen.captures += 1
 
-    def counted_single(self: GraphEngine, *args: Any) -> None:
+    def counted_single(self: GraphBatch, *args: Any) -> None:
         seen.single += 1
         single(self, *args)
 
-    monkeypatch.setattr(GraphEngine, "_replay", counted_replay)
-    monkeypatch.setattr(GraphEngine, "_capture", counted_capture)
-    monkeypatch.setattr(GraphEngine, "_run_step", counted_single)
+    monkeypatch.setattr(GraphBatch, "_replay", counted_replay)
+    monkeypatch.setattr(GraphBatch, "_capture", counted_capture)
+    monkeypatch.setattr(GraphBatch, "_run_step", counted_single)
     yield seen
     graph_module._kept.clear()
 
@@ -104,16 +104,16 @@ def test_replays_find_what_calls_find(name, way, watched) -> None:
 
 
 def test_a_step_never_waits_for_the_device(monkeypatch, watched) -> None:
-    step = GraphEngine._step_lanes
+    step = GraphBatch._step_lanes
 
-    def guarded(self: GraphEngine, lanes: Any) -> None:
+    def guarded(self: GraphBatch, lanes: Any) -> None:
         torch.cuda.set_sync_debug_mode("error")
         try:
             step(self, lanes)
         finally:
             torch.cuda.set_sync_debug_mode("default")
 
-    monkeypatch.setattr(GraphEngine, "_step_lanes", guarded)
+    monkeypatch.setattr(GraphBatch, "_step_lanes", guarded)
     for name in ("rms gelu gqa", "gpt windows"):
         model = drawn(CONFIGS[name][0], **CONFIGS[name][1]).cuda()
         for way in WAYS.values():
@@ -161,7 +161,7 @@ def test_graphs_read_weights_where_they_are_and_are_made_anew_where_they_are_not
 def test_graphs_and_their_memory_stay_within_their_budget(watched) -> None:
     model = drawn(GPT, d_model=128, num_layers=4).cuda()
     engine = GraphEngine(model)
-    engine.start(64, 4000)
+    engine.open(64, 4000)
     engine.max_graph_bytes = 256 * 2**20
 
     def once(count: int) -> None:

@@ -13,7 +13,6 @@ import pytest
 
 from fastformer.generation import requests as requests_module
 from fastformer.generation.config import GenerationConfig
-from fastformer.generation.engines.base import is_searching_engine
 from fastformer.generation.native_search import NativeSearch, last_tokens, places_of_done
 from fastformer.generation.processors import SuppressTokens
 from fastformer.generation.request_builder import RequestBuilder
@@ -80,7 +79,7 @@ def test_each_step_is_that_of_the_search_in_python(seed: int) -> None:
         plain, native = pair(dice, eos)
         for name in ("limit", "num_candidates", "num_rows", "peak_rows"):
             assert getattr(native, name) == getattr(plain, name)
-        assert native.results() == plain.results() and native.draws() is None
+        assert native.results() == plain.results() and native.samples() is None
         wanted = plain.num_candidates + dice.choice([0, 0, 5])  # a neighbour may want more
         gap = dice.choice([1.0, 1.0, 0.0])  # all of them equal
         before = dice.randint(0, 3)  # rows of a neighbour
@@ -324,20 +323,16 @@ def test_time_and_cancellation_end_those_whose_search_goes_on(monkeypatch) -> No
 
 def test_log_probabilities_are_asked_for_where_somebody_wants_them(monkeypatch) -> None:
     asked: list[bool] = []
-    plain_run = RunningEngine.run
+    plain_run = RunningEngine.run_searches
 
-    def noted(self: RunningEngine, *arguments: Any, log_probs: bool, **options: Any) -> list[int]:
+    def noted(self: RunningEngine, searches: Any, tokens: Any, log_probs: bool, limits: Any) -> list[int]:
         asked.append(log_probs)
-        return plain_run(self, *arguments, log_probs=log_probs, **options)
+        return plain_run(self, searches, tokens, log_probs, limits)
 
-    monkeypatch.setattr(RunningEngine, "run", noted)
+    monkeypatch.setattr(RunningEngine, "run_searches", noted)
     decode(engine_of(2), [ask(i, native_greedy(1), log_probs=False) for i in range(2)])
     decode(engine_of(2), [ask(i, native_greedy(1), log_probs=i == 1) for i in range(2)])
     assert asked == [False, True]
-
-
-def test_an_engine_that_searches_is_told_by_its_run() -> None:
-    assert is_searching_engine(RunningEngine(1)) and not is_searching_engine(MeteredEngine(1))
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import pytest
 
 from fastformer.data import ByteTokenizer
 from fastformer.generation import AsyncTranslator, Translator, split_sentences
+from fastformer.generation.engines import choose_engine
 from fastformer.models import Transformer
 from tests.generation.weights import drawn
 
@@ -50,16 +51,14 @@ def test_each_sentence_is_translated_by_itself(translator, options) -> None:
 
 def test_the_sentences_of_all_texts_are_one_batch(translator, monkeypatch) -> None:
     admitted: list[int] = []
-    engine = type(
-        translator.new_scheduler(translator._builder(translator.settings({}), False).engine, is_endless=True).engine
-    )
-    admit = engine.admit
+    kind = type(choose_engine(translator.model).open(1, 16))
+    prefill = kind.prefill
 
     def counted(self, prompts) -> None:
         admitted.append(len(prompts))
-        admit(self, prompts)
+        prefill(self, prompts)
 
-    monkeypatch.setattr(engine, "admit", counted)
+    monkeypatch.setattr(kind, "prefill", counted)
     translator.translate(["Ab cd. Ef gh.", "Ij! Kl?", "Mn"], split=True, max_new_tokens=4)
     assert admitted == [5]
 

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from fastformer.generation import generate
 from fastformer.generation.config import GenerationConfig
-from fastformer.generation.engines import Draw, Prompt
-from fastformer.generation.engines.sampling import draw, warp
+from fastformer.generation.engines import Prompt, Sample
+from fastformer.generation.engines.sampling import sample, warp
 from fastformer.generation.processors import (
     BadWords,
     EndWhereNothingFollows,
@@ -67,10 +67,10 @@ def test_warp_keeps_k_tokens_and_the_temperature_comes_before_top_p() -> None:
 def test_the_smallest_temperatures_draw_the_best(temperature, top_k, top_p) -> None:
     logits = torch.tensor([[5.0, 9.0, -20.0, 8.0], [-3.0, -7.0, -1.0, NEVER], [NEVER, 0.0, 3e38, -1.0]])
     for uniform in (0.0, 0.5, 1 - 2**-53):
-        assert draw(logits, [Draw(temperature, top_k, top_p, uniform)] * 3).tolist() == [1, 2, 2]
+        assert sample(logits, [Sample(temperature, top_k, top_p, uniform)] * 3).tolist() == [1, 2, 2]
     # Of equal best ones each has its share.
     tied = torch.tensor([[7.0, 1.0, 7.0, 2.0]])
-    assert [draw(tied, [Draw(temperature, top_k, 1.0, uniform)]).item() for uniform in (0.4, 0.6)] == [0, 2]
+    assert [sample(tied, [Sample(temperature, top_k, 1.0, uniform)]).item() for uniform in (0.4, 0.6)] == [0, 2]
     nothing = torch.full((1, 4), NEVER)
     assert warp(nothing, temperature, top_k, 1.0).isneginf().all()
 

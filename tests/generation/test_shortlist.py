@@ -9,7 +9,6 @@ import torch
 
 from fastformer.generation import GenerationConfig, Translator, generate
 from fastformer.generation.engines import ENGINES, choose_engine
-from fastformer.generation.engines.base import is_shortlist_engine
 from fastformer.generation.engines.kv_cache import KVCacheEngine
 from fastformer.generation.model_protocols import as_model
 from fastformer.generation.request_builder import RequestBuilder
@@ -82,11 +81,12 @@ def test_an_engine_that_can_keep_to_it_gets_no_processor(model) -> None:
     asked: list[list[int]] = []
 
     class Fast(KVCacheEngine):
-        def set_shortlist(self, ids) -> None:
-            asked.append(list(ids))
+        def limit_to(self, shortlist) -> bool:
+            asked.append(list(shortlist))
+            return True
 
     fast = Fast(model)
-    assert is_shortlist_engine(fast) and not is_shortlist_engine(KVCacheEngine(model))
+    assert not KVCacheEngine(model).limit_to([3, 4])
     # One that others share keeps its vocabulary.
     builder = RequestBuilder(as_model(model), settings, engine=fast)
     assert len(builder.build(builder.check([5, 6])).processors) == 2 and not asked

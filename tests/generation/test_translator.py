@@ -511,20 +511,21 @@ def test_one_text_that_cannot_be_streamed(translator, caplog) -> None:
 @pytest.mark.parametrize("options", [{}, {"num_beams": 4}, {"do_sample": True, "num_return_sequences": 4}], ids=str)
 def test_caches_keep_to_their_memory(model, options, engine, monkeypatch) -> None:
     taken: list[int] = []
-    empty_cache, start = Transformer.empty_cache, CppEngine.start
+    empty_cache, open_batch = Transformer.empty_cache, CppEngine.open
 
     def counted(self, *args, **given):
         cache = empty_cache(self, *args, **given)
         taken.append(sum(tensor.numel() * tensor.element_size() for tensor in (cache.k, cache.v)))
         return cache
 
-    def started(self, *args):
-        start(self, *args)
-        taken.append(self.free_tokens() * self.token_bytes)
+    def opened(self, *args):
+        batch = open_batch(self, *args)
+        taken.append(batch.free_tokens() * self.token_bytes)
+        return batch
 
     if engine == "kv_cache":  # the C++ engine wants a model whose methods are its own
         monkeypatch.setattr(Transformer, "empty_cache", counted)
-    monkeypatch.setattr(CppEngine, "start", started)
+    monkeypatch.setattr(CppEngine, "open", opened)
     calls = watch_steps(monkeypatch)
     options = {**options, "engine": engine}
     texts = ["x" * (5 + i * 7 % 30) for i in range(40)]

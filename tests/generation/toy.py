@@ -9,7 +9,8 @@ from typing import ClassVar
 
 import torch
 
-from fastformer.generation.engines import Candidates, Prompt, Selection
+from fastformer.generation.engines import Batch, Candidates, Engine, Prompt, Selection
+from fastformer.generation.engines.base import Limits, SearchingBatch
 from fastformer.generation.engines.sampling import choose
 from fastformer.generation.native_search import NativeSearch, places_of_done
 from fastformer.generation.requests import Request
@@ -22,11 +23,11 @@ VOCAB, EOS, START = 5, 1, 0
 Hypothesis = tuple[float, tuple[int, ...]]  # score, tokens
 
 
-class ToyEngine:
-    """A language whose probabilities depend on the last two tokens; the source [i, ...] has the i-th table."""
+class ToyEngine(Engine, SearchingBatch):
+    """An engine and its only batch: probabilities depend on the last two tokens, by the i-th table for source [i]."""
 
     name: ClassVar[str] = "toy"
-    token_bytes, device = 0, torch.device("cpu")
+    token_bytes, device = 0, torch.device("cpu")  # type: ignore[assignment]
 
     def __init__(self, sources: int, *, eos: float = 0.0, vocab: int = VOCAB, seed: int = 0) -> None:
         generator = torch.Generator().manual_seed(sources + 1000 * seed)
@@ -35,13 +36,20 @@ class ToyEngine:
         self.groups: list[list[list[int]]] = []  # of each row its source, and what was said
 
     @classmethod
-    def why_unsupported(cls, model: object) -> str | None:
+    def why_unsupported(cls, model: object, precision: str | None = None) -> str | None:
         return None
 
-    def start(self, max_rows: int, num_tokens: int) -> None:
+    def open(self, max_rows: int, num_tokens: int):
         self.groups = []
+        return self
 
-    def admit(self, prompts: Sequence[Prompt]) -> None:
+    def run_searches(self, searches, tokens, log_probs, limits) -> list[int]:
+        raise NotImplementedError  # RunningEngine does
+
+    def run(self, work, limits) -> list[int]:
+        return super().run(work, limits) if self.runs_searches() else Batch.run(self, work, limits)
+
+    def prefill(self, prompts: Sequence[Prompt]) -> None:
         self.groups += [[[*(prompt.source or ()), START, *prompt.tokens[:-1]]] for prompt in prompts]
 
     def step(self, tokens: Sequence[int], selection: Selection) -> Candidates:
@@ -50,20 +58,11 @@ class ToyEngine:
             row.append(token)
         return choose(torch.stack([self.table[row[0], row[-2], row[-1]] for row in rows]), selection)
 
-    def reorder(self, parents: Sequence[Sequence[int]]) -> None:
+    def fork(self, parents: Sequence[Sequence[int]]) -> None:
         self.groups = [[list(rows[i]) for i in own] for rows, own in zip(self.groups, parents, strict=True)]
 
-    def release(self, groups: Sequence[int]) -> None:
+    def free(self, groups: Sequence[int]) -> None:
         self.groups = [rows for i, rows in enumerate(self.groups) if i not in groups]
-
-    def tokens_needed(self, prompt: Prompt, num_rows: int, new_tokens: int) -> int:
-        return 0
-
-    def free_tokens(self) -> int:
-        return 0
-
-    def step_tokens(self) -> int:
-        return 0
 
     def continuations(self, source: int, sequence: Sequence[int]) -> list[float]:
         """The log-probability of each next token."""
@@ -82,7 +81,7 @@ class ToyEngine:
 class MeteredEngine(ToyEngine):
     """The same with memory that is counted: a group's source and prompt once, and a token for each row's step."""
 
-    token_bytes = 1
+    token_bytes = 1  # type: ignore[assignment]
 
     def __init__(self, sources: int, **options) -> None:
         super().__init__(sources, **options)
@@ -92,19 +91,18 @@ class MeteredEngine(ToyEngine):
         self.admitted: list[int] = []  # the source of each group that was ever admitted
         self.most_rows = self.most_used = 0
 
-    def start(self, max_rows: int, num_tokens: int) -> None:
-        assert not self.groups, "rows were there"
-        super().start(max_rows, num_tokens)
+    def open(self, max_rows: int, num_tokens: int):
         self.max_rows, self.num_tokens, self.taken = max_rows, num_tokens, []
         self.starts.append((max_rows, num_tokens))
+        return super().open(max_rows, num_tokens)
 
     def _check(self) -> None:
         rows = sum(map(len, self.groups))
         self.most_rows, self.most_used = max(self.most_rows, rows), max(self.most_used, self.used())
         assert rows <= self.max_rows and self.used() <= self.num_tokens, "more than there is"
 
-    def admit(self, prompts: Sequence[Prompt]) -> None:
-        super().admit(prompts)
+    def prefill(self, prompts: Sequence[Prompt]) -> None:
+        super().prefill(prompts)
         self.admitted += [prompt.source[0] for prompt in prompts if prompt.source]
         self.taken += [len(prompt.source or ()) + len(prompt.tokens) for prompt in prompts]
         self._check()
@@ -114,13 +112,13 @@ class MeteredEngine(ToyEngine):
         self._check()
         return super().step(tokens, selection)
 
-    def reorder(self, parents: Sequence[Sequence[int]]) -> None:
+    def fork(self, parents: Sequence[Sequence[int]]) -> None:
         assert all(parents), "a group lost all of its rows"
-        super().reorder(parents)
+        super().fork(parents)
         self._check()
 
-    def release(self, groups: Sequence[int]) -> None:
-        super().release(groups)
+    def free(self, groups: Sequence[int]) -> None:
+        super().free(groups)
         self.taken = [taken for i, taken in enumerate(self.taken) if i not in groups]
 
     def used(self) -> int:
@@ -144,19 +142,16 @@ class RunningEngine(MeteredEngine):
         self.patience = patience
         self.runs: list[int] = []  # the steps of each call
 
-    def run(
-        self,
-        searches: Sequence[NativeSearch],
-        tokens: Sequence[int],
-        *,
-        log_probs: bool,
-        max_steps: int,
-        seconds: float,
-        least_rows: int,
+    def runs_searches(self) -> bool:
+        return True
+
+    def run_searches(
+        self, searches: Sequence[NativeSearch], tokens: Sequence[int], log_probs: bool, limits: Limits
     ) -> list[int]:
+        max_steps, seconds, min_rows = limits
         assert [search.num_rows for search in searches] == list(map(len, self.groups))
         assert not places_of_done(searches) and seconds > 0 and max_steps > 0
-        assert least_rows <= sum(search.peak_rows for search in searches)  # or nobody would ever go on
+        assert min_rows <= sum(search.peak_rows for search in searches)  # or no step would ever be taken
         taken, steps, goes_on = [0] * len(searches), 0, True
         while goes_on:
             wanted = max(search.num_candidates for search in searches)
@@ -166,14 +161,14 @@ class RunningEngine(MeteredEngine):
             for place, (search, first) in enumerate(zip(searches, list(firsts), strict=True)):
                 taken[place] += not search.handle.is_done
                 kept.append([] if search.handle.is_done else search.handle.advance(*found, first))
-            self.reorder([parents or [0] for parents in kept])
+            self.fork([parents or [0] for parents in kept])
             # A search that is done keeps a row, which says anything.
             said = [[0] if search.handle.is_done else search.last_tokens() for search in searches]
             tokens = [token for tokens in said for token in tokens]
             steps += 1
             rows_left = sum(search.peak_rows for search in searches if not search.handle.is_done)
             has_room = self.step_tokens() <= self.free_tokens()
-            goes_on = any(kept) and rows_left >= least_rows and has_room and steps < min(max_steps, self.patience)
+            goes_on = any(kept) and rows_left >= min_rows and has_room and steps < min(max_steps, self.patience)
         self.runs.append(steps)
         return taken
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 from fastformer.generation import AsyncTranslator
-from fastformer.generation.engines.kv_cache import KVCacheEngine
+from fastformer.generation.engines.kv_cache import KVCacheBatch, KVCacheEngine
 
 T = TypeVar("T")
 FEW = {"max_new_tokens": 8}
@@ -59,26 +59,28 @@ class Watched(KVCacheEngine):
     rows = all_tokens = entered = 0
     gate: threading.Semaphore | None = None
     error: BaseException | None = None
+    batch: KVCacheBatch | None = None
 
-    def start(self, max_rows, num_tokens) -> None:
-        super().start(max_rows, num_tokens)
-        self.all_tokens = self.free_tokens()
+    def open(self, max_rows, num_tokens) -> KVCacheBatch:
+        self.batch = super().open(max_rows, num_tokens)
+        self.all_tokens, step = self.batch.free_tokens(), self.batch.step
 
-    def step(self, tokens, selection):
-        self.entered += 1
-        if self.gate is not None:
-            assert self.gate.acquire(timeout=10)
-        if self.error is not None:
-            error, self.error = self.error, None
-            raise error
-        self.rows = max(self.rows, len(tokens))
-        return super().step(tokens, selection)
+        def watched_step(tokens, selection):
+            self.entered += 1
+            if self.gate is not None:
+                assert self.gate.acquire(timeout=10)
+            if self.error is not None:
+                error, self.error = self.error, None
+                raise error
+            self.rows = max(self.rows, len(tokens))
+            return step(tokens, selection)
+
+        self.batch.step = watched_step  # type: ignore[method-assign]
+        return self.batch
 
     @property
     def is_empty(self) -> bool:
-        if not self.all_tokens:  # it hasn't been started
-            return True
-        return self._cache.num_rows == 0 and self.free_tokens() == self.all_tokens
+        return self.batch is None or (self.batch.step_tokens() == 0 and self.batch.free_tokens() == self.all_tokens)
 
 
 def watched(front: AsyncTranslator) -> Watched:

@@ -71,15 +71,15 @@ def test_one_that_cannot_begin_fails_and_lets_others_in(translator) -> None:
     async def main() -> None:
         front = AsyncTranslator(translator)
         engine, begun = watched(front), []
-        start = engine.start
+        open_batch = engine.open
 
-        def failing(max_rows, num_tokens) -> None:
+        def failing(max_rows, num_tokens):
             begun.append(num_tokens)
             if len(begun) == 1:
                 raise MemoryError("too much")
-            start(max_rows, num_tokens)
+            return open_batch(max_rows, num_tokens)
 
-        engine.start = failing
+        engine.open = failing
         async with front:
             found = await asyncio.gather(*(front.translate(t, **FEW) for t in "abc"), return_exceptions=True)
             assert isinstance(found[0], RuntimeError) and "MemoryError: too much" in str(found[0])
@@ -115,19 +115,19 @@ def test_after_an_error_of_the_model_the_device_is_not_asked_again(translator, m
         front = AsyncTranslator(translator)
         engine, made = watched(front), []
         starts: list[tuple[int, int]] = []
-        new_scheduler, start = translator.new_scheduler, engine.start
+        new_scheduler, open_batch = translator.new_scheduler, engine.open
 
         def once(*args, **options):
             made.append(new_scheduler(*args, **options))
             assert len(made) == 1, "a device that has failed can't say how much memory is free"
             return made[0]
 
-        def noted(max_rows, num_tokens) -> None:
+        def noted(max_rows, num_tokens):
             starts.append((max_rows, num_tokens))
-            start(max_rows, num_tokens)
+            return open_batch(max_rows, num_tokens)
 
         monkeypatch.setattr(translator, "new_scheduler", once)
-        engine.start, engine.error = noted, RuntimeError("CUDA error")
+        engine.open, engine.error = noted, RuntimeError("CUDA error")
         async with front:
             with pytest.raises(RuntimeError, match="the model failed: RuntimeError: CUDA error"):
                 await front.translate("a", **FEW)
