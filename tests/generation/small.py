@@ -63,7 +63,7 @@ class Call(NamedTuple):
 def watch_steps(monkeypatch: pytest.MonkeyPatch) -> list[Call]:
     """The calls of every batch of the engines cpp and kv_cache that step, from now on, whichever way they do."""
     calls: list[Call] = []
-    names = {CppBatch: "cpp", KVCacheBatch: "kv_cache"}
+    names: dict[Any, str] = {CppBatch: "cpp", KVCacheBatch: "kv_cache"}
     steps, run = {kind: kind.step for kind in names}, CppBatch.run_searches
 
     def step(self: Any, tokens: Sequence[int], selection: Selection) -> Candidates:

@@ -105,11 +105,11 @@ def test_models_that_take_unlike_memory_find_room_together(lstm) -> None:
 class Memory(ToyEngine):
     """What is free and what a step takes."""
 
-    token_bytes = 3  # type: ignore[assignment]
+    token_bytes = 3
 
     def __init__(self, free: int, step: int) -> None:
         super().__init__(1)
-        self.free_tokens, self.step_tokens = (lambda: free), (lambda: step)  # type: ignore[method-assign]
+        self.free_tokens, self.step_tokens = (lambda: free), (lambda: step)
 
 
 def test_there_is_room_for_a_step_where_each_model_has_room(ensemble) -> None:

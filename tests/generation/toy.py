@@ -27,7 +27,7 @@ class ToyEngine(Engine, SearchingBatch):
     """An engine and its only batch: probabilities depend on the last two tokens, by the i-th table for source [i]."""
 
     name: ClassVar[str] = "toy"
-    token_bytes, device = 0, torch.device("cpu")  # type: ignore[assignment]
+    token_bytes, device = 0, torch.device("cpu")
 
     def __init__(self, sources: int, *, eos: float = 0.0, vocab: int = VOCAB, seed: int = 0) -> None:
         generator = torch.Generator().manual_seed(sources + 1000 * seed)
@@ -81,7 +81,7 @@ class ToyEngine(Engine, SearchingBatch):
 class MeteredEngine(ToyEngine):
     """The same with memory that is counted: a group's source and prompt once, and a token for each row's step."""
 
-    token_bytes = 1  # type: ignore[assignment]
+    token_bytes = 1
 
     def __init__(self, sources: int, **options) -> None:
         super().__init__(sources, **options)

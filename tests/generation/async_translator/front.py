@@ -75,7 +75,7 @@ class Watched(KVCacheEngine):
             self.rows = max(self.rows, len(tokens))
             return step(tokens, selection)
 
-        self.batch.step = watched_step  # type: ignore[method-assign]
+        self.batch.step = watched_step
         return self.batch
 
     @property
