@@ -5,7 +5,7 @@ To show another case, add a line; to show another rival, add its name where it t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -272,4 +272,20 @@ AVX2 = tuple(
 )
 AVX2_PEERS = tuple(
     replace(case, panels=(_PRECISIONS[0], _PRECISIONS[2])) for case in PEERS if case.where["model"] == "base"
+)
+
+
+def _case(cases: Sequence[Case], label: str) -> Case:
+    (found,) = [case for case in cases if case.label == label]
+    return found
+
+
+# (case, rival, formats) of README's first table.
+SUMMARY = (
+    (_case(MODELS, "training step of base, 64 sentences of mixed length"), "baseline", ("fp32", "bf16")),
+    (_case(MODELS, "training step of base, 64 sentences of mixed length"), "torch.compile", ("fp32", "bf16")),
+    (_case(DROP_IN, "BERT-base, 8 sequences of 32 to 128 tokens"), "as it is", ("fp32", "bf16")),
+    (_case(OPS, "causal attention (2, 8, 2048, 64), training"), "sdpa", ("fp32", "bf16")),
+    (_case(PEERS, "base, greedy, 1 source"), "ctranslate2", ("int8", "fp32")),
+    (_case(PEERS, "GPT-2's small shape, one prompt"), "llama.cpp", ("int8",)),
 )

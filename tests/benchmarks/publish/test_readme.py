@@ -1,4 +1,4 @@
-"""README's figures and the committed pictures are those of the committed results, and a change of either shows."""
+"""README's tables and the committed pictures are those of the committed results, and a change of either shows."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import pytest
 
 pytest.importorskip("matplotlib", reason="not installed: pip install matplotlib")
 
-from benchmarks.publish.blocks import BLOCKS, NOT_MEASURED, Numbers, accelerated, avx2, losses, small_work
 from benchmarks.publish.charts import charts
 from benchmarks.publish.latest import AT_FULL_RATE, RESULTS, WITHOUT_AVX512, Results
 from benchmarks.publish.style import PICTURES, digest, stamp_of
 from benchmarks.publish.summary import Case
-from benchmarks.readme import README, complaints, loose_figures, main, written
+from benchmarks.publish.tables import NOT_MEASURED, TABLES, Numbers, losses, small_work
+from benchmarks.readme import README, differences, main, written
 
 TEXT = README.read_text(encoding="utf-8")
 STALE = "python -m benchmarks.readme --write (and python -m benchmarks.plot)"
@@ -26,8 +26,8 @@ def results() -> Results:
     return Results()
 
 
-def test_every_figure_of_readme_is_one_of_the_results(results: Results) -> None:
-    assert not complaints(TEXT, Numbers(results)), STALE
+def test_every_table_of_readme_is_that_of_the_results(results: Results) -> None:
+    assert not differences(TEXT, Numbers(results)), STALE
 
 
 def test_readme_shows_the_pictures_that_there_are() -> None:
@@ -65,7 +65,7 @@ TOY = Case("toy", {"op": "toy"}, ("eager",))
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A README with one block, up to date with one file of results."""
-    monkeypatch.setattr("benchmarks.readme.BLOCKS", {"toy": lambda n: f"{n.ratio(TOY, 'fp32', 'eager')} times"})
+    monkeypatch.setattr("benchmarks.readme.TABLES", {"toy": lambda n: f"{n.ratio(TOY, 'fp32', 'eager')} times"})
     (tmp_path / "README.md").write_text(
         "# x\n\n## Numbers\n\nWords.\n\n<!-- numbers: toy -->\n<!-- end -->\n\n## Next\n\n3\n"
     )
@@ -107,39 +107,22 @@ def test_small_work_is_shown_as_far_as_it_was_measured(folder: Path) -> None:
     assert "0.90" in losses(numbers) and "1.1" not in losses(numbers)
 
 
-def test_what_was_measured_without_avx512_stands_apart(folder: Path) -> None:
+@pytest.mark.parametrize(("kind", "name"), [(WITHOUT_AVX512, "avx2"), (AT_FULL_RATE, "accelerated_full_rate")])
+def test_what_was_measured_elsewhere_stands_apart(folder: Path, kind: str, name: str) -> None:
     """Though it is newer, and of the same case."""
     lacking = Numbers(Results(folder))
-    assert avx2(lacking) == "" and len(lacking.missing) == 1
-    same = {"op": "drop_in", "model": "torch_nn_encoder", "dtype": "fp32", "device": "Zen 2", "capability": "AVX2",
-            "shape": {"seqlen": "128"}, "mode": "forward", "time": "2026-02-03"}  # fmt: skip
-    lines = [line("accelerated", 2.0, **same), line("as it is", 14.0, **same), line("eager", 9.0, time="2026-02-03")]
-    (folder / "avx2.jsonl").write_text("".join(json.dumps(row) + "\n" for row in lines))
-    assert run(folder) == 0, "the other blocks are as they were"
-    assert len(Results(folder, kind=WITHOUT_AVX512).rows) == 3
-    numbers = Numbers(Results(folder))
-    text = avx2(numbers)
-    assert (
-        "On EPYC, 2 cores; Zen 2, 2 cores." in text
-        and "6 layers, 8 of 128 tokens | 7.0 |" in text
-        and "python -m x" in text
-    )
-    assert [figure.origin for figure in numbers.figures] == ["avx2.jsonl:1, avx2.jsonl:2"] and numbers.missing
-
-
-def test_what_was_measured_at_full_rate_has_a_table_of_its_own(folder: Path) -> None:
-    """Though it is newer, and of the same case."""
+    assert TABLES[name](lacking) == "" and len(lacking.missing) == 1
     same = {"op": "drop_in", "model": "torch_nn_encoder", "dtype": "fp32", "shape": {"seqlen": "128"},
             "mode": "forward"}  # fmt: skip
-    write(folder, [*LINES, line("accelerated", 2.0, **same), line("as it is", 14.0, **same)])
-    lacking = Numbers(Results(folder))
-    assert "6 layers, 8 of 128 tokens | 7.0 |" in accelerated(lacking)
-    assert any("whole rate" in what for what in lacking.missing)
-    same |= {"device": "Zen 4", "time": "2026-02-03"}
-    lines = [line("accelerated", 2.0, **same), line("as it is", 3.0, **same)]
-    (folder / f"{AT_FULL_RATE}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in lines))
-    first, second = accelerated(Numbers(Results(folder))).split("On Zen 4, 2 cores, where")
-    assert "6 layers, 8 of 128 tokens | 7.0 |" in first and "6 layers, 8 of 128 tokens | 1.5 |" in second
+    write(folder, [*LINES, line("accelerated", 2.0, **same), line("as it is", 3.0, **same)])
+    same |= {"time": "2026-02-03"}
+    lines = [line("accelerated", 2.0, **same), line("as it is", 14.0, **same), line("eager", 9.0, time="2026-02-03")]
+    (folder / f"{kind}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in lines))
+    assert run(folder) == 0, "the other tables are as they were"
+    numbers = Numbers(Results(folder))
+    assert "6 layers, 8 of 128 tokens | 7.0 |" in TABLES[name](numbers)
+    assert "6 layers, 8 of 128 tokens | 1.5 |" in TABLES["accelerated"](numbers)
+    assert numbers.figures[0].origin == f"{kind}.jsonl:1, {kind}.jsonl:2"
 
 
 def run(folder: Path, *arguments: str) -> int:
@@ -157,25 +140,6 @@ def test_a_figure_changed_by_hand_shows(folder: Path, capsys: pytest.CaptureFixt
     assert run(folder) == 1
     out = capsys.readouterr().out
     assert "-2.6 times" in out and "+2.5 times" in out
-
-
-def test_a_block_may_stand_outside_of_the_section(folder: Path) -> None:
-    block = "<!-- numbers: toy -->\n2.5 times\n<!-- end -->\n"
-    edit(folder, block, "")
-    edit(folder, "# x\n", f"# x\n\n{block}")
-    assert run(folder) == 0
-    edit(folder, "2.5 times", "2.6 times")
-    assert run(folder) == 1 and run(folder, "--write") == 0
-    assert (folder / "README.md").read_text().startswith(f"# x\n\n{block}")
-
-
-def test_milliseconds_are_those_of_the_lines_of_the_ratio(tmp_path: Path) -> None:
-    older = [line("fastformer", 3.0, time="2026-01-01"), line("eager", 7.0, time="2026-01-01")]
-    write(tmp_path, [*LINES, *older])
-    numbers = Numbers(Results(tmp_path))
-    assert numbers.milliseconds(TOY, "fp32", "eager") == ("5.0", "2.0")
-    assert [figure.origin for figure in numbers.figures] == ["cpu.jsonl:2", "cpu.jsonl:1"]
-    assert numbers.milliseconds(TOY, "bf16", "eager") == (NOT_MEASURED, NOT_MEASURED) and numbers.missing
 
 
 def test_a_line_changed_alone_shows(folder: Path) -> None:
@@ -215,22 +179,11 @@ def test_a_missing_line_is_said_and_listed(folder: Path, capsys: pytest.CaptureF
         folder, [LINES[0], SHARED | {"op": "toy", "mode": "fwd", "provider": "eager", "missing": "pip install eager"}]
     )
     assert run(folder) == 1  # README still says 2.5
-    assert run(folder, "--write") == 0
+    assert run(folder, "--write") == 0 and run(folder) == 0
     assert "not measured: toy, fp32, against eager" in capsys.readouterr().out
     assert "not measured times" in (folder / "README.md").read_text()
     (folder / "cpu.jsonl").write_text("")
     assert run(folder) == 0
-
-
-@pytest.mark.parametrize("loose", ["2 times", "about 64 %", "1.5x", "3,000 lines", "(4, 8)"])
-def test_a_figure_outside_of_all_blocks_shows(folder: Path, loose: str, capsys: pytest.CaptureFixture[str]) -> None:
-    edit(folder, "Words.", f"Words {loose}.")
-    assert run(folder) == 1 and run(folder, "--write") == 1
-    assert f"outside of all blocks: Words {loose}." in capsys.readouterr().out
-
-
-def test_names_with_digits_are_no_figures() -> None:
-    assert not loose_figures("## Numbers\nfp64, bf16, x86-64, GPT-2, CTranslate2, test2016, int8\n## Next\n7\n")
 
 
 @pytest.mark.parametrize(
@@ -239,7 +192,6 @@ def test_names_with_digits_are_no_figures() -> None:
         ("<!-- end -->", "", "each once"),
         ("numbers: toy", "numbers: boy", "boy"),
         ("<!-- numbers: toy -->", "<!-- numbers: toy -->\n<!-- end -->\n<!-- numbers: toy -->", "each once"),
-        ("## Numbers", "## Figures", "## Numbers"),
     ],
 )
 def test_blocks_that_are_not_whole(
@@ -286,7 +238,7 @@ def test_more_threads_are_shown_where_both_ran_with_them(tmp_path: Path) -> None
 def test_all_blocks_can_be_written_without_any_result(tmp_path: Path) -> None:
     numbers = Numbers(Results(tmp_path))
     assert NOT_MEASURED in written(TEXT, numbers) and len(numbers.missing) > 20
-    assert {name for name, block in BLOCKS.items() if NOT_MEASURED in block(numbers)} >= {"models", "ops", "decoding"}
+    assert {name for name, block in TABLES.items() if NOT_MEASURED in block(numbers)} >= {"models", "ops", "decoding"}
 
 
 def test_a_quick_run_has_tables_of_its_own_and_no_figure_of_readme(

@@ -1,0 +1,276 @@
+"""README's tables out of the committed results: `TABLES` has a function for each, which writes Markdown.
+
+A cell is a field of one line, or the ratio of two lines of one run. What stands around a table is written by hand.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+from benchmarks.cases.models.bench_scaling import EXPECTED
+from benchmarks.measure.scaling_fits import groups, growth
+from benchmarks.publish.charts import name_of
+from benchmarks.publish.latest import AT_FULL_RATE, WITHOUT_AVX512, Results, Row, value_of
+from benchmarks.publish.style import two_digits
+from benchmarks.publish.summary import (
+    AVX2,
+    AVX2_PEERS,
+    DROP_IN,
+    MODELS,
+    MODULES,
+    OPS,
+    PEERS,
+    SMALL_WORK,
+    SUMMARY,
+    Case,
+    Comparison,
+    size_of,
+)
+
+NOT_MEASURED = "not measured"
+
+
+class Figure(NamedTuple):
+    """One that README shows."""
+
+    text: str
+    what: str
+    origin: str  # files and lines
+    command: str
+
+
+class Numbers:
+    """The results, as text, with a record of what was taken.
+
+    Attributes:
+        results: where from.
+        figures: each that was shown.
+        missing: what was asked for and isn't there.
+    """
+
+    def __init__(self, results: Results) -> None:
+        self.results = results
+        self.figures: list[Figure] = []
+        self.missing: list[str] = []
+
+    def of(self, kind: str) -> Numbers:
+        """The results of another kind in the same folder; what is taken of them counts here."""
+        own = Numbers(Results(self.results.folder, kind=kind))
+        own.figures, own.missing = self.figures, self.missing
+        return own
+
+    def value(self, field: str, show: Callable[[float], str] = two_digits, /, **where: Any) -> str:
+        """A field of the one line that has these fields, in the latest run that has such lines.
+
+        Raises:
+            ValueError: several lines of that run do.
+        """
+        rows = self.results.find(**where)
+        latest = max((row.get("time") or "" for row in rows), default="")
+        rows = [row for row in rows if (row.get("time") or "") == latest]
+        if len(rows) > 1:
+            origins = ", ".join(self.results.origin(row) for row in rows)
+            raise ValueError(f"expected one line with {where}, got {origins}")
+        found = value_of(rows[0], field) if rows else None
+        if not isinstance(found, (int, float)):
+            return self._lacking(f"{field} of {where}")
+        return self.shown(show(found), f"{field} of {where}", rows)
+
+    def ratio(self, case: Case, panel: str, against: str) -> str:
+        """How many times faster ours is."""
+        found = case.comparisons(self.results.rows)
+        for each in found:
+            if (each.panel, each.against) == (panel, against):
+                return self.compared(each)
+        return self._lacking(f"{case.label}, {panel}, against {against}")
+
+    def compared(self, found: Comparison) -> str:
+        """The ratio of two lines, with a mark where it is uncertain."""
+        text = two_digits(found.ratio) + "~" * found.is_unsteady
+        what = f"{found.label}, {found.panel}, against {found.against}"
+        return self.shown(text, what, [found.ours, found.rival])
+
+    def shown(self, text: str, what: str, rows: Sequence[Row]) -> str:
+        """The text, noted down as made of these rows."""
+        origin = ", ".join(map(self.results.origin, rows))
+        commands = dict.fromkeys(str(row.get("command")) for row in rows)
+        self.figures.append(Figure(text, what, origin, "; ".join(commands)))
+        return text
+
+    def _lacking(self, what: str) -> str:
+        self.missing.append(what)
+        return NOT_MEASURED
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Markdown."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def _panels(case: Case, measured: Iterable[Comparison], rival: str, measured_alone: bool) -> list[str]:
+    """The panels of a case beside a rival that were measured, and those that have to be, in order."""
+    there = {found.panel for found in measured if found.against == rival}
+    is_due = rival in case.against and not measured_alone
+    return [panel.name for panel in case.panels if is_due or panel.name in there]
+
+
+def times_faster(cases: Sequence[Case], numbers: Numbers, *, measured_alone: bool = False) -> str:
+    """A line for each case, a column for each rival; the formats in a cell, as `2.2 · 3.5`; "" without any case.
+
+    measured_alone: without what was not measured, rather than with words that say so.
+    """
+    rows = numbers.results.rows
+    measured = {case.label: list(case.comparisons(rows)) for case in cases}
+    if measured_alone:
+        cases = [case for case in cases if measured[case.label]]
+    if not cases:
+        return ""
+    there = {found.against for each in measured.values() for found in each}
+    rivals = dict.fromkeys(rival for case in cases for rival in case.rivals(rows))
+    rivals = {rival: None for rival in rivals if rival in there or not measured_alone}
+    lines = []
+    for case in cases:
+        names = (_panels(case, measured[case.label], rival, measured_alone) for rival in rivals)
+        cells = [
+            " · ".join(numbers.ratio(case, name, rival) for name in each)
+            for rival, each in zip(rivals, names, strict=True)
+        ]
+        lines.append([case.label, *cells])
+    panels = dict.fromkeys(panel.name for case in cases for panel in case.panels)
+    if measured_alone:
+        taken = {found.panel for each in measured.values() for found in each}
+        panels = {name: None for name in panels if name in taken}
+    return table([f"times faster, {' · '.join(panels)}, than", *map(name_of, rivals)], lines)
+
+
+def beside_engines(cases: Sequence[Case], numbers: Numbers) -> str:
+    """A line for each case and rival, a column for each precision."""
+    names = [panel.name for panel in cases[0].panels]
+    lines = []
+    for case in cases:
+        measured = list(case.comparisons(numbers.results.rows))
+        for rival in case.rivals(numbers.results.rows):
+            if wanted := _panels(case, measured, rival, measured_alone=False):
+                cells = [numbers.ratio(case, name, rival) if name in wanted else "" for name in names]
+                lines.append([case.label, *cells, name_of(rival)])
+    return table(["times faster", *names, "than"], lines)
+
+
+def elsewhere(kind: str, make: Callable[[Numbers], str], numbers: Numbers) -> str:
+    """A table of the lines of another kind; "" where there are none."""
+    own = numbers.of(kind)
+    if own.results.rows:
+        return make(own)
+    numbers.missing.append(f"lines of {kind}.jsonl")
+    return ""
+
+
+def summary(numbers: Numbers) -> str:
+    """What a newcomer wants to know."""
+    lines = []
+    for case, against, panels in SUMMARY:
+        figures = ", ".join(f"{numbers.ratio(case, panel, against)} ({panel})" for panel in panels)
+        lines.append([case.label, figures, name_of(against)])
+    return table(["", "times faster", "than"], lines)
+
+
+def losses(numbers: Numbers) -> str:
+    """All comparisons of the tables below in which ours is slower, worst first."""
+    small = [case for columns in SMALL_WORK.values() for cases in columns.values() for case in cases]
+    slower = sorted(
+        (
+            found
+            for case in (*OPS, *MODULES, *MODELS, *DROP_IN, *PEERS, *small)
+            for found in case.comparisons(numbers.results.rows)
+            if float(two_digits(found.ratio).replace(",", "")) < 1
+        ),
+        key=lambda found: found.ratio,
+    )
+    lines = [
+        [f"{found.label}, {found.panel}", numbers.compared(found).rstrip("~"), name_of(found.against)]
+        for found in slower
+    ]
+    return table(["", "of the speed of", ""], lines) if lines else "Nowhere in these tables."
+
+
+def small_work(numbers: Numbers) -> str:
+    """Encoders so small that a call's own cost counts; "" until they were measured."""
+    measured = numbers.results.rows
+    lines = []
+    for size, columns in SMALL_WORK.items():
+        if any(list(case.comparisons(measured)) for cases in columns.values() for case in cases):
+            cells = (" · ".join(numbers.ratio(case, "fp32", "torch.nn") for case in each) for each in columns.values())
+            lines.append([size_of(size), *cells])
+    if not lines:
+        return ""
+    names = {"fastformer": "fastformer.nn"}
+    head = [
+        f"{'training' if learns else 'evaluation'}, {names.get(ours, ours)}"
+        for learns, ours in next(iter(SMALL_WORK.values()))
+    ]
+    return table(["of torch.nn's speed, 1 · 2 threads", *head], lines)
+
+
+def precisions(numbers: Numbers) -> str:
+    """What the smaller ones cost in quality."""
+
+    def cells(precision: str) -> Iterator[str]:
+        yield precision
+        for field, show in (("sacrebleu_test2016", "{:.2f}".format), ("same_tokens", "{:,.0f}".format)):
+            for num_beams in (1, 4):
+                where = {"op": "translate_precisions", "precision": precision, "num_beams": num_beams}
+                yield numbers.value(field, show, **where)
+
+    head = ["BLEU of test2016", "greedy", "4 beams", "lines as in fp32, greedy", "4 beams"]
+    return table(head, (list(cells(precision)) for precision in ("fp32", "bf16", "int8")))
+
+
+def scaling(numbers: Numbers) -> str:
+    """Over the length of a sequence: exponents in fp32; "" until they were measured."""
+    found = groups(numbers.results.find(suite="scaling", dtype="float32"))
+    if not found:
+        numbers.missing.append("the growth with the length")
+        return ""
+    providers = max(
+        found.values(), key=lambda each: max(row["time"] for rows in each.values() for row in rows.values())
+    )
+    lines = []
+    for name, expected in EXPECTED.items():
+        try:
+            fits = growth(providers.get(name, {}))
+        except ValueError:  # too few lengths
+            numbers.missing.append(f"the growth of {name}")
+            continue
+        used = [providers[name][n] for n in fits[0].lengths]
+        time, memory = (numbers.shown(f"{each.exponent:.2f}", f"the growth of {name}", used) for each in fits)
+        lengths = f"{fits[0].lengths[0]} to {fits[0].lengths[-1]}"
+        lines.append([name_of(name), lengths, time, f"{expected.time:g}", memory, f"{expected.memory:g}"])
+    return table(["exponents of n, by least squares", "n", "time", "expected", "memory", "expected"], lines)
+
+
+_measured = functools.partial(times_faster, measured_alone=True)
+TABLES: dict[str, Callable[[Numbers], str]] = {
+    "summary": summary,
+    "losses": losses,
+    "models": functools.partial(times_faster, MODELS),
+    "modules": functools.partial(times_faster, MODULES),
+    "small_work": small_work,
+    "decoding": functools.partial(beside_engines, PEERS),
+    "precisions": precisions,
+    "accelerated": functools.partial(times_faster, DROP_IN),
+    "accelerated_full_rate": functools.partial(elsewhere, AT_FULL_RATE, functools.partial(_measured, DROP_IN)),
+    "ops": functools.partial(times_faster, OPS),
+    "avx2": functools.partial(elsewhere, WITHOUT_AVX512, functools.partial(_measured, AVX2)),
+    "avx2_decoding": functools.partial(elsewhere, WITHOUT_AVX512, functools.partial(beside_engines, AVX2_PEERS)),
+    "scaling": scaling,
+}
+
+
+def tables_of(results: Results) -> str:
+    """README's tables out of the lines of a run of one's own, as far as they have them; "" where they have none."""
+    numbers = Numbers(results)
+    found = [*(_measured(cases, numbers) for cases in (MODELS, MODULES, OPS)), small_work(numbers)]
+    return "\n\n".join(each for each in found if each)
