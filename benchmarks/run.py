@@ -91,7 +91,7 @@ class Run:
         for name, how in outcome.wrong.items():
             self._leave_out(case, name, f"it is wrong: {how}")
         must_be_right = {case.benchmark.ours, case.benchmark.baseline}
-        if case.benchmark.is_ladder:
+        if case.benchmark.compares_stages:
             must_be_right.update(case.benchmark.providers)
         self.failed = self.failed or not must_be_right.isdisjoint(outcome.wrong)
 

@@ -1,4 +1,4 @@
-"""What all experiments share: a claim of the sources, rows of figures, the finding derived from them, the picture."""
+"""What all experiments share: a claim of the sources, rows of figures, the verdict that follows, the picture."""
 
 from __future__ import annotations
 
@@ -21,17 +21,8 @@ Row = dict[str, Any]
 RESULTS = Path(__file__).parents[1] / "results" / "experiments.jsonl"
 
 
-@dataclass(frozen=True)
-class Finding:
-    """What the figures say of the claim.
-
-    Attributes:
-        verdict: of the claim; "undecided" where the spread of the seeds is larger than the difference.
-        sentence: one, with the figures in it.
-    """
-
-    verdict: Literal["supports", "contradicts", "undecided"]
-    sentence: str
+# Of the claim; "undecided" where the spread of the seeds is larger than the difference.
+Verdict = Literal["supports", "contradicts", "undecided"]
 
 
 @dataclass(frozen=True)
@@ -42,14 +33,14 @@ class Experiment:
         name: that of the module, the rows' "op" and the picture.
         title: over the picture.
         claim: what the sources say.
-        find: the rows of one run -> what they say.
+        judge: the rows of one run -> what they say of the claim.
         draw: the rows of one run, the title, the footer -> a picture.
     """
 
     name: str
     title: str
     claim: str
-    find: Callable[[Sequence[Row]], Finding]
+    judge: Callable[[Sequence[Row]], Verdict]
     draw: Callable[[Sequence[Row], str, str], Figure]
 
     def parser(self) -> argparse.ArgumentParser:
@@ -62,16 +53,16 @@ class Experiment:
         parser.add_argument("--picture", type=Path, help="draw this run to this file (.svg, .png, .pdf)")
         return parser
 
-    def conclude(self, rows: list[Row], options: argparse.Namespace, shared: Row) -> Finding:
-        """Adds the finding and what all rows share, writes, draws and prints as the options say.
+    def conclude(self, rows: list[Row], options: argparse.Namespace, shared: Row) -> Verdict:
+        """Adds the verdict and what all rows share, writes, draws and prints as the options say.
 
         Args:
             rows: "provider", "shape", "curve", "value" and "unit" of each line.
             options: of `parser`.
             shared: `record.environment`, taken when the run began.
         """
-        finding = self.find(rows)
-        same = {"finding": finding.sentence, "verdict": finding.verdict} | ({"quick": True} if options.quick else {})
+        verdict = self.judge(rows)
+        same: Row = {"verdict": verdict} | ({"quick": True} if options.quick else {})
         rows = [{"suite": "experiments", "op": self.name} | row | same | shared for row in rows]
         for row in rows:
             record.check(row)
@@ -80,8 +71,14 @@ class Experiment:
                 record.append(options.out, row)
         if options.picture:
             self.figure(rows).savefig(options.picture, dpi=150, facecolor="white")
-        print(f"The sources: {self.claim}\nFound ({finding.verdict}): {finding.sentence}")
-        return finding
+        for provider in dict.fromkeys(row["provider"] for row in rows):
+            unit = next(row["unit"] for row in rows if row["provider"] == provider)
+            figures = [f"{Spread.of(rows, provider, value)} {unit}"]
+            if "curve" in rows[0]:
+                figures.insert(0, f"ends at {Spread.of(rows, provider, final)} {rows[0]['curve']['y_label']}")
+            print(f"{provider}: {', '.join(figures)}")
+        print(f"The sources: {self.claim}\nThe figures: {verdict}")
+        return verdict
 
     def figure(self, rows: Sequence[Row]) -> Figure:
         """The picture of a run's rows, with the machine in its footer."""
@@ -144,3 +141,8 @@ def final(row: Row) -> float:
 def value(row: Row) -> float:
     """The figure beside a row's curve, or in its place."""
     return float(row["value"])
+
+
+def has_one_seed(rows: Sequence[Row]) -> bool:
+    """Whether the rows tell nothing of the spread."""
+    return len({row["shape"]["seed"] for row in rows}) == 1

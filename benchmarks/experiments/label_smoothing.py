@@ -8,48 +8,29 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from benchmarks.experiments.drawing import draw_curves
-from benchmarks.experiments.experiment import Experiment, Finding, Row, Spread, final, positive, value
+from benchmarks.experiments.experiment import Experiment, Row, Spread, Verdict, final, has_one_seed, positive, value
 from benchmarks.experiments.learning import SMALL, learn
 from benchmarks.measure import record
 
 SMOOTHING = {"no smoothing": 0.0, "smoothing 0.1": 0.1}
 
 
-def find(rows: Sequence[Row]) -> Finding:
+def judge(rows: Sequence[Row]) -> Verdict:
     """The claim has two halves: the likelihood gets worse, the accuracy better."""
-    plain, smooth = SMOOTHING
-    nll = {name: Spread.of(rows, name, final) for name in SMOOTHING}
-    exact = {name: Spread.of(rows, name, value) for name in SMOOTHING}
-    if nll[plain].below(nll[smooth]):
-        likelihood = "worsens the likelihood"
-    elif nll[smooth].below(nll[plain]):
-        likelihood = "improves the likelihood"
-    else:
-        likelihood = "changes the likelihood by less than seeds do"
-    if exact[plain].below(exact[smooth]):
-        accuracy = "improves the exact match"
-    elif exact[smooth].below(exact[plain]):
-        accuracy = "worsens the exact match"
-    else:
-        accuracy = "changes the exact match by less than seeds do"
-    sentence = (
-        f"Smoothing {likelihood}, from {nll[plain]} to {nll[smooth]} nats a token, and {accuracy}, "
-        f"from {exact[plain]} to {exact[smooth]}."
-    )
-    if len({row["shape"]["seed"] for row in rows}) == 1:
-        return Finding("undecided", f"With a single seed, which tells nothing of the spread: {sentence}")
-    if likelihood.startswith("worsens") and accuracy.startswith("improves"):
-        return Finding("supports", sentence)
-    if likelihood.startswith("improves") or accuracy.startswith("worsens"):
-        return Finding("contradicts", sentence)
-    return Finding("undecided", sentence)
+    if has_one_seed(rows):
+        return "undecided"
+    plain, smooth = (Spread.of(rows, name, final) for name in SMOOTHING)
+    exact, exact_smooth = (Spread.of(rows, name, value) for name in SMOOTHING)
+    if plain.below(smooth) and exact.below(exact_smooth):
+        return "supports"
+    return "contradicts" if smooth.below(plain) or exact_smooth.below(exact) else "undecided"
 
 
 EXPERIMENT = Experiment(
     name="label_smoothing",
     title="Label smoothing: validation loss, without smoothing",
     claim="Label smoothing of 0.1 worsens the perplexity and improves accuracy and BLEU.",
-    find=find,
+    judge=judge,
     draw=draw_curves,
 )
 

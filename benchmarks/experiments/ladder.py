@@ -1,4 +1,4 @@
-"""The decoding ladder on a trained model: each rung's tokens a second, and what it gets right.
+"""The decoding ladder on a trained model: each stage's tokens a second, and what it gets right.
 
     python -m benchmarks.experiments.ladder [--lines 64] [--rounds 5] [--steps 300] [--quick] [--out FILE]
 
@@ -8,6 +8,7 @@ A model of the built-in task is trained first, then it translates unseen numbers
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -15,7 +16,7 @@ import torch
 
 from benchmarks.cases.models.bench_decoding import ENGINES
 from benchmarks.cases.models.recompute_engines import decode
-from benchmarks.experiments.experiment import Experiment, Finding, Row, positive
+from benchmarks.experiments.experiment import Experiment, Row, Verdict, positive
 from benchmarks.experiments.learning import learn, numbers
 from benchmarks.measure import record
 from benchmarks.measure.timing import time_interleaved
@@ -25,7 +26,7 @@ from fastformer.data.examples import encode_pair
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-RUNGS = {
+STAGES = {
     "recompute": ("recompute", None),
     "encode_once": ("encode_once", None),
     "cross_cache": ("cross_cache", None),
@@ -35,35 +36,20 @@ RUNGS = {
     "cpp int8": ("cpp", "int8"),
 }
 ROUNDED = ("cpp bf16", "cpp int8")
-# What a rung gains over the one below, as one author's notes have it.
+# What a stage gains over the one below, as one author's notes have it.
 NOTES = {"encode_once": 1.33, "cross_cache": 1.42}
 
 
-def find(rows: Sequence[Row]) -> Finding:
-    """Supported where the rungs of the notes gain about what they say, and every rung of fp32 says the same."""
+def judge(rows: Sequence[Row]) -> Verdict:
+    """Supported where the stages of the notes gain about what they say, and every stage of fp32 says the same."""
     speed = {row["provider"]: float(row["value"]) for row in rows}
-    rungs = list(speed)
-    gains = {above: speed[above] / speed[below] for below, above in zip(rungs, rungs[1:], strict=False)}
-    steps = ", ".join(
-        f"{rung} {gain:.2f}x" + (f" (the notes: {NOTES[rung]}x)" if rung in NOTES else "")
-        for rung, gain in gains.items()
-    )
-    exact = {row["provider"]: float(row["shape"]["exact_match"]) for row in rows}
-    differ = [row["provider"] for row in rows if row["provider"] not in ROUNDED and row["shape"]["agreement"] < 1]
-    lowest, highest = min(exact.values()), max(exact.values())
-    right = f"{lowest:.3f}" if lowest == highest else f"{lowest:.3f} to {highest:.3f}"
-    sentence = (
-        f"Each rung over the one below: {steps}; {rungs[-1]} is {speed[rungs[-1]] / speed[rungs[0]]:.0f} times as fast "
-        f"as {rungs[0]}, and the exact match is {right}."
-    )
-    if differ:
-        return Finding("contradicts", f"In fp32, {', '.join(differ)} says other tokens than {rungs[0]}. {sentence}")
-    if any(gains[rung] < 1 for rung in gains if rung not in ROUNDED):
-        slower = ", ".join(rung for rung, gain in gains.items() if gain < 1 and rung not in ROUNDED)
-        return Finding("contradicts", f"Not every rung is faster than the one below ({slower}). {sentence}")
-    if all(gains[rung] >= 0.9 * gain for rung, gain in NOTES.items()):
-        return Finding("supports", sentence)
-    return Finding("undecided", f"Every rung is faster, by less than the notes say where they do. {sentence}")
+    gains = {above: speed[above] / speed[below] for below, above in itertools.pairwise(speed)}
+    exact = [row for row in rows if row["provider"] not in ROUNDED]
+    if any(row["shape"]["agreement"] < 1 for row in exact):
+        return "contradicts"
+    if any(gain < 1 for stage, gain in gains.items() if stage not in ROUNDED):
+        return "contradicts"
+    return "supports" if all(gains[stage] >= 0.9 * gain for stage, gain in NOTES.items()) else "undecided"
 
 
 def draw(rows: Sequence[Row], title: str, footer: str) -> Figure:
@@ -89,17 +75,17 @@ EXPERIMENT = Experiment(
     name="ladder",
     title="The decoding ladder on a trained model",
     claim="Encoding once makes decoding 1.33 times as fast, keeping cross-attention's keys and values 1.42 times; "
-    "each further rung is faster, with the same tokens.",
-    find=find,
+    "each further stage is faster, with the same tokens.",
+    judge=judge,
     draw=draw,
 )
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Trains, then times the rungs side by side."""
+    """Trains, then times the stages side by side."""
     parser = EXPERIMENT.parser()
     parser.add_argument("--lines", type=positive, default=64, help="texts that are translated at a time, at most 1000")
-    parser.add_argument("--rounds", type=positive, default=5, help="of each rung")
+    parser.add_argument("--rounds", type=positive, default=5, help="of each stage")
     parser.add_argument("--steps", type=positive, default=300, help="updates of the model")
     options = parser.parse_args(arguments)
     shared = record.environment("cpu")
@@ -111,32 +97,32 @@ def main(arguments: list[str] | None = None) -> int:
     sources = [encode_pair(data.tokenizer.encode(source), []).source for source, _ in pairs]
     found: dict[str, torch.Tensor] = {}
 
-    def translate(rung: str) -> None:
-        engine, precision = RUNGS[rung]
-        found[rung] = decode(model, sources, max_new_tokens=64, engine=engine, precision=precision)
+    def translate(stage: str) -> None:
+        engine, precision = STAGES[stage]
+        found[stage] = decode(model, sources, max_new_tokens=64, engine=engine, precision=precision)
 
-    rungs = [rung for rung, (engine, _) in RUNGS.items() if engine in ENGINES]
-    if "cpp fp32" not in rungs:
-        print("the C++ extension is not built, so that its rungs are missing")
+    stages = [stage for stage, (engine, _) in STAGES.items() if engine in ENGINES]
+    if "cpp fp32" not in stages:
+        print("the C++ extension is not built, so that its stages are missing")
     timings = time_interleaved(
-        {rung: functools.partial(translate, rung) for rung in rungs}, rounds=rounds, device="cpu", seconds=120.0
+        {stage: functools.partial(translate, stage) for stage in stages}, rounds=rounds, device="cpu", seconds=120.0
     )
-    texts = {rung: [data.tokenizer.decode(row) for row in found[rung].tolist()] for rung in rungs}
+    texts = {stage: [data.tokenizer.decode(row) for row in found[stage].tolist()] for stage in stages}
     rows = []
-    for rung in rungs:
-        speed = int((found[rung] != 0).sum()) / timings[rung].p50
-        exact = sum(text == target for text, (_, target) in zip(texts[rung], pairs, strict=True)) / len(pairs)
-        same = sum(a == b for a, b in zip(texts[rung], texts[rungs[0]], strict=True)) / len(pairs)
-        print(f"{rung:>12}: {speed:>10,.0f} tokens/s, exact match {exact:.3f}, as {rungs[0]}: {same:.3f}")
+    for stage in stages:
+        speed = int((found[stage] != 0).sum()) / timings[stage].p50
+        exact = sum(text == target for text, (_, target) in zip(texts[stage], pairs, strict=True)) / len(pairs)
+        same = sum(a == b for a, b in zip(texts[stage], texts[stages[0]], strict=True)) / len(pairs)
+        print(f"{stage:>12}: {speed:>10,.0f} tokens/s, exact match {exact:.3f}, as {stages[0]}: {same:.3f}")
         rows.append(
             {
-                "provider": rung,
+                "provider": stage,
                 "shape": {"lines": len(pairs), "steps": steps, "exact_match": exact, "agreement": same},
                 "value": speed,
                 "unit": "tokens a second",
-                "ms_p50": 1e3 * timings[rung].p50,
-                "ms_p20": 1e3 * timings[rung].p20,
-                "ms_p80": 1e3 * timings[rung].p80,
+                "ms_p50": 1e3 * timings[stage].p50,
+                "ms_p20": 1e3 * timings[stage].p20,
+                "ms_p80": 1e3 * timings[stage].p80,
             }
         )
     EXPERIMENT.conclude(rows, options, shared)

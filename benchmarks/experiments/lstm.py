@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from benchmarks.experiments.drawing import draw_curves
-from benchmarks.experiments.experiment import Experiment, Finding, Row, Spread, final, positive, value
+from benchmarks.experiments.experiment import Experiment, Row, Spread, Verdict, final, has_one_seed, positive, value
 from benchmarks.experiments.learning import SMALL, learn
 from benchmarks.measure import record
 
@@ -27,31 +27,22 @@ MODELS: dict[str, dict[str, Any]] = {
 _TRIED = 20  # updates that say how long one takes
 
 
-def find(rows: Sequence[Row]) -> Finding:
+def judge(rows: Sequence[Row]) -> Verdict:
     """Supported where the Transformer is the better one in likelihood and exact match when the time is over."""
-    nll = {name: Spread.of(rows, name, final) for name in MODELS}
-    exact = {name: Spread.of(rows, name, value) for name in MODELS}
-    updates = {name: Spread.of(rows, name, lambda row: float(row["shape"]["steps"])) for name in MODELS}
-    seconds = Spread.of(rows, LSTM, lambda row: float(row["curve"]["x"][-1]))
-    figures = (
-        f"after {seconds.mean:.0f} s of CPU time the Transformer ({updates[TRANSFORMER].mean:.0f} updates) is at "
-        f"{nll[TRANSFORMER]} nats a token and an exact match of {exact[TRANSFORMER]}, the LSTM "
-        f"({updates[LSTM].mean:.0f} updates) at {nll[LSTM]} and {exact[LSTM]}"
-    )
-    if len({row["shape"]["seed"] for row in rows}) == 1:
-        return Finding("undecided", f"With a single seed, which tells nothing of the spread: {figures}.")
-    if nll[TRANSFORMER].below(nll[LSTM]) and exact[LSTM].below(exact[TRANSFORMER]):
-        return Finding("supports", f"The Transformer learns more in the same time: {figures}.")
-    if nll[LSTM].below(nll[TRANSFORMER]) and exact[TRANSFORMER].below(exact[LSTM]):
-        return Finding("contradicts", f"The LSTM learns more in the same time: {figures}.")
-    return Finding("undecided", f"Neither is ahead in all seeds and both measures: {figures}.")
+    if has_one_seed(rows):
+        return "undecided"
+    loss, other_loss = (Spread.of(rows, name, final) for name in (TRANSFORMER, LSTM))
+    exact, other_exact = (Spread.of(rows, name, value) for name in (TRANSFORMER, LSTM))
+    if loss.below(other_loss) and other_exact.below(exact):
+        return "supports"
+    return "contradicts" if other_loss.below(loss) and exact.below(other_exact) else "undecided"
 
 
 EXPERIMENT = Experiment(
     name="lstm",
     title="Transformer against LSTM with attention: validation loss over CPU time",
     claim="The Transformer reaches a better quality than recurrent models, at a fraction of their training time.",
-    find=find,
+    judge=judge,
     draw=draw_curves,
 )
 

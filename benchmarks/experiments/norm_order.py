@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from benchmarks.experiments.drawing import draw_curves
-from benchmarks.experiments.experiment import Experiment, Finding, Row, Spread, final, positive
+from benchmarks.experiments.experiment import Experiment, Row, Spread, Verdict, final, has_one_seed, positive
 from benchmarks.experiments.learning import SMALL, learn
 from benchmarks.measure import record
 
@@ -36,31 +36,18 @@ def best_rates(rows: Sequence[Row]) -> list[Row]:
     return found
 
 
-def find(rows: Sequence[Row]) -> Finding:
+def judge(rows: Sequence[Row]) -> Verdict:
     """Supported where pre-norm ends lower in all seeds, with warm-up and without."""
+    if has_one_seed(rows):
+        return "undecided"
     best = best_rates(rows)
-    rate = {row["provider"]: row["shape"]["lr"] for row in best}
-    parts, verdicts = [], []
+    verdicts = set()
     for warm_up in WARM_UPS:
-        names = [f"{order}, {warm_up}" for order in ORDERS]
-        pre, post = (Spread.of(best, name, final) for name in names)
-        verdicts.append("supports" if pre.below(post) else "contradicts" if post.below(pre) else "undecided")
-        ends = [f"{spread} (lr {rate[name]:g})" for name, spread in zip(names, (pre, post), strict=True)]
-        parts.append(f"{warm_up} pre-norm ends at a training loss of {ends[0]} and post-norm at {ends[1]}")
-    diverged = sum(bool(row["shape"]["diverged"]) for row in rows)
-    stopped = f"; {diverged} of {len(rows)} trainings diverged" if diverged else ""
-    figures = f"{'; '.join(parts)}{stopped}."
-    if len({row["shape"]["seed"] for row in rows}) == 1:
-        return Finding("undecided", f"With a single seed, which tells nothing of the spread: {figures}")
-    if set(verdicts) == {"supports"}:
-        return Finding("supports", f"Pre-norm trains to a lower loss either way: {figures}")
+        pre, post = (Spread.of(best, f"{order}, {warm_up}", final) for order in ORDERS)
+        verdicts.add("supports" if pre.below(post) else "contradicts" if post.below(pre) else "undecided")
     if "contradicts" in verdicts:
-        where = " and ".join(w for w, verdict in zip(WARM_UPS, verdicts, strict=True) if verdict == "contradicts")
-        return Finding("contradicts", f"Post-norm trains to a lower loss {where}: {figures}")
-    if "supports" in verdicts:
-        where = WARM_UPS[verdicts.index("supports")]
-        return Finding("undecided", f"Pre-norm trains to a lower loss {where} only: {figures}")
-    return Finding("undecided", f"The orders differ by less than seeds do: {figures}")
+        return "contradicts"
+    return "supports" if verdicts == {"supports"} else "undecided"
 
 
 def draw(rows: Sequence[Row], title: str, footer: str) -> Figure:
@@ -74,7 +61,7 @@ EXPERIMENT = Experiment(
     name="norm_order",
     title="Pre-norm against post-norm: training loss",
     claim="Pre-norm, as tensor2tensor has it today, trains to a visibly lower loss than the paper's post-norm.",
-    find=find,
+    judge=judge,
     draw=draw,
 )
 

@@ -8,45 +8,29 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from benchmarks.experiments.drawing import draw_curves
-from benchmarks.experiments.experiment import Experiment, Finding, Row, Spread, final, positive, value
+from benchmarks.experiments.experiment import Experiment, Row, Spread, Verdict, final, has_one_seed, positive, value
 from benchmarks.experiments.learning import SMALL, learn
 from benchmarks.measure import record
 
 LAYOUTS = {"interleaved (the paper)": "interleaved", "concatenated (tensor2tensor)": "concatenated"}
 
 
-def find(rows: Sequence[Row]) -> Finding:
+def judge(rows: Sequence[Row]) -> Verdict:
     """A slight difference where the ranges over the seeds overlap, in the likelihood and in the exact match."""
-    paper, other = LAYOUTS
-    nll = {layout: Spread.of(rows, layout, final) for layout in LAYOUTS}
-    exact = {layout: Spread.of(rows, layout, value) for layout in LAYOUTS}
-    apart = [
-        name
-        for name, spreads in (("likelihood", nll), ("exact match", exact))
-        if spreads[paper].below(spreads[other]) or spreads[other].below(spreads[paper])
-    ]
-    figures = (
-        f"interleaved positions end at {nll[paper]} nats a token and an exact match of {exact[paper]}, "
-        f"concatenated ones at {nll[other]} and {exact[other]}"
-    )
-    losses = {
-        layout: {row["shape"]["seed"]: final(row) for row in rows if row["provider"] == layout} for layout in LAYOUTS
-    }
-    seeds = losses[paper].keys()
-    lower = sum(losses[paper][seed] < losses[other][seed] for seed in seeds)
-    figures += f" (the interleaved ones have the lower loss in {lower} of {len(seeds)} seeds)"
-    if len(seeds) == 1:
-        return Finding("undecided", f"With a single seed, which tells nothing of the spread, {figures}.")
-    if apart:
-        return Finding("contradicts", f"The layouts differ in {' and '.join(apart)} beyond the seeds: {figures}.")
-    return Finding("supports", f"The ranges of the layouts over the seeds overlap: {figures}.")
+    if has_one_seed(rows):
+        return "undecided"
+    for measure in (final, value):
+        paper, other = (Spread.of(rows, layout, measure) for layout in LAYOUTS)
+        if paper.below(other) or other.below(paper):
+            return "contradicts"
+    return "supports"
 
 
 EXPERIMENT = Experiment(
     name="positions",
     title="Two layouts of the positions: validation loss",
     claim="tensor2tensor puts all sines before all cosines, a slight difference from the paper, as it says.",
-    find=find,
+    judge=judge,
     draw=draw_curves,
 )
 

@@ -33,7 +33,7 @@ class Benchmark:
     Attributes:
         name: the op's stem, or the job's name.
         suite: which of SUITES it belongs to.
-        is_ladder: all providers are ours, and are compared with the baseline alone.
+        compares_stages: all providers are ours, and are compared with the baseline alone.
         shapes: by device, "cpu" and "cuda". "threads" in a shape is how many PyTorch computes with. Where a shape has
             a dropout_p, ours is checked against its reference backend with the same seed; the others draw masks of
             their own, and are checked without.
@@ -81,7 +81,7 @@ class Benchmark:
     left_out: Callable[[str, Shape], str | None] = lambda provider, shape: None
     needs: Mapping[str, Need] = field(default_factory=dict)
     suite: str = "ops"
-    is_ladder: bool = False
+    compares_stages: bool = False
 
     @property
     def ours(self) -> str:

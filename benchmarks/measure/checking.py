@@ -103,7 +103,7 @@ def _check(
         if len(values) != len(exact):
             found.wrong[name] = f"{len(values)} tensors in place of {len(exact)}"
             continue
-        is_rival = not benchmark.is_ladder and name not in (benchmark.ours, benchmark.baseline)
+        is_rival = not benchmark.compares_stages and name not in (benchmark.ours, benchmark.baseline)
         may_err, agreement = _RIVALS_MAY_ERR if is_rival else _MAY_ERR, benchmark.agreement.get(name, 1.0)
         for index, (value, theirs, right) in enumerate(zip(values, plain, exact, strict=True)):
             if (how := difference(value, theirs, right, dtype, agreement, may_err)) is not None:

@@ -74,10 +74,10 @@ def against(row: Row) -> tuple[str, float] | None:
     return None
 
 
-def rung(row: Row) -> tuple[str, float] | None:
-    """(one of several of ours, how many times faster it is than the plainest), where a row is of a ladder."""
-    is_rung = "ours" not in row and row["provider"] not in OURS
-    if is_rung and row.get("speedup") and row.get("baseline") not in (None, row["provider"]):
+def stage(row: Row) -> tuple[str, float] | None:
+    """(one of several of ours, how many times faster it is than the plainest), where a row is of such a comparison."""
+    is_stage = "ours" not in row and row["provider"] not in OURS
+    if is_stage and row.get("speedup") and row.get("baseline") not in (None, row["provider"]):
         return row["provider"], row["speedup"]
     return None
 
@@ -93,9 +93,9 @@ def summary(rows: Sequence[Row], not_timed: Iterable[tuple[str, str]] = ()) -> s
     for suite in dict.fromkeys(row["suite"] for row in rows):
         own = [row for row in rows if row["suite"] == suite]
         lines += _ratios(f"{suite}: ours is faster than", own, against)
-        for baseline in dict.fromkeys(row["baseline"] for row in own if rung(row) is not None):
+        for baseline in dict.fromkeys(row["baseline"] for row in own if stage(row) is not None):
             same = [row for row in own if row.get("baseline") == baseline]
-            lines += _ratios(f"{suite}: faster than {baseline}", same, rung)
+            lines += _ratios(f"{suite}: faster than {baseline}", same, stage)
     losses: dict[tuple[str, str], str] = {}
     for row in rows:
         if (found := against(row)) is not None and found[1] < 1:
@@ -104,7 +104,7 @@ def summary(rows: Sequence[Row], not_timed: Iterable[tuple[str, str]] = ()) -> s
     lines += _part("Not timed", list(dict.fromkeys(f"  {which}: {why}" for which, why in not_timed)))
     absent = dict.fromkeys(f"  {row['provider']}: {row['missing']}" for row in rows if "missing" in row)
     lines += _part("Missing", list(absent))
-    shown = [is_quiet(row) for row in rows if against(row) is not None or rung(row) is not None]
+    shown = [is_quiet(row) for row in rows if against(row) is not None or stage(row) is not None]
     if False in shown:
         count, watched = shown.count(False), len(shown) - shown.count(None)
         lines += ["", f"~ {count} of {watched} ratios were disturbed or unsteady: run again when the machine is quiet"]

@@ -174,7 +174,7 @@ class _Running:
     def _ours(self, name: str) -> Ratio | None:
         """How many times faster ours is; None where all are ours."""
         benchmark = self.case.benchmark
-        return None if benchmark.is_ladder else self._timer.rounds.ratio(benchmark.ours, name)
+        return None if benchmark.compares_stages else self._timer.rounds.ratio(benchmark.ours, name)
 
     def take(self, rounds: int, seconds: float) -> None:
         """Takes a pass, on inputs that lie elsewhere than the last one's."""

@@ -99,7 +99,7 @@ FIELDS: dict[str, Field] = {
     "curve": Field(_TABLE, 'a line to draw: "x" and "y" of equal length, "x_label", "y_label"'),
     "value": Field(_NUMBER, "a single figure"),
     "unit": Field(_TEXT, "of `value`"),
-    "finding": Field(_TEXT, "what an experiment's figures say, in one sentence"),
+    "finding": Field(_TEXT, "what an experiment's figures say, in one sentence; only in older lines"),
     "verdict": Field(_TEXT, "of the sources' claim: supports, contradicts or undecided"),
     "quick": Field(_FLAG, "whether it is of a run with little time, which README and pictures don't take"),
     "sacrebleu_test2016": Field(_NUMBER, "BLEU on Multi30k's test2016"),

@@ -23,13 +23,11 @@ class Chart:
     """A picture.
 
     Attributes:
-        alt: what it shows, for who can't see it.
         command: what makes its rows.
         select: the results -> the rows that it is drawn from; none where it can't be drawn.
         draw: those -> the picture.
     """
 
-    alt: str
     command: str
     select: Callable[[Results], list[Row]]
     draw: Callable[[list[Row]], Figure]
@@ -190,7 +188,7 @@ def _plain_numbers(axes: Axes, which: str) -> None:
 
 # Decoding
 
-LADDER = ("recompute", "encode_once", "cross_cache", "kv_cache", "cpp", "cpp_bf16", "cpp_int8")
+STAGES = ("recompute", "encode_once", "cross_cache", "kv_cache", "cpp", "cpp_bf16", "cpp_int8")
 _STEPS = {
     "recompute": "recompute: everything, for each token",
     "encode_once": "encode_once: the encoder's output is kept",
@@ -202,11 +200,11 @@ _STEPS = {
 }
 
 
-def select_ladder(results: Results) -> list[Row]:
+def select_stages(results: Results) -> list[Row]:
     """Greedy decoding with the base model: the case with the most steps; of several the latest, with more threads."""
     cases: dict[str, list[Row]] = {}
     for row in results.find(was_timed, op="decoding", preset="base", num_beams=1):
-        if row["provider"] in LADDER:
+        if row["provider"] in STAGES:
             cases.setdefault(case_of(row), []).append(row)
 
     def rank(case: str) -> tuple[int, str, int, int]:
@@ -214,10 +212,10 @@ def select_ladder(results: Results) -> list[Row]:
         return len(cases[case]), row["time"], row["threads"], -row["shape"]["batch"]
 
     best = max(cases, key=rank, default="")
-    return sorted(cases.get(best, []), key=lambda row: LADDER.index(row["provider"]))
+    return sorted(cases.get(best, []), key=lambda row: STAGES.index(row["provider"]))
 
 
-def draw_ladder(rows: list[Row]) -> Figure:
+def draw_stages(rows: list[Row]) -> Figure:
     """Tokens a second of each step."""
     shape = rows[0]["shape"]
     fig = style.figure(
@@ -245,7 +243,7 @@ def select_throughput(results: Results) -> list[Row]:
     """Greedy decoding with the base model: shapes that differ in nothing but the batch, those with most batches."""
     families: dict[str, list[Row]] = {}
     for row in results.find(was_timed, op=("decoding", "decoding_batches"), preset="base", num_beams=1):
-        if row["provider"] in LADDER:
+        if row["provider"] in STAGES:
             rest = {key: value for key, value in row["shape"].items() if key not in ("batch", "threads")}
             families.setdefault(json.dumps(rest, sort_keys=True), []).append(row)
 
@@ -313,71 +311,43 @@ def _engine_color(name: str) -> str:
     return plain.get(name, style.OURS)
 
 
-def _speedups(title: str, alt: str, command: str, cases: Sequence[Case]) -> Chart:
-    return Chart(alt, command, functools.partial(select_cases, cases), functools.partial(draw_speedups, title, cases))
+def _speedups(title: str, command: str, cases: Sequence[Case]) -> Chart:
+    return Chart(command, functools.partial(select_cases, cases), functools.partial(draw_speedups, title, cases))
 
 
 _RUN = "python -m benchmarks.run --suite {} --out benchmarks/results/cpu.jsonl"
 
 CHARTS: dict[str, Chart] = {
-    "ops": _speedups(
-        "Single ops: how many times faster than the same in PyTorch",
-        "bars: how many times faster each op is than eager PyTorch, scaled_dot_product_attention and torch.compile",
-        _RUN.format("ops"), OPS,
-    ),
-    "modules": _speedups(
-        "Modules: how many times faster",
-        "bars: how many times faster modules are than the plain Transformer's, torch.nn's and torch.compile's",
-        _RUN.format("modules"), MODULES,
-    ),
-    "models": _speedups(
-        "Models: how many times faster",
-        "bars: how many times faster training steps are than the plain Transformer's and torch.compile's",
-        _RUN.format("model"), MODELS,
-    ),
-    "drop_in": _speedups(
-        "Models after fastformer.accelerate: how many times faster",
-        "bars: how many times faster BERT, GPT-2, Marian and torch.nn are after accelerate than before, or OpenVINO",
-        _RUN.format("model"), DROP_IN,
-    ),
+    "ops": _speedups("Single ops: how many times faster than the same in PyTorch", _RUN.format("ops"), OPS),
+    "modules": _speedups("Modules: how many times faster", _RUN.format("modules"), MODULES),
+    "models": _speedups("Models: how many times faster", _RUN.format("model"), MODELS),
+    "drop_in": _speedups("Models after fastformer.accelerate: how many times faster", _RUN.format("model"), DROP_IN),
     "peers": _speedups(
-        "Decoding: how many times faster than other engines on the same weights",
-        "bars: how many times faster decoding is than that of CTranslate2, llama.cpp and transformers",
-        _RUN.format("decoding"), PEERS,
+        "Decoding: how many times faster than other engines on the same weights", _RUN.format("decoding"), PEERS
     ),
-    "scaling": Chart(
-        "lines: time and peak memory over the length of a sequence, for each kind of attention and an LSTM",
-        _RUN.format("scaling"), select_scaling, draw_scaling,
-    ),
-    "decoding_ladder": Chart(
-        "bars: tokens a second from recomputing everything to the engine in C++ with int8",
-        _RUN.format("decoding"), select_ladder, draw_ladder,
-    ),
-    "decoding_throughput": Chart(
-        "lines: tokens a second over the batch, for each engine",
-        _RUN.format("decoding"), select_throughput, draw_throughput,
-    ),
+    "scaling": Chart(_RUN.format("scaling"), select_scaling, draw_scaling),
+    "decoding_ladder": Chart(_RUN.format("decoding"), select_stages, draw_stages),
+    "decoding_throughput": Chart(_RUN.format("decoding"), select_throughput, draw_throughput),
     "token_times": Chart(
-        "lines: milliseconds a token over its position, for each engine",
         "python -m benchmarks.token_times base --out benchmarks/results/token_times.jsonl",
-        select_token_times, draw_token_times,
+        select_token_times,
+        draw_token_times,
     ),
-}  # fmt: skip
+}
 
 
 def charts() -> dict[str, Chart]:
-    """All of them, those of the experiments at the end."""
+    """All of them, those of the experiments at the end, each as its own module draws it."""
     from benchmarks.experiments import EXPERIMENTS
 
-    return CHARTS | {f"experiment_{name}": _experiment(name, about) for name, about in EXPERIMENTS.items()}
+    return CHARTS | {f"experiment_{name}": _experiment(name) for name in EXPERIMENTS}
 
 
-def _experiment(name: str, about: str) -> Chart:
-    """The last run of an experiment, as its own module draws it."""
+def _experiment(name: str) -> Chart:
+    """The last run of an experiment."""
     from benchmarks.experiments.experiment import last_run, load
 
     return Chart(
-        about,
         f"python -m benchmarks.experiments.{name} --out benchmarks/results/experiments.jsonl",
         lambda results: last_run(results.find(suite="experiments"), name),
         lambda rows: load(name).figure(rows),

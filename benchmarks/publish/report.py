@@ -2,15 +2,15 @@
 
     python -m benchmarks.report [--results DIR] [--out build/report.html]
 
-The page holds, of each case, its latest run (`benchmarks.publish.latest`), and adapts to light and dark.
+The page holds the latest run of each case (`benchmarks.publish.latest`), and adapts to light and dark.
 """
 
 from __future__ import annotations
 
 import argparse
-import html
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -34,58 +34,36 @@ _PICTURES = {
 }
 _DISTURBED = 0.2  # a share of disturbed turns that is worth a mark
 _STYLE = """
-:root { color-scheme: light dark; --ink: #24292f; --page: #ffffff; --line: #d0d7de; --soft: #f6f8fa; --ours: #b34f00;
-        --warn: #9a6700 }
-@media (prefers-color-scheme: dark) {
-  :root { --ink: #d8dee4; --page: #0d1117; --line: #30363d; --soft: #161b22; --ours: #f0883e; --warn: #d29922 }
-}
+:root { color-scheme: light dark; --ink: #24292f; --page: #ffffff; --line: #d0d7de; --ours: #b34f00 }
+@media (prefers-color-scheme: dark) { :root { --ink: #d8dee4; --page: #0d1117; --line: #30363d; --ours: #f0883e } }
 body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--page); max-width: 1100px;
        margin: 2em auto; padding: 0 1em }
-h2 { border-bottom: 1px solid var(--line); padding-bottom: .2em; margin-top: 2em }
 table { border-collapse: collapse; font-size: 13px; font-variant-numeric: tabular-nums; margin: .6em 0 1.4em }
 th, td { padding: .2em .7em; border-bottom: 1px solid var(--line); text-align: right; vertical-align: top }
-th { background: var(--soft) }
-th:first-child, td:first-child, td.text, th.text { text-align: left }
+th:first-child, td:first-child, table.text * { text-align: left }
 tr.case td { font-weight: 600; padding-top: .8em }
-.scroll { overflow-x: auto }
-.ours td:first-child { color: var(--ours); font-weight: 600 }
-.warn { color: var(--warn) }
-.bar { display: inline-block; height: .7em; background: currentColor; opacity: .45; margin-left: .5em }
+tr.ours td:first-child { color: var(--ours); font-weight: 600 }
 svg { max-width: 100%; height: auto; margin: 1em 0 }
-code { background: var(--soft); padding: .1em .3em; overflow-wrap: anywhere }
 summary { cursor: pointer; font-size: 1.1em; font-weight: 600; margin-top: 1em }
 """
-_HEAD = (
-    ("provider", "text"),
-    ("times faster", ""),
-    ("ms, median", ""),
-    ("20 % to 80 %", ""),
-    ("tokens/s", ""),
-    ("rate", ""),
-    ("roofline", ""),
-    ("peak MiB", ""),
-    ("ran on", "text"),
-    ("turns", "text"),
-)
+_HEAD = ("provider", "times faster", "ms, median", "20 % to 80 %", "tokens/s", "rate", "roofline", "peak MiB", "ran on",
+         "turns")  # fmt: skip
 
 
 def page(results: Results) -> str:
     """The whole of it."""
-    parts = [f"<h1>fastformer: what was measured</h1>{_machines(results.rows)}{_contents(results)}", _losses(results)]
+    parts = [f"<h1>fastformer: what was measured</h1>{_machines(results.rows)}", _losses(results)]
     for suite in SUITES:
-        if suite == "experiments":
-            continue
         rows = [row for row in results.rows if row.get("suite") == suite]
         pictures = "".join(_picture(name, results) for name in _PICTURES.get(suite, ()))
-        if rows or pictures:
+        if suite != "experiments" and (rows or pictures):
             tables = "".join(_op(op, own) for op, own in _by(rows, "op").items())
             parts.append(f'<h2 id="{suite}">{suite}</h2>{pictures}{tables}')
-    parts.append(_experiments(results))
-    parts.append(_commands(results))
+    parts += [_experiments(results), _commands(results)]
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>fastformer: what was measured</title>'
         f'<meta name="viewport" content="width=device-width"><style>{_STYLE}</style></head><body>\n'
-        + "\n".join(part for part in parts if part)
+        + "\n".join(parts)
         + "\n</body></html>\n"
     )
 
@@ -97,150 +75,97 @@ def _by(rows: Iterable[Row], field: str) -> dict[Any, list[Row]]:
     return groups
 
 
-def _text(value: object) -> str:
-    return html.escape(str(value))
+def _table(head: Iterable[str], lines: Iterable[str], kind: str = "") -> str:
+    heads = "".join(f"<th>{escape(name)}</th>" for name in head)
+    return f'<table class="{kind}"><thead><tr>{heads}</tr></thead><tbody>{"".join(lines)}</tbody></table>'
 
 
-def _table(head: Iterable[tuple[str, str]], lines: Iterable[str]) -> str:
-    heads = "".join(f'<th class="{kind}">{_text(name)}</th>' for name, kind in head)
-    body = f"<thead><tr>{heads}</tr></thead><tbody>{''.join(lines)}</tbody>"
-    return f'<div class="scroll"><table>{body}</table></div>'
+def _line(cells: Iterable[object], kind: str = "") -> str:
+    return f'<tr class="{kind}">' + "".join(f"<td>{escape(str(cell))}</td>" for cell in cells) + "</tr>"
 
 
 def _machines(rows: Iterable[Row]) -> str:
-    """Each machine with its software, and the commits that ran there."""
+    """Each machine with its software, and the commits that ran there, with their last day."""
     fields = ("device", "capability", "cores", "torch", "triton", "python")
     found: dict[tuple[str, ...], dict[str, str]] = {}
     for row in rows:
-        commits = found.setdefault(tuple(_text(row.get(field, "")) for field in fields), {})
-        day = (row.get("time") or "")[:10]
-        name = _text(row.get("commit", "")) + (" with changes" if row.get("dirty") else "")
-        commits[name] = max(day, commits.get(name, ""))
-    lines = []
-    for machine, commits in found.items():
-        shown = ", ".join(
-            f"{name} ({day})" if day else name for name, day in sorted(commits.items(), key=lambda c: c[1])
-        )
-        lines.append("<tr>" + "".join(f'<td class="text">{cell}</td>' for cell in (*machine, shown)) + "</tr>")
-    if not lines:
+        commits = found.setdefault(tuple(str(row.get(field) or "") for field in fields), {})
+        name = str(row.get("commit", "")) + (" with changes" if row.get("dirty") else "")
+        commits[name] = max((row.get("time") or "")[:10], commits.get(name, ""))
+    if not found:
         return "<p>Nothing was measured: no file of results has a line.</p>"
-    return _table([(name, "text") for name in (*fields, "commits")], lines)
-
-
-def _contents(results: Results) -> str:
-    suites = [suite for suite in SUITES if any(row.get("suite") == suite for row in results.rows)]
-    links = "".join(f'<li><a href="#{suite}">{suite}</a></li>' for suite in suites)
-    return (
-        f'<ul><li><a href="#losses">where ours is slower</a></li>{links}<li><a href="#commands">commands</a></li></ul>'
+    lines = (
+        _line([*machine, ", ".join(f"{name} ({day})" for name, day in sorted(commits.items(), key=lambda c: c[1]))])
+        for machine, commits in found.items()
     )
+    return _table([*fields, "commits"], lines, "text")
 
 
 def _picture(name: str, results: Results) -> str:
-    """Inline, without what would be there twice on one page; nothing where its rows are missing."""
+    """Inline, without the ids and metadata that would be there twice on one page."""
     chart = charts()[name]
     rows = chart.select(results)
     if not rows:
-        return f"<p>No picture {_text(name)}: its rows come from <code>{_text(chart.command)}</code>.</p>"
-    return _inline(svg(chart.draw(rows), rows))
-
-
-def _inline(text: str) -> str:
-    body = text[text.index("<svg") :]
-    body = re.sub(r"<metadata>.*?</metadata>\n", "", body)
-    return re.sub(r'<g id="[^"]*">', "<g>", body)
+        return f"<p>No picture {escape(name)}: its rows come from <code>{escape(chart.command)}</code>.</p>"
+    text = svg(chart.draw(rows), rows)
+    return re.sub(r'<g id="[^"]*">', "<g>", re.sub(r"<metadata>.*?</metadata>\n", "", text[text.index("<svg") :]))
 
 
 def _op(op: str, rows: list[Row]) -> str:
-    """All cases of an op as one table; lines that are about no time stand in none."""
+    """All cases of an op as one table, and what of it is not installed; lines that are about no time stand in none."""
     cases: dict[str, list[Row]] = {}
-    for row in rows:
-        if was_timed(row) or "missing" in row:
-            cases.setdefault(case_of(row), []).append(row)
+    for row in filter(was_timed, rows):
+        cases.setdefault(case_of(row), []).append(row)
     lines = []
     for own in cases.values():
-        if any(map(was_timed, own)):
-            lines.append(f'<tr class="case"><td class="text" colspan="{len(_HEAD)}">{_text(_title(own[0]))}</td></tr>')
-            lines += [_line(row, own) for row in own]
-    absent = {(row["provider"], row["missing"]): None for row in rows if "missing" in row}  # each once
-    missing = "".join(f"<li>{_text(name_of(name))}: {_text(how)}</li>" for name, how in absent)
-    if not lines and not missing:
+        lines.append(f'<tr class="case"><td colspan="{len(_HEAD)}">{escape(_title(own[0]))}</td></tr>')
+        lines += [_line(_cells(row), "ours" * (is_ours(row["provider"]) and row["provider"] != "read")) for row in own]
+    absent = dict.fromkeys(f"{name_of(row['provider'])}: {row['missing']}" for row in rows if "missing" in row)
+    if not lines and not absent:
         return ""
-    table = _table(_HEAD, lines) if lines else ""
-    not_there = f"<p>Not there:</p><ul>{missing}</ul>" if missing else ""
-    return f"<details open><summary>{_text(op)}</summary>{table}{not_there}</details>"
+    missing = "".join(f"<li>{escape(each)}</li>" for each in absent)
+    return (
+        f"<details open><summary>{escape(op)}</summary>{_table(_HEAD, lines) if lines else ''}"
+        + (f"<p>Not there:</p><ul>{missing}</ul>" if missing else "")
+        + "</details>"
+    )
 
 
 def _title(row: Row) -> str:
     """What a case is."""
     words = [row.get(field) for field in ("model", "mode", "dtype", "data")]
     words += [f"{name} {value}" for name, value in row.get("shape", {}).items()]
-    threads = row.get("threads")
-    if threads and row.get("op") != "peers":
-        words.append(f"{threads} thread{'s' * (threads > 1)}")
+    if row.get("threads") and row.get("op") != "peers":
+        words.append(f"threads {row['threads']}")
     return ", ".join(str(word) for word in words if word not in (None, ""))
-
-
-def _line(row: Row, case: list[Row]) -> str:
-    """One provider of a case."""
-    name = _name(row)
-    ours = " class='ours'" if is_ours(row["provider"]) and row["provider"] != "read" else ""
-    if "missing" in row:
-        why = f'<td class="text" colspan="{len(_HEAD) - 1}">{_text(row["missing"])}</td>'
-        return f'<tr{ours}><td class="text">{_text(name)}</td>{why}</tr>'
-    most = max((other.get("speedup") or 0 for other in case), default=0) or 1
-    speedup, spread = row.get("speedup"), ""
-    if row.get("ms_p20") is not None:
-        spread = f"{_short(row['ms_p20'])} to {_short(row['ms_p80'])}"
-    cells = [
-        ""
-        if speedup is None
-        else f'{two_digits(speedup)}<span class="bar" style="width:{60 * speedup / most:.0f}px"></span>',
-        _short(row.get("ms_p50")),
-        spread,
-        "" if not row.get("tokens_s") else f"{row['tokens_s']:,.0f}",
-        _rate(row),
-        _roofline(row),
-        "" if row.get("peak_mib") is None else f"{row['peak_mib']:,.0f}",
-    ]
-    backends = ", ".join(sorted(set((row.get("backends") or {}).values())))
-    right = "".join(f"<td>{cell}</td>" for cell in cells)
-    return (
-        f'<tr{ours}><td class="text">{_text(name)}</td>{right}<td class="text">{_text(backends)}</td>'
-        f'<td class="text">{_turns(row)}</td></tr>'
-    )
 
 
 def _name(row: Row) -> str:
     return " ".join(str(part) for part in (row["provider"], row.get("precision")) if part)
 
 
-def _short(ms: float | None) -> str:
-    return "" if ms is None else f"{ms:,.0f}" if ms >= 1000 else f"{ms:.3g}"
+def _short(ms: float) -> str:
+    return f"{ms:,.0f}" if ms >= 1000 else f"{ms:.3g}"
 
 
-def _rate(row: Mapping[str, Any]) -> str:
+def _cells(row: Row) -> Iterator[str]:
+    """One provider of a case: `_HEAD`, "" where a line doesn't say."""
+    yield _name(row)
+    yield "" if row.get("speedup") is None else two_digits(row["speedup"])
+    yield "" if row.get("ms_p50") is None else _short(row["ms_p50"])
+    yield "" if row.get("ms_p20") is None else f"{_short(row['ms_p20'])} to {_short(row['ms_p80'])}"
+    yield f"{row['tokens_s']:,.0f}" if row.get("tokens_s") else ""
     if row.get("tflop_s"):
-        return f"{1e3 * row['tflop_s']:,.0f} GFLOP/s"
-    return f"{row['gb_s']:.1f} GB/s" if row.get("gb_s") else ""
-
-
-def _roofline(row: Mapping[str, Any]) -> str:
-    """The share of what the machine can do, and what bounds it."""
-    share = row.get("share")
-    if share is None and row.get("floor_ms") and row.get("ms_p50"):
-        share = row["floor_ms"] / row["ms_p50"]
-    return "" if share is None else f"{100 * share:.0f} %" + (f" of {row['bound']}" if row.get("bound") else "")
-
-
-def _turns(row: Mapping[str, Any]) -> str:
-    """How many, and whether something else was at work."""
-    rounds, disturbed = row.get("rounds"), row.get("disturbed")
-    text = "" if rounds is None else str(rounds)
-    if (why := doubt(row)) is not None:
-        text += f' <span class="warn">{why}</span>'
-    elif disturbed is not None and disturbed >= _DISTURBED:
-        text += f' <span class="warn">{100 * disturbed:.0f} % disturbed</span>'
-    return text
+        yield f"{1e3 * row['tflop_s']:,.0f} GFLOP/s"
+    else:
+        yield f"{row['gb_s']:.1f} GB/s" if row.get("gb_s") else ""
+    bound = f" of {row['bound']}" if row.get("bound") else ""
+    yield "" if row.get("share") is None else f"{100 * row['share']:.0f} %{bound}"
+    yield "" if row.get("peak_mib") is None else f"{row['peak_mib']:,.0f}"
+    yield ", ".join(sorted(set((row.get("backends") or {}).values())))
+    turns, disturbed = str(row.get("rounds", "")), row.get("disturbed") or 0.0
+    why = doubt(row) or (f"{100 * disturbed:.0f} % disturbed" if disturbed >= _DISTURBED else "")
+    yield f"{turns} {why}".strip()
 
 
 def slower(results: Results) -> Iterator[tuple[float, Row, Row]]:
@@ -250,9 +175,7 @@ def slower(results: Results) -> Iterator[tuple[float, Row, Row]]:
         if row.get("suite") != "scaling":  # there providers do different things
             cases.setdefault(case_of(row), []).append(row)
     for rows in cases.values():
-        for ours in rows:
-            if ours["provider"] not in ("fastformer", "accelerated"):
-                continue
+        for ours in (row for row in rows if row["provider"] in ("fastformer", "accelerated")):
             for rival in rows:
                 if is_ours(rival["provider"]) or rival.get("precision") != ours.get("precision"):
                     continue
@@ -267,46 +190,36 @@ def slower(results: Results) -> Iterator[tuple[float, Row, Row]]:
 def _losses(results: Results) -> str:
     """Where ours is slower, worst first."""
     lines = [
-        f'<tr><td class="text">{_text(ours["op"])}: {_text(_title(ours))}</td>'
-        f'<td class="text">{_text(_name(ours))}</td>'
-        f'<td>{two_digits(ratio)}</td><td class="text">{_text(name_of(rival["provider"]))}</td></tr>'
+        _line([f"{ours['op']}: {_title(ours)}", _name(ours), two_digits(ratio), name_of(rival["provider"])])
         for ratio, ours, rival in sorted(slower(results), key=lambda each: each[0])
     ]
-    head = (("case", "text"), ("ours", "text"), ("of the speed of", ""), ("", "text"))
-    body = _table(head, lines) if lines else "<p>Nowhere.</p>"
+    body = _table(("case", "ours", "of the speed of", ""), lines) if lines else "<p>Nowhere.</p>"
     return f'<h2 id="losses">Where ours is slower</h2>{body}'
 
 
 def _experiments(results: Results) -> str:
-    """Claims, findings and pictures."""
-    parts = []
+    """Claims, verdicts and pictures."""
+    parts = ['<h2 id="experiments">What the sources say, tried</h2>']
     for name, about in EXPERIMENTS.items():
         rows = last_run(results.find(suite="experiments"), name)
-        parts.append(f"<h3>{_text(about)}</h3>")
+        parts.append(f"<h3>{escape(about)}</h3>")
         if not rows:
-            parts.append(f"<p>Not measured: <code>python -m benchmarks.experiments.{_text(name)}</code></p>")
+            parts.append(f"<p>Not measured: <code>python -m benchmarks.experiments.{escape(name)}</code></p>")
             continue
-        parts.append(
-            f"<p>The sources: {_text(load(name).claim)}</p><p><b>{_text(rows[0]['verdict'])}</b>: "
-            f"{_text(rows[0]['finding'])}</p>{_picture(f'experiment_{name}', results)}"
-        )
-    return f'<h2 id="experiments">What the sources say, tried</h2>{"".join(parts)}'
+        parts.append(f"<p>The sources: {escape(load(name).claim)}</p><p><b>{escape(rows[0]['verdict'])}</b></p>")
+        parts.append(_picture(f"experiment_{name}", results))
+    return "".join(parts)
 
 
 def _commands(results: Results) -> str:
     """Each command with what it measured."""
-    lines = []
-    for command, rows in _by(results.rows, "command").items():
-        ops = ", ".join(dict.fromkeys(str(row.get("op")) for row in rows))
-        cells = (
-            f"<code>{_text(command)}</code>",
-            _text(ops),
-            _text(rows[-1].get("commit", "")),
-            _text(rows[-1].get("time") or ""),
-        )
-        lines.append("<tr>" + "".join(f'<td class="text">{cell}</td>' for cell in cells) + "</tr>")
-    head = [(name, "text") for name in ("command", "measured", "commit", "time")]
-    return f'<h2 id="commands">Commands</h2>{_table(head, lines)}' if lines else ""
+    lines = [
+        _line([command, ", ".join(dict.fromkeys(str(row.get("op")) for row in rows)), rows[-1].get("commit", ""),
+               rows[-1].get("time") or ""])
+        for command, rows in _by(results.rows, "command").items()
+    ]  # fmt: skip
+    table = _table(("command", "measured", "commit", "time"), lines, "text")
+    return f'<h2 id="commands">Commands</h2>{table}' if lines else ""
 
 
 def main(arguments: list[str] | None = None) -> int:

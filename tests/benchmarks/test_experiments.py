@@ -1,10 +1,9 @@
-"""Experiments: the finding is what the figures say, curves are those of the training, the page is that of the rows."""
+"""Experiments: the verdict is what the figures say, and curves are those of the training."""
 
 from __future__ import annotations
 
 import argparse
 import importlib
-import json
 import re
 import signal
 from pathlib import Path
@@ -29,10 +28,9 @@ from benchmarks.experiments import (
     positions,
 )
 from benchmarks.experiments.drawing import mean_curve
-from benchmarks.experiments.experiment import RESULTS, Finding, Spread, final, last_run, load
+from benchmarks.experiments.experiment import RESULTS, Spread, final, last_run, load
 from benchmarks.experiments.learning import Curve, learn
 from benchmarks.measure import record
-from benchmarks.publish import style
 from fastformer.data.batching import padding_ratio
 
 FOLDER = Path(learning.__file__).parent
@@ -78,149 +76,97 @@ def test_there_is_a_line_for_each_module():
         assert callable(importlib.import_module(f"benchmarks.experiments.{name}").main)
 
 
-# Findings
+# Verdicts
+
+LOW, HIGH, WIDE = [0.1, 0.2], [0.3, 0.4], [0.0, 0.5]
 
 
 def test_a_spread_is_below_only_with_all_of_its_values():
     rows = lines({"a": [1.0, 2.0], "b": [2.5, 3.0], "c": [1.9, 9.0]})
     a, b, c = (Spread.of(rows, name, final) for name in "abc")
-    assert (a.mean, a.low, a.high, str(a)) == (1.5, 1.0, 2.0, "1.5 (1 to 2)")
+    assert (a.mean, a.low, a.high) == (1.5, 1.0, 2.0)
     assert a.below(b) and not b.below(a) and not a.below(c) and not a.below(a)
 
 
-def test_positions_are_equal_where_seeds_differ_more():
-    paper, other = positions.LAYOUTS
-    exact = {paper: [0.9, 0.8], other: [0.85, 0.95]}
-    same = positions.find(lines({paper: [0.1, 0.2], other: [0.15, 0.25]}, exact))
-    assert same.verdict == "supports" and "0.15 (0.1 to 0.2)" in same.sentence and "in 2 of 2 seeds" in same.sentence
-    apart = positions.find(lines({paper: [0.1, 0.2], other: [0.3, 0.4]}, exact))
-    assert apart.verdict == "contradicts" and "differ in likelihood beyond" in apart.sentence
-    exact[other] = [0.5, 0.6]
-    assert (
-        "in likelihood and exact match" in positions.find(lines({paper: [0.1, 0.2], other: [0.3, 0.4]}, exact)).sentence
-    )
-    assert positions.find(lines({paper: [0.1], other: [0.3]})).verdict == "undecided"  # one seed has no spread
+@pytest.mark.parametrize(
+    ("module", "losses", "exact", "verdict"),
+    [
+        (positions, (LOW, WIDE), (LOW, LOW), "supports"),
+        (positions, (LOW, HIGH), (LOW, LOW), "contradicts"),
+        (positions, (LOW, LOW), (HIGH, LOW), "contradicts"),
+        (positions, ([0.1], [0.3]), ([0.5], [0.5]), "undecided"),  # one seed has no spread
+        (label_smoothing, (LOW, HIGH), (LOW, HIGH), "supports"),
+        (label_smoothing, (HIGH, LOW), (LOW, HIGH), "contradicts"),
+        (label_smoothing, (LOW, HIGH), (HIGH, LOW), "contradicts"),
+        (label_smoothing, (LOW, HIGH), (LOW, WIDE), "undecided"),
+        (label_smoothing, ([1.0], [2.0]), ([0.5], [0.6]), "undecided"),
+        (lstm, (LOW, HIGH), (HIGH, LOW), "supports"),
+        (lstm, (HIGH, LOW), (LOW, HIGH), "contradicts"),
+        (lstm, (LOW, HIGH), (LOW, LOW), "undecided"),
+        (lstm, ([0.1], [0.3]), ([0.3], [0.1]), "undecided"),
+    ],
+)
+def test_two_kinds_are_apart_where_all_seeds_are(module, losses, exact, verdict):
+    names = {positions: positions.LAYOUTS, label_smoothing: label_smoothing.SMOOTHING, lstm: lstm.MODELS}[module]
+    assert module.judge(lines(dict(zip(names, losses, strict=True)), dict(zip(names, exact, strict=True)))) == verdict
 
 
-def test_label_smoothing_has_two_halves():
-    plain, smooth = label_smoothing.SMOOTHING
-
-    def found(nll, exact) -> Finding:
-        return label_smoothing.find(
-            lines(dict(zip((plain, smooth), nll, strict=True)), dict(zip((plain, smooth), exact, strict=True)))
-        )
-
-    worse, better = ([1.0, 1.1], [1.2, 1.3]), ([0.5, 0.6], [0.7, 0.8])
-    assert found(worse, better) == Finding(
-        "supports",
-        "Smoothing worsens the likelihood, from 1.05 (1 to 1.1) to 1.25 (1.2 to 1.3) nats a token, and improves the "
-        "exact match, from 0.55 (0.5 to 0.6) to 0.75 (0.7 to 0.8).",
-    )
-    assert (
-        found(worse[::-1], better).verdict == "contradicts"
-        and "improves the likelihood" in found(worse[::-1], better).sentence
-    )
-    assert (
-        found(worse, better[::-1]).verdict == "contradicts"
-        and "worsens the exact match" in found(worse, better[::-1]).sentence
-    )
-    assert found(worse, ([0.5, 0.8], [0.6, 0.7])).verdict == "undecided"
-    assert found(([1.0], [2.0]), ([0.5], [0.6])).verdict == "undecided"
+def norm_rows(pre, post, pre_without, post_without, lr=1e-3):
+    names = [f"{order}, {warm_up}" for warm_up in norm_order.WARM_UPS for order in norm_order.ORDERS]
+    return lines(dict(zip(names, (pre, post, pre_without, post_without), strict=True)), lr=lr, diverged=False)
 
 
-def norm_rows(pre, post, pre_without, post_without, **shape):
-    names = (
-        "pre-norm, with warm-up",
-        "post-norm, with warm-up",
-        "pre-norm, without warm-up",
-        "post-norm, without warm-up",
-    )
-    shape = {"lr": 1e-3, "diverged": False} | shape
-    return lines(dict(zip(names, (pre, post, pre_without, post_without), strict=True)), **shape)
-
-
-def test_norm_order_is_decided_with_and_without_warm_up():
-    low, high = [0.1, 0.2], [0.3, 0.4]
-    assert norm_order.find(norm_rows(low, high, low, high)).verdict == "supports"
-    for rows, where in (
-        (norm_rows(high, low, low, high), "lower loss with warm-up:"),
-        (norm_rows(low, high, high, low), "lower loss without warm-up:"),
-        (norm_rows(high, low, high, low), "lower loss with warm-up and without warm-up:"),
-    ):
-        found = norm_order.find(rows)
-        assert found.verdict == "contradicts" and where in found.sentence
-    half = norm_order.find(norm_rows(low, low, low, high))
-    assert half.verdict == "undecided" and "without warm-up only" in half.sentence
-    assert norm_order.find(norm_rows(low, low, low, low)).verdict == "undecided"
-    assert norm_order.find(norm_rows(low[:1], high[:1], low[:1], high[:1])).verdict == "undecided"
+@pytest.mark.parametrize(
+    ("ends", "verdict"),
+    [
+        ((LOW, HIGH, LOW, HIGH), "supports"),
+        ((HIGH, LOW, LOW, HIGH), "contradicts"),
+        ((LOW, HIGH, HIGH, LOW), "contradicts"),
+        ((LOW, LOW, LOW, HIGH), "undecided"),
+        ((LOW, LOW, LOW, LOW), "undecided"),
+        ((LOW[:1], HIGH[:1], LOW[:1], HIGH[:1]), "undecided"),
+    ],
+)
+def test_norm_order_is_decided_with_and_without_warm_up(ends, verdict):
+    assert norm_order.judge(norm_rows(*ends)) == verdict
 
 
 def test_norm_order_takes_the_better_rate_of_each():
-    """Else the finding would be about a rate that does not suit one of them."""
+    """Else the verdict would be about a rate that does not suit one of them."""
     fast = norm_rows([0.1, 0.2], [3.0, 3.1], [0.1, 0.2], [3.0, 3.1], lr=3e-3)
-    slow = norm_rows([0.5, 0.6], [0.3, 0.4], [0.5, 0.6], [0.05, 0.06], lr=1e-3)
+    slow = norm_rows([0.5, 0.6], [0.3, 0.4], [0.5, 0.6], [0.05, 0.06])
     best = norm_order.best_rates([*slow, *fast])
     assert {(row["provider"][:4], row["shape"]["lr"]) for row in best} == {("pre-", 3e-3), ("post", 1e-3)}
-    found = norm_order.find([*slow, *fast])
-    assert found.verdict == "contradicts" and "0.35 (0.3 to 0.4) (lr 0.001)" in found.sentence
-    lost = norm_rows([0.5, 0.6], [0.3, 0.4], [0.5, 0.6], [0.05, 0.06], lr=1e-3, diverged=True)
-    kept = norm_order.find([*lost, *fast])
-    assert kept.verdict == "supports" and "8 of 16 trainings diverged" in kept.sentence
+    assert norm_order.judge([*slow, *fast]) == "contradicts"
+    for row in slow:
+        row["shape"]["diverged"] = True  # what diverged has no end
+    assert norm_order.judge([*slow, *fast]) == "supports"
 
 
-def test_the_lstm_is_compared_when_the_time_is_over():
-    names = (lstm.TRANSFORMER, lstm.LSTM)
-
-    def found(nll, exact) -> Finding:
-        return lstm.find(lines(dict(zip(names, nll, strict=True)), dict(zip(names, exact, strict=True)), steps=70))
-
-    low, high = [0.1, 0.2], [0.3, 0.4]
-    assert found((low, high), (high, low)).verdict == "supports"
-    assert found((high, low), (low, high)).verdict == "contradicts"
-    assert found((low, high), (low, low)).verdict == "undecided"
-    assert found(([0.1], [0.3]), ([0.3], [0.1])).verdict == "undecided"
-    assert "after 2 s of CPU time" in found((low, high), (high, low)).sentence
-
-
-def rungs(speeds, agreement=1.0):
-    same = {"cpp fp32": agreement}
-    return [
-        {"provider": name, "value": speed, "shape": {"exact_match": 0.9, "agreement": same.get(name, 1.0)}}
-        for name, speed in zip(ladder.RUNGS, speeds, strict=True)
+@pytest.mark.parametrize(
+    ("speeds", "agreement", "verdict"),
+    [
+        ([100, 140, 200, 400, 4000, 5000, 4500], 1.0, "supports"),
+        ([100, 110, 120, 400, 4000, 5000, 6000], 1.0, "undecided"),  # less than the notes say
+        ([100, 140, 200, 190, 4000, 5000, 6000], 1.0, "contradicts"),
+        ([100, 140, 200, 400, 4000, 5000, 6000], 0.99, "contradicts"),  # other tokens in fp32
+    ],
+)
+def test_each_stage_is_held_against_the_one_below(speeds, agreement, verdict):
+    rows = [
+        {"provider": name, "value": speed, "shape": {"agreement": agreement if name == "cpp fp32" else 1.0}}
+        for name, speed in zip(ladder.STAGES, speeds, strict=True)
     ]
+    assert ladder.judge(rows) == verdict
 
 
-def test_each_rung_is_held_against_the_one_below():
-    found = ladder.find(rungs([100, 140, 200, 400, 4000, 5000, 4500]))
-    assert found.verdict == "supports"
-    assert (
-        "encode_once 1.40x (the notes: 1.33x), cross_cache 1.43x (the notes: 1.42x), kv_cache 2.00x" in found.sentence
-    )
-    assert "cpp int8 is 45 times as fast as recompute" in found.sentence
-    assert ladder.find(rungs([100, 110, 120, 400, 4000, 5000, 6000])).verdict == "undecided"  # less than the notes say
-    slower = ladder.find(rungs([100, 140, 200, 190, 4000, 5000, 6000]))
-    assert slower.verdict == "contradicts" and "(kv_cache)" in slower.sentence
-    other = ladder.find(rungs([100, 140, 200, 400, 4000, 5000, 6000], agreement=0.99))
-    assert other.verdict == "contradicts" and "cpp fp32 says other tokens than recompute" in other.sentence
-
-
-def epochs(seconds, ratios=(0.6, 0.1, 0.05, 0.0)):
-    names = ("random", "bucketed, pools of 1024", "bucketed", "packed")
-    return [
+@pytest.mark.parametrize(("random", "verdict"), [(250.0, "supports"), (150.0, "contradicts"), (101.0, "contradicts")])
+def test_padding_is_held_against_its_slots(random, verdict):
+    rows = [
         {"provider": name, "value": value, "shape": {"padding": ratio}}
-        for name, value, ratio in zip(names, seconds, ratios, strict=True)
+        for name, value, ratio in (("random", random, 0.6), ("bucketed", 100.0, 0.05), ("packed", 95.0, 0.0))
     ]
-
-
-def test_padding_is_held_against_its_slots():
-    found = padding.find(epochs((250.0, 110.0, 100.0, 95.0)))
-    assert (
-        found.verdict == "supports"
-        and "2.50 times as long" in found.sentence
-        and "2.37 times the slots" in found.sentence
-    )
-    assert padding.find(epochs((150.0, 110.0, 100.0, 95.0))).verdict == "contradicts"
-    assert "next to nothing" in padding.find(epochs((101.0, 100.0, 100.0, 99.0))).sentence
+    assert padding.judge(rows) == verdict
 
 
 # What is measured
@@ -319,8 +265,9 @@ def test_trainings_become_rows_and_a_picture(module, monkeypatch, tmp_path, caps
     assert last_run(rows, name) == rows and {row["shape"]["seed"] for row in rows} == {0, 1}
     for row in rows:
         record.check(row)
-        assert row["finding"] == module.find(rows).sentence and "quick" not in row
-    assert rows[0]["finding"] in capsys.readouterr().out
+        assert row["verdict"] == module.judge(rows) and "quick" not in row
+    printed = capsys.readouterr().out
+    assert rows[0]["verdict"] in printed and all(row["provider"] in printed for row in rows)
 
 
 def test_padding_runs(monkeypatch, tmp_path):
@@ -353,7 +300,7 @@ def test_the_ladder_runs(monkeypatch, few_numbers, tmp_path):
     out, drawn = tmp_path / "rows.jsonl", tmp_path / "drawn.svg"
     assert ladder.main(["--quick", "--lines", "3", "--out", str(out), "--picture", str(drawn)]) == 0
     rows = record.read(out)
-    assert [row["provider"] for row in rows] == [r for r, (engine, _) in ladder.RUNGS.items() if engine in ENGINES]
+    assert [row["provider"] for row in rows] == [r for r, (engine, _) in ladder.STAGES.items() if engine in ENGINES]
     for row in rows:
         record.check(row)
         assert row["provider"] in ladder.ROUNDED or row["shape"]["agreement"] == 1
@@ -377,21 +324,12 @@ def test_bad_arguments_are_named(module, arguments, message, capsys):
 
 # What is recorded
 
-ROWS = record.read(RESULTS) if RESULTS.is_file() else []
 
-
-@pytest.mark.parametrize("name", [name for name in EXPERIMENTS if last_run(ROWS, name)])
-def test_a_recorded_finding_is_that_of_its_figures(name):
-    rows = last_run(ROWS, name)
-    found = load(name).find(rows)
-    assert {(row["verdict"], row["finding"]) for row in rows} == {(found.verdict, found.sentence)}
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_a_recorded_verdict_is_that_of_its_figures(name):
+    rows = last_run(record.read(RESULTS), name)
+    assert rows and {row["verdict"] for row in rows} == {load(name).judge(rows)}
     assert not any(row.get("quick") or row["dirty"] for row in rows)
-    drawn = style.stamp_of((style.PICTURES / f"{__main__.picture(name)}.svg").read_text(encoding="utf-8"))
-    assert drawn.rows == style.digest(rows), "draw it again: python -m benchmarks.experiments --write"
-
-
-def test_the_page_is_that_of_the_rows():
-    assert __main__.PAGE.read_text(encoding="utf-8") == __main__.page(ROWS)
 
 
 def test_the_last_run_counts():
@@ -404,19 +342,7 @@ def test_the_last_run_counts():
     assert last_run(rows, "a") == [rows[1], rows[3]] and last_run(rows, "c") == []
 
 
-def test_the_list_and_the_page(monkeypatch, tmp_path, capsys):
-    pytest.importorskip("matplotlib", reason="not installed: pip install matplotlib")
-    monkeypatch.setattr(__main__, "PAGE", tmp_path / "README.md")
-    monkeypatch.setattr(__main__, "RESULTS", tmp_path / "rows.jsonl")
-    monkeypatch.setattr(style, "save", lambda fig, name, rows: (tmp_path / name).touch())
-    shared = {"device": "cpu", "threads": 1, "torch": "2", "time": "1", "command": "python", "commit": "abc"}
-    paper, other = positions.LAYOUTS
-    for row in lines({paper: [0.1, 0.2], other: [0.15, 0.25]}):
-        row |= {"op": "positions", "finding": "They are equal.", "verdict": "supports"} | shared
-        record.append(tmp_path / "rows.jsonl", row)
-    assert __main__.main([]) == 0 and not (tmp_path / "README.md").exists()
-    assert "(supports)" in capsys.readouterr().out
-    assert __main__.main(["--write"]) == 0
-    page = (tmp_path / "README.md").read_text(encoding="utf-8")
-    assert "**Supports**: They are equal." in page and page.count("Not recorded yet") == len(EXPERIMENTS) - 1
-    assert (tmp_path / "experiment_positions").exists() and json.dumps(page)
+def test_the_list(capsys):
+    assert __main__.main([]) == 0
+    printed = capsys.readouterr().out
+    assert all(name in printed for name in EXPERIMENTS) and "(supports)" in printed

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from benchmarks import run as run_module
-from benchmarks.cases.models.bench_decoding import BENCHMARKS, ENGINES, ladder
+from benchmarks.cases.models.bench_decoding import BENCHMARKS, ENGINES, stages_of
 from benchmarks.measure import record, timing
 from benchmarks.measure.case import SUITES, Benchmark, Inputs, Need, Provider, Shape
 from benchmarks.measure.checking import difference
@@ -149,17 +149,21 @@ def test_each_way_of_being_wrong_is_told_before_anything_is_timed(
 
 
 @pytest.mark.parametrize(
-    "wrong, is_ladder, status",
+    "wrong, is_staged, status",
     [("rival", False, 0), ("rival", True, 1), ("fastformer", False, 1), ("power", False, 1), (None, False, 0)],
 )
 def test_who_has_to_be_right_for_the_command_to_succeed(
-    wrong: str | None, is_ladder: bool, status: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    wrong: str | None,
+    is_staged: bool,
+    status: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """torch.compile's sums err at times, which isn't the reader's mistake; it is told all the same."""
     providers: dict[str, Provider] = {**TOY.providers, "rival": square}
     if wrong is not None:
         providers[wrong] = wrong_value
-    toy = dataclasses.replace(TOY, providers=providers, is_ladder=is_ladder)
+    toy = dataclasses.replace(TOY, providers=providers, compares_stages=is_staged)
     monkeypatch.setattr(run_module, "benchmarks", lambda: {"toy": toy})
     command = "--op toy --mode fwd --dtype float32 --device cpu --rounds 3 --seconds 0"
     assert main(command.split()) == status
@@ -192,10 +196,10 @@ def test_rounded_weights_may_have_some_other_integers() -> None:
     assert list(run(dataclasses.replace(rival, agreement={}), "fwd").wrong) == ["half", "more", "short"]
 
 
-def test_the_ladder_has_every_engine_that_decodes_a_transformer() -> None:
-    with_cpp = ladder(("cpp", "kv_cache", "recurrent", "cross_cache", "recompute"))
+def test_the_stages_are_every_engine_that_decodes_a_transformer() -> None:
+    with_cpp = stages_of(("cpp", "kv_cache", "recurrent", "cross_cache", "recompute"))
     assert list(with_cpp) == ["kv_cache", "cpp", "cross_cache", "recompute", "cpp_bf16", "cpp_int8"]
-    assert list(ladder(("kv_cache", "recompute"))) == ["kv_cache", "recompute"]
+    assert list(stages_of(("kv_cache", "recompute"))) == ["kv_cache", "recompute"]
     decoding, batches = BENCHMARKS
     assert set(decoding.providers) >= set(ENGINES) - {"recurrent"} and decoding.baseline == "recompute"
     assert batches.providers.keys() == {"kv_cache", "graph", "cpp", "cpp_bf16", "cpp_int8"}  # what doesn't recompute
@@ -290,8 +294,8 @@ def test_how_far_ours_and_rivals_may_err(role: str, times: float, is_wrong: bool
     name = {"ours": "fastformer", "rival": "rival"}[role]
     outcome = run(dataclasses.replace(TOY, providers=providers | {name: off(times)}), "fwd")
     assert list(outcome.wrong) == ([name] if is_wrong else [])
-    ladder = dataclasses.replace(TOY, providers=providers | {"rival": off(5)}, is_ladder=True)
-    assert list(run(ladder, "fwd").wrong) == ["rival"]  # all are ours there
+    staged = dataclasses.replace(TOY, providers=providers | {"rival": off(5)}, compares_stages=True)
+    assert list(run(staged, "fwd").wrong) == ["rival"]  # all are ours there
 
 
 def test_what_torch_compile_makes_is_compiled_on_every_shape() -> None:

@@ -71,24 +71,24 @@ def batch_shapes(new_tokens: int, batches: Sequence[int], threads: Sequence[int 
 ROUNDED = ("cpp_bf16", "cpp_int8")
 
 
-def ladder(engines: Sequence[str]) -> dict[str, Provider]:
+def stages_of(engines: Sequence[str]) -> dict[str, Provider]:
     """The providers of those of the engines that decode a Transformer, the one that every machine has first."""
-    rungs = {name: engine(name) for name in engines if name != "recurrent"}
-    if "cpp" in rungs:
-        rungs["cpp"] = engine("cpp", "fp32")
-        rungs |= {name: engine("cpp", name.removeprefix("cpp_")) for name in ROUNDED}
-    return {"kv_cache": rungs.pop("kv_cache"), **rungs}
+    stages = {name: engine(name) for name in engines if name != "recurrent"}
+    if "cpp" in stages:
+        stages["cpp"] = engine("cpp", "fp32")
+        stages |= {name: engine("cpp", name.removeprefix("cpp_")) for name in ROUNDED}
+    return {"kv_cache": stages.pop("kv_cache"), **stages}
 
 
 ONLY_ON = {**dict.fromkeys(("cpp", *ROUNDED), "cpu"), "graph": "cuda"}
-CACHED = {name: call for name, call in ladder(ENGINES).items() if name == "kv_cache" or name in ONLY_ON}
+CACHED = {name: call for name, call in stages_of(ENGINES).items() if name == "kv_cache" or name in ONLY_ON}
 
 
 BENCHMARKS = [
     Benchmark(
         name="decoding",
         suite="decoding",
-        is_ladder=True,
+        compares_stages=True,
         shapes={
             device: [
                 {"preset": preset, "batch": batch, "source": 24, "new_tokens": 24, "num_beams": beams}
@@ -100,7 +100,7 @@ BENCHMARKS = [
             }.items()
         },
         make_inputs=make_inputs,
-        providers=ladder(ENGINES),
+        providers=stages_of(ENGINES),
         baseline="recompute",
         modes=("fwd",),
         dtypes=("float32",),
@@ -112,7 +112,7 @@ BENCHMARKS = [
     Benchmark(
         name="decoding_batches",
         suite="decoding",
-        is_ladder=True,
+        compares_stages=True,
         shapes={
             "cpu": batch_shapes(16, (1, 4, 16, 64), (1, 2)),
             "cuda": batch_shapes(64, (1, 4, 16, 64), (None,)),

@@ -57,7 +57,7 @@ def test_peers_are_summed_up_by_what_ours_is_measured_against() -> None:
     assert summary(rows).splitlines()[2].split() == ["peers", "base", "batch=1", "4.00x"]
 
 
-def test_rungs_of_a_ladder_are_compared_with_the_plainest_and_lose_to_nobody() -> None:
+def test_stages_are_compared_with_the_plainest_and_lose_to_nobody() -> None:
     case = {"suite": "decoding", "op": "decoding", "shape": {"batch": 8}, "baseline": "recompute", "quiet": True}
     speedups = {"kv_cache": 6.0, "cpp": 16.0, "recompute": 1.0}
     text = summary([case | {"provider": name, "speedup": speedup} for name, speedup in speedups.items()])
