@@ -19,7 +19,7 @@ from fastformer.generation.engines import ENGINES, Batch, Engine, Prompt, Sample
 from fastformer.generation.engines.cpp import CppEngine
 from fastformer.generation.engines.graph import GraphEngine
 from fastformer.generation.engines.kv_cache import KVCacheEngine
-from fastformer.generation.engines.recompute import CrossCacheEngine, EncodeOnceEngine, RecomputeEngine
+from fastformer.generation.engines.recompute import RecomputeEngine
 from fastformer.generation.engines.recurrent import RecurrentEngine
 from fastformer.generation.engines.sampling import sample
 from fastformer.generation.precisions import dtype_precision, own_precision
@@ -36,8 +36,6 @@ PAIRS = [
     *([("cpp", "model"), ("cpp", "gpt")] if HAS_CPP else []),
     ("graph", "model"),
     ("kv_cache", "model"),
-    ("cross_cache", "model"),
-    ("encode_once", "model"),
     ("recompute", "model"),
     ("graph", "gpt"),
     ("kv_cache", "gpt"),
@@ -46,7 +44,7 @@ PAIRS = [
     ("ensemble", "ensemble"),
     ("toy", "toy"),
 ]
-COUNTED = {"cpp", "graph", "kv_cache", "cross_cache", "recurrent", "ensemble"}
+COUNTED = {"cpp", "graph", "kv_cache", "recurrent", "ensemble"}
 
 
 class Driven(NamedTuple):
@@ -296,8 +294,7 @@ def test_memory_is_counted_and_what_was_said_to_be_enough_is_enough(pair, seed, 
     for i in range(3):
         before = batch.free_tokens()
         batch.free([0])
-        if pair[0] != "cross_cache":
-            assert batch.free_tokens() > before
+        assert batch.free_tokens() > before
         assert batch.free_tokens() - before <= needed[i]
     assert batch.free_tokens() >= sum(needed)
 
@@ -317,17 +314,13 @@ def test_a_long_source_or_prompt_is_counted_once_and_not_much_too_high(pair, req
         used = before - batch.free_tokens() + batch.step_tokens()
         assert used <= engine.tokens_needed(prompt, 1, 4) <= used + 32
         more = engine.tokens_needed(prompt, 4, 4) - engine.tokens_needed(prompt, 1, 4)
-        # What the rows share is there once. A row's own: new tokens; or all that the decoder has; or a source.
-        whole = -(-(len(prompt.tokens) + 4) // 16) * 16
-        own = {"cross_cache": whole, "recurrent": len(prompt.source or ())}
-        assert more == 3 * own.get(pair[0], 32)
+        # What the rows share is there once. A row's own: new tokens, or a source.
+        assert more == 3 * (len(prompt.source or ()) if pair[0] == "recurrent" else 32)
 
 
 @torch.inference_mode()
 @pytest.mark.parametrize("same", [True, False], ids=["one parent", "each its own"])
-@pytest.mark.parametrize(
-    "pair", [pair for pair in PAIRS if pair[0] in ("cpp", "kv_cache", "cross_cache")], ids="-".join
-)
+@pytest.mark.parametrize("pair", [pair for pair in PAIRS if pair[0] in ("cpp", "kv_cache")], ids="-".join)
 def test_a_step_finds_the_memory_that_it_was_said_to_take_and_no_more(pair, same, request) -> None:
     engine = choose_engine(request.getfixturevalue(pair[1]), pair[0])
     batch = engine.open(4, (9 if pair[0] == "cpp" else 8) * 16)
@@ -342,10 +335,10 @@ def test_a_step_finds_the_memory_that_it_was_said_to_take_and_no_more(pair, same
         batch.step([5] * 4, Selection(1))
     # Nine blocks. Rows that all go on from one of them share what lies behind them, and take a new one each.
     shared, own = (96, 32) if pair[1] == "gpt" else (80, 32)
-    assert steps == (shared if same and pair[0] != "cross_cache" else own)
+    assert steps == (shared if same else own)
 
 
-@pytest.mark.parametrize("name", [CPP, "kv_cache", "cross_cache"])
+@pytest.mark.parametrize("name", [CPP, "kv_cache"])
 def test_beams_that_fall_away_and_come_again_get_the_memory_that_they_need(name, model, monkeypatch) -> None:
     # At every other step only the last beam may go on.
     def gate(input_ids: Tensor, scores: Tensor) -> Tensor:
@@ -369,7 +362,7 @@ def test_beams_that_fall_away_and_come_again_get_the_memory_that_they_need(name,
 
     monkeypatch.setattr(engine, "open", counted)
     run(Scheduler(engine, max_rows=8, max_bytes=1), [small])
-    assert len(starts) == (1 if name == "cross_cache" else 2)
+    assert len(starts) == 2
     run(Scheduler(choose_engine(model, "recompute"), max_rows=8, max_bytes=1), [large])
     assert small.results[0].tokens == large.results[0].tokens and len(small.results[0].tokens) > 100
 
@@ -450,9 +443,8 @@ def test_who_joins_midway_finds_what_it_finds_alone(varied, search) -> None:
             assert found.score == pytest.approx(due.score, abs=5e-3 if is_narrow else 1e-3)
 
 
-@pytest.mark.parametrize("name", ["kv_cache", "cross_cache"])
-def test_the_memory_of_a_batch_that_is_dropped_is_there_for_the_next(name, model, monkeypatch) -> None:
-    engine = choose_engine(model, name)
+def test_the_memory_of_a_batch_that_is_dropped_is_there_for_the_next(model, monkeypatch) -> None:
+    engine = choose_engine(model, "kv_cache")
     kept: list[weakref.ref[Tensor]] = []
     held: list[int] = []  # by all caches, each time that there is a new one
     empty_cache = type(model).empty_cache
@@ -475,8 +467,6 @@ CLASSES: dict[str, type[Engine]] = {
     "cpp": CppEngine,
     "graph": GraphEngine,
     "kv_cache": KVCacheEngine,
-    "cross_cache": CrossCacheEngine,
-    "encode_once": EncodeOnceEngine,
     "recompute": RecomputeEngine,
     "recurrent": RecurrentEngine,
 }
@@ -489,8 +479,6 @@ def test_each_pair_of_an_engine_and_a_model_works_or_says_why_not(model, gpt, ls
         "cpp": (missing, missing, missing or foreign),
         "graph": (None, None, "it has no cache of keys and values"),
         "kv_cache": (None, None, "it has no cache of keys and values"),
-        "cross_cache": (None, "it has no encoder with a cache behind it", "it has no encoder with a cache behind it"),
-        "encode_once": (None, "it has no encoder with a cache behind it", "it has no encoder with a cache behind it"),
         "recompute": (None, None, "it keeps a state, and can't go on without it"),
         "recurrent": ("it isn't recurrent", "it isn't recurrent", None),
     }

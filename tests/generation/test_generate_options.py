@@ -60,7 +60,7 @@ def test_what_was_said_greedily_is_said_again_behind_its_own_beginning(reader) -
     [{}, {"num_beams": 3, "num_return_sequences": 2}, {"do_sample": True, "seed": 1, "num_return_sequences": 2}],
     ids=["greedy", "beams", "samples"],
 )
-@pytest.mark.parametrize("rung", [CPP, "kv_cache", "cross_cache", "encode_once", "recompute", "recurrent"])
+@pytest.mark.parametrize("rung", [CPP, "kv_cache", "recompute", "recurrent"])
 def test_scores_behind_a_beginning_are_those_of_the_new_tokens(rung, options, request) -> None:
     which = request.getfixturevalue("lstm" if rung == "recurrent" else "model")
     sources, prefixes = mixed_sources(4, 6), [[5, 6, 7], [], [8], list(range(10, 30))]
@@ -529,7 +529,7 @@ def test_all_engines_find_the_same(model, options) -> None:
     sources = mixed_sources(4, 6)
     outs = [
         generate(model, sources, engine=name, max_new_tokens=8, **options)
-        for name in ("kv_cache", "cross_cache", "encode_once", "recompute", *(["cpp"] if HAS_CPP else []))
+        for name in ("kv_cache", "recompute", *(["cpp"] if HAS_CPP else []))
     ]
     assert all(torch.equal(out, outs[0]) for out in outs[1:])
     assert torch.equal(generate(model, sources, use_cache=False, max_new_tokens=8, **options), outs[0])

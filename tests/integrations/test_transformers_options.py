@@ -23,7 +23,7 @@ pytestmark = [
 
 ROWS = 4
 FAMILIES = ("Marian", "BART", "T5")
-ENGINES = ("cpp", "kv_cache", "recompute", "graph", "cross_cache", "encode_once")
+ENGINES = ("cpp", "kv_cache", "recompute", "graph")
 PAIRS = [pair for pair in itertools.product(FAMILIES, ENGINES) if pair != ("T5", "graph")]
 
 

@@ -16,27 +16,30 @@ import torch
 from torch import Tensor, nn
 
 from fastformer.generation import GenerationConfig, generate
-from fastformer.generation.engines import Prompt
+from fastformer.generation.engines import Batch, Prompt
 from fastformer.generation.engines.kv_cache import new_cache, packed, packed_layout
-from fastformer.generation.engines.recompute import RecomputeEngine
+from fastformer.generation.engines.recompute import RecomputeBatch, RecomputeEngine
 from fastformer.generation.evaluation import evaluating
 from fastformer.generation.generate import Streamer, new_scheduler
 from fastformer.generation.inputs import TokenIds, as_inputs, pad
-from fastformer.generation.model_protocols import EncoderDecoder, Model, as_model, device_of, is_encoder_decoder
+from fastformer.generation.model_protocols import (
+    DecoderOnly,
+    EncoderDecoder,
+    Model,
+    as_model,
+    device_of,
+    is_encoder_decoder,
+)
 from fastformer.generation.precisions import why_not_by_modules
 from fastformer.generation.request_builder import RequestBuilder
 from fastformer.generation.scheduler import run
-from fastformer.nn import SequenceLayout
+from fastformer.nn import KVCache, SequenceLayout
 
 
 class EncodeOnce(RecomputeEngine):
     """Keeps what the encoder gives."""
 
     name: ClassVar[str] = "encode_once"
-
-    def __init__(self, model: Model, precision: str | None = None) -> None:
-        super().__init__(model, precision)
-        self.memories: list[Tensor] = []  # of the groups: (source_seqlen, d_model)
 
     @classmethod
     def why_unsupported(cls, model: object, precision: str | None = None) -> str | None:
@@ -45,14 +48,20 @@ class EncodeOnce(RecomputeEngine):
             return why_not_by_modules(model, precision)
         return "it has no encoder with a cache behind it"
 
-    def start(self, max_rows: int, num_tokens: int) -> None:
-        """See `Engine.start`."""
-        super().start(max_rows, num_tokens)
-        self.memories = []
+    def open(self, max_rows: int, num_tokens: int) -> Batch:
+        """See `Engine.open`."""
+        return EncodeOnceBatch(self.model, self.device)
 
-    def admit(self, prompts: Sequence[Prompt]) -> None:
-        """See `Engine.admit`."""
-        super().admit(prompts)
+
+class EncodeOnceBatch(RecomputeBatch):
+    """The output of the encoder for each group."""
+
+    def __init__(self, model: EncoderDecoder | DecoderOnly, device: torch.device) -> None:
+        super().__init__(model, device)
+        self.memories: list[Tensor] = []  # of the groups: (source_seqlen, d_model)
+
+    def prefill(self, prompts: Sequence[Prompt]) -> None:
+        super().prefill(prompts)
         assert is_encoder_decoder(self.model)
         sources = [prompt.source or () for prompt in prompts]
         ids, layout = packed(sources, self.device)
@@ -62,37 +71,46 @@ class EncodeOnce(RecomputeEngine):
         memories = [memory for memory, rows in zip(self.memories, self.rows, strict=True) for _ in rows]
         return torch.cat(memories), packed_layout([len(memory) for memory in memories], self.device)
 
-    def release(self, groups: Sequence[int]) -> None:
-        """See `Engine.release`."""
-        super().release(groups)
+    def free(self, groups: Sequence[int]) -> None:
+        super().free(groups)
         leaving = set(groups)
         self.memories = [memory for i, memory in enumerate(self.memories) if i not in leaving]
 
 
-class CrossCache(RecomputeEngine):
+class CrossCache(EncodeOnce):
     """Keeps the keys and values of cross-attention, and runs the decoder over all tokens again."""
 
     name: ClassVar[str] = "cross_cache"
 
     def __init__(self, model: Model, precision: str | None = None) -> None:
         super().__init__(model, precision)
-        self._cache = new_cache(self.model, 1, 1)
-        self.token_bytes = self._cache.token_bytes
+        self._empty = new_cache(self.model, 1, 1)
 
-    @classmethod
-    def why_unsupported(cls, model: object, precision: str | None = None) -> str | None:
-        """See `Engine.why_unsupported`."""
-        return EncodeOnce.why_unsupported(model, precision)
+    @property
+    def token_bytes(self) -> int:
+        """The keys and values of a token in all layers."""
+        return self._empty.token_bytes
 
-    def start(self, max_rows: int, num_tokens: int) -> None:
-        """See `Engine.start`."""
-        super().start(max_rows, num_tokens)
-        self._cache = new_cache(self.model, 1, 1)  # frees the old one first: there is no memory for two
-        self._cache = new_cache(self.model, max_rows, num_tokens)
+    def tokens_needed(self, prompt: Prompt, num_rows: int, new_tokens: int) -> int:
+        """See `Engine.tokens_needed`."""
+        cache = self._empty
+        own = num_rows * cache.blocks_of(len(prompt.tokens) + new_tokens)
+        return (cache.blocks_of(len(prompt.source or ())) + own) * cache.block_size
 
-    def admit(self, prompts: Sequence[Prompt]) -> None:
-        """See `Engine.admit`."""
-        super().admit(prompts)
+    def open(self, max_rows: int, num_tokens: int) -> Batch:
+        """See `Engine.open`."""
+        return CrossCacheBatch(self.model, self.device, new_cache(self.model, max_rows, num_tokens))
+
+
+class CrossCacheBatch(RecomputeBatch):
+    """A cache of which the source's part is kept."""
+
+    def __init__(self, model: EncoderDecoder | DecoderOnly, device: torch.device, cache: KVCache) -> None:
+        super().__init__(model, device)
+        self._cache = cache
+
+    def prefill(self, prompts: Sequence[Prompt]) -> None:
+        super().prefill(prompts)
         assert is_encoder_decoder(self.model)
         before = self._cache.num_groups
         self._cache.add(len(prompts))
@@ -105,28 +123,18 @@ class CrossCache(RecomputeEngine):
         self._cache.rewind()  # the tokens' own keys and values are computed again
         return hidden
 
-    def reorder(self, parents: Sequence[Sequence[int]]) -> None:
-        """See `Engine.reorder`."""
-        super().reorder(parents)
+    def fork(self, parents: Sequence[Sequence[int]]) -> None:
+        super().fork(parents)
         self._cache.reorder(parents)
 
-    def release(self, groups: Sequence[int]) -> None:
-        """See `Engine.release`."""
-        super().release(groups)
+    def free(self, groups: Sequence[int]) -> None:
+        super().free(groups)
         self._cache.release(groups)
 
-    def tokens_needed(self, prompt: Prompt, num_rows: int, new_tokens: int) -> int:
-        """See `Engine.tokens_needed`."""
-        cache = self._cache
-        own = num_rows * cache.blocks_of(len(prompt.tokens) + new_tokens)
-        return (cache.blocks_of(len(prompt.source or ())) + own) * cache.block_size
-
     def free_tokens(self) -> int:
-        """See `Engine.free_tokens`."""
         return self._cache.free_blocks * self._cache.block_size
 
     def step_tokens(self) -> int:
-        """See `Engine.step_tokens`."""
         cache = self._cache
         return sum(cache.blocks_of(len(row) + 1) for rows in self.rows for row in rows) * cache.block_size
 

@@ -12,7 +12,7 @@ from fastformer.generation.engines.cpp import CppEngine
 from fastformer.generation.engines.ensemble import EnsembleEngine
 from fastformer.generation.engines.graph import GraphEngine
 from fastformer.generation.engines.kv_cache import KVCacheEngine
-from fastformer.generation.engines.recompute import CrossCacheEngine, EncodeOnceEngine, RecomputeEngine
+from fastformer.generation.engines.recompute import RecomputeEngine
 from fastformer.generation.engines.recurrent import RecurrentEngine
 from fastformer.generation.model_protocols import Model, as_model, is_ensemble
 from fastformer.generation.precisions import check_precision
@@ -20,7 +20,7 @@ from fastformer.generation.precisions import check_precision
 # By default the first engine that can decode the model does. "graph" has to be asked for: on a GPU it is not yet
 # measured.
 _ENGINES: tuple[type[CppEngine | KVCacheEngine | RecurrentEngine | RecomputeEngine], ...]
-_ENGINES = (CppEngine, GraphEngine, KVCacheEngine, RecurrentEngine, CrossCacheEngine, EncodeOnceEngine, RecomputeEngine)
+_ENGINES = (CppEngine, GraphEngine, KVCacheEngine, RecurrentEngine, RecomputeEngine)
 _BY_NAME = (GraphEngine,)
 ENGINES = tuple(engine.name for engine in _ENGINES)
 

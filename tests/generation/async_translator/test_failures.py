@@ -270,8 +270,8 @@ def test_malformed_calls(translator) -> None:
             AsyncTranslator(**{"translator": translator, **wrong})
 
     async def main() -> None:
-        async with AsyncTranslator(translator, engine="encode_once") as front:
-            assert await front.translate("a", engine="encode_once", **FEW) == translator.translate("a", **FEW)
+        async with AsyncTranslator(translator, engine="recompute") as front:
+            assert await front.translate("a", engine="recompute", **FEW) == translator.translate("a", **FEW)
             for text, options, message in (
                 (7, {}, "expected a str, got int 7"),
                 (["a"], {}, "expected a str, got list"),
