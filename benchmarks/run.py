@@ -45,7 +45,7 @@ from benchmarks.measure.case import SUITES  # noqa: E402
 from benchmarks.measure.comparing import compare  # noqa: E402
 from benchmarks.measure.console import summary, table, title  # noqa: E402
 from benchmarks.measure.execute import Outcome, run_cases  # noqa: E402
-from benchmarks.measure.suites import DEFAULT, Case, benchmarks, chosen_cases, listing, nothing_fits  # noqa: E402
+from benchmarks.measure.suites import DEFAULT, Case, benchmarks, chosen_cases, key_value, listing, nothing_fits  # noqa: E402
 from benchmarks.measure.timing import keep_freed_memory  # noqa: E402
 from benchmarks.publish.latest import RESULTS  # noqa: E402
 
@@ -198,7 +198,8 @@ def _parser(ops: Sequence[str]) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.run", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--suite", nargs="+", choices=SUITES, help="which suites (all but the experiments)")
     parser.add_argument("--op", nargs="+", choices=ops, metavar="OP", help="which benchmarks (all); see --list")
-    parser.add_argument("--mode", nargs="+", choices=("fwd", "bwd", "fwdbwd", "step"), help="which passes (all)")
+    modes = ("fwd", "bwd", "fwdbwd", "step", "replay")
+    parser.add_argument("--mode", nargs="+", choices=modes, help="which passes (all)")
     parser.add_argument("--dtype", nargs="+", help="which dtypes, such as float32 (all)")
     parser.add_argument(
         "--shape",
@@ -221,14 +222,6 @@ def _parser(ops: Sequence[str]) -> argparse.ArgumentParser:
     parser.add_argument("--list", action="store_true", help="print what would run, and what is missing and why")
     parser.add_argument("--compare", nargs=2, type=Path, metavar=("OLD", "NEW"), help="compare two files of results")
     return parser
-
-
-def key_value(text: str) -> tuple[str, str]:
-    """One `--shape` argument."""
-    name, equals, value = text.partition("=")
-    if not equals:
-        raise argparse.ArgumentTypeError(f"expected name=value, such as seqlen=2048, got {text!r}")
-    return name, value
 
 
 if __name__ == "__main__":

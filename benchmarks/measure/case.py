@@ -40,8 +40,8 @@ class Benchmark:
         make_inputs: (shape, device) -> fp32 or integer tensors; floating ones are cast to the dtype.
         providers: by name; the first is ours.
         baseline: the provider that ratios are against, and that is right in fp64.
-        modes: "fwd", "bwd" (the graph of one forward pass, differentiated again and again), "fwdbwd", and "step" (the
-            provider does all by itself).
+        modes: "fwd", "bwd" (the graph of one forward pass, differentiated again and again), "fwdbwd", "step" (the
+            provider does all by itself), and "replay" ("fwd" as a CUDA graph, as a decoding engine replays it).
         dtypes: names of torch dtypes.
         quick: how many of the shapes `--quick` runs: those that come first, in the first dtype.
         flops: (shape, mode) -> arithmetic of the useful work.
@@ -140,7 +140,7 @@ def results(call: Provider, inputs: Inputs, shape: Shape, mode: str, douts: list
     """Outputs and, unless only they are asked for, gradients."""
     if mode == "step":
         return outputs_of(call(inputs, shape))
-    if mode == "fwd":
+    if mode in ("fwd", "replay"):
         with torch.no_grad():
             return outputs_of(call(inputs, shape))
     outputs = outputs_of(call(inputs, shape))
@@ -151,8 +151,26 @@ def timed_call(call: Provider, inputs: Inputs, shape: Shape, mode: str) -> Calla
     """What a mode times. The output gradients are there beforehand, as they are in training."""
     if mode in ("fwd", "step"):
         return lambda: results(call, inputs, shape, mode, None)
+    if mode == "replay":
+        return captured(lambda: results(call, inputs, shape, mode, None))
     outputs = outputs_of(call(inputs, shape))
     douts = [torch.randn_like(output) for output in outputs if output.requires_grad]
     if mode == "bwd":
         return lambda: gradients(outputs, inputs, douts, retain_graph=True)
     return lambda: gradients(outputs_of(call(inputs, shape)), inputs, douts)
+
+
+def captured(function: Callable[[], object]) -> Callable[[], object]:
+    """The function's work as a CUDA graph: what replays it. What can't be captured leaves nothing broken.
+
+    Raises:
+        RuntimeError: the function can't be captured; it waits for the host, say.
+    """
+    from fastformer.graphs import Graphs
+
+    def work() -> None:
+        function()
+
+    graphs = Graphs("cuda")
+    graphs.warm_up(work)
+    return graphs.capture(work).replay

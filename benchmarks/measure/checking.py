@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from benchmarks.measure.case import Benchmark, Inputs, Provider, Shape, cast, outputs_of, results
+from benchmarks.measure.case import Benchmark, Inputs, Provider, Shape, cast, outputs_of, results, timed_call
+from benchmarks.measure.launches import recorded_launches
 from fastformer.ops import record_backends, use_backend
 
 _MAY_ERR = 3.0  # times what plain PyTorch does
@@ -28,11 +29,13 @@ class Verdicts:
         wrong: provider -> how it disagrees.
         refused: provider -> why it can't take the case, or isn't what it is called.
         backends: provider -> the ops of this library that it called, and where they ran.
+        kernels: the Triton kernels that ours launched on a GPU, by name.
     """
 
     wrong: dict[str, str] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
     backends: dict[str, dict[str, str]] = field(default_factory=dict)
+    kernels: list[str] = field(default_factory=list)
 
     def passed(self, name: str) -> bool:
         """Whether a provider may be timed."""
@@ -155,11 +158,17 @@ def _identify(
     try:
         with record_backends() as ran:
             results(call, inputs, shape, mode, None)
+        if mode == "replay":
+            timed_call(call, inputs, shape, mode)  # or it can't be captured
     except Exception as error:
         _refuse(benchmark, name, error, found)
         return
     backends = {op: "+".join(sorted(backend for other, backend in ran if other == op)) for op, _ in sorted(ran)}
     found.backends[name] = backends
+    if name == benchmark.ours and "triton" in "+".join(backends.values()):
+        with recorded_launches() as launched:
+            results(call, inputs, shape, mode, None)
+        found.kernels = sorted(launched)
     if name in benchmark.compiled and not _is_compiled(lambda: results(call, inputs, shape, mode, None)):
         found.refused[name] = "torch.compile did not compile it"
     elif name == benchmark.ours and backends and set(backends.values()) == {"reference"}:

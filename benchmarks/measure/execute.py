@@ -146,7 +146,7 @@ class _Running:
             verdicts = verdicts_of(benchmark, chosen, case.shape, case.mode, self._dtype, device)
         self._outcome.wrong |= verdicts.wrong
         self._outcome.refused |= verdicts.refused
-        self._backends = verdicts.backends
+        self._backends, self._kernels = verdicts.backends, verdicts.kernels
         self._right = {name: call for name, call in chosen.items() if verdicts.passed(name)}
         if not (verdicts.passed(benchmark.ours) and verdicts.passed(benchmark.baseline)):
             self._right = {}  # there is nothing to compare
@@ -237,6 +237,7 @@ class _Running:
                 "bound": machine.bound(flops, moved) if machine else None,
                 "peak_mib": peak_bytes(calls[name], self._device) / 2**20,
                 "backends": self._backends[name],
+                **({"kernels": self._kernels} if self._kernels and name == benchmark.ours else {}),
             }
 
 

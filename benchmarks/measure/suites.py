@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import importlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.cases.ops.installed import with_installed
-from benchmarks.measure.case import SUITES, Benchmark
+from benchmarks.measure.case import SUITES, Benchmark, Shape
 
 ROOT = Path(__file__).parents[2]
 DEFAULT = tuple(suite for suite in SUITES if suite != "experiments")  # they train for long, most for no speed
@@ -52,9 +52,6 @@ def chosen_cases(known: dict[str, Benchmark], options: argparse.Namespace) -> It
     --quick runs the first shapes of each benchmark, as many as it says, in its first dtype, and of its modes the first
     and the last: forward, and forward with backward. What --mode and --dtype name counts in their place.
     """
-    wanted: dict[str, set[str]] = {}
-    for key, value in options.shape:
-        wanted.setdefault(key, set()).add(value)
     for benchmark in asked_for(known, options):
         shapes = benchmark.shapes.get(options.device, [])
         modes, dtypes = benchmark.modes, benchmark.dtypes
@@ -63,11 +60,29 @@ def chosen_cases(known: dict[str, Benchmark], options: argparse.Namespace) -> It
             modes = modes if options.mode else tuple(dict.fromkeys((modes[0], modes[-1])))
             dtypes = dtypes if options.dtype else dtypes[:1]
         for shape in shapes:
-            if not all(str(shape.get(key)) in values for key, values in wanted.items()):
+            if not has_values(shape, options.shape):
                 continue
             for dtype in (d for d in dtypes if not options.dtype or d in options.dtype):
                 for mode in (m for m in modes if not options.mode or m in options.mode):
+                    if mode == "replay" and options.device == "cpu":
+                        continue
                     yield Case(benchmark, shape, mode, dtype)
+
+
+def key_value(text: str) -> tuple[str, str]:
+    """One `--shape` argument."""
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise argparse.ArgumentTypeError(f"expected name=value, such as seqlen=2048, got {text!r}")
+    return name, value
+
+
+def has_values(shape: Shape, wanted: Iterable[tuple[str, str]]) -> bool:
+    """Whether a shape has the wanted values; of a name that is wanted twice either one."""
+    values: dict[str, set[str]] = {}
+    for name, value in wanted:
+        values.setdefault(name, set()).add(value)
+    return all(str(shape.get(name)) in each for name, each in values.items())
 
 
 def nothing_fits(known: dict[str, Benchmark], options: argparse.Namespace, chosen: Sequence[Case]) -> str | None:

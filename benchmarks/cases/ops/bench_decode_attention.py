@@ -139,7 +139,7 @@ BENCHMARKS = [
             "sdpa cudnn in order": sdpa("CUDNN_ATTENTION"),
         },
         baseline="eager",
-        modes=("fwd",),
+        modes=("fwd", "replay"),
         quick=1,
         flops=flops,
         moved=moved,
