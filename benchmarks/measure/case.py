@@ -152,7 +152,8 @@ def timed_call(call: Provider, inputs: Inputs, shape: Shape, mode: str) -> Calla
     if mode in ("fwd", "step"):
         return lambda: results(call, inputs, shape, mode, None)
     if mode == "replay":
-        return captured(lambda: results(call, inputs, shape, mode, None))
+        device = next(iter(inputs.values())).device
+        return captured(lambda: results(call, inputs, shape, mode, None), device)
     outputs = outputs_of(call(inputs, shape))
     douts = [torch.randn_like(output) for output in outputs if output.requires_grad]
     if mode == "bwd":
@@ -160,8 +161,8 @@ def timed_call(call: Provider, inputs: Inputs, shape: Shape, mode: str) -> Calla
     return lambda: gradients(outputs_of(call(inputs, shape)), inputs, douts)
 
 
-def captured(function: Callable[[], object]) -> Callable[[], object]:
-    """The function's work as a CUDA graph: what replays it. What can't be captured leaves nothing broken.
+def captured(function: Callable[[], object], device: torch.device) -> Callable[[], object]:
+    """The function's work as a CUDA graph: what replays it; on a CPU the function. A failed capture breaks nothing.
 
     Raises:
         RuntimeError: the function can't be captured; it waits for the host, say.
@@ -171,6 +172,6 @@ def captured(function: Callable[[], object]) -> Callable[[], object]:
     def work() -> None:
         function()
 
-    graphs = Graphs("cuda")
+    graphs = Graphs(device)
     graphs.warm_up(work)
     return graphs.capture(work).replay
