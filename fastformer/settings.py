@@ -1,17 +1,19 @@
-"""What the settings of a model or of a training may be: types and bounds, held where a dataclass of them is made.
+"""Dataclasses of settings: types, bounds and defaults stand in their fields and are checked when one is made.
 
-A field says it by its annotation: `norm: Literal["layer", "rms"]`, `dropout: Annotated[float, Range(0, below=1)]`.
-`check_settings` reads that, and so does the command line.
+A field says what it takes by its annotation: `norm: Literal["layer", "rms"]`, `dropout: Annotated[float, Range(0,
+below=1)]`. `check_settings` reads that, and so do the command line and the YAML files.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import math
+import operator
 import types
-from collections.abc import Iterable
-from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+from collections.abc import Callable, Iterable
+from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 INT64_MAX = 2**63 - 1
 
@@ -21,26 +23,43 @@ class Range:
     """The numbers that a setting may be.
 
     Attributes:
-        least: the smallest one.
+        least: the smallest one; None: no limit.
         most: the largest one; None: no limit.
         below: an upper limit that itself is not allowed; None: no limit.
+        above: a lower limit that itself is not allowed; None: no limit.
     """
 
-    least: float
+    least: float | None = None
     most: float | None = None
     below: float | None = None
+    above: float | None = None
 
     def __contains__(self, number: float) -> bool:
         return (
-            number >= self.least
+            (self.least is None or number >= self.least)
             and (self.most is None or number <= self.most)
             and (self.below is None or number < self.below)
+            and (self.above is None or number > self.above)
         )
 
     def __str__(self) -> str:
+        lower = f"({self.above}" if self.least is None else f"[{self.least}"
         if self.below is not None:
-            return f"in [{self.least}, {self.below})"
-        return f"of at least {self.least}" if self.most is None else f"in [{self.least}, {self.most}]"
+            return f"in {lower}, {self.below})"
+        if self.most is not None:
+            return f"in {lower}, {self.most}]"
+        return f"above {self.above}" if self.least is None else f"of at least {self.least}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Convert:
+    """Part of an annotation: brings a value into the form in which the setting is kept, in place of the usual check.
+
+    Attributes:
+        convert: of the setting's name and the value; raises a ValueError that names the setting.
+    """
+
+    convert: Callable[[str, Any], Any]
 
 
 Positive = Annotated[int, Range(1)]
@@ -54,21 +73,104 @@ BleuTokenize = Literal[
 ]
 
 
-def check_settings(settings: Any) -> None:
-    """Holds every field of a dataclass against its annotation; whole numbers become floats where floats are asked for.
+class _Field(NamedTuple):
+    """What is known of a field before a value comes.
+
+    Attributes:
+        default: a value that needs no check; `_Field` itself where there is none.
+        usual: types whose values need no more than a look at their bounds; None: any value of the type fits.
+        convert: makes the value; None: `why_not` checks it.
+    """
+
+    name: str
+    hint: Any
+    default: object
+    usual: dict[type, Range | None]
+    convert: Callable[[str, Any], Any] | None
+
+
+def check_settings(settings: Any) -> bool:
+    """Checks every field of a dataclass against its annotation.
+
+    Integers become floats in a field of floats, and what stands for an integer (NumPy's, a tensor of one) becomes one.
+
+    Returns:
+        Whether any field differs from its default.
 
     Raises:
         ValueError: a value of another type, or out of bounds; the field is named.
     """
-    for name, hint in get_type_hints(type(settings), include_extras=True).items():
-        value = getattr(settings, name)
-        problem = why_not(value, hint)
-        if problem is None and isinstance(value, int) and abs(value) > INT64_MAX:
-            problem = "to be an integer of 64 bits"
-        if problem:
-            raise ValueError(f"expected {name} {problem}, got {value!r}{suggestion(value, choices(hint))}")
-        if isinstance(value, int) and not isinstance(value, bool) and _float_alone(hint):
-            setattr(settings, name, float(value))
+    values, is_changed = vars(settings), False
+    for field in _fields(settings.__class__):
+        value = values[field.name]
+        if value is field.default:
+            continue
+        is_changed = True
+        if type(value) in field.usual:
+            bounds = field.usual[type(value)]
+            if bounds is None or (-INT64_MAX <= value <= INT64_MAX and value in bounds):
+                continue
+        found = _checked(field, value)
+        if found is not value:
+            object.__setattr__(settings, field.name, found)  # which works for a frozen dataclass too
+    return is_changed
+
+
+@functools.cache
+def _fields(cls: type) -> tuple[_Field, ...]:
+    hints = get_type_hints(cls, include_extras=True)
+    found = []
+    for field in dataclasses.fields(cls):
+        hint = hints[field.name]
+        extras = get_args(hint)[1:] if get_origin(hint) is Annotated else ()
+        convert = next((extra.convert for extra in extras if isinstance(extra, Convert)), None)
+        usual: dict[type, Range | None] = {}
+        for option in get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,):
+            bounds = (
+                [extra for extra in get_args(option)[1:] if isinstance(extra, Range)] if _is_annotated(option) else []
+            )
+            if _plain(option) in (int, float) and len(bounds) == 1:
+                usual[_plain(option)] = bounds[0]
+            elif option in (bool, str, type(None)):
+                usual[option] = None
+        needs_float = _float_alone(hint) and isinstance(field.default, int)
+        default = _Field if field.default is dataclasses.MISSING or needs_float else field.default
+        found.append(_Field(field.name, hint, default, {} if convert else usual, convert))
+    return tuple(found)
+
+
+def _checked(field: _Field, value: Any) -> Any:
+    """The value of a field as it is kept.
+
+    Raises:
+        ValueError: it doesn't fit.
+    """
+    name, hint = field.name, field.hint
+    if field.convert is not None:
+        return field.convert(name, value)
+    if int in _kinds(hint) and not isinstance(value, int | float | str):
+        value = as_integer(value)
+    problem = why_not(value, hint)
+    if problem is None and isinstance(value, int) and abs(value) > INT64_MAX and not _has_most(hint):
+        problem = "to be an integer of 64 bits"
+    if problem:
+        raise ValueError(f"expected {name} {problem}, got {shown(value)}{suggestion(value, choices(hint))}")
+    return float(value) if isinstance(value, int) and not isinstance(value, bool) and _float_alone(hint) else value
+
+
+def shown(value: object) -> str:
+    """A value for an error message, cut where it is long."""
+    return repr(value) if isinstance(value, str) else f"{value!r:.80}"
+
+
+def as_integer(value: Any) -> Any:
+    """The int that an object stands for, as a scalar of NumPy or of a tensor does; anything else stays as it is."""
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        return value
+    try:  # an array has it too, and may hold a float or several numbers
+        return operator.index(value)
+    except TypeError:
+        return value
 
 
 def why_not(value: object, hint: Any) -> str | None:
@@ -88,14 +190,21 @@ def why_not(value: object, hint: Any) -> str | None:
             return problem
         return next((str(bound) for bound in bounds if isinstance(bound, Range) and value not in bound), None)
     if origin is Literal:
-        return None if value in get_args(hint) and not isinstance(value, bool) else f"to be {describe(hint)}"
+        is_known = any(isinstance(value, type(choice)) and value == choice for choice in get_args(hint))
+        return None if is_known and not isinstance(value, bool) else f"to be {describe(hint)}"
     if hint is float:
-        number = isinstance(value, int | float) and not isinstance(value, bool)
-        return None if number and math.isfinite(value) else "to be a number"  # type: ignore[arg-type]
+        return None if _is_finite(value) else "to be a number"
     if hint is int:
         return None if isinstance(value, int) and not isinstance(value, bool) else "to be an integer"
     kind = origin or hint
     return None if hint is Any or isinstance(value, kind) else f"to be {describe(hint)}"
+
+
+def _is_finite(value: object) -> bool:
+    try:
+        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    except OverflowError:  # an integer beyond all floats
+        return False
 
 
 def describe(hint: Any) -> str:
@@ -138,10 +247,26 @@ def suggestion(word: object, known: Iterable[str]) -> str:
     return f"; did you mean {near[0]!r}?" if near else ""
 
 
+def _kinds(hint: Any) -> list[Any]:
+    options = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+    return [_plain(option) for option in options]
+
+
 def _float_alone(hint: Any) -> bool:
-    kinds = [_plain(option) for option in get_args(hint)] if get_origin(hint) in (Union, types.UnionType) else []
-    return float in (kinds or [_plain(hint)]) and int not in kinds
+    kinds = _kinds(hint)
+    return float in kinds and int not in kinds
+
+
+def _has_most(hint: Any) -> bool:
+    """Whether an annotation says how large an integer may be."""
+    if get_origin(hint) is Annotated:
+        return any(isinstance(extra, Range) and extra.most is not None for extra in get_args(hint)[1:])
+    return any(map(_has_most, get_args(hint)))
+
+
+def _is_annotated(hint: Any) -> bool:
+    return get_origin(hint) is Annotated
 
 
 def _plain(hint: Any) -> Any:
-    return get_args(hint)[0] if get_origin(hint) is Annotated else hint
+    return get_args(hint)[0] if _is_annotated(hint) else hint

@@ -29,7 +29,7 @@ ALLOWED = {
     "number_words": set(),
     "plots": set(),
     "checkpoints": {"baseline", "data", "files", "models", "ops", "special_ids"},
-    "generation": {"cache", "checkpoints", "graphs", "models", "nn", "ops", "plots", "special_ids"},
+    "generation": {"cache", "checkpoints", "graphs", "models", "nn", "ops", "plots", "settings", "special_ids"},
     "training": {
         "baseline",
         "checkpoints",

@@ -9,7 +9,6 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -18,7 +17,7 @@ from fastformer import nn as fnn
 from fastformer import ops
 from fastformer.baseline import LSTMSeq2Seq
 from fastformer.data import BPETokenizer, ByteTokenizer, Example, Examples, collate, plan_epoch, train_bpe
-from fastformer.generation import GenerationConfig, Translator
+from fastformer.generation import Translator
 from fastformer.models import GPT, GPTConfig, Transformer, TransformerConfig
 from fastformer.nn import KVCache, SequenceLayout
 from fastformer.number_words import english, number_pairs
@@ -99,11 +98,6 @@ CALLS: list[tuple[str, Callable[[], object], tuple[str, ...]]] = [
     ("a mask of text", lambda: MODEL.generate(IDS, attention_mask="x"), ("attention_mask", "'x'")),
     ("a mask of NaN", lambda: MODEL.generate(IDS, attention_mask=torch.full((2, 5), NAN)), ("attention_mask",)),
     ("prompts on meta", lambda: MODEL.generate(IDS.to("meta")), ("meta", "no values")),
-    ("two numbers of beams", lambda: GenerationConfig(num_beams=np.array([2, 3])), ("num_beams", "an integer")),
-    ("beams and a half", lambda: GenerationConfig(num_beams=torch.tensor(2.5)), ("num_beams", "an integer")),
-    ("a number as an option", lambda: GenerationConfig.from_options({3: 3}), ("no option 3",)),
-    ("no options", lambda: GenerationConfig.from_options(None), ("mapping", "NoneType")),
-    ("temperatures without end", lambda: GenerationConfig(temperature=10**400, do_sample=True), ("temperature",)),
     ("prefixes as text", lambda: MODEL.generate(IDS, decoder_input_ids="a"), ("decoder_input_ids", "str")),
     ("a prefix too few", lambda: MODEL.generate(IDS, decoder_input_ids=[[3]]), ("of 2 rows", "got 1")),
     ("a prefix for a GPT", lambda: LM.generate(IDS, decoder_input_ids=IDS), ("no decoder_input_ids", "GPT")),
@@ -111,10 +105,7 @@ CALLS: list[tuple[str, Callable[[], object], tuple[str, ...]]] = [
     ("a foreign prefix", lambda: LSTM.generate(IDS, decoder_input_ids=IDS + 300), ("from 0 to 258",)),
     ("a foreign source", lambda: MODEL.generate(IDS + 300), ("from 0 to 258",)),
     ("a stream of print", lambda: MODEL.generate(IDS[:1], streamer=print), ("put and end", "builtin_function")),
-    ("an engine of a number", lambda: MODEL.generate(IDS, engine=4), ("engine to be a name", "4")),
     ("no such engine", lambda: LSTM.generate(IDS, engine="kv_cache"), ("can't decode a LSTMSeq2Seq", "no cache")),
-    ("a processor that isn't", lambda: LM.generate(IDS, logits_processor=["x"]), ("hold functions", "'x'")),
-    ("time as text", lambda: LM.generate(IDS, max_time="2"), ("max_time", "'2'")),
     ("no tokenizer", lambda: Translator(MODEL, None), ("tokenizer with encode", "NoneType")),
     ("a language model", lambda: Translator(LM, BYTES), ("reads a source", "GPT")),
     ("rows as text", lambda: Translator(MODEL, BYTES, max_batch_size="8"), ("max_batch_size", "'8'")),

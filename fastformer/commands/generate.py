@@ -247,7 +247,7 @@ def _continue_lines(builder: RequestBuilder, say: _Sayings, file: str, errors: E
     from fastformer.generation.input_errors import TextError, failure
     from fastformer.generation.ordered_stream import IterableSource, ordered_stream
 
-    settings, name = builder.settings, "standard input" if file == "-" else file
+    settings, name = builder.config, "standard input" if file == "-" else file
     if file != "-":
         texts = Texts(IterableSource(file_lines(file)), name, errors, None)
     else:

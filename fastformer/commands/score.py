@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     import torch
 
+    from fastformer.generation.config import Precision
     from fastformer.generation.input_errors import ErrorPolicy
     from fastformer.generation.text_io import TokenScored
 
@@ -114,7 +115,7 @@ def _score_translations(
     target: str,
     token_scores: bool,
     device: torch.device,
-    precision: str | None,
+    precision: Precision | None,
     on_error: str,
     skip_long: bool,
     max_tokens: int,
@@ -144,7 +145,7 @@ def _score_text(
     context: int | None,
     token_scores: bool,
     device: torch.device,
-    precision: str | None,
+    precision: Precision | None,
     errors: ErrorPolicy,
     max_tokens: int,
 ) -> None:

@@ -128,24 +128,25 @@ class AsyncTranslator:
         split: bool = False,
         return_scores: bool = False,
         return_token_scores: bool = False,
+        config: GenerationConfig | None = None,
         **options: Any,
     ) -> Any:
         """Translates a text, as `Translator.translate` does.
 
         Args:
             text: what to translate.
-            target_prefix, split, return_scores, return_token_scores, options: see `Translator.translate`.
+            target_prefix, split, return_scores, return_token_scores, config, options: see `Translator.translate`.
 
         Raises:
             ValueError: see `Translator.translate`.
             RuntimeError: this is closed, or was closed meanwhile with cancel; the model or a processor failed.
         """
-        settings = self._settings(options)
-        form = as_form(settings, return_scores, return_token_scores)
+        config = self._config(options, config)
+        form = as_form(config, return_scores, return_token_scores)
         check_split(split, form, target_prefix)
         if split:
-            return "".join([piece async for piece in self._sentences(text, settings)])
-        builder = self._builder(settings, log_probs=form.log_probs)
+            return "".join([piece async for piece in self._sentences(text, config)])
+        builder = self._builder(config, log_probs=form.log_probs)
         checked = self.translator.encode_item(Item(text, target_prefix), 1, builder)
         return form.of(await self._answer(text, builder.build(checked, place=0)))
 
@@ -160,10 +161,10 @@ class AsyncTranslator:
         finally:
             self._leave(job)
 
-    async def _sentences(self, text: str, settings: GenerationConfig) -> AsyncIterator[str]:
+    async def _sentences(self, text: str, config: GenerationConfig) -> AsyncIterator[str]:
         """The translations of a text's sentences, which decode together, with the white space behind each."""
         # All are encoded first, so that a bad one is named before the work.
-        builder = self._builder(settings, log_probs=False)
+        builder = self._builder(config, log_probs=False)
         parts = parts_of(self.translator, text, 1, builder)
         tasks = [
             None
@@ -182,7 +183,13 @@ class AsyncTranslator:
                     task.cancel()
 
     def stream(
-        self, text: str, *, target_prefix: str | None = None, split: bool = False, **options: Any
+        self,
+        text: str,
+        *,
+        target_prefix: str | None = None,
+        split: bool = False,
+        config: GenerationConfig | None = None,
+        **options: Any,
     ) -> AsyncIterator[str]:
         """Gives a text's translation piece by piece, as `Translator.stream` does.
 
@@ -190,25 +197,25 @@ class AsyncTranslator:
 
         Args:
             text: what to translate.
-            target_prefix, split, options: see `Translator.translate`; neither beams nor several samples can be
+            target_prefix, split, config, options: see `Translator.translate`; neither beams nor several samples can be
                 streamed, but beams with split, whose pieces are sentences.
 
         Raises:
             ValueError, RuntimeError: see `translate`; the first at once.
         """
-        settings = self._settings(options)
-        form = as_form(settings, False, False)
+        config = self._config(options, config)
+        form = as_form(config, False, False)
         check_split(split, form, target_prefix)
         if split:
-            return self._sentences(text, settings)
-        check_one_stream(form, settings)
-        builder = self._builder(settings, log_probs=False)
+            return self._sentences(text, config)
+        check_one_stream(form, config)
+        builder = self._builder(config, log_probs=False)
         checked = self.translator.encode_item(Item(text, target_prefix), 1, builder)
 
         async def pieces() -> AsyncIterator[str]:
             job = _Job(text)
             job.request = builder.build(checked, place=0, on_token=job.tell)
-            found = TextPieces(self.translator.tokenizer, checked.prefix, stop=settings.stop_strings)
+            found = TextPieces(self.translator.tokenizer, checked.prefix, stop=config.stop_strings)
             self._submit(job)
             try:
                 while (token := await job.events.get()) is not None:
@@ -222,25 +229,26 @@ class AsyncTranslator:
 
         return pieces()
 
-    def _builder(self, settings: GenerationConfig, *, log_probs: bool) -> RequestBuilder:
+    def _builder(self, config: GenerationConfig, *, log_probs: bool) -> RequestBuilder:
         translator = self.translator
         return RequestBuilder(
-            translator.model, settings, log_probs=log_probs, engine=self._engine, tokenizer=translator.tokenizer
+            translator.model, config, log_probs=log_probs, engine=self._engine, tokenizer=translator.tokenizer
         )
 
-    def _settings(self, options: Mapping[str, Any]) -> GenerationConfig:
-        settings = self.translator.settings(options)
-        if settings.precision != self.translator.precision:
+    def _config(self, options: Mapping[str, Any], config: GenerationConfig | None) -> GenerationConfig:
+        """The config of a request; all of them decode in one batch, with one engine in one precision."""
+        found = self.translator.settings(options, config)
+        if found.precision != self.translator.precision:
             raise ValueError(
                 f"expected no precision: all requests decode in one batch, in {self.translator.precision or 'the '}"
                 f"{'' if self.translator.precision else 'precision of the model'}; Translator(..., precision=) chooses"
             )
-        if settings.engine not in (None, self._engine.name) or not settings.use_cache:
+        if found.engine not in (None, self._engine.name) or not found.use_cache:
             raise ValueError(
                 f"expected neither engine nor use_cache: all requests decode in one batch, by engine "
                 f"{self._engine.name!r}; AsyncTranslator(..., engine=) chooses another"
             )
-        return settings
+        return found
 
     # What the tasks do
 

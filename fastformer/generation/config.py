@@ -1,132 +1,234 @@
-"""What a search is asked to do: every option of `generate`, checked once."""
+"""`GenerationConfig`: every option of a search, with its type, bounds, default and help."""
 
 from __future__ import annotations
 
 import dataclasses
 import logging
-import math
-import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
+from typing import Annotated, Any, Literal, TypeAlias, TypedDict
+
+from torch import Tensor
 
 from fastformer.generation.foreign_options import check_names, with_config
-from fastformer.generation.precisions import check_precision
-
-if TYPE_CHECKING:
-    from fastformer.generation.processors import Processor
-    from fastformer.generation.stopping import StoppingCriterion
+from fastformer.settings import Amount, Convert, Count, Positive, Range, as_integer, check_settings
 
 logger = logging.getLogger("fastformer")
 
 BeamRules: TypeAlias = Literal["tensor2tensor", "transformers"]  # `BeamSearch` and `TransformersBeamSearch`
 EarlyStopping: TypeAlias = bool | Literal["never"]
-Window: TypeAlias = Literal["stop", "slide"]  # what becomes of a text that fills the model's positions
+Window: TypeAlias = Literal["stop", "slide"]
+Precision: TypeAlias = Literal["fp32", "bf16", "fp16", "int8"]
+Processor: TypeAlias = Callable[[Tensor, Tensor], Tensor]  # see `processors`
+StoppingCriterion: TypeAlias = Callable[..., Any]  # see `stopping.make_stop`
+AboveZero: TypeAlias = Annotated[float, Range(above=0)]
 
-_SEEDS = range(-(2**63), 2**64)  # what torch.Generator takes
 
-_INTEGERS = (
-    "max_new_tokens",
-    "min_new_tokens",
-    "max_length",
-    "min_length",
-    "num_beams",
-    "top_k",
-    "no_repeat_ngram_size",
-    "num_return_sequences",
-    "num_beam_groups",
-    "forced_bos_token_id",
-    "forced_eos_token_id",
-    "pad_token_id",
-    "decoder_start_token_id",
-    "seed",
-)
-_NUMBERS = ("length_penalty", "temperature", "top_p", "repetition_penalty", "diversity_penalty", "max_time")
-_SWITCHES = ("do_sample", "use_cache", "renormalize_logits")
-_OPTIONAL = (  # None says something
-    "max_new_tokens",
-    "max_length",
-    "max_time",
-    "length_penalty",
-    "seed",
-    "forced_bos_token_id",
-    "forced_eos_token_id",
-    "pad_token_id",
-    "decoder_start_token_id",
-)
+def _listed(name: str, values: Any) -> tuple[Any, ...]:
+    error = ValueError(f"expected {name} to be a list, got {values!r:.60}")
+    if isinstance(values, str | bytes | Mapping) or not isinstance(values, Iterable):
+        raise error
+    try:
+        return tuple(values)
+    except TypeError:  # a tensor or an array is an Iterable, and one of no dimension can't be iterated over
+        raise error from None
+
+
+def _ids(name: str, values: Any) -> tuple[int, ...]:
+    found = tuple(map(as_integer, _listed(name, values)))
+    for value in found:
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise ValueError(f"expected {name} to hold integers, got {value!r:.60}")
+    return found
+
+
+def _sorted_ids(name: str, values: Any) -> tuple[int, ...]:
+    return tuple(sorted(set(_ids(name, values))))
+
+
+def _end_ids(name: str, value: Any) -> tuple[int, ...] | None:
+    if value is None:
+        return None
+    one = as_integer(value)
+    found = _ids(name, [one] if isinstance(one, int) and not isinstance(one, bool) else value)
+    if not found:
+        raise ValueError(f"expected {name} to be an id or several, got none")
+    return tuple(dict.fromkeys(found))
+
+
+def _sequences(name: str, values: Any) -> tuple[tuple[int, ...], ...]:
+    found = tuple(_ids(name, value) for value in _listed(name, values))
+    if not all(found):
+        raise ValueError(f"expected each of {name} to hold ids, got an empty one")
+    return found
+
+
+def _texts(name: str, values: Any) -> tuple[str, ...]:
+    found = (values,) if isinstance(values, str) else _listed(name, values)
+    for one in found:
+        if not isinstance(one, str) or not one:
+            raise ValueError(f"expected {name} to hold texts that aren't empty, got {one!r:.60}")
+    return found
+
+
+def _functions(name: str, given: Any) -> tuple[Callable[..., Any], ...]:
+    # Hugging Face's lists of functions can be called themselves; they are lists all the same.
+    found = (given,) if callable(given) and not isinstance(given, list) else _listed(name, given)
+    for function in found:
+        if not callable(function):
+            raise ValueError(f"expected {name} to hold functions of (input_ids, scores), got {function!r:.60}")
+    return found
 
 
 @dataclass(frozen=True)
 class GenerationConfig:
-    """The options of a search; `generate` says what each does.
+    """The options of `generate`, a `Translator` and the commands. It is checked when it is made, and can't be changed.
+
+        config = GenerationConfig(num_beams=4, max_new_tokens=64)
+        generate(model, input_ids, config)
+        translator.translate(texts, config=config, length_penalty=1.0)  # as config, with another length_penalty
+
+    The first sentence about an option is the help of its flag.
+
+    Attributes:
+        max_new_tokens: the most new tokens; by default the source's length + 100, or what the model's max_len leaves
+            behind a prompt. For prompts that is the longest one's room.
+        min_new_tokens: no end before so many new tokens. Where it is above max_new_tokens, everything ends there.
+        max_length: the most tokens, counting what an output begins with too. That is the prompt (as long as the longest
+            one of a batch), or the start token and the decoder_input_ids. max_new_tokens goes before it.
+        min_length: no end before so many tokens, counted as for max_length. min_new_tokens goes before it.
+        num_beams: hypotheses that are followed; 1 is greedy.
+        beam_rules: whose beam search; transformers is that of Hugging Face's generate. "tensor2tensor" is
+            `BeamSearch`, "transformers" is `TransformersBeamSearch`: they penalise lengths differently, and stop at
+            different times.
+        length_penalty: alpha of ((5 + length) / 6) ** alpha, by transformers' rules of length ** alpha, which divides
+            the score of beams; by default 0.6, by transformers' rules 1.0. The length counts new tokens, EOS included.
+        early_stopping: stop when num_beams hypotheses are finished, better ones possible or not; never, of
+            transformers' rules alone, goes on while a better one is possible. False goes on, by tensor2tensor's rules
+            while a better one is possible, by transformers' rules while the best unfinished one, at its present length,
+            beats the worst finished one. "never" compares what it could become at max_new_tokens.
+        do_sample: draw from the distribution instead of taking the best. temperature, top_k and top_p shape it.
+        temperature: of the sampling; below 1 sharpens the distribution.
+        top_k: draw from the k best tokens; 0 is all.
+        top_p: draw from the smallest set of tokens that holds this probability.
+        repetition_penalty: above 1 discourages tokens that were there. By tensor2tensor's rules new tokens count; by
+            transformers' rules, also without beams, what the output begins with counts too. See `processors`.
+        no_repeat_ngram_size: no n-gram of this length comes twice; 0 is off. It looks where repetition_penalty looks.
+        num_return_sequences: results for each input: so many best hypotheses of a beam search, at most num_beams, or so
+            many samples. Finished hypotheses come first, then those cut at max_new_tokens, each group best first; by
+            transformers' rules all together, best first. Where fewer exist, the rest is PAD alone with score -inf.
+        num_beam_groups: so many groups of beams, which avoid each other's tokens; with a diversity_penalty. By
+            tensor2tensor's rules alone; see `BeamSearch`.
+        diversity_penalty: what a token costs for each time that an earlier group has just chosen it.
+        suppress_tokens: ids that never come.
+        bad_words_ids: sequences of ids that never come.
+        shortlist: where it isn't empty, no other ids come but those that end a row and forced ones. Log-probabilities
+            are those among them. The engine "cpp" computes no others, which is faster.
+        forced_bos_token_id: the first new token. By transformers' rules only behind one id alone, a start token or a
+            prompt of one.
+        forced_eos_token_id: the new token at the limit.
+        logits_processor: functions of (input_ids, scores) that give scores, called in turn after all others for each
+            input. See `processors`.
+        renormalize_logits: make log-probabilities of what the processors give. False, transformers' default, takes it
+            as the scores of beams, in which tokens that were forbidden keep their share; by its rules alone.
+        stopping_criteria: functions of (input_ids, scores) that say which rows end, as Hugging Face's do. See
+            `stopping.make_stop`.
+        stop_strings: texts that end a row. A row ends with the token that completes one of them in the text of its new
+            tokens; its ids hold it, and what gives text leaves it out. A beam that ends so counts as one that ends in
+            EOS. `generate` needs a tokenizer for them.
+        window: what becomes of a text that fills the model's positions: stop ends it there; slide forgets the older
+            half of what the model sees and goes on, up to max_new_tokens, and takes a longer prompt by its end.
+            Whenever max_len tokens are full, the model reads the last max_len // 2 of them anew, as if the text began
+            there. Outputs, and options that look at them, hold the whole text. It is for prompts, and not for beams.
+        max_time: seconds after which decoding ends with what there is. Inputs that haven't begun by then give nothing.
+        eos_token_id: the ids that end a row; by default the model's.
+        pad_token_id: of inputs and outputs; by default the model's. It may be one that ends a row, as is usual with
+            GPT-2: then it fills the outputs, and without an attention_mask nothing in input_ids is padding.
+        decoder_start_token_id: what outputs of a model that reads sources begin with, unseen; by default the model's.
+        use_cache: keep keys and values; without, everything is recomputed for each token.
+        engine: one of `engines.ENGINES`; by default the fastest that can decode the model. "graph" (steps as CUDA
+            graphs) is never chosen by default.
+        precision: what to compute in; by default what the model says. That is "int8" where it was quantised
+            (`model.quantize()`), else its dtype, or autocast's. The engine "cpp" computes a model in fp32 or bf16 in
+            each of fp32, bf16 and int8; the others in its dtype alone.
+        seed: of the sampling; by default PyTorch's default generator gives one.
 
     Raises:
         ValueError: an option of another type, NaN or out of its range, or two that contradict each other.
     """
 
-    max_new_tokens: int | None = None
-    min_new_tokens: int = 0
-    max_length: int | None = None
-    min_length: int = 0
-    num_beams: int = 1
+    max_new_tokens: Positive | None = None
+    min_new_tokens: Count = 0
+    max_length: Positive | None = None
+    min_length: Count = 0
+    num_beams: Positive = 1
     beam_rules: BeamRules = "tensor2tensor"
     length_penalty: float | None = None
     early_stopping: EarlyStopping = False
     do_sample: bool = False
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    repetition_penalty: float = 1.0
-    no_repeat_ngram_size: int = 0
-    num_return_sequences: int = 1
-    num_beam_groups: int = 1
-    diversity_penalty: float = 0.0
-    suppress_tokens: Sequence[int] = ()
-    bad_words_ids: Sequence[Sequence[int]] = ()
-    shortlist: Sequence[int] = ()
+    temperature: AboveZero = 1.0
+    top_k: Count = 0
+    top_p: Annotated[float, Range(above=0, most=1)] = 1.0
+    repetition_penalty: AboveZero = 1.0
+    no_repeat_ngram_size: Count = 0
+    num_return_sequences: Positive = 1
+    num_beam_groups: Positive = 1
+    diversity_penalty: Amount = 0.0
+    suppress_tokens: Annotated[Sequence[int], Convert(_ids)] = ()
+    bad_words_ids: Annotated[Sequence[Sequence[int]], Convert(_sequences)] = ()
+    shortlist: Annotated[Sequence[int], Convert(_sorted_ids)] = ()
     forced_bos_token_id: int | None = None
     forced_eos_token_id: int | None = None
-    logits_processor: Processor | Sequence[Processor] = ()
+    logits_processor: Annotated[Processor | Sequence[Processor], Convert(_functions)] = ()
     renormalize_logits: bool = True
-    stopping_criteria: StoppingCriterion | Sequence[StoppingCriterion] = ()
-    stop_strings: str | Sequence[str] = ()
+    stopping_criteria: Annotated[StoppingCriterion | Sequence[StoppingCriterion], Convert(_functions)] = ()
+    stop_strings: Annotated[str | Sequence[str], Convert(_texts)] = ()
     window: Window = "stop"
-    max_time: float | None = None
-    eos_token_id: int | Sequence[int] | None = None
+    max_time: AboveZero | None = None
+    eos_token_id: Annotated[int | Sequence[int] | None, Convert(_end_ids)] = None
     pad_token_id: int | None = None
     decoder_start_token_id: int | None = None
     use_cache: bool = True
     engine: str | None = None
-    precision: str | None = None
-    seed: int | None = None
+    precision: Precision | None = None
+    seed: Annotated[int, Range(-(2**63), most=2**64 - 1)] | None = None
 
     @classmethod
-    def from_options(cls, options: Mapping[str, Any]) -> GenerationConfig:
-        """The settings that keyword arguments name.
+    def from_options(cls, options: Mapping[str, Any], config: GenerationConfig | None = None) -> GenerationConfig:
+        """The config that keyword arguments ask for.
+
+        Args:
+            options: fields by name; or "generation_config", transformers' or a mapping, for what is not named.
+            config: what the options change; None: the defaults.
 
         Raises:
             ValueError: a name that is no option (the nearest one is suggested), or what the class raises.
         """
+        if config is not None and not isinstance(config, GenerationConfig):
+            raise ValueError(f"expected config to be a GenerationConfig, got {type(config).__name__}")
         if not isinstance(options, Mapping):
             raise ValueError(f"expected options as a mapping of names to values, got {type(options).__name__}")
-        known = [field.name for field in dataclasses.fields(cls)]
-        check_names(options, [*known, "generation_config"])
-        return cls(**with_config(options, known))
+        if not options:
+            return config or _DEFAULT
+        check_names(options, (*OPTIONS, "generation_config"))
+        if options.get("generation_config") is not None and config is not None:
+            raise ValueError("expected config or generation_config, got both")
+        if "generation_config" in options:
+            options = with_config(options, OPTIONS)
+        return cls(**options) if config is None else dataclasses.replace(config, **options)
 
     def __post_init__(self) -> None:
-        self._check_lists()
-        self._check_types()
-        self._check_ranges()
-        self._check_combinations()
+        if check_settings(self):
+            self._check_combinations()
 
     @property
     def samples(self) -> int:
-        """How many rows an input has that know nothing of each other."""
+        """How many independent rows an input has."""
         return self.num_return_sequences if self.num_beams == 1 else 1
 
     @property
     def alpha(self) -> float:
-        """The length penalty: the one that was asked for, or what the rules have by default."""
+        """The length penalty: the one that was asked for, or the default of the rules."""
         if self.length_penalty is not None:
             return self.length_penalty
         return 1.0 if self.beam_rules == "transformers" else 0.6
@@ -141,125 +243,26 @@ class GenerationConfig:
         return self.num_beams > 1 and not self.renormalize_logits
 
     def check_model(self, vocab_size: int) -> None:
-        """Holds the ids and the beams against a model's vocabulary.
+        """Checks the ids and the beams against a model's vocabulary.
 
         Raises:
             ValueError: an id that the vocabulary doesn't have, more beams than tokens.
         """
-        named = {
-            "eos_token_id": self.eos_token_id,
-            "pad_token_id": self.pad_token_id,
-            "decoder_start_token_id": self.decoder_start_token_id,
-            "forced_bos_token_id": self.forced_bos_token_id,
-            "forced_eos_token_id": self.forced_eos_token_id,
-            "suppress_tokens": self.suppress_tokens,
-            "shortlist": self.shortlist,
-            "bad_words_ids": [token for word in self.bad_words_ids for token in word],
-        }
-        for name, value in named.items():
-            for token in value if isinstance(value, Sequence) else () if value is None else (value,):
-                if not 0 <= token < vocab_size:
-                    raise ValueError(
-                        f"expected {name} from 0 to {vocab_size - 1}, as the model's vocabulary has, got {token}"
-                    )
+        for name in _IDS:
+            value = getattr(self, name)
+            if value is None or value == ():
+                continue
+            for token in (value,) if isinstance(value, int) else value:
+                for one in (token,) if isinstance(token, int) else token:
+                    if not 0 <= one < vocab_size:
+                        raise ValueError(
+                            f"expected {name} from 0 to {vocab_size - 1}, as the model's vocabulary has, got {one}"
+                        )
         if self.num_beams > vocab_size:
             raise ValueError(f"expected num_beams of at most the vocabulary's {vocab_size}, got {self.num_beams}")
 
-    def _check_lists(self) -> None:
-        """Lists become tuples, so that nobody changes them afterwards."""
-        eos = self.eos_token_id
-        if eos is not None:
-            ends = (_id("eos_token_id", eos),) if _is_integer(eos) else _ids("eos_token_id", eos)
-            self._set("eos_token_id", tuple(dict.fromkeys(ends)))
-            if not self.eos_token_id:
-                raise ValueError("expected eos_token_id to be an id or some, got none")
-        self._set("suppress_tokens", _ids("suppress_tokens", self.suppress_tokens))
-        self._set("shortlist", tuple(sorted(set(_ids("shortlist", self.shortlist)))))
-        words = _listed("bad_words_ids", self.bad_words_ids)
-        self._set("bad_words_ids", tuple(_ids("bad_words_ids", word) for word in words))
-        if not all(self.bad_words_ids):
-            raise ValueError("expected each of bad_words_ids to hold ids, got an empty one")
-        strings = self.stop_strings
-        self._set("stop_strings", (strings,) if isinstance(strings, str) else _listed("stop_strings", strings))
-        for one in self.stop_strings:
-            if not isinstance(one, str) or not one:
-                raise ValueError(f"expected stop_strings to hold texts that aren't empty, got {one!r:.60}")
-        for name in ("logits_processor", "stopping_criteria"):
-            given = getattr(self, name)
-            # Hugging Face's lists of them can be called themselves; they are lists all the same.
-            is_one = callable(given) and not isinstance(given, list)
-            functions = (given,) if is_one else _listed(name, given)
-            self._set(name, functions)
-            for function in functions:
-                if not callable(function):
-                    raise ValueError(f"expected {name} to hold functions of (input_ids, scores), got {function!r:.60}")
-
-    def _set(self, name: str, value: object) -> None:
-        object.__setattr__(self, name, value)
-
-    def _check_types(self) -> None:
-        for name in (*_INTEGERS, *_NUMBERS, *_SWITCHES):
-            value = getattr(self, name)
-            if value is None and name in _OPTIONAL:
-                continue
-            if name in _SWITCHES:
-                good, kind = isinstance(value, bool), "True or False"
-            elif name in _INTEGERS:
-                good, kind = _is_integer(value), "an integer"
-            else:
-                good, kind = _is_integer(value) or isinstance(value, float), "a number"
-                if good and not math.isfinite(value):
-                    good, kind = False, "a finite number"
-            if not good:
-                raise ValueError(f"expected {name} to be {kind}, got {value!r}")
-            if name in _INTEGERS:  # NumPy's become Python's
-                self._set(name, int(value))
-
-        if self.beam_rules not in get_args(BeamRules):
-            raise ValueError(f"expected beam_rules to be 'tensor2tensor' or 'transformers', got {self.beam_rules!r}")
-        if self.window not in get_args(Window):
-            raise ValueError(f"expected window to be 'stop' or 'slide', got {self.window!r}")
-        if not isinstance(self.early_stopping, bool) and self.early_stopping != "never":
-            raise ValueError(f"expected early_stopping to be True, False or 'never', got {self.early_stopping!r}")
-
-    def _check_ranges(self) -> None:
-        if self.max_new_tokens is not None and self.max_new_tokens < 1:
-            raise ValueError(f"expected max_new_tokens of at least 1, got {self.max_new_tokens}")
-        if self.max_length is not None and self.max_length < 1:
-            raise ValueError(f"expected max_length of at least 1, got {self.max_length}")
-        for name, least in (("min_new_tokens", self.min_new_tokens), ("min_length", self.min_length)):
-            if least < 0:
-                raise ValueError(f"expected {name} of at least 0, got {least}")
-        if min(self.num_beams, self.num_return_sequences) < 1:
-            raise ValueError(
-                "expected num_beams and num_return_sequences of at least 1, got "
-                f"{self.num_beams} and {self.num_return_sequences}"
-            )
-        if self.temperature <= 0 or not 0 < self.top_p <= 1 or self.top_k < 0:
-            raise ValueError(
-                "expected temperature > 0, top_p in (0, 1] and top_k >= 0, got "
-                f"{self.temperature}, {self.top_p} and {self.top_k}"
-            )
-        if self.repetition_penalty <= 0 or self.no_repeat_ngram_size < 0:
-            raise ValueError(
-                "expected repetition_penalty > 0 and no_repeat_ngram_size >= 0, got "
-                f"{self.repetition_penalty} and {self.no_repeat_ngram_size}"
-            )
-        if self.seed is not None and self.seed not in _SEEDS:
-            raise ValueError(f"expected a seed from -2**63 to 2**64 - 1, got {self.seed}")
-        if self.engine is not None and not isinstance(self.engine, str):
-            raise ValueError(f"expected engine to be a name, got {self.engine!r}")
-        check_precision(self.precision)
-        if self.max_time is not None and self.max_time <= 0:
-            raise ValueError(f"expected max_time in seconds, more than 0, got {self.max_time}")
-        if self.num_beam_groups < 1 or self.diversity_penalty < 0:
-            raise ValueError(
-                "expected num_beam_groups of at least 1 and diversity_penalty of at least 0, got "
-                f"{self.num_beam_groups} and {self.diversity_penalty}"
-            )
-
     def _check_combinations(self) -> None:
-        beams, returned = self.num_beams, self.num_return_sequences
+        beams, groups, by_transformers_rules = self.num_beams, self.num_beam_groups, self.beam_rules == "transformers"
         if self.engine is not None and not self.use_cache:
             raise ValueError(f"expected engine or use_cache=False, got both: engine={self.engine!r}")
         if self.max_new_tokens is not None and self.min_new_tokens > self.max_new_tokens:
@@ -270,7 +273,6 @@ class GenerationConfig:
             )
         if self.do_sample and beams > 1:
             raise ValueError("expected do_sample or num_beams > 1, got both")
-        groups = self.num_beam_groups
         if beams % groups:
             raise ValueError(f"expected num_beams to be a multiple of num_beam_groups, got {beams} and {groups}")
         if (groups > 1) != (self.diversity_penalty > 0):
@@ -278,65 +280,78 @@ class GenerationConfig:
                 "expected num_beam_groups > 1 together with a diversity_penalty > 0, got "
                 f"{groups} and {self.diversity_penalty}"
             )
-        if self.beam_rules == "transformers" and groups > 1:
+        if by_transformers_rules and groups > 1:
             raise ValueError(
                 f"expected beam_rules='tensor2tensor' with num_beam_groups {groups}: transformers' rules have no groups"
             )
-        if self.beam_rules == "tensor2tensor" and self.early_stopping == "never":
+        if not by_transformers_rules and self.early_stopping == "never":
             raise ValueError(
                 "expected beam_rules='transformers' with early_stopping='never': by tensor2tensor's rules False never "
                 "stops while a better hypothesis is possible"
             )
-        if self.beam_rules == "tensor2tensor" and not self.renormalize_logits:
+        if not by_transformers_rules and not self.renormalize_logits:
             raise ValueError(
                 "expected beam_rules='transformers' with renormalize_logits=False: by tensor2tensor's rules scores are "
                 "log-probabilities"
             )
-        if beams > 1 and returned > beams:
-            raise ValueError(f"expected num_return_sequences of at most num_beams {beams}, got {returned}")
-        if beams == 1 and returned > 1 and not self.do_sample:
-            raise ValueError("expected num_return_sequences 1 for greedy decoding; use num_beams or do_sample for more")
-        if self.window == "slide" and self.max_new_tokens is None:
+        if self.num_return_sequences > beams and not self.do_sample:
+            advice = "; use num_beams or do_sample for more" if beams == 1 else ""
             raise ValueError(
-                "expected max_new_tokens along with window='slide': the model's positions end nothing then"
+                f"expected num_return_sequences of at most num_beams {beams}, got {self.num_return_sequences}{advice}"
             )
+        if self.window == "slide" and self.max_new_tokens is None:
+            raise ValueError("expected max_new_tokens along with window='slide': max_len ends nothing then")
         if self.window == "slide" and beams > 1:
             raise ValueError(f"expected num_beams 1 with window='slide', got {beams}: decode greedily, or sample")
-        if not self.do_sample:
-            for name, neutral in (("temperature", 1.0), ("top_k", 0), ("top_p", 1.0)):
-                if getattr(self, name) != neutral:
-                    raise ValueError(
-                        f"expected do_sample=True with {name} {getattr(self, name)}: without it nothing is drawn"
-                    )
+        for name, neutral in () if self.do_sample else (("temperature", 1.0), ("top_k", 0), ("top_p", 1.0)):
+            if getattr(self, name) != neutral:
+                raise ValueError(
+                    f"expected do_sample=True with {name} {getattr(self, name)}: nothing is drawn without it"
+                )
 
 
-GenerationSettings = GenerationConfig  # its name until 0.1
+class GenerationOptions(TypedDict, total=False):
+    """The fields of `GenerationConfig` as keyword arguments, for type checkers; a test compares the two."""
+
+    max_new_tokens: int | None
+    min_new_tokens: int
+    max_length: int | None
+    min_length: int
+    num_beams: int
+    beam_rules: BeamRules
+    length_penalty: float | None
+    early_stopping: EarlyStopping
+    do_sample: bool
+    temperature: float
+    top_k: int
+    top_p: float
+    repetition_penalty: float
+    no_repeat_ngram_size: int
+    num_return_sequences: int
+    num_beam_groups: int
+    diversity_penalty: float
+    suppress_tokens: Sequence[int]
+    bad_words_ids: Sequence[Sequence[int]]
+    shortlist: Sequence[int]
+    forced_bos_token_id: int | None
+    forced_eos_token_id: int | None
+    logits_processor: Processor | Sequence[Processor]
+    renormalize_logits: bool
+    stopping_criteria: StoppingCriterion | Sequence[StoppingCriterion]
+    stop_strings: str | Sequence[str]
+    window: Window
+    max_time: float | None
+    eos_token_id: int | Sequence[int] | None
+    pad_token_id: int | None
+    decoder_start_token_id: int | None
+    use_cache: bool
+    engine: str | None
+    precision: Precision | None
+    seed: int | None
 
 
-def _is_integer(value: object) -> bool:
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
-        return False
-    try:  # a tensor or an array has it, and may hold a float or several numbers
-        return abs(operator.index(value)) < 2**128
-    except TypeError:
-        return False
-
-
-def _listed(name: str, values: Any) -> tuple[Any, ...]:
-    error = ValueError(f"expected {name} to be a list, got {values!r:.60}")
-    if isinstance(values, str | bytes | Mapping) or not isinstance(values, Iterable):
-        raise error
-    try:
-        return tuple(values)
-    except TypeError:  # a tensor or an array is an Iterable, and one of no dimension can't be iterated over
-        raise error from None
-
-
-def _ids(name: str, values: Any) -> tuple[int, ...]:
-    return tuple(_id(name, value) for value in _listed(name, values))
-
-
-def _id(name: str, value: Any) -> int:
-    if not _is_integer(value):
-        raise ValueError(f"expected {name} to hold integers, got {value!r:.60}")
-    return operator.index(value)
+GenerationSettings = GenerationConfig  # the name that it had before
+OPTIONS = tuple(field.name for field in dataclasses.fields(GenerationConfig))
+_IDS = ("eos_token_id", "pad_token_id", "decoder_start_token_id", "forced_bos_token_id", "forced_eos_token_id",
+        "suppress_tokens", "shortlist", "bad_words_ids")  # fmt: skip
+_DEFAULT = GenerationConfig()

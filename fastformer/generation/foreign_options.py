@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 # What other toolkits call our options.
@@ -30,7 +30,7 @@ _NO_OPTIONS = ("transformers_version", "bos_token_id", "output_attentions", "out
                "output_logits", "cache_implementation", "cache_config", "return_dict_in_generate")  # fmt: skip
 
 
-def check_names(names: Iterable[object], known: list[str]) -> None:
+def check_names(names: Iterable[object], known: Sequence[str]) -> None:
     """Holds the names of options against those that there are.
 
     Raises:
@@ -44,7 +44,7 @@ def check_names(names: Iterable[object], known: list[str]) -> None:
             raise ValueError(f"there is no option {name!r} here{hint}")
 
 
-def with_config(options: Mapping[str, Any], known: list[str]) -> dict[str, Any]:
+def with_config(options: Mapping[str, Any], known: Sequence[str]) -> dict[str, Any]:
     """Options with those of their "generation_config", which go behind those that are given by name.
 
     The numbers of such a config mean what they mean in transformers: where the options don't say otherwise, the search

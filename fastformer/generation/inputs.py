@@ -1,15 +1,14 @@
-"""Ids as people hold them, made into right-padded batches and back."""
+"""Token ids in the forms that callers have, made into rows or a right-padded batch."""
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Sequence
 from typing import Any, SupportsIndex, TypeAlias
 
 import torch
 from torch import Tensor
-
-from fastformer.nn import SequenceLayout
 
 TokenIds: TypeAlias = Tensor | Sequence[SupportsIndex] | Sequence[Sequence[SupportsIndex]]
 _WANTED = "(batch, seqlen) of integers: a tensor, an array, or lists of ids"
@@ -80,12 +79,7 @@ def as_rows(ids: Any, pad_id: int | None, start_id: int | None, name: str) -> li
     """
     rows: list[list[int]]
     if isinstance(ids, Tensor) or hasattr(ids, "__array__"):
-        rows = as_batch(ids, 0, torch.device("cpu"), name).tolist()
-        for row in rows:
-            while row and row[-1] == pad_id:
-                row.pop()
-            while row and row[0] == pad_id:
-                row.pop(0)
+        rows = [_without_ends(row, pad_id) for row in as_batch(ids, 0, torch.device("cpu"), name).tolist()]
     else:
         rows = _lists(ids, name)
     return [row[1:] if row[:1] == [start_id] else row for row in rows]
@@ -101,10 +95,8 @@ def pad(sequences: Sequence[Sequence[int]], pad_id: int = 0) -> Tensor:
     return torch.tensor([[*row, *[pad_id] * (width - len(row))] for row in sequences], dtype=torch.long, device="cpu")
 
 
-def as_inputs(
-    ids: Any, attention_mask: Any, pad_id: int, device: torch.device, *, marks_padding: bool = True
-) -> tuple[Tensor, SequenceLayout]:
-    """Ids as a batch with its padding on the right, and their layout.
+def input_rows(ids: Any, attention_mask: Any, pad_id: int, *, marks_padding: bool = True) -> list[list[int]]:
+    """The tokens of each input, without its padding.
 
     Without a mask, ids equal to pad_id are padding in a tensor or an array. A list knows its length: a lone one, and
     lists that differ in length, are taken as they are. Several of one length may have been padded by hand: ids equal to
@@ -114,51 +106,48 @@ def as_inputs(
         ids: as `as_batch` takes them.
         attention_mask: of their shape (as padded on the right where they differ in length), 1 = keep, 0 = padding.
         pad_id: of padding.
-        device: where the batch goes.
         marks_padding: False: ids equal to pad_id are tokens, as where it is also what ends a sequence.
 
     Raises:
         ValueError: see `as_batch`; a mask of another shape or other values, an input with nothing to keep.
     """
-    rows: list[list[int]] | None = None
-    if not isinstance(ids, Tensor) and not hasattr(ids, "__array__"):
-        rows = _lists(ids, "input_ids")
-        ids = pad(rows, pad_id)
-    batch = as_batch(ids, pad_id, device)
-    lengths = [batch.shape[1]] * len(batch) if rows is None else [len(row) for row in rows]
+    is_list = not isinstance(ids, Tensor) and not hasattr(ids, "__array__")
+    rows = _lists(ids, "input_ids") if is_list else as_batch(ids, pad_id, torch.device("cpu")).tolist()
     if attention_mask is not None:
-        keep = _kept(batch, attention_mask)
-    elif marks_padding and rows is None:
-        keep = batch != pad_id
-    elif marks_padding and len(lengths) > 1 and len(set(lengths)) == 1:
-        real = batch != pad_id
-        keep = (real.cumsum(1) > 0) & (real.flip(1).cumsum(1).flip(1) > 0)
-    else:
-        keep = torch.arange(batch.shape[1], device=device) < torch.tensor(lengths, device=device)[:, None]
-    seqlens = keep.sum(1)
-    if bool((seqlens == 0).any()):
+        keep = _kept(attention_mask, (len(rows), max(map(len, rows))))
+        rows = [_masked(row, mask, pad_id) for row, mask in zip(rows, keep, strict=True)]
+    elif marks_padding and not is_list:
+        rows = [[token for token in row if token != pad_id] for row in rows]
+    elif marks_padding and len(rows) > 1 and len(set(map(len, rows))) == 1:
+        rows = [_without_ends(row, pad_id) for row in rows]
+    if not all(rows):
         raise ValueError("expected at least one token in each input, got an empty one")
-    order = (~keep).long().argsort(dim=1, stable=True)
-    width = int(seqlens.max())
-    return batch.gather(1, order)[:, :width], SequenceLayout.padded(seqlens, width)
+    return rows
 
 
-def _kept(ids: Tensor, attention_mask: Any) -> Tensor:
+def _masked(row: list[int], mask: list[bool], pad_id: int) -> list[int]:
+    return list(itertools.compress(row + [pad_id] * (len(mask) - len(row)), mask))
+
+
+def _without_ends(row: list[int], pad_id: int | None) -> list[int]:
+    """A row without the padding at its ends."""
+    start, end = 0, len(row)
+    while end and row[end - 1] == pad_id:
+        end -= 1
+    while start < end and row[start] == pad_id:
+        start += 1
+    return row[start:end]
+
+
+def _kept(attention_mask: Any, shape: tuple[int, int]) -> list[list[bool]]:
     try:
-        mask = torch.as_tensor(attention_mask, device=ids.device)
+        mask = torch.as_tensor(attention_mask, device="cpu")
     except (TypeError, ValueError, RuntimeError) as error:
         raise ValueError(f"expected attention_mask as a tensor of 0 and 1, got {attention_mask!r:.60}") from error
     if not bool(((mask == 0) | (mask == 1)).all()):
         raise ValueError("expected attention_mask to hold 0 (padding) and 1 (keep), got other values")
-    keep = mask.bool()
-    keep = keep[None] if keep.dim() == 1 else keep
-    if keep.shape != ids.shape:
-        raise ValueError(f"expected attention_mask of input_ids' shape {tuple(ids.shape)}, got {tuple(keep.shape)}")
+    mask = mask[None] if mask.dim() == 1 else mask
+    if mask.shape != shape:
+        raise ValueError(f"expected attention_mask of input_ids' shape {shape}, got {tuple(mask.shape)}")
+    keep: list[list[bool]] = mask.bool().tolist()
     return keep
-
-
-def left_padded(ids: Tensor, layout: SequenceLayout, pad_id: int) -> Tensor:
-    """Right-padded ids with their padding moved to the left."""
-    width = ids.shape[1]
-    position = torch.arange(width, device=ids.device) - (width - layout.seqlens[:, None])
-    return torch.where(position >= 0, ids.gather(1, position.clamp(min=0).long()), pad_id)

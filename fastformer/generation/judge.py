@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import overload
 
 from fastformer.generation.alignment import Aligner, Alignment, Unit, align_texts
+from fastformer.generation.config import Precision
 from fastformer.generation.input_errors import ErrorPolicy
 from fastformer.generation.model_protocols import Model
 from fastformer.generation.precisions import why_not_by_modules
@@ -23,7 +24,7 @@ class Judge(ABC):
 
     model: Model
     tokenizer: TextCodec
-    precision: str | None
+    precision: Precision | None
 
     @abstractmethod
     def encode(self, text: str, number: int = 1) -> list[int]:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import torch
 from torch import nn
 
+from fastformer.generation.config import Precision
+
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-PRECISIONS = (*DTYPES, "int8")
+PRECISIONS = get_args(Precision)
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _CASTS = {"fp32": "model.float()", "bf16": "model.bfloat16()", "fp16": "model.half()"}
@@ -47,7 +51,7 @@ def own_precision(model: object) -> str:
     return "int8" if getattr(model, "precision", None) == "int8" else dtype_precision(model)
 
 
-def asked_precision(model: object, precision: str | None) -> str | None:
+def asked_precision(model: object, precision: Precision | None) -> Precision | None:
     """What remains to be asked of an engine where a precision was given for loading a model.
 
     The dtype of the weights says the rest, but for a quantised model, whose own precision is int8 whatever it is.

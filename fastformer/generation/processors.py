@@ -16,17 +16,13 @@ not: of two nearly equal tokens, a processor that changes nothing may see the ot
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from fastformer.generation.config import GenerationConfig
-
-Processor: TypeAlias = Callable[[Tensor, Tensor], Tensor]
+from fastformer.generation.config import GenerationConfig, Processor
 
 
 class RowWise:
@@ -34,7 +30,7 @@ class RowWise:
 
 
 def make_processors(
-    settings: GenerationConfig,
+    config: GenerationConfig,
     eos: Sequence[int],
     prompt_length: int,
     limit: int,
@@ -42,45 +38,45 @@ def make_processors(
     min_tokens: int | None = None,
     has_shortlist: bool = False,
 ) -> tuple[Processor, ...]:
-    """The processors that the settings ask for, the user's own last.
+    """The processors that a config asks for, the user's own last.
 
     Args:
-        settings: what was asked for.
+        config: the options of the search.
         eos: the ids that end a row.
         prompt_length: the ids that stand before the first new one.
         limit: the most new tokens.
-        min_tokens: no end before so many new tokens; None: what the settings say for such a prompt alone.
-        has_shortlist: the engine itself keeps to the settings' shortlist.
+        min_tokens: no end before so many new tokens; None: what the config says for such a prompt alone.
+        has_shortlist: the engine itself keeps to the config's shortlist.
     """
-    by_transformers_rules = settings.beam_rules == "transformers"
+    by_transformers_rules = config.beam_rules == "transformers"
     ignored = 0 if by_transformers_rules else prompt_length
-    own = settings.logits_processor
-    min_tokens = settings.least_tokens(prompt_length) if min_tokens is None else min_tokens
+    own = config.logits_processor
+    min_tokens = config.least_tokens(prompt_length) if min_tokens is None else min_tokens
     found: list[Processor] = []
-    if settings.shortlist and not has_shortlist:
-        found.append(Shortlist(tuple(sorted({*settings.shortlist, *eos}))))
-    if settings.repetition_penalty != 1.0:
-        found.append(RepetitionPenalty(settings.repetition_penalty, ignored))
-    if settings.no_repeat_ngram_size:
-        found.append(NoRepeatNgrams(settings.no_repeat_ngram_size, ignored))
-    words = settings.bad_words_ids
+    if config.shortlist and not has_shortlist:
+        found.append(Shortlist(tuple(sorted({*config.shortlist, *eos}))))
+    if config.repetition_penalty != 1.0:
+        found.append(RepetitionPenalty(config.repetition_penalty, ignored))
+    if config.no_repeat_ngram_size:
+        found.append(NoRepeatNgrams(config.no_repeat_ngram_size, ignored))
+    words = config.bad_words_ids
     if by_transformers_rules:  # an end is no word there
         words = [word for word in words if len(word) > 1 or word[0] not in eos]
     if words:
         found.append(BadWords(tuple(words)))
-    if settings.suppress_tokens:
-        found.append(SuppressTokens(settings.suppress_tokens))
+    if config.suppress_tokens:
+        found.append(SuppressTokens(config.suppress_tokens))
     if min_tokens:
         found.append(MinNewTokens(min_tokens, prompt_length, tuple(eos)))
     if found:
         found.append(EndWhereNothingFollows(tuple(eos)))
-    if settings.forced_bos_token_id is not None:
+    if config.forced_bos_token_id is not None:
         # By transformers' rules it stands behind one id or nowhere.
-        found.append(ForcedToken(settings.forced_bos_token_id, 1 if by_transformers_rules else prompt_length))
-    if settings.forced_eos_token_id is not None:
-        found.append(ForcedToken(settings.forced_eos_token_id, prompt_length + limit - 1))
+        found.append(ForcedToken(config.forced_bos_token_id, 1 if by_transformers_rules else prompt_length))
+    if config.forced_eos_token_id is not None:
+        found.append(ForcedToken(config.forced_eos_token_id, prompt_length + limit - 1))
     found += (own,) if callable(own) else own
-    if found and by_transformers_rules and settings.num_beams > 1:
+    if found and by_transformers_rules and config.num_beams > 1:
         found.insert(1 if isinstance(found[0], Shortlist) else 0, LogProbs())
     return tuple(found)
 

@@ -1,4 +1,4 @@
-"""From ids and settings to requests, each held against the model before others share a batch with it."""
+"""Builds requests from ids and a config. Each input is checked against the model before it joins a batch."""
 
 from __future__ import annotations
 
@@ -60,73 +60,76 @@ class DecodingIds(NamedTuple):
 
 
 class RequestBuilder:
-    """Makes the requests of one model and one set of settings.
+    """Builds the requests of one model and one config.
 
     Args:
         model: what decodes.
-        settings: what was asked for.
+        config: the options of the search.
         log_probs: whether scores are wanted.
-        engine: what decodes them; None: the one that the settings name, or the fastest that can.
-        tokenizer: of the outputs, where the settings have stop_strings.
+        engine: what decodes them; None: the one that the config names, or the fastest that can.
+        tokenizer: of the outputs, where the config has stop_strings.
 
     Attributes:
         engine: what decodes them.
-        ids: the special ids, the model's or those that the settings name.
+        ids: the special ids, the model's or those that the config names.
 
     Raises:
-        ValueError: settings that the model can't honour.
+        ValueError: options that the model can't honour.
     """
 
     def __init__(
         self,
         model: Model,
-        settings: GenerationConfig,
+        config: GenerationConfig,
         *,
         log_probs: bool = True,
         engine: Engine | None = None,
         tokenizer: Detokenizer | None = None,
     ) -> None:
-        settings.check_model(model.config.vocab_size)
-        if settings.stop_strings and not all(callable(getattr(tokenizer, name, None)) for name in ("encode", "decode")):
+        config.check_model(model.config.vocab_size)
+        if config.stop_strings and not all(callable(getattr(tokenizer, name, None)) for name in ("encode", "decode")):
             raise ValueError(
                 f"expected tokenizer=, with encode and decode, along with stop_strings, got {type(tokenizer).__name__}"
             )
-        if settings.window == "slide" and not is_decoder_only(model):
+        if config.window == "slide" and not is_decoder_only(model):
             raise ValueError(
                 f"expected window='stop' for {type(model).__name__}, which reads a source: split what is longer than "
                 "its max_len"
             )
-        if is_decoder_only(model) and settings.decoder_start_token_id is not None:
+        if is_decoder_only(model) and config.decoder_start_token_id is not None:
             raise ValueError(
                 f"expected no decoder_start_token_id for {type(model).__name__}: its prompts are the beginning"
             )
-        self.model, self.settings, self._tokenizer = model, settings, tokenizer
-        self.log_probs = log_probs or settings.num_beams > 1
-        self.ids = special_ids(model, settings)
-        name = settings.engine if settings.use_cache else "recompute"
-        self.engine: Engine = engine or choose_engine(model, name, settings.precision)
+        self.model, self.config, self._tokenizer = model, config, tokenizer
+        self.log_probs = log_probs or config.num_beams > 1
+        self.ids = special_ids(model, config)
+        name = config.engine if config.use_cache else "recompute"
+        self.engine: Engine = engine or choose_engine(model, name, config.precision)
         self._has_shortlist = False
-        if engine is None and settings.shortlist:  # it is this builder's own
-            self._has_shortlist = self.engine.limit_to(sorted({*settings.shortlist, *self.ids.eos}))
-        # What the searches in C++ don't have, the engine is asked for step by step.
-        self._is_native = self.engine.runs_searches() and _extension.module() is not None
-        self._is_native = self._is_native and not settings.do_sample and settings.num_beam_groups == 1
-        self._is_native = self._is_native and not settings.stop_strings and not settings.stopping_criteria
-        # Of what processors give as it is, only those of this library are known to give nothing above 0.
-        self._may_rise = settings.keeps_scores and bool(settings.logits_processor)
-        self._is_native = self._is_native and not self._may_rise
-        unsaid = {*settings.suppress_tokens, *self.ids.eos}
-        allowed = len({*settings.shortlist} - unsaid) if settings.shortlist else model.config.vocab_size - len(unsaid)
+        if engine is None and config.shortlist:  # it is this builder's own
+            self._has_shortlist = self.engine.limit_to(sorted({*config.shortlist, *self.ids.eos}))
+        # Your processors may give scores above 0 where nothing makes log-probabilities of them; ours don't.
+        self._may_rise = config.keeps_scores and bool(config.logits_processor)
+        # What the searches in C++ lack is searched for in Python, step by step.
+        self._is_native = (
+            self.engine.runs_searches()
+            and _extension.module() is not None
+            and not (config.do_sample or config.num_beam_groups > 1)
+            and not (config.stop_strings or config.stopping_criteria or self._may_rise)
+        )
+        unsaid = {*config.suppress_tokens, *self.ids.eos}
+        allowed = len({*config.shortlist} - unsaid) if config.shortlist else model.config.vocab_size - len(unsaid)
         self._leaves_words = allowed > 0
         # Each input draws numbers of its own, which depend on the seed and its place alone.
-        self._seed = settings.seed
-        if settings.do_sample and settings.seed is None:
+        self._seed = config.seed
+        if config.do_sample and config.seed is None:
             self._seed = int(torch.randint(2**62, (), device="cpu"))
-        self._made = 0
+        self._built = 0
+        self._ends = frozenset(self.ids.eos)
 
     def check(self, row: Sequence[int], prefix: Sequence[int] = (), *, width: int | None = None) -> CheckedInput:
-        """Holds an input against the model, which may look no more: on a GPU it doesn't, and in a batch of many its
-        error would be everybody's.
+        """Checks an input against the model, which may not look itself: on a GPU it doesn't, and in a batch its error
+        would end every request.
 
         Args:
             row: the ids of a source, or of a prompt.
@@ -138,18 +141,25 @@ class RequestBuilder:
         """
         config = self.model.config
         if is_decoder_only(self.model):
-            limit = most_new_tokens(self.model, len(row), self.settings, width)
+            limit = most_new_tokens(self.model, len(row), self.config, width)
             _check_ids(row, config.vocab_size, "token")
-            return CheckedInput(row, (), limit, self.settings.least_tokens(len(row) if width is None else width))
+            return CheckedInput(row, (), limit, self.config.least_tokens(len(row) if width is None else width))
         if len(row) > config.max_len:
             raise ValueError(
                 f"expected source sequences of at most max_len = {config.max_len} tokens, got {len(row)}: cut them, or "
                 "configure the model with a larger max_len"
             )
-        limit = most_new_tokens(self.model, len(row), self.settings, prefix=len(prefix))
+        limit = most_new_tokens(self.model, len(row), self.config, prefix=len(prefix))
         _check_ids(row, getattr(config, "source_vocab_size", None) or config.vocab_size, "source")
         _check_ids(prefix, config.vocab_size, "target")
-        return CheckedInput(row, prefix, limit, self.settings.least_tokens(1 + len(prefix)))
+        return CheckedInput(row, prefix, limit, self.config.least_tokens(1 + len(prefix)))
+
+    def build_all(self, rows: Sequence[list[int]], prefixes: Sequence[Sequence[int]]) -> list[Request]:
+        """The requests of a batch: one for each input, or one for each of its samples where they slide apart."""
+        width = max(map(len, rows))
+        checked = [self.check(row, prefix, width=width) for row, prefix in zip(rows, prefixes, strict=True)]
+        samples: Sequence[int | None] = range(self.config.samples) if self.config.window == "slide" else (None,)
+        return [self.build(one, place=place, sample=k) for place, one in enumerate(checked) for k in samples]
 
     def build(
         self,
@@ -163,118 +173,128 @@ class RequestBuilder:
 
         Args:
             checked: what `check` gave.
-            place: of the input among all, which says what it draws; None: behind the last one made.
+            place: of the input among all, which decides what it draws; None: behind the last one built.
             sample: which of its samples the request is for; None: all.
-            on_token: is told each new token.
+            on_token: receives each new token.
         """
-        settings, eos, limit = self.settings, frozenset(self.ids.eos), checked.limit
-        begin = list(checked.row) if is_decoder_only(self.model) else [self.ids.start, *checked.prefix]
-        prompt, window, max_len = Prompt(list(checked.row), begin), None, self.model.config.max_len
+        config, limit = self.config, checked.limit
+        window, max_len = None, self.model.config.max_len
         if is_decoder_only(self.model):
+            begin = list(checked.row)
             prompt = Prompt(None, begin)
-            if settings.window == "slide" and len(begin) + limit > max_len:
+            if config.window == "slide" and len(begin) + limit > max_len:
                 prompt, window = Prompt(None, window_end(begin, max_len)), max_len
-        place = self._made if place is None else place
-        self._made = place + 1
-        seed = random.Random(f"{self._seed} {place}").getrandbits(64) if settings.do_sample else 0
-        is_native = self._is_native and window is None
-        before = checked.row if is_decoder_only(self.model) else checked.prefix
-        stop = make_stop(settings.stopping_criteria, begin, self.engine.device)
-
-        def make_pieces() -> TextPieces:
-            assert self._tokenizer is not None
-            return TextPieces(self._tokenizer, before, is_told=True, stop=settings.stop_strings)
-
-        def make_end() -> Callable[[int], bool]:
-            pieces = make_pieces()
-
-            def is_end(token: int) -> bool:
-                pieces.add([token])
-                return pieces.is_stopped
-
-            return is_end
-
-        def make_beam_stop() -> Stop | None:
-            return any_of(stop, StopTexts(make_pieces()) if settings.stop_strings else None)
-
-        def make_search() -> Search:
-            if is_native and settings.num_beams == 1:
-                return NativeSearch.greedy(limit, eos, min_tokens=checked.least, suppressed=settings.suppress_tokens)
-            if is_native:
-                return NativeSearch.beams(
-                    limit,
-                    eos,
-                    settings.num_beams,
-                    beam_rules=settings.beam_rules,
-                    alpha=settings.alpha,
-                    num_return=settings.num_return_sequences,
-                    early_stopping=settings.early_stopping,
-                    min_tokens=checked.least,
-                    suppressed=settings.suppress_tokens,
-                )
-            if settings.num_beams > 1 and settings.beam_rules == "transformers":
-                return TransformersBeamSearch(
-                    limit,
-                    eos,
-                    settings.num_beams,
-                    alpha=settings.alpha,
-                    num_return=settings.num_return_sequences,
-                    early_stopping=settings.early_stopping,
-                    may_rise=self._may_rise,
-                    stop=make_beam_stop(),
-                )
-            if settings.num_beams > 1:
-                return BeamSearch(
-                    limit,
-                    eos,
-                    settings.num_beams,
-                    alpha=settings.alpha,
-                    num_return=settings.num_return_sequences,
-                    early_stopping=settings.early_stopping is True,
-                    num_groups=settings.num_beam_groups,
-                    diversity_penalty=settings.diversity_penalty,
-                    stop=make_beam_stop(),
-                )
-            sampling = None
-            if settings.do_sample:
-                sampling = Sampling(settings.temperature, settings.top_k, settings.top_p, seed)
-            rows = settings.samples
-            if sampling is not None and sample is not None:
-                sampling, rows = replace(sampling, sample=sample, num_samples=rows), 1
-            return RowSearch(limit, eos, rows, sampling, make_end if settings.stop_strings else None, stop=stop)
-
+        else:
+            begin = [self.ids.start, *checked.prefix]
+            prompt = Prompt(list(checked.row), begin)
+        place = self._built if place is None else place
+        self._built = place + 1
         processors = make_processors(
-            settings,
-            self.ids.eos,
-            len(begin),
-            limit,
-            min_tokens=checked.least,
-            has_shortlist=self._has_shortlist,
+            config, self.ids.eos, len(begin), limit, min_tokens=checked.least, has_shortlist=self._has_shortlist
         )
         masks_alone = all(isinstance(one, SEARCH_RULES) for one in processors)
         return Request(
             prompt,
-            make_search,
+            self._search_maker(checked, begin, place, sample, is_native=self._is_native and window is None),
             processors=processors,
-            search_suffices=self._leaves_words and masks_alone and not settings.keeps_scores,
-            keeps_scores=settings.keeps_scores,
+            search_suffices=self._leaves_words and masks_alone and not config.keeps_scores,
+            keeps_scores=config.keeps_scores,
             log_probs=self.log_probs,
-            max_time=settings.max_time,
+            max_time=config.max_time,
             on_token=on_token,
             window=window,
             before=begin,
-            stop_strings=settings.stop_strings,
+            stop_strings=config.stop_strings,
         )
 
+    def _search_maker(
+        self, checked: CheckedInput, begin: Sequence[int], place: int, sample: int | None, *, is_native: bool
+    ) -> Callable[[], Search]:
+        """What makes the search of a request, each time the same one."""
+        config, limit = self.config, checked.limit
+        if is_native:
+            return lambda: self._native_search(limit, checked.least)
+        stop = make_stop(config.stopping_criteria, begin, self.engine.device)
+        before = checked.row if is_decoder_only(self.model) else checked.prefix
+        if config.num_beams > 1:
+            return lambda: self._beam_search(limit, any_of(stop, self._text_stop(before)))
+        rows, sampling = config.samples, None
+        if config.do_sample:
+            seed = random.Random(f"{self._seed} {place}").getrandbits(64)
+            sampling = Sampling(config.temperature, config.top_k, config.top_p, seed)
+            if sample is not None:
+                sampling, rows = replace(sampling, sample=sample, num_samples=rows), 1
+        make_end = (lambda: self._end_of_text(before)) if config.stop_strings else None
+        return lambda: RowSearch(limit, self._ends, rows, sampling, make_end, stop=stop)
 
-def special_ids(model: Model, settings: GenerationConfig) -> DecodingIds:
-    """The model's special ids, or those that the settings name instead."""
+    def _native_search(self, limit: int, least: int) -> Search:
+        config = self.config
+        if config.num_beams == 1:
+            return NativeSearch.greedy(limit, self._ends, min_tokens=least, suppressed=config.suppress_tokens)
+        return NativeSearch.beams(
+            limit,
+            self._ends,
+            config.num_beams,
+            beam_rules=config.beam_rules,
+            alpha=config.alpha,
+            num_return=config.num_return_sequences,
+            early_stopping=config.early_stopping,
+            min_tokens=least,
+            suppressed=config.suppress_tokens,
+        )
+
+    def _beam_search(self, limit: int, stop: Stop | None) -> Search:
+        config = self.config
+        if config.beam_rules == "transformers":
+            return TransformersBeamSearch(
+                limit,
+                self._ends,
+                config.num_beams,
+                alpha=config.alpha,
+                num_return=config.num_return_sequences,
+                early_stopping=config.early_stopping,
+                may_rise=self._may_rise,
+                stop=stop,
+            )
+        return BeamSearch(
+            limit,
+            self._ends,
+            config.num_beams,
+            alpha=config.alpha,
+            num_return=config.num_return_sequences,
+            early_stopping=config.early_stopping is True,
+            num_groups=config.num_beam_groups,
+            diversity_penalty=config.diversity_penalty,
+            stop=stop,
+        )
+
+    def _text_stop(self, before: Sequence[int]) -> Stop | None:
+        """Ends beams at a stop text."""
+        return StopTexts(self._pieces(before)) if self.config.stop_strings else None
+
+    def _end_of_text(self, before: Sequence[int]) -> Callable[[int], bool]:
+        """Says of each new token of a row whether it completes a stop text."""
+        pieces = self._pieces(before)
+
+        def is_end(token: int) -> bool:
+            pieces.add([token])
+            return pieces.is_stopped
+
+        return is_end
+
+    def _pieces(self, before: Sequence[int]) -> TextPieces:
+        assert self._tokenizer is not None
+        return TextPieces(self._tokenizer, before, is_told=True, stop=self.config.stop_strings)
+
+
+def special_ids(model: Model, config: GenerationConfig) -> DecodingIds:
+    """The model's special ids, or those that the config names instead."""
     own = SpecialIds.of(model.config)
-    pad_id = own.pad if settings.pad_token_id is None else settings.pad_token_id
-    eos = settings.eos_token_id
+    pad_id = own.pad if config.pad_token_id is None else config.pad_token_id
+    eos = config.eos_token_id
     ends = own.eos if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
-    start = own.start if settings.decoder_start_token_id is None else settings.decoder_start_token_id
-    if settings.pad_token_id is None and pad_id in ends:
+    start = own.start if config.decoder_start_token_id is None else config.decoder_start_token_id
+    if config.pad_token_id is None and pad_id in ends:
         raise ValueError(
             f"expected two ids for eos_token_id and pad_token_id, got {pad_id} for both, which is the model's pad: "
             f"with pad_token_id={pad_id} too, nothing in an input is padding unless an attention_mask says so"
@@ -283,22 +303,22 @@ def special_ids(model: Model, settings: GenerationConfig) -> DecodingIds:
 
 
 def most_new_tokens(
-    model: Model, seqlen: int, settings: GenerationConfig, width: int | None = None, prefix: int = 0
+    model: Model, seqlen: int, config: GenerationConfig, width: int | None = None, prefix: int = 0
 ) -> int:
     """How many tokens an input may get: what was asked for, or by default as much as makes sense.
 
     Args:
         model: what decodes.
         seqlen: of the input.
-        settings: what was asked for.
+        config: the options of the search.
         width: of the batch; None: seqlen.
         prefix: tokens that the output of a source begins with.
 
     Raises:
         ValueError: the model's max_len leaves too little room.
     """
-    if settings.window == "slide" and settings.max_new_tokens is not None:
-        return settings.max_new_tokens
+    if config.window == "slide" and config.max_new_tokens is not None:
+        return config.max_new_tokens
     max_len, width = model.config.max_len, seqlen if width is None else width
     if not is_decoder_only(model):
         room = max_len - prefix
@@ -318,18 +338,18 @@ def most_new_tokens(
         )
     advice = "; with window='slide' it goes on, and sees the end of the text alone" if is_decoder_only(model) else ""
     begun = 1 + prefix if not is_decoder_only(model) else width
-    wanted, least = settings.max_new_tokens, settings.least_tokens(begun)
+    wanted, least = config.max_new_tokens, config.least_tokens(begun)
     name, more = "max_new_tokens", 0
-    if wanted is None and settings.max_length is not None:
+    if wanted is None and config.max_length is not None:
         name, more = "max_length", begun  # which counts what stands before the new tokens
-        wanted = settings.max_length - begun
+        wanted = config.max_length - begun
         if wanted < 1:
             raise ValueError(
-                f"expected max_length of more than the {begun} that outputs begin with, got {settings.max_length}; "
+                f"expected max_length of more than the {begun} that outputs begin with, got {config.max_length}; "
                 "max_new_tokens doesn't count them"
             )
     if wanted is None:  # only then it is meant: else everything ends at what was wanted
-        name, more = ("min_new_tokens", 0) if settings.min_new_tokens else ("min_length", begun)
+        name, more = ("min_new_tokens", 0) if config.min_new_tokens else ("min_length", begun)
     value = least if wanted is None else wanted
     if value > room:
         raise ValueError(

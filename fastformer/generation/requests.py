@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
+from fastformer.generation.config import Processor
 from fastformer.generation.engines.base import Candidates, Prompt, Sample
-from fastformer.generation.processors import Processor
 from fastformer.generation.search import Hypothesis, Search
 
 _EXPECTED = 32  # new tokens that a request is given memory for when it begins, if its source isn't longer

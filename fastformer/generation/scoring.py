@@ -99,8 +99,8 @@ def score(
     """
     decoder = as_model(model)
     config = decoder.config
-    settings = GenerationConfig(pad_token_id=pad_token_id, decoder_start_token_id=decoder_start_token_id)
-    settings.check_model(config.vocab_size)
+    ids = GenerationConfig(pad_token_id=pad_token_id, decoder_start_token_id=decoder_start_token_id)
+    ids.check_model(config.vocab_size)
     own = SpecialIds.of(config)
     pad = own.pad if pad_token_id is None else pad_token_id
     pad_id = None if pad in own.eos else pad  # it may be the end of a sequence

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from fastformer.generation.config import StoppingCriterion
 from fastformer.generation.search import Stop
-
-StoppingCriterion: TypeAlias = Callable[..., Any]
 
 
 def make_stop(

@@ -182,7 +182,7 @@ class Form(NamedTuple):
         return found[0] if found else nothing
 
 
-def as_form(settings: GenerationConfig, scores: object, token_scores: object) -> Form:
+def as_form(config: GenerationConfig, scores: object, token_scores: object) -> Form:
     """The form that return_scores and return_token_scores ask for.
 
     Raises:
@@ -191,4 +191,4 @@ def as_form(settings: GenerationConfig, scores: object, token_scores: object) ->
     for name, value in (("return_scores", scores), ("return_token_scores", token_scores)):
         if not isinstance(value, bool):
             raise ValueError(f"expected {name} to be True or False, got {value!r}")
-    return Form(settings.num_return_sequences > 1, bool(scores), bool(token_scores))
+    return Form(config.num_return_sequences > 1, bool(scores), bool(token_scores))

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from fastformer.generation.alignment import check_attention, cross_attention
-from fastformer.generation.config import GenerationConfig
+from fastformer.generation.config import GenerationConfig, Precision
 from fastformer.generation.engines import Engine
 from fastformer.generation.ensemble import Ensemble, Mean
 from fastformer.generation.evaluation import evaluating
@@ -66,7 +66,7 @@ class Translator(Judge):
         *,
         max_batch_size: int | None = None,
         max_batch_bytes: int | None = None,
-        precision: str | None = None,
+        precision: Precision | None = None,
     ) -> None:
         check_precision(precision)
         for name, value in (("max_batch_size", max_batch_size), ("max_batch_bytes", max_batch_bytes)):
@@ -89,7 +89,7 @@ class Translator(Judge):
         tokenizer: TextCodec | None = None,
         *,
         device: torch.device | str | None = None,
-        precision: str | None = None,
+        precision: Precision | None = None,
         ensemble_weights: Sequence[float] | None = None,
         ensemble_mean: Mean = "probabilities",
         max_batch_size: int | None = None,
@@ -165,6 +165,7 @@ class Translator(Judge):
         split: bool = ...,
         return_scores: bool = ...,
         return_token_scores: bool = ...,
+        config: GenerationConfig | None = ...,
         **options: Any,
     ) -> Any: ...
 
@@ -178,6 +179,7 @@ class Translator(Judge):
         split: bool = False,
         return_scores: bool = False,
         return_token_scores: bool = False,
+        config: GenerationConfig | None = None,
         **options: Any,
     ) -> Any:
         """Translates a text or many; the order is kept.
@@ -196,8 +198,8 @@ class Translator(Judge):
             return_scores: give `Scored(text, score)` in place of each translation.
             return_token_scores: give `TokenScored(text, score, tokens)`, where tokens are pairs of a new token and its
                 log-probability.
-            options: of `generate`: num_beams, length_penalty, do_sample, max_new_tokens, num_return_sequences, ...;
-                max_time is that of the call.
+            config: the options of the search; those given by name go before it.
+            options: fields of `GenerationConfig`, such as num_beams and max_new_tokens; max_time is that of the call.
 
         Returns:
             A str for a str, else a list with an item for each text. With num_return_sequences > 1 each item is a list:
@@ -208,13 +210,13 @@ class Translator(Judge):
             ValueError: an unknown option (the nearest is suggested), something that is no text, a text that can't be
                 translated (named by its number, from 1).
         """
-        settings, errors = self.settings(options), ErrorPolicy(on_error, skip_long)
-        form = as_form(settings, return_scores, return_token_scores)
+        config, errors = self.settings(options, config), ErrorPolicy(on_error, skip_long)
+        form = as_form(config, return_scores, return_token_scores)
         check_split(split, form, target_prefix)
-        builder, began = self._builder(settings, form.log_probs), time.monotonic()
+        builder, began = self._builder(config, form.log_probs), time.monotonic()
         is_one = isinstance(texts, str)
         if split:
-            deadline = None if settings.max_time is None else began + settings.max_time
+            deadline = None if config.max_time is None else began + config.max_time
             items = IterableSource(as_items(texts, None))
             parts = translated_parts(self, items, builder, errors, read_ahead=READ_AHEAD, deadline=deadline)
             said = [form.of(answer) for ready in joined(parts) for answer in ready]
@@ -234,8 +236,8 @@ class Translator(Judge):
             if found is None:
                 return None
             request = builder.build(found, place=index)
-            if settings.max_time is not None:
-                request.deadline = began + settings.max_time
+            if config.max_time is not None:
+                request.deadline = began + config.max_time
             return request
 
         # The longest first: at the end, few rows are left alone.
@@ -276,6 +278,7 @@ class Translator(Judge):
         split: bool = ...,
         return_scores: bool = ...,
         return_token_scores: bool = ...,
+        config: GenerationConfig | None = ...,
         **options: Any,
     ) -> Iterator[Any]: ...
 
@@ -290,6 +293,7 @@ class Translator(Judge):
         split: bool = False,
         return_scores: bool = False,
         return_token_scores: bool = False,
+        config: GenerationConfig | None = None,
         **options: Any,
     ) -> Iterator[Any]:
         """Translates as texts come; or gives one text's translation piece by piece, as it is made.
@@ -305,27 +309,28 @@ class Translator(Judge):
             read_ahead: how many texts are read, at most, before the first of them is answered. An iterable can't be
                 asked what has come: where its texts come slowly, 1 answers each before the next is read.
             on_error, skip_long, split, return_scores, return_token_scores: see `translate`.
-            options: of `generate`; max_time is that of each text, with split of each sentence, from when it is read.
+            config, options: see `translate`; max_time counts for each text, with split for each sentence, from when it
+                is read.
 
         Raises:
             ValueError: see `translate`; a read_ahead below 1. A text that can't be translated stops the stream when the
                 translations before it have been given.
         """
-        settings, errors = self.settings(options), ErrorPolicy(on_error, skip_long)
-        form = as_form(settings, return_scores, return_token_scores)
+        config, errors = self.settings(options, config), ErrorPolicy(on_error, skip_long)
+        form = as_form(config, return_scores, return_token_scores)
         if not isinstance(read_ahead, int) or isinstance(read_ahead, bool) or read_ahead < 1:
             raise ValueError(f"expected read_ahead of at least 1, got {read_ahead!r}")
         check_split(split, form, target_prefix)
         items = as_items(texts, target_prefix)
         if isinstance(texts, str) and split:
-            builder = self._builder(settings, False)
+            builder = self._builder(config, False)
             parts = translated_parts(self, IterableSource(items), builder, errors, read_ahead=read_ahead)
             return (text for ready in parts for text, _ in ready if text)
         if isinstance(texts, str):
-            check_one_stream(form, settings)
-            return self._pieces(next(iter(items)), settings, errors)
+            check_one_stream(form, config)
+            return self._pieces(next(iter(items)), config, errors)
         source = IterableSource(items)
-        answers = self.answers(source, settings, errors, log_probs=form.log_probs, read_ahead=read_ahead, split=split)
+        answers = self.answers(source, config, errors, log_probs=form.log_probs, read_ahead=read_ahead, split=split)
         return (form.of(answer) for ready in answers for answer in ready)
 
     def answers(
@@ -381,9 +386,9 @@ class Translator(Judge):
 
         return answers()
 
-    def _pieces(self, item: Item, settings: GenerationConfig, errors: ErrorPolicy) -> Iterator[str]:
+    def _pieces(self, item: Item, config: GenerationConfig, errors: ErrorPolicy) -> Iterator[str]:
         """The translation of a text, piece by piece."""
-        builder = self._builder(settings, False)
+        builder = self._builder(config, False)
         try:
             checked = self.encode_item(item, 1, builder)
         except TextError as error:
@@ -394,7 +399,7 @@ class Translator(Judge):
         def pieces() -> Iterator[str]:
             tokens: list[int] = []
             request = builder.build(checked, on_token=tokens.append)
-            found = TextPieces(self.tokenizer, checked.prefix, stop=settings.stop_strings)
+            found = TextPieces(self.tokenizer, checked.prefix, stop=config.stop_strings)
             scheduler = self.new_scheduler(builder.engine, is_endless=False)
             scheduler.submit([request])
             while not request.is_done:
@@ -409,17 +414,21 @@ class Translator(Judge):
 
         return pieces()
 
-    def _builder(self, settings: GenerationConfig, log_probs: bool) -> RequestBuilder:
+    def _builder(self, config: GenerationConfig, log_probs: bool) -> RequestBuilder:
         # The choice of the engine is for the mode that the model will be in.
         with evaluating(self.model):
-            return RequestBuilder(self.model, settings, log_probs=log_probs, tokenizer=self.tokenizer)
+            return RequestBuilder(self.model, config, log_probs=log_probs, tokenizer=self.tokenizer)
 
     def new_scheduler(self, engine: Engine, *, is_endless: bool) -> Scheduler:
         """A scheduler within this translator's limits; see `Scheduler`."""
         return new_scheduler(engine, self.max_batch_size, self.max_batch_bytes, is_endless=is_endless)
 
-    def settings(self, options: Mapping[str, Any]) -> GenerationConfig:
-        """The settings that options of `generate` ask for, held against the model.
+    def settings(self, options: Mapping[str, Any], config: GenerationConfig | None = None) -> GenerationConfig:
+        """The config of a call, checked against the model.
+
+        Args:
+            options: fields of `GenerationConfig` by name.
+            config: what they change; None: the defaults.
 
         Raises:
             ValueError: an unknown option, or one that is out of its range.
@@ -427,12 +436,12 @@ class Translator(Judge):
         for name, instead in _INSTEAD.items():
             if name in options:
                 raise ValueError(f"a Translator returns texts: expected {instead} instead of {name}")
-        settings = GenerationConfig.from_options(options)
-        if settings.precision is None:
-            settings = replace(settings, precision=self.precision)
-        settings.check_model(self.model.config.vocab_size)
-        most_new_tokens(self.model, 1, settings)
-        return settings
+        found = GenerationConfig.from_options(options, config)
+        if found.precision is None and self.precision is not None:
+            found = replace(found, precision=self.precision)
+        found.check_model(self.model.config.vocab_size)
+        most_new_tokens(self.model, 1, found)
+        return found
 
     def encode(self, text: str, number: int | str = 1) -> list[int]:
         """The source ids of a text, EOS at the end.
@@ -523,9 +532,9 @@ def _text(text: object, number: int | str) -> str:
     return text
 
 
-def check_one_stream(form: Form, settings: GenerationConfig) -> None:
+def check_one_stream(form: Form, config: GenerationConfig) -> None:
     """Raises a ValueError where one text's translation can't come piece by piece."""
-    if form.is_list or form.log_probs or settings.num_beams > 1:
+    if form.is_list or form.log_probs or config.num_beams > 1:
         raise ValueError(
             "expected no beams, several samples or scores along with one text to stream: its pieces come before the "
             "end is known; translate gives them"

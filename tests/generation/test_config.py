@@ -1,270 +1,283 @@
-"""What can't be meant is said, with the value that came; ids may come as people hold them."""
+"""`GenerationConfig`: types, bounds and combinations of the options, and the doors that they are given through."""
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 import math
+import re
+from collections.abc import Callable
+from dataclasses import fields
+from functools import partial
+from typing import Any, get_args, get_type_hints
 
 import numpy as np
 import pytest
 import torch
 
-from fastformer.generation.config import GenerationConfig
-from fastformer.generation.inputs import as_batch, as_inputs
+import fastformer
+from fastformer.data import ByteTokenizer
+from fastformer.generation import AsyncTranslator, GenerationConfig, GenerationSettings, Translator, generate
+from fastformer.generation.config import OPTIONS, GenerationOptions
+from fastformer.models import Transformer
+from tests.generation.weights import drawn
+
+# Of each numeric option values at its bounds, and values beyond them.
+BOUNDS: dict[str, tuple[list[Any], list[Any]]] = {
+    "max_new_tokens": ([1, None], [0, -1]),
+    "min_new_tokens": ([0], [-1]),
+    "max_length": ([1, None], [0, -1]),
+    "min_length": ([0], [-1]),
+    "num_beams": ([1, np.int64(3), torch.tensor(2)], [0, -2]),
+    "length_penalty": ([-2.5, 0, None], []),
+    "temperature": ([1e-9, 3], [0, 0.0, -1]),
+    "top_k": ([0, 40], [-1]),
+    "top_p": ([1, 1e-9], [0.0, 1.000001, -0.5]),
+    "repetition_penalty": ([1e-9, 5], [0.0, -1]),
+    "no_repeat_ngram_size": ([0, 3], [-1]),
+    "num_return_sequences": ([1, 5], [0]),
+    "num_beam_groups": ([1], [0, -1]),
+    "diversity_penalty": ([0], [-0.5]),
+    "forced_bos_token_id": ([0, None], []),
+    "forced_eos_token_id": ([0, None], []),
+    "max_time": ([1e-9, 2, None], [0, -1.0]),
+    "pad_token_id": ([0, None], []),
+    "decoder_start_token_id": ([0, None], []),
+    "seed": ([-(2**63), 2**64 - 1, 0, None], [2**64, -(2**63) - 1]),
+}
+# Of each other option values that fit, with what they become, and values that don't.
+keep = lambda input_ids, scores: scores  # noqa: E731
+LISTS: list[Any] = [3, None, {3: 4}]
+OTHERS: dict[str, tuple[list[tuple[Any, Any]], list[Any]]] = {
+    "suppress_tokens": ([([7, 3], (7, 3)), (np.array([6]), (6,)), ([], ())], [*LISTS, [None], [1.5], [True], "ab"]),
+    "shortlist": ([([9, 3, 9], (3, 9)), (range(2), (0, 1))], [*LISTS, ["a"], torch.tensor(3)]),
+    "bad_words_ids": ([([range(2), [9]], ((0, 1), (9,)))], [*LISTS, [3], [[3], []], [["a"]]]),
+    "eos_token_id": (
+        [
+            (3, (3,)),
+            (np.int32(3), (3,)),
+            ([np.int64(3), torch.tensor(4), 3], (3, 4)),
+            (torch.tensor([3, 4]), (3, 4)),
+            (None, None),
+        ],
+        [[], "1", 1.0, [1, 2.0], [1, True], True],
+    ),
+    "stop_strings": ([("end", ("end",)), (["a", "b"], ("a", "b"))], [*LISTS, "", ["a", ""], [3]]),
+    "logits_processor": ([(keep, (keep,)), ([keep], (keep,))], [*LISTS, [keep, 3], "x", ["x"]]),
+    "stopping_criteria": ([(keep, (keep,)), ((keep,), (keep,))], [*LISTS, [3]]),
+    "engine": ([("kv_cache", "kv_cache"), (None, None)], [3, True, ["cpp"]]),
+}
+NEITHER = {  # of each kind
+    "int": ["3", 1.5, 3.0, True, math.nan, [3], np.array([2, 3]), torch.tensor(2.5), 2**70, 10**400],
+    "float": ["hot", True, math.nan, math.inf, -math.inf, 10**400, [1.0]],
+    "bool": [1, 0, "no", None, 1.0],
+    "word": ["zzz", 3, True, [], np.array(["fp32"] * 2)],
+}
+
+
+class Chain(list):  # Hugging Face's list of processors is one
+    def __call__(self, input_ids, scores):
+        raise AssertionError("its members are called")
+
+
+@pytest.fixture(scope="module")
+def translator() -> Translator:
+    return Translator(drawn(Transformer, vocab_size=259, max_len=32), ByteTokenizer())
+
+
+def kind_of(name: str) -> str:
+    hint = get_type_hints(GenerationConfig)[name]
+    options = {*get_args(hint)} or {hint}
+    return "word" if "Literal" in str(hint) else next(one.__name__ for one in (bool, int, float) if one in options)
+
+
+def values_of(name: str) -> tuple[list[tuple[Any, Any]], list[Any]]:
+    """Values that an option takes, with what they become, and values that it refuses."""
+    if name in OTHERS:
+        return OTHERS[name]
+    kind = kind_of(name)
+    if name in BOUNDS:
+        good, bad = BOUNDS[name]
+        become = {"int": int, "float": float}[kind]
+        return [(one, None if one is None else become(one)) for one in good], [*bad, *NEITHER[kind]]
+    assert kind in ("bool", "word"), f"{name} is in no table of this test"
+    return [], [one for one in NEITHER[kind] if one is not True or name != "early_stopping"]
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_every_option_is_checked_and_the_error_names_it(name, model, translator) -> None:
+    good, bad = values_of(name)
+    optional = type(None) in get_args(get_type_hints(GenerationConfig)[name])
+    bad = bad if optional or name in OTHERS else [*bad, None]
+    for value in bad:
+        with pytest.raises(ValueError, match=rf"\b{name}\b"):
+            GenerationConfig(**{name: value})
+    # They share the check: one value shows that they ask it.
+    for door in (
+        lambda **options: GenerationConfig.from_options(options),
+        partial(generate, model, [[5, 6]]),
+        partial(model.generate, [[5, 6]]),
+        partial(translator.translate, "text"),
+        partial(translator.stream, ["text"]),
+    ):
+        with pytest.raises(ValueError, match=rf"\b{name}\b"):
+            door(**{name: bad[0]})
+    more = {"do_sample": True} if name in ("temperature", "top_k", "top_p", "num_return_sequences") else {}
+    for value, kept in good:
+        found = getattr(GenerationConfig(**{name: value}, **more), name)
+        assert found == kept and type(found) is type(kept)
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("options", "names"),
     [
-        ({"num_beams": 2, "do_sample": True}, "expected do_sample or num_beams > 1, got both"),
-        ({"num_beams": 2, "num_return_sequences": 3}, "at most num_beams 2, got 3"),
-        ({"num_return_sequences": 2}, "expected num_return_sequences 1 for greedy"),
-        ({"temperature": 0.0}, "expected temperature > 0"),
-        ({"temperature": math.nan}, "expected temperature to be a finite number, got nan"),
-        ({"repetition_penalty": math.nan}, "expected repetition_penalty to be a finite number, got nan"),
-        ({"repetition_penalty": math.inf}, "expected repetition_penalty to be a finite number, got inf"),
-        ({"length_penalty": -math.inf}, "expected length_penalty to be a finite number, got -inf"),
-        ({"top_p": math.nan}, "expected top_p to be a finite number"),
-        ({"top_p": 0.0}, r"top_p in \(0, 1\]"),
-        ({"top_p": 1.1}, r"top_p in \(0, 1\]"),
-        ({"top_k": -1}, "top_k >= 0"),
-        ({"temperature": "hot"}, "expected temperature to be a number, got 'hot'"),
-        ({"temperature": 0.5}, "expected do_sample=True with temperature 0.5"),
-        ({"top_k": 5, "num_beams": 2}, "expected do_sample=True with top_k 5"),
-        ({"top_p": 0.5}, "expected do_sample=True with top_p 0.5"),
-        ({"max_new_tokens": 0}, "max_new_tokens of at least 1, got 0"),
-        ({"max_new_tokens": 3.0}, "expected max_new_tokens to be an integer, got 3.0"),
-        ({"num_beams": 2.0}, "expected num_beams to be an integer, got 2.0"),
-        ({"num_beams": True}, "expected num_beams to be an integer, got True"),
-        ({"num_beams": None}, "expected num_beams to be an integer, got None"),
-        ({"num_beams": 0}, "at least 1, got 0 and 1"),
-        ({"do_sample": 1}, "expected do_sample to be True or False, got 1"),
-        ({"min_new_tokens": -1}, "min_new_tokens of at least 0, got -1"),
-        ({"min_length": -1}, "min_length of at least 0, got -1"),
-        ({"min_length": None}, "expected min_length to be an integer, got None"),
-        ({"max_length": 0}, "max_length of at least 1, got 0"),
-        ({"max_length": 2.0}, "expected max_length to be an integer, got 2.0"),
-        ({"renormalize_logits": 0}, "expected renormalize_logits to be True or False, got 0"),
-        ({"renormalize_logits": False}, "expected beam_rules='transformers' with renormalize_logits=False"),
-        ({"stopping_criteria": 3}, "expected stopping_criteria to be a list, got 3"),
-        ({"stopping_criteria": [3]}, r"expected stopping_criteria to hold functions of \(input_ids, scores\), got 3"),
-        ({"generation_config": 3}, "transformers' GenerationConfig or a mapping, got int"),
-        ({"generation_config": {"min_p": 0.5}}, "generation_config .*no option 'min_p'"),
-        ({"generation_config": {"num_beam": 2}}, "generation_config .*did you mean 'num_beams'"),
-        ({"generation_config": {"num_beams": 2.5}}, "expected num_beams to be an integer, got 2.5"),
-        ({"max_lenght": 3}, "did you mean 'max_length'"),
-        ({"beam_size": 3}, "did you mean 'num_beams'"),
-        ({"max_tokens": 3}, "did you mean 'max_new_tokens'"),
-        ({"no_repeat_ngram_size": -1}, "no_repeat_ngram_size >= 0"),
-        ({"seed": 2**64}, r"expected a seed from -2\*\*63 to 2\*\*64 - 1, got 18446744073709551616"),
-        ({"seed": 1.5}, "expected seed to be an integer"),
-        ({"engine": 3}, "expected engine to be a name, got 3"),
-        ({"engine": "kv_cache", "use_cache": False}, "expected engine or use_cache=False, got both: engine='kv_cache'"),
-        ({"use_cache": None}, "expected use_cache to be True or False, got None"),
-        ({"max_time": 0}, "expected max_time in seconds, more than 0, got 0"),
-        ({"max_time": math.inf}, "expected max_time to be a finite number, got inf"),
-        ({"max_time": "1s"}, "expected max_time to be a number, got '1s'"),
-        ({"max_time": True}, "expected max_time to be a number, got True"),
-        ({"repetition_penalty": 0.0}, "expected repetition_penalty > 0"),
-        ({"num_return_sequences": 0}, "of at least 1, got 1 and 0"),
-        (
-            {"num_beams": 4, "num_beam_groups": 3, "diversity_penalty": 1.0},
-            "a multiple of num_beam_groups, got 4 and 3",
-        ),
-        (
-            {"num_beams": 4, "num_beam_groups": 2},
-            "num_beam_groups > 1 together with a diversity_penalty > 0, got 2 and",
-        ),
-        ({"num_beams": 4, "diversity_penalty": 0.5}, "together with a diversity_penalty > 0, got 1 and 0.5"),
-        ({"num_beams": 4, "num_beam_groups": 0}, "num_beam_groups of at least 1 and diversity_penalty of at least 0"),
-        ({"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": -1}, "of at least 0, got 2 and -1"),
-        ({"num_beam_groups": 2.0}, "expected num_beam_groups to be an integer, got 2.0"),
-        ({"diversity_penalty": math.nan}, "expected diversity_penalty to be a finite number, got nan"),
-        ({"beam_rules": "hf"}, "expected beam_rules to be 'tensor2tensor' or 'transformers', got 'hf'"),
-        ({"beam_rules": None}, "expected beam_rules to be 'tensor2tensor' or 'transformers', got None"),
-        ({"early_stopping": 1}, "expected early_stopping to be True, False or 'never', got 1"),
-        ({"early_stopping": "always"}, "expected early_stopping to be True, False or 'never', got 'always'"),
-        ({"early_stopping": "never"}, "expected beam_rules='transformers' with early_stopping='never': by tensor2"),
+        ({"num_beams": 2, "do_sample": True}, ("do_sample", "num_beams")),
+        ({"num_beams": 2, "num_return_sequences": 3}, ("num_return_sequences", "num_beams")),
+        ({"num_return_sequences": 2}, ("num_return_sequences", "num_beams")),
+        ({"temperature": 0.5}, ("do_sample", "temperature")),
+        ({"top_k": 5, "num_beams": 2}, ("do_sample", "top_k")),
+        ({"top_p": 0.5}, ("do_sample", "top_p")),
+        ({"renormalize_logits": False}, ("beam_rules", "renormalize_logits")),
+        ({"early_stopping": "never"}, ("beam_rules", "early_stopping")),
+        ({"engine": "kv_cache", "use_cache": False}, ("engine", "use_cache")),
+        ({"num_beams": 4, "num_beam_groups": 3, "diversity_penalty": 1.0}, ("num_beams", "num_beam_groups")),
+        ({"num_beams": 4, "num_beam_groups": 2}, ("num_beam_groups", "diversity_penalty")),
+        ({"num_beams": 4, "diversity_penalty": 0.5}, ("num_beam_groups", "diversity_penalty")),
         (
             {"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 1.0, "beam_rules": "transformers"},
-            "expected beam_rules='tensor2tensor' with num_beam_groups 2: transformers' rules have no groups",
+            ("beam_rules", "num_beam_groups"),
         ),
-        ({"eos_token_id": []}, "expected eos_token_id to be an id or some, got none"),
-        ({"eos_token_id": "1"}, "expected eos_token_id to be a list, got '1'"),
-        ({"eos_token_id": [1, 2.0]}, "expected eos_token_id to hold integers, got 2.0"),
-        ({"eos_token_id": [1, True]}, "expected eos_token_id to hold integers, got True"),
-        ({"eos_token_id": 1.0}, "expected eos_token_id to be a list, got 1.0"),
-        ({"pad_token_id": 1.5}, "expected pad_token_id to be an integer, got 1.5"),
-        ({"decoder_start_token_id": "0"}, "expected decoder_start_token_id to be an integer, got '0'"),
-        ({"forced_bos_token_id": 2.0}, "expected forced_bos_token_id to be an integer, got 2.0"),
-        ({"forced_eos_token_id": True}, "expected forced_eos_token_id to be an integer, got True"),
-        ({"suppress_tokens": 3}, "expected suppress_tokens to be a list, got 3"),
-        ({"suppress_tokens": [None]}, "expected suppress_tokens to hold integers, got None"),
-        ({"suppress_tokens": None}, "expected suppress_tokens to be a list, got None"),
-        ({"bad_words_ids": [3]}, "expected bad_words_ids to be a list, got 3"),
-        ({"bad_words_ids": [[3], []]}, "expected each of bad_words_ids to hold ids, got an empty one"),
-        ({"bad_words_ids": [["a"]]}, "expected bad_words_ids to hold integers, got 'a'"),
-        ({"bad_words_ids": {3: 4}}, "expected bad_words_ids to be a list, got {3: 4}"),
-        ({"logits_processor": 3}, "expected logits_processor to be a list, got 3"),
-        ({"logits_processor": None}, "expected logits_processor to be a list, got None"),
-        (
-            {"logits_processor": [len, 3]},
-            r"expected logits_processor to hold functions of \(input_ids, scores\), got 3",
-        ),
-        ({"num_beam": 2}, "no option 'num_beam' here; did you mean 'num_beams'?"),
-        ({"zzz": 2}, "no option 'zzz' here; there are max_new_tokens, min_new_tokens"),
+        ({"window": "slide"}, ("max_new_tokens", "window")),
+        ({"window": "slide", "max_new_tokens": 5, "num_beams": 2}, ("num_beams", "window")),
     ],
 )
-def test_errors(options, message) -> None:
-    with pytest.raises(ValueError, match=message):
-        GenerationConfig.from_options(options)
+def test_options_that_contradict_each_other(options, names, model) -> None:
+    for door in (GenerationConfig, partial(generate, model, [[5, 6]])):
+        with pytest.raises(ValueError) as refused:
+            door(**options)
+        assert all(re.search(rf"\b{name}\b", str(refused.value)) for name in names), refused.value
 
 
-def test_what_is_harmless_is_taken() -> None:
-    for seed in (0, -(2**63), 2**64 - 1):
-        torch.Generator().manual_seed(GenerationConfig(seed=seed, do_sample=True).seed)
-    settings = GenerationConfig(num_beams=np.int64(3), top_k=0, length_penalty=1, min_new_tokens=4, max_new_tokens=4)
-    assert settings.num_beams == 3 and settings.samples == 1
-    assert type(settings.num_beams) is int
+def test_options_that_go_together() -> None:
+    GenerationConfig(num_beams=6, num_beam_groups=3, diversity_penalty=1, num_return_sequences=6)
+    GenerationConfig(beam_rules="transformers", early_stopping="never", renormalize_logits=False, num_beams=2)
+    GenerationConfig(do_sample=True, temperature=2, top_k=3, top_p=0.5, num_return_sequences=9)
+    GenerationConfig(window="slide", max_new_tokens=5, do_sample=True)
     assert GenerationConfig(do_sample=True, num_return_sequences=5).samples == 5
     assert GenerationConfig(num_beams=5, num_return_sequences=5).samples == 1
-    assert GenerationConfig(max_time=2, use_cache=False).max_time == 2
-    groups = GenerationConfig(num_beams=6, num_beam_groups=3, diversity_penalty=1, num_return_sequences=6)
-    assert groups.num_beam_groups == 3
-    assert GenerationConfig(engine="kv_cache").engine == "kv_cache"
-
-
-def test_the_rules_have_penalties_of_their_own() -> None:
     assert GenerationConfig().alpha == 0.6 and GenerationConfig(beam_rules="transformers").alpha == 1.0
     for rules in ("tensor2tensor", "transformers"):
         assert GenerationConfig(beam_rules=rules, length_penalty=0).alpha == 0
-    for stopping in (True, False, "never"):
-        settings = GenerationConfig(beam_rules="transformers", early_stopping=stopping)
-        assert settings.early_stopping == stopping
+    for seed in (-(2**63), 2**64 - 1):
+        torch.Generator().manual_seed(GenerationConfig(seed=seed, do_sample=True).seed)
 
 
-def test_lists_are_taken_as_people_hold_them_and_kept() -> None:
-    ends = [np.int64(3), torch.tensor(4), 5]
-    settings = GenerationConfig(eos_token_id=ends, suppress_tokens=np.array([6, 7]), bad_words_ids=[range(2), [9]])
+def test_a_config_keeps_what_it_was_given() -> None:
+    ends = [3, 4]
+    config = GenerationConfig(eos_token_id=ends, logits_processor=Chain([keep]))
     ends.append(6)
-    assert settings.eos_token_id == (3, 4, 5) and settings.suppress_tokens == (6, 7)
-    assert settings.bad_words_ids == ((0, 1), (9,))
-    ids = (*settings.eos_token_id, *settings.suppress_tokens, *settings.bad_words_ids[0])
-    assert all(type(token) is int for token in ids)
-    assert GenerationConfig(eos_token_id=np.int32(3)).eos_token_id == (3,)
-    assert GenerationConfig(eos_token_id=torch.tensor([3, 4])).eos_token_id == (3, 4)
-    assert GenerationConfig(eos_token_id=0, pad_token_id=1).pad_token_id == 1
-    hash(settings)
-
-
-def test_processors_are_one_or_several() -> None:
-    class Chain(list):  # Hugging Face's list of processors is one
-        def __call__(self, input_ids, scores):
-            raise AssertionError("its members are called")
-
-    def keep(input_ids, scores):
-        return scores
-
-    for given in (keep, [keep], (keep,), Chain([keep])):
-        assert GenerationConfig(logits_processor=given).logits_processor == (keep,)
-    assert GenerationConfig().logits_processor == GenerationConfig(logits_processor=[]).logits_processor == ()
+    assert config.eos_token_id == (3, 4) and config.logits_processor == (keep,)
+    hash(config)
+    with pytest.raises(AttributeError):
+        config.num_beams = 3  # type: ignore[misc]
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("name", "value"),
     [
-        ({"eos_token_id": 10}, "expected eos_token_id from 0 to 9, .* got 10"),
-        ({"eos_token_id": [9, 10]}, "expected eos_token_id from 0 to 9, .* got 10"),
-        ({"pad_token_id": -1}, "expected pad_token_id from 0 to 9, .* got -1"),
-        ({"decoder_start_token_id": 10}, "expected decoder_start_token_id from 0 to 9"),
-        ({"forced_bos_token_id": 10}, "expected forced_bos_token_id from 0 to 9"),
-        ({"forced_eos_token_id": -2}, "expected forced_eos_token_id from 0 to 9, .* got -2"),
-        ({"suppress_tokens": [3, -1]}, "expected suppress_tokens from 0 to 9, .* got -1"),
-        ({"bad_words_ids": [[3], [4, 11]]}, "expected bad_words_ids from 0 to 9, .* got 11"),
-        ({"num_beams": 11}, "expected num_beams of at most the vocabulary's 10, got 11"),
+        ("eos_token_id", [9, 40]),
+        ("pad_token_id", -1),
+        ("decoder_start_token_id", 40),
+        ("forced_bos_token_id", 40),
+        ("forced_eos_token_id", -2),
+        ("suppress_tokens", [3, -1]),
+        ("shortlist", [3, 40]),
+        ("bad_words_ids", [[3], [4, 40]]),
+        ("num_beams", 41),
     ],
 )
-def test_ids_and_beams_lie_within_the_vocabulary(options, message) -> None:
-    with pytest.raises(ValueError, match=message):
-        GenerationConfig(**options).check_model(10)
-    GenerationConfig(eos_token_id=9, pad_token_id=0, suppress_tokens=[9], num_beams=10).check_model(10)
+def test_ids_and_beams_lie_within_the_vocabulary(name, value, model) -> None:
+    for door in (lambda **options: GenerationConfig(**options).check_model(40), partial(generate, model, [[5]])):
+        with pytest.raises(ValueError, match=rf"\b{name}\b"):
+            door(**{name: value})
+    GenerationConfig(eos_token_id=39, pad_token_id=0, suppress_tokens=[39], num_beams=40).check_model(40)
 
 
 @pytest.mark.parametrize(
-    ("ids", "expected"),
+    ("name", "nearest"),
     [
-        ([5, 6], [[5, 6]]),
-        ([[5, 6], [7]], [[5, 6], [7, 9]]),
-        (((5, 6), (7,)), [[5, 6], [7, 9]]),
-        ([np.array([5, 6]), np.array([7])], [[5, 6], [7, 9]]),
-        ([torch.tensor([5, 6]), torch.tensor([7])], [[5, 6], [7, 9]]),
-        ([np.int32(5), np.int64(6)], [[5, 6]]),
-        (np.array([[5, 6]], dtype=np.int32), [[5, 6]]),
-        (np.array([5, 6], dtype=np.uint8), [[5, 6]]),
-        (torch.tensor([5, 6], dtype=torch.int32), [[5, 6]]),
-        (range(5, 7), [[5, 6]]),
+        ("max_lenght", "max_length"),
+        ("num_beam", "num_beams"),
+        ("beam_size", "num_beams"),
+        ("max_tokens", "max_new_tokens"),
+        ("stop", "stop_strings"),
+        ("inputs", "input_ids"),
     ],
-    ids=str,
 )
-def test_ids_as_people_hold_them(ids, expected) -> None:
-    batch = as_batch(ids, 9, torch.device("cpu"))
-    assert batch.dtype == torch.long and batch.tolist() == expected
+def test_an_unknown_option_is_answered_with_the_nearest(name, nearest, model, translator) -> None:
+    calls: list[Callable[..., Any]] = [partial(generate, model, [[5]]), partial(model.generate, [[5]])]
+    if nearest in OPTIONS:
+        calls += [lambda **options: GenerationConfig.from_options(options), partial(translator.translate, "text")]
+    for call in calls:
+        with pytest.raises(ValueError, match=rf"'{name}'.*'{nearest}'"):
+            call(**{name: 3})
 
 
 @pytest.mark.parametrize(
-    ("ids", "message"),
+    ("given", "words"),
     [
-        ("text", "got str: turn text into ids with a tokenizer first"),
-        (["some", "texts"], r"input_ids\[0\] holds something else"),
-        (None, "got NoneType"),
-        (7, "got int"),
-        ([5.0], r"input_ids\[0\] holds something else: .*float"),
-        ([[5], [True]], r"input_ids\[1\] holds something else: True and False are no ids"),
-        ([[5], 6], r"input_ids\[1\] is 6, where others are lists"),
-        ([torch.tensor(5.5)], r"input_ids\[0\] holds something else"),
-        (np.array([0.5]), "got torch.float64"),
-        (np.array(["a"]), "got ndarray"),
-        (torch.zeros(2, 2, 2, dtype=torch.long), r"got torch.int64 \(2, 2, 2\)"),
-        (torch.zeros(0, 2, dtype=torch.long), r"got torch.int64 \(0, 2\)"),
-        (torch.ones(1, 2, dtype=torch.bool), "got torch.bool"),
+        (3, ("generation_config", "int")),
+        ({"min_p": 0.5}, ("generation_config", "min_p")),
+        ({"num_beam": 2}, ("generation_config", "num_beams")),
+        ({"num_beams": 2.5}, ("num_beams", "2.5")),
     ],
-    ids=str,
 )
-def test_what_is_no_batch_of_ids(ids, message) -> None:
-    with pytest.raises(ValueError, match=message):
-        as_batch(ids, 0, torch.device("cpu"))
+def test_a_foreign_config_that_does_not_fit(given, words, model) -> None:
+    for call in (
+        lambda: GenerationConfig.from_options({"generation_config": given}),
+        lambda: generate(model, [[5]], generation_config=given),
+    ):
+        with pytest.raises(ValueError) as refused:
+            call()
+        assert all(word in str(refused.value) for word in words), refused.value
+    for options in (None, 3, {3: 3}):
+        with pytest.raises(ValueError):
+            GenerationConfig.from_options(options)
 
 
-def test_empty_inputs_are_found() -> None:
-    empty: tuple[object, ...] = ([], [[]], [[5], []], [[0, 0], [5, 6]], torch.zeros(1, 2, dtype=torch.long))
-    for ids in empty:
-        with pytest.raises(ValueError, match="at least one token in each input, got an empty one"):
-            as_inputs(ids, None, 0, torch.device("cpu"))
+def test_one_config_goes_through_every_door(model, translator) -> None:
+    config = GenerationConfig(num_beams=3, max_new_tokens=6, num_return_sequences=2)
+    due = generate(model, [[5, 6]], num_beams=3, max_new_tokens=6, num_return_sequences=2)
+    assert torch.equal(generate(model, [[5, 6]], config), due)
+    assert torch.equal(model.generate([[5, 6]], config=config), due)
+    longer = generate(model, [[5, 6]], num_beams=3, max_new_tokens=9, num_return_sequences=2, min_new_tokens=9)
+    assert torch.equal(generate(model, [[5, 6]], config, max_new_tokens=9, min_new_tokens=9), longer)
+    texts = translator.translate(["ab", "c"], num_beams=3, max_new_tokens=6, num_return_sequences=2)
+    assert translator.translate(["ab", "c"], config=config) == texts
+    assert list(translator.stream(["ab", "c"], config=config)) == texts
+    best = translator.translate("ab", config=config, num_return_sequences=1)
+    assert best == texts[0][0]
+
+    async def ask() -> Any:
+        async with AsyncTranslator(translator) as front:
+            pieces = [piece async for piece in front.stream("ab", config=GenerationConfig(max_new_tokens=6))]
+            return await front.translate("ab", config=config), "".join(pieces)
+
+    assert asyncio.run(ask()) == (texts[0], translator.translate("ab", max_new_tokens=6))
+    for call in (partial(generate, model, [[5]]), partial(translator.translate, "a")):
+        with pytest.raises(ValueError, match=r"\bconfig\b"):
+            call(config={"num_beams": 2})
+        with pytest.raises(ValueError, match=r"\bgeneration_config\b"):
+            call(config=config, generation_config={"num_beams": 2})
 
 
-@pytest.mark.parametrize(
-    ("ids", "expected"),
-    [
-        ([5, 0, 6], [[5, 0, 6]]),
-        ([[5, 0, 6]], [[5, 0, 6]]),
-        ([[0, 5, 0]], [[0, 5, 0]]),
-        ([[5, 0, 0], [6], [0, 7]], [[5, 0, 0], [6], [0, 7]]),
-        ([[5, 0, 6], [7, 8]], [[5, 0, 6], [7, 8]]),
-        ([[5, 0, 6], [7, 8, 0], [0, 0, 9]], [[5, 0, 6], [7, 8], [9]]),  # padded by hand
-        (torch.tensor([[5, 0, 6], [7, 8, 0], [0, 0, 9]]), [[5, 6], [7, 8], [9]]),
-        (np.array([[5, 6, 0]]), [[5, 6]]),
-    ],
-    ids=str,
-)
-def test_what_is_padding_without_a_mask(ids, expected) -> None:
-    batch, layout = as_inputs(ids, None, 0, torch.device("cpu"))
-    rows = [row[:length] for row, length in zip(batch.tolist(), layout.seqlens.tolist(), strict=True)]
-    assert rows == expected
-    # Where no id marks padding, what a list or a tensor holds is all there is; a mask has the last word.
-    batch, layout = as_inputs(ids, None, 0, torch.device("cpu"), marks_padding=False)
-    given = ids if isinstance(ids, list) and isinstance(ids[0], list) else np.atleast_2d(np.asarray(ids)).tolist()
-    assert [row[:n] for row, n in zip(batch.tolist(), layout.seqlens.tolist(), strict=True)] == given
-    mask = torch.tensor([[1] * (len(row) - 1) + [0] * (max(map(len, given)) - len(row) + 1) for row in given])
-    mask[:, 0] = 1
-    for marks in (True, False):
-        batch, layout = as_inputs(ids, mask, 0, torch.device("cpu"), marks_padding=marks)
-        assert layout.seqlens.tolist() == [max(1, len(row) - 1) for row in given]
+def test_options_are_stated_once() -> None:
+    from docstring_parser import parse
+
+    shown = inspect.signature(fastformer.generate).parameters
+    for field in fields(GenerationConfig):
+        parameter = shown[field.name]
+        assert parameter.kind is parameter.KEYWORD_ONLY and parameter.default == field.default
+    assert get_type_hints(GenerationOptions) == get_type_hints(GenerationConfig)
+    assert {p.arg_name for p in parse(GenerationConfig.__doc__ or "").params if p.description} == {*OPTIONS}
+    assert GenerationSettings is GenerationConfig

@@ -267,28 +267,25 @@ def test_the_result_can_enter_a_graph(model) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("options", "name"),
     [
-        ({"max_new_tokens": 100_000}, "expected max_new_tokens of at most 128, for the model's max_len is 128; got"),
-        ({"min_new_tokens": 129}, "expected min_new_tokens of at most 128, for the model's max_len is 128; got 129"),
-        ({"eos_token_id": 40}, "expected eos_token_id from 0 to 39, as the model's vocabulary has, got 40"),
-        ({"pad_token_id": -1}, "expected pad_token_id from 0 to 39"),
-        ({"num_beams": 41}, "expected num_beams of at most the vocabulary's 40, got 41"),
-        ({"attention_mask": torch.ones(1, 1)}, "expected attention_mask of input_ids' shape"),
-        ({"attention_mask": torch.zeros(2, 12)}, "at least one token in each input"),
+        ({"max_new_tokens": 100_000}, "max_new_tokens"),
+        ({"min_new_tokens": 129}, "min_new_tokens"),
+        ({"attention_mask": torch.ones(1, 1)}, "attention_mask"),
+        ({"attention_mask": torch.zeros(2, 12)}, "input"),
     ],
 )
-def test_errors(model, options, message) -> None:
-    with pytest.raises(ValueError, match=message):
+def test_what_the_model_has_no_room_for_and_masks_of_other_shapes(model, options, name) -> None:
+    with pytest.raises(ValueError, match=rf"\b{name}\b"):
         generate(model, mixed_sources(2), **options)
 
 
 def test_what_does_not_fit(model, gpt) -> None:
-    with pytest.raises(ValueError, match="expected source sequences of at most max_len = 128 tokens, got 129"):
+    with pytest.raises(ValueError, match=r"\bmax_len\b.*129"):
         generate(model, torch.full((1, 129), 5))
-    with pytest.raises(ValueError, match="prompts of fewer tokens than the model's max_len 128, got 5000: there is no"):
+    with pytest.raises(ValueError, match=r"\bmax_len\b.*5000"):
         generate(gpt, torch.full((1, 5000), 5))
-    with pytest.raises(ValueError, match="max_new_tokens of at most 8 behind a prompt of 120, for .* max_len is 128"):
+    with pytest.raises(ValueError, match=r"\bmax_new_tokens\b.*\b8\b.*\bmax_len\b"):
         generate(gpt, torch.full((1, 120), 5), max_new_tokens=9)
     assert generate(gpt, torch.full((1, 120), 5), max_new_tokens=8, min_new_tokens=8).shape == (1, 128)
     assert generate(model, [[5] * 128], max_new_tokens=2).shape[0] == 1
@@ -298,12 +295,12 @@ def test_what_does_not_fit(model, gpt) -> None:
 @pytest.mark.parametrize(
     ("kind", "ids", "options", "message"),
     [
-        ("model", [[5], [5, VOCAB]], {}, "expected source ids from 0 to 39, got 5 to 40: was another tokenizer used"),
-        ("model", [[5, -1]], {}, "expected source ids from 0 to 39, got -1 to 5"),
-        ("lstm", [[5, VOCAB]], {}, "expected source ids from 0 to 39, got 5 to 40"),
-        ("gpt", [[5, VOCAB]], {}, "expected token ids from 0 to 39, got 5 to 40"),
-        ("model", [[5]], {"decoder_input_ids": [[VOCAB]]}, "expected target ids from 0 to 39, got 40 to 40"),
-        ("model", [[5] * 129], {}, "expected source sequences of at most max_len = 128 tokens, got 129"),
+        ("model", [[5], [5, VOCAB]], {}, "source .*40"),
+        ("model", [[5, -1]], {}, "source .*-1"),
+        ("lstm", [[5, VOCAB]], {}, "source .*40"),
+        ("gpt", [[5, VOCAB]], {}, "token .*40"),
+        ("model", [[5]], {"decoder_input_ids": [[VOCAB]]}, "target .*40"),
+        ("model", [[5] * 129], {}, "max_len .*129"),
     ],
 )
 def test_inputs_are_held_against_the_model_before_an_engine_has_them(
@@ -322,21 +319,21 @@ def test_sources_have_a_vocabulary_of_their_own() -> None:
     sizes = {"vocab_size": 10, "d_model": 16, "d_ff": 16, "num_heads": 2, "num_decoder_layers": 1}
     model = Transformer.from_preset("tiny", source_vocab_size=20, tie_embeddings=False, **sizes).eval()
     assert generate(model, [[19]], decoder_input_ids=[[9]], max_new_tokens=2).shape[1] <= 3
-    with pytest.raises(ValueError, match="expected source ids from 0 to 19, got 20 to 20"):
+    with pytest.raises(ValueError, match="source .*20"):
         generate(model, [[20]])
-    with pytest.raises(ValueError, match="expected target ids from 0 to 9, got 10 to 10"):
+    with pytest.raises(ValueError, match="target .*10"):
         generate(model, [[19]], decoder_input_ids=[[10]])
 
 
 def test_no_model_and_broken_weights(gpt) -> None:
-    with pytest.raises(ValueError, match=r"expected a fastformer.models.Transformer or GPT, .* got Linear"):
+    with pytest.raises(ValueError, match="Linear"):
         generate(torch.nn.Linear(2, 2), [[5]])
     broken = Transformer.from_preset("tiny", vocab_size=VOCAB, d_model=32, d_ff=64, num_heads=4).eval()
     broken.embedding.weight.data[7] = math.nan
     for options in ({}, {"num_beams": 2}, {"do_sample": True}):
         with pytest.raises(ValueError, match="the model gives NaN"):
             generate(broken, [[7, 7]], max_new_tokens=4, **options)
-    with pytest.raises(ValueError, match="engine 'recurrent' can't decode a GPT"):
+    with pytest.raises(ValueError, match="recurrent.*GPT"):
         generate(gpt, [[5]], engine="recurrent")
 
 
@@ -344,6 +341,6 @@ def test_no_model_and_broken_weights(gpt) -> None:
 def test_padding_in_front_is_said_and_not_read_wrongly(reads, model, lstm) -> None:
     for which in (model, lstm):
         for row in ([0, 5, 6], [5, 0, 6]):
-            with pytest.raises(ValueError, match="expected source ids padded on the right, got .*PAD"):
+            with pytest.raises(ValueError, match="source .*right"):
                 reads(which, torch.tensor([[5, 6, 7], row]))
         reads(which, torch.tensor([[5, 6, 7], [5, 0, 0]]))

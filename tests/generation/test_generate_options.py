@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -332,19 +331,14 @@ def test_the_models_own_ids_are_honoured(others, kind) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"eos_token_id": [1, 40]}, "expected eos_token_id from 0 to 39, as the model's vocabulary has, got 40"),
-        ({"eos_token_id": 0}, "expected two ids for eos_token_id and pad_token_id, got 0 for both"),
-        ({"eos_token_id": [5, 0]}, "got 0 for both, which is the model's pad: with pad_token_id=0 too, nothing in an"),
-        ({"decoder_start_token_id": 40}, "expected decoder_start_token_id from 0 to 39"),
-        ({"forced_bos_token_id": -1}, "expected forced_bos_token_id from 0 to 39, .* got -1"),
-        ({"forced_eos_token_id": 40}, "expected forced_eos_token_id from 0 to 39, .* got 40"),
-        ({"bad_words_ids": [[5, 40]]}, "expected bad_words_ids from 0 to 39, .* got 40"),
-        ({"engine": "fast"}, "expected an engine out of cpp, .*kv_cache, .*, got 'fast'"),
-        ({"engine": "recurrent"}, "engine 'recurrent' can't decode a Transformer: it isn't recurrent"),
-        ({"logits_processor": lambda ids, scores: scores[:, 1:]}, r"scores of shape \(1, 40\), got \(1, 39\) from <la"),
+        ({"eos_token_id": 0}, "eos_token_id and pad_token_id"),
+        ({"eos_token_id": [5, 0]}, "pad_token_id=0"),
+        ({"engine": "fast"}, "engine .*'fast'"),
+        ({"engine": "recurrent"}, "'recurrent'.*Transformer"),
+        ({"logits_processor": lambda ids, scores: scores[:, 1:]}, r"\(1, 40\).*\(1, 39\)"),
     ],
 )
-def test_errors(model, options, message) -> None:
+def test_ids_engines_and_processors_that_do_not_fit_the_model(model, options, message) -> None:
     with pytest.raises(ValueError, match=message):
         generate(model, mixed_sources(2), max_new_tokens=3, **options)
 
@@ -389,25 +383,6 @@ def test_a_least_above_the_most_ends_there_and_an_end_may_be_named_twice(any_mod
         generate(any_model, inputs, max_new_tokens=9, eos_token_id=ends, **options) for ends in ([9, 5, 9], [9, 5])
     )
     assert torch.equal(twice, once)
-
-
-@pytest.mark.parametrize(
-    ("name", "nearest"),
-    [
-        ("max_lenght", "max_length"),
-        ("min_new_token", "min_new_tokens"),
-        ("num_beam", "num_beams"),
-        ("beam_size", "num_beams"),
-        ("inputs", "input_ids"),
-        ("stop", "stop_strings"),
-        ("logits_procesor", "logits_processor"),
-        ("max_tokens", "max_new_tokens"),
-    ],
-)
-def test_a_name_that_is_none_is_answered_with_the_nearest(any_model, name, nearest) -> None:
-    for call in (partial(generate, any_model), any_model.generate):
-        with pytest.raises(ValueError, match=f"no option '{name}' here; did you mean '{nearest}'"):
-            call([[5, 6]], **{name: 3})
 
 
 @pytest.mark.parametrize("engine", [CPP, "kv_cache", "recompute"])
