@@ -12,12 +12,12 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from fastformer.functional import activate as activate
+    from fastformer.functional import deactivate as deactivate
     from fastformer.generation import AsyncTranslator as AsyncTranslator
     from fastformer.generation import Translator as Translator
     from fastformer.generation.generate import generate as generate
     from fastformer.integrations import accelerate as accelerate
-    from fastformer.integrations import activate as activate
-    from fastformer.integrations import deactivate as deactivate
     from fastformer.integrations import report as report
     from fastformer.integrations import restore as restore
     from fastformer.models import GPT as GPT
@@ -44,8 +44,8 @@ _HOMES = {
     "Transformer": "fastformer.models",
     "Translator": "fastformer.generation",
     "accelerate": "fastformer.integrations",
-    "activate": "fastformer.integrations",
-    "deactivate": "fastformer.integrations",
+    "activate": "fastformer.functional",
+    "deactivate": "fastformer.functional",
     "generate": "fastformer.generation",
     "report": "fastformer.integrations",
     "restore": "fastformer.integrations",

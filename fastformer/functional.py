@@ -1,6 +1,370 @@
-"""Functions under PyTorch's names: `scaled_dot_product_attention`, and what its `attn_mask` can be."""
+"""Functions under PyTorch's names: `scaled_dot_product_attention`, what its `attn_mask` can be, and `activate`."""
 
-from fastformer.integrations.bias import BlockDiagonal as BlockDiagonal
-from fastformer.integrations.bias import Window as Window
-from fastformer.integrations.bias import causal_lower_right as causal_lower_right
-from fastformer.integrations.sdpa import scaled_dot_product_attention as scaled_dot_product_attention
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.nn.attention.bias import CausalBias, CausalVariant
+
+from fastformer.nn.guards import ATTENTIONS, is_traced
+from fastformer.ops import attention, varlen_attention
+from fastformer.ops.attention import expand_mask, resolve_scale, why_no_kernel
+
+
+@dataclass(frozen=True)
+class Window:
+    """Which keys a query sees, counted from its own key on the diagonal that ends at the bottom right.
+
+    Attributes:
+        left: the number of keys before its own; None = all.
+        right: the number of keys after its own; None = all.
+    """
+
+    left: int | None = None
+    right: int | None = None
+
+
+@dataclass(frozen=True)
+class BlockDiagonal:
+    """Several sequences in a batch of one, each of which sees only itself.
+
+    Attributes:
+        seqlens_q: the number of queries of each sequence.
+        seqlens_k: the number of keys of each sequence; None: as many as queries.
+        window: within each sequence, counted from its own bottom right.
+    """
+
+    seqlens_q: Sequence[int]
+    seqlens_k: Sequence[int] | None = None
+    window: Window = Window()
+
+
+def causal_lower_right() -> Window:
+    """No key after a query's own, on the diagonal that ends at the bottom right: the mask of decoding with a cache."""
+    return Window(None, 0)
+
+
+AttentionBias = Tensor | Window | BlockDiagonal | None
+
+
+def scaled_dot_product_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: AttentionBias = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """`torch.nn.functional.scaled_dot_product_attention`, on our kernels if they support the call.
+
+    Other calls, and calls for which `torch.nn.attention.sdpa_kernel` names backends, run on PyTorch's kernels. A query
+    that sees no key gives zeros.
+
+    Args:
+        query: (batch, num_heads, seqlen_q, head_dim), floating point; PyTorch computes other ranks.
+        key, value: (batch, num_heads, seqlen_k, head_dim); with enable_gqa of fewer heads.
+        attn_mask: broadcastable to (batch, num_heads, seqlen_q, seqlen_k), bool (True = attend) or added to the scores.
+            With is_causal as well, PyTorch decides. If a long mask on a CPU is a triangle or a window for all batches
+            and heads, the keys that it hides are skipped. Or a `torch.nn.attention.bias.CausalBias`, a `Window`, or a
+            `BlockDiagonal` for a batch of one.
+        dropout_p: the probability that an attention weight is dropped, rounded to a multiple of 1/256. As in PyTorch,
+            it applies in evaluation, too.
+        is_causal: query i sees keys 0 to i (from the top left).
+        scale: factor of the scores; head_dim ** -0.5 by default.
+        enable_gqa: key and value may have fewer heads, each for num_heads / num_kv_heads query heads.
+
+    Returns:
+        (batch, num_heads, seqlen_q, head_dim). Its strides are in the order of query's, as in PyTorch's fused
+        attention on CPUs: contiguous for a contiguous query; transposed from (batch, seqlen_q, num_heads, head_dim) for
+        a query that is. With dropout as well, where PyTorch's output is contiguous.
+
+    Raises:
+        ValueError: key and value of different lengths; a bias along with is_causal; blocks that don't fit. For calls
+            that PyTorch computes, PyTorch's errors.
+    """
+    return attend_heads(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, lies_as_query=True)
+
+
+ATTENTIONS.add(scaled_dot_product_attention)
+
+
+def attend_heads(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: AttentionBias,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+    *,
+    lies_as_query: bool,
+) -> Tensor:
+    """`scaled_dot_product_attention`; without `lies_as_query` the output has the strides that are fastest.
+
+    For our kernels those are transposed from (batch, seqlen_q, num_heads, head_dim).
+    """
+    if not (key.is_nested or value.is_nested) and key.shape[-2:-1] != value.shape[-2:-1]:
+        # PyTorch's kernel for CPUs doesn't check this, and reads past the keys if there are more values.
+        raise ValueError(
+            f"expected key and value of one length, got key {tuple(key.shape)} and value {tuple(value.shape)}"
+        )
+    if attn_mask is not None and is_causal:
+        if type(attn_mask) is not Tensor:
+            raise ValueError(f"expected a {type(attn_mask).__name__} or is_causal, got both")
+        return _torchs(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    if isinstance(attn_mask, CausalBias):
+        right = 0 if attn_mask.variant == CausalVariant.LOWER_RIGHT else query.shape[-2] - key.shape[-2]
+        attn_mask = Window(None, right)
+    if isinstance(attn_mask, BlockDiagonal):
+        return _block_diagonal(query, key, value, attn_mask, dropout_p, scale)
+    if _why_not(query, key, value, attn_mask if isinstance(attn_mask, Tensor) else None, scale, enable_gqa) is not None:
+        if isinstance(attn_mask, Window):
+            attn_mask = _as_mask(attn_mask, query, key)
+        return _torchs(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    window = Window(None, query.shape[-2] - key.shape[-2]) if is_causal else Window()
+    if isinstance(attn_mask, Tensor) and (band := _band_of(attn_mask, query, key)) is not None:
+        attn_mask = band
+    if isinstance(attn_mask, Window):
+        window, attn_mask = attn_mask, None
+    # Our output has the heads of a token side by side. Tensors that lie head by head pass their heads as a batch.
+    by_head = (
+        lies_as_query
+        and query.is_contiguous()
+        and key.is_contiguous()
+        and value.is_contiguous()
+        and key.shape[1] == query.shape[1]
+        and (attn_mask is None or attn_mask.shape[:-2].numel() == 1)
+    )
+    q, k, v = (each.flatten(0, 1).unsqueeze(2) if by_head else each.transpose(1, 2) for each in (query, key, value))
+    out = attention(
+        q,
+        k,
+        v,
+        attn_mask=attn_mask,
+        window_size=(window.left, window.right),
+        softmax_scale=scale,
+        dropout_p=dropout_p,
+    )
+    if by_head:
+        return out.view(query.shape)
+    return _laid_out_as(query, out) if lies_as_query else out.transpose(1, 2)
+
+
+def _laid_out_as(query: Tensor, out: Tensor) -> Tensor:
+    """An output (batch, seqlen_q, num_heads, head_dim) in PyTorch's shape, with its strides in the order of query's."""
+    strides = query.stride()
+    order = sorted(range(3), key=lambda dim: -strides[dim]) if strides[3] == 1 else [0, 1, 2]
+    out = out.transpose(1, 2)
+    if order == [0, 2, 1]:  # the usual query: a linear map's output, split into heads
+        return out
+    return out.permute(*order, 3).contiguous().permute(*(order.index(dim) for dim in range(3)), 3)
+
+
+def _block_diagonal(
+    query: Tensor, key: Tensor, value: Tensor, blocks: BlockDiagonal, dropout_p: float, scale: float | None
+) -> Tensor:
+    seqlens: tuple[list[int], list[int]] = (
+        list(blocks.seqlens_q),
+        list(blocks.seqlens_q if blocks.seqlens_k is None else blocks.seqlens_k),
+    )
+    got = (query.shape[-2], key.shape[-2])
+    if query.dim() != 4 or query.shape[0] != 1 or (sum(seqlens[0]), sum(seqlens[1])) != got:
+        raise ValueError(
+            f"expected a batch of one with {sum(seqlens[0])} queries and {sum(seqlens[1])} keys, as the blocks have, "
+            f"got query {tuple(query.shape)} and key {tuple(key.shape)}"
+        )
+    cu_seqlens_q, cu_seqlens_k = (
+        torch.tensor([0, *each], dtype=torch.int32, device="cpu").cumsum(0, dtype=torch.int32).to(query.device)
+        for each in seqlens
+    )
+    out = varlen_attention(
+        query[0].transpose(0, 1),
+        key[0].transpose(0, 1),
+        value[0].transpose(0, 1),
+        cu_seqlens_q,
+        cu_seqlens_k,
+        max(seqlens[0]),
+        max(seqlens[1]),
+        window_size=(blocks.window.left, blocks.window.right),
+        softmax_scale=scale,
+        dropout_p=dropout_p,
+    )
+    return _laid_out_as(query, out[None])
+
+
+def _as_mask(window: Window, query: Tensor, key: Tensor) -> Tensor:
+    seqlen_q, seqlen_k = query.shape[-2], key.shape[-2]
+    mask = torch.ones(seqlen_q, seqlen_k, dtype=torch.bool, device=query.device)
+    if window.right is not None:
+        mask = mask.tril(seqlen_k - seqlen_q + window.right)
+    return mask if window.left is None else mask.triu(seqlen_k - seqlen_q - window.left)
+
+
+# An attention of this many multiplications takes much longer than reading its mask.
+_WORTH_READING = 2**24
+
+
+def _band_of(mask: Tensor, query: Tensor, key: Tensor) -> Window | None:
+    """The window that a mask amounts to for all batches and heads, so that hidden keys are skipped; None: no window.
+
+    Each call reads the mask, since writes to it can go unnoticed. So this is done on a CPU alone, and for an attention
+    that takes much longer.
+    """
+    seqlen_q, seqlen_k = query.shape[-2], key.shape[-2]
+    shared = all(size == 1 or step == 0 for size, step in zip(mask.shape[:-2], mask.stride()[:-2], strict=True))
+    if mask.device.type != "cpu" or mask.requires_grad or is_traced() or not shared:
+        return None
+    if mask.shape[-2:] != (seqlen_q, seqlen_k) or query.numel() * seqlen_k < _WORTH_READING:
+        return None
+    rows = mask[(0,) * (mask.dim() - 2)]
+    seen = rows if rows.dtype == torch.bool else rows == 0
+    # The first row tells the band's end, the last row its start.
+    ends, begins = int(seen[0].sum()), int(seen[-1].int().argmax())
+    right = None if ends == seqlen_k else ends - 1 - (seqlen_k - seqlen_q)
+    window = Window(seqlen_k - 1 - begins if begins else None, right)
+    expected = _as_mask(window, query, key)
+    if not torch.equal(seen, expected) or not bool(expected.any(-1).all()):
+        return None
+    # The lowest number hides a key as -inf does, if the row has another key.
+    if rows.dtype != torch.bool and not torch.equal(rows <= torch.finfo(rows.dtype).min, ~expected):
+        return None
+    return window
+
+
+def _why_not(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, scale: float | None, enable_gqa: bool
+) -> str | None:
+    """Why PyTorch computes a call; None if our kernels do."""
+    tensors = [each for each in (query, key, value, attn_mask) if each is not None]
+    reason = _why_no_call(tensors) or _why_no_shape(query, key, value, attn_mask, enable_gqa)
+    if reason is not None:
+        return reason
+    q, k, v = (each.transpose(1, 2) for each in (query, key, value))
+    try:
+        return why_no_kernel(q, k, v, expand_mask(attn_mask, q, k), resolve_scale(scale, q.shape[-1]))
+    except ValueError as error:  # a mask that doesn't fit, for which PyTorch has an error
+        return str(error)
+
+
+def _why_no_call(tensors: Sequence[Tensor]) -> str | None:
+    """Why a call with such tensors can't run on our kernels in this context, whatever the shapes."""
+    if any(type(each) not in (Tensor, torch.nn.Parameter) for each in tensors):
+        return "a tensor is of a subclass"
+    if torch.compiler.is_compiling() or torch._C._functorch.maybe_current_level() is not None:
+        return "the call is traced or transformed"
+    if forward_ad._current_level >= 0:
+        return "forward-mode derivatives are asked for"
+    if not (torch.backends.cuda.flash_sdp_enabled() and torch.backends.cuda.math_sdp_enabled()):
+        return "sdpa_kernel names others"
+    if any(each.is_nested for each in tensors):
+        return "a tensor is nested"
+    if len({each.device for each in tensors}) > 1:
+        return "the tensors are on several devices"
+    return None
+
+
+def _why_no_shape(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, enable_gqa: bool) -> str | None:
+    """Why our kernels take no tensors of these shapes and dtypes."""
+    if query.dim() != 4 or key.shape != value.shape:
+        return "query, key and value have other ranks or shapes"
+    if query.shape[0] != key.shape[0] or query.shape[-1] != key.shape[-1]:
+        return "query, key and value aren't of one batch and one head_dim"
+    if key.shape[1] != query.shape[1] and not (enable_gqa and key.shape[1] and query.shape[1] % key.shape[1] == 0):
+        return "query and key have other heads"
+    if not query.dtype == key.dtype == value.dtype or not query.numel():
+        return "query, key and value differ in dtype, or are empty"
+    if attn_mask is not None and (
+        attn_mask.dim() < 2 or attn_mask.dtype not in (torch.bool, torch.float32, query.dtype)
+    ):
+        return "PyTorch takes no such mask"
+    return None
+
+
+# PyTorch's own code, even while `activate` routes the name to ours.
+_OVERLOAD = torch.ops.aten.scaled_dot_product_attention.default
+
+
+def _torchs(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+) -> Tensor:
+    options: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa}
+    if _activation is None:
+        return F.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, **options)
+    return _OVERLOAD.decompose(query, key, value, attn_mask, dropout_p, is_causal, **options)
+
+
+_activation: torch.library.Library | None = None
+_lock = threading.Lock()
+
+
+class _Activated(contextlib.AbstractContextManager[None]):
+    def __exit__(self, *_: object) -> None:
+        deactivate()
+
+
+def activate() -> contextlib.AbstractContextManager[None]:
+    """Routes all eager calls of `torch.nn.functional.scaled_dot_product_attention` in this process to our kernels.
+
+    That includes calls in other threads and through names imported before, on the CPU and on CUDA. Calls that our
+    kernels don't support run on PyTorch's code, and compiled code stays as it is. It lasts until `deactivate`, or until
+    the end of a block:
+
+        with fastformer.activate():
+            model(x)
+
+    Returns:
+        A context manager that deactivates on leaving.
+
+    Raises:
+        RuntimeError: it is active already.
+    """
+    global _activation
+    with _lock:
+        if _activation is not None:
+            raise RuntimeError("fastformer is active already; fastformer.deactivate() ends that")
+        # Set before the name is routed to ours, and until it no longer is: another thread may be calling it.
+        library = _activation = torch.library.Library("aten", "IMPL")
+        for key in ("CPU", "AutogradCPU", "CUDA", "AutogradCUDA"):
+            library.impl("scaled_dot_product_attention", _override, key)
+    return _Activated()
+
+
+def deactivate() -> None:
+    """Undoes `activate`; does nothing if it isn't active."""
+    global _activation
+    with _lock:
+        if _activation is not None:
+            _activation._destroy()
+        _activation = None
+
+
+def _override(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    return scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)

@@ -20,6 +20,7 @@ ALLOWED = {
     "ops": {"kernels"},
     "cache": set(),
     "nn": {"cache", "ops", "special_ids"},
+    "functional": {"nn", "ops"},
     "files": set(),
     "settings": set(),
     "special_ids": {"settings"},
@@ -46,7 +47,7 @@ ALLOWED = {
         "settings",
         "special_ids",
     },
-    "integrations": {"checkpoints", "generation", "models", "nn", "ops", "training"},
+    "integrations": {"checkpoints", "functional", "generation", "models", "nn", "ops", "training"},
 }
 # Rooms that the table leaves out (cli, commands, demo, doctor, the package itself) stand on top and may import any.
 

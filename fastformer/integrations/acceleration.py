@@ -1,4 +1,4 @@
-"""`fastformer.accelerate(model)`: a model that somebody else wrote, on our ops, in place."""
+"""`fastformer.accelerate(model)`: makes an existing model compute on our ops, in place."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ import torch.nn.modules.module as torch_module
 from torch import nn
 
 from fastformer.integrations import torch_nn
-from fastformer.integrations.swap import (
-    Swap,
+from fastformer.integrations.replace import (
+    Replacement,
     by_original,
+    is_accelerated,
     is_derived,
-    is_swapped,
     original_class,
     own_methods,
-    swap,
-    unswap,
+    replace_class,
+    restore_class,
     why_left,
 )
 from fastformer.nn.guards import replacement
@@ -32,18 +32,18 @@ Padding = Literal["auto", "skip", "compute"]
 
 @dataclass
 class Report:
-    """What is accelerated of a model, by the names of its modules ("" is the model itself).
+    """What `accelerate` did to a model, by the names of its modules ("" is the model itself).
 
     Attributes:
-        swapped: the class that each swapped module had.
-        left: why a module that looks like one of the known ones is as it was. Or what was replaced of the class of a
-            swapped module, or of one inside of it (a forward, a block of torch.nn's layers, the function that attends):
-            that is called, and no padding is left out around it, for as long as it is there.
-        attention: the models of transformers whose attention is led to the ops of this library, whatever their family.
-        hooked: which hooks there are on a swapped module, or on one inside of it. They see and change what they did
-            before: nothing is fused over such a module, and no padding is left out around it.
-        padding: of each stack of transformers' that may leave padding out, what stands at padded positions of its
-            output, and why.
+        swapped: the class that each accelerated module had before.
+        left: why a module that looks like a known one was left as it is. Also which method or function was replaced of
+            an accelerated module's class, or of a class inside of it (a forward, a block of torch.nn's layers, the
+            function that attends). While the replacement is there it is called, and no padding is left out around it.
+        attention: the models of transformers whose attention runs on the ops of this library, whatever their family.
+        hooked: the hooks on an accelerated module, or on a module inside of it. They see and change what they did
+            before: nothing is fused across such a module, and no padding is left out around it.
+        padding: for each stack of transformers that may leave padding out, what its output is at padded positions, and
+            why.
     """
 
     swapped: dict[str, str] = field(default_factory=dict)
@@ -56,7 +56,7 @@ class Report:
         counts = Counter(self.swapped.values())
         lines = [f"swapped: {', '.join(f'{count} {name}' for name, count in counts.items()) or 'nothing'}"]
         if self.attention:
-            lines.append(f"attention led to fastformer: {', '.join(name or 'the model' for name in self.attention)}")
+            lines.append(f"attention on fastformer: {', '.join(name or 'the model' for name in self.attention)}")
         noted = {"left as they are": self.left, "hooked, and called as before": self.hooked, "padding": self.padding}
         for what, reasons_by_name in noted.items():
             names_by_reason: dict[str, list[str]] = {}
@@ -71,85 +71,86 @@ class Report:
 def accelerate(model: Model, *, fused_loss: bool = False, padding: Padding = "auto") -> Model:
     """Makes the modules of a model that this library knows compute on its ops, in place.
 
-    Parameters, buffers, submodules, hooks and state_dict keys stay what they are, and so does each object: optimizers
-    and wrappers go on as before. `isinstance` still says what it said. A subclass, or a module with a forward of its
-    own, is left alone. What you hooked or replaced inside of a module is called as before. `report` says what was done.
+    Each such module gets another class. Parameters, buffers, submodules, hooks and state_dict keys stay the same, and
+    so does each object, so optimizers, wrappers and `isinstance` checks keep working. A subclass, or a module with a
+    forward of its own, is left alone. What you hooked or replaced inside of a module is called as before. `report` says
+    what was done.
 
-    A stack of transformers' that leaves padding out gives zeros at padded positions. Whether one may do so is decided
-    here, by the model that you hand in, and a model that you build around an accelerated one later doesn't change it.
+    A stack of transformers that leaves padding out returns zeros at padded positions. Whether it may do so is decided
+    by the model that you pass here. A model that you build around an accelerated one later doesn't change that.
 
     Args:
         model: any module. Known are those of torch.nn (`MultiheadAttention`, `TransformerEncoderLayer`,
             `TransformerDecoderLayer`, `TransformerEncoder`, `TransformerDecoder`, `Transformer`), and of transformers
             the layers of BART, BERT, GPT-2, Llama, Marian and T5. In any model of transformers the linear maps are
-            swapped, and attention that is "sdpa" is led to the ops of this library.
+            accelerated, and attention "sdpa" runs on the ops of this library.
         fused_loss: for training: BartForConditionalGeneration, GPT2LMHeadModel, LlamaForCausalLM, MarianMTModel and
-            T5ForConditionalGeneration (of transformers 5) give the loss of their labels without ever holding the
+            T5ForConditionalGeneration (of transformers 5) compute the loss of their labels without ever holding the
             logits: in training the output's `logits` is None. In evaluation, without labels, and under torch.compile
             they are there as before.
-        padding: of transformers' stacks. "auto" leaves padding out where the model is of a class that is known (also
-            inside of peft's models and DistributedDataParallel), all parts that read its stacks work on one position at
-            a time, and a call asks for nothing at padded positions, such as labels there; everything else computes
+        padding: of transformers' stacks. "auto" leaves padding out if the model is of a known class (also inside of
+            peft's models and DistributedDataParallel), if all parts that read its stacks work on one position at a
+            time, and if a call asks for nothing at padded positions, such as labels there. Everything else computes
             padding as the plain model does. "skip" leaves it out everywhere: you promise that nothing reads padded
             positions. "compute" leaves it out nowhere.
 
     Returns:
-        The model itself. A second call swaps nothing.
+        The model itself. A second call changes nothing.
 
     Raises:
-        ValueError: this is no module, has no head whose loss could be fused, or `padding` is another word.
+        ValueError: `model` is no module or has no head whose loss can be fused; an unknown `padding`.
     """
     _check_module(model)
     if padding not in get_args(Padding):
         raise ValueError(f"expected padding to be one of {', '.join(map(repr, get_args(Padding)))}, got {padding!r}")
-    swaps = known_swaps()
+    known = known_replacements()
     if fused_loss:
-        swaps |= _fused_losses(model)
+        known |= _fused_losses(model)
     products = _products(model)
     for module in list(model.modules()):
-        known = products.get(module) or swaps.get(type(module))
-        if known is not None and why_left(module, {known.original: known}) is None:
-            swap(module, known)
+        by = products.get(module) or known.get(type(module))
+        if by is not None and why_left(module, {by.original: by}) is None:
+            replace_class(module, by)
     if "transformers" in sys.modules:
-        from fastformer.integrations.attention_interface import lead
+        from fastformer.integrations.attention_interface import patch_attention
         from fastformer.integrations.padding import decide
 
-        lead(model)
+        patch_attention(model)
         decide(model, padding)
     return model
 
 
 def report(model: nn.Module) -> Report:
-    """What `accelerate` did to a model, as it stands now.
+    """What `accelerate` did to a model, as the model is now.
 
     Args:
         model: any module, accelerated or not.
 
     Returns:
-        What is swapped, what is left and why, what is hooked, and what stands at padded positions. Hooks and patches
-        that came since `accelerate` are in it. `print` shows it in a few lines.
+        What is accelerated, what is left and why, what is hooked, and what stands at padded positions. Hooks and
+        patches since `accelerate` are included. `print` shows it in a few lines.
 
     Raises:
-        ValueError: this is no module.
+        ValueError: `model` is no module.
     """
     _check_module(model)
-    swaps, products = known_swaps(), _products(model)
+    known, products = known_replacements(), _products(model)
     found = Report()
     for name, module in model.named_modules():
-        if is_swapped(module):
+        if is_accelerated(module):
             found.swapped[name] = original_class(module).__name__
             continue
-        known = products.get(module)
-        reason = why_left(module, swaps if known is None else {known.original: known})
+        by = products.get(module)
+        reason = why_left(module, known if by is None else {by.original: by})
         if reason is not None:
             found.left[name] = reason
     if "transformers" in sys.modules:
-        from fastformer.integrations.attention_interface import led
+        from fastformer.integrations.attention_interface import patched_attention
         from fastformer.integrations.padding import described
 
-        found.attention = led(model)
+        found.attention = patched_attention(model)
         found.padding = described(model)
-    inside = {inner for module in model.modules() if is_swapped(module) for inner in module.modules()}
+    inside = {inner for module in model.modules() if is_accelerated(module) for inner in module.modules()}
     for name, module in model.named_modules():
         if module in inside and (replaced := replacement(type(module))) is not None:
             found.left[name] = f"{replaced.replaced} was replaced"
@@ -163,37 +164,37 @@ def _check_module(model: object) -> None:
 
 
 def restore(model: nn.Module) -> list[str]:
-    """Undoes `accelerate`: each module has the class and the attributes that it had. What it learned stays.
+    """Undoes `accelerate`: each module gets its class and its attributes back. Its weights stay as they are.
 
     Args:
-        model: what `accelerate` was given, or any module that has such modules inside.
+        model: the model that `accelerate` got, or any module with accelerated modules inside.
 
     Returns:
-        The names of the modules that were restored. One that was given a class of somebody else's since keeps that.
+        The names of the modules that were restored. A module whose class was changed since keeps the new class.
 
     Raises:
-        ValueError: this is no module; one inside was given a class since that is made of ours, as `fully_shard` does,
-            or a forward of its own (or another method of ours), which may hold the one that it had.
+        ValueError: `model` is no module; a module inside was given a class since that is derived from ours, as
+            `fully_shard` does, or a forward (or another method) of its own, which may call ours.
     """
     _check_module(model)
-    found = [(name, module) for name, module in model.named_modules() if is_swapped(module)]
+    found = [(name, module) for name, module in model.named_modules() if is_accelerated(module)]
     for name, module in found:
         if is_derived(module):
             raise ValueError(
                 f"expected modules of the classes that accelerate gave them, got {type(module).__name__} "
-                f"in {name or 'the model'}: restore before what gave it this class (fully_shard, for one)"
+                f"in {name or 'the model'}: restore before what gave it this class, such as fully_shard"
             )
         if own := own_methods(module):
             raise ValueError(
                 f"expected modules with the methods of the classes that accelerate gave them, got another {own[0]} in "
-                f"{name or 'the model'}, which may call ours: take it away, or restore before what put it there"
+                f"{name or 'the model'}, which may call ours: remove it first"
             )
-    restored = [name for name, module in found if unswap(module)]
+    restored = [name for name, module in found if restore_class(module)]
     if "transformers" in sys.modules:
-        from fastformer.integrations.attention_interface import lead_back
+        from fastformer.integrations.attention_interface import unpatch_attention
         from fastformer.integrations.padding import forget
 
-        lead_back(model)
+        unpatch_attention(model)
         forget(model)
     return restored
 
@@ -204,36 +205,36 @@ _HOOKS = {
     "_backward_pre_hooks": "a backward pre-hook",
     "_backward_hooks": "a backward hook",
 }
-# Where transformers has the hooks by which it records outputs. While it records none, nobody minds them.
+# The module of transformers' hooks that record outputs. They do nothing while it records none.
 _RECORDING = "transformers.utils.output_capturing"
 
 
 def _hooked(model: nn.Module, inside: set[nn.Module]) -> dict[str, str]:
-    """See `Report.hooked`; `inside` are the swapped modules, and those inside of them."""
+    """`Report.hooked`; `inside` are the accelerated modules, and those inside of them."""
     on_all = ["a hook on all modules"] if torch_module._has_any_global_hook() else []
     found = {}
     for name, module in model.named_modules():
         kinds = [
-            kind for attribute, kind in _HOOKS.items() if any(map(_is_anothers, getattr(module, attribute).values()))
+            kind for attribute, kind in _HOOKS.items() if any(map(_is_foreign, getattr(module, attribute).values()))
         ]
-        kinds += on_all if is_swapped(module) else []
+        kinds += on_all if is_accelerated(module) else []
         if module in inside and kinds:
             found[name] = ", ".join(kinds)
     return found
 
 
-def _is_anothers(hook: object) -> bool:
+def _is_foreign(hook: object) -> bool:
     return getattr(hook, "__module__", None) != _RECORDING
 
 
-# Of transformers: the file of a family here, and the module whose classes it swaps. A model of a family has loaded it.
+# The file of a family here, and transformers' module, which is loaded if there is a model of the family.
 _FAMILIES = {
     name: f"transformers.models.{name}.modeling_{name}" for name in ("bart", "bert", "gpt2", "llama", "marian", "t5")
 }
 
 
-def _products(model: nn.Module) -> dict[nn.Module, Swap]:
-    """The linear maps in it to be swapped, which are those of transformers' models."""
+def _products(model: nn.Module) -> dict[nn.Module, Replacement]:
+    """The linear maps to accelerate: those inside of transformers' models."""
     if "transformers" not in sys.modules:
         return {}
     from fastformer.integrations.products import products_of
@@ -241,33 +242,33 @@ def _products(model: nn.Module) -> dict[nn.Module, Swap]:
     return products_of(model)
 
 
-def known_swaps() -> dict[type[nn.Module], Swap]:
-    """All swaps of what is loaded, by the class that they replace."""
-    return by_original([*torch_nn.SWAPS, *chain.from_iterable(family.SWAPS for family in _families())])
+def known_replacements() -> dict[type[nn.Module], Replacement]:
+    """The replacements for classes of torch.nn and of loaded families, by the class that they replace."""
+    return by_original([*torch_nn.REPLACEMENTS, *chain.from_iterable(family.REPLACEMENTS for family in _families())])
 
 
 def _families() -> list[Any]:
     loaded = [name for name, theirs in _FAMILIES.items() if theirs in sys.modules]
     families = [importlib.import_module(f"fastformer.integrations.{name}") for name in loaded]
     if loaded:
-        from fastformer.integrations.hugging_face import know
+        from fastformer.integrations.known import register
 
-        for name in loaded:  # a forward that was another when the family was first seen may be back
-            know(sys.modules[_FAMILIES[name]])
+        for name in loaded:  # a forward that was a foreign one at the first call may be transformers' again
+            register(sys.modules[_FAMILIES[name]])
     return families
 
 
-def _fused_losses(model: nn.Module) -> dict[type[nn.Module], Swap]:
-    """The swaps of heads that fuse the loss.
+def _fused_losses(model: nn.Module) -> dict[type[nn.Module], Replacement]:
+    """The replacements for heads whose loss can be fused.
 
     Raises:
-        ValueError: the model has no such head, or it is swapped for another already.
+        ValueError: the model has no such head, or the head is accelerated without a fused loss already.
     """
-    swaps = by_original(chain.from_iterable(getattr(family, "LOSS_SWAPS", ()) for family in _families()))
-    fused = {swap.swapped for swap in swaps.values()}
-    if any(type(module) in swaps or type(module) in fused for module in model.modules()):
-        return swaps
-    if any(is_swapped(module) and isinstance(module, tuple(swaps)) for module in model.modules()):
+    known = by_original(chain.from_iterable(getattr(family, "LOSS_REPLACEMENTS", ()) for family in _families()))
+    fused = {each.replacement for each in known.values()}
+    if any(type(module) in known or type(module) in fused for module in model.modules()):
+        return known
+    if any(is_accelerated(module) and isinstance(module, tuple(known)) for module in model.modules()):
         raise ValueError(
             "expected fused_loss=True along with the first accelerate, got it later: restore the model first"
         )

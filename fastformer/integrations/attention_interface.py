@@ -1,7 +1,7 @@
-"""What transformers calls as "sdpa": our attention in models that `accelerate` has led to it, transformers' in others.
+"""What transformers calls as "sdpa": our attention in models that `accelerate` patched, transformers' in others.
 
-The config of a model goes on to say "sdpa": code that asks for that name, of transformers or your own, finds what it
-found before. Which modules are led is written on the modules.
+The config of a patched model still says "sdpa", for the code of transformers and of users that looks for that name. An
+attribute of the modules says which ones are patched.
 """
 
 from __future__ import annotations
@@ -19,24 +19,19 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from fastformer.integrations.hugging_face import (
-    SDPA_FUNCTIONS,
-    attend,
-    attends_as_known,
-    attends_by_theirs,
-    packed_layouts,
-)
-from fastformer.integrations.sdpa import attend_heads
+from fastformer.functional import attend_heads
+from fastformer.integrations.known import SDPA_FUNCTIONS, attends_as_known, is_sdpa_known
+from fastformer.integrations.packing import attend, packed_layouts
 from fastformer.nn.guards import is_traced, is_written_in
 from fastformer.ops import attention
 from fastformer.ops.attention import resolve_scale, why_no_kernel
 
-# What a call may bring along that a function without it does not compute.
+# Arguments that ask for something which our ops don't compute.
 _OTHERS = ("softcap", "cache", "s_aux", "output_attentions", "sparse_indices", "block_indices")
-# What stood under the name before.
+# What was registered as "sdpa" before.
 _their_attention: Any = ALL_ATTENTION_FUNCTIONS["sdpa"]
 _their_mask: Any = ALL_MASK_ATTENTION_FUNCTIONS["sdpa"]
-# A position bias and a mask, or a triangle, as one mask that is added; from 5 on.
+# Makes one additive mask of a position bias and a mask, or a triangle; from 5 on.
 _biased_mask: Any = getattr(sdpa_attention, "create_position_bias_mask", None)
 
 
@@ -51,10 +46,10 @@ def attention_forward(
     is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """transformers' `sdpa_attention_forward`, on our ops where they have what is asked for.
+    """transformers' `sdpa_attention_forward`, on our ops if they support the call.
 
     Args:
-        module: the attention; `is_causal` and `num_key_value_groups` are read of it.
+        module: the attention, with `is_causal` and `num_key_value_groups`.
         query: (batch, num_heads, seqlen_q, head_dim); key, value: of num_kv_heads and seqlen_k.
         attention_mask: (batch, 1 or num_heads, seqlen_q, seqlen_k), bool (True = attend) or additive.
         dropout, scaling, is_causal: as in transformers.
@@ -66,8 +61,8 @@ def attention_forward(
         q, k, v = (each.transpose(1, 2) for each in (query, key, value))
         is_causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
         return attend(q, k, v, None, dropout_p=dropout, scale=scaling, is_causal=is_causal), None
-    # torch.fx has others in the place of tensors.
-    if not (LED in vars(module) and isinstance(query, Tensor) and attends_by_theirs()):
+    # torch.fx puts other objects in the place of tensors.
+    if not (PATCHED in vars(module) and isinstance(query, Tensor) and is_sdpa_known()):
         given = kwargs if is_causal is None else kwargs | {"is_causal": is_causal}
         out: tuple[Tensor, Tensor | None] = _their_attention(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **given
@@ -89,11 +84,11 @@ def attend_padded(
     is_causal: bool,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """`attention_forward` of a padded batch, whatever is packed around it."""
+    """`attention_forward` of a padded batch, even in a packed run."""
     is_causal = is_causal and attention_mask is None and query.shape[2] > 1
     bias = kwargs.get("position_bias")
     others = (kwargs.get(name) for name in _OTHERS)
-    # A step of decoding has one query: PyTorch is done with it on a CPU before ours has begun.
+    # A decoding step has one query, for which PyTorch is faster on a CPU.
     is_step = query.shape[2] == 1 and query.device.type == "cpu"
     asked = any(each is not None and each is not False for each in others)
     if is_step or asked or not attends_as_known() or (bias is not None and _biased_mask is None):
@@ -102,7 +97,7 @@ def attend_padded(
     if bias is not None:
         attention_mask, is_causal = _biased_mask(bias, attention_mask, is_causal, query, key), False
     elif (known := _known(attention_mask)) is not None:
-        # What a mask says costs less than the mask: the triangle and the keys behind a length are skipped.
+        # Lengths and a triangle cost less than their mask: the keys that they hide are skipped.
         q, k, v = (each.transpose(1, 2) for each in (query, key, value))
         if why_no_kernel(q, k, v, None, resolve_scale(scaling, q.shape[-1])) is None:
             out = attention(
@@ -119,27 +114,27 @@ class _Meaning(NamedTuple):
 
     seqlens_k: Tensor
     is_causal: bool
-    contents: Tensor  # a copy of the mask that means this, and nobody else's
+    contents: Tensor  # a copy of the mask
 
 
-# What the masks mean that `make_mask` made.
+# The meanings of masks that `make_mask` made.
 _meanings: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 def make_mask(
     *args: Any, mask_function: Any = None, attention_mask: Tensor | None = None, **kwargs: Any
 ) -> Tensor | None:
-    """transformers' `sdpa_mask`, of which we remember what it means where that is right padding, or the triangle too.
+    """transformers' `sdpa_mask`. If the mask is right padding, with or without a triangle, its meaning is remembered.
 
     Args:
-        mask_function: by which transformers says what a query sees beside padding.
+        mask_function: transformers' function of the positions that a query sees, apart from padding.
         attention_mask: (batch, seqlen_k), 0 = padding.
-        args, kwargs: as transformers gives them, on to `sdpa_mask`.
+        args, kwargs: passed on to `sdpa_mask`.
     """
     if mask_function is not None:
         kwargs["mask_function"] = mask_function
     mask: Tensor | None = _their_mask(*args, attention_mask=attention_mask, **kwargs)
-    if is_traced() or not _is_of_led(kwargs.get("config")):
+    if is_traced() or not _is_of_patched(kwargs.get("config")):
         return mask
     is_causal = mask_function is masking_utils.causal_mask_function
     is_full = mask_function is getattr(masking_utils, "bidirectional_mask_function", masking_utils)
@@ -165,7 +160,7 @@ def make_mask(
 
 
 def _known(mask: Tensor | None) -> _Meaning | None:
-    """What a mask means that `make_mask` made, if it still does: `mask.data` and NumPy write to it without a trace."""
+    """The meaning of a mask of `make_mask` that wasn't written to since, which NumPy and `mask.data` do unnoticed."""
     if mask is None or type(mask) is not Tensor or is_traced():
         return None
     meaning = _meanings.get(mask)
@@ -173,7 +168,7 @@ def _known(mask: Tensor | None) -> _Meaning | None:
 
 
 def _is_equal(mask: Tensor, other: Tensor) -> bool:
-    """torch.equal of masks; eight at a time it takes a twentieth of its time."""
+    """torch.equal of masks, eight elements at a time, which takes a twentieth of the time."""
     if mask.shape != other.shape or mask.dtype != other.dtype:
         return False
     by_eight = mask.numel() % 8 == 0 and mask.storage_offset() % 8 == 0
@@ -189,66 +184,66 @@ if _their_attention is sdpa_attention_forward:
     SDPA_FUNCTIONS.add(attention_forward)
 
 
-class _Led:
-    """That a module is led. Unpickling one imports this module, whose functions transformers then finds."""
+class _Patched:
+    """Marks a patched module. Unpickling one imports this module, which registers its functions in transformers."""
 
     def __reduce__(self) -> str:
-        return "_led"
+        return "_patched"
 
 
-# The attribute of modules that are led.
-LED = "_fastformer_attention"
-_led = _Led()
-# The configs of models that are led, by their ids: transformers makes masks by a config.
-_configs_of_led: dict[int, weakref.ref[PretrainedConfig]] = {}
+# The attribute of patched modules.
+PATCHED = "_fastformer_attention"
+_patched = _Patched()
+# The configs of patched models, by their ids: transformers makes masks by a config.
+_configs_of_patched: dict[int, weakref.ref[PretrainedConfig]] = {}
 
 
-def lead(model: nn.Module) -> None:
-    """Leads the attention of models of transformers to our ops, inside of a model, for as long as it is "sdpa"."""
+def patch_attention(model: nn.Module) -> None:
+    """Lets transformers' models inside of a model attend on our ops, for as long as their attention is "sdpa"."""
     for around in model.modules():
         if isinstance(around, PreTrainedModel):
             for module in around.modules():
-                vars(module)[LED] = _led
+                vars(module)[PATCHED] = _patched
                 _remember(module)
 
 
-def lead_back(model: nn.Module) -> None:
-    """Undoes `lead`."""
+def unpatch_attention(model: nn.Module) -> None:
+    """Undoes `patch_attention`."""
     for module in model.modules():
-        vars(module).pop(LED, None)
+        vars(module).pop(PATCHED, None)
 
 
 def masks_as_known() -> bool:
-    """Whether no other masks were registered under the name of "sdpa"."""
+    """Whether no foreign function makes the masks of "sdpa"."""
     return ALL_MASK_ATTENTION_FUNCTIONS["sdpa"] in _MASKS
 
 
-def is_led(module: nn.Module) -> bool:
-    """Whether a module of a model of transformers attends by our ops."""
-    return LED in vars(module) and getattr(module.config, "_attn_implementation", None) == "sdpa"
+def is_patched(module: nn.Module) -> bool:
+    """Whether a module of a model of transformers attends on our ops."""
+    return PATCHED in vars(module) and getattr(module.config, "_attn_implementation", None) == "sdpa"
 
 
-def led(model: nn.Module) -> list[str]:
-    """The names of the parts of a model that are led, each with a config of its own."""
+def patched_attention(model: nn.Module) -> list[str]:
+    """The names of the patched parts of a model that have a config of their own."""
     found: dict[int, str] = {}
     for name, module in model.named_modules():
         config = vars(module).get("config")
-        if isinstance(config, PretrainedConfig) and is_led(module):
+        if isinstance(config, PretrainedConfig) and is_patched(module):
             found.setdefault(id(config), name)
     return list(found.values())
 
 
 def _remember(module: nn.Module) -> None:
-    """Notes the config of a module that is led: what its masks mean is worth knowing."""
+    """Notes the config of a patched module, whose masks' meanings are worth remembering."""
     if is_traced():
         return
     config = vars(module).get("config")
-    if not isinstance(config, PretrainedConfig) or _is_of_led(config):
+    if not isinstance(config, PretrainedConfig) or _is_of_patched(config):
         return
     key = id(config)
-    _configs_of_led[key] = weakref.ref(config, lambda _: _configs_of_led.pop(key, None))
+    _configs_of_patched[key] = weakref.ref(config, lambda _: _configs_of_patched.pop(key, None))
 
 
-def _is_of_led(config: PretrainedConfig | None) -> bool:
-    there = _configs_of_led.get(id(config))
+def _is_of_patched(config: PretrainedConfig | None) -> bool:
+    there = _configs_of_patched.get(id(config))
     return there is not None and there() is config

@@ -7,42 +7,30 @@ from typing import Any
 from torch import Tensor
 from transformers.models.bert import modeling_bert as bert
 
-from fastformer.integrations.causal import EncoderHead, KeepsPadding, TokenLabels, derive
-from fastformer.integrations.hugging_face import (
-    add_and_norm,
-    attend,
-    attends_as_known,
-    fused_feed_forward,
-    heads,
-    is_known,
-    key_padding_of,
-    know,
-    nothing_else,
-    packing,
-    plain_dropout,
-)
+from fastformer.integrations.fused import add_and_norm, fused_feed_forward, heads, plain_dropout
+from fastformer.integrations.heads import EncoderHead, KeepsPadding, TokenLabels, replacements
+from fastformer.integrations.known import attends_as_known, is_known, nothing_else, register
+from fastformer.integrations.packing import attend, key_padding_of, packing
 from fastformer.integrations.padding import Owner, PackingStack
-from fastformer.integrations.parts import know_parts
-from fastformer.integrations.swap import Swap
+from fastformer.integrations.positionwise import register_parts
 from fastformer.nn.guards import is_written_as_known
 from fastformer.nn.linear import project
 
-know(bert)
-know_parts(bert.BertPooler, bert.BertOnlyNSPHead, bert.BertOnlyMLMHead, bert.BertPreTrainingHeads)
-know_parts(bert.BertLMPredictionHead, bert.BertPredictionHeadTransform)
+register(bert)
+register_parts(bert.BertPooler, bert.BertOnlyNSPHead, bert.BertOnlyMLMHead, bert.BertPreTrainingHeads)
+register_parts(bert.BertLMPredictionHead, bert.BertPredictionHeadTransform)
 _CHUNK = bert.BertLayer.feed_forward_chunk
 
-# What a forward may be given that doesn't change what it computes here.
+# Arguments of a forward that don't change what it computes here.
 _HARMLESS = frozenset({"position_ids", "cache_position", "return_dict", "num_items_in_batch"})
-# From 5 on there is one class, which looks up how to attend; before, one for each way.
+# From 5 on one class looks up how to attend; before, there is a class for each way.
 _Attention: type[Any] = getattr(bert, "BertSdpaSelfAttention", bert.BertSelfAttention)
 
 
 class BertSelfAttention(_Attention):
-    """Self-attention without a cache runs on our op; all else as it was written."""
+    """Self-attention without a cache runs on our op; everything else runs as transformers wrote it."""
 
     def forward(self, hidden_states: Tensor, attention_mask: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
-        """See transformers."""
         if not self._is_simple(args, kwargs):
             return super().forward(hidden_states, attention_mask, *args, **kwargs)
         q, k, v = (
@@ -73,20 +61,18 @@ def _output(module: Any, x: Tensor, residual: Tensor) -> Tensor:
 
 
 class BertSelfOutput(bert.BertSelfOutput):
-    """Its norm takes in dropout and addition."""
+    """Joins dropout and addition to the norm."""
 
     def forward(self, hidden_states: Tensor, input_tensor: Tensor) -> Tensor:
-        """See transformers."""
         if not is_written_as_known(BertSelfOutput):
             return super().forward(hidden_states, input_tensor)
         return _output(self, project(self.dense, hidden_states), input_tensor)
 
 
 class BertOutput(bert.BertOutput):
-    """Its norm takes in dropout and addition."""
+    """Joins dropout and addition to the norm."""
 
     def forward(self, hidden_states: Tensor, input_tensor: Tensor) -> Tensor:
-        """See transformers."""
         if not is_written_as_known(BertOutput):
             return super().forward(hidden_states, input_tensor)
         return _output(self, project(self.dense, hidden_states), input_tensor)
@@ -100,11 +86,11 @@ class BertLayer(bert.BertLayer):
     output: Any
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """See transformers, which else would give this class for good the forward that its layer has now."""
+        """The same. A forward of its own keeps transformers from fixing this class's to what it is at import."""
         return super().forward(*args, **kwargs)
 
     def feed_forward_chunk(self, attention_output: Tensor) -> Tensor:
-        """See transformers."""
+        """The feed-forward network with its residual and norm."""
         inner, outer = self.intermediate, self.output
         if bert.BertLayer.feed_forward_chunk is not _CHUNK:
             return super().feed_forward_chunk(attention_output)
@@ -122,13 +108,12 @@ def _starts_real(mask: Tensor | None) -> bool:
 
 
 class BertEncoder(PackingStack, bert.BertEncoder):
-    """Leaves padding out: its layers see packed tokens. What comes out is zeros at padding."""
+    """Its layers see packed tokens. Its output is zeros at padding."""
 
     layer: Any
     config: Any
 
     def forward(self, hidden_states: Tensor, attention_mask: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
-        """See transformers."""
         if not (
             nothing_else(args, kwargs, _HARMLESS)
             and bert.BertLayer.feed_forward_chunk is _CHUNK
@@ -144,7 +129,6 @@ class BertEncoder(PackingStack, bert.BertEncoder):
         return out
 
     def has_known_layers(self) -> bool:
-        """See `PackingStack`."""
         return all(_attends_plainly(layer, self.config) for layer in self.layer)
 
 
@@ -161,33 +145,20 @@ def _attends_plainly(layer: Any, config: Any) -> bool:
     )
 
 
-BertForMaskedLM = derive(__name__, bert.BertForMaskedLM, EncoderHead, TokenLabels)
-BertForPreTraining = derive(__name__, bert.BertForPreTraining, EncoderHead, TokenLabels)
-BertForTokenClassification = derive(__name__, bert.BertForTokenClassification, EncoderHead, TokenLabels)
-BertLMHeadModel = derive(__name__, bert.BertLMHeadModel, EncoderHead)
-BertForQuestionAnswering = derive(__name__, bert.BertForQuestionAnswering, EncoderHead, KeepsPadding)
-
-
-# What follows reads what the pooler makes of the first token.
-BertModel = derive(__name__, bert.BertModel, Owner)
-BertForMultipleChoice = derive(__name__, bert.BertForMultipleChoice, Owner)
-BertForNextSentencePrediction = derive(__name__, bert.BertForNextSentencePrediction, Owner)
-BertForSequenceClassification = derive(__name__, bert.BertForSequenceClassification, Owner)
-
-
-SWAPS = (
-    Swap(bert.BertModel, BertModel),
-    Swap(bert.BertForMultipleChoice, BertForMultipleChoice),
-    Swap(bert.BertForNextSentencePrediction, BertForNextSentencePrediction),
-    Swap(bert.BertForSequenceClassification, BertForSequenceClassification),
-    Swap(bert.BertForMaskedLM, BertForMaskedLM),
-    Swap(bert.BertForPreTraining, BertForPreTraining),
-    Swap(bert.BertForTokenClassification, BertForTokenClassification),
-    Swap(bert.BertLMHeadModel, BertLMHeadModel),
-    Swap(bert.BertForQuestionAnswering, BertForQuestionAnswering),
-    Swap(_Attention, BertSelfAttention),
-    Swap(bert.BertSelfOutput, BertSelfOutput),
-    Swap(bert.BertOutput, BertOutput),
-    Swap(bert.BertLayer, BertLayer),
-    Swap(bert.BertEncoder, BertEncoder),
+REPLACEMENTS = replacements(
+    globals(),
+    bert,
+    {
+        # These read what the pooler makes of the first token.
+        "BertModel": Owner,
+        "BertForMultipleChoice": Owner,
+        "BertForNextSentencePrediction": Owner,
+        "BertForSequenceClassification": Owner,
+        "BertForMaskedLM": (EncoderHead, TokenLabels),
+        "BertForPreTraining": (EncoderHead, TokenLabels),
+        "BertForTokenClassification": (EncoderHead, TokenLabels),
+        "BertLMHeadModel": EncoderHead,
+        "BertForQuestionAnswering": (EncoderHead, KeepsPadding),
+    },
+    *(BertSelfAttention, BertSelfOutput, BertOutput, BertLayer, BertEncoder),
 )

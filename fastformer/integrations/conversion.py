@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from fastformer.checkpoints.hf import FAMILIES, UNSUPPORTED, from_transformer
-from fastformer.integrations.swap import original_class
+from fastformer.integrations.replace import original_class
 from fastformer.models.transformer import Transformer
 
 if TYPE_CHECKING:

@@ -1,7 +1,7 @@
-"""`accelerate(model, fused_loss=True)`: a language model in training gives its loss, and never makes the logits.
+"""`accelerate(model, fused_loss=True)`: a language model in training computes its loss without making the logits.
 
-Of all that a training step of a small model holds, the logits of a large vocabulary are the most: they are only read by
-the loss, which is one op here (`ops.linear_cross_entropy`).
+The logits of a large vocabulary take most of the memory of a small model's training step. Only the loss reads them, and
+it is one op here (`ops.linear_cross_entropy`).
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from transformers.loss import loss_utils
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_outputs import CausalLMOutputWithCrossAttentions, CausalLMOutputWithPast, Seq2SeqLMOutput
 
-from fastformer.integrations.hugging_face import gives_tuple
-from fastformer.integrations.padding import leaving_unread
-from fastformer.integrations.swap import original_class
+from fastformer.integrations.known import gives_tuple
+from fastformer.integrations.packing import leaving_unread
+from fastformer.integrations.replace import original_class
 from fastformer.nn.guards import if_written_in, is_plain, is_traced, is_written_as_known
 from fastformer.nn.linear import LINEARS
 from fastformer.ops import linear_cross_entropy
@@ -32,7 +32,7 @@ _CROSS_ENTROPY = nn.CrossEntropyLoss
 
 
 def _losses() -> tuple[object, ...]:
-    """What the losses come down to that are fused."""
+    """The functions that the fused losses stand for."""
     kind = _CROSS_ENTROPY
     functions = (F.cross_entropy, loss_utils.fixed_cross_entropy, ForCausalLMLoss)
     return (*functions, kind.__init__, kind.__call__, kind.forward)
@@ -42,16 +42,16 @@ _KNOWN = if_written_in(_losses(), nn, transformers)
 
 
 def are_losses_known() -> bool:
-    """Whether what the losses of heads come down to is PyTorch's and transformers' own."""
+    """Whether the functions behind the heads' losses are PyTorch's and transformers' own."""
     return _losses() == _KNOWN
 
 
 class FusedLoss(nn.Module):
-    """A head whose output has the loss and no logits where it is in training and given labels.
+    """A head whose output has a loss and no logits if it is in training and gets labels.
 
-    Whatever else is asked of it (a tuple, some of the logits, another loss) is computed as transformers has it, and so
-    is all where somebody replaced what computes the loss, and under torch.compile, which would break the graph at what
-    is read from the arguments.
+    Calls that ask for more (a tuple, some of the logits, another loss) run as transformers wrote them. So do all calls
+    if the functions that compute the loss were replaced, and calls under torch.compile, whose graph would break where
+    arguments are read.
     """
 
     config: Any
@@ -59,7 +59,6 @@ class FusedLoss(nn.Module):
     lm_head: nn.Module
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """See transformers."""
         is_other = is_traced() or not self.training or not is_written_as_known(type(self))
         given = None if is_other else _by_name(type(self).forward, self, args, kwargs)
         if given is None or not self._is_fusable(given):
@@ -82,7 +81,7 @@ class FusedLoss(nn.Module):
 
 
 class CausalLoss(FusedLoss):
-    """Of a decoder: the label of a position is the next one's token."""
+    """A decoder-only model's head: the label of a position is the next position's token."""
 
     loss_function: Any
 
@@ -113,7 +112,7 @@ class CausalLoss(FusedLoss):
 
 
 class Seq2SeqLoss(FusedLoss):
-    """Of an encoder and a decoder: the decoder reads the labels one position on, behind its start token."""
+    """The head of an encoder-decoder: the decoder reads the start token, then the labels."""
 
     final_logits_bias: Tensor
 
@@ -126,14 +125,14 @@ class Seq2SeqLoss(FusedLoss):
         )
 
     def _decoded(self, given: dict[str, Any]) -> Any:
-        """What the model without its head gives; its last hidden state is what the head reads."""
+        """The output of the model without its head, which reads the last hidden state."""
         return self.base_model(**given)
 
     def _bias(self) -> Tensor | None:
         return self.final_logits_bias[0]
 
     def _shifted(self, labels: Tensor) -> Tensor:
-        """What the decoder reads, by whatever stands where the model's own forward looks for it."""
+        """The decoder's input, by the function that the model's own forward looks up."""
         shift: Any = getattr(self, "_shift_right", None)
         if shift is not None:  # T5
             shifted: Tensor = shift(labels)
@@ -151,21 +150,21 @@ class Seq2SeqLoss(FusedLoss):
             out = self._decoded({name: value for name, value in given.items() if name != "labels"})
         hidden, bias = out.last_hidden_state, self._bias()
         loss = _loss(hidden, self.lm_head, bias, labels, IGNORED, None)
-        if not torch.is_autocast_enabled(loss.device.type):  # under which a loss is fp32; else it is as the logits
+        if not torch.is_autocast_enabled(loss.device.type):  # which makes a loss fp32; else it has the logits' dtype
             loss = loss.to(hidden.dtype if bias is None else torch.promote_types(hidden.dtype, bias.dtype))
         parts = {name: value for name, value in out.items() if name != "last_hidden_state"}
         return Seq2SeqLMOutput(loss=loss, **parts)
 
 
 def _source(head: nn.Module) -> ModuleType:
-    """Where transformers wrote the class that a head had: there its forward looks for functions."""
+    """The module of transformers that defines a head's class, in which its forward looks up functions."""
     return sys.modules[original_class(head).__module__]
 
 
 def _behind_the_last(counts: Tensor) -> Tensor | None:
-    """Positions (batch, seqlen) behind the last one of their row that counts: nothing that is read depends on them.
+    """Positions (batch, seqlen) behind the last one of their row that counts: the loss doesn't depend on them.
 
-    None where they are few, or where finding out would make the host wait.
+    None if they are few, or if finding out would make the host wait.
     """
     if counts.device.type != "cpu" or counts.dim() != 2:
         return None
@@ -176,15 +175,15 @@ def _behind_the_last(counts: Tensor) -> Tensor | None:
 def _loss(
     hidden: Tensor, head: nn.Module, bias: Tensor | None, target: Tensor, ignored: int, num_items: Tensor | int | None
 ) -> Tensor:
-    """The sum over what isn't ignored by the number of that (where nothing is: NaN, as PyTorch's mean), or by another.
+    """The mean over labels that aren't ignored (NaN if there are none, as in PyTorch), or their sum by `num_items`.
 
     Args:
         hidden: (batch, seqlen, dim).
         head: its weight (vocab_size, dim).
         bias: (vocab_size,), in place of the head's.
         target: (batch, seqlen).
-        ignored: the target that counts for nothing.
-        num_items: what the sum is divided by, where a step is made of several batches.
+        ignored: the target that doesn't count.
+        num_items: the divisor if a step consists of several batches; None: the number of targets.
     """
     assert isinstance(head, nn.Linear)
     hidden, target = hidden.flatten(0, 1), target.flatten().to(hidden.device)
@@ -213,7 +212,7 @@ def _signature(forward: Any) -> inspect.Signature:
 
 
 def _by_name(forward: Any, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any] | None:
-    """The arguments of a call by their names; None where they don't fit, for which there is an error elsewhere."""
+    """The arguments of a call by their names; None if they don't fit, which transformers' forward reports."""
     signature = _signature(forward)
     try:
         bound = signature.bind(module, *args, **kwargs).arguments

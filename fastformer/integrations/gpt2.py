@@ -3,62 +3,49 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor, nn
 from transformers.models.gpt2 import modeling_gpt2 as gpt2
 
-from fastformer.integrations.attention_interface import attention_forward, is_led
-from fastformer.integrations.causal import (
+from fastformer.integrations.attention_interface import attention_forward, is_patched
+from fastformer.integrations.fused import fused_activation, join_residual, plain_dropout
+from fastformer.integrations.fused_loss import CausalLoss
+from fastformer.integrations.heads import (
     KeepsPadding,
     LanguageModel,
-    Stack,
     TokenLabels,
     derive,
-    entered_cache,
-    left,
-    signed_as,
-    writes_plainly,
+    replacements,
+    stands_for_original,
 )
-from fastformer.integrations.fused_loss import CausalLoss
-from fastformer.integrations.hugging_face import (
-    RETURNS_TUPLES,
-    attends_by_theirs,
-    entered,
-    fused_activation,
-    is_known,
-    join_residual,
-    keeps_recording,
-    know,
-    nothing_else,
-    plain_dropout,
-)
+from fastformer.integrations.known import RETURNS_TUPLES, is_known, is_sdpa_known, nothing_else, register
+from fastformer.integrations.packing import entered, entered_cache, left, writes_plainly
 from fastformer.integrations.products import is_plain_conv1d
-from fastformer.integrations.swap import Swap
+from fastformer.integrations.replace import Replacement
+from fastformer.integrations.stacks import CausalStack
 from fastformer.nn.guards import is_written_as_known
 from fastformer.ops import feed_forward
 
-know(gpt2)
+register(gpt2)
 
-# The names of what a block may be given by position, behind its hidden states.
+# The names of a block's positional arguments behind its hidden states.
 _NAMES = tuple(inspect.signature(gpt2.GPT2Block.forward).parameters)[2:]
 _HARMLESS = frozenset(
     {"past_key_values", "attention_mask", "use_cache", "position_ids", "cache_position", "num_items_in_batch"}
 )
-# Fewer rows than this are a step of decoding, where PyTorch's product reads weights that lie as Conv1D's faster.
+# With fewer rows, as in a decoding step, PyTorch's product reads weights that lie as Conv1D's faster.
 _FEW_ROWS = 16
 
 
 class GPT2MLP(gpt2.GPT2MLP):
-    """One op, but for the last dropout."""
+    """One op and the last dropout."""
 
     c_fc: Any
     c_proj: Any
     dropout: Any
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """See transformers."""
         out = self._fused(hidden_states)
         return super().forward(hidden_states) if out is None else self.dropout(out)
 
@@ -88,7 +75,7 @@ def _attend(attention: Any, x: Tensor, mask: Tensor | None, cache: Any) -> Tenso
 
 
 class GPT2Block(gpt2.GPT2Block):
-    """A block, of packed tokens or of a padded batch."""
+    """A block for packed tokens or a padded batch."""
 
     ln_1: nn.Module
     ln_2: nn.Module
@@ -96,7 +83,6 @@ class GPT2Block(gpt2.GPT2Block):
     mlp: nn.Module
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """See transformers."""
         given = dict(zip(_NAMES, args, strict=False)) | kwargs
         if not (
             is_written_as_known(GPT2Block)
@@ -119,43 +105,29 @@ class GPT2Block(gpt2.GPT2Block):
 
     def _attends_plainly(self) -> bool:
         attention = self.attn
-        if not is_known(attention, gpt2.GPT2Attention):
-            return False
-        return is_led(attention) and attends_by_theirs()
+        return is_known(attention, gpt2.GPT2Attention) and is_patched(attention) and is_sdpa_known()
 
 
-@keeps_recording
-@signed_as(gpt2.GPT2Model)
-class GPT2Model(Stack, gpt2.GPT2Model):
+@stands_for_original
+class GPT2Model(CausalStack, gpt2.GPT2Model):
     """Packed."""
 
-    h: Any
-
-    def _layers(self) -> Sequence[nn.Module]:
-        return list(self.h)
-
-    def _is_ours(self, layer: Any) -> bool:
-        # A wrapper around the attention may call it again after the stack has ended, as a checkpoint does.
-        is_known = type(layer) is GPT2Block and type(layer.attn) is gpt2.GPT2Attention
-        return is_known and bool(getattr(layer.attn, "is_causal", False))
+    layers_name = "h"
+    kinds = (GPT2Block, gpt2.GPT2Attention)
+    attentions = ("attn",)
 
 
-GPT2LMHeadModel = derive(__name__, gpt2.GPT2LMHeadModel, LanguageModel)
-GPT2WithLoss = derive(__name__, gpt2.GPT2LMHeadModel, LanguageModel, CausalLoss, name="GPT2WithLoss")
-GPT2DoubleHeadsModel = derive(__name__, gpt2.GPT2DoubleHeadsModel, KeepsPadding)
-GPT2ForQuestionAnswering = derive(__name__, gpt2.GPT2ForQuestionAnswering, KeepsPadding)
-GPT2ForSequenceClassification = derive(__name__, gpt2.GPT2ForSequenceClassification, KeepsPadding)
-GPT2ForTokenClassification = derive(__name__, gpt2.GPT2ForTokenClassification, TokenLabels)
-
-
-SWAPS = (
-    Swap(gpt2.GPT2DoubleHeadsModel, GPT2DoubleHeadsModel),
-    Swap(gpt2.GPT2ForQuestionAnswering, GPT2ForQuestionAnswering),
-    Swap(gpt2.GPT2ForSequenceClassification, GPT2ForSequenceClassification),
-    Swap(gpt2.GPT2ForTokenClassification, GPT2ForTokenClassification),
-    Swap(gpt2.GPT2MLP, GPT2MLP),
-    Swap(gpt2.GPT2Block, GPT2Block),
-    Swap(gpt2.GPT2Model, GPT2Model),
-    Swap(gpt2.GPT2LMHeadModel, GPT2LMHeadModel),
+REPLACEMENTS = replacements(
+    globals(),
+    gpt2,
+    {
+        "GPT2LMHeadModel": LanguageModel,
+        "GPT2DoubleHeadsModel": KeepsPadding,
+        "GPT2ForQuestionAnswering": KeepsPadding,
+        "GPT2ForSequenceClassification": KeepsPadding,
+        "GPT2ForTokenClassification": TokenLabels,
+    },
+    *(GPT2MLP, GPT2Block, GPT2Model),
 )
-LOSS_SWAPS = (Swap(gpt2.GPT2LMHeadModel, GPT2WithLoss),)
+GPT2WithLoss = derive(__name__, gpt2.GPT2LMHeadModel, LanguageModel, CausalLoss, name="GPT2WithLoss")
+LOSS_REPLACEMENTS = (Replacement(gpt2.GPT2LMHeadModel, GPT2WithLoss),)

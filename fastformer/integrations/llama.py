@@ -1,6 +1,6 @@
 """transformers' Llama: packed tokens, RMSNorms fused, the addition behind attention joined to the norm behind it.
 
-The gated FFN runs as transformers has it: our op wants gate and up as one weight, which they aren't.
+The gated FFN runs as transformers wrote it: our op takes gate and up as one weight, and here they are two.
 """
 
 from __future__ import annotations
@@ -12,27 +12,25 @@ from typing import Any
 from torch import Tensor, nn
 from transformers.models.llama import modeling_llama as llama
 
-from fastformer.integrations.causal import (
+from fastformer.integrations.fused import RMSNorm, join_rms
+from fastformer.integrations.fused_loss import CausalLoss
+from fastformer.integrations.heads import (
     KeepsPadding,
     LanguageModel,
-    Stack,
     TokenLabels,
     derive,
-    entered_cache,
-    entered_positions,
-    left,
-    signed_as,
-    writes_plainly,
+    replacements,
+    stands_for_original,
 )
-from fastformer.integrations.fused_loss import CausalLoss
-from fastformer.integrations.hugging_face import entered, keeps_recording, know, nothing_else
-from fastformer.integrations.rms import RMSNorm, join_rms
-from fastformer.integrations.swap import Swap
+from fastformer.integrations.known import nothing_else, register
+from fastformer.integrations.packing import entered, entered_cache, entered_positions, left, writes_plainly
+from fastformer.integrations.replace import Replacement
+from fastformer.integrations.stacks import CausalStack
 from fastformer.nn.guards import is_written_as_known
 
-know(llama)
+register(llama)
 
-# The names of what a layer may be given by position, behind its hidden states.
+# The names of a layer's positional arguments behind its hidden states.
 _NAMES = tuple(inspect.signature(llama.LlamaDecoderLayer.forward).parameters)[2:]
 _HARMLESS = frozenset(
     {
@@ -47,7 +45,7 @@ class LlamaRMSNorm(RMSNorm, llama.LlamaRMSNorm):
 
 
 class LlamaDecoderLayer(llama.LlamaDecoderLayer):
-    """A layer, of packed tokens or of a padded batch."""
+    """A layer for packed tokens or a padded batch."""
 
     input_layernorm: nn.Module
     post_attention_layernorm: nn.Module
@@ -55,7 +53,6 @@ class LlamaDecoderLayer(llama.LlamaDecoderLayer):
     mlp: nn.Module
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """See transformers."""
         given = dict(zip(_NAMES, args, strict=False)) | kwargs
         if not (
             is_written_as_known(LlamaDecoderLayer)
@@ -71,40 +68,27 @@ class LlamaDecoderLayer(llama.LlamaDecoderLayer):
         return left(self, x + self.mlp(normed))
 
 
-@keeps_recording
-@signed_as(llama.LlamaModel)
-class LlamaModel(Stack, llama.LlamaModel):
+@stands_for_original
+class LlamaModel(CausalStack, llama.LlamaModel):
     """Packed."""
 
-    layers: Any
+    kinds = (LlamaDecoderLayer, llama.LlamaAttention)
 
     def _layers(self) -> Sequence[nn.Module]:
-        return list(self.layers)[: self.config.num_hidden_layers]
-
-    def has_known_layers(self) -> bool:
-        """See `PackingStack`. The config may say later that more of them are called."""
-        return all(map(self._is_ours, self.layers))
-
-    def _is_ours(self, layer: Any) -> bool:
-        # A wrapper around the attention may call it again after the stack has ended, as a checkpoint does.
-        is_known = type(layer) is LlamaDecoderLayer and type(layer.self_attn) is llama.LlamaAttention
-        return is_known and bool(getattr(layer.self_attn, "is_causal", False))
+        # A changed config may call fewer layers, or more later: all of them have to be known.
+        return super()._layers()[: self.config.num_hidden_layers]
 
 
-LlamaForCausalLM = derive(__name__, llama.LlamaForCausalLM, LanguageModel)
-LlamaWithLoss = derive(__name__, llama.LlamaForCausalLM, LanguageModel, CausalLoss, name="LlamaWithLoss")
-LlamaForQuestionAnswering = derive(__name__, llama.LlamaForQuestionAnswering, KeepsPadding)
-LlamaForSequenceClassification = derive(__name__, llama.LlamaForSequenceClassification, KeepsPadding)
-LlamaForTokenClassification = derive(__name__, llama.LlamaForTokenClassification, TokenLabels)
-
-
-SWAPS = (
-    Swap(llama.LlamaForQuestionAnswering, LlamaForQuestionAnswering),
-    Swap(llama.LlamaForSequenceClassification, LlamaForSequenceClassification),
-    Swap(llama.LlamaForTokenClassification, LlamaForTokenClassification),
-    Swap(llama.LlamaRMSNorm, LlamaRMSNorm),
-    Swap(llama.LlamaDecoderLayer, LlamaDecoderLayer),
-    Swap(llama.LlamaModel, LlamaModel),
-    Swap(llama.LlamaForCausalLM, LlamaForCausalLM),
+REPLACEMENTS = replacements(
+    globals(),
+    llama,
+    {
+        "LlamaForCausalLM": LanguageModel,
+        "LlamaForQuestionAnswering": KeepsPadding,
+        "LlamaForSequenceClassification": KeepsPadding,
+        "LlamaForTokenClassification": TokenLabels,
+    },
+    *(LlamaRMSNorm, LlamaDecoderLayer, LlamaModel),
 )
-LOSS_SWAPS = (Swap(llama.LlamaForCausalLM, LlamaWithLoss),)
+LlamaWithLoss = derive(__name__, llama.LlamaForCausalLM, LanguageModel, CausalLoss, name="LlamaWithLoss")
+LOSS_REPLACEMENTS = (Replacement(llama.LlamaForCausalLM, LlamaWithLoss),)

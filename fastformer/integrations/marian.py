@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from transformers.models.marian import modeling_marian as marian
 
-from fastformer.integrations.bart import Decoder, DecoderLayer, Encoder, EncoderLayer, Seq2SeqModel
-from fastformer.integrations.causal import KeepsPadding, derive, signed_as
+from fastformer.integrations.bart import DecoderLayer, EncoderLayer
 from fastformer.integrations.fused_loss import Seq2SeqLoss
-from fastformer.integrations.hugging_face import keeps_recording, know
+from fastformer.integrations.heads import KeepsPadding, Seq2SeqModel, derive, replacements
+from fastformer.integrations.known import register
 from fastformer.integrations.padding import Owner
-from fastformer.integrations.swap import Swap
+from fastformer.integrations.replace import Replacement
+from fastformer.integrations.stacks import Decoder, Encoder
 
-know(marian)
+register(marian)
 
 
 class MarianEncoderLayer(EncoderLayer, marian.MarianEncoderLayer):
@@ -22,37 +23,13 @@ class MarianDecoderLayer(DecoderLayer, marian.MarianDecoderLayer):
     """Fused."""
 
 
-@keeps_recording
-@signed_as(marian.MarianEncoder)
-class MarianEncoder(Encoder, marian.MarianEncoder):
-    """Packed."""
-
-    kinds = (MarianEncoderLayer, marian.MarianAttention)
-
-
-@keeps_recording
-@signed_as(marian.MarianDecoder)
-class MarianDecoder(Decoder, marian.MarianDecoder):
-    """Packed."""
-
-    kinds = (MarianDecoderLayer, marian.MarianAttention)
-
-
-MarianMTModel = derive(__name__, marian.MarianMTModel, Seq2SeqModel)
-MarianWithLoss = derive(__name__, marian.MarianMTModel, Seq2SeqModel, Seq2SeqLoss, name="MarianWithLoss")
-MarianForCausalLM = derive(__name__, marian.MarianForCausalLM, KeepsPadding)
-
-
-MarianModel = derive(__name__, marian.MarianModel, Owner)
-
-
-SWAPS = (
-    Swap(marian.MarianModel, MarianModel),
-    Swap(marian.MarianEncoderLayer, MarianEncoderLayer),
-    Swap(marian.MarianDecoderLayer, MarianDecoderLayer),
-    Swap(marian.MarianEncoder, MarianEncoder),
-    Swap(marian.MarianDecoder, MarianDecoder),
-    Swap(marian.MarianMTModel, MarianMTModel),
-    Swap(marian.MarianForCausalLM, MarianForCausalLM),
+MarianEncoder = derive(__name__, marian.MarianEncoder, Encoder, kinds=(MarianEncoderLayer, marian.MarianAttention))
+MarianDecoder = derive(__name__, marian.MarianDecoder, Decoder, kinds=(MarianDecoderLayer, marian.MarianAttention))
+REPLACEMENTS = replacements(
+    globals(),
+    marian,
+    {"MarianModel": Owner, "MarianMTModel": Seq2SeqModel, "MarianForCausalLM": KeepsPadding},
+    *(MarianEncoderLayer, MarianDecoderLayer, MarianEncoder, MarianDecoder),
 )
-LOSS_SWAPS = (Swap(marian.MarianMTModel, MarianWithLoss),)
+MarianWithLoss = derive(__name__, marian.MarianMTModel, Seq2SeqModel, Seq2SeqLoss, name="MarianWithLoss")
+LOSS_REPLACEMENTS = (Replacement(marian.MarianMTModel, MarianWithLoss),)

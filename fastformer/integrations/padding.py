@@ -1,13 +1,13 @@
-"""Which stacks of transformers' models leave padding out, and in which calls: decided by the model that is handed in.
+"""Which stacks of transformers' models leave padding out, and in which calls.
 
-`accelerate(model)` looks for the *owner* of each stack: the module handed in, where that is a model whose class is
-known here (a head such as BertForMaskedLM, a model such as BertModel, or a stack by itself). A stack leaves padding out
-only during a call of its owner that grants it: the owner's forward is one of ours, and knows from its arguments whether
-padded positions are read (labels there, a softmax over positions). Whatever else calls the stack, a forward that
-replaced the owner's among it, has no grant, and gets what the plain model computes.
+`accelerate(model)` decides it by the model that it is given. It looks for the *owner* of each stack: the model itself,
+if its class is known here (a head such as BertForMaskedLM, a model such as BertModel, or a stack by itself). A stack
+leaves padding out only during a call of its owner that grants it. The owner's forward is one of ours, and knows from
+its arguments whether padded positions are read (labels there, a softmax over positions). Any other caller of the stack,
+such as a forward that replaced the owner's, has no grant: the stack computes padding as the plain model does.
 
-An owner grants nothing while a part that reads its stacks is one that may look at several positions, or has a hook or a
-forward of its own. That is asked once, and again when `nn.guards` finds the model changed.
+An owner grants nothing if a module that reads its stacks may look at several positions, or has a hook or a forward of
+its own. That is found out once, and again when `nn.guards` finds the model changed.
 """
 
 from __future__ import annotations
@@ -15,37 +15,38 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextvars import ContextVar
 from typing import Any, ClassVar, Literal, NamedTuple
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-from fastformer.integrations.hugging_face import (
+from fastformer.integrations.known import (
     RETURNS_TUPLES,
     attends_as_known,
+    code_of,
     is_recording,
     is_unhooked_or_recorded,
+    own_function,
+    replaced_function,
     sources_of,
-    works_by_token,
 )
-from fastformer.integrations.parts import code_of, own_function, reads_one_position, replaced_function
-from fastformer.integrations.swap import forget_restored_forward
+from fastformer.integrations.packing import Grant, granted, granting
+from fastformer.integrations.positionwise import is_positionwise, is_positionwise_part
+from fastformer.integrations.replace import forget_restored_forward
 from fastformer.nn.guards import Guards, has_plain_call, is_traced, is_watched, is_written_as_known, is_written_in
 
 
 class Rule:
-    """What was decided of one owner and its stacks, which hold the same rule. A copy of a model has a copy of it."""
+    """What was decided about one owner and its stacks, which share the object. A copied model has a copy."""
 
     def __init__(self, reason: str | None = None) -> None:
-        self.reason = reason  # why the stacks never leave padding out; None: where their owner grants it
+        self.reason = reason  # why the stacks never leave padding out; None: their owner grants it call by call
 
 
 class Role:
     """A module's part in a rule: its owner, or one of the stacks under it, or both.
 
     Attributes:
-        plan: what was found out about an owner. A copy finds it out for itself.
+        plan: what was found out about an owner. A copied model finds it out anew.
     """
 
     __slots__ = ("owns", "plan", "rule")
@@ -59,52 +60,43 @@ class Role:
         return Role, (self.rule, self.owns)
 
 
-class Grant(NamedTuple):
-    """That stacks may leave padding out in the call that is going on."""
-
-    rule: Rule
-    causal: bool  # whether those with a causal mask may, too
-    stacks: frozenset[int]  # see `_Plan`
-
-
 class _Plan(NamedTuple):
-    """No part of it holds the owner, which holds it, so that a model is freed when nothing else holds it."""
+    """Nothing in it refers to the owner, which holds it, so that a model is freed with its last reference."""
 
     reason: str | None
     guards: Guards
-    stacks: frozenset[int]  # the ids of those whose layers are known; the guards hold all but the owner
-    checkpointed: list[nn.Module]  # inside of the owner, those that compute their layers again while they train
+    stacks: frozenset[int]  # the ids of stacks with known layers; the guards keep all but the owner alive
+    checkpointed: list[nn.Module]  # modules inside of the owner that compute their layers again in backward
     is_checkpointed: bool  # the same of the owner
 
 
 # The attribute in which a module remembers its role.
 ROLE = "_fastformer_padding"
-_grant: ContextVar[Grant | None] = ContextVar("fastformer_padding_grant", default=None)
 
 
 class PackingStack(nn.Module):
     """A stack that may leave padding out."""
 
     def is_causal_stack(self) -> bool:
-        """Whether it has a causal mask."""
+        """Whether the stack has a causal mask."""
         return False
 
     def has_known_layers(self) -> bool:
-        """Whether each of its layers takes packed tokens, and calls no attention once the stack has ended.
+        """Whether each layer takes packed tokens, and calls no attention after the stack has ended.
 
         Asked once, and again when `nn.guards` finds the model changed.
         """
         raise NotImplementedError
 
     def may_leave_out(self) -> bool:
-        """Whether nothing that runs now reads what this stack gives at padded positions."""
+        """Whether the running call reads nothing of this stack's output at padded positions."""
         if is_traced():
             return False
         role = vars(self).get(ROLE)
         if role is None or role.rule.reason is not None or is_watched() or is_recording() or not attends_as_known():
             return False
         if not role.owns:
-            grant = _grant.get()
+            grant = granted()
             if grant is None or grant.rule is not role.rule or id(self) not in grant.stacks:
                 return False
             return grant.causal or not self.is_causal_stack()
@@ -113,12 +105,12 @@ class PackingStack(nn.Module):
 
 
 class Owner(nn.Module):
-    """A model of a known class around stacks: says at each call whether it reads what they give at padding.
+    """A model of a known class around stacks: decides at each call whether it reads their output at padding.
 
     Attributes:
-        INPUTS: the names of children that give stacks their input, and read nothing of what they give.
-        READS_ENCODERS: whether it is any stack that it reads then; else those with a causal mask alone.
-        ALWAYS_READS: whether every call does.
+        INPUTS: the names of children that compute the stacks' input, and read nothing of their output.
+        READS_ENCODERS: whether a call that reads padding reads it of all stacks; else only of those with a causal mask.
+        ALWAYS_READS: whether every call reads padding.
     """
 
     INPUTS: ClassVar[frozenset[str]] = frozenset({"embeddings", "shared"})
@@ -126,8 +118,7 @@ class Owner(nn.Module):
     ALWAYS_READS: ClassVar[bool] = False
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """See transformers."""
-        if is_traced():  # where no stack leaves padding out
+        if is_traced():  # no stack leaves padding out then
             return super().forward(*args, **kwargs)
         with self.granting(lambda: self.ALWAYS_READS or self.reads_padding(args, kwargs)):
             return super().forward(*args, **kwargs)
@@ -137,8 +128,8 @@ class Owner(nn.Module):
         """In the block stacks may leave padding out, if this is their owner and its parts allow it.
 
         Args:
-            reads: whether padded positions are read in the block. It is asked only where that decides: the answer may
-                stand in the values of a mask, for which the host waits on a GPU.
+            reads: whether padded positions are read in the block. It is called only if that decides: the answer may
+                depend on the values of a mask, for which the host waits on a GPU.
         """
         if is_traced() or (role := vars(self).get(ROLE)) is None or not role.owns:
             yield
@@ -148,14 +139,11 @@ class Owner(nn.Module):
             is_read = reads()
             if not (is_read and self.READS_ENCODERS):
                 grant = Grant(role.rule, not is_read, plan.stacks)
-        token = _grant.set(grant)
-        try:
+        with granting(grant):
             yield
-        finally:
-            _grant.reset(token)
 
     def reads_padding(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether a call with these arguments reads what stacks give at padding."""
+        """Whether a call with these arguments reads the stacks' output at padding."""
         return False
 
 
@@ -167,7 +155,7 @@ def _plan_of(owner: nn.Module, role: Role) -> _Plan:
 
 
 def _why_not(owner: nn.Module, plan: _Plan) -> str | None:
-    """Why an owner's stacks compute padding now, whatever the call; None: they need not."""
+    """Why an owner's stacks compute padding now, whatever the arguments; None: they need not."""
     if plan.reason is not None:
         return plan.reason
     if not _is_called_plainly(owner):
@@ -178,9 +166,9 @@ def _why_not(owner: nn.Module, plan: _Plan) -> str | None:
 
 
 def _is_called_plainly(owner: nn.Module) -> bool:
-    """Whether a call of an owner gives what its class's forward gives, but for its dtype.
+    """Whether a call of an owner returns what its class's forward returns, apart from the dtype.
 
-    Hooks of PyTorch and transformers, and the wrappers that accelerate puts on a model for mixed precision, read no
+    Hooks of PyTorch and transformers, and the wrappers by which the accelerate library casts a model's output, read no
     positions.
     """
     own = vars(owner)
@@ -214,7 +202,7 @@ def _planned(owner: nn.Module) -> _Plan:
 
 
 def _first_reason(owner: nn.Module, reading: dict[nn.Module, bool]) -> str | None:
-    """What of a model reads several positions, or may do so; None: nothing."""
+    """What part of a model reads several positions, or may do so; None: none."""
     names = {module: name for name, module in owner.named_modules()}
     for module, may_hold in {owner: True, **reading}.items():
         kind = type(module).__name__
@@ -232,41 +220,41 @@ def _first_reason(owner: nn.Module, reading: dict[nn.Module, bool]) -> str | Non
 
 
 def _reading(owner: nn.Module) -> dict[nn.Module, bool]:
-    """What reads the stacks of an owner, and what is inside of them; with each whether it may stand there."""
+    """The modules that read an owner's stacks, and those inside of the stacks; each with whether it is positionwise."""
     found: dict[nn.Module, bool] = {}
     if isinstance(owner, PackingStack):
-        return {module: works_by_token(module) for module in owner.modules() if module is not owner}
+        return {module: is_positionwise(module) for module in owner.modules() if module is not owner}
     _collect(owner, owner, found)
     return found
 
 
 def _collect(module: nn.Module, owner: nn.Module, found: dict[nn.Module, bool]) -> None:
-    """Adds what is inside of a model: stacks with all of theirs, models with their parts, parts."""
+    """Adds the modules inside of a model: stacks with their modules, models with their parts, parts."""
     inputs = module.INPUTS if isinstance(module, Owner) else frozenset()
     for name, child in module.named_children():
         if name in inputs or child in found:
             continue
         if isinstance(child, PackingStack):
             found[child] = True
-            found.update({inner: works_by_token(inner) for inner in child.modules() if inner is not child})
+            found.update({inner: is_positionwise(inner) for inner in child.modules() if inner is not child})
         elif isinstance(child, Owner):
             found[child] = True
             _collect(child, owner, found)
         else:
             for part in child.modules():
-                found[part] = reads_one_position(part)
+                found[part] = is_positionwise_part(part)
 
 
-# Modules around an owner that give on what it gives, by the beginning of where they are defined.
-_HANDING_ON = ("peft.", "torch.nn.parallel.", "torch._dynamo.")
+# Wrappers that return the owner's output unchanged, by the beginning of their modules' names.
+_WRAPPERS = ("peft.", "torch.nn.parallel.", "torch._dynamo.")
 
 
 def decide(model: nn.Module, choice: Literal["auto", "skip", "compute"]) -> None:
     """Gives the stacks in a model, and their owners, their roles.
 
     Args:
-        model: what was handed to `accelerate`.
-        choice: "auto": by what is known of the model, see above; "skip": every stack leaves padding out, whatever is
+        model: the argument of `accelerate`.
+        choice: "auto": by what is known of the model, see above; "skip": each stack leaves padding out, whatever is
             around it; "compute": none does.
     """
     stacks = [module for module in model.modules() if isinstance(module, PackingStack)]
@@ -284,12 +272,12 @@ def decide(model: nn.Module, choice: Literal["auto", "skip", "compute"]) -> None
 
 def _find_owners(model: nn.Module, stacks: Sequence[nn.Module]) -> None:
     inside = {id(role.rule) for module in model.modules() if (role := vars(module).get(ROLE)) is not None and role.owns}
-    # What was decided for a larger model goes on: that is around these stacks, and can't be seen from here.
+    # What was decided for a larger model stays: it is around these stacks, and can't be seen from here.
     stacks = [each for each in stacks if (role := vars(each).get(ROLE)) is None or id(role.rule) in inside]
     if not stacks:
         return
     owner = model
-    while type(owner).__module__.startswith(_HANDING_ON):
+    while type(owner).__module__.startswith(_WRAPPERS):
         around = [child for child in owner.children() if any(stack in set(child.modules()) for stack in stacks)]
         if len(around) != 1:
             break
@@ -315,7 +303,7 @@ def forget(model: nn.Module) -> None:
 
 
 def described(model: nn.Module) -> dict[str, str]:
-    """By the name of each stack in a model: what stands at padded positions of its output, and why."""
+    """For each stack in a model, by its name: what its output is at padded positions, and why."""
     names = {module: name for name, module in model.named_modules()}
     owners = {id(role.rule): module for module in names if (role := vars(module).get(ROLE)) is not None and role.owns}
     found = {}
@@ -345,26 +333,3 @@ def _described(stack: PackingStack, rule: Rule, owner: nn.Module | None) -> str:
     if owner is stack:
         return "padding is left out, and zeros stand there"
     return f"padding is left out, and zeros stand there, in calls of {type(owner).__name__} that don't read it"
-
-
-_unread: ContextVar[Tensor | None] = ContextVar("fastformer_unread", default=None)
-
-
-@contextlib.contextmanager
-def leaving_unread(positions: Tensor | None) -> Iterator[None]:
-    """In the block nothing reads what causal stacks give at these positions.
-
-    Args:
-        positions: (batch, seqlen), bool, in each row a number of the last ones; None: all are read.
-    """
-    token = _unread.set(positions)
-    try:
-        yield
-    finally:
-        _unread.reset(token)
-
-
-def unread(shape: torch.Size) -> Tensor | None:
-    """The positions of `leaving_unread`, for a batch of this shape."""
-    positions = _unread.get()
-    return None if positions is None or positions.shape != shape else positions

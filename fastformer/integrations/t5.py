@@ -1,44 +1,39 @@
-"""transformers' T5: norms and the FFN fused, attention with its position bias led to ours, packed stacks.
+"""transformers' T5: norms and the FFN fused, attention with its position bias on our op, packed stacks.
 
-The bias goes by where tokens stand, so self-attention alone is of the padded batch, and what the decoder's cache holds,
-which it keeps in training, too. The gated FFN runs as transformers has it: our op wants its two first weights as one,
-which they aren't.
+The bias depends on the tokens' places, so self-attention runs on the padded batch, as does the decoder's cache, which
+it fills in training, too. The gated FFN runs as transformers wrote it: our op takes its first two weights as one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.models.t5 import modeling_t5 as t5
 
 from fastformer.integrations.attention_interface import attend_padded
-from fastformer.integrations.bart import Decoder, Encoder, Seq2SeqModel
-from fastformer.integrations.causal import EncoderHead, KeepsPadding, TokenLabels, derive, signed_as
+from fastformer.integrations.fused import RMSNorm, fused_feed_forward, plain_dropout
 from fastformer.integrations.fused_loss import Seq2SeqLoss
-from fastformer.integrations.hugging_face import (
-    RETURNS_TUPLES,
-    Packing,
-    attend,
-    entered,
-    entered_memory,
-    fused_feed_forward,
-    going_on,
-    keeps_recording,
-    know,
-    plain_dropout,
+from fastformer.integrations.heads import (
+    EncoderHead,
+    KeepsPadding,
+    Seq2SeqModel,
+    TokenLabels,
+    replacements,
+    stands_for_original,
 )
+from fastformer.integrations.known import RETURNS_TUPLES, register
+from fastformer.integrations.packing import Packing, attend, current_run, entered, entered_memory
 from fastformer.integrations.padding import Owner
-from fastformer.integrations.parts import know_parts
-from fastformer.integrations.rms import RMSNorm
-from fastformer.integrations.swap import Swap
+from fastformer.integrations.positionwise import register_parts
+from fastformer.integrations.replace import Replacement
+from fastformer.integrations.stacks import Decoder, Encoder
 from fastformer.nn.guards import is_traced, is_written_as_known
 from fastformer.nn.padding import Padding
 
-know(t5)
-know_parts(t5.T5ClassificationHead)
+register(t5)
+register_parts(t5.T5ClassificationHead)
 
 
 class T5LayerNorm(RMSNorm, t5.T5LayerNorm):
@@ -52,9 +47,8 @@ class T5DenseActDense(t5.T5DenseActDense):
     wo: Any
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """See transformers."""
         dropout_p = plain_dropout(self.dropout) if is_written_as_known(T5DenseActDense) else None
-        # Those that are parameters: reading one that is made of others would make it once more.
+        # Of parameters alone: a parametrized weight is computed at each access.
         weights = (self.wi._parameters.get("weight"), self.wo._parameters.get("weight"))
         dtypes = {weight.dtype for weight in weights if isinstance(weight, Tensor)}
         # In half precision the second weight may be kept in fp32.
@@ -66,7 +60,7 @@ class T5DenseActDense(t5.T5DenseActDense):
 
 
 class T5Attention(t5.T5Attention):
-    """Of packed tokens, too: to a memory as they are; to one another, where their places count, padded again."""
+    """Takes packed tokens, too. They attend to a memory as they are, and to each other padded, since places count."""
 
     def forward(
         self,
@@ -77,8 +71,7 @@ class T5Attention(t5.T5Attention):
         past_key_values: Any = None,
         **kwargs: Any,
     ) -> Any:
-        """See transformers."""
-        run = going_on()
+        run = current_run()
         if run is None or run.padding is None:
             return super().forward(hidden_states, mask, key_value_states, position_bias, past_key_values, **kwargs)
         if key_value_states is not None:
@@ -92,7 +85,7 @@ class T5Attention(t5.T5Attention):
             k, v = past_key_values.self_attention_cache.update(k, v, self.layer_idx)
         if position_bias is None:
             seqlen = padding.shape[1]
-            # The first block's is all blocks', and zero where it has none.
+            # All blocks use the first one's, which is zero if it has no table.
             position_bias = (
                 self.compute_bias(seqlen, seqlen, device=q.device)
                 if self.has_relative_attention_bias
@@ -106,7 +99,7 @@ class T5Attention(t5.T5Attention):
         return self.o(padding.pack(out.flatten(2))[None]), position_bias, None
 
     def _to_memory(self, run: Packing, x: Tensor, memory: Tensor, cache: Any) -> Tensor:
-        """Without a bias, which is zero for a memory."""
+        """Cross-attention, whose position bias is zero."""
         with entered_memory(memory, None) as (packed, _):
             q, k, v = (
                 projection(of).unflatten(-1, (self.n_heads, -1))
@@ -125,28 +118,25 @@ class T5Attention(t5.T5Attention):
 
 
 class T5Block(t5.T5Block):
-    """Of packed tokens or of a padded batch, whose mask attention has in either case."""
+    """Takes packed tokens or a padded batch. Attention gets the padded batch's mask in either case."""
 
     def forward(self, hidden_states: Tensor, attention_mask: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
-        """See transformers."""
         return super().forward(entered(hidden_states, attention_mask)[0], attention_mask, *args, **kwargs)
 
 
 def _has_tokens(mask: Any) -> bool:
-    # Of a row without any a decoder takes the mean, padding as it is.
+    # A row without tokens attends to all of its padding equally.
     return type(mask) is Tensor and mask.dim() == 2 and bool((mask != 0).any(1).all())
 
 
-@keeps_recording
-@signed_as(t5.T5Stack)
+@stands_for_original
 class T5Stack(Encoder, Decoder, t5.T5Stack):
-    """Packed: as an encoder by the mask that its first block is given, as a decoder by the mask that it is given."""
+    """Packs as an encoder by the mask of its first block, as a decoder by its own mask."""
 
-    block: Any
+    layers_name = "block"
     is_decoder: bool
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """See transformers."""
         mask = args[1] if len(args) > 1 else kwargs.get("attention_mask")
         stays_padded = not is_traced() and (
             kwargs.get("is_causal") is not None or (mask is not None and not self.is_decoder and not _has_tokens(mask))
@@ -156,12 +146,7 @@ class T5Stack(Encoder, Decoder, t5.T5Stack):
         return super().forward(*args, **kwargs)
 
     def is_causal_stack(self) -> bool:
-        """See `PackingStack`."""
         return self.is_decoder
-
-    def has_known_layers(self) -> bool:
-        """See `PackingStack`."""
-        return Decoder.has_known_layers(self)
 
     def _may_pack(self) -> bool:
         return not self.is_decoder and super()._may_pack()
@@ -174,10 +159,7 @@ class T5Stack(Encoder, Decoder, t5.T5Stack):
         # Its own begins empty, and holds padded keys and values.
         return kwargs.get("past_key_values") is not None
 
-    def _layers(self) -> Sequence[nn.Module]:
-        return list(self.block)
-
-    def _is_ours(self, layer: Any) -> bool:
+    def is_known_layer(self, layer: Any) -> bool:
         memory = [t5.T5LayerCrossAttention] if self.is_decoder else []
         kinds = [t5.T5LayerSelfAttention, *memory, t5.T5LayerFF]
         if type(layer) is not T5Block or [type(part) for part in layer.layer] != kinds:
@@ -191,13 +173,9 @@ class T5Stack(Encoder, Decoder, t5.T5Stack):
         return type(crossing) is T5Attention and not (crossing.is_causal or crossing.has_relative_attention_bias)
 
 
-T5ForConditionalGeneration = derive(__name__, t5.T5ForConditionalGeneration, Seq2SeqModel)
-
-
-@keeps_recording
-@signed_as(t5.T5ForConditionalGeneration)
+@stands_for_original
 class T5WithLoss(Seq2SeqModel, Seq2SeqLoss, t5.T5ForConditionalGeneration):
-    """The same, with the fused loss: in training no cache is kept but for who asks."""
+    """The model with a fused loss. In training it keeps a cache only if the caller asks for one."""
 
     config: Any
     model_dim: int
@@ -215,29 +193,20 @@ class T5WithLoss(Seq2SeqModel, Seq2SeqLoss, t5.T5ForConditionalGeneration):
         return None
 
 
-T5ForQuestionAnswering = derive(__name__, t5.T5ForQuestionAnswering, KeepsPadding)
-T5ForSequenceClassification = derive(__name__, t5.T5ForSequenceClassification, KeepsPadding)
-T5ForTokenClassification = derive(__name__, t5.T5ForTokenClassification, EncoderHead, TokenLabels)
-
-
-T5Model = derive(__name__, t5.T5Model, Owner)
-T5EncoderModel = derive(__name__, t5.T5EncoderModel, Owner)
-
-
-SWAPS: tuple[Swap, ...] = (
-    Swap(t5.T5LayerNorm, T5LayerNorm),
-    Swap(t5.T5DenseActDense, T5DenseActDense),
-)
+REPLACEMENTS: tuple[Replacement, ...] = replacements(globals(), t5, {}, T5LayerNorm, T5DenseActDense)
+LOSS_REPLACEMENTS: tuple[Replacement, ...] = ()
 if not RETURNS_TUPLES:  # before 5 attention is written out in the model
-    SWAPS += (
-        Swap(t5.T5Attention, T5Attention),
-        Swap(t5.T5Block, T5Block),
-        Swap(t5.T5Stack, T5Stack),
-        Swap(t5.T5Model, T5Model),
-        Swap(t5.T5EncoderModel, T5EncoderModel),
-        Swap(t5.T5ForConditionalGeneration, T5ForConditionalGeneration),
-        Swap(t5.T5ForQuestionAnswering, T5ForQuestionAnswering),
-        Swap(t5.T5ForSequenceClassification, T5ForSequenceClassification),
-        Swap(t5.T5ForTokenClassification, T5ForTokenClassification),
+    REPLACEMENTS += replacements(
+        globals(),
+        t5,
+        {
+            "T5Model": Owner,
+            "T5EncoderModel": Owner,
+            "T5ForConditionalGeneration": Seq2SeqModel,
+            "T5ForQuestionAnswering": KeepsPadding,
+            "T5ForSequenceClassification": KeepsPadding,
+            "T5ForTokenClassification": (EncoderHead, TokenLabels),
+        },
+        *(T5Attention, T5Block, T5Stack),
     )
-LOSS_SWAPS = () if RETURNS_TUPLES else (Swap(t5.T5ForConditionalGeneration, T5WithLoss),)
+    LOSS_REPLACEMENTS = (Replacement(t5.T5ForConditionalGeneration, T5WithLoss),)

@@ -1,4 +1,4 @@
-"""torch.nn's own modules: our class in front of theirs, over the parameters and submodules that they have."""
+"""torch.nn's own modules: classes with our forward, in front of torch.nn's."""
 
 from __future__ import annotations
 
@@ -7,32 +7,32 @@ from typing import Any
 from torch import nn
 
 import fastformer.nn as fnn
-from fastformer.integrations.swap import Swap
+from fastformer.integrations.replace import Replacement
 from fastformer.nn.guards import BLOCKS, is_its_own
 
 
 class MultiheadAttention(fnn.MultiheadAttention, nn.MultiheadAttention):  # type: ignore[misc]
-    """A `torch.nn.MultiheadAttention` that computes as ours does."""
+    pass
 
 
 class TransformerEncoderLayer(fnn.TransformerEncoderLayer, nn.TransformerEncoderLayer):  # type: ignore[misc]
-    """A `torch.nn.TransformerEncoderLayer` that computes as ours does."""
+    pass
 
 
 class TransformerDecoderLayer(fnn.TransformerDecoderLayer, nn.TransformerDecoderLayer):  # type: ignore[misc]
-    """A `torch.nn.TransformerDecoderLayer` that computes as ours does."""
+    pass
 
 
 class TransformerEncoder(fnn.TransformerEncoder, nn.TransformerEncoder):
-    """A `torch.nn.TransformerEncoder` that computes as ours does."""
+    pass
 
 
 class TransformerDecoder(fnn.TransformerDecoder, nn.TransformerDecoder):
-    """A `torch.nn.TransformerDecoder` that computes as ours does."""
+    pass
 
 
 class Transformer(fnn.Transformer, nn.Transformer):
-    """A `torch.nn.Transformer` that computes as ours does."""
+    pass
 
 
 def _attention_attributes(attention: nn.MultiheadAttention) -> dict[str, Any]:
@@ -55,11 +55,11 @@ def _why_not(module: nn.Module) -> str | None:
     return None
 
 
-SWAPS = (
-    Swap(nn.MultiheadAttention, MultiheadAttention, _attention_attributes, _why_not),
-    Swap(nn.TransformerEncoderLayer, TransformerEncoderLayer, why_not=_why_not),
-    Swap(nn.TransformerDecoderLayer, TransformerDecoderLayer, why_not=_why_not),
-    Swap(nn.TransformerEncoder, TransformerEncoder, _stack_attributes, _why_not),
-    Swap(nn.TransformerDecoder, TransformerDecoder, _stack_attributes, _why_not),
-    Swap(nn.Transformer, Transformer, why_not=_why_not),
+REPLACEMENTS = (
+    Replacement(nn.MultiheadAttention, MultiheadAttention, _attention_attributes, _why_not),
+    Replacement(nn.TransformerEncoderLayer, TransformerEncoderLayer, why_not=_why_not),
+    Replacement(nn.TransformerDecoderLayer, TransformerDecoderLayer, why_not=_why_not),
+    Replacement(nn.TransformerEncoder, TransformerEncoder, _stack_attributes, _why_not),
+    Replacement(nn.TransformerDecoder, TransformerDecoder, _stack_attributes, _why_not),
+    Replacement(nn.Transformer, Transformer, why_not=_why_not),
 )

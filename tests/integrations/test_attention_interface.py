@@ -16,8 +16,14 @@ from transformers.masking_utils import causal_mask_function, sdpa_mask, sliding_
 
 import fastformer
 from fastformer.integrations import attention_interface
-from fastformer.integrations.attention_interface import _known, lead, lead_back, led, make_mask
-from fastformer.integrations.hugging_face import RETURNS_TUPLES
+from fastformer.integrations.attention_interface import (
+    _known,
+    make_mask,
+    patch_attention,
+    patched_attention,
+    unpatch_attention,
+)
+from fastformer.integrations.known import RETURNS_TUPLES
 from fastformer.ops import attention as fastformer_attention
 from fastformer.ops._library import record_backends
 from tests.nn.comparing import assert_same
@@ -59,8 +65,8 @@ def test_computes_the_same_at_real_tokens(family, mask):
     results = []
     for is_led in (False, True):
         if is_led:
-            lead(model)
-            assert led(model) == [""] and model.config._attn_implementation == "sdpa"
+            patch_attention(model)
+            assert patched_attention(model) == [""] and model.config._attn_implementation == "sdpa"
             assert ran(lambda: model(IDS, **options))
         out = model(IDS, labels=labels, **options)
         learned = [p for p in model.parameters() if p.requires_grad]
@@ -70,8 +76,8 @@ def test_computes_the_same_at_real_tokens(family, mask):
             assert_same(ours, theirs, "output or gradient", 1e-9)
     prompt = {"attention_mask": RIGHT.flip(1).long(), "max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
     tokens = model.eval().generate(IDS, **prompt)
-    lead_back(model)
-    assert not led(model)
+    unpatch_attention(model)
+    assert not patched_attention(model)
     assert torch.equal(model.generate(IDS, **prompt), tokens)
     assert not ran(lambda: model(IDS, **options))
 
@@ -79,7 +85,7 @@ def test_computes_the_same_at_real_tokens(family, mask):
 def test_right_padding_becomes_lengths():
     """And the triangle a bound, also where the mask is there: no mask reaches the op."""
     model = make("gpt2")
-    lead(model)
+    patch_attention(model)
     calls: list[dict[str, Any]] = []
     op = fastformer_attention
 
@@ -98,7 +104,7 @@ def test_right_padding_becomes_lengths():
 
 
 LED = make("llama")
-lead(LED)
+patch_attention(LED)
 
 
 def masked(real: Tensor = RIGHT, **options: Any) -> Any:
@@ -169,7 +175,7 @@ def test_masks_of_inference_are_understood_too():
 @pytest.mark.skipif(RETURNS_TUPLES, reason="before 5 transformers' function knows neither")
 def test_what_the_ops_do_not_compute_goes_to_transformers():
     model = make("llama")
-    lead(model)
+    patch_attention(model)
     attention = model.model.layers[0].self_attn
     q, k = torch.randn(2, 4, 5, 8, dtype=torch.float64), torch.randn(2, 2, 5, 8, dtype=torch.float64)
     with record_backends() as backends, pytest.raises(ValueError, match="softcap"):
@@ -244,8 +250,8 @@ def test_a_part_is_led_without_the_parts_in_it():
     model = transformers.EncoderDecoderModel(config)
     model.encoder.config._attn_implementation = "eager"
     model.decoder.config._attn_implementation = model.config._attn_implementation_internal = "sdpa"
-    lead(model)
-    assert "encoder" not in led(model) and "decoder" in led(model)
+    patch_attention(model)
+    assert "encoder" not in patched_attention(model) and "decoder" in patched_attention(model)
     assert model.encoder.config._attn_implementation == "eager"
 
 
@@ -253,7 +259,7 @@ def test_another_model_of_the_same_config_is_left_alone():
     model = make("llama")
     other = LlamaForCausalLM(model.config).double()
     fastformer.accelerate(model)
-    assert led(model) and not led(other)
+    assert patched_attention(model) and not patched_attention(other)
     assert ran(lambda: model(IDS)) and not ran(lambda: other(IDS))
     fastformer.restore(model)
     assert not ran(lambda: model(IDS))
@@ -266,7 +272,7 @@ def test_a_copy_is_led_and_its_masks_are_understood():
         expected = model(IDS, attention_mask=RIGHT.long()).logits
         for _ in range(2):
             assert torch.equal(other(IDS, attention_mask=RIGHT.long()).logits, expected)
-    assert led(other) and ran(lambda: other(IDS))
+    assert patched_attention(other) and ran(lambda: other(IDS))
 
 
 @pytest.mark.slow  # it makes and compiles a cache of its own, twice
@@ -289,7 +295,7 @@ def test_continuous_batching_knows_the_name():
 def test_the_report_names_it():
     model = make("mistral")
     report = fastformer.report(fastformer.accelerate(model))
-    assert report.attention == [""] and "attention led to fastformer: the model" in str(report)
+    assert report.attention == [""] and "fastformer: the model" in str(report)
     eager = make("mistral")
     eager.set_attn_implementation("eager")
     assert (

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import BartConfig, BartForConditionalGeneration, MarianConfig, MarianMTModel
 
 import fastformer
-from fastformer.integrations.hugging_face import RETURNS_TUPLES
+from fastformer.integrations.known import RETURNS_TUPLES
 from fastformer.ops._library import record_backends
 from tests.nn.comparing import assert_same
 

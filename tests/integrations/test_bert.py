@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import BertConfig, BertForMaskedLM, BertForQuestionAnswering, BertForSequenceClassification, BertModel
 
 import fastformer
-from fastformer.integrations.hugging_face import RETURNS_TUPLES
+from fastformer.integrations.known import RETURNS_TUPLES
 from fastformer.ops._library import record_backends
 from tests.integrations.test_bart import Wrapped
 from tests.nn.comparing import assert_same

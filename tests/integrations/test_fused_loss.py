@@ -17,7 +17,7 @@ from transformers import BertConfig, BertModel
 from transformers.loss import loss_utils
 
 import fastformer
-from fastformer.integrations.hugging_face import RETURNS_TUPLES
+from fastformer.integrations.known import RETURNS_TUPLES
 from fastformer.ops._library import use_backend
 from tests.integrations import test_bart as seq2seq
 from tests.integrations import test_causal as causal

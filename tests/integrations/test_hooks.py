@@ -15,7 +15,7 @@ from transformers import BertForMaskedLM
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 import fastformer
-from fastformer.integrations.hugging_face import RETURNS_TUPLES
+from fastformer.integrations.known import RETURNS_TUPLES
 from fastformer.nn import guards
 from fastformer.ops._library import record_backends
 from tests.integrations import test_acceleration as torch_nn

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers.models.bert.modeling_bert import BertForMaskedLM, BertModel, BertPreTrainedModel
 
 import fastformer
-from fastformer.integrations.hugging_face import RETURNS_TUPLES
+from fastformer.integrations.known import RETURNS_TUPLES
 from fastformer.nn.padding import Padding
 
 VOCAB = 64

@@ -22,7 +22,7 @@ from transformers.models.bert import modeling_bert as bert
 from transformers.models.llama import modeling_llama as llama
 
 import fastformer
-from fastformer.integrations.hugging_face import RETURNS_TUPLES
+from fastformer.integrations.known import RETURNS_TUPLES
 from tests.integrations.test_padding import IDS, LABELS, MASK, assert_equal, given_to, make, packs
 from tests.integrations.test_padding_sweep import compared, mixed
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import fastformer
-from fastformer.integrations.hugging_face import RETURNS_TUPLES
+from fastformer.integrations.known import RETURNS_TUPLES
 from fastformer.nn.padding import Padding
 from tests.integrations.test_padding import IDS, LABELS, MASK, make
 

@@ -14,7 +14,7 @@ import transformers
 from torch import nn
 
 import fastformer
-from fastformer.integrations.attention_interface import lead, led
+from fastformer.integrations.attention_interface import patch_attention, patched_attention
 from fastformer.ops._library import record_backends
 
 ROOT = Path(__file__).parents[2]
@@ -88,8 +88,8 @@ def written(folder: Path, family: str, kind: str) -> Path:
     """A file with an accelerated model or the config of one, a call, what it gives, and what tells that it is right."""
     model, inputs = make(family)
     if kind == "led alone":
-        lead(model)
-        assert led(model)
+        patch_attention(model)
+        assert patched_attention(model)
     else:
         fastformer.accelerate(model)
     with torch.no_grad(), record_backends() as ran:

@@ -19,8 +19,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import fastformer
-from fastformer.integrations import sdpa
-from fastformer.integrations.hugging_face import RETURNS_TUPLES
+from fastformer import functional as sdpa
+from fastformer.integrations.known import RETURNS_TUPLES
 from fastformer.nn import guards
 from fastformer.ops._library import record_backends
 from tests.integrations import test_bart as seq2seq

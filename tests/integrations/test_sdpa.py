@@ -17,8 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastformer
 import fastformer.functional as FF
+from fastformer import functional as sdpa
 from fastformer import ops
-from fastformer.integrations import sdpa
 from fastformer.ops._library import record_backends
 from tests.nn.comparing import assert_same
 

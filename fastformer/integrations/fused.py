@@ -1,0 +1,105 @@
+"""What the families fuse: a residual and its norm, the feed-forward network, RMSNorm."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import activations
+
+from fastformer.integrations.known import is_known
+from fastformer.nn.dropout import active_dropout, dropout_seed
+from fastformer.nn.guards import is_plain, is_plain_dropout, is_written_as_known, norm_settings
+from fastformer.nn.layers import join
+from fastformer.nn.linear import LINEARS, project
+from fastformer.ops import add_layer_norm
+from fastformer.ops import feed_forward as feed_forward_op
+
+
+def plain_dropout(dropout: nn.Module) -> float | None:
+    """The probability that applies now; None for a module with a hook or another change, which has to be called."""
+    return active_dropout(dropout) if is_plain_dropout(dropout) else None
+
+
+def add_and_norm(x: Tensor, residual: Tensor, dropout_p: float, norm: nn.Module) -> Tensor:
+    """norm(dropout(x) + residual), in one op if the norm is plain."""
+    return join_residual(x, residual, dropout_p, norm)[0]
+
+
+def join_residual(x: Tensor, residual: Tensor, dropout_p: float, norm: nn.Module) -> tuple[Tensor, Tensor]:
+    """(norm(dropout(x) + residual), the sum), in one op if the norm is plain."""
+    if norm_settings(norm) is None:
+        total = F.dropout(x, dropout_p) + residual
+        return norm(total), total
+    dtype = torch.promote_types(x.dtype, residual.dtype)
+    return join(x.to(dtype), residual, dropout_p, norm)
+
+
+def fused_activation(activation: object) -> str | None:
+    """The name that `ops.feed_forward` has for one of transformers' activations; None if it has none."""
+    if is_plain(activation, nn.ReLU):
+        return "relu"
+    if is_plain(activation, nn.SiLU):
+        return "silu"
+    names = {"GELUActivation": "gelu", "NewGELUActivation": "gelu_tanh", "GELUTanh": "gelu_tanh"}
+    names |= {"PytorchGELUTanh": "gelu_tanh", "SiLUActivation": "silu"}
+    for name, fused in names.items():
+        kind = getattr(activations, name, None)
+        if kind is not None and is_plain(activation, kind):
+            formula = getattr(activation, "act", F.gelu)
+            return fused if formula is F.gelu or fused == "gelu_tanh" else None
+    return None
+
+
+def fused_feed_forward(
+    x: Tensor, linear1: nn.Module, activation: object, linear2: nn.Module, dropout_p: float = 0.0
+) -> Tensor | None:
+    """linear2(dropout(activation(linear1(x)))) as one op; None if a part isn't plain, or its activation has no op."""
+    name = fused_activation(activation)
+    if name is None or not (is_plain(linear1, *LINEARS) and is_plain(linear2, *LINEARS)):
+        return None
+    assert isinstance(linear1, nn.Linear) and isinstance(linear2, nn.Linear)
+    return feed_forward_op(
+        x, linear1.weight, linear1.bias, linear2.weight, linear2.bias, activation=name, dropout_p=dropout_p,
+        dropout_seed=dropout_seed(dropout_p, x.device),
+    )  # fmt: skip
+
+
+def heads(linear: nn.Module, x: Tensor, head_dim: int) -> Tensor:
+    """linear(x) as (batch, seqlen, num_heads, head_dim)."""
+    return project(linear, x).unflatten(-1, (-1, head_dim))
+
+
+class RMSNorm(nn.Module):
+    """transformers' RMSNorm, with statistics in fp32: one op if x has the weight's dtype, except fp16."""
+
+    weight: Any
+    variance_epsilon: float
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        if not _fits(self, hidden_states):
+            normed: Tensor = super().forward(hidden_states)
+            return normed
+        return add_layer_norm(hidden_states, weight=self.weight, eps=self.variance_epsilon, rms_norm=True)[0]
+
+
+def join_rms(x: Tensor, residual: Tensor, dropout_p: float, norm: nn.Module) -> tuple[Tensor, Tensor]:
+    """`join_residual` for an `RMSNorm`."""
+    dtype = torch.promote_types(x.dtype, residual.dtype)
+    if not (isinstance(norm, RMSNorm) and is_known(norm, type(norm)) and _fits(norm, residual.to(dtype))):
+        total = F.dropout(x, dropout_p) + residual
+        return norm(total), total
+    seed = dropout_seed(dropout_p, x.device)
+    return add_layer_norm(
+        x.to(dtype), residual.to(dtype), norm.weight, eps=norm.variance_epsilon, dropout_p=dropout_p,
+        dropout_seed=seed, rms_norm=True,
+    )  # fmt: skip
+
+
+def _fits(norm: RMSNorm, x: Tensor) -> bool:
+    weight = norm._parameters.get("weight")  # a parametrized weight is computed at each access
+    if type(weight) is not nn.Parameter or type(x) not in (Tensor, nn.Parameter):
+        return False
+    return x.dtype == weight.dtype and x.dtype != torch.float16 and is_written_as_known(type(norm))

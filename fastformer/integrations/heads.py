@@ -1,0 +1,188 @@
+"""Models around stacks, by what they read at padding, and how a class of this library stands for one of transformers'.
+
+A row in the table of a family names a class of transformers and what it is:
+
+Owner           reads what stacks give at real positions alone
+LanguageModel   a causal stack's head; reads padding where labels or the last logits ask for it
+Seq2SeqModel    the same of a decoder with its encoder
+EncoderHead     `LanguageModel` around a stack that isn't causal
+TokenLabels     a head with one label a token
+KeepsPadding    reads padding in each call: a softmax over all tokens, the last token, labels anywhere
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Mapping
+from types import ModuleType
+from typing import Any, TypeVar
+
+import transformers
+from torch import Tensor, nn
+from transformers import GenerationMixin
+from transformers.loss import loss_utils
+
+from fastformer.integrations.fused_loss import are_losses_known
+from fastformer.integrations.known import record_outputs_of
+from fastformer.integrations.padding import Owner
+from fastformer.integrations.replace import Replacement
+from fastformer.nn.guards import is_written_in
+
+Model = TypeVar("Model", bound=type[nn.Module])
+_NAMES_BEFORE_MASK = 3  # input_ids, attention_mask, decoder_input_ids
+
+
+class LanguageModel(Owner):
+    """A head that reads its causal stack's output at padding where labels or the last logits ask for it."""
+
+    def reads_padding(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        return self._has_own_loss(args, kwargs) or self._sees_padding(args, kwargs)
+
+    def _has_own_loss(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether the call computes a loss that isn't transformers' own: such a loss may read any position."""
+        if len(args) < 2 and kwargs.get("labels") is None:
+            return False
+        loss = getattr(self, "loss_function", None)
+        is_original = getattr(loss, "__module__", None) == loss_utils.__name__ and is_written_in(loss, transformers)
+        return not (is_original and are_losses_known())
+
+    def _sees_padding(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether the loss or the logits asked for depend on the stack's output at padding.
+
+        Labels at padding do, which transformers counts like others, and so do the last logits of sequences that end
+        with padding.
+        """
+        mask, labels, kept = (kwargs.get(name) for name in ("attention_mask", "labels", "logits_to_keep"))
+        if len(args) > 1:
+            return True
+        if not isinstance(mask, Tensor) or mask.dim() != 2:
+            return False
+        if isinstance(kept, Tensor):
+            return True
+        # A caller with a cache continues from the last logits, as generate does, however many it asks for.
+        last = max(kept or 0, int(kwargs.get("past_key_values") is not None))
+        if last and not bool(mask[:, -last:].all()):
+            return True
+        if labels is None:
+            return False
+        if not isinstance(labels, Tensor) or labels.shape != mask.shape or "shift_labels" in kwargs:
+            return True
+        return bool(((labels[:, 1:] != -100) & (mask[:, :-1] == 0)).any())
+
+
+class EncoderHead(LanguageModel):
+    """`LanguageModel` around a stack that isn't causal."""
+
+    READS_ENCODERS = True
+
+
+class KeepsPadding(LanguageModel):
+    """A head that reads padding in each call: a softmax over all tokens, the last token, labels anywhere."""
+
+    ALWAYS_READS = True
+
+
+class TokenLabels(LanguageModel):
+    """A head with a label for each token. transformers counts labels at padding like others."""
+
+    def _sees_padding(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        given = inspect.signature(self.forward).bind_partial(*args).arguments | kwargs if args else kwargs
+        return _labels_count_at_padding(given.get("attention_mask"), given.get("labels"))
+
+
+class Seq2SeqModel(LanguageModel):
+    """A language model whose decoder computes padding where labels count there, or where sequences end with it."""
+
+    def _sees_padding(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        mask, labels = kwargs.get("decoder_attention_mask"), kwargs.get("labels")
+        if len(args) > _NAMES_BEFORE_MASK:
+            return True
+        if labels is None and isinstance(mask, Tensor) and mask.dim() == 2:
+            return not bool(mask[:, -1:].all())  # generate continues from the last logits
+        return _labels_count_at_padding(mask, labels)
+
+
+def _labels_count_at_padding(mask: Any, labels: Any) -> bool:
+    """Whether labels, one a token, count where a mask names padding, or may do so."""
+    if mask is None or labels is None:
+        return False
+    if not (isinstance(mask, Tensor) and isinstance(labels, Tensor)) or mask.shape != labels.shape:
+        return True
+    return bool(((labels != -100) & (mask == 0)).any())
+
+
+def _encoding(name: str) -> Any:
+    """A method by which transformers' `generate` runs the encoder, whose padding it masks in each step.
+
+    Only this part of `generate` may leave padding out: the rest also calls the user's code, which may read an encoder.
+    """
+
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with self.granting(lambda: True):
+            return getattr(super(Seq2SeqModel, self), name)(*args, **kwargs)
+
+    return method
+
+
+# As versions of transformers call it.
+for _name in ("_prepare_encoder_decoder_kwargs_for_generation", "_prepare_text_encoder_decoder_kwargs_for_generation"):
+    if hasattr(GenerationMixin, _name):
+        setattr(Seq2SeqModel, _name, _encoding(_name))
+
+
+def replacements(
+    namespace: dict[str, Any], source: ModuleType, table: Mapping[str, type | tuple[type, ...]], *written: type
+) -> tuple[Replacement, ...]:
+    """The replacements of a family.
+
+    Args:
+        namespace: of the family's file, in which pickle finds the derived classes.
+        source: transformers' module.
+        table: names in it, each with the classes that a derived class is made of, in front of the original.
+        written: classes written out in the file, whose last base is the original.
+    """
+    for name, bases in table.items():
+        bases = bases if isinstance(bases, tuple) else (bases,)
+        namespace[name] = derive(namespace["__name__"], getattr(source, name), *bases)
+        written = (*written, namespace[name])
+    return tuple(Replacement(kind.__bases__[-1], kind) for kind in written)
+
+
+def derive(
+    module: str, original: type[nn.Module], *bases: type[nn.Module], name: str | None = None, **attributes: Any
+) -> Any:
+    """A class that stands for one of transformers' (see `stands_for`).
+
+    Args:
+        module: the name of the module that holds the class, in which pickle finds it.
+        original: the class of transformers.
+        bases: what it is derived from in front of that.
+        name: under which the module holds it; None: the original's.
+        attributes: of the class.
+    """
+    doc = f"transformers' {original.__name__}, on our ops."
+    names = {"__module__": module, "__qualname__": name or original.__name__, "__doc__": doc, **attributes}
+    return stands_for_original(type(original.__name__, (*bases, original), names))
+
+
+def stands_for_original(derived: Model) -> Model:
+    """Makes a class look like its last base, transformers' original, to code that inspects it.
+
+    It gets the original's name, which is saved with a model; its forward gets the original's signature, which generate
+    and trainers read; and it records the outputs that the original records. `inspect.unwrap`, and accelerate's
+    `unwrap_model` with it, stop at our forward.
+    """
+    original: Any = derived.__bases__[-1]
+    forward = derived.forward
+
+    def signed(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return forward(self, *args, **kwargs)
+
+    functools.update_wrapper(signed, original.forward)
+    del signed.__wrapped__  # type: ignore[attr-defined]
+    signed.__signature__ = inspect.signature(original.forward)  # type: ignore[attr-defined]
+    derived.forward = signed
+    derived.__name__ = original.__name__
+    record_outputs_of(derived)
+    return derived

@@ -1,0 +1,167 @@
+"""What transformers' classes and functions were when they were first seen, so that a replaced one is noticed."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Iterable
+from types import BuiltinFunctionType, FunctionType, ModuleType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import nn
+from transformers import activations
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.utils import generic
+
+from fastformer.nn.guards import (
+    ATTENTIONS,
+    FORWARDS,
+    PLAIN_CALLS,
+    has_plain_call,
+    is_called_plainly,
+    is_its_own,
+    is_unhooked,
+    is_written_as_known,
+    is_written_in,
+    watched_names,
+)
+
+try:
+    from transformers.utils import output_capturing
+except ImportError:  # before 5
+    output_capturing = None
+
+# Before 5, layers have a __call__ of their own, for checkpoints; stacks ask for checkpoints themselves. The containers,
+# in which peft keeps adapters, are never called.
+PLAIN_CALLS.update((GradientCheckpointingLayer.__call__, nn.ParameterDict.__call__, nn.ParameterList.__call__))
+# Before 5, a layer returns a tuple.
+RETURNS_TUPLES = int(transformers.__version__.split(".")[0]) < 5
+# By the name of a module of transformers: the functions and losses that its classes look up there. None: a foreign one
+# stood there when the module was registered.
+_FUNCTIONS: dict[str, dict[str, object]] = {}
+_LOSSES = frozenset({"CrossEntropyLoss", "BCEWithLogitsLoss", "MSELoss"})
+
+
+def register(source: ModuleType) -> None:
+    """Remembers the forwards and functions in a module of transformers, so that a replaced one is noticed."""
+    for kind in vars(source).values():
+        if not (isinstance(kind, type) and issubclass(kind, nn.Module)) or kind.forward is nn.Module.forward:
+            continue
+        if FORWARDS.get(kind) is None:
+            # Decorators of forwards are written in torch.utils, too.
+            FORWARDS[kind] = kind.forward if is_its_own(kind, transformers, nn, torch.utils) else None
+    if not source.__name__.startswith("transformers.models."):
+        return
+    known = _FUNCTIONS.setdefault(source.__name__, {})
+    for name, value in vars(source).items():
+        is_asked = isinstance(value, FunctionType) and value.__module__.split(".")[0] not in sys.stdlib_module_names
+        if known.get(name) is None and (is_asked or name in known or name in _LOSSES):
+            is_own = is_written_in(value, transformers, torch) or value is getattr(nn, name, None)
+            known[name] = value if is_own else None
+
+
+def sources_of(kinds: Iterable[type[nn.Module]]) -> list[tuple[dict[str, Any], dict[str, object]]]:
+    """For the modules of transformers that define some classes: the variables now, and what was registered of them."""
+    names = {each.__module__ for kind in kinds for each in kind.__mro__}
+    return [(vars(sys.modules[name]), _FUNCTIONS[name]) for name in sorted(names & _FUNCTIONS.keys())]
+
+
+def replaced_function(sources: Iterable[tuple[dict[str, Any], dict[str, object]]]) -> str | None:
+    """Which function of these modules of transformers (see `sources_of`) was replaced, in words; None: none."""
+    for space, functions in sources:
+        for name, function in functions.items():
+            if function is None or space.get(name) is not function:
+                return f"{name} of {space['__name__']} was replaced"
+    return None
+
+
+register(activations)
+# What may be registered as "sdpa": transformers' function, and `attention_interface`'s in front of it.
+SDPA_FUNCTIONS: set[object] = {sdpa_attention_forward}
+
+
+def attends_as_known() -> bool:
+    """Whether attention "sdpa" comes down to PyTorch's function or this library's, and to no replacement."""
+    return F.scaled_dot_product_attention in ATTENTIONS and is_sdpa_known()
+
+
+def is_sdpa_known() -> bool:
+    """Whether no foreign function is registered as "sdpa"."""
+    return ALL_ATTENTION_FUNCTIONS["sdpa"] in SDPA_FUNCTIONS
+
+
+def is_recording() -> bool:
+    """Whether transformers is recording outputs of modules, by hooks that it leaves on them."""
+    return output_capturing is not None and bool(output_capturing._active_collector.get())
+
+
+def record_outputs_of(derived: type[nn.Module]) -> None:
+    """Lets transformers record for a derived class what it records for the original: hidden states and weights."""
+    registry = generic if output_capturing is None else output_capturing
+    dict.__setitem__(registry._CAN_RECORD_REGISTRY, str(derived), getattr(derived, "_can_record_outputs", None) or {})
+
+
+def is_unhooked_or_recorded(module: nn.Module) -> bool:
+    """Whether a call of a module is a call of its class's forward, apart from transformers' hooks that record."""
+    if is_unhooked(module):
+        return True
+    if output_capturing is None or not has_plain_call(module):
+        return False
+    own = vars(module)
+    others = own["_forward_pre_hooks"] or own["_backward_hooks"] or own["_backward_pre_hooks"]
+    if others or "forward" in own or own.get("_compiled_call_impl") is not None:
+        return False
+    return all(hook.__module__ == output_capturing.__name__ for hook in own["_forward_hooks"].values())
+
+
+def is_known(module: nn.Module, *kinds: type[nn.Module]) -> bool:
+    """Whether a module is exactly of one of these classes, and a call of it is a call of that class's forward."""
+    return type(module) in kinds and is_written_as_known(type(module)) and is_called_plainly(module)
+
+
+# Libraries whose functions on a module read no positions. (A wrapped forward is examined separately.)
+_LIBRARIES = ("torch", "transformers", "accelerate", "peft", "fastformer")
+# Attributes with functions that are examined elsewhere: when a model is called, when a loss is computed.
+_EXAMINED = frozenset({"forward", "_compiled_call_impl", "_loss_function"})
+
+
+def own_function(module: nn.Module) -> str | None:
+    """The attribute of a module that holds a foreign function, or another callable; None: there is none."""
+    own = vars(module)
+    libraries = [sys.modules[name] for name in _LIBRARIES if name in sys.modules]
+    for name in watched_names(own):
+        value = own[name]
+        while isinstance(value, functools.partial):
+            value = value.func
+        if not callable(value) or name in _EXAMINED:
+            continue
+        if isinstance(value, nn.Module) or not is_written_in(code_of(value), *libraries):
+            return name
+    return None
+
+
+def code_of(function: object) -> object:
+    """The object that has the code of a function, or of a callable object."""
+    function = getattr(function, "__func__", function)
+    has_code = hasattr(function, "__code__") or isinstance(function, BuiltinFunctionType)
+    return function if has_code else vars(type(function)).get("__call__")
+
+
+def gives_tuple(config: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether the caller of a stack, or else its config, asks for a tuple."""
+    told = kwargs.get("return_dict")
+    return not (config.return_dict and not getattr(config, "torchscript", False) if told is None else told)
+
+
+def nothing_else(args: tuple[Any, ...], kwargs: dict[str, Any], harmless: frozenset[str]) -> bool:
+    """Whether these arguments ask for nothing: each is None, False or a list of None, or has a harmless name."""
+    return all(map(_is_nothing, args)) and all(_is_nothing(value) or name in harmless for name, value in kwargs.items())
+
+
+def _is_nothing(value: object) -> bool:
+    return value is None or value is False or (isinstance(value, list) and all(each is None for each in value))

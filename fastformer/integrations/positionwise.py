@@ -1,0 +1,54 @@
+"""Which modules compute each position of their input by itself, so that other positions may be left out of it."""
+
+from __future__ import annotations
+
+from typing import cast
+
+from torch import nn
+
+from fastformer.integrations.replace import is_accelerated, original_class
+from fastformer.nn.guards import FORWARDS
+from fastformer.nn.linear import LINEARS
+
+# Modules of torch.nn that work on one token (the last dimension), or on one number, whatever their settings.
+_BY_TOKEN = frozenset(
+    {
+        *(nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict),
+        *(*LINEARS, nn.Identity, nn.Embedding, nn.Dropout, nn.AlphaDropout),
+        *(nn.CELU, nn.ELU, nn.GELU, nn.Hardshrink, nn.Hardsigmoid, nn.Hardswish, nn.Hardtanh, nn.LeakyReLU),
+        *(nn.LogSigmoid, nn.Mish, nn.RReLU, nn.ReLU, nn.ReLU6, nn.SELU, nn.SiLU, nn.Sigmoid, nn.Softplus),
+        *(nn.Softshrink, nn.Softsign, nn.Tanh, nn.Tanhshrink, nn.Threshold),
+    }
+)
+# Classes of transformers' heads and poolers that read one position at a time, or the first one.
+_PARTS: set[type[nn.Module]] = set()
+
+
+def register_parts(*kinds: type[nn.Module]) -> None:
+    """Registers classes of transformers' heads and poolers that read one position at a time, or the first one."""
+    _PARTS.update(kinds)
+
+
+def is_positionwise(module: nn.Module) -> bool:
+    """Whether a module inside of a stack computes each position by itself. Its children are not looked at.
+
+    Attentions of known classes count as well: they are told where the tokens of a packed batch are.
+    """
+    kind = original_class(module) if type(module).__module__.startswith("fastformer.") else type(module)
+    if kind in (nn.Softmax, nn.Softmin, nn.LogSoftmax, nn.GLU):
+        return bool(module.dim == -1)
+    if kind in (nn.LayerNorm, nn.RMSNorm):
+        return len(cast(nn.LayerNorm, module).normalized_shape) == 1
+    if kind is nn.PReLU:  # several parameters may be one for each position
+        return bool(module.num_parameters == 1)
+    if kind.__module__.startswith("torch."):
+        return kind in _BY_TOKEN
+    return kind in FORWARDS or kind.__module__.startswith("peft.tuners.lora.")
+
+
+def is_positionwise_part(part: nn.Module) -> bool:
+    """Whether a part of a head reads one position at a time, or the first one. Its children are not looked at."""
+    kind = original_class(part) if is_accelerated(part) else type(part)
+    if kind.__module__ == "peft.utils.other":  # keeps copies of a part, and calls one of them
+        return True
+    return kind in _PARTS or (not kind.__module__.startswith("transformers.models.") and is_positionwise(part))

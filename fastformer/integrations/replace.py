@@ -1,0 +1,132 @@
+"""How accelerated modules get another class in place, and how they get their own back.
+
+Parameters, buffers, submodules and hooks stay where they are, and so does the object that optimizers, wrappers and the
+parent module know. The new class is also derived from the old one, so `isinstance` answers as before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from types import MethodType
+from typing import Any, NamedTuple
+
+from torch import nn
+
+# The attribute in which an accelerated module keeps its memory.
+_MEMORY = "_fastformer_swapped"
+
+
+class _Memory(NamedTuple):
+    original: type[nn.Module]
+    replacement: type[nn.Module]
+    added: tuple[str, ...]
+    had: frozenset[str]  # the names in its __dict__
+
+
+@dataclass(frozen=True)
+class Replacement:
+    """A class that modules of another class can have in its place.
+
+    Attributes:
+        original: exactly this class; a subclass of it may compute something else.
+        replacement: derived from ours and from `original`.
+        attributes: (module) -> the attributes that `replacement` needs and `original` doesn't have.
+        why_not: (module) -> why this one can't have the class, or None.
+    """
+
+    original: type[nn.Module]
+    replacement: type[nn.Module]
+    attributes: Callable[[Any], dict[str, Any]] = lambda module: {}
+    why_not: Callable[[Any], str | None] = lambda module: None
+
+
+def by_original(replacements: Iterable[Replacement]) -> dict[type[nn.Module], Replacement]:
+    """Replacements by the class that they replace."""
+    return {each.original: each for each in replacements}
+
+
+def why_left(module: nn.Module, known: dict[type[nn.Module], Replacement]) -> str | None:
+    """Why a module that looks like a known one isn't accelerated; None if it can be, or looks like none of them."""
+    replacement = known.get(type(module))
+    if replacement is not None:
+        if "forward" in module.__dict__:
+            return "it has a forward of its own"
+        for name in (*replacement.attributes(module), _MEMORY):
+            if hasattr(module, name):
+                return f"it has an attribute {name} already"
+        return replacement.why_not(module)
+    if is_accelerated(module):
+        return None
+    for original in known:
+        if isinstance(module, original):
+            return f"{type(module).__name__} is a subclass of {original.__name__}, and may compute something else"
+    return None
+
+
+def is_accelerated(module: nn.Module) -> bool:
+    """Whether `replace_class` gave a module its class."""
+    return isinstance(module.__dict__.get(_MEMORY), _Memory)
+
+
+def original_class(module: nn.Module) -> type[nn.Module]:
+    """The class that a module has when it is restored."""
+    memory = module.__dict__.get(_MEMORY)
+    return memory.original if isinstance(memory, _Memory) else type(module)
+
+
+def replace_class(module: nn.Module, by: Replacement) -> None:
+    """Gives a module the other class."""
+    added, had = by.attributes(module), frozenset(vars(module))
+    for name, value in added.items():
+        setattr(module, name, value)
+    setattr(module, _MEMORY, _Memory(type(module), by.replacement, tuple(added), had))
+    module.__class__ = by.replacement
+
+
+def is_derived(module: nn.Module) -> bool:
+    """Whether an accelerated module was given a class derived from ours, as FSDP2 does, which can't be undone here."""
+    replacement = getattr(module, _MEMORY).replacement
+    return type(module) is not replacement and isinstance(module, replacement)
+
+
+def own_methods(module: nn.Module) -> list[str]:
+    """The methods of our class that were overridden on an accelerated module itself, by functions that may call ours.
+
+    What the module had before it was accelerated calls none of ours, and nor does the original's own method.
+    """
+    memory: _Memory = getattr(module, _MEMORY)
+    return [
+        name
+        for name in vars(module).keys() - memory.had - {_MEMORY, *memory.added}
+        if callable(ours := getattr(memory.replacement, name, None))
+        and getattr(memory.original, name, None) not in (ours, getattr(vars(module)[name], "__func__", None))
+        and not _is_of_its_class(module, name)
+    ]
+
+
+def restore_class(module: nn.Module) -> bool:
+    """Gives an accelerated module its class and attributes back; False if it has a third class, which it keeps."""
+    memory: _Memory = getattr(module, _MEMORY)
+    is_ours = type(module) is memory.replacement
+    if is_ours:
+        for name in [each for each in vars(module).keys() - memory.had if _is_of_its_class(module, each)]:
+            del module.__dict__[name]
+        module.__class__ = memory.original
+    for name in (*memory.added, _MEMORY):
+        delattr(module, name)
+    return is_ours
+
+
+def forget_restored_forward(module: nn.Module) -> None:
+    """Removes a forward that is the class's own from a module.
+
+    Code that records a module's output by patching its forward leaves such a one when it is done.
+    """
+    if _is_of_its_class(module, "forward"):
+        del module.__dict__["forward"]
+
+
+def _is_of_its_class(module: nn.Module, name: str) -> bool:
+    own: Any = vars(module).get(name)
+    return isinstance(own, MethodType) and own.__self__ is module and own.__func__ is getattr(type(module), name, None)

@@ -1,0 +1,180 @@
+"""Stacks of layers that leave padding out: encoders, decoders with a memory, decoder-only models."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache
+
+from fastformer.integrations.attention_interface import is_patched, masks_as_known
+from fastformer.integrations.known import gives_tuple, nothing_else
+from fastformer.integrations.packing import packing, unread, worth_packing
+from fastformer.integrations.padding import PackingStack
+from fastformer.nn.guards import is_traced
+from fastformer.nn.padding import Padding, read_padding
+
+
+class Stack(PackingStack):
+    """What the stacks share: a list of layers.
+
+    Attributes:
+        layers_name: of the attribute that holds the layers.
+        kinds: the classes of a layer and of its attentions, exactly; see `is_known_layer`.
+        attentions: the names of a layer's attentions.
+    """
+
+    layers_name: ClassVar[str] = "layers"
+    kinds: ClassVar[tuple[type[nn.Module], ...]]
+    attentions: ClassVar[tuple[str, ...]] = ("self_attn",)
+    config: Any
+
+    def has_known_layers(self) -> bool:
+        return all(map(self.is_known_layer, getattr(self, self.layers_name)))
+
+    def is_known_layer(self, layer: Any) -> bool:
+        """Whether a layer takes packed tokens.
+
+        A wrapper around its attention may call that again after the stack has ended, as a checkpoint does.
+        """
+        return type(layer) in self.kinds and all(
+            type(getattr(layer, name, None)) in self.kinds for name in self.attentions
+        )
+
+
+class Encoder(Stack):
+    """An encoder whose layers see packed tokens. Its output is zeros at padding."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        asked = kwargs.get("output_hidden_states") or kwargs.get("output_attentions")
+        if asked or not self._may_pack():
+            return super().forward(*args, **kwargs)
+        with packing() as run:
+            out = super().forward(*args, **kwargs | {"return_dict": True})
+        if run.padding is not None:
+            out.last_hidden_state = run.leave(out.last_hidden_state)
+        return out.to_tuple() if gives_tuple(self.config, kwargs) else out
+
+    def _may_pack(self) -> bool:
+        asked = (self.config.output_hidden_states, self.config.output_attentions)
+        return is_patched(self) and not any(asked) and self.may_leave_out()
+
+
+# Arguments of a stack that don't decide whether its tokens can be packed.
+_HARMLESS = frozenset(
+    {
+        *("input_ids", "inputs_embeds", "attention_mask", "position_ids", "token_type_ids", "cache_position"),
+        *("past_key_values", "use_cache", "return_dict", "num_items_in_batch", "is_causal"),
+    }
+)
+
+
+class Causal(Stack):
+    """A stack with a causal mask. It may leave padding out unless a filled cache goes before its tokens."""
+
+    def is_causal_stack(self) -> bool:
+        return True
+
+    def _layers(self) -> Sequence[nn.Module]:
+        """The layers that a call runs, in order."""
+        return list(getattr(self, self.layers_name))
+
+    def _padding(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Padding | None:
+        """What a call leaves out; None: nothing."""
+        ids = args[0] if args else kwargs.get("input_ids")
+        ids = kwargs.get("inputs_embeds") if ids is None else ids
+        if is_traced() or type(ids) is not Tensor or len(args) > 1:
+            return None
+        if ids.dim() != (3 if ids.is_floating_point() else 2):
+            return None
+        left_out = self._left_out(ids.shape[:2], kwargs)
+        cache = kwargs.get("past_key_values")
+        if left_out is None or (cache is not None and (type(cache) is not DynamicCache or cache.get_seq_length() != 0)):
+            return None
+        config = self.config
+        asked = (config.output_hidden_states, config.output_attentions, kwargs.get("is_causal") is False)
+        other = (not getattr(config, "is_causal", True), getattr(config, "add_cross_attention", False))
+        if any((*asked, *other)) or not nothing_else((), kwargs, _HARMLESS):
+            return None
+        layers = self._layers()
+        # If the last layer also comes earlier, tokens would be padded again there.
+        if not layers or layers.count(layers[-1]) > 1:
+            return None
+        if not (is_patched(self) and masks_as_known() and self.may_leave_out()):
+            return None
+        return worth_packing(read_padding(ids, left_out, True))
+
+    def _left_out(self, shape: torch.Size, kwargs: dict[str, Any]) -> Tensor | None:
+        """Where in a batch (batch, seqlen) there is padding, or what nothing reads; None if no argument says so."""
+        mask, left_out = kwargs.get("attention_mask"), None
+        if mask is not None:
+            if type(mask) is not Tensor or mask.shape != shape:
+                return None
+            left_out = mask == 0
+        elif kwargs.get("position_ids") is not None:  # by which transformers finds several documents in one row
+            return None
+        behind = None if self._fills_cache(kwargs) else unread(shape)
+        if behind is None:
+            return left_out
+        return behind if left_out is None else left_out | behind
+
+    def _fills_cache(self, kwargs: dict[str, Any]) -> bool:
+        use_cache = kwargs.get("use_cache")
+        use_cache = getattr(self.config, "use_cache", False) if use_cache is None else use_cache
+        return bool(use_cache) or kwargs.get("past_key_values") is not None
+
+
+class CausalStack(Causal):
+    """A decoder-only model's stack, whose layers see packed tokens. Its output is zeros at padding."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        padding = self._padding(args, kwargs)
+        if padding is None:
+            return super().forward(*args, **kwargs)
+        with packing(padding, self._layers()[-1]):
+            out = super().forward(*args, **kwargs | {"return_dict": True})
+        left_out = self._left_out(torch.Size(padding.shape), kwargs)
+        assert left_out is not None
+        out.last_hidden_state = out.last_hidden_state.masked_fill(left_out[..., None], 0)  # the norm adds its bias
+        return out.to_tuple() if gives_tuple(self.config, kwargs) else out
+
+    def is_known_layer(self, layer: Any) -> bool:
+        return super().is_known_layer(layer) and all(
+            bool(getattr(getattr(layer, name), "is_causal", False)) for name in self.attentions
+        )
+
+
+_MEMORY = ("encoder_hidden_states", "encoder_attention_mask")
+
+
+class Decoder(Causal):
+    """A decoder whose layers see packed tokens, its own and the encoder's. Its output is zeros at its padding."""
+
+    attentions = ("self_attn", "encoder_attn")
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        own = {name: value for name, value in kwargs.items() if name not in _MEMORY}
+        padding = None if self._fills_cache(kwargs) else self._padding(args, own)
+        if padding is None:
+            return super().forward(*args, **kwargs)
+        memory, mask = (kwargs.get(name) for name in _MEMORY)
+        memory_padding = None if memory is None else _memory_padding(memory, mask, padding.shape[0])
+        if memory is not None and memory_padding is None:
+            return super().forward(*args, **kwargs)
+        with packing(padding, memory=memory_padding) as run:
+            out = super().forward(*args, **kwargs | {"return_dict": True})
+        out.last_hidden_state = run.leave(out.last_hidden_state)
+        return out.to_tuple() if gives_tuple(self.config, kwargs) else out
+
+
+def _memory_padding(memory: Any, mask: Any, batch: int) -> Padding | None:
+    """Where an encoder's output (batch, seqlen, dim) is padding; None if it can't be packed, or a row has no tokens."""
+    if type(memory) is not Tensor or memory.dim() != 3 or memory.shape[0] != batch:
+        return None
+    if mask is not None and (type(mask) is not Tensor or mask.shape != memory.shape[:2]):
+        return None
+    padding = read_padding(memory, None if mask is None else mask == 0, True)
+    # Before transformers 5 such a row attends to every token of the memory, and packed it attends to none.
+    return None if padding is None or not bool(padding.layout.read_seqlens().all()) else padding
