@@ -39,7 +39,9 @@ class Tape(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         options = kwargs or {}
-        for argument, value in zip(func._schema.arguments, args, strict=False):
+        schema = func._schema.arguments
+        named = [(argument, options[argument.name]) for argument in schema if argument.name in options]
+        for argument, value in (*zip(schema, args, strict=False), *named):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 for tensor in _tensors(value):
                     if _place(tensor) not in self._own | self.written.keys():

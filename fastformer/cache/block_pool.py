@@ -1,58 +1,62 @@
-"""The blocks of a `KVCache`: whose each one is, and which are free."""
+"""The blocks of a `KVCache`, each with the number of its holders."""
 
 from __future__ import annotations
 
 import numpy as np
 import numpy.typing as npt
 
+from fastformer.errors import InputError
+
 Ints = npt.NDArray[np.int32]
-Bools = npt.NDArray[np.bool_]
+
+NULL_BLOCK = 0
+"""The block that is never taken. Its keys and values stay 0, so code that reads an unused entry gets finite numbers."""
 
 
-class CacheFullError(ValueError):
-    """A `KVCache` has not as many free blocks as are asked for. Nothing was taken."""
+class CacheFullError(InputError):
+    """A `KVCache` has fewer free blocks than are asked for. Nothing was taken."""
 
 
 class BlockPool:
-    """Blocks that owners take and give back; the one that came back last goes out first. Block 0 is never given out.
+    """Blocks that are taken, shared and released. A block without holders is free; the last one freed goes out first.
 
     Args:
-        num_blocks: all blocks, with block 0.
-        num_owners: owners are 0 ... num_owners - 1.
+        num_blocks: all blocks, the null block among them.
 
     Attributes:
-        num_free: how many can be taken.
+        counts: (num_blocks,) the holders of each block: groups of rows, or whatever else will read it later.
+        num_free: the blocks that can be taken.
     """
 
-    def __init__(self, num_blocks: int, num_owners: int) -> None:
-        self.num_blocks, self.num_owners, self.num_free = num_blocks, num_owners, num_blocks - 1
-        self._owner = np.full(num_blocks, num_owners, np.int32)  # num_owners: nobody
-        self._free = np.arange(num_blocks - 1, -1, -1, dtype=np.int32)  # the next one is at num_free - 1
+    def __init__(self, num_blocks: int) -> None:
+        self.counts = np.zeros(num_blocks, np.int32)
+        self.counts[NULL_BLOCK] = 1
+        self.num_free = num_blocks - 1
+        self._free = np.arange(num_blocks - 1, -1, -1, dtype=np.int32)  # a stack of num_free blocks
 
-    def take(self, owners: npt.NDArray[np.integer]) -> Ints:
-        """A block for each of the owners, who may repeat.
+    def take(self, num_blocks: int) -> Ints:
+        """Takes free blocks, for one holder.
 
         Raises:
-            CacheFullError: there are not as many.
+            CacheFullError: fewer blocks are free.
         """
-        if len(owners) > self.num_free:
+        if num_blocks > self.num_free:
             raise CacheFullError(
-                f"the cache has {self.num_free} free blocks of {self.num_blocks - 1} and {len(owners)} are needed: "
-                "make it with more num_blocks, or release groups"
+                f"the cache has {self.num_free} free blocks of {len(self.counts) - 1} and {num_blocks} are needed: "
+                "make it with a larger num_blocks, or free groups"
             )
-        self.num_free -= len(owners)
-        blocks = self._free[self.num_free : self.num_free + len(owners)][::-1].copy()
-        self._owner[blocks] = owners
+        end, self.num_free = self.num_free, self.num_free - num_blocks
+        blocks = self._free[self.num_free : end][::-1].copy()
+        self.counts[blocks] = 1
         return blocks
 
-    def give_back(self, owners: npt.NDArray[np.integer], live: Ints | None = None) -> None:
-        """Makes free what these owners have, but for the live blocks."""
-        giving = np.zeros(self.num_owners + 1, bool)
-        giving[owners] = True
-        dead = giving[self._owner]
-        if live is not None:
-            dead[live] = False
-        blocks = np.flatnonzero(dead)
-        self._free[self.num_free : self.num_free + len(blocks)] = blocks
-        self.num_free += len(blocks)
-        self._owner[blocks] = self.num_owners
+    def share(self, blocks: npt.NDArray[np.integer]) -> None:
+        """Adds a holder to each of these different blocks, which are held already."""
+        self.counts[blocks] += 1
+
+    def release(self, blocks: npt.NDArray[np.integer]) -> None:
+        """Takes a holder from each of these different blocks."""
+        self.counts[blocks] -= 1
+        free = blocks[self.counts[blocks] == 0]
+        self._free[self.num_free : self.num_free + len(free)] = free
+        self.num_free += len(free)

@@ -1,421 +1,361 @@
-"""Which block of a `KVCache` holds which token: tables and a free list on the host, in numpy, apart from any tensor.
+"""Which slot of a `KVCache` holds which token: numpy tables on the host.
 
-A block is room for a few neighbouring positions of one row. History (the positions before a row's length) may be shared
-by the rows of a group, position by position; what a row writes next goes to a block of its own. So a reordering copies
-table entries and no token, and a block is free again when no row of its group names it any more.
+A slot is the place of one token: slot s lies in block s // block_size. Each row has a table of slots, one for each
+position. These invariants hold between any two calls:
+
+- Positions before a row's length hold its tokens. Rows of a group may name the same slots there.
+- Positions from its length to its capacity are the row's to write: no other row names their slots.
+- Positions from its capacity on say nothing, and are not read.
+- A group holds the blocks that its rows name before their capacities, and those of its source. After a fork it may hold
+  blocks that none of its rows names any more, until they are collected.
+- All rows of a group have the same length.
+
+A step of decoding writes into slots that the table names already and moves the lengths; the table changes once a block.
+A row that goes on from another one copies entries, no tokens, and keeps the slots that it writes to.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
-from itertools import accumulate, chain
-from typing import TypeVar
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
+import torch
+from torch import Tensor
 
-from fastformer.cache.block_pool import BlockPool, Bools, Ints
+from fastformer.cache.block_pool import BlockPool, Ints
+from fastformer.errors import InputError
 
 Count = TypeVar("Count", int, Ints)
 
 
-class BlockTables:
-    """The tables, lengths and free blocks of all groups. Methods take the first group that they speak of.
-
-    Args:
-        max_rows, max_seqlen, max_source_seqlen, num_blocks, block_size: as in `KVCache`.
-        memory: (at least the last of `ends`,) int32: where the tables that ops read are kept.
+class Tables(NamedTuple):
+    """The tables as int32 tensors that lie in one piece of memory; ops read all of them but the slots of free rows.
 
     Attributes:
         seqlens: (max_rows,) the tokens of each row.
-        keys: (max_rows,) the source that each row reads, a row of `source_slots`; what names its group for life.
-        slots: (max_rows, max_seqlen) the token of the cache at each position of a row; 0 where there is none.
-        source_seqlens: (max_rows,); source_slots: (max_rows, max_source_seqlen) the same of the sources, by key.
-        sizes: the rows of each group. group_keys, has_source: likewise, one entry a group.
-        reserved: the tokens for which every row from `reserved_from` (a group) on has its slots in the table.
-        longest: no row has more tokens. pending: those that compiled code has appended and nobody has counted yet.
-        used: no row has an entry in the table from here on. longest_source: no source has more tokens.
-        rows_changed, slots_changed, sources_changed: seqlens or keys, slots, or those of sources have been written to
-            since these were last set to False. version: how often anything has changed.
+        keys: (max_rows,) which source each row reads, a row of source_slots.
+        source_seqlens: (max_rows,) the tokens of each source.
+        slots: (max_rows, max_seqlen in whole blocks) the slot of each position of a row.
+        source_slots: (max_rows, max_source_seqlen in whole blocks) the slot of each token of a source.
+    """
+
+    seqlens: Tensor
+    keys: Tensor
+    source_seqlens: Tensor
+    slots: Tensor
+    source_slots: Tensor
+
+    @classmethod
+    def zeros(cls, max_rows: int, width: int, source_width: int, device: torch.device | str) -> Tables:
+        """Tables of these sizes, all 0."""
+        sizes = [max_rows] * 3 + [max_rows * width, max_rows * source_width]
+        seqlens, keys, source_seqlens, slots, sources = torch.zeros(sum(sizes), dtype=torch.int32, device=device).split(
+            sizes
+        )
+        return cls(seqlens, keys, source_seqlens, slots.view(max_rows, width), sources.view(max_rows, source_width))
+
+
+@dataclass(eq=False)
+class Group:
+    """Rows side by side that decode one request.
+
+    Attributes:
+        size: its rows.
+        key: the row of the source tables that is its own while it is there.
+        source_seqlen: the tokens of its source; -1 while it has none.
+        blocks, source_blocks: that it holds.
+        is_forked: whether it may hold blocks that none of its rows names.
+    """
+
+    size: int
+    key: int
+    source_seqlen: int = -1
+    blocks: list[int] = field(default_factory=list)
+    source_blocks: list[int] = field(default_factory=list)
+    is_forked: bool = False
+
+
+class BlockTable:
+    """Groups of rows, and the slots of their tokens and sources.
+
+    Args:
+        tables: on the host; zeros.
+        max_seqlen, max_source_seqlen, num_blocks, block_size: as in `KVCache`.
+
+    Attributes:
+        seqlens, keys, source_seqlens, slots, source_slots: the tables as arrays.
+        capacities: (max_rows,) see the module.
+        groups: in the order of their rows.
+        num_rows: of all groups.
+        pool: of the blocks.
     """
 
     def __init__(
-        self, max_rows: int, max_seqlen: int, max_source_seqlen: int, num_blocks: int, block_size: int, memory: Ints
+        self, tables: Tables, max_seqlen: int, max_source_seqlen: int, num_blocks: int, block_size: int
     ) -> None:
-        self.max_rows, self.max_seqlen, self.max_source_seqlen = max_rows, max_seqlen, max_source_seqlen
-        self.block_size = block_size
-        memory[:] = 0
-        ends = self.ends(max_rows, max_seqlen, max_source_seqlen)
-        self.seqlens, self.keys, slots, self.source_seqlens, sources = np.split(memory[: ends[-1]], ends[:-1])
-        self.slots = slots.reshape(max_rows, max_seqlen)
-        self.source_slots = sources.reshape(max_rows, max_source_seqlen)
-        self.sizes: list[int] = []
-        self.group_keys: list[int] = []
-        self.has_source: list[bool] = []
+        self.max_seqlen, self.max_source_seqlen, self.block_size = max_seqlen, max_source_seqlen, block_size
+        self.seqlens, self.keys, self.source_seqlens, self.slots, self.source_slots = (x.numpy() for x in tables)
+        self.max_rows = max_rows = len(self.seqlens)
+        self.capacities = np.zeros(max_rows, np.int32)
+        self.groups: list[Group] = []
+        self.num_rows = 0
+        self.pool = BlockPool(num_blocks)
+        self._by_key: dict[int, Group] = {}
         self._free_keys = list(range(max_rows))[::-1]
-        # Of each row: where its group begins and how many rows it has, the blocks that it writes to (one for each
-        # block_size positions), and how many of them it has been given or will never need.
-        self._start = np.zeros(max_rows, np.int32)
-        self._size = np.zeros(max_rows, np.int32)
-        self._own = np.zeros((max_rows, blocks_of(max_seqlen, block_size)), np.int32)
-        self._given = np.zeros(max_rows, np.int32)
-        # A group has the blocks of its tokens by its key, those of its source by max_rows + key; the last owner has
-        # what was set aside.
-        self.pool = BlockPool(num_blocks, 2 * max_rows + 1)
-        self._reordered = np.zeros(max_rows, bool)  # by key: dead blocks are possible
-        # While rows take one token at a time inside their blocks: the last slot of each, how many steps more may be
-        # taken like this, and how many when what is reserved has been used.
-        self._next = np.zeros(max_rows, np.int32)
-        self._every = np.arange(max_rows)
-        self._steps = self._steps_left = 0
-        self.used = self.longest_source = 0
-        self._ahead = self._scattered = False  # entries behind the lengths: of the last reservation, of earlier ones
-        self.reserved = self.reserved_from = self.longest = self.pending = 0
-        self._counts: Ints | None = None
-        self.rows_changed = self.slots_changed = self.sources_changed = True
-        self.version = 0
-
-    @staticmethod
-    def ends(max_rows: int, max_seqlen: int, max_source_seqlen: int) -> list[int]:
-        """Where seqlens, keys, slots, source_seqlens and source_slots end in the memory."""
-        sizes = (max_rows, max_rows, max_rows * max_seqlen, max_rows, max_rows * max_source_seqlen)
-        return list(accumulate(sizes))
-
-    @property
-    def num_rows(self) -> int:
-        """The rows of all groups."""
-        return sum(self.sizes)
+        self._starts = np.zeros(max_rows, np.int32)  # of each row: the first row of its group
+        self._sizes = np.zeros(max_rows, np.int32)  # and the rows of its group
 
     def row_of(self, group: int) -> int:
         """The first row of a group."""
-        return sum(self.sizes[:group])
+        return sum(each.size for each in self.groups[:group])
 
-    def settle(self) -> None:
-        """Counts what compiled code has appended."""
-        if self.pending:
-            appended, self.pending = self.pending, 0
-            self.advance(self.reserved_from, appended)
+    def longest(self, begin: int) -> int:
+        """The tokens of the longest row from row `begin` on."""
+        return int(self.seqlens[begin : self.num_rows].max(initial=0))
 
     # Groups come and go.
 
     def add(self, num_groups: int, rows: int) -> None:
-        """Appends empty groups."""
-        self.settle()
-        begin = self.num_rows
-        end = begin + num_groups * rows
+        """Appends empty groups; see `KVCache.add`."""
+        begin, end = self.num_rows, self.num_rows + num_groups * rows
         if num_groups < 0 or rows < 1 or end > self.max_rows:
-            raise ValueError(
-                f"expected to add groups of 1 row or more, {self.max_rows} rows in all; got {num_groups} of {rows} "
-                f"behind {begin}"
+            raise InputError(
+                f"expected num_groups groups of 1 row or more, max_rows = {self.max_rows} rows in all, got "
+                f"{num_groups} of {rows} behind {begin}"
             )
-        self._clear_ahead()
-        keys = [self._free_keys.pop() for _ in range(num_groups)]
-        self.sizes += [rows] * num_groups
-        self.group_keys += keys
-        self.has_source += [False] * num_groups
-        self.seqlens[begin:end] = 0
-        self._given[begin:end] = 0
-        self._describe_rows()
+        self.seqlens[begin:end] = self.capacities[begin:end] = 0
+        self._regroup(self.groups + [Group(rows, self._free_keys.pop()) for _ in range(num_groups)])
 
-    def release(self, groups: Sequence[int]) -> None:
-        """Takes groups out and their blocks back; later groups move up."""
-        self.settle()
+    def free(self, groups: Sequence[int]) -> None:
+        """Takes groups out; see `KVCache.free`."""
         leaving = set(groups)
-        if len(leaving) != len(groups) or (leaving and not 0 <= min(leaving) <= max(leaving) < len(self.sizes)):
-            raise ValueError(f"expected different groups out of {len(self.sizes)}, got {list(groups)}")
+        if len(leaving) != len(groups) or (leaving and not 0 <= min(leaving) <= max(leaving) < len(self.groups)):
+            raise InputError(f"expected different groups out of {len(self.groups)}, got {list(groups)}")
         if not leaving:
             return
-        keys = np.array([self.group_keys[group] for group in leaving])
-        self.pool.give_back(np.concatenate((keys, self.max_rows + keys)))
-        self._free_keys += keys.tolist()
-        self._reordered[keys] = False
-        self.source_seqlens[keys] = 0
-        self.source_slots[keys, : self.longest_source] = 0
-        self.longest_source = int(self.source_seqlens.max(initial=0))
-        self.sources_changed = True
-        rows = np.flatnonzero(~np.isin(self.keys[: self.num_rows], keys))
-        staying = [group for group in range(len(self.sizes)) if group not in leaving]
-        sizes = [self.sizes[group] for group in staying]
-        self.group_keys = [self.group_keys[group] for group in staying]
-        self.has_source = [self.has_source[group] for group in staying]
-        self._move(rows, rows, sizes)
+        for group in (self.groups[index] for index in leaving):
+            self.pool.release(np.array(group.blocks + group.source_blocks, np.intp))
+            self._free_keys.append(group.key)
+        is_leaving = np.repeat([index in leaving for index in range(len(self.groups))], self._group_sizes())
+        staying = np.flatnonzero(~is_leaving)
+        end, width = len(staying), int(self.capacities[staying].max(initial=0))
+        self.slots[:end, :width] = self.slots[staying, :width]
+        self.seqlens[:end], self.capacities[:end] = self.seqlens[staying], self.capacities[staying]
+        self._regroup([group for index, group in enumerate(self.groups) if index not in leaving])
 
-    def reorder(self, first: int, parents: Sequence[Sequence[int]]) -> None:
-        """Row i of a group goes on from what its row parents[group][i] was."""
-        self.settle()
-        wanted = f"expected parents of {len(self.sizes) - first} groups, one or more each, as lists of integers"
+    def rewind(self, first: int) -> None:
+        """Takes the tokens out of the groups from `first` on."""
+        for group in self.groups[first:]:
+            self.pool.release(np.array(group.blocks, np.intp))
+            group.blocks, group.is_forked = [], False
+        rows = slice(self.row_of(first), self.num_rows)
+        self.seqlens[rows] = self.capacities[rows] = 0
+
+    def fork(self, first: int, parents: Sequence[Sequence[int]]) -> bool:
+        """Row i of a group from `first` on goes on from its row parents[group][i]; see `KVCache.fork`.
+
+        Returns:
+            Whether a group has another size than before.
+        """
+        flat, sizes = self._read_parents(first, parents)
+        begin, end, before = self.row_of(first), self.num_rows, self._group_sizes()[first:]
+        if sizes == before:
+            flat += self._starts[begin:end]
+            moved = np.flatnonzero(flat != np.arange(begin, end))
+            history, moved = flat[moved], moved + begin
+            seqlens = self.seqlens[moved]
+            width = int(seqlens.max(initial=0))
+            self._adopt(moved, self.slots[history, :width], seqlens)
+            return False
+        starts = np.cumsum([begin, *before[:-1]])
+        history = flat + np.repeat(starts, sizes)
+        index = np.arange(len(flat)) - np.repeat(np.cumsum(sizes) - sizes, sizes)  # of each row in its group
+        is_new = index >= np.repeat(before, sizes)
+        place = np.where(is_new, history, index + np.repeat(starts, sizes))  # the row whose slots it goes on to write
+        seqlens = self.seqlens[history]
+        capacities = np.where(is_new, seqlens, self.capacities[place])
+        width = int(capacities.max(initial=0))
+        is_history = np.arange(width) < seqlens[:, None]
+        rows = slice(begin, begin + len(flat))
+        self.slots[rows, :width] = np.where(is_history, self.slots[history, :width], self.slots[place, :width])
+        self.seqlens[rows], self.capacities[rows] = seqlens, capacities
+        for group, size in zip(self.groups[first:], sizes, strict=True):
+            group.size, group.is_forked = size, True
+        self._regroup(self.groups)
+        self.collect()
+        return True
+
+    def _read_parents(self, first: int, parents: Sequence[Sequence[int]]) -> tuple[Ints, list[int]]:
+        before = self._group_sizes()
+        wanted = f"expected parents of {len(before) - first} groups, one or more each, as lists of integers"
         try:
             sizes = [len(rows) for rows in parents]
-            # Of what numpy makes arrays, an array of Python's alone refuses floats, and it is the fastest.
+            # Of the types that numpy converts, Python's array is the fastest, and it refuses floats.
             flat = np.array(array("i", [*chain.from_iterable(parents)]))
         except (TypeError, OverflowError) as error:
-            raise ValueError(f"{wanted}, got {parents!r:.200}") from error
-        if len(sizes) != len(self.sizes) - first or min(sizes, default=1) < 1:
-            raise ValueError(f"{wanted}, got {parents!r:.200}")
-        begin, end = self.row_of(first), self.num_rows
-        same = sizes == self.sizes[first:]
-        limits = self._size[begin:end] if same else np.repeat(self.sizes[first:], sizes)
+            raise InputError(f"{wanted}, got {parents!r:.200}") from error
+        if len(sizes) != len(before) - first or min(sizes, default=1) < 1:
+            raise InputError(f"{wanted}, got {parents!r:.200}")
+        begin = self.row_of(first)
+        limits = self._sizes[begin : self.num_rows] if sizes == before[first:] else np.repeat(before[first:], sizes)
         if ((flat < 0) | (flat >= limits)).any():
-            raise ValueError(f"expected parents inside of groups of {self.sizes[first:]}, got {parents!r:.200}")
-        if same:
-            flat += self._start[begin:end]
-            moved = np.flatnonzero(flat != np.arange(begin, end)) + begin
-            if len(moved):
-                self._clear_ahead()
-                history = flat[moved - begin]
-                width = int(self.seqlens[moved].max())
-                self.slots[moved, :width] = self.slots[history, :width]
-                self._reordered[self.keys[moved]] = True
-                self.reserved, self.slots_changed = 0, True
-                self.version += 1
-            return
+            raise InputError(f"expected parents inside of groups of {before[first:]}, got {parents!r:.200}")
         if begin + len(flat) > self.max_rows:
-            raise ValueError(f"expected parents of at most {self.max_rows} rows in all, got {begin + len(flat)}")
-        before = self.sizes[first:]
-        starts = list(accumulate(before, initial=begin))[:-1]
-        flat += np.repeat(starts, sizes).astype(np.int32)
-        places = [
-            start + row if row < size else -1
-            for start, size, new_size in zip(starts, before, sizes, strict=True)
-            for row in range(new_size)
-        ]
-        ahead = np.arange(begin)
-        self._move(np.concatenate((ahead, flat)), np.concatenate((ahead, places)), self.sizes[:first] + sizes)
-        which = np.zeros(self.max_rows, bool)
-        which[self.group_keys[first:]] = True
-        self._sweep(which)
+            raise InputError(f"expected parents of max_rows = {self.max_rows} rows at most, got {begin + len(flat)}")
+        return flat, sizes
 
-    def _move(self, history: npt.NDArray[np.integer], places: npt.NDArray[np.integer], sizes: list[int]) -> None:
-        # Row i gets the history of row history[i] and the blocks to write to of row places[i], or none yet for -1.
-        self._clear_ahead()
-        before, after, used = self.num_rows, len(history), self.used
-        self.slots[:after, :used] = self.slots[history, :used]
-        self.slots[after:before, :used] = 0
-        self.seqlens[:after] = self.seqlens[history]
-        fresh = places < 0
-        self._own[:after] = self._own[places]
-        self._own[:after][fresh] = 0
-        self._own[after:before] = 0
-        self._given[:after] = np.where(fresh, self.seqlens[:after] // self.block_size, self._given[places])
-        self.sizes = sizes
-        self._describe_rows()
-        self.used = self.longest
+    def _adopt(self, rows: npt.NDArray[np.integer], slots: Ints, seqlens: Ints) -> None:
+        # The rows take over these entries as far as seqlens; what they write next stays their own.
+        width = slots.shape[1]
+        if seqlens.min(initial=width) < width:
+            slots = np.where(np.arange(width) < seqlens[:, None], slots, self.slots[rows, :width])
+        self.slots[rows, :width] = slots
+        for key in set(self.keys[rows].tolist()):
+            self._by_key[key].is_forked = True
 
-    def _clear_ahead(self) -> None:
-        # What was reserved and not used: entries that mean nothing name block 0, whose numbers are finite.
-        if self._ahead or self._scattered:
-            rows = slice(0, self.num_rows)
-            self.slots[rows, : self.used][np.arange(self.used) >= self.seqlens[rows, None]] = 0
-            self._ahead = self._scattered = False
+    def collect(self, groups: Collection[Group] | None = None) -> None:
+        """Releases the blocks that forks have left behind, of all groups or of some."""
+        start = 0
+        for group in self.groups:
+            if group.is_forked and (groups is None or group in groups):
+                rows = slice(start, start + group.size)
+                capacities = self.capacities[rows, None]
+                position = np.arange(capacities.max())
+                is_named = np.zeros(len(self.pool.counts), np.bool_)
+                is_named[self.slots[rows, : len(position)][position < capacities] // self.block_size] = True
+                blocks = np.array(group.blocks, np.intp)
+                stays = is_named[blocks]
+                self.pool.release(blocks[~stays])
+                group.blocks, group.is_forked = blocks[stays].tolist(), False
+            start += group.size
 
-    def _describe_rows(self) -> None:
-        rows = self.num_rows
-        sizes = np.array(self.sizes, np.int32)
-        self.keys[:rows] = np.repeat(np.array(self.group_keys, np.int32), sizes)
-        self._size[:rows] = np.repeat(sizes, sizes)
-        self._start[:rows] = np.repeat(np.cumsum(sizes) - sizes, sizes)
-        self.longest = int(self.seqlens[:rows].max(initial=0))
-        self._steps = 0
-        self.reserved, self.rows_changed, self.slots_changed = 0, True, True
-        self.version += 1
+    def _group_sizes(self) -> list[int]:
+        return [group.size for group in self.groups]
+
+    def _regroup(self, groups: list[Group]) -> None:
+        self.groups, self._by_key = groups, {group.key: group for group in groups}
+        sizes = np.array([group.size for group in groups], np.int32)
+        self.num_rows = rows = int(sizes.sum())
+        self.keys[:rows] = np.repeat(np.array([group.key for group in groups], np.int32), sizes)
+        self._sizes[:rows] = np.repeat(sizes, sizes)
+        self._starts[:rows] = np.repeat(np.cumsum(sizes, dtype=np.int32) - sizes, sizes)
 
     # Tokens are added.
 
-    def check_room(self, length: int, num_tokens: int) -> None:
-        """Raises ValueError where num_tokens more than length are more than max_seqlen."""
-        if num_tokens < 0 or length + num_tokens > self.max_seqlen:
-            raise ValueError(
-                f"the cache has room for {self.max_seqlen} tokens a row and holds up to {length}; {num_tokens} more "
-                "don't fit: make it with a larger max_seqlen"
+    def check_room(self, longest: int, num_tokens: int) -> None:
+        """Raises InputError where num_tokens behind the longest row are more than max_seqlen."""
+        if num_tokens < 0 or longest + num_tokens > self.max_seqlen:
+            raise InputError(
+                f"expected at most max_seqlen = {self.max_seqlen} tokens a row, got num_tokens = {num_tokens} behind "
+                f"{longest}: make the cache with a larger max_seqlen"
             )
 
-    def reserve(self, first: int, num_tokens: int, counts: Ints | None = None) -> None:
-        """Gives the rows of the groups from `first` on slots for num_tokens more each, or for counts (rows,)."""
-        self.settle()
-        if counts is None and self._counts is None and num_tokens <= self.reserved and first >= self.reserved_from:
-            return
-        steps, self._steps, self._steps_left = self._steps, 0, 0
-        if steps > 0 and first == 0 and counts is None and num_tokens == 1:
-            rows = self.num_rows
-            self._next[:rows] += 1
-            self.slots[self._every[:rows], self.seqlens[:rows]] = self._next[:rows]
-            self.used = max(self.used, self.longest + 1)
-            self._steps_left = steps - 1
-        else:
-            self._fill(first, num_tokens, counts)
-        self.reserved, self.reserved_from, self._counts, self.slots_changed = num_tokens, first, counts, True
-        self.version += 1
-        self._scattered |= self._ahead
-        self._ahead = True
+    def reserve(self, begin: int, num_tokens: int | Ints) -> bool:
+        """Makes room for num_tokens in each row from row `begin` on: whether entries have changed."""
+        rows, due = slice(begin, self.num_rows), self._due(begin, num_tokens)
+        if due is None:
+            return False
+        keys, capacities, size = self.keys[rows], self.capacities[rows], self.block_size
+        row, ahead = spread(due)
+        self.collect([self._by_key[key] for key in set(keys[row].tolist())])
+        blocks = self._take(len(row))
+        for key, block in zip(keys[row].tolist(), blocks.tolist(), strict=True):
+            self._by_key[key].blocks.append(block)
+        column = capacities[row] // size + ahead
+        slots = blocks[:, None] * size + np.arange(size)
+        # A row that came by a fork begins its first block somewhere in the middle.
+        is_own = column[:, None] * size + np.arange(size) >= capacities[row][:, None]
+        by_block = self.slots.reshape(self.max_rows, -1, size)
+        by_block[begin + row, column] = np.where(is_own, slots, by_block[begin + row, column])
+        self.capacities[rows] = np.where(due > 0, (capacities // size + due) * size, capacities)
+        return True
 
-    def _fill(self, first: int, num_tokens: int, counts: Ints | None) -> None:
-        begin, end = self.row_of(first), self.num_rows
-        lengths = self.seqlens[begin:end]
-        until = lengths + (num_tokens if counts is None else counts)
-        self.check_room(int(until.max(initial=num_tokens)) - num_tokens, num_tokens)
-        due = blocks_of(until, self.block_size) - self._given[begin:end]
-        if due.max(initial=0) > 0:
-            self._give_rows(begin, np.maximum(due, 0))
-        if counts is None and num_tokens == 1:
-            row, position = np.arange(begin, end), lengths
-        else:
-            row, ahead = spread(np.full(end - begin, num_tokens, np.int32) if counts is None else counts)
-            position = lengths[row] + ahead
-            row += begin
-        column = position // self.block_size
-        ahead = position - column * self.block_size
-        slots = self._own[row, column] * self.block_size + ahead
-        self.slots[row, position] = slots
-        self.used = max(self.used, int(until.max(initial=0)))
-        if counts is None and num_tokens == 1 and end > begin:
-            # What follows in all these blocks needs no looking up.
-            self._next[begin:end] = slots
-            self._steps_left = min(self.block_size - 1 - int(ahead.max()), self.max_seqlen - int(until.max()))
+    def blocks_needed(self, begin: int, num_tokens: int) -> int:
+        """The blocks that `reserve` would take."""
+        due = self._due(begin, num_tokens)
+        return 0 if due is None else int(due.sum())
 
-    def blocks_needed(self, first: int, num_tokens: int) -> int:
-        """The blocks that `reserve` would take from the free ones."""
-        self.settle()
-        rows = slice(self.row_of(first), self.num_rows)
-        due = blocks_of(self.seqlens[rows] + num_tokens, self.block_size) - self._given[rows]
-        return int(np.maximum(due, 0).sum())
+    def _due(self, begin: int, num_tokens: int | Ints) -> Ints | None:
+        # The blocks that each row needs; None where none needs any.
+        rows = slice(begin, self.num_rows)
+        capacities: Ints = self.capacities[rows]
+        until: Ints = np.add(self.seqlens[rows], num_tokens)
+        is_short = until > capacities
+        if not is_short.any():
+            return None
+        return np.where(is_short, blocks_of(until, self.block_size) - capacities // self.block_size, 0)
 
-    def advance(self, first: int, num_tokens: int, counts: Ints | None = None) -> None:
-        """Counts tokens whose slots were reserved."""
-        self.settle()
-        rows = slice(self.row_of(first), self.num_rows)
-        if num_tokens > self.reserved or first < self.reserved_from or num_tokens < 0:
-            raise ValueError(f"expected at most the {self.reserved} tokens that are reserved, got {num_tokens}")
-        if counts is None and self._counts is not None:
-            counts = np.full(rows.stop - rows.start, num_tokens, np.int32)
-        if counts is None:
-            self.seqlens[rows] += num_tokens
-            self.longest += num_tokens
-            if first > 0:
-                self.longest = int(self.seqlens[: rows.stop].max(initial=0))
-            self._steps = self._steps_left if first == 0 and num_tokens == 1 else 0
-            self.reserved -= num_tokens
-            self._ahead = self.reserved > 0 or first != self.reserved_from
-        else:
-            begins = self._start[rows] - rows.start
-            if counts.shape != begins.shape or (counts != counts[begins]).any():
-                raise ValueError(f"expected one length for all rows of a group of {self.sizes[first:]}, got {counts}")
-            most = num_tokens if self._counts is None else self._counts
-            if ((counts < 0) | (counts > most)).any():
-                raise ValueError(f"expected from 0 to {num_tokens} tokens a row, as reserved, got {counts}")
-            self.seqlens[rows] += counts
-            self.longest = max(self.longest, int(self.seqlens[rows].max(initial=0)))
-            self.reserved = 0
-            self._ahead = bool((counts < most).any())
-        self._counts = None
-        self.rows_changed = True
-        self.version += 1
+    def _take(self, num_blocks: int) -> Ints:
+        if num_blocks > self.pool.num_free:
+            self.collect()
+        return self.pool.take(num_blocks)
 
-    def follow(self, counts: Ints, parents: npt.NDArray[np.integer]) -> None:
-        """What `advance` and `reorder` by turns would do, for all rows and several steps at once.
+    def check_counts(self, begin: int, counts: Ints, num_tokens: int) -> None:
+        """Raises InputError unless counts are one for each row from row `begin` on, as `KVCache.begin` wants them."""
+        starts = self._starts[begin : self.num_rows] - begin
+        if counts.shape != starts.shape or (counts != counts[starts]).any():
+            sizes = self._group_sizes()
+            raise InputError(f"expected seqlens that are the same in each group, for groups of {sizes}, got {counts}")
+        if ((counts < 0) | (counts > num_tokens)).any():
+            raise InputError(f"expected seqlens from 0 to num_tokens = {num_tokens}, got {counts}")
 
-        The rows have written the tokens that were reserved one after another, and have gone on from others of their
-        group behind each.
+    def commit(self, begin: int, num_tokens: int | Ints) -> None:
+        """Counts tokens that were written into reserved slots, in each row from row `begin` on."""
+        self.seqlens[begin : self.num_rows] += num_tokens
+
+    def commit_run(self, counts: Ints, parents: npt.NDArray[np.integer]) -> None:
+        """What `commit` and `fork` by turns would do to all rows in several steps.
 
         Args:
-            counts: (rows,) the tokens of each row, as reserved; what it did behind them doesn't count.
-            parents: (steps, rows) behind each step, the row that each goes on from.
+            counts: (rows,) how many of the steps count for each row; what it did in later ones means nothing.
+            parents: (steps, rows) after each step, the row that each goes on from.
         """
-        rows, steps = len(counts), len(parents)
-        begins = self.seqlens[:rows].copy()
-        written = np.zeros((rows, steps), np.int32)
-        ancestors = np.arange(rows)
+        steps, rows = parents.shape
+        before, after = self.seqlens[:rows].copy(), self.seqlens[:rows] + counts
+        # (steps, rows): the row that wrote, in each step, what is now the token of a row.
+        writers = np.empty((steps, rows), np.intp)
+        row = np.arange(rows)
         for step in reversed(range(steps)):
-            ancestors = parents[step][ancestors]
-            written[:, step] = self.slots[ancestors, np.minimum(begins + step, self.max_seqlen - 1)]
-        moved = np.flatnonzero(ancestors != np.arange(rows))
-        width = int(begins.max(initial=0))
-        self.slots[moved, :width] = self.slots[ancestors[moved], :width]
-        for step in range(steps):
-            here = np.flatnonzero(step < counts)
-            self.slots[here, begins[here] + step] = written[here, step]
-        self._reordered[self.keys[:rows][(parents != np.arange(rows)).any(0)]] = True
-        self.slots_changed = True
-        self.advance(0, int(counts.max(initial=0)), counts)
-
-    def set_aside(self, num_tokens: int) -> Ints:
-        """Takes blocks for tokens that belong to no group, for good: (num_tokens,) their slots."""
-        blocks = self._take(np.full(blocks_of(num_tokens, self.block_size), 2 * self.max_rows))
-        slots = np.add.outer(blocks * self.block_size, np.arange(self.block_size))
-        return slots.astype(np.int32).reshape(-1)[:num_tokens]
-
-    def rewind(self, first: int) -> None:
-        """Takes the tokens out, and their blocks back; sources stay."""
-        self.settle()
-        rows = slice(self.row_of(first), self.num_rows)
-        self.pool.give_back(np.array(self.group_keys[first:], np.int32))
-        self.slots[rows, : self.used] = 0
-        self.seqlens[rows] = 0
-        self._own[rows] = 0
-        self._given[rows] = 0
-        self._describe_rows()
+            row = writers[step] = parents[step][row]
+        position = np.arange(after.max(initial=0))
+        step_of = np.clip(position - before[:, None], 0, steps - 1)
+        history = writers[step_of, np.arange(rows)[:, None]]
+        self._adopt(np.arange(rows), self.slots[history, position], after)
+        self.seqlens[:rows] = after
 
     def set_sources(self, groups: Sequence[int], lengths: Ints) -> Ints:
         """Gives sources to groups that have none: (sum of lengths,) the slots of their tokens, one after another."""
-        self.settle()
-        blocks = blocks_of(lengths, self.block_size)
-        keys = np.array([self.group_keys[group] for group in groups], np.int32)
-        which, _ = spread(blocks)
-        taken = self._take(keys[which] + self.max_rows)
-        first = np.cumsum(blocks) - blocks  # the first block of each source
+        size, keys = self.block_size, np.array([self.groups[group].key for group in groups], np.intp)
+        blocks = blocks_of(lengths, size)
+        taken = self._take(int(blocks.sum()))
+        firsts = np.cumsum(blocks) - blocks
         source, position = spread(lengths)
-        slots = taken[first[source] + position // self.block_size] * self.block_size + position % self.block_size
+        slots = taken[firsts[source] + position // size] * size + position % size
         self.source_slots[keys[source], position] = slots
         self.source_seqlens[keys] = lengths
-        self.longest_source = max(self.longest_source, int(lengths.max(initial=0)))
-        for group in groups:
-            self.has_source[group] = True
-        self.sources_changed = True
-        self.version += 1
+        for group, length, own in zip(groups, lengths.tolist(), np.split(taken, firsts[1:]), strict=True):
+            self.groups[group].source_seqlen, self.groups[group].source_blocks = length, own.tolist()
         return slots
 
-    # Blocks are taken and given back.
-
-    def _give_rows(self, begin: int, due: Ints) -> None:
-        # due[i] more blocks for row begin + i.
-        which = np.zeros(self.max_rows, bool)
-        which[self.keys[begin + np.flatnonzero(due)]] = True
-        which &= self._reordered
-        if which.any():
-            self._sweep(which)
-        row, ahead = spread(due)
-        row += begin
-        self._own[row, self._given[row] + ahead] = self._take(self.keys[row])
-        self._given[begin : begin + len(due)] += due
-
-    def _take(self, owners: npt.NDArray[np.integer]) -> Ints:
-        if len(owners) > self.pool.num_free:
-            self.sweep()
-        return self.pool.take(owners)
-
-    def sweep(self) -> None:
-        """Takes back what no row names any more."""
-        self._sweep(self._reordered.copy())
-
-    def _sweep(self, which: Bools) -> None:
-        # Takes back, of the groups with these keys, the blocks that no row names in its history and none writes to.
-        rows = np.flatnonzero(which[self.keys[: self.num_rows]])
-        lengths = self.seqlens[rows][:, None]
-        position = np.arange(int(lengths.max(initial=0)))
-        column = np.arange(self._own.shape[1])
-        history = self.slots[rows, : len(position)][position < lengths] // self.block_size
-        written = self._own[rows][column >= lengths // self.block_size]
-        self.pool.give_back(np.flatnonzero(which), np.concatenate((history, written)))
-        self._reordered &= ~which
+    def take_slots(self, num_tokens: int) -> Ints:
+        """Takes blocks for tokens that belong to no group, for good: (num_tokens,) their slots."""
+        blocks = self._take(blocks_of(num_tokens, self.block_size))
+        slots = np.add.outer(blocks * self.block_size, np.arange(self.block_size, dtype=np.int32))
+        return slots.reshape(-1)[:num_tokens]
 
 
 def blocks_of(num_tokens: Count, block_size: int) -> Count:
-    """The blocks that num_tokens of a row or of a source fill, rounded up."""
+    """The blocks that num_tokens fill, rounded up."""
     return (num_tokens + (block_size - 1)) // block_size
 
 
-def spread(counts: Ints) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.intp]]:
-    """counts (n,) -> for each thing counted, whose it is and which of theirs: [2, 1] -> [0 0 1], [0 1 0]."""
+def spread(counts: npt.NDArray[np.integer]) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.intp]]:
+    """For each thing counted, the index of its counter and its own index under it: [2, 1] -> [0 0 1], [0 1 0]."""
     ends = np.cumsum(counts)
-    whose = np.repeat(np.arange(len(counts)), counts)
-    return whose, np.arange(len(whose)) - (ends - counts)[whose]
+    counter = np.repeat(np.arange(len(counts)), counts)
+    return counter, np.arange(len(counter)) - (ends - counts)[counter]

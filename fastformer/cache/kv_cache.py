@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from fastformer.cache.block_pool import CacheFullError as CacheFullError
-from fastformer.cache.block_table import blocks_of, spread
-from fastformer.cache.device_tables import DeviceTables
-from fastformer.cache.layer_view import AttentionCache, LayerCache, host_lengths, memory_lengths
+from fastformer.cache.block_pool import NULL_BLOCK, Ints
+from fastformer.cache.block_table import BlockTable, Tables, blocks_of, spread
+from fastformer.cache.layer_view import StepTables
+from fastformer.errors import InputError
 
 BLOCK_SIZE = 16
 
@@ -23,16 +22,18 @@ class KVCache:
     """Keys and values of all layers of a decoder, in blocks. For inference: no gradient flows through it.
 
     Rows decode together. They belong to groups: the beams or samples of one request, side by side, of one length and
-    one source. `add` appends groups, `release` takes them out at any time; both, like `reorder`, move no key and no
-    value. Memory is taken block by block as rows grow: tokens that the rows of a group have in common (a prompt, the
-    stem of their hypotheses) and the source of a group are stored once.
+    one source. `add` appends groups and `free` takes them out, at any time; `fork` lets rows go on from others of their
+    group. None of them moves a key or a value. Memory is taken block by block as rows grow. What the rows of a group
+    have in common (a prompt, the stem of their hypotheses) and the source of a group are stored once.
 
-    A step, which the stacks do by themselves when they are given `cache=`: `reserve` the slots of the next tokens, run
-    the layers, which write their keys and values, `advance` the lengths. All bookkeeping is on the host; a GPU gets
-    what is new in the tables by one upload a step, into tensors that keep their addresses, and is never waited for. The
-    layers see as many columns of the tables as the longest row and the longest source need, in whole blocks. A compiled
-    step, and one that a CUDA graph records, is run again when rows are longer: it sees all columns, and holds the
-    tensors' part alone: call `reserve` before each.
+    A step is a value: `begin` reserves the slots of the next tokens and returns where all tokens are, the layers write
+    keys and values there, and `commit` moves the lengths. The stacks do so by themselves when they are given `cache=`.
+    A step that fails, or is not committed for another reason, changes no length; the blocks that it took wait for the
+    next one. Any other change of the cache ends a step that has begun.
+
+    The tables are kept on the host. Whatever changes one sends it to the device, which is not waited for; there they
+    keep their addresses. A step that is compiled, or recorded in a CUDA graph, runs again when rows are longer: it sees
+    all columns of the tables, and takes the step that the caller has begun and will commit.
 
     Args:
         num_layers, num_kv_heads, head_dim: of the decoder.
@@ -40,9 +41,9 @@ class KVCache:
         max_seqlen: the longest row, in tokens.
         max_source_seqlen: the longest source. None: as long as the memory that is set while nothing is stored.
         num_sources: the sources that num_blocks None makes room for; None: as many as rows.
-        num_blocks: what all rows and sources share. Block 0 is nobody's: it stays zero, and stands where a table says
-            nothing. None: enough for max_rows rows and num_sources sources of full length, as long as groups don't
-            shrink (what a group with few rows left holds may have been written by many).
+        num_blocks: what all rows and sources share; the null block (`NULL_BLOCK`) is one of them. None: enough for
+            max_rows rows and num_sources sources of full length, as long as groups don't shrink (the rows that are left
+            may hold blocks that many have written to).
         block_size: tokens in a block.
         device, dtype: of the keys and values.
 
@@ -51,7 +52,7 @@ class KVCache:
             on a CPU.
 
     Raises:
-        ValueError: sizes that are no integers of at least 1.
+        InputError: sizes that are no integers of at least 1.
     """
 
     def __init__(
@@ -71,7 +72,7 @@ class KVCache:
     ) -> None:
         sizes = (num_layers, max_rows, max_seqlen, num_kv_heads, head_dim)
         if not all(isinstance(size, int) for size in sizes) or min(sizes) < 1:
-            raise ValueError(
+            raise InputError(
                 "expected num_layers, max_rows, max_seqlen, num_kv_heads and head_dim of at least 1, got "
                 f"{num_layers}, {max_rows}, {max_seqlen}, {num_kv_heads}, {head_dim}"
             )
@@ -82,32 +83,36 @@ class KVCache:
             ("block_size", block_size, 1),
         ):
             if size is not None and (not isinstance(size, int) or size < least):
-                raise ValueError(f"expected {name} to be an integer of at least {least}, got {size!r}")
-        self._sizes, self._num_blocks, self._block_size = sizes, num_blocks, block_size
+                raise InputError(f"expected {name} to be an integer of at least {least}, got {size!r}")
+        self._sizes, self._num_blocks, self.block_size = sizes, num_blocks, block_size
         self._num_sources = max_rows if num_sources is None else num_sources
         self._fits_memory = max_source_seqlen is None
-        self._first = 0
-        self._packed: tuple[Tensor, Tensor] | None = None
-        self._shared: tuple[int, LayerCache] | None = None
+        self._first = 0  # the first group of this view
         self._placement = torch.empty(0, device=device, dtype=dtype)
         self._allocate(max_source_seqlen or 0)
 
     def _allocate(self, max_source_seqlen: int) -> None:
         num_layers, max_rows, max_seqlen, num_kv_heads, head_dim = self._sizes
-        size = self._block_size
-        num_blocks = self._num_blocks
-        if num_blocks is None:
-            sources = self._num_sources * blocks_of(max_source_seqlen, size)
-            num_blocks = 1 + max_rows * blocks_of(max_seqlen, size) + sources
+        size = self.block_size
+        columns, source_columns = blocks_of(max_seqlen, size), blocks_of(max_source_seqlen, size)
+        num_blocks = self._num_blocks or 1 + max_rows * columns + self._num_sources * source_columns
         shape = (num_layers, num_blocks, size, num_kv_heads, head_dim)
         self.k, self.v = self._placement.new_empty(shape), self._placement.new_empty(shape)
-        # A kernel may load what lies behind a row's length before it masks it, and 0 * NaN would be NaN.
-        self.k[:, 0] = 0
-        self.v[:, 0] = 0
-        self._on_device = DeviceTables(max_rows, max_seqlen, max_source_seqlen, num_blocks, size, self.k.device)
-        self._tables, self._is_cuda = self._on_device.host, self.k.is_cuda
-        self._shared = None
-        self._cut_at: tuple[tuple[int, ...], tuple[Tensor, ...]] | None = None
+        self.k[:, NULL_BLOCK] = 0
+        self.v[:, NULL_BLOCK] = 0
+        self._layers = [self.k[i] for i in range(num_layers)], [self.v[i] for i in range(num_layers)]
+        host = Tables.zeros(max_rows, columns * size, source_columns * size, "cpu")
+        self._table = BlockTable(host, max_seqlen, max_source_seqlen, num_blocks, size)
+        self._on_device = host
+        if not self._is_host(self.k.device):
+            self._on_device = Tables.zeros(max_rows, columns * size, source_columns * size, self.k.device)
+        # The step that may be committed, in a list that all views of this cache share.
+        self._begun: list[StepTables] = []
+
+    @staticmethod
+    def _is_host(device: torch.device) -> bool:
+        """Whether ops on this device read the host's memory."""
+        return device.type == "cpu"
 
     # What there is.
 
@@ -119,158 +124,94 @@ class KVCache:
     @property
     def max_rows(self) -> int:
         """The rows that there is room for."""
-        return self._tables.max_rows
+        return self._table.max_rows
 
     @property
     def max_seqlen(self) -> int:
         """The tokens that a row has room for."""
-        return self._tables.max_seqlen
+        return self._table.max_seqlen
 
     @property
     def max_source_seqlen(self) -> int:
         """The tokens that a source has room for."""
-        return self._tables.max_source_seqlen
+        return self._table.max_source_seqlen
 
     @property
     def num_rows(self) -> int:
         """The rows of all groups."""
-        return sum(self.group_sizes)
+        return self._table.num_rows - self._begin
 
     @property
     def num_groups(self) -> int:
         """The number of groups."""
-        return len(self._tables.sizes) - self._first
+        return len(self._table.groups) - self._first
 
     @property
     def group_sizes(self) -> list[int]:
         """The rows of each group."""
-        return self._tables.sizes[self._first :]
+        return [group.size for group in self._table.groups[self._first :]]
 
     @property
     def lengths(self) -> list[int]:
-        """The tokens in the rows of each group, by what the host knows."""
-        tables = self._tables
-        tables.settle()
-        rows = np.cumsum([0, *tables.sizes])[self._first : -1]
-        return tables.seqlens[rows].tolist()
+        """The tokens in the rows of each group."""
+        firsts = np.cumsum([self._begin, *self.group_sizes])[:-1]
+        return self._table.seqlens[firsts].tolist()
 
     @property
     def length_bound(self) -> int:
-        """The tokens in the longest row; in compiled code, no row has more."""
-        if not torch.compiler.is_compiling():
-            self._tables.settle()
-        if self._first == 0 or torch.compiler.is_compiling():
-            return self._tables.longest
-        return int(self._tables.seqlens[self._rows()].max(initial=0))
+        """The tokens in the longest row."""
+        return self._recorded_step().longest if self._is_recorded() else self._table.longest(self._begin)
 
     @property
     def has_memory(self) -> bool:
-        """Whether the keys and values of each group's source are there."""
-        has_source = self._tables.has_source[self._first :]
-        return len(has_source) > 0 and all(has_source)
-
-    @property
-    def num_blocks(self) -> int:
-        """All blocks, with block 0."""
-        return self.k.shape[1]
-
-    @property
-    def block_size(self) -> int:
-        """The tokens in a block."""
-        return self._block_size
-
-    @property
-    def token_bytes(self) -> int:
-        """What the keys and values of a token take, in all layers."""
-        num_layers, _, _, num_kv_heads, head_dim = self.k.shape
-        return 2 * num_layers * num_kv_heads * head_dim * self.k.element_size()
-
-    @property
-    def free_blocks(self) -> int:
-        """Blocks that nobody has. There may be more: what beams left behind is looked for by `sweep`."""
-        return self._tables.pool.num_free
+        """Whether there are groups, and the keys and values of each group's source are there."""
+        return self._longest_source() is not None
 
     @property
     def longest_source(self) -> int:
-        """The tokens of the longest source that is stored."""
-        return self._tables.longest_source
+        """The tokens of the longest source; 0 while a group has none."""
+        return self._longest_source() or 0
 
-    def set_aside(self, num_tokens: int) -> npt.NDArray[np.int32]:
-        """Takes blocks for tokens that belong to no group, for good: (num_tokens,) where they are; see `LaneCache`.
+    def _longest_source(self) -> int | None:
+        groups = self._table.groups
+        lengths = [group.source_seqlen for group in (groups[self._first :] if self._first else groups)]
+        return max(lengths) if min(lengths, default=-1) >= 0 else None
 
-        Raises:
-            CacheFullError: not as many blocks are free. Nothing is taken.
-        """
-        return self._tables.set_aside(num_tokens)
+    @property
+    def num_blocks(self) -> int:
+        """All blocks, the null block among them."""
+        return self.k.shape[1]
+
+    @property
+    def free_blocks(self) -> int:
+        """The blocks that no group holds. Forks may leave more, which are collected before blocks run out."""
+        return self._table.pool.num_free
+
+    @property
+    def token_bytes(self) -> int:
+        """The bytes of the keys and values of one token, in all layers."""
+        num_layers, _, _, num_kv_heads, head_dim = self.k.shape
+        return 2 * num_layers * num_kv_heads * head_dim * self.k.element_size()
 
     def blocks_of(self, num_tokens: int) -> int:
         """The blocks that num_tokens of a row or of a source fill."""
-        return blocks_of(num_tokens, self._block_size)
+        return blocks_of(num_tokens, self.block_size)
 
     def blocks_needed(self, num_tokens: int) -> int:
-        """The blocks that `reserve` would take from the free ones."""
-        return self._tables.blocks_needed(self._first, num_tokens)
+        """The blocks that `begin` would take. Where fewer are free, it first collects those that forks left behind."""
+        blocks = self._table.blocks_needed(self._begin, num_tokens)
+        if blocks > self.free_blocks:
+            self._table.collect()
+        return blocks
 
     @property
     def seqlens(self) -> Tensor:
         """(num_rows,) int32, the tokens in each row, on the cache's device. Not to be written."""
-        self._upload(slots=False)
-        return self._on_device.seqlens[self._rows()]
-
-    @property
-    def slot_table(self) -> Tensor:
-        """(num_rows, max_seqlen) int32, for `ops.decode_attention`: which token of the cache each position is."""
-        self._upload()
-        return self._on_device.slots[self._rows()]
+        return self._on_device.seqlens[self._begin : self._table.num_rows]
 
     def positions(self, num_tokens: int) -> Tensor:
         """The positions of the next tokens of each row: (num_rows, num_tokens) int64."""
         return self.seqlens[:, None] + torch.arange(num_tokens, device=self.k.device)
-
-    def __getitem__(self, layer: int) -> LayerCache:
-        """The part of one layer. What is appended to it must have been reserved."""
-        if torch.compiler.is_compiling() or (self._is_cuda and torch.cuda.is_current_stream_capturing()):
-            step = self._all_layers(*self._cut(self._rows(), self.max_seqlen, self.max_source_seqlen))
-        else:
-            # What the layers have in common is found once a step.
-            self._tables.settle()
-            if self._shared is None or self._shared[0] != self._tables.version:
-                self._shared = (self._tables.version, self._all_layers(*self._used_tables()))
-            step = self._shared[1]
-        k, v, cross = self.k[layer], self.v[layer], step.cross_attention
-        return LayerCache(replace(step.self_attention, k=k, v=v), None if cross is None else replace(cross, k=k, v=v))
-
-    def _used_tables(self) -> tuple[Tensor, ...]:
-        # In whole blocks, so that they are cut anew once a block.
-        size = self._block_size
-        longest = blocks_of(self.length_bound + self._tables.reserved, size) * size
-        longest_source = blocks_of(self._tables.longest_source, size) * size
-        rows = self._rows()
-        cut = (rows.start, rows.stop, longest, longest_source)
-        if self._cut_at is None or self._cut_at[0] != cut:
-            self._cut_at = cut, self._cut(rows, longest, longest_source)
-        return self._cut_at[1]
-
-    def _cut(self, rows: slice, width: int, source_width: int) -> tuple[Tensor, ...]:
-        tables = self._on_device
-        return (
-            tables.slots[rows, :width],
-            tables.seqlens[rows],
-            tables.keys[rows],
-            tables.source_slots[:, :source_width],
-        )
-
-    def _all_layers(self, slots: Tensor, seqlens: Tensor, keys: Tensor, source_slots: Tensor) -> LayerCache:
-        self._upload()
-        packed_slots, keys = self._packed or (None, keys)
-        is_empty, reserved = self.length_bound == 0, self._tables.reserved
-        own = AttentionCache(
-            self.k, self.v, slots, seqlens, None, reserved, is_empty=is_empty, packed_slots=packed_slots
-        )
-        if not self.has_memory:
-            return LayerCache(own)
-        source_seqlens = self._on_device.source_seqlens
-        return LayerCache(own, AttentionCache(self.k, self.v, source_slots, source_seqlens, keys, is_static=True))
 
     # Groups come and go.
 
@@ -278,34 +219,44 @@ class KVCache:
         """Appends empty groups of `rows` rows each.
 
         Raises:
-            ValueError: more than max_rows rows.
+            InputError: more than max_rows rows.
         """
-        self._tables.add(num_groups, rows)
+        self._table.add(num_groups, rows)
+        self._changed("seqlens", "keys")
 
-    def release(self, groups: Sequence[int]) -> None:
+    def free(self, groups: Sequence[int]) -> None:
         """Takes groups out, and their blocks back. Later groups move up.
 
         Raises:
-            ValueError: no such group, or one twice.
+            InputError: no such group, or one twice.
         """
-        self._tables.release([self._first + group if group >= 0 else group for group in groups])
+        self._table.free([self._first + group if group >= 0 else group for group in groups])
+        self._changed("seqlens", "keys", "slots")
 
-    def reorder(self, parents: Sequence[Sequence[int]]) -> None:
-        """Rows go on from what other rows of their group were: a beam search keeps its survivors. No token is copied.
+    def fork(self, parents: Sequence[Sequence[int]]) -> None:
+        """Lets rows go on from other rows of their group, as a beam search does with its survivors. It copies no token.
 
         Args:
-            parents: one list for each group, at least 1 long: its row i goes on from what its row parents[i] was. As
-                many rows as the list is long are in the group from now on.
+            parents: one list for each group, at least 1 long: its row i goes on from what its row parents[i] was. From
+                now on the group has as many rows as the list is long.
 
         Raises:
-            ValueError: anything but as many lists of integers as there are groups, an empty one, an index outside of
+            InputError: anything but as many lists of integers as there are groups, an empty one, an index outside of
                 the group, more than max_rows rows.
         """
-        self._tables.reorder(self._first, parents)
+        if self._table.fork(self._first, parents):
+            self._changed("seqlens", "keys", "slots")
+        else:
+            self._changed("slots")
 
-    def sweep(self) -> None:
-        """Takes back the blocks that beams left behind; `reserve` does it by itself before blocks run out."""
-        self._tables.sweep()
+    def rewind(self) -> None:
+        """Forgets the tokens of all groups; their sources stay."""
+        self._table.rewind(self._first)
+        self._changed("seqlens")
+
+    def reset(self) -> None:
+        """Empties the cache: no groups, no tokens, no sources; what was allocated stays."""
+        self.free(range(self.num_groups))
 
     def tail(self, first_group: int) -> KVCache:
         """The groups from first_group on as a cache of their own: runs new prompts while the others wait.
@@ -313,79 +264,120 @@ class KVCache:
         It shares everything with this one, and holds until groups before first_group leave.
         """
         if not 0 <= first_group <= self.num_groups:
-            raise ValueError(f"expected a first_group from 0 to {self.num_groups}, got {first_group}")
+            raise InputError(f"expected a first_group from 0 to {self.num_groups}, got {first_group}")
         view = copy.copy(self)
         view._first, view._fits_memory = self._first + first_group, False
-        view._packed = view._shared = None
         return view
 
-    def rewind(self) -> None:
-        """Forgets the tokens of all groups; their sources stay."""
-        self._tables.rewind(self._first)
+    def take_slots(self, num_tokens: int) -> Ints:
+        """Takes blocks for tokens that belong to no group, for good: (num_tokens,) their slots.
 
-    def reset(self) -> None:
-        """Empties the cache: no groups, no tokens, no sources; what was allocated stays."""
-        self.release(range(self.num_groups))
+        Raises:
+            CacheFullError: fewer blocks are free. Nothing is taken.
+        """
+        return self._table.take_slots(num_tokens)
 
     # Tokens are added.
 
     def check_rows(self, num_rows: int) -> None:
-        """Raises ValueError for a batch of another number of rows than the cache has."""
+        """Raises InputError for a batch of another number of rows than the cache has."""
         if num_rows != self.num_rows:
-            raise ValueError(f"expected the {self.num_rows} rows of the cache, got a batch of {num_rows}")
+            raise InputError(f"expected the {self.num_rows} rows of the cache, got a batch of {num_rows}")
 
     def check_room(self, num_tokens: int) -> None:
-        """Raises ValueError when rows would be longer than max_seqlen with `num_tokens` more."""
-        self._tables.check_room(self.length_bound, num_tokens)
+        """Raises InputError when rows would be longer than max_seqlen with `num_tokens` more."""
+        self._table.check_room(self.length_bound, num_tokens)
 
-    def reserve(self, num_tokens: int, seqlens: Sequence[int] | Tensor | None = None) -> None:
-        """Takes the blocks for the next tokens of every row. The stacks call it; a lone layer's caller calls it.
+    def begin(
+        self, num_tokens: int, seqlens: Sequence[int] | Tensor | None = None, is_packed: bool = False
+    ) -> StepTables:
+        """Begins a step: reserves the slots of the next tokens of every row.
 
         Args:
-            num_tokens: the most tokens that a row gets. Ahead of need is allowed: what `advance` leaves stays there.
-            seqlens: (num_rows,) the tokens of packed prompts, where every row is empty.
+            num_tokens: the most tokens that a row gets.
+            seqlens: (num_rows,) the tokens that each row gets, the same in each group; None: num_tokens. Padded prompts
+                are written whole, and the next tokens overwrite their padding. A tensor on a GPU is waited for.
+            is_packed: whether the tokens are packed prompts, of rows that are empty and of these seqlens.
+
+        Returns:
+            The step: `step.layer(i)` is what layer i takes as `cache=`.
 
         Raises:
-            CacheFullError: not as many blocks are free. Nothing is taken.
-            ValueError: a row would be longer than max_seqlen. Nothing is taken. In compiled code: nothing is reserved.
+            CacheFullError: fewer blocks are free than it takes. Nothing is taken.
+            InputError: a row would be longer than max_seqlen; seqlens that differ inside a group. In compiled code: the
+                caller has begun no step of so many tokens.
         """
-        tables = self._tables
-        if torch.compiler.is_compiling():
-            if seqlens is not None or tables.pending or tables.reserved < num_tokens or tables.reserved_from:
-                raise ValueError("expected KVCache.reserve before each compiled step, for all its tokens")
-            return
+        if self._is_recorded():
+            step = self._recorded_step()
+            if seqlens is not None or num_tokens != step.num_tokens:
+                raise InputError(
+                    f"expected the num_tokens = {step.num_tokens} that the caller has begun, without seqlens"
+                )
+            return self._step(self._on_device.slots.shape[1], None, None, num_tokens, None, step.longest)
+        table, begin = self._table, self._begin
         counts = None if seqlens is None else host_lengths(seqlens)
-        self._on_device.reserve(self._first, num_tokens, counts)
-        self._packed = None
+        longest = table.longest(begin)
+        table.check_room(longest, num_tokens)
         if counts is not None:
-            begin = tables.row_of(self._first)
+            table.check_counts(begin, counts, num_tokens)
+        if table.reserve(begin, counts if is_packed and counts is not None else num_tokens):
+            self._changed("slots")
+        size = self.block_size
+        width = blocks_of(longest + num_tokens, size) * size
+        packed_slots = batch_index = None
+        if is_packed and counts is not None:
             row, position = spread(counts)
             row += begin
-            place = self._on_device.place
-            self._packed = place(tables.slots[row, position].astype(np.int64)), place(tables.keys[row])
-        self._upload()
+            packed_slots = self._place(table.slots[row, position].astype(np.int64))
+            batch_index = self._place(table.keys[row])
+        step = self._step(width, packed_slots, batch_index, num_tokens, counts, longest)
+        self._begun[:] = [step]
+        return step
 
-    def advance(self, num_tokens: int, seqlens: Sequence[int] | Tensor | None = None) -> None:
-        """Counts tokens that were just appended. The stacks call it; a lone layer's caller calls it.
-
-        Args:
-            num_tokens: the tokens appended to each row.
-            seqlens: (num_rows,) the real ones among them where groups differ (padded or packed prompts); what was
-                written behind them is overwritten by the next tokens. A tensor on a GPU is waited for.
+    def commit(self, step: StepTables) -> None:
+        """Ends a step whose keys and values are written: its tokens count from now on.
 
         Raises:
-            ValueError: more than was reserved; different lengths inside a group.
+            InputError: the step is not the last one that has begun, or the cache has changed since.
         """
-        tables = self._tables
-        if torch.compiler.is_compiling():
-            # The host catches up when it is next asked; rows of different lengths it could not tell apart.
-            if seqlens is not None:
-                raise ValueError("expected prompts of different lengths outside of compiled code")
-            tables.pending += num_tokens
+        if self._is_recorded():
             return
-        counts = None if seqlens is None else host_lengths(seqlens)
-        self._on_device.advance(self._first, num_tokens, counts)
-        self._packed = None
+        if not self._begun or self._begun[0] is not step:
+            raise InputError("expected the step that was begun last, before the cache changed in any other way")
+        self._table.commit(step.first_row, step.num_tokens if step.counts is None else step.counts)
+        self._changed("seqlens")
+
+    def _step(
+        self,
+        width: int,
+        packed_slots: Tensor | None,
+        batch_index: Tensor | None,
+        num_tokens: int,
+        counts: Ints | None,
+        longest: int,
+    ) -> StepTables:
+        tables, begin, end = self._on_device, self._begin, self._table.num_rows
+        source_slots = source_seqlens = None
+        if (longest_source := self._longest_source()) is not None:
+            source_slots, source_seqlens = tables.source_slots, tables.source_seqlens
+            if not self._is_recorded():
+                source_slots = source_slots[:, : blocks_of(longest_source, self.block_size) * self.block_size]
+            batch_index = tables.keys[begin:end] if batch_index is None else batch_index
+        k, v = (self.k, self.v) if self._is_recorded() else self._layers
+        slots, seqlens = tables.slots[begin:end, :width], tables.seqlens[begin:end]
+        return StepTables(
+            k, v, slots, seqlens, packed_slots, source_slots, source_seqlens, batch_index, num_tokens, counts, begin,
+            longest,
+        )  # fmt: skip
+
+    def _recorded_step(self) -> StepTables:
+        # The caller does the host's part of the step outside, before each run of what is recorded.
+        if not self._begun:
+            raise InputError("expected KVCache.begin before each compiled step, and KVCache.commit after it")
+        return self._begun[0]
+
+    def _is_recorded(self) -> bool:
+        return torch.compiler.is_compiling() or (self.k.is_cuda and torch.cuda.is_current_stream_capturing())
 
     @torch.no_grad()
     def set_memory(
@@ -402,44 +394,104 @@ class KVCache:
             seqlens: (sources,) real tokens of each source; None: all (padded only).
 
         Raises:
-            ValueError: other sizes than the cache has, or another number of sources than groups without one.
-            CacheFullError: not as many blocks are free. Nothing is taken.
+            InputError: other sizes than the cache has, or another number of sources than groups without one.
+            CacheFullError: fewer blocks are free than it takes. Nothing is taken.
         """
-        lengths = memory_lengths(keys, values, seqlens, self.k)
-        tables = self._tables
-        groups = [self._first + i for i, there in enumerate(tables.has_source[self._first :]) if not there]
+        lengths = self._memory_lengths(keys, values, seqlens)
+        groups = [i for i in range(self._first, len(self._table.groups)) if self._table.groups[i].source_seqlen < 0]
         if len(groups) != len(lengths):
-            raise ValueError(
+            raise InputError(
                 f"expected a source for each of the {len(groups)} groups without one, got {len(lengths)}: rows that "
                 "share a source are one group"
             )
-        if lengths.max(initial=0) > tables.max_source_seqlen:
+        if lengths.max(initial=0) > self.max_source_seqlen:
             self._widen(int(lengths.max()))
-        slots = self._on_device.place(self._tables.set_sources(groups, lengths).astype(np.int64))
+        slots = self._place(self._table.set_sources(groups, lengths).astype(np.int64))
         real = None
         if keys[0].dim() == 4:
             source, position = spread(lengths)
-            real = self._on_device.place(source * keys[0].shape[1] + position)
+            real = self._place(source * keys[0].shape[1] + position)
         for stored, given in ((self.k, keys), (self.v, values)):
             for layer, x in zip(stored, given, strict=True):
                 x = x[: len(slots)] if real is None else x.flatten(0, 1)[real]
                 layer.flatten(0, 1).index_copy_(0, slots, x.to(layer.dtype))
+        self._changed("source_seqlens", "source_slots")
+
+    def _memory_lengths(
+        self, keys: Sequence[Tensor], values: Sequence[Tensor], seqlens: Sequence[int] | Tensor | None
+    ) -> Ints:
+        if len(keys) != self.num_layers or len(values) != self.num_layers:
+            raise InputError(f"expected keys and values of {self.num_layers} layers, got {len(keys)} and {len(values)}")
+        shape, sizes = keys[0].shape, self.k.shape[-2:]
+        if len(shape) not in (3, 4) or shape[-2:] != sizes or any(x.shape != shape for x in (*keys, *values)):
+            raise InputError(
+                f"expected keys and values of (sources, source_seqlen, {sizes[0]}, {sizes[1]}) or (total, {sizes[0]}, "
+                f"{sizes[1]}), the same for all layers, got {tuple(shape)}"
+            )
+        padded = len(shape) == 4
+        if seqlens is None and not padded:
+            raise InputError("expected seqlens along with packed keys and values")
+        lengths = np.full(shape[0], shape[1], np.int32) if seqlens is None else host_lengths(seqlens)
+        most, total = lengths.max(initial=0), lengths.sum()
+        if lengths.min(initial=0) < 0 or (most > shape[1] or len(lengths) != shape[0] if padded else total > shape[0]):
+            raise InputError(f"expected seqlens that keys of shape {tuple(shape)} have, got {lengths.tolist()}")
+        return lengths
 
     def _widen(self, source_seqlen: int) -> None:
-        tables = self._tables
-        if not self._fits_memory or self.free_blocks < self.num_blocks - 1:
-            raise ValueError(
-                f"expected sources of at most max_source_seqlen = {tables.max_source_seqlen} tokens, got one of "
+        groups = self._table.groups
+        reserved = sum(len(group.blocks) for group in groups)
+        is_empty = self.length_bound == 0 and all(group.source_seqlen < 0 for group in groups)
+        if not (self._fits_memory and is_empty and self.free_blocks + reserved == self.num_blocks - 1):
+            raise InputError(
+                f"expected sources of at most max_source_seqlen = {self.max_source_seqlen} tokens, got one of "
                 f"{source_seqlen}: make the cache with a larger one"
             )
         self._allocate(source_seqlen)
-        for rows in tables.sizes:
-            self.add(rows=rows)
+        for group in groups:
+            self.add(rows=group.size)
 
-    def _rows(self) -> slice:
-        return slice(self._tables.row_of(self._first), self._tables.num_rows)
+    # The device's tables.
 
-    def _upload(self, slots: bool = True) -> None:
-        # Compiled code reads what `reserve` has uploaded before it.
-        if not torch.compiler.is_compiling():
-            self._on_device.upload(slots)
+    @property
+    def _begin(self) -> int:
+        return self._table.row_of(self._first) if self._first else 0
+
+    def _changed(self, *names: str) -> None:
+        """Ends the step that has begun, and sends these tables to the device."""
+        self._begun.clear()
+        if self._is_host(self.k.device):
+            return
+        table, rows = self._table, self._table.num_rows
+        sources = max((group.key + 1 for group in table.groups), default=0)
+        # Of each table what is in use, and not what there is room for.
+        used: dict[str, tuple[slice, ...]] = {
+            "seqlens": (slice(rows),),
+            "keys": (slice(rows),),
+            "slots": (slice(rows), slice(int(table.capacities[:rows].max(initial=0)))),
+            "source_seqlens": (slice(sources),),
+            "source_slots": (slice(sources), slice(int(table.source_seqlens[:sources].max(initial=0)))),
+        }
+        for name in names:
+            of_host, of_device = getattr(table, name), getattr(self._on_device, name)
+            of_device[used[name]].copy_(self._staged(of_host[used[name]]), non_blocking=True)
+
+    def _place(self, array: npt.NDArray[np.integer]) -> Tensor:
+        return self._staged(array).to(self.k.device, non_blocking=True)
+
+    def _staged(self, array: npt.NDArray[np.integer]) -> Tensor:
+        # A pinned copy, so that the host may go on writing while the upload is under way: torch gives the copy's memory
+        # to others only when the device is done with it.
+        tensor = torch.from_numpy(np.ascontiguousarray(array))
+        return tensor.pin_memory() if self.k.is_cuda else tensor
+
+
+def host_lengths(seqlens: Sequence[int] | Tensor) -> Ints:
+    """Lengths as an array on the host. A tensor on a GPU is waited for.
+
+    Raises:
+        InputError: no one-dimensional integers.
+    """
+    values = seqlens.cpu().numpy() if isinstance(seqlens, Tensor) else np.asarray(seqlens)
+    if values.ndim != 1 or not (values.dtype.kind in "iu" or not len(values)):
+        raise InputError(f"expected seqlens of shape (rows,) with integers, got {values.dtype} {values.shape}")
+    return values.astype(np.int32)

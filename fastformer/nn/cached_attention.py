@@ -8,7 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastformer.cache.layer_view import AttentionCache
+from fastformer.cache import AttentionCache
+from fastformer.cache.block_pool import NULL_BLOCK
+from fastformer.errors import InputError
 from fastformer.nn.embedding import RotaryPositions
 from fastformer.nn.layout import SequenceLayout
 from fastformer.nn.masks import add_bias
@@ -56,11 +58,11 @@ def append_cached(
         rotary: rotates q and k; without positions of its own, by those in the cache.
 
     Raises:
-        ValueError: another number of rows than the cache has, tokens that were not reserved.
+        InputError: another number of rows than the cache has, more tokens than the step has.
     """
     batch, seqlen = q.shape[:2] if packed is None else (packed.batch_size, packed.max_seqlen)
-    if seqlen > cache.reserved:
-        raise ValueError(f"expected the tokens to be reserved first (KVCache.reserve), got {seqlen} more")
+    if seqlen > cache.num_tokens:
+        raise InputError(f"expected at most the num_tokens = {cache.num_tokens} of KVCache.begin, got {seqlen} tokens")
     is_step = packed is None and not (cache.is_empty and seqlen > 1)
     tables: dict[str, Any] = {}
     if rotary is not None:
@@ -77,14 +79,14 @@ def append_cached(
             q, cache.k, cache.v, cache.seqlens, k=k, v=v, slot_table=cache.slot_table, window_left=window_left, **tables
         )
     if batch != len(cache.seqlens):
-        raise ValueError(f"expected the {len(cache.seqlens)} rows of the cache, got a batch of {batch}")
+        raise InputError(f"expected the {len(cache.seqlens)} rows of the cache, got a batch of {batch}")
     if k.shape[-2:] != cache.k.shape[-2:]:
         expected, got = tuple(cache.k.shape[-2:]), tuple(k.shape[-2:])
-        raise ValueError(f"expected num_kv_heads and head_dim {expected}, as the cache has, got {got}")
+        raise InputError(f"expected num_kv_heads and head_dim {expected}, as the cache has, got {got}")
     window = (window_left, 0)
     if packed is not None:
         if not cache.is_empty or cache.packed_slots is None or packed.cu_seqlens is None:
-            raise ValueError("expected rows that are empty, reserved with their lengths, for packed prompts")
+            raise InputError("expected packed prompts for rows that are empty (KVCache.begin(is_packed=True))")
         cu_seqlens, slots = packed.cu_seqlens, cache.packed_slots
         if position_bias is None:
             out = varlen_attention(q, k, v, cu_seqlens, cu_seqlens, seqlen, seqlen, window_size=window)
@@ -108,18 +110,18 @@ def _write(cache: AttentionCache, slots: Tensor, k: Tensor, v: Tensor) -> None:
 def _append_and_gather(
     cache: AttentionCache, q: Tensor, k: Tensor, v: Tensor, window_left: int | None, position_bias: Tensor
 ) -> Tensor:
-    """No kernel for a cache takes a bias: what the rows hold is copied side by side."""
+    # No kernel for a cache takes a bias, so the keys and values of each row are gathered.
     rows, seqlen, until = q.shape[0], q.shape[1], position_bias.shape[-1]
     if rows != len(cache.seqlens) or until > cache.slot_table.shape[1]:
-        raise ValueError(
+        raise InputError(
             f"expected {len(cache.seqlens)} rows, and a position_bias of at most {cache.slot_table.shape[1]} keys, "
             f"got {rows} and {until}"
         )
     own = cache.seqlens[:, None].long() + torch.arange(seqlen, device=q.device)
     _write(cache, cache.slot_table.gather(1, own).flatten().long(), k.flatten(0, 1), v.flatten(0, 1))
     position = torch.arange(until, device=q.device)
-    # Behind a row's end there may be anything: block 0 is zeros.
-    slots = cache.slot_table[:, :until].long().masked_fill(position > own[:, -1:], 0)
+    # Behind a row's end the table may say anything. The null block's values are finite.
+    slots = cache.slot_table[:, :until].long().masked_fill(position > own[:, -1:], NULL_BLOCK)
     keys, values = (x.flatten(0, 1)[slots] for x in (cache.k, cache.v))
     seen = position <= own[..., None]
     if window_left is not None:

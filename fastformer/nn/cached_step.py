@@ -1,65 +1,64 @@
-"""What a stack does with a cache before its layers run, and after."""
+"""What a stack checks before it runs its layers along with a cache."""
 
 from __future__ import annotations
 
-from typing import cast
+from collections.abc import Sequence
+from typing import NamedTuple, cast
 
 from torch import Tensor, nn
 
-from fastformer.cache.kv_cache import KVCache
+from fastformer.cache import KVCache
+from fastformer.errors import InputError
 from fastformer.nn.attention import MultiheadAttention
 from fastformer.nn.layout import SequenceLayout
 
 
-class CachedStep:
-    """A run of a stack's layers that appends to a cache. Making one checks that it can, and takes nothing.
+class NextTokens(NamedTuple):
+    """What `KVCache.begin` is told of a stack's input: its arguments."""
+
+    num_tokens: int
+    seqlens: Sequence[int] | Tensor | None
+    is_packed: bool
+
+
+def next_tokens(cache: KVCache, x: Tensor, layers: nn.ModuleList, layout: SequenceLayout | None) -> NextTokens:
+    """Checks that a stack's input can be appended to a cache.
 
     Args:
-        cache: what is appended to.
+        cache: what it is appended to.
         x: the stack's input, padded, or the packed prompts of rows that are empty.
         layers: the stack's.
         layout: of x.
 
     Raises:
-        ValueError: another number of layers or of rows than the cache has; shapes that don't fit; more tokens than
+        InputError: another number of layers or of rows than the cache has; shapes that don't fit; more tokens than
             there is room for; packed prompts where rows have tokens.
     """
-
-    def __init__(self, cache: KVCache, x: Tensor, layers: nn.ModuleList, layout: SequenceLayout | None) -> None:
-        check_layers(cache, layers)
-        packed = layout is not None and layout.is_packed
-        if x.dim() != (2 if packed else 3):
-            expected = "packed tokens (the layout is packed)" if packed else "a padded batch, or a packed layout,"
-            raise ValueError(f"expected {expected} along with a cache, got a tensor of shape {tuple(x.shape)}")
-        if packed and layout is not None:
-            batch, self.num_tokens = layout.batch_size, layout.max_seqlen
-            if cache.length_bound > 0:
-                raise ValueError("expected packed prompts for rows that are empty, got rows with tokens (KVCache.tail)")
-        else:
-            batch, self.num_tokens = x.shape[:2] if _attention(layers).batch_first else (x.shape[1], x.shape[0])
-        cache.check_rows(batch)
-        cache.check_room(self.num_tokens)
-        self.cache, self.seqlens = cache, None if layout is None else layout.read_seqlens()
-        self.packed_seqlens = self.seqlens if packed else None
-
-    def reserve(self) -> None:
-        """Before the layers."""
-        self.cache.reserve(self.num_tokens, self.packed_seqlens)
-
-    def advance(self) -> None:
-        """After them."""
-        self.cache.advance(self.num_tokens, self.seqlens)
+    check_layers(cache, layers)
+    packed = layout is not None and layout.is_packed
+    if x.dim() != (2 if packed else 3):
+        expected = "packed tokens (the layout is packed)" if packed else "a padded batch, or a packed layout,"
+        raise InputError(f"expected {expected} along with a cache, got a tensor of shape {tuple(x.shape)}")
+    if packed and layout is not None:
+        batch, num_tokens = layout.batch_size, layout.max_seqlen
+        if cache.length_bound > 0:
+            raise InputError("expected packed prompts for rows that are empty, got rows with tokens (KVCache.tail)")
+    else:
+        batch, num_tokens = x.shape[:2] if _attention(layers).batch_first else (x.shape[1], x.shape[0])
+    cache.check_rows(batch)
+    cache.check_room(num_tokens)
+    return NextTokens(num_tokens, None if layout is None else layout.read_seqlens(), packed)
 
 
 def check_layers(cache: KVCache, layers: nn.ModuleList) -> None:
-    """Raises ValueError for a cache of another model: other layers, other heads."""
+    """Raises InputError for a cache of another model: other layers, other heads."""
     num_layers, _, _, *heads = cache.k.shape
     if num_layers != len(layers):
-        raise ValueError(f"expected a cache of {len(layers)} layers, got one of {num_layers}")
+        raise InputError(f"expected a cache of {len(layers)} layers, got one of {num_layers}")
     attention = _attention(layers)
     expected = [attention.num_kv_heads, attention.head_dim]
     if heads != expected:
-        raise ValueError(f"expected a cache of num_kv_heads and head_dim {expected}, got one of {heads}")
+        raise InputError(f"expected a cache of num_kv_heads and head_dim {expected}, got one of {heads}")
 
 
 def _attention(layers: nn.ModuleList) -> MultiheadAttention:
@@ -67,6 +66,6 @@ def _attention(layers: nn.ModuleList) -> MultiheadAttention:
 
 
 def check_masks(mask: Tensor | None, key_padding_mask: Tensor | None, is_causal: bool) -> None:
-    """Raises ValueError for masks: cached attention is causal, and one that says just that is accepted."""
+    """Raises InputError for masks: cached attention is causal, and one that says just that is accepted."""
     if key_padding_mask is not None or (mask is not None and not is_causal):
-        raise ValueError("expected no mask but the causal one along with a cache; `layout=` says what is padding")
+        raise InputError("expected no mask but the causal one along with a cache; `layout=` says what is padding")

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fastformer.cache.kv_cache import KVCache
-from fastformer.nn.cached_step import CachedStep, check_layers, check_masks
+from fastformer.nn.cached_step import check_layers, check_masks, next_tokens
 from fastformer.nn.embedding import RotaryPositions
 from fastformer.nn.errors import InputError
 from fastformer.nn.feed_forward import Activation, fused_name
@@ -217,14 +217,14 @@ class TransformerEncoder(_Stack):
                 packed = padding.pack(src)
                 out = TransformerEncoder.forward(self, packed, is_causal=is_causal, layout=padding.layout)
                 return padding.unpack(out)
+        step = None
         if cache is not None:
             check_masks(mask, src_key_padding_mask, is_causal)
             mask = None
-            step = CachedStep(cache, src, self.layers, layout)
-            step.reserve()
+            step = cache.begin(*next_tokens(cache, src, self.layers, layout))
 
         def call(layer: nn.Module, i: int, state: State) -> State:
-            own = None if cache is None else cache[i]
+            own = None if step is None else step.layer(i)
             options = given(layout=layout, cache=own, rotary=rotary, position_bias=position_bias)
             masks = {"src_mask": mask, "src_key_padding_mask": src_key_padding_mask}
             if not is_our_layer(layer):
@@ -235,8 +235,8 @@ class TransformerEncoder(_Stack):
         # A cache keeps no graph, so gradients would be wrong: there are none.
         with torch.set_grad_enabled(torch.is_grad_enabled() and cache is None):
             out = self._run(src, call)
-        if cache is not None:
-            step.advance()
+        if cache is not None and step is not None:
+            cache.commit(step)
         return out
 
 
@@ -321,17 +321,18 @@ class TransformerDecoder(_Stack):
                         memory_layout=other.layout,
                     )
                     return own.unpack(out)
+        step = None
         if cache is not None:
             check_masks(tgt_mask, tgt_key_padding_mask, tgt_is_causal)
             tgt_mask = None
             if memory_mask is not None:
                 raise InputError("expected no memory_mask along with a cache")
-            step = CachedStep(cache, tgt, self.layers, layout)
+            tokens = next_tokens(cache, tgt, self.layers, layout)
             if not cache.has_memory:
                 if memory is None:
                     raise InputError("expected a memory: the cache holds none yet")
                 self.store_memory(cache, memory, memory_layout, memory_key_padding_mask)
-            step.reserve()
+            step = cache.begin(*tokens)
             # From here on the cache speaks for the memory.
             memory = memory_layout = memory_key_padding_mask = None
 
@@ -339,7 +340,7 @@ class TransformerDecoder(_Stack):
             options = given(
                 layout=layout,
                 memory_layout=memory_layout,
-                cache=None if cache is None else cache[i],
+                cache=None if step is None else step.layer(i),
                 rotary=rotary,
                 position_bias=position_bias,
             )
@@ -358,8 +359,8 @@ class TransformerDecoder(_Stack):
         # A cache keeps no graph, so gradients would be wrong: there are none.
         with torch.set_grad_enabled(torch.is_grad_enabled() and cache is None):
             out = self._run(tgt, call)
-        if cache is not None:
-            step.advance()
+        if cache is not None and step is not None:
+            cache.commit(step)
         return out
 
     @torch.no_grad()

@@ -1,315 +1,401 @@
-"""Cached decoding gives what decoding without a cache gives."""
+"""A cache held against lists of tokens in plain Python."""
 
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
-import fastformer.nn as fnn
-from fastformer.nn import KVCache, SequenceLayout
-from tests.nn.comparing import assert_same, padding_mask, randomised, taken
+from fastformer.cache import CacheFullError, KVCache
+from fastformer.errors import InputError
+from tests.nn.comparing import taken
 
-N, T, S, E, H, FF, LAYERS = 3, 7, 5, 12, 3, 16, 2
-DOUBLE = {"dtype": torch.float64}
-
-
-def decoder(norm_first=True, batch_first=True, **options):
-    layer = fnn.TransformerDecoderLayer(
-        E, H, FF, 0.1, norm_first=norm_first, batch_first=batch_first, **options, **DOUBLE
-    )
-    return randomised(fnn.TransformerDecoder(layer, LAYERS, fnn.AddLayerNorm(E, **DOUBLE))).eval()
+LAYERS, ROWS, SEQLEN, SOURCE, SIZE = 2, 9, 23, 7, 4
 
 
-def new_cache(groups=N, rows=1, max_seqlen=T, kv_heads=H):
-    cache = KVCache(LAYERS, 2 * groups * rows, max_seqlen, kv_heads, E // H, block_size=4, **DOUBLE)
-    cache.add(groups, rows)
+def new_cache(num_blocks=None, rows=ROWS, **options):
+    sizes = {"max_source_seqlen": SOURCE, "num_blocks": num_blocks, "block_size": SIZE}
+    cache = KVCache(LAYERS, rows, SEQLEN, 1, 1, **{**sizes, **options})
+    cache.k[:, 1:] = cache.v[:, 1:] = torch.nan  # what was never written must never be read
     return cache
 
 
-def run(stack, x, memory, chunks, cache, **options):
-    outputs, start = [], 0
-    for size in chunks:
-        outputs.append(stack(x[:, start : start + size], memory, cache=cache, **options))
-        start += size
-    return torch.cat(outputs, 1)
+class Oracle:
+    """What a cache should hold, driven along with it: of each group the tokens of its rows, and its source."""
+
+    def __init__(self, cache):
+        self.cache, self.token = cache, 0.0
+        self.groups: list[list[list[float]]] = []
+        self.sources: list[list[float] | None] = []
+
+    def tokens(self, n):
+        self.token += n
+        return [self.token - i for i in range(n)]
+
+    def add(self, num_groups, rows):
+        self.cache.add(num_groups, rows)
+        self.groups += [[[] for _ in range(rows)] for _ in range(num_groups)]
+        self.sources += [None] * num_groups
+
+    def free(self, which):
+        self.cache.free(which)
+        self.groups = [group for i, group in enumerate(self.groups) if i not in which]
+        self.sources = [source for i, source in enumerate(self.sources) if i not in which]
+
+    def fork(self, parents):
+        self.cache.fork(parents)
+        self.groups = [[list(group[i]) for i in own] for group, own in zip(self.groups, parents, strict=True)]
+
+    def rewind(self):
+        self.cache.rewind()
+        self.groups = [[[] for _ in group] for group in self.groups]
+
+    def append(self, n, first=0, counts=None, is_packed=False):
+        """Begins a step, writes what a layer would, padding included, and commits."""
+        cache = self.cache.tail(first) if first else self.cache
+        rows = [row for group in self.groups[first:] for row in group]
+        step = cache.begin(n, counts, is_packed)
+        packed = []
+        for index, row in enumerate(rows):
+            new = self.tokens(n if counts is None else counts[index])
+            table = step.slot_table[index, len(row) :].tolist()
+            packed += table[: len(new)]
+            for layer in range(LAYERS):
+                own = step.layer(layer).self_attention
+                for slot, token in zip(table, new if is_packed else new + [torch.inf] * (n - len(new)), strict=False):
+                    own.k.view(-1)[slot], own.v.view(-1)[slot] = token, -token
+            row += new
+        if is_packed:
+            assert step.layer(1).self_attention.packed_slots.tolist() == packed
+        cache.commit(step)
+
+    def set_memory(self, lengths):
+        new = [self.tokens(length) for length in lengths]
+        keys = torch.tensor([token for source in new for token in source]).view(-1, 1, 1)
+        self.cache.set_memory([keys] * LAYERS, [-keys] * LAYERS, lengths)
+        self.sources = [new.pop(0) if source is None else source for source in self.sources]
+
+    def check(self, is_collected=False):
+        cache, rows = self.cache, [row for group in self.groups for row in group]
+        assert (cache.num_rows, cache.num_groups) == (len(rows), len(self.groups))
+        assert cache.group_sizes == [len(group) for group in self.groups]
+        assert cache.lengths == [len(group[0]) for group in self.groups]
+        assert cache.seqlens.tolist() == [len(row) for row in rows]
+        assert cache.length_bound == max((len(row) for row in rows), default=0)
+        step = cache.begin(0)  # what is there
+        assert step.slot_table.shape == (len(rows), -(-cache.length_bound // SIZE) * SIZE)
+        held = {int(s) // SIZE for table, row in zip(step.slot_table, rows, strict=True) for s in table[: len(row)]}
+        has_memory = bool(rows) and None not in self.sources
+        assert cache.has_memory == has_memory
+        for index in range(LAYERS):
+            own, cross = step.layer(index)
+            for row, table in zip(rows, own.slot_table.long(), strict=True):
+                assert own.k.view(-1)[table[: len(row)]].tolist() == row
+                assert own.v.view(-1)[table[: len(row)]].tolist() == [-token for token in row]
+            if has_memory:
+                wanted = [source for group, source in zip(self.groups, self.sources, strict=True) for _ in group]
+                for key, source in zip(cross.batch_index.tolist(), wanted, strict=True):
+                    assert cross.seqlens[key] == len(source)
+                    slots = cross.slot_table[key, : len(source)].long()
+                    assert cross.k.view(-1)[slots].tolist() == source
+                    assert cross.v.view(-1)[slots].tolist() == [-token for token in source]
+        assert not cache.k[:, 0].any() and not cache.v[:, 0].any()
+        held_by_sources = sum(-(-len(source) // SIZE) for source in self.sources if source is not None)
+        # Beside what it reads a row holds the block that it writes to.
+        spare = taken(cache) - len(held) - held_by_sources
+        assert spare >= 0 and (not is_collected or spare <= len(rows))
 
 
-@torch.inference_mode()
-@pytest.mark.parametrize("chunks", [[1] * 7, [4, 1, 1, 1], [7], [1, 3, 3]], ids=str)
-@pytest.mark.parametrize(
-    "options", [{}, {"norm_first": False}, {"num_kv_heads": 1}, {"window_size": (2, 0)}, {"norm": "rms"}], ids=str
-)
-def test_cached_equals_uncached(options, chunks):
-    stack = decoder(**options)
-    x, memory = torch.randn(N, T, E, **DOUBLE), torch.randn(N, S, E, **DOUBLE)
-    layout = SequenceLayout.padded(torch.tensor([5, 2, 3]), S)
-    expected = stack(x, memory, tgt_is_causal=True, memory_layout=layout)
-    cache = new_cache(kv_heads=options.get("num_kv_heads", H))
-    assert_same(run(stack, x, memory, chunks, cache, memory_layout=layout), expected, "hidden states")
-    assert cache.lengths == [T] * N and cache.seqlens.tolist() == [T] * N
+def step_randomly(oracle, choice, rng):
+    sizes = [len(group) for group in oracle.groups]
+    room = ROWS - sum(sizes)
+    longest = max((len(row) for group in oracle.groups for row in group), default=0)
+    if choice == "add" and room:
+        rows, before = rng.randint(1, min(3, room)), len(sizes)
+        oracle.add(rng.randint(1, room // rows), rows)
+        if rng.random() < 0.7:
+            oracle.set_memory([rng.randint(0, SOURCE) for source in oracle.sources if source is None])
+        counts = [length for group in oracle.groups[before:] for length in [rng.randint(0, 6)] * len(group)]
+        oracle.append(6, before, counts, rng.random() < 0.5)
+    elif choice == "free" and sizes:
+        oracle.free(rng.sample(range(len(sizes)), rng.randint(1, min(2, len(sizes)))))
+    elif choice == "fork" and sizes:
+        oracle.fork([[rng.randrange(size) for _ in range(size)] for size in sizes])
+    elif choice == "resize" and sizes:
+        new = [rng.randint(1, size + min(2, room // len(sizes))) for size in sizes]
+        oracle.fork([[rng.randrange(size) for _ in range(n)] for size, n in zip(sizes, new, strict=True)])
+    elif choice == "append" and sizes:
+        oracle.append(min(rng.choice([1, 1, 1, 2, 5]), SEQLEN - longest))
+    elif choice == "abandon" and sizes:  # a step that fails
+        oracle.cache.begin(min(rng.choice([1, 3]), SEQLEN - longest))
 
 
-@torch.inference_mode()
-def test_sequence_first():
-    stack = decoder(batch_first=False)
-    x, memory = torch.randn(T, N, E, **DOUBLE), torch.randn(S, N, E, **DOUBLE)
-    expected = stack(x, memory, tgt_is_causal=True)
-    cache = new_cache()
-    outputs = [stack(x[:3], memory, cache=cache)] + [stack(x[i : i + 1], memory, cache=cache) for i in range(3, T)]
-    assert_same(torch.cat(outputs), expected, "hidden states")
-
-
-@torch.inference_mode()
-@pytest.mark.parametrize("rotary", ["none", "positions", "those of the cache"])
-def test_decoder_only_with_prompts_of_different_lengths(rotary):
-    layer = fnn.TransformerEncoderLayer(E, H, FF, norm_first=True, batch_first=True, **DOUBLE)
-    stack = randomised(fnn.TransformerEncoder(layer, LAYERS, fnn.AddLayerNorm(E, **DOUBLE))).eval()
-    table = fnn.RotaryEmbedding(E // H, 20, **DOUBLE)
-    lengths = [4, 1, 3]
-    prompts, further = torch.randn(N, 4, E, **DOUBLE), torch.randn(N, 3, E, **DOUBLE)
-    cache = new_cache()
-
-    def bind(positions):
-        return None if rotary == "none" else table(positions)
-
-    def bind_next(num_tokens):
-        return bind(None if rotary == "those of the cache" else cache.positions(num_tokens))
-
-    layout = SequenceLayout.padded(torch.tensor(lengths), 4)
-    first = stack(prompts, cache=cache, layout=layout, rotary=bind_next(4))
-    assert cache.seqlens.tolist() == cache.lengths == lengths
-    chunks = [further[:, :1], further[:, 1:]]
-    steps = [stack(chunk, cache=cache, rotary=bind_next(chunk.shape[1])) for chunk in chunks]
-    for row, length in enumerate(lengths):
-        whole = torch.cat([prompts[row, :length], further[row]])[None]
-        expected = stack(whole, is_causal=True, rotary=bind(torch.arange(length + 3)[None]))[0]
-        assert_same(first[row, :length], expected[:length], "prompt")
-        assert_same(torch.cat(steps, 1)[row], expected[length:], "steps")
-
-
-@torch.inference_mode()
-def test_beams_share_their_sources_keys():
-    stack, beams = decoder(), 2
-    x, memory = torch.randn(N * beams, T, E, **DOUBLE), torch.randn(N, S, E, **DOUBLE)
-    layout = SequenceLayout.padded(torch.tensor([5, 2, 3]), S)
-    cache = new_cache(rows=beams)
-    out = run(stack, x, memory, [2, 1, 4], cache, memory_layout=layout)
-    repeated = SequenceLayout.padded(layout.seqlens.repeat_interleave(beams), S)
-    expected = stack(x, memory.repeat_interleave(beams, 0), tgt_is_causal=True, memory_layout=repeated)
-    assert_same(out, expected, "hidden states")
-    # 2 blocks of 4 for each row of 7 tokens, and 2 + 1 + 1 for the sources, whose padding is not stored.
-    assert taken(cache) == 2 * N * beams + 4
-
-
-@torch.inference_mode()
-@pytest.mark.parametrize("change", ["reorder", "release"])
-def test_rows_go_on_from_what_they_were(change):
-    """The cache after reorder or release decodes as one that had seen the rows in that order."""
-    stack, beams = decoder(), 3
-    memory, x = torch.randn(N, S, E, **DOUBLE), torch.randn(N * beams, T, E, **DOUBLE)
-    layout = SequenceLayout.padded(torch.tensor([5, 2, 3]), S)
-    cache = new_cache(rows=beams)
-    run(stack, x, memory, [3, 1], cache, memory_layout=layout)
-    if change == "reorder":  # one group with other rows, one with fewer, one with more
-        cache.reorder([[2, 0, 2], [1], [0, 0, 2, 1]])
-        index = torch.tensor([2, 0, 2, 4, 6, 6, 8, 7])
-    else:
-        cache.release([0])
-        index = torch.tensor([3, 4, 5, 6, 7, 8])
-    after = run(stack, x[index][:, 4:], None, [1, 2], cache)
-    chosen = SequenceLayout.padded(layout.seqlens[index // beams], S)
-    expected = stack(x[index], memory[index // beams], tgt_is_causal=True, memory_layout=chosen)[:, 4:]
-    assert_same(after, expected, change)
-
-
-@torch.inference_mode()
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"norm_first": False}, {"num_kv_heads": 1}, {"window_size": (2, 0)}, {"batch_first": False}],
-    ids=str,
-)
-def test_packed_prompts_join_rows_that_are_decoding(options):
-    stack = decoder(**options)
-    kv_heads = options.get("num_kv_heads", H)
-    lengths, sources = [3, 0, 5], [4, 5, 1]
-    rows = [torch.randn(T, E, **DOUBLE) for _ in range(N + 1)]
-    memories = [torch.randn(length, E, **DOUBLE) for length in (3, *sources)]
-
-    def alone(row):
-        x, memory = rows[row][:, None], memories[row][:, None]
-        if options.get("batch_first", True):
-            x, memory = x.transpose(0, 1), memory.transpose(0, 1)
-        return stack(x, memory, tgt_is_causal=True).view(T, E)
-
-    def step(cache, tokens):
-        x = torch.stack(tokens)[:, None]
-        batched = options.get("batch_first", True)
-        return stack(x if batched else x.transpose(0, 1), None, cache=cache).view(len(tokens), E)
-
-    cache = KVCache(LAYERS, N + 1, T, kv_heads, E // H, max_source_seqlen=S, block_size=2, **DOUBLE)
-    cache.k[:, 1:] = cache.v[:, 1:] = torch.nan
-    cache.add()
-    stack.store_memory(cache, memories[0], SequenceLayout.packed(torch.tensor([3]), 3))
-    first = [step(cache, [rows[0][i]]) for i in range(2)]
-    cache.add(N)
-    assert len(cache[0].self_attention.seqlens) == N + 1  # what is read here is not the tail's
-    new = cache.tail(1)
-    assert len(new[0].self_attention.seqlens) == N
-    stack.store_memory(new, torch.cat(memories[1:]), SequenceLayout.packed(torch.tensor(sources), S))
-    packed = torch.cat([row[:length] for row, length in zip(rows[1:], lengths, strict=True)])
-    # Two tokens behind the last sequence, which belong to nobody.
-    layout = SequenceLayout.packed(torch.tensor(lengths), 5, total=10)
-    prompts = stack(torch.cat([packed, torch.ones(2, E, **DOUBLE)]), None, layout=layout, cache=new)
-    assert cache.lengths == [2, *lengths]
-    position = [2, *lengths]
-    steps = [step(cache, [row[p + i] for row, p in zip(rows, position, strict=True)]) for i in range(2)]
-    assert_same(torch.cat(first), alone(0)[:2], "before")
-    for row in range(N + 1):
-        expected = alone(row)
-        begin = sum(lengths[: row - 1]) if row else 0
-        if row and lengths[row - 1]:
-            assert_same(prompts[begin : begin + position[row]], expected[: position[row]], "prompt")
-        for i in range(2):
-            assert_same(steps[i][row], expected[position[row] + i], "step")
-
-
-@torch.inference_mode()
-def test_tokens_are_read_again_after_rewinding():
-    stack = decoder()
-    x, memory = torch.randn(N, T, E, **DOUBLE), torch.randn(N, S, E, **DOUBLE)
-    cache = new_cache()
-    run(stack, torch.randn(N, T, E, **DOUBLE), memory, [6, 1], cache)
-    expected = stack(x, memory, tgt_is_causal=True)
-    for end in (2, 1, 5):
-        cache.rewind()
-        assert cache.lengths == [0, 0, 0] and cache.has_memory
-        assert_same(stack(x[:, :end], None, cache=cache), expected[:, :end], "hidden states")
-
-
-@torch.inference_mode()
-def test_a_padding_mask_may_leave_out_any_key():
-    stack = decoder()
-    x, memory = torch.randn(N, T, E, **DOUBLE), torch.randn(N, S, E, **DOUBLE)
-    mask = torch.tensor([[0, 1, 0, 0, 1], [1, 1, 1, 0, 1], [0, 0, 0, 0, 0]], dtype=torch.bool)
-    expected = stack(x, memory, tgt_is_causal=True, memory_key_padding_mask=mask)
-    out = run(stack, x, memory, [3, 4], new_cache(), memory_key_padding_mask=mask)
-    assert_same(out, expected, "hidden states")
-
-
-@torch.inference_mode()
-def test_packed_memory_and_reset():
-    stack = decoder()
-    layout = SequenceLayout.packed(torch.tensor([5, 2, 3]), S)
-    cache = new_cache()
-    for _ in range(2):
-        x, memory = torch.randn(N, T, E, **DOUBLE), torch.randn(10, E, **DOUBLE)
-        cache.add(N - cache.num_groups)
-        padded = SequenceLayout.padded(layout.seqlens, S)
-        expected = stack(x, layout.unpack(memory), tgt_is_causal=True, memory_layout=padded)
-        assert_same(run(stack, x, memory, [2, 5], cache, memory_layout=layout), expected, "hidden states")
-        cache.reset()
-        assert not cache.has_memory and cache.num_rows == 0 and taken(cache) == 0
-
-
-@torch.inference_mode()
-def test_a_lone_layer():
-    layer = randomised(fnn.TransformerEncoderLayer(E, H, FF, batch_first=True, **DOUBLE)).eval()
-    x = torch.randn(N, 3, E, **DOUBLE)
-    cache = KVCache(1, N, 3, H, E // H, **DOUBLE)
-    cache.add(N)
-    outputs = []
-    for i in range(3):
-        cache.reserve(1)
-        outputs.append(layer(x[:, i : i + 1], cache=cache[0]))
-        cache.advance(1)
-    assert_same(torch.cat(outputs, 1), layer(x, is_causal=True), "hidden states")
+@pytest.mark.parametrize("is_host", [True, False], ids=["host", "device"])
+@pytest.mark.parametrize("seed", range(5))
+def test_random_walks_hold_what_lists_hold(seed, is_host, monkeypatch):
+    """Also with tables of its own on the device, as on a GPU, which lacks nothing at any look."""
+    monkeypatch.setattr(KVCache, "_is_host", staticmethod(lambda device: is_host))
+    rng = random.Random(seed)
+    oracle = Oracle(cache := new_cache(num_blocks=70))
+    choices = ["append"] * 8 + ["fork"] * 5 + ["resize"] * 2 + ["add"] * 2 + ["free", "abandon"]
+    for _ in range(100):
+        longest = max((len(row) for group in oracle.groups for row in group), default=0)
+        step_randomly(oracle, "free" if longest > SEQLEN - 6 else rng.choice(choices), rng)
+        oracle.check()
+    if oracle.groups:
+        oracle.fork([[0]] * len(oracle.groups))
+        oracle.check(is_collected=True)
+    cache.rewind()
+    assert taken(cache) == sum(-(-len(source) // SIZE) for source in oracle.sources if source)
     cache.reset()
-    cache.add(N)
-    cache.reserve(3, [1, 0, 2])
-    layout = SequenceLayout.packed(torch.tensor([1, 0, 2]), 3)
-    packed = layer(layout.pack(x), cache=cache[0], layout=layout)
-    assert_same(packed, layout.pack(layer(x, is_causal=True)), "packed")
+    assert taken(cache) == 0 and cache.num_rows == 0 and not cache.has_memory
+    oracle = Oracle(cache)  # and begins anew
+    oracle.add(2, 2)
+    oracle.set_memory([3, SOURCE])
+    oracle.append(5)
+    oracle.check()
 
 
-def test_no_gradient_flows_through_a_cache():
-    stack, memory = decoder(), torch.randn(N, S, E, **DOUBLE, requires_grad=True)
-    cache = new_cache()
-    for size in (3, 1):
-        x = torch.randn(N, size, E, **DOUBLE, requires_grad=True)
-        assert not stack(x, memory, cache=cache).requires_grad
-    assert not cache.k.requires_grad and not cache.v.requires_grad
+def test_a_prompt_is_stored_once_for_all_rows_of_its_group():
+    oracle = Oracle(cache := new_cache())
+    oracle.add(2, 1)
+    oracle.append(10, counts=[10, 6], is_packed=True)
+    assert taken(cache) == 3 + 2
+    oracle.fork([[0, 0, 0, 0], [0, 0]])
+    assert taken(cache) == 3 + 2 and cache.blocks_needed(1) == 3 + 1
+    oracle.append(1)
+    # One more block for each row but the first of a group, which goes on in the block that it has begun.
+    assert taken(cache) == 3 + 3 + 2 + 1
+    oracle.check(is_collected=True)
 
 
-def test_errors():
-    stack, x, memory = decoder(), torch.randn(N, T, E, **DOUBLE), torch.randn(N, S, E, **DOUBLE)
-    with pytest.raises(ValueError, match="expected num_layers, .* of at least 1, got 0, 3, 7, 3, 4"):
-        KVCache(0, 3, 7, 3, 4)
-    layout = SequenceLayout.packed(torch.tensor([2, 2, 3]), 3)
-    with torch.inference_mode():
-        cache = new_cache()
-        with pytest.raises(ValueError, match="expected a memory: the cache holds none yet"):
-            stack(x, None, cache=cache)
-        with pytest.raises(ValueError, match="no mask but the causal one along with a cache"):
-            stack(x, memory, tgt_mask=torch.zeros(T, T, **DOUBLE), cache=cache)
-        with pytest.raises(ValueError, match="no mask but the causal one along with a cache"):
-            stack(x, memory, tgt_key_padding_mask=padding_mask([1, 2, 3], T), cache=cache)
-        with pytest.raises(ValueError, match="no memory_mask along with a cache"):
-            stack(x, memory, memory_mask=torch.zeros(T, S, **DOUBLE), cache=cache)
-        with pytest.raises(ValueError, match="a bool memory_key_padding_mask"):
-            stack(x, memory, memory_key_padding_mask=torch.zeros(N, S, **DOUBLE), cache=cache)
-        with pytest.raises(
-            ValueError, match=r"a padded batch, or a packed layout, along with a cache, got .*\(7, 12\)"
-        ):
-            stack(x[0], memory, cache=cache)
-        with pytest.raises(
-            ValueError, match=r"packed tokens .* along with a cache, got a tensor of shape \(3, 7, 12\)"
-        ):
-            stack(x, memory, cache=cache, layout=layout)
-        with pytest.raises(ValueError, match="a padded memory, or a packed memory_layout, got shape"):
-            stack(x, memory[0], cache=cache)
-        with pytest.raises(ValueError, match="the 3 rows of the cache, got a batch of 2"):
-            stack(x[:2], memory, cache=cache)
-        with pytest.raises(ValueError, match="a cache of 2 layers, got one of 1"):
-            stack(x, memory, cache=KVCache(1, N, T, H, E // H, **DOUBLE))
-        other = KVCache(LAYERS, N, T, 1, E, **DOUBLE)
-        other.add(N)
-        with pytest.raises(ValueError, match=r"a cache of num_kv_heads and head_dim \[3, 4\], got one of \[1, 12\]"):
-            stack(x, memory, cache=other)
-        with pytest.raises(ValueError, match=r"a cache of num_kv_heads and head_dim \[3, 4\], got one of \[1, 12\]"):
-            stack.store_memory(other, memory)
-        other.reserve(T)
-        for part in (x[:, :1], x):
-            with pytest.raises(ValueError, match="head"):
-                stack.layers[0].self_attn(part, part, part, need_weights=False, cache=other[0].self_attention)
-        assert taken(cache) == 0
-        stack(x[:, :5], memory, cache=cache)
-        with pytest.raises(ValueError, match="room for 7 tokens a row and holds up to 5; 3 more don't fit"):
-            stack(x[:, :3], None, cache=cache)
-        assert cache.lengths == [5, 5, 5]
-        with pytest.raises(ValueError, match="packed prompts for rows that are empty, got rows with tokens"):
-            stack(x[0], None, cache=cache, layout=layout)
-        with pytest.raises(ValueError, match="a source for each of the 4 groups without one, got 3"):
-            stack(torch.randn(4, 1, E, **DOUBLE), memory, cache=new_cache(4))
-        cache = new_cache()
-        with pytest.raises(ValueError, match="room for 7 tokens a row and holds up to 0; 8 more don't fit"):
-            stack(torch.randn(N, T + 1, E, **DOUBLE), memory, cache=cache)
-        assert taken(cache) == 0 and not cache.has_memory
-        cache.reserve(T - 1)
-        own, attend = cache[0].self_attention, stack.layers[0].self_attn
-        with pytest.raises(ValueError, match="reserved first .*, got 7 more"):
-            attend(x, x, x, need_weights=False, cache=own)
-        short = x[:2, : T - 1]
-        with pytest.raises(ValueError, match="the 3 rows of the cache, got a batch of 2"):
-            attend(short, short, short, need_weights=False, cache=own)
-        with pytest.raises(ValueError, match="rows that are empty, reserved with their lengths, for packed"):
-            attend(x[0], x[0], x[0], need_weights=False, cache=own, layout=layout)
-        cache.advance(1)
-        cache.reserve(3, [2, 2, 3])
-        with pytest.raises(ValueError, match="rows that are empty, reserved with their lengths, for packed"):
-            attend(x[0], x[0], x[0], need_weights=False, cache=cache[0].self_attention, layout=layout)
-        cache = new_cache()
-        cache.reserve(T)
-        with pytest.raises(ValueError, match="memory is set"):
-            stack.layers[0](x, memory, cache=cache[0])
-    with pytest.raises(ValueError, match="need_weights=False and no mask along with a cache"):
-        stack.layers[0].self_attn(x, x, x, cache=new_cache()[0].self_attention)
+def test_dead_beams_give_their_blocks_back():
+    oracle = Oracle(cache := new_cache(rows=4))
+    oracle.add(1, 4)
+    oracle.append(8)
+    assert taken(cache) == 4 * 2
+    oracle.fork([[2, 2, 2, 2]])
+    oracle.append(1)  # which takes new blocks, and collects first
+    assert taken(cache) == 2 + 4
+    oracle.check()
+    oracle.fork([[1]])
+    assert taken(cache) == 2 + 2  # row 0 has begun a block that its new history doesn't name
+    oracle.check(is_collected=True)
+
+
+def test_beams_that_never_shrink_fit_by_default():
+    oracle, rng = Oracle(new_cache(rows=8)), random.Random(0)
+    oracle.add(2, 4)
+    oracle.set_memory([SOURCE, SOURCE])
+    for _ in range(SEQLEN):
+        oracle.append(1)
+        oracle.fork([[rng.randrange(4) for _ in range(4)] for _ in range(2)])
+    oracle.check()
+    with pytest.raises(InputError, match=r"\bmax_seqlen\b"):
+        oracle.cache.begin(1)
+
+
+def test_a_full_cache_takes_nothing():
+    oracle = Oracle(cache := new_cache(num_blocks=1 + 6))
+    oracle.add(1, 2)
+    oracle.append(2 * SIZE)
+    oracle.add(1, 1)
+    oracle.append(SIZE, 1)
+    assert (cache.free_blocks, cache.blocks_needed(1), cache.blocks_of(5)) == (1, 3, 2)
+    packed = [torch.zeros(5, 1, 1)] * LAYERS
+    cache.add()
+    for call in (
+        lambda: cache.begin(1),
+        lambda: cache.tail(1).begin(SIZE + 1),
+        lambda: cache.tail(2).set_memory(packed, packed, [5]),
+        lambda: cache.take_slots(2 * SIZE),
+    ):
+        with pytest.raises(CacheFullError):
+            call()
+    cache.free([2])
+    assert cache.free_blocks == 1 and not cache.has_memory
+    oracle.check()
+    # What a fork of another group has left behind is collected before a block is missing.
+    oracle.fork([[1, 1], [0]])
+    oracle.append(SIZE, 1)
+    oracle.append(1, 1)
+    assert cache.free_blocks == 1
+    oracle.check()
+
+
+@pytest.mark.parametrize("change", ["free", "fork", "resize", "rewind", "add", "begin", "commit", "set_memory", "tail"])
+def test_a_step_that_is_not_committed_changes_no_length(change):
+    oracle = Oracle(cache := new_cache())
+    oracle.add(3, 2)
+    oracle.append(6, counts=[1, 1, 6, 6, 3, 3])
+    step = cache.begin(5)
+    {
+        "free": lambda: oracle.free([1]),
+        "fork": lambda: oracle.fork([[1, 0], [1, 1], [0, 0]]),
+        "resize": lambda: oracle.fork([[1], [0, 1], [1, 0, 1]]),
+        "rewind": oracle.rewind,
+        "add": lambda: oracle.add(1, 2),
+        "begin": lambda: cache.begin(2),
+        "commit": lambda: oracle.append(1),
+        "set_memory": lambda: oracle.set_memory([1, 2, 3]),
+        "tail": lambda: oracle.append(1, 1),
+    }[change]()
+    oracle.check()
+    with pytest.raises(InputError):
+        cache.commit(step)
+    oracle.check()
+    for _ in range(7):
+        oracle.append(1)
+        oracle.check()
+    done = cache.begin(1)
+    cache.commit(done)
+    with pytest.raises(InputError):
+        cache.commit(done)
+
+
+def test_views_of_the_last_groups():
+    oracle = Oracle(cache := new_cache())
+    oracle.add(3, 1)
+    oracle.append(5)
+    last = cache.tail(1).tail(1)
+    assert (last.num_groups, last.lengths, last.num_rows) == (1, [5], 1)
+    assert last.begin(0).slot_table.tolist() == cache.begin(0).slot_table[2:].tolist()
+    last.commit(last.begin(1))
+    last.fork([[0, 0]])
+    assert cache.group_sizes == [1, 1, 2] and cache.lengths == [5, 5, 6]
+    cache.tail(1).free([0])
+    cache.tail(1).rewind()
+    assert cache.lengths == [5, 0] and taken(cache) == 2
+    source = [torch.zeros(1, 3, 1, 1)] * LAYERS
+    cache.tail(1).set_memory(source, source)
+    assert cache.tail(1).has_memory and not cache.has_memory
+    assert cache.tail(1).begin(1).layer(0).cross_attention.batch_index.tolist() == [2, 2]
+
+
+def test_a_memory_that_is_wider_than_what_was_allocated():
+    cache = new_cache(max_source_seqlen=None)
+    cache.add(2, 2)
+    assert cache.begin(0).layer(0).cross_attention is None
+    source = [torch.zeros(2, 3, 1, 1)] * LAYERS
+    cache.set_memory(source, source)
+    assert cache.max_source_seqlen == 3 and cache.group_sizes == [2, 2]
+    assert cache.begin(1).layer(0).cross_attention.seqlens[:2].tolist() == [3, 3]
+    cache.add()
+    with pytest.raises(InputError, match=r"\bmax_source_seqlen\b"):
+        cache.set_memory([torch.zeros(1, 4, 1, 1)] * LAYERS, [torch.zeros(1, 4, 1, 1)] * LAYERS)
+
+
+class Copies(TorchDispatchMode):
+    """Counts what is copied into a tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.sizes = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.copy_.default:
+            self.sizes.append(args[0].numel())
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_step_inside_of_a_block_uploads_lengths_alone(monkeypatch):
+    monkeypatch.setattr(KVCache, "_is_host", staticmethod(lambda device: False))
+    oracle = Oracle(cache := new_cache())
+    oracle.add(2, 2)
+    oracle.set_memory([2, 3])
+    oracle.append(5)
+    before = [x.data_ptr() for x in cache.begin(1)[2:6] if x is not None], cache.k._version
+    with Copies() as copies:
+        for _ in range(3):
+            cache.commit(cache.begin(1))
+    assert copies.sizes == [4] * 3
+    with Copies() as copies:
+        cache.fork([[1, 1], [0, 1]])
+        cache.commit(cache.begin(1))  # each row begins a block
+    assert copies.sizes == [4 * 8, 4 * 12, 4]  # what is in use, not what there is room for
+    assert ([x.data_ptr() for x in cache.begin(1)[2:6] if x is not None], cache.k._version) == before
+
+
+@pytest.mark.parametrize("recorder", ["compiler", "graph"])
+def test_a_step_that_is_recorded_sees_all_columns_and_leaves_the_host_alone(recorder, monkeypatch):
+    oracle = Oracle(cache := new_cache())
+    oracle.add(2, 2)
+    oracle.set_memory([2, 3])
+    oracle.append(2)
+    step = cache.begin(1)
+    with monkeypatch.context() as patched:
+        if recorder == "compiler":
+            patched.setattr(torch.compiler, "is_compiling", lambda: True)
+        else:
+            patched.setattr(KVCache, "_is_recorded", lambda self: True)
+        own, cross = (recorded := cache.begin(1)).layer(0)
+        assert own.slot_table.shape == (4, 24) and cross.slot_table.shape == (ROWS, 8) and not own.is_empty
+        cache.commit(recorded)
+        for wrong in ({"num_tokens": 2}, {"num_tokens": 1, "seqlens": [1, 1, 1, 1]}):
+            with pytest.raises(InputError, match=r"\bnum_tokens\b"):
+                cache.begin(**wrong)
+    assert cache.lengths == [2, 2]
+    cache.commit(step)
+    assert cache.lengths == [3, 3]
+
+
+def test_a_device_without_values_is_never_asked():
+    """On meta nothing can be read back, so this is what holds without a host sync."""
+    cache = new_cache(device="meta", dtype=torch.bfloat16)
+    cache.add(2, 2)
+    source = [torch.empty(5, 1, 1, device="meta")] * LAYERS
+    cache.set_memory(source, source, [2, 3])
+    step = cache.begin(3, [3, 3, 1, 1], is_packed=True)
+    own, cross = step.layer(1)
+    assert own.packed_slots.shape == cross.batch_index.shape == (8,)
+    cache.commit(step)
+    cache.fork([[1, 1, 0], [0]])
+    own, cross = (step := cache.begin(1)).layer(1)
+    assert own.slot_table.shape == (4, SIZE) and own.seqlens.shape == cross.batch_index.shape == (4,)
+    assert cross.slot_table.shape == (ROWS, SIZE) and cache.positions(1).shape == (4, 1)
+    assert all(x.is_meta for x in (own.k, own.slot_table, own.seqlens, cross.batch_index, cross.slot_table))
+    cache.commit(step)
+    cache.free([0])
+    assert cache.lengths == [2] and cache.seqlens.is_meta and own.k.dtype == torch.bfloat16
+
+
+def test_fewer_sources_than_rows_get_fewer_blocks():
+    sizes = {"max_source_seqlen": SIZE + 1, "block_size": SIZE}
+    assert KVCache(LAYERS, 6, 2 * SIZE, 1, 1, **sizes).num_blocks == 1 + 6 * 2 + 6 * 2
+    assert KVCache(LAYERS, 6, 2 * SIZE + 1, 1, 1, num_sources=2, **sizes).num_blocks == 1 + 6 * 3 + 2 * 2
+
+
+def test_wrong_calls_change_nothing():
+    oracle = Oracle(cache := new_cache())
+    oracle.add(2, 2)
+    oracle.append(2)
+    x = torch.zeros(2, 8, 1, 1)
+    flat = x.flatten(0, 1)
+    parents = ([[0, 1]], [[0, 1], []], [[0, 1], [0, 2]], [[0, 1], [-1, 0]], [[0], [0, 2, 0]], [[0] * 5, [0] * 5])
+    no_lists = ([1, 1, 0, 0], [[0, 1], [1.7, 1]], [[0, 1], [1.0, 1]], [[0, 1], "01"], [[0, 1], [0, 2**40]], None)
+    wrong = [
+        *(("max_rows", lambda n=n, rows=rows: cache.add(n, rows)) for n, rows in ((2, 5), (1, 0), (-1, 1))),
+        *(("groups", lambda groups=groups: cache.free(groups)) for groups in ([0, 0], [2], [-1])),
+        *(("parents", lambda each=each: cache.fork(each)) for each in (*parents, *no_lists)),
+        *(("num_tokens", lambda n=n: cache.begin(n)) for n in (-1, SEQLEN - 1)),
+        *(("seqlens", lambda n=n: cache.begin(3, n)) for n in ([1, 2, 3, 3], [1, 1], [1, 1, 4, 4], [-1, -1, 1, 1])),
+        ("seqlens", lambda: cache.begin(3, torch.ones(4))),
+        ("first_group", lambda: cache.tail(3)),
+        ("layers", lambda: cache.set_memory([x], [x])),
+        ("max_source_seqlen", lambda: cache.set_memory([x, x], [x, x])),
+        ("seqlens", lambda: cache.set_memory([x, x], [x, x], [9, 1])),
+        ("seqlens", lambda: cache.set_memory([flat] * 2, [flat] * 2, [9, 9])),
+        ("seqlens", lambda: cache.set_memory([flat] * 2, [flat] * 2)),
+        ("keys", lambda: cache.set_memory([x.expand(2, 8, 1, 2)] * 2, [x.expand(2, 8, 1, 2)] * 2)),
+        ("groups", lambda: cache.set_memory([x[:1, :5]] * 2, [x[:1, :5]] * 2)),
+        ("rows", lambda: cache.check_rows(5)),
+        ("num_layers", lambda: KVCache(0, 3, 7, 3, 4)),
+        *((name, lambda name=name: KVCache(1, 1, 1, 1, 1, **{name: -1})) for name in ("num_blocks", "num_sources")),
+        *((name, lambda name=name: KVCache(1, 1, 1, 1, 1, **{name: 1.5})) for name in ("block_size", "max_rows")[:1]),
+    ]
+    for name, call in wrong:
+        with pytest.raises(InputError, match=rf"\b{name}\b"):
+            call()
+        oracle.check()

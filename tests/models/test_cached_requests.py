@@ -95,11 +95,11 @@ class Requests:
             size = self.rng.randint(1, len(group) + min(2, spare))
             spare -= max(size - len(group), 0)
             parents.append([self.rng.randrange(len(group)) for _ in range(size)])
-        self.cache.reorder(parents)
+        self.cache.fork(parents)
         self.groups = [[list(group[i]) for i in origins] for group, origins in zip(self.groups, parents, strict=True)]
 
     def leave(self, which: list[int]) -> None:
-        self.cache.release(which)
+        self.cache.free(which)
         self.groups = [group for i, group in enumerate(self.groups) if i not in which]
         self.sources = [source for i, source in enumerate(self.sources) if i not in which]
 
@@ -154,7 +154,7 @@ def test_packed_prompts_under_autocast():
         cache.add(2)
         ids, further = torch.randint(3, V, (7,)), torch.randint(3, V, (3, 1))
         prompts = model.decode(ids, layout=SequenceLayout.packed(torch.tensor([4, 3]), 4), cache=cache)
-        cache.reorder([[0, 0], [0]])
+        cache.fork([[0, 0], [0]])
         step = model.decode(further, cache=cache)
         whole = model.decode(torch.cat((ids[:4], further[1]))[None])[0]
     assert (prompts[:4] - whole[:4]).abs().max() < 0.05 * whole.abs().max()

@@ -171,7 +171,7 @@ def test_beams_decode_over_one_memory():
     assert cache.group_sizes == [2, 2, 2]
     first = model.decode(tokens[:, :3], None, cache=cache)
     order = torch.tensor([1, 0, 3, 3, 5, 4])
-    cache.reorder([[1, 0], [1, 1], [1, 0]])
+    cache.fork([[1, 0], [1, 1], [1, 0]])
     last = model.decode(tokens[:, 3:], None, cache=cache)
     twice = memory.repeat_interleave(2, 0)
     wide = SequenceLayout.padded(layout.seqlens.repeat_interleave(2), 7)
@@ -340,14 +340,15 @@ def test_a_cached_step_compiles_in_one_graph():
     before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     outputs = []
     for i in range(6):
-        cache.reserve(1)  # the host's part
+        own = cache.begin(1)  # the host's part
         outputs.append(compiled(shifted[:, i : i + 1]))
+        cache.commit(own)
     hidden = torch.cat(outputs, 1)
     assert_same(hidden, model.decode(shifted, memory, memory_layout=layout), "hidden states")
     # One graph for the first token, one for any later one: the length is no constant in it.
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] - before <= 2
     assert cache.lengths == [6, 6, 6]
-    with pytest.raises(torch._dynamo.exc.Unsupported, match="KVCache.reserve before each compiled step"):
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"KVCache\.begin"):
         compiled(shifted[:, :1])
 
 
@@ -376,7 +377,7 @@ def test_no_host_sync_in_training_and_decoding():
             cache = model.new_cache(6, 6, memory, memory_layout=layouts["source_layout"])
             tokens = tensors[1].repeat_interleave(2, 0)
             model.decode(tokens[:, :3], None, cache=cache)
-            cache.reorder([[1, 0], [1, 1], [1, 0]])
+            cache.fork([[1, 0], [1, 1], [1, 0]])
             model.decode(tokens[:, 3:4], None, cache=cache)
             model.decode(tokens[:, 4:5], None, cache=cache)
 

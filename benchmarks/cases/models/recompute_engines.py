@@ -125,11 +125,11 @@ class CrossCacheBatch(RecomputeBatch):
 
     def fork(self, parents: Sequence[Sequence[int]]) -> None:
         super().fork(parents)
-        self._cache.reorder(parents)
+        self._cache.fork(parents)
 
     def free(self, groups: Sequence[int]) -> None:
         super().free(groups)
-        self._cache.release(groups)
+        self._cache.free(groups)
 
     def free_tokens(self) -> int:
         return self._cache.free_blocks * self._cache.block_size

@@ -167,7 +167,7 @@ class GraphEngine(KVCacheEngine):
         state.cache = self._empty  # there may be no memory for two
         # As many lanes as there are rows at most have none: that is how far `bucket` rounds up.
         state.cache = new_cache(self.model, rows, tokens + rows)
-        state.spare, state.room, state.weights = state.cache.set_aside(rows), (rows, tokens), weights
+        state.spare, state.room, state.weights = state.cache.take_slots(rows), (rows, tokens), weights
 
 
 class GraphBatch(KVCacheBatch, SearchingBatch):
@@ -225,13 +225,11 @@ class GraphBatch(KVCacheBatch, SearchingBatch):
         self._trim()
         lanes = self._lanes_of(Shape(*self._sizes(len(tokens), self._cache.length_bound + 1)))
         last = np.full(len(tokens), lanes.cache.width - 1, np.int32)
-        lanes.cache.provide(1, last)
-        if self._loaded is not lanes:
-            lanes.cache.load(last)
+        lanes.cache.reserve_run(1, last)
         self._loaded = None  # until nothing can fail any more
         lanes.give(tokens)
         self._replay(lanes)
-        lanes.cache.settle(np.arange(lanes.cache.num_rows, dtype=np.int32)[None])
+        lanes.cache.sync(np.arange(lanes.cache.num_rows, dtype=np.int32)[None])
         self._loaded = lanes
         assert lanes.hidden is not None
         return choose_from_hidden(self.model, lanes.hidden[: len(tokens)], selection)
@@ -240,7 +238,7 @@ class GraphBatch(KVCacheBatch, SearchingBatch):
         """Takes out rows whose search has ended."""
         sizes = [group.num_rows for group in self._groups]
         if self._cache.group_sizes != sizes:
-            self._cache.reorder([range(rows) for rows in sizes])
+            self._cache.fork([range(rows) for rows in sizes])
 
     def _on_device(self) -> contextlib.AbstractContextManager[object]:
         return torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext()
@@ -288,7 +286,7 @@ class GraphBatch(KVCacheBatch, SearchingBatch):
         before = cache.group_sizes
         if before != [beams] * len(groups):
             try:
-                cache.reorder([[*range(size), *[0] * (beams - size)] for size in before])
+                cache.fork([[*range(size), *[0] * (beams - size)] for size in before])
             except ValueError:  # rows that others of the batch have
                 return 0
         lengths = np.array(cache.lengths, np.int32)
@@ -301,20 +299,19 @@ class GraphBatch(KVCacheBatch, SearchingBatch):
         assert search is not None
         while True:
             try:
-                lanes.cache.provide(num_steps, last)
+                lanes.cache.reserve_run(num_steps, last)
                 break
             except CacheFullError:
                 if num_steps == 1:
                     return 0
                 num_steps //= 2
         if self._loaded is not lanes:
-            lanes.cache.load(last)
             self._load_searches(search, searches, tokens, said)
         self._loaded = None  # until nothing can fail any more
         for _ in range(num_steps):
             self._replay(lanes)
         record = search.read(num_steps)
-        lanes.cache.settle(record.parents)
+        lanes.cache.sync(record.parents)
         self._loaded = lanes
         self._catch_up(searches, record, beams)
         return num_steps
@@ -453,13 +450,13 @@ class GraphBatch(KVCacheBatch, SearchingBatch):
             if lanes.hidden is None:  # the first step is a plain one
                 lanes.hidden = torch.empty_like(hidden)
             lanes.hidden.copy_(hidden)
-            cache.follow(None)
+            cache.end_step(None)
             return
         if shape.is_edited:
             values, found = search.candidates(model.logits(hidden), shape.log_probs)
         else:
             values, found = model.top_tokens(hidden, shape.num_candidates, log_probs=shape.log_probs)
-        cache.follow(search.advance(values, found, cache.step))
+        cache.end_step(search.advance(values, found, cache.step))
 
 
 def _memory(device: torch.device) -> tuple[int, int]:

@@ -92,19 +92,16 @@ class KVCacheBatch(Batch):
         return choose_from_hidden(self.model, hidden[:, -1], selection)
 
     def fork(self, parents: Sequence[Sequence[int]]) -> None:
-        self._cache.reorder(parents)
+        self._cache.fork(parents)
 
     def free(self, groups: Sequence[int]) -> None:
-        self._cache.release(groups)
+        self._cache.free(groups)
 
     def free_tokens(self) -> int:
         return self._cache.free_blocks * self._cache.block_size
 
     def step_tokens(self) -> int:
-        blocks = self._cache.blocks_needed(1)
-        if blocks > self._cache.free_blocks:
-            self._cache.sweep()
-        return blocks * self._cache.block_size
+        return self._cache.blocks_needed(1) * self._cache.block_size
 
 
 def decode_cached(model: EncoderDecoder | DecoderOnly, ids: Tensor, cache: KVCache) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fastformer.cache.block_pool import Ints
-from fastformer.cache.fixed_shape import LaneCache
+from fastformer.cache.fixed_shape import FixedShapeCache
 from fastformer.generation.engines.device_search import DeviceSearch
 from fastformer.generation.native_search import SearchRules
 from fastformer.graphs import Graph
@@ -46,7 +46,7 @@ class Lanes:
     Args:
         shape: see the class.
         cache: of the rows.
-        spare: see `LaneCache`.
+        spare: see `FixedShapeCache`.
         vocab_size: of the model.
         num_steps: between two looks, at most.
 
@@ -72,7 +72,7 @@ class Lanes:
             self.tokens = torch.zeros(groups, dtype=torch.int32, device=device)
             self._staged = torch.zeros(groups, dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda")
         beams = 1 if self.search is None else self.search.num_beams
-        self.cache = LaneCache(cache, groups, beams, shape.width, shape.source_width, num_steps, spare)
+        self.cache = FixedShapeCache(cache, groups, beams, shape.width, shape.source_width, spare)
 
     def give(self, tokens: Sequence[int]) -> None:
         """Without a search, the next tokens of the rows."""
