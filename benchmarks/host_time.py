@@ -5,9 +5,7 @@ GPU is needed to measure that: the tensors lie on the CPU, Triton believes in an
 be compiled and launched there is a function that does nothing. So a time holds all of our Python, PyTorch's autograd
 and Triton's, but neither the driver's launch nor the allocator of a GPU.
 
-A call whose geometry has been met before runs its plan ("plan"); "launcher" is what deciding anew
-takes, plan and all. "bare Function" is the floor: a `torch.autograd.Function` with the op's arguments, results and
-saved tensors that only allocates.
+A call whose geometry has been met before runs its plan ("plan"); "launcher" is what deciding anew takes, plan and all.
 
 Times are minima of medians, for a machine that others use too (`chrt -f 50` in front keeps them off one core).
 """
@@ -168,84 +166,10 @@ def _runs(cases: dict[str, Callable[[], object]]) -> dict[str, Callable[[], obje
     return runs
 
 
-class _Nothing(torch.autograd.Function):
-    """As many inputs and outputs as an op has, and gradients that are there already."""
-
-    @staticmethod
-    def forward(ctx: Any, num_outputs: int, *inputs: Tensor) -> tuple[Tensor, ...]:
-        """Empty outputs."""
-        ctx.gradients = [torch.zeros_like(x) for x in inputs]
-        return tuple(torch.empty_like(inputs[0]) for _ in range(num_outputs))
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        """Zeros."""
-        return None, *ctx.gradients
-
-
-class _Bare(torch.autograd.Function):
-    """The least that an op of these arguments can be: memory for its results and for its gradients."""
-
-    @staticmethod
-    def forward(ctx: Any, *args: Any) -> tuple[Tensor, ...]:
-        """One result for each tensor of `like`; the last argument also says what of both is differentiated."""
-        like, num_gradients, num_differentiable = args[-1]
-        outputs = tuple(map(torch.empty_like, like))
-        ctx.save_for_backward(*args[:num_gradients], *outputs)
-        ctx.mark_non_differentiable(*outputs[num_differentiable:])
-        ctx.set_materialize_grads(False)
-        ctx.num_gradients, ctx.num_rest = num_gradients, len(args) - num_gradients
-        return outputs
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        """As if computed."""
-        inputs = ctx.saved_tensors[: ctx.num_gradients]
-        return *map(torch.empty_like, inputs), *(None,) * ctx.num_rest
-
-
-def _bare() -> dict[str, Callable[[], object]]:
-    """`_Bare` as each op, forward and backward."""
-    new = functools.partial(torch.randn, dtype=torch.bfloat16)
-    statistic, vector = torch.randn(192), torch.ones(512)
-    calls = {
-        # inputs, results, how many of these have gradients, the other arguments
-        "attention": ([new(1, 192, 2, 64)] * 3, [new(1, 192, 2, 64), torch.randn(1, 2, 192)], 1, 7),
-        "add_layer_norm": (
-            [new(1, 192, 512), new(1, 192, 512), vector, vector],
-            [new(1, 192, 512), new(1, 192, 512), statistic, statistic], 2, 4,
-        ),
-    }  # fmt: skip
-    cases: dict[str, Callable[[], object]] = {}
-    for op, (like_inputs, like, num_differentiable, num_rest) in calls.items():
-        inputs = [x.detach().clone().requires_grad_() for x in like_inputs]
-        rest = (*(None,) * (num_rest - 1), (like, len(inputs), num_differentiable))
-        forward: Any = functools.partial(_Bare.apply, *inputs, *rest)
-        outputs = forward()[:num_differentiable]
-        cases[f"{op} fwd bare Function"] = forward
-        cases[f"{op} bwd bare Function"] = functools.partial(
-            torch.autograd.grad, outputs, inputs, [torch.ones_like(x) for x in outputs], retain_graph=True
-        )
-    return cases
-
-
-def _autograd() -> dict[str, Callable[[], object]]:
-    """What `torch.autograd.grad` itself takes of each "bwd"; a training step pays for it once and not for each op."""
-    alone: dict[str, Callable[[], object]] = {}
-    for op, num_outputs, num_inputs in (("attention", 1, 3), ("add_layer_norm", 2, 4)):
-        inputs = [torch.randn(4, requires_grad=True) for _ in range(num_inputs)]
-        outputs: Any = _Nothing.apply(num_outputs, *inputs)  # type: ignore[no-untyped-call]
-        grads = [torch.randn(4) for _ in outputs]
-        alone[f"{op} bwd autograd alone"] = functools.partial(
-            torch.autograd.grad, outputs, inputs, grads, retain_graph=True
-        )
-    return alone
-
-
 def cases() -> dict[str, Callable[[], object]]:
     """What is measured, by name; inside `stubbed`."""
     ops = {**_attention(), **_add_layer_norm()}
-    return {**ops, **_bare(), **_autograd(), **_runs(ops)}
+    return ops | _runs(ops)
 
 
 def seconds(function: Callable[[], object], calls: int, rounds: int) -> float:

@@ -53,24 +53,6 @@ def compare(before: Path, after: Path) -> str:
     return "\n".join(lines)
 
 
-def compare_all(before: Path, after: Path) -> str:
-    """Before and after of every launch that both files have, changed or not, a line each; then what has no before."""
-    old, new = _by_case(before), _by_case(after)
-    lines = [
-        f"{_title(key)}: {', '.join(_before_and_after(old[key], new[key]))}" for key in sorted(old.keys() & new.keys())
-    ]
-    missing = new.keys() - old.keys()
-    compiled, kernels = {_target(key) for key in old}, {(key.op, key.kernel) for key in old}
-    elsewhere = sum(_target(key) not in compiled for key in missing)
-    added = sum(_target(key) in compiled and (key.op, key.kernel) not in kernels for key in missing)
-    lines.append(
-        f"{len(lines)} of {len(new)} launches have a before; of {len(missing)} there is none: {elsewhere} of an "
-        f"architecture or a compiler that was not asked then, {added} of kernels that did not exist, "
-        f"{len(missing) - elsewhere - added} of cases or launches that did not"
-    )
-    return "\n".join(lines)
-
-
 class Key(NamedTuple):
     """One launch of one case."""
 
@@ -87,15 +69,6 @@ def _group(key: Key) -> tuple[str, int, str]:
 
 def _target(key: Key) -> tuple[str, int]:
     return key.triton, key.arch
-
-
-def _before_and_after(old: Line, new: Line) -> Iterator[str]:
-    """What a launch has, and the instructions and exp2 of each of its loops."""
-    for name in _OF_LAUNCH:
-        yield f"{name} {old[name]} -> {new[name]}"
-    for name in ("instructions", "exp2"):
-        one, other = ("+".join(str(loop.get(name, 0)) for loop in line["loops"]) for line in (old, new))
-        yield f"{name} {one} -> {other}"
 
 
 def _by_case(path: Path) -> dict[Key, Line]:

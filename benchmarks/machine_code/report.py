@@ -2,7 +2,7 @@
 
     python -m benchmarks.compile_report [--arch 90 ...] [--only attention ...] [--once | --quick | --usual] [--jobs N]
         [--out FILE]
-    python -m benchmarks.compile_report --compare BEFORE.jsonl AFTER.jsonl [--every]
+    python -m benchmarks.compile_report --compare BEFORE.jsonl AFTER.jsonl
 
 The launchers themselves are called, on fake CUDA tensors, with Triton's launch replaced by a recorder; what they would
 have launched is compiled for each architecture. So the report sees the tiles, types and specialisation that ship.
@@ -15,11 +15,6 @@ speed). Only sm_90 has a bound: that of an H200.
 `benchmarks/results/machine_code.jsonl` is what `--usual --out benchmarks/results/machine_code.jsonl` writes, run once
 with each compiler: a second one beside the installed one (`pip install --target DIR triton==3.6.0`) comes first on
 PYTHONPATH. --out keeps the rows of other compilers, architectures and ops.
-
-`benchmarks/results/machine_code_before.jsonl` is what it was at commit 6f21b97, before the kernels were tuned by it, of
-the seven of twelve pairs of an architecture and a compiler that there were, without what follows from the counts
-(clocks, what a loop is bound by). `--compare benchmarks/results/machine_code_before.jsonl
-benchmarks/results/machine_code.jsonl --every` shows each launch before and after.
 """
 
 from __future__ import annotations
@@ -396,16 +391,12 @@ def main() -> int:
     parser.add_argument(
         "--compare", type=Path, nargs=2, metavar=("BEFORE", "AFTER"), help="two such files; no compiling"
     )
-    parser.add_argument("--every", action="store_true", help="with --compare: also the launches that did not change")
     args = parser.parse_args()
-    if args.every and args.compare is None:
-        parser.error("expected --compare with --every")
     if args.compare is not None:
         for path in args.compare:
             if not path.is_file():
                 parser.error(f"expected two files of --out, {path} is none")
-        show_all = compare.compare_all if args.every else compare.compare
-        print(show_all(*args.compare))
+        print(compare.compare(*args.compare))
         return 0
     if args.jobs < 1:
         parser.error(f"expected --jobs of 1 or more, got {args.jobs}")

@@ -1,17 +1,17 @@
 """Other programs on the same weights and inputs as ours, in one run: engines that decode, and runtimes of models.
 
-    python -m benchmarks.peers --suite decoding             all of its cases; --suite model; --quick
     python -m benchmarks.peers --case base --batch 1 16 --beams 1 4 --precision int8 bf16 fp32
     python -m benchmarks.peers --case run --run RUN --text test.en --batch 1 16    each source of another length
     python -m benchmarks.peers --case gpt2 --llama_bench PATH
     python -m benchmarks.peers --case base --neighbours 2                          ours beside busy processes
     python -m benchmarks.peers --case bert_base --precision fp32 bf16              as it is, accelerated, and others
 
-Each thing runs in processes of its own, round by round in turn. Decoders run with one thread and with all, the better
-median counts, and the whole call is timed, ids to ids. Beside it stands the floor: the weights that a step reads, in
-the time of a step, as a share of the bandwidth of reading 256 MiB / of reading so many bytes again and again, which a
-cache may hold in part. In fp32 a peer has to give our tokens, and a model the results of the model as it is, or it is
-not timed and the exit status is 1. What is not installed is a row that says how to install it; `make peers` does.
+`python -m benchmarks.run --suite decoding model` has all of them. Each thing runs in processes of its own, round by
+round in turn. Decoders run with one thread and with all, the better median counts, and the whole call is timed, ids to
+ids. Beside it stands the floor: the weights that a step reads, in the time of a step, as a share of the bandwidth of
+reading 256 MiB / of reading so many bytes again and again, which a cache may hold in part. In fp32 a peer has to give
+our tokens, and a model the results of the model as it is, or it is not timed and the exit status is 1. What is not
+installed is a row that says how to install it; `make peers` does.
 """
 
 from __future__ import annotations
@@ -58,15 +58,11 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _rows(options: argparse.Namespace) -> Iterator[Row]:
-    if options.suite:
-        yield from suite.run(options.suite, quick=options.quick, rounds=options.rounds)
-        return
     for plan in _plans(options):
-        rounds = options.rounds or 5
         if options.neighbours:
-            yield from neighbours.measure(plan, rounds, options.neighbours)
+            yield from neighbours.measure(plan, options.rounds, options.neighbours)
         else:
-            yield from suite.measure(plan, rounds)
+            yield from suite.measure(plan, options.rounds)
 
 
 def _plans(options: argparse.Namespace) -> list[Plan]:
@@ -88,10 +84,7 @@ def _plans(options: argparse.Namespace) -> list[Plan]:
 
 def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.peers", description=(__doc__ or "").splitlines()[0])
-    asked = parser.add_mutually_exclusive_group()
-    asked.add_argument("--suite", choices=suite.SUITES, help="all cases of one, as it says")
-    asked.add_argument("--case", choices=(*CASES, *models.MODELS), default="base", help="one model, as the rest says")
-    parser.add_argument("--quick", action="store_true", help="of a suite: small models")
+    parser.add_argument("--case", choices=(*CASES, *models.MODELS), default="base", help="the model")
     parser.add_argument("--run", type=Path, help="the run folder of --case run")
     parser.add_argument("--text", type=Path, help="a text in its source language")
     parser.add_argument("--batch", type=int, nargs="+", help="outputs that are decoded together (1 16; a GPT: 1)")
@@ -101,7 +94,7 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--peer", nargs="+", help="which ones (all)")
     parser.add_argument("--llama_bench", default="", metavar="PATH", help="llama.cpp's llama-bench, if not on PATH")
     parser.add_argument("--neighbours", type=int, default=0, help="time ours alone and beside so many busy processes")
-    parser.add_argument("--rounds", type=int, help="turns of each (5; a suite: 7)")
+    parser.add_argument("--rounds", type=int, default=5, help="turns of each (5)")
     parser.add_argument("--out", type=Path, help="append JSON lines to this file")
     options = parser.parse_args(arguments)
     for name in ("batch", "beams", "threads", "rounds"):
@@ -112,22 +105,14 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
         parser.error(f"expected --neighbours of at least 0, got {options.neighbours}")
     if (options.case == "run") != (options.run is not None and options.text is not None):
         parser.error("expected --run and --text along with --case run, and only there")
-    if options.quick and not options.suite:
-        parser.error("expected --quick along with --suite")
-    if options.suite:
-        _refuse(parser, options, "--suite", "batch", "beams", "threads", "peer", "neighbours", "llama_bench")
-    elif options.case in models.MODELS:
-        _refuse(parser, options, f"--case {options.case}", "batch", "beams", "neighbours", "llama_bench")
+    if options.case in models.MODELS:
+        for name in ("batch", "beams", "neighbours", "llama_bench"):
+            if getattr(options, name):
+                parser.error(f"expected no --{name} beside --case {options.case}, which has its own")
     known = sorted({name for plan in _plans(options) for name in peers(plan.case)} - {"read"})
     if unknown := sorted(set(options.peer or ()) - set(known)):
         parser.error(f"expected --peer out of {', '.join(known)}, got {', '.join(unknown)}")
     return options
-
-
-def _refuse(parser: argparse.ArgumentParser, options: argparse.Namespace, beside: str, *names: str) -> None:
-    for name in names:
-        if getattr(options, name):
-            parser.error(f"expected no --{name} beside {beside}, which has its own")
 
 
 def line(row: Row) -> str:

@@ -1,18 +1,20 @@
 """Hugging Face transformers with the weights of one of our models.
 
-A post-norm Transformer is its Marian, a pre-norm one its M2M100, a GPT of GPT-2's form its GPT2LMHeadModel. Greedy
+A post-norm Transformer is its Marian, a pre-norm one its Pegasus, a GPT of GPT-2's form its GPT2LMHeadModel. Greedy
 decoding, and beam search over outputs of one length, give our tokens; where outputs end by themselves, beam search
 divides by length ** length_penalty instead of ((5 + length) / 6) ** length_penalty.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from benchmarks.peers.job import Decoder, Job, Missing, Model, Tokens, until_end
+from fastformer.integrations import to_huggingface
 from fastformer.models import GPT, Transformer
 
 _LENGTH_PENALTY = 0.6  # the number that generate has by default
@@ -72,95 +74,26 @@ def convert(model: Model) -> Any:
 
 
 def _from_transformer(model: Transformer) -> Any:
-    import transformers
-
-    config, ids = model.config, model.config.special_ids
-    if (
-        config.norm != "layer"
-        or config.activation != "relu"
-        or config.output_bias
-        or config.embed_pad
-        or config.embedding_norm
-        or config.positions in ("learned", "relative")
-        or not config.scale_embedding
-        or config.scale_output
-        or not config.bias
-        or config.window_size is not None
-        or config.num_kv_heads not in (None, config.num_heads)
-        or (config.source_vocab_size or config.vocab_size) != config.vocab_size
-        or len(ids.eos) > 1
-    ):
-        raise Missing("its conversion has LayerNorm, relu, full attention and one vocabulary alone")
-    kinds = (
-        (transformers.M2M100Config, transformers.M2M100ForConditionalGeneration)
-        if config.norm_first
-        else (transformers.MarianConfig, transformers.MarianMTModel)
-    )
-    theirs = kinds[1](
-        kinds[0](
-            vocab_size=config.vocab_size,
-            d_model=config.d_model,
-            encoder_layers=config.num_encoder_layers,
-            decoder_layers=config.num_decoder_layers,
-            encoder_attention_heads=config.num_heads,
-            decoder_attention_heads=config.num_heads,
-            encoder_ffn_dim=config.d_ff,
-            decoder_ffn_dim=config.d_ff,
-            max_position_embeddings=config.max_len,
-            activation_function="relu",
-            scale_embedding=True,
-            # A tied matrix has a row for PAD that we read as zeros and multiply by as it is: that takes two here.
-            tie_word_embeddings=False,
-            pad_token_id=ids.pad,
-            eos_token_id=ids.first_eos,
-            bos_token_id=None,
-            decoder_start_token_id=ids.start,
-            forced_eos_token_id=None,
-        )
-    ).eval()
-    weights = theirs.state_dict()
-    for weight in weights.values():
-        weight.zero_()  # biases that we don't have
+    """The library's conversion, of a model that says what Marian and Pegasus have; then our positions and epsilon."""
+    config = model.config
+    if config.positions not in ("interleaved", "concatenated"):
+        raise Missing(f"its conversion has sines and cosines as positions alone, this model {config.positions}")
+    like_theirs = Transformer(dataclasses.replace(config, positions="halves", layer_norm_eps=1e-5))
+    like_theirs.load_state_dict(model.state_dict())
+    try:
+        theirs: Any = to_huggingface(like_theirs).eval()
+    except ValueError as error:
+        raise Missing(f"its conversion can't have it: {error}") from error
     tied = config.tie_embeddings
-    for side, stack in (("encoder", model.encoder), ("decoder", model.decoder)):
-        embedding = model.embedding if tied else model.source_embedding if side == "encoder" else model.target_embedding
+    source, target = (model.embedding,) * 2 if tied else (model.source_embedding, model.target_embedding)
+    for side, embedding in (("encoder", source), ("decoder", target)):
         assert embedding.position is not None
-        weights[f"model.{side}.embed_tokens.weight"].copy_(embedding.weight).index_fill_(0, torch.tensor(ids.pad), 0.0)
-        _positions(getattr(theirs.model, side).embed_positions, embedding.position.table)
-        if stack.norm is not None:
-            _copy(weights, f"model.{side}.layer_norm", stack.norm)
-        for place, layer in enumerate(stack.layers):
-            name = f"model.{side}.layers.{place}."
-            attentions = [("self_attn", layer.self_attn, layer.norm1)]
-            if side == "decoder":
-                attentions.append(("encoder_attn", layer.multihead_attn, layer.norm2))
-            for theirs_name, attention, norm in attentions:
-                blocks = zip("qkv", attention.in_proj_weight.chunk(3), strict=True)
-                for letter, block in blocks:
-                    weights[f"{name}{theirs_name}.{letter}_proj.weight"].copy_(block)
-                if attention.in_proj_bias is not None:
-                    for letter, block in zip("qkv", attention.in_proj_bias.chunk(3), strict=True):
-                        weights[f"{name}{theirs_name}.{letter}_proj.bias"].copy_(block)
-                _copy(weights, f"{name}{theirs_name}.out_proj", attention.out_proj)
-                _copy(weights, f"{name}{theirs_name}_layer_norm", norm)
-            _copy(weights, f"{name}fc1", layer.linear1)
-            _copy(weights, f"{name}fc2", layer.linear2)
-            _copy(weights, f"{name}final_layer_norm", layer.norm3 if side == "decoder" else layer.norm2)
-    weights["model.shared.weight"].copy_(weights["model.encoder.embed_tokens.weight"])
-    weights["lm_head.weight"].copy_(model.output_weight)
+        getattr(theirs.model, side).embed_positions.weight.data.copy_(embedding.position.table)
     for module in theirs.modules():
         if isinstance(module, nn.LayerNorm):
             module.eps = config.layer_norm_eps
+    theirs.generation_config.forced_eos_token_id = None
     return theirs
-
-
-def _positions(module: Any, table: Tensor) -> None:
-    """Our table in the place of theirs."""
-    if hasattr(module, "weights"):  # M2M100's: positions are counted from behind PAD's id, which PADs don't advance
-        module.padding_idx = -1  # no id: the decoder begins with PAD, and padding at the end is masked anyway
-        module.weights = table.detach().clone()
-    else:
-        module.weight.data.copy_(table)
 
 
 def _copy(weights: dict[str, Tensor], name: str, module: nn.Module) -> None:

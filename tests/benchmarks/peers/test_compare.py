@@ -223,8 +223,6 @@ def test_run(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: py
         (["--peer", "openvino"], "expected --peer out of ctranslate2, fastformer, transformers, got openvino"),
         (["--case", "bert_base", "--peer", "ctranslate2"], "onnxruntime, openvino, torch.compile, got ctranslate2"),
         (["--case", "bert_base", "--beams", "4"], "expected no --beams beside --case bert_base"),
-        (["--suite", "model", "--threads", "1"], "expected no --threads beside --suite"),
-        (["--quick"], "--quick along with --suite"),
         (["--case", "gpt2", "--rounds", "0"], "--rounds of at least 1, got 0"),
     ],
 )
