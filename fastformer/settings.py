@@ -226,7 +226,9 @@ def describe(hint: Any) -> str:
 def describe_bounds(hint: Any) -> str:
     """As `describe`, with the numbers that are allowed: "an integer of at least 1 or null"."""
     if get_origin(hint) is Annotated:
-        return " ".join([describe(hint), *(str(bound) for bound in get_args(hint)[1:] if isinstance(bound, Range))])
+        bounds = [bound for bound in get_args(hint)[1:] if isinstance(bound, Range)]
+        # The bounds of a 64-bit integer say nothing to a reader.
+        return " ".join([describe(hint), *(str(bound) for bound in bounds if (bound.most or 0) <= INT64_MAX)])
     if get_origin(hint) not in (Union, types.UnionType):
         return describe(hint)
     kinds = dict.fromkeys(describe_bounds(option) for option in get_args(hint))

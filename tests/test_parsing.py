@@ -244,4 +244,4 @@ def test_the_help_speaks_plainly(name, capsys) -> None:
         )
     if name == "translate":
         assert "usage: fastformer translate RUN [TEXT] [--FLAG VALUE ...]" in text
-        assert "--skip_long skip what" in text and "--file FILE a UTF-8 file, one sentence a line; " in text
+        assert "--skip_long skip lines" in text and "--file FILE a UTF-8 file, one sentence a line; " in text

@@ -5,18 +5,22 @@ from __future__ import annotations
 import itertools
 import logging
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+from jsonargparse import ArgumentParser
+
+from fastformer.commands._options import OPTIONS, add_options, given_options
 from fastformer.console import is_terminal, shown
+from fastformer.generation.config import GenerationConfig, Precision
 
 if TYPE_CHECKING:
     from fastformer.data import Tokenizer
-    from fastformer.generation.input_errors import ErrorPolicy
     from fastformer.generation.ordered_stream import Source
-    from fastformer.generation.request_builder import RequestBuilder
     from fastformer.generation.requests import Request
     from fastformer.generation.text_io import Item
+    from fastformer.models import GPT
 
 logger = logging.getLogger("fastformer")
 
@@ -25,38 +29,28 @@ TEXTS = ("prompt", "stop")
 _READ_AHEAD = 4096  # prompts of a file that are held at a time
 
 
+def add_settings(parser: ArgumentParser) -> dict[str, Any]:
+    """Gives the command's parser the flags of decoding."""
+    return add_options(parser, ("num_return_sequences", "window", *OPTIONS))
+
+
 def generate(
     run: str,
     prompt: str | None = None,
     *,
     file: str | None = None,
     stop: list[str] | None = None,
-    window: Literal["stop", "slide"] = "stop",
     on_error: Literal["stop", "skip"] = "stop",
     device: str = "auto",
-    precision: Literal["fp32", "bf16", "fp16", "int8"] | None = None,
+    precision: Precision | None = None,
+    config: str | None = None,
     greedy: bool = False,
-    num_beams: int = 1,
-    num_return_sequences: int = 1,
-    beam_rules: Literal["tensor2tensor", "transformers"] = "tensor2tensor",
-    length_penalty: float | None = None,
-    early_stopping: bool | Literal["never"] = False,
-    num_beam_groups: int = 1,
-    diversity_penalty: float = 0.0,
-    min_new_tokens: int = 0,
-    max_new_tokens: int | None = None,
-    max_time: float | None = None,
-    repetition_penalty: float = 1.0,
-    no_repeat_ngram_size: int = 0,
-    temperature: float = 1.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    seed: int | None = None,
+    **options: Any,
 ) -> None:
     """Continues a prompt with a language model.
 
-    It samples, if no flag says otherwise. The continuation of one prompt is printed as it is made; several, or those of
-    beams, at the end.
+    It samples, if no flag says otherwise. The continuation of one prompt is printed as it is made; several, with a line
+    of --- between them, or those of beams, at the end.
 
     With --file, or without a prompt, each line is a prompt, of the file or of standard input. All are decoded
     together, and there is a line of output for each, in order: the prompt and its continuation, in which a line end is
@@ -70,105 +64,66 @@ def generate(
             ends are written as \\n, with --num_return_sequences so many, each behind the number of the prompt and a tab
         stop: a text that ends the continuation and isn't printed; it may stand there several times. In most shells
             $'\\n' is a line end
-        window: what becomes of a text that fills the model's positions: stop ends it there; slide forgets the older
-            half of what the model sees and goes on, up to --max_new_tokens, and takes a longer prompt by its end
         on_error: at a line that is too long or no UTF-8, stop, or skip it with an empty line in its place and a warning
         device: auto (a GPU if there is one), cpu, cuda, cuda:1, ...
-        precision: what the weights become; int8 is for a CPU alone; without it they stay as they were saved
-        greedy: take the best token always, without sampling
-        num_beams: above 1, search with so many beams instead of sampling
-        num_return_sequences: so many continuations, with a line of --- between them
-        beam_rules: whose beam search; transformers is that of Hugging Face's generate
-        length_penalty: alpha of ((5 + length) / 6) ** alpha, by transformers' rules of length ** alpha, which divides
-            the score of beams; by default 0.6, by transformers' rules 1.0
-        early_stopping: stop when num_beams hypotheses are finished, better ones possible or not; never, of
-            transformers' rules alone, goes on while a better one is possible
-        num_beam_groups: so many groups of beams, which avoid each other's tokens; with --diversity_penalty
-        diversity_penalty: what a token costs for each time that an earlier group has just chosen it
-        min_new_tokens: the shortest continuation
-        max_new_tokens: the longest continuation; by default as much as the model's positions allow
-        max_time: seconds after which it ends with what there is
-        repetition_penalty: above 1 discourages tokens that were there
-        no_repeat_ngram_size: no n-gram of this length comes twice; 0 is off
-        temperature: of the sampling; below 1 sharpens the distribution
-        top_k: draw from the k best tokens; 0 is all
-        top_p: draw from the smallest set of tokens that holds this probability
-        seed: of the sampling
+        precision: convert the weights to this; int8 is for a CPU alone; by default they stay as they were saved
+        config: a YAML file with options of decoding, such as top_k: 40; flags override it
+        greedy: take the best token always, without sampling; --num_beams above 1 searches without sampling
+        options: the flags of decoding
     """
-    from torch import Tensor
-
     from fastformer.checkpoints import load_model
     from fastformer.devices import choose_device
-    from fastformer.generation import GenerationConfig
-    from fastformer.generation import generate as search
-    from fastformer.generation.input_errors import ErrorPolicy
     from fastformer.generation.precisions import DTYPES, asked_precision
-    from fastformer.generation.request_builder import RequestBuilder
 
     if prompt is not None and file is not None:
         raise ValueError(f"expected a prompt or --file, got both: {prompt!r:.60} and {file}")
-    _check_sampling(
-        greedy, num_beams, num_return_sequences, {"temperature": temperature, "top_k": top_k, "top_p": top_p}
-    )
     place = choose_device("cpu" if (device, precision) == ("auto", "int8") else device)
+    values = given_options(config, options if not stop else {**options, "stop_strings": stop})
+    samples = not greedy and GenerationConfig(num_beams=values.get("num_beams", 1)).num_beams == 1
+    _check_sampling(greedy, values)
+    asked = GenerationConfig.from_options({"do_sample": samples, **values, **({"do_sample": False} if greedy else {})})
     model, tokenizer = load_model(run, ("GPT",), device=place, dtype=DTYPES.get(precision or ""))
-    options: dict[str, Any] = {
-        "num_beams": num_beams,
-        "num_return_sequences": num_return_sequences,
-        "beam_rules": beam_rules,
-        "length_penalty": length_penalty,
-        "early_stopping": early_stopping,
-        "num_beam_groups": num_beam_groups,
-        "diversity_penalty": diversity_penalty,
-        "min_new_tokens": min_new_tokens,
-        "max_new_tokens": max_new_tokens,
-        "max_time": max_time,
-        "repetition_penalty": repetition_penalty,
-        "no_repeat_ngram_size": no_repeat_ngram_size,
-        "do_sample": not greedy and num_beams == 1,
-        "temperature": temperature,
-        "top_k": top_k,
-        "top_p": top_p,
-        "seed": seed,
-        "precision": asked_precision(model, precision),
-        "stop_strings": tuple(stop or ()),
-        "window": window,
-    }
-    say = _Sayings(tokenizer, options["stop_strings"], model.config.max_len)
+    asked = replace(asked, precision=asked_precision(model, precision))
+    say = _Sayings(tokenizer, asked.stop_strings, model.config.max_len)
     if prompt is None or prompt == "-":
-        builder = RequestBuilder(model, GenerationConfig(**options), log_probs=False, tokenizer=tokenizer)
-        errors = ErrorPolicy(on_error, left=("its line empty", "their lines are empty"))
-        _continue_lines(builder, say, "-" if file is None else file, errors)
-        say.report(max_new_tokens)
-        return
+        _continue_lines(model, asked, say, "-" if file is None else file, on_error)
+    else:
+        _continue_one(model, asked, say, prompt)
+    say.report(asked.max_new_tokens)
+
+
+def _continue_one(model: GPT, config: GenerationConfig, say: _Sayings, prompt: str) -> None:
+    """Prints the continuation of a prompt, or several."""
+    from torch import Tensor
+
+    from fastformer.generation import generate as search
+
     ids = say.encode(prompt)
     if not ids:
         raise ValueError("expected a prompt of at least one token, got an empty one")
     say.warn_of_unknown()
-    # What is sampled or greedy comes token by token; beams and several samples are known at the end.
-    streamer = say.streamer(prompt) if max(num_beams, num_return_sequences) == 1 else None
-    out = search(model, [ids], streamer=streamer, tokenizer=tokenizer, **options)
+    # A single row is printed token by token; the results of beams and of several samples are known at the end.
+    streamer = say.streamer(prompt) if max(config.num_beams, config.num_return_sequences) == 1 else None
+    out = search(model, [ids], config, streamer=streamer, tokenizer=say.tokenizer)
     assert isinstance(out, Tensor)
     new = [row[len(ids) :] for row in out.tolist()]
     if streamer is None:
         print(shown("\n---\n".join(say.text(prompt, ids, tokens) for tokens in new), sys.stdout))
     for tokens in new:
         say.note_end(ids, tokens)
-    say.report(max_new_tokens)
 
 
-def _check_sampling(greedy: bool, num_beams: int, num_return_sequences: int, sampling: dict[str, float]) -> None:
-    if greedy and num_beams > 1:
+def _check_sampling(greedy: bool, options: Mapping[str, Any]) -> None:
+    """Refuses flags of sampling without sampling."""
+    num_beams, returned = options.get("num_beams", 1), options.get("num_return_sequences", 1)
+    if greedy and num_beams != 1:
         raise ValueError(f"expected --greedy or --num_beams {num_beams}, got both")
-    if greedy and num_return_sequences > 1:
-        raise ValueError(
-            f"expected --greedy or --num_return_sequences {num_return_sequences}, got both: "
-            "the best token always makes one continuation"
-        )
-    for name, value in sampling.items():
-        if value != (0 if name == "top_k" else 1.0) and (greedy or num_beams > 1):
+    if greedy and returned != 1:
+        raise ValueError(f"expected --greedy, which gives one continuation, or --num_return_sequences {returned}")
+    for name, neutral in (("temperature", 1.0), ("top_k", 0), ("top_p", 1.0)):
+        if options.get(name, neutral) != neutral and (greedy or num_beams != 1):
             other = "--greedy" if greedy else f"--num_beams {num_beams}"
-            raise ValueError(f"expected {other} or --{name} {value}, got both: it is sampling that a {name} changes")
+            raise ValueError(f"expected {other} or --{name} {options[name]}, got both: {name} changes sampling alone")
 
 
 class _Sayings:
@@ -181,13 +136,13 @@ class _Sayings:
     """
 
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str], max_len: int) -> None:
-        self._tokenizer, self._stop, self._max_len = tokenizer, stop, max_len
+        self.tokenizer, self._stop, self._max_len = tokenizer, stop, max_len
         self._tokens = self._unknown = self._cut = 0
 
     def encode(self, prompt: str) -> list[int]:
         """The ids of a prompt."""
-        ids = self._tokenizer.encode(prompt)
-        unk = self._tokenizer.special_ids.unk
+        ids = self.tokenizer.encode(prompt)
+        unk = self.tokenizer.special_ids.unk
         self._tokens += len(ids)
         self._unknown += 0 if unk is None else ids.count(unk)
         return ids
@@ -196,7 +151,7 @@ class _Sayings:
         """A prompt, as it was typed, and its continuation."""
         from fastformer.generation.streaming import before_stop
 
-        said, again = self._tokenizer.decode([*ids, *tokens]), self._tokenizer.decode(ids)
+        said, again = self.tokenizer.decode([*ids, *tokens]), self.tokenizer.decode(ids)
         said = before_stop(said, self._stop, len(again))
         # A tokenizer may give back a prompt that it doesn't hold quite as it was, a line end say.
         return prompt + said[len(again) :] if said.startswith(again) else said
@@ -209,11 +164,11 @@ class _Sayings:
             def write(self, text: str) -> None:
                 super().write(shown(text, sys.stdout))
 
-        return Streamer(self._tokenizer, prompt=prompt, stop=self._stop)
+        return Streamer(self.tokenizer, prompt=prompt, stop=self._stop)
 
     def note_end(self, ids: Sequence[int], tokens: Sequence[int]) -> None:
         """Notes whether a continuation ended because the model has no more positions."""
-        special = self._tokenizer.special_ids
+        special = self.tokenizer.special_ids
         is_ended = any(token in special.eos or token == special.pad for token in tokens)
         self._cut += not is_ended and len(ids) + len(tokens) == self._max_len
 
@@ -238,16 +193,19 @@ class _Prompt(NamedTuple):
     sample: int | None
 
 
-def _continue_lines(builder: RequestBuilder, say: _Sayings, file: str, errors: ErrorPolicy) -> None:
+def _continue_lines(model: GPT, config: GenerationConfig, say: _Sayings, file: str, on_error: str) -> None:
     """Prints a line for each prompt of a file, or of standard input."""
     import torch
 
     from fastformer.commands._lines import Texts, arriving, file_lines
     from fastformer.generation.generate import new_scheduler
-    from fastformer.generation.input_errors import TextError, failure
+    from fastformer.generation.input_errors import ErrorPolicy, TextError, failure
     from fastformer.generation.ordered_stream import IterableSource, ordered_stream
+    from fastformer.generation.request_builder import RequestBuilder
 
-    settings, name = builder.config, "standard input" if file == "-" else file
+    builder = RequestBuilder(model, config, log_probs=False, tokenizer=say.tokenizer)
+    errors = ErrorPolicy(on_error, left=("its line empty", "their lines are empty"))
+    name = "standard input" if file == "-" else file
     if file != "-":
         texts = Texts(IterableSource(file_lines(file)), name, errors, None)
     else:
@@ -255,8 +213,8 @@ def _continue_lines(builder: RequestBuilder, say: _Sayings, file: str, errors: E
             print("continues each line that you type; Ctrl-D ends", file=sys.stderr)
         texts = Texts(arriving(), name, errors, None)
     # Samples of one prompt slide apart: then each is a request.
-    slides = settings.window == "slide" and settings.samples > 1
-    prompts = _Prompts(texts, list(range(settings.samples)) if slides else [None])
+    slides = config.window == "slide" and config.samples > 1
+    prompts = _Prompts(texts, list(range(config.samples)) if slides else [None])
     ids: dict[int, list[int]] = {}
 
     def begin(prompt: _Prompt) -> Request | None:
@@ -266,7 +224,7 @@ def _continue_lines(builder: RequestBuilder, say: _Sayings, file: str, errors: E
             row = ids[prompt.number] = ids.get(prompt.number) or say.encode(prompt.text)
             return builder.build(builder.check(row), place=prompt.number - 1, sample=prompt.sample)
         except ValueError as error:
-            if not prompt.sample:  # else it was met with the first
+            if not prompt.sample:  # the first sample has met it
                 errors.handle(TextError(f"{name}, line {prompt.number}: {error}"))
             return None
 
@@ -278,7 +236,7 @@ def _continue_lines(builder: RequestBuilder, say: _Sayings, file: str, errors: E
                 if request is None:
                     if not prompt.sample:
                         total += 1
-                        lines.append(_numbered(prompt, "", settings.num_return_sequences))
+                        lines.append(_numbered(prompt, "", config.num_return_sequences))
                     continue
                 total += not prompt.sample
                 if request.error is not None:
@@ -287,9 +245,9 @@ def _continue_lines(builder: RequestBuilder, say: _Sayings, file: str, errors: E
                 row = ids[prompt.number]
                 for found in request.results:
                     text = say.text(prompt.text, row, found.tokens)
-                    lines.append(_numbered(prompt, text, settings.num_return_sequences))
+                    lines.append(_numbered(prompt, text, config.num_return_sequences))
                     say.note_end(row, found.tokens)
-                if prompt.sample in (None, settings.samples - 1):
+                if prompt.sample in (None, config.samples - 1):
                     del ids[prompt.number]
             _print_lines(lines)
     say.warn_of_unknown()

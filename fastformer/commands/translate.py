@@ -8,14 +8,19 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
+from jsonargparse import ArgumentParser
+
+from fastformer.commands._options import OPTIONS, add_options, given_options
 from fastformer.console import OutputLostError, is_terminal, shown
+from fastformer.generation.config import GenerationConfig, Precision
 from fastformer.settings import BleuTokenize
 
 if TYPE_CHECKING:
-    from fastformer.generation.alignment import Alignment
-    from fastformer.generation.input_errors import TextError
+    from fastformer.generation import Translator
+    from fastformer.generation.alignment import Aligner, Alignment
+    from fastformer.generation.input_errors import ErrorPolicy, TextError
     from fastformer.generation.ordered_stream import Source
     from fastformer.generation.text_io import Answer, Item
 
@@ -23,6 +28,11 @@ logger = logging.getLogger("fastformer")
 
 FILLED_BY = ("file",)  # a text or a file, not both
 TEXTS = ("text", "prefix")
+
+
+def add_settings(parser: ArgumentParser) -> dict[str, Any]:
+    """Gives the command's parser the flags of decoding."""
+    return add_options(parser, (*OPTIONS, "do_sample"))
 
 
 def translate(
@@ -41,29 +51,15 @@ def translate(
     ensemble_weights: str | None = None,
     ensemble_mean: Literal["probabilities", "log_probabilities"] = "probabilities",
     device: str = "auto",
-    precision: Literal["fp32", "bf16", "fp16", "int8"] | None = None,
+    precision: Precision | None = None,
     on_error: Literal["stop", "skip"] = "stop",
     skip_long: bool = False,
     split: bool = False,
-    n_best: int = 1,
-    num_beams: int = 1,
-    beam_rules: Literal["tensor2tensor", "transformers"] = "tensor2tensor",
-    length_penalty: float | None = None,
-    early_stopping: bool | Literal["never"] = False,
-    num_beam_groups: int = 1,
-    diversity_penalty: float = 0.0,
-    min_new_tokens: int = 0,
-    max_new_tokens: int | None = None,
-    max_time: float | None = None,
-    repetition_penalty: float = 1.0,
-    no_repeat_ngram_size: int = 0,
-    do_sample: bool = False,
-    temperature: float = 1.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    seed: int | None = None,
     max_batch_size: int | None = None,
     max_batch_bytes: int | None = None,
+    config: str | None = None,
+    n_best: int | None = None,
+    **options: Any,
 ) -> None:
     """Translates a text, a file, or standard input line by line.
 
@@ -71,163 +67,191 @@ def translate(
 
     Args:
         run: the run folder, or that of a BART, a Marian or a T5 as transformers saves it; several, separated by commas,
-            translate together: at each step the mean of what they say counts
+            translate together: each step takes the mean of their predictions
         text: what to translate; without it and without --file, the lines of standard input, answered as they come
         file: a UTF-8 file, one sentence a line; compressed or not; - is standard input, FILE.jsonl:COLUMN a column of
             JSON lines, as of .parquet, .csv and .tsv
         reference: the right translations of --file, a line each: prints BLEU and chrF
         bleu_tokenize: how BLEU cuts text into words; zh, ja-mecab, ko-mecab and char are for languages without spaces
         attention: draw what the translation looked at into this PNG
-        align: add to each translation a tab and which source word stands behind each of its words, such as 0-0 2-1:
-            pairs of a source and a target place, counted from 0; words are what spaces separate; or align tokens
-        align_layer: whose attention tells, of the decoder's layers, from 1; by default the last but one
+        align: add to each translation a tab and, for each of its words, the source word that it is aligned with, such
+            as 0-0 2-1: pairs of a source and a target place, counted from 0; spaces separate words; or align tokens
+        align_layer: the decoder's layer, from 1, whose attention aligns; by default the last but one
         align_head: of that layer, from 1; by default the mean of all
         prefix: what the translations begin with; they go on with the next word
         prefix_file: the same for the lines of --file, one a line; an empty line is none
         ensemble_weights: of several runs: a number for each, separated by commas; by default all count the same
         ensemble_mean: of several runs: of their probabilities, or of their logarithms
         device: auto (a GPU if there is one), cpu, cuda, cuda:1, ...
-        precision: what the weights become; int8 is for a CPU alone; without it they stay as they were saved
+        precision: convert the weights to this; int8 is for a CPU alone; by default they stay as they were saved
         on_error: at a line that is too long or no UTF-8, stop, or skip it with an empty line in its place and a warning
-        skip_long: skip what is only too long
-        split: cut each line into sentences, which are translated by themselves, and keep the white space between them;
-            a text in place of a line may hold line ends
-        n_best: above 1, so many translations of each line, from --num_beams or --do_sample, each on a line of
+        skip_long: skip lines that are only too long
+        split: cut each line into sentences, translate each, and keep the white space between them; a text in place of a
+            line may hold line ends
+        max_batch_size: rows that are decoded together: lines times beams or samples; by default 512, on a GPU 1,024
+        max_batch_bytes: memory for the caches of those rows; by default 512 MiB, on a GPU a quarter of the free memory
+        config: a YAML file with options of decoding, such as num_beams: 4; flags override it
+        n_best: above 1, print so many translations of each line, from --num_beams or --do_sample, each on a line of
             its own: number of the input line, tab, score (log-probability, for beams with the length penalty), tab,
             translation
-        num_beams: hypotheses that are followed; 1 is greedy
-        beam_rules: whose beam search; transformers is that of Hugging Face's generate
-        length_penalty: alpha of ((5 + length) / 6) ** alpha, by transformers' rules of length ** alpha, which divides
-            the score of beams; by default 0.6, by transformers' rules 1.0
-        early_stopping: stop when num_beams hypotheses are finished, better ones possible or not; never, of
-            transformers' rules alone, goes on while a better one is possible
-        num_beam_groups: so many groups of beams, which avoid each other's tokens; with --diversity_penalty
-        diversity_penalty: what a token costs for each time that an earlier group has just chosen it
-        min_new_tokens: the shortest output
-        max_new_tokens: the longest output; by default the source's length + 100
-        max_time: seconds after which a line's translation ends with what there is
-        repetition_penalty: above 1 discourages tokens that were there
-        no_repeat_ngram_size: no n-gram of this length comes twice; 0 is off
-        do_sample: draw from the distribution instead of taking the best
-        temperature: of the sampling; below 1 sharpens the distribution
-        top_k: draw from the k best tokens; 0 is all
-        top_p: draw from the smallest set of tokens that holds this probability
-        seed: of the sampling
-        max_batch_size: rows that are decoded together: lines times beams or samples; by default 512, on a GPU 1,024
-        max_batch_bytes: what the caches of those may take; by default 512 MiB, on a GPU a quarter of what is free
+        options: the flags of decoding
     """
-    from fastformer.commands import listed_numbers, listed_paths
-    from fastformer.commands._lines import Texts, all_lines, arriving, file_lines, good_lines
-    from fastformer.devices import choose_device
-    from fastformer.generation import Translator, draw_attention
-    from fastformer.generation.alignment import Aligner, align_answers
     from fastformer.generation.input_errors import ErrorPolicy
-    from fastformer.generation.ordered_stream import IterableSource
-    from fastformer.generation.text_io import as_items
-    from fastformer.plots import check_picture
 
-    if attention is not None:
-        check_picture(attention)
-    _check_inputs(text, file, reference, attention, n_best, num_beams, do_sample)
+    asked = GenerationConfig.from_options(given_options(config, options))
+    n_best = asked.num_return_sequences if n_best is None else n_best
+    _check_inputs(text, file, reference, attention, n_best, asked)
     _check_prefixes(file, attention, prefix, prefix_file)
     others = {"prefix": prefix, "prefix_file": prefix_file, "attention": attention, "align": align or None}
     _check_split(split, n_best, [name for name, value in others.items() if value is not None])
-    if reference is not None:
-        from fastformer.training.evaluate import corpus_metrics
-
-        corpus_metrics(bleu_tokenize)  # raises before anything is translated
-    elif bleu_tokenize != "13a":
-        raise ValueError(f"expected --reference with --bleu_tokenize {bleu_tokenize}, got none")
+    _check_scores(reference, bleu_tokenize)
     if not align and (align_layer, align_head) != (None, None):
         raise ValueError("expected --align with --align_layer and --align_head")
+    translator = _translator(
+        run, bool(align) or attention is not None, device, precision, ensemble_weights, ensemble_mean=ensemble_mean,
+        max_batch_size=max_batch_size, max_batch_bytes=max_batch_bytes,
+    )  # fmt: skip
+    asked = translator.settings({"num_return_sequences": n_best}, asked)
+    aligner = None if align is False else _aligner(translator, align, align_layer, align_head)
+    if text is not None and attention is not None:
+        _draw(translator, text, attention)
+    errors = ErrorPolicy(on_error, skip_long)
+    source, references = _inputs(text, file, reference, prefix, prefix_file, errors)
+    running = _Run(translator, asked, errors, aligner, n_best, split)
+    if references is None:
+        running.print_all(source, file, is_text=text is not None)
+        return
+    found, lost = running.print_all(source, file, is_scored=True)
+    pairs = [(said, right) for said, right in zip(found, references, strict=True) if isinstance(right, str)]
+    texts_found, texts_right = (list(side) for side in zip(*pairs, strict=True))
+    _print_scores(texts_found, texts_right, bleu_tokenize)
+    if lost is not None:
+        raise lost
+
+
+def _translator(
+    run: str, shows_attention: bool, device: str, precision: Precision | None, weights: str | None, **others: Any
+) -> Translator:
+    """The translator of a run, or of several."""
+    from fastformer.commands import listed_numbers, listed_paths
+    from fastformer.devices import choose_device
+    from fastformer.generation import Translator
+
     runs = listed_paths(run)
-    if len(runs) > 1 and (align or attention is not None):
-        raise ValueError(
-            f"expected one run with --align or --attention, got {len(runs)}: what one decoder looks at counts"
-        )
-    if len(runs) == 1 and ensemble_weights is not None:
+    if len(runs) > 1 and shows_attention:
+        raise ValueError(f"expected one run with --align or --attention, got {len(runs)}: they show one decoder")
+    if len(runs) == 1 and weights is not None:
         raise ValueError(f"expected --ensemble_weights with several runs, RUN1,RUN2, got one: {run}")
-    translator = Translator.from_pretrained(
+    return Translator.from_pretrained(
         runs if len(runs) > 1 else run,
         device=choose_device("cpu" if (device, precision) == ("auto", "int8") else device),
         precision=precision,
-        ensemble_weights=None if ensemble_weights is None else listed_numbers("--ensemble_weights", ensemble_weights),
-        ensemble_mean=ensemble_mean,
-        max_batch_size=max_batch_size,
-        max_batch_bytes=max_batch_bytes,
+        ensemble_weights=None if weights is None else listed_numbers("--ensemble_weights", weights),
+        **others,
     )
-    settings = translator.settings(
-        {
-            "num_beams": num_beams,
-            "beam_rules": beam_rules,
-            "length_penalty": length_penalty,
-            "early_stopping": early_stopping,
-            "num_beam_groups": num_beam_groups,
-            "diversity_penalty": diversity_penalty,
-            "min_new_tokens": min_new_tokens,
-            "max_new_tokens": max_new_tokens,
-            "max_time": max_time,
-            "repetition_penalty": repetition_penalty,
-            "no_repeat_ngram_size": no_repeat_ngram_size,
-            "do_sample": do_sample,
-            "temperature": temperature,
-            "top_k": top_k,
-            "top_p": top_p,
-            "seed": seed,
-            "num_return_sequences": n_best,
-        }
-    )
-    unit: Literal["words", "tokens"] = "tokens" if align == "tokens" else "words"
-    aligner = Aligner(translator, unit, align_layer, align_head) if align else None
-    errors, references = ErrorPolicy(on_error, skip_long), None
+
+
+def _aligner(translator: Translator, align: object, layer: int | None, head: int | None) -> Aligner:
+    from fastformer.generation.alignment import Aligner
+
+    return Aligner(translator, "tokens" if align == "tokens" else "words", layer, head)
+
+
+def _draw(translator: Translator, text: str, picture: str) -> None:
+    from fastformer.generation import draw_attention
+
+    if text.strip():  # an empty one has its own error
+        draw_attention(*translator.attention(text), picture, title=text)
+        print(f"drew {picture}", file=sys.stderr)
+
+
+def _inputs(
+    text: str | None,
+    file: str | None,
+    reference: str | None,
+    prefix: str | None,
+    prefix_file: str | None,
+    errors: ErrorPolicy,
+) -> tuple[Source[Item], list[str | TextError] | None]:
+    """What to translate, and the references of a file."""
+    from fastformer.commands._lines import Texts, all_lines, arriving, file_lines, good_lines
+    from fastformer.generation.ordered_stream import IterableSource
+    from fastformer.generation.text_io import as_items
+
     if text is not None:
         if not text.strip():
             raise ValueError("expected something to translate, got an empty text")
-        if attention is not None:
-            draw_attention(*translator.attention(text), attention, title=text)
-            print(f"drew {attention}", file=sys.stderr)
-        source: Source[Item] = IterableSource(as_items(text, prefix))
-    elif file is None or (file == "-" and reference is None and prefix_file is None):
+        return IterableSource(as_items(text, prefix)), None
+    if file is None or (file == "-" and reference is None and prefix_file is None):
         if is_terminal(sys.stdin):
             print("translates each line that you type; Ctrl-D ends", file=sys.stderr)
-        source = Texts(arriving(), "-", errors, prefix)
-    else:
-        lines = file_lines(file)
-        if reference is not None:
-            there = list(lines)
-            references, lines = all_lines(reference), iter(there)
-            _check_references(references, reference, len(there), file, on_error)
-        texts = Texts(IterableSource(lines), file, errors, prefix)
-        source = texts
-        if prefix_file is not None:
-            source = IterableSource(as_items((item.text for item in texts), good_lines(prefix_file)))
+        return Texts(arriving(), "-", errors, prefix), None
+    lines, references = file_lines(file), None
+    if reference is not None:
+        there = list(lines)
+        references, lines = all_lines(reference), iter(there)
+        _check_references(references, reference, len(there), file, errors.on_error)
+    texts = Texts(IterableSource(lines), file, errors, prefix)
+    if prefix_file is None:
+        return texts, references
+    return IterableSource(as_items((item.text for item in texts), good_lines(prefix_file))), references
 
-    found: list[str] = []
-    total, lost = 0, None
-    remembered = _Remembered(source)
-    with _progress(file) as advance:
-        for answers in translator.answers(remembered, settings, errors, log_probs=n_best > 1, split=split):
-            texts_of = remembered.take(len(answers))
-            alignments = None if aligner is None else align_answers(aligner, texts_of, answers)
-            try:
-                if split and text is not None:
-                    _print_text(_best(answers[0]))
-                else:
-                    _print_answers(answers, n_best, total + 1, alignments)
-            except OutputLostError as error:
-                if references is None:
-                    raise
-                lost = error  # the scores are told elsewhere
-            if references is not None:
-                found += [_best(answer) for answer in answers]
-            total += len(answers)
-            advance(len(answers))
-    if references is not None:
-        pairs = [(text, right) for text, right in zip(found, references, strict=True) if isinstance(right, str)]
-        texts_found, texts_right = (list(side) for side in zip(*pairs, strict=True))
-        _print_scores(texts_found, texts_right, bleu_tokenize)
-    if lost is not None:
-        raise lost
+
+class _Run:
+    """Translates a source and prints its answers."""
+
+    def __init__(
+        self,
+        translator: Translator,
+        config: GenerationConfig,
+        errors: ErrorPolicy,
+        aligner: Aligner | None,
+        n_best: int,
+        split: bool,
+    ) -> None:
+        self._translator, self._config, self._errors = translator, config, errors
+        self._aligner, self._n_best, self._split = aligner, n_best, split
+
+    def print_all(
+        self, source: Source[Item], file: str | None, *, is_text: bool = False, is_scored: bool = False
+    ) -> tuple[list[str], OutputLostError | None]:
+        """Prints all answers as they come.
+
+        Args:
+            source: of texts.
+            file: that they are from, or None.
+            is_text: they are one text, whose translation may have several lines.
+            is_scored: the translations are scored, even where nothing reads the output.
+
+        Returns:
+            The best translation of each text if is_scored, and the error of an output that closed meanwhile.
+        """
+        from fastformer.generation.alignment import align_answers
+
+        found: list[str] = []
+        total, lost = 0, None
+        remembered = _Remembered(source)
+        answering = self._translator.answers(
+            remembered, self._config, self._errors, log_probs=self._n_best > 1, split=self._split
+        )
+        with _progress(file) as advance:
+            for answers in answering:
+                texts = remembered.take(len(answers))
+                alignments = None if self._aligner is None else align_answers(self._aligner, texts, answers)
+                try:
+                    if self._split and is_text:
+                        print(shown(_best(answers[0]), sys.stdout), flush=True)
+                    else:
+                        _print_answers(answers, self._n_best, total + 1, alignments)
+                except OutputLostError as error:
+                    if not is_scored:
+                        raise
+                    lost = error  # the scores go to standard error
+                if is_scored:
+                    found += [_best(answer) for answer in answers]
+                total += len(answers)
+                advance(len(answers))
+        return found, lost
 
 
 def _check_inputs(
@@ -236,9 +260,12 @@ def _check_inputs(
     reference: str | None,
     attention: str | None,
     n_best: int,
-    num_beams: int,
-    do_sample: bool,
+    config: GenerationConfig,
 ) -> None:
+    from fastformer.plots import check_picture
+
+    if attention is not None:
+        check_picture(attention)
     if text is not None and file is not None:
         raise ValueError(f"expected a text or --file, got both: {text!r:.60} and {file}")
     if attention is not None and text is None:
@@ -249,10 +276,19 @@ def _check_inputs(
         raise ValueError(f"expected --n_best of at least 1, got {n_best}")
     if n_best > 1 and reference is not None:
         raise ValueError("expected --n_best or --reference, got both: one translation of a line is compared")
-    if n_best > num_beams and not do_sample:
+    if n_best > config.num_beams and not config.do_sample:
         raise ValueError(
-            f"expected --num_beams of at least --n_best {n_best}, or --do_sample; got --num_beams {num_beams}"
+            f"expected --num_beams of at least --n_best {n_best}, or --do_sample; got --num_beams {config.num_beams}"
         )
+
+
+def _check_scores(reference: str | None, bleu_tokenize: BleuTokenize) -> None:
+    if reference is not None:
+        from fastformer.training.evaluate import corpus_metrics
+
+        corpus_metrics(bleu_tokenize)  # raises before anything is translated
+    elif bleu_tokenize != "13a":
+        raise ValueError(f"expected --reference with --bleu_tokenize {bleu_tokenize}, got none")
 
 
 def _check_references(references: list[str | TextError], reference: str, count: int, file: str, on_error: str) -> None:
@@ -275,7 +311,7 @@ def _check_prefixes(file: str | None, attention: str | None, prefix: str | None,
     if prefix_file is not None and file is None:
         raise ValueError("expected --file with --prefix_file: it has a line for each of its lines")
     if prefix is not None and attention is not None:
-        raise ValueError("expected --prefix or --attention, got both: what a translation itself looks at is drawn")
+        raise ValueError("expected --prefix or --attention, got both: the picture shows a translation without one")
 
 
 def _check_split(split: bool, n_best: int, others: list[str]) -> None:
@@ -328,19 +364,14 @@ def _print_answers(
     print(shown("\n".join(lines), sys.stdout), flush=True)
 
 
-def _print_text(text: str) -> None:
-    """A text that may have several lines."""
-    print(shown(text, sys.stdout), flush=True)
-
-
 def _one_line(text: str) -> str:
-    # A model of bytes may say a line end, and lines are counted.
+    # A model of bytes may produce a line end, and a reader counts lines.
     return text.replace("\r", " ").replace("\n", " ")
 
 
 @contextlib.contextmanager
 def _progress(file: str | None) -> Iterator[Callable[[int], object]]:
-    """Counts lines on a bar on standard error, for a file whose answers a person doesn't see go by."""
+    """Counts lines on a bar on standard error, for a file whose answers aren't shown on a terminal."""
     if file is None or not Path(file).is_file() or not is_terminal(sys.stderr) or is_terminal(sys.stdout):
         yield lambda lines: None
         return
@@ -352,7 +383,7 @@ def _progress(file: str | None) -> Iterator[Callable[[int], object]]:
     from fastformer.data.files import open_bytes
 
     total = None
-    with contextlib.suppress(ValueError), open_bytes(file) as lines:  # translating says what is wrong with it
+    with contextlib.suppress(ValueError), open_bytes(file) as lines:  # translating raises the error
         total = sum(1 for _ in lines)
     with tqdm(total=total, unit="line", file=sys.stderr) as bar:
         yield bar.update

@@ -97,7 +97,7 @@ class GenerationConfig:
         max_length: the most tokens, counting what an output begins with too. That is the prompt (as long as the longest
             one of a batch), or the start token and the decoder_input_ids. max_new_tokens goes before it.
         min_length: no end before so many tokens, counted as for max_length. min_new_tokens goes before it.
-        num_beams: hypotheses that are followed; 1 is greedy.
+        num_beams: hypotheses that a beam search follows; 1 is no beam search.
         beam_rules: whose beam search; transformers is that of Hugging Face's generate. "tensor2tensor" is
             `BeamSearch`, "transformers" is `TransformersBeamSearch`: they penalise lengths differently, and stop at
             different times.

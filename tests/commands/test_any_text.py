@@ -48,7 +48,7 @@ class Echo:
     def __init__(self) -> None:
         self.given: list[tuple[str, str | None]] = []
 
-    def settings(self, options):
+    def settings(self, options, config=None):
         return options
 
     def answers(self, source, settings, bad, *, log_probs, split=None):

@@ -1,0 +1,68 @@
+"""Flags from the fields of `GenerationConfig`: their types, bounds, defaults and help stand there alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from functools import cache
+from typing import Any, get_type_hints
+
+from docstring_parser import parse as parse_docstring
+from jsonargparse import ArgumentParser
+
+from fastformer.generation.config import OPTIONS as KNOWN
+from fastformer.generation.config import GenerationConfig
+from fastformer.generation.foreign_options import check_names
+
+# The flags that every command which decodes has, in the order of its help.
+OPTIONS = (
+    "num_beams",
+    "beam_rules",
+    "length_penalty",
+    "early_stopping",
+    "num_beam_groups",
+    "diversity_penalty",
+    "min_new_tokens",
+    "max_new_tokens",
+    "max_time",
+    "repetition_penalty",
+    "no_repeat_ngram_size",
+    "temperature",
+    "top_k",
+    "top_p",
+    "seed",
+)
+
+
+def add_options(parser: ArgumentParser, names: Sequence[str]) -> dict[str, Any]:
+    """Gives a parser a flag for each of some fields of `GenerationConfig`. Returns their types by name."""
+    hints = get_type_hints(GenerationConfig, include_extras=True)
+    defaults = {field.name: field.default for field in fields(GenerationConfig)}
+    for name in names:
+        parser.add_argument(f"--{name}", type=hints[name], default=defaults[name], help=_help()[name])
+    return {name: hints[name] for name in names}
+
+
+@cache
+def _help() -> dict[str, str]:
+    """The first sentence about each option, without its period."""
+    texts = {p.arg_name: p.description or "" for p in parse_docstring(GenerationConfig.__doc__ or "").params}
+    return {name: " ".join(text.split()).partition(". ")[0].rstrip(".") for name, text in texts.items()}
+
+
+def given_options(path: str | None, flags: Mapping[str, Any]) -> dict[str, Any]:
+    """The options that flags give, over those of a YAML file.
+
+    Raises:
+        ValueError: no such file, no YAML, or a name in it that is no option.
+    """
+    if path is None:
+        return dict(flags)
+    from fastformer.training.yaml_file import read_yaml
+
+    values = read_yaml(path)
+    try:
+        check_names(values, KNOWN)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+    return {**values, **flags}
