@@ -13,9 +13,10 @@ from pathlib import Path
 from benchmarks.measure import record
 from fastformer.data.text import read_pairs
 from fastformer.generation import Translator
+from fastformer.generation.config import Precision
 from fastformer.training.evaluate import corpus_scores
 
-PRECISIONS = ("fp32", "bf16", "int8")
+PRECISIONS: tuple[Precision, ...] = ("fp32", "bf16", "int8")
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -1,7 +1,5 @@
 """How time and memory grow with the length of a sequence: exponents fitted to the rows of the suite "scaling".
 
-    python -m benchmarks.measure.scaling_fits benchmarks/results/scaling.jsonl
-
 A power law c n^p is a line in log-log, and p is its slope by least squares. It is taken from the upper end alone, the
 lengths from an eighth of the provider's longest on: at short lengths a call's fixed costs, caches and a window that is
 not yet full bend the line, and an exponent is a statement about long ones.
@@ -9,17 +7,13 @@ not yet full bend the line, and an exponent is a statement about long ones.
 
 from __future__ import annotations
 
-import argparse
 import math
 import statistics
-import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from benchmarks.cases.models.bench_scaling import EXPECTED
-from benchmarks.measure import record
 
 UPPER_END = 8  # the longest length, and those down to this part of it
 LEAST_POINTS = 3  # two always lie on a line
@@ -132,21 +126,3 @@ def causal_over_full(providers: Mapping[str, Mapping[int, dict[str, Any]]]) -> t
         return None
     n = max(both)
     return n, causal[n]["ms_p50"] / full[n]["ms_p50"]
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """Prints the fits of some files of results."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.measure.scaling_fits", description=__doc__.splitlines()[0]
-    )
-    parser.add_argument("files", type=Path, nargs="+", help="JSON lines of benchmarks.run")
-    options = parser.parse_args(arguments)
-    try:
-        print(report(row for path in options.files for row in record.read(path)))
-    except ValueError as error:
-        parser.error(str(error))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from torch import Tensor
 
 from benchmarks.peers.job import Decoder, Job, Missing, Model, Tokens, until_end
 from fastformer.generation import generate
+from fastformer.generation.config import Precision
 from fastformer.generation.engines import choose_engine
 from fastformer.models import GPT
 
@@ -18,7 +21,7 @@ class Ours(Decoder):
 
     def __init__(self, model: Model, precision: str, threads: int, options: dict[str, str]) -> None:
         torch.set_num_threads(threads)
-        self.model, self.precision = model, precision
+        self.model, self.precision = model, cast(Precision, precision)
         try:
             choose_engine(model, None, precision)
         except ValueError as error:

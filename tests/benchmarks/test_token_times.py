@@ -13,13 +13,7 @@ from benchmarks import token_times as token_times_module
 from benchmarks.cases.models.bench_decoding import ENGINES
 from benchmarks.measure import record
 from benchmarks.peers.cases import make_model
-from benchmarks.token_times import Clock, Line, lines, main, medians, token_times
-
-
-def test_clock() -> None:
-    clock = Clock()
-    clock.times = [10.5, 11.0, 13.0, 13.5]  # the start token, and three
-    assert clock.per_token(began=10.0) == [1.0, 2.0, 0.5]
+from benchmarks.token_times import Line, lines, main, token_times
 
 
 def test_each_token_has_a_time() -> None:
@@ -27,10 +21,6 @@ def test_each_token_has_a_time() -> None:
     for name in ("recompute", "kv_cache"):
         seconds = token_times(model, [5, 6, 7], 4, Line(name, None))
         assert len(seconds) == 4 and min(seconds) > 0
-
-
-def test_medians_are_of_positions() -> None:
-    assert medians([[1.0, 9.0], [2.0, 7.0], [60.0, 8.0]]) == [2.0, 8.0]
 
 
 def test_lines() -> None:

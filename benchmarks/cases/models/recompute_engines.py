@@ -10,24 +10,24 @@ They give the tokens of `kv_cache`, which also keeps the keys and values of self
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import ClassVar, cast
 
 import torch
 from torch import Tensor, nn
 
 from fastformer.generation import GenerationConfig, generate
+from fastformer.generation.config import Precision
 from fastformer.generation.engines import Batch, Prompt
 from fastformer.generation.engines.kv_cache import new_cache, packed, packed_layout
 from fastformer.generation.engines.recompute import RecomputeBatch, RecomputeEngine
 from fastformer.generation.evaluation import evaluating
 from fastformer.generation.generate import Streamer, new_scheduler
-from fastformer.generation.inputs import TokenIds, as_inputs, pad
+from fastformer.generation.inputs import TokenIds, input_rows, pad
 from fastformer.generation.model_protocols import (
     DecoderOnly,
     EncoderDecoder,
     Model,
     as_model,
-    device_of,
     is_encoder_decoder,
 )
 from fastformer.generation.precisions import why_not_by_modules
@@ -164,7 +164,7 @@ def decode(
     if engine not in RECOMPUTING:
         tokens = generate(
             model, source, max_new_tokens=max_new_tokens, min_new_tokens=min_new_tokens, num_beams=num_beams,
-            engine=engine, precision=precision, streamer=streamer,
+            engine=engine, precision=cast("Precision | None", precision), streamer=streamer,
         )  # fmt: skip
         assert isinstance(tokens, Tensor)
         return tokens
@@ -174,10 +174,7 @@ def decode(
     settings = GenerationConfig(max_new_tokens=max_new_tokens, min_new_tokens=min_new_tokens, num_beams=num_beams)
     with evaluating(decoder) as mode, torch.inference_mode():
         builder = RequestBuilder(decoder, settings, log_probs=False, engine=RECOMPUTING[engine](decoder, precision))
-        ids, layout = as_inputs(
-            source, None, builder.ids.pad, device_of(decoder), marks_padding=builder.ids.marks_padding
-        )  # fmt: skip
-        rows = [row[:length] for row, length in zip(ids.tolist(), layout.seqlens.tolist(), strict=True)]
+        rows = input_rows(source, None, builder.ids.pad, marks_padding=builder.ids.marks_padding)
         requests = [builder.build(builder.check(row)) for row in rows]
         if streamer is not None:
             streamer.put(torch.tensor([[]]))

@@ -34,20 +34,6 @@ def test_ours_against_each_rival() -> None:
     )
 
 
-def test_a_mark_is_that_of_the_ratio_beside_it() -> None:
-    """Of ours to the rival, not of the rival to the baseline, of which a row tells, too."""
-    rows = [
-        row("eager", 2.5, quiet=True, ours_quiet=False),
-        row("torch.compile", 0.9, quiet=False, ours_quiet=True),
-        row("sdpa", 0.8, quiet=True, ours_quiet=False),
-        row("liger", 3.0, quiet=None, ours_quiet=None),
-    ]
-    lines = summary(rows).splitlines()
-    assert lines[2].split()[-4:] == ["2.50x~", "0.90x", "0.80x~", "3.00x"]
-    assert [line.split()[0] for line in lines if line.startswith("  0.")] == ["0.90x", "0.80x"]
-    assert lines[-1].startswith("~ 2 of 3 ratios were disturbed or unsteady")
-
-
 def test_peers_are_summed_up_by_what_ours_is_measured_against() -> None:
     peer = {"suite": "decoding", "op": "peers", "model": "base", "shape": {"batch": 1}, "precision": "int8"}
     rows = [

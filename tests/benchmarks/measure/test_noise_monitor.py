@@ -132,18 +132,6 @@ def test_the_best_time_of_the_machine_outlives_a_process(machine: Machine, monke
         assert slow_turns_of_a_process(4.0, 6.0) == [False, True]
 
 
-def test_a_folder_that_cannot_be_written_is_no_error(
-    machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "file").write_text("")
-    monkeypatch.setattr(noise_monitor, "BEST", tmp_path / "file" / "fastformer" / "fixed_work.json")
-    monkeypatch.setattr(noise_monitor, "_fixed_work", lambda: 1.0)
-    watcher = NoiseMonitor(1, proc=machine.folder, clock=lambda: machine.now, own=lambda: machine.own, cores=2)
-    watcher.begin()
-    machine.run(0.3)
-    assert watcher.end() is False
-
-
 def test_elsewhere_nobody_knows(tmp_path: Path) -> None:
     for proc in (None, tmp_path):
         watcher = NoiseMonitor(1, proc=proc)

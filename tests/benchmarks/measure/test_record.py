@@ -30,36 +30,36 @@ def test_what_keeps_the_schema(fields: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    "fields, says",
+    "fields, named",
     [
-        ({"milliseconds": 1.0}, "expected fields that benchmarks/measure/record.py knows, got 'milliseconds'"),
-        ({"suite": ..., "commit": ...}, "expected a line with 'suite', 'commit', got"),
-        ({"suite": "op"}, "expected a suite out of ops, modules, .*, got 'op'"),
-        ({**TIMES, "ms_p50": "2"}, "expected ms_p50 .* to be float or int, got '2'"),
-        ({**TIMES, "ms_p50": True}, "expected ms_p50 .* to be float or int, got True"),
-        ({**TIMES, "ms_p20": float("nan")}, "expected ms_p20 .* to be finite, got nan"),
-        ({"threads": 1.0}, "expected threads .* to be int, got 1.0"),
-        ({"triton": 3}, "expected triton .* to be str or null, got 3"),
-        ({"bound": "cache"}, 'expected bound to be "compute" or "memory", got .cache'),
-        ({"ms_p50": 1.0}, r"expected 0 < ms_p20 <= ms_p50 <= ms_p80, got \[1.0\]"),
-        ({**TIMES, "ms_p80": 1.5}, r"expected 0 < .*, got \[1.0, 2.0, 1.5\]"),
-        ({**TIMES, "ms_p20": 0}, r"expected 0 < .*, got \[0, 2.0, 2.0\]"),
-        ({**TIMES, "missing": "pip install it"}, "expected no time of a provider that is missing"),
-        ({"missing": "pip install it", "speedup": 1.0}, "expected no time of a provider that is missing"),
-        ({"share": 0.5}, "expected share along with floor_ms, got 0.5 and None"),
-        ({"curve": {"x": [1], "y": [1]}}, "expected a curve with x and y of equal length, x_label and y_label"),
-        ({"curve": {"x": [1], "y": [], "x_label": "", "y_label": ""}}, "expected a curve with x and y of equal length"),
+        ({"milliseconds": 1.0}, "milliseconds"),
+        ({"suite": ..., "commit": ...}, "commit"),
+        ({"suite": "op"}, "suite"),
+        ({**TIMES, "ms_p50": "2"}, "ms_p50"),
+        ({**TIMES, "ms_p50": True}, "ms_p50"),
+        ({**TIMES, "ms_p20": float("nan")}, "ms_p20"),
+        ({"threads": 1.0}, "threads"),
+        ({"triton": 3}, "triton"),
+        ({"bound": "cache"}, "bound"),
+        ({"ms_p50": 1.0}, "ms_p80"),
+        ({**TIMES, "ms_p80": 1.5}, "ms_p80"),
+        ({**TIMES, "ms_p20": 0}, "ms_p20"),
+        ({**TIMES, "missing": "pip install it"}, "missing"),
+        ({"missing": "pip install it", "speedup": 1.0}, "missing"),
+        ({"share": 0.5}, "floor_ms"),
+        ({"curve": {"x": [1], "y": [1]}}, "x_label"),
+        ({"curve": {"x": [1], "y": [], "x_label": "", "y_label": ""}}, "x_label"),
     ],
 )
-def test_what_breaks_the_schema_is_said(fields: dict[str, Any], says: str) -> None:
-    with pytest.raises(ValueError, match=says):
+def test_what_breaks_the_schema_is_named(fields: dict[str, Any], named: str) -> None:
+    with pytest.raises(ValueError, match=rf"\b{named}\b"):
         record.check(line(**fields))
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_every_committed_line_keeps_the_schema(path: Path) -> None:
     rows = record.read(path)
-    assert rows
+    assert rows and len({record.key(row) for row in rows}) == len(rows), "two lines about one thing"
     for number, row in enumerate(rows, 1):
         try:
             record.check(row)

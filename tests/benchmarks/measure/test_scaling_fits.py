@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import random
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks.measure.scaling_fits import causal_over_full, fit, groups, growth, main, report
+from benchmarks.measure.scaling_fits import causal_over_full, fit, groups, growth, report
 from benchmarks.publish.latest import Results
 
 LENGTHS = [128 << i for i in range(7)]
@@ -20,14 +17,6 @@ def test_a_power_law_has_its_exponent(exponent: float) -> None:
     found = fit({n: 3e-4 * n**exponent for n in LENGTHS})
     assert found.exponent == pytest.approx(exponent, abs=1e-9) and found.off == pytest.approx(0.0, abs=1e-9)
     assert found.lengths == (1024, 2048, 4096, 8192)
-
-
-def test_noise_moves_it_little_and_is_said() -> None:
-    generator = random.Random(0)
-    for _ in range(100):
-        found = fit({n: n**2 * generator.uniform(0.95, 1.05) for n in LENGTHS})
-        assert 1.95 < found.exponent < 2.05 and 0 < found.off < 0.1
-    assert fit({n: n**2 * (1.5 if n == 2048 else 1) for n in LENGTHS}).off > 0.2
 
 
 def test_the_upper_end_alone_counts() -> None:
@@ -93,16 +82,6 @@ def test_machines_and_dtypes_are_not_mixed() -> None:
     # The later row about one thing counts.
     (providers,) = groups(rows("fastformer", 2.0, 1.0) + rows("fastformer", 1.0, 1.0)).values()
     assert providers["fastformer"][8192]["ms_p50"] == pytest.approx(1e-6 * 8192)
-
-
-def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "scaling.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows("fastformer window", 1.0, 1.0)))
-    assert main([str(path)]) == 0 and "O(r n d)" in capsys.readouterr().out
-    path.write_text("")
-    with pytest.raises(SystemExit, match="2"):
-        main([str(path)])
-    assert 'expected rows of the suite "scaling"' in capsys.readouterr().err
 
 
 def test_what_was_measured_grows_as_it_has_to() -> None:

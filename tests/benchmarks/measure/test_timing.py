@@ -28,12 +28,6 @@ class Script(NoiseMonitor):
         self.waits += 1
 
 
-def test_percentiles() -> None:
-    times = timing.Timing.of([0.4, 0.1, 0.3, 0.2])
-    assert (times.p20, times.p50, times.p80) == pytest.approx((0.16, 0.25, 0.34))
-    assert timing.Timing.of([2.0]) == timing.Timing(2.0, 2.0, 2.0)
-
-
 def test_turns_are_interleaved(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timing, "_TURN", 0.0)
     order: list[str] = []
@@ -156,10 +150,6 @@ def test_a_ratio_whose_passes_disagree_is_not_quiet() -> None:
         assert ratio.quiet is False and ratio.uncertainty is not None and ratio.uncertainty > STEADY
         ratio = in_passes(*[(2.0 + 0.1 * (number % 2),) for number in range(9)], disturbed=disturbed).ratio("a", "b")
         assert ratio.quiet is (None if disturbed is None else True) and 0.0 < (ratio.uncertainty or 0.0) <= STEADY
-
-
-def test_rounds_of_one_pass_say_nothing_about_steadiness() -> None:
-    assert in_passes((2.0, 2.0, 9.0, 9.0, 2.0)).ratio("a", "b") == Ratio(2.0, True, 1, None)
 
 
 def test_quiet_rounds_have_to_be_of_several_passes() -> None:

@@ -93,12 +93,6 @@ def test_bars_are_ratios_and_losses_go_to_the_left(tmp_path: Path) -> None:
         assert [text.get_text() for text in axes.texts] == [style.two_digits(ratio)]
 
 
-def test_turns_of_the_same_rounds_count_before_medians(tmp_path: Path) -> None:
-    rows = [rotary("fastformer", 2.0), rotary("eager", 5.0, ours=2.9)]
-    (axes,) = CHARTS["ops"].draw(CHARTS["ops"].select(Results(write(tmp_path, rows)))).axes
-    assert [text.get_text() for text in axes.texts] == ["2.9"]
-
-
 def test_one_provider_alone_gives_no_bars(tmp_path: Path) -> None:
     results = Results(write(tmp_path, [rotary("fastformer", 2.0), rotary("eager", None, missing="pip install eager")]))
     assert not CHARTS["ops"].select(results)
@@ -119,12 +113,6 @@ def test_threads_and_batches_are_told_apart(tmp_path: Path) -> None:
     points = {line.get_label(): line.get_xydata().tolist() for line in axes.lines if line.get_label()[0] != "_"}
     assert points["cpp, 1 thread"] == [[1, 1600.0], [8, 12800.0]]
     assert set(points) == {"recompute", "kv_cache", "cpp", "cpp, 1 thread"}
-
-
-def test_two_significant_digits() -> None:
-    values = {0.966: "0.97", 0.996: "1.0", 1.04: "1.0", 2.25: "2.2", 9.96: "10", 15.7: "16", 63.5: "64", 212: "210",
-              1499.6: "1,500", 0.0: "0"}  # fmt: skip
-    assert {value: style.two_digits(value) for value in values} == values
 
 
 def test_no_results(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -71,33 +71,6 @@ def test_names_of_close_lines_keep_apart() -> None:
     assert [name for _, name in by_height] == ["ends earlier", *(f"line {index}" for index in range(6))]
 
 
-def test_the_legend_reads_row_by_row() -> None:
-    fig = style.figure("legend", columns=2)
-    for axes in fig.axes:
-        for name in "abcdef":
-            axes.plot([1], [1], label=name)
-    style.legend(fig)
-    (legend,) = fig.legends
-    columns = [["a", "e"], ["b", "f"], ["c"], ["d"]]
-    assert [text.get_text() for text in legend.get_texts()] == sum(columns, [])
-
-
-def test_ours_has_one_colour() -> None:
-    ours = {style.color_of(name) for name in ("fastformer", "fastformer reference", "cpp_int8", "fastformer, int8")}
-    assert ours == {style.OURS}
-    rivals = ("baseline", "fastformer.baseline", "eager", "torch.nn", "sdpa", "torch.nn, torch.compile", "somebody")
-    assert style.OURS not in {style.color_of(name) for name in rivals}
-    assert style.color_of("torch.nn") != style.color_of("torch.nn, torch.compile")
-
-
-@pytest.mark.parametrize("machines", [1, 2, 4])
-def test_a_footer_fits(machines: int) -> None:
-    names = ", ".join(f"AMD EPYC, family 2{n}, model 17" for n in range(machines))
-    fig = style.figure("a title", footer=f"{names} · 2 threads · PyTorch 2.13.0+cpu · commit 4ccf218, 70defd8, 7452703")
-    extent = fig.texts[-1].get_window_extent()
-    assert extent.x0 >= 0 and extent.x1 <= fig.bbox.width
-
-
 def test_bad_calls(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="got none"):
         style.save(picture(), "empty", [], tmp_path)
