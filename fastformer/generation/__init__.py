@@ -3,7 +3,7 @@
 from fastformer.generation.async_translator import AsyncTranslator as AsyncTranslator
 from fastformer.generation.config import GenerationConfig as GenerationConfig
 from fastformer.generation.config import GenerationSettings as GenerationSettings
-from fastformer.generation.engines.packed import repack as repack
+from fastformer.generation.engines.prepack import repack as repack
 from fastformer.generation.ensemble import Ensemble as Ensemble
 from fastformer.generation.generate import GenerateOutput as GenerateOutput
 from fastformer.generation.generate import generate as generate

@@ -16,10 +16,9 @@ import pytest
 import torch
 
 from fastformer.generation import generate, repack
-from fastformer.generation.engines import packed as packed_module
-from fastformer.generation.engines import page_watch
-from fastformer.generation.engines.packed import fingerprint, packed
+from fastformer.generation.engines import page_watch, prepack
 from fastformer.generation.engines.page_watch import PageWatch
+from fastformer.generation.engines.prepack import fingerprint, packed
 from fastformer.models import GPT, Transformer
 from tests.generation.small import needs_cpp
 from tests.generation.weights import drawn
@@ -256,13 +255,13 @@ def test_the_next_call_says_what_a_model_of_the_new_weights_says(precision) -> N
 
 @needs_cpp
 def test_a_call_looks_once(monkeypatch) -> None:
-    looks, look = [], packed_module.fingerprint
+    looks, look = [], prepack.fingerprint
 
-    def counted(model: Any) -> packed_module.Fingerprint:
+    def counted(model: Any) -> prepack.Fingerprint:
         looks.append(1)
         return look(model)
 
-    monkeypatch.setattr(packed_module, "fingerprint", counted)
+    monkeypatch.setattr(prepack, "fingerprint", counted)
     model = drawn(Transformer, **SIZES)
     generate(model, [[5, 6, 7]], max_new_tokens=3)
     looks.clear()

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from fastformer.generation.engines.base import Candidates, Engine, Limits, Prompt, SearchingBatch, Selection
-from fastformer.generation.engines.packable import why_not_packable
-from fastformer.generation.engines.packed import packed
+from fastformer.generation.engines.cpp_support import why_not_supported
+from fastformer.generation.engines.prepack import packed
 from fastformer.generation.engines.sampling import choose
 from fastformer.generation.model_protocols import Model
 from fastformer.generation.native_search import NativeSearch
@@ -104,7 +104,7 @@ class CppEngine(Engine):
     @classmethod
     def why_unsupported(cls, model: object, precision: str | None = None) -> str | None:
         """Why C++ code would compute something else than the model's modules, or not in this precision."""
-        return why_not_packable(model, precision)
+        return why_not_supported(model, precision)
 
     @property
     def token_bytes(self) -> int:
@@ -225,7 +225,7 @@ def _attention(model: Transformer | GPT) -> MultiheadAttention:
 
 
 def _pack(model: nn.Module, precision: str) -> object:
-    """The `PackedModel` of a model that `why_not_packable` has nothing against."""
+    """The `PackedModel` of a model that `why_not_supported` has nothing against."""
     assert isinstance(model, Transformer | GPT)
     return _extension_module().PackedModel(_options(model, precision), _tensors(model))
 

@@ -19,9 +19,9 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from fastformer.generation import generate
-from fastformer.generation.engines import packable
-from fastformer.generation.engines.packable import why_not_packable
-from fastformer.generation.engines.packed import fingerprint, packed
+from fastformer.generation.engines import cpp_support
+from fastformer.generation.engines.cpp_support import why_not_supported
+from fastformer.generation.engines.prepack import fingerprint, packed
 from fastformer.models import GPT, GPTConfig, Transformer
 from fastformer.nn import MultiheadAttention
 from fastformer.ops import use_backend
@@ -31,7 +31,7 @@ SOURCES = torch.tensor([[5, 6, 7, 1], [9, 8, 1, 0]])
 
 @pytest.fixture(autouse=True)
 def extension(monkeypatch) -> None:
-    monkeypatch.setattr(packable, "_extension", types.SimpleNamespace(why_no_decoder=lambda: None))
+    monkeypatch.setattr(cpp_support, "_extension", types.SimpleNamespace(why_no_decoder=lambda: None))
 
 
 def fresh(kind: str = "tied", **options: Any) -> Any:
@@ -60,11 +60,11 @@ def test_what_the_config_makes_is_packable_in_each_precision(kind, options, dtyp
     state = torch.get_rng_state()
     model = fresh(kind, dtype=dtype, **options)
     drawn = torch.get_rng_state()
-    assert [why_not_packable(model, p) for p in (None, "fp32", "bf16", "int8")] == [None] * 4
-    assert why_not_packable(model, "fp16") == "it computes in fp32, bf16 and int8, not in fp16"
+    assert [why_not_supported(model, p) for p in (None, "fp32", "bf16", "int8")] == [None] * 4
+    assert why_not_supported(model, "fp16") == "it computes in fp32, bf16 and int8, not in fp16"
     assert torch.equal(torch.get_rng_state(), drawn) and not torch.equal(drawn, state)
     for copied in (copy.deepcopy(model), model.quantize(), model.requires_grad_(False)):
-        assert why_not_packable(copied, None) is None
+        assert why_not_supported(copied, None) is None
 
 
 def put(path: str, value: Callable[[Any], Any]) -> Callable[[Any], None]:
@@ -186,9 +186,9 @@ CHANGES: list[tuple[Callable[[Any], None], str]] = [
 @pytest.mark.parametrize(("change", "reason"), CHANGES, ids=[reason[:60] for _, reason in CHANGES])
 def test_each_change_is_named(change, reason) -> None:
     model = fresh()
-    assert why_not_packable(model, None) is None
+    assert why_not_supported(model, None) is None
     change(model)
-    found = why_not_packable(model, None)
+    found = why_not_supported(model, None)
     assert found is not None
     assert re.search(reason, found), found
 
@@ -197,14 +197,14 @@ def test_an_activation_that_is_a_module_is_the_one_that_it_is() -> None:
     model = fresh()
     model.encoder.layers[0].activation = nn.ReLU()
     model.decoder.layers[1].activation = torch.relu
-    assert why_not_packable(model, None) is None
+    assert why_not_supported(model, None) is None
     model.encoder.layers[0].activation = nn.GELU()
-    assert "its encoder.layers.0 has the activation GELU" in str(why_not_packable(model, None))
+    assert "its encoder.layers.0 has the activation GELU" in str(why_not_supported(model, None))
     other = fresh(activation="gelu_tanh")
     other.encoder.layers[0].activation = nn.GELU(approximate="tanh")
-    assert why_not_packable(other, None) is None
+    assert why_not_supported(other, None) is None
     other.encoder.layers[0].activation = nn.GELU()
-    assert why_not_packable(other, None) is not None
+    assert why_not_supported(other, None) is not None
 
 
 def test_what_decodes_all_the_same_decodes_as_the_modules_do() -> None:
@@ -223,53 +223,53 @@ class OwnGPT(GPT):
 def test_other_models() -> None:
     config = GPTConfig(vocab_size=20, d_model=16, num_heads=2, num_layers=1)
     for model, name in ((OwnGPT(config), "OwnGPT"), (nn.Linear(2, 2), "Linear"), (None, "NoneType")):
-        assert f"a {name} may compute otherwise" in str(why_not_packable(model, None))
+        assert f"a {name} may compute otherwise" in str(why_not_supported(model, None))
     changed = fresh("gpt")
     changed.config = dataclasses.replace(changed.config, num_layers=3)
-    assert "its decoder has num_layers 2, while its config says 3" in str(why_not_packable(changed, None))
+    assert "its decoder has num_layers 2, while its config says 3" in str(why_not_supported(changed, None))
     changed.config.d_model = 15
-    assert "its config makes no model: expected d_model to be a multiple" in str(why_not_packable(changed, None))
+    assert "its config makes no model: expected d_model to be a multiple" in str(why_not_supported(changed, None))
     with pytest.raises(ValueError, match="expected precision fp32, bf16, fp16 or int8, got 'int4'"):
-        why_not_packable(fresh(), "int4")
+        why_not_supported(fresh(), "int4")
 
 
 def test_what_is_on_around_it(monkeypatch) -> None:
     model = fresh()
     for backend, packs in (("reference", False), ("triton", False), ("cpp", True)):
         with use_backend(backend):
-            assert (why_not_packable(model, None) is None) == packs
+            assert (why_not_supported(model, None) is None) == packs
     with FlopCounterMode(display=False):
-        assert "a TorchDispatchMode is on" in str(why_not_packable(model, None))
+        assert "a TorchDispatchMode is on" in str(why_not_supported(model, None))
     with torch.autocast("cpu", torch.float16):
-        assert why_not_packable(model, None) == "it computes in fp32, bf16 and int8, not in fp16"
-        assert why_not_packable(model, "int8") is None and why_not_packable(model.quantize(), None) is None
+        assert why_not_supported(model, None) == "it computes in fp32, bf16 and int8, not in fp16"
+        assert why_not_supported(model, "int8") is None and why_not_supported(model.quantize(), None) is None
     with torch.autocast("cpu", torch.bfloat16):
-        assert why_not_packable(model, None) is None
+        assert why_not_supported(model, None) is None
     handle = nn.modules.module.register_module_forward_hook(lambda module, args, out: None)
-    assert "a global forward hook is registered" in str(why_not_packable(model, None))
+    assert "a global forward hook is registered" in str(why_not_supported(model, None))
     handle.remove()
     handle = nn.modules.module.register_module_forward_pre_hook(lambda module, args: None)
-    assert "a global forward hook is registered" in str(why_not_packable(model, None))
+    assert "a global forward hook is registered" in str(why_not_supported(model, None))
     handle.remove()
     with monkeypatch.context() as patch:
         patch.setattr(MultiheadAttention, "forward", lambda self, *args, **options: None)
-        assert why_not_packable(model, None) == "MultiheadAttention.forward was replaced"
+        assert why_not_supported(model, None) == "MultiheadAttention.forward was replaced"
     with monkeypatch.context() as patch:
         patch.setattr(nn.Linear, "forward", lambda self, x: x)
-        assert why_not_packable(model, None) == "Linear.forward was replaced"
-    assert why_not_packable(model, None) is None
-    monkeypatch.setattr(packable, "_extension", types.SimpleNamespace(why_no_decoder=lambda: "it is not built"))
-    assert why_not_packable(model, None) == "it is not built"
+        assert why_not_supported(model, None) == "Linear.forward was replaced"
+    assert why_not_supported(model, None) is None
+    monkeypatch.setattr(cpp_support, "_extension", types.SimpleNamespace(why_no_decoder=lambda: "it is not built"))
+    assert why_not_supported(model, None) == "it is not built"
 
 
 def test_parameters_of_inference_mode() -> None:
     with torch.inference_mode():
-        assert why_not_packable(fresh(), None) is not None
+        assert why_not_supported(fresh(), None) is not None
         model = fresh()
-    assert "made in inference mode, whose changes it could not notice" in str(why_not_packable(model, None))
+    assert "made in inference mode, whose changes it could not notice" in str(why_not_supported(model, None))
     with torch.inference_mode():  # as generate is, the first time that it sees a config
-        assert why_not_packable(fresh("untied", d_ff=25), None) is not None
-    assert why_not_packable(fresh("untied", d_ff=25), None) is None
+        assert why_not_supported(fresh("untied", d_ff=25), None) is not None
+    assert why_not_supported(fresh("untied", d_ff=25), None) is None
 
 
 # The fingerprint, and what is kept under it.
@@ -313,7 +313,6 @@ WEIGHT_CHANGES: dict[str, Callable[[Any], object]] = {
     "buffer": lambda model: model.embedding.position.table.mul_(2),
     "buffer's data": lambda model: model.embedding.position.table.data.mul_(2),
     "dtype": lambda model: model.bfloat16(),
-    "config": lambda model: setattr(model.config, "layer_norm_eps", 1e-3),
 }
 
 
@@ -336,6 +335,16 @@ def test_each_change_of_weights_packs_again(name) -> None:
     WEIGHT_CHANGES[name](model)
     assert fingerprint(model) != before
     assert packed(model, "int8", pack) == [1] and packed(model, "int8", pack) == [1]
+
+
+def test_a_model_that_is_no_longer_supported_is_an_error() -> None:
+    """Its weights are asked for by an engine that was chosen before."""
+    for change in (lambda model: setattr(model.config, "layer_norm_eps", 1e-3), hook("encoder", "forward"), extra):
+        model = fresh()
+        packed(model, "int8", lambda: 1)
+        change(model)
+        with pytest.raises(ValueError, match="engine was chosen"):
+            packed(model, "int8", lambda: 2)
 
 
 def test_a_precision_has_its_own_and_a_failure_leaves_nothing() -> None:

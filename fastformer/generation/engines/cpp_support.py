@@ -1,15 +1,17 @@
-"""Which models the C++ engine can pack, and why it can't pack others.
+"""Which models the C++ engine supports, and why it doesn't support others.
 
-The engine computes what a model's modules would, and calls none of them. So it takes a model only where nobody could
-tell: the library's own modules all the way down, as the config makes them, which nobody has hooked or patched.
+The engine computes what a model's modules would, and calls none of them. So it takes a model only where calling them
+would make no difference: the library's own modules all the way down, as the config makes them, without hooks or
+patches.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.modules.module as torch_module
@@ -23,6 +25,7 @@ from fastformer.nn.attention import MultiheadAttention
 from fastformer.nn.embedding import Embedding, PositionalEncoding, RelativePositionBias, RotaryEmbedding
 from fastformer.nn.feed_forward import fused_name
 from fastformer.nn.layers import TransformerDecoderLayer, TransformerEncoderLayer
+from fastformer.nn.model_guards import ModelGuards
 from fastformer.nn.norm import AddLayerNorm
 from fastformer.nn.transformer import TransformerDecoder, TransformerEncoder
 from fastformer.ops import _extension, _library
@@ -43,6 +46,8 @@ _FREE = {
 }
 _INTERNALS = frozenset(vars(nn.Module()))
 
+Value: TypeAlias = int | float | str | tuple[object, ...] | None
+
 
 @dataclass(frozen=True)
 class _Part:
@@ -59,15 +64,15 @@ class _Part:
 
     kind: type[nn.Module]
     methods: frozenset[str]
-    values: dict[str, Any]
+    values: dict[str, Value]
     activation: str | None
     parameters: dict[str, tuple[int, ...] | None]
     buffers: dict[str, tuple[int, ...] | None]
     children: dict[str, _Part | None]
 
 
-def why_not_packable(model: object, precision: str | None) -> str | None:
-    """Why the C++ engine can't decode a model in a precision, with the culprit's name; None where it can.
+def why_not_supported(model: object, precision: str | None) -> str | None:
+    """Why the C++ engine can't decode a model in a precision, with the name of the module; None where it can.
 
     Args:
         model: any object.
@@ -88,18 +93,36 @@ def why_not_packable(model: object, precision: str | None) -> str | None:
         return "a TorchDispatchMode is on, which would see none of its operations"
     if any(not isinstance(mode, DeviceContext) for mode in _get_current_function_mode_stack()):
         return "a TorchFunctionMode is on, which would see none of its operations"
-    reason = _why_not_by_classes() or _why_not_as_made(model)
+    if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
+        return "a global forward hook is registered, which it would not call"
+    if (reason := find_guards(model)[1]) is not None:
+        return reason
     if precision is None and torch.is_autocast_enabled("cpu"):
         precision = own_precision(model)
-    if reason is None and precision is not None and precision not in PACKED_PRECISIONS:
-        reason = f"it computes in fp32, bf16 and int8, not in {precision}"
-    return reason
+    if precision is not None and precision not in PACKED_PRECISIONS:
+        return f"it computes in fp32, bf16 and int8, not in {precision}"
+    return None
+
+
+_guards: WeakKeyDictionary[nn.Module, ModelGuards] = WeakKeyDictionary()
+
+
+def find_guards(model: Transformer | GPT) -> tuple[ModelGuards | None, str | None]:
+    """The guards of a model that is what its config makes, the same ones while they hold; or why it isn't."""
+    guards = _guards.get(model)
+    if guards is not None and guards.hold(model):
+        return guards, None
+    _guards.pop(model, None)
+    reason = _why_not_by_classes() or _why_not_as_made(model)
+    if reason is not None:
+        return None, reason
+    config: dict[str, object] = vars(model.config)
+    guards = _guards[model] = ModelGuards(model, [*_FUNCTIONS, *((config, name) for name in config)])
+    return guards, None
 
 
 def _why_not_by_classes() -> str | None:
-    """Why a call of a module may do something else than its class says, whichever module it is."""
-    if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
-        return "a global forward hook is registered, which it would not call"
+    """Which method of a class that a model consists of was replaced."""
     for (kind, name), function in _FUNCTIONS.items():
         if vars(kind).get(name) is not function:
             return f"{kind.__name__}.{name} was replaced"
@@ -108,7 +131,7 @@ def _why_not_by_classes() -> str | None:
 
 def _why_not_as_made(model: Transformer | GPT) -> str | None:
     try:
-        kind: Any = type(model)
+        kind: Any = type(model)  # which mypy doesn't take for hashable
         made = _made(kind, tuple(vars(model.config).items()))
     except (TypeError, ValueError) as error:  # a config that was changed afterwards
         return f"its config makes no model: {error}"
@@ -216,8 +239,12 @@ class _Unfilled(TorchFunctionMode):
     """Leaves out what fills tensors in place: on "meta" it would import a compiler, for a second."""
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+        self,
+        func: Callable[..., object],
+        types: Sequence[type],
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
         """See `TorchFunctionMode`."""
         options, name = kwargs or {}, func.__name__
         if name.endswith("_") and not name.endswith("__"):
@@ -227,7 +254,7 @@ class _Unfilled(TorchFunctionMode):
 
 def _part(module: nn.Module) -> _Part:
     kind, own = type(module), vars(module)
-    values: dict[str, Any] = {
+    values: dict[str, Value] = {
         name: value
         for name, value in own.items()
         if name not in _INTERNALS | _FREE and (value is None or isinstance(value, int | float | str | tuple))
@@ -250,13 +277,16 @@ def _methods(kind: Any) -> frozenset[str]:
 
 
 def _functions() -> dict[tuple[type, str], object]:
-    """What the classes of a model's modules were written to do."""
+    """The methods of the classes that a model consists of, as they were written."""
     ours: tuple[type, ...] = (
         *(Transformer, GPT, TransformerEncoder, TransformerDecoder, TransformerEncoderLayer, TransformerDecoderLayer),
         *(MultiheadAttention, Embedding, PositionalEncoding, RotaryEmbedding, RelativePositionBias, AddLayerNorm),
     )
     found: dict[tuple[type, str], object] = {
-        (kind, name): vars(kind)[name] for kind in ours for name in [*vars(kind)] if name in _methods(kind)
+        (kind, name): value
+        for kind in ours
+        for name, value in [*vars(kind).items()]
+        if name in _methods(kind) and getattr(kind, name) is value  # no class methods
     }
     torchs: tuple[type, ...] = (nn.Module, nn.Linear, nn.Dropout, nn.ReLU, nn.GELU, nn.SiLU)
     for kind in torchs:

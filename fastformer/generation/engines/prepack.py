@@ -1,14 +1,13 @@
-"""What has been packed of models for the C++ engine, and whether it is still true."""
+"""The weights of models that are prepacked for the C++ engine, and whether they are still the models' own."""
 
 from __future__ import annotations
 
 import itertools
 import mmap
 import os
+import sys
 import threading
 from collections.abc import Callable
-from itertools import starmap
-from operator import is_
 from typing import Any, NamedTuple, TypeVar, cast
 from weakref import WeakKeyDictionary
 
@@ -17,7 +16,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
+from fastformer.generation.engines.cpp_support import find_guards
 from fastformer.generation.engines.page_watch import PageWatch
+from fastformer.models import GPT, Transformer
+from fastformer.nn.model_guards import ModelGuards
 
 T = TypeVar("T")
 
@@ -28,9 +30,9 @@ _numbers = itertools.count()
 
 
 class Fingerprint(NamedTuple):
-    """What is another one when a model has changed; see `fingerprint`."""
+    """What differs when the weights or the config of a model have changed; see `fingerprint`."""
 
-    layout: tuple[list[Any], ...]
+    layout: tuple[list[object], ...]
     versions: list[int]
     period: int
     read: bytes
@@ -38,36 +40,28 @@ class Fingerprint(NamedTuple):
 
 
 class _Watch:
-    """The places where a model keeps its tensors, and what tells that these were written: looking again is cheap.
+    """Finds out whether the tensors of a model were written. It keeps them alive.
 
-    It keeps the memory of tensors that were replaced until the model is looked at again.
+    Attributes:
+        layout: see `ModelGuards`.
+        period: a number that changes when watched memory was written.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self._places: list[tuple[dict[str, Any], str]] = []
-        for module in model.modules():
-            for kept in (module._modules, module._parameters, module._buffers):
-                places = cast(dict[str, Any], kept)
-                self._places += [(places, name) for name, value in places.items() if value is not None]
-        self._objects = [kept[name] for kept, name in self._places]
-        self.tensors = [value for value in self._objects if isinstance(value, Tensor)]
-        self.layout = _layout(self.tensors)
-        memory = [_memory(tensor.detach()) for tensor in self.tensors if tensor.numel()]
-        self._pages: PageWatch | None = PageWatch(map(_range, memory))
-        is_pinned = torch.cuda.is_initialized() and any(tensor.is_pinned() for tensor in self.tensors)
-        if is_pinned or not self._pages.begin():
-            self._pages = None
+    def __init__(self, guards: ModelGuards) -> None:
+        self._pages: PageWatch | None = None
+        self._tensors, self.layout = guards.tensors, guards.layout
+        memory = [_memory(tensor.detach()) for tensor in self._tensors if tensor.numel()]
+        pages = PageWatch(map(_range, memory))
+        is_pinned = torch.cuda.is_initialized() and any(tensor.is_pinned() for tensor in self._tensors)
+        if not is_pinned and pages.begin():
+            self._pages = pages
         self.period = next(_numbers)
         self._read = [part for bits in memory for part in _edges(bits)] if self._pages is not None else []
         if self._pages is None or not self._pages.is_private:
             self._read += map(_samples, memory)
 
-    def is_current(self) -> bool:
-        """Whether the model keeps the same objects in the same places."""
-        return all(map(is_, self._objects, starmap(dict.get, self._places)))
-
     def look(self) -> bytes:
-        """Begins another period where the watched memory was written; what has to be read to know about the rest."""
+        """Begins another period if the watched memory was written. Returns what has to be read of the rest."""
         if self._pages is not None and self._pages.is_written():
             self.period = next(_numbers)
             if not self._pages.begin():
@@ -76,51 +70,38 @@ class _Watch:
         return b"".join([part.tobytes() for part in self._read])
 
     def end(self) -> None:
-        """Looks no more. It comes before another look at the same memory begins, which it would end."""
+        """Stops watching. Call it before another watch of the same memory begins, which this would end."""
         if self._pages is not None:
             self._pages.end()
 
     def __del__(self) -> None:
-        if hasattr(self, "_pages"):
-            self.end()
+        self.end()
 
 
 _watches: WeakKeyDictionary[nn.Module, _Watch] = WeakKeyDictionary()
 
 
-def fingerprint(model: nn.Module) -> Fingerprint:
-    """What is another one when a parameter or buffer of a model was changed or replaced, or its config was.
+def fingerprint(model: Transformer | GPT) -> Fingerprint:
+    """What differs when a parameter or buffer of a model was changed or replaced, or its config was changed.
 
     PyTorch counts the changes of a tensor, but for those through `parameter.data` or an array that shares its memory.
     Where Linux says what was written (see `page_watch`), each of these is noticed as well. Elsewhere, and where other
     processes may write, a few elements of each matrix are compared, and all of each vector: there, a change of a few
     elements of a matrix can be missed; see `repack`.
 
-    Args:
-        model: for which `why_not_packable` gives None: its tensors are on the CPU, and its modules are those that its
-            config makes.
+    Raises:
+        ValueError: the model is no longer one that the C++ engine supports.
     """
+    guards, reason = find_guards(model)
+    if guards is None:
+        raise ValueError(f"expected a model as it was when its engine was chosen: {reason}")
     watch = _watches.get(model)
-    current = watch is not None and watch.is_current()
-    layout = _layout(watch.tensors) if watch is not None and current else ()
-    if watch is None or not current or layout != watch.layout:
+    if watch is None or watch.layout != guards.layout:
         if watch is not None:
             watch.end()
-        watch = _watches[model] = _Watch(model)
-        layout = watch.layout
-    versions, read = [tensor._version for tensor in watch.tensors], watch.look()
-    return Fingerprint(layout, versions, watch.period, read, tuple(vars(model.config).values()))
-
-
-def _layout(tensors: list[Tensor]) -> tuple[list[Any], ...]:
-    """Where the tensors are, and how their memory is read."""
-    return (
-        [*map(id, tensors)],
-        [tensor.data_ptr() for tensor in tensors],
-        [tensor.shape for tensor in tensors],
-        [tensor.stride() for tensor in tensors],
-        [tensor.dtype for tensor in tensors],
-    )
+        watch = _watches[model] = _Watch(guards)
+    versions, read = [tensor._version for tensor in guards.tensors], watch.look()
+    return Fingerprint(guards.layout, versions, watch.period, read, tuple(vars(model.config).values()))
 
 
 def _memory(tensor: Tensor) -> npt.NDArray[np.integer[Any]]:
@@ -156,16 +137,16 @@ _lock = threading.Lock()
 _packed: WeakKeyDictionary[nn.Module, dict[str, tuple[Fingerprint, Any]]] = WeakKeyDictionary()
 
 
-def packed(model: nn.Module, precision: str, pack: Callable[[], T], *, may_be_old: bool = False) -> T:
+def packed(model: Transformer | GPT, precision: str, pack: Callable[[], T], *, may_be_old: bool = False) -> T:
     """What `pack` made of a model in a precision, made again when the model has changed since.
 
     There is one at a time for each model and precision, the same in all threads, and none when the model is gone.
 
     Args:
-        model: for which `why_not_packable` gives None.
+        model: for which `why_not_supported` gives None.
         precision: names what is packed.
-        pack: packs it. What it returns must not refer to the model, or neither would ever be let go.
-        may_be_old: what is there will do, whatever has become of the model since: the caller asks again before use.
+        pack: packs it. What it returns must not refer to the model, or neither would ever be freed.
+        may_be_old: accept what is there, whether or not the model has changed since: the caller asks again before use.
     """
     with _lock:
         kept = _packed.setdefault(model, {})
@@ -207,5 +188,5 @@ def _renew_lock() -> None:
     _lock = threading.Lock()
 
 
-if hasattr(os, "register_at_fork"):
+if sys.platform != "win32":
     os.register_at_fork(after_in_child=_renew_lock)
