@@ -6,7 +6,7 @@ and CUDA graphs, which replay the work of one call.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from itertools import chain
 from operator import is_
 
@@ -39,9 +39,9 @@ class ModelGuards:
             own = vars(module)
             settings += [(own, name) for name, value in own.items() if isinstance(value, _SCALARS)]
         self._guards = Guards(model, every[1:], [*settings, *functions])
-        self._stores: list[dict[str, Tensor | None]] = [
-            kept for module in every for kept in (module._parameters, module._buffers)
-        ]
+        self._stores: list[Mapping[str, Tensor | None]] = []
+        for module in every:
+            self._stores += (module._parameters, module._buffers)
         self._kept = self._kept_now()
         self._own = _own_state(model)
         self.tensors = [tensor for tensor in self._kept if tensor is not None]
@@ -58,7 +58,7 @@ class ModelGuards:
         )
 
     def _kept_now(self) -> list[Tensor | None]:
-        return [*chain.from_iterable(map(dict.values, self._stores))]
+        return [*chain.from_iterable(store.values() for store in self._stores)]
 
 
 def layout_of(tensors: list[Tensor]) -> tuple[list[object], ...]:

@@ -26,6 +26,7 @@ from fastformer.data import Batch
 from fastformer.data.batching import IGNORE_INDEX
 from fastformer.graphs import CaptureError, Graph, Graphs
 from fastformer.nn import SequenceLayout
+from fastformer.nn.model_guards import ModelGuards
 
 # Graphs that are kept: each takes some megabytes, and a size that is met so rarely gains nothing from one more.
 MAX_GRAPHS = 64
@@ -112,8 +113,6 @@ def why_uncapturable(model: nn.Module, optimizer: torch.optim.Optimizer) -> str 
 
     A hook is a Python function: it would run while a graph is captured and never again.
     """
-    if _has_any_global_hook():
-        return "a hook on all modules"
     for name, module in model.named_modules():
         if isinstance(module, nn.parallel.DistributedDataParallel):
             return f"DistributedDataParallel ({name or 'the model'})"
@@ -121,6 +120,13 @@ def why_uncapturable(model: nn.Module, optimizer: torch.optim.Optimizer) -> str 
             module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
         ):  # fmt: skip
             return f"a hook on {name or 'the model'}"
+    return _hook_around(model, optimizer)
+
+
+def _hook_around(model: nn.Module, optimizer: torch.optim.Optimizer) -> str | None:
+    """A hook that isn't on a module of the model, in words; None if there is none."""
+    if _has_any_global_hook():
+        return "a hook on all modules"
     for name, parameter in model.named_parameters():
         if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
             return f"a hook on the gradient of {name}"
@@ -167,15 +173,24 @@ class GraphUpdates:
     """Runs updates, as graphs wherever their size was met before.
 
     Args:
-        graphs: who captures.
+        graphs: captures them.
         update: (batches, numbers) -> None, on tensors at fixed addresses, and with results in such.
-        check: raises ValueError where a graph would leave something out; asked before each capture.
+        model, optimizer: what is updated. When a module of the model or a hook has changed since the first capture, all
+            graphs are dropped.
+        check: raises ValueError where a graph would leave something out; called before each capture.
     """
 
     def __init__(
-        self, graphs: Graphs, update: Callable[[list[Batch], Tensor], None], check: Callable[[], None]
+        self,
+        graphs: Graphs,
+        update: Callable[[list[Batch], Tensor], None],
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        check: Callable[[], None],
     ) -> None:
         self.graphs, self._update, self._check = graphs, update, check
+        self._model, self._optimizer = model, optimizer
+        self._guards: ModelGuards | None = None  # of the model at the first capture
         self._slots: dict[tuple[Size, int], _Slot] = {}
 
     def __call__(self, batches: Sequence[Batch], numbers: Sequence[float]) -> None:
@@ -197,6 +212,10 @@ class GraphUpdates:
             self.graphs.warm_up(slot.function)
             return
         slot.inputs.fill(values)
+        if self._guards is not None and not self._is_current(self._guards):
+            self._guards = None
+            for each in self._slots.values():
+                each.graph = None
         if slot.graph is None:
             if sum(other.graph is not None for other in self._slots.values()) >= MAX_GRAPHS:
                 self.graphs.warm_up(slot.function)
@@ -206,7 +225,11 @@ class GraphUpdates:
                 slot.graph = self.graphs.capture(slot.function)
             except CaptureError as error:
                 raise CaptureError(f"an update can't be a CUDA graph, so leave cuda_graphs out: {error}") from error
+            self._guards = self._guards or ModelGuards(self._model)
         slot.graph.replay()
+
+    def _is_current(self, guards: ModelGuards) -> bool:
+        return guards.hold(self._model) and _hook_around(self._model, self._optimizer) is None
 
     def _new_slot(self, batches: Sequence[Batch], values: Sequence[Tensor]) -> _Slot:
         inputs = _Inputs(values, self.graphs.device)

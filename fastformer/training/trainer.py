@@ -282,7 +282,9 @@ class Trainer:
 
     def _begin_graphs(self) -> None:
         """Forgets the graphs that there are: they hold the places of weights and of the optimizer's state."""
-        self.graphs = GraphUpdates(Graphs(self.device), self._update_in_place, self._check_capturable)
+        self.graphs = GraphUpdates(
+            Graphs(self.device), self._update_in_place, self.model, self.optimizer, self._check_capturable
+        )
         for group in self.optimizer.param_groups:
             group["capturable"] = True
 

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fastformer.checkpoints.training_state import checkpoints, latest_checkpoint, load_checkpoint
 from fastformer.cli import main
 from fastformer.data import Batch, Example, collate
-from fastformer.graphs import CaptureError, Graphs
+from fastformer.graphs import CaptureError, Graph, Graphs
 from fastformer.models import GPT, Transformer
 from fastformer.training import TrainConfig, Trainer, start
 from fastformer.training import graph_updates as module
@@ -443,6 +443,26 @@ def test_a_hook_that_comes_later_is_refused_before_a_capture(graphs, tmp_path) -
     stand_in(trainer).warm_up = hooking
     with pytest.raises(ValueError, match="got a hook on encoder"):
         trainer.train()
+
+
+@pytest.mark.parametrize("where", HOOKS)
+def test_a_hook_that_comes_after_a_capture_is_refused_before_the_next_replay(graphs, tmp_path, where) -> None:
+    trainer = start(graphs, tmp_path / "run")
+    capture = stand_in(trainer).capture
+    handles: list[Any] = []
+
+    def hooking(function: Callable[[], None]) -> Graph:
+        graph = capture(function)
+        if not handles:
+            handles.append(HOOKS[where](trainer))
+        return graph
+
+    stand_in(trainer).capture = hooking  # type: ignore[assignment]
+    try:
+        with pytest.raises(ValueError, match=f"got a hook {where}"):
+            trainer.train()
+    finally:
+        handles[0].remove()
 
 
 @pytest.mark.parametrize(

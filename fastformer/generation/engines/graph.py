@@ -33,7 +33,6 @@ from fastformer.generation.engines.kv_cache import (
 from fastformer.generation.engines.lanes import (
     Lanes,
     Shape,
-    addresses,
     bucket,
     power_of_two,
     rounded,
@@ -44,6 +43,7 @@ from fastformer.generation.native_search import NativeSearch, last_tokens
 from fastformer.generation.search import NEVER
 from fastformer.graphs import CaptureError, Graphs
 from fastformer.nn import KVCache
+from fastformer.nn.model_guards import ModelGuards
 from fastformer.ops import _library
 
 logger = logging.getLogger("fastformer")
@@ -79,7 +79,7 @@ class _Kept:
         room: the rows and tokens that it was made for.
         spare: slots that were set aside in it.
         lanes: of each shape, the one that was used last at the end.
-        weights: the `addresses` of the model that the graphs read.
+        guards: of the model as it was after the first step; None: there was none.
         graphs: captures them.
         num_batches: that were opened with it.
     """
@@ -88,9 +88,13 @@ class _Kept:
     room: tuple[int, int]
     spare: Ints
     lanes: OrderedDict[Shape, Lanes]
-    weights: tuple[object, ...]
+    guards: ModelGuards | None
     graphs: Graphs
     num_batches: int = 0
+
+    def is_current(self, model: object) -> bool:
+        """Whether the graphs do what the model does now: its tensors are where they were, and so are its hooks."""
+        return self.guards is not None and isinstance(model, nn.Module) and self.guards.hold(model)
 
     @property
     def nbytes(self) -> int:
@@ -127,7 +131,7 @@ class GraphEngine(KVCacheEngine):
     def __init__(self, model: Model, precision: str | None = None) -> None:
         super().__init__(model, precision)
         self.steps_per_look, self.max_graph_bytes = STEPS_PER_LOOK, GRAPH_BYTES
-        self._state = _Kept(self._empty, (0, 0), np.zeros(0, np.int32), OrderedDict(), (), Graphs(self.device))
+        self._state = _Kept(self._empty, (0, 0), np.zeros(0, np.int32), OrderedDict(), None, Graphs(self.device))
         self._keeper: weakref.finalize[..., GraphEngine] | None = None
 
     @classmethod
@@ -156,18 +160,19 @@ class GraphEngine(KVCacheEngine):
 
     def _make_room(self, max_rows: int, num_tokens: int) -> None:
         """Empties the cache; a new one, with new graphs, where it is too small or the weights have moved."""
-        state, wanted, weights = self._state, (max_rows, num_tokens), addresses(self.model)
-        if weights == state.weights and all(new <= old for new, old in zip(wanted, state.room, strict=True)):
+        state, wanted = self._state, (max_rows, num_tokens)
+        if state.is_current(self.model) and all(new <= old for new, old in zip(wanted, state.room, strict=True)):
             state.cache.reset()
             return
         # Somewhat more than is asked for, so that the next request, which is a little longer, needs no new graphs.
         rows, tokens = (max(rounded(new), old) for new, old in zip(wanted, state.room, strict=True))
         state.lanes.clear()
+        state.guards = None
         state.room = 0, 0  # should there be no memory
         state.cache = self._empty  # there may be no memory for two
         # As many lanes as there are rows at most have none: that is how far `bucket` rounds up.
         state.cache = new_cache(self.model, rows, tokens + rows)
-        state.spare, state.room, state.weights = state.cache.take_slots(rows), (rows, tokens), weights
+        state.spare, state.room = state.cache.take_slots(rows), (rows, tokens)
 
 
 class GraphBatch(KVCacheBatch, SearchingBatch):
@@ -191,10 +196,11 @@ class GraphBatch(KVCacheBatch, SearchingBatch):
     # Groups come and go.
 
     def prefill(self, prompts: Sequence[Prompt]) -> None:
-        if not self._groups and (weights := addresses(self.model)) != self._state.weights:
+        state = self._state
+        if not self._groups and state.guards is not None and not state.is_current(self.model):
             # The graphs read memory that is no longer the model's, or would leave out its hooks.
-            self._state.lanes.clear()
-            self._state.weights = weights
+            state.lanes.clear()
+            state.guards = None
         self._loaded = None
         super().prefill(prompts)
         self._groups += [_Group(prompt) for prompt in prompts]
@@ -416,6 +422,8 @@ class GraphBatch(KVCacheBatch, SearchingBatch):
             return
         self._state.graphs.warm_up(lambda: self._step_lanes(lanes))
         lanes.is_warm = True
+        if self._state.guards is None and isinstance(self.model, nn.Module):
+            self._state.guards = ModelGuards(self.model)  # now: modules note what they find out in their first call
 
     def _capture(self, lanes: Lanes) -> None:
         kept = self._state.lanes
@@ -509,6 +517,8 @@ def _next_scores(
 def _keep(reference: weakref.ref[nn.Module], state: _Kept) -> None:
     """Puts what an engine leaves where the next engine of its model finds it."""
     model = reference()
-    if model is not None and state.nbytes <= _KEPT_BYTES:
+    if model is None or any(getattr(value, "__self__", None) is model for value in vars(model).values()):
+        return  # the guards would keep a model with methods of its own alive
+    if state.nbytes <= _KEPT_BYTES:
         state.cache.reset()
         _kept[model] = state

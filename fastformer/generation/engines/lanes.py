@@ -104,21 +104,6 @@ def rounded(count: int) -> int:
     return -(-count // step) * step
 
 
-def addresses(model: object) -> tuple[object, ...]:
-    """What differs when a graph no longer does what the model would: where its tensors are, and what is hooked.
-
-    What a graph reads in place may change its values.
-    """
-    if not isinstance(model, nn.Module):
-        return ()
-    found: list[object] = []
-    for module in model.modules():
-        found += (module.training, len(module._forward_hooks), len(module._forward_pre_hooks))
-        for kept in (module._parameters, module._buffers):
-            found += [(t.data_ptr(), t.shape, t.stride(), t.dtype) for t in kept.values() if t is not None]
-    return tuple(found)
-
-
 def why_not_captured(model: object) -> str | None:
     """Why replays would leave out what calls of a model do now; None where they would not."""
     if isinstance(model, nn.Module):
